@@ -1,0 +1,53 @@
+# Which architectures are compiled, and nvcc's flags for each.
+
+set(FMHA_SUPPORTED_ARCHITECTURES 89 90 120)
+
+# Reads CMAKE_CUDA_ARCHITECTURES (or the environment's CUDAARCHS, as CMake itself does) into FMHA_ARCHITECTURES, in the
+# supported list's order, and takes the variable away from CMake: each kernel library gets flags of its own, because a
+# target's CUDA_ARCHITECTURES can say "120f" only in the newest CMake.
+function(fmha_set_architectures)
+  set(requested "${CMAKE_CUDA_ARCHITECTURES}")
+  if(NOT requested)
+    set(requested "$ENV{CUDAARCHS}")
+  endif()
+  if(NOT requested)
+    set(requested "${FMHA_SUPPORTED_ARCHITECTURES}")
+  endif()
+  foreach(arch IN LISTS requested)
+    if(NOT arch IN_LIST FMHA_SUPPORTED_ARCHITECTURES)
+      list(JOIN FMHA_SUPPORTED_ARCHITECTURES ", " known)
+      message(FATAL_ERROR "cutlass_fmha: CMAKE_CUDA_ARCHITECTURES contains \"${arch}\", and there are kernels for ${known} only")
+    endif()
+  endforeach()
+  if(NOT CUTLASS_FMHA_SM120_PROXY MATCHES "^(90)?$")
+    message(FATAL_ERROR "cutlass_fmha: CUTLASS_FMHA_SM120_PROXY must be empty or 90, and it is \"${CUTLASS_FMHA_SM120_PROXY}\"")
+  endif()
+
+  set(chosen "")
+  foreach(arch IN LISTS FMHA_SUPPORTED_ARCHITECTURES)
+    if(arch IN_LIST requested)
+      list(APPEND chosen ${arch})
+    endif()
+  endforeach()
+  list(JOIN chosen ", " text)
+  set(FMHA_ARCHITECTURES "${chosen}" PARENT_SCOPE)
+  set(FMHA_ARCHITECTURES_CXX "${text}" PARENT_SCOPE)
+  set(CMAKE_CUDA_ARCHITECTURES OFF PARENT_SCOPE)
+endfunction()
+
+# nvcc's code generation flags for the rows made for `arch`.
+function(fmha_code_flags arch out)
+  if(arch EQUAL 89)
+    # PTX too: through it a GPU without rows of its own runs these.
+    set(flags -gencode=arch=compute_89,code=[sm_89,compute_89])
+  elseif(arch EQUAL 90)
+    set(flags -gencode=arch=compute_90,code=sm_90)
+  elseif(CUTLASS_FMHA_SM120_PROXY)
+    set(flags -gencode=arch=compute_90,code=sm_90)
+  elseif(FMHA_NVCC_VERSION VERSION_GREATER_EQUAL 12.9)
+    set(flags -gencode=arch=compute_120f,code=sm_120f)  # the family: sm_120 and sm_121
+  else()
+    set(flags -gencode=arch=compute_120a,code=sm_120a)
+  endif()
+  set(${out} "${flags}" PARENT_SCOPE)
+endfunction()

@@ -1,0 +1,18 @@
+# THE MANIFEST: every kernel of the build, one line per tile. ARCH and DTYPE are lists: a line makes one row for each
+# pair, all from the same source and the same configuration. See config.h for what a column means.
+#
+# A row's name is made from its line: fwd_sm<arch>_<f16|bf16>_d<head_dim>_m<tile_m>n<tile_n>w<warps>[_<copy>].
+# Selection, tests and tools read the compiled table (_C.templates()): no other file lists kernels.
+
+set(ALL 89 90 120)
+
+#            ARCHS     DTYPES     HEAD_DIM TILE_M TILE_N WARPS STAGES MIN_BLOCKS Q_IN_REGISTERS PING_PONG COPY
+fmha_forward("${ALL}"  "f16;bf16"  32      256     64     8     2      1          true           true      cp_async_16)
+fmha_forward("${ALL}"  "f16;bf16"  32       64     64     4     2      2          true           false     cp_async_16)
+fmha_forward("${ALL}"  "f16;bf16"  32       64     64     4     2      2          true           false     element)
+fmha_forward("${ALL}"  "f16;bf16"  64      256     64     8     2      1          true           true      cp_async_16)
+fmha_forward("${ALL}"  "f16;bf16"  64       64     64     4     2      2          true           false     cp_async_16)
+fmha_forward("${ALL}"  "f16;bf16"  64       64     64     4     2      2          true           false     element)
+fmha_forward("${ALL}"  "f16;bf16" 128      256     64     8     1      1          false          true      cp_async_16)
+fmha_forward("${ALL}"  "f16;bf16" 128       64     32     4     2      2          true           false     cp_async_16)
+fmha_forward("${ALL}"  "f16;bf16" 128       64     32     4     2      2          true           false     element)
