@@ -1,0 +1,34 @@
+// The compile-time description of one kernel. A row of the manifest (templates.cmake) becomes one value of this type,
+// which is the only template argument of the kernel: adding a knob means adding a field here and a column there.
+#pragma once
+
+namespace cutlass_fmha {
+
+enum class DType : int { float16, bfloat16 };
+
+/// How tiles travel between global and shared memory, which is also what alignment a row asks of its operands.
+enum class Copy : int {
+  cp_async_16,  ///< 16-byte cp.async: every pointer and every stride is a multiple of 16 bytes
+  element,      ///< element by element through registers: any alignment, slower
+};
+
+struct ForwardConfig {
+  int arch;     ///< the architecture the row is made for: 89, 90 or 120
+  DType dtype;  ///< of Q, K, V and O; scores, softmax and accumulation are fp32
+  int head_dim;
+  int tile_m;           ///< query rows per thread block
+  int tile_n;           ///< keys per step of the main loop
+  int warps;            ///< each owns tile_m / warps consecutive query rows
+  int stages;           ///< shared-memory buffers for K, and as many for V
+  int min_blocks;       ///< resident thread blocks per SM that registers must leave room for
+  bool q_in_registers;  ///< keep Q's fragments in registers for the whole main loop
+  bool ping_pong;       ///< warps w and w + warps/2 take turns: one issues mma while the other does softmax
+  Copy copy;
+
+  constexpr int threads() const { return warps * 32; }
+  constexpr int rows_per_warp() const { return tile_m / warps; }
+  /// Bytes that pointers and strides of every operand must be a multiple of.
+  constexpr int alignment() const { return copy == Copy::cp_async_16 ? 16 : 2; }
+};
+
+}  // namespace cutlass_fmha

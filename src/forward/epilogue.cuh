@@ -1,0 +1,63 @@
+// What leaves the kernel: O through the warp's own rows of shared memory, so that it is written in whole rows, and LSE.
+#pragma once
+
+#include "mainloop.cuh"
+
+namespace cutlass_fmha {
+
+/// Writes `rows` rows of `HeadDim` elements that lie in the swizzled tile `tile` from row `tile_row` on.
+template <ForwardConfig C>
+CUTE_DEVICE void write_rows(char const* tile, int tile_row, uint16_t* to, int64_t row_stride, int rows, int lane) {
+  using namespace cute;
+  constexpr int kChunks = C.head_dim / 8;
+  typename Panels<C.head_dim>::template Layout<C.tile_m> layout;
+  CUTE_UNROLL
+  for (int i = 0; i < C.rows_per_warp() * kChunks; i += 32) {
+    int const row = (i + lane) / kChunks, column = (i + lane) % kChunks * 8;
+    if (row >= rows) continue;
+    uint128_t const chunk = *reinterpret_cast<uint128_t const*>(tile + 2 * layout(tile_row + row, column));
+    uint16_t* const destination = to + row * row_stride + column;
+    if constexpr (C.copy == Copy::cp_async_16) {
+      *reinterpret_cast<uint128_t*>(destination) = chunk;
+    } else {
+      CUTE_UNROLL
+      for (int e = 0; e < 8; ++e) destination[e] = reinterpret_cast<uint16_t const*>(&chunk)[e];
+    }
+  }
+}
+
+/// `tile_row`: the warp's first row within the tile.
+template <ForwardConfig C>
+CUTE_DEVICE void epilogue(ForwardParams const& p, char* smem, typename ForwardTypes<C>::OutputFragment& output,
+                          typename ForwardTypes<C>::Softmax& softmax, int tile_row, int lane) {
+  using namespace cute;
+  using T = ForwardTypes<C>;
+  auto by_row = make_tensor(output.data(), row_column(output.layout()));
+  auto const lse = softmax.finalize(by_row, row_maxima<C>(smem, tile_row));
+  TilePosition const at = *reinterpret_cast<TilePosition const*>(smem + SharedLayout<C>::kTileBegin);
+  int const row_begin = at.row_begin + tile_row;
+  auto coordinates =
+      typename T::Mma{}.get_slice(lane).partition_C(make_identity_tensor(Shape<Int<T::kRows>, Int<C.head_dim>>{}));
+  auto coordinate = make_tensor(coordinates.data(), row_column(coordinates.layout()));
+  typename Panels<C.head_dim>::template Layout<C.tile_m> layout;
+
+  CUTE_UNROLL
+  for (int row = 0; row < size<0>(by_row); ++row) {
+    int const r = get<0>(coordinate(row, _0{}));
+    CUTE_UNROLL
+    for (int col = 0; col < size<1>(by_row); col += 2) {
+      int const c = get<1>(coordinate(row, col));
+      *reinterpret_cast<uint32_t*>(smem + 2 * layout(tile_row + r, c)) =
+          pack<typename T::Element>(by_row(row, col), by_row(row, col + 1));
+    }
+    if (p.lse != nullptr && lane % 4 == 0 && row_begin + r < p.seqlen_q) {
+      p.lse[(int64_t(at.batch) * p.num_heads + at.head) * p.seqlen_q + row_begin + r] = lse[row];
+    }
+  }
+  __syncwarp();
+  uint16_t* const o = static_cast<uint16_t*>(p.o) + at.batch * p.o_stride.batch + at.head * p.o_stride.head +
+                      row_begin * p.o_stride.seqlen;
+  write_rows<C>(smem, tile_row, o, p.o_stride.seqlen, p.seqlen_q - row_begin, lane);
+}
+
+}  // namespace cutlass_fmha

@@ -1,0 +1,329 @@
+// One thread block's walk over the keys, with warp-level mma (m16n8k16) and tiles brought by cp.async.
+//
+// Each warp owns some query rows and keeps their O in registers. Key blocks are walked from the last to the first, so
+// that the masked ones come first. The walk is in phases: in phase p a warp adds P(p-1) V(p-1) to O and computes the
+// scores of block p, an uninterrupted run of mma, then turns the scores into P(p). With ping_pong, the two warps of a
+// sub-core take turns in the mma part. The first half of the warps brings V, the second half K.
+#pragma once
+
+#include <cute/atom/mma_atom.hpp>
+#include <cute/tensor.hpp>
+
+#include "mask.cuh"
+#include "online_softmax.cuh"
+#include "pipeline.cuh"
+#include "tile.cuh"
+
+namespace cutlass_fmha {
+
+template <ForwardConfig C>
+struct ForwardTypes {
+  static constexpr bool kHalf = C.dtype == DType::float16;
+  using Element = cute::conditional_t<kHalf, cutlass::half_t, cutlass::bfloat16_t>;
+  using Mma = cute::TiledMMA<cute::MMA_Atom<cute::conditional_t<kHalf, cute::SM80_16x8x16_F32F16F16F32_TN,
+                                                                cute::SM80_16x8x16_F32BF16BF16F32_TN>>,
+                             cute::Layout<cute::Shape<cute::_1, cute::_1, cute::_1>>>;  // one warp: each has its rows
+
+  static constexpr int kRows = C.rows_per_warp();
+  static constexpr int kRowSteps = kRows / 16;       // mma tiles along a warp's rows
+  static constexpr int kDimSteps = C.head_dim / 16;  // 16-wide steps along the head dimension
+  static constexpr int kKeySteps = C.tile_n / 16;    // 16-wide steps along a block of keys
+
+  using Softmax = OnlineSoftmax<2 * kRowSteps, Element>;
+  using ScoresFragment =
+      decltype(cute::partition_fragment_C(Mma{}, cute::Shape<cute::Int<kRows>, cute::Int<C.tile_n>>{}));
+  using OutputFragment =
+      decltype(cute::partition_fragment_C(Mma{}, cute::Shape<cute::Int<kRows>, cute::Int<C.head_dim>>{}));
+};
+
+/// Where a thread block's tile of queries lies. Kept in shared memory and read again where it is needed: through the
+/// main loop, which leaves no register free, nothing else must stay alive for the mask and the epilogue.
+struct TilePosition {
+  int row_begin;  ///< first query row
+  int head, batch;
+};
+
+/// Shared memory of a block: Q (O on the way out), K and V rings, barriers, and which tile this is.
+template <ForwardConfig C>
+struct SharedLayout {
+  static constexpr int kQ = C.tile_m * C.head_dim * 2;
+  static constexpr int kTile = C.tile_n * C.head_dim * 2;
+  static constexpr int kKOffset = kQ;
+  static constexpr int kVOffset = kKOffset + C.stages * kTile;
+  static constexpr int kBarriers = kVOffset + C.stages * kTile;
+  static constexpr int kTileBegin = kBarriers + 2 * TilePipeline<C.stages>::kBytes;
+  static constexpr int kMaxima = kTileBegin + int(sizeof(TilePosition));
+  static constexpr int kBytes = kMaxima + C.tile_m * int(sizeof(float));
+};
+
+/// Where a lane's rows lie within the warp's tile of an mma accumulator: rows r and r + 8 of each 16.
+CUTE_DEVICE int accumulator_row(int row, int lane) { return lane / 4 + row % 2 * 8 + row / 2 * 16; }
+
+/// The softmax's row maxima, in shared memory: one lane of the four that share a row writes, all read.
+struct RowMaxima {
+  float* rows;  ///< of this warp
+
+  CUTE_DEVICE float get(int row) const {
+    __syncwarp();
+    return rows[accumulator_row(row, lane_id())];
+  }
+  CUTE_DEVICE void set(int row, float maximum) const {
+    __syncwarp();
+    int const lane = lane_id();
+    if (lane % 4 == 0) rows[accumulator_row(row, lane)] = maximum;
+  }
+};
+
+template <ForwardConfig C>
+CUTE_DEVICE RowMaxima row_maxima(char* smem, int tile_row) {
+  return {reinterpret_cast<float*>(smem + SharedLayout<C>::kMaxima) + tile_row};
+}
+
+/// ((2 columns, 2 row halves), row steps, column steps) of an mma accumulator -> (row, column).
+template <class Layout>
+CUTE_HOST_DEVICE constexpr auto row_column(Layout const& layout) {
+  using namespace cute;
+  return make_layout(make_layout(get<0, 1>(layout), get<1>(layout)), make_layout(get<0, 0>(layout), get<2>(layout)));
+}
+
+template <ForwardConfig C>
+struct Mainloop {
+  using T = ForwardTypes<C>;
+  using Element = typename T::Element;
+  using Shared = SharedLayout<C>;
+  static constexpr int kHalfThreads = C.threads() / 2;
+  using KvLoader = TileLoader<C.head_dim, C.tile_n, kHalfThreads, C.copy>;
+  using Turn = Turns<C.warps, C.ping_pong>;
+  using QTile = LdmatrixTile<C.head_dim, C.tile_m>;
+  using KvTile = LdmatrixTile<C.head_dim, C.tile_n>;
+  // The A operand of one 16-wide step over all rows of the warp, and of Q or P as a whole.
+  using StepA = decltype(cute::make_tensor<Element>(
+      cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::Int<T::kRowSteps>>{}));
+  template <int Steps>
+  using OperandA = decltype(cute::make_tensor<Element>(
+      cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::Int<T::kRowSteps>, cute::Int<Steps>>{}));
+
+  ForwardParams const& params;
+  char* const smem;
+  int const warp, lane;
+  int const blocks;  ///< key blocks that the thread block walks
+  int first_phase;   ///< before it, no key is visible to this warp
+  bool const second_group;
+
+  TilePipeline<C.stages> const k_pipe, v_pipe;
+  // Lane offsets of ldmatrix. b0 and b1 of an n8 tile must be neighbouring registers: K's four 8 x 8 matrices are read
+  // dimensions first, V's (transposed) keys first, like the rows of Q.
+  uint32_t const qv_lane_offset, k_lane_offset;
+  KvLoader loader;  ///< of V in the first group, of K in the second; points at the next block to bring
+
+  using Scores = typename T::ScoresFragment;
+  using Output = typename T::OutputFragment;
+  using Probabilities = OperandA<T::kKeySteps>;
+  using QFragments = OperandA<C.q_in_registers ? T::kDimSteps : 1>;
+
+  /// The warp's first row within the tile of Q. The second half of the warps takes its rows backwards: under a
+  /// diagonal, the two warps of a sub-core (w and w + warps / 2) then have as many keys together as any other two.
+  CUTE_DEVICE int tile_row() const {
+    // Kept in a uniform register from sm_90 on; on sm_89 it would be a vector register, of which none is left.
+    int const w = C.arch >= 90 ? warp : thread_id() / 32;
+    return (w < C.warps / 2 ? w : C.warps + C.warps / 2 - 1 - w) * T::kRows;
+  }
+
+  CUTE_DEVICE void init_pipelines() const {
+    if (threadIdx.x == 0) {
+      k_pipe.init(kHalfThreads, C.warps);
+      v_pipe.init(kHalfThreads, C.warps);
+    }
+  }
+
+  /// Starts the first loads of K and V. Only the last block of the keys, walked first, can be a partial one.
+  CUTE_DEVICE void prologue() {
+    loader.source += int64_t(blocks - 1) * C.tile_n * (second_group ? params.k_stride : params.v_stride).seqlen;
+    CUTE_UNROLL
+    for (int tile = 0; tile < C.stages; ++tile) {
+      refill_k<true>(tile);
+      refill_v<true>(tile);
+    }
+  }
+
+  /// Q is in shared memory by now. Leaves the unnormalised O in `output` and its l in `softmax`.
+  CUTE_DEVICE void run(Output& output, typename T::Softmax& softmax) {
+    Scores scores;
+    Probabilities probabilities;
+    QFragments q_fragments;
+    if constexpr (C.q_in_registers) {
+      CUTE_UNROLL
+      for (int step = 0; step < T::kDimSteps; ++step) load_q(q_begin(), step, q_fragments(cute::_, cute::_, step));
+    }
+    if (second_group) Turn::pass();  // lets the first group enter
+    int phase = 0;
+    for (; phase < first_phase; ++phase) skip(phase);
+    if (phase < blocks) {
+      begin_turn(phase);
+      if (phase > 0) release_unused(v_pipe, phase - 1);
+      bool const masked = compute_scores(phase, q_fragments, scores);
+      end_scores(phase);
+      update<true>(phase, masked, scores, probabilities, output, softmax);
+      CUTE_NO_UNROLL
+      for (++phase; phase < blocks; ++phase) {
+        begin_turn(phase);
+        accumulate(phase - 1, probabilities, output);
+        bool const masked = compute_scores(phase, q_fragments, scores);
+        end_scores(phase);
+        update<false>(phase, masked, scores, probabilities, output, softmax);
+      }
+      begin_turn(phase);
+      accumulate(phase - 1, probabilities, output);
+    } else {
+      begin_turn(phase);
+    }
+    if (!second_group) Turn::pass();  // nobody waits for the second group any more
+  }
+
+ private:
+  /// Brings a tile of K or V, the next one in the walk of the thread's group, if there is one.
+  template <bool Partial>
+  CUTE_DEVICE void refill(TilePipeline<C.stages> const& pipe, int ring, int64_t row_stride, int tile) {
+    if (tile >= blocks) return;
+    pipe.producer_acquire(tile);
+    loader.template load<Partial>(smem + ring + tile % C.stages * Shared::kTile, row_stride,
+                                  params.seqlen_k - (blocks - 1 - tile) * C.tile_n);
+    loader.source -= C.tile_n * row_stride;
+    if constexpr (C.copy == Copy::cp_async_16) {
+      pipe.producer_commit_cp_async(tile);
+    } else {
+      pipe.producer_commit(tile);
+    }
+  }
+  template <bool Partial>
+  CUTE_DEVICE void refill_k(int tile) {
+    if (second_group) refill<Partial>(k_pipe, Shared::kKOffset, params.k_stride.seqlen, tile);
+  }
+  template <bool Partial>
+  CUTE_DEVICE void refill_v(int tile) {
+    if (!second_group) refill<Partial>(v_pipe, Shared::kVOffset, params.v_stride.seqlen, tile);
+  }
+
+  // A stage of K is free once this phase's scores are done; one of V, after the accumulation of the phase before.
+  CUTE_DEVICE void end_scores(int phase) { refill_k<false>(phase + C.stages); }
+  CUTE_DEVICE void begin_turn(int phase) {
+    if (phase >= 2) refill_v<false>(phase - 2 + C.stages);
+    Turn::take();
+  }
+
+  template <class Pipeline>
+  CUTE_DEVICE void release_unused(Pipeline const& pipe, int tile) const {
+    pipe.consumer_wait(tile);
+    pipe.consumer_release(tile, lane);
+  }
+
+  CUTE_DEVICE void skip(int phase) {
+    begin_turn(phase);
+    if (phase > 0) release_unused(v_pipe, phase - 1);
+    release_unused(k_pipe, phase);
+    Turn::pass();
+    end_scores(phase);
+  }
+
+  CUTE_DEVICE uint32_t q_begin() const { return tile_row() * (2 * QTile::P::kWidth); }
+
+  template <class Fragment>
+  CUTE_DEVICE void load_q(uint32_t q_begin, int step, Fragment&& fragment) const {
+    CUTE_UNROLL
+    for (int m = 0; m < T::kRowSteps; ++m) {
+      load_matrix<cute::SM75_U32x4_LDSM_N>(smem, q_begin + QTile::piece(qv_lane_offset, m, step), fragment(cute::_, m));
+    }
+  }
+
+  /// scores = Q K(phase)^T. Returns whether they need a mask: asked during the last step, so that the answer is there
+  /// after it. The turn is passed on there too: by the time the other warp's first mma issues, ours are issued.
+  CUTE_DEVICE bool compute_scores(int phase, QFragments const& q_fragments, Scores& scores) const {
+    using namespace cute;
+    clear(scores);
+    bool masked = false;
+    uint32_t const q_rows = C.q_in_registers ? 0 : q_begin();
+    k_pipe.consumer_wait(phase);
+    uint32_t const stage = Shared::kKOffset + phase % C.stages * Shared::kTile;
+    CUTE_UNROLL
+    for (int step = 0; step < T::kDimSteps; ++step) {
+      StepA q;
+      if constexpr (C.q_in_registers) {
+        copy(q_fragments(_, _, step), q);
+      } else {
+        load_q(q_rows, step, q);
+      }
+      CUTE_UNROLL
+      for (int n = 0; n < T::kKeySteps; ++n) {
+        auto k = make_tensor<Element>(Shape<Shape<_2, _2>, _2>{});
+        load_matrix<SM75_U32x4_LDSM_N>(smem, stage + KvTile::piece(k_lane_offset, n, step), k);
+        if (step == T::kDimSteps - 1 && n == T::kKeySteps / 2) {
+          masked = is_masked(phase);
+          Turn::pass();
+        }
+        multiply(q, k, scores, n);
+      }
+    }
+    k_pipe.consumer_release(phase, lane);
+    return masked;
+  }
+
+  /// output += P V(phase), P being that of the phase's scores.
+  CUTE_DEVICE void accumulate(int phase, Probabilities const& probabilities, Output& output) const {
+    using namespace cute;
+    v_pipe.consumer_wait(phase);
+    uint32_t const stage = Shared::kVOffset + phase % C.stages * Shared::kTile;
+    CUTE_UNROLL
+    for (int step = 0; step < T::kKeySteps; ++step) {
+      CUTE_UNROLL
+      for (int n = 0; n < T::kDimSteps; ++n) {
+        auto v = make_tensor<Element>(Shape<Shape<_2, _2>, _2>{});
+        load_matrix<SM75_U16x8_LDSM_T>(smem, stage + KvTile::piece(qv_lane_offset, step, n), v);
+        multiply(probabilities(_, _, step), v, output, n);
+      }
+    }
+    v_pipe.consumer_release(phase, lane);
+  }
+
+  /// The two n8 tiles of a 16-wide step, for all rows of the warp: each B fragment is used kRowSteps times.
+  template <class A, class B, class Accumulator>
+  CUTE_DEVICE static void multiply(A const& a, B const& b, Accumulator& accumulator, int n) {
+    using namespace cute;
+    typename T::Mma mma;
+    CUTE_UNROLL
+    for (int m = 0; m < T::kRowSteps; ++m) {
+      gemm(mma, a(_, m), b(_, 0), accumulator(_, m, 2 * n));
+      gemm(mma, a(_, m), b(_, 1), accumulator(_, m, 2 * n + 1));
+    }
+  }
+
+  CUTE_DEVICE int row_begin() const {
+    return reinterpret_cast<TilePosition const*>(smem + Shared::kTileBegin)->row_begin + tile_row();
+  }
+
+  /// Whether some row of this warp doesn't see all keys of the phase's block.
+  CUTE_DEVICE bool is_masked(int phase) const {
+    return (blocks - phase) * C.tile_n > visible_keys(params, row_begin());
+  }
+
+  /// Softmax of a phase: masks the scores where needed and turns them into probabilities.
+  template <bool First>
+  CUTE_DEVICE void update(int phase, bool masked, Scores& scores, Probabilities& probabilities, Output& output,
+                          typename T::Softmax& softmax) const {
+    using namespace cute;
+    auto by_row = make_tensor(scores.data(), row_column(scores.layout()));
+    if (masked) {
+      auto identity = make_identity_tensor(Shape<Int<T::kRows>, Int<C.tile_n>>{});
+      auto coordinates = typename T::Mma{}.get_slice(lane).partition_C(identity);
+      apply_mask(params, by_row, make_tensor(coordinates.data(), row_column(coordinates.layout())), row_begin(),
+                 (blocks - 1 - phase) * C.tile_n);
+    }
+    // P as the A operand: ((pair, row half, column half), row step, key step) -> (row, pair of columns)
+    auto packed = recast<uint32_t>(probabilities);
+    auto pairs = make_tensor(packed.data(), Layout<Shape<Shape<_2, Int<T::kRowSteps>>, Shape<_2, Int<T::kKeySteps>>>,
+                                                   Stride<Stride<_1, _4>, Stride<_2, Int<4 * T::kRowSteps>>>>{});
+    softmax.template step<First>(by_row, pairs, make_tensor(output.data(), row_column(output.layout())),
+                                 row_maxima<C>(smem, tile_row()));
+  }
+};
+
+}  // namespace cutlass_fmha

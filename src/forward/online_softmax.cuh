@@ -1,0 +1,199 @@
+// The online softmax: the epilogue of S = Q K^T and the prologue of O += P V.
+//
+// For one query row and key blocks j = 1, 2, ... with scores s_j (Milakov & Gimelshein 2018; Rabe & Staats 2021;
+// FlashAttention-2, Dao 2023), in log2 units (c = scale * log2(e)), with any reference r in place of the running
+// maximum:
+//     p_j  = 2^(c s_j - r)          l += sum(p_j)          O += p_j V_j
+//     and, when r is raised to r':  l *= 2^(r - r'),       O *= 2^(r - r')
+//     at the end                    O /= l,                LSE = ln(2) (r + log2 l)
+// The result does not depend on r as long as nothing overflows and l does not vanish. So r need not be the maximum: a
+// block is first tried against the old r, without looking for a maximum at all. Its sum tells whether that was good: a
+// sum that is small enough bounds every p_j in it, and the block is done. Otherwise (one vote of the warp) r is raised
+// to the true running maximum, l and O are rescaled, and the block is computed again from the scores, which are still
+// in registers. A row whose keys were all masked so far has r = -inf, which makes the trial infinite or NaN and thus
+// fails it: such rows come to their first maximum that way.
+#pragma once
+
+#include <cutlass/bfloat16.h>
+#include <cutlass/half.h>
+#include <cute/tensor.hpp>
+
+namespace cutlass_fmha {
+
+CUTE_HOST_DEVICE float exp2_approx(float x) {
+#ifdef __CUDA_ARCH__
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#else
+  return std::exp2(x);
+#endif
+}
+
+/// Two floats, rounded to nearest even, as one register of an mma operand.
+template <class Element>
+CUTE_HOST_DEVICE uint32_t pack(float low, float high) {
+  constexpr bool kHalf = cute::is_same_v<Element, cutlass::half_t>;
+#ifdef __CUDA_ARCH__
+  uint32_t packed;
+  if constexpr (kHalf) {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  }
+  return packed;
+#else
+  static_assert(kHalf || cute::is_same_v<Element, cutlass::bfloat16_t>);
+  return uint32_t(Element(low).raw()) | uint32_t(Element(high).raw()) << 16;
+#endif
+}
+
+#ifdef __CUDACC__
+/// A row of an mma accumulator lies in four neighbouring lanes.
+struct QuadOfLanes {
+  CUTE_DEVICE static float max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+    return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+  }
+  CUTE_DEVICE static float sum(float x) {
+    x += __shfl_xor_sync(0xffffffffu, x, 1);
+    return x + __shfl_xor_sync(0xffffffffu, x, 2);
+  }
+  CUTE_DEVICE static bool any(bool x) { return __any_sync(0xffffffffu, x); }
+};
+#else
+struct QuadOfLanes;
+#endif
+
+/// One thread holds whole rows: how the recurrence runs on the host, for the tests.
+struct SingleThread {
+  CUTE_HOST_DEVICE static float max(float x) { return x; }
+  CUTE_HOST_DEVICE static float sum(float x) { return x; }
+  CUTE_HOST_DEVICE static bool any(bool x) { return x; }
+};
+
+/// State of `Rows` query rows of one thread. P is stored as `Element`, which bounds how far a trial may overshoot.
+///
+/// Scores whose magnitude in log2 units exceeds kCoarse get careful treatment: there, r = fl(c m) for a maximum m is
+/// off by so much that 2^(c m - r) is no longer near 1. Such rows keep r = -inf, so that every block of theirs goes
+/// through the careful branch, which takes the exact difference s - m first. The maxima m are needed in that branch
+/// only; `maxima` keeps them out of registers: get(row) returns what the warp's last set(row, m) stored.
+template <int Rows, class Element, class Exchange = QuadOfLanes>
+struct OnlineSoftmax {
+  /// Largest accepted sum of a trial block, over the rows of a thread. 2^15 keeps each p a finite fp16 number; bf16
+  /// could take far more, 2^20 leaves 2^107 for l and O to grow in.
+  static constexpr float kTrialLimit = cute::is_same_v<Element, cutlass::half_t> ? 32768.f : 1048576.f;
+  /// Half a unit in the last place of 2^14 is 2^-10.5 in the exponent: less than P's rounding to fp16.
+  static constexpr float kCoarse = 16384.f;
+
+  using PerRow = cute::array<float, Rows>;
+
+  float scale_log2;
+  PerRow reference;  ///< r, in log2 units; -inf before the row has seen a key, and for coarse rows
+  PerRow row_sum;    ///< l, this thread's share
+
+  CUTE_HOST_DEVICE explicit OnlineSoftmax(float scale_log2) : scale_log2(scale_log2) {
+    CUTE_UNROLL
+    for (int row = 0; row < Rows; ++row) {
+      reference[row] = -INFINITY;
+      row_sum[row] = 0.f;
+    }
+  }
+
+  /// Turns a block of scores into probabilities. scores: (row, column); pairs: (row, column / 2) of two packed
+  /// Elements; output: (row, column) of the accumulator of O. `First`: nothing was accumulated yet.
+  template <bool First, class Scores, class Pairs, class Output, class Maxima>
+  CUTE_HOST_DEVICE void step(Scores const& scores, Pairs&& pairs, Output&& output, Maxima&& maxima) {
+    PerRow block_sum;
+    bool raise = true;
+    if constexpr (!First) {
+      CUTE_UNROLL
+      for (int row = 0; row < Rows; ++row) block_sum[row] = 0.f;
+      CUTE_UNROLL
+      for (int pair = 0; pair < cute::size<1>(pairs); ++pair) {
+        CUTE_UNROLL
+        for (int row = 0; row < Rows; ++row) {
+          block_sum[row] += exponentiate(scores, pairs, row, pair,
+                                         [&](float score) { return fmaf(score, scale_log2, -reference[row]); });
+        }
+      }
+      float all = block_sum[0];  // a sum, not a maximum: fmaxf would drop a NaN
+      CUTE_UNROLL
+      for (int row = 1; row < Rows; ++row) all += block_sum[row];
+      raise = Exchange::any(!(all <= kTrialLimit));
+    }
+    if (raise) {
+      CUTE_UNROLL
+      for (int row = 0; row < Rows; ++row) {
+        float const maximum = raise_reference<First>(scores, output, maxima, row);
+        block_sum[row] = 0.f;
+        CUTE_UNROLL
+        for (int pair = 0; pair < cute::size<1>(pairs); ++pair) {
+          block_sum[row] += exponentiate(scores, pairs, row, pair, [&](float score) {
+            return reference[row] == -INFINITY ? (score - maximum) * scale_log2
+                                               : fmaf(score, scale_log2, -reference[row]);
+          });
+        }
+      }
+    }
+    CUTE_UNROLL
+    for (int row = 0; row < Rows; ++row) row_sum[row] += block_sum[row];
+  }
+
+  /// O /= l in place; returns LSE (natural log) per row: -inf, and O = 0, where no key was visible.
+  template <class Output, class Maxima>
+  CUTE_HOST_DEVICE PerRow finalize(Output&& output, Maxima&& maxima) const {
+    constexpr float kLn2 = 0.6931471805599453f;
+    PerRow lse;
+    CUTE_UNROLL
+    for (int row = 0; row < Rows; ++row) {
+      float const sum = Exchange::sum(row_sum[row]);
+      bool const empty = sum == 0.f;
+      float const inverse = 1.f / sum;
+      CUTE_UNROLL
+      for (int col = 0; col < cute::size<1>(output); ++col) {
+        output(row, col) = empty ? 0.f : output(row, col) * inverse;
+      }
+      float const maximum = maxima.get(row) * scale_log2;  // by all lanes: get() synchronises the warp
+      float const r = reference[row] == -INFINITY ? maximum : reference[row];
+      lse[row] = empty ? -INFINITY : (r + log2f(sum)) * kLn2;
+    }
+    return lse;
+  }
+
+ private:
+  /// Two neighbouring probabilities of a row, stored as a pair; returns their sum before rounding.
+  template <class Scores, class Pairs, class Exponent>
+  CUTE_HOST_DEVICE static float exponentiate(Scores const& scores, Pairs&& pairs, int row, int pair,
+                                             Exponent const& exponent) {
+    float const p0 = exp2_approx(exponent(scores(row, 2 * pair)));
+    float const p1 = exp2_approx(exponent(scores(row, 2 * pair + 1)));
+    pairs(row, pair) = pack<Element>(p0, p1);
+    return p0 + p1;
+  }
+
+  /// Raises r to the running maximum m and rescales what was accumulated against the old one. Returns what a row
+  /// without r must subtract from its scores: m, and 0 where nothing is visible yet, for 2^(-inf - 0) = 0.
+  template <bool First, class Scores, class Output, class Maxima>
+  CUTE_HOST_DEVICE float raise_reference(Scores const& scores, Output&& output, Maxima&& maxima, int row) {
+    float block = scores(row, 0);
+    CUTE_UNROLL
+    for (int col = 1; col < cute::size<1>(scores); ++col) block = fmaxf(block, scores(row, col));
+    float const old = First ? -INFINITY : maxima.get(row);
+    float const m = fmaxf(old, Exchange::max(block));
+    maxima.set(row, m);
+    bool const fine = fabsf(m * scale_log2) <= kCoarse;
+    float const raised = fine ? m * scale_log2 : -INFINITY;
+    if constexpr (!First) {
+      float const change = fine && reference[row] != -INFINITY ? reference[row] - raised : (old - m) * scale_log2;
+      float const factor = old == -INFINITY ? 0.f : exp2_approx(change);
+      row_sum[row] *= factor;
+      CUTE_UNROLL
+      for (int col = 0; col < cute::size<1>(output); ++col) output(row, col) *= factor;
+    }
+    reference[row] = raised;
+    return m == -INFINITY ? 0.f : m;
+  }
+};
+
+}  // namespace cutlass_fmha

@@ -1,0 +1,111 @@
+// Synchronisation inside a thread block: tiles that travel through shared memory, and turns that pairs of warps take.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+namespace cutlass_fmha {
+
+// Special registers, read anew at each use: a few instructions per phase of the main loop cost less than a register
+// that lives through all of it.
+
+CUTE_DEVICE int thread_id() {
+  int id;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(id));
+  return id;
+}
+
+CUTE_DEVICE int lane_id() {
+  int id;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(id));
+  return id;
+}
+
+// Barriers as sm_80 has them, by number or shared-memory address: CUTLASS's own compile to a trap below sm_90.
+
+CUTE_DEVICE void named_barrier_sync(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+CUTE_DEVICE void named_barrier_arrive(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+CUTE_DEVICE void mbarrier_init(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+CUTE_DEVICE void mbarrier_arrive(uint32_t barrier) {
+  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier) : "memory");
+}
+
+/// Arrives once all cp.async that this thread has issued so far have landed.
+CUTE_DEVICE void mbarrier_arrive_after_cp_async(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+CUTE_DEVICE void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  do {
+    // try_wait suspends the warp for a while; sm_89 only has the test.
+    asm volatile(
+        "{ .reg .pred p;\n"
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+        "mbarrier.try_wait.parity.shared.b64 p, [%1], %2;\n"
+#else
+        "mbarrier.test_wait.parity.shared.b64 p, [%1], %2;\n"
+#endif
+        "selp.u32 %0, 1, 0, p; }"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+  } while (!done);
+}
+
+/// A ring of `Stages` tiles in shared memory, filled by `producers` threads and emptied by `consumers` warps. Tile t of
+/// the walk lies in stage t % Stages. Every consumer warp waits for and releases every tile, needed or not: otherwise
+/// a warp could run ahead by a whole turn of the ring, and a parity can't tell two turns apart.
+template <int Stages>
+struct TilePipeline {
+  static constexpr int kBytes = 2 * Stages * int(sizeof(uint64_t));
+
+  uint32_t barriers;  ///< full[Stages], then empty[Stages]
+
+  CUTE_DEVICE void init(int producers, int consumers) const {
+    CUTE_UNROLL
+    for (int stage = 0; stage < Stages; ++stage) {
+      mbarrier_init(full(stage), producers);
+      mbarrier_init(empty(stage), consumers);
+    }
+  }
+  CUTE_DEVICE void producer_acquire(int tile) const {
+    if (tile >= Stages) mbarrier_wait(empty(tile), (tile / Stages - 1) & 1);
+  }
+  CUTE_DEVICE void producer_commit_cp_async(int tile) const { mbarrier_arrive_after_cp_async(full(tile)); }
+  CUTE_DEVICE void producer_commit(int tile) const { mbarrier_arrive(full(tile)); }
+  CUTE_DEVICE void consumer_wait(int tile) const { mbarrier_wait(full(tile), (tile / Stages) & 1); }
+  CUTE_DEVICE void consumer_release(int tile, int lane) const {
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(empty(tile));
+  }
+
+ private:
+  CUTE_DEVICE uint32_t full(int tile) const { return barriers + 8 * (tile % Stages); }
+  CUTE_DEVICE uint32_t empty(int tile) const { return barriers + 8 * (Stages + tile % Stages); }
+};
+
+/// Warps w and w + Warps / 2 share a sub-core. They take turns in issuing mma, so that one computes its softmax while
+/// the tensor cores work for the other; left alone they fall into step and both wait.
+template <int Warps, bool Enabled>
+struct Turns {
+  static_assert(!Enabled || Warps == 2 || Warps == 4 || Warps == 8,
+                "warp ^ Warps / 2 is the partner; 16 barriers in all");
+
+  CUTE_DEVICE static void take() {
+    if constexpr (Enabled) named_barrier_sync(1 + thread_id() / 32, 64);
+  }
+  CUTE_DEVICE static void pass() {
+    if constexpr (Enabled) named_barrier_arrive(1 + (thread_id() / 32 ^ (Warps / 2)), 64);
+  }
+};
+
+}  // namespace cutlass_fmha

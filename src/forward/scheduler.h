@@ -1,0 +1,39 @@
+// Which thread block computes which query tile. Plain integer arithmetic, the same on host and device.
+#pragma once
+
+#include <cstdint>
+
+#include "../host_device.h"
+#include "../params.h"
+
+namespace cutlass_fmha {
+
+struct WorkTile {
+  int m_block;  ///< query rows [m_block * tile_m, (m_block + 1) * tile_m)
+  int head;
+  int batch;
+};
+
+FMHA_HOST_DEVICE inline int64_t grid_size(ForwardParams const& p, int tile_m) {
+  return int64_t(ceil_div(p.seqlen_q, tile_m)) * p.num_heads * p.batch;
+}
+
+/// Without a mask, the tiles of one head follow each other, so that its K and V stay in L2. With a diagonal, the tiles
+/// with the most keys come first, over all heads: the blocks that finish last are then short ones.
+FMHA_HOST_DEVICE inline WorkTile work_tile(ForwardParams const& p, int tile_m, int block) {
+  int const m_blocks = ceil_div(p.seqlen_q, tile_m);
+  int m_block, sequence;
+  if (p.diagonal == kNoDiagonal) {
+    sequence = block / m_blocks;
+    m_block = block - sequence * m_blocks;
+  } else {
+    int const sequences = p.batch * p.num_heads;
+    int const rank = block / sequences;
+    sequence = block - rank * sequences;
+    m_block = m_blocks - 1 - rank;
+  }
+  int const batch = sequence / p.num_heads;
+  return {m_block, sequence - batch * p.num_heads, batch};
+}
+
+}  // namespace cutlass_fmha

@@ -1,0 +1,111 @@
+// Tiles of 16-bit elements in shared memory: their swizzled layout, how they are filled from global memory, and how a
+// warp reads them with ldmatrix.
+#pragma once
+
+#include <cute/arch/copy_sm75.hpp>
+#include <cute/arch/copy_sm80.hpp>
+#include <cute/tensor.hpp>
+
+#include "../config.h"
+
+namespace cutlass_fmha {
+
+/// Columns are cut into panels of 64 (or 32) elements, so that a row of a panel is 128 (64) bytes and the XOR swizzle
+/// spreads the same 16-byte chunk of eight rows over all banks: ldmatrix and 16-byte copies are free of conflicts.
+template <int HeadDim>
+struct Panels {
+  static constexpr int kWidth = HeadDim % 64 == 0 ? 64 : 32;
+  static constexpr int kCount = HeadDim / kWidth;
+  using Atom = decltype(cute::composition(
+      cute::Swizzle<kWidth == 64 ? 3 : 2, 3, 3>{},
+      cute::Layout<cute::Shape<cute::_8, cute::Int<kWidth>>, cute::Stride<cute::Int<kWidth>, cute::_1>>{}));
+
+  /// (row, column) -> element offset of a tile of `Rows` rows.
+  template <int Rows>
+  using Layout = decltype(cute::tile_to_shape(Atom{}, cute::Shape<cute::Int<Rows>, cute::Int<HeadDim>>{}));
+};
+
+/// Byte offsets for ldmatrix.x4, which reads a 16 x 16 piece of a tile: `lane_offset` is the lane's address for the
+/// piece at (0, 0), and those of all others follow from it. A step of 16 columns only flips bits of the chunk number,
+/// a step of 16 rows (and the tile's own start, a multiple of 128 bytes) is a uniform addend: one register per lane
+/// instead of one per piece, which is what the main loop has room for.
+template <int HeadDim, int Rows>
+struct LdmatrixTile {
+  using P = Panels<HeadDim>;
+  static constexpr int kStepsPerPanel = P::kWidth / 16;
+
+  CUTE_HOST_DEVICE static uint32_t lane_offset(int row, int column) {
+    return 2 * uint32_t(typename P::template Layout<Rows>{}(row, column));
+  }
+  CUTE_HOST_DEVICE static uint32_t piece(uint32_t lane_offset, int row_step, int column_step) {
+    return (lane_offset ^ ((column_step % kStepsPerPanel) * 32)) +
+           (column_step / kStepsPerPanel) * (Rows * P::kWidth * 2) + row_step * (16 * P::kWidth * 2);
+  }
+};
+
+/// One ldmatrix.x4 into a fragment of four registers.
+template <class CopyOp, class Fragment>
+CUTE_DEVICE void load_matrix(char const* smem, uint32_t offset, Fragment&& fragment) {
+  auto registers = cute::make_tensor(cute::recast<uint32_t>(fragment).data(), cute::Layout<cute::_4>{});
+  CopyOp::copy(*reinterpret_cast<cute::uint128_t const*>(smem + offset), registers(0), registers(1), registers(2),
+               registers(3));
+}
+
+/// Copies a tile of up to `Rows` rows from global to shared memory with `Threads` threads, 16 bytes at a time. Each
+/// thread has one chunk column and steps through rows; a warp reads whole 128-byte (64-byte) row segments.
+template <int HeadDim, int Rows, int Threads, Copy kCopy>
+struct TileLoader {
+  using Element = uint16_t;  // any 16-bit type: nothing is computed here
+  using P = Panels<HeadDim>;
+  static constexpr int kChunks = P::kWidth / 8;
+  static constexpr int kRowsPerPass = Threads / kChunks;
+  static_assert(kRowsPerPass % 8 == 0 && Rows % kRowsPerPass == 0, "a pass must keep a thread's swizzle pattern");
+
+  Element const* source;  ///< this thread's chunk of the tile's first row and panel
+  int row;
+  uint32_t destination;  ///< byte offset of that chunk within a tile
+
+  CUTE_DEVICE TileLoader(void const* tensor, int64_t row_stride, int thread) {
+    row = thread / kChunks;
+    int const column = thread % kChunks * 8;
+    source = static_cast<Element const*>(tensor) + row * row_stride + column;
+    destination = 2 * uint32_t(typename P::template Layout<Rows>{}(row, column));
+  }
+
+  /// `Partial`: rows from `valid_rows` on are filled with zeros, which keeps what the mma sees finite. `row_stride`
+  /// comes straight from the kernel's parameters, i.e. from constant memory: as a member it would cost two registers.
+  template <bool Partial>
+  CUTE_DEVICE void load(char* tile, int64_t row_stride, int valid_rows = Rows) const {
+    char* const to = tile + destination;
+    CUTE_UNROLL
+    for (int pass = 0; pass < Rows / kRowsPerPass; ++pass) {
+      Element const* const from = source + pass * kRowsPerPass * row_stride;
+      bool const valid = !Partial || row + pass * kRowsPerPass < valid_rows;
+      CUTE_UNROLL
+      for (int panel = 0; panel < P::kCount; ++panel) {
+        copy_chunk<Partial>(to + (panel * Rows + pass * kRowsPerPass) * P::kWidth * 2, from + panel * P::kWidth, valid);
+      }
+    }
+  }
+
+ private:
+  template <bool Partial>
+  CUTE_DEVICE static void copy_chunk(char* to, Element const* from, bool valid) {
+    auto& smem = *reinterpret_cast<cute::uint128_t*>(to);
+    if constexpr (kCopy == Copy::cp_async_16) {
+      auto const& gmem = *reinterpret_cast<cute::uint128_t const*>(from);
+      if constexpr (Partial) {
+        cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(gmem, smem, valid);
+      } else {
+        cute::SM80_CP_ASYNC_CACHEGLOBAL<cute::uint128_t>::copy(gmem, smem);
+      }
+    } else {
+      cute::array_aligned<Element, 8> chunk;
+      CUTE_UNROLL
+      for (int i = 0; i < 8; ++i) chunk[i] = valid ? from[i] : Element(0);
+      smem = *reinterpret_cast<cute::uint128_t const*>(chunk.data());
+    }
+  }
+};
+
+}  // namespace cutlass_fmha

@@ -1,0 +1,53 @@
+// What one forward launch reads, and how it is derived from what a caller says. Host code, no CUDA needed.
+#pragma once
+
+#include <climits>
+#include <cmath>
+#include <cstdint>
+
+namespace cutlass_fmha {
+
+/// Strides in elements; the head dimension itself is contiguous.
+struct Strides {
+  int64_t batch, seqlen, head;
+};
+
+struct ForwardParams {
+  void const* q;  ///< [batch, seqlen_q, num_heads, head_dim]
+  void const* k;  ///< [batch, seqlen_k, num_heads_kv, head_dim]
+  void const* v;  ///< [batch, seqlen_k, num_heads_kv, head_dim]
+  void* o;        ///< [batch, seqlen_q, num_heads, head_dim]
+  float* lse;     ///< [batch, num_heads, seqlen_q], contiguous, natural log; null when nobody asked for it
+  Strides q_stride, k_stride, v_stride, o_stride;
+
+  int batch, seqlen_q, seqlen_k, num_heads, num_heads_kv;
+
+  /// Key j is visible to query i when j <= i + diagonal. Without a causal mask: kNoDiagonal.
+  int diagonal;
+
+  /// exp(scale * s) is computed as exp2(scale_log2 * s) with scale_log2 > 0, so that the row maximum of the scaled
+  /// scores is the scaled maximum. The sign of the scale is moved into Q: its bits are taken & q_and, then ^ q_xor.
+  float scale_log2;
+  uint32_t q_and, q_xor;
+};
+
+/// Lengths are at most this, so that i + diagonal + 1 fits an int, also for the rows that pad the last tile.
+constexpr int kMaxSeqlen = 1 << 29;
+constexpr int kNoDiagonal = 1 << 30;
+
+/// Splits a softmax scale (any finite float) into a positive exp2 scale and what has to be done to Q.
+inline void set_scale(ForwardParams& params, float scale) {
+  constexpr float kLog2e = 1.4426950408889634f;
+  params.q_and = 0xffffffffu;
+  params.q_xor = 0u;
+  if (scale == 0.f) {
+    // 0 * -inf would turn masked scores into NaN: score zero through a zero Q instead.
+    params.q_and = 0u;
+    params.scale_log2 = 1.f;
+    return;
+  }
+  if (scale < 0.f) params.q_xor = 0x80008000u;  // the sign bits of two packed 16-bit floats
+  params.scale_log2 = std::fabs(scale) * kLog2e;
+}
+
+}  // namespace cutlass_fmha

@@ -1,0 +1,83 @@
+#include "registry.h"
+
+#include <array>
+#include <atomic>
+#include <stdexcept>
+#include <string>
+
+#include "forward/scheduler.h"
+#include "registry_groups.h"  // generated: append_all
+
+namespace cutlass_fmha {
+namespace {
+
+constexpr int kMaxDevices = 64;
+constexpr int kDefaultSmemLimit = 48 * 1024;  // more must be asked for, per kernel and device
+
+void check(cudaError_t status, std::string const& what) {
+  if (status == cudaSuccess) return;
+  cudaGetLastError();  // leave no error behind for the next caller
+  throw std::runtime_error(what + " failed: " + cudaGetErrorString(status));
+}
+
+/// Makes `device` current for a scope. The runtime's primary contexts are the ones torch uses.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device) {
+    check(cudaGetDevice(&previous_), "cudaGetDevice");
+    if (previous_ != device) {
+      check(cudaSetDevice(device), "cudaSetDevice(" + std::to_string(device) + ")");
+      changed_ = true;
+    }
+  }
+  ~DeviceGuard() {
+    if (changed_) cudaSetDevice(previous_);
+  }
+  DeviceGuard(DeviceGuard const&) = delete;
+  DeviceGuard& operator=(DeviceGuard const&) = delete;
+
+ private:
+  int previous_ = 0;
+  bool changed_ = false;
+};
+
+/// Raises a kernel's shared-memory limit once per device. Setting it twice is harmless, so a race costs nothing.
+void allow_shared_memory(int row, Template const& t, int device) {
+  if (t.smem_bytes <= kDefaultSmemLimit) return;
+  static std::vector<std::array<std::atomic<bool>, kMaxDevices>> done(templates().size());
+  bool const cached = device < kMaxDevices;
+  if (cached && done[row][device].load(std::memory_order_acquire)) return;
+  check(cudaFuncSetAttribute(reinterpret_cast<void const*>(t.kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             t.smem_bytes),
+        std::string("raising the shared memory limit of ") + t.name + " to " + std::to_string(t.smem_bytes) + " bytes");
+  if (cached) done[row][device].store(true, std::memory_order_release);
+}
+
+}  // namespace
+
+std::vector<Template> const& templates() {
+  static std::vector<Template> const rows = [] {
+    std::vector<Template> all;
+    append_all(all);
+    return all;
+  }();
+  return rows;
+}
+
+void launch_forward(int row, ForwardParams const& params, int device, cudaStream_t stream) {
+  Template const& t = templates().at(row);
+  int64_t const blocks = grid_size(params, t.config.tile_m);
+  if (blocks == 0) return;
+  if (blocks > INT_MAX) {
+    throw std::invalid_argument(std::string(t.name) + " needs " + std::to_string(blocks) +
+                                " thread blocks for this problem; a grid holds at most 2147483647");
+  }
+  DeviceGuard guard(device);
+  allow_shared_memory(row, t, device);
+  void* arguments[] = {const_cast<ForwardParams*>(&params)};
+  check(cudaLaunchKernel(reinterpret_cast<void const*>(t.kernel), dim3(static_cast<unsigned>(blocks)),
+                         dim3(t.config.threads()), arguments, t.smem_bytes, stream),
+        std::string("launching ") + t.name + " on device " + std::to_string(device));
+}
+
+}  // namespace cutlass_fmha
