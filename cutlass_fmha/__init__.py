@@ -1,0 +1,16 @@
+"""Exact fused attention for sm_89 and sm_120 GPUs: CUTLASS templates, picked by shape and device.
+
+>>> import cutlass_fmha
+>>> out = cutlass_fmha.attention(q, k, v, causal=True)  # [batch, seqlen, num_heads, head_dim]
+>>> print(cutlass_fmha.explain(q, k, v, causal=True))   # which kernel ran, and why
+"""
+
+from importlib.metadata import version as _version
+
+from cutlass_fmha.attention import attention, scaled_dot_product_attention
+from cutlass_fmha.errors import UnsupportedError
+from cutlass_fmha.explanation import explain
+
+__all__ = ["UnsupportedError", "__version__", "attention", "explain", "scaled_dot_product_attention"]
+
+__version__ = _version("cutlass-fmha")

@@ -1,0 +1,170 @@
+"""Checks that the public functions and the op share, and what they learn of the tensors."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cutlass_fmha.select import CAUSAL, FULL_ALIGNMENT
+
+#: Where (batch, seqlen, heads) stand in a layout.
+LAYOUTS = {"bshd": (0, 1, 2), "bhsd": (0, 2, 1)}
+_AXES = {"bshd": "[batch, seqlen, num_heads, head_dim]", "bhsd": "[batch, num_heads, seqlen, head_dim]"}
+
+#: What the op calls its tensors, which is also what torch's SDPA does.
+NAMES = ("query", "key", "value")
+
+MAX_SEQLEN = 2**29  # so that i + diagonal fits 32 bits for all of them
+MAX_SCALE = 2e38  # so that scale * log2(e) is a finite float
+CUDA_DTYPES = (torch.float16, torch.bfloat16)
+CPU_DTYPES = (*CUDA_DTYPES, torch.float32, torch.float64)
+
+
+class Dimensions(NamedTuple):
+    """The sizes of a problem."""
+
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    num_heads: int
+    num_heads_kv: int
+    head_dim: int
+
+
+def causal_name(causal: object) -> str:
+    """The op's word for ``attention``'s ``causal``: False and None mean "none", True means "bottom-right"."""
+    if causal is False or causal is None:
+        return "none"
+    if causal is True:
+        return "bottom-right"
+    if isinstance(causal, str) and causal in CAUSAL:
+        return causal
+    raise ValueError(f'causal must be False, True, "none", "top-left" or "bottom-right", got {causal!r}')
+
+
+def finite_scale(scale: Any) -> float:
+    """``scale``, when it is a number that the kernels can take."""
+    if type(scale) is not float and not isinstance(scale, (numbers.Real, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"scale must be a float or None, got {type(scale).__name__}")
+    number = float(scale)
+    if not -MAX_SCALE <= number <= MAX_SCALE:
+        raise ValueError(f"scale must be finite and of magnitude 2e38 at most, got {number}")
+    return number
+
+
+def layout_name(layout: object) -> str:
+    if isinstance(layout, str) and layout in LAYOUTS:
+        return layout
+    raise ValueError(f'layout must be "bshd" or "bhsd", got {layout!r}')
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def check_types(tensors: tuple[Tensor, Tensor, Tensor], names: tuple[str, str, str] = NAMES) -> None:
+    """Tensors, of one dtype and device that the op has an implementation for."""
+    for name, tensor in zip(names, tensors, strict=True):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    first = tensors[0]
+    for name, tensor in zip(names[1:], tensors[1:], strict=True):
+        if tensor.dtype != first.dtype:
+            raise ValueError(
+                f"{name} must have {names[0]}'s dtype {dtype_name(first.dtype)}, "
+                f"got {dtype_name(tensor.dtype)}"
+            )
+        if tensor.device != first.device:
+            raise ValueError(f"{name} must be on {names[0]}'s device {first.device}, got {tensor.device}")
+    if first.device.type not in ("cuda", "cpu", "meta"):
+        raise ValueError(f"{names[0]} must be on a CUDA device or the CPU, got {first.device}")
+    allowed = CUDA_DTYPES if first.device.type == "cuda" else CPU_DTYPES
+    if first.dtype not in allowed:
+        raise ValueError(
+            f"{names[0]} must be {' or '.join(map(dtype_name, allowed))} on {first.device.type}, "
+            f"got {dtype_name(first.dtype)}"
+        )
+
+
+def check_tensors(
+    tensors: tuple[Tensor, Tensor, Tensor], layout: str = "bshd", names: tuple[str, str, str] = NAMES
+) -> Dimensions:
+    """Everything that a call asks of its tensors. Raises TypeError or ValueError, naming the one at fault."""
+    check_types(tensors, names)
+    q_name, k_name, v_name = names
+    for name, tensor in zip(names, tensors, strict=True):
+        if tensor.dim() != 4:
+            raise ValueError(
+                f"{name} must have 4 dimensions, {_AXES[layout]}, got shape {tuple(tensor.shape)}"
+            )
+    q, k, v = tensors
+    batch_axis, seqlen_axis, heads_axis = LAYOUTS[layout]
+    head_dim = q.shape[3]
+    if head_dim < 1:
+        raise ValueError(f"{q_name} must have a head_dim (last dimension) of at least 1, got {head_dim}")
+    for name, tensor in ((k_name, k), (v_name, v)):
+        if tensor.shape[batch_axis] != q.shape[batch_axis]:
+            raise ValueError(
+                f"{name} must have {q_name}'s batch size {q.shape[batch_axis]}, "
+                f"got {tensor.shape[batch_axis]}"
+            )
+        if tensor.shape[3] != head_dim:
+            raise ValueError(
+                f"{name} must have {q_name}'s head_dim (last dimension) {head_dim}, got {tensor.shape[3]}"
+            )
+    for what, axis in (("seqlen", seqlen_axis), ("num_heads", heads_axis)):
+        if v.shape[axis] != k.shape[axis]:
+            raise ValueError(f"{v_name} must have {k_name}'s {what} {k.shape[axis]}, got {v.shape[axis]}")
+    heads, heads_kv = q.shape[heads_axis], k.shape[heads_axis]
+    if heads != heads_kv and (heads_kv == 0 or heads % heads_kv != 0):
+        raise ValueError(
+            f"{k_name} must have a number of heads that divides {q_name}'s {heads}, got {heads_kv}"
+        )
+    for name, tensor in zip(names, tensors, strict=True):
+        if tensor.shape[seqlen_axis] > MAX_SEQLEN:
+            raise ValueError(f"{name} must have a seqlen of 2**29 at most, got {tensor.shape[seqlen_axis]}")
+        if tensor.stride(3) != 1 and head_dim > 1:
+            raise ValueError(
+                f"{name} must be contiguous in its last dimension, got a stride of {tensor.stride(3)} there: "
+                f"pass {name}.contiguous()"
+            )
+    return Dimensions(
+        q.shape[batch_axis], q.shape[seqlen_axis], k.shape[seqlen_axis], heads, heads_kv, head_dim
+    )
+
+
+def alignment(value: int) -> int:
+    """The largest power of two, 16 at most, that divides a pointer or a stride in bytes."""
+    return (value & -value) if value % FULL_ALIGNMENT else FULL_ALIGNMENT
+
+
+class Operand(NamedTuple):
+    """How a kernel finds a tensor's elements: strides in elements, alignments in bytes."""
+
+    strides: tuple[int, int, int]
+    #: Alignment of the pointer and of the strides, in (batch, seqlen, head) order.
+    pointer_alignment: int
+    stride_alignments: tuple[int, int, int]
+
+    @property
+    def alignment(self) -> int:
+        return min(self.pointer_alignment, *self.stride_alignments)
+
+
+def operand(tensor: Tensor, layout: str = "bshd") -> Operand:
+    """A tensor's strides in (batch, seqlen, head) order, and how they and its pointer are aligned.
+
+    The stride of a dimension of size 1 is never used and may be anything: it becomes 0, which disqualifies no
+    row.
+    """
+    shape, strides = tensor.shape, tensor.stride()
+    batch, seqlen, head = (strides[axis] if shape[axis] > 1 else 0 for axis in LAYOUTS[layout])
+    size = tensor.element_size()
+    return Operand(
+        (batch, seqlen, head),
+        alignment(tensor.data_ptr()),
+        (alignment(batch * size), alignment(seqlen * size), alignment(head * size)),
+    )

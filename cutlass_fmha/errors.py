@@ -1,0 +1,5 @@
+"""The one exception of the package that Python has no name for."""
+
+
+class UnsupportedError(RuntimeError):
+    """No kernel of this build can run the problem on the device. The message gives every row's reasons."""

@@ -1,0 +1,192 @@
+"""The way from CUDA tensors to one call of ``_C.run``.
+
+Everything about a call that does not change from one call to the next (checks, the choice of the row, sizes,
+strides) is prepared once and kept under the tensors' metadata, so that a repeated call costs one dictionary
+lookup.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutlass_fmha import _C, check, select
+from cutlass_fmha import device as devices
+from cutlass_fmha.errors import UnsupportedError
+
+logger = logging.getLogger("cutlass_fmha")
+
+#: More than any model's shapes; a decoding loop makes one plan per length, and starts over here.
+MAX_PLANS = 4096
+
+Names = tuple[str, str, str]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What ``_C.run`` and the allocation of the outputs need, for every call with the same metadata."""
+
+    row: int
+    sizes: tuple[int, int, int, int, int]
+    strides: tuple[int, ...]
+    diagonal: int | None
+    out_shape: tuple[int, int, int, int]
+    lse_shape: tuple[int, int, int]
+    scale: float  # of a call that names none
+    dtype: torch.dtype
+    device: torch.device
+    index: int
+    empty: bool
+
+
+_plans: dict[Any, Plan] = {}
+_warned: set[tuple[str, ...]] = set()
+
+
+def clear() -> None:
+    """Forgets every plan: for tests, and for a process that changes CUTLASS_FMHA_FORCE_ARCH."""
+    _plans.clear()
+    _warned.clear()
+
+
+def _raw_stream(index: int) -> int:
+    return torch.cuda.current_stream(index).cuda_stream
+
+
+# A tenth of the cost of torch.cuda.current_stream, which builds a Stream object; absent from a torch without
+# CUDA.
+_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _raw_stream)
+
+
+def launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    causal: str,
+    return_lse: bool,
+    template: str | None,
+    layout: str = "bshd",
+    names: Names = check.NAMES,
+) -> tuple[Tensor, Tensor | None]:
+    """Runs one forward call on the current stream of the tensors' device: output in q's layout, and the LSE.
+
+    ``scale`` None is 1/sqrt(head_dim). Raises what ``check.check_tensors`` and ``select.select`` raise, under
+    ``names``.
+    """
+    q_address, k_address, v_address = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    key = (
+        q.shape,
+        k.shape,
+        v.shape,
+        q.stride(),
+        k.stride(),
+        v.stride(),
+        q.dtype,
+        k.dtype,
+        v.dtype,
+        q.get_device(),
+        k.get_device(),
+        v.get_device(),
+        (q_address | k_address | v_address) & 15,  # the bits that decide which rows are aligned
+        causal,
+        layout,
+        template,
+    )
+    plan = _plans.get(key)
+    if plan is None:
+        plan = prepare(q, k, v, causal, template, layout, names)
+        if len(_plans) >= MAX_PLANS:
+            _plans.clear()
+        _plans[key] = plan
+
+    out = torch.empty(plan.out_shape, dtype=plan.dtype, device=plan.device)
+    lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=plan.device) if return_lse else None
+    if not plan.empty:
+        _C.run(
+            plan.row,
+            (q_address, k_address, v_address, out.data_ptr(), 0 if lse is None else lse.data_ptr()),
+            plan.sizes,
+            plan.strides,  # type: ignore[arg-type]
+            plan.scale if scale is None else scale,
+            plan.diagonal,
+            plan.index,
+            _current_stream(plan.index),
+        )
+    return (out if layout == "bshd" else out.transpose(1, 2)), lse
+
+
+def prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: str,
+    template: str | None,
+    layout: str = "bshd",
+    names: Names = check.NAMES,
+) -> Plan:
+    """Checks the tensors, picks the row and packs the arguments. Reads metadata and addresses, no element."""
+    dims = check.check_tensors((q, k, v), layout, names)
+    if (
+        not select.this_build().templates
+    ):  # before the device is asked about itself: there may be no driver either
+        raise UnsupportedError(select.NO_KERNELS)
+    operands = [check.operand(tensor, layout) for tensor in (q, k, v)]
+    problem = select.Problem(
+        *dims,
+        dtype=check.dtype_name(q.dtype),
+        causal=causal,
+        alignment=min(operand.alignment for operand in operands),
+    )
+    index = q.get_device()
+    row = select.select(problem, devices.of_index(index), template)
+    if row.copy == "element":
+        _warn_of_element_copies(row.name, operands, names)
+
+    batch, seqlen_q, seqlen_k, num_heads, num_heads_kv, head_dim = dims
+    out_strides = (seqlen_q * num_heads * head_dim, num_heads * head_dim, head_dim)
+    strides = (*operands[0].strides, *operands[1].strides, *operands[2].strides, *out_strides)
+    return Plan(
+        row=row.index,
+        sizes=(batch, seqlen_q, seqlen_k, num_heads, num_heads_kv),
+        strides=strides,
+        diagonal=problem.diagonal,
+        out_shape=(batch, seqlen_q, num_heads, head_dim),
+        lse_shape=(batch, num_heads, seqlen_q),
+        scale=head_dim**-0.5,
+        dtype=q.dtype,
+        device=q.device,
+        index=index,
+        empty=batch == 0 or seqlen_q == 0 or num_heads == 0,
+    )
+
+
+def misaligned(operands: list[check.Operand], names: Names = check.NAMES) -> list[str]:
+    """What keeps 16-byte copies from being used: "query's seqlen stride", "key's address"."""
+    found = []
+    for name, operand in zip(names, operands, strict=True):
+        if operand.pointer_alignment < select.FULL_ALIGNMENT:
+            found.append(f"{name}'s address")
+        for dimension, alignment in zip(("batch", "seqlen", "head"), operand.stride_alignments, strict=True):
+            if alignment < select.FULL_ALIGNMENT:
+                found.append(f"{name}'s {dimension} stride")
+    return found
+
+
+def _warn_of_element_copies(row: str, operands: list[check.Operand], names: Names) -> None:
+    """One warning per distinct cause. A row that was forced with everything aligned is nobody's surprise."""
+    causes = tuple(misaligned(operands, names))
+    if not causes or causes in _warned:
+        return
+    _warned.add(causes)
+    logger.warning(
+        "%s %s not a multiple of 16 bytes: %s copies element by element, "
+        "which is slower than the 16-byte rows",
+        " and ".join(causes),
+        "is" if len(causes) == 1 else "are",
+        row,
+    )
