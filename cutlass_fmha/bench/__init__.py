@@ -1,0 +1,88 @@
+"""``python -m cutlass_fmha bench``: this package against torch's fused attention kernels, in one run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from . import cases, report, runner
+from .contenders import PEERS
+
+__all__ = ["main"]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m cutlass_fmha bench",
+        description="Time cutlass_fmha and torch's flash, cuDNN and memory-efficient attention.",
+    )
+    parser.add_argument(
+        "--preset",
+        nargs="+",
+        metavar="NAME",
+        help=f"groups ({', '.join(cases.GROUPS)}) or case names; default: all",
+    )
+    parser.add_argument("--list", action="store_true", help="print the cases and exit")
+    parser.add_argument("--peers", default=",".join(PEERS), help="comma-separated; default: %(default)s")
+    parser.add_argument(
+        "--template", metavar="NAME", help="force one row of _C.templates() instead of selecting"
+    )
+    parser.add_argument("--quick", action="store_true", help="a quarter of the time, for a first look")
+    parser.add_argument("--device", type=int, default=0, metavar="N", help="CUDA device number; default: 0")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write everything that was measured")
+    parser.add_argument("--markdown", type=Path, metavar="PATH", help="write the table as Markdown")
+    parser.add_argument(
+        "--plot", type=Path, metavar="PATH", help="write a picture (.png or .svg); needs matplotlib"
+    )
+    parser.add_argument(
+        "--from-json", type=Path, metavar="PATH", help="render a recorded result, measure nothing"
+    )
+    return parser
+
+
+def parse_peers(text: str) -> list[str]:
+    """Names of peers from a comma-separated list; ValueError for an unknown one."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in PEERS:
+            raise ValueError(f"unknown peer {name!r}: take from {', '.join(PEERS)}")
+    return names
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark. Returns 1 for a wrong result or nothing to measure with, 2 for a bad argument."""
+    arguments = build_parser().parse_args(argv)
+    try:
+        chosen = cases.select_cases(arguments.preset)
+        peers = parse_peers(arguments.peers)
+        if arguments.plot:
+            report.require_matplotlib()
+    except (ValueError, report.MissingMatplotlib) as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 2
+    if arguments.list:
+        for case in chosen:
+            gflop, megabytes = case.flop / 1e9, case.moved_bytes / 1e6
+            print(f"{case.group:8} {case.name:36} {gflop:10.2f} GFLOP {megabytes:8.1f} MB")
+        return 0
+
+    try:
+        if arguments.from_json:
+            result = report.read_json(arguments.from_json)
+        else:
+            result = runner.measure(chosen, peers, arguments.template, arguments.quick, arguments.device)
+    except (report.InvalidReport, runner.CannotMeasure, OSError) as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 1
+    print(report.text(result))
+    if arguments.json:
+        report.write_json(result, arguments.json)
+    if arguments.markdown:
+        report.write_text(report.markdown(result), arguments.markdown)
+    if arguments.plot:
+        report.plot(result, arguments.plot)
+    wrong = report.wrong_results(result)
+    for line in wrong:
+        print(f"bench: wrong result: {line}", file=sys.stderr)
+    return 1 if wrong else 0

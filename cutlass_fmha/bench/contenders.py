@@ -1,0 +1,188 @@
+"""What is timed: this package's op and torch's three fused SDPA kernels, all on the same tensors."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from .cases import Case
+
+OURS = "ours"
+PEERS: dict[str, str] = {
+    "flash": "torch flash (FA2)",
+    "cudnn": "cuDNN",
+    "efficient": "memory-efficient",
+}
+TITLES: dict[str, str] = {OURS: "cutlass_fmha", **PEERS}
+
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Query, key and value [batch, seqlen, num_heads, head_dim] to an output of query's shape."""
+
+
+@dataclass
+class Inputs:
+    """Query, key and value of a case, several sets of each: [sets, batch, seqlen, num_heads, head_dim]."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+    @property
+    def sets(self) -> int:
+        return self.query.shape[0]
+
+    def __getitem__(self, number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.query[number], self.key[number], self.value[number]
+
+
+def make_inputs(case: Case, sets: int, device: torch.device, seed: int = 0) -> Inputs:
+    """Normally distributed, contiguous as [batch, seqlen, num_heads, head_dim]; for every contender."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    dtype = getattr(torch, case.dtype)
+
+    def draw(seqlen: int, heads: int) -> torch.Tensor:
+        shape = (sets, case.batch, seqlen, heads, case.head_dim)
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+    return Inputs(
+        query=draw(case.seqlen_q, case.num_heads),
+        key=draw(case.seqlen_k, case.num_heads_kv),
+        value=draw(case.seqlen_k, case.num_heads_kv),
+    )
+
+
+def ours(case: Case, template: str | None = None) -> Attention:
+    """The op of this package, by selection or with one template forced."""
+    scale = 1.0 / math.sqrt(case.head_dim)
+    causal = "bottom-right" if case.causal else "none"
+    forward = torch.ops.cutlass_fmha.forward
+
+    def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = forward(query, key, value, scale, causal, False, template)[0]
+        return output
+
+    return attention
+
+
+def sdpa(case: Case) -> Attention:
+    """torch's scaled_dot_product_attention; the surrounding ``only`` context chooses the kernel."""
+    if case.causal and case.seqlen_q != case.seqlen_k:
+        raise ValueError(
+            "torch aligns a causal mask top-left: a causal case needs equal lengths to be the same problem"
+        )
+    grouped = case.num_heads != case.num_heads_kv
+    function = torch.nn.functional.scaled_dot_product_attention
+
+    def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        output = function(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            is_causal=case.causal,
+            enable_gqa=grouped,
+        )
+        return output.transpose(1, 2)
+
+    return attention
+
+
+@contextmanager
+def only(name: str) -> Iterator[None]:
+    """Restrict SDPA to the kernel of peer ``name``; no restriction for this package's op."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    backends = {
+        "flash": SDPBackend.FLASH_ATTENTION,
+        "cudnn": SDPBackend.CUDNN_ATTENTION,
+        "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    }
+    context = nullcontext() if name == OURS else sdpa_kernel([backends[name]])
+    with context, warnings.catch_warnings():
+        # A kernel that can't take a problem warns once per reason and then raises; the raised sentence is
+        # reported.
+        warnings.simplefilter("ignore", UserWarning)
+        yield
+
+
+def reference(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    causal: bool,
+    rows: torch.Tensor,
+    precise: bool,
+) -> torch.Tensor:
+    """Dense attention of a few query rows: the fp64 truth, or what unfused math of the inputs' dtype gives.
+
+    query [batch, seqlen_q, num_heads, head_dim]; rows: query positions to compute, a 1-d integer tensor.
+    Returns [batch, len(rows), num_heads, head_dim], fp64 when ``precise``. The mask is bottom-right aligned.
+    """
+    if precise:
+        query, key, value = query.double(), key.double(), value.double()
+    seqlen_q, seqlen_k = query.shape[1], key.shape[1]
+    group = query.shape[2] // key.shape[2]
+    key = key.permute(0, 2, 3, 1).repeat_interleave(group, dim=1)
+    value = value.permute(0, 2, 1, 3).repeat_interleave(group, dim=1)
+    scores = (query[:, rows].transpose(1, 2) @ key) * (1.0 / math.sqrt(query.shape[-1]))
+    if causal:
+        last = rows[:, None] + (seqlen_k - seqlen_q)
+        scores = scores.masked_fill(torch.arange(seqlen_k, device=rows.device) > last, -math.inf)
+    return (torch.softmax(scores, dim=-1) @ value).transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class Error:
+    """Worst absolute difference from fp64 over the sampled rows, and the tolerance that the dtype allows."""
+
+    max_abs: float
+    tolerance: float
+
+    @property
+    def ratio(self) -> float:
+        """Difference over tolerance; above 1 (or NaN) the result is wrong."""
+        return self.max_abs / self.tolerance
+
+    @property
+    def within(self) -> bool:
+        return self.ratio <= 1.0
+
+
+class ErrorCheck:
+    """Compares outputs of one case with fp64 on a sample of rows, so that long sequences stay cheap.
+
+    The tolerance is twice the error that unfused math of the same dtype makes on the same rows, plus two ulp
+    of the largest output. The sample is one batch entry, two groups of heads and up to 64 rows, the first and
+    last included.
+    """
+
+    MAX_ROWS = 64
+
+    def __init__(self, case: Case, inputs: Inputs) -> None:
+        query, key, value = inputs[0]
+        self.batch = case.batch - 1
+        self.rows = sample_rows(case.seqlen_q, self.MAX_ROWS).to(query.device)
+        heads_kv = min(2, case.num_heads_kv)
+        self.heads = heads_kv * (case.num_heads // case.num_heads_kv)
+        query = query[self.batch :, :, : self.heads]
+        key, value = key[self.batch :, :, :heads_kv], value[self.batch :, :, :heads_kv]
+        self.truth = reference(query, key, value, case.causal, self.rows, precise=True)
+        unfused = reference(query, key, value, case.causal, self.rows, precise=False)
+        rounding = 2.0 * torch.finfo(query.dtype).eps * self.truth.abs().max().item()
+        self.tolerance = 2.0 * (unfused.double() - self.truth).abs().max().item() + rounding
+
+    def __call__(self, output: torch.Tensor) -> Error:
+        sampled = output[self.batch :, self.rows][:, :, : self.heads]
+        # A NaN must not vanish: max() of a tensor that holds one is NaN, and NaN is not within any tolerance.
+        return Error((sampled.double() - self.truth).abs().max().item(), self.tolerance)
+
+
+def sample_rows(seqlen_q: int, count: int) -> torch.Tensor:
+    """Up to ``count`` query positions, evenly spread, the first and the last among them."""
+    if seqlen_q <= count:
+        return torch.arange(seqlen_q)
+    return torch.linspace(0, seqlen_q - 1, count, dtype=torch.float64).round().long()

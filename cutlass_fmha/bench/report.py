@@ -1,0 +1,207 @@
+"""Renders a benchmark's result: JSON, a text table, Markdown, a picture."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from .contenders import OURS, TITLES
+
+SCHEMA = 1
+"""Version of the JSON's layout; a reader refuses others."""
+
+Result = dict[str, Any]
+"""schema, machine, method, template, quick, peers, host_us, wall_s and cases: per case its description,
+``input_sets`` and ``results``: contender -> status ("ok" or "unsupported"), then reason, or p50_us, p90_us,
+min_us,
+samples, calls_per_sample, tflops, tbytes_per_s, max_abs_error, tolerance, error_ratio and, for ours, row."""
+
+
+class InvalidReport(ValueError):
+    """A file that is no benchmark result."""
+
+
+class MissingMatplotlib(RuntimeError):
+    """The picture needs matplotlib, which is an optional dependency."""
+
+
+def write_json(result: Result, path: Path) -> None:
+    write_text(json.dumps(finite(result), indent=1, allow_nan=False) + "\n", path)
+
+
+def finite(value: Any) -> Any:
+    """The value with NaN and infinities, which JSON lacks, as the strings "nan", "inf" and "-inf"."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def write_text(text: str, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def read_json(path: Path) -> Result:
+    """A recorded result. Raises InvalidReport when the file isn't one, OSError when it can't be read."""
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InvalidReport(f"{path} is not JSON: {error}") from error
+    if not isinstance(result, dict) or result.get("schema") != SCHEMA:
+        raise InvalidReport(f"{path} is no benchmark result of schema {SCHEMA}")
+    missing = {"machine", "method", "peers", "cases"} - result.keys()
+    if missing:
+        raise InvalidReport(f"{path} lacks {', '.join(sorted(missing))}")
+    return result
+
+
+def wrong_results(result: Result) -> list[str]:
+    """One line for each of our results that differs from fp64 by more than its tolerance."""
+    lines = []
+    for case in result["cases"]:
+        ours = case["results"][OURS]
+        if ours["status"] == "ok" and not float(ours["error_ratio"]) <= 1.0:
+            lines.append(f"{case['label']}: error {ours['max_abs_error']}, tolerance {ours['tolerance']}")
+    return lines
+
+
+def speedup(case: Result, peer: str) -> float | None:
+    """Time of the peer over ours: above 1 we are faster. None when either can't run the case."""
+    ours, other = case["results"][OURS], case["results"].get(peer, {"status": "absent"})
+    if ours["status"] != "ok" or other["status"] != "ok":
+        return None
+    return float(other["p50_us"]) / float(ours["p50_us"])
+
+
+def rate(case: Result, entry: Result) -> str:
+    """What bounds the case: TFLOP/s, or TB/s for decode, which reads keys and values once."""
+    return f"{entry['tbytes_per_s']:.2f} TB/s" if case["group"] == "decode" else f"{entry['tflops']:.0f}"
+
+
+def microseconds(value: float) -> str:
+    """Three to five significant digits."""
+    return f"{value:.1f}" if value < 1000 else f"{value:.0f}"
+
+
+def table(result: Result) -> tuple[list[str], list[list[str]]]:
+    """Headings and rows, shared by the text and the Markdown form."""
+    peers = result["peers"]
+    headings = ["case", "ours p50", "p90", "TFLOP/s"]
+    for peer in peers:
+        headings += [TITLES[peer], "ours is"]
+    headings.append("error")
+    rows = []
+    for case in result["cases"]:
+        ours = case["results"][OURS]
+        row = [case["label"]]
+        if ours["status"] == "ok":
+            row += [microseconds(ours["p50_us"]), microseconds(ours["p90_us"]), rate(case, ours)]
+        else:
+            row += ["unsupported", "-", "-"]
+        for peer in peers:
+            entry, ratio = case["results"][peer], speedup(case, peer)
+            time = (
+                f"{microseconds(entry['p50_us'])} ({rate(case, entry)})"
+                if entry["status"] == "ok"
+                else "unsupported"
+            )
+            row += [time, "-" if ratio is None else f"{ratio:.2f}x"]
+        row.append(f"{float(ours['error_ratio']):.2f}" if ours["status"] == "ok" else "-")
+        rows.append(row)
+    return headings, rows
+
+
+def text(result: Result) -> str:
+    """The table, aligned for a terminal, with the machine above and the refusals below."""
+    headings, rows = table(result)
+    widths = [max(len(row[column]) for row in (headings, *rows)) for column in range(len(headings))]
+
+    def line(row: list[str]) -> str:
+        first = row[0].ljust(widths[0])
+        return "  ".join(
+            [first, *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        )
+
+    body = [line(headings), line(["-" * width for width in widths]), *(line(row) for row in rows)]
+    return "\n".join([heading(result), "", *body, "", *footnotes(result)])
+
+
+def markdown(result: Result) -> str:
+    """The same as a Markdown document."""
+    headings, rows = table(result)
+    lines = [f"# {heading(result)}", "", "| " + " | ".join(headings) + " |"]
+    lines.append("|" + "|".join(["---", *["---:"] * (len(headings) - 1)]) + "|")
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    lines += ["", *(f"- {note}" for note in footnotes(result)), "", result["method"], ""]
+    return "\n".join(lines)
+
+
+def heading(result: Result) -> str:
+    machine = result["machine"]
+    return (
+        f"cutlass_fmha {machine['package']} on {machine['gpu']} (sm_{machine['capability'].replace('.', '')})"
+    )
+
+
+def footnotes(result: Result) -> list[str]:
+    """What the table can't hold: versions, host time, rows, the reason of every refusal."""
+    machine = result["machine"]
+    clock = (machine.get("clocks_after") or {}).get("sm_clock_mhz")
+    notes = [
+        f"torch {machine['torch']}, CUDA {machine['cuda']}, cuDNN {machine['cudnn']}, "
+        f"driver {machine['driver']}, SM clock after the run {clock or 'not readable'} MHz, "
+        f"commit {machine['commit'] or 'unknown'}, {machine['date']}.",
+        "Times are microseconds per call, a peer's p50 with its TFLOP/s in brackets (TB/s for decode, which "
+        "memory bounds). 'ours is 1.20x': the peer takes 1.20 times as long. An error above 1 is wrong.",
+    ]
+    host = result.get("host_us") or {}
+    if host:
+        shown = ", ".join(f"{name} {value:.1f} us" for name, value in host.items())
+        notes.append(f"Host time per eager call: {shown}.")
+    if machine.get("forced_arch"):
+        notes.append(f"Forced: the sm_{machine['forced_arch']} rows (CUTLASS_FMHA_FORCE_ARCH).")
+    for arch, compiled_for in ((machine.get("build") or {}).get("proxy") or {}).items():
+        notes.append(f"A proxy build: the sm_{arch} rows are compiled for sm_{compiled_for}.")
+    if result.get("quick"):
+        notes.append("A quick run: a quarter of the usual repetitions.")
+    if result.get("template"):
+        notes.append(f"Template forced: {result['template']}.")
+    notes += [f"Row {row}: {', '.join(labels)}." for row, labels in rows_used(result).items()]
+    for case in result["cases"]:
+        for name, entry in case["results"].items():
+            if entry["status"] != "ok":
+                notes.append(f"{case['label']}, {TITLES[name]}: unsupported: {entry['reason']}")
+    return notes
+
+
+def rows_used(result: Result) -> dict[str, list[str]]:
+    """Which of our rows ran which cases."""
+    used: dict[str, list[str]] = {}
+    for case in result["cases"]:
+        row = case["results"][OURS].get("row")
+        if row:
+            used.setdefault(row, []).append(case["label"])
+    return used
+
+
+def require_matplotlib() -> None:
+    """Raise MissingMatplotlib, with one sentence, when the picture can't be drawn."""
+    import importlib.util
+
+    if importlib.util.find_spec("matplotlib") is None:
+        raise MissingMatplotlib("--plot needs matplotlib, which is not installed: pip install matplotlib.")
+
+
+def plot(result: Result, path: Path) -> None:
+    """Write the picture. Raises MissingMatplotlib without matplotlib."""
+    require_matplotlib()
+    from .picture import draw
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draw(result, path)

@@ -1,0 +1,177 @@
+"""Measures cases on the GPU and collects the report."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+
+import torch
+
+from . import machine
+from .cases import Case
+from .contenders import OURS, Attention, ErrorCheck, Inputs, make_inputs, only, ours, sdpa
+from .report import SCHEMA
+from .timing import GraphTimer, input_sets, time_host, time_interleaved
+
+BUDGET_S = 0.45
+"""GPU seconds that each contender's replays of one case take."""
+
+METHOD = (
+    "Time of one call = time of a CUDA graph of many calls, between two CUDA events, over the number of "
+    "calls; p50 and p90 over the graph's replays, the contenders taking turns. The calls rotate through sets "
+    "of inputs that together exceed the L2 cache. Inputs are normally distributed and lie as [batch, seqlen, "
+    "num_heads, head_dim]; SDPA gets them as transposed views. FLOP = 4 * batch * num_heads * visible "
+    "query-key pairs * head_dim, the pairs of a causal mask counted exactly. Error: worst difference from "
+    "dense fp64 attention on a sample of rows, relative to twice the error of unfused math "
+    "in the same dtype plus two ulp."
+)
+
+
+class CannotMeasure(RuntimeError):
+    """There is nothing to measure with; the message says what is missing."""
+
+
+def measure(
+    cases: list[Case], peers: list[str], template: str | None = None, quick: bool = False, device: int = 0
+) -> dict[str, object]:
+    """Time ``cases`` on a CUDA device against ``peers`` and return the report (see report.SCHEMA).
+
+    Raises CannotMeasure when there is no GPU, or the package was built without CUDA.
+    """
+    require_gpu(device)
+    begin = time.perf_counter()
+    budget_s = BUDGET_S / 4 if quick else BUDGET_S
+    with torch.cuda.device(device):
+        described = machine.describe(device)
+        host_us = host_times()
+        results = []
+        for number, case in enumerate(cases, 1):
+            print(f"bench: {number}/{len(cases)} {case.label}", file=sys.stderr, flush=True)
+            with torch.inference_mode():
+                results.append(measure_case(case, peers, template, budget_s, device))
+            torch.cuda.empty_cache()
+        return {
+            "schema": SCHEMA,
+            "machine": {**described, "clocks_after": machine.read_smi(device)},
+            "method": METHOD,
+            "template": template,
+            "quick": quick,
+            "peers": peers,
+            "host_us": host_us,
+            "cases": results,
+            "wall_s": round(time.perf_counter() - begin, 1),
+        }
+
+
+def require_gpu(device: int) -> None:
+    """Raise CannotMeasure, with one sentence, unless torch and this package can use the CUDA device."""
+    if torch.version.cuda is None:
+        raise CannotMeasure(
+            f"a GPU is timed and this torch ({torch.__version__}) has no CUDA: install a CUDA build of torch."
+        )
+    if not torch.cuda.is_available():
+        raise CannotMeasure(
+            "a GPU is timed and torch finds none: run it on a machine with an NVIDIA GPU and driver."
+        )
+    if device >= torch.cuda.device_count():
+        raise CannotMeasure(f"there is no CUDA device {device}: torch sees {torch.cuda.device_count()}.")
+    from cutlass_fmha import _C
+
+    if not _C.templates():
+        raise CannotMeasure(
+            "cutlass_fmha was built without CUDA (CUTLASS_FMHA_CUDA=OFF): rebuild it with CUDA."
+        )
+
+
+def measure_case(
+    case: Case, peers: list[str], template: str | None, budget_s: float, device: int
+) -> dict[str, object]:
+    """One case's entry: its description and, per contender, times and error, or why there are none."""
+    sets = input_sets(case.input_bytes, torch.cuda.get_device_properties(device).L2_cache_size)
+    inputs = make_inputs(case, sets, torch.device("cuda", device))
+    check = ErrorCheck(case, inputs)
+    results: dict[str, dict[str, object]] = {}
+    timers: dict[str, GraphTimer] = {}
+    for name in (OURS, *peers):
+        attention = ours(case, template) if name == OURS else sdpa(case)
+        results[name], timer = prepare(name, attention, inputs, check)
+        if timer is not None:
+            timers[name] = timer
+    for name, timing in time_interleaved(timers, budget_s).items():
+        seconds = timing.p50_us * 1e-6
+        results[name] |= {
+            **{key: round(value, 3) for key, value in asdict(timing).items()},
+            "tflops": round(case.flop / seconds / 1e12, 2),
+            "tbytes_per_s": round(case.moved_bytes / seconds / 1e12, 3),
+        }
+    if results[OURS]["status"] == "ok":
+        results[OURS]["row"] = template or selected_row(*inputs[0], case.causal)
+    return {**case.as_dict(), "input_sets": inputs.sets, "results": results}
+
+
+def prepare(
+    name: str, attention: Attention, inputs: Inputs, check: ErrorCheck
+) -> tuple[dict[str, object], GraphTimer | None]:
+    """Check one contender's result and capture its graph; the reason and no timer if it refuses."""
+    with only(name):
+        try:
+            error = check(attention(*inputs[0]))
+        except (RuntimeError, NotImplementedError, ValueError) as refusal:
+            if not is_refusal(name, refusal):
+                raise
+            return {"status": "unsupported", "reason": first_sentence(refusal)}, None
+        timer = GraphTimer(lambda number: attention(*inputs[number]), inputs.sets)
+    return {
+        "status": "ok",
+        "max_abs_error": error.max_abs,
+        "tolerance": error.tolerance,
+        "error_ratio": error.ratio,
+    }, timer
+
+
+def is_refusal(name: str, error: Exception) -> bool:
+    """Whether an error says "not this problem"; everything else is a failure and must surface.
+
+    Ours has an exception for it. torch has many sentences: a peer's counts while the device still works.
+    """
+    from cutlass_fmha import UnsupportedError
+
+    if name == OURS:
+        return isinstance(error, UnsupportedError)
+    torch.cuda.synchronize()  # raises when the error was a broken launch
+    return isinstance(error, RuntimeError)
+
+
+def first_sentence(error: Exception) -> str:
+    """First line of an error's message, shortened to what a table footnote can hold."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    line = lines[0].removesuffix(":")
+    return line if len(line) <= 200 else line[:197] + "..."
+
+
+def selected_row(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool) -> str:
+    """Name of the row that selection gives this problem."""
+    import cutlass_fmha
+
+    return str(cutlass_fmha.explain(query, key, value, causal=causal).winner)
+
+
+def host_times() -> dict[str, float]:
+    """Host microseconds per eager call on a problem (B1 H1 S64 D64) so small that the GPU keeps up."""
+    import cutlass_fmha
+
+    case = Case("host", 1, 1, 1, 64, 64, 64, "float16")
+    tensors = make_inputs(case, 1, torch.device("cuda", torch.cuda.current_device()))[0]
+    q, k, v = (tensor.transpose(1, 2).contiguous() for tensor in tensors)
+    calls: dict[str, Callable[[], object]] = {
+        "torch.ops.cutlass_fmha.forward": partial(
+            torch.ops.cutlass_fmha.forward, *tensors, 0.125, "none", False, None
+        ),
+        "cutlass_fmha.attention": partial(cutlass_fmha.attention, *tensors),
+        "cutlass_fmha SDPA": partial(cutlass_fmha.scaled_dot_product_attention, q, k, v),
+        "torch SDPA": partial(torch.nn.functional.scaled_dot_product_attention, q, k, v),
+    }
+    return {name: round(time_host(call), 2) for name, call in calls.items()}

@@ -1,0 +1,172 @@
+"""How a call is timed: statistics, CUDA-graph replays over rotating inputs, and host time per eager call."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+Call = Callable[[int], object]
+"""A call on input set number i; what it returns is dropped."""
+
+WARMUP_CALLS = 3
+GRAPH_US = 1000.0
+"""A graph is filled up to this long, so that the two events around it (about a microsecond) cost 0.1 %."""
+MAX_CALLS_PER_GRAPH = 128
+ROUNDS = 5
+"""Implementations take turns this often, so that a clock that drifts meets all of them."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Time of one call in microseconds, over ``samples`` graph replays of ``calls_per_sample`` calls each."""
+
+    p50_us: float
+    p90_us: float
+    min_us: float
+    samples: int
+    calls_per_sample: int
+
+
+def percentile(values: Sequence[float], fraction: float) -> float:
+    """The value below which ``fraction`` of the values lie, with linear interpolation between neighbours."""
+    if not values:
+        raise ValueError("percentile of no values")
+    if not 0.0 <= fraction <= 1.0:
+        raise ValueError(f"fraction must lie in [0, 1], got {fraction}")
+    ordered = sorted(values)
+    position = fraction * (len(ordered) - 1)
+    below = math.floor(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (position - below) * (ordered[above] - ordered[below])
+
+
+def summarise(samples_us: Sequence[float], calls_per_sample: int) -> Timing:
+    """Timing of a list of per-call times in microseconds."""
+    return Timing(
+        p50_us=percentile(samples_us, 0.5),
+        p90_us=percentile(samples_us, 0.9),
+        min_us=min(samples_us),
+        samples=len(samples_us),
+        calls_per_sample=calls_per_sample,
+    )
+
+
+def input_sets(input_bytes: int, l2_bytes: int) -> int:
+    """How many sets of inputs to rotate through, so that a call finds none of its input in the L2 cache.
+
+    The sets together are one and a half times the L2 cache, or one set when it alone exceeds that.
+    """
+    return max(1, min(MAX_CALLS_PER_GRAPH, math.ceil(1.5 * l2_bytes / max(1, input_bytes))))
+
+
+def calls_per_graph(call_us: float, sets: int) -> int:
+    """Calls in one graph: about ``GRAPH_US`` of work, and every input set the same number of times."""
+    wanted = math.ceil(GRAPH_US / max(call_us, 0.1))
+    turns = max(1, min(wanted, MAX_CALLS_PER_GRAPH) // sets)
+    return turns * sets
+
+
+def replays(graph_us: float, budget_s: float) -> int:
+    """Replays of a graph within a time budget: 15 to 400, a multiple of the number of rounds."""
+    wanted = int(budget_s * 1e6 / max(graph_us, 1.0))
+    per_round = max(3, min(400 // ROUNDS, wanted // ROUNDS))
+    return per_round * ROUNDS
+
+
+class GraphTimer:
+    """A CUDA graph of calls over rotating inputs and the times of its replays.
+
+    Capturing takes the host out of the figure: it is what the GPU needs per call, kernel launches included.
+    """
+
+    def __init__(self, call: Call, sets: int) -> None:
+        self.samples_us: list[float] = []
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for number in range(WARMUP_CALLS):
+                call(number % sets)
+            self.estimate_us = _time_eagerly(call, sets)
+        torch.cuda.current_stream().wait_stream(stream)
+        self.calls = calls_per_graph(self.estimate_us, sets)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, stream=stream):
+            for number in range(self.calls):
+                call(number % sets)
+        self.graph.replay()
+        torch.cuda.synchronize()
+        self.graph_us = _replay(self.graph, 2)[-1]
+
+    def run_round(self, count: int) -> None:
+        """Keep the times of ``count`` replays. One more goes first, unrecorded: it meets an idle GPU."""
+        times = _replay(self.graph, count + 1)[1:]
+        self.samples_us += [elapsed / self.calls for elapsed in times]
+
+    def result(self) -> Timing:
+        return summarise(self.samples_us, self.calls)
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)
+
+
+def _microseconds(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    return float(begin.elapsed_time(end)) * 1e3
+
+
+def _time_eagerly(call: Call, sets: int) -> float:
+    """Rough time of one call in microseconds, host included: only decides how many calls a graph gets."""
+    start, stop = _event(), _event()
+    start.record()
+    for number in range(3):
+        call(number % sets)
+    stop.record()
+    stop.synchronize()
+    return _microseconds(start, stop) / 3
+
+
+def _replay(graph: torch.cuda.CUDAGraph, count: int) -> list[float]:
+    """Microseconds of ``count`` back-to-back replays. The host runs ahead, so no launch gap is measured."""
+    events = [_event() for _ in range(count + 1)]
+    events[0].record()
+    for event in events[1:]:
+        graph.replay()
+        event.record()
+    events[-1].synchronize()
+    return [_microseconds(first, second) for first, second in itertools.pairwise(events)]
+
+
+def time_interleaved(timers: dict[str, GraphTimer], budget_s: float) -> dict[str, Timing]:
+    """Times of several captured implementations of one problem, measured in turns.
+
+    budget_s: seconds of GPU time for each.
+    """
+    counts = {name: replays(timer.graph_us, budget_s) // ROUNDS for name, timer in timers.items()}
+    for _ in range(ROUNDS):
+        for name, timer in timers.items():
+            timer.run_round(counts[name])
+    return {name: timer.result() for name, timer in timers.items()}
+
+
+def time_host(call: Callable[[], object], calls: int = 200, repeats: int = 15) -> float:
+    """Host microseconds per eager call: median over ``repeats`` of ``calls`` calls without a synchronisation.
+
+    The problem must be so small that the GPU keeps up, and ``calls`` below the depth of the launch queue
+    (1024): otherwise the host waits for the GPU and the figure is the GPU's.
+    """
+    for _ in range(20):
+        call()
+    samples = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            call()
+        samples.append((time.perf_counter() - begin) * 1e6 / calls)
+    torch.cuda.synchronize()
+    return percentile(samples, 0.5)

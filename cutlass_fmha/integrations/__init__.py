@@ -1,0 +1,1 @@
+"""Places where other libraries let an attention implementation plug in. Importing registers nothing."""
