@@ -1,0 +1,98 @@
+"""Options, the parity report, and the rule that GPU tests without a GPU are a failure, not a skip."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import hypothesis
+import pytest
+from parity_report import ParityReport
+
+REPORT = pytest.StashKey[ParityReport]()
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1] / "tools")
+)  # the tests of tools/ import them by name
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("cutlass_fmha")
+    group.addoption(
+        "--parity-examples",
+        type=int,
+        default=int(os.environ.get("CUTLASS_FMHA_PARITY_EXAMPLES", "30")),
+        metavar="N",
+        help="problems that hypothesis draws for each row (default 30); --hypothesis-seed repeats them",
+    )
+    group.addoption(
+        "--parity-report", type=Path, metavar="DIR", help="write the parity report as JSON and Markdown"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[REPORT] = ParityReport()
+    # A first launch loads or even compiles code, so examples have no deadline.
+    hypothesis.settings.register_profile("fmha", deadline=None, print_blob=True)
+    hypothesis.settings.register_profile(
+        "parity",
+        deadline=None,
+        print_blob=True,
+        database=None,
+        max_examples=config.getoption("--parity-examples"),
+    )
+    hypothesis.settings.load_profile("fmha")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Ends a run of GPU tests on a machine that can't run them with exit status 1 and the reason."""
+    if not any(item.get_closest_marker("gpu") for item in session.items):
+        if session.config.getoption("--parity-report"):
+            pytest.exit("--parity-report needs the GPU tests: add -m gpu", returncode=1)
+        return
+    import gpu
+
+    if (reason := gpu.unusable()) is not None:
+        pytest.exit(f"GPU tests can't run: {reason}", returncode=1)
+    if session.config.getoption("--parity-report") and (reason := gpu.other_sources()) is not None:
+        pytest.exit(f"a parity report would be of other sources: {reason}", returncode=1)
+    session.config.stash[REPORT].expected = [row.name for row in gpu.rows()]
+
+
+@pytest.fixture(scope="session")
+def parity(pytestconfig: pytest.Config) -> ParityReport:
+    """Where tests record the errors of each row."""
+    return pytestconfig.stash[REPORT]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    directory: Path | None = session.config.getoption("--parity-report")
+    report = session.config.stash[REPORT]
+    if directory is None or not report.expected:
+        return
+    import gpu
+    from parity_report import environment
+    from source_hash import source_hash
+
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    outcomes = ("passed", "failed", "error", "skipped")
+    tests = {name: len(reporter.stats.get(name, ())) for name in outcomes if reporter.stats.get(name)}
+    arch = gpu.rows_arch()
+    assert arch is not None
+    machine = environment(arch, gpu.mode(), source_hash())
+    content = report.content(exitstatus == 0 and "skipped" not in tests, tests, machine)
+    path = report.write(directory, content)
+    session.config.stash[WRITTEN] = f"parity report: {path}" + (
+        f"; rows that nothing covered: {', '.join(report.missing)}" if report.missing else ""
+    )
+    if not content["passed"]:
+        session.exitstatus = exitstatus or pytest.ExitCode.TESTS_FAILED
+
+
+WRITTEN = pytest.StashKey[str]()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if (line := config.stash.get(WRITTEN, None)) is not None:
+        terminalreporter.write_line(line)

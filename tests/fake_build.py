@@ -1,0 +1,101 @@
+"""A build that exists on every machine: rows like the manifest's, and a ``_C.run`` that computes in Python.
+
+The fake kernel knows what the binding promises to a real one and nothing else: addresses, sizes, strides in
+elements, a scale, a diagonal. It reads and writes plain memory, so what Python packs is tested against what
+the tensors hold.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+
+from cutlass_fmha.device import Device
+from cutlass_fmha.select import Build
+
+L4 = Device("NVIDIA L4", (8, 9), 58, 99 * 1024)
+
+
+@dataclass(frozen=True)
+class Row:
+    """The attributes of ``_C.Template``."""
+
+    index: int
+    arch: int
+    dtype: str
+    head_dim: int
+    tile_m: int
+    tile_n: int
+    warps: int
+    copy: str
+    smem_bytes: int
+    stages: int = 2
+    min_blocks: int = 1
+    q_in_registers: bool = True
+    ping_pong: bool = False
+
+    @property
+    def name(self) -> str:
+        short = {"float16": "f16", "bfloat16": "bf16"}[self.dtype]
+        tile = f"m{self.tile_m}n{self.tile_n}w{self.warps}"
+        suffix = "_element" if self.copy == "element" else ""
+        return f"fwd_sm{self.arch}_{short}_d{self.head_dim}_{tile}{suffix}"
+
+    @property
+    def alignment(self) -> int:
+        return 2 if self.copy == "element" else 16
+
+
+def make_build(archs: tuple[int, ...] = (89, 90, 120), proxy: dict[int, int] | None = None) -> Build:
+    """A large tile, a small one and an element row for each architecture, dtype and head dim."""
+    rows: list[Row] = []
+    for arch in archs:
+        for dtype in ("float16", "bfloat16"):
+            for head_dim in (32, 64, 128):
+                key = (arch, dtype, head_dim)
+                rows += [
+                    Row(len(rows), *key, 256, 64, 8, "cp_async_16", 768 * head_dim, ping_pong=True),
+                    Row(len(rows) + 1, *key, 64, 64, 4, "cp_async_16", 384 * head_dim, min_blocks=2),
+                    Row(len(rows) + 2, *key, 64, 64, 4, "element", 384 * head_dim, min_blocks=2),
+                ]
+    return Build(tuple(rows), tuple((proxy or {}).items()))  # type: ignore[arg-type]
+
+
+def _at(address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+    """A tensor over memory that somebody else owns."""
+    if 0 in shape:
+        return torch.empty(shape, dtype=dtype)
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    memory = (ctypes.c_byte * (elements * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
+
+
+class FakeKernels:
+    """Stands in for ``_C.run``: launches are computed at once, in fp32, and remembered."""
+
+    def __init__(self, build: Build) -> None:
+        self.build = build
+        self.launches: list[tuple] = []
+
+    def __call__(self, row, pointers, sizes, strides, scale, diagonal, device, stream) -> None:
+        self.launches.append((row, pointers, sizes, strides, scale, diagonal, device, stream))
+        template = self.build.templates[row]
+        dtype = getattr(torch, template.dtype)
+        batch, seqlen_q, seqlen_k, heads, heads_kv = sizes
+        shapes = [(batch, seqlen_q, heads), *[(batch, seqlen_k, heads_kv)] * 2, (batch, seqlen_q, heads)]
+        q, k, v, o = (
+            _at(pointers[i], dtype, (*shapes[i], template.head_dim), (*strides[3 * i : 3 * i + 3], 1))
+            for i in range(4)
+        )
+        k, v = (x.float().repeat_interleave(heads // heads_kv, dim=2) for x in (k, v))
+        scores = scale * torch.einsum("bqhd,bkhd->bhqk", q.float(), k)
+        if diagonal is not None:
+            scores.masked_fill_(torch.ones(seqlen_q, seqlen_k).tril(diagonal) == 0, -torch.inf)
+        lse = scores.logsumexp(-1)
+        p = (scores - lse.unsqueeze(-1)).exp().nan_to_num(0.0)
+        o.copy_(torch.einsum("bhqk,bkhd->bqhd", p, v))
+        if pointers[4]:
+            contiguous = (heads * seqlen_q, seqlen_q, 1)
+            _at(pointers[4], torch.float32, (batch, heads, seqlen_q), contiguous).copy_(lse)

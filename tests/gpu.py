@@ -1,0 +1,165 @@
+"""The GPU under test: which rows it takes, whether it can be used at all, and launches through the binding.
+
+Launches here go around the package's Python layer: outputs lie in buffers full of NaN that the kernel must
+overwrite exactly where it is asked to, which torch.empty would not show.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+from problems import GUARD, Problem, place, poison
+from torch import Tensor
+
+from cutlass_fmha import _C
+
+_INTEGER = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
+
+
+def rows_arch() -> int | None:
+    """The architecture whose rows this machine's first GPU takes, or was told to take; None without a GPU."""
+    if forced := os.environ.get("CUTLASS_FMHA_FORCE_ARCH"):
+        return int(forced)
+    if not torch.cuda.is_available():
+        return None
+    major, minor = torch.cuda.get_device_capability(0)
+    built = {row.arch for row in _C.templates()}
+    own = 120 if major == 12 else 10 * major + minor
+    return own if own in built else 89
+
+
+def rows() -> list[_C.Template]:
+    """The rows under test: all of one architecture."""
+    if unusable() is not None:
+        return []
+    return [row for row in _C.templates() if row.arch == rows_arch()]
+
+
+def mode() -> str:
+    """How the rows run: ``native``, ``ptx`` (sm_89 rows on another GPU) or ``proxy`` (compiled for it)."""
+    arch = rows_arch()
+    if arch in _proxies():
+        return "proxy"
+    return "native" if arch == own_arch() else "ptx"
+
+
+def own_arch() -> int:
+    major, minor = torch.cuda.get_device_capability(0)
+    return 120 if major == 12 else 10 * major + minor
+
+
+def _proxies() -> dict[int, int]:
+    proxy = _C.build_info()["proxy"]
+    assert isinstance(proxy, dict)
+    return proxy
+
+
+def unusable() -> str | None:
+    """Why the rows can't be tested on this machine, in one sentence; None when they can."""
+    if not _C.build_info()["cuda"]:
+        return "cutlass_fmha was built without CUDA, so there is no kernel to test"
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} was built without CUDA, so it can make no tensor on a GPU"
+    if not torch.cuda.is_available():
+        return "no CUDA device can be used: there is no NVIDIA GPU, or no driver for torch's CUDA"
+    if torch.cuda.get_device_capability(0) < (8, 9):
+        return f"{torch.cuda.get_device_name(0)} is older than compute capability 8.9"
+    arch = rows_arch()
+    if not any(row.arch == arch for row in _C.templates()):
+        return f"this build of cutlass_fmha has no sm_{arch} rows"
+    assert arch is not None
+    compiled_for = _proxies().get(arch, arch)
+    if compiled_for not in (89, own_arch()):
+        return f"this build's sm_{arch} rows are code for sm_{compiled_for}, and this GPU is sm_{own_arch()}"
+    return None
+
+
+def other_sources() -> str | None:
+    """Whether the extension says that it was built from another src/ than the one beside these tests."""
+    from source_hash import source_hash
+
+    built_from = _C.build_info().get("source_hash")
+    if built_from is None or built_from == source_hash():
+        return None
+    return f"the extension was built from sources with the hash {built_from}, src/ has {source_hash()}"
+
+
+def torch_dtype(row: _C.Template) -> torch.dtype:
+    return {"float16": torch.float16, "bfloat16": torch.bfloat16}[row.dtype]
+
+
+@dataclass
+class Guarded:
+    """A view that a kernel has to fill, inside a buffer of NaN that it must not touch."""
+
+    buffer: Tensor
+    view: Tensor
+
+    @classmethod
+    def around(cls, view: Tensor) -> Guarded:
+        """``view``, a view into a buffer of its own (as ``place`` makes them), is filled with NaN as well."""
+        size = view.untyped_storage().nbytes() // view.element_size()
+        buffer = view.as_strided((size,), (1,), 0)
+        buffer.copy_(poison(view.dtype, size, view.device))
+        return cls(buffer, view)
+
+    def intact(self) -> Tensor:
+        """0-dim bool: nothing outside the view was written."""
+        integer = _INTEGER[self.buffer.dtype]
+        bits = self.buffer.view(integer)
+        pattern = poison(self.buffer.dtype, 1, self.buffer.device).view(integer)
+        outside = torch.ones_like(bits, dtype=torch.bool)
+        outside.as_strided(self.view.shape, self.view.stride(), self.view.storage_offset()).fill_(False)
+        return torch.where(outside, bits == pattern, True).all()
+
+
+@dataclass
+class Launch:
+    """One call of ``_C.run``, ready to be made any number of times."""
+
+    row: _C.Template
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Guarded
+    lse: Guarded | None
+    scale: float
+    diagonal: int | None
+
+    @classmethod
+    def of(cls, row: _C.Template, problem: Problem, device: torch.device) -> Launch:
+        q, k, v = problem.inputs(torch_dtype(row), row.head_dim, device)
+        empty = torch.empty(q.shape, dtype=q.dtype, device=device)
+        if row.alignment <= 2:
+            out = place(empty, row_pad=1, offset=GUARD + 1)
+        else:
+            out = place(empty, order=("bshd", "bhsd")[problem.seed % 2], row_pad=8)
+        lse = None
+        if problem.return_lse:
+            rows = torch.empty(problem.batch, problem.num_heads, problem.seqlen_q, 1, device=device)
+            lse = Guarded.around(place(rows).squeeze(-1))
+        scale = row.head_dim**-0.5 if problem.scale is None else problem.scale
+        return cls(row, q, k, v, Guarded.around(out), lse, scale, problem.diagonal)
+
+    def run(self, stream: int | None = None) -> None:
+        """Launch on ``stream``, or on torch's current one."""
+        device = self.q.device
+        operands = (self.q, self.k, self.v, self.out.view)
+        addresses = [x.data_ptr() for x in operands]
+        _C.run(
+            self.row.index,
+            (*addresses, self.lse.view.data_ptr() if self.lse else 0),  # type: ignore[arg-type]
+            (self.q.shape[0], self.q.shape[1], self.k.shape[1], self.q.shape[2], self.k.shape[2]),
+            tuple(stride for x in operands for stride in x.stride()[:3]),  # type: ignore[arg-type]
+            self.scale,
+            self.diagonal,
+            device.index,
+            torch.cuda.current_stream(device).cuda_stream if stream is None else stream,
+        )
+
+    def intact(self) -> bool:
+        """Whether the kernel wrote nothing but its outputs."""
+        checks = [self.out.intact()] + ([self.lse.intact()] if self.lse else [])
+        return bool(torch.stack(checks).all())

@@ -1,0 +1,163 @@
+"""What a parity run showed, as JSON and Markdown: the machine, the versions, each row's worst errors."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from oracle import Errors
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass
+class RowRecord:
+    """What one row was shown to do. Ratios are to the tolerance: at most 1 passes."""
+
+    problems: int = 0
+    out_ratio: float = 0.0
+    out_error: float = 0.0
+    lse_ratio: float = 0.0
+    lse_error: float = 0.0
+    worst_problem: str = ""
+
+    def add(self, problem: str, errors: Errors) -> None:
+        self.problems += 1
+        if self.problems == 1 or errors.worst > max(self.out_ratio, self.lse_ratio):
+            self.worst_problem = problem
+        self.out_ratio, self.out_error = (
+            max(self.out_ratio, errors.out_ratio),
+            max(self.out_error, errors.out),
+        )
+        self.lse_ratio, self.lse_error = (
+            max(self.lse_ratio, errors.lse_ratio),
+            max(self.lse_error, errors.lse),
+        )
+
+
+@dataclass
+class ParityReport:
+    """Collects errors while the tests run; writes the report when they are done."""
+
+    expected: list[str] = field(default_factory=list)
+    rows: dict[str, RowRecord] = field(default_factory=dict)
+
+    def record(self, row: str, problem: object, errors: Errors) -> None:
+        """Note the errors of one problem, then fail when they are beyond the tolerance."""
+        self.rows.setdefault(row, RowRecord()).add(str(problem), errors)
+        try:
+            errors.check()
+        except AssertionError as failure:
+            raise AssertionError(f"{row}: {problem}: {failure}") from None
+
+    @property
+    def missing(self) -> list[str]:
+        """Rows that no problem was compared on."""
+        return [name for name in self.expected if name not in self.rows]
+
+    def content(
+        self, passed: bool, tests: dict[str, int], environment: dict[str, object]
+    ) -> dict[str, object]:
+        """The report as JSON data. It passes only when every row was covered."""
+        return {
+            "kind": "cutlass_fmha parity report",
+            "passed": passed and not self.missing and bool(self.expected),
+            "tests": tests,
+            **environment,
+            "rows_expected": self.expected,
+            "rows_missing": self.missing,
+            "rows": {name: asdict(record) for name, record in sorted(self.rows.items())},
+        }
+
+    def write(self, directory: Path, content: dict[str, object]) -> Path:
+        """Writes <date>-<gpu>-<mode>.json and .md into ``directory``; returns the former."""
+        directory.mkdir(parents=True, exist_ok=True)
+        gpu = re.sub(r"[^a-z0-9]+", "-", str(content["gpu"]).lower()).strip("-")
+        name = f"{str(content['date'])[:10]}-{gpu}-{content['mode']}-sm{content['arch']}"
+        path = directory / f"{name}.json"
+        path.write_text(json.dumps(content, indent=2) + "\n")
+        path.with_suffix(".md").write_text(markdown(content))
+        return path
+
+
+def environment(arch: int, mode: str, source_hash: str) -> dict[str, object]:
+    """The machine and the versions of a run on the first GPU."""
+    from cutlass_fmha import _C
+
+    major, minor = torch.cuda.get_device_capability(0)
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "gpu": torch.cuda.get_device_name(0),
+        "gpus": torch.cuda.device_count(),
+        "compute_capability": f"{major}.{minor}",
+        "driver": driver_version(),
+        "driver_cuda": _C.driver_version(),
+        "arch": arch,
+        "mode": mode,
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "torch_cuda": torch.version.cuda,
+        "cutlass_fmha": importlib.metadata.version("cutlass-fmha"),
+        "build": {str(key): _jsonable(value) for key, value in _C.build_info().items()},
+        "source_hash": source_hash,
+    }
+
+
+def _jsonable(value: object) -> object:
+    return {str(k): v for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def driver_version() -> str:
+    """The NVIDIA driver's version as nvidia-smi tells it."""
+    if (program := shutil.which("nvidia-smi")) is None:
+        return "unknown (no nvidia-smi)"
+    command = [program, "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return result.stdout.strip() if result.returncode == 0 else "unknown (nvidia-smi failed)"
+
+
+MODES = {
+    "native": "compiled for this GPU's architecture",
+    "ptx": "the sm_89 rows, through their PTX and the driver's compiler",
+    "proxy": "the sm_120 rows' source and configuration, compiled for this GPU",
+}
+
+
+def markdown(content: dict[str, object]) -> str:
+    """The report for people: a paragraph, then a table of rows."""
+    rows = content["rows"]
+    assert isinstance(rows, dict)
+    verdict = "passed" if content["passed"] else "FAILED"
+    lines = [
+        f"# Parity of the sm_{content['arch']} rows on {content['gpu']}: {verdict}",
+        "",
+        f"{content['date']}, mode {content['mode']} ({MODES[str(content['mode'])]}), compute capability "
+        f"{content['compute_capability']}, driver {content['driver']}, Python {content['python']}, torch "
+        f"{content['torch']} (CUDA {content['torch_cuda']}), cutlass_fmha {content['cutlass_fmha']}.",
+        f"Hash of src/: `{content['source_hash']}`.",
+        "",
+        f"{len(rows)} of {len(list(content['rows_expected']))} rows covered"  # type: ignore[call-overload]
+        + (f"; missing: {', '.join(content['rows_missing'])}" if content["rows_missing"] else "")  # type: ignore[arg-type]
+        + ". Tests: "
+        + ", ".join(f"{count} {outcome}" for outcome, count in content["tests"].items())  # type: ignore[attr-defined]
+        + ".",
+        "",
+        "Errors are against dense fp64 attention; ratios are to the tolerance of tests/oracle.py: 1 at most.",
+        "",
+        "| row | problems | output: worst ratio | absolute | LSE: worst ratio | absolute | worst problem |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, row in rows.items():
+        lines.append(
+            f"| {name} | {row['problems']} | {row['out_ratio']:.3f} | {row['out_error']:.2e} "
+            f"| {row['lse_ratio']:.3f} | {row['lse_error']:.2e} | {row['worst_problem']} |"
+        )
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,356 @@
+"""The public functions: what they accept, what they compute, what they refuse and with which sentence."""
+
+from __future__ import annotations
+
+import inspect
+import math
+
+import oracle
+import pytest
+import torch
+from fake_build import make_build
+
+import cutlass_fmha
+from cutlass_fmha import attention, scaled_dot_product_attention, select
+
+F = torch.nn.functional
+
+
+def tensors(batch=2, seqlen_q=33, seqlen_k=65, heads=4, heads_kv=2, head_dim=32, dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(batch, seqlen_q, heads, head_dim, generator=generator)
+    k, v = torch.randn(2, batch, seqlen_k, heads_kv, head_dim, generator=generator)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def test_the_package_has_five_public_names():
+    assert set(cutlass_fmha.__all__) == {
+        "UnsupportedError",
+        "__version__",
+        "attention",
+        "explain",
+        "scaled_dot_product_attention",
+    }
+    assert cutlass_fmha.__version__[0].isdecimal()
+
+
+# ---- attention
+# ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("causal", "meaning"),
+    [
+        (False, "none"),
+        (None, "none"),
+        ("none", "none"),
+        (True, "bottom-right"),
+        ("bottom-right", "bottom-right"),
+        ("top-left", "top-left"),
+    ],
+)
+def test_causal_has_two_alignments_and_bottom_right_is_the_default(causal, meaning: str):
+    q, k, v = tensors()
+    out, lse = attention(q, k, v, causal=causal, return_lse=True)
+    oracle.assert_close(out, q, k, v, causal=meaning, lse=lse)
+
+
+def test_the_two_alignments_differ():
+    q, k, v = tensors()
+    assert not torch.equal(attention(q, k, v, causal="top-left"), attention(q, k, v, causal=True))
+
+
+@pytest.mark.parametrize("scale", [None, 1, 0.3, 0.0, -0.0, -0.7, 3.0, 1e-30])
+def test_any_finite_scale(scale: float | None):
+    q, k, v = tensors()
+    out, lse = attention(q, k, v, scale=scale, causal=True, return_lse=True)
+    oracle.assert_close(out, q, k, v, scale, "bottom-right", lse)
+
+
+def test_the_layouts_say_the_same():
+    q, k, v = tensors()
+    expected, expected_lse = attention(q, k, v, causal=True, return_lse=True)
+    heads_first = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
+    out, lse = attention(*heads_first, causal=True, return_lse=True, layout="bhsd")
+    torch.testing.assert_close(out.transpose(1, 2), expected)
+    torch.testing.assert_close(lse, expected_lse)
+
+
+def test_the_output_is_new_and_contiguous():
+    q, k, v = tensors(heads_kv=4)
+    copies = [x.clone() for x in (q, k, v)]
+    out, lse = attention(q, k, v, return_lse=True)
+    assert out.is_contiguous() and lse.is_contiguous() and out.shape == q.shape and lse.shape == (2, 4, 33)
+    out.fill_(7)
+    assert all(torch.equal(x, copy) for x, copy in zip((q, k, v), copies, strict=True))
+
+
+def test_strides_are_free_but_for_the_last():
+    q, k, v = tensors()
+    expected = attention(q, k, v)
+    odd = [torch.nn.functional.pad(x, (0, 3))[..., :-3] for x in (q, k, v)]
+    assert all(x.stride(-1) == 1 and not x.is_contiguous() for x in odd)
+    torch.testing.assert_close(attention(*odd), expected)
+    broadcast = k[:1].expand(2, -1, -1, -1)
+    torch.testing.assert_close(
+        attention(q, broadcast, broadcast), attention(q, broadcast.clone(), broadcast.clone())
+    )
+
+
+Q, K, V = tensors(head_dim=16, dtype=torch.float32)
+IMAGINARY = torch.randn(2, 33, 4, 16, dtype=torch.complex64)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"q": 3}, TypeError, "q must be a torch.Tensor, got int"),
+        ({"k": None}, TypeError, "k must be a torch.Tensor, got NoneType"),
+        ({"v": [1.0]}, TypeError, "v must be a torch.Tensor, got list"),
+        (
+            {"q": Q[0]},
+            ValueError,
+            r"q must have 4 dimensions, \[batch, seqlen, num_heads, head_dim\], got shape \(33, 4, 16\)",
+        ),
+        (
+            {"k": K[0], "layout": "bhsd"},
+            ValueError,
+            r"k must have 4 dimensions, \[batch, num_heads, seqlen, head_dim\], got shape \(65, 2, 16\)",
+        ),
+        ({"k": K.half()}, ValueError, "k must have q's dtype float32, got float16"),
+        ({"v": V.double()}, ValueError, "v must have q's dtype float32, got float64"),
+        ({"v": V.to("meta")}, ValueError, "v must be on q's device cpu, got meta"),
+        (
+            {"q": IMAGINARY, "k": IMAGINARY, "v": IMAGINARY},
+            ValueError,
+            "q must be float16 or bfloat16 or float32 or float64 on cpu, got complex64",
+        ),
+        ({"k": K[:1]}, ValueError, "k must have q's batch size 2, got 1"),
+        ({"v": V[:1]}, ValueError, "v must have q's batch size 2, got 1"),
+        ({"k": K[..., :8]}, ValueError, r"k must have q's head_dim \(last dimension\) 16, got 8"),
+        ({"v": V[..., :8]}, ValueError, r"v must have q's head_dim \(last dimension\) 16, got 8"),
+        ({"v": V[:, :3]}, ValueError, "v must have k's seqlen 65, got 3"),
+        ({"v": V[:, :, :1]}, ValueError, "v must have k's num_heads 2, got 1"),
+        ({"q": Q[:, :, :3]}, ValueError, "k must have a number of heads that divides q's 3, got 2"),
+        (
+            {"k": K[:, :, :0], "v": V[:, :, :0]},
+            ValueError,
+            "k must have a number of heads that divides q's 4, got 0",
+        ),
+        ({"q": Q[..., :0]}, ValueError, r"q must have a head_dim \(last dimension\) of at least 1, got 0"),
+        (
+            {"k": K.transpose(2, 3).contiguous().transpose(2, 3)},
+            ValueError,
+            r"k must be contiguous in its last dimension, got a stride of 2 there: pass k.contiguous\(\)",
+        ),
+        ({"scale": math.inf}, ValueError, "scale must be finite and of magnitude 2e38 at most, got inf"),
+        ({"scale": math.nan}, ValueError, "scale must be finite and of magnitude 2e38 at most, got nan"),
+        ({"scale": -3e38}, ValueError, "scale must be finite and of magnitude 2e38 at most, got -3e.38"),
+        ({"scale": "1"}, TypeError, "scale must be a float or None, got str"),
+        ({"scale": torch.tensor(1.0)}, TypeError, "scale must be a float or None, got Tensor"),
+        (
+            {"causal": "left"},
+            ValueError,
+            'causal must be False, True, "none", "top-left" or "bottom-right", got \'left\'',
+        ),
+        ({"causal": 1}, ValueError, "causal must be .* got 1"),
+        ({"layout": "sbhd"}, ValueError, 'layout must be "bshd" or "bhsd", got \'sbhd\''),
+        ({"layout": ["bshd"]}, ValueError, "layout must be .* got \\['bshd'\\]"),
+        ({"template": 3}, TypeError, "template must be the name of a row or None, got int"),
+        (
+            {"template": "fwd"},
+            cutlass_fmha.UnsupportedError,
+            "template fwd is a CUDA kernel, and the tensors are on the CPU",
+        ),
+    ],
+)
+def test_attention_refuses_with_a_sentence(arguments: dict, error: type[Exception], message: str):
+    arguments = {"q": Q, "k": K, "v": V} | arguments
+    with pytest.raises(error, match=message):
+        attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
+
+
+def test_a_length_beyond_the_kernels_is_refused():
+    short = torch.empty(1, 1, 1, 16, device="meta")
+    long = torch.empty_strided((1, 2**29 + 1, 1, 16), (0, 0, 0, 1), device="meta")
+    with pytest.raises(ValueError, match=r"k must have a seqlen of 2\*\*30 at most, got 1073741825"):
+        attention(short, long, long)
+
+
+def test_cuda_tensors_need_a_half_precision_type():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        q = torch.empty(1, 8, 1, 64, device="cuda")
+        with pytest.raises(ValueError, match="q must be float16 or bfloat16 on cuda, got float32"):
+            attention(q, q, q)
+
+
+# ---- scaled_dot_product_attention
+# ---------------------------------------------------------------------------
+
+
+def test_the_signature_is_torchs():
+    ours = inspect.signature(scaled_dot_product_attention).parameters
+    assert [(p.name, p.default) for p in ours.values()] == [
+        ("query", inspect.Parameter.empty),
+        ("key", inspect.Parameter.empty),
+        ("value", inspect.Parameter.empty),
+        ("attn_mask", None),
+        ("dropout_p", 0.0),
+        ("is_causal", False),
+        ("scale", None),
+        ("enable_gqa", False),
+    ]
+
+
+SHAPES = {
+    "4d": ((2, 4, 5, 16), (2, 4, 7, 16)),
+    "3d": ((4, 5, 16), (4, 7, 16)),
+    "2d": ((5, 16), (7, 16)),
+    "5d": ((3, 2, 4, 5, 16), (3, 2, 4, 7, 16)),
+    "6d": ((2, 1, 3, 4, 5, 16), (2, 1, 3, 4, 7, 16)),
+    "broadcast batch": ((2, 4, 5, 16), (1, 4, 7, 16)),
+    "broadcast heads": ((2, 4, 5, 16), (2, 1, 7, 16)),
+    "broadcast query": ((1, 1, 5, 16), (2, 3, 7, 16)),
+    "broadcast rank": ((2, 4, 5, 16), (4, 7, 16)),
+    "no queries": ((2, 4, 0, 16), (2, 4, 7, 16)),
+    "no batch": ((0, 4, 5, 16), (0, 4, 7, 16)),
+    "no batch, 5d": ((3, 0, 4, 5, 16), (3, 0, 4, 7, 16)),
+}
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
+def test_shapes_mean_what_they_mean_to_torch(
+    shapes: tuple[tuple[int, ...], tuple[int, ...]], is_causal: bool
+):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(shape, generator=generator) for shape in (shapes[0], shapes[1], shapes[1]))
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+    out = scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+    assert out.shape == expected.shape
+    torch.testing.assert_close(out, expected)
+
+
+def test_no_keys_give_zeros_as_torchs_do():
+    q, k = torch.randn(2, 4, 5, 16), torch.randn(2, 4, 0, 16)
+    assert torch.equal(scaled_dot_product_attention(q, k, k), F.scaled_dot_product_attention(q, k, k))
+
+
+@pytest.mark.parametrize("lead", [(), (2,), (3, 2)])
+def test_grouped_heads_mean_what_they_mean_to_torch(lead: tuple[int, ...]):
+    q, k, v = torch.randn(*lead, 8, 5, 16), torch.randn(*lead, 2, 7, 16), torch.randn(*lead, 2, 7, 16)
+    expected = F.scaled_dot_product_attention(q, k, v, scale=0.2, enable_gqa=True)
+    torch.testing.assert_close(scaled_dot_product_attention(q, k, v, scale=0.2, enable_gqa=True), expected)
+    with pytest.raises(
+        ValueError, match=r"leading dimensions that broadcast, .*\(enable_gqa=True lets key and value"
+    ):
+        scaled_dot_product_attention(q, k, v)
+
+
+@pytest.mark.parametrize("lengths", [(5, 9), (9, 5), (7, 7)])
+def test_is_causal_is_top_left_when_lengths_differ(lengths: tuple[int, int]):
+    q, k, v = (torch.randn(2, 4, s, 16) for s in (lengths[0], lengths[1], lengths[1]))
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(scaled_dot_product_attention(q, k, v, is_causal=True), expected)
+
+
+def test_a_last_dimension_that_is_not_contiguous_is_copied():
+    q, k, v = (torch.randn(2, 4, 16, s).transpose(2, 3) for s in (5, 7, 7))
+    torch.testing.assert_close(scaled_dot_product_attention(q, k, v), F.scaled_dot_product_attention(q, k, v))
+
+
+S = torch.randn(2, 4, 5, 16)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (
+            {"attn_mask": torch.ones(5, 5, dtype=torch.bool)},
+            NotImplementedError,
+            "attn_mask is not supported yet",
+        ),
+        (
+            {"attn_mask": torch.zeros(5, 5), "is_causal": True},
+            NotImplementedError,
+            "attn_mask is not supported yet",
+        ),
+        ({"dropout_p": 0.1}, NotImplementedError, "dropout_p is not supported yet: pass 0, got 0.1"),
+        ({"query": 1}, TypeError, "query must be a torch.Tensor, got int"),
+        ({"key": S.half()}, ValueError, "key must have query's dtype float32, got float16"),
+        (
+            {"query": S[0, 0, 0]},
+            ValueError,
+            r"query must have at least 2 dimensions, \[..., seqlen, head_dim\], got shape \(16,\)",
+        ),
+        (
+            {"key": S[0, 0], "enable_gqa": True},
+            ValueError,
+            r"key must have at least 3 dimensions, \[..., num_heads, seqlen, head_dim\], got shape \(5, 16\)",
+        ),
+        (
+            {"key": S[:, :3], "value": S[:, :3], "enable_gqa": True},
+            ValueError,
+            "key must have a number of heads that divides query's 4, got 3",
+        ),
+        ({"value": S[:, :2], "enable_gqa": True}, ValueError, "value must have key's num_heads 4, got 2"),
+        ({"value": S[:, :, :3]}, ValueError, "value must have key's seqlen 5, got 3"),
+        ({"value": S[..., :8]}, ValueError, r"value must have query's head_dim \(last dimension\) 16, got 8"),
+        ({"scale": math.inf}, ValueError, "scale must be finite"),
+        (
+            {"query": torch.randn(3, 4, 5, 16), "enable_gqa": True},
+            ValueError,
+            r"dimensions that broadcast, got shapes \(3, 4, 5, 16\), \(2, 4, 5, 16\), \(2, 4, 5, 16\)$",
+        ),
+    ],
+)
+def test_sdpa_refuses_with_a_sentence(arguments: dict, error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        scaled_dot_product_attention(**({"query": S, "key": S, "value": S} | arguments))
+
+
+# ---- gradients
+# ----------------------------------------------------------------------------------------------
+
+NO_BACKWARD = "cutlass_fmha has no backward yet, and an input of this call requires a gradient"
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_a_call_that_needs_a_gradient_raises(which: int):
+    inputs = list(tensors(seqlen_k=33, heads_kv=4))
+    inputs[which] = inputs[which].requires_grad_()
+    for call in (attention, scaled_dot_product_attention):
+        with pytest.raises(NotImplementedError, match=NO_BACKWARD):
+            call(*inputs)
+        with torch.no_grad():
+            assert not call(*inputs).requires_grad
+        with torch.inference_mode():
+            call(*inputs)
+    assert attention(*(x.detach() for x in inputs)).grad_fn is None
+
+
+# ---- CUDA tensors without kernels
+# ---------------------------------------------------------------------------
+
+
+def test_a_build_without_kernels_says_how_to_get_them(monkeypatch):
+    from cutlass_fmha import plan
+
+    monkeypatch.setattr(select, "this_build", lambda: select.Build(()))
+    q, k, v = tensors(dtype=torch.float16)
+    with pytest.raises(cutlass_fmha.UnsupportedError, match="no CUDA kernels .* install a wheel with CUDA"):
+        plan.launch(q, k, v, None, "none", False, None)
+
+
+def test_a_forced_template_reaches_the_launch(monkeypatch):
+    from cutlass_fmha import ops, plan
+
+    seen = []
+    monkeypatch.setattr(ops, "can_skip_dispatcher", lambda *tensors: True)
+    monkeypatch.setattr(plan, "launch", lambda *arguments: seen.append(arguments) or (None, None))
+    name = make_build().templates[0].name
+    q, k, v = tensors()
+    attention(q, k, v, scale=2, causal="top-left", return_lse=True, layout="bhsd", template=name)
+    assert seen == [(q, k, v, 2.0, "top-left", True, name, "bhsd", ("q", "k", "v"))]

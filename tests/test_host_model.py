@@ -1,0 +1,155 @@
+"""The kernels' own softmax, mask, scheduler and shared-memory arithmetic, run on the host."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cutlass_fmha import _C
+
+NEAREST = {"float16": 2.0**-11, "bfloat16": 2.0**-8}  # relative rounding error of a probability
+
+lengths = st.integers(0, 300)
+diagonals = st.none() | st.integers(-320, 320)
+
+
+def dense_row(
+    scores: list[float], values: list[list[float]], scale: float, visible: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    s = torch.tensor(scores[:visible], dtype=torch.float64) * scale
+    lse = torch.logsumexp(s, 0) if visible else torch.tensor(-math.inf, dtype=torch.float64)
+    p = torch.softmax(s, 0) if visible else s
+    return p @ torch.tensor(values[:visible], dtype=torch.float64).reshape(visible, 4), lse
+
+
+def visible_count(row: int, seqlen_k: int, diagonal: int | None) -> int:
+    return sum(diagonal is None or key <= row + diagonal for key in range(seqlen_k))
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(st.floats(-60, 60, width=32), max_size=100),
+    st.sampled_from([1.0, 0.125, -0.5, 0.0, 1e-30, 7.0]),
+    st.integers(0, 120),
+    diagonals,
+    st.sampled_from(["float16", "bfloat16"]),
+    st.sampled_from(["drawn", "rising", "falling"]),
+)
+def test_online_softmax_is_the_softmax(scores, scale, row, diagonal, dtype, order):
+    # Sorted scores make the running maximum grow with every block (or never), which the trial has to notice.
+    if order != "drawn":
+        scores = sorted(scores, reverse=order == "rising")
+    values = [[1.0, float(key % 3), float(key % 7) - 3.0, -float(key % 2)] for key in range(len(scores))]
+    out, lse = _C.host.online_softmax(scores, values, scale, row, diagonal, dtype)
+    visible = visible_count(row, len(scores), diagonal)
+    expected, expected_lse = dense_row(scores, values, scale, visible)
+    if visible == 0:
+        assert out == [0.0] * 4 and lse == -math.inf
+        return
+    torch.testing.assert_close(
+        torch.tensor(out, dtype=torch.float64), expected, rtol=0, atol=4 * NEAREST[dtype] + 1e-5
+    )
+    assert lse == pytest.approx(expected_lse.item(), abs=1e-4 + 1e-6 * 60 * abs(scale))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("jump", [14.0, 16.0, 21.0, 200.0, 4000.0])
+def test_reference_is_raised_before_a_probability_overflows(jump, dtype):
+    # Blocks are walked from the last key to the first: key 0 comes in a later block than key 16.
+    scores = [jump * math.log(2)] + [0.0] * 31
+    values = [[1.0, 0.0, 0.0, 0.0]] + [[0.0, 1.0, 0.0, 0.0]] * 31
+    out, lse = _C.host.online_softmax(scores, values, 1.0, 0, None, dtype)
+    expected, expected_lse = dense_row(scores, values, 1.0, 32)
+    torch.testing.assert_close(
+        torch.tensor(out, dtype=torch.float64), expected, rtol=0, atol=2 * NEAREST[dtype]
+    )
+    assert lse == pytest.approx(expected_lse.item(), rel=1e-6)
+
+
+def test_a_row_masked_in_its_first_block_finds_its_maximum_later():
+    # The diagonal at a block edge: nothing of the first block walked is visible to row 15.
+    scores = [-500.0] * 16 + [3.0] * 16
+    values = [[1.0, 0.0, 0.0, 0.0]] * 16 + [[0.0, 1.0, 0.0, 0.0]] * 16
+    out, lse = _C.host.online_softmax(scores, values, 1.0, 15, 0, "bfloat16")
+    assert out == pytest.approx([1.0, 0.0, 0.0, 0.0], abs=NEAREST["bfloat16"])
+    assert lse == pytest.approx(-500.0 + math.log(16))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("exponent", [13, 14, 15, 20, 24, 28, 60, 100])
+def test_scores_beyond_what_one_fma_resolves(exponent, dtype):
+    # Integers times a power of two: ties share the weight, everything else is infinitely far away.
+    unit = 2.0**exponent
+    scores = [unit * float((key * 7) % 13 - 6) for key in range(100)]
+    values = [[float(key % 5), 1.0, -float(key % 2), float(key % 3)] for key in range(100)]
+    out, lse = _C.host.online_softmax(scores, values, 1.0, 0, None, dtype)
+    expected, expected_lse = dense_row(scores, values, 1.0, 100)
+    torch.testing.assert_close(
+        torch.tensor(out, dtype=torch.float64), expected, rtol=2 * NEAREST[dtype], atol=0
+    )
+    assert lse == pytest.approx(expected_lse.item(), rel=1e-6)
+
+
+def test_nan_scores_give_nan_and_do_not_pass_the_trial():
+    scores = [math.nan] + [0.0] * 63
+    out, _ = _C.host.online_softmax(scores, [[1.0] * 4] * 64, 1.0, 0, None, "bfloat16")
+    assert all(math.isnan(x) for x in out)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 300), lengths, diagonals)
+def test_visible_keys_counts_the_keys_under_the_diagonal(row, seqlen_k, diagonal):
+    assert _C.host.visible_keys(row, seqlen_k, diagonal) == visible_count(row, seqlen_k, diagonal)
+
+
+@settings(deadline=None)
+@given(
+    st.integers(0, 10),
+    st.sampled_from([16, 32, 64]),
+    st.sampled_from([16, 32, 64]),
+    lengths,
+    lengths,
+    diagonals,
+)
+def test_key_blocks_are_exactly_those_with_a_visible_key(tile, rows, tile_n, seqlen_q, seqlen_k, diagonal):
+    begin, end = tile * rows, (tile + 1) * rows
+    walked, full = _C.host.key_blocks(begin, end, tile_n, seqlen_q, seqlen_k, diagonal)
+    counts = [visible_count(row, seqlen_k, diagonal) for row in range(begin, min(end, seqlen_q))]
+    assert walked == math.ceil(max(counts, default=0) / tile_n)
+    if counts:
+        assert full == min(counts) // tile_n
+        assert full <= walked
+
+
+@settings(deadline=None)
+@given(st.integers(0, 4), st.integers(1, 5), lengths, st.booleans(), st.sampled_from([64, 128, 256]))
+def test_the_schedule_covers_every_tile_once_and_longest_first(batch, heads, seqlen_q, masked, tile_m):
+    tiles = _C.host.work_tiles(batch, heads, seqlen_q, masked, tile_m)
+    m_blocks = math.ceil(seqlen_q / tile_m)
+    assert sorted(tiles) == sorted(
+        [b, h, m] for b in range(batch) for h in range(heads) for m in range(m_blocks)
+    )
+    if masked:
+        order = [m for _, _, m in tiles]
+        assert order == sorted(order, reverse=True)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
+def test_ldmatrix_addresses_agree_with_the_swizzled_layout(head_dim):
+    offsets = [_C.host.smem_offsets(head_dim, row, column) for row in range(64) for column in range(head_dim)]
+    assert all(by_layout == by_arithmetic for by_layout, by_arithmetic in offsets)
+    assert sorted(by_layout for by_layout, _ in offsets) == list(range(0, 2 * 64 * head_dim, 2))
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+def test_ldmatrix_and_row_copies_are_free_of_bank_conflicts(head_dim):
+    def banks(accesses: list[tuple[int, int]]) -> set[int]:
+        return {_C.host.smem_offsets(head_dim, row, column)[0] // 16 % 8 for row, column in accesses}
+
+    for column in range(0, head_dim, 8):
+        for row in range(0, 64, 8):  # one 8 x 8 matrix: eight rows of 16 bytes
+            assert len(banks([(row + i, column) for i in range(8)])) == 8

@@ -1,0 +1,288 @@
+"""The op as torch sees it: schema, fake tensors, gradients, compiling, and the way past the dispatcher."""
+
+from __future__ import annotations
+
+import oracle
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+import cutlass_fmha
+from cutlass_fmha import ops, select
+
+# Of torch's own making: what its compiler and its forward-mode derivatives use inside.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+]
+
+forward = torch.ops.cutlass_fmha.forward
+F16 = torch.float16
+
+
+def tensors(batch=2, seqlen_q=33, seqlen_k=65, heads=4, heads_kv=2, head_dim=32, dtype=F16, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(batch, seqlen_q, heads, head_dim, generator=generator)
+    k, v = torch.randn(2, batch, seqlen_k, heads_kv, head_dim, generator=generator)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+# ---- what torch expects of an op
+# ----------------------------------------------------------------------------
+
+
+def test_the_schema_is_functional_and_of_fixed_arity():
+    schema = forward.default._schema
+    assert str(schema) == f"cutlass_fmha::{ops.SCHEMA}"
+    assert not schema.is_mutable
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("causal", select.CAUSAL)
+def test_opcheck_passes(causal: str, return_lse: bool):
+    transposed = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors()]
+    for inputs in (tensors(), transposed, tensors(seqlen_k=0), tensors(batch=0)):
+        torch.library.opcheck(forward.default, (*inputs, 0.3, causal, return_lse, None))
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_fake_tensors_have_the_metadata_of_real_ones(return_lse: bool):
+    inputs = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors()]
+    real = forward(*inputs, 0.3, "none", return_lse, None)
+    fake = forward(*(x.to("meta") for x in inputs), 0.3, "none", return_lse, None)
+    for a, b in zip(real, fake, strict=True):
+        assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+    assert real[1].shape == ((2, 4, 33) if return_lse else (0,))
+
+
+@pytest.mark.parametrize("place", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"causal": "true"}, 'causal must be "none", "top-left" or "bottom-right", got \'true\''),
+        ({"scale": float("nan")}, "scale must be finite"),
+        (
+            {"key": torch.empty(2, 65, 2, 16, dtype=F16)},
+            r"key must have query's head_dim \(last dimension\) 32, got 16",
+        ),
+        (
+            {"query": torch.empty(2, 33, 3, 32, dtype=F16)},
+            "key must have a number of heads that divides query's 3, got 2",
+        ),
+        ({"value": torch.empty(2, 65, 2, 32)}, "value must have query's dtype float16, got float32"),
+        (
+            {"value": torch.empty(2, 65, 32, 2, dtype=F16).mT},
+            "value must be contiguous in its last dimension",
+        ),
+    ],
+)
+def test_the_op_itself_refuses_with_a_sentence(change: dict, message: str, place: str):
+    names = ("query", "key", "value", "scale", "causal", "return_lse", "template")
+    arguments = dict(zip(names, (*tensors(), 0.3, "none", True, None), strict=True)) | change
+    arguments = {name: x.to(place) if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
+    if place == "meta" and "contiguous" in message:
+        arguments["value"] = torch.empty(2, 65, 32, 2, dtype=F16, device="meta").mT
+    with pytest.raises(ValueError, match=message):
+        forward(*arguments.values())
+
+
+# ---- gradients
+# ----------------------------------------------------------------------------------------------
+
+NO_BACKWARD = "cutlass_fmha has no backward yet"
+
+
+def call(q, k, v):
+    return forward(q, k, v, 0.3, "none", False, None)[0]
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize("place", ["cpu", "meta"])
+def test_the_op_raises_where_a_gradient_is_needed(place: str, which: int):
+    inputs = [x.to(place) for x in tensors()]
+    inputs[which].requires_grad_()
+    with pytest.raises(NotImplementedError, match=NO_BACKWARD):
+        call(*inputs)
+    inputs[which] = inputs[which] * 2  # not a leaf
+    with pytest.raises(NotImplementedError, match=NO_BACKWARD):
+        call(*inputs)
+    with torch.no_grad():
+        assert not call(*inputs).requires_grad
+    with torch.inference_mode():
+        call(*inputs)
+
+
+def test_other_ways_to_a_derivative_raise_too():
+    q, k, v = tensors(dtype=torch.float32)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=NO_BACKWARD):
+        call(q, forward_ad.make_dual(k, k), v)
+    with forward_ad.dual_level():
+        call(q, k, v)  # nothing dual about it
+    with pytest.raises(NotImplementedError, match=NO_BACKWARD):
+        torch.func.jvp(lambda x: call(x, k, v), (q,), (q,))
+    with pytest.raises(NotImplementedError, match=NO_BACKWARD):
+        torch.func.grad(lambda x: call(x, k, v).sum())(q)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_call_never_drops_a_gradient(backend: str):
+    torch._dynamo.reset()
+    q, k, v = tensors()
+    compiled = torch.compile(lambda q, k, v: cutlass_fmha.attention(q * 2, k, v), backend=backend)
+    with pytest.raises(NotImplementedError, match=NO_BACKWARD):
+        compiled(q.clone().requires_grad_(), k, v)
+    with pytest.raises(Exception, match="NotImplementedError"):
+        torch.compile(call, backend=backend, fullgraph=True)(q.clone().requires_grad_(), k, v)
+    # What was compiled without gradients is not reused with them.
+    torch._dynamo.reset()
+    compiled(q, k, v)
+    with pytest.raises(NotImplementedError, match=NO_BACKWARD):
+        compiled(q.clone().requires_grad_(), k, v)
+    with torch.no_grad():
+        compiled(q.clone().requires_grad_(), k, v)
+
+
+# ---- compiling
+# ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_compile_takes_the_whole_graph_with_dynamic_shapes(backend: str):
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
+
+    @torch.compile(fullgraph=True, dynamic=True, backend=counter)
+    def block(q, k, v):
+        out, lse = cutlass_fmha.attention(q + 1, k, v, causal=True, return_lse=True)
+        return out * 2, lse
+
+    # All sizes of the first call differ: torch takes equal ones for the same variable.
+    for seed, (batch, seqlen_q, seqlen_k) in enumerate([(5, 33, 65), (3, 17, 40), (7, 50, 51)]):
+        q, k, v = tensors(batch, seqlen_q, seqlen_k, seed=seed)
+        out, lse = block(q, k, v)
+        oracle.assert_close(out / 2, q + 1, k, v, causal="bottom-right", lse=lse)
+    assert counter.frame_count == 1  # one graph for all lengths
+
+
+def test_compile_takes_every_way_to_call():
+    torch._dynamo.reset()
+    q, k, v = tensors(heads_kv=4)
+    heads_first = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
+    for function in (
+        lambda q, k, v: cutlass_fmha.attention(q, k, v, layout="bhsd", causal="top-left"),
+        lambda q, k, v: cutlass_fmha.attention(q, k, v, layout="bhsd", scale=-0.5),
+        lambda q, k, v: cutlass_fmha.scaled_dot_product_attention(q, k, v, is_causal=True),
+        lambda q, k, v: cutlass_fmha.scaled_dot_product_attention(q[None], k[0], v, enable_gqa=False),
+    ):
+        compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(*heads_first), function(*heads_first))
+
+
+def test_a_scale_may_be_an_argument_of_a_compiled_function():
+    torch._dynamo.reset()
+    q, k, v = tensors()
+    compiled = torch.compile(
+        lambda q, k, v, scale: cutlass_fmha.attention(q, k, v, scale=scale),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    for scale in (0.25, 0.5, -1.0):
+        torch.testing.assert_close(compiled(q, k, v, scale), cutlass_fmha.attention(q, k, v, scale=scale))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_keeps_the_op(strict: bool):
+    class Block(torch.nn.Module):
+        def forward(self, q, k, v):
+            return cutlass_fmha.attention(q, k, v, causal=True)
+
+    batch = torch.export.Dim("batch", max=64)
+    lengths = [torch.export.Dim(name, min=2, max=4096) for name in ("seqlen_q", "seqlen_k")]
+    shapes = [{0: batch, 1: lengths[0]}, {0: batch, 1: lengths[1]}, {0: batch, 1: lengths[1]}]
+    program = torch.export.export(Block(), tensors(), dynamic_shapes=tuple(shapes), strict=strict)
+    assert "cutlass_fmha.forward.default" in str(program.graph)
+    other = tensors(3, 9, 7, seed=1)
+    torch.testing.assert_close(program.module()(*other), Block()(*other))
+
+
+# ---- past the dispatcher
+# ------------------------------------------------------------------------------------
+
+
+class LooksLikeCuda(torch.Tensor):
+    """What ``can_skip_dispatcher`` would see on a GPU; its type stands in for torch.Tensor there."""
+
+    is_cuda = True
+
+
+@pytest.fixture
+def cuda_like(monkeypatch):
+    monkeypatch.setattr(ops, "Tensor", LooksLikeCuda)
+    return [x.as_subclass(LooksLikeCuda) for x in tensors(dtype=torch.float32)]
+
+
+def test_the_dispatcher_is_skipped_only_where_nothing_listens(cuda_like):
+    q, k, v = cuda_like
+    assert ops.can_skip_dispatcher(q, k, v)
+    with torch.no_grad():
+        assert ops.can_skip_dispatcher(q, k, v)
+    with torch.inference_mode():
+        assert ops.can_skip_dispatcher(q, k, v)
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_plain_tensors_are_needed(cuda_like, which: int):
+    others = [None, 3, tensors()[0], torch.nn.Parameter(tensors()[0]), tensors()[0].to("meta")]
+    for other in others:
+        inputs = list(cuda_like)
+        inputs[which] = other
+        assert not ops.can_skip_dispatcher(*inputs)
+    inputs = list(cuda_like)
+    inputs[which] = inputs[which].detach().requires_grad_()
+    assert not ops.can_skip_dispatcher(*inputs)
+    with torch.no_grad():
+        assert ops.can_skip_dispatcher(*inputs)
+    inputs[which] = torch._neg_view(cuda_like[which])
+    assert inputs[which].is_neg() and not ops.can_skip_dispatcher(*inputs)
+
+
+def test_listeners_are_heard(cuda_like):
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    class FunctionMode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            assert not any(x is y for x in args for y in cuda_like), (
+                "the tensors were asked, and the mode saw it"
+            )
+            return func(*args, **(kwargs or {}))
+
+    answers = []
+
+    def ask(x):
+        answers.append(ops.can_skip_dispatcher(*cuda_like))
+        return x * 1
+
+    x = torch.ones(2)
+    with Mode():
+        ask(x)
+    with FunctionMode():
+        ask(x)
+    with torch.profiler.profile():
+        ask(x)
+    with forward_ad.dual_level():
+        ask(x)
+    torch.func.vmap(ask)(x)
+    make_fx(ask)(x)
+    torch.jit.trace(ask, x, check_trace=False)
+    assert len(answers) == 7 and not any(answers)
+    ask(x)
+    assert answers[-1]
+
+
+def test_cpu_tensors_go_through_the_dispatcher():
+    assert not ops.can_skip_dispatcher(*tensors())

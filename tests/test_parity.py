@@ -1,0 +1,245 @@
+"""Every row of this GPU's architecture against dense fp64 attention: ``make parity``.
+
+CUTLASS_FMHA_FORCE_ARCH=89 proves the sm_89 rows through their PTX, =120 the sm_120 rows of a proxy build.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import gpu
+import hypothesis
+import oracle
+import pytest
+import torch
+from parity_report import ParityReport
+from problems import CAUSAL, Problem, listed, place, poison, problems
+
+import cutlass_fmha
+from cutlass_fmha import _C
+
+# A warning of some torch release is no failure of a kernel.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+
+DEVICE = torch.device("cuda", 0)
+ROWS = gpu.rows()
+by_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+
+
+def check(launch: gpu.Launch, problem: Problem, parity: ParityReport) -> None:
+    """Compare a launch's outputs with the oracle, and everything around them with what it was before."""
+    lse = launch.lse.view if launch.lse else None
+    errors = oracle.compare(
+        launch.out.view, launch.q, launch.k, launch.v, launch.scale, problem.causal, lse, problem.exact_scores
+    )
+    parity.record(launch.row.name, problem, errors)
+    assert launch.intact(), f"{launch.row.name}: {problem}: wrote outside its outputs"
+
+
+def attend(
+    row: _C.Template | None, problem: Problem, device: torch.device, layout: str, parity: ParityReport
+) -> None:
+    """The public function on a problem, in ``layout``, against the oracle."""
+    dtype, head_dim = (gpu.torch_dtype(row), row.head_dim) if row else (torch.bfloat16, 64)
+    q, k, v = problem.inputs(dtype, head_dim, device)
+    given = [x.transpose(1, 2) for x in (q, k, v)] if layout == "bhsd" else [q, k, v]
+    out, lse = cutlass_fmha.attention(
+        *given,
+        scale=problem.scale,
+        causal=problem.causal,
+        return_lse=True,
+        layout=layout,
+        template=row.name if row else None,
+    )
+    out = out.transpose(1, 2) if layout == "bhsd" else out
+    errors = oracle.compare(out, q, k, v, problem.scale, problem.causal, lse, problem.exact_scores)
+    if row:
+        parity.record(row.name, problem, errors)
+    errors.check()
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        pytest.param(row, problem, id=f"{row.name}-{problem}")
+        for row in ROWS
+        for problem in listed()
+        if problem.runs_on(row.alignment)
+    ],
+)
+def test_listed_problem(row: _C.Template, problem: Problem, parity: ParityReport):
+    launch = gpu.Launch.of(row, problem, DEVICE)
+    launch.run()
+    check(launch, problem, parity)
+
+
+@by_row
+def test_drawn_problems(row: _C.Template, parity: ParityReport):
+    @hypothesis.settings(hypothesis.settings.get_profile("parity"))
+    @hypothesis.given(problem=problems())
+    def agrees(problem: Problem) -> None:
+        if not problem.runs_on(row.alignment):
+            problem = replace(problem, layout="bshd")
+        launch = gpu.Launch.of(row, problem, DEVICE)
+        launch.run()
+        check(launch, problem, parity)
+
+    agrees()
+
+
+@by_row
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_attention_runs_the_row_it_is_told_to(row: _C.Template, layout: str, parity: ParityReport):
+    for causal in CAUSAL:
+        attend(row, Problem(113, 140, causal, num_heads=4, seed=1), DEVICE, layout, parity)
+    for memory in ("packed", "expanded", "bhsd") + (("unaligned",) if row.alignment == 2 else ()):
+        attend(
+            row, Problem(70, 70, "bottom-right", num_heads=4, layout=memory, seed=2), DEVICE, layout, parity
+        )
+    attend(row, Problem(5, 0), DEVICE, layout, parity)
+    attend(row, Problem(0, 5), DEVICE, layout, parity)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("memory", ["bshd", "packed", "unaligned", "expanded"])
+def test_attention_picks_a_row_that_can(layout: str, memory: str, parity: ParityReport):
+    for length in (1, 65, 500):
+        attend(None, Problem(length, 500, "bottom-right", layout=memory, num_heads=4), DEVICE, layout, parity)
+
+
+def test_sdpa_is_top_left_causal():
+    q, k, v = (
+        x.transpose(1, 2)
+        for x in Problem(50, 90, num_heads=4, num_heads_kv=4).inputs(torch.float16, 64, DEVICE)
+    )
+    ours = cutlass_fmha.scaled_dot_product_attention(q, k, v, is_causal=True)
+    oracle.assert_close(ours.transpose(1, 2), *(x.transpose(1, 2) for x in (q, k, v)), causal="top-left")
+
+
+@by_row
+def test_nan_in_a_query_row_stays_in_that_row(row: _C.Template, parity: ParityReport):
+    problem = Problem(200, 300, "bottom-right", seed=3)
+    launch = gpu.Launch.of(row, problem, DEVICE)
+    launch.q[1, 77, 1, 5] = torch.nan
+    launch.run()
+    check(launch, problem, parity)
+    assert launch.out.view[1, 77, 1].isnan().all()
+
+
+@by_row
+def test_values_behind_the_diagonal_are_never_used(row: _C.Template):
+    # A tile whose keys are all hidden must not be touched: its NaN would come through a probability of 0.
+    problem = Problem(512, 512, "bottom-right", seed=4)
+    launch = gpu.Launch.of(row, problem, DEVICE)
+    launch.run()
+    before = launch.out.view[:, :128].clone()
+    beyond = 128 + max(row.tile_m, row.tile_n)
+    launch.k[:, beyond:] = torch.nan
+    launch.v[:, beyond:] = torch.nan
+    launch.run()
+    assert torch.equal(launch.out.view[:, :128], before)
+
+
+@by_row
+def test_repeats_are_bitwise_equal(row: _C.Template, parity: ParityReport):
+    noise = torch.cuda.Stream(DEVICE)
+    load = torch.randn(1024, 1024, device=DEVICE)
+    for problem in (
+        Problem(1023, 1023, "bottom-right", num_heads=4, fill="outliers", seed=5),
+        Problem(300, 2000, "none", num_heads=4, num_heads_kv=1, fill="ramp", seed=6),
+        Problem(17, 113, "none", batch=64, seed=7),
+    ):
+        launch = gpu.Launch.of(row, problem, DEVICE)
+        launch.run()
+        check(launch, problem, parity)
+        assert launch.lse is not None
+        out, lse = launch.out.view.clone(), launch.lse.view.clone()
+        differs = torch.zeros((), dtype=torch.bool, device=DEVICE)
+        for i in range(100):
+            if i % 4 == 0:  # other work on the GPU moves blocks and warps against each other
+                with torch.cuda.stream(noise):
+                    load = load @ load
+                    load /= load.norm()
+            launch.run()
+            differs |= (launch.out.view != out).any() | (launch.lse.view != lse).any()
+        assert not differs.item(), f"{row.name}: {problem}: 100 runs gave more than one result"
+
+
+# ---- offsets that need 64 bits -----------------------------------------------------------------------------
+
+FAR = 2**31  # elements
+REGION = 2**19  # distance between the first elements of q, k, v and o
+
+
+@pytest.fixture(scope="module")
+def far_buffers() -> dict[torch.dtype, torch.Tensor]:
+    """One buffer of NaN per dtype in which operands with strides of 2^31 elements and more lie interleaved:
+    4.3 GB each, made when first asked for."""
+    return {}
+
+
+def far_view(buffer: torch.Tensor, index: int, shape: tuple[int, ...], axis: int) -> torch.Tensor:
+    """A view of ``shape`` whose last index along ``axis`` is 2^31 elements away from the first."""
+    strides = [0, 0, 0, 1]
+    step = shape[3]
+    for other in (x for x in (2, 1, 0) if x != axis):
+        strides[other] = step
+        step *= shape[other]
+    assert step <= REGION
+    strides[axis] = FAR // (shape[axis] - 1) // 8 * 8 + 8
+    return buffer.as_strided(shape, strides, index * REGION)
+
+
+@by_row
+@pytest.mark.parametrize("axis", [0, 1, 2], ids=["batch", "seqlen", "heads"])
+def test_offsets_beyond_31_bits(
+    row: _C.Template, axis: int, far_buffers: dict[torch.dtype, torch.Tensor], parity: ParityReport
+):
+    dtype = gpu.torch_dtype(row)
+    if dtype not in far_buffers:
+        far_buffers.clear()  # never two at a time
+        far_buffers[dtype] = poison(dtype, FAR + 4096 + 4 * REGION, DEVICE)
+    problem = Problem(65, 65, "bottom-right", num_heads=3, num_heads_kv=3, seed=8)
+    launch = gpu.Launch.of(row, problem, DEVICE)
+    far = [far_view(far_buffers[dtype], i, launch.q.shape, axis) for i in range(4)]
+    for view, x in zip(far, (launch.q, launch.k, launch.v, launch.out.view), strict=True):
+        view.copy_(x)
+    launch.q, launch.k, launch.v, launch.out.view = far
+    launch.run()
+    assert launch.lse is not None
+    errors = oracle.compare(far[3], *far[:3], launch.scale, problem.causal, launch.lse.view)
+    parity.record(row.name, f"{problem} with a far {('batch', 'seqlen', 'heads')[axis]} stride", errors)
+
+
+@pytest.mark.parametrize(
+    "row", [r for r in ROWS if r.head_dim == 64 and r.dtype == "bfloat16"], ids=lambda r: r.name
+)
+def test_tensors_of_more_than_two_to_the_31_elements(
+    row: _C.Template, far_buffers: dict[torch.dtype, torch.Tensor], parity: ParityReport
+):
+    far_buffers.clear()
+    torch.cuda.empty_cache()
+    batch = FAR // (64 * 8 * 64) + 2
+    x = torch.empty(batch, 64, 8, 64, dtype=torch.bfloat16, device=DEVICE).normal_()
+    out = cutlass_fmha.attention(x, x, x, causal=True, template=row.name)
+    for i in (0, batch // 2, batch - 1):
+        part = x[i : i + 1]
+        errors = oracle.compare(out[i : i + 1], part, part, part, None, "bottom-right")
+        parity.record(row.name, f"batch {i} of {batch} x 64 x 8 x 64", errors)
+
+
+def test_the_guards_notice_a_stray_write():
+    # What the other tests rely on, without a kernel: a write just outside an output, and one in a row's
+    # padding.
+    for offset in (-1, 64 * 3 * 8 * 2):
+        guarded = gpu.Guarded.around(place(torch.zeros(2, 3, 8, 64, device=DEVICE, dtype=torch.float16)))
+        assert guarded.intact()
+        guarded.buffer[guarded.view.storage_offset() + offset] = 0.0
+        assert not guarded.intact()
+    guarded = gpu.Guarded.around(
+        place(torch.zeros(2, 3, 8, 64, device=DEVICE, dtype=torch.float16), row_pad=8)
+    )
+    guarded.view.fill_(0.0)
+    assert guarded.intact()
+    guarded.buffer[guarded.view.storage_offset() + 64] = torch.nan
+    assert not guarded.intact()

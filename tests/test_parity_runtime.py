@@ -1,0 +1,227 @@
+"""How the kernels behave in a program: streams, devices, CUDA graphs, torch.compile, and errors on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import gpu
+import oracle
+import pytest
+import torch
+from parity_report import ParityReport
+from problems import Problem, poison
+from torch import Tensor
+
+import cutlass_fmha
+from cutlass_fmha import _C
+
+# Warnings of torch's compiler and graphs are not ours to fix.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+
+DEVICE = torch.device("cuda", 0)
+ROWS = gpu.rows()
+by_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+PROBLEM = Problem(300, 257, "bottom-right", num_heads=4, seed=11)
+LONG = 200_000_000  # clock cycles: about a tenth of a second
+
+
+def attend(row: _C.Template, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    return cutlass_fmha.attention(q, k, v, causal=PROBLEM.causal, return_lse=True, template=row.name)
+
+
+def fill(tensors: tuple[Tensor, ...], values: tuple[Tensor, ...]) -> None:
+    for x, y in zip(tensors, values, strict=True):
+        x.copy_(y)
+
+
+def record(
+    parity: ParityReport, row: _C.Template, what: str, out: Tensor, lse: Tensor, inputs: tuple[Tensor, ...]
+) -> None:
+    errors = oracle.compare(out, *inputs, None, PROBLEM.causal, lse)
+    parity.record(row.name, f"{PROBLEM} {what}", errors)
+
+
+@by_row
+def test_side_stream(row: _C.Template, parity: ParityReport):
+    values = PROBLEM.inputs(gpu.torch_dtype(row), row.head_dim, DEVICE)
+    inputs = tuple(poison(x.dtype, x.numel(), DEVICE).view(x.shape) for x in values)
+    attend(row, *values)  # loaded before the clock runs
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream(DEVICE)
+    with torch.cuda.stream(stream):
+        # The inputs are NaN until the stream gets to the copy: a launch on another stream would read that.
+        torch.cuda._sleep(LONG)
+        fill(inputs, values)
+        out, lse = attend(row, *inputs)
+    assert not stream.query(), "attention waited for the stream"
+    stream.synchronize()
+    record(parity, row, "on a side stream", out, lse, inputs)
+
+
+@by_row
+def test_last_device(row: _C.Template, parity: ParityReport):
+    # With one GPU this is the first one; with more, the current device differs from that of the tensors.
+    last = torch.device("cuda", torch.cuda.device_count() - 1)
+    torch.cuda.set_device(DEVICE)
+    inputs = PROBLEM.inputs(gpu.torch_dtype(row), row.head_dim, last)
+    out, lse = attend(row, *inputs)
+    assert out.device == lse.device == last
+    assert torch.cuda.current_device() == DEVICE.index
+    torch.cuda.synchronize(last)
+    record(parity, row, f"on {last}", out, lse, inputs)
+
+
+@by_row
+def test_graph_replays_follow_their_inputs(row: _C.Template, parity: ParityReport):
+    dtype = gpu.torch_dtype(row)
+    inputs = PROBLEM.inputs(dtype, row.head_dim, DEVICE)
+    attend(row, *inputs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # refuses allocations and synchronisations that are not torch's
+        out, lse = attend(row, *inputs)
+    for seed in (21, 22):
+        fill(inputs, replace(PROBLEM, seed=seed).inputs(dtype, row.head_dim, DEVICE))
+        out.fill_(torch.nan)
+        lse.fill_(torch.nan)
+        graph.replay()
+        record(parity, row, f"replayed, seed {seed}", out, lse, inputs)
+
+
+@by_row
+def test_run_neither_waits_nor_allocates(row: _C.Template, parity: ParityReport):
+    launch = gpu.Launch.of(row, PROBLEM, DEVICE)
+    launch.run()
+    torch.cuda.synchronize()
+    allocations = torch.cuda.memory_stats(DEVICE)["allocation.all.allocated"]
+    torch.cuda._sleep(LONG)
+    for _ in range(10):
+        launch.run()
+    assert not torch.cuda.current_stream(DEVICE).query(), "run waited for the stream"
+    assert torch.cuda.memory_stats(DEVICE)["allocation.all.allocated"] == allocations
+    assert launch.lse is not None
+    record(parity, row, "behind other work", launch.out.view, launch.lse.view, (launch.q, launch.k, launch.v))
+
+
+@pytest.fixture
+def forbid_synchronisation() -> Iterator[None]:
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def test_attention_synchronises_nothing_and_allocates_its_outputs_only(request: pytest.FixtureRequest):
+    q, k, v = PROBLEM.inputs(torch.bfloat16, 64, DEVICE)
+    cutlass_fmha.attention(q, k, v, causal=True, return_lse=True)
+    request.getfixturevalue("forbid_synchronisation")
+    before = torch.cuda.memory_stats(DEVICE)["allocation.all.allocated"]
+    result = cutlass_fmha.attention(q, k, v, causal=True, return_lse=True)
+    assert torch.cuda.memory_stats(DEVICE)["allocation.all.allocated"] - before == len(result)
+
+
+# ---- torch.compile and the op ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiles_as_one_graph_with_dynamic_shapes(backend: str):
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return cutlass_fmha.attention(q + 1, k, v, causal=True) * 2
+
+    torch.compiler.reset()
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=backend)
+    for seqlen in (64, 113, 300):
+        q, k, v = replace(PROBLEM, seqlen_q=seqlen).inputs(torch.float16, 64, DEVICE)
+        oracle.assert_close(compiled(q, k, v) / 2, q + 1, k, v, causal="bottom-right")
+
+
+@pytest.mark.parametrize("return_lse", [True, False])
+@pytest.mark.parametrize("layout", ["bshd", "packed", "unaligned"])
+def test_opcheck(return_lse: bool, layout: str):
+    q, k, v = replace(PROBLEM, layout=layout).inputs(torch.bfloat16, 32, DEVICE)
+    op = torch.ops.cutlass_fmha.forward.default
+    torch.library.opcheck(op, (q, k, v, 0.3, "bottom-right", return_lse, None))
+
+
+# ---- errors ------------------------------------------------------------------------------------------------
+
+
+def inputs(
+    dtype: torch.dtype = torch.float16, head_dim: int = 64, layout: str = "bshd"
+) -> tuple[Tensor, Tensor, Tensor]:
+    return replace(PROBLEM, layout=layout).inputs(dtype, head_dim, DEVICE)
+
+
+def aligned_row() -> _C.Template:
+    return next(row for row in ROWS if row.alignment == 16 and row.dtype == "float16" and row.head_dim == 64)
+
+
+def test_errors_are_one_sentence_and_leave_the_device_usable():
+    q, k, v = inputs()
+    with pytest.raises(ValueError, match="k must be on q's device cuda:0, got cpu"):
+        cutlass_fmha.attention(q, k.cpu(), v)
+    with pytest.raises(ValueError, match="float16 or bfloat16"):
+        cutlass_fmha.attention(q.float(), k.float(), v.float())
+    with pytest.raises(ValueError, match="dtype"):
+        cutlass_fmha.attention(q, k.bfloat16(), v)
+    with pytest.raises(NotImplementedError, match="gradient"):
+        cutlass_fmha.attention(q.clone().requires_grad_(), k, v)
+    with pytest.raises(NotImplementedError, match="gradient"):
+        torch.ops.cutlass_fmha.forward(q.clone().requires_grad_(), k, v, 0.1, "none", False, None)
+    oracle.assert_close(cutlass_fmha.attention(q, k, v), q, k, v)
+
+
+def test_a_head_dim_without_a_row_lists_every_rows_reasons():
+    q, k, v = (x[..., :48].contiguous() for x in inputs())
+    with pytest.raises(cutlass_fmha.UnsupportedError) as error:
+        cutlass_fmha.attention(q, k, v)
+    for row in _C.templates():
+        assert row.name in str(error.value)
+
+
+def test_a_forced_row_that_can_not_run_the_problem_says_why():
+    row = aligned_row()
+    with pytest.raises(cutlass_fmha.UnsupportedError, match=f"{row.name}.*aligned to 16 bytes"):
+        cutlass_fmha.attention(*inputs(layout="unaligned"), template=row.name)
+    with pytest.raises(cutlass_fmha.UnsupportedError, match="computes float16, and the tensors are bfloat16"):
+        cutlass_fmha.attention(*inputs(torch.bfloat16), template=row.name)
+    for other in (r for r in _C.templates() if r.arch != row.arch and r.name.endswith("_element")):
+        with pytest.raises(cutlass_fmha.UnsupportedError, match=f"made for sm_{other.arch}"):
+            cutlass_fmha.attention(*inputs(gpu.torch_dtype(other), other.head_dim), template=other.name)
+
+
+def unaligned_pointer(launch: gpu.Launch) -> None:
+    launch.k = launch.k.as_strided(launch.k.shape, launch.k.stride(), launch.k.storage_offset() + 1)
+
+
+def unaligned_stride(launch: gpu.Launch) -> None:
+    batch, seqlen, *rest = launch.v.stride()
+    launch.v = launch.v.as_strided(launch.v.shape, (batch, seqlen + 1, *rest))
+
+
+@pytest.mark.parametrize("spoil", [unaligned_pointer, unaligned_stride])
+def test_the_binding_refuses_what_16_byte_copies_can_not_take(spoil: Callable[[gpu.Launch], None]):
+    launch = gpu.Launch.of(aligned_row(), PROBLEM, DEVICE)
+    spoil(launch)
+    with pytest.raises(ValueError, match="16 bytes"):
+        launch.run()
+    assert launch.out.view.isnan().all()
+
+
+def test_the_binding_reports_what_cuda_refuses():
+    launch = gpu.Launch.of(aligned_row(), PROBLEM, DEVICE)
+    addresses = (0, 0, 0, 0, 0)
+    beyond = torch.cuda.device_count()
+    with pytest.raises(RuntimeError, match=rf"cudaSetDevice\({beyond}\)"):
+        _C.run(launch.row.index, addresses, (1, 1, 1, 1, 1), (64,) * 12, 1.0, None, beyond, 0)
+    launch.run()
+    oracle.assert_close(launch.out.view, launch.q, launch.k, launch.v, causal=PROBLEM.causal)
+
+
+def test_device_properties_are_those_that_torch_reads():
+    for index in range(torch.cuda.device_count()):
+        ours, theirs = _C.device_properties(index), torch.cuda.get_device_properties(index)
+        assert (ours.name, ours.major, ours.minor) == (theirs.name, theirs.major, theirs.minor)
+        assert ours.multiprocessor_count == theirs.multi_processor_count
+        assert ours.shared_memory_per_block_optin >= 99 * 1024
+    assert _C.device_count() == torch.cuda.device_count()

@@ -1,0 +1,113 @@
+"""The parity problems themselves: that they are what they say, and that the CPU backend solves every one of
+them.
+
+This also runs the parity tests' own code where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import math
+
+import oracle
+import pytest
+import torch
+from problems import CAUSAL, FILLS, GUARD, LAYOUTS, Problem, listed, place, poison
+
+import cutlass_fmha
+
+DTYPES = [torch.float16, torch.bfloat16]
+LISTED = listed()
+
+
+def small(problem: Problem) -> bool:
+    """Whether dense fp64 attention on two cores is a matter of milliseconds."""
+    return problem.batch * problem.num_heads * problem.seqlen_q * max(problem.seqlen_k, 1) <= 1_100_000
+
+
+def test_listed_problems_cover_what_they_should():
+    assert len({str(problem) for problem in LISTED}) == len(LISTED)
+    assert {problem.layout for problem in LISTED} == set(LAYOUTS)
+    assert {problem.fill for problem in LISTED} == set(FILLS)
+    assert {problem.causal for problem in LISTED} == set(CAUSAL)
+    assert any(p.seqlen_q == 0 < p.seqlen_k for p in LISTED)
+    assert any(p.seqlen_k == 0 < p.seqlen_q for p in LISTED)
+    assert any(p.causal == "bottom-right" and p.seqlen_q > p.seqlen_k > 0 for p in LISTED)
+    assert any(p.num_heads_kv == 1 < p.num_heads for p in LISTED)
+    assert any(1 < p.num_heads_kv < p.num_heads for p in LISTED)
+
+
+@pytest.mark.parametrize(
+    ("problem", "dtype"),
+    [
+        pytest.param(problem, dtype, id=f"{problem}-{str(dtype)[6:]}")
+        for problem in LISTED
+        if small(problem)
+        # Lengths and layouts matter to one dtype as much as to the other; numbers do not.
+        for dtype in (DTYPES if problem.fill != "normal" or problem.scale else DTYPES[problem.seed % 2 :][:1])
+    ],
+)
+def test_the_cpu_backend_solves_the_listed_problems(problem: Problem, dtype: torch.dtype):
+    q, k, v = problem.inputs(dtype, 32, "cpu")
+    out, lse = cutlass_fmha.attention(q, k, v, scale=problem.scale, causal=problem.causal, return_lse=True)
+    oracle.assert_close(out, q, k, v, problem.scale, problem.causal, lse, problem.exact_scores)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_hold_the_numbers_and_nan_around_them(layout: str, dtype: torch.dtype):
+    for lengths in ((7, 7), (7, 3)):
+        problem = Problem(*lengths, num_heads=4, layout=layout)
+        plain = Problem(*lengths, num_heads=4).inputs(dtype, 32, "cpu")
+        for x, expected in zip(problem.inputs(dtype, 32, "cpu"), plain, strict=True):
+            assert x.shape == expected.shape
+            assert x.stride(-1) == 1
+            if layout != "expanded":
+                assert torch.equal(x, expected)
+            buffer = x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
+            assert buffer[:GUARD].isnan().all()
+            assert buffer[-GUARD:].isnan().all()
+            aligned = all(n % 16 == 0 for n in (x.data_ptr(), *(2 * stride for stride in x.stride()[:3])))
+            assert aligned == (layout != "unaligned")
+
+
+def test_place_lets_no_two_elements_share_memory():
+    x = torch.arange(2 * 3 * 4 * 8, dtype=torch.float16).reshape(2, 3, 4, 8)
+    for order in ("bshd", "bhsd", "sbhd"):
+        for row_pad in (0, 5):
+            view = place(x, order, row_pad)
+            assert torch.equal(view, x)
+            fastest_first = [view.stride("bsh".index(axis)) for axis in reversed(order[:3])]
+            assert fastest_first == sorted(fastest_first)
+            assert fastest_first[0] == 8 + row_pad
+
+
+def test_poison_is_nan_in_every_dtype():
+    for dtype in (*DTYPES, torch.float32):
+        assert poison(dtype, 3, "cpu").isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fills_do_what_they_are_named_for(dtype: torch.dtype):
+    def lse_and_scores(fill: str, seqlen_k: int = 300) -> tuple[torch.Tensor, torch.Tensor]:
+        problem = Problem(50, seqlen_k, fill=fill, scale=1.0 if fill == "huge" else None)
+        q, k, v = problem.inputs(dtype, 32, "cpu")
+        assert not any(x.isnan().any() for x in (q, k, v))
+        scores = torch.einsum("bihd,bjhd->bhij", q.double(), k.double()) * (problem.scale or 32**-0.5)
+        return oracle.attention(q, k, v, problem.scale)[1], scores
+
+    def times_raised(scores: torch.Tensor, block: int = 64) -> int:
+        """Most blocks of one row whose maximum is far above everything before."""
+        best = torch.stack([part.amax(-1) for part in scores.split(block, dim=-1)], dim=-1).cummax(-1).values
+        return int((best.diff(dim=-1) > math.log(2.0**20)).sum(-1).max())
+
+    assert lse_and_scores("constant")[1].unique().numel() == 1
+    assert times_raised(lse_and_scores("steep-ramp", 1000)[1]) >= 14
+    assert times_raised(lse_and_scores("normal", 1000)[1]) == 0
+    assert times_raised(lse_and_scores("outliers", 1000)[1]) >= 1
+    assert (lse_and_scores("all-keys-minus-inf")[0] == -math.inf).all()
+    lse, scores = lse_and_scores("first-keys-minus-inf")
+    assert lse.isfinite().all()
+    assert (scores[..., :100] == -math.inf).all()
+    scores = lse_and_scores("huge")[1]
+    assert scores.max() > 2.0**31
+    assert torch.equal(scores, scores.float().double())

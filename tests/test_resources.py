@@ -1,0 +1,215 @@
+"""What the compiler made of every row, on every architecture of the build: no spills, no stack, no traps,
+tensor cores used, and resources that fit the smallest GPU. Judged from the built extension itself, without a
+GPU."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import sass
+
+from cutlass_fmha import _C
+
+ROOT = Path(__file__).resolve().parents[1]
+assert _C.__file__ is not None
+EXTENSION = Path(_C.__file__)
+
+
+def pinned_nvcc() -> str:
+    """The one nvcc that kernels are judged with."""
+    text = (ROOT / "requirements" / "nvcc.txt").read_text()
+    match = re.search(r"^nvidia-cuda-nvcc==([\d.]+)", text, re.MULTILINE)
+    assert match, "requirements/nvcc.txt pins no nvidia-cuda-nvcc"
+    return match[1]
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[_C.Template]:
+    rows = _C.templates()
+    assert rows, "this build has no CUDA kernels to inspect: build with CUTLASS_FMHA_CUDA=ON, as make does"
+    return rows
+
+
+@pytest.fixture(scope="module")
+def kernels(rows: list[_C.Template]) -> list[sass.Kernel]:
+    return sass.read_kernels(EXTENSION)
+
+
+def compiled_for(row: _C.Template) -> int:
+    proxy = _C.build_info()["proxy"]
+    assert isinstance(proxy, dict)
+    return proxy.get(row.arch, row.arch)
+
+
+def test_the_extension_was_built_with_the_pinned_nvcc(rows: list[_C.Template]):
+    advice = "build with it (make does), since registers and spills depend on the compiler"
+    built_with = _C.build_info()["nvcc_version"]
+    assert built_with == pinned_nvcc(), f"built with nvcc {built_with}, pinned is {pinned_nvcc()}: {advice}"
+    versions = sass.read_compilers(EXTENSION)
+    assert versions
+    others = {cubin: version for cubin, version in versions.items() if version != pinned_nvcc()}
+    assert not others, f"code of another compiler than {pinned_nvcc()}: {others}: {advice}"
+
+
+def test_every_row_has_code_for_its_architecture_and_only_that(
+    rows: list[_C.Template], kernels: list[sass.Kernel]
+):
+    found: dict[str, set[int]] = {}
+    for kernel in kernels:
+        found.setdefault(kernel.name, set()).add(kernel.arch)
+    assert found == {row.name: {compiled_for(row)} for row in rows}
+
+
+def test_sm_89_rows_and_only_they_carry_ptx(rows: list[_C.Template]):
+    assert sass.read_ptx(EXTENSION) == {row.name: {89} for row in rows if row.arch == 89}
+
+
+def test_no_row_has_anything_to_complain_about(rows: list[_C.Template], kernels: list[sass.Kernel]):
+    by_name = {row.name: row for row in rows}
+    wrong = [line for kernel in kernels for line in sass.complaints(kernel, by_name[kernel.name])]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_tensor_core_instructions_are_of_the_rows_dtype(rows: list[_C.Template], kernels: list[sass.Kernel]):
+    by_name = {row.name: row for row in rows}
+    for kernel in kernels:
+        hmma = [opcode for opcode in kernel.opcodes if opcode.startswith("HMMA")]
+        bf16 = by_name[kernel.name].dtype == "bfloat16"
+        assert all(("BF16" in opcode) == bf16 for opcode in hmma), (kernel.name, hmma)
+        assert all(".F32" in opcode for opcode in hmma), (kernel.name, hmma)
+
+
+# ---- the parser, on kernels that are known to be wrong -----------------------------------------------------
+
+PLANTED = r"""
+#include <cuda_fp16.h>
+#include <mma.h>
+
+extern "C" __global__ void good(half const* a, float* c) {
+  using namespace nvcuda::wmma;
+  extern __shared__ half tile[];
+  unsigned const to = (unsigned)__cvta_generic_to_shared(tile + threadIdx.x * 8);
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" :: "r"(to), "l"(a + threadIdx.x * 8));
+  asm volatile("cp.async.wait_all;");
+  __syncthreads();
+  fragment<matrix_a, 16, 16, 16, half, row_major> x;
+  fragment<matrix_b, 16, 16, 16, half, col_major> y;
+  fragment<accumulator, 16, 16, 16, float> z;
+  fill_fragment(z, 0.f);
+  load_matrix_sync(x, tile, 16);
+  load_matrix_sync(y, tile, 16);
+  mma_sync(z, x, y, z);
+  store_matrix_sync(c, z, 16, mem_row_major);
+}
+
+// 120 live values and 64 registers: ptxas has to spill.
+extern "C" __global__ void __launch_bounds__(1024) spills(float* x, int n) {
+  float r[120];
+  #pragma unroll
+  for (int i = 0; i < 120; ++i) r[i] = x[i * n + threadIdx.x];
+  __syncthreads();
+  #pragma unroll
+  for (int i = 0; i < 120; ++i) x[i * n + threadIdx.x] = r[i] * r[(i * 7 + 3) % 120];
+}
+
+// An array that is indexed at run time lives on the stack.
+extern "C" __global__ void has_a_stack(float* x, int n) {
+  float r[64] = {};
+  for (int k = 0; k < n; ++k) r[(k * n) & 63] += x[k];
+  x[threadIdx.x] = r[threadIdx.x & 63];
+}
+
+extern "C" __global__ void traps(float* x) {
+  if (x[0] > 1.f) __trap();
+}
+
+extern "C" __global__ void shares_too_much(float* x) {
+  __shared__ float tile[12000];
+  tile[threadIdx.x] = x[threadIdx.x];
+  __syncthreads();
+  x[threadIdx.x] = tile[threadIdx.x ^ 1];
+}
+"""
+
+
+@dataclass(frozen=True)
+class PlannedRow:
+    name: str
+    warps: int = 4
+    min_blocks: int = 2
+    copy: str = "cp_async_16"
+    smem_bytes: int = 4096
+
+
+@pytest.fixture(scope="module", params=[89, 90, 120])
+def planted(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, sass.Kernel]]:
+    directory = tmp_path_factory.mktemp("planted")
+    (directory / "planted.cu").write_text(PLANTED)
+    target = f"-gencode=arch=compute_{request.param},code=sm_{request.param}"
+    sass.run_tool("nvcc", "-fatbin", target, "-o", directory / "planted.fatbin", directory / "planted.cu")
+    kernels = sass.read_kernels(directory / "planted.fatbin")
+    assert {kernel.arch for kernel in kernels} == {request.param}
+    return {kernel.name: kernel for kernel in kernels}
+
+
+def test_a_good_kernel_passes(planted: dict[str, sass.Kernel]):
+    assert sass.complaints(planted["good"], PlannedRow("good")) == []
+    assert planted["good"].opcodes["HMMA.16816.F32"] == 2
+    assert planted["good"].shared == 0
+    assert planted["shares_too_much"].shared == 48000
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("spills", r"\d+ loads and stores of local memory \(spills\)"),
+        ("spills", "a stack of|bytes of local memory"),
+        ("spills", "no tensor-core instruction"),
+        ("spills", "no cp.async"),
+        ("has_a_stack", "a stack of 256 bytes"),
+        ("traps", "1 BPT.TRAP"),
+        ("shares_too_much", "2 blocks of 52096 bytes of shared memory do not fit"),
+    ],
+)
+def test_a_planted_defect_is_found(planted: dict[str, sass.Kernel], name: str, expected: str):
+    found = "\n".join(sass.complaints(planted[name], PlannedRow(name)))
+    assert re.search(expected, found), found
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        (PlannedRow("good", warps=40, min_blocks=48), r"registers x 1280 threads x 48 blocks exceed 65536"),
+        (
+            PlannedRow("good", smem_bytes=99 * 1024 + 1),
+            "101377 bytes of shared memory, and a block has 101376",
+        ),
+        (PlannedRow("good", smem_bytes=50 * 1024), "2 blocks of 51200 bytes of shared memory do not fit"),
+        (PlannedRow("good", warps=8, min_blocks=7), "7 blocks of 8 warps exceed 48"),
+    ],
+)
+def test_a_row_that_asks_for_more_than_an_sm_has_is_found(
+    planted: dict[str, sass.Kernel], row: PlannedRow, expected: str
+):
+    assert expected.replace("\\", "") in "\n".join(sass.complaints(planted["good"], row))
+
+
+def test_a_missing_tool_is_named(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(sass.ToolMissingError, match="no-such-tool was not found: pip install"):
+        sass.find_tool("no-such-tool")
+
+
+def test_a_kernel_that_only_one_tool_knows_is_an_error():
+    usage = "arch = sm_89\n Function f:\n  REG:8 STACK:0 SHARED:0 LOCAL:0 CONSTANT[0]:4\n"
+    sass_text = "arch = sm_89\n\t\tFunction : f\n        /*0000*/                   EXIT ;    /* 0x0 */\n"
+    assert [k.name for k in sass.parse(usage, sass_text)] == ["f"]
+    with pytest.raises(ValueError, match="prints no instruction of f"):
+        sass.parse(usage, "arch = sm_90\n")
+    with pytest.raises(ValueError, match="says nothing about f"):
+        sass.parse("", sass_text)

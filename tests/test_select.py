@@ -1,0 +1,386 @@
+"""Selection: which row, for which reasons, at what predicted cost, and how it is told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from fake_build import L4, make_build
+
+import cutlass_fmha
+from cutlass_fmha import _C, cost, device, explanation, select
+from cutlass_fmha.device import PRESETS, Device
+from cutlass_fmha.errors import UnsupportedError
+from cutlass_fmha.select import Build, Problem
+
+BUILD = make_build()
+PROBLEM = Problem(2, 4096, 4096, 16, 16, 64, "float16")
+A100 = Device("NVIDIA A100", (8, 0), 108, 163 * 1024)
+B200 = Device("NVIDIA B200", (10, 0), 148, 227 * 1024)
+SPARK = Device("NVIDIA GB10", (12, 1), 48, 99 * 1024)
+
+
+@pytest.fixture(autouse=True)
+def _no_forced_architecture(monkeypatch):
+    monkeypatch.delenv(device.FORCE_ARCH, raising=False)
+
+
+def eligible(problem: Problem, gpu: Device, build: Build = BUILD) -> list[str]:
+    return [row.name for row in build.templates if not select.reasons(row, problem, gpu, build)]
+
+
+def reasons(problem: Problem, gpu: Device = L4, name: str = "fwd_sm89_f16_d64_m64n64w4") -> list[str]:
+    return select.reasons(BUILD.by_name(name), problem, gpu, BUILD)
+
+
+# ---- which rows a device takes
+# ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gpu", "arch"),
+    [(L4, 89), (PRESETS["h200"], 90), (PRESETS["rtx5090"], 120), (SPARK, 120), (B200, 89), (A100, None)],
+)
+def test_a_device_takes_its_own_rows_or_the_ptx_of_sm_89(gpu: Device, arch: int | None):
+    assert device.rows_arch(gpu, BUILD.architectures) == arch
+    assert {name[4:9].rstrip("_") for name in eligible(PROBLEM, gpu)} == ({f"sm{arch}"} if arch else set())
+
+
+def test_a_trimmed_build_falls_back_to_the_ptx_of_sm_89():
+    trimmed = make_build((89,))
+    for gpu in (PRESETS["h200"], PRESETS["rtx5090"]):
+        assert device.rows_arch(gpu, trimmed.architectures) == 89
+        assert eligible(PROBLEM, gpu, trimmed)
+    assert device.rows_arch(L4, frozenset({90, 120})) is None
+
+
+def test_an_architecture_can_be_forced(monkeypatch):
+    monkeypatch.setenv(device.FORCE_ARCH, "89")
+    assert all("sm89" in name for name in eligible(PROBLEM, PRESETS["h200"]))
+    monkeypatch.setenv(device.FORCE_ARCH, "120")
+    assert eligible(PROBLEM, PRESETS["h200"]) == []
+    assert "compiled for sm_120, which a device of capability 9.0 can't execute" in reasons(
+        PROBLEM, PRESETS["h200"], "fwd_sm120_f16_d64_m64n64w4"
+    )
+    monkeypatch.setenv(device.FORCE_ARCH, "80")
+    with pytest.raises(ValueError, match="CUTLASS_FMHA_FORCE_ARCH must be one of 89, 90, 120, got '80'"):
+        eligible(PROBLEM, L4)
+
+
+def test_a_forced_architecture_that_is_not_built_is_an_error(monkeypatch):
+    monkeypatch.setenv(device.FORCE_ARCH, "120")
+    with pytest.raises(UnsupportedError, match="FORCE_ARCH=120 asks for sm_120 rows.*rows for sm_89 only"):
+        select.select(PROBLEM, PRESETS["rtx5090"], build=make_build((89,)))
+
+
+def test_a_proxy_build_runs_sm_120_rows_on_sm_90_and_nowhere_else(monkeypatch):
+    proxy = make_build((120,), {120: 90})
+    monkeypatch.setenv(device.FORCE_ARCH, "120")
+    assert eligible(PROBLEM, PRESETS["h200"], proxy)
+    assert not eligible(PROBLEM, PRESETS["rtx5090"], proxy)
+    row = proxy.templates[0]
+    assert "compiled for sm_90, which a device of capability 12.0 can't execute" in select.reasons(
+        row, PROBLEM, PRESETS["rtx5090"], proxy
+    )
+
+
+# ---- reasons
+# ------------------------------------------------------------------------------------------------
+
+
+def test_each_reason_is_a_sentence_of_its_own():
+    assert reasons(PROBLEM) == []
+    assert reasons(replace(PROBLEM, dtype="bfloat16")) == ["computes float16, and the tensors are bfloat16"]
+    assert reasons(replace(PROBLEM, head_dim=80)) == ["made for head_dim 64, and the tensors have 80"]
+    assert reasons(replace(PROBLEM, alignment=2)) == [
+        "needs pointers and strides aligned to 16 bytes, and these are aligned to 2"
+    ]
+    assert reasons(PROBLEM, PRESETS["rtx5080"]) == [
+        "made for sm_89, and this device takes the sm_120 rows",
+    ]
+    assert reasons(PROBLEM, A100) == [
+        "made for sm_89, and this device takes no row of this build",
+        "compiled for sm_89, which a device of capability 8.0 can't execute",
+    ]
+    assert reasons(PROBLEM, replace(L4, smem_per_block=16 * 1024)) == [
+        "needs 24576 bytes of shared memory per block, and this device has 16384"
+    ]
+
+
+def test_reasons_accumulate():
+    assert len(reasons(replace(PROBLEM, dtype="float32", head_dim=256, alignment=4), A100)) == 5
+
+
+def test_unaligned_operands_leave_the_element_row():
+    assert eligible(replace(PROBLEM, alignment=2), L4) == ["fwd_sm89_f16_d64_m64n64w4_element"]
+    assert eligible(replace(PROBLEM, alignment=1), L4) == []
+
+
+# ---- the choice
+# ---------------------------------------------------------------------------------------------
+
+
+def test_the_cheapest_eligible_row_wins():
+    for seqlen in (1, 128, 512, 2048, 16384):
+        for gpu in (L4, PRESETS["h200"], PRESETS["rtx5090"]):
+            problem = replace(PROBLEM, seqlen_q=seqlen, seqlen_k=seqlen, batch=1, num_heads=8, num_heads_kv=8)
+            chosen = select.select(problem, gpu, build=BUILD)
+            costs = {
+                name: select.predicted_cost(BUILD.by_name(name), problem, gpu)
+                for name in eligible(problem, gpu)
+            }
+            assert costs[chosen.name] == min(costs.values())
+
+
+def test_small_problems_take_small_tiles_and_large_ones_large_tiles():
+    small = replace(PROBLEM, batch=1, num_heads=8, num_heads_kv=8, seqlen_q=256, seqlen_k=256)
+    large = replace(PROBLEM, seqlen_q=8192, seqlen_k=8192, num_heads=32, num_heads_kv=32)
+    for gpu in (PRESETS["h200"], PRESETS["rtx4090"], PRESETS["rtx5090"]):
+        assert select.select(small, gpu, build=BUILD).tile_m == 64
+        assert select.select(large, gpu, build=BUILD).tile_m == 256
+
+
+def test_a_template_can_be_forced_or_says_why_not():
+    slow = "fwd_sm89_f16_d64_m64n64w4_element"
+    assert select.select(PROBLEM, L4, slow, BUILD).name == slow
+    with pytest.raises(
+        UnsupportedError, match=r"template fwd_sm90_\S+ can't run .* on NVIDIA L4.*: made for sm_90"
+    ):
+        select.select(PROBLEM, L4, "fwd_sm90_f16_d64_m64n64w4", BUILD)
+    with pytest.raises(ValueError, match="template 'fwd_fastest' is not a row of this build"):
+        select.select(PROBLEM, L4, "fwd_fastest", BUILD)
+
+
+def test_an_unsupported_problem_lists_every_row():
+    with pytest.raises(UnsupportedError) as error:
+        select.select(replace(PROBLEM, head_dim=256), L4, build=BUILD)
+    message = str(error.value)
+    assert message.startswith("no template of this build can run this problem (batch 2, seqlen_q 4096,")
+    for row in BUILD.templates:
+        assert f"\n  {row.name}: " in message
+    assert message.count("the tensors have 256") == len(BUILD.templates)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "build", "sentence"),
+    [
+        (L4, Build(()), "no CUDA kernels (CUTLASS_FMHA_CUDA=OFF)"),
+        (A100, BUILD, "compute capability 8.9 or newer is needed"),
+        (L4, make_build((90, 120)), "holds rows for sm_90, sm_120 only, none of which NVIDIA L4"),
+    ],
+    ids=["no-cuda", "too-old", "trimmed"],
+)
+def test_a_device_without_rows_gets_one_sentence(gpu: Device, build: Build, sentence: str):
+    with pytest.raises(UnsupportedError) as error:
+        select.select(PROBLEM, gpu, build=build)
+    assert sentence in str(error.value) and "\n" not in str(error.value)
+
+
+# ---- cost
+# ---------------------------------------------------------------------------------------------------
+
+
+def test_resident_blocks_are_limited_by_shared_memory_warps_and_registers():
+    large, small = BUILD.by_name("fwd_sm89_f16_d64_m256n64w8"), BUILD.by_name("fwd_sm89_f16_d64_m64n64w4")
+    assert cost.resident_blocks(large, L4) == 1
+    assert cost.resident_blocks(small, L4) == 2
+    assert cost.resident_blocks(replace(small, smem_bytes=60 * 1024), L4) == 1
+    assert cost.resident_blocks(replace(small, smem_bytes=100 * 1024), L4) == 0
+    assert cost.resident_blocks(replace(small, warps=32, min_blocks=2), L4) == 1
+    assert select.predicted_cost(replace(small, smem_bytes=100 * 1024), PROBLEM, L4) == float("inf")
+
+
+@pytest.mark.parametrize("causal", ["none", "top-left", "bottom-right"])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 1), (200, 70), (70, 200), (1000, 1000), (300, 0)])
+def test_main_loop_steps_are_those_of_the_mask(causal: str, seqlen_q: int, seqlen_k: int):
+    row = BUILD.by_name("fwd_sm89_f16_d64_m64n64w4")
+    problem = replace(PROBLEM, causal=causal, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+    visible = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
+    if causal != "none":
+        visible = visible.tril(0 if causal == "top-left" else seqlen_k - seqlen_q)
+    tiles = []
+    for start in range(0, seqlen_q, row.tile_m):
+        keys = visible[start : start + row.tile_m].any(0).sum().item()
+        tiles.append(-(-keys // row.tile_n))
+    mean, most = cost.main_loop_steps(row, problem)
+    assert most == max(tiles)
+    assert abs(mean - sum(tiles) / len(tiles)) <= 1  # the last tile's missing rows may count as a step
+
+
+def test_cost_grows_with_work_and_shrinks_with_sms():
+    row = BUILD.by_name("fwd_sm89_f16_d64_m256n64w8")
+    base = select.predicted_cost(row, PROBLEM, L4)
+    assert select.predicted_cost(row, replace(PROBLEM, batch=8), L4) > 3 * base
+    assert select.predicted_cost(row, replace(PROBLEM, seqlen_k=16384), L4) > 3 * base
+    assert 0.45 * base < select.predicted_cost(row, replace(PROBLEM, causal="top-left"), L4) < 0.65 * base
+    assert select.predicted_cost(row, PROBLEM, PRESETS["l40s"]) < 0.6 * base
+    slow = BUILD.by_name("fwd_sm89_f16_d64_m64n64w4_element")
+    assert select.predicted_cost(slow, PROBLEM, L4) > 4 * base
+    assert select.predicted_cost(row, replace(PROBLEM, batch=0), L4) == 0
+
+
+# ---- the mask
+# -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seqlen_q", [0, 1, 2, 5, 9])
+@pytest.mark.parametrize("seqlen_k", [0, 1, 5, 8])
+@pytest.mark.parametrize("causal", select.CAUSAL)
+def test_a_dropped_diagonal_hides_nothing(causal: str, seqlen_q: int, seqlen_k: int):
+    diagonal = select.mask_diagonal(causal, seqlen_q, seqlen_k)
+    mask = torch.ones(seqlen_q, seqlen_k)
+    expected = mask.tril({"none": 99, "top-left": 0, "bottom-right": seqlen_k - seqlen_q}[causal])
+    assert torch.equal(mask if diagonal is None else mask.tril(diagonal), expected)
+    if causal == "none" or (causal == "bottom-right" and seqlen_q == 1):
+        assert diagonal is None  # decoding takes the unmasked path
+
+
+# ---- explain
+# ------------------------------------------------------------------------------------------------
+
+
+def test_an_explanation_has_every_row_and_the_winner_first():
+    found = explanation.explain_problem(PROBLEM, L4, build=BUILD)
+    assert len(found.rows) == len(BUILD.templates)
+    assert found.winner == select.select(PROBLEM, L4, build=BUILD).name == found.rows[0].template.name
+    costs = [row.predicted_us for row in found.rows if row.eligible]
+    assert costs == sorted(costs) and len(costs) == 3
+    assert all(row.predicted_us is None and row.reasons for row in found.rows if not row.eligible)
+    text = str(found)
+    for row in found.rows:
+        assert row.template.name in text and all(reason in text for reason in row.reasons)
+    assert f"> {found.winner}" in text and text.count(">") == 1
+    assert text.endswith(f"runs: {found.winner}, the cheapest eligible row by predicted cost")
+
+
+def test_an_explanation_of_a_forced_row():
+    name = "fwd_sm89_f16_d64_m64n64w4_element"
+    found = explanation.explain_problem(PROBLEM, L4, name, BUILD)
+    assert found.winner == name and str(found).endswith("forced by name")
+    refused = explanation.explain_problem(PROBLEM, L4, "fwd_sm90_f16_d64_m64n64w4", BUILD)
+    assert refused.winner is None and "made for sm_90" in refused.note
+    with pytest.raises(ValueError, match="is not a row of this build"):
+        explanation.explain_problem(PROBLEM, L4, "nothing", BUILD)
+
+
+def test_an_explanation_of_what_nothing_runs():
+    found = explanation.explain_problem(replace(PROBLEM, head_dim=48), L4, build=BUILD)
+    assert found.winner is None
+    assert found.note.startswith("nothing, because no template of this build can run this problem")
+    assert "\n" not in found.note
+
+
+def test_the_cpu_needs_no_row():
+    found = explanation.explain_problem(PROBLEM, None, build=BUILD)
+    assert found.winner is None and found.note == "the CPU backend, which needs no template"
+    assert not any(row.eligible for row in found.rows)
+
+
+def test_explain_takes_tensors_as_attention_does(monkeypatch):
+    monkeypatch.setattr(select, "this_build", lambda: BUILD)
+    q = torch.empty(2, 16, 300, 64, dtype=torch.float16)
+    k = v = torch.empty(2, 4, 500, 64, dtype=torch.float16)
+    found = cutlass_fmha.explain(q, k, v, causal=True, layout="bhsd", device="l4")
+    assert found.problem == Problem(2, 300, 500, 16, 4, 64, "float16", "bottom-right", 16)
+    assert found.device == L4
+    assert cutlass_fmha.explain(q, k, v, layout="bhsd").device is None  # that of the tensors
+    odd = torch.empty(2, 300, 16, 65, dtype=torch.float16)[..., :64]
+    assert cutlass_fmha.explain(odd, odd, odd, arch=89).winner.endswith("_element")
+
+
+def test_explain_takes_a_shape(monkeypatch):
+    monkeypatch.setattr(select, "this_build", lambda: BUILD)
+    found = cutlass_fmha.explain(
+        shape=(2, 8192, 16, 128), seqlen_k=100, num_heads_kv=4, dtype=torch.float16, device="rtx5090"
+    )
+    assert found.problem == Problem(2, 8192, 100, 16, 4, 128, "float16")
+    assert found.winner.startswith("fwd_sm120_f16_d128")
+    assert cutlass_fmha.explain(shape=(1, 1, 1, 64), device="cpu").device is None
+    assert cutlass_fmha.explain(shape=(1, 1, 1, 64), arch=89, sm_count=58).device.sm_count == 58
+    assert cutlass_fmha.explain(shape=(1, 1, 1, 64), device=L4).device is L4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "explain needs q, k and v, or a shape"),
+        ({"q": torch.empty(1), "shape": (1, 1, 1, 64)}, "takes tensors or a shape, got both"),
+        (
+            {"shape": (1, 1, 64)},
+            r"shape must be four sizes \(batch, seqlen_q, num_heads, head_dim\), got \(1, 1, 64\)",
+        ),
+        ({"shape": (1, 1, 1, -64)}, "shape must be four sizes"),
+        ({"shape": (1, 1, 4, 64), "num_heads_kv": 3}, "num_heads_kv must divide num_heads 4, got 3"),
+        ({"shape": (1, 1, 4, 64), "num_heads_kv": 0}, "num_heads_kv must divide num_heads 4, got 0"),
+        ({"shape": (1, 1, 4, 64), "seqlen_k": -1}, "seqlen_k must be at least 0, got -1"),
+        ({"shape": (1, 1, 4, 64), "dtype": "int8"}, "dtype must be one of float16, bfloat16, .*, got 'int8'"),
+        ({"shape": (1, 1, 4, 64), "alignment": 3}, "alignment must be 1, 2, 4, 8 or 16 bytes, got 3"),
+        ({"shape": (1, 1, 4, 64), "causal": "left"}, "causal must be .* got 'left'"),
+        ({"shape": (1, 1, 4, 64), "layout": "sbhd"}, 'layout must be "bshd" or "bhsd", got \'sbhd\''),
+        ({"shape": (1, 1, 4, 64), "device": "gtx1080"}, "device must be cuda, .* got 'gtx1080'"),
+        ({"shape": (1, 1, 4, 64), "device": "sm_80"}, "device must be cuda, .* got 'sm_80'"),
+        (
+            {"shape": (1, 1, 4, 64), "device": "cuda:99"},
+            r"device cuda:99 does not exist: there are \d+ CUDA devices",
+        ),
+        ({"shape": (1, 1, 4, 64), "arch": 80}, "arch must be one of 89, 90, 120, got 80"),
+        ({"shape": (1, 1, 4, 64), "arch": 89, "sm_count": 0}, "sm_count must be at least 1, got 0"),
+        (
+            {"shape": (1, 1, 4, 64), "sm_count": 4},
+            "takes arch with or without sm_count, or device, but not both",
+        ),
+        ({"shape": (1, 1, 4, 64), "arch": 89, "device": "l4"}, "but not both"),
+    ],
+)
+def test_explain_refuses_with_a_sentence(arguments: dict, message: str):
+    with pytest.raises((TypeError, ValueError), match=message):
+        cutlass_fmha.explain(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "sm_count", "capability"),
+    [
+        ("l4", 58, (8, 9)),
+        ("L40S", 142, (8, 9)),
+        ("RTX 4090", 128, (8, 9)),
+        ("rtx5080", 84, (12, 0)),
+        ("rtx-5090", 170, (12, 0)),
+        ("RTX PRO 6000", 188, (12, 0)),
+        ("h200", 132, (9, 0)),
+        ("sm_89:58", 58, (8, 9)),
+        ("sm_120", 170, (12, 0)),
+        ("90", 132, (9, 0)),
+    ],
+)
+def test_devices_have_names(name: str, sm_count: int, capability: tuple[int, int]):
+    found = device.named(name)
+    assert (found.sm_count, found.capability) == (sm_count, capability)
+
+
+# ---- this build
+# ---------------------------------------------------------------------------------------------
+
+
+def test_the_rows_of_this_build_have_unique_names_and_their_numbers():
+    rows = _C.templates()
+    assert bool(rows) == _C.build_info()["cuda"]
+    assert [row.index for row in rows] == list(range(len(rows)))
+    assert len({row.name for row in rows}) == len(rows)
+    assert {row.arch for row in rows} == set(_C.build_info()["architectures"])
+
+
+def test_every_row_of_this_build_runs_something_on_its_architecture(monkeypatch):
+    proxy = dict(select.this_build().proxy)
+    for row in select.this_build().templates:
+        monkeypatch.setenv(device.FORCE_ARCH, str(row.arch))
+        gpu = device.of_arch(proxy.get(row.arch, row.arch))
+        problem = Problem(1, 128, 128, 8, 8, row.head_dim, row.dtype, alignment=row.alignment)
+        assert select.reasons(row, problem, gpu) == []
+        assert 0 < select.predicted_cost(row, problem, gpu) < 1e4
+
+
+def test_this_build_has_a_row_for_any_alignment_where_it_has_a_fast_one():
+    rows = _C.templates()
+    fast = {(row.arch, row.dtype, row.head_dim) for row in rows if row.alignment > 2}
+    assert fast == {(row.arch, row.dtype, row.head_dim) for row in rows if row.alignment == 2}

@@ -1,0 +1,289 @@
+"""tools/: the hash of the sources, the release check and the sanitizer's driver."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import parity_report
+import pytest
+import release_check
+import sanitize
+from oracle import Errors
+from parity_report import ParityReport
+from source_hash import SOURCES, source_files, source_hash
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    directory = tmp_path / "src"
+    (directory / "forward").mkdir(parents=True)
+    (directory / "a.h").write_text("one")
+    (directory / "forward" / "b.cuh").write_text("two")
+    return directory
+
+
+def test_the_hash_depends_on_names_and_contents_only(sources: Path, tmp_path: Path):
+    first = source_hash(sources)
+    assert len(first) == 64
+    (sources / "a.h").touch()
+    (sources / ".a.h.swp").write_text("an editor's")
+    assert source_hash(sources) == first
+    copy = tmp_path / "elsewhere"
+    sources.rename(copy)
+    assert source_hash(copy) == first
+    (copy / "a.h").write_text("One")
+    changed = source_hash(copy)
+    (copy / "a.h").write_text("one")
+    (copy / "forward" / "b.cuh").rename(copy / "forward" / "c.cuh")
+    renamed = source_hash(copy)
+    assert len({first, changed, renamed}) == 3
+
+
+def test_moving_text_from_one_file_to_the_next_changes_the_hash(tmp_path: Path):
+    hashes = set()
+    for first, second in (("ab", "c"), ("a", "bc"), ("abc", "")):
+        (tmp_path / "x").write_text(first)
+        (tmp_path / "y").write_text(second)
+        hashes.add(source_hash(tmp_path))
+    assert len(hashes) == 3
+
+
+def test_this_repositorys_sources_are_hashed():
+    files = [path.as_posix() for path in source_files(SOURCES)]
+    assert files == sorted(files)
+    assert {"templates.cmake", "config.h", "forward/online_softmax.cuh"} <= set(files)
+    printed = subprocess.run(
+        [sys.executable, ROOT / "tools" / "source_hash.py"], capture_output=True, text=True, check=True
+    )
+    assert printed.stdout.strip() == source_hash()
+    with pytest.raises(FileNotFoundError, match="no sources under"):
+        source_hash(ROOT / "no-such-directory")
+
+
+# ---- reports -----------------------------------------------------------------------------------------------
+
+MODES = {90: "native", 89: "ptx", 120: "proxy"}
+
+
+def make_report(
+    directory: Path, sources: Path, arch: int, date: str = "2026-11-20T10:00:00+00:00", **changes: Any
+) -> Path:
+    """A report as a parity run writes it, made by the code that makes the real ones."""
+    names = [f"fwd_sm{arch}_f16_d64", f"fwd_sm{arch}_bf16_d64"]
+    report = ParityReport(expected=names)
+    for name in names:
+        report.record(name, "b2 h2 q64 k64 none", Errors(1e-3, 0.4, 1e-6, 0.1))
+    environment = {
+        "date": date,
+        "gpu": "NVIDIA H200",
+        "gpus": 1,
+        "compute_capability": "9.0",
+        "driver": "580.159.04",
+        "driver_cuda": 13000,
+        "arch": arch,
+        "mode": MODES[arch],
+        "python": "3.12.3",
+        "torch": "2.11.0",
+        "torch_cuda": "13.0",
+        "cutlass_fmha": "0.1.0",
+        "build": {},
+        "source_hash": source_hash(sources),
+    }
+    return report.write(directory, {**report.content(True, {"passed": 2}, environment), **changes})
+
+
+def release(reports: Path, sources: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    status = release_check.main(["--reports", str(reports), "--sources", str(sources)])
+    return status, capsys.readouterr().out
+
+
+def test_three_reports_of_these_sources_are_enough(
+    tmp_path: Path, sources: Path, capsys: pytest.CaptureFixture[str]
+):
+    names = [make_report(tmp_path / "reports", sources, arch).name for arch in MODES]
+    assert names[1] == "2026-11-20-nvidia-h200-ptx-sm89.json"
+    status, output = release(tmp_path / "reports", sources, capsys)
+    assert (status, output.count("\n")) == (0, 1)
+    assert "prove the present sources" in output
+
+
+@pytest.mark.parametrize("missing", MODES)
+def test_each_architectures_rows_need_a_report(
+    missing: int, tmp_path: Path, sources: Path, capsys: pytest.CaptureFixture[str]
+):
+    for arch in MODES:
+        if arch != missing:
+            make_report(tmp_path / "reports", sources, arch)
+    status, output = release(tmp_path / "reports", sources, capsys)
+    assert status == 1
+    assert f"the sm_{missing} rows have no parity report" in output
+    assert "make parity" in output
+
+
+def test_no_reports_at_all_fail(tmp_path: Path, sources: Path, capsys: pytest.CaptureFixture[str]):
+    status, output = release(tmp_path / "nothing", sources, capsys)
+    assert status == 1
+    assert output.count("have no parity report") == 3
+
+
+def test_a_report_of_other_sources_fails(tmp_path: Path, sources: Path, capsys: pytest.CaptureFixture[str]):
+    for arch in MODES:
+        make_report(tmp_path / "reports", sources, arch)
+    (sources / "a.h").write_text("changed")
+    status, output = release(tmp_path / "reports", sources, capsys)
+    assert status == 1
+    assert output.count("is of other sources") == 3
+
+
+def test_the_newest_report_counts(tmp_path: Path, sources: Path, capsys: pytest.CaptureFixture[str]):
+    for arch in MODES:
+        make_report(tmp_path / "reports", sources, arch)
+    # Newer by the clock though not by name: its time zone is another.
+    make_report(
+        tmp_path / "reports",
+        sources,
+        90,
+        "2026-11-20T09:30:00-02:00",
+        source_hash="0" * 64,
+        gpu="NVIDIA H100",
+    )
+    status, output = release(tmp_path / "reports", sources, capsys)
+    assert status == 1
+    assert "2026-11-20-nvidia-h100-native-sm90.json is of other sources (hash 000000000000" in output
+    make_report(tmp_path / "reports", sources, 90, "2026-11-20T12:00:00+00:00")
+    assert release(tmp_path / "reports", sources, capsys)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"passed": False}, "is the report of a failed run"),
+        ({"rows": {"fwd_sm90_f16_d64": {}}}, "leaves rows uncovered: fwd_sm90_bf16_d64"),
+        ({"rows": {}, "rows_expected": []}, "covers no row at all"),
+        ({"mode": "proxy"}, "the sm_90 rows have no parity report (native)"),
+    ],
+)
+def test_a_report_that_proves_less_fails(
+    changes: dict[str, Any], expected: str, tmp_path: Path, sources: Path, capsys: pytest.CaptureFixture[str]
+):
+    for arch in MODES:
+        path = make_report(tmp_path / "reports", sources, arch)
+        if arch == 90:
+            path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    status, output = release(tmp_path / "reports", sources, capsys)
+    assert status == 1
+    assert expected in output
+
+
+@pytest.mark.parametrize("text", ["{}", "not json", '{"kind": "benchmark"}', "[]"])
+def test_a_file_that_is_no_report_is_named(
+    text: str, tmp_path: Path, sources: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "odd.json").write_text(text)
+    status, output = release(tmp_path, sources, capsys)
+    assert status == 1
+    assert "odd.json" in output
+    assert output.count("\n") == 1
+
+
+def test_the_markdown_names_machine_rows_and_errors(tmp_path: Path, sources: Path):
+    text = make_report(tmp_path, sources, 120).with_suffix(".md").read_text()
+    for part in (
+        "sm_120 rows on NVIDIA H200: passed",
+        "580.159.04",
+        "mode proxy",
+        "2 of 2 rows",
+        source_hash(sources),
+    ):
+        assert part in text
+    assert "| fwd_sm120_bf16_d64 | 1 | 0.400 | 1.00e-03 | 0.100 | 1.00e-06 | b2 h2 q64 k64 none |" in text
+
+
+def test_a_report_passes_only_when_every_row_was_covered():
+    report = ParityReport(expected=["a", "b"])
+    report.record("a", "p", Errors(0.0, 0.5))
+    assert report.missing == ["b"]
+    assert report.content(True, {}, {})["passed"] is False
+    report.record("b", "p", Errors(0.0, 0.5))
+    assert report.content(True, {}, {})["passed"] is True
+    assert report.content(False, {}, {})["passed"] is False
+    assert ParityReport().content(True, {}, {})["passed"] is False
+
+
+def test_the_worst_problem_of_a_row_is_kept_and_an_error_beyond_the_tolerance_raises():
+    report = ParityReport(expected=["a"])
+    report.record("a", "first", Errors(1.0, 0.2, 0.0, 0.3))
+    report.record("a", "second", Errors(0.5, 0.9, 0.0, 0.1))
+    with pytest.raises(AssertionError, match="a: third: output is off by"):
+        report.record("a", "third", Errors(9.0, 3.0))
+    record = report.rows["a"]
+    assert (record.problems, record.worst_problem) == (3, "third")
+    assert (record.out_ratio, record.out_error, record.lse_ratio) == (3.0, 9.0, 0.3)
+
+
+def test_the_driver_version_says_when_it_is_unknown(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(parity_report.shutil, "which", lambda name: None)
+    assert parity_report.driver_version() == "unknown (no nvidia-smi)"
+
+
+# ---- sanitizer ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("status", "output", "expected"),
+    [
+        (0, "========= ERROR SUMMARY: 0 errors\n", None),
+        (0, "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n", None),
+        (0, "========= ERROR SUMMARY: 1 error\n", "reports 1 errors"),
+        (1, "========= ERROR SUMMARY: 12 errors\n", "reports 12 errors"),
+        (
+            0,
+            "========= RACECHECK SUMMARY: 3 hazards displayed (0 errors, 3 warnings)\n",
+            "reports 3 errors or hazards",
+        ),
+        (
+            0,
+            "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)\n",
+            "reports 1 errors or hazards",
+        ),
+        (1, "========= ERROR SUMMARY: 0 errors\n", "the problems failed with exit status 1"),
+        (0, "18 rows\n", "no summary"),
+        (255, "", "no summary"),
+    ],
+)
+def test_what_counts_as_a_clean_sanitizer_run(status: int, output: str, expected: str | None):
+    found = sanitize.verdict("memcheck", status, output)
+    assert found is None if expected is None else expected in str(found)
+
+
+def test_a_sanitizer_that_is_missing_or_finds_something_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert sanitize.main(["--tool", "memcheck"]) == 1
+    assert "compute-sanitizer was not found" in capfd.readouterr().out
+    program = tmp_path / "compute-sanitizer"
+    program.write_text(f"#!{sys.executable}\nimport os, sys\nprint(os.environ['SUMMARY'], *sys.argv[1:])\n")
+    program.chmod(0o755)
+    for summary, status in (
+        ("ERROR SUMMARY: 0 errors", 0),
+        ("RACECHECK SUMMARY: 2 hazards displayed", 1),
+        ("", 1),
+    ):
+        monkeypatch.setenv("SUMMARY", summary)
+        assert sanitize.main(["--tool", "all", "--rows", "d64"]) == status
+        output = capfd.readouterr().out
+        assert all(f"--tool {tool}" in output for tool in sanitize.TOOLS)
+        assert "--rows d64" in output
+
+
+def test_rows_are_picked_by_part_of_their_name():
+    assert sanitize.matches("fwd_sm90_f16_d64", [])
+    assert sanitize.matches("fwd_sm90_f16_d64", ["bf16", "d64"])
+    assert not sanitize.matches("fwd_sm90_f16_d64", ["bf16", "d128"])

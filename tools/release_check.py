@@ -1,0 +1,133 @@
+"""Do the committed parity reports prove the sources as they are now? Exit status 1 when not, with the
+reasons.
+
+    python tools/release_check.py [--reports benchmarks/results/parity]
+
+For the rows of each architecture the newest report counts: it must have passed, have covered every row, and
+carry the hash of the present src/. Reports are what ``make parity`` writes:
+<date>-<gpu>-<mode>-sm<arch>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from source_hash import SOURCES, source_hash
+
+REPORTS = SOURCES.parent / "benchmarks" / "results" / "parity"
+KIND = "cutlass_fmha parity report"
+
+#: Architecture of the rows -> ways to run them that count, and how to make such a report.
+REQUIRED: dict[int, tuple[tuple[str, ...], str]] = {
+    90: (("native",), "make parity on an sm_90 GPU"),
+    89: (
+        ("native", "ptx"),
+        "make parity on an sm_89 GPU, or CUTLASS_FMHA_FORCE_ARCH=89 make parity on a newer one",
+    ),
+    120: (
+        ("native", "proxy"),
+        "make parity on an sm_120 GPU, or CUTLASS_FMHA_FORCE_ARCH=120 make parity with a build of "
+        "CUTLASS_FMHA_SM120_PROXY=90 on an sm_90 one",
+    ),
+}
+
+
+class ReportError(ValueError):
+    """A file in the reports' directory is not a parity report."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a release depends on in one report."""
+
+    file: str
+    date: datetime.datetime
+    arch: int
+    mode: str
+    passed: bool
+    source_hash: str
+    gpu: str
+    rows: frozenset[str]
+    rows_expected: frozenset[str]
+
+    @classmethod
+    def read(cls, path: Path) -> Report:
+        """Raises ReportError when ``path`` holds something else."""
+        try:
+            content: dict[str, Any] = json.loads(path.read_text())
+            kind = content["kind"]
+            if kind != KIND:
+                raise ValueError(f"its kind is {kind!r}")
+            return cls(
+                file=path.name,
+                date=datetime.datetime.fromisoformat(content["date"]),
+                arch=int(content["arch"]),
+                mode=content["mode"],
+                passed=content["passed"] is True,
+                source_hash=content["source_hash"],
+                gpu=content["gpu"],
+                rows=frozenset(content["rows"]),
+                rows_expected=frozenset(content["rows_expected"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ReportError(f"{path} is not a parity report: {error!r}") from error
+
+
+def read_reports(directory: Path) -> list[Report]:
+    """Every report in ``directory``, oldest first."""
+    return sorted((Report.read(path) for path in directory.glob("*.json")), key=lambda report: report.date)
+
+
+def complaints(reports: list[Report], current: str) -> list[str]:
+    """Why these reports do not prove sources with the hash ``current``; empty when they do."""
+    found = []
+    for arch, (modes, how) in REQUIRED.items():
+        of_arch = [report for report in reports if report.arch == arch and report.mode in modes]
+        if not of_arch:
+            found.append(f"the sm_{arch} rows have no parity report ({' or '.join(modes)}): {how}")
+            continue
+        newest = max(of_arch, key=lambda report: report.date)
+        if newest.source_hash != current:
+            found.append(
+                f"{newest.file} is of other sources (hash {newest.source_hash[:12]}, "
+                f"src/ has {current[:12]}): {how}"
+            )
+        if missing := sorted(newest.rows_expected - newest.rows):
+            found.append(f"{newest.file} leaves rows uncovered: {', '.join(missing)}")
+        if not newest.rows:
+            found.append(f"{newest.file} covers no row at all")
+        if not newest.passed:
+            found.append(f"{newest.file} is the report of a failed run")
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--reports", type=Path, default=REPORTS, help="directory of the reports' JSON files")
+    parser.add_argument(
+        "--sources", type=Path, default=SOURCES, help="directory whose hash the reports must carry"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        reports = read_reports(options.reports)
+    except ReportError as error:
+        print(f"release-check: {error}")
+        return 1
+    current = source_hash(options.sources)
+    found = complaints(reports, current)
+    for sentence in found:
+        print(f"release-check: {sentence}")
+    if not found:
+        print(f"release-check: the parity reports prove the present sources ({current[:12]})")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

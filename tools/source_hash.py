@@ -1,0 +1,37 @@
+"""The hash of src/: what ties a parity report or a build to the sources it was made from.
+
+python tools/source_hash.py [directory]
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from pathlib import Path
+
+SOURCES = Path(__file__).resolve().parents[1] / "src"
+
+
+def source_files(directory: Path) -> list[Path]:
+    """Every file under ``directory`` in a fixed order, but for hidden ones (editors' backups and locks)."""
+    files = (path for path in directory.rglob("*") if path.is_file())
+    relative = (path.relative_to(directory) for path in files)
+    visible = (path for path in relative if not any(part.startswith(".") for part in path.parts))
+    return sorted(visible, key=lambda path: path.as_posix())
+
+
+def source_hash(directory: Path = SOURCES) -> str:
+    """SHA-256, in hex, over the names and the contents of the files under ``directory``."""
+    files = source_files(directory)
+    if not files:
+        raise FileNotFoundError(f"there are no sources under {directory}")
+    digest = hashlib.sha256()
+    for path in files:
+        content = (directory / path).read_bytes()
+        digest.update(f"{path.as_posix()}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+if __name__ == "__main__":
+    print(source_hash(*map(Path, sys.argv[1:2])))
