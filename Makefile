@@ -1,0 +1,130 @@
+# The commands of README and CI. Everything lives in .venv and build/; a second run reuses the first.
+#
+#   make demo            semantic search over real text with our attention; compiles one architecture's kernels
+#   make test            all kernels, and every test that needs no GPU
+#   make build           all kernels, installed in .venv (editable)
+#   make bench           us against torch's attention on this machine's GPU; ARGS="--preset ..." goes to it
+#   make parity          the GPU tests, with a report; fails without a GPU
+#   make release-check   is the newest parity report of these sources?
+#   make wheel           a wheel in dist/
+#   make lint            ruff, mypy and clang-format; "make format" mends
+#   make clean           forget the build; "make distclean": .venv too
+#
+# Variables: PYTHON3   the Python that .venv is made with (default: python3)
+#            PYTHON    an interpreter that already has torch and this package: for demo, bench and parity, without .venv
+#            TORCH     what pip installs when .venv has no torch (default below)
+#            ARCHS     architectures to compile, as "89;120" (default: all)
+#            JOBS      parallel nvcc jobs (default: what cores and memory allow)
+#            ARGS      passed on to the program that a target runs
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-builtin-rules --no-print-directory
+
+PYTHON3 ?= python3
+TORCH ?= torch==2.13.0
+ALL_ARCHS := 89;90;120
+ARCHS ?= $(ALL_ARCHS)
+REPORTS ?= benchmarks/results/parity
+ARGS ?=
+JOBS ?=
+
+VENV := .venv
+VENV_PYTHON := $(VENV)/bin/python
+STAMPS := $(VENV)/.stamps
+DEVELOP = $(VENV_PYTHON) build_backend/develop.py
+BUILD_INPUTS := pyproject.toml CMakeLists.txt $(shell find cmake src build_backend -type f -not -name '*.pyc' -not -name '.*')
+
+# An interpreter that is ready, or .venv's after what it needs. The working directory stays off its path: an installed
+# wheel is to be used, not the sources next to it.
+RUN := PYTHONSAFEPATH=1 $(if $(PYTHON),$(PYTHON),$(VENV_PYTHON))
+READY := $(if $(PYTHON),,build)
+
+.PHONY: demo test build bench parity release-check wheel lint format clean distclean setup
+.DEFAULT_GOAL := test
+
+setup: $(STAMPS)/torch $(STAMPS)/tools
+
+$(STAMPS)/venv:
+	@command -v $(PYTHON3) >/dev/null || { echo "cutlass_fmha: $(PYTHON3) was not found; install Python 3.10 or newer, or name one with PYTHON3=" >&2; exit 1; }
+	@$(PYTHON3) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "cutlass_fmha: Python 3.10 or newer is needed, and $(PYTHON3) is older; name another with PYTHON3=" >&2; exit 1; }
+	@$(PYTHON3) build_backend/develop.py venv $(VENV)
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/torch: $(STAMPS)/venv
+	@$(DEVELOP) torch '$(TORCH)'
+	@touch $@
+
+TOOLS := $(addprefix requirements/,build.txt nvcc.txt cutlass.txt inspect.txt test.txt)
+$(STAMPS)/tools: $(TOOLS) | $(STAMPS)/venv
+	@$(DEVELOP) requirements $(TOOLS)
+	@touch $@
+
+$(STAMPS)/lint: requirements/lint.txt | $(STAMPS)/venv
+	@$(DEVELOP) requirements $^
+	@touch $@
+
+DEMO := requirements/demo.txt requirements/demo-model.txt
+$(STAMPS)/demo: $(DEMO) | $(STAMPS)/torch
+	@$(DEVELOP) requirements $(DEMO)
+	@touch $@
+
+# The package as it is installed for a list of architectures. Only the last one built is there, so its stamp alone is.
+BUILT := build/.built-$(subst ;,-,$(ARCHS))
+$(BUILT): $(BUILD_INPUTS) | $(STAMPS)/torch $(STAMPS)/tools
+	@rm -f build/.built-*
+	@$(DEVELOP) build '$(ARCHS)' '$(JOBS)'
+	@touch $@
+
+build: $(BUILT)
+	@:
+
+# One architecture proves the toolchain: the GPU's, or sm_89. What an earlier build compiled is kept.
+DEMO_ARCHS = $(or $(if $(filter-out file,$(origin ARCHS)),$(ARCHS)),$(subst -,;,$(patsubst build/.built-%,%,$(firstword $(wildcard build/.built-*)))),auto)
+
+demo: $(if $(PYTHON),,$(STAMPS)/demo demo-build)
+	@$(RUN) -m cutlass_fmha demo $(ARGS)
+
+.PHONY: demo-build
+demo-build:
+	@$(MAKE) build ARCHS='$(DEMO_ARCHS)'
+
+# The demo is tested too, so that its packages are needed.
+test: $(STAMPS)/demo build
+	@$(VENV_PYTHON) -m pytest $(ARGS)
+
+bench: $(READY)
+	@$(RUN) -m cutlass_fmha bench $(ARGS)
+
+# From tests/, so that "python -m" finds no package in the working directory.
+parity: $(READY)
+	@mkdir -p '$(REPORTS)'
+	@report=$$(realpath '$(REPORTS)') && cd tests && $(if $(PYTHON),$(PYTHON),../$(VENV_PYTHON)) -m pytest -m gpu --parity-report "$$report" $(ARGS) .
+
+release-check: $(if $(PYTHON),,$(STAMPS)/venv)
+	@$(if $(PYTHON),$(PYTHON),$(VENV_PYTHON)) tools/release_check.py $(ARGS)
+
+wheel: $(STAMPS)/torch $(STAMPS)/tools
+	@echo '==> building a wheel in dist/' && rm -f dist/cutlass_fmha-*.whl
+	@CUDACXX="$$($(VENV_PYTHON) build_backend/probe.py nvcc)" $(VENV_PYTHON) -m pip wheel --no-deps --no-build-isolation --wheel-dir dist \
+	  --config-settings=build-dir=build --config-settings='cmake.define.CMAKE_CUDA_ARCHITECTURES=$(ARCHS)' \
+	  --config-settings='cmake.define.CUTLASS_FMHA_JOBS=$(JOBS)' .
+	@$(VENV_PYTHON) .ci/check_wheel.py dist/cutlass_fmha-*.whl
+
+CXX_SOURCES = $(shell find src -name '*.h' -o -name '*.cpp' -o -name '*.cuh')
+lint: $(STAMPS)/lint $(STAMPS)/torch
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/clang-format --dry-run --Werror $(CXX_SOURCES)
+	@$(VENV)/bin/mypy
+
+format: $(STAMPS)/lint
+	@$(VENV)/bin/ruff check --fix .
+	@$(VENV)/bin/ruff format .
+	@$(VENV)/bin/clang-format -i $(CXX_SOURCES)
+
+clean:
+	rm -rf build dist wheelhouse .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+distclean: clean
+	rm -rf $(VENV)
