@@ -19,6 +19,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
+.NOTPARALLEL:  # two pips in one environment disturb each other, and the compile jobs are capped by memory
 MAKEFLAGS += --no-builtin-rules --no-print-directory
 
 PYTHON3 ?= python3
@@ -33,7 +34,7 @@ VENV := .venv
 VENV_PYTHON := $(VENV)/bin/python
 STAMPS := $(VENV)/.stamps
 DEVELOP = $(VENV_PYTHON) build_backend/develop.py
-BUILD_INPUTS := pyproject.toml CMakeLists.txt $(shell find cmake src build_backend -type f -not -name '*.pyc' -not -name '.*')
+BUILD_INPUTS := pyproject.toml CMakeLists.txt tools/source_hash.py requirements/nvcc.txt requirements/cutlass.txt $(shell find cmake src build_backend -type f -not -name '*.pyc' -not -name '.*')
 
 # An interpreter that is ready, or .venv's after what it needs. The working directory stays off its path: an installed
 # wheel is to be used, not the sources next to it.

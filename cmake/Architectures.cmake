@@ -47,7 +47,7 @@ function(fmha_code_flags arch out)
   elseif(FMHA_NVCC_VERSION VERSION_GREATER_EQUAL 12.9)
     set(flags -gencode=arch=compute_120f,code=sm_120f)  # the family: sm_120 and sm_121
   else()
-    set(flags -gencode=arch=compute_120a,code=sm_120a)
+    set(flags -gencode=arch=compute_120,code=sm_120)
   endif()
   set(${out} "${flags}" PARENT_SCOPE)
 endfunction()

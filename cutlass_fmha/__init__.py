@@ -5,7 +5,16 @@
 >>> print(cutlass_fmha.explain(q, k, v, causal=True))   # which kernel ran, and why
 """
 
+from importlib import import_module as _import_module
 from importlib.metadata import version as _version
+
+try:
+    _import_module("cutlass_fmha._C")
+except ModuleNotFoundError as error:  # the sources, found before the installed package
+    raise ImportError(
+        f"the compiled extension cutlass_fmha._C is not in {__path__[0]}: install the package with "
+        "`pip install .`, and start Python outside the source tree or with -P"
+    ) from error
 
 from cutlass_fmha.attention import attention, scaled_dot_product_attention
 from cutlass_fmha.errors import UnsupportedError

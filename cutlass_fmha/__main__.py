@@ -11,7 +11,6 @@ import torch
 import cutlass_fmha
 from cutlass_fmha import _C
 from cutlass_fmha import device as devices
-from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.select import no_rows, this_build
 
 
@@ -35,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         return _info(arguments) if arguments.command == "info" else _explain(arguments)
-    except (TypeError, ValueError, UnsupportedError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:  # no row; an old driver
         subparsers[arguments.command].error(str(error))
 
 

@@ -33,7 +33,7 @@ def forward(
     seqlen_k, num_heads_kv = key.shape[1], key.shape[2]
     if query.numel() == 0 or seqlen_k == 0:
         output = torch.zeros(query.shape, dtype=query.dtype)
-        return output, torch.full((batch, num_heads, seqlen_q), -math.inf)
+        return output, torch.full((batch, num_heads, seqlen_q), -math.inf, dtype=torch.float32)
 
     compute_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     result = None

@@ -100,7 +100,7 @@ def explain(
         if q is not None or k is not None or v is not None:
             raise TypeError("explain takes tensors or a shape, got both")
         problem = _problem_of_shape(shape, seqlen_k, num_heads_kv, dtype, causal_name, alignment)
-        default: str | torch.device = "cuda" if _C.device_count() else "cpu"
+        default: str | torch.device | None = None
     else:
         if q is None or k is None or v is None:
             raise TypeError("explain needs q, k and v, or a shape (batch, seqlen_q, num_heads, head_dim)")
@@ -110,7 +110,9 @@ def explain(
         if device is not None or arch is None:
             raise TypeError("explain takes arch with or without sm_count, or device, but not both")
         return explain_problem(problem, devices.of_arch(arch, sm_count), template)
-    return explain_problem(problem, resolve(default if device is None else device), template)
+    if device is None:  # the driver is asked only now: it may be too old to answer
+        device = default or ("cuda" if _C.device_count() else "cpu")
+    return explain_problem(problem, resolve(device), template)
 
 
 def _problem_of_tensors(tensors: tuple[Tensor, Tensor, Tensor], causal: str, layout: str) -> Problem:
@@ -138,6 +140,10 @@ def _problem_of_shape(
         raise ValueError(f"dtype must be one of {', '.join(allowed)}, got {dtype!r}")
     if seqlen_k < 0:
         raise ValueError(f"seqlen_k must be at least 0, got {seqlen_k}")
+    if (longest := max(seqlen_q, seqlen_k)) > check.MAX_SEQLEN:
+        raise ValueError(f"a seqlen must be 2**29 at most, got {longest}")
+    if head_dim < 1:
+        raise ValueError(f"head_dim must be at least 1, got {head_dim}")
     if num_heads_kv < 0 or (num_heads % num_heads_kv if num_heads_kv else num_heads):
         raise ValueError(f"num_heads_kv must divide num_heads {num_heads}, got {num_heads_kv}")
     if alignment not in (1, 2, 4, 8, 16):

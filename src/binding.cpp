@@ -29,26 +29,30 @@ using Pointers = std::array<uintptr_t, 5>;   // q, k, v, o, lse
 using Sizes = std::array<int64_t, 5>;        // batch, seqlen_q, seqlen_k, num_heads, num_heads_kv
 using StrideList = std::array<int64_t, 12>;  // (batch, seqlen, head) of q, k, v, o
 
-void require(bool condition, std::string const& sentence) {
-  if (!condition) throw std::invalid_argument(sentence);
+/// `sentence` is a function: a launch makes dozens of checks, and must not pay for texts that nobody reads.
+template <class Sentence>
+void require(bool condition, Sentence const& sentence) {
+  if (!condition) throw std::invalid_argument(sentence());
 }
 
 ForwardParams make_params(Pointers const& pointers, Sizes const& sizes, StrideList const& s, double scale,
                           std::optional<int64_t> diagonal) {
   static constexpr char const* kNames[] = {"batch", "seqlen_q", "seqlen_k", "num_heads", "num_heads_kv"};
   for (size_t i = 0; i < sizes.size(); ++i) {
-    require(sizes[i] >= 0 && sizes[i] <= kMaxSeqlen, std::string(kNames[i]) + " must be between 0 and " +
-                                                         std::to_string(kMaxSeqlen) + ", got " +
-                                                         std::to_string(sizes[i]));
+    require(sizes[i] >= 0 && sizes[i] <= kMaxSeqlen, [&] {
+      return std::string(kNames[i]) + " must be between 0 and " + std::to_string(kMaxSeqlen) + ", got " +
+             std::to_string(sizes[i]);
+    });
   }
-  require(sizes[4] > 0 ? sizes[3] % sizes[4] == 0 : sizes[3] == 0, "num_heads (" + std::to_string(sizes[3]) +
-                                                                       ") must be a multiple of num_heads_kv (" +
-                                                                       std::to_string(sizes[4]) + ")");
+  require(sizes[4] > 0 ? sizes[3] % sizes[4] == 0 : sizes[3] == 0, [&] {
+    return "num_heads (" + std::to_string(sizes[3]) + ") must be a multiple of num_heads_kv (" +
+           std::to_string(sizes[4]) + ")";
+  });
   require(std::isfinite(scale) && std::fabs(scale) <= 2e38,
-          "scale must be a finite float of at most 2e38, got " + std::to_string(scale));
+          [&] { return "scale must be a finite float of at most 2e38, got " + std::to_string(scale); });
   if (diagonal) {
     require(std::llabs(*diagonal) <= kMaxSeqlen,
-            "diagonal must be between -2**29 and 2**29, got " + std::to_string(*diagonal));
+            [&] { return "diagonal must be between -2**29 and 2**29, got " + std::to_string(*diagonal); });
   }
   ForwardParams p{};
   p.q = reinterpret_cast<void const*>(pointers[0]);
@@ -94,14 +98,17 @@ struct TemplateRow : Template {
 void check_aligned(Template const& t, Pointers const& pointers, Sizes const& sizes, StrideList const& strides) {
   int const bytes = t.config.alignment();
   for (int i = 0; i < 4; ++i) {
-    require(pointers[i] % bytes == 0, std::string(t.name) + " needs pointers aligned to " + std::to_string(bytes) +
-                                          " bytes, and that of " + "qkvo"[i] + " is not");
+    require(pointers[i] % bytes == 0, [&] {
+      return std::string(t.name) + " needs pointers aligned to " + std::to_string(bytes) + " bytes, and that of " +
+             "qkvo"[i] + " is not";
+    });
     // batch, seqlen, heads of the operand: the stride of a dimension of size 1 is never used.
     int64_t const extent[] = {sizes[0], i == 0 || i == 3 ? sizes[1] : sizes[2], i == 0 || i == 3 ? sizes[3] : sizes[4]};
     for (int d = 0; d < 3; ++d) {
-      require(extent[d] <= 1 || strides[3 * i + d] * 2 % bytes == 0,
-              std::string(t.name) + " needs strides that are multiples of " + std::to_string(bytes) +
-                  " bytes, and a stride of " + "qkvo"[i] + " is not");
+      require(extent[d] <= 1 || strides[3 * i + d] * 2 % bytes == 0, [&] {
+        return std::string(t.name) + " needs strides that are multiples of " + std::to_string(bytes) +
+               " bytes, and a stride of " + "qkvo"[i] + " is not";
+      });
     }
   }
 }
@@ -109,10 +116,13 @@ void check_aligned(Template const& t, Pointers const& pointers, Sizes const& siz
 void run(int row, Pointers const& pointers, Sizes const& sizes, StrideList const& strides, double scale,
          std::optional<int64_t> diagonal, int device, uintptr_t stream) {
   auto const& rows = templates();
-  require(row >= 0 && row < static_cast<int>(rows.size()),
-          "row must be between 0 and " + std::to_string(rows.size() - 1) + ", got " + std::to_string(row));
+  require(row >= 0 && row < static_cast<int>(rows.size()), [&] {
+    return "row must be between 0 and " + std::to_string(rows.size() - 1) + ", got " + std::to_string(row);
+  });
   ForwardParams const params = make_params(pointers, sizes, strides, scale, diagonal);
   check_aligned(rows[row], pointers, sizes, strides);
+  // A full launch queue makes the driver wait, maybe for a host callback that wants the interpreter.
+  py::gil_scoped_release unlocked;
   launch_forward(row, params, device, reinterpret_cast<cudaStream_t>(stream));
 }
 
@@ -140,8 +150,9 @@ int device_count() {
 
 cudaDeviceProp device_properties(int device) {
   int const count = device_count();
-  require(device >= 0 && device < count,
-          "device must be one of the " + std::to_string(count) + " CUDA devices here, got " + std::to_string(device));
+  require(device >= 0 && device < count, [&] {
+    return "device must be one of the " + std::to_string(count) + " CUDA devices here, got " + std::to_string(device);
+  });
   cudaDeviceProp properties{};
   cudaError_t const status = cudaGetDeviceProperties(&properties, device);
   if (status != cudaSuccess) {

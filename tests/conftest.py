@@ -11,6 +11,7 @@ import pytest
 from parity_report import ParityReport
 
 REPORT = pytest.StashKey[ParityReport]()
+LEFT_OUT = pytest.StashKey[int]()
 sys.path.insert(
     0, str(Path(__file__).resolve().parents[1] / "tools")
 )  # the tests of tools/ import them by name
@@ -32,6 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[REPORT] = ParityReport()
+    config.stash[LEFT_OUT] = 0
     # A first launch loads or even compiles code, so examples have no deadline.
     hypothesis.settings.register_profile("fmha", deadline=None, print_blob=True)
     hypothesis.settings.register_profile(
@@ -44,12 +46,29 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("fmha")
 
 
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    for item in items:
+        item.config.stash[LEFT_OUT] += item.get_closest_marker("gpu") is not None
+
+
+def partial(session: pytest.Session) -> str | None:
+    """Why the collected tests are not the whole gate, in one sentence; None when they are."""
+    if left_out := session.config.stash[LEFT_OUT]:
+        return f"{left_out} of the GPU tests are left out"
+    files = {path.name for path in Path(__file__).parent.glob("test_parity*.py")}
+    if absent := sorted(files - {item.path.name for item in session.items}):
+        return f"nothing of {' and '.join(absent)} is run"
+    return None
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Ends a run of GPU tests on a machine that can't run them with exit status 1 and the reason."""
     if not any(item.get_closest_marker("gpu") for item in session.items):
         if session.config.getoption("--parity-report"):
             pytest.exit("--parity-report needs the GPU tests: add -m gpu", returncode=1)
         return
+    if session.config.getoption("--parity-report") and (reason := partial(session)) is not None:
+        pytest.exit(f"a parity report is of the whole gate: {reason}", returncode=1)
     import gpu
 
     if (reason := gpu.unusable()) is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -74,7 +75,7 @@ def test_every_architecture_has_every_dtype_and_head_dim_in_both_copies():
         (arch, dtype, head_dim, copy)
         for arch in architectures
         for dtype in ("float16", "bfloat16")
-        for head_dim in (32, 64, 128)
+        for head_dim in (32, 64, 96, 128, 192, 256)
         for copy in ("cp_async_16", "element")
     }
 
@@ -256,6 +257,16 @@ def test_it_needs_nothing_but_the_c_and_cpp_runtimes():
     allowed = r"(libc|libm|libpthread|libdl|librt|libgcc_s|libstdc\+\+|ld-linux-x86-64)\.so\.\d+"
     foreign = sorted(name for name in needed if not re.fullmatch(allowed, name))
     assert not foreign, f"{EXTENSION.name} needs {', '.join(foreign)}"
+
+
+def test_sources_that_are_not_built_say_so(tmp_path: Path):
+    (tmp_path / "cutlass_fmha").mkdir()
+    shutil.copy(ROOT / "cutlass_fmha" / "__init__.py", tmp_path / "cutlass_fmha")
+    # Without site, so that no installed package is found either.
+    command = [sys.executable, "-S", "-c", "import cutlass_fmha"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    last = done.stderr.splitlines()[-1]
+    assert re.match(r"ImportError: the compiled extension cutlass_fmha\._C is not in .*pip install", last)
 
 
 def test_it_loads_without_torch_and_without_the_driver():

@@ -91,6 +91,15 @@ def test_info_survives_a_driver_that_is_too_old(capsys, monkeypatch):
     assert status == 0 and "devices: none, the NVIDIA driver is too old" in out
 
 
+def test_explain_names_a_driver_that_is_too_old_where_it_matters(capsys, build, monkeypatch):
+    def device_count():
+        raise RuntimeError("the NVIDIA driver is too old: it supports CUDA 12.2")
+
+    monkeypatch.setattr(_C, "device_count", device_count)
+    assert "error: the NVIDIA driver is too old" in refuse(capsys, "explain", "--shape", "1,8,2,64")
+    assert run(capsys, "explain", "--shape", "1,8,2,64", "--device", "l4")[0] == 0
+
+
 def test_explain_prints_every_row(capsys, build):
     status, out = run(
         capsys,

@@ -58,6 +58,19 @@ def test_empty_problems(shape: tuple[int, ...], causal: str):
     assert (out == 0).all() and (lse == -math.inf).all()
 
 
+@pytest.mark.parametrize("seqlen_k", [0, 7])
+@pytest.mark.parametrize("default", [torch.float16, torch.float64], ids=str)
+def test_the_lse_is_fp32_whatever_the_default_dtype(default: torch.dtype, seqlen_k: int):
+    q, k, v = tensors(1, 5, seqlen_k, 2, 2, 8)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        out, lse = attention(q, k, v, return_lse=True)
+    finally:
+        torch.set_default_dtype(before)
+    assert (out.dtype, lse.dtype) == (torch.float32, torch.float32)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_queries_that_see_no_key_are_zero(dtype: torch.dtype):
     q, k, v = tensors(2, 90, 30, 4, 2, 16, dtype)

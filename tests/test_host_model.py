@@ -145,7 +145,7 @@ def test_ldmatrix_addresses_agree_with_the_swizzled_layout(head_dim):
     assert sorted(by_layout for by_layout, _ in offsets) == list(range(0, 2 * 64 * head_dim, 2))
 
 
-@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
 def test_ldmatrix_and_row_copies_are_free_of_bank_conflicts(head_dim):
     def banks(accesses: list[tuple[int, int]]) -> set[int]:
         return {_C.host.smem_offsets(head_dim, row, column)[0] // 16 % 8 for row, column in accesses}

@@ -27,8 +27,7 @@ def tensors(batch=2, seqlen_q=33, seqlen_k=65, heads=4, heads_kv=2, head_dim=32,
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
-# ---- what torch expects of an op
-# ----------------------------------------------------------------------------
+# ---- what torch expects of an op ---------------------------------------------------------------------------
 
 
 def test_the_schema_is_functional_and_of_fixed_arity():
@@ -86,8 +85,7 @@ def test_the_op_itself_refuses_with_a_sentence(change: dict, message: str, place
         forward(*arguments.values())
 
 
-# ---- gradients
-# ----------------------------------------------------------------------------------------------
+# ---- gradients ---------------------------------------------------------------------------------------------
 
 NO_BACKWARD = "cutlass_fmha has no backward yet"
 
@@ -142,8 +140,7 @@ def test_a_compiled_call_never_drops_a_gradient(backend: str):
         compiled(q.clone().requires_grad_(), k, v)
 
 
-# ---- compiling
-# ----------------------------------------------------------------------------------------------
+# ---- compiling ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
@@ -205,8 +202,7 @@ def test_export_keeps_the_op(strict: bool):
     torch.testing.assert_close(program.module()(*other), Block()(*other))
 
 
-# ---- past the dispatcher
-# ------------------------------------------------------------------------------------
+# ---- past the dispatcher -----------------------------------------------------------------------------------
 
 
 class LooksLikeCuda(torch.Tensor):

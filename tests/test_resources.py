@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import cubin
 import pytest
-import sass
+import resources
 
 from cutlass_fmha import _C
 
@@ -35,8 +36,8 @@ def rows() -> list[_C.Template]:
 
 
 @pytest.fixture(scope="module")
-def kernels(rows: list[_C.Template]) -> list[sass.Kernel]:
-    return sass.read_kernels(EXTENSION)
+def kernels(rows: list[_C.Template]) -> list[cubin.Kernel]:
+    return cubin.read_kernels(EXTENSION)
 
 
 def compiled_for(row: _C.Template) -> int:
@@ -49,14 +50,14 @@ def test_the_extension_was_built_with_the_pinned_nvcc(rows: list[_C.Template]):
     advice = "build with it (make does), since registers and spills depend on the compiler"
     built_with = _C.build_info()["nvcc_version"]
     assert built_with == pinned_nvcc(), f"built with nvcc {built_with}, pinned is {pinned_nvcc()}: {advice}"
-    versions = sass.read_compilers(EXTENSION)
+    versions = cubin.read_compilers(EXTENSION)
     assert versions
     others = {cubin: version for cubin, version in versions.items() if version != pinned_nvcc()}
     assert not others, f"code of another compiler than {pinned_nvcc()}: {others}: {advice}"
 
 
 def test_every_row_has_code_for_its_architecture_and_only_that(
-    rows: list[_C.Template], kernels: list[sass.Kernel]
+    rows: list[_C.Template], kernels: list[cubin.Kernel]
 ):
     found: dict[str, set[int]] = {}
     for kernel in kernels:
@@ -65,16 +66,16 @@ def test_every_row_has_code_for_its_architecture_and_only_that(
 
 
 def test_sm_89_rows_and_only_they_carry_ptx(rows: list[_C.Template]):
-    assert sass.read_ptx(EXTENSION) == {row.name: {89} for row in rows if row.arch == 89}
+    assert cubin.read_ptx(EXTENSION) == {row.name: {89} for row in rows if row.arch == 89}
 
 
-def test_no_row_has_anything_to_complain_about(rows: list[_C.Template], kernels: list[sass.Kernel]):
+def test_no_row_has_anything_to_complain_about(rows: list[_C.Template], kernels: list[cubin.Kernel]):
     by_name = {row.name: row for row in rows}
-    wrong = [line for kernel in kernels for line in sass.complaints(kernel, by_name[kernel.name])]
+    wrong = [line for kernel in kernels for line in resources.complaints(kernel, by_name[kernel.name])]
     assert not wrong, "\n".join(wrong)
 
 
-def test_tensor_core_instructions_are_of_the_rows_dtype(rows: list[_C.Template], kernels: list[sass.Kernel]):
+def test_tensor_core_instructions_are_of_the_rows_dtype(rows: list[_C.Template], kernels: list[cubin.Kernel]):
     by_name = {row.name: row for row in rows}
     for kernel in kernels:
         hmma = [opcode for opcode in kernel.opcodes if opcode.startswith("HMMA")]
@@ -148,18 +149,18 @@ class PlannedRow:
 @pytest.fixture(scope="module", params=[89, 90, 120])
 def planted(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, sass.Kernel]]:
+) -> Iterator[dict[str, cubin.Kernel]]:
     directory = tmp_path_factory.mktemp("planted")
     (directory / "planted.cu").write_text(PLANTED)
     target = f"-gencode=arch=compute_{request.param},code=sm_{request.param}"
-    sass.run_tool("nvcc", "-fatbin", target, "-o", directory / "planted.fatbin", directory / "planted.cu")
-    kernels = sass.read_kernels(directory / "planted.fatbin")
+    cubin.run_tool("nvcc", "-fatbin", target, "-o", directory / "planted.fatbin", directory / "planted.cu")
+    kernels = cubin.read_kernels(directory / "planted.fatbin")
     assert {kernel.arch for kernel in kernels} == {request.param}
     return {kernel.name: kernel for kernel in kernels}
 
 
-def test_a_good_kernel_passes(planted: dict[str, sass.Kernel]):
-    assert sass.complaints(planted["good"], PlannedRow("good")) == []
+def test_a_good_kernel_passes(planted: dict[str, cubin.Kernel]):
+    assert resources.complaints(planted["good"], PlannedRow("good")) == []
     assert planted["good"].opcodes["HMMA.16816.F32"] == 2
     assert planted["good"].shared == 0
     assert planted["shares_too_much"].shared == 48000
@@ -177,8 +178,8 @@ def test_a_good_kernel_passes(planted: dict[str, sass.Kernel]):
         ("shares_too_much", "2 blocks of 52096 bytes of shared memory do not fit"),
     ],
 )
-def test_a_planted_defect_is_found(planted: dict[str, sass.Kernel], name: str, expected: str):
-    found = "\n".join(sass.complaints(planted[name], PlannedRow(name)))
+def test_a_planted_defect_is_found(planted: dict[str, cubin.Kernel], name: str, expected: str):
+    found = "\n".join(resources.complaints(planted[name], PlannedRow(name)))
     assert re.search(expected, found), found
 
 
@@ -195,21 +196,21 @@ def test_a_planted_defect_is_found(planted: dict[str, sass.Kernel], name: str, e
     ],
 )
 def test_a_row_that_asks_for_more_than_an_sm_has_is_found(
-    planted: dict[str, sass.Kernel], row: PlannedRow, expected: str
+    planted: dict[str, cubin.Kernel], row: PlannedRow, expected: str
 ):
-    assert expected.replace("\\", "") in "\n".join(sass.complaints(planted["good"], row))
+    assert expected.replace("\\", "") in "\n".join(resources.complaints(planted["good"], row))
 
 
 def test_a_missing_tool_is_named(monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(sass.ToolMissingError, match="no-such-tool was not found: pip install"):
-        sass.find_tool("no-such-tool")
+    with pytest.raises(cubin.ToolMissingError, match="no-such-tool was not found: pip install"):
+        cubin.find_tool("no-such-tool")
 
 
 def test_a_kernel_that_only_one_tool_knows_is_an_error():
     usage = "arch = sm_89\n Function f:\n  REG:8 STACK:0 SHARED:0 LOCAL:0 CONSTANT[0]:4\n"
     sass_text = "arch = sm_89\n\t\tFunction : f\n        /*0000*/                   EXIT ;    /* 0x0 */\n"
-    assert [k.name for k in sass.parse(usage, sass_text)] == ["f"]
+    assert [k.name for k in cubin.parse(usage, sass_text)] == ["f"]
     with pytest.raises(ValueError, match="prints no instruction of f"):
-        sass.parse(usage, "arch = sm_90\n")
+        cubin.parse(usage, "arch = sm_90\n")
     with pytest.raises(ValueError, match="says nothing about f"):
-        sass.parse("", sass_text)
+        cubin.parse("", sass_text)

@@ -34,8 +34,7 @@ def reasons(problem: Problem, gpu: Device = L4, name: str = "fwd_sm89_f16_d64_m6
     return select.reasons(BUILD.by_name(name), problem, gpu, BUILD)
 
 
-# ---- which rows a device takes
-# ------------------------------------------------------------------------------
+# ---- which rows a device takes -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -85,8 +84,7 @@ def test_a_proxy_build_runs_sm_120_rows_on_sm_90_and_nowhere_else(monkeypatch):
     )
 
 
-# ---- reasons
-# ------------------------------------------------------------------------------------------------
+# ---- reasons -----------------------------------------------------------------------------------------------
 
 
 def test_each_reason_is_a_sentence_of_its_own():
@@ -117,8 +115,7 @@ def test_unaligned_operands_leave_the_element_row():
     assert eligible(replace(PROBLEM, alignment=1), L4) == []
 
 
-# ---- the choice
-# ---------------------------------------------------------------------------------------------
+# ---- the choice --------------------------------------------------------------------------------------------
 
 
 def test_the_cheapest_eligible_row_wins():
@@ -177,8 +174,7 @@ def test_a_device_without_rows_gets_one_sentence(gpu: Device, build: Build, sent
     assert sentence in str(error.value) and "\n" not in str(error.value)
 
 
-# ---- cost
-# ---------------------------------------------------------------------------------------------------
+# ---- cost --------------------------------------------------------------------------------------------------
 
 
 def test_resident_blocks_are_limited_by_shared_memory_warps_and_registers():
@@ -220,8 +216,7 @@ def test_cost_grows_with_work_and_shrinks_with_sms():
     assert select.predicted_cost(row, replace(PROBLEM, batch=0), L4) == 0
 
 
-# ---- the mask
-# -----------------------------------------------------------------------------------------------
+# ---- the mask ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seqlen_q", [0, 1, 2, 5, 9])
@@ -236,8 +231,7 @@ def test_a_dropped_diagonal_hides_nothing(causal: str, seqlen_q: int, seqlen_k: 
         assert diagonal is None  # decoding takes the unmasked path
 
 
-# ---- explain
-# ------------------------------------------------------------------------------------------------
+# ---- explain -----------------------------------------------------------------------------------------------
 
 
 def test_an_explanation_has_every_row_and_the_winner_first():
@@ -314,6 +308,8 @@ def test_explain_takes_a_shape(monkeypatch):
         ({"shape": (1, 1, 4, 64), "num_heads_kv": 3}, "num_heads_kv must divide num_heads 4, got 3"),
         ({"shape": (1, 1, 4, 64), "num_heads_kv": 0}, "num_heads_kv must divide num_heads 4, got 0"),
         ({"shape": (1, 1, 4, 64), "seqlen_k": -1}, "seqlen_k must be at least 0, got -1"),
+        ({"shape": (1, 1, 4, 64), "seqlen_k": 2**29 + 1}, r"a seqlen must be 2\*\*29 at most, got 536870913"),
+        ({"shape": (1, 1, 4, 0)}, "head_dim must be at least 1, got 0"),
         ({"shape": (1, 1, 4, 64), "dtype": "int8"}, "dtype must be one of float16, bfloat16, .*, got 'int8'"),
         ({"shape": (1, 1, 4, 64), "alignment": 3}, "alignment must be 1, 2, 4, 8 or 16 bytes, got 3"),
         ({"shape": (1, 1, 4, 64), "causal": "left"}, "causal must be .* got 'left'"),
@@ -358,8 +354,7 @@ def test_devices_have_names(name: str, sm_count: int, capability: tuple[int, int
     assert (found.sm_count, found.capability) == (sm_count, capability)
 
 
-# ---- this build
-# ---------------------------------------------------------------------------------------------
+# ---- this build --------------------------------------------------------------------------------------------
 
 
 def test_the_rows_of_this_build_have_unique_names_and_their_numbers():

@@ -1,12 +1,12 @@
 """Small problems for every row of this GPU under NVIDIA's compute-sanitizer.
 
-    python tools/sanitize.py --tool memcheck      or racecheck, synccheck, initcheck; "all" runs one after the
-    other python tools/sanitize.py                      the problems alone, checked against the dense fp64
-    oracle python tools/sanitize.py --rows d128 --tool racecheck
+    python tools/sanitize.py --tool racecheck               or memcheck, synccheck, initcheck, all
+    python tools/sanitize.py --tool racecheck --rows d128   only rows with d128 in their name
+    python tools/sanitize.py                                the problems alone, against the dense fp64 oracle
 
-Exit status 1 when a tool reports an error or a hazard, or when it could not look. Inputs are made and results
-checked on the CPU, so that no kernel but ours runs; CUTLASS_FMHA_FORCE_ARCH picks the rows as it does
-elsewhere.
+Exit status 1 when a tool reports an error or a hazard, or when it could not look. Inputs are made and
+results checked on the CPU, so that no kernel but ours runs; CUTLASS_FMHA_FORCE_ARCH picks the rows as
+it does elsewhere.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+#: mbarrier objects per block that racecheck and synccheck follow; left to themselves they may count too few.
+BARRIERS = 32
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards?)")
 
@@ -79,7 +81,8 @@ def run_tool(tool: str, patterns: list[str]) -> str | None:
     program = shutil.which("compute-sanitizer")
     if program is None:
         return "compute-sanitizer was not found on PATH: install the CUDA toolkit's sanitizer"
-    command = [program, "--tool", tool, sys.executable, __file__, "--rows", *patterns]
+    limit = [f"--num-cuda-barriers={BARRIERS}"] if tool in ("racecheck", "synccheck") else []
+    command = [program, "--tool", tool, *limit, sys.executable, __file__, "--rows", *patterns]
     # An allocation of its own for every tensor: inside the allocator's pool an access beyond one end would
     # hit another.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}

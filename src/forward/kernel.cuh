@@ -47,8 +47,7 @@ CUTE_DEVICE void forward(ForwardParams const& p) {
   Mainloop<C> mainloop{
       .params = p,
       .smem = smem,
-      .warp = warp,
-      .lane = lane,
+      .uniform_tile_row = Mainloop<C>::tile_row_of(warp),
       .blocks = blocks,
       .second_group = second_group,
       .k_pipe = {barriers},
@@ -77,7 +76,7 @@ CUTE_DEVICE void forward(ForwardParams const& p) {
     cute::cp_async_fence();
     __syncthreads();  // the pipelines' barriers exist
     mainloop.prologue();
-    cute::cp_async_wait<0>();  // Q, the only committed group: K and V report to their pipelines
+    wait_for_committed_cp_async();  // Q, the only committed group: K and V report to their pipelines
     __syncthreads();
     transform_q<C>(p, smem);
     mainloop.run(output, softmax);

@@ -105,9 +105,9 @@ struct Mainloop {
 
   ForwardParams const& params;
   char* const smem;
-  int const warp, lane;
-  int const blocks;  ///< key blocks that the thread block walks
-  int first_phase;   ///< before it, no key is visible to this warp
+  int const uniform_tile_row;  ///< see tile_row()
+  int const blocks;            ///< key blocks that the thread block walks
+  int first_phase;             ///< before it, no key is visible to this warp
   bool const second_group;
 
   TilePipeline<C.stages> const k_pipe, v_pipe;
@@ -121,18 +121,20 @@ struct Mainloop {
   using Probabilities = OperandA<T::kKeySteps>;
   using QFragments = OperandA<C.q_in_registers ? T::kDimSteps : 1>;
 
-  /// The warp's first row within the tile of Q. The second half of the warps takes its rows backwards: under a
+  /// The first row of a warp within the tile of Q. The second half of the warps takes its rows backwards: under a
   /// diagonal, the two warps of a sub-core (w and w + warps / 2) then have as many keys together as any other two.
-  CUTE_DEVICE int tile_row() const {
-    // Kept in a uniform register from sm_90 on; on sm_89 it would be a vector register, of which none is left.
-    int const w = C.arch >= 90 ? warp : thread_id() / 32;
-    return (w < C.warps / 2 ? w : C.warps + C.warps / 2 - 1 - w) * T::kRows;
+  CUTE_DEVICE static int tile_row_of(int warp) {
+    return (warp < C.warps / 2 ? warp : C.warps + C.warps / 2 - 1 - warp) * T::kRows;
   }
+
+  /// That of this warp. From sm_90 on it stays in a uniform register; on sm_89 it would take a vector register, of
+  /// which none is left, and is computed again.
+  CUTE_DEVICE int tile_row() const { return C.arch >= 90 ? uniform_tile_row : tile_row_of(thread_id() / 32); }
 
   CUTE_DEVICE void init_pipelines() const {
     if (threadIdx.x == 0) {
-      k_pipe.init(kHalfThreads, C.warps);
-      v_pipe.init(kHalfThreads, C.warps);
+      k_pipe.init(kHalfThreads, C.threads());
+      v_pipe.init(kHalfThreads, C.threads());
     }
   }
 
@@ -214,7 +216,7 @@ struct Mainloop {
   template <class Pipeline>
   CUTE_DEVICE void release_unused(Pipeline const& pipe, int tile) const {
     pipe.consumer_wait(tile);
-    pipe.consumer_release(tile, lane);
+    pipe.consumer_release(tile);
   }
 
   CUTE_DEVICE void skip(int phase) {
@@ -231,7 +233,7 @@ struct Mainloop {
   CUTE_DEVICE void load_q(uint32_t q_begin, int step, Fragment&& fragment) const {
     CUTE_UNROLL
     for (int m = 0; m < T::kRowSteps; ++m) {
-      load_matrix<cute::SM75_U32x4_LDSM_N>(smem, q_begin + QTile::piece(qv_lane_offset, m, step), fragment(cute::_, m));
+      load_matrix<cute::SM75_U32x4_LDSM_N>(smem, QTile::piece(qv_lane_offset + q_begin, m, step), fragment(cute::_, m));
     }
   }
 
@@ -263,7 +265,7 @@ struct Mainloop {
         multiply(q, k, scores, n);
       }
     }
-    k_pipe.consumer_release(phase, lane);
+    k_pipe.consumer_release(phase);
     return masked;
   }
 
@@ -281,7 +283,7 @@ struct Mainloop {
         multiply(probabilities(_, _, step), v, output, n);
       }
     }
-    v_pipe.consumer_release(phase, lane);
+    v_pipe.consumer_release(phase);
   }
 
   /// The two n8 tiles of a 16-wide step, for all rows of the warp: each B fragment is used kRowSteps times.
@@ -313,7 +315,7 @@ struct Mainloop {
     auto by_row = make_tensor(scores.data(), row_column(scores.layout()));
     if (masked) {
       auto identity = make_identity_tensor(Shape<Int<T::kRows>, Int<C.tile_n>>{});
-      auto coordinates = typename T::Mma{}.get_slice(lane).partition_C(identity);
+      auto coordinates = typename T::Mma{}.get_slice(lane_id()).partition_C(identity);
       apply_mask(params, by_row, make_tensor(coordinates.data(), row_column(coordinates.layout())), row_begin(),
                  (blocks - 1 - phase) * C.tile_n);
     }

@@ -43,6 +43,9 @@ CUTE_DEVICE void mbarrier_arrive_after_cp_async(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
+/// Waits for this thread's committed groups only; cute::cp_async_wait<0> is cp.async.wait_all, which waits for all.
+CUTE_DEVICE void wait_for_committed_cp_async() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
+
 CUTE_DEVICE void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   uint32_t done;
   do {
@@ -61,9 +64,11 @@ CUTE_DEVICE void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   } while (!done);
 }
 
-/// A ring of `Stages` tiles in shared memory, filled by `producers` threads and emptied by `consumers` warps. Tile t of
-/// the walk lies in stage t % Stages. Every consumer warp waits for and releases every tile, needed or not: otherwise
-/// a warp could run ahead by a whole turn of the ring, and a parity can't tell two turns apart.
+/// A ring of `Stages` tiles in shared memory, filled by `producers` threads and emptied by `consumers` threads. Tile t
+/// of the walk lies in stage t % Stages. Every consumer waits for and releases every tile, needed or not: otherwise a
+/// warp could run ahead by a whole turn of the ring, and a parity can't tell two turns apart. Each thread releases what
+/// it read itself: one lane for its warp is no faster on sm_90, and racecheck can't follow the __syncwarp that it
+/// takes.
 template <int Stages>
 struct TilePipeline {
   static constexpr int kBytes = 2 * Stages * int(sizeof(uint64_t));
@@ -83,10 +88,7 @@ struct TilePipeline {
   CUTE_DEVICE void producer_commit_cp_async(int tile) const { mbarrier_arrive_after_cp_async(full(tile)); }
   CUTE_DEVICE void producer_commit(int tile) const { mbarrier_arrive(full(tile)); }
   CUTE_DEVICE void consumer_wait(int tile) const { mbarrier_wait(full(tile), (tile / Stages) & 1); }
-  CUTE_DEVICE void consumer_release(int tile, int lane) const {
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(empty(tile));
-  }
+  CUTE_DEVICE void consumer_release(int tile) const { mbarrier_arrive(empty(tile)); }
 
  private:
   CUTE_DEVICE uint32_t full(int tile) const { return barriers + 8 * (tile % Stages); }

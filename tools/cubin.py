@@ -1,8 +1,4 @@
-"""The machine code inside a built extension, as NVIDIA's own tools print it, and what is wrong with a
-kernel's.
-
-    python tests/sass.py            one line per kernel of the installed build, and its complaints
-    python tests/sass.py FILE       of another extension, object file or fatbin
+"""The machine code inside a built extension, object file, fatbin or cubin, as NVIDIA's own tools print it.
 
 Needs cuobjdump and nvdisasm (PyPI: nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm); runs no kernel and needs no
 GPU.
@@ -21,14 +17,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple
 
-REGISTERS_PER_SM = 64 * 1024
-# What sm_89 and sm_120 have (CUDA Programming Guide, technical specifications), and so every row stays
-# within.
-SHARED_PER_BLOCK = 99 * 1024
-SHARED_PER_SM = 100 * 1024
-WARPS_PER_SM = 48
 RESERVED_SHARED = 1024  # what CUDA keeps per block from sm_80 on; counted into SHARED of sm_90 and later code
 
 
@@ -36,19 +26,18 @@ class ToolMissingError(RuntimeError):
     """A program of the CUDA toolkit is not installed."""
 
 
-class Row(Protocol):
-    """The part of ``_C.Template`` that a kernel's resources are held against."""
+class Instruction(NamedTuple):
+    """One line of SASS: ``@!P0 BRA 0x2a0`` is guard ``!P0``, opcode ``BRA``, operands ``0x2a0``."""
+
+    address: int
+    guard: str  # "" without a predicate
+    opcode: str  # with its modifiers
+    operands: str
 
     @property
-    def name(self) -> str: ...
-    @property
-    def warps(self) -> int: ...
-    @property
-    def min_blocks(self) -> int: ...
-    @property
-    def copy(self) -> str: ...
-    @property
-    def smem_bytes(self) -> int: ...
+    def base(self) -> str:
+        """The opcode without its modifiers."""
+        return self.opcode.partition(".")[0]
 
 
 @dataclass
@@ -61,6 +50,7 @@ class Kernel:
     stack: int = 0
     local: int = 0
     shared: int = 0  # static, without what CUDA reserves
+    code: list[Instruction] = field(default_factory=list)
     opcodes: Counter[str] = field(default_factory=Counter)  # "HMMA.16816.F32.BF16" -> how many
 
     def count(self, *opcodes: str) -> int:
@@ -92,12 +82,12 @@ def run_tool(name: str, *arguments: str | Path, cwd: Path | None = None) -> str:
     return result.stdout
 
 
-# ---- parsing -----------------------------------------------------------------------------------------------
-
-_ARCH = re.compile(r"^arch = sm_(\d+)|^\s*code for sm_(\d+)")
+_ARCH = re.compile(r"^arch = sm_(\d+)|^\s*code for sm_(\d+)", re.MULTILINE)
 _FUNCTION = re.compile(r"^\s*Function\s*:?\s+([\w$.]+?):?\s*$")
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
-_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)")
+_INSTRUCTION = re.compile(
+    r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][A-Z0-9_.]*)\s*([^;/]*(?:/[^*;][^;/]*)*)"
+)
 
 
 def _sections(text: str) -> Iterator[tuple[int, str, str]]:
@@ -124,7 +114,10 @@ def parse(usage: str, sass: str) -> list[Kernel]:
         if match := _INSTRUCTION.match(line):
             if (arch, name) not in kernels:
                 raise ValueError(f"cuobjdump -res-usage says nothing about {name} of sm_{arch}")
-            kernels[arch, name].opcodes[match[1]] += 1
+            kernel = kernels[arch, name]
+            address, guard, opcode, operands = match.groups()
+            kernel.code.append(Instruction(int(address, 16), guard or "", opcode, operands.strip()))
+            kernel.opcodes[opcode] += 1
     for kernel in kernels.values():
         if not kernel.opcodes:
             raise ValueError(f"cuobjdump -sass prints no instruction of {kernel.name} of sm_{kernel.arch}")
@@ -132,8 +125,13 @@ def parse(usage: str, sass: str) -> list[Kernel]:
 
 
 def read_kernels(file: Path) -> list[Kernel]:
-    """Every kernel in an extension, object file or fatbin, in each architecture there is code for."""
-    return parse(run_tool("cuobjdump", "-res-usage", file), run_tool("cuobjdump", "-sass", file))
+    """Every kernel in an extension, object file, fatbin or cubin, in each architecture there is code for."""
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} is no file: give an extension, object file, fatbin or cubin")
+    usage, sass = run_tool("cuobjdump", "-res-usage", file), run_tool("cuobjdump", "-sass", file)
+    if not re.search(_ARCH, usage) and (match := re.search(r"code for (sm_\d+)", sass)):
+        usage = f"arch = {match[1]}\n{usage}"  # of a bare cubin, -res-usage doesn't say it
+    return parse(usage, sass)
 
 
 def read_ptx(file: Path) -> dict[str, set[int]]:
@@ -157,70 +155,3 @@ def read_compilers(file: Path) -> dict[str, str]:
             found = set(re.findall(rb"Cuda compilation tools, release [\d.]+, V([\d.]+)", cubin.read_bytes()))
             versions[cubin.name] = b", ".join(sorted(found)).decode() or "unknown"
     return versions
-
-
-# ---- judging -----------------------------------------------------------------------------------------------
-
-
-def complaints(kernel: Kernel, row: Row) -> list[str]:
-    """What is wrong with a kernel, one sentence each; empty when nothing is."""
-    registers = (
-        -(-kernel.registers // 8) * 8 * row.warps * 32 * row.min_blocks
-    )  # given out in eights per thread
-    shared = kernel.shared + row.smem_bytes
-    checks = [
-        (
-            kernel.count("LDL", "STL") == 0,
-            f"{kernel.count('LDL', 'STL')} loads and stores of local memory (spills)",
-        ),
-        (kernel.stack == 0, f"a stack of {kernel.stack} bytes"),
-        (kernel.local == 0, f"{kernel.local} bytes of local memory"),
-        (
-            kernel.count("BPT") == 0,
-            f"{kernel.count('BPT')} BPT.TRAP: an instruction this architecture does not have",
-        ),
-        (kernel.count("HMMA") > 0, "no tensor-core instruction (HMMA)"),
-        (
-            row.copy == "element" or kernel.count("LDGSTS") > 0,
-            "no cp.async (LDGSTS) in a row that copies with it",
-        ),
-        (kernel.registers <= 255, f"{kernel.registers} registers"),
-        (
-            registers <= REGISTERS_PER_SM,
-            f"{kernel.registers} registers x {row.warps * 32} threads x {row.min_blocks} blocks exceed "
-            f"{REGISTERS_PER_SM}",
-        ),
-        (shared <= SHARED_PER_BLOCK, f"{shared} bytes of shared memory, and a block has {SHARED_PER_BLOCK}"),
-        (
-            row.min_blocks * (shared + RESERVED_SHARED) <= SHARED_PER_SM,
-            f"{row.min_blocks} blocks of {shared} bytes of shared memory do not fit an SM's {SHARED_PER_SM}",
-        ),
-        (
-            row.min_blocks * row.warps <= WARPS_PER_SM,
-            f"{row.min_blocks} blocks of {row.warps} warps exceed {WARPS_PER_SM}",
-        ),
-    ]
-    return [f"{row.name} (sm_{kernel.arch}): {sentence}" for fine, sentence in checks if not fine]
-
-
-def main() -> int:
-    from cutlass_fmha import _C
-
-    assert _C.__file__ is not None
-    rows = {row.name: row for row in _C.templates()}
-    bad = 0
-    for kernel in read_kernels(Path(sys.argv[1] if len(sys.argv) > 1 else _C.__file__)):
-        dynamic = rows[kernel.name].smem_bytes if kernel.name in rows else 0
-        print(
-            f"{kernel.name:40} sm_{kernel.arch:<4} {kernel.registers:3} registers "
-            f"{kernel.shared + dynamic:6} B shared {kernel.count('LDL', 'STL'):4} spills "
-            f"{kernel.count('HMMA'):5} of {kernel.opcodes.total():6} HMMA"
-        )
-        for sentence in complaints(kernel, rows[kernel.name]) if kernel.name in rows else []:
-            bad += 1
-            print(f"    {sentence}")
-    return 1 if bad else 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

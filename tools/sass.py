@@ -1,0 +1,326 @@
+"""What each row's main loop issues per key block, and what a model makes of it on each architecture.
+
+    python tools/sass.py                         the installed build: counts, bounds, predicted shares
+    python tools/sass.py FILE --rows d128        another extension, object file, fatbin or cubin; some rows
+    python tools/sass.py --markdown out.md --json out.json
+    python tools/sass.py --opcodes --rows NAME   every opcode of the loop, to see what a change added
+    python tools/sass.py --calibration           what the model was fitted to, and how far it is from that
+    python tools/sass.py --write-counts          tests/data/sass_counts.json, which the test gates
+
+Counts are of one warp and one block of keys in the steady state (mainloop.py); shares of the tensor ceiling
+are a model (roofline.py), not a measurement. Measured figures come from the H200's results among
+benchmarks/results/*.json. Needs cuobjdump and nvdisasm, and no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from cubin import Kernel, read_kernels
+from loop_counts import COUNTS, build_counts, plain, write_counts
+from mainloop import Loop, LoopNotFoundError, main_loop
+from measured import Measurement, best_measurements
+from roofline import GPUS, H200, Gpu, Prediction, Work, interference, predict, resident_warps, variant_errors
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PASSES = (1, 3, 5)  # how often each mma runs in the builds that make an H200 resemble the others
+BYTES_PER_ELEMENT = 2
+#: A program that prints the table of kernels of the extension that its argument names, as JSON.
+PRINT_ROWS = """
+import importlib.util, json, sys
+spec = importlib.util.spec_from_file_location("_C", sys.argv[1])
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+names = [name for name in vars(module.Template) if not name.startswith("_")]
+print(json.dumps([{name: getattr(row, name) for name in names} for row in module.templates()]))
+"""
+
+
+@dataclass(frozen=True)
+class RowLoop:
+    """A row of the table of kernels together with its machine code. ``row`` is a ``_C.Template``."""
+
+    row: Any
+    kernel: Kernel
+    loop: Loop
+
+    @property
+    def work(self) -> Work:
+        return Work.of(self.loop.counts)
+
+    @property
+    def per_mma(self) -> float:
+        """Other instructions per mma, NOPs aside."""
+        return self.work.others / self.work.mma
+
+    def predictions(self) -> list[Prediction]:
+        """One per GPU of the kernel's architecture; on the H200, one per repetition of the mma."""
+        gpus = [gpu for gpu in GPUS if gpu.arch == self.kernel.arch]
+        return [
+            predict(self.work, gpu, self.resident_warps(gpu), passes)
+            for gpu in gpus
+            for passes in (PASSES if gpu is H200 else (1,))
+        ]
+
+    def resident_warps(self, gpu: Gpu) -> float:
+        row = self.row
+        return resident_warps(
+            gpu, self.kernel.registers, row.smem_bytes, row.warps, row.min_blocks, row.ping_pong
+        )
+
+
+def rows_of(file: Path | None) -> tuple[Path, list[Any]]:
+    """The file to read and its table of kernels: ``_C.templates()``, or the like of it.
+
+    The installed extension's table serves for a file that this Python can't import. Raises ValueError for an
+    extension whose table can't be had.
+    """
+    if file is None or not any(file.name.endswith(suffix) for suffix in EXTENSION_SUFFIXES):
+        from cutlass_fmha import _C
+
+        return file or Path(str(_C.__file__)), list(_C.templates())
+    # In a process of its own: one process holds one _C.
+    command = [sys.executable, "-c", PRINT_ROWS, str(file.resolve())]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    if answer.returncode:
+        raise ValueError(f"{file} can't be imported: {answer.stderr.strip().splitlines()[-1]}")
+    return file, [SimpleNamespace(**row) for row in json.loads(answer.stdout)]
+
+
+def read_rows(file: Path, rows: Iterable[Any]) -> list[RowLoop]:
+    """The main loop of every kernel in ``file`` that is one of ``rows``, in the order of the rows.
+
+    Raises LoopNotFoundError for a kernel without one.
+    """
+    return loops_of(read_kernels(file), rows)
+
+
+def loops_of(kernels: Iterable[Kernel], rows: Iterable[Any]) -> list[RowLoop]:
+    by_name = {row.name: row for row in rows}
+    found = [
+        RowLoop(by_name[kernel.name], kernel, main_loop(kernel, copied_bytes(by_name[kernel.name])))
+        for kernel in kernels
+        if kernel.name in by_name
+    ]
+    order = list(by_name)
+    return sorted(found, key=lambda loop: order.index(loop.row.name))
+
+
+def copied_bytes(row: Any) -> float:
+    """What a warp brings per iteration: its share of a tile of K and one of V."""
+    return float(2 * row.tile_n * row.head_dim * BYTES_PER_ELEMENT / row.warps)
+
+
+# ---- tables ------------------------------------------------------------------------------------------------
+
+SHOWN = ("mma", "mufu", "fp32", "convert", "imad", "alu", "ldsm", "copy", "barrier", "uniform", "nop")
+
+
+def headings(arch: int) -> list[str]:
+    gpus = [gpu for gpu in GPUS if gpu.arch == arch]
+    shares = [f"share x{n}" for n in PASSES] if H200 in gpus else [gpu.name for gpu in gpus]
+    head = ["row", "regs", "code", *SHOWN, "rest", "others/mma", "bound", *shares]
+    return [*head, "TFLOP/s", "measured", "model is"] if H200 in gpus else head
+
+
+def cells(loop: RowLoop, measured: dict[tuple[str, int], Measurement]) -> list[str]:
+    counts = loop.loop.counts
+    rest = sum(counts.values()) - sum(counts[name] for name in SHOWN)
+    predictions = loop.predictions()
+    line = [loop.row.name, str(loop.kernel.registers), str(len(loop.kernel.code))]
+    line += [f"{plain(counts[name])}" for name in SHOWN]
+    line += [f"{plain(rest)}", f"{loop.per_mma:.2f}", predictions[0].bound]
+    line += [share_text(p, measured.get((loop.row.name, p.passes))) for p in predictions]
+    if predictions[0].gpu is H200:
+        line += [f"{predictions[0].tflops:.0f}"]
+        found = measured.get((loop.row.name, 1))
+        error = f"{predictions[0].tflops / found.tflops - 1:+.0%}" if found else "-"
+        line += [f"{found.tflops:.0f}" if found else "-", error]
+    return line
+
+
+def share_text(prediction: Prediction, found: Measurement | None) -> str:
+    """``87 %`` or ``84 to 97 %``, with the measured share behind it in brackets where there is one."""
+    low, high = (f"{100 * share:.0f}" for share in (prediction.low, prediction.high))
+    text = f"{low} %" if low == high else f"{low} to {high} %"
+    if prediction.gpu is not H200 or found is None:
+        return text
+    return f"{text} ({100 * found.tflops * prediction.passes / H200.tflops:.0f})"
+
+
+def text_table(head: list[str], rows: list[list[str]]) -> str:
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+
+    def line(row: list[str]) -> str:
+        return "  ".join(
+            [row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]
+        )
+
+    return "\n".join([line(head), line(["-" * width for width in widths]), *map(line, rows)])
+
+
+def markdown_table(head: list[str], rows: list[list[str]]) -> str:
+    rule = "|" + "|".join(["---", *["---:"] * (len(head) - 1)]) + "|"
+    return "\n".join(["| " + " | ".join(head) + " |", rule, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def report(
+    loops: list[RowLoop],
+    measured: dict[tuple[str, int], Measurement],
+    table: Callable[[list[str], list[list[str]]], str],
+    title: str,
+) -> str:
+    """The tables of all architectures, the notes below."""
+    parts = []
+    for arch in sorted({loop.kernel.arch for loop in loops}):
+        of_arch = [loop for loop in loops if loop.kernel.arch == arch]
+        parts += [title.format(arch), table(headings(arch), [cells(loop, measured) for loop in of_arch])]
+    return "\n\n".join([*parts, "\n".join(notes(loops, measured))]) + "\n"
+
+
+def notes(loops: list[RowLoop], measured: dict[tuple[str, int], Measurement]) -> list[str]:
+    """What the tables mean, and how wrong the model is known to be."""
+    fitted = [abs(model / real - 1) for *_, real, model in variant_errors()]
+    clks = ", ".join(f"{gpu.name} {gpu.mma_clk:.1f}" for gpu in GPUS)
+    lines = [
+        "Instructions that a warp issues per block of keys in the steady state.",
+        "A MODEL: shares are of the tensor ceiling of mma.sync, slowed where each mma runs 3 or 5 times "
+        "(x3, x5). A range goes from the H200's loss to other instructions, clock for clock, to what is left "
+        "of it where a slower mma hides all it can. Brackets: measured.",
+        f"Clocks per mma m16n8k16 and sub-core, at boost: {clks}.",
+        f"The model is within {sum(fitted) / len(fitted):.1%} of what it was calibrated to on average, "
+        f"{max(fitted):.0%} at worst (--calibration).",
+    ]
+    errors = [
+        (abs(p.tflops / found.tflops - 1), found)
+        for loop in loops
+        for p in loop.predictions()
+        if p.gpu is H200 and (found := measured.get((loop.row.name, p.passes)))
+    ]
+    if errors:
+        mean = sum(error for error, _ in errors) / len(errors)
+        files = ", ".join(sorted({found.file for _, found in errors}))
+        lines.append(f"{len(errors)} measurements in {files}: the model is off by {mean:.1%} on average.")
+    else:
+        lines.append("No benchmark of an H200 under benchmarks/results/: nothing to hold the model against.")
+    return lines
+
+
+def as_json(loops: list[RowLoop], measured: dict[tuple[str, int], Measurement]) -> dict[str, Any]:
+    def prediction(loop: RowLoop, p: Prediction) -> dict[str, Any]:
+        found = measured.get((loop.row.name, p.passes)) if p.gpu is H200 else None
+        return {
+            "gpu": p.gpu.name,
+            "passes": p.passes,
+            "bound": p.bound,
+            "clocks": {name: round(clk, 1) for name, clk in p.clocks.items()},
+            "share": [round(p.low, 4), round(p.high, 4)],
+            "tflops": round(p.tflops, 1),
+            "measured_tflops": found and found.tflops,
+            "measured_case": found and found.case,
+            "error": found and round(p.tflops / found.tflops - 1, 4),
+        }
+
+    return {
+        "rows": [
+            {
+                "row": loop.row.name,
+                "arch": loop.kernel.arch,
+                "registers": loop.kernel.registers,
+                "instructions": len(loop.kernel.code),
+                "loop_addresses": list(loop.loop.addresses),
+                "loop": {name: plain(count) for name, count in loop.loop.counts.items()},
+                "others_per_mma": round(loop.per_mma, 3),
+                "predictions": [prediction(loop, p) for p in loop.predictions()],
+            }
+            for loop in loops
+        ]
+    }
+
+
+def calibration() -> str:
+    """The model's constants, and its error on each variant."""
+    fit = interference()
+    rows = [
+        [name, str(passes), f"{real:.1%}", f"{model:.1%}", f"{model / real - 1:+.1%}"]
+        for name, passes, real, model in variant_errors()
+    ]
+    points = ", ".join(f"{x:g}: {y:.2f}" for x, y in fit.curve)
+    return (
+        f"Others per mma: clocks lost per mma on an H200: {points}.\nAn FP32 instruction counts 1, MUFU "
+        f"{fit.mufu:.2f}, ldmatrix.x4 {fit.ldsm:.2f}. Wait per iteration: {fit.wait:.0f} clocks.\n\n"
+        + text_table(["variant", "passes", "measured", "model", "model is"], rows)
+    )
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "file",
+        nargs="?",
+        type=Path,
+        help="extension, object file, fatbin or cubin (default: the installed one)",
+    )
+    parser.add_argument("--rows", default="", metavar="REGEX", help="only rows whose name it is found in")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of benchmark results (JSON)")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables as Markdown")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything as JSON")
+    parser.add_argument("--opcodes", action="store_true", help="list the loop's opcodes per row")
+    parser.add_argument(
+        "--calibration", action="store_true", help="print what the model was fitted to, and stop"
+    )
+    parser.add_argument("--write-counts", action="store_true", help=f"write {COUNTS.relative_to(ROOT)}")
+    return parser.parse_args(arguments)
+
+
+def write_text(text: str, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    if options.calibration:
+        print(calibration())
+        return 0
+    try:
+        file, rows = rows_of(options.file)
+        loops = read_rows(file, [row for row in rows if re.search(options.rows, row.name)])
+        if not loops:
+            print(f"no row in {file} whose name holds {options.rows!r}", file=sys.stderr)
+            return 1
+        if options.write_counts:
+            if options.rows:
+                raise ValueError("--write-counts writes all rows: leave --rows out")
+            write_counts(build_counts(loops, file))
+            print(f"wrote {COUNTS.relative_to(ROOT)}: {len(loops)} rows")
+            return 0
+    except (LoopNotFoundError, OSError, RuntimeError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    measured = best_measurements(options.results)
+    print(report(loops, measured, text_table, "sm_{}"), end="")
+    if options.opcodes:
+        for loop in loops:
+            listed = ", ".join(f"{name} {n}" for name, n in loop.loop.opcodes.most_common())
+            print(f"\n{loop.row.name}: {listed}")
+    if options.markdown:
+        write_text(report(loops, measured, markdown_table, "## sm_{}"), options.markdown)
+    if options.json:
+        write_text(json.dumps(as_json(loops, measured), indent=1) + "\n", options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
