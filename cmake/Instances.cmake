@@ -5,7 +5,8 @@
 #   fmha_add_kernels(target)  writes each group as a .cu, and registry_groups.h, which lists the groups for registry.cpp
 
 # Adds the rows of one manifest line: one for each pair of ARCHS and DTYPES. The columns are ForwardConfig's fields.
-function(fmha_forward ARCHS DTYPES HEAD_DIM TILE_M TILE_N WARPS STAGES MIN_BLOCKS Q_IN_REGISTERS PING_PONG COPY)
+function(fmha_forward
+    ARCHS DTYPES HEAD_DIM TILE_M TILE_N WARPS KV_WARPS STAGES MIN_BLOCKS Q_IN_REGISTERS PING_PONG COPY)
   if(ARGN)
     message(FATAL_ERROR "cutlass_fmha: a line of src/templates.cmake has too many columns: ${ARGV}")
   endif()
@@ -17,12 +18,15 @@ function(fmha_forward ARCHS DTYPES HEAD_DIM TILE_M TILE_N WARPS STAGES MIN_BLOCK
         message(FATAL_ERROR "cutlass_fmha: src/templates.cmake asks for sm_${arch} ${dtype}, which does not exist")
       endif()
       set(name "fwd_sm${arch}_${dtype}_d${HEAD_DIM}_m${TILE_M}n${TILE_N}w${WARPS}")
+      if(KV_WARPS GREATER 1)
+        string(APPEND name "k${KV_WARPS}")
+      endif()
       if(COPY STREQUAL "element")
         string(APPEND name "_element")
       endif()
       set(config
           ".arch = ${arch}, .dtype = cutlass_fmha::DType::${DTYPE_${dtype}}, .head_dim = ${HEAD_DIM}"
-          ".tile_m = ${TILE_M}, .tile_n = ${TILE_N}, .warps = ${WARPS}, .stages = ${STAGES}"
+          ".tile_m = ${TILE_M}, .tile_n = ${TILE_N}, .warps = ${WARPS}, .kv_warps = ${KV_WARPS}, .stages = ${STAGES}"
           ".min_blocks = ${MIN_BLOCKS}, .q_in_registers = ${Q_IN_REGISTERS}, .ping_pong = ${PING_PONG}"
           ".copy = cutlass_fmha::Copy::${COPY}")
       list(JOIN config ",\n    " config)

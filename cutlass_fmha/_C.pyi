@@ -26,6 +26,9 @@ class Template:
     @property
     def warps(self) -> int: ...
     @property
+    def kv_warps(self) -> int:
+        """Warps that share their query rows and divide the keys: a main loop step takes a tile of each."""
+    @property
     def stages(self) -> int: ...
     @property
     def min_blocks(self) -> int: ...
@@ -35,7 +38,7 @@ class Template:
     def ping_pong(self) -> bool: ...
     @property
     def copy(self) -> str:
-        """``"cp_async_16"`` or ``"element"``."""
+        """``"cp_async_16"``, ``"element"`` or ``"ldg_16"``."""
     @property
     def alignment(self) -> int:
         """Bytes that every pointer and every stride must be a multiple of."""

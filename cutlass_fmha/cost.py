@@ -4,6 +4,9 @@ The model: thread blocks run in waves over the SMs; a block costs a fixed start 
 pair per step of its main loop; a tile costs its floating-point operations at the share of the tensor pipe
 that the row's schedule reaches. It knows nothing of caches and DRAM, which all rows of a problem have in
 common.
+
+A split row (kv_warps > 1), made for problems that leave most of a GPU idle, spends its time waiting instead:
+a step costs what its loads and exponentials take on an SM, and a block also merges what its warps have.
 """
 
 from __future__ import annotations
@@ -24,11 +27,31 @@ Schedule = tuple[bool, bool]
 
 
 @dataclass(frozen=True)
+class SplitParameters:
+    """Microseconds of a split row, fitted to B1 H8 S256 to S1024 at head dims 32, 64 and 128 on an H200."""
+
+    #: A block outside its main loop, without the merge.
+    block: float = 1.3
+    #: The merge, per 1024 values of the partial outputs of all warps.
+    merge: float = 0.0625
+    #: The shortest step: mma after loads after mma.
+    step: float = 0.35
+    #: A step, per KiB of K and V that the warps of an SM load.
+    load: float = 0.0075
+    #: A step, per 1024 exponentials of an SM.
+    exponentials: float = 0.045
+    #: A step of a row that doesn't load a step ahead (stages == 1).
+    unhidden_latency: float = 0.6
+    #: Where the tensor pipe is the limit: the share of what the other rows of its schedule get from it.
+    tensor_share: float = 0.6
+
+
+@dataclass(frozen=True)
 class Parameters:
     """Everything the model was told, in one place: a calibration replaces this value and nothing else."""
 
-    #: Microseconds between two launches on a stream that find nothing to do.
-    launch_us: float = 2.0
+    #: Microseconds between two launches in a CUDA graph that find nothing to do.
+    launch_us: float = 1.0
     #: Microseconds of a block outside its main loop: the first loads before it, the epilogue after it.
     block_us: float = 1.5
     #: Warps on an SM that keep its tensor pipe as busy as the schedule can; fewer reach their proportion.
@@ -49,9 +72,11 @@ class Parameters:
             120: {(True, True): 0.92, (True, False): 0.86, (False, True): 0.89, (False, False): 0.86},
         }
     )
+    split: SplitParameters = field(default_factory=SplitParameters)
 
 
 PARAMETERS = Parameters()
+BYTES_PER_ELEMENT = 2
 REGISTERS_PER_SM = 65536
 MAX_REGISTERS_PER_THREAD = 256  # 255, and they are given out in steps of 8
 
@@ -67,8 +92,9 @@ def resident_blocks(template: Template, device: Device) -> int:
 
 
 def main_loop_steps(template: Template, problem: Problem) -> tuple[float, int]:
-    """Key tiles that a block visits: the mean over the query tiles, and the most."""
-    key_tiles = -(-problem.seqlen_k // template.tile_n)
+    """Steps of key tiles that a block takes: the mean over the query tiles, and the most."""
+    step_keys = template.tile_n * template.kv_warps
+    key_tiles = -(-problem.seqlen_k // step_keys)
     query_tiles = -(-problem.seqlen_q // template.tile_m)
     diagonal = problem.diagonal
     if diagonal is None or query_tiles == 0:
@@ -76,11 +102,38 @@ def main_loop_steps(template: Template, problem: Problem) -> tuple[float, int]:
 
     def steps(tile: int) -> int:
         visible_keys = (tile + 1) * template.tile_m + diagonal
-        return max(0, min(key_tiles, -(-visible_keys // template.tile_n)))
+        return max(0, min(key_tiles, -(-visible_keys // step_keys)))
 
     # Steps grow linearly between two clamps: a few dozen samples give the mean of any number of tiles.
     samples = range(0, query_tiles, max(1, query_tiles // 64))
     return sum(map(steps, samples)) / len(samples), steps(query_tiles - 1)
+
+
+def tensor_us(template: Template, resident: int, parameters: Parameters) -> float:
+    """Microseconds of a block's step by the tensor pipe, while ``resident`` blocks share the SM."""
+    schedule = (template.tile_m * template.kv_warps // template.warps >= 32, template.ping_pong)
+    if template.kv_warps > 1:  # split_step_us has what few warps cost
+        share = parameters.split.tensor_share / resident
+    else:
+        share = min(1 / resident, template.warps / parameters.saturating_warps)
+    rate = parameters.sm_tflops[template.arch] * parameters.efficiency[template.arch][schedule] * share
+    us = 4e-6 * template.tile_m * template.tile_n * template.kv_warps * template.head_dim / rate
+    return us * parameters.element_factor if template.copy == "element" else us
+
+
+def split_step_us(template: Template, problem: Problem, resident: int, parameters: Parameters) -> float:
+    """Microseconds of a split row's step, while ``resident`` blocks share the SM."""
+    split = parameters.split
+    # With fewer key tiles than warps, some warps have nothing to do.
+    busy = min(1.0, -(-problem.seqlen_k // template.tile_n) / template.kv_warps)
+    warps = resident * template.warps * busy
+    rows = template.tile_m * template.kv_warps // template.warps
+    waiting_us = split.step
+    waiting_us += split.load * warps * 2 * template.tile_n * template.head_dim * BYTES_PER_ELEMENT / KIB
+    waiting_us += split.exponentials * warps * rows * template.tile_n / 1024
+    if template.stages == 1:
+        waiting_us += split.unhidden_latency
+    return max(waiting_us, busy * tensor_us(template, resident, parameters))
 
 
 def predict(
@@ -95,18 +148,18 @@ def predict(
         return 0.0
     resident = min(resident, -(-blocks // device.sm_count))
 
-    schedule = (template.tile_m // template.warps >= 32, template.ping_pong)
-    share = min(1 / resident, template.warps / parameters.saturating_warps)
-    rate = parameters.sm_tflops[template.arch] * parameters.efficiency[template.arch][schedule] * share
-    tile_us = 4e-6 * template.tile_m * template.tile_n * template.head_dim / rate
-    if template.copy == "element":
-        tile_us *= parameters.element_factor
+    block_us, step_us = parameters.block_us, tensor_us(template, resident, parameters)
+    longest_step_us = step_us
+    if template.kv_warps > 1:
+        merged = template.tile_m * template.head_dim * template.kv_warps
+        block_us = parameters.split.block + parameters.split.merge * merged / 1024
+        step_us = split_step_us(template, problem, resident, parameters)
+        # The longest block outlives those that it shares the SM with: half of its steps are taken alone.
+        longest_step_us = (step_us + split_step_us(template, problem, 1, parameters)) / 2
 
     mean_steps, most_steps = main_loop_steps(template, problem)
     waves = blocks / (device.sm_count * resident)
     if mean_steps == most_steps:
         waves = math.ceil(waves)  # equal blocks end together: a partial wave costs a whole one
-    body_us = max(
-        waves * (parameters.block_us + mean_steps * tile_us), parameters.block_us + most_steps * tile_us
-    )
+    body_us = max(waves * (block_us + mean_steps * step_us), block_us + most_steps * longest_step_us)
     return parameters.launch_us + body_us

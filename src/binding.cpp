@@ -193,6 +193,18 @@ cudaDeviceProp device_properties(int) { no_cuda(); }
 
 #endif
 
+char const* name_of(Copy copy) {
+  switch (copy) {
+    case Copy::cp_async_16:
+      return "cp_async_16";
+    case Copy::element:
+      return "element";
+    case Copy::ldg_16:
+      return "ldg_16";
+  }
+  return "";
+}
+
 std::vector<TemplateRow> template_rows() {
   std::vector<TemplateRow> rows;
 #if CUTLASS_FMHA_CUDA
@@ -217,12 +229,12 @@ PYBIND11_MODULE(_C, m) {
       .def_property_readonly("tile_m", [](TemplateRow const& t) { return t.config.tile_m; })
       .def_property_readonly("tile_n", [](TemplateRow const& t) { return t.config.tile_n; })
       .def_property_readonly("warps", [](TemplateRow const& t) { return t.config.warps; })
+      .def_property_readonly("kv_warps", [](TemplateRow const& t) { return t.config.kv_warps; })
       .def_property_readonly("stages", [](TemplateRow const& t) { return t.config.stages; })
       .def_property_readonly("min_blocks", [](TemplateRow const& t) { return t.config.min_blocks; })
       .def_property_readonly("q_in_registers", [](TemplateRow const& t) { return t.config.q_in_registers; })
       .def_property_readonly("ping_pong", [](TemplateRow const& t) { return t.config.ping_pong; })
-      .def_property_readonly(
-          "copy", [](TemplateRow const& t) { return t.config.copy == Copy::element ? "element" : "cp_async_16"; })
+      .def_property_readonly("copy", [](TemplateRow const& t) { return name_of(t.config.copy); })
       .def_property_readonly("alignment", [](TemplateRow const& t) { return t.config.alignment(); })
       .def("__repr__", [](TemplateRow const& t) { return "<Template " + std::string(t.name) + ">"; });
 

@@ -10,6 +10,7 @@ enum class DType : int { float16, bfloat16 };
 enum class Copy : int {
   cp_async_16,  ///< 16-byte cp.async: every pointer and every stride is a multiple of 16 bytes
   element,      ///< element by element through registers: any alignment, slower
+  ldg_16,       ///< 16-byte loads straight into the registers of the mma that wants them, aligned as cp_async_16
 };
 
 struct ForwardConfig {
@@ -18,17 +19,18 @@ struct ForwardConfig {
   int head_dim;
   int tile_m;           ///< query rows per thread block
   int tile_n;           ///< keys per step of the main loop
-  int warps;            ///< each owns tile_m / warps consecutive query rows
-  int stages;           ///< shared-memory buffers for K, and as many for V
+  int warps;            ///< in groups of kv_warps; each group owns kv_warps * tile_m / warps consecutive query rows
+  int kv_warps = 1;     ///< warps that share their query rows and divide the keys; if more than 1, with ldg_16 only
+  int stages;           ///< buffers for K, and as many for V: in shared memory; ldg_16: 2 loads a block ahead
   int min_blocks;       ///< resident thread blocks per SM that registers must leave room for
   bool q_in_registers;  ///< keep Q's fragments in registers for the whole main loop
   bool ping_pong;       ///< warps w and w + warps/2 take turns: one issues mma while the other does softmax
   Copy copy;
 
   constexpr int threads() const { return warps * 32; }
-  constexpr int rows_per_warp() const { return tile_m / warps; }
+  constexpr int rows_per_warp() const { return tile_m * kv_warps / warps; }
   /// Bytes that pointers and strides of every operand must be a multiple of.
-  constexpr int alignment() const { return copy == Copy::cp_async_16 ? 16 : 2; }
+  constexpr int alignment() const { return copy == Copy::element ? 2 : 16; }
 };
 
 }  // namespace cutlass_fmha

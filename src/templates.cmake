@@ -1,27 +1,35 @@
 # THE MANIFEST: every kernel of the build, one line per tile. ARCH and DTYPE are lists: a line makes one row for each
 # pair, all from the same source and the same configuration. See config.h for what a column means.
 #
-# A row's name is made from its line: fwd_sm<arch>_<f16|bf16>_d<head_dim>_m<tile_m>n<tile_n>w<warps>[_<copy>].
+# A row's name is made from its line: fwd_sm<arch>_<f16|bf16>_d<head_dim>_m<tile_m>n<tile_n>w<warps>[k<kv_warps>][_element].
 # Selection, tests and tools read the compiled table (_C.templates()): no other file lists kernels.
 
 set(ALL 89 90 120)
 
-#            ARCHS     DTYPES     HEAD_DIM TILE_M TILE_N WARPS STAGES MIN_BLOCKS Q_IN_REGISTERS PING_PONG COPY
-fmha_forward("${ALL}"  "f16;bf16"  32      256     64     8     2      1          true           true      cp_async_16)
-fmha_forward("${ALL}"  "f16;bf16"  32       64     64     4     2      2          true           false     cp_async_16)
-fmha_forward("${ALL}"  "f16;bf16"  32       64     64     4     2      2          true           false     element)
-fmha_forward("${ALL}"  "f16;bf16"  64      256     64     8     2      1          true           true      cp_async_16)
-fmha_forward("${ALL}"  "f16;bf16"  64       64     64     4     2      2          true           false     cp_async_16)
-fmha_forward("${ALL}"  "f16;bf16"  64       64     64     4     2      2          true           false     element)
-fmha_forward("${ALL}"  "f16;bf16"  96      256     64     8     2      1          false          true      cp_async_16)
-fmha_forward("${ALL}"  "f16;bf16"  96       64     32     4     2      2          true           false     cp_async_16)
-fmha_forward("${ALL}"  "f16;bf16"  96       64     32     4     2      2          true           false     element)
-fmha_forward("${ALL}"  "f16;bf16" 128      256     64     8     1      1          false          true      cp_async_16)
-fmha_forward("${ALL}"  "f16;bf16" 128       64     32     4     2      2          true           false     cp_async_16)
-fmha_forward("${ALL}"  "f16;bf16" 128       64     32     4     2      2          true           false     element)
-fmha_forward("${ALL}"  "f16;bf16" 192      128     64     8     1      1          false          true      cp_async_16)
-fmha_forward("${ALL}"  "f16;bf16" 192       64     32     4     2      1          true           false     cp_async_16)
-fmha_forward("${ALL}"  "f16;bf16" 192       64     32     4     2      1          true           false     element)
-fmha_forward("${ALL}"  "f16;bf16" 256      128     32     8     1      1          false          true      cp_async_16)
-fmha_forward("${ALL}"  "f16;bf16" 256       64     32     4     2      1          false          false     cp_async_16)
-fmha_forward("${ALL}"  "f16;bf16" 256       64     32     4     2      1          false          false     element)
+#            ARCHS     DTYPES     HEAD_DIM TILE_M TILE_N WARPS KV_WARPS STAGES MIN_BLOCKS Q_IN_REGISTERS PING_PONG COPY
+fmha_forward("${ALL}"  "f16;bf16"  32      256      64     8      1       2      1          true           true      cp_async_16)
+fmha_forward("${ALL}"  "f16;bf16"  32       64      64     4      1       2      2          true           false     cp_async_16)
+fmha_forward("${ALL}"  "f16;bf16"  32       64      64     4      1       2      2          true           false     element)
+fmha_forward("${ALL}"  "f16;bf16"  64      256      64     8      1       2      1          true           true      cp_async_16)
+fmha_forward("${ALL}"  "f16;bf16"  64       64      64     4      1       2      2          true           false     cp_async_16)
+fmha_forward("${ALL}"  "f16;bf16"  64       64      64     4      1       2      2          true           false     element)
+fmha_forward("${ALL}"  "f16;bf16"  96      256      64     8      1       2      1          false          true      cp_async_16)
+fmha_forward("${ALL}"  "f16;bf16"  96       64      32     4      1       2      2          true           false     cp_async_16)
+fmha_forward("${ALL}"  "f16;bf16"  96       64      32     4      1       2      2          true           false     element)
+fmha_forward("${ALL}"  "f16;bf16" 128      256      64     8      1       1      1          false          true      cp_async_16)
+fmha_forward("${ALL}"  "f16;bf16" 128       64      32     4      1       2      2          true           false     cp_async_16)
+fmha_forward("${ALL}"  "f16;bf16" 128       64      32     4      1       2      2          true           false     element)
+fmha_forward("${ALL}"  "f16;bf16" 192      128      64     8      1       1      1          false          true      cp_async_16)
+fmha_forward("${ALL}"  "f16;bf16" 192       64      32     4      1       2      1          true           false     cp_async_16)
+fmha_forward("${ALL}"  "f16;bf16" 192       64      32     4      1       2      1          true           false     element)
+fmha_forward("${ALL}"  "f16;bf16" 256      128      32     8      1       1      1          false          true      cp_async_16)
+fmha_forward("${ALL}"  "f16;bf16" 256       64      32     4      1       2      1          false          false     cp_async_16)
+fmha_forward("${ALL}"  "f16;bf16" 256       64      32     4      1       2      1          false          false     element)
+
+# For problems with too few query rows to fill the GPU: the warps of a block share the keys of a few query rows.
+fmha_forward("${ALL}"  "f16;bf16"  32       32      64     8      8       2      1          true           false     ldg_16)
+fmha_forward("${ALL}"  "f16;bf16"  64       16      32     4      4       2      1          true           false     ldg_16)
+fmha_forward("${ALL}"  "f16;bf16"  64       32      32     8      8       2      1          true           false     ldg_16)
+fmha_forward("${ALL}"  "f16;bf16"  64       32      32     4      4       2      1          true           false     ldg_16)
+fmha_forward("${ALL}"  "f16;bf16" 128       16      16     8      8       2      1          true           false     ldg_16)
+fmha_forward("${ALL}"  "f16;bf16" 128       32      32     8      4       1      1          true           false     ldg_16)

@@ -31,6 +31,7 @@ class Row:
     warps: int
     copy: str
     smem_bytes: int
+    kv_warps: int = 1
     stages: int = 2
     min_blocks: int = 1
     q_in_registers: bool = True
@@ -40,7 +41,8 @@ class Row:
     def name(self) -> str:
         short = {"float16": "f16", "bfloat16": "bf16"}[self.dtype]
         tile = f"m{self.tile_m}n{self.tile_n}w{self.warps}"
-        suffix = "_element" if self.copy == "element" else ""
+        suffix = f"k{self.kv_warps}" if self.kv_warps > 1 else ""
+        suffix += "_element" if self.copy == "element" else ""
         return f"fwd_sm{self.arch}_{short}_d{self.head_dim}_{tile}{suffix}"
 
     @property
@@ -48,8 +50,16 @@ class Row:
         return 2 if self.copy == "element" else 16
 
 
+#: (tile_m, tile_n, warps, kv_warps, stages) of the manifest's split rows.
+SPLIT = {
+    32: [(32, 64, 8, 8, 2)],
+    64: [(16, 32, 4, 4, 2), (32, 32, 8, 8, 2), (32, 32, 4, 4, 2)],
+    128: [(16, 16, 8, 8, 2), (32, 32, 8, 4, 1)],
+}
+
+
 def make_build(archs: tuple[int, ...] = (89, 90, 120), proxy: dict[int, int] | None = None) -> Build:
-    """A large tile, a small one and an element row for each architecture, dtype and head dim."""
+    """A large tile, a small one, an element row and split rows for each architecture, dtype and head dim."""
     rows: list[Row] = []
     for arch in archs:
         for dtype in ("float16", "bfloat16"):
@@ -60,6 +70,10 @@ def make_build(archs: tuple[int, ...] = (89, 90, 120), proxy: dict[int, int] | N
                     Row(len(rows) + 1, *key, 64, 64, 4, "cp_async_16", 384 * head_dim, min_blocks=2),
                     Row(len(rows) + 2, *key, 64, 64, 4, "element", 384 * head_dim, min_blocks=2),
                 ]
+                for tile_m, tile_n, warps, kv_warps, stages in SPLIT[head_dim]:
+                    smem_bytes = kv_warps * tile_m * (4 * head_dim + 8)
+                    tile = (tile_m, tile_n, warps, "ldg_16", smem_bytes, kv_warps, stages)
+                    rows.append(Row(len(rows), *key, *tile))
     return Build(tuple(rows), tuple((proxy or {}).items()))  # type: ignore[arg-type]
 
 

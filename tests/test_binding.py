@@ -52,10 +52,11 @@ def manifest_names(architectures: list[int]) -> set[str]:
     for line in (ROOT / "src" / "templates.cmake").read_text().splitlines():
         if not (match := re.match(r"fmha_forward\((.*)\)", line)):
             continue
-        archs, dtypes, head_dim, m, n, warps, *_, copy = match[1].replace('"', "").split()
+        archs, dtypes, head_dim, m, n, warps, kv_warps, *_, copy = match[1].replace('"', "").split()
         for arch in architectures if archs == "${ALL}" else [int(a) for a in archs.split(";")]:
             for dtype in dtypes.split(";"):
-                suffix = "" if copy == "cp_async_16" else f"_{copy}"
+                suffix = "" if kv_warps == "1" else f"k{kv_warps}"
+                suffix += "_element" if copy == "element" else ""
                 names.add(f"fwd_sm{arch}_{dtype}_d{head_dim}_m{m}n{n}w{warps}{suffix}")
     return {name for name in names if int(name.split("_")[1][2:]) in architectures}
 
@@ -71,7 +72,7 @@ def test_the_build_holds_the_manifests_rows_for_its_architectures():
 
 def test_every_architecture_has_every_dtype_and_head_dim_in_both_copies():
     architectures = {row.arch for row in ROWS}
-    assert {(row.arch, row.dtype, row.head_dim, row.copy) for row in ROWS} == {
+    assert {(row.arch, row.dtype, row.head_dim, row.copy) for row in ROWS if row.kv_warps == 1} == {
         (arch, dtype, head_dim, copy)
         for arch in architectures
         for dtype in ("float16", "bfloat16")
@@ -83,12 +84,15 @@ def test_every_architecture_has_every_dtype_and_head_dim_in_both_copies():
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_a_rows_attributes_agree_with_its_name(row: _C.Template):
     dtype = {"float16": "f16", "bfloat16": "bf16"}[row.dtype]
-    suffix = {"cp_async_16": "", "element": "_element"}[row.copy]
+    suffix = f"k{row.kv_warps}" if row.kv_warps > 1 else ""
+    suffix += {"cp_async_16": "", "ldg_16": "", "element": "_element"}[row.copy]
     name = f"fwd_sm{row.arch}_{dtype}_d{row.head_dim}_m{row.tile_m}n{row.tile_n}w{row.warps}{suffix}"
     assert row.name == name
     assert ROWS[row.index].name == row.name
-    assert row.alignment == {"cp_async_16": 16, "element": 2}[row.copy]
-    assert row.tile_m % (16 * row.warps) == 0, "a warp's mma has 16 rows"
+    assert row.alignment == {"cp_async_16": 16, "ldg_16": 16, "element": 2}[row.copy]
+    assert row.warps % row.kv_warps == 0
+    assert (row.kv_warps > 1) == (row.copy == "ldg_16")
+    assert row.tile_m % (16 * row.warps // row.kv_warps) == 0, "a warp's mma has 16 rows"
     assert row.tile_n % 16 == 0
     assert row.stages >= 1
     assert row.min_blocks >= 1

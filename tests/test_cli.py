@@ -74,7 +74,7 @@ def test_info_counts_rows_and_names_devices(capsys, build, monkeypatch):
     for line in (
         "built with CUDA 13.0 and CUTLASS 4.2.0",
         "proxy build: the sm_120 rows are compiled for sm_90",
-        "sm_89: 18 rows",
+        "sm_89: 30 rows",
         "driver: supports CUDA 13.0",
         "cuda:0: NVIDIA L4 (capability 8.9, 58 SMs), takes the sm_89 rows",
         "cuda:1: NVIDIA A100 (capability 8.0, 108 SMs), NVIDIA A100 (capability 8.0, 108 SMs) is older than",

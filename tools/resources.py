@@ -54,7 +54,7 @@ def complaints(kernel: Kernel, row: Row) -> list[str]:
         ),
         (kernel.count("HMMA") > 0, "no tensor-core instruction (HMMA)"),
         (
-            row.copy == "element" or kernel.count("LDGSTS") > 0,
+            row.copy != "cp_async_16" or kernel.count("LDGSTS") > 0,
             "no cp.async (LDGSTS) in a row that copies with it",
         ),
         (kernel.registers <= 255, f"{kernel.registers} registers"),

@@ -43,7 +43,7 @@ def check_rows(patterns: list[str]) -> int:
     for row in rows:
         # More than one tile of queries and four of keys, both ragged: every buffer is used again, every mask
         # is met.
-        lengths = (row.tile_m + 9, 4 * row.tile_n + 5)
+        lengths = (row.tile_m + 9, 4 * row.tile_n * row.kv_warps + 5)
         for causal, (seqlen_q, seqlen_k) in (("none", lengths), ("bottom-right", (lengths[1], lengths[0]))):
             shapes = [(1, seqlen_q, 2), (1, seqlen_k, 1), (1, seqlen_k, 1)]
             dtype = getattr(torch, row.dtype)

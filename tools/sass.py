@@ -7,7 +7,8 @@
     python tools/sass.py --calibration           what the model was fitted to, and how far it is from that
     python tools/sass.py --write-counts          tests/data/sass_counts.json, which the test gates
 
-Counts are of one warp and one block of keys in the steady state (mainloop.py); shares of the tensor ceiling
+Counts are of one warp and one block of keys in the steady state (mainloop.py), without the rows whose warps
+share the keys; shares of the tensor ceiling
 are a model (roofline.py), not a measurement. Measured figures come from the H200's results among
 benchmarks/results/*.json. Needs cuobjdump and nvdisasm, and no GPU.
 """
@@ -98,8 +99,17 @@ def rows_of(file: Path | None) -> tuple[Path, list[Any]]:
     return file, [SimpleNamespace(**row) for row in json.loads(answer.stdout)]
 
 
+def is_modelled(row: Any) -> bool:
+    """Whether the model is for a row's main loop.
+
+    Not where the warps of a block share the keys: such a loop loads straight into registers, runs a few times
+    if at all (the first step stands before it), and is bound by latency, of which the model knows nothing.
+    """
+    return bool(row.kv_warps == 1)
+
+
 def read_rows(file: Path, rows: Iterable[Any]) -> list[RowLoop]:
-    """The main loop of every kernel in ``file`` that is one of ``rows``, in the order of the rows.
+    """The main loop of every kernel in ``file`` that is a modelled one of ``rows``, in the order of the rows.
 
     Raises LoopNotFoundError for a kernel without one.
     """
@@ -107,7 +117,7 @@ def read_rows(file: Path, rows: Iterable[Any]) -> list[RowLoop]:
 
 
 def loops_of(kernels: Iterable[Kernel], rows: Iterable[Any]) -> list[RowLoop]:
-    by_name = {row.name: row for row in rows}
+    by_name = {row.name: row for row in rows if is_modelled(row)}
     found = [
         RowLoop(by_name[kernel.name], kernel, main_loop(kernel, copied_bytes(by_name[kernel.name])))
         for kernel in kernels
@@ -195,6 +205,7 @@ def notes(loops: list[RowLoop], measured: dict[tuple[str, int], Measurement]) ->
     clks = ", ".join(f"{gpu.name} {gpu.mma_clk:.1f}" for gpu in GPUS)
     lines = [
         "Instructions that a warp issues per block of keys in the steady state.",
+        "Left out: rows whose warps share the keys (k and a number in the name); latency bounds those.",
         "A MODEL: shares are of the tensor ceiling of mma.sync, slowed where each mma runs 3 or 5 times "
         "(x3, x5). A range goes from the H200's loss to other instructions, clock for clock, to what is left "
         "of it where a slower mma hides all it can. Brackets: measured.",
@@ -298,7 +309,7 @@ def main(arguments: list[str] | None = None) -> int:
         file, rows = rows_of(options.file)
         loops = read_rows(file, [row for row in rows if re.search(options.rows, row.name)])
         if not loops:
-            print(f"no row in {file} whose name holds {options.rows!r}", file=sys.stderr)
+            print(f"no row with a modelled loop in {file} whose name holds {options.rows!r}", file=sys.stderr)
             return 1
         if options.write_counts:
             if options.rows:

@@ -3,14 +3,20 @@
 
 #include "../registry.h"
 #include "epilogue.cuh"
+#include "epilogue_split.cuh"
 #include "mainloop.cuh"
+#include "mainloop_split.cuh"
 #include "scheduler.h"
 
 namespace cutlass_fmha {
 
 template <ForwardConfig C>
 constexpr int forward_smem_bytes() {
-  return SharedLayout<C>::kBytes;
+  if constexpr (C.kv_warps > 1) {
+    return SplitShared<C>::kBytes;
+  } else {
+    return SharedLayout<C>::kBytes;
+  }
 }
 
 /// Moves the sign of the softmax scale into Q, see set_scale().
@@ -24,11 +30,13 @@ CUTE_DEVICE void transform_q(ForwardParams const& p, char* smem) {
   __syncthreads();
 }
 
+/// Each warp has query rows of its own and walks all their keys.
 template <ForwardConfig C>
-CUTE_DEVICE void forward(ForwardParams const& p) {
+CUTE_DEVICE void forward_rows(ForwardParams const& p) {
   using T = ForwardTypes<C>;
   using Shared = SharedLayout<C>;
   static_assert(C.tile_m % (16 * C.warps) == 0 && C.tile_n % 16 == 0 && C.head_dim % 32 == 0 && C.warps % 2 == 0);
+  static_assert(C.kv_warps == 1 && C.copy != Copy::ldg_16);
   extern __shared__ __align__(1024) char smem[];
 
   WorkTile const tile = work_tile(p, C.tile_m, blockIdx.x);
@@ -84,6 +92,49 @@ CUTE_DEVICE void forward(ForwardParams const& p) {
     __syncthreads();
   }
   epilogue<C>(p, smem, output, softmax, mainloop.tile_row(), lane);
+}
+
+/// Groups of C.kv_warps warps share query rows and divide the keys.
+template <ForwardConfig C>
+CUTE_DEVICE void forward_split(ForwardParams const& p) {
+  using T = ForwardTypes<C>;
+  static_assert(C.tile_m % (16 * (C.warps / C.kv_warps)) == 0 && C.warps % C.kv_warps == 0 && C.tile_n % 16 == 0);
+  static_assert(C.copy == Copy::ldg_16 && !C.ping_pong && C.head_dim % 32 == 0);
+  extern __shared__ __align__(1024) char smem[];
+
+  WorkTile const tile = work_tile<true>(p, C.tile_m, blockIdx.x);
+  int const warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  int const kv_warp = warp % C.kv_warps;
+  int const tile_row = warp / C.kv_warps * T::kRows;
+  int const row_begin = tile.m_block * C.tile_m + tile_row;
+  // No division for the common case: all loads wait for this.
+  int const head_kv = p.num_heads == p.num_heads_kv ? tile.head : tile.head / (p.num_heads / p.num_heads_kv);
+  auto const slice = [&](void const* tensor, Strides const& s, int head) {
+    return static_cast<uint16_t const*>(tensor) + tile.batch * s.batch + head * s.head;
+  };
+  SplitMainloop<C> mainloop{
+      .params = p,
+      .q = slice(p.q, p.q_stride, tile.head),
+      .k = slice(p.k, p.k_stride, head_kv),
+      .v = slice(p.v, p.v_stride, head_kv),
+      .state = {SplitShared<C>::states(smem) + kv_warp * C.tile_m + tile_row},
+      .row_begin = row_begin,
+      .kv_warp = kv_warp,
+      .blocks = key_blocks(p, row_begin, row_begin + T::kRows, C.tile_n),
+  };
+  typename T::OutputFragment output;
+  cute::clear(output);
+  mainloop.run(output);
+  merge_epilogue<C>(p, smem, tile, kv_warp, tile_row, output);
+}
+
+template <ForwardConfig C>
+CUTE_DEVICE void forward(ForwardParams const& p) {
+  if constexpr (C.kv_warps > 1) {
+    forward_split<C>(p);
+  } else {
+    forward_rows<C>(p);
+  }
 }
 
 }  // namespace cutlass_fmha

@@ -161,7 +161,32 @@ struct OnlineSoftmax {
     return lse;
   }
 
+  /// Weight of what was accumulated under the maximum `part` (as `maxima` has it), when it is merged with others and
+  /// the largest of their maxima is `whole`: 2^(r_part - r_whole). A reference is fl(c m) unless the row is coarse, and
+  /// the very same rounding must be subtracted here; beside a coarse row, the exact difference counts.
+  CUTE_HOST_DEVICE static float merge_weight(float part, float whole, float scale_log2) {
+    float const r_part = rounded_product(part, scale_log2), r_whole = rounded_product(whole, scale_log2);
+    bool const fine = fabsf(r_part) <= kCoarse && fabsf(r_whole) <= kCoarse;
+    // Where nothing is visible at all, whole is -inf too, and -inf - 0 makes the weight 0.
+    return exp2_approx(fine ? r_part - r_whole : (part - (whole == -INFINITY ? 0.f : whole)) * scale_log2);
+  }
+
+  /// LSE (natural log) of a row whose maximum is m and whose l is `sum`.
+  CUTE_HOST_DEVICE static float merged_lse(float m, float sum, float scale_log2) {
+    constexpr float kLn2 = 0.6931471805599453f;
+    return sum == 0.f ? -INFINITY : (rounded_product(m, scale_log2) + log2f(sum)) * kLn2;
+  }
+
  private:
+  /// a * b, never contracted with what follows into an fma.
+  CUTE_HOST_DEVICE static float rounded_product(float a, float b) {
+#ifdef __CUDA_ARCH__
+    return __fmul_rn(a, b);
+#else
+    return a * b;
+#endif
+  }
+
   /// Two neighbouring probabilities of a row, stored as a pair; returns their sum before rounding.
   template <class Scores, class Pairs, class Exponent>
   CUTE_HOST_DEVICE static float exponentiate(Scores const& scores, Pairs&& pairs, int row, int pair,

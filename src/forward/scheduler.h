@@ -20,6 +20,8 @@ FMHA_HOST_DEVICE inline int64_t grid_size(ForwardParams const& p, int tile_m) {
 
 /// Without a mask, the tiles of one head follow each other, so that its K and V stay in L2. With a diagonal, the tiles
 /// with the most keys come first, over all heads: the blocks that finish last are then short ones.
+/// `Quick`: in a hurry to know, since everything waits for it: where there is one sequence, a division is skipped.
+template <bool Quick = false>
 FMHA_HOST_DEVICE inline WorkTile work_tile(ForwardParams const& p, int tile_m, int block) {
   int const m_blocks = ceil_div(p.seqlen_q, tile_m);
   int m_block, sequence;
@@ -32,7 +34,7 @@ FMHA_HOST_DEVICE inline WorkTile work_tile(ForwardParams const& p, int tile_m, i
     sequence = block - rank * sequences;
     m_block = m_blocks - 1 - rank;
   }
-  int const batch = sequence / p.num_heads;
+  int const batch = Quick && p.batch == 1 ? 0 : sequence / p.num_heads;
   return {m_block, sequence - batch * p.num_heads, batch};
 }
 

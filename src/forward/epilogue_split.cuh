@@ -1,0 +1,131 @@
+// The end of a thread block whose warps divide the keys: their partial O and l are merged through shared memory, in one
+// exchange with one barrier, and leave as whole rows.
+#pragma once
+
+#include "mainloop_split.cuh"
+#include "scheduler.h"
+
+namespace cutlass_fmha {
+
+/// Shared memory of a block: the unnormalised O of each of the C.kv_warps shares of the keys, [share][row][column] in
+/// fp32, and the softmax state that belongs to it, [share][row].
+///
+/// An output chunk of 8 dimensions (16 bytes) is 8 floats here, in two pieces of 16 bytes. Where they lie in a row:
+/// a quad's lanes hold the chunks (or, with panels of 32 dimensions, halves of them) that are written together, and
+/// must find them in neighbouring pieces; so must the eight lanes that read together. The XOR keeps two neighbouring
+/// rows, which are written together, in different banks.
+template <ForwardConfig C>
+struct SplitShared {
+  using P = Panels<C.head_dim>;
+  static constexpr int kChunks = C.head_dim / 8;
+  static constexpr int kPanelChunks = P::kWidth / 8;  // 8 or 4: two chunks or one for each lane of a quad
+  static constexpr int kOutput = C.kv_warps * C.tile_m * C.head_dim * int(sizeof(float));
+  static constexpr int kBytes = kOutput + C.kv_warps * C.tile_m * int(sizeof(float2));
+  static_assert(kBytes <= 99 * 1024, "the partial outputs of the warps must fit what sm_89 and sm_120 have");
+
+  CUTE_DEVICE static float2* states(char* smem) { return reinterpret_cast<float2*>(smem + kOutput); }
+
+  /// Where the chunk that starts at dimension 8 * chunk stands among those of its row.
+  CUTE_DEVICE static int place(int chunk) {
+    int const in_panel = chunk % kPanelChunks;
+    return chunk - in_panel + (kPanelChunks == 8 ? in_panel % 2 * 4 + in_panel / 2 : in_panel);
+  }
+  CUTE_DEVICE static int chunk_at(int place) {
+    int const in_panel = place % kPanelChunks;
+    return place - in_panel + (kPanelChunks == 8 ? in_panel % 4 * 2 + in_panel / 4 : in_panel);
+  }
+  CUTE_DEVICE static float4& piece(char* smem, int share, int row, int place, int half) {
+    int const index = (half * kChunks + place) ^ (row % 2 * 4);
+    return reinterpret_cast<float4*>(smem)[(share * C.tile_m + row) * (C.head_dim / 4) + index];
+  }
+};
+
+/// Writes a warp's O. Lane t of a quad holds, in panel p, dimensions (2t + e) * W + i as element e of n8 tile i, where
+/// W = 8 (4) is the number of such tiles: SplitMainloop.
+template <ForwardConfig C>
+CUTE_DEVICE void write_partial(char* smem, int kv_warp, int tile_row,
+                               typename ForwardTypes<C>::OutputFragment& output) {
+  using namespace cute;
+  using Shared = SplitShared<C>;
+  constexpr int kWidth = Shared::P::kWidth / 8;
+  int const lane = lane_id();
+  auto by_row = make_tensor(output.data(), row_column(output.layout()));  // (row, (e, n8 tile))
+  CUTE_UNROLL
+  for (int row = 0; row < size<0>(by_row); ++row) {
+    CUTE_UNROLL
+    for (int panel = 0; panel < Shared::P::kCount; ++panel) {
+      CUTE_UNROLL
+      for (int group = 0; group < kWidth / 2; ++group) {  // four of the lane's dimensions
+        int const e = group / (kWidth / 4), i = group % (kWidth / 4) * 4;
+        int const chunk = panel * Shared::kPanelChunks + (lane % 4 * 2 + e) * kWidth / 8;
+        auto value = [&](int j) { return by_row(row, make_coord(e, panel * kWidth + i + j)); };
+        Shared::piece(smem, kv_warp, tile_row + accumulator_row(row, lane), Shared::place(chunk), group % 2) =
+            make_float4(value(0), value(1), value(2), value(3));
+      }
+    }
+  }
+}
+
+/// One chunk of a row, merged over the shares of the keys: O = sum(w O_i) / sum(w l_i) with w = 2^(r_i - r).
+template <ForwardConfig C>
+CUTE_DEVICE void merge_chunk(ForwardParams const& p, char* smem, WorkTile const& tile, int row, int place) {
+  using namespace cute;
+  using T = ForwardTypes<C>;
+  using Shared = SplitShared<C>;
+  float2 state[C.kv_warps];
+  float maximum = -INFINITY;
+  CUTE_UNROLL
+  for (int share = 0; share < C.kv_warps; ++share) {
+    state[share] = Shared::states(smem)[share * C.tile_m + row];
+    maximum = fmaxf(maximum, state[share].x);
+  }
+  float sum = 0.f;
+  float o[8] = {};
+  CUTE_UNROLL
+  for (int share = 0; share < C.kv_warps; ++share) {
+    float const weight = T::Softmax::merge_weight(state[share].x, maximum, p.scale_log2);
+    sum = fmaf(weight, state[share].y, sum);
+    CUTE_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      float4 const x = Shared::piece(smem, share, row, place, half);
+      o[4 * half + 0] = fmaf(weight, x.x, o[4 * half + 0]);
+      o[4 * half + 1] = fmaf(weight, x.y, o[4 * half + 1]);
+      o[4 * half + 2] = fmaf(weight, x.z, o[4 * half + 2]);
+      o[4 * half + 3] = fmaf(weight, x.w, o[4 * half + 3]);
+    }
+  }
+  float const inverse = 1.f / sum;
+  auto normalised = [&](float x) { return sum == 0.f ? 0.f : x * inverse; };  // no visible key: 0, whatever V held
+  uint4 packed;
+  packed.x = pack<typename T::Element>(normalised(o[0]), normalised(o[1]));
+  packed.y = pack<typename T::Element>(normalised(o[2]), normalised(o[3]));
+  packed.z = pack<typename T::Element>(normalised(o[4]), normalised(o[5]));
+  packed.w = pack<typename T::Element>(normalised(o[6]), normalised(o[7]));
+  int const query = tile.m_block * C.tile_m + row;
+  if (query >= p.seqlen_q) return;
+  uint16_t* const to = static_cast<uint16_t*>(p.o) + tile.batch * p.o_stride.batch + tile.head * p.o_stride.head +
+                       query * p.o_stride.seqlen + Shared::chunk_at(place) * 8;
+  *reinterpret_cast<uint4*>(to) = packed;
+  if (p.lse != nullptr && place == 0) {
+    p.lse[(int64_t(tile.batch) * p.num_heads + tile.head) * p.seqlen_q + query] =
+        T::Softmax::merged_lse(maximum, sum, p.scale_log2);
+  }
+}
+
+template <ForwardConfig C>
+CUTE_DEVICE void merge_epilogue(ForwardParams const& p, char* smem, WorkTile const& tile, int kv_warp, int tile_row,
+                                typename ForwardTypes<C>::OutputFragment& output) {
+  using Shared = SplitShared<C>;
+  write_partial<C>(smem, kv_warp, tile_row, output);
+  __syncthreads();
+  constexpr int kItems = C.tile_m * Shared::kChunks;
+  CUTE_UNROLL
+  for (int begin = 0; begin < kItems; begin += C.threads()) {
+    int const item = begin + int(threadIdx.x);
+    if (kItems % C.threads() == 0 || item < kItems) {
+      merge_chunk<C>(p, smem, tile, item / Shared::kChunks, item % Shared::kChunks);
+    }
+  }
+}
+
+}  // namespace cutlass_fmha
