@@ -68,7 +68,7 @@ class Parameters:
     efficiency: Mapping[int, Mapping[Schedule, float]] = field(
         default_factory=lambda: {
             89: {(True, True): 0.87, (True, False): 0.78, (False, True): 0.83, (False, False): 0.78},
-            90: {(True, True): 0.70, (True, False): 0.60, (False, True): 0.55, (False, False): 0.51},
+            90: {(True, True): 0.70, (True, False): 0.60, (False, True): 0.45, (False, False): 0.51},
             120: {(True, True): 0.92, (True, False): 0.86, (False, True): 0.89, (False, False): 0.86},
         }
     )

@@ -7,7 +7,7 @@
 set(ALL 89 90 120)
 
 #            ARCHS     DTYPES     HEAD_DIM TILE_M TILE_N WARPS KV_WARPS STAGES MIN_BLOCKS Q_IN_REGISTERS PING_PONG COPY
-fmha_forward("${ALL}"  "f16;bf16"  32      256      64     8      1       2      1          true           true      cp_async_16)
+fmha_forward("${ALL}"  "f16;bf16"  32      256     128     8      1       1      1          false          true      cp_async_16)
 fmha_forward("${ALL}"  "f16;bf16"  32       64      64     4      1       2      2          true           false     cp_async_16)
 fmha_forward("${ALL}"  "f16;bf16"  32       64      64     4      1       2      2          true           false     element)
 fmha_forward("${ALL}"  "f16;bf16"  64      256      64     8      1       2      1          true           true      cp_async_16)
@@ -23,7 +23,7 @@ fmha_forward("${ALL}"  "f16;bf16" 192      128      64     8      1       1     
 fmha_forward("${ALL}"  "f16;bf16" 192       64      32     4      1       2      1          true           false     cp_async_16)
 fmha_forward("${ALL}"  "f16;bf16" 192       64      32     4      1       2      1          true           false     element)
 fmha_forward("${ALL}"  "f16;bf16" 256      128      32     8      1       1      1          false          true      cp_async_16)
-fmha_forward("${ALL}"  "f16;bf16" 256       64      32     4      1       2      1          false          false     cp_async_16)
+fmha_forward("${ALL}"  "f16;bf16" 256       64      64     4      1       1      1          false          false     cp_async_16)
 fmha_forward("${ALL}"  "f16;bf16" 256       64      32     4      1       2      1          false          false     element)
 
 # For problems with too few query rows to fill the GPU: the warps of a block share the keys of a few query rows.
