@@ -1,7 +1,5 @@
 #include "registry.h"
 
-#include <cuda.h>
-
 #include <array>
 #include <atomic>
 #include <stdexcept>
@@ -22,55 +20,24 @@ void check(cudaError_t status, std::string const& what) {
   throw std::runtime_error(what + " failed: " + cudaGetErrorString(status));
 }
 
-/// The driver's calls about contexts, found through the runtime: nothing is linked against libcuda.
-struct Driver {
-  CUresult (*get_current)(CUcontext*) = entry<decltype(get_current)>("cuCtxGetCurrent");
-  CUresult (*set_current)(CUcontext) = entry<decltype(set_current)>("cuCtxSetCurrent");
-  CUresult (*current_device)(CUdevice*) = entry<decltype(current_device)>("cuCtxGetDevice");
-  CUresult (*retain_primary)(CUcontext*, CUdevice) = entry<decltype(retain_primary)>("cuDevicePrimaryCtxRetain");
-
-  template <class Function>
-  static Function entry(char const* name) {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    check(cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &found), name);
-    if (found != cudaDriverEntryPointSuccess) throw std::runtime_error(std::string("the driver has no ") + name);
-    return reinterpret_cast<Function>(function);
-  }
-  static Driver const& get() {
-    static Driver const driver;
-    return driver;
-  }
-};
-
-/// Makes `device` current for a scope, and leaves the thread's context as it was found. By contexts, not with
-/// cudaSetDevice: torch has a runtime of its own, whose idea of the current device ours neither knows nor may change.
+/// Makes `device` current for a scope. The runtime's primary contexts are the ones torch uses.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) {
-    Driver const& driver = Driver::get();
-    CUdevice current = -1;
-    require(driver.get_current(&previous_), "cuCtxGetCurrent");
-    if (previous_ != nullptr && driver.current_device(&current) == CUDA_SUCCESS && current == device) return;
-    CUcontext primary = nullptr;
-    require(driver.retain_primary(&primary, device), "cuDevicePrimaryCtxRetain");  // as long as the process lives
-    require(driver.set_current(primary), "cuCtxSetCurrent");
-    changed_ = true;
+    check(cudaGetDevice(&previous_), "cudaGetDevice");
+    if (previous_ != device) {
+      check(cudaSetDevice(device), "cudaSetDevice(" + std::to_string(device) + ")");
+      changed_ = true;
+    }
   }
   ~DeviceGuard() {
-    if (changed_) Driver::get().set_current(previous_);
+    if (changed_) cudaSetDevice(previous_);
   }
   DeviceGuard(DeviceGuard const&) = delete;
   DeviceGuard& operator=(DeviceGuard const&) = delete;
 
  private:
-  static void require(CUresult status, char const* what) {
-    if (status != CUDA_SUCCESS) {
-      throw std::runtime_error(std::string(what) + " failed with error " + std::to_string(status));
-    }
-  }
-
-  CUcontext previous_ = nullptr;
+  int previous_ = 0;
   bool changed_ = false;
 };
 
