@@ -115,12 +115,12 @@ def unfused(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, causal:
 def ulp(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
     """Distance between neighbouring numbers of ``dtype`` at ``magnitude`` (fp64, >= 0), subnormal or not."""
     info = torch.finfo(dtype)
-    # torch 2.11's frexp launches on the current device, whatever device its argument is on.
+    # Without the guard, torch 2.11 fails here when another device is current.
     with torch.cuda.device_of(magnitude):
         _, exponent = torch.frexp(
             magnitude.clamp_min(info.tiny)
         )  # magnitude = mantissa * 2^exponent, mantissa in [1/2, 1)
-    return torch.ldexp(torch.full_like(magnitude, info.eps), exponent - 1)
+        return torch.ldexp(torch.full_like(magnitude, info.eps), exponent - 1)
 
 
 @dataclass(frozen=True)
