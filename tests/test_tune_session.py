@@ -1,0 +1,374 @@
+"""A tuner's search from draw to acceptance, on a made-up compiler and GPU: gates, resuming, reports."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import fake_tuning
+import pytest
+import torch
+import tune
+from fake_tuning import ABOUT, INCUMBENT, FakeBuilder, FakeGpu, dense, session
+from tuning import manifest, report
+from tuning.candidate import Candidate
+from tuning.leaderboard import FINAL, Entry, Leaderboard, LeaderboardError, kernel_hash
+from tuning.progress import Progress, estimate
+from tuning.session import Plan
+
+BOTH = ("bfloat16", "float16")
+
+
+@pytest.fixture
+def board(tmp_path: Path) -> Leaderboard:
+    return Leaderboard(tmp_path / "board.json", dict(ABOUT))
+
+
+def entry_of(board: Leaderboard, candidate: Candidate) -> Entry:
+    return board.entries["d64-dense", candidate.key]
+
+
+# ---- the gates, in order -----------------------------------------------------------------------------------
+
+
+def test_each_candidate_meets_the_fate_it_earns(board: Leaderboard):
+    builder = FakeBuilder(
+        refuses=lambda c: "static assertion failed" if c.tile_m == 32 else None,
+        spills=lambda c, dtypes: "12 loads and stores of local memory" if c.tile_m == 64 else None,
+    )
+    gpu = FakeGpu(
+        us=lambda c, run: 95.0 if c.tile_m == 256 else 104.0,
+        wrong=lambda c: "q5 k7: 3 times the tolerance" if c.tile_m == 128 else None,
+    )
+    session(board, builder, gpu, Plan("random", per_round=50, limit=400)).run()
+    expected = {32: "compile", 64: "resources", 128: "parity", 256: "accepted"}
+    assert {e.fate for e in board.entries.values()} >= set(expected.values())
+    for entry in board.entries.values():
+        assert entry.fate == expected.get(entry.candidate.tile_m, "slower"), entry
+    reasons = {e.fate: e.reason for e in board.entries.values()}
+    assert reasons["compile"] == "static assertion failed"
+    assert reasons["resources"] == "12 loads and stores of local memory"
+    assert reasons["parity"] == "q5 k7: 3 times the tolerance"
+    ran = {candidate for _, candidate, _ in gpu.runs}
+    assert not any(candidate.tile_m in (32, 64) for candidate in ran), "what was dropped must not run"
+
+
+def test_a_gain_is_accepted_when_two_runs_have_seen_it(board: Leaderboard):
+    """Two processes and two builds, the second for all dtypes and with the whole parity gate."""
+    gpu = FakeGpu(us=lambda c, run: 90.0)
+    builder = FakeBuilder()
+    session(board, builder, gpu, Plan("random", per_round=2, limit=2)).run()
+    assert board.counts() == {"accepted": 2}
+    for _, candidate, _ in gpu.runs:
+        assert [confirm for _, c, confirm in gpu.runs if c == candidate] == [False, True]
+        built = [wanted[candidate] for wanted, _ in builder.built if candidate in wanted]
+        assert built == [("bfloat16",), BOTH]
+        assert len(entry_of(board, candidate).sightings) == 2
+    assert all(rows == {INCUMBENT: ("bfloat16",)} for _, rows in builder.built)
+
+
+def test_a_gain_that_is_not_seen_again_is_not_accepted(board: Leaderboard):
+    gpu = FakeGpu(us=lambda c, run: (90.0, 99.0)[run])
+    session(board, FakeBuilder(), gpu, Plan("random", per_round=3, limit=3)).run()
+    assert board.counts() == {"unconfirmed": 3}
+    assert "and 1.03x is asked for" in next(iter(board.entries.values())).reason
+
+
+def test_what_only_spills_in_the_other_dtype_is_not_accepted(board: Leaderboard):
+    builder = FakeBuilder(spills=lambda c, dtypes: "f16: a stack" if "float16" in dtypes else None)
+    session(board, builder, FakeGpu(us=lambda c, run: 90.0), Plan("random", per_round=2, limit=2)).run()
+    assert board.counts() == {"resources": 2}
+
+
+def test_what_only_spills_on_its_own_architecture_is_not_accepted(board: Leaderboard):
+    """Where the GPU at hand stands in for another one, the accepted lines are compiled for that one, too."""
+    own = FakeBuilder(spills=lambda c, dtypes: "sm_89: 7 spills" if c.stages > 1 else None)
+    gpu = FakeGpu(us=lambda c, run: 90.0)
+    session(board, FakeBuilder(), gpu, Plan("random", per_round=20, limit=20), own).run()
+    assert set(board.counts()) == {"resources", "accepted"}
+    assert all((e.fate == "resources") == (e.candidate.stages > 1) for e in board.entries.values())
+    assert all(rows == {} for _, rows in own.built)
+
+
+def test_a_candidate_that_serves_two_problem_sets_is_compiled_once(board: Leaderboard):
+    shapes = ["b1_h1_s64_d256_fp16", "b1_h1_s64_d256_bf16"]
+    targets = tune.make_targets([], shapes, apart=True)
+    builder = FakeBuilder()
+    plan = Plan("random", per_round=30, limit=60)
+    session(board, builder, FakeGpu(us=lambda c, run: 110.0), plan, targets=targets).run()
+    assert sum(len(board.of(shape)) for shape in shapes) == 60
+    dtypes = list(builder.built[0][0].values())
+    assert dtypes.count(BOTH) > 5 and dtypes.count(("float16",)) > 5
+    assert sum(map(len, dtypes)) == 2 * 29  # the first round, which leaves room for the manifest's row
+
+
+def test_evolution_learns_from_what_ran(board: Leaderboard):
+    """Children of the fastest: where three stages are faster, later rounds draw more of those."""
+    gpu = FakeGpu(us=lambda c, run: 101.0 if c.stages == 3 else 140.0)
+    session(board, FakeBuilder(), gpu, Plan("evolve", seed=1, per_round=20, limit=160)).run()
+    entries = list(board.entries.values())
+    early, late = (sum(e.candidate.stages == 3 for e in part) for part in (entries[:40], entries[-40:]))
+    assert late > 2 * early
+
+
+def test_the_time_budget_ends_the_search_and_leaves_time_to_confirm(board: Leaderboard):
+    now = [0.0]
+    builder, gpu = FakeBuilder(), FakeGpu(us=lambda c, run: 90.0)
+    search = session(board, builder, gpu, Plan("random", per_round=2, limit_s=100.0))
+    search.clock = lambda: now[0]
+    evaluate = gpu.evaluate
+
+    def slow(*arguments) -> None:
+        now[0] += 30.0
+        evaluate(*arguments)
+
+    gpu.evaluate = slow  # type: ignore[method-assign]
+    search.run()
+    assert now[0] <= 130.0
+    assert set(board.counts()) == {"accepted"}
+    assert board.seconds == now[0]
+
+
+# ---- the file ----------------------------------------------------------------------------------------------
+
+
+def test_a_killed_search_goes_on_without_redoing(tmp_path: Path):
+    path, log = tmp_path / "board.json", tmp_path / "log"
+    command = [sys.executable, fake_tuning.__file__, str(path), str(log)]
+    for kill_after in (30, 70, 110):
+        process = subprocess.Popen(command)
+        while (len(log.read_text().splitlines()) if log.exists() else 0) < kill_after:
+            assert process.poll() is None, "the search ended by itself"
+            time.sleep(0.01)
+        process.kill()
+        process.wait()
+        board = Leaderboard.load(path)  # whole, whenever the process was killed
+        assert len(board.entries) >= kill_after / 2
+    runs = Counter(log.read_text().splitlines())
+    twice = [run for run, count in runs.items() if count > 1]
+    # At each kill, one result may have been logged and not yet recorded.
+    assert len(twice) <= 3, twice
+    fates = {key: entry.fate for (_, key), entry in board.entries.items() if entry.fate in FINAL}
+    assert set(fates.values()) == {"accepted", "slower"}
+    assert all((fate == "accepted") == (Candidate.of_key(key).stages == 3) for key, fate in fates.items())
+    (tmp_path / "board.jsonx1.new").write_text("half of")
+    assert Leaderboard.resume(path, ABOUT).entries == board.entries
+    assert list(tmp_path.glob("*.new")) == []
+
+
+def test_an_interrupt_stops_builds_and_keeps_what_is_known(board: Leaderboard):
+    builder, gpu = FakeBuilder(seconds=0.05), FakeGpu(us=lambda c, run: 120.0, seconds=0.05)
+    search = session(board, builder, gpu, Plan("random", per_round=4, limit_s=60.0))
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        search.run()
+    assert builder.stopped
+    kept = Leaderboard.load(board.path)
+    assert kept.counts()["slower"] == len(gpu.runs) > 3
+    assert kept.seconds > 0.5
+    drawn = {e.key for e in kept.of("d64-dense", "drawn")}
+    again = FakeGpu(us=lambda c, run: 120.0)
+    session(kept, FakeBuilder(), again, Plan("random", per_round=4, limit=len(drawn))).run()
+    assert {candidate.key for _, candidate, _ in again.runs} == drawn, (
+        "what was drawn comes first, nothing twice"
+    )
+
+
+@pytest.mark.parametrize("name", ["gpu", "arch", "mma_passes", "shared_kib", "kernel_hash", "nvcc"])
+def test_a_leaderboard_of_something_else_is_not_gone_on_with(board: Leaderboard, name: str):
+    board.save()
+    assert Leaderboard.resume(board.path, ABOUT).entries == {}
+    with pytest.raises(LeaderboardError, match=f"is about {name} .* give another --leaderboard"):
+        Leaderboard.resume(board.path, {**ABOUT, name: "other"})
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"kind": "cutlass_fmha tuning leaderboard", "schema": 99}']
+)
+def test_what_is_no_leaderboard_is_refused(tmp_path: Path, text: str):
+    (tmp_path / "odd.json").write_text(text)
+    with pytest.raises(LeaderboardError, match=r"odd.json is no leaderboard"):
+        Leaderboard.load(tmp_path / "odd.json")
+    with pytest.raises(LeaderboardError, match="can't be read"):
+        Leaderboard.load(tmp_path / "none.json")
+
+
+def test_a_leaderboard_survives_its_file(board: Leaderboard):
+    session(board, FakeBuilder(), FakeGpu(us=lambda c, run: 90.0), Plan("random", per_round=3, limit=3)).run()
+    loaded = Leaderboard.load(board.path)
+    assert loaded.entries == board.entries
+    assert (loaded.targets, loaded.incumbents, loaded.rounds) == (
+        board.targets,
+        board.incumbents,
+        board.rounds,
+    )
+
+
+def test_gains_over_rows_that_have_changed_are_seen_anew(board: Leaderboard):
+    plan = Plan("random", per_round=3, limit=3)
+    session(board, FakeBuilder(), FakeGpu(us=lambda c, run: 90.0), plan).run()
+    cases = [case.name for case in dense()[0].cases]
+    board.set_target("d64-dense", cases, ["another row"])
+    assert board.counts() == {"drawn": 3}
+    with pytest.raises(LeaderboardError, match="times of other cases"):
+        board.set_target("d64-dense", cases[:1], ["another row"])
+
+
+def test_the_hash_is_of_the_kernels_and_not_of_the_manifest(tmp_path: Path):
+    (tmp_path / "forward").mkdir()
+    (tmp_path / "forward" / "kernel.cuh").write_text("a")
+    (tmp_path / "templates.cmake").write_text("b")
+    first = kernel_hash(tmp_path)
+    (tmp_path / "templates.cmake").write_text("c")
+    assert kernel_hash(tmp_path) == first
+    (tmp_path / "forward" / "kernel.cuh").write_text("c")
+    assert kernel_hash(tmp_path) != first
+
+
+# ---- commands ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def accepted(tmp_path: Path) -> tuple[Path, Path, Candidate]:
+    """A leaderboard with an accepted candidate, a copy of the manifest, and that candidate."""
+    board = Leaderboard(tmp_path / "board.json", {**ABOUT, "kernel_hash": kernel_hash()})
+    gpu = FakeGpu(us=lambda c, run: 90.0 if c.tile_m == 192 else 99.0)
+    search = session(board, FakeBuilder(), gpu, Plan("random", per_round=100, limit=300))
+    search.run()
+    copy = tmp_path / "templates.cmake"
+    copy.write_text(manifest.MANIFEST.read_text())
+    return board.path, copy, board.best("d64-dense")[0].candidate
+
+
+def run_tune(*arguments: object) -> int:
+    return tune.main([str(argument) for argument in arguments])
+
+
+def test_the_report_lists_the_best_and_counts_the_rest(accepted, capsys: pytest.CaptureFixture[str]):
+    path, _, best = accepted
+    assert run_tune("--report", "--leaderboard", path) == 0
+    text = capsys.readouterr().out
+    assert "sm_90 rows on a GPU" in text and "300 candidates" in text
+    (first,) = [line for line in text.splitlines() if line.startswith("  1 ")]
+    assert "accepted" in first and best.label in first and " 1.111x " in first
+    assert INCUMBENT.label in text and "slower ones" in text
+    assert run_tune("--report", "--all", "--leaderboard", path) == 0
+    assert capsys.readouterr().out.count("slower") > 100
+
+
+def test_dropped_candidates_are_reported_with_their_reasons(board: Leaderboard):
+    builder = FakeBuilder(refuses=lambda c: f"no room for {c.tile_m} rows")
+    session(board, builder, FakeGpu(), Plan("random", per_round=10, limit=10)).run()
+    assert "10 x compile: no room for N rows" in report.render(board)
+    assert "no room for 64 rows" in report.render(board, everything=True)
+
+
+def test_accepted_lines_are_shown_and_then_written(accepted, capsys: pytest.CaptureFixture[str]):
+    path, copy, best = accepted
+    before = copy.read_text()
+    assert run_tune("--accept", "--leaderboard", path, "--manifest", copy) == 0
+    shown = capsys.readouterr().out
+    assert copy.read_text() == before
+    (line,) = [line[1:] for line in shown.splitlines() if line.startswith("+fmha")]
+    assert manifest.parse(line)[0].candidate == best
+    assert run_tune("--accept", "--write", "--leaderboard", path, "--manifest", copy) == 0
+    after = copy.read_text()
+    assert [x for x in after.splitlines() if x not in before.splitlines()] == [line]
+    capsys.readouterr()
+    assert run_tune("--accept", "--write", "--leaderboard", path, "--manifest", copy) == 0
+    assert "no accepted line" in capsys.readouterr().out
+    assert copy.read_text() == after
+
+
+def test_lines_found_with_other_kernels_are_refused(accepted, capsys: pytest.CaptureFixture[str]):
+    path, copy, _ = accepted
+    content = json.loads(path.read_text())
+    content["about"]["kernel_hash"] = "0" * 64
+    path.write_text(json.dumps(content))
+    before = copy.read_text()
+    assert run_tune("--accept", "--write", "--leaderboard", path, "--manifest", copy) == 1
+    assert "is about kernels 000000000000, and src/ outside the manifest has" in capsys.readouterr().err
+    assert copy.read_text() == before
+
+
+def test_a_dry_run_prints_manifest_lines_and_needs_no_gpu(capsys: pytest.CaptureFixture[str]):
+    options = (
+        "--dry-run",
+        "--arch",
+        "120",
+        "--shape",
+        "b1_h8_s4096_d128_bf16",
+        "--round",
+        "5",
+        "--seed",
+        "3",
+    )
+    assert run_tune(*options) == 0
+    first = capsys.readouterr().out
+    lines = manifest.parse("".join(x.partition("  #")[0] + "\n" for x in first.splitlines()))
+    assert len(lines) == 5 and all(line.archs == (120,) and line.candidate.head_dim == 128 for line in lines)
+    assert run_tune(*options) == 0
+    assert capsys.readouterr().out == first
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--dry-run", "--arch", "90", "--shape", "b1"], "is no shape"),
+        (["--dry-run", "--arch", "89", "--smem", "200"], "99 KiB of shared memory on sm_89"),
+        (["--dry-run", "--arch", "90", "--shape", "b1_h1_s64_d160_fp16"], "no sm_90 row of head dim 160"),
+        (["--report", "--leaderboard", "nowhere.json"], "can't be read"),
+    ],
+)
+def test_a_request_that_cannot_be_followed_is_one_sentence(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+):
+    assert tune.main(arguments) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("tune: ") and error.count("\n") == 1 and sentence in error
+
+
+def test_without_a_gpu_a_search_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert tune.main(["--preset", "dense", "--head-dim", "64"]) == 1
+    assert "a search needs a GPU" in capsys.readouterr().err
+
+
+# ---- progress ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((30.0, 120.0, 5, None), (0.25, 90.0)),
+        ((30.0, None, 5, 20), (0.25, 90.0)),
+        ((30.0, 60.0, 5, 20), (0.5, 30.0)),  # the time is up first
+        ((30.0, None, 0, 20), (0.0, None)),
+        ((90.0, 60.0, 0, None), (1.0, 0.0)),
+    ],
+)
+def test_the_time_left_is_that_of_the_first_limit(arguments: tuple, expected: tuple):
+    assert estimate(*arguments) == expected
+
+
+def test_progress_tells_fates_phase_and_time_left():
+    stream = io.StringIO()
+    progress = Progress(600.0, None, stream)
+    for _ in range(5):
+        progress.show({"parity": 2, "slower": 7}, 9, "round 1: running 3")
+    progress.show({"parity": 2, "slower": 8}, 10, "round 2: building 4")
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 2, "without a terminal: a line per phase, not one per candidate"
+    assert (
+        "2 parity, 7 slower" in lines[0]
+        and "10:00 left" in lines[0]
+        and lines[1].endswith("round 2: building 4")
+    )

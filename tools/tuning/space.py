@@ -1,0 +1,192 @@
+"""Which candidates can be compiled and could be worth it: the static constraints of the kernels, and no more.
+
+Each rule is one of the static_asserts in src/forward/*.cuh, a limit of the hardware, or a bound on what must
+be in registers at one time. The machine code decides in the end (``tools/resources.py``): these rules only
+keep compile time from being spent on what cannot pass.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .candidate import Candidate
+
+KIB = 1024
+COPIES = ("cp_async_16", "tma", "ldg_16")  # what is searched; element rows are for unaligned tensors only
+CONFIG = Path(__file__).resolve().parents[2] / "src" / "config.h"
+FIRST_ARCH = {"tma": 90}  # copies that older architectures don't have
+# Values that are drawn from, in the order in which a mutation walks.
+DOMAINS: dict[str, tuple[Any, ...]] = {
+    "tile_m": (16, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 512),
+    "tile_n": (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256),
+    "warps": (2, 4, 6, 8, 12, 16),
+    "kv_warps": (1, 2, 4, 8, 16),
+    "stages": (1, 2, 3, 4),
+    "min_blocks": (1, 2, 3, 4, 6, 8),
+    "q_in_registers": (False, True),
+    "ping_pong": (False, True),
+}
+#: Registers of a thread besides O, S, P and Q: addresses, row sums and references, an operand of K or V.
+OTHER_REGISTERS = 16
+MAX_REGISTERS = 255
+POSITION_BYTES = 12  # TilePosition
+PIPELINE_BYTES = 2 * 8  # of two mbarriers; a stage of K and one of V have two each
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a thread block and an SM have: by default those of sm_89 and sm_120, which every row keeps to."""
+
+    shared_per_block: int = 99 * KIB
+    shared_per_sm: int = 100 * KIB
+    reserved_shared: int = KIB  # what CUDA takes of the SM's for each block
+    warps_per_sm: int = 48
+    registers_per_sm: int = 64 * KIB
+    threads_per_block: int = 1024
+
+    @classmethod
+    def with_shared(cls, kib: int) -> Limits:
+        """For GPUs whose blocks may have ``kib`` KiB of shared memory (227 on an H200)."""
+        return cls(shared_per_block=kib * KIB, shared_per_sm=(kib + 1) * KIB)
+
+
+@functools.cache
+def copies_of_the_kernels() -> tuple[str, ...]:
+    """Those of COPIES that src/config.h has."""
+    match = re.search(r"enum class Copy\b[^{]*\{([^}]*)\}", CONFIG.read_text())
+    names = set(re.findall(r"^\s*(\w+)", match[1], re.MULTILINE)) if match else set()
+    return tuple(copy for copy in COPIES if copy in names)
+
+
+def shared_bytes(c: Candidate) -> int:
+    """Dynamic shared memory of a block: SharedLayout of mainloop.cuh, SplitShared of epilogue_split.cuh."""
+    if c.kv_warps > 1:
+        return c.kv_warps * c.tile_m * (4 * c.head_dim + 8)
+    q, tile = 2 * c.tile_m * c.head_dim, 2 * c.tile_n * c.head_dim
+    return q + 2 * c.stages * (tile + PIPELINE_BYTES) + POSITION_BYTES + 4 * c.tile_m
+
+
+def register_cap(c: Candidate, limits: Limits) -> int:
+    """Registers that __launch_bounds__(threads, min_blocks) leaves a thread; they are given out in eights."""
+    return min(MAX_REGISTERS, limits.registers_per_sm // (c.threads * c.min_blocks) // 8 * 8)
+
+
+def registers(c: Candidate) -> int:
+    """Registers that a thread holds at the worst moment of the main loop at least, OTHER_REGISTERS apart."""
+    rows, dim = c.rows_per_warp, c.head_dim
+    output, scores = rows * dim // 32, rows * c.tile_n // 32
+    probabilities = scores // 2
+    q = rows * dim // 64 if c.q_in_registers else rows // 16 * 4
+    if c.kv_warps == 1:
+        return output + scores + probabilities + (q if c.q_in_registers else 0)
+    kv = c.tile_n * dim // 64  # a tile of K, and one of V: the operands are loaded whole
+    if c.stages > 1:
+        return output + q + scores + probabilities + 2 * kv
+    return output + q + max(kv + scores, scores + probabilities, probabilities + kv)
+
+
+def _shape_objections(c: Candidate, arch: int) -> Iterator[str]:
+    """What is wrong with a candidate whatever its stages, min_blocks and flags."""
+    if c.kv_warps == 1 and c.copy == "ldg_16":
+        yield "ldg_16 is for rows whose warps share the keys"
+    if c.kv_warps > 1 and c.copy != "ldg_16":
+        yield f"kv_warps {c.kv_warps} needs ldg_16, not {c.copy}"
+    if arch < FIRST_ARCH.get(c.copy, 0):
+        yield f"sm_{arch} has no {c.copy}"
+    if c.head_dim % 32 or c.tile_n % 16:
+        yield "head_dim must be a multiple of 32 and tile_n one of 16"
+    if c.warps % c.kv_warps:
+        yield f"{c.warps} warps are no groups of {c.kv_warps}"
+    elif c.tile_m % (16 * (c.warps // c.kv_warps)):
+        yield f"tile_m {c.tile_m} gives {c.warps // c.kv_warps} groups of warps no multiple of 16 rows"
+    elif c.kv_warps > 1 and c.rows_per_warp > 32:
+        yield f"{c.rows_per_warp} query rows per warp, and warps that share the keys have at most 32"
+    if c.kv_warps == 1 and c.warps % 2:
+        yield "one half of the warps brings K and the other V: their number must be even"
+    if c.kv_warps == 1 and c.copy != "ldg_16":
+        yield from _loader_objections(c)
+
+
+def _loader_objections(c: Candidate) -> Iterator[str]:
+    """TileLoader's: a pass of the threads must keep their swizzle pattern. TMA brings K and V by itself."""
+    chunks = 8 if c.head_dim % 64 == 0 else 4  # of 16 bytes in a row of a panel
+    parts = [("Q", c.tile_m, c.threads)]
+    if c.copy == "tma":
+        if c.tile_n > 256:
+            yield f"tile_n {c.tile_n}, and a box of TMA has at most 256 rows"
+    else:
+        parts.append(("K", c.tile_n, c.threads // 2))
+    for operand, rows, threads in parts:
+        rows_per_pass = threads // chunks
+        if rows_per_pass == 0 or rows_per_pass % 8 or rows % rows_per_pass:
+            yield f"{threads} threads copy {rows_per_pass} rows of {operand} at a time, no part of {rows}"
+
+
+def objections(c: Candidate, arch: int, limits: Limits) -> list[str]:
+    """Why a candidate is not in the space of an architecture, one sentence each; empty when it is."""
+    found = list(_shape_objections(c, arch))
+    if c.kv_warps > 1:
+        if c.ping_pong:
+            found.append("warps that share the keys take no turns")
+        if c.stages > 2:
+            found.append(f"{c.stages} stages, and loads into registers are at most one block ahead (2)")
+    elif c.ping_pong and c.warps not in (2, 4, 8):
+        found.append(f"turns are between pairs of 2, 4 or 8 warps, not {c.warps}")
+    if c.threads > limits.threads_per_block:
+        found.append(f"{c.threads} threads, and a block has at most {limits.threads_per_block}")
+    if c.min_blocks * c.warps > limits.warps_per_sm:
+        found.append(f"{c.min_blocks} blocks of {c.warps} warps exceed {limits.warps_per_sm}")
+    shared = shared_bytes(c)
+    if shared > limits.shared_per_block:
+        found.append(f"{shared} bytes of shared memory, and a block has {limits.shared_per_block}")
+    if c.min_blocks * (shared + limits.reserved_shared) > limits.shared_per_sm:
+        found.append(f"{c.min_blocks} blocks of {shared} bytes do not fit an SM's {limits.shared_per_sm}")
+    needed, cap = registers(c) + OTHER_REGISTERS, register_cap(c, limits)
+    if needed > cap:
+        found.append(f"at least {needed} registers, and {c.min_blocks} blocks leave {cap}")
+    return found
+
+
+@dataclass(frozen=True)
+class Space:
+    """Every candidate of one architecture and head dim that nothing speaks against."""
+
+    arch: int
+    head_dim: int
+    limits: Limits = field(default_factory=Limits)
+    copies: tuple[str, ...] = field(default_factory=copies_of_the_kernels)
+
+    def __contains__(self, candidate: object) -> bool:
+        return (
+            isinstance(candidate, Candidate)
+            and candidate.head_dim == self.head_dim
+            and not objections(candidate, self.arch, self.limits)
+        )
+
+    @functools.cached_property
+    def all(self) -> Sequence[Candidate]:
+        """In a fixed order, so that a seed means the same everywhere."""
+        names = ("stages", "min_blocks", "q_in_registers", "ping_pong")
+        values = itertools.product(*(DOMAINS[name] for name in names))
+        rest = [dict(zip(names, chosen, strict=True)) for chosen in values]
+        return tuple(
+            candidate
+            for shape in self._shapes()
+            for candidate in (Candidate(**shape, **columns) for columns in rest)
+            if not objections(candidate, self.arch, self.limits)
+        )
+
+    def _shapes(self) -> Iterator[dict[str, Any]]:
+        names = ("tile_m", "tile_n", "warps", "kv_warps")
+        for copy, *values in itertools.product(self.copies, *(DOMAINS[name] for name in names)):
+            shape = {"head_dim": self.head_dim, **dict(zip(names, values, strict=True)), "copy": copy}
+            smallest = Candidate(**shape, stages=1, min_blocks=1, q_in_registers=False, ping_pong=False)
+            # Nothing that speaks against the smallest one is mended by more stages, blocks or registers.
+            if not objections(smallest, self.arch, self.limits):
+                yield shape
