@@ -11,6 +11,7 @@ import torch
 import cutlass_fmha
 from cutlass_fmha import _C
 from cutlass_fmha import device as devices
+from cutlass_fmha.calibration import store
 from cutlass_fmha.select import no_rows, this_build
 
 
@@ -21,8 +22,7 @@ def main(argv: list[str] | None = None) -> int:
     if not argv:
         parser.print_help()
         return 0
-    # bench and demo have options of their own, which their modules know: they are imported when asked for
-    # only.
+    # These have options of their own, which their modules know: they are imported when asked for only.
     if argv[0] == "bench":
         from cutlass_fmha import bench
 
@@ -31,6 +31,10 @@ def main(argv: list[str] | None = None) -> int:
         from cutlass_fmha import demo
 
         return demo.main(argv[1:]) or 0
+    if argv[0] == "calibrate":
+        from cutlass_fmha.calibration import command
+
+        return command.main(argv[1:])
     arguments = parser.parse_args(argv)
     try:
         return _info(arguments) if arguments.command == "info" else _explain(arguments)
@@ -78,7 +82,11 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
         + " (default: cuda:0, or cpu)",
     )
     explain.add_argument("--template", metavar="ROW", help="force this row")
+    explain.add_argument(
+        "--measure", action="store_true", help="also time every eligible row on this machine's GPU"
+    )
 
+    commands.add_parser("calibrate", help="measure what the rows cost on this GPU (calibrate --help)")
     commands.add_parser("bench", help="time the kernels against torch's (bench --help for its options)")
     commands.add_parser("demo", help="sentence embeddings on real text (demo --help for its options)")
     return parser, {"info": info, "explain": explain}
@@ -106,6 +114,7 @@ def _explain(arguments: argparse.Namespace) -> int:
         alignment=arguments.alignment,
         device=arguments.device,
         template=arguments.template,
+        measure=arguments.measure,
     )
     print(explanation)
     runs = explanation.winner is not None or (explanation.device is None and arguments.template is None)
@@ -145,7 +154,10 @@ def _print_devices() -> None:
     for index in range(count):
         device = devices.of_index(index)
         arch = devices.rows_arch(device, this_build().architectures)
-        print(f"cuda:{index}: {device}, " + (no_rows(device) or f"takes the sm_{arch} rows"))
+        nothing = no_rows(device)
+        print(f"cuda:{index}: {device}, " + (nothing or f"takes the sm_{arch} rows"))
+        if nothing is None:
+            print(f"        costs of rows: {store.for_device(device).origin}")
 
 
 if __name__ == "__main__":

@@ -1,20 +1,28 @@
-"""A prediction of what a row costs on a device, made to tell which of two rows is the cheaper one.
+"""What a row costs on a device, predicted well enough to tell which of two rows is the cheaper one.
 
-The model: thread blocks run in waves over the SMs; a block costs a fixed start and end, and one tile product
-pair per step of its main loop; a tile costs its floating-point operations at the share of the tensor pipe
-that the row's schedule reaches. It knows nothing of caches and DRAM, which all rows of a problem have in
-common.
+A launch is a list of thread blocks, each with a start, steps of its main loop and an end. Two things can make
+it take its time, and ``count`` plays the launch through for both:
 
-A split row (kv_warps > 1), made for problems that leave most of a GPU idle, spends its time waiting instead:
-a step costs what its loads and exponentials take on an SM, and a block also merges what its warps have.
+- **waiting**: a block alone on a GPU still takes ``block + steps * step``. Every SM has places for
+  ``resident`` blocks; blocks go to the places in launch order, each to the first one that is free.
+- **work**: the same blocks keep an SM's pipes busy for ``warp_block`` and ``warp_step`` per step, less for a
+  block whose warps have rows or keys missing. Blocks on one SM share its pipes, so that here every SM is one
+  place.
+
+    microseconds = launch + cold * share + traffic * megabytes + sqrt(waiting^2 + work^2)
+
+``cold`` is what inputs add that are too large to be found in the L2 cache, ``traffic`` what is moved at
+least. All prices are linear up to the square root: a few dozen timings fit them (``calibration/fit.py``).
+Those of a GPU that was never measured are derived from its datasheet (``calibration/datasheet.py``).
 """
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from cutlass_fmha.device import KIB, Device
 
@@ -22,144 +30,211 @@ if TYPE_CHECKING:
     from cutlass_fmha._C import Template
     from cutlass_fmha.select import Problem
 
-#: A schedule: does a warp own 32 query rows or fewer, and do pairs of warps take turns (ping-pong)?
-Schedule = tuple[bool, bool]
-
-
-@dataclass(frozen=True)
-class SplitParameters:
-    """Microseconds of a split row, fitted to B1 H8 S256 to S1024 at head dims 32, 64 and 128 on an H200."""
-
-    #: A block outside its main loop, without the merge.
-    block: float = 1.3
-    #: The merge, per 1024 values of the partial outputs of all warps.
-    merge: float = 0.0625
-    #: The shortest step: mma after loads after mma.
-    step: float = 0.35
-    #: A step, per KiB of K and V that the warps of an SM load.
-    load: float = 0.0075
-    #: A step, per 1024 exponentials of an SM.
-    exponentials: float = 0.045
-    #: A step of a row that doesn't load a step ahead (stages == 1).
-    unhidden_latency: float = 0.6
-    #: Where the tensor pipe is the limit: the share of what the other rows of its schedule get from it.
-    tensor_share: float = 0.6
-
-
-@dataclass(frozen=True)
-class Parameters:
-    """Everything the model was told, in one place: a calibration replaces this value and nothing else."""
-
-    #: Microseconds between two launches in a CUDA graph that find nothing to do.
-    launch_us: float = 1.0
-    #: Microseconds of a block outside its main loop: the first loads before it, the epilogue after it.
-    block_us: float = 1.5
-    #: Warps on an SM that keep its tensor pipe as busy as the schedule can; fewer reach their proportion.
-    saturating_warps: int = 8
-    #: Elements that travel one by one instead of 16 bytes at a time multiply the main loop by this.
-    element_factor: float = 6.0
-    #: Dense TFLOP/s of one SM by mma.sync with fp32 accumulation: the datasheets of L4 and RTX 5090, measured
-    #: on an H200.
-    sm_tflops: Mapping[int, float] = field(
-        default_factory=lambda: {89: 121 / 58, 90: 642 / 132, 120: 209.5 / 170}
-    )
-    #: Share of that rate by architecture and schedule: measured on an H200, on sm_89 and sm_120 with its
-    #: tensor pipe slowed to their balance.
-    efficiency: Mapping[int, Mapping[Schedule, float]] = field(
-        default_factory=lambda: {
-            89: {(True, True): 0.87, (True, False): 0.78, (False, True): 0.83, (False, False): 0.78},
-            90: {(True, True): 0.70, (True, False): 0.60, (False, True): 0.45, (False, False): 0.51},
-            120: {(True, True): 0.92, (True, False): 0.86, (False, True): 0.89, (False, False): 0.86},
-        }
-    )
-    split: SplitParameters = field(default_factory=SplitParameters)
-
-
-PARAMETERS = Parameters()
 BYTES_PER_ELEMENT = 2
 REGISTERS_PER_SM = 65536
 MAX_REGISTERS_PER_THREAD = 256  # 255, and they are given out in steps of 8
+REGISTERS_BESIDES_FRAGMENTS = 40  # as ptxas leaves them in the rows for sm_90, give or take ten
+COLD_BYTES = 600e3
+"""Inputs from this size on are cold. A timing rotates through 128 sets of inputs at most: smaller ones stay
+in an L2 cache of 50 MB."""
+EMPTY_BLOCK = 0.6
+"""A block whose queries see no key only writes zeros: that much of ``block`` and ``warp_block``."""
+MAX_GROUPS = 24
+"""Query tiles of a causal problem are played through in so many groups of equal ones at most."""
+MAX_WAVES, MAX_MASKED_WAVES = 32, 6
+"""Blocks per place from which on a launch is not played through but averaged. With a mask, early blocks are
+long and late ones short, so that places end together much sooner."""
+
+
+@dataclass(frozen=True)
+class RowCost:
+    """Microseconds of a row on one device, and how many of its blocks an SM has places for (see above)."""
+
+    launch: float
+    cold: float
+    traffic: float
+    block: float
+    step: float
+    warp_block: float
+    warp_step: float
+    resident: int = field(default=1, kw_only=True)
+
+    def scaled(self, factor: float) -> RowCost:
+        """All prices times a factor."""
+        return replace(self, **{name: factor * getattr(self, name) for name in PRICES})
+
+    def waiting(self, counts: Counts) -> float:
+        return counts.blocks * self.block + counts.steps * self.step
+
+    def work(self, counts: Counts) -> float:
+        return counts.warp_blocks * self.warp_block + counts.warp_steps * self.warp_step
+
+    def of(self, counts: Counts) -> float:
+        """Microseconds of a launch with these counts."""
+        once = self.launch + self.cold * counts.cold + self.traffic * counts.megabytes
+        return once + math.hypot(self.waiting(counts), self.work(counts))
+
+
+#: The prices of a ``RowCost``: all but ``resident``.
+PRICES = ("launch", "cold", "traffic", "block", "step", "warp_block", "warp_step")
+
+
+class Counts(NamedTuple):
+    """What the prices of a ``RowCost`` are multiplied with.
+
+    ``blocks`` and ``steps`` lie one after another before the last block to end, itself included;
+    ``warp_blocks`` and ``warp_steps`` are those of the SM that has the most to do.
+    """
+
+    cold: float
+    megabytes: float
+    blocks: float
+    steps: float
+    warp_blocks: float
+    warp_steps: float
+
+
+class Group(NamedTuple):
+    """Blocks that are alike and are launched one after another; ``warp_*`` as a share of the row's warps."""
+
+    blocks: int
+    block: float
+    steps: float
+    warp_block: float
+    warp_steps: float
 
 
 def resident_blocks(template: Template, device: Device) -> int:
-    """Thread blocks of a row that one SM holds at a time; 0 when its shared memory is too small for one."""
-    threads = 32 * template.warps
+    """Blocks of a row that one SM holds at a time, by its description; 0 when not even one fits."""
     by_smem = device.smem_per_sm // (template.smem_bytes + KIB)
     by_warps = device.warps_per_sm // template.warps
-    # The compiler may use every register that the launch bounds leave, and the large tiles do.
-    by_registers = max(template.min_blocks, REGISTERS_PER_SM // (threads * MAX_REGISTERS_PER_THREAD))
-    return min(by_smem, by_warps, by_registers)
+    by_registers = REGISTERS_PER_SM // (32 * template.warps * registers(template))
+    return min(by_smem, by_warps, max(template.min_blocks, by_registers))
 
 
-def main_loop_steps(template: Template, problem: Problem) -> tuple[float, int]:
-    """Steps of key tiles that a block takes: the mean over the query tiles, and the most."""
-    step_keys = template.tile_n * template.kv_warps
-    key_tiles = -(-problem.seqlen_k // step_keys)
-    query_tiles = -(-problem.seqlen_q // template.tile_m)
-    diagonal = problem.diagonal
-    if diagonal is None or query_tiles == 0:
-        return float(key_tiles), key_tiles
-
-    def steps(tile: int) -> int:
-        visible_keys = (tile + 1) * template.tile_m + diagonal
-        return max(0, min(key_tiles, -(-visible_keys // step_keys)))
-
-    # Steps grow linearly between two clamps: a few dozen samples give the mean of any number of tiles.
-    samples = range(0, query_tiles, max(1, query_tiles // 64))
-    return sum(map(steps, samples)) / len(samples), steps(query_tiles - 1)
-
-
-def tensor_us(template: Template, resident: int, parameters: Parameters) -> float:
-    """Microseconds of a block's step by the tensor pipe, while ``resident`` blocks share the SM."""
-    schedule = (template.tile_m * template.kv_warps // template.warps >= 32, template.ping_pong)
-    if template.kv_warps > 1:  # split_step_us has what few warps cost
-        share = parameters.split.tensor_share / resident
-    else:
-        share = min(1 / resident, template.warps / parameters.saturating_warps)
-    rate = parameters.sm_tflops[template.arch] * parameters.efficiency[template.arch][schedule] * share
-    us = 4e-6 * template.tile_m * template.tile_n * template.kv_warps * template.head_dim / rate
-    return us * parameters.element_factor if template.copy == "element" else us
-
-
-def split_step_us(template: Template, problem: Problem, resident: int, parameters: Parameters) -> float:
-    """Microseconds of a split row's step, while ``resident`` blocks share the SM."""
-    split = parameters.split
-    # With fewer key tiles than warps, some warps have nothing to do.
-    busy = min(1.0, -(-problem.seqlen_k // template.tile_n) / template.kv_warps)
-    warps = resident * template.warps * busy
+def registers(template: Template) -> int:
+    """Registers that a thread of a row is likely to have: the fragments of its tiles, and some."""
     rows = template.tile_m * template.kv_warps // template.warps
-    waiting_us = split.step
-    waiting_us += split.load * warps * 2 * template.tile_n * template.head_dim * BYTES_PER_ELEMENT / KIB
-    waiting_us += split.exponentials * warps * rows * template.tile_n / 1024
-    if template.stages == 1:
-        waiting_us += split.unhidden_latency
-    return max(waiting_us, busy * tensor_us(template, resident, parameters))
+    output, scores = rows * template.head_dim / 32, rows * template.tile_n / 32
+    fragments = output + scores + scores / 2
+    if template.q_in_registers:
+        fragments += output / 2
+    if template.kv_warps > 1:  # K and V come straight to registers
+        fragments += 2 * template.tile_n * template.head_dim / 64
+    in_steps = 8 * math.ceil((fragments + REGISTERS_BESIDES_FRAGMENTS) / 8)
+    return min(MAX_REGISTERS_PER_THREAD, in_steps)
 
 
-def predict(
-    template: Template, problem: Problem, device: Device, parameters: Parameters = PARAMETERS
-) -> float:
+def groups(template: Template, problem: Problem) -> list[Group]:
+    """The blocks of a launch in the order of ``src/forward/scheduler.h``."""
+    tiles = -(-problem.seqlen_q // template.tile_m)
+    sequences = problem.batch * problem.num_heads
+    if tiles == 0 or sequences == 0:
+        return []
+    if problem.diagonal is None:
+        full = problem.seqlen_q // template.tile_m
+        found = [Group(full * sequences, *_block(template, problem, 0))] if full else []
+        if full < tiles:
+            found.append(Group(sequences, *_block(template, problem, tiles - 1)))
+        return found
+    size = -(-tiles // MAX_GROUPS)
+    return [
+        Group((last - first + 1) * sequences, *_block(template, problem, (first + last) / 2))
+        for last in range(tiles - 1, -1, -size)
+        for first in (max(0, last - size + 1),)
+    ]
+
+
+def _block(template: Template, problem: Problem, tile: float) -> tuple[float, float, float, float]:
+    """A ``Group`` but for its count, of the query tile ``tile``: half a number stands for two neighbours."""
+    begin = tile * template.tile_m
+    end = min(begin + template.tile_m, problem.seqlen_q)
+    groups_of_warps = template.warps // template.kv_warps
+    rows = template.tile_m // groups_of_warps
+    live = math.ceil((end - begin) / rows) / groups_of_warps
+    key_tiles = _key_tiles(template, problem, end - 1)
+    # A warp sees what its last row sees; the mean over the warps is that of the middle one.
+    middle = min((begin + end + rows) / 2, end) - 1
+    warp_steps = live * _key_tiles(template, problem, middle) / template.kv_warps
+    whole = 1.0 if key_tiles else EMPTY_BLOCK
+    return whole, -(-key_tiles // template.kv_warps), whole * live, warp_steps
+
+
+def _key_tiles(template: Template, problem: Problem, row: float) -> int:
+    """Tiles of keys of which query ``row`` sees some."""
+    keys, diagonal = problem.seqlen_k, problem.diagonal
+    if diagonal is not None:
+        keys = max(0, min(keys, math.floor(row) + diagonal + 1))
+    return -(-keys // template.tile_n)
+
+
+def count(template: Template, problem: Problem, device: Device, cost: RowCost) -> Counts | None:
+    """Plays a launch through; None when it has no block.
+
+    Which blocks it waits for depends on what they cost: the counts are those at ``cost``.
+    """
+    launched = groups(template, problem)
+    if not launched:
+        return None
+    most = MAX_WAVES if problem.diagonal is None else MAX_MASKED_WAVES
+    alone = [(group.blocks, group.block, group.steps) for group in launched]
+    shared = [(group.blocks, group.warp_block, group.warp_steps) for group in launched]
+    waiting = _play(alone, device.sm_count * cost.resident, most, cost.block, cost.step)
+    work = _play(shared, device.sm_count, most, cost.warp_block, cost.warp_step)
+    read = _bytes_read(problem)
+    written = problem.batch * problem.seqlen_q * problem.num_heads * problem.head_dim * BYTES_PER_ELEMENT
+    return Counts(min(1.0, read / COLD_BYTES), (read + written) / 1e6, *waiting, *work)
+
+
+def _bytes_read(problem: Problem) -> int:
+    """Bytes of the queries that see a key, and of the keys and values that are seen."""
+    queries, keys, diagonal = problem.seqlen_q, problem.seqlen_k, problem.diagonal
+    if diagonal is not None:
+        queries = max(0, min(queries, queries + diagonal))
+        keys = max(0, min(keys, problem.seqlen_q + diagonal))
+    rows = queries * problem.num_heads + 2 * keys * problem.num_heads_kv
+    return problem.batch * rows * problem.head_dim * BYTES_PER_ELEMENT
+
+
+def _play(
+    launched: Sequence[tuple[int, float, float]], places: int, most: int, block: float, step: float
+) -> tuple[float, float]:
+    """Gives (number, blocks, steps) to places in order; what lies on the longest way to the end, added up."""
+    total = sum(number for number, _, _ in launched)
+    if total > places * most:  # an even share of all, and half of a last one
+        _, last_blocks, last_steps = launched[-1]
+        all_blocks = sum(number * blocks for number, blocks, _ in launched)
+        all_steps = sum(number * steps for number, _, steps in launched)
+        return all_blocks / places + last_blocks / 2, all_steps / places + last_steps / 2
+    if len(launched) == 1:  # equal blocks end together: a partial wave is a whole one
+        waves = -(-total // places)
+        return waves * launched[0][1], waves * launched[0][2]
+    if total <= places:
+        return max(
+            ((blocks, steps) for _, blocks, steps in launched), key=lambda x: x[0] * block + x[1] * step
+        )
+    # Places that become free together are one entry: when, a number to break ties, how many, the way there.
+    free = [(0.0, 0, places, 0.0, 0.0)]
+    longest = free[0]
+    entry = 0
+    for left, blocks, steps in launched:
+        us = blocks * block + steps * step
+        while left:
+            begin, _, many, blocks_before, steps_before = heapq.heappop(free)
+            taken = min(left, many)
+            entry += 2
+            if taken < many:
+                heapq.heappush(free, (begin, entry - 1, many - taken, blocks_before, steps_before))
+            ended = (begin + us, entry, taken, blocks_before + blocks, steps_before + steps)
+            heapq.heappush(free, ended)
+            longest = max(longest, ended)
+            left -= taken
+    return longest[3], longest[4]
+
+
+def predict(template: Template, problem: Problem, device: Device, cost: RowCost) -> float:
     """Predicted microseconds of one launch; infinite when not even one block fits on an SM."""
-    resident = resident_blocks(template, device)
-    if resident == 0:
+    if template.smem_bytes + KIB > device.smem_per_sm:
         return math.inf
-    blocks = -(-problem.seqlen_q // template.tile_m) * problem.num_heads * problem.batch
-    if blocks == 0:
-        return 0.0
-    resident = min(resident, -(-blocks // device.sm_count))
-
-    block_us, step_us = parameters.block_us, tensor_us(template, resident, parameters)
-    longest_step_us = step_us
-    if template.kv_warps > 1:
-        merged = template.tile_m * template.head_dim * template.kv_warps
-        block_us = parameters.split.block + parameters.split.merge * merged / 1024
-        step_us = split_step_us(template, problem, resident, parameters)
-        # The longest block outlives those that it shares the SM with: half of its steps are taken alone.
-        longest_step_us = (step_us + split_step_us(template, problem, 1, parameters)) / 2
-
-    mean_steps, most_steps = main_loop_steps(template, problem)
-    waves = blocks / (device.sm_count * resident)
-    if mean_steps == most_steps:
-        waves = math.ceil(waves)  # equal blocks end together: a partial wave costs a whole one
-    body_us = max(waves * (block_us + mean_steps * step_us), block_us + most_steps * longest_step_us)
-    return parameters.launch_us + body_us
+    counts = count(template, problem, device, cost)
+    return 0.0 if counts is None else cost.of(counts)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from cutlass_fmha import _C, check, select
 from cutlass_fmha import device as devices
+from cutlass_fmha.calibration import store
 from cutlass_fmha.device import Device
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.select import Build, Problem
@@ -21,11 +23,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A row's line in an explanation. ``predicted_us`` is None for a row that is not eligible."""
+    """A row's line in an explanation. ``predicted_us`` is None for a row that is not eligible.
+
+    ``measured_us`` is the median of what it took on this machine's GPU, None unless that was asked for.
+    """
 
     template: Template
     reasons: tuple[str, ...]
     predicted_us: float | None
+    measured_us: float | None = None
 
     @property
     def eligible(self) -> bool:
@@ -38,7 +44,7 @@ class Explanation:
 
     ``device`` None is the CPU. ``rows`` has the eligible rows first, cheapest first. ``winner`` is the name
     of the row that runs, None when none does; ``note`` says in a sentence what runs and how it was chosen, or
-    why nothing does.
+    why nothing does. ``costs`` says where the predicted costs come from.
     """
 
     problem: Problem
@@ -46,20 +52,49 @@ class Explanation:
     rows: tuple[Verdict, ...]
     winner: str | None
     note: str
+    costs: str | None = None
+
+    @property
+    def measured(self) -> bool:
+        return any(row.measured_us is not None for row in self.rows)
+
+    @property
+    def lost(self) -> float | None:
+        """What the winner takes beyond the best row, relative to it; None when nothing was measured."""
+        times = {row.template.name: row.measured_us for row in self.rows if row.measured_us is not None}
+        if self.winner is None or not times:
+            return None
+        return times[self.winner] / min(times.values()) - 1
 
     def __str__(self) -> str:
         width = max((len(row.template.name) for row in self.rows), default=0)
         lines = [f"problem: {self.problem}", f"device:  {self.device or 'CPU'}"]
+        if self.costs is not None:
+            lines.append(f"costs:   {self.costs}")
         if self.rows:
-            lines += ["", f"  {'template':<{width}}  {'predicted':>12}"]
-        for row in self.rows:
-            name = row.template.name
-            if row.predicted_us is None:
-                lines.append(f"  {name:<{width}}  {'-':>12}  no: {'; '.join(row.reasons)}")
-            else:
-                mark = ">" if name == self.winner else " "
-                lines.append(f"{mark} {name:<{width}}  {row.predicted_us:9.1f} us  eligible")
-        return "\n".join([*lines, "", f"runs: {self.note}"])
+            measured = f"  {'measured':>12}" if self.measured else ""
+            lines += ["", f"  {'template':<{width}}  {'predicted':>12}{measured}"]
+        lines += [self._line(row, width) for row in self.rows]
+        lines += ["", f"runs: {self.note}"]
+        if self.lost is not None:
+            lines.append(f"measured: {self._judgement(self.lost)}")
+        return "\n".join(lines)
+
+    def _line(self, row: Verdict, width: int) -> str:
+        mark = ">" if row.template.name == self.winner else " "
+        predicted = "-" if row.predicted_us is None else f"{row.predicted_us:.1f} us"
+        line = f"{mark} {row.template.name:<{width}}  {predicted:>12}"
+        if self.measured:
+            line += f"  {'-' if row.measured_us is None else f'{row.measured_us:.1f} us':>12}"
+        return f"{line}  eligible" if row.eligible else f"{line}  no: {'; '.join(row.reasons)}"
+
+    def _judgement(self, lost: float) -> str:
+        best = min(
+            (row for row in self.rows if row.measured_us is not None), key=lambda row: row.measured_us or 0.0
+        )
+        if best.template.name == self.winner:
+            return "no eligible row is faster"
+        return f"{best.template.name} is the fastest; the row that runs takes {lost:.1%} longer"
 
 
 def explain(
@@ -78,6 +113,7 @@ def explain(
     device: str | int | torch.device | Device | None = None,
     arch: int | None = None,
     sm_count: int | None = None,
+    measure: bool = False,
 ) -> Explanation:
     """Which kernel runs a problem on a device, and what speaks against each of the others.
 
@@ -91,6 +127,8 @@ def explain(
             "rtx4090", "h200", "rtx5080", "rtx5090", "rtxpro6000". That of the tensors when None; for a shape
             the first CUDA device, or the CPU without one. No GPU is needed for a named one.
         arch, sm_count: the same as ``device="sm_<arch>:<sm_count>"``.
+        measure: also time every eligible row, on the CUDA device of this machine that ``device`` says: random
+            inputs of the problem's sizes, contiguous as [batch, seqlen, num_heads, head_dim].
 
     Raises TypeError or ValueError, in a sentence, for arguments that describe no problem or no device.
     """
@@ -109,10 +147,12 @@ def explain(
     if arch is not None or sm_count is not None:
         if device is not None or arch is None:
             raise TypeError("explain takes arch with or without sm_count, or device, but not both")
-        return explain_problem(problem, devices.of_arch(arch, sm_count), template)
+        found = explain_problem(problem, devices.of_arch(arch, sm_count), template)
+        return with_times(found, None) if measure else found
     if device is None:  # the driver is asked only now: it may be too old to answer
         device = default or ("cuda" if _C.device_count() else "cpu")
-    return explain_problem(problem, resolve(device), template)
+    found = explain_problem(problem, resolve(device), template)
+    return with_times(found, cuda_index(device)) if measure else found
 
 
 def _problem_of_tensors(tensors: tuple[Tensor, Tensor, Tensor], causal: str, layout: str) -> Problem:
@@ -155,16 +195,23 @@ def resolve(device: str | int | torch.device | Device) -> Device | None:
     """The GPU that a description means; None for the CPU. An int is a CUDA device's index."""
     if isinstance(device, Device):
         return device
-    text = f"cuda:{device}" if isinstance(device, int) else str(device)
-    if text == "cpu":
+    if (index := cuda_index(device)) is not None:
+        return devices.of_index(index)
+    return None if str(device) == "cpu" else devices.named(str(device))
+
+
+def cuda_index(device: str | int | torch.device | Device) -> int | None:
+    """The number of a CUDA device of this machine; None for the CPU and for GPUs that are only described."""
+    if isinstance(device, Device):
         return None
-    if text == "cuda" or text.startswith("cuda:"):
-        index = text.removeprefix("cuda").removeprefix(":") or "0"
-        count = _C.device_count()
-        if not index.isdecimal() or int(index) >= count:
-            raise ValueError(f"device {text} does not exist: there are {count} CUDA devices here")
-        return devices.of_index(int(index))
-    return devices.named(text)
+    text = f"cuda:{device}" if isinstance(device, int) else str(device)
+    if text != "cuda" and not text.startswith("cuda:"):
+        return None
+    index = text.removeprefix("cuda").removeprefix(":") or "0"
+    count = _C.device_count()
+    if not index.isdecimal() or int(index) >= count:
+        raise ValueError(f"device {text} does not exist: there are {count} CUDA devices here")
+    return int(index)
 
 
 def explain_problem(
@@ -182,18 +229,40 @@ def explain_problem(
         if template is not None:
             note = f"nothing, because template {template} is a CUDA kernel and this is the CPU"
         return Explanation(problem, None, verdicts, None, note)
+    calibration = store.for_device(device)
     judged = []
     for row in build.templates:
         why = tuple(select.reasons(row, problem, device, build))
-        judged.append(Verdict(row, why, None if why else select.predicted_cost(row, problem, device)))
+        predicted = None if why else select.predicted_cost(row, problem, device, calibration)
+        judged.append(Verdict(row, why, predicted))
     verdicts = tuple(sorted(judged, key=_rank))
     try:
-        winner = select.select(problem, device, template, build)
+        winner = select.select(problem, device, template, build, calibration)
     except UnsupportedError as error:
         sentence = str(error).partition("\n")[0].removesuffix(":")
-        return Explanation(problem, device, verdicts, None, f"nothing, because {sentence}")
+        note = f"nothing, because {sentence}"
+        return Explanation(problem, device, verdicts, None, note, calibration.origin)
     how = "forced by name" if template is not None else "the cheapest eligible row by predicted cost"
-    return Explanation(problem, device, verdicts, winner.name, f"{winner.name}, {how}")
+    return Explanation(problem, device, verdicts, winner.name, f"{winner.name}, {how}", calibration.origin)
+
+
+def with_times(explanation: Explanation, index: int | None) -> Explanation:
+    """The explanation with the time of each eligible row on CUDA device ``index`` of this machine."""
+    problem = explanation.problem
+    if index is None:
+        what = explanation.device or "the CPU"
+        raise ValueError(f"rows are measured on a CUDA device of this machine, and {what} is none")
+    if problem.batch == 0 or problem.num_heads == 0 or problem.seqlen_q == 0:
+        raise ValueError("an empty problem launches nothing that could be measured")
+    from cutlass_fmha.calibration.timing import RowTimer
+
+    rows = [row.template for row in explanation.rows if row.eligible]
+    times = RowTimer(index, [problem]).time(problem, rows, give_up=math.inf, budget_us=20_000.0)
+    timed = (
+        replace(row, measured_us=times[row.template.name].us) if row.eligible else row
+        for row in explanation.rows
+    )
+    return replace(explanation, rows=tuple(timed))
 
 
 def _rank(verdict: Verdict) -> tuple[int, float]:

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Protocol
 
 from cutlass_fmha import _C, cost
 from cutlass_fmha import device as devices
+from cutlass_fmha.calibration import store
 from cutlass_fmha.device import Device
 from cutlass_fmha.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from cutlass_fmha._C import Template
+    from cutlass_fmha.calibration.store import Calibration
 
 CAUSAL = ("none", "top-left", "bottom-right")
 FULL_ALIGNMENT = 16  # bytes: the widest copy there is
@@ -80,7 +82,7 @@ class Build:
     templates: tuple[Template, ...]
     proxy: tuple[tuple[int, int], ...] = ()
 
-    @property
+    @functools.cached_property
     def architectures(self) -> frozenset[int]:
         return frozenset(template.arch for template in self.templates)
 
@@ -165,9 +167,20 @@ def reasons(template: Template, problem: Problem, device: Device, build: Build |
     return [sentence for sentence in sentences if sentence is not None]
 
 
-def predicted_cost(template: Template, problem: Problem, device: Device) -> float:
-    """Predicted microseconds of one launch: a model (``cost.py``) that ranks rows, not a measurement."""
-    return cost.predict(template, problem, device)
+def is_eligible(template: Template, problem: Problem, device: Device, build: Build) -> bool:
+    """Whether a row has no reason against it. Asks until the first one, the quick and choosy rules first."""
+    return all(predicate(template, problem, device, build) is None for predicate in reversed(PREDICATES))
+
+
+def predicted_cost(
+    template: Template, problem: Problem, device: Device, calibration: Calibration | None = None
+) -> float:
+    """Predicted microseconds of one launch: a model (``cost.py``) that ranks rows, not a measurement.
+
+    ``calibration``: what the model was told of this GPU; the one that counts here when None.
+    """
+    calibration = calibration or store.for_device(device)
+    return cost.predict(template, problem, device, calibration.cost(template, device))
 
 
 def no_rows(device: Device, build: Build | None = None) -> str | None:
@@ -194,10 +207,15 @@ def no_rows(device: Device, build: Build | None = None) -> str | None:
 
 
 def select(
-    problem: Problem, device: Device, template: str | None = None, build: Build | None = None
+    problem: Problem,
+    device: Device,
+    template: str | None = None,
+    build: Build | None = None,
+    calibration: Calibration | None = None,
 ) -> Template:
     """The row that runs a problem: the cheapest eligible one, or the one named ``template``.
 
+    ``calibration``: what is known of the rows' costs; that of the device (``store.for_device``) when None.
     Raises UnsupportedError with every row's reasons (with those of ``template`` when it is given), and
     ValueError for a name that no row has.
     """
@@ -211,17 +229,16 @@ def select(
                 f"template {template} can't run this problem ({problem}) on {device}: {'; '.join(why)}"
             )
         return row
-    refusals: dict[str, list[str]] = {}
-    eligible: list[Template] = []
-    for row in build.templates:
-        if why := reasons(row, problem, device, build):
-            refusals[row.name] = why
-        else:
-            eligible.append(row)
+    eligible = [row for row in build.templates if is_eligible(row, problem, device, build)]
     if not eligible:
+        refusals = {row.name: reasons(row, problem, device, build) for row in build.templates}
         fewest_first = sorted(refusals.items(), key=lambda item: len(item[1]))
         table = "\n".join(f"  {name}: {'; '.join(why)}" for name, why in fewest_first)
         raise UnsupportedError(
             f"no template of this build can run this problem ({problem}) on {device}:\n{table}"
         )
-    return min(eligible, key=lambda row: predicted_cost(row, problem, device))
+    # Copying element by element is for operands that nothing else takes: with others it has never been the
+    # fastest, and where all rows cost about the same, a prediction could err in its favour.
+    eligible = [row for row in eligible if row.copy != "element"] or eligible
+    calibration = calibration or store.for_device(device)
+    return min(eligible, key=lambda row: predicted_cost(row, problem, device, calibration))

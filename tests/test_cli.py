@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import types
@@ -11,6 +12,7 @@ from fake_build import L4, make_build
 
 import cutlass_fmha
 from cutlass_fmha import _C, __main__, device, select
+from cutlass_fmha.calibration import store
 
 
 @pytest.fixture
@@ -19,6 +21,8 @@ def build(monkeypatch):
     monkeypatch.setattr(select, "this_build", lambda: build)
     monkeypatch.setattr(__main__, "this_build", lambda: build)
     monkeypatch.delenv(device.FORCE_ARCH, raising=False)
+    monkeypatch.delenv(store.WHICH, raising=False)
+    monkeypatch.setenv(store.CACHE_DIR, "/nowhere")
     return build
 
 
@@ -37,7 +41,8 @@ def refuse(capsys, *arguments: str) -> str:
 def test_without_arguments_it_prints_help(capsys):
     status, out = run(capsys)
     assert status == 0
-    assert all(f"\n    {command} " in out for command in ("info", "explain", "bench", "demo"))
+    for command in ("info", "explain", "calibrate", "bench", "demo"):
+        assert re.search(rf"\n    {command}\s", out)
 
 
 def test_it_runs_as_a_module():
@@ -77,6 +82,7 @@ def test_info_counts_rows_and_names_devices(capsys, build, monkeypatch):
         "sm_89: 30 rows",
         "driver: supports CUDA 13.0",
         "cuda:0: NVIDIA L4 (capability 8.9, 58 SMs), takes the sm_89 rows",
+        "        costs of rows: the default for GPUs that were never measured",
         "cuda:1: NVIDIA A100 (capability 8.0, 108 SMs), NVIDIA A100 (capability 8.0, 108 SMs) is older than",
     ):
         assert line in out
@@ -165,6 +171,13 @@ def test_mistakes_get_a_sentence_and_status_2(capsys, build, arguments: list[str
     assert message in refuse(capsys, *arguments)
 
 
+def test_calibrate_gets_its_own_arguments(monkeypatch):
+    from cutlass_fmha.calibration import command
+
+    monkeypatch.setattr(command, "main", lambda argv: (argv == ["--report"]) * 3)
+    assert __main__.main(["calibrate", "--report"]) == 3
+
+
 @pytest.mark.parametrize("command", ["bench", "demo"])
 def test_bench_and_demo_get_their_own_arguments(monkeypatch, command: str):
     seen = []
@@ -176,7 +189,7 @@ def test_bench_and_demo_get_their_own_arguments(monkeypatch, command: str):
     assert seen == [["--help", "x"]]
 
 
-def test_importing_the_package_imports_neither_bench_nor_demo():
+def test_importing_the_package_imports_no_command():
     code = (
         "import sys, cutlass_fmha.__main__\n"
         "late = ('cutlass_fmha.bench', 'cutlass_fmha.demo', 'transformers')\n"

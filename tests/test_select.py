@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+import math
 from dataclasses import replace
 
 import pytest
@@ -10,6 +12,7 @@ from fake_build import L4, make_build
 
 import cutlass_fmha
 from cutlass_fmha import _C, cost, device, explanation, select
+from cutlass_fmha.calibration import store
 from cutlass_fmha.device import PRESETS, Device
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.select import Build, Problem
@@ -22,8 +25,10 @@ SPARK = Device("NVIDIA GB10", (12, 1), 48, 99 * 1024)
 
 
 @pytest.fixture(autouse=True)
-def _no_forced_architecture(monkeypatch):
+def _no_settings_of_the_users(monkeypatch, tmp_path):
     monkeypatch.delenv(device.FORCE_ARCH, raising=False)
+    monkeypatch.delenv(store.WHICH, raising=False)
+    monkeypatch.setenv(store.CACHE_DIR, str(tmp_path))
 
 
 def eligible(problem: Problem, gpu: Device, build: Build = BUILD) -> list[str]:
@@ -126,6 +131,7 @@ def test_the_cheapest_eligible_row_wins():
             costs = {
                 name: select.predicted_cost(BUILD.by_name(name), problem, gpu)
                 for name in eligible(problem, gpu)
+                if not name.endswith("_element")
             }
             assert costs[chosen.name] == min(costs.values())
 
@@ -138,27 +144,14 @@ def test_small_problems_take_small_tiles_and_large_ones_large_tiles():
         assert select.select(large, gpu, build=BUILD).tile_m == 256
 
 
-# The row that was the fastest on an H200, with its microseconds per launch in a CUDA graph, full and causal.
-FASTEST_ON_AN_H200 = [
-    (32, 256, "m32n64w8k8", 3.36, 3.56),
-    (32, 512, "m32n64w8k8", 4.59, 4.40),
-    (64, 256, "m16n32w4k4", 3.76, 3.71),
-    (64, 512, "m32n32w8k8", 5.60, 5.52),
-    (64, 1024, "m32n32w4k4", 11.93, 10.09),
-    (128, 256, "m16n16w8k8", 5.31, 5.18),
-]
-
-
 @pytest.mark.parametrize("causal", ["none", "bottom-right"])
-@pytest.mark.parametrize(("head_dim", "seqlen", "tile", "full_us", "causal_us"), FASTEST_ON_AN_H200)
-def test_small_problems_take_the_split_row_that_was_measured_to_be_the_fastest(
-    head_dim: int, seqlen: int, tile: str, full_us: float, causal_us: float, causal: str
-):
-    problem = Problem(1, seqlen, seqlen, 8, 8, head_dim, "float16", causal)
-    chosen = select.select(problem, PRESETS["h200"], build=BUILD)
-    assert chosen.name == f"fwd_sm90_f16_d{head_dim}_{tile}"
-    measured = full_us if causal == "none" else causal_us
-    assert select.predicted_cost(chosen, problem, PRESETS["h200"]) == pytest.approx(measured, rel=0.15)
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+def test_few_queries_take_a_split_row(head_dim: int, causal: str):
+    """Also by the default costs: a GPU that nobody measured has idle SMs just the same."""
+    for gpu in ("rtx4090", "h200", "rtx5090"):
+        problem = Problem(1, 256, 256, 8, 8, head_dim, "float16", causal)
+        default = store.default(PRESETS[gpu])
+        assert select.select(problem, PRESETS[gpu], build=BUILD, calibration=default).kv_warps > 1
 
 
 @pytest.mark.parametrize("causal", ["none", "bottom-right"])
@@ -171,7 +164,9 @@ def test_a_large_problem_never_takes_a_split_row(
     problem = Problem(batch, seqlen, seqlen, heads, heads, head_dim, "float16", causal)
     chosen = select.select(problem, PRESETS[gpu], build=BUILD)
     assert chosen.kv_warps == 1
-    if gpu == "h200" or batch == 4:  # elsewhere the smaller tile may fill its last wave better
+    if gpu == "h200" or (
+        batch == 4 and head_dim > 32
+    ):  # elsewhere the smaller tile may fill its last wave better
         assert chosen.tile_m == 256
 
 
@@ -217,28 +212,96 @@ def test_a_device_without_rows_gets_one_sentence(gpu: Device, build: Build, sent
 def test_resident_blocks_are_limited_by_shared_memory_warps_and_registers():
     large, small = BUILD.by_name("fwd_sm89_f16_d64_m256n64w8"), BUILD.by_name("fwd_sm89_f16_d64_m64n64w4")
     assert cost.resident_blocks(large, L4) == 1
-    assert cost.resident_blocks(small, L4) == 2
+    assert cost.resident_blocks(small, L4) == 3
     assert cost.resident_blocks(replace(small, smem_bytes=60 * 1024), L4) == 1
     assert cost.resident_blocks(replace(small, smem_bytes=100 * 1024), L4) == 0
-    assert cost.resident_blocks(replace(small, warps=32, min_blocks=2), L4) == 1
+    assert cost.resident_blocks(replace(small, warps=32, tile_m=512, min_blocks=2), L4) == 1
+    assert cost.resident_blocks(replace(large, min_blocks=2), L4) == 2
     assert select.predicted_cost(replace(small, smem_bytes=100 * 1024), PROBLEM, L4) == float("inf")
 
 
+# What ptxas gives the manifest's rows for sm_90.
+@pytest.mark.parametrize(
+    ("changes", "registers"),
+    [
+        ({"head_dim": 32}, 109),
+        ({"head_dim": 64}, 133),
+        ({"head_dim": 128, "tile_n": 32}, 151),
+        ({"head_dim": 192, "tile_n": 32}, 208),
+        ({"head_dim": 128, "tile_m": 256, "warps": 8, "q_in_registers": False}, 255),
+        ({"head_dim": 64, "tile_m": 16, "tile_n": 32, "kv_warps": 4}, 181),
+        ({"head_dim": 128, "tile_m": 16, "tile_n": 16, "warps": 8, "kv_warps": 8}, 213),
+    ],
+)
+def test_registers_are_told_from_the_tile(changes: dict, registers: int):
+    row = replace(BUILD.by_name("fwd_sm89_f16_d64_m64n64w4"), **changes)
+    assert cost.registers(row) == pytest.approx(registers, abs=12)
+
+
 @pytest.mark.parametrize("causal", ["none", "top-left", "bottom-right"])
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 1), (200, 70), (70, 200), (1000, 1000), (300, 0)])
-def test_main_loop_steps_are_those_of_the_mask(causal: str, seqlen_q: int, seqlen_k: int):
-    row = BUILD.by_name("fwd_sm89_f16_d64_m64n64w4")
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k"), [(1, 1), (200, 70), (70, 200), (1000, 1000), (300, 0), (9000, 9000)]
+)
+@pytest.mark.parametrize("name", ["m64n64w4", "m256n64w8", "m32n32w8k8"])
+def test_blocks_of_a_launch_are_those_of_the_mask(name: str, seqlen_q: int, seqlen_k: int, causal: str):
+    row = BUILD.by_name(f"fwd_sm89_f16_d64_{name}")
     problem = replace(PROBLEM, causal=causal, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
-    visible = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
-    if causal != "none":
-        visible = visible.tril(0 if causal == "top-left" else seqlen_k - seqlen_q)
-    tiles = []
-    for start in range(0, seqlen_q, row.tile_m):
-        keys = visible[start : start + row.tile_m].any(0).sum().item()
-        tiles.append(-(-keys // row.tile_n))
-    mean, most = cost.main_loop_steps(row, problem)
-    assert most == max(tiles)
-    assert abs(mean - sum(tiles) / len(tiles)) <= 1  # the last tile's missing rows may count as a step
+    visible = [
+        max(0, min(seqlen_k, seqlen_k if problem.diagonal is None else i + problem.diagonal + 1))
+        for i in range(seqlen_q)
+    ]
+    key_tiles = [-(-keys // row.tile_n) for keys in visible]
+    rows = row.tile_m * row.kv_warps // row.warps
+    expected = []  # of one sequence, last tile first
+    for begin in range((len(visible) - 1) // row.tile_m * row.tile_m, -1, -row.tile_m):
+        tile = key_tiles[begin : begin + row.tile_m]
+        warps = [max(tile[i : i + rows]) for i in range(0, len(tile), rows)]
+        share = len(warps) / (row.warps // row.kv_warps)
+        work = sum(warps) / row.kv_warps / (row.warps // row.kv_warps)
+        expected.append(
+            (-(-max(tile) // row.kv_warps), share if max(tile) else cost.EMPTY_BLOCK * share, work)
+        )
+    found = cost.groups(row, problem)
+    sequences = problem.batch * problem.num_heads
+    assert sum(group.blocks for group in found) == len(expected) * sequences
+    assert found[0].steps == pytest.approx(max(steps for steps, _, _ in expected), rel=0.05)
+    per_sequence = [
+        sum(getattr(group, name) * group.blocks for group in found) / sequences for name in SUMMED
+    ]
+    # Neighbouring tiles may be played as one, and a block's warps see what the middle one sees.
+    for total, exact in zip(per_sequence, zip(*expected, strict=True), strict=True):
+        assert total == pytest.approx(sum(exact), rel=0.03, abs=0.6 * len(found))
+
+
+SUMMED = ("steps", "warp_block", "warp_steps")
+
+
+def simulate(durations: list[float], places: int) -> float:
+    """When the last of some blocks ends that go to places in order, each to the first that is free."""
+    free = [0.0] * places
+    for us in durations:
+        heapq.heapreplace(free, free[0] + us)
+    return max(free)
+
+
+@pytest.mark.parametrize("causal", ["none", "bottom-right"])
+@pytest.mark.parametrize(
+    ("batch", "heads", "seqlen"), [(1, 8, 300), (2, 12, 1024), (3, 16, 2000), (8, 16, 4096)]
+)
+def test_waiting_and_work_are_those_of_blocks_that_go_where_there_is_room(
+    batch: int, heads: int, seqlen: int, causal: str
+):
+    row = BUILD.by_name("fwd_sm89_f16_d64_m64n64w4")
+    problem = Problem(batch, seqlen, seqlen, heads, heads, 64, "float16", causal)
+    prices = cost.RowCost(0, 0, 0, 2.0, 0.5, 1.0, 0.4, resident=3)
+    counts = cost.count(row, problem, L4, prices)
+    assert counts is not None
+    launched = [group for group in cost.groups(row, problem) for _ in range(group.blocks)]
+    waiting = simulate([2.0 * group.block + 0.5 * group.steps for group in launched], 3 * L4.sm_count)
+    work = simulate([group.warp_block + 0.4 * group.warp_steps for group in launched], L4.sm_count)
+    assert prices.waiting(counts) == pytest.approx(waiting, rel=0.04)
+    assert prices.work(counts) == pytest.approx(work, rel=0.04)
+    assert prices.of(counts) == pytest.approx(math.hypot(waiting, work), rel=0.04)
 
 
 def test_cost_grows_with_work_and_shrinks_with_sms():
@@ -248,9 +311,17 @@ def test_cost_grows_with_work_and_shrinks_with_sms():
     assert select.predicted_cost(row, replace(PROBLEM, seqlen_k=16384), L4) > 3 * base
     assert 0.45 * base < select.predicted_cost(row, replace(PROBLEM, causal="top-left"), L4) < 0.65 * base
     assert select.predicted_cost(row, PROBLEM, PRESETS["l40s"]) < 0.6 * base
-    slow = BUILD.by_name("fwd_sm89_f16_d64_m64n64w4_element")
-    assert select.predicted_cost(slow, PROBLEM, L4) > 4 * base
     assert select.predicted_cost(row, replace(PROBLEM, batch=0), L4) == 0
+
+
+def test_a_row_for_any_alignment_is_the_last_resort():
+    """Its prediction may err, but with aligned operands it has never been the fastest."""
+    cheap = cost.RowCost(0.1, 0, 0, 0, 0, 0, 0)
+    name = "fwd_sm89_f16_d64_m64n64w4_element"
+    fitted = replace(store.default(L4), rows={name: store.Fit(cheap, 0, 0, 9)})
+    assert select.select(PROBLEM, L4, build=BUILD, calibration=fitted).name != name
+    unaligned = replace(PROBLEM, alignment=2)
+    assert select.select(unaligned, L4, build=BUILD, calibration=fitted).name == name
 
 
 # ---- the mask ----------------------------------------------------------------------------------------------

@@ -1,0 +1,132 @@
+"""Costs of rows on a GPU that was never measured: its datasheet's tensor rate, and how much of it rows reach.
+
+A tile costs its floating-point operations at the share of the tensor pipe that the row's schedule reaches. A
+split row (kv_warps > 1), made for problems that leave most of a GPU idle, spends its time waiting instead: a
+step costs what its loads and exponentials take on an SM, and a block also merges what its warps have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from cutlass_fmha.cost import BYTES_PER_ELEMENT, RowCost, resident_blocks
+from cutlass_fmha.device import KIB, Device
+
+if TYPE_CHECKING:
+    from cutlass_fmha._C import Template
+
+#: A schedule: does a warp own 32 query rows or fewer, and do pairs of warps take turns (ping-pong)?
+Schedule = tuple[bool, bool]
+
+
+@dataclass(frozen=True)
+class SplitParameters:
+    """Microseconds of a split row on an H200, fitted to the rows of head dims 32, 64 and 128."""
+
+    #: A block outside its main loop: what it waits for, and the work of merging 1024 of all warps' values.
+    block: float = 1.2
+    merge: float = 0.12
+    #: A step: mma after loads after mma.
+    step: float = 0.7
+    #: The work of a step, per KiB of K and V that a block's warps load and per 1024 of its exponentials.
+    load: float = 0.0125
+    exponentials: float = 0.025
+    #: A step of a row that doesn't load a step ahead (stages == 1).
+    unhidden_latency: float = 0.8
+    #: Where the tensor pipe is the limit: the share of what the other rows of its schedule get from it.
+    tensor_share: float = 0.6
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Everything that costs are derived from, in one place."""
+
+    #: Microseconds of a launch in a CUDA graph, and of the first loads when they come from DRAM.
+    launch_us: float = 0.6
+    cold_us: float = 0.7
+    #: A block outside its main loop, per warp and at least: the first loads before it, the epilogue after it.
+    block_us: float = 1.0
+    block_us_per_warp: float = 0.45
+    work_us_per_warp: float = 0.15
+    #: Warps on an SM that keep its tensor pipe as busy as the schedule can; fewer reach their proportion.
+    saturating_warps: int = 8
+    #: Elements that travel one by one instead of 16 bytes at a time multiply the main loop by this.
+    element_factor: float = 3.0
+    #: Dense TFLOP/s of one SM by mma.sync with fp32 accumulation: the datasheets of L4 and RTX 5090, measured
+    #: on an H200.
+    sm_tflops: Mapping[int, float] = field(
+        default_factory=lambda: {89: 121 / 58, 90: 642 / 132, 120: 209.5 / 170}
+    )
+    #: TB/s of DRAM: RTX 4090, H200, RTX 5090.
+    dram_tbytes: Mapping[int, float] = field(default_factory=lambda: {89: 1.0, 90: 4.3, 120: 1.8})
+    #: Of the time that moving inputs and outputs takes, what the main loop doesn't hide.
+    exposed_traffic: float = 0.6
+    #: Share of the tensor rate by architecture and schedule, the softmax left out: measured on an H200, on
+    #: sm_89 and sm_120 with its tensor pipe slowed to their balance.
+    efficiency: Mapping[int, Mapping[Schedule, float]] = field(
+        default_factory=lambda: {
+            89: {(True, True): 0.94, (True, False): 0.83, (False, True): 0.89, (False, False): 0.83},
+            90: {(True, True): 0.90, (True, False): 0.80, (False, True): 0.57, (False, False): 0.66},
+            120: {(True, True): 0.96, (True, False): 0.90, (False, True): 0.93, (False, False): 0.90},
+        }
+    )
+    #: Microseconds of the softmax that the tensor pipe doesn't hide, per score.
+    softmax_us: float = 25e-6
+    split: SplitParameters = field(default_factory=SplitParameters)
+
+
+PARAMETERS = Parameters()
+
+
+def row_cost(template: Template, device: Device, parameters: Parameters = PARAMETERS) -> RowCost:
+    """What a row should cost on a device."""
+    resident = max(1, resident_blocks(template, device))
+    if template.kv_warps > 1:
+        block, step, warp_block, warp_step = _split_row(template, parameters)
+    else:
+        block = parameters.block_us + parameters.block_us_per_warp * template.warps
+        warp_block = parameters.work_us_per_warp * template.warps
+        step, warp_step = _step(template, resident, parameters)
+    return RowCost(
+        launch=parameters.launch_us,
+        cold=parameters.cold_us,
+        traffic=parameters.exposed_traffic / parameters.dram_tbytes[template.arch],
+        block=block,
+        step=step,
+        warp_block=warp_block,
+        warp_step=warp_step,
+        resident=resident,
+    )
+
+
+def _step(template: Template, resident: int, parameters: Parameters) -> tuple[float, float]:
+    """step and warp_step: together they make the time that a full SM takes for a step of a block."""
+    full_us = tensor_us(template, parameters)
+    if template.copy == "element":
+        full_us *= parameters.element_factor
+    # With as many warps as saturate an SM, half of the square is waiting; more blocks beside it wait less.
+    step = full_us / math.sqrt(2) * parameters.saturating_warps / template.warps
+    return step, math.sqrt(max(full_us**2 - (step / resident) ** 2, full_us**2 / 2))
+
+
+def tensor_us(template: Template, parameters: Parameters) -> float:
+    """Microseconds that an SM with enough warps needs for a step of a block."""
+    schedule = (template.tile_m * template.kv_warps // template.warps >= 32, template.ping_pong)
+    rate = parameters.sm_tflops[template.arch] * parameters.efficiency[template.arch][schedule]
+    scores = template.tile_m * template.tile_n * template.kv_warps
+    return scores * (4e-6 * template.head_dim / rate + parameters.softmax_us)
+
+
+def _split_row(template: Template, parameters: Parameters) -> tuple[float, float, float, float]:
+    """block, step, warp_block and warp_step."""
+    split = parameters.split
+    rows = template.tile_m * template.kv_warps // template.warps
+    merged = template.tile_m * template.head_dim * template.kv_warps
+    load_kib = 2 * template.tile_n * template.head_dim * BYTES_PER_ELEMENT / KIB
+    warp_us = split.load * load_kib + split.exponentials * rows * template.tile_n / 1024
+    step = split.step + (split.unhidden_latency if template.stages == 1 else 0.0)
+    work = max(template.warps * warp_us, tensor_us(template, parameters) / split.tensor_share)
+    return split.block, step, split.merge * merged / 1024, work

@@ -1,0 +1,224 @@
+"""From timings to costs: robust, non-negative least squares on the relative error, tile by tile.
+
+The model is linear in a row's prices once it is known which blocks a launch waits for and how waiting and
+work share the time, and both depend on the prices: so the launch is played through with the prices so far,
+new ones are fitted to its counts, and again. How many blocks go about side by side is whatever explains the
+timings best. Timings that the model can't explain lose weight (Huber), and so do problems that another row
+runs much faster: where rows cross is where a price must be right.
+
+Rows that differ in their dtype only take the same time, to half a percent on an H200: they are fitted
+together.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
+from typing import TYPE_CHECKING
+
+from cutlass_fmha import cost as model
+from cutlass_fmha.calibration import datasheet, store
+from cutlass_fmha.calibration.measurements import Machine, Sample
+from cutlass_fmha.cost import PRICES, Counts, RowCost
+from cutlass_fmha.device import KIB, Device
+from cutlass_fmha.select import Build, Problem
+
+if TYPE_CHECKING:
+    from cutlass_fmha._C import Template
+
+ROUNDS = 8
+MOST_RESIDENT = 6
+MIN_SAMPLES = 8
+"""With fewer timings than this, about as many as there are prices, a row keeps its default costs."""
+HUBER = 0.05
+"""Relative error from which on a timing counts less."""
+FAR = 2.0
+"""A timing counts by this power of best time / its time."""
+PULL = 1e-3
+"""Towards the start, where timings leave a price open: as if one timing said so with this weight."""
+
+
+Weighted = tuple[Problem, float, float]
+"""A problem, a row's microseconds on it, and how much that counts."""
+
+
+def tile_of(name: str) -> str:
+    """The part of a row's name that rows share which differ in their dtype only."""
+    return re.sub(r"_(f16|bf16)_", "_", name)
+
+
+def timings(tile: str, samples: Sequence[Sample]) -> list[Weighted]:
+    """The timings of a tile's rows, weighted by how close they were to the best ones."""
+    found = []
+    for sample in samples:
+        times = sample.times
+        found += [
+            (sample.problem, us, (min(times.values()) / us) ** FAR)
+            for name, us in times.items()
+            if tile_of(name) == tile
+        ]
+    return found
+
+
+def fit_tile(template: Template, device: Device, timed: Sequence[Weighted]) -> store.Fit | None:
+    """The costs of a tile's rows, of which ``template`` is one; None when there are too few timings."""
+    if len(timed) < MIN_SAMPLES:
+        return None
+    start = datasheet.row_cost(template, device)
+    ratios = [us / model.predict(template, problem, device, start) for problem, us, _ in timed]
+    start = start.scaled(median(ratios))
+    most = min(
+        MOST_RESIDENT,
+        device.smem_per_sm // (template.smem_bytes + KIB),
+        device.warps_per_sm // template.warps,
+    )
+    tried = [
+        _descend(template, device, timed, replace(start, resident=resident))
+        for resident in range(1, most + 1)
+    ]
+    _, cost = min(tried, key=lambda pair: pair[0])
+    errors = [abs(error) for error in _errors(template, device, timed, cost)]
+    return store.Fit(cost, median(errors), max(errors), len(errors))
+
+
+def _descend(
+    template: Template, device: Device, timed: Sequence[Weighted], start: RowCost
+) -> tuple[float, RowCost]:
+    """The best of a few rounds of least squares from ``start``, and its loss."""
+    cost, best = start, (math.inf, start)
+    for _ in range(ROUNDS):
+        errors = _errors(template, device, timed, cost)
+        loss = sum(weight * _huber(error) for (_, _, weight), error in zip(timed, errors, strict=True))
+        if loss < best[0]:
+            best = (loss, cost)
+        cost = _solve(template, device, timed, errors, cost, start)
+    return best
+
+
+def _errors(template: Template, device: Device, timed: Sequence[Weighted], cost: RowCost) -> list[float]:
+    return [model.predict(template, problem, device, cost) / us - 1 for problem, us, _ in timed]
+
+
+def _huber(error: float) -> float:
+    size = abs(error)
+    return size * size / 2 if size <= HUBER else HUBER * (size - HUBER / 2)
+
+
+def _solve(
+    template: Template,
+    device: Device,
+    timed: Sequence[Weighted],
+    errors: Sequence[float],
+    cost: RowCost,
+    start: RowCost,
+) -> RowCost:
+    """The prices that explain the timings best, for launches that go the way they go at ``cost``."""
+    rows: list[tuple[float, ...]] = []
+    targets: list[float] = []
+    for (problem, us, weight), error in zip(timed, errors, strict=True):
+        counts = model.count(template, problem, device, cost)
+        assert counts is not None  # an empty problem is never timed
+        root = math.sqrt(weight * min(1.0, HUBER / max(abs(error), 1e-9)))
+        rows.append(tuple(root / us * factor for factor in _factors(counts, cost)))
+        targets.append(root)
+    for place, name in enumerate(PRICES):
+        pull = PULL / max(getattr(start, name), 1e-3)
+        rows.append(tuple(pull * (column == place) for column in range(len(PRICES))))
+        targets.append(PULL)
+    prices = nonnegative_least_squares(rows, targets)
+    return RowCost(*prices, resident=cost.resident)
+
+
+def _factors(counts: Counts, cost: RowCost) -> tuple[float, ...]:
+    """What the prices are multiplied with, in their order: exact at ``cost``, its tangent elsewhere."""
+    waiting, work = cost.waiting(counts), cost.work(counts)
+    both = math.hypot(waiting, work)
+    waits, works = (waiting / both, work / both) if both > 0 else (1.0, 1.0)
+    once = (1.0, counts.cold, counts.megabytes)
+    return (
+        *once,
+        waits * counts.blocks,
+        waits * counts.steps,
+        works * counts.warp_blocks,
+        works * counts.warp_steps,
+    )
+
+
+def nonnegative_least_squares(rows: Sequence[Sequence[float]], targets: Sequence[float]) -> list[float]:
+    """x >= 0 with the least sum of (row . x - target)^2, for a handful of unknowns.
+
+    Every set of unknowns that may be non-zero is tried: with seven that is quick, and needs no numpy.
+    """
+    width = len(rows[0])
+    gram = [[sum(row[i] * row[j] for row in rows) for j in range(width)] for i in range(width)]
+    right = [sum(row[i] * target for row, target in zip(rows, targets, strict=True)) for i in range(width)]
+    best, best_loss = [0.0] * width, 0.0
+    for size in range(width, 0, -1):
+        for free in itertools.combinations(range(width), size):
+            part = _solve_square([[gram[i][j] for j in free] for i in free], [right[i] for i in free])
+            if part is None or min(part) < 0:
+                continue
+            if size == width:
+                return part  # nothing holds it back, so that nothing is better
+            loss = -sum(
+                x * right[i] for i, x in zip(free, part, strict=True)
+            )  # the least, but for a constant
+            if loss < best_loss:
+                best_loss = loss
+                best = [0.0] * width
+                for i, x in zip(free, part, strict=True):
+                    best[i] = x
+    return best
+
+
+def _solve_square(matrix: list[list[float]], right: list[float]) -> list[float] | None:
+    """Gaussian elimination with the largest pivot first; None for a singular matrix."""
+    rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
+    size = len(rows)
+    for column in range(size):
+        pivot = max(range(column, size), key=lambda i: abs(rows[i][column]))
+        if abs(rows[pivot][column]) <= 1e-12 * abs(matrix[column][column]):
+            return None
+        rows[column], rows[pivot] = rows[pivot], rows[column]
+        for i in range(size):
+            if i != column:
+                factor = rows[i][column] / rows[column][column]
+                rows[i] = [a - factor * b for a, b in zip(rows[i], rows[column], strict=True)]
+    return [row[-1] / row[i] for i, row in enumerate(rows)]
+
+
+def fit(machine: Machine, samples: Sequence[Sample], build: Build) -> store.Calibration:
+    """The calibration of a machine's GPU from timings of it."""
+    device = machine.device
+    timed_rows = {name for sample in samples for name in sample.times}
+    tiles: dict[str, list[Template]] = {}
+    for template in build.templates:
+        if template.name in timed_rows:
+            tiles.setdefault(tile_of(template.name), []).append(template)
+    rows: dict[str, store.Fit] = {}
+    ratios: dict[str, list[float]] = {}
+    for tile, templates in tiles.items():
+        template = templates[0]
+        timed = timings(tile, samples)
+        found = fit_tile(template, device, timed)
+        if found is None:
+            continue
+        rows |= {row.name: found for row in templates}
+        start = datasheet.row_cost(template, device)
+        ratios.setdefault(store.kind(template), []).extend(
+            us / model.predict(template, problem, device, start) for problem, us, _ in timed
+        )
+    return store.Calibration(
+        gpu=machine.gpu,
+        sm_count=machine.sm_count,
+        package=machine.package,
+        source_hash=machine.source_hash,
+        date=machine.date,
+        rows=rows,
+        scale={kind: median(values) for kind, values in ratios.items()},
+        origin=f"measured on {machine.gpu}",
+    )

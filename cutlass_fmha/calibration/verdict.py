@@ -1,0 +1,65 @@
+"""How good selection's picks are, held against timings of every row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cutlass_fmha import select
+from cutlass_fmha.calibration.measurements import Sample
+from cutlass_fmha.calibration.store import Calibration
+from cutlass_fmha.device import Device
+from cutlass_fmha.errors import UnsupportedError
+from cutlass_fmha.select import Build, Problem
+
+CLOSE = 0.05
+"""A pick within this of the best row counts as right."""
+
+
+@dataclass(frozen=True)
+class Pick:
+    """What selection took for a problem, and what would have been best."""
+
+    problem: Problem
+    row: str
+    us: float
+    best_row: str
+    best_us: float
+
+    @property
+    def loss(self) -> float:
+        """Time lost, relative to the best row's."""
+        return self.us / self.best_us - 1
+
+    @property
+    def right(self) -> bool:
+        return self.loss <= CLOSE
+
+
+class Unjudgeable(ValueError):
+    """Timings that say nothing about this build's selection; the message says why."""
+
+
+def judge(
+    samples: Sequence[Sample], device: Device, build: Build, calibration: Calibration | None = None
+) -> list[Pick]:
+    """Selection's pick for each sample's problem. A skipped row counts with the time of its first call.
+
+    Raises Unjudgeable when selection takes a row that was never timed: the timings are of another build.
+    """
+    picks = []
+    for sample in samples:
+        try:
+            row = select.select(sample.problem, device, build=build, calibration=calibration).name
+        except UnsupportedError as error:
+            raise Unjudgeable(f"this build can't run a problem that was timed: {sample.problem}") from error
+        if row not in sample.rows:
+            raise Unjudgeable(f"the timings have no row {row}, which this build takes for {sample.problem}")
+        times = sample.times
+        best = min(times, key=times.__getitem__)
+        picks.append(Pick(sample.problem, row, sample.rows[row].us, best, times[best]))
+    return picks
+
+
+def share_right(picks: Sequence[Pick]) -> float:
+    return sum(pick.right for pick in picks) / max(1, len(picks))

@@ -1,0 +1,97 @@
+"""A GPU made of a clock: ``_C.run`` takes the time that a function of row and problem says, nothing else.
+
+Streams, events and graphs behave as far as timing code needs them: work is queued in order, a captured call
+takes its time when it is replayed, and the host costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from cutlass_fmha import _C, select
+from cutlass_fmha import device as devices
+from cutlass_fmha.calibration import timing
+from cutlass_fmha.device import Device
+from cutlass_fmha.select import Build, Problem
+
+Law = Callable[[object, Problem], float]
+"""Microseconds of a row on a problem."""
+
+
+class FakeGpu:
+    """Stands in for torch.cuda and ``_C.run``; ``launches``: (row name, problem, pointers) of each call."""
+
+    def __init__(self, build: Build, device: Device, law: Law, l2_bytes: int = 1 << 20) -> None:
+        self.build, self.device, self.law, self.l2_bytes = build, device, law, l2_bytes
+        self.now_us = 0.0
+        self.captured: list[float] | None = None
+        self.launches: list[tuple[str, Problem, tuple[int, ...]]] = []
+
+    def run(self, row, pointers, sizes, strides, scale, diagonal, device, stream) -> None:
+        template = self.build.templates[row]
+        batch, seqlen_q, seqlen_k, heads, heads_kv = sizes
+        problem = Problem(batch, seqlen_q, seqlen_k, heads, heads_kv, template.head_dim, template.dtype)
+        if diagonal is not None:
+            causal = "top-left" if diagonal == 0 else "bottom-right"
+            problem = Problem(*sizes, template.head_dim, template.dtype, causal)
+            assert problem.diagonal == diagonal
+        assert scale == template.head_dim**-0.5 and stream == 7 and device == 0
+        self.launches.append((template.name, problem, pointers))
+        us = self.law(template, problem)
+        if self.captured is None:
+            self.now_us += us
+        else:
+            self.captured.append(us)
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+        gpu = self
+
+        class Stream:
+            cuda_stream = 7
+
+            def __init__(self, device: object) -> None: ...
+
+            def synchronize(self) -> None: ...
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self, stream: Stream) -> None:
+                self.us = gpu.now_us
+
+            def synchronize(self) -> None: ...
+
+            def elapsed_time(self, other: Event) -> float:
+                return (other.us - self.us) / 1e3
+
+        class Graph:
+            def capture_begin(self, capture_error_mode: str) -> None:
+                assert gpu.captured is None and capture_error_mode == "thread_local"
+                gpu.captured = []
+
+            def capture_end(self) -> None:
+                self.us, gpu.captured = sum(gpu.captured), None
+
+            def replay(self) -> None:
+                gpu.now_us += self.us
+
+        properties = SimpleNamespace(L2_cache_size=self.l2_bytes, total_memory=24 << 30)
+        monkeypatch.setattr(_C, "run", self.run)
+        monkeypatch.setattr(_C, "templates", lambda: list(self.build.templates))
+        monkeypatch.setattr(select, "this_build", lambda: self.build)
+        monkeypatch.setattr(devices, "of_index", lambda index: self.device)
+        monkeypatch.setattr(timing, "_device", lambda index: torch.device("cpu"))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+        monkeypatch.setattr(torch.cuda, "Stream", Stream)
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+        monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda *arguments: None)
+        return self

@@ -1,0 +1,171 @@
+"""tools/holdout.py: the verdict on selection's picks, measured on a GPU made of a clock or from a file."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import holdout
+import pytest
+import torch
+from fake_build import L4, make_build
+from fake_cuda import FakeGpu
+
+import cutlass_fmha
+from cutlass_fmha import _C, cost, device, select
+from cutlass_fmha.calibration import datasheet, fit, measurements, problems, store, verdict
+from cutlass_fmha.calibration.timing import RowTime
+from cutlass_fmha.select import Problem
+
+BUILD = make_build((89,))
+PROBLEM = Problem(1, 512, 512, 8, 8, 64, "float16")
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch, tmp_path) -> FakeGpu:
+    """An L4 whose rows cost what the default says, give or take half."""
+    for name in (store.WHICH, device.FORCE_ARCH):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(store.CACHE_DIR, str(tmp_path / "cache"))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(_C, "device_count", lambda: 1)
+    store.forget()
+    generator = random.Random(3)
+    tiles = {fit.tile_of(row.name): generator.uniform(0.6, 1.6) for row in BUILD.templates}
+
+    def law(row, problem: Problem) -> float:
+        us = cost.predict(row, problem, L4, datasheet.row_cost(row, L4)) * tiles[fit.tile_of(row.name)]
+        return max(0.1, us)
+
+    yield FakeGpu(BUILD, L4, law).install(monkeypatch)
+    store.forget()
+
+
+def run(*arguments: object) -> int:
+    return holdout.main([str(argument) for argument in arguments])
+
+
+def machine() -> measurements.Machine:
+    return measurements.this_machine(0)
+
+
+def sample(times: dict[str, float], problem: Problem = PROBLEM, skipped: tuple[str, ...] = ()):
+    rows = {name: RowTime(us, us, 5, name in skipped) for name, us in times.items()}
+    return measurements.Sample(problem, rows)
+
+
+def test_uncalibrated_picks_fail_and_calibrated_ones_pass(tmp_path, capsys, monkeypatch):
+    out = tmp_path / "holdout.json"
+    assert run("--problems", 60, "--with-calibration", 12, "--output", out) == 1
+    text = capsys.readouterr().out
+    assert "of 60 picks are within 5% of the best row (95% are required)" in text
+    assert "Costs: the default for GPUs that were never measured" in text
+    content = json.loads(out.read_text())
+    assert content["verdict"]["problems"] == 60 and content["verdict"]["share_right"] < 0.95
+
+    taken = measurements.load(out)
+    shapes = {problems.shape(each.problem) for each in taken.calibration}
+    assert taken.calibration and not shapes & {problems.shape(each.problem) for each in taken.holdout}
+    costs = tmp_path / "costs.json"
+    store.save(fit.fit(taken.machine, taken.calibration, BUILD), costs)
+    monkeypatch.setenv(store.WHICH, str(costs))
+    table = tmp_path / "holdout.md"
+    assert run("--evaluate", out, "--markdown", table) == 0
+    text = table.read_text()
+    assert text == capsys.readouterr().out.removesuffix("\n")
+    assert f"Costs: measured on NVIDIA L4, {taken.machine.date[:10]}, cutlass_fmha " in text
+    assert str(tmp_path) not in text  # what is committed names no path
+    for head_dim in (32, 64, 128):
+        assert f"\n| {head_dim} | 20 | " in text
+
+
+def test_the_same_seed_draws_the_same_problems(tmp_path):
+    drawn = []
+    for number, seed in enumerate((1, 1, 2)):
+        out = tmp_path / f"{number}.json"
+        run("--problems", 12, "--seed", seed, "--output", out)
+        drawn.append([each.problem for each in measurements.load(out).holdout])
+    assert drawn[0] == drawn[1] != drawn[2]
+    out = tmp_path / "0.json"
+    assert measurements.load(out).seed == 1
+
+
+def test_timings_are_kept_even_when_they_can_not_be_judged(tmp_path, monkeypatch, capsys):
+    def broken(*_: object, **__: object) -> None:
+        raise verdict.Unjudgeable("of another build")
+
+    monkeypatch.setattr(verdict, "judge", broken)
+    out = tmp_path / "holdout.json"
+    assert run("--problems", 6, "--output", out) == 1
+    assert capsys.readouterr().err.endswith("holdout: of another build\n")
+    assert len(measurements.load(out).holdout) == 6
+
+
+def test_a_pick_is_judged_against_the_best_row():
+    chosen = select.select(PROBLEM, L4, build=BUILD).name
+    other = next(
+        row.name
+        for row in BUILD.templates
+        if row.name != chosen and not select.reasons(row, PROBLEM, L4, BUILD)
+    )
+    for chosen_us, right in ((10.4, True), (10.6, False)):
+        (pick,) = verdict.judge([sample({chosen: chosen_us, other: 10.0})], L4, BUILD)
+        assert (pick.row, pick.best_row, pick.right) == (chosen, other, right)
+        assert pick.loss == pytest.approx(chosen_us / 10 - 1)
+    (pick,) = verdict.judge([sample({chosen: 50.0, other: 10.0}, skipped=(chosen,))], L4, BUILD)
+    assert pick.loss == pytest.approx(4) and not pick.right  # picked, though hopeless at first sight
+
+
+def test_timings_of_another_build_are_refused():
+    with pytest.raises(verdict.Unjudgeable, match="the timings have no row fwd_sm89_f16_d64_"):
+        verdict.judge([sample({"fwd_sm89_f16_d64_m512n64w8": 1.0})], L4, BUILD)
+    unknown = Problem(1, 512, 512, 8, 8, 48, "float16")
+    with pytest.raises(verdict.Unjudgeable, match="can't run a problem that was timed: batch 1"):
+        verdict.judge([sample({"x": 1.0}, unknown)], L4, BUILD)
+
+
+def test_what_can_not_be_done_is_one_sentence(tmp_path, capsys, monkeypatch):
+    assert run() == 2
+    assert "either --output FILE (measure) or --evaluate FILE is needed" in capsys.readouterr().err
+    assert run("--evaluate", tmp_path / "absent.json") == 1
+    assert "absent.json holds no timings" in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run("--output", tmp_path / "x.json") == 1
+    err = capsys.readouterr().err
+    assert err.startswith("holdout: a GPU is timed and ") and len(err.splitlines()) == 1
+
+
+RECORDED = sorted(
+    path
+    for path in (Path(__file__).resolve().parents[1] / "benchmarks" / "results").glob("holdout-*.json")
+    if path.is_file()
+)
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
+def test_a_recorded_holdout_is_large_good_enough_and_apart_from_the_calibration(path: Path):
+    content = json.loads(path.read_text())
+    taken = measurements.load(path)
+    assert content["verdict"]["problems"] == len(taken.holdout) >= 200
+    assert content["verdict"]["share_right"] >= holdout.REQUIRED
+    kinds = sorted({(each.problem.head_dim, each.problem.dtype) for each in taken.holdout})
+    grid = problems.calibration(kinds, taken.machine.sm_count, taken.machine.limits)
+    shapes = {problems.shape(problem) for problem in grid}
+    assert not any(problems.shape(each.problem) in shapes for each in taken.holdout)
+
+
+@pytest.mark.gpu
+def test_a_gpu_can_be_measured(monkeypatch, tmp_path):
+    """A tiny run on the real thing: rows are timed, and their times are of this world."""
+    monkeypatch.undo()
+    monkeypatch.setenv(store.CACHE_DIR, str(tmp_path))
+    problem = Problem(2, 1000, 1000, 8, 8, 64, "float16", "bottom-right")
+    found = cutlass_fmha.explain(
+        shape=(2, 1000, 8, 64), dtype="float16", causal=True, device="cuda:0", measure=True
+    )
+    assert found.problem == problem and found.measured and found.lost is not None and found.lost < 1
+    measured = [row.measured_us for row in found.rows if row.eligible]
+    assert all(us is not None and 1 < us < 5000 for us in measured)

@@ -1,0 +1,163 @@
+"""How often selection picks the right row: times every row of random problems that no calibration has seen.
+
+    python tools/holdout.py --problems 240 --seed 1 --output holdout.json [--markdown holdout.md]
+    python tools/holdout.py --evaluate holdout.json [--markdown holdout.md]
+
+The first needs a GPU and an installed package, and stores all timings with the verdict; the second judges the
+present model and calibration data by stored timings, without a GPU. CUTLASS_FMHA_CALIBRATION=FILE judges a
+calibration that is not installed yet. Both end with exit status 1 when less than 95 % of the picks are within
+5 % of the best row. How problems are drawn: ``draw`` in cutlass_fmha/calibration/problems.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from cutlass_fmha import select
+from cutlass_fmha.bench.runner import CannotMeasure, require_gpu
+from cutlass_fmha.bench.timing import percentile
+from cutlass_fmha.calibration import measurements, problems, store, verdict
+from cutlass_fmha.calibration.measurements import InvalidTimings, Measurements
+from cutlass_fmha.calibration.verdict import Pick
+
+REQUIRED = 0.95
+QUANTILES = (0.5, 0.9, 0.95, 0.99, 1.0)
+WORST = 12
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure or evaluate, print the verdict; 1 when picks are not good enough or can't be judged."""
+    arguments = parser().parse_args(argv)
+    if (arguments.evaluate is None) == (arguments.output is None):
+        print("holdout: either --output FILE (measure) or --evaluate FILE is needed", file=sys.stderr)
+        return 2
+    try:
+        taken = measurements.load(arguments.evaluate) if arguments.evaluate else measure(arguments)
+        calibration = store.for_device(taken.machine.device)
+        build = select.this_build()
+        picks = verdict.judge(taken.holdout, taken.machine.device, build, calibration)
+    except (CannotMeasure, InvalidTimings, verdict.Unjudgeable, store.InvalidCalibration) as error:
+        print(f"holdout: {error}", file=sys.stderr)
+        return 1
+    if arguments.output:
+        measurements.save(taken, arguments.output, summary(picks, str(calibration)))
+    text = markdown(taken, picks, str(calibration))
+    print(text)
+    if arguments.markdown:
+        arguments.markdown.write_text(text)
+    return 0 if verdict.share_right(picks) >= REQUIRED else 1
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    result.add_argument("--problems", type=int, default=240, metavar="N", help="default: %(default)s")
+    result.add_argument("--seed", type=int, default=1, metavar="N", help="of the draw (default: %(default)s)")
+    result.add_argument("--output", type=Path, metavar="FILE", help="measure; all timings go there, as JSON")
+    result.add_argument(
+        "--evaluate", type=Path, metavar="FILE", help="judge by stored timings, measure nothing"
+    )
+    result.add_argument("--markdown", type=Path, metavar="FILE", help="write the verdict there as well")
+    result.add_argument("--device", type=int, default=0, metavar="N", help="CUDA device (default: 0)")
+    result.add_argument(
+        "--with-calibration",
+        type=int,
+        metavar="DRAWN",
+        help="also time a calibration's problems, with so many random ones for each head dim: what "
+        "`python -m cutlass_fmha calibrate --from-timings` fits, to work on the model",
+    )
+    return result
+
+
+def measure(arguments: argparse.Namespace) -> Measurements:
+    """Times the rows of the drawn problems. Raises CannotMeasure where there is nothing to time them with."""
+    require_gpu(arguments.device)
+    build = select.this_build()
+    machine = measurements.this_machine(arguments.device)
+    if (nothing := select.no_rows(machine.device, build)) is not None:
+        raise CannotMeasure(nothing)
+    kinds = measurements.kinds(machine.device, build)
+    grid = problems.calibration(kinds, machine.sm_count, machine.limits, arguments.with_calibration)
+    held_out = problems.holdout(arguments.problems, arguments.seed, kinds, machine.limits, grid)
+    taken = Measurements(machine, seed=arguments.seed)
+    begin = time.perf_counter()
+    if arguments.with_calibration:
+        taken.calibration = measurements.collect(
+            grid, arguments.device, build, "calibration", measurements.GIVE_UP
+        )
+        measurements.save(taken, arguments.output)  # kept, should the rest be interrupted
+    taken.holdout = measurements.collect(held_out, arguments.device, build, "holdout")
+    taken.wall_s = time.perf_counter() - begin
+    measurements.save(taken, arguments.output)
+    return taken
+
+
+# ---- the verdict -------------------------------------------------------------------------------------------
+
+
+def summary(picks: Sequence[Pick], costs: str) -> dict[str, object]:
+    """The verdict as the JSON file holds it."""
+    return {
+        "costs": costs,
+        "problems": len(picks),
+        "close": verdict.CLOSE,
+        "share_right": round(verdict.share_right(picks), 4),
+        "loss_quantiles": {str(q): round(percentile(losses(picks), q), 4) for q in QUANTILES},
+    }
+
+
+def losses(picks: Sequence[Pick]) -> list[float]:
+    return [pick.loss for pick in picks]
+
+
+def markdown(taken: Measurements, picks: Sequence[Pick], costs: str) -> str:
+    """The verdict as text that is also Markdown."""
+    machine = taken.machine
+    share = verdict.share_right(picks)
+    lines = [
+        f"# Hold-out: what selection picks on {machine.gpu}",
+        "",
+        f"{share:.1%} of {len(picks)} picks are within {verdict.CLOSE:.0%} of the best row "
+        f"({REQUIRED:.0%} are required). Costs: {costs}. Seed {taken.seed}, {machine.date[:10]}, "
+        f"cutlass_fmha {machine.package}, torch {machine.torch}.",
+        "",
+        "| head dim | problems | within 5 % | time lost: median | p95 | worst |",
+        "|---|---|---|---|---|---|",
+    ]
+    for head_dim in sorted({pick.problem.head_dim for pick in picks}):
+        own = [pick for pick in picks if pick.problem.head_dim == head_dim]
+        lines += [_table_line(str(head_dim), own)]
+    lines += [_table_line("all", picks), "", "Quantiles of the time lost: " + _quantiles(picks) + ".", ""]
+    worst = sorted(picks, key=lambda pick: -pick.loss)[:WORST]
+    lines += ["| lost | picked | best | us / us | problem |", "|---|---|---|---|---|"]
+    lines += [
+        f"| {pick.loss:.1%} | {pick.row} | {pick.best_row} | {pick.us:.1f} / {pick.best_us:.1f} "
+        f"| {_short(pick.problem)} |"
+        for pick in worst
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _table_line(label: str, picks: Sequence[Pick]) -> str:
+    lost = losses(picks)
+    return (
+        f"| {label} | {len(picks)} | {verdict.share_right(picks):.1%} | {percentile(lost, 0.5):.1%} "
+        f"| {percentile(lost, 0.95):.1%} | {max(lost):.1%} |"
+    )
+
+
+def _quantiles(picks: Sequence[Pick]) -> str:
+    return ", ".join(f"{q:.0%} {percentile(losses(picks), q):.1%}" for q in QUANTILES)
+
+
+def _short(problem: select.Problem) -> str:
+    heads = f"{problem.num_heads}/{problem.num_heads_kv}"
+    lengths = f"Sq{problem.seqlen_q} Sk{problem.seqlen_k}"
+    return f"B{problem.batch} H{heads} {lengths} D{problem.head_dim} {problem.dtype} {problem.causal}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
