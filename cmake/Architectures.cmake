@@ -35,14 +35,36 @@ function(fmha_set_architectures)
   set(CMAKE_CUDA_ARCHITECTURES OFF PARENT_SCOPE)
 endfunction()
 
+# Checks the options of an emulation build; sets FMHA_PROXIED, the architectures whose rows are compiled for sm_90, and
+# FMHA_EMULATION_DEFINITIONS, which go to everything that is compiled.
+function(fmha_check_emulation)
+  set(passes "${CUTLASS_FMHA_MMA_PASSES}")
+  if(NOT passes MATCHES "^([1-9][0-9]*)?[13579]$")
+    message(FATAL_ERROR "cutlass_fmha: CUTLASS_FMHA_MMA_PASSES must be an odd number from 1 on, and it is \"${passes}\"")
+  endif()
+  set(proxied "")
+  if(CUTLASS_FMHA_EMULATION)
+    set(proxied 89 120)
+  elseif(passes GREATER 1)
+    message(FATAL_ERROR "cutlass_fmha: CUTLASS_FMHA_MMA_PASSES=${passes} makes kernels slow on purpose and needs CUTLASS_FMHA_EMULATION=ON")
+  elseif(CUTLASS_FMHA_SM120_PROXY)
+    set(proxied 120)
+  endif()
+  list(JOIN proxied ", " text)
+  set(FMHA_PROXIED "${proxied}" PARENT_SCOPE)
+  set(FMHA_PROXIED_CXX "${text}" PARENT_SCOPE)
+  set(FMHA_EMULATION_DEFINITIONS "CUTLASS_FMHA_EMULATION=$<BOOL:${CUTLASS_FMHA_EMULATION}>"
+    "CUTLASS_FMHA_MMA_PASSES=${passes}" PARENT_SCOPE)
+endfunction()
+
 # nvcc's code generation flags for the rows made for `arch`.
 function(fmha_code_flags arch out)
-  if(arch EQUAL 89)
+  if(arch IN_LIST FMHA_PROXIED)
+    set(flags -gencode=arch=compute_90,code=sm_90)
+  elseif(arch EQUAL 89)
     # PTX too: through it a GPU without rows of its own runs these.
     set(flags -gencode=arch=compute_89,code=[sm_89,compute_89])
   elseif(arch EQUAL 90)
-    set(flags -gencode=arch=compute_90,code=sm_90)
-  elseif(CUTLASS_FMHA_SM120_PROXY)
     set(flags -gencode=arch=compute_90,code=sm_90)
   elseif(FMHA_NVCC_VERSION VERSION_GREATER_EQUAL 12.9)
     set(flags -gencode=arch=compute_120f,code=sm_120f)  # the family: sm_120 and sm_121

@@ -4,6 +4,21 @@
 #   fmha_forward(...)         one call per manifest line: makes rows and files each under a group "sm<arch>_d<head_dim>"
 #   fmha_add_kernels(target)  writes each group as a .cu, and registry_groups.h, which lists the groups for registry.cpp
 
+# Calls fmha_forward() for each line of src/templates.cmake, or of the manifest that CUTLASS_FMHA_MANIFEST names. Such a
+# one may set two variables, which hold for the lines after them: FMHA_NAME_SUFFIX ends the names of their rows, so that
+# rows which differ in columns that no name tells can be in one build, and FMHA_GROUP_SUFFIX the names of their files.
+macro(fmha_include_manifest)
+  set(FMHA_MANIFEST "${PROJECT_SOURCE_DIR}/src/templates.cmake")
+  if(CUTLASS_FMHA_MANIFEST)
+    set(FMHA_MANIFEST "${CUTLASS_FMHA_MANIFEST}")
+    if(NOT EXISTS "${FMHA_MANIFEST}")
+      message(FATAL_ERROR "cutlass_fmha: CUTLASS_FMHA_MANIFEST is ${FMHA_MANIFEST}, and there is no such file")
+    endif()
+    message(STATUS "cutlass_fmha: kernels of ${FMHA_MANIFEST}")
+  endif()
+  include("${FMHA_MANIFEST}")
+endmacro()
+
 # Adds the rows of one manifest line: one for each pair of ARCHS and DTYPES. The columns are ForwardConfig's fields.
 function(fmha_forward
     ARCHS DTYPES HEAD_DIM TILE_M TILE_N WARPS KV_WARPS STAGES MIN_BLOCKS Q_IN_REGISTERS PING_PONG COPY)
@@ -24,13 +39,14 @@ function(fmha_forward
       if(COPY STREQUAL "element")
         string(APPEND name "_element")
       endif()
+      string(APPEND name "${FMHA_NAME_SUFFIX}")
       set(config
           ".arch = ${arch}, .dtype = cutlass_fmha::DType::${DTYPE_${dtype}}, .head_dim = ${HEAD_DIM}"
           ".tile_m = ${TILE_M}, .tile_n = ${TILE_N}, .warps = ${WARPS}, .kv_warps = ${KV_WARPS}, .stages = ${STAGES}"
           ".min_blocks = ${MIN_BLOCKS}, .q_in_registers = ${Q_IN_REGISTERS}, .ping_pong = ${PING_PONG}"
           ".copy = cutlass_fmha::Copy::${COPY}")
       list(JOIN config ",\n    " config)
-      fmha_add_row("${arch}" "sm${arch}_d${HEAD_DIM}" "${name}" "${config}")
+      fmha_add_row("${arch}" "sm${arch}_d${HEAD_DIM}${FMHA_GROUP_SUFFIX}" "${name}" "${config}")
     endforeach()
   endforeach()
 endfunction()
@@ -43,6 +59,9 @@ function(fmha_add_row arch group name config)
   endif()
   set_property(GLOBAL APPEND PROPERTY FMHA_ROW_NAMES "${name}")
   if(NOT arch IN_LIST FMHA_ARCHITECTURES)
+    return()
+  endif()
+  if(CUTLASS_FMHA_ROWS AND NOT name MATCHES "${CUTLASS_FMHA_ROWS}")
     return()
   endif()
   set_property(GLOBAL PROPERTY FMHA_CONFIG_${name} "${config}")
@@ -107,6 +126,7 @@ function(fmha_add_kernel_library library arch sources)
   target_compile_features(${library} PRIVATE cuda_std_20)
   target_compile_options(${library} PRIVATE
     ${code_flags} --expt-relaxed-constexpr "$<$<BOOL:${CUTLASS_FMHA_PTXAS_VERBOSE}>:-Xptxas=-v>" ${extra_flags})
+  target_compile_definitions(${library} PRIVATE ${FMHA_EMULATION_DEFINITIONS})
   target_include_directories(${library} PRIVATE "${PROJECT_SOURCE_DIR}/src")
   target_include_directories(${library} SYSTEM PRIVATE "${FMHA_CUTLASS_INCLUDE}")
   set_target_properties(${library} PROPERTIES

@@ -6,10 +6,6 @@ set(FMHA_DRIVER_FLOOR "")
 set(FMHA_CUTLASS_VERSION "")
 set(FMHA_ARCHITECTURES "")
 set(FMHA_ARCHITECTURES_CXX "")
-set(FMHA_SM120_PROXY 0)
-if(CUTLASS_FMHA_SM120_PROXY)
-  set(FMHA_SM120_PROXY "${CUTLASS_FMHA_SM120_PROXY}")
-endif()
 
 # Asks build_backend/probe.py, which knows where PyPI packages keep things and what the machine has.
 function(fmha_probe question out)

@@ -44,7 +44,7 @@ class Template:
         """Bytes that every pointer and every stride must be a multiple of."""
     @property
     def smem_bytes(self) -> int:
-        """Dynamic shared memory of a launch, in bytes."""
+        """Dynamic shared memory of a launch, in bytes. An emulation build asks for more than the kernel uses."""
 
 class DeviceProperties:
     @property
@@ -92,8 +92,9 @@ def build_info() -> dict[str, object]:
     """What this build was made with and for.
 
     ``cuda`` (bool), ``cuda_version`` ("13.0"), ``nvcc_version`` ("13.0.88"), ``cutlass_version``, ``source_hash``
-    (of src/, as tools/source_hash.py prints it), ``architectures`` (list of int) and ``proxy``: {120: 90} when the
-    sm_120 rows of this build were compiled for sm_90, else {}.
+    (of src/, as tools/source_hash.py prints it), ``architectures`` (list of int), ``proxy``: {120: 90} when the
+    sm_120 rows of this build were compiled for sm_90, else {}; ``emulation`` (bool) and ``mma_passes`` (int, 1 unless
+    it is one): a build that makes an sm_90 GPU resemble others, in which each mma pass runs that often.
     """
 
 def driver_version() -> int:

@@ -83,8 +83,10 @@ py::dict build_info() {
   info["source_hash"] = CUTLASS_FMHA_SOURCE_HASH;
   info["architectures"] = std::vector<int>(CUTLASS_FMHA_ARCHITECTURES);
   py::dict proxy;
-  if (CUTLASS_FMHA_SM120_PROXY != 0) proxy[py::int_(120)] = CUTLASS_FMHA_SM120_PROXY;
+  for (int arch : CUTLASS_FMHA_PROXIED) proxy[py::int_(arch)] = 90;
   info["proxy"] = proxy;
+  info["emulation"] = bool(CUTLASS_FMHA_EMULATION);
+  info["mma_passes"] = CUTLASS_FMHA_MMA_PASSES;
   return info;
 }
 

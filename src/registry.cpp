@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "emulation.h"
 #include "forward/scheduler.h"
 #include "registry_groups.h"  // generated: append_all
 
@@ -59,6 +60,11 @@ std::vector<Template> const& templates() {
   static std::vector<Template> const rows = [] {
     std::vector<Template> all;
     append_all(all);
+#if CUTLASS_FMHA_EMULATION
+    for (Template& t : all) {
+      if (t.config.arch != 90) t.smem_bytes = emulated_smem_bytes(t.smem_bytes, t.config.threads() / 32);
+    }
+#endif
     return all;
   }();
   return rows;

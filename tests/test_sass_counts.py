@@ -389,6 +389,25 @@ def test_measurements_are_the_best_full_ones_of_the_gpus_own_rows(results: Path)
         measured.best_measurements(results)
 
 
+def test_an_emulations_rows_are_measurements_of_its_gpu(results: Path):
+    entry = {"row": ROW.replace("sm90", "sm89"), "arch": 89, "head_dim": 64, "causal": False, "passes": 3}
+    emulation = {
+        "kind": "emulation",
+        "machine": {"gpu": "NVIDIA H200"},
+        "cases": [{"head_dim": 64, "causal": causal, "label": f"D64 {causal}"} for causal in (False, True)],
+        "results": [
+            {**entry, "tflops": 170.0},
+            {**entry, "causal": True, "tflops": 180.0},
+            {**entry, "row": "FA2 128x64 w4", "arch": None, "tflops": 150.0},
+        ],
+    }
+    (results / "emulation.json").write_text(json.dumps(emulation))
+    (results / "other.json").write_text(json.dumps({"kind": "tuning"}))
+    best = measured.best_measurements(results)
+    assert best[entry["row"], 3] == measured.Measurement(170.0, "D64 False", False, "emulation.json")
+    assert set(best) == {(ROW, 1), (ROW, 3), (entry["row"], 3)}
+
+
 def test_the_command_prints_and_writes_its_tables(
     loops: list[sass.RowLoop], results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -408,12 +427,37 @@ def test_the_models_error_stands_beside_a_measurement(loops: list[sass.RowLoop])
     row = SimpleNamespace(name="x", smem_bytes=1024, warps=8, min_blocks=1, ping_pong=True)
     found = {("x", n): measured.Measurement(400.0 / n, "S8192", False, "a.json") for n in (1, 3)}
     entry = sass.RowLoop(row, kernel, loop)
-    predicted = entry.predictions()[0].tflops
-    assert sass.cells(entry, found)[-3:] == [f"{predicted:.0f}", "400", f"{predicted / 400 - 1:+.0%}"]
-    assert any(
-        line.startswith("2 measurements in a.json: the model is off by")
-        for line in sass.notes([entry], found)
-    )
+    one, three, _ = (p.tflops * p.passes / 400 - 1 for p in entry.predictions())
+    assert sass.cells(entry, found)[-3:] == [f"{one:+.0%}", f"{three:+.0%}", "-"]
+    *_, title, of_one, of_three = sass.notes([entry], found)
+    assert title == "The model against a.json:"
+    assert of_one == f"x1: off by {abs(one):.1%} in the median of 1 rows, by {one:+.1%} at worst (x)."
+    assert of_three.startswith(f"x3: off by {abs(three):.1%} in the median of 1 rows")
+
+
+def test_the_median_and_the_worst_error_are_over_all_rows():
+    found = [sass.Error(name, error, measured.Measurement(1, "", False, "f")) for name, error in
+             (("a", 0.01), ("b", -0.2), ("c", 0.05))]  # fmt: skip
+    assert sass.error_text(5, found) == "x5: off by 5.0% in the median of 3 rows, by -20.0% at worst (b)."
+
+
+def test_a_row_for_another_gpu_is_predicted_on_the_h200_too(loops: list[sass.RowLoop]):
+    """With as many blocks as its own GPU holds: that is what an emulation measures."""
+    row = SimpleNamespace(name="x", smem_bytes=40 * 1024, warps=4, min_blocks=1, ping_pong=False)
+    kernel = cubin.Kernel("x", 89, registers=64)
+    entry = sass.RowLoop(row, kernel, loops[0].loop)
+    predictions = entry.predictions()
+    assert [(p.gpu.name, p.passes) for p in predictions[:3]] == [("H200", 1), ("H200", 3), ("H200", 5)]
+    assert {p.gpu.arch for p in predictions[3:]} == {89} and len(predictions) > 3
+    assert entry.resident_warps(roofline.H200) == 5 and entry.resident_warps(predictions[3].gpu) == 2
+    assert predictions[0].low == roofline.predict(entry.work, roofline.H200, 2).low
+    assert len(sass.cells(entry, {})) == len(sass.headings(89))
+
+
+def test_an_emulation_build_is_refused():
+    sass.refuse_repeated_mma({}, EXTENSION)
+    with pytest.raises(ValueError, match="runs each mma pass 3 times .an emulation build.: take one that"):
+        sass.refuse_repeated_mma({"mma_passes": 3}, EXTENSION)
 
 
 def test_a_name_that_no_row_has_and_a_file_that_is_not_there_are_told(capsys: pytest.CaptureFixture[str]):

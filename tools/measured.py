@@ -1,7 +1,9 @@
-"""What rows reached in benchmark results, for the tools that hold a model against it."""
+"""What rows reached in results of the benchmark and of emulations, to hold a model against."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,30 +28,53 @@ class Measurement:
 def best_measurements(folder: Path, gpu: str = "H200") -> dict[tuple[str, int], Measurement]:
     """(row, times each mma was run) -> its best measurement in the results of a GPU under ``folder``.
 
-    A result counts when its rows are compiled for that GPU: neither forced to another architecture nor a
-    proxy.
-    ``build.mma_passes`` of its machine, 1 where absent, tells how often the build runs each mma.
-    Raises ValueError for a file that is no benchmark result.
+    A benchmark counts when its rows are compiled for that GPU: neither forced to another architecture nor a
+    proxy. ``build.mma_passes`` of its machine, 1 where absent, tells how often the build runs each mma. An
+    emulation has rows of every architecture and says it for each.
+    Another tool's result names its kind and is passed over. Raises ValueError for a file that is none.
     """
     best: dict[tuple[str, int], Measurement] = {}
     for file in sorted(folder.glob("*.json")) if folder.is_dir() else []:
-        from cutlass_fmha.bench.report import read_json  # only here: without results, no package is needed
-
-        result = read_json(file)
-        machine = result["machine"]
-        build = machine.get("build") or {}
-        if gpu not in str(machine["gpu"]) or machine.get("forced_arch"):
-            continue
-        own = f"_sm{str(machine['capability']).replace('.', '')}_"
-        for case in result["cases"]:
-            row = case["results"]["ours"].get("row")
-            if not row or own not in row or not is_long(case):
-                continue
-            found = measurement(case, file.name)
-            key = row, int(build.get("mma_passes", 1))
+        for key, found in measurements(file, gpu):
             if key not in best or found.rank > best[key].rank:
                 best[key] = found
     return best
+
+
+def measurements(file: Path, gpu: str) -> Iterator[tuple[tuple[str, int], Measurement]]:
+    """Those of one file, if it is of the GPU."""
+    from cutlass_fmha.bench.report import read_json  # only here: without results, no package is needed
+
+    kind, result = kind_of(file)
+    if kind not in (None, "emulation"):
+        return
+    result = result if kind else read_json(file)
+    machine = result["machine"]
+    if gpu not in str(machine["gpu"]) or machine.get("forced_arch"):
+        return
+    if kind == "emulation":
+        labels = {(case["head_dim"], case["causal"]): case["label"] for case in result["cases"]}
+        for entry in result["results"]:
+            if entry["arch"] is not None:
+                label = labels[entry["head_dim"], entry["causal"]]
+                found = Measurement(float(entry["tflops"]), label, bool(entry["causal"]), file.name)
+                yield (entry["row"], int(entry["passes"])), found
+        return
+    passes = int((machine.get("build") or {}).get("mma_passes", 1))
+    own = f"_sm{str(machine['capability']).replace('.', '')}_"
+    for case in result["cases"]:
+        row = case["results"]["ours"].get("row")
+        if row and own in row and is_long(case):
+            yield (row, passes), measurement(case, file.name)
+
+
+def kind_of(file: Path) -> tuple[str | None, dict[str, Any]]:
+    """What wrote the result, as it says itself, and the result: a benchmark's names no kind."""
+    try:
+        result = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        return None, {}
+    return (result.get("kind"), result) if isinstance(result, dict) else (None, {})
 
 
 def is_long(case: dict[str, Any]) -> bool:

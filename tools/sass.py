@@ -8,9 +8,9 @@
     python tools/sass.py --write-counts          tests/data/sass_counts.json, which the test gates
 
 Counts are of one warp and one block of keys in the steady state (mainloop.py), without the rows whose warps
-share the keys; shares of the tensor ceiling
-are a model (roofline.py), not a measurement. Measured figures come from the H200's results among
-benchmarks/results/*.json. Needs cuobjdump and nvdisasm, and no GPU.
+share the keys; shares of the tensor ceiling are a model (roofline.py), not a measurement. Beside what it
+predicts for an H200, with each mma pass run 1, 3 or 5 times, stands what was measured there, by the
+benchmark and tools/emulate.py (benchmarks/results/*.json). Needs cuobjdump and nvdisasm, and no GPU.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -37,14 +38,15 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PASSES = (1, 3, 5)  # how often each mma runs in the builds that make an H200 resemble the others
 BYTES_PER_ELEMENT = 2
-#: A program that prints the table of kernels of the extension that its argument names, as JSON.
+#: A program that prints build_info() and the table of kernels of the extension that its argument names.
 PRINT_ROWS = """
 import importlib.util, json, sys
 spec = importlib.util.spec_from_file_location("_C", sys.argv[1])
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 names = [name for name in vars(module.Template) if not name.startswith("_")]
-print(json.dumps([{name: getattr(row, name) for name in names} for row in module.templates()]))
+rows = [{name: getattr(row, name) for name in names} for row in module.templates()]
+print(json.dumps([module.build_info(), rows]))
 """
 
 
@@ -66,13 +68,12 @@ class RowLoop:
         return self.work.others / self.work.mma
 
     def predictions(self) -> list[Prediction]:
-        """One per GPU of the kernel's architecture; on the H200, one per repetition of the mma."""
-        gpus = [gpu for gpu in GPUS if gpu.arch == self.kernel.arch]
-        return [
-            predict(self.work, gpu, self.resident_warps(gpu), passes)
-            for gpu in gpus
-            for passes in (PASSES if gpu is H200 else (1,))
-        ]
+        """On an H200, one per repetition of the mma, as tools/emulate.py measures them; then one per GPU that
+        the kernel is for. Those GPUs' limits decide how many blocks an SM holds."""
+        gpus = gpus_of(self.kernel.arch)
+        warps = self.resident_warps(gpus[0] if gpus else H200)
+        slowed = [predict(self.work, H200, warps, passes) for passes in PASSES]
+        return slowed + [predict(self.work, gpu, self.resident_warps(gpu)) for gpu in gpus]
 
     def resident_warps(self, gpu: Gpu) -> float:
         row = self.row
@@ -81,22 +82,39 @@ class RowLoop:
         )
 
 
+def gpus_of(arch: int) -> list[Gpu]:
+    """GPUs of an architecture, the H200 aside, on which everything is predicted."""
+    return [gpu for gpu in GPUS if gpu.arch == arch and gpu is not H200]
+
+
 def rows_of(file: Path | None) -> tuple[Path, list[Any]]:
     """The file to read and its table of kernels: ``_C.templates()``, or the like of it.
 
     The installed extension's table serves for a file that this Python can't import. Raises ValueError for an
-    extension whose table can't be had.
+    extension whose table can't be had, and for one that repeats its mma.
     """
     if file is None or not any(file.name.endswith(suffix) for suffix in EXTENSION_SUFFIXES):
         from cutlass_fmha import _C
 
+        refuse_repeated_mma(_C.build_info(), file or Path(str(_C.__file__)))
         return file or Path(str(_C.__file__)), list(_C.templates())
     # In a process of its own: one process holds one _C.
     command = [sys.executable, "-c", PRINT_ROWS, str(file.resolve())]
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
     if answer.returncode:
         raise ValueError(f"{file} can't be imported: {answer.stderr.strip().splitlines()[-1]}")
-    return file, [SimpleNamespace(**row) for row in json.loads(answer.stdout)]
+    build, rows = json.loads(answer.stdout)
+    refuse_repeated_mma(build, file)
+    return file, [SimpleNamespace(**row) for row in rows]
+
+
+def refuse_repeated_mma(build: dict[str, Any], file: Path) -> None:
+    """Raises ValueError for an emulation build, of whose loops the mma are not all useful."""
+    passes = build.get("mma_passes", 1)
+    if passes != 1:
+        raise ValueError(
+            f"{file} runs each mma pass {passes} times (an emulation build): take one that doesn't"
+        )
 
 
 def is_modelled(row: Any) -> bool:
@@ -138,10 +156,9 @@ SHOWN = ("mma", "mufu", "fp32", "convert", "imad", "alu", "ldsm", "copy", "barri
 
 
 def headings(arch: int) -> list[str]:
-    gpus = [gpu for gpu in GPUS if gpu.arch == arch]
-    shares = [f"share x{n}" for n in PASSES] if H200 in gpus else [gpu.name for gpu in gpus]
-    head = ["row", "regs", "code", *SHOWN, "rest", "others/mma", "bound", *shares]
-    return [*head, "TFLOP/s", "measured", "model is"] if H200 in gpus else head
+    shares = [f"H200 x{n}" for n in PASSES] + [gpu.name for gpu in gpus_of(arch)]
+    errors = [f"model x{n}" for n in PASSES]
+    return ["row", "regs", "code", *SHOWN, "rest", "others/mma", "bound", *shares, *errors]
 
 
 def cells(loop: RowLoop, measured: dict[tuple[str, int], Measurement]) -> list[str]:
@@ -150,14 +167,32 @@ def cells(loop: RowLoop, measured: dict[tuple[str, int], Measurement]) -> list[s
     predictions = loop.predictions()
     line = [loop.row.name, str(loop.kernel.registers), str(len(loop.kernel.code))]
     line += [f"{plain(counts[name])}" for name in SHOWN]
-    line += [f"{plain(rest)}", f"{loop.per_mma:.2f}", predictions[0].bound]
+    own = predictions[len(PASSES)] if len(predictions) > len(PASSES) else predictions[0]
+    line += [f"{plain(rest)}", f"{loop.per_mma:.2f}", own.bound]
     line += [share_text(p, measured.get((loop.row.name, p.passes))) for p in predictions]
-    if predictions[0].gpu is H200:
-        line += [f"{predictions[0].tflops:.0f}"]
-        found = measured.get((loop.row.name, 1))
-        error = f"{predictions[0].tflops / found.tflops - 1:+.0%}" if found else "-"
-        line += [f"{found.tflops:.0f}" if found else "-", error]
-    return line
+    found = errors([loop], measured)
+    return [*line, *(f"{found[n][0].error:+.0%}" if n in found else "-" for n in PASSES)]
+
+
+@dataclass(frozen=True)
+class Error:
+    """How far the model is from a measurement, as a share of it."""
+
+    row: str
+    error: float
+    found: Measurement
+
+
+def errors(loops: list[RowLoop], measured: dict[tuple[str, int], Measurement]) -> dict[int, list[Error]]:
+    """By number of passes, where there is a measurement."""
+    all_errors: dict[int, list[Error]] = {}
+    for loop in loops:
+        for p in loop.predictions():
+            found = measured.get((loop.row.name, p.passes)) if p.gpu is H200 else None
+            if found:
+                error = Error(loop.row.name, p.tflops / found.tflops - 1, found)
+                all_errors.setdefault(p.passes, []).append(error)
+    return all_errors
 
 
 def share_text(prediction: Prediction, found: Measurement | None) -> str:
@@ -206,26 +241,33 @@ def notes(loops: list[RowLoop], measured: dict[tuple[str, int], Measurement]) ->
     lines = [
         "Instructions that a warp issues per block of keys in the steady state.",
         "Left out: rows whose warps share the keys (k and a number in the name); latency bounds those.",
-        "A MODEL: shares are of the tensor ceiling of mma.sync, slowed where each mma runs 3 or 5 times "
-        "(x3, x5). A range goes from the H200's loss to other instructions, clock for clock, to what is left "
-        "of it where a slower mma hides all it can. Brackets: measured.",
+        "A MODEL: shares are of the tensor ceiling of mma.sync, on the H200 as it is and slowed by "
+        "running each mma 3 or 5 times (x3, x5), there with as many blocks per SM as the row's own GPUs "
+        "hold. A range goes from the H200's loss to other instructions, clock for clock, to what is left "
+        "of it where a slower mma hides all it can. Brackets: measured. 'model x3 +5%': it predicts 5 % "
+        "more than was measured.",
         f"Clocks per mma m16n8k16 and sub-core, at boost: {clks}.",
         f"The model is within {sum(fitted) / len(fitted):.1%} of what it was calibrated to on average, "
         f"{max(fitted):.0%} at worst (--calibration).",
     ]
-    errors = [
-        (abs(p.tflops / found.tflops - 1), found)
-        for loop in loops
-        for p in loop.predictions()
-        if p.gpu is H200 and (found := measured.get((loop.row.name, p.passes)))
+    by_passes = errors(loops, measured)
+    if not by_passes:
+        return [*lines, "No result of an H200 under benchmarks/results/: nothing to hold the model against."]
+    files = ", ".join(sorted({e.found.file for found in by_passes.values() for e in found}))
+    return [
+        *lines,
+        f"The model against {files}:",
+        *map(error_text, *zip(*sorted(by_passes.items()), strict=True)),
     ]
-    if errors:
-        mean = sum(error for error, _ in errors) / len(errors)
-        files = ", ".join(sorted({found.file for _, found in errors}))
-        lines.append(f"{len(errors)} measurements in {files}: the model is off by {mean:.1%} on average.")
-    else:
-        lines.append("No benchmark of an H200 under benchmarks/results/: nothing to hold the model against.")
-    return lines
+
+
+def error_text(passes: int, found: list[Error]) -> str:
+    worst = max(found, key=lambda e: abs(e.error))
+    median = statistics.median(abs(e.error) for e in found)
+    return (
+        f"x{passes}: off by {median:.1%} in the median of {len(found)} rows, "
+        f"by {worst.error:+.1%} at worst ({worst.row})."
+    )
 
 
 def as_json(loops: list[RowLoop], measured: dict[tuple[str, int], Measurement]) -> dict[str, Any]:

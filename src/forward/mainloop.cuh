@@ -10,6 +10,7 @@
 #include <cute/tensor.hpp>
 
 #include "mask.cuh"
+#include "mma_passes.cuh"
 #include "online_softmax.cuh"
 #include "pipeline.cuh"
 #include "tile.cuh"
@@ -264,6 +265,7 @@ struct Mainloop {
         }
         multiply(q, k, scores, n);
       }
+      repeat_mma_passes<typename T::Mma>(scores);
     }
     k_pipe.consumer_release(phase);
     return masked;
@@ -282,6 +284,7 @@ struct Mainloop {
         load_matrix<SM75_U16x8_LDSM_T>(smem, stage + KvTile::piece(qv_lane_offset, step, n), v);
         multiply(probabilities(_, _, step), v, output, n);
       }
+      repeat_mma_passes<typename T::Mma>(output);
     }
     v_pipe.consumer_release(phase);
   }

@@ -232,6 +232,7 @@ struct SplitMainloop {
         for (int m = 0; m < T::kRowSteps; ++m) gemm(mma, q(_, m, step), k(_, n, step), scores(_, m, n));
       }
     }
+    repeat_mma_passes<typename T::Mma, T::kDimSteps>(scores);
   }
 
   /// output += P V
@@ -251,6 +252,7 @@ struct SplitMainloop {
         CUTE_UNROLL
         for (int m = 0; m < T::kRowSteps; ++m) gemm(mma, probabilities(_, m, step), v, output(_, m, n));
       }
+      repeat_mma_passes<typename T::Mma>(output);
     }
   }
 
