@@ -69,7 +69,11 @@ function(fmha_code_flags arch out)
   elseif(FMHA_NVCC_VERSION VERSION_GREATER_EQUAL 12.9)
     set(flags -gencode=arch=compute_120f,code=sm_120f)  # the family: sm_120 and sm_121
   else()
+    get_property(has_tma GLOBAL PROPERTY FMHA_HAS_TMA)
     set(flags -gencode=arch=compute_120,code=sm_120)
+    if(has_tma)
+      set(flags -gencode=arch=compute_120a,code=sm_120a)  # plain sm_120 has none, and CuTe's copies become traps
+    endif()
   endif()
   set(${out} "${flags}" PARENT_SCOPE)
 endfunction()

@@ -10,7 +10,7 @@
 macro(fmha_include_manifest)
   set(FMHA_MANIFEST "${PROJECT_SOURCE_DIR}/src/templates.cmake")
   if(CUTLASS_FMHA_MANIFEST)
-    set(FMHA_MANIFEST "${CUTLASS_FMHA_MANIFEST}")
+    get_filename_component(FMHA_MANIFEST "${CUTLASS_FMHA_MANIFEST}" ABSOLUTE BASE_DIR "${PROJECT_SOURCE_DIR}")
     if(NOT EXISTS "${FMHA_MANIFEST}")
       message(FATAL_ERROR "cutlass_fmha: CUTLASS_FMHA_MANIFEST is ${FMHA_MANIFEST}, and there is no such file")
     endif()
@@ -19,10 +19,15 @@ macro(fmha_include_manifest)
   include("${FMHA_MANIFEST}")
 endmacro()
 
-# Adds the rows of one manifest line: one for each pair of ARCHS and DTYPES. The columns are ForwardConfig's fields.
+# Adds the rows of one manifest line: one for each pair of ARCHS and DTYPES. The columns are ForwardConfig's fields; a
+# 13th one, DEPENDENT_LAUNCH, may be left out where it is false.
 function(fmha_forward
     ARCHS DTYPES HEAD_DIM TILE_M TILE_N WARPS KV_WARPS STAGES MIN_BLOCKS Q_IN_REGISTERS PING_PONG COPY)
-  if(ARGN)
+  set(DEPENDENT_LAUNCH false)
+  if(ARGC GREATER 12)
+    set(DEPENDENT_LAUNCH "${ARGV12}")
+  endif()
+  if(ARGC GREATER 13 OR NOT DEPENDENT_LAUNCH MATCHES "^(true|false)$")
     message(FATAL_ERROR "cutlass_fmha: a line of src/templates.cmake has too many columns: ${ARGV}")
   endif()
   set(DTYPE_f16 float16)
@@ -36,15 +41,27 @@ function(fmha_forward
       if(KV_WARPS GREATER 1)
         string(APPEND name "k${KV_WARPS}")
       endif()
-      if(COPY STREQUAL "element")
-        string(APPEND name "_element")
+      if(COPY MATCHES "^(element|tma)$")
+        string(APPEND name "_${COPY}")
+      endif()
+      if(COPY STREQUAL "tma" AND arch LESS 90)
+        message(FATAL_ERROR "cutlass_fmha: src/templates.cmake asks for ${name}, and sm_${arch} has no TMA")
+      endif()
+      if(COPY STREQUAL "tma" AND arch IN_LIST FMHA_ARCHITECTURES)
+        set_property(GLOBAL PROPERTY FMHA_HAS_TMA ON)
+      endif()
+      if(DEPENDENT_LAUNCH)
+        string(APPEND name "_pdl")
+        if(arch LESS 90 OR KV_WARPS EQUAL 1)
+          message(FATAL_ERROR "cutlass_fmha: src/templates.cmake asks for ${name}; only split rows from sm_90 on overlap")
+        endif()
       endif()
       string(APPEND name "${FMHA_NAME_SUFFIX}")
       set(config
           ".arch = ${arch}, .dtype = cutlass_fmha::DType::${DTYPE_${dtype}}, .head_dim = ${HEAD_DIM}"
           ".tile_m = ${TILE_M}, .tile_n = ${TILE_N}, .warps = ${WARPS}, .kv_warps = ${KV_WARPS}, .stages = ${STAGES}"
           ".min_blocks = ${MIN_BLOCKS}, .q_in_registers = ${Q_IN_REGISTERS}, .ping_pong = ${PING_PONG}"
-          ".copy = cutlass_fmha::Copy::${COPY}")
+          ".copy = cutlass_fmha::Copy::${COPY}, .dependent_launch = ${DEPENDENT_LAUNCH}")
       list(JOIN config ",\n    " config)
       fmha_add_row("${arch}" "sm${arch}_d${HEAD_DIM}${FMHA_GROUP_SUFFIX}" "${name}" "${config}")
     endforeach()
@@ -82,12 +99,12 @@ function(fmha_write_instances unit rows)
     string(APPEND INSTANCE_KERNELS
       "constexpr cutlass_fmha::ForwardConfig ${name}_config{\n    ${config}};\n"
       "extern \"C\" __global__ void __launch_bounds__(${name}_config.threads(), ${name}_config.min_blocks)\n"
-      "    ${name}(__grid_constant__ cutlass_fmha::ForwardParams const params) {\n"
+      "    ${name}(__grid_constant__ cutlass_fmha::KernelParams<${name}_config> const params) {\n"
       "  cutlass_fmha::forward<${name}_config>(params);\n"
       "}\n\n")
     string(APPEND INSTANCE_ROWS
       "  rows.push_back({\"${name}\", ${name}_config,\n"
-      "                  cutlass_fmha::forward_smem_bytes<${name}_config>(), &${name}});\n")
+      "                  cutlass_fmha::forward_smem_bytes<${name}_config>(), reinterpret_cast<void const*>(&${name})});\n")
   endforeach()
   configure_file("${PROJECT_SOURCE_DIR}/src/instance.cu.in" "${PROJECT_BINARY_DIR}/generated/${unit}.cu" @ONLY)
 endfunction()

@@ -38,7 +38,10 @@ class Template:
     def ping_pong(self) -> bool: ...
     @property
     def copy(self) -> str:
-        """``"cp_async_16"``, ``"element"`` or ``"ldg_16"``."""
+        """``"cp_async_16"``, ``"element"``, ``"tma"`` or ``"ldg_16"``."""
+    @property
+    def dependent_launch(self) -> bool:
+        """Whether a launch may start before what is ahead of it in the stream is complete; the kernel waits itself."""
     @property
     def alignment(self) -> int:
         """Bytes that every pointer and every stride must be a multiple of."""

@@ -201,6 +201,8 @@ char const* name_of(Copy copy) {
       return "cp_async_16";
     case Copy::element:
       return "element";
+    case Copy::tma:
+      return "tma";
     case Copy::ldg_16:
       return "ldg_16";
   }
@@ -237,6 +239,7 @@ PYBIND11_MODULE(_C, m) {
       .def_property_readonly("q_in_registers", [](TemplateRow const& t) { return t.config.q_in_registers; })
       .def_property_readonly("ping_pong", [](TemplateRow const& t) { return t.config.ping_pong; })
       .def_property_readonly("copy", [](TemplateRow const& t) { return name_of(t.config.copy); })
+      .def_property_readonly("dependent_launch", [](TemplateRow const& t) { return t.config.dependent_launch; })
       .def_property_readonly("alignment", [](TemplateRow const& t) { return t.config.alignment(); })
       .def("__repr__", [](TemplateRow const& t) { return "<Template " + std::string(t.name) + ">"; });
 

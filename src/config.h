@@ -10,6 +10,7 @@ enum class DType : int { float16, bfloat16 };
 enum class Copy : int {
   cp_async_16,  ///< 16-byte cp.async: every pointer and every stride is a multiple of 16 bytes
   element,      ///< element by element through registers: any alignment, slower
+  tma,          ///< K, V, Q and O by TMA: aligned as cp_async_16, sm_90 and later
   ldg_16,       ///< 16-byte loads straight into the registers of the mma that wants them, aligned as cp_async_16
 };
 
@@ -26,6 +27,7 @@ struct ForwardConfig {
   bool q_in_registers;  ///< keep Q's fragments in registers for the whole main loop
   bool ping_pong;       ///< warps w and w + warps/2 take turns: one issues mma while the other does softmax
   Copy copy;
+  bool dependent_launch = false;  ///< starts beside the kernel ahead: split rows from sm_90 on, dependent_launch.cuh
 
   constexpr int threads() const { return warps * 32; }
   constexpr int rows_per_warp() const { return tile_m * kv_warps / warps; }

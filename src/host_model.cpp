@@ -103,6 +103,26 @@ std::vector<std::array<int, 3>> work_tiles(int batch, int num_heads, int seqlen_
   return tiles;
 }
 
+/// work_tiles() as rows that copy by TMA find them: with divisions by multiplication.
+std::vector<std::array<int, 3>> scheduled_tiles(int batch, int num_heads, int seqlen_q, bool masked, int tile_m) {
+  ForwardTmaParams p(lengths(seqlen_q, seqlen_q, masked ? std::optional<int>(0) : std::nullopt));
+  p.batch = batch;
+  p.num_heads = p.num_heads_kv = num_heads;
+  std::vector<std::array<int, 3>> tiles;
+  int64_t const blocks = grid_size(p, tile_m);
+  if (blocks > 0) set_schedule(p, tile_m);
+  for (int64_t block = 0; block < blocks; ++block) {
+    WorkTile const t = scheduled_tile(p, int(block));
+    tiles.push_back({t.batch, t.head, t.m_block});
+  }
+  return tiles;
+}
+
+int quotient(int n, int divisor) {
+  if (n < 0 || divisor < 1) throw std::invalid_argument("n must be at least 0 and divisor at least 1");
+  return Divisor(divisor).quotient(n);
+}
+
 /// Byte offset of (row, column) in a tile by its layout, and by the arithmetic that ldmatrix addresses are made with.
 template <int HeadDim>
 std::array<uint32_t, 2> tile_offsets(int row, int column) {
@@ -155,6 +175,10 @@ void bind_host_model(py::module_& module) {
       py::arg("row_end"), py::arg("tile_n"), py::arg("seqlen_q"), py::arg("seqlen_k"), py::arg("diagonal"));
   m.def("work_tiles", &work_tiles, "(batch, head, m_block) of every thread block, in launch order.", py::arg("batch"),
         py::arg("num_heads"), py::arg("seqlen_q"), py::arg("masked"), py::arg("tile_m"));
+  m.def("scheduled_tiles", &scheduled_tiles, "work_tiles() by the arithmetic of rows that copy by TMA.",
+        py::arg("batch"), py::arg("num_heads"), py::arg("seqlen_q"), py::arg("masked"), py::arg("tile_m"));
+  m.def("quotient", &quotient, "n / divisor by multiplication, as the kernels divide block numbers.", py::arg("n"),
+        py::arg("divisor"));
   m.def("smem_offsets", &smem_offsets, "(by layout, by ldmatrix arithmetic) byte offset in a 64-row tile.",
         py::arg("head_dim"), py::arg("row"), py::arg("column"));
 }

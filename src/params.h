@@ -5,6 +5,8 @@
 #include <cmath>
 #include <cstdint>
 
+#include "divisor.h"
+
 namespace cutlass_fmha {
 
 /// Strides in elements; the head dimension itself is contiguous.
@@ -29,6 +31,25 @@ struct ForwardParams {
   /// scores is the scaled maximum. The sign of the scale is moved into Q: its bits are taken & q_and, then ^ q_xor.
   float scale_log2;
   uint32_t q_and, q_xor;
+};
+
+/// A CUtensorMap, the copy unit's description of a tensor. Opaque here: set_tensor_maps() makes it.
+struct alignas(128) TensorMap {
+  uint64_t words[16];
+};
+
+/// What a launch of a row that copies by TMA reads besides.
+struct ForwardTmaParams : ForwardParams {
+  explicit ForwardTmaParams(ForwardParams const& p) : ForwardParams(p) {}
+
+  /// How a thread block finds its tile, set_schedule() in forward/scheduler.h: the rows of tiles that a head has, and
+  /// what block numbers are divided by.
+  int m_blocks = 0;
+  Divisor by_rank;   ///< without a diagonal by m_blocks, with one by batch * num_heads
+  Divisor by_heads;  ///< by num_heads
+  Divisor by_group;  ///< by the query heads per head of K and V
+
+  TensorMap q_map{}, k_map{}, v_map{}, o_map{};
 };
 
 /// Lengths are at most this, so that i + diagonal + 1 fits an int, also for the rows that pad the last tile.

@@ -8,6 +8,7 @@
 #include "emulation.h"
 #include "forward/scheduler.h"
 #include "registry_groups.h"  // generated: append_all
+#include "tensor_map.h"
 
 namespace cutlass_fmha {
 namespace {
@@ -48,10 +49,36 @@ void allow_shared_memory(int row, Template const& t, int device) {
   static std::vector<std::array<std::atomic<bool>, kMaxDevices>> done(templates().size());
   bool const cached = device < kMaxDevices;
   if (cached && done[row][device].load(std::memory_order_acquire)) return;
-  check(cudaFuncSetAttribute(reinterpret_cast<void const*>(t.kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             t.smem_bytes),
+  check(cudaFuncSetAttribute(t.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, t.smem_bytes),
         std::string("raising the shared memory limit of ") + t.name + " to " + std::to_string(t.smem_bytes) + " bytes");
   if (cached) done[row][device].store(true, std::memory_order_release);
+}
+
+/// Allows the kernel to start before what is ahead in the stream is complete; it waits by itself: only for rows with
+/// config.dependent_launch, which are made for architectures that can (and never run through another one's PTX).
+cudaError_t launch_dependent(void const* kernel, dim3 grid, dim3 threads, void** arguments, int smem_bytes,
+                             cudaStream_t stream) {
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = threads;
+  config.dynamicSmemBytes = static_cast<size_t>(smem_bytes);
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = 1;
+  return cudaLaunchKernelExC(&config, kernel, arguments);
+}
+
+/// `params`: KernelParams of the row.
+void launch(Template const& t, int64_t blocks, void const* params, int device, cudaStream_t stream) {
+  void* arguments[] = {const_cast<void*>(params)};
+  dim3 const grid(static_cast<unsigned>(blocks)), threads(t.config.threads());
+  cudaError_t const status = t.config.dependent_launch
+                                 ? launch_dependent(t.kernel, grid, threads, arguments, t.smem_bytes, stream)
+                                 : cudaLaunchKernel(t.kernel, grid, threads, arguments, t.smem_bytes, stream);
+  check(status, std::string("launching ") + t.name + " on device " + std::to_string(device));
 }
 
 }  // namespace
@@ -80,10 +107,14 @@ void launch_forward(int row, ForwardParams const& params, int device, cudaStream
   }
   DeviceGuard guard(device);
   allow_shared_memory(row, t, device);
-  void* arguments[] = {const_cast<ForwardParams*>(&params)};
-  check(cudaLaunchKernel(reinterpret_cast<void const*>(t.kernel), dim3(static_cast<unsigned>(blocks)),
-                         dim3(t.config.threads()), arguments, t.smem_bytes, stream),
-        std::string("launching ") + t.name + " on device " + std::to_string(device));
+  if (t.config.copy == Copy::tma) {
+    ForwardTmaParams prepared(params);
+    set_schedule(prepared, t.config.tile_m);
+    set_tensor_maps(prepared, t.config);
+    launch(t, blocks, &prepared, device, stream);
+  } else {
+    launch(t, blocks, &params, device, stream);
+  }
 }
 
 }  // namespace cutlass_fmha

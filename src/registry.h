@@ -14,8 +14,8 @@ namespace cutlass_fmha {
 struct Template {
   char const* name;  ///< also the kernel's symbol
   ForwardConfig config;
-  int smem_bytes;  ///< dynamic shared memory of a launch
-  void (*kernel)(ForwardParams);
+  int smem_bytes;      ///< dynamic shared memory of a launch
+  void const* kernel;  ///< takes KernelParams<config>
 };
 
 /// Every row of this build, in the manifest's order. A row's number is its index here.

@@ -1,7 +1,7 @@
 # THE MANIFEST: every kernel of the build, one line per tile. ARCH and DTYPE are lists: a line makes one row for each
 # pair, all from the same source and the same configuration. See config.h for what a column means.
 #
-# A row's name is made from its line: fwd_sm<arch>_<f16|bf16>_d<head_dim>_m<tile_m>n<tile_n>w<warps>[k<kv_warps>][_element].
+# A row's name is made from its line: fwd_sm<arch>_<f16|bf16>_d<head_dim>_m<tile_m>n<tile_n>w<warps>[k<kv_warps>][_element|_tma][_pdl].
 # Selection, tests and tools read the compiled table (_C.templates()): no other file lists kernels.
 
 set(ALL 89 90 120)

@@ -12,6 +12,8 @@ from parity_report import ParityReport
 
 REPORT = pytest.StashKey[ParityReport]()
 LEFT_OUT = pytest.StashKey[int]()
+TMA_TESTS = "test_parity_tma.py"
+WITHOUT_TMA = pytest.StashKey["str | None"]()  # why they are left out; None when they aren't
 sys.path.insert(
     0, str(Path(__file__).resolve().parents[1] / "tools")
 )  # the tests of tools/ import them by name
@@ -34,6 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[REPORT] = ParityReport()
     config.stash[LEFT_OUT] = 0
+    config.stash[WITHOUT_TMA] = None
     # A first launch loads or even compiles code, so examples have no deadline.
     hypothesis.settings.register_profile("fmha", deadline=None, print_blob=True)
     hypothesis.settings.register_profile(
@@ -46,6 +49,17 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("fmha")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves out the tests of a kind of row that the rows under test don't have. Named on the command line,
+    the file is collected all the same, and fails."""
+    if collection_path.name != TMA_TESTS:
+        return None
+    import gpu
+
+    config.stash[WITHOUT_TMA] = gpu.without_tma()
+    return True if config.stash[WITHOUT_TMA] else None
+
+
 def pytest_deselected(items: list[pytest.Item]) -> None:
     for item in items:
         item.config.stash[LEFT_OUT] += item.get_closest_marker("gpu") is not None
@@ -56,6 +70,8 @@ def partial(session: pytest.Session) -> str | None:
     if left_out := session.config.stash[LEFT_OUT]:
         return f"{left_out} of the GPU tests are left out"
     files = {path.name for path in Path(__file__).parent.glob("test_parity*.py")}
+    if session.config.stash[WITHOUT_TMA]:
+        files.remove(TMA_TESTS)
     if absent := sorted(files - {item.path.name for item in session.items}):
         return f"nothing of {' and '.join(absent)} is run"
     return None
@@ -113,5 +129,7 @@ WRITTEN = pytest.StashKey[str]()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if (reason := config.stash[WITHOUT_TMA]) is not None:
+        terminalreporter.write_line(f"{TMA_TESTS} is left out: {reason}")
     if (line := config.stash.get(WRITTEN, None)) is not None:
         terminalreporter.write_line(line)

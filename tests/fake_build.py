@@ -36,6 +36,7 @@ class Row:
     min_blocks: int = 1
     q_in_registers: bool = True
     ping_pong: bool = False
+    dependent_launch: bool = False
 
     @property
     def name(self) -> str:
@@ -43,6 +44,7 @@ class Row:
         tile = f"m{self.tile_m}n{self.tile_n}w{self.warps}"
         suffix = f"k{self.kv_warps}" if self.kv_warps > 1 else ""
         suffix += "_element" if self.copy == "element" else ""
+        suffix += "_pdl" if self.dependent_launch else ""
         return f"fwd_sm{self.arch}_{short}_d{self.head_dim}_{tile}{suffix}"
 
     @property

@@ -86,6 +86,17 @@ def other_sources() -> str | None:
     return f"the extension was built from sources with the hash {built_from}, src/ has {source_hash()}"
 
 
+def without_tma() -> str | None:
+    """Why no row under test copies by TMA, in one sentence; None when one does. Without a GPU to test on, of
+    all rows of the build."""
+    tested = _C.templates() if unusable() is not None else rows()
+    if any(row.copy == "tma" for row in tested):
+        return None
+    if rows_arch() == 89:
+        return "sm_89 has no TMA"
+    return "no row of this build copies by TMA; the candidates do: CUTLASS_FMHA_MANIFEST=src/candidates.cmake"
+
+
 def torch_dtype(row: _C.Template) -> torch.dtype:
     return {"float16": torch.float16, "bfloat16": torch.bfloat16}[row.dtype]
 

@@ -72,7 +72,8 @@ def test_the_build_holds_the_manifests_rows_for_its_architectures():
 
 def test_every_architecture_has_every_dtype_and_head_dim_in_both_copies():
     architectures = {row.arch for row in ROWS}
-    assert {(row.arch, row.dtype, row.head_dim, row.copy) for row in ROWS if row.kv_warps == 1} == {
+    rows = [row for row in ROWS if row.kv_warps == 1 and row.copy != "tma"]
+    assert {(row.arch, row.dtype, row.head_dim, row.copy) for row in rows} == {
         (arch, dtype, head_dim, copy)
         for arch in architectures
         for dtype in ("float16", "bfloat16")
@@ -85,13 +86,16 @@ def test_every_architecture_has_every_dtype_and_head_dim_in_both_copies():
 def test_a_rows_attributes_agree_with_its_name(row: _C.Template):
     dtype = {"float16": "f16", "bfloat16": "bf16"}[row.dtype]
     suffix = f"k{row.kv_warps}" if row.kv_warps > 1 else ""
-    suffix += {"cp_async_16": "", "ldg_16": "", "element": "_element"}[row.copy]
+    suffix += {"cp_async_16": "", "ldg_16": "", "element": "_element", "tma": "_tma"}[row.copy]
+    suffix += "_pdl" if row.dependent_launch else ""
     name = f"fwd_sm{row.arch}_{dtype}_d{row.head_dim}_m{row.tile_m}n{row.tile_n}w{row.warps}{suffix}"
     assert row.name == name
     assert ROWS[row.index].name == row.name
-    assert row.alignment == {"cp_async_16": 16, "ldg_16": 16, "element": 2}[row.copy]
+    assert row.alignment == {"cp_async_16": 16, "ldg_16": 16, "tma": 16, "element": 2}[row.copy]
     assert row.warps % row.kv_warps == 0
     assert (row.kv_warps > 1) == (row.copy == "ldg_16")
+    assert row.copy != "tma" or row.arch >= 90
+    assert not row.dependent_launch or (row.arch >= 90 and row.kv_warps > 1)
     assert row.tile_m % (16 * row.warps // row.kv_warps) == 0, "a warp's mma has 16 rows"
     assert row.tile_n % 16 == 0
     assert row.stages >= 1
@@ -266,8 +270,8 @@ def test_it_needs_nothing_but_the_c_and_cpp_runtimes():
 def test_sources_that_are_not_built_say_so(tmp_path: Path):
     (tmp_path / "cutlass_fmha").mkdir()
     shutil.copy(ROOT / "cutlass_fmha" / "__init__.py", tmp_path / "cutlass_fmha")
-    # Without site, so that no installed package is found either.
-    command = [sys.executable, "-S", "-c", "import cutlass_fmha"]
+    # Without site and PYTHONPATH, so that no installed package is found either.
+    command = [sys.executable, "-S", "-E", "-c", "import cutlass_fmha"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     last = done.stderr.splitlines()[-1]
     assert re.match(r"ImportError: the compiled extension cutlass_fmha\._C is not in .*pip install", last)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from cutlass_fmha import _C
@@ -136,6 +136,35 @@ def test_the_schedule_covers_every_tile_once_and_longest_first(batch, heads, seq
     if masked:
         order = [m for _, _, m in tiles]
         assert order == sorted(order, reverse=True)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 4), st.integers(1, 70), lengths, st.booleans(), st.sampled_from([64, 128, 256]))
+def test_a_schedule_without_divisions_is_the_same(batch, heads, seqlen_q, masked, tile_m):
+    arguments = (batch, heads, seqlen_q, masked, tile_m)
+    assert _C.host.scheduled_tiles(*arguments) == _C.host.work_tiles(*arguments)
+
+
+@given(st.integers(0, 2**31 - 1), st.integers(1, 2**31 - 1))
+@example(2**31 - 1, 1)
+@example(2**31 - 1, 2**31 - 1)
+@example(2**31 - 2, 2**31 - 1)
+@example(0, 1)
+def test_multiplication_divides_exactly(n, divisor):
+    assert _C.host.quotient(n, divisor) == n // divisor
+
+
+@given(st.integers(1, 2**16), st.integers(1, 2**15 - 1), st.sampled_from([-1, 0, 1]))
+def test_multiplication_divides_exactly_next_to_multiples(divisor, quotient, offset):
+    n = divisor * quotient + offset
+    assume(0 <= n < 2**31)
+    assert _C.host.quotient(n, divisor) == n // divisor
+
+
+@pytest.mark.parametrize(("n", "divisor"), [(-1, 3), (3, 0)])
+def test_a_division_that_the_kernels_never_make_is_refused(n, divisor):
+    with pytest.raises(ValueError, match="n must be at least 0 and divisor at least 1"):
+        _C.host.quotient(n, divisor)
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])

@@ -103,6 +103,37 @@ def test_run_neither_waits_nor_allocates(row: _C.Template, parity: ParityReport)
     record(parity, row, "behind other work", launch.out.view, launch.lse.view, (launch.q, launch.k, launch.v))
 
 
+def chain(row: _C.Template, k: Tensor, x: Tensor, calls: int) -> Tensor:
+    """Each call moves the rows of x by one, exactly: query i finds key i + 1 and no other. It reads what the
+    call before wrote, and writes where that one read: the allocator gives it the memory again."""
+    q = k.roll(-1, dims=1)
+    for _ in range(calls):
+        x = cutlass_fmha.attention(q, k, x, scale=100.0, template=row.name)
+    return x
+
+
+@by_row
+def test_a_call_waits_for_the_calls_ahead(row: _C.Template):
+    generator = torch.Generator(DEVICE).manual_seed(5)
+    shape = (1, 333, 4, row.head_dim)
+    k = torch.randint(0, 2, shape, generator=generator, device=DEVICE) * 2 - 1
+    assert all(len(k[0, :, head].unique(dim=0)) == shape[1] for head in range(shape[2]))
+    k = k.to(gpu.torch_dtype(row))
+    x = torch.randn(shape, generator=generator, device=DEVICE).to(k.dtype)
+    calls = 40
+    expected = x.roll(-calls, dims=1)
+    for _ in range(3):
+        assert torch.equal(chain(row, k, x, calls), expected)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain(row, k, x, calls)
+    for _ in range(3):
+        x.copy_(x.roll(1, dims=1))
+        graph.replay()
+        assert torch.equal(out, x.roll(-calls, dims=1))
+
+
 @pytest.fixture
 def forbid_synchronisation() -> Iterator[None]:
     torch.cuda.synchronize()

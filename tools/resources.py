@@ -57,6 +57,10 @@ def complaints(kernel: Kernel, row: Row) -> list[str]:
             row.copy != "cp_async_16" or kernel.count("LDGSTS") > 0,
             "no cp.async (LDGSTS) in a row that copies with it",
         ),
+        (
+            row.copy != "tma" or (kernel.count("UTMALDG") > 0 and kernel.count("UTMASTG") > 0),
+            "no TMA loads and stores (UTMALDG, UTMASTG) in a row that copies with them",
+        ),
         (kernel.registers <= 255, f"{kernel.registers} registers"),
         (
             registers <= REGISTERS_PER_SM,

@@ -2,18 +2,27 @@
 #pragma once
 
 #include "../registry.h"
+#include "dependent_launch.cuh"
 #include "epilogue.cuh"
 #include "epilogue_split.cuh"
+#include "epilogue_tma.cuh"
 #include "mainloop.cuh"
 #include "mainloop_split.cuh"
+#include "mainloop_tma.cuh"
 #include "scheduler.h"
 
 namespace cutlass_fmha {
+
+/// What a kernel takes.
+template <ForwardConfig C>
+using KernelParams = cute::conditional_t<C.copy == Copy::tma, ForwardTmaParams, ForwardParams>;
 
 template <ForwardConfig C>
 constexpr int forward_smem_bytes() {
   if constexpr (C.kv_warps > 1) {
     return SplitShared<C>::kBytes;
+  } else if constexpr (C.copy == Copy::tma) {
+    return TmaLayout<C>::kBytes;
   } else {
     return SharedLayout<C>::kBytes;
   }
@@ -23,7 +32,7 @@ constexpr int forward_smem_bytes() {
 template <ForwardConfig C>
 CUTE_DEVICE void transform_q(ForwardParams const& p, char* smem) {
   if (p.q_and == 0xffffffffu && p.q_xor == 0u) return;
-  for (int i = threadIdx.x; i < SharedLayout<C>::kQ / 4; i += C.threads()) {
+  for (int i = threadIdx.x; i < C.tile_m * C.head_dim / 2; i += C.threads()) {
     uint32_t& pair = reinterpret_cast<uint32_t*>(smem)[i];
     pair = (pair & p.q_and) ^ p.q_xor;
   }
@@ -36,7 +45,7 @@ CUTE_DEVICE void forward_rows(ForwardParams const& p) {
   using T = ForwardTypes<C>;
   using Shared = SharedLayout<C>;
   static_assert(C.tile_m % (16 * C.warps) == 0 && C.tile_n % 16 == 0 && C.head_dim % 32 == 0 && C.warps % 2 == 0);
-  static_assert(C.kv_warps == 1 && C.copy != Copy::ldg_16);
+  static_assert(C.kv_warps == 1 && C.copy != Copy::ldg_16 && !C.dependent_launch);
   extern __shared__ __align__(1024) char smem[];
 
   WorkTile const tile = work_tile(p, C.tile_m, blockIdx.x);
@@ -100,6 +109,7 @@ CUTE_DEVICE void forward_split(ForwardParams const& p) {
   using T = ForwardTypes<C>;
   static_assert(C.tile_m % (16 * (C.warps / C.kv_warps)) == 0 && C.warps % C.kv_warps == 0 && C.tile_n % 16 == 0);
   static_assert(C.copy == Copy::ldg_16 && !C.ping_pong && C.head_dim % 32 == 0);
+  static_assert(!C.dependent_launch || C.arch >= 90);
   extern __shared__ __align__(1024) char smem[];
 
   WorkTile const tile = work_tile<true>(p, C.tile_m, blockIdx.x);
@@ -122,16 +132,63 @@ CUTE_DEVICE void forward_split(ForwardParams const& p) {
       .kv_warp = kv_warp,
       .blocks = key_blocks(p, row_begin, row_begin + T::kRows, C.tile_n),
   };
+  if constexpr (C.dependent_launch) {
+    prefetch_inputs<C.head_dim, C.tile_m, C.threads()>(p, mainloop.q, mainloop.k, mainloop.v, tile.m_block);
+    wait_for_kernels_ahead();
+  }
   typename T::OutputFragment output;
   cute::clear(output);
   mainloop.run(output);
+  // Not at the start: where two blocks fit an SM, those of the next launch would gather on some of the SMs.
+  if constexpr (C.dependent_launch) start_dependents();
   merge_epilogue<C>(p, smem, tile, kv_warp, tile_row, output);
 }
 
+/// forward_rows() by TMA.
 template <ForwardConfig C>
-CUTE_DEVICE void forward(ForwardParams const& p) {
+CUTE_DEVICE void forward_tma(ForwardTmaParams const& p) {
+  using T = ForwardTypes<C>;
+  using Shared = TmaLayout<C>;
+  using QTile = TmaTile<C.head_dim, C.tile_m>;
+  static_assert(C.tile_m % (16 * C.warps) == 0 && C.tile_n % 16 == 0 && C.head_dim % 32 == 0 && C.warps % 2 == 0);
+  static_assert(C.arch >= 90 && C.kv_warps == 1 && C.tile_m <= 256 && C.tile_n <= 256 && !C.dependent_launch);
+  extern __shared__ __align__(1024) char smem[];
+
+  Work const work = work_at<C>(p, blockIdx.x);
+  int const lane = threadIdx.x % 32;
+  int const warp = uniform(threadIdx.x / 32);
+  if (threadIdx.x == 0) Shared::work(smem) = work;
+  TmaMainloop<C> const mainloop(p, smem, warp, work);
+  typename T::OutputFragment output;
+  cute::clear(output);
+  typename T::Softmax softmax(p.scale_log2);
+  if (work.blocks > 0) {
+    TmaProducer<C> const producer(p, smem, warp, work);
+    auto* const q_barrier = reinterpret_cast<uint64_t*>(smem + Shared::kQBarrier);
+    if (threadIdx.x == 0) {
+      mainloop.k_pipe.init(1, C.threads());
+      mainloop.v_pipe.init(1, C.threads());
+      mbarrier_init(cute::cast_smem_ptr_to_uint(q_barrier), 1);
+      cutlass::arch::fence_barrier_init();
+      QTile::load(p.q_map, q_barrier, smem, QTile::kPanelBytes, work.row_begin, work.head, work.batch);
+      producer.start();
+    }
+    __syncthreads();  // the barriers exist
+    mbarrier_wait(cute::cast_smem_ptr_to_uint(q_barrier), 0);
+    transform_q<C>(p, smem);
+    mainloop.run(producer, output, softmax);
+  } else {
+    __syncthreads();
+  }
+  tma_epilogue<C>(p, smem, Shared::work(smem), output, softmax, mainloop.tile_row, lane);
+}
+
+template <ForwardConfig C>
+CUTE_DEVICE void forward(KernelParams<C> const& p) {
   if constexpr (C.kv_warps > 1) {
     forward_split<C>(p);
+  } else if constexpr (C.copy == Copy::tma) {
+    forward_tma<C>(p);
   } else {
     forward_rows<C>(p);
   }

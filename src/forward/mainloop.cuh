@@ -6,36 +6,13 @@
 // sub-core take turns in the mma part. The first half of the warps brings V, the second half K.
 #pragma once
 
-#include <cute/atom/mma_atom.hpp>
-#include <cute/tensor.hpp>
-
+#include "fragments.cuh"
 #include "mask.cuh"
 #include "mma_passes.cuh"
-#include "online_softmax.cuh"
 #include "pipeline.cuh"
 #include "tile.cuh"
 
 namespace cutlass_fmha {
-
-template <ForwardConfig C>
-struct ForwardTypes {
-  static constexpr bool kHalf = C.dtype == DType::float16;
-  using Element = cute::conditional_t<kHalf, cutlass::half_t, cutlass::bfloat16_t>;
-  using Mma = cute::TiledMMA<cute::MMA_Atom<cute::conditional_t<kHalf, cute::SM80_16x8x16_F32F16F16F32_TN,
-                                                                cute::SM80_16x8x16_F32BF16BF16F32_TN>>,
-                             cute::Layout<cute::Shape<cute::_1, cute::_1, cute::_1>>>;  // one warp: each has its rows
-
-  static constexpr int kRows = C.rows_per_warp();
-  static constexpr int kRowSteps = kRows / 16;       // mma tiles along a warp's rows
-  static constexpr int kDimSteps = C.head_dim / 16;  // 16-wide steps along the head dimension
-  static constexpr int kKeySteps = C.tile_n / 16;    // 16-wide steps along a block of keys
-
-  using Softmax = OnlineSoftmax<2 * kRowSteps, Element>;
-  using ScoresFragment =
-      decltype(cute::partition_fragment_C(Mma{}, cute::Shape<cute::Int<kRows>, cute::Int<C.tile_n>>{}));
-  using OutputFragment =
-      decltype(cute::partition_fragment_C(Mma{}, cute::Shape<cute::Int<kRows>, cute::Int<C.head_dim>>{}));
-};
 
 /// Where a thread block's tile of queries lies. Kept in shared memory and read again where it is needed: through the
 /// main loop, which leaves no register free, nothing else must stay alive for the mask and the epilogue.
@@ -57,34 +34,9 @@ struct SharedLayout {
   static constexpr int kBytes = kMaxima + C.tile_m * int(sizeof(float));
 };
 
-/// Where a lane's rows lie within the warp's tile of an mma accumulator: rows r and r + 8 of each 16.
-CUTE_DEVICE int accumulator_row(int row, int lane) { return lane / 4 + row % 2 * 8 + row / 2 * 16; }
-
-/// The softmax's row maxima, in shared memory: one lane of the four that share a row writes, all read.
-struct RowMaxima {
-  float* rows;  ///< of this warp
-
-  CUTE_DEVICE float get(int row) const {
-    __syncwarp();
-    return rows[accumulator_row(row, lane_id())];
-  }
-  CUTE_DEVICE void set(int row, float maximum) const {
-    __syncwarp();
-    int const lane = lane_id();
-    if (lane % 4 == 0) rows[accumulator_row(row, lane)] = maximum;
-  }
-};
-
 template <ForwardConfig C>
 CUTE_DEVICE RowMaxima row_maxima(char* smem, int tile_row) {
   return {reinterpret_cast<float*>(smem + SharedLayout<C>::kMaxima) + tile_row};
-}
-
-/// ((2 columns, 2 row halves), row steps, column steps) of an mma accumulator -> (row, column).
-template <class Layout>
-CUTE_HOST_DEVICE constexpr auto row_column(Layout const& layout) {
-  using namespace cute;
-  return make_layout(make_layout(get<0, 1>(layout), get<1>(layout)), make_layout(get<0, 0>(layout), get<2>(layout)));
 }
 
 template <ForwardConfig C>

@@ -16,10 +16,18 @@
 
 namespace cutlass_fmha {
 
-/// 16 or 8 bytes that nobody writes while the kernel runs. Volatile: issued where it stands, not at its first use.
-template <class Words>
+/// 16 or 8 bytes. `Constant`: nobody writes them while the kernel runs. Volatile: issued where it stands, not at its
+/// first use.
+template <bool Constant, class Words>
 CUTE_DEVICE void load_words(Words&& words, uint16_t const* from) {
-  if constexpr (cute::size(cute::remove_cvref_t<Words>{}) == 4) {
+  constexpr bool kFour = cute::size(cute::remove_cvref_t<Words>{}) == 4;
+  if constexpr (kFour && !Constant) {
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words(0)), "=r"(words(1)), "=r"(words(2)), "=r"(words(3))
+                 : "l"(from));
+  } else if constexpr (!Constant) {
+    asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(words(0)), "=r"(words(1)) : "l"(from));
+  } else if constexpr (kFour) {
     asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(words(0)), "=r"(words(1)), "=r"(words(2)), "=r"(words(3))
                  : "l"(from));
@@ -90,6 +98,7 @@ struct SplitMainloop {
   static constexpr int kPanels = Panels<C.head_dim>::kCount;     // chunks of a row of V,
   static constexpr int kWidth = Panels<C.head_dim>::kWidth / 8;  // of this many elements
   static constexpr bool kLoadAhead = C.stages > 1;
+  static constexpr bool kConstant = !C.dependent_launch;  // see dependent_launch.cuh
 
   // Operands in the order in which they are loaded: the 8 elements of a chunk are (pair, k half, parity of the step).
   using QFragments = decltype(cute::make_tensor<Element>(
@@ -175,7 +184,7 @@ struct SplitMainloop {
     for (int r = 0; r < Rows / 8; ++r) {
       if (r > 0) walk.advance(8);
       CUTE_UNROLL
-      for (int chunk = 0; chunk < kDimChunks; ++chunk) load_words(words(_, chunk, r), walk.at + 32 * chunk);
+      for (int chunk = 0; chunk < kDimChunks; ++chunk) load_words<kConstant>(words(_, chunk, r), walk.at + 32 * chunk);
     }
   }
   template <bool Partial>
@@ -206,7 +215,7 @@ struct SplitMainloop {
         if (step + key > 0) walk.advance(key % 2 == 1 ? 1 : 7);
         CUTE_UNROLL
         for (int panel = 0; panel < kPanels; ++panel) {
-          load_words(words(_, panel, key, step), walk.at + panel * 8 * kWidth);
+          load_words<kConstant>(words(_, panel, key, step), walk.at + panel * 8 * kWidth);
         }
       }
     }

@@ -20,6 +20,12 @@ CUTE_DEVICE int lane_id() {
   return id;
 }
 
+/// A value that is the same in all lanes, so that the compiler knows it.
+CUTE_DEVICE int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
+
+/// A value of which the compiler must not know where it came from: it keeps the register instead of computing it anew.
+CUTE_DEVICE uint32_t opaque(uint32_t x) { return __shfl_sync(0xffffffffu, x, lane_id()); }
+
 // Barriers as sm_80 has them, by number or shared-memory address: CUTLASS's own compile to a trap below sm_90.
 
 CUTE_DEVICE void named_barrier_sync(int barrier, int threads) {
@@ -90,6 +96,9 @@ struct TilePipeline {
   CUTE_DEVICE void consumer_wait(int tile) const { mbarrier_wait(full(tile), (tile / Stages) & 1); }
   CUTE_DEVICE void consumer_release(int tile) const { mbarrier_arrive(empty(tile)); }
 
+  /// Of a tile's full barrier, in bytes from `barriers` on.
+  CUTE_HOST_DEVICE static int full_offset(int tile) { return 8 * (tile % Stages); }
+
  private:
   CUTE_DEVICE uint32_t full(int tile) const { return barriers + 8 * (tile % Stages); }
   CUTE_DEVICE uint32_t empty(int tile) const { return barriers + 8 * (Stages + tile % Stages); }
@@ -102,6 +111,12 @@ struct Turns {
   static_assert(!Enabled || Warps == 2 || Warps == 4 || Warps == 8,
                 "warp ^ Warps / 2 is the partner; 16 barriers in all");
 
+  CUTE_DEVICE static void take(int warp) {
+    if constexpr (Enabled) named_barrier_sync(1 + warp, 64);
+  }
+  CUTE_DEVICE static void pass(int warp) {
+    if constexpr (Enabled) named_barrier_arrive(1 + (warp ^ (Warps / 2)), 64);
+  }
   CUTE_DEVICE static void take() {
     if constexpr (Enabled) named_barrier_sync(1 + thread_id() / 32, 64);
   }

@@ -38,4 +38,30 @@ FMHA_HOST_DEVICE inline WorkTile work_tile(ForwardParams const& p, int tile_m, i
   return {m_block, sequence - batch * p.num_heads, batch};
 }
 
+/// Prepares scheduled_tile() and kv_head(). For a problem with at least one tile and at most 2^31 - 1.
+inline void set_schedule(ForwardTmaParams& p, int tile_m) {
+  p.m_blocks = ceil_div(p.seqlen_q, tile_m);
+  p.by_rank = Divisor(p.diagonal == kNoDiagonal ? p.m_blocks : p.batch * p.num_heads);
+  p.by_heads = Divisor(p.num_heads);
+  p.by_group = Divisor(p.num_heads / p.num_heads_kv);
+}
+
+/// work_tile() without a division.
+FMHA_HOST_DEVICE inline WorkTile scheduled_tile(ForwardTmaParams const& p, int block) {
+  int const quotient = p.by_rank.quotient(block);
+  int m_block, sequence;
+  if (p.diagonal == kNoDiagonal) {
+    sequence = quotient;
+    m_block = block - sequence * p.m_blocks;
+  } else {
+    sequence = block - quotient * (p.batch * p.num_heads);
+    m_block = p.m_blocks - 1 - quotient;
+  }
+  int const batch = p.by_heads.quotient(sequence);
+  return {m_block, sequence - batch * p.num_heads, batch};
+}
+
+/// The head of K and V that query head `head` attends to.
+FMHA_HOST_DEVICE inline int kv_head(ForwardTmaParams const& p, int head) { return p.by_group.quotient(head); }
+
 }  // namespace cutlass_fmha

@@ -18,6 +18,7 @@ from typing import Any
 from .candidate import Candidate
 
 KIB = 1024
+TMA_BOX_ROWS = 256
 COPIES = ("cp_async_16", "tma", "ldg_16")  # what is searched; element rows are for unaligned tensors only
 CONFIG = Path(__file__).resolve().parents[2] / "src" / "config.h"
 FIRST_ARCH = {"tma": 90}  # copies that older architectures don't have
@@ -36,6 +37,7 @@ DOMAINS: dict[str, tuple[Any, ...]] = {
 OTHER_REGISTERS = 16
 MAX_REGISTERS = 255
 POSITION_BYTES = 12  # TilePosition
+TMA_WORK_BYTES = 8 + 20  # the barrier that Q reports to, and Work
 PIPELINE_BYTES = 2 * 8  # of two mbarriers; a stage of K and one of V have two each
 
 
@@ -65,11 +67,12 @@ def copies_of_the_kernels() -> tuple[str, ...]:
 
 
 def shared_bytes(c: Candidate) -> int:
-    """Dynamic shared memory of a block: SharedLayout of mainloop.cuh, SplitShared of epilogue_split.cuh."""
+    """Dynamic shared memory of a block: SharedLayout, TmaLayout or SplitShared of src/forward."""
     if c.kv_warps > 1:
         return c.kv_warps * c.tile_m * (4 * c.head_dim + 8)
     q, tile = 2 * c.tile_m * c.head_dim, 2 * c.tile_n * c.head_dim
-    return q + 2 * c.stages * (tile + PIPELINE_BYTES) + POSITION_BYTES + 4 * c.tile_m
+    rest = TMA_WORK_BYTES if c.copy == "tma" else POSITION_BYTES
+    return q + 2 * c.stages * (tile + PIPELINE_BYTES) + rest + 4 * c.tile_m
 
 
 def register_cap(c: Candidate, limits: Limits) -> int:
@@ -114,14 +117,14 @@ def _shape_objections(c: Candidate, arch: int) -> Iterator[str]:
 
 
 def _loader_objections(c: Candidate) -> Iterator[str]:
-    """TileLoader's: a pass of the threads must keep their swizzle pattern. TMA brings K and V by itself."""
-    chunks = 8 if c.head_dim % 64 == 0 else 4  # of 16 bytes in a row of a panel
-    parts = [("Q", c.tile_m, c.threads)]
+    """TileLoader's: a pass of the threads must keep their swizzle pattern. TMA has its own limit."""
+    parts = [("Q", c.tile_m, c.threads), ("K", c.tile_n, c.threads // 2)]
     if c.copy == "tma":
-        if c.tile_n > 256:
-            yield f"tile_n {c.tile_n}, and a box of TMA has at most 256 rows"
-    else:
-        parts.append(("K", c.tile_n, c.threads // 2))
+        for operand, rows, _ in parts:
+            if rows > TMA_BOX_ROWS:
+                yield f"a tile of {operand} of {rows} rows, and a box of TMA has at most {TMA_BOX_ROWS}"
+        return
+    chunks = 8 if c.head_dim % 64 == 0 else 4  # of 16 bytes in a row of a panel
     for operand, rows, threads in parts:
         rows_per_pass = threads // chunks
         if rows_per_pass == 0 or rows_per_pass % 8 or rows % rows_per_pass:

@@ -1,0 +1,50 @@
+// What leaves a row that copies by TMA: O through the warp's own rows of shared memory, from where the copy unit writes
+// it (and leaves out what lies beyond the end of the queries), and LSE.
+#pragma once
+
+#include "producer_tma.cuh"
+
+namespace cutlass_fmha {
+
+/// `tile_row`: the warp's first row within the tile.
+template <ForwardConfig C>
+CUTE_DEVICE void tma_epilogue(ForwardTmaParams const& p, char* smem, Work const& work,
+                              typename ForwardTypes<C>::OutputFragment& output,
+                              typename ForwardTypes<C>::Softmax const& softmax, int tile_row, int lane) {
+  using namespace cute;
+  using T = ForwardTypes<C>;
+  using P = Panels<C.head_dim>;
+  constexpr int kRowBytes = 2 * P::kWidth, kPanelChunks = P::kWidth / 8;
+  auto by_row = make_tensor(output.data(), row_column(output.layout()));
+  auto const lse = softmax.finalize(by_row, TmaLayout<C>::maxima(smem, tile_row));
+  int const row_begin = work.row_begin + tile_row;
+
+  // As in LdmatrixTile: a chunk of 8 columns only flips bits of the lane's address.
+  uint32_t const lane_offset = 2 * uint32_t(typename P::template Layout<C.tile_m>{}(lane / 4, lane % 4 * 2));
+  CUTE_UNROLL
+  for (int chunk = 0; chunk < C.head_dim / 8; ++chunk) {
+    char* const to =
+        smem + ((lane_offset ^ (chunk % kPanelChunks * 16)) + (chunk / kPanelChunks * C.tile_m + tile_row) * kRowBytes);
+    CUTE_UNROLL
+    for (int row = 0; row < size<0>(by_row); ++row) {
+      *reinterpret_cast<uint32_t*>(to + accumulator_row(row, 0) * kRowBytes) =
+          pack<typename T::Element>(by_row(row, 2 * chunk), by_row(row, 2 * chunk + 1));
+    }
+  }
+  if (p.lse != nullptr && lane % 4 == 0) {
+    float* const to = p.lse + (int64_t(work.batch) * p.num_heads + work.head) * p.seqlen_q;
+    CUTE_UNROLL
+    for (int row = 0; row < size<0>(by_row); ++row) {
+      int const query = row_begin + accumulator_row(row, lane);
+      if (query < p.seqlen_q) to[query] = lse[row];
+    }
+  }
+  cute::tma_store_fence();
+  __syncwarp();
+  if (cute::elect_one_sync()) {
+    TmaTile<C.head_dim, T::kRows>::store(p.o_map, smem + tile_row * kRowBytes, C.tile_m * kRowBytes, row_begin,
+                                         work.head, work.batch);
+  }
+}
+
+}  // namespace cutlass_fmha

@@ -1,0 +1,284 @@
+// One warp's walk over the keys in rows that copy by TMA: the walk of mainloop.cuh, in the same phases, with its loads
+// left to the copy unit. What that saves in registers goes into the turns, which are the scarce thing: whatever is no
+// mma and no ldmatrix is done before a turn, and the first operands are read before they are needed.
+#pragma once
+
+#include "mma_passes.cuh"
+#include "producer_tma.cuh"
+
+namespace cutlass_fmha {
+
+template <ForwardConfig C>
+struct TmaMainloop {
+  using T = ForwardTypes<C>;
+  using Element = typename T::Element;
+  using Shared = TmaLayout<C>;
+  using Pipe = TilePipeline<C.stages>;
+  using Turn = Turns<C.warps, C.ping_pong>;
+  using QTile = LdmatrixTile<C.head_dim, C.tile_m>;
+  using KvTile = LdmatrixTile<C.head_dim, C.tile_n>;
+  using Producer = TmaProducer<C>;
+
+  using Scores = typename T::ScoresFragment;
+  using Output = typename T::OutputFragment;
+  // The A operand of one 16-wide step over all rows of the warp, and of Q or P as a whole; B operands of some n16.
+  template <int Steps>
+  using OperandA = decltype(cute::make_tensor<Element>(
+      cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::Int<T::kRowSteps>, cute::Int<Steps>>{}));
+  template <int Count>
+  using OperandsB =
+      decltype(cute::make_tensor<Element>(cute::Shape<cute::Shape<cute::_2, cute::_2>, cute::_2, cute::Int<Count>>{}));
+  using Probabilities = OperandA<T::kKeySteps>;
+  using QFragments = OperandA<C.q_in_registers ? T::kDimSteps : 1>;
+
+  // n16 operands that are read ahead, so that no mma of a turn waits for them: of V before the turn, of Q K^T while the
+  // last of P V are multiplied. Without turns it only delays what is needed.
+  static constexpr int kAhead = C.ping_pong && C.head_dim >= 64 ? 2 : 0;
+  struct FirstOperands {
+    OperandA<1> q;
+    OperandsB<kAhead + 1> k;
+  };
+  /// n16 multiplications of Q K^T that are left when the turn is passed on: by the time the other warp's first mma
+  /// issues, they are issued too.
+  static constexpr int kPassBefore = C.head_dim < 96 ? 1 : 2;
+
+  ForwardTmaParams const& params;
+  char* const smem;
+  int const warp;
+  int const tile_row;  ///< the warp's first row within the tile of Q
+  bool const second_group;
+  Pipe const k_pipe, v_pipe;
+  // Lane offsets of ldmatrix. b0 and b1 of an n8 tile must be neighbouring registers: K's four 8 x 8 matrices are read
+  // dimensions first, V's (transposed) keys first, like the rows of Q.
+  uint32_t const qv_lane_offset, k_lane_offset;
+
+  int const blocks;       ///< key blocks that the thread block walks
+  int const first_phase;  ///< before it, no key is visible to this warp
+
+  CUTE_DEVICE TmaMainloop(ForwardTmaParams const& params, char* smem, int warp, Work const& work)
+      : params(params),
+        smem(smem),
+        warp(warp),
+        tile_row(tile_row_of(warp)),
+        second_group(warp >= C.warps / 2),
+        k_pipe{cute::cast_smem_ptr_to_uint(smem + Shared::kKBarriers)},
+        v_pipe{cute::cast_smem_ptr_to_uint(smem + Shared::kVBarriers)},
+        qv_lane_offset(opaque(KvTile::lane_offset(threadIdx.x % 16, threadIdx.x % 32 / 16 * 8))),
+        k_lane_offset(
+            opaque(KvTile::lane_offset(threadIdx.x % 8 + threadIdx.x % 32 / 16 * 8, threadIdx.x / 8 % 2 * 8))),
+        blocks(work.blocks),
+        first_phase(blocks - visible_blocks(params, work.row_begin + tile_row_of(warp))) {}
+
+  /// The first row of a warp within the tile of Q. The second half of the warps takes its rows backwards: under a
+  /// diagonal, the two warps of a sub-core (w and w + warps / 2) then have as many keys together as any other two.
+  CUTE_DEVICE static int tile_row_of(int warp) {
+    return (warp < C.warps / 2 ? warp : C.warps + C.warps / 2 - 1 - warp) * T::kRows;
+  }
+
+  /// Q is in shared memory by now. Leaves the unnormalised O in `output`, which is zero at first, and its l in
+  /// `softmax`.
+  CUTE_DEVICE void run(Producer const& producer, Output& output, typename T::Softmax& softmax) const {
+    Scores scores;
+    Probabilities probabilities;
+    QFragments q_fragments;
+    if constexpr (C.q_in_registers) {
+      CUTE_UNROLL
+      for (int step = 0; step < T::kDimSteps; ++step) load_q(q_begin(), step, q_fragments(cute::_, cute::_, step));
+    }
+    if (second_group) Turn::pass(warp);  // lets the first group enter
+    int phase = 0;
+    for (; phase < first_phase; ++phase) skip(producer, phase);
+    if (phase < blocks) {
+      FirstOperands first;
+      bool masked = is_masked(phase);
+      before_turn(producer, phase);
+      Turn::take(warp);
+      if (phase > 0) release_unused(v_pipe, phase - 1);
+      read_ahead(phase, first);
+      compute_scores(phase, q_fragments, first, scores);
+      producer.refill_k(k_pipe, phase + C.stages);
+      update<true>(phase, masked, scores, probabilities, output, softmax);
+      OperandsB<kAhead + 1> ahead;
+      CUTE_NO_UNROLL
+      for (++phase; phase < blocks; ++phase) {
+        before_turn(producer, phase);
+        masked = is_masked(phase);
+        read_ahead(phase - 1, ahead);
+        Turn::take(warp);
+        accumulate(phase - 1, ahead, probabilities, output, [&] { read_ahead(phase, first); });
+        compute_scores(phase, q_fragments, first, scores);
+        producer.refill_k(k_pipe, phase + C.stages);
+        update<false>(phase, masked, scores, probabilities, output, softmax);
+      }
+      before_turn(producer, phase);
+      read_ahead(phase - 1, ahead);
+      Turn::take(warp);
+      accumulate(phase - 1, ahead, probabilities, output, [] {});
+    } else {
+      before_turn(producer, phase);
+      Turn::take(warp);
+    }
+    if (!second_group) Turn::pass(warp);  // nobody waits for the second group any more
+  }
+
+ private:
+  CUTE_DEVICE static int visible_blocks(ForwardTmaParams const& p, int row_begin) {
+    return key_blocks(p, row_begin, row_begin + T::kRows, C.tile_n);
+  }
+
+  /// A stage of V is free after the accumulation of the phase before.
+  CUTE_DEVICE void before_turn(Producer const& producer, int phase) const {
+    if (phase >= 2) producer.refill_v(v_pipe, phase - 2 + C.stages);
+  }
+
+  CUTE_DEVICE void release_unused(Pipe const& pipe, int tile) const {
+    pipe.consumer_wait(tile);
+    pipe.consumer_release(tile);
+  }
+
+  CUTE_DEVICE void skip(Producer const& producer, int phase) const {
+    before_turn(producer, phase);
+    Turn::take(warp);
+    if (phase > 0) release_unused(v_pipe, phase - 1);
+    release_unused(k_pipe, phase);
+    Turn::pass(warp);
+    producer.refill_k(k_pipe, phase + C.stages);
+  }
+
+  CUTE_DEVICE uint32_t q_begin() const { return tile_row * (2 * QTile::P::kWidth); }
+
+  template <class Fragment>
+  CUTE_DEVICE void load_q(uint32_t q_begin, int step, Fragment&& fragment) const {
+    CUTE_UNROLL
+    for (int m = 0; m < T::kRowSteps; ++m) {
+      load_matrix<cute::SM75_U32x4_LDSM_N>(smem, QTile::piece(qv_lane_offset + q_begin, m, step), fragment(cute::_, m));
+    }
+  }
+  template <class Fragment>
+  CUTE_DEVICE void load_k(int phase, int step, int n, Fragment&& fragment) const {
+    uint32_t const stage = Shared::kKOffset + phase % C.stages * Shared::kTile;
+    load_matrix<cute::SM75_U32x4_LDSM_N>(smem, stage + KvTile::piece(k_lane_offset, n, step), fragment);
+  }
+  template <class Fragment>
+  CUTE_DEVICE void load_v(int phase, int step, int n, Fragment&& fragment) const {
+    uint32_t const stage = Shared::kVOffset + phase % C.stages * Shared::kTile;
+    load_matrix<cute::SM75_U16x8_LDSM_T>(smem, stage + KvTile::piece(qv_lane_offset, step, n), fragment);
+  }
+
+  CUTE_DEVICE void read_ahead(int phase, OperandsB<kAhead + 1>& ahead) const {
+    if (kAhead > 0) v_pipe.consumer_wait(phase);
+    CUTE_UNROLL
+    for (int n = 0; n < kAhead; ++n) load_v(phase, 0, n, ahead(cute::_, cute::_, n));
+  }
+  CUTE_DEVICE void read_ahead(int phase, FirstOperands& first) const {
+    if constexpr (kAhead == 0) return;
+    if constexpr (!C.q_in_registers) load_q(q_begin(), 0, first.q(cute::_, cute::_, 0));
+    k_pipe.consumer_wait(phase);
+    CUTE_UNROLL
+    for (int n = 0; n < kAhead; ++n) load_k(phase, 0, n, first.k(cute::_, cute::_, n));
+  }
+
+  /// scores = Q K(phase)^T, after which the turn is the other warp's.
+  CUTE_DEVICE void compute_scores(int phase, QFragments const& q_fragments, FirstOperands const& first,
+                                  Scores& scores) const {
+    using namespace cute;
+    clear(scores);
+    uint32_t const q_rows = C.q_in_registers ? 0 : q_begin();
+    if (kAhead == 0) k_pipe.consumer_wait(phase);
+    CUTE_UNROLL
+    for (int step = 0; step < T::kDimSteps; ++step) {
+      OperandA<1> q;
+      if constexpr (C.q_in_registers) {
+        copy(q_fragments(_, _, step), q(_, _, 0));
+      } else if (kAhead > 0 && step == 0) {
+        copy(first.q, q);
+      } else {
+        load_q(q_rows, step, q(_, _, 0));
+      }
+      CUTE_UNROLL
+      for (int n = 0; n < T::kKeySteps; ++n) {
+        OperandsB<1> k;
+        if (step == 0 && n < kAhead) {
+          copy(first.k(_, _, n), k(_, _, 0));
+        } else {
+          load_k(phase, step, n, k(_, _, 0));
+        }
+        if (step == T::kDimSteps - 1 && n == T::kKeySteps - kPassBefore) Turn::pass(warp);
+        multiply(q(_, _, 0), k(_, _, 0), scores, n);
+      }
+      repeat_mma_passes<typename T::Mma>(scores);
+    }
+    k_pipe.consumer_release(phase);
+  }
+
+  /// output += P V(phase), P being that of the phase's scores. `between` is called before the last multiplications.
+  template <class Between>
+  CUTE_DEVICE void accumulate(int phase, OperandsB<kAhead + 1> const& ahead, Probabilities const& probabilities,
+                              Output& output, Between const& between) const {
+    using namespace cute;
+    if (kAhead == 0) v_pipe.consumer_wait(phase);
+    CUTE_UNROLL
+    for (int step = 0; step < T::kKeySteps; ++step) {
+      OperandsB<T::kDimSteps> v;
+      bool const last = step == T::kKeySteps - 1;
+      if (kAhead > 0 && last) {  // all of it before `between`
+        CUTE_UNROLL
+        for (int n = 0; n < T::kDimSteps; ++n) load_v(phase, step, n, v(_, _, n));
+        v_pipe.consumer_release(phase);
+        between();
+      }
+      CUTE_UNROLL
+      for (int n = 0; n < T::kDimSteps; ++n) {
+        if (step == 0 && n < kAhead) {
+          copy(ahead(_, _, n), v(_, _, n));
+        } else if (kAhead == 0 || !last) {
+          load_v(phase, step, n, v(_, _, n));
+        }
+        multiply(probabilities(_, _, step), v(_, _, n), output, n);
+      }
+      repeat_mma_passes<typename T::Mma>(output);
+    }
+    if (kAhead == 0) v_pipe.consumer_release(phase);
+  }
+
+  /// The two n8 tiles of a 16-wide step, for all rows of the warp: each B fragment is used kRowSteps times.
+  template <class A, class B, class Accumulator>
+  CUTE_DEVICE static void multiply(A const& a, B const& b, Accumulator& accumulator, int n) {
+    using namespace cute;
+    typename T::Mma mma;
+    CUTE_UNROLL
+    for (int m = 0; m < T::kRowSteps; ++m) {
+      gemm(mma, a(_, m), b(_, 0), accumulator(_, m, 2 * n));
+      gemm(mma, a(_, m), b(_, 1), accumulator(_, m, 2 * n + 1));
+    }
+  }
+
+  CUTE_DEVICE int row_begin() const { return Shared::work(smem).row_begin + tile_row; }
+
+  /// Whether some row of this warp doesn't see all keys of the phase's block.
+  CUTE_DEVICE bool is_masked(int phase) const {
+    return (blocks - phase) * C.tile_n > visible_keys(params, row_begin());
+  }
+
+  /// Softmax of a phase: masks the scores where needed and turns them into probabilities.
+  template <bool First>
+  CUTE_DEVICE void update(int phase, bool masked, Scores& scores, Probabilities& probabilities, Output& output,
+                          typename T::Softmax& softmax) const {
+    using namespace cute;
+    auto by_row = make_tensor(scores.data(), row_column(scores.layout()));
+    if (masked) {
+      auto identity = make_identity_tensor(Shape<Int<T::kRows>, Int<C.tile_n>>{});
+      auto coordinates = typename T::Mma{}.get_slice(lane_id()).partition_C(identity);
+      apply_mask(params, by_row, make_tensor(coordinates.data(), row_column(coordinates.layout())), row_begin(),
+                 (blocks - 1 - phase) * C.tile_n);
+    }
+    // P as the A operand: ((pair, row half, column half), row step, key step) -> (row, pair of columns)
+    auto packed = recast<uint32_t>(probabilities);
+    auto pairs = make_tensor(packed.data(), Layout<Shape<Shape<_2, Int<T::kRowSteps>>, Shape<_2, Int<T::kKeySteps>>>,
+                                                   Stride<Stride<_1, _4>, Stride<_2, Int<4 * T::kRowSteps>>>>{});
+    softmax.template step<First>(by_row, pairs, make_tensor(output.data(), row_column(output.layout())),
+                                 Shared::maxima(smem, tile_row));
+  }
+};
+
+}  // namespace cutlass_fmha

@@ -1,0 +1,47 @@
+// Tiles moved by TMA: one thread asks for a tile, the copy unit does the rest. Needs sm_90.
+#pragma once
+
+#include <cutlass/arch/barrier.h>
+#include <cute/arch/cluster_sm90.hpp>
+#include <cute/arch/copy_sm90_desc.hpp>
+#include <cute/arch/copy_sm90_tma.hpp>
+
+#include "../params.h"
+#include "tile.cuh"
+
+namespace cutlass_fmha {
+
+/// `Rows` rows of a [batch, seqlen, head, HeadDim] tensor as they lie in shared memory (see Panels), one box of the
+/// copy unit per panel. Rows beyond the tensor's end are read as zeros, which keeps what the mma sees finite, and are
+/// not written. `panel_stride`: bytes from one panel to the next.
+template <int HeadDim, int Rows>
+struct TmaTile {
+  using P = Panels<HeadDim>;
+  static constexpr int kPanelBytes = Rows * P::kWidth * 2;
+  static constexpr int kBytes = P::kCount * kPanelBytes;
+
+  /// By one thread. `barrier` completes when all has arrived.
+  CUTE_DEVICE static void load(TensorMap const& map, uint64_t* barrier, char* tile, int panel_stride, int row, int head,
+                               int batch) {
+    cute::set_barrier_transaction_bytes(*barrier, kBytes);
+    CUTE_UNROLL
+    for (int panel = 0; panel < P::kCount; ++panel) {
+      cute::SM90_TMA_LOAD_4D::copy(&map, barrier, static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
+                                   tile + panel * panel_stride, panel * P::kWidth, row, head, batch);
+    }
+  }
+
+  /// By one thread, once every write of the tile is fenced (cute::tma_store_fence). Returns when the tile may be
+  /// written again.
+  CUTE_DEVICE static void store(TensorMap const& map, char const* tile, int panel_stride, int row, int head,
+                                int batch) {
+    CUTE_UNROLL
+    for (int panel = 0; panel < P::kCount; ++panel) {
+      cute::SM90_TMA_STORE_4D::copy(&map, tile + panel * panel_stride, panel * P::kWidth, row, head, batch);
+    }
+    cute::tma_store_arrive();
+    cute::tma_store_wait<0>();
+  }
+};
+
+}  // namespace cutlass_fmha

@@ -1,0 +1,137 @@
+"""Rows whose launches overlap, without a GPU: what CMake makes of their lines, and nvcc of one of them.
+
+They are candidates (src/candidates.cmake) and not in the default build. That calls in a row don't overtake
+each other is asked of every row under test by test_parity_runtime.py.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+import cubin
+import pytest
+import resources
+from test_resources import PlannedRow
+from test_tma import CANDIDATES, configure
+from tuning import build
+
+ROOT = Path(__file__).resolve().parents[1]
+TILE = "d64_m16n32w4k4_pdl"
+SUBJECT = f"fwd_sm{{arch}}_f16_{TILE}"
+SMEM_BYTES = 4 * 16 * (4 * 64 + 8)  # a partial O and its softmax state of 16 rows for each of four warps
+ARCHS = (90, 120)
+GLOBAL_ACCESSES = {"LD", "LDG", "LDGSTS", "ST", "STG", "ATOM", "ATOMG", "RED", "REDG"}
+
+
+# ---- the manifest's column ---------------------------------------------------------------------------------
+
+
+def rows_of(tmp_path: Path, *lines: str) -> subprocess.CompletedProcess[str]:
+    """CMake's rows of some manifest lines, a "name: configuration" each, without compiling any."""
+    (tmp_path / "manifest.cmake").write_text("\n".join(lines))
+    (tmp_path / "list.cmake").write_text(
+        "cmake_minimum_required(VERSION 3.26)\n"
+        "set(FMHA_SUPPORTED_ARCHITECTURES 89 90 120)\nset(FMHA_ARCHITECTURES 89 90 120)\n"
+        f'set(CUTLASS_FMHA_MANIFEST "{tmp_path}/manifest.cmake")\n'
+        f'include("{ROOT}/cmake/Instances.cmake")\nfmha_include_manifest()\n'
+        "get_property(names GLOBAL PROPERTY FMHA_ROW_NAMES)\n"
+        "foreach(name IN LISTS names)\n"
+        "  get_property(config GLOBAL PROPERTY FMHA_CONFIG_${name})\n"
+        '  string(REPLACE "\\n" "" config "${config}")\n'
+        '  message("${name}: ${config}")\nendforeach()\n'
+    )
+    command = [build.find_program("cmake"), "-P", str(tmp_path / "list.cmake")]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+SPLIT = "64 16 32 4 4 2 1 true false ldg_16"
+
+
+def test_a_13th_column_makes_launches_overlap(tmp_path: Path):
+    done = rows_of(
+        tmp_path,
+        f'fmha_forward("90" "f16" {SPLIT} true)',
+        f'fmha_forward("90;89" "f16" {SPLIT})',
+        f'fmha_forward("120" "bf16" {SPLIT} false)',
+    )
+    assert done.returncode == 0, done.stderr
+    configs = dict(line.split(": ", 1) for line in done.stderr.splitlines())
+    assert {name: ".dependent_launch = true" in config for name, config in configs.items()} == {
+        "fwd_sm90_f16_d64_m16n32w4k4_pdl": True,
+        "fwd_sm90_f16_d64_m16n32w4k4": False,
+        "fwd_sm89_f16_d64_m16n32w4k4": False,
+        "fwd_sm120_bf16_d64_m16n32w4k4": False,
+    }
+    assert all(".copy = cutlass_fmha::Copy::ldg_16" in config for config in configs.values())
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (
+            f'"89" "f16" {SPLIT} true',
+            "fwd_sm89_f16_d64_m16n32w4k4_pdl; only split rows from sm_90 on overlap",
+        ),
+        ('"90" "f16" 64 64 64 4 1 2 2 true false cp_async_16 true', "only split rows from sm_90 on overlap"),
+        (f'"90" "f16" {SPLIT} yes', "too many columns"),
+        (f'"90" "f16" {SPLIT} true true', "too many columns"),
+    ],
+)
+def test_a_line_that_asks_for_what_no_kernel_does_is_an_error(line: str, expected: str, tmp_path: Path):
+    done = rows_of(tmp_path, f"fmha_forward({line})")
+    assert done.returncode != 0
+    assert expected in " ".join(done.stderr.split())
+
+
+# ---- the machine code --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, cubin.Kernel]:
+    """One candidate, compiled by the project's own CMake for each architecture that it is meant for."""
+    tree = tmp_path_factory.mktemp("candidates")
+    done = configure(
+        tree,
+        CMAKE_CUDA_ARCHITECTURES=";".join(map(str, ARCHS)),
+        CUTLASS_FMHA_MANIFEST=CANDIDATES,
+        CUTLASS_FMHA_ROWS=f"_f16_{TILE}$",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    libraries = [f"fmha_sm{arch}" for arch in ARCHS]
+    command = [build.find_program("cmake"), "--build", str(tree), "--target", *libraries]
+    compiled = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert compiled.returncode == 0, compiled.stdout[-3000:] + compiled.stderr[-3000:]
+    found = [kernel for file in sorted(tree.rglob("*.cu.o")) for kernel in cubin.read_kernels(file)]
+    return {kernel.name: kernel for kernel in found}
+
+
+def places(kernel: cubin.Kernel, opcodes: Iterable[str]) -> list[int]:
+    wanted = set(opcodes)
+    return [place for place, instruction in enumerate(kernel.code) if instruction.base in wanted]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_nothing_global_is_accessed_before_the_wait(arch: int, kernels: dict[str, cubin.Kernel]):
+    kernel = kernels[SUBJECT.format(arch=arch)]
+    (wait,) = places(kernel, ["ACQBULK"])
+    assert kernel.code[wait].guard == "", "every thread waits"
+    accesses = places(kernel, GLOBAL_ACCESSES)
+    assert accesses and wait < min(accesses)
+    assert min(places(kernel, ["EXIT"])) > wait, "no thread leaves before it has waited"
+    assert max(places(kernel, ["CCTL"])) < wait, "a prefetch that comes after the wait is for nothing"
+    assert not [i for i in kernel.code if i.base == "LDG" and "CONSTANT" in i.opcode]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_next_launch_is_let_in_when_everything_is_read(arch: int, kernels: dict[str, cubin.Kernel]):
+    kernel = kernels[SUBJECT.format(arch=arch)]
+    (trigger,) = places(kernel, ["PREEXIT"])
+    assert max(places(kernel, ["LDG"])) < trigger < min(places(kernel, ["STG"]))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_machine_code_has_nothing_to_complain_about(arch: int, kernels: dict[str, cubin.Kernel]):
+    row = PlannedRow(SUBJECT.format(arch=arch), min_blocks=1, copy="ldg_16", smem_bytes=SMEM_BYTES)
+    assert resources.complaints(kernels[row.name], row) == []

@@ -1,0 +1,377 @@
+"""What is special about rows that copy by TMA: descriptors of tensors, made on the host and kept per thread.
+
+Part of the parity gate wherever the rows under test have such ones; conftest.py leaves the file out of other
+builds, and says so. What every row has to do, test_parity.py and test_parity_runtime.py ask of these too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import gpu
+import oracle
+import pytest
+import torch
+from parity_report import ParityReport
+from problems import CAUSAL, GUARD, Problem, place, poison
+from torch import Tensor
+
+import cutlass_fmha
+from cutlass_fmha import _C
+
+# A warning of some torch release is no failure of a kernel.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+
+DEVICE = torch.device("cuda", 0)
+ROWS = [row for row in gpu.rows() if row.copy == "tma"]
+by_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+
+
+def one_for_each_head_dim() -> list[_C.Template]:
+    """For tests of hundreds of launches. Which dtype and tile it is, changes from one to the next."""
+    chosen = []
+    for i, head_dim in enumerate(sorted({row.head_dim for row in ROWS})):
+        rows = [row for row in ROWS if row.head_dim == head_dim]
+        chosen.append(rows[i % len(rows)])
+    return chosen
+
+
+FEW = one_for_each_head_dim()
+by_head_dim = pytest.mark.parametrize("row", FEW, ids=lambda row: row.name)
+CACHED = 64  # descriptors that a thread keeps (src/tensor_map.cpp)
+
+
+def test_there_are_rows_to_test():
+    assert ROWS, gpu.without_tma()
+
+
+def check(launch: gpu.Launch, problem: Problem, parity: ParityReport, what: str) -> None:
+    """Compare a launch's outputs with the oracle, and everything around them with what it was before."""
+    lse = launch.lse.view if launch.lse else None
+    operands = (launch.q, launch.k, launch.v)
+    errors = oracle.compare(launch.out.view, *operands, launch.scale, problem.causal, lse)
+    parity.record(launch.row.name, f"{problem} {what}", errors)
+    assert launch.intact(), f"{launch.row.name}: {problem} {what}: wrote outside its outputs"
+
+
+def attend(
+    row: _C.Template, inputs: tuple[Tensor, Tensor, Tensor], parity: ParityReport, what: str
+) -> Tensor:
+    """The public function, bottom-right causal, against the oracle."""
+    out, lse = cutlass_fmha.attention(*inputs, causal=True, return_lse=True, template=row.name)
+    errors = oracle.compare(out, *inputs, None, "bottom-right", lse)
+    parity.record(row.name, what, errors)
+    return out
+
+
+# ---- what a descriptor has to describe ---------------------------------------------------------------------
+
+
+@by_row
+@pytest.mark.parametrize("seqlen_k", [0, 1, 17, 113, 1023])
+@pytest.mark.parametrize("seqlen_q", [1, 17, 113, 1023])
+def test_lengths(row: _C.Template, seqlen_q: int, seqlen_k: int, parity: ParityReport):
+    """Boxes that end beyond the tensor, and, without a key, tensors that no descriptor can describe."""
+    for i, causal in enumerate(CAUSAL):
+        problem = Problem(seqlen_q, seqlen_k, causal, batch=3, num_heads=4, seed=i)
+        launch = gpu.Launch.of(row, problem, DEVICE)
+        launch.run()
+        check(launch, problem, parity, "")
+
+
+def expanded(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """x with stride 0 along ``dims``: what it has first there, read as all of it."""
+    first = x
+    for dim in dims:
+        first = first.narrow(dim, 0, 1)
+    return place(first).expand(x.shape) if dims else x
+
+
+STRIDE_ZERO = {
+    "k and v over batch": ((), (0,)),
+    "k and v over heads": ((), (2,)),
+    "k and v over seqlen": ((), (1,)),
+    "k and v over batch and heads": ((), (0, 2)),
+    "q over batch": ((0,), ()),
+    "q over heads": ((2,), ()),
+    "q over seqlen": ((1,), ()),
+    "everything over everything": ((0, 1, 2), (0, 1, 2)),
+}
+
+
+@by_row
+@pytest.mark.parametrize("which", STRIDE_ZERO)
+def test_stride_zero(row: _C.Template, which: str, parity: ParityReport):
+    """A driver that refuses strides of 0 makes this fail with its sentence, in these rows only: selection
+    must not offer them then."""
+    q_dims, kv_dims = STRIDE_ZERO[which]
+    problem = Problem(113, 140, "bottom-right", batch=3, num_heads=6, num_heads_kv=3, seed=31)
+    launch = gpu.Launch.of(row, problem, DEVICE)
+    launch.q = expanded(launch.q, q_dims)
+    launch.k, launch.v = expanded(launch.k, kv_dims), expanded(launch.v, kv_dims)
+    assert [dim for dim in range(3) if launch.k.stride(dim) == 0] == list(kv_dims)
+    launch.run()
+    check(launch, problem, parity, which)
+
+
+def with_strides(x: Tensor, odd: dict[int, int]) -> Tensor:
+    """x, the strides of its dimensions ``odd``, all of size 1, replaced."""
+    assert all(x.shape[dim] == 1 for dim in odd)
+    strides = [odd.get(dim, stride) for dim, stride in enumerate(x.stride())]
+    return x.as_strided(x.shape, strides)
+
+
+@by_row
+@pytest.mark.parametrize("stride", [1, 3, 12345, 0, 2**40])
+def test_a_dimension_of_one_element_may_have_any_stride(row: _C.Template, stride: int, parity: ParityReport):
+    for problem, q_dims, kv_dims in (
+        (Problem(70, 90, "bottom-right", batch=1, num_heads=4, seed=32), [0], [0]),
+        (Problem(70, 90, batch=2, num_heads=2, num_heads_kv=1, seed=33), [], [2]),
+        (Problem(1, 90, batch=2, num_heads=2, seed=34), [1], []),
+        (Problem(70, 1, batch=2, num_heads=2, seed=35), [], [1]),
+        (Problem(1, 1, batch=1, num_heads=1, num_heads_kv=1, seed=36), [0, 1, 2], [0, 1, 2]),
+    ):
+        launch = gpu.Launch.of(row, problem, DEVICE)
+        launch.q = with_strides(launch.q, dict.fromkeys(q_dims, stride))
+        launch.k, launch.v = (with_strides(x, dict.fromkeys(kv_dims, stride)) for x in (launch.k, launch.v))
+        launch.run()
+        check(launch, problem, parity, f"stride {stride} where there is one element")
+        attend(row, (launch.q, launch.k, launch.v), parity, f"{problem} stride {stride} of one element")
+
+
+def shifted(x: Tensor) -> Tensor:
+    """16 bytes behind an address that is a multiple of 512."""
+    return place(x, offset=GUARD + 8)
+
+
+def head_dim_slice(x: Tensor) -> Tensor:
+    """The middle of a last dimension three times as long."""
+    dim = x.shape[3]
+    whole = place(torch.cat([poison(x.dtype, x.numel(), x.device).view(x.shape)] * 3, dim=3))
+    return whole[..., dim : 2 * dim].copy_(x)
+
+
+def seqlen_slice(x: Tensor) -> Tensor:
+    """Rows of a longer tensor, with NaN right before and behind them."""
+    rows = x.shape[1]
+    beyond = poison(x.dtype, x[:, :1].numel(), x.device).view(x[:, :1].shape).expand(-1, 40, -1, -1)
+    return place(torch.cat([beyond, x, beyond], dim=1))[:, 40 : 40 + rows]
+
+
+def head_slice(x: Tensor) -> Tensor:
+    """Every other head of a tensor with more."""
+    whole = place(poison(x.dtype, 2 * x.numel(), x.device).view(*x.shape[:2], -1, x.shape[3]))
+    return whole[:, :, 1::2].copy_(x)
+
+
+MEMORY: dict[str, Callable[[Tensor], Tensor]] = {
+    "bhsd": lambda x: place(x, "bhsd"),
+    "sbhd": lambda x: place(x, "sbhd"),
+    "hsbd": lambda x: place(x, "hsbd"),
+    "shifted": shifted,
+    "bhsd padded": lambda x: place(x, "bhsd", row_pad=8, offset=GUARD + 24),
+    "slice of head_dim": head_dim_slice,
+    "slice of seqlen": seqlen_slice,
+    "slice of heads": head_slice,
+}
+
+
+@by_row
+@pytest.mark.parametrize("memory", MEMORY)
+def test_views(row: _C.Template, memory: str, parity: ParityReport):
+    problem = Problem(150, 113, "bottom-right", batch=2, num_heads=4, seed=37)
+    launch = gpu.Launch.of(row, problem, DEVICE)
+    lay = MEMORY[memory]
+    launch.q, launch.k, launch.v = lay(launch.q), lay(launch.k), lay(launch.v)
+    launch.run()
+    check(launch, problem, parity, memory)
+
+
+@by_row
+def test_what_lies_behind_a_sequence_is_not_read(row: _C.Template, parity: ParityReport):
+    """The last box of K and V ends in the next batch entry's memory, which is NaN here: it reads as zeros."""
+    problem = Problem(64, 70, batch=2, num_heads=2, seed=38)
+    launch = gpu.Launch.of(row, problem, DEVICE)
+    long = [place(torch.cat([x, torch.full_like(x, torch.nan)], dim=1)) for x in (launch.k, launch.v)]
+    launch.k, launch.v = (x[:, :70] for x in long)
+    launch.run()
+    check(launch, problem, parity, "in front of NaN")
+
+
+# ---- descriptors that are kept -----------------------------------------------------------------------------
+
+
+# Sizes (batch, seqlen_q, seqlen_k, heads) and strides of (batch, seqlen, heads), in rows of head_dim + 8
+# elements. Each differs from the one before in one thing that a descriptor says.
+IN_TURN = [
+    ((2, 150, 300, 4), (2048, 4, 1)),
+    ((2, 150, 290, 4), (2048, 4, 1)),  # the descriptor of 300 keys would read ten rows of NaN
+    ((2, 130, 290, 4), (2048, 4, 1)),  # that of 150 queries would write twenty rows too many
+    ((1, 130, 290, 4), (2048, 4, 1)),
+    ((2, 130, 290, 4), (2048, 4, 1)),
+    ((2, 130, 290, 2), (2048, 4, 1)),
+    ((2, 130, 290, 2), (2048, 2, 1)),
+    ((2, 130, 290, 2), (1024, 2, 1)),
+    ((2, 130, 290, 2), (1024, 1, 512)),
+    ((2, 150, 300, 4), (2048, 4, 1)),
+]
+
+
+@by_row
+def test_the_same_addresses_with_other_shapes_and_strides(row: _C.Template, parity: ParityReport):
+    dtype, width = gpu.torch_dtype(row), row.head_dim + 8
+    nan = poison(dtype, 2**21, DEVICE)
+    q_buffer, k_buffer, v_buffer, out_buffer = (nan.clone() for _ in range(4))
+    for seed, ((batch, seqlen_q, seqlen_k, heads), strides) in enumerate(IN_TURN):
+        problem = Problem(seqlen_q, seqlen_k, batch=batch, num_heads=heads, num_heads_kv=heads, seed=seed)
+        launch = gpu.Launch.of(row, problem, DEVICE)
+        in_elements = (*(width * stride for stride in strides), 1)
+
+        def at_home(buffer: Tensor, x: Tensor, in_elements: tuple[int, ...] = in_elements) -> Tensor:
+            buffer.copy_(nan)
+            return buffer.as_strided(x.shape, in_elements, GUARD).copy_(x)
+
+        launch.q, launch.k, launch.v = (
+            at_home(buffer, x)
+            for buffer, x in ((q_buffer, launch.q), (k_buffer, launch.k), (v_buffer, launch.v))
+        )
+        launch.out = gpu.Guarded.around(at_home(out_buffer, launch.out.view))
+        launch.run()
+        check(launch, problem, parity, f"where others were, strides {strides}")
+
+
+@pytest.mark.parametrize("dtype", sorted({row.dtype for row in ROWS}))
+def test_the_same_addresses_for_rows_of_other_tiles_and_head_dims(dtype: str, parity: ParityReport):
+    """Rows differ in the boxes that they copy, of which the tensors say nothing."""
+    rows = [row for row in ROWS if row.dtype == dtype]
+    width = max(row.head_dim for row in rows) + 8
+    buffers = [
+        poison(gpu.torch_dtype(rows[0]), 2 * 300 * 2 * width + 2 * GUARD, DEVICE).normal_() for _ in range(3)
+    ]
+    for row in (*rows, *reversed(rows)):
+        problem = Problem(300, 300, "bottom-right", seed=40)
+        launch = gpu.Launch.of(row, problem, DEVICE)
+        strides = (300 * 2 * width, 2 * width, width, 1)
+        launch.q, launch.k, launch.v = (
+            buffer.as_strided((2, 300, 2, row.head_dim), strides, GUARD) for buffer in buffers
+        )
+        launch.run()
+        check(launch, problem, parity, "of the same memory as other rows'")
+
+
+@by_head_dim
+def test_more_tensors_than_are_kept(row: _C.Template, parity: ParityReport):
+    """Descriptors push each other out, and calls come back to all of them."""
+    problems = [Problem(65 + i % 5, 70 + i % 7, "none", 1, 2, 2, seed=i) for i in range(CACHED + 10)]
+    launches = [gpu.Launch.of(row, problem, DEVICE) for problem in problems]
+    for launch, problem in zip(launches, problems, strict=True):
+        launch.run()
+        check(launch, problem, parity, "one of many")
+    first = [launch.out.view.clone() for launch in launches]
+    differs = torch.zeros((), dtype=torch.bool, device=DEVICE)
+    for step in (1, 3, 7):  # coprime to the number of launches: all of them, in another order
+        for i in range(len(launches)):
+            launch = launches[i * step % len(launches)]
+            launch.out.view.fill_(torch.nan)
+            launch.run()
+        for launch, out in zip(launches, first, strict=True):
+            differs |= (launch.out.view != out).any()
+    assert not differs.item(), f"{row.name}: a repeated call gave another result"
+    assert all(launch.intact() for launch in launches)
+
+
+@by_head_dim
+def test_memory_that_is_freed_and_given_out_again(row: _C.Template, parity: ParityReport):
+    shapes = [(1, 512, 8), (2, 512, 4), (4, 256, 4), (8, 64, 8), (1, 1024, 4), (16, 256, 1)]
+    seen: dict[int, set[tuple[int, ...]]] = {}
+    generator = torch.Generator(device=DEVICE).manual_seed(41)
+    for i in range(60):
+        shape = (*shapes[i % len(shapes)], row.head_dim)
+        inputs = tuple(
+            torch.randn(shape, generator=generator, device=DEVICE).to(gpu.torch_dtype(row)) for _ in range(3)
+        )
+        attend(row, inputs, parity, f"{shape} in memory that had another shape before")  # type: ignore[arg-type]
+        for x in inputs:
+            seen.setdefault(x.data_ptr(), set()).add(shape)
+        del inputs, x
+        if i % 20 == 19:
+            torch.cuda.empty_cache()
+    assert any(len(found) > 1 for found in seen.values()), "no address came twice: the test proves nothing"
+
+
+# ---- graphs, threads, devices ------------------------------------------------------------------------------
+
+
+@by_row
+def test_a_graph_keeps_its_descriptors(row: _C.Template, parity: ParityReport):
+    """Those of a captured call are in its parameters: they outlive what the thread keeps, and its tensors'
+    memory may be described otherwise meanwhile."""
+    dtype = gpu.torch_dtype(row)
+    problem = Problem(300, 257, "bottom-right", num_heads=4, seed=42)
+    inputs = problem.inputs(dtype, row.head_dim, DEVICE)
+    # Loads the kernel, which no capture would survive.
+    attend(row, Problem(5, 5).inputs(dtype, row.head_dim, DEVICE), parity, "before a capture")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # the inputs are described for the first time in here
+        out, lse = cutlass_fmha.attention(*inputs, causal=True, return_lse=True, template=row.name)
+    for seed in (43, 44):
+        shorter = tuple(x[:, :100] for x in inputs)  # at the same addresses
+        attend(row, shorter, parity, "between replays")  # type: ignore[arg-type]
+        for i in range(CACHED):
+            gpu.Launch.of(row, Problem(20, 30 + i, batch=1, seed=i), DEVICE).run()
+        for x, y in zip(inputs, replace(problem, seed=seed).inputs(dtype, row.head_dim, DEVICE), strict=True):
+            x.copy_(y)
+        out.fill_(torch.nan)
+        lse.fill_(torch.nan)
+        graph.replay()
+        errors = oracle.compare(out, *inputs, None, problem.causal, lse)
+        parity.record(row.name, f"{problem} replayed after other shapes, seed {seed}", errors)
+
+
+@by_head_dim
+def test_other_threads(row: _C.Template, parity: ParityReport):
+    """Each with descriptors and a stream of its own, all at once, the same tensors among them."""
+    shared = Problem(200, 300, "bottom-right", num_heads=4, seed=45)
+    inputs = shared.inputs(gpu.torch_dtype(row), row.head_dim, DEVICE)
+    torch.cuda.synchronize(DEVICE)
+
+    def work(worker: int) -> list[tuple[Problem, gpu.Launch, Tensor]]:
+        found = []
+        stream = torch.cuda.Stream(DEVICE)
+        with torch.cuda.stream(stream):
+            for i in range(20):
+                problem = Problem(
+                    50 + 10 * worker, 60 + i, "bottom-right", batch=1 + i % 3, seed=100 * worker + i
+                )
+                launch = gpu.Launch.of(row, problem, DEVICE)
+                launch.run()
+                out = cutlass_fmha.attention(*inputs, causal=True, template=row.name)
+                found.append((problem, launch, out))
+        stream.synchronize()
+        return found
+
+    with ThreadPoolExecutor(4) as pool:
+        results = [result for found in pool.map(work, range(4)) for result in found]
+    assert len(results) == 80
+    for problem, launch, out in results:
+        check(launch, problem, parity, "in another thread")
+        assert torch.equal(out, results[0][2]), f"{row.name}: threads disagree on the same tensors"
+    errors = oracle.compare(results[0][2], *inputs, None, shared.causal)
+    parity.record(row.name, f"{shared} in another thread", errors)
+
+
+@by_head_dim
+def test_devices_in_turn(row: _C.Template, parity: ParityReport):
+    """With one GPU this is a repetition; with more, the thread's descriptors are of several devices."""
+    devices = [DEVICE, torch.device("cuda", torch.cuda.device_count() - 1)]
+    torch.cuda.set_device(DEVICE)
+    problem = Problem(113, 140, "bottom-right", seed=46)
+    launches = [(device, gpu.Launch.of(row, problem, device)) for device in devices * 3]
+    for _, launch in launches:
+        launch.run()
+    assert torch.cuda.current_device() == DEVICE.index
+    for device, launch in launches:
+        torch.cuda.synchronize(device)
+        check(launch, problem, parity, f"on {device}")

@@ -1,0 +1,260 @@
+"""Rows that copy by TMA, without a GPU: what CMake makes of their lines, and nvcc of their kernels.
+
+They are candidates (src/candidates.cmake) and not in the default build, so some are built here, for sm_90 and
+sm_120, as a user would build them. What they compute is test_parity_tma.py's business.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import cubin
+import pytest
+import resources
+from test_resources import PlannedRow, pinned_nvcc
+from tuning import build, space
+from tuning.candidate import COLUMNS, Candidate
+
+from cutlass_fmha import _C, select
+from cutlass_fmha.device import Device
+
+ROOT = Path(__file__).resolve().parents[1]
+CANDIDATES = "src/candidates.cmake"
+# A small tile with two stages and one of 8 warps that take turns: all code paths of the copies.
+SUBJECTS = ("fwd_sm{arch}_bf16_d64_m64n64w4_tma", "fwd_sm{arch}_bf16_d128_m256n64w8_tma")
+ARCHS = (90, 120)
+NAMES = {name.format(arch=arch) for name in SUBJECTS for arch in ARCHS}
+
+
+def configure(tree: Path, **defines: str) -> subprocess.CompletedProcess[str]:
+    command = [build.find_program("cmake"), "-S", str(ROOT), "-B", str(tree), "-G", "Ninja"]
+    if pybind11 := build._pybind11():
+        command.append(f"-Dpybind11_DIR={pybind11}")
+    defines = {"CMAKE_BUILD_TYPE": "Release", "Python_EXECUTABLE": sys.executable, **defines}
+    command += [f"-D{name}={value}" for name, value in defines.items()]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+
+
+@pytest.fixture(scope="module")
+def extension(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An extension with NAMES and no other row."""
+    tree = tmp_path_factory.mktemp("candidates")
+    tiles = "|".join(name.partition("_bf16_")[2] for name in SUBJECTS)
+    done = configure(
+        tree,
+        CMAKE_CUDA_ARCHITECTURES=";".join(map(str, ARCHS)),
+        CUTLASS_FMHA_MANIFEST=CANDIDATES,
+        CUTLASS_FMHA_ROWS=f"_bf16_({tiles})$",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    command = [build.find_program("cmake"), "--build", str(tree), "--target", "_C"]
+    compiled = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert compiled.returncode == 0, compiled.stdout[-3000:] + compiled.stderr[-3000:]
+    (module,) = tree.glob("_C*.so")
+    return module
+
+
+@pytest.fixture(scope="module")
+def rows(extension: Path) -> dict[str, Any]:
+    """Its rows by name, as a process of their own reads them: two extensions don't fit one."""
+    listing = (
+        "import sys, json; sys.path.insert(0, sys.argv[2])\n"
+        "from pathlib import Path; from tuning import worker\n"
+        "module = worker.load_extension(Path(sys.argv[1]))\n"
+        "names = [name for name in dir(module.Template) if not name.startswith('_')]\n"
+        "print(json.dumps([{name: getattr(row, name) for name in names} for row in module.templates()]))"
+    )
+    command = [sys.executable, "-c", listing, str(extension), str(ROOT / "tools")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=extension.parent)
+    assert done.returncode == 0, done.stderr
+    return {row["name"]: SimpleNamespace(**row) for row in json.loads(done.stdout)}
+
+
+@pytest.fixture(scope="module")
+def kernels(extension: Path) -> dict[str, cubin.Kernel]:
+    return {kernel.name: kernel for kernel in cubin.read_kernels(extension)}
+
+
+# ---- the candidates ----------------------------------------------------------------------------------------
+
+
+def test_the_build_holds_the_rows_that_were_asked_for(rows: dict[str, Any]):
+    assert set(rows) == NAMES
+    for row in rows.values():
+        assert (row.copy, row.alignment, row.kv_warps) == ("tma", 16, 1)
+        assert row.smem_bytes <= resources.SHARED_PER_BLOCK
+
+
+def test_the_machine_code_copies_by_tma_and_has_nothing_to_complain_about(
+    rows: dict[str, Any], kernels: dict[str, cubin.Kernel]
+):
+    if _C.build_info()["cuda"]:
+        assert _C.build_info()["nvcc_version"] == pinned_nvcc(), "registers and spills depend on the compiler"
+    assert {kernel.name: kernel.arch for kernel in kernels.values()} == {
+        name: row.arch for name, row in rows.items()
+    }
+    for name, kernel in kernels.items():
+        assert resources.complaints(kernel, rows[name]) == []
+        assert kernel.count("UTMALDG") > 0 and kernel.count("UTMASTG") > 0, name
+        assert kernel.count("BPT") == 0, f"{name}: a trap where the architecture was taken to have no TMA"
+        assert kernel.count("LDGSTS") == 0, f"{name}: threads copy, too"
+        assert kernel.count("UTMASTG") >= rows[name].head_dim // 64, "a box for each panel of O"
+
+
+def test_they_carry_no_ptx(extension: Path):
+    assert cubin.read_ptx(extension) == {}
+
+
+def test_shared_memory_is_computed_as_the_kernels_do(rows: dict[str, Any]):
+    for row in rows.values():
+        candidate = Candidate(**{name: getattr(row, name) for name in COLUMNS})
+        assert space.shared_bytes(candidate) == row.smem_bytes, row.name
+        assert space.objections(candidate, row.arch, space.Limits()) == [], row.name
+
+
+def test_selection_offers_them_to_aligned_tensors_on_their_gpus(rows: dict[str, Any]):
+    found = select.Build(tuple(rows.values()))
+    gpus = {90: Device("H200", (9, 0), 132, 227 * 1024), 120: Device("RTX 5090", (12, 0), 170, 99 * 1024)}
+    for row in rows.values():
+        problem = select.Problem(2, 4096, 4096, 16, 16, row.head_dim, "bfloat16")
+        for arch, gpu in gpus.items():
+            refusal = select.reasons(row, problem, gpu, found)
+            assert refusal == [] if row.arch == arch else "made for" in refusal[0], (row.name, gpu, refusal)
+        unaligned = select.Problem(2, 4096, 4096, 16, 16, row.head_dim, "bfloat16", alignment=8)
+        (reason,) = select.reasons(row, unaligned, gpus[row.arch], found)
+        assert "aligned to 16 bytes" in reason
+        assert select.predicted_cost(row, problem, gpus[row.arch]) > 0
+
+
+# ---- lines that CMake refuses ------------------------------------------------------------------------------
+
+COLUMNS_OF_A_TILE = "64 64 64 4 1 2 2 true false"
+
+
+@pytest.mark.parametrize("archs", ["89", "90;89"])
+def test_sm_89_has_no_tma(archs: str, tmp_path: Path):
+    manifest = tmp_path / "manifest.cmake"
+    manifest.write_text(f'fmha_forward("{archs}" "bf16" {COLUMNS_OF_A_TILE} tma)\n')
+    done = configure(tmp_path / "tree", CUTLASS_FMHA_MANIFEST=str(manifest))
+    assert done.returncode != 0
+    words = " ".join((done.stdout + done.stderr).split())
+    assert "asks for fwd_sm89_bf16_d64_m64n64w4_tma, and sm_89 has no TMA" in words, words[-1000:]
+    assert not list((tmp_path / "tree").glob("generated/*.cu")), "written before the manifest was checked"
+
+
+@pytest.mark.parametrize(
+    ("version", "copy", "target"),
+    [
+        ("12.8.93", "cp_async_16", "120"),  # also runs on 12.1, which 120a does not
+        ("12.8.93", "tma", "120a"),
+        ("12.9.41", "cp_async_16", "120f"),
+        ("12.9.41", "tma", "120f"),
+        ("13.0.88", "tma", "120f"),
+    ],
+)
+def test_sm_120_is_compiled_as_what_has_tma(version: str, copy: str, target: str, tmp_path: Path):
+    script = tmp_path / "flags.cmake"
+    script.write_text(
+        "cmake_minimum_required(VERSION 3.26)\n"
+        f"include({ROOT}/cmake/Architectures.cmake)\ninclude({ROOT}/cmake/Instances.cmake)\n"
+        f"set(FMHA_NVCC_VERSION {version})\nset(FMHA_ARCHITECTURES 120)\n"
+        f'fmha_forward(120 "bf16" {COLUMNS_OF_A_TILE} {copy})\n'
+        'fmha_code_flags(120 found)\nmessage("${found}")\n'
+    )
+    command = [build.find_program("cmake"), "-P", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stderr.strip() == f"-gencode=arch=compute_{target},code=sm_{target}"
+
+
+# ---- the check, on kernels that are known to be wrong ------------------------------------------------------
+
+PLANTED = r"""
+#include <cuda_fp16.h>
+#include <mma.h>
+#include <cute/arch/copy_sm90_tma.hpp>
+
+__device__ void multiply(char* tile, float* c) {
+  using namespace nvcuda::wmma;
+  fragment<matrix_a, 16, 16, 16, half, row_major> x;
+  fragment<matrix_b, 16, 16, 16, half, col_major> y;
+  fragment<accumulator, 16, 16, 16, float> z;
+  fill_fragment(z, 0.f);
+  load_matrix_sync(x, reinterpret_cast<half const*>(tile), 16);
+  load_matrix_sync(y, reinterpret_cast<half const*>(tile), 16);
+  mma_sync(z, x, y, z);
+  store_matrix_sync(c, z, 16, mem_row_major);
+}
+
+__device__ void load(void const* map, uint64_t* barrier, char* tile) {
+  cute::SM90_TMA_LOAD_4D::copy(map, barrier, 0, tile, 0, 0, 0, 0);
+}
+
+__device__ void store(void const* map, char* tile) { cute::SM90_TMA_STORE_4D::copy(map, tile, 0, 0, 0, 0); }
+
+#define KERNEL(NAME, BODY)                                                  \
+  extern "C" __global__ void NAME(void const* map, half const* a, float* c) { \
+    __shared__ uint64_t barrier;                                            \
+    extern __shared__ __align__(1024) char tile[];                          \
+    BODY;                                                                   \
+    multiply(tile, c);                                                      \
+  }
+
+KERNEL(loads_and_stores, load(map, &barrier, tile); store(map, tile))
+KERNEL(only_loads, load(map, &barrier, tile))
+KERNEL(only_stores, store(map, tile))
+KERNEL(copies_by_thread, tile[threadIdx.x] = reinterpret_cast<char const*>(a)[threadIdx.x])
+"""
+MISSING = "no TMA loads and stores (UTMALDG, UTMASTG) in a row that copies with them"
+
+
+@pytest.fixture(scope="module", params=["90", "120f", "120"])
+def planted(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, dict[str, cubin.Kernel]]:
+    directory = tmp_path_factory.mktemp("planted")
+    (directory / "planted.cu").write_text(PLANTED)
+    probe = [sys.executable, str(ROOT / "build_backend" / "probe.py"), "cutlass"]
+    headers = subprocess.run(probe, capture_output=True, text=True, check=True).stdout.strip()
+    cubin.run_tool(
+        "nvcc",
+        "-fatbin",
+        "-std=c++20",
+        f"-gencode=arch=compute_{request.param},code=sm_{request.param}",
+        "-I",
+        headers,
+        "-o",
+        directory / "planted.fatbin",
+        directory / "planted.cu",
+    )
+    found = cubin.read_kernels(directory / "planted.fatbin")
+    return request.param, {kernel.name: kernel for kernel in found}
+
+
+def complaints(kernels: dict[str, cubin.Kernel], name: str, copy: str = "tma") -> list[str]:
+    found = resources.complaints(kernels[name], PlannedRow(name, copy=copy))
+    return [line.partition(": ")[2] for line in found]
+
+
+def test_a_kernel_without_its_copies_is_found(planted: tuple[str, dict[str, cubin.Kernel]]):
+    target, kernels = planted
+    assert complaints(kernels, "copies_by_thread") == [MISSING]
+    assert complaints(kernels, "copies_by_thread", "ldg_16") == []
+    if target == "120":
+        return  # the next test's
+    assert complaints(kernels, "loads_and_stores") == []
+    assert complaints(kernels, "only_loads") == [MISSING]
+    assert complaints(kernels, "only_stores") == [MISSING]
+
+
+def test_what_plain_sm_120_makes_of_it_is_found(planted: tuple[str, dict[str, cubin.Kernel]]):
+    """CuTe compiles a trap in place of the copy, without a word: so rows are built for 120f or 120a."""
+    target, kernels = planted
+    found = " ".join(complaints(kernels, "loads_and_stores"))
+    assert bool(re.search(r"BPT\.TRAP", found)) == (target == "120"), (target, found)
+    assert (MISSING in found) == (target == "120")
