@@ -15,7 +15,6 @@ fmha_forward("${TMA}"  "f16;bf16"  64      128      64     4      1       2     
 fmha_forward("${TMA}"  "f16;bf16"  64       64      64     4      1       2      2          true           false     tma)
 fmha_forward("${TMA}"  "f16;bf16"  96      256      64     8      1       2      1          false          true      tma)
 fmha_forward("${TMA}"  "f16;bf16" 128      256      64     8      1       1      1          false          true      tma)
-fmha_forward(90        "f16;bf16" 128      128      64     4      1       1      2          false          false     tma)
 fmha_forward("${TMA}"  "f16;bf16" 128       64      32     4      1       2      2          true           false     tma)
 fmha_forward("${TMA}"  "f16;bf16" 192      128      64     8      1       1      1          true           true      tma)
 fmha_forward("${TMA}"  "f16;bf16" 192       64      48     4      1       2      1          true           false     tma)
