@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import fake_tuning
@@ -164,6 +165,15 @@ def test_a_killed_search_goes_on_without_redoing(tmp_path: Path):
     assert list(tmp_path.glob("*.new")) == []
 
 
+@pytest.fixture
+def interrupts_raise() -> Iterator[None]:
+    """Also where this process was started with interrupts ignored, as a shell starts what it puts behind."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts_raise")
 def test_an_interrupt_stops_builds_and_keeps_what_is_known(board: Leaderboard):
     builder, gpu = FakeBuilder(seconds=0.05), FakeGpu(us=lambda c, run: 120.0, seconds=0.05)
     search = session(board, builder, gpu, Plan("random", per_round=4, limit_s=60.0))

@@ -82,8 +82,9 @@ class Options:
 
 
 def tool(name: str) -> str:
-    """Path of a program, looked for beside this Python as well. Raises BuildError."""
-    found = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
+    """Path of a program: the one beside this Python before one of the system, which may be too old. Raises
+    BuildError."""
+    found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
     if found is None:
         raise BuildError(f"{name} was not found: pip install {name}")
     return found
