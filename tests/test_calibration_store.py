@@ -107,6 +107,25 @@ def test_a_damaged_or_stale_file_is_ignored_with_one_warning(cache, caplog, text
     assert "`python -m cutlass_fmha calibrate` renews it" in record.getMessage()
 
 
+def test_a_user_without_a_home_has_no_calibration(monkeypatch, caplog):
+    monkeypatch.delenv(store.CACHE_DIR)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    with caplog.at_level(logging.WARNING, "cutlass_fmha"):
+        assert store.for_device(L4).origin == store.default(L4).origin
+    assert not caplog.records
+    with pytest.raises(FileNotFoundError, match=f"no home directory.* set {store.CACHE_DIR}"):
+        store.user_file(L4.name, "1")
+
+
+def test_a_cache_that_is_no_directory_holds_no_calibration(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(store.CACHE_DIR, str(tmp_path / "file" / "cache"))
+    with caplog.at_level(logging.WARNING, "cutlass_fmha"):
+        assert store.for_device(L4).origin == store.default(L4).origin
+    assert not caplog.records
+
+
 def test_a_file_that_can_not_be_read_is_ignored_with_one_warning(cache, caplog):
     path = store.user_file(L4.name, cutlass_fmha.__version__)
     path.mkdir(parents=True)

@@ -106,18 +106,30 @@ def slug(gpu: str) -> str:
 
 
 def cache_directory() -> Path:
-    """Where the user's calibrations lie: CUTLASS_FMHA_CACHE_DIR, or the platform's place for caches."""
+    """Where the user's calibrations lie: CUTLASS_FMHA_CACHE_DIR, or the platform's place for caches.
+
+    Raises FileNotFoundError for a user without a home, as containers have.
+    """
     if named := os.environ.get(CACHE_DIR):
         return Path(named).expanduser()
     if sys.platform == "win32":
-        base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
+        base = os.environ.get("LOCALAPPDATA") or _home() / "AppData" / "Local"
     elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
+        base = _home() / "Library" / "Caches"
     else:
         # A relative XDG_CACHE_HOME is to be ignored: XDG Base Directory Specification.
         named = os.environ.get("XDG_CACHE_HOME", "")
-        base = named if os.path.isabs(named) else Path.home() / ".cache"
+        base = named if os.path.isabs(named) else _home() / ".cache"
     return Path(base) / "cutlass_fmha"
+
+
+def _home() -> Path:
+    try:
+        return Path.home()
+    except RuntimeError as error:
+        raise FileNotFoundError(
+            f"there is no home directory to keep a calibration in: set {CACHE_DIR}"
+        ) from error
 
 
 def user_file(gpu: str, package: str) -> Path:
@@ -266,11 +278,14 @@ def _users(device: Device) -> Calibration | None:
     """
     from cutlass_fmha import __version__
 
-    path = user_file(device.name, __version__)
+    try:
+        path = user_file(device.name, __version__)
+    except FileNotFoundError:  # no home
+        return None
     try:
         found = loads(path.read_text(encoding="utf-8"), f"measured on this machine, {path}")
         require_current(found, device, __version__)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError, InvalidCalibration) as error:
         renew = "`python -m cutlass_fmha calibrate` renews it"
