@@ -32,23 +32,23 @@ CUTE_DEVICE void epilogue(ForwardParams const& p, char* smem, typename ForwardTy
                           typename ForwardTypes<C>::Softmax& softmax, int tile_row, int lane) {
   using namespace cute;
   using T = ForwardTypes<C>;
-  auto by_row = make_tensor(output.data(), row_column(output.layout()));
-  auto const lse = softmax.finalize(by_row, row_maxima<C>(smem, tile_row));
+  auto rows = by_row(output);
+  auto const lse = softmax.finalize(rows, row_maxima<C>(smem, tile_row));
   TilePosition const at = *reinterpret_cast<TilePosition const*>(smem + SharedLayout<C>::kTileBegin);
   int const row_begin = at.row_begin + tile_row;
   auto coordinates =
       typename T::Mma{}.get_slice(lane).partition_C(make_identity_tensor(Shape<Int<T::kRows>, Int<C.head_dim>>{}));
-  auto coordinate = make_tensor(coordinates.data(), row_column(coordinates.layout()));
+  auto coordinate = by_row(coordinates);
   typename Panels<C.head_dim>::template Layout<C.tile_m> layout;
 
   CUTE_UNROLL
-  for (int row = 0; row < size<0>(by_row); ++row) {
+  for (int row = 0; row < size<0>(rows); ++row) {
     int const r = get<0>(coordinate(row, _0{}));
     CUTE_UNROLL
-    for (int col = 0; col < size<1>(by_row); col += 2) {
+    for (int col = 0; col < size<1>(rows); col += 2) {
       int const c = get<1>(coordinate(row, col));
       *reinterpret_cast<uint32_t*>(smem + 2 * layout(tile_row + r, c)) =
-          pack<typename T::Element>(by_row(row, col), by_row(row, col + 1));
+          pack<typename T::Element>(rows(row, col), rows(row, col + 1));
     }
     if (p.lse != nullptr && lane % 4 == 0 && row_begin + r < p.seqlen_q) {
       p.lse[(int64_t(at.batch) * p.num_heads + at.head) * p.seqlen_q + row_begin + r] = lse[row];

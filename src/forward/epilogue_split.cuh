@@ -49,16 +49,16 @@ CUTE_DEVICE void write_partial(char* smem, int kv_warp, int tile_row,
   using Shared = SplitShared<C>;
   constexpr int kWidth = Shared::P::kWidth / 8;
   int const lane = lane_id();
-  auto by_row = make_tensor(output.data(), row_column(output.layout()));  // (row, (e, n8 tile))
+  auto rows = by_row(output);  // (row, (e, n8 tile))
   CUTE_UNROLL
-  for (int row = 0; row < size<0>(by_row); ++row) {
+  for (int row = 0; row < size<0>(rows); ++row) {
     CUTE_UNROLL
     for (int panel = 0; panel < Shared::P::kCount; ++panel) {
       CUTE_UNROLL
       for (int group = 0; group < kWidth / 2; ++group) {  // four of the lane's dimensions
         int const e = group / (kWidth / 4), i = group % (kWidth / 4) * 4;
         int const chunk = panel * Shared::kPanelChunks + (lane % 4 * 2 + e) * kWidth / 8;
-        auto value = [&](int j) { return by_row(row, make_coord(e, panel * kWidth + i + j)); };
+        auto value = [&](int j) { return rows(row, make_coord(e, panel * kWidth + i + j)); };
         Shared::piece(smem, kv_warp, tile_row + accumulator_row(row, lane), Shared::place(chunk), group % 2) =
             make_float4(value(0), value(1), value(2), value(3));
       }

@@ -15,8 +15,8 @@ CUTE_DEVICE void tma_epilogue(ForwardTmaParams const& p, char* smem, Work const&
   using T = ForwardTypes<C>;
   using P = Panels<C.head_dim>;
   constexpr int kRowBytes = 2 * P::kWidth, kPanelChunks = P::kWidth / 8;
-  auto by_row = make_tensor(output.data(), row_column(output.layout()));
-  auto const lse = softmax.finalize(by_row, TmaLayout<C>::maxima(smem, tile_row));
+  auto rows = by_row(output);
+  auto const lse = softmax.finalize(rows, TmaLayout<C>::maxima(smem, tile_row));
   int const row_begin = work.row_begin + tile_row;
 
   // As in LdmatrixTile: a chunk of 8 columns only flips bits of the lane's address.
@@ -26,15 +26,15 @@ CUTE_DEVICE void tma_epilogue(ForwardTmaParams const& p, char* smem, Work const&
     char* const to =
         smem + ((lane_offset ^ (chunk % kPanelChunks * 16)) + (chunk / kPanelChunks * C.tile_m + tile_row) * kRowBytes);
     CUTE_UNROLL
-    for (int row = 0; row < size<0>(by_row); ++row) {
+    for (int row = 0; row < size<0>(rows); ++row) {
       *reinterpret_cast<uint32_t*>(to + accumulator_row(row, 0) * kRowBytes) =
-          pack<typename T::Element>(by_row(row, 2 * chunk), by_row(row, 2 * chunk + 1));
+          pack<typename T::Element>(rows(row, 2 * chunk), rows(row, 2 * chunk + 1));
     }
   }
   if (p.lse != nullptr && lane % 4 == 0) {
     float* const to = p.lse + (int64_t(work.batch) * p.num_heads + work.head) * p.seqlen_q;
     CUTE_UNROLL
-    for (int row = 0; row < size<0>(by_row); ++row) {
+    for (int row = 0; row < size<0>(rows); ++row) {
       int const query = row_begin + accumulator_row(row, lane);
       if (query < p.seqlen_q) to[query] = lse[row];
     }

@@ -54,4 +54,41 @@ CUTE_HOST_DEVICE constexpr auto row_column(Layout const& layout) {
   return make_layout(make_layout(get<0, 1>(layout), get<1>(layout)), make_layout(get<0, 0>(layout), get<2>(layout)));
 }
 
+/// (row, column) view of an accumulator.
+template <class Accumulator>
+CUTE_HOST_DEVICE auto by_row(Accumulator& accumulator) {
+  return cute::make_tensor(accumulator.data(), row_column(accumulator.layout()));
+}
+
+/// (row, pair of columns) view of P, which is the A operand ((pair, row half, column half), row step, key step).
+template <class T, class Probabilities>
+CUTE_HOST_DEVICE auto pairs_by_row(Probabilities& probabilities) {
+  using namespace cute;
+  return make_tensor(recast<uint32_t>(probabilities).data(),
+                     Layout<Shape<Shape<_2, Int<T::kRowSteps>>, Shape<_2, Int<T::kKeySteps>>>,
+                            Stride<Stride<_1, _4>, Stride<_2, Int<4 * T::kRowSteps>>>>{});
+}
+
+/// (row, column) view of where this lane's scores lie within the warp's tile of them.
+template <ForwardConfig C>
+CUTE_DEVICE auto score_coordinates() {
+  using namespace cute;
+  using T = ForwardTypes<C>;
+  auto coordinates =
+      typename T::Mma{}.get_slice(lane_id()).partition_C(make_identity_tensor(Shape<Int<T::kRows>, Int<C.tile_n>>{}));
+  return by_row(coordinates);
+}
+
+/// The two n8 tiles of a 16-wide step, for all rows of the warp: each B fragment is used kRowSteps times.
+template <class T, class A, class B, class Accumulator>
+CUTE_DEVICE void multiply(A const& a, B const& b, Accumulator& accumulator, int n) {
+  using namespace cute;
+  typename T::Mma mma;
+  CUTE_UNROLL
+  for (int m = 0; m < T::kRowSteps; ++m) {
+    gemm(mma, a(_, m), b(_, 0), accumulator(_, m, 2 * n));
+    gemm(mma, a(_, m), b(_, 1), accumulator(_, m, 2 * n + 1));
+  }
+}
+
 }  // namespace cutlass_fmha

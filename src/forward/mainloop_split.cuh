@@ -270,18 +270,9 @@ struct SplitMainloop {
   CUTE_DEVICE void update(int block, Scores& scores, Probabilities& probabilities, Output& output,
                           typename T::Softmax& softmax) const {
     using namespace cute;
-    auto by_row = make_tensor(scores.data(), row_column(scores.layout()));
-    if ((block + 1) * C.tile_n > visible_keys(params, row_begin)) {
-      auto identity = make_identity_tensor(Shape<Int<T::kRows>, Int<C.tile_n>>{});
-      auto coordinates = typename T::Mma{}.get_slice(lane_id()).partition_C(identity);
-      apply_mask(params, by_row, make_tensor(coordinates.data(), row_column(coordinates.layout())), row_begin,
-                 block * C.tile_n);
-    }
-    // P as the A operand: ((pair, row half, column half), row step, key step) -> (row, pair of columns)
-    auto packed = recast<uint32_t>(probabilities);
-    auto pairs = make_tensor(packed.data(), Layout<Shape<Shape<_2, Int<T::kRowSteps>>, Shape<_2, Int<T::kKeySteps>>>,
-                                                   Stride<Stride<_1, _4>, Stride<_2, Int<4 * T::kRowSteps>>>>{});
-    softmax.template step<First>(by_row, pairs, make_tensor(output.data(), row_column(output.layout())), state);
+    if ((block + 1) * C.tile_n > visible_keys(params, row_begin))
+      apply_mask(params, by_row(scores), score_coordinates<C>(), row_begin, block * C.tile_n);
+    softmax.template step<First>(by_row(scores), pairs_by_row<T>(probabilities), by_row(output), state);
   }
 };
 

@@ -204,7 +204,7 @@ struct TmaMainloop {
           load_k(phase, step, n, k(_, _, 0));
         }
         if (step == T::kDimSteps - 1 && n == T::kKeySteps - kPassBefore) Turn::pass(warp);
-        multiply(q(_, _, 0), k(_, _, 0), scores, n);
+        multiply<T>(q(_, _, 0), k(_, _, 0), scores, n);
       }
       repeat_mma_passes<typename T::Mma>(scores);
     }
@@ -234,23 +234,11 @@ struct TmaMainloop {
         } else if (kAhead == 0 || !last) {
           load_v(phase, step, n, v(_, _, n));
         }
-        multiply(probabilities(_, _, step), v(_, _, n), output, n);
+        multiply<T>(probabilities(_, _, step), v(_, _, n), output, n);
       }
       repeat_mma_passes<typename T::Mma>(output);
     }
     if (kAhead == 0) v_pipe.consumer_release(phase);
-  }
-
-  /// The two n8 tiles of a 16-wide step, for all rows of the warp: each B fragment is used kRowSteps times.
-  template <class A, class B, class Accumulator>
-  CUTE_DEVICE static void multiply(A const& a, B const& b, Accumulator& accumulator, int n) {
-    using namespace cute;
-    typename T::Mma mma;
-    CUTE_UNROLL
-    for (int m = 0; m < T::kRowSteps; ++m) {
-      gemm(mma, a(_, m), b(_, 0), accumulator(_, m, 2 * n));
-      gemm(mma, a(_, m), b(_, 1), accumulator(_, m, 2 * n + 1));
-    }
   }
 
   CUTE_DEVICE int row_begin() const { return Shared::work(smem).row_begin + tile_row; }
@@ -265,18 +253,9 @@ struct TmaMainloop {
   CUTE_DEVICE void update(int phase, bool masked, Scores& scores, Probabilities& probabilities, Output& output,
                           typename T::Softmax& softmax) const {
     using namespace cute;
-    auto by_row = make_tensor(scores.data(), row_column(scores.layout()));
-    if (masked) {
-      auto identity = make_identity_tensor(Shape<Int<T::kRows>, Int<C.tile_n>>{});
-      auto coordinates = typename T::Mma{}.get_slice(lane_id()).partition_C(identity);
-      apply_mask(params, by_row, make_tensor(coordinates.data(), row_column(coordinates.layout())), row_begin(),
-                 (blocks - 1 - phase) * C.tile_n);
-    }
-    // P as the A operand: ((pair, row half, column half), row step, key step) -> (row, pair of columns)
-    auto packed = recast<uint32_t>(probabilities);
-    auto pairs = make_tensor(packed.data(), Layout<Shape<Shape<_2, Int<T::kRowSteps>>, Shape<_2, Int<T::kKeySteps>>>,
-                                                   Stride<Stride<_1, _4>, Stride<_2, Int<4 * T::kRowSteps>>>>{});
-    softmax.template step<First>(by_row, pairs, make_tensor(output.data(), row_column(output.layout())),
+    if (masked)
+      apply_mask(params, by_row(scores), score_coordinates<C>(), row_begin(), (blocks - 1 - phase) * C.tile_n);
+    softmax.template step<First>(by_row(scores), pairs_by_row<T>(probabilities), by_row(output),
                                  Shared::maxima(smem, tile_row));
   }
 };

@@ -104,19 +104,10 @@ struct StandardTile {
     wait_for_tile();
     load<First>(v_loader, Shared::kVOffset, params.v_stride.seqlen, block);
     compute_scores(scores);
-    auto by_row = make_tensor(scores.data(), row_column(scores.layout()));
-    if constexpr (Masked) {
-      auto coordinates = typename T::Mma{}.get_slice(lane_id()).partition_C(
-          make_identity_tensor(Shape<Int<T::kRows>, Int<C.tile_n>>{}));
-      apply_mask(params, by_row, make_tensor(coordinates.data(), row_column(coordinates.layout())), row_begin,
-                 block * C.tile_n);
-    }
+    if constexpr (Masked) apply_mask(params, by_row(scores), score_coordinates<C>(), row_begin, block * C.tile_n);
     wait_for_tile();
     if (block > 0) load<false>(k_loader, Shared::kKOffset, params.k_stride.seqlen, block - 1);
-    auto packed = recast<uint32_t>(probabilities);
-    auto pairs = make_tensor(packed.data(), Layout<Shape<Shape<_2, Int<T::kRowSteps>>, Shape<_2, Int<T::kKeySteps>>>,
-                                                   Stride<Stride<_1, _4>, Stride<_2, Int<4 * T::kRowSteps>>>>{});
-    softmax.template step<First>(by_row, pairs, make_tensor(output.data(), row_column(output.layout())));
+    softmax.template step<First>(by_row(scores), pairs_by_row<T>(probabilities), by_row(output));
     accumulate(probabilities, output);
   }
 
@@ -137,7 +128,7 @@ struct StandardTile {
       for (int n = 0; n < T::kKeySteps; ++n) {
         auto k = make_tensor<Element>(Shape<Shape<_2, _2>, _2>{});
         load_matrix<SM75_U32x4_LDSM_N>(smem, KvTile::piece(k_offset, n, step), k);
-        multiply(q(_, _, _0{}), k, scores, n);
+        multiply<T>(q(_, _, _0{}), k, scores, n);
       }
       repeat_mma_passes<typename T::Mma>(scores);
     }
@@ -153,20 +144,9 @@ struct StandardTile {
       for (int n = 0; n < T::kDimSteps; ++n) {
         auto v = make_tensor<Element>(Shape<Shape<_2, _2>, _2>{});
         load_matrix<SM75_U16x8_LDSM_T>(smem, KvTile::piece(v_offset, step, n), v);
-        multiply(probabilities(_, _, step), v, output, n);
+        multiply<T>(probabilities(_, _, step), v, output, n);
       }
       repeat_mma_passes<typename T::Mma>(output);
-    }
-  }
-
-  template <class A, class B, class Accumulator>
-  CUTE_DEVICE static void multiply(A const& a, B const& b, Accumulator& accumulator, int n) {
-    using namespace cute;
-    typename T::Mma mma;
-    CUTE_UNROLL
-    for (int m = 0; m < T::kRowSteps; ++m) {
-      gemm(mma, a(_, m), b(_, 0), accumulator(_, m, 2 * n));
-      gemm(mma, a(_, m), b(_, 1), accumulator(_, m, 2 * n + 1));
     }
   }
 };
