@@ -10,12 +10,12 @@ import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
+import building
 import cubin
 import pytest
 import resources
 from test_resources import PlannedRow
 from test_tma import CANDIDATES, configure
-from tuning import build
 
 ROOT = Path(__file__).resolve().parents[1]
 TILE = "d64_m16n32w4k4_pdl"
@@ -42,7 +42,7 @@ def rows_of(tmp_path: Path, *lines: str) -> subprocess.CompletedProcess[str]:
         '  string(REPLACE "\\n" "" config "${config}")\n'
         '  message("${name}: ${config}")\nendforeach()\n'
     )
-    command = [build.find_program("cmake"), "-P", str(tmp_path / "list.cmake")]
+    command = [building.find_program("cmake"), "-P", str(tmp_path / "list.cmake")]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
@@ -100,7 +100,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, cubin.Kernel]
     )
     assert done.returncode == 0, done.stdout + done.stderr
     libraries = [f"fmha_sm{arch}" for arch in ARCHS]
-    command = [build.find_program("cmake"), "--build", str(tree), "--target", *libraries]
+    command = [building.find_program("cmake"), "--build", str(tree), "--target", *libraries]
     compiled = subprocess.run(command, capture_output=True, text=True, check=False)
     assert compiled.returncode == 0, compiled.stdout[-3000:] + compiled.stderr[-3000:]
     found = [kernel for file in sorted(tree.rglob("*.cu.o")) for kernel in cubin.read_kernels(file)]

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import building
 import cubin
 import emulate
 import mainloop
@@ -37,7 +38,7 @@ def configure(tmp_path: Path, **cache: str) -> subprocess.CompletedProcess[str]:
         "fmha_check_emulation()\nforeach(arch 89 90 120)\n  fmha_code_flags(${arch} flags)\n"
         '  message("${arch}: ${flags}")\nendforeach()\nmessage("${FMHA_EMULATION_DEFINITIONS}")\n'
     )
-    command = [build.tool("cmake"), "-P", str(tmp_path / "options.cmake")]
+    command = [building.find_program("cmake"), "-P", str(tmp_path / "options.cmake")]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
@@ -235,9 +236,9 @@ def test_a_build_is_configured_with_its_passes_and_options(tmp_path: Path):
 def test_a_failed_build_ends_with_its_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     script = "import sys; print('fine'); print('x.cu(3): error: no such thing'); sys.exit(1)"
     monkeypatch.setattr(build.Options, "configure", lambda *_: [sys.executable, "-c", script])
-    with pytest.raises(build.BuildError, match="(?s)with 3 mma passes failed, .*error: no such thing"):
+    with pytest.raises(building.BuildError, match="(?s)with 3 mma passes failed, .*error: no such thing"):
         build.build_all([3], build.Options(tmp_path))
-    with pytest.raises(build.BuildError, match="holds no emulation build: run without --no-build"):
+    with pytest.raises(building.BuildError, match="holds no emulation build: run without --no-build"):
         build.find(3, tmp_path / "x3")
 
 
@@ -264,8 +265,10 @@ def test_spills_are_known_after_a_build_that_compiled_nothing(tmp_path: Path):
 
 def test_a_missing_program_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
-    with pytest.raises(build.BuildError, match="cmake was not found: pip install cmake"):
-        build.tool("cmake")
+    with pytest.raises(
+        building.BuildError, match="cmake was not found: pip install -r requirements/build.txt"
+    ):
+        building.find_program("cmake")
 
 
 @pytest.mark.parametrize("arguments", [["--passes", "2"], ["--passes", "x"], ["--passes", "-3"]])

@@ -14,11 +14,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import building
 import cubin
 import pytest
 import resources
 from test_resources import PlannedRow, pinned_nvcc
-from tuning import build, space
+from tuning import space
 from tuning.candidate import COLUMNS, Candidate
 
 from cutlass_fmha import _C, select
@@ -33,8 +34,8 @@ NAMES = {name.format(arch=arch) for name in SUBJECTS for arch in ARCHS}
 
 
 def configure(tree: Path, **defines: str) -> subprocess.CompletedProcess[str]:
-    command = [build.find_program("cmake"), "-S", str(ROOT), "-B", str(tree), "-G", "Ninja"]
-    if pybind11 := build._pybind11():
+    command = [building.find_program("cmake"), "-S", str(ROOT), "-B", str(tree), "-G", "Ninja"]
+    if pybind11 := building.pybind11_directory():
         command.append(f"-Dpybind11_DIR={pybind11}")
     defines = {"CMAKE_BUILD_TYPE": "Release", "Python_EXECUTABLE": sys.executable, **defines}
     command += [f"-D{name}={value}" for name, value in defines.items()]
@@ -53,7 +54,7 @@ def extension(tmp_path_factory: pytest.TempPathFactory) -> Path:
         CUTLASS_FMHA_ROWS=f"_bf16_({tiles})$",
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    command = [build.find_program("cmake"), "--build", str(tree), "--target", "_C"]
+    command = [building.find_program("cmake"), "--build", str(tree), "--target", "_C"]
     compiled = subprocess.run(command, capture_output=True, text=True, check=False)
     assert compiled.returncode == 0, compiled.stdout[-3000:] + compiled.stderr[-3000:]
     (module,) = tree.glob("_C*.so")
@@ -167,7 +168,7 @@ def test_sm_120_is_compiled_as_what_has_tma(version: str, copy: str, target: str
         f'fmha_forward(120 "bf16" {COLUMNS_OF_A_TILE} {copy})\n'
         'fmha_code_flags(120 found)\nmessage("${found}")\n'
     )
-    command = [build.find_program("cmake"), "-P", str(script)]
+    command = [building.find_program("cmake"), "-P", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stderr.strip() == f"-gencode=arch=compute_{target},code=sm_{target}"
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from building import find_program
 from tuning import manifest, search, space, verdict
-from tuning.build import find_program
 from tuning.candidate import COLUMNS, DTYPES, Candidate
 from tuning.manifest import Line, ManifestError, Patch
 from tuning.space import Limits, Space

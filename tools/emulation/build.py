@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from building import BuildError, find_program, pybind11_directory
+
 ROOT = Path(__file__).resolve().parents[2]
 SPILLS = "spills.json"
 
@@ -22,10 +24,6 @@ ROWS = "_bf16_d[0-9]+_m[0-9]+n[0-9]+w[0-9]+(_[^e].*)?$"
 _SPILLS = re.compile(
     r"Compiling entry function '(\w+)'(?:(?!Compiling entry).)*?(\d+) bytes spill stores", re.DOTALL
 )
-
-
-class BuildError(RuntimeError):
-    """CMake or a compiler failed, or is not there."""
 
 
 @dataclass(frozen=True)
@@ -67,35 +65,19 @@ class Options:
             "CUTLASS_FMHA_JOBS": str(jobs),
             "CUTLASS_FMHA_PTXAS_VERBOSE": "ON",
             "Python_EXECUTABLE": sys.executable,
-            "pybind11_DIR": pybind11_directory(),
         }
+        if pybind11 := pybind11_directory():
+            cache["pybind11_DIR"] = pybind11
         given = [f"-D{name}={value}" for name, value in cache.items()]
         ninja = ["-G", "Ninja"] if shutil.which("ninja") else []
         return [
-            *(tool("cmake"), "-S", str(ROOT), "-B", str(self.directory_of(passes)), *ninja),
+            *(find_program("cmake"), "-S", str(ROOT), "-B", str(self.directory_of(passes)), *ninja),
             *given,
             *(f"-D{define}" for define in self.defines),
         ]
 
     def directory_of(self, passes: int) -> Path:
         return self.directory / f"x{passes}"
-
-
-def tool(name: str) -> str:
-    """Path of a program: the one beside this Python before one of the system, which may be too old. Raises
-    BuildError."""
-    found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
-    if found is None:
-        raise BuildError(f"{name} was not found: pip install {name}")
-    return found
-
-
-def pybind11_directory() -> str:
-    try:
-        import pybind11
-    except ImportError as error:
-        raise BuildError("pybind11 was not found: pip install pybind11") from error
-    return str(pybind11.get_cmake_dir())
 
 
 def build_all(passes: Iterable[int], options: Options) -> list[Build]:
@@ -111,7 +93,10 @@ def build(passes: int, options: Options, jobs: int) -> Build:
     directory = options.directory_of(passes)
     directory.mkdir(parents=True, exist_ok=True)
     log = directory / "build.log"
-    commands = [options.configure(passes, jobs), [tool("cmake"), "--build", str(directory), "-j", str(jobs)]]
+    commands = [
+        options.configure(passes, jobs),
+        [find_program("cmake"), "--build", str(directory), "-j", str(jobs)],
+    ]
     with log.open("w", encoding="utf-8") as file:
         for command in commands:
             file.write(f"$ {' '.join(command)}\n")

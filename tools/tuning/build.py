@@ -21,6 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import resources
+from building import BuildError, find_program, pybind11_directory
 from cubin import Kernel, find_tool, read_kernels
 
 from .candidate import DTYPES, SHORT, Candidate
@@ -33,10 +34,6 @@ Wanted = Mapping[Candidate, tuple[str, ...]]
 _ROW_NAME = re.compile(r"fwd_sm\d+_(f16|bf16)_\w+_(t[0-9a-f]{10})")
 _FAILED = re.compile(r"^FAILED: .*?generated/(\w+)\.cu\.o")
 _DEFINE = re.compile(r"[A-Za-z_]\w*=.*")
-
-
-class BuildError(RuntimeError):
-    """Nothing could be built, and no candidate is to blame."""
 
 
 class Stopped(Exception):
@@ -209,7 +206,7 @@ class Builder:
 
     def _configure(self) -> None:
         command = [find_program("cmake"), "-S", str(ROOT), "-B", str(self.tree), "-G", "Ninja"]
-        if pybind11 := _pybind11():
+        if pybind11 := pybind11_directory():
             command.append(f"-Dpybind11_DIR={pybind11}")
         status, output = self._run([*command, *(f"-D{define}" for define in self._defines)])
         if status:
@@ -315,24 +312,6 @@ def _failures(output: str) -> dict[str, str]:
         elif current is not None and "-gencode" not in line:  # the command line is no message
             found[current] += line + "\n"
     return found
-
-
-def find_program(name: str) -> str:
-    """A build tool beside this Python, or else on PATH."""
-    beside = Path(sys.executable).parent / name
-    found = str(beside) if beside.exists() else shutil.which(name)
-    if not found:
-        raise BuildError(f"{name} was not found: pip install -r requirements/build.txt")
-    return found
-
-
-def _pybind11() -> str | None:
-    """Where pybind11's CMake files are, when this Python has it; CMake looks elsewhere by itself."""
-    try:
-        import pybind11
-    except ImportError:
-        return None
-    return str(pybind11.get_cmake_dir())
 
 
 def check_tools() -> None:
