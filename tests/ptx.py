@@ -1,0 +1,117 @@
+"""Small PTX programs on the simulator (tools/simulator), for its tests."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+
+TEXT_BYTES = 1 << 16
+
+
+class SimulationError(RuntimeError):
+    """What the simulator says of a program that is wrong."""
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The simulator, built when it isn't yet."""
+    from simulator import build
+
+    # Beside the rows that test_simulated_parity.py builds, and with none of its own.
+    return ctypes.CDLL(str(build.build_library(build.Options(rows="^$", directory=build.DIRECTORY / "ptx"))))
+
+
+def module(body: str, parameters: int, declarations: str = "") -> str:
+    """A program with one kernel, whose parameters p0, p1, ... are addresses."""
+    entries = ", ".join(f".param .u64 p{i}" for i in range(parameters))
+    return (
+        f".version 8.8\n.target sm_120a\n.address_size 64\n{declarations}\n"
+        f".visible .entry kernel({entries})\n{{\n{body}\n}}\n"
+    )
+
+
+def run_text(
+    text: str,
+    arguments: Sequence[Any],
+    threads: int | tuple[int, int, int] = 32,
+    blocks: int = 1,
+    shared: int = 0,
+    seed: int = 0,
+) -> None:
+    """Launch a program's kernel. Arrays are passed by address, bytes as they are. Raises SimulationError."""
+    values = [ctypes.c_uint64(x.ctypes.data) if isinstance(x, np.ndarray) else aligned(x) for x in arguments]
+    pointers = (ctypes.c_void_p * max(1, len(values)))(*(ctypes.addressof(value) for value in values))
+    block = (threads, 1, 1) if isinstance(threads, int) else threads
+    error = ctypes.create_string_buffer(TEXT_BYTES)
+    failed = library().simulator_run(
+        text.encode(),
+        b"kernel",
+        (ctypes.c_uint32 * 3)(blocks, 1, 1),
+        (ctypes.c_uint32 * 3)(*block),
+        ctypes.c_uint32(shared),
+        pointers,
+        ctypes.c_uint64(seed),
+        error,
+        ctypes.c_size_t(TEXT_BYTES),
+    )
+    if failed:
+        raise SimulationError(error.value.decode())
+
+
+def aligned(content: bytes) -> Any:
+    return ctypes.create_string_buffer(content, len(content))
+
+
+def run(body: str, *arrays: np.ndarray, declarations: str = "", **options: Any) -> None:
+    """Launch a kernel of these instructions, whose parameters are the arrays' addresses."""
+    run_text(module(body, len(arrays), declarations), arrays, **options)
+
+
+def complaints(text: str) -> str:
+    """What the simulator does not know about a program."""
+    found = ctypes.create_string_buffer(TEXT_BYTES)
+    library().simulator_complaints(text.encode(), found, ctypes.c_size_t(TEXT_BYTES))
+    return found.value.decode()
+
+
+# ---- an opcode for each element of arrays ------------------------------------------------------------------
+
+REGISTERS = {2: ".b16", 4: ".b32", 8: ".b64"}
+
+
+def apply(opcode: str, result: np.dtype, *operands: np.ndarray | int | str) -> np.ndarray:
+    """``opcode`` on arrays of equal length, element by element; an int or str is written as it is."""
+    arrays = [x for x in operands if isinstance(x, np.ndarray)]
+    count = len(arrays[0])
+    lines = [".reg .b32 %index; .reg .b64 %a<16>; .reg .pred %p<4>;"]
+    lines += [f".reg {REGISTERS[np.dtype(result).itemsize]} %out;"]
+    lines += ["mov.u32 %index, %ctaid.x; mov.u32 %t, %tid.x; mad.lo.u32 %index, %index, 32, %t;"]
+    lines[0] += " .reg .b32 %t;"
+    names: list[str] = []
+    for number, operand in enumerate(operands):
+        if not isinstance(operand, np.ndarray):
+            names.append(str(operand))
+            continue
+        size, place = operand.dtype.itemsize, sum(isinstance(x, np.ndarray) for x in operands[:number])
+        lines += [f".reg {REGISTERS[size]} %in{number};"]
+        lines += [f"ld.param.u64 %a{place}, [p{place}]; mad.wide.u32 %a{place}, %index, {size}, %a{place};"]
+        lines += [f"ld.global{REGISTERS[size]} %in{number}, [%a{place}];"]
+        names.append(f"%in{number}")
+    out = np.zeros(count, dtype=result)
+    place = len(arrays)
+    lines += [f"{opcode} %out, {', '.join(names)};"]
+    lines += [
+        f"ld.param.u64 %a{place}, [p{place}]; mad.wide.u32 %a{place}, %index, {out.itemsize}, %a{place};"
+    ]
+    lines += [f"st.global{REGISTERS[out.itemsize]} [%a{place}], %out; ret;"]
+    assert count % 32 == 0, "whole warps"
+    run("\n".join(lines), *(np.ascontiguousarray(x) for x in arrays), out, blocks=count // 32)
+    return out

@@ -1,0 +1,86 @@
+"""Rows of every kind, by their PTX on the simulator, against dense fp64: no GPU, sm_120's TMA code included.
+
+docs/simulation.md says what that shows. The rows are built in build/simulator/tests, which a second run finds
+there; each runs the tests' short problems in a process of its own, two at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+CANDIDATES = ROOT / "src" / "candidates.cmake"
+
+#: At least one row of each kind, and each architecture: the PTX of one row differs with it.
+ROWS = (
+    "fwd_sm89_f16_d64_m64n64w4",  # small tiles, cp.async
+    "fwd_sm89_bf16_d64_m64n64w4_element",  # unaligned tensors
+    "fwd_sm89_f16_d128_m256n64w8",  # warps that take turns
+    "fwd_sm89_bf16_d64_m32n32w8k8",  # warps that share the keys
+    "fwd_sm89_f16_d64_m64n64w4_general",
+    "fwd_sm89_f16_d64_m16n16w4k4_general",
+    "fwd_sm90_f16_d128_m256n64w8",
+    "fwd_sm90_bf16_d64_m64n64w4_tma",  # the copy unit
+    "fwd_sm90_f16_d128_m256n64w8_tma",
+    "fwd_sm120_f16_d64_m256n64w8",
+    "fwd_sm120_bf16_d64_m64n64w4_tma",
+    "fwd_sm120_f16_d128_m256n64w8_tma",
+    "fwd_sm120_bf16_d64_m32n32w8k8_pdl",  # launches that overlap
+)
+
+
+@functools.cache
+def extension() -> Path:
+    """The build with ROWS, made when it is not there or older than its sources."""
+    from simulator import build
+
+    expression = "^(" + "|".join(ROWS) + ")$"
+    return build.build_extension(build.Options(expression, build.DIRECTORY / "tests", manifest=CANDIDATES))
+
+
+def simulate(row: str, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "tools" / "simulate.py"), "--extension", str(extension())]
+    command += ["--rows", f"^{row}$", *options]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[str, Future[subprocess.CompletedProcess[str]]]:
+    """Every row's run, under way."""
+    extension()
+    pool = ThreadPoolExecutor(2)
+    return {row: pool.submit(simulate, row, "--seed", "1") for row in ROWS}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_row_agrees_with_fp64(row: str, runs: dict[str, Future[subprocess.CompletedProcess[str]]]):
+    done = runs[row].result()
+    assert done.returncode == 0, done.stdout + done.stderr
+    count = int(done.stdout.splitlines()[-1].split()[1])
+    assert count > 100, done.stdout
+
+
+def test_drawn_problems_repeat_with_their_seed():
+    options = ("--problems", "5", "--longest", "90", "--seed", "3", "--only-drawn")
+    first, second = (simulate("fwd_sm120_bf16_d64_m64n64w4_tma", *options) for _ in range(2))
+    assert first.returncode == 0, first.stderr
+    # Problems and worst error, without the time it took.
+    assert first.stdout.splitlines()[-1].split()[:3] == second.stdout.splitlines()[-1].split()[:3]
+
+
+def test_a_simulator_build_says_what_it_is():
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[2])\n"
+        "from pathlib import Path; from simulator import check\n"
+        "info = check.load(Path(sys.argv[1])).build_info()\n"
+        "assert info['simulator'] and info['source_hash'].endswith('+simulator'), info"
+    )
+    command = [sys.executable, "-c", code, str(extension()), str(ROOT / "tools")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

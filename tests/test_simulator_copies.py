@@ -1,0 +1,355 @@
+"""The simulator's matrices, cp.async and TMA against numpy, and the mistakes with them that it must find."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import ptx
+import pytest
+
+RNG = np.random.default_rng(2)
+SEEDS = range(8)
+SHARED = ".extern .shared .align 1024 .b8 memory[];"
+BASE = 1024  # the first shared address
+#: %n is the thread, %a<i> the address of its 16 bytes of parameter i.
+BEGIN = ".reg .b32 %n, %m, %x<16>; .reg .b64 %a<4>; .reg .pred %p; mov.u32 %n, %tid.x; mov.u32 %m, memory;"
+
+
+def addresses(*sizes: int) -> str:
+    return "".join(
+        f"ld.param.u64 %a{i}, [p{i}]; mad.wide.u32 %a{i}, %n, {size}, %a{i};" for i, size in enumerate(sizes)
+    )
+
+
+# ---- matrices ----------------------------------------------------------------------------------------------
+
+
+def fragments(matrix: np.ndarray, rows: int, columns: int) -> np.ndarray:
+    """[lanes, registers] of 32 bits: blocks of 8 rows of 16 bytes, those below each other first."""
+    blocks = matrix.reshape(rows // 8, 8, -1).view(np.uint32)
+    parts = blocks.reshape(rows // 8, 8, columns, 4).transpose(2, 0, 1, 3)
+    return np.ascontiguousarray(parts.reshape(-1, 32).T)
+
+
+def bits_of(x: np.ndarray, type_name: str) -> np.ndarray:
+    """Numbers that the type holds exactly, as it holds them."""
+    if type_name == "f16":
+        return x.astype(np.float16).view(np.uint16)
+    bits = x.astype(np.float32).view(np.uint32)
+    return (bits >> 16).astype(np.uint16) if type_name == "bf16" else bits
+
+
+@pytest.mark.parametrize(
+    ("type_name", "depth"),
+    [("f16", 16), ("bf16", 16), ("f16", 8), ("bf16", 8), ("tf32", 8), ("tf32", 4)],
+)
+def test_matrices_multiply(type_name: str, depth: int):
+    a, b = (RNG.integers(-8, 9, shape).astype(np.float32) / 4 for shape in ((16, depth), (8, depth)))
+    c = RNG.standard_normal((16, 8)).astype(np.float32)
+    columns = depth // (4 if type_name == "tf32" else 8)
+    a_parts = fragments(bits_of(a, type_name), 16, columns)
+    b_parts = fragments(bits_of(b, type_name), 8, columns)
+    c_parts = np.ascontiguousarray(c.reshape(2, 8, 4, 2).transpose(1, 2, 0, 3).reshape(32, 4))
+    operands = np.hstack([a_parts, b_parts, c_parts.view(np.uint32)])
+    counts = (2 * columns, columns, 4)
+    names = [f"%x{i}" for i in range(sum(counts))]
+    loads = "".join(f"ld.global.u32 {name}, [%a0+{4 * i}];" for i, name in enumerate(names))
+    ends = np.cumsum(counts)
+    groups = [", ".join(names[end - count : end]) for end, count in zip(ends, counts, strict=True)]
+    result = np.zeros((32, 4), dtype=np.float32)
+    ptx.run(
+        BEGIN.replace("mov.u32 %m, memory;", "")
+        + addresses(operands.shape[1] * 4, 16)
+        + loads
+        + f"mma.sync.aligned.m16n8k{depth}.row.col.f32.{type_name}.{type_name}.f32"
+        + f"{{%x0, %x1, %x2, %x3}}, {{{groups[0]}}}, {{{groups[1]}}}, {{{groups[2]}}};"
+        + "st.global.v4.b32 [%a1], {%x0, %x1, %x2, %x3}; ret;",
+        np.ascontiguousarray(operands),
+        result,
+    )
+    expected = a.astype(np.float64) @ b.T.astype(np.float64) + c
+    found = result.reshape(8, 4, 2, 2).transpose(2, 0, 1, 3).reshape(16, 8)
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("trans", ["", ".trans"])
+def test_matrices_are_loaded_and_stored(trans: str):
+    rows = RNG.integers(0, 2**16, (4, 8, 8), dtype=np.uint16)
+    loaded, stored = np.zeros((32, 4), dtype=np.uint32), np.zeros((4, 8, 8), dtype=np.uint16)
+    ptx.run(
+        BEGIN
+        + addresses(16, 16, 16)
+        + "ld.global.v4.b32 {%x0, %x1, %x2, %x3}, [%a0]; mad.lo.u32 %m, %n, 16, %m;"
+        "st.shared.v4.b32 [%m], {%x0, %x1, %x2, %x3}; bar.sync 0;"
+        f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{%x0, %x1, %x2, %x3}}, [%m];"
+        "st.global.v4.b32 [%a1], {%x0, %x1, %x2, %x3}; bar.sync 0;"
+        f"stmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 [%m], {{%x0, %x1, %x2, %x3}}; bar.sync 0;"
+        "ld.shared.v4.b32 {%x0, %x1, %x2, %x3}, [%m]; st.global.v4.b32 [%a2], {%x0, %x1, %x2, %x3}; ret;",
+        rows,
+        loaded,
+        stored,
+        shared=512,
+        declarations=SHARED,
+    )
+    matrices = rows.transpose(0, 2, 1) if trans else rows
+    expected = np.ascontiguousarray(matrices).reshape(4, 32, 2).view(np.uint32)[..., 0].T
+    assert np.array_equal(loaded, expected)
+    assert np.array_equal(stored, rows), "what was loaded is stored where it was"
+
+
+# ---- cp.async ----------------------------------------------------------------------------------------------
+
+COPY = """
+    mad.lo.u32 %m, %n, 16, %m;
+    cp.async.cg.shared.global.L2::128B [%m], [%a0], 16{read}; cp.async.commit_group;
+    add.u32 %x8, %m, 512;
+    cp.async.cg.shared.global [%x8], [%a0], 16; cp.async.commit_group;
+    {wait}
+    ld.shared.v4.b32 {{%x0, %x1, %x2, %x3}}, [%m]; st.global.v4.b32 [%a1], {{%x0, %x1, %x2, %x3}};
+    ld.shared.v4.b32 {{%x0, %x1, %x2, %x3}}, [%x8]; st.global.v4.b32 [%a2], {{%x0, %x1, %x2, %x3}}; ret;
+"""
+
+
+def copied(wait: str, read: str = "") -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Source, and what two groups of copies had brought after ``wait``."""
+    source = RNG.integers(0, 2**30, (32, 4), dtype=np.uint32)
+    first, second = np.zeros_like(source), np.zeros_like(source)
+    body = BEGIN + addresses(16, 16, 16) + COPY.format(wait=wait, read=read)
+    ptx.run(body, source, first, second, shared=1024, declarations=SHARED)
+    return source, first, second
+
+
+@pytest.mark.parametrize("wait", ["cp.async.wait_all;", "cp.async.wait_group 0;"])
+def test_copies_are_there_after_the_wait(wait: str):
+    source, first, second = copied(wait)
+    assert np.array_equal(first, source) and np.array_equal(second, source)
+
+
+def test_a_group_that_was_not_waited_for_is_not_there():
+    source, first, second = copied("cp.async.wait_group 1;")
+    assert np.array_equal(first, source) and (second == 0x7FDA7FDA).all()
+    source, first, second = copied("")
+    assert (first == 0x7FDA7FDA).all() and (second == 0x7FDA7FDA).all()
+
+
+def test_bytes_that_are_not_read_become_zero():
+    source, first, _ = copied("cp.async.wait_all;", read=", 8")
+    assert np.array_equal(first[:, :2], source[:, :2]) and (first[:, 2:] == 0).all()
+    _, first, _ = copied("cp.async.wait_all;", read=", 0")
+    assert (first == 0).all()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_copies_arrive_at_an_mbarrier(seed: int):
+    source = RNG.integers(0, 2**30, (32, 4), dtype=np.uint32)
+    out = np.zeros_like(source)
+    body = """
+        setp.eq.u32 %p, %n, 0; add.u32 %x9, %m, 1024; xor.b32 %x10, %n, 31;
+        @%p mbarrier.init.shared.b64 [%x9], 32;
+        bar.sync 0;
+        mad.lo.u32 %x10, %x10, 16, %m; mad.lo.u32 %m, %n, 16, %m;
+        cp.async.ca.shared.global [%m], [%a0], 16;
+        cp.async.mbarrier.arrive.noinc.shared.b64 [%x9];
+    W:  mbarrier.try_wait.parity.shared.b64 %p, [%x9], 0;
+        @!%p bra W;
+        ld.shared.v4.b32 {%x0, %x1, %x2, %x3}, [%x10]; st.global.v4.b32 [%a1], {%x0, %x1, %x2, %x3}; ret;
+    """
+    ptx.run(BEGIN + addresses(16, 16) + body, source, out, shared=1040, seed=seed, declarations=SHARED)
+    assert np.array_equal(out, source[::-1])
+
+
+def test_a_copy_that_lands_late_overwrites_what_was_stored():
+    source = np.ones((32, 4), dtype=np.uint32)
+    out = np.zeros_like(source)
+    body = (
+        "mad.lo.u32 %m, %n, 16, %m; cp.async.cg.shared.global [%m], [%a0], 16; cp.async.commit_group;"
+        "mov.u32 %x0, 9; st.shared.v4.b32 [%m], {%x0, %x0, %x0, %x0}; cp.async.wait_group 0;"
+        "ld.shared.v4.b32 {%x0, %x1, %x2, %x3}, [%m]; st.global.v4.b32 [%a1], {%x0, %x1, %x2, %x3}; ret;"
+    )
+    ptx.run(BEGIN + addresses(16, 16) + body, source, out, shared=512, declarations=SHARED)
+    assert (out == 1).all()
+
+
+# ---- TMA ---------------------------------------------------------------------------------------------------
+
+SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # bytes: CUtensorMapSwizzle
+
+
+def encode(
+    tensor: np.ndarray,
+    box: tuple[int, ...],
+    swizzle: int = 0,
+    strides: Any = None,
+    address: int | None = None,
+) -> tuple[int, bytes]:
+    """The CUresult and the description of a tensor [..., rows, columns] of 16-bit elements."""
+    extents, steps = tensor.shape[::-1], (strides or tensor.strides[::-1][1:])
+    space = ctypes.create_string_buffer(256)
+    begin = -ctypes.addressof(space) % 128
+    status = ptx.library().simulator_encode(
+        ctypes.c_void_p(ctypes.addressof(space) + begin),
+        ctypes.c_uint32(tensor.ndim),
+        ctypes.c_void_p(tensor.ctypes.data if address is None else address),
+        (ctypes.c_uint64 * tensor.ndim)(*extents),
+        (ctypes.c_uint64 * max(1, len(steps)))(*steps),
+        (ctypes.c_uint32 * tensor.ndim)(*box[::-1]),
+        ctypes.c_uint32(SWIZZLES[swizzle]),
+    )
+    return status, space.raw[begin : begin + 128]
+
+
+def aligned(shape: tuple[int, ...]) -> np.ndarray:
+    """Zeros of 16 bits at an address that is a multiple of 16 bytes."""
+    count = int(np.prod(shape))
+    buffer = np.zeros(count + 8, dtype=np.uint16)
+    begin = -buffer.ctypes.data % 16 // 2
+    return buffer[begin : begin + count].reshape(shape)
+
+
+def tensor_of(*shape: int) -> np.ndarray:
+    tensor = aligned(shape)
+    tensor[...] = RNG.integers(1, 2**16, shape, dtype=np.uint16)
+    return tensor
+
+
+LOAD = """
+    setp.eq.u32 %p, %n, 0; add.u32 %x9, %m, {bytes}; mov.b64 %a3, map;
+    @%p mbarrier.init.shared.b64 [%x9], 1;
+    fence.proxy.async.shared::cta; bar.sync 0;
+    @%p mbarrier.arrive.expect_tx.shared::cta.b64 _, [%x9], {expected};
+    @%p cp.async.bulk.tensor.{rank}d.shared::cta.global.mbarrier::complete_tx::bytes
+        [%m], [%a3, {{{origin}}}], [%x9];
+W:  mbarrier.try_wait.parity.shared.b64 %p, [%x9], 0;
+    @!%p bra W;
+    mov.u32 %x0, %n;
+L:  mad.wide.u32 %a2, %x0, 4, %a0; mad.lo.u32 %x1, %x0, 4, %m;
+    ld.shared.u32 %x2, [%x1]; st.global.u32 [%a2], %x2;
+    add.u32 %x0, %x0, 32; setp.lt.u32 %p, %x0, {words};
+    @%p bra L;
+    ret;
+"""
+
+
+def tma_text(body: str) -> str:
+    return (
+        ".version 8.8\n.target sm_120a\n.address_size 64\n"
+        f"{SHARED}\n.visible .entry kernel(.param .u64 p0, .param .align 128 .b8 map[128])\n"
+        f"{{{BEGIN} ld.param.u64 %a0, [p0]; {body}}}"
+    )
+
+
+def load_box(
+    tensor: np.ndarray, box: tuple[int, ...], origin: tuple[int, ...], swizzle: int, seed: int, short: int = 0
+) -> np.ndarray:
+    """The bytes of a box in shared memory, in 16-bit words; ``short`` fewer bytes are expected than come."""
+    status, description = encode(tensor, box, swizzle)
+    assert status == 0
+    count = int(np.prod(box))
+    out = np.zeros(count, dtype=np.uint16)
+    body = LOAD.format(
+        bytes=2 * count,
+        expected=2 * count - short,
+        words=count // 2,
+        rank=len(box),
+        origin=", ".join(map(str, origin[::-1])),
+    )
+    ptx.run_text(tma_text(body), [out, description], shared=2 * count + 8, seed=seed)
+    return out
+
+
+def box_of(tensor: np.ndarray, box: tuple[int, ...], origin: tuple[int, ...]) -> np.ndarray:
+    """Elements of a box, 0 outside of the tensor."""
+    result = np.zeros(box, dtype=tensor.dtype)
+    for index in np.ndindex(*box):
+        place = tuple(i + o for i, o in zip(index, origin, strict=True))
+        if all(0 <= i < n for i, n in zip(place, tensor.shape, strict=True)):
+            result[index] = tensor[place]
+    return result
+
+
+def swizzled(rows: np.ndarray, span: int) -> np.ndarray:
+    """Rows [n, span bytes] as the copy unit leaves them at an address that is a multiple of 1024."""
+    pieces = rows.reshape(-1, 8)  # of 16 bytes
+    result = np.empty_like(pieces)
+    for number, piece in enumerate(pieces):
+        address = 16 * number
+        result[(address ^ (address >> 3 & (span - 1) & 0x70)) // 16] = piece
+    return result.reshape(-1)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("swizzle", "columns"), [(0, 24), (32, 16), (64, 32), (128, 64), (128, 32)])
+def test_boxes_are_loaded_and_swizzled(swizzle: int, columns: int, seed: int):
+    tensor, box, origin = tensor_of(40, columns), (16, columns), (3, 0)
+    found = load_box(tensor, box, origin, swizzle, seed)
+    rows = box_of(tensor, box, origin)
+    assert np.array_equal(found, swizzled(rows, swizzle) if swizzle else rows.reshape(-1))
+
+
+@pytest.mark.parametrize("origin", [(1, 2, 20, 0), (1, 2, -3, 0), (5, 0, 0, 0), (0, -1, 0, 0), (1, 1, 0, 8)])
+def test_what_is_outside_of_a_tensor_is_zero(origin: tuple[int, ...]):
+    tensor, box = tensor_of(2, 3, 24, 16), (1, 1, 8, 16)
+    found = load_box(tensor, box, origin, 0, seed=1)
+    assert np.array_equal(found, box_of(tensor, box, origin).reshape(-1))
+
+
+def test_a_phase_does_not_end_before_all_its_bytes_came():
+    tensor = tensor_of(40, 64)
+    with pytest.raises(ptx.SimulationError, match="deadlock"):
+        load_box(tensor, (16, 64), (0, 0), 128, seed=0, short=-16)  # more is expected than comes
+
+
+STORE = """
+    mov.b64 %a3, map; mad.lo.u32 %x0, %n, 16, %m; mad.wide.u32 %a0, %n, 16, %a0;
+    ld.global.v4.b32 {{%x1, %x2, %x3, %x4}}, [%a0]; st.shared.v4.b32 [%x0], {{%x1, %x2, %x3, %x4}};
+    fence.proxy.async.shared::cta; bar.sync 0; setp.eq.u32 %p, %n, 0;
+    @!%p bra END;
+    cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%a3, {{0, 5}}], [%m];
+    {commit} {wait}
+    END: {after} ret;
+"""
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_boxes_are_stored_where_the_tensor_is(seed: int):
+    tensor, rows = aligned((10, 32)), tensor_of(8, 32)
+    status, description = encode(tensor, (8, 32))
+    assert status == 0
+    body = STORE.format(
+        commit="cp.async.bulk.commit_group;", wait="cp.async.bulk.wait_group.read 0;", after=""
+    )
+    ptx.run_text(tma_text(body), [rows, description], shared=512, seed=seed)
+    assert np.array_equal(tensor[5:], rows[:5]) and not tensor[:5].any()
+
+
+def test_shared_memory_must_outlive_a_store():
+    tensor, rows = aligned((10, 32)), tensor_of(8, 32)
+    _, description = encode(tensor, (8, 32))
+    found = []
+    for seed in range(20):
+        body = STORE.format(commit="cp.async.bulk.commit_group;", wait="", after="")
+        try:
+            ptx.run_text(tma_text(body), [rows, description], shared=512, seed=seed)
+        except ptx.SimulationError as error:
+            found.append(str(error))
+    assert any("before a copy by TMA has read its shared memory" in text for text in found)
+
+
+def test_a_description_is_checked_as_the_driver_does():
+    tensor = tensor_of(40, 64)
+    assert encode(tensor, (16, 64), 128)[0] == 0
+    assert encode(tensor, (16, 64), 64)[0] != 0, "a row is longer than the swizzle's span"
+    assert encode(tensor, (257, 64), 128)[0] != 0, "more than 256 elements"
+    assert encode(tensor, (16, 4))[0] != 0, "a row of 8 bytes"
+    assert encode(tensor, (16, 64), 128, strides=(120,))[0] != 0, "a stride that is no multiple of 16"
+    assert encode(tensor, (16, 64), 128, address=tensor.ctypes.data + 2)[0] != 0, "an unaligned address"
+    assert encode(tensor[:0], (16, 64), 128)[0] != 0, "an empty tensor"
+
+
+def test_what_is_no_description_is_an_error():
+    out = np.zeros(512, dtype=np.uint16)
+    body = LOAD.format(bytes=1024, expected=1024, words=256, rank=2, origin="0, 0")
+    with pytest.raises(ptx.SimulationError, match="no tensor is described"):
+        ptx.run_text(tma_text(body), [out, bytes(128)], shared=1032)

@@ -1,0 +1,63 @@
+"""Runs rows on the CPU, by their PTX, and compares them with dense fp64: docs/simulation.md.
+
+    python tools/simulate.py --rows bf16_d64                        rows of the wheel with that in their name
+    python tools/simulate.py --rows tma --manifest src/candidates.cmake --archs 120
+    python tools/simulate.py --rows 'd128.*general' --problems 500 --seed 7
+
+Builds what it needs in build/simulator; each row then runs the tests' short problems and as many drawn ones
+as asked for. Exit status 1 with the first problem that a row gets wrong, or breaks a rule of the GPU with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from building import BuildError
+from simulator import build, check
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add = parser.add_argument
+    add("--rows", default="", metavar="REGEX", help="rows to build and run, by name")
+    add("--manifest", type=Path, help="rows of another manifest than src/templates.cmake")
+    add("--archs", type=int, nargs="+", default=[89, 90, 120], help="whose rows")
+    add("--problems", type=int, default=0, metavar="N", help="problems to draw for each row")
+    add("--only-drawn", action="store_true", help="leave out the tests' short problems")
+    add("--longest", type=int, default=300, metavar="N", help="sequence of a drawn problem")
+    add("--seed", type=int, default=0, help="of the problems and of every order that the GPU leaves open")
+    add("--build-dir", type=Path, default=build.DIRECTORY)
+    add("--extension", type=Path, metavar="FILE", help="a simulator build that is there already")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    try:
+        extension = options.extension or build.build_extension(
+            build.Options(options.rows, options.build_dir, options.archs, options.manifest)
+        )
+        module = check.load(extension)
+        rows = [
+            row
+            for row in module.templates()
+            if re.search(options.rows, row.name) and row.arch in options.archs
+        ]
+        if not rows:
+            print(f"no row has {options.rows!r} in its name", file=sys.stderr)
+            return 1
+        limits = check.Limits(options.problems, options.longest, not options.only_drawn)
+        check.check_rows(rows, limits, options.seed, lambda line: print(line, flush=True))
+    except (BuildError, check.MismatchError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

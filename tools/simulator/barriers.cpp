@@ -1,0 +1,183 @@
+// bar.sync and bar.arrive, mbarriers, and the instructions that use them.
+#include <cstring>
+
+#include "block.h"
+#include "opcodes.h"
+
+namespace simulator {
+namespace {
+
+/// What the 64 bits of an mbarrier hold. PTX leaves that open; its ranges are those of the fields.
+struct Mbarrier {
+  uint32_t parity;    ///< of the phase that is not over
+  uint32_t expected;  ///< arrivals that a phase needs
+  uint32_t pending;   ///< arrivals that are missing
+  int32_t bytes;      ///< that copies still have to bring
+};
+
+constexpr uint64_t kField = (uint64_t(1) << 20) - 1;
+constexpr int32_t kMostBytes = (1 << 20) - 1;
+constexpr uint64_t kMark = uint64_t(2) << 62;  // in an initialised mbarrier; not in the NaN of fresh shared memory
+
+Mbarrier read(Warp const& warp, uint32_t address) {
+  uint64_t word;
+  std::memcpy(&word, warp.block.shared(warp, address, 8), 8);
+  if ((word & uint64_t(3) << 62) != kMark) warp.fail("no mbarrier at shared address " + std::to_string(address));
+  return {static_cast<uint32_t>(word >> 61 & 1), static_cast<uint32_t>(word & kField),
+          static_cast<uint32_t>(word >> 20 & kField), static_cast<int32_t>(word >> 40 & ((1 << 21) - 1)) - (1 << 20)};
+}
+
+void write(Warp const& warp, uint32_t address, Mbarrier const& m) {
+  uint64_t const word =
+      kMark | uint64_t(m.parity) << 61 | uint64_t(m.bytes + (1 << 20)) << 40 | uint64_t(m.pending) << 20 | m.expected;
+  std::memcpy(warp.block.shared(warp, address, 8), &word, 8);
+}
+
+}  // namespace
+
+void Block::arrive_at_barrier(Warp& warp, uint32_t number, uint32_t threads, bool waits) {
+  if (number >= barriers_.size()) warp.fail("there is no barrier " + std::to_string(number));
+  if (threads % kLanes != 0 || threads == 0) warp.fail("a barrier of " + std::to_string(threads) + " threads");
+  Barrier& barrier = barriers_[number];
+  if (barrier.arrived > 0 && barrier.expected != threads) {
+    warp.fail("barrier " + std::to_string(number) + " is for " + std::to_string(barrier.expected) +
+              " threads by others and for " + std::to_string(threads) + " here");
+  }
+  vain_turns_ = 0;
+  barrier.expected = threads;
+  barrier.arrived += kLanes;
+  if (waits) warp.wait({Wait::Kind::barrier, number, barrier.completions});
+  if (barrier.arrived >= threads) {
+    barrier.arrived = 0;
+    ++barrier.completions;
+  }
+}
+
+void Block::arrive_at_mbarrier(Warp const& warp, uint32_t address, int64_t arrivals, int64_t expected_bytes) {
+  vain_turns_ = 0;
+  Mbarrier m = read(warp, address);
+  if (arrivals > m.pending) {
+    warp.fail("more arrivals than the phase of the mbarrier at " + std::to_string(address) + " expects");
+  }
+  if (std::abs(m.bytes + expected_bytes) > kMostBytes) warp.fail("too many bytes for an mbarrier");
+  m.bytes += static_cast<int32_t>(expected_bytes);
+  m.pending -= static_cast<uint32_t>(arrivals);
+  if (m.pending == 0 && m.bytes == 0) {
+    m.parity ^= 1;
+    m.pending = m.expected;
+  }
+  write(warp, address, m);
+}
+
+bool Block::phase_is_over(Warp const& warp, uint32_t address, uint32_t parity) {
+  return read(warp, address).parity != (parity & 1);
+}
+
+namespace {
+
+void bar(Warp& w, Instruction const& i) {
+  if (w.active != w.live()) w.fail("all lanes of the warp must execute this together");
+  int const lane = first_lane(w.active), all = (w.block.launch.threads() + kLanes - 1) / kLanes * kLanes;
+  uint32_t const threads = i.count == 2 ? w.at<uint32_t>(i.operand[1])[lane] : static_cast<uint32_t>(all);
+  bool const waits = i.number != 0;
+  w.block.arrive_at_barrier(w, w.at<uint32_t>(i.operand[0])[lane], threads, waits);
+}
+
+void bar_warp_sync(Warp& w, Instruction const& i) { w.sync_lanes(w.at<uint32_t>(i.operand[0])[first_lane(w.active)]); }
+
+void mbarrier_init(Warp& w, Instruction const& i) {
+  for_lanes(w.active, [&](int lane) {
+    uint32_t const count = w.at<uint32_t>(i.operand[0])[lane];
+    if (count == 0 || count > kField) w.fail("an mbarrier of " + std::to_string(count) + " arrivals");
+    write(w, shared_address_of(w, i.address[0], lane), {0, count, count, 0});
+  });
+}
+
+void mbarrier_inval(Warp& w, Instruction const& i) {
+  for_lanes(w.active, [&](int lane) {
+    uint32_t const address = shared_address_of(w, i.address[0], lane);
+    read(w, address);
+    w.block.poison(address, 8);
+  });
+}
+
+/// The state that an arrival results in is good for mbarrier.test_wait with a state only, which is not simulated.
+void mbarrier_arrive(Warp& w, Instruction const& i) {
+  for_lanes(w.active, [&](int lane) {
+    int64_t const arrivals = i.count == 3 ? w.at<uint32_t>(i.operand[1])[lane] : 1;
+    w.block.arrive_at_mbarrier(w, shared_address_of(w, i.address[0], lane), arrivals, 0);
+  });
+}
+
+void mbarrier_arrive_expect_tx(Warp& w, Instruction const& i) {
+  for_lanes(w.active, [&](int lane) {
+    uint32_t const address = shared_address_of(w, i.address[0], lane);
+    w.block.arrive_at_mbarrier(w, address, 0, w.at<uint32_t>(i.operand[1])[lane]);
+    w.block.arrive_at_mbarrier(w, address, 1, 0);
+  });
+}
+
+template <int sign>
+void mbarrier_expect_tx(Warp& w, Instruction const& i) {
+  for_lanes(w.active, [&](int lane) {
+    int64_t const bytes = w.at<uint32_t>(i.operand[0])[lane];
+    w.block.arrive_at_mbarrier(w, shared_address_of(w, i.address[0], lane), 0, sign * bytes);
+  });
+}
+
+/// A test answers at once. A try may wait, and may also give up at any time: now and then it does.
+template <bool tries>
+void mbarrier_wait(Warp& w, Instruction const& i) {
+  Mask over = 0;
+  Wait wait;
+  for_lanes(w.active, [&](int lane) {
+    uint32_t const address = shared_address_of(w, i.address[0], lane), parity = w.at<uint32_t>(i.operand[1])[lane];
+    if (w.block.phase_is_over(w, address, parity)) {
+      over |= Mask(1) << lane;
+    } else {
+      wait = {Wait::Kind::polling, address, parity};
+    }
+  });
+  if (tries && over == 0 && w.block.random(8) > 0) {
+    wait.kind = Wait::Kind::mbarrier;
+    return w.wait_and_repeat(wait);
+  }
+  w.set_predicate(i.operand[0], over);
+  if (over != w.active) w.wait(wait);
+}
+
+}  // namespace
+
+void add_barriers(Opcodes& opcodes) {
+  Slot const value = in<uint32_t>(), state = out<uint64_t>();
+  // Unaligned barriers wait for threads and not for warps, but these kernels call them by whole warps.
+  opcodes.add(spell({{"bar", "barrier", "barrier.cta"}, {".sync"}, {"", ".aligned"}}), bar, {value, value.or_nothing()},
+              1);
+  opcodes.add(spell({{"bar", "barrier", "barrier.cta"}, {".arrive"}, {"", ".aligned"}}), bar, {value, value}, 0);
+  opcodes.add({"bar.warp.sync"}, bar_warp_sync, {value});
+
+  Alternatives const shared{".shared", ".shared::cta"};
+  opcodes.add(spell({{"mbarrier.init"}, shared, {".b64"}}), mbarrier_init, {kAddress, value});
+  opcodes.add(spell({{"mbarrier.inval"}, shared, {".b64"}}), mbarrier_inval, {kAddress});
+  Alternatives const release{"", ".release.cta"}, acquire{"", ".acquire.cta"};
+  opcodes.add(spell({{"mbarrier.arrive"}, release, shared, {".b64"}}), mbarrier_arrive,
+              {state, kAddress, value.or_nothing()});
+  opcodes.add(spell({{"mbarrier.arrive.expect_tx"}, release, shared, {".b64"}}), mbarrier_arrive_expect_tx,
+              {state, kAddress, value});
+  opcodes.add(spell({{"mbarrier.expect_tx"}, {"", ".relaxed.cta"}, shared, {".b64"}}), mbarrier_expect_tx<1>,
+              {kAddress, value});
+  opcodes.add(spell({{"mbarrier.complete_tx"}, {"", ".relaxed.cta"}, shared, {".b64"}}), mbarrier_expect_tx<-1>,
+              {kAddress, value});
+  opcodes.add(spell({{"mbarrier.test_wait.parity"}, acquire, shared, {".b64"}}), mbarrier_wait<false>,
+              {kPredicateOut, kAddress, value});
+  opcodes.add(spell({{"mbarrier.try_wait.parity"}, acquire, shared, {".b64"}}), mbarrier_wait<true>,
+              {kPredicateOut, kAddress, value, kIgnored.or_nothing()});
+
+  // What is written is seen at once here, so that there is nothing to fence.
+  opcodes.add(spell({{"fence.proxy.async"}, {"", ".shared::cta", ".global"}}), do_nothing, {});
+  opcodes.add({"fence.mbarrier_init.release.cluster"}, do_nothing, {});
+  opcodes.add(spell({{"fence.sc", "fence.acq_rel"}, {".cta", ".cluster", ".gpu", ".sys"}}), do_nothing, {});
+  opcodes.add({"membar.cta", "membar.gl", "membar.sys"}, do_nothing, {});
+}
+
+}  // namespace simulator

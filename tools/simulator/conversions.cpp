@@ -1,0 +1,153 @@
+// cvt: from one type of number to another. Registers may be wider than the numbers in them.
+#include <cmath>
+#include <limits>
+#include <type_traits>
+
+#include "floats.h"
+#include "opcodes.h"
+
+namespace simulator {
+namespace {
+
+// ---- between integers ----------------------------------------------------------------------------------------------
+
+struct IntegerType {
+  char const* name;
+  Lanes<int64_t> (*read)(Warp& w, uint32_t place, int bits);
+  void (*write)(Warp& w, uint32_t place, int bits, Lanes<int64_t> const& value);
+  int bits;
+};
+
+template <class T, class Register>
+Lanes<int64_t> read_register(Warp& w, uint32_t place) {
+  Lanes<int64_t> result;
+  for (int lane = 0; lane < kLanes; ++lane) {
+    result[lane] = static_cast<int64_t>(static_cast<T>(w.at<Register>(place)[lane]));
+  }
+  return result;
+}
+
+template <class T, class Register>
+void write_register(Warp& w, uint32_t place, Lanes<int64_t> const& value) {
+  Lanes<Register> result;
+  for (int lane = 0; lane < kLanes; ++lane) result[lane] = static_cast<Register>(static_cast<T>(value[lane]));
+  w.write(place, result);
+}
+
+template <class T>
+constexpr IntegerType integer_type(char const* name) {
+  return {name,
+          [](Warp& w, uint32_t place, int bits) {
+            return bits == 16   ? read_register<T, uint16_t>(w, place)
+                   : bits == 32 ? read_register<T, uint32_t>(w, place)
+                                : read_register<T, uint64_t>(w, place);
+          },
+          [](Warp& w, uint32_t place, int bits, Lanes<int64_t> const& value) {
+            if (bits == 16) write_register<T, uint16_t>(w, place, value);
+            if (bits == 32) write_register<T, uint32_t>(w, place, value);
+            if (bits == 64) write_register<T, uint64_t>(w, place, value);
+          },
+          8 * sizeof(T)};
+}
+
+constexpr IntegerType kIntegerTypes[] = {
+    integer_type<int8_t>("s8"),    integer_type<uint8_t>("u8"),   integer_type<int16_t>("s16"),
+    integer_type<uint16_t>("u16"), integer_type<int32_t>("s32"),  integer_type<uint32_t>("u32"),
+    integer_type<int64_t>("s64"),  integer_type<uint64_t>("u64"),
+};
+constexpr uint32_t kTypes = std::size(kIntegerTypes);
+
+void convert_integer(Warp& w, Instruction const& i) {
+  Lanes<int64_t> const value = kIntegerTypes[i.number % kTypes].read(w, i.operand[1], i.bits[1]);
+  kIntegerTypes[i.number / kTypes].write(w, i.operand[0], i.bits[0], value);
+}
+
+void add_integer_conversions(Opcodes& ops) {
+  for (uint32_t to = 0; to < kTypes; ++to) {
+    for (uint32_t from = 0; from < kTypes; ++from) {
+      Slot result{.kind = Slot::Kind::out, .bits = kIntegerTypes[to].bits}, value{.bits = kIntegerTypes[from].bits};
+      ops.add({std::string("cvt.") + kIntegerTypes[to].name + "." + kIntegerTypes[from].name}, convert_integer,
+              {result.of_any_width(), value.of_any_width()}, to * kTypes + from);
+    }
+  }
+}
+
+// ---- between integers and floats -----------------------------------------------------------------------------------
+
+/// NaN becomes 0, and what is too large the nearest number there is. `x` has been rounded.
+template <class Integer, class Float>
+Integer saturated(Float x) {
+  using Limits = std::numeric_limits<Integer>;
+  if (x != x) return 0;
+  if (x <= static_cast<Float>(Limits::min())) return Limits::min();
+  // The largest integer rounds up to a power of two when it has more bits than the float.
+  if (x >= static_cast<Float>(Limits::max())) return Limits::max();
+  return static_cast<Integer>(x);
+}
+
+template <class Integer, class Float, bool ftz>
+void add_from_float(Opcodes& ops, std::string const& types) {
+  std::string const tail = (ftz ? ".ftz" : "") + types;
+  add_elementwise<[](Float x) { return saturated<Integer>(std::trunc(ftz ? flushed(x) : x)); }>(ops,
+                                                                                                {"cvt.rzi" + tail});
+  add_elementwise<[](Float x) { return saturated<Integer>(std::floor(ftz ? flushed(x) : x)); }>(ops,
+                                                                                                {"cvt.rmi" + tail});
+  add_elementwise<[](Float x) { return saturated<Integer>(std::ceil(ftz ? flushed(x) : x)); }>(ops, {"cvt.rpi" + tail});
+  add_elementwise<[](Float x) { return saturated<Integer>(std::nearbyint(ftz ? flushed(x) : x)); }>(ops,
+                                                                                                    {"cvt.rni" + tail});
+}
+
+template <class Integer>
+void add_with_floats(Opcodes& ops, std::string const& type) {
+  if constexpr (sizeof(Integer) <= 4) {  // what is no exact float is infinite as a half
+    add_elementwise<[](Integer x) { return to_float16(static_cast<float>(x)); }>(ops, {"cvt.rn.f16." + type});
+  }
+  add_elementwise<[](Integer x) { return static_cast<float>(x); }>(ops, {"cvt.rn.f32." + type});
+  add_elementwise<[](Integer x) { return static_cast<double>(x); }>(ops, {"cvt.rn.f64." + type});
+  add_from_float<Integer, float, false>(ops, "." + type + ".f32");
+  add_from_float<Integer, float, true>(ops, "." + type + ".f32");
+  add_from_float<Integer, double, false>(ops, "." + type + ".f64");
+}
+
+// ---- between floats ------------------------------------------------------------------------------------------------
+
+uint32_t pair(uint16_t high, uint16_t low) { return uint32_t(high) << 16 | low; }
+
+/// Rounded to nearest, ties away from zero, to 10 bits behind the point.
+float to_tfloat32(float x) {
+  if (!std::isfinite(x)) return canonical(x);
+  return std::bit_cast<float>((std::bit_cast<uint32_t>(x) + 0x1000) & ~0x1fffu);
+}
+
+void add_float_conversions(Opcodes& ops) {
+  add_elementwise<[](float x) { return to_tfloat32(x); }>(ops, {"cvt.rna.tf32.f32"});
+  add_elementwise<[](float x) { return to_float16(x); }>(ops, {"cvt.rn.f16.f32"});
+  add_elementwise<[](float x) { return to_bfloat16(x); }>(ops, {"cvt.rn.bf16.f32"});
+  // The first operand becomes the upper half.
+  add_elementwise<[](float a, float b) { return pair(to_float16(a), to_float16(b)); }>(ops, {"cvt.rn.f16x2.f32"});
+  add_elementwise<[](float a, float b) { return pair(to_bfloat16(a), to_bfloat16(b)); }>(ops, {"cvt.rn.bf16x2.f32"});
+  add_elementwise<[](uint16_t x) { return canonical(from_float16(x)); }>(ops, {"cvt.f32.f16"});
+  add_elementwise<[](uint16_t x) { return canonical(from_bfloat16(x)); }>(ops, {"cvt.f32.bf16"});
+  add_elementwise<[](float x) { return canonical(static_cast<double>(x)); }>(ops, {"cvt.f64.f32"});
+  add_elementwise<[](double x) { return canonical(static_cast<float>(x)); }>(ops, {"cvt.rn.f32.f64"});
+  add_elementwise<[](float x) { return canonical(std::nearbyint(x)); }>(ops, {"cvt.rni.f32.f32"});
+  add_elementwise<[](float x) { return canonical(std::trunc(x)); }>(ops, {"cvt.rzi.f32.f32"});
+  add_elementwise<[](float x) { return canonical(std::floor(x)); }>(ops, {"cvt.rmi.f32.f32"});
+  add_elementwise<[](float x) { return canonical(std::ceil(x)); }>(ops, {"cvt.rpi.f32.f32"});
+  add_elementwise<[](float x) { return 0.f < x ? std::fmin(x, 1.f) : 0.f; }>(ops, {"cvt.sat.f32.f32"});
+}
+
+}  // namespace
+
+void add_conversions(Opcodes& ops) {
+  add_integer_conversions(ops);
+  add_with_floats<int16_t>(ops, "s16");
+  add_with_floats<uint16_t>(ops, "u16");
+  add_with_floats<int32_t>(ops, "s32");
+  add_with_floats<uint32_t>(ops, "u32");
+  add_with_floats<int64_t>(ops, "s64");
+  add_with_floats<uint64_t>(ops, "u64");
+  add_float_conversions(ops);
+}
+
+}  // namespace simulator

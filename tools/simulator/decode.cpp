@@ -1,0 +1,412 @@
+// From statements to instructions: registers get their places, constants and special registers places of their own.
+#include <algorithm>
+#include <map>
+
+#include "block.h"
+#include "opcodes.h"
+
+namespace simulator {
+namespace {
+
+constexpr uint32_t kPlace = 64;  // bytes: what alignment Lanes have
+
+/// Cache hints and memory orders of loads and stores, which change nothing where memory is always up to date.
+bool is_hint(std::string const& part) {
+  static char const* const hints[] = {"nc",  "volatile", "weak", "relaxed", "acquire", "release",
+                                      "cta", "cluster",  "gpu",  "sys",     "ca",      "cg",
+                                      "cs",  "cv",       "wb",   "wt",      "lu"};
+  return part.rfind("L1::", 0) == 0 || part.rfind("L2::", 0) == 0 ||
+         std::find(std::begin(hints), std::end(hints), part) != std::end(hints);
+}
+
+/// The name to look up: of loads and stores, without hints; of moves, with how many parts there are on which side.
+std::string lookup_name(Statement const& statement) {
+  std::string const& opcode = statement.opcode;
+  if (opcode.rfind("mov.b", 0) == 0 && statement.operands.size() == 2) {
+    for (auto const& [operand, direction] :
+         {std::pair(&statement.operands[0], ".unpack"), std::pair(&statement.operands[1], ".pack")}) {
+      if (operand->kind == Operand::Kind::group) return opcode + direction + std::to_string(operand->parts.size());
+    }
+  }
+  if (opcode.rfind("ld.", 0) != 0 && opcode.rfind("st.", 0) != 0) return opcode;
+  std::string name = opcode.substr(0, 2);
+  for (size_t begin = 3; begin <= opcode.size();) {
+    size_t const end = std::min(opcode.find('.', begin), opcode.size());
+    std::string const part = opcode.substr(begin, end - begin);
+    if (!is_hint(part)) name += "." + part;
+    begin = end + 1;
+  }
+  return name;
+}
+
+class Decoder {
+ public:
+  Decoder(Module const& module, Entry const& entry, Globals const& globals) : entry_(entry), globals_(globals) {
+    kernel_.name = entry.name;
+    place_registers();
+    place_parameters();
+    place_shared(module.variables);
+    place_shared(entry.variables);
+    place_dynamic(module.variables);
+    place_local();
+  }
+
+  Kernel kernel() {
+    std::vector<uint32_t> const joins = find_joins(entry_.statements);
+    for (size_t i = 0; i < entry_.statements.size(); ++i) {
+      kernel_.code.push_back(instruction(entry_.statements[i]));
+      kernel_.code.back().join = joins[i];
+    }
+    Statement exit;
+    exit.opcode = "exit";
+    kernel_.code.push_back(instruction(exit));
+    return std::move(kernel_);
+  }
+
+  std::vector<std::string> complaints() {
+    std::map<std::string, std::string> by_opcode;
+    for (Statement const& statement : entry_.statements) {
+      try {
+        instruction(statement);
+      } catch (Error const& error) {
+        by_opcode.try_emplace(statement.opcode, error.what());
+      }
+    }
+    std::vector<std::string> result;
+    for (auto const& [opcode, complaint] : by_opcode) result.push_back(complaint);
+    return result;
+  }
+
+ private:
+  [[noreturn]] void fail(std::string const& what) const {
+    throw Error(entry_.name + ", PTX line " + std::to_string(statement_->line) + ": " + what + " in " +
+                statement_->opcode);
+  }
+
+  // ---- places ------------------------------------------------------------------------------------------------------
+
+  uint32_t new_place(int bits) {
+    uint32_t const offset = kernel_.register_bytes;
+    kernel_.register_bytes += (static_cast<uint32_t>(bits) / 8 * kLanes + kPlace - 1) / kPlace * kPlace;
+    return offset;
+  }
+
+  void place_registers() {
+    for (Register const& reg : entry_.registers) {
+      places_.push_back(reg.bits == 1 ? kernel_.predicates++ : new_place(reg.bits));
+    }
+  }
+
+  void place_parameters() {
+    uint64_t end = 0;
+    for (Variable const& parameter : entry_.parameters) {
+      end = (end + parameter.alignment - 1) / parameter.alignment * parameter.alignment;
+      uint64_t const offset = end;
+      kernel_.parameter_offsets.push_back(static_cast<uint32_t>(offset));
+      kernel_.parameter_sizes.push_back(static_cast<uint32_t>(parameter.bytes));
+      end += parameter.bytes;
+      addresses_[parameter.name] = [offset](Warp const& warp, int) {
+        return reinterpret_cast<uint64_t>(warp.block.launch.parameters) + offset;
+      };
+    }
+    kernel_.parameter_bytes = static_cast<uint32_t>(end);
+  }
+
+  void place_shared(std::vector<Variable> const& variables) {
+    kernel_.dynamic_shared = std::max(kernel_.dynamic_shared, kSharedBase);
+    for (Variable const& variable : variables) {
+      if (variable.space == "shared" && variable.bytes > 0) place_shared(variable, variable.bytes);
+    }
+  }
+
+  void place_shared(Variable const& variable, uint64_t bytes) {
+    uint64_t const offset = (kernel_.dynamic_shared + variable.alignment - 1) / variable.alignment * variable.alignment;
+    constants_by_name_[variable.name] = offset;
+    kernel_.dynamic_shared = static_cast<uint32_t>(offset + bytes);
+  }
+
+  /// Variables without a size are all the same: dynamic shared memory.
+  void place_dynamic(std::vector<Variable> const& variables) {
+    for (Variable const& variable : variables) {
+      if (variable.space == "shared" && variable.bytes == 0) place_shared(variable, 0);
+    }
+    for (Variable const& variable : variables) {
+      if (variable.space == "shared" && variable.bytes == 0) constants_by_name_[variable.name] = kernel_.dynamic_shared;
+    }
+  }
+
+  void place_local() {
+    for (Variable const& variable : entry_.variables) {
+      if (variable.space != "local") continue;
+      uint64_t const offset = (kernel_.local_bytes + variable.alignment - 1) / variable.alignment * variable.alignment;
+      addresses_[variable.name] = [offset](Warp const& warp, int lane) { return warp.local_memory(lane) + offset; };
+      kernel_.local_bytes = static_cast<uint32_t>(offset + variable.bytes);
+    }
+  }
+
+  /// The place of a value that is the same in all warps.
+  uint32_t constant(int bits, uint64_t value) {
+    auto const [found, is_new] = constants_.try_emplace({bits, value});
+    if (is_new) {
+      found->second = new_place(bits);
+      kernel_.constants.push_back({found->second, bits, value});
+    }
+    return found->second;
+  }
+
+  using Value = std::function<uint64_t(Warp const&, int)>;
+
+  uint32_t special(std::string const& name, int bits, Value const& value) {
+    auto const [found, is_new] = specials_.try_emplace({bits, name});
+    if (is_new) {
+      found->second = new_place(bits);
+      kernel_.specials.push_back({found->second, bits, value});
+    }
+    return found->second;
+  }
+
+  static Value special_register(std::string const& name) {
+    static std::map<std::string, Value> const all = [] {
+      std::map<std::string, Value> values;
+      static char const* const axes[] = {"x", "y", "z"};
+      static uint32_t Size3::* const members[] = {&Size3::x, &Size3::y, &Size3::z};
+      for (int axis = 0; axis < 3; ++axis) {
+        std::string const tail = std::string(".") + axes[axis];
+        auto const member = members[axis];
+        values["%tid" + tail] = [axis](Warp const& warp, int lane) {
+          Size3 const& size = warp.block.launch.block;
+          uint64_t const thread = static_cast<uint64_t>(warp.number * kLanes + lane);
+          return axis == 0 ? thread % size.x : axis == 1 ? thread / size.x % size.y : thread / size.x / size.y;
+        };
+        values["%ntid" + tail] = [member](Warp const& warp, int) { return warp.block.launch.block.*member; };
+        values["%ctaid" + tail] = [member](Warp const& warp, int) { return warp.block.index.*member; };
+        values["%nctaid" + tail] = [member](Warp const& warp, int) { return warp.block.launch.grid.*member; };
+      }
+      values["%laneid"] = [](Warp const&, int lane) { return static_cast<uint64_t>(lane); };
+      values["%warpid"] = [](Warp const& warp, int) { return static_cast<uint64_t>(warp.number); };
+      values["%lanemask_eq"] = [](Warp const&, int lane) { return uint64_t(1) << lane; };
+      values["%lanemask_lt"] = [](Warp const&, int lane) { return (uint64_t(1) << lane) - 1; };
+      values["%lanemask_le"] = [](Warp const&, int lane) { return (uint64_t(2) << lane) - 1; };
+      values["%lanemask_ge"] = [](Warp const&, int lane) { return kAllLanes & ~((uint64_t(1) << lane) - 1); };
+      values["%lanemask_gt"] = [](Warp const&, int lane) { return kAllLanes & ~((uint64_t(2) << lane) - 1); };
+      values["%dynamic_smem_size"] = [](Warp const& warp, int) { return warp.block.launch.dynamic_shared; };
+      return values;
+    }();
+    auto const found = all.find(name);
+    return found == all.end() ? Value() : found->second;
+  }
+
+  uint32_t symbol(std::string const& name, int bits, uint64_t offset) {
+    if (auto const found = constants_by_name_.find(name); found != constants_by_name_.end()) {
+      return constant(bits, found->second + offset);
+    }
+    if (auto const found = globals_.find(name); found != globals_.end()) return constant(bits, found->second + offset);
+    Value value = special_register(name);
+    if (auto const found = addresses_.find(name); found != addresses_.end()) value = found->second;
+    if (!value) fail("unknown name " + name);
+    if (offset == 0) return special(name, bits, value);
+    return special(name + "+" + std::to_string(offset), bits,
+                   [value, offset](Warp const& warp, int lane) { return value(warp, lane) + offset; });
+  }
+
+  // ---- statements --------------------------------------------------------------------------------------------------
+
+  Instruction instruction(Statement const& statement) {
+    statement_ = &statement;
+    result_ = {};
+    operands_ = addresses_used_ = widths_ = 0;
+    result_.line = statement.line;
+    result_.target = static_cast<uint32_t>(statement.target);
+    if (statement.guard >= 0) {
+      result_.guard = places_[static_cast<size_t>(statement.guard)] | (statement.guard_negated ? kNegated : 0);
+    }
+    Opcode const* opcode = Opcodes::all().find(lookup_name(statement));
+    if (!opcode) fail("unknown opcode");
+    result_.run = opcode->run;
+    result_.number = opcode->number;
+    result_.count = static_cast<uint32_t>(statement.operands.size());
+    size_t used = 0;
+    for (Slot const& slot : opcode->slots) {
+      bool const left = used < statement.operands.size();
+      if (slot.kind == Slot::Kind::paired_predicate_out) {
+        bool const paired = left && statement.operands[used].paired;
+        push(paired ? predicate(statement.operands[used++]) : kIgnoredPredicate);
+      } else if (left) {
+        fill(slot, statement.operands[used++]);
+      } else if (!slot.optional) {
+        fail("too few operands");
+      }
+    }
+    if (used != statement.operands.size()) fail("too many operands");
+    return result_;
+  }
+
+  void push(uint32_t place) {
+    if (operands_ == std::size(result_.operand)) fail("too many registers");
+    result_.operand[operands_++] = place;
+  }
+
+  void fill(Slot const& slot, Operand const& operand) {
+    switch (slot.kind) {
+      case Slot::Kind::ignored:
+        return;
+      case Slot::Kind::address:
+        return fill_address(operand);
+      case Slot::Kind::predicate_in:
+      case Slot::Kind::predicate_out:
+        return push(predicate(operand));
+      default:
+        break;
+    }
+    bool const group = operand.kind == Operand::Kind::group;
+    if (static_cast<int>(group ? operand.parts.size() : 1) != slot.elements) fail("a vector of another length");
+    if (group) result_.elements = static_cast<uint32_t>(slot.elements);
+    int const bits = slot.any ? width(slot, group ? first_register(operand.parts) : operand) : slot.bits;
+    if (!group) return push(value(slot, operand, bits));
+    for (Operand const& part : operand.parts) push(value(slot, part, bits));
+  }
+
+  static Operand const& first_register(std::vector<Operand> const& parts) {
+    auto const found =
+        std::find_if(parts.begin(), parts.end(), [](Operand const& part) { return part.kind == Operand::Kind::reg; });
+    return found == parts.end() ? parts.front() : *found;
+  }
+
+  /// The width of a register that may have any, which is noted; what is no register has the least.
+  int width(Slot const& slot, Operand const& operand) {
+    int bits = std::max(slot.bits, 16);
+    if (operand.kind == Operand::Kind::reg) bits = entry_.registers[static_cast<size_t>(operand.index)].bits;
+    if (bits < slot.bits || widths_ == std::size(result_.bits)) fail("a register that is too narrow");
+    result_.bits[widths_++] = bits;
+    return bits;
+  }
+
+  uint32_t value(Slot const& slot, Operand const& operand, int bits) {
+    switch (operand.kind) {
+      case Operand::Kind::reg:
+        if (entry_.registers[static_cast<size_t>(operand.index)].bits != bits || operand.negated) {
+          fail("register " + operand.text + " is not of " + std::to_string(bits) + " bits");
+        }
+        return places_[static_cast<size_t>(operand.index)];
+      case Operand::Kind::immediate:
+        if (slot.kind == Slot::Kind::in) return constant(bits, operand.bits);
+        break;
+      case Operand::Kind::symbol:
+        if (slot.kind == Slot::Kind::in) return symbol(operand.text, bits, operand.bits);
+        break;
+      case Operand::Kind::sink:
+        if (slot.kind == Slot::Kind::out) return scratch();
+        break;
+      default:
+        break;
+    }
+    fail("an operand of the wrong kind");
+  }
+
+  uint32_t scratch() {
+    if (!scratch_) scratch_ = new_place(64) + 1;
+    return scratch_ - 1;
+  }
+
+  uint32_t predicate(Operand const& operand) {
+    if (operand.kind == Operand::Kind::immediate) return operand.bits ? kTrue : kFalse;
+    if (operand.kind == Operand::Kind::sink) return kIgnoredPredicate;
+    if (operand.kind != Operand::Kind::reg || entry_.registers[static_cast<size_t>(operand.index)].bits != 1) {
+      fail("an operand that is no predicate");
+    }
+    return places_[static_cast<size_t>(operand.index)] | (operand.negated ? kNegated : 0);
+  }
+
+  void fill_address(Operand const& operand) {
+    if (operand.kind != Operand::Kind::address || addresses_used_ == std::size(result_.address)) {
+      fail("an operand that is no address");
+    }
+    Address& address = result_.address[addresses_used_++];
+    address.offset = static_cast<int64_t>(operand.bits);
+    if (operand.parts.empty()) {
+      address.wide = true;
+      address.base = constant(64, 0);
+    } else if (Operand const& base = operand.parts[0]; base.kind == Operand::Kind::symbol) {
+      address.wide = true;
+      address.base = symbol(base.text, 64, 0);
+    } else {
+      int const bits = entry_.registers[static_cast<size_t>(base.index)].bits;
+      if (base.kind != Operand::Kind::reg || (bits != 32 && bits != 64)) fail("an operand that is no address");
+      address.wide = bits == 64;
+      address.base = places_[static_cast<size_t>(base.index)];
+    }
+    if (operand.parts.size() < 2) return;
+    result_.elements = static_cast<uint32_t>(operand.parts[1].parts.size());  // a tensor's coordinates
+    for (Operand const& coordinate : operand.parts[1].parts) push(value(in<int32_t>(), coordinate, 32));
+  }
+
+  Entry const& entry_;
+  Globals const& globals_;
+  Kernel kernel_;
+  std::vector<uint32_t> places_;  ///< of each register; of a predicate, its number
+  std::map<std::string, uint64_t> constants_by_name_;
+  std::map<std::string, Value> addresses_;
+  std::map<std::pair<int, uint64_t>, uint32_t> constants_;
+  std::map<std::pair<int, std::string>, uint32_t> specials_;
+  uint32_t scratch_ = 0;
+
+  Statement const* statement_ = nullptr;  ///< the one at work
+  Instruction result_;
+  size_t operands_ = 0, addresses_used_ = 0, widths_ = 0;
+};
+
+}  // namespace
+
+Kernel decode(Module const& module, Entry const& entry, Globals const& globals) {
+  return Decoder(module, entry, globals).kernel();
+}
+
+std::vector<std::string> unknown_statements(Module const& module, Entry const& entry, Globals const& globals) {
+  return Decoder(module, entry, globals).complaints();
+}
+
+Opcodes const& Opcodes::all() {
+  static Opcodes const table = [] {
+    Opcodes opcodes;
+    add_arithmetic(opcodes);
+    add_async_copies(opcodes);
+    add_barriers(opcodes);
+    add_bulk_copies(opcodes);
+    add_control(opcodes);
+    add_conversions(opcodes);
+    add_exchange(opcodes);
+    add_logic(opcodes);
+    add_matrix(opcodes);
+    add_memory(opcodes);
+    return opcodes;
+  }();
+  return table;
+}
+
+void Opcodes::add(std::vector<std::string> const& names, Instruction::Run run, std::vector<Slot> const& slots,
+                  uint32_t number) {
+  for (std::string const& name : names) {
+    if (!table_.try_emplace(name, Opcode{run, slots, number}).second) {
+      throw Error("the simulator's table has two opcodes " + name);
+    }
+  }
+}
+
+Alternatives spell(std::initializer_list<Alternatives> parts) {
+  Alternatives names{""};
+  for (Alternatives const& part : parts) {
+    Alternatives longer;
+    for (std::string const& head : names) {
+      for (std::string const& tail : part) longer.push_back(head + tail);
+    }
+    names = longer;
+  }
+  return names;
+}
+
+Opcode const* Opcodes::find(std::string const& name) const {
+  auto const found = table_.find(name);
+  return found == table_.end() ? nullptr : &found->second;
+}
+
+}  // namespace simulator

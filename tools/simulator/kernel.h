@@ -1,0 +1,84 @@
+// A kernel ready to run: PTX statements turned into instructions whose operands are places in a warp's register file.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "ptx.h"
+
+namespace simulator {
+
+class Warp;
+
+constexpr uint32_t kNowhere = ~0u;  ///< no instruction
+
+/// Operands that are predicates are numbers of masks; this bit of one says "not".
+constexpr uint32_t kNegated = 1u << 31;
+enum FixedPredicate : uint32_t { kTrue, kFalse, kIgnoredPredicate, kFixedPredicates };
+
+/// [base + offset]. The base is a register of 64 bits where it is wide, else of 32.
+struct Address {
+  uint32_t base = 0;
+  bool wide = false;
+  int64_t offset = 0;
+};
+
+struct Instruction {
+  using Run = void (*)(Warp&, Instruction const&);
+
+  Run run = nullptr;
+  uint32_t guard = kTrue;
+  uint32_t operand[16] =
+      {};  ///< byte offsets in the register file, or predicates: vectors in parts, addresses left out
+  Address address[3];
+  uint32_t count = 0;        ///< operands that the statement has
+  uint32_t elements = 1;     ///< of the first one that is a vector
+  uint32_t number = 0;       ///< what the opcode table has for the opcode, for handlers that serve several
+  int bits[2] = {0, 0};      ///< width of the registers, of opcodes that take any: the first two such operands
+  uint32_t target = 0;       ///< of a branch
+  uint32_t join = kNowhere;  ///< of a branch: where lanes that part at it meet again
+  int line = 0;
+};
+
+/// A value that all warps find in their register file, written once.
+struct Constant {
+  uint32_t offset;
+  int bits;
+  uint64_t value;
+};
+
+/// A value that depends on the thread, written when a block starts: special registers, addresses of parameters.
+struct Special {
+  uint32_t offset;
+  int bits;
+  std::function<uint64_t(Warp const&, int lane)> value;
+};
+
+struct Kernel {
+  std::string name;
+  std::vector<Instruction> code;  ///< the last one is an exit
+  uint32_t register_bytes = 0, predicates = kFixedPredicates;
+  std::vector<Constant> constants;
+  std::vector<Special> specials;
+  std::vector<uint32_t> parameter_offsets, parameter_sizes;
+  uint32_t parameter_bytes = 0, local_bytes = 0;
+  uint32_t dynamic_shared = 0;  ///< address where dynamic shared memory begins: behind the static variables
+};
+
+/// Where a module's global and constant variables are.
+using Globals = std::map<std::string, uint64_t>;
+
+/// Raises Error for an opcode or an operand that the simulator does not know, with the line.
+Kernel decode(Module const& module, Entry const& entry, Globals const& globals);
+
+/// What decode() complains about, all of it, each opcode once.
+std::vector<std::string> unknown_statements(Module const& module, Entry const& entry, Globals const& globals);
+
+/// For each statement that branches: the statement where the paths of its lanes first meet, or the count of statements
+/// when they only meet at the end. kNowhere for all others.
+std::vector<uint32_t> find_joins(std::vector<Statement> const& statements);
+
+}  // namespace simulator

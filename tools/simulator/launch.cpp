@@ -1,0 +1,107 @@
+#include "launch.h"
+
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <thread>
+
+#include "block.h"
+
+namespace simulator {
+
+uint64_t environment_number(char const* name, uint64_t otherwise) {
+  char const* const text = std::getenv(name);
+  return text && *text ? std::strtoull(text, nullptr, 10) : otherwise;
+}
+
+void Program::parse() {
+  if (parsed_) return;
+  module_ = parse_ptx(text_);
+  for (Variable const& variable : module_.variables) {
+    if (variable.space != "global" && variable.space != "const") continue;
+    memory_.emplace_back(variable.bytes / sizeof(uint64_t) + variable.alignment);
+    uint64_t const begin = reinterpret_cast<uint64_t>(memory_.back().data());
+    uint64_t const address = (begin + variable.alignment - 1) / variable.alignment * variable.alignment;
+    std::memcpy(reinterpret_cast<void*>(address), variable.content.data(), variable.content.size());
+    globals_[variable.name] = address;
+  }
+  parsed_ = true;
+}
+
+Entry const& Program::entry(std::string const& name) const {
+  for (Entry const& entry : module_.entries) {
+    if (entry.name == name) return entry;
+  }
+  throw Error("there is no kernel " + name + " in its program's PTX");
+}
+
+Kernel const& Program::kernel(std::string const& name) {
+  std::lock_guard const lock(mutex_);
+  parse();
+  std::unique_ptr<Kernel>& kernel = kernels_[name];
+  if (!kernel) kernel = std::make_unique<Kernel>(decode(module_, entry(name), globals_));
+  return *kernel;
+}
+
+std::string Program::complaints() {
+  std::string text;
+  try {
+    parse();
+  } catch (Error const& error) {
+    return error.what();
+  }
+  for (Entry const& entry : module_.entries) {
+    for (std::string const& complaint : unknown_statements(module_, entry, globals_)) text += complaint + "\n";
+  }
+  return text;
+}
+
+namespace {
+
+/// A launch's parameters, one after the other as the kernel expects them.
+class Parameters {
+ public:
+  Parameters(Kernel const& kernel, void const* const* arguments) : bytes_(kernel.parameter_bytes + kAlignment) {
+    uint64_t const address = reinterpret_cast<uint64_t>(bytes_.data());
+    begin_ = bytes_.data() + (kAlignment - address % kAlignment) % kAlignment;
+    for (size_t i = 0; i < kernel.parameter_sizes.size(); ++i) {
+      std::memcpy(begin_ + kernel.parameter_offsets[i], arguments[i], kernel.parameter_sizes[i]);
+    }
+  }
+  std::byte const* begin() const { return begin_; }
+
+ private:
+  static constexpr size_t kAlignment = 128;  // a tensor map's, the largest there is
+  std::vector<std::byte> bytes_;
+  std::byte* begin_;
+};
+
+}  // namespace
+
+void run(Kernel const& kernel, Size3 grid, Size3 block_size, uint32_t dynamic_shared, void const* const* arguments,
+         uint64_t seed) {
+  Parameters const parameters(kernel, arguments);
+  Launch const launch{kernel, grid, block_size, dynamic_shared, parameters.begin(), seed};
+  uint64_t const blocks = uint64_t(grid.x) * grid.y * grid.z;
+  std::atomic<uint64_t> next{0};
+  std::mutex mutex;
+  std::string failure;
+  auto const work = [&] {
+    try {
+      Block block(launch);
+      for (uint64_t i; (i = next++) < blocks;) block.run((i + seed) % blocks);
+    } catch (Error const& error) {
+      std::lock_guard const lock(mutex);
+      failure = error.what();
+      next = blocks;
+    }
+  };
+  uint64_t const threads = environment_number("CUTLASS_FMHA_SIMULATOR_THREADS", 1);
+  std::vector<std::thread> others;
+  for (uint64_t i = 1; i < std::min(threads, blocks); ++i) others.emplace_back(work);
+  work();
+  for (std::thread& other : others) other.join();
+  if (!failure.empty()) throw Error(failure);
+}
+
+}  // namespace simulator

@@ -1,0 +1,266 @@
+// Bits, comparisons, selections and moves.
+#include <algorithm>
+
+#include "opcodes.h"
+
+namespace simulator {
+namespace {
+
+// ---- predicates ----------------------------------------------------------------------------------------------------
+
+void and_predicates(Warp& w, Instruction const& i) {
+  w.set_predicate(i.operand[0], w.predicate(i.operand[1]) & w.predicate(i.operand[2]));
+}
+void or_predicates(Warp& w, Instruction const& i) {
+  w.set_predicate(i.operand[0], w.predicate(i.operand[1]) | w.predicate(i.operand[2]));
+}
+void xor_predicates(Warp& w, Instruction const& i) {
+  w.set_predicate(i.operand[0], w.predicate(i.operand[1]) ^ w.predicate(i.operand[2]));
+}
+void not_predicate(Warp& w, Instruction const& i) { w.set_predicate(i.operand[0], ~w.predicate(i.operand[1])); }
+void move_predicate(Warp& w, Instruction const& i) { w.set_predicate(i.operand[0], w.predicate(i.operand[1])); }
+
+// ---- setp ----------------------------------------------------------------------------------------------------------
+
+/// What a comparison is combined with: Instruction::number of setp.
+enum Combination : uint32_t { kAlone, kAnd, kOr, kXor };
+
+template <auto compare, class T>
+void set_predicate(Warp& w, Instruction const& i) {
+  Lanes<T> const &a = w.at<T>(i.operand[2]), &b = w.at<T>(i.operand[3]);
+  Mask const holds = mask_of([&](int lane) { return compare(a[lane], b[lane]); });
+  Mask const other = i.number == kAlone ? 0 : w.predicate(i.operand[4]);
+  auto const combined = [&](Mask x) {
+    return i.number == kAnd ? x & other : i.number == kOr ? x | other : i.number == kXor ? x ^ other : x;
+  };
+  w.set_predicate(i.operand[0], combined(holds));
+  w.set_predicate(i.operand[1], combined(~holds));
+}
+
+template <class T, auto compare>
+void add_comparison(Opcodes& ops, Alternatives const& names, std::string const& type) {
+  std::vector<Slot> slots{kPredicateOut, kPairedPredicateOut, in<T>(), in<T>()};
+  ops.add(spell({{"setp."}, names, {type}}), set_predicate<compare, T>, slots, kAlone);
+  slots.push_back(kPredicateIn);
+  ops.add(spell({{"setp."}, names, {".and" + type}}), set_predicate<compare, T>, slots, kAnd);
+  ops.add(spell({{"setp."}, names, {".or" + type}}), set_predicate<compare, T>, slots, kOr);
+  ops.add(spell({{"setp."}, names, {".xor" + type}}), set_predicate<compare, T>, slots, kXor);
+}
+
+template <class T>
+void add_integer_comparisons(Opcodes& ops, std::string const& type) {
+  add_comparison<T, [](T a, T b) { return a == b; }>(ops, {"eq"}, type);
+  add_comparison<T, [](T a, T b) { return a != b; }>(ops, {"ne"}, type);
+  if (type[1] == 'b') return;  // bits are equal or not, and have no order
+  add_comparison<T, [](T a, T b) { return a < b; }>(ops, {"lt", "lo"}, type);
+  add_comparison<T, [](T a, T b) { return a <= b; }>(ops, {"le", "ls"}, type);
+  add_comparison<T, [](T a, T b) { return b < a; }>(ops, {"gt", "hi"}, type);
+  add_comparison<T, [](T a, T b) { return b <= a; }>(ops, {"ge", "hs"}, type);
+}
+
+/// Those with a "u" also hold where an operand is NaN.
+template <class T>
+void add_float_comparisons(Opcodes& ops, std::string const& type) {
+  add_comparison<T, [](T a, T b) { return a == b; }>(ops, {"eq"}, type);
+  add_comparison<T, [](T a, T b) { return a < b || b < a; }>(ops, {"ne"}, type);
+  add_comparison<T, [](T a, T b) { return a < b; }>(ops, {"lt"}, type);
+  add_comparison<T, [](T a, T b) { return a <= b; }>(ops, {"le"}, type);
+  add_comparison<T, [](T a, T b) { return b < a; }>(ops, {"gt"}, type);
+  add_comparison<T, [](T a, T b) { return b <= a; }>(ops, {"ge"}, type);
+  add_comparison<T, [](T a, T b) { return !(a < b || b < a); }>(ops, {"equ"}, type);
+  add_comparison<T, [](T a, T b) { return a != b; }>(ops, {"neu"}, type);
+  add_comparison<T, [](T a, T b) { return !(b <= a); }>(ops, {"ltu"}, type);
+  add_comparison<T, [](T a, T b) { return !(b < a); }>(ops, {"leu"}, type);
+  add_comparison<T, [](T a, T b) { return !(a <= b); }>(ops, {"gtu"}, type);
+  add_comparison<T, [](T a, T b) { return !(a < b); }>(ops, {"geu"}, type);
+  add_comparison<T, [](T a, T b) { return a == a && b == b; }>(ops, {"num"}, type);
+  add_comparison<T, [](T a, T b) { return a != a || b != b; }>(ops, {"nan"}, type);
+}
+
+// ---- selections and moves ------------------------------------------------------------------------------------------
+
+template <class T>
+void select(Warp& w, Instruction const& i) {
+  Mask const first = w.predicate(i.operand[3]);
+  Lanes<T> const &a = w.at<T>(i.operand[1]), &b = w.at<T>(i.operand[2]);
+  Lanes<T> result;
+  for (int lane = 0; lane < kLanes; ++lane) result[lane] = first >> lane & 1 ? a[lane] : b[lane];
+  w.write(i.operand[0], result);
+}
+
+template <class T>
+void move(Warp& w, Instruction const& i) {
+  w.write(i.operand[0], Lanes<T>(w.at<T>(i.operand[1])));
+}
+
+/// mov.b32 %r, {%rs1, %rs2} and the like: the first part is the low one.
+template <class Whole, class Part>
+void pack(Warp& w, Instruction const& i) {
+  Lanes<Whole> result{};
+  for (size_t part = 0; part < sizeof(Whole) / sizeof(Part); ++part) {
+    Lanes<Part> const& from = w.at<Part>(i.operand[1 + part]);
+    for (int lane = 0; lane < kLanes; ++lane) {
+      result[lane] = static_cast<Whole>(result[lane] | static_cast<Whole>(from[lane]) << 8 * sizeof(Part) * part);
+    }
+  }
+  w.write(i.operand[0], result);
+}
+
+template <class Whole, class Part>
+void unpack(Warp& w, Instruction const& i) {
+  size_t const parts = sizeof(Whole) / sizeof(Part);
+  Lanes<Whole> const from = w.at<Whole>(i.operand[parts]);
+  for (size_t part = 0; part < parts; ++part) {
+    Lanes<Part> result;
+    for (int lane = 0; lane < kLanes; ++lane) {
+      result[lane] = static_cast<Part>(from[lane] >> 8 * sizeof(Part) * part);
+    }
+    w.write(i.operand[part], result);
+  }
+}
+
+template <class T>
+void add_bits(Opcodes& ops, std::string const& type, std::string const& bits) {
+  add_elementwise<[](T a, T b) { return static_cast<T>(a & b); }>(ops, {"and" + type});
+  add_elementwise<[](T a, T b) { return static_cast<T>(a | b); }>(ops, {"or" + type});
+  add_elementwise<[](T a, T b) { return static_cast<T>(a ^ b); }>(ops, {"xor" + type});
+  add_elementwise<[](T a) { return static_cast<T>(~a); }>(ops, {"not" + type});
+  // Shifts by more bits than there are leave nothing, or the sign.
+  constexpr uint32_t size = 8 * sizeof(T);
+  using Signed = std::make_signed_t<T>;
+  add_elementwise<[](T a, uint32_t n) { return n < size ? static_cast<T>(a << n) : T(0); }>(ops, {"shl" + type});
+  add_elementwise<[](T a, uint32_t n) { return n < size ? static_cast<T>(a >> n) : T(0); }>(
+      ops, spell({{"shr"}, {type, ".u" + bits}}));
+  add_elementwise<[](T a, uint32_t n) { return static_cast<T>(static_cast<Signed>(a) >> std::min(n, size - 1)); }>(
+      ops, {"shr.s" + bits});
+  Alternatives const types = spell({{"."}, {"b", "u", "s"}, {bits}});
+  ops.add(spell({{"selp"}, types}), select<T>, {out<T>(), in<T>(), in<T>(), kPredicateIn});
+  ops.add(spell({{"mov"}, {".u" + bits, ".s" + bits}}), move<T>, {out<T>(), in<T>()});
+}
+
+// ---- fields of bits ------------------------------------------------------------------------------------------------
+
+template <class T>
+constexpr T low_bits(uint32_t count) {
+  return count >= 8 * sizeof(T) ? static_cast<T>(-1) : static_cast<T>((T(1) << count) - 1);
+}
+
+template <class T>
+constexpr T extract(T a, uint32_t begin, uint32_t length) {
+  using Bits = std::make_unsigned_t<T>;
+  constexpr uint32_t size = 8 * sizeof(T);
+  begin &= 255, length &= 255;
+  Bits const field = static_cast<Bits>((begin < size ? static_cast<Bits>(a) >> begin : 0) & low_bits<Bits>(length));
+  if (!std::is_signed_v<T> || length == 0) return static_cast<T>(field);
+  // The field's sign: its last bit, or the number's when the field ends beyond it.
+  uint32_t const last = std::min(begin + length - 1, size - 1);
+  bool const negative = static_cast<Bits>(a) >> last & 1;
+  return static_cast<T>(negative ? field | ~low_bits<Bits>(std::min(length, size - std::min(begin, size))) : field);
+}
+
+template <class T>
+constexpr T insert(T a, T b, uint32_t begin, uint32_t length) {
+  begin &= 255, length &= 255;
+  if (begin >= 8 * sizeof(T)) return b;
+  T const mask = static_cast<T>(low_bits<T>(length) << begin);
+  return static_cast<T>((a << begin & mask) | (b & ~mask));
+}
+
+constexpr uint32_t permute(uint32_t a, uint32_t b, uint32_t selector) {
+  uint64_t const bytes = uint64_t(b) << 32 | a;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) {
+    uint32_t const choice = selector >> 4 * i & 15, byte = bytes >> 8 * (choice & 7) & 255;
+    result |= (choice & 8 ? (byte & 128 ? 255u : 0u) : byte) << 8 * i;
+  }
+  return result;
+}
+
+constexpr uint32_t logic3(uint32_t a, uint32_t b, uint32_t c, uint32_t table) {
+  uint32_t result = 0;
+  for (uint32_t row = 0; row < 8; ++row) {
+    uint32_t const here = (row & 4 ? a : ~a) & (row & 2 ? b : ~b) & (row & 1 ? c : ~c);
+    result |= table >> row & 1 ? here : 0;
+  }
+  return result;
+}
+
+constexpr uint32_t reverse_bits(uint32_t x) {
+  uint32_t result = 0;
+  for (int i = 0; i < 32; ++i) result |= (x >> i & 1) << (31 - i);
+  return result;
+}
+
+void add_fields(Opcodes& ops) {
+  add_elementwise<[](uint32_t a, uint32_t b, uint32_t c) { return extract(a, b, c); }>(ops, {"bfe.u32"});
+  add_elementwise<[](int32_t a, uint32_t b, uint32_t c) { return extract(a, b, c); }>(ops, {"bfe.s32"});
+  add_elementwise<[](uint64_t a, uint32_t b, uint32_t c) { return extract(a, b, c); }>(ops, {"bfe.u64"});
+  add_elementwise<[](int64_t a, uint32_t b, uint32_t c) { return extract(a, b, c); }>(ops, {"bfe.s64"});
+  add_elementwise<[](uint32_t a, uint32_t b, uint32_t c, uint32_t d) { return insert(a, b, c, d); }>(ops, {"bfi.b32"});
+  add_elementwise<[](uint64_t a, uint64_t b, uint32_t c, uint32_t d) { return insert(a, b, c, d); }>(ops, {"bfi.b64"});
+  add_elementwise<[](uint32_t a, uint32_t b, uint32_t c) { return permute(a, b, c); }>(ops, {"prmt.b32"});
+  add_elementwise<[](uint32_t a, uint32_t b, uint32_t c, uint32_t d) { return logic3(a, b, c, d); }>(ops, {"lop3.b32"});
+  // shf shifts the 64 bits {b, a}, a being the low ones.
+  add_elementwise<[](uint32_t a, uint32_t b, uint32_t n) {
+    return static_cast<uint32_t>((uint64_t(b) << 32 | a) << (n & 31) >> 32);
+  }>(ops, {"shf.l.wrap.b32"});
+  add_elementwise<[](uint32_t a, uint32_t b, uint32_t n) {
+    return static_cast<uint32_t>((uint64_t(b) << 32 | a) >> (n & 31));
+  }>(ops, {"shf.r.wrap.b32"});
+  add_elementwise<[](uint32_t a, uint32_t b, uint32_t n) {
+    return static_cast<uint32_t>((uint64_t(b) << 32 | a) << std::min(n, 32u) >> 32);
+  }>(ops, {"shf.l.clamp.b32"});
+  add_elementwise<[](uint32_t a, uint32_t b, uint32_t n) {
+    return static_cast<uint32_t>((uint64_t(b) << 32 | a) >> std::min(n, 32u));
+  }>(ops, {"shf.r.clamp.b32"});
+  add_elementwise<[](uint32_t a) { return static_cast<uint32_t>(std::popcount(a)); }>(ops, {"popc.b32"});
+  add_elementwise<[](uint64_t a) { return static_cast<uint32_t>(std::popcount(a)); }>(ops, {"popc.b64"});
+  add_elementwise<[](uint32_t a) { return static_cast<uint32_t>(std::countl_zero(a)); }>(ops, {"clz.b32"});
+  add_elementwise<[](uint64_t a) { return static_cast<uint32_t>(std::countl_zero(a)); }>(ops, {"clz.b64"});
+  add_elementwise<[](uint32_t a) { return reverse_bits(a); }>(ops, {"brev.b32"});
+  add_elementwise<[](uint32_t a) { return a ? 31u - static_cast<uint32_t>(std::countl_zero(a)) : ~0u; }>(ops,
+                                                                                                         {"bfind.u32"});
+}
+
+}  // namespace
+
+void add_logic(Opcodes& ops) {
+  ops.add({"and.pred"}, and_predicates, {kPredicateOut, kPredicateIn, kPredicateIn});
+  ops.add({"or.pred"}, or_predicates, {kPredicateOut, kPredicateIn, kPredicateIn});
+  ops.add({"xor.pred"}, xor_predicates, {kPredicateOut, kPredicateIn, kPredicateIn});
+  ops.add({"not.pred"}, not_predicate, {kPredicateOut, kPredicateIn});
+  ops.add({"mov.pred"}, move_predicate, {kPredicateOut, kPredicateIn});
+
+  add_integer_comparisons<int16_t>(ops, ".s16");
+  add_integer_comparisons<uint16_t>(ops, ".u16");
+  add_integer_comparisons<int32_t>(ops, ".s32");
+  add_integer_comparisons<uint32_t>(ops, ".u32");
+  add_integer_comparisons<int64_t>(ops, ".s64");
+  add_integer_comparisons<uint64_t>(ops, ".u64");
+  add_integer_comparisons<uint16_t>(ops, ".b16");
+  add_integer_comparisons<uint32_t>(ops, ".b32");
+  add_integer_comparisons<uint64_t>(ops, ".b64");
+  add_float_comparisons<float>(ops, ".f32");
+  add_float_comparisons<double>(ops, ".f64");
+
+  add_bits<uint16_t>(ops, ".b16", "16");
+  add_bits<uint32_t>(ops, ".b32", "32");
+  add_bits<uint64_t>(ops, ".b64", "64");
+  ops.add({"selp.f32"}, select<uint32_t>, {out<uint32_t>(), in<uint32_t>(), in<uint32_t>(), kPredicateIn});
+  ops.add({"selp.f64"}, select<uint64_t>, {out<uint64_t>(), in<uint64_t>(), in<uint64_t>(), kPredicateIn});
+  ops.add({"mov.f32"}, move<uint32_t>, {out<uint32_t>(), in<uint32_t>()});
+  ops.add({"mov.f64"}, move<uint64_t>, {out<uint64_t>(), in<uint64_t>()});
+  ops.add({"mov.b16"}, move<uint16_t>, {out<uint16_t>(), in<uint16_t>()});
+  ops.add({"mov.b32"}, move<uint32_t>, {out<uint32_t>(), in<uint32_t>()});
+  ops.add({"mov.b64"}, move<uint64_t>, {out<uint64_t>(), in<uint64_t>()});
+  // The decoder's names for moves from and to {a, b, ...}.
+  ops.add({"mov.b32.pack2"}, pack<uint32_t, uint16_t>, {out<uint32_t>(), in<uint16_t>().of(2)});
+  ops.add({"mov.b64.pack2"}, pack<uint64_t, uint32_t>, {out<uint64_t>(), in<uint32_t>().of(2)});
+  ops.add({"mov.b64.pack4"}, pack<uint64_t, uint16_t>, {out<uint64_t>(), in<uint16_t>().of(4)});
+  ops.add({"mov.b32.unpack2"}, unpack<uint32_t, uint16_t>, {out<uint16_t>().of(2), in<uint32_t>()});
+  ops.add({"mov.b64.unpack2"}, unpack<uint64_t, uint32_t>, {out<uint32_t>().of(2), in<uint64_t>()});
+  ops.add({"mov.b64.unpack4"}, unpack<uint64_t, uint16_t>, {out<uint16_t>().of(4), in<uint64_t>()});
+  add_fields(ops);
+}
+
+}  // namespace simulator

@@ -1,0 +1,191 @@
+// Loads, stores and atomics, and addresses of the several kinds of memory.
+#include <algorithm>
+#include <cstring>
+
+#include "block.h"
+#include "opcodes.h"
+
+namespace simulator {
+namespace {
+
+/// The memory at an address: global, constant, local and parameter memory is the process's own.
+std::byte* ordinary(Warp& w, uint64_t address, uint32_t bytes) {
+  constexpr uint64_t kFirstPage = 65536;  // nothing is ever there
+  if (address < kFirstPage) w.fail("address " + std::to_string(address));
+  if (address % bytes != 0) w.fail("address " + std::to_string(address) + " is not aligned");
+  return reinterpret_cast<std::byte*>(address);
+}
+
+enum Space : uint32_t { kGeneric, kOrdinary, kShared };
+
+std::byte* memory(Warp& w, Space space, uint64_t address, uint32_t bytes) {
+  uint64_t const offset = address - w.block.shared_window();
+  if (space == kGeneric && offset < kSharedWindow) space = kShared, address = offset;
+  if (space == kShared) return w.block.shared(w, static_cast<uint32_t>(address), bytes);
+  return ordinary(w, address, bytes);
+}
+
+// ---- ld and st -----------------------------------------------------------------------------------------------------
+
+template <class T, class Register>
+void load_to(Warp& w, Instruction const& i) {
+  uint32_t const n = i.elements;
+  for_lanes(w.active, [&](int lane) {
+    uint64_t const address = address_of(w, i.address[0], lane);
+    std::byte const* from = memory(w, static_cast<Space>(i.number), address, sizeof(T) * n);
+    T values[8];
+    std::memcpy(values, from, sizeof(T) * n);
+    for (uint32_t e = 0; e < n; ++e) w.at<Register>(i.operand[e])[lane] = static_cast<Register>(values[e]);
+  });
+}
+
+template <class T>
+void load(Warp& w, Instruction const& i) {
+  if (i.bits[0] == 64) return load_to<T, uint64_t>(w, i);
+  if constexpr (sizeof(T) <= 4) {
+    if (i.bits[0] == 32) return load_to<T, uint32_t>(w, i);
+  }
+  if constexpr (sizeof(T) <= 2) load_to<T, uint16_t>(w, i);
+}
+
+template <class T, class Register>
+void store_from(Warp& w, Instruction const& i) {
+  uint32_t const n = i.elements;
+  for_lanes(w.active, [&](int lane) {
+    T values[8];
+    for (uint32_t e = 0; e < n; ++e) values[e] = static_cast<T>(w.at<Register>(i.operand[e])[lane]);
+    uint64_t const address = address_of(w, i.address[0], lane);
+    std::memcpy(memory(w, static_cast<Space>(i.number), address, sizeof(T) * n), values, sizeof(T) * n);
+  });
+}
+
+template <class T>
+void store(Warp& w, Instruction const& i) {
+  if (i.bits[0] == 64) return store_from<T, uint64_t>(w, i);
+  if constexpr (sizeof(T) <= 4) {
+    if (i.bits[0] == 32) return store_from<T, uint32_t>(w, i);
+  }
+  if constexpr (sizeof(T) <= 2) store_from<T, uint16_t>(w, i);
+}
+
+struct NamedSpace {
+  char const* name;
+  Space space;
+};
+constexpr NamedSpace kSpaces[] = {{"", kGeneric},        {".global", kOrdinary},    {".const", kOrdinary},
+                                  {".local", kOrdinary}, {".param", kOrdinary},     {".param::entry", kOrdinary},
+                                  {".shared", kShared},  {".shared::cta", kShared}, {".shared::cluster", kShared}};
+
+template <class T>
+void add_type(Opcodes& ops, Alternatives const& types) {
+  for (auto const& [name, space] : kSpaces) {
+    for (int n : {1, 2, 4, 8}) {
+      if (n * sizeof(T) > 32) continue;
+      std::string const vector = n == 1 ? "" : ".v" + std::to_string(n);
+      ops.add(spell({{"ld"}, {name + vector}, types}), load<T>, {out<T>().of(n).of_any_width(), kAddress}, space);
+      ops.add(spell({{"st"}, {name + vector}, types}), store<T>, {kAddress, in<T>().of(n).of_any_width()}, space);
+    }
+  }
+}
+
+// ---- atomics -------------------------------------------------------------------------------------------------------
+
+/// Lanes take effect one after the other, in no order that a program may rely on. A red has no result.
+template <class T, auto function, bool returns>
+void change(Warp& w, Instruction const& i) {
+  for_lanes(w.active, [&](int lane) {
+    std::byte* at = memory(w, static_cast<Space>(i.number), address_of(w, i.address[0], lane), sizeof(T));
+    T old;
+    std::memcpy(&old, at, sizeof(T));
+    T const result = function(old, w.at<T>(i.operand[returns])[lane]);
+    std::memcpy(at, &result, sizeof(T));
+    if (returns) w.at<T>(i.operand[0])[lane] = old;
+  });
+}
+
+template <class T>
+void compare_and_swap(Warp& w, Instruction const& i) {
+  for_lanes(w.active, [&](int lane) {
+    std::byte* at = memory(w, static_cast<Space>(i.number), address_of(w, i.address[0], lane), sizeof(T));
+    T old;
+    std::memcpy(&old, at, sizeof(T));
+    if (old == w.at<T>(i.operand[1])[lane]) std::memcpy(at, &w.at<T>(i.operand[2])[lane], sizeof(T));
+    w.at<T>(i.operand[0])[lane] = old;
+  });
+}
+
+Alternatives const kOrders{"", ".relaxed", ".acquire", ".release", ".acq_rel"};
+Alternatives const kScopes{"", ".cta", ".gpu", ".sys"};
+constexpr NamedSpace kAtomicSpaces[] = {{"", kGeneric}, {".global", kOrdinary}, {".shared", kShared}};
+
+template <class T, auto function>
+void add_atomic(Opcodes& ops, std::string const& name) {
+  for (auto const& [space_name, space] : kAtomicSpaces) {
+    ops.add(spell({{"atom"}, kOrders, kScopes, {space_name + name}}), change<T, function, true>,
+            {out<T>(), kAddress, in<T>()}, space);
+    ops.add(spell({{"red"}, kOrders, kScopes, {space_name + name}}), change<T, function, false>, {kAddress, in<T>()},
+            space);
+  }
+}
+
+void add_atomics(Opcodes& ops) {
+  add_atomic<uint32_t, [](uint32_t a, uint32_t b) { return a + b; }>(ops, ".add.u32");
+  add_atomic<int32_t, [](int32_t a, int32_t b) { return a + b; }>(ops, ".add.s32");
+  add_atomic<uint64_t, [](uint64_t a, uint64_t b) { return a + b; }>(ops, ".add.u64");
+  add_atomic<float, [](float a, float b) { return a + b; }>(ops, ".add.f32");
+  add_atomic<double, [](double a, double b) { return a + b; }>(ops, ".add.f64");
+  add_atomic<uint32_t, [](uint32_t a, uint32_t b) { return std::min(a, b); }>(ops, ".min.u32");
+  add_atomic<uint32_t, [](uint32_t a, uint32_t b) { return std::max(a, b); }>(ops, ".max.u32");
+  add_atomic<int32_t, [](int32_t a, int32_t b) { return std::min(a, b); }>(ops, ".min.s32");
+  add_atomic<int32_t, [](int32_t a, int32_t b) { return std::max(a, b); }>(ops, ".max.s32");
+  add_atomic<uint32_t, [](uint32_t a, uint32_t b) { return a & b; }>(ops, ".and.b32");
+  add_atomic<uint32_t, [](uint32_t a, uint32_t b) { return a | b; }>(ops, ".or.b32");
+  add_atomic<uint32_t, [](uint32_t a, uint32_t b) { return a >= b ? 0 : a + 1; }>(ops, ".inc.u32");
+  add_atomic<uint32_t, [](uint32_t, uint32_t b) { return b; }>(ops, ".exch.b32");
+  for (auto const& [name, space] : kAtomicSpaces) {
+    ops.add(spell({{"atom"}, kOrders, kScopes, {std::string(name) + ".cas.b32"}}), compare_and_swap<uint32_t>,
+            {out<uint32_t>(), kAddress, in<uint32_t>(), in<uint32_t>()}, space);
+    ops.add(spell({{"atom"}, kOrders, kScopes, {std::string(name) + ".cas.b64"}}), compare_and_swap<uint64_t>,
+            {out<uint64_t>(), kAddress, in<uint64_t>(), in<uint64_t>()}, space);
+  }
+}
+
+// ---- addresses -----------------------------------------------------------------------------------------------------
+
+/// Between addresses of shared memory and generic ones, which are the process's own.
+template <int sign>
+void convert_shared_address(Warp& w, Instruction const& i) {
+  Lanes<uint64_t> result;
+  for (int lane = 0; lane < kLanes; ++lane) {
+    result[lane] = w.at<uint64_t>(i.operand[1])[lane] + sign * w.block.shared_window();
+  }
+  w.write(i.operand[0], result);
+}
+
+void copy_address(Warp& w, Instruction const& i) {
+  w.write(i.operand[0], Lanes<uint64_t>(w.at<uint64_t>(i.operand[1])));
+}
+
+}  // namespace
+
+void add_memory(Opcodes& ops) {
+  add_type<uint8_t>(ops, {".u8", ".b8"});
+  add_type<int8_t>(ops, {".s8"});
+  add_type<uint16_t>(ops, {".u16", ".b16"});
+  add_type<int16_t>(ops, {".s16"});
+  add_type<uint32_t>(ops, {".u32", ".b32", ".f32"});
+  add_type<int32_t>(ops, {".s32"});
+  add_type<uint64_t>(ops, {".u64", ".b64", ".f64", ".s64"});
+  add_atomics(ops);
+
+  Slot const address = in<uint64_t>(), result = out<uint64_t>();
+  ops.add(spell({{"cvta", "cvta.to"}, {".global", ".const", ".local", ".param"}, {".u64"}}), copy_address,
+          {result, address});
+  ops.add(spell({{"cvta.shared"}, {".u64"}}), convert_shared_address<1>, {result, address});
+  ops.add(spell({{"cvta.to.shared"}, {".u64"}}), convert_shared_address<-1>, {result, address});
+  ops.add({"prefetch.global.L1", "prefetch.global.L2", "prefetch.L1", "prefetch.L2", "prefetchu.L1",
+           "prefetch.tensormap", "prefetch.param.tensormap"},
+          do_nothing, {kAddress});
+}
+
+}  // namespace simulator

@@ -1,0 +1,128 @@
+// The table of opcodes: for each one, spelt out with its modifiers, what runs it and which operands it takes. An opcode
+// that is not in it is an error, never a guess.
+#pragma once
+
+#include <initializer_list>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "kernel.h"
+#include "warp.h"
+
+namespace simulator {
+
+/// An operand in an opcode's signature.
+struct Slot {
+  enum class Kind { in, out, predicate_in, predicate_out, paired_predicate_out, address, ignored };
+  Kind kind = Kind::in;
+  int bits = 0;      ///< of the register; where `any`, at least so many
+  int elements = 1;  ///< {a, b, ...}
+  bool any = false;  ///< a register of any width, which goes to Instruction::bits
+  bool optional = false;
+
+  Slot of(int count) const {
+    return with([&](Slot& s) { s.elements = count; });
+  }
+  Slot of_any_width() const {
+    return with([&](Slot& s) { s.any = true; });
+  }
+  Slot or_nothing() const {
+    return with([&](Slot& s) { s.optional = true; });
+  }
+
+ private:
+  template <class Change>
+  Slot with(Change const& change) const {
+    Slot result = *this;
+    change(result);
+    return result;
+  }
+};
+
+template <class T>
+constexpr Slot in() {
+  return {.kind = Slot::Kind::in, .bits = 8 * sizeof(T)};
+}
+template <class T>
+constexpr Slot out() {
+  return {.kind = Slot::Kind::out, .bits = 8 * sizeof(T)};
+}
+constexpr Slot kPredicateIn{.kind = Slot::Kind::predicate_in}, kPredicateOut{.kind = Slot::Kind::predicate_out};
+constexpr Slot kPairedPredicateOut{.kind = Slot::Kind::paired_predicate_out};  ///< "%r1|%p1", and may be left out
+constexpr Slot kAddress{.kind = Slot::Kind::address};
+constexpr Slot kIgnored{.kind = Slot::Kind::ignored};  ///< a cache policy, say
+
+struct Opcode {
+  Instruction::Run run;
+  std::vector<Slot> slots;
+  uint32_t number = 0;
+};
+
+class Opcodes {
+ public:
+  static Opcodes const& all();
+
+  /// Names that are one already are an error of the table.
+  void add(std::vector<std::string> const& names, Instruction::Run run, std::vector<Slot> const& slots,
+           uint32_t number = 0);
+  Opcode const* find(std::string const& name) const;
+
+ private:
+  std::unordered_map<std::string, Opcode> table_;
+};
+
+/// Every spelling of a name whose parts have alternatives: spell({{"a", "b"}, {"", ".x"}}) is a, a.x, b, b.x.
+using Alternatives = std::vector<std::string>;
+Alternatives spell(std::initializer_list<Alternatives> parts);
+
+// Each file of instructions adds its own.
+void add_arithmetic(Opcodes& opcodes);
+void add_async_copies(Opcodes& opcodes);
+void add_barriers(Opcodes& opcodes);
+void add_bulk_copies(Opcodes& opcodes);
+void add_control(Opcodes& opcodes);
+void add_conversions(Opcodes& opcodes);
+void add_exchange(Opcodes& opcodes);
+void add_logic(Opcodes& opcodes);
+void add_matrix(Opcodes& opcodes);
+void add_memory(Opcodes& opcodes);
+
+// ---- for handlers --------------------------------------------------------------------------------------------------
+
+inline uint64_t address_of(Warp& w, Address const& address, int lane) {
+  uint64_t const base = address.wide ? w.at<uint64_t>(address.base)[lane] : w.at<uint32_t>(address.base)[lane];
+  return base + static_cast<uint64_t>(address.offset);
+}
+inline uint32_t shared_address_of(Warp& w, Address const& address, int lane) {
+  return static_cast<uint32_t>(address_of(w, address, lane));
+}
+
+inline void do_nothing(Warp&, Instruction const&) {}
+
+/// Adds an opcode whose result is function(operands...), lane by lane. The function's types say how wide they are.
+template <auto function>
+struct Elementwise {
+  template <class R, class... A>
+  static void add(Opcodes& opcodes, std::vector<std::string> const& names, R (*)(A...)) {
+    opcodes.add(names, &run<R, A...>, {out<R>(), in<A>()...});
+  }
+  template <class R, class... A>
+  static void run(Warp& w, Instruction const& i) {
+    run_on<R, A...>(w, i, std::index_sequence_for<A...>());
+  }
+  template <class R, class... A, size_t... n>
+  static void run_on(Warp& w, Instruction const& i, std::index_sequence<n...>) {
+    Lanes<R> result;
+    for (int lane = 0; lane < kLanes; ++lane) result[lane] = function(w.at<A>(i.operand[n + 1])[lane]...);
+    w.write(i.operand[0], result);
+  }
+};
+
+template <auto function>
+void add_elementwise(Opcodes& opcodes, std::vector<std::string> const& names) {
+  Elementwise<function>::add(opcodes, names, +function);
+}
+
+}  // namespace simulator

@@ -1,0 +1,72 @@
+// PTX text as data: what a module declares and the statements of its kernels. Knows the grammar, no opcode.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace simulator {
+
+/// What is wrong with a program or with what it does, with the line of PTX where that is known.
+class Error : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+struct Operand {
+  enum class Kind {
+    reg,        ///< registers[index]
+    immediate,  ///< bits
+    symbol,     ///< text: a variable, a special register ("%tid.x") or the name of a label
+    address,    ///< [base + bits]: parts has the base, or nothing for an absolute address, and may have coordinates
+    group,      ///< {a, b, ...} in parts
+    sink,       ///< "_": a result that nobody wants
+  };
+  Kind kind = Kind::sink;
+  int index = 0;
+  bool negated = false;  ///< "!%p"
+  bool paired = false;   ///< "%r1|%p1": the second of the two
+  uint64_t bits = 0;     ///< of integers all 64; of 0f... the 32 bits of the float
+  std::string text;
+  std::vector<Operand> parts;
+};
+
+struct Register {
+  std::string name;
+  int bits = 0;  ///< 1 for a predicate
+};
+
+struct Statement {
+  int line = 0;
+  int guard = -1;  ///< the predicate's register; -1 without "@%p"
+  bool guard_negated = false;
+  std::string opcode;  ///< with its modifiers: "add.f32"
+  std::vector<Operand> operands;
+  int target = -1;  ///< of a branch: the statement at its label; the count of statements is the kernel's end
+};
+
+struct Variable {
+  std::string name, space;  ///< space: "shared", "global", "const", "local" or "param"
+  uint64_t alignment = 1, bytes = 0;
+  std::vector<uint8_t> content;  ///< of initialised ones
+};
+
+struct Entry {
+  std::string name;
+  std::vector<Variable> parameters;
+  std::vector<Variable> variables;  ///< those of a kernel's body; names are unique in it
+  std::vector<Register> registers;
+  std::vector<Statement> statements;
+};
+
+struct Module {
+  std::string target;  ///< "sm_90"
+  std::vector<Variable> variables;
+  std::vector<Entry> entries;
+};
+
+/// Raises Error, with the line, for text it does not understand.
+Module parse_ptx(std::string const& text);
+
+}  // namespace simulator

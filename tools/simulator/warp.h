@@ -1,0 +1,140 @@
+// 32 threads that run together: their registers, and where each of them is.
+#pragma once
+
+#include <deque>
+#include <string>
+#include <vector>
+
+#include "kernel.h"
+#include "lanes.h"
+
+namespace simulator {
+
+class Block;
+
+/// What a strand waits for before it can go on.
+struct Wait {
+  enum class Kind {
+    nothing,
+    barrier,   ///< until barrier `number` has been completed after its completion number `value`
+    mbarrier,  ///< until the phase of parity `value` of the mbarrier at shared address `number` is over
+    lanes,     ///< until all lanes that bar.warp.sync names have come
+    polling,   ///< asked for the phase of an mbarrier, as above, and will ask again
+  };
+  Kind kind = Kind::nothing;
+  uint32_t number = 0, value = 0;
+};
+
+/// Lanes of a warp that are at the same instruction. A warp is one strand but for the time that a branch parts it.
+struct Strand {
+  Mask lanes = 0;
+  uint32_t pc = 0;
+  int join = -1;  ///< number of the join that it goes to; -1: it has not parted from others
+  Wait wait;
+};
+
+/// A place where lanes that parted meet.
+struct Join {
+  uint32_t pc = 0;
+  Mask expected = 0, arrived = 0;
+  int outer = -1;  ///< the join that they go to afterwards
+};
+
+/// A warp's cp.async: copies that are still to be made, and arrivals at mbarriers when all copies before are. Each lane
+/// has commit groups of its own.
+struct AsyncCopy {
+  Mask lanes = 0;      ///< whose copy is still to be made
+  uint32_t bytes = 0;  ///< 0: an arrival at the mbarrier `destination`
+  Lanes<uint32_t> destination{}, group{};
+  Lanes<uint32_t> read{};  ///< bytes to read; the others of `bytes` become 0
+  Lanes<uint64_t> source{};
+};
+
+class Warp {
+ public:
+  Warp(Block& block, int number);
+
+  /// Puts the warp at the beginning of the kernel, in a new block.
+  void start();
+  /// Runs strands[strand] until it waits or ends, or for `budget` instructions.
+  void run(size_t strand, int64_t budget);
+  /// All lanes have ended.
+  bool finished() const { return live_ == 0; }
+  Mask live() const { return live_; }
+
+  // ---- registers ---------------------------------------------------------------------------------------------------
+
+  template <class T>
+  Lanes<T>& at(uint32_t offset) {
+    return *reinterpret_cast<Lanes<T>*>(reinterpret_cast<char*>(registers_.data()) + offset);
+  }
+  /// Writes the active lanes of a register.
+  template <class T>
+  void write(uint32_t offset, Lanes<T> const& value) {
+    Lanes<T>& to = at<T>(offset);
+    if (active == kAllLanes) {
+      to = value;
+    } else {
+      for (int i = 0; i < kLanes; ++i) to[i] = active >> i & 1 ? value[i] : to[i];
+    }
+  }
+  Mask predicate(uint32_t number) const {
+    return predicates_[number & ~kNegated] ^ (number & kNegated ? kAllLanes : 0);
+  }
+  void set_predicate(uint32_t number, Mask value) {
+    predicates_[number] = (predicates_[number] & ~active) | (value & active);
+  }
+
+  // ---- for instructions --------------------------------------------------------------------------------------------
+
+  [[noreturn]] void fail(std::string const& what) const;
+  /// For instructions that a whole warp executes together.
+  void require_all_lanes() const;
+  /// The active lanes go to `target`, the other ones of the strand on; they meet again at `join`.
+  void branch(uint32_t target, uint32_t join);
+  /// The active lanes end.
+  void exit();
+  /// The strand stops behind this instruction.
+  void wait(Wait const& wait);
+  /// The strand stops before this instruction, which runs again.
+  void wait_and_repeat(Wait const& wait);
+  /// The address of a lane's local memory.
+  uint64_t local_memory(int lane) const;
+  /// bar.warp.sync.
+  void sync_lanes(Mask members);
+
+  // ---- cp.async, async_copy.cpp ------------------------------------------------------------------------------------
+
+  void copy_later(AsyncCopy copy);
+  void commit_copies();
+  /// Makes the active lanes' copies, but for their last `groups` groups and, with groups >= 0, what isn't committed.
+  void wait_for_copies(int64_t groups);
+  /// Makes the copies before the first arrival in the queue, and the arrival. False when there is none.
+  bool deliver_arrival();
+
+  Block& block;
+  int const number;
+  Mask active = 0;  ///< the lanes that execute the current instruction
+  std::vector<Strand> strands;
+  std::vector<Join> joins;
+
+ private:
+  bool meet();
+  void part(Mask lanes, uint32_t pc);
+  int new_join(uint32_t pc);
+  void make(AsyncCopy& copy, Mask lanes);
+
+  std::vector<Lanes<uint64_t>> registers_;
+  std::vector<Mask> predicates_;
+  std::vector<Lanes<uint64_t>> local_;
+  Mask live_ = 0;
+  Mask synchronized_ = 0;  ///< lanes that wait in bar.warp.sync
+  Strand strand_;          ///< the one that runs; it is not in strands
+  bool stopped_ = false;
+  std::deque<AsyncCopy> copies_;
+  Lanes<uint32_t> commits_{};  ///< groups that each lane has committed
+};
+
+std::string text_of_lanes(Mask lanes);
+
+}  // namespace simulator
