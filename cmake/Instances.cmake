@@ -44,6 +44,9 @@ function(fmha_forward
       if(COPY MATCHES "^(element|tma)$")
         string(APPEND name "_${COPY}")
       endif()
+      if(KV_WARPS GREATER 1 AND COPY STREQUAL "cp_async_16")
+        string(APPEND name "_staged")
+      endif()
       if(COPY STREQUAL "tma" AND arch LESS 90)
         message(FATAL_ERROR "cutlass_fmha: src/templates.cmake asks for ${name}, and sm_${arch} has no TMA")
       endif()
@@ -64,6 +67,40 @@ function(fmha_forward
           ".copy = cutlass_fmha::Copy::${COPY}, .dependent_launch = ${DEPENDENT_LAUNCH}")
       list(JOIN config ",\n    " config)
       fmha_add_row("${arch}" "sm${arch}_d${HEAD_DIM}${FMHA_GROUP_SUFFIX}" "${name}" "${config}")
+    endforeach()
+  endforeach()
+endfunction()
+
+# Adds the general rows of one manifest line: the columns as above, VALUE_DIM being the head dimension of V and O. TILE_N
+# is that of a warp: a step of the main loop takes TILE_N * KV_WARPS keys.
+function(fmha_general
+    ARCHS DTYPES HEAD_DIM VALUE_DIM TILE_M TILE_N WARPS KV_WARPS STAGES MIN_BLOCKS Q_IN_REGISTERS)
+  if(ARGC GREATER 11)
+    message(FATAL_ERROR "cutlass_fmha: a line of src/templates.cmake has too many columns: ${ARGV}")
+  endif()
+  set(dims "d${HEAD_DIM}")
+  if(NOT HEAD_DIM EQUAL VALUE_DIM)
+    string(APPEND dims "v${VALUE_DIM}")
+  endif()
+  set(shared "")
+  if(KV_WARPS GREATER 1)
+    set(shared "k${KV_WARPS}")
+  endif()
+  set(DTYPE_f16 float16)
+  set(DTYPE_bf16 bfloat16)
+  foreach(arch IN LISTS ARCHS)
+    foreach(dtype IN LISTS DTYPES)
+      if(NOT arch IN_LIST FMHA_SUPPORTED_ARCHITECTURES OR NOT DEFINED DTYPE_${dtype})
+        message(FATAL_ERROR "cutlass_fmha: src/templates.cmake asks for sm_${arch} ${dtype}, which does not exist")
+      endif()
+      set(name "fwd_sm${arch}_${dtype}_${dims}_m${TILE_M}n${TILE_N}w${WARPS}${shared}_general${FMHA_NAME_SUFFIX}")
+      set(config
+          ".arch = ${arch}, .dtype = cutlass_fmha::DType::${DTYPE_${dtype}}, .head_dim = ${HEAD_DIM}"
+          ".tile_m = ${TILE_M}, .tile_n = ${TILE_N}, .warps = ${WARPS}, .kv_warps = ${KV_WARPS}, .stages = ${STAGES}"
+          ".min_blocks = ${MIN_BLOCKS}, .q_in_registers = ${Q_IN_REGISTERS}, .ping_pong = false"
+          ".copy = cutlass_fmha::Copy::cp_async_16, .general = true, .value_dim = ${VALUE_DIM}")
+      list(JOIN config ",\n    " config)
+      fmha_add_row("${arch}" "sm${arch}_general_${dtype}${FMHA_GROUP_SUFFIX}" "${name}" "${config}")
     endforeach()
   endforeach()
 endfunction()

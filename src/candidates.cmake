@@ -30,6 +30,15 @@ fmha_forward("${OVERLAP}"  "f16;bf16"  64       16      32     4      4       2 
 fmha_forward("${OVERLAP}"  "f16;bf16"  64       32      32     8      8       2      1          true           false     ldg_16  true)
 fmha_forward("${OVERLAP}"  "f16;bf16"  64       32      32     4      4       2      1          true           false     ldg_16  true)
 
+# Split rows whose tiles pass through shared memory (`_staged`): shown to be right in the simulator, never timed.
+#            ARCHS         DTYPES     HEAD_DIM TILE_M TILE_N WARPS KV_WARPS STAGES MIN_BLOCKS Q_IN_REGISTERS PING_PONG COPY         DEPENDENT_LAUNCH
+fmha_forward("89"          "f16;bf16"  64       64      32     8      4       2      1          true           false     cp_async_16)
+fmha_forward("89"          "f16;bf16"  64       32      32     8      8       1      1          true           false     cp_async_16)
+fmha_forward("${OVERLAP}"  "f16;bf16"  64       64      32     8      4       2      1          true           false     cp_async_16  true)
+fmha_forward("${OVERLAP}"  "f16;bf16"  64       32      32     8      8       1      1          true           false     cp_async_16  true)
+fmha_forward("${OVERLAP}"  "f16;bf16"  64       32      32     4      4       2      1          true           false     cp_async_16  true)
+fmha_forward("${OVERLAP}"  "f16;bf16" 128       32      32     8      4       1      1          true           false     cp_async_16  true)
+
 # Two small blocks an SM instead of turns, the tiles that FlashAttention-2 has there: near ours on the emulated GPUs.
 #            ARCHS     DTYPES     HEAD_DIM TILE_M TILE_N WARPS KV_WARPS STAGES MIN_BLOCKS Q_IN_REGISTERS PING_PONG COPY
 fmha_forward("89;120"  "f16;bf16"  64      128      64     4      1       2      2          true           false     cp_async_16)

@@ -21,18 +21,21 @@ struct ForwardConfig {
   int tile_m;           ///< query rows per thread block
   int tile_n;           ///< keys per step of the main loop
   int warps;            ///< in groups of kv_warps; each group owns kv_warps * tile_m / warps consecutive query rows
-  int kv_warps = 1;     ///< warps that share their query rows and divide the keys; if more than 1, with ldg_16 only
+  int kv_warps = 1;     ///< warps that share their query rows and divide the keys; if more than 1, not element or tma
   int stages;           ///< buffers for K, and as many for V: in shared memory; ldg_16: 2 loads a block ahead
   int min_blocks;       ///< resident thread blocks per SM that registers must leave room for
   bool q_in_registers;  ///< keep Q's fragments in registers for the whole main loop
   bool ping_pong;       ///< warps w and w + warps/2 take turns: one issues mma while the other does softmax
   Copy copy;
   bool dependent_launch = false;  ///< starts beside the kernel ahead: split rows from sm_90 on, dependent_launch.cuh
+  bool general = false;           ///< takes GeneralParams: every mask, score and shape; with cp_async_16 only
+  int value_dim = 0;              ///< of general rows, where it isn't head_dim: that of V and O
 
+  constexpr int head_dim_v() const { return value_dim ? value_dim : head_dim; }
   constexpr int threads() const { return warps * 32; }
   constexpr int rows_per_warp() const { return tile_m * kv_warps / warps; }
   /// Bytes that pointers and strides of every operand must be a multiple of.
-  constexpr int alignment() const { return copy == Copy::element ? 2 : 16; }
+  constexpr int alignment() const { return copy == Copy::element || general ? 2 : 16; }
 };
 
 }  // namespace cutlass_fmha

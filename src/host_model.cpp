@@ -14,6 +14,7 @@
 #include "forward/online_softmax.cuh"
 #include "forward/scheduler.h"
 #include "forward/tile.cuh"
+#include "general/host_model.h"
 
 namespace py = pybind11;
 
@@ -181,6 +182,7 @@ void bind_host_model(py::module_& module) {
         py::arg("divisor"));
   m.def("smem_offsets", &smem_offsets, "(by layout, by ldmatrix arithmetic) byte offset in a 64-row tile.",
         py::arg("head_dim"), py::arg("row"), py::arg("column"));
+  bind_general_host_model(m);
 }
 
 }  // namespace cutlass_fmha

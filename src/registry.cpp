@@ -5,9 +5,12 @@
 #include <stdexcept>
 #include <string>
 
+#include "device_guard.h"
 #include "emulation.h"
 #include "forward/scheduler.h"
+#include "general/sequence.h"
 #include "registry_groups.h"  // generated: append_all
+#include "support/launch.h"
 #include "tensor_map.h"
 
 namespace cutlass_fmha {
@@ -15,33 +18,6 @@ namespace {
 
 constexpr int kMaxDevices = 64;
 constexpr int kDefaultSmemLimit = 48 * 1024;  // more must be asked for, per kernel and device
-
-void check(cudaError_t status, std::string const& what) {
-  if (status == cudaSuccess) return;
-  cudaGetLastError();  // leave no error behind for the next caller
-  throw std::runtime_error(what + " failed: " + cudaGetErrorString(status));
-}
-
-/// Makes `device` current for a scope. The runtime's primary contexts are the ones torch uses.
-class DeviceGuard {
- public:
-  explicit DeviceGuard(int device) {
-    check(cudaGetDevice(&previous_), "cudaGetDevice");
-    if (previous_ != device) {
-      check(cudaSetDevice(device), "cudaSetDevice(" + std::to_string(device) + ")");
-      changed_ = true;
-    }
-  }
-  ~DeviceGuard() {
-    if (changed_) cudaSetDevice(previous_);
-  }
-  DeviceGuard(DeviceGuard const&) = delete;
-  DeviceGuard& operator=(DeviceGuard const&) = delete;
-
- private:
-  int previous_ = 0;
-  bool changed_ = false;
-};
 
 /// Raises a kernel's shared-memory limit once per device. Setting it twice is harmless, so a race costs nothing.
 void allow_shared_memory(int row, Template const& t, int device) {
@@ -69,6 +45,12 @@ cudaError_t launch_dependent(void const* kernel, dim3 grid, dim3 threads, void**
   config.attrs = &overlap;
   config.numAttrs = 1;
   return cudaLaunchKernelExC(&config, kernel, arguments);
+}
+
+void check_grid(Template const& t, int64_t blocks) {
+  if (blocks <= INT_MAX) return;
+  throw std::invalid_argument(std::string(t.name) + " needs " + std::to_string(blocks) +
+                              " thread blocks for this problem; a grid holds at most 2147483647");
 }
 
 /// `params`: KernelParams of the row.
@@ -99,12 +81,11 @@ std::vector<Template> const& templates() {
 
 void launch_forward(int row, ForwardParams const& params, int device, cudaStream_t stream) {
   Template const& t = templates().at(row);
+  if (t.config.general)
+    throw std::invalid_argument(std::string(t.name) + " is a general row: run_general() launches it");
   int64_t const blocks = grid_size(params, t.config.tile_m);
   if (blocks == 0) return;
-  if (blocks > INT_MAX) {
-    throw std::invalid_argument(std::string(t.name) + " needs " + std::to_string(blocks) +
-                                " thread blocks for this problem; a grid holds at most 2147483647");
-  }
+  check_grid(t, blocks);
   DeviceGuard guard(device);
   allow_shared_memory(row, t, device);
   if (t.config.copy == Copy::tma) {
@@ -114,6 +95,20 @@ void launch_forward(int row, ForwardParams const& params, int device, cudaStream
     launch(t, blocks, &prepared, device, stream);
   } else {
     launch(t, blocks, &params, device, stream);
+  }
+}
+
+void launch_general(int row, GeneralParams const& params, int device, cudaStream_t stream) {
+  Template const& t = templates().at(row);
+  if (!t.config.general) throw std::invalid_argument(std::string(t.name) + " is no general row: run() launches it");
+  int64_t const blocks = grid_size(params, t.config.tile_m);
+  if (blocks == 0) return;
+  check_grid(t, blocks);
+  DeviceGuard guard(device);
+  allow_shared_memory(row, t, device);
+  launch(t, blocks, &params, device, stream);
+  if (params.splits > 1) {
+    launch_combine(make_combine(params), element_of(t.config.dtype), t.config.arch, device, stream);
   }
 }
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "config.h"
+#include "general/params.h"
 #include "params.h"
 
 namespace cutlass_fmha {
@@ -23,5 +24,8 @@ std::vector<Template> const& templates();
 
 /// Launches a row on `device`'s stream `stream`. Allocates nothing, never synchronises. Throws std::runtime_error.
 void launch_forward(int row, ForwardParams const& params, int device, cudaStream_t stream);
+
+/// The same for a general row, which takes these. With splits, what is merged of them follows on the stream.
+void launch_general(int row, GeneralParams const& params, int device, cudaStream_t stream);
 
 }  // namespace cutlass_fmha

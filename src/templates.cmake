@@ -1,7 +1,7 @@
 # THE MANIFEST: every kernel of the build, one line per tile. ARCH and DTYPE are lists: a line makes one row for each
 # pair, all from the same source and the same configuration. See config.h for what a column means.
 #
-# A row's name is made from its line: fwd_sm<arch>_<f16|bf16>_d<head_dim>_m<tile_m>n<tile_n>w<warps>[k<kv_warps>][_element|_tma][_pdl].
+# A row's name is made from its line: fwd_sm<arch>_<f16|bf16>_d<head_dim>_m<tile_m>n<tile_n>w<warps>[k<kv_warps>][_element|_tma|_staged][_pdl|_general].
 # Selection, tests and tools read the compiled table (_C.templates()): no other file lists kernels.
 
 set(ALL 89 90 120)
@@ -33,3 +33,31 @@ fmha_forward("${ALL}"  "f16;bf16"  64       32      32     8      8       2     
 fmha_forward("${ALL}"  "f16;bf16"  64       32      32     4      4       2      1          true           false     ldg_16)
 fmha_forward("${ALL}"  "f16;bf16" 128       16      16     8      8       2      1          true           false     ldg_16)
 fmha_forward("${ALL}"  "f16;bf16" 128       32      32     8      4       1      1          true           false     ldg_16)
+
+# For everything that plain rows don't know (general/params.h): one for many queries and one for few, whose warps share
+# the keys, per head dimension. Any smaller head dimension runs on them too.
+#            ARCHS     DTYPES     HEAD_DIM VALUE_DIM TILE_M TILE_N WARPS KV_WARPS STAGES MIN_BLOCKS Q_IN_REGISTERS
+fmha_general("${ALL}"  "f16;bf16"  32       32        64     64     4     1        2      2          true)
+fmha_general("${ALL}"  "f16;bf16"  32       32        16     16     4     4        3      2          true)
+fmha_general("${ALL}"  "f16;bf16"  64       64        64     64     4     1        2      2          true)
+fmha_general("${ALL}"  "f16;bf16"  64       64        16     16     4     4        2      2          true)
+fmha_general("${ALL}"  "f16;bf16"  96       96        64     32     4     1        2      2          true)
+fmha_general("${ALL}"  "f16;bf16"  96       96        16     16     4     4        2      1          true)
+fmha_general("${ALL}"  "f16;bf16" 128      128        64     32     4     1        2      2          true)
+fmha_general("${ALL}"  "f16;bf16" 128      128        16     16     4     4        2      1          true)
+fmha_general("${ALL}"  "f16;bf16" 192      128        64     32     4     1        2      1          true)
+fmha_general("${ALL}"  "f16;bf16" 192      128        16     16     4     4        2      1          true)
+fmha_general("${ALL}"  "f16;bf16" 256      256        64     32     4     1        2      1          false)
+fmha_general("${ALL}"  "f16;bf16" 256      256        16     16     2     2        2      1          false)
+
+# CUTLASS's own memory-efficient attention (its example 41), for what the rows above don't take: see src/fallback/config.h.
+#             ARCHS     DTYPES     HEAD_DIM TILE_M TILE_N MIN_BLOCKS MATH
+fmha_fallback(89        f32         64       64     64    4          simt)
+fmha_fallback(120       f32         64       64     64    3          simt)
+fmha_fallback("89;120"  f32        128       64    128    2          simt)
+fmha_fallback("89;120"  f32        any       64    128    2          simt)
+fmha_fallback(90        f32         64       64     64    2          tf32x3)
+fmha_fallback(90        f32        128       64    128    1          tf32x3)
+fmha_fallback(90        f32        any       64    128    1          tf32x3)
+fmha_fallback("89;120"  "f16;bf16" any       64    128    1          mma)
+fmha_fallback(90        "f16;bf16" any       64    128    2          mma)

@@ -4,6 +4,7 @@
 #include <cute/atom/mma_atom.hpp>
 #include <cute/tensor.hpp>
 
+#include "../config.h"
 #include "online_softmax.cuh"
 #include "pipeline.cuh"
 
@@ -20,13 +21,14 @@ struct ForwardTypes {
   static constexpr int kRows = C.rows_per_warp();
   static constexpr int kRowSteps = kRows / 16;       // mma tiles along a warp's rows
   static constexpr int kDimSteps = C.head_dim / 16;  // 16-wide steps along the head dimension
-  static constexpr int kKeySteps = C.tile_n / 16;    // 16-wide steps along a block of keys
+  static constexpr int kValueSteps = C.head_dim_v() / 16;
+  static constexpr int kKeySteps = C.tile_n / 16;  // 16-wide steps along a block of keys
 
   using Softmax = OnlineSoftmax<2 * kRowSteps, Element>;
   using ScoresFragment =
       decltype(cute::partition_fragment_C(Mma{}, cute::Shape<cute::Int<kRows>, cute::Int<C.tile_n>>{}));
   using OutputFragment =
-      decltype(cute::partition_fragment_C(Mma{}, cute::Shape<cute::Int<kRows>, cute::Int<C.head_dim>>{}));
+      decltype(cute::partition_fragment_C(Mma{}, cute::Shape<cute::Int<kRows>, cute::Int<C.head_dim_v()>>{}));
 };
 
 /// Where a lane's rows lie within the warp's tile of an mma accumulator: rows r and r + 8 of each 16.

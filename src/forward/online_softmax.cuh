@@ -20,6 +20,8 @@
 
 namespace cutlass_fmha {
 
+constexpr float kLog2e = 1.4426950408889634f;
+
 CUTE_HOST_DEVICE float exp2_approx(float x) {
 #ifdef __CUDA_ARCH__
   float y;
@@ -98,6 +100,15 @@ struct OnlineSoftmax {
       reference[row] = -INFINITY;
       row_sum[row] = 0.f;
     }
+  }
+
+  /// Instead of a first block: a row starts as if it had seen one key of this score whose value is 0, counted by one of
+  /// the threads that share the row (`counts`), or none, with a score of -inf.
+  template <class Maxima>
+  CUTE_HOST_DEVICE void start(int row, float score, bool counts, Maxima&& maxima) {
+    maxima.set(row, score);
+    reference[row] = fabsf(score * scale_log2) <= kCoarse ? score * scale_log2 : -INFINITY;
+    row_sum[row] = counts && score != -INFINITY ? 1.f : 0.f;
   }
 
   /// Turns a block of scores into probabilities. scores: (row, column); pairs: (row, column / 2) of two packed

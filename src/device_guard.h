@@ -1,0 +1,38 @@
+// What every launch does around its kernel: CUDA's errors become exceptions, and the tensors' device is current.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <stdexcept>
+#include <string>
+
+namespace cutlass_fmha {
+
+inline void check(cudaError_t status, std::string const& what) {
+  if (status == cudaSuccess) return;
+  cudaGetLastError();  // leave no error behind for the next caller
+  throw std::runtime_error(what + " failed: " + cudaGetErrorString(status));
+}
+
+/// Makes `device` current for a scope. The runtime's primary contexts are the ones torch uses.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device) {
+    check(cudaGetDevice(&previous_), "cudaGetDevice");
+    if (previous_ != device) {
+      check(cudaSetDevice(device), "cudaSetDevice(" + std::to_string(device) + ")");
+      changed_ = true;
+    }
+  }
+  ~DeviceGuard() {
+    if (changed_) cudaSetDevice(previous_);
+  }
+  DeviceGuard(DeviceGuard const&) = delete;
+  DeviceGuard& operator=(DeviceGuard const&) = delete;
+
+ private:
+  int previous_ = 0;
+  bool changed_ = false;
+};
+
+}  // namespace cutlass_fmha

@@ -1,0 +1,91 @@
+// Where the warps that divide the keys of a tile meet at its end: each leaves the unnormalised O of its share in shared
+// memory, in fp32, with the softmax state that belongs to it, and whole rows are merged from there. One share is a
+// merger of one.
+#pragma once
+
+#include "fragments.cuh"
+
+namespace cutlass_fmha {
+
+/// The shares take the place of what the main loop had in shared memory, `TileBytes` in all; their states stand behind.
+template <ForwardConfig C, int TileBytes>
+struct ShareLayout {
+  static constexpr int kStride = C.head_dim_v() + 8;  ///< floats; keeps neighbouring rows in different banks
+  static constexpr int kOutput = C.kv_warps * C.tile_m * kStride * int(sizeof(float));
+  static constexpr int kMaxima = TileBytes > kOutput ? TileBytes : kOutput;
+  static constexpr int kSums = kMaxima + C.kv_warps * C.tile_m * int(sizeof(float));
+  static constexpr int kBytes = kSums + C.kv_warps * C.tile_m * int(sizeof(float));
+  static_assert(kBytes <= 99 * 1024, "sm_89 and sm_120 have no more");
+
+  CUTE_DEVICE static float* maxima(char* smem) { return reinterpret_cast<float*>(smem + kMaxima); }
+  CUTE_DEVICE static float* sums(char* smem) { return reinterpret_cast<float*>(smem + kSums); }
+  CUTE_DEVICE static float* output(char* smem, int share, int row) {
+    return reinterpret_cast<float*>(smem) + (share * C.tile_m + row) * kStride;
+  }
+};
+
+/// Leaves this warp's O and l where MergedRow finds them. Nobody reads tiles any more.
+template <ForwardConfig C, class Layout>
+CUTE_DEVICE void write_share(char* smem, int share, int tile_row, typename ForwardTypes<C>::OutputFragment& output,
+                             typename ForwardTypes<C>::Softmax const& softmax) {
+  using namespace cute;
+  int const lane = lane_id();
+  auto rows = by_row(output);
+  CUTE_UNROLL
+  for (int row = 0; row < size<0>(rows); ++row) {
+    int const r = tile_row + accumulator_row(row, lane);
+    float* const to = Layout::output(smem, share, r) + lane % 4 * 2;
+    CUTE_UNROLL
+    for (int col = 0; col < size<1>(rows); col += 2) {
+      *reinterpret_cast<float2*>(to + col / 2 * 8) = make_float2(rows(row, col), rows(row, col + 1));
+    }
+    float const sum = QuadOfLanes::sum(softmax.row_sum[row]);
+    if (lane % 4 == 0) Layout::sums(smem)[share * C.tile_m + r] = sum;
+  }
+}
+
+/// What the shares of a row come to: its LSE, and eight neighbouring numbers of O at a time.
+template <ForwardConfig C, class Layout>
+struct MergedRow {
+  static constexpr float kCoarse = ForwardTypes<C>::Softmax::kCoarse;
+
+  float weight[C.kv_warps];
+  float maximum = -INFINITY;
+  float sum = 0.f;  ///< l, against that maximum; 0 where no key is visible
+  float lse = -INFINITY;
+
+  CUTE_DEVICE MergedRow(char* smem, int row, float scale_log2) {
+    using Softmax = typename ForwardTypes<C>::Softmax;
+    float const* const maxima = Layout::maxima(smem) + row;
+    CUTE_UNROLL
+    for (int share = 0; share < C.kv_warps; ++share) maximum = fmaxf(maximum, maxima[share * C.tile_m]);
+    CUTE_UNROLL
+    for (int share = 0; share < C.kv_warps; ++share) {
+      weight[share] = Softmax::merge_weight(maxima[share * C.tile_m], maximum, scale_log2);
+      sum = fmaf(weight[share], Layout::sums(smem)[share * C.tile_m + row], sum);
+    }
+    lse = Softmax::merged_lse(maximum, sum, scale_log2);
+  }
+
+  /// O from `dimension` on, times `factor`; 0 where no key is visible, whatever V held.
+  CUTE_DEVICE void read(char* smem, int row, int dimension, float factor, float (&o)[8]) const {
+    CUTE_UNROLL
+    for (int i = 0; i < 8; ++i) o[i] = 0.f;
+    CUTE_UNROLL
+    for (int share = 0; share < C.kv_warps; ++share) {
+      auto const* const part = reinterpret_cast<float4 const*>(Layout::output(smem, share, row) + dimension);
+      CUTE_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        o[4 * half + 0] = fmaf(weight[share], part[half].x, o[4 * half + 0]);
+        o[4 * half + 1] = fmaf(weight[share], part[half].y, o[4 * half + 1]);
+        o[4 * half + 2] = fmaf(weight[share], part[half].z, o[4 * half + 2]);
+        o[4 * half + 3] = fmaf(weight[share], part[half].w, o[4 * half + 3]);
+      }
+    }
+    float const inverse = factor / sum;
+    CUTE_UNROLL
+    for (int i = 0; i < 8; ++i) o[i] = sum == 0.f ? 0.f : o[i] * inverse;
+  }
+};
+
+}  // namespace cutlass_fmha

@@ -1,0 +1,44 @@
+// Which probabilities dropout keeps: a function of the seed and of where the score stands, and of nothing else, so that
+// every kernel, the CPU backend and a backward agree, however the work is tiled. Philox4x32-10 (Salmon et al. 2011).
+#pragma once
+
+#include <cstdint>
+
+#include "../host_device.h"
+
+namespace cutlass_fmha {
+
+struct PhiloxWords {
+  uint32_t word[4];
+};
+
+FMHA_HOST_DEVICE inline PhiloxWords philox(uint64_t seed, PhiloxWords counter) {
+  uint32_t key0 = uint32_t(seed), key1 = uint32_t(seed >> 32);
+  uint32_t (&c)[4] = counter.word;
+  for (int round = 0; round < 10; ++round) {
+    uint64_t const product0 = uint64_t{0xD2511F53u} * c[0], product1 = uint64_t{0xCD9E8D57u} * c[2];
+    c[0] = uint32_t(product1 >> 32) ^ c[1] ^ key0;
+    c[1] = uint32_t(product1);
+    c[2] = uint32_t(product0 >> 32) ^ c[3] ^ key1;
+    c[3] = uint32_t(product0);
+    key0 += 0x9E3779B9u;
+    key1 += 0xBB67AE85u;
+  }
+  return counter;
+}
+
+/// The random numbers of 8 of 32 neighbouring keys, those whose number modulo 8 is 2 * `pair` or one more: word n has
+/// the two of keys 8n + 2 * pair (its low half) and 8n + 2 * pair + 1 (its high half), from 32 * group on. That is how
+/// a lane holds them in an mma accumulator.
+FMHA_HOST_DEVICE inline PhiloxWords dropout_numbers(uint64_t seed, int sequence_head, int query, int group, int pair) {
+  return philox(seed, {{uint32_t(query), uint32_t(group * 4 + pair), uint32_t(sequence_head), 0u}});
+}
+
+/// Two packed 16-bit probabilities, without those that their numbers drop.
+FMHA_HOST_DEVICE inline uint32_t drop(uint32_t pair, uint32_t numbers, uint32_t threshold) {
+  uint32_t const low = (numbers & 0xffffu) < threshold ? 0u : 0x0000ffffu;
+  uint32_t const high = (numbers >> 16) < threshold ? 0u : 0xffff0000u;
+  return pair & (low | high);
+}
+
+}  // namespace cutlass_fmha

@@ -1,0 +1,82 @@
+// The end of a thread block of a general row: the shares of the keys are merged through shared memory, and whole rows
+// of O and the LSE leave, as the caller wants them or as one of several parts.
+#pragma once
+
+#include "mainloop.cuh"
+
+namespace cutlass_fmha {
+
+/// Eight neighbouring numbers of a row of O: `there` of them exist.
+template <class Element>
+CUTE_DEVICE void write_elements(uint16_t* to, float const (&o)[8], int there, bool vectors) {
+  uint32_t packed[4];
+  CUTE_UNROLL
+  for (int i = 0; i < 4; ++i) packed[i] = pack<Element>(o[2 * i], o[2 * i + 1]);
+  if (vectors) {
+    *reinterpret_cast<uint4*>(to) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
+    return;
+  }
+  CUTE_UNROLL
+  for (int i = 0; i < 8; ++i) {
+    if (i < there) to[i] = uint16_t(packed[i / 2] >> (i % 2 * 16));
+  }
+}
+
+/// The same in fp32, into a part of O.
+CUTE_DEVICE void write_floats(float* to, float const (&o)[8], int there) {
+  CUTE_UNROLL
+  for (int i = 0; i < 8; ++i) {
+    if (i < there) to[i] = o[i];
+  }
+}
+
+/// The log-sum-exp of a part as the sum of two floats. One alone would be off by 1 where scores are 2^24 large, and the
+/// weights of the parts by its exponential; their maxima are exact.
+struct PartLse {
+  float high, low;
+
+  template <class Row>
+  CUTE_DEVICE explicit PartLse(Row const& merged) : high(merged.maximum), low(0.f) {
+    constexpr float kLn2 = 0.693147182f, kLn2Low = -1.90465430e-9f;  // whose sum is ln(2)
+    if (merged.sum == 0.f) return;
+    // What the softmax subtracted is the rounded product, unless the row is coarse: see OnlineSoftmax.
+    float const reference = __fmul_rn(high, kLog2e);
+    bool const fine = fabsf(reference) <= Row::kCoarse;
+    low = logf(merged.sum) + (fine ? fmaf(reference, kLn2, -high) + reference * kLn2Low : 0.f);
+  }
+};
+
+template <ForwardConfig C>
+CUTE_DEVICE void merge_rows(GeneralParams const& p, char* smem, Sequence const& s, GeneralTile const& tile) {
+  constexpr int kChunks = C.head_dim_v() / 8;
+  CUTE_NO_UNROLL
+  for (int item = threadIdx.x; item < C.tile_m * kChunks; item += C.threads()) {
+    int const row = item / kChunks, dimension = item % kChunks * 8;
+    QueryRow const at = query_row(p, tile, tile.row_begin + row);
+    int const there = p.head_dim_v - dimension;
+    if (at.query >= s.rows_q || there <= 0) continue;
+    bool const real = at.query < s.queries;
+    MergedRow<C, typename GeneralLayout<C>::Shares> const merged(smem, row, kLog2e);
+    float o[8];
+    merged.read(smem, row, dimension, p.dropout_scale, o);
+    CUTE_UNROLL
+    for (int i = 0; i < 8; ++i) o[i] = real ? o[i] : 0.f;
+    int64_t const lse_row = s.batch * p.lse_batch_stride + at.head * p.lse_head_stride + s.first_q + at.query;
+    if (p.splits > 1) {
+      int64_t const part_row = tile.split * p.lse_rows + lse_row;
+      write_floats(p.partial_o + part_row * p.head_dim_v + dimension, o, there);
+      if (dimension == 0) {
+        PartLse const lse(merged);
+        p.partial_lse[part_row] = real ? lse.high : -INFINITY;
+        p.partial_low[part_row] = lse.low;
+      }
+    } else {
+      uint16_t* const to = static_cast<uint16_t*>(p.o) + s.entry_q * p.o_stride.batch +
+                           int64_t(s.first_q + at.query) * p.o_stride.seqlen + at.head * p.o_stride.head + dimension;
+      write_elements<typename ForwardTypes<C>::Element>(to, o, there, p.vectors);
+      if (p.lse != nullptr && dimension == 0) p.lse[lse_row] = real ? merged.lse : -INFINITY;
+    }
+  }
+}
+
+}  // namespace cutlass_fmha

@@ -1,0 +1,88 @@
+#include "host_model.h"
+
+#include <pybind11/stl.h>
+
+#include <array>
+#include <tuple>
+#include <vector>
+
+#include "dropout.h"
+#include "sequence.h"
+
+namespace py = pybind11;
+
+namespace cutlass_fmha {
+namespace {
+
+using Tile = std::tuple<int, int, int, int>;  // first packed row, head, batch, part of the keys
+
+std::vector<Tile> general_tiles(GeneralParams const& p, int tile_m) {
+  std::vector<Tile> tiles;
+  for (int block = 0; block < grid_size(p, tile_m); ++block) {
+    GeneralTile const t = tile_at(p, tile_m, block);
+    tiles.emplace_back(t.row_begin, t.head, t.batch, t.split);
+  }
+  return tiles;
+}
+
+/// The first keys of the steps that a thread block walks, each with whether a range hides some key from some query.
+std::vector<std::tuple<int, bool>> key_steps(GeneralParams const& p, Tile const& at, int tile_m, int step_keys) {
+  GeneralTile const tile{std::get<0>(at), std::get<1>(at), std::get<2>(at), std::get<3>(at)};
+  Sequence const s = sequence_at(p, tile.batch);
+  int const i_begin = p.by_pack.quotient(tile.row_begin), i_end = p.by_pack.quotient(tile.row_begin + tile_m - 1) + 1;
+  KeyWalk const walk = walk_of(p, s, tile, i_begin, i_end, step_keys);
+  std::vector<std::tuple<int, bool>> steps;
+  for (int step = 0; step < walk.tiles; ++step) {
+    int const begin = walk.key_begin(step, step_keys);
+    int const i_last = smaller(i_end, s.queries) - 1;
+    steps.emplace_back(begin, is_masked(p, s, i_begin, i_last, begin, begin + step_keys));
+  }
+  return steps;
+}
+
+py::dict sequence(GeneralParams const& p, int batch) {
+  Sequence const s = sequence_at(p, batch);
+  py::dict found;
+  found["entry_q"] = s.entry_q;
+  found["entry_k"] = s.entry_k;
+  found["rows_q"] = s.rows_q;
+  found["first_q"] = s.first_q;
+  found["first_k"] = s.first_k;
+  found["queries"] = s.queries;
+  found["keys"] = s.keys;
+  found["offset"] = s.offset;
+  return found;
+}
+
+}  // namespace
+
+void bind_general_host_model(py::module_& host) {
+  host.def("sequence", &sequence, "Lengths and place of a sequence.", py::arg("params"), py::arg("batch"));
+  host.def(
+      "sees",
+      [](GeneralParams const& p, int batch, int query, int key) {
+        return visible_keys(p, sequence_at(p, batch), query).sees(key);
+      },
+      "Whether a query sees a key, so far as ranges go.", py::arg("params"), py::arg("batch"), py::arg("query"),
+      py::arg("key"));
+  host.def("general_tiles", &general_tiles, "(row_begin, head, batch, split) of every thread block, in launch order.",
+           py::arg("params"), py::arg("tile_m"));
+  host.def("key_steps", &key_steps, "(first key, masked by a range) of every step that a thread block walks.",
+           py::arg("params"), py::arg("tile"), py::arg("tile_m"), py::arg("step_keys"));
+  host.def(
+      "key_row_offset",
+      [](GeneralParams const& p, int batch, int key) {
+        Sequence const s = sequence_at(p, batch);
+        return key_entry_offset(p, p.k_stride, s) + key_row_offset(p, p.k_stride, s, s.first_k + key);
+      },
+      "Where a key stands in k, in elements.", py::arg("params"), py::arg("batch"), py::arg("key"));
+  host.def(
+      "philox",
+      [](uint64_t seed, std::array<uint32_t, 4> const& counter) {
+        PhiloxWords const words = philox(seed, {{counter[0], counter[1], counter[2], counter[3]}});
+        return std::array<uint32_t, 4>{words.word[0], words.word[1], words.word[2], words.word[3]};
+      },
+      "Philox4x32-10.", py::arg("seed"), py::arg("counter"));
+}
+
+}  // namespace cutlass_fmha

@@ -1,0 +1,157 @@
+// What a thread block of a general row computes, which rows of the tensors that is, and which keys its queries see.
+// Plain integer arithmetic, the same on host and device.
+#pragma once
+
+#include "../host_device.h"
+#include "params.h"
+
+namespace cutlass_fmha {
+
+FMHA_HOST_DEVICE constexpr int smaller(int a, int b) { return a < b ? a : b; }
+FMHA_HOST_DEVICE constexpr int larger(int a, int b) { return a > b ? a : b; }
+
+/// A sequence's lengths, and where it stands in the tensors.
+struct Sequence {
+  int batch;
+  int entry_q, entry_k;          ///< batch entry of q and o, of k and v
+  int rows_q;                    ///< rows of o and lse that are this sequence's
+  int first_q = 0, first_k = 0;  ///< rows before the sequence's first one in its batch entry
+  int queries = 0, keys = 0;     ///< that count: the other rows of o are zeros
+  int offset = 0;                ///< query i stands beside key i + offset
+};
+
+FMHA_HOST_DEVICE inline Sequence sequence_at(GeneralParams const& p, int batch) {
+  Sequence s{.batch = batch, .entry_q = batch, .entry_k = batch, .rows_q = p.seqlen_q};
+  int end_k = p.seqlen_k;  // rows of k in use
+  if (p.cu_seqlens_q != nullptr) {
+    s.first_q = p.cu_seqlens_q[batch];
+    s.rows_q = p.cu_seqlens_q[batch + 1] - s.first_q;
+    s.entry_q = 0;
+  }
+  if (p.cu_seqlens_k != nullptr) {
+    s.first_k = p.cu_seqlens_k[batch];
+    end_k = p.cu_seqlens_k[batch + 1] - s.first_k;
+    s.entry_k = 0;
+  }
+  if (p.batch_index_k != nullptr) s.entry_k = p.batch_index_k[batch];
+  s.queries = p.seqused_q != nullptr ? smaller(s.rows_q, p.seqused_q[batch]) : s.rows_q;
+  if (p.seqused_k != nullptr) end_k = smaller(end_k, p.seqused_k[batch]);
+  int const padding = p.leftpad_k != nullptr ? p.leftpad_k[batch] : 0;
+  s.first_k += padding;
+  s.keys = larger(0, end_k - padding);
+  s.offset = p.bottom_right ? s.keys - s.queries : 0;
+  return s;
+}
+
+/// One thread block's part: packed query rows [row_begin, row_begin + tile_m) of the heads from `head` on, and one part
+/// of the keys. Packed row r is head `head + r % pack` of query r / pack.
+struct GeneralTile {
+  int row_begin, head, batch, split;
+};
+
+FMHA_HOST_DEVICE inline int64_t grid_size(GeneralParams const& p, int tile_m) {
+  int64_t const tiles = (int64_t(p.seqlen_q) * p.pack + tile_m - 1) / tile_m;
+  return tiles * (p.num_heads / p.pack) * p.batch * p.splits;
+}
+
+/// Parts of one tile's keys follow each other, then the tiles of all heads at one place of the sequence, the last place
+/// first: where there is a diagonal, the tiles with the most keys then come first.
+FMHA_HOST_DEVICE inline GeneralTile tile_at(GeneralParams const& p, int tile_m, int block) {
+  int const heads = p.num_heads / p.pack;
+  int const tiles = ceil_div(p.seqlen_q * p.pack, tile_m);
+  int const tile = block / p.splits;
+  int const place = tile / (heads * p.batch);
+  int const sequence = tile - place * (heads * p.batch);
+  int const batch = sequence / heads;
+  return {(tiles - 1 - place) * tile_m, (sequence - batch * heads) * p.pack, batch, block - tile * p.splits};
+}
+
+/// Keys that a query sees, so far as masks given by ranges go: [begin, end) and [0, prefix).
+struct VisibleKeys {
+  int begin, end, prefix;
+
+  FMHA_HOST_DEVICE bool sees(int key) const { return (key >= begin && key < end) || key < prefix; }
+};
+
+FMHA_HOST_DEVICE inline VisibleKeys visible_keys(GeneralParams const& p, Sequence const& s, int query) {
+  if (query >= s.queries) return {0, 0, 0};
+  int const beside = query + s.offset;
+  int const begin = p.window_left < 0 ? 0 : larger(0, beside - p.window_left);
+  int const end = p.window_right < 0 ? s.keys : smaller(s.keys, beside + p.window_right + 1);
+  int const prefix = p.prefix_lengths != nullptr ? smaller(s.keys, p.prefix_lengths[s.batch]) : 0;
+  return {begin, end, prefix};
+}
+
+/// The key tiles that a thread block walks, numbered 0 .. tiles - 1 from the last to the first, and which keys a tile
+/// holds: those from key_begin() on.
+struct KeyWalk {
+  int const* blocks = nullptr;  ///< of a block list; null: all tiles from `first` on
+  int first = 0;                ///< number of the first tile
+  int tiles = 0;
+  int tiles_per_block = 1;
+  int skipped = 0;  ///< tiles that other parts walk before this one's
+
+  FMHA_HOST_DEVICE int key_begin(int tile, int tile_keys) const {
+    int const place = tiles - 1 - tile + skipped;
+    if (blocks == nullptr) return (first + place) * tile_keys;
+    int const entry = place / tiles_per_block;
+    return (blocks[entry] * tiles_per_block + place - entry * tiles_per_block) * tile_keys;
+  }
+};
+
+/// Of a tile of queries i_begin .. i_last (< queries): everything that some of them sees.
+FMHA_HOST_DEVICE inline KeyWalk whole_walk(GeneralParams const& p, Sequence const& s, int head, int i_begin, int i_last,
+                                           int tile_keys) {
+  KeyWalk walk;
+  if (p.block_counts != nullptr) {
+    int const row = i_begin / p.block_m;
+    walk.tiles_per_block = p.block_n / tile_keys;
+    walk.tiles = walk.tiles_per_block *
+                 p.block_counts[s.batch * p.count_stride[0] + head * p.count_stride[1] + row * p.count_stride[2]];
+    walk.blocks =
+        p.block_indices + s.batch * p.block_stride.batch + head * p.block_stride.head + row * p.block_stride.query;
+    return walk;
+  }
+  // Both ends of what a query sees grow with its number.
+  VisibleKeys const earliest = visible_keys(p, s, i_begin), latest = visible_keys(p, s, i_last);
+  int const begin = earliest.prefix > 0 ? 0 : earliest.begin;
+  int const end = larger(latest.end, latest.prefix);
+  if (begin >= end) return walk;
+  walk.first = begin / tile_keys;
+  walk.tiles = ceil_div(end, tile_keys) - walk.first;
+  return walk;
+}
+
+/// The part of the walk that belongs to this thread block. `i_begin`, `i_end`: the tile's queries.
+FMHA_HOST_DEVICE inline KeyWalk walk_of(GeneralParams const& p, Sequence const& s, GeneralTile const& tile, int i_begin,
+                                        int i_end, int tile_keys) {
+  int const i_last = smaller(i_end, s.queries) - 1;
+  if (i_last < i_begin || s.keys == 0) return {};
+  KeyWalk walk = whole_walk(p, s, tile.head, i_begin, i_last, tile_keys);
+  int const part = ceil_div(walk.tiles, p.splits);
+  walk.skipped = smaller(tile.split * part, walk.tiles);
+  walk.tiles = smaller(part, walk.tiles - walk.skipped);
+  return walk;
+}
+
+/// Whether some of the queries i_begin .. i_last don't see all keys from `begin` to `end`, so far as ranges go.
+FMHA_HOST_DEVICE inline bool is_masked(GeneralParams const& p, Sequence const& s, int i_begin, int i_last, int begin,
+                                       int end) {
+  VisibleKeys const earliest = visible_keys(p, s, i_begin), latest = visible_keys(p, s, i_last);
+  return end > earliest.prefix && (begin < latest.begin || end > earliest.end);
+}
+
+/// Where the rows of k or v that key_row_offset() counts begin, in elements.
+FMHA_HOST_DEVICE inline int64_t key_entry_offset(GeneralParams const& p, Strides const& stride, Sequence const& s) {
+  return p.page_table == nullptr ? s.entry_k * stride.batch : 0;
+}
+
+/// Where a row of k or v stands from there on, in elements; first_k is the row of the first key.
+FMHA_HOST_DEVICE inline int64_t key_row_offset(GeneralParams const& p, Strides const& stride, Sequence const& s,
+                                               int row) {
+  if (p.page_table == nullptr) return row * stride.seqlen;
+  int const page = p.by_page_size.quotient(row);
+  return p.page_table[s.batch * p.page_table_stride + page] * stride.batch + (row - page * p.page_size) * stride.seqlen;
+}
+
+}  // namespace cutlass_fmha

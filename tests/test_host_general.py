@@ -1,0 +1,193 @@
+"""The general rows' arithmetic on the host: lengths, masks by ranges, which thread block walks which keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from cutlass_fmha import _C
+
+
+@dataclass
+class Case:
+    """One problem's lengths and ranges. ``vectors``: by field name, one number per sequence."""
+
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    left: int = -1
+    right: int = -1
+    bottom_right: bool = True
+    splits: int = 1
+    pack: int = 1
+    heads_kv: int = 1
+    vectors: dict[str, list[int]] = field(default_factory=dict)
+
+    def params(self) -> tuple[_C.GeneralParams, list[torch.Tensor]]:
+        """The launch's parameters, and the tensors that they point to."""
+        p = _C.GeneralParams()
+        p.batch, p.seqlen_q, p.seqlen_k = self.batch, self.seqlen_q, self.seqlen_k
+        p.num_heads, p.num_heads_kv = self.heads_kv * self.pack, self.heads_kv
+        p.window_left, p.window_right, p.bottom_right = self.left, self.right, self.bottom_right
+        p.splits, p.pack = self.splits, self.pack
+        held = []
+        for name, numbers in self.vectors.items():
+            held.append(torch.tensor(numbers, dtype=torch.int32))
+            setattr(p, name, held[-1].data_ptr())
+        return p, held
+
+    def lengths(self, b: int) -> tuple[int, int]:
+        """Queries and keys of a sequence."""
+        v = self.vectors
+        q, k = self.seqlen_q, self.seqlen_k
+        if "cu_seqlens_q" in v:
+            q = v["cu_seqlens_q"][b + 1] - v["cu_seqlens_q"][b]
+        if "cu_seqlens_k" in v:
+            k = v["cu_seqlens_k"][b + 1] - v["cu_seqlens_k"][b]
+        q = min(q, v.get("seqused_q", [q] * self.batch)[b])
+        k = min(k, v.get("seqused_k", [k] * self.batch)[b])
+        return q, max(0, k - v.get("leftpad_k", [0] * self.batch)[b])
+
+    def sees(self, b: int, i: int, j: int) -> bool:
+        queries, keys = self.lengths(b)
+        if i >= queries or j >= keys:
+            return False
+        beside = i + (keys - queries if self.bottom_right else 0)
+        in_window = (self.left < 0 or j >= beside - self.left) and (
+            self.right < 0 or j <= beside + self.right
+        )
+        return in_window or j < self.vectors.get("prefix_lengths", [0] * self.batch)[b]
+
+
+def _starts(lengths: list[int]) -> list[int]:
+    return [sum(lengths[:n]) for n in range(len(lengths) + 1)]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    batch = draw(st.integers(1, 3))
+    numbers = lambda most: st.lists(st.integers(0, most), min_size=batch, max_size=batch)  # noqa: E731
+    q, k = draw(st.integers(1, 40)), draw(st.integers(0, 70))
+    vectors: dict[str, list[int]] = {}
+    if draw(st.booleans()):
+        lengths = draw(numbers(40))
+        q, vectors["cu_seqlens_q"] = max(lengths), _starts(lengths)
+    if draw(st.booleans()):
+        lengths = draw(numbers(70))
+        k, vectors["cu_seqlens_k"] = max(lengths), _starts(lengths)
+    for name, most in (("seqused_q", q), ("seqused_k", k), ("leftpad_k", k), ("prefix_lengths", k)):
+        if draw(st.booleans()):
+            vectors[name] = draw(numbers(most))
+    window = st.one_of(st.just(-1), st.integers(0, 50))
+    return Case(
+        batch, q, k, draw(window), draw(window), draw(st.booleans()),
+        splits=draw(st.integers(1, 4)), pack=draw(st.integers(1, 3)), heads_kv=draw(st.integers(1, 2)),
+        vectors=vectors,
+    )  # fmt: skip
+
+
+@settings(deadline=None, max_examples=150)
+@given(cases())
+def test_a_query_sees_what_the_definition_says(case):
+    p, held = case.params()
+    for b in range(case.batch):
+        queries, keys = case.lengths(b)
+        place = _C.host.sequence(p, b)
+        assert (place["queries"], place["keys"]) == (queries, keys)
+        for i in range(case.seqlen_q):
+            for j in range(case.seqlen_k):
+                assert _C.host.sees(p, b, i, j) == case.sees(b, i, j), (b, i, j)
+    del held
+
+
+@settings(deadline=None, max_examples=150)
+@given(cases(), st.sampled_from([16, 64]), st.sampled_from([16, 32, 64]))
+@example(Case(1, 8, 64, left=2, right=0, vectors={"prefix_lengths": [5]}), 16, 16)
+@example(Case(2, 40, 70, left=9, splits=3, pack=2, vectors={"leftpad_k": [0, 21]}), 64, 16)
+def test_every_visible_key_is_walked_exactly_once(case, tile_m, step):
+    p, held = case.params()
+    walked: dict[tuple[int, int], list[int]] = {}
+    rows = set()
+    for tile in _C.host.general_tiles(p, tile_m):
+        row_begin, head, b, _ = tile
+        packed = range(row_begin, row_begin + tile_m)
+        for begin, masked in _C.host.key_steps(p, tile, tile_m, step):
+            assert begin % step == 0
+            inside = [(r // case.pack, j) for r in packed for j in range(begin, begin + step)]
+            real = [(i, j) for i, j in inside if i < case.lengths(b)[0]]
+            # What some query doesn't see needs a mask. That a window and a prefix meet isn't noticed.
+            whole = all(case.sees(b, i, j) for i, j in real)
+            assert masked != whole or (masked and "prefix_lengths" in case.vectors)
+            for r in packed:
+                walked.setdefault((b, head + r % case.pack), [])
+            for i, j in set(real):
+                if case.sees(b, i, j):
+                    walked[b, head].append((i, j))  # type: ignore[arg-type]
+        rows.add((b, head, row_begin))
+    for b in range(case.batch):
+        queries, keys = case.lengths(b)
+        expected = sorted((i, j) for i in range(queries) for j in range(keys) if case.sees(b, i, j))
+        for head in range(0, case.heads_kv * case.pack, case.pack):
+            found = walked.get((b, head), [])
+            if case.pack == 1:
+                assert sorted(found) == expected  # type: ignore[comparison-overlap]
+            else:  # a query's rows may lie in two tiles
+                assert sorted(set(found)) == expected  # type: ignore[comparison-overlap]
+    tiles = -(-case.seqlen_q * case.pack // tile_m)
+    assert len(rows) == case.batch * case.heads_kv * tiles
+    del held
+
+
+@pytest.mark.parametrize("counts", [[2, 0, 1], [3, 1, 2]])
+@pytest.mark.parametrize("splits", [1, 2, 5])
+def test_block_lists_are_walked_from_the_last_entry_to_the_first(counts, splits):
+    p, held = Case(1, 96, 256, splits=splits).params()
+    indices = torch.tensor([[0, 2, 3], [1, 2, 3], [0, 1, 3]], dtype=torch.int32)
+    number = torch.tensor(counts, dtype=torch.int32)
+    p.block_counts, p.block_indices = number.data_ptr(), indices.data_ptr()
+    p.count_stride, p.block_stride = (0, 0, 1), (0, 0, 3, 1)
+    p.block_m, p.block_n = 32, 64
+    for row in range(3):
+        parts = [
+            [key for key, _ in _C.host.key_steps(p, (32 * row, 0, 0, part), 32, 32)] for part in range(splits)
+        ]
+        whole = [key for part in reversed(parts) for key in part]
+        expected = [64 * entry + half for entry in indices[row, : counts[row]].tolist() for half in (0, 32)]
+        assert whole == expected[::-1]
+    del held
+
+
+def test_pages_and_batch_entries_lead_to_the_rows():
+    p, _ = Case(2, 1, 96).params()
+    p.k_stride = (1000, 10, 1)
+    assert _C.host.key_row_offset(p, 1, 7) == 1070
+    entries = torch.tensor([5, 3], dtype=torch.int32)
+    p.batch_index_k = entries.data_ptr()
+    assert _C.host.key_row_offset(p, 1, 7) == 3070
+    p.batch_index_k = 0
+    pages = torch.tensor([[4, 0, 2], [1, 3, 5]], dtype=torch.int32)
+    padding = torch.tensor([0, 20], dtype=torch.int32)
+    p.page_table, p.page_table_stride, p.page_size = pages.data_ptr(), 3, 32
+    p.leftpad_k = padding.data_ptr()
+    assert _C.host.key_row_offset(p, 0, 70) == 2000 + 60
+    assert _C.host.key_row_offset(p, 1, 12) == 3000  # row 32: the second page
+
+
+@pytest.mark.parametrize(
+    ("seed", "counter", "words"),
+    [
+        (0, (0, 0, 0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        (2**64 - 1, (2**32 - 1,) * 4, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            0x299F31D0A4093822,
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_philox_gives_the_published_numbers(seed, counter, words):
+    assert tuple(_C.host.philox(seed, counter)) == words
