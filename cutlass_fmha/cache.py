@@ -1,0 +1,388 @@
+"""Attention over a cache of keys and values, contiguous or paged, to which a call may append new ones."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cutlass_fmha import _C, check, support
+from cutlass_fmha.attention import attention
+from cutlass_fmha.rotary import check_table, launch_arguments, rotate, table_of
+
+# One launch does everything around attention: it also rotates the queries and adds up the lengths.
+SCHEMA = (
+    "append_kv_(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor key, Tensor value, Tensor cache_seqlens, *, "
+    "Tensor? query=None, bool advance_query=True, Tensor? rotary_cos=None, Tensor? rotary_sin=None, "
+    "bool rotary_interleaved=False, Tensor? rotary_seqlens=None, Tensor? cache_batch_idx=None, "
+    "Tensor? page_table=None, Tensor? leftpad_k=None) -> (Tensor rotated_query, Tensor seqused_k)"
+)
+
+
+def with_kv_cache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = False,
+    rotary_seqlens: Tensor | None = None,
+    cache_seqlens: Tensor | int | None = None,
+    cache_batch_idx: Tensor | None = None,
+    page_table: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    scale: float | None = None,
+    causal: bool | str | None = False,
+    window: tuple[int | None, int | None] | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    prefix_lengths: Tensor | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    num_splits: int | None = None,
+    batch_invariant: bool = False,
+    return_lse: bool = False,
+    template: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention over the keys and values in a cache, after new ones were appended: decoding, or a prompt.
+
+    What ``flash_attn_with_kvcache`` is in flash_attn. The cache is written in place, cache_seqlens is not.
+
+    Args:
+        q: [batch, seqlen_q, num_heads, head_dim], as ``attention`` takes it.
+        k_cache, v_cache: [batch_cache, seqlen_cache, num_heads_kv, head_dim or head_dim_v], or with
+            page_table pages, [pages, page_size, num_heads_kv, ...].
+        k, v: [batch, seqlen_new, num_heads_kv, ...], written to rows cache_seqlens, cache_seqlens + 1, ...
+            None: the cache is used as it is.
+        rotary_cos, rotary_sin: [positions, rotary_dim / 2], of q's dtype or float32: k and q are rotated as
+            ``rotary`` does it; rotary_dim is any even number up to head_dim.
+        rotary_interleaved: pairs are neighbours, otherwise of an element of each half (flash_attn's default
+            is True).
+        rotary_seqlens: int32 [batch], the position of the first new key; when None cache_seqlens - leftpad_k,
+            which is a key's number in its own sequence.
+        cache_seqlens: int32 [batch] or an int: rows of the cache in use before the call, counted with
+            leftpad_k. None, without k: all.
+        cache_batch_idx: int32 [batch], which entry of the cache is a sequence's; None: its own number.
+        page_table: int32 [batch, pages]: which pages hold a sequence's rows.
+        leftpad_k: int32 [batch]: rows before the first key.
+        causal, window: as ``attention``. With one of them query i is rotated to the position of new key i,
+            otherwise every query to that of the first one.
+        scale, mask, bias, prefix_lengths, softcap, alibi_slopes, sinks, num_splits, batch_invariant,
+            return_lse, template: as ``attention``.
+
+    Returns:
+        As ``attention``.
+
+    The host reads no tensor on a GPU. There a new key without a place is dropped: one beyond the rows that
+    the cache has for a sequence, or of a page or an entry that there is not; and a position that rotary_cos
+    does not have gives NaN. On the CPU both raise ValueError; where cache_seqlens is an int, the first does
+    everywhere.
+
+    Raises:
+        TypeError, ValueError, UnsupportedError, NotImplementedError: as ``attention``.
+    """
+    support.check_dims("q", q, "batch, seqlen_q, num_heads, head_dim")
+    if (k is None) != (v is None):
+        raise ValueError("k and v go together: both are appended, or neither")
+    if isinstance(cache_seqlens, int):
+        _check_room(cache_seqlens, 0 if k is None else k.shape[1], _capacity(k_cache, page_table))
+        cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
+    seqused_k = cache_seqlens
+    is_rotated = rotary_cos is not None or rotary_sin is not None or rotary_seqlens is not None
+    if k is not None and v is not None:
+        if cache_seqlens is None:
+            raise ValueError("k and v are appended behind cache_seqlens rows, and cache_seqlens is None")
+        rotated, seqused_k = torch.ops.cutlass_fmha.append_kv_(
+            k_cache,
+            v_cache,
+            k,
+            v,
+            cache_seqlens,
+            query=q if is_rotated else None,
+            advance_query=check.causal_name(causal) != "none" or _is_limited(window),
+            rotary_cos=rotary_cos,
+            rotary_sin=rotary_sin,
+            rotary_interleaved=rotary_interleaved,
+            rotary_seqlens=rotary_seqlens,
+            cache_batch_idx=cache_batch_idx,
+            page_table=page_table,
+            leftpad_k=leftpad_k,
+        )
+        q = rotated if is_rotated else q
+    elif is_rotated:
+        raise ValueError("rotary embedding is of k and v that are appended, and there are none")
+    call: dict[str, Any] = {
+        "scale": scale,
+        "causal": causal,
+        "template": template,
+        "window": window,
+        "mask": mask,
+        "bias": bias,
+        "prefix_lengths": prefix_lengths,
+        "softcap": softcap,
+        "alibi_slopes": alibi_slopes,
+        "sinks": sinks,
+        "seqused_k": seqused_k,
+        "leftpad_k": leftpad_k,
+        "page_table": page_table,
+        "cache_batch_idx": cache_batch_idx,
+        "num_splits": num_splits,
+        "batch_invariant": batch_invariant,
+    }
+    if return_lse:
+        output, lse = attention(q, k_cache, v_cache, return_lse=True, **call)
+        return output, lse
+    found: Tensor = attention(q, k_cache, v_cache, **call)
+    return found
+
+
+def _capacity(k_cache: Tensor, page_table: Tensor | None) -> int:
+    """Rows that a cache has for a sequence."""
+    support.check_dims("k_cache", k_cache, "batch_cache, seqlen_cache, num_heads_kv, head_dim")
+    if page_table is not None:
+        support.check_dims("page_table", page_table, "batch, pages")
+    return k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
+
+
+def _check_room(cache_seqlens: int, seqlen_new: int, capacity: int) -> None:
+    if not 0 <= cache_seqlens <= capacity - seqlen_new:
+        raise ValueError(
+            f"cache_seqlens must leave room for {seqlen_new} new rows among the {capacity} that the cache "
+            f"has for a sequence, got {cache_seqlens}"
+        )
+
+
+def _is_limited(window: tuple[int | None, int | None] | None) -> bool:
+    return window is not None and any(side is not None and side != -1 for side in window)
+
+
+# ---- the op ------------------------------------------------------------------------------------------------
+
+
+class Append(NamedTuple):
+    """The arguments of the op ``append_kv_``."""
+
+    k_cache: Tensor
+    v_cache: Tensor
+    key: Tensor
+    value: Tensor
+    cache_seqlens: Tensor
+    query: Tensor | None = None
+    advance_query: bool = True
+    rotary_cos: Tensor | None = None
+    rotary_sin: Tensor | None = None
+    rotary_interleaved: bool = False
+    rotary_seqlens: Tensor | None = None
+    cache_batch_idx: Tensor | None = None
+    page_table: Tensor | None = None
+    leftpad_k: Tensor | None = None
+
+    @property
+    def capacity(self) -> int:
+        return _capacity(self.k_cache, self.page_table)
+
+    @property
+    def first_position(self) -> tuple[Tensor, Tensor | None]:
+        """Two vectors whose difference is the position of each sequence's first new key."""
+        if self.rotary_seqlens is not None:
+            return self.rotary_seqlens, None
+        return self.cache_seqlens, self.leftpad_k
+
+    def results(self) -> tuple[Tensor, Tensor]:
+        """The rotated queries and the new lengths, still to be written."""
+        rotated = self.key.new_empty(0) if self.query is None else self.query.new_empty(self.query.shape)
+        return rotated, self.cache_seqlens.new_empty(self.cache_seqlens.shape)
+
+
+def _check(a: Append) -> None:
+    caches = {"k_cache": a.k_cache, "v_cache": a.v_cache}
+    for name, cache in caches.items():
+        axes = "batch_cache, seqlen_cache" if a.page_table is None else "pages, page_size"
+        support.check_dims(name, cache, f"{axes}, num_heads_kv, head_dim")
+    new = {"key": a.key, "value": a.value}
+    for name, rows in new.items():
+        support.check_dims(name, rows, "batch, seqlen_new, num_heads_kv, head_dim")
+    query = {} if a.query is None else {"query": a.query}
+    support.check_alike({**caches, **new, **query})
+    for name, cache in caches.items():
+        if any(stride == 0 and size > 1 for size, stride in zip(cache.shape, cache.stride(), strict=True)):
+            raise ValueError(f"{name} is written to and must not be expanded, got strides {cache.stride()}")
+    _check_sizes(a)
+    _check_places(a)
+    _check_rotary(a)
+
+
+def _check_sizes(a: Append) -> None:
+    for name, tensor, other_name, other in (
+        ("v_cache", a.v_cache, "k_cache", a.k_cache),
+        ("value", a.value, "key", a.key),
+    ):
+        if tensor.shape[:3] != other.shape[:3]:
+            raise ValueError(
+                f"{name} must have {other_name}'s shape but for the last dimension, "
+                f"{tuple(other.shape[:3])}, got {tuple(tensor.shape[:3])}"
+            )
+    for name, rows, cache_name, cache in (
+        ("key", a.key, "k_cache", a.k_cache),
+        ("value", a.value, "v_cache", a.v_cache),
+    ):
+        if rows.shape[2:] != cache.shape[2:]:
+            raise ValueError(
+                f"{name} must have {cache_name}'s heads and head_dim {tuple(cache.shape[2:])}, "
+                f"got {tuple(rows.shape[2:])}"
+            )
+    if max(a.capacity, a.key.shape[1], a.k_cache.shape[0]) > check.MAX_SEQLEN:
+        raise ValueError(
+            f"k_cache must have sizes of 2**29 at most, got {tuple(a.k_cache.shape)} for {a.capacity} rows "
+            "of a sequence"
+        )
+
+
+def _check_places(a: Append) -> None:
+    """Which rows of the cache are a sequence's."""
+    batch = a.key.shape[0]
+    vectors = {
+        "cache_seqlens": a.cache_seqlens,
+        "cache_batch_idx": a.cache_batch_idx,
+        "leftpad_k": a.leftpad_k,
+        "rotary_seqlens": a.rotary_seqlens,
+    }
+    support.check_device("k_cache", a.k_cache, {**vectors, "page_table": a.page_table})
+    support.check_vectors(vectors, batch)
+    if a.page_table is None:
+        if a.cache_batch_idx is None and a.k_cache.shape[0] != batch:
+            raise ValueError(
+                f"k_cache must have key's batch size {batch} without cache_batch_idx, "
+                f"got {a.k_cache.shape[0]}"
+            )
+        return
+    if a.cache_batch_idx is not None:
+        raise ValueError(
+            "page_table and cache_batch_idx exclude each other: a row of the page table already belongs to a "
+            "sequence"
+        )
+    if a.k_cache.shape[1] < 1:
+        raise ValueError("k_cache must have pages of at least 1 row, got 0")
+    if a.page_table.dtype != torch.int32 or a.page_table.shape[0] != batch:
+        raise ValueError(
+            f"page_table must be int32 with a row for each of {batch} sequences, got "
+            f"{check.dtype_name(a.page_table.dtype)} of shape {tuple(a.page_table.shape)}"
+        )
+    support.check_rows("page_table", a.page_table)
+
+
+def _check_rotary(a: Append) -> None:
+    if (a.rotary_cos is None) != (a.rotary_sin is None):
+        raise ValueError("rotary_cos and rotary_sin go together")
+    if a.rotary_cos is None or a.rotary_sin is None:
+        if a.query is not None or a.rotary_seqlens is not None:
+            raise ValueError("query and rotary_seqlens are for rotary embedding, and rotary_cos is None")
+        return
+    check_table(a.rotary_cos, a.rotary_sin, "key", a.key)
+    if a.query is None:
+        return
+    support.check_dims("query", a.query, "batch, seqlen_q, num_heads, head_dim")
+    if a.query.shape[0] != a.key.shape[0] or a.query.shape[3] != a.key.shape[3]:
+        raise ValueError(
+            f"query must have key's batch size {a.key.shape[0]} and head_dim {a.key.shape[3]}, "
+            f"got {a.query.shape[0]} and {a.query.shape[3]}"
+        )
+
+
+def _launch(a: Append) -> tuple[Tensor, Tensor]:
+    _check(a)
+    rotated, seqused_k = a.results()
+    if a.key.shape[1] == 0 or a.key.shape[2] == 0:
+        seqused_k = a.cache_seqlens + a.key.shape[1]  # nothing is written, and nobody counts
+    first, before = a.first_position
+    vectors = (a.cache_seqlens, a.cache_batch_idx, a.page_table, seqused_k, first, before)
+    tensors = (a.k_cache, a.v_cache, a.key, a.value)
+    batch, seqlen_new, heads, head_dim = a.key.shape
+    entries, rows = a.k_cache.shape[:2]
+    page_size = 0 if a.page_table is None else rows
+    table = query = None
+    if a.rotary_cos is not None and a.rotary_sin is not None:
+        table = table_of(a.rotary_cos, a.rotary_sin, a.rotary_interleaved)
+    if a.query is not None:
+        query = launch_arguments(a.query, rotated, first, before, a.advance_query)
+    _C.append_kv(
+        tuple(support.address(x) for x in (*tensors, *vectors)),  # type: ignore[arg-type]
+        (batch, seqlen_new, heads, head_dim, a.value.shape[3], entries, a.capacity, page_size),
+        (
+            *(stride for x in tensors for stride in support.strides(x)),
+            0 if a.page_table is None else a.page_table.stride(0),
+        ),
+        table,
+        query,
+        support.target(a.key),
+    )
+    return rotated, seqused_k
+
+
+def _write(a: Append) -> tuple[Tensor, Tensor]:
+    """What a launch does, on CPU tensors."""
+    _check(a)
+    seqlen_new = a.key.shape[1]
+    for start in a.cache_seqlens.tolist():
+        _check_room(start, seqlen_new, a.capacity)
+    # Everything that may raise comes before the first write.
+    key, rotated = a.key, a.results()[0]
+    if a.rotary_cos is not None and a.rotary_sin is not None:
+        first, before = a.first_position
+        first = first if before is None else first - before
+        table = (a.rotary_cos, a.rotary_sin)
+        key = rotate(a.key, *table, first, a.rotary_interleaved, True)
+        if a.query is not None:
+            rotated = rotate(a.query, *table, first, a.rotary_interleaved, a.advance_query)
+    rows = a.cache_seqlens.to(torch.int64)[:, None] + torch.arange(seqlen_new)
+    entries = _entries(a, rows)
+    places = (entries, rows if a.page_table is None else rows % a.k_cache.shape[1])
+    a.k_cache[places], a.v_cache[places] = key, a.value
+    return rotated, a.cache_seqlens + seqlen_new
+
+
+def _entries(a: Append, rows: Tensor) -> Tensor:
+    """The entry or the page of the cache that each new row [batch, seqlen_new] goes to."""
+    name = "cache_batch_idx" if a.page_table is None else "page_table"
+    if a.page_table is not None:
+        entries = torch.gather(a.page_table.to(torch.int64), 1, rows // a.k_cache.shape[1])
+    elif a.cache_batch_idx is not None:
+        entries = a.cache_batch_idx.to(torch.int64)[:, None].expand(rows.shape)
+    else:
+        entries = torch.arange(rows.shape[0])[:, None].expand(rows.shape)
+    if entries.numel() and not 0 <= int(entries.min()) <= int(entries.max()) < a.k_cache.shape[0]:
+        raise ValueError(f"{name} must name one of the cache's {a.k_cache.shape[0]}, got {entries.tolist()}")
+    return entries
+
+
+def _cuda(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    return _launch(Append(*args, **kwargs))
+
+
+def _cpu(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    arguments = Append(*args, **kwargs)
+    return _launch(arguments) if support.simulated() else _write(arguments)
+
+
+def _fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    arguments = Append(*args, **kwargs)
+    _check(arguments)
+    return arguments.results()
+
+
+def _count_writes(keyset: Any, k_cache: Tensor, v_cache: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Autograd's rule for ops that write in place: whoever saved a cache for a backward is told."""
+    found = torch.ops.cutlass_fmha.append_kv_.default.redispatch(
+        keyset & torch._C._after_ADInplaceOrView_keyset, k_cache, v_cache, *args, **kwargs
+    )
+    torch.autograd.graph.increment_version((k_cache, v_cache))
+    return found
+
+
+support.register(SCHEMA, {"CUDA": _cuda, "CPU": _cpu, "fake": _fake})
+support.register_writes("append_kv_", _count_writes)

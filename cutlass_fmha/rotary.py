@@ -1,0 +1,135 @@
+"""Rotary embedding, RoFormer (Su et al. 2021): pairs of elements, turned by angles that the position has."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cutlass_fmha import _C, check, support
+
+SCHEMA = "rotary(Tensor x, Tensor cos, Tensor sin, Tensor positions, *, bool interleaved=False) -> Tensor"
+
+#: The binding's view of a table: (cos, sin), (strides, positions, rotary dim), (interleaved, float32).
+Table = tuple[tuple[int, int], tuple[int, int, int, int], tuple[bool, bool]]
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, interleaved: bool = False) -> Tensor:
+    """Rotates queries or keys: the pair (a, b) number r becomes (a cos - b sin, a sin + b cos).
+
+    ``with_kv_cache`` does it to new keys and queries by itself.
+
+    Args:
+        x: [batch, seqlen, num_heads, head_dim], float16, bfloat16 or float32 (on the CPU also float64), any
+            strides with a contiguous last dimension.
+        cos, sin: [positions, rotary_dim / 2] of x's dtype or float32: row p is for position p, column r for
+            pair r. rotary_dim, any even number up to head_dim, is how many elements of a row are rotated.
+        positions: int32 [batch], the position of each sequence's first row; those of the others follow it.
+        interleaved: pairs are elements 2r and 2r + 1; otherwise r and r + rotary_dim / 2.
+
+    Returns:
+        A new contiguous tensor, computed in float32 and rounded once. A position that cos and sin do not have
+        makes the rotated elements NaN on a GPU, where the host does not read it; on the CPU it raises
+        ValueError.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit; the sentence says which.
+        NotImplementedError: an input requires a gradient.
+    """
+    output: Tensor = torch.ops.cutlass_fmha.rotary(x, cos, sin, positions, interleaved=interleaved)
+    return output
+
+
+def check_table(cos: Tensor, sin: Tensor, name: str, x: Tensor) -> None:
+    """cos and sin for the rows of ``x``, which ``name`` names."""
+    support.check_device(name, x, {"rotary_cos": cos, "rotary_sin": sin})
+    for table_name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
+        support.check_dims(table_name, table, "positions, rotary_dim / 2")
+        support.check_rows(table_name, table)
+        if table.dtype not in (x.dtype, torch.float32):
+            raise ValueError(
+                f"{table_name} must have {name}'s dtype {check.dtype_name(x.dtype)} or float32, "
+                f"got {check.dtype_name(table.dtype)}"
+            )
+    if sin.shape != cos.shape or sin.dtype != cos.dtype:
+        raise ValueError(
+            f"rotary_sin must have rotary_cos's shape {tuple(cos.shape)} and dtype "
+            f"{check.dtype_name(cos.dtype)}, got {tuple(sin.shape)} and {check.dtype_name(sin.dtype)}"
+        )
+    if 2 * cos.shape[1] > x.shape[-1]:
+        raise ValueError(
+            f"rotary_cos must have at most half of {name}'s head_dim {x.shape[-1]} as columns, "
+            f"got {cos.shape[1]}"
+        )
+
+
+def table_of(cos: Tensor, sin: Tensor, interleaved: bool) -> Table:
+    positions, pairs = cos.shape
+    return (
+        (cos.data_ptr(), sin.data_ptr()),
+        (cos.stride(0), sin.stride(0), positions, 2 * pairs),
+        (interleaved, cos.dtype == torch.float32),
+    )
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, first: Tensor, interleaved: bool, advance: bool) -> Tensor:
+    """What the kernels compute, on CPU tensors. ``first``: int [batch]."""
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    steps = torch.arange(x.shape[1]) if advance else torch.zeros(x.shape[1], dtype=torch.int64)
+    positions = first.to(torch.int64)[:, None] + steps
+    if positions.numel() and not 0 <= int(positions.min()) <= int(positions.max()) < cos.shape[0]:
+        raise ValueError(
+            f"rotary_cos has positions 0 to {cos.shape[0] - 1}, and a row has position "
+            f"{int(positions.max()) if int(positions.min()) >= 0 else int(positions.min())}"
+        )
+    c, s = (table.to(dtype)[positions].unsqueeze(2) for table in (cos, sin))
+    dim = 2 * cos.shape[1]
+    rotated = x[..., :dim].to(dtype)
+    halves = rotated[..., : dim // 2], rotated[..., dim // 2 :]
+    a, b = (rotated[..., ::2], rotated[..., 1::2]) if interleaved else halves
+    turned = (a * c - b * s, a * s + b * c)
+    pairs = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+    return torch.cat((pairs.to(x.dtype), x[..., dim:]), -1)
+
+
+# ---- the op ------------------------------------------------------------------------------------------------
+
+
+def _check(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
+    support.check_dims("x", x, "batch, seqlen, num_heads, head_dim")
+    support.check_alike({"x": x})
+    check_table(cos, sin, "x", x)
+    support.check_device("x", x, {"positions": positions})
+    support.check_vectors({"positions": positions}, x.shape[0])
+
+
+def launch_arguments(
+    x: Tensor, out: Tensor, first: Tensor, before: Tensor | None, advance: bool
+) -> tuple[tuple[int, int, int, int], tuple[int, int, int, int], tuple[int, ...], bool]:
+    """What the binding wants to know of rows to rotate. Their first positions: first - before."""
+    pointers = (x.data_ptr(), out.data_ptr(), first.data_ptr(), support.address(before))
+    batch, seqlen, num_heads, head_dim = x.shape
+    strides = (*support.strides(x), *support.strides(out))
+    return pointers, (batch, seqlen, num_heads, head_dim), strides, advance
+
+
+def _cuda(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, interleaved: bool = False) -> Tensor:
+    _check(x, cos, sin, positions)
+    out = x.new_empty(x.shape)
+    rows = launch_arguments(x, out, positions, None, True)
+    _C.rotary(*rows, table_of(cos, sin, interleaved), support.target(x))
+    return out
+
+
+def _cpu(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, interleaved: bool = False) -> Tensor:
+    if support.simulated():
+        return _cuda(x, cos, sin, positions, interleaved=interleaved)
+    _check(x, cos, sin, positions)
+    return rotate(x, cos, sin, positions, interleaved, True)
+
+
+def _fake(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, interleaved: bool = False) -> Tensor:
+    _check(x, cos, sin, positions)
+    return x.new_empty(x.shape)
+
+
+support.register(SCHEMA, {"CUDA": _cuda, "CPU": _cpu, "fake": _fake})

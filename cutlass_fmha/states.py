@@ -1,0 +1,200 @@
+"""States: an output and the log-sum-exp of its scores. Two that saw different keys merge into one.
+
+With a state for each of two sets of keys, the softmax over both is a mean of the outputs, weighted with the
+exponentials of their log-sum-exps (Ye et al. 2024, Cascade Inference).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutlass_fmha import _C, check, support
+from cutlass_fmha.attention import attention
+
+SCHEMA = (
+    "merge_states(Tensor o_a, Tensor lse_a, Tensor o_b, Tensor lse_b) -> (Tensor output, Tensor softmax_lse)"
+)
+
+
+def merge_states(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """The state over two sets of keys, from those over each: ``softmax([s_a, s_b]) @ [v_a; v_b]``.
+
+    Args:
+        o_a, o_b: [batch, seqlen_q, num_heads, head_dim_v] or packed [total_q, num_heads, head_dim_v],
+            float16, bfloat16 or float32 (on the CPU also float64), any strides with a contiguous last
+            dimension.
+        lse_a, lse_b: float32 [batch, num_heads, seqlen_q] or [num_heads, total_q], any strides: natural logs,
+            as ``attention`` returns them.
+
+    Returns:
+        The merged output, contiguous, of o_a's shape and dtype, computed in float32 and rounded once, and its
+        LSE. A side whose LSE is -inf saw no key: the other one's bits are passed on. Where both are, the
+        output is 0 and the LSE -inf. An LSE of +inf outweighs every finite one; two of them weigh the same.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit; the sentence says which.
+        NotImplementedError: an input requires a gradient.
+    """
+    output, lse = torch.ops.cutlass_fmha.merge_states(o_a, lse_a, o_b, lse_b)
+    return output, lse
+
+
+def cascade_attention(
+    q: Tensor,
+    k_shared: Tensor,
+    v_shared: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    causal: bool | str | None = False,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_k: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    num_splits: int | None = None,
+    batch_invariant: bool = False,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention over keys that all sequences of a batch share, such as a system prompt, and over their own.
+
+    The shared keys are read once for all queries of the batch: they are one sequence of batch * seqlen_q
+    queries to them. Its states are merged with those over each sequence's own keys.
+
+    Args:
+        q: [batch, seqlen_q, num_heads, head_dim], or packed [total_q, num_heads, head_dim] with cu_seqlens_q.
+        k_shared, v_shared: [seqlen_shared, num_heads_kv, head_dim or head_dim_v]: keys before all others.
+            Every query sees all of them.
+        k, v: each sequence's own, as ``attention`` takes them.
+        scale, softcap, num_splits, batch_invariant: as ``attention``, of both parts.
+        causal: of the own keys alone, which may be none, or fewer than the queries.
+        sinks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, leftpad_k, page_table,
+            cache_batch_idx: as ``attention``, of the own keys. Windows and ALiBi, which count keys across
+            both parts, are not taken.
+        return_lse: also return the LSE over all keys.
+
+    Returns:
+        As ``attention`` over both. Either part may be empty: the other's result is passed on bit for bit.
+
+    Raises:
+        TypeError, ValueError, UnsupportedError, NotImplementedError: as ``attention``.
+    """
+    axes = "batch, seqlen_q, num_heads, head_dim" if cu_seqlens_q is None else "total_q, num_heads, head_dim"
+    support.check_dims("q", q, axes)
+    for name, tensor in (("k_shared", k_shared), ("v_shared", v_shared)):
+        support.check_dims(name, tensor, "seqlen_shared, num_heads_kv, head_dim")
+    both: dict[str, Any] = {
+        "scale": scale,
+        "softcap": softcap,
+        "num_splits": num_splits,
+        "batch_invariant": batch_invariant,
+        "return_lse": True,
+    }
+    rows = q.reshape(1, math.prod(q.shape[:-2]), *q.shape[-2:])
+    shared, shared_lse = attention(rows, k_shared[None], v_shared[None], **both)
+    own, own_lse = attention(
+        q,
+        k,
+        v,
+        causal=causal,
+        sinks=sinks,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        seqused_k=seqused_k,
+        leftpad_k=leftpad_k,
+        page_table=page_table,
+        cache_batch_idx=cache_batch_idx,
+        **both,
+    )
+    # [num_heads, batch, seqlen_q] or [num_heads, total_q]: the batch comes first in a state.
+    shared_lse = shared_lse.view(q.shape[-2], *q.shape[:-2])
+    if q.dim() == 4:
+        shared_lse = shared_lse.transpose(0, 1)
+    output, lse = merge_states(shared.view(own.shape), shared_lse, own, own_lse)
+    return (output, lse) if return_lse else output
+
+
+# ---- the op ------------------------------------------------------------------------------------------------
+
+
+def _check(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> None:
+    support.check_alike({"o_a": o_a, "o_b": o_b})
+    support.check_device("o_a", o_a, {"lse_a": lse_a, "lse_b": lse_b})
+    if o_a.dim() not in (3, 4):
+        raise ValueError(
+            "o_a must have shape [batch, seqlen_q, num_heads, head_dim_v] or [total_q, num_heads, "
+            f"head_dim_v], got {tuple(o_a.shape)}"
+        )
+    if o_b.shape != o_a.shape:
+        raise ValueError(f"o_b must have o_a's shape {tuple(o_a.shape)}, got {tuple(o_b.shape)}")
+    if any(size > check.MAX_SEQLEN for size in o_a.shape):
+        raise ValueError(f"o_a must have sizes of 2**29 at most, got {tuple(o_a.shape)}")
+    wanted = (*o_a.shape[:-3], o_a.shape[-2], o_a.shape[-3])
+    for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
+        if lse.dtype != torch.float32:
+            raise ValueError(f"{name} must be float32, got {check.dtype_name(lse.dtype)}")
+        if lse.shape != wanted:
+            raise ValueError(f"{name} must have shape {tuple(wanted)}, as o_a has it, got {tuple(lse.shape)}")
+
+
+def _empty(o_a: Tensor, lse_a: Tensor) -> tuple[Tensor, Tensor]:
+    return o_a.new_empty(o_a.shape), lse_a.new_empty(lse_a.shape)
+
+
+def _cuda(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    _check(o_a, lse_a, o_b, lse_b)
+    output, lse = _empty(o_a, lse_a)
+    batch = o_a.shape[0] if o_a.dim() == 4 else 1
+    lses = [x.stride() if x.dim() == 3 else (0, *x.stride()) for x in (lse_a, lse_b, lse)]
+    outputs = [support.strides(x) for x in (o_a, o_b, output)]
+    tensors = (o_a, o_b, output, lse_a, lse_b, lse)
+    _C.merge_states(
+        tuple(x.data_ptr() for x in tensors),  # type: ignore[arg-type]
+        (batch, *o_a.shape[-3:]),
+        tuple(stride for x in (*outputs, *lses) for stride in x),
+        support.target(o_a),
+    )
+    return output, lse
+
+
+def _cpu(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    if support.simulated():
+        return _cuda(o_a, lse_a, o_b, lse_b)
+    _check(o_a, lse_a, o_b, lse_b)
+    dtype = torch.float64 if o_a.dtype == torch.float64 else torch.float32
+    no_a, no_b = lse_a == -math.inf, lse_b == -math.inf
+    a, b = lse_a.to(dtype), lse_b.to(dtype)
+    reference = torch.maximum(a, b)
+    # Infinite ones are no different from their maximum, and their difference would be NaN.
+    weight_a = torch.where(a == reference, 1.0, torch.exp(a - reference))
+    weight_b = torch.where(b == reference, 1.0, torch.exp(b - reference))
+    total = weight_a + weight_b
+    lse = torch.where(no_a, lse_b, torch.where(no_b, lse_a, (reference + torch.log(total)).float()))
+
+    def by_row(x: Tensor) -> Tensor:
+        return x.transpose(-1, -2).unsqueeze(-1)
+
+    merged = (by_row(weight_a) * o_a.to(dtype) + by_row(weight_b) * o_b.to(dtype)) / by_row(total)
+    output = torch.where(by_row(no_b), o_a, merged.to(o_a.dtype))
+    output = torch.where(by_row(no_a), o_b, output).masked_fill(by_row(no_a & no_b), 0.0)
+    return output.contiguous(), lse.contiguous()
+
+
+def _fake(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    _check(o_a, lse_a, o_b, lse_b)
+    return _empty(o_a, lse_a)
+
+
+support.register(SCHEMA, {"CUDA": _cuda, "CPU": _cpu, "fake": _fake})

@@ -1,0 +1,204 @@
+// States of attention, an output and its log-sum-exp each, made one: all parts of split keys, or two of them.
+#pragma once
+
+#include <cmath>
+
+#include "elements.cuh"
+
+namespace cutlass_fmha {
+
+/// exp(lse - reference), where the reference is the greatest one and may be infinite.
+__device__ inline float weight(float lse, float reference) { return lse == reference ? 1.f : expf(lse - reference); }
+
+/// What a thread block that combines a row passes between its threads.
+struct CombineShared {
+  static constexpr int kWarps = kSupportThreads / 32;
+
+  alignas(16) float o[kWarps][CombineParams::kMaxHeadDim];
+  float weights[kWarps][CombineParams::kMaxSplits];  ///< each warp has its own, so that none waits for another
+};
+
+/// The greatest of a row's log-sum-exps, without their low parts, and the sum of the weights, 0 when all are -inf: the
+/// same in every lane.
+struct Total {
+  float reference, sum;
+
+  __device__ bool empty() const { return sum == 0.f; }
+  __device__ float lse() const { return empty() ? -INFINITY : reference + logf(sum); }
+};
+
+/// Of `splits` values that are `stride` apart; leaves the weight of each in `weights`. `low`: null, or what is to be
+/// added to each.
+__device__ inline Total total_of(float const* lse, float const* low, int64_t stride, int splits, float* weights) {
+  constexpr int kParts = CombineParams::kMaxSplits / 32;
+  int const lane = threadIdx.x % 32;
+  float part[kParts], reference = -INFINITY, sum = 0.f;
+#pragma unroll
+  for (int n = 0; n < kParts; ++n) {
+    part[n] = n * 32 + lane < splits ? lse[(n * 32 + lane) * stride] : -INFINITY;
+    reference = fmaxf(reference, part[n]);
+  }
+#pragma unroll
+  for (int other = 16; other > 0; other /= 2) reference = fmaxf(reference, __shfl_xor_sync(~0u, reference, other));
+#pragma unroll
+  for (int n = 0; n < kParts; ++n) {
+    if (n * 32 >= splits) break;
+    int const split = n * 32 + lane;
+    float w = part[n] == -INFINITY ? 0.f : weight(part[n], reference);  // a NaN stays one
+    if (low != nullptr && w != 0.f) w *= expf(low[split * stride]);
+    weights[n * 32 + lane] = w;
+    sum += w;
+  }
+#pragma unroll
+  for (int other = 16; other > 0; other /= 2) sum += __shfl_xor_sync(~0u, sum, other);
+  __syncwarp();
+  return {reference, sum};
+}
+
+/// A lane's columns of every fourth part of a row, a few parts at a time: all of their loads are on their way at once.
+template <int Width>
+struct PartialRow {
+  static constexpr int kChunks = CombineParams::kMaxHeadDim / (32 * Width);
+  static constexpr int kParts = 4;
+
+  Chunk<float, Width> part[kParts][kChunks];
+
+  __device__ static int column(int chunk) { return (chunk * 32 + int(threadIdx.x % 32)) * Width; }
+
+  __device__ void load(CombineParams const& p, float const* o, int first) {
+#pragma unroll
+    for (int n = 0; n < kParts; ++n) {
+      int const split = first + n * CombineShared::kWarps;
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+        if (split >= p.splits || column(c) >= p.head_dim_v) continue;
+        part[n][c] = Chunk<float, Width>::load(o + split * p.lse_rows * p.head_dim_v + column(c));
+      }
+    }
+  }
+
+  /// Adds them to `acc`. A weight of 0 is that of an empty part, whose o may be anything.
+  __device__ void add(CombineParams const& p, float const* weights, int first, float (&acc)[kChunks][Width]) const {
+#pragma unroll
+    for (int n = 0; n < kParts; ++n) {
+      int const split = first + n * CombineShared::kWarps;
+      float const w = split < p.splits ? weights[split] : 0.f;
+      if (w == 0.f) continue;
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+        float x[Width];
+        part[n][c].read(x);
+#pragma unroll
+        for (int k = 0; k < Width; ++k) acc[c][k] = fmaf(w, x[k], acc[c][k]);
+      }
+    }
+  }
+};
+
+/// One row of the output, by a whole block: each warp adds up every fourth part, and the first warp the four sums.
+template <class T, int Width>
+__device__ void combine_row(CombineParams const& p, Row const& row, CombineShared& shared) {
+  using Partial = PartialRow<Width>;
+  constexpr int kWarps = CombineShared::kWarps, kChunks = Partial::kChunks;
+  int const warp = threadIdx.x / 32;
+  int64_t const at = row.batch * p.lse_batch_stride + row.head * p.lse_head_stride + row.position;
+  float const* const o = p.partial_o + at * p.head_dim_v;
+
+  Partial partial;
+  partial.load(p, o, warp);  // without waiting for the weights
+  Total const total = total_of(p.partial_lse + at, p.partial_low ? p.partial_low + at : nullptr, p.lse_rows, p.splits,
+                               shared.weights[warp]);
+  float acc[kChunks][Width] = {};
+  for (int first = warp; first < p.splits; first += Partial::kParts * kWarps) {
+    if (first > warp) partial.load(p, o, first);
+    partial.add(p, shared.weights[warp], first, acc);
+  }
+
+#pragma unroll
+  for (int c = 0; c < kChunks; ++c) {
+    Chunk<float, Width> chunk;
+    chunk.write(acc[c]);
+    chunk.store(shared.o[warp] + Partial::column(c));
+  }
+  __syncthreads();
+  if (warp > 0) return;
+
+  float const factor = total.empty() ? 0.f : 1.f / total.sum;
+#pragma unroll
+  for (int c = 0; c < kChunks; ++c) {
+    if (Partial::column(c) >= p.head_dim_v) continue;
+#pragma unroll
+    for (int other = 1; other < kWarps; ++other) {
+      float x[Width];
+      Chunk<float, Width>::load(shared.o[other] + Partial::column(c)).read(x);
+#pragma unroll
+      for (int k = 0; k < Width; ++k) acc[c][k] += x[k];
+    }
+#pragma unroll
+    for (int k = 0; k < Width; ++k) acc[c][k] *= factor;
+    Chunk<T, Width> chunk;
+    chunk.write(acc[c]);
+    chunk.store(static_cast<T*>(p.o) + row.offset(p.o_stride) + Partial::column(c));
+  }
+  if (p.lse && threadIdx.x == 0) p.lse[at] = total.lse();
+}
+
+template <class T>
+__device__ void combine(CombineParams const& p) {
+  __shared__ CombineShared shared;
+  Row const row = row_of(int(blockIdx.x), p.by_num_heads, p.num_heads, p.by_seqlen_q, p.seqlen_q);
+  if (p.vectors) {
+    combine_row<T, 4>(p, row, shared);
+  } else {
+    combine_row<T, 1>(p, row, shared);
+  }
+}
+
+template <class T, int Width>
+__device__ void merge_row(MergeParams const& p, Row const& row, Lane const& lane) {
+  T const* const a = static_cast<T const*>(p.o_a) + row.offset(p.o_a_stride);
+  T const* const b = static_cast<T const*>(p.o_b) + row.offset(p.o_b_stride);
+  T* const o = static_cast<T*>(p.o) + row.offset(p.o_stride);
+  float const lse_a = p.lse_a[row.offset(p.lse_a_stride)], lse_b = p.lse_b[row.offset(p.lse_b_stride)];
+  bool const no_a = lse_a == -INFINITY, no_b = lse_b == -INFINITY;
+  float const reference = fmaxf(lse_a, lse_b);
+  float const weight_a = weight(lse_a, reference), weight_b = weight(lse_b, reference);
+  float const sum = weight_a + weight_b, factor = 1.f / sum;
+
+  for (int column = lane.lane * Width; column < p.head_dim_v; column += lane.lanes * Width) {
+    Chunk<T, Width> chunk{};
+    if (no_a && no_b) {
+      // zeros
+    } else if (no_a || no_b) {
+      chunk = Chunk<T, Width>::load((no_a ? b : a) + column);
+    } else {
+      float x[Width], y[Width];
+      Chunk<T, Width>::load(a + column).read(x);
+      Chunk<T, Width>::load(b + column).read(y);
+      // Each product is rounded, so that the two sides can be exchanged.
+#pragma unroll
+      for (int n = 0; n < Width; ++n) {
+        x[n] = __fadd_rn(__fmul_rn(weight_a, x[n]), __fmul_rn(weight_b, y[n])) * factor;
+      }
+      chunk.write(x);
+    }
+    chunk.store(o + column);
+  }
+  if (lane.lane == 0) {
+    p.lse[row.offset(p.lse_stride)] = no_a ? lse_b : no_b ? lse_a : reference + logf(sum);
+  }
+}
+
+template <class T>
+__device__ void merge(MergeParams const& p) {
+  Lane const lane(p.lanes_log2);
+  if (lane.row >= int64_t(p.batch) * p.seqlen_q * p.num_heads) return;
+  Row const row = row_of(int(lane.row), p.by_num_heads, p.num_heads, p.by_seqlen_q, p.seqlen_q);
+  if (p.vectors) {
+    merge_row<T, kWidth<T>>(p, row, lane);
+  } else {
+    merge_row<T, 1>(p, row, lane);
+  }
+}
+
+}  // namespace cutlass_fmha

@@ -1,0 +1,133 @@
+"""What the kernels beside attention compute, in fp64, row after row. Shares nothing with the package.
+
+Shapes are those of the public functions: outputs [batch, seqlen_q, num_heads, head_dim_v] or packed without a
+batch, LSEs [batch, num_heads, seqlen_q] or [num_heads, total_q].
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+#: Half an ulp of each dtype, relative, and half its smallest number.
+HALF_ULP = {
+    torch.float16: (2.0**-11, 2.0**-25),
+    torch.bfloat16: (2.0**-8, 2.0**-134),
+    torch.float32: (2.0**-24, 2.0**-150),
+    torch.float64: (2.0**-53, 0.0),
+}
+
+#: What a few operations in fp32 (of float64 tensors: fp64) add to the rounding, relative to what goes in.
+COMPUTED = {torch.float64: 2.0**-48}
+COMPUTED_IN_FP32 = 2.0**-20
+
+
+def merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """One state of several, in fp64. A part whose LSE is -inf does not exist, whatever its output is."""
+    outputs = torch.stack([o.double() for o, _ in parts])
+    lses = torch.stack([lse.double().transpose(-1, -2) for _, lse in parts])  # as outputs, without head_dim
+    merged, total = torch.zeros_like(outputs[0]), torch.full_like(lses[0], -math.inf)
+    for index in _indices(total):
+        present = [s for s in range(len(parts)) if lses[(s, *index)] != -math.inf]
+        if not present:
+            continue
+        maximum = max(float(lses[(s, *index)]) for s in present)
+        weights = [math.exp(float(lses[(s, *index)]) - maximum) for s in present]
+        mean = sum(w * outputs[(s, *index)] for w, s in zip(weights, present, strict=True))
+        merged[index] = mean / sum(weights)
+        total[index] = maximum + math.log(sum(weights))
+    return merged, total.transpose(-1, -2)
+
+
+def assert_merged(
+    output: Tensor, lse: Tensor | None, parts: list[tuple[Tensor, Tensor]], relative: float = COMPUTED_IN_FP32
+) -> None:
+    """An output and its LSE are those of ``parts``, up to one rounding of the output."""
+    expected, expected_lse = merge(parts)
+    largest = torch.stack(
+        [
+            o.double().abs().masked_fill((part == -math.inf).transpose(-1, -2)[..., None], 0.0)
+            for o, part in parts
+        ]
+    ).amax(0)
+    _assert_close(output, expected, largest, relative)
+    if lse is not None:
+        finite = expected_lse.isfinite()
+        assert torch.equal(lse.double()[~finite], expected_lse[~finite])
+        error = (lse.double() - expected_lse)[finite].abs()
+        allowed = 2.0**-22 * (1.0 + expected_lse[finite].abs())
+        assert (error <= allowed).all(), (
+            f"the LSE is off by {float((error - allowed).max())} more than allowed"
+        )
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
+    """x [batch, seqlen, num_heads, head_dim] with positions[batch, seqlen], as complex numbers in fp64."""
+    dim = 2 * cos.shape[1]
+    rotated = x.double().clone()
+    for b, i in _indices(positions):
+        angle = torch.complex(cos[positions[b, i]].double(), sin[positions[b, i]].double())
+        row = rotated[b, i]
+        first, second = (
+            (row[:, :dim:2], row[:, 1:dim:2]) if interleaved else (row[:, : dim // 2], row[:, dim // 2 : dim])
+        )
+        turned = torch.complex(first, second) * angle
+        first.copy_(turned.real)
+        second.copy_(turned.imag)
+    return rotated
+
+
+def assert_rotated(
+    out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool
+) -> None:
+    """``out`` is x rotated with one rounding; what is not rotated has x's bits."""
+    expected = rotate(x, cos, sin, positions, interleaved)
+    dim = 2 * cos.shape[1]
+    largest = x.double().abs().amax(-1, keepdim=True).expand(x.shape)
+    _assert_close(out, expected, largest, COMPUTED.get(x.dtype, COMPUTED_IN_FP32))
+    assert torch.equal(bits(out[..., dim:]), bits(x[..., dim:]))
+
+
+def places(
+    cache_seqlens: Tensor,
+    seqlen_new: int,
+    rows: int,
+    entries: int,
+    cache_batch_idx: Tensor | None,
+    page_table: Tensor | None,
+) -> dict[tuple[int, int], tuple[int, int]]:
+    """(batch, new row) -> (entry or page of the cache, row in it), for those that have a place there.
+
+    rows: of an entry or of a page. entries: how many there are.
+    """
+    found = {}
+    for b, first in enumerate(cache_seqlens.tolist()):
+        for i in range(seqlen_new):
+            at = first + i
+            if page_table is not None:
+                entry = int(page_table[b, at // rows]) if 0 <= at < rows * page_table.shape[1] else -1
+                at %= rows
+            else:
+                entry = b if cache_batch_idx is None else int(cache_batch_idx[b])
+            if 0 <= entry < entries and 0 <= at < rows and first >= 0:
+                found[b, i] = entry, at
+    return found
+
+
+def bits(x: Tensor) -> Tensor:
+    """A tensor's elements as integers: NaN is equal to itself, and 0 is not -0."""
+    return x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+
+
+def _indices(x: Tensor) -> list[tuple[int, ...]]:
+    return [tuple(index) for index in torch.ones(x.shape).nonzero().tolist()]
+
+
+def _assert_close(out: Tensor, expected: Tensor, largest: Tensor, relative: float) -> None:
+    half_ulp, smallest = HALF_ULP[out.dtype]
+    allowed = half_ulp * expected.abs() + smallest + relative * largest
+    error = (out.double() - expected).abs()
+    assert not error.isnan().any()
+    assert (error <= allowed).all(), f"off by {float((error / allowed).max())} times what is allowed"

@@ -1,0 +1,515 @@
+"""The kernels beside attention against fp64, on this machine's GPU or, in a simulator build, on the CPU.
+
+Outputs of launches through the binding lie in buffers of NaN, where a stray write is noticed; the rest goes
+through the ops, which pack what the kernels read.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import gpu
+import oracle_general
+import pytest
+import torch
+from oracle_support import assert_merged, assert_rotated, bits, places
+from problems import GUARD, place
+from torch import Tensor
+
+import cutlass_fmha
+from cutlass_fmha import _C, support
+from cutlass_fmha.cache import with_kv_cache
+from cutlass_fmha.rotary import rotary
+from cutlass_fmha.states import cascade_attention, merge_states
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+
+DEVICE = gpu.device()
+INF = math.inf
+HALVES = (torch.float16, torch.bfloat16)
+DTYPES = (*HALVES, torch.float32)
+append_kv_ = torch.ops.cutlass_fmha.append_kv_
+
+by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def _run_kernels_on_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a simulator build the ops launch them there, too."""
+    if gpu.simulated():
+        monkeypatch.setenv("CUTLASS_FMHA_SIMULATE", "1")
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
+
+
+def int32(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def laid_out(x: Tensor, how: str) -> Tensor:
+    """The same elements: as they are ("packed"), in wider rows ("padded"), with an address and strides that
+    are no multiples of 16 bytes ("odd"), heads before tokens ("bhsd")."""
+    if how == "padded":
+        return torch.cat((x, torch.full_like(x[..., :8], torch.nan)), -1)[..., : x.shape[-1]]
+    if how == "odd":
+        wide = torch.full((*x.shape[:-1], x.shape[-1] + 3), torch.nan, dtype=x.dtype, device=x.device)
+        return wide[..., 1 : 1 + x.shape[-1]].copy_(x)
+    if how == "bhsd":
+        return x.transpose(-2, -3).contiguous().transpose(-2, -3)
+    return x
+
+
+LAYOUTS = ("packed", "padded", "odd", "bhsd")
+
+
+# ---- combining split keys ----------------------------------------------------------------------------------
+
+
+class Combine:
+    """One launch of ``_C.combine``: parts of random LSEs, some of them empty, with NaN for an output."""
+
+    def __init__(
+        self, splits: int, shape: tuple[int, int, int, int], dtype: torch.dtype, *, empty: float = 0.2,
+        row_pad: int = 0, odd: bool = False, packed: bool = False, seed: int = 0,
+    ) -> None:  # fmt: skip
+        self.batch, self.seqlen_q, self.heads, dim = shape
+        self.packed = packed
+        generator = torch.Generator().manual_seed(seed)
+        rows = self.batch * self.heads * self.seqlen_q
+        lse = torch.rand(splits, rows, generator=generator) * 60 - 30
+        lse[torch.rand(splits, rows, generator=generator) < empty] = -INF
+        outputs = torch.randn(splits, rows, dim, generator=generator)
+        outputs[lse == -INF] = torch.nan
+        self.partial_o, self.partial_lse = outputs.to(DEVICE), lse.to(DEVICE)
+        self.partial_low: Tensor | None = None
+        where = torch.empty(shape, dtype=dtype, device=DEVICE)
+        self.out = gpu.Guarded.around(place(where, row_pad=row_pad, offset=GUARD + 1 if odd else GUARD))
+        self.lse = gpu.Guarded.around(place(torch.empty(1, 1, rows, 1, device=DEVICE)).flatten())
+
+    def run(self, return_lse: bool = True) -> None:
+        splits, rows, dim = self.partial_o.shape
+        head_stride = self.seqlen_q
+        batch_stride = 0 if self.packed else self.heads * self.seqlen_q
+        _C.combine(
+            (
+                self.partial_o.data_ptr(),
+                self.partial_lse.data_ptr(),
+                self.partial_low.data_ptr() if self.partial_low is not None else 0,
+                self.out.view.data_ptr(),
+                self.lse.view.data_ptr() if return_lse else 0,
+            ),
+            (self.batch, self.seqlen_q, self.heads, dim, splits),
+            (*self.out.view.stride()[:3], batch_stride, head_stride, rows),  # type: ignore[arg-type]
+            support.target(self.out.view),
+        )
+
+    def parts(self) -> list[tuple[Tensor, Tensor]]:
+        """As states [batch, seqlen_q, heads, dim] and [batch, heads, seqlen_q]."""
+        shape = (self.batch, self.heads, self.seqlen_q)
+        return [
+            (o.view(*shape, -1).transpose(1, 2), lse.view(shape))
+            for o, lse in zip(self.partial_o, self.partial_lse, strict=True)
+        ]
+
+    def check(self, return_lse: bool = True) -> None:
+        lse = self.lse.view.view(self.batch, self.heads, self.seqlen_q) if return_lse else None
+        assert_merged(self.out.view, lse, self.parts())
+        assert self.out.intact() and self.lse.intact()
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("dim", [1, 7, 8, 36, 64, 96, 128, 160, 250, 256])
+@pytest.mark.parametrize("splits", [1, 2, 5, 16, 33, 64])
+def test_combine(splits: int, dim: int, dtype: torch.dtype):
+    launch = Combine(splits, (2, 3, 4, dim), dtype, seed=dim)
+    launch.run()
+    launch.check()
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("dim", [40, 128])
+def test_combine_into_any_layout(dim: int, dtype: torch.dtype):
+    for options in ({"row_pad": 8}, {"row_pad": 1}, {"odd": True}, {"packed": True}):
+        batch = 1 if "packed" in options else 3
+        launch = Combine(7, (batch, 5, 2, dim), dtype, **options)  # type: ignore[arg-type]
+        launch.run()
+        launch.check()
+    launch = Combine(4, (2, 2, 2, dim), dtype)
+    launch.run(return_lse=False)
+    launch.check(return_lse=False)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_combine_of_nothing_and_of_one_part(dtype: torch.dtype):
+    launch = Combine(9, (2, 3, 2, 64), dtype, empty=1.0)
+    launch.run()
+    assert (launch.out.view == 0).all() and (launch.lse.view == -INF).all()
+
+    # One part alone is passed on: rounded, and otherwise as it is.
+    part = launch.partial_lse[5]
+    part.copy_(torch.linspace(-300.0, 80.0, len(part)))
+    launch.partial_o[5] = randn(*launch.partial_o.shape[1:])
+    launch.run()
+    only = launch.partial_o[5].view(2, 2, 3, 64).transpose(1, 2)
+    assert torch.equal(launch.out.view, only.to(dtype)) and torch.equal(launch.lse.view, part)
+
+
+def test_combine_of_sums_of_two_floats():
+    """Log-sum-exps of 2^26, where neighbouring floats are 8 apart."""
+    launch = Combine(7, (2, 3, 2, 64), torch.float16, empty=0.2)
+    low, plain = launch.partial_lse.clone(), Combine(7, (2, 3, 2, 64), torch.float16, empty=0.2)
+    launch.partial_lse = torch.where(low == -INF, low, 2.0**26)
+    launch.partial_low = low.masked_fill(low == -INF, torch.nan)
+    launch.run()
+    plain.run()
+    torch.testing.assert_close(launch.out.view, plain.out.view, rtol=1e-3, atol=1e-3)
+    assert (launch.lse.view[plain.lse.view > -INF] - 2.0**26).abs().max() <= 32
+
+
+def test_combine_passes_nan_on_and_weighs_infinities():
+    launch = Combine(6, (1, 4, 1, 64), torch.float16, empty=0.0)
+    launch.partial_lse[2, 0] = torch.nan
+    launch.partial_o[3, 1, 9] = torch.nan
+    launch.partial_lse[4, 2] = INF
+    launch.run()
+    found = launch.out.view[0, :, 0]
+    assert found[0].isnan().all() and launch.lse.view[0].isnan()
+    assert found[1].isnan().sum() == 1 and found[1, 9].isnan()
+    assert torch.equal(found[2], launch.partial_o[4, 2].half()) and launch.lse.view[2] == INF
+    assert found[3].isfinite().all()
+
+
+def test_a_combined_row_has_the_same_bits_in_every_batch():
+    launch = Combine(13, (4, 3, 2, 128), torch.bfloat16)
+    launch.run()
+    first = launch.out.view.clone()
+    launch.run()
+    assert torch.equal(bits(launch.out.view), bits(first))
+    for b in range(4):
+        alone = Combine(13, (1, 3, 2, 128), torch.bfloat16)
+        alone.partial_o, alone.partial_lse = (
+            x.view(13, 4, 6, -1)[:, b].reshape(alone_x.shape).contiguous()
+            for x, alone_x in (
+                (launch.partial_o, alone.partial_o),
+                (launch.partial_lse, alone.partial_lse),
+            )
+        )
+        alone.run()
+        assert torch.equal(bits(alone.out.view[0]), bits(first[b]))
+
+
+def test_combine_refuses_what_it_cannot_take():
+    target = support.target(torch.empty(1, dtype=torch.float16, device=DEVICE))
+    launch = Combine(2, (1, 1, 1, 8), torch.float16)
+    pointers = (launch.partial_o.data_ptr(), launch.partial_lse.data_ptr(), 0, launch.out.view.data_ptr(), 0)
+    for sizes in ((1, 1, 1, 8, 65), (1, 1, 1, 257, 2), (1, 1, 1, 8, 0)):
+        with pytest.raises(ValueError, match="combine takes 1 to 64 splits and a head_dim_v of 1 to 256"):
+            _C.combine(pointers, sizes, (8, 8, 8, 1, 1, 1), target)
+    with pytest.raises(ValueError, match="at most 2147483647 can be combined"):
+        _C.combine(pointers, (2**12, 2**12, 2**8, 8, 2), (8, 8, 8, 1, 1, 1), target)
+    with pytest.raises(ValueError, match="no kernel of kind combine for float32 on sm_"):
+        _C.combine(pointers, (1, 1, 1, 8, 2), (8, 8, 8, 1, 1, 1), ("float32", *target[1:]))
+    _C.combine((0, 0, 0, 0, 0), (0, 1, 1, 8, 2), (0,) * 6, target)  # nothing to do
+
+
+# ---- merging states ----------------------------------------------------------------------------------------
+
+
+def states(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
+    lse_shape = (*shape[:-3], shape[-2], shape[-3])
+    return [
+        (randn(*shape, dtype=dtype, seed=seed + n), 8 * randn(*lse_shape, seed=seed + n + 9)) for n in (0, 1)
+    ]
+
+
+@by_dtype
+@pytest.mark.parametrize("dim", [1, 12, 64, 100, 128, 256, 520])
+def test_merge(dim: int, dtype: torch.dtype):
+    for shape in ((2, 5, 3, dim), (7, 4, dim)):
+        a, b = states(shape, dtype)
+        a[1][..., ::3] = -INF
+        b[1][..., ::2] = -INF
+        assert_merged(*merge_states(*a, *b), [a, b])
+
+
+@by_dtype
+def test_merge_from_any_layout(dtype: torch.dtype):
+    for layout_a, layout_b in zip(LAYOUTS, LAYOUTS[1:] + LAYOUTS[:1], strict=True):
+        a, b = states((2, 5, 3, 64), dtype)
+        given = laid_out(a[0], layout_a), a[1].mT.contiguous().mT, laid_out(b[0], layout_b), b[1]
+        output, lse = merge_states(*given)
+        assert_merged(output, lse, [a, b])
+        for one, other in zip(merge_states(*given[2:], *given[:2]), (output, lse), strict=True):
+            assert torch.equal(one, other), "the sides can be exchanged"
+
+
+@by_dtype
+@pytest.mark.parametrize("dim", [12, 64])
+def test_merge_passes_bits_on(dim: int, dtype: torch.dtype):
+    a, b = states((2, 5, 3, dim), dtype)
+    a[0][0, 0, 0, :3] = torch.tensor([-0.0, INF, torch.nan])
+    a[1][0, 0, 0] = -0.0
+    empty = torch.full_like(b[0], torch.nan), torch.full_like(b[1], -INF)
+    for given in ((*a, *empty), (*empty, *a)):
+        output, lse = merge_states(*given)
+        assert torch.equal(bits(output), bits(a[0])) and torch.equal(bits(lse), bits(a[1]))
+    output, lse = merge_states(*empty, *empty)
+    assert torch.equal(bits(output), bits(torch.zeros_like(output))) and (lse == -INF).all()
+    infinite = a[0], torch.full_like(a[1], INF)
+    output, lse = merge_states(*infinite, *b)
+    assert torch.equal(output[1], a[0][1]) and (lse == INF).all()
+
+
+# ---- rotary, appending -------------------------------------------------------------------------------------
+
+
+def table(positions: int, dim: int, dtype: torch.dtype, odd: bool = False) -> tuple[Tensor, Tensor]:
+    turns = torch.outer(torch.arange(positions), 100.0 ** -(torch.arange(dim // 2) / max(1, dim // 2)))
+    found = [x.to(dtype).to(DEVICE) for x in (turns.cos(), turns.sin())]
+    cos, sin = (laid_out(x, "odd") for x in found) if odd else found
+    return cos, sin
+
+
+def following(first: Tensor, seqlen: int) -> Tensor:
+    return first.cpu()[:, None] + torch.arange(seqlen)
+
+
+#: (head_dim, rotary_dim): whole rows, parts of them, pairs that no vector has whole, and odd sizes.
+DIMS = ((64, 64), (128, 32), (96, 80), (64, 24), (64, 6), (40, 4), (50, 22), (256, 256), (320, 64))
+
+
+@by_dtype
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("head_dim", "dim"), DIMS)
+def test_rotary(head_dim: int, dim: int, interleaved: bool, dtype: torch.dtype):
+    first = int32(0, 31, 7)
+    for layout, table_dtype, odd in (
+        ("packed", dtype, False),
+        ("odd", torch.float32, False),
+        ("bhsd", dtype, True),
+    ):
+        x = randn(3, 5, 4, head_dim, dtype=dtype)
+        cos, sin = table(40, dim, table_dtype, odd)
+        out = rotary(laid_out(x, layout), cos, sin, first, interleaved=interleaved)
+        assert_rotated(*(t.cpu() for t in (out, x, cos, sin)), following(first, 5), interleaved)
+
+
+@by_dtype
+def test_vectors_and_elements_rotate_to_the_same_bits(dtype: torch.dtype):
+    x, (cos, sin), first = randn(2, 3, 4, 64, dtype=dtype), table(9, 32, torch.float32), int32(0, 5)
+    for interleaved in (False, True):
+        found = [rotary(laid_out(x, how), cos, sin, first, interleaved=interleaved) for how in LAYOUTS]
+        assert all(torch.equal(bits(other), bits(found[0])) for other in found)
+
+
+@by_dtype
+def test_a_position_without_an_angle_becomes_nan(dtype: torch.dtype):
+    x, (cos, sin) = randn(2, 3, 4, 64, dtype=dtype), table(9, 32, dtype)
+    out = rotary(x, cos, sin, int32(-1, 8))
+    outside = torch.zeros(2, 3, 4, 64, dtype=torch.bool)
+    outside[0, 0, :, :32] = True
+    outside[1, 1:, :, :32] = True
+    assert torch.equal(out.isnan().cpu(), outside)
+    assert torch.equal(out[..., 32:], x[..., 32:])
+
+
+class Append:
+    """A cache inside of buffers of NaN, and one call that appends to it."""
+
+    def __init__(self, kind: str, dtype: torch.dtype, head_dim: int, head_dim_v: int, layout: str) -> None:
+        batch, seqlen_new, heads = 3, 5, 2
+        entries, rows = {"contiguous": (batch, 24), "entries": (7, 24), "pages": (11, 16)}[kind]
+        order = torch.randperm(entries, generator=torch.Generator().manual_seed(3)).to(torch.int32)
+        self.places: dict[str, Tensor] = {}
+        if kind == "entries":
+            self.places["cache_batch_idx"] = order[:batch].to(DEVICE)
+        if kind == "pages":
+            # A table is part of a wider one.
+            wide = torch.full((batch, 5), 10**6, dtype=torch.int32)
+            wide[:, :3] = order[: 3 * batch].view(batch, 3)
+            self.places["page_table"] = wide.to(DEVICE)[:, :3]
+        self.caches = [
+            self._cache(entries, rows, heads, dim, dtype, layout) for dim in (head_dim, head_dim_v)
+        ]
+        shapes = (batch, seqlen_new, heads)
+        self.key = laid_out(randn(*shapes, head_dim, dtype=dtype, seed=4), layout)
+        self.value = laid_out(randn(*shapes, head_dim_v, dtype=dtype, seed=5), layout)
+        self.rows, self.entries = rows, entries
+
+    @staticmethod
+    def _cache(entries: int, rows: int, heads: int, dim: int, dtype: torch.dtype, layout: str) -> gpu.Guarded:
+        empty = torch.empty(entries, rows, heads, dim, dtype=dtype, device=DEVICE)
+        if layout == "odd":
+            return gpu.Guarded.around(place(empty, row_pad=3, offset=GUARD + 1))
+        return gpu.Guarded.around(place(empty, order="bhsd" if layout == "bhsd" else "bshd", row_pad=8))
+
+    def run(self, cache_seqlens: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
+        k_cache, v_cache = (cache.view for cache in self.caches)
+        rotated, used = append_kv_(
+            k_cache, v_cache, self.key, self.value, cache_seqlens, **given, **self.places
+        )
+        return rotated, used
+
+    def check_places(self, cache_seqlens: Tensor) -> dict[tuple[int, int], tuple[int, int]]:
+        """Rows are written where they belong, and nowhere else."""
+        given = {name: tensor.cpu() for name, tensor in self.places.items()}
+        found = places(
+            cache_seqlens.cpu(),
+            5,
+            self.rows,
+            self.entries,
+            given.get("cache_batch_idx"),
+            given.get("page_table"),
+        )
+        written = torch.zeros(self.entries, self.rows, dtype=torch.bool)
+        for entry, row in found.values():
+            written[entry, row] = True
+        for cache in self.caches:
+            assert cache.intact()
+            is_new = ~cache.view.isnan().all(-1).all(-1)
+            assert torch.equal(is_new.cpu(), written)
+        for (b, i), (entry, row) in found.items():
+            assert torch.equal(bits(self.caches[1].view[entry, row]), bits(self.value[b, i]))
+        return found
+
+
+KINDS = ("contiguous", "entries", "pages")
+
+
+@by_dtype
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 32), (40, 50), (36, 24)])
+def test_append(dims: tuple[int, int], kind: str, dtype: torch.dtype):
+    for layout in ("packed", "odd", "bhsd"):
+        append, lengths = Append(kind, dtype, *dims, layout), int32(0, 6, 19)
+        _, used = append.run(lengths)
+        assert used.tolist() == [5, 11, 24]
+        for (b, i), place_of_row in append.check_places(lengths).items():
+            assert torch.equal(bits(append.caches[0].view[place_of_row]), bits(append.key[b, i]))
+
+
+@by_dtype
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("head_dim", "dim"), DIMS)
+def test_append_with_rotation(head_dim: int, dim: int, interleaved: bool, dtype: torch.dtype):
+    for kind, layout, seqlen_q, advance in (
+        ("pages", "packed", 5, True),
+        ("contiguous", "odd", 1, False),
+        ("entries", "bhsd", 9, False),
+    ):
+        append, lengths = Append(kind, dtype, head_dim, 64, layout), int32(1, 6, 19)
+        query = laid_out(randn(3, seqlen_q, 6, head_dim, dtype=dtype, seed=6), layout)
+        cos, sin = table(40, dim, torch.float32 if layout == "packed" else dtype)
+        pads = {"leftpad_k": int32(1, 0, 7)} if kind == "contiguous" else {}
+        first = lengths - pads["leftpad_k"] if pads else lengths
+        if kind == "entries":
+            first = pads["rotary_seqlens"] = int32(29, 0, 3)
+        rotated, _ = append.run(
+            lengths, query=query, advance_query=advance, rotary_cos=cos, rotary_sin=sin,
+            rotary_interleaved=interleaved, **pads,
+        )  # fmt: skip
+        positions = following(first, 5)
+        of_queries = following(first, seqlen_q) if advance else first.cpu()[:, None].expand(3, seqlen_q)
+        assert_rotated(*(t.cpu() for t in (rotated, query, cos, sin)), of_queries, interleaved)
+        written = torch.empty_like(append.key, memory_format=torch.contiguous_format)
+        for (b, i), place_of_row in append.check_places(lengths).items():
+            written[b, i] = append.caches[0].view[place_of_row]
+        assert_rotated(*(t.cpu() for t in (written, append.key, cos, sin)), positions, interleaved)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_without_a_place_are_dropped(kind: str):
+    capacity = 48 if kind == "pages" else 24
+    for lengths in (
+        int32(capacity - 3, capacity, 2),
+        int32(-2, 2**31 - 1, -(2**31)),
+        int32(capacity - 5, capacity + 1, 0),
+    ):
+        append = Append(kind, torch.float16, 64, 64, "packed")
+        append.run(lengths)
+        append.check_places(lengths)
+
+
+@pytest.mark.parametrize("kind", ["entries", "pages"])
+def test_entries_that_the_cache_does_not_have_are_not_written(kind: str):
+    append, lengths = Append(kind, torch.float16, 64, 64, "packed"), int32(0, 14, 20)
+    ((name, named),) = append.places.items()
+    bad = named.clone()
+    bad.view(-1)[-1] = append.entries
+    bad.view(-1)[0] = -1
+    append.places[name] = bad
+    append.run(lengths)
+    append.check_places(lengths)
+
+
+@by_dtype
+def test_nothing_new_still_rotates_queries(dtype: torch.dtype):
+    append, lengths = Append("contiguous", dtype, 64, 64, "packed"), int32(3, 6, 19)
+    append.key, append.value = append.key[:, :0], append.value[:, :0]
+    query, (cos, sin) = randn(3, 2, 6, 64, dtype=dtype), table(40, 64, dtype)
+    rotated, used = append.run(lengths, query=query, rotary_cos=cos, rotary_sin=sin)
+    assert used.tolist() == [3, 6, 19]
+    assert_rotated(*(t.cpu() for t in (rotated, query, cos, sin)), following(lengths, 2), False)
+    assert all(cache.view.isnan().all() and cache.intact() for cache in append.caches)
+
+
+# ---- around attention --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_over_a_cache(kind: str, dtype: torch.dtype):
+    append, lengths, (cos, sin) = Append(kind, dtype, 64, 64, "packed"), int32(3, 6, 19), table(40, 64, dtype)
+    for cache in append.caches:
+        cache.view.copy_(randn(*cache.view.shape, dtype=dtype, seed=8))
+    k_cache, v_cache = (cache.view for cache in append.caches)
+    query = randn(3, 5, 4, 64, dtype=dtype, seed=6)
+    output, lse = with_kv_cache(
+        query, k_cache, v_cache, append.key, append.value, rotary_cos=cos, rotary_sin=sin,
+        cache_seqlens=lengths, causal=True, num_splits=3, return_lse=True, **append.places,
+    )  # fmt: skip
+    turned = rotary(query, cos, sin, lengths)
+    written = {"seqused_k": lengths + 5, **append.places}
+    errors = oracle_general.compare(output, lse, turned, k_cache, v_cache, causal="bottom-right", **written)
+    errors.check()
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_cascade_over_a_shared_prefix(dtype: torch.dtype):
+    q, (k_shared, v_shared) = randn(3, 5, 4, 64, dtype=dtype), randn(2, 40, 2, 64, dtype=dtype, seed=1)
+    k, v = randn(2, 3, 12, 2, 64, dtype=dtype, seed=2)
+    output, lse = cascade_attention(q, k_shared, v_shared, k, v, causal=True, return_lse=True)
+    whole = [
+        torch.cat((shared.expand(3, 40, 2, 64), own), 1) for shared, own in ((k_shared, k), (v_shared, v))
+    ]
+    # Each part is rounded before they merge: as much again as attention alone may be off.
+    errors = oracle_general.compare(output, lse, q, *whole, causal="bottom-right")
+    assert errors.worst <= 2.0, errors
+
+    own = cutlass_fmha.attention(q, k, v, causal=True, return_lse=True)
+    found = cascade_attention(q, k_shared[:0], v_shared[:0], k, v, causal=True, return_lse=True)
+    assert all(torch.equal(bits(one), bits(other)) for one, other in zip(found, own, strict=True))
+
+
+# ---- offsets that need 64 bits -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2], ids=["batch", "seqlen", "heads"])
+def test_offsets_beyond_31_bits(axis: int):
+    shape = (2, 3, 4, 64)
+    buffer = torch.empty(gpu.FAR + 4 * gpu.REGION, dtype=torch.float16, device=DEVICE)
+    far = [gpu.far_view(buffer, index, shape, axis) for index in (0, 1)]
+    a, b = states(shape, torch.float16)
+    for view, state in zip(far, (a, b), strict=True):
+        view.copy_(state[0])
+    assert_merged(*merge_states(far[0], a[1], far[1], b[1]), [a, b])
+    (cos, sin), first = table(9, 64, torch.float16), int32(0, 5)
+    out = rotary(far[0], cos, sin, first)
+    assert_rotated(*(t.cpu() for t in (out, a[0], cos, sin)), following(first, 3), False)
+    append_kv_(far[0], far[1], b[0][:, :1].clone(), a[0][:, :1].clone(), int32(2, 0))
+    for b_index, row in ((0, 2), (1, 0)):
+        assert torch.equal(far[0][b_index, row], b[0][b_index, 0])
+        assert torch.equal(far[1][b_index, row], a[0][b_index, 0])
