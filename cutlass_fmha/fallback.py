@@ -1,0 +1,296 @@
+"""Rows of CUTLASS's own memory-efficient attention (its example 41), for what no other row takes: float32,
+and head dims above 256.
+
+They are a table of their own (``_C.fallback_templates()``), with reasons, a predicted cost and a launch of
+their own. What such a row needs of a layout and a caller's tensor does not have is made here, by a copy: head
+dims and strides that are a multiple of ``alignment``, and rows of a bias that are whole vectors.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from cutlass_fmha import _C, check, select
+from cutlass_fmha.check_features import broadcast_strides
+from cutlass_fmha.device import Device
+from cutlass_fmha.errors import UnsupportedError
+from cutlass_fmha.features import Features, Sizes
+from cutlass_fmha.streams import current_stream
+
+if TYPE_CHECKING:
+    from cutlass_fmha._C import FallbackTemplate
+    from cutlass_fmha.select import Build, Problem
+
+logger = logging.getLogger("cutlass_fmha")
+
+Operands = tuple[Tensor, Tensor, Tensor]
+
+#: The largest head dim of the rows that come first.
+LARGEST_HEAD_DIM = 256
+#: Bytes that a row of a bias is read in.
+VECTOR_BYTES = 16
+#: The example multiplies a row's number and its stride in 32 bits, up to the end of a tile.
+MAX_KEY_SPAN = 2**31 - 1
+MOST_KEYS_OF_A_TILE = 128
+
+#: Of ``select.FEATURES``, what these rows know: a mask becomes a bias, and a window may have no left limit.
+KNOWN = frozenset({"window", "mask", "bias", "varlen", "lengths", "cache_batch_idx"})
+
+#: TFLOP/s of one SM, from datasheets (RTX 4090, RTX 5090) and measurements of mma.sync (H200), times the
+#: share of issue slots or of the tensor pipe that the main loop leaves to the multiplication.
+_SM_TFLOPS: Mapping[tuple[int, str], float] = {
+    (89, "simt"): 82.6 / 128 * 0.6,
+    (120, "simt"): 104.8 / 170 * 0.6,
+    (90, "tf32x3"): 642 / 132 / 2 / 3 * 0.5,
+    (89, "mma"): 121 / 58 * 0.4,
+    (90, "mma"): 642 / 132 * 0.25,
+    (120, "mma"): 209.5 / 170 * 0.4,
+}
+_LAUNCH_US = 2.0
+
+_warned: set[tuple[str, ...]] = set()
+
+
+# ---- selection ---------------------------------------------------------------------------------------------
+
+
+def _purpose(template: FallbackTemplate, problem: Problem, device: Device, build: Build) -> str | None:
+    if problem.dtype == "float32" or max(problem.head_dim, problem.value_dim) > LARGEST_HEAD_DIM:
+        return None
+    return f"for float32 and for head dims above {LARGEST_HEAD_DIM}, which no other row takes"
+
+
+def _head_dim(template: FallbackTemplate, problem: Problem, device: Device, build: Build) -> str | None:
+    largest = max(problem.head_dim, problem.value_dim)
+    if largest <= template.head_dim:
+        return None
+    return f"made for head dims up to {template.head_dim}, and the tensors have {largest}"
+
+
+def _offsets(template: FallbackTemplate, problem: Problem, device: Device, build: Build) -> str | None:
+    if problem.key_span <= MAX_KEY_SPAN:
+        return None
+    return (
+        f"its offsets are 32-bit, and the keys of a sequence span {problem.key_span} elements: "
+        f"{MAX_KEY_SPAN} at most"
+    )
+
+
+def _features(problem: Problem) -> list[str]:
+    found = [
+        f"has no {what}"
+        for name, what in select.FEATURES.items()
+        if name in problem.features and name not in KNOWN
+    ]
+    if problem.window[0] >= 0:
+        found.append("has no window with a left limit")
+    return found
+
+
+_PREDICATES = (
+    select._made_for_device,
+    select._executable,
+    _purpose,
+    select._dtype,
+    _head_dim,
+    _offsets,
+    select._shared_memory,
+)
+
+
+def reasons(template: FallbackTemplate, problem: Problem, device: Device, build: Build) -> list[str]:
+    """Why a row can't run a problem on a device, one sentence each; empty when it can."""
+    sentences = (predicate(template, problem, device, build) for predicate in _PREDICATES)
+    return [sentence for sentence in sentences if sentence is not None] + _features(problem)
+
+
+def key_span(k: Tensor, v: Tensor, seqlen_k: int) -> int:
+    """``Problem.key_span``: elements from a sequence's first key to the end of its last tile, in k or v."""
+    return (seqlen_k + MOST_KEYS_OF_A_TILE) * max(tensor.stride(-3) for tensor in (k, v))
+
+
+def predicted_us(template: FallbackTemplate, problem: Problem, device: Device) -> float:
+    """Microseconds of a launch by datasheet, to rank rows by: what tiles compute, padding included."""
+    blocks = -(-problem.seqlen_q // template.tile_m) * problem.num_heads * problem.batch
+    _, keys = problem.visible_keys(0, problem.seqlen_q - 1)
+    keys = -(-keys // template.tile_n) * template.tile_n
+    dims = -(-problem.head_dim // 32) * 32 + -(-problem.value_dim // template.tile_n) * template.tile_n
+    flop = template.tile_m * keys * dims * (1.0 if problem.causal != "none" else 2.0)
+    return _LAUNCH_US + -(-blocks // device.sm_count) * flop / _SM_TFLOPS[template.arch, template.math] / 1e6
+
+
+# ---- a launch ----------------------------------------------------------------------------------------------
+
+
+def launch(
+    template: FallbackTemplate,
+    tensors: Operands,
+    scale: float,
+    causal: str,
+    return_lse: bool,
+    features: Features,
+    sizes: Sizes,
+) -> tuple[Tensor, Tensor | None]:
+    """One call of ``attend`` by a row that has no reason against it, on the current stream: output and LSE.
+
+    ``sizes``: what ``check_features`` made of the arguments. Raises UnsupportedError for a bias of another
+    dtype than the row's.
+    """
+    like = tensors[0]
+    head_dim_v = padded(template, sizes.head_dim_v)
+    out = torch.empty((*sizes.out_shape[:-1], head_dim_v), dtype=like.dtype, device=like.device)
+    lse = torch.empty(sizes.lse_shape, dtype=torch.float32, device=like.device) if return_lse else None
+    run(template, tensors, out, lse, scale, causal, features, sizes)
+    return out[..., : sizes.head_dim_v].contiguous(), lse
+
+
+def padded(template: FallbackTemplate, head_dim: int) -> int:
+    """The head dim that a row computes: the next that fills whole vectors."""
+    multiple = _multiple(template)
+    return -(-head_dim // multiple) * multiple
+
+
+def run(
+    template: FallbackTemplate,
+    tensors: Operands,
+    out: Tensor,
+    lse: Tensor | None,
+    scale: float,
+    causal: str,
+    features: Features,
+    sizes: Sizes,
+) -> None:
+    """Fills ``out``, of the ``padded`` head dim and any strides that fill whole vectors, and ``lse``.
+
+    Operands that don't are copied, which a warning says.
+    """
+    bias = _bias(template, features, sizes, out.dtype)
+    if 0 in (sizes.batch, sizes.seqlen_q, sizes.num_heads):
+        return
+    q, k, v = (_aligned(template, tensor) for tensor in tensors)
+    if copied := [name for name, a, b in zip("qkv", tensors, (q, k, v), strict=True) if a is not b]:
+        _warn_of_copies(template, copied)
+    params = _params(q, k, v, out, features, causal, sizes)
+    params.scale = scale
+    params.lse = 0 if lse is None else lse.data_ptr()
+    if bias is not None:
+        params.bias, params.bias_type = bias.data_ptr(), "same_as_q"
+        params.bias_stride = broadcast_strides(bias, sizes)
+    sums = None
+    if template.accumulates and not _can_accumulate_in(out, params):
+        sums = torch.empty(out.shape, dtype=torch.float32, device=out.device)
+        params.partial_o = sums.data_ptr()
+    index = out.get_device()
+    _C.run_fallback(template.index, params, max(index, 0), current_stream(index))
+
+
+def _params(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, features: Features, causal: str, sizes: Sizes
+) -> _C.GeneralParams:
+    """What every call says; the caller adds the scale, LSE, a bias and where to accumulate."""
+    p = _C.GeneralParams()
+    p.q, p.k, p.v, p.o = (tensor.data_ptr() for tensor in (q, k, v, out))
+    p.q_stride, p.k_stride, p.v_stride = (_strides(tensor) for tensor in (q, k, v))
+    batch, seqlen, head = (0, *out.stride())[-4:-1]
+    p.o_stride = batch, seqlen, head
+    p.batch, p.seqlen_q, p.seqlen_k = sizes.batch, sizes.seqlen_q, sizes.seqlen_k
+    p.num_heads, p.num_heads_kv = sizes.num_heads, sizes.num_heads_kv
+    p.head_dim, p.head_dim_v = q.shape[-1], v.shape[-1]
+    if sizes.seqlen_q == 1:  # the heads of a group share a tile
+        p.pack = sizes.num_heads // sizes.num_heads_kv
+    p.bottom_right = causal != "top-left"
+    p.window_right = features.window_right if causal == "none" else 0
+    for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k"):
+        if (vector := getattr(features, name)) is not None:
+            setattr(p, name, vector.data_ptr())
+    if features.cache_batch_idx is not None:
+        p.batch_index_k = features.cache_batch_idx.data_ptr()
+    rows = sizes.seqlen_q if sizes.total_q is None else sizes.total_q  # of a head, in LSE
+    p.lse_batch_stride = sizes.num_heads * rows if sizes.total_q is None else 0
+    p.lse_head_stride = rows
+    p.lse_rows = sizes.num_heads * rows * (sizes.batch if sizes.total_q is None else 1)
+    return p
+
+
+def _can_accumulate_in(out: Tensor, p: _C.GeneralParams) -> bool:
+    """Whether O is float32 with rows that lie as close together as those of space of its own would."""
+    _, from_query_to_query, from_head_to_head = p.o_stride
+    if p.pack > 1:
+        return out.dtype == torch.float32 and from_head_to_head == p.head_dim_v
+    return out.dtype == torch.float32 and from_query_to_query == p.num_heads * p.head_dim_v
+
+
+def _strides(tensor: Tensor) -> tuple[int, int, int]:
+    """(batch, seqlen, head) in elements; 0 for a dimension of one, and for the batch of packed sequences."""
+    return check.operand(tensor if tensor.dim() == 4 else tensor.unsqueeze(0)).strides
+
+
+def _multiple(template: FallbackTemplate) -> int:
+    """Elements that strides and head dims must be a multiple of."""
+    return max(1, template.alignment // (4 if template.dtype == "float32" else 2))
+
+
+def _aligned(template: FallbackTemplate, tensor: Tensor) -> Tensor:
+    """The tensor, or a contiguous copy with zeros up to the ``padded`` head dim."""
+    head_dim, multiple = tensor.shape[-1], _multiple(template)
+    strides_fit = all(stride % multiple == 0 for stride in _strides(tensor))
+    if head_dim % multiple == 0 and strides_fit and tensor.data_ptr() % template.alignment == 0:
+        return tensor
+    copy = tensor.new_zeros((*tensor.shape[:-1], padded(template, head_dim)))
+    copy[..., :head_dim] = tensor
+    return copy
+
+
+def _warn_of_copies(template: FallbackTemplate, copied: list[str]) -> None:
+    """One warning per distinct cause."""
+    if (template.name, *copied) in _warned:
+        return
+    _warned.add((template.name, *copied))
+    logger.warning(
+        "%s %s an address, a stride or a head dim that is not a multiple of %d bytes: "
+        "%s runs on a padded copy, which takes time and memory",
+        " and ".join(copied),
+        "has" if len(copied) == 1 else "have",
+        template.alignment,
+        template.name,
+    )
+
+
+def _bias(template: FallbackTemplate, features: Features, sizes: Sizes, dtype: torch.dtype) -> Tensor | None:
+    """Bias and mask as one tensor of four dimensions, whose rows of keys are whole vectors."""
+    bias, mask = features.bias, features.mask
+    if bias is not None and bias.dtype != dtype:
+        own = check.dtype_name(dtype)
+        raise UnsupportedError(
+            f"{template.name} adds a bias of its own dtype {own}, and this one is "
+            f"{check.dtype_name(bias.dtype)}: pass bias.to(torch.{own})"
+        )
+    if mask is not None:
+        hidden = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+        bias = hidden if bias is None else bias + hidden
+    if bias is None or sizes.seqlen_k == 0:
+        return None
+    return _whole_vectors(bias[(None,) * (4 - bias.dim())], sizes)
+
+
+def _whole_vectors(bias: Tensor, sizes: Sizes) -> Tensor:
+    """The bias, or a copy with longer rows. What they are longer by is read and not used."""
+    multiple = VECTOR_BYTES // bias.itemsize
+    *strides, from_key_to_key = broadcast_strides(bias, sizes)
+    if (
+        bias.shape[3] == sizes.seqlen_k
+        and sizes.seqlen_k % multiple == 0
+        and from_key_to_key == 1
+        and bias.data_ptr() % VECTOR_BYTES == 0
+        and all(stride % multiple == 0 for stride in strides)
+    ):
+        return bias
+    keys = -(-sizes.seqlen_k // multiple) * multiple
+    rows = torch.empty((*bias.shape[:3], keys), dtype=bias.dtype, device=bias.device)
+    rows[..., : sizes.seqlen_k] = bias
+    return rows

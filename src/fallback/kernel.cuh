@@ -1,0 +1,146 @@
+// A fallback row: the attention of CUTLASS's example 41, a block of queries that meets all keys (Rabe and Staats 2021),
+// between a beginning and an end of ours. The example finds its pointers from a layout that knows neither GQA nor
+// lengths on the device, writes LSE in padded rows, and takes for granted that a query sees a key: we say where
+// everything is, write LSE, and clear what sees nothing.
+#pragma once
+
+#include <kernel_forward.h>  // of the example
+
+#include "config.h"
+#include "drained_mma.cuh"
+#include "score_scale.cuh"
+#include "tile.h"
+
+namespace cutlass_fmha {
+
+template <Element E>
+struct FallbackScalar;
+template <>
+struct FallbackScalar<Element::float32> {
+  using type = float;
+};
+template <>
+struct FallbackScalar<Element::float16> {
+  using type = cutlass::half_t;
+};
+template <>
+struct FallbackScalar<Element::bfloat16> {
+  using type = cutlass::bfloat16_t;
+};
+
+/// For the example, float32 on Sm75 means FMAs, and on Sm80 three TF32 products. A bias costs little, and with one the
+/// scale is applied before masks, so that 0 and negative ones are right.
+template <FallbackConfig C>
+using FallbackAttention =
+    AttentionKernel<typename FallbackScalar<C.element>::type,
+                    std::conditional_t<C.math == FallbackMath::simt, cutlass::arch::Sm75, cutlass::arch::Sm80>,
+                    /*aligned=*/true, C.tile_m, C.tile_n, C.head_dim, /*dropout=*/false, /*bias=*/true>;
+
+/// Parameters live in shared memory: in registers, they would be spilled. The example's storage comes first, where it
+/// looks for it.
+template <FallbackConfig C>
+struct FallbackStorage {
+  typename FallbackAttention<C>::SharedStorage example;
+  typename FallbackAttention<C>::Params params;
+  FallbackTile tile;
+};
+
+template <FallbackConfig C>
+constexpr int fallback_smem_bytes() {
+  using Attention = FallbackAttention<C>;
+  static_assert(Attention::kNumThreads == C.threads());
+  static_assert(std::is_same_v<typename Attention::MM0::Mma::FragmentC, cutlass::Array<float, kScoresPerThread>>);
+  // Keys of a step that are not all in shared memory at a time, and O in registers: see drained_mma.cuh.
+  static_assert(Attention::MM1::Mma::kSmemContainsEntireB || C.math == FallbackMath::simt || C.accumulates() ||
+                kIsDrained<typename Attention::MM0::Mma>);
+  static_assert(C.warps() <= 8, "with 16 warps the example writes other rows of O than it should");
+  static_assert(Attention::kKeepOutputInRF == !C.accumulates());
+  return sizeof(FallbackStorage<C>);
+}
+
+/// What the example reads in place of its own Params::advance_to_block().
+template <FallbackConfig C>
+__device__ typename FallbackAttention<C>::Params block_params(GeneralParams const& p, FallbackTile const& t) {
+  using Attention = FallbackAttention<C>;
+  using Scalar = typename Attention::scalar_t;
+  // The example counts queries from blockIdx.x * tile_m, in 32 bits without a sign. Since blocks are not numbered like
+  // tiles here, what depends on it is moved back by as much.
+  uint32_t const counted = blockIdx.x * C.tile_m;
+  RowPlace const q = query_rows(p, t, p.q_stride), o = query_rows(p, t, p.o_stride), sums = accumulator_rows(p, t);
+
+  typename Attention::Params a;
+  a.query_ptr = static_cast<Scalar*>(const_cast<void*>(p.q)) + q[t.first];
+  a.key_ptr = static_cast<Scalar*>(const_cast<void*>(p.k)) + first_key(p, t, p.k_stride);
+  a.value_ptr = static_cast<Scalar*>(const_cast<void*>(p.v)) + first_key(p, t, p.v_stride);
+  a.output_ptr = static_cast<Scalar*>(p.o) + o[t.first];
+  a.output_accum_ptr = p.partial_o != nullptr ? p.partial_o + sums[t.first] : reinterpret_cast<float*>(a.output_ptr);
+  a.q_strideM = static_cast<int32_t>(q.step);
+  a.k_strideM = static_cast<int32_t>(p.k_stride.seqlen);
+  a.v_strideM = static_cast<int32_t>(p.v_stride.seqlen);
+  a.o_strideM = static_cast<int32_t>(o.step);
+  a.num_heads = p.pack == 1 ? p.num_heads : 1;  // rows of the accumulators are num_heads * head_dim_v apart
+  if (p.bias != nullptr) {
+    RowPlace const bias = bias_rows(p, t);
+    a.bias_strideM = static_cast<int32_t>(bias.step);
+    int64_t const moved = counted * static_cast<uint32_t>(a.bias_strideM);
+    a.attn_bias_ptr = static_cast<Scalar*>(const_cast<void*>(p.bias)) + (bias[t.first] - moved);
+  }
+  a.scale = p.scale;
+  a.head_dim = p.head_dim;
+  a.head_dim_value = p.head_dim_v;
+  a.num_queries = t.rows;
+  a.num_keys = t.keys;
+  if (t.diagonal != kNoDiagonal) {
+    a.custom_mask_type = Attention::CausalFromTopLeft;
+    a.causal_diagonal_offset = static_cast<uint32_t>(t.first + t.diagonal) - counted;
+  }
+  return a;
+}
+
+/// A row that sees no key: O = 0. For a whole warp.
+template <class Scalar>
+__device__ void clear_row(GeneralParams const& p, FallbackTile const& t, int row) {
+  Scalar* const o = static_cast<Scalar*>(p.o) + query_rows(p, t, p.o_stride)[row];
+  for (int d = threadIdx.x; d < p.head_dim_v; d += 32) o[d] = Scalar{};
+}
+
+__device__ inline void write_lse(GeneralParams const& p, FallbackTile const& t, int row, float lse) {
+  if (p.lse != nullptr && threadIdx.x == 0) p.lse[lse_rows(p, t)[row]] = lse;
+}
+
+/// LSE of the rows that the example computed. Where its sum is 0, a mask or keys of -inf hid everything, and it has
+/// divided 0 by 0.
+template <FallbackConfig C>
+__device__ void end_rows(GeneralParams const& p, FallbackStorage<C> const& shared) {
+  using Scalar = typename FallbackAttention<C>::scalar_t;
+  constexpr float kLn2 = 0.6931471805599453f;
+  for (int row = threadIdx.y; row < shared.tile.rows; row += C.warps()) {
+    float const sum = shared.example.s_prime[row];
+    bool const sees = sum != 0.f;
+    write_lse(p, shared.tile, shared.tile.first + row, sees ? shared.example.mi[row] * kLn2 + logf(sum) : -INFINITY);
+    if (!sees) clear_row<Scalar>(p, shared.tile, shared.tile.first + row);
+  }
+}
+
+template <FallbackConfig C>
+__device__ void fallback(GeneralParams const& p) {
+  using Attention = FallbackAttention<C>;
+  extern __shared__ char smem_buffer[];  // by the example's own name and type: it is the same
+  auto& shared = *reinterpret_cast<FallbackStorage<C>*>(smem_buffer);
+  if (threadIdx.x == 0 && threadIdx.y == 0) {
+    shared.tile = fallback_tile(p, C.tile_m, blockIdx.x);
+    shared.params = block_params<C>(p, shared.tile);
+  }
+  __syncthreads();
+  for (int row = shared.tile.begin + threadIdx.y; row < shared.tile.end; row += C.warps()) {
+    if (!shared.tile.clears(row)) continue;
+    clear_row<typename Attention::scalar_t>(p, shared.tile, row);
+    write_lse(p, shared.tile, row, -INFINITY);
+  }
+  if (shared.tile.rows == 0) return;
+  Attention::attention_kernel(shared.params);
+  __syncthreads();  // O is written, by whichever thread
+  end_rows<C>(p, shared);
+}
+
+}  // namespace cutlass_fmha

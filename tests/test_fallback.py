@@ -1,0 +1,471 @@
+"""Fallback rows without a GPU: what the compiler made of them, which problems they take and why not others,
+what a launch is told, and what the binding refuses."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cubin
+import pytest
+import torch
+from cubin import RESERVED_SHARED, Kernel
+from fake_build import _at
+from resources import REGISTERS_PER_SM, SHARED_PER_BLOCK, SHARED_PER_SM, WARPS_PER_SM
+from torch import Tensor
+
+from cutlass_fmha import _C, fallback, select
+from cutlass_fmha import device as devices
+from cutlass_fmha.check_features import check_features
+from cutlass_fmha.errors import UnsupportedError
+from cutlass_fmha.features import Features
+from cutlass_fmha.select import Problem
+
+assert _C.__file__ is not None
+EXTENSION = Path(_C.__file__)
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+#: sm_90 alone has more than the others: bytes per block and per SM (CUDA Programming Guide).
+SHARED = {90: (227 * 1024, 228 * 1024)}
+DEVICES = {89: "rtx4090", 90: "h200", 120: "rtx5090"}
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[_C.FallbackTemplate]:
+    rows = _C.fallback_templates()
+    assert rows, "this build has no fallback rows: build with CUDA and a whole CUTLASS, as make does"
+    return rows
+
+
+def row_of(dtype: str = "float32", arch: int = 89, head_dim: int | None = None) -> _C.FallbackTemplate:
+    """A row of the build: the one for any head dim, or that for ``head_dim``."""
+    found = [row for row in _C.fallback_templates() if (row.dtype, row.arch) == (dtype, arch)]
+    return max(found, key=lambda row: row.head_dim if head_dim is None else row.head_dim == head_dim)
+
+
+def test_every_architecture_has_rows_for_all_that_is_asked_of_them(rows: list[_C.FallbackTemplate]):
+    names = [row.name for row in rows]
+    assert len(set(names)) == len(names)
+    info = _C.build_info()
+    assert isinstance(info["architectures"], list)
+    for arch in info["architectures"]:
+        largest = {row.dtype: row.head_dim for row in rows if row.arch == arch and row.head_dim > 512}
+        assert set(largest) == set(DTYPES), f"sm_{arch}"
+    for row in rows:
+        assert row.name.startswith(f"fallback_sm{row.arch}_")
+        assert row.index == names.index(row.name)
+        assert row.fallback and repr(row) == f"<FallbackTemplate {row.name}>"
+
+
+# ---- the machine code --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def kernels(rows: list[_C.FallbackTemplate]) -> dict[str, list[Kernel]]:
+    if _C.build_info().get("simulator"):
+        pytest.skip("a simulator's build has no machine code")
+    found: dict[str, list[Kernel]] = {row.name: [] for row in rows}
+    for kernel in cubin.read_kernels(EXTENSION):
+        if kernel.name.startswith("fallback_"):
+            found[kernel.name].append(kernel)
+    return found
+
+
+def compiled_for(row: _C.FallbackTemplate) -> int:
+    proxy = _C.build_info()["proxy"]
+    assert isinstance(proxy, dict)
+    return proxy.get(row.arch, row.arch)
+
+
+def complaints(kernel: Kernel, row: _C.FallbackTemplate) -> Iterator[str]:
+    """What is wrong with a row's machine code."""
+    if spills := kernel.count("LDL", "STL"):
+        yield f"{spills} loads and stores of local memory (spills)"
+    if kernel.stack or kernel.local:
+        yield f"a stack of {kernel.stack} bytes, {kernel.local} bytes of local memory"
+    if traps := kernel.count("BPT"):
+        yield f"{traps} traps"
+    per_thread = -(-kernel.registers // 8) * 8  # given out in eights
+    if per_thread * 32 * row.warps * row.min_blocks > REGISTERS_PER_SM:
+        yield f"{kernel.registers} registers: {row.min_blocks} blocks of {row.warps} warps do not fit"
+    per_block, per_sm = SHARED.get(row.arch, (SHARED_PER_BLOCK, SHARED_PER_SM))
+    shared = kernel.shared + row.smem_bytes
+    if shared > per_block or row.min_blocks * (shared + RESERVED_SHARED) > per_sm:
+        yield f"{shared} bytes of shared memory: {row.min_blocks} blocks do not fit"
+    if row.min_blocks * row.warps > WARPS_PER_SM:
+        yield f"{row.min_blocks} blocks of {row.warps} warps exceed {WARPS_PER_SM}"
+    # What multiplies: one kind of instruction, and nothing else.
+    tensor_core = [opcode for opcode in kernel.opcodes if opcode.startswith("HMMA")]
+    kind = {"tf32x3": "TF32", "mma": "BF16" if row.dtype == "bfloat16" else "HMMA"}.get(row.math)
+    if row.math == "simt" and (tensor_core or kernel.count("FFMA") < 512):
+        yield f"{kernel.count('FFMA')} FMAs and tensor-core instructions {tensor_core}"
+    if kind and not tensor_core:
+        yield "no tensor-core instruction (HMMA)"
+    if kind and any(kind not in opcode or ".F32" not in opcode for opcode in tensor_core):
+        yield f"tensor-core instructions {tensor_core} in a row that multiplies {row.dtype}"
+    if row.math != "simt" and not kernel.count("LDGSTS"):
+        yield "no cp.async (LDGSTS)"
+
+
+def test_every_row_has_code_for_its_architecture_and_only_that(
+    rows: list[_C.FallbackTemplate], kernels: dict[str, list[Kernel]]
+):
+    for row in rows:
+        assert [kernel.arch for kernel in kernels[row.name]] == [compiled_for(row)], row.name
+
+
+def test_no_row_has_anything_to_complain_about(
+    rows: list[_C.FallbackTemplate], kernels: dict[str, list[Kernel]]
+):
+    wrong = [
+        f"{row.name}: {sentence}"
+        for row in rows
+        for kernel in kernels[row.name]
+        for sentence in complaints(kernel, row)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_sm_89_rows_and_only_they_carry_ptx(
+    rows: list[_C.FallbackTemplate], kernels: dict[str, list[Kernel]]
+):
+    ptx = {name: arch for name, arch in cubin.read_ptx(EXTENSION).items() if name.startswith("fallback_")}
+    assert ptx == {row.name: {89} for row in rows if row.arch == 89}
+
+
+def kernel_of(row: _C.FallbackTemplate, registers: int = 64, **opcodes: int) -> Kernel:
+    names = {"TF32": "HMMA.1688.F32.TF32", "BF16": "HMMA.1688.F32.BF16", "F16": "HMMA.1688.F32"}
+    counted = Counter({names.get(name, name): n for name, n in opcodes.items()})
+    return Kernel(row.name, row.arch, registers, opcodes=counted)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kernel", "expected"),
+    [
+        ("float32", {"FFMA": 600, "LDL": 2, "STL": 1}, "3 loads and stores of local memory"),
+        ("float32", {"FFMA": 600, "BPT": 1}, "1 traps"),
+        ("float32", {"FFMA": 600, "registers": 255}, "255 registers: 2 blocks of 8 warps do not fit"),
+        ("float32", {"FFMA": 100}, "100 FMAs and tensor-core instructions []"),
+        ("float32", {"FFMA": 600, "TF32": 3}, "600 FMAs and tensor-core instructions ['HMMA.1688.F32.TF32']"),
+        ("float16", {"LDGSTS": 1}, "no tensor-core instruction"),
+        ("bfloat16", {"LDGSTS": 1, "F16": 64}, "tensor-core instructions ['HMMA.1688.F32'] in a row that"),
+        ("bfloat16", {"BF16": 64}, "no cp.async"),
+    ],
+)
+def test_a_planted_defect_is_found(
+    rows: list[_C.FallbackTemplate], dtype: str, kernel: dict[str, int], expected: str
+):
+    row = row_of(dtype)
+    found = list(complaints(kernel_of(row, **kernel), row))
+    assert len(found) == 1 and found[0].startswith(expected), found
+
+
+# ---- reasons -----------------------------------------------------------------------------------------------
+
+
+def problem(dtype: str = "float32", head_dim: int = 64, **more: Any) -> Problem:
+    return Problem(2, 128, 256, 8, 2, head_dim, dtype, **more)
+
+
+def reasons(row: _C.FallbackTemplate, asked: Problem) -> list[str]:
+    return fallback.reasons(row, asked, devices.named(DEVICES[row.arch]), select.this_build())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "asked"),
+    [
+        ("float32", problem()),
+        ("float32", problem(head_dim=700, head_dim_v=33)),
+        ("float16", problem("float16", 264)),
+        ("bfloat16", problem("bfloat16", 128, head_dim_v=264)),
+        ("float32", problem(features=("mask", "bias", "varlen", "lengths", "cache_batch_idx"))),
+        ("float32", problem(causal="bottom-right", alignment=4)),
+        ("float32", problem(features=("window",), window=(-1, 5))),
+        ("float32", problem(key_span=2**31 - 1)),
+    ],
+)
+def test_a_row_that_can_has_no_reason_against_it(rows: list[_C.FallbackTemplate], dtype: str, asked: Problem):
+    for arch in {row.arch for row in rows}:
+        assert reasons(row_of(dtype, arch), asked) == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        (problem("float16", 256), "for float32 and for head dims above 256, which no other row takes"),
+        (problem("float16", 300), "computes float32, and the tensors are float16"),
+        (problem(head_dim=64, head_dim_v=72), "made for head dims up to 64, and the tensors have 72"),
+        (problem(key_span=2**31), "its offsets are 32-bit, and the keys of a sequence span 2147483648"),
+        (problem(features=("window",), window=(9, 0)), "has no window with a left limit"),
+        *(
+            (problem(features=(name,)), f"has no {select.FEATURES[name]}")
+            for name in ("prefix", "block_mask", "softcap", "alibi", "sinks", "dropout", "pages", "splits")
+        ),
+    ],
+)
+def test_what_a_row_does_not_take_is_a_reason(rows: list[_C.FallbackTemplate], asked: Problem, expected: str):
+    arch = rows[0].arch
+    found = reasons(row_of(arch=arch, head_dim=64), asked)
+    assert any(sentence.startswith(expected) for sentence in found), found
+    assert all(
+        name in fallback.KNOWN or f"has no {select.FEATURES[name]}" in found for name in asked.features
+    )
+
+
+def test_another_devices_rows_have_a_reason(rows: list[_C.FallbackTemplate]):
+    for row in rows:
+        other = devices.named(DEVICES[90 if row.arch != 90 else 89])
+        found = fallback.reasons(row, problem(row.dtype, 300), other, select.this_build())
+        assert any(sentence.startswith(f"made for sm_{row.arch}") for sentence in found)
+
+
+def test_the_smallest_row_that_takes_a_head_dim_is_predicted_to_be_the_fastest(
+    rows: list[_C.FallbackTemplate],
+):
+    for arch in {row.arch for row in rows}:
+        device = devices.named(DEVICES[arch])
+        for head_dim in (32, 64, 80, 128, 200, 512):
+            asked = problem(head_dim=head_dim, causal="bottom-right")
+            able = [row for row in rows if not fallback.reasons(row, asked, device, select.this_build())]
+            costs = {row.name: fallback.predicted_us(row, asked, device) for row in able}
+            assert min(able, key=lambda row: row.head_dim).name == min(costs, key=lambda name: costs[name])
+            assert all(0 < us < 1e4 for us in costs.values())
+
+
+# ---- what a launch is told ---------------------------------------------------------------------------------
+
+
+class Launches:
+    """Stands in for ``_C.run_fallback``: keeps what it was called with, and what lay there at that time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rows: list[int] = []
+        self.params: list[_C.GeneralParams] = []
+        self.read: list[dict[str, Tensor]] = []
+        monkeypatch.setattr(_C, "run_fallback", self)
+
+    def __call__(self, row: int, p: _C.GeneralParams, device: int, stream: int) -> None:
+        assert device == 0 and stream == 0
+        self.rows.append(row)
+        self.params.append(p.copy())
+        dtype = DTYPES[_C.fallback_templates()[row].dtype]
+        shapes = {
+            "q": (p.batch, p.seqlen_q, p.num_heads, p.head_dim),
+            "k": (p.batch, p.seqlen_k, p.num_heads_kv, p.head_dim),
+            "v": (p.batch, p.seqlen_k, p.num_heads_kv, p.head_dim_v),
+        }
+        found = {} if p.cu_seqlens_q else {
+            name: _at(getattr(p, name), dtype, shape, (*getattr(p, f"{name}_stride"), 1)).clone()
+            for name, shape in shapes.items()
+        }  # fmt: skip
+        if p.bias:
+            keys = -(-p.seqlen_k // (16 // dtype.itemsize)) * (16 // dtype.itemsize)
+            shape = (p.batch, p.num_heads, p.seqlen_q, keys)
+            found["bias"] = _at(p.bias, dtype, shape, p.bias_stride).clone()[..., : p.seqlen_k]
+        self.read.append(found)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch, rows: list[_C.FallbackTemplate]) -> Launches:
+    monkeypatch.setattr(fallback, "_warned", set())
+    return Launches(monkeypatch)
+
+
+def launch(
+    row: _C.FallbackTemplate, q: Tensor, k: Tensor, v: Tensor, causal: str = "none", **features: Any
+) -> tuple[Tensor, Tensor | None]:
+    given = Features(**features)
+    return fallback.launch(row, (q, k, v), 0.5, causal, True, given, check_features((q, k, v), given))
+
+
+def made(dtype: torch.dtype, seqlen: int, heads: int, head_dim: int) -> Tensor:
+    return torch.randn(2, seqlen, heads, head_dim).to(dtype)
+
+
+def test_a_launch_names_what_the_call_says(launches: Launches):
+    row = row_of()
+    q, k = made(torch.float32, 3, 4, 40), made(torch.float32, 5, 2, 40)
+    v = made(torch.float32, 5, 2, 24)
+    lengths = torch.tensor([3, 5], dtype=torch.int32)
+    out, lse = launch(row, q, k, v, "bottom-right", seqused_k=lengths)
+    assert lse is not None and out.shape == (2, 3, 4, 24) and lse.shape == (2, 4, 3)
+    (p,) = launches.params
+    assert launches.rows == [row.index]
+    assert (p.q, p.k, p.v, p.o, p.lse) == tuple(x.data_ptr() for x in (q, k, v, out, lse))
+    assert (p.q_stride, p.k_stride) == (q.stride()[:3], k.stride()[:3])
+    assert (p.v_stride, p.o_stride) == (v.stride()[:3], out.stride()[:3])
+    assert (p.batch, p.seqlen_q, p.seqlen_k, p.num_heads, p.num_heads_kv) == (2, 3, 5, 4, 2)
+    assert (p.head_dim, p.head_dim_v, p.scale, p.pack) == (40, 24, 0.5, 1)
+    assert (p.window_left, p.window_right, p.bottom_right) == (-1, 0, True)
+    assert p.seqused_k == lengths.data_ptr() and p.partial_o == 0 and p.bias == 0
+    assert (p.lse_batch_stride, p.lse_head_stride, p.lse_rows) == (12, 3, 24)
+
+
+def test_packed_sequences_have_rows_of_tokens(launches: Launches):
+    q, k = (made(torch.float32, 5, 4, 32)[0] for _ in range(2))
+    cu = torch.tensor([0, 2, 5], dtype=torch.int32)
+    out, lse = launch(
+        row_of(), q, k, k, "top-left", cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=3, max_seqlen_k=3
+    )
+    assert lse is not None and out.shape == q.shape and lse.shape == (4, 5)
+    (p,) = launches.params
+    assert (p.q_stride, p.o_stride) == ((0, 128, 32), (0, 128, 32))
+    assert (p.batch, p.seqlen_q, p.seqlen_k, p.cu_seqlens_q) == (2, 3, 3, cu.data_ptr())
+    assert not p.bottom_right
+    assert (p.lse_batch_stride, p.lse_head_stride, p.lse_rows) == (0, 5, 20)
+
+
+def test_the_heads_of_a_group_are_packed_for_one_query(launches: Launches):
+    launch(row_of(), made(torch.float32, 1, 6, 32), *(made(torch.float32, 9, 2, 32) for _ in range(2)))
+    (p,) = launches.params
+    assert p.pack == 3
+
+
+def test_sixteen_bit_rows_get_room_to_accumulate(launches: Launches):
+    for dtype in ("float16", "bfloat16"):
+        q = made(DTYPES[dtype], 3, 2, 264)
+        launch(row_of(dtype), q, q, q)
+        assert launches.params[-1].partial_o != 0
+
+
+def test_what_is_not_aligned_is_copied_with_zeros_and_a_word(
+    launches: Launches, caplog: pytest.LogCaptureFixture
+):
+    row = row_of("float16")
+    q, k = made(torch.float16, 3, 2, 264), made(torch.float16, 5, 2, 300)[..., 1:265]
+    with caplog.at_level(logging.WARNING, "cutlass_fmha"):
+        for _ in range(2):
+            out, _ = launch(row, q, k, k[..., :261])
+    assert out.shape == (2, 3, 2, 261) and out.is_contiguous()
+    read = launches.read[0]
+    assert torch.equal(read["q"], q) and launches.params[0].q == q.data_ptr()
+    assert torch.equal(read["k"], k) and launches.params[0].k % 16 == 0
+    assert torch.equal(read["v"][..., :261], k[..., :261]) and not read["v"][..., 261:].any()
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "k and v have an address, a stride or a head dim that is not a multiple of 16 bytes: "
+        f"{row.name} runs on a padded copy, which takes time and memory"
+    )
+
+
+def test_rows_of_fmas_take_any_alignment(launches: Launches):
+    q, k = made(torch.float32, 3, 2, 33), made(torch.float32, 5, 2, 50)[..., 1:34]
+    launch(row_of(), q, k, k)
+    (p,) = launches.params
+    assert (p.q, p.k, p.head_dim) == (q.data_ptr(), k.data_ptr(), 33)
+
+
+@pytest.mark.parametrize("seqlen_k", [8, 13, 1])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bias_and_mask_become_rows_of_whole_vectors(launches: Launches, dtype: str, seqlen_k: int):
+    q, k = made(DTYPES[dtype], 3, 4, 264), made(DTYPES[dtype], seqlen_k, 2, 264)
+    for shape in ((2, 4, 3, seqlen_k), (3, seqlen_k), (4, 1, seqlen_k), (2, 1, 3, 1), ()):
+        mask, bias = torch.rand(shape) < 0.6, torch.randn(shape).to(DTYPES[dtype])
+        hidden = torch.zeros(2, 4, 3, seqlen_k).masked_fill(~mask, -torch.inf)
+        for features, expected in (
+            ({"bias": bias}, bias.float()),
+            ({"mask": mask}, hidden),
+            ({"bias": bias, "mask": mask}, bias.float() + hidden),
+        ):
+            launch(row_of(dtype), q, k, k, **features)
+            read, p = launches.read[-1]["bias"], launches.params[-1]
+            assert torch.equal(read.float(), expected.expand(2, 4, 3, seqlen_k))
+            assert p.bias_type == "same_as_q" and p.bias_stride[3] == 1
+            assert p.bias % 16 == 0 and all(s * DTYPES[dtype].itemsize % 16 == 0 for s in p.bias_stride[:3])
+
+
+def test_a_bias_that_is_right_is_not_copied(launches: Launches):
+    q, k = made(torch.float32, 3, 4, 32), made(torch.float32, 8, 2, 32)
+    bias = torch.randn(1, 4, 1, 8)
+    launch(row_of(), q, k, k, bias=bias)
+    (p,) = launches.params
+    assert p.bias == bias.data_ptr() and p.bias_stride == (0, 8, 0, 1)
+
+
+def test_a_bias_of_another_dtype_is_refused(launches: Launches):
+    q = made(torch.float16, 3, 2, 264)
+    with pytest.raises(UnsupportedError, match=r"this one is float32: pass bias.to\(torch.float16\)"):
+        launch(row_of("float16"), q, q, q, bias=torch.zeros(3, 3))
+
+
+@pytest.mark.parametrize(("batch", "seqlen", "heads"), [(0, 3, 2), (2, 0, 2), (2, 3, 0)])
+def test_nothing_is_launched_for_nothing(launches: Launches, batch: int, seqlen: int, heads: int):
+    q = torch.randn(batch, seqlen, heads, 32)
+    out, lse = launch(row_of(), q, q, q)
+    assert lse is not None and out.shape == q.shape and lse.shape == (batch, heads, seqlen)
+    assert launches.rows == []
+
+
+# ---- what the binding refuses ------------------------------------------------------------------------------
+
+
+def valid() -> _C.GeneralParams:
+    """Parameters with nothing wrong: addresses are never read, since a field is set wrong before a launch."""
+    p = _C.GeneralParams()
+    p.q = p.k = p.v = p.o = p.partial_o = 4096
+    p.batch, p.seqlen_q, p.seqlen_k, p.num_heads, p.num_heads_kv = 2, 3, 5, 4, 2
+    p.head_dim = p.head_dim_v = 64
+    p.q_stride = p.o_stride = (768, 256, 64)
+    p.k_stride = p.v_stride = (640, 128, 64)
+    return p
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"page_table": 64, "page_size": 16}, "does not know page_table"),
+        ({"window_left": 3}, "does not know window_left"),
+        ({"prefix_lengths": 64}, "does not know prefix_lengths"),
+        ({"mask": 64}, "does not know mask"),
+        ({"block_counts": 64}, "does not know block_counts"),
+        ({"softcap": 1.0}, "does not know softcap"),
+        ({"alibi_slopes": 64}, "does not know alibi_slopes"),
+        ({"sinks": 64}, "does not know sinks"),
+        ({"dropout_threshold": 1}, "does not know dropout_threshold"),
+        ({"splits": 2}, "does not know splits"),
+        ({"bias": 4096, "bias_type": "float32"}, "takes a bias of its own dtype only"),
+        ({"head_dim": 65537}, "takes head dims from 1 to 65536, got 65537 and 64"),
+        ({"num_heads_kv": 3}, r"num_heads \(4\) must be a multiple of num_heads_kv \(3\)"),
+        ({"pack": 2}, "pack must be 1 or, with a seqlen_q of 1, num_heads / num_heads_kv, got 2"),
+        ({"seqlen_q": 1, "pack": 4}, "pack must be 1 or, .*, got 4"),
+        ({"k": 4104}, "needs k to be a multiple of 16 bytes"),
+        ({"q_stride": (768, 252, 64)}, "needs q to be a multiple of 16 bytes"),
+        ({"head_dim": 60}, "needs head_dim and head_dim_v to be a multiple of 16 bytes"),
+        (
+            {"bias": 4104, "bias_type": "same_as_q", "bias_stride": (0, 0, 0, 1)},
+            "needs bias to be a multiple",
+        ),
+        ({"bias": 4096, "bias_type": "same_as_q", "bias_stride": (0, 0, 8, 8)}, "bias must be contiguous"),
+        ({"seqlen_k": 1 << 24}, "its offsets are 32-bit, and k spans 16777344 rows with a stride of 128"),
+        ({"v_stride": (0, 1 << 31, 64)}, "its offsets are 32-bit, and v spans 133 rows"),
+        ({"o_stride": (0, 1 << 31, 64)}, "its offsets are 32-bit, and o spans 1 rows"),
+        ({"q": 0}, "q and o must be addresses"),
+        ({"v": 0}, "k and v must be addresses"),
+        ({"partial_o": 0}, "needs partial_o: float32, as many elements as o"),
+    ],
+)
+def test_the_binding_refuses_what_a_row_can_not_take(
+    rows: list[_C.FallbackTemplate], fields: dict[str, Any], expected: str
+):
+    row = row_of("float16", rows[0].arch)
+    params = valid()
+    for name, value in fields.items():
+        setattr(params, name, value)
+    with pytest.raises(ValueError, match=expected):
+        _C.run_fallback(row.index, params, 0, 0)
+
+
+def test_float32_accumulates_in_rows_that_lie_side_by_side(rows: list[_C.FallbackTemplate]):
+    row = row_of("float32", rows[0].arch)
+    params = valid()
+    params.partial_o, params.o_stride = 0, (768, 264, 64)
+    with pytest.raises(ValueError, match="needs partial_o"):
+        _C.run_fallback(row.index, params, 0, 0)
+
+
+@pytest.mark.parametrize("row", [-1, 1000])
+def test_a_number_that_no_row_has_is_refused(rows: list[_C.FallbackTemplate], row: int):
+    with pytest.raises(ValueError, match=f"row must be one of the {len(rows)} fallback rows, got {row}"):
+        _C.run_fallback(row, valid(), 0, 0)

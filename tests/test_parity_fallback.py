@@ -1,0 +1,364 @@
+"""Every fallback row against dense fp64, on this machine's GPU or, in a simulator build, on the CPU.
+
+Outputs lie in buffers full of NaN, as in the other parity tests. Problems are those of general rows, less
+what these rows don't know.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import gpu
+import hypothesis
+import oracle
+import oracle_general
+import pytest
+import torch
+from listed_general import GROUPS
+from parity_report import ParityReport
+from problems import place, poison
+from problems_general import GeneralProblem, problems
+from tensors_general import Call
+from torch import Tensor
+
+import cutlass_fmha
+from cutlass_fmha import _C, fallback
+from cutlass_fmha.check_features import check_features
+from cutlass_fmha.features import Features
+from cutlass_fmha.keywords import op_arguments
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+
+DEVICE = gpu.device()
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+ROWS = [row for row in _C.fallback_templates() if gpu.unusable() is None and row.arch == gpu.rows_arch()]
+ROW_DTYPES = sorted({DTYPES[row.dtype] for row in ROWS}, key=str)
+by_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+on_a_gpu = pytest.mark.skipif(
+    gpu.simulated(), reason="a simulator has neither graphs nor memory for far strides"
+)
+
+#: Head dim from which on there are no other rows: problems have such ones every second time.
+LARGEST = 256
+#: In 3xTF32 a factor is a truncated TF32 number and a TF32-rounded rest, off by 2^-21 at most; the product of
+#: two rests, 2^-20 at most, is left out. Together 2^-19, in half ulps of fp32:
+SPLIT_ERROR = 32.0
+
+
+def fitted(row: _C.FallbackTemplate, p: GeneralProblem) -> GeneralProblem:
+    """The problem without what the row does not know, and with head dims that it is for."""
+    dims = [min(dim, row.head_dim) for dim in (p.head_dim, p.head_dim_v)]
+    if row.head_dim > LARGEST and max(dims) <= LARGEST and p.seed % 2:
+        dims = [dim + LARGEST for dim in dims] if p.seed % 4 == 1 else [dims[0], dims[1] + LARGEST]
+    bias = p.bias
+    if bias is not None and row.dtype != "float32":
+        bias = (bias[0], "same", bias[2])
+    fill = p.fill
+    if row.math == "tf32x3" and fill.endswith("minus-inf"):
+        fill = "normal"  # an infinity has no rest: inf - inf
+    return replace(
+        p,
+        head_dim=dims[0],
+        head_dim_v=dims[1],
+        window=None if p.window is None else (-1, p.window[1]),
+        bias=bias,
+        fill=fill,
+        prefix=False,
+        blocks=None,
+        softcap=0.0,
+        alibi="",
+        sinks="",
+        dropout=0.0,
+        page_size=0,
+        num_splits=None,
+        pack=False,
+    )
+
+
+def guarded_out(row: _C.FallbackTemplate, call: Call, p: GeneralProblem) -> gpu.Guarded:
+    """Room for O between NaN: rows side by side, or not."""
+    shape = (*call.q.shape[:-1], fallback.padded(row, call.v.shape[-1]))
+    empty = torch.empty(shape if len(shape) == 4 else (1, *shape), dtype=call.q.dtype, device=DEVICE)
+    if p.out_layout == "bhsd":
+        out = place(empty, "bhsd")
+    elif p.out_layout in ("padded", "unaligned"):
+        out = place(empty, row_pad=8)
+    else:
+        out = place(empty)
+    return gpu.Guarded.around(out if len(shape) == 4 else out[0])
+
+
+def guarded_lse(shape: tuple[int, ...]) -> gpu.Guarded:
+    rows = torch.empty((1,) * (3 - len(shape)) + shape + (1,), device=DEVICE)
+    view = place(rows).squeeze(-1)
+    return gpu.Guarded.around(view if len(shape) == 3 else view[0])
+
+
+@dataclass
+class Launch:
+    """One call of ``fallback.run`` into guarded outputs, ready to be made any number of times."""
+
+    row: _C.FallbackTemplate
+    problem: GeneralProblem
+    call: Call
+    out: gpu.Guarded
+    lse: gpu.Guarded | None
+
+    @classmethod
+    def of(cls, row: _C.FallbackTemplate, problem: GeneralProblem) -> Launch:
+        problem = fitted(row, problem)
+        call = problem.call(DTYPES[row.dtype], DEVICE)
+        sizes = check_features((call.q, call.k, call.v), Features(**op_arguments(call.q, call.features)))
+        lse = guarded_lse(sizes.lse_shape) if problem.return_lse else None
+        return cls(row, problem, call, guarded_out(row, call, problem), lse)
+
+    @property
+    def scale(self) -> float:
+        return self.problem.head_dim**-0.5 if self.call.scale is None else self.call.scale
+
+    def run(self) -> None:
+        call, features = self.call, Features(**op_arguments(self.call.q, self.call.features))
+        tensors = (call.q, call.k, call.v)
+        lse = None if self.lse is None else self.lse.view
+        sizes = check_features(tensors, features)
+        fallback.run(self.row, tensors, self.out.view, lse, self.scale, call.causal, features, sizes)
+
+    def check(self, parity: ParityReport, what: str = "") -> None:
+        """Compare the outputs with the oracle, and what is around them with what it was."""
+        name = f"{self.problem}{what}"
+        out = self.out.view[..., : self.problem.head_dim_v]
+        errors = compare(self.row, out, None if self.lse is None else self.lse.view, self.call)
+        parity.record(self.row.name, name, errors)
+        intact = self.out.intact() and (self.lse is None or self.lse.intact())
+        assert intact, f"{self.row.name}: {name}: wrote outside its outputs"
+
+
+def run(row: _C.FallbackTemplate, problem: GeneralProblem, parity: ParityReport) -> Launch:
+    launch = Launch.of(row, problem)
+    launch.run()
+    launch.check(parity)
+    return launch
+
+
+def compare(row: _C.FallbackTemplate, out: Tensor, lse: Tensor | None, call: Call) -> oracle.Errors:
+    return oracle_general.compare(
+        out,
+        lse,
+        call.q,
+        call.k,
+        call.v,
+        call.scale,
+        call.causal,
+        call.exact_scores,
+        product_error=SPLIT_ERROR if row.math == "tf32x3" else 0.0,
+        **call.features,
+    )
+
+
+@by_row
+@pytest.mark.parametrize("group", GROUPS)
+def test_listed_problems(row: _C.FallbackTemplate, group: str, parity: ParityReport):
+    for problem in dict.fromkeys(fitted(row, problem) for problem in GROUPS[group]):
+        run(row, problem, parity)
+
+
+@by_row
+def test_drawn_problems(row: _C.FallbackTemplate, parity: ParityReport):
+    @hypothesis.settings(hypothesis.settings.get_profile("parity"))
+    @hypothesis.given(problem=problems(longest=300))
+    def agrees(problem: GeneralProblem) -> None:
+        run(row, problem, parity)
+
+    agrees()
+
+
+# ---- what the example does not do by itself ----------------------------------------------------------------
+
+
+@by_row
+@pytest.mark.parametrize("scale", [-1.0, 0.0, 1.0])
+def test_scores_of_minus_zero_are_scores(row: _C.FallbackTemplate, scale: float, parity: ParityReport):
+    """The example's maximum takes -0 for less than -inf: kernel.cuh makes none."""
+    for seqlen_k in (1, 300):
+        launch = Launch.of(row, GeneralProblem(3, seqlen_k, causal="none", scale=scale))
+        launch.call.q.zero_()
+        launch.call.k.clamp_(max=-0.5)  # a negative sum of products times 0 is -0
+        launch.run()
+        launch.check(parity, " with queries of 0")
+
+
+@by_row
+def test_rows_whose_bias_hides_everything_are_empty(row: _C.FallbackTemplate, parity: ParityReport):
+    problem = GeneralProblem(70, 200, bias=("bhqk", "same", "plain"), num_heads=4, num_heads_kv=2)
+    launch = Launch.of(row, problem)
+    bias = launch.call.features["bias"]
+    bias[:, :, 5:9] = -torch.inf
+    bias[0, 1, 20, :150] = -torch.inf  # whole steps before the first key that is seen
+    launch.run()
+    launch.check(parity, " with hidden rows")
+    assert launch.lse is not None
+    assert (launch.out.view[:, 5:9] == 0).all() and (launch.lse.view[:, :, 5:9] == -torch.inf).all()
+
+
+@by_row
+def test_one_query_is_computed_with_its_group(row: _C.FallbackTemplate, parity: ParityReport):
+    for causal in ("none", "top-left", "bottom-right"):
+        for heads in ((8, 2), (70, 1), (3, 3)):
+            problem = GeneralProblem(1, 300, causal=causal, num_heads=heads[0], num_heads_kv=heads[1])
+            bias = ("bhqk", "same", "plain") if causal == "bottom-right" else None
+            run(row, replace(problem, bias=bias, used_k=True, seed=2), parity)
+    run(row, GeneralProblem(1, 90, batch=4, num_heads=6, num_heads_kv=2, packed_q=True, used_q=True), parity)
+
+
+@by_row
+def test_repeats_are_bitwise_equal(row: _C.FallbackTemplate, parity: ParityReport):
+    launch = run(row, GeneralProblem(150, 300, causal="bottom-right", fill="outliers", seed=6), parity)
+    assert launch.lse is not None
+    out, lse = launch.out.view.clone(), launch.lse.view.clone()
+    for _ in range(3 if gpu.simulated() else 50):
+        launch.run()
+        assert torch.equal(launch.out.view, out) and torch.equal(launch.lse.view, lse)
+
+
+@by_row
+def test_nan_in_a_query_row_stays_in_that_row(row: _C.FallbackTemplate, parity: ParityReport):
+    launch = Launch.of(row, GeneralProblem(100, 200, num_heads=4, num_heads_kv=2, seed=4))
+    launch.call.q[1, 77, 1, 0] = torch.nan
+    launch.run()
+    launch.check(parity, " with NaN in a query")
+    assert launch.out.view[1, 77, 1].isnan().all()
+
+
+@by_row
+def test_keys_beyond_the_diagonal_are_never_touched(row: _C.FallbackTemplate):
+    launch = Launch.of(row, GeneralProblem(64, 900, causal="top-left", seed=8))
+    launch.run()
+    before = launch.out.view.clone()
+    launch.call.k[:, 64:] = torch.nan
+    launch.call.v[:, 64:] = torch.nan
+    launch.run()
+    assert torch.equal(launch.out.view, before)
+
+
+# ---- the way through the package ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run_kernels_on_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a simulator build ``attend`` launches them there, too."""
+    if gpu.simulated():
+        monkeypatch.setenv("CUTLASS_FMHA_SIMULATE", "1")
+
+
+def attend(problem: GeneralProblem, dtype: torch.dtype, template: str | None, product_error: float) -> None:
+    """The op on a problem, compared with the oracle."""
+    call = problem.call(dtype, DEVICE)
+    scale = problem.head_dim**-0.5 if call.scale is None else call.scale
+    arguments: dict[str, Any] = op_arguments(call.q, call.features)
+    out, lse = torch.ops.cutlass_fmha.attend(
+        call.q, call.k, call.v, scale, call.causal, True, template, **arguments
+    )
+    assert out.is_contiguous()
+    oracle_general.compare(
+        out,
+        lse,
+        call.q,
+        call.k,
+        call.v,
+        call.scale,
+        call.causal,
+        call.exact_scores,
+        product_error=product_error,
+        **call.features,
+    ).check()
+
+
+@pytest.mark.usefixtures("run_kernels_on_cpu_tensors")
+@by_row
+def test_attend_runs_the_row_it_is_told_to(row: _C.FallbackTemplate):
+    for problem in [*GROUPS["lengths"][::4], *GROUPS["masks"][::6], *GROUPS["shapes"][1::9]]:
+        problem = fitted(row, replace(problem, seed=4 * problem.seed + 1))
+        if row.dtype != "float32":
+            problem = replace(problem, head_dim=264 + problem.head_dim % 256)
+        if problem.num_heads:
+            attend(problem, DTYPES[row.dtype], row.name, SPLIT_ERROR)
+
+
+@pytest.mark.usefixtures("run_kernels_on_cpu_tensors")
+@pytest.mark.parametrize("head_dims", [(64, 64), (33, 70), (100, 128), (300, 40), (257, 513)])
+@pytest.mark.parametrize("dtype", ROW_DTYPES, ids=str)
+def test_attend_picks_a_row_that_can(dtype: torch.dtype, head_dims: tuple[int, int]):
+    if dtype != torch.float32:  # with large head dims only
+        head_dims = (head_dims[0] + LARGEST, head_dims[1])
+    for layout in ("bshd", "unaligned"):
+        problem = GeneralProblem(70, 130, causal="bottom-right", layout=layout, num_heads=4)
+        problem = replace(problem, head_dim=head_dims[0], head_dim_v=head_dims[1])
+        attend(problem, dtype, None, SPLIT_ERROR)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("dtype", ROW_DTYPES, ids=str)
+def test_sdpa_takes_what_only_fallback_rows_take(dtype: torch.dtype):
+    shape = (2, 4, 100, 320 if dtype != torch.float32 else 80)
+    q, k, v = (torch.randn(shape, device=DEVICE).to(dtype) for _ in range(3))
+    ours = cutlass_fmha.scaled_dot_product_attention(q, k, v, is_causal=True)
+    bshd = [x.transpose(1, 2) for x in (q, k, v)]
+    errors = oracle_general.compare(
+        ours.transpose(1, 2), None, *bshd, causal="top-left", product_error=SPLIT_ERROR
+    )
+    errors.check()
+
+
+# ---- a GPU's own -------------------------------------------------------------------------------------------
+
+
+@on_a_gpu
+@by_row
+def test_a_graph_reads_lengths_anew(row: _C.FallbackTemplate, parity: ParityReport):
+    problem = GeneralProblem(70, 300, batch=3, num_heads=4, num_heads_kv=2, used_k=True, seed=24)
+    launch = run(row, problem, parity)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch.run()
+    for seed in (28, 32):
+        other = Launch.of(row, replace(problem, seed=seed))
+        for name in ("q", "k", "v"):
+            getattr(launch.call, name).copy_(getattr(other.call, name))
+        launch.call.features["seqused_k"].copy_(other.call.features["seqused_k"])
+        launch.out.view.fill_(torch.nan)
+        graph.replay()
+        launch.check(parity, f" replayed, seed {seed}")
+
+
+@on_a_gpu
+@by_row
+def test_more_heads_and_batches_than_a_grid_dimension_holds(row: _C.FallbackTemplate, parity: ParityReport):
+    run(row, GeneralProblem(1, 2, batch=70000, num_heads=1, num_heads_kv=1), parity)
+    run(row, GeneralProblem(2, 1, batch=1, num_heads=70000, num_heads_kv=70000), parity)
+
+
+@on_a_gpu
+@by_row
+@pytest.mark.parametrize("axis", [0, 2], ids=["batch", "heads"])
+def test_batches_and_heads_may_be_far_apart(row: _C.FallbackTemplate, axis: int, parity: ParityReport):
+    dims = {"head_dim": min(64, row.head_dim), "head_dim_v": min(64, row.head_dim)}
+    launch = Launch.of(row, GeneralProblem(65, 65, causal="bottom-right", seed=8, **dims))
+    buffer = poison(DTYPES[row.dtype], gpu.FAR + 4096 + 3 * gpu.REGION, DEVICE)
+    far = [gpu.far_view(buffer, i, tuple(launch.call.q.shape), axis) for i in range(3)]
+    for view, x in zip(far, launch.call[:3], strict=True):
+        view.copy_(x)
+    launch.call = launch.call._replace(q=far[0], k=far[1], v=far[2])
+    launch.run()
+    launch.check(parity, f" with a far {('batch', '', 'heads')[axis]} stride")
+
+
+@on_a_gpu
+@by_row
+def test_keys_may_not_be_far_apart(row: _C.FallbackTemplate):
+    launch = Launch.of(row, GeneralProblem(65, 65, seed=8))
+    shape = tuple(launch.call.k.shape)
+    buffer = poison(DTYPES[row.dtype], gpu.FAR + 4096 + 3 * gpu.REGION, DEVICE)
+    launch.call = launch.call._replace(k=gpu.far_view(buffer, 1, shape, 1))
+    with pytest.raises(ValueError, match="its offsets are 32-bit, and k spans"):
+        launch.run()
