@@ -17,9 +17,22 @@ except ModuleNotFoundError as error:  # the sources, found before the installed 
     ) from error
 
 from cutlass_fmha.attention import attention, scaled_dot_product_attention
+from cutlass_fmha.cache import with_kv_cache
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.explanation import explain
+from cutlass_fmha.rotary import rotary
+from cutlass_fmha.states import cascade_attention, merge_states
 
-__all__ = ["UnsupportedError", "__version__", "attention", "explain", "scaled_dot_product_attention"]
+__all__ = [
+    "UnsupportedError",
+    "__version__",
+    "attention",
+    "cascade_attention",
+    "explain",
+    "merge_states",
+    "rotary",
+    "scaled_dot_product_attention",
+    "with_kv_cache",
+]
 
 __version__ = _version("cutlass-fmha")

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from cutlass_fmha import check, ops, plan
+from cutlass_fmha import check, check_features, general_plan, keywords, ops, plan
+from cutlass_fmha.features import Features
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from cutlass_fmha.features import Keywords
 
 
 @overload
@@ -21,6 +27,7 @@ def attention(
     return_lse: Literal[False] = ...,
     layout: str = ...,
     template: str | None = ...,
+    **features: Unpack[Keywords],
 ) -> Tensor: ...
 @overload
 def attention(
@@ -33,7 +40,9 @@ def attention(
     return_lse: Literal[True],
     layout: str = ...,
     template: str | None = ...,
+    **features: Unpack[Keywords],
 ) -> tuple[Tensor, Tensor]: ...
+# The features are not named here: twenty more defaults would cost every call a quarter of a microsecond.
 def attention(
     q: Tensor,
     k: Tensor,
@@ -44,38 +53,78 @@ def attention(
     return_lse: bool = False,
     layout: str = "bshd",
     template: str | None = None,
+    **features: Unpack[Keywords],
 ) -> Tensor | tuple[Tensor, Tensor | None]:
-    """Exact attention, ``softmax(scale * q @ k^T + mask) @ v``, in one kernel (FlashAttention-2, Dao 2023).
+    """Exact attention, ``softmax(scale * q @ k^T + ...) @ v``, in one kernel (FlashAttention-2, Dao 2023).
 
     Args:
-        q: [batch, seqlen_q, num_heads, head_dim], float16 or bfloat16 (on the CPU also float32 and float64).
-            Any strides, as long as the last dimension is contiguous.
-        k, v: [batch, seqlen_k, num_heads_kv, head_dim], of q's dtype and device. num_heads_kv divides
-            num_heads: each head of k and v serves num_heads / num_heads_kv consecutive heads of q (GQA; MQA
-            when it is 1).
+        q: [batch, seqlen_q, num_heads, head_dim], float16, bfloat16 or float32 (on the CPU also float64). Any
+            strides, as long as the last dimension is contiguous.
+        k, v: [batch, seqlen_k, num_heads_kv, head_dim], of q's dtype and device; v may have another head_dim.
+            num_heads_kv divides num_heads: each head of k and v serves num_heads / num_heads_kv consecutive
+            heads of q (GQA; MQA when it is 1).
         scale: factor on the scores before the softmax, any finite number; 1/sqrt(head_dim) when None.
         causal: False (or "none"), or which keys a mask hides. "bottom-right" (or True) aligns the last query
             with the last key: key j is visible to query i when j <= i + seqlen_k - seqlen_q. "top-left"
             aligns the first ones: j <= i.
-        return_lse: also return the log-sum-exp of each row's scaled scores.
+        return_lse: also return the log-sum-exp of each row's scores.
         layout: "bshd", or "bhsd" for [batch, num_heads, seqlen, head_dim], which torch's SDPA has.
         template: name of the kernel to run, in place of the winner that ``cutlass_fmha.explain`` shows.
 
+    All further arguments are features, documented with examples in docs/attention.md. int tensors are int32.
+    i + offset is the place of query i among the keys: offset is 0 with ``causal="top-left"``, otherwise
+    seqlen_k - seqlen_q of the sequence.
+
+    Masks:
+        window: (left, right): key j is visible when i + offset - left <= j <= i + offset + right; None or -1
+            is no limit.
+        mask: bool, broadcastable to [batch, num_heads, seqlen_q, seqlen_k]; False hides a key.
+        prefix_lengths: [batch]: so many first keys are visible whatever causal and window say.
+        block_mask: (block_counts, block_indices, (block_m, block_n)): for each block of block_m queries, how
+            many of the numbers in block_indices count, which are the blocks of block_n keys that are visible,
+            ascending. [batch or 1, num_heads or 1, query blocks] and [..., query blocks, entries at most].
+    Scores:
+        bias: added to them; q's dtype or float32, broadcastable as a mask is.
+        softcap: scores become softcap * tanh(scores / softcap), before anything is added.
+        alibi_slopes: float32 [num_heads] or [batch, num_heads]: slope * |i + offset - j| is subtracted.
+        sinks: float32 or q's dtype, [num_heads]: one more score per head, whose value is 0.
+        dropout_p: in [0, 1): probabilities are dropped with it, the others divided by 1 - dropout_p.
+        dropout_seed: int, or int64 [1]; drawn from torch's generator of the device when None.
+    Sequences:
+        cu_seqlens_q: [batch + 1], where sequences begin in a packed q, [total_q, num_heads, head_dim]; the
+            output is packed alike, and the LSE [num_heads, total_q].
+        cu_seqlens_k: the same for k and v, [total_k, num_heads_kv, head_dim].
+        max_seqlen_q, max_seqlen_k: no sequence is longer; saves work that the device's lengths make moot.
+        seqused_q, seqused_k: [batch]: how many rows are in use. Queries beyond have output 0 and LSE -inf.
+        leftpad_k: [batch]: rows before the first key, counted among those in use.
+        page_table: [batch, pages]: k and v are pages, [pages, page size, num_heads_kv, head_dim], and a row
+            of the table names those of a sequence.
+        cache_batch_idx: [batch]: which batch entry of k and v is a sequence's.
+    Work:
+        num_splits: how many parts the keys are divided into, 1 to 64; chosen when None.
+        batch_invariant: a sequence's result has the same bits in every batch.
+
     Returns:
-        The output, a new tensor of q's shape, dtype and layout. With ``return_lse`` a pair of it and the
-        natural-log LSE, float32 [batch, num_heads, seqlen_q]. A query that sees no key has output 0 and LSE
-        -inf.
+        The output, a new tensor of q's shape (with v's head_dim), dtype and layout. With ``return_lse`` a
+        pair of it and the natural-log LSE, float32 [batch, num_heads, seqlen_q]. A query that sees no key has
+        output 0 and LSE -inf (with a sink, that one).
 
     Raises:
-        TypeError, ValueError: an argument is not what is described above; the sentence names it.
+        TypeError, ValueError: an argument is not what is described above, or two exclude each other; the
+            sentence names them.
         UnsupportedError: no kernel of this build runs the problem on the device; the message lists each row's
             reasons.
         NotImplementedError: an input requires a gradient: there is no backward yet.
     """
     check.layout_name(layout)
-    output, lse = _forward(
-        q, k, v, scale, check.causal_name(causal), return_lse, layout, template, ("q", "k", "v")
-    )
+    causal = check.causal_name(causal)
+    names = ("q", "k", "v")
+    if features:
+        arguments = keywords.op_arguments(q, features, "q")
+        if arguments:
+            output, lse = _attend(q, k, v, scale, causal, return_lse, layout, template, names, arguments)
+            return (output, lse) if return_lse else output
+    output, lse = _forward(q, k, v, scale, causal, return_lse, layout, template, names)
     return (output, lse) if return_lse else output
 
 
@@ -95,34 +144,43 @@ def scaled_dot_product_attention(
         query: [..., num_heads, seqlen_q, head_dim], with any number of leading dimensions, none included;
             dtypes as for ``attention``, any strides (a last dimension that is not contiguous is copied).
         key, value: [..., num_heads, seqlen_k, head_dim]. Leading dimensions broadcast, as torch's do.
-        attn_mask: None; anything else raises.
-        dropout_p: 0; anything else raises.
+        attn_mask: bool, where False hides a key, or of query's dtype or float32, to be added to the scores;
+            broadcastable to [..., num_heads, seqlen_q, seqlen_k].
+        dropout_p: in [0, 1): probabilities are dropped with it. The numbers are not those that torch draws.
         is_causal: key j is visible to query i when j <= i, also when the lengths differ ("top-left").
         scale: 1/sqrt(head_dim) when None.
         enable_gqa: key and value may have fewer heads, a divisor of query's.
 
     Returns:
-        The output, [..., num_heads, seqlen_q, head_dim].
+        The output, [..., num_heads, seqlen_q, head_dim of value]. A query that sees no key, or only scores of
+        -inf, has output 0.
 
     Raises:
-        NotImplementedError: attn_mask, dropout_p or a gradient is asked for: nothing is silently dropped.
-        TypeError, ValueError, UnsupportedError: as ``attention``.
+        NotImplementedError: a gradient is asked for: nothing is silently dropped.
+        TypeError, ValueError, UnsupportedError: as ``attention``; also for attn_mask together with is_causal.
     """
-    if attn_mask is not None:
-        raise NotImplementedError(
-            "attn_mask is not supported yet: pass None, or use torch's scaled_dot_product_attention"
-        )
-    if dropout_p != 0.0:
-        raise NotImplementedError(f"dropout_p is not supported yet: pass 0, got {dropout_p}")
     causal = "top-left" if is_causal else "none"
+    lead = None
     if not _same_leading(query, key, value, enable_gqa):
         check.check_types((query, key, value))
-        lead, tensors = _broadcast(query, key, value, enable_gqa)
-        query, key, value = (_contiguous_rows(tensor) for tensor in tensors)
-        output, _ = _forward(query, key, value, scale, causal, False, "bhsd", None, check.NAMES)
-        return output.reshape(*lead, *output.shape[-2:])
+        lead, (query, key, value) = _broadcast(query, key, value, enable_gqa)
     query, key, value = _contiguous_rows(query), _contiguous_rows(key), _contiguous_rows(value)
-    return _forward(query, key, value, scale, causal, False, "bhsd", None, check.NAMES)[0]
+    rest = (scale, causal, False, "bhsd", None, check.NAMES)
+    if attn_mask is None and dropout_p == 0.0:
+        output = _forward(query, key, value, *rest)[0]
+        return output if lead is None else output.reshape(*lead, *output.shape[-2:])
+    features: Keywords = {"dropout_p": dropout_p}
+    if attn_mask is not None:
+        if is_causal:
+            raise ValueError(
+                "attn_mask and is_causal exclude each other, as in torch: "
+                "use cutlass_fmha.attention, which takes a mask and causal together"
+            )
+        leading = query.shape[:2] if lead is None else lead
+        scores = _of_scores(attn_mask, query.dtype, (*leading, query.shape[2], key.shape[2]))
+        features["mask" if scores.dtype == torch.bool else "bias"] = scores
+    output = _attend(query, key, value, *rest, keywords.op_arguments(query, features))[0]
+    return output if lead is None else output.reshape(*lead, *output.shape[-2:])
 
 
 def _forward(
@@ -139,10 +197,13 @@ def _forward(
     """One call of the op, or of what the op would call where nothing listens in between."""
     if scale is not None:
         scale = check.finite_scale(scale)
-    if template is not None and not isinstance(template, str):
-        raise TypeError(f"template must be the name of a row or None, got {type(template).__name__}")
+    if template is not None:
+        check.template_name(template)
     if not torch.compiler.is_compiling() and ops.can_skip_dispatcher(q, k, v):
         return plan.launch(q, k, v, scale, causal, return_lse, template, layout, names)
+    check.check_types((q, k, v), names)
+    if q.dim() == v.dim() == 4 and v.shape[3] != q.shape[3]:
+        return _attend(q, k, v, scale, causal, return_lse, layout, template, names, {})
     dims = check.check_tensors((q, k, v), layout, names)
     if layout == "bhsd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -150,6 +211,44 @@ def _forward(
         scale = float(dims.head_dim) ** -0.5
     output, lse = torch.ops.cutlass_fmha.forward(q, k, v, scale, causal, return_lse, template)
     return (output.transpose(1, 2) if layout == "bhsd" else output), lse
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    causal: str,
+    return_lse: bool,
+    layout: str,
+    template: str | None,
+    names: plan.Names,
+    arguments: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """The same for the op that takes features. ``arguments`` are the op's, under its names."""
+    if scale is not None:
+        scale = check.finite_scale(scale)
+    if template is not None:
+        check.template_name(template)
+    heads_first = layout == "bhsd"
+    if heads_first:
+        if "cu_seqlens_q" in arguments or "cu_seqlens_k" in arguments:
+            raise ValueError(
+                'layout must be "bshd" with cu_seqlens_q or cu_seqlens_k: '
+                "packed tensors are [total tokens, num_heads, head_dim]"
+            )
+        check.check_dims((q, k, v), layout, names)  # before they are transposed; the rest comes later
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    compiling = torch.compiler.is_compiling()
+    if not compiling and ops.can_skip_dispatcher(q, k, v) and ops.others_can_skip_dispatcher(arguments):
+        features = Features(**arguments)
+        output, lse = general_plan.launch(q, k, v, scale, causal, return_lse, template, features, names)
+    else:
+        if not compiling:  # the op checks under its own names; those of the caller say more
+            check_features.check_features((q, k, v), Features(**arguments), names)
+        scale = float(q.shape[-1]) ** -0.5 if scale is None else scale
+        output, lse = torch.ops.cutlass_fmha.attend(q, k, v, scale, causal, return_lse, template, **arguments)
+    return (output.transpose(1, 2) if heads_first else output), lse
 
 
 def _same_leading(query: object, key: object, value: object, enable_gqa: bool) -> bool:
@@ -187,6 +286,26 @@ def _broadcast(
         expanded = [tensor.unsqueeze(0) for tensor in expanded]
     q, k, v = (tensor.flatten(0, tensor.dim() - 4) for tensor in expanded)
     return (*lead, query.shape[-3]) if enable_gqa else tuple(lead), (q, k, v)
+
+
+def _of_scores(attn_mask: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """A mask or a bias that goes with ``shape``, [..., seqlen_q, seqlen_k], in four dimensions at most."""
+    if not isinstance(attn_mask, Tensor):
+        raise TypeError(f"attn_mask must be a torch.Tensor or None, got {type(attn_mask).__name__}")
+    if attn_mask.dtype not in (torch.bool, dtype, torch.float32):
+        raise ValueError(
+            f"attn_mask must be bool, or of query's dtype {check.dtype_name(dtype)} or float32, "
+            f"got {check.dtype_name(attn_mask.dtype)}"
+        )
+    sides = zip(reversed(attn_mask.shape), reversed(shape), strict=False)
+    if attn_mask.dim() > len(shape) or any(size != 1 and size != want for size, want in sides):
+        raise ValueError(
+            f"attn_mask must be broadcastable to {shape}, [..., seqlen_q, seqlen_k], "
+            f"got shape {tuple(attn_mask.shape)}"
+        )
+    if len(shape) < 5 or attn_mask.dim() < 4:
+        return attn_mask
+    return attn_mask.expand(*shape[:-3], *attn_mask.shape[-3:]).flatten(0, len(shape) - 4)
 
 
 def _contiguous_rows(tensor: Tensor) -> Tensor:

@@ -19,8 +19,8 @@ NAMES = ("query", "key", "value")
 
 MAX_SEQLEN = 2**29  # so that i + diagonal fits 32 bits for all of them
 MAX_SCALE = 2e38  # so that scale * log2(e) is a finite float
-CUDA_DTYPES = (torch.float16, torch.bfloat16)
-CPU_DTYPES = (*CUDA_DTYPES, torch.float32, torch.float64)
+CUDA_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+CPU_DTYPES = (*CUDA_DTYPES, torch.float64)
 
 
 class Dimensions(NamedTuple):
@@ -61,15 +61,24 @@ def layout_name(layout: object) -> str:
     raise ValueError(f'layout must be "bshd" or "bhsd", got {layout!r}')
 
 
+def template_name(template: object) -> None:
+    if not isinstance(template, str):
+        raise TypeError(f"template must be the name of a row or None, got {type(template).__name__}")
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def check_tensor(name: str, tensor: object) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
 
 
 def check_types(tensors: tuple[Tensor, Tensor, Tensor], names: tuple[str, str, str] = NAMES) -> None:
     """Tensors, of one dtype and device that the op has an implementation for."""
     for name, tensor in zip(names, tensors, strict=True):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        check_tensor(name, tensor)
     first = tensors[0]
     for name, tensor in zip(names[1:], tensors[1:], strict=True):
         if tensor.dtype != first.dtype:
@@ -89,17 +98,23 @@ def check_types(tensors: tuple[Tensor, Tensor, Tensor], names: tuple[str, str, s
         )
 
 
+def check_dims(tensors: tuple[Tensor, Tensor, Tensor], layout: str, names: tuple[str, str, str]) -> None:
+    """Tensors, of the layout's four dimensions."""
+    for name, tensor in zip(names, tensors, strict=True):
+        check_tensor(name, tensor)
+        if tensor.dim() != 4:
+            raise ValueError(
+                f"{name} must have 4 dimensions, {_AXES[layout]}, got shape {tuple(tensor.shape)}"
+            )
+
+
 def check_tensors(
     tensors: tuple[Tensor, Tensor, Tensor], layout: str = "bshd", names: tuple[str, str, str] = NAMES
 ) -> Dimensions:
     """Everything that a call asks of its tensors. Raises TypeError or ValueError, naming the one at fault."""
     check_types(tensors, names)
+    check_dims(tensors, layout, names)
     q_name, k_name, v_name = names
-    for name, tensor in zip(names, tensors, strict=True):
-        if tensor.dim() != 4:
-            raise ValueError(
-                f"{name} must have 4 dimensions, {_AXES[layout]}, got shape {tuple(tensor.shape)}"
-            )
     q, k, v = tensors
     batch_axis, seqlen_axis, heads_axis = LAYOUTS[layout]
     head_dim = q.shape[3]
@@ -168,3 +183,15 @@ def operand(tensor: Tensor, layout: str = "bshd") -> Operand:
         alignment(tensor.data_ptr()),
         (alignment(batch * size), alignment(seqlen * size), alignment(head * size)),
     )
+
+
+def misaligned(operands: list[Operand], names: tuple[str, str, str] = NAMES) -> list[str]:
+    """What keeps 16-byte copies from being used: "query's seqlen stride", "key's address"."""
+    found = []
+    for name, operand in zip(names, operands, strict=True):
+        if operand.pointer_alignment < FULL_ALIGNMENT:
+            found.append(f"{name}'s address")
+        for dimension, alignment in zip(("batch", "seqlen", "head"), operand.stride_alignments, strict=True):
+            if alignment < FULL_ALIGNMENT:
+                found.append(f"{name}'s {dimension} stride")
+    return found

@@ -1,27 +1,47 @@
-"""``torch.ops.cutlass_fmha.forward``: its schema, and what it does for CUDA, CPU, fake tensors, autograd."""
+"""The ops ``forward`` and ``attend``: their schemas, and what they do for CUDA, CPU, fake tensors, autograd.
+
+``attend`` takes everything that a call may say; ``forward`` is the short form that most calls need.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
-from cutlass_fmha import check, cpu, plan
+from cutlass_fmha import _C, check, check_features, cpu, cpu_general, general_plan, plan
 from cutlass_fmha.errors import UnsupportedError
+from cutlass_fmha.features import Features
 from cutlass_fmha.select import CAUSAL, mask_diagonal
+
+#: In a build whose kernels run on the CPU (tools/simulator), 1 has ``attend`` launch them on CPU tensors.
+SIMULATE = "CUTLASS_FMHA_SIMULATE"
 
 SCHEMA = (
     "forward(Tensor query, Tensor key, Tensor value, float scale, str causal, bool return_lse, "
     "str? template) -> (Tensor output, Tensor softmax_lse)"
+)
+ATTEND_SCHEMA = (
+    "attend(Tensor query, Tensor key, Tensor value, float scale, str causal, bool return_lse, "
+    "str? template, *, SymInt window_left=-1, SymInt window_right=-1, Tensor? mask=None, Tensor? bias=None, "
+    "Tensor? prefix_lengths=None, Tensor? block_counts=None, Tensor? block_indices=None, int block_m=0, "
+    "int block_n=0, float softcap=0., Tensor? alibi_slopes=None, Tensor? sinks=None, float dropout_p=0., "
+    "Tensor? dropout_seed=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
+    "SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None, "
+    "Tensor? leftpad_k=None, Tensor? page_table=None, Tensor? cache_batch_idx=None, int? num_splits=None, "
+    "bool batch_invariant=False) -> (Tensor output, Tensor softmax_lse)"
 )
 
 # The library must live as long as its registrations. A schema and plain implementations are registered by
 # hand because torch.library.custom_op costs three times as much per call.
 _library = torch.library.Library("cutlass_fmha", "DEF")
 # Inductor must not hand over another layout than the traced one: the last dimension has to stay contiguous.
-_library.define(SCHEMA, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
+for _schema in (SCHEMA, ATTEND_SCHEMA):
+    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
 
 
 def _check_options(scale: float, causal: str) -> None:
@@ -78,20 +98,91 @@ def _fake(
     return output, query.new_empty((dims.batch, dims.num_heads, dims.seqlen_q), dtype=torch.float32)
 
 
+def _attend_cuda(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    causal: str,
+    return_lse: bool,
+    template: str | None,
+    **features: Any,
+) -> tuple[Tensor, Tensor]:
+    _check_options(scale, causal)
+    arguments = Features(**features)
+    output, lse = general_plan.launch(query, key, value, scale, causal, return_lse, template, arguments)
+    return output, _no_lse(query) if lse is None else lse
+
+
+def _attend_cpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    causal: str,
+    return_lse: bool,
+    template: str | None,
+    **features: Any,
+) -> tuple[Tensor, Tensor]:
+    _check_options(scale, causal)
+    arguments = Features(**features)
+    sizes = check_features.check_features((query, key, value), arguments)
+    cpu_general.check_contents(query, key, arguments, sizes)
+    if os.environ.get(SIMULATE) == "1" and _C.build_info().get("simulator"):
+        return _attend_cuda(query, key, value, scale, causal, return_lse, template, **features)
+    if template is not None:
+        raise UnsupportedError(f"template {template} is a CUDA kernel, and the tensors are on the CPU")
+    output, lse = cpu_general.attend(query, key, value, scale, causal, arguments, sizes)
+    return output, lse if return_lse else _no_lse(query)
+
+
+def _attend_fake(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    causal: str,
+    return_lse: bool,
+    template: str | None,
+    **features: Any,
+) -> tuple[Tensor, Tensor]:
+    _check_options(scale, causal)
+    sizes = check_features.check_features((query, key, value), Features(**features))
+    output = query.new_empty(sizes.out_shape)
+    if not return_lse:
+        return output, _no_lse(query)
+    return output, query.new_empty(sizes.lse_shape, dtype=torch.float32)
+
+
 def _no_lse(query: Tensor) -> Tensor:
     """The op's arity is fixed: what stands in for an LSE that nobody asked for."""
     return torch.empty(0, dtype=torch.float32, device=query.device)
 
 
+NO_BACKWARD = (
+    "cutlass_fmha has no backward yet, and an input of this call requires a gradient: call it under "
+    "torch.no_grad() or with detached inputs, or train with torch's scaled_dot_product_attention"
+)
+
+
 def _autograd(keyset: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
     """Refuses a call whose gradient would silently be missing; everything else goes on to the backend."""
     if needs_gradient(query, key, value):
-        raise NotImplementedError(
-            "cutlass_fmha has no backward yet, and an input of this call requires a gradient: call it under "
-            "torch.no_grad() or with detached inputs, or train with torch's scaled_dot_product_attention"
-        )
+        raise NotImplementedError(NO_BACKWARD)
     return torch.ops.cutlass_fmha.forward.default.redispatch(
         keyset & torch._C._after_autograd_keyset, query, key, value, *rest
+    )
+
+
+def _attend_autograd(
+    keyset: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **features: Any
+) -> Any:
+    """The same; a bias, slopes or sinks may want a gradient, too."""
+    others = (argument for argument in features.values() if isinstance(argument, Tensor))
+    if needs_gradient(query, key, value, *others):
+        raise NotImplementedError(NO_BACKWARD)
+    return torch.ops.cutlass_fmha.attend.default.redispatch(
+        keyset & torch._C._after_autograd_keyset, query, key, value, *rest, **features
     )
 
 
@@ -131,7 +222,24 @@ def can_skip_dispatcher(query: Any, key: Any, value: Any) -> bool:
     )
 
 
+def others_can_skip_dispatcher(arguments: Mapping[str, Any]) -> bool:
+    """What ``can_skip_dispatcher`` asks of query, key and value, of the other tensors of a call."""
+    gradients = torch.is_grad_enabled()
+    return all(
+        type(value) is Tensor
+        and value.is_cuda
+        and not (gradients and value.requires_grad)
+        and not value.is_neg()
+        for value in arguments.values()
+        if isinstance(value, Tensor)
+    )
+
+
 _library.impl("forward", _cuda, "CUDA")
 _library.impl("forward", _cpu, "CPU")
 _library.impl("forward", _autograd, "Autograd", with_keyset=True)
 torch.library.register_fake("cutlass_fmha::forward", _fake, lib=_library)
+_library.impl("attend", _attend_cuda, "CUDA")
+_library.impl("attend", _attend_cpu, "CPU")
+_library.impl("attend", _attend_autograd, "Autograd", with_keyset=True)
+torch.library.register_fake("cutlass_fmha::attend", _attend_fake, lib=_library)

@@ -23,14 +23,19 @@ def tensors(batch=2, seqlen_q=33, seqlen_k=65, heads=4, heads_kv=2, head_dim=32,
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
-def test_the_package_has_five_public_names():
+def test_the_public_names():
     assert set(cutlass_fmha.__all__) == {
         "UnsupportedError",
         "__version__",
         "attention",
+        "cascade_attention",
         "explain",
+        "merge_states",
+        "rotary",
         "scaled_dot_product_attention",
+        "with_kv_cache",
     }
+    assert all(hasattr(cutlass_fmha, name) for name in cutlass_fmha.__all__)
     assert cutlass_fmha.__version__[0].isdecimal()
 
 
@@ -127,7 +132,7 @@ IMAGINARY = torch.randn(2, 33, 4, 16, dtype=torch.complex64)
         ({"k": K[:1]}, ValueError, "k must have q's batch size 2, got 1"),
         ({"v": V[:1]}, ValueError, "v must have q's batch size 2, got 1"),
         ({"k": K[..., :8]}, ValueError, r"k must have q's head_dim \(last dimension\) 16, got 8"),
-        ({"v": V[..., :8]}, ValueError, r"v must have q's head_dim \(last dimension\) 16, got 8"),
+        ({"v": V[..., :0]}, ValueError, r"v must have a head_dim \(last dimension\) of at least 1, got 0"),
         ({"v": V[:, :3]}, ValueError, "v must have k's seqlen 65, got 3"),
         ({"v": V[:, :, :1]}, ValueError, "v must have k's num_heads 2, got 1"),
         ({"q": Q[:, :, :3]}, ValueError, "k must have a number of heads that divides q's 3, got 2"),
@@ -176,13 +181,14 @@ def test_a_length_beyond_the_kernels_is_refused():
         attention(short, long, long)
 
 
-def test_cuda_tensors_need_a_half_precision_type():
+def test_float64_is_of_the_cpu():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode(allow_non_fake_inputs=True):
         q = torch.empty(1, 8, 1, 64, device="cuda")
-        with pytest.raises(ValueError, match="q must be float16 or bfloat16 on cuda, got float32"):
-            attention(q, q, q)
+        assert attention(q, q, q).dtype == torch.float32
+        with pytest.raises(ValueError, match="q must be float16 or bfloat16 or float32 on cuda, got float64"):
+            attention(q.double(), q.double(), q.double())
 
 
 # ---- scaled_dot_product_attention --------------------------------------------------------------------------
@@ -259,23 +265,104 @@ def test_a_last_dimension_that_is_not_contiguous_is_copied():
     torch.testing.assert_close(scaled_dot_product_attention(q, k, v), F.scaled_dot_product_attention(q, k, v))
 
 
+MASKS = {
+    "4d": ((2, 4, 5, 16), (2, 4, 7, 16), [(5, 7), (1, 7), (5, 1), (4, 1, 7), (2, 1, 5, 7), (2, 4, 5, 7)]),
+    "3d": ((4, 5, 16), (4, 7, 16), [(5, 7), (4, 5, 7), (1, 1, 7)]),
+    "2d": ((5, 16), (7, 16), [(5, 7), (7,)]),
+    "6d": (
+        (2, 1, 3, 4, 5, 16),
+        (2, 1, 3, 4, 7, 16),
+        [(5, 7), (3, 4, 5, 7), (3, 1, 1, 7), (2, 1, 1, 1, 5, 7)],
+    ),
+    "broadcast batch": ((2, 4, 5, 16), (1, 4, 7, 16), [(5, 7), (2, 1, 1, 7)]),
+    "broadcast heads": ((2, 4, 5, 16), (2, 1, 7, 16), [(4, 5, 7)]),
+}
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_mean_what_they_mean_to_torch(name: str, kind: torch.dtype):
+    q_shape, k_shape, mask_shapes = MASKS[name]
+    dtype = torch.float64 if kind == torch.float64 else torch.float32
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(x, generator=generator).to(dtype) for x in (q_shape, k_shape, k_shape))
+    for shape in mask_shapes:
+        mask = torch.randn(shape, generator=generator).to(dtype)
+        if kind == torch.bool:
+            mask = mask > -0.5
+            mask[..., 0] = True  # torch's kernels have their own ideas of a row without keys
+        expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        torch.testing.assert_close(out, expected)
+        if kind != torch.float64:
+            half = scaled_dot_product_attention(q.half(), k.half(), v.half(), attn_mask=mask)
+            torch.testing.assert_close(half, expected.half(), rtol=1e-2, atol=1e-2)
+
+
+def test_a_row_that_a_mask_empties_is_zero():
+    q, k, v = torch.randn(3, 1, 2, 4, 16).unbind(0)
+    hides = torch.tensor([[True] * 4, [False] * 4, [True] * 4, [False, True, True, True]])
+    for mask in (hides, torch.zeros(4, 4).masked_fill(~hides, -math.inf)):
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        assert (out[:, :, 1] == 0).all() and out.isfinite().all()
+        expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        torch.testing.assert_close(out[:, :, [0, 2, 3]], expected[:, :, [0, 2, 3]])
+
+
+def test_value_may_have_another_head_dim():
+    q, k, v = torch.randn(2, 4, 5, 16), torch.randn(2, 4, 7, 16), torch.randn(2, 4, 7, 24)
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(scaled_dot_product_attention(q, k, v, is_causal=True), expected)
+    out, lse = attention(q, k, v, layout="bhsd", causal="top-left", return_lse=True)
+    torch.testing.assert_close(out, expected)
+    assert lse.shape == (2, 4, 5)
+    torch.testing.assert_close(
+        scaled_dot_product_attention(q[0], k[0], v[0]),
+        attention(*(x[None, 0].transpose(1, 2) for x in (q, k, v))).transpose(1, 2)[0],
+    )
+
+
+def test_dropout_draws_from_torchs_generator():
+    q, k, v = torch.randn(3, 2, 4, 64, 16).unbind(0)
+    torch.manual_seed(0)
+    first, second = (scaled_dot_product_attention(q, k, v, dropout_p=0.4) for _ in range(2))
+    torch.manual_seed(0)
+    assert torch.equal(scaled_dot_product_attention(q, k, v, dropout_p=0.4), first)
+    assert not torch.equal(first, second)
+    # What is left is scaled up: the mean over many keys and seeds stays.
+    mean = torch.stack([scaled_dot_product_attention(q, k, v, dropout_p=0.4) for _ in range(200)]).mean(0)
+    torch.testing.assert_close(mean, F.scaled_dot_product_attention(q, k, v), rtol=0, atol=0.15)
+
+
 S = torch.randn(2, 4, 5, 16)
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
+        ({"attn_mask": 1}, TypeError, "attn_mask must be a torch.Tensor or None, got int"),
         (
-            {"attn_mask": torch.ones(5, 5, dtype=torch.bool)},
-            NotImplementedError,
-            "attn_mask is not supported yet",
+            {"attn_mask": torch.zeros(5, 5, dtype=torch.float16)},
+            ValueError,
+            "attn_mask must be bool, or of query's dtype float32 or float32, got float16",
+        ),
+        (
+            {"attn_mask": torch.zeros(2, 1, 4, 5)},
+            ValueError,
+            r"attn_mask must be broadcastable to \(2, 4, 5, 5\), .* got shape \(2, 1, 4, 5\)",
+        ),
+        (
+            {"attn_mask": torch.zeros(1, 1, 1, 5, 5)},
+            ValueError,
+            r"attn_mask must be broadcastable to \(2, 4, 5, 5\), .* got shape \(1, 1, 1, 5, 5\)",
         ),
         (
             {"attn_mask": torch.zeros(5, 5), "is_causal": True},
-            NotImplementedError,
-            "attn_mask is not supported yet",
+            ValueError,
+            "attn_mask and is_causal exclude each other, as in torch: use cutlass_fmha.attention",
         ),
-        ({"dropout_p": 0.1}, NotImplementedError, "dropout_p is not supported yet: pass 0, got 0.1"),
+        ({"dropout_p": 1.0}, ValueError, "dropout_p must be at least 0 and less than 1, got 1.0"),
+        ({"dropout_p": "0.1"}, TypeError, "dropout_p must be a float, got str"),
         ({"query": 1}, TypeError, "query must be a torch.Tensor, got int"),
         ({"key": S.half()}, ValueError, "key must have query's dtype float32, got float16"),
         (
@@ -295,7 +382,6 @@ S = torch.randn(2, 4, 5, 16)
         ),
         ({"value": S[:, :2], "enable_gqa": True}, ValueError, "value must have key's num_heads 4, got 2"),
         ({"value": S[:, :, :3]}, ValueError, "value must have key's seqlen 5, got 3"),
-        ({"value": S[..., :8]}, ValueError, r"value must have query's head_dim \(last dimension\) 16, got 8"),
         ({"scale": math.inf}, ValueError, "scale must be finite"),
         (
             {"query": torch.randn(3, 4, 5, 16), "enable_gqa": True},

@@ -1,0 +1,403 @@
+"""The oracle for everything that a call may say: dense fp64, one sequence after the other.
+
+Shares nothing with the package.
+
+Arguments and shapes are those of ``cutlass_fmha.attention`` in the "bshd" layout; ``causal`` is the op's.
+Sequences are cut out of packed tensors, caches and pages first. What is left is one dense attention for each,
+over [num_heads, queries, keys], with one mask for everything that hides a key.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import oracle
+import torch
+from oracle import FP32_EPS, Errors
+from torch import Tensor
+
+# Rounding P costs half an ulp of each product, independently of each other: four standard deviations of their
+# sum. It decides where a head has few elements: the largest of many is never small by accident.
+DEVIATIONS = 4.0
+
+
+@dataclass(frozen=True)
+class Features:
+    """``attention``'s keyword arguments. Those of the last group change no result."""
+
+    window: tuple[int | None, int | None] | None = None
+    mask: Tensor | None = None
+    bias: Tensor | None = None
+    prefix_lengths: Tensor | None = None
+    block_mask: tuple[Tensor, Tensor, tuple[int, int]] | None = None
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    dropout_p: float = 0.0
+    dropout_seed: Tensor | int | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    seqused_q: Tensor | None = None
+    seqused_k: Tensor | None = None
+    leftpad_k: Tensor | None = None
+    page_table: Tensor | None = None
+    cache_batch_idx: Tensor | None = None
+
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+    num_splits: int | None = None
+    batch_invariant: bool = False
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One sequence on its own: its queries and keys in use, and where its output stands.
+
+    ``rows`` is a range of queries everywhere: long sequences are computed in chunks.
+    """
+
+    features: Features
+    scale: float
+    causal: str
+    number: int
+    q: Tensor  # [n_q, num_heads, head_dim]
+    k: Tensor  # [n_k, num_heads_kv, head_dim]
+    v: Tensor  # [n_k, num_heads_kv, head_dim_v]
+    out_place: tuple[Any, ...]  # of all of its rows, used or not
+    lse_place: tuple[Any, ...]
+
+    def chunks(self) -> Iterator[slice]:
+        if self.q.shape[1]:
+            yield from oracle._chunks(self.q[None], self.k[None])
+
+    def per_query_head(self, kv: Tensor) -> Tensor:
+        """[num_heads, n_k, head_dim]: repeated for the query heads that share a head of key or value."""
+        heads, heads_kv = self.q.shape[1], kv.shape[1]
+        if heads_kv == 0 or heads % heads_kv:
+            raise ValueError(f"{heads} query heads are no multiple of {heads_kv} key heads")
+        return kv.transpose(0, 1).repeat_interleave(heads // heads_kv, dim=0)
+
+    def distance(self, rows: slice) -> Tensor:
+        """[queries, keys] of i + offset - j: how far before its query a key stands."""
+        offset = 0 if self.causal == "top-left" else len(self.k) - len(self.q)
+        i = torch.arange(len(self.q), device=self.q.device)[rows, None]
+        return i + offset - torch.arange(len(self.k), device=self.q.device)
+
+    def visible(self, rows: slice) -> Tensor:
+        """[num_heads or 1, queries, keys] bool."""
+        f, distance = self.features, self.distance(rows)
+        left, right = (None if side in (None, -1) else side for side in f.window or (None, None))
+        if self.causal != "none":
+            right = 0 if right is None else min(right, 0)
+        seen = torch.ones_like(distance, dtype=torch.bool)
+        if left is not None:
+            seen &= distance <= left
+        if right is not None:
+            seen &= distance >= -right
+        if f.prefix_lengths is not None:
+            seen |= torch.arange(len(self.k), device=self.q.device) < f.prefix_lengths[self.number]
+        seen = seen[None]
+        if f.mask is not None:
+            seen = seen & self.part(f.mask, rows)
+        return seen if f.block_mask is None else seen & self.blocks[:, rows]
+
+    def part(self, x: Tensor, rows: slice) -> Tensor:
+        """What of a mask or a bias is the sequence's: [num_heads or 1, queries or 1, keys or 1]."""
+        x = x[(None,) * (4 - x.dim())]
+        x = x[self.number if x.shape[0] > 1 else 0]
+        if x.shape[1] > 1:
+            x = x[:, : len(self.q)][:, rows]
+        return x[:, :, : len(self.k)] if x.shape[2] > 1 else x
+
+    @functools.cached_property
+    def blocks(self) -> Tensor:
+        """[num_heads, n_q, n_k] bool: the block lists as a dense mask."""
+        assert self.features.block_mask is not None
+        counts, indices, (block_m, block_n) = self.features.block_mask
+        heads, n_blocks = self.q.shape[1], counts.shape[2]
+        counts = counts.cpu().expand(-1, heads, -1)[self.number if counts.shape[0] > 1 else 0]
+        indices = indices.cpu().expand(-1, heads, -1, -1)[self.number if indices.shape[0] > 1 else 0]
+        seen = torch.zeros(heads, n_blocks * block_m, len(self.k), dtype=torch.bool)
+        for head in range(heads):
+            for block in range(n_blocks):
+                for entry in indices[head, block, : counts[head, block]].tolist():
+                    queries = slice(block * block_m, (block + 1) * block_m)
+                    seen[head, queries, entry * block_n : (entry + 1) * block_n] = True
+        return seen[:, : len(self.q)].to(self.q.device)
+
+    def scores(self, rows: slice, dtype: torch.dtype) -> Tensor:
+        """[num_heads, queries, keys], with everything that is added; in ``dtype`` throughout."""
+        f, keys = self.features, self.per_query_head(self.k).to(dtype)
+        scores = (self.q[rows].transpose(0, 1).to(dtype) @ keys.transpose(1, 2)) * self.scale
+        if f.softcap:
+            scores = f.softcap * torch.tanh(scores / f.softcap)
+        if f.bias is not None:
+            scores = scores + self.part(f.bias, rows).to(dtype)
+        if f.alibi_slopes is not None:
+            scores = scores - self.slopes.to(dtype) * self.distance(rows).abs()
+        return scores
+
+    @property
+    def slopes(self) -> Tensor:
+        """[num_heads, 1, 1]."""
+        slopes = self.features.alibi_slopes
+        assert slopes is not None
+        return (slopes[self.number] if slopes.dim() == 2 else slopes)[:, None, None]
+
+    def probabilities(self, rows: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """[num_heads, queries, keys], and the log-sum-exp. A sink is one more key, whose value is 0."""
+        scores, seen, sinks = self.scores(rows, dtype), self.visible(rows), self.features.sinks
+        if sinks is None:
+            sinks = torch.full((self.q.shape[1],), -math.inf, device=self.q.device)
+        column = sinks.to(dtype)[:, None, None].expand(*scores.shape[:2], 1)
+        seen = torch.cat([seen.expand_as(scores), torch.ones_like(column, dtype=torch.bool)], dim=-1)
+        p, lse = oracle._softmax(torch.cat([scores, column], dim=-1), seen)
+        return p[..., :-1], lse
+
+    @functools.cached_property
+    def kept(self) -> Tensor | None:
+        """[num_heads, n_q, n_k] bool: which probabilities dropout leaves."""
+        f = self.features
+        if f.dropout_p == 0.0:
+            return None
+        assert f.dropout_seed is not None
+        seed = int(f.dropout_seed) % 2**64
+        heads, n_q = self.q.shape[1], len(self.q)
+        keep = kept(seed, round(f.dropout_p * 65536), self.number, heads, n_q, len(self.k))
+        return torch.from_numpy(keep).to(self.q.device)
+
+    def dropped(self, p: Tensor, rows: slice) -> Tensor:
+        return p if self.kept is None else p * self.kept[:, rows]
+
+    @property
+    def factor(self) -> float:
+        return 1.0 / (1.0 - self.features.dropout_p)
+
+
+def sequences(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: str, f: Features
+) -> Iterator[Sequence]:
+    cu_q = None if f.cu_seqlens_q is None else f.cu_seqlens_q.tolist()
+    batch = q.shape[0] if cu_q is None else len(cu_q) - 1
+    scale = oracle._default_scale(q, scale)
+    for b in range(batch):
+        place = b if cu_q is None else slice(cu_q[b], cu_q[b + 1])
+        used = None if f.seqused_q is None else int(f.seqused_q[b])
+        lse_place = (b,) if cu_q is None else (slice(None), place)
+        keys, values = _rows(k, b, f), _rows(v, b, f)
+        yield Sequence(f, scale, causal, b, q[place][:used], keys, values, (place,), lse_place)
+
+
+def _rows(kv: Tensor, b: int, f: Features) -> Tensor:
+    """The rows of key or value that are the sequence's, [n_k, num_heads_kv, head_dim]."""
+    used = None if f.seqused_k is None else int(f.seqused_k[b])
+    if f.page_table is not None:
+        pages = f.page_table[b]
+        if used is not None:  # what the table holds behind the pages in use means nothing
+            pages = pages[: -(-used // kv.shape[1])]
+        rows = kv[pages.long()].flatten(0, 1)
+    elif f.cu_seqlens_k is not None:
+        rows = kv[int(f.cu_seqlens_k[b]) : int(f.cu_seqlens_k[b + 1])]
+    else:
+        rows = kv[b if f.cache_batch_idx is None else int(f.cache_batch_idx[b])]
+    return rows[:used][0 if f.leftpad_k is None else int(f.leftpad_k[b]) :]
+
+
+# ---- dropout -----------------------------------------------------------------------------------------------
+
+
+def philox(key: tuple[int, int], counter: tuple[Any, Any, Any, Any]) -> tuple[Any, Any, Any, Any]:
+    """Philox4x32-10 (Salmon, Moraes, Dror and Shaw 2011) on arrays of 32-bit words, kept in uint64."""
+    low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
+    c0, c1, c2, c3 = (np.asarray(word, dtype=np.uint64) for word in counter)
+    k0, k1 = key
+    for _ in range(10):
+        a, b = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
+        c0, c1 = (b >> half) ^ c1 ^ np.uint64(k0), b & low
+        c2, c3 = (a >> half) ^ c3 ^ np.uint64(k1), a & low
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return c0, c1, c2, c3
+
+
+def kept(seed: int, threshold: int, batch: int, heads: int, n_q: int, n_k: int) -> np.ndarray:
+    """[heads, n_q, n_k] bool: which probabilities of sequence ``batch`` dropout leaves."""
+    h, i, j = np.arange(heads)[:, None, None], np.arange(n_q)[:, None], np.arange(n_k)
+    counter = (i, j // 32 * 4 + j % 8 // 2, batch * heads + h, 0)
+    words = np.broadcast_arrays(*philox((seed & 0xFFFFFFFF, seed >> 32), counter))
+    halves = np.stack([word >> np.uint64(16 * half) & np.uint64(0xFFFF) for word in words for half in (0, 1)])
+    which = np.broadcast_to(j % 32 // 8 * 2 + j % 2, halves.shape[1:])
+    return np.take_along_axis(halves, which[None], axis=0)[0] >= threshold
+
+
+# ---- attention ---------------------------------------------------------------------------------------------
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, causal: str = "none", **features: Any
+) -> tuple[Tensor, Tensor]:
+    """Attention in fp64: (output, softmax_lse). Rows that no sequence covers are NaN in both."""
+    out = torch.full((*q.shape[:-1], v.shape[-1]), math.nan, dtype=torch.float64, device=q.device)
+    lse = torch.full(_lse_shape(q), math.nan, dtype=torch.float64, device=q.device)
+    for s in sequences(q, k, v, scale, causal, Features(**features)):
+        out[s.out_place], lse[s.lse_place] = 0.0, -math.inf  # also of the rows that are not in use
+        values = s.per_query_head(s.v).double()
+        for rows in s.chunks():
+            p, lse[s.lse_place][:, rows] = s.probabilities(rows, torch.float64)
+            out[s.out_place][rows] = (s.dropped(p, rows) @ values * s.factor).transpose(0, 1)
+    return out, lse
+
+
+def _lse_shape(q: Tensor) -> tuple[int, ...]:
+    return (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
+
+
+# ---- comparison --------------------------------------------------------------------------------------------
+
+
+class Granted(NamedTuple):
+    """What ``compare`` was told of the arithmetic."""
+
+    exact_scores: bool
+    product_error: float
+
+
+def compare(
+    out: Tensor,
+    lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    causal: str = "none",
+    exact_scores: bool = False,
+    product_error: float = 0.0,
+    **features: Any,
+) -> Errors:
+    """Errors of ``out`` and, when given, of ``lse``: ``oracle.compare`` for everything that a call may say.
+
+    The tolerance is ``oracle.compare``'s, but for the error of the scores: each key has its own, which
+    counts as much as its probability does. float32 and float64 are granted the roundings of their sums.
+
+    product_error: half ulps of fp32 that each product of q k and of p v may be off by besides, relative.
+    """
+    shape = [*q.shape[:-1], v.shape[-1]]
+    if list(out.shape) != shape or out.dtype != q.dtype or out.device != q.device:
+        return oracle._failed(f"output is {oracle._describe(out)}, expected {shape} {q.dtype} on {q.device}")
+    if lse is not None and (tuple(lse.shape) != _lse_shape(q) or lse.dtype != torch.float32):
+        return oracle._failed(
+            f"softmax_lse is {oracle._describe(lse)}, expected {list(_lse_shape(q))} float32"
+        )
+    granted = Granted(exact_scores, product_error)
+    worst = [0.0] * 4
+    for s in sequences(q, k, v, scale, causal, Features(**features)):
+        errors = [_unused_rows(s, out, lse)] + [_errors(s, rows, out, lse, granted) for rows in s.chunks()]
+        for four in torch.stack(errors).tolist():
+            worst = [max(*pair) if pair[1] == pair[1] else math.inf for pair in zip(worst, four, strict=True)]
+    return Errors(*worst)
+
+
+def _unused_rows(s: Sequence, out: Tensor, lse: Tensor | None) -> Tensor:
+    """[4]: infinite where output or LSE of a row that is not in use isn't 0 or -inf."""
+    wrong = (out[s.out_place][len(s.q) :] != 0.0).any()
+    lse_wrong = (
+        torch.zeros_like(wrong) if lse is None else (lse[s.lse_place][:, len(s.q) :] != -math.inf).any()
+    )
+    flags = torch.stack([wrong, wrong, lse_wrong, lse_wrong])
+    return torch.zeros(4, dtype=torch.float64, device=out.device).masked_fill(flags, math.inf)
+
+
+def _errors(s: Sequence, rows: slice, out: Tensor, lse: Tensor | None, granted: Granted) -> Tensor:
+    """[4]: what ``Errors`` holds."""
+    p, ref_lse = s.probabilities(rows, torch.float64)
+    values, weights = s.per_query_head(s.v).double(), s.dropped(p, rows) * s.factor
+    ref = weights @ values
+    score_error = _score_error(s, rows, p, granted)
+    most = torch.finfo(out.dtype).max
+    tolerance = 2.0 * _row_max(_unfused(s, rows).double().clamp(-most, most) - ref.clamp(-most, most))
+    tolerance += _rounding(s, ref, weights, values, granted)
+    if len(s.k):
+        largest = values.nan_to_num(0.0, 0.0, 0.0).abs().amax(dim=(1, 2)).unsqueeze(-1)
+        tolerance += 2.0 * s.factor * score_error.clamp_max(1.0) * largest
+    nothing = p.sum(-1) == 0.0  # exactly zero, no tolerance at all
+    tolerance = tolerance.masked_fill(nothing, 0.0)
+    ours = out[s.out_place][: len(s.q)][rows].transpose(0, 1)
+    # What dropout scales up may be too large for the dtype: then it is infinite, or the largest number.
+    overflow = (ref.abs() + tolerance.unsqueeze(-1) > most) & (
+        ours.double().clamp(-most, most) == ref.sign() * most
+    )
+    errors = [*oracle._worst(oracle._difference(ours, ref).masked_fill(overflow, 0.0).amax(-1), tolerance)]
+    if lse is None:
+        return torch.stack([*errors, torch.zeros_like(errors[0]), torch.zeros_like(errors[0])])
+    lse_tolerance = oracle._lse_tolerance(ref_lse, len(s.k) + 1, score_error)
+    difference = oracle._difference(lse[s.lse_place][:, : len(s.q)][:, rows], ref_lse)
+    errors += oracle._worst(difference, lse_tolerance.masked_fill(ref_lse == -math.inf, 0.0))
+    return torch.stack(errors)
+
+
+def _unfused(s: Sequence, rows: slice) -> Tensor:
+    """[num_heads, queries, head_dim_v] in the input's dtype: P and the output rounded to it."""
+    compute = torch.float64 if s.q.dtype == torch.float64 else torch.float32
+    p, _ = s.probabilities(rows, compute)
+    weights = s.dropped(p, rows).to(s.q.dtype).to(compute)
+    return (weights @ s.per_query_head(s.v).to(compute) * s.factor).to(s.q.dtype)
+
+
+def _half_ulp(dtype: torch.dtype) -> float:
+    """Relative error of one rounding in the arithmetic that ``dtype`` is computed with. fp64, which the
+    reference is computed in, too, may differ from it by the errors of both."""
+    return 2.0**-52 if dtype == torch.float64 else FP32_EPS
+
+
+def _score_error(s: Sequence, rows: slice, p: Tensor, granted: Granted) -> Tensor:
+    """[num_heads, queries] bound on the error of a score, averaged over the keys as P weighs them.
+
+    An error e_j of every score changes p_j by p_j (e_j - sum_j p_j e_j) to first order, and the LSE by the
+    sum. q k is as in oracle._score_error, or a chain of head_dim roundings where no tensor core adds. tanh is
+    right to 4 ulp of 1, and times the softcap once more rounded. Every term that is added is rounded itself,
+    with its sum, into log2 units and in the exponent: 4 half ulps.
+    """
+    f, eps = s.features, _half_ulp(s.q.dtype)
+    norms = [x.double().nan_to_num(0.0, 0.0, 0.0).norm(dim=-1) for x in (s.q[rows], s.k)]
+    dot = abs(s.scale) * norms[0].T.unsqueeze(-1) * s.per_query_head(norms[1].unsqueeze(-1)).transpose(1, 2)
+    halves = s.q.shape[-1] / 8 + 2 if s.q.dtype in (torch.float16, torch.bfloat16) else s.q.shape[-1] + 8
+    halves = 0.0 if granted.exact_scores else halves + granted.product_error
+    error = halves * eps * dot.expand_as(p)
+    size = torch.zeros_like(p)
+    if f.softcap:
+        error = error + 10 * eps * f.softcap
+    if f.bias is not None:
+        size = size + s.part(f.bias, rows).double().abs()
+    if f.alibi_slopes is not None:
+        size = size + s.slopes.double().abs() * s.distance(rows).abs()
+    if f.bias is not None or f.alibi_slopes is not None:
+        size = size + (dot.clamp_max(f.softcap) if f.softcap else dot)
+    average = (p * (error + 4 * eps * size).nan_to_num(0.0, 0.0, 0.0)).sum(-1)
+    if f.sinks is not None:
+        sinks = f.sinks.double().nan_to_num(0.0, 0.0, 0.0).abs()
+        average += (1.0 - p.sum(-1)) * 4 * eps * sinks[:, None]
+    return average
+
+
+def _rounding(s: Sequence, ref: Tensor, weights: Tensor, values: Tensor, granted: Granted) -> Tensor:
+    """[num_heads, queries]: what rounding the output, P and the sums may cost."""
+    info = torch.finfo(s.q.dtype)
+    ulps = oracle.ULPS * oracle.ulp(_row_max(ref), s.q.dtype)
+    if len(s.k) == 0:
+        return ulps
+    if s.q.dtype in (torch.float16, torch.bfloat16):
+        # Half an ulp of p, relative, or of the smallest number that there is.
+        least = (weights != 0.0) * (info.smallest_normal * info.eps / 2 * s.factor)
+        variance = (info.eps / 2 * weights) ** 2 + least**2
+        return torch.maximum(ulps, DEVIATIONS * _row_max((variance @ values**2).sqrt()))
+    halves = len(s.k) + 16 + granted.product_error
+    return ulps + halves * _half_ulp(s.q.dtype) * _row_max(weights @ values.abs())
+
+
+def _row_max(x: Tensor) -> Tensor:
+    """[num_heads, queries, head_dim_v] -> [num_heads, queries]: the largest magnitude that is a number."""
+    return x.abs().nan_to_num(0.0, 0.0, 0.0).amax(dim=-1)

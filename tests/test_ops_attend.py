@@ -1,0 +1,299 @@
+"""The op ``attend`` as torch sees it: schema, fake tensors, gradients, compiling; and its way to kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import oracle_general
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import Tensor
+from torch.autograd import forward_ad
+
+import cutlass_fmha
+from cutlass_fmha import attention, general_plan, ops
+
+# Of torch's own making: what its compiler and its forward-mode derivatives use inside.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+]
+
+attend = torch.ops.cutlass_fmha.attend
+F16 = torch.float16
+
+
+def ints(*numbers: int) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def tensors(
+    batch: int = 2,
+    seqlen_q: int = 33,
+    seqlen_k: int = 65,
+    dim_v: int = 24,
+    dtype: torch.dtype = F16,
+    seed: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(seqlen_q, 4, 32), (seqlen_k, 2, 32), (seqlen_k, 2, dim_v)]
+    q, k, v = (torch.randn(batch, *shape, generator=generator).to(dtype) for shape in shapes)
+    return q, k, v
+
+
+Q, K, V = tensors()
+LISTS = {"block_counts": torch.ones(1, 1, 3, dtype=torch.int32), "block_m": 16, "block_n": 32}
+LISTS["block_indices"] = torch.zeros(1, 1, 3, 2, dtype=torch.int32)
+CALLS: dict[str, tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]] = {
+    "plain": ((Q, K, V), {}),
+    "scores": (
+        (Q, K, V),
+        {"softcap": 2.0, "bias": torch.randn(33, 1), "alibi_slopes": torch.rand(4), "sinks": torch.randn(4)},
+    ),
+    "masks": (
+        (Q, K, V),
+        {"window_left": 3, "mask": torch.randn(2, 1, 33, 65) > 0, "prefix_lengths": ints(3, 4), **LISTS},
+    ),
+    "dropout": ((Q, K, V), {"dropout_p": 0.3, "dropout_seed": torch.tensor([3])}),
+    "packed": (
+        (Q.flatten(0, 1), K.flatten(0, 1), V.flatten(0, 1)),
+        {"cu_seqlens_q": ints(0, 20, 66), "cu_seqlens_k": ints(0, 100, 130), "max_seqlen_q": 50},
+    ),
+    "pages": (
+        (Q, K.view(26, 5, 2, 32), V.view(26, 5, 2, 24)),
+        {"page_table": torch.arange(26, dtype=torch.int32).view(2, 13), "seqused_k": ints(3, 60)},
+    ),
+    "cache": (
+        (Q[:1], K, V),
+        {"cache_batch_idx": ints(1), "seqused_k": ints(50), "leftpad_k": ints(5), "num_splits": 3},
+    ),
+    "no keys": ((Q, K[:, :0], V[:, :0]), {"batch_invariant": True}),
+    "no batch": ((Q[:0], K[:0], V[:0]), {"seqused_q": ints()}),
+}
+
+
+def run(name: str, causal: str = "bottom-right", return_lse: bool = True, place: str = "cpu") -> Any:
+    inputs, features = CALLS[name]
+    moved = {key: x.to(place) if isinstance(x, Tensor) else x for key, x in features.items()}
+    return attend(*(x.to(place) for x in inputs), 0.3, causal, return_lse, None, **moved)
+
+
+# ---- what torch expects of an op ---------------------------------------------------------------------------
+
+
+def test_the_schema_is_functional_and_of_fixed_arity():
+    schema = attend.default._schema
+    assert str(schema) == f"cutlass_fmha::{ops.ATTEND_SCHEMA}"
+    assert not schema.is_mutable
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_opcheck_passes(name: str):
+    inputs, features = CALLS[name]
+    for causal, return_lse in [("none", False), ("bottom-right", True)]:
+        torch.library.opcheck(attend.default, (*inputs, 0.3, causal, return_lse, None), features)
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("name", CALLS)
+def test_fake_tensors_have_the_metadata_of_real_ones(name: str, return_lse: bool):
+    real, fake = (run(name, return_lse=return_lse, place=place) for place in ("cpu", "meta"))
+    for a, b in zip(real, fake, strict=True):
+        assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+
+
+@pytest.mark.parametrize("place", ["cpu", "meta"])
+def test_the_op_itself_refuses_with_a_sentence(place: str):
+    q, k, v = (x.to(place) for x in tensors())
+    with pytest.raises(ValueError, match='causal must be "none", "top-left" or "bottom-right", got \'left\''):
+        attend(q, k, v, 0.3, "left", False, None)
+    with pytest.raises(ValueError, match="scale must be finite"):
+        attend(q, k, v, float("nan"), "none", False, None)
+    with pytest.raises(ValueError, match=r"value must have key's shape but for the last dimension"):
+        attend(q, k, v[:, :3], 0.3, "none", False, None)
+    with pytest.raises(ValueError, match=r"window_left must be -1 \(no limit\) or 0 to 2\*\*29, got -5"):
+        attend(q, k, v, 0.3, "none", False, None, window_left=-5)
+
+
+def test_a_template_is_of_cuda_tensors():
+    with pytest.raises(
+        cutlass_fmha.UnsupportedError, match="template fwd is a CUDA kernel, and the tensors are on"
+    ):
+        attention(*tensors(), softcap=1.0, template="fwd")
+
+
+# ---- gradients ---------------------------------------------------------------------------------------------
+
+NO_BACKWARD = "cutlass_fmha has no backward yet"
+DIFFERENTIABLE = {"bias": torch.zeros(33, 65), "alibi_slopes": torch.ones(4), "sinks": torch.ones(4)}
+
+
+@pytest.mark.parametrize("place", ["cpu", "meta"])
+@pytest.mark.parametrize("which", ["q", "k", "v", *DIFFERENTIABLE])
+def test_a_call_that_needs_a_gradient_raises(which: str, place: str):
+    names = dict(zip("qkv", tensors(), strict=True)) | DIFFERENTIABLE
+    arguments = {name: x.to(place) for name, x in names.items()}
+    arguments[which] = arguments[which].clone().requires_grad_()
+    with pytest.raises(NotImplementedError, match=NO_BACKWARD):
+        attention(**arguments)
+    arguments[which] = arguments[which] * 2  # not a leaf
+    with pytest.raises(NotImplementedError, match=NO_BACKWARD):
+        attention(**arguments)
+    with torch.no_grad():
+        assert not attention(**arguments).requires_grad
+    with torch.inference_mode():
+        attention(**arguments)
+    assert attention(**{name: x.detach() for name, x in arguments.items()}).grad_fn is None
+
+
+def test_other_ways_to_a_derivative_raise_too():
+    q, k, v = tensors(dtype=torch.float32)
+    bias = torch.zeros(65)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=NO_BACKWARD):
+        attention(q, k, v, bias=forward_ad.make_dual(bias, bias))
+    with pytest.raises(NotImplementedError, match=NO_BACKWARD):
+        torch.func.grad(lambda x: attention(q, k, v, bias=x).sum())(bias)
+    with pytest.raises(NotImplementedError, match=NO_BACKWARD):
+        cutlass_fmha.scaled_dot_product_attention(q, q, q, attn_mask=torch.zeros(4, 1, requires_grad=True))
+
+
+# ---- compiling ---------------------------------------------------------------------------------------------
+
+
+def compiled(function: Any, backend: str = "aot_eager") -> tuple[Any, Any]:
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    return torch.compile(function, fullgraph=True, dynamic=True, backend=counter), counter
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_compile_takes_masks_and_scores_with_dynamic_shapes(backend: str):
+    def block(q, k, v, mask, slopes, sinks):
+        scores = {"bias": slopes[:, None, None] * 2, "alibi_slopes": slopes, "sinks": sinks, "softcap": 3.0}
+        out, lse = attention(
+            q + 1, k, v, causal=True, mask=mask, window=(20, None), **scores, return_lse=True
+        )
+        return out * 2, lse
+
+    function, counter = compiled(block, backend)
+    slopes, sinks = torch.rand(4), torch.randn(4)
+    for seed, (batch, seqlen_q, seqlen_k) in enumerate([(5, 33, 65), (3, 17, 40), (7, 50, 51)]):
+        q, k, v = tensors(batch, seqlen_q, seqlen_k, seed=seed)
+        mask = torch.randn(batch, 1, seqlen_q, seqlen_k) > -1
+        arguments = (q, k, v, mask, slopes, sinks)
+        for ours, expected in zip(function(*arguments), block(*arguments), strict=True):
+            torch.testing.assert_close(ours, expected)
+    assert counter.frame_count == 1  # one graph for all lengths
+
+
+def test_compile_takes_packed_sequences_with_dynamic_shapes():
+    def block(q, k, v, cu_q, cu_k):
+        return attention(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, causal=True, return_lse=True)
+
+    function, counter = compiled(block)
+    # As above, the sizes of the first call differ: a batch of 2 has 3 starts, and there are 4 heads.
+    for lengths_q, lengths_k in [([5, 9], [7, 40]), ([1, 8, 2], [20, 3, 1]), ([4, 0, 6, 7], [9, 9, 0, 30])]:
+        q, k, v = (x[0] for x in tensors(1, sum(lengths_q), sum(lengths_k)))
+        cu = [torch.tensor([0, *x]).cumsum(0).to(torch.int32) for x in (lengths_q, lengths_k)]
+        out, lse = function(q, k, v, *cu)
+        oracle_general.compare(
+            out, lse, q, k, v, causal="bottom-right", cu_seqlens_q=cu[0], cu_seqlens_k=cu[1]
+        ).check()
+    assert counter.frame_count == 1
+
+
+def test_compile_takes_paged_decoding_with_dynamic_shapes():
+    def step(q, k, v, table, used):
+        return attention(q, k, v, page_table=table, seqused_k=used, num_splits=4, causal=True)
+
+    function, counter = compiled(step)
+    for seed, (batch, pages) in enumerate([(3, 7), (5, 4), (2, 9)]):
+        q, k, v = tensors(batch, 6, pages * 16 * batch, dim_v=32, seed=seed)
+        k, v = (x[0].reshape(batch * pages, 16, 2, 32) for x in (k, v))
+        table = torch.randperm(batch * pages).view(batch, pages).to(torch.int32)
+        used = torch.randint(1, pages * 16, (batch,), dtype=torch.int32)
+        torch.testing.assert_close(function(q, k, v, table, used), step(q, k, v, table, used))
+    assert counter.frame_count == 1
+
+
+def test_compile_takes_dropout_and_sdpa():
+    q, k, v = (x.transpose(1, 2) for x in tensors(dtype=torch.float32))
+    k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+    sdpa = cutlass_fmha.scaled_dot_product_attention
+    for function in (
+        lambda q, k, v: sdpa(q, k, v, attn_mask=torch.ones(33, 65, dtype=torch.bool).tril(3)),
+        lambda q, k, v: sdpa(q, k, v, attn_mask=q[..., :1] * k[..., 0].unsqueeze(-2)),
+        lambda q, k, v: attention(q, k, v, layout="bhsd", dropout_p=0.3, dropout_seed=5),
+        lambda q, k, v: attention(q, k, v, layout="bhsd"),  # head_dim_v is another one
+    ):
+        torch.testing.assert_close(compiled(function)[0](q, k, v), function(q, k, v))
+    drawn, _ = compiled(lambda q, k, v: sdpa(q, k, v, dropout_p=0.3))
+    torch.manual_seed(0)
+    first, second = drawn(q, k, v), drawn(q, k, v)
+    torch.manual_seed(0)
+    assert torch.equal(drawn(q, k, v), first) and not torch.equal(first, second)
+
+
+def test_export_keeps_the_op():
+    class Block(torch.nn.Module):
+        def forward(self, q, k, v, lengths):
+            return attention(q, k, v, causal=True, seqused_k=lengths, softcap=2.0)
+
+    inputs = (*tensors(3), ints(3, 40, 65))
+    batch = torch.export.Dim("batch", max=64)
+    seqlen_q, seqlen_k = (torch.export.Dim(name, min=2, max=4096) for name in ("seqlen_q", "seqlen_k"))
+    shapes = ({0: batch, 1: seqlen_q}, {0: batch, 1: seqlen_k}, {0: batch, 1: seqlen_k}, {0: batch})
+    program = torch.export.export(Block(), inputs, dynamic_shapes=shapes)
+    assert "cutlass_fmha.attend.default" in str(program.graph)
+    other = (*tensors(2, 9, 7, seed=1), ints(3, 7))
+    torch.testing.assert_close(program.module()(*other), Block()(*other))
+
+
+# ---- to the kernels ----------------------------------------------------------------------------------------
+
+
+def test_a_simulator_runs_the_kernels_on_cpu_tensors(monkeypatch):
+    seen = []
+
+    def launch(*arguments):
+        seen.append(arguments)
+        return arguments[0] * 0, None
+
+    monkeypatch.setattr(general_plan, "launch", launch)
+    info = {"simulator": True}
+    monkeypatch.setattr(ops._C, "build_info", lambda: info)
+    q, k, v = tensors(dim_v=32)
+    attention(q, k, v, softcap=2.0)
+    assert not seen  # only when it is asked to
+    monkeypatch.setenv(ops.SIMULATE, "1")
+    out = attention(q, k, v, softcap=2.0, causal=True, template="row")
+    assert (out == 0).all()
+    assert seen[0][:3] == (q, k, v) and seen[0][4:7] == ("bottom-right", False, "row")
+    assert seen[0][7].softcap == 2.0
+    attention(q, k, v)
+    assert len(seen) == 1  # the plain op keeps its own way
+    info["simulator"] = False
+    attention(q, k, v, softcap=2.0)
+    assert len(seen) == 1
+
+
+def test_features_reach_the_launch_past_the_dispatcher(monkeypatch):
+    seen = []
+    monkeypatch.setattr(ops, "can_skip_dispatcher", lambda *tensors: True)
+    monkeypatch.setattr(ops, "others_can_skip_dispatcher", lambda arguments: True)
+    monkeypatch.setattr(
+        general_plan, "launch", lambda *arguments: seen.append(arguments) or (arguments[0], None)
+    )
+    q, k, v = tensors()
+    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+    out = attention(
+        *heads_first, scale=2, causal="top-left", layout="bhsd", template="row", sinks=torch.ones(4)
+    )
+    assert out.shape == heads_first[0].shape
+    for ours, tensor in zip(seen[0][:3], (q, k, v), strict=True):
+        assert ours.data_ptr() == tensor.data_ptr() and ours.shape == tensor.shape
+    assert seen[0][3:7] == (2.0, "top-left", False, "row") and seen[0][8] == ("q", "k", "v")
+    assert torch.equal(seen[0][7].sinks, torch.ones(4))
+    attention(q, k, v, softcap=1.0)
+    assert seen[1][3] is None  # the default scale is the launch's
