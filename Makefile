@@ -112,7 +112,7 @@ wheel: $(STAMPS)/torch $(STAMPS)/tools
 	  --config-settings='cmake.define.CUTLASS_FMHA_JOBS=$(JOBS)' .
 	@$(VENV_PYTHON) .ci/check_wheel.py dist/cutlass_fmha-*.whl
 
-CXX_SOURCES = $(shell find src -name '*.h' -o -name '*.cpp' -o -name '*.cuh')
+CXX_SOURCES = $(shell find src tools/simulator -name '*.h' -o -name '*.cpp' -o -name '*.cuh')
 lint: $(STAMPS)/lint $(STAMPS)/torch
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .

@@ -59,7 +59,9 @@ endfunction()
 
 # nvcc's code generation flags for the rows made for `arch`.
 function(fmha_code_flags arch out)
-  if(arch IN_LIST FMHA_PROXIED)
+  if(CUTLASS_FMHA_SIMULATOR)
+    fmha_simulated_code_flags(${arch} flags)
+  elseif(arch IN_LIST FMHA_PROXIED)
     set(flags -gencode=arch=compute_90,code=sm_90)
   elseif(arch EQUAL 89)
     # PTX too: through it a GPU without rows of its own runs these.

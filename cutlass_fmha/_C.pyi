@@ -16,13 +16,17 @@ class Template:
     def dtype(self) -> str:
         """``"float16"`` or ``"bfloat16"``."""
     @property
-    def head_dim(self) -> int: ...
+    def head_dim(self) -> int:
+        """The head dim that a plain row takes, and the largest that a general one does."""
+    @property
+    def head_dim_v(self) -> int:
+        """The same of value and output; another one than ``head_dim`` in general rows only."""
     @property
     def tile_m(self) -> int:
         """Query rows per thread block."""
     @property
     def tile_n(self) -> int:
-        """Keys per main loop step."""
+        """Keys per main loop step, of one warp where ``kv_warps`` share their query rows."""
     @property
     def warps(self) -> int: ...
     @property
@@ -43,11 +47,55 @@ class Template:
     def dependent_launch(self) -> bool:
         """Whether a launch may start before what is ahead of it in the stream is complete; the kernel waits itself."""
     @property
+    def general(self) -> bool:
+        """Whether ``run_general`` launches the row, which takes every mask, score and shape; otherwise ``run``."""
+    @property
     def alignment(self) -> int:
         """Bytes that every pointer and every stride must be a multiple of."""
     @property
     def smem_bytes(self) -> int:
         """Dynamic shared memory of a launch, in bytes. An emulation build asks for more than the kernel uses."""
+
+class FallbackTemplate:
+    """One kernel of CUTLASS's example 41: a row of ``fallback_templates()``."""
+
+    @property
+    def index(self) -> int:
+        """Row number, the first argument of ``run_fallback``."""
+    @property
+    def name(self) -> str: ...
+    @property
+    def arch(self) -> int: ...
+    @property
+    def dtype(self) -> str:
+        """``"float16"``, ``"bfloat16"`` or ``"float32"``."""
+    @property
+    def head_dim(self) -> int:
+        """The largest that it takes, of query and of value."""
+    @property
+    def head_dim_v(self) -> int: ...
+    @property
+    def tile_m(self) -> int: ...
+    @property
+    def tile_n(self) -> int: ...
+    @property
+    def warps(self) -> int: ...
+    @property
+    def min_blocks(self) -> int: ...
+    @property
+    def math(self) -> str:
+        """``"simt"``, ``"tf32x3"`` or ``"mma"``."""
+    @property
+    def alignment(self) -> int:
+        """Bytes that addresses, strides and head dims must be a multiple of: 4 or 16."""
+    @property
+    def smem_bytes(self) -> int: ...
+    @property
+    def accumulates(self) -> bool:
+        """Whether it keeps O in memory, for which 16-bit rows want room in float32."""
+    @property
+    def fallback(self) -> bool:
+        """True: what tells these rows from the others."""
 
 class DeviceProperties:
     @property
@@ -87,6 +135,90 @@ def run(
     Raises ValueError for sizes the kernel can't take and RuntimeError when CUDA refuses the launch.
     """
 
+class GeneralParams:
+    """What a launch of a general row reads: the fields of src/general/params.h, where each is described.
+
+    Addresses are ints (0: not given), strides tuples in elements. New ones have no window, a scale of 1, and neither
+    packed heads nor splits. Setting a number that is out of range raises ValueError.
+    """
+
+    def __init__(self) -> None: ...
+    def copy(self) -> GeneralParams: ...
+
+    q: int
+    k: int
+    v: int
+    o: int
+    lse: int
+    q_stride: tuple[int, int, int]
+    k_stride: tuple[int, int, int]
+    v_stride: tuple[int, int, int]
+    o_stride: tuple[int, int, int]
+    batch: int
+    num_heads: int
+    num_heads_kv: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    head_dim_v: int
+    @property
+    def vectors(self) -> bool:
+        """Whether addresses, strides and head dims as they are allow 16-byte copies. A launch asks by itself."""
+    cu_seqlens_q: int
+    cu_seqlens_k: int
+    seqused_q: int
+    seqused_k: int
+    leftpad_k: int
+    batch_index_k: int
+    page_table: int
+    page_table_stride: int
+    page_size: int
+    bottom_right: bool
+    window_left: int
+    window_right: int
+    prefix_lengths: int
+    mask: int
+    mask_stride: tuple[int, int, int, int]
+    block_counts: int
+    block_indices: int
+    block_stride: tuple[int, int, int, int]
+    count_stride: tuple[int, int, int]
+    block_m: int
+    block_n: int
+    scale: float
+    softcap: float
+    bias_type: str
+    """``"none"``, ``"same_as_q"`` or ``"float32"``."""
+    bias: int
+    bias_stride: tuple[int, int, int, int]
+    alibi_slopes: int
+    alibi_stride: tuple[int, int]
+    sinks: int
+    dropout_threshold: int
+    dropout_scale: float
+    dropout_seed: int
+    pack: int
+    splits: int
+    partial_o: int
+    partial_lse: int
+    partial_low: int
+    lse_batch_stride: int
+    lse_head_stride: int
+    lse_rows: int
+
+def run_general(row: int, params: GeneralParams, device: int, stream: int) -> None:
+    """Launch general row ``row`` as ``run`` launches a plain one, and with splits what merges their results.
+
+    ``params`` is copied. Raises ValueError for fields that contradict each other or that the row can't take: what
+    passes reads within its tensors, as far as the contents of the int32 tensors on the device allow.
+    """
+
+def fallback_templates() -> list[FallbackTemplate]:
+    """Every row of CUTLASS's example 41 in this build; empty when it was built without CUDA."""
+
+def run_fallback(row: int, params: GeneralParams, device: int, stream: int) -> None:
+    """Launch row ``row`` of ``fallback_templates()`` as ``run_general`` does one of ``templates()``."""
+
 def device_count() -> int:
     """CUDA devices that can be used; 0 without a driver. Raises RuntimeError when the driver is too old."""
 
@@ -102,6 +234,92 @@ def build_info() -> dict[str, object]:
 
 def driver_version() -> int:
     """CUDA version the driver supports, as 13000 for 13.0; 0 without a driver."""
+
+class SupportKernel:
+    """A kernel that computes no attention: a row of ``support_kernels()``."""
+
+    @property
+    def name(self) -> str:
+        """Unique name, also the kernel's symbol."""
+    @property
+    def kind(self) -> str:
+        """``"combine"``, ``"merge"``, ``"append"`` or ``"rotary"``."""
+    @property
+    def arch(self) -> int: ...
+    @property
+    def dtype(self) -> str:
+        """``"float16"``, ``"bfloat16"`` or ``"float32"``."""
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+
+def support_kernels() -> list[SupportKernel]:
+    """The kernels beside attention of this build; empty when it was built without CUDA."""
+
+# The functions below launch one of them and return at once: no allocation, no synchronisation. Pointers are device
+# addresses, 0 for what is not given; strides are in elements. target: dtype, arch, device, stream. They raise ValueError
+# for sizes that a kernel can't take, or when the build has none for the target, and RuntimeError when CUDA refuses.
+
+def combine(
+    pointers: tuple[int, int, int, int, int],
+    sizes: tuple[int, int, int, int, int],
+    strides: tuple[int, int, int, int, int, int],
+    target: tuple[str, int, int, int],
+) -> None:
+    """Make the parts of split keys one output. A general row that splits does it by itself.
+
+    pointers: partial_o [splits, rows, head_dim_v] and partial_lse [splits, rows] in float32, what to add to the
+    latter in as many more (may be 0), o, lse (may be 0).
+    sizes: batch, seqlen_q, num_heads, head_dim_v, splits.
+    strides: (batch, seqlen, head) of o, then batch and head stride of lse, and its rows.
+    """
+
+def merge_states(
+    pointers: tuple[int, int, int, int, int, int],
+    sizes: tuple[int, int, int, int],
+    strides: tuple[int, ...],
+    target: tuple[str, int, int, int],
+) -> None:
+    """Make two states one.
+
+    pointers: o_a, o_b, o, lse_a, lse_b, lse.
+    sizes: batch, seqlen_q, num_heads, head_dim_v.
+    strides: 18: (batch, seqlen, head) of o_a, o_b and o, then (batch, head, seqlen) of lse_a, lse_b and lse.
+    """
+
+def append_kv(
+    pointers: tuple[int, int, int, int, int, int, int, int, int, int],
+    sizes: tuple[int, int, int, int, int, int, int, int],
+    strides: tuple[int, ...],
+    rotary: tuple[tuple[int, int], tuple[int, int, int, int], tuple[bool, bool]] | None,
+    query: tuple[tuple[int, int, int, int], tuple[int, int, int, int], tuple[int, ...], bool] | None,
+    target: tuple[str, int, int, int],
+) -> None:
+    """Write new rows into a cache.
+
+    pointers: k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, page_table, seqused_k (written), then two int32
+    vectors whose difference is the position of a sequence's first new key.
+    sizes: batch, seqlen_new, num_heads_kv, head_dim, head_dim_v, entries or pages of the cache, rows that it has for a
+    sequence, page_size (0 without a page table).
+    strides: 13: (batch, seqlen, head) of k_cache, v_cache, k and v, then the page table's.
+    rotary: (cos, sin), (their strides, positions, rotary dim), (interleaved, float32); None: k is not rotated.
+    query: the first four arguments of ``rotary``, for queries that are rotated in the same launch.
+    """
+
+def rotary(
+    pointers: tuple[int, int, int, int],
+    sizes: tuple[int, int, int, int],
+    strides: tuple[int, ...],
+    advance: bool,
+    rotary: tuple[tuple[int, int], tuple[int, int, int, int], tuple[bool, bool]],
+    target: tuple[str, int, int, int],
+) -> None:
+    """Rotate rows into a tensor of their own.
+
+    pointers: x, out, and two int32 vectors whose difference is the position of a sequence's first row.
+    sizes: batch, seqlen, num_heads, head_dim.
+    strides: 6: (batch, seqlen, head) of x and out. advance: each row is a position further. rotary: as append_kv.
+    """
 
 # The submodule _C.host, in builds with CUDA: the kernels' softmax, mask, scheduler and shared-memory arithmetic, run on
 # the host for tests/test_host_model.py. Not an interface.

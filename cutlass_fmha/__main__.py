@@ -12,7 +12,7 @@ import cutlass_fmha
 from cutlass_fmha import _C
 from cutlass_fmha import device as devices
 from cutlass_fmha.calibration import store
-from cutlass_fmha.select import no_rows, this_build
+from cutlass_fmha.select import FEATURES, no_rows, this_build
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -81,6 +81,14 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
         + ", ".join(devices.PRESETS)
         + " (default: cuda:0, or cpu)",
     )
+    explain.add_argument("--head-dim-v", type=int, metavar="D", help="of value and output, if another one")
+    explain.add_argument(
+        "--features",
+        type=lambda text: tuple(text.split(",")),
+        default=(),
+        metavar="NAMES",
+        help="what comes with the problem, separated by commas: " + ", ".join(FEATURES),
+    )
     explain.add_argument("--template", metavar="ROW", help="force this row")
     explain.add_argument(
         "--measure", action="store_true", help="also time every eligible row on this machine's GPU"
@@ -115,6 +123,8 @@ def _explain(arguments: argparse.Namespace) -> int:
         device=arguments.device,
         template=arguments.template,
         measure=arguments.measure,
+        head_dim_v=arguments.head_dim_v,
+        features=arguments.features,
     )
     print(explanation)
     runs = explanation.winner is not None or (explanation.device is None and arguments.template is None)

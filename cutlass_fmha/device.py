@@ -101,6 +101,11 @@ def of_index(index: int) -> Device:
     )
 
 
+def simulated(built: frozenset[int]) -> Device:
+    """The GPU that a simulator stands for: that of the rows in it."""
+    return of_arch(forced_arch() or min(built))
+
+
 def forced_arch() -> int | None:
     """The architecture whose rows CUTLASS_FMHA_FORCE_ARCH makes every device take."""
     text = os.environ.get(FORCE_ARCH, "")

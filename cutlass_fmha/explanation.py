@@ -5,33 +5,35 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from cutlass_fmha import _C, check, select
+from cutlass_fmha import _C, check, general_plan, select
 from cutlass_fmha import device as devices
 from cutlass_fmha.calibration import store
+from cutlass_fmha.calibration.store import Calibration
 from cutlass_fmha.device import Device
 from cutlass_fmha.errors import UnsupportedError
-from cutlass_fmha.select import Build, Problem
-
-if TYPE_CHECKING:
-    from cutlass_fmha._C import Template
+from cutlass_fmha.features import Features
+from cutlass_fmha.keywords import op_arguments
+from cutlass_fmha.select import Build, Problem, Row
 
 
 @dataclass(frozen=True)
 class Verdict:
     """A row's line in an explanation. ``predicted_us`` is None for a row that is not eligible.
 
+    ``contender`` is False of an eligible row that is left out of the choice (``select.contenders``).
     ``measured_us`` is the median of what it took on this machine's GPU, None unless that was asked for.
     """
 
-    template: Template
+    template: Row
     reasons: tuple[str, ...]
     predicted_us: float | None
     measured_us: float | None = None
+    contender: bool = True
 
     @property
     def eligible(self) -> bool:
@@ -86,7 +88,9 @@ class Explanation:
         line = f"{mark} {row.template.name:<{width}}  {predicted:>12}"
         if self.measured:
             line += f"  {'-' if row.measured_us is None else f'{row.measured_us:.1f} us':>12}"
-        return f"{line}  eligible" if row.eligible else f"{line}  no: {'; '.join(row.reasons)}"
+        if row.eligible:
+            return f"{line}  eligible" + ("" if row.contender else ", as a last resort")
+        return f"{line}  no: {'; '.join(row.reasons)}"
 
     def _judgement(self, lost: float) -> str:
         best = min(
@@ -114,15 +118,21 @@ def explain(
     arch: int | None = None,
     sm_count: int | None = None,
     measure: bool = False,
+    head_dim_v: int | None = None,
+    features: Sequence[str] = (),
+    **keywords: Any,
 ) -> Explanation:
     """Which kernel runs a problem on a device, and what speaks against each of the others.
 
-    Either ``explain(q, k, v, causal=..., layout=..., template=...)`` as ``attention`` is called, or
-    ``explain(shape=(batch, seqlen_q, num_heads, head_dim), ...)`` with ``seqlen_k`` and ``num_heads_kv``
-    where they differ from seqlen_q and num_heads, ``dtype``, and ``alignment``: what pointers and strides are
-    multiples of, in bytes.
+    Either ``explain(q, k, v, causal=..., layout=..., template=..., window=..., ...)`` as ``attention`` is
+    called, or ``explain(shape=(batch, seqlen_q, num_heads, head_dim), ...)`` with ``seqlen_k``,
+    ``num_heads_kv`` and ``head_dim_v`` where they differ from seqlen_q, num_heads and head_dim, ``dtype``,
+    and ``alignment``: what pointers and strides are multiples of, in bytes.
 
     Args:
+        features: for a shape, what it comes with: names of ``cutlass_fmha.select.FEATURES``, as "bias".
+        keywords: for tensors, those of ``attention``; for a shape ``window`` (left, right), ``block_size``
+            (queries, keys) of a block mask, ``page_size`` and ``num_splits``.
         device: "cuda", "cuda:1", "cpu", "sm_89", "sm_89:58" (with its SM count) or a name: "l4", "l40s",
             "rtx4090", "h200", "rtx5080", "rtx5090", "rtxpro6000". That of the tensors when None; for a shape
             the first CUDA device, or the CPU without one. No GPU is needed for a named one.
@@ -138,11 +148,16 @@ def explain(
         if q is not None or k is not None or v is not None:
             raise TypeError("explain takes tensors or a shape, got both")
         problem = _problem_of_shape(shape, seqlen_k, num_heads_kv, dtype, causal_name, alignment)
+        problem = _with_features(problem, head_dim_v, features, keywords)
         default: str | torch.device | None = None
     else:
         if q is None or k is None or v is None:
             raise TypeError("explain needs q, k and v, or a shape (batch, seqlen_q, num_heads, head_dim)")
-        problem = _problem_of_tensors((q, k, v), causal_name, layout)
+        if features or head_dim_v is not None:
+            raise TypeError(
+                "features and head_dim_v describe a shape: with tensors, pass what attention takes"
+            )
+        problem = _problem_of_tensors((q, k, v), causal_name, layout, keywords)
         default = q.device
     if arch is not None or sm_count is not None:
         if device is not None or arch is None:
@@ -155,7 +170,15 @@ def explain(
     return with_times(found, cuda_index(device)) if measure else found
 
 
-def _problem_of_tensors(tensors: tuple[Tensor, Tensor, Tensor], causal: str, layout: str) -> Problem:
+def _problem_of_tensors(
+    tensors: tuple[Tensor, Tensor, Tensor], causal: str, layout: str, keywords: dict[str, Any]
+) -> Problem:
+    said = op_arguments(tensors[0], {**keywords, "dropout_seed": 0})  # none is drawn for what doesn't run
+    if said or tensors[2].shape[-1:] != tensors[0].shape[-1:]:
+        if layout == "bhsd":
+            q, k, v = (tensor.transpose(1, 2) if tensor.dim() == 4 else tensor for tensor in tensors)
+            tensors = (q, k, v)
+        return general_plan.describe(tensors, causal, Features(**said), ("q", "k", "v"))[0]
     dims = check.check_tensors(tensors, layout, ("q", "k", "v"))
     alignment = min(check.operand(tensor, layout).alignment for tensor in tensors)
     return Problem(*dims, dtype=check.dtype_name(tensors[0].dtype), causal=causal, alignment=alignment)
@@ -191,6 +214,33 @@ def _problem_of_shape(
     return Problem(batch, seqlen_q, seqlen_k, num_heads, num_heads_kv, head_dim, name, causal, alignment)
 
 
+def _with_features(
+    problem: Problem, head_dim_v: int | None, names: Sequence[str], keywords: dict[str, Any]
+) -> Problem:
+    """A problem of a shape, and what comes with it."""
+    if unknown := set(keywords) - {"window", "block_size", "page_size", "num_splits"}:
+        raise TypeError(f"explain got {min(unknown)!r}, which says nothing of a shape")
+    if unknown := set(names) - set(select.FEATURES):
+        raise ValueError(f"features must be among {', '.join(select.FEATURES)}, got {min(unknown)!r}")
+    said = {"page_size": "pages", "block_size": "block_mask"}
+    named = set(names) | {feature for keyword, feature in said.items() if keywords.get(keyword)}
+    splits = keywords.get("num_splits")
+    left, right = (-1 if side is None else side for side in keywords.get("window") or (-1, -1))
+    window, causal = general_plan.window_of(left, right, problem.causal)
+    named |= {"window"} if window is not None else set()
+    named |= {"splits"} if (splits or 1) > 1 else set()
+    return replace(
+        problem,
+        causal=causal,
+        head_dim_v=head_dim_v,
+        features=tuple(name for name in select.FEATURES if name in named),
+        window=window or (-1, -1),
+        block_mask=keywords.get("block_size"),
+        page_size=keywords.get("page_size") or 0,
+        num_splits=splits,
+    )
+
+
 def resolve(device: str | int | torch.device | Device) -> Device | None:
     """The GPU that a description means; None for the CPU. An int is a CUDA device's index."""
     if isinstance(device, Device):
@@ -222,20 +272,13 @@ def explain_problem(
     if template is not None:
         build.by_name(template)
     if device is None:
-        verdicts = tuple(
-            Verdict(row, ("a CUDA kernel, and this is the CPU",), None) for row in build.templates
-        )
+        verdicts = tuple(Verdict(row, ("a CUDA kernel, and this is the CPU",), None) for row in build.rows)
         note = "the CPU backend, which needs no template"
         if template is not None:
             note = f"nothing, because template {template} is a CUDA kernel and this is the CPU"
         return Explanation(problem, None, verdicts, None, note)
     calibration = store.for_device(device)
-    judged = []
-    for row in build.templates:
-        why = tuple(select.reasons(row, problem, device, build))
-        predicted = None if why else select.predicted_cost(row, problem, device, calibration)
-        judged.append(Verdict(row, why, predicted))
-    verdicts = tuple(sorted(judged, key=_rank))
+    verdicts = _verdicts(problem, device, build, calibration)
     try:
         winner = select.select(problem, device, template, build, calibration)
     except UnsupportedError as error:
@@ -246,6 +289,31 @@ def explain_problem(
     return Explanation(problem, device, verdicts, winner.name, f"{winner.name}, {how}", calibration.origin)
 
 
+def _verdicts(
+    problem: Problem, device: Device, build: Build, calibration: Calibration
+) -> tuple[Verdict, ...]:
+    """Those in question first, as the choice ranks them; then the eligible ones, then the others."""
+    why = {row.name: tuple(select.reasons(row, problem, device, build)) for row in build.rows}
+    eligible = [row for row in build.rows if not why[row.name]]
+    in_question = {row.name for row in select.contenders(eligible, problem)}
+    prices = {row.name: select.price(row, problem, device, calibration) for row in eligible}
+    rows = sorted(
+        build.rows,
+        key=lambda row: (len(why[row.name]), row.name not in in_question, prices.get(row.name, 0.0)),
+    )
+    return tuple(
+        Verdict(row, why[row.name], None, contender=False)
+        if why[row.name]
+        else Verdict(
+            row,
+            (),
+            select.predicted_cost(row, problem, device, calibration),
+            contender=row.name in in_question,
+        )
+        for row in rows
+    )
+
+
 def with_times(explanation: Explanation, index: int | None) -> Explanation:
     """The explanation with the time of each eligible row on CUDA device ``index`` of this machine."""
     problem = explanation.problem
@@ -254,17 +322,15 @@ def with_times(explanation: Explanation, index: int | None) -> Explanation:
         raise ValueError(f"rows are measured on a CUDA device of this machine, and {what} is none")
     if problem.batch == 0 or problem.num_heads == 0 or problem.seqlen_q == 0:
         raise ValueError("an empty problem launches nothing that could be measured")
+    if problem.features:
+        raise ValueError(f"only problems without features are measured, and this one is {problem}")
     from cutlass_fmha.calibration.timing import RowTimer
 
-    rows = [row.template for row in explanation.rows if row.eligible]
+    eligible = [row.template for row in explanation.rows if row.eligible]
+    rows = [row for row in eligible if not select.is_fallback(row)]
     times = RowTimer(index, [problem]).time(problem, rows, give_up=math.inf, budget_us=20_000.0)
     timed = (
-        replace(row, measured_us=times[row.template.name].us) if row.eligible else row
+        replace(row, measured_us=times[row.template.name].us) if row.template.name in times else row
         for row in explanation.rows
     )
     return replace(explanation, rows=tuple(timed))
-
-
-def _rank(verdict: Verdict) -> tuple[int, float]:
-    """Eligible rows by cost, then the others by how little they lack."""
-    return (len(verdict.reasons), verdict.predicted_us or 0.0)

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutlass_fmha import _C, check, select
+from cutlass_fmha import _C, check, general_plan, select
 from cutlass_fmha import device as devices
 from cutlass_fmha.errors import UnsupportedError
+from cutlass_fmha.features import Features
+from cutlass_fmha.streams import current_stream as _current_stream
 
 logger = logging.getLogger("cutlass_fmha")
 
@@ -43,7 +45,16 @@ class Plan:
     empty: bool
 
 
-_plans: dict[Any, Plan] = {}
+@dataclass(frozen=True)
+class Handover:
+    """In place of a plan where ``general_plan`` takes the call: its row, None if that is to be found."""
+
+    template: str | None
+
+
+_NO_FEATURES = Features()
+
+_plans: dict[Any, Plan | Handover] = {}
 _warned: set[tuple[str, ...]] = set()
 
 
@@ -51,15 +62,7 @@ def clear() -> None:
     """Forgets every plan: for tests, and for a process that changes CUTLASS_FMHA_FORCE_ARCH."""
     _plans.clear()
     _warned.clear()
-
-
-def _raw_stream(index: int) -> int:
-    return torch.cuda.current_stream(index).cuda_stream
-
-
-# A tenth of the cost of torch.cuda.current_stream, which builds a Stream object; absent from a torch without
-# CUDA.
-_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _raw_stream)
+    general_plan.clear()
 
 
 def launch(
@@ -103,6 +106,9 @@ def launch(
         if len(_plans) >= MAX_PLANS:
             _plans.clear()
         _plans[key] = plan
+    if type(plan) is Handover:
+        return _hand_over(q, k, v, scale, causal, return_lse, plan.template, layout, names)
+    assert type(plan) is Plan
 
     out = torch.empty(plan.out_shape, dtype=plan.dtype, device=plan.device)
     lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=plan.device) if return_lse else None
@@ -128,8 +134,11 @@ def prepare(
     template: str | None,
     layout: str = "bshd",
     names: Names = check.NAMES,
-) -> Plan:
+) -> Plan | Handover:
     """Checks the tensors, picks the row and packs the arguments. Reads metadata and addresses, no element."""
+    check.check_types((q, k, v), names)
+    if q.dim() == v.dim() == 4 and v.shape[3] != q.shape[3]:  # for a general row, if for any
+        return Handover(template)
     dims = check.check_tensors((q, k, v), layout, names)
     if (
         not select.this_build().templates
@@ -144,6 +153,8 @@ def prepare(
     )
     index = q.get_device()
     row = select.select(problem, devices.of_index(index), template)
+    if select.is_fallback(row) or row.general:
+        return Handover(row.name)
     if row.copy == "element":
         _warn_of_element_copies(row.name, operands, names)
 
@@ -165,21 +176,27 @@ def prepare(
     )
 
 
-def misaligned(operands: list[check.Operand], names: Names = check.NAMES) -> list[str]:
-    """What keeps 16-byte copies from being used: "query's seqlen stride", "key's address"."""
-    found = []
-    for name, operand in zip(names, operands, strict=True):
-        if operand.pointer_alignment < select.FULL_ALIGNMENT:
-            found.append(f"{name}'s address")
-        for dimension, alignment in zip(("batch", "seqlen", "head"), operand.stride_alignments, strict=True):
-            if alignment < select.FULL_ALIGNMENT:
-                found.append(f"{name}'s {dimension} stride")
-    return found
+def _hand_over(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    causal: str,
+    return_lse: bool,
+    template: str | None,
+    layout: str,
+    names: Names,
+) -> tuple[Tensor, Tensor | None]:
+    """The call as one with features, none of which it has."""
+    if layout == "bhsd":
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    out, lse = general_plan.launch(q, k, v, scale, causal, return_lse, template, _NO_FEATURES, names)
+    return (out if layout == "bshd" else out.transpose(1, 2)), lse
 
 
 def _warn_of_element_copies(row: str, operands: list[check.Operand], names: Names) -> None:
     """One warning per distinct cause. A row that was forced with everything aligned is nobody's surprise."""
-    causes = tuple(misaligned(operands, names))
+    causes = tuple(check.misaligned(operands, names))
     if not causes or causes in _warned:
         return
     _warned.add(causes)

@@ -7,8 +7,9 @@ cheapest by predicted cost runs. The rows are those of the build (``_C.templates
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Union
 
 from cutlass_fmha import _C, cost
 from cutlass_fmha import device as devices
@@ -17,22 +18,56 @@ from cutlass_fmha.device import Device
 from cutlass_fmha.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from cutlass_fmha._C import Template
+    from typing_extensions import TypeIs
+
+    from cutlass_fmha._C import FallbackTemplate, Template
     from cutlass_fmha.calibration.store import Calibration
+
+#: A kernel of this package's own, or one of CUTLASS's example 41.
+Row = Union["Template", "FallbackTemplate"]
 
 CAUSAL = ("none", "top-left", "bottom-right")
 FULL_ALIGNMENT = 16  # bytes: the widest copy there is
+PAGE_UNIT = 16  # keys
+FEW_QUERIES, MANY_KEYS = 64, 512
+"""Query rows that share keys at most, and keys at least, of what counts as decoding."""
+UNTIMED = 1.25
+"""A general row that nobody timed is taken before a plain one where it should be faster by this factor."""
 NO_KERNELS = (
     "this build of cutlass_fmha has no CUDA kernels (CUTLASS_FMHA_CUDA=OFF): install a wheel with CUDA, "
     "or rebuild it with `pip install . -C cmake.define.CUTLASS_FMHA_CUDA=ON`"
 )
 
 
+#: What only general rows know, and what it is called.
+FEATURES: Mapping[str, str] = {
+    "window": "sliding window",
+    "mask": "boolean mask",
+    "bias": "bias",
+    "prefix": "prefix that every query sees",
+    "block_mask": "block mask",
+    "softcap": "softcap",
+    "alibi": "ALiBi slopes",
+    "sinks": "sinks",
+    "dropout": "dropout",
+    "varlen": "packed sequences",
+    "lengths": "lengths of each sequence",
+    "pages": "paged keys",
+    "cache_batch_idx": "cache_batch_idx",
+    "splits": "split keys",
+}
+
+
 @dataclass(frozen=True)
 class Problem:
     """One forward call, as far as the choice of a row depends on it.
 
-    ``alignment``: the largest power of two, at most 16, that divides every pointer and every stride in bytes.
+    ``seqlen_q`` and ``seqlen_k`` are those of the longest sequence. ``alignment``: the largest power of two,
+    at most 16, that divides every pointer and every stride in bytes. ``head_dim_v`` is None where it is
+    head_dim. ``features``: names of ``FEATURES``. ``window``: (left, right), -1 without limit.
+    ``block_mask``: queries and keys of a block. ``page_size``: keys of a page, 0 without pages.
+    ``num_splits``: parts of the keys that the caller asks for. ``key_span``: elements that the keys or values
+    of a sequence lie apart at most, 0 where nobody asked.
     """
 
     batch: int
@@ -44,6 +79,47 @@ class Problem:
     dtype: str
     causal: str = "none"
     alignment: int = FULL_ALIGNMENT
+    head_dim_v: int | None = None
+    features: tuple[str, ...] = ()
+    window: tuple[int, int] = (-1, -1)
+    block_mask: tuple[int, int] | None = None
+    page_size: int = 0
+    num_splits: int | None = None
+    key_span: int = 0
+
+    def __post_init__(self) -> None:
+        if self.head_dim_v == self.head_dim:
+            object.__setattr__(self, "head_dim_v", None)
+
+    @property
+    def value_dim(self) -> int:
+        """Head dim of value and output."""
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the call asks for nothing that plain rows don't know."""
+        return not self.features and self.head_dim_v is None
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether few queries meet many keys, so that dividing the keys may be what fills the GPU."""
+        group = self.num_heads // self.num_heads_kv if self.num_heads_kv else 1
+        return self.seqlen_q * group <= FEW_QUERIES and self.seqlen_k >= MANY_KEYS
+
+    @property
+    def is_ranged(self) -> bool:
+        """Whether queries see different ranges of keys."""
+        return self.diagonal is not None or max(self.window) >= 0
+
+    def visible_keys(self, first: int, last: int) -> tuple[int, int]:
+        """Begin and end of the keys that queries ``first`` to ``last`` see some of, by mask and window."""
+        left, right = self.window
+        if self.causal != "none":
+            right = 0 if right < 0 else min(right, 0)
+        offset = 0 if self.causal == "top-left" else self.seqlen_k - self.seqlen_q
+        begin = 0 if left < 0 else max(0, first + offset - left)
+        return begin, self.seqlen_k if right < 0 else max(0, min(self.seqlen_k, last + offset + right + 1))
 
     @property
     def diagonal(self) -> int | None:
@@ -55,6 +131,8 @@ class Problem:
             f"batch {self.batch}, seqlen_q {self.seqlen_q}, seqlen_k {self.seqlen_k}, "
             f"num_heads {self.num_heads}, num_heads_kv {self.num_heads_kv}, head_dim {self.head_dim}, "
             f"{self.dtype}, causal {self.causal}, aligned to {self.alignment} bytes"
+            + ("" if self.head_dim_v is None else f", head_dim_v {self.head_dim_v}")
+            + ("" if not self.features else f", with {', '.join(FEATURES[name] for name in self.features)}")
         )
 
 
@@ -72,7 +150,7 @@ def this_build() -> Build:
     info = _C.build_info()
     proxy = info["proxy"]
     assert isinstance(proxy, dict)
-    return Build(tuple(_C.templates()), tuple(sorted(proxy.items())))
+    return Build(tuple(_C.templates()), tuple(sorted(proxy.items())), tuple(_C.fallback_templates()))
 
 
 @dataclass(frozen=True)
@@ -81,19 +159,33 @@ class Build:
 
     templates: tuple[Template, ...]
     proxy: tuple[tuple[int, int], ...] = ()
+    fallback: tuple[FallbackTemplate, ...] = ()
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        return (*self.templates, *self.fallback)
 
     @functools.cached_property
     def architectures(self) -> frozenset[int]:
         return frozenset(template.arch for template in self.templates)
 
-    def by_name(self, name: str) -> Template:
-        for template in self.templates:
+    def by_name(self, name: str) -> Row:
+        for template in self.rows:
             if template.name == name:
                 return template
         raise ValueError(
             f"template {name!r} is not a row of this build; `python -m cutlass_fmha info` lists its "
-            f"{len(self.templates)} rows"
+            f"{len(self.rows)} rows"
         )
+
+
+def is_fallback(row: Row) -> TypeIs[FallbackTemplate]:
+    """Whether a row is one of ``fallback.py``'s, with reasons, costs and launches of its own."""
+    return getattr(row, "fallback", False)
+
+
+def is_general(row: Row) -> bool:
+    return not is_fallback(row) and row.general
 
 
 class Predicate(Protocol):
@@ -102,7 +194,7 @@ class Predicate(Protocol):
     def __call__(self, template: Template, problem: Problem, device: Device, build: Build) -> str | None: ...
 
 
-def _made_for_device(template: Template, problem: Problem, device: Device, build: Build) -> str | None:
+def _made_for_device(template: Row, problem: Problem, device: Device, build: Build) -> str | None:
     arch = devices.rows_arch(device, build.architectures)
     if arch == template.arch:
         return None
@@ -111,7 +203,7 @@ def _made_for_device(template: Template, problem: Problem, device: Device, build
     return f"made for sm_{template.arch}, and this device takes the sm_{arch} rows"
 
 
-def _executable(template: Template, problem: Problem, device: Device, build: Build) -> str | None:
+def _executable(template: Row, problem: Problem, device: Device, build: Build) -> str | None:
     proxy = dict(build.proxy)
     if devices.can_execute(template.arch, device.capability, proxy):
         return None
@@ -120,16 +212,57 @@ def _executable(template: Template, problem: Problem, device: Device, build: Bui
     return f"compiled for sm_{compiled_for}, which a device of capability {major}.{minor} can't execute"
 
 
-def _dtype(template: Template, problem: Problem, device: Device, build: Build) -> str | None:
+def _dtype(template: Row, problem: Problem, device: Device, build: Build) -> str | None:
     if template.dtype == problem.dtype:
         return None
     return f"computes {template.dtype}, and the tensors are {problem.dtype}"
 
 
 def _head_dim(template: Template, problem: Problem, device: Device, build: Build) -> str | None:
-    if template.head_dim == problem.head_dim:
+    if template.general:
+        if problem.head_dim <= template.head_dim and problem.value_dim <= template.head_dim_v:
+            return None
+        most = str(template.head_dim)
+        if template.head_dim_v != template.head_dim:
+            most += f", {template.head_dim_v} of value"
+        return f"made for head dims up to {most}, and the tensors have {_head_dims(problem)}"
+    if template.head_dim == problem.head_dim == problem.value_dim:
         return None
-    return f"made for head_dim {template.head_dim}, and the tensors have {problem.head_dim}"
+    return f"made for head_dim {template.head_dim}, and the tensors have {_head_dims(problem)}"
+
+
+def _head_dims(problem: Problem) -> str:
+    return f"{problem.head_dim}" + ("" if problem.head_dim_v is None else f", value {problem.head_dim_v}")
+
+
+def _block_mask(template: Template, problem: Problem, device: Device, build: Build) -> str | None:
+    if problem.block_mask is None or not template.general:
+        return None
+    block_m, block_n = problem.block_mask
+    keys = template.tile_n * template.kv_warps
+    if block_m % template.tile_m == 0 and block_n % keys == 0:
+        return None
+    return (
+        f"takes block masks of blocks that are multiples of {template.tile_m} x {keys}, "
+        f"and these are {block_m} x {block_n}"
+    )
+
+
+def _pages(template: Template, problem: Problem, device: Device, build: Build) -> str | None:
+    if problem.page_size % PAGE_UNIT == 0 or not template.general:
+        return None
+    return f"takes pages of a multiple of {PAGE_UNIT} keys, and these have {problem.page_size}"
+
+
+def _knows(name: str) -> Predicate:
+    """The rule that a feature takes a general row."""
+
+    def lacks(template: Template, problem: Problem, device: Device, build: Build) -> str | None:
+        if template.general or name not in problem.features:
+            return None
+        return f"has no {FEATURES[name]}: that takes a general row"
+
+    return lacks
 
 
 def _alignment(template: Template, problem: Problem, device: Device, build: Build) -> str | None:
@@ -141,7 +274,7 @@ def _alignment(template: Template, problem: Problem, device: Device, build: Buil
     )
 
 
-def _shared_memory(template: Template, problem: Problem, device: Device, build: Build) -> str | None:
+def _shared_memory(template: Row, problem: Problem, device: Device, build: Build) -> str | None:
     if template.smem_bytes <= device.smem_per_block:
         return None
     return (
@@ -152,33 +285,46 @@ def _shared_memory(template: Template, problem: Problem, device: Device, build: 
 
 PREDICATES: tuple[Predicate, ...] = (
     _made_for_device,
+    *map(_knows, FEATURES),
     _executable,
     _dtype,
     _head_dim,
+    _block_mask,
+    _pages,
     _alignment,
     _shared_memory,
 )
 
 
-def reasons(template: Template, problem: Problem, device: Device, build: Build | None = None) -> list[str]:
+def reasons(template: Row, problem: Problem, device: Device, build: Build | None = None) -> list[str]:
     """Why a row can't run a problem on a device, one sentence each; empty when it can."""
     build = build or this_build()
+    if is_fallback(template):
+        from cutlass_fmha import fallback  # which has its rules from here
+
+        return fallback.reasons(template, problem, device, build)
     sentences = (predicate(template, problem, device, build) for predicate in PREDICATES)
     return [sentence for sentence in sentences if sentence is not None]
 
 
-def is_eligible(template: Template, problem: Problem, device: Device, build: Build) -> bool:
+def is_eligible(template: Row, problem: Problem, device: Device, build: Build) -> bool:
     """Whether a row has no reason against it. Asks until the first one, the quick and choosy rules first."""
+    if is_fallback(template):
+        return not reasons(template, problem, device, build)
     return all(predicate(template, problem, device, build) is None for predicate in reversed(PREDICATES))
 
 
 def predicted_cost(
-    template: Template, problem: Problem, device: Device, calibration: Calibration | None = None
+    template: Row, problem: Problem, device: Device, calibration: Calibration | None = None
 ) -> float:
     """Predicted microseconds of one launch: a model (``cost.py``) that ranks rows, not a measurement.
 
     ``calibration``: what the model was told of this GPU; the one that counts here when None.
     """
+    if is_fallback(template):
+        from cutlass_fmha import fallback
+
+        return fallback.predicted_us(template, problem, device)
     calibration = calibration or store.for_device(device)
     return cost.predict(template, problem, device, calibration.cost(template, device))
 
@@ -212,7 +358,7 @@ def select(
     template: str | None = None,
     build: Build | None = None,
     calibration: Calibration | None = None,
-) -> Template:
+) -> Row:
     """The row that runs a problem: the cheapest eligible one, or the one named ``template``.
 
     ``calibration``: what is known of the rows' costs; that of the device (``store.for_device``) when None.
@@ -229,16 +375,35 @@ def select(
                 f"template {template} can't run this problem ({problem}) on {device}: {'; '.join(why)}"
             )
         return row
-    eligible = [row for row in build.templates if is_eligible(row, problem, device, build)]
+    eligible = [row for row in build.rows if is_eligible(row, problem, device, build)]
     if not eligible:
-        refusals = {row.name: reasons(row, problem, device, build) for row in build.templates}
+        refusals = {row.name: reasons(row, problem, device, build) for row in build.rows}
         fewest_first = sorted(refusals.items(), key=lambda item: len(item[1]))
         table = "\n".join(f"  {name}: {'; '.join(why)}" for name, why in fewest_first)
         raise UnsupportedError(
             f"no template of this build can run this problem ({problem}) on {device}:\n{table}"
         )
-    # Copying element by element is for operands that nothing else takes: with others it has never been the
-    # fastest, and where all rows cost about the same, a prediction could err in its favour.
-    eligible = [row for row in eligible if row.copy != "element"] or eligible
-    calibration = calibration or store.for_device(device)
-    return min(eligible, key=lambda row: predicted_cost(row, problem, device, calibration))
+    known = calibration or store.for_device(device)
+    return min(contenders(eligible, problem), key=lambda row: price(row, problem, device, known))
+
+
+def price(row: Row, problem: Problem, device: Device, calibration: Calibration) -> float:
+    """What rows are chosen by: the predicted microseconds, more of a general row that nobody timed."""
+    untimed = is_general(row) and problem.is_plain and row.name not in calibration.rows
+    return predicted_cost(row, problem, device, calibration) * (UNTIMED if untimed else 1.0)
+
+
+def contenders(eligible: Sequence[Row], problem: Problem) -> Sequence[Row]:
+    """The eligible rows that cost decides between; the others are for problems that these can't run.
+
+    General rows do more than a plain problem needs: where a plain row takes it, they are only in question for
+    decoding, since plain rows don't split keys among blocks. Of those, the ones of the least head dims are:
+    the others compute the same and more zeros. Copying element by element is for operands that nothing else
+    takes: with others it has never been the fastest, and where all rows cost about the same, a prediction
+    could err in its favour.
+    """
+    if not problem.is_decode:
+        eligible = [row for row in eligible if not is_general(row)] or eligible
+    least = min(((row.head_dim, row.head_dim_v) for row in eligible if is_general(row)), default=None)
+    eligible = [row for row in eligible if not is_general(row) or (row.head_dim, row.head_dim_v) == least]
+    return [row for row in eligible if is_fallback(row) or row.copy != "element"] or eligible

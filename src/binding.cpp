@@ -9,9 +9,12 @@
 #include <string>
 #include <vector>
 
+#include "binding.h"
 #include "build_config.h"  // generated
 #include "config.h"
+#include "fallback/binding.h"
 #include "params.h"
+#include "support/binding.h"
 
 #if CUTLASS_FMHA_CUDA
 #include <cuda_runtime.h>
@@ -28,12 +31,6 @@ namespace {
 using Pointers = std::array<uintptr_t, 5>;   // q, k, v, o, lse
 using Sizes = std::array<int64_t, 5>;        // batch, seqlen_q, seqlen_k, num_heads, num_heads_kv
 using StrideList = std::array<int64_t, 12>;  // (batch, seqlen, head) of q, k, v, o
-
-/// `sentence` is a function: a launch makes dozens of checks, and must not pay for texts that nobody reads.
-template <class Sentence>
-void require(bool condition, Sentence const& sentence) {
-  if (!condition) throw std::invalid_argument(sentence());
-}
 
 ForwardParams make_params(Pointers const& pointers, Sizes const& sizes, StrideList const& s, double scale,
                           std::optional<int64_t> diagonal) {
@@ -87,6 +84,7 @@ py::dict build_info() {
   info["proxy"] = proxy;
   info["emulation"] = bool(CUTLASS_FMHA_EMULATION);
   info["mma_passes"] = CUTLASS_FMHA_MMA_PASSES;
+  info["simulator"] = CUTLASS_FMHA_SIMULATOR;
   return info;
 }
 
@@ -121,6 +119,8 @@ void run(int row, Pointers const& pointers, Sizes const& sizes, StrideList const
   require(row >= 0 && row < static_cast<int>(rows.size()), [&] {
     return "row must be between 0 and " + std::to_string(rows.size() - 1) + ", got " + std::to_string(row);
   });
+  require(!rows[row].config.general,
+          [&] { return std::string(rows[row].name) + " is a general row: run_general launches it"; });
   ForwardParams const params = make_params(pointers, sizes, strides, scale, diagonal);
   check_aligned(rows[row], pointers, sizes, strides);
   // A full launch queue makes the driver wait, maybe for a host callback that wants the interpreter.
@@ -164,12 +164,6 @@ cudaDeviceProp device_properties(int device) {
 }
 
 #else
-
-/// A build without CUDA has no rows, and says so where it is asked for one.
-[[noreturn]] void no_cuda() {
-  throw std::runtime_error(
-      "cutlass_fmha was built without CUDA (CUTLASS_FMHA_CUDA=OFF): it has no kernels; rebuild it with CUDA");
-}
 
 struct TemplateRow {
   int index;
@@ -230,6 +224,7 @@ PYBIND11_MODULE(_C, m) {
       .def_property_readonly(
           "dtype", [](TemplateRow const& t) { return t.config.dtype == DType::float16 ? "float16" : "bfloat16"; })
       .def_property_readonly("head_dim", [](TemplateRow const& t) { return t.config.head_dim; })
+      .def_property_readonly("head_dim_v", [](TemplateRow const& t) { return t.config.head_dim_v(); })
       .def_property_readonly("tile_m", [](TemplateRow const& t) { return t.config.tile_m; })
       .def_property_readonly("tile_n", [](TemplateRow const& t) { return t.config.tile_n; })
       .def_property_readonly("warps", [](TemplateRow const& t) { return t.config.warps; })
@@ -240,6 +235,7 @@ PYBIND11_MODULE(_C, m) {
       .def_property_readonly("ping_pong", [](TemplateRow const& t) { return t.config.ping_pong; })
       .def_property_readonly("copy", [](TemplateRow const& t) { return name_of(t.config.copy); })
       .def_property_readonly("dependent_launch", [](TemplateRow const& t) { return t.config.dependent_launch; })
+      .def_property_readonly("general", [](TemplateRow const& t) { return t.config.general; })
       .def_property_readonly("alignment", [](TemplateRow const& t) { return t.config.alignment(); })
       .def("__repr__", [](TemplateRow const& t) { return "<Template " + std::string(t.name) + ">"; });
 
@@ -259,6 +255,9 @@ PYBIND11_MODULE(_C, m) {
   m.def("device_properties", &device_properties, py::arg("device"));
   m.def("driver_version", &driver_version);
   m.def("build_info", &build_info);
+  bind_general(m);
+  bind_support(m);
+  bind_fallback(m);
 #if CUTLASS_FMHA_CUDA
   bind_host_model(m);
 #endif

@@ -89,9 +89,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
     if (reason := gpu.unusable()) is not None:
         pytest.exit(f"GPU tests can't run: {reason}", returncode=1)
+    if session.config.getoption("--parity-report") and gpu.simulated():
+        pytest.exit("a parity report is of a GPU, and this build is a simulator", returncode=1)
     if session.config.getoption("--parity-report") and (reason := gpu.other_sources()) is not None:
         pytest.exit(f"a parity report would be of other sources: {reason}", returncode=1)
-    session.config.stash[REPORT].expected = [row.name for row in gpu.rows()]
+    under_test = (*gpu.rows(), *gpu.general_rows(), *gpu.fallback_rows())
+    session.config.stash[REPORT].expected = [row.name for row in under_test]
 
 
 @pytest.fixture(scope="session")

@@ -37,6 +37,12 @@ class Row:
     q_in_registers: bool = True
     ping_pong: bool = False
     dependent_launch: bool = False
+    general: bool = False
+    value_dim: int = 0
+
+    @property
+    def head_dim_v(self) -> int:
+        return self.value_dim or self.head_dim
 
     @property
     def name(self) -> str:
@@ -45,11 +51,13 @@ class Row:
         suffix = f"k{self.kv_warps}" if self.kv_warps > 1 else ""
         suffix += "_element" if self.copy == "element" else ""
         suffix += "_pdl" if self.dependent_launch else ""
-        return f"fwd_sm{self.arch}_{short}_d{self.head_dim}_{tile}{suffix}"
+        suffix += "_general" if self.general else ""
+        dims = f"d{self.head_dim}" + (f"v{self.value_dim}" if self.value_dim else "")
+        return f"fwd_sm{self.arch}_{short}_{dims}_{tile}{suffix}"
 
     @property
     def alignment(self) -> int:
-        return 2 if self.copy == "element" else 16
+        return 2 if self.copy == "element" or self.general else 16
 
 
 #: (tile_m, tile_n, warps, kv_warps, stages) of the manifest's split rows.
@@ -60,8 +68,24 @@ SPLIT = {
 }
 
 
-def make_build(archs: tuple[int, ...] = (89, 90, 120), proxy: dict[int, int] | None = None) -> Build:
-    """A large tile, a small one, an element row and split rows for each architecture, dtype and head dim."""
+#: (head_dim, value_dim, tile_m, tile_n, warps, kv_warps, stages) of general rows.
+GENERAL = [
+    (64, 0, 64, 64, 4, 1, 2),
+    (64, 0, 16, 16, 4, 4, 3),
+    (128, 0, 64, 32, 4, 1, 2),
+    (128, 0, 16, 16, 4, 4, 2),
+    (192, 128, 64, 32, 4, 1, 2),
+    (256, 0, 64, 32, 4, 1, 2),
+]
+
+
+def make_build(
+    archs: tuple[int, ...] = (89, 90, 120), proxy: dict[int, int] | None = None, general: bool = True
+) -> Build:
+    """A large tile, a small one, an element row and split rows for each architecture, dtype and head dim.
+
+    And general rows, if ``general``.
+    """
     rows: list[Row] = []
     for arch in archs:
         for dtype in ("float16", "bfloat16"):
@@ -76,6 +100,19 @@ def make_build(archs: tuple[int, ...] = (89, 90, 120), proxy: dict[int, int] | N
                     smem_bytes = kv_warps * tile_m * (4 * head_dim + 8)
                     tile = (tile_m, tile_n, warps, "ldg_16", smem_bytes, kv_warps, stages)
                     rows.append(Row(len(rows), *key, *tile))
+            for head_dim, value_dim, tile_m, tile_n, warps, kv_warps, stages in GENERAL if general else ():
+                loaded = stages * tile_n * kv_warps * (head_dim + (value_dim or head_dim))
+                tile = (
+                    tile_m,
+                    tile_n,
+                    warps,
+                    "cp_async_16",
+                    2 * (tile_m * head_dim + loaded),
+                    kv_warps,
+                    stages,
+                )
+                form = {"general": True, "value_dim": value_dim, "q_in_registers": head_dim < 256}
+                rows.append(Row(len(rows), arch, dtype, head_dim, *tile, **form))
     return Build(tuple(rows), tuple((proxy or {}).items()))  # type: ignore[arg-type]
 
 
@@ -110,7 +147,7 @@ class FakeKernels:
         if diagonal is not None:
             scores.masked_fill_(torch.ones(seqlen_q, seqlen_k).tril(diagonal) == 0, -torch.inf)
         lse = scores.logsumexp(-1)
-        p = (scores - lse.unsqueeze(-1)).exp().nan_to_num(0.0)
+        p = scores.softmax(-1).nan_to_num(0.0)
         o.copy_(torch.einsum("bhqk,bkhd->bqhd", p, v))
         if pointers[4]:
             contiguous = (heads * seqlen_q, seqlen_q, 1)

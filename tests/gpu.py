@@ -22,6 +22,8 @@ def rows_arch() -> int | None:
     """The architecture whose rows this machine's first GPU takes, or was told to take; None without a GPU."""
     if forced := os.environ.get("CUTLASS_FMHA_FORCE_ARCH"):
         return int(forced)
+    if simulated():
+        return min(row.arch for row in _C.templates())
     if not torch.cuda.is_available():
         return None
     major, minor = torch.cuda.get_device_capability(0)
@@ -30,11 +32,35 @@ def rows_arch() -> int | None:
     return own if own in built else 89
 
 
+def simulated() -> bool:
+    """Whether this build runs its rows on the CPU, on tensors that are there."""
+    return bool(_C.build_info().get("simulator"))
+
+
+def device() -> torch.device:
+    """Where the rows under test find their tensors."""
+    return torch.device("cpu") if simulated() else torch.device("cuda", 0)
+
+
 def rows() -> list[_C.Template]:
-    """The rows under test: all of one architecture."""
+    """The plain rows under test: all of one architecture."""
     if unusable() is not None:
         return []
-    return [row for row in _C.templates() if row.arch == rows_arch()]
+    return [row for row in _C.templates() if row.arch == rows_arch() and not row.general]
+
+
+def general_rows() -> list[_C.Template]:
+    """The general rows under test, all of one architecture."""
+    if unusable() is not None:
+        return []
+    return [row for row in _C.templates() if row.arch == rows_arch() and row.general]
+
+
+def fallback_rows() -> list[_C.FallbackTemplate]:
+    """The fallback rows under test, all of one architecture."""
+    if unusable() is not None:
+        return []
+    return [row for row in _C.fallback_templates() if row.arch == rows_arch()]
 
 
 def mode() -> str:
@@ -58,6 +84,8 @@ def _proxies() -> dict[int, int]:
 
 def unusable() -> str | None:
     """Why the rows can't be tested on this machine, in one sentence; None when they can."""
+    if simulated():
+        return None
     if not _C.build_info()["cuda"]:
         return "cutlass_fmha was built without CUDA, so there is no kernel to test"
     if torch.version.cuda is None:
@@ -157,6 +185,8 @@ class Launch:
     def run(self, stream: int | None = None) -> None:
         """Launch on ``stream``, or on torch's current one."""
         device = self.q.device
+        if stream is None:  # a simulator, whose tensors are on the CPU, has but one
+            stream = 0 if device.type == "cpu" else torch.cuda.current_stream(device).cuda_stream
         operands = (self.q, self.k, self.v, self.out.view)
         addresses = [x.data_ptr() for x in operands]
         _C.run(
@@ -166,11 +196,29 @@ class Launch:
             tuple(stride for x in operands for stride in x.stride()[:3]),  # type: ignore[arg-type]
             self.scale,
             self.diagonal,
-            device.index,
-            torch.cuda.current_stream(device).cuda_stream if stream is None else stream,
+            device.index or 0,
+            stream,
         )
 
     def intact(self) -> bool:
         """Whether the kernel wrote nothing but its outputs."""
         checks = [self.out.intact()] + ([self.lse.intact()] if self.lse else [])
         return bool(torch.stack(checks).all())
+
+
+# ---- offsets that need 64 bits -----------------------------------------------------------------------------
+
+FAR = 2**31  # elements
+REGION = 2**19  # distance between the first elements of q, k, v and o
+
+
+def far_view(buffer: torch.Tensor, index: int, shape: tuple[int, ...], axis: int) -> torch.Tensor:
+    """A view of ``shape`` whose last index along ``axis`` is 2^31 elements away from the first."""
+    strides = [0, 0, 0, 1]
+    step = shape[3]
+    for other in (x for x in (2, 1, 0) if x != axis):
+        strides[other] = step
+        step *= shape[other]
+    assert step <= REGION
+    strides[axis] = FAR // (shape[axis] - 1) // 8 * 8 + 8
+    return buffer.as_strided(shape, strides, index * REGION)

@@ -50,6 +50,9 @@ def manifest_names(architectures: list[int]) -> set[str]:
     """Names of the rows that src/templates.cmake asks for, read independently of CMake."""
     names = set()
     for line in (ROOT / "src" / "templates.cmake").read_text().splitlines():
+        if match := re.match(r"fmha_general\((.*)\)", line):
+            names |= general_names(match[1].replace('"', "").split(), architectures)
+            continue
         if not (match := re.match(r"fmha_forward\((.*)\)", line)):
             continue
         archs, dtypes, head_dim, m, n, warps, kv_warps, *_, copy = match[1].replace('"', "").split()
@@ -59,6 +62,17 @@ def manifest_names(architectures: list[int]) -> set[str]:
                 suffix += "_element" if copy == "element" else ""
                 names.add(f"fwd_sm{arch}_{dtype}_d{head_dim}_m{m}n{n}w{warps}{suffix}")
     return {name for name in names if int(name.split("_")[1][2:]) in architectures}
+
+
+def general_names(words: list[str], architectures: list[int]) -> set[str]:
+    archs, dtypes, head_dim, head_dim_v, m, n, warps, kv_warps, *_ = words
+    dims = f"d{head_dim}" + ("" if head_dim == head_dim_v else f"v{head_dim_v}")
+    tile = f"m{m}n{n}w{warps}" + ("" if kv_warps == "1" else f"k{kv_warps}")
+    return {
+        f"fwd_sm{arch}_{dtype}_{dims}_{tile}_general"
+        for arch in (architectures if archs == "${ALL}" else map(int, archs.split(";")))
+        for dtype in dtypes.split(";")
+    }
 
 
 def test_the_build_holds_the_manifests_rows_for_its_architectures():
@@ -72,7 +86,7 @@ def test_the_build_holds_the_manifests_rows_for_its_architectures():
 
 def test_every_architecture_has_every_dtype_and_head_dim_in_both_copies():
     architectures = {row.arch for row in ROWS}
-    rows = [row for row in ROWS if row.kv_warps == 1 and row.copy != "tma"]
+    rows = [row for row in ROWS if row.kv_warps == 1 and row.copy != "tma" and not row.general]
     assert {(row.arch, row.dtype, row.head_dim, row.copy) for row in rows} == {
         (arch, dtype, head_dim, copy)
         for arch in architectures
@@ -88,12 +102,16 @@ def test_a_rows_attributes_agree_with_its_name(row: _C.Template):
     suffix = f"k{row.kv_warps}" if row.kv_warps > 1 else ""
     suffix += {"cp_async_16": "", "ldg_16": "", "element": "_element", "tma": "_tma"}[row.copy]
     suffix += "_pdl" if row.dependent_launch else ""
-    name = f"fwd_sm{row.arch}_{dtype}_d{row.head_dim}_m{row.tile_m}n{row.tile_n}w{row.warps}{suffix}"
+    suffix += "_general" if row.general else ""
+    dims = f"d{row.head_dim}" + ("" if row.head_dim_v == row.head_dim else f"v{row.head_dim_v}")
+    name = f"fwd_sm{row.arch}_{dtype}_{dims}_m{row.tile_m}n{row.tile_n}w{row.warps}{suffix}"
     assert row.name == name
     assert ROWS[row.index].name == row.name
-    assert row.alignment == {"cp_async_16": 16, "ldg_16": 16, "tma": 16, "element": 2}[row.copy]
+    aligned = {"cp_async_16": 16, "ldg_16": 16, "tma": 16, "element": 2}[row.copy]
+    assert row.alignment == (2 if row.general else aligned)
     assert row.warps % row.kv_warps == 0
-    assert (row.kv_warps > 1) == (row.copy == "ldg_16")
+    assert row.copy == "cp_async_16" if row.general else (row.kv_warps > 1) == (row.copy == "ldg_16")
+    assert row.general or row.head_dim_v == row.head_dim
     assert row.copy != "tma" or row.arch >= 90
     assert not row.dependent_launch or (row.arch >= 90 and row.kv_warps > 1)
     assert row.tile_m % (16 * row.warps // row.kv_warps) == 0, "a warp's mma has 16 rows"
@@ -165,7 +183,7 @@ class TestRows:
 
     @pytest.mark.parametrize("operand", range(4))
     def test_misaligned_pointers_and_strides(self, operand: int):
-        aligned = next(row for row in ROWS if row.alignment == 16)
+        aligned = next(row for row in ROWS if row.alignment == 16 and not row.general)
         name = "qkvo"[operand]
         pointers = [4096] * 5
         pointers[operand] += 8
@@ -179,7 +197,7 @@ class TestRows:
 
     @pytest.mark.parametrize("sizes", [(0, 1, 1, 1, 1), (1, 0, 1, 1, 1), (1, 1, 1, 0, 0)])
     def test_nothing_to_compute_needs_no_gpu(self, sizes: tuple[int, ...]):
-        run(sizes=sizes)
+        run(row=next(row.index for row in ROWS if not row.general), sizes=sizes)
 
 
 def test_a_call_without_a_gpu_is_a_runtime_error_with_a_sentence():
@@ -223,8 +241,10 @@ def in_a_process_without_gpu(code: str) -> str:
 def stub_names(body: list[ast.stmt], prefix: str = "") -> Iterator[str]:
     """Dotted names that a stub file defines: functions, classes and their members."""
     for node in body:
-        if isinstance(node, ast.FunctionDef):
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
             yield prefix + node.name
+        elif isinstance(node, ast.AnnAssign):
+            yield prefix + ast.unparse(node.target)
         elif isinstance(node, ast.ClassDef):
             yield prefix + node.name
             yield from stub_names(node.body, f"{prefix}{node.name}.")
@@ -248,11 +268,12 @@ def test_the_stubs_say_what_is_there():
     assert set(stub_names(top_level)) == set(module_names(_C))
 
 
-def test_the_stubs_arguments_are_those_of_run():
+@pytest.mark.parametrize("name", ["run", "run_general"])
+def test_the_stubs_arguments_are_those_of_a_launch(name: str):
     stubs = ast.parse((ROOT / "cutlass_fmha" / "_C.pyi").read_text())
-    function = next(node for node in stubs.body if isinstance(node, ast.FunctionDef) and node.name == "run")
+    function = next(node for node in stubs.body if isinstance(node, ast.FunctionDef) and node.name == name)
     names = [argument.arg for argument in function.args.args]
-    signature = str(_C.run.__doc__).splitlines()[0]
+    signature = str(getattr(_C, name).__doc__).splitlines()[0]
     assert re.findall(r"(\w+):", signature) == names
 
 

@@ -79,7 +79,7 @@ def test_info_counts_rows_and_names_devices(capsys, build, monkeypatch):
     for line in (
         "built with CUDA 13.0 and CUTLASS 4.2.0",
         "proxy build: the sm_120 rows are compiled for sm_90",
-        "sm_89: 30 rows",
+        "sm_89: 42 rows",
         "driver: supports CUDA 13.0",
         "cuda:0: NVIDIA L4 (capability 8.9, 58 SMs), takes the sm_89 rows",
         "        costs of rows: the default for GPUs that were never measured",
@@ -139,7 +139,7 @@ def test_explain_without_a_gpu_is_about_the_cpu(capsys, build, monkeypatch):
 
 
 def test_explain_reports_what_nothing_runs_with_its_exit_status(capsys, build):
-    status, out = run(capsys, "explain", "--shape", "1,5,1,48", "--device", "rtx4090")
+    status, out = run(capsys, "explain", "--shape", "1,5,1,480", "--device", "rtx4090")
     assert status == 1 and "runs: nothing, because no template of this build can run this problem" in out
 
 

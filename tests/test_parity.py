@@ -167,27 +167,12 @@ def test_repeats_are_bitwise_equal(row: _C.Template, parity: ParityReport):
 
 # ---- offsets that need 64 bits -----------------------------------------------------------------------------
 
-FAR = 2**31  # elements
-REGION = 2**19  # distance between the first elements of q, k, v and o
-
 
 @pytest.fixture(scope="module")
 def far_buffers() -> dict[torch.dtype, torch.Tensor]:
     """One buffer of NaN per dtype in which operands with strides of 2^31 elements and more lie interleaved:
     4.3 GB each, made when first asked for."""
     return {}
-
-
-def far_view(buffer: torch.Tensor, index: int, shape: tuple[int, ...], axis: int) -> torch.Tensor:
-    """A view of ``shape`` whose last index along ``axis`` is 2^31 elements away from the first."""
-    strides = [0, 0, 0, 1]
-    step = shape[3]
-    for other in (x for x in (2, 1, 0) if x != axis):
-        strides[other] = step
-        step *= shape[other]
-    assert step <= REGION
-    strides[axis] = FAR // (shape[axis] - 1) // 8 * 8 + 8
-    return buffer.as_strided(shape, strides, index * REGION)
 
 
 @by_row
@@ -198,10 +183,10 @@ def test_offsets_beyond_31_bits(
     dtype = gpu.torch_dtype(row)
     if dtype not in far_buffers:
         far_buffers.clear()  # never two at a time
-        far_buffers[dtype] = poison(dtype, FAR + 4096 + 4 * REGION, DEVICE)
+        far_buffers[dtype] = poison(dtype, gpu.FAR + 4096 + 4 * gpu.REGION, DEVICE)
     problem = Problem(65, 65, "bottom-right", num_heads=3, num_heads_kv=3, seed=8)
     launch = gpu.Launch.of(row, problem, DEVICE)
-    far = [far_view(far_buffers[dtype], i, launch.q.shape, axis) for i in range(4)]
+    far = [gpu.far_view(far_buffers[dtype], i, launch.q.shape, axis) for i in range(4)]
     for view, x in zip(far, (launch.q, launch.k, launch.v, launch.out.view), strict=True):
         view.copy_(x)
     launch.q, launch.k, launch.v, launch.out.view = far
@@ -219,7 +204,7 @@ def test_tensors_of_more_than_two_to_the_31_elements(
 ):
     far_buffers.clear()
     torch.cuda.empty_cache()
-    batch = FAR // (64 * 8 * 64) + 2
+    batch = gpu.FAR // (64 * 8 * 64) + 2
     x = torch.empty(batch, 64, 8, 64, dtype=torch.bfloat16, device=DEVICE).normal_()
     out = cutlass_fmha.attention(x, x, x, causal=True, template=row.name)
     for i in (0, batch // 2, batch - 1):

@@ -152,7 +152,7 @@ def test_checks_come_before_the_launch(kernels):
     with pytest.raises(ValueError, match="value must have key's seqlen 65, got 64"):
         launch(q, k, v[:, :64])
     with pytest.raises(cutlass_fmha.UnsupportedError, match="no template of this build can run this problem"):
-        launch(*tensors(head_dim=48))
+        launch(*tensors(head_dim=480))
     with pytest.raises(ValueError, match="template 'x' is not a row of this build"):
         launch(q, k, v, template="x")
     assert kernels.launches == []

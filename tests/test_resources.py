@@ -40,10 +40,18 @@ def kernels(rows: list[_C.Template]) -> list[cubin.Kernel]:
     return cubin.read_kernels(EXTENSION)
 
 
-def compiled_for(row: _C.Template) -> int:
+def made_for() -> dict[str, int]:
+    """Every kernel that the build is to hold, and the architecture whose GPUs take it."""
+    return {
+        kernel.name: kernel.arch
+        for kernel in (*_C.templates(), *_C.fallback_templates(), *_C.support_kernels())
+    }
+
+
+def compiled_for(arch: int) -> int:
     proxy = _C.build_info()["proxy"]
     assert isinstance(proxy, dict)
-    return proxy.get(row.arch, row.arch)
+    return proxy.get(arch, arch)
 
 
 def test_the_extension_was_built_with_the_pinned_nvcc(rows: list[_C.Template]):
@@ -56,28 +64,36 @@ def test_the_extension_was_built_with_the_pinned_nvcc(rows: list[_C.Template]):
     assert not others, f"code of another compiler than {pinned_nvcc()}: {others}: {advice}"
 
 
-def test_every_row_has_code_for_its_architecture_and_only_that(
-    rows: list[_C.Template], kernels: list[cubin.Kernel]
-):
+def test_every_kernel_has_code_for_its_architecture_and_only_that(kernels: list[cubin.Kernel]):
     found: dict[str, set[int]] = {}
     for kernel in kernels:
         found.setdefault(kernel.name, set()).add(kernel.arch)
-    assert found == {row.name: {compiled_for(row)} for row in rows}
+    assert found == {name: {compiled_for(arch)} for name, arch in made_for().items()}
 
 
-def test_sm_89_rows_and_only_they_carry_ptx(rows: list[_C.Template]):
-    assert cubin.read_ptx(EXTENSION) == {row.name: {89} for row in rows if row.arch == 89}
+def test_sm_89_kernels_and_only_they_carry_ptx(rows: list[_C.Template]):
+    assert cubin.read_ptx(EXTENSION) == {name: {89} for name, arch in made_for().items() if arch == 89}
 
 
 def test_no_row_has_anything_to_complain_about(rows: list[_C.Template], kernels: list[cubin.Kernel]):
     by_name = {row.name: row for row in rows}
-    wrong = [line for kernel in kernels for line in resources.complaints(kernel, by_name[kernel.name])]
+    found = [kernel for kernel in kernels if kernel.name in by_name]
+    assert len(found) == len(rows)
+    wrong = [line for kernel in found for line in resources.complaints(kernel, by_name[kernel.name])]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_kernel_beside_attention_has_anything_to_complain_about(kernels: list[cubin.Kernel]):
+    threads = {kernel.name: kernel.threads for kernel in _C.support_kernels()}
+    found = [kernel for kernel in kernels if kernel.name in threads]
+    assert len(found) == len(threads) > 0
+    wrong = [line for kernel in found for line in resources.support_complaints(kernel, threads[kernel.name])]
     assert not wrong, "\n".join(wrong)
 
 
 def test_tensor_core_instructions_are_of_the_rows_dtype(rows: list[_C.Template], kernels: list[cubin.Kernel]):
     by_name = {row.name: row for row in rows}
-    for kernel in kernels:
+    for kernel in (kernel for kernel in kernels if kernel.name in by_name):
         hmma = [opcode for opcode in kernel.opcodes if opcode.startswith("HMMA")]
         bf16 = by_name[kernel.name].dtype == "bfloat16"
         assert all(("BF16" in opcode) == bf16 for opcode in hmma), (kernel.name, hmma)
@@ -181,6 +197,23 @@ def test_a_good_kernel_passes(planted: dict[str, cubin.Kernel]):
 def test_a_planted_defect_is_found(planted: dict[str, cubin.Kernel], name: str, expected: str):
     found = "\n".join(resources.complaints(planted[name], PlannedRow(name)))
     assert re.search(expected, found), found
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("good", None),
+        ("spills", r"\d+ loads and stores of local memory \(spills\)"),
+        ("has_a_stack", "a stack of 256 bytes"),
+        ("traps", "1 BPT.TRAP"),
+        ("shares_too_much", "2 blocks of 128 threads on an SM, for .* 48000 bytes of shared memory"),
+    ],
+)
+def test_a_planted_defect_of_a_kernel_beside_attention_is_found(
+    planted: dict[str, cubin.Kernel], name: str, expected: str | None
+):
+    found = "\n".join(resources.support_complaints(planted[name], 128))
+    assert re.search(expected, found) if expected else found == "", found
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from fake_build import L4, make_build
 
 import cutlass_fmha
-from cutlass_fmha import _C, cost, device, explanation, select
+from cutlass_fmha import _C, blocks, cost, device, explanation, select
 from cutlass_fmha.calibration import store
 from cutlass_fmha.device import PRESETS, Device
 from cutlass_fmha.errors import UnsupportedError
@@ -115,8 +115,11 @@ def test_reasons_accumulate():
     assert len(reasons(replace(PROBLEM, dtype="float32", head_dim=256, alignment=4), A100)) == 5
 
 
-def test_unaligned_operands_leave_the_element_row():
-    assert eligible(replace(PROBLEM, alignment=2), L4) == ["fwd_sm89_f16_d64_m64n64w4_element"]
+def test_unaligned_operands_leave_the_element_row_and_general_ones():
+    unaligned = replace(PROBLEM, alignment=2)
+    found = eligible(unaligned, L4)
+    assert [name for name in found if not name.endswith("_general")] == ["fwd_sm89_f16_d64_m64n64w4_element"]
+    assert select.select(unaligned, L4, build=BUILD).name == "fwd_sm89_f16_d64_m64n64w4_element"
     assert eligible(replace(PROBLEM, alignment=1), L4) == []
 
 
@@ -183,12 +186,12 @@ def test_a_template_can_be_forced_or_says_why_not():
 
 def test_an_unsupported_problem_lists_every_row():
     with pytest.raises(UnsupportedError) as error:
-        select.select(replace(PROBLEM, head_dim=256), L4, build=BUILD)
+        select.select(replace(PROBLEM, head_dim=512), L4, build=BUILD)
     message = str(error.value)
     assert message.startswith("no template of this build can run this problem (batch 2, seqlen_q 4096,")
     for row in BUILD.templates:
         assert f"\n  {row.name}: " in message
-    assert message.count("the tensors have 256") == len(BUILD.templates)
+    assert message.count("the tensors have 512") == len(BUILD.templates)
 
 
 @pytest.mark.parametrize(
@@ -211,12 +214,12 @@ def test_a_device_without_rows_gets_one_sentence(gpu: Device, build: Build, sent
 
 def test_resident_blocks_are_limited_by_shared_memory_warps_and_registers():
     large, small = BUILD.by_name("fwd_sm89_f16_d64_m256n64w8"), BUILD.by_name("fwd_sm89_f16_d64_m64n64w4")
-    assert cost.resident_blocks(large, L4) == 1
-    assert cost.resident_blocks(small, L4) == 3
-    assert cost.resident_blocks(replace(small, smem_bytes=60 * 1024), L4) == 1
-    assert cost.resident_blocks(replace(small, smem_bytes=100 * 1024), L4) == 0
-    assert cost.resident_blocks(replace(small, warps=32, tile_m=512, min_blocks=2), L4) == 1
-    assert cost.resident_blocks(replace(large, min_blocks=2), L4) == 2
+    assert blocks.resident_blocks(large, L4) == 1
+    assert blocks.resident_blocks(small, L4) == 3
+    assert blocks.resident_blocks(replace(small, smem_bytes=60 * 1024), L4) == 1
+    assert blocks.resident_blocks(replace(small, smem_bytes=100 * 1024), L4) == 0
+    assert blocks.resident_blocks(replace(small, warps=32, tile_m=512, min_blocks=2), L4) == 1
+    assert blocks.resident_blocks(replace(large, min_blocks=2), L4) == 2
     assert select.predicted_cost(replace(small, smem_bytes=100 * 1024), PROBLEM, L4) == float("inf")
 
 
@@ -235,7 +238,7 @@ def test_resident_blocks_are_limited_by_shared_memory_warps_and_registers():
 )
 def test_registers_are_told_from_the_tile(changes: dict, registers: int):
     row = replace(BUILD.by_name("fwd_sm89_f16_d64_m64n64w4"), **changes)
-    assert cost.registers(row) == pytest.approx(registers, abs=12)
+    assert blocks.registers(row) == pytest.approx(registers, abs=12)
 
 
 @pytest.mark.parametrize("causal", ["none", "top-left", "bottom-right"])
@@ -259,9 +262,9 @@ def test_blocks_of_a_launch_are_those_of_the_mask(name: str, seqlen_q: int, seql
         share = len(warps) / (row.warps // row.kv_warps)
         work = sum(warps) / row.kv_warps / (row.warps // row.kv_warps)
         expected.append(
-            (-(-max(tile) // row.kv_warps), share if max(tile) else cost.EMPTY_BLOCK * share, work)
+            (-(-max(tile) // row.kv_warps), share if max(tile) else blocks.EMPTY_BLOCK * share, work)
         )
-    found = cost.groups(row, problem)
+    found = blocks.groups(row, problem, L4)
     sequences = problem.batch * problem.num_heads
     assert sum(group.blocks for group in found) == len(expected) * sequences
     assert found[0].steps == pytest.approx(max(steps for steps, _, _ in expected), rel=0.05)
@@ -296,7 +299,7 @@ def test_waiting_and_work_are_those_of_blocks_that_go_where_there_is_room(
     prices = cost.RowCost(0, 0, 0, 2.0, 0.5, 1.0, 0.4, resident=3)
     counts = cost.count(row, problem, L4, prices)
     assert counts is not None
-    launched = [group for group in cost.groups(row, problem) for _ in range(group.blocks)]
+    launched = [group for group in blocks.groups(row, problem, L4) for _ in range(group.blocks)]
     waiting = simulate([2.0 * group.block + 0.5 * group.steps for group in launched], 3 * L4.sm_count)
     work = simulate([group.warp_block + 0.4 * group.warp_steps for group in launched], L4.sm_count)
     assert prices.waiting(counts) == pytest.approx(waiting, rel=0.04)
@@ -347,7 +350,9 @@ def test_an_explanation_has_every_row_and_the_winner_first():
     assert len(found.rows) == len(BUILD.templates)
     assert found.winner == select.select(PROBLEM, L4, build=BUILD).name == found.rows[0].template.name
     costs = [row.predicted_us for row in found.rows if row.eligible]
-    assert costs == sorted(costs) and len(costs) == 6
+    plain = [row.predicted_us for row in found.rows if row.eligible and not row.template.general]
+    assert plain == sorted(plain) and len(plain) == 6 and len(costs) == 12
+    assert found.rows[0].contender and not any(row.contender for row in found.rows if row.template.general)
     assert all(row.predicted_us is None and row.reasons for row in found.rows if not row.eligible)
     text = str(found)
     for row in found.rows:
@@ -367,7 +372,7 @@ def test_an_explanation_of_a_forced_row():
 
 
 def test_an_explanation_of_what_nothing_runs():
-    found = explanation.explain_problem(replace(PROBLEM, head_dim=48), L4, build=BUILD)
+    found = explanation.explain_problem(replace(PROBLEM, head_dim=480), L4, build=BUILD)
     assert found.winner is None
     assert found.note.startswith("nothing, because no template of this build can run this problem")
     assert "\n" not in found.note
@@ -479,11 +484,12 @@ def test_every_row_of_this_build_runs_something_on_its_architecture(monkeypatch)
         monkeypatch.setenv(device.FORCE_ARCH, str(row.arch))
         gpu = device.of_arch(proxy.get(row.arch, row.arch))
         problem = Problem(1, 128, 128, 8, 8, row.head_dim, row.dtype, alignment=row.alignment)
+        problem = replace(problem, head_dim_v=row.head_dim_v)
         assert select.reasons(row, problem, gpu) == []
         assert 0 < select.predicted_cost(row, problem, gpu) < 1e4
 
 
 def test_this_build_has_a_row_for_any_alignment_where_it_has_a_fast_one():
-    rows = _C.templates()
+    rows = [row for row in _C.templates() if not row.general]
     fast = {(row.arch, row.dtype, row.head_dim) for row in rows if row.alignment > 2}
     assert fast == {(row.arch, row.dtype, row.head_dim) for row in rows if row.alignment == 2}

@@ -79,7 +79,7 @@ def rows(extension: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def kernels(extension: Path) -> dict[str, cubin.Kernel]:
-    return {kernel.name: kernel for kernel in cubin.read_kernels(extension)}
+    return {kernel.name: kernel for kernel in cubin.read_kernels(extension) if kernel.name.startswith("fwd_")}
 
 
 # ---- the candidates ----------------------------------------------------------------------------------------

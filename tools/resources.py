@@ -18,6 +18,7 @@ REGISTERS_PER_SM = 64 * 1024
 SHARED_PER_BLOCK = 99 * 1024
 SHARED_PER_SM = 100 * 1024
 WARPS_PER_SM = 48
+SUPPORT_THREADS_PER_SM = WARPS_PER_SM * 32 // 2  # bound by memory: half of the warps keep it busy
 
 
 class Row(Protocol):
@@ -35,23 +36,18 @@ class Row(Protocol):
     def smem_bytes(self) -> int: ...
 
 
+Check = tuple[bool, str]
+"""Whether something is fine, and the sentence that says what is wrong when it isn't."""
+
+
 def complaints(kernel: Kernel, row: Row) -> list[str]:
-    """What is wrong with a kernel, one sentence each; empty when nothing is."""
+    """What is wrong with a row's kernel, one sentence each; empty when nothing is."""
     registers = (
         -(-kernel.registers // 8) * 8 * row.warps * 32 * row.min_blocks
     )  # given out in eights per thread
     shared = kernel.shared + row.smem_bytes
     checks = [
-        (
-            kernel.count("LDL", "STL") == 0,
-            f"{kernel.count('LDL', 'STL')} loads and stores of local memory (spills)",
-        ),
-        (kernel.stack == 0, f"a stack of {kernel.stack} bytes"),
-        (kernel.local == 0, f"{kernel.local} bytes of local memory"),
-        (
-            kernel.count("BPT") == 0,
-            f"{kernel.count('BPT')} BPT.TRAP: an instruction this architecture does not have",
-        ),
+        *_of_every_kernel(kernel),
         (kernel.count("HMMA") > 0, "no tensor-core instruction (HMMA)"),
         (
             row.copy != "cp_async_16" or kernel.count("LDGSTS") > 0,
@@ -61,7 +57,6 @@ def complaints(kernel: Kernel, row: Row) -> list[str]:
             row.copy != "tma" or (kernel.count("UTMALDG") > 0 and kernel.count("UTMASTG") > 0),
             "no TMA loads and stores (UTMALDG, UTMASTG) in a row that copies with them",
         ),
-        (kernel.registers <= 255, f"{kernel.registers} registers"),
         (
             registers <= REGISTERS_PER_SM,
             f"{kernel.registers} registers x {row.warps * 32} threads x {row.min_blocks} blocks exceed "
@@ -80,11 +75,43 @@ def complaints(kernel: Kernel, row: Row) -> list[str]:
     return [f"{row.name} (sm_{kernel.arch}): {sentence}" for fine, sentence in checks if not fine]
 
 
+def support_complaints(kernel: Kernel, threads: int) -> list[str]:
+    """The same of a kernel beside attention, in blocks of ``threads``: enough of them to hide latency."""
+    registers = -(-kernel.registers // 8) * 8 * threads
+    blocks = min(REGISTERS_PER_SM // registers, SHARED_PER_SM // (kernel.shared + RESERVED_SHARED))
+    checks = [
+        *_of_every_kernel(kernel),
+        (
+            blocks * threads >= SUPPORT_THREADS_PER_SM,
+            f"{blocks} blocks of {threads} threads on an SM, for {kernel.registers} registers and "
+            f"{kernel.shared} bytes of shared memory",
+        ),
+    ]
+    return [f"{kernel.name} (sm_{kernel.arch}): {sentence}" for fine, sentence in checks if not fine]
+
+
+def _of_every_kernel(kernel: Kernel) -> list[Check]:
+    return [
+        (
+            kernel.count("LDL", "STL") == 0,
+            f"{kernel.count('LDL', 'STL')} loads and stores of local memory (spills)",
+        ),
+        (kernel.stack == 0, f"a stack of {kernel.stack} bytes"),
+        (kernel.local == 0, f"{kernel.local} bytes of local memory"),
+        (
+            kernel.count("BPT") == 0,
+            f"{kernel.count('BPT')} BPT.TRAP: an instruction this architecture does not have",
+        ),
+        (kernel.registers <= 255, f"{kernel.registers} registers"),
+    ]
+
+
 def main() -> int:
     from cutlass_fmha import _C
 
     assert _C.__file__ is not None
     rows = {row.name: row for row in _C.templates()}
+    support = {kernel.name: kernel.threads for kernel in _C.support_kernels()}
     bad = 0
     for kernel in read_kernels(Path(sys.argv[1] if len(sys.argv) > 1 else _C.__file__)):
         dynamic = rows[kernel.name].smem_bytes if kernel.name in rows else 0
@@ -93,7 +120,9 @@ def main() -> int:
             f"{kernel.shared + dynamic:6} B shared {kernel.count('LDL', 'STL'):4} spills "
             f"{kernel.count('HMMA'):5} of {kernel.opcodes.total():6} HMMA"
         )
-        for sentence in complaints(kernel, rows[kernel.name]) if kernel.name in rows else []:
+        found = complaints(kernel, rows[kernel.name]) if kernel.name in rows else []
+        found += support_complaints(kernel, support[kernel.name]) if kernel.name in support else []
+        for sentence in found:
             bad += 1
             print(f"    {sentence}")
     return 1 if bad else 0

@@ -122,8 +122,9 @@ def is_modelled(row: Any) -> bool:
 
     Not where the warps of a block share the keys: such a loop loads straight into registers, runs a few times
     if at all (the first step stands before it), and is bound by latency, of which the model knows nothing.
+    Nor in a general row: most of its loop is branches that a problem takes or doesn't.
     """
-    return bool(row.kv_warps == 1)
+    return bool(row.kv_warps == 1 and not row.general)
 
 
 def read_rows(file: Path, rows: Iterable[Any]) -> list[RowLoop]:

@@ -2,7 +2,9 @@
 
 A tile costs its floating-point operations at the share of the tensor pipe that the row's schedule reaches. A
 split row (kv_warps > 1), made for problems that leave most of a GPU idle, spends its time waiting instead: a
-step costs what its loads and exponentials take on an SM, and a block also merges what its warps have.
+step costs what its loads and exponentials take on an SM, and a block also merges what its warps have. A
+general row waits, too: its warps meet at every step, and where it is chosen it is bound by how fast K and V
+arrive.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from cutlass_fmha.cost import BYTES_PER_ELEMENT, RowCost, resident_blocks
+from cutlass_fmha.blocks import resident_blocks
+from cutlass_fmha.cost import BYTES_PER_ELEMENT, RowCost
 from cutlass_fmha.device import KIB, Device
 
 if TYPE_CHECKING:
@@ -38,6 +41,22 @@ class SplitParameters:
     unhidden_latency: float = 0.8
     #: Where the tensor pipe is the limit: the share of what the other rows of its schedule get from it.
     tensor_share: float = 0.6
+
+
+@dataclass(frozen=True)
+class GeneralParameters:
+    """Microseconds of a general row on an H200: estimates, until one has been timed."""
+
+    #: A launch; with split keys there are two.
+    launch: float = 1.0
+    #: A block outside its main loop, and the work in it per 1024 values of O.
+    block: float = 3.0
+    output: float = 0.1
+    #: A step: K and V arrive, everybody waits for everybody; what a loaded KiB adds to both.
+    step: float = 0.5
+    load: float = 0.008
+    #: The tensor pipe's time is multiplied by this: rows are asked what they want at every step.
+    tensor_factor: float = 1.5
 
 
 @dataclass(frozen=True)
@@ -76,6 +95,7 @@ class Parameters:
     #: Microseconds of the softmax that the tensor pipe doesn't hide, per score.
     softmax_us: float = 25e-6
     split: SplitParameters = field(default_factory=SplitParameters)
+    general: GeneralParameters = field(default_factory=GeneralParameters)
 
 
 PARAMETERS = Parameters()
@@ -84,14 +104,16 @@ PARAMETERS = Parameters()
 def row_cost(template: Template, device: Device, parameters: Parameters = PARAMETERS) -> RowCost:
     """What a row should cost on a device."""
     resident = max(1, resident_blocks(template, device))
-    if template.kv_warps > 1:
+    if template.general:
+        block, step, warp_block, warp_step = _general_row(template, resident, parameters)
+    elif template.kv_warps > 1:
         block, step, warp_block, warp_step = _split_row(template, parameters)
     else:
         block = parameters.block_us + parameters.block_us_per_warp * template.warps
         warp_block = parameters.work_us_per_warp * template.warps
         step, warp_step = _step(template, resident, parameters)
     return RowCost(
-        launch=parameters.launch_us,
+        launch=parameters.general.launch if template.general else parameters.launch_us,
         cold=parameters.cold_us,
         traffic=parameters.exposed_traffic / parameters.dram_tbytes[template.arch],
         block=block,
@@ -117,7 +139,8 @@ def tensor_us(template: Template, parameters: Parameters) -> float:
     schedule = (template.tile_m * template.kv_warps // template.warps >= 32, template.ping_pong)
     rate = parameters.sm_tflops[template.arch] * parameters.efficiency[template.arch][schedule]
     scores = template.tile_m * template.tile_n * template.kv_warps
-    return scores * (4e-6 * template.head_dim / rate + parameters.softmax_us)
+    flop = 2e-6 * (template.head_dim + template.head_dim_v)
+    return scores * (flop / rate + parameters.softmax_us)
 
 
 def _split_row(template: Template, parameters: Parameters) -> tuple[float, float, float, float]:
@@ -130,3 +153,18 @@ def _split_row(template: Template, parameters: Parameters) -> tuple[float, float
     step = split.step + (split.unhidden_latency if template.stages == 1 else 0.0)
     work = max(template.warps * warp_us, tensor_us(template, parameters) / split.tensor_share)
     return split.block, step, split.merge * merged / 1024, work
+
+
+def _general_row(
+    template: Template, resident: int, parameters: Parameters
+) -> tuple[float, float, float, float]:
+    """block, step, warp_block and warp_step."""
+    general = parameters.general
+    keys = template.tile_n * template.kv_warps
+    load_kib = keys * (template.head_dim + template.head_dim_v) * BYTES_PER_ELEMENT / KIB
+    tensor = general.tensor_factor * tensor_us(template, parameters)
+    work = max(tensor, general.load * load_kib)
+    output = general.output * template.tile_m * template.head_dim_v * template.kv_warps / 1024
+    # Alone on an SM, a block has its pipes to itself and hides little.
+    step = general.step + max(general.load * load_kib, tensor / resident)
+    return general.block, step, output, work

@@ -138,7 +138,7 @@ def _factors(counts: Counts, cost: RowCost) -> tuple[float, ...]:
     waiting, work = cost.waiting(counts), cost.work(counts)
     both = math.hypot(waiting, work)
     waits, works = (waiting / both, work / both) if both > 0 else (1.0, 1.0)
-    once = (1.0, counts.cold, counts.megabytes)
+    once = (float(counts.launches), counts.cold, counts.megabytes)
     return (
         *once,
         waits * counts.blocks,

@@ -100,9 +100,11 @@ def this_machine(index: int) -> Machine:
 
 
 def kinds(device: Device, build: Build) -> list[tuple[int, str]]:
-    """The (head_dim, dtype) pairs that a device has rows for."""
+    """The (head_dim, dtype) pairs that a device has plain rows for."""
     found = set()
     for row in build.templates:
+        if row.general:
+            continue
         problem = Problem(1, 1, 1, 1, 1, row.head_dim, row.dtype)
         if not select.reasons(row, problem, device, build):
             found.add((row.head_dim, row.dtype))
@@ -118,6 +120,8 @@ def collect(
 ) -> list[Sample]:
     """Times every eligible row of each problem on CUDA device ``index``, the likely fastest first.
 
+    General rows are timed where they are in question (``select.contenders``).
+
     ``give_up``: how many times slower than the best a row's first call may be.
     """
     from cutlass_fmha import device as devices
@@ -127,7 +131,9 @@ def collect(
     progress = Progress(label, len(problems))
     samples = []
     for problem in problems:
-        rows = [row for row in build.templates if not select.reasons(row, problem, device, build)]
+        eligible = [row for row in build.templates if not select.reasons(row, problem, device, build)]
+        in_question = select.contenders(eligible, problem)
+        rows = [row for row in eligible if row in in_question or not row.general]
         rows.sort(key=lambda row: select.predicted_cost(row, problem, device))
         samples.append(Sample(problem, timer.time(problem, rows, give_up)))
         progress.step(str(problem.head_dim))
@@ -192,4 +198,7 @@ def _unpacked(sample: dict[str, Any]) -> Sample:
     }
     if not all(0 < time.us < float("inf") for time in rows.values()):
         raise ValueError(f"a time that is none in {sample['problem']}")
-    return Sample(Problem(**sample["problem"]), rows)
+    problem: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in sample["problem"].items()
+    }
+    return Sample(Problem(**problem), rows)

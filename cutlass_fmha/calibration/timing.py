@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cutlass_fmha import _C
+from cutlass_fmha import _C, general_plan
+from cutlass_fmha import device as devices
 from cutlass_fmha.calibration.problems import input_bytes
 from cutlass_fmha.select import Problem
 
@@ -137,6 +138,31 @@ class RowTimer:
             yield
 
     def _launch(self, row: Template, problem: Problem, sets: int) -> Launch:
+        return (self._general if row.general else self._plain)(row, problem, sets)
+
+    def _general(self, row: Template, problem: Problem, sets: int) -> Launch:
+        prepared = general_plan.contiguous_params(row, problem, devices.of_index(self.index))
+        elements = prepared.splits * prepared.lse_rows * (problem.value_dim + 2) if prepared.splits > 1 else 0
+        partial = torch.empty(elements, dtype=torch.float32, device=self.device)
+        if elements:
+            prepared.partial_o = partial.data_ptr()
+            parts = prepared.splits * prepared.lse_rows
+            prepared.partial_lse = prepared.partial_o + 4 * parts * problem.value_dim
+            prepared.partial_low = prepared.partial_lse + 4 * parts
+        prepared.scale = problem.head_dim**-0.5
+        prepared.o, stream = self.output.data_ptr(), self.stream.cuda_stream
+        calls = []
+        for addresses in self.pools[problem.dtype].addresses(problem, sets):
+            params = prepared.copy()
+            params.q, params.k, params.v = addresses
+            calls.append(params)
+
+        def launch(number: int, keep: torch.Tensor = partial) -> None:
+            _C.run_general(row.index, calls[number], self.index, stream)
+
+        return launch
+
+    def _plain(self, row: Template, problem: Problem, sets: int) -> Launch:
         sizes = (
             problem.batch,
             problem.seqlen_q,
@@ -160,7 +186,7 @@ class RowTimer:
         """A row's first launch loads its code, which must be neither timed nor captured."""
         if row.index in self._warm:
             return
-        self._launch(row, Problem(1, 1, 1, 1, 1, row.head_dim, row.dtype), 1)(0)
+        self._launch(row, Problem(1, 1, 1, 1, 1, row.head_dim, row.dtype, head_dim_v=row.head_dim_v), 1)(0)
         self.stream.synchronize()
         self._warm.add(row.index)
 

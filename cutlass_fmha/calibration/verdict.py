@@ -45,9 +45,13 @@ def judge(
 ) -> list[Pick]:
     """Selection's pick for each sample's problem. A skipped row counts with the time of its first call.
 
+    Timings that have no general row at all judge the choice among the others.
     Raises Unjudgeable when selection takes a row that was never timed: the timings are of another build.
     """
     picks = []
+    timed = {name for sample in samples for name in sample.rows}
+    if not any(row.general and row.name in timed for row in build.templates):
+        build = Build(tuple(row for row in build.templates if not row.general), build.proxy)
     for sample in samples:
         try:
             row = select.select(sample.problem, device, build=build, calibration=calibration).name

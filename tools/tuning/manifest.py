@@ -1,7 +1,8 @@
 """Reads src/templates.cmake, writes scratch manifests, and patches accepted lines into the real one.
 
 Only what a manifest consists of is understood: comments, ``set(NAME values...)`` and ``fmha_forward(...)`` on
-one line each. Anything else is an error, so that no line is lost by being overlooked.
+one line each; ``fmha_general(...)`` and ``fmha_fallback(...)``, whose rows are not searched for, are passed
+over. Anything else is an error, so that no line is lost by being overlooked.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from .candidate import DTYPES, Candidate
 
 MANIFEST = Path(__file__).resolve().parents[2] / "src" / "templates.cmake"
+PASSED_OVER = ("fmha_general", "fmha_fallback")
 _CALL = re.compile(r"\s*(\w+)\s*\((.*)\)\s*(?:#.*)?$")
 _WORD = re.compile(r'"[^"]*"|[^\s"()]+')
 
@@ -43,8 +45,10 @@ class Line:
 def identity(candidate: Candidate) -> str:
     """What two rows of one architecture and dtype must not share: the columns that are in a row's name."""
     c = candidate
-    # cp_async_16 and ldg_16 have no suffix of their own, and kv_warps tells them apart.
+    # ldg_16 is what kv_warps mean where nothing is said, and cp_async_16 what one is.
     copy = "" if c.copy in ("cp_async_16", "ldg_16") else f"_{c.copy}"
+    if c.kv_warps > 1 and c.copy == "cp_async_16":
+        copy = "_staged"
     return f"d{c.head_dim}_m{c.tile_m}n{c.tile_n}w{c.warps}k{c.kv_warps}{copy}"
 
 
@@ -60,12 +64,12 @@ def parse(text: str) -> list[Line]:
         if not raw.strip() or raw.lstrip().startswith("#"):
             continue
         match = _CALL.match(raw)
-        if not match or match[1] not in ("set", "fmha_forward"):
+        if not match or match[1] not in ("set", "fmha_forward", *PASSED_OVER):
             raise ManifestError(f"line {number + 1} is neither a comment, set(...) nor fmha_forward(...)")
         words = [_expand(word, variables, number) for word in _WORD.findall(match[2])]
         if match[1] == "set":
             variables[words[0]] = ";".join(words[1:])
-        else:
+        elif match[1] == "fmha_forward":
             lines.append(_line(words, number))
     return lines
 

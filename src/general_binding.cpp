@@ -1,0 +1,342 @@
+// The Python side of general rows: _C.GeneralParams, whose fields are params.h's, and _C.run_general. A kernel believes
+// what it is given: everything that sizes, strides and flags could contradict each other in is refused here.
+#include <pybind11/stl.h>
+
+#include <array>
+#include <climits>
+#include <cmath>
+#include <string>
+
+#include "binding.h"
+#include "config.h"
+#include "general/params.h"
+
+#if CUTLASS_FMHA_CUDA
+#include "registry.h"
+#endif
+
+namespace py = pybind11;
+
+namespace cutlass_fmha {
+namespace {
+
+using Class = py::class_<GeneralParams>;
+
+constexpr int64_t kMaxSize = kMaxSeqlen;
+constexpr int64_t kMaxPackedRows = int64_t{1} << 30;  // row numbers, those that pad the last tile too, fit an int
+constexpr int kMaxSplits = 64;                        // what their combination takes
+constexpr int kPageUnit = 16;                         // keys that a thread finds on one page
+
+GeneralParams nothing_asked() {
+  GeneralParams p{};
+  p.window_left = p.window_right = -1;
+  p.scale = p.dropout_scale = 1.f;
+  p.pack = p.splits = 1;
+  return p;
+}
+
+// ---- fields ------------------------------------------------------------------------------------------------
+
+template <class Pointer>
+void address(Class& c, char const* name, Pointer GeneralParams::* field) {
+  c.def_property(
+      name, [field](GeneralParams const& p) { return reinterpret_cast<uintptr_t>(p.*field); },
+      [field](GeneralParams& p, uintptr_t value) { p.*field = reinterpret_cast<Pointer>(value); });
+}
+
+void require_range(char const* name, int64_t value, int64_t least, int64_t most) {
+  require(value >= least && value <= most, [&] {
+    return std::string(name) + " must be between " + std::to_string(least) + " and " + std::to_string(most) + ", got " +
+           std::to_string(value);
+  });
+}
+
+/// An integer of a range; `divisor`: what else is to divide by it.
+template <class Integer>
+void number(Class& c, char const* name, Integer GeneralParams::* field, int64_t least, int64_t most,
+            Divisor GeneralParams::* divisor = nullptr) {
+  c.def_property(
+      name, [field](GeneralParams const& p) { return p.*field; },
+      [=](GeneralParams& p, int64_t value) {
+        require_range(name, value, least, most);
+        p.*field = static_cast<Integer>(value);
+        if (divisor) p.*divisor = value > 0 ? Divisor(static_cast<int>(value)) : Divisor();
+      });
+}
+
+/// A float of at most `most` in magnitude.
+void real(Class& c, char const* name, float GeneralParams::* field, double least, double most) {
+  c.def_property(
+      name, [field](GeneralParams const& p) { return p.*field; },
+      [=](GeneralParams& p, double value) {
+        require(value >= least && value <= most, [&] {
+          return std::string(name) + " must be a finite number" + (least < 0 ? "" : " from 0 on") +
+                 " of at most 2e38, got " + std::to_string(value);
+        });
+        p.*field = static_cast<float>(value);
+      });
+}
+
+/// The strides of a struct of `Count` int64_t, or of an array of them, as a tuple.
+template <int Count, class Field>
+void strides(Class& c, char const* name, Field GeneralParams::* field) {
+  static_assert(sizeof(Field) == Count * sizeof(int64_t));
+  c.def_property(
+      name,
+      [field](GeneralParams const& p) {
+        auto const* values = reinterpret_cast<int64_t const*>(&(p.*field));
+        py::tuple found(Count);
+        for (int i = 0; i < Count; ++i) found[i] = values[i];
+        return found;
+      },
+      [=](GeneralParams& p, std::array<int64_t, Count> const& values) {
+        for (int64_t value : values) require_range(name, value, 0, INT64_MAX / 2);
+        std::copy(values.begin(), values.end(), reinterpret_cast<int64_t*>(&(p.*field)));
+      });
+}
+
+char const* const kBiasTypes[] = {"none", "same_as_q", "float32"};
+
+void bias_type(Class& c) {
+  c.def_property(
+      "bias_type", [](GeneralParams const& p) { return kBiasTypes[static_cast<int>(p.bias_type)]; },
+      [](GeneralParams& p, std::string const& name) {
+        for (int i = 0; i < 3; ++i) {
+          if (name == kBiasTypes[i]) {
+            p.bias_type = static_cast<BiasType>(i);
+            return;
+          }
+        }
+        throw std::invalid_argument("bias_type must be none, same_as_q or float32, got " + name);
+      });
+}
+
+void bind_addresses(Class& c) {
+  using P = GeneralParams;
+  address(c, "q", &P::q);
+  address(c, "k", &P::k);
+  address(c, "v", &P::v);
+  address(c, "o", &P::o);
+  address(c, "lse", &P::lse);
+  address(c, "cu_seqlens_q", &P::cu_seqlens_q);
+  address(c, "cu_seqlens_k", &P::cu_seqlens_k);
+  address(c, "seqused_q", &P::seqused_q);
+  address(c, "seqused_k", &P::seqused_k);
+  address(c, "leftpad_k", &P::leftpad_k);
+  address(c, "batch_index_k", &P::batch_index_k);
+  address(c, "page_table", &P::page_table);
+  address(c, "prefix_lengths", &P::prefix_lengths);
+  address(c, "mask", &P::mask);
+  address(c, "block_counts", &P::block_counts);
+  address(c, "block_indices", &P::block_indices);
+  address(c, "bias", &P::bias);
+  address(c, "alibi_slopes", &P::alibi_slopes);
+  address(c, "sinks", &P::sinks);
+  address(c, "dropout_seed", &P::dropout_seed);
+  address(c, "partial_o", &P::partial_o);
+  address(c, "partial_lse", &P::partial_lse);
+  address(c, "partial_low", &P::partial_low);
+}
+
+void bind_strides(Class& c) {
+  using P = GeneralParams;
+  strides<3>(c, "q_stride", &P::q_stride);
+  strides<3>(c, "k_stride", &P::k_stride);
+  strides<3>(c, "v_stride", &P::v_stride);
+  strides<3>(c, "o_stride", &P::o_stride);
+  strides<4>(c, "mask_stride", &P::mask_stride);
+  strides<4>(c, "bias_stride", &P::bias_stride);
+  strides<4>(c, "block_stride", &P::block_stride);
+  strides<3>(c, "count_stride", &P::count_stride);
+  strides<2>(c, "alibi_stride", &P::alibi_stride);
+  for (auto const& [name, field] :
+       {std::pair{"page_table_stride", &P::page_table_stride}, std::pair{"lse_batch_stride", &P::lse_batch_stride},
+        std::pair{"lse_head_stride", &P::lse_head_stride}, std::pair{"lse_rows", &P::lse_rows}}) {
+    number(c, name, field, 0, INT64_MAX / 2);
+  }
+}
+
+void bind_numbers(Class& c) {
+  using P = GeneralParams;
+  for (auto const& [name, field] :
+       {std::pair{"batch", &P::batch}, std::pair{"num_heads", &P::num_heads},
+        std::pair{"num_heads_kv", &P::num_heads_kv}, std::pair{"seqlen_q", &P::seqlen_q},
+        std::pair{"seqlen_k", &P::seqlen_k}, std::pair{"block_m", &P::block_m}, std::pair{"block_n", &P::block_n}}) {
+    number(c, name, field, 0, kMaxSize);
+  }
+  number(c, "head_dim", &P::head_dim, 1, kMaxSize);
+  number(c, "head_dim_v", &P::head_dim_v, 1, kMaxSize);
+  number(c, "page_size", &P::page_size, 0, kMaxSize, &P::by_page_size);
+  number(c, "pack", &P::pack, 1, kMaxSize, &P::by_pack);
+  number(c, "splits", &P::splits, 1, kMaxSplits);
+  number(c, "window_left", &P::window_left, -1, kMaxSize);
+  number(c, "window_right", &P::window_right, -1, kMaxSize);
+  number(c, "dropout_threshold", &P::dropout_threshold, 0, 65536);
+  c.def_readwrite("bottom_right", &P::bottom_right);
+  real(c, "scale", &P::scale, -2e38, 2e38);
+  real(c, "softcap", &P::softcap, 0, 2e38);
+  real(c, "dropout_scale", &P::dropout_scale, 0, 2e38);
+  bias_type(c);
+}
+
+// ---- a launch ----------------------------------------------------------------------------------------------
+
+/// What p.vectors promises. Never taken from a caller.
+bool all_vectors(GeneralParams const& p) {
+  uintptr_t addresses = 0;
+  for (void const* operand : {p.q, p.k, p.v, static_cast<void const*>(p.o)}) {
+    addresses |= reinterpret_cast<uintptr_t>(operand);
+  }
+  int64_t elements = p.head_dim | p.head_dim_v;
+  for (Strides const& s : {p.q_stride, p.k_stride, p.v_stride, p.o_stride}) elements |= s.batch | s.seqlen | s.head;
+  return addresses % 16 == 0 && elements % 8 == 0;
+}
+
+/// Every address is one of the type that it says.
+void check_addresses(GeneralParams const& p) {
+  struct Address {
+    char const* name;
+    void const* value;
+    int bytes;
+  };
+  for (Address const& a : {Address{"q", p.q, 2},
+                           {"k", p.k, 2},
+                           {"v", p.v, 2},
+                           {"o", p.o, 2},
+                           {"lse", p.lse, 4},
+                           {"cu_seqlens_q", p.cu_seqlens_q, 4},
+                           {"cu_seqlens_k", p.cu_seqlens_k, 4},
+                           {"seqused_q", p.seqused_q, 4},
+                           {"seqused_k", p.seqused_k, 4},
+                           {"leftpad_k", p.leftpad_k, 4},
+                           {"batch_index_k", p.batch_index_k, 4},
+                           {"page_table", p.page_table, 4},
+                           {"prefix_lengths", p.prefix_lengths, 4},
+                           {"block_counts", p.block_counts, 4},
+                           {"block_indices", p.block_indices, 4},
+                           {"bias", p.bias, p.bias_type == BiasType::float32 ? 4 : 2},
+                           {"alibi_slopes", p.alibi_slopes, 4},
+                           {"sinks", p.sinks, 4},
+                           {"dropout_seed", p.dropout_seed, 8},
+                           {"partial_o", p.partial_o, 16},
+                           {"partial_lse", p.partial_lse, 4},
+                           {"partial_low", p.partial_low, 4}}) {
+    require(reinterpret_cast<uintptr_t>(a.value) % a.bytes == 0,
+            [&] { return std::string(a.name) + " must be aligned to " + std::to_string(a.bytes) + " bytes"; });
+  }
+  bool const queries = p.batch > 0 && p.num_heads > 0 && p.seqlen_q > 0;
+  require(!queries || (p.q && p.o), [] { return "q and o must be addresses"; });
+  require(!queries || p.seqlen_k == 0 || (p.k && p.v), [] { return "k and v must be addresses"; });
+}
+
+void check_sizes(GeneralParams const& p) {
+  auto const text = [](int64_t value) { return std::to_string(value); };
+  require(p.head_dim > 0 && p.head_dim_v > 0, [] { return "head_dim and head_dim_v must be set"; });
+  require(p.num_heads_kv > 0 ? p.num_heads % p.num_heads_kv == 0 : p.num_heads == 0, [&] {
+    return "num_heads (" + text(p.num_heads) + ") must be a multiple of num_heads_kv (" + text(p.num_heads_kv) + ")";
+  });
+  require(p.pack == 1 || (p.num_heads > 0 && p.pack == p.num_heads / p.num_heads_kv), [&] {
+    return "pack must be 1 or num_heads / num_heads_kv, got " + text(p.pack) + " with " + text(p.num_heads) + " and " +
+           text(p.num_heads_kv) + " heads";
+  });
+  require(int64_t{p.seqlen_q} * p.pack <= kMaxPackedRows, [&] {
+    return "seqlen_q times pack must be at most 2**30, got " + text(p.seqlen_q) + " times " + text(p.pack);
+  });
+}
+
+/// Where the rows of k and v lie.
+void check_keys(GeneralParams const& p) {
+  require((p.page_table != nullptr) == (p.page_size > 0), [] { return "page_table and page_size go together"; });
+  require(p.page_size % kPageUnit == 0,
+          [&] { return "page_size must be a multiple of 16, got " + std::to_string(p.page_size); });
+  require(!p.page_table || (!p.cu_seqlens_k && !p.batch_index_k),
+          [] { return "pages go neither with cu_seqlens_k nor with batch_index_k"; });
+  require(!p.cu_seqlens_k || !p.batch_index_k, [] { return "cu_seqlens_k and batch_index_k don't go together"; });
+}
+
+void check_features(GeneralParams const& p) {
+  require((p.bias_type == BiasType::none) == (p.bias == nullptr), [] { return "bias and bias_type go together"; });
+  require(p.dropout_threshold == 0 || p.dropout_seed, [] { return "dropout needs dropout_seed"; });
+  require(!p.block_counts == !p.block_indices, [] { return "block_counts and block_indices go together"; });
+  require(!p.block_counts || (p.block_m > 0 && p.block_n > 0), [] { return "a block mask needs block_m and block_n"; });
+  require(!p.block_counts || p.pack == 1, [] { return "heads can't be packed under a block mask: pack must be 1"; });
+}
+
+/// LSE and the parts of split keys: a row of each query and head, none beyond lse_rows.
+void check_rows(GeneralParams const& p) {
+  require(p.splits == 1 || (p.partial_o && p.partial_lse && p.partial_low),
+          [] { return "splits need partial_o, partial_lse and partial_low"; });
+  if ((p.splits == 1 && !p.lse) || p.batch == 0 || p.num_heads == 0 || p.seqlen_q == 0) return;
+  // With cu_seqlens_q a head's rows are all sequences': where they end is on the device.
+  __int128 const last =
+      __int128{p.num_heads - 1} * p.lse_head_stride +
+      (p.cu_seqlens_q ? __int128{p.lse_head_stride} : __int128{p.batch - 1} * p.lse_batch_stride + p.seqlen_q);
+  require(last <= p.lse_rows, [&] {
+    return "lse_rows (" + std::to_string(p.lse_rows) + ") must hold the rows that lse_batch_stride and " +
+           "lse_head_stride name";
+  });
+  require(!p.cu_seqlens_q || p.lse_batch_stride == 0,
+          [] { return "with cu_seqlens_q, lse_batch_stride must be 0: [num_heads, total_q]"; });
+}
+
+void check_general(GeneralParams const& p) {
+  check_sizes(p);
+  check_addresses(p);
+  check_keys(p);
+  check_features(p);
+  check_rows(p);
+}
+
+#if CUTLASS_FMHA_CUDA
+
+void check_row(Template const& t, GeneralParams const& p) {
+  ForwardConfig const& c = t.config;
+  require(c.general, [&] { return std::string(t.name) + " is no general row: run launches it"; });
+  require(p.head_dim <= c.head_dim && p.head_dim_v <= c.head_dim_v(), [&] {
+    return std::string(t.name) + " takes head dims up to " + std::to_string(c.head_dim) + " and " +
+           std::to_string(c.head_dim_v()) + ", got " + std::to_string(p.head_dim) + " and " +
+           std::to_string(p.head_dim_v);
+  });
+  int const keys = c.tile_n * c.kv_warps;
+  require(!p.block_counts || (p.block_m % c.tile_m == 0 && p.block_n % keys == 0), [&] {
+    return std::string(t.name) + " takes blocks of a mask that are multiples of " + std::to_string(c.tile_m) + " x " +
+           std::to_string(keys) + ", got " + std::to_string(p.block_m) + " x " + std::to_string(p.block_n);
+  });
+}
+
+/// `params` by value: another thread may write to the Python object while this one launches.
+void run_general(int row, GeneralParams params, int device, uintptr_t stream) {
+  auto const& rows = templates();
+  require(row >= 0 && row < static_cast<int>(rows.size()), [&] {
+    return "row must be between 0 and " + std::to_string(rows.size() - 1) + ", got " + std::to_string(row);
+  });
+  check_general(params);
+  check_row(rows[row], params);
+  params.vectors = all_vectors(params);
+  // A full launch queue makes the driver wait, maybe for a host callback that wants the interpreter.
+  py::gil_scoped_release unlocked;
+  launch_general(row, params, device, reinterpret_cast<cudaStream_t>(stream));
+}
+
+#else
+
+void run_general(int, GeneralParams const& params, int, uintptr_t) {
+  check_general(params);
+  no_cuda();
+}
+
+#endif
+
+}  // namespace
+
+void bind_general(py::module_& m) {
+  Class params(m, "GeneralParams");
+  params.def(py::init(&nothing_asked)).def("copy", [](GeneralParams const& p) { return p; });
+  params.def_property_readonly("vectors", &all_vectors);
+  bind_addresses(params);
+  bind_strides(params);
+  bind_numbers(params);
+  m.def("run_general", &run_general, py::arg("row"), py::arg("params"), py::arg("device"), py::arg("stream"));
+}
+
+}  // namespace cutlass_fmha

@@ -1,0 +1,189 @@
+"""Launches of general rows around the package's Python layer, on a GPU's tensors or on a simulator's.
+
+Outputs, LSE and the parts of split keys lie in buffers full of NaN that the kernels must overwrite exactly
+where they are asked to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import gpu
+import oracle
+import oracle_general
+import torch
+from gpu import Guarded
+from problems import GUARD, place
+from problems_general import GeneralProblem, fitted
+from tensors_general import Call
+from torch import Tensor
+
+from cutlass_fmha import _C
+
+#: Which field of the parameters takes the address of a feature's tensor.
+ADDRESSES = {
+    **{name: name for name in ("mask", "bias", "prefix_lengths", "alibi_slopes", "sinks", "dropout_seed")},
+    **{name: name for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k")},
+    "page_table": "page_table",
+    "cache_batch_idx": "batch_index_k",
+}
+
+
+def fit(problem: GeneralProblem, row: _C.Template) -> GeneralProblem:
+    """The problem as a row can take it."""
+    return fitted(problem, row.head_dim, row.head_dim_v, row.tile_m, row.tile_n * row.kv_warps)
+
+
+@dataclass
+class GeneralLaunch:
+    """One call of ``_C.run_general``, ready to be made any number of times."""
+
+    row: _C.Template
+    problem: GeneralProblem
+    call: Call
+    out: Guarded
+    lse: Guarded | None
+    params: _C.GeneralParams
+    partial: list[Tensor] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, row: _C.Template, problem: GeneralProblem, device: torch.device | str) -> GeneralLaunch:
+        problem = fit(problem, row)
+        call = problem.call(gpu.torch_dtype(row), device)
+        out, lse = _outputs(problem, call)
+        params = _params(problem, call, out.view, None if lse is None else lse.view)
+        launch = cls(row, problem, call, out, lse, params)
+        launch._add_splits()
+        return launch
+
+    def _add_splits(self) -> None:
+        splits = self.problem.num_splits or 1
+        if splits == 1:
+            return
+        rows, device = self.params.lse_rows, self.call.q.device
+        self.partial = [
+            torch.full((splits * rows * width,), torch.nan, device=device)
+            for width in (self.problem.head_dim_v, 1, 1)
+        ]
+        self.params.splits = splits
+        if rows:
+            addresses = [tensor.data_ptr() for tensor in self.partial]
+            self.params.partial_o, self.params.partial_lse, self.params.partial_low = addresses
+
+    def run(self, stream: int | None = None) -> None:
+        """Launch on ``stream``, or on torch's current one."""
+        device = self.call.q.device
+        if device.type == "cpu":  # a simulator, which has one device
+            _C.run_general(self.row.index, self.params, 0, 0)
+            return
+        stream = torch.cuda.current_stream(device).cuda_stream if stream is None else stream
+        _C.run_general(self.row.index, self.params, device.index or 0, stream)
+
+    def errors(self) -> oracle.Errors:
+        """How far the outputs are from fp64."""
+        call, lse = self.call, None if self.lse is None else self.lse.view
+        if self.out.view.numel() == 0:
+            return oracle.Errors(0.0, 0.0)
+        return oracle_general.compare(
+            self.out.view,
+            lse,
+            call.q,
+            call.k,
+            call.v,
+            call.scale,
+            call.causal,
+            call.exact_scores,
+            **call.features,
+        )
+
+    def intact(self) -> bool:
+        """Whether the kernels wrote nothing but their outputs."""
+        checks = [self.out.intact()] + ([self.lse.intact()] if self.lse else [])
+        return bool(torch.stack(checks).all())
+
+    def check(self) -> oracle.Errors:
+        """Launch and compare: the errors, or AssertionError."""
+        self.run()
+        errors = self.errors().check()
+        assert self.intact(), f"{self.row.name}: {self.problem}: wrote outside its outputs"
+        return errors
+
+
+def _outputs(problem: GeneralProblem, call: Call) -> tuple[Guarded, Guarded | None]:
+    packed = problem.packed_q
+    shape = (*call.q.shape[:-1], problem.head_dim_v)
+    like = torch.empty((1, *shape) if packed else shape, dtype=call.q.dtype, device=call.q.device)
+    if problem.out_layout == "unaligned":
+        view = place(like, row_pad=1, offset=GUARD + 1)
+    elif problem.out_layout == "padded":
+        view = place(like, row_pad=8)
+    else:
+        view = place(like, problem.out_layout)
+    out = Guarded.around(view[0] if packed else view)
+    if not problem.return_lse:
+        return out, None
+    heads = problem.num_heads
+    rows = (1, heads, shape[0], 1) if packed else (problem.batch, heads, problem.seqlen_q, 1)
+    lse = place(torch.empty(rows, device=call.q.device)).squeeze(-1)
+    return out, Guarded.around(lse[0] if packed else lse)
+
+
+def _strides(x: Tensor) -> tuple[int, int, int]:
+    """(batch, seqlen, head); a packed tensor has no batch, and what has one element has no stride."""
+    strides = [0 if size == 1 else stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
+    return (0, strides[0], strides[1]) if len(strides) == 2 else (strides[0], strides[1], strides[2])
+
+
+def _params(problem: GeneralProblem, call: Call, out: Tensor, lse: Tensor | None) -> _C.GeneralParams:
+    p, features = _C.GeneralParams(), call.features
+    for name, tensor in (("q", call.q), ("k", call.k), ("v", call.v), ("o", out)):
+        setattr(p, name, tensor.data_ptr())
+        setattr(p, f"{name}_stride", _strides(tensor))
+    p.batch, p.seqlen_q, p.seqlen_k = problem.batch, problem.seqlen_q, problem.capacity
+    p.num_heads, p.num_heads_kv = problem.num_heads, problem.num_heads_kv
+    p.head_dim, p.head_dim_v = problem.head_dim, problem.head_dim_v
+    p.scale = problem.head_dim**-0.5 if call.scale is None else call.scale
+    p.softcap = problem.softcap
+    p.bottom_right = call.causal != "top-left"
+    left, right = problem.window or (-1, -1)
+    p.window_left, p.window_right = left, right if call.causal == "none" else 0
+    for name, place_of in ADDRESSES.items():
+        if (tensor := features.get(name)) is not None and tensor.numel():
+            setattr(p, place_of, tensor.data_ptr())
+    _add_strides(p, problem, features)
+    if problem.dropout:
+        p.dropout_threshold, p.dropout_scale = round(problem.dropout * 65536), 1 / (1 - problem.dropout)
+    if problem.pack and problem.group and problem.blocks is None:
+        p.pack = problem.group
+    rows = call.q.shape[0] if problem.packed_q else problem.seqlen_q
+    p.lse = 0 if lse is None else lse.data_ptr()
+    p.lse_batch_stride = 0 if problem.packed_q else problem.num_heads * rows
+    p.lse_head_stride = rows
+    p.lse_rows = rows * problem.num_heads * (1 if problem.packed_q else problem.batch)
+    return p
+
+
+def _add_strides(p: _C.GeneralParams, problem: GeneralProblem, features: dict[str, Any]) -> None:
+    """How masks, biases, lists, slopes and tables lie."""
+    whole = (problem.batch, problem.num_heads, problem.seqlen_q, problem.capacity)
+    for name in ("mask", "bias"):
+        if (tensor := features.get(name)) is not None and tensor.numel():
+            setattr(p, f"{name}_stride", tensor.expand(whole).stride())
+            if name == "bias":
+                p.bias_type = "float32" if tensor.dtype == torch.float32 else "same_as_q"
+    if (table := features.get("page_table")) is not None and table.numel():
+        p.page_size, p.page_table_stride = problem.page_size, table.stride(0)
+    if (slopes := features.get("alibi_slopes")) is not None:
+        p.alibi_stride = slopes.expand(problem.batch, problem.num_heads).stride()
+    if (lists := features.get("block_mask")) is not None:
+        counts, indices, (p.block_m, p.block_n) = lists
+        both = (problem.batch, problem.num_heads)
+        p.block_counts, p.count_stride = counts.data_ptr(), counts.expand(*both, -1).stride()
+        p.block_indices, p.block_stride = indices.data_ptr(), indices.expand(*both, -1, -1).stride()
+        if counts.numel() == 0:
+            p.block_counts = p.block_indices = 0
+
+
+def without_splits(problem: GeneralProblem) -> GeneralProblem:
+    return replace(problem, num_splits=1)

@@ -1,0 +1,171 @@
+"""Problems with features that every general row is run on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from problems import CAUSAL, FILLS
+from problems_general import EXACT_FILLS, HEAD_DIMS, LAYOUTS, MEMORY
+from problems_general import GeneralProblem as P
+
+
+def _masks() -> list[P]:
+    found = [
+        P(130, 300, causal=causal, window=window)
+        for causal in CAUSAL
+        for window in ((0, 0), (5, -1), (-1, 7), (64, 0), (300, 300), (33, 70))
+    ]
+    found += [
+        P(70, 200, mask=(dims, memory))
+        for dims, memory in zip(("bhqk", "qk", "k", "bk", ""), MEMORY, strict=True)
+    ]
+    found += [P(200, 130, causal=causal, prefix=True, num_heads=4) for causal in CAUSAL]
+    found += [P(150, 300, causal=causal, window=(20, -1), prefix=True) for causal in CAUSAL[1:]]
+    found += [
+        P(200, 500, blocks=blocks, block_dims=dims, causal=causal)
+        for blocks, dims, causal in (
+            ((64, 64), "bh", "none"),
+            ((64, 128), "", "bottom-right"),
+            ((128, 64), "h", "top-left"),
+            ((192, 128), "b", "none"),
+        )
+    ]
+    return [
+        *found,
+        P(300, 300, causal="bottom-right", blocks=(64, 64), window=(100, 0), mask=("hqk", "plain")),
+    ]
+
+
+def _scores() -> list[P]:
+    found = [
+        P(70, 200, bias=(dims, kind, memory), causal=causal)
+        for dims, memory, causal in zip(
+            ("bhqk", "hqk", "hk", "q", ""), MEMORY, ("none", "bottom-right") * 3, strict=False
+        )
+        for kind in ("same", "float32")
+    ]
+    found += [P(70, 200, bias=("bhqk", kind, "plain"), bias_fill="minus-inf") for kind in ("same", "float32")]
+    found += [P(113, 257, softcap=softcap, causal="bottom-right") for softcap in (0.5, 20.0, 50.0)]
+    found += [
+        P(113, 257, alibi=alibi, causal=causal, num_heads=4) for alibi in ("h", "bh") for causal in CAUSAL
+    ]
+    found += [
+        P(113, 257, sinks=sinks, causal=causal)
+        for sinks in ("normal", "high", "low")
+        for causal in CAUSAL[::2]
+    ]
+    found += [P(300, 100, sinks="normal", causal="bottom-right"), P(33, 0, sinks="normal")]
+    found += [P(130, 300, dropout=p, causal=causal) for p in (0.1, 0.5, 0.999) for causal in CAUSAL[::2]]
+    return [
+        *found,
+        P(130, 300, softcap=10.0, bias=("hqk", "same", "plain"), alibi="h", sinks="normal", dropout=0.2),
+    ]
+
+
+def _shapes() -> list[P]:
+    found = [P(70, 130, head_dim=d, head_dim_v=d, causal="bottom-right") for d in HEAD_DIMS]
+    found += [
+        P(70, 130, head_dim=d, head_dim_v=v)
+        for d, v in ((192, 128), (64, 256), (128, 8), (16, 100), (40, 33))
+    ]
+    found += [
+        P(65, 113, num_heads=6, num_heads_kv=3, batch=3, layout=layout, out_layout=out, causal="bottom-right")
+        for layout in LAYOUTS
+        for out in ("bshd", "bhsd", "padded", "unaligned")
+    ]
+    found += [P(q, k, causal=causal) for q, k in ((0, 5), (5, 0), (1, 1), (300, 0)) for causal in CAUSAL]
+    return [*found, P(5, 7, batch=0), P(5, 7, num_heads=0, num_heads_kv=0)]
+
+
+def _lengths() -> list[P]:
+    found = []
+    for causal in CAUSAL:
+        found += [
+            P(130, 200, batch=5, packed_q=True, packed_k=True, causal=causal),
+            P(130, 200, batch=4, packed_q=True, packed_k=True, causal=causal, used_q=True, used_k=True),
+            P(70, 300, batch=4, used_q=True, used_k=True, leftpad=True, causal=causal),
+            P(130, 130, batch=3, packed_q=True, used_k=True, indexed=True, causal=causal),
+            P(60, 300, batch=3, packed_q=True, page_size=48, used_k=True, leftpad=True, causal=causal),
+            P(113, 257, batch=4, packed_q=True, packed_k=True, window=(40, 5), causal=causal, num_splits=3),
+        ]
+    found += [P(100, 300, batch=3, page_size=size, used_k=True) for size in (16, 48, 64, 256)]
+    return [
+        *found,
+        P(
+            40,
+            90,
+            batch=3,
+            packed_q=True,
+            bias=("bhqk", "float32", "plain"),
+            mask=("bqk", "plain"),
+            dropout=0.3,
+        ),
+    ]
+
+
+def _decode() -> list[P]:
+    """Few queries: heads packed, keys split."""
+    found = [
+        P(q, 1000, num_heads=heads, num_heads_kv=kv, num_splits=splits, pack=pack, causal=causal, used_k=True)
+        for q, heads, kv, causal in (
+            (1, 8, 1, "none"),
+            (3, 12, 3, "bottom-right"),
+            (17, 4, 2, "bottom-right"),
+        )
+        for splits in (1, 2, 7)
+        for pack in (False, True)
+    ]
+    found += [
+        P(
+            2,
+            700,
+            num_heads=8,
+            num_heads_kv=2,
+            num_splits=4,
+            pack=True,
+            page_size=size,
+            used_k=True,
+            leftpad=size == 16,
+        )
+        for size in (16, 64, 256)
+    ]
+    scores = {
+        "alibi": "bh",
+        "sinks": "normal",
+        "softcap": 15.0,
+        "bias": ("bhqk", "float32", "transposed"),
+        "dropout": 0.4,
+    }
+    found += [P(5, 400, num_heads=6, num_heads_kv=2, num_splits=3, pack=True, window=(200, 0), **scores)]
+    return [*found, P(4, 20, num_heads=4, num_heads_kv=1, num_splits=7, pack=True), P(1, 5, num_splits=64)]
+
+
+def _numbers() -> list[P]:
+    found = []
+    for fill in FILLS:
+        scale = 1.0 if fill in EXACT_FILLS else None
+        found += [
+            P(130, 300, fill=fill, scale=scale),
+            P(70, 600, fill=fill, scale=scale, num_splits=3, causal="bottom-right"),
+        ]
+    found += [P(130, 300, scale=scale, window=(90, 0)) for scale in (0.0, -0.2, 3.0, 1e-6, 1e-45)]
+    return [
+        *found,
+        P(70, 200, scale=-0.3, softcap=3.0, sinks="high"),
+        P(70, 200, fill="huge", scale=-1.0, causal="top-left"),
+    ]
+
+
+def _seeded(*made: P) -> list[P]:
+    return [replace(problem, seed=seed) for seed, problem in enumerate(made)]
+
+
+#: Each feature by itself around the tiles' sizes, pairs that meet in a kernel, numbers at the edge.
+GROUPS = {
+    "masks": _seeded(*_masks()),
+    "scores": _seeded(*_scores()),
+    "shapes": _seeded(*_shapes()),
+    "lengths": _seeded(*_lengths()),
+    "decode": _seeded(*_decode()),
+    "numbers": _seeded(*_numbers()),
+}

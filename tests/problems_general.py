@@ -1,0 +1,244 @@
+"""Attention problems with features: what is asked, which numbers, and how everything lies in memory.
+
+As in ``problems.py``, a problem is data. ``tensors_general.py`` makes its tensors, ``listed_general.py`` has
+the problems that every row is run on.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from hypothesis import strategies as st
+from problems import CAUSAL
+from tensors_general import Call, Maker
+
+EXACT_FILLS = ("large", "huge")
+MEMORY = ("plain", "expanded", "missing", "transposed", "padded")
+#: "expanded": one head for all; "shared": one batch entry for all, where no length tells them apart.
+LAYOUTS = ("bshd", "bhsd", "sbhd", "padded", "unaligned", "expanded", "shared")
+
+
+class Lengths(NamedTuple):
+    """Of each sequence: rows of q, of them used, rows of k, of them used, and rows before the first key."""
+
+    rows_q: list[int]
+    used_q: list[int]
+    rows_k: list[int]
+    used_k: list[int]
+    padding: list[int]
+
+
+@dataclass(frozen=True)
+class GeneralProblem:
+    """One call of attention, but for the dtype. Lengths are those of the longest sequence."""
+
+    seqlen_q: int = 33
+    seqlen_k: int = 65
+    batch: int = 2
+    num_heads: int = 2
+    num_heads_kv: int = 2
+    head_dim: int = 64
+    head_dim_v: int = 64
+    causal: str = "none"
+    scale: float | None = None
+    fill: str = "normal"
+    layout: str = "bshd"
+    out_layout: str = "bshd"
+    return_lse: bool = True
+    #: (left, right), -1 without limit.
+    window: tuple[int, int] | None = None
+    #: Which of the dimensions "bhqk" it has a size in, and how it lies in memory (MEMORY).
+    mask: tuple[str, str] | None = None
+    #: The same, and "same" or "float32".
+    bias: tuple[str, str, str] | None = None
+    #: "normal", "minus-inf" (in part) or "huge".
+    bias_fill: str = "normal"
+    prefix: bool = False
+    #: Queries and keys of a block, and for which of "bh" there are lists.
+    blocks: tuple[int, int] | None = None
+    block_dims: str = "bh"
+    softcap: float = 0.0
+    #: "h" or "bh"; "" without.
+    alibi: str = ""
+    #: "normal", "high" or "low"; "" without.
+    sinks: str = ""
+    dropout: float = 0.0
+    #: cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k.
+    packed_q: bool = False
+    packed_k: bool = False
+    used_q: bool = False
+    used_k: bool = False
+    leftpad: bool = False
+    page_size: int = 0
+    #: cache_batch_idx
+    indexed: bool = False
+    num_splits: int | None = None
+    #: In a launch around the package: the heads of a group share tiles.
+    pack: bool = False
+    seed: int = 0
+
+    def __str__(self) -> str:
+        """What differs from the defaults, as the call that makes it."""
+        said = (
+            f"{name}={getattr(self, name)!r}"
+            for name, default in DEFAULTS.items()
+            if getattr(self, name) != default
+        )
+        return f"GeneralProblem({', '.join(said)})"
+
+    @property
+    def features(self) -> list[str]:
+        """What the problem has, by name, for reports."""
+        found = [name for name in REPORTED if getattr(self, name)]
+        found += [self.causal] if self.causal != "none" else []
+        found += ["scale"] if self.scale is not None else []
+        found += ["splits"] if (self.num_splits or 1) > 1 else []
+        found += ["other head_dim_v"] if self.head_dim_v != self.head_dim else []
+        found += ["odd head dim"] if self.head_dim % 8 or self.head_dim_v % 8 else []
+        found += ["grouped heads"] if self.num_heads != self.num_heads_kv else []
+        found += [f"fill {self.fill}", f"layout {self.layout}"]
+        return found
+
+    @property
+    def group(self) -> int:
+        return self.num_heads // self.num_heads_kv if self.num_heads_kv else 1
+
+    @property
+    def exact_scores(self) -> bool:
+        return self.fill in EXACT_FILLS
+
+    @property
+    def pages(self) -> int:
+        """Pages of a sequence at most."""
+        return -(-self.seqlen_k // self.page_size) if self.page_size else 0
+
+    @property
+    def capacity(self) -> int:
+        """Keys that a sequence has room for: what masks and biases are as wide as."""
+        return self.pages * self.page_size if self.page_size else self.seqlen_k
+
+    def call(self, dtype: torch.dtype, device: torch.device | str) -> Call:
+        """The tensors, filled and laid out."""
+        return Maker(self, dtype, device).call()
+
+    def lengths(self) -> Lengths:
+        """Drawn from the seed: one sequence is as long as the longest may be, others often empty."""
+        chance = random.Random(self.seed)
+
+        def some(most: int, apply: bool, beyond: int = 0) -> list[int]:
+            if not apply:
+                return [most] * self.batch
+            found = [chance.choice((0, most, chance.randint(0, most + beyond))) for _ in range(self.batch)]
+            if self.batch and not beyond:
+                found[chance.randrange(self.batch)] = most
+            return found
+
+        rows_q = some(self.seqlen_q, self.packed_q)
+        rows_k = some(self.seqlen_k, self.packed_k) if not self.page_size else [self.capacity] * self.batch
+        used_q = [
+            min(rows, used) for rows, used in zip(rows_q, some(self.seqlen_q, self.used_q, 3), strict=True)
+        ]
+        used_k = [
+            min(rows, used) for rows, used in zip(rows_k, some(self.capacity, self.used_k, 3), strict=True)
+        ]
+        padding = [chance.randint(0, chance.choice((3, used + 1))) if self.leftpad else 0 for used in used_k]
+        return Lengths(rows_q, used_q, rows_k, used_k, padding)
+
+
+DEFAULTS = {name: entry.default for name, entry in GeneralProblem.__dataclass_fields__.items()}
+REPORTED = (
+    *("window", "mask", "bias", "prefix", "blocks", "softcap", "alibi", "sinks", "dropout"),
+    *("packed_q", "packed_k", "used_q", "used_k", "leftpad", "page_size", "indexed", "pack"),
+)
+
+
+# ---- problems ----------------------------------------------------------------------------------------------
+
+HEAD_DIMS = (8, 16, 24, 32, 40, 64, 72, 80, 96, 104, 112, 128, 160, 192, 200, 256, 1, 5, 33, 100, 250)
+FILLS_WITHOUT_A_SCALE = (
+    "normal",
+    "constant",
+    "ramp",
+    "steep-ramp",
+    "outliers",
+    "huge-values",
+    "small",
+    "tiny",
+)
+
+
+def fitted(
+    problem: GeneralProblem, head_dim: int, head_dim_v: int, block_m: int, block_n: int
+) -> GeneralProblem:
+    """The problem as a row can take it that has these head dims at most and divides blocks of these sizes."""
+    blocks = problem.blocks
+    if blocks is not None:
+        blocks = (-(-blocks[0] // block_m) * block_m, -(-blocks[1] // block_n) * block_n)
+    dims = min(problem.head_dim, head_dim), min(problem.head_dim_v, head_dim_v)
+    return replace(problem, head_dim=dims[0], head_dim_v=dims[1], blocks=blocks)
+
+
+def sometimes(values: st.SearchStrategy[Any], nothing: Any = None) -> st.SearchStrategy[Any]:
+    """A third of the time ``values``."""
+    return st.sampled_from((False, False, True)).flatmap(lambda there: values if there else st.just(nothing))
+
+
+@st.composite
+def problems(draw: st.DrawFn, longest: int = 700) -> GeneralProblem:
+    """Any mixture of features, of moderate size. Shrinks towards a plain problem."""
+    length = st.one_of(st.integers(0, 40), st.integers(0, 300), st.integers(0, longest))
+    decode = draw(st.booleans())
+    seqlen_q, seqlen_k = draw(st.integers(1, 16) if decode else length), draw(length)
+    group, heads_kv = draw(st.integers(1, 8 if decode else 4)), draw(st.integers(1, 3))
+    head_dim = draw(st.sampled_from(HEAD_DIMS))
+    page_size = draw(sometimes(st.sampled_from((16, 48, 64, 256)), 0))
+    packed_k = not page_size and draw(sometimes(st.just(True), False))
+    fill = draw(st.sampled_from(FILLS_WITHOUT_A_SCALE))
+    dims = st.sets(st.sampled_from("bhqk")).map(lambda names: "".join(x for x in "bhqk" if x in names))
+    memory = st.sampled_from(MEMORY)
+    side = st.one_of(st.just(-1), st.integers(0, 30), st.integers(0, longest))
+    problem = GeneralProblem(
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        batch=draw(st.integers(1, 4)),
+        num_heads=group * heads_kv,
+        num_heads_kv=heads_kv,
+        head_dim=head_dim,
+        head_dim_v=draw(sometimes(st.sampled_from(HEAD_DIMS), head_dim)),
+        causal=draw(st.sampled_from(CAUSAL)),
+        scale=draw(sometimes(st.one_of(st.just(0.0), st.floats(-1.0, 1.0, width=32)))),
+        fill=fill,
+        out_layout=draw(st.sampled_from(("bshd", "bhsd", "padded", "unaligned"))),
+        return_lse=draw(st.booleans()),
+        window=draw(sometimes(st.tuples(side, side))),
+        mask=draw(sometimes(st.tuples(dims, memory))),
+        bias=draw(sometimes(st.tuples(dims, st.sampled_from(("same", "float32")), memory))),
+        bias_fill=draw(st.sampled_from(("normal", "minus-inf"))),
+        prefix=draw(sometimes(st.just(True), False)),
+        blocks=draw(sometimes(st.sampled_from(((64, 64), (128, 64), (64, 128), (192, 128))))),
+        block_dims=draw(st.sampled_from(("", "b", "h", "bh"))),
+        softcap=draw(sometimes(st.sampled_from((0.5, 5.0, 30.0)), 0.0)),
+        alibi=draw(sometimes(st.sampled_from(("h", "bh")), "")),
+        sinks=draw(sometimes(st.sampled_from(("normal", "high", "low")), "")),
+        dropout=draw(sometimes(st.sampled_from((0.1, 0.5, 0.9)), 0.0)),
+        packed_q=draw(sometimes(st.just(True), False)),
+        packed_k=packed_k,
+        used_q=draw(sometimes(st.just(True), False)),
+        used_k=draw(sometimes(st.just(True), False)) or (page_size > 0 and draw(st.booleans())),
+        leftpad=draw(sometimes(st.just(True), False)),
+        page_size=page_size,
+        indexed=not page_size and not packed_k and draw(sometimes(st.just(True), False)),
+        num_splits=draw(st.one_of(st.none(), st.integers(1, 7))),
+        pack=draw(st.booleans()),
+        seed=draw(st.integers(0, 2**16)),
+    )
+    layouts = LAYOUTS[:-1] if has_lengths(problem) else LAYOUTS
+    return replace(problem, layout=draw(st.sampled_from(layouts)))
+
+
+def has_lengths(p: GeneralProblem) -> bool:
+    """Whether sequences differ in which of their rows count."""
+    return bool(p.packed_q or p.packed_k or p.used_q or p.used_k or p.leftpad or p.page_size or p.indexed)

@@ -1,0 +1,275 @@
+"""The tensors of ``problems_general.GeneralProblem``: their numbers, and how they lie in memory.
+
+As in ``problems.py``, every tensor lies inside a buffer of NaN, or of numbers that would be noticed. Rows of
+a tensor that are no sequence's, that a length leaves out or that pad it, and pages that nobody has, are NaN
+as well: a kernel that lets one of them in can't hide it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import problems
+import torch
+from problems import FILLS, GUARD, place
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from problems_general import GeneralProblem, Lengths
+
+#: A number of an int32 vector that stands where nothing is to be read: wrong, but within all tensors.
+NOBODY = 1
+
+
+class Call(NamedTuple):
+    """Tensors and numbers as ``cutlass_fmha.attention`` takes them; ``causal`` is the op's word."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float | None
+    causal: str
+    features: dict[str, Any]
+    exact_scores: bool
+
+
+@dataclass
+class Maker:
+    """Makes the tensors of one problem, each from the numbers that its seed gives."""
+
+    problem: GeneralProblem
+    dtype: torch.dtype
+    device: torch.device | str
+    chance: random.Random = field(init=False)
+    numbers: torch.Generator = field(init=False)
+    lengths: Lengths = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.chance = random.Random(self.problem.seed + 1)
+        self.numbers = torch.Generator(device=self.device).manual_seed(self.problem.seed + 1)
+        self.lengths = self.problem.lengths()
+
+    def call(self) -> Call:
+        p = self.problem
+        q, k, v = self.contents()
+        features: dict[str, Any] = {}
+        q = self.packed(q, self.lengths.rows_q, "q", features) if p.packed_q else lay_out(q, p.layout, 0)
+        if p.packed_k:
+            before = dict(features)
+            k = self.packed(k, self.lengths.rows_k, "k", features)
+            v = self.packed(v, self.lengths.rows_k, "k", before)
+        elif p.page_size:
+            k, v = self.paged(k, v, features)
+        else:
+            k, v = self.entries(k, v, features)
+            k, v = lay_out(k, p.layout, 1), lay_out(v, p.layout, 2)
+        self.add_lengths(features)
+        self.add_masks(features)
+        self.add_scores(features)
+        if p.num_splits is not None:
+            features["num_splits"] = p.num_splits
+        return Call(q, k, v, p.scale, p.causal, features, p.exact_scores)
+
+    # ---- query, key and value ------------------------------------------------------------------------------
+
+    def contents(self) -> list[Tensor]:
+        """q, k and v with a batch entry per sequence, NaN where nothing is in use."""
+        p = self.problem
+        widest = max(p.head_dim, p.head_dim_v)
+        plain = problems.Problem(
+            p.seqlen_q,
+            p.capacity,
+            p.causal,
+            p.batch,
+            p.num_heads,
+            p.num_heads_kv,
+            p.scale,
+            p.fill,
+            seed=p.seed,
+        )
+        q, k, v = FILLS[p.fill](plain, self.dtype, widest, self.device)
+        q, k, v = q[..., : p.head_dim].clone(), k[..., : p.head_dim].clone(), v[..., : p.head_dim_v].clone()
+        lengths = self.lengths
+        for b in range(p.batch):
+            q[b, lengths.used_q[b] :] = torch.nan
+            for tensor in (k, v):
+                tensor[b, lengths.used_k[b] :] = torch.nan
+                tensor[b, : lengths.padding[b]] = torch.nan
+        return [q, k, v]
+
+    def packed(self, x: Tensor, rows: list[int], side: str, features: dict[str, Any]) -> Tensor:
+        """The sequences one after another, with rows before, between and behind them that are nobody's."""
+        gap = torch.full_like(x[0, :1] if x.shape[1] else x.new_zeros(1, *x.shape[2:]), torch.nan)
+        chance = random.Random(self.problem.seed)
+        parts, starts, at = [], [], 0
+        if chance.random() < 0.3:
+            parts, at = [gap, gap], 2
+        for b, length in enumerate(rows):
+            starts.append(at)
+            parts.append(x[b, :length])
+            at += length
+        starts.append(at)
+        if chance.random() < 0.5:
+            parts.append(gap)
+        features[f"cu_seqlens_{side}"] = self.vector(starts)
+        features[f"max_seqlen_{side}"] = self.problem.seqlen_q if side == "q" else self.problem.seqlen_k
+        whole = torch.cat(parts) if parts else x.new_zeros(0, *x.shape[2:])
+        return lay_out(whole[None], self.problem.layout, 1 if side == "k" else 0)[0]
+
+    def paged(self, k: Tensor, v: Tensor, features: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Shuffled pages, some of them nobody's. Where a table says nothing, it names one of those."""
+        p = self.problem
+        own = p.batch * p.pages
+        places = list(range(own + 3))
+        self.chance.shuffle(places)
+        table = torch.tensor(places[:own], dtype=torch.int32).view(p.batch, p.pages)
+        found = []
+        for number, x in enumerate((k, v)):
+            pages = torch.full(
+                (own + 3, p.page_size, *x.shape[2:]), torch.nan, dtype=x.dtype, device=self.device
+            )
+            pages[table.flatten().long()] = x.reshape(own, p.page_size, *x.shape[2:])
+            found.append(lay_out(pages, p.layout, 1 + number))
+        for b, used in enumerate(self.lengths.used_k):
+            table[b, -(-used // p.page_size) :] = places[own]
+        room = torch.full((p.batch, p.pages + 2), places[own], dtype=torch.int32)
+        room[:, 1:-1] = table
+        features["page_table"] = room.to(self.device)[:, 1 : 1 + p.pages]
+        return found[0], found[1]
+
+    def entries(self, k: Tensor, v: Tensor, features: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Batch entries in another order, with one more that is nobody's."""
+        if not self.problem.indexed:
+            return k, v
+        places = list(range(self.problem.batch + 1))
+        self.chance.shuffle(places)
+        features["cache_batch_idx"] = self.vector(places[:-1])
+        found = []
+        for x in (k, v):
+            moved = torch.full((len(places), *x.shape[1:]), torch.nan, dtype=x.dtype, device=self.device)
+            moved[places[:-1]] = x
+            found.append(moved)
+        return found[0], found[1]
+
+    # ---- lengths, masks, scores ----------------------------------------------------------------------------
+
+    def vector(self, values: list[int]) -> Tensor:
+        """int32, between numbers that are wrong."""
+        around = [NOBODY] * 4 + values + [NOBODY] * 4
+        return torch.tensor(around, dtype=torch.int32, device=self.device)[4 : 4 + len(values)]
+
+    def add_lengths(self, features: dict[str, Any]) -> None:
+        p, lengths = self.problem, self.lengths
+        if p.used_q:
+            features["seqused_q"] = self.vector(lengths.used_q)
+        if p.used_k:
+            features["seqused_k"] = self.vector(lengths.used_k)
+        if p.leftpad:
+            features["leftpad_k"] = self.vector(lengths.padding)
+
+    def add_masks(self, features: dict[str, Any]) -> None:
+        p = self.problem
+        if p.window is not None:
+            features["window"] = p.window
+        if p.prefix:
+            features["prefix_lengths"] = self.vector(
+                [self.chance.randint(0, self.chance.choice((5, p.capacity + 2))) for _ in range(p.batch)]
+            )
+        if p.mask is not None:
+            seen = self.uniform(p.mask[0]) < 0.7
+            seen &= self.uniform(p.mask[0].replace("k", "")) < 0.9  # whole rows
+            features["mask"] = self.placed(seen, p.mask[1], guard=True)
+        if p.blocks is not None:
+            features["block_mask"] = (*self.block_lists(), p.blocks)
+
+    def add_scores(self, features: dict[str, Any]) -> None:
+        p = self.problem
+        if p.softcap:
+            features["softcap"] = p.softcap
+        if p.bias is not None:
+            bias = self.normal(p.bias[0])
+            if p.bias_fill == "minus-inf":
+                bias.masked_fill_(self.uniform(p.bias[0]) < 0.2, -torch.inf)
+            elif p.bias_fill == "huge":
+                bias *= 3e3
+            dtype = torch.float32 if p.bias[1] == "float32" else self.dtype
+            features["bias"] = self.placed(bias.to(dtype), p.bias[2], guard=torch.nan)
+        if p.alibi:
+            shape = (p.batch, p.num_heads) if p.alibi == "bh" else (p.num_heads,)
+            slopes = torch.rand(shape, generator=self.numbers, device=self.device) * 0.5 - 0.1
+            features["alibi_slopes"] = slopes.t().contiguous().t()
+        if p.sinks:
+            sinks = torch.randn(p.num_heads, generator=self.numbers, device=self.device)
+            sinks += {"normal": 0.0, "high": 12.0, "low": -12.0}[p.sinks]
+            features["sinks"] = sinks.to(torch.float64 if self.dtype == torch.float64 else torch.float32)
+        if p.dropout:
+            seed = self.chance.getrandbits(63)
+            features["dropout_p"] = p.dropout
+            features["dropout_seed"] = torch.tensor([seed], dtype=torch.int64, device=self.device)
+
+    def block_lists(self) -> tuple[Tensor, Tensor]:
+        """Counts and ascending indices; what is beyond a count names a block that would be counted twice."""
+        p = self.problem
+        assert p.blocks is not None
+        most = -(-p.capacity // p.blocks[1])
+        shape = (p.batch if "b" in p.block_dims else 1, p.num_heads if "h" in p.block_dims else 1)
+        lists = (*shape, -(-p.seqlen_q // p.blocks[0]))
+        counts = torch.zeros(lists, dtype=torch.int32)
+        indices = torch.zeros((*lists, most + 1), dtype=torch.int32)
+        for at in itertools.product(*map(range, lists)):
+            chosen = sorted(self.chance.sample(range(most), self.chance.randint(0, most)))
+            counts[at] = len(chosen)
+            indices[at][: len(chosen)] = torch.tensor(chosen, dtype=torch.int32)
+            indices[at][len(chosen) :] = chosen[0] if chosen else 0
+        return counts.to(self.device), indices.to(self.device)
+
+    def uniform(self, dims: str) -> Tensor:
+        return torch.rand(self.shape(dims), generator=self.numbers, device=self.device)
+
+    def normal(self, dims: str) -> Tensor:
+        return torch.randn(self.shape(dims), generator=self.numbers, device=self.device)
+
+    def shape(self, dims: str) -> tuple[int, ...]:
+        p = self.problem
+        sizes = {"b": p.batch, "h": p.num_heads, "q": p.seqlen_q, "k": p.capacity}
+        return tuple(size if name in dims else 1 for name, size in sizes.items())
+
+    def placed(self, x: Tensor, memory: str, guard: Any) -> Tensor:
+        """A mask or bias in memory as ``memory`` says, between guards."""
+        if memory == "transposed":
+            return self.guarded(x.transpose(2, 3), guard).transpose(2, 3)
+        if memory == "padded":
+            wide = torch.full((*x.shape[:3], x.shape[3] + 5), guard, dtype=x.dtype, device=self.device)
+            wide[..., 2:-3] = x
+            return wide[..., 2:-3]
+        x = self.guarded(x, guard)
+        if memory == "expanded":
+            return x.expand(self.shape("bhqk"))
+        if memory == "missing":
+            while x.dim() and x.shape[0] == 1:
+                x = x[0]
+        return x
+
+    def guarded(self, x: Tensor, guard: Any) -> Tensor:
+        buffer = torch.full((x.numel() + 2 * GUARD,), guard, dtype=x.dtype, device=self.device)
+        return buffer[GUARD : GUARD + x.numel()].view(x.shape).copy_(x)
+
+
+def lay_out(x: Tensor, layout: str, which: int) -> Tensor:
+    """x [batch, seqlen, heads, head_dim] inside NaN. ``which``: 0 for q, 1 for k, 2 for v."""
+    if x.dtype == torch.float64:  # for which there is no poison
+        return x
+    if layout in ("bhsd", "sbhd"):
+        return place(x, layout)
+    if layout == "padded":
+        return place(x, row_pad=8 * (1 + which))
+    if layout == "unaligned":
+        return place(x, ("bshd", "bshd", "bhsd")[which], row_pad=(0, 3, 1)[which], offset=GUARD + 1)
+    if layout == "expanded":
+        return place(x[:, :, :1]).expand(x.shape)
+    if layout == "shared":
+        return place(x[:1]).expand(x.shape)
+    return place(x)

@@ -1,0 +1,158 @@
+"""The parity tests' own parts, with fake kernels: what launches pack, what is noticed, what is reported."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import gpu
+import parity_run
+import pytest
+import torch
+from fake_build import make_build
+from fake_general import FakeGeneralKernels
+from hypothesis import given, settings
+from listed_general import GROUPS
+from problems_general import GeneralProblem, problems
+
+from cutlass_fmha import _C
+from general import GeneralLaunch
+
+BUILD = make_build((89,))
+ROWS = [row for row in BUILD.templates if row.general and row.dtype == "float16"]
+ROW = next(row for row in ROWS if row.head_dim == 256)
+
+
+@pytest.fixture
+def kernels(monkeypatch) -> FakeGeneralKernels:
+    fake = FakeGeneralKernels(BUILD)
+    monkeypatch.setattr(_C, "run_general", fake)
+    monkeypatch.setattr(gpu, "unusable", lambda: None)
+    monkeypatch.setattr(gpu, "general_rows", lambda: ROWS)
+    monkeypatch.setattr(gpu, "simulated", lambda: True)
+    monkeypatch.setattr(gpu, "rows_arch", lambda: 89)
+    torch.set_num_threads(1)
+    return fake
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_launch_packs_what_its_tensors_hold(kernels: FakeGeneralKernels, group: str):
+    for problem in GROUPS[group]:
+        launch = GeneralLaunch.of(ROW, problem, "cpu")
+        launch.check()
+        assert launch.params.splits == (problem.num_splits or 1)
+        assert launch.params.pack == (problem.group if problem.pack and problem.blocks is None else 1)
+
+
+def test_drawn_problems_are_of_every_kind():
+    seen: set[str] = set()
+
+    @settings(max_examples=150, database=None, deadline=None)
+    @given(problem=problems())
+    def draw(problem: GeneralProblem) -> None:
+        seen.update(problem.features)
+        assert eval(str(problem)) == problem  # what is printed can be run again
+
+    draw()
+    for name in (
+        "window",
+        "mask",
+        "bias",
+        "prefix",
+        "blocks",
+        "softcap",
+        "alibi",
+        "sinks",
+        "dropout",
+        "splits",
+    ):
+        assert name in seen
+    for name in ("packed_q", "packed_k", "used_q", "used_k", "leftpad", "page_size", "indexed", "pack"):
+        assert name in seen
+    assert {"top-left", "bottom-right", "other head_dim_v", "odd head dim", "grouped heads", "scale"} <= seen
+
+
+#: A field that a kernel forgets, and a problem that shows it.
+FORGOTTEN = {
+    "window_left": GeneralProblem(40, 60, window=(5, -1)),
+    "bottom_right": GeneralProblem(40, 60, causal="bottom-right"),
+    "mask": GeneralProblem(mask=("bhqk", "plain")),
+    "bias": GeneralProblem(bias=("bhqk", "float32", "plain")),
+    "prefix_lengths": GeneralProblem(60, 60, causal="top-left", prefix=True),
+    "block_counts": GeneralProblem(70, 200, blocks=(64, 64)),
+    "softcap": GeneralProblem(softcap=0.5),
+    "alibi_slopes": GeneralProblem(alibi="h"),
+    "sinks": GeneralProblem(sinks="high"),
+    "dropout_threshold": GeneralProblem(dropout=0.5),
+    "seqused_q": GeneralProblem(used_q=True, seed=3),
+    "seqused_k": GeneralProblem(used_k=True, seed=3),
+    "leftpad_k": GeneralProblem(leftpad=True, seed=3),
+    "batch_index_k": GeneralProblem(indexed=True, batch=4),
+}
+
+
+@pytest.mark.parametrize("name", FORGOTTEN)
+def test_a_kernel_that_forgets_a_field_is_noticed(kernels: FakeGeneralKernels, name: str):
+    launch = GeneralLaunch.of(ROW, FORGOTTEN[name], "cpu")
+    launch.check()
+    setattr(launch.params, name, -1 if name.startswith("window") else type(getattr(launch.params, name))(0))
+    launch.run()
+    with pytest.raises(AssertionError):
+        launch.errors().check()
+
+
+def test_outputs_that_nobody_writes_and_stray_writes_are_noticed(kernels: FakeGeneralKernels):
+    launch = GeneralLaunch.of(ROW, GeneralProblem(packed_q=True, out_layout="padded"), "cpu")
+    with pytest.raises(AssertionError):
+        launch.errors().check()
+    launch.check()
+    launch.out.buffer[launch.out.view.storage_offset() - 1] = 0.0
+    with pytest.raises(AssertionError, match="wrote outside its outputs"):
+        launch.check()
+
+
+# ---- long runs ---------------------------------------------------------------------------------------------
+
+
+def test_a_long_run_counts_what_it_drew(kernels: FakeGeneralKernels, tmp_path, capsys):
+    said = ("--problems", "60", "--processes", "1", "--longest", "60", "--report", str(tmp_path))
+    assert parity_run.main([*said, "--seed", "3"]) == 0
+    (path,) = tmp_path.glob("*.json")
+    content = json.loads(path.read_text())
+    assert content["passed"] and content["problems"] == 60 == sum(content["rows"].values())
+    assert set(content["rows"]) == {row.name for row in ROWS}
+    assert content["features"]["splits"] > 5 and 0 < content["worst_ratio"] <= 1
+    assert "| splits | " in path.with_suffix(".md").read_text() and str(tmp_path) not in path.read_text()
+    assert parity_run.main([*said, "--seed", "3"]) == 0
+    again = json.loads(path.read_text())
+    assert (again["features"], again["rows"]) == (content["features"], content["rows"])
+
+
+def test_a_mismatch_ends_a_run_with_the_line_that_repeats_it(
+    kernels: FakeGeneralKernels, monkeypatch, capsys
+):
+    right = kernels.scores
+
+    def wrong(params, dtype, sequence, products):
+        found = right(params, dtype, sequence, products)
+        return found * 1.5 if params.softcap else found
+
+    monkeypatch.setattr(kernels, "scores", wrong)
+    assert parity_run.main(["--problems", "100", "--processes", "1", "--longest", "60"]) == 1
+    failure = capsys.readouterr().err
+    line = re.search(r"python tools/parity_run.py --rows (\S+) --problem '(.*)'", failure)
+    assert line is not None and '"softcap": 0.0' not in line[2]
+    assert parity_run.main(["--rows", line[1], "--problem", line[2]]) == 1
+    monkeypatch.setattr(kernels, "scores", right)
+    assert parity_run.main(["--rows", line[1], "--problem", line[2]]) == 0
+    assert "agrees on 1 rows" in capsys.readouterr().out
+
+
+def test_a_machine_that_can_run_nothing_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(gpu, "unusable", lambda: "there is no GPU")
+    assert parity_run.main([]) == 2
+    assert capsys.readouterr().err == "parity_run: there is no GPU\n"
+    monkeypatch.setattr(gpu, "unusable", lambda: None)
+    monkeypatch.setattr(gpu, "general_rows", list)
+    assert parity_run.main(["--rows", "d7"]) == 2
+    assert "no general row under test has 'd7' in its name" in capsys.readouterr().err

@@ -1,0 +1,249 @@
+"""_C.GeneralParams and _C.run_general: every field is there, and what contradicts itself launches nothing."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cutlass_fmha import _C
+
+HEADER = Path(__file__).resolve().parents[1] / "src" / "general" / "params.h"
+WITH_CUDA = bool(_C.build_info()["cuda"])
+ROWS = [row for row in _C.templates() if row.general]
+SOMEWHERE = 4096
+
+#: A call that is right but for there being nothing at its addresses.
+RIGHT: dict[str, Any] = {
+    **dict.fromkeys(("q", "k", "v", "o"), SOMEWHERE),
+    **dict.fromkeys(("q_stride", "k_stride", "v_stride", "o_stride"), (1024, 64, 8)),
+    "batch": 2,
+    "num_heads": 4,
+    "num_heads_kv": 2,
+    "seqlen_q": 10,
+    "seqlen_k": 20,
+    "head_dim": 16,
+    "head_dim_v": 8,
+}
+LSE = {"lse": SOMEWHERE, "lse_batch_stride": 40, "lse_head_stride": 10, "lse_rows": 80}
+SPLITS = {**LSE, "splits": 3, "partial_o": SOMEWHERE, "partial_lse": SOMEWHERE, "partial_low": SOMEWHERE}
+PAGES = {"page_table": SOMEWHERE, "page_size": 16, "page_table_stride": 2}
+BLOCKS = {"block_counts": SOMEWHERE, "block_indices": SOMEWHERE, "block_m": 512, "block_n": 512}
+
+
+def params(**changes: Any) -> _C.GeneralParams:
+    made = _C.GeneralParams()
+    for name, value in {**RIGHT, **changes}.items():
+        setattr(made, name, value)
+    return made
+
+
+def declared_fields() -> dict[str, str]:
+    """Type of each field of the C++ struct."""
+    struct = re.search(r"struct GeneralParams \{(.*?)\n\};", HEADER.read_text(), re.DOTALL)
+    assert struct is not None
+    code = re.sub(r"//.*", "", struct[1])
+    found = {}
+    for statement in filter(None, (" ".join(part.split()) for part in code.split(";"))):
+        first, *others = statement.split(", ")
+        kind, _, name = first.rpartition(" ")
+        for each in (name, *others):
+            found[each.partition("[")[0]] = kind
+    return found
+
+
+def test_every_field_of_the_struct_is_there():
+    derived = {"by_page_size", "by_pack"}
+    names = {name for name in vars(_C.GeneralParams) if not name.startswith("_")}
+    assert names - {"copy"} == set(declared_fields()) - derived
+
+
+def test_what_is_written_is_read():
+    values: dict[str, Any] = {}
+    for number, (name, kind) in enumerate(declared_fields().items(), start=1):
+        count = {"Strides": 3, "ScoreStrides": 4}.get(kind, {"count_stride": 3, "alibi_stride": 2}.get(name))
+        if name in ("by_page_size", "by_pack", "vectors"):
+            continue
+        if count is not None:
+            values[name] = tuple(range(number, number + count))
+        else:
+            values[name] = {"bool": True, "BiasType": "float32", "float": float(number)}.get(kind, number)
+    made = params(**values)
+    assert {name: getattr(made, name) for name in values} == values
+    copied = made.copy()
+    made.q_stride, made.batch = (0, 0, 0), 0
+    assert {name: getattr(copied, name) for name in values} == values
+
+
+def test_new_ones_ask_for_nothing():
+    made = _C.GeneralParams()
+    assert (made.window_left, made.window_right, made.pack, made.splits) == (-1, -1, 1, 1)
+    assert (made.scale, made.softcap, made.bias_type, made.dropout_threshold) == (1.0, 0.0, "none", 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "vectors"),
+    [
+        ({}, True),
+        ({"v": SOMEWHERE + 8}, False),
+        ({"o": SOMEWHERE + 2}, False),
+        ({"k_stride": (1024, 4, 8)}, False),
+        ({"o_stride": (1023, 64, 8)}, False),
+        ({"head_dim": 12}, False),
+        ({"head_dim_v": 1}, False),
+        ({"bias": SOMEWHERE + 2, "bias_type": "same_as_q"}, True),
+    ],
+)
+def test_16_byte_copies_are_never_taken_on_trust(changes: dict[str, Any], vectors: bool):
+    made = params(**changes)
+    assert made.vectors is vectors
+    with pytest.raises(AttributeError):
+        made.vectors = True  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("batch", -1, "batch must be between 0 and 536870912, got -1"),
+        ("seqlen_k", 2**29 + 1, "seqlen_k must be between 0 and 536870912, got 536870913"),
+        ("head_dim", 0, "head_dim must be between 1 and"),
+        ("pack", 0, "pack must be between 1 and"),
+        ("splits", 0, "splits must be between 1 and 64, got 0"),
+        ("splits", 65, "splits must be between 1 and 64, got 65"),
+        ("window_left", 2**29 + 1, "window_left must be between -1 and 536870912"),
+        ("dropout_threshold", 65537, "dropout_threshold must be between 0 and 65536, got 65537"),
+        ("lse_rows", -1, "lse_rows must be between 0 and"),
+        ("q_stride", (-8, 0, 0), "q_stride must be between 0 and"),
+        ("scale", float("nan"), "scale must be a finite number of at most 2e38, got nan"),
+        ("scale", -3e38, "scale must be a finite number of at most 2e38"),
+        ("softcap", -1.0, "softcap must be a finite number from 0 on of at most 2e38"),
+        ("dropout_scale", float("inf"), "dropout_scale must be a finite number from 0 on"),
+        ("bias_type", "float16", "bias_type must be none, same_as_q or float32, got float16"),
+    ],
+)
+def test_a_number_out_of_range_is_a_value_error_with_a_sentence(name: str, value: Any, sentence: str):
+    made = params()
+    before = getattr(made, name)
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        setattr(made, name, value)
+    assert getattr(made, name) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("q", -1), ("batch", 0.5), ("scale", "1"), ("mask_stride", (1, 2, 3)), ("pack", None)]
+)
+def test_a_value_of_another_type_is_a_type_error(name: str, value: Any):
+    with pytest.raises(TypeError):
+        setattr(params(), name, value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"num_heads": 3}, "num_heads (3) must be a multiple of num_heads_kv (2)"),
+        ({"num_heads_kv": 0}, "num_heads (4) must be a multiple of num_heads_kv (0)"),
+        ({"pack": 4}, "pack must be 1 or num_heads / num_heads_kv, got 4 with 4 and 2 heads"),
+        (
+            {"num_heads": 6, "pack": 3, "seqlen_q": 2**29},
+            "seqlen_q times pack must be at most 2**30, got 536870912 times 3",
+        ),
+        ({"q": 0}, "q and o must be addresses"),
+        ({"o": 0}, "q and o must be addresses"),
+        ({"v": 0}, "k and v must be addresses"),
+        ({"k": SOMEWHERE + 1}, "k must be aligned to 2 bytes"),
+        ({"seqused_q": SOMEWHERE + 2}, "seqused_q must be aligned to 4 bytes"),
+        ({"dropout_seed": SOMEWHERE + 4}, "dropout_seed must be aligned to 8 bytes"),
+        ({"page_size": 16}, "page_table and page_size go together"),
+        ({"page_table": SOMEWHERE}, "page_table and page_size go together"),
+        ({**PAGES, "page_size": 24}, "page_size must be a multiple of 16, got 24"),
+        ({**PAGES, "cu_seqlens_k": SOMEWHERE}, "pages go neither with cu_seqlens_k nor with batch_index_k"),
+        ({**PAGES, "batch_index_k": SOMEWHERE}, "pages go neither with cu_seqlens_k nor with batch_index_k"),
+        (
+            {"cu_seqlens_k": SOMEWHERE, "batch_index_k": SOMEWHERE},
+            "cu_seqlens_k and batch_index_k don't go together",
+        ),
+        ({"bias": SOMEWHERE}, "bias and bias_type go together"),
+        ({"bias_type": "float32"}, "bias and bias_type go together"),
+        (
+            {"bias": SOMEWHERE + 2, "bias_type": "float32"},
+            "bias must be aligned to 4 bytes",
+        ),
+        ({"dropout_threshold": 1}, "dropout needs dropout_seed"),
+        ({"block_counts": SOMEWHERE}, "block_counts and block_indices go together"),
+        ({**BLOCKS, "block_n": 0}, "a block mask needs block_m and block_n"),
+        ({**BLOCKS, "pack": 2}, "heads can't be packed under a block mask: pack must be 1"),
+        ({"splits": 2}, "splits need partial_o, partial_lse and partial_low"),
+        ({**SPLITS, "partial_o": SOMEWHERE + 4}, "partial_o must be aligned to 16 bytes"),
+        ({**SPLITS, "lse_rows": 79}, "lse_rows (79) must hold the rows that lse_batch_stride and lse_head"),
+        ({**LSE, "lse_batch_stride": 2**61, "lse_rows": 2**61}, "must hold the rows"),
+        ({**LSE, "cu_seqlens_q": SOMEWHERE}, "with cu_seqlens_q, lse_batch_stride must be 0"),
+        (
+            {**LSE, "lse_batch_stride": 0, "lse_rows": 39, "cu_seqlens_q": SOMEWHERE},
+            "lse_rows (39) must hold the rows",
+        ),
+    ],
+)
+def test_fields_that_contradict_each_other_are_a_value_error(changes: dict[str, Any], sentence: str):
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        _C.run_general(0, params(**changes), 0, 0)
+
+
+def test_head_dims_must_be_set():
+    with pytest.raises(ValueError, match="head_dim and head_dim_v must be set"):
+        _C.run_general(0, _C.GeneralParams(), 0, 0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        LSE,
+        SPLITS,
+        PAGES,
+        BLOCKS,
+        {"pack": 2},
+        {"cu_seqlens_q": SOMEWHERE, **LSE, "lse_batch_stride": 0, "lse_rows": 40},
+        {"bias": SOMEWHERE, "bias_type": "same_as_q"},
+    ],
+)
+def test_what_is_right_goes_on_to_a_device_which_is_not_there(changes: dict[str, Any]):
+    row = max(ROWS, key=lambda row: (row.head_dim_v, row.tile_m)).index if ROWS else 0
+    with pytest.raises(RuntimeError, match="built without CUDA" if not WITH_CUDA else "cuda[GS]etDevice"):
+        _C.run_general(row, params(**changes), 99, 0)
+
+
+@pytest.mark.skipif(not ROWS, reason="this build has no general row")
+class TestRows:
+    """What only a build with kernels can refuse."""
+
+    @pytest.mark.parametrize("number", [-1, len(_C.templates())])
+    def test_a_row_that_is_none(self, number: int):
+        with pytest.raises(ValueError, match="row must be between 0 and"):
+            _C.run_general(number, params(), 0, 0)
+
+    def test_plain_and_general_rows_are_not_mixed_up(self):
+        plain = next((row for row in _C.templates() if not row.general), None)
+        if plain is not None:
+            with pytest.raises(ValueError, match=f"{plain.name} is no general row: run launches it"):
+                _C.run_general(plain.index, params(), 0, 0)
+        with pytest.raises(ValueError, match=f"{ROWS[0].name} is a general row: run_general launches it"):
+            _C.run(ROWS[0].index, (0,) * 5, (1,) * 5, (0,) * 12, 1.0, None, 0, 0)  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+    def test_head_dims_and_blocks_beyond_a_row(self, row: _C.Template):
+        sentence = f"{row.name} takes head dims up to {row.head_dim} and {row.head_dim_v}"
+        for name in ("head_dim", "head_dim_v"):
+            with pytest.raises(ValueError, match=sentence):
+                _C.run_general(row.index, params(**{name: getattr(row, name) + 8}), 0, 0)
+        keys = row.tile_n * row.kv_warps
+        for name, size in (("block_m", row.tile_m), ("block_n", keys)):
+            sentence = f"takes blocks of a mask that are multiples of {row.tile_m} x {keys}"
+            changes = {**BLOCKS, "block_m": row.tile_m, "block_n": keys, name: size + 8}
+            with pytest.raises(ValueError, match=sentence):
+                _C.run_general(row.index, params(**changes), 0, 0)
+
+    @pytest.mark.parametrize("sizes", [{"batch": 0}, {"seqlen_q": 0}, {"num_heads": 0, "num_heads_kv": 0}])
+    def test_nothing_to_compute_needs_no_gpu(self, sizes: dict[str, int]):
+        _C.run_general(ROWS[0].index, params(**sizes), 0, 0)

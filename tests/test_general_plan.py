@@ -1,0 +1,357 @@
+"""From tensors and features to ``_C.run_general``: what is packed and kept. The kernels are fakes."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import replace
+from typing import Any
+
+import oracle
+import oracle_general
+import pytest
+import torch
+from fake_build import L4, FakeKernels, make_build
+from fake_general import FakeGeneralKernels
+from listed_general import GROUPS
+from problems_general import GeneralProblem, fitted
+from tensors_general import Call
+
+import cutlass_fmha
+from cutlass_fmha import _C, blocks, device, fallback, general_plan, keywords, plan, select
+from cutlass_fmha.features import Features
+
+
+class Kernels:
+    """Both kinds of launches, computed in Python on a GPU that does not exist."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.build = make_build((89,))
+        self.plain, self.general = FakeKernels(self.build), FakeGeneralKernels(self.build)
+        monkeypatch.setattr(select, "this_build", lambda: self.build)
+        monkeypatch.setattr(device, "of_index", lambda index: L4)
+        monkeypatch.setattr(device, "simulated", lambda built: L4)
+        monkeypatch.setattr(_C, "run", self.plain)
+        monkeypatch.setattr(_C, "run_general", self.general)
+        monkeypatch.delenv(device.FORCE_ARCH, raising=False)
+
+    @property
+    def last(self) -> _C.GeneralParams:
+        return self.general.launches[-1][1]
+
+    @property
+    def last_row(self) -> str:
+        return self.build.templates[self.general.launches[-1][0]].name
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # small tensors, many operations: threads cost more than they give
+    plan.clear()
+    yield Kernels(monkeypatch)
+    plan.clear()
+    torch.set_num_threads(threads)
+
+
+def attend(
+    call: Call, template: str | None = None, return_lse: bool = True, **more: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    said = keywords.op_arguments(call.q, {**call.features, **more})
+    tensors = (call.q, call.k, call.v)
+    return general_plan.launch(*tensors, call.scale, call.causal, return_lse, template, Features(**said))
+
+
+def tensors(problem: GeneralProblem, dtype: torch.dtype = torch.float16) -> Call:
+    return problem.call(dtype, "cpu")
+
+
+def check(call: Call, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    oracle_general.compare(
+        out, lse, call.q, call.k, call.v, call.scale, call.causal, call.exact_scores, **call.features
+    ).check()
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_what_is_packed_is_what_the_tensors_hold(kernels: Kernels, group: str):
+    for problem in GROUPS[group]:
+        problem = fitted(problem, 256, 256, 64, 64)
+        call = tensors(problem)
+        out, lse = attend(call)
+        assert out.is_contiguous() and lse is not None and lse.is_contiguous()
+        if out.numel():
+            check(call, out, lse)
+    assert kernels.general.launches
+
+
+def test_features_are_what_a_call_says():
+    """Nothing that a caller says is lost on the way to selection."""
+    said = {
+        "window": {"window": (3, 4)},
+        "mask": {"mask": ("bhqk", "plain")},
+        "bias": {"bias": ("k", "same", "plain")},
+        "prefix": {"prefix": True},
+        "block_mask": {"blocks": (64, 64)},
+        "softcap": {"softcap": 2.0},
+        "alibi": {"alibi": "h"},
+        "sinks": {"sinks": "low"},
+        "dropout": {"dropout": 0.1},
+        "varlen": {"packed_q": True, "packed_k": True},
+        "lengths": {"used_k": True},
+        "pages": {"page_size": 16},
+        "cache_batch_idx": {"indexed": True},
+        "splits": {"num_splits": 2},
+    }
+    assert set(said) == set(select.FEATURES)
+    for name, fields in said.items():
+        call = tensors(GeneralProblem(**fields))
+        features = Features(**keywords.op_arguments(call.q, call.features))
+        problem, _, _ = general_plan.describe((call.q, call.k, call.v), "none", features)
+        assert problem.features == (name,)
+
+
+@pytest.mark.parametrize(
+    ("window", "causal", "expected"),
+    [
+        ((-1, -1), "none", (None, "none")),
+        ((-1, 0), "none", (None, "bottom-right")),
+        ((-1, 5), "bottom-right", (None, "bottom-right")),
+        ((-1, -1), "top-left", (None, "top-left")),
+        ((7, -1), "none", ((7, -1), "none")),
+        ((7, 9), "top-left", ((7, 0), "top-left")),
+        ((0, 0), "none", ((0, 0), "none")),
+    ],
+)
+def test_a_window_that_is_a_causal_mask_is_one(window, causal, expected):
+    assert general_plan.window_of(*window, causal) == expected
+
+
+# ---- which row ---------------------------------------------------------------------------------------------
+
+
+def test_a_call_that_says_nothing_special_takes_a_plain_row(kernels: Kernels):
+    call = tensors(GeneralProblem(70, 130, num_heads=4, num_heads_kv=2))
+    for more in ({"num_splits": 1}, {"batch_invariant": True}, {"window": (-1, 0)}, {"layout": "bhsd"}):
+        more.pop("layout", None)
+        out, lse = attend(call, **more)
+        causal = "bottom-right" if "window" in more else "none"
+        oracle.assert_close(out, call.q, call.k, call.v, None, causal, lse)
+    assert kernels.general.launches == [] and len(kernels.plain.launches) == 4
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("head_dims", [(40, 40), (64, 128), (64, 33)])
+def test_plain_plans_hand_over_what_no_plain_row_takes(
+    kernels: Kernels, layout: str, head_dims: tuple[int, int]
+):
+    head_dim, head_dim_v = head_dims
+    call = tensors(GeneralProblem(33, 65, head_dim=head_dim, head_dim_v=head_dim_v, causal="bottom-right"))
+    given = [x.transpose(1, 2) for x in call[:3]] if layout == "bhsd" else call[:3]
+    for _ in range(2):
+        out, lse = plan.launch(*given, None, "bottom-right", True, None, layout)
+        check(call, out.transpose(1, 2) if layout == "bhsd" else out, lse)
+    assert len(kernels.general.launches) == 2 and kernels.plain.launches == []
+    assert not any(said.splits > 1 and said.partial_o == 0 for _, said, _, _ in kernels.general.launches)
+
+
+def test_decoding_goes_to_a_general_row_with_splits(kernels: Kernels):
+    call = tensors(GeneralProblem(1, 4096, num_heads=8, num_heads_kv=2, batch=1))
+    out, lse = plan.launch(*call[:3], None, "none", True, None)
+    check(call, out, lse)
+    assert kernels.last.splits > 1 and kernels.last.pack == 4
+
+
+def test_a_general_row_can_be_named_for_a_plain_problem(kernels: Kernels):
+    name = "fwd_sm89_f16_d128_m64n32w4_general"
+    call = tensors(GeneralProblem(70, 130, causal="bottom-right"))
+    check(call, *plan.launch(*call[:3], None, "bottom-right", True, name))
+    check(call, *attend(call, name))
+    assert kernels.last_row == name and kernels.plain.launches == []
+
+
+def test_refusals_name_the_feature(kernels: Kernels):
+    call = tensors(GeneralProblem(page_size=16, softcap=2.0))
+    with pytest.raises(
+        cutlass_fmha.UnsupportedError, match="has no softcap: that takes a general row; has no paged"
+    ):
+        attend(call, "fwd_sm89_f16_d64_m64n64w4")
+    with pytest.raises(
+        cutlass_fmha.UnsupportedError, match="takes pages of a multiple of 16 keys, and these have 10"
+    ):
+        attend(tensors(GeneralProblem(page_size=10)))
+    with pytest.raises(
+        cutlass_fmha.UnsupportedError, match="blocks that are multiples of 64 x 64, and these are 64 x 32"
+    ):
+        attend(tensors(GeneralProblem(blocks=(64, 32))), "fwd_sm89_f16_d64_m64n64w4_general")
+    assert kernels.general.launches == []
+
+
+# ---- what a plan keeps -------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_made_once(kernels: Kernels, monkeypatch):
+    made = []
+    original = general_plan.prepare
+    monkeypatch.setattr(general_plan, "prepare", lambda *said: made.append(said) or original(*said))
+    problem = GeneralProblem(9, 40, softcap=3.0, bias=("bhqk", "same", "plain"), used_k=True, leftpad=True)
+    for seed in (1, 2):
+        call = tensors(replace(problem, seed=seed))
+        for return_lse in (False, True):
+            out, lse = attend(call, return_lse=return_lse)
+            check(call, out, lse)
+    assert len(made) == 1 and len(kernels.general.launches) == 4
+    for other in (
+        replace(problem, softcap=4.0),
+        replace(problem, bias=("bhqk", "float32", "plain")),
+        replace(problem, bias=("bhqk", "same", "transposed")),
+        replace(problem, window=(3, -1)),
+        replace(problem, seqlen_k=41),
+        replace(problem, causal="top-left"),
+        replace(problem, layout="unaligned"),
+        replace(problem, num_splits=2),
+        replace(problem, dropout=0.2),
+    ):
+        count = len(made)
+        call = tensors(other)
+        check(call, *attend(call))
+        assert len(made) == count + 1, other
+
+
+def test_threads_do_not_meet_in_a_plan(kernels: Kernels):
+    calls = [tensors(GeneralProblem(20, 50, sinks="normal", num_splits=2, seed=seed)) for seed in range(8)]
+    failed: list[BaseException] = []
+
+    def work(call: Call) -> None:
+        try:
+            for _ in range(10):
+                check(call, *attend(call))
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+
+
+def test_plans_do_not_pile_up(kernels: Kernels, monkeypatch):
+    monkeypatch.setattr(general_plan, "MAX_PLANS", 3)
+    for seqlen in range(1, 9):
+        attend(tensors(GeneralProblem(5, seqlen, softcap=1.0)))
+        assert len(general_plan._plans) <= 3
+
+
+def test_parts_have_room_in_one_allocation(kernels: Kernels):
+    call = tensors(GeneralProblem(3, 200, num_heads=4, num_heads_kv=1, head_dim_v=33, num_splits=5))
+    check(call, *attend(call))
+    said = kernels.last
+    rows = 2 * 4 * 3
+    assert said.splits == 5 and said.lse_rows == rows
+    assert said.partial_o % 16 == 0 and said.partial_lse - said.partial_o == 4 * 5 * rows * 33
+    assert said.partial_low - said.partial_lse == 4 * 5 * rows
+
+
+@pytest.mark.parametrize("fields", [{"batch": 0}, {"num_heads": 0, "num_heads_kv": 0}, {"seqlen_q": 0}])
+def test_empty_problems_launch_nothing(kernels: Kernels, fields: dict[str, int]):
+    out, lse = attend(tensors(GeneralProblem(**{"seqlen_q": 5, "softcap": 1.0, **fields})))
+    assert out.numel() == 0 and lse is not None and lse.numel() == 0
+    assert kernels.general.launches == []
+
+
+def test_empty_tensors_have_no_address(kernels: Kernels):
+    no_keys = {"seqlen_k": 0, "bias": ("bhqk", "float32", "plain"), "mask": ("bhqk", "plain")}
+    for fields in (
+        no_keys,
+        {**no_keys, "blocks": (64, 64)},
+        {"seqlen_k": 0, "page_size": 16, "used_k": True},
+    ):
+        call = tensors(GeneralProblem(5, **fields))
+        out, lse = attend(call)
+        assert (out == 0).all() and lse is not None and (lse == -torch.inf).all()
+        assert kernels.last.bias == kernels.last.mask == kernels.last.page_table == 0
+
+
+def test_slow_copies_are_told_once_per_cause(kernels: Kernels, caplog):
+    caplog.set_level(logging.WARNING, logger="cutlass_fmha")
+    for seqlen in (33, 20):
+        attend(tensors(GeneralProblem(seqlen, 65, head_dim=20, head_dim_v=20, softcap=1.0)))
+    attend(tensors(GeneralProblem(20, 65, softcap=1.0)))
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "query's head stride and key's head stride and value's head stride and head_dim 20 are not a "
+        f"multiple of 16 bytes: {kernels.last_row} copies element by element, which is slower"
+    )
+
+
+# ---- batch_invariant ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"seqlen_q": 1, "seqlen_k": 3000, "num_heads": 8, "used_k": True},
+        {"seqlen_q": 1, "seqlen_k": 3000, "num_heads": 8, "page_size": 64, "used_k": True},
+        {"seqlen_q": 200, "seqlen_k": 300, "packed_q": True, "packed_k": True},
+        {"seqlen_q": 300, "seqlen_k": 2000, "softcap": 3.0},
+    ],
+)
+def test_batch_invariant_plans_do_not_know_the_batch(kernels: Kernels, fields: dict[str, Any]):
+    kernels.general.compute = False
+    rows, splits, packs = set(), set(), set()
+    for batch in (1, 2, 64):
+        attend(tensors(GeneralProblem(batch=batch, **fields)), batch_invariant=True)
+        rows.add(kernels.last_row)
+        splits.add(kernels.last.splits)
+        packs.add(kernels.last.pack)
+    assert len(rows) == len(splits) == len(packs) == 1
+    longer = {**fields, "seqlen_k": fields["seqlen_k"] * 3, "seqlen_q": fields["seqlen_q"]}
+    if "page_size" in fields or "packed_q" in fields:  # the longest sequence has no say
+        attend(tensors(GeneralProblem(**longer)), batch_invariant=True)
+        assert {kernels.last_row} == rows and {kernels.last.splits} == splits
+
+
+def test_without_it_a_full_gpu_splits_less(kernels: Kernels):
+    fields = {"seqlen_q": 1, "seqlen_k": 1000, "num_heads": 4, "num_heads_kv": 4, "used_k": True}
+    kernels.general.compute = False
+    found = []
+    for batch in (1, 64):
+        attend(tensors(GeneralProblem(batch=batch, **fields)))
+        found.append(kernels.last.splits)
+    assert found[0] > found[1] == 1
+
+
+# ---- rows of example 41 ------------------------------------------------------------------------------------
+
+
+def test_a_fallback_row_is_launched_its_own_way(kernels: Kernels, monkeypatch):
+    class Row:
+        """As much of a ``_C.FallbackTemplate`` as the way to its launch needs."""
+
+        index, name, fallback, dtype, arch = 0, "fallback_x", True, "float16", 89
+
+    build = replace(kernels.build, fallback=(Row(),))
+    monkeypatch.setattr(select, "this_build", lambda: build)
+    monkeypatch.setattr(
+        fallback, "reasons", lambda row, problem, *_: [] if problem.head_dim == 512 else ["no"]
+    )
+    monkeypatch.setattr(fallback, "predicted_us", lambda *_: 1.0)
+    seen = []
+    monkeypatch.setattr(fallback, "launch", lambda *said: seen.append(said) or ("out", "lse"))
+    call = tensors(GeneralProblem(5, 7, head_dim=512, head_dim_v=512))
+    assert plan.launch(*call[:3], None, "none", True, None) == ("out", "lse")
+    assert attend(call) == ("out", "lse") and len(seen) == 2
+    template, given, scale, causal, return_lse, features, sizes = seen[0]
+    assert template.name == "fallback_x" and given[0] is call.q and scale == 512**-0.5
+    assert (causal, return_lse, features.softcap, sizes.head_dim_v) == ("none", True, 0.0, 512)
+
+
+def test_splits_of_a_launch_are_those_that_its_cost_is_of(kernels: Kernels):
+    call = tensors(GeneralProblem(2, 3000, num_heads=8, num_heads_kv=2, softcap=2.0, causal="bottom-right"))
+    attend(call)
+    features = Features(**keywords.op_arguments(call.q, call.features))
+    problem, _, _ = general_plan.describe(call[:3], call.causal, features)
+    row = kernels.build.templates[kernels.general.launches[0][0]]
+    assert kernels.last.splits == blocks.split_keys(row, problem, L4)
+    assert kernels.last.pack == blocks.packed_heads(row, problem) == 4

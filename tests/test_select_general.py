@@ -1,0 +1,284 @@
+"""Selection among plain and general rows: reasons, how a general row cuts a problem, which one is taken."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from fake_build import L4, make_build
+
+import cutlass_fmha
+from cutlass_fmha import blocks, cost, device, explanation, select
+from cutlass_fmha.calibration import store, verdict
+from cutlass_fmha.calibration.measurements import Sample
+from cutlass_fmha.calibration.timing import RowTime
+from cutlass_fmha.device import PRESETS
+from cutlass_fmha.errors import UnsupportedError
+from cutlass_fmha.select import FEATURES, Build, Problem
+
+BUILD = make_build()
+PLAIN = Build(tuple(row for row in BUILD.templates if not row.general))
+PREFILL = Problem(2, 4096, 4096, 16, 16, 64, "float16")
+DECODE = Problem(1, 1, 16384, 32, 8, 128, "float16")
+TILE, SPLIT = (BUILD.by_name(f"fwd_sm89_f16_d64_{tile}_general") for tile in ("m64n64w4", "m16n16w4k4"))
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_of_the_users(monkeypatch, tmp_path):
+    monkeypatch.delenv(device.FORCE_ARCH, raising=False)
+    monkeypatch.delenv(store.WHICH, raising=False)
+    monkeypatch.setenv(store.CACHE_DIR, str(tmp_path))
+
+
+def reasons(problem: Problem, name: str) -> list[str]:
+    return select.reasons(BUILD.by_name(name), problem, L4, BUILD)
+
+
+# ---- reasons -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_plain_row_lacks_each_feature_and_a_general_one_none(feature: str):
+    problem = replace(PREFILL, features=(feature,))
+    why = [f"has no {FEATURES[feature]}: that takes a general row"]
+    assert reasons(problem, "fwd_sm89_f16_d64_m64n64w4") == why
+    assert reasons(problem, "fwd_sm89_f16_d64_m64n64w4_general") == []
+    assert FEATURES[feature] in str(problem)
+
+
+def test_every_missing_feature_is_a_sentence():
+    problem = replace(PREFILL, features=tuple(FEATURES), head_dim_v=32)
+    found = reasons(problem, "fwd_sm89_f16_d64_m64n64w4")
+    assert len(found) == len(FEATURES) + 1
+    assert found[-1] == "made for head_dim 64, and the tensors have 64, value 32"
+
+
+def test_reasons_of_general_rows():
+    name = "fwd_sm89_f16_d192v128_m64n32w4_general"
+    assert reasons(replace(PREFILL, head_dim=192, head_dim_v=128), name) == []
+    assert reasons(replace(PREFILL, head_dim=40), name) == []
+    assert reasons(replace(PREFILL, head_dim=192), name) == [
+        "made for head dims up to 192, 128 of value, and the tensors have 192"
+    ]
+    assert reasons(replace(PREFILL, alignment=2), name) == []
+    blocked = replace(PREFILL, features=("block_mask",), block_mask=(64, 96))
+    assert reasons(blocked, name) == []
+    assert reasons(replace(blocked, block_mask=(96, 80)), name) == [
+        "takes block masks of blocks that are multiples of 64 x 32, and these are 96 x 80"
+    ]
+    split = reasons(blocked, "fwd_sm89_f16_d64_m16n16w4k4_general")
+    assert split == ["takes block masks of blocks that are multiples of 16 x 64, and these are 64 x 96"]
+    assert reasons(replace(PREFILL, features=("pages",), page_size=24), name) == [
+        "takes pages of a multiple of 16 keys, and these have 24"
+    ]
+
+
+def test_a_problem_that_no_row_takes_says_what_each_lacks():
+    with pytest.raises(UnsupportedError) as error:
+        select.select(replace(PREFILL, head_dim=320, features=("sinks",)), L4, build=BUILD)
+    message = str(error.value)
+    assert message.count("has no sinks: that takes a general row") == len(PLAIN.templates)
+    assert message.count("made for head dims up to") == len(BUILD.templates) - len(PLAIN.templates)
+    assert "with sinks) on NVIDIA L4" in message
+
+
+def test_a_head_dim_v_like_the_head_dim_says_nothing():
+    assert replace(PREFILL, head_dim_v=64) == PREFILL and PREFILL.value_dim == 64
+    assert str(replace(PREFILL, head_dim_v=32)).endswith("head_dim_v 32")
+
+
+# ---- how a general row cuts a problem ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gpu", PRESETS)
+@pytest.mark.parametrize("seqlen_q", [1, 2, 16, 17, 64, 100, 1000])
+@pytest.mark.parametrize("group", [1, 4, 7])
+def test_heads_are_packed_where_that_leaves_fewer_tiles(gpu: str, seqlen_q: int, group: int):
+    problem = replace(PREFILL, seqlen_q=seqlen_q, num_heads=2 * group, num_heads_kv=2)
+    for row in (TILE, SPLIT):
+        pack = blocks.packed_heads(row, problem)
+        packed, apart = -(-seqlen_q * group // row.tile_m), -(-seqlen_q // row.tile_m) * group
+        assert pack == (group if group > 1 and packed <= 0.9 * apart else 1)
+        assert blocks.packed_heads(row, replace(problem, block_mask=(64, 64))) == 1
+    assert blocks.packed_heads(BUILD.by_name("fwd_sm89_f16_d64_m64n64w4"), problem) == 1
+
+
+@pytest.mark.parametrize("gpu", PRESETS)
+def test_keys_are_split_where_that_fills_the_gpu(gpu: str):
+    many = PRESETS[gpu]
+    row = next(row for row in BUILD.templates if row.name.endswith("f16_d128_m16n16w4k4_general"))
+    places = many.sm_count * blocks.resident_blocks(row, many)
+    for batch in (1, 3, 8, 40, 1000):
+        problem = replace(DECODE, batch=batch)
+        splits = blocks.split_keys(row, problem, many)
+        launched = batch * 8
+        assert 1 <= splits <= blocks.MAX_SPLITS
+        if launched >= 2 * places:
+            assert splits == 1
+        elif 4 * launched <= places:
+            assert splits > 1 and launched * splits > places / 3
+    assert blocks.split_keys(row, replace(DECODE, num_splits=11), many) == 11
+    assert blocks.split_keys(row, replace(DECODE, seqlen_k=20), many) == 1
+
+
+def test_parts_need_a_bounded_workspace():
+    problem = Problem(1, 512, 2**20, 128, 128, 64, "float16")
+    limited = replace(problem, seqlen_q=64 * 1024)
+    for each in (problem, limited):
+        parts = blocks.split_keys(TILE, each, replace(L4, sm_count=100_000))
+        assert 4 * parts * each.seqlen_q * each.num_heads * 64 <= blocks.MAX_PARTIAL_BYTES or parts == 1
+
+
+def test_a_window_shortens_the_walk():
+    windowed = replace(PREFILL, causal="bottom-right", window=(256, -1), features=("window",))
+    whole, part = (
+        sum(group.blocks * group.steps for group in blocks.groups(TILE, problem, L4))
+        for problem in (replace(windowed, window=(-1, -1)), windowed)
+    )
+    assert part < whole / 5
+    assert windowed.visible_keys(1000, 1063) == (744, 1064)
+    assert replace(windowed, causal="none", window=(-1, 7)).visible_keys(10, 20) == (0, 28)
+    assert replace(windowed, seqlen_k=100).visible_keys(0, 10) == (0, 0)
+
+
+def test_a_second_launch_has_its_price():
+    row = next(row for row in BUILD.templates if row.name.endswith("sm89_f16_d128_m16n16w4k4_general"))
+    prices = cost.RowCost(5.0, 0, 0, 0.1, 0.1, 0.1, 0.1)
+    once = cost.count(row, replace(DECODE, num_splits=1), L4, prices)
+    twice = cost.count(row, replace(DECODE, num_splits=4), L4, prices)
+    assert once is not None and twice is not None
+    assert (once.launches, twice.launches) == (1, 2)
+    assert twice.megabytes > once.megabytes and twice.steps < once.steps / 3
+
+
+# ---- the choice --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gpu", PRESETS)
+def test_plain_problems_keep_their_plain_rows(gpu: str):
+    """What general rows cost has no say, wherever a plain row takes the problem and it is no decoding."""
+    free = {
+        row.name: store.Fit(cost.RowCost(0.01, 0, 0, 0, 0, 0, 0), 0, 0, 9)
+        for row in BUILD.templates
+        if row.general
+    }
+    tempted = replace(store.for_device(PRESETS[gpu]), rows={**store.for_device(PRESETS[gpu]).rows, **free})
+    for seqlen_q, seqlen_k, alignment in (
+        (4096, 4096, 16),
+        (65, 100, 16),
+        (64, 511, 16),
+        (65, 8192, 16),
+        (300, 300, 2),
+    ):
+        problem = Problem(2, seqlen_q, seqlen_k, 8, 8, 64, "float16", alignment=alignment)
+        assert not problem.is_decode
+        chosen = select.select(problem, PRESETS[gpu], build=BUILD, calibration=tempted)
+        assert chosen.name == select.select(problem, PRESETS[gpu], build=PLAIN).name
+
+
+@pytest.mark.parametrize("gpu", PRESETS)
+def test_long_decoding_takes_a_general_row_and_short_does_not(gpu: str):
+    assert select.select(DECODE, PRESETS[gpu], build=BUILD).general
+    full = Problem(64, 1, 512, 32, 32, 128, "float16")
+    assert not select.select(full, PRESETS[gpu], build=BUILD).general
+
+
+def test_a_row_that_nobody_timed_has_to_be_clearly_better():
+    default = store.default(L4)
+    general, plain = (select.select(DECODE, L4, build=build, calibration=default) for build in (BUILD, PLAIN))
+    best = cost.predict(general, DECODE, L4, default.cost(general, L4))
+
+    def known(us: float, *rows) -> store.Calibration:
+        fits = {row.name: store.Fit(cost.RowCost(us, 0, 0, 0, 0, 0, 0), 0, 0, 9) for row in rows}
+        return replace(default, rows=fits)
+
+    for factor, taken in ((1.2, False), (1.3, True)):
+        given = known(factor * best, *(row for row in PLAIN.templates))
+        assert select.select(DECODE, L4, build=BUILD, calibration=given).general is taken
+    assert select.price(general, DECODE, L4, default) == pytest.approx(select.UNTIMED * best)
+    assert select.price(general, replace(DECODE, features=("sinks",)), L4, default) == pytest.approx(best)
+    assert select.price(plain, DECODE, L4, default) == select.predicted_cost(plain, DECODE, L4, default)
+
+
+def test_head_dims_that_nothing_else_has_take_the_general_row_of_the_least_head_dims():
+    for head_dim, head_dim_v, dims in (
+        (40, None, "d64"),
+        (72, None, "d128"),
+        (192, 128, "d192v128"),
+        (200, 8, "d256"),
+    ):
+        problem = replace(PREFILL, head_dim=head_dim, head_dim_v=head_dim_v)
+        assert f"_{dims}_" in select.select(problem, L4, build=BUILD).name
+
+
+def test_many_queries_take_large_tiles():
+    windowed = replace(PREFILL, features=("window",), window=(512, 0))
+    for gpu in PRESETS.values():
+        assert select.select(windowed, gpu, build=BUILD).tile_m == 64
+
+
+def test_timings_without_general_rows_judge_the_others():
+    rows = {
+        row.name: RowTime(10.0, 10.0, 5)
+        for row in PLAIN.templates
+        if not select.reasons(row, DECODE, L4, PLAIN)
+    }
+    (pick,) = verdict.judge([Sample(DECODE, rows)], L4, BUILD)
+    assert pick.right and not BUILD.by_name(pick.row).general
+    general = select.select(DECODE, L4, build=BUILD).name
+    (pick,) = verdict.judge([Sample(DECODE, {**rows, general: RowTime(5.0, 5.0, 5)})], L4, BUILD)
+    assert pick.row == general
+
+
+# ---- explain -----------------------------------------------------------------------------------------------
+
+
+def test_explain_takes_features_as_attention_does(monkeypatch):
+    monkeypatch.setattr(select, "this_build", lambda: BUILD)
+    q = torch.empty(2, 16, 300, 64, dtype=torch.float16)
+    k = v = torch.empty(2, 4, 500, 64, dtype=torch.float16)
+    said = {"window": (100, 0), "softcap": 5.0, "sinks": torch.zeros(16)}
+    found = cutlass_fmha.explain(q, k, v, layout="bhsd", device="l4", **said)
+    assert found.problem.features == ("window", "softcap", "sinks") and found.problem.window == (100, 0)
+    assert found.problem.seqlen_q == 300 and found.winner.endswith("_general")
+    assert "has no softcap: that takes a general row" in str(found)
+    v = torch.empty(2, 4, 500, 32, dtype=torch.float16)
+    assert cutlass_fmha.explain(q, k, v, layout="bhsd", device="l4").problem.head_dim_v == 32
+
+
+def test_explain_takes_features_of_a_shape(monkeypatch):
+    monkeypatch.setattr(select, "this_build", lambda: BUILD)
+    shape = {"shape": (2, 1, 32, 128), "seqlen_k": 8192, "num_heads_kv": 8, "device": "h200"}
+    found = cutlass_fmha.explain(**shape, page_size=64, num_splits=3, window=(-1, 0), features=("sinks",))
+    assert found.problem.features == ("sinks", "pages", "splits")
+    assert (found.problem.page_size, found.problem.num_splits, found.problem.causal) == (
+        64,
+        3,
+        "bottom-right",
+    )
+    assert found.winner.endswith("_general")
+    found = cutlass_fmha.explain(**shape, head_dim_v=64, block_size=(64, 64))
+    assert found.problem.value_dim == 64 and found.problem.block_mask == (64, 64)
+
+
+def test_explain_says_which_rows_are_a_last_resort(monkeypatch):
+    found = explanation.explain_problem(PREFILL, L4, build=BUILD)
+    resorts = [row for row in found.rows if row.eligible and not row.contender]
+    assert resorts and {row.template.copy == "element" or row.template.general for row in resorts} == {True}
+    assert str(found).count("eligible, as a last resort") == len(resorts)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"features": ("windows",)}, "features must be among window, mask, .*, got 'windows'"),
+        ({"softcap": 1.0}, "explain got 'softcap', which says nothing of a shape"),
+    ],
+)
+def test_explain_refuses_what_describes_nothing(arguments: dict, message: str):
+    with pytest.raises((TypeError, ValueError), match=message):
+        cutlass_fmha.explain(shape=(1, 1, 1, 64), device="l4", **arguments)
+    q = torch.empty(1, 5, 1, 64, dtype=torch.float16)
+    with pytest.raises(TypeError, match="features and head_dim_v describe a shape"):
+        cutlass_fmha.explain(q, q, q, features=("bias",))

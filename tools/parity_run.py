@@ -1,0 +1,288 @@
+"""A long, repeatable parity run of the general rows: problems drawn by hypothesis, each compared with fp64.
+
+    python tools/parity_run.py --problems 20000 --seed 1 --report benchmarks/results/mixed
+
+Every problem is drawn together with the row that runs it, of the architecture at hand. The first mismatch
+ends the run with the line that repeats it alone. The report counts problems by feature and by row. Runs on a
+GPU, or on the rows of a simulator build. The same seed and number of processes draw the same problems.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import multiprocessing
+import sys
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+KIND = "cutlass_fmha parity run"
+#: Seeds of the processes that share a run lie so far apart.
+STRIDE = 1_000_003
+
+
+@dataclass
+class Tally:
+    """What was drawn and how it went."""
+
+    problems: int = 0
+    features: Counter[str] = field(default_factory=Counter)
+    rows: Counter[str] = field(default_factory=Counter)
+    worst: float = 0.0
+    worst_line: str = ""
+    failure: str = ""
+
+    def add(self, other: Tally) -> None:
+        self.problems += other.problems
+        self.features += other.features
+        self.rows += other.rows
+        if other.worst > self.worst:
+            self.worst, self.worst_line = other.worst, other.worst_line
+        self.failure = self.failure or other.failure
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="parity_run", description=(__doc__ or "").partition("\n")[0])
+    add = parser.add_argument
+    add("--problems", type=int, default=1000, metavar="N", help="default: %(default)s")
+    add("--seed", type=int, default=1, metavar="N", help="of the draw; default: %(default)s")
+    add("--processes", type=int, default=8, metavar="N", help="that share the work; default: %(default)s")
+    add("--longest", type=int, default=700, metavar="N", help="sequences at most; default: %(default)s")
+    add("--seconds", type=float, metavar="S", help="stop drawing after so long; the run is not whole then")
+    add("--rows", default="", metavar="PART", help="only rows whose name contains this")
+    add(
+        "--report",
+        type=Path,
+        metavar="DIR",
+        help="write <date>-<gpu>-<mode>-<arch>-<seed>.json and .md there",
+    )
+    add("--problem", metavar="JSON", help="run this one problem, on the row that --rows names")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns 0 when nothing failed, 1 with the line that repeats a mismatch, 2 when nothing can run."""
+    arguments = build_parser().parse_args(argv)
+    if (reason := unusable(arguments.rows)) is not None:
+        print(f"parity_run: {reason}", file=sys.stderr)
+        return 2
+    if arguments.problem:
+        return repeat(arguments.rows, arguments.problem)
+    begin = time.perf_counter()
+    tally = run(arguments)
+    seconds = time.perf_counter() - begin
+    missing = sorted(set(row_names(arguments.rows)) - set(tally.rows))
+    complete = tally.problems >= arguments.problems
+    if arguments.report:
+        path = write(arguments, tally, seconds, missing)
+        print(f"report: {path}")
+    found = f"{tally.problems} problems on {len(tally.rows)} rows in {seconds:.0f} s"
+    print(f"{found}, worst ratio {tally.worst:.3f}")
+    if tally.failure:
+        print(tally.failure, file=sys.stderr)
+        return 1
+    if missing or not complete:
+        print(
+            f"parity_run: the run is not whole; rows without a problem: {missing or 'none'}", file=sys.stderr
+        )
+        return 1
+    return 0
+
+
+# ---- drawing -----------------------------------------------------------------------------------------------
+
+
+def unusable(part: str) -> str | None:
+    """Why nothing can run here, in a sentence."""
+    import gpu
+
+    if (reason := gpu.unusable()) is not None:
+        return reason
+    return None if row_names(part) else f"no general row under test has {part!r} in its name"
+
+
+def row_names(part: str) -> list[str]:
+    import gpu
+
+    return [row.name for row in gpu.general_rows() if part in row.name]
+
+
+def run(arguments: argparse.Namespace) -> Tally:
+    """The whole run, by one process or several."""
+    shares = [
+        arguments.problems // arguments.processes + (number < arguments.problems % arguments.processes)
+        for number in range(arguments.processes)
+    ]
+    jobs = [
+        (share, arguments.seed + number * STRIDE, arguments.longest, arguments.seconds, arguments.rows)
+        for number, share in enumerate(shares)
+    ]
+    total = Tally()
+    if len(jobs) == 1:
+        total.add(draw(jobs[0]))
+        return total
+    with multiprocessing.get_context("spawn").Pool(len(jobs)) as pool:
+        for tally in pool.imap_unordered(draw, jobs):
+            total.add(tally)
+            print(f"{total.problems} of {arguments.problems} problems", flush=True)
+    return total
+
+
+def draw(job: tuple[int, int, int, float | None, str]) -> Tally:
+    """Runs so many problems of a seed, and stops at the first mismatch."""
+    count, seed, longest, seconds, part = job
+    import gpu
+    import hypothesis
+    from hypothesis import strategies as st
+    from problems_general import problems
+
+    tally = Tally()
+    rows = [row for row in gpu.general_rows() if part in row.name]
+    settings = hypothesis.settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        phases=[hypothesis.Phase.generate],
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    until = time.monotonic() + seconds if seconds else float("inf")
+
+    @hypothesis.seed(seed)
+    @settings
+    @hypothesis.given(row=st.sampled_from(rows), problem=problems(longest))
+    def agrees(row: Any, problem: Any) -> None:
+        if tally.failure or tally.problems >= count or time.monotonic() > until:
+            return
+        judge(row, problem, tally)
+
+    agrees()
+    return tally
+
+
+def judge(row: Any, problem: Any, tally: Tally) -> None:
+    """One problem on one row."""
+    import gpu
+
+    from general import GeneralLaunch, fit
+
+    problem = fit(problem, row)
+    line = f"python tools/parity_run.py --rows {row.name} --problem '{json.dumps(asdict(problem))}'"
+    try:
+        launch = GeneralLaunch.of(row, problem, gpu.device())
+        launch.run()
+        errors = launch.errors()
+        intact = launch.intact()
+    except Exception as error:  # a sticky CUDA error, too: nothing can be trusted after it
+        tally.failure = f"{type(error).__name__}: {error}\n{line}"
+        return
+    tally.problems += 1
+    tally.rows[row.name] += 1
+    tally.features.update(problem.features or ["nothing"])
+    if errors.worst > tally.worst:
+        tally.worst, tally.worst_line = errors.worst, line
+    if errors.complaint or not errors.worst <= 1.0 or not intact:
+        what = errors.complaint or (f"{errors}" if intact else "it wrote outside its outputs")
+        tally.failure = f"{row.name}: {problem}: {what}\n{line}"
+
+
+def repeat(name: str, text: str) -> int:
+    """The one problem of a line that a run printed."""
+    import gpu
+    from problems_general import GeneralProblem
+
+    fields = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in json.loads(text).items()
+    }
+    tally = Tally()
+    for row in gpu.general_rows():
+        if name in row.name:
+            judge(row, GeneralProblem(**fields), tally)
+    print(tally.failure or f"agrees on {len(tally.rows)} rows, worst ratio {tally.worst:.3f}")
+    return 1 if tally.failure else 0
+
+
+# ---- the report --------------------------------------------------------------------------------------------
+
+
+def environment() -> dict[str, object]:
+    """The machine and the versions."""
+    import gpu
+    import parity_report
+
+    from cutlass_fmha import _C
+
+    sys.path.insert(0, str(ROOT / "tools"))
+    from source_hash import source_hash
+
+    arch = gpu.rows_arch()
+    assert arch is not None
+    if not gpu.simulated():
+        return parity_report.environment(arch, gpu.mode(), source_hash())
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    build = {str(key): str(value) for key, value in _C.build_info().items()}
+    said = {"date": now, "gpu": "simulator", "mode": "simulated", "arch": arch}
+    return {**said, "source_hash": source_hash(), "build": build}
+
+
+def write(arguments: argparse.Namespace, tally: Tally, seconds: float, missing: list[str]) -> Path:
+    """Writes the report as JSON and Markdown; returns the former's path."""
+    content = {
+        "kind": KIND,
+        "passed": not tally.failure and not missing and tally.problems >= arguments.problems,
+        "problems": tally.problems,
+        "wanted": arguments.problems,
+        "seed": arguments.seed,
+        "processes": arguments.processes,
+        "longest": arguments.longest,
+        "seconds": round(seconds, 1),
+        "worst_ratio": round(tally.worst, 4),
+        "worst": tally.worst_line,
+        "failure": tally.failure,
+        "rows_missing": missing,
+        "features": dict(tally.features.most_common()),
+        "rows": dict(sorted(tally.rows.items())),
+        **environment(),
+    }
+    arguments.report.mkdir(parents=True, exist_ok=True)
+    gpu_name = "-".join(str(content["gpu"]).lower().split())
+    how = f"{gpu_name}-{content['mode']}-sm{content['arch']}"
+    stem = f"{str(content['date'])[:10]}-{how}-{arguments.seed}"
+    path: Path = arguments.report / f"{stem}.json"
+    path.write_text(json.dumps(content, indent=2) + "\n")
+    path.with_suffix(".md").write_text(markdown(content))
+    return path
+
+
+def markdown(content: dict[str, Any]) -> str:
+    """The report for people: a paragraph, a table of features, one of rows."""
+    verdict = "passed" if content["passed"] else "FAILED"
+    lines = [
+        f"# Mixed features on the sm_{content['arch']} rows, {content['gpu']}: {verdict}",
+        "",
+        f"{content['problems']} of {content['wanted']} problems, {content['date']}, mode {content['mode']}, "
+        f"seed {content['seed']} in {content['processes']} processes, {content['seconds']} s. "
+        f"Hash of src/: `{content['source_hash']}`.",
+        f"Worst ratio to the tolerance of tests/oracle_general.py: {content['worst_ratio']} (1 at most).",
+        "",
+        "| feature | problems |",
+        "|---|---|",
+        *(f"| {name} | {count} |" for name, count in content["features"].items()),
+        "",
+        "| row | problems |",
+        "|---|---|",
+        *(f"| {name} | {count} |" for name, count in content["rows"].items()),
+    ]
+    if content["failure"]:
+        lines += ["", "```", content["failure"], "```"]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
