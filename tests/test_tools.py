@@ -71,7 +71,7 @@ def test_this_repositorys_sources_are_hashed():
     ("arguments", "sentence"),
     [
         (["-k", "sdpa", "."], r"\d+ of the GPU tests are left out"),
-        (["test_parity.py"], "nothing of test_parity_runtime.py is run"),
+        (["test_parity.py"], r"nothing of [\w. ]*test_parity_runtime.py [\w. ]*is run"),
     ],
 )
 def test_a_part_of_the_gate_makes_no_report(arguments: list[str], sentence: str, tmp_path: Path):

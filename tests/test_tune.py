@@ -61,7 +61,7 @@ def test_every_row_that_is_searched_for_can_be_drawn():
 
 
 def test_shared_memory_is_computed_as_the_kernels_do():
-    rows = _C.templates()
+    rows = [row for row in _C.templates() if not row.general]
     assert rows, (
         "this build has no CUDA kernels to compare with: build with CUTLASS_FMHA_CUDA=ON, as make does"
     )
@@ -71,7 +71,7 @@ def test_shared_memory_is_computed_as_the_kernels_do():
 
 
 def test_the_manifest_is_read_as_it_was_built():
-    rows = _C.templates()
+    rows = [row for row in _C.templates() if not row.general]
     assert rows, (
         "this build has no CUDA kernels to compare with: build with CUTLASS_FMHA_CUDA=ON, as make does"
     )
