@@ -264,9 +264,9 @@ void check_features(GeneralParams const& p) {
 
 /// LSE and the parts of split keys: a row of each query and head, none beyond lse_rows.
 void check_rows(GeneralParams const& p) {
+  if ((p.splits == 1 && !p.lse) || p.batch == 0 || p.num_heads == 0 || p.seqlen_q == 0) return;
   require(p.splits == 1 || (p.partial_o && p.partial_lse && p.partial_low),
           [] { return "splits need partial_o, partial_lse and partial_low"; });
-  if ((p.splits == 1 && !p.lse) || p.batch == 0 || p.num_heads == 0 || p.seqlen_q == 0) return;
   // With cu_seqlens_q a head's rows are all sequences': where they end is on the device.
   __int128 const last =
       __int128{p.num_heads - 1} * p.lse_head_stride +

@@ -61,13 +61,14 @@ void multiply(Warp& w, Instruction const& i) {
     for (int lane = 0; lane < kLanes; ++lane) c[lane / 4 + e / 2 * 8][lane % 4 * 2 + e % 2] = from[lane];
   }
   for (int row = 0; row < 16; row += 8) {
+    // The products first, and their sum to the accumulator: the error grows with the number of mma, as a tensor core's.
     __m256 sum[8];
-    for (int r = 0; r < 8; ++r) sum[r] = _mm256_load_ps(c[row + r]);
+    for (int r = 0; r < 8; ++r) sum[r] = _mm256_setzero_ps();
     for (int k = 0; k < kDepth; ++k) {
       __m256 const factors = _mm256_load_ps(b_transposed[k]);
       for (int r = 0; r < 8; ++r) sum[r] = _mm256_fmadd_ps(_mm256_broadcast_ss(&a[row + r][k]), factors, sum[r]);
     }
-    for (int r = 0; r < 8; ++r) _mm256_store_ps(c[row + r], sum[r]);
+    for (int r = 0; r < 8; ++r) _mm256_store_ps(c[row + r], _mm256_add_ps(_mm256_load_ps(c[row + r]), sum[r]));
   }
   for (int e = 0; e < 4; ++e) {
     Lanes<float>& to = w.at<float>(i.operand[e]);
