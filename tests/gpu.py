@@ -18,6 +18,11 @@ from cutlass_fmha import _C
 _INTEGER = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
 
 
+if _C.build_info().get("simulator"):
+    # The package's own way to a kernel leads to the simulator as well.
+    os.environ.setdefault("CUTLASS_FMHA_SIMULATE", "1")
+
+
 def rows_arch() -> int | None:
     """The architecture whose rows this machine's first GPU takes, or was told to take; None without a GPU."""
     if forced := os.environ.get("CUTLASS_FMHA_FORCE_ARCH"):

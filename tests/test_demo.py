@@ -157,6 +157,10 @@ def test_kernels_that_are_not_as_built_are_refused() -> None:
         binary.check([binary.Kernel("fwd_a", 255, 24, 8)], {"fwd_a"})
     with pytest.raises(binary.WrongCode, match="no tensor-core instruction"):
         binary.check([binary.Kernel("fwd_a", 255, 0, 0)], {"fwd_a"})
+    merge = binary.Kernel("merge_a", 40, 0, 0)
+    binary.check([*good, merge], {"fwd_a", "fwd_a_element"}, {"merge_a"})
+    with pytest.raises(binary.WrongCode, match="differ: merge_a"):
+        binary.check(good, {"fwd_a", "fwd_a_element"}, {"merge_a"})
 
 
 def test_without_cuobjdump_the_demo_says_what_to_install(

@@ -312,12 +312,14 @@ def show_kernels(report: Report) -> None:
         return
     arch = min(row.arch for row in rows)
     names = {row.name for row in rows if row.arch == arch}
+    others = {row.name for row in _C.fallback_templates() if row.arch == arch}
+    others |= {kernel.name for kernel in _C.support_kernels() if kernel.arch == arch}
     try:
         kernels = binary.inspect(Path(_C.__file__), arch)
     except binary.CannotInspect as error:
         report.say(f"Not inspected: {error}", "")
         return
-    binary.check(kernels, names)
+    binary.check(kernels, names, others)
     report.say(
         "No GPU runs them here, so their machine code was read: "
         f"{len(kernels)} kernels for sm_{arch}, no stack, no spills.",
