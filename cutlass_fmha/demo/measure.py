@@ -39,14 +39,15 @@ class Agreement:
 
 
 class CountCalls(TorchDispatchMode):
-    """Counts calls of ``torch.ops.cutlass_fmha.forward`` in its block: proof that the op computed."""
+    """Counts calls of the ops ``forward`` and ``attend`` in its block: proof that they computed."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.cutlass_fmha.forward.default:
+        ops = torch.ops.cutlass_fmha
+        if func in (ops.forward.default, ops.attend.default):
             self.calls += 1
         return func(*args, **(kwargs or {}))
 

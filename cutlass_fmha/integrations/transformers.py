@@ -5,8 +5,7 @@
     model = AutoModel.from_pretrained(path, attn_implementation="cutlass_fmha")
 
 A name is registered for the attention function and for the mask function: without the second, transformers
-hands every attention function a mask of None and padding is silently attended to. There are no masks in this
-package's kernels yet, so a mask that can't be expressed as "all keys" or "causal" raises.
+hands every attention function a mask of None and padding is silently attended to.
 
 Works with transformers 5.x, which is imported by ``register`` only.
 """
@@ -17,6 +16,8 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from cutlass_fmha.attention import attention
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,16 +73,15 @@ def attention_forward(
     returns ([batch, seqlen_q, num_heads, head_dim], None): there are no attention weights to return. scaling:
     softmax scale, 1/sqrt(head_dim) when None. is_causal: ``module.is_causal`` when None.
 
-    Raises NotImplementedError for a mask, dropout, or anything else that the kernels don't have.
+    attention_mask: bool, False hides a key, or numbers to add to the scores; with one, is_causal has no say,
+    as it is part of the mask.
+
+    Raises NotImplementedError for dropout, and for anything else that is not passed on.
     """
-    if attention_mask is not None:
-        raise NotImplementedError(
-            "cutlass_fmha has no attention masks yet, and this call needs one of shape "
-            f"{tuple(attention_mask.shape)}: batch sequences of equal length (no padding), or load the model "
-            "with attn_implementation='sdpa'."
-        )
     if dropout:
-        raise NotImplementedError(f"cutlass_fmha has no dropout (got {dropout}): call model.eval() first.")
+        raise NotImplementedError(
+            f"cutlass_fmha has no backward, and dropout ({dropout}) is for training: call model.eval() first."
+        )
     if kwargs.get("output_attentions"):
         raise NotImplementedError(
             "cutlass_fmha never forms the attention weights: attn_implementation='eager' returns them."
@@ -98,6 +98,12 @@ def attention_forward(
     # decoding step) sees every key.
     causal = "top-left" if is_causal and query.shape[2] > 1 else "none"
     scale = 1.0 / math.sqrt(query.shape[-1]) if scaling is None else float(scaling)
+    if attention_mask is not None:
+        # Masks of a static cache are longer than the keys.
+        seen = attention_mask[..., : key.shape[2]]
+        mask, bias = (seen, None) if seen.dtype == torch.bool else (None, seen)
+        masked = attention(query, key, value, scale=scale, layout="bhsd", mask=mask, bias=bias)
+        return masked.transpose(1, 2), None
     output, _ = torch.ops.cutlass_fmha.forward(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), scale, causal, False, None
     )
