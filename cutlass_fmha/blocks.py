@@ -28,6 +28,10 @@ WORTH_PACKING = 0.9
 MAX_SPLITS = 32
 MAX_PARTIAL_BYTES = 2**26
 """Of the outputs of all parts, float32."""
+ALONE = 1.25
+"""How much more than its share of the memory's bandwidth an SM can take where others are idle."""
+SHORT_BLOCK_STEPS = 0.35
+"""What a block costs its SM outside the main loop while others go on, in steps of it."""
 ENOUGH_WAVES = 2
 """Launches with so many waves of blocks divide no keys: what their last wave leaves idle is little."""
 BLOCK_STEPS, COMBINE_STEPS = 3, 4
@@ -154,9 +158,14 @@ def split_keys(template: Template, problem: Problem, device: Device) -> int:
     if blocks == 0 or blocks >= ENOUGH_WAVES * places or most < 2:
         return 1
 
-    def steps(splits: int) -> int:
-        waves = -(-blocks * splits // places)
-        return waves * (-(-walk // splits) + BLOCK_STEPS) + (COMBINE_STEPS if splits > 1 else 0)
+    def steps(splits: int) -> float:
+        part = -(-walk // splits)
+        total = blocks * splits * part / device.sm_count
+        # What waits for memory loses little where SMs have unequal numbers of blocks, as long as none is left alone.
+        busiest = -(-blocks * splits // device.sm_count) * part / ALONE
+        tail = part / 2 if blocks * splits > places else 0
+        own = SHORT_BLOCK_STEPS * blocks * splits / device.sm_count
+        return max(total, busiest) + BLOCK_STEPS + tail + own + (COMBINE_STEPS if splits > 1 else 0)
 
     return min(range(1, most + 1), key=steps)
 

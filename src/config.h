@@ -27,11 +27,13 @@ struct ForwardConfig {
   bool q_in_registers;  ///< keep Q's fragments in registers for the whole main loop
   bool ping_pong;       ///< warps w and w + warps/2 take turns: one issues mma while the other does softmax
   Copy copy;
-  bool dependent_launch = false;  ///< starts beside the kernel ahead: split rows from sm_90 on, dependent_launch.cuh
+  bool dependent_launch = false;  ///< starts beside the kernel ahead: split rows from sm_90 on, see overlaps()
   bool general = false;           ///< takes GeneralParams: every mask, score and shape; with cp_async_16 only
   int value_dim = 0;              ///< of general rows, where it isn't head_dim: that of V and O
 
   constexpr int head_dim_v() const { return value_dim ? value_dim : head_dim; }
+  /// Whether launches overlap (dependent_launch.cuh). General rows for few queries always do, where the GPU can.
+  constexpr bool overlaps() const { return dependent_launch || (general && kv_warps > 1 && arch >= 90); }
   constexpr int threads() const { return warps * 32; }
   constexpr int rows_per_warp() const { return tile_m * kv_warps / warps; }
   /// Bytes that pointers and strides of every operand must be a multiple of.

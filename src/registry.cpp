@@ -1,10 +1,14 @@
 #include "registry.h"
 
+#include <algorithm>
 #include <array>
 #include <atomic>
+#include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <string>
 
+#include "dependent_launch.h"
 #include "device_guard.h"
 #include "emulation.h"
 #include "forward/scheduler.h"
@@ -19,32 +23,50 @@ namespace {
 constexpr int kMaxDevices = 64;
 constexpr int kDefaultSmemLimit = 48 * 1024;  // more must be asked for, per kernel and device
 
+/// What launches ask of a device.
+struct DeviceLimits {
+  int sm_count, smem_per_sm, smem_per_block, reserved_smem;  ///< bytes; what a block takes beside its own
+
+  explicit DeviceLimits(int device) {
+    auto const get = [&](int& value, cudaDeviceAttr attribute) {
+      check(cudaDeviceGetAttribute(&value, attribute, device), "cudaDeviceGetAttribute");
+    };
+    get(sm_count, cudaDevAttrMultiProcessorCount);
+    get(smem_per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+    get(smem_per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    get(reserved_smem, cudaDevAttrReservedSharedMemoryPerBlock);
+  }
+};
+
+DeviceLimits const& limits_of(int device) {
+  static std::array<std::once_flag, kMaxDevices> once;
+  static std::array<std::optional<DeviceLimits>, kMaxDevices> known;
+  static thread_local std::optional<DeviceLimits> other;
+  if (device >= kMaxDevices) return other.emplace(device);
+  std::call_once(once[device], [&] { known[device].emplace(device); });
+  return *known[device];
+}
+
+/// Shared memory with which no SM holds more of a launch's blocks than its share, where that is possible. Blocks that
+/// may start before the launch ahead has ended would gather on the SMs that are free first.
+int spreading_smem_bytes(Template const& t, int64_t blocks, int device) {
+  DeviceLimits const& limits = limits_of(device);
+  int64_t const per_sm = (blocks + limits.sm_count - 1) / limits.sm_count;
+  int const share = int(limits.smem_per_sm / per_sm) - limits.reserved_smem;
+  return std::max(t.smem_bytes, std::min(share / 1024 * 1024, limits.smem_per_block));
+}
+
 /// Raises a kernel's shared-memory limit once per device. Setting it twice is harmless, so a race costs nothing.
 void allow_shared_memory(int row, Template const& t, int device) {
-  if (t.smem_bytes <= kDefaultSmemLimit) return;
+  bool const spreads = t.config.general && t.config.overlaps();
+  if (t.smem_bytes <= kDefaultSmemLimit && !spreads) return;
   static std::vector<std::array<std::atomic<bool>, kMaxDevices>> done(templates().size());
   bool const cached = device < kMaxDevices;
   if (cached && done[row][device].load(std::memory_order_acquire)) return;
-  check(cudaFuncSetAttribute(t.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, t.smem_bytes),
-        std::string("raising the shared memory limit of ") + t.name + " to " + std::to_string(t.smem_bytes) + " bytes");
+  int const bytes = spreads ? limits_of(device).smem_per_block : t.smem_bytes;
+  check(cudaFuncSetAttribute(t.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+        std::string("raising the shared memory limit of ") + t.name + " to " + std::to_string(bytes) + " bytes");
   if (cached) done[row][device].store(true, std::memory_order_release);
-}
-
-/// Allows the kernel to start before what is ahead in the stream is complete; it waits by itself: only for rows with
-/// config.dependent_launch, which are made for architectures that can (and never run through another one's PTX).
-cudaError_t launch_dependent(void const* kernel, dim3 grid, dim3 threads, void** arguments, int smem_bytes,
-                             cudaStream_t stream) {
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = threads;
-  config.dynamicSmemBytes = static_cast<size_t>(smem_bytes);
-  config.stream = stream;
-  config.attrs = &overlap;
-  config.numAttrs = 1;
-  return cudaLaunchKernelExC(&config, kernel, arguments);
 }
 
 void check_grid(Template const& t, int64_t blocks) {
@@ -57,9 +79,11 @@ void check_grid(Template const& t, int64_t blocks) {
 void launch(Template const& t, int64_t blocks, void const* params, int device, cudaStream_t stream) {
   void* arguments[] = {const_cast<void*>(params)};
   dim3 const grid(static_cast<unsigned>(blocks)), threads(t.config.threads());
-  cudaError_t const status = t.config.dependent_launch
-                                 ? launch_dependent(t.kernel, grid, threads, arguments, t.smem_bytes, stream)
-                                 : cudaLaunchKernel(t.kernel, grid, threads, arguments, t.smem_bytes, stream);
+  bool const spreads = t.config.general && t.config.overlaps();
+  int const smem_bytes = spreads ? spreading_smem_bytes(t, blocks, device) : t.smem_bytes;
+  cudaError_t const status = t.config.overlaps()
+                                 ? launch_dependent(t.kernel, grid, threads, arguments, smem_bytes, stream)
+                                 : cudaLaunchKernel(t.kernel, grid, threads, arguments, smem_bytes, stream);
   check(status, std::string("launching ") + t.name + " on device " + std::to_string(device));
 }
 

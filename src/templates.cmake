@@ -44,7 +44,7 @@ fmha_general("${ALL}"  "f16;bf16"  64       64        16     16     4     4     
 fmha_general("${ALL}"  "f16;bf16"  96       96        64     32     4     1        2      2          true)
 fmha_general("${ALL}"  "f16;bf16"  96       96        16     16     4     4        2      1          true)
 fmha_general("${ALL}"  "f16;bf16" 128      128        64     32     4     1        2      2          true)
-fmha_general("${ALL}"  "f16;bf16" 128      128        16     16     4     4        2      1          true)
+fmha_general("${ALL}"  "f16;bf16" 128      128        16     16     4     4        2      3          true)
 fmha_general("${ALL}"  "f16;bf16" 192      128        64     32     4     1        2      1          true)
 fmha_general("${ALL}"  "f16;bf16" 192      128        16     16     4     4        2      1          true)
 fmha_general("${ALL}"  "f16;bf16" 256      256        64     32     4     1        2      1          false)

@@ -1,6 +1,7 @@
-// Launches that overlap (programmatic dependent launch, sm_90 and later): the blocks of a row with `dependent_launch`
-// may start while the kernel ahead of it in its stream still runs, find their tile, and wait. A launch's own latency is
-// hidden that way, of the order of a microsecond, which counts where a problem takes only a few of them.
+// Launches that overlap (programmatic dependent launch, sm_90 and later): the blocks of a row that `overlaps()`, and of
+// the kernel that combines the parts of split keys, may start while the kernel ahead of theirs in the stream still runs,
+// find their tile, and wait. A launch's own latency is hidden that way, of the order of a microsecond, which counts
+// where a problem takes only a few of them.
 //
 // Why this is sound beside any kernels, in a stream or in a CUDA graph that was captured from one:
 // - Every thread waits before its first access to global memory. Reads after the wait see what the kernel ahead wrote,
@@ -17,7 +18,7 @@
 //   it now runs beside the one that may write them.
 #pragma once
 
-#include <cute/tensor.hpp>
+#include <cute/config.hpp>
 
 #include "../host_device.h"
 #include "../params.h"
@@ -25,10 +26,18 @@
 namespace cutlass_fmha {
 
 /// Lets the next launch in the stream start, once all blocks of the grid have called this or ended.
-CUTE_DEVICE void start_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+CUTE_DEVICE void start_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
 
 /// Returns when everything ahead in the stream is complete and its writes are visible.
-CUTE_DEVICE void wait_for_kernels_ahead() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+CUTE_DEVICE void wait_for_kernels_ahead() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 
 /// Brings rows [begin, end) of a head to L2. A hint: where rows are not aligned to lines of 128 bytes, parts stay out.
 template <int HeadDim, int Threads>

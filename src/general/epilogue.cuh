@@ -2,7 +2,7 @@
 // of O and the LSE leave, as the caller wants them or as one of several parts.
 #pragma once
 
-#include "mainloop.cuh"
+#include "mainloop_shares.cuh"
 
 namespace cutlass_fmha {
 

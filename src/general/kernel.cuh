@@ -2,24 +2,25 @@
 // and one part of their keys per thread block. The plain rows (forward/kernel.cuh) know none of that and are faster.
 #pragma once
 
+#include "../forward/dependent_launch.cuh"
 #include "epilogue.cuh"
 
 namespace cutlass_fmha {
 
 /// A row starts as if it had seen one key already, its sink, whose value is 0. Only one share of one part may count it.
 template <ForwardConfig C>
-CUTE_DEVICE void start_rows(GeneralParams const& p, GeneralTile const& tile, GeneralMainloop<C> const& mainloop,
+CUTE_DEVICE void start_rows(GeneralParams const& p, GeneralTile const& tile, int share, int tile_row, RowMaxima maxima,
                             typename ForwardTypes<C>::Softmax& softmax) {
   using T = ForwardTypes<C>;
-  bool const counts = p.sinks != nullptr && tile.split == 0 && mainloop.share == 0;
+  bool const counts = p.sinks != nullptr && tile.split == 0 && share == 0;
   CUTE_UNROLL
   for (int row = 0; row < 2 * T::kRowSteps; ++row) {
     float sink = -INFINITY;
     if (counts) {
-      int const packed = tile.row_begin + mainloop.tile_row + accumulator_row(row, lane_id());
+      int const packed = tile.row_begin + tile_row + accumulator_row(row, lane_id());
       sink = p.sinks[query_row(p, tile, packed).head];
     }
-    softmax.start(row, sink, lane_id() % 4 == 0, mainloop.maxima());
+    softmax.start(row, sink, lane_id() % 4 == 0, maxima);
   }
 }
 
@@ -31,33 +32,35 @@ CUTE_DEVICE void general(GeneralParams const& p) {
   extern __shared__ __align__(1024) char smem[];
 
   GeneralTile const tile = tile_at(p, C.tile_m, blockIdx.x);
+  if constexpr (C.overlaps()) wait_for_kernels_ahead();
   Sequence const sequence = sequence_at(p, tile.batch);
   int const i_begin = p.by_pack.quotient(tile.row_begin);
   if (i_begin >= sequence.rows_q) return;  // seqlen_q is that of the longest sequence
   int const i_end = p.by_pack.quotient(tile.row_begin + C.tile_m - 1) + 1;
   KeyWalk const walk = walk_of(p, sequence, tile, i_begin, i_end, GeneralLayout<C>::kStepKeys);
   int const warp = uniform(threadIdx.x / 32);
-  GeneralMainloop<C> const mainloop{
-      .p = p,
-      .smem = smem,
-      .sequence = sequence,
-      .tile = tile,
-      .walk = walk,
-      .share = warp % C.kv_warps,
-      .tile_row = warp / C.kv_warps * T::kRows,
-      .head_kv = tile.head / (p.num_heads / p.num_heads_kv),
-  };
+  int const share = warp % C.kv_warps, tile_row = warp / C.kv_warps * T::kRows;
+  int const head_kv = tile.head / (p.num_heads / p.num_heads_kv);
   typename T::OutputFragment output;
   cute::clear(output);
   typename T::Softmax softmax(kLog2e);
-  start_rows<C>(p, tile, mainloop, softmax);
+  RowMaxima const maxima{GeneralLayout<C>::Shares::maxima(smem) + share * C.tile_m + tile_row};
+  start_rows<C>(p, tile, share, tile_row, maxima, softmax);
   if (walk.tiles > 0) {
-    mainloop.prologue();
-    mainloop.run(output, softmax);
+    if constexpr (C.kv_warps > 1) {
+      SharesMainloop<C> const mainloop(p, smem, sequence, tile, walk, share, head_kv);
+      mainloop.prologue();
+      mainloop.run(output, softmax);
+    } else {
+      GeneralMainloop<C> const mainloop{p, smem, sequence, tile, walk, share, tile_row, head_kv};
+      mainloop.prologue();
+      mainloop.run(output, softmax);
+    }
     cute::cp_async_wait<0>();
     __syncthreads();  // nobody reads tiles any more, and nothing arrives in them
   }
-  write_share<C, typename GeneralLayout<C>::Shares>(smem, mainloop.share, mainloop.tile_row, output, softmax);
+  if constexpr (C.overlaps()) start_dependents();
+  write_share<C, typename GeneralLayout<C>::Shares>(smem, share, tile_row, output, softmax);
   __syncthreads();
   merge_rows<C>(p, smem, sequence, tile);
 }

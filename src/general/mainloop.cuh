@@ -24,6 +24,20 @@ struct GeneralLayout {
   static constexpr int kBytes = Shares::kBytes;
 };
 
+/// Starts the copies of the tile's queries.
+template <ForwardConfig C>
+CUTE_DEVICE void load_query_tile(GeneralParams const& p, char* smem, Sequence const& sequence,
+                                 GeneralTile const& tile) {
+  auto const* const q = static_cast<uint16_t const*>(p.q);
+  RowLoader<C.head_dim, C.tile_m, C.threads()>::load(smem, q, p.head_dim, p.vectors, [&](int row) {
+    QueryRow const at = query_row(p, tile, tile.row_begin + row);
+    return at.query < sequence.queries
+               ? q + sequence.entry_q * p.q_stride.batch + int64_t(sequence.first_q + at.query) * p.q_stride.seqlen +
+                     at.head * p.q_stride.head
+               : nullptr;
+  });
+}
+
 template <ForwardConfig C>
 struct GeneralMainloop {
   using T = ForwardTypes<C>;
@@ -55,14 +69,7 @@ struct GeneralMainloop {
 
   /// Starts the copies of Q and of the first steps, each committed as a group.
   CUTE_DEVICE void prologue() const {
-    auto const* const q = static_cast<uint16_t const*>(p.q);
-    RowLoader<C.head_dim, C.tile_m, C.threads()>::load(smem, q, p.head_dim, p.vectors, [&](int row) {
-      QueryRow const at = query_row(p, tile, tile.row_begin + row);
-      return at.query < sequence.queries
-                 ? q + sequence.entry_q * p.q_stride.batch + int64_t(sequence.first_q + at.query) * p.q_stride.seqlen +
-                       at.head * p.q_stride.head
-                 : nullptr;
-    });
+    load_query_tile<C>(p, smem, sequence, tile);
     CUTE_UNROLL
     for (int step = 0; step < C.stages - 1; ++step) load(step);
   }

@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "../dependent_launch.h"
 #include "../device_guard.h"
 #include "support_units.h"  // generated: append_support
 
@@ -81,8 +82,11 @@ SupportKernel const& kernel_of(SupportKind kind, Element element, int arch) {
 void launch(SupportKernel const& kernel, dim3 grid, void const* params, int device, cudaStream_t stream) {
   DeviceGuard guard(device);
   void* arguments[] = {const_cast<void*>(params)};
-  check(cudaLaunchKernel(kernel.kernel, grid, dim3(kSupportThreads), arguments, 0, stream),
-        std::string("launching ") + kernel.name + " on device " + std::to_string(device));
+  bool const overlaps = kernel.kind == SupportKind::combine && kernel.arch >= 90;
+  cudaError_t const status = overlaps
+                                 ? launch_dependent(kernel.kernel, grid, dim3(kSupportThreads), arguments, 0, stream)
+                                 : cudaLaunchKernel(kernel.kernel, grid, dim3(kSupportThreads), arguments, 0, stream);
+  check(status, std::string("launching ") + kernel.name + " on device " + std::to_string(device));
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 
 #include <cmath>
 
+#include "../forward/dependent_launch.cuh"
 #include "elements.cuh"
 
 namespace cutlass_fmha {
@@ -147,6 +148,8 @@ template <class T>
 __device__ void combine(CombineParams const& p) {
   __shared__ CombineShared shared;
   Row const row = row_of(int(blockIdx.x), p.by_num_heads, p.num_heads, p.by_seqlen_q, p.seqlen_q);
+  wait_for_kernels_ahead();
+  start_dependents();
   if (p.vectors) {
     combine_row<T, 4>(p, row, shared);
   } else {
