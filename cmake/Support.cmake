@@ -4,6 +4,7 @@
 # float32, so their combination has none.
 set(FMHA_SUPPORT_KERNELS
   "combine CombineParams f16 bf16"
+  "merge_tail TailParams f16 bf16"
   "merge MergeParams f16 bf16 f32"
   "append AppendParams f16 bf16 f32"
   "rotary RotaryParams f16 bf16 f32")

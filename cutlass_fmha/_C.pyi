@@ -123,6 +123,7 @@ def run(
     diagonal: int | None,
     device: int,
     stream: int,
+    tail: tuple[int, int, int, int, int] | None = None,
 ) -> None:
     """Launch row ``row`` on ``stream`` of CUDA device ``device``. Returns at once: no allocation, no synchronisation.
 

@@ -1,12 +1,14 @@
 """Which thread blocks a launch of a row has, what each does, and how many of them an SM holds.
 
-A plain row's blocks are tiles of query rows of one head. A general row's may also share a tile among the
+A plain row's blocks are tiles of query rows of one head. Where the last of them would leave much of the GPU
+idle, several blocks divide the keys of each (``Tail``). A general row's may also share a tile among the
 heads of a key head (``pack``), and divide the keys of a tile among several blocks (``splits``), whose results
 a second launch combines.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -36,6 +38,11 @@ ENOUGH_WAVES = 2
 """Launches with so many waves of blocks divide no keys: what their last wave leaves idle is little."""
 BLOCK_STEPS, COMBINE_STEPS = 3, 4
 """What a block does outside its main loop and what the second launch takes, in steps of the main loop."""
+WORTH_A_TAIL = 0.99
+"""The last tiles are divided where that leaves at most this share of a launch's time."""
+TAIL_PARTS = (2, 3, 4, 5, 6, 8, 12, 16)
+TAIL_SIZES = 32
+"""So many sizes of a tail's first part are tried, from that of the others to nearly all keys."""
 
 
 class Group(NamedTuple):
@@ -46,6 +53,19 @@ class Group(NamedTuple):
     steps: float
     warp_block: float
     warp_steps: float
+
+
+class Tail(NamedTuple):
+    """How the keys of the last tiles are divided: a part of ``first`` key tiles, the others of ``rest``."""
+
+    tiles: int
+    parts: int
+    first: int
+    rest: int
+
+    def rows(self, template: Template) -> int:
+        """Rows of O that all parts leave, in float32 and with two numbers of softmax state each."""
+        return self.tiles * self.parts * template.tile_m
 
 
 def resident_blocks(template: Template, device: Device) -> int:
@@ -63,7 +83,7 @@ def registers(template: Template) -> int:
     fragments = output + scores + scores / 2
     if template.q_in_registers:
         fragments += rows * template.head_dim / 64
-    if template.kv_warps > 1 and not template.general:  # K and V come straight to registers
+    if template.copy == "ldg_16":  # K and V come straight to registers
         fragments += 2 * template.tile_n * template.head_dim / 64
     in_steps = 8 * math.ceil((fragments + REGISTERS_BESIDES_FRAGMENTS) / 8)
     return min(MAX_REGISTERS_PER_THREAD, in_steps)
@@ -78,6 +98,12 @@ def groups(template: Template, problem: Problem, device: Device) -> list[Group]:
         return []
     splits = split_keys(template, problem, device)
     sequences *= splits
+    if tail := tail_of(template, problem, device):
+        block, steps, warp_block, warp_steps = _block(template, problem, 0, pack, splits)
+        whole = Group(tiles * sequences - tail.tiles, block, steps, warp_block, warp_steps)
+        first = Group(tail.tiles, block, tail.first, warp_block, warp_steps * tail.first / steps)
+        number = tail.tiles * (tail.parts - 1)
+        return [whole, first, Group(number, block, tail.rest, warp_block, warp_steps * tail.rest / steps)]
     if not problem.is_ranged:
         full = problem.seqlen_q * pack // template.tile_m
         found = [Group(full * sequences, *_block(template, problem, 0, pack, splits))] if full else []
@@ -119,6 +145,66 @@ def _key_tiles(template: Template, problem: Problem, row: float) -> int:
     if diagonal is not None:
         keys = max(0, min(keys, math.floor(row) + diagonal + 1))
     return -(-keys // template.tile_n)
+
+
+# ---- the last tiles of plain rows --------------------------------------------------------------------------
+
+
+def tail_of(template: Template, problem: Problem, device: Device) -> Tail | None:
+    """How the last tiles are divided; None where they aren't.
+
+    Rows that copy by TMA can, whose blocks have an SM for themselves, without a mask. As for ``split_keys``,
+    measured prices have no say in it.
+    """
+    if template.copy != "tma" or template.kv_warps > 1 or problem.is_ranged:
+        return None
+    if resident_blocks(template, device) != 1:
+        return None
+    tiles = -(-problem.seqlen_q // template.tile_m) * problem.batch * problem.num_heads
+    part_bytes = 4 * template.tile_m * template.head_dim
+    return _tail(
+        tiles, -(-problem.seqlen_k // template.tile_n), device.sm_count, MAX_PARTIAL_BYTES // part_bytes
+    )
+
+
+@functools.lru_cache(4096)
+def _tail(tiles: int, steps: int, places: int, most: int) -> Tail | None:
+    """The division with the shortest way through the launch, in units of a main loop step.
+
+    ``most``: parts of all tiles together at most.
+    """
+    last = tiles % places
+    if last == 0 or steps < 2:
+        return None
+    best, best_time = None, WORTH_A_TAIL * (tiles // places + 1) * (steps + BLOCK_STEPS)
+    before = tiles // places * (steps + BLOCK_STEPS) + COMBINE_STEPS
+    for parts in TAIL_PARTS:
+        if parts > steps or last * parts > most:
+            break
+        equal = -(-steps // parts)
+        for first in range(equal, steps, max(1, steps // TAIL_SIZES)):
+            rest = -(-(steps - first) // (parts - 1))
+            if steps - first - (parts - 2) * rest < 1:
+                continue
+            tail = Tail(last, parts, first, rest)
+            time = before + _tail_time(tail, places)
+            if time < best_time:
+                best, best_time = tail, time
+    return best
+
+
+def _tail_time(tail: Tail, places: int) -> int:
+    """Steps from when all places are free until the last part ends; first parts go to places of their own."""
+    first, rest = tail.first + BLOCK_STEPS, tail.rest + BLOCK_STEPS
+    number, idle = tail.tiles * (tail.parts - 1), places - tail.tiles
+    beside = idle * (first // rest)  # other parts that end before the first ones
+    if number <= beside:
+        return first
+    left = number - beside  # idle places go on in their rhythm, the others begin with the first parts' end
+    begun = first // rest * rest
+    rounds = (left - 1) // places
+    left -= rounds * places
+    return (begun if left <= idle else first) + (rounds + 1) * rest
 
 
 # ---- general rows ------------------------------------------------------------------------------------------

@@ -12,10 +12,10 @@ it take its time, and ``count`` plays the launch through for both:
     microseconds = launch * launches + cold * share + traffic * megabytes + sqrt(waiting^2 + work^2)
 
 ``cold`` is what inputs add that are too large to be found in the L2 cache, ``traffic`` what is moved at
-least. Where keys are split, a second launch combines the parts. What masks and biases take is not counted:
-every row that can has to read them. All prices are linear up to the square root: a few dozen timings fit them
-(``calibration/fit.py``). Those of a GPU that was never measured are derived from its datasheet
-(``calibration/datasheet.py``).
+least. Where keys are split, or those of the last tiles are divided, a second launch combines the parts. What
+masks and biases take is not counted: every row that can has to read them. All prices are linear up to the
+square root: a few dozen timings fit them (``calibration/fit.py``). Those of a GPU that was never measured are
+derived from its datasheet (``calibration/datasheet.py``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from cutlass_fmha.blocks import groups, split_keys
+from cutlass_fmha.blocks import groups, split_keys, tail_of
 from cutlass_fmha.device import KIB, Device
 
 if TYPE_CHECKING:
@@ -107,11 +107,13 @@ def count(template: Template, problem: Problem, device: Device, cost: RowCost) -
     waiting = _play(alone, device.sm_count * cost.resident, most, cost.block, cost.step)
     work = _play(shared, device.sm_count, most, cost.warp_block, cost.warp_step)
     splits = split_keys(template, problem, device)
+    tail = tail_of(template, problem, device)
     read = _bytes_read(problem)
+    moved = read + _bytes_written(problem, splits)
+    if tail:
+        moved += 2 * BYTES_PER_PARTIAL * tail.rows(template) * template.head_dim
     cold = min(1.0, read / COLD_BYTES)
-    return Counts(
-        2 if splits > 1 else 1, cold, (read + _bytes_written(problem, splits)) / 1e6, *waiting, *work
-    )
+    return Counts(2 if splits > 1 or tail else 1, cold, moved / 1e6, *waiting, *work)
 
 
 def _bytes_read(problem: Problem) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutlass_fmha import _C, check, general_plan, select
+from cutlass_fmha import _C, blocks, check, general_plan, select
 from cutlass_fmha import device as devices
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.features import Features
@@ -43,6 +43,8 @@ class Plan:
     device: torch.device
     index: int
     empty: bool
+    tail: blocks.Tail | None
+    tail_floats: int  # that its parts leave
 
 
 @dataclass(frozen=True)
@@ -113,16 +115,21 @@ def launch(
     out = torch.empty(plan.out_shape, dtype=plan.dtype, device=plan.device)
     lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=plan.device) if return_lse else None
     if not plan.empty:
-        _C.run(
+        arguments = (
             plan.row,
             (q_address, k_address, v_address, out.data_ptr(), 0 if lse is None else lse.data_ptr()),
             plan.sizes,
-            plan.strides,  # type: ignore[arg-type]
+            plan.strides,
             plan.scale if scale is None else scale,
             plan.diagonal,
             plan.index,
             _current_stream(plan.index),
         )
+        if plan.tail is None:
+            _C.run(*arguments)  # type: ignore[arg-type]
+        else:
+            parts = torch.empty(plan.tail_floats, dtype=torch.float32, device=plan.device)
+            _C.run(*arguments, (parts.data_ptr(), *plan.tail))  # type: ignore[arg-type]
     return (out if layout == "bshd" else out.transpose(1, 2)), lse
 
 
@@ -152,13 +159,15 @@ def prepare(
         alignment=min(operand.alignment for operand in operands),
     )
     index = q.get_device()
-    row = select.select(problem, devices.of_index(index), template)
+    device = devices.of_index(index)
+    row = select.select(problem, device, template)
     if select.is_fallback(row) or row.general:
         return Handover(row.name)
     if row.copy == "element":
         _warn_of_element_copies(row.name, operands, names)
 
     batch, seqlen_q, seqlen_k, num_heads, num_heads_kv, head_dim = dims
+    tail = blocks.tail_of(row, problem, device)
     out_strides = (seqlen_q * num_heads * head_dim, num_heads * head_dim, head_dim)
     strides = (*operands[0].strides, *operands[1].strides, *operands[2].strides, *out_strides)
     return Plan(
@@ -173,6 +182,8 @@ def prepare(
         device=q.device,
         index=index,
         empty=batch == 0 or seqlen_q == 0 or num_heads == 0,
+        tail=tail,
+        tail_floats=tail.rows(row) * (head_dim + 2) if tail else 0,
     )
 
 

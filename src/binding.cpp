@@ -13,6 +13,7 @@
 #include "build_config.h"  // generated
 #include "config.h"
 #include "fallback/binding.h"
+#include "forward/scheduler.h"
 #include "params.h"
 #include "support/binding.h"
 
@@ -31,6 +32,7 @@ namespace {
 using Pointers = std::array<uintptr_t, 5>;   // q, k, v, o, lse
 using Sizes = std::array<int64_t, 5>;        // batch, seqlen_q, seqlen_k, num_heads, num_heads_kv
 using StrideList = std::array<int64_t, 12>;  // (batch, seqlen, head) of q, k, v, o
+using TailNumbers = std::array<int64_t, 5>;  // address of its memory; tiles, parts, first, rest: see Tail
 
 ForwardParams make_params(Pointers const& pointers, Sizes const& sizes, StrideList const& s, double scale,
                           std::optional<int64_t> diagonal) {
@@ -113,8 +115,37 @@ void check_aligned(Template const& t, Pointers const& pointers, Sizes const& siz
   }
 }
 
+/// The tail that a caller wants, whose memory is at `numbers[0]`.
+Tail make_tail(Template const& t, TailNumbers const& numbers, ForwardParams const& p) {
+  Tail tail;
+  auto const [memory, tiles, parts, first, rest] = numbers;
+  int64_t const all = grid_size(p, t.config.tile_m), key_blocks = ceil_div(p.seqlen_k, t.config.tile_n);
+  require(t.config.copy == Copy::tma && t.config.kv_warps == 1 && p.diagonal == kNoDiagonal,
+          [&] { return std::string(t.name) + " has no tail here: rows that copy by TMA have one, without a mask"; });
+  int64_t const last = key_blocks - first - (parts - 2) * rest;
+  require(memory > 0 && memory % 16 == 0 && tiles > 0 && tiles <= all && parts > 1 && parts <= 64 && first > 0 &&
+              first < key_blocks && rest > 0 && rest < key_blocks && last > 0 && last <= rest &&
+              tiles * parts * t.config.tile_m * (t.config.head_dim / 4) <= INT_MAX,
+          [&] {
+            return std::string(t.name) + " can't divide " + std::to_string(tiles) + " of " + std::to_string(all) +
+                   " tiles into a part of " + std::to_string(first) + " and " + std::to_string(parts - 1) + " of " +
+                   std::to_string(rest) + " of " + std::to_string(key_blocks) + " key blocks";
+          });
+  tail.begin = int(all - tiles);
+  tail.tiles = int(tiles);
+  tail.parts = int(parts);
+  tail.first = int(first);
+  tail.rest = int(rest);
+  tail.by_rest = Divisor(tail.parts - 1);
+  int64_t const rows = tiles * parts * t.config.tile_m;
+  tail.o = reinterpret_cast<float*>(static_cast<uintptr_t>(memory));
+  tail.maxima = tail.o + rows * t.config.head_dim;
+  tail.sums = tail.maxima + rows;
+  return tail;
+}
+
 void run(int row, Pointers const& pointers, Sizes const& sizes, StrideList const& strides, double scale,
-         std::optional<int64_t> diagonal, int device, uintptr_t stream) {
+         std::optional<int64_t> diagonal, int device, uintptr_t stream, std::optional<TailNumbers> const& tail) {
   auto const& rows = templates();
   require(row >= 0 && row < static_cast<int>(rows.size()), [&] {
     return "row must be between 0 and " + std::to_string(rows.size() - 1) + ", got " + std::to_string(row);
@@ -123,9 +154,10 @@ void run(int row, Pointers const& pointers, Sizes const& sizes, StrideList const
           [&] { return std::string(rows[row].name) + " is a general row: run_general launches it"; });
   ForwardParams const params = make_params(pointers, sizes, strides, scale, diagonal);
   check_aligned(rows[row], pointers, sizes, strides);
+  Tail const divided = tail ? make_tail(rows[row], *tail, params) : Tail{};
   // A full launch queue makes the driver wait, maybe for a host callback that wants the interpreter.
   py::gil_scoped_release unlocked;
-  launch_forward(row, params, device, reinterpret_cast<cudaStream_t>(stream));
+  launch_forward(row, params, divided, device, reinterpret_cast<cudaStream_t>(stream));
 }
 
 int driver_version() {
@@ -179,7 +211,7 @@ struct NoDeviceProperties {
 using cudaDeviceProp = NoDeviceProperties;
 
 void run(int, Pointers const& pointers, Sizes const& sizes, StrideList const& strides, double scale,
-         std::optional<int64_t> diagonal, int, uintptr_t) {
+         std::optional<int64_t> diagonal, int, uintptr_t, std::optional<TailNumbers> const&) {
   make_params(pointers, sizes, strides, scale, diagonal);
   no_cuda();
 }
@@ -250,7 +282,7 @@ PYBIND11_MODULE(_C, m) {
 
   m.def("templates", &template_rows);
   m.def("run", &run, py::arg("row"), py::arg("pointers"), py::arg("sizes"), py::arg("strides"), py::arg("scale"),
-        py::arg("diagonal"), py::arg("device"), py::arg("stream"));
+        py::arg("diagonal"), py::arg("device"), py::arg("stream"), py::arg("tail") = py::none());
   m.def("device_count", &device_count);
   m.def("device_properties", &device_properties, py::arg("device"));
   m.def("driver_version", &driver_version);

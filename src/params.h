@@ -33,6 +33,18 @@ struct ForwardParams {
   uint32_t q_and, q_xor;
 };
 
+/// The last tiles of a launch without a diagonal, where several blocks divide the keys of each, so that the SMs have
+/// work to the end: a part of `first` key blocks, the last ones, and `parts - 1` of `rest`, the one that is left of
+/// fewer. Each leaves its unnormalised O and softmax state, which a second launch merges (support/tail.cuh).
+struct Tail {
+  int begin = INT_MAX;  ///< the first such tile; there are as many blocks before those of the parts
+  int tiles = 0, parts = 0, first = 0, rest = 0;
+  Divisor by_rest;          ///< by parts - 1
+  float* o = nullptr;       ///< [parts, tiles, tile_m, head_dim]
+  float* maxima = nullptr;  ///< [parts, tiles, tile_m], of the scores without their scale
+  float* sums = nullptr;    ///< the same, l
+};
+
 /// A CUtensorMap, the copy unit's description of a tensor. Opaque here: set_tensor_maps() makes it.
 struct alignas(128) TensorMap {
   uint64_t words[16];
@@ -48,6 +60,8 @@ struct ForwardTmaParams : ForwardParams {
   Divisor by_rank;   ///< without a diagonal by m_blocks, with one by batch * num_heads
   Divisor by_heads;  ///< by num_heads
   Divisor by_group;  ///< by the query heads per head of K and V
+
+  Tail tail;
 
   TensorMap q_map{}, k_map{}, v_map{}, o_map{};
 };

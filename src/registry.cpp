@@ -103,20 +103,26 @@ std::vector<Template> const& templates() {
   return rows;
 }
 
-void launch_forward(int row, ForwardParams const& params, int device, cudaStream_t stream) {
+void launch_forward(int row, ForwardParams const& params, Tail const& tail, int device, cudaStream_t stream) {
   Template const& t = templates().at(row);
   if (t.config.general)
     throw std::invalid_argument(std::string(t.name) + " is a general row: run_general() launches it");
-  int64_t const blocks = grid_size(params, t.config.tile_m);
+  int64_t const blocks = grid_size(params, t.config.tile_m) + int64_t(tail.tiles) * std::max(0, tail.parts - 1);
   if (blocks == 0) return;
   check_grid(t, blocks);
   DeviceGuard guard(device);
   allow_shared_memory(row, t, device);
   if (t.config.copy == Copy::tma) {
     ForwardTmaParams prepared(params);
+    prepared.tail = tail;
     set_schedule(prepared, t.config.tile_m);
     set_tensor_maps(prepared, t.config);
     launch(t, blocks, &prepared, device, stream);
+    if (tail.tiles > 0) {
+      launch_merge_tail({tail, params.o, params.lse, params.o_stride, params.seqlen_q, params.num_heads,
+                         t.config.head_dim, t.config.tile_m, params.scale_log2},
+                        element_of(t.config.dtype), t.config.arch, device, stream);
+    }
   } else {
     launch(t, blocks, &params, device, stream);
   }

@@ -23,7 +23,8 @@ struct Template {
 std::vector<Template> const& templates();
 
 /// Launches a row on `device`'s stream `stream`. Allocates nothing, never synchronises. Throws std::runtime_error.
-void launch_forward(int row, ForwardParams const& params, int device, cudaStream_t stream);
+/// Where there is a tail, which rows that copy by TMA take, what merges its parts follows on the stream.
+void launch_forward(int row, ForwardParams const& params, Tail const& tail, int device, cudaStream_t stream);
 
 /// The same for a general row, which takes these. With splits, what is merged of them follows on the stream.
 void launch_general(int row, GeneralParams const& params, int device, cudaStream_t stream);

@@ -49,7 +49,7 @@ class Row:
         short = {"float16": "f16", "bfloat16": "bf16"}[self.dtype]
         tile = f"m{self.tile_m}n{self.tile_n}w{self.warps}"
         suffix = f"k{self.kv_warps}" if self.kv_warps > 1 else ""
-        suffix += "_element" if self.copy == "element" else ""
+        suffix += f"_{self.copy}" if self.copy in ("element", "tma") else ""
         suffix += "_pdl" if self.dependent_launch else ""
         suffix += "_general" if self.general else ""
         dims = f"d{self.head_dim}" + (f"v{self.value_dim}" if self.value_dim else "")
@@ -99,7 +99,7 @@ def make_build(
                 for tile_m, tile_n, warps, kv_warps, stages in SPLIT[head_dim]:
                     smem_bytes = kv_warps * tile_m * (4 * head_dim + 8)
                     tile = (tile_m, tile_n, warps, "ldg_16", smem_bytes, kv_warps, stages)
-                    rows.append(Row(len(rows), *key, *tile))
+                    rows.append(Row(len(rows), *key, *tile, dependent_launch=arch >= 90))
             for head_dim, value_dim, tile_m, tile_n, warps, kv_warps, stages in GENERAL if general else ():
                 loaded = stages * tile_n * kv_warps * (head_dim + (value_dim or head_dim))
                 tile = (

@@ -14,6 +14,7 @@ from problems import GUARD, Problem, place, poison
 from torch import Tensor
 
 from cutlass_fmha import _C
+from cutlass_fmha.blocks import Tail
 
 _INTEGER = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
 
@@ -187,13 +188,14 @@ class Launch:
         scale = row.head_dim**-0.5 if problem.scale is None else problem.scale
         return cls(row, q, k, v, Guarded.around(out), lse, scale, problem.diagonal)
 
-    def run(self, stream: int | None = None) -> None:
+    def run(self, stream: int | None = None, tail: Tail | None = None) -> None:
         """Launch on ``stream``, or on torch's current one."""
         device = self.q.device
         if stream is None:  # a simulator, whose tensors are on the CPU, has but one
             stream = 0 if device.type == "cpu" else torch.cuda.current_stream(device).cuda_stream
         operands = (self.q, self.k, self.v, self.out.view)
         addresses = [x.data_ptr() for x in operands]
+        parts = poison(torch.float32, tail.rows(self.row) * (self.row.head_dim + 2), device) if tail else None
         _C.run(
             self.row.index,
             (*addresses, self.lse.view.data_ptr() if self.lse else 0),  # type: ignore[arg-type]
@@ -203,6 +205,7 @@ class Launch:
             self.diagonal,
             device.index or 0,
             stream,
+            (parts.data_ptr(), *tail) if tail and parts is not None else None,
         )
 
     def intact(self) -> bool:

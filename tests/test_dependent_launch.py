@@ -1,7 +1,6 @@
-"""Rows whose launches overlap, without a GPU: what CMake makes of their lines, and nvcc of one of them.
+"""Rows whose launches overlap, without a GPU: what CMake makes of their lines, and nvcc of their kernels.
 
-They are candidates (src/candidates.cmake) and not in the default build. That calls in a row don't overtake
-each other is asked of every row under test by test_parity_runtime.py.
+That calls in a row don't overtake each other is asked of every row under test by test_parity_runtime.py.
 """
 
 from __future__ import annotations
@@ -13,16 +12,15 @@ from pathlib import Path
 import building
 import cubin
 import pytest
-import resources
-from test_resources import PlannedRow
-from test_tma import CANDIDATES, configure
+from test_resources import EXTENSION
+
+from cutlass_fmha import _C
 
 ROOT = Path(__file__).resolve().parents[1]
-TILE = "d64_m16n32w4k4_pdl"
-SUBJECT = f"fwd_sm{{arch}}_f16_{TILE}"
-SMEM_BYTES = 4 * 16 * (4 * 64 + 8)  # a partial O and its softmax state of 16 rows for each of four warps
-ARCHS = (90, 120)
-GLOBAL_ACCESSES = {"LD", "LDG", "LDGSTS", "ST", "STG", "ATOM", "ATOMG", "RED", "REDG"}
+ROWS = [row.name for row in _C.templates() if row.dependent_launch]
+by_row = pytest.mark.parametrize("name", ROWS)
+LOADS = {"LDG", "UTMALDG"}
+GLOBAL_ACCESSES = {"LD", "LDG", "LDGSTS", "ST", "STG", "ATOM", "ATOMG", "RED", "REDG", "UTMALDG", "UTMASTG"}
 
 
 # ---- the manifest's column ---------------------------------------------------------------------------------
@@ -89,22 +87,13 @@ def test_a_line_that_asks_for_what_no_kernel_does_is_an_error(line: str, expecte
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, cubin.Kernel]:
-    """One candidate, compiled by the project's own CMake for each architecture that it is meant for."""
-    tree = tmp_path_factory.mktemp("candidates")
-    done = configure(
-        tree,
-        CMAKE_CUDA_ARCHITECTURES=";".join(map(str, ARCHS)),
-        CUTLASS_FMHA_MANIFEST=CANDIDATES,
-        CUTLASS_FMHA_ROWS=f"_f16_{TILE}$",
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    libraries = [f"fmha_sm{arch}" for arch in ARCHS]
-    command = [building.find_program("cmake"), "--build", str(tree), "--target", *libraries]
-    compiled = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert compiled.returncode == 0, compiled.stdout[-3000:] + compiled.stderr[-3000:]
-    found = [kernel for file in sorted(tree.rglob("*.cu.o")) for kernel in cubin.read_kernels(file)]
-    return {kernel.name: kernel for kernel in found}
+def kernels() -> dict[str, cubin.Kernel]:
+    return {kernel.name: kernel for kernel in cubin.read_kernels(EXTENSION) if kernel.name in ROWS}
+
+
+def test_the_split_rows_of_architectures_that_can_overlap_do():
+    can = {row.name for row in _C.templates() if row.kv_warps > 1 and not row.general and row.arch >= 90}
+    assert can == set(ROWS)
 
 
 def places(kernel: cubin.Kernel, opcodes: Iterable[str]) -> list[int]:
@@ -112,9 +101,9 @@ def places(kernel: cubin.Kernel, opcodes: Iterable[str]) -> list[int]:
     return [place for place, instruction in enumerate(kernel.code) if instruction.base in wanted]
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-def test_nothing_global_is_accessed_before_the_wait(arch: int, kernels: dict[str, cubin.Kernel]):
-    kernel = kernels[SUBJECT.format(arch=arch)]
+@by_row
+def test_nothing_global_is_accessed_before_the_wait(name: str, kernels: dict[str, cubin.Kernel]):
+    kernel = kernels[name]
     (wait,) = places(kernel, ["ACQBULK"])
     assert kernel.code[wait].guard == "", "every thread waits"
     accesses = places(kernel, GLOBAL_ACCESSES)
@@ -124,14 +113,8 @@ def test_nothing_global_is_accessed_before_the_wait(arch: int, kernels: dict[str
     assert not [i for i in kernel.code if i.base == "LDG" and "CONSTANT" in i.opcode]
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-def test_the_next_launch_is_let_in_when_everything_is_read(arch: int, kernels: dict[str, cubin.Kernel]):
-    kernel = kernels[SUBJECT.format(arch=arch)]
+@by_row
+def test_the_next_launch_is_let_in_when_everything_is_read(name: str, kernels: dict[str, cubin.Kernel]):
+    kernel = kernels[name]
     (trigger,) = places(kernel, ["PREEXIT"])
-    assert max(places(kernel, ["LDG"])) < trigger < min(places(kernel, ["STG"]))
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-def test_the_machine_code_has_nothing_to_complain_about(arch: int, kernels: dict[str, cubin.Kernel]):
-    row = PlannedRow(SUBJECT.format(arch=arch), min_blocks=1, copy="ldg_16", smem_bytes=SMEM_BYTES)
-    assert resources.complaints(kernels[row.name], row) == []
+    assert max(places(kernel, LOADS)) < trigger < min(places(kernel, ["STG"]))

@@ -20,12 +20,14 @@ from torch import Tensor
 
 import cutlass_fmha
 from cutlass_fmha import _C
+from cutlass_fmha.blocks import Tail
 
 # A warning of some torch release is no failure of a kernel.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
-DEVICE = torch.device("cuda", 0)
+DEVICE = gpu.device()
 ROWS = [row for row in gpu.rows() if row.copy == "tma"]
+OWN_ROWS = [row for row in ROWS if row.kv_warps == 1]  # whose warps have query rows of their own
 by_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 
 
@@ -64,6 +66,39 @@ def attend(
     errors = oracle.compare(out, *inputs, None, "bottom-right", lse)
     parity.record(row.name, what, errors)
     return out
+
+
+# ---- the last tiles ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("row", OWN_ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize("beyond", [0, 5])
+def test_the_keys_of_the_last_tiles_may_be_divided(row: _C.Template, beyond: int, parity: ParityReport):
+    """From one tile in two parts to all of them in as many as there are key tiles, the last one cut short."""
+    problem = Problem(
+        row.tile_m + 17, 5 * row.tile_n + beyond, batch=2, num_heads=4, num_heads_kv=2, scale=-0.3, seed=40
+    )
+    tiles, keys = 2 * 2 * 4, 5 + bool(beyond)
+    for tail in (
+        Tail(1, 2, keys - 1, 1),
+        Tail(3, 3, 1, keys // 2),
+        Tail(5, 3, keys - 3, 2),
+        Tail(tiles, keys, 1, 1),
+    ):
+        launch = gpu.Launch.of(row, problem, DEVICE)
+        launch.run(tail=tail)
+        check(launch, problem, parity, str(tail))
+
+
+@pytest.mark.parametrize("row", OWN_ROWS, ids=lambda row: row.name)
+def test_parts_that_differ_by_much_are_merged(row: _C.Template, parity: ParityReport):
+    """The first keys outweigh all others by 2^1000, or the last ones do."""
+    for seed, part in enumerate((slice(0, 7), slice(-7, None))):
+        problem = Problem(70, 4 * row.tile_n, batch=1, num_heads=2, seed=41 + seed)
+        launch = gpu.Launch.of(row, problem, DEVICE)
+        launch.k[:, part] *= 100
+        launch.run(tail=Tail(2, 3, 2, 1))
+        check(launch, problem, parity, f"scores of {part}")
 
 
 # ---- what a descriptor has to describe ---------------------------------------------------------------------

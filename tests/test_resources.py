@@ -159,6 +159,7 @@ class PlannedRow:
     warps: int = 4
     min_blocks: int = 2
     copy: str = "cp_async_16"
+    kv_warps: int = 1
     smem_bytes: int = 4096
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-CANDIDATES = ROOT / "src" / "candidates.cmake"
 
 #: At least one row of each kind, and each architecture: the PTX of one row differs with it.
 ROWS = (
@@ -32,6 +31,7 @@ ROWS = (
     "fwd_sm120_bf16_d64_m64n64w4_tma",
     "fwd_sm120_f16_d128_m256n64w8_tma",
     "fwd_sm120_bf16_d64_m32n32w8k8_pdl",  # launches that overlap
+    "fwd_sm120_f16_d64_m32n64w4k4_tma_pdl",  # and the copy unit
 )
 
 
@@ -41,7 +41,7 @@ def extension() -> Path:
     from simulator import build
 
     expression = "^(" + "|".join(ROWS) + ")$"
-    return build.build_extension(build.Options(expression, build.DIRECTORY / "tests", manifest=CANDIDATES))
+    return build.build_extension(build.Options(expression, build.DIRECTORY / "tests"))
 
 
 def simulate(row: str, *options: str) -> subprocess.CompletedProcess[str]:

@@ -1,36 +1,27 @@
 """Rows that copy by TMA, without a GPU: what CMake makes of their lines, and nvcc of their kernels.
 
-They are candidates (src/candidates.cmake) and not in the default build, so some are built here, for sm_90 and
-sm_120, as a user would build them. What they compute is test_parity_tma.py's business.
+What they compute is test_parity_tma.py's business.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import building
 import cubin
 import pytest
 import resources
-from test_resources import PlannedRow, pinned_nvcc
-from tuning import space
-from tuning.candidate import COLUMNS, Candidate
+from test_resources import EXTENSION, PlannedRow
 
 from cutlass_fmha import _C, select
 from cutlass_fmha.device import Device
 
 ROOT = Path(__file__).resolve().parents[1]
-CANDIDATES = "src/candidates.cmake"
-# A small tile with two stages and one of 8 warps that take turns: all code paths of the copies.
-SUBJECTS = ("fwd_sm{arch}_bf16_d64_m64n64w4_tma", "fwd_sm{arch}_bf16_d128_m256n64w8_tma")
-ARCHS = (90, 120)
-NAMES = {name.format(arch=arch) for name in SUBJECTS for arch in ARCHS}
+ROWS = {row.name: row for row in _C.templates() if row.copy == "tma"}
+ARCHS = {90, 120}
 
 
 def configure(tree: Path, **defines: str) -> subprocess.CompletedProcess[str]:
@@ -42,92 +33,36 @@ def configure(tree: Path, **defines: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
 
 
-@pytest.fixture(scope="module")
-def extension(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An extension with NAMES and no other row."""
-    tree = tmp_path_factory.mktemp("candidates")
-    tiles = "|".join(name.partition("_bf16_")[2] for name in SUBJECTS)
-    done = configure(
-        tree,
-        CMAKE_CUDA_ARCHITECTURES=";".join(map(str, ARCHS)),
-        CUTLASS_FMHA_MANIFEST=CANDIDATES,
-        CUTLASS_FMHA_ROWS=f"_bf16_({tiles})$",
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    command = [building.find_program("cmake"), "--build", str(tree), "--target", "_C"]
-    compiled = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert compiled.returncode == 0, compiled.stdout[-3000:] + compiled.stderr[-3000:]
-    (module,) = tree.glob("_C*.so")
-    return module
+# ---- the rows of this build --------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def rows(extension: Path) -> dict[str, Any]:
-    """Its rows by name, as a process of their own reads them: two extensions don't fit one."""
-    listing = (
-        "import sys, json; sys.path.insert(0, sys.argv[2])\n"
-        "from pathlib import Path; from tuning import worker\n"
-        "module = worker.load_extension(Path(sys.argv[1]))\n"
-        "names = [name for name in dir(module.Template) if not name.startswith('_')]\n"
-        "print(json.dumps([{name: getattr(row, name) for name in names} for row in module.templates()]))"
-    )
-    command = [sys.executable, "-c", listing, str(extension), str(ROOT / "tools")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=extension.parent)
-    assert done.returncode == 0, done.stderr
-    return {row["name"]: SimpleNamespace(**row) for row in json.loads(done.stdout)}
-
-
-@pytest.fixture(scope="module")
-def kernels(extension: Path) -> dict[str, cubin.Kernel]:
-    return {kernel.name: kernel for kernel in cubin.read_kernels(extension) if kernel.name.startswith("fwd_")}
-
-
-# ---- the candidates ----------------------------------------------------------------------------------------
-
-
-def test_the_build_holds_the_rows_that_were_asked_for(rows: dict[str, Any]):
-    assert set(rows) == NAMES
-    for row in rows.values():
-        assert (row.copy, row.alignment, row.kv_warps) == ("tma", 16, 1)
+def test_every_architecture_that_has_tma_has_rows_of_it():
+    built = {row.arch for row in _C.templates()}
+    assert built, "this build has no CUDA kernels to inspect: build with CUTLASS_FMHA_CUDA=ON, as make does"
+    assert {row.arch for row in ROWS.values()} == ARCHS & built
+    for row in ROWS.values():
+        assert row.alignment == 16
         assert row.smem_bytes <= resources.SHARED_PER_BLOCK
 
 
-def test_the_machine_code_copies_by_tma_and_has_nothing_to_complain_about(
-    rows: dict[str, Any], kernels: dict[str, cubin.Kernel]
-):
-    if _C.build_info()["cuda"]:
-        assert _C.build_info()["nvcc_version"] == pinned_nvcc(), "registers and spills depend on the compiler"
-    assert {kernel.name: kernel.arch for kernel in kernels.values()} == {
-        name: row.arch for name, row in rows.items()
-    }
+def test_no_thread_of_theirs_copies():
+    kernels = {kernel.name: kernel for kernel in cubin.read_kernels(EXTENSION) if kernel.name in ROWS}
+    assert kernels.keys() == ROWS.keys()
     for name, kernel in kernels.items():
-        assert resources.complaints(kernel, rows[name]) == []
-        assert kernel.count("UTMALDG") > 0 and kernel.count("UTMASTG") > 0, name
-        assert kernel.count("BPT") == 0, f"{name}: a trap where the architecture was taken to have no TMA"
-        assert kernel.count("LDGSTS") == 0, f"{name}: threads copy, too"
-        assert kernel.count("UTMASTG") >= rows[name].head_dim // 64, "a box for each panel of O"
+        assert kernel.count("LDGSTS") == 0, name
+        if ROWS[name].kv_warps == 1:
+            assert kernel.count("UTMASTG") >= ROWS[name].head_dim // 64, "a box for each panel of O"
 
 
-def test_they_carry_no_ptx(extension: Path):
-    assert cubin.read_ptx(extension) == {}
-
-
-def test_shared_memory_is_computed_as_the_kernels_do(rows: dict[str, Any]):
-    for row in rows.values():
-        candidate = Candidate(**{name: getattr(row, name) for name in COLUMNS})
-        assert space.shared_bytes(candidate) == row.smem_bytes, row.name
-        assert space.objections(candidate, row.arch, space.Limits()) == [], row.name
-
-
-def test_selection_offers_them_to_aligned_tensors_on_their_gpus(rows: dict[str, Any]):
-    found = select.Build(tuple(rows.values()))
+def test_selection_offers_them_to_aligned_tensors_on_their_gpus():
+    found = select.Build(tuple(ROWS.values()))
     gpus = {90: Device("H200", (9, 0), 132, 227 * 1024), 120: Device("RTX 5090", (12, 0), 170, 99 * 1024)}
-    for row in rows.values():
-        problem = select.Problem(2, 4096, 4096, 16, 16, row.head_dim, "bfloat16")
+    for row in ROWS.values():
+        problem = select.Problem(2, 4096, 4096, 16, 16, row.head_dim, row.dtype)
         for arch, gpu in gpus.items():
             refusal = select.reasons(row, problem, gpu, found)
             assert refusal == [] if row.arch == arch else "made for" in refusal[0], (row.name, gpu, refusal)
-        unaligned = select.Problem(2, 4096, 4096, 16, 16, row.head_dim, "bfloat16", alignment=8)
+        unaligned = select.Problem(2, 4096, 4096, 16, 16, row.head_dim, row.dtype, alignment=8)
         (reason,) = select.reasons(row, unaligned, gpus[row.arch], found)
         assert "aligned to 16 bytes" in reason
         assert select.predicted_cost(row, problem, gpus[row.arch]) > 0

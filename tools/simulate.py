@@ -1,7 +1,7 @@
 """Runs rows on the CPU, by their PTX, and compares them with dense fp64: docs/simulation.md.
 
     python tools/simulate.py --rows bf16_d64                        rows of the wheel with that in their name
-    python tools/simulate.py --rows tma --manifest src/candidates.cmake --archs 120
+    python tools/simulate.py --rows tma --archs 120
     python tools/simulate.py --rows 'd128.*general' --problems 500 --seed 7
 
 Builds what it needs in build/simulator; each row then runs the tests' short problems and as many drawn ones

@@ -2,9 +2,9 @@
 
 A tile costs its floating-point operations at the share of the tensor pipe that the row's schedule reaches. A
 split row (kv_warps > 1), made for problems that leave most of a GPU idle, spends its time waiting instead: a
-step costs what its loads and exponentials take on an SM, and a block also merges what its warps have. A
-general row waits, too: its warps meet at every step, and where it is chosen it is bound by how fast K and V
-arrive.
+step costs what its loads and exponentials take on an SM, and a block also merges what its warps have. Where
+its launches overlap, the next one starts and prefetches while the present one ends. A general row waits, too:
+its warps meet at every step, and where it is chosen it is bound by how fast K and V arrive.
 """
 
 from __future__ import annotations
@@ -37,10 +37,14 @@ class SplitParameters:
     #: The work of a step, per KiB of K and V that a block's warps load and per 1024 of its exponentials.
     load: float = 0.0125
     exponentials: float = 0.025
+    #: What is left of the first of these where the copy unit loads.
+    by_tma: float = 0.6
     #: A step of a row that doesn't load a step ahead (stages == 1).
     unhidden_latency: float = 0.8
     #: Where the tensor pipe is the limit: the share of what the other rows of its schedule get from it.
     tensor_share: float = 0.6
+    #: What overlapping launches leave of a launch and of the first loads from DRAM.
+    overlapped: float = 0.15
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,8 @@ class Parameters:
     saturating_warps: int = 8
     #: Elements that travel one by one instead of 16 bytes at a time multiply the main loop by this.
     element_factor: float = 3.0
+    #: Where no thread copies, fewer instructions stand between the mma of a main loop.
+    tma_factor: float = 0.95
     #: Dense TFLOP/s of one SM by mma.sync with fp32 accumulation: the datasheets of L4 and RTX 5090, measured
     #: on an H200.
     sm_tflops: Mapping[int, float] = field(
@@ -112,9 +118,10 @@ def row_cost(template: Template, device: Device, parameters: Parameters = PARAME
         block = parameters.block_us + parameters.block_us_per_warp * template.warps
         warp_block = parameters.work_us_per_warp * template.warps
         step, warp_step = _step(template, resident, parameters)
+    start = parameters.split.overlapped if template.dependent_launch else 1.0
     return RowCost(
-        launch=parameters.general.launch if template.general else parameters.launch_us,
-        cold=parameters.cold_us,
+        launch=parameters.general.launch if template.general else start * parameters.launch_us,
+        cold=start * parameters.cold_us,
         traffic=parameters.exposed_traffic / parameters.dram_tbytes[template.arch],
         block=block,
         step=step,
@@ -129,6 +136,8 @@ def _step(template: Template, resident: int, parameters: Parameters) -> tuple[fl
     full_us = tensor_us(template, parameters)
     if template.copy == "element":
         full_us *= parameters.element_factor
+    elif template.copy == "tma":
+        full_us *= parameters.tma_factor
     # With as many warps as saturate an SM, half of the square is waiting; more blocks beside it wait less.
     step = full_us / math.sqrt(2) * parameters.saturating_warps / template.warps
     return step, math.sqrt(max(full_us**2 - (step / resident) ** 2, full_us**2 / 2))
@@ -149,8 +158,11 @@ def _split_row(template: Template, parameters: Parameters) -> tuple[float, float
     rows = template.tile_m * template.kv_warps // template.warps
     merged = template.tile_m * template.head_dim * template.kv_warps
     load_kib = 2 * template.tile_n * template.head_dim * BYTES_PER_ELEMENT / KIB
+    if template.copy == "tma":  # by none of the warps, and in whole lines
+        load_kib *= split.by_tma
     warp_us = split.load * load_kib + split.exponentials * rows * template.tile_n / 1024
-    step = split.step + (split.unhidden_latency if template.stages == 1 else 0.0)
+    hidden = template.stages > 1 or template.copy == "tma"
+    step = split.step + (0.0 if hidden else split.unhidden_latency)
     work = max(template.warps * warp_us, tensor_us(template, parameters) / split.tensor_share)
     return split.block, step, split.merge * merged / 1024, work
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cutlass_fmha import _C, general_plan
+from cutlass_fmha import _C, blocks, general_plan
 from cutlass_fmha import device as devices
 from cutlass_fmha.calibration.problems import input_bytes
 from cutlass_fmha.select import Problem
@@ -176,9 +176,13 @@ class RowTimer:
         scale, diagonal = problem.head_dim**-0.5, problem.diagonal
         output, stream = self.output.data_ptr(), self.stream.cuda_stream
         pointers = [(*set_, output, 0) for set_ in self.pools[problem.dtype].addresses(problem, sets)]
+        tail = blocks.tail_of(row, problem, devices.of_index(self.index))
+        elements = tail.rows(row) * (problem.head_dim + 2) if tail else 0
+        parts = torch.empty(elements, dtype=torch.float32, device=self.device)
+        last = (parts.data_ptr(), *tail) if tail else None
 
-        def launch(number: int) -> None:
-            _C.run(row.index, pointers[number], sizes, strides, scale, diagonal, self.index, stream)
+        def launch(number: int, keep: torch.Tensor = parts) -> None:
+            _C.run(row.index, pointers[number], sizes, strides, scale, diagonal, self.index, stream, last)
 
         return launch
 

@@ -6,6 +6,29 @@
 
 namespace cutlass_fmha {
 
+/// A part's O and softmax state, for the launch that merges them. `part_row`: the warp's first row of it.
+template <ForwardConfig C>
+CUTE_DEVICE void write_part(Tail const& tail, RowMaxima const& maxima, int part_row,
+                            typename ForwardTypes<C>::OutputFragment& output,
+                            typename ForwardTypes<C>::Softmax const& softmax, int lane) {
+  using namespace cute;
+  auto rows = by_row(output);
+  CUTE_UNROLL
+  for (int row = 0; row < size<0>(rows); ++row) {
+    int64_t const at = part_row + accumulator_row(row, lane);
+    float* const to = tail.o + at * C.head_dim + lane % 4 * 2;
+    CUTE_UNROLL
+    for (int col = 0; col < size<1>(rows); col += 2) {
+      *reinterpret_cast<float2*>(to + col / 2 * 8) = make_float2(rows(row, col), rows(row, col + 1));
+    }
+    float const sum = QuadOfLanes::sum(softmax.row_sum[row]), maximum = maxima.get(row);
+    if (lane % 4 == 0) {
+      tail.maxima[at] = maximum;
+      tail.sums[at] = sum;
+    }
+  }
+}
+
 /// `tile_row`: the warp's first row within the tile.
 template <ForwardConfig C>
 CUTE_DEVICE void tma_epilogue(ForwardTmaParams const& p, char* smem, Work const& work,
@@ -15,6 +38,10 @@ CUTE_DEVICE void tma_epilogue(ForwardTmaParams const& p, char* smem, Work const&
   using T = ForwardTypes<C>;
   using P = Panels<C.head_dim>;
   constexpr int kRowBytes = 2 * P::kWidth, kPanelChunks = P::kWidth / 8;
+  if (work.part_row >= 0) {
+    write_part<C>(p.tail, TmaLayout<C>::maxima(smem, tile_row), work.part_row + tile_row, output, softmax, lane);
+    return;
+  }
   auto rows = by_row(output);
   auto const lse = softmax.finalize(rows, TmaLayout<C>::maxima(smem, tile_row));
   int const row_begin = work.row_begin + tile_row;

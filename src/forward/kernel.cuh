@@ -9,7 +9,7 @@
 #include "epilogue_tma.cuh"
 #include "mainloop.cuh"
 #include "mainloop_split.cuh"
-#include "mainloop_staged.cuh"
+#include "mainloop_split_tma.cuh"
 #include "mainloop_tma.cuh"
 #include "scheduler.h"
 
@@ -24,8 +24,8 @@ template <ForwardConfig C>
 constexpr int forward_smem_bytes() {
   if constexpr (C.general) {
     return GeneralLayout<C>::kBytes;
-  } else if constexpr (C.kv_warps > 1 && C.copy == Copy::cp_async_16) {
-    return StagedLayout<C>::kBytes;
+  } else if constexpr (C.kv_warps > 1 && C.copy == Copy::tma) {
+    return SplitTmaLayout<C>::kBytes;
   } else if constexpr (C.kv_warps > 1) {
     return SplitShared<C>::kBytes;
   } else if constexpr (C.copy == Copy::tma) {
@@ -151,37 +151,34 @@ CUTE_DEVICE void forward_split(ForwardParams const& p) {
   merge_epilogue<C>(p, smem, tile, kv_warp, tile_row, output);
 }
 
-/// forward_split() with tiles in shared memory.
+/// forward_split() by TMA.
 template <ForwardConfig C>
-CUTE_DEVICE void forward_staged(ForwardParams const& p) {
+CUTE_DEVICE void forward_split_tma(ForwardTmaParams const& p) {
   using T = ForwardTypes<C>;
-  using Shares = typename StagedLayout<C>::Shares;
+  using Layout = SplitTmaLayout<C>;
+  using QTile = TmaTile<C.head_dim, C.tile_m>;
   static_assert(C.tile_m % (16 * (C.warps / C.kv_warps)) == 0 && C.warps % C.kv_warps == 0 && C.tile_n % 16 == 0);
-  static_assert(C.q_in_registers && !C.ping_pong && C.kv_warps <= 15, "a named barrier for each share");
-  static_assert(!C.dependent_launch || C.arch >= 90);
+  static_assert(C.arch >= 90 && !C.ping_pong && C.head_dim % 32 == 0);
   extern __shared__ __align__(1024) char smem[];
 
-  WorkTile const tile = work_tile<true>(p, C.tile_m, blockIdx.x);
-  int const warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-  int const tile_row = warp / C.kv_warps * T::kRows;
+  WorkTile const tile = scheduled_tile(p, blockIdx.x);
+  int const warp = uniform(threadIdx.x / 32);
   int const tile_begin = tile.m_block * C.tile_m;
-  int const head_kv = p.num_heads == p.num_heads_kv ? tile.head : tile.head / (p.num_heads / p.num_heads_kv);
-  auto const slice = [&](void const* tensor, Strides const& s, int head) {
-    return static_cast<uint16_t const*>(tensor) + tile.batch * s.batch + head * s.head;
-  };
-  uint16_t const* const q = slice(p.q, p.q_stride, tile.head);
-  StagedMainloop<C> const mainloop{
-      .params = p,
-      .smem = smem,
-      .k = slice(p.k, p.k_stride, head_kv),
-      .v = slice(p.v, p.v_stride, head_kv),
-      .share = warp % C.kv_warps,
-      .row_begin = tile_begin + tile_row,
-      .tile_row = tile_row,
-      .blocks = key_blocks(p, tile_begin, tile_begin + C.tile_m, C.tile_n),
-  };
+  int const blocks = key_blocks(p, tile_begin, tile_begin + C.tile_m, C.tile_n);
+  SplitTmaMainloop<C> const mainloop(p, smem, warp, tile, blocks);
+  auto* const q_barrier = reinterpret_cast<uint64_t*>(smem + Layout::kQBarrier);
+  if (mainloop.asks() && lane_id() == 0) {
+    mainloop.init_pipelines();
+    if (warp == 0) mbarrier_init(cute::cast_smem_ptr_to_uint(q_barrier), 1);
+    cutlass::arch::fence_barrier_init();
+  }
   if constexpr (C.dependent_launch) {
-    prefetch_inputs<C.head_dim, C.tile_m, C.threads()>(p, q, mainloop.k, mainloop.v, tile.m_block);
+    auto const slice = [&](void const* tensor, Strides const& s, int head) {
+      return static_cast<uint16_t const*>(tensor) + tile.batch * s.batch + head * s.head;
+    };
+    prefetch_inputs<C.head_dim, C.tile_m, C.threads()>(p, slice(p.q, p.q_stride, tile.head),
+                                                       slice(p.k, p.k_stride, mainloop.head_kv),
+                                                       slice(p.v, p.v_stride, mainloop.head_kv), tile.m_block);
     wait_for_kernels_ahead();
   }
   typename T::OutputFragment output;
@@ -189,21 +186,19 @@ CUTE_DEVICE void forward_staged(ForwardParams const& p) {
   typename T::Softmax softmax(p.scale_log2);
   CUTE_UNROLL
   for (int row = 0; row < 2 * T::kRowSteps; ++row) softmax.start(row, -INFINITY, false, mainloop.maxima());
-  if (mainloop.blocks > 0) {
-    copy_rows<C.head_dim, C.tile_m, C.threads()>(smem, q, p.q_stride.seqlen, tile_begin, p.seqlen_q, threadIdx.x);
-    cute::cp_async_fence();
-    mainloop.prologue();
-    cute::cp_async_wait<2 * C.stages>();  // Q, the first of the groups
-    __syncthreads();
+  if (blocks > 0) {
+    if (threadIdx.x == 0) QTile::load(p.q_map, q_barrier, smem, QTile::kPanelBytes, tile_begin, tile.head, tile.batch);
+    mainloop.start();
+    __syncthreads();  // the barriers exist
+    mbarrier_wait(cute::cast_smem_ptr_to_uint(q_barrier), 0);
     transform_q<C>(p, smem);
     mainloop.run(output, softmax);
-    cute::cp_async_wait<0>();
   }
-  __syncthreads();  // nobody reads tiles any more, and nothing arrives in them
+  __syncthreads();  // nobody reads tiles any more
   if constexpr (C.dependent_launch) start_dependents();
-  write_share<C, Shares>(smem, warp % C.kv_warps, tile_row, output, softmax);
+  write_share<C, typename Layout::Shares>(smem, mainloop.share, mainloop.tile_row, output, softmax);
   __syncthreads();
-  staged_epilogue<C>(p, smem, tile);
+  split_tma_epilogue<C>(p, smem, tile);
 }
 
 /// forward_rows() by TMA.
@@ -249,8 +244,8 @@ template <ForwardConfig C>
 CUTE_DEVICE void forward(KernelParams<C> const& p) {
   if constexpr (C.general) {
     general<C>(p);
-  } else if constexpr (C.kv_warps > 1 && C.copy == Copy::cp_async_16) {
-    forward_staged<C>(p);
+  } else if constexpr (C.kv_warps > 1 && C.copy == Copy::tma) {
+    forward_split_tma<C>(p);
   } else if constexpr (C.kv_warps > 1) {
     forward_split<C>(p);
   } else if constexpr (C.copy == Copy::tma) {

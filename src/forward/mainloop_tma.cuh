@@ -52,7 +52,8 @@ struct TmaMainloop {
   // dimensions first, V's (transposed) keys first, like the rows of Q.
   uint32_t const qv_lane_offset, k_lane_offset;
 
-  int const blocks;       ///< key blocks that the thread block walks
+  int const end;  ///< key blocks [end - blocks, end) are walked
+  int const blocks;
   int const first_phase;  ///< before it, no key is visible to this warp
 
   CUTE_DEVICE TmaMainloop(ForwardTmaParams const& params, char* smem, int warp, Work const& work)
@@ -66,8 +67,9 @@ struct TmaMainloop {
         qv_lane_offset(opaque(KvTile::lane_offset(threadIdx.x % 16, threadIdx.x % 32 / 16 * 8))),
         k_lane_offset(
             opaque(KvTile::lane_offset(threadIdx.x % 8 + threadIdx.x % 32 / 16 * 8, threadIdx.x / 8 % 2 * 8))),
-        blocks(work.blocks),
-        first_phase(blocks - visible_blocks(params, work.row_begin + tile_row_of(warp))) {}
+        end(work.end),
+        blocks(uniform(work.blocks)),
+        first_phase(min(end - visible_blocks(params, work.row_begin + tile_row_of(warp)), blocks)) {}
 
   /// The first row of a warp within the tile of Q. The second half of the warps takes its rows backwards: under a
   /// diagonal, the two warps of a sub-core (w and w + warps / 2) then have as many keys together as any other two.
@@ -244,17 +246,14 @@ struct TmaMainloop {
   CUTE_DEVICE int row_begin() const { return Shared::work(smem).row_begin + tile_row; }
 
   /// Whether some row of this warp doesn't see all keys of the phase's block.
-  CUTE_DEVICE bool is_masked(int phase) const {
-    return (blocks - phase) * C.tile_n > visible_keys(params, row_begin());
-  }
+  CUTE_DEVICE bool is_masked(int phase) const { return (end - phase) * C.tile_n > visible_keys(params, row_begin()); }
 
   /// Softmax of a phase: masks the scores where needed and turns them into probabilities.
   template <bool First>
   CUTE_DEVICE void update(int phase, bool masked, Scores& scores, Probabilities& probabilities, Output& output,
                           typename T::Softmax& softmax) const {
     using namespace cute;
-    if (masked)
-      apply_mask(params, by_row(scores), score_coordinates<C>(), row_begin(), (blocks - 1 - phase) * C.tile_n);
+    if (masked) apply_mask(params, by_row(scores), score_coordinates<C>(), row_begin(), (end - 1 - phase) * C.tile_n);
     softmax.template step<First>(by_row(scores), pairs_by_row<T>(probabilities), by_row(output),
                                  Shared::maxima(smem, tile_row));
   }

@@ -12,16 +12,21 @@ namespace cutlass_fmha {
 /// A tile of queries and the keys that its thread block walks.
 struct Work {
   int row_begin;  ///< first query row
-  int blocks;     ///< key blocks that some row of the tile sees
+  int end;        ///< key blocks [end - blocks, end) are walked, of those that some row of the tile sees
+  int blocks;
+  int part_row;  ///< where the tile's rows are those of a part (Tail), the first; otherwise -1
   int head, head_kv, batch;
 };
 
 template <ForwardConfig C>
 CUTE_DEVICE Work work_at(ForwardTmaParams const& p, int index) {
-  WorkTile const tile = scheduled_tile(p, index);
+  bool const divided = index >= p.tail.begin;
+  KeyPart part{index, 0, 0, -1};
+  if (divided) part = tail_part(p.tail, C.tile_m, ceil_div(p.seqlen_k, C.tile_n), index);
+  WorkTile const tile = scheduled_tile(p, part.tile);
   int const row_begin = tile.m_block * C.tile_m;
-  return {row_begin, key_blocks(p, row_begin, row_begin + C.tile_m, C.tile_n), tile.head, kv_head(p, tile.head),
-          tile.batch};
+  if (!divided) part.end = part.count = key_blocks(p, row_begin, row_begin + C.tile_m, C.tile_n);
+  return {row_begin, part.end, part.count, part.row, tile.head, kv_head(p, tile.head), tile.batch};
 }
 
 /// Shared memory of a block: Q (O on the way out), K and V rings, barriers, what the block works on, row maxima.
@@ -56,12 +61,13 @@ struct TmaProducer {
 
   ForwardTmaParams const& params;
   char* const smem;
-  int const warp, blocks, head_kv, batch;
+  int const warp, end, blocks, head_kv, batch;
 
   CUTE_DEVICE TmaProducer(ForwardTmaParams const& p, char* smem, int warp, Work const& work)
       : params(p),
         smem(smem),
         warp(warp),
+        end(uniform(work.end)),
         blocks(uniform(work.blocks)),
         head_kv(uniform(work.head_kv)),
         batch(uniform(work.batch)) {}
@@ -91,7 +97,7 @@ struct TmaProducer {
   CUTE_DEVICE void request(TensorMap const& map, int ring, int barriers, int tile) const {
     TmaTile<C.head_dim, C.tile_n>::load(map, reinterpret_cast<uint64_t*>(smem + barriers + Pipe::full_offset(tile)),
                                         smem + ring + tile % C.stages * Shared::kTile,
-                                        TmaTile<C.head_dim, C.tile_n>::kPanelBytes, (blocks - 1 - tile) * C.tile_n,
+                                        TmaTile<C.head_dim, C.tile_n>::kPanelBytes, (end - 1 - tile) * C.tile_n,
                                         head_kv, batch);
   }
 };

@@ -61,6 +61,23 @@ FMHA_HOST_DEVICE inline WorkTile scheduled_tile(ForwardTmaParams const& p, int b
   return {m_block, sequence - batch * p.num_heads, batch};
 }
 
+/// The keys of a tile that a block walks: key blocks [end - count, end).
+struct KeyPart {
+  int tile;
+  int end, count;
+  int row;  ///< the first of its rows among those of all parts; -1: there is one part
+};
+
+/// Of block number `block`, where tiles of `key_blocks` key blocks have a tail. Its first parts come first.
+FMHA_HOST_DEVICE inline KeyPart tail_part(Tail const& t, int tile_m, int key_blocks, int block) {
+  int const number = block - t.begin;
+  if (number < t.tiles) return {block, key_blocks, t.first, number * tile_m};
+  int const tile = t.by_rest.quotient(number - t.tiles);
+  int const part = number - t.tiles - tile * (t.parts - 1);
+  int const end = key_blocks - t.first - part * t.rest;
+  return {t.begin + tile, end, end < t.rest ? end : t.rest, ((part + 1) * t.tiles + tile) * tile_m};
+}
+
 /// The head of K and V that query head `head` attends to.
 FMHA_HOST_DEVICE inline int kv_head(ForwardTmaParams const& p, int head) { return p.by_group.quotient(head); }
 

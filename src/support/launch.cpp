@@ -139,6 +139,12 @@ void launch_combine(CombineParams const& params, Element element, int arch, int 
   launch(kernel_of(SupportKind::combine, element, arch), grid_of(rows, kBlockLanesLog2), &p, device, stream);
 }
 
+void launch_merge_tail(TailParams const& p, Element element, int arch, int device, cudaStream_t stream) {
+  int64_t const items = int64_t(p.tail.tiles) * p.tile_m * (p.head_dim / 4);
+  dim3 const grid(unsigned((items + kSupportThreads - 1) / kSupportThreads));
+  launch(kernel_of(SupportKind::merge_tail, element, arch), grid, &p, device, stream);
+}
+
 void launch_merge(MergeParams const& params, Element element, int arch, int device, cudaStream_t stream) {
   MergeParams p = params;
   int64_t const rows = int64_t(p.batch) * p.seqlen_q * p.num_heads;

@@ -20,6 +20,7 @@ CombineParams make_combine(GeneralParams const& params);
 inline Element element_of(DType dtype) { return dtype == DType::float16 ? Element::float16 : Element::bfloat16; }
 
 void launch_combine(CombineParams const& params, Element element, int arch, int device, cudaStream_t stream);
+void launch_merge_tail(TailParams const& params, Element element, int arch, int device, cudaStream_t stream);
 void launch_merge(MergeParams const& params, Element element, int arch, int device, cudaStream_t stream);
 void launch_append(AppendParams const& params, Element element, int arch, int device, cudaStream_t stream);
 void launch_rotary(RotaryParams const& params, Element element, int arch, int device, cudaStream_t stream);

@@ -19,9 +19,9 @@ constexpr char const* name_of(Element element) {
 }
 constexpr int element_bytes(Element element) { return element == Element::float32 ? 4 : 2; }
 
-enum class SupportKind : int { combine, merge, append, rotary };
+enum class SupportKind : int { combine, merge_tail, merge, append, rotary };
 constexpr char const* name_of(SupportKind kind) {
-  constexpr char const* kNames[] = {"combine", "merge", "append", "rotary"};
+  constexpr char const* kNames[] = {"combine", "merge_tail", "merge", "append", "rotary"};
   return kNames[int(kind)];
 }
 
@@ -61,6 +61,16 @@ struct CombineParams {
   // Set by launch_combine().
   bool vectors;
   Divisor by_seqlen_q, by_num_heads;
+};
+
+/// The parts of a plain row's tail become rows of O and LSE.
+struct TailParams {
+  Tail tail;
+  void* o;  ///< [batch, seqlen_q, num_heads, head_dim]
+  float* lse;
+  Strides o_stride;
+  int seqlen_q, num_heads, head_dim, tile_m;
+  float scale_log2;
 };
 
 /// The states of two sets of keys become that of their union. A set without keys has lse -inf, and the other's bits are

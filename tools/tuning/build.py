@@ -100,6 +100,7 @@ def judge_resources(
             warps=candidate.warps,
             min_blocks=candidate.min_blocks,
             copy=candidate.copy,
+            kv_warps=candidate.kv_warps,
             smem_bytes=0,
         )
         found[candidate] += resources.complaints(kernel, row)

@@ -25,6 +25,7 @@ class Candidate:
     q_in_registers: bool
     ping_pong: bool
     copy: str
+    dependent_launch: bool = False
 
     @property
     def rows_per_warp(self) -> int:
@@ -36,10 +37,9 @@ class Candidate:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns from HEAD_DIM on, as the manifest spells them."""
-        return tuple(
-            str(value).lower() if isinstance(value, bool) else str(value) for value in asdict(self).values()
-        )
+        """The columns from HEAD_DIM on, as the manifest spells them; the last one, where it is true."""
+        values = list(asdict(self).values())[: None if self.dependent_launch else -1]
+        return tuple(str(value).lower() if isinstance(value, bool) else str(value) for value in values)
 
     @property
     def key(self) -> str:
@@ -67,11 +67,14 @@ class Candidate:
     @classmethod
     def of_columns(cls, columns: list[str]) -> Candidate:
         """The inverse of ``columns``. Raises ValueError for a wrong number of them or a bad value."""
-        if len(columns) != len(COLUMNS):
-            raise ValueError(f"a manifest line has {len(COLUMNS)} columns after DTYPES, got {len(columns)}")
+        least = len(COLUMNS) - 1
+        if len(columns) not in (least, least + 1):
+            raise ValueError(
+                f"a manifest line has {least} columns after DTYPES or one more, not {len(columns)}"
+            )
         values: dict[str, Any] = {}
-        for name, text in zip(COLUMNS, columns, strict=True):
-            if name in ("q_in_registers", "ping_pong"):
+        for name, text in zip(COLUMNS, columns, strict=False):
+            if name in ("q_in_registers", "ping_pong", "dependent_launch"):
                 if text not in ("true", "false"):
                     raise ValueError(f"{name} must be true or false, got {text!r}")
                 values[name] = text == "true"

@@ -47,9 +47,8 @@ def identity(candidate: Candidate) -> str:
     c = candidate
     # ldg_16 is what kv_warps mean where nothing is said, and cp_async_16 what one is.
     copy = "" if c.copy in ("cp_async_16", "ldg_16") else f"_{c.copy}"
-    if c.kv_warps > 1 and c.copy == "cp_async_16":
-        copy = "_staged"
-    return f"d{c.head_dim}_m{c.tile_m}n{c.tile_n}w{c.warps}k{c.kv_warps}{copy}"
+    launch = "_pdl" if c.dependent_launch else ""
+    return f"d{c.head_dim}_m{c.tile_m}n{c.tile_n}w{c.warps}k{c.kv_warps}{copy}{launch}"
 
 
 def _words(archs: Sequence[int], dtypes: Sequence[str], candidate: Candidate) -> list[str]:

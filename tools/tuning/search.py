@@ -81,8 +81,10 @@ def _child(parents: Sequence[Scored], allowed: Collection[str], rng: random.Rand
         child = cross(first, _tournament(parents, rng), rng) if crossover else first
         if not crossover or child == first:
             child = mutate(child, rng)
-        if child.key in allowed:
-            return child
+        for dependent_launch in (False, True):  # the architecture decides
+            child = child.with_column("dependent_launch", dependent_launch)
+            if child.key in allowed:
+                return child
     return None
 
 
@@ -104,11 +106,10 @@ def mutate(candidate: Candidate, rng: random.Random) -> Candidate:
         ]
         choices = near if near and rng.random() < 0.75 else others
         candidate = candidate.with_column(name, rng.choice(choices))
-    # A kind of copy goes with warps that share the keys, or with those that don't.
-    if (candidate.copy == "ldg_16") != (candidate.kv_warps > 1):
-        candidate = candidate.with_column("copy", "ldg_16" if candidate.kv_warps > 1 else "cp_async_16")
-    elif candidate.kv_warps == 1 and rng.random() < 0.2:
-        candidate = candidate.with_column("copy", rng.choice(("cp_async_16", "tma")))
+    # Loads into registers go with warps that share the keys, cp.async with those that don't, TMA with both.
+    by_thread = "ldg_16" if candidate.kv_warps > 1 else "cp_async_16"
+    if candidate.copy not in (by_thread, "tma") or rng.random() < 0.2:
+        candidate = candidate.with_column("copy", rng.choice((by_thread, "tma")))
     return candidate
 
 

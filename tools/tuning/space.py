@@ -22,6 +22,7 @@ TMA_BOX_ROWS = 256
 COPIES = ("cp_async_16", "tma", "ldg_16")  # what is searched; element rows are for unaligned tensors only
 CONFIG = Path(__file__).resolve().parents[2] / "src" / "config.h"
 FIRST_ARCH = {"tma": 90}  # copies that older architectures don't have
+FIRST_OVERLAP = 90  # from this one on, launches of split rows overlap
 # Values that are drawn from, in the order in which a mutation walks.
 DOMAINS: dict[str, tuple[Any, ...]] = {
     "tile_m": (16, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 512),
@@ -37,7 +38,7 @@ DOMAINS: dict[str, tuple[Any, ...]] = {
 OTHER_REGISTERS = 16
 MAX_REGISTERS = 255
 POSITION_BYTES = 12  # TilePosition
-TMA_WORK_BYTES = 8 + 20  # the barrier that Q reports to, and Work
+TMA_WORK_BYTES = 8 + 28  # the barrier that Q reports to, and Work
 PIPELINE_BYTES = 2 * 8  # of two mbarriers; a stage of K and one of V have two each
 
 
@@ -67,10 +68,15 @@ def copies_of_the_kernels() -> tuple[str, ...]:
 
 
 def shared_bytes(c: Candidate) -> int:
-    """Dynamic shared memory of a block: SharedLayout, TmaLayout or SplitShared of src/forward."""
+    """Dynamic shared memory of a block: SharedLayout, TmaLayout, SplitShared or SplitTmaLayout."""
+    q, tile = 2 * c.tile_m * c.head_dim, 2 * c.tile_n * c.head_dim
+    if c.kv_warps > 1 and c.copy == "tma":
+        shares = 4 * c.kv_warps * c.tile_m * (c.head_dim + 8)
+        tiles = q + 2 * c.kv_warps * c.stages * tile
+        states = 8 * c.kv_warps * c.tile_m
+        return max(shares, tiles) + states + 2 * c.kv_warps * c.stages * PIPELINE_BYTES + 8
     if c.kv_warps > 1:
         return c.kv_warps * c.tile_m * (4 * c.head_dim + 8)
-    q, tile = 2 * c.tile_m * c.head_dim, 2 * c.tile_n * c.head_dim
     rest = TMA_WORK_BYTES if c.copy == "tma" else POSITION_BYTES
     return q + 2 * c.stages * (tile + PIPELINE_BYTES) + rest + 4 * c.tile_m
 
@@ -88,6 +94,8 @@ def registers(c: Candidate) -> int:
     q = rows * dim // 64 if c.q_in_registers else rows // 16 * 4
     if c.kv_warps == 1:
         return output + scores + probabilities + (q if c.q_in_registers else 0)
+    if c.copy == "tma":
+        return output + q + scores + probabilities
     kv = c.tile_n * dim // 64  # a tile of K, and one of V: the operands are loaded whole
     if c.stages > 1:
         return output + q + scores + probabilities + 2 * kv
@@ -98,10 +106,12 @@ def _shape_objections(c: Candidate, arch: int) -> Iterator[str]:
     """What is wrong with a candidate whatever its stages, min_blocks and flags."""
     if c.kv_warps == 1 and c.copy == "ldg_16":
         yield "ldg_16 is for rows whose warps share the keys"
-    if c.kv_warps > 1 and c.copy != "ldg_16":
-        yield f"kv_warps {c.kv_warps} needs ldg_16, not {c.copy}"
+    if c.kv_warps > 1 and c.copy not in ("ldg_16", "tma"):
+        yield f"kv_warps {c.kv_warps} needs ldg_16 or tma, not {c.copy}"
     if arch < FIRST_ARCH.get(c.copy, 0):
         yield f"sm_{arch} has no {c.copy}"
+    if c.dependent_launch != (c.kv_warps > 1 and arch >= FIRST_OVERLAP):
+        yield f"launches overlap from sm_{FIRST_OVERLAP} on, where warps share the keys, and nowhere else"
     if c.head_dim % 32 or c.tile_n % 16:
         yield "head_dim must be a multiple of 32 and tile_n one of 16"
     if c.warps % c.kv_warps:
@@ -137,7 +147,7 @@ def objections(c: Candidate, arch: int, limits: Limits) -> list[str]:
     if c.kv_warps > 1:
         if c.ping_pong:
             found.append("warps that share the keys take no turns")
-        if c.stages > 2:
+        if c.stages > 2 and c.copy == "ldg_16":
             found.append(f"{c.stages} stages, and loads into registers are at most one block ahead (2)")
     elif c.ping_pong and c.warps not in (2, 4, 8):
         found.append(f"turns are between pairs of 2, 4 or 8 warps, not {c.warps}")
@@ -189,6 +199,7 @@ class Space:
         names = ("tile_m", "tile_n", "warps", "kv_warps")
         for copy, *values in itertools.product(self.copies, *(DOMAINS[name] for name in names)):
             shape = {"head_dim": self.head_dim, **dict(zip(names, values, strict=True)), "copy": copy}
+            shape["dependent_launch"] = shape["kv_warps"] > 1 and self.arch >= FIRST_OVERLAP
             smallest = Candidate(**shape, stages=1, min_blocks=1, q_in_registers=False, ping_pong=False)
             # Nothing that speaks against the smallest one is mended by more stages, blocks or registers.
             if not objections(smallest, self.arch, self.limits):

@@ -1,0 +1,174 @@
+// Split rows that copy by TMA: for problems with few query rows, as mainloop_split.cuh, but keys and values pass
+// through shared memory, where the warps that share them find them.
+//
+// Share s of the keys is blocks s, s + kv_warps, ..., walked from the last to the first by the warps that have it, one
+// for each group of query rows. A lane of the first of these asks for their tiles.
+#pragma once
+
+#include "epilogue_split_tma.cuh"
+#include "mask.cuh"
+#include "tma.cuh"
+
+namespace cutlass_fmha {
+
+template <ForwardConfig C>
+struct SplitTmaMainloop {
+  using T = ForwardTypes<C>;
+  using Element = typename T::Element;
+  using Scores = typename T::ScoresFragment;
+  using Output = typename T::OutputFragment;
+  using Layout = SplitTmaLayout<C>;
+  using Pipe = TilePipeline<C.stages>;
+  using QTile = LdmatrixTile<C.head_dim, C.tile_m>;
+  using KvTile = LdmatrixTile<C.head_dim, C.tile_n>;
+  template <int Steps>
+  using OperandA = decltype(cute::make_tensor<Element>(
+      cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::Int<T::kRowSteps>, cute::Int<Steps>>{}));
+  using QFragments = OperandA<C.q_in_registers ? T::kDimSteps : 1>;
+  using Probabilities = OperandA<T::kKeySteps>;
+
+  ForwardTmaParams const& params;
+  char* const smem;
+  int const warp, share;
+  int const row_begin;  ///< first query row of this warp
+  int const tile_row;   ///< the same within the tile
+  int const steps;      ///< of this share
+  int const last;       ///< its first key block to be walked
+  int const head_kv, batch;
+  Pipe const k_pipe, v_pipe;
+  uint32_t const qv_lane_offset, k_lane_offset;
+
+  /// `blocks`: key blocks of which some row of the tile sees some key.
+  CUTE_DEVICE SplitTmaMainloop(ForwardTmaParams const& p, char* smem, int warp, WorkTile const& tile, int blocks)
+      : params(p),
+        smem(smem),
+        warp(warp),
+        share(warp % C.kv_warps),
+        row_begin(tile.m_block * C.tile_m + warp / C.kv_warps * T::kRows),
+        tile_row(warp / C.kv_warps * T::kRows),
+        steps(blocks <= share ? 0 : (blocks - 1 - share) / C.kv_warps + 1),
+        last(share + (steps - 1) * C.kv_warps),
+        head_kv(uniform(kv_head(p, tile.head))),
+        batch(uniform(tile.batch)),
+        k_pipe{cute::cast_smem_ptr_to_uint(smem + Layout::barriers(share, 0))},
+        v_pipe{cute::cast_smem_ptr_to_uint(smem + Layout::barriers(share, 1))},
+        qv_lane_offset(KvTile::lane_offset(lane_id() % 16, lane_id() / 16 * 8)),
+        k_lane_offset(KvTile::lane_offset(lane_id() % 8 + lane_id() / 16 * 8, lane_id() / 8 % 2 * 8)) {}
+
+  CUTE_DEVICE RowMaxima maxima() const { return {Layout::Shares::maxima(smem) + share * C.tile_m + tile_row}; }
+  CUTE_DEVICE bool asks() const { return warp < C.kv_warps; }
+
+  /// By one warp of each share.
+  CUTE_DEVICE void init_pipelines() const {
+    k_pipe.init(1, C.warps / C.kv_warps * 32);
+    v_pipe.init(1, C.warps / C.kv_warps * 32);
+  }
+  CUTE_DEVICE void start() const {
+    if (!asks() || !cute::elect_one_sync()) return;
+    CUTE_UNROLL
+    for (int step = 0; step < C.stages; ++step) {
+      if (step >= steps) break;
+      request(params.k_map, 0, step);
+      request(params.v_map, 1, step);
+    }
+  }
+
+  /// Q is in shared memory by now. Leaves the unnormalised O in `output`, which is zero at first, and its l in
+  /// `softmax`.
+  CUTE_DEVICE void run(Output& output, typename T::Softmax& softmax) const {
+    if (steps == 0) return;
+    QFragments q;
+    Scores scores;
+    Probabilities probabilities;
+    if constexpr (C.q_in_registers) {
+      CUTE_UNROLL
+      for (int d = 0; d < T::kDimSteps; ++d) load_q(d, q(cute::_, cute::_, d));
+    }
+    compute_scores(0, q, scores);
+    update<true>(0, scores, probabilities, output, softmax);
+    refill(params.k_map, k_pipe, 0, C.stages);
+    accumulate(0, probabilities, output);
+    CUTE_NO_UNROLL
+    for (int step = 1; step < steps; ++step) {
+      compute_scores(step, q, scores);
+      refill(params.v_map, v_pipe, 1, step - 1 + C.stages);
+      update<false>(step, scores, probabilities, output, softmax);
+      refill(params.k_map, k_pipe, 0, step + C.stages);
+      accumulate(step, probabilities, output);
+    }
+  }
+
+ private:
+  template <class Fragment>
+  CUTE_DEVICE void load_q(int step, Fragment&& fragment) const {
+    uint32_t const offset = qv_lane_offset + tile_row * (2 * QTile::P::kWidth);
+    CUTE_UNROLL
+    for (int m = 0; m < T::kRowSteps; ++m) {
+      load_matrix<cute::SM75_U32x4_LDSM_N>(smem, QTile::piece(offset, m, step), fragment(cute::_, m));
+    }
+  }
+
+  CUTE_DEVICE void refill(TensorMap const& map, Pipe const& pipe, int which, int step) const {
+    if (!asks() || step >= steps) return;
+    pipe.producer_acquire(step);
+    if (cute::elect_one_sync()) request(map, which, step);
+  }
+  CUTE_DEVICE void request(TensorMap const& map, int which, int step) const {
+    using Tile = TmaTile<C.head_dim, C.tile_n>;
+    auto* const barrier = reinterpret_cast<uint64_t*>(smem + Layout::barriers(share, which) + Pipe::full_offset(step));
+    Tile::load(map, barrier, smem + Layout::tile(share, which, step), Tile::kPanelBytes,
+               (last - step * C.kv_warps) * C.tile_n, head_kv, batch);
+  }
+
+  CUTE_DEVICE void compute_scores(int step, QFragments const& q, Scores& scores) const {
+    using namespace cute;
+    clear(scores);
+    k_pipe.consumer_wait(step);
+    int const tile = Layout::tile(share, 0, step);
+    CUTE_UNROLL
+    for (int d = 0; d < T::kDimSteps; ++d) {
+      OperandA<1> a;
+      if constexpr (C.q_in_registers) {
+        copy(q(_, _, d), a(_, _, 0));
+      } else {
+        load_q(d, a(_, _, 0));
+      }
+      CUTE_UNROLL
+      for (int n = 0; n < T::kKeySteps; ++n) {
+        auto b = make_tensor<Element>(Shape<Shape<_2, _2>, _2>{});
+        load_matrix<SM75_U32x4_LDSM_N>(smem, tile + KvTile::piece(k_lane_offset, n, d), b);
+        multiply<T>(a(_, _, 0), b, scores, n);
+      }
+    }
+    k_pipe.consumer_release(step);
+  }
+
+  CUTE_DEVICE void accumulate(int step, Probabilities const& probabilities, Output& output) const {
+    using namespace cute;
+    v_pipe.consumer_wait(step);
+    int const tile = Layout::tile(share, 1, step);
+    CUTE_UNROLL
+    for (int n = 0; n < T::kKeySteps; ++n) {
+      CUTE_UNROLL
+      for (int d = 0; d < T::kDimSteps; ++d) {
+        auto b = make_tensor<Element>(Shape<Shape<_2, _2>, _2>{});
+        load_matrix<SM75_U16x8_LDSM_T>(smem, tile + KvTile::piece(qv_lane_offset, n, d), b);
+        multiply<T>(probabilities(_, _, n), b, output, d);
+      }
+    }
+    v_pipe.consumer_release(step);
+  }
+
+  template <bool First>
+  CUTE_DEVICE void update(int step, Scores& scores, Probabilities& probabilities, Output& output,
+                          typename T::Softmax& softmax) const {
+    using namespace cute;
+    int const key_begin = (last - step * C.kv_warps) * C.tile_n;
+    if (key_begin + C.tile_n > visible_keys(params, row_begin)) {
+      apply_mask(params, by_row(scores), score_coordinates<C>(), row_begin, key_begin);
+    }
+    softmax.template step<First>(by_row(scores), pairs_by_row<T>(probabilities), by_row(output), maxima());
+  }
+};
+
+}  // namespace cutlass_fmha
