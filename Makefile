@@ -15,6 +15,7 @@
 #            TORCH     what pip installs when .venv has no torch (default below)
 #            ARCHS     architectures to compile, as "89;120" (default: all)
 #            JOBS      parallel nvcc jobs (default: what cores and memory allow)
+#            PARITY_WORKERS   processes of "make parity" (default: 8; one where pytest-xdist is missing)
 #            ARGS      passed on to the program that a target runs
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -27,6 +28,7 @@ TORCH ?= torch==2.13.0
 ALL_ARCHS := 89;90;120
 ARCHS ?= $(ALL_ARCHS)
 REPORTS ?= benchmarks/results/parity
+PARITY_WORKERS ?= 8
 ARGS ?=
 JOBS ?=
 
@@ -100,7 +102,9 @@ bench: $(READY)
 # From tests/, so that "python -m" finds no package in the working directory.
 parity: $(READY)
 	@mkdir -p '$(REPORTS)'
-	@report=$$(realpath '$(REPORTS)') && cd tests && $(if $(PYTHON),$(PYTHON),../$(VENV_PYTHON)) -m pytest -m gpu --parity-report "$$report" $(ARGS) .
+	@report=$$(realpath '$(REPORTS)') && cd tests && python='$(if $(PYTHON),$(PYTHON),../$(VENV_PYTHON))' \
+	  && shares=$$("$$python" -c 'import xdist' 2>/dev/null && echo '-n $(PARITY_WORKERS) --dist worksteal' || true) \
+	  && "$$python" -m pytest -m gpu $$shares --parity-report "$$report" $(ARGS) .
 
 release-check: $(if $(PYTHON),,$(STAMPS)/venv)
 	@$(if $(PYTHON),$(PYTHON),$(VENV_PYTHON)) tools/release_check.py $(ARGS)

@@ -1,10 +1,17 @@
-"""Options, the parity report, and the rule that GPU tests without a GPU are a failure, not a skip."""
+"""Options, the parity report, and the rule that GPU tests without a GPU are a failure, not a skip.
+
+Under pytest-xdist tests are collected and run in workers. Each sends what it recorded, or why it refused to
+run, to the controller, which merges the records and writes the report.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -77,24 +84,53 @@ def partial(session: pytest.Session) -> str | None:
     return None
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Ends a run of GPU tests on a machine that can't run them with exit status 1 and the reason."""
+def refusal(session: pytest.Session) -> str | None:
+    """Why the collected tests must not run, in one sentence; None when they may."""
+    reporting = session.config.getoption("--parity-report") is not None
     if not any(item.get_closest_marker("gpu") for item in session.items):
-        if session.config.getoption("--parity-report"):
-            pytest.exit("--parity-report needs the GPU tests: add -m gpu", returncode=1)
-        return
-    if session.config.getoption("--parity-report") and (reason := partial(session)) is not None:
-        pytest.exit(f"a parity report is of the whole gate: {reason}", returncode=1)
+        return "--parity-report needs the GPU tests: add -m gpu" if reporting else None
+    if reporting and (reason := partial(session)) is not None:
+        return f"a parity report is of the whole gate: {reason}"
     import gpu
 
     if (reason := gpu.unusable()) is not None:
-        pytest.exit(f"GPU tests can't run: {reason}", returncode=1)
-    if session.config.getoption("--parity-report") and gpu.simulated():
-        pytest.exit("a parity report is of a GPU, and this build is a simulator", returncode=1)
-    if session.config.getoption("--parity-report") and (reason := gpu.other_sources()) is not None:
-        pytest.exit(f"a parity report would be of other sources: {reason}", returncode=1)
+        return f"GPU tests can't run: {reason}"
+    if reporting and gpu.simulated():
+        return "a parity report is of a GPU, and this build is a simulator"
+    if reporting and (reason := gpu.other_sources()) is not None:
+        return f"a parity report would be of other sources: {reason}"
     under_test = (*gpu.rows(), *gpu.general_rows(), *gpu.fallback_rows())
     session.config.stash[REPORT].expected = [row.name for row in under_test]
+    return None
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Ends a run of GPU tests on a machine that can't run them with exit status 1 and the reason."""
+    if (reason := refusal(session)) is not None:
+        if is_worker(session.config):
+            session.config.workeroutput["refusal"] = reason  # type: ignore[attr-defined]
+        pytest.exit(reason, returncode=1)
+
+
+def is_worker(config: pytest.Config) -> bool:
+    """Whether this is a process that pytest-xdist started to run a share of the tests."""
+    return hasattr(config, "workerinput")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.config.stash[REPORT].started(node.gateway.id)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Takes what a worker found. One that crashed sends nothing, and stays awaited."""
+    output = getattr(node, "workeroutput", {})
+    if "refusal" in output:
+        pytest.exit(output["refusal"], returncode=1)
+    if "parity" in output:
+        node.config.stash[REPORT].merge(node.gateway.id, output["parity"])
+        node.config.stash[WITHOUT_TMA] = output["without_tma"]
 
 
 @pytest.fixture(scope="session")
@@ -103,11 +139,30 @@ def parity(pytestconfig: pytest.Config) -> ParityReport:
     return pytestconfig.stash[REPORT]
 
 
+@pytest.fixture
+def much_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """For tests that take gigabytes: one at a time, whichever worker it is in; what it took is given back."""
+    import torch
+
+    # A worker's directory is one of several in that of the run.
+    with (tmp_path_factory.getbasetemp().parent / "much-memory").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+        torch.cuda.empty_cache()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     directory: Path | None = session.config.getoption("--parity-report")
     report = session.config.stash[REPORT]
-    if directory is None or not report.expected:
+    if is_worker(session.config):
+        sent = {"parity": report.data(), "without_tma": session.config.stash[WITHOUT_TMA]}
+        session.config.workeroutput |= sent  # type: ignore[attr-defined]
+        return
+    if directory is None:
+        return
+    if not report.expected:  # refused, or no worker lived long enough to say what it would run
+        session.exitstatus = exitstatus or pytest.ExitCode.TESTS_FAILED
         return
     import gpu
     from parity_report import environment
@@ -121,8 +176,12 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     machine = environment(arch, gpu.mode(), source_hash())
     content = report.content(exitstatus == 0 and "skipped" not in tests, tests, machine)
     path = report.write(directory, content)
-    session.config.stash[WRITTEN] = f"parity report: {path}" + (
-        f"; rows that nothing covered: {', '.join(report.missing)}" if report.missing else ""
+    session.config.stash[WRITTEN] = "".join(
+        (
+            f"parity report: {path}",
+            f"; rows that nothing covered: {', '.join(report.missing)}" if report.missing else "",
+            f"; workers whose records are lost: {', '.join(report.awaited)}" if report.awaited else "",
+        )
     )
     if not content["passed"]:
         session.exitstatus = exitstatus or pytest.ExitCode.TESTS_FAILED

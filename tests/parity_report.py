@@ -1,4 +1,7 @@
-"""What a parity run showed, as JSON and Markdown: the machine, the versions, each row's worst errors."""
+"""What a parity run showed, as JSON and Markdown: the machine, the versions, each row's worst errors.
+
+A run is one process, or several under pytest-xdist, whose records are merged into one report.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from oracle import Errors
@@ -30,17 +34,18 @@ class RowRecord:
     worst_problem: str = ""
 
     def add(self, problem: str, errors: Errors) -> None:
-        self.problems += 1
-        if self.problems == 1 or errors.worst > max(self.out_ratio, self.lse_ratio):
-            self.worst_problem = problem
-        self.out_ratio, self.out_error = (
-            max(self.out_ratio, errors.out_ratio),
-            max(self.out_error, errors.out),
-        )
-        self.lse_ratio, self.lse_error = (
-            max(self.lse_ratio, errors.lse_ratio),
-            max(self.lse_error, errors.lse),
-        )
+        self.merge(RowRecord(1, errors.out_ratio, errors.out, errors.lse_ratio, errors.lse, problem))
+
+    def merge(self, other: RowRecord) -> None:
+        if not self.problems or other.worst > self.worst:
+            self.worst_problem = other.worst_problem
+        self.problems += other.problems
+        for name in ("out_ratio", "out_error", "lse_ratio", "lse_error"):
+            setattr(self, name, max(getattr(self, name), getattr(other, name)))
+
+    @property
+    def worst(self) -> float:
+        return max(self.out_ratio, self.lse_ratio)
 
 
 @dataclass
@@ -49,6 +54,9 @@ class ParityReport:
 
     expected: list[str] = field(default_factory=list)
     rows: dict[str, RowRecord] = field(default_factory=dict)
+    #: Worker processes that were started, and those among them whose records have not come.
+    workers: list[str] = field(default_factory=list)
+    awaited: list[str] = field(default_factory=list)
 
     def record(self, row: str, problem: object, errors: Errors) -> None:
         """Note the errors of one problem, then fail when they are beyond the tolerance."""
@@ -58,6 +66,24 @@ class ParityReport:
         except AssertionError as failure:
             raise AssertionError(f"{row}: {problem}: {failure}") from None
 
+    def started(self, worker: str) -> None:
+        """A worker's records have to come: without them there is no telling what they would show."""
+        self.workers.append(worker)
+        self.awaited.append(worker)
+
+    def data(self) -> dict[str, object]:
+        """What a worker sends: builtin types only."""
+        return {"expected": self.expected, "rows": {name: asdict(row) for name, row in self.rows.items()}}
+
+    def merge(self, worker: str, data: dict[str, Any]) -> None:
+        """Take a worker's records, once."""
+        if worker not in self.awaited:
+            return
+        self.expected += [name for name in data["expected"] if name not in self.expected]
+        for name, row in data["rows"].items():
+            self.rows.setdefault(name, RowRecord()).merge(RowRecord(**row))
+        self.awaited.remove(worker)
+
     @property
     def missing(self) -> list[str]:
         """Rows that no problem was compared on."""
@@ -66,11 +92,13 @@ class ParityReport:
     def content(
         self, passed: bool, tests: dict[str, int], environment: dict[str, object]
     ) -> dict[str, object]:
-        """The report as JSON data. It passes only when every row was covered."""
+        """The report as JSON data. It passes only when every row was covered and no worker was lost."""
         return {
             "kind": "cutlass_fmha parity report",
-            "passed": passed and not self.missing and bool(self.expected),
+            "passed": passed and not self.missing and not self.awaited and bool(self.expected),
             "tests": tests,
+            "processes": max(1, len(self.workers)),
+            "workers_lost": self.awaited,
             **environment,
             "rows_expected": self.expected,
             "rows_missing": self.missing,
@@ -148,6 +176,8 @@ def markdown(content: dict[str, object]) -> str:
         + (f"; missing: {', '.join(content['rows_missing'])}" if content["rows_missing"] else "")  # type: ignore[arg-type]
         + ". Tests: "
         + ", ".join(f"{count} {outcome}" for outcome, count in content["tests"].items())  # type: ignore[attr-defined]
+        + f", in {content['processes']} process(es)"
+        + (f"; lost: {', '.join(content['workers_lost'])}" if content["workers_lost"] else "")  # type: ignore[arg-type]
         + ".",
         "",
         "Errors are against dense fp64 attention; ratios are to the tolerance of tests/oracle.py: 1 at most.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +15,10 @@ import torch
 from oracle import visible
 
 from cutlass_fmha import UnsupportedError, bench
-from cutlass_fmha.bench import contenders, machine, report, runner, timing
-from cutlass_fmha.bench.cases import CASES, GROUPS, Case, select_cases, visible_pairs
+from cutlass_fmha.bench import cases as bench_cases
+from cutlass_fmha.bench import contenders, lineup, machine, report, runner, timing
+from cutlass_fmha.bench.cases import CASES, FEATURES, GROUPS, Case, select_cases, visible_pairs
+from cutlass_fmha.bench.features import Feature
 
 SMALL = Case("latency", 2, 4, 2, 48, 48, 32, "float16", causal=True)
 
@@ -45,7 +48,7 @@ def test_case_names_are_unique_and_every_one_selects_itself() -> None:
 
 
 def test_an_unknown_preset_names_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"unknown preset 'x'.*latency, dense, decode"):
+    with pytest.raises(ValueError, match=r"unknown preset 'x'.*latency, dense, decode, fallback"):
         select_cases(["latency", "x"])
 
 
@@ -178,14 +181,14 @@ def test_a_refusal_is_reported_and_a_failure_surfaces(monkeypatch: pytest.Monkey
 
         return lambda *arguments: attention
 
-    monkeypatch.setattr(runner, "ours", raising(UnsupportedError("no row has head_dim 96:\n  fwd_row: ...")))
-    monkeypatch.setattr(runner, "sdpa", raising(RuntimeError("No available kernel. Aborting execution.")))
+    monkeypatch.setattr(lineup, "ours", raising(UnsupportedError("no row has head_dim 96:\n  fwd_row: ...")))
+    monkeypatch.setattr(lineup, "sdpa", raising(RuntimeError("No available kernel. Aborting execution.")))
     results = runner.measure_case(SMALL, ["efficient"], None, 0.1, 0)["results"]
     assert results == {
         "ours": {"status": "unsupported", "reason": "no row has head_dim 96"},
         "efficient": {"status": "unsupported", "reason": "No available kernel. Aborting execution."},
     }
-    monkeypatch.setattr(runner, "ours", raising(RuntimeError("CUDA error: invalid argument")))
+    monkeypatch.setattr(lineup, "ours", raising(RuntimeError("CUDA error: invalid argument")))
     with pytest.raises(RuntimeError, match="invalid argument"):
         runner.measure_case(SMALL, [], None, 0.1, 0)
 
@@ -200,12 +203,28 @@ def test_a_device_that_a_peer_broke_is_no_refusal(monkeypatch: pytest.MonkeyPatc
         runner.is_refusal("flash", RuntimeError("something"))
 
 
+TIMES = {
+    "ours": 8.0, "paged": 9.0, "flash": 10.0, "cudnn": 5.0, "efficient": 20.0, "causal": 16.0, "copy": 4.0
+}  # fmt: skip
+
+
+def contenders_of(case: Case) -> list[str]:
+    """As line_up has them."""
+    if case.group == "fallback":
+        return ["ours", "efficient"]
+    if case.group == "features":
+        return ["ours", {"window": "flash", "bias": "efficient"}.get(case.feature, "causal")]
+    return ["ours", "flash", "cudnn", "efficient", *(["paged", "copy"] if case.group == "decode" else [])]
+
+
 def synthetic(cases: list[Case] | None = None) -> report.Result:
     """A whole result with made-up times: ours 8 us, flash 10 us, cuDNN 5 us; no memory-efficient GQA."""
     entries = []
     for case in cases or list(CASES):
         results: dict[str, dict[str, Any]] = {}
-        for name, microseconds in (("ours", 8.0), ("flash", 10.0), ("cudnn", 5.0), ("efficient", 20.0)):
+        for name, microseconds in TIMES.items():
+            if name not in contenders_of(case):
+                continue
             if (name == "ours" and case.head_dim in (96, 256)) or (
                 name == "efficient" and case.num_heads_kv == 8
             ):
@@ -249,16 +268,39 @@ def synthetic(cases: list[Case] | None = None) -> report.Result:
 
 
 def test_the_table_has_times_rates_and_ratios_and_torch_flash_first() -> None:
-    headings, rows = report.table(synthetic())
-    assert headings[:6] == ["case", "ours p50", "p90", "TFLOP/s", "torch flash (FA2)", "ours is"]
-    by_case = {row[0]: row for row in rows}
+    dense, decode, fallback, features = report.sections(synthetic())
+    assert dense.headings[:6] == ["case", "ours p50", "p90", "TFLOP/s", "torch flash (FA2)", "ours is"]
+    by_case = {row[0]: row for row in dense.rows}
     first = by_case["B2 H16 S8192 D128 bf16"]
     assert first[1:3] == ["8.0", "9.0"]
     assert first[5] == "1.25x"
     assert first[7] == "0.62x"
     assert first[-1] == "0.50"
-    decode = by_case["B8 H32/8 Sq1 Sk8192 D128 bf16"]
-    assert decode[3].endswith("TB/s")
+    assert fallback.headings[4:] == ["memory-efficient", "ours is", "error"]
+    assert features.contenders == ["ours", "flash", "efficient", "causal"]
+    alibi = next(row for row in features.rows if row[0].endswith("ALiBi"))
+    assert alibi[4:8] == ["-", "-", "-", "-"]
+    assert alibi[9] == "2.00x"
+    assert len(decode.rows) == len(select_cases(["decode"]))
+
+
+def test_decode_is_shown_in_bytes_and_against_a_copy():
+    decode = report.sections(synthetic())[1]
+    assert decode.headings[3:6] == ["TB/s", "cutlass_fmha, pages", "ours is"]
+    assert decode.headings[-2:] == ["copy", "error"]
+    row = dict(zip(decode.headings, decode.rows[0], strict=True))
+    moved = select_cases(["decode"])[0].moved_bytes
+    assert row["TB/s"] == f"{moved / 8e6:.2f}, 50%"
+    assert row["torch flash (FA2)"] == f"10.0 ({moved / 10e6:.2f}, 40%)"
+    assert row["copy"] == f"4.0 ({moved / 4e6:.2f})"
+
+
+def test_geometric_means_are_printed_for_each_section_and_peer():
+    text = report.text(synthetic())
+    assert (
+        "fp32 and head dims above 256, geometric mean of 'ours is': memory-efficient 2.50x (9 of 12" in text
+    )
+    assert "Decode, one query, geometric mean of 'ours is': cutlass_fmha, pages 1.12x (5 of 5 cases)" in text
 
 
 def test_what_is_unsupported_stays_in_the_table_and_its_reason_below() -> None:
@@ -286,9 +328,13 @@ def test_the_report_says_where_and_with_what_it_was_measured() -> None:
 
 
 def test_every_line_of_the_markdown_table_has_the_same_columns() -> None:
-    lines = [line for line in report.markdown(synthetic()).splitlines() if line.startswith("|")]
-    assert len(lines) == len(CASES) + 2
-    assert {line.count("|") for line in lines} == {lines[0].count("|")}
+    tables = [
+        [line for line in part.splitlines() if line.startswith("|")]
+        for part in report.markdown(synthetic()).split("\n## ")[1:]
+    ]
+    assert sum(map(len, tables)) == len(CASES) + 2 * len(report.SECTIONS)
+    for lines in tables:
+        assert {line.count("|") for line in lines} == {lines[0].count("|")}
 
 
 def test_json_comes_back_as_it_was_written(tmp_path: Path) -> None:
@@ -352,7 +398,7 @@ def test_the_picture_shows_every_bar_and_every_refusal(
     result = synthetic()
     picture.draw(result, tmp_path / "result.png")
     axes = [axis for half in figures[0].subfigs for axis in half.axes]
-    assert sum(len(axis.patches) for axis in axes) == 4 * len(CASES)
+    assert sum(len(axis.patches) for axis in axes) == sum(len(case["results"]) for case in result["cases"])
     refusals = sum(entry["status"] != "ok" for case in result["cases"] for entry in case["results"].values())
     assert sum(text.get_text() == "unsupported" for axis in axes for text in axis.texts) == refusals
     widths = {round(bar.get_width(), 6) for axis in axes for bar in axis.patches}
@@ -426,6 +472,70 @@ def test_clocks_are_read_from_nvidia_smi_and_gaps_are_none() -> None:
 
 def test_outside_of_a_checkout_there_is_no_commit(tmp_path: Path) -> None:
     assert machine.commit(tmp_path) is None
+
+
+# ---- features, pages, a copy -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes that suit 64 queries, wherever they are used."""
+    for name, value in (("WINDOW", 9), ("PREFIX", 20)):
+        for module in (bench_cases, sys.modules["cutlass_fmha.bench.features"], lineup):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, value)
+
+
+def featured(name: str) -> Case:
+    return Case("features", 2, 2, 2, 64, 64, 32, "float16", name not in bench_cases.IN_MEMORY, name)
+
+
+@pytest.mark.usefixtures("small_features")
+@pytest.mark.parametrize("name", FEATURES)
+def test_a_feature_means_to_the_check_what_it_means_to_the_package(name: str) -> None:
+    case = featured(name)
+    inputs = contenders.make_inputs(case, 1, torch.device("cpu"))
+    feature = Feature(case, torch.device("cpu"))
+    check = contenders.ErrorCheck(case, inputs, feature)
+    found = lineup.line_up(case, inputs, ["flash", "cudnn", "efficient"], None, feature)
+    assert next(iter(found)) == "ours" and len(found) > 1
+    assert check(found["ours"].call(0)).within
+    plain = replace(case, feature="")
+    assert not check(contenders.ours(plain)(*inputs[0])).within, "a result without the feature"
+    if name in bench_cases.IN_MEMORY:
+        assert check(found["efficient"].call(0)).within
+    pairs = torch.ones(64, 64, dtype=torch.bool)
+    if case.causal:
+        rows, keys = torch.arange(64), torch.arange(64)
+        pairs = feature.visible(keys <= rows[:, None], rows, keys)
+    assert case.visible_pairs == int(pairs.sum())
+
+
+def test_what_has_no_peer_is_timed_beside_plain_causal_attention() -> None:
+    case = featured("softcap")
+    inputs = contenders.make_inputs(case, 1, torch.device("cpu"))
+    found = lineup.line_up(case, inputs, ["flash"], None, Feature(case, torch.device("cpu")))
+    assert list(found) == ["ours", "causal"]
+    assert not found["causal"].checked
+    assert list(lineup.line_up(case, inputs, [], None, Feature(case, torch.device("cpu")))) == ["ours"]
+
+
+@pytest.mark.usefixtures("fake_gpu")
+def test_decoding_is_timed_in_pages_and_beside_a_copy() -> None:
+    case = Case("decode", 2, 4, 2, 1, 256, 32, "float16")
+    results: Any = runner.measure_case(case, ["flash"], None, 0.1, 0)["results"]
+    assert list(results) == ["ours", "paged", "flash", "copy"]
+    assert results["paged"]["error_ratio"] <= 1.0
+    assert "error_ratio" not in results["copy"]
+    assert results["copy"]["tbytes_per_s"] == round(case.moved_bytes / 10e-6 / 1e12, 3)
+    inputs = contenders.make_inputs(case, 2, torch.device("cpu"))
+    assert lineup.copy(case, inputs)(1).numel() * 2 == case.moved_bytes
+
+
+def test_only_the_peer_that_can_is_asked_for_fp32() -> None:
+    case = select_cases(["fallback"])[0]
+    inputs = contenders.Inputs(*(torch.empty(1, 1, 1, 1, 1),) * 3)
+    assert list(lineup.line_up(case, inputs, list(contenders.PEERS))) == ["ours", "efficient"]
 
 
 @pytest.mark.gpu

@@ -168,25 +168,15 @@ def test_repeats_are_bitwise_equal(row: _C.Template, parity: ParityReport):
 # ---- offsets that need 64 bits -----------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def far_buffers() -> dict[torch.dtype, torch.Tensor]:
-    """One buffer of NaN per dtype in which operands with strides of 2^31 elements and more lie interleaved:
-    4.3 GB each, made when first asked for."""
-    return {}
-
-
+@pytest.mark.usefixtures("much_memory")
 @by_row
 @pytest.mark.parametrize("axis", [0, 1, 2], ids=["batch", "seqlen", "heads"])
-def test_offsets_beyond_31_bits(
-    row: _C.Template, axis: int, far_buffers: dict[torch.dtype, torch.Tensor], parity: ParityReport
-):
-    dtype = gpu.torch_dtype(row)
-    if dtype not in far_buffers:
-        far_buffers.clear()  # never two at a time
-        far_buffers[dtype] = poison(dtype, gpu.FAR + 4096 + 4 * gpu.REGION, DEVICE)
+def test_offsets_beyond_31_bits(row: _C.Template, axis: int, parity: ParityReport):
+    # Operands with strides of 2^31 elements and more lie interleaved in 4.3 GB of NaN.
+    buffer = poison(gpu.torch_dtype(row), gpu.FAR + 4096 + 4 * gpu.REGION, DEVICE)
     problem = Problem(65, 65, "bottom-right", num_heads=3, num_heads_kv=3, seed=8)
     launch = gpu.Launch.of(row, problem, DEVICE)
-    far = [gpu.far_view(far_buffers[dtype], i, launch.q.shape, axis) for i in range(4)]
+    far = [gpu.far_view(buffer, i, launch.q.shape, axis) for i in range(4)]
     for view, x in zip(far, (launch.q, launch.k, launch.v, launch.out.view), strict=True):
         view.copy_(x)
     launch.q, launch.k, launch.v, launch.out.view = far
@@ -196,14 +186,11 @@ def test_offsets_beyond_31_bits(
     parity.record(row.name, f"{problem} with a far {('batch', 'seqlen', 'heads')[axis]} stride", errors)
 
 
+@pytest.mark.usefixtures("much_memory")
 @pytest.mark.parametrize(
     "row", [r for r in ROWS if r.head_dim == 64 and r.dtype == "bfloat16"], ids=lambda r: r.name
 )
-def test_tensors_of_more_than_two_to_the_31_elements(
-    row: _C.Template, far_buffers: dict[torch.dtype, torch.Tensor], parity: ParityReport
-):
-    far_buffers.clear()
-    torch.cuda.empty_cache()
+def test_tensors_of_more_than_two_to_the_31_elements(row: _C.Template, parity: ParityReport):
     batch = gpu.FAR // (64 * 8 * 64) + 2
     x = torch.empty(batch, 64, 8, 64, dtype=torch.bfloat16, device=DEVICE).normal_()
     out = cutlass_fmha.attention(x, x, x, causal=True, template=row.name)

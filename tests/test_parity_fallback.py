@@ -338,6 +338,7 @@ def test_more_heads_and_batches_than_a_grid_dimension_holds(row: _C.FallbackTemp
     run(row, GeneralProblem(2, 1, batch=1, num_heads=70000, num_heads_kv=70000), parity)
 
 
+@pytest.mark.usefixtures("much_memory")
 @on_a_gpu
 @by_row
 @pytest.mark.parametrize("axis", [0, 2], ids=["batch", "heads"])
@@ -353,6 +354,7 @@ def test_batches_and_heads_may_be_far_apart(row: _C.FallbackTemplate, axis: int,
     launch.check(parity, f" with a far {('batch', '', 'heads')[axis]} stride")
 
 
+@pytest.mark.usefixtures("much_memory")
 @on_a_gpu
 @by_row
 def test_keys_may_not_be_far_apart(row: _C.FallbackTemplate):

@@ -246,26 +246,16 @@ def test_attention_in_a_graph_draws_a_new_seed_each_time():
     assert not any(torch.equal(a, b) for a, b in itertools.pairwise(found))
 
 
-@pytest.fixture(scope="module")
-def far_buffers() -> dict[torch.dtype, torch.Tensor]:
-    """A buffer of NaN for the dtype at hand, 4.3 GB."""
-    return {}
-
-
 @on_a_gpu
+@pytest.mark.usefixtures("much_memory")
 @by_row
 @pytest.mark.parametrize("axis", [0, 1, 2], ids=["batch", "seqlen", "heads"])
-def test_offsets_beyond_31_bits(
-    row: _C.Template, axis: int, far_buffers: dict[torch.dtype, torch.Tensor], parity: ParityReport
-):
-    dtype = gpu.torch_dtype(row)
-    if dtype not in far_buffers:
-        far_buffers.clear()
-        far_buffers[dtype] = poison(dtype, gpu.FAR + 4096 + 4 * gpu.REGION, DEVICE)
+def test_offsets_beyond_31_bits(row: _C.Template, axis: int, parity: ParityReport):
+    buffer = poison(gpu.torch_dtype(row), gpu.FAR + 4096 + 4 * gpu.REGION, DEVICE)
     dims = {"head_dim": min(64, row.head_dim), "head_dim_v": min(64, row.head_dim_v)}
     problem = GeneralProblem(65, 65, causal="bottom-right", num_heads=3, num_heads_kv=3, seed=8, **dims)
     launch = GeneralLaunch.of(row, problem, DEVICE)
-    far = [gpu.far_view(far_buffers[dtype], i, tuple(launch.call.q.shape), axis) for i in range(4)]
+    far = [gpu.far_view(buffer, i, tuple(launch.call.q.shape), axis) for i in range(4)]
     for name, view, x in zip("qkvo", far, (*launch.call[:3], launch.out.view), strict=True):
         view.copy_(x)
         setattr(launch.params, name, view.data_ptr())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -23,7 +24,8 @@ DEVICE = torch.device("cuda", 0)
 ROWS = gpu.rows()
 by_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 PROBLEM = Problem(300, 257, "bottom-right", num_heads=4, seed=11)
-LONG = 200_000_000  # clock cycles: about a tenth of a second
+#: Clock cycles of other work, a tenth of a second; more where pytest-xdist's other workers hold the host up.
+LONG = 600_000_000 if "PYTEST_XDIST_WORKER" in os.environ else 200_000_000
 
 
 def attend(row: _C.Template, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -191,8 +193,8 @@ def test_errors_are_one_sentence_and_leave_the_device_usable():
     q, k, v = inputs()
     with pytest.raises(ValueError, match="k must be on q's device cuda:0, got cpu"):
         cutlass_fmha.attention(q, k.cpu(), v)
-    with pytest.raises(ValueError, match="float16 or bfloat16"):
-        cutlass_fmha.attention(q.float(), k.float(), v.float())
+    with pytest.raises(ValueError, match="float16 or bfloat16 or float32 on cuda, got float64"):
+        cutlass_fmha.attention(q.double(), k.double(), v.double())
     with pytest.raises(ValueError, match="dtype"):
         cutlass_fmha.attention(q, k.bfloat16(), v)
     with pytest.raises(NotImplementedError, match="gradient"):
@@ -202,11 +204,11 @@ def test_errors_are_one_sentence_and_leave_the_device_usable():
     oracle.assert_close(cutlass_fmha.attention(q, k, v), q, k, v)
 
 
-def test_a_head_dim_without_a_row_lists_every_rows_reasons():
-    q, k, v = (x[..., :48].contiguous() for x in inputs())
+def test_a_problem_without_a_row_lists_every_rows_reasons():
+    q, k, v = inputs(torch.bfloat16, head_dim=320)
     with pytest.raises(cutlass_fmha.UnsupportedError) as error:
-        cutlass_fmha.attention(q, k, v)
-    for row in _C.templates():
+        cutlass_fmha.attention(q, k, v, softcap=30.0)
+    for row in (*_C.templates(), *_C.fallback_templates()):
         assert row.name in str(error.value)
 
 

@@ -497,6 +497,7 @@ def test_cascade_over_a_shared_prefix(dtype: torch.dtype):
 # ---- offsets that need 64 bits -----------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("much_memory")
 @pytest.mark.parametrize("axis", [0, 1, 2], ids=["batch", "seqlen", "heads"])
 def test_offsets_beyond_31_bits(axis: int):
     shape = (2, 3, 4, 64)

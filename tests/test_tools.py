@@ -17,6 +17,8 @@ from oracle import Errors
 from parity_report import ParityReport
 from source_hash import SOURCES, source_files, source_hash
 
+from cutlass_fmha import _C
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -300,7 +302,44 @@ def test_a_sanitizer_that_is_missing_or_finds_something_fails(
         assert "--rows d64" in output
 
 
-def test_rows_are_picked_by_part_of_their_name():
+def test_kernels_are_picked_by_part_of_their_name():
     assert sanitize.matches("fwd_sm90_f16_d64", [])
     assert sanitize.matches("fwd_sm90_f16_d64", ["bf16", "d64"])
     assert not sanitize.matches("fwd_sm90_f16_d64", ["bf16", "d128"])
+
+
+def test_shares_are_every_kernel_once():
+    names = [f"fwd_d{number}" for number in range(11)]
+    for of in (1, 3, 20):
+        taken = [sanitize.Share((), number, of).take(names) for number in range(of)]
+        assert sorted(name for share in taken for name in share) == sorted(names)
+    assert sanitize.Share(("d1",), 1, 2).take(names) == ["fwd_d10"]
+    with pytest.raises(SystemExit):
+        sanitize.main(["--share", "3/3"])
+
+
+def test_every_share_has_to_be_clean(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    program = tmp_path / "compute-sanitizer"
+    lines = (
+        "import sys\nprint('ERROR SUMMARY:', int(sys.argv[sys.argv.index('--share') + 1] == '1/3'), 'errors')"
+    )
+    program.write_text(f"#!{sys.executable}\n{lines}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert sanitize.main(["--tool", "memcheck", "--jobs", "2"]) == 0
+    assert sanitize.main(["--tool", "memcheck", "--jobs", "3"]) == 1
+    assert "memcheck reports 1 errors or hazards (2/3)" in capfd.readouterr().out
+
+
+@pytest.mark.skipif(not _C.build_info()["cuda"], reason="this build has no kernels")
+def test_every_kernel_has_problems_for_the_sanitizer(monkeypatch: pytest.MonkeyPatch):
+    import small_problems
+
+    for arch in (89, 90, 120):
+        monkeypatch.setenv("CUTLASS_FMHA_FORCE_ARCH", str(arch))
+        tables = (_C.templates(), _C.fallback_templates(), _C.support_kernels())
+        assert set(small_problems.kernels()) == {
+            row.name for each in tables for row in each if row.arch == arch
+        }

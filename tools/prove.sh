@@ -7,7 +7,7 @@
 #
 #     parity90 parity89 parity120   the parity gate: native rows, sm_89's PTX, sm_120's source compiled for sm_90
 #     candidates                    the gate's tests of plain rows with those of src/candidates.cmake, by sm_89's PTX
-#     sanitize                      memcheck and racecheck over every row
+#     sanitize                      memcheck, racecheck, synccheck and initcheck over every kernel
 #     mixed                         long runs of problems that mix all features, in the three modes of the gate
 #     bench calibrate holdout demo  figures for benchmarks/results and cutlass_fmha/data/costs
 #
@@ -42,7 +42,22 @@ with() {
   (cd tests && PYTHONSAFEPATH=1 PYTHONPATH=$out/$name "$@")
 }
 
-parity() { with "$1" "$python" -m pytest -q -m gpu --parity-report "$results/parity" .; }
+# gate NAME OPTION...: the GPU tests, in several processes where pytest-xdist is installed
+gate() {
+  local name=$1 shares=
+  shift
+  "$python" -c 'import xdist' 2> /dev/null && shares="-n ${PARITY_WORKERS:-8} --dist worksteal"
+  with "$name" "$python" -m pytest -q -m gpu $shares "$@" .
+}
+parity() { gate "$1" --parity-report "$results/parity"; }
+
+# sanitize NAME TOOL OPTION...
+sanitize() {
+  local name=$1 tool=$2 jobs
+  shift 2
+  jobs=$(nproc)
+  with "$name" "$python" ../tools/sanitize.py --tool "$tool" --jobs $((jobs < 12 ? jobs : 12)) "$@"
+}
 mixed() { with "$1" "$python" ../tools/parity_run.py --problems "$2" --seed 1 --report "$results/mixed"; }
 
 run() {
@@ -54,7 +69,7 @@ run() {
       build candidates -C cmake.define.CUTLASS_FMHA_MANIFEST=src/candidates.cmake \
         && CUTLASS_FMHA_FORCE_ARCH=89 with candidates "$python" -m pytest -q -m gpu test_parity.py test_parity_runtime.py
       ;;
-    sanitize) build native && with native "$python" ../tools/sanitize.py --tool all ;;
+    sanitize) build native && sanitize native all ;;
     mixed)
       build native && mixed native 20000 && CUTLASS_FMHA_FORCE_ARCH=89 mixed native 5000 \
         && build proxy -C cmake.define.CUTLASS_FMHA_SM120_PROXY=90 && CUTLASS_FMHA_FORCE_ARCH=120 mixed proxy 5000

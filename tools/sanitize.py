@@ -1,12 +1,12 @@
-"""Small problems for every row of this GPU under NVIDIA's compute-sanitizer.
+"""Small problems for every kernel of this GPU under NVIDIA's compute-sanitizer.
 
     python tools/sanitize.py --tool racecheck               or memcheck, synccheck, initcheck, all
-    python tools/sanitize.py --tool racecheck --rows d128   only rows with d128 in their name
+    python tools/sanitize.py --tool racecheck --rows d128   only kernels with d128 in their name
+    python tools/sanitize.py --tool all --jobs 12           in several processes
     python tools/sanitize.py                                the problems alone, against the dense fp64 oracle
 
-Exit status 1 when a tool reports an error or a hazard, or when it could not look. Inputs are made and
-results checked on the CPU, so that no kernel but ours runs; CUTLASS_FMHA_FORCE_ARCH picks the rows as
-it does elsewhere.
+Exit status 1 when a tool reports an error or a hazard, or when it could not look. The problems are in
+small_problems.py; CUTLASS_FMHA_FORCE_ARCH picks the kernels as it does elsewhere.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 #: mbarrier objects per block that racecheck and synccheck follow; left to themselves they may count too few.
@@ -25,43 +28,37 @@ TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards?)")
 
 
-def check_rows(patterns: list[str]) -> int:
-    """Run each row whose name contains one of ``patterns`` (all without any). Returns how many."""
-    import torch
+@dataclass(frozen=True)
+class Share:
+    """Which kernels a process takes: those with one of ``parts`` in their name, every ``of``-th of them."""
 
-    import cutlass_fmha
-    from cutlass_fmha import _C
-    from cutlass_fmha import device as devices
+    parts: tuple[str, ...] = ()
+    number: int = 0
+    of: int = 1
 
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-    import oracle
+    def take(self, names: list[str]) -> list[str]:
+        return [name for name in names if matches(name, self.parts)][self.number :: self.of]
 
-    built = frozenset(row.arch for row in _C.templates())
-    arch = devices.rows_arch(devices.of_index(0), built)
-    rows = [row for row in _C.templates() if row.arch == arch and matches(row.name, patterns)]
-    generator = torch.Generator().manual_seed(0)
-    for row in rows:
-        # More than one tile of queries and four of keys, both ragged: every buffer is used again, every mask
-        # is met.
-        lengths = (row.tile_m + 9, 4 * row.tile_n * row.kv_warps + 5)
-        for causal, (seqlen_q, seqlen_k) in (("none", lengths), ("bottom-right", (lengths[1], lengths[0]))):
-            shapes = [(1, seqlen_q, 2), (1, seqlen_k, 1), (1, seqlen_k, 1)]
-            dtype = getattr(torch, row.dtype)
-            q, k, v = (torch.randn(*s, row.head_dim, generator=generator).to(dtype) for s in shapes)
-            k *= torch.linspace(0.5, 4.0, seqlen_k).to(dtype).reshape(1, -1, 1, 1)  # the softmax must rescale
-            out, lse = cutlass_fmha.attention(
-                *(x.cuda() for x in (q, k, v)), causal=causal, return_lse=True, template=row.name
-            )
-            errors = oracle.assert_close(out.cpu(), q, k, v, causal=causal, lse=lse.cpu())
-            print(
-                f"{row.name} q{seqlen_q} k{seqlen_k} {causal}: {errors.worst:.3f} of the tolerance",
-                flush=True,
-            )
-    return len(rows)
+    @property
+    def arguments(self) -> list[str]:
+        return ["--share", f"{self.number}/{self.of}", "--rows", *self.parts]
 
 
-def matches(name: str, patterns: list[str]) -> bool:
-    return not patterns or any(pattern in name for pattern in patterns)
+def check_kernels(share: Share) -> int:
+    """Run the problems of a share. Returns how many kernels they were of."""
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
+    from small_problems import kernels
+
+    found = kernels()
+    names = share.take(list(found))
+    for name in names:
+        print(name, flush=True)
+        found[name]()
+    return len(names)
+
+
+def matches(name: str, parts: Sequence[str]) -> bool:
+    return not parts or any(part in name for part in parts)
 
 
 def verdict(tool: str, status: int, output: str) -> str | None:
@@ -76,21 +73,48 @@ def verdict(tool: str, status: int, output: str) -> str | None:
     return None
 
 
-def run_tool(tool: str, patterns: list[str]) -> str | None:
-    """This script's problems under one tool; its output goes to the terminal. Returns the verdict."""
+def run_tool(tool: str, share: Share) -> str | None:
+    """The problems of a share under one tool; its output goes to the terminal. Returns the verdict."""
     program = shutil.which("compute-sanitizer")
     if program is None:
         return "compute-sanitizer was not found on PATH: install the CUDA toolkit's sanitizer"
     limit = [f"--num-cuda-barriers={BARRIERS}"] if tool in ("racecheck", "synccheck") else []
-    command = [program, "--tool", tool, *limit, sys.executable, __file__, "--rows", *patterns]
+    command = [program, "--tool", tool, *limit, sys.executable, __file__, *share.arguments]
     # An allocation of its own for every tensor: inside the allocator's pool an access beyond one end would
     # hit another.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    result = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, check=False
-    )
-    print(result.stdout, flush=True)
-    return verdict(tool, result.returncode, result.stdout)
+    prefix = f"{share.number}| " if share.of > 1 else ""
+    output = []
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            output.append(line)
+            print(f"{prefix}{line}", end="", flush=True)
+    return verdict(tool, process.returncode, "".join(output))
+
+
+def run_tools(tools: Sequence[str], parts: Sequence[str], jobs: int) -> bool:
+    """Every tool over every share, ``jobs`` processes at a time. True: all is well."""
+    shares = [Share(tuple(parts), number, jobs) for number in range(jobs)]
+    work = [(tool, share) for tool in tools for share in shares]
+    clean = True
+    with ThreadPoolExecutor(jobs) as pool:
+        problems = pool.map(lambda each: run_tool(*each), work)
+        for (tool, share), problem in zip(work, problems, strict=True):
+            print(
+                f"sanitize: {problem or f'{tool} found nothing'} ({share.number + 1}/{share.of})", flush=True
+            )
+            clean &= problem is None
+    return clean
+
+
+def parse_share(text: str) -> tuple[int, int]:
+    number, of = map(int, text.split("/"))
+    if not 0 <= number < of:
+        raise ValueError(text)
+    return number, of
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -99,19 +123,19 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--tool", choices=(*TOOLS, "all"), help="run under this tool of compute-sanitizer")
     parser.add_argument(
-        "--rows", nargs="*", default=[], metavar="PART", help="only rows with PART in their name"
+        "--rows", nargs="*", default=[], metavar="PART", help="only kernels with PART in their name"
+    )
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes that share the kernels")
+    parser.add_argument(
+        "--share", type=parse_share, default=(0, 1), metavar="I/N", help="only every N-th, from number I on"
     )
     options = parser.parse_args(arguments)
     if options.tool is None:
-        count = check_rows(options.rows)
-        print(f"{count} rows")
+        count = check_kernels(Share(tuple(options.rows), *options.share))
+        print(f"{count} kernels")
         return 0 if count else 1
-    failed = False
-    for tool in TOOLS if options.tool == "all" else (options.tool,):
-        problem = run_tool(tool, options.rows)
-        print(f"sanitize: {problem or f'{tool} found nothing'}", flush=True)
-        failed |= problem is not None
-    return 1 if failed else 0
+    tools = TOOLS if options.tool == "all" else (options.tool,)
+    return 0 if run_tools(tools, options.rows, options.jobs) else 1
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.list:
         for case in chosen:
             gflop, megabytes = case.flop / 1e9, case.moved_bytes / 1e6
-            print(f"{case.group:8} {case.name:36} {gflop:10.2f} GFLOP {megabytes:8.1f} MB")
+            print(f"{case.group:8} {case.name:42} {gflop:10.2f} GFLOP {megabytes:8.1f} MB")
         return 0
 
     try:

@@ -10,10 +10,32 @@ from dataclasses import asdict, dataclass, replace
 
 BYTES_PER_ELEMENT = {"float16": 2, "bfloat16": 2, "float32": 4}
 
+WINDOW = 1024
+PREFIX = 2048
+DOCUMENTS = 4
+"""Documents of the same length that a batch entry is divided into."""
+
+FEATURES: dict[str, str] = {
+    "window": f"window {WINDOW}",
+    "softcap": "softcap",
+    "alibi": "ALiBi",
+    "dropout": "dropout 0.1",
+    "documents": f"{DOCUMENTS} documents packed",
+    "prefix": f"prefix-LM {PREFIX}",
+    "bias": "bias [1, 1, Sq, Sk]",
+    "mask": "mask [1, 1, Sq, Sk]",
+}
+"""What a case may have besides its shape, as tables print it; features.py knows what each means."""
+IN_MEMORY = ("bias", "mask")
+"""Those that say by themselves which keys are visible: their cases are not causal."""
+
 
 @dataclass(frozen=True)
 class Case:
-    """One attention problem. ``causal`` is bottom-right aligned when the lengths differ; no preset is."""
+    """One attention problem. ``causal`` is bottom-right aligned when the lengths differ; no preset is.
+
+    ``feature``: one of FEATURES, or nothing.
+    """
 
     group: str
     batch: int
@@ -24,6 +46,7 @@ class Case:
     head_dim: int
     dtype: str
     causal: bool = False
+    feature: str = ""
 
     @property
     def name(self) -> str:
@@ -35,7 +58,7 @@ class Case:
             f"s{self.seqlen_q}" if self.seqlen_q == self.seqlen_k else f"q{self.seqlen_q}_k{self.seqlen_k}"
         )
         dtype = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}[self.dtype]
-        tail = "_causal" if self.causal else ""
+        tail = ("_causal" if self.causal else "") + (f"_{self.feature}" if self.feature else "")
         return f"b{self.batch}_{heads}_{lengths}_d{self.head_dim}_{dtype}{tail}"
 
     @property
@@ -48,12 +71,22 @@ class Case:
             f"S{self.seqlen_q}" if self.seqlen_q == self.seqlen_k else f"Sq{self.seqlen_q} Sk{self.seqlen_k}"
         )
         dtype = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}[self.dtype]
-        tail = " causal" if self.causal else ""
+        tail = (" causal" if self.causal else "") + (f" {FEATURES[self.feature]}" if self.feature else "")
         return f"B{self.batch} {heads} {lengths} D{self.head_dim} {dtype}{tail}"
 
     @property
     def visible_pairs(self) -> int:
-        """Query-key pairs of one head that the mask leaves, counted exactly (not as half of the square)."""
+        """Query-key pairs of one head that the mask leaves, counted exactly (not as half of the square).
+
+        A mask in memory is random: it leaves no part of the work out, and all pairs count.
+        """
+        if self.feature == "window":
+            return sum(min(row + 1, WINDOW + 1) for row in range(self.seqlen_q))
+        if self.feature == "prefix":
+            return sum(max(row + 1, PREFIX) for row in range(self.seqlen_q))
+        if self.feature == "documents":
+            length = self.seqlen_q // DOCUMENTS
+            return DOCUMENTS * visible_pairs(length, length, self.causal)
         return visible_pairs(self.seqlen_q, self.seqlen_k, self.causal)
 
     @property
@@ -76,6 +109,11 @@ class Case:
         """Bytes that a fused kernel has to move at least: Q, K and V read once, O written once."""
         output = self.batch * self.head_dim * self.seqlen_q * self.num_heads
         return self.input_bytes + output * BYTES_PER_ELEMENT[self.dtype]
+
+    @property
+    def memory_bound(self) -> bool:
+        """Whether its rate is bytes per second: one query meets all keys."""
+        return self.group == "decode"
 
     def as_dict(self) -> dict[str, object]:
         """The case as the JSON report holds it."""
@@ -125,13 +163,27 @@ CASES: tuple[Case, ...] = (
     _mha("dense", 4, 8, 4096, 256, "bfloat16", causal=True),
     Case("decode", 8, 32, 8, 1, 8192, 128, "bfloat16"),
     Case("decode", 1, 32, 8, 1, 32768, 128, "bfloat16"),
+    Case("decode", 32, 32, 8, 1, 2048, 128, "bfloat16"),
+    Case("decode", 16, 32, 32, 1, 2048, 128, "bfloat16"),
+    Case("decode", 8, 64, 8, 1, 8192, 64, "bfloat16"),
+    *_both(_mha("fallback", 4, 16, 2048, 64, "float32")),
+    *_both(_mha("fallback", 4, 16, 2048, 128, "float32")),
+    *_both(_mha("fallback", 4, 16, 2048, 256, "float32")),
+    *_both(_mha("fallback", 4, 16, 2048, 320, "bfloat16")),
+    *_both(_mha("fallback", 4, 16, 2048, 512, "bfloat16")),
+    _mha("fallback", 1, 8, 512, 64, "float32"),
+    _mha("fallback", 32, 16, 512, 128, "float32"),
+    *(
+        replace(_mha("features", 2, 16, 8192, 128, "bfloat16", causal=name not in IN_MEMORY), feature=name)
+        for name in FEATURES
+    ),
 )
 
 GROUPS: tuple[str, ...] = tuple(dict.fromkeys(case.group for case in CASES))
 
 
 def select_cases(presets: list[str] | None) -> list[Case]:
-    """The cases of the presets, each a group (``latency``, ``dense``, ``decode``) or a case; all when None.
+    """The cases of the presets, each one of GROUPS or a case; all when None.
 
     Raises ValueError when a preset is neither.
     """

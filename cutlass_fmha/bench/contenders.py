@@ -1,4 +1,4 @@
-"""What is timed: this package's op and torch's three fused SDPA kernels, all on the same tensors."""
+"""This package's op and torch's three fused SDPA kernels on the same tensors, and the check of results."""
 
 from __future__ import annotations
 
@@ -11,14 +11,26 @@ from dataclasses import dataclass
 import torch
 
 from .cases import Case
+from .features import Feature
 
 OURS = "ours"
+PAGED = "paged"
+OWN = (OURS, PAGED)
+"""Contenders whose results must be right."""
 PEERS: dict[str, str] = {
     "flash": "torch flash (FA2)",
     "cudnn": "cuDNN",
     "efficient": "memory-efficient",
 }
-TITLES: dict[str, str] = {OURS: "cutlass_fmha", **PEERS}
+COPY = "copy"
+CAUSAL = "causal"
+TITLES: dict[str, str] = {
+    OURS: "cutlass_fmha",
+    PAGED: "cutlass_fmha, pages",
+    **PEERS,
+    CAUSAL: "FA2, plain causal",
+    COPY: "copy",
+}
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Query, key and value [batch, seqlen, num_heads, head_dim] to an output of query's shape."""
@@ -57,7 +69,7 @@ def make_inputs(case: Case, sets: int, device: torch.device, seed: int = 0) -> I
 
 
 def ours(case: Case, template: str | None = None) -> Attention:
-    """The op of this package, by selection or with one template forced."""
+    """The op of this package on a case without a feature, by selection or with one template forced."""
     scale = 1.0 / math.sqrt(case.head_dim)
     causal = "bottom-right" if case.causal else "none"
     forward = torch.ops.cutlass_fmha.forward
@@ -69,8 +81,11 @@ def ours(case: Case, template: str | None = None) -> Attention:
     return attention
 
 
-def sdpa(case: Case) -> Attention:
-    """torch's scaled_dot_product_attention; the surrounding ``only`` context chooses the kernel."""
+def sdpa(case: Case, mask: torch.Tensor | None = None, dropout_p: float = 0.0) -> Attention:
+    """torch's scaled_dot_product_attention; the surrounding ``only`` context chooses the kernel.
+
+    mask: bool, or a bias of the inputs' dtype, broadcastable to [batch, num_heads, seqlen_q, seqlen_k].
+    """
     if case.causal and case.seqlen_q != case.seqlen_k:
         raise ValueError(
             "torch aligns a causal mask top-left: a causal case needs equal lengths to be the same problem"
@@ -83,6 +98,8 @@ def sdpa(case: Case) -> Attention:
             query.transpose(1, 2),
             key.transpose(1, 2),
             value.transpose(1, 2),
+            attn_mask=mask,
+            dropout_p=dropout_p,
             is_causal=case.causal,
             enable_gqa=grouped,
         )
@@ -93,7 +110,7 @@ def sdpa(case: Case) -> Attention:
 
 @contextmanager
 def only(name: str) -> Iterator[None]:
-    """Restrict SDPA to the kernel of peer ``name``; no restriction for this package's op."""
+    """Restrict SDPA to the kernel of peer ``name``; no restriction for what is no peer."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     backends = {
@@ -101,7 +118,7 @@ def only(name: str) -> Iterator[None]:
         "cudnn": SDPBackend.CUDNN_ATTENTION,
         "efficient": SDPBackend.EFFICIENT_ATTENTION,
     }
-    context = nullcontext() if name == OURS else sdpa_kernel([backends[name]])
+    context = sdpa_kernel([backends[name]]) if name in backends else nullcontext()
     with context, warnings.catch_warnings():
         # A kernel that can't take a problem warns once per reason and then raises; the raised sentence is
         # reported.
@@ -116,11 +133,13 @@ def reference(
     causal: bool,
     rows: torch.Tensor,
     precise: bool,
+    feature: Feature | None = None,
 ) -> torch.Tensor:
     """Dense attention of a few query rows: the fp64 truth, or what unfused math of the inputs' dtype gives.
 
     query [batch, seqlen_q, num_heads, head_dim]; rows: query positions to compute, a 1-d integer tensor.
     Returns [batch, len(rows), num_heads, head_dim], fp64 when ``precise``. The mask is bottom-right aligned.
+    With a feature, tensors are those of the last batch entry and its first heads.
     """
     if precise:
         query, key, value = query.double(), key.double(), value.double()
@@ -129,10 +148,14 @@ def reference(
     key = key.permute(0, 2, 3, 1).repeat_interleave(group, dim=1)
     value = value.permute(0, 2, 1, 3).repeat_interleave(group, dim=1)
     scores = (query[:, rows].transpose(1, 2) @ key) * (1.0 / math.sqrt(query.shape[-1]))
-    if causal:
-        last = rows[:, None] + (seqlen_k - seqlen_q)
-        scores = scores.masked_fill(torch.arange(seqlen_k, device=rows.device) > last, -math.inf)
-    return (torch.softmax(scores, dim=-1) @ value).transpose(1, 2)
+    keys = torch.arange(seqlen_k, device=rows.device)
+    visible = keys <= rows[:, None] + (seqlen_k - seqlen_q) if causal else torch.ones_like(keys) > 0
+    if feature is not None:
+        scores, visible = feature.scores(scores, rows), feature.visible(visible, rows, keys)
+    weights = torch.softmax(scores.masked_fill(~visible, -math.inf), dim=-1)
+    if feature is not None:
+        weights = feature.weights(weights, rows)
+    return (weights @ value).transpose(1, 2)
 
 
 @dataclass(frozen=True)
@@ -162,7 +185,7 @@ class ErrorCheck:
 
     MAX_ROWS = 64
 
-    def __init__(self, case: Case, inputs: Inputs) -> None:
+    def __init__(self, case: Case, inputs: Inputs, feature: Feature | None = None) -> None:
         query, key, value = inputs[0]
         self.batch = case.batch - 1
         self.rows = sample_rows(case.seqlen_q, self.MAX_ROWS).to(query.device)
@@ -170,8 +193,8 @@ class ErrorCheck:
         self.heads = heads_kv * (case.num_heads // case.num_heads_kv)
         query = query[self.batch :, :, : self.heads]
         key, value = key[self.batch :, :, :heads_kv], value[self.batch :, :, :heads_kv]
-        self.truth = reference(query, key, value, case.causal, self.rows, precise=True)
-        unfused = reference(query, key, value, case.causal, self.rows, precise=False)
+        self.truth = reference(query, key, value, case.causal, self.rows, True, feature)
+        unfused = reference(query, key, value, case.causal, self.rows, False, feature)
         rounding = 2.0 * torch.finfo(query.dtype).eps * self.truth.abs().max().item()
         self.tolerance = 2.0 * (unfused.double() - self.truth).abs().max().item() + rounding
 

@@ -10,10 +10,18 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .contenders import OURS, TITLES
+from .contenders import CAUSAL, COPY, OURS, PAGED, TITLES
 
-# Ours in one strong colour, the fair comparison (FA2, also mma.sync) dark, the others light.
-COLOURS = {OURS: "#76b900", "flash": "#3b4252", "cudnn": "#8f9bb3", "efficient": "#ccd3df"}
+# Ours in strong colours, the fair comparison (FA2, also mma.sync) dark, the others light.
+COLOURS = {
+    OURS: "#76b900",
+    PAGED: "#b5d96b",
+    "flash": "#3b4252",
+    "cudnn": "#8f9bb3",
+    "efficient": "#ccd3df",
+    CAUSAL: "#6b7489",
+    COPY: "#e8d9b0",
+}
 BAR_HEIGHT = 0.84
 INCHES_PER_CASE = 0.52
 
@@ -31,20 +39,21 @@ class Panel:
 
 PANELS = (
     Panel("dense", 0, "tflops", "TFLOP/s, longer is better", "Throughput"),
+    Panel("features", 0, "tflops", "TFLOP/s, longer is better", "Features"),
     Panel("latency", 1, "p50_us", "microseconds per call, shorter is better", "Latency"),
-    Panel("decode", 1, "p50_us", "microseconds per call, shorter is better", "Decode, one query"),
+    Panel("decode", 1, "tbytes_per_s", "TB/s, longer is better", "Decode, one query"),
+    Panel("fallback", 1, "tflops", "TFLOP/s, longer is better", "fp32 and head dims above 256"),
 )
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Draw one panel per group of cases that the result holds: dense left, the short calls right.
+    """Draw one panel per group of cases that the result holds.
 
     The file's suffix decides the format.
     """
     groups = {panel: [case for case in result["cases"] if case["group"] == panel.group] for panel in PANELS}
     columns = [[panel for panel in PANELS if panel.column == column and groups[panel]] for column in (0, 1)]
     columns = [column for column in columns if column]
-    names = [OURS, *result["peers"]]
     heights = [[INCHES_PER_CASE * len(groups[panel]) + 0.8 for panel in column] for column in columns]
     # A fixed hash salt and no date make the same result give the same SVG.
     with matplotlib.rc_context(
@@ -56,18 +65,18 @@ def draw(result: dict[str, Any], path: Path) -> None:
         figure.suptitle(title_of(result), fontsize=12, fontweight="bold")
         # A subfigure per column: each lays its labels out for itself.
         halves = figure.subfigures(1, len(columns), squeeze=False)[0]
-        drawn: list[Axes] = []
+        bars: dict[str, Any] = {}
         for place, column in enumerate(columns):
             axes = halves[place].subplots(len(column), 1, squeeze=False, height_ratios=heights[place])[:, 0]
             for axis, panel in zip(axes, column, strict=True):
-                draw_panel(axis, groups[panel], names, panel.value)
+                bars |= draw_panel(axis, groups[panel], panel.value)
                 axis.set_xlabel(panel.axis, fontsize=8, color="#555")
                 axis.set_title(panel.title, loc="left", fontsize=10, fontweight="bold")
-                drawn.append(axis)
-        handles, labels = drawn[0].get_legend_handles_labels()
+        names = [name for name in TITLES if name in bars]
         figure.legend(
-            handles, labels, loc="outside lower center", ncols=len(names), frameon=False, fontsize=9
-        )
+            [bars[name] for name in names], [TITLES[name] for name in names],
+            loc="outside lower center", ncols=len(names), frameon=False, fontsize=9,
+        )  # fmt: skip
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
@@ -76,20 +85,22 @@ def title_of(result: dict[str, Any]) -> str:
     return f"Attention forward on {machine['gpu']}, torch {machine['torch']}"
 
 
-def draw_panel(axis: Axes, cases: list[dict[str, Any]], names: list[str], value: str) -> None:
-    """Bars of every contender for every case, the value at each bar's end; a refusal is written out."""
-    height = BAR_HEIGHT / len(names)
+def draw_panel(axis: Axes, cases: list[dict[str, Any]], value: str) -> dict[str, Any]:
+    """Bars of every contender for every case that it is in, the value at each bar's end; a refusal is written
+    out. Returns the bars by contender."""
+    names = [[name for name in TITLES if name in case["results"]] for case in cases]
+    height = BAR_HEIGHT / max(map(len, names))
     largest = max(
-        (bar_length(case["results"].get(name), value) for case in cases for name in names), default=0.0
+        (bar_length(entry, value) for case in cases for entry in case["results"].values()), default=0
     )
     largest = largest or 1.0
-    for place, name in enumerate(names):
-        offset = (place - (len(names) - 1) / 2) * height
-        lengths = [bar_length(case["results"].get(name), value) for case in cases]
-        positions = [number + offset for number in range(len(cases))]
-        axis.barh(positions, lengths, height=height * 0.9, color=COLOURS[name], label=TITLES[name])
-        for case, position, length in zip(cases, positions, lengths, strict=True):
-            supported = case["results"].get(name, {"status": "absent"})["status"] == "ok"
+    drawn = {}
+    for number, (case, present) in enumerate(zip(cases, names, strict=True)):
+        for place, name in enumerate(present):
+            entry = case["results"][name]
+            position, length = number + (place - (len(present) - 1) / 2) * height, bar_length(entry, value)
+            drawn[name] = axis.barh(position, length, height=height * 0.9, color=COLOURS[name])
+            supported = entry["status"] == "ok"
             note = (f"{length:.0f}" if length >= 100 else f"{length:.1f}") if supported else "unsupported"
             weight = "bold" if name == OURS and supported else "normal"
             axis.text(
@@ -103,8 +114,9 @@ def draw_panel(axis: Axes, cases: list[dict[str, Any]], names: list[str], value:
     axis.tick_params(axis="y", length=0)
     axis.grid(axis="x", color="#e5e5e5", linewidth=0.6)
     axis.set_axisbelow(True)
+    return drawn
 
 
-def bar_length(entry: dict[str, Any] | None, value: str) -> float:
+def bar_length(entry: dict[str, Any], value: str) -> float:
     """The value of a contender, 0 when it has none."""
-    return float(entry[value]) if entry and entry["status"] == "ok" else 0.0
+    return float(entry[value]) if entry["status"] == "ok" else 0.0

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .contenders import OURS, TITLES
+from .contenders import CAUSAL, COPY, OURS, OWN, TITLES
 
 SCHEMA = 1
 """Version of the JSON's layout; a reader refuses others."""
@@ -16,7 +17,8 @@ Result = dict[str, Any]
 """schema, machine, method, template, quick, peers, host_us, wall_s and cases: per case its description,
 ``input_sets`` and ``results``: contender -> status ("ok" or "unsupported"), then reason, or p50_us, p90_us,
 min_us,
-samples, calls_per_sample, tflops, tbytes_per_s, max_abs_error, tolerance, error_ratio and, for ours, row."""
+samples, calls_per_sample, tflops, tbytes_per_s, where the result was checked max_abs_error, tolerance and
+error_ratio, and, for ours, row."""
 
 
 class InvalidReport(ValueError):
@@ -65,9 +67,12 @@ def wrong_results(result: Result) -> list[str]:
     """One line for each of our results that differs from fp64 by more than its tolerance."""
     lines = []
     for case in result["cases"]:
-        ours = case["results"][OURS]
-        if ours["status"] == "ok" and not float(ours["error_ratio"]) <= 1.0:
-            lines.append(f"{case['label']}: error {ours['max_abs_error']}, tolerance {ours['tolerance']}")
+        own = [(name, case["results"][name]) for name in OWN if name in case["results"]]
+        lines += [
+            f"{case['label']}, {TITLES[name]}: error {entry['max_abs_error']}, tolerance {entry['tolerance']}"
+            for name, entry in own
+            if entry["status"] == "ok" and not float(entry["error_ratio"]) <= 1.0
+        ]
     return lines
 
 
@@ -80,8 +85,12 @@ def speedup(case: Result, peer: str) -> float | None:
 
 
 def rate(case: Result, entry: Result) -> str:
-    """What bounds the case: TFLOP/s, or TB/s for decode, which reads keys and values once."""
-    return f"{entry['tbytes_per_s']:.2f} TB/s" if case["group"] == "decode" else f"{entry['tflops']:.0f}"
+    """What bounds the case: TFLOP/s, or for decode TB/s and the share that they are of a copy's, if known."""
+    if case["group"] != "decode":
+        return f"{entry['tflops']:.0f}"
+    copied = case["results"].get(COPY, {})
+    share = f", {entry['tbytes_per_s'] / copied['tbytes_per_s']:.0%}" if "tbytes_per_s" in copied else ""
+    return f"{entry['tbytes_per_s']:.2f}{'' if entry is copied else share}"
 
 
 def microseconds(value: float) -> str:
@@ -89,56 +98,107 @@ def microseconds(value: float) -> str:
     return f"{value:.1f}" if value < 1000 else f"{value:.0f}"
 
 
-def table(result: Result) -> tuple[list[str], list[list[str]]]:
-    """Headings and rows, shared by the text and the Markdown form."""
-    peers = result["peers"]
-    headings = ["case", "ours p50", "p90", "TFLOP/s"]
-    for peer in peers:
-        headings += [TITLES[peer], "ours is"]
-    headings.append("error")
-    rows = []
-    for case in result["cases"]:
+@dataclass(frozen=True)
+class Section:
+    """Groups of cases that share a table, and the contenders that any of them has, ours first."""
+
+    title: str
+    unit: str
+    cases: list[Result]
+    contenders: list[str]
+
+    @property
+    def headings(self) -> list[str]:
+        found = ["case", "ours p50", "p90", self.unit]
+        for name in self.contenders[1:]:
+            found += [TITLES[name]] + (["ours is"] if name != COPY else [])
+        return [*found, "error"]
+
+    @property
+    def rows(self) -> list[list[str]]:
+        return [self._row(case) for case in self.cases]
+
+    def _row(self, case: Result) -> list[str]:
         ours = case["results"][OURS]
         row = [case["label"]]
         if ours["status"] == "ok":
             row += [microseconds(ours["p50_us"]), microseconds(ours["p90_us"]), rate(case, ours)]
         else:
             row += ["unsupported", "-", "-"]
-        for peer in peers:
-            entry, ratio = case["results"][peer], speedup(case, peer)
-            time = (
-                f"{microseconds(entry['p50_us'])} ({rate(case, entry)})"
-                if entry["status"] == "ok"
-                else "unsupported"
-            )
-            row += [time, "-" if ratio is None else f"{ratio:.2f}x"]
+        for name in self.contenders[1:]:
+            row.append(_time(case, name))
+            if name != COPY:
+                ratio = speedup(case, name)
+                row.append("-" if ratio is None else f"{ratio:.2f}x")
         row.append(f"{float(ours['error_ratio']):.2f}" if ours["status"] == "ok" else "-")
-        rows.append(row)
-    return headings, rows
+        return row
+
+    @property
+    def means(self) -> str | None:
+        """The geometric mean of the peers' times over ours, a sentence; None without any."""
+        found = []
+        for name in self.contenders[1:]:
+            ratios = [ratio for case in self.cases if (ratio := speedup(case, name)) is not None]
+            if ratios and name not in (COPY, CAUSAL):
+                mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+                found.append(f"{TITLES[name]} {mean:.2f}x ({len(ratios)} of {len(self.cases)} cases)")
+        return f"{self.title}, geometric mean of 'ours is': {'; '.join(found)}." if found else None
+
+
+def _time(case: Result, name: str) -> str:
+    """A contender's p50 and rate."""
+    entry = case["results"].get(name)
+    if entry is None:
+        return "-"
+    return (
+        f"{microseconds(entry['p50_us'])} ({rate(case, entry)})" if entry["status"] == "ok" else "unsupported"
+    )
+
+
+SECTIONS = {
+    "Throughput and latency": ("latency", "dense"),
+    "Decode, one query": ("decode",),
+    "fp32 and head dims above 256": ("fallback",),
+    "Features": ("features",),
+}
+
+
+def sections(result: Result) -> list[Section]:
+    """The tables, shared by the text and the Markdown form."""
+    found = []
+    for title, groups in SECTIONS.items():
+        cases = [case for case in result["cases"] if case["group"] in groups]
+        present = {name for case in cases for name in case["results"]}
+        if cases:
+            unit = "TB/s" if groups == ("decode",) else "TFLOP/s"
+            found.append(Section(title, unit, cases, [name for name in TITLES if name in present]))
+    return found
 
 
 def text(result: Result) -> str:
-    """The table, aligned for a terminal, with the machine above and the refusals below."""
-    headings, rows = table(result)
-    widths = [max(len(row[column]) for row in (headings, *rows)) for column in range(len(headings))]
-
-    def line(row: list[str]) -> str:
-        first = row[0].ljust(widths[0])
-        return "  ".join(
-            [first, *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-
-    body = [line(headings), line(["-" * width for width in widths]), *(line(row) for row in rows)]
-    return "\n".join([heading(result), "", *body, "", *footnotes(result)])
+    """The tables, aligned for a terminal, with the machine above and the refusals below."""
+    lines = [heading(result), ""]
+    for section in sections(result):
+        headings, rows = section.headings, section.rows
+        widths = [max(len(row[column]) for row in (headings, *rows)) for column in range(len(headings))]
+        lines += [section.title, ""]
+        for row in (headings, ["-" * width for width in widths], *rows):
+            cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+            lines.append("  ".join([row[0].ljust(widths[0]), *cells]))
+        lines.append("")
+    return "\n".join([*lines, *footnotes(result)])
 
 
 def markdown(result: Result) -> str:
     """The same as a Markdown document."""
-    headings, rows = table(result)
-    lines = [f"# {heading(result)}", "", "| " + " | ".join(headings) + " |"]
-    lines.append("|" + "|".join(["---", *["---:"] * (len(headings) - 1)]) + "|")
-    lines += ["| " + " | ".join(row) + " |" for row in rows]
-    lines += ["", *(f"- {note}" for note in footnotes(result)), "", result["method"], ""]
+    lines = [f"# {heading(result)}", ""]
+    for section in sections(result):
+        headings = section.headings
+        lines += [f"## {section.title}", "", "| " + " | ".join(headings) + " |"]
+        lines.append("|" + "|".join(["---", *["---:"] * (len(headings) - 1)]) + "|")
+        lines += ["| " + " | ".join(row) + " |" for row in section.rows]
+        lines.append("")
+    lines += [*(f"- {note}" for note in footnotes(result)), "", result["method"], ""]
     return "\n".join(lines)
 
 
@@ -157,8 +217,10 @@ def footnotes(result: Result) -> list[str]:
         f"torch {machine['torch']}, CUDA {machine['cuda']}, cuDNN {machine['cudnn']}, "
         f"driver {machine['driver']}, SM clock after the run {clock or 'not readable'} MHz, "
         f"commit {machine['commit'] or 'unknown'}, {machine['date']}.",
-        "Times are microseconds per call, a peer's p50 with its TFLOP/s in brackets (TB/s for decode, which "
-        "memory bounds). 'ours is 1.20x': the peer takes 1.20 times as long. An error above 1 is wrong.",
+        "Times are microseconds per call, a peer's p50 with its TFLOP/s in brackets (for decode, which "
+        "memory bounds, TB/s and the share of a copy's). 'ours is 1.20x': the peer takes 1.20 times as long. "
+        "An error above 1 is wrong.",
+        *(means for section in sections(result) if (means := section.means) is not None),
     ]
     host = result.get("host_us") or {}
     if host:

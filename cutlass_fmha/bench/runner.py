@@ -12,7 +12,9 @@ import torch
 
 from . import machine
 from .cases import Case
-from .contenders import OURS, Attention, ErrorCheck, Inputs, make_inputs, only, ours, sdpa
+from .contenders import OURS, OWN, ErrorCheck, Inputs, make_inputs, only
+from .features import Feature
+from .lineup import Contender, line_up
 from .report import SCHEMA
 from .timing import GraphTimer, input_sets, time_host, time_interleaved
 
@@ -24,9 +26,11 @@ METHOD = (
     "calls; p50 and p90 over the graph's replays, the contenders taking turns. The calls rotate through sets "
     "of inputs that together exceed the L2 cache. Inputs are normally distributed and lie as [batch, seqlen, "
     "num_heads, head_dim]; SDPA gets them as transposed views. FLOP = 4 * batch * num_heads * visible "
-    "query-key pairs * head_dim, the pairs of a causal mask counted exactly. Error: worst difference from "
-    "dense fp64 attention on a sample of rows, relative to twice the error of unfused math "
-    "in the same dtype plus two ulp."
+    "query-key pairs * head_dim, the pairs of a causal mask, a window, a prefix or documents counted exactly "
+    "and all pairs under a mask in memory. Bytes of decode are those of Q, K, V and O, each once; the copy, "
+    "within device memory, reads half as many and writes the other half. Error: worst difference from dense "
+    "fp64 attention on a sample of rows, relative to twice the error of unfused math in the same dtype plus "
+    "two ulp."
 )
 
 
@@ -92,38 +96,42 @@ def measure_case(
     """One case's entry: its description and, per contender, times and error, or why there are none."""
     sets = input_sets(case.input_bytes, torch.cuda.get_device_properties(device).L2_cache_size)
     inputs = make_inputs(case, sets, torch.device("cuda", device))
-    check = ErrorCheck(case, inputs)
+    feature = Feature(case, inputs.query.device) if case.feature else None
+    check = ErrorCheck(case, inputs, feature)
     results: dict[str, dict[str, object]] = {}
     timers: dict[str, GraphTimer] = {}
-    for name in (OURS, *peers):
-        attention = ours(case, template) if name == OURS else sdpa(case)
-        results[name], timer = prepare(name, attention, inputs, check)
+    contenders = line_up(case, inputs, peers, template, feature)
+    for name, contender in contenders.items():
+        results[name], timer = prepare(name, contender, inputs.sets, check)
         if timer is not None:
             timers[name] = timer
     for name, timing in time_interleaved(timers, budget_s).items():
         seconds = timing.p50_us * 1e-6
         results[name] |= {
             **{key: round(value, 3) for key, value in asdict(timing).items()},
-            "tflops": round(case.flop / seconds / 1e12, 2),
-            "tbytes_per_s": round(case.moved_bytes / seconds / 1e12, 3),
+            "tflops": round(contenders[name].flop / seconds / 1e12, 2),
+            "tbytes_per_s": round(contenders[name].bytes / seconds / 1e12, 3),
         }
     if results[OURS]["status"] == "ok":
-        results[OURS]["row"] = template or selected_row(*inputs[0], case.causal)
+        results[OURS]["row"] = template or selected_row(case, inputs, feature)
     return {**case.as_dict(), "input_sets": inputs.sets, "results": results}
 
 
 def prepare(
-    name: str, attention: Attention, inputs: Inputs, check: ErrorCheck
+    name: str, contender: Contender, sets: int, check: ErrorCheck
 ) -> tuple[dict[str, object], GraphTimer | None]:
     """Check one contender's result and capture its graph; the reason and no timer if it refuses."""
     with only(name):
         try:
-            error = check(attention(*inputs[0]))
+            output = contender.call(0)
+            error = check(output) if contender.checked else None
         except (RuntimeError, NotImplementedError, ValueError) as refusal:
             if not is_refusal(name, refusal):
                 raise
             return {"status": "unsupported", "reason": first_sentence(refusal)}, None
-        timer = GraphTimer(lambda number: attention(*inputs[number]), inputs.sets)
+        timer = GraphTimer(contender.call, sets)
+    if error is None:
+        return {"status": "ok"}, timer
     return {
         "status": "ok",
         "max_abs_error": error.max_abs,
@@ -139,7 +147,7 @@ def is_refusal(name: str, error: Exception) -> bool:
     """
     from cutlass_fmha import UnsupportedError
 
-    if name == OURS:
+    if name in OWN:
         return isinstance(error, UnsupportedError)
     torch.cuda.synchronize()  # raises when the error was a broken launch
     return isinstance(error, RuntimeError)
@@ -152,11 +160,13 @@ def first_sentence(error: Exception) -> str:
     return line if len(line) <= 200 else line[:197] + "..."
 
 
-def selected_row(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool) -> str:
+def selected_row(case: Case, inputs: Inputs, feature: Feature | None) -> str:
     """Name of the row that selection gives this problem."""
     import cutlass_fmha
 
-    return str(cutlass_fmha.explain(query, key, value, causal=causal).winner)
+    arguments = feature.arguments if feature else {}
+    tensors = [x.flatten(0, 1) if "cu_seqlens_q" in arguments else x for x in inputs[0]]
+    return str(cutlass_fmha.explain(*tensors, causal=case.causal, **arguments).winner)
 
 
 def host_times() -> dict[str, float]:

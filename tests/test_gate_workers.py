@@ -1,0 +1,238 @@
+"""The gate in several processes: the report is what one process would write, and nothing lost goes unnoticed.
+
+A small gate is run in a directory of its own: the real conftest.py and parity_report.py beside tests and a
+GPU that are made up, and a torch that is empty, so that processes start at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from oracle import Errors
+from parity_report import ParityReport
+
+pytest.importorskip("xdist", reason="pytest-xdist is not installed")
+TESTS = Path(__file__).parent
+
+FILES = {
+    "pytest.ini": """
+[pytest]
+pythonpath = .
+markers =
+  gpu
+""",
+    "torch.py": "from types import SimpleNamespace; cuda = SimpleNamespace(empty_cache=lambda: None)",
+    "source_hash.py": "def source_hash(): return 'hash'",
+    "oracle.py": """
+from dataclasses import dataclass
+
+@dataclass
+class Errors:
+    out: float
+    out_ratio: float
+    lse: float = 0.0
+    lse_ratio: float = 0.0
+
+    @property
+    def worst(self):
+        return max(self.out_ratio, self.lse_ratio)
+
+    def check(self):
+        assert self.worst <= 1.0, "too far off"
+""",
+    "gpu.py": """
+import os
+from types import SimpleNamespace
+import parity_report
+
+def rows(): return [SimpleNamespace(name=name) for name in os.environ.get("ROWS", "one two").split()]
+def general_rows(): return []
+def fallback_rows(): return []
+def rows_arch(): return 90
+def mode(): return "native"
+def simulated(): return False
+def unusable(): return os.environ.get("UNUSABLE")
+def other_sources(): return os.environ.get("OTHER_SOURCES")
+
+MACHINE = ("compute_capability", "driver", "python", "torch", "torch_cuda", "cutlass_fmha")
+parity_report.environment = lambda arch, mode, source_hash: {
+    "date": "2026-11-20", "gpu": "none", "arch": arch, "mode": mode, "source_hash": source_hash,
+    **dict.fromkeys(MACHINE, ""),
+}
+""",
+    "test_parity.py": """
+import os
+import pytest
+from oracle import Errors
+
+pytestmark = pytest.mark.gpu
+
+@pytest.mark.parametrize("number", range(12))
+@pytest.mark.parametrize("row", ["one", "two"])
+def test_row(row, number, parity):
+    if f"{row}{number}" == os.environ.get("CRASH"):
+        os._exit(3)
+    if f"{row}{number}" == os.environ.get("SKIP"):
+        pytest.skip("asked to")
+    wrong = 5.0 if f"{row}{number}" == os.environ.get("WRONG") else 0.0
+    parity.record(row, f"problem {number}", Errors(number * 1e-3, wrong or number / 12, 1e-6, 0.5))
+""",
+    "test_parity_far.py": """
+import time
+from pathlib import Path
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+@pytest.mark.usefixtures("much_memory")
+@pytest.mark.parametrize("number", range(8))
+def test_far(number):
+    taken = Path("taken")
+    taken.touch(exist_ok=False)
+    time.sleep(0.02)
+    taken.unlink()
+""",
+}
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Path:
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    for name in ("conftest.py", "parity_report.py"):
+        shutil.copy(TESTS / name, tmp_path)
+    return tmp_path
+
+
+def run(gate: Path, *arguments: str, workers: int = 3, **environment: str) -> tuple[int, str]:
+    """The exit status and what was printed."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu"]
+    if workers > 1:
+        command += ["-n", str(workers), "--dist", "worksteal"]
+    command += ["--parity-report", "report", *arguments]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    kept["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path and Path(path) != TESTS)
+    done = subprocess.run(
+        command,
+        cwd=gate,
+        env={**kept, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def report(gate: Path) -> dict[str, Any]:
+    (path,) = (gate / "report").glob("*.json")
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content
+
+
+def test_workers_write_the_report_that_one_process_writes(gate: Path):
+    found = []
+    for workers in (1, 3):
+        status, output = run(gate, workers=workers)
+        assert status == 0, output
+        assert "parity report: report" in output
+        content = report(gate)
+        assert content.pop("processes") == workers
+        found.append(content)
+    assert found[0] == found[1]
+    assert found[1]["passed"] and found[1]["tests"] == {"passed": 32}
+    assert found[1]["rows_expected"] == ["one", "two"]
+    assert found[1]["rows"]["two"] == {
+        "problems": 12, "out_ratio": 11 / 12, "out_error": 0.011, "lse_ratio": 0.5, "lse_error": 1e-6,
+        "worst_problem": "problem 11",
+    }  # fmt: skip
+
+
+def test_a_worker_that_crashes_fails_the_gate(gate: Path):
+    status, output = run(gate, CRASH="one5")
+    assert status != 0
+    assert "workers whose records are lost: gw" in output
+    content = report(gate)
+    assert content["passed"] is False
+    assert len(content["workers_lost"]) == 1
+    assert content["tests"]["failed"] == 1
+
+
+def test_a_wrong_row_a_skip_and_a_row_without_a_test_fail_the_gate(gate: Path):
+    status, output = run(gate, WRONG="two3")
+    assert status == 1
+    assert "two: problem 3: too far off" in output
+    assert report(gate)["passed"] is False
+    assert report(gate)["rows"]["two"]["worst_problem"] == "problem 3"
+    assert report(gate)["tests"] == {"passed": 31, "failed": 1}
+    status, _ = run(gate, SKIP="two3")
+    assert (status, report(gate)["passed"]) == (1, False)
+    status, output = run(gate, ROWS="one two three")
+    assert (status, report(gate)["rows_missing"]) == (1, ["three"])
+    assert "rows that nothing covered: three" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "sentence"),
+    [
+        (["-k", "far"], {}, "a parity report is of the whole gate: 24 of the GPU tests are left out"),
+        (
+            ["test_parity.py"],
+            {},
+            "a parity report is of the whole gate: nothing of test_parity_far.py is run",
+        ),
+        ([], {"UNUSABLE": "there is none"}, "GPU tests can't run: there is none"),
+        (
+            [],
+            {"OTHER_SOURCES": "the day before"},
+            "a parity report would be of other sources: the day before",
+        ),
+        (["-m", "not gpu"], {}, "--parity-report needs the GPU tests: add -m gpu"),
+    ],
+)
+def test_workers_refuse_what_one_process_refuses(
+    gate: Path, arguments: list[str], environment: dict[str, str], sentence: str
+):
+    status, output = run(gate, *arguments, workers=2, **environment)
+    assert (status, sentence in output) == (1, True), output
+    assert not (gate / "report").exists()
+
+
+# ---- merging -----------------------------------------------------------------------------------------------
+
+
+def test_merged_records_hold_the_worst_of_all():
+    one, other, whole = ParityReport(), ParityReport(), ParityReport()
+    for number, ratio in enumerate((0.2, 0.9, 0.4)):
+        errors = Errors(ratio / 10, ratio, 1e-6, 0.1 * number)
+        (one if number % 2 else other).record("row", f"problem {number}", errors)
+        whole.record("row", f"problem {number}", errors)
+    other.record("another", "problem", Errors(0.0, 0.1))
+    whole.record("another", "problem", Errors(0.0, 0.1))
+    merged = ParityReport()
+    for worker, part in (("gw0", one), ("gw1", other)):
+        part.expected = ["row", "another"]
+        merged.started(worker)
+        merged.merge(worker, json.loads(json.dumps(part.data())))
+    assert (merged.rows, merged.expected) == (whole.rows, ["row", "another"])
+    merged.merge("gw1", other.data())
+    assert merged.rows == whole.rows, "a worker counts once"
+
+
+def test_a_report_waits_for_every_worker():
+    found, part = ParityReport(), ParityReport(expected=["row"])
+    part.record("row", "problem", Errors(0.0, 0.5))
+    for worker in ("gw0", "gw1"):
+        found.started(worker)
+    found.merge("gw0", part.data())
+    content = found.content(True, {"passed": 9}, {})
+    assert (content["passed"], content["workers_lost"], content["processes"]) == (False, ["gw1"], 2)
+    found.merge("gw1", ParityReport().data())
+    assert found.content(True, {"passed": 9}, {})["passed"] is True

@@ -1,0 +1,189 @@
+"""Problems so small that every kernel of a build can run them under compute-sanitizer, checked on the CPU.
+
+Inputs are made and results compared there, so that next to no kernel but ours runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import cutlass_fmha
+from cutlass_fmha import _C
+from cutlass_fmha.rotary import rotary
+from cutlass_fmha.states import merge_states
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+import gpu
+import oracle_general
+from problems_general import GeneralProblem
+
+from general import fit
+
+#: Half ulps of fp32 that a product of three TF32 ones may be off by, as in tests/test_parity_fallback.py.
+SPLIT_ERROR = 32.0
+
+
+def kernels() -> dict[str, Callable[[], None]]:
+    """For every kernel of the architecture under test: what runs it and raises when a result is wrong."""
+    arch = gpu.rows_arch()
+    found: dict[str, Callable[[], None]] = {}
+    for row in _C.templates():
+        if row.arch == arch:
+            problems = general(row) if row.general else plain(row)
+            found[row.name] = partial(_run, row.name, getattr(torch, row.dtype), problems)
+    for other in _C.fallback_templates():
+        if other.arch == arch:
+            error = SPLIT_ERROR if other.math == "tf32x3" else 0.0
+            found[other.name] = partial(_run, other.name, getattr(torch, other.dtype), fallback(other), error)
+    for kernel in _C.support_kernels():
+        if kernel.arch == arch:
+            found[kernel.name] = partial(SUPPORT[kernel.kind], getattr(torch, kernel.dtype))
+    return found
+
+
+# ---- attention ---------------------------------------------------------------------------------------------
+
+
+def plain(row: Any) -> list[GeneralProblem]:
+    """More than one tile of queries and four of keys, both ragged: every buffer is used again, every mask is
+    met, and with keys that grow the softmax must rescale."""
+    few, many = row.tile_m + 9, 4 * row.tile_n * row.kv_warps + 5
+    dims = {"head_dim": row.head_dim, "head_dim_v": row.head_dim_v}
+    return [
+        GeneralProblem(few, many, batch=1, num_heads_kv=1, fill="ramp", **dims),
+        GeneralProblem(many, few, batch=1, num_heads_kv=1, fill="ramp", causal="bottom-right", **dims),
+    ]
+
+
+def general(row: Any) -> list[GeneralProblem]:
+    """The first of plain rows, and two that have every feature between them."""
+    few, many = row.tile_m + 9, 2 * row.tile_n * row.kv_warps + 5
+    dims = {"head_dim": row.head_dim, "head_dim_v": row.head_dim_v}
+    prefill = GeneralProblem(
+        few, many, causal="bottom-right", window=(many // 2, -1), mask=("bhqk", "plain"), prefix=True,
+        bias=("hqk", "same", "plain"), softcap=20.0, alibi="h", sinks="normal", dropout=0.2,
+        packed_q=True, packed_k=True, used_k=True, seed=3, **dims,
+    )  # fmt: skip
+    decode = GeneralProblem(
+        2, 2 * many, num_heads=8, causal="bottom-right", page_size=16, used_k=True, leftpad=True,
+        num_splits=3, seed=4, **dims,
+    )  # fmt: skip
+    first = replace(plain(row)[0], used_k=True)
+    return [fit(problem, row) for problem in (first, prefill, decode)]
+
+
+def fallback(row: Any) -> list[GeneralProblem]:
+    # Above 256, where they are all that there is.
+    dim = min(row.head_dim, 264)
+    dims = {"head_dim": dim, "head_dim_v": dim}
+    few, many = row.tile_m + 9, 2 * row.tile_n + 5
+    bias, mask = ("bhqk", "same", "plain"), ("bqk", "plain")
+    return [
+        GeneralProblem(few, many, num_heads_kv=1, causal="bottom-right", used_k=True, **dims),
+        GeneralProblem(few, many, causal="top-left", bias=bias, mask=mask, used_k=True, seed=2, **dims),
+        GeneralProblem(few, many, packed_q=True, packed_k=True, causal="bottom-right", seed=3, **dims),
+    ]
+
+
+def _run(
+    template: str | None, dtype: torch.dtype, problems: list[GeneralProblem], product_error: float = 0.0
+) -> None:
+    for problem in problems:
+        call = problem.call(dtype, "cpu")
+        there = {name: _there(value) for name, value in call.features.items()}
+        out, lse = cutlass_fmha.attention(
+            *(_there(x) for x in (call.q, call.k, call.v)),
+            scale=call.scale,
+            causal=call.causal,
+            return_lse=True,
+            template=template,
+            **there,
+        )
+        errors = oracle_general.compare(
+            out.cpu(),
+            lse.cpu(),
+            *(call.q, call.k, call.v, call.scale, call.causal, call.exact_scores),
+            product_error=product_error,
+            **call.features,
+        ).check()
+        print(f"  {problem}: {errors.worst:.3f} of the tolerance", flush=True)
+
+
+def _there(value: Any) -> Any:
+    return value.to(gpu.device()) if isinstance(value, Tensor) else value
+
+
+# ---- the kernels beside it ---------------------------------------------------------------------------------
+
+
+def combine(dtype: torch.dtype) -> None:
+    for dim in (64, 50):
+        problem = GeneralProblem(3, 300, num_heads=4, num_splits=3, head_dim=dim, head_dim_v=dim, used_k=True)
+        _run(None, dtype, [problem])
+
+
+def merge(dtype: torch.dtype) -> None:
+    for dim in (64, 50):
+        states = [(_randn(2, 5, 3, dim, dtype=dtype, seed=n), _randn(2, 3, 5, seed=n + 2)) for n in (0, 1)]
+        given = [x for state in states for x in state]
+        _agree(merge_states(*map(_there, given)), merge_states(*given))
+
+
+def turns(dtype: torch.dtype, dim: int) -> tuple[Tensor, Tensor]:
+    angles = torch.outer(torch.arange(40), 100.0 ** -(torch.arange(dim // 2) / (dim // 2)))
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(dtype: torch.dtype) -> None:
+    for head_dim, dim in ((64, 64), (50, 22)):
+        for interleaved in (False, True):
+            x = _randn(3, 5, 4, head_dim, dtype=dtype)
+            given = (x, *turns(dtype, dim), torch.tensor([0, 31, 7], dtype=torch.int32))
+            found = rotary(*map(_there, given), interleaved=interleaved)
+            _agree((found,), (rotary(*given, interleaved=interleaved),))
+
+
+def append(dtype: torch.dtype) -> None:
+    op = torch.ops.cutlass_fmha.append_kv_
+    for head_dim, dim in ((64, 64), (50, 22)):
+        key, value = (_randn(3, 5, 2, head_dim, dtype=dtype, seed=seed) for seed in (4, 5))
+        query = _randn(3, 5, 4, head_dim, dtype=dtype, seed=6)
+        lengths = torch.tensor([0, 6, 19], dtype=torch.int32)
+        table = torch.randperm(9, generator=torch.Generator().manual_seed(3)).to(torch.int32).view(3, 3)
+        cos, sin = turns(dtype, dim)
+        results = []
+        for where in (_there, lambda x: x):
+            caches = [where(torch.zeros(9, 16, 2, head_dim, dtype=dtype)) for _ in range(2)]
+            given = {"query": query, "rotary_cos": cos, "rotary_sin": sin, "page_table": table}
+            rotated, used = op(
+                *caches, *(where(x) for x in (key, value, lengths)),
+                **{name: where(x) for name, x in given.items()},
+            )  # fmt: skip
+            results.append((*caches, rotated, used))
+        _agree(*results)
+
+
+SUPPORT: dict[str, Callable[[torch.dtype], None]] = {
+    "combine": combine,
+    "merge": merge,
+    "append": append,
+    "rotary": rotate,
+}
+
+
+def _randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def _agree(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    """Results of a kernel and of the CPU backend are the same, up to a rounding."""
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.cpu(), other)
