@@ -232,8 +232,8 @@ def test_resident_blocks_are_limited_by_shared_memory_warps_and_registers():
         ({"head_dim": 128, "tile_n": 32}, 151),
         ({"head_dim": 192, "tile_n": 32}, 208),
         ({"head_dim": 128, "tile_m": 256, "warps": 8, "q_in_registers": False}, 255),
-        ({"head_dim": 64, "tile_m": 16, "tile_n": 32, "kv_warps": 4}, 181),
-        ({"head_dim": 128, "tile_m": 16, "tile_n": 16, "warps": 8, "kv_warps": 8}, 213),
+        ({"head_dim": 64, "tile_m": 16, "tile_n": 32, "kv_warps": 4, "copy": "ldg_16"}, 181),
+        ({"head_dim": 128, "tile_m": 16, "tile_n": 16, "warps": 8, "kv_warps": 8, "copy": "ldg_16"}, 213),
     ],
 )
 def test_registers_are_told_from_the_tile(changes: dict, registers: int):

@@ -179,10 +179,12 @@ class RowTimer:
         tail = blocks.tail_of(row, problem, devices.of_index(self.index))
         elements = tail.rows(row) * (problem.head_dim + 2) if tail else 0
         parts = torch.empty(elements, dtype=torch.float32, device=self.device)
-        last = (parts.data_ptr(), *tail) if tail else None
+        said = (sizes, strides, scale, diagonal, self.index, stream)
+        if tail:
+            said = (*said, (parts.data_ptr(), *tail))  # type: ignore[assignment]
 
         def launch(number: int, keep: torch.Tensor = parts) -> None:
-            _C.run(row.index, pointers[number], sizes, strides, scale, diagonal, self.index, stream, last)
+            _C.run(row.index, pointers[number], *said)
 
         return launch
 
