@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -24,8 +23,7 @@ DEVICE = torch.device("cuda", 0)
 ROWS = gpu.rows()
 by_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 PROBLEM = Problem(300, 257, "bottom-right", num_heads=4, seed=11)
-#: Clock cycles of other work, a tenth of a second; more where pytest-xdist's other workers hold the host up.
-LONG = 600_000_000 if "PYTEST_XDIST_WORKER" in os.environ else 200_000_000
+LONG = 200_000_000  # clock cycles: about a tenth of a second
 
 
 def attend(row: _C.Template, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -314,6 +314,7 @@ def test_shares_are_every_kernel_once():
         taken = [sanitize.Share((), number, of).take(names) for number in range(of)]
         assert sorted(name for share in taken for name in share) == sorted(names)
     assert sanitize.Share(("d1",), 1, 2).take(names) == ["fwd_d10"]
+    assert sanitize.Share(("d1",), without=("d10",)).take(names) == ["fwd_d1"]
     with pytest.raises(SystemExit):
         sanitize.main(["--share", "3/3"])
 

@@ -46,17 +46,16 @@ with() {
 gate() {
   local name=$1 shares=
   shift
-  "$python" -c 'import xdist' 2> /dev/null && shares="-n ${PARITY_WORKERS:-8} --dist worksteal"
+  "$python" -c 'import xdist' 2> /dev/null && shares="-n ${PARITY_WORKERS:-4} --dist worksteal"
   with "$name" "$python" -m pytest -q -m gpu $shares "$@" .
 }
 parity() { gate "$1" --parity-report "$results/parity"; }
 
-# sanitize NAME TOOL OPTION...
+# sanitize NAME TOOL OPTION...: in one process, which on one GPU is faster than several
 sanitize() {
-  local name=$1 tool=$2 jobs
+  local name=$1 tool=$2
   shift 2
-  jobs=$(nproc)
-  with "$name" "$python" ../tools/sanitize.py --tool "$tool" --jobs $((jobs < 12 ? jobs : 12)) "$@"
+  with "$name" "$python" ../tools/sanitize.py --tool "$tool" "$@"
 }
 mixed() { with "$1" "$python" ../tools/parity_run.py --problems "$2" --seed 1 --report "$results/mixed"; }
 
