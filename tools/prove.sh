@@ -35,6 +35,8 @@ build() {
     > "$out/logs/build-$name" 2>&1 || { tail -n 20 "$out/logs/build-$name"; return 1; }
 }
 
+build_proxy() { build proxy -C cmake.define.CUTLASS_FMHA_SM120_PROXY=90 -C cmake.define.CMAKE_CUDA_ARCHITECTURES=120; }
+
 # with NAME COMMAND...: runs it with that package; away from the sources, which would be imported in its place
 with() {
   local name=$1
@@ -63,7 +65,7 @@ run() {
   case $1 in
     parity90) build native && parity native ;;
     parity89) build native && CUTLASS_FMHA_FORCE_ARCH=89 parity native ;;
-    parity120) build proxy -C cmake.define.CUTLASS_FMHA_SM120_PROXY=90 && CUTLASS_FMHA_FORCE_ARCH=120 parity proxy ;;
+    parity120) build_proxy && CUTLASS_FMHA_FORCE_ARCH=120 parity proxy ;;
     candidates)
       build candidates -C cmake.define.CUTLASS_FMHA_MANIFEST=src/candidates.cmake \
         && CUTLASS_FMHA_FORCE_ARCH=89 with candidates "$python" -m pytest -q -m gpu test_parity.py test_parity_runtime.py
@@ -71,7 +73,7 @@ run() {
     sanitize) build native && sanitize native all ;;
     mixed)
       build native && mixed native 20000 && CUTLASS_FMHA_FORCE_ARCH=89 mixed native 5000 \
-        && build proxy -C cmake.define.CUTLASS_FMHA_SM120_PROXY=90 && CUTLASS_FMHA_FORCE_ARCH=120 mixed proxy 5000
+        && build_proxy && CUTLASS_FMHA_FORCE_ARCH=120 mixed proxy 5000
       ;;
     bench)
       build native && with native "$python" -m cutlass_fmha bench --json "$results/bench.json" \
