@@ -10,11 +10,10 @@ function(fmha_find_example out)
 endfunction()
 
 # Adds the rows of one manifest line: one for each pair of ARCHS and DTYPES. The columns are FallbackConfig's fields.
-function(fmha_fallback ARCHS DTYPES HEAD_DIM TILE_M TILE_N MIN_BLOCKS MATH)
+function(fmha_fallback ARCHS DTYPES HEAD_DIM TILE_M TILE_N WARPS MIN_BLOCKS MATH)
   set(ELEMENT_f16 float16)
   set(ELEMENT_bf16 bfloat16)
   set(ELEMENT_f32 float32)
-  math(EXPR warps "${TILE_M} * ${TILE_N} / 1024")
   set(head_dim "${HEAD_DIM}")
   if(HEAD_DIM STREQUAL "any")
     set(head_dim "cutlass_fmha::kAnyHeadDim")
@@ -24,7 +23,7 @@ function(fmha_fallback ARCHS DTYPES HEAD_DIM TILE_M TILE_N MIN_BLOCKS MATH)
       if(NOT arch IN_LIST FMHA_SUPPORTED_ARCHITECTURES OR NOT DEFINED ELEMENT_${dtype})
         message(FATAL_ERROR "cutlass_fmha: src/templates.cmake asks for sm_${arch} ${dtype}, which does not exist")
       endif()
-      set(name "fallback_sm${arch}_${dtype}_d${HEAD_DIM}_m${TILE_M}n${TILE_N}w${warps}")
+      set(name "fallback_sm${arch}_${dtype}_d${HEAD_DIM}_m${TILE_M}n${TILE_N}w${WARPS}")
       if(dtype STREQUAL "f32")
         string(APPEND name "_${MATH}")
       endif()
@@ -34,7 +33,7 @@ function(fmha_fallback ARCHS DTYPES HEAD_DIM TILE_M TILE_N MIN_BLOCKS MATH)
       set_property(GLOBAL APPEND PROPERTY FMHA_FALLBACK_${arch} "${name}")
       string(CONCAT config
         ".arch = ${arch}, .element = cutlass_fmha::Element::${ELEMENT_${dtype}}, .head_dim = ${head_dim},\n"
-        "    .tile_m = ${TILE_M}, .tile_n = ${TILE_N}, .min_blocks = ${MIN_BLOCKS},\n"
+        "    .tile_m = ${TILE_M}, .tile_n = ${TILE_N}, .warps = ${WARPS}, .min_blocks = ${MIN_BLOCKS},\n"
         "    .math = cutlass_fmha::FallbackMath::${MATH}")
       set_property(GLOBAL PROPERTY FMHA_FALLBACK_CONFIG_${name} "${config}")
     endforeach()

@@ -57,7 +57,7 @@ class Template:
         """Dynamic shared memory of a launch, in bytes. An emulation build asks for more than the kernel uses."""
 
 class FallbackTemplate:
-    """One kernel of CUTLASS's example 41: a row of ``fallback_templates()``."""
+    """One kernel for float32 or head dims above 256: a row of ``fallback_templates()``."""
 
     @property
     def index(self) -> int:
@@ -93,6 +93,9 @@ class FallbackTemplate:
     @property
     def accumulates(self) -> bool:
         """Whether it keeps O in memory, for which 16-bit rows want room in float32."""
+    @property
+    def example(self) -> bool:
+        """Whether its main loop is that of CUTLASS's example 41; otherwise it is our own."""
     @property
     def fallback(self) -> bool:
         """True: what tells these rows from the others."""

@@ -1,5 +1,5 @@
-"""Rows of CUTLASS's own memory-efficient attention (its example 41), for what no other row takes: float32,
-and head dims above 256.
+"""Rows for what no other row takes: float32, and head dims above 256. Most are CUTLASS's own memory-efficient
+attention (its example 41).
 
 They are a table of their own (``_C.fallback_templates()``), with reasons, a predicted cost and a launch of
 their own. What such a row needs of a layout and a caller's tensor does not have is made here, by a copy: head
@@ -41,16 +41,23 @@ MOST_KEYS_OF_A_TILE = 128
 #: Of ``select.FEATURES``, what these rows know: a mask becomes a bias, and a window may have no left limit.
 KNOWN = frozenset({"window", "mask", "bias", "varlen", "lengths", "cache_batch_idx"})
 
-#: TFLOP/s of one SM, from datasheets (RTX 4090, RTX 5090) and measurements of mma.sync (H200), times the
-#: share of issue slots or of the tensor pipe that the main loop leaves to the multiplication.
+#: TFLOP/s of one SM in the example's main loop: from datasheets (RTX 4090, RTX 5090), times the share of
+#: issue slots or of the tensor pipe that it leaves to the multiplication; on sm_90 measured (H200).
 _SM_TFLOPS: Mapping[tuple[int, str], float] = {
     (89, "simt"): 82.6 / 128 * 0.6,
     (120, "simt"): 104.8 / 170 * 0.6,
-    (90, "tf32x3"): 642 / 132 / 2 / 3 * 0.5,
+    (90, "tf32x3"): 46 / 132,
     (89, "mma"): 121 / 58 * 0.4,
-    (90, "mma"): 642 / 132 * 0.25,
+    (90, "mma"): 140 / 132,
     (120, "mma"): 209.5 / 170 * 0.4,
 }
+#: The same of our own main loops, measured (H200).
+_OWN_SM_TFLOPS: Mapping[tuple[int, str], float] = {
+    (90, "tf32x3"): 51 / 132,
+    (90, "mma"): 165 / 132,
+}
+#: What a warp of 16 query rows does of that; it has twice as many or more otherwise.
+_FEW_ROWS = 0.9
 _LAUNCH_US = 2.0
 
 _warned: set[tuple[str, ...]] = set()
@@ -119,9 +126,24 @@ def predicted_us(template: FallbackTemplate, problem: Problem, device: Device) -
     blocks = -(-problem.seqlen_q // template.tile_m) * problem.num_heads * problem.batch
     _, keys = problem.visible_keys(0, problem.seqlen_q - 1)
     keys = -(-keys // template.tile_n) * template.tile_n
-    dims = -(-problem.head_dim // 32) * 32 + -(-problem.value_dim // template.tile_n) * template.tile_n
+    dims = -(-problem.head_dim // 32) * 32 + _value_columns(template, problem.value_dim)
     flop = template.tile_m * keys * dims * (1.0 if problem.causal != "none" else 2.0)
-    return _LAUNCH_US + -(-blocks // device.sm_count) * flop / _SM_TFLOPS[template.arch, template.math] / 1e6
+    return _LAUNCH_US + -(-blocks // device.sm_count) * flop / _sm_tflops(template) / 1e6
+
+
+def _value_columns(template: FallbackTemplate, value_dim: int) -> int:
+    """How many columns of O are computed."""
+    step = template.tile_n
+    if not template.example:
+        step = 64 if template.math == "mma" else template.head_dim
+    return -(-value_dim // step) * step
+
+
+def _sm_tflops(template: FallbackTemplate) -> float:
+    if template.example:
+        return _SM_TFLOPS[template.arch, template.math]
+    few = template.math == "tf32x3" and template.tile_m == 16 * template.warps
+    return _OWN_SM_TFLOPS[template.arch, template.math] * (_FEW_ROWS if few else 1.0)
 
 
 # ---- a launch ----------------------------------------------------------------------------------------------

@@ -214,6 +214,16 @@ def test_what_a_row_does_not_take_is_a_reason(rows: list[_C.FallbackTemplate], a
     )
 
 
+def test_smaller_tiles_are_for_problems_that_do_not_fill_the_gpu(rows: list[_C.FallbackTemplate]):
+    device = devices.named("h200")
+    for head_dim in (64, 128):
+        own = [row for row in rows if not row.example and row.head_dim == head_dim]
+        for batch, smallest in ((1, True), (64, False)):
+            asked = Problem(batch, 512, 512, 8, 8, head_dim, "float32")
+            fastest = min(own, key=lambda row: fallback.predicted_us(row, asked, device), default=None)
+            assert fastest is None or (fastest.tile_m == min(row.tile_m for row in own)) == smallest
+
+
 def test_another_devices_rows_have_a_reason(rows: list[_C.FallbackTemplate]):
     for row in rows:
         other = devices.named(DEVICES[90 if row.arch != 90 else 89])
@@ -230,7 +240,8 @@ def test_the_smallest_row_that_takes_a_head_dim_is_predicted_to_be_the_fastest(
             asked = problem(head_dim=head_dim, causal="bottom-right")
             able = [row for row in rows if not fallback.reasons(row, asked, device, select.this_build())]
             costs = {row.name: fallback.predicted_us(row, asked, device) for row in able}
-            assert min(able, key=lambda row: row.head_dim).name == min(costs, key=lambda name: costs[name])
+            fastest = next(row for row in able if costs[row.name] == min(costs.values()))
+            assert fastest.head_dim == min(row.head_dim for row in able)
             assert all(0 < us < 1e4 for us in costs.values())
 
 

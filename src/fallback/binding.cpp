@@ -182,11 +182,12 @@ void bind_fallback(py::module_& m) {
       .def_property_readonly("head_dim_v", [](Row const& t) { return t.config.head_dim; })
       .def_property_readonly("tile_m", [](Row const& t) { return t.config.tile_m; })
       .def_property_readonly("tile_n", [](Row const& t) { return t.config.tile_n; })
-      .def_property_readonly("warps", [](Row const& t) { return t.config.warps(); })
+      .def_property_readonly("warps", [](Row const& t) { return t.config.warps; })
       .def_property_readonly("min_blocks", [](Row const& t) { return t.config.min_blocks; })
       .def_property_readonly("math", [](Row const& t) { return name_of(t.config.math); })
       .def_property_readonly("alignment", [](Row const& t) { return t.config.alignment(); })
       .def_property_readonly("accumulates", [](Row const& t) { return t.config.accumulates(); })
+      .def_property_readonly("example", [](Row const& t) { return t.config.example(); })
       .def_property_readonly("fallback", [](Row const&) { return true; })
       .def("__repr__", [](Row const& t) { return "<FallbackTemplate " + std::string(t.name) + ">"; });
   m.def("fallback_templates", &fallback_rows);

@@ -1,15 +1,16 @@
-// A fallback row: the attention of CUTLASS's example 41, a block of queries that meets all keys (Rabe and Staats 2021),
-// between a beginning and an end of ours. The example finds its pointers from a layout that knows neither GQA nor
-// lengths on the device, writes LSE in padded rows, and takes for granted that a query sees a key: we say where
-// everything is, write LSE, and clear what sees nothing.
+// A fallback row: a main loop of our own (whole_rows.cuh, wide_heads.cuh), or the attention of CUTLASS's example 41, a
+// block of queries that meets all keys (Rabe and Staats 2021), between a beginning and an end of ours. The example
+// finds its pointers from a layout that knows neither GQA nor lengths on the device, writes LSE in padded rows, and
+// takes for granted that a query sees a key: we say where everything is, write LSE, and clear what sees nothing.
 #pragma once
 
 #include <kernel_forward.h>  // of the example
 
 #include "config.h"
-#include "drained_mma.cuh"
 #include "score_scale.cuh"
 #include "tile.h"
+#include "whole_rows.cuh"
+#include "wide_heads.cuh"
 
 namespace cutlass_fmha {
 
@@ -46,16 +47,15 @@ struct FallbackStorage {
 };
 
 template <FallbackConfig C>
-constexpr int fallback_smem_bytes() {
+constexpr void check_example() {
   using Attention = FallbackAttention<C>;
   static_assert(Attention::kNumThreads == C.threads());
   static_assert(std::is_same_v<typename Attention::MM0::Mma::FragmentC, cutlass::Array<float, kScoresPerThread>>);
-  // Keys of a step that are not all in shared memory at a time, and O in registers: see drained_mma.cuh.
-  static_assert(Attention::MM1::Mma::kSmemContainsEntireB || C.math == FallbackMath::simt || C.accumulates() ||
-                kIsDrained<typename Attention::MM0::Mma>);
-  static_assert(C.warps() <= 8, "with 16 warps the example writes other rows of O than it should");
+  // Where a step's keys are not all in shared memory at a time and O is in registers, the example's loop over V ends
+  // with copies of zeros that nobody waits for, into shared memory where the next step puts Q and K.
+  static_assert(Attention::MM1::Mma::kSmemContainsEntireB || C.math == FallbackMath::simt || C.accumulates());
+  static_assert(C.warps <= 8, "with 16 warps the example writes other rows of O than it should");
   static_assert(Attention::kKeepOutputInRF == !C.accumulates());
-  return sizeof(FallbackStorage<C>);
 }
 
 /// What the example reads in place of its own Params::advance_to_block().
@@ -114,7 +114,7 @@ template <FallbackConfig C>
 __device__ void end_rows(GeneralParams const& p, FallbackStorage<C> const& shared) {
   using Scalar = typename FallbackAttention<C>::scalar_t;
   constexpr float kLn2 = 0.6931471805599453f;
-  for (int row = threadIdx.y; row < shared.tile.rows; row += C.warps()) {
+  for (int row = threadIdx.y; row < shared.tile.rows; row += C.warps) {
     float const sum = shared.example.s_prime[row];
     bool const sees = sum != 0.f;
     write_lse(p, shared.tile, shared.tile.first + row, sees ? shared.example.mi[row] * kLn2 + logf(sum) : -INFINITY);
@@ -122,25 +122,70 @@ __device__ void end_rows(GeneralParams const& p, FallbackStorage<C> const& share
   }
 }
 
+/// Rows of the block that see no key.
 template <FallbackConfig C>
-__device__ void fallback(GeneralParams const& p) {
-  using Attention = FallbackAttention<C>;
-  extern __shared__ char smem_buffer[];  // by the example's own name and type: it is the same
-  auto& shared = *reinterpret_cast<FallbackStorage<C>*>(smem_buffer);
-  if (threadIdx.x == 0 && threadIdx.y == 0) {
-    shared.tile = fallback_tile(p, C.tile_m, blockIdx.x);
-    shared.params = block_params<C>(p, shared.tile);
+__device__ void clear_rows(GeneralParams const& p, FallbackTile const& tile) {
+  for (int row = tile.begin + threadIdx.y; row < tile.end; row += C.warps) {
+    if (!tile.clears(row)) continue;
+    clear_row<typename FallbackScalar<C.element>::type>(p, tile, row);
+    write_lse(p, tile, row, -INFINITY);
   }
+}
+
+template <FallbackConfig C>
+__device__ void run_example(GeneralParams const& p, FallbackStorage<C>& shared) {
+  if (threadIdx.x == 0 && threadIdx.y == 0) shared.params = block_params<C>(p, shared.tile);
   __syncthreads();
-  for (int row = shared.tile.begin + threadIdx.y; row < shared.tile.end; row += C.warps()) {
-    if (!shared.tile.clears(row)) continue;
-    clear_row<typename Attention::scalar_t>(p, shared.tile, row);
-    write_lse(p, shared.tile, row, -INFINITY);
-  }
-  if (shared.tile.rows == 0) return;
-  Attention::attention_kernel(shared.params);
+  FallbackAttention<C>::attention_kernel(shared.params);
   __syncthreads();  // O is written, by whichever thread
   end_rows<C>(p, shared);
+}
+
+/// A row's shared memory: FallbackStorage, WholeRowsStorage or WideHeadsStorage.
+template <FallbackConfig C>
+constexpr auto* fallback_storage() {
+  using Scalar = typename FallbackScalar<C.element>::type;
+  if constexpr (C.whole_rows()) {
+    return static_cast<WholeRowsStorage<C>*>(nullptr);
+  } else if constexpr (C.wide_heads()) {
+    return static_cast<WideHeadsStorage<C, Scalar>*>(nullptr);
+  } else {
+    return static_cast<FallbackStorage<C>*>(nullptr);
+  }
+}
+
+template <FallbackConfig C>
+__device__ void fallback(GeneralParams const& p) {
+  using Scalar = typename FallbackScalar<C.element>::type;
+  extern __shared__ char smem_buffer[];  // by the example's own name and type: it is the same
+  auto& shared = *reinterpret_cast<decltype(fallback_storage<C>())>(smem_buffer);
+  if (threadIdx.x == 0 && threadIdx.y == 0) {
+    shared.tile = fallback_tile(p, C.tile_m, sizeof(Scalar), blockIdx.x);
+    if constexpr (!C.example()) {
+      shared.first_key = first_key(p, shared.tile, p.k_stride);
+      shared.first_value = first_key(p, shared.tile, p.v_stride);
+    }
+  }
+  __syncthreads();
+  clear_rows<C>(p, shared.tile);
+  if (shared.tile.rows == 0) return;
+  if constexpr (C.whole_rows()) {
+    WholeRows<C> rows{p, shared};
+    rows.run();
+    rows.write();
+  } else if constexpr (C.wide_heads()) {
+    WideHeads<C, Scalar> heads{p, shared};
+    heads.run();
+    heads.write();
+  } else {
+    run_example<C>(p, shared);
+  }
+}
+
+template <FallbackConfig C>
+constexpr int fallback_smem_bytes() {
+  if constexpr (C.example()) check_example<C>();
+  return sizeof(*fallback_storage<C>());
 }
 
 }  // namespace cutlass_fmha

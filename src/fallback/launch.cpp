@@ -46,7 +46,7 @@ void launch_fallback(int row, GeneralParams const& params, int device, cudaStrea
   DeviceGuard guard(device);
   allow_shared_memory(row, t, device);
   void* arguments[] = {const_cast<GeneralParams*>(&params)};
-  dim3 const threads(32, static_cast<unsigned>(t.config.warps()));  // as the example numbers lanes and warps
+  dim3 const threads(32, static_cast<unsigned>(t.config.warps));  // as the example numbers lanes and warps
   check(cudaLaunchKernel(t.kernel, dim3(static_cast<unsigned>(blocks)), threads, arguments, t.smem_bytes, stream),
         std::string("launching ") + t.name + " on device " + std::to_string(device));
 }
