@@ -10,8 +10,8 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 
-#: Keys whose numbers come from the same four counters; 16-bit numbers a counter.
-KEYS_PER_GROUP = 32
+#: Keys whose 16-bit numbers one counter gives.
+KEYS_PER_COUNTER = 8
 
 
 def threshold(dropout_p: float) -> int:
@@ -37,19 +37,15 @@ def kept(
 ) -> Tensor:
     """[num_heads, queries, keys] bool, for ranges of the queries and keys of sequence number ``sequence``.
 
-    A counter is (query, 4 * group of 32 keys + pair, sequence and head, 0). Its words hold the numbers of the
-    keys 2 * pair and 2 * pair + 1 of each eight, as a lane of an mma accumulator has them.
+    A counter is (query, eighth of the keys, sequence and head, 0). Its words hold the numbers of the eight
+    keys in order, two each, the first in the low half.
     """
-    first, last = keys[0] // KEYS_PER_GROUP, -(-keys[1] // KEYS_PER_GROUP)
-    pairs = torch.arange(4 * first, 4 * last)
+    first, last = keys[0] // KEYS_PER_COUNTER, -(-keys[1] // KEYS_PER_COUNTER)
+    eighths = torch.arange(first, last)
     heads = torch.arange(sequence * num_heads, (sequence + 1) * num_heads)[:, None, None]
     rows = torch.arange(*queries)[:, None]
-    words = philox((seed & _WORD, seed >> 32 & _WORD), (rows, pairs, heads, torch.zeros_like(pairs)))
-    halves = torch.stack(
-        [half for word in torch.broadcast_tensors(*words) for half in (word & 0xFFFF, word >> 16)]
-    )
-    # From [word, half, head, query, group, pair] to [head, query, group, word, pair, half]: keys in order.
-    apart = halves.view(4, 2, num_heads, len(rows), last - first, 4).permute(2, 3, 4, 0, 5, 1)
-    in_order = apart.reshape(num_heads, len(rows), (last - first) * KEYS_PER_GROUP)
-    begin = keys[0] - first * KEYS_PER_GROUP
+    words = philox((seed & _WORD, seed >> 32 & _WORD), (rows, eighths, heads, torch.zeros_like(eighths)))
+    halves = [half for word in torch.broadcast_tensors(*words) for half in (word & 0xFFFF, word >> 16)]
+    in_order = torch.stack(halves, -1).flatten(-2)
+    begin = keys[0] - first * KEYS_PER_COUNTER
     return in_order[:, :, begin : begin + keys[1] - keys[0]] >= drop_below

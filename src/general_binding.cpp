@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include <array>
+#include <cfloat>
 #include <climits>
 #include <cmath>
 #include <string>
@@ -192,6 +193,26 @@ bool all_vectors(GeneralParams const& p) {
   return addresses % 16 == 0 && elements % 8 == 0;
 }
 
+/// What p.bias_vectors and p.mask_vectors promise, of eight elements of `bytes` each.
+bool score_vectors(void const* tensor, ScoreStrides const& stride, int bytes) {
+  int64_t const unit = bytes == 1 ? 8 : 16;
+  return stride.key == 1 && reinterpret_cast<uintptr_t>(tensor) % unit == 0 &&
+         (stride.batch | stride.head | stride.query) * bytes % unit == 0;
+}
+
+/// What p.raw_scores promises. A softmax scale is positive, and so large that nothing of it is lost.
+bool raw_scores(GeneralParams const& p) {
+  return p.softcap == 0.f && p.bias_type == BiasType::none && !p.alibi_slopes && !p.sinks && p.scale >= FLT_MIN;
+}
+
+/// Fills in what the launch finds out.
+void find_out(GeneralParams& p) {
+  p.vectors = all_vectors(p);
+  p.bias_vectors = score_vectors(p.bias, p.bias_stride, p.bias_type == BiasType::float32 ? 4 : 2);
+  p.mask_vectors = score_vectors(p.mask, p.mask_stride, 1);
+  p.raw_scores = raw_scores(p);
+}
+
 /// Every address is one of the type that it says.
 void check_addresses(GeneralParams const& p) {
   struct Address {
@@ -312,7 +333,11 @@ void run_general(int row, GeneralParams params, int device, uintptr_t stream) {
   });
   check_general(params);
   check_row(rows[row], params);
-  params.vectors = all_vectors(params);
+  find_out(params);
+  if (params.block_counts) {
+    ForwardConfig const& c = rows[row].config;
+    params.by_block_tiles = Divisor(params.block_n / (c.tile_n * c.kv_warps));
+  }
   // A full launch queue makes the driver wait, maybe for a host callback that wants the interpreter.
   py::gil_scoped_release unlocked;
   launch_general(row, params, device, reinterpret_cast<cudaStream_t>(stream));

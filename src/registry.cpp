@@ -4,7 +4,6 @@
 #include <array>
 #include <atomic>
 #include <mutex>
-#include <optional>
 #include <stdexcept>
 #include <string>
 
@@ -23,37 +22,22 @@ namespace {
 constexpr int kMaxDevices = 64;
 constexpr int kDefaultSmemLimit = 48 * 1024;  // more must be asked for, per kernel and device
 
-/// What launches ask of a device.
-struct DeviceLimits {
-  int sm_count, smem_per_sm, smem_per_block, reserved_smem;  ///< bytes; what a block takes beside its own
-
-  explicit DeviceLimits(int device) {
-    auto const get = [&](int& value, cudaDeviceAttr attribute) {
-      check(cudaDeviceGetAttribute(&value, attribute, device), "cudaDeviceGetAttribute");
-    };
-    get(sm_count, cudaDevAttrMultiProcessorCount);
-    get(smem_per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
-    get(smem_per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin);
-    get(reserved_smem, cudaDevAttrReservedSharedMemoryPerBlock);
-  }
-};
-
-DeviceLimits const& limits_of(int device) {
+cudaDeviceProp const& properties_of(int device) {
   static std::array<std::once_flag, kMaxDevices> once;
-  static std::array<std::optional<DeviceLimits>, kMaxDevices> known;
-  static thread_local std::optional<DeviceLimits> other;
-  if (device >= kMaxDevices) return other.emplace(device);
-  std::call_once(once[device], [&] { known[device].emplace(device); });
-  return *known[device];
+  static std::array<cudaDeviceProp, kMaxDevices> known;
+  int const place = std::min(device, kMaxDevices - 1);  // devices beyond are like the last one that is known
+  std::call_once(once[place],
+                 [&] { check(cudaGetDeviceProperties(&known[place], device), "cudaGetDeviceProperties"); });
+  return known[place];
 }
 
 /// Shared memory with which no SM holds more of a launch's blocks than its share, where that is possible. Blocks that
 /// may start before the launch ahead has ended would gather on the SMs that are free first.
 int spreading_smem_bytes(Template const& t, int64_t blocks, int device) {
-  DeviceLimits const& limits = limits_of(device);
-  int64_t const per_sm = (blocks + limits.sm_count - 1) / limits.sm_count;
-  int const share = int(limits.smem_per_sm / per_sm) - limits.reserved_smem;
-  return std::max(t.smem_bytes, std::min(share / 1024 * 1024, limits.smem_per_block));
+  cudaDeviceProp const& has = properties_of(device);
+  int64_t const per_sm = (blocks + has.multiProcessorCount - 1) / has.multiProcessorCount;
+  int64_t const share = int64_t(has.sharedMemPerMultiprocessor) / per_sm - int64_t(has.reservedSharedMemPerBlock);
+  return std::max(t.smem_bytes, int(std::min(share / 1024 * 1024, int64_t(has.sharedMemPerBlockOptin))));
 }
 
 /// Raises a kernel's shared-memory limit once per device. Setting it twice is harmless, so a race costs nothing.
@@ -63,7 +47,7 @@ void allow_shared_memory(int row, Template const& t, int device) {
   static std::vector<std::array<std::atomic<bool>, kMaxDevices>> done(templates().size());
   bool const cached = device < kMaxDevices;
   if (cached && done[row][device].load(std::memory_order_acquire)) return;
-  int const bytes = spreads ? limits_of(device).smem_per_block : t.smem_bytes;
+  int const bytes = spreads ? int(properties_of(device).sharedMemPerBlockOptin) : t.smem_bytes;
   check(cudaFuncSetAttribute(t.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
         std::string("raising the shared memory limit of ") + t.name + " to " + std::to_string(bytes) + " bytes");
   if (cached) done[row][device].store(true, std::memory_order_release);

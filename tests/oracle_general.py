@@ -227,10 +227,10 @@ def philox(key: tuple[int, int], counter: tuple[Any, Any, Any, Any]) -> tuple[An
 def kept(seed: int, threshold: int, batch: int, heads: int, n_q: int, n_k: int) -> np.ndarray:
     """[heads, n_q, n_k] bool: which probabilities of sequence ``batch`` dropout leaves."""
     h, i, j = np.arange(heads)[:, None, None], np.arange(n_q)[:, None], np.arange(n_k)
-    counter = (i, j // 32 * 4 + j % 8 // 2, batch * heads + h, 0)
+    counter = (i, j // 8, batch * heads + h, 0)
     words = np.broadcast_arrays(*philox((seed & 0xFFFFFFFF, seed >> 32), counter))
     halves = np.stack([word >> np.uint64(16 * half) & np.uint64(0xFFFF) for word in words for half in (0, 1)])
-    which = np.broadcast_to(j % 32 // 8 * 2 + j % 2, halves.shape[1:])
+    which = np.broadcast_to(j % 8, halves.shape[1:])
     return np.take_along_axis(halves, which[None], axis=0)[0] >= threshold
 
 

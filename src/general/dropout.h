@@ -27,11 +27,10 @@ FMHA_HOST_DEVICE inline PhiloxWords philox(uint64_t seed, PhiloxWords counter) {
   return counter;
 }
 
-/// The random numbers of 8 of 32 neighbouring keys, those whose number modulo 8 is 2 * `pair` or one more: word n has
-/// the two of keys 8n + 2 * pair (its low half) and 8n + 2 * pair + 1 (its high half), from 32 * group on. That is how
-/// a lane holds them in an mma accumulator.
-FMHA_HOST_DEVICE inline PhiloxWords dropout_numbers(uint64_t seed, int sequence_head, int query, int group, int pair) {
-  return philox(seed, {{uint32_t(query), uint32_t(group * 4 + pair), uint32_t(sequence_head), 0u}});
+/// The random numbers of eight neighbouring keys, 8 * eighth and on: word n has those of keys 2n (its low half) and
+/// 2n + 1 (its high half) of them.
+FMHA_HOST_DEVICE inline PhiloxWords dropout_numbers(uint64_t seed, int sequence_head, int query, int eighth) {
+  return philox(seed, {{uint32_t(query), uint32_t(eighth), uint32_t(sequence_head), 0u}});
 }
 
 /// Two packed 16-bit probabilities, without those that their numbers drop.

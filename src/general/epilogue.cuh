@@ -35,20 +35,23 @@ CUTE_DEVICE void write_floats(float* to, float const (&o)[8], int there) {
 struct PartLse {
   float high, low;
 
+  /// `unit`: what scores are counted in, see score_unit().
   template <class Row>
-  CUTE_DEVICE explicit PartLse(Row const& merged) : high(merged.maximum), low(0.f) {
+  CUTE_DEVICE PartLse(Row const& merged, float unit) : high(merged.maximum * unit), low(0.f) {
     constexpr float kLn2 = 0.693147182f, kLn2Low = -1.90465430e-9f;  // whose sum is ln(2)
     if (merged.sum == 0.f) return;
     // What the softmax subtracted is the rounded product, unless the row is coarse: see OnlineSoftmax.
-    float const reference = __fmul_rn(high, kLog2e);
+    float const reference = __fmul_rn(merged.maximum, unit * kLog2e);
     bool const fine = fabsf(reference) <= Row::kCoarse;
-    low = logf(merged.sum) + (fine ? fmaf(reference, kLn2, -high) + reference * kLn2Low : 0.f);
+    low = logf(merged.sum) +
+          (fine ? fmaf(reference, kLn2, -high) + reference * kLn2Low : fmaf(merged.maximum, unit, -high));
   }
 };
 
 template <ForwardConfig C>
 CUTE_DEVICE void merge_rows(GeneralParams const& p, char* smem, Sequence const& s, GeneralTile const& tile) {
   constexpr int kChunks = C.head_dim_v() / 8;
+  float const unit = score_unit(p);
   CUTE_NO_UNROLL
   for (int item = threadIdx.x; item < C.tile_m * kChunks; item += C.threads()) {
     int const row = item / kChunks, dimension = item % kChunks * 8;
@@ -56,7 +59,7 @@ CUTE_DEVICE void merge_rows(GeneralParams const& p, char* smem, Sequence const& 
     int const there = p.head_dim_v - dimension;
     if (at.query >= s.rows_q || there <= 0) continue;
     bool const real = at.query < s.queries;
-    MergedRow<C, typename GeneralLayout<C>::Shares> const merged(smem, row, kLog2e);
+    MergedRow<C, typename GeneralLayout<C>::Shares> const merged(smem, row, unit * kLog2e);
     float o[8];
     merged.read(smem, row, dimension, p.dropout_scale, o);
     CUTE_UNROLL
@@ -66,7 +69,7 @@ CUTE_DEVICE void merge_rows(GeneralParams const& p, char* smem, Sequence const& 
       int64_t const part_row = tile.split * p.lse_rows + lse_row;
       write_floats(p.partial_o + part_row * p.head_dim_v + dimension, o, there);
       if (dimension == 0) {
-        PartLse const lse(merged);
+        PartLse const lse(merged, unit);
         p.partial_lse[part_row] = real ? lse.high : -INFINITY;
         p.partial_low[part_row] = lse.low;
       }

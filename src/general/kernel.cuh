@@ -40,29 +40,31 @@ CUTE_DEVICE void general(GeneralParams const& p) {
   KeyWalk const walk = walk_of(p, sequence, tile, i_begin, i_end, GeneralLayout<C>::kStepKeys);
   int const warp = uniform(threadIdx.x / 32);
   int const share = warp % C.kv_warps, tile_row = warp / C.kv_warps * T::kRows;
-  int const head_kv = tile.head / (p.num_heads / p.num_heads_kv);
   typename T::OutputFragment output;
   cute::clear(output);
-  typename T::Softmax softmax(kLog2e);
+  typename T::Softmax softmax(score_unit(p) * kLog2e);
   RowMaxima const maxima{GeneralLayout<C>::Shares::maxima(smem) + share * C.tile_m + tile_row};
-  start_rows<C>(p, tile, share, tile_row, maxima, softmax);
+  if (threadIdx.x == 0) new (&GeneralLayout<C>::place(smem)) TilePlace(p, sequence, tile, walk);
+  if constexpr (C.kv_warps > 1) {
+    start_rows<C>(p, tile, share, tile_row, maxima, softmax);
+    if (walk.tiles > 0) SharesMainloop<C>(p, smem, sequence, tile, walk, share).run(output, softmax);
+  } else {
+    GeneralMainloop<C> const mainloop{p, smem, share, tile_row};
+    mainloop.store_view(sequence, tile);
+    __syncthreads();
+    if (walk.tiles > 0) load_query_tile<C>(p, smem, sequence, tile);
+    start_rows<C>(p, tile, share, tile_row, maxima, softmax);
+    if (walk.tiles > 0) mainloop.run(output, softmax);
+  }
   if (walk.tiles > 0) {
-    if constexpr (C.kv_warps > 1) {
-      SharesMainloop<C> const mainloop(p, smem, sequence, tile, walk, share, head_kv);
-      mainloop.prologue();
-      mainloop.run(output, softmax);
-    } else {
-      GeneralMainloop<C> const mainloop{p, smem, sequence, tile, walk, share, tile_row, head_kv};
-      mainloop.prologue();
-      mainloop.run(output, softmax);
-    }
     cute::cp_async_wait<0>();
     __syncthreads();  // nobody reads tiles any more, and nothing arrives in them
   }
   if constexpr (C.overlaps()) start_dependents();
   write_share<C, typename GeneralLayout<C>::Shares>(smem, share, tile_row, output, softmax);
   __syncthreads();
-  merge_rows<C>(p, smem, sequence, tile);
+  TilePlace const& place = GeneralLayout<C>::place(smem);
+  merge_rows<C>(p, smem, place.sequence, place.tile);
 }
 
 }  // namespace cutlass_fmha

@@ -13,7 +13,16 @@ struct RowLoader {
   using P = Panels<HeadDim>;
   static constexpr int kChunks = P::kWidth / 8;
   static constexpr int kRowsPerPass = Threads / kChunks;
+  static constexpr int kPasses = cute::ceil_div(Rows, kRowsPerPass);
   static_assert(kRowsPerPass % 8 == 0, "a pass must keep a thread's swizzle pattern");
+
+  // A thread has one column of chunks, and one row of each pass.
+  CUTE_DEVICE static int first_row(int thread) { return thread / kChunks; }
+  CUTE_DEVICE static int column(int thread) { return thread % kChunks * 8; }
+  /// Where a thread's chunk of its first row stands in a tile, in bytes.
+  CUTE_DEVICE static uint32_t first_chunk(int thread) {
+    return 2 * uint32_t(typename P::template Layout<Rows>{}(first_row(thread), column(thread)));
+  }
 
   /// row_at(row): where the row's first element stands, null for one that isn't there. `any`: an address that may be
   /// named, not read, for those. `vectors`: rows are aligned to 16 bytes and head_dim is a multiple of 8.
@@ -21,25 +30,46 @@ struct RowLoader {
   CUTE_DEVICE static void load(char* tile, uint16_t const* any, int head_dim, bool vectors, RowAt const& row_at) {
     int const first_row = threadIdx.x / kChunks;
     int const column = threadIdx.x % kChunks * 8;
-    char* const to = tile + 2 * uint32_t(typename P::template Layout<Rows>{}(first_row, column));
+    char* const to = tile + first_chunk(threadIdx.x);
     CUTE_UNROLL
-    for (int pass = 0; pass < cute::ceil_div(Rows, kRowsPerPass); ++pass) {
+    for (int pass = 0; pass < kPasses; ++pass) {
       int const row = first_row + pass * kRowsPerPass;
       if (Rows % kRowsPerPass != 0 && row >= Rows) break;
       uint16_t const* from = row_at(row);
       bool const there = from != nullptr;
       from = (there ? from : any) + column;
+      load_row(to, pass, from, there ? head_dim - column : 0, vectors);
+    }
+  }
+
+  /// A tile all of whose rows are there, with all dimensions, row n at from + Order::of_row(n) * stride. `from`: this
+  /// thread's chunk of its first row.
+  template <class Order>
+  CUTE_DEVICE static void load_whole(char* to, uint16_t const* from, int64_t stride) {
+    static_assert(Rows % kRowsPerPass == 0);
+    CUTE_UNROLL
+    for (int pass = 0; pass < kPasses; ++pass) {
+      uint16_t const* const row = from + Order::of_row(pass * kRowsPerPass) * stride;
       CUTE_UNROLL
       for (int panel = 0; panel < P::kCount; ++panel) {
-        char* const chunk = to + (panel * Rows + pass * kRowsPerPass) * P::kWidth * 2;
-        int const elements = there ? head_dim - column - panel * P::kWidth : 0;
-        copy_chunk(chunk, from + panel * P::kWidth, elements, vectors);
+        cute::SM80_CP_ASYNC_CACHEGLOBAL<cute::uint128_t>::copy(
+            *reinterpret_cast<cute::uint128_t const*>(row + panel * P::kWidth),
+            *reinterpret_cast<cute::uint128_t*>(to + (panel * Rows + pass * kRowsPerPass) * P::kWidth * 2));
       }
     }
   }
 
+  /// This thread's chunks of one pass. `elements`: so many of the row exist from its column on; 0 or fewer, none, and
+  /// then `from` isn't read.
+  CUTE_DEVICE static void load_row(char* to, int pass, uint16_t const* from, int elements, bool vectors) {
+    CUTE_UNROLL
+    for (int panel = 0; panel < P::kCount; ++panel) {
+      char* const chunk = to + (panel * Rows + pass * kRowsPerPass) * P::kWidth * 2;
+      copy_chunk(chunk, from + panel * P::kWidth, elements - panel * P::kWidth, vectors);
+    }
+  }
+
  private:
-  /// `elements`: so many of the chunk exist; 0 or fewer, none, and then `from` isn't read; 8 or more, all.
   CUTE_DEVICE static void copy_chunk(char* to, uint16_t const* from, int elements, bool vectors) {
     auto& smem = *reinterpret_cast<cute::uint128_t*>(to);
     if (vectors) {
@@ -47,10 +77,9 @@ struct RowLoader {
                                                                    smem, elements > 0);
       return;
     }
-    cute::array_aligned<uint16_t, 8> chunk;
-    CUTE_UNROLL
+    auto* const chunk = reinterpret_cast<uint16_t*>(to);
+    CUTE_NO_UNROLL
     for (int e = 0; e < 8; ++e) chunk[e] = e < elements ? from[e] : uint16_t(0);
-    smem = *reinterpret_cast<cute::uint128_t const*>(chunk.data());
   }
 };
 

@@ -9,6 +9,30 @@
 
 namespace cutlass_fmha {
 
+/// What a block works on. Kept in shared memory and read again where it is needed: the main loop leaves no register
+/// free.
+struct TilePlace {
+  uint16_t const *k, *v;  ///< the first row of the head's keys, or of its first page
+  KeyWalk walk;
+  Sequence sequence;
+  GeneralTile tile;
+
+  CUTE_DEVICE TilePlace(GeneralParams const& p, Sequence const& sequence, GeneralTile const& tile, KeyWalk const& walk)
+      : k(first_row(p, sequence, tile, p.k, p.k_stride)),
+        v(first_row(p, sequence, tile, p.v, p.v_stride)),
+        walk(walk),
+        sequence(sequence),
+        tile(tile) {}
+
+ private:
+  CUTE_DEVICE static uint16_t const* first_row(GeneralParams const& p, Sequence const& s, GeneralTile const& tile,
+                                               void const* tensor, Strides const& stride) {
+    int const head_kv = tile.head / (p.num_heads / p.num_heads_kv);
+    return static_cast<uint16_t const*>(tensor) + head_kv * stride.head + key_entry_offset(p, stride, s) +
+           (p.page_table == nullptr ? s.first_k * stride.seqlen : 0);
+  }
+};
+
 /// Shared memory of a block: Q, rings of K and V tiles, and the state of the softmax. On the way out the tiles give way
 /// to the shares' O.
 template <ForwardConfig C>
@@ -21,7 +45,16 @@ struct GeneralLayout {
   static constexpr int kVOffset = kKOffset + C.stages * kK;
   static constexpr int kTiles = kVOffset + C.stages * kV;
   using Shares = ShareLayout<C, kTiles>;
-  static constexpr int kBytes = Shares::kBytes;
+  static constexpr int kPlace = Shares::kBytes;
+  static constexpr int kViews = cute::ceil_div(kPlace + int(sizeof(TilePlace)), 16) * 16;
+  static constexpr int kBytes = kViews + C.warps * int(sizeof(CommonView));
+  static_assert(kBytes <= 99 * 1024, "sm_89 and sm_120 have no more");
+
+  CUTE_DEVICE static TilePlace& place(char* smem) { return *reinterpret_cast<TilePlace*>(smem + kPlace); }
+  /// What a warp's queries see.
+  CUTE_DEVICE static CommonView& view(char* smem, int warp) {
+    return reinterpret_cast<CommonView*>(smem + kViews)[warp];
+  }
 };
 
 /// Starts the copies of the tile's queries.
@@ -43,6 +76,7 @@ struct GeneralMainloop {
   using T = ForwardTypes<C>;
   using Element = typename T::Element;
   using Shared = GeneralLayout<C>;
+  using Order = KeyOrder<C>;
   using Scores = typename T::ScoresFragment;
   using Output = typename T::OutputFragment;
   using QTile = LdmatrixTile<C.head_dim, C.tile_m>;
@@ -56,80 +90,171 @@ struct GeneralMainloop {
   using QFragments = OperandA<C.q_in_registers ? T::kDimSteps : 1>;
   using Probabilities = OperandA<T::kKeySteps>;
 
+  using KLoader = RowLoader<C.head_dim, Shared::kStepKeys, C.threads()>;
+  using VLoader = RowLoader<C.head_dim_v(), Shared::kStepKeys, C.threads()>;
+
+  /// Whether registers are left, beside the fragments, for what can be computed anew in each step.
+  static constexpr int kFragments = T::kRows * (2 * C.head_dim_v() + 3 * C.tile_n + C.q_in_registers * C.head_dim) / 64;
+  static constexpr bool kRoomy = 65536 / (C.threads() * C.min_blocks) - kFragments >= 56;
+
+  /// This lane's addresses for ldmatrix in tiles of K and V, and which of them stay in registers.
+  struct LaneOffsets {
+    uint32_t k, v;
+
+    CUTE_DEVICE LaneOffsets() {
+      int const lane = lane_id();
+      k = KTile::lane_offset(lane % 8 + lane / 16 * 8, lane / 8 % 2 * 8);
+      v = VTile::lane_offset(lane % 16, lane / 16 * 8);
+    }
+    CUTE_DEVICE void keep() {
+      if constexpr (kRoomy) k = opaque(k), v = opaque(v);
+    }
+  };
+
   GeneralParams const& p;
   char* const smem;
-  Sequence const& sequence;
-  GeneralTile const& tile;
-  KeyWalk const& walk;
   int const share;     ///< of the keys of a step
   int const tile_row;  ///< first row of this warp
-  int const head_kv;
+
+  /// Before the block meets.
+  CUTE_DEVICE void store_view(Sequence const& sequence, GeneralTile const& tile) const {
+    int const begin = tile.row_begin + tile_row;
+    int const i_last = smaller(p.by_pack.quotient(begin + T::kRows - 1), sequence.queries - 1);
+    if (lane_id() == 0)
+      Shared::view(smem, thread_id() / 32) = CommonView(p, sequence, p.by_pack.quotient(begin), i_last);
+  }
+
+  CUTE_DEVICE TilePlace const& place() const { return Shared::place(smem); }
 
   CUTE_DEVICE RowMaxima maxima() const { return {Shared::Shares::maxima(smem) + share * C.tile_m + tile_row}; }
-
-  /// Starts the copies of Q and of the first steps, each committed as a group.
-  CUTE_DEVICE void prologue() const {
-    load_query_tile<C>(p, smem, sequence, tile);
-    CUTE_UNROLL
-    for (int step = 0; step < C.stages - 1; ++step) load(step);
-  }
 
   /// Leaves the unnormalised O of this warp's share of the keys in `output`, its l in `softmax`.
   CUTE_DEVICE void run(Output& output, typename T::Softmax& softmax) const {
     using namespace cute;
     QFragments q_fragments;
+    bool const in_order = p.block_counts == nullptr && p.page_table == nullptr && p.vectors && has_all_dimensions();
+    int left = place().walk.tiles - 1;  // steps after this one
+    LaneOffsets kept;
+    kept.keep();
+    CUTE_UNROLL
+    for (int ahead = 0; ahead < C.stages - 1; ++ahead) load_anyhow(left - ahead);
+    // This thread's chunks of the step that is loaded next, where steps are in order. Only the first step of a walk can
+    // be cut by the end of the keys.
+    uint32_t const to = opaque(KLoader::first_chunk(thread_id()));
+    uint16_t const *k = nullptr, *v = nullptr;
+    if (in_order) {
+      int const begin = key_begin(left - C.stages + 1);
+      k = first_chunk<KLoader>(place().k, p.k_stride, begin);
+      v = first_chunk<VLoader>(place().v, p.v_stride, begin);
+    }
+    if constexpr (C.q_in_registers) {
+      cp_async_wait<0>();  // Q, part of the first group
+      __syncthreads();
+      CUTE_UNROLL
+      for (int d = 0; d < T::kDimSteps; ++d) load_q(d, q_fragments(_, _, d));
+    }
+    int begin = key_begin(left) + share * C.tile_n;
     CUTE_NO_UNROLL
-    for (int step = 0; step < walk.tiles; ++step) {
+    for (; left >= 0; --left, begin -= Shared::kStepKeys) {
+      // All that needs no data is asked for before the barrier.
+      if (!kRoomy || !in_order) begin = key_begin(left) + share * C.tile_n;
+      CommonView const view = Shared::view(smem, thread_id() / 32);
+      bool const seen = view.some_see(begin, C.tile_n), by_range = !view.all_see(begin, C.tile_n);
       cp_async_wait<C.stages - 2>();  // this step's group is complete, and Q's, which is part of the first
       __syncthreads();                // for all threads; and nobody reads the step before any more
-      load(step + C.stages - 1);
-      if constexpr (C.q_in_registers) {
-        if (step == 0) {
-          CUTE_UNROLL
-          for (int d = 0; d < T::kDimSteps; ++d) load_q(d, q_fragments(_, _, d));
+      int const next = left - C.stages + 1;
+      if (!in_order) {
+        load_anyhow(next);
+      } else {
+        if (next >= 0) {
+          KLoader::template load_whole<Order>(smem + Shared::kKOffset + stage(next) * Shared::kK + to, k,
+                                              p.k_stride.seqlen);
+          VLoader::template load_whole<Order>(smem + Shared::kVOffset + stage(next) * Shared::kV + to, v,
+                                              p.v_stride.seqlen);
+          k -= Shared::kStepKeys * p.k_stride.seqlen;
+          v -= Shared::kStepKeys * p.v_stride.seqlen;
         }
+        cp_async_fence();
       }
-      int const key_begin = walk.key_begin(step, Shared::kStepKeys) + share * C.tile_n;
-      ScoreBlock<C> const block{p, sequence, tile, tile.row_begin + tile_row, key_begin};
+      if (!seen) continue;
       Scores scores;
-      compute_scores(step, q_fragments, scores);
-      block.modify(by_row(scores));
-      block.hide(by_row(scores), masked_by_range(key_begin));
+      compute_scores(left, kRoomy ? kept : LaneOffsets(), q_fragments, scores);
+      TilePlace const& at = place();
+      ScoreBlock<C> const block{p, at.sequence, at.tile, at.tile.row_begin + tile_row, begin};
+      if (!p.raw_scores) block.modify(by_row(scores));
+      if (by_range || p.mask != nullptr) block.hide(by_row(scores), by_range);
       Probabilities probabilities;
       softmax.template step<false>(by_row(scores), pairs_by_row<T>(probabilities), by_row(output), maxima());
-      block.drop_out(pairs_by_row<T>(probabilities));
-      accumulate(step, probabilities, output);
+      if (p.dropout_threshold != 0) block.drop_out(pairs_by_row<T>(probabilities));
+      accumulate(left, kRoomy ? kept : LaneOffsets(), probabilities, output);
     }
   }
 
  private:
-  CUTE_DEVICE static uint32_t stage(int step) { return uint32_t(step % C.stages); }
+  // Steps are numbered by how many come after them.
+  CUTE_DEVICE static uint32_t stage(int left) { return uint32_t(left) % C.stages; }
 
-  CUTE_DEVICE void load(int step) const {
-    if (step < walk.tiles) {
-      int const begin = walk.key_begin(step, Shared::kStepKeys);
-      load_tile<C.head_dim>(Shared::kKOffset + stage(step) * Shared::kK, p.k, p.k_stride, p.head_dim, begin);
-      load_tile<C.head_dim_v()>(Shared::kVOffset + stage(step) * Shared::kV, p.v, p.v_stride, p.head_dim_v, begin);
+  CUTE_DEVICE bool has_all_dimensions() const { return p.head_dim == C.head_dim && p.head_dim_v == C.head_dim_v(); }
+
+  CUTE_DEVICE int key_begin(int left) const { return place().walk.key_begin_before(left, Shared::kStepKeys); }
+
+  /// Brings a step's keys and values, wherever they stand.
+  CUTE_DEVICE void load_anyhow(int left) const {
+    if (left >= 0) {
+      int const begin = key_begin(left), thread = thread_id();
+      char* const k_to = smem + Shared::kKOffset + stage(left) * Shared::kK + KLoader::first_chunk(thread);
+      char* const v_to = smem + Shared::kVOffset + stage(left) * Shared::kV + VLoader::first_chunk(thread);
+      if (is_whole(begin)) {
+        KLoader::template load_whole<Order>(k_to, first_chunk<KLoader>(place().k, p.k_stride, begin),
+                                            p.k_stride.seqlen);
+        VLoader::template load_whole<Order>(v_to, first_chunk<VLoader>(place().v, p.v_stride, begin),
+                                            p.v_stride.seqlen);
+      } else {
+        load_rows(k_to, v_to, thread, begin);
+      }
     }
     cute::cp_async_fence();  // an empty group, where there is no step: the number of groups in flight stays the same
   }
 
-  template <int HeadDim>
-  CUTE_DEVICE void load_tile(uint32_t to, void const* tensor, Strides const& stride, int head_dim, int begin) const {
-    auto const* const from =
-        static_cast<uint16_t const*>(tensor) + head_kv * stride.head + key_entry_offset(p, stride, sequence);
-    RowLoader<HeadDim, Shared::kStepKeys, C.threads()>::load(smem + to, from, head_dim, p.vectors, [&](int row) {
-      int const key = begin + row;
-      return key < sequence.keys ? from + key_row_offset(p, stride, sequence, sequence.first_k + key) : nullptr;
-    });
+  /// Whether all rows of a step are there, with all dimensions, one stride apart.
+  CUTE_DEVICE bool is_whole(int begin) const {
+    if (begin + Shared::kStepKeys > place().sequence.keys || !has_all_dimensions() || !p.vectors) return false;
+    if (p.page_table == nullptr) return true;
+    int const row = place().sequence.first_k + begin;
+    return p.by_page_size.quotient(row) == p.by_page_size.quotient(row + Shared::kStepKeys - 1);
   }
 
-  /// Rows that no query stands in are computed with the last query's: nobody reads what they give.
-  CUTE_DEVICE bool masked_by_range(int key_begin) const {
-    int const row_begin = tile.row_begin + tile_row;
-    int const i_begin = p.by_pack.quotient(row_begin);
-    int const i_last = smaller(p.by_pack.quotient(row_begin + T::kRows - 1), sequence.queries - 1);
-    return i_last < i_begin || is_masked(p, sequence, i_begin, i_last, key_begin, key_begin + C.tile_n);
+  /// Where a key stands from the first row on.
+  CUTE_DEVICE int64_t key_offset(Strides const& stride, int key) const {
+    if (p.page_table == nullptr) return key * stride.seqlen;
+    Sequence const& sequence = place().sequence;
+    return key_row_offset(p, stride, sequence, sequence.first_k + key);
+  }
+
+  template <class Loader>
+  CUTE_DEVICE uint16_t const* first_chunk(uint16_t const* first_row, Strides const& stride, int begin) const {
+    int const thread = thread_id(), row = Order::of_row(Loader::first_row(thread));
+    uint16_t const* const from = first_row + Loader::column(thread);
+    // The rows of a page follow each other.
+    return p.page_table == nullptr ? from + (begin + row) * stride.seqlen
+                                   : from + key_offset(stride, begin) + row * stride.seqlen;
+  }
+
+  /// Copies of rows that stand anywhere. A thread has the same rows of K and V.
+  CUTE_DEVICE void load_rows(char* k_to, char* v_to, int thread, int begin) const {
+    static_assert(KLoader::kRowsPerPass == VLoader::kRowsPerPass && KLoader::P::kWidth == VLoader::P::kWidth);
+    uint16_t const* const k = place().k + KLoader::column(thread);
+    uint16_t const* const v = place().v + VLoader::column(thread);
+    CUTE_NO_UNROLL
+    for (int pass = 0; pass < KLoader::kPasses; ++pass) {
+      int const key = begin + Order::of_row(KLoader::first_row(thread)) + Order::of_row(pass * KLoader::kRowsPerPass);
+      bool const there = key < place().sequence.keys;
+      int const named = there ? key : begin;  // some row that exists
+      KLoader::load_row(k_to, pass, k + key_offset(p.k_stride, named), there ? p.head_dim - KLoader::column(thread) : 0,
+                        p.vectors);
+      VLoader::load_row(v_to, pass, v + key_offset(p.v_stride, named),
+                        there ? p.head_dim_v - VLoader::column(thread) : 0, p.vectors);
+    }
   }
 
   template <class Fragment>
@@ -143,12 +268,11 @@ struct GeneralMainloop {
   }
 
   /// scores = Q K^T of this warp's keys of a step.
-  CUTE_DEVICE void compute_scores(int step, QFragments const& q_fragments, Scores& scores) const {
+  CUTE_DEVICE void compute_scores(int left, LaneOffsets lanes, QFragments const& q_fragments, Scores& scores) const {
     using namespace cute;
     clear(scores);
-    int const lane = lane_id();
-    uint32_t const offset = KTile::lane_offset(lane % 8 + lane / 16 * 8, lane / 8 % 2 * 8) +
-                            share * (C.tile_n * 2 * KTile::P::kWidth) + Shared::kKOffset + stage(step) * Shared::kK;
+    uint32_t const offset =
+        lanes.k + share * (C.tile_n * 2 * KTile::P::kWidth) + Shared::kKOffset + stage(left) * Shared::kK;
     CUTE_UNROLL
     for (int d = 0; d < T::kDimSteps; ++d) {
       StepA q;
@@ -167,11 +291,10 @@ struct GeneralMainloop {
   }
 
   /// output += P V of this warp's keys of a step.
-  CUTE_DEVICE void accumulate(int step, Probabilities const& probabilities, Output& output) const {
+  CUTE_DEVICE void accumulate(int left, LaneOffsets lanes, Probabilities const& probabilities, Output& output) const {
     using namespace cute;
-    int const lane = lane_id();
-    uint32_t const offset = VTile::lane_offset(lane % 16, lane / 16 * 8) + share * (C.tile_n * 2 * VTile::P::kWidth) +
-                            Shared::kVOffset + stage(step) * Shared::kV;
+    uint32_t const offset =
+        lanes.v + share * (C.tile_n * 2 * VTile::P::kWidth) + Shared::kVOffset + stage(left) * Shared::kV;
     CUTE_UNROLL
     for (int k = 0; k < T::kKeySteps; ++k) {
       CUTE_UNROLL

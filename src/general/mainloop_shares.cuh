@@ -76,11 +76,10 @@ struct SharesMainloop {
   uint16_t const *const k, *const v;     ///< this lane's column of the sequence's entry and head
   int const k_dimensions, v_dimensions;  ///< from that column on
   bool const regular;                    ///< rows of whole vectors, and no tile of keys lies in two pages
-  bool const modifies;                   ///< there is more to a score than its scale
-  VisibleKeys const earliest, latest;    ///< what the tile's first and last query see
+  CommonView const view;                 ///< what the tile's queries see
 
   CUTE_DEVICE SharesMainloop(GeneralParams const& p, char* smem, Sequence const& sequence, GeneralTile const& tile,
-                             KeyWalk const& walk, int share, int head_kv)
+                             KeyWalk const& walk, int share)
       : p(p),
         smem(smem),
         sequence(sequence),
@@ -88,28 +87,23 @@ struct SharesMainloop {
         walk(walk),
         share(share),
         lane(threadIdx.x % 32),
-        k(slice(p.k, p.k_stride, head_kv) + KCopy::column(lane)),
-        v(slice(p.v, p.v_stride, head_kv) + VCopy::column(lane)),
+        k(slice(p.k, p.k_stride) + KCopy::column(lane)),
+        v(slice(p.v, p.v_stride) + VCopy::column(lane)),
         k_dimensions(p.head_dim - KCopy::column(lane)),
         v_dimensions(p.head_dim_v - VCopy::column(lane)),
         regular(p.vectors && (p.page_table == nullptr || sequence.first_k % C.tile_n == 0)),
-        modifies(p.softcap != 0.f || p.bias_type != BiasType::none || p.alibi_slopes != nullptr),
-        earliest(visible_keys(p, sequence, p.by_pack.quotient(tile.row_begin))),
-        latest(visible_keys(p, sequence, last_query())) {}
+        view(p, sequence, p.by_pack.quotient(tile.row_begin), last_query()) {}
 
   CUTE_DEVICE RowMaxima maxima() const { return {Shared::Shares::maxima(smem) + share * C.tile_m}; }
-
-  /// Starts the copies of Q and of the first steps, each committed as a group, a step's K and V as two.
-  CUTE_DEVICE void prologue() const {
-    load_query_tile<C>(p, smem, sequence, tile);
-    cute::cp_async_fence();
-    CUTE_UNROLL
-    for (int step = 0; step < C.stages - 1; ++step) load(step);
-  }
 
   /// Leaves the unnormalised O of this warp's share of the keys in `output`, its l in `softmax`.
   CUTE_DEVICE void run(Output& output, typename T::Softmax& softmax) const {
     using namespace cute;
+    // Groups of copies: Q, then K and V of each step.
+    load_query_tile<C>(p, smem, sequence, tile);
+    cp_async_fence();
+    CUTE_UNROLL
+    for (int step = 0; step < C.stages - 1; ++step) load(step);
     cp_async_wait<2 * (C.stages - 1)>();  // Q
     __syncthreads();                      // all of it
     QFragments q_fragments;
@@ -127,17 +121,12 @@ struct SharesMainloop {
       compute_scores(step, q_fragments, scores);
       int const key_begin = this->key_begin(step);
       ScoreBlock<C> const block{p, sequence, tile, tile.row_begin, key_begin};
-      if (modifies) {
-        block.modify(by_row(scores));
-      } else {
-        CUTE_UNROLL
-        for (int i = 0; i < size(scores); ++i) scores(i) *= p.scale;
-      }
-      bool const by_range = masked_by_range(key_begin);
+      if (!p.raw_scores) block.modify(by_row(scores));
+      bool const by_range = !view.all_see(key_begin, C.tile_n);
       if (by_range || p.mask != nullptr) block.hide(by_row(scores), by_range);
       Probabilities probabilities;
       softmax.template step<false>(by_row(scores), pairs_by_row<T>(probabilities), by_row(output), maxima());
-      block.drop_out(pairs_by_row<T>(probabilities));
+      if (p.dropout_threshold != 0) block.drop_out(pairs_by_row<T>(probabilities));
       cp_async_wait<2 * C.stages - 2>();
       __syncwarp();  // and its V
       accumulate(step, probabilities, output);
@@ -145,11 +134,12 @@ struct SharesMainloop {
   }
 
  private:
-  CUTE_DEVICE uint16_t const* slice(void const* tensor, Strides const& stride, int head_kv) const {
+  CUTE_DEVICE uint16_t const* slice(void const* tensor, Strides const& stride) const {
+    int const head_kv = tile.head / (p.num_heads / p.num_heads_kv);
     return static_cast<uint16_t const*>(tensor) + head_kv * stride.head + key_entry_offset(p, stride, sequence);
   }
   CUTE_DEVICE int last_query() const {
-    return larger(0, smaller(p.by_pack.quotient(tile.row_begin + C.tile_m - 1), sequence.queries - 1));
+    return smaller(p.by_pack.quotient(tile.row_begin + C.tile_m - 1), sequence.queries - 1);
   }
   CUTE_DEVICE int key_begin(int step) const { return walk.key_begin(step, Shared::kStepKeys) + share * C.tile_n; }
   CUTE_DEVICE uint32_t k_tile(int step) const {
@@ -199,12 +189,6 @@ struct SharesMainloop {
         Tile::load_elements(smem + to, Tile::offset(lane, pass), from, there);
       }
     }
-  }
-
-  /// As is_masked(), of this warp's keys of a step.
-  CUTE_DEVICE bool masked_by_range(int begin) const {
-    int const end = begin + C.tile_n;
-    return end > earliest.prefix && (begin < latest.begin || end > earliest.end);
   }
 
   template <class Fragment>

@@ -85,6 +85,12 @@ struct GeneralParams {
   float* partial_low;                         ///< [splits, rows of lse]: to be added to it, see epilogue.cuh
   int64_t lse_batch_stride, lse_head_stride;  ///< where row i of a sequence stands in lse: + cu_seqlens_q[batch] + i
   int64_t lse_rows;                           ///< rows of lse in all
+
+  // What the launch finds out of all that, once for all threads.
+  bool bias_vectors;       ///< bias: neighbouring keys are neighbours, and each eight of them aligned to 16 bytes
+  bool mask_vectors;       ///< mask: the same, to 8 bytes
+  bool raw_scores;         ///< nothing but masks comes between q k and the softmax, which then applies the scale
+  Divisor by_block_tiles;  ///< by the row's steps of keys in block_n
 };
 
 }  // namespace cutlass_fmha

@@ -89,12 +89,17 @@ struct KeyWalk {
   int first = 0;                ///< number of the first tile
   int tiles = 0;
   int tiles_per_block = 1;
-  int skipped = 0;  ///< tiles that other parts walk before this one's
+  Divisor by_block;  ///< by tiles_per_block
+  int skipped = 0;   ///< tiles that other parts walk before this one's
 
   FMHA_HOST_DEVICE int key_begin(int tile, int tile_keys) const {
-    int const place = tiles - 1 - tile + skipped;
+    return key_begin_before(tiles - 1 - tile, tile_keys);
+  }
+  /// Of the tile that `left` others come after.
+  FMHA_HOST_DEVICE int key_begin_before(int left, int tile_keys) const {
+    int const place = left + skipped;
     if (blocks == nullptr) return (first + place) * tile_keys;
-    int const entry = place / tiles_per_block;
+    int const entry = by_block.quotient(place);
     return (blocks[entry] * tiles_per_block + place - entry * tiles_per_block) * tile_keys;
   }
 };
@@ -106,6 +111,7 @@ FMHA_HOST_DEVICE inline KeyWalk whole_walk(GeneralParams const& p, Sequence cons
   if (p.block_counts != nullptr) {
     int const row = i_begin / p.block_m;
     walk.tiles_per_block = p.block_n / tile_keys;
+    walk.by_block = p.by_block_tiles;
     walk.tiles = walk.tiles_per_block *
                  p.block_counts[s.batch * p.count_stride[0] + head * p.count_stride[1] + row * p.count_stride[2]];
     walk.blocks =
@@ -134,12 +140,27 @@ FMHA_HOST_DEVICE inline KeyWalk walk_of(GeneralParams const& p, Sequence const& 
   return walk;
 }
 
-/// Whether some of the queries i_begin .. i_last don't see all keys from `begin` to `end`, so far as ranges go.
-FMHA_HOST_DEVICE inline bool is_masked(GeneralParams const& p, Sequence const& s, int i_begin, int i_last, int begin,
-                                       int end) {
-  VisibleKeys const earliest = visible_keys(p, s, i_begin), latest = visible_keys(p, s, i_last);
-  return end > earliest.prefix && (begin < latest.begin || end > earliest.end);
-}
+/// What the queries i_begin .. i_last see, all of them and some of them. Both ends of what a query sees grow with its
+/// number. Nothing, where there are none.
+struct alignas(16) CommonView {
+  int all_begin = 0, all_end = 0, some_begin = 0, some_end = 0, prefix = 0;
+
+  CommonView() = default;
+  FMHA_HOST_DEVICE CommonView(GeneralParams const& p, Sequence const& s, int i_begin, int i_last) {
+    if (i_last < i_begin) return;
+    VisibleKeys const earliest = visible_keys(p, s, i_begin), latest = visible_keys(p, s, i_last);
+    all_begin = latest.begin, all_end = earliest.end;
+    some_begin = earliest.begin, some_end = latest.end;
+    prefix = earliest.prefix;
+  }
+  /// Of the `count` keys from `begin` on.
+  FMHA_HOST_DEVICE bool all_see(int begin, int count) const {
+    return begin + count <= prefix || (begin >= all_begin && begin + count <= all_end);
+  }
+  FMHA_HOST_DEVICE bool some_see(int begin, int count) const {
+    return begin < prefix || (begin < some_end && begin + count > some_begin);
+  }
+};
 
 /// Where the rows of k or v that key_row_offset() counts begin, in elements.
 FMHA_HOST_DEVICE inline int64_t key_entry_offset(GeneralParams const& p, Strides const& stride, Sequence const& s) {

@@ -166,6 +166,8 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   properties->multiProcessorCount = 132;
   properties->l2CacheSize = 50 << 20;
   properties->sharedMemPerBlockOptin = (arch == 90 ? 227 : 99) * 1024;
+  properties->sharedMemPerMultiprocessor = (arch == 90 ? 228 : 100) * 1024;
+  properties->reservedSharedMemPerBlock = 1024;
   return cudaSuccess;
 }
 
