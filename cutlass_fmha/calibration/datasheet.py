@@ -37,8 +37,9 @@ class SplitParameters:
     #: The work of a step, per KiB of K and V that a block's warps load and per 1024 of its exponentials.
     load: float = 0.0125
     exponentials: float = 0.025
-    #: What is left of the first of these where the copy unit loads.
+    #: What is left of the first of these where the copy unit loads, and how much longer a block waits.
     by_tma: float = 0.6
+    start_by_tma: float = 0.85
     #: A step of a row that doesn't load a step ahead (stages == 1).
     unhidden_latency: float = 0.8
     #: Where the tensor pipe is the limit: the share of what the other rows of its schedule get from it.
@@ -164,7 +165,8 @@ def _split_row(template: Template, parameters: Parameters) -> tuple[float, float
     hidden = template.stages > 1 or template.copy == "tma"
     step = split.step + (0.0 if hidden else split.unhidden_latency)
     work = max(template.warps * warp_us, tensor_us(template, parameters) / split.tensor_share)
-    return split.block, step, split.merge * merged / 1024, work
+    block = split.block + (split.start_by_tma if template.copy == "tma" else 0.0)
+    return block, step, split.merge * merged / 1024, work
 
 
 def _general_row(
