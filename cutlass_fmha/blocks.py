@@ -247,7 +247,7 @@ def split_keys(template: Template, problem: Problem, device: Device) -> int:
     def steps(splits: int) -> float:
         part = -(-walk // splits)
         total = blocks * splits * part / device.sm_count
-        # What waits for memory loses little where SMs have unequal numbers of blocks, as long as none is left alone.
+        # What waits for memory loses little where SMs have unequal numbers of blocks, if none is left alone.
         busiest = -(-blocks * splits // device.sm_count) * part / ALONE
         tail = part / 2 if blocks * splits > places else 0
         own = SHORT_BLOCK_STEPS * blocks * splits / device.sm_count

@@ -46,6 +46,12 @@ def run(**changes: Any) -> None:
 # ---- the table ---------------------------------------------------------------------------------------------
 
 
+def named(archs: str, architectures: list[int]) -> list[int]:
+    """The architectures of a line, for which the manifest has two variables."""
+    lists = {"${ALL}": architectures, "${TMA}": [90, 120]}
+    return lists[archs] if archs in lists else [int(arch) for arch in archs.split(";")]
+
+
 def manifest_names(architectures: list[int]) -> set[str]:
     """Names of the rows that src/templates.cmake asks for, read independently of CMake."""
     names = set()
@@ -55,11 +61,14 @@ def manifest_names(architectures: list[int]) -> set[str]:
             continue
         if not (match := re.match(r"fmha_forward\((.*)\)", line)):
             continue
-        archs, dtypes, head_dim, m, n, warps, kv_warps, *_, copy = match[1].replace('"', "").split()
-        for arch in architectures if archs == "${ALL}" else [int(a) for a in archs.split(";")]:
+        archs, dtypes, head_dim, m, n, warps, kv_warps, *_, copy, overlaps = (
+            match[1].replace('"', "") + ("" if match[1].endswith("true") else " false")
+        ).split()
+        for arch in named(archs, architectures):
             for dtype in dtypes.split(";"):
                 suffix = "" if kv_warps == "1" else f"k{kv_warps}"
-                suffix += "_element" if copy == "element" else ""
+                suffix += f"_{copy}" if copy in ("element", "tma") else ""
+                suffix += "_pdl" if overlaps == "true" else ""
                 names.add(f"fwd_sm{arch}_{dtype}_d{head_dim}_m{m}n{n}w{warps}{suffix}")
     return {name for name in names if int(name.split("_")[1][2:]) in architectures}
 
@@ -70,7 +79,7 @@ def general_names(words: list[str], architectures: list[int]) -> set[str]:
     tile = f"m{m}n{n}w{warps}" + ("" if kv_warps == "1" else f"k{kv_warps}")
     return {
         f"fwd_sm{arch}_{dtype}_{dims}_{tile}_general"
-        for arch in (architectures if archs == "${ALL}" else map(int, archs.split(";")))
+        for arch in named(archs, architectures)
         for dtype in dtypes.split(";")
     }
 
@@ -84,15 +93,15 @@ def test_the_build_holds_the_manifests_rows_for_its_architectures():
     assert bool(names) == WITH_CUDA
 
 
-def test_every_architecture_has_every_dtype_and_head_dim_in_both_copies():
+def test_every_architecture_has_every_dtype_and_head_dim_aligned_and_not():
     architectures = {row.arch for row in ROWS}
-    rows = [row for row in ROWS if row.kv_warps == 1 and row.copy != "tma" and not row.general]
-    assert {(row.arch, row.dtype, row.head_dim, row.copy) for row in rows} == {
-        (arch, dtype, head_dim, copy)
+    rows = [row for row in ROWS if row.kv_warps == 1 and not row.general]
+    assert {(row.arch, row.dtype, row.head_dim, row.copy == "element") for row in rows} == {
+        (arch, dtype, head_dim, by_element)
         for arch in architectures
         for dtype in ("float16", "bfloat16")
         for head_dim in (32, 64, 96, 128, 192, 256)
-        for copy in ("cp_async_16", "element")
+        for by_element in (False, True)
     }
 
 

@@ -234,9 +234,8 @@ def test_general_rows_are_timed_where_they_are_in_question(monkeypatch):
     decode = Problem(2, 1, 4096, 8, 2, 64, "float16")
     prefill = Problem(2, 512, 4096, 8, 2, 64, "float16")
     first, second = measurements.collect([decode, prefill], 0, BUILD, "a")
-    assert [name for name in first.rows if name.endswith("_general")] == [
-        row.name for row in contenders(decode) if row.general
-    ]
+    timed = {name for name in first.rows if name.endswith("_general")}
+    assert timed == {row.name for row in contenders(decode) if row.general} != set()
     assert not any(name.endswith("_general") for name in second.rows)
     assert any(name.endswith("_general") for name, _, _ in gpu.launches)
 

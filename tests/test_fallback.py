@@ -231,18 +231,18 @@ def test_another_devices_rows_have_a_reason(rows: list[_C.FallbackTemplate]):
         assert any(sentence.startswith(f"made for sm_{row.arch}") for sentence in found)
 
 
-def test_the_smallest_row_that_takes_a_head_dim_is_predicted_to_be_the_fastest(
+def test_the_smallest_row_that_takes_a_head_dim_is_predicted_to_be_the_fastest_of_long_problems(
     rows: list[_C.FallbackTemplate],
 ):
     for arch in {row.arch for row in rows}:
         device = devices.named(DEVICES[arch])
         for head_dim in (32, 64, 80, 128, 200, 512):
-            asked = problem(head_dim=head_dim, causal="bottom-right")
+            asked = Problem(4, 4096, 4096, 16, 16, head_dim, "float32")
             able = [row for row in rows if not fallback.reasons(row, asked, device, select.this_build())]
             costs = {row.name: fallback.predicted_us(row, asked, device) for row in able}
             fastest = next(row for row in able if costs[row.name] == min(costs.values()))
             assert fastest.head_dim == min(row.head_dim for row in able)
-            assert all(0 < us < 1e4 for us in costs.values())
+            assert all(0 < us < 1e7 for us in costs.values())
 
 
 # ---- what a launch is told ---------------------------------------------------------------------------------

@@ -117,7 +117,7 @@ def test_keys_are_split_where_that_fills_the_gpu(gpu: str):
         if launched >= 2 * places:
             assert splits == 1
         elif 4 * launched <= places:
-            assert splits > 1 and launched * splits > places / 3
+            assert splits > 1 and launched * splits > 0.7 * many.sm_count
     assert blocks.split_keys(row, replace(DECODE, num_splits=11), many) == 11
     assert blocks.split_keys(row, replace(DECODE, seqlen_k=20), many) == 1
 

@@ -112,7 +112,7 @@ class Defect(FakeKernels):
         super().__init__(make_build((90,)))
         self.what = what
 
-    def __call__(self, row, pointers, sizes, strides, scale, diagonal, device, stream) -> None:
+    def __call__(self, row, pointers, sizes, strides, scale, diagonal, device, stream, tail=None) -> None:
         if self.what == "sign":
             scale = abs(scale)
         if self.what == "diagonal" and diagonal is not None:

@@ -17,12 +17,15 @@ from torch import Tensor
 
 import cutlass_fmha
 from cutlass_fmha import _C
+from cutlass_fmha.blocks import Tail
 from cutlass_fmha.rotary import rotary
 from cutlass_fmha.states import merge_states
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import gpu
+import oracle
 import oracle_general
+import problems
 from problems_general import GeneralProblem
 
 from general import fit
@@ -37,8 +40,8 @@ def kernels() -> dict[str, Callable[[], None]]:
     found: dict[str, Callable[[], None]] = {}
     for row in _C.templates():
         if row.arch == arch:
-            problems = general(row) if row.general else plain(row)
-            found[row.name] = partial(_run, row.name, getattr(torch, row.dtype), problems)
+            small = general(row) if row.general else plain(row)
+            found[row.name] = partial(_run, row.name, getattr(torch, row.dtype), small)
     for other in _C.fallback_templates():
         if other.arch == arch:
             error = SPLIT_ERROR if other.math == "tf32x3" else 0.0
@@ -94,9 +97,9 @@ def fallback(row: Any) -> list[GeneralProblem]:
 
 
 def _run(
-    template: str | None, dtype: torch.dtype, problems: list[GeneralProblem], product_error: float = 0.0
+    template: str | None, dtype: torch.dtype, small: list[GeneralProblem], product_error: float = 0.0
 ) -> None:
-    for problem in problems:
+    for problem in small:
         call = problem.call(dtype, "cpu")
         there = {name: _there(value) for name, value in call.features.items()}
         out, lse = cutlass_fmha.attention(
@@ -128,6 +131,20 @@ def combine(dtype: torch.dtype) -> None:
     for dim in (64, 50):
         problem = GeneralProblem(3, 300, num_heads=4, num_splits=3, head_dim=dim, head_dim_v=dim, used_k=True)
         _run(None, dtype, [problem])
+
+
+def merge_tail(dtype: torch.dtype) -> None:
+    """By rows that divide the keys of their last tiles."""
+    rows = [row for row in _C.templates() if row.arch == gpu.rows_arch() and row.copy == "tma"]
+    own = [row for row in rows if row.kv_warps == 1 and gpu.torch_dtype(row) == dtype]
+    for row in own[:1]:
+        problem = problems.Problem(row.tile_m + 9, 4 * row.tile_n + 5, batch=1, num_heads=2, num_heads_kv=1)
+        launch = gpu.Launch.of(row, problem, gpu.device())
+        launch.run(tail=Tail(3, 3, 2, 2))
+        out, *inputs = (x.cpu() for x in (launch.out.view, launch.q, launch.k, launch.v))
+        lse = launch.lse.view.cpu() if launch.lse else None
+        errors = oracle.compare(out, *inputs, launch.scale, problem.causal, lse).check()
+        print(f"  {problem}, its last tiles divided: {errors.worst:.3f} of the tolerance", flush=True)
 
 
 def merge(dtype: torch.dtype) -> None:
@@ -173,6 +190,7 @@ def append(dtype: torch.dtype) -> None:
 
 SUPPORT: dict[str, Callable[[torch.dtype], None]] = {
     "combine": combine,
+    "merge_tail": merge_tail,
     "merge": merge,
     "append": append,
     "rotary": rotate,
