@@ -254,6 +254,16 @@ def test_the_driver_version_says_when_it_is_unknown(monkeypatch: pytest.MonkeyPa
 # ---- sanitizer ---------------------------------------------------------------------------------------------
 
 
+def warning(access: str, kernel: str, level: str = "Warning") -> str:
+    """What racecheck prints of one hazard."""
+    return (
+        f"========= {level}: Race reported between Write access at {kernel}+0x5860\n"
+        f"=========     and {access} access at {kernel}+0xaf30 [8192 hazards]\n"
+        "========= \n"
+        "========= RACECHECK SUMMARY: 1 hazards displayed (0 errors, 1 warnings)\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("status", "output", "expected"),
     [
@@ -271,6 +281,11 @@ def test_the_driver_version_says_when_it_is_unknown(monkeypatch: pytest.MonkeyPa
             "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)\n",
             "reports 1 errors or hazards",
         ),
+        (0, warning("Write", "fallback_sm90_bf16_dany_m32n128w4"), None),
+        (0, warning("Write", "fallback_sm90_bf16_dany_m32n128w4").replace(" 1 ", " 2 "), "reports 1 errors"),
+        (0, warning("Write", "fallback_sm90_f32_dany_m32n128w4_tf32x3"), "reports 1 errors or hazards"),
+        (0, warning("Read", "fallback_sm90_f16_dany_m32n128w4"), "reports 1 errors or hazards"),
+        (0, warning("Write", "fallback_sm90_f16_dany_m32n128w4", "Error"), "reports 1 errors or hazards"),
         (1, "========= ERROR SUMMARY: 0 errors\n", "the problems failed with exit status 1"),
         (0, "18 rows\n", "no summary"),
         (255, "", "no summary"),

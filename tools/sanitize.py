@@ -28,6 +28,14 @@ BARRIERS = 32
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 #: Kernels that a tool can't judge: initcheck does not see what TMA writes.
 UNSEEN = {"initcheck": ("_tma",)}
+#: Kernels in which racecheck warns of two writes with nothing between them, which is harmless: CUTLASS's
+#: example 41 asks for V of the next columns of O while zeros for keys that aren't there may still be on their
+#: way to the same place, and both bring the same zeros. Its other warnings, and its errors, count.
+SAME_ZEROS = r"fallback_sm\d+_b?f16_dany_\w+"
+_SAME_ZEROS = re.compile(
+    rf"Warning: Race reported between Write access at {SAME_ZEROS}\+0x\w+\n"
+    rf"=+ +and Write access at {SAME_ZEROS}\+0x\w+ \[\d+ hazards\]\n=+ *\n"
+)
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards?)")
 
 
@@ -74,8 +82,9 @@ def verdict(tool: str, status: int, output: str) -> str | None:
     summaries = [int(count) for count in _SUMMARY.findall(output)]
     if not summaries:
         return f"{tool} printed no summary (exit status {status}): it did not run to the end"
-    if any(summaries):
-        return f"{tool} reports {sum(summaries)} errors or hazards"
+    found = sum(summaries) - len(_SAME_ZEROS.findall(output))
+    if found:
+        return f"{tool} reports {found} errors or hazards"
     if status != 0:
         return f"{tool} found nothing, and the problems failed with exit status {status}"
     return None

@@ -69,12 +69,6 @@ struct WideHeads {
                                        p.head_dim_v);
   }
 
-  /// Waits for the warps that share rows.
-  CUTE_DEVICE void meet_group() const {
-    asm volatile("bar.sync %0, %1;" ::"r"(1 + static_cast<int>(threadIdx.y) / kGroupWarps), "n"(32 * kGroupWarps)
-                 : "memory");
-  }
-
   CUTE_DEVICE static void multiply(AccumulatorTile& c, uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {
     Mma::fma(c[0], c[1], c[2], c[3], a[0], a[1], a[2], a[3], b0, b1, c[0], c[1], c[2], c[3]);
   }
@@ -163,7 +157,7 @@ struct WideHeads {
     }
   }
 
-  /// What `combine` makes of a row's numbers of all warps in the group, after they met.
+  /// What `combine` makes of a row's numbers of all warps in the group, once all have left theirs.
   template <class Combine>
   CUTE_DEVICE float combined(int row, Combine&& combine) const {
     float x = shared.rows[0][row];
@@ -172,13 +166,15 @@ struct WideHeads {
     return x;
   }
 
-  /// Scores to probabilities in shared memory, relative to the group's new maxima, and what was summed so far as well.
-  CUTE_DEVICE void exponentiate() {
+  CUTE_DEVICE void leave_maxima() const {
     for_each_row([&](int m, int half) {
       float const largest = QuadOfLanes::max(scores.largest(m, half));
       if (quad == 0) shared.rows[member][row(m, half)] = largest;
     });
-    meet_group();
+  }
+
+  /// Scores to probabilities in shared memory, relative to the group's new maxima, and what was summed so far as well.
+  CUTE_DEVICE void exponentiate() {
     float factor[kRowSteps][2];
     bool raised = false;
     for_each_row([&](int m, int half) {
@@ -219,17 +215,22 @@ struct WideHeads {
       __syncthreads();  // K has arrived, and everybody is done with V and P
       copy_values(begin);
       cute::cp_async_fence();
-      if (begin <= last) {
+      bool const sees = begin <= last;
+      if (sees) {
         multiply_keys();
         scores.template finish<T>(p, tile, warp_row + group, begin + member * kKeys + 2 * quad,
                                   last_key(tile, warp_row));
-        exponentiate();
+        leave_maxima();
       }
+      // For a group's own warps a barrier of theirs would do. Beside copies that are on their way, racecheck takes it
+      // for a hole in the others, and it is no faster.
+      __syncthreads();
+      if (sees) exponentiate();
       cute::cp_async_wait<0>();
       __syncthreads();  // V and P have arrived, and everybody is done with K and the maxima
       if (begin + C.tile_n < tile.keys) copy_keys(begin + C.tile_n);
       cute::cp_async_fence();
-      if (begin <= last) multiply_values();
+      if (sees) multiply_values();
     }
   }
 
@@ -239,7 +240,7 @@ struct WideHeads {
       float const own = QuadOfLanes::sum(sum[m][half]);
       if (quad == 0) shared.rows[member][row(m, half)] = own;
     });
-    meet_group();
+    __syncthreads();
     RowPlace const rows = query_rows(p, tile, p.o_stride), places = lse_rows(p, tile);
     for_each_row([&](int m, int half) {
       if (row(m, half) >= tile.rows) return;
