@@ -1,7 +1,7 @@
 // Launches that overlap (programmatic dependent launch, sm_90 and later): the blocks of a row that `overlaps()`, and of
-// the kernel that combines the parts of split keys, may start while the kernel ahead of theirs in the stream still runs,
-// find their tile, and wait. A launch's own latency is hidden that way, of the order of a microsecond, which counts
-// where a problem takes only a few of them.
+// the kernel that combines the parts of split keys, may start while the kernel ahead of theirs in the stream still
+// runs, find their tile, and wait. A launch's own latency is hidden that way, of the order of a microsecond, which
+// counts where a problem takes only a few of them.
 //
 // Why this is sound beside any kernels, in a stream or in a CUDA graph that was captured from one:
 // - Every thread waits before its first access to global memory. Reads after the wait see what the kernel ahead wrote,
@@ -20,8 +20,7 @@
 
 #include <cute/config.hpp>
 
-#include "../host_device.h"
-#include "../params.h"
+#include "mask.cuh"
 
 namespace cutlass_fmha {
 
@@ -49,12 +48,14 @@ CUTE_DEVICE void prefetch_rows(uint16_t const* tensor, int64_t row_stride, int b
   }
 }
 
-/// The queries of tile `m_block` of a head, and this tile's part of the head's keys: its tiles have one part each.
+/// The queries of tile `m_block` of a head, and this tile's part of the keys that are seen: its tiles have one part
+/// each.
 template <int HeadDim, int TileM, int Threads>
 CUTE_DEVICE void prefetch_inputs(ForwardParams const& p, uint16_t const* q, uint16_t const* k, uint16_t const* v,
                                  int m_block) {
-  int const keys = ceil_div(p.seqlen_k, ceil_div(p.seqlen_q, TileM));
-  int const key_end = min((m_block + 1) * keys, p.seqlen_k);
+  int const seen = visible_keys(p, p.seqlen_q - 1);
+  int const keys = ceil_div(seen, ceil_div(p.seqlen_q, TileM));
+  int const key_end = min((m_block + 1) * keys, seen);
   prefetch_rows<HeadDim, Threads>(k, p.k_stride.seqlen, m_block * keys, key_end);
   prefetch_rows<HeadDim, Threads>(v, p.v_stride.seqlen, m_block * keys, key_end);
   prefetch_rows<HeadDim, Threads>(q, p.q_stride.seqlen, m_block * TileM, min((m_block + 1) * TileM, p.seqlen_q));
