@@ -66,18 +66,20 @@ CUTE_DEVICE void forward_rows(ForwardParams const& p) {
   auto const offset = [&](void const* tensor, Strides const& s, int head, int row) {
     return static_cast<uint16_t const*>(tensor) + tile.batch * s.batch + head * s.head + row * s.seqlen;
   };
+  // Where there is room, what is computed here stays: the compiler must not compute it again in each phase.
+  auto const keep = [](uint32_t x) { return Mainloop<C>::kRoomy ? opaque(x) : x; };
   uint32_t const barriers = cute::cast_smem_ptr_to_uint(smem + Shared::kBarriers);
   int const half_thread = threadIdx.x % (C.threads() / 2);
   Mainloop<C> mainloop{
       .params = p,
       .smem = smem,
-      .uniform_tile_row = Mainloop<C>::tile_row_of(warp),
+      .uniform_tile_row = C.arch >= 90 ? Mainloop<C>::tile_row_of(warp) : int(keep(Mainloop<C>::tile_row_of(warp))),
       .blocks = blocks,
       .second_group = second_group,
       .k_pipe = {barriers},
       .v_pipe = {barriers + TilePipeline<C.stages>::kBytes},
-      .qv_lane_offset = Mainloop<C>::KvTile::lane_offset(lane % 16, lane / 16 * 8),
-      .k_lane_offset = Mainloop<C>::KvTile::lane_offset(lane % 8 + lane / 16 * 8, lane / 8 % 2 * 8),
+      .qv_lane_offset = keep(Mainloop<C>::KvTile::lane_offset(lane % 16, lane / 16 * 8)),
+      .k_lane_offset = keep(Mainloop<C>::KvTile::lane_offset(lane % 8 + lane / 16 * 8, lane / 8 % 2 * 8)),
       .loader =
           second_group
               ? typename Mainloop<C>::KvLoader(offset(p.k, p.k_stride, head_kv, 0), p.k_stride.seqlen, half_thread)

@@ -45,6 +45,7 @@ struct Mainloop {
   using Element = typename T::Element;
   using Shared = SharedLayout<C>;
   static constexpr int kHalfThreads = C.threads() / 2;
+  static constexpr bool kRoomy = is_roomy(C);
   using KvLoader = TileLoader<C.head_dim, C.tile_n, kHalfThreads, C.copy>;
   using Turn = Turns<C.warps, C.ping_pong>;
   using QTile = LdmatrixTile<C.head_dim, C.tile_m>;
@@ -80,9 +81,9 @@ struct Mainloop {
     return (warp < C.warps / 2 ? warp : C.warps + C.warps / 2 - 1 - warp) * T::kRows;
   }
 
-  /// That of this warp. From sm_90 on it stays in a uniform register; on sm_89 it would take a vector register, of
-  /// which none is left, and is computed again.
-  CUTE_DEVICE int tile_row() const { return C.arch >= 90 ? uniform_tile_row : tile_row_of(thread_id() / 32); }
+  /// That of this warp. From sm_90 on it stays in a uniform register; on sm_89 it would take a vector register. Where
+  /// none is left, it is computed again.
+  CUTE_DEVICE int tile_row() const { return C.arch >= 90 || kRoomy ? uniform_tile_row : tile_row_of(thread_id() / 32); }
 
   CUTE_DEVICE void init_pipelines() const {
     if (threadIdx.x == 0) {
@@ -116,16 +117,20 @@ struct Mainloop {
     if (phase < blocks) {
       begin_turn(phase);
       if (phase > 0) release_unused(v_pipe, phase - 1);
-      bool const masked = compute_scores(phase, q_fragments, scores);
+      bool const masked = compute_scores<Masked::ask>(phase, q_fragments, scores);
       end_scores(phase);
       update<true>(phase, masked, scores, probabilities, output, softmax);
+      ++phase;
+      if constexpr (kRoomy) {
+        int const masked_end = blocks - full_key_blocks(params, row_begin(), C.tile_n);
+        CUTE_NO_UNROLL
+        for (; phase < masked_end; ++phase) {
+          advance<Masked::yes>(phase, q_fragments, scores, probabilities, output, softmax);
+        }
+      }
       CUTE_NO_UNROLL
-      for (++phase; phase < blocks; ++phase) {
-        begin_turn(phase);
-        accumulate(phase - 1, probabilities, output);
-        bool const masked = compute_scores(phase, q_fragments, scores);
-        end_scores(phase);
-        update<false>(phase, masked, scores, probabilities, output, softmax);
+      for (; phase < blocks; ++phase) {
+        advance<kRoomy ? Masked::no : Masked::ask>(phase, q_fragments, scores, probabilities, output, softmax);
       }
       begin_turn(phase);
       accumulate(phase - 1, probabilities, output);
@@ -136,6 +141,17 @@ struct Mainloop {
   }
 
  private:
+  /// A phase after the first.
+  template <Masked Mask>
+  CUTE_DEVICE void advance(int phase, QFragments const& q_fragments, Scores& scores, Probabilities& probabilities,
+                           Output& output, typename T::Softmax& softmax) {
+    begin_turn(phase);
+    accumulate(phase - 1, probabilities, output);
+    bool const masked = compute_scores<Mask>(phase, q_fragments, scores);
+    end_scores(phase);
+    update<false>(phase, masked, scores, probabilities, output, softmax);
+  }
+
   /// Brings a tile of K or V, the next one in the walk of the thread's group, if there is one.
   template <bool Partial>
   CUTE_DEVICE void refill(TilePipeline<C.stages> const& pipe, int ring, int64_t row_stride, int tile) {
@@ -192,10 +208,11 @@ struct Mainloop {
 
   /// scores = Q K(phase)^T. Returns whether they need a mask: asked during the last step, so that the answer is there
   /// after it. The turn is passed on there too: by the time the other warp's first mma issues, ours are issued.
+  template <Masked Mask>
   CUTE_DEVICE bool compute_scores(int phase, QFragments const& q_fragments, Scores& scores) const {
     using namespace cute;
     clear(scores);
-    bool masked = false;
+    bool masked = Mask == Masked::yes;
     uint32_t const q_rows = C.q_in_registers ? 0 : q_begin();
     k_pipe.consumer_wait(phase);
     uint32_t const stage = Shared::kKOffset + phase % C.stages * Shared::kTile;
@@ -212,7 +229,7 @@ struct Mainloop {
         auto k = make_tensor<Element>(Shape<Shape<_2, _2>, _2>{});
         load_matrix<SM75_U32x4_LDSM_N>(smem, stage + KvTile::piece(k_lane_offset, n, step), k);
         if (step == T::kDimSteps - 1 && n == T::kKeySteps / 2) {
-          masked = is_masked(phase);
+          if constexpr (Mask == Masked::ask) masked = is_masked(phase);
           Turn::pass();
         }
         multiply<T>(q, k, scores, n);

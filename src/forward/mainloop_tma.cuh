@@ -92,7 +92,7 @@ struct TmaMainloop {
     for (; phase < first_phase; ++phase) skip(producer, phase);
     if (phase < blocks) {
       FirstOperands first;
-      bool masked = is_masked(phase);
+      bool const masked = is_masked(phase);
       before_turn(producer, phase);
       Turn::take(warp);
       if (phase > 0) release_unused(v_pipe, phase - 1);
@@ -101,16 +101,18 @@ struct TmaMainloop {
       producer.refill_k(k_pipe, phase + C.stages);
       update<true>(phase, masked, scores, probabilities, output, softmax);
       OperandsB<kAhead + 1> ahead;
+      ++phase;
+      if constexpr (is_roomy(C)) {
+        int const masked_end = end - full_key_blocks(params, row_begin(), C.tile_n);
+        CUTE_NO_UNROLL
+        for (; phase < min(masked_end, blocks); ++phase) {
+          advance<Masked::yes>(producer, phase, q_fragments, first, ahead, scores, probabilities, output, softmax);
+        }
+      }
       CUTE_NO_UNROLL
-      for (++phase; phase < blocks; ++phase) {
-        before_turn(producer, phase);
-        masked = is_masked(phase);
-        read_ahead(phase - 1, ahead);
-        Turn::take(warp);
-        accumulate(phase - 1, ahead, probabilities, output, [&] { read_ahead(phase, first); });
-        compute_scores(phase, q_fragments, first, scores);
-        producer.refill_k(k_pipe, phase + C.stages);
-        update<false>(phase, masked, scores, probabilities, output, softmax);
+      for (; phase < blocks; ++phase) {
+        advance<is_roomy(C) ? Masked::no : Masked::ask>(producer, phase, q_fragments, first, ahead, scores,
+                                                        probabilities, output, softmax);
       }
       before_turn(producer, phase);
       read_ahead(phase - 1, ahead);
@@ -124,6 +126,21 @@ struct TmaMainloop {
   }
 
  private:
+  /// A phase after the first.
+  template <Masked Mask>
+  CUTE_DEVICE void advance(Producer const& producer, int phase, QFragments const& q_fragments, FirstOperands& first,
+                           OperandsB<kAhead + 1>& ahead, Scores& scores, Probabilities& probabilities, Output& output,
+                           typename T::Softmax& softmax) const {
+    before_turn(producer, phase);
+    bool const masked = Mask == Masked::ask ? is_masked(phase) : Mask == Masked::yes;
+    read_ahead(phase - 1, ahead);
+    Turn::take(warp);
+    accumulate(phase - 1, ahead, probabilities, output, [&] { read_ahead(phase, first); });
+    compute_scores(phase, q_fragments, first, scores);
+    producer.refill_k(k_pipe, phase + C.stages);
+    update<false>(phase, masked, scores, probabilities, output, softmax);
+  }
+
   CUTE_DEVICE static int visible_blocks(ForwardTmaParams const& p, int row_begin) {
     return key_blocks(p, row_begin, row_begin + T::kRows, C.tile_n);
   }

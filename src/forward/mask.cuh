@@ -4,10 +4,23 @@
 
 #include <cute/tensor.hpp>
 
+#include "../config.h"
 #include "../host_device.h"
 #include "../params.h"
 
 namespace cutlass_fmha {
+
+/// Whether scores of a phase get a mask: a loop over phases either knows, or asks in each.
+enum class Masked { yes, no, ask };
+
+/// Whether a warp's fragments leave registers free. Then the phases that need a mask have a loop of their own, so that
+/// the long one need not ask, and what can be computed before it is.
+constexpr bool is_roomy(ForwardConfig const& c) {
+  int const per_thread = 65536 / (c.threads() * c.min_blocks), most = per_thread < 255 ? per_thread : 255;
+  int const halves = 2 * c.head_dim + 3 * c.tile_n + (c.q_in_registers ? c.head_dim : 0);  // O, S and P, Q
+  constexpr int kOthers = 90;
+  return c.rows_per_warp() * halves / 64 + kOthers <= most;
+}
 
 /// Keys 0 .. visible_keys - 1 are visible to query `row`.
 FMHA_HOST_DEVICE inline int visible_keys(ForwardParams const& p, int row) {

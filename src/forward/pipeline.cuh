@@ -8,8 +8,8 @@ namespace cutlass_fmha {
 // Special registers, read anew at each use: a few instructions per phase of the main loop cost less than a register
 // that lives through all of it.
 
-CUTE_DEVICE int thread_id() {
-  int id;
+CUTE_DEVICE unsigned thread_id() {
+  unsigned id;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(id));
   return id;
 }

@@ -6,14 +6,15 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-#: Head dimension -> batch, heads, seqlen. All of them are many waves of blocks on 132 SMs.
+#: Head dimension -> batch, heads, seqlen. Tiles of 256, 128 and 64 queries make whole waves on 132 SMs: the last wave of
+#: a target would be another one.
 SHAPES: dict[int, tuple[int, int, int]] = {
-    32: (4, 32, 4096),
-    64: (4, 32, 4096),
-    96: (2, 16, 8192),
-    128: (2, 16, 8192),
-    192: (2, 8, 8192),
-    256: (2, 8, 8192),
+    32: (12, 11, 4096),
+    64: (12, 11, 4096),
+    96: (3, 11, 8192),
+    128: (3, 11, 8192),
+    192: (3, 11, 4096),
+    256: (3, 11, 4096),
 }
 
 
