@@ -67,8 +67,8 @@ def test_reasons_of_general_rows():
     assert reasons(replace(blocked, block_mask=(96, 80)), name) == [
         "takes block masks of blocks that are multiples of 64 x 32, and these are 96 x 80"
     ]
-    split = reasons(blocked, "fwd_sm89_f16_d64_m16n16w4k4_general")
-    assert split == ["takes block masks of blocks that are multiples of 16 x 64, and these are 64 x 96"]
+    split = reasons(blocked, "fwd_sm89_f16_d64_m16n32w4k4_general")
+    assert split == ["takes block masks of blocks that are multiples of 16 x 128, and these are 64 x 96"]
     assert reasons(replace(PREFILL, features=("pages",), page_size=24), name) == [
         "takes pages of a multiple of 16 keys, and these have 24"
     ]

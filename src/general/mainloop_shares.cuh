@@ -63,6 +63,8 @@ struct SharesMainloop {
   using Step = typename GeneralMainloop<C>::StepA;
   using QFragments = typename GeneralMainloop<C>::QFragments;
   using Probabilities = typename GeneralMainloop<C>::Probabilities;
+  /// Keys whose rows follow each other wherever a sequence begins with a page: pages are multiples of so many.
+  static constexpr int kRun = 16;
   static_assert(C.kv_warps == C.warps && T::kRows == C.tile_m, "every warp has all rows of the tile");
   static_assert(int(KCopy::kRowsPerPass) == int(VCopy::kRowsPerPass), "a lane copies the same rows of K and of V");
 
@@ -75,7 +77,7 @@ struct SharesMainloop {
   int const lane;
   uint16_t const *const k, *const v;     ///< this lane's column of the sequence's entry and head
   int const k_dimensions, v_dimensions;  ///< from that column on
-  bool const regular;                    ///< rows of whole vectors, and no tile of keys lies in two pages
+  bool const regular;                    ///< rows of whole vectors, and no run of keys lies in two pages
   CommonView const view;                 ///< what the tile's queries see
 
   CUTE_DEVICE SharesMainloop(GeneralParams const& p, char* smem, Sequence const& sequence, GeneralTile const& tile,
@@ -91,7 +93,7 @@ struct SharesMainloop {
         v(slice(p.v, p.v_stride) + VCopy::column(lane)),
         k_dimensions(p.head_dim - KCopy::column(lane)),
         v_dimensions(p.head_dim_v - VCopy::column(lane)),
-        regular(p.vectors && (p.page_table == nullptr || sequence.first_k % C.tile_n == 0)),
+        regular(p.vectors && (p.page_table == nullptr || sequence.first_k % kRun == 0)),
         view(p, sequence, p.by_pack.quotient(tile.row_begin), last_query()) {}
 
   CUTE_DEVICE RowMaxima maxima() const { return {Shared::Shares::maxima(smem) + share * C.tile_m}; }
@@ -153,24 +155,27 @@ struct SharesMainloop {
   CUTE_DEVICE void load(int step) const {
     bool const there = step < walk.tiles;
     int const begin = there ? key_begin(step) : 0;
-    // The rows of a tile follow each other, where no page ends among them.
-    int const row = sequence.first_k + smaller(begin, sequence.keys - 1);
-    if (there) copy_tile<KCopy>(k_tile(step), k, p.k_stride, row, begin, k_dimensions);
+    if (there) copy_tile<KCopy>(k_tile(step), k, p.k_stride, begin, k_dimensions);
     cute::cp_async_fence();
-    if (there) copy_tile<VCopy>(v_tile(step), v, p.v_stride, row, begin, v_dimensions);
+    if (there) copy_tile<VCopy>(v_tile(step), v, p.v_stride, begin, v_dimensions);
     cute::cp_async_fence();
   }
 
   template <class Tile>
-  CUTE_DEVICE void copy_tile(uint32_t to, uint16_t const* tensor, Strides const& stride, int row, int begin,
+  CUTE_DEVICE void copy_tile(uint32_t to, uint16_t const* tensor, Strides const& stride, int begin,
                              int dimensions) const {
     if (!regular) return copy_rows<Tile>(to, tensor, stride, begin, dimensions);
+    constexpr int kRunPasses = kRun / Tile::kRowsPerPass;
     int const first = Tile::first_row(lane), keys = sequence.keys - begin - first;
-    uint16_t const* from = tensor + key_row_offset(p, stride, sequence, row) + first * stride.seqlen;
     CUTE_UNROLL
-    for (int pass = 0; pass < Tile::kPasses; ++pass) {
-      Tile::load(smem + to, Tile::offset(lane, pass), from, pass * Tile::kRowsPerPass < keys ? dimensions : 0);
-      from += Tile::kRowsPerPass * stride.seqlen;
+    for (int run = 0; run < C.tile_n / kRun; ++run) {
+      int const row = sequence.first_k + smaller(begin + run * kRun, sequence.keys - 1);
+      uint16_t const* from = tensor + key_row_offset(p, stride, sequence, row) + first * stride.seqlen;
+      CUTE_UNROLL
+      for (int pass = run * kRunPasses; pass < (run + 1) * kRunPasses; ++pass) {
+        Tile::load(smem + to, Tile::offset(lane, pass), from, pass * Tile::kRowsPerPass < keys ? dimensions : 0);
+        from += Tile::kRowsPerPass * stride.seqlen;
+      }
     }
   }
   /// The same where pages end anywhere or rows are not aligned.
