@@ -110,11 +110,12 @@ def groups(template: Template, problem: Problem, device: Device) -> list[Group]:
         if full < tiles:
             found.append(Group(sequences, *_block(template, problem, tiles - 1, pack, splits)))
         return found
-    size = -(-tiles // MAX_GROUPS)
+    # The last tile, launched first, may be the only one that sees a key.
+    size = max(1, -(-(tiles - 1) // (MAX_GROUPS - 1)))
+    spans = [(max(0, last - size + 1), last) for last in range(tiles - 2, -1, -size)]
     return [
         Group((last - first + 1) * sequences, *_block(template, problem, (first + last) / 2, pack, splits))
-        for last in range(tiles - 1, -1, -size)
-        for first in (max(0, last - size + 1),)
+        for first, last in [(tiles - 1, tiles - 1), *spans]
     ]
 
 

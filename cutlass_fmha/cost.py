@@ -7,15 +7,18 @@ it take its time, and ``count`` plays the launch through for both:
   ``resident`` blocks; blocks go to the places in launch order, each to the first one that is free.
 - **work**: the same blocks keep an SM's pipes busy for ``warp_block`` and ``warp_step`` per step, less for a
   block whose warps have rows or keys missing. Blocks on one SM share its pipes, so that here every SM is one
-  place.
+  place, which begins with as many blocks as it has room for.
 
-    microseconds = launch * launches + cold * share + traffic * megabytes + sqrt(waiting^2 + work^2)
+    microseconds = launch * launches + cold * share + traffic * megabytes + again * megabytes loaded again
+                   + sqrt(waiting^2 + work^2)
 
 ``cold`` is what inputs add that are too large to be found in the L2 cache, ``traffic`` what is moved at
-least. Where keys are split, or those of the last tiles are divided, a second launch combines the parts. What
-masks and biases take is not counted: every row that can has to read them. All prices are linear up to the
-square root: a few dozen timings fit them (``calibration/fit.py``). Those of a GPU that was never measured are
-derived from its datasheet (``calibration/datasheet.py``).
+least, ``again`` what blocks load of keys and values that others load, too: it comes from the L2 cache, which
+small tiles and heads that share keys ask for many times as much. Where keys are split, or those of the last
+tiles are divided, a second launch combines the parts. What masks and biases take is not counted: every row
+that can has to read them. All prices are linear up to the square root: a few dozen timings fit them
+(``calibration/fit.py``). Those of a GPU that was never measured are derived from its datasheet
+(``calibration/datasheet.py``).
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from cutlass_fmha.blocks import groups, split_keys, tail_of
+from cutlass_fmha.blocks import Group, groups, split_keys, tail_of
 from cutlass_fmha.device import KIB, Device
 
 if TYPE_CHECKING:
@@ -42,6 +45,9 @@ MAX_WAVES, MAX_MASKED_WAVES = 32, 6
 """Blocks per place from which on a launch is not played through but averaged. With a mask, early blocks are
 long and late ones short, so that places end together much sooner."""
 
+Kinds = Sequence[tuple[int, float, float]]
+"""Blocks that are launched one after another: how many are alike, ``block`` and ``step`` of each."""
+
 
 @dataclass(frozen=True)
 class RowCost:
@@ -50,6 +56,7 @@ class RowCost:
     launch: float
     cold: float
     traffic: float
+    again: float
     block: float
     step: float
     warp_block: float
@@ -68,12 +75,13 @@ class RowCost:
 
     def of(self, counts: Counts) -> float:
         """Microseconds of a launch with these counts."""
-        once = self.launch * counts.launches + self.cold * counts.cold + self.traffic * counts.megabytes
+        once = self.launch * counts.launches + self.cold * counts.cold
+        once += self.traffic * counts.megabytes + self.again * counts.megabytes_again
         return once + math.hypot(self.waiting(counts), self.work(counts))
 
 
 #: The prices of a ``RowCost``: all but ``resident``.
-PRICES = ("launch", "cold", "traffic", "block", "step", "warp_block", "warp_step")
+PRICES = ("launch", "cold", "traffic", "again", "block", "step", "warp_block", "warp_step")
 
 
 class Counts(NamedTuple):
@@ -87,6 +95,7 @@ class Counts(NamedTuple):
     launches: int
     cold: float
     megabytes: float
+    megabytes_again: float
     blocks: float
     steps: float
     warp_blocks: float
@@ -105,7 +114,7 @@ def count(template: Template, problem: Problem, device: Device, cost: RowCost) -
     alone = [(group.blocks, group.block, group.steps) for group in launched]
     shared = [(group.blocks, group.warp_block, group.warp_steps) for group in launched]
     waiting = _play(alone, device.sm_count * cost.resident, most, cost.block, cost.step)
-    work = _play(shared, device.sm_count, most, cost.warp_block, cost.warp_step)
+    work = _work(shared, device.sm_count, cost, most, even=not problem.is_ranged)
     splits = split_keys(template, problem, device)
     tail = tail_of(template, problem, device)
     read = _bytes_read(problem)
@@ -113,7 +122,8 @@ def count(template: Template, problem: Problem, device: Device, cost: RowCost) -
     if tail:
         moved += 2 * BYTES_PER_PARTIAL * tail.rows(template) * template.head_dim
     cold = min(1.0, read / COLD_BYTES)
-    return Counts(2 if splits > 1 or tail else 1, cold, moved / 1e6, *waiting, *work)
+    again = max(0.0, _bytes_loaded(template, launched) - read)
+    return Counts(2 if splits > 1 or tail else 1, cold, moved / 1e6, again / 1e6, *waiting, *work)
 
 
 def _bytes_read(problem: Problem) -> int:
@@ -126,33 +136,94 @@ def _bytes_read(problem: Problem) -> int:
     return problem.batch * (queries * problem.num_heads * problem.head_dim + of_keys) * BYTES_PER_ELEMENT
 
 
+def _bytes_loaded(template: Template, launched: Sequence[Group]) -> float:
+    """Bytes of keys and values that all blocks load, each for itself."""
+    step = template.tile_n * template.kv_warps * (template.head_dim + template.head_dim_v) * BYTES_PER_ELEMENT
+    return step * sum(group.blocks * group.steps for group in launched)
+
+
 def _bytes_written(problem: Problem, splits: int) -> int:
     """Bytes of the output; those of the parts, which are read again, too."""
     elements = problem.batch * problem.seqlen_q * problem.num_heads * problem.value_dim
     return elements * (BYTES_PER_ELEMENT + (2 * splits * BYTES_PER_PARTIAL if splits > 1 else 0))
 
 
+def _work(launched: Kinds, sms: int, cost: RowCost, most: int, even: bool) -> tuple[float, float]:
+    """What the SM with the most to do has to do. ``even``: all blocks take about the same time.
+
+    The first blocks are dealt out to the SMs in turns, as many to each as it has places, no matter how long
+    they are. Those after them go where one ends. Even ones end together, and an SM that has all its places
+    free takes new blocks for all of them, or one, and leaves the others to the next SM: there is no telling,
+    so that the last wave counts as the mean of both.
+    """
+    block, step = cost.warp_block, cost.warp_step
+    total = sum(number for number, _, _ in launched)
+    places = sms * cost.resident
+    if cost.resident == 1 or total <= sms or total > places * most:
+        return _play(launched, sms, most * cost.resident, block, step)
+    if even and total > places:
+        waves = -(-total // places)
+        left = total - (waves - 1) * places
+        busiest = (waves - 1) * cost.resident + (-(-left // sms) + min(cost.resident, left)) / 2
+        share = busiest / total
+        return (
+            share * sum(number * blocks for number, blocks, _ in launched),
+            share * sum(number * steps for number, _, steps in launched),
+        )
+    dealt, left_over = _deal(launched, sms, cost.resident)
+    return _play(left_over, sms, most * cost.resident, block, step, dealt)
+
+
+def _deal(launched: Kinds, sms: int, rounds: int) -> tuple[Kinds, Kinds]:
+    """Gives each SM a block in every round. SMs that got the same, with what they have, and what is left."""
+    left = list(reversed(launched))
+    dealt: list[tuple[int, float, float]] = [(sms, 0.0, 0.0)]
+    for _ in range(rounds):
+        before, dealt = dealt, []
+        for many, blocks, steps in before:
+            while many and left:
+                number, more_blocks, more_steps = left.pop()
+                taken = min(many, number)
+                if taken:
+                    dealt.append((taken, blocks + more_blocks, steps + more_steps))
+                if taken < number:
+                    left.append((number - taken, more_blocks, more_steps))
+                many -= taken
+            if many:
+                dealt.append((many, blocks, steps))
+    return dealt, left[::-1]
+
+
 def _play(
-    launched: Sequence[tuple[int, float, float]], places: int, most: int, block: float, step: float
+    launched: Kinds, places: int, most: int, block: float, step: float, dealt: Kinds = ()
 ) -> tuple[float, float]:
-    """Gives (number, blocks, steps) to places in order; what lies on the longest way to the end, added up."""
+    """Gives blocks to places in order; what lies on the longest way to the end, added up.
+
+    ``dealt``: what the places have to do before; nothing when empty.
+    """
+    launched = [kind for kind in launched if kind[0]]
     total = sum(number for number, _, _ in launched)
     if total > places * most:  # an even share of all, and half of a last one
         _, last_blocks, last_steps = launched[-1]
         all_blocks = sum(number * blocks for number, blocks, _ in launched)
         all_steps = sum(number * steps for number, _, steps in launched)
         return all_blocks / places + last_blocks / 2, all_steps / places + last_steps / 2
-    if len(launched) == 1:  # equal blocks end together: a partial wave is a whole one
-        waves = -(-total // places)
-        return waves * launched[0][1], waves * launched[0][2]
-    if total <= places:
-        return max(
-            ((blocks, steps) for _, blocks, steps in launched), key=lambda x: x[0] * block + x[1] * step
-        )
+    if not dealt:
+        if len(launched) == 1:  # equal blocks end together: a partial wave is a whole one
+            waves = -(-total // places)
+            return waves * launched[0][1], waves * launched[0][2]
+        if total <= places:
+            return max(
+                ((blocks, steps) for _, blocks, steps in launched), key=lambda x: x[0] * block + x[1] * step
+            )
     # Places that become free together are one entry: when, a number to break ties, how many, the way there.
-    free = [(0.0, 0, places, 0.0, 0.0)]
-    longest = free[0]
-    entry = 0
+    free = [
+        (blocks * block + steps * step, entry, many, blocks, steps)
+        for entry, (many, blocks, steps) in enumerate(dealt or [(places, 0.0, 0.0)])
+    ]
+    heapq.heapify(free)
+    longest = max(free)
+    entry = len(free)
     for left, blocks, steps in launched:
         us = blocks * block + steps * step
         while left:

@@ -281,10 +281,27 @@ SUMMED = ("steps", "warp_block", "warp_steps")
 
 def simulate(durations: list[float], places: int) -> float:
     """When the last of some blocks ends that go to places in order, each to the first that is free."""
-    free = [0.0] * places
+    return fill([0.0] * places, durations)
+
+
+def fill(free: list[float], durations: list[float]) -> float:
+    """``simulate`` from when each place becomes free."""
+    heapq.heapify(free)
     for us in durations:
         heapq.heapreplace(free, free[0] + us)
     return max(free)
+
+
+def busiest(durations: list[float], sms: int, resident: int, even: bool) -> float:
+    """Work of the SM that has the most, where the first blocks are dealt out in turns."""
+    places = sms * resident
+    if not even or len(durations) <= places:
+        dealt = [sum(durations[sm:places:sms]) for sm in range(sms)]
+        return fill(dealt, durations[places:])
+    before = (len(durations) - 1) // places * places
+    last = durations[before:]
+    one_each, all_places = simulate(last, sms), sum(last[:resident])
+    return sum(durations[:before:sms]) + (one_each + all_places) / 2
 
 
 @pytest.mark.parametrize("causal", ["none", "bottom-right"])
@@ -296,15 +313,50 @@ def test_waiting_and_work_are_those_of_blocks_that_go_where_there_is_room(
 ):
     row = BUILD.by_name("fwd_sm89_f16_d64_m64n64w4")
     problem = Problem(batch, seqlen, seqlen, heads, heads, 64, "float16", causal)
-    prices = cost.RowCost(0, 0, 0, 2.0, 0.5, 1.0, 0.4, resident=3)
+    prices = cost.RowCost(0, 0, 0, 0, 2.0, 0.5, 1.0, 0.4, resident=3)
     counts = cost.count(row, problem, L4, prices)
     assert counts is not None
     launched = [group for group in blocks.groups(row, problem, L4) for _ in range(group.blocks)]
     waiting = simulate([2.0 * group.block + 0.5 * group.steps for group in launched], 3 * L4.sm_count)
-    work = simulate([group.warp_block + 0.4 * group.warp_steps for group in launched], L4.sm_count)
+    durations = [group.warp_block + 0.4 * group.warp_steps for group in launched]
+    work = busiest(durations, L4.sm_count, 3, even=causal == "none")
     assert prices.waiting(counts) == pytest.approx(waiting, rel=0.04)
     assert prices.work(counts) == pytest.approx(work, rel=0.04)
     assert prices.of(counts) == pytest.approx(math.hypot(waiting, work), rel=0.04)
+
+
+def test_parts_of_a_divided_tail_are_no_longer_than_they_are():
+    """Where all tiles are divided, no block walks all keys."""
+    row = replace(
+        BUILD.by_name("fwd_sm89_f16_d64_m256n64w8"), copy="tma", smem_bytes=98 * 1024, q_in_registers=False
+    )
+    problem = Problem(1, 1024, 4096, 8, 8, 64, "float16")
+    tail = blocks.tail_of(row, problem, L4)
+    assert tail is not None and tail.tiles == 32
+    counts = cost.count(row, problem, L4, cost.RowCost(0, 0, 0, 0, 1.0, 1.0, 1.0, 1.0))
+    assert counts is not None and counts.steps < 64
+
+
+def test_the_first_sm_gets_the_longest_block_of_each_round():
+    """Two blocks for every SM and no third: with a causal mask, one SM gets the longest of both rounds."""
+    row = BUILD.by_name("fwd_sm89_f16_d64_m64n64w4")
+    problem = Problem(1, 2048, 2048, 3, 3, 64, "float16", "bottom-right")
+    prices = cost.RowCost(0, 0, 0, 0, 1.0, 1.0, 0.0, 1.0)
+    device = replace(L4, sm_count=48)
+    two = cost.count(row, problem, device, replace(prices, resident=2))
+    one = cost.count(row, problem, device, prices)
+    assert one is not None and two is not None
+    first = [group.warp_steps for group in blocks.groups(row, problem, device) for _ in range(group.blocks)]
+    assert two.warp_steps == first[0] + first[48] > one.warp_steps
+
+
+def test_the_only_tile_that_sees_a_key_counts():
+    """Of many query tiles, which are played through in groups, the last may be the only one."""
+    row = BUILD.by_name("fwd_sm89_f16_d64_m64n64w4")
+    found = blocks.groups(row, Problem(1, 6400, 5, 1, 1, 64, "float16", "bottom-right"), L4)
+    assert found[0].blocks == 1 and found[0].steps == 1
+    assert all(group.steps == 0 for group in found[1:])
+    assert sum(group.blocks for group in found) == 100 and len(found) <= blocks.MAX_GROUPS
 
 
 def test_cost_grows_with_work_and_shrinks_with_sms():
@@ -319,7 +371,7 @@ def test_cost_grows_with_work_and_shrinks_with_sms():
 
 def test_a_row_for_any_alignment_is_the_last_resort():
     """Its prediction may err, but with aligned operands it has never been the fastest."""
-    cheap = cost.RowCost(0.1, 0, 0, 0, 0, 0, 0)
+    cheap = cost.RowCost(0.1, 0, 0, 0, 0, 0, 0, 0)
     name = "fwd_sm89_f16_d64_m64n64w4_element"
     fitted = replace(store.default(L4), rows={name: store.Fit(cheap, 0, 0, 9)})
     assert select.select(PROBLEM, L4, build=BUILD, calibration=fitted).name != name

@@ -124,6 +124,7 @@ def row_cost(template: Template, device: Device, parameters: Parameters = PARAME
         launch=parameters.general.launch if template.general else start * parameters.launch_us,
         cold=start * parameters.cold_us,
         traffic=parameters.exposed_traffic / parameters.dram_tbytes[template.arch],
+        again=0.0,
         block=block,
         step=step,
         warp_block=warp_block,

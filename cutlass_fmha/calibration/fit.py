@@ -6,6 +6,9 @@ new ones are fitted to its counts, and again. How many blocks go about side by s
 timings best. Timings that the model can't explain lose weight (Huber), and so do problems that another row
 runs much faster: where rows cross is where a price must be right.
 
+All tiles are fitted twice. What the first fit gets wrong by the same factor for all rows of a problem decides
+nothing between them: the second fit doesn't bend any row's prices for it.
+
 Rows that differ in their dtype only take the same time, to half a percent on an H200: they are fitted
 together.
 """
@@ -15,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING
@@ -32,13 +35,20 @@ if TYPE_CHECKING:
 
 ROUNDS = 8
 MOST_RESIDENT = 6
-MIN_SAMPLES = 8
-"""With fewer timings than this, about as many as there are prices, a row keeps its default costs."""
+MIN_SAMPLES = 4
+"""With fewer timings than this a row keeps its default costs. Fewer than there are prices will do: general
+rows are timed on a few problems each, and what those leave open is the default at their scale (``PULL``)."""
 HUBER = 0.05
 """Relative error from which on a timing counts less."""
 FAR = 2.0
 """A timing counts by this power of best time / its time."""
-PULL = 1e-3
+NEAR = 1.3
+"""Rows that take this much longer than the best one have no say in what a problem's rows have in common."""
+MOST_IN_COMMON = 0.15
+"""Relative error of a row from which on it counts no more towards that."""
+AGAIN = 0.1
+"""Loading a byte again costs this part of the first time at the start: the default has no price for it."""
+PULL = 1e-2
 """Towards the start, where timings leave a price open: as if one timing said so with this weight."""
 
 
@@ -51,17 +61,42 @@ def tile_of(name: str) -> str:
     return re.sub(r"_(f16|bf16)_", "_", name)
 
 
-def timings(tile: str, samples: Sequence[Sample]) -> list[Weighted]:
-    """The timings of a tile's rows, weighted by how close they were to the best ones."""
+def timings(tile: str, samples: Sequence[Sample], factors: Sequence[float] | None = None) -> list[Weighted]:
+    """The timings of a tile's rows, weighted by how close they were to the best ones.
+
+    ``factors``: what to multiply those of each sample with.
+    """
     found = []
-    for sample in samples:
+    for number, sample in enumerate(samples):
         times = sample.times
+        factor = 1.0 if factors is None else factors[number]
         found += [
-            (sample.problem, us, (min(times.values()) / us) ** FAR)
+            (sample.problem, factor * us, (min(times.values()) / us) ** FAR)
             for name, us in times.items()
             if tile_of(name) == tile
         ]
     return found
+
+
+def in_common(
+    sample: Sample, templates: Mapping[str, Template], device: Device, fits: Mapping[str, store.Fit]
+) -> float:
+    """Predicted over measured time, as far as a sample's best rows share it. Few rows say little about that.
+
+    ``templates`` and ``fits``: those of each tile.
+    """
+    times = sample.times
+    best = min(times.values(), default=0.0)
+    total, weights = 0.0, 1.0  # as if one row, as good as the best, were predicted right
+    for name, us in times.items():
+        tile = tile_of(name)
+        if us < NEAR * best and tile in fits:
+            predicted = model.predict(templates[tile], sample.problem, device, fits[tile].cost)
+            error = math.log(predicted / us)
+            weight = (best / us) ** (2 * FAR)
+            total += weight * max(-MOST_IN_COMMON, min(MOST_IN_COMMON, error))
+            weights += weight
+    return math.exp(total / weights)
 
 
 def fit_tile(template: Template, device: Device, timed: Sequence[Weighted]) -> store.Fit | None:
@@ -71,6 +106,7 @@ def fit_tile(template: Template, device: Device, timed: Sequence[Weighted]) -> s
     start = datasheet.row_cost(template, device)
     ratios = [us / model.predict(template, problem, device, start) for problem, us, _ in timed]
     start = start.scaled(median(ratios))
+    start = replace(start, again=AGAIN * start.traffic)
     most = min(
         MOST_RESIDENT,
         device.smem_per_sm // (template.smem_bytes + KIB),
@@ -81,6 +117,11 @@ def fit_tile(template: Template, device: Device, timed: Sequence[Weighted]) -> s
         for resident in range(1, most + 1)
     ]
     _, cost = min(tried, key=lambda pair: pair[0])
+    return rated(template, device, timed, cost)
+
+
+def rated(template: Template, device: Device, timed: Sequence[Weighted], cost: RowCost) -> store.Fit:
+    """A row's costs with how well they explain timings of it."""
     errors = [abs(error) for error in _errors(template, device, timed, cost)]
     return store.Fit(cost, median(errors), max(errors), len(errors))
 
@@ -138,7 +179,7 @@ def _factors(counts: Counts, cost: RowCost) -> tuple[float, ...]:
     waiting, work = cost.waiting(counts), cost.work(counts)
     both = math.hypot(waiting, work)
     waits, works = (waiting / both, work / both) if both > 0 else (1.0, 1.0)
-    once = (float(counts.launches), counts.cold, counts.megabytes)
+    once = (float(counts.launches), counts.cold, counts.megabytes, counts.megabytes_again)
     return (
         *once,
         waits * counts.blocks,
@@ -151,7 +192,7 @@ def _factors(counts: Counts, cost: RowCost) -> tuple[float, ...]:
 def nonnegative_least_squares(rows: Sequence[Sequence[float]], targets: Sequence[float]) -> list[float]:
     """x >= 0 with the least sum of (row . x - target)^2, for a handful of unknowns.
 
-    Every set of unknowns that may be non-zero is tried: with seven that is quick, and needs no numpy.
+    Every set of unknowns that may be non-zero is tried: with eight that is quick, and needs no numpy.
     """
     width = len(rows[0])
     gram = [[sum(row[i] * row[j] for row in rows) for j in range(width)] for i in range(width)]
@@ -199,15 +240,17 @@ def fit(machine: Machine, samples: Sequence[Sample], build: Build) -> store.Cali
     for template in build.templates:
         if template.name in timed_rows:
             tiles.setdefault(tile_of(template.name), []).append(template)
+    first = {tile: templates[0] for tile, templates in tiles.items()}
+    fits = _fit_tiles(first, device, samples)
+    factors = [in_common(sample, first, device, fits) for sample in samples]
+    fits = _fit_tiles(first, device, samples, factors)
     rows: dict[str, store.Fit] = {}
     ratios: dict[str, list[float]] = {}
-    for tile, templates in tiles.items():
-        template = templates[0]
+    for tile, found in fits.items():
+        template = first[tile]
         timed = timings(tile, samples)
-        found = fit_tile(template, device, timed)
-        if found is None:
-            continue
-        rows |= {row.name: found for row in templates}
+        rated_fit = rated(template, device, timed, found.cost)
+        rows |= {row.name: rated_fit for row in tiles[tile]}
         start = datasheet.row_cost(template, device)
         ratios.setdefault(store.kind(template), []).extend(
             us / model.predict(template, problem, device, start) for problem, us, _ in timed
@@ -222,3 +265,17 @@ def fit(machine: Machine, samples: Sequence[Sample], build: Build) -> store.Cali
         scale={kind: median(values) for kind, values in ratios.items()},
         origin=f"measured on {machine.gpu}",
     )
+
+
+def _fit_tiles(
+    templates: Mapping[str, Template],
+    device: Device,
+    samples: Sequence[Sample],
+    factors: Sequence[float] | None = None,
+) -> dict[str, store.Fit]:
+    """The costs of each tile that has enough timings."""
+    found = {
+        tile: fit_tile(template, device, timings(tile, samples, factors))
+        for tile, template in templates.items()
+    }
+    return {tile: fit for tile, fit in found.items() if fit is not None}

@@ -24,7 +24,7 @@ DECODE_SHARE = 0.15
 SELF_SHARE = 0.5
 DECODE_QUERIES = 16
 SHORTEST_SELF = 16
-DRAWN = 56
+DRAWN = 88
 """Random problems of a calibration, for each head dim."""
 
 
@@ -142,6 +142,18 @@ _DESIGNED = (
     (1, 16, 1, 8192, 8192, "bottom-right"),
     (8, 32, 4, 1, 4096, "none"),
     (4, 8, 1, 16, 2048, "none"),
+    # Decoding, which few drawn problems are: general rows are timed on these alone.
+    (1, 2, 1, 1, 2048, "none"),
+    (1, 8, 8, 1, 16384, "none"),
+    (1, 4, 1, 2, 12288, "none"),
+    (16, 16, 2, 1, 1024, "none"),
+    (4, 16, 1, 1, 3072, "none"),
+    (4, 32, 4, 1, 6144, "none"),
+    (16, 8, 1, 4, 1536, "none"),
+    (8, 64, 8, 2, 2048, "none"),
+    (3, 8, 2, 12, 640, "bottom-right"),
+    (1, 32, 8, 4, 8192, "bottom-right"),
+    (2, 12, 1, 32, 8192, "none"),
 )
 
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("cutlass_fmha")
 
-SCHEMA = "cutlass_fmha-costs-1"
+SCHEMA = "cutlass_fmha-costs-2"
 WHICH = "CUTLASS_FMHA_CALIBRATION"
 CACHE_DIR = "CUTLASS_FMHA_CACHE_DIR"
 
