@@ -184,4 +184,4 @@ def host_times() -> dict[str, float]:
         "cutlass_fmha SDPA": partial(cutlass_fmha.scaled_dot_product_attention, q, k, v),
         "torch SDPA": partial(torch.nn.functional.scaled_dot_product_attention, q, k, v),
     }
-    return {name: round(time_host(call), 2) for name, call in calls.items()}
+    return {name: round(us, 2) for name, us in time_host(calls).items()}

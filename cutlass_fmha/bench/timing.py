@@ -153,20 +153,21 @@ def time_interleaved(timers: dict[str, GraphTimer], budget_s: float) -> dict[str
     return {name: timer.result() for name, timer in timers.items()}
 
 
-def time_host(call: Callable[[], object], calls: int = 200, repeats: int = 15) -> float:
-    """Host microseconds per eager call: median over ``repeats`` of ``calls`` calls without a synchronisation.
+def time_host(calls: dict[str, Callable[[], object]], count: int = 200, rounds: int = 15) -> dict[str, float]:
+    """Host microseconds per eager call: medians over ``rounds`` of ``count`` calls without a synchronisation.
 
-    The problem must be so small that the GPU keeps up, and ``calls`` below the depth of the launch queue
-    (1024): otherwise the host waits for the GPU and the figure is the GPU's.
+    The calls take turns, so that a host that slows down meets all of them. The problem must be so small that
+    the GPU keeps up, and ``count`` below the depth of the launch queue (1024): otherwise the host waits for
+    the GPU and the figure is the GPU's.
     """
-    for _ in range(20):
-        call()
-    samples = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(calls):
-            call()
-        samples.append((time.perf_counter() - begin) * 1e6 / calls)
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(-1, rounds):  # the first round warms up
+        for name, call in calls.items():
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for _ in range(count):
+                call()
+            if number >= 0:
+                samples[name].append((time.perf_counter() - begin) * 1e6 / count)
     torch.cuda.synchronize()
-    return percentile(samples, 0.5)
+    return {name: percentile(values, 0.5) for name, values in samples.items()}
