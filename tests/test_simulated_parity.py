@@ -24,7 +24,7 @@ ROWS = (
     "fwd_sm89_bf16_d64_m32n32w8k8",  # warps that share the keys
     "fwd_sm89_f16_d64_m64n64w4_general",
     "fwd_sm89_f16_d64_m16n32w4k4_general",
-    "fwd_sm90_f16_d128_m256n64w8",
+    "fwd_sm90_f16_d64_m256n64w8",
     "fwd_sm90_bf16_d64_m64n64w4_tma",  # the copy unit
     "fwd_sm90_f16_d128_m256n64w8_tma",
     "fwd_sm120_f16_d64_m256n64w8",

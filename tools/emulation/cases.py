@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-#: Head dimension -> batch, heads, seqlen. Tiles of 256, 128 and 64 queries make whole waves on 132 SMs: the last wave of
-#: a target would be another one.
+#: Head dimension -> batch, heads, seqlen. Tiles of 256, 128 and 64 queries make whole waves on 132 SMs: the
+#: last wave of a target would be another one.
 SHAPES: dict[int, tuple[int, int, int]] = {
     32: (12, 11, 4096),
     64: (12, 11, 4096),
