@@ -70,13 +70,7 @@ def manifest_names(architectures: list[int]) -> set[str]:
                 suffix += f"_{copy}" if copy in ("element", "tma") else ""
                 suffix += "_pdl" if overlaps == "true" else ""
                 names.add(f"fwd_sm{arch}_{dtype}_d{head_dim}_m{m}n{n}w{warps}{suffix}")
-    left_out = re.search(r'set\(CUTLASS_FMHA_WITHOUT "(.+?)"', (ROOT / "CMakeLists.txt").read_text())
-    assert left_out
-    return {
-        name
-        for name in names
-        if int(name.split("_")[1][2:]) in architectures and not re.search(left_out[1], name)
-    }
+    return {name for name in names if int(name.split("_")[1][2:]) in architectures}
 
 
 def general_names(words: list[str], architectures: list[int]) -> set[str]:

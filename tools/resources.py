@@ -17,10 +17,10 @@ REGISTERS_PER_SM = 64 * 1024
 # within.
 SHARED_PER_BLOCK = 99 * 1024
 SHARED_PER_SM = 100 * 1024
-#: Lines for all architectures with launch bounds that suit sm_90: elsewhere one of their blocks fits. At D128
-#: it has fewer registers than it could; two blocks of 128 threads, at D32 and D64, leave all 255.
-FEW_QUERIES = ("_d32_m16n64w4k4_general", "_d64_m16n32w4k4_general", "_d128_m16n16w4k4_general")
-#: What sm_90 has, for its own general rows and those.
+#: A line for all architectures with launch bounds that suit sm_90: elsewhere one of its blocks fits, and has
+#: fewer registers than it could.
+FEW_QUERIES = "_d128_m16n16w4k4_general"
+#: What sm_90 has, for its own general rows and that one.
 SHARED_PER_SM_90 = 228 * 1024
 WARPS_PER_SM = 48
 SUPPORT_THREADS_PER_SM = WARPS_PER_SM * 32 // 2  # bound by memory: half of the warps keep it busy
