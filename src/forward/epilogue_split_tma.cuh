@@ -21,7 +21,7 @@ struct SplitTmaLayout {
 
   /// `which`: 0 for K, 1 for V
   CUTE_DEVICE static int tile(int share, int which, int step) {
-    return kQ + ((share * C.stages + step % C.stages) * 2 + which) * kTile;
+    return kQ + ((share * C.stages + uint32_t(step) % C.stages) * 2 + which) * kTile;
   }
   CUTE_DEVICE static int barriers(int share, int which) { return kBarriers + (share * 2 + which) * kPipe; }
 };

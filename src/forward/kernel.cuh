@@ -95,7 +95,7 @@ CUTE_DEVICE void forward_rows(ForwardParams const& p) {
   cute::clear(output);
   typename T::Softmax softmax(p.scale_log2);
   if (blocks > 0) {
-    mainloop.init_pipelines();
+    mainloop.init_shared();
     TileLoader<C.head_dim, C.tile_m, C.threads(), C.copy> q_loader(offset(p.q, p.q_stride, tile.head, tile_begin),
                                                                    p.q_stride.seqlen, threadIdx.x);
     q_loader.template load<true>(smem, p.q_stride.seqlen, p.seqlen_q - tile_begin);

@@ -21,7 +21,7 @@ struct TilePosition {
   int head, batch;
 };
 
-/// Shared memory of a block: Q (O on the way out), K and V rings, barriers, and which tile this is.
+/// Shared memory of a block: Q (O on the way out), K and V rings, barriers, which tile this is, where lanes read.
 template <ForwardConfig C>
 struct SharedLayout {
   static constexpr int kQ = C.tile_m * C.head_dim * 2;
@@ -31,7 +31,8 @@ struct SharedLayout {
   static constexpr int kBarriers = kVOffset + C.stages * kTile;
   static constexpr int kTileBegin = kBarriers + 2 * TilePipeline<C.stages>::kBytes;
   static constexpr int kMaxima = kTileBegin + int(sizeof(TilePosition));
-  static constexpr int kBytes = kMaxima + C.tile_m * int(sizeof(float));
+  static constexpr int kLanes = (kMaxima + C.tile_m * int(sizeof(float)) + 7) / 8 * 8;
+  static constexpr int kBytes = kLanes + 32 * int(sizeof(uint2));
 };
 
 template <ForwardConfig C>
@@ -72,8 +73,24 @@ struct Mainloop {
 
   using Scores = typename T::ScoresFragment;
   using Output = typename T::OutputFragment;
+  template <int Count>
+  using OperandsB =
+      decltype(cute::make_tensor<Element>(cute::Shape<cute::Shape<cute::_2, cute::_2>, cute::_2, cute::Int<Count>>{}));
   using Probabilities = OperandA<T::kKeySteps>;
   using QFragments = OperandA<C.q_in_registers ? T::kDimSteps : 1>;
+
+  // n16 operands that are read ahead, so that no mma of a turn waits for them: of V before the turn, of Q K^T while the
+  // last of P V are multiplied. Without turns it only delays what is needed.
+  static constexpr int kAhead = C.ping_pong && C.head_dim >= 64 ? 2 : 0;
+
+  /// Where a lane reads, computed before a turn.
+  struct Lanes {
+    uint32_t q, k, v;
+  };
+  struct FirstOperands {
+    StepA q;
+    OperandsB<kAhead + 1> k;
+  };
 
   /// The first row of a warp within the tile of Q. The second half of the warps takes its rows backwards: under a
   /// diagonal, the two warps of a sub-core (w and w + warps / 2) then have as many keys together as any other two.
@@ -85,10 +102,14 @@ struct Mainloop {
   /// none is left, it is computed again.
   CUTE_DEVICE int tile_row() const { return C.arch >= 90 || kRoomy ? uniform_tile_row : tile_row_of(thread_id() / 32); }
 
-  CUTE_DEVICE void init_pipelines() const {
+  /// What shared memory holds before anything is copied there.
+  CUTE_DEVICE void init_shared() const {
     if (threadIdx.x == 0) {
       k_pipe.init(kHalfThreads, C.threads());
       v_pipe.init(kHalfThreads, C.threads());
+    }
+    if (threadIdx.x < 32) {
+      reinterpret_cast<uint2*>(smem + Shared::kLanes)[threadIdx.x] = {qv_lane_offset, k_lane_offset};
     }
   }
 
@@ -109,15 +130,21 @@ struct Mainloop {
     QFragments q_fragments;
     if constexpr (C.q_in_registers) {
       CUTE_UNROLL
-      for (int step = 0; step < T::kDimSteps; ++step) load_q(q_begin(), step, q_fragments(cute::_, cute::_, step));
+      for (int step = 0; step < T::kDimSteps; ++step) {
+        load_q(qv_lane_offset + q_begin(), step, q_fragments(cute::_, cute::_, step));
+      }
     }
     if (second_group) Turn::pass();  // lets the first group enter
     int phase = 0;
     for (; phase < first_phase; ++phase) skip(phase);
     if (phase < blocks) {
-      begin_turn(phase);
+      before_turn(phase);
+      Lanes const lanes = this_lane();
+      FirstOperands first;
+      Turn::take();
       if (phase > 0) release_unused(v_pipe, phase - 1);
-      bool const masked = compute_scores<Masked::ask>(phase, q_fragments, scores);
+      read_ahead(phase, lanes, first);
+      bool const masked = compute_scores<Masked::ask>(phase, lanes, first, q_fragments, scores);
       end_scores(phase);
       update<true>(phase, masked, scores, probabilities, output, softmax);
       ++phase;
@@ -132,10 +159,10 @@ struct Mainloop {
       for (; phase < blocks; ++phase) {
         advance<kRoomy ? Masked::no : Masked::ask>(phase, q_fragments, scores, probabilities, output, softmax);
       }
-      begin_turn(phase);
-      accumulate(phase - 1, probabilities, output);
+      finish(phase, probabilities, output);
     } else {
-      begin_turn(phase);
+      before_turn(phase);
+      Turn::take();
     }
     if (!second_group) Turn::pass();  // nobody waits for the second group any more
   }
@@ -145,11 +172,26 @@ struct Mainloop {
   template <Masked Mask>
   CUTE_DEVICE void advance(int phase, QFragments const& q_fragments, Scores& scores, Probabilities& probabilities,
                            Output& output, typename T::Softmax& softmax) {
-    begin_turn(phase);
-    accumulate(phase - 1, probabilities, output);
-    bool const masked = compute_scores<Mask>(phase, q_fragments, scores);
+    before_turn(phase);
+    Lanes const lanes = this_lane();
+    OperandsB<kAhead + 1> ahead;
+    FirstOperands first;
+    read_ahead(phase - 1, lanes, ahead);
+    Turn::take();
+    accumulate(phase - 1, lanes, ahead, probabilities, output, [&] { read_ahead(phase, lanes, first); });
+    bool const masked = compute_scores<Mask>(phase, lanes, first, q_fragments, scores);
     end_scores(phase);
     update<false>(phase, masked, scores, probabilities, output, softmax);
+  }
+
+  /// What is left after the last phase.
+  CUTE_DEVICE void finish(int phase, Probabilities const& probabilities, Output& output) {
+    before_turn(phase);
+    Lanes const lanes = this_lane();
+    OperandsB<kAhead + 1> ahead;
+    read_ahead(phase - 1, lanes, ahead);
+    Turn::take();
+    accumulate(phase - 1, lanes, ahead, probabilities, output, [] {});
   }
 
   /// Brings a tile of K or V, the next one in the walk of the thread's group, if there is one.
@@ -157,7 +199,7 @@ struct Mainloop {
   CUTE_DEVICE void refill(TilePipeline<C.stages> const& pipe, int ring, int64_t row_stride, int tile) {
     if (tile >= blocks) return;
     pipe.producer_acquire(tile);
-    loader.template load<Partial>(smem + ring + tile % C.stages * Shared::kTile, row_stride,
+    loader.template load<Partial>(smem + ring + pipe.stage(tile) * Shared::kTile, row_stride,
                                   params.seqlen_k - (blocks - 1 - tile) * C.tile_n);
     loader.source -= C.tile_n * row_stride;
     if constexpr (C.copy == Copy::cp_async_16) {
@@ -177,9 +219,8 @@ struct Mainloop {
 
   // A stage of K is free once this phase's scores are done; one of V, after the accumulation of the phase before.
   CUTE_DEVICE void end_scores(int phase) { refill_k<false>(phase + C.stages); }
-  CUTE_DEVICE void begin_turn(int phase) {
+  CUTE_DEVICE void before_turn(int phase) {
     if (phase >= 2) refill_v<false>(phase - 2 + C.stages);
-    Turn::take();
   }
 
   template <class Pipeline>
@@ -189,7 +230,8 @@ struct Mainloop {
   }
 
   CUTE_DEVICE void skip(int phase) {
-    begin_turn(phase);
+    before_turn(phase);
+    Turn::take();
     if (phase > 0) release_unused(v_pipe, phase - 1);
     release_unused(k_pipe, phase);
     Turn::pass();
@@ -198,41 +240,80 @@ struct Mainloop {
 
   CUTE_DEVICE uint32_t q_begin() const { return tile_row() * (2 * QTile::P::kWidth); }
 
+  /// Where registers are scarce, they hold this for the length of a turn only: read anew before each.
+  CUTE_DEVICE Lanes this_lane() const {
+    uint32_t const q = C.q_in_registers ? 0 : q_begin();
+    if constexpr (kRoomy || kAhead == 0) {
+      return {qv_lane_offset + q, k_lane_offset, qv_lane_offset};
+    } else {
+      uint2 const offsets = reinterpret_cast<uint2 const*>(smem + Shared::kLanes)[lane_id()];
+      return {offsets.x + q, offsets.y, offsets.x};
+    }
+  }
+
   template <class Fragment>
-  CUTE_DEVICE void load_q(uint32_t q_begin, int step, Fragment&& fragment) const {
+  CUTE_DEVICE void load_q(uint32_t lane, int step, Fragment&& fragment) const {
     CUTE_UNROLL
     for (int m = 0; m < T::kRowSteps; ++m) {
-      load_matrix<cute::SM75_U32x4_LDSM_N>(smem, QTile::piece(qv_lane_offset + q_begin, m, step), fragment(cute::_, m));
+      load_matrix<cute::SM75_U32x4_LDSM_N>(smem, QTile::piece(lane, m, step), fragment(cute::_, m));
     }
+  }
+  template <class Fragment>
+  CUTE_DEVICE void load_k(int phase, uint32_t lane, int step, int n, Fragment&& fragment) const {
+    uint32_t const stage = Shared::kKOffset + k_pipe.stage(phase) * Shared::kTile;
+    load_matrix<cute::SM75_U32x4_LDSM_N>(smem, stage + KvTile::piece(lane, n, step), fragment);
+  }
+  template <class Fragment>
+  CUTE_DEVICE void load_v(int phase, uint32_t lane, int step, int n, Fragment&& fragment) const {
+    uint32_t const stage = Shared::kVOffset + v_pipe.stage(phase) * Shared::kTile;
+    load_matrix<cute::SM75_U16x8_LDSM_T>(smem, stage + KvTile::piece(lane, step, n), fragment);
+  }
+
+  CUTE_DEVICE void read_ahead(int phase, Lanes const& lanes, OperandsB<kAhead + 1>& ahead) const {
+    if (kAhead > 0) v_pipe.consumer_wait(phase);
+    CUTE_UNROLL
+    for (int n = 0; n < kAhead; ++n) load_v(phase, lanes.v, 0, n, ahead(cute::_, cute::_, n));
+  }
+  CUTE_DEVICE void read_ahead(int phase, Lanes const& lanes, FirstOperands& first) const {
+    if constexpr (kAhead == 0) return;
+    if constexpr (!C.q_in_registers) load_q(lanes.q, 0, first.q);
+    k_pipe.consumer_wait(phase);
+    CUTE_UNROLL
+    for (int n = 0; n < kAhead; ++n) load_k(phase, lanes.k, 0, n, first.k(cute::_, cute::_, n));
   }
 
   /// scores = Q K(phase)^T. Returns whether they need a mask: asked during the last step, so that the answer is there
   /// after it. The turn is passed on there too: by the time the other warp's first mma issues, ours are issued.
   template <Masked Mask>
-  CUTE_DEVICE bool compute_scores(int phase, QFragments const& q_fragments, Scores& scores) const {
+  CUTE_DEVICE bool compute_scores(int phase, Lanes const& lanes, FirstOperands const& first,
+                                  QFragments const& q_fragments, Scores& scores) const {
     using namespace cute;
     clear(scores);
     bool masked = Mask == Masked::yes;
-    uint32_t const q_rows = C.q_in_registers ? 0 : q_begin();
-    k_pipe.consumer_wait(phase);
-    uint32_t const stage = Shared::kKOffset + phase % C.stages * Shared::kTile;
+    if (kAhead == 0) k_pipe.consumer_wait(phase);
     CUTE_UNROLL
     for (int step = 0; step < T::kDimSteps; ++step) {
       StepA q;
       if constexpr (C.q_in_registers) {
         copy(q_fragments(_, _, step), q);
+      } else if (kAhead > 0 && step == 0) {
+        copy(first.q, q);
       } else {
-        load_q(q_rows, step, q);
+        load_q(lanes.q, step, q);
       }
       CUTE_UNROLL
       for (int n = 0; n < T::kKeySteps; ++n) {
-        auto k = make_tensor<Element>(Shape<Shape<_2, _2>, _2>{});
-        load_matrix<SM75_U32x4_LDSM_N>(smem, stage + KvTile::piece(k_lane_offset, n, step), k);
+        OperandsB<1> k;
+        if (step == 0 && n < kAhead) {
+          copy(first.k(_, _, n), k(_, _, 0));
+        } else {
+          load_k(phase, lanes.k, step, n, k(_, _, 0));
+        }
         if (step == T::kDimSteps - 1 && n == T::kKeySteps / 2) {
           if constexpr (Mask == Masked::ask) masked = is_masked(phase);
           Turn::pass();
         }
-        multiply<T>(q, k, scores, n);
+        multiply<T>(q, k(_, _, 0), scores, n);
       }
       repeat_mma_passes<typename T::Mma>(scores);
     }
@@ -240,22 +321,34 @@ struct Mainloop {
     return masked;
   }
 
-  /// output += P V(phase), P being that of the phase's scores.
-  CUTE_DEVICE void accumulate(int phase, Probabilities const& probabilities, Output& output) const {
+  /// output += P V(phase), P being that of the phase's scores. `between` is called before the last multiplications.
+  template <class Between>
+  CUTE_DEVICE void accumulate(int phase, Lanes const& lanes, OperandsB<kAhead + 1> const& ahead,
+                              Probabilities const& probabilities, Output& output, Between const& between) const {
     using namespace cute;
-    v_pipe.consumer_wait(phase);
-    uint32_t const stage = Shared::kVOffset + phase % C.stages * Shared::kTile;
+    if (kAhead == 0) v_pipe.consumer_wait(phase);
     CUTE_UNROLL
     for (int step = 0; step < T::kKeySteps; ++step) {
+      OperandsB<T::kDimSteps> v;
+      bool const last = step == T::kKeySteps - 1;
+      if (kAhead > 0 && last) {  // all of it before `between`
+        CUTE_UNROLL
+        for (int n = 0; n < T::kDimSteps; ++n) load_v(phase, lanes.v, step, n, v(_, _, n));
+        v_pipe.consumer_release(phase);
+        between();
+      }
       CUTE_UNROLL
       for (int n = 0; n < T::kDimSteps; ++n) {
-        auto v = make_tensor<Element>(Shape<Shape<_2, _2>, _2>{});
-        load_matrix<SM75_U16x8_LDSM_T>(smem, stage + KvTile::piece(qv_lane_offset, step, n), v);
-        multiply<T>(probabilities(_, _, step), v, output, n);
+        if (step == 0 && n < kAhead) {
+          copy(ahead(_, _, n), v(_, _, n));
+        } else if (kAhead == 0 || !last) {
+          load_v(phase, lanes.v, step, n, v(_, _, n));
+        }
+        multiply<T>(probabilities(_, _, step), v(_, _, n), output, n);
       }
       repeat_mma_passes<typename T::Mma>(output);
     }
-    v_pipe.consumer_release(phase);
+    if (kAhead == 0) v_pipe.consumer_release(phase);
   }
 
   CUTE_DEVICE int row_begin() const {

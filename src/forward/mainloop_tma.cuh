@@ -175,12 +175,12 @@ struct TmaMainloop {
   }
   template <class Fragment>
   CUTE_DEVICE void load_k(int phase, int step, int n, Fragment&& fragment) const {
-    uint32_t const stage = Shared::kKOffset + phase % C.stages * Shared::kTile;
+    uint32_t const stage = Shared::kKOffset + k_pipe.stage(phase) * Shared::kTile;
     load_matrix<cute::SM75_U32x4_LDSM_N>(smem, stage + KvTile::piece(k_lane_offset, n, step), fragment);
   }
   template <class Fragment>
   CUTE_DEVICE void load_v(int phase, int step, int n, Fragment&& fragment) const {
-    uint32_t const stage = Shared::kVOffset + phase % C.stages * Shared::kTile;
+    uint32_t const stage = Shared::kVOffset + v_pipe.stage(phase) * Shared::kTile;
     load_matrix<cute::SM75_U16x8_LDSM_T>(smem, stage + KvTile::piece(qv_lane_offset, step, n), fragment);
   }
 

@@ -81,6 +81,9 @@ struct TilePipeline {
 
   uint32_t barriers;  ///< full[Stages], then empty[Stages]
 
+  /// Where a tile lies. Divided without a sign: four instructions less, and every phase asks several times.
+  CUTE_HOST_DEVICE static uint32_t stage(int tile) { return uint32_t(tile) % Stages; }
+
   CUTE_DEVICE void init(int producers, int consumers) const {
     CUTE_UNROLL
     for (int stage = 0; stage < Stages; ++stage) {
@@ -89,19 +92,19 @@ struct TilePipeline {
     }
   }
   CUTE_DEVICE void producer_acquire(int tile) const {
-    if (tile >= Stages) mbarrier_wait(empty(tile), (tile / Stages - 1) & 1);
+    if (tile >= Stages) mbarrier_wait(empty(tile), (uint32_t(tile) / Stages - 1) & 1);
   }
   CUTE_DEVICE void producer_commit_cp_async(int tile) const { mbarrier_arrive_after_cp_async(full(tile)); }
   CUTE_DEVICE void producer_commit(int tile) const { mbarrier_arrive(full(tile)); }
-  CUTE_DEVICE void consumer_wait(int tile) const { mbarrier_wait(full(tile), (tile / Stages) & 1); }
+  CUTE_DEVICE void consumer_wait(int tile) const { mbarrier_wait(full(tile), uint32_t(tile) / Stages & 1); }
   CUTE_DEVICE void consumer_release(int tile) const { mbarrier_arrive(empty(tile)); }
 
   /// Of a tile's full barrier, in bytes from `barriers` on.
-  CUTE_HOST_DEVICE static int full_offset(int tile) { return 8 * (tile % Stages); }
+  CUTE_HOST_DEVICE static int full_offset(int tile) { return 8 * stage(tile); }
 
  private:
-  CUTE_DEVICE uint32_t full(int tile) const { return barriers + 8 * (tile % Stages); }
-  CUTE_DEVICE uint32_t empty(int tile) const { return barriers + 8 * (Stages + tile % Stages); }
+  CUTE_DEVICE uint32_t full(int tile) const { return barriers + 8 * stage(tile); }
+  CUTE_DEVICE uint32_t empty(int tile) const { return barriers + 8 * (Stages + stage(tile)); }
 };
 
 /// Warps w and w + Warps / 2 share a sub-core. They take turns in issuing mma, so that one computes its softmax while

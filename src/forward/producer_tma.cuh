@@ -96,7 +96,7 @@ struct TmaProducer {
   }
   CUTE_DEVICE void request(TensorMap const& map, int ring, int barriers, int tile) const {
     TmaTile<C.head_dim, C.tile_n>::load(map, reinterpret_cast<uint64_t*>(smem + barriers + Pipe::full_offset(tile)),
-                                        smem + ring + tile % C.stages * Shared::kTile,
+                                        smem + ring + Pipe::stage(tile) * Shared::kTile,
                                         TmaTile<C.head_dim, C.tile_n>::kPanelBytes, (end - 1 - tile) * C.tile_n,
                                         head_kv, batch);
   }
