@@ -1,6 +1,6 @@
 // The main loop of general rows for few queries, all of which every warp of a block has: the warps divide the keys, and
-// each brings its own to shared memory, by cp.async, one step ahead or more. No warp waits for another before the end,
-// so that a block keeps its loads in flight, which is what decoding is bound by.
+// each brings its own to shared memory, by cp.async, as many steps ahead as there are stages. No warp waits for another
+// before the end, so that a block keeps its loads in flight, which is what decoding is bound by.
 #pragma once
 
 #include "mainloop.cuh"
@@ -101,13 +101,15 @@ struct SharesMainloop {
   /// Leaves the unnormalised O of this warp's share of the keys in `output`, its l in `softmax`.
   CUTE_DEVICE void run(Output& output, typename T::Softmax& softmax) const {
     using namespace cute;
-    // Groups of copies: Q, then K and V of each step.
+    // Groups of copies: K and V of each step, Q with the first K.
+    load_k(0);
     load_query_tile<C>(p, smem, sequence, tile);
     cp_async_fence();
+    load_v(0);
     CUTE_UNROLL
-    for (int step = 0; step < C.stages - 1; ++step) load(step);
-    cp_async_wait<2 * (C.stages - 1)>();  // Q
-    __syncthreads();                      // all of it
+    for (int step = 1; step < C.stages; ++step) load(step);
+    cp_async_wait<2 * C.stages - 1>();  // Q
+    __syncthreads();                    // all of it
     QFragments q_fragments;
     if constexpr (C.q_in_registers) {
       CUTE_UNROLL
@@ -115,8 +117,6 @@ struct SharesMainloop {
     }
     CUTE_NO_UNROLL
     for (int step = 0; step < walk.tiles; ++step) {
-      __syncwarp();  // nobody reads the step before any more
-      load(step + C.stages - 1);
       cp_async_wait<2 * C.stages - 1>();
       __syncwarp();  // this step's K is there for all lanes
       Scores scores;
@@ -132,6 +132,8 @@ struct SharesMainloop {
       cp_async_wait<2 * C.stages - 2>();
       __syncwarp();  // and its V
       accumulate(step, probabilities, output);
+      __syncwarp();  // nobody reads this step any more
+      load(step + C.stages);
     }
   }
 
@@ -145,19 +147,23 @@ struct SharesMainloop {
   }
   CUTE_DEVICE int key_begin(int step) const { return walk.key_begin(step, Shared::kStepKeys) + share * C.tile_n; }
   CUTE_DEVICE uint32_t k_tile(int step) const {
-    return Shared::kKOffset + (uint32_t(step % C.stages) * C.kv_warps + share) * KCopy::kBytes;
+    return Shared::kKOffset + (uint32_t(step) % C.stages * C.kv_warps + share) * KCopy::kBytes;
   }
   CUTE_DEVICE uint32_t v_tile(int step) const {
-    return Shared::kVOffset + (uint32_t(step % C.stages) * C.kv_warps + share) * VCopy::kBytes;
+    return Shared::kVOffset + (uint32_t(step) % C.stages * C.kv_warps + share) * VCopy::kBytes;
   }
 
   /// Empty groups, where there is no step: the number of groups in flight stays the same.
   CUTE_DEVICE void load(int step) const {
-    bool const there = step < walk.tiles;
-    int const begin = there ? key_begin(step) : 0;
-    if (there) copy_tile<KCopy>(k_tile(step), k, p.k_stride, begin, k_dimensions);
+    load_k(step);
     cute::cp_async_fence();
-    if (there) copy_tile<VCopy>(v_tile(step), v, p.v_stride, begin, v_dimensions);
+    load_v(step);
+  }
+  CUTE_DEVICE void load_k(int step) const {
+    if (step < walk.tiles) copy_tile<KCopy>(k_tile(step), k, p.k_stride, key_begin(step), k_dimensions);
+  }
+  CUTE_DEVICE void load_v(int step) const {
+    if (step < walk.tiles) copy_tile<VCopy>(v_tile(step), v, p.v_stride, key_begin(step), v_dimensions);
     cute::cp_async_fence();
   }
 
