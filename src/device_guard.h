@@ -1,4 +1,5 @@
-// What every launch does around its kernel: CUDA's errors become exceptions, and the tensors' device is current.
+// What every launch does around its kernel: CUDA's errors become exceptions, the tensors' device is current, and what
+// the order of tiles depends on is known.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -6,12 +7,21 @@
 #include <stdexcept>
 #include <string>
 
+#include "forward/scheduler.h"
+
 namespace cutlass_fmha {
 
 inline void check(cudaError_t status, std::string const& what) {
   if (status == cudaSuccess) return;
   cudaGetLastError();  // leave no error behind for the next caller
   throw std::runtime_error(what + " failed: " + cudaGetErrorString(status));
+}
+
+inline Gpu gpu_of(int device) {
+  int sms = 0, l2_bytes = 0;
+  check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
+  check(cudaDeviceGetAttribute(&l2_bytes, cudaDevAttrL2CacheSize, device), "cudaDeviceGetAttribute");
+  return {sms, l2_bytes};
 }
 
 /// Makes `device` current for a scope. The runtime's primary contexts are the ones torch uses.

@@ -92,10 +92,12 @@ std::tuple<std::vector<float>, float> online_softmax(std::vector<float> const& s
   throw std::invalid_argument("dtype must be float16 or bfloat16, got " + dtype);
 }
 
-std::vector<std::array<int, 3>> work_tiles(int batch, int num_heads, int seqlen_q, bool masked, int tile_m) {
+std::vector<std::array<int, 3>> work_tiles(int batch, int num_heads, int seqlen_q, bool masked, int tile_m,
+                                           int mixed_heads, int long_tiles) {
   ForwardParams p = lengths(seqlen_q, seqlen_q, masked ? std::optional<int>(0) : std::nullopt);
   p.batch = batch;
   p.num_heads = num_heads;
+  p.order = {mixed_heads, long_tiles};
   std::vector<std::array<int, 3>> tiles;
   for (int64_t block = 0; block < grid_size(p, tile_m); ++block) {
     WorkTile const t = work_tile(p, tile_m, int(block));
@@ -105,10 +107,12 @@ std::vector<std::array<int, 3>> work_tiles(int batch, int num_heads, int seqlen_
 }
 
 /// work_tiles() as rows that copy by TMA find them: with divisions by multiplication.
-std::vector<std::array<int, 3>> scheduled_tiles(int batch, int num_heads, int seqlen_q, bool masked, int tile_m) {
+std::vector<std::array<int, 3>> scheduled_tiles(int batch, int num_heads, int seqlen_q, bool masked, int tile_m,
+                                                int mixed_heads, int long_tiles) {
   ForwardTmaParams p(lengths(seqlen_q, seqlen_q, masked ? std::optional<int>(0) : std::nullopt));
   p.batch = batch;
   p.num_heads = p.num_heads_kv = num_heads;
+  p.order = {mixed_heads, long_tiles};
   std::vector<std::array<int, 3>> tiles;
   int64_t const blocks = grid_size(p, tile_m);
   if (blocks > 0) set_schedule(p, tile_m);
@@ -175,9 +179,21 @@ void bind_host_model(py::module_& module) {
       "Blocks that rows [row_begin, row_end) walk, and how many of them need no mask.", py::arg("row_begin"),
       py::arg("row_end"), py::arg("tile_n"), py::arg("seqlen_q"), py::arg("seqlen_k"), py::arg("diagonal"));
   m.def("work_tiles", &work_tiles, "(batch, head, m_block) of every thread block, in launch order.", py::arg("batch"),
-        py::arg("num_heads"), py::arg("seqlen_q"), py::arg("masked"), py::arg("tile_m"));
+        py::arg("num_heads"), py::arg("seqlen_q"), py::arg("masked"), py::arg("tile_m"), py::arg("mixed_heads"),
+        py::arg("long_tiles"));
   m.def("scheduled_tiles", &scheduled_tiles, "work_tiles() by the arithmetic of rows that copy by TMA.",
-        py::arg("batch"), py::arg("num_heads"), py::arg("seqlen_q"), py::arg("masked"), py::arg("tile_m"));
+        py::arg("batch"), py::arg("num_heads"), py::arg("seqlen_q"), py::arg("masked"), py::arg("tile_m"),
+        py::arg("mixed_heads"), py::arg("long_tiles"));
+  m.def(
+      "tile_order",
+      [](int sms, int64_t l2_bytes, int warps, int heads, int group, int64_t head_bytes, int tiles, int short_tiles) {
+        TileOrder const order = tile_order({sms, l2_bytes}, warps, heads, group, head_bytes, tiles, short_tiles);
+        return std::array<int, 2>{order.heads, order.tiles};
+      },
+      "(heads that are mixed, long tiles of each) of a launch.", py::arg("sms"), py::arg("l2_bytes"), py::arg("warps"),
+      py::arg("heads"), py::arg("group"), py::arg("head_bytes"), py::arg("tiles"), py::arg("short_tiles"));
+  m.def("short_tiles", &short_tiles, "Tiles with at most half as many keys as the last one.", py::arg("diagonal"),
+        py::arg("seqlen_k"), py::arg("tile_m"), py::arg("tiles"));
   m.def("quotient", &quotient, "n / divisor by multiplication, as the kernels divide block numbers.", py::arg("n"),
         py::arg("divisor"));
   m.def("smem_offsets", &smem_offsets, "(by layout, by ldmatrix arithmetic) byte offset in a 64-row tile.",

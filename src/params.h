@@ -14,6 +14,12 @@ struct Strides {
   int64_t batch, seqlen, head;
 };
 
+/// In what order tiles come where some have more keys than others: see forward/scheduler.h.
+struct TileOrder {
+  int heads;  ///< of so many heads, those of all batch entries in a row, long tiles are mixed. 1 or more
+  int tiles;  ///< of each: so many are long, the last ones. 1 or more
+};
+
 struct ForwardParams {
   void const* q;  ///< [batch, seqlen_q, num_heads, head_dim]
   void const* k;  ///< [batch, seqlen_k, num_heads_kv, head_dim]
@@ -26,6 +32,8 @@ struct ForwardParams {
 
   /// Key j is visible to query i when j <= i + diagonal. Without a causal mask: kNoDiagonal.
   int diagonal;
+
+  TileOrder order;  ///< where there is a diagonal
 
   /// exp(scale * s) is computed as exp2(scale_log2 * s) with scale_log2 > 0, so that the row maximum of the scaled
   /// scores is the scaled maximum. The sign of the scale is moved into Q: its bits are taken & q_and, then ^ q_xor.
@@ -57,7 +65,11 @@ struct ForwardTmaParams : ForwardParams {
   /// How a thread block finds its tile, set_schedule() in forward/scheduler.h: the rows of tiles that a head has, and
   /// what block numbers are divided by.
   int m_blocks = 0;
-  Divisor by_rank;   ///< without a diagonal by m_blocks, with one by batch * num_heads
+  Divisor by_rank;   ///< without a diagonal by m_blocks, with one by order.heads
+  Divisor by_share;  ///< by the long tiles of these heads
+  Divisor by_last;   ///< by the heads that are mixed last, which may be fewer
+  Divisor by_all;    ///< by batch * num_heads
+  int last = 0;      ///< the first of the heads that are mixed last
   Divisor by_heads;  ///< by num_heads
   Divisor by_group;  ///< by the query heads per head of K and V
 

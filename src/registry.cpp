@@ -87,7 +87,7 @@ std::vector<Template> const& templates() {
   return rows;
 }
 
-void launch_forward(int row, ForwardParams const& params, Tail const& tail, int device, cudaStream_t stream) {
+void launch_forward(int row, ForwardParams params, Tail const& tail, int device, cudaStream_t stream) {
   Template const& t = templates().at(row);
   if (t.config.general)
     throw std::invalid_argument(std::string(t.name) + " is a general row: run_general() launches it");
@@ -96,6 +96,7 @@ void launch_forward(int row, ForwardParams const& params, Tail const& tail, int 
   check_grid(t, blocks);
   DeviceGuard guard(device);
   allow_shared_memory(row, t, device);
+  params.order = tile_order(params, t.config, gpu_of(device));
   if (t.config.copy == Copy::tma) {
     ForwardTmaParams prepared(params);
     prepared.tail = tail;
@@ -112,7 +113,7 @@ void launch_forward(int row, ForwardParams const& params, Tail const& tail, int 
   }
 }
 
-void launch_general(int row, GeneralParams const& params, int device, cudaStream_t stream) {
+void launch_general(int row, GeneralParams params, int device, cudaStream_t stream) {
   Template const& t = templates().at(row);
   if (!t.config.general) throw std::invalid_argument(std::string(t.name) + " is no general row: run() launches it");
   int64_t const blocks = grid_size(params, t.config.tile_m);
@@ -120,6 +121,7 @@ void launch_general(int row, GeneralParams const& params, int device, cudaStream
   check_grid(t, blocks);
   DeviceGuard guard(device);
   allow_shared_memory(row, t, device);
+  params.order = tile_order(params, t.config.tile_m, t.config.warps, 2, gpu_of(device));
   launch(t, blocks, &params, device, stream);
   if (params.splits > 1) {
     launch_combine(make_combine(params), element_of(t.config.dtype), t.config.arch, device, stream);

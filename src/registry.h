@@ -24,9 +24,9 @@ std::vector<Template> const& templates();
 
 /// Launches a row on `device`'s stream `stream`. Allocates nothing, never synchronises. Throws std::runtime_error.
 /// Where there is a tail, which rows that copy by TMA take, what merges its parts follows on the stream.
-void launch_forward(int row, ForwardParams const& params, Tail const& tail, int device, cudaStream_t stream);
+void launch_forward(int row, ForwardParams params, Tail const& tail, int device, cudaStream_t stream);
 
 /// The same for a general row, which takes these. With splits, what is merged of them follows on the stream.
-void launch_general(int row, GeneralParams const& params, int device, cudaStream_t stream);
+void launch_general(int row, GeneralParams params, int device, cudaStream_t stream);
 
 }  // namespace cutlass_fmha

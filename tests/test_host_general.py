@@ -105,14 +105,17 @@ def test_a_query_sees_what_the_definition_says(case):
 
 
 @settings(deadline=None, max_examples=150)
-@given(cases(), st.sampled_from([16, 64]), st.sampled_from([16, 32, 64]))
-@example(Case(1, 8, 64, left=2, right=0, vectors={"prefix_lengths": [5]}), 16, 16)
-@example(Case(2, 40, 70, left=9, splits=3, pack=2, vectors={"leftpad_k": [0, 21]}), 64, 16)
-def test_every_visible_key_is_walked_exactly_once(case, tile_m, step):
+@given(
+    cases(), st.sampled_from([16, 64]), st.sampled_from([16, 32, 64]), st.integers(1, 7), st.integers(1, 4)
+)
+@example(Case(1, 8, 64, left=2, right=0, vectors={"prefix_lengths": [5]}), 16, 16, 1, 1)
+@example(Case(2, 40, 70, left=9, splits=3, pack=2, vectors={"leftpad_k": [0, 21]}), 64, 16, 1, 1)
+def test_every_visible_key_is_walked_exactly_once(case, tile_m, step, mixed, long_tiles):
     p, held = case.params()
     walked: dict[tuple[int, int], list[int]] = {}
     rows = set()
-    for tile in _C.host.general_tiles(p, tile_m):
+    tiles = -(-case.seqlen_q * case.pack // tile_m)
+    for tile in _C.host.general_tiles(p, tile_m, mixed, min(long_tiles, tiles)):
         row_begin, head, b, _ = tile
         packed = range(row_begin, row_begin + tile_m)
         for begin, masked in _C.host.key_steps(p, tile, tile_m, step):
@@ -137,7 +140,6 @@ def test_every_visible_key_is_walked_exactly_once(case, tile_m, step):
                 assert sorted(found) == expected  # type: ignore[comparison-overlap]
             else:  # a query's rows may lie in two tiles
                 assert sorted(set(found)) == expected  # type: ignore[comparison-overlap]
-    tiles = -(-case.seqlen_q * case.pack // tile_m)
     assert len(rows) == case.batch * case.heads_kv * tiles
     del held
 

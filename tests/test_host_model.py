@@ -125,24 +125,88 @@ def test_key_blocks_are_exactly_those_with_a_visible_key(tile, rows, tile_n, seq
         assert full <= walked
 
 
+orders = st.tuples(st.integers(1, 400), st.integers(1, 12))
+
+
+def in_range(order: tuple[int, int], heads: int, m_blocks: int) -> tuple[int, int]:
+    """As a launch would have it: at most as many heads and tiles as there are."""
+    return min(order[0], max(1, heads)), min(order[1], max(1, m_blocks))
+
+
 @settings(deadline=None)
-@given(st.integers(0, 4), st.integers(1, 5), lengths, st.booleans(), st.sampled_from([64, 128, 256]))
-def test_the_schedule_covers_every_tile_once_and_longest_first(batch, heads, seqlen_q, masked, tile_m):
-    tiles = _C.host.work_tiles(batch, heads, seqlen_q, masked, tile_m)
+@given(
+    st.integers(0, 4),
+    st.integers(1, 5),
+    lengths,
+    st.booleans(),
+    st.sampled_from([64, 128, 256]),
+    orders,
+)
+def test_the_schedule_covers_every_tile_once_and_in_order(batch, heads, seqlen_q, masked, tile_m, order):
     m_blocks = math.ceil(seqlen_q / tile_m)
+    mixed, long_tiles = in_range(order, batch * heads, m_blocks)
+    tiles = _C.host.work_tiles(batch, heads, seqlen_q, masked, tile_m, mixed, long_tiles)
     assert sorted(tiles) == sorted(
         [b, h, m] for b in range(batch) for h in range(heads) for m in range(m_blocks)
     )
-    if masked:
-        order = [m for _, _, m in tiles]
-        assert order == sorted(order, reverse=True)
+    if not masked:
+        numbers = [b * heads + h for b, h, _ in tiles]
+        assert numbers == sorted(numbers)
+        return
+    long, short = tiles[: batch * heads * long_tiles], tiles[batch * heads * long_tiles :]
+    for begin in range(0, batch * heads, mixed):  # a share of heads after the other, its longest tiles first
+        share = long[begin * long_tiles : (begin + mixed) * long_tiles]
+        assert all(begin <= b * heads + h < begin + mixed for b, h, _ in share)
+        ranks = [m_blocks - 1 - m for _, _, m in share]
+        assert ranks == sorted(ranks) and all(rank < long_tiles for rank in ranks)
+    assert [m for _, _, m in short] == sorted((m for _, _, m in short), reverse=True)
 
 
 @settings(deadline=None)
-@given(st.integers(0, 4), st.integers(1, 70), lengths, st.booleans(), st.sampled_from([64, 128, 256]))
-def test_a_schedule_without_divisions_is_the_same(batch, heads, seqlen_q, masked, tile_m):
-    arguments = (batch, heads, seqlen_q, masked, tile_m)
+@given(
+    st.integers(0, 4),
+    st.integers(1, 70),
+    lengths,
+    st.booleans(),
+    st.sampled_from([64, 128, 256]),
+    orders,
+)
+def test_a_schedule_without_divisions_is_the_same(batch, heads, seqlen_q, masked, tile_m, order):
+    order = in_range(order, batch * heads, math.ceil(seqlen_q / tile_m))
+    arguments = (batch, heads, seqlen_q, masked, tile_m, *order)
     assert _C.host.scheduled_tiles(*arguments) == _C.host.work_tiles(*arguments)
+
+
+MB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("sms", "l2_bytes", "warps", "heads", "group", "head_bytes", "expected"),
+    [
+        (40, 50 * MB, 8, 128, 1, MB, (22, 9)),  # half of it holds 25 heads: 128 in 6 alike shares
+        (40, 50 * MB, 8, 20, 1, MB, (20, 16)),  # all fit: every tile counts as a long one
+        (40, 50 * MB, 8, 32, 1, 4 * MB, (8, 9)),  # four tiles of 10 heads run at once: 32 in 4 shares
+        (40, 50 * MB, 4, 32, 1, 4 * MB, (16, 9)),  # two such blocks an SM
+        (40, 50 * MB, 8, 64, 8, 16 * MB, (8, 9)),  # heads that share keys stay together
+        (40, 50 * MB, 8, 64, 16, 64 * MB, (16, 9)),  # not one fits
+        (4, 0, 8, 64, 1, MB, (1, 9)),  # nothing known of the cache
+        (40, 50 * MB, 8, 64, 1, 0, (64, 16)),  # no key at all
+    ],
+)
+def test_so_many_heads_are_mixed_as_share_keys_in_l2(
+    sms, l2_bytes, warps, heads, group, head_bytes, expected
+):
+    order = _C.host.tile_order(sms, l2_bytes, warps, heads, group, head_bytes, 16, 7)
+    assert tuple(order) == expected
+
+
+@settings(deadline=None)
+@given(st.integers(-400, 400), st.integers(1, 300), st.sampled_from([16, 64, 256]), st.integers(1, 12))
+@example(0, 4096, 256, 16)
+def test_short_tiles_see_at_most_half_as_much_as_the_last(diagonal, seqlen_k, tile_m, tiles):
+    keys = [max(0, min(seqlen_k, (n + 1) * tile_m + diagonal)) for n in range(tiles)]
+    expected = sum(seen <= keys[-1] // 2 for seen in keys[:-1])
+    assert _C.host.short_tiles(diagonal, seqlen_k, tile_m, tiles) == expected
 
 
 @given(st.integers(0, 2**31 - 1), st.integers(1, 2**31 - 1))

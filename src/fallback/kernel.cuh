@@ -160,7 +160,7 @@ __device__ void fallback(GeneralParams const& p) {
   extern __shared__ char smem_buffer[];  // by the example's own name and type: it is the same
   auto& shared = *reinterpret_cast<decltype(fallback_storage<C>())>(smem_buffer);
   if (threadIdx.x == 0 && threadIdx.y == 0) {
-    shared.tile = fallback_tile(p, C.tile_m, sizeof(Scalar), blockIdx.x);
+    shared.tile = fallback_tile(p, C.tile_m, blockIdx.x);
     if constexpr (!C.example()) {
       shared.first_key = first_key(p, shared.tile, p.k_stride);
       shared.first_value = first_key(p, shared.tile, p.v_stride);

@@ -35,7 +35,7 @@ std::vector<FallbackTemplate> const& fallback_templates() {
   return rows;
 }
 
-void launch_fallback(int row, GeneralParams const& params, int device, cudaStream_t stream) {
+void launch_fallback(int row, GeneralParams params, int device, cudaStream_t stream) {
   FallbackTemplate const& t = fallback_templates().at(row);
   int64_t const blocks = grid_size(params, t.config.tile_m);
   if (blocks == 0) return;
@@ -45,7 +45,9 @@ void launch_fallback(int row, GeneralParams const& params, int device, cudaStrea
   }
   DeviceGuard guard(device);
   allow_shared_memory(row, t, device);
-  void* arguments[] = {const_cast<GeneralParams*>(&params)};
+  int const bytes = t.config.element == Element::float32 ? 4 : 2;
+  params.order = tile_order(params, t.config.tile_m, t.config.warps, bytes, gpu_of(device));
+  void* arguments[] = {&params};
   dim3 const threads(32, static_cast<unsigned>(t.config.warps));  // as the example numbers lanes and warps
   check(cudaLaunchKernel(t.kernel, dim3(static_cast<unsigned>(blocks)), threads, arguments, t.smem_bytes, stream),
         std::string("launching ") + t.name + " on device " + std::to_string(device));

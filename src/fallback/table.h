@@ -21,6 +21,6 @@ struct FallbackTemplate {
 std::vector<FallbackTemplate> const& fallback_templates();
 
 /// Launches a row on `device`'s stream `stream`. Allocates nothing, never synchronises. Throws std::runtime_error.
-void launch_fallback(int row, GeneralParams const& params, int device, cudaStream_t stream);
+void launch_fallback(int row, GeneralParams params, int device, cudaStream_t stream);
 
 }  // namespace cutlass_fmha

@@ -23,34 +23,8 @@ struct FallbackTile {
   FMHA_HOST_DEVICE bool clears(int row) const { return row < masked || row >= live; }
 };
 
-/// Of how many heads tiles are mixed. Where there is a diagonal, mixed heads begin with the tiles that have the most
-/// keys, so that SMs end at the same time. But keys of many heads don't stay in the L2 cache, which 16-bit rows are too
-/// fast for.
-FMHA_HOST_DEVICE inline int mixed_heads(GeneralParams const& p, int bytes) {
-  constexpr int64_t kCachedBytes = 8 << 20;
-  int const heads = p.num_heads / p.pack * p.batch;
-  if (p.window_right < 0) return 1;
-  if (bytes == 4) return heads;
-  int64_t const head_bytes = int64_t(larger(p.seqlen_k, 1)) * (p.head_dim + p.head_dim_v) * bytes;
-  return larger(1, smaller(heads, static_cast<int>(kCachedBytes / head_bytes)));
-}
-
-/// Where a block's tile is: tile_at() of `mixed` heads, then of the next ones.
-FMHA_HOST_DEVICE inline GeneralTile fallback_place(GeneralParams const& p, int tile_m, int mixed, int block) {
-  int const heads = p.num_heads / p.pack;
-  int const tiles = ceil_div(p.seqlen_q * p.pack, tile_m);
-  int const first = block / (mixed * tiles) * mixed;
-  int const count = smaller(mixed, heads * p.batch - first);
-  int const tile = block - first * tiles;
-  int const place = tile / count;
-  int const sequence = first + tile - place * count;
-  int const batch = sequence / heads;
-  return {(tiles - 1 - place) * tile_m, (sequence - batch * heads) * p.pack, batch, 0};
-}
-
-/// `bytes`: of an element.
-FMHA_HOST_DEVICE inline FallbackTile fallback_tile(GeneralParams const& p, int tile_m, int bytes, int block) {
-  GeneralTile const place = fallback_place(p, tile_m, mixed_heads(p, bytes), block);
+FMHA_HOST_DEVICE inline FallbackTile fallback_tile(GeneralParams const& p, int tile_m, int block) {
+  GeneralTile const place = tile_at(p, tile_m, block);
   Sequence const s = sequence_at(p, place.batch);
   FallbackTile t{.sequence = s, .head = place.head, .begin = place.row_begin};
   bool const all = p.window_right < 0;

@@ -16,7 +16,8 @@ namespace {
 
 using Tile = std::tuple<int, int, int, int>;  // first packed row, head, batch, part of the keys
 
-std::vector<Tile> general_tiles(GeneralParams const& p, int tile_m) {
+std::vector<Tile> general_tiles(GeneralParams p, int tile_m, int mixed_heads, int long_tiles) {
+  p.order = {mixed_heads, long_tiles};
   std::vector<Tile> tiles;
   for (int block = 0; block < grid_size(p, tile_m); ++block) {
     GeneralTile const t = tile_at(p, tile_m, block);
@@ -67,7 +68,7 @@ void bind_general_host_model(py::module_& host) {
       "Whether a query sees a key, so far as ranges go.", py::arg("params"), py::arg("batch"), py::arg("query"),
       py::arg("key"));
   host.def("general_tiles", &general_tiles, "(row_begin, head, batch, split) of every thread block, in launch order.",
-           py::arg("params"), py::arg("tile_m"));
+           py::arg("params"), py::arg("tile_m"), py::arg("mixed_heads"), py::arg("long_tiles"));
   host.def("key_steps", &key_steps, "(first key, masked by a range) of every step that a thread block walks.",
            py::arg("params"), py::arg("tile"), py::arg("tile_m"), py::arg("step_keys"));
   host.def(

@@ -77,6 +77,7 @@ struct GeneralParams {
   uint64_t const* dropout_seed;  ///< on the device
 
   // How the work is divided.
+  TileOrder order;  ///< of tiles of heads, or of those that are packed
   int pack;  ///< 1, or num_heads / num_heads_kv: so many heads share a tile, row r is head r % pack of query r / pack
   Divisor by_pack;
   int splits;                                 ///< parts of the keys of a sequence, each with thread blocks of its own

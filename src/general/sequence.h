@@ -2,6 +2,7 @@
 // Plain integer arithmetic, the same on host and device.
 #pragma once
 
+#include "../forward/scheduler.h"
 #include "../host_device.h"
 #include "params.h"
 
@@ -54,16 +55,24 @@ FMHA_HOST_DEVICE inline int64_t grid_size(GeneralParams const& p, int tile_m) {
   return tiles * (p.num_heads / p.pack) * p.batch * p.splits;
 }
 
-/// Parts of one tile's keys follow each other, then the tiles of all heads at one place of the sequence, the last place
-/// first: where there is a diagonal, the tiles with the most keys then come first.
+/// Parts of one tile's keys follow each other.
 FMHA_HOST_DEVICE inline GeneralTile tile_at(GeneralParams const& p, int tile_m, int block) {
   int const heads = p.num_heads / p.pack;
   int const tiles = ceil_div(p.seqlen_q * p.pack, tile_m);
-  int const tile = block / p.splits;
-  int const place = tile / (heads * p.batch);
-  int const sequence = tile - place * (heads * p.batch);
-  int const batch = sequence / heads;
-  return {(tiles - 1 - place) * tile_m, (sequence - batch * heads) * p.pack, batch, block - tile * p.splits};
+  int const number = block / p.splits;
+  RankedTile const tile = ranked_tile(p.order, heads * p.batch, number);
+  int const batch = tile.head / heads;
+  return {(tiles - 1 - tile.rank) * tile_m, (tile.head - batch * heads) * p.pack, batch, block - number * p.splits};
+}
+
+/// Of a launch whose elements have `bytes`. For a problem with at least one tile.
+inline TileOrder tile_order(GeneralParams const& p, int tile_m, int warps, int bytes, Gpu const& gpu) {
+  int const heads = p.num_heads / p.pack, tiles = ceil_div(p.seqlen_q * p.pack, tile_m);
+  bool const grow = p.window_left < 0 && p.window_right >= 0;
+  int64_t const diagonal = int64_t(p.bottom_right ? p.seqlen_k - p.seqlen_q : 0) + p.window_right;
+  return tile_order(gpu, warps, heads * p.batch, p.num_heads / p.num_heads_kv / p.pack,
+                    int64_t(p.seqlen_k) * (p.head_dim + p.head_dim_v) * bytes, tiles,
+                    grow ? short_tiles(diagonal * p.pack, p.seqlen_k * int64_t(p.pack), tile_m, tiles) : 0);
 }
 
 /// Keys that a query sees, so far as masks given by ranges go: [begin, end) and [0, prefix).

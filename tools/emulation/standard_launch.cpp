@@ -2,6 +2,7 @@
 
 #include <optional>
 
+#include "device_guard.h"
 #include "emulation.h"
 #include "forward/scheduler.h"
 #include "reference.h"
@@ -63,6 +64,9 @@ int fmha_launch_standard_tile(int head_dim, int other, int causal, void const* q
   ForwardParams p = make_params(head_dim, causal != 0, batch, seqlen, heads, scale);
   p.q = q, p.k = k, p.v = v, p.o = o;
   if (cudaError_t const status = allow_shared_memory(*row); status != cudaSuccess) return status;
+  int device = 0;
+  if (cudaError_t const status = cudaGetDevice(&device); status != cudaSuccess) return status;
+  p.order = tile_order(p, row->config, gpu_of(device));  // as launch_forward() has it
   void* arguments[] = {&p};
   return cudaLaunchKernel(symbol(*row), dim3(unsigned(grid_size(p, row->config.tile_m))), dim3(row->config.threads()),
                           arguments, row->smem_bytes, static_cast<cudaStream_t>(stream));

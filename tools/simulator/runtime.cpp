@@ -171,6 +171,16 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   return cudaSuccess;
 }
 
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
+  cudaDeviceProp has;
+  if (cudaError_t const status = cudaGetDeviceProperties(&has, device); status != cudaSuccess) return status;
+  if (attribute != cudaDevAttrMultiProcessorCount && attribute != cudaDevAttrL2CacheSize) {
+    return simulator::result(cudaErrorInvalidValue);
+  }
+  *value = attribute == cudaDevAttrL2CacheSize ? has.l2CacheSize : has.multiProcessorCount;
+  return cudaSuccess;
+}
+
 cudaError_t cudaGetLastError() { return std::exchange(simulator::last_error, cudaSuccess); }
 char const* cudaGetErrorString(cudaError_t status) {
   switch (status) {
