@@ -252,7 +252,11 @@ def main_loop(kernel: Kernel, copied_bytes: float | None = None) -> Loop:
     ]
     if not innermost:
         raise LoopNotFoundError(f"{kernel.name} (sm_{kernel.arch}) has no loop with tensor-core instructions")
-    head, body = max(innermost, key=lambda loop: (sum(mma[n] for n in loop[1]), -len(loop[1])))
+    # Phases that need a mask may have a loop of their own, with as many mma and more of everything else.
+    head, body = max(
+        innermost,
+        key=lambda loop: (sum(mma[n] for n in loop[1]), -sum(len(blocks[n].code) for n in loop[1])),
+    )
     path = _Path(blocks, head, body)
     weights = path.weights()
     if copied_bytes is not None:
