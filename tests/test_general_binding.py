@@ -31,7 +31,7 @@ LSE = {"lse": SOMEWHERE, "lse_batch_stride": 40, "lse_head_stride": 10, "lse_row
 SPLITS = {**LSE, "splits": 3, "partial_o": SOMEWHERE, "partial_lse": SOMEWHERE, "partial_low": SOMEWHERE}
 PAGES = {"page_table": SOMEWHERE, "page_size": 16, "page_table_stride": 2}
 #: Fields that nobody writes.
-DERIVED = {"by_page_size", "by_pack", "by_block_tiles", "bias_vectors", "mask_vectors", "raw_scores"}
+DERIVED = {"order", "by_page_size", "by_pack", "by_block_tiles", "bias_vectors", "mask_vectors", "raw_scores"}
 BLOCKS = {"block_counts": SOMEWHERE, "block_indices": SOMEWHERE, "block_m": 512, "block_n": 512}
 
 
