@@ -126,6 +126,7 @@ def test_key_blocks_are_exactly_those_with_a_visible_key(tile, rows, tile_n, seq
 
 
 orders = st.tuples(st.integers(1, 400), st.integers(1, 12))
+tile_rows = st.sampled_from([64, 128, 256])
 
 
 def in_range(order: tuple[int, int], heads: int, m_blocks: int) -> tuple[int, int]:
@@ -134,14 +135,7 @@ def in_range(order: tuple[int, int], heads: int, m_blocks: int) -> tuple[int, in
 
 
 @settings(deadline=None)
-@given(
-    st.integers(0, 4),
-    st.integers(1, 5),
-    lengths,
-    st.booleans(),
-    st.sampled_from([64, 128, 256]),
-    orders,
-)
+@given(st.integers(0, 4), st.integers(1, 5), lengths, st.booleans(), tile_rows, orders)
 def test_the_schedule_covers_every_tile_once_and_in_order(batch, heads, seqlen_q, masked, tile_m, order):
     m_blocks = math.ceil(seqlen_q / tile_m)
     mixed, long_tiles = in_range(order, batch * heads, m_blocks)
@@ -163,14 +157,7 @@ def test_the_schedule_covers_every_tile_once_and_in_order(batch, heads, seqlen_q
 
 
 @settings(deadline=None)
-@given(
-    st.integers(0, 4),
-    st.integers(1, 70),
-    lengths,
-    st.booleans(),
-    st.sampled_from([64, 128, 256]),
-    orders,
-)
+@given(st.integers(0, 4), st.integers(1, 70), lengths, st.booleans(), tile_rows, orders)
 def test_a_schedule_without_divisions_is_the_same(batch, heads, seqlen_q, masked, tile_m, order):
     order = in_range(order, batch * heads, math.ceil(seqlen_q / tile_m))
     arguments = (batch, heads, seqlen_q, masked, tile_m, *order)
