@@ -9,19 +9,24 @@ namespace cutlass_fmha {
 template <ForwardConfig C>
 CUTE_DEVICE void write_rows(char const* tile, int tile_row, uint16_t* to, int64_t row_stride, int rows, int lane) {
   using namespace cute;
-  constexpr int kChunks = C.head_dim / 8;
+  constexpr int kChunks = C.head_dim / 8, kCount = C.rows_per_warp() * kChunks / 32;
   typename Panels<C.head_dim>::template Layout<C.tile_m> layout;
+  auto const place = [&](int i) { return (i * 32 + lane) / kChunks; };
+  auto const column = [&](int i) { return (i * 32 + lane) % kChunks * 8; };
+  uint128_t chunks[kCount];  // all of them before the first is written: nothing waits for shared memory twice
   CUTE_UNROLL
-  for (int i = 0; i < C.rows_per_warp() * kChunks; i += 32) {
-    int const row = (i + lane) / kChunks, column = (i + lane) % kChunks * 8;
-    if (row >= rows) continue;
-    uint128_t const chunk = *reinterpret_cast<uint128_t const*>(tile + 2 * layout(tile_row + row, column));
-    uint16_t* const destination = to + row * row_stride + column;
+  for (int i = 0; i < kCount; ++i) {
+    chunks[i] = *reinterpret_cast<uint128_t const*>(tile + 2 * layout(tile_row + place(i), column(i)));
+  }
+  CUTE_UNROLL
+  for (int i = 0; i < kCount; ++i) {
+    if (place(i) >= rows) continue;
+    uint16_t* const destination = to + place(i) * row_stride + column(i);
     if constexpr (C.copy == Copy::cp_async_16) {
-      *reinterpret_cast<uint128_t*>(destination) = chunk;
+      *reinterpret_cast<uint128_t*>(destination) = chunks[i];
     } else {
       CUTE_UNROLL
-      for (int e = 0; e < 8; ++e) destination[e] = reinterpret_cast<uint16_t const*>(&chunk)[e];
+      for (int e = 0; e < 8; ++e) destination[e] = reinterpret_cast<uint16_t const*>(&chunks[i])[e];
     }
   }
 }

@@ -73,11 +73,11 @@ CUTE_DEVICE void forward_rows(ForwardParams const& p) {
   Mainloop<C> mainloop{
       .params = p,
       .smem = smem,
-      .uniform_tile_row = C.arch >= 90 ? Mainloop<C>::tile_row_of(warp) : int(keep(Mainloop<C>::tile_row_of(warp))),
+      .warp_tile_row = Mainloop<C>::tile_row_of(warp),
+      .in_second_group = second_group,
       .blocks = blocks,
-      .second_group = second_group,
       .k_pipe = {barriers},
-      .v_pipe = {barriers + TilePipeline<C.stages>::kBytes},
+      .v_pipe = {barriers + KvPipeline<C>::kBytes},
       .qv_lane_offset = keep(Mainloop<C>::KvTile::lane_offset(lane % 16, lane / 16 * 8)),
       .k_lane_offset = keep(Mainloop<C>::KvTile::lane_offset(lane % 8 + lane / 16 * 8, lane / 8 % 2 * 8)),
       .loader =
@@ -86,8 +86,10 @@ CUTE_DEVICE void forward_rows(ForwardParams const& p) {
               : typename Mainloop<C>::KvLoader(offset(p.v, p.v_stride, head_kv, 0), p.v_stride.seqlen, half_thread),
   };
 
-  int const row_begin = tile_begin + mainloop.tile_row();
+  if constexpr (C.copy == Copy::cp_async_16) mainloop.loader.destination = keep(mainloop.loader.destination);
+  int const row_begin = tile_begin + Mainloop<C>::tile_row_of(warp);
   mainloop.first_phase = blocks - key_blocks(p, row_begin, row_begin + T::kRows, C.tile_n);
+  mainloop.masked_end = uniform(blocks - full_key_blocks(p, row_begin, C.tile_n));
   if (threadIdx.x == 0) {
     *reinterpret_cast<TilePosition*>(smem + Shared::kTileBegin) = {tile_begin, tile.head, tile.batch};
   }

@@ -21,7 +21,14 @@ struct TilePosition {
   int head, batch;
 };
 
-/// Shared memory of a block: Q (O on the way out), K and V rings, barriers, which tile this is, where lanes read.
+/// What a warp asks for in every phase, computed once.
+struct WarpConstants {
+  uint32_t q_begin;  ///< byte offset of its rows in the tile of Q
+  int masked_end;    ///< from this phase on, every row sees all keys of a block
+};
+
+/// Shared memory of a block: Q (O on the way out), K and V rings, barriers, which tile this is, what warps and lanes
+/// read anew before each turn.
 template <ForwardConfig C>
 struct SharedLayout {
   static constexpr int kQ = C.tile_m * C.head_dim * 2;
@@ -29,10 +36,11 @@ struct SharedLayout {
   static constexpr int kKOffset = kQ;
   static constexpr int kVOffset = kKOffset + C.stages * kTile;
   static constexpr int kBarriers = kVOffset + C.stages * kTile;
-  static constexpr int kTileBegin = kBarriers + 2 * TilePipeline<C.stages>::kBytes;
+  static constexpr int kTileBegin = kBarriers + 2 * KvPipeline<C>::kBytes;
   static constexpr int kMaxima = kTileBegin + int(sizeof(TilePosition));
   static constexpr int kLanes = (kMaxima + C.tile_m * int(sizeof(float)) + 7) / 8 * 8;
-  static constexpr int kBytes = kLanes + 32 * int(sizeof(uint2));
+  static constexpr int kWarps = kLanes + 32 * int(sizeof(uint2));
+  static constexpr int kBytes = kWarps + C.warps * int(sizeof(WarpConstants));
 };
 
 template <ForwardConfig C>
@@ -47,9 +55,13 @@ struct Mainloop {
   using Shared = SharedLayout<C>;
   static constexpr int kHalfThreads = C.threads() / 2;
   static constexpr bool kRoomy = is_roomy(C);
+  /// Whether what a warp asks for in every phase stays in registers. From sm_90 on these are uniform ones; sm_89 takes
+  /// others, of which the largest O (128 of them) leaves none.
+  static constexpr bool kKeepsConstants = C.arch >= 90 || kRoomy || C.rows_per_warp() * C.head_dim < 32 * 128;
   using KvLoader = TileLoader<C.head_dim, C.tile_n, kHalfThreads, C.copy>;
   using Turn = Turns<C.warps, C.ping_pong>;
   using QTile = LdmatrixTile<C.head_dim, C.tile_m>;
+  static constexpr uint32_t kQRowBytes = 2 * QTile::P::kWidth;
   using KvTile = LdmatrixTile<C.head_dim, C.tile_n>;
   // The A operand of one 16-wide step over all rows of the warp, and of Q or P as a whole.
   using StepA = decltype(cute::make_tensor<Element>(
@@ -60,12 +72,16 @@ struct Mainloop {
 
   ForwardParams const& params;
   char* const smem;
-  int const uniform_tile_row;  ///< see tile_row()
-  int const blocks;            ///< key blocks that the thread block walks
-  int first_phase;             ///< before it, no key is visible to this warp
-  bool const second_group;
+  // The same for all lanes. Asked for by tile_row(), second_group() and constants(), which know another way where
+  // registers are scarce.
+  int const warp_tile_row;
+  bool const in_second_group;
+  int masked_end;
 
-  TilePipeline<C.stages> const k_pipe, v_pipe;
+  int const blocks;  ///< key blocks that the thread block walks
+  int first_phase;   ///< before it, no key is visible to this warp
+
+  KvPipeline<C> const k_pipe, v_pipe;
   // Lane offsets of ldmatrix. b0 and b1 of an n8 tile must be neighbouring registers: K's four 8 x 8 matrices are read
   // dimensions first, V's (transposed) keys first, like the rows of Q.
   uint32_t const qv_lane_offset, k_lane_offset;
@@ -98,9 +114,22 @@ struct Mainloop {
     return (warp < C.warps / 2 ? warp : C.warps + C.warps / 2 - 1 - warp) * T::kRows;
   }
 
-  /// That of this warp. From sm_90 on it stays in a uniform register; on sm_89 it would take a vector register. Where
-  /// none is left, it is computed again.
-  CUTE_DEVICE int tile_row() const { return C.arch >= 90 || kRoomy ? uniform_tile_row : tile_row_of(thread_id() / 32); }
+  /// That of this warp.
+  CUTE_DEVICE int tile_row() const { return kKeepsConstants ? warp_tile_row : tile_row_of(thread_id() / 32); }
+
+  /// Whether this warp is one of the second half. After a vote the compiler knows that all lanes agree: phases stay
+  /// uniform, and nothing needs to converge.
+  CUTE_DEVICE bool second_group() const {
+    return kKeepsConstants ? in_second_group : __any_sync(0xffffffffu, thread_id() >= kHalfThreads);
+  }
+
+  CUTE_DEVICE WarpConstants constants() const {
+    if constexpr (kKeepsConstants) {
+      return {warp_tile_row * kQRowBytes, masked_end};
+    } else {
+      return reinterpret_cast<WarpConstants const*>(smem + Shared::kWarps)[thread_id() / 32];
+    }
+  }
 
   /// What shared memory holds before anything is copied there.
   CUTE_DEVICE void init_shared() const {
@@ -111,11 +140,15 @@ struct Mainloop {
     if (threadIdx.x < 32) {
       reinterpret_cast<uint2*>(smem + Shared::kLanes)[threadIdx.x] = {qv_lane_offset, k_lane_offset};
     }
+    if (!kKeepsConstants && lane_id() == 0) {
+      auto* const table = reinterpret_cast<WarpConstants*>(smem + Shared::kWarps);
+      table[threadIdx.x / 32] = {tile_row() * kQRowBytes, masked_end};
+    }
   }
 
   /// Starts the first loads of K and V. Only the last block of the keys, walked first, can be a partial one.
   CUTE_DEVICE void prologue() {
-    loader.source += int64_t(blocks - 1) * C.tile_n * (second_group ? params.k_stride : params.v_stride).seqlen;
+    loader.source += int64_t(blocks - 1) * C.tile_n * (second_group() ? params.k_stride : params.v_stride).seqlen;
     CUTE_UNROLL
     for (int tile = 0; tile < C.stages; ++tile) {
       refill_k<true>(tile);
@@ -131,10 +164,10 @@ struct Mainloop {
     if constexpr (C.q_in_registers) {
       CUTE_UNROLL
       for (int step = 0; step < T::kDimSteps; ++step) {
-        load_q(qv_lane_offset + q_begin(), step, q_fragments(cute::_, cute::_, step));
+        load_q(qv_lane_offset + constants().q_begin, step, q_fragments(cute::_, cute::_, step));
       }
     }
-    if (second_group) Turn::pass();  // lets the first group enter
+    if (second_group()) Turn::pass();  // lets the first group enter
     int phase = 0;
     for (; phase < first_phase; ++phase) skip(phase);
     if (phase < blocks) {
@@ -149,9 +182,8 @@ struct Mainloop {
       update<true>(phase, masked, scores, probabilities, output, softmax);
       ++phase;
       if constexpr (kRoomy) {
-        int const masked_end = blocks - full_key_blocks(params, row_begin(), C.tile_n);
         CUTE_NO_UNROLL
-        for (; phase < masked_end; ++phase) {
+        for (; phase < constants().masked_end; ++phase) {
           advance<Masked::yes>(phase, q_fragments, scores, probabilities, output, softmax);
         }
       }
@@ -164,7 +196,7 @@ struct Mainloop {
       before_turn(phase);
       Turn::take();
     }
-    if (!second_group) Turn::pass();  // nobody waits for the second group any more
+    if (!second_group()) Turn::pass();  // nobody waits for the second group any more
   }
 
  private:
@@ -196,7 +228,7 @@ struct Mainloop {
 
   /// Brings a tile of K or V, the next one in the walk of the thread's group, if there is one.
   template <bool Partial>
-  CUTE_DEVICE void refill(TilePipeline<C.stages> const& pipe, int ring, int64_t row_stride, int tile) {
+  CUTE_DEVICE void refill(KvPipeline<C> const& pipe, int ring, int64_t row_stride, int tile) {
     if (tile >= blocks) return;
     pipe.producer_acquire(tile);
     loader.template load<Partial>(smem + ring + pipe.stage(tile) * Shared::kTile, row_stride,
@@ -210,11 +242,11 @@ struct Mainloop {
   }
   template <bool Partial>
   CUTE_DEVICE void refill_k(int tile) {
-    if (second_group) refill<Partial>(k_pipe, Shared::kKOffset, params.k_stride.seqlen, tile);
+    if (second_group()) refill<Partial>(k_pipe, Shared::kKOffset, params.k_stride.seqlen, tile);
   }
   template <bool Partial>
   CUTE_DEVICE void refill_v(int tile) {
-    if (!second_group) refill<Partial>(v_pipe, Shared::kVOffset, params.v_stride.seqlen, tile);
+    if (!second_group()) refill<Partial>(v_pipe, Shared::kVOffset, params.v_stride.seqlen, tile);
   }
 
   // A stage of K is free once this phase's scores are done; one of V, after the accumulation of the phase before.
@@ -238,11 +270,9 @@ struct Mainloop {
     end_scores(phase);
   }
 
-  CUTE_DEVICE uint32_t q_begin() const { return tile_row() * (2 * QTile::P::kWidth); }
-
   /// Where registers are scarce, they hold this for the length of a turn only: read anew before each.
   CUTE_DEVICE Lanes this_lane() const {
-    uint32_t const q = C.q_in_registers ? 0 : q_begin();
+    uint32_t const q = C.q_in_registers ? 0 : constants().q_begin;
     if constexpr (kRoomy || kAhead == 0) {
       return {qv_lane_offset + q, k_lane_offset, qv_lane_offset};
     } else {
@@ -357,7 +387,8 @@ struct Mainloop {
 
   /// Whether some row of this warp doesn't see all keys of the phase's block.
   CUTE_DEVICE bool is_masked(int phase) const {
-    return (blocks - phase) * C.tile_n > visible_keys(params, row_begin());
+    bool const masked = phase < constants().masked_end;
+    return kKeepsConstants ? masked : __any_sync(0xffffffffu, masked);
   }
 
   /// Softmax of a phase: masks the scores where needed and turns them into probabilities.

@@ -13,7 +13,7 @@ struct TmaMainloop {
   using T = ForwardTypes<C>;
   using Element = typename T::Element;
   using Shared = TmaLayout<C>;
-  using Pipe = TilePipeline<C.stages>;
+  using Pipe = KvPipeline<C>;
   using Turn = Turns<C.warps, C.ping_pong>;
   using QTile = LdmatrixTile<C.head_dim, C.tile_m>;
   using KvTile = LdmatrixTile<C.head_dim, C.tile_n>;
@@ -55,6 +55,7 @@ struct TmaMainloop {
   int const end;  ///< key blocks [end - blocks, end) are walked
   int const blocks;
   int const first_phase;  ///< before it, no key is visible to this warp
+  int const masked_end;   ///< from it on, every row of this warp sees all keys of a block
 
   CUTE_DEVICE TmaMainloop(ForwardTmaParams const& params, char* smem, int warp, Work const& work)
       : params(params),
@@ -69,7 +70,8 @@ struct TmaMainloop {
             opaque(KvTile::lane_offset(threadIdx.x % 8 + threadIdx.x % 32 / 16 * 8, threadIdx.x / 8 % 2 * 8))),
         end(work.end),
         blocks(uniform(work.blocks)),
-        first_phase(min(end - visible_blocks(params, work.row_begin + tile_row_of(warp)), blocks)) {}
+        first_phase(min(end - visible_blocks(params, work.row_begin + tile_row_of(warp)), blocks)),
+        masked_end(uniform(end - full_key_blocks(params, work.row_begin + tile_row_of(warp), C.tile_n))) {}
 
   /// The first row of a warp within the tile of Q. The second half of the warps takes its rows backwards: under a
   /// diagonal, the two warps of a sub-core (w and w + warps / 2) then have as many keys together as any other two.
@@ -92,7 +94,7 @@ struct TmaMainloop {
     for (; phase < first_phase; ++phase) skip(producer, phase);
     if (phase < blocks) {
       FirstOperands first;
-      bool const masked = is_masked(phase);
+      bool const masked = phase < masked_end;
       before_turn(producer, phase);
       Turn::take(warp);
       if (phase > 0) release_unused(v_pipe, phase - 1);
@@ -103,7 +105,6 @@ struct TmaMainloop {
       OperandsB<kAhead + 1> ahead;
       ++phase;
       if constexpr (is_roomy(C)) {
-        int const masked_end = end - full_key_blocks(params, row_begin(), C.tile_n);
         CUTE_NO_UNROLL
         for (; phase < min(masked_end, blocks); ++phase) {
           advance<Masked::yes>(producer, phase, q_fragments, first, ahead, scores, probabilities, output, softmax);
@@ -132,7 +133,7 @@ struct TmaMainloop {
                            OperandsB<kAhead + 1>& ahead, Scores& scores, Probabilities& probabilities, Output& output,
                            typename T::Softmax& softmax) const {
     before_turn(producer, phase);
-    bool const masked = Mask == Masked::ask ? is_masked(phase) : Mask == Masked::yes;
+    bool const masked = Mask == Masked::ask ? phase < masked_end : Mask == Masked::yes;
     read_ahead(phase - 1, ahead);
     Turn::take(warp);
     accumulate(phase - 1, ahead, probabilities, output, [&] { read_ahead(phase, first); });
@@ -261,9 +262,6 @@ struct TmaMainloop {
   }
 
   CUTE_DEVICE int row_begin() const { return Shared::work(smem).row_begin + tile_row; }
-
-  /// Whether some row of this warp doesn't see all keys of the phase's block.
-  CUTE_DEVICE bool is_masked(int phase) const { return (end - phase) * C.tile_n > visible_keys(params, row_begin()); }
 
   /// Softmax of a phase: masks the scores where needed and turns them into probabilities.
   template <bool First>

@@ -151,7 +151,8 @@ struct OnlineSoftmax {
     for (int row = 0; row < Rows; ++row) row_sum[row] += block_sum[row];
   }
 
-  /// O /= l in place; returns LSE (natural log) per row: -inf, and O = 0, where no key was visible.
+  /// O /= l in place; returns LSE (natural log) per row: -inf, and O = 0, where no key was visible. Rows with none are
+  /// rare, and this code runs once: an instruction per element less counts more than the branch for them.
   template <class Output, class Maxima>
   CUTE_HOST_DEVICE PerRow finalize(Output&& output, Maxima&& maxima) const {
     constexpr float kLn2 = 0.6931471805599453f;
@@ -160,10 +161,12 @@ struct OnlineSoftmax {
     for (int row = 0; row < Rows; ++row) {
       float const sum = Exchange::sum(row_sum[row]);
       bool const empty = sum == 0.f;
-      float const inverse = 1.f / sum;
+      float const inverse = reciprocal(sum);
       CUTE_UNROLL
-      for (int col = 0; col < cute::size<1>(output); ++col) {
-        output(row, col) = empty ? 0.f : output(row, col) * inverse;
+      for (int col = 0; col < cute::size<1>(output); ++col) output(row, col) *= inverse;
+      if (Exchange::any(empty)) {
+        CUTE_UNROLL
+        for (int col = 0; col < cute::size<1>(output); ++col) output(row, col) = empty ? 0.f : output(row, col);
       }
       float const maximum = maxima.get(row) * scale_log2;  // by all lanes: get() synchronises the warp
       float const r = reference[row] == -INFINITY ? maximum : reference[row];
@@ -189,6 +192,15 @@ struct OnlineSoftmax {
   }
 
  private:
+  /// To a unit in the last place or two of a float, of which O keeps 11 bits at most.
+  CUTE_HOST_DEVICE static float reciprocal(float x) {
+#ifdef __CUDA_ARCH__
+    return __fdividef(1.f, x);
+#else
+    return 1.f / x;
+#endif
+  }
+
   /// a * b, never contracted with what follows into an fma.
   CUTE_HOST_DEVICE static float rounded_product(float a, float b) {
 #ifdef __CUDA_ARCH__

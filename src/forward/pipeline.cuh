@@ -2,6 +2,9 @@
 #pragma once
 
 #include <cute/tensor.hpp>
+#include <type_traits>
+
+#include "../config.h"
 
 namespace cutlass_fmha {
 
@@ -75,14 +78,17 @@ CUTE_DEVICE void mbarrier_wait(uint32_t barrier, uint32_t parity) {
 /// warp could run ahead by a whole turn of the ring, and a parity can't tell two turns apart. Each thread releases what
 /// it read itself: one lane for its warp is no faster on sm_90, and racecheck can't follow the __syncwarp that it
 /// takes.
-template <int Stages>
+///
+/// Numbers of tiles are divided as `Number`. Without a sign that takes four instructions less, and every phase asks
+/// several times; yet where warps don't take turns, ptxas makes a slower loop of it.
+template <int Stages, class Number = uint32_t>
 struct TilePipeline {
   static constexpr int kBytes = 2 * Stages * int(sizeof(uint64_t));
 
   uint32_t barriers;  ///< full[Stages], then empty[Stages]
 
-  /// Where a tile lies. Divided without a sign: four instructions less, and every phase asks several times.
-  CUTE_HOST_DEVICE static uint32_t stage(int tile) { return uint32_t(tile) % Stages; }
+  /// Where a tile lies.
+  CUTE_HOST_DEVICE static Number stage(int tile) { return Number(tile) % Stages; }
 
   CUTE_DEVICE void init(int producers, int consumers) const {
     CUTE_UNROLL
@@ -92,11 +98,11 @@ struct TilePipeline {
     }
   }
   CUTE_DEVICE void producer_acquire(int tile) const {
-    if (tile >= Stages) mbarrier_wait(empty(tile), (uint32_t(tile) / Stages - 1) & 1);
+    if (tile >= Stages) mbarrier_wait(empty(tile), (Number(tile) / Stages - 1) & 1);
   }
   CUTE_DEVICE void producer_commit_cp_async(int tile) const { mbarrier_arrive_after_cp_async(full(tile)); }
   CUTE_DEVICE void producer_commit(int tile) const { mbarrier_arrive(full(tile)); }
-  CUTE_DEVICE void consumer_wait(int tile) const { mbarrier_wait(full(tile), uint32_t(tile) / Stages & 1); }
+  CUTE_DEVICE void consumer_wait(int tile) const { mbarrier_wait(full(tile), Number(tile) / Stages & 1); }
   CUTE_DEVICE void consumer_release(int tile) const { mbarrier_arrive(empty(tile)); }
 
   /// Of a tile's full barrier, in bytes from `barriers` on.
@@ -106,6 +112,10 @@ struct TilePipeline {
   CUTE_DEVICE uint32_t full(int tile) const { return barriers + 8 * stage(tile); }
   CUTE_DEVICE uint32_t empty(int tile) const { return barriers + 8 * (Stages + stage(tile)); }
 };
+
+/// Of K or V in rows whose warps walk all keys.
+template <ForwardConfig C>
+using KvPipeline = TilePipeline<C.stages, std::conditional_t<C.ping_pong, uint32_t, int>>;
 
 /// Warps w and w + Warps / 2 share a sub-core. They take turns in issuing mma, so that one computes its softmax while
 /// the tensor cores work for the other; left alone they fall into step and both wait.

@@ -37,8 +37,8 @@ struct TmaLayout {
   static constexpr int kKOffset = kQ;
   static constexpr int kVOffset = kKOffset + C.stages * kTile;
   static constexpr int kKBarriers = kVOffset + C.stages * kTile;
-  static constexpr int kVBarriers = kKBarriers + TilePipeline<C.stages>::kBytes;
-  static constexpr int kQBarrier = kVBarriers + TilePipeline<C.stages>::kBytes;
+  static constexpr int kVBarriers = kKBarriers + KvPipeline<C>::kBytes;
+  static constexpr int kQBarrier = kVBarriers + KvPipeline<C>::kBytes;
   static constexpr int kWork = kQBarrier + int(sizeof(uint64_t));
   static constexpr int kMaxima = kWork + int(sizeof(Work));
   static constexpr int kBytes = kMaxima + C.tile_m * int(sizeof(float));
@@ -57,7 +57,7 @@ struct TmaLayout {
 template <ForwardConfig C>
 struct TmaProducer {
   using Shared = TmaLayout<C>;
-  using Pipe = TilePipeline<C.stages>;
+  using Pipe = KvPipeline<C>;
 
   ForwardTmaParams const& params;
   char* const smem;

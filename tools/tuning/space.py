@@ -39,6 +39,7 @@ OTHER_REGISTERS = 16
 MAX_REGISTERS = 255
 POSITION_BYTES = 12  # TilePosition
 LANE_BYTES = 32 * 8  # where each lane reads
+WARP_BYTES = 8  # WarpConstants
 TMA_WORK_BYTES = 8 + 28  # the barrier that Q reports to, and Work
 PIPELINE_BYTES = 2 * 8  # of two mbarriers; a stage of K and one of V have two each
 
@@ -80,7 +81,7 @@ def shared_bytes(c: Candidate) -> int:
         return c.kv_warps * c.tile_m * (4 * c.head_dim + 8)
     rest = TMA_WORK_BYTES if c.copy == "tma" else POSITION_BYTES
     held = q + 2 * c.stages * (tile + PIPELINE_BYTES) + rest + 4 * c.tile_m
-    return held if c.copy == "tma" else (held + 7) // 8 * 8 + LANE_BYTES
+    return held if c.copy == "tma" else (held + 7) // 8 * 8 + LANE_BYTES + c.warps * WARP_BYTES
 
 
 def register_cap(c: Candidate, limits: Limits) -> int:
