@@ -308,7 +308,10 @@ TFLOPS = {  # (row, arch): by (causal, passes)
 def result() -> report.Result:
     def part(passes: int) -> dict[str, Any]:
         entries = [
-            {"row": row, "arch": arch, "head_dim": 128, "causal": causal, "passes": n, "tflops": tflops}
+            {
+                **{"row": row, "arch": arch, "head_dim": 128, "causal": causal, "passes": n},
+                **{"tflops": tflops, "share": tflops * passes / 600.0},
+            }
             for (row, arch), figures in TFLOPS.items()
             for (causal, n), tflops in figures.items()
             if n == passes
@@ -331,6 +334,13 @@ def test_rows_are_ranked_per_target_head_dimension_and_mask(result: report.Resul
     assert [entry.row for entry in report.ranking(result, l4, 128, True)] == names
     assert [entry.row for entry in report.ranking(result, geforce, 128, False)] == names
     assert report.ranking(result, geforce, 64, False) == []
+
+
+def test_rows_are_ranked_by_their_share_since_clocks_change(result: report.Result):
+    slow_clock = next(e for e in result["results"] if e["row"] == "fwd_sm89_bf16_d128_m64n32w4" and not e["causal"])
+    slow_clock["tflops"] *= 0.9
+    best = report.ranking(result, report.Target("x", 89, 3), 128, False)[0]
+    assert (best.row, best.share) == (slow_clock["row"], pytest.approx(190 / 200))
 
 
 def test_shares_are_of_the_ceiling_with_as_many_passes(result: report.Result):

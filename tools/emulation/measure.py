@@ -15,7 +15,7 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from emulation.cases import Case, cases
 
 ROOT = Path(__file__).resolve().parents[2]
 CEILING_SECONDS = 0.004  # of one launch, long enough for clocks and power to settle over a few
+PACE = 128  # head dimension of the mma that a kernel is timed in turns with
 CHECKED_ROWS = 64
 
 
@@ -84,14 +85,18 @@ def median_seconds(launch: Callable[[], object], budget: float) -> float:
     """Median over launches back to back, at least five and about ``budget`` seconds of them."""
     launch()
     torch.cuda.synchronize()
-    first = timed(launch, 1)[0]
-    return statistics.median(timed(launch, max(5, min(50, math.ceil(budget / first)))))
+    return statistics.median(timed([launch] * rounds(launch, budget)))
 
 
-def timed(launch: Callable[[], object], count: int) -> list[float]:
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+def rounds(launch: Callable[[], object], budget: float) -> int:
+    return max(5, min(50, math.ceil(budget / timed([launch])[0])))
+
+
+def timed(launches: Sequence[Callable[[], object]]) -> list[float]:
+    """Seconds of each, launched back to back."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(len(launches) + 1)]
     events[0].record()
-    for event in events[1:]:
+    for launch, event in zip(launches, events[1:], strict=True):
         launch()
         event.record()
     events[-1].synchronize()
@@ -158,33 +163,47 @@ class Bench:
         if not self.build.get("emulation"):
             raise RuntimeError(f"{extension} is no emulation build: CUTLASS_FMHA_EMULATION is OFF")
         self.passes = int(self.build["mma_passes"])
+        self.sms = torch.cuda.get_device_properties(0).multi_processor_count
+        self.mma_alone = {head_dim: self.long_enough(head_dim) for head_dim in (64, 128)}
+
+    def launch_mma(self, head_dim: int, blocks: int) -> float:
+        """The mma of so many key blocks alone. Returns their useful operations, counted as of all rows."""
+        flop = float(self.library.fmha_launch_ceiling(head_dim, blocks, self.sms, self.stream))
+        if flop < 0:
+            raise RuntimeError("the ceiling's kernel could not be launched")
+        return flop
+
+    def long_enough(self, head_dim: int) -> Callable[[], float]:
+        seconds = median_seconds(partial(self.launch_mma, head_dim, 100), 0.0)
+        return partial(self.launch_mma, head_dim, math.ceil(100 * CEILING_SECONDS / seconds))
 
     def ceiling(self) -> dict[str, float]:
-        """TFLOP/s of the mma alone, by head dimension: useful operations, as of all rows."""
-        sms = torch.cuda.get_device_properties(0).multi_processor_count
+        """TFLOP/s of the mma alone, by head dimension."""
+        return {
+            str(head_dim): call() / median_seconds(call, self.budget) * 1e-12
+            for head_dim, call in self.mma_alone.items()
+        }
 
-        def launch(head_dim: int, blocks: int) -> float:
-            flop = float(self.library.fmha_launch_ceiling(head_dim, blocks, sms, self.stream))
-            if flop < 0:
-                raise RuntimeError("the ceiling's kernel could not be launched")
-            return flop
-
-        found = {}
-        for head_dim in (64, 128):
-            seconds = median_seconds(partial(launch, head_dim, 100), 0.0)
-            call = partial(launch, head_dim, math.ceil(100 * CEILING_SECONDS / seconds))
-            found[str(head_dim)] = call() / median_seconds(call, self.budget) * 1e-12
-        return found
+    def rate_and_share(self, launch: Callable[[], object], flop: float) -> tuple[float, float]:
+        """FLOP per second, and the median share of what the mma alone reaches in turns with ``launch``: the GPU
+        changes its clock by steps of almost 1 %, and both should have the same."""
+        mma, launches = self.mma_alone[PACE], rounds(launch, self.budget)
+        useful = mma()
+        seconds = timed([launch, mma] * launches)
+        own, alone = seconds[::2], seconds[1::2]
+        shares = [flop / mine / (useful / other) for mine, other in zip(own, alone, strict=True)]
+        return flop / statistics.median(own), statistics.median(shares)
 
     def entry(self, tensors: Tensors, launch: Callable[[], object], **about: Any) -> dict[str, Any]:
         tensors.o.fill_(math.nan)
-        seconds = median_seconds(launch, self.budget)
+        rate, share = self.rate_and_share(launch, tensors.case.flop)
         return {
             **about,
             "head_dim": tensors.case.head_dim,
             "causal": tensors.case.causal,
             "passes": self.passes,
-            "tflops": tensors.case.flop / seconds * 1e-12,
+            "tflops": rate * 1e-12,
+            "share": share,
             "error_ratio": tensors.error_ratio(),
         }
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SCHEMA = 1
+SCHEMA = 2
 KIND = "emulation"
 MASKS = {False: "full", True: "causal"}
 
 #: kind, schema, machine, ceilings (passes -> head dimension -> TFLOP/s), cases and results: per row, case and
-#: number of passes its tflops and error_ratio; a row without an arch is a tile of FlashAttention-2's.
+#: number of passes its tflops, its share of the mma's rate at the same clock, and error_ratio; a row without an arch is a tile of FlashAttention-2's.
 Result = dict[str, Any]
 
 
@@ -84,7 +84,7 @@ def entries(result: Result) -> list[Entry]:
         Entry(
             *(found["row"], found["arch"], found["head_dim"], found["causal"], found["passes"]),
             tflops=found["tflops"],
-            share=found["tflops"] / ceiling(result, found["passes"]),
+            share=found["share"],
         )
         for found in result["results"]
     ]
@@ -108,14 +108,14 @@ def ranking(result: Result, target: Target, head_dim: int, causal: bool) -> list
         if (entry.arch, entry.passes, entry.head_dim, entry.causal)
         == (target.arch, target.passes, head_dim, causal)
     ]
-    return sorted(found, key=lambda entry: -entry.tflops)
+    return sorted(found, key=lambda entry: -entry.share)
 
 
 def standard(result: Result, passes: int, head_dim: int, causal: bool) -> Entry | None:
     """The better of FlashAttention-2's tiles with as many passes."""
     wanted = (None, passes, head_dim, causal)
     found = [e for e in entries(result) if (e.arch, e.passes, e.head_dim, e.causal) == wanted]
-    return max(found, key=lambda entry: entry.tflops, default=None)
+    return max(found, key=lambda entry: entry.share, default=None)
 
 
 def problems(result: Result) -> list[tuple[int, bool]]:
@@ -156,7 +156,7 @@ def target_table(result: Result, target: Target) -> list[str]:
             line += ["-", "-", "-", "-"]
         else:
             line += [theirs.row, f"{theirs.tflops:.1f}", percent(theirs.share)]
-            line += [f"{best.tflops / theirs.tflops:.2f}x"]
+            line += [f"{best.share / theirs.share:.2f}x"]
         rows.append(line)
     head = ["problem", "best row", "TFLOP/s", "share", "second", "FA2's tile", "TFLOP/s", "share", "ours is"]
     return table(head, rows, 2)
