@@ -18,7 +18,7 @@ import cubin
 import emulate
 import mainloop
 import pytest
-from emulation import build, report
+from emulation import build, measure, report
 from emulation.cases import SHAPES, Case, cases
 
 from cutlass_fmha import _C
@@ -309,8 +309,13 @@ def result() -> report.Result:
     def part(passes: int) -> dict[str, Any]:
         entries = [
             {
-                **{"row": row, "arch": arch, "head_dim": 128, "causal": causal, "passes": n},
-                **{"tflops": tflops, "share": tflops * passes / 600.0},
+                "row": row,
+                "arch": arch,
+                "head_dim": 128,
+                "causal": causal,
+                "passes": n,
+                "tflops": tflops,
+                "share": tflops * passes / 600.0,
             }
             for (row, arch), figures in TFLOPS.items()
             for (causal, n), tflops in figures.items()
@@ -337,7 +342,9 @@ def test_rows_are_ranked_per_target_head_dimension_and_mask(result: report.Resul
 
 
 def test_rows_are_ranked_by_their_share_since_clocks_change(result: report.Result):
-    slow_clock = next(e for e in result["results"] if e["row"] == "fwd_sm89_bf16_d128_m64n32w4" and not e["causal"])
+    slow_clock = next(
+        e for e in result["results"] if e["row"] == "fwd_sm89_bf16_d128_m64n32w4" and not e["causal"]
+    )
     slow_clock["tflops"] *= 0.9
     best = report.ranking(result, report.Target("x", 89, 3), 128, False)[0]
     assert (best.row, best.share) == (slow_clock["row"], pytest.approx(190 / 200))
@@ -404,6 +411,28 @@ def test_a_file_that_is_no_result_is_told(tmp_path: Path, text: str, capsys: pyt
     (tmp_path / "x.json").write_text(text)
     assert emulate.main(["--report", str(tmp_path / "x.json")]) == 1
     assert re.search(r"x\.json is (not JSON|no result of tools/emulate.py)", capsys.readouterr().err)
+
+
+def test_a_share_does_not_depend_on_the_clock(monkeypatch: pytest.MonkeyPatch):
+    """A row and the mma alone take turns; three clocks, and the row takes 1.25 times its mma at each."""
+    clocks = [1.0, 1.1, 1.25]
+
+    def timed(launches: list[Any]) -> list[float]:
+        assert launches[::2] == [row] * 3 and launches[1::2] == [mma] * 3
+        return [seconds / clock for clock in clocks for seconds in (0.02, 0.004)]
+
+    def row() -> None: ...
+
+    def mma() -> float:
+        return 4e12
+
+    bench = object.__new__(measure.Bench)
+    bench.mma_alone, bench.budget = {measure.PACE: mma}, 0.06
+    monkeypatch.setattr(measure, "timed", timed)
+    monkeypatch.setattr(measure, "rounds", lambda launch, budget: 3)
+    rate, share = bench.rate_and_share(row, 16e12)
+    assert share == pytest.approx(0.8)
+    assert rate == pytest.approx(16e12 / 0.02 * 1.1)  # the median's clock
 
 
 def test_parts_are_measured_in_a_process_of_their_own(

@@ -185,8 +185,10 @@ class Bench:
         }
 
     def rate_and_share(self, launch: Callable[[], object], flop: float) -> tuple[float, float]:
-        """FLOP per second, and the median share of what the mma alone reaches in turns with ``launch``: the GPU
-        changes its clock by steps of almost 1 %, and both should have the same."""
+        """FLOP per second, and the median share of what the mma alone reaches in turns with ``launch``.
+
+        The GPU changes its clock by steps of almost 1 %; so both have the same.
+        """
         mma, launches = self.mma_alone[PACE], rounds(launch, self.budget)
         useful = mma()
         seconds = timed([launch, mma] * launches)

@@ -12,7 +12,8 @@ KIND = "emulation"
 MASKS = {False: "full", True: "causal"}
 
 #: kind, schema, machine, ceilings (passes -> head dimension -> TFLOP/s), cases and results: per row, case and
-#: number of passes its tflops, its share of the mma's rate at the same clock, and error_ratio; a row without an arch is a tile of FlashAttention-2's.
+#: number of passes its tflops, its share of the mma's rate at the same clock, and error_ratio; a row without
+#: an arch is a tile of FlashAttention-2's.
 Result = dict[str, Any]
 
 
