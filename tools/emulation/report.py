@@ -193,7 +193,7 @@ def statement(result: Result) -> str:
         "operands, so that the GPU takes the balance of one whose tensor pipe is that much slower per "
         "clock; blocks per SM are what 100 KB of shared memory and 48 warps allow. Clocks, caches, memory "
         "and launches are those of the GPU measured on. TFLOP/s count useful operations; shares are of "
-        "the mma alone with as many passes. Shares and ranks are what to read, not rates."
+        "the mma alone with as many passes, in turns with it. Shares and ranks are what to read, not rates."
     )
 
 
