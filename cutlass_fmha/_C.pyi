@@ -168,6 +168,9 @@ class GeneralParams:
     @property
     def vectors(self) -> bool:
         """Whether addresses, strides and head dims as they are allow 16-byte copies. A launch asks by itself."""
+    @property
+    def device_lengths(self) -> bool:
+        """Whether it is said on the device which rows and keys a sequence has. A launch asks by itself."""
     cu_seqlens_q: int
     cu_seqlens_k: int
     seqused_q: int

@@ -205,12 +205,19 @@ bool raw_scores(GeneralParams const& p) {
   return p.softcap == 0.f && p.bias_type == BiasType::none && !p.alibi_slopes && !p.sinks && p.scale >= FLT_MIN;
 }
 
+/// What p.device_lengths says: sequence_at(), visible_keys() and whole_walk() read none of these.
+bool device_lengths(GeneralParams const& p) {
+  return p.cu_seqlens_q || p.cu_seqlens_k || p.seqused_q || p.seqused_k || p.leftpad_k || p.batch_index_k ||
+         p.prefix_lengths || p.block_counts;
+}
+
 /// Fills in what the launch finds out.
 void find_out(GeneralParams& p) {
   p.vectors = all_vectors(p);
   p.bias_vectors = score_vectors(p.bias, p.bias_stride, p.bias_type == BiasType::float32 ? 4 : 2);
   p.mask_vectors = score_vectors(p.mask, p.mask_stride, 1);
   p.raw_scores = raw_scores(p);
+  p.device_lengths = device_lengths(p);
 }
 
 /// Every address is one of the type that it says.
@@ -358,6 +365,7 @@ void bind_general(py::module_& m) {
   Class params(m, "GeneralParams");
   params.def(py::init(&nothing_asked)).def("copy", [](GeneralParams const& p) { return p; });
   params.def_property_readonly("vectors", &all_vectors);
+  params.def_property_readonly("device_lengths", &device_lengths);
   bind_addresses(params);
   bind_strides(params);
   bind_numbers(params);

@@ -31,13 +31,18 @@ cudaDeviceProp const& properties_of(int device) {
   return known[place];
 }
 
-/// Shared memory with which no SM holds more of a launch's blocks than its share, where that is possible. Blocks that
-/// may start before the launch ahead has ended would gather on the SMs that are free first.
+/// Shared memory with which no SM holds more of a launch's blocks than its share, where that is possible: blocks that
+/// may start before the launch ahead has ended would gather on the SMs that are free first. Where the next launch's
+/// share has room beside it, it is left that; and some is left for the blocks that combine the parts of split keys.
 int spreading_smem_bytes(Template const& t, int64_t blocks, int device) {
+  constexpr int64_t kCombining = 16 * 1024;
   cudaDeviceProp const& has = properties_of(device);
-  int64_t const per_sm = (blocks + has.multiProcessorCount - 1) / has.multiProcessorCount;
-  int64_t const share = int64_t(has.sharedMemPerMultiprocessor) / per_sm - int64_t(has.reservedSharedMemPerBlock);
-  return std::max(t.smem_bytes, int(std::min(share / 1024 * 1024, int64_t(has.sharedMemPerBlockOptin))));
+  int64_t const reserved = int64_t(has.reservedSharedMemPerBlock);
+  int64_t const room = int64_t(has.sharedMemPerMultiprocessor) - kCombining;
+  int64_t const share = (blocks + has.multiProcessorCount - 1) / has.multiProcessorCount;
+  int64_t const held = 2 * share * (t.smem_bytes + reserved) <= room ? 2 * share : share;
+  int64_t const bytes = (room / held - reserved) / 1024 * 1024;
+  return std::max(t.smem_bytes, int(std::min(bytes, int64_t(has.sharedMemPerBlockOptin))));
 }
 
 /// Raises a kernel's shared-memory limit once per device. Setting it twice is harmless, so a race costs nothing.

@@ -114,7 +114,12 @@ def test_nothing_global_is_accessed_before_the_wait(name: str, kernels: dict[str
 
 
 @by_row
-def test_the_next_launch_is_let_in_when_everything_is_read(name: str, kernels: dict[str, cubin.Kernel]):
+def test_the_next_launch_is_let_in_after_the_first_loads_and_before_the_output(
+    name: str, kernels: dict[str, cubin.Kernel]
+):
+    """It waits for this one's end whenever it comes: the rest is a matter of speed."""
     kernel = kernels[name]
-    (trigger,) = places(kernel, ["PREEXIT"])
-    assert max(places(kernel, LOADS)) < trigger < min(places(kernel, ["STG"]))
+    triggers = places(kernel, ["PREEXIT"])
+    assert len(triggers) == 2, "by the middle of the keys, and where there is no middle"
+    assert min(places(kernel, LOADS)) < min(triggers)
+    assert max(triggers) < min(places(kernel, ["STG"]))

@@ -32,6 +32,8 @@ SPLITS = {**LSE, "splits": 3, "partial_o": SOMEWHERE, "partial_lse": SOMEWHERE, 
 PAGES = {"page_table": SOMEWHERE, "page_size": 16, "page_table_stride": 2}
 #: Fields that nobody writes.
 DERIVED = {"order", "by_page_size", "by_pack", "by_block_tiles", "bias_vectors", "mask_vectors", "raw_scores"}
+#: What is derived and can be read.
+READ_ONLY = {"vectors", "device_lengths"}
 BLOCKS = {"block_counts": SOMEWHERE, "block_indices": SOMEWHERE, "block_m": 512, "block_n": 512}
 
 
@@ -65,7 +67,7 @@ def test_what_is_written_is_read():
     values: dict[str, Any] = {}
     for number, (name, kind) in enumerate(declared_fields().items(), start=1):
         count = {"Strides": 3, "ScoreStrides": 4}.get(kind, {"count_stride": 3, "alibi_stride": 2}.get(name))
-        if name in DERIVED or name == "vectors":
+        if name in DERIVED | READ_ONLY:
             continue
         if count is not None:
             values[name] = tuple(range(number, number + count))
@@ -102,6 +104,21 @@ def test_16_byte_copies_are_never_taken_on_trust(changes: dict[str, Any], vector
     assert made.vectors is vectors
     with pytest.raises(AttributeError):
         made.vectors = True  # type: ignore[misc]
+
+
+#: What says on the device which rows and keys a tile has: a kernel waits before it reads one of these.
+LENGTHS = {
+    "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k", "batch_index_k", "prefix_lengths",
+    "block_counts",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name, kind in declared_fields().items() if kind.endswith("*")])
+def test_lengths_on_the_device_are_known_to_be_there(name: str):
+    made = params(**{name: SOMEWHERE})
+    assert made.device_lengths is (name in LENGTHS)
+    with pytest.raises(AttributeError):
+        made.device_lengths = False  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@
 // - The wait returns when the kernel ahead is complete. If that one was launched this way too, it waited in all of its
 //   blocks, so it can't be complete before everything ahead of it is: the order is that of ordinary launches.
 // - The trigger says that the next launch may start, not that anything is written. Only a launch that asked for it
-//   does, and by the rules of CUDA such a one waits as well.
+//   does, and by the rules of CUDA such a one waits as well. A kernel may pass it before its own wait: what starts then
+//   waits for this one, and this one for what is ahead of it.
 // - Blocks that wait take no room that the kernel ahead needs: they are scheduled once all of its blocks have passed
 //   the trigger or ended, so all are on an SM.
 // - What is prefetched before the wait goes to L2, where the writes of all SMs meet. A line that came early is not
@@ -24,7 +25,9 @@
 
 namespace cutlass_fmha {
 
-/// Lets the next launch in the stream start, once all blocks of the grid have called this or ended.
+/// Lets the next launch in the stream start, once all blocks of the grid have called this or ended. Best called by the
+/// middle of a block's keys, and at the latest before its end: earlier, the launch of those blocks keeps the SM from
+/// asking for its first keys; later, they aren't ready when they may go on, or gather on the SMs that are free first.
 CUTE_DEVICE void start_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -36,6 +39,20 @@ CUTE_DEVICE void wait_for_kernels_ahead() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
+}
+
+/// What stands before the wait costs no time, for the block waits anyway. But the compiler puts it off until its
+/// results are needed, unless they are settled(), and the wait stands behind a branch whose condition it doesn't know.
+CUTE_DEVICE uint32_t settled(uint32_t x) {
+  uint32_t y, lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  asm volatile("shfl.sync.idx.b32 %0, %1, %2, 0x1f, 0xffffffff;" : "=r"(y) : "r"(x), "r"(lane));
+  return y;
+}
+template <class T>
+CUTE_DEVICE T* settled(T* x) {
+  auto const bits = reinterpret_cast<uint64_t>(x);
+  return reinterpret_cast<T*>(uint64_t{settled(uint32_t(bits >> 32))} << 32 | settled(uint32_t(bits)));
 }
 
 /// Brings rows [begin, end) of a head to L2. A hint: where rows are not aligned to lines of 128 bytes, parts stay out.

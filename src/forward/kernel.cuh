@@ -150,7 +150,6 @@ CUTE_DEVICE void forward_split(ForwardParams const& p) {
   typename T::OutputFragment output;
   cute::clear(output);
   mainloop.run(output);
-  // Not at the start: where two blocks fit an SM, those of the next launch would gather on some of the SMs.
   if constexpr (C.dependent_launch) start_dependents();
   merge_epilogue<C>(p, smem, tile, kv_warp, tile_row, output);
 }
@@ -165,6 +164,7 @@ CUTE_DEVICE void forward_split_tma(ForwardTmaParams const& p) {
   static_assert(C.arch >= 90 && !C.ping_pong && C.head_dim % 32 == 0);
   extern __shared__ __align__(1024) char smem[];
 
+  if (threadIdx.x == 0) fetch_maps(p.q_map, p.k_map, p.v_map);
   WorkTile const tile = scheduled_tile(p, blockIdx.x);
   int const warp = uniform(threadIdx.x / 32);
   int const tile_begin = tile.m_block * C.tile_m;
@@ -176,6 +176,12 @@ CUTE_DEVICE void forward_split_tma(ForwardTmaParams const& p) {
     if (warp == 0) mbarrier_init(cute::cast_smem_ptr_to_uint(q_barrier), 1);
     cutlass::arch::fence_barrier_init();
   }
+  typename T::OutputFragment output;
+  cute::clear(output);
+  typename T::Softmax softmax(p.scale_log2);
+  CUTE_UNROLL
+  for (int row = 0; row < 2 * T::kRowSteps; ++row) softmax.start(row, -INFINITY, false, mainloop.maxima());
+  __syncthreads();  // the barriers exist
   if constexpr (C.dependent_launch) {
     auto const slice = [&](void const* tensor, Strides const& s, int head) {
       return static_cast<uint16_t const*>(tensor) + tile.batch * s.batch + head * s.head;
@@ -185,15 +191,9 @@ CUTE_DEVICE void forward_split_tma(ForwardTmaParams const& p) {
                                                        slice(p.v, p.v_stride, mainloop.head_kv), tile.m_block);
     wait_for_kernels_ahead();
   }
-  typename T::OutputFragment output;
-  cute::clear(output);
-  typename T::Softmax softmax(p.scale_log2);
-  CUTE_UNROLL
-  for (int row = 0; row < 2 * T::kRowSteps; ++row) softmax.start(row, -INFINITY, false, mainloop.maxima());
   if (blocks > 0) {
     if (threadIdx.x == 0) QTile::load(p.q_map, q_barrier, smem, QTile::kPanelBytes, tile_begin, tile.head, tile.batch);
     mainloop.start();
-    __syncthreads();  // the barriers exist
     mbarrier_wait(cute::cast_smem_ptr_to_uint(q_barrier), 0);
     transform_q<C>(p, smem);
     mainloop.run(output, softmax);

@@ -12,6 +12,7 @@
 // A row of O then lies in a quad as 16 consecutive dimensions per lane: OutputColumns.
 #pragma once
 
+#include "dependent_launch.cuh"
 #include "mainloop.cuh"
 
 namespace cutlass_fmha {
@@ -151,6 +152,7 @@ struct SplitMainloop {
     accumulate(probabilities, v_words, output);
     CUTE_NO_UNROLL
     while (block >= C.kv_warps) {
+      if constexpr (C.dependent_launch) start_dependents();  // a block of one step has no middle
       block -= C.kv_warps;
       if constexpr (kLoadAhead) load_v<false>(block, v_words);
       if constexpr (!C.q_in_registers) {

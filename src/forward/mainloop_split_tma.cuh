@@ -5,8 +5,8 @@
 // for each group of query rows. A lane of the first of these asks for their tiles.
 #pragma once
 
+#include "dependent_launch.cuh"
 #include "epilogue_split_tma.cuh"
-#include "mask.cuh"
 #include "tma.cuh"
 
 namespace cutlass_fmha {
@@ -87,6 +87,7 @@ struct SplitTmaMainloop {
     compute_scores(0, q, scores);
     update<true>(0, scores, probabilities, output, softmax);
     refill(params.k_map, k_pipe, 0, C.stages);
+    if (C.dependent_launch && steps > 1) start_dependents();
     accumulate(0, probabilities, output);
     CUTE_NO_UNROLL
     for (int step = 1; step < steps; ++step) {

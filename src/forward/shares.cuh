@@ -24,15 +24,17 @@ struct ShareLayout {
   }
 };
 
-/// Leaves this warp's O and l where MergedRow finds them. Nobody reads tiles any more.
+/// Leaves this warp's O and l where MergedRow finds them. Nobody reads tiles any more. `there`: rows of the tile, those
+/// from there on are not merged.
 template <ForwardConfig C, class Layout>
 CUTE_DEVICE void write_share(char* smem, int share, int tile_row, typename ForwardTypes<C>::OutputFragment& output,
-                             typename ForwardTypes<C>::Softmax const& softmax) {
+                             typename ForwardTypes<C>::Softmax const& softmax, int there = C.tile_m) {
   using namespace cute;
   int const lane = lane_id();
   auto rows = by_row(output);
   CUTE_UNROLL
   for (int row = 0; row < size<0>(rows); ++row) {
+    if (there < C.tile_m && tile_row + accumulator_row(row, 0) >= there) break;
     int const r = tile_row + accumulator_row(row, lane);
     float* const to = Layout::output(smem, share, r) + lane % 4 * 2;
     CUTE_UNROLL
@@ -44,7 +46,7 @@ CUTE_DEVICE void write_share(char* smem, int share, int tile_row, typename Forwa
   }
 }
 
-/// What the shares of a row come to: its LSE, and eight neighbouring numbers of O at a time.
+/// What the shares of a row come to: its LSE, and a few neighbouring numbers of O at a time.
 template <ForwardConfig C, class Layout>
 struct MergedRow {
   static constexpr float kCoarse = ForwardTypes<C>::Softmax::kCoarse;
@@ -68,23 +70,24 @@ struct MergedRow {
   }
 
   /// O from `dimension` on, times `factor`; 0 where no key is visible, whatever V held.
-  CUTE_DEVICE void read(char* smem, int row, int dimension, float factor, float (&o)[8]) const {
+  template <int Count>
+  CUTE_DEVICE void read(char* smem, int row, int dimension, float factor, float (&o)[Count]) const {
     CUTE_UNROLL
-    for (int i = 0; i < 8; ++i) o[i] = 0.f;
+    for (int i = 0; i < Count; ++i) o[i] = 0.f;
     CUTE_UNROLL
     for (int share = 0; share < C.kv_warps; ++share) {
       auto const* const part = reinterpret_cast<float4 const*>(Layout::output(smem, share, row) + dimension);
       CUTE_UNROLL
-      for (int half = 0; half < 2; ++half) {
-        o[4 * half + 0] = fmaf(weight[share], part[half].x, o[4 * half + 0]);
-        o[4 * half + 1] = fmaf(weight[share], part[half].y, o[4 * half + 1]);
-        o[4 * half + 2] = fmaf(weight[share], part[half].z, o[4 * half + 2]);
-        o[4 * half + 3] = fmaf(weight[share], part[half].w, o[4 * half + 3]);
+      for (int n = 0; n < Count / 4; ++n) {
+        o[4 * n + 0] = fmaf(weight[share], part[n].x, o[4 * n + 0]);
+        o[4 * n + 1] = fmaf(weight[share], part[n].y, o[4 * n + 1]);
+        o[4 * n + 2] = fmaf(weight[share], part[n].z, o[4 * n + 2]);
+        o[4 * n + 3] = fmaf(weight[share], part[n].w, o[4 * n + 3]);
       }
     }
     float const inverse = factor / sum;
     CUTE_UNROLL
-    for (int i = 0; i < 8; ++i) o[i] = sum == 0.f ? 0.f : o[i] * inverse;
+    for (int i = 0; i < Count; ++i) o[i] = sum == 0.f ? 0.f : o[i] * inverse;
   }
 };
 

@@ -11,6 +11,13 @@
 
 namespace cutlass_fmha {
 
+/// By one thread, before it copies by these maps: the copy unit reads a map from memory the first time, which takes as
+/// long as a copy does.
+template <class... Maps>
+CUTE_DEVICE void fetch_maps(Maps const&... maps) {
+  (..., cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&maps)));
+}
+
 /// `Rows` rows of a [batch, seqlen, head, HeadDim] tensor as they lie in shared memory (see Panels), one box of the
 /// copy unit per panel. Rows beyond the tensor's end are read as zeros, which keeps what the mma sees finite, and are
 /// not written. `panel_stride`: bytes from one panel to the next.

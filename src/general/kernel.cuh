@@ -2,7 +2,6 @@
 // and one part of their keys per thread block. The plain rows (forward/kernel.cuh) know none of that and are faster.
 #pragma once
 
-#include "../forward/dependent_launch.cuh"
 #include "epilogue.cuh"
 
 namespace cutlass_fmha {
@@ -32,7 +31,8 @@ CUTE_DEVICE void general(GeneralParams const& p) {
   extern __shared__ __align__(1024) char smem[];
 
   GeneralTile const tile = tile_at(p, C.tile_m, blockIdx.x);
-  if constexpr (C.overlaps()) wait_for_kernels_ahead();
+  // As late as can be: what precedes the first copies costs no time before the wait. Each thread waits once.
+  if (C.overlaps() && p.device_lengths) wait_for_kernels_ahead();
   Sequence const sequence = sequence_at(p, tile.batch);
   int const i_begin = p.by_pack.quotient(tile.row_begin);
   if (i_begin >= sequence.rows_q) return;  // seqlen_q is that of the longest sequence
@@ -46,8 +46,11 @@ CUTE_DEVICE void general(GeneralParams const& p) {
   RowMaxima const maxima{GeneralLayout<C>::Shares::maxima(smem) + share * C.tile_m + tile_row};
   if (threadIdx.x == 0) new (&GeneralLayout<C>::place(smem)) TilePlace(p, sequence, tile, walk);
   if constexpr (C.kv_warps > 1) {
+    SharesMainloop<C> mainloop(p, smem, sequence, tile, walk, share);
+    if (C.overlaps() && !p.device_lengths) wait_for_kernels_ahead();
+    if (walk.tiles > 0) mainloop.start();
     start_rows<C>(p, tile, share, tile_row, maxima, softmax);
-    if (walk.tiles > 0) SharesMainloop<C>(p, smem, sequence, tile, walk, share).run(output, softmax);
+    if (walk.tiles > 0) mainloop.run(output, softmax);
   } else {
     GeneralMainloop<C> const mainloop{p, smem, share, tile_row};
     mainloop.store_view(sequence, tile);
@@ -60,8 +63,9 @@ CUTE_DEVICE void general(GeneralParams const& p) {
     cute::cp_async_wait<0>();
     __syncthreads();  // nobody reads tiles any more, and nothing arrives in them
   }
-  if constexpr (C.overlaps()) start_dependents();
-  write_share<C, typename GeneralLayout<C>::Shares>(smem, share, tile_row, output, softmax);
+  // Not where they are many: what is asked of the tile would take a register all along.
+  int const rows = C.kv_warps > 1 ? rows_of(p, tile, C.tile_m) : C.tile_m;
+  write_share<C, typename GeneralLayout<C>::Shares>(smem, share, tile_row, output, softmax, rows);
   __syncthreads();
   TilePlace const& place = GeneralLayout<C>::place(smem);
   merge_rows<C>(p, smem, place.sequence, place.tile);

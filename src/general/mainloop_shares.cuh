@@ -3,6 +3,7 @@
 // before the end, so that a block keeps its loads in flight, which is what decoding is bound by.
 #pragma once
 
+#include "../forward/dependent_launch.cuh"
 #include "mainloop.cuh"
 
 namespace cutlass_fmha {
@@ -20,10 +21,13 @@ struct WarpTile {
   CUTE_DEVICE static int first_row(int lane) { return lane / kChunks; }
   CUTE_DEVICE static int column(int lane) { return lane % kChunks * 8; }
 
-  /// Where a lane's chunk of a pass stands in a tile. Four rows on, the swizzle flips one bit of the chunk's number.
-  CUTE_DEVICE static uint32_t offset(int lane, int pass) {
-    uint32_t const first = 2 * uint32_t(typename P::template Layout<Rows>{}(first_row(lane), column(lane)));
+  /// Where a lane's chunk of a pass stands in a tile, by that of the first pass. Four rows on, the swizzle flips one
+  /// bit of the chunk's number.
+  CUTE_DEVICE static uint32_t offset(uint32_t first, int pass) {
     return (first ^ (kRowsPerPass == 4 && pass % 2 == 1 ? 64 : 0)) + pass * kRowsPerPass * P::kWidth * 2;
+  }
+  CUTE_DEVICE static uint32_t first_offset(int lane) {
+    return 2 * uint32_t(typename P::template Layout<Rows>{}(first_row(lane), column(lane)));
   }
 
   /// One pass: a lane's chunk of each panel of a row. `dimensions`: how many the row has from the lane's column on; 0
@@ -48,6 +52,15 @@ struct WarpTile {
   }
 };
 
+/// The rows of k or v that one lane copies.
+struct LaneRows {
+  uint16_t const* column;  ///< of the sequence's entry and head
+  int64_t stride;          ///< from row to row
+  uint32_t offset;         ///< of the lane's first chunk in a tile
+  int dimensions;          ///< from that column on
+  uint16_t const* next;    ///< the lane's first row of the next step; where there are pages, of page 0
+};
+
 template <ForwardConfig C>
 struct SharesMainloop {
   using T = ForwardTypes<C>;
@@ -64,7 +77,7 @@ struct SharesMainloop {
   using QFragments = typename GeneralMainloop<C>::QFragments;
   using Probabilities = typename GeneralMainloop<C>::Probabilities;
   /// Keys whose rows follow each other wherever a sequence begins with a page: pages are multiples of so many.
-  static constexpr int kRun = 16;
+  static constexpr int kRun = 16, kRuns = C.tile_n / kRun;
   static_assert(C.kv_warps == C.warps && T::kRows == C.tile_m, "every warp has all rows of the tile");
   static_assert(int(KCopy::kRowsPerPass) == int(VCopy::kRowsPerPass), "a lane copies the same rows of K and of V");
 
@@ -75,10 +88,15 @@ struct SharesMainloop {
   KeyWalk const& walk;
   int const share;  ///< of the keys of a step
   int const lane;
-  uint16_t const *const k, *const v;     ///< this lane's column of the sequence's entry and head
-  int const k_dimensions, v_dimensions;  ///< from that column on
-  bool const regular;                    ///< rows of whole vectors, and no run of keys lies in two pages
-  CommonView const view;                 ///< what the tile's queries see
+  int const last_begin;   ///< the first key of step 0, unless a list of blocks says which keys a step has
+  bool const regular;     ///< rows of whole vectors, and no run of keys lies in two pages
+  bool const listed;      ///< by a list of blocks
+  bool const whole;       ///< step 0 has all of its keys, and then each step
+  CommonView const view;  ///< what the tile's queries see
+  LaneRows k, v;
+  uint32_t const k_offset, v_offset;  ///< this lane's for ldmatrix
+  int page[kRuns];                    ///< of the runs of the step whose K is loaded next
+  int64_t v_first[kRuns];             ///< where those of the step whose V is loaded next begin
 
   CUTE_DEVICE SharesMainloop(GeneralParams const& p, char* smem, Sequence const& sequence, GeneralTile const& tile,
                              KeyWalk const& walk, int share)
@@ -89,27 +107,38 @@ struct SharesMainloop {
         walk(walk),
         share(share),
         lane(threadIdx.x % 32),
-        k(slice(p.k, p.k_stride) + KCopy::column(lane)),
-        v(slice(p.v, p.v_stride) + VCopy::column(lane)),
-        k_dimensions(p.head_dim - KCopy::column(lane)),
-        v_dimensions(p.head_dim_v - VCopy::column(lane)),
+        last_begin((walk.first + walk.skipped + walk.tiles - 1) * Shared::kStepKeys + share * C.tile_n),
         regular(p.vectors && (p.page_table == nullptr || sequence.first_k % kRun == 0)),
-        view(p, sequence, p.by_pack.quotient(tile.row_begin), last_query()) {}
+        listed(walk.blocks != nullptr),
+        whole(last_begin + C.tile_n <= sequence.keys),
+        view(p, sequence, p.by_pack.quotient(tile.row_begin), last_query()),
+        k(lane_rows<KCopy>(p.k, p.k_stride, p.head_dim)),
+        v(lane_rows<VCopy>(p.v, p.v_stride, p.head_dim_v)),
+        k_offset(settled(KTile::lane_offset(lane % 8 + lane / 16 * 8, lane / 8 % 2 * 8))),
+        v_offset(settled(VTile::lane_offset(lane % 16, lane / 16 * 8))) {}
 
   CUTE_DEVICE RowMaxima maxima() const { return {Shared::Shares::maxima(smem) + share * C.tile_m}; }
 
-  /// Leaves the unnormalised O of this warp's share of the keys in `output`, its l in `softmax`.
-  CUTE_DEVICE void run(Output& output, typename T::Softmax& softmax) const {
-    using namespace cute;
-    // Groups of copies: K and V of each step, Q with the first K.
-    load_k(0);
+  /// Asks for the first steps, each K and each V as a group of copies, and with the first of them for Q.
+  CUTE_DEVICE void start() {
+    copy_k(0);
     load_query_tile<C>(p, smem, sequence, tile);
-    cp_async_fence();
+    cute::cp_async_fence();
     load_v(0);
     CUTE_UNROLL
-    for (int step = 1; step < C.stages; ++step) load(step);
-    cp_async_wait<2 * C.stages - 1>();  // Q
-    __syncthreads();                    // all of it
+    for (int step = 1; step < C.stages; ++step) {
+      load_k(step);
+      load_v(step);
+    }
+  }
+
+  /// After start(): leaves the unnormalised O of this warp's share of the keys in `output`, its l in `softmax`.
+  CUTE_DEVICE void run(Output& output, typename T::Softmax& softmax) {
+    using namespace cute;
+    // What a step waits for is always the oldest group.
+    constexpr int kYounger = 2 * C.stages - 1;
+    cp_async_wait<kYounger>();
+    __syncthreads();  // all of Q
     QFragments q_fragments;
     if constexpr (C.q_in_registers) {
       CUTE_UNROLL
@@ -117,10 +146,13 @@ struct SharesMainloop {
     }
     CUTE_NO_UNROLL
     for (int step = 0; step < walk.tiles; ++step) {
-      cp_async_wait<2 * C.stages - 1>();
+      cp_async_wait<kYounger>();
       __syncwarp();  // this step's K is there for all lanes
       Scores scores;
       compute_scores(step, q_fragments, scores);
+      __syncwarp();  // nobody reads it any more
+      load_k(step + C.stages);
+      if (C.overlaps() && step == walk.tiles / 2) start_dependents();
       int const key_begin = this->key_begin(step);
       ScoreBlock<C> const block{p, sequence, tile, tile.row_begin, key_begin};
       if (!p.raw_scores) block.modify(by_row(scores));
@@ -129,23 +161,30 @@ struct SharesMainloop {
       Probabilities probabilities;
       softmax.template step<false>(by_row(scores), pairs_by_row<T>(probabilities), by_row(output), maxima());
       if (p.dropout_threshold != 0) block.drop_out(pairs_by_row<T>(probabilities));
-      cp_async_wait<2 * C.stages - 2>();
-      __syncwarp();  // and its V
+      cp_async_wait<kYounger>();
+      __syncwarp();  // the same of its V
       accumulate(step, probabilities, output);
-      __syncwarp();  // nobody reads this step any more
-      load(step + C.stages);
+      __syncwarp();
+      load_v(step + C.stages);
     }
   }
 
  private:
-  CUTE_DEVICE uint16_t const* slice(void const* tensor, Strides const& stride) const {
-    int const head_kv = tile.head / (p.num_heads / p.num_heads_kv);
-    return static_cast<uint16_t const*>(tensor) + head_kv * stride.head + key_entry_offset(p, stride, sequence);
+  template <class Tile>
+  CUTE_DEVICE LaneRows lane_rows(void const* tensor, Strides const& stride, int head_dim) const {
+    int const column = Tile::column(lane), head_kv = tile.head / (p.num_heads / p.num_heads_kv);
+    auto const* const from =
+        static_cast<uint16_t const*>(tensor) + head_kv * stride.head + key_entry_offset(p, stride, sequence) + column;
+    int const first = (p.page_table == nullptr ? sequence.first_k + last_begin : 0) + Tile::first_row(lane);
+    return {from, stride.seqlen, settled(Tile::first_offset(lane)), int(settled(head_dim - column)),
+            settled(from + first * stride.seqlen)};
   }
   CUTE_DEVICE int last_query() const {
     return smaller(p.by_pack.quotient(tile.row_begin + C.tile_m - 1), sequence.queries - 1);
   }
-  CUTE_DEVICE int key_begin(int step) const { return walk.key_begin(step, Shared::kStepKeys) + share * C.tile_n; }
+  CUTE_DEVICE int key_begin(int step) const {
+    return listed ? walk.key_begin(step, Shared::kStepKeys) + share * C.tile_n : last_begin - step * Shared::kStepKeys;
+  }
   CUTE_DEVICE uint32_t k_tile(int step) const {
     return Shared::kKOffset + (uint32_t(step) % C.stages * C.kv_warps + share) * KCopy::kBytes;
   }
@@ -153,51 +192,96 @@ struct SharesMainloop {
     return Shared::kVOffset + (uint32_t(step) % C.stages * C.kv_warps + share) * VCopy::kBytes;
   }
 
-  /// Empty groups, where there is no step: the number of groups in flight stays the same.
-  CUTE_DEVICE void load(int step) const {
-    load_k(step);
+  // Steps are loaded one after another, K and V of each. Where there is none, the group is empty: their number stays
+  // the same.
+  CUTE_DEVICE void copy_k(int step) {
+    if (step >= walk.tiles) return;
+    int64_t k_first[kRuns];
+    if (p.page_table != nullptr) turn_pages(step, k_first);
+    copy_tile<KCopy>(k_tile(step), k, p.k_stride, k_first, step);
+  }
+  CUTE_DEVICE void load_k(int step) {
+    copy_k(step);
     cute::cp_async_fence();
-    load_v(step);
   }
-  CUTE_DEVICE void load_k(int step) const {
-    if (step < walk.tiles) copy_tile<KCopy>(k_tile(step), k, p.k_stride, key_begin(step), k_dimensions);
-  }
-  CUTE_DEVICE void load_v(int step) const {
-    if (step < walk.tiles) copy_tile<VCopy>(v_tile(step), v, p.v_stride, key_begin(step), v_dimensions);
+  CUTE_DEVICE void load_v(int step) {
+    if (step < walk.tiles) copy_tile<VCopy>(v_tile(step), v, p.v_stride, v_first, step);
     cute::cp_async_fence();
   }
 
+  /// Where keys are in pages: the first row of a run of a step, also of one after the last.
+  CUTE_DEVICE int row_of_run(int step, int run) const {
+    int const key = last_begin - step * Shared::kStepKeys + run * kRun;
+    return sequence.first_k + larger(0, smaller(key, sequence.keys - 1));
+  }
+  /// Where the runs of a step stand in their pages, and a look at what pages the next step's are in: it takes as long
+  /// as a copy does, so the answer is for the next call.
+  CUTE_DEVICE void turn_pages(int step, int64_t (&k_first)[kRuns]) {
+    CUTE_UNROLL
+    for (int run = 0; run < kRuns; ++run) {
+      int const row = row_of_run(step, run);
+      if (step == 0) page[run] = page_number(p, sequence, row);
+      k_first[run] = page_row_offset(p, p.k_stride, page[run], row);
+      v_first[run] = page_row_offset(p, p.v_stride, page[run], row);
+      page[run] = page_number(p, sequence, row_of_run(step + 1, run));
+    }
+  }
+
+  /// From the last keys to the first: steps after step 0 are whole, unless a list of blocks says which keys they have.
   template <class Tile>
-  CUTE_DEVICE void copy_tile(uint32_t to, uint16_t const* tensor, Strides const& stride, int begin,
-                             int dimensions) const {
-    if (!regular) return copy_rows<Tile>(to, tensor, stride, begin, dimensions);
+  CUTE_DEVICE void copy_tile(uint32_t to, LaneRows& rows, Strides const& stride, int64_t const (&first)[kRuns],
+                             int step) const {
+    if (!regular) {
+      copy_rows<Tile>(to, rows, stride, key_begin(step));
+    } else if (listed || (step == 0 && !whole)) {
+      copy_some_keys<Tile>(to, rows, stride, key_begin(step));
+    } else if (p.page_table == nullptr) {
+      copy_run<Tile, C.tile_n>(to, rows.next, 0, rows);
+    } else {
+      CUTE_UNROLL
+      for (int run = 0; run < kRuns; ++run) copy_run<Tile, kRun>(to, rows.next + first[run], run * kRun, rows);
+    }
+    if (p.page_table == nullptr) rows.next -= Shared::kStepKeys * rows.stride;
+  }
+  /// Rows that follow each other, from the tile's row `first` on.
+  template <class Tile, int Rows>
+  CUTE_DEVICE void copy_run(uint32_t to, uint16_t const* from, int first, LaneRows const& rows) const {
+    CUTE_UNROLL
+    for (int row = 0; row < Rows; row += Tile::kRowsPerPass) {
+      Tile::load(smem + to, Tile::offset(rows.offset, (first + row) / Tile::kRowsPerPass), from, rows.dimensions);
+      from += Tile::kRowsPerPass * rows.stride;
+    }
+  }
+  /// The same where keys may be missing at the end.
+  template <class Tile>
+  CUTE_DEVICE void copy_some_keys(uint32_t to, LaneRows const& rows, Strides const& stride, int begin) const {
     constexpr int kRunPasses = kRun / Tile::kRowsPerPass;
     int const first = Tile::first_row(lane), keys = sequence.keys - begin - first;
     CUTE_UNROLL
     for (int run = 0; run < C.tile_n / kRun; ++run) {
       int const row = sequence.first_k + smaller(begin + run * kRun, sequence.keys - 1);
-      uint16_t const* from = tensor + key_row_offset(p, stride, sequence, row) + first * stride.seqlen;
+      uint16_t const* from = rows.column + key_row_offset(p, stride, sequence, row) + first * rows.stride;
       CUTE_UNROLL
       for (int pass = run * kRunPasses; pass < (run + 1) * kRunPasses; ++pass) {
-        Tile::load(smem + to, Tile::offset(lane, pass), from, pass * Tile::kRowsPerPass < keys ? dimensions : 0);
-        from += Tile::kRowsPerPass * stride.seqlen;
+        Tile::load(smem + to, Tile::offset(rows.offset, pass), from,
+                   pass * Tile::kRowsPerPass < keys ? rows.dimensions : 0);
+        from += Tile::kRowsPerPass * rows.stride;
       }
     }
   }
   /// The same where pages end anywhere or rows are not aligned.
   template <class Tile>
-  CUTE_DEVICE void copy_rows(uint32_t to, uint16_t const* tensor, Strides const& stride, int begin,
-                             int dimensions) const {
+  CUTE_DEVICE void copy_rows(uint32_t to, LaneRows const& rows, Strides const& stride, int begin) const {
     CUTE_NO_UNROLL
     for (int pass = 0; pass < Tile::kPasses; ++pass) {
       int const key = begin + Tile::first_row(lane) + pass * Tile::kRowsPerPass;
       int const row = sequence.first_k + smaller(key, sequence.keys - 1);  // there may be none; then nothing is read
-      uint16_t const* const from = tensor + key_row_offset(p, stride, sequence, row);
-      int const there = key < sequence.keys ? dimensions : 0;
+      uint16_t const* const from = rows.column + key_row_offset(p, stride, sequence, row);
+      int const there = key < sequence.keys ? rows.dimensions : 0;
       if (p.vectors) {
-        Tile::load(smem + to, Tile::offset(lane, pass), from, there);
+        Tile::load(smem + to, Tile::offset(rows.offset, pass), from, there);
       } else {
-        Tile::load_elements(smem + to, Tile::offset(lane, pass), from, there);
+        Tile::load_elements(smem + to, Tile::offset(rows.offset, pass), from, there);
       }
     }
   }
@@ -215,7 +299,6 @@ struct SharesMainloop {
   CUTE_DEVICE void compute_scores(int step, QFragments const& q_fragments, Scores& scores) const {
     using namespace cute;
     clear(scores);
-    uint32_t const offset = KTile::lane_offset(lane % 8 + lane / 16 * 8, lane / 8 % 2 * 8);
     CUTE_UNROLL
     for (int d = 0; d < T::kDimSteps; ++d) {
       Step q;
@@ -227,7 +310,7 @@ struct SharesMainloop {
       CUTE_UNROLL
       for (int n = 0; n < T::kKeySteps; ++n) {
         auto k = make_tensor<Element>(Shape<Shape<_2, _2>, _2>{});
-        load_matrix<SM75_U32x4_LDSM_N>(smem, k_tile(step) + KTile::piece(offset, n, d), k);
+        load_matrix<SM75_U32x4_LDSM_N>(smem, k_tile(step) + KTile::piece(k_offset, n, d), k);
         multiply<T>(q, k, scores, n);
       }
     }
@@ -236,13 +319,12 @@ struct SharesMainloop {
   /// output += P V of this warp's keys of a step.
   CUTE_DEVICE void accumulate(int step, Probabilities const& probabilities, Output& output) const {
     using namespace cute;
-    uint32_t const offset = VTile::lane_offset(lane % 16, lane / 16 * 8);
     CUTE_UNROLL
     for (int k = 0; k < T::kKeySteps; ++k) {
       CUTE_UNROLL
       for (int n = 0; n < T::kValueSteps; ++n) {
         auto v = make_tensor<Element>(Shape<Shape<_2, _2>, _2>{});
-        load_matrix<SM75_U16x8_LDSM_T>(smem, v_tile(step) + VTile::piece(offset, k, n), v);
+        load_matrix<SM75_U16x8_LDSM_T>(smem, v_tile(step) + VTile::piece(v_offset, k, n), v);
         multiply<T>(probabilities(_, _, k), v, output, n);
       }
     }

@@ -92,6 +92,7 @@ struct GeneralParams {
   bool mask_vectors;       ///< mask: the same, to 8 bytes
   bool raw_scores;         ///< nothing but masks comes between q k and the softmax, which then applies the scale
   Divisor by_block_tiles;  ///< by the row's steps of keys in block_n
+  bool device_lengths;     ///< it is read on the device which rows and keys a tile has
 };
 
 }  // namespace cutlass_fmha

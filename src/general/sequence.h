@@ -50,6 +50,11 @@ struct GeneralTile {
   int row_begin, head, batch, split;
 };
 
+/// Of the tile's rows, so many are of queries that the longest sequence has.
+FMHA_HOST_DEVICE inline int rows_of(GeneralParams const& p, GeneralTile const& tile, int tile_m) {
+  return smaller(tile_m, p.seqlen_q * p.pack - tile.row_begin);
+}
+
 FMHA_HOST_DEVICE inline int64_t grid_size(GeneralParams const& p, int tile_m) {
   int64_t const tiles = (int64_t(p.seqlen_q) * p.pack + tile_m - 1) / tile_m;
   return tiles * (p.num_heads / p.pack) * p.batch * p.splits;
@@ -176,12 +181,21 @@ FMHA_HOST_DEVICE inline int64_t key_entry_offset(GeneralParams const& p, Strides
   return p.page_table == nullptr ? s.entry_k * stride.batch : 0;
 }
 
+/// Which of the pages holds a row of the sequence.
+FMHA_HOST_DEVICE inline int page_number(GeneralParams const& p, Sequence const& s, int row) {
+  return p.page_table[s.batch * p.page_table_stride + p.by_page_size.quotient(row)];
+}
+
+/// Where a row of page number `page` stands, in elements.
+FMHA_HOST_DEVICE inline int64_t page_row_offset(GeneralParams const& p, Strides const& stride, int page, int row) {
+  return page * stride.batch + (row - p.by_page_size.quotient(row) * p.page_size) * stride.seqlen;
+}
+
 /// Where a row of k or v stands from there on, in elements; first_k is the row of the first key.
 FMHA_HOST_DEVICE inline int64_t key_row_offset(GeneralParams const& p, Strides const& stride, Sequence const& s,
                                                int row) {
   if (p.page_table == nullptr) return row * stride.seqlen;
-  int const page = p.by_page_size.quotient(row);
-  return p.page_table[s.batch * p.page_table_stride + page] * stride.batch + (row - page * p.page_size) * stride.seqlen;
+  return page_row_offset(p, stride, page_number(p, s, row), row);
 }
 
 }  // namespace cutlass_fmha

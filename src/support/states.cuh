@@ -28,25 +28,27 @@ struct Total {
   __device__ float lse() const { return empty() ? -INFINITY : reference + logf(sum); }
 };
 
-/// Of `splits` values that are `stride` apart; leaves the weight of each in `weights`. `low`: null, or what is to be
-/// added to each.
+/// Of `splits` values that are `stride` apart; leaves the weight of each in `weights`. `lse`: this lane's first value.
+/// `low`: null, or what is to be added to it.
 __device__ inline Total total_of(float const* lse, float const* low, int64_t stride, int splits, float* weights) {
   constexpr int kParts = CombineParams::kMaxSplits / 32;
   int const lane = threadIdx.x % 32;
-  float part[kParts], reference = -INFINITY, sum = 0.f;
+  float part[kParts], rest[kParts], reference = -INFINITY, sum = 0.f;
 #pragma unroll
   for (int n = 0; n < kParts; ++n) {
-    part[n] = n * 32 + lane < splits ? lse[(n * 32 + lane) * stride] : -INFINITY;
-    reference = fmaxf(reference, part[n]);
+    bool const there = n * 32 + lane < splits;
+    part[n] = there ? lse[n * 32 * stride] : -INFINITY;
+    rest[n] = there && low != nullptr ? low[n * 32 * stride] : 0.f;  // at once: the two take as long as one
   }
+#pragma unroll
+  for (int n = 0; n < kParts; ++n) reference = fmaxf(reference, part[n]);
 #pragma unroll
   for (int other = 16; other > 0; other /= 2) reference = fmaxf(reference, __shfl_xor_sync(~0u, reference, other));
 #pragma unroll
   for (int n = 0; n < kParts; ++n) {
     if (n * 32 >= splits) break;
-    int const split = n * 32 + lane;
     float w = part[n] == -INFINITY ? 0.f : weight(part[n], reference);  // a NaN stays one
-    if (low != nullptr && w != 0.f) w *= expf(low[split * stride]);
+    if (w != 0.f) w *= expf(rest[n]);
     weights[n * 32 + lane] = w;
     sum += w;
   }
@@ -62,28 +64,42 @@ struct PartialRow {
   static constexpr int kChunks = CombineParams::kMaxHeadDim / (32 * Width);
   static constexpr int kParts = 4;
 
+  int const splits, head_dim_v;
+  int64_t const stride;       ///< from part to part
+  float const* from[kParts];  ///< this lane's first column
   Chunk<float, Width> part[kParts][kChunks];
+
+  /// `row`: where it stands in a part.
+  __device__ PartialRow(CombineParams const& p, int64_t row, int first)
+      : splits(p.splits), head_dim_v(p.head_dim_v), stride(p.lse_rows * p.head_dim_v) {
+#pragma unroll
+    for (int n = 0; n < kParts; ++n) {
+      from[n] = settled(p.partial_o + row * head_dim_v + (first + n * CombineShared::kWarps) * stride + column(0));
+    }
+  }
 
   __device__ static int column(int chunk) { return (chunk * 32 + int(threadIdx.x % 32)) * Width; }
 
-  __device__ void load(CombineParams const& p, float const* o, int first) {
+  /// Parts `first`, first + 4 and so on; each call those after the last one's.
+  __device__ void load(int first) {
 #pragma unroll
     for (int n = 0; n < kParts; ++n) {
       int const split = first + n * CombineShared::kWarps;
 #pragma unroll
       for (int c = 0; c < kChunks; ++c) {
-        if (split >= p.splits || column(c) >= p.head_dim_v) continue;
-        part[n][c] = Chunk<float, Width>::load(o + split * p.lse_rows * p.head_dim_v + column(c));
+        if (split >= splits || column(c) >= head_dim_v) continue;
+        part[n][c] = Chunk<float, Width>::load(from[n] + c * 32 * Width);
       }
+      from[n] += kParts * CombineShared::kWarps * stride;
     }
   }
 
   /// Adds them to `acc`. A weight of 0 is that of an empty part, whose o may be anything.
-  __device__ void add(CombineParams const& p, float const* weights, int first, float (&acc)[kChunks][Width]) const {
+  __device__ void add(float const* weights, int first, float (&acc)[kChunks][Width]) const {
 #pragma unroll
     for (int n = 0; n < kParts; ++n) {
       int const split = first + n * CombineShared::kWarps;
-      float const w = split < p.splits ? weights[split] : 0.f;
+      float const w = split < splits ? weights[split] : 0.f;
       if (w == 0.f) continue;
 #pragma unroll
       for (int c = 0; c < kChunks; ++c) {
@@ -101,18 +117,21 @@ template <class T, int Width>
 __device__ void combine_row(CombineParams const& p, Row const& row, CombineShared& shared) {
   using Partial = PartialRow<Width>;
   constexpr int kWarps = CombineShared::kWarps, kChunks = Partial::kChunks;
-  int const warp = threadIdx.x / 32;
+  int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   int64_t const at = row.batch * p.lse_batch_stride + row.head * p.lse_head_stride + row.position;
-  float const* const o = p.partial_o + at * p.head_dim_v;
+  Partial partial(p, at, warp);
+  int64_t const lane_at = at + lane * p.lse_rows;
+  float const* const lse = settled(p.partial_lse + lane_at);
+  float const* const low = settled(p.partial_low ? p.partial_low + lane_at : nullptr);
+  T* const to = settled(static_cast<T*>(p.o) + row.offset(p.o_stride) + Partial::column(0));
+  if (p.splits > 0) wait_for_kernels_ahead();  // as it always is
 
-  Partial partial;
-  partial.load(p, o, warp);  // without waiting for the weights
-  Total const total = total_of(p.partial_lse + at, p.partial_low ? p.partial_low + at : nullptr, p.lse_rows, p.splits,
-                               shared.weights[warp]);
+  partial.load(warp);  // without waiting for the weights
+  Total const total = total_of(lse, low, p.lse_rows, p.splits, shared.weights[warp]);
   float acc[kChunks][Width] = {};
   for (int first = warp; first < p.splits; first += Partial::kParts * kWarps) {
-    if (first > warp) partial.load(p, o, first);
-    partial.add(p, shared.weights[warp], first, acc);
+    if (first > warp) partial.load(first);
+    partial.add(shared.weights[warp], first, acc);
   }
 
 #pragma unroll
@@ -139,7 +158,7 @@ __device__ void combine_row(CombineParams const& p, Row const& row, CombineShare
     for (int k = 0; k < Width; ++k) acc[c][k] *= factor;
     Chunk<T, Width> chunk;
     chunk.write(acc[c]);
-    chunk.store(static_cast<T*>(p.o) + row.offset(p.o_stride) + Partial::column(c));
+    chunk.store(to + c * 32 * Width);
   }
   if (p.lse && threadIdx.x == 0) p.lse[at] = total.lse();
 }
@@ -148,7 +167,6 @@ template <class T>
 __device__ void combine(CombineParams const& p) {
   __shared__ CombineShared shared;
   Row const row = row_of(int(blockIdx.x), p.by_num_heads, p.num_heads, p.by_seqlen_q, p.seqlen_q);
-  wait_for_kernels_ahead();
   start_dependents();
   if (p.vectors) {
     combine_row<T, 4>(p, row, shared);
