@@ -47,12 +47,11 @@ int spreading_smem_bytes(Template const& t, int64_t blocks, int device) {
 
 /// Raises a kernel's shared-memory limit once per device. Setting it twice is harmless, so a race costs nothing.
 void allow_shared_memory(int row, Template const& t, int device) {
-  bool const spreads = t.config.general && t.config.overlaps();
-  if (t.smem_bytes <= kDefaultSmemLimit && !spreads) return;
+  if (t.smem_bytes <= kDefaultSmemLimit && !t.config.overlaps()) return;
   static std::vector<std::array<std::atomic<bool>, kMaxDevices>> done(templates().size());
   bool const cached = device < kMaxDevices;
   if (cached && done[row][device].load(std::memory_order_acquire)) return;
-  int const bytes = spreads ? int(properties_of(device).sharedMemPerBlockOptin) : t.smem_bytes;
+  int const bytes = t.config.overlaps() ? int(properties_of(device).sharedMemPerBlockOptin) : t.smem_bytes;
   check(cudaFuncSetAttribute(t.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
         std::string("raising the shared memory limit of ") + t.name + " to " + std::to_string(bytes) + " bytes");
   if (cached) done[row][device].store(true, std::memory_order_release);
@@ -68,8 +67,7 @@ void check_grid(Template const& t, int64_t blocks) {
 void launch(Template const& t, int64_t blocks, void const* params, int device, cudaStream_t stream) {
   void* arguments[] = {const_cast<void*>(params)};
   dim3 const grid(static_cast<unsigned>(blocks)), threads(t.config.threads());
-  bool const spreads = t.config.general && t.config.overlaps();
-  int const smem_bytes = spreads ? spreading_smem_bytes(t, blocks, device) : t.smem_bytes;
+  int const smem_bytes = t.config.overlaps() ? spreading_smem_bytes(t, blocks, device) : t.smem_bytes;
   cudaError_t const status = t.config.overlaps()
                                  ? launch_dependent(t.kernel, grid, threads, arguments, smem_bytes, stream)
                                  : cudaLaunchKernel(t.kernel, grid, threads, arguments, smem_bytes, stream);
