@@ -57,25 +57,43 @@ function(fmha_check_emulation)
     "CUTLASS_FMHA_MMA_PASSES=${passes}" PARENT_SCOPE)
 endfunction()
 
-# nvcc's code generation flags for the rows made for `arch`.
-function(fmha_code_flags arch out)
-  if(CUTLASS_FMHA_SIMULATOR)
-    fmha_simulated_code_flags(${arch} flags)
-  elseif(arch IN_LIST FMHA_PROXIED)
-    set(flags -gencode=arch=compute_90,code=sm_90)
-  elseif(arch EQUAL 89)
-    # PTX too: through it a GPU without rows of its own runs these.
-    set(flags -gencode=arch=compute_89,code=[sm_89,compute_89])
-  elseif(arch EQUAL 90)
-    set(flags -gencode=arch=compute_90,code=sm_90)
-  elseif(FMHA_NVCC_VERSION VERSION_GREATER_EQUAL 12.9)
-    set(flags -gencode=arch=compute_120f,code=sm_120f)  # the family: sm_120 and sm_121
-  else()
+# What the rows made for `arch` are compiled for, by nvcc's name. Asked once the manifest was read.
+function(fmha_target_of arch out)
+  set(target ${arch})
+  if(arch IN_LIST FMHA_PROXIED)
+    set(target 90)
+  elseif(arch EQUAL 120 AND FMHA_NVCC_VERSION VERSION_GREATER_EQUAL 12.9)
+    set(target 120f)  # the family: sm_120 and sm_121
+  elseif(arch EQUAL 120)
     get_property(has_tma GLOBAL PROPERTY FMHA_HAS_TMA)
-    set(flags -gencode=arch=compute_120,code=sm_120)
     if(has_tma)
-      set(flags -gencode=arch=compute_120a,code=sm_120a)  # plain sm_120 has none, and CuTe's copies become traps
+      set(target 120a)  # plain sm_120 has none, and CuTe's copies become traps
     endif()
   endif()
+  set(${out} ${target} PARENT_SCOPE)
+endfunction()
+
+# nvcc's code generation flags for the rows made for `arch`.
+function(fmha_code_flags arch out)
+  fmha_target_of(${arch} target)
+  set(code sm_${target})
+  if(target EQUAL 89)
+    set(code "[sm_89,compute_89]")  # PTX too: through it a GPU without rows of its own runs these
+  endif()
+  set(flags -gencode=arch=compute_${target},code=${code})
+  if(CUTLASS_FMHA_SIMULATOR)
+    fmha_simulated_code_flags(${arch} flags)
+  endif()
   set(${out} "${flags}" PARENT_SCOPE)
+endfunction()
+
+# Sets FMHA_COMPILED_FOR_CXX: pairs of an architecture and its target.
+function(fmha_set_compiled_for)
+  set(pairs "")
+  foreach(arch IN LISTS FMHA_ARCHITECTURES)
+    fmha_target_of(${arch} target)
+    list(APPEND pairs "{${arch}, \"${target}\"}")
+  endforeach()
+  list(JOIN pairs ", " text)
+  set(FMHA_COMPILED_FOR_CXX "${text}" PARENT_SCOPE)
 endfunction()

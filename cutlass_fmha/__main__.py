@@ -48,7 +48,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     )
     commands = parser.add_subparsers(dest="command", metavar="command")
     info = commands.add_parser("info", help="versions, devices, and the rows of this build")
-    info.add_argument("--rows", action="store_true", help="list every row instead of counting them")
+    info.add_argument("--rows", action="store_true", help="list every row, too")
 
     explain = commands.add_parser("explain", help="which kernel runs a problem, and why")
     explain.add_argument(
@@ -138,14 +138,12 @@ def _info(arguments: argparse.Namespace) -> int:
         print(f"built with CUDA {info['cuda_version']} and CUTLASS {info['cutlass_version']}")
     else:
         print("built without CUDA (CUTLASS_FMHA_CUDA=OFF): the CPU backend only")
-    proxy = info["proxy"]
-    assert isinstance(proxy, dict)
-    for arch, compiled_for in proxy.items():
-        print(f"proxy build: the sm_{arch} rows are compiled for sm_{compiled_for}")
-    for arch, count in sorted(Counter(row.arch for row in this_build().templates).items()):
-        print(f"sm_{arch}: {count} rows")
+    build = this_build()
+    counts = Counter(row.arch for row in build.rows)
+    for arch, compiled_for in build.architectures.items():
+        print(f"sm_{arch}: {counts[arch]} rows, compiled for sm_{compiled_for}")
     if arguments.rows:
-        for row in this_build().templates:
+        for row in build.rows:
             print(f"  {row.name}: {row.smem_bytes} bytes of shared memory, {row.alignment}-byte alignment")
     _print_devices()
     return 0

@@ -101,7 +101,7 @@ def of_index(index: int) -> Device:
     )
 
 
-def simulated(built: frozenset[int]) -> Device:
+def simulated(built: Mapping[int, str]) -> Device:
     """The GPU that a simulator stands for: that of the rows in it."""
     return of_arch(forced_arch() or min(built))
 
@@ -116,27 +116,35 @@ def forced_arch() -> int | None:
     return int(text)
 
 
-def rows_arch(device: Device, built: frozenset[int]) -> int | None:
+def own_arch(device: Device) -> int:
+    """The architecture whose rows are made for a device, whether there are any or not."""
+    major, minor = device.capability
+    return 120 if major == 12 else 10 * major + minor
+
+
+def rows_arch(device: Device, built: Mapping[int, str]) -> int | None:
     """Which architecture's rows a device takes, of those that are built; None when there are none for it.
 
-    A device takes the rows made for it. A newer one without rows of its own takes the sm_89 rows, whose PTX
-    the driver compiles for it.
+    A device takes the rows made for it. One that has none, or none that it can execute, takes the sm_89 rows,
+    whose PTX the driver compiles for it. ``built``: what each architecture's rows were compiled for.
     """
     if (forced := forced_arch()) is not None:
         return forced if forced in built else None
-    major, minor = device.capability
-    own = 120 if major == 12 else 10 * major + minor
-    if own in built:
-        return own
-    return 89 if device.capability >= (8, 9) and 89 in built else None
+    for arch in (own_arch(device), 89):
+        if arch in built and can_execute(built[arch], device.capability):
+            return arch
+    return None
 
 
-def can_execute(arch: int, capability: tuple[int, int], proxy: Mapping[int, int]) -> bool:
-    """Whether the machine code of ``arch``'s rows runs on a device of this capability.
+def can_execute(compiled_for: str, capability: tuple[int, int]) -> bool:
+    """Whether code runs on a device of this capability.
 
-    ``proxy`` is ``build_info()["proxy"]``: the architecture that a row's code was really compiled for.
+    ``compiled_for``: nvcc's name of the target, as ``build_info()["compiled_for"]`` has them: "120f" is the
+    family, "120a" capability 12.0 alone, and with "89" its PTX goes along.
     """
-    compiled_for = proxy.get(arch, arch)
-    if compiled_for == 89:
-        return capability >= (8, 9)  # its PTX goes along
-    return capability[0] == compiled_for // 10
+    number = divmod(int(compiled_for.rstrip("af")), 10)
+    if compiled_for == "89":
+        return capability >= number
+    if compiled_for.endswith("a"):
+        return capability == number
+    return capability[0] == number[0] and capability >= number

@@ -101,7 +101,6 @@ def _features(problem: Problem) -> list[str]:
 
 _PREDICATES = (
     select._made_for_device,
-    select._executable,
     _purpose,
     select._dtype,
     _head_dim,

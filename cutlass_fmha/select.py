@@ -148,17 +148,17 @@ def mask_diagonal(causal: str, seqlen_q: int, seqlen_k: int) -> int | None:
 def this_build() -> Build:
     """The rows of this build."""
     info = _C.build_info()
-    proxy = info["proxy"]
-    assert isinstance(proxy, dict)
-    return Build(tuple(_C.templates()), tuple(sorted(proxy.items())), tuple(_C.fallback_templates()))
+    compiled_for = info.get("compiled_for", {})
+    assert isinstance(compiled_for, dict)
+    return Build(tuple(_C.templates()), tuple(compiled_for.items()), tuple(_C.fallback_templates()))
 
 
 @dataclass(frozen=True)
 class Build:
-    """Rows, and which architecture's rows were compiled for another one (a proxy build of the tests)."""
+    """Rows, and what each architecture's were compiled for, where that says more than its number."""
 
     templates: tuple[Template, ...]
-    proxy: tuple[tuple[int, int], ...] = ()
+    compiled_for: tuple[tuple[int, str], ...] = ()
     fallback: tuple[FallbackTemplate, ...] = ()
 
     @property
@@ -166,8 +166,12 @@ class Build:
         return (*self.templates, *self.fallback)
 
     @functools.cached_property
-    def architectures(self) -> frozenset[int]:
-        return frozenset(template.arch for template in self.templates)
+    def architectures(self) -> Mapping[int, str]:
+        """Those that there are rows for, and what these were compiled for: ``devices.can_execute``."""
+        compiled_for = dict(self.compiled_for)
+        return {
+            arch: compiled_for.get(arch, str(arch)) for arch in sorted({row.arch for row in self.templates})
+        }
 
     def by_name(self, name: str) -> Row:
         for template in self.rows:
@@ -196,20 +200,18 @@ class Predicate(Protocol):
 
 def _made_for_device(template: Row, problem: Problem, device: Device, build: Build) -> str | None:
     arch = devices.rows_arch(device, build.architectures)
+    if template.arch in (arch, devices.own_arch(device)):
+        compiled_for = build.architectures.get(template.arch, str(template.arch))
+        if not devices.can_execute(compiled_for, device.capability):
+            major, minor = device.capability
+            return (
+                f"compiled for sm_{compiled_for}, which a device of capability {major}.{minor} can't execute"
+            )
     if arch == template.arch:
         return None
     if arch is None:
         return f"made for sm_{template.arch}, and this device takes no row of this build"
     return f"made for sm_{template.arch}, and this device takes the sm_{arch} rows"
-
-
-def _executable(template: Row, problem: Problem, device: Device, build: Build) -> str | None:
-    proxy = dict(build.proxy)
-    if devices.can_execute(template.arch, device.capability, proxy):
-        return None
-    major, minor = device.capability
-    compiled_for = proxy.get(template.arch, template.arch)
-    return f"compiled for sm_{compiled_for}, which a device of capability {major}.{minor} can't execute"
 
 
 def _dtype(template: Row, problem: Problem, device: Device, build: Build) -> str | None:
@@ -286,7 +288,6 @@ def _shared_memory(template: Row, problem: Problem, device: Device, build: Build
 PREDICATES: tuple[Predicate, ...] = (
     _made_for_device,
     *map(_knows, FEATURES),
-    _executable,
     _dtype,
     _head_dim,
     _block_mask,
@@ -336,7 +337,7 @@ def no_rows(device: Device, build: Build | None = None) -> str | None:
         return NO_KERNELS
     if devices.rows_arch(device, build.architectures) is not None:
         return None
-    held = ", ".join(f"sm_{arch}" for arch in sorted(build.architectures))
+    held = ", ".join(f"sm_{arch}" for arch in build.architectures)
     if (forced := devices.forced_arch()) is not None:
         return (
             f"{devices.FORCE_ARCH}={forced} asks for sm_{forced} rows, "
@@ -346,9 +347,13 @@ def no_rows(device: Device, build: Build | None = None) -> str | None:
         return (
             f"{device} is older than every kernel of cutlass_fmha: compute capability 8.9 or newer is needed"
         )
+    way_out = "with its own architecture"
+    if (own := devices.own_arch(device)) in build.architectures:
+        held += f" (compiled for sm_{build.architectures[own]})"
+        way_out = "with nvcc 12.9 or newer, which compiles for the whole family"
     return (
         f"this build of cutlass_fmha holds rows for {held} only, none of which {device} takes: rebuild it "
-        "with `pip install . -C cmake.define.CMAKE_CUDA_ARCHITECTURES=89`, or with its own architecture"
+        f"with `pip install . -C cmake.define.CMAKE_CUDA_ARCHITECTURES=89`, or {way_out}"
     )
 
 

@@ -67,12 +67,15 @@ def target(tensor: Tensor) -> Target:
 @functools.cache
 def _arch(index: int, forced: str | None) -> int:
     """The architecture whose kernels a device takes, which ``forced`` may have changed; -1: the simulator."""
-    built = frozenset(kernel.arch for kernel in _C.support_kernels())
+    compiled_for = dict(select.this_build().compiled_for)
+    built = {
+        kernel.arch: compiled_for.get(kernel.arch, str(kernel.arch)) for kernel in _C.support_kernels()
+    }
     if not built:
         raise UnsupportedError(select.NO_KERNELS)
     device = devices.of_index(index) if index >= 0 else devices.simulated(built)
     arch = devices.rows_arch(device, built)
-    if arch is None or not devices.can_execute(arch, device.capability, dict(select.this_build().proxy)):
+    if arch is None or not devices.can_execute(built[arch], device.capability):
         names = ", ".join(f"sm_{each}" for each in sorted(built))
         raise UnsupportedError(f"this build has kernels for {names}, and none of them runs on {device}")
     return arch

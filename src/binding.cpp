@@ -84,6 +84,9 @@ py::dict build_info() {
   py::dict proxy;
   for (int arch : CUTLASS_FMHA_PROXIED) proxy[py::int_(arch)] = 90;
   info["proxy"] = proxy;
+  py::dict compiled_for;
+  for (auto const& [arch, target] : CUTLASS_FMHA_COMPILED_FOR) compiled_for[py::int_(arch)] = target;
+  info["compiled_for"] = compiled_for;
   info["emulation"] = bool(CUTLASS_FMHA_EMULATION);
   info["mma_passes"] = CUTLASS_FMHA_MMA_PASSES;
   info["simulator"] = CUTLASS_FMHA_SIMULATOR;

@@ -80,7 +80,7 @@ GENERAL = [
 
 
 def make_build(
-    archs: tuple[int, ...] = (89, 90, 120), proxy: dict[int, int] | None = None, general: bool = True
+    archs: tuple[int, ...] = (89, 90, 120), compiled_for: dict[int, str] | None = None, general: bool = True
 ) -> Build:
     """A large tile, a small one, an element row and split rows for each architecture, dtype and head dim.
 
@@ -113,7 +113,7 @@ def make_build(
                 )
                 form = {"general": True, "value_dim": value_dim, "q_in_registers": head_dim < 256}
                 rows.append(Row(len(rows), arch, dtype, head_dim, *tile, **form))
-    return Build(tuple(rows), tuple((proxy or {}).items()))  # type: ignore[arg-type]
+    return Build(tuple(rows), tuple((compiled_for or {}).items()))  # type: ignore[arg-type]
 
 
 def _at(address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:

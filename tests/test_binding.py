@@ -139,6 +139,10 @@ def test_build_info():
     assert {"cuda", "cuda_version", "nvcc_version", "cutlass_version", "architectures", "proxy"} <= set(info)
     assert info["architectures"] == sorted({row.arch for row in ROWS})
     assert info["proxy"] in ({}, {120: 90})
+    targets = {89: {"89"}, 90: {"90"}, 120: {"120", "120a", "120f", "90"}}
+    compiled_for = info["compiled_for"]
+    assert isinstance(compiled_for, dict) and list(compiled_for) == info["architectures"]
+    assert all(target in targets[arch] for arch, target in compiled_for.items())
     if WITH_CUDA:
         assert str(info["nvcc_version"]).startswith(str(info["cuda_version"]) + ".")
         assert re.fullmatch(r"\d+\.\d+\.\d+", str(info["cutlass_version"]))

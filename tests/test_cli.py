@@ -17,7 +17,7 @@ from cutlass_fmha.calibration import store
 
 @pytest.fixture
 def build(monkeypatch):
-    build = make_build()
+    build = make_build(compiled_for={120: "120f"})
     monkeypatch.setattr(select, "this_build", lambda: build)
     monkeypatch.setattr(__main__, "this_build", lambda: build)
     monkeypatch.delenv(device.FORCE_ARCH, raising=False)
@@ -61,7 +61,8 @@ def test_info_says_what_this_build_is(capsys):
         assert f"built with CUDA {info['cuda_version']}" in out
     else:
         assert "built without CUDA (CUTLASS_FMHA_CUDA=OFF): the CPU backend only" in out
-    assert all(f"  {row.name}: {row.smem_bytes} bytes" in out for row in _C.templates())
+    rows = (*_C.templates(), *_C.fallback_templates())
+    assert all(f"  {row.name}: {row.smem_bytes} bytes" in out for row in rows)
     assert "driver: " in out
 
 
@@ -73,13 +74,13 @@ def test_info_counts_rows_and_names_devices(capsys, build, monkeypatch):
     monkeypatch.setattr(
         _C,
         "build_info",
-        lambda: {"cuda": True, "cuda_version": "13.0", "cutlass_version": "4.2.0", "proxy": {120: 90}},
+        lambda: {"cuda": True, "cuda_version": "13.0", "cutlass_version": "4.2.0"},
     )
     _, out = run(capsys, "info")
     for line in (
         "built with CUDA 13.0 and CUTLASS 4.2.0",
-        "proxy build: the sm_120 rows are compiled for sm_90",
-        "sm_89: 42 rows",
+        "sm_89: 42 rows, compiled for sm_89",
+        "sm_120: 42 rows, compiled for sm_120f",
         "driver: supports CUDA 13.0",
         "cuda:0: NVIDIA L4 (capability 8.9, 58 SMs), takes the sm_89 rows",
         "        costs of rows: the default for GPUs that were never measured",

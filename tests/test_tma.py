@@ -102,10 +102,13 @@ def test_sm_120_is_compiled_as_what_has_tma(version: str, copy: str, target: str
         f"set(FMHA_NVCC_VERSION {version})\nset(FMHA_ARCHITECTURES 120)\n"
         f'fmha_forward(120 "bf16" {COLUMNS_OF_A_TILE} {copy})\n'
         'fmha_code_flags(120 found)\nmessage("${found}")\n'
+        'fmha_set_compiled_for()\nmessage("${FMHA_COMPILED_FOR_CXX}")\n'
     )
     command = [building.find_program("cmake"), "-P", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.stderr.strip() == f"-gencode=arch=compute_{target},code=sm_{target}"
+    flags, pairs = done.stderr.strip().split("\n")
+    assert flags == f"-gencode=arch=compute_{target},code=sm_{target}"
+    assert pairs == f'{{120, "{target}"}}'
 
 
 # ---- the check, on kernels that are known to be wrong ------------------------------------------------------
