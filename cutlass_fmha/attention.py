@@ -98,7 +98,7 @@ def attention(
         seqused_q, seqused_k: [batch]: how many rows are in use. Queries beyond have output 0 and LSE -inf.
         leftpad_k: [batch]: rows before the first key, counted among those in use.
         page_table: [batch, pages]: k and v are pages, [pages, page size, num_heads_kv, head_dim], and a row
-            of the table names those of a sequence.
+            of the table names those of a sequence. A page has a multiple of 16 keys.
         cache_batch_idx: [batch]: which batch entry of k and v is a sequence's.
     Work:
         num_splits: how many parts the keys are divided into, 1 to 64; chosen when None.

@@ -56,7 +56,7 @@ def with_kv_cache(
     Args:
         q: [batch, seqlen_q, num_heads, head_dim], as ``attention`` takes it.
         k_cache, v_cache: [batch_cache, seqlen_cache, num_heads_kv, head_dim or head_dim_v], or with
-            page_table pages, [pages, page_size, num_heads_kv, ...].
+            page_table pages, [pages, page_size, num_heads_kv, ...], of a multiple of 16 rows.
         k, v: [batch, seqlen_new, num_heads_kv, ...], written to rows cache_seqlens, cache_seqlens + 1, ...
             None: the cache is used as it is.
         rotary_cos, rotary_sin: [positions, rotary_dim / 2], of q's dtype or float32: k and q are rotated as
@@ -266,14 +266,13 @@ def _check_places(a: Append) -> None:
             "page_table and cache_batch_idx exclude each other: a row of the page table already belongs to a "
             "sequence"
         )
-    if a.k_cache.shape[1] < 1:
-        raise ValueError("k_cache must have pages of at least 1 row, got 0")
     if a.page_table.dtype != torch.int32 or a.page_table.shape[0] != batch:
         raise ValueError(
             f"page_table must be int32 with a row for each of {batch} sequences, got "
             f"{check.dtype_name(a.page_table.dtype)} of shape {tuple(a.page_table.shape)}"
         )
     support.check_rows("page_table", a.page_table)
+    check.page_size("k_cache", a.k_cache.shape[1])
 
 
 def _check_rotary(a: Append) -> None:

@@ -18,6 +18,7 @@ _AXES = {"bshd": "[batch, seqlen, num_heads, head_dim]", "bhsd": "[batch, num_he
 NAMES = ("query", "key", "value")
 
 MAX_SEQLEN = 2**29  # so that i + diagonal fits 32 bits for all of them
+PAGE_UNIT = 16  # keys: the kernels load runs of so many, which must not lie in two pages
 MAX_SCALE = 2e38  # so that scale * log2(e) is a finite float
 CUDA_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CPU_DTYPES = (*CUDA_DTYPES, torch.float64)
@@ -68,6 +69,12 @@ def template_name(template: object) -> None:
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def page_size(name: str, keys: int) -> None:
+    """One rule for every backend, so that what runs on the CPU runs on a GPU."""
+    if keys < 1 or keys % PAGE_UNIT != 0:
+        raise ValueError(f"{name} must have pages of a multiple of {PAGE_UNIT} keys, got {keys}")
 
 
 def check_tensor(name: str, tensor: object) -> None:

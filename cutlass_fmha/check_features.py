@@ -165,8 +165,7 @@ def _seqlens(q: Tensor, k: Tensor, features: Features, names: Triple) -> tuple[i
     if features.page_table is not None:
         _check_table(features.page_table)
         page_size = k.shape[1]
-        if page_size < 1:
-            raise ValueError(f"{names[1]} must have pages of at least 1 key, got 0")
+        check.page_size(names[1], page_size)
         seqlen_k: int | None = features.page_table.shape[1] * page_size
     else:
         seqlen_k = k.shape[1] if features.cu_seqlens_k is None else features.max_seqlen_k

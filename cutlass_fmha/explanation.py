@@ -224,6 +224,8 @@ def _with_features(
         raise ValueError(f"features must be among {', '.join(select.FEATURES)}, got {min(unknown)!r}")
     said = {"page_size": "pages", "block_size": "block_mask"}
     named = set(names) | {feature for keyword, feature in said.items() if keywords.get(keyword)}
+    if page_size := keywords.get("page_size"):
+        check.page_size("a problem", page_size)
     splits = keywords.get("num_splits")
     left, right = (-1 if side is None else side for side in keywords.get("window") or (-1, -1))
     window, causal = general_plan.window_of(left, right, problem.causal)
@@ -236,7 +238,7 @@ def _with_features(
         features=tuple(name for name in select.FEATURES if name in named),
         window=window or (-1, -1),
         block_mask=keywords.get("block_size"),
-        page_size=keywords.get("page_size") or 0,
+        page_size=page_size or 0,
         num_splits=splits,
     )
 

@@ -28,7 +28,6 @@ Row = Union["Template", "FallbackTemplate"]
 
 CAUSAL = ("none", "top-left", "bottom-right")
 FULL_ALIGNMENT = 16  # bytes: the widest copy there is
-PAGE_UNIT = 16  # keys
 FEW_QUERIES, MANY_KEYS = 64, 512
 """Query rows that share keys at most, and keys at least, of what counts as decoding."""
 UNTIMED = 1.25
@@ -250,12 +249,6 @@ def _block_mask(template: Template, problem: Problem, device: Device, build: Bui
     )
 
 
-def _pages(template: Template, problem: Problem, device: Device, build: Build) -> str | None:
-    if problem.page_size % PAGE_UNIT == 0 or not template.general:
-        return None
-    return f"takes pages of a multiple of {PAGE_UNIT} keys, and these have {problem.page_size}"
-
-
 def _knows(name: str) -> Predicate:
     """The rule that a feature takes a general row."""
 
@@ -291,7 +284,6 @@ PREDICATES: tuple[Predicate, ...] = (
     _dtype,
     _head_dim,
     _block_mask,
-    _pages,
     _alignment,
     _shared_memory,
 )

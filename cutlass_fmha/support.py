@@ -68,9 +68,7 @@ def target(tensor: Tensor) -> Target:
 def _arch(index: int, forced: str | None) -> int:
     """The architecture whose kernels a device takes, which ``forced`` may have changed; -1: the simulator."""
     compiled_for = dict(select.this_build().compiled_for)
-    built = {
-        kernel.arch: compiled_for.get(kernel.arch, str(kernel.arch)) for kernel in _C.support_kernels()
-    }
+    built = {kernel.arch: compiled_for.get(kernel.arch, str(kernel.arch)) for kernel in _C.support_kernels()}
     if not built:
         raise UnsupportedError(select.NO_KERNELS)
     device = devices.of_index(index) if index >= 0 else devices.simulated(built)

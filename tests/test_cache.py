@@ -114,7 +114,7 @@ class Cache:
         self, kind: str, dtype: torch.dtype = torch.float32, dim_v: int = 16, batch: int = 3
     ) -> None:
         self.kind, self.batch = kind, batch
-        entries, rows = {"contiguous": (batch, 24), "entries": (7, 24), "pages": (3 * batch + 2, 8)}[kind]
+        entries, rows = {"contiguous": (batch, 24), "entries": (7, 24), "pages": (3 * batch + 2, 16)}[kind]
         self.k_cache = randn(entries, rows, 2, 16, dtype=dtype, seed=1)
         self.v_cache = randn(entries, rows, 2, dim_v, dtype=dtype, seed=2)
         self.places: dict[str, Tensor] = {}
@@ -141,7 +141,7 @@ class Cache:
         return k_cache, v_cache
 
     def sequence(self, b: int) -> tuple[Tensor, Tensor]:
-        """The rows [24, 2, ...] that the cache has for a sequence."""
+        """The rows [24 or 48, 2, ...] that the cache has for a sequence."""
         if self.kind == "pages":
             pages = self.places["page_table"][b].long()
             return self.k_cache[pages].flatten(0, 1), self.v_cache[pages].flatten(0, 1)
@@ -334,6 +334,10 @@ def test_decoding_token_by_token_is_causal_attention():
         ({"cache_seqlens": torch.zeros(3, 2, dtype=torch.int32)[:, 0]}, "cache_seqlens must be contiguous"),
         ({"page_table": int32(0, 1, 2)}, "page_table must have 2 dimensions"),
         ({"page_table": torch.zeros(2, 3, dtype=torch.int32)}, "page_table must be int32 with a row for"),
+        (
+            {"page_table": torch.zeros(3, 3, dtype=torch.int32)},
+            "k_cache must have pages of a multiple of 16 keys, got 24",
+        ),
         ({"page_table": int32(0, 1, 2)[:, None], "cache_batch_idx": int32(0, 1, 2)}, "exclude each other"),
         ({"rotary_cos": angles(24, 16)[0]}, "rotary_cos and rotary_sin go together"),
         ({"query": randn(3, 5, 2, 16)}, "query and rotary_seqlens are for rotary embedding"),

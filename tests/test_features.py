@@ -15,7 +15,7 @@ BATCH, SEQLEN_Q, SEQLEN_K, HEADS, HEADS_KV, DIM = 2, 6, 10, 4, 2, 16
 Q = torch.randn(BATCH, SEQLEN_Q, HEADS, DIM)
 K, V = torch.randn(2, BATCH, SEQLEN_K, HEADS_KV, DIM)
 PACKED = {"q": Q.flatten(0, 1), "k": K.flatten(0, 1), "v": V.flatten(0, 1)}
-PAGED = {"k": K.view(4, 5, HEADS_KV, DIM), "v": V.view(4, 5, HEADS_KV, DIM)}
+PAGED = {name: torch.randn(4, 16, HEADS_KV, DIM) for name in "kv"}
 
 
 def ints(*numbers: int) -> torch.Tensor:
@@ -93,7 +93,7 @@ def test_every_keyword_reaches_the_op(monkeypatch):
     assert seen["sizes"] == Sizes(BATCH, 6, 11, HEADS, HEADS_KV, DIM, DIM, 12, 0)
     call(**PAGED, page_table=TABLE)
     assert seen["features"].page_table is TABLE
-    assert seen["sizes"] == Sizes(BATCH, SEQLEN_Q, 10, HEADS, HEADS_KV, DIM, DIM, None, 5)
+    assert seen["sizes"] == Sizes(BATCH, SEQLEN_Q, 32, HEADS, HEADS_KV, DIM, DIM, None, 16)
 
 
 def test_sinks_of_the_tensors_dtype_are_converted(monkeypatch):
@@ -224,7 +224,11 @@ OPERANDS = [
     ({"softcap": 1.0, "k": K.half()}, "k must have q's dtype float32, got float16"),
     (
         {"k": PAGED["k"][:, :0], "v": PAGED["v"][:, :0], "page_table": TABLE},
-        "k must have pages of at least 1 key, got 0",
+        "k must have pages of a multiple of 16 keys, got 0",
+    ),
+    (
+        {"k": PAGED["k"][:, :10], "v": PAGED["v"][:, :10], "page_table": TABLE},
+        "k must have pages of a multiple of 16 keys, got 10",
     ),
 ]
 

@@ -82,7 +82,9 @@ def test_a_device_takes_rows_of_its_own_that_it_can_execute(compiled_for: str, g
 
 def test_a_build_without_code_for_a_device_says_how_to_get_some():
     build = make_build((120,), {120: "120a"})
-    with pytest.raises(UnsupportedError, match=r"sm_120 \(compiled for sm_120a\) only, none .*with nvcc 12.9 or newer"):
+    with pytest.raises(
+        UnsupportedError, match=r"sm_120 \(compiled for sm_120a\) only, none .*with nvcc 12.9 or newer"
+    ):
         select.select(PROBLEM, SPARK, build=build)
 
 

@@ -69,9 +69,6 @@ def test_reasons_of_general_rows():
     ]
     split = reasons(blocked, "fwd_sm89_f16_d64_m16n16w4k4_general")
     assert split == ["takes block masks of blocks that are multiples of 16 x 64, and these are 64 x 96"]
-    assert reasons(replace(PREFILL, features=("pages",), page_size=24), name) == [
-        "takes pages of a multiple of 16 keys, and these have 24"
-    ]
 
 
 def test_a_problem_that_no_row_takes_says_what_each_lacks():
@@ -275,6 +272,7 @@ def test_explain_says_which_rows_are_a_last_resort(monkeypatch):
     [
         ({"features": ("windows",)}, "features must be among window, mask, .*, got 'windows'"),
         ({"softcap": 1.0}, "explain got 'softcap', which says nothing of a shape"),
+        ({"page_size": 24}, "a problem must have pages of a multiple of 16 keys, got 24"),
     ],
 )
 def test_explain_refuses_what_describes_nothing(arguments: dict, message: str):

@@ -240,11 +240,11 @@ def test_packed_sequences():
 
 
 def test_paged_own_keys():
-    q, k_shared, v_shared, k, v = cascade_inputs(own=8)
+    q, k_shared, v_shared, k, v = cascade_inputs(own=32)
     pages = torch.randperm(6, generator=torch.Generator().manual_seed(0)).view(3, 2).to(torch.int32)
-    k_pages, v_pages = torch.empty(2, 6, 4, 2, 16).unbind(0)
+    k_pages, v_pages = torch.empty(2, 6, 16, 2, 16).unbind(0)
     for pool, keys in ((k_pages, k), (v_pages, v)):
-        pool[pages.long()] = keys.view(3, 2, 4, 2, 16)
+        pool[pages.long()] = keys.view(3, 2, 16, 2, 16)
     found = cascade_attention(q, k_shared, v_shared, k_pages, v_pages, causal=True, page_table=pages)
     torch.testing.assert_close(found, cascade_attention(q, k_shared, v_shared, k, v, causal=True))
 
