@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cutlass_fmha import _C, check, support
+from cutlass_fmha import _C, check, private_torch, support
 from cutlass_fmha.attention import attention
 from cutlass_fmha.rotary import check_table, launch_arguments, rotate, table_of
 
@@ -376,8 +376,8 @@ def _fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
 
 def _count_writes(keyset: Any, k_cache: Tensor, v_cache: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Autograd's rule for ops that write in place: whoever saved a cache for a backward is told."""
-    found = torch.ops.cutlass_fmha.append_kv_.default.redispatch(
-        keyset & torch._C._after_ADInplaceOrView_keyset, k_cache, v_cache, *args, **kwargs
+    found = private_torch.after_writes(
+        torch.ops.cutlass_fmha.append_kv_.default, keyset, k_cache, v_cache, *args, **kwargs
     )
     torch.autograd.graph.increment_version((k_cache, v_cache))
     return found

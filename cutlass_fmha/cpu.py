@@ -12,6 +12,8 @@ import math
 import torch
 from torch import Tensor
 
+from cutlass_fmha import private_torch
+
 # Chunks of scores stay in a core's second-level cache: 1 MiB in fp32, unless there are very many heads.
 KEYS_PER_CHUNK = 256
 SCORES_PER_CHUNK = 1 << 18
@@ -37,7 +39,8 @@ def forward(
 
     compute_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     result = None
-    if num_heads == num_heads_kv and (diagonal is None or (diagonal == 0 and scale > 0)):
+    exact = num_heads == num_heads_kv and (diagonal is None or (diagonal == 0 and scale > 0))
+    if exact and private_torch.flash_for_cpu is not None:
         result = _torch_flash(query, key, value, scale, diagonal is not None, compute_dtype)
     if result is None:
         result = _online_softmax(query, key, value, scale, diagonal, compute_dtype)
@@ -55,7 +58,7 @@ def _torch_flash(
     -inf gets an LSE of 0 or NaN from it, which an LSE that is really 0 or NaN looks like too: such a result
     is computed anew.
     """
-    output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    output, lse = private_torch.flash_for_cpu(
         query.to(dtype).transpose(1, 2),
         key.to(dtype).transpose(1, 2),
         value.to(dtype).transpose(1, 2),

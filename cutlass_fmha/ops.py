@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad, profiler
+from torch.autograd import forward_ad
 
-from cutlass_fmha import _C, check, check_features, cpu, cpu_general, general_plan, plan
+from cutlass_fmha import _C, check, check_features, cpu, cpu_general, general_plan, plan, private_torch
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.features import Features
 from cutlass_fmha.select import CAUSAL, mask_diagonal
@@ -169,8 +169,8 @@ def _autograd(keyset: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any
     """Refuses a call whose gradient would silently be missing; everything else goes on to the backend."""
     if needs_gradient(query, key, value):
         raise NotImplementedError(NO_BACKWARD)
-    return torch.ops.cutlass_fmha.forward.default.redispatch(
-        keyset & torch._C._after_autograd_keyset, query, key, value, *rest
+    return private_torch.after_autograd(
+        torch.ops.cutlass_fmha.forward.default, keyset, query, key, value, *rest
     )
 
 
@@ -181,8 +181,8 @@ def _attend_autograd(
     others = (argument for argument in features.values() if isinstance(argument, Tensor))
     if needs_gradient(query, key, value, *others):
         raise NotImplementedError(NO_BACKWARD)
-    return torch.ops.cutlass_fmha.attend.default.redispatch(
-        keyset & torch._C._after_autograd_keyset, query, key, value, *rest, **features
+    return private_torch.after_autograd(
+        torch.ops.cutlass_fmha.attend.default, keyset, query, key, value, *rest, **features
     )
 
 
@@ -190,7 +190,7 @@ def needs_gradient(*tensors: Tensor) -> bool:
     """Whether autograd, in reverse or forward mode, would want a derivative of a call on these tensors."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return True
-    if forward_ad._current_level < 0:
+    if private_torch.forward_ad._current_level < 0:
         return False
     return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
 
@@ -206,12 +206,12 @@ def can_skip_dispatcher(query: Any, key: Any, value: Any) -> bool:
         and type(key) is Tensor
         and type(value) is Tensor
         # The modes come first: one for functions would see the questions to the tensors that follow.
-        and torch._C._len_torch_function_stack() == 0
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and torch._C._get_tracing_state() is None
-        and forward_ad._current_level < 0
-        and not profiler._is_profiler_enabled
+        and private_torch.len_torch_function_stack() == 0
+        and private_torch.len_torch_dispatch_stack() == 0
+        and private_torch.peek_interpreter_stack() is None
+        and private_torch.get_tracing_state() is None
+        and private_torch.forward_ad._current_level < 0
+        and not private_torch.profiler._is_profiler_enabled
         and query.is_cuda
         and key.is_cuda
         and value.is_cuda

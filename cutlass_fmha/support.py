@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutlass_fmha import _C, check, ops, select
+from cutlass_fmha import _C, check, ops, private_torch, select
 from cutlass_fmha import device as devices
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.streams import current_stream
@@ -48,8 +48,9 @@ def _refuse_gradients(name: str, keyset: Any, *args: Any, **kwargs: Any) -> Any:
     given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     if ops.needs_gradient(*given):
         raise NotImplementedError(ops.NO_BACKWARD)
-    op = getattr(torch.ops.cutlass_fmha, name).default
-    return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
+    return private_torch.after_autograd(
+        getattr(torch.ops.cutlass_fmha, name).default, keyset, *args, **kwargs
+    )
 
 
 def simulated() -> bool:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
+from pathlib import Path
+
 import oracle
 import pytest
 import torch
 from torch.autograd import forward_ad
 
 import cutlass_fmha
-from cutlass_fmha import ops, select
+from cutlass_fmha import ops, private_torch, select
 
 # Of torch's own making: what its compiler and its forward-mode derivatives use inside.
 pytestmark = [
@@ -282,3 +286,58 @@ def test_listeners_are_heard(cuda_like):
 
 def test_cpu_tensors_go_through_the_dispatcher():
     assert not ops.can_skip_dispatcher(*tensors())
+
+
+# ---- another torch -----------------------------------------------------------------------------------------
+
+SOURCE = Path(private_torch.__file__)
+PRIVATE = sorted(set(re.findall(r'"(_(?!AutoDispatch)[a-zA-Z_]+)"', SOURCE.read_text())))
+
+
+@pytest.mark.parametrize("name", [*PRIVATE, "all of them"])
+def test_a_torch_without_a_private_name_serves_every_call(name: str, cuda_like, monkeypatch):
+    spec = importlib.util.spec_from_file_location("private_torch_of_another_torch", SOURCE)
+    another = importlib.util.module_from_spec(spec)
+    holders = (torch._C, forward_ad, torch.autograd.profiler, torch.ops.aten)
+    with monkeypatch.context() as without:
+        for each in PRIVATE if name == "all of them" else [name]:
+            for holder in holders:
+                if hasattr(holder, each):
+                    without.delattr(holder, each, raising=False)
+        if name in ("_scaled_dot_product_flash_attention_for_cpu", "all of them"):
+            without.setattr(torch.ops, "aten", object())
+        spec.loader.exec_module(another)
+    for each in [x for x in vars(another) if not x.startswith("_")]:
+        monkeypatch.setattr(private_torch, each, getattr(another, each))
+
+    listens = name in LISTENERS or name == "all of them"
+    assert ops.can_skip_dispatcher(*cuda_like) is not listens
+    q, k, v = tensors(heads_kv=4)
+    oracle.assert_close(cutlass_fmha.attention(q, k, v, causal="top-left"), q, k, v, causal="top-left")
+    with pytest.raises(NotImplementedError, match=NO_BACKWARD):
+        cutlass_fmha.attention(q, k.clone().requires_grad_(), v, softcap=1.0)
+    lengths = torch.tensor([3, 5], dtype=torch.int32)
+    product = v * torch.ones(1, requires_grad=True)
+    torch.ops.cutlass_fmha.append_kv_(k, v, q[:, :2], q[:, :2], lengths)
+    assert torch.equal(k[1, 5:7], q[1, :2]) and private_torch.raw_stream is another.raw_stream
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
+LISTENERS = {
+    "_len_torch_function_stack",
+    "_len_torch_dispatch_stack",
+    "_functorch",
+    "_get_tracing_state",
+    "_current_level",
+    "_is_profiler_enabled",
+}
+
+
+def test_private_names_are_looked_up_in_one_place():
+    assert set(PRIVATE) > LISTENERS
+    for path in SOURCE.parent.rglob("*.py"):
+        if path != SOURCE and "bench" not in path.parts:
+            assert not re.search(
+                r"torch\._(?!_)|aten\._|(?<!private_torch\.)(forward_ad|profiler)\._", path.read_text()
+            ), path

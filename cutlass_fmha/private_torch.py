@@ -1,0 +1,73 @@
+"""The names that torch keeps to itself, each looked up once, at import, with a stand-in where it is missing.
+
+A torch that lacks one must not fail a call. Whoever asks whether anything listens to operators then hears
+that something does, and every call goes through the dispatcher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad as _forward_ad
+from torch.autograd import profiler as _profiler
+
+_C: Any = torch._C
+
+
+def _something() -> int:
+    """Neither 0 nor None: a mode, a transform, a trace."""
+    return 1
+
+
+# ---- what listens to operators -----------------------------------------------------------------------------
+
+len_torch_function_stack: Callable[[], int] = getattr(_C, "_len_torch_function_stack", _something)
+len_torch_dispatch_stack: Callable[[], int] = getattr(_C, "_len_torch_dispatch_stack", _something)
+peek_interpreter_stack: Callable[[], Any] = getattr(
+    getattr(_C, "_functorch", None), "peek_interpreter_stack", _something
+)
+get_tracing_state: Callable[[], Any] = getattr(_C, "_get_tracing_state", _something)
+
+#: Modules, whose ``_current_level`` and ``_is_profiler_enabled`` change.
+forward_ad: Any = _forward_ad if hasattr(_forward_ad, "_current_level") else SimpleNamespace(_current_level=0)
+profiler: Any = (
+    _profiler if hasattr(_profiler, "_is_profiler_enabled") else SimpleNamespace(_is_profiler_enabled=True)
+)
+
+
+# ---- from one implementation of an op to the next ----------------------------------------------------------
+
+
+def _next(keys_name: str, guard_name: str) -> Callable[..., Any]:
+    keys = getattr(_C, keys_name, None)
+    if keys is not None:
+        return lambda op, keyset, *args, **kwargs: op.redispatch(keyset & keys, *args, **kwargs)
+
+    def guarded(op: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        with getattr(_C, guard_name)():
+            return op(*args, **kwargs)
+
+    return guarded
+
+
+#: (op, keyset, arguments): the call, for what comes behind autograd, or behind its bookkeeping of writes.
+after_autograd = _next("_after_autograd_keyset", "_AutoDispatchBelowAutograd")
+after_writes = _next("_after_ADInplaceOrView_keyset", "_AutoDispatchBelowADInplaceOrView")
+
+
+# ---- shortcuts ---------------------------------------------------------------------------------------------
+
+
+def _raw_stream(index: int) -> int:
+    return torch.cuda.current_stream(index).cuda_stream
+
+
+#: The current stream of a CUDA device: a tenth of the cost of torch.cuda.current_stream, which builds a
+#: Stream object; absent from a torch without CUDA.
+raw_stream: Callable[[int], int] = getattr(_C, "_cuda_getCurrentRawStream", _raw_stream)
+
+#: torch's fused attention for CPU tensors; None where there is none.
+flash_for_cpu: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
