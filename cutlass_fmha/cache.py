@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cutlass_fmha import _C, check, private_torch, support
 from cutlass_fmha.attention import attention
-from cutlass_fmha.rotary import check_table, launch_arguments, rotate, table_of
+from cutlass_fmha.rotary import check_positions, check_rows, check_table, launch_arguments, rotate, table_of
 
 # One launch does everything around attention: it also rotates the queries and adds up the lengths.
 SCHEMA = (
@@ -30,7 +30,7 @@ def with_kv_cache(
     rotary_cos: Tensor | None = None,
     rotary_sin: Tensor | None = None,
     rotary_interleaved: bool = False,
-    rotary_seqlens: Tensor | None = None,
+    rotary_seqlens: Tensor | int | None = None,
     cache_seqlens: Tensor | int | None = None,
     cache_batch_idx: Tensor | None = None,
     page_table: Tensor | None = None,
@@ -63,8 +63,8 @@ def with_kv_cache(
             ``rotary`` does it; rotary_dim is any even number up to head_dim.
         rotary_interleaved: pairs are neighbours, otherwise of an element of each half (flash_attn's default
             is True).
-        rotary_seqlens: int32 [batch], the position of the first new key; when None cache_seqlens - leftpad_k,
-            which is a key's number in its own sequence.
+        rotary_seqlens: int32 [batch] or an int, the position of the first new key; when None cache_seqlens -
+            leftpad_k, which is a key's number in its own sequence. (flash_attn does not subtract leftpad_k.)
         cache_seqlens: int32 [batch] or an int: rows of the cache in use before the call, counted with
             leftpad_k. None, without k: all.
         cache_batch_idx: int32 [batch], which entry of the cache is a sequence's; None: its own number.
@@ -79,21 +79,37 @@ def with_kv_cache(
         As ``attention``.
 
     The host reads no tensor on a GPU. There a new key without a place is dropped: one beyond the rows that
-    the cache has for a sequence, or of a page or an entry that there is not; and a position that rotary_cos
-    does not have gives NaN. On the CPU both raise ValueError; where cache_seqlens is an int, the first does
-    everywhere.
+    the cache has for a sequence, or of a page or an entry that there is not; and a row whose position
+    rotary_cos does not have becomes NaN as far as it is rotated. Both raise ValueError where the host knows:
+    on the CPU, and where cache_seqlens or rotary_seqlens is an int.
 
     Raises:
         TypeError, ValueError, UnsupportedError, NotImplementedError: as ``attention``.
     """
+    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        check.check_tensor(name, tensor)
+    for name, optional in (
+        ("k", k), ("v", v), ("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin), ("leftpad_k", leftpad_k),
+        ("cache_batch_idx", cache_batch_idx), ("page_table", page_table),
+    ):  # fmt: skip
+        if optional is not None:
+            check.check_tensor(name, optional)
     support.check_dims("q", q, "batch, seqlen_q, num_heads, head_dim")
     if (k is None) != (v is None):
         raise ValueError("k and v go together: both are appended, or neither")
-    if isinstance(cache_seqlens, int):
-        _check_room(cache_seqlens, 0 if k is None else k.shape[1], _capacity(k_cache, page_table))
-        cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
+    advance_query = check.causal_name(causal) != "none" or _is_limited(window)
+    first = rotary_seqlens  # the first position, where the host knows it
+    if first is None and leftpad_k is None:
+        first = cache_seqlens
+    if cache_seqlens is not None and not isinstance(cache_seqlens, Tensor):
+        room, cache_seqlens = cache_seqlens, support.vector_of("cache_seqlens", cache_seqlens, q)
+        _check_room(room, 0 if k is None else k.shape[1], _capacity(k_cache, page_table))
+    if rotary_seqlens is not None:
+        rotary_seqlens = support.vector_of("rotary_seqlens", rotary_seqlens, q)
     seqused_k = cache_seqlens
     is_rotated = rotary_cos is not None or rotary_sin is not None or rotary_seqlens is not None
+    if k is not None and rotary_cos is not None and first is not None and not isinstance(first, Tensor):
+        check_positions(rotary_cos, first, max(k.shape[1], q.shape[1] if advance_query else 0))
     if k is not None and v is not None:
         if cache_seqlens is None:
             raise ValueError("k and v are appended behind cache_seqlens rows, and cache_seqlens is None")
@@ -104,7 +120,7 @@ def with_kv_cache(
             v,
             cache_seqlens,
             query=q if is_rotated else None,
-            advance_query=check.causal_name(causal) != "none" or _is_limited(window),
+            advance_query=advance_query,
             rotary_cos=rotary_cos,
             rotary_sin=rotary_sin,
             rotary_interleaved=rotary_interleaved,
@@ -283,6 +299,7 @@ def _check_rotary(a: Append) -> None:
             raise ValueError("query and rotary_seqlens are for rotary embedding, and rotary_cos is None")
         return
     check_table(a.rotary_cos, a.rotary_sin, "key", a.key)
+    check_rows("key", a.key, a.rotary_cos)
     if a.query is None:
         return
     support.check_dims("query", a.query, "batch, seqlen_q, num_heads, head_dim")
@@ -291,6 +308,8 @@ def _check_rotary(a: Append) -> None:
             f"query must have key's batch size {a.key.shape[0]} and head_dim {a.key.shape[3]}, "
             f"got {a.query.shape[0]} and {a.query.shape[3]}"
         )
+    if a.advance_query:
+        check_rows("query", a.query, a.rotary_cos)
 
 
 def _launch(a: Append) -> tuple[Tensor, Tensor]:

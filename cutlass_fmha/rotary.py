@@ -13,7 +13,9 @@ SCHEMA = "rotary(Tensor x, Tensor cos, Tensor sin, Tensor positions, *, bool int
 Table = tuple[tuple[int, int], tuple[int, int, int, int], tuple[bool, bool]]
 
 
-def rotary(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, interleaved: bool = False) -> Tensor:
+def rotary(
+    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | int, *, interleaved: bool = False
+) -> Tensor:
     """Rotates queries or keys: the pair (a, b) number r becomes (a cos - b sin, a sin + b cos).
 
     ``with_kv_cache`` does it to new keys and queries by itself.
@@ -23,18 +25,27 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, interleave
             strides with a contiguous last dimension.
         cos, sin: [positions, rotary_dim / 2] of x's dtype or float32: row p is for position p, column r for
             pair r. rotary_dim, any even number up to head_dim, is how many elements of a row are rotated.
-        positions: int32 [batch], the position of each sequence's first row; those of the others follow it.
+        positions: int32 [batch], the position of each sequence's first row; those of the others follow it. An
+            int is that of all sequences.
         interleaved: pairs are elements 2r and 2r + 1; otherwise r and r + rotary_dim / 2.
 
     Returns:
-        A new contiguous tensor, computed in float32 and rounded once. A position that cos and sin do not have
-        makes the rotated elements NaN on a GPU, where the host does not read it; on the CPU it raises
-        ValueError.
+        A new contiguous tensor, computed in float32 and rounded once. ``positions`` on a GPU are not read by
+        the host: a row whose position cos and sin do not have becomes NaN as far as it is rotated, and nothing
+        outside of them is read.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit; the sentence says which.
+        TypeError: an argument is of another type.
+        ValueError: shapes, dtypes or devices that do not fit, or a row whose position the host knows, from an
+            int or a tensor on the CPU, and cos and sin do not have; the sentence says which.
         NotImplementedError: an input requires a gradient.
     """
+    for name, tensor in (("x", x), ("cos", cos), ("sin", sin)):
+        check.check_tensor(name, tensor)
+    if not isinstance(positions, Tensor):
+        support.check_dims("x", x, "batch, seqlen, num_heads, head_dim")
+        first, positions = positions, support.vector_of("positions", positions, x)
+        check_positions(cos, first, x.shape[1])
     output: Tensor = torch.ops.cutlass_fmha.rotary(x, cos, sin, positions, interleaved=interleaved)
     return output
 
@@ -62,6 +73,23 @@ def check_table(cos: Tensor, sin: Tensor, name: str, x: Tensor) -> None:
         )
 
 
+def check_rows(name: str, x: Tensor, cos: Tensor) -> None:
+    """Each row of ``x`` has a position of its own, wherever they begin."""
+    if x.shape[1] > cos.shape[0] and x.numel() > 0:
+        raise ValueError(
+            f"rotary_cos must have a position for each of {name}'s {x.shape[1]} rows, got {cos.shape[0]}"
+        )
+
+
+def check_positions(cos: Tensor, first: int, rows: int) -> None:
+    """``rows`` positions from ``first`` on."""
+    if rows > 0 and not 0 <= first <= cos.shape[0] - rows:
+        raise ValueError(
+            f"rotary_cos has positions 0 to {cos.shape[0] - 1}, and a row has position "
+            f"{first if first < 0 else first + rows - 1}"
+        )
+
+
 def table_of(cos: Tensor, sin: Tensor, interleaved: bool) -> Table:
     positions, pairs = cos.shape
     return (
@@ -76,11 +104,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, first: Tensor, interleaved: bool
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     steps = torch.arange(x.shape[1]) if advance else torch.zeros(x.shape[1], dtype=torch.int64)
     positions = first.to(torch.int64)[:, None] + steps
-    if positions.numel() and not 0 <= int(positions.min()) <= int(positions.max()) < cos.shape[0]:
-        raise ValueError(
-            f"rotary_cos has positions 0 to {cos.shape[0] - 1}, and a row has position "
-            f"{int(positions.max()) if int(positions.min()) >= 0 else int(positions.min())}"
-        )
+    if positions.numel():
+        least = int(positions.min())
+        check_positions(cos, least, int(positions.max()) - least + 1)
     c, s = (table.to(dtype)[positions].unsqueeze(2) for table in (cos, sin))
     dim = 2 * cos.shape[1]
     rotated = x[..., :dim].to(dtype)
@@ -98,6 +124,7 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
     support.check_dims("x", x, "batch, seqlen, num_heads, head_dim")
     support.check_alike({"x": x})
     check_table(cos, sin, "x", x)
+    check_rows("x", x, cos)
     support.check_device("x", x, {"positions": positions})
     support.check_vectors({"positions": positions}, x.shape[0])
 

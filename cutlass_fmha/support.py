@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import numbers
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -78,6 +79,17 @@ def _arch(index: int, forced: str | None) -> int:
         names = ", ".join(f"sm_{each}" for each in sorted(built))
         raise UnsupportedError(f"this build has kernels for {names}, and none of them runs on {device}")
     return arch
+
+
+def vector_of(name: str, value: Tensor | int, like: Tensor) -> Tensor:
+    """A number for each sequence of ``like``, [batch, ...]: the tensor, or an int32 one of the int."""
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, bool) or not isinstance(value, (numbers.Integral, torch.SymInt)):
+        raise TypeError(f"{name} must be an int32 tensor [batch] or an int, got {type(value).__name__}")
+    if not -(2**31) <= value < 2**31:
+        raise ValueError(f"{name} must fit in 32 bits, got {value}")
+    return torch.full((like.shape[0],), value, dtype=torch.int32, device=like.device)
 
 
 def strides(tensor: Tensor) -> tuple[int, int, int]:

@@ -22,8 +22,14 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 append_kv_ = torch.ops.cutlass_fmha.append_kv_
 
 
-def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+def randn(
+    *shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, device: str | None = None
+) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def on(device: str, *tensors: Tensor) -> list[Tensor]:
+    return [tensor.to(device) for tensor in tensors]
 
 
 def int32(*values: int) -> Tensor:
@@ -81,6 +87,31 @@ def test_rotary_takes_any_strides_and_nothing_at_all():
 def test_a_position_without_an_angle_is_named(first: int, found: int):
     with pytest.raises(ValueError, match=f"rotary_cos has positions 0 to 15, and a row has position {found}"):
         rotary(randn(2, 4, 2, 16), *angles(16, 16), int32(0, first))
+    with pytest.raises(ValueError, match=f"rotary_cos has positions 0 to 15, and a row has position {found}"):
+        rotary(randn(2, 4, 2, 16, device="meta"), *on("meta", *angles(16, 16)), first)
+
+
+def test_a_position_may_be_an_int():
+    x, (cos, sin) = randn(2, 4, 2, 16), angles(16, 16)
+    for first in (0, 12):
+        assert torch.equal(rotary(x, cos, sin, first), rotary(x, cos, sin, int32(first, first)))
+    assert rotary(randn(0, 4, 2, 16), cos, sin, 3).shape == (0, 4, 2, 16)
+    assert rotary(randn(2, 0, 2, 16), cos, sin, 99).shape == (2, 0, 2, 16)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"positions": 1.0}, r"positions must be an int32 tensor \[batch\] or an int, got float"),
+        ({"positions": True}, r"positions must be an int32 tensor \[batch\] or an int, got bool"),
+        ({"positions": [0, 1]}, r"positions must be an int32 tensor \[batch\] or an int, got list"),
+        ({"cos": [1.0]}, "cos must be a torch.Tensor, got list"),
+    ],
+)
+def test_rotary_names_a_wrong_type(change: dict[str, Any], message: str):
+    cos, sin = angles(16, 16)
+    with pytest.raises(TypeError, match=message):
+        rotary(**{"x": randn(2, 4, 2, 16), "cos": cos, "sin": sin, "positions": 0, **change})
 
 
 @pytest.mark.parametrize("place", ["cpu", "meta"])
@@ -93,6 +124,10 @@ def test_a_position_without_an_angle_is_named(first: int, found: int):
         ({"cos": angles(15, 16)[0]}, r"rotary_sin must have rotary_cos's shape \(15, 8\)"),
         ({"sin": angles(16, 16)[1].half()}, "rotary_sin must have x's dtype float32 or float32, got float16"),
         ({"cos": torch.zeros(8)}, "rotary_cos must have 2 dimensions"),
+        (
+            {"x": randn(2, 17, 2, 16)},
+            "rotary_cos must have a position for each of x's 17 rows, got 16",
+        ),
         ({"positions": int32(1)}, r"positions must have shape \(2,\), got \(1,\)"),
         ({"positions": torch.zeros(2, dtype=torch.int64)}, "positions must be int32, got int64"),
     ],
@@ -279,6 +314,62 @@ def test_a_rotated_step(options: dict[str, Any]):
     torch.testing.assert_close(output, cutlass_fmha.attention(turned, *used, **options))
 
 
+@pytest.mark.parametrize("place", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cache_seqlens": 7}, "rotary_cos has positions 0 to 8, and a row has position 9"),
+        ({"rotary_seqlens": 8}, "rotary_cos has positions 0 to 8, and a row has position 10"),
+        ({"rotary_seqlens": -1}, "rotary_cos has positions 0 to 8, and a row has position -1"),
+        ({"q": randn(3, 6, 6, 16), "causal": True}, "rotary_cos has positions 0 to 8, and a row has .* 10"),
+        ({"rotary_seqlens": 2**31}, "rotary_seqlens must fit in 32 bits, got 2147483648"),
+        ({"cache_seqlens": 5.0}, r"cache_seqlens must be an int32 tensor \[batch\] or an int, got float"),
+        ({"rotary_seqlens": [1]}, r"rotary_seqlens must be an int32 tensor \[batch\] or an int, got list"),
+        ({"page_table": [1]}, "page_table must be a torch.Tensor, got list"),
+    ],
+)
+def test_what_the_host_knows_of_a_rotated_step_is_checked(change: dict[str, Any], message: str, place: str):
+    """Wherever the tensors are: nothing is written to the cache."""
+    cache, (cos, sin) = Cache("contiguous"), angles(9, 16)
+    given: dict[str, Any] = {
+        "q": randn(3, 3, 6, 16), "k_cache": cache.k_cache, "v_cache": cache.v_cache, "k": randn(3, 3, 2, 16),
+        "v": randn(3, 3, 2, 16), "rotary_cos": cos, "rotary_sin": sin, "cache_seqlens": 5, **change,
+    }  # fmt: skip
+    before = cache.k_cache.clone()
+    with pytest.raises((TypeError, ValueError), match=message):
+        with_kv_cache(**{name: x.to(place) if isinstance(x, Tensor) else x for name, x in given.items()})
+    assert torch.equal(cache.k_cache, before)
+
+
+def test_positions_of_a_rotated_step_may_be_an_int():
+    given = randn(3, 2, 2, 16, seed=8), randn(3, 2, 2, 16, seed=9)
+    outputs = []
+    for first in (7, int32(7, 7, 7)):
+        cache, (cos, sin) = Cache("contiguous"), angles(9, 16)
+        outputs.append(
+            with_kv_cache(randn(3, 2, 6, 16, seed=7), cache.k_cache, cache.v_cache, *given, rotary_cos=cos,
+                          rotary_sin=sin, rotary_seqlens=first, cache_seqlens=9, causal=True)
+        )  # fmt: skip
+    assert torch.equal(*outputs)
+
+
+def test_left_padding_counts_in_no_position_unless_asked():
+    """What docs/caches.md says to who comes from flash_attn: scores depend on differences alone."""
+    (cos, sin), pads = angles(24, 16), int32(2, 0, 5)
+    steps = [(randn(3, 4, 6, 16, seed=s), randn(3, 4, 2, 16, seed=s + 9), randn(3, 4, 2, 16)) for s in (1, 2)]
+    outputs = []
+    for flash_attn in (False, True):
+        cache, lengths = Cache("contiguous"), int32(6, 6, 6)
+        for q, k, v in steps:
+            output = with_kv_cache(
+                q, cache.k_cache, cache.v_cache, k, v, rotary_cos=cos, rotary_sin=sin, cache_seqlens=lengths,
+                leftpad_k=pads, rotary_seqlens=lengths if flash_attn else None, causal=True, window=(3, 0),
+            )  # fmt: skip
+            lengths = lengths + 4
+        outputs.append(output)
+    torch.testing.assert_close(*outputs)
+
+
 def test_left_padding_is_skipped():
     cache, pads = Cache("contiguous"), int32(2, 0, 5)
     q, key, value = randn(3, 1, 6, 16, seed=7), randn(3, 1, 2, 16, seed=8), randn(3, 1, 2, 16, seed=9)
@@ -342,6 +433,14 @@ def test_decoding_token_by_token_is_causal_attention():
         ({"rotary_cos": angles(24, 16)[0]}, "rotary_cos and rotary_sin go together"),
         ({"query": randn(3, 5, 2, 16)}, "query and rotary_seqlens are for rotary embedding"),
         ({"query": randn(3, 5, 2, 8), "rotary_cos": TABLE[0], "rotary_sin": TABLE[1]}, "head_dim 16"),
+        (
+            {"query": randn(3, 25, 2, 16), "rotary_cos": TABLE[0], "rotary_sin": TABLE[1]},
+            "rotary_cos must have a position for each of query's 25 rows, got 24",
+        ),
+        (
+            {"rotary_cos": TABLE[0][:4], "rotary_sin": TABLE[1][:4]},
+            "rotary_cos must have a position for each of key's 5 rows, got 4",
+        ),
     ],
 )
 def test_append_names_what_does_not_fit(change: dict[str, Tensor], message: str):
