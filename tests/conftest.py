@@ -44,14 +44,15 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[REPORT] = ParityReport()
     config.stash[LEFT_OUT] = 0
     config.stash[WITHOUT_TMA] = None
-    # A first launch loads or even compiles code, so examples have no deadline.
-    hypothesis.settings.register_profile("fmha", deadline=None, print_blob=True)
+    # A first launch loads or even compiles code, and the machine may be busy.
+    patient: dict[str, Any] = {
+        "deadline": None,
+        "suppress_health_check": [hypothesis.HealthCheck.too_slow],
+        "print_blob": True,
+    }
+    hypothesis.settings.register_profile("fmha", **patient)
     hypothesis.settings.register_profile(
-        "parity",
-        deadline=None,
-        print_blob=True,
-        database=None,
-        max_examples=config.getoption("--parity-examples"),
+        "parity", **patient, database=None, max_examples=config.getoption("--parity-examples")
     )
     hypothesis.settings.load_profile("fmha")
 

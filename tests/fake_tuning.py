@@ -1,16 +1,18 @@
 """A tuner's builder and GPU that exist on every machine: fates and times follow from a candidate's columns.
 
-As a program it runs a search on them, so that a test can kill it: fake_tuning.py LEADERBOARD LOG.
+As a program it runs a search on them, so that a test can kill it: fake_tuning.py LEADERBOARD. It prints the
+candidates whose results it has recorded.
 """
 
 from __future__ import annotations
 
 import io
 import sys
-import time
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
@@ -25,6 +27,7 @@ from tuning.targets import Target, make_targets
 from tuning.verdict import judge
 
 ABOUT = {"gpu": "a GPU", "arch": 90, "mma_passes": 1, "shared_kib": 99, "kernel_hash": "k", "nvcc": "13.0.88"}
+HANG_S = 1200.0  # what takes longer will never end
 INCUMBENT = Candidate(64, 64, 64, 4, 1, 2, 2, True, False, "cp_async_16")
 
 
@@ -38,24 +41,23 @@ class FakeBuilder:
 
     refuses: Callable[[Candidate], str | None] = lambda c: None
     spills: Callable[[Candidate, tuple[str, ...]], str | None] = lambda c, dtypes: None
-    seconds: float = 0.0
+    #: Builds after so many last until stop().
+    endless_after: int | None = None
     built: list[tuple[Wanted, Wanted]] = field(default_factory=list)
-    stopped: bool = False
+    stopped: threading.Event = field(default_factory=threading.Event)
 
     def build(self, name: str, wanted: Wanted, incumbents: Wanted | None = None) -> Built:
         self.built.append((dict(wanted), dict(incumbents or {})))
-        end = time.monotonic() + self.seconds
-        while time.monotonic() < end:
-            if self.stopped:
-                raise Stopped
-            time.sleep(0.01)
+        if self.endless_after is not None and len(self.built) > self.endless_after:
+            assert self.stopped.wait(HANG_S), "nobody stopped the build"
+            raise Stopped
         failed = {c: words for c in wanted if (words := self.refuses(c))}
         left = {c: dtypes for c, dtypes in wanted.items() if c not in failed}
         complaints = {c: [words] for c, dtypes in left.items() if (words := self.spills(c, dtypes))}
-        return Built(Path(name), failed, complaints, dict.fromkeys(left, 128), self.seconds)
+        return Built(Path(name), failed, complaints, dict.fromkeys(left, 128))
 
     def stop(self) -> None:
-        self.stopped = True
+        self.stopped.set()
 
 
 @dataclass
@@ -64,14 +66,12 @@ class FakeGpu:
 
     us: Callable[[Candidate, int], float] = lambda c, run: 100.0
     wrong: Callable[[Candidate], str | None] = lambda c: None
-    seconds: float = 0.0
     runs: list[tuple[str, Candidate, bool]] = field(default_factory=list)
-    log: Path | None = None
+    log: TextIO | None = None
 
     def evaluate(self, extension: Path, work: Sequence[TargetJobs], record: Record) -> None:
         for one in work:
             for job in one.jobs:
-                time.sleep(self.seconds)
                 before = sum(c == job.candidate and name == one.target.name for name, c, _ in self.runs)
                 self.runs.append((one.target.name, job.candidate, job.confirm))
                 if reason := self.wrong(job.candidate):
@@ -83,8 +83,7 @@ class FakeGpu:
                     sighting = Sighting(times, rows, judgement.geomean, judgement.worst)
                     record(one.target, job.candidate, "times", sighting)
                 if self.log:
-                    with self.log.open("a") as file:
-                        file.write(f"{job.confirm} {job.candidate.key}\n")
+                    print(job.candidate.key, file=self.log, flush=True)
 
 
 def session(
@@ -103,10 +102,10 @@ def session(
     return Session(board, targets, spaces, incumbents, builder, gpu, plan, quiet, own)
 
 
-def main(path: str, log: str) -> None:
+def main(path: str) -> None:
     board = Leaderboard.resume(Path(path), ABOUT)
-    gpu = FakeGpu(us=lambda c, run: 90.0 if c.stages == 3 else 120.0, seconds=0.02, log=Path(log))
-    session(board, FakeBuilder(seconds=0.02), gpu, Plan(per_round=6, limit_s=60.0)).run()
+    gpu = FakeGpu(us=lambda c, run: 90.0 if c.stages == 3 else 120.0, log=sys.stdout)
+    session(board, FakeBuilder(), gpu, Plan(per_round=6)).run()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,11 @@ overwrite exactly where it is asked to, which torch.empty would not show.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import faulthandler
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -67,6 +71,25 @@ def fallback_rows() -> list[_C.FallbackTemplate]:
     if unusable() is not None:
         return []
     return [row for row in _C.fallback_templates() if row.arch == rows_arch()]
+
+
+@contextlib.contextmanager
+def held(stream: torch.cuda.Stream) -> Iterator[None]:
+    """The stream stands still in the block; what it was asked meanwhile is done at the end.
+
+    Whoever waits for it in the block hangs: half an hour later the process ends, with a traceback.
+    """
+    word = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    arguments = (ctypes.c_void_p(stream.cuda_stream), ctypes.c_uint64(word.data_ptr()), 1, 0)  # word >= 1
+    status = ctypes.CDLL("libcuda.so.1").cuStreamWaitValue32_v2(*arguments)
+    assert status == 0, f"cuStreamWaitValue32: error {status}"
+    faulthandler.dump_traceback_later(1800, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        word.fill_(1)
+        stream.synchronize()
 
 
 def mode() -> str:

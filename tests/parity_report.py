@@ -148,7 +148,7 @@ def driver_version() -> str:
     if (program := shutil.which("nvidia-smi")) is None:
         return "unknown (no nvidia-smi)"
     command = [program, "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     return result.stdout.strip() if result.returncode == 0 else "unknown (nvidia-smi failed)"
 
 

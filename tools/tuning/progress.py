@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TextIO
 
 WIDTH = 20
@@ -36,17 +36,24 @@ def estimate(
 class Progress:
     """One line that is written over on a terminal, a line now and then elsewhere."""
 
-    def __init__(self, limit_s: float | None, limit: int | None, stream: TextIO | None = None) -> None:
+    def __init__(
+        self,
+        limit_s: float | None,
+        limit: int | None,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.stream = stream or sys.stderr
         self.limit_s, self.limit = limit_s, limit
-        self.begin = time.monotonic()
+        self.now = clock
+        self.begin = clock()
         self._terminal = self.stream.isatty()
         self._printed = -PLAIN_EVERY_S
         self._phase = ""
 
     def show(self, counts: Mapping[str, int], done: int, phase: str) -> None:
         """counts: candidates per fate; done: those of this run with a fate; phase: what is going on now."""
-        elapsed = time.monotonic() - self.begin
+        elapsed = self.now() - self.begin
         share, left = estimate(elapsed, self.limit_s, done, self.limit)
         bar = "#" * round(share * WIDTH)
         fates = ", ".join(f"{count} {fate}" for fate, count in counts.items()) or "no candidate yet"
