@@ -92,7 +92,8 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.gpu
-HERE, lock = Path(f"came{os.getpid()}"), fcntl.flock
+WORKER, lock = os.environ.get("PYTEST_XDIST_WORKER"), fcntl.flock
+HERE = Path(f"came-{WORKER}")
 
 def flock(file, operation):
     try:
@@ -110,7 +111,7 @@ def test_far(number):
         Path("taken").touch(exist_ok=False)
     finally:
         HERE.touch()
-    while "PYTEST_XDIST_WORKER" in os.environ and len(list(Path().glob("came*"))) < 2:
+    while WORKER and len(list(Path().glob("came-gw*"))) < 2:
         time.sleep(0.001)
     Path("taken").unlink()
 """,
