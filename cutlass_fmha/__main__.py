@@ -91,6 +91,11 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     )
     explain.add_argument("--template", metavar="ROW", help="force this row")
     explain.add_argument(
+        "--all",
+        action="store_true",
+        help="list rows for other architectures, dtypes and head dims one by one",
+    )
+    explain.add_argument(
         "--measure", action="store_true", help="also time every eligible row on this machine's GPU"
     )
 
@@ -123,6 +128,7 @@ def _explain(arguments: argparse.Namespace) -> int:
         device=arguments.device,
         template=arguments.template,
         measure=arguments.measure,
+        all_rows=arguments.all,
         head_dim_v=arguments.head_dim_v,
         features=arguments.features,
     )

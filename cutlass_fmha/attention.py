@@ -112,8 +112,8 @@ def attention(
     Raises:
         TypeError, ValueError: an argument is not what is described above, or two exclude each other; the
             sentence names them.
-        UnsupportedError: no kernel of this build runs the problem on the device; the message lists each row's
-            reasons.
+        UnsupportedError: no kernel of this build runs the problem on the device; the message says what to
+            change and why the nearest rows don't.
         NotImplementedError: an input requires a gradient: there is no backward yet.
     """
     check.layout_name(layout)

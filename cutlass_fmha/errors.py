@@ -2,4 +2,7 @@
 
 
 class UnsupportedError(RuntimeError):
-    """No kernel of this build can run the problem on the device. The message gives every row's reasons."""
+    """No kernel of this build can run the problem on the device.
+
+    The message says what to change and gives the nearest rows' reasons; ``explain`` has those of all.
+    """

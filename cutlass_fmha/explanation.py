@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutlass_fmha import _C, check, general_plan, select
+from cutlass_fmha import _C, check, general_plan, refusal, select
 from cutlass_fmha import device as devices
 from cutlass_fmha.calibration import store
 from cutlass_fmha.calibration.store import Calibration
@@ -26,7 +27,8 @@ class Verdict:
     """A row's line in an explanation. ``predicted_us`` is None for a row that is not eligible.
 
     ``contender`` is False of an eligible row that is left out of the choice (``select.contenders``).
-    ``measured_us`` is the median of what it took on this machine's GPU, None unless that was asked for.
+    ``irrelevance``: what a row is for that the problem isn't (``select.irrelevance``). ``measured_us`` is the
+    median of what it took on this machine's GPU, None unless that was asked for.
     """
 
     template: Row
@@ -34,6 +36,7 @@ class Verdict:
     predicted_us: float | None
     measured_us: float | None = None
     contender: bool = True
+    irrelevance: tuple[str, str] | None = None
 
     @property
     def eligible(self) -> bool:
@@ -46,7 +49,8 @@ class Explanation:
 
     ``device`` None is the CPU. ``rows`` has the eligible rows first, cheapest first. ``winner`` is the name
     of the row that runs, None when none does; ``note`` says in a sentence what runs and how it was chosen, or
-    why nothing does. ``costs`` says where the predicted costs come from.
+    why nothing does. ``costs`` says where the predicted costs come from. ``all_rows``: whether the table has
+    the irrelevant rows one by one, too, in place of a line for each kind.
     """
 
     problem: Problem
@@ -55,6 +59,7 @@ class Explanation:
     winner: str | None
     note: str
     costs: str | None = None
+    all_rows: bool = False
 
     @property
     def measured(self) -> bool:
@@ -69,14 +74,19 @@ class Explanation:
         return times[self.winner] / min(times.values()) - 1
 
     def __str__(self) -> str:
-        width = max((len(row.template.name) for row in self.rows), default=0)
+        shown = [row for row in self.rows if self.all_rows or row.irrelevance is None]
+        width = max((len(row.template.name) for row in shown), default=0)
         lines = [f"problem: {self.problem}", f"device:  {self.device or 'CPU'}"]
         if self.costs is not None:
             lines.append(f"costs:   {self.costs}")
-        if self.rows:
+        if shown:
             measured = f"  {'measured':>12}" if self.measured else ""
             lines += ["", f"  {'template':<{width}}  {'predicted':>12}{measured}"]
-        lines += [self._line(row, width) for row in self.rows]
+        lines += [self._line(row, width) for row in shown]
+        if len(shown) < len(self.rows):
+            irrelevant = Counter(row.irrelevance for row in self.rows if row.irrelevance is not None)
+            lines += ["", *(f"  {line}" for line in refusal.summary(irrelevant))]
+            lines.append("  (all_rows=True, or --all, lists them)")
         lines += ["", f"runs: {self.note}"]
         if self.lost is not None:
             lines.append(f"measured: {self._judgement(self.lost)}")
@@ -118,6 +128,7 @@ def explain(
     arch: int | None = None,
     sm_count: int | None = None,
     measure: bool = False,
+    all_rows: bool = False,
     head_dim_v: int | None = None,
     features: Sequence[str] = (),
     **keywords: Any,
@@ -139,6 +150,7 @@ def explain(
         arch, sm_count: the same as ``device="sm_<arch>:<sm_count>"``.
         measure: also time every eligible row, on the CUDA device of this machine that ``device`` says: random
             inputs of the problem's sizes, contiguous as [batch, seqlen, num_heads, head_dim].
+        all_rows: print the rows for other architectures, dtypes and head dims one by one, too.
 
     Raises TypeError or ValueError, in a sentence, for arguments that describe no problem or no device.
     """
@@ -162,11 +174,10 @@ def explain(
     if arch is not None or sm_count is not None:
         if device is not None or arch is None:
             raise TypeError("explain takes arch with or without sm_count, or device, but not both")
-        found = explain_problem(problem, devices.of_arch(arch, sm_count), template)
-        return with_times(found, None) if measure else found
+        device = devices.of_arch(arch, sm_count)
     if device is None:  # the driver is asked only now: it may be too old to answer
         device = default or ("cuda" if _C.device_count() else "cpu")
-    found = explain_problem(problem, resolve(device), template)
+    found = replace(explain_problem(problem, resolve(device), template), all_rows=all_rows)
     return with_times(found, cuda_index(device)) if measure else found
 
 
@@ -274,7 +285,15 @@ def explain_problem(
     if template is not None:
         build.by_name(template)
     if device is None:
-        verdicts = tuple(Verdict(row, ("a CUDA kernel, and this is the CPU",), None) for row in build.rows)
+        verdicts = tuple(
+            Verdict(
+                row,
+                ("a CUDA kernel, and this is the CPU",),
+                None,
+                irrelevance=("CUDA devices", f"sm_{row.arch}"),
+            )
+            for row in build.rows
+        )
         note = "the CPU backend, which needs no template"
         if template is not None:
             note = f"nothing, because template {template} is a CUDA kernel and this is the CPU"
@@ -284,8 +303,10 @@ def explain_problem(
     try:
         winner = select.select(problem, device, template, build, calibration)
     except UnsupportedError as error:
-        sentence = str(error).partition("\n")[0].removesuffix(":")
-        note = f"nothing, because {sentence}"
+        sentence, _, rest = str(error).partition("\n")
+        note = f"nothing, because {sentence.removesuffix(':')}"
+        if rest.startswith(refusal.WHAT_TO_CHANGE):
+            note += f"; {rest.partition(chr(10))[0]}"
         return Explanation(problem, device, verdicts, None, note, calibration.origin)
     how = "forced by name" if template is not None else "the cheapest eligible row by predicted cost"
     return Explanation(problem, device, verdicts, winner.name, f"{winner.name}, {how}", calibration.origin)
@@ -304,7 +325,13 @@ def _verdicts(
         key=lambda row: (len(why[row.name]), row.name not in in_question, prices.get(row.name, 0.0)),
     )
     return tuple(
-        Verdict(row, why[row.name], None, contender=False)
+        Verdict(
+            row,
+            why[row.name],
+            None,
+            contender=False,
+            irrelevance=select.irrelevance(row, problem, device, build),
+        )
         if why[row.name]
         else Verdict(
             row,

@@ -89,11 +89,8 @@ def _offsets(template: FallbackTemplate, problem: Problem, device: Device, build
 
 
 def _features(problem: Problem) -> list[str]:
-    found = [
-        f"has no {what}"
-        for name, what in select.FEATURES.items()
-        if name in problem.features and name not in KNOWN
-    ]
+    names = [name for name in problem.features if name not in KNOWN]
+    found = [select.has_no(names)] if names else []
     if problem.window[0] >= 0:
         found.append("has no window with a left limit")
     return found

@@ -30,8 +30,8 @@ def rotary(
         interleaved: pairs are elements 2r and 2r + 1; otherwise r and r + rotary_dim / 2.
 
     Returns:
-        A new contiguous tensor, computed in float32 and rounded once. ``positions`` on a GPU are not read by
-        the host: a row whose position cos and sin do not have becomes NaN as far as it is rotated, and nothing
+        A new contiguous tensor, computed in float32 and rounded once. The host does not read ``positions`` on
+        a GPU: a row whose position cos and sin do not have becomes NaN as far as it is rotated, and nothing
         outside of them is read.
 
     Raises:

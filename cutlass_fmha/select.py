@@ -177,7 +177,7 @@ class Build:
             if template.name == name:
                 return template
         raise ValueError(
-            f"template {name!r} is not a row of this build; `python -m cutlass_fmha info` lists its "
+            f"template {name!r} is not a row of this build; `python -m cutlass_fmha info --rows` lists its "
             f"{len(self.rows)} rows"
         )
 
@@ -249,15 +249,23 @@ def _block_mask(template: Template, problem: Problem, device: Device, build: Bui
     )
 
 
-def _knows(name: str) -> Predicate:
-    """The rule that a feature takes a general row."""
+def lacking(row: Row, problem: Problem) -> tuple[str, ...]:
+    """The features of a problem that a row doesn't know."""
+    if is_fallback(row):
+        from cutlass_fmha import fallback
 
-    def lacks(template: Template, problem: Problem, device: Device, build: Build) -> str | None:
-        if template.general or name not in problem.features:
-            return None
-        return f"has no {FEATURES[name]}: that takes a general row"
+        return tuple(name for name in problem.features if name not in fallback.KNOWN)
+    return () if row.general else problem.features
 
-    return lacks
+
+def has_no(names: Sequence[str]) -> str:
+    return f"has no {', no '.join(FEATURES[name] for name in names)}"
+
+
+def _features(template: Template, problem: Problem, device: Device, build: Build) -> str | None:
+    if not (names := lacking(template, problem)):
+        return None
+    return f"{has_no(names)}: that takes a general row"
 
 
 def _alignment(template: Template, problem: Problem, device: Device, build: Build) -> str | None:
@@ -280,7 +288,7 @@ def _shared_memory(template: Row, problem: Problem, device: Device, build: Build
 
 PREDICATES: tuple[Predicate, ...] = (
     _made_for_device,
-    *map(_knows, FEATURES),
+    _features,
     _dtype,
     _head_dim,
     _block_mask,
@@ -298,6 +306,26 @@ def reasons(template: Row, problem: Problem, device: Device, build: Build | None
         return fallback.reasons(template, problem, device, build)
     sentences = (predicate(template, problem, device, build) for predicate in PREDICATES)
     return [sentence for sentence in sentences if sentence is not None]
+
+
+def irrelevance(row: Row, problem: Problem, device: Device, build: Build) -> tuple[str, str] | None:
+    """What a row is for that has nothing to do with a problem, as ("another dtype", "float16").
+
+    None for a row for this architecture, dtype and head dim: its reasons are worth reading.
+    """
+    if row.arch != devices.rows_arch(device, build.architectures):
+        return "another architecture", f"sm_{row.arch}"
+    if row.dtype != problem.dtype:
+        return "another dtype", row.dtype
+    if is_fallback(row):
+        from cutlass_fmha import fallback
+
+        if fallback._purpose(row, problem, device, build) is not None:
+            return "other head dims", f"above {fallback.LARGEST_HEAD_DIM}"
+        refused, up_to = fallback._head_dim(row, problem, device, build), True
+    else:
+        refused, up_to = _head_dim(row, problem, device, build), row.general
+    return ("other head dims", f"{'up to ' if up_to else ''}{row.head_dim}") if refused else None
 
 
 def is_eligible(template: Row, problem: Problem, device: Device, build: Build) -> bool:
@@ -359,7 +387,7 @@ def select(
     """The row that runs a problem: the cheapest eligible one, or the one named ``template``.
 
     ``calibration``: what is known of the rows' costs; that of the device (``store.for_device``) when None.
-    Raises UnsupportedError with every row's reasons (with those of ``template`` when it is given), and
+    Raises UnsupportedError with the nearest rows' reasons (with those of ``template`` when it is given), and
     ValueError for a name that no row has.
     """
     build = build or this_build()
@@ -374,12 +402,9 @@ def select(
         return row
     eligible = [row for row in build.rows if is_eligible(row, problem, device, build)]
     if not eligible:
-        refusals = {row.name: reasons(row, problem, device, build) for row in build.rows}
-        fewest_first = sorted(refusals.items(), key=lambda item: len(item[1]))
-        table = "\n".join(f"  {name}: {'; '.join(why)}" for name, why in fewest_first)
-        raise UnsupportedError(
-            f"no template of this build can run this problem ({problem}) on {device}:\n{table}"
-        )
+        from cutlass_fmha import refusal  # which asks for reasons here
+
+        raise UnsupportedError(refusal.message(problem, device, build))
     known = calibration or store.for_device(device)
     return min(contenders(eligible, problem), key=lambda row: price(row, problem, device, known))
 

@@ -81,7 +81,7 @@ def _arch(index: int, forced: str | None) -> int:
     return arch
 
 
-def vector_of(name: str, value: Tensor | int, like: Tensor) -> Tensor:
+def vector_of(name: str, value: Any, like: Tensor) -> Tensor:
     """A number for each sequence of ``like``, [batch, ...]: the tensor, or an int32 one of the int."""
     if isinstance(value, Tensor):
         return value

@@ -107,19 +107,21 @@ def test_explain_names_a_driver_that_is_too_old_where_it_matters(capsys, build, 
     assert run(capsys, "explain", "--shape", "1,8,2,64", "--device", "l4")[0] == 0
 
 
-def test_explain_prints_every_row(capsys, build):
-    status, out = run(
-        capsys,
+def test_explain_prints_the_rows_in_question_and_all_when_asked(capsys, build):
+    arguments = (
         *("explain", "--shape", "2,8192,16,128", "--kv-heads", "4", "--seqlen-k", "4096", "--causal"),
         *("--dtype", "float16", "--device", "l4"),
     )
+    _, out = run(capsys, *arguments, "--all")
+    assert all(f" {row.name} " in out for row in build.templates)
+    status, out = run(capsys, *arguments)
     assert status == 0
     assert (
         "problem: batch 2, seqlen_q 8192, seqlen_k 4096, num_heads 16, num_heads_kv 4, head_dim 128, "
         "float16, causal bottom-right, aligned to 16 bytes"
     ) in out
     assert "device:  NVIDIA L4 (capability 8.9, 58 SMs)" in out
-    assert all(row.name in out for row in build.templates)
+    assert not any(f" {row.name} " in out for row in build.templates if row.arch != 89)
     assert "\nruns: fwd_sm89_f16_d128_m256n64w8, the cheapest eligible row by predicted cost" in out
 
 
@@ -163,7 +165,7 @@ def test_explain_reports_what_nothing_runs_with_its_exit_status(capsys, build):
         (["explain", "--shape", "1,2,4,64", "--causal", "left"], "invalid choice: 'left'"),
         (
             ["explain", "--shape", "1,2,4,64", "--template", "x", "--device", "l4"],
-            "template 'x' is not a row",
+            "template 'x' is not a row of this build; `python -m cutlass_fmha info --rows` lists its 126",
         ),
         (["tune"], "invalid choice: 'tune'"),
     ],

@@ -172,7 +172,7 @@ def test_a_general_row_can_be_named_for_a_plain_problem(kernels: Kernels):
 def test_refusals_name_the_feature(kernels: Kernels):
     call = tensors(GeneralProblem(page_size=16, softcap=2.0))
     with pytest.raises(
-        cutlass_fmha.UnsupportedError, match="has no softcap: that takes a general row; has no paged"
+        cutlass_fmha.UnsupportedError, match="has no softcap, no paged keys: that takes a general row"
     ):
         attend(call, "fwd_sm89_f16_d64_m64n64w4")
     with pytest.raises(ValueError, match="key must have pages of a multiple of 16 keys, got 10"):

@@ -199,12 +199,11 @@ def test_errors_are_one_sentence_and_leave_the_device_usable():
     oracle.assert_close(cutlass_fmha.attention(q, k, v), q, k, v)
 
 
-def test_a_problem_without_a_row_lists_every_rows_reasons():
+def test_a_problem_without_a_row_says_what_to_change():
     q, k, v = inputs(torch.bfloat16, head_dim=320)
     with pytest.raises(cutlass_fmha.UnsupportedError) as error:
         cutlass_fmha.attention(q, k, v, softcap=30.0)
-    for row in (*_C.templates(), *_C.fallback_templates()):
-        assert row.name in str(error.value)
+    assert "\nwhat to change: drop softcap" in str(error.value) and str(error.value).count("\n") < 15
 
 
 def test_a_forced_row_that_can_not_run_the_problem_says_why():

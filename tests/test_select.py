@@ -212,16 +212,6 @@ def test_a_template_can_be_forced_or_says_why_not():
         select.select(PROBLEM, L4, "fwd_fastest", BUILD)
 
 
-def test_an_unsupported_problem_lists_every_row():
-    with pytest.raises(UnsupportedError) as error:
-        select.select(replace(PROBLEM, head_dim=512), L4, build=BUILD)
-    message = str(error.value)
-    assert message.startswith("no template of this build can run this problem (batch 2, seqlen_q 4096,")
-    for row in BUILD.templates:
-        assert f"\n  {row.name}: " in message
-    assert message.count("the tensors have 512") == len(BUILD.templates)
-
-
 @pytest.mark.parametrize(
     ("gpu", "build", "sentence"),
     [
@@ -434,11 +424,28 @@ def test_an_explanation_has_every_row_and_the_winner_first():
     assert plain == sorted(plain) and len(plain) == 6 and len(costs) == 12
     assert found.rows[0].contender and not any(row.contender for row in found.rows if row.template.general)
     assert all(row.predicted_us is None and row.reasons for row in found.rows if not row.eligible)
-    text = str(found)
+    text, whole = str(found), str(replace(found, all_rows=True))
     for row in found.rows:
-        assert row.template.name in text and all(reason in text for reason in row.reasons)
-    assert f"> {found.winner}" in text and text.count(">") == 1
-    assert text.endswith(f"runs: {found.winner}, the cheapest eligible row by predicted cost")
+        assert row.template.name in whole and all(reason in whole for reason in row.reasons)
+        assert (f" {row.template.name} " in text) == (row.irrelevance is None)
+    assert all(row.irrelevance is None for row in found.rows if row.eligible)
+    for each in (text, whole):
+        assert f"> {found.winner}" in each and each.count(">") == 1
+        assert each.endswith(f"runs: {found.winner}, the cheapest eligible row by predicted cost")
+
+
+def test_an_explanation_has_a_line_for_each_kind_of_irrelevant_rows():
+    text = str(explanation.explain_problem(PROBLEM, L4, build=BUILD))
+    for line in (
+        "9 rows for other head dims: 32 (4), 128 (5)",
+        "21 rows for another dtype: bfloat16 (21)",
+        "84 rows for another architecture: sm_90 (42), sm_120 (42)",
+        "(all_rows=True, or --all, lists them)",
+    ):
+        assert text.count(f"\n  {line}\n") == 1
+    assert "\n  126 rows for CUDA devices: sm_89 (42), sm_90 (42), sm_120 (42)\n" in str(
+        explanation.explain_problem(PROBLEM, None, build=BUILD)
+    )
 
 
 def test_an_explanation_of_a_forced_row():
@@ -455,7 +462,7 @@ def test_an_explanation_of_what_nothing_runs():
     found = explanation.explain_problem(replace(PROBLEM, head_dim=480), L4, build=BUILD)
     assert found.winner is None
     assert found.note.startswith("nothing, because no template of this build can run this problem")
-    assert "\n" not in found.note
+    assert "\n" not in found.note and found.note.endswith("what to change: use head dims of at most 256")
 
 
 def test_the_cpu_needs_no_row():
