@@ -85,11 +85,13 @@ def vector_of(name: str, value: Any, like: Tensor) -> Tensor:
     """A number for each sequence of ``like``, [batch, ...]: the tensor, or an int32 one of the int."""
     if isinstance(value, Tensor):
         return value
+    number: Any = value
     if isinstance(value, bool) or not isinstance(value, (numbers.Integral, torch.SymInt)):
         raise TypeError(f"{name} must be an int32 tensor [batch] or an int, got {type(value).__name__}")
-    if not -(2**31) <= value < 2**31:
-        raise ValueError(f"{name} must fit in 32 bits, got {value}")
-    return torch.full((like.shape[0],), value, dtype=torch.int32, device=like.device)
+    if not -(2**31) <= number < 2**31:
+        raise ValueError(f"{name} must fit in 32 bits, got {number}")
+    vector: Tensor = torch.full((like.shape[0],), number, dtype=torch.int32, device=like.device)
+    return vector
 
 
 def strides(tensor: Tensor) -> tuple[int, int, int]:
