@@ -244,14 +244,20 @@ def split_keys(template: Template, problem: Problem, device: Device) -> int:
     most = min(MAX_SPLITS, walk, MAX_PARTIAL_BYTES // max(1, part_bytes))
     if blocks == 0 or blocks >= ENOUGH_WAVES * places or most < 2:
         return 1
+    return _splits(walk, blocks, device.sm_count, places, most)
+
+
+@functools.lru_cache(4096)
+def _splits(walk: int, blocks: int, sm_count: int, places: int, most: int) -> int:
+    """Of 1 to ``most`` parts of a walk the number with the shortest way through a launch of ``blocks`` walks."""
 
     def steps(splits: int) -> float:
         part = -(-walk // splits)
-        total = blocks * splits * part / device.sm_count
+        total = blocks * splits * part / sm_count
         # What waits for memory loses little where SMs have unequal numbers of blocks, if none is left alone.
-        busiest = -(-blocks * splits // device.sm_count) * part / ALONE
+        busiest = -(-blocks * splits // sm_count) * part / ALONE
         tail = part / 2 if blocks * splits > places else 0
-        own = SHORT_BLOCK_STEPS * blocks * splits / device.sm_count
+        own = SHORT_BLOCK_STEPS * blocks * splits / sm_count
         return max(total, busiest) + BLOCK_STEPS + tail + own + (COMBINE_STEPS if splits > 1 else 0)
 
     return min(range(1, most + 1), key=steps)

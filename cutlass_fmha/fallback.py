@@ -34,8 +34,6 @@ Operands = tuple[Tensor, Tensor, Tensor]
 LARGEST_HEAD_DIM = 256
 #: Bytes that a row of a bias is read in.
 VECTOR_BYTES = 16
-#: The example multiplies a row's number and its stride in 32 bits, up to the end of a tile.
-MAX_KEY_SPAN = 2**31 - 1
 MOST_KEYS_OF_A_TILE = 128
 
 #: Of ``select.FEATURES``, what these rows know: a mask becomes a bias, and a window may have no left limit.
@@ -80,36 +78,31 @@ def _head_dim(template: FallbackTemplate, problem: Problem, device: Device, buil
 
 
 def _offsets(template: FallbackTemplate, problem: Problem, device: Device, build: Build) -> str | None:
-    if problem.key_span <= MAX_KEY_SPAN:
+    if problem.key_span <= select.MAX_KEY_SPAN:
         return None
     return (
         f"its offsets are 32-bit, and the keys of a sequence span {problem.key_span} elements: "
-        f"{MAX_KEY_SPAN} at most"
+        f"{select.MAX_KEY_SPAN} at most"
     )
 
 
-def _features(problem: Problem) -> list[str]:
+def _features(template: FallbackTemplate, problem: Problem, device: Device, build: Build) -> str | None:
     names = [name for name in problem.features if name not in KNOWN]
-    found = [select.has_no(names)] if names else []
-    if problem.window[0] >= 0:
-        found.append("has no window with a left limit")
-    return found
+    return select.has_no(names) if names else None
 
 
-_PREDICATES = (
+def _left_window(template: FallbackTemplate, problem: Problem, device: Device, build: Build) -> str | None:
+    return "has no window with a left limit" if problem.window[0] >= 0 else None
+
+
+FIXED_RULES = (
     select._made_for_device,
     _purpose,
     select._dtype,
     _head_dim,
-    _offsets,
     select._shared_memory,
 )
-
-
-def reasons(template: FallbackTemplate, problem: Problem, device: Device, build: Build) -> list[str]:
-    """Why a row can't run a problem on a device, one sentence each; empty when it can."""
-    sentences = (predicate(template, problem, device, build) for predicate in _PREDICATES)
-    return [sentence for sentence in sentences if sentence is not None] + _features(problem)
+CALL_RULES = (_offsets, _features, _left_window)
 
 
 def key_span(k: Tensor, v: Tensor, seqlen_k: int) -> int:

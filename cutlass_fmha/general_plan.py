@@ -18,6 +18,7 @@ from cutlass_fmha import device as devices
 from cutlass_fmha.check_features import broadcast_strides, check_features
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.features import Features, Sizes
+from cutlass_fmha.recent import MAX_PLANS, Recent
 from cutlass_fmha.select import Problem
 from cutlass_fmha.streams import current_stream
 
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
     from cutlass_fmha.device import Device
 
 logger = logging.getLogger("cutlass_fmha")
-
-#: As many as plain plans.
-MAX_PLANS = 4096
 
 #: What ``batch_invariant`` goes by where the longest sequence of a batch would decide.
 INVARIANT_SEQLEN_Q, INVARIANT_SEQLEN_K = 4096, 8192
@@ -103,7 +101,7 @@ class GeneralPlan:
         return 0 in (self.sizes.batch, self.sizes.seqlen_q, self.sizes.num_heads)
 
 
-_plans: dict[Any, GeneralPlan] = {}
+_plans: Recent[Any, GeneralPlan] = Recent(MAX_PLANS)
 _warned: set[tuple[str, ...]] = set()
 
 
@@ -132,9 +130,7 @@ def launch(
     plan = _plans.get(key)
     if plan is None:
         plan = prepare((q, k, v), causal, template, features, names)
-        if len(_plans) >= MAX_PLANS:
-            _plans.clear()
-        _plans[key] = plan
+        _plans.put(key, plan)
     sizes = plan.sizes
     scale = sizes.head_dim**-0.5 if scale is None else scale
     if plan.fallback is not None:

@@ -18,12 +18,10 @@ from cutlass_fmha import _C, blocks, check, general_plan, select
 from cutlass_fmha import device as devices
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.features import Features
+from cutlass_fmha.recent import MAX_PLANS, Recent
 from cutlass_fmha.streams import current_stream as _current_stream
 
 logger = logging.getLogger("cutlass_fmha")
-
-#: More than any model's shapes; a decoding loop makes one plan per length, and starts over here.
-MAX_PLANS = 4096
 
 Names = tuple[str, str, str]
 
@@ -57,7 +55,7 @@ class Handover:
 
 _NO_FEATURES = Features()
 
-_plans: dict[Any, Plan | Handover] = {}
+_plans: Recent[Any, Plan | Handover] = Recent(MAX_PLANS)
 _warned: set[tuple[str, ...]] = set()
 
 
@@ -106,9 +104,7 @@ def launch(
     plan = _plans.get(key)
     if plan is None:
         plan = prepare(q, k, v, causal, template, layout, names)
-        if len(_plans) >= MAX_PLANS:
-            _plans.clear()
-        _plans[key] = plan
+        _plans.put(key, plan)
     if type(plan) is Handover:
         return _hand_over(q, k, v, scale, causal, return_lse, plan.template, layout, names)
     assert type(plan) is Plan

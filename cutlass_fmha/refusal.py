@@ -98,7 +98,7 @@ def ways_out(problem: Problem, device: Device, build: Build) -> list[Change]:
     rows = [row for row in build.rows if row.arch == arch]
 
     def runs(changed: Problem) -> bool:
-        return any(select.is_eligible(row, changed, device, build) for row in rows)
+        return bool(select.eligible_rows(changed, device, build))
 
     kinds: tuple[Kind, ...] = (_features, _window, _blocks, _head_dims, _dtypes, _alignment, _key_span)
     for size in range(1, CHANGES + 1):

@@ -101,6 +101,79 @@ def test_strides_are_free_but_for_the_last():
     )
 
 
+Q, K, V = tensors(head_dim=16, dtype=torch.float32)
+IMAGINARY = torch.randn(2, 33, 4, 16, dtype=torch.complex64)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"q": 3}, TypeError, "q must be a torch.Tensor, got int"),
+        ({"k": None}, TypeError, "k must be a torch.Tensor, got NoneType"),
+        ({"v": [1.0]}, TypeError, "v must be a torch.Tensor, got list"),
+        (
+            {"q": Q[0]},
+            ValueError,
+            r"q must have 4 dimensions, \[batch, seqlen, num_heads, head_dim\], got shape \(33, 4, 16\)",
+        ),
+        (
+            {"k": K[0], "layout": "bhsd"},
+            ValueError,
+            r"k must have 4 dimensions, \[batch, num_heads, seqlen, head_dim\], got shape \(65, 2, 16\)",
+        ),
+        ({"k": K.half()}, ValueError, "k must have q's dtype float32, got float16"),
+        ({"v": V.double()}, ValueError, "v must have q's dtype float32, got float64"),
+        ({"v": V.to("meta")}, ValueError, "v must be on q's device cpu, got meta"),
+        (
+            {"q": IMAGINARY, "k": IMAGINARY, "v": IMAGINARY},
+            ValueError,
+            "q must be float16 or bfloat16 or float32 or float64 on cpu, got complex64",
+        ),
+        ({"k": K[:1]}, ValueError, "k must have q's batch size 2, got 1"),
+        ({"v": V[:1]}, ValueError, "v must have q's batch size 2, got 1"),
+        ({"k": K[..., :8]}, ValueError, r"k must have q's head_dim \(last dimension\) 16, got 8"),
+        ({"v": V[..., :0]}, ValueError, r"v must have a head_dim \(last dimension\) of at least 1, got 0"),
+        ({"v": V[:, :3]}, ValueError, "v must have k's seqlen 65, got 3"),
+        ({"v": V[:, :, :1]}, ValueError, "v must have k's num_heads 2, got 1"),
+        ({"q": Q[:, :, :3]}, ValueError, "k must have a number of heads that divides q's 3, got 2"),
+        (
+            {"k": K[:, :, :0], "v": V[:, :, :0]},
+            ValueError,
+            "k must have a number of heads that divides q's 4, got 0",
+        ),
+        ({"q": Q[..., :0]}, ValueError, r"q must have a head_dim \(last dimension\) of at least 1, got 0"),
+        (
+            {"k": K.transpose(2, 3).contiguous().transpose(2, 3)},
+            ValueError,
+            r"k must be contiguous in its last dimension, got a stride of 2 there: pass k.contiguous\(\)",
+        ),
+        ({"scale": math.inf}, ValueError, "scale must be finite and of magnitude 2e38 at most, got inf"),
+        ({"scale": math.nan}, ValueError, "scale must be finite and of magnitude 2e38 at most, got nan"),
+        ({"scale": -3e38}, ValueError, "scale must be finite and of magnitude 2e38 at most, got -3e.38"),
+        ({"scale": "1"}, TypeError, "scale must be a float or None, got str"),
+        ({"scale": torch.tensor(1.0)}, TypeError, "scale must be a float or None, got Tensor"),
+        (
+            {"causal": "left"},
+            ValueError,
+            'causal must be False, True, "none", "top-left" or "bottom-right", got \'left\'',
+        ),
+        ({"causal": 1}, ValueError, "causal must be .* got 1"),
+        ({"layout": "sbhd"}, ValueError, 'layout must be "bshd" or "bhsd", got \'sbhd\''),
+        ({"layout": ["bshd"]}, ValueError, "layout must be .* got \\['bshd'\\]"),
+        ({"template": 3}, TypeError, "template must be the name of a row or None, got int"),
+        (
+            {"template": "fwd"},
+            cutlass_fmha.UnsupportedError,
+            "template fwd is a CUDA kernel, and the tensors are on the CPU",
+        ),
+    ],
+)
+def test_attention_refuses_with_a_sentence(arguments: dict, error: type[Exception], message: str):
+    arguments = {"q": Q, "k": K, "v": V} | arguments
+    with pytest.raises(error, match=message):
+        attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
+
+
 def test_a_length_beyond_the_kernels_is_refused():
     short = torch.empty(1, 1, 1, 16, device="meta")
     long = torch.empty_strided((1, 2**29 + 1, 1, 16), (0, 0, 0, 1), device="meta")
@@ -259,6 +332,67 @@ def test_dropout_draws_from_torchs_generator():
     # What is left is scaled up: the mean over many keys and seeds stays.
     mean = torch.stack([scaled_dot_product_attention(q, k, v, dropout_p=0.4) for _ in range(200)]).mean(0)
     torch.testing.assert_close(mean, F.scaled_dot_product_attention(q, k, v), rtol=0, atol=0.15)
+
+
+S = torch.randn(2, 4, 5, 16)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"attn_mask": 1}, TypeError, "attn_mask must be a torch.Tensor or None, got int"),
+        (
+            {"attn_mask": torch.zeros(5, 5, dtype=torch.float16)},
+            ValueError,
+            "attn_mask must be bool, or of query's dtype float32 or float32, got float16",
+        ),
+        (
+            {"attn_mask": torch.zeros(2, 1, 4, 5)},
+            ValueError,
+            r"attn_mask must be broadcastable to \(2, 4, 5, 5\), .* got shape \(2, 1, 4, 5\)",
+        ),
+        (
+            {"attn_mask": torch.zeros(1, 1, 1, 5, 5)},
+            ValueError,
+            r"attn_mask must be broadcastable to \(2, 4, 5, 5\), .* got shape \(1, 1, 1, 5, 5\)",
+        ),
+        (
+            {"attn_mask": torch.zeros(5, 5), "is_causal": True},
+            ValueError,
+            "attn_mask and is_causal exclude each other, as in torch: use cutlass_fmha.attention",
+        ),
+        ({"dropout_p": 1.0}, ValueError, "dropout_p must be at least 0 and less than 1, got 1.0"),
+        ({"dropout_p": "0.1"}, TypeError, "dropout_p must be a float, got str"),
+        ({"query": 1}, TypeError, "query must be a torch.Tensor, got int"),
+        ({"key": S.half()}, ValueError, "key must have query's dtype float32, got float16"),
+        (
+            {"query": S[0, 0, 0]},
+            ValueError,
+            r"query must have at least 2 dimensions, \[..., seqlen, head_dim\], got shape \(16,\)",
+        ),
+        (
+            {"key": S[0, 0], "enable_gqa": True},
+            ValueError,
+            r"key must have at least 3 dimensions, \[..., num_heads, seqlen, head_dim\], got shape \(5, 16\)",
+        ),
+        (
+            {"key": S[:, :3], "value": S[:, :3], "enable_gqa": True},
+            ValueError,
+            "key must have a number of heads that divides query's 4, got 3",
+        ),
+        ({"value": S[:, :2], "enable_gqa": True}, ValueError, "value must have key's num_heads 4, got 2"),
+        ({"value": S[:, :, :3]}, ValueError, "value must have key's seqlen 5, got 3"),
+        ({"scale": math.inf}, ValueError, "scale must be finite"),
+        (
+            {"query": torch.randn(3, 4, 5, 16), "enable_gqa": True},
+            ValueError,
+            r"dimensions that broadcast, got shapes \(3, 4, 5, 16\), \(2, 4, 5, 16\), \(2, 4, 5, 16\)$",
+        ),
+    ],
+)
+def test_sdpa_refuses_with_a_sentence(arguments: dict, error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        scaled_dot_product_attention(**({"query": S, "key": S, "value": S} | arguments))
 
 
 # ---- gradients ---------------------------------------------------------------------------------------------

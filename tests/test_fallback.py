@@ -170,7 +170,7 @@ def problem(dtype: str = "float32", head_dim: int = 64, **more: Any) -> Problem:
 
 
 def reasons(row: _C.FallbackTemplate, asked: Problem) -> list[str]:
-    return fallback.reasons(row, asked, devices.named(DEVICES[row.arch]), select.this_build())
+    return select.reasons(row, asked, devices.named(DEVICES[row.arch]), select.this_build())
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_smaller_tiles_are_for_problems_that_do_not_fill_the_gpu(rows: list[_C.F
 def test_another_devices_rows_have_a_reason(rows: list[_C.FallbackTemplate]):
     for row in rows:
         other = devices.named(DEVICES[90 if row.arch != 90 else 89])
-        found = fallback.reasons(row, problem(row.dtype, 300), other, select.this_build())
+        found = select.reasons(row, problem(row.dtype, 300), other, select.this_build())
         assert any(sentence.startswith(f"made for sm_{row.arch}") for sentence in found)
 
 
@@ -238,7 +238,7 @@ def test_the_smallest_row_that_takes_a_head_dim_is_predicted_to_be_the_fastest_o
         device = devices.named(DEVICES[arch])
         for head_dim in (32, 64, 80, 128, 200, 512):
             asked = Problem(4, 4096, 4096, 16, 16, head_dim, "float32")
-            able = [row for row in rows if not fallback.reasons(row, asked, device, select.this_build())]
+            able = [row for row in rows if not select.reasons(row, asked, device, select.this_build())]
             costs = {row.name: fallback.predicted_us(row, asked, device) for row in able}
             fastest = next(row for row in able if costs[row.name] == min(costs.values()))
             assert fastest.head_dim == min(row.head_dim for row in able)

@@ -49,8 +49,8 @@ def test_a_plain_row_lacks_each_feature_and_a_general_one_none(feature: str):
 def test_missing_features_are_one_sentence():
     problem = replace(PREFILL, features=tuple(FEATURES), head_dim_v=32)
     found = reasons(problem, "fwd_sm89_f16_d64_m64n64w4")
-    assert len(found) == 2 and all(f"no {what}" in found[0] for what in FEATURES.values())
-    assert found[-1] == "made for head_dim 64, and the tensors have 64, value 32"
+    assert len(found) == 2 and all(f"no {what}" in found[1] for what in FEATURES.values())
+    assert found[0] == "made for head_dim 64, and the tensors have 64, value 32"
 
 
 def test_reasons_of_general_rows():

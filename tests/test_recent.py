@@ -1,0 +1,91 @@
+"""What was used lately, and what is asked again for every length: the caches of a call."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cutlass_fmha import device, select
+from cutlass_fmha.calibration import store
+from cutlass_fmha.device import PRESETS
+from cutlass_fmha.recent import Recent
+from cutlass_fmha.select import FEATURES, Problem
+
+
+@given(st.lists(st.integers(0, 30)), st.integers(2, 12))
+def test_what_was_used_last_is_there_and_no_more_than_there_is_room_for(keys, size):
+    cache: Recent[int, str] = Recent(size)
+    for place, key in enumerate(keys):
+        if cache.get(key) is None:
+            cache.put(key, str(key))
+        assert len(cache) <= size
+        before = list(dict.fromkeys(reversed(keys[: place + 1])))[: size // 2]  # the last different ones
+        assert all(cache.get(key) == str(key) for key in reversed(before))
+    cache.clear()
+    assert len(cache) == 0
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_of_the_users(monkeypatch, tmp_path):
+    monkeypatch.delenv(device.FORCE_ARCH, raising=False)
+    monkeypatch.delenv(store.WHICH, raising=False)
+    monkeypatch.setenv(store.CACHE_DIR, str(tmp_path))
+
+
+problems = st.builds(
+    Problem,
+    batch=st.sampled_from((1, 3, 16)),
+    seqlen_q=st.integers(0, 9000),
+    seqlen_k=st.integers(0, 40000),
+    num_heads=st.sampled_from((8, 32)),
+    num_heads_kv=st.sampled_from((2, 8)),
+    head_dim=st.sampled_from((40, 64, 128, 320)),
+    dtype=st.sampled_from(("float16", "bfloat16", "float32")),
+    causal=st.sampled_from(select.CAUSAL),
+    alignment=st.sampled_from((2, 16)),
+    head_dim_v=st.sampled_from((None, 64)),
+    features=st.lists(st.sampled_from(tuple(FEATURES)), max_size=2, unique=True).map(tuple),
+    key_span=st.sampled_from((0, select.MAX_KEY_SPAN, select.MAX_KEY_SPAN + 1)),
+)
+gpus = st.sampled_from(("l4", "h200", "rtx5090")).map(PRESETS.__getitem__)
+
+
+@given(problems, gpus)
+def test_the_rows_that_are_looked_up_are_those_without_a_reason(problem, gpu):
+    build = select.this_build()
+    without = [row for row in build.rows if not select.reasons(row, problem, gpu, build)]
+    assert select.eligible_rows(problem, gpu, build) == without
+
+
+@given(problems, gpus)
+def test_a_choice_is_that_of_its_class_of_lengths_and_costs_little(problem, gpu):
+    build, known = select.this_build(), store.for_device(gpu)
+    if not (eligible := select.eligible_rows(problem, gpu, build)):
+        return
+    chosen = select.select(problem, gpu)
+    assert chosen in eligible
+    typical = select.typical(problem)
+    assert select.typical(typical) == typical
+    assert typical.is_decode != problem.is_decode or select.select(typical, gpu) is chosen
+    assert problem.seqlen_k <= typical.seqlen_k <= problem.seqlen_k * 17 / 16
+    asked = select.contenders(eligible, problem)
+    prices = {row.name: select.price(row, typical, gpu, known) for row in asked}
+    assert prices[chosen.name] == min(prices.values())
+
+
+def test_a_length_never_seen_before_is_priced_only_where_its_class_is_new(monkeypatch):
+    priced: list[Problem] = []
+    price = select.price
+
+    def counting(row, problem, *rest):
+        priced.append(problem)
+        return price(row, problem, *rest)
+
+    monkeypatch.setattr(select, "price", counting)
+    problem = Problem(2, 0, 0, 16, 16, 128, "bfloat16", "bottom-right")
+    for length in range(60001, 60001 + 4000):
+        select.select(replace(problem, seqlen_q=length, seqlen_k=length), PRESETS["h200"])
+    assert 1 <= len(set(priced)) <= 3
