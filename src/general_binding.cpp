@@ -10,7 +10,7 @@
 
 #include "binding.h"
 #include "config.h"
-#include "general/params.h"
+#include "general/sequence.h"
 
 #if CUTLASS_FMHA_CUDA
 #include "registry.h"
@@ -172,7 +172,7 @@ void bind_numbers(Class& c) {
   number(c, "splits", &P::splits, 1, kMaxSplits);
   number(c, "window_left", &P::window_left, -1, kMaxSize);
   number(c, "window_right", &P::window_right, -1, kMaxSize);
-  number(c, "dropout_threshold", &P::dropout_threshold, 0, 65536);
+  number(c, "dropout_threshold", &P::dropout_threshold, 0, 65535);
   c.def_readwrite("bottom_right", &P::bottom_right);
   real(c, "scale", &P::scale, -2e38, 2e38);
   real(c, "softcap", &P::softcap, 0, 2e38);
@@ -341,10 +341,7 @@ void run_general(int row, GeneralParams params, int device, uintptr_t stream) {
   check_general(params);
   check_row(rows[row], params);
   find_out(params);
-  if (params.block_counts) {
-    ForwardConfig const& c = rows[row].config;
-    params.by_block_tiles = Divisor(params.block_n / (c.tile_n * c.kv_warps));
-  }
+  if (params.block_counts) set_blocks(params, rows[row].config.tile_n * rows[row].config.kv_warps);
   // A full launch queue makes the driver wait, maybe for a host callback that wants the interpreter.
   py::gil_scoped_release unlocked;
   launch_general(row, params, device, reinterpret_cast<cudaStream_t>(stream));

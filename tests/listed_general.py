@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from problems import CAUSAL, FILLS
-from problems_general import EXACT_FILLS, HEAD_DIMS, LAYOUTS, MEMORY
+from problems_general import EXACT_FILLS, HEAD_DIMS, LAYOUTS, MEMORY, SMALL_MEMORY
 from problems_general import GeneralProblem as P
 
 
@@ -17,7 +17,7 @@ def _masks() -> list[P]:
     ]
     found += [
         P(70, 200, mask=(dims, memory))
-        for dims, memory in zip(("bhqk", "qk", "k", "bk", ""), MEMORY, strict=True)
+        for dims, memory in zip(("bhqk", "qk", "k", "bk", "", "bqk", "hqk"), MEMORY, strict=True)
     ]
     found += [P(200, 130, causal=causal, prefix=True, num_heads=4) for causal in CAUSAL]
     found += [P(150, 300, causal=causal, window=(20, -1), prefix=True) for causal in CAUSAL[1:]]
@@ -30,6 +30,12 @@ def _masks() -> list[P]:
             ((192, 128), "b", "none"),
         )
     ]
+    for memory in SMALL_MEMORY:
+        found += [P(q, 400, blocks=(64, 64), memory=memory, num_heads_kv=1) for q in (10, 150)]
+    for page_size in (0, 16, 64):
+        common = {"blocks": (64, 64), "blocks_beyond": True, "page_size": page_size}
+        found += [P(q, 160, **common, used_k=used) for q in (5, 150) for used in (False, True)]
+        found += [P(70, 160, **common, leftpad=True, head_dim=40, head_dim_v=33)]
     return [
         *found,
         P(300, 300, causal="bottom-right", blocks=(64, 64), window=(100, 0), mask=("hqk", "plain")),
@@ -40,7 +46,7 @@ def _scores() -> list[P]:
     found = [
         P(70, 200, bias=(dims, kind, memory), causal=causal)
         for dims, memory, causal in zip(
-            ("bhqk", "hqk", "hk", "q", ""), MEMORY, ("none", "bottom-right") * 3, strict=False
+            ("bhqk", "hqk", "hk", "q", "", "bqk", "hqk"), MEMORY, ("none", "bottom-right") * 4, strict=False
         )
         for kind in ("same", "float32")
     ]
@@ -49,13 +55,16 @@ def _scores() -> list[P]:
     found += [
         P(113, 257, alibi=alibi, causal=causal, num_heads=4) for alibi in ("h", "bh") for causal in CAUSAL
     ]
+    found += [P(113, 257, alibi="bh", num_heads=4, dropout=0.3, memory=m) for m in SMALL_MEMORY[1:]]
     found += [
         P(113, 257, sinks=sinks, causal=causal)
         for sinks in ("normal", "high", "low")
         for causal in CAUSAL[::2]
     ]
     found += [P(300, 100, sinks="normal", causal="bottom-right"), P(33, 0, sinks="normal")]
-    found += [P(130, 300, dropout=p, causal=causal) for p in (0.1, 0.5, 0.999) for causal in CAUSAL[::2]]
+    found += [
+        P(130, 300, dropout=p, causal=causal) for p in (0.1, 0.5, 0.9999, 1e-6) for causal in CAUSAL[::2]
+    ]
     return [
         *found,
         P(130, 300, softcap=10.0, bias=("hqk", "same", "plain"), alibi="h", sinks="normal", dropout=0.2),
@@ -89,6 +98,7 @@ def _lengths() -> list[P]:
             P(113, 257, batch=4, packed_q=True, packed_k=True, window=(40, 5), causal=causal, num_splits=3),
         ]
     found += [P(100, 300, batch=3, page_size=size, used_k=True) for size in (16, 48, 64, 256)]
+    found += [P(9, 300, batch=3, page_size=48, used_k=True, memory=memory) for memory in SMALL_MEMORY[1:]]
     return [
         *found,
         P(

@@ -16,9 +16,12 @@ from problems import CAUSAL
 from tensors_general import Call, Maker
 
 EXACT_FILLS = ("large", "huge")
-MEMORY = ("plain", "expanded", "missing", "transposed", "padded")
-#: "expanded": one head for all; "shared": one batch entry for all, where no length tells them apart.
-LAYOUTS = ("bshd", "bhsd", "sbhd", "padded", "unaligned", "expanded", "shared")
+MEMORY = ("plain", "expanded", "missing", "transposed", "padded", "strided", "overlapping")
+#: Of tables, lists, slopes and seeds. "overlapping": each row begins one number after the one before.
+SMALL_MEMORY = ("plain", "strided", "expanded", "overlapping")
+#: "expanded": one head for all. The last two only where no length tells sequences apart: "shared", one batch
+#: entry for all; "overlapping", rows that begin within others.
+LAYOUTS = ("bshd", "bhsd", "sbhd", "padded", "unaligned", "expanded", "shared", "overlapping")
 
 
 class Lengths(NamedTuple):
@@ -57,9 +60,10 @@ class GeneralProblem:
     #: "normal", "minus-inf" (in part) or "huge".
     bias_fill: str = "normal"
     prefix: bool = False
-    #: Queries and keys of a block, and for which of "bh" there are lists.
+    #: Queries and keys of a block, for which of "bh" there are lists, and whether they go on beyond the keys.
     blocks: tuple[int, int] | None = None
     block_dims: str = "bh"
+    blocks_beyond: bool = False
     softcap: float = 0.0
     #: "h" or "bh"; "" without.
     alibi: str = ""
@@ -76,6 +80,8 @@ class GeneralProblem:
     #: cache_batch_idx
     indexed: bool = False
     num_splits: int | None = None
+    #: How what is small lies (SMALL_MEMORY), so far as it need not be contiguous.
+    memory: str = "plain"
     #: In a launch around the package: the heads of a group share tiles.
     pack: bool = False
     seed: int = 0
@@ -99,7 +105,9 @@ class GeneralProblem:
         found += ["other head_dim_v"] if self.head_dim_v != self.head_dim else []
         found += ["odd head dim"] if self.head_dim % 8 or self.head_dim_v % 8 else []
         found += ["grouped heads"] if self.num_heads != self.num_heads_kv else []
-        found += [f"fill {self.fill}", f"layout {self.layout}"]
+        found += [f"fill {self.fill}", f"layout {self.layout}", f"memory {self.memory}"]
+        found += [f"mask {self.mask[1]}"] if self.mask else []
+        found += [f"bias {self.bias[2]}"] if self.bias else []
         return found
 
     @property
@@ -114,6 +122,11 @@ class GeneralProblem:
     def pages(self) -> int:
         """Pages of a sequence at most."""
         return -(-self.seqlen_k // self.page_size) if self.page_size else 0
+
+    @property
+    def shares_pages(self) -> bool:
+        """Sequences have pages in common."""
+        return self.page_size > 0 and self.memory in ("expanded", "overlapping")
 
     @property
     def capacity(self) -> int:
@@ -150,7 +163,7 @@ class GeneralProblem:
 
 DEFAULTS = {name: entry.default for name, entry in GeneralProblem.__dataclass_fields__.items()}
 REPORTED = (
-    *("window", "mask", "bias", "prefix", "blocks", "softcap", "alibi", "sinks", "dropout"),
+    *("window", "mask", "bias", "prefix", "blocks", "blocks_beyond", "softcap", "alibi", "sinks", "dropout"),
     *("packed_q", "packed_k", "used_q", "used_k", "leftpad", "page_size", "indexed", "pack"),
 )
 
@@ -220,10 +233,11 @@ def problems(draw: st.DrawFn, longest: int = 700) -> GeneralProblem:
         prefix=draw(sometimes(st.just(True), False)),
         blocks=draw(sometimes(st.sampled_from(((64, 64), (128, 64), (64, 128), (192, 128))))),
         block_dims=draw(st.sampled_from(("", "b", "h", "bh"))),
+        blocks_beyond=draw(st.booleans()),
         softcap=draw(sometimes(st.sampled_from((0.5, 5.0, 30.0)), 0.0)),
         alibi=draw(sometimes(st.sampled_from(("h", "bh")), "")),
         sinks=draw(sometimes(st.sampled_from(("normal", "high", "low")), "")),
-        dropout=draw(sometimes(st.sampled_from((0.1, 0.5, 0.9)), 0.0)),
+        dropout=draw(sometimes(st.sampled_from((0.1, 0.5, 0.9, 0.9999, 1e-6)), 0.0)),
         packed_q=draw(sometimes(st.just(True), False)),
         packed_k=packed_k,
         used_q=draw(sometimes(st.just(True), False)),
@@ -232,10 +246,11 @@ def problems(draw: st.DrawFn, longest: int = 700) -> GeneralProblem:
         page_size=page_size,
         indexed=not page_size and not packed_k and draw(sometimes(st.just(True), False)),
         num_splits=draw(st.one_of(st.none(), st.integers(1, 7))),
+        memory=draw(sometimes(st.sampled_from(SMALL_MEMORY[1:]), "plain")),
         pack=draw(st.booleans()),
         seed=draw(st.integers(0, 2**16)),
     )
-    layouts = LAYOUTS[:-1] if has_lengths(problem) else LAYOUTS
+    layouts = LAYOUTS[:-2] if has_lengths(problem) else LAYOUTS
     return replace(problem, layout=draw(st.sampled_from(layouts)))
 
 

@@ -7,7 +7,9 @@ as well: a kernel that lets one of them in can't hide it.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import mmap
 import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 
 #: A number of an int32 vector that stands where nothing is to be read: wrong, but within all tensors.
 NOBODY = 1
+#: Of mprotect: neither read nor written.
+PROT_NONE = 0
 
 
 class Call(NamedTuple):
@@ -95,7 +99,7 @@ class Maker:
         lengths = self.lengths
         for b in range(p.batch):
             q[b, lengths.used_q[b] :] = torch.nan
-            for tensor in (k, v):
+            for tensor in (k, v) if not p.shares_pages else ():
                 tensor[b, lengths.used_k[b] :] = torch.nan
                 tensor[b, : lengths.padding[b]] = torch.nan
         return [q, k, v]
@@ -133,11 +137,15 @@ class Maker:
             )
             pages[table.flatten().long()] = x.reshape(own, p.page_size, *x.shape[2:])
             found.append(lay_out(pages, p.layout, 1 + number))
+        if p.shares_pages:
+            features["page_table"] = self.small(table, -1, dims=1)
+            return found[0], found[1]
         for b, used in enumerate(self.lengths.used_k):
             table[b, -(-used // p.page_size) :] = places[own]
-        room = torch.full((p.batch, p.pages + 2), places[own], dtype=torch.int32)
-        room[:, 1:-1] = table
-        features["page_table"] = room.to(self.device)[:, 1 : 1 + p.pages]
+        rest = 0 if p.memory == "plain" else 1  # of a wider table
+        room = torch.full((p.batch, rest + p.pages), places[own], dtype=torch.int32)
+        room[:, rest:] = table
+        features["page_table"] = self.fenced(room)[:, rest:]
         return found[0], found[1]
 
     def entries(self, k: Tensor, v: Tensor, features: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -157,9 +165,8 @@ class Maker:
     # ---- lengths, masks, scores ----------------------------------------------------------------------------
 
     def vector(self, values: list[int]) -> Tensor:
-        """int32, between numbers that are wrong."""
-        around = [NOBODY] * 4 + values + [NOBODY] * 4
-        return torch.tensor(around, dtype=torch.int32, device=self.device)[4 : 4 + len(values)]
+        """int32, after numbers that are wrong."""
+        return self.fenced(torch.tensor([NOBODY] * 4 + values, dtype=torch.int32))[4:]
 
     def add_lengths(self, features: dict[str, Any]) -> None:
         p, lengths = self.problem, self.lengths
@@ -200,31 +207,50 @@ class Maker:
         if p.alibi:
             shape = (p.batch, p.num_heads) if p.alibi == "bh" else (p.num_heads,)
             slopes = torch.rand(shape, generator=self.numbers, device=self.device) * 0.5 - 0.1
-            features["alibi_slopes"] = slopes.t().contiguous().t()
+            features["alibi_slopes"] = self.small(slopes, torch.nan, dims=slopes.dim())
         if p.sinks:
             sinks = torch.randn(p.num_heads, generator=self.numbers, device=self.device)
             sinks += {"normal": 0.0, "high": 12.0, "low": -12.0}[p.sinks]
-            features["sinks"] = sinks.to(torch.float64 if self.dtype == torch.float64 else torch.float32)
+            features["sinks"] = self.fenced(
+                sinks.to(torch.float64 if self.dtype == torch.float64 else torch.float32)
+            )
         if p.dropout:
             seed = self.chance.getrandbits(63)
             features["dropout_p"] = p.dropout
-            features["dropout_seed"] = torch.tensor([seed], dtype=torch.int64, device=self.device)
+            features["dropout_seed"] = self.small(torch.tensor([seed], dtype=torch.int64), 0, dims=1)
 
     def block_lists(self) -> tuple[Tensor, Tensor]:
-        """Counts and ascending indices; what is beyond a count names a block that would be counted twice."""
+        """Counts and ascending indices; what is beyond a count names a block that would be counted twice.
+
+        Lists that have numbers in common ascend as a whole, and go on beyond all keys.
+        """
         p = self.problem
         assert p.blocks is not None
         most = -(-p.capacity // p.blocks[1])
         shape = (p.batch if "b" in p.block_dims else 1, p.num_heads if "h" in p.block_dims else 1)
         lists = (*shape, -(-p.seqlen_q // p.blocks[0]))
+        beyond = [most, most + 1, 2**31 - 1] if p.blocks_beyond else []
+        entries = most + 1 + len(beyond)
         counts = torch.zeros(lists, dtype=torch.int32)
-        indices = torch.zeros((*lists, most + 1), dtype=torch.int32)
+        indices = torch.zeros((*lists, entries), dtype=torch.int32)
         for at in itertools.product(*map(range, lists)):
-            chosen = sorted(self.chance.sample(range(most), self.chance.randint(0, most)))
+            chosen = self.rising(most, self.chance.randint(0, most)) + beyond
             counts[at] = len(chosen)
-            indices[at][: len(chosen)] = torch.tensor(chosen, dtype=torch.int32)
-            indices[at][len(chosen) :] = chosen[0] if chosen else 0
-        return counts.to(self.device), indices.to(self.device)
+            indices[at] = torch.tensor(chosen + chosen[:1] * (entries - len(chosen)) or [0] * entries)
+            if p.memory == "expanded":
+                indices[at] = torch.tensor(self.rising(entries + 2, entries))
+        if p.memory == "overlapping" and counts.numel():
+            count = windows(indices.shape)
+            indices.view(-1)[:count] = torch.tensor(self.rising(count + 2, count))
+        if (
+            p.memory == "expanded" and self.chance.random() < 0.3
+        ):  # an entry that is the whole list counts once
+            first = self.small(indices[..., :1], 0).expand(indices.shape)
+            return self.small(counts.clamp_max(1), entries), first
+        return self.small(counts, entries), self.small(indices, 0, dims=3)
+
+    def rising(self, end: int, count: int) -> list[int]:
+        return sorted(self.chance.sample(range(end), count))
 
     def uniform(self, dims: str) -> Tensor:
         return torch.rand(self.shape(dims), generator=self.numbers, device=self.device)
@@ -241,6 +267,14 @@ class Maker:
         """A mask or bias in memory as ``memory`` says, between guards."""
         if memory == "transposed":
             return self.guarded(x.transpose(2, 3), guard).transpose(2, 3)
+        if 0 in x.shape:
+            memory = "plain"
+        if memory == "strided":
+            wide = torch.full((*x.shape[:3], 2 * x.shape[3]), guard, dtype=x.dtype, device=self.device)
+            wide[..., 1::2] = x
+            return wide[..., 1::2]
+        if memory == "overlapping":
+            return self.guarded(x.flatten()[: windows(x.shape)], guard).as_strided(x.shape, (1,) * x.dim())
         if memory == "padded":
             wide = torch.full((*x.shape[:3], x.shape[3] + 5), guard, dtype=x.dtype, device=self.device)
             wide[..., 2:-3] = x
@@ -253,9 +287,53 @@ class Maker:
                 x = x[0]
         return x
 
+    def small(self, x: Tensor, guard: Any, dims: int | None = None) -> Tensor:
+        """x in memory as the problem says; its first dimensions may be expanded, so many or all of them."""
+        memory = self.problem.memory
+        if memory == "plain" or 0 in x.shape:
+            return self.fenced(x)
+        if memory == "strided":
+            wide = x.new_full([2 * size for size in x.shape], guard)
+            odd = (slice(1, None, 2),) * x.dim()
+            wide[odd] = x
+            return self.fenced(wide)[odd]
+        if memory == "overlapping":
+            return self.fenced(x.flatten()[: windows(x.shape)]).as_strided(x.shape, (1,) * x.dim())
+        few = x
+        for dim in range(x.dim() if dims is None else dims):
+            few = few.narrow(dim, 0, 1) if self.chance.random() < 0.7 else few
+        return self.fenced(few).expand(x.shape)
+
+    def fenced(self, x: Tensor) -> Tensor:
+        """A contiguous copy; on the CPU, nothing is mapped behind it: who reads on ends the process."""
+        if torch.device(self.device).type != "cpu" or x.numel() == 0:
+            return x.to(self.device, copy=True).contiguous()
+        size = x.numel() * x.element_size()
+        room = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        memory = mmap.mmap(-1, room + mmap.PAGESIZE)
+        behind = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + room
+        assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(behind), mmap.PAGESIZE, PROT_NONE) == 0
+        copy = torch.frombuffer(memory, dtype=x.dtype, count=x.numel(), offset=room - size)
+        return copy.view(x.shape).copy_(x)
+
     def guarded(self, x: Tensor, guard: Any) -> Tensor:
         buffer = torch.full((x.numel() + 2 * GUARD,), guard, dtype=x.dtype, device=self.device)
         return buffer[GUARD : GUARD + x.numel()].view(x.shape).copy_(x)
+
+
+def windows(shape: tuple[int, ...]) -> int:
+    """Numbers of a tensor whose rows, and the rows of these, each begin one number after the one before."""
+    return sum(shape) - len(shape) + 1
+
+
+def overlapping(x: Tensor) -> Tensor:
+    """x [batch, seqlen, heads, head_dim] inside NaN, rows that begin 8, 16 or 24 elements after others."""
+    strides = (24, 16, 8, 1)
+    count = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, strides, strict=True))
+    numbers = x.flatten().repeat(-(-count // x.numel()))[:count]
+    buffer = problems.poison(x.dtype, count + 2 * GUARD, x.device)
+    buffer[GUARD:-GUARD] = numbers
+    return buffer.as_strided(x.shape, strides, GUARD)
 
 
 def lay_out(x: Tensor, layout: str, which: int) -> Tensor:
@@ -272,4 +350,6 @@ def lay_out(x: Tensor, layout: str, which: int) -> Tensor:
         return place(x[:, :, :1]).expand(x.shape)
     if layout == "shared":
         return place(x[:1]).expand(x.shape)
+    if layout == "overlapping" and x.numel():
+        return overlapping(x)
     return place(x)

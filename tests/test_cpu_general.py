@@ -8,7 +8,7 @@ from typing import Any
 import oracle_general
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from listed_general import GROUPS
 from problems_general import GeneralProblem, problems
@@ -278,7 +278,9 @@ def check_problem(problem: GeneralProblem, dtype: torch.dtype) -> None:
     call = problem.call(dtype, "cpu")
     said = {"scale": call.scale, "causal": call.causal, **call.features}
     out, lse = attention(call.q, call.k, call.v, return_lse=True, **said)
-    oracle_general.compare(out, lse, call.q, call.k, call.v, exact_scores=call.exact_scores, **said).check()
+    # Products are summed in fp32 one after another, and not several at a time as by a tensor core.
+    granted = {"exact_scores": call.exact_scores, "product_error": float(problem.head_dim)}
+    oracle_general.compare(out, lse, call.q, call.k, call.v, **granted, **said).check()
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -287,6 +289,7 @@ def test_listed_mixes(group: str):
         check_problem(problem, DTYPES[number % 3])
 
 
+@example(GeneralProblem(1, 1, scale=1.0, fill="constant"), torch.float16)
 @given(problem=problems(longest=300), dtype=st.sampled_from(DTYPES[:3]))
 @settings(max_examples=200)
 def test_drawn_mixes(problem: GeneralProblem, dtype: torch.dtype):

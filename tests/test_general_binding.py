@@ -32,6 +32,7 @@ SPLITS = {**LSE, "splits": 3, "partial_o": SOMEWHERE, "partial_lse": SOMEWHERE, 
 PAGES = {"page_table": SOMEWHERE, "page_size": 16, "page_table_stride": 2}
 #: Fields that nobody writes.
 DERIVED = {"order", "by_page_size", "by_pack", "by_block_tiles", "bias_vectors", "mask_vectors", "raw_scores"}
+DERIVED |= {"block_tiles", "key_blocks"}
 #: What is derived and can be read.
 READ_ONLY = {"vectors", "device_lengths"}
 BLOCKS = {"block_counts": SOMEWHERE, "block_indices": SOMEWHERE, "block_m": 512, "block_n": 512}
@@ -131,7 +132,7 @@ def test_lengths_on_the_device_are_known_to_be_there(name: str):
         ("splits", 0, "splits must be between 1 and 64, got 0"),
         ("splits", 65, "splits must be between 1 and 64, got 65"),
         ("window_left", 2**29 + 1, "window_left must be between -1 and 536870912"),
-        ("dropout_threshold", 65537, "dropout_threshold must be between 0 and 65536, got 65537"),
+        ("dropout_threshold", 65536, "dropout_threshold must be between 0 and 65535, got 65536"),
         ("lse_rows", -1, "lse_rows must be between 0 and"),
         ("q_stride", (-8, 0, 0), "q_stride must be between 0 and"),
         ("scale", float("nan"), "scale must be a finite number of at most 2e38, got nan"),

@@ -163,6 +163,22 @@ def test_block_lists_are_walked_from_the_last_entry_to_the_first(counts, splits)
     del held
 
 
+def test_block_lists_lie_anywhere_and_name_what_is_not_there():
+    p, held = Case(1, 32, 250).params()
+    entries = torch.tensor([0, 1, 3, 1, 4, 1, 2**31 - 1, 1], dtype=torch.int32)
+    number = torch.tensor([4], dtype=torch.int32)
+    p.block_counts, p.block_indices = number.data_ptr(), entries.data_ptr()
+    p.block_stride = (0, 0, 0, 2)
+    p.block_m, p.block_n = 32, 64
+    steps = [key for key, _ in _C.host.key_steps(p, (0, 0, 0, 0), 32, 32)]
+    assert [key for key in steps if key < 250] == [224, 192, 32, 0]
+    assert len(steps) == 8 and max(steps) < 2**30
+    # A block of more keys than there are ends with them.
+    p.block_n, p.block_stride = 2**29, (0, 0, 0, 1)
+    assert [key for key, _ in _C.host.key_steps(p, (0, 0, 0, 0), 32, 32)][-8:] == list(range(224, -1, -32))
+    del held
+
+
 def test_pages_and_batch_entries_lead_to_the_rows():
     p, _ = Case(2, 1, 96).params()
     p.k_stride = (1000, 10, 1)

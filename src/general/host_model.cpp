@@ -28,14 +28,14 @@ std::vector<Tile> general_tiles(GeneralParams p, int tile_m, int mixed_heads, in
 
 /// The first keys of the steps that a thread block walks, each with whether a range hides some key from some query.
 std::vector<std::tuple<int, bool>> key_steps(GeneralParams p, Tile const& at, int tile_m, int step_keys) {
-  if (p.block_counts != nullptr) p.by_block_tiles = Divisor(p.block_n / step_keys);
+  if (p.block_counts != nullptr) set_blocks(p, step_keys);
   GeneralTile const tile{std::get<0>(at), std::get<1>(at), std::get<2>(at), std::get<3>(at)};
   Sequence const s = sequence_at(p, tile.batch);
   int const i_begin = p.by_pack.quotient(tile.row_begin), i_end = p.by_pack.quotient(tile.row_begin + tile_m - 1) + 1;
   KeyWalk const walk = walk_of(p, s, tile, i_begin, i_end, step_keys);
   std::vector<std::tuple<int, bool>> steps;
   for (int step = 0; step < walk.tiles; ++step) {
-    int const begin = walk.key_begin(step, step_keys);
+    int const begin = walk.key_begin(p, step, step_keys);
     CommonView const view(p, s, i_begin, smaller(i_end, s.queries) - 1);
     steps.emplace_back(begin, !view.all_see(begin, step_keys));
   }

@@ -196,7 +196,7 @@ struct GeneralMainloop {
 
   CUTE_DEVICE bool has_all_dimensions() const { return p.head_dim == C.head_dim && p.head_dim_v == C.head_dim_v(); }
 
-  CUTE_DEVICE int key_begin(int left) const { return place().walk.key_begin_before(left, Shared::kStepKeys); }
+  CUTE_DEVICE int key_begin(int left) const { return place().walk.key_begin_before(p, left, Shared::kStepKeys); }
 
   /// Brings a step's keys and values, wherever they stand.
   CUTE_DEVICE void load_anyhow(int left) const {
@@ -249,7 +249,7 @@ struct GeneralMainloop {
     for (int pass = 0; pass < KLoader::kPasses; ++pass) {
       int const key = begin + Order::of_row(KLoader::first_row(thread)) + Order::of_row(pass * KLoader::kRowsPerPass);
       bool const there = key < place().sequence.keys;
-      int const named = there ? key : begin;  // some row that exists
+      int const named = smaller(key, place().sequence.keys - 1);  // some row that exists
       KLoader::load_row(k_to, pass, k + key_offset(p.k_stride, named), there ? p.head_dim - KLoader::column(thread) : 0,
                         p.vectors);
       VLoader::load_row(v_to, pass, v + key_offset(p.v_stride, named),

@@ -183,7 +183,8 @@ struct SharesMainloop {
     return smaller(p.by_pack.quotient(tile.row_begin + C.tile_m - 1), sequence.queries - 1);
   }
   CUTE_DEVICE int key_begin(int step) const {
-    return listed ? walk.key_begin(step, Shared::kStepKeys) + share * C.tile_n : last_begin - step * Shared::kStepKeys;
+    return listed ? walk.key_begin(p, step, Shared::kStepKeys) + share * C.tile_n
+                  : last_begin - step * Shared::kStepKeys;
   }
   CUTE_DEVICE uint32_t k_tile(int step) const {
     return Shared::kKOffset + (uint32_t(step) % C.stages * C.kv_warps + share) * KCopy::kBytes;

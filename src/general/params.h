@@ -73,7 +73,7 @@ struct GeneralParams {
 
   // Dropout of probabilities: see dropout.h.
   uint32_t dropout_threshold;    ///< of 65536: a random number below it drops; 0: none
-  float dropout_scale;           ///< 1 / (1 - p)
+  float dropout_scale;           ///< 65536 / (65536 - dropout_threshold)
   uint64_t const* dropout_seed;  ///< on the device
 
   // How the work is divided.
@@ -91,8 +91,10 @@ struct GeneralParams {
   bool bias_vectors;       ///< bias: neighbouring keys are neighbours, and each eight of them aligned to 16 bytes
   bool mask_vectors;       ///< mask: the same, to 8 bytes
   bool raw_scores;         ///< nothing but masks comes between q k and the softmax, which then applies the scale
-  Divisor by_block_tiles;  ///< by the row's steps of keys in block_n
+  Divisor by_block_tiles;  ///< by block_tiles
   bool device_lengths;     ///< it is read on the device which rows and keys a tile has
+  int block_tiles;         ///< the row's steps of keys in block_n, or in all keys
+  int key_blocks;          ///< key blocks of the longest sequence
 };
 
 }  // namespace cutlass_fmha

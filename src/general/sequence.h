@@ -96,25 +96,35 @@ FMHA_HOST_DEVICE inline VisibleKeys visible_keys(GeneralParams const& p, Sequenc
   return {begin, end, prefix};
 }
 
+/// How block lists are walked in tiles of so many keys, which divide block_n. A block that is longer than all keys
+/// has no more tiles than they have.
+inline void set_blocks(GeneralParams& p, int tile_keys) {
+  int const tiles = larger(1, ceil_div(p.seqlen_k, tile_keys));
+  p.block_tiles = smaller(p.block_n / tile_keys, tiles);
+  p.by_block_tiles = Divisor(p.block_tiles);
+  p.key_blocks = ceil_div(tiles, p.block_tiles);
+}
+
 /// The key tiles that a thread block walks, numbered 0 .. tiles - 1 from the last to the first, and which keys a tile
-/// holds: those from key_begin() on.
+/// holds: those from key_begin() on, perhaps none.
 struct KeyWalk {
   int const* blocks = nullptr;  ///< of a block list; null: all tiles from `first` on
   int first = 0;                ///< number of the first tile
   int tiles = 0;
-  int tiles_per_block = 1;
-  Divisor by_block;  ///< by tiles_per_block
-  int skipped = 0;   ///< tiles that other parts walk before this one's
+  int skipped = 0;  ///< tiles that other parts walk before this one's
 
-  FMHA_HOST_DEVICE int key_begin(int tile, int tile_keys) const {
-    return key_begin_before(tiles - 1 - tile, tile_keys);
+  FMHA_HOST_DEVICE int key_begin(GeneralParams const& p, int tile, int tile_keys) const {
+    return key_begin_before(p, tiles - 1 - tile, tile_keys);
   }
   /// Of the tile that `left` others come after.
-  FMHA_HOST_DEVICE int key_begin_before(int left, int tile_keys) const {
+  FMHA_HOST_DEVICE int key_begin_before(GeneralParams const& p, int left, int tile_keys) const {
     int const place = left + skipped;
     if (blocks == nullptr) return (first + place) * tile_keys;
-    int const entry = by_block.quotient(place);
-    return (blocks[entry] * tiles_per_block + place - entry * tiles_per_block) * tile_keys;
+    int const entry = p.by_block_tiles.quotient(place);
+    // All blocks that have no keys, however large their numbers, begin where the first of them does.
+    uint32_t const named = uint32_t(blocks[entry * p.block_stride.key]), end = uint32_t(p.key_blocks);
+    int const block = int(named < end ? named : end);
+    return (block * p.block_tiles + place - entry * p.block_tiles) * tile_keys;
   }
 };
 
@@ -124,9 +134,7 @@ FMHA_HOST_DEVICE inline KeyWalk whole_walk(GeneralParams const& p, Sequence cons
   KeyWalk walk;
   if (p.block_counts != nullptr) {
     int const row = i_begin / p.block_m;
-    walk.tiles_per_block = p.block_n / tile_keys;
-    walk.by_block = p.by_block_tiles;
-    walk.tiles = walk.tiles_per_block *
+    walk.tiles = p.block_tiles *
                  p.block_counts[s.batch * p.count_stride[0] + head * p.count_stride[1] + row * p.count_stride[2]];
     walk.blocks =
         p.block_indices + s.batch * p.block_stride.batch + head * p.block_stride.head + row * p.block_stride.query;
