@@ -259,6 +259,14 @@ def load_box(
     return out
 
 
+def test_a_map_that_was_not_made_is_not_fetched():
+    body = "mov.b64 %a3, map; prefetch.tensormap [%a3]; ret;"
+    _, description = encode(tensor_of(8, 8), (8, 8))
+    ptx.run_text(tma_text(body), [np.zeros(1, dtype=np.uint64), description])
+    with pytest.raises(ptx.SimulationError, match="no tensor is described at the address of a tensor map"):
+        ptx.run_text(tma_text(body), [np.zeros(1, dtype=np.uint64), bytes(128)])
+
+
 def box_of(tensor: np.ndarray, box: tuple[int, ...], origin: tuple[int, ...]) -> np.ndarray:
     """Elements of a box, 0 outside of the tensor."""
     result = np.zeros(box, dtype=tensor.dtype)

@@ -164,7 +164,7 @@ CUTE_DEVICE void forward_split_tma(ForwardTmaParams const& p) {
   static_assert(C.arch >= 90 && !C.ping_pong && C.head_dim % 32 == 0);
   extern __shared__ __align__(1024) char smem[];
 
-  if (threadIdx.x == 0) fetch_maps(p.q_map, p.k_map, p.v_map);
+  if (threadIdx.x == 0 && p.seqlen_k > 0) fetch_maps(p.q_map, p.k_map, p.v_map);  // without keys there is only o_map
   WorkTile const tile = scheduled_tile(p, blockIdx.x);
   int const warp = uniform(threadIdx.x / 32);
   int const tile_begin = tile.m_block * C.tile_m;

@@ -95,6 +95,18 @@ void Block::wait_for_bulk_groups(Warp const& warp, uint32_t groups) {
 
 namespace {
 
+/// The tensor that is described at an address.
+TensorMap map_at(Warp& w, Address const& address, int lane) {
+  TensorMap map;
+  std::memcpy(&map, reinterpret_cast<void const*>(address_of(w, address, lane)), sizeof(map));
+  if (map.mark != kTensorMapMark) w.fail("no tensor is described at the address of a tensor map");
+  return map;
+}
+
+void prefetch_map(Warp& w, Instruction const& i) {
+  for_lanes(w.active, [&](int lane) { map_at(w, i.address[0], lane); });
+}
+
 void copy_tensor(Warp& w, Instruction const& i, bool load) {
   // In the order of the operands: a load's are [to], [map, {coordinates}], [mbarrier], a store's [map, ...], [from].
   Address const &map = i.address[load ? 1 : 0], &shared = i.address[load ? 0 : 1];
@@ -102,8 +114,7 @@ void copy_tensor(Warp& w, Instruction const& i, bool load) {
     BulkCopy copy{};
     copy.load = load;
     copy.lane = lane;
-    std::memcpy(&copy.map, reinterpret_cast<void const*>(address_of(w, map, lane)), sizeof(copy.map));
-    if (copy.map.mark != kTensorMapMark) w.fail("no tensor is described at the address of a tensor map");
+    copy.map = map_at(w, map, lane);
     copy.shared = shared_address_of(w, shared, lane);
     if (load) copy.mbarrier = shared_address_of(w, i.address[2], lane);
     if (copy.map.rank != i.number || i.elements != i.number) w.fail("a tensor of another rank");
@@ -137,6 +148,7 @@ void add_bulk_copies(Opcodes& ops) {
     ops.add(spell({{"cp.async.bulk.prefetch.tensor." + std::to_string(rank) + "d.L2.global"}, tile, hint}), do_nothing,
             {kAddress, kIgnored.or_nothing()}, rank);
   }
+  ops.add({"prefetch.tensormap", "prefetch.param.tensormap"}, prefetch_map, {kAddress});
   ops.add({"cp.async.bulk.commit_group"}, commit_group, {});
   ops.add({"cp.async.bulk.wait_group", "cp.async.bulk.wait_group.read"}, wait_group, {in<uint32_t>()});
 }

@@ -183,9 +183,8 @@ void add_memory(Opcodes& ops) {
           {result, address});
   ops.add(spell({{"cvta.shared"}, {".u64"}}), convert_shared_address<1>, {result, address});
   ops.add(spell({{"cvta.to.shared"}, {".u64"}}), convert_shared_address<-1>, {result, address});
-  ops.add({"prefetch.global.L1", "prefetch.global.L2", "prefetch.L1", "prefetch.L2", "prefetchu.L1",
-           "prefetch.tensormap", "prefetch.param.tensormap"},
-          do_nothing, {kAddress});
+  ops.add({"prefetch.global.L1", "prefetch.global.L2", "prefetch.L1", "prefetch.L2", "prefetchu.L1"}, do_nothing,
+          {kAddress});
 }
 
 }  // namespace simulator
