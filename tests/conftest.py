@@ -41,6 +41,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("markexpr") != "gpu":
+        use_one_thread()
     config.stash[REPORT] = ParityReport()
     config.stash[LEFT_OUT] = 0
     config.stash[WITHOUT_TMA] = None
@@ -55,6 +57,13 @@ def pytest_configure(config: pytest.Config) -> None:
         "parity", **patient, database=None, max_examples=config.getoption("--parity-examples")
     )
     hypothesis.settings.load_profile("fmha")
+
+
+def use_one_thread() -> None:
+    """Without a GPU tensors are small: more threads gain nothing, and spin where others want the core."""
+    import torch
+
+    torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))  # of children, too
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
