@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -43,11 +44,12 @@ def attention(
     **features: Unpack[Keywords],
 ) -> tuple[Tensor, Tensor]: ...
 # The features are not named here: twenty more defaults would cost every call a quarter of a microsecond.
+@keywords.lists_features
 def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
+    *rest: object,
     scale: float | None = None,
     causal: bool | str | None = False,
     return_lse: bool = False,
@@ -116,8 +118,12 @@ def attention(
             change and why the nearest rows don't.
         NotImplementedError: an input requires a gradient: there is no backward yet.
     """
+    if rest:
+        keywords.refuse_positions("attention", "q, k and v", 3 + len(rest))
     check.layout_name(layout)
-    causal = check.causal_name(causal)
+    causal = "none" if causal is False else check.causal_name(causal)
+    if return_lse is not False and return_lse is not True:
+        check.flag("return_lse", return_lse)  # type: ignore[unreachable]
     names = ("q", "k", "v")
     if features:
         arguments = keywords.op_arguments(q, features, "q")
@@ -159,12 +165,13 @@ def scaled_dot_product_attention(
         NotImplementedError: a gradient is asked for: nothing is silently dropped.
         TypeError, ValueError, UnsupportedError: as ``attention``; also for attn_mask together with is_causal.
     """
-    causal = "top-left" if is_causal else "none"
+    causal = "top-left" if check.flag("is_causal", is_causal) else "none"
     lead = None
     if not _same_leading(query, key, value, enable_gqa):
+        check.flag("enable_gqa", enable_gqa)
         check.check_types((query, key, value))
         lead, (query, key, value) = _broadcast(query, key, value, enable_gqa)
-    query, key, value = _contiguous_rows(query), _contiguous_rows(key), _contiguous_rows(value)
+    query, key, value = map(_contiguous_rows, check.NAMES, (query, key, value))
     rest = (scale, causal, False, "bhsd", None, check.NAMES)
     if attn_mask is None and dropout_p == 0.0:
         output = _forward(query, key, value, *rest)[0]
@@ -181,6 +188,25 @@ def scaled_dot_product_attention(
         features["mask" if scores.dtype == torch.bool else "bias"] = scores
     output = _attend(query, key, value, *rest, keywords.op_arguments(query, features))[0]
     return output if lead is None else output.reshape(*lead, *output.shape[-2:])
+
+
+def attend_cache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    scale: float | None,
+    causal: bool | str | None,
+    return_lse: bool,
+    template: str | None,
+    features: Mapping[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """``attention`` for ``with_kv_cache``, under its names."""
+    names = ("q", "k_cache", "v_cache")
+    rest = (scale, check.causal_name(causal), check.flag("return_lse", return_lse), "bshd", template, names)
+    arguments = keywords.op_arguments(q, features, "q")
+    if arguments:
+        return _attend(q, k_cache, v_cache, *rest, arguments)
+    return _forward(q, k_cache, v_cache, *rest)
 
 
 def _forward(
@@ -200,7 +226,13 @@ def _forward(
     if template is not None:
         check.template_name(template)
     if not torch.compiler.is_compiling() and ops.can_skip_dispatcher(q, k, v):
-        return plan.launch(q, k, v, scale, causal, return_lse, template, layout, names)
+        try:
+            return plan.launch(q, k, v, scale, causal, return_lse, template, layout, names)
+        except RuntimeError:
+            check.check_types(
+                (q, k, v), names
+            )  # nested and sparse tensors have no shape or address to ask for
+            raise
     check.check_types((q, k, v), names)
     if q.dim() == v.dim() == 4 and v.shape[3] != q.shape[3]:
         return _attend(q, k, v, scale, causal, return_lse, layout, template, names, {})
@@ -242,7 +274,11 @@ def _attend(
     compiling = torch.compiler.is_compiling()
     if not compiling and ops.can_skip_dispatcher(q, k, v) and ops.others_can_skip_dispatcher(arguments):
         features = Features(**arguments)
-        output, lse = general_plan.launch(q, k, v, scale, causal, return_lse, template, features, names)
+        try:
+            output, lse = general_plan.launch(q, k, v, scale, causal, return_lse, template, features, names)
+        except RuntimeError:
+            check.check_types((q, k, v), names)
+            raise
     else:
         if not compiling:  # the op checks under its own names; those of the caller say more
             check_features.check_features((q, k, v), Features(**arguments), names)
@@ -258,7 +294,10 @@ def _same_leading(query: object, key: object, value: object, enable_gqa: bool) -
     if not query.dim() == key.dim() == value.dim() == 4:
         return False
     last = 1 if enable_gqa else 2
-    return query.shape[:last] == key.shape[:last] == value.shape[:last]
+    try:
+        return query.shape[:last] == key.shape[:last] == value.shape[:last]
+    except RuntimeError:  # a nested tensor has no shape
+        return False
 
 
 def _broadcast(
@@ -290,8 +329,7 @@ def _broadcast(
 
 def _of_scores(attn_mask: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """A mask or a bias that goes with ``shape``, [..., seqlen_q, seqlen_k], in four dimensions at most."""
-    if not isinstance(attn_mask, Tensor):
-        raise TypeError(f"attn_mask must be a torch.Tensor or None, got {type(attn_mask).__name__}")
+    check.check_optional_tensor("attn_mask", attn_mask)
     if attn_mask.dtype not in (torch.bool, dtype, torch.float32):
         raise ValueError(
             f"attn_mask must be bool, or of query's dtype {check.dtype_name(dtype)} or float32, "
@@ -308,5 +346,11 @@ def _of_scores(attn_mask: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) ->
     return attn_mask.expand(*shape[:-3], *attn_mask.shape[-3:]).flatten(0, len(shape) - 4)
 
 
-def _contiguous_rows(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+def _contiguous_rows(name: str, tensor: Tensor) -> Tensor:
+    try:
+        if tensor.stride(-1) == 1:
+            return tensor
+    except RuntimeError:  # a sparse tensor has no strides
+        pass
+    check.check_tensor(name, tensor)
+    return tensor.contiguous()

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cutlass_fmha import _C, check, private_torch, support
-from cutlass_fmha.attention import attention
+from cutlass_fmha import _C, check, keywords, private_torch, support
+from cutlass_fmha.attention import attend_cache
 from cutlass_fmha.rotary import check_positions, check_rows, check_table, launch_arguments, rotate, table_of
 
 # One launch does everything around attention: it also rotates the queries and adds up the lengths.
@@ -20,6 +20,7 @@ SCHEMA = (
 )
 
 
+@keywords.lists_features
 def with_kv_cache(
     q: Tensor,
     k_cache: Tensor,
@@ -48,6 +49,7 @@ def with_kv_cache(
     batch_invariant: bool = False,
     return_lse: bool = False,
     template: str | None = None,
+    **unknown: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over the keys and values in a cache, after new ones were appended: decoding, or a prompt.
 
@@ -86,22 +88,33 @@ def with_kv_cache(
     Raises:
         TypeError, ValueError, UnsupportedError, NotImplementedError: as ``attention``.
     """
-    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        check.check_tensor(name, tensor)
-    for name, optional in (
-        ("k", k), ("v", v), ("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin), ("leftpad_k", leftpad_k),
-        ("cache_batch_idx", cache_batch_idx), ("page_table", page_table),
-    ):  # fmt: skip
-        if optional is not None:
-            check.check_tensor(name, optional)
+    if unknown:
+        keywords.refuse_name("with_kv_cache", min(unknown))
     support.check_dims("q", q, "batch, seqlen_q, num_heads, head_dim")
+    check.check_tensors_given(
+        {"k_cache": k_cache, "v_cache": v_cache},
+        {
+            "k": k,
+            "v": v,
+            "rotary_cos": rotary_cos,
+            "rotary_sin": rotary_sin,
+            "leftpad_k": leftpad_k,
+            "cache_batch_idx": cache_batch_idx,
+            "page_table": page_table,
+        },
+    )
+    check.flag("rotary_interleaved", rotary_interleaved)
     if (k is None) != (v is None):
         raise ValueError("k and v go together: both are appended, or neither")
+    if k is not None:
+        support.check_dims("k", k, "batch, seqlen_new, num_heads_kv, head_dim")
     advance_query = check.causal_name(causal) != "none" or _is_limited(window)
     first = rotary_seqlens  # the first position, where the host knows it
     if first is None and leftpad_k is None:
         first = cache_seqlens
-    if cache_seqlens is not None and not isinstance(cache_seqlens, Tensor):
+    if isinstance(cache_seqlens, Tensor):
+        support.check_vectors({"cache_seqlens": cache_seqlens}, q.shape[0])
+    elif cache_seqlens is not None:
         room, cache_seqlens = cache_seqlens, support.vector_of("cache_seqlens", cache_seqlens, q)
         _check_room(room, 0 if k is None else k.shape[1], _capacity(k_cache, page_table))
     if rotary_seqlens is not None:
@@ -132,10 +145,7 @@ def with_kv_cache(
         q = rotated if is_rotated else q
     elif is_rotated:
         raise ValueError("rotary embedding is of k and v that are appended, and there are none")
-    call: dict[str, Any] = {
-        "scale": scale,
-        "causal": causal,
-        "template": template,
+    call = {
         "window": window,
         "mask": mask,
         "bias": bias,
@@ -150,11 +160,8 @@ def with_kv_cache(
         "num_splits": num_splits,
         "batch_invariant": batch_invariant,
     }
-    if return_lse:
-        output, lse = attention(q, k_cache, v_cache, return_lse=True, **call)
-        return output, lse
-    found: Tensor = attention(q, k_cache, v_cache, **call)
-    return found
+    output, lse = attend_cache(q, k_cache, v_cache, scale, causal, return_lse, template, call)
+    return output if lse is None or not return_lse else (output, lse)
 
 
 def _capacity(k_cache: Tensor, page_table: Tensor | None) -> int:
@@ -174,7 +181,7 @@ def _check_room(cache_seqlens: int, seqlen_new: int, capacity: int) -> None:
 
 
 def _is_limited(window: tuple[int | None, int | None] | None) -> bool:
-    return window is not None and any(side is not None and side != -1 for side in window)
+    return bool(keywords.window_sides(window))
 
 
 # ---- the op ------------------------------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import numbers
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -43,23 +45,54 @@ def causal_name(causal: object) -> str:
         return "bottom-right"
     if isinstance(causal, str) and causal in CAUSAL:
         return causal
-    raise ValueError(f'causal must be False, True, "none", "top-left" or "bottom-right", got {causal!r}')
+    raise ValueError(f'causal must be False, True, "none", "top-left" or "bottom-right", got {shown(causal)}')
+
+
+def shown(value: object) -> str:
+    """A value as an error sentence shows it: what it is where that is short, otherwise its type alone.
+
+    The contents of tensors and arrays are neither short nor, on a GPU, the host's to read.
+    """
+    if isinstance(value, (tuple, list)):
+        inside = ", ".join(shown(each) for each in value[:4]) + (", ..." if len(value) > 4 else "")
+        return f"[{inside}]" if isinstance(value, list) else f"({inside})"
+    if value is None or isinstance(value, (str, int, float, torch.device, torch.dtype)):
+        text = repr(value)
+        return text if len(text) <= 60 else f"{text[:60]}..."
+    return type(value).__name__
+
+
+def number_of(name: str, value: Any, or_else: str = "") -> float:
+    """``value`` as a float; a compiler's symbolic one stays symbolic."""
+    number: float = value
+    if type(value) is float or isinstance(value, torch.SymFloat):
+        return number
+    if not isinstance(value, (numbers.Real, torch.SymInt)):
+        raise TypeError(f"{name} must be a float{or_else}, got {type(value).__name__}")
+    try:
+        return float(value)
+    except OverflowError:  # an int beyond all floats: the range check has a sentence for it
+        return math.inf if number > 0 else -math.inf
 
 
 def finite_scale(scale: Any) -> float:
     """``scale``, when it is a number that the kernels can take."""
-    if type(scale) is not float and not isinstance(scale, (numbers.Real, torch.SymInt, torch.SymFloat)):
-        raise TypeError(f"scale must be a float or None, got {type(scale).__name__}")
-    number = float(scale)
+    number = number_of("scale", scale, " or None")
     if not -MAX_SCALE <= number <= MAX_SCALE:
         raise ValueError(f"scale must be finite and of magnitude 2e38 at most, got {number}")
     return number
 
 
+def flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
+    return value
+
+
 def layout_name(layout: object) -> str:
     if isinstance(layout, str) and layout in LAYOUTS:
         return layout
-    raise ValueError(f'layout must be "bshd" or "bhsd", got {layout!r}')
+    raise ValueError(f'layout must be "bshd" or "bhsd", got {shown(layout)}')
 
 
 def template_name(template: object) -> None:
@@ -80,6 +113,32 @@ def page_size(name: str, keys: int) -> None:
 def check_tensor(name: str, tensor: object) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.is_nested:
+        raise NotImplementedError(
+            f"{name} is a nested tensor, which no kernel takes: pack the sequences, [total tokens, "
+            f"num_heads, head_dim] ({name}.values() of a jagged one), and pass cu_seqlens_q and cu_seqlens_k"
+        )
+    if tensor.layout is not torch.strided:
+        raise NotImplementedError(
+            f"{name} must be a dense tensor, got the layout {str(tensor.layout).removeprefix('torch.')}: "
+            f"pass {name}.to_dense(), and a block_mask for keys that are to be left out"
+        )
+
+
+def check_tensors_given(tensors: Mapping[str, object], optional: Mapping[str, object] | None = None) -> None:
+    """Tensors that there must be, and those that may be None, by name."""
+    for name, tensor in tensors.items():
+        check_tensor(name, tensor)
+    for name, tensor in (optional or {}).items():
+        if tensor is not None:
+            check_optional_tensor(name, tensor)
+
+
+def check_optional_tensor(name: str, tensor: object) -> None:
+    """A tensor that could have been left out."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor or None, got {type(tensor).__name__}")
+    check_tensor(name, tensor)
 
 
 def check_types(tensors: tuple[Tensor, Tensor, Tensor], names: tuple[str, str, str] = NAMES) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cutlass_fmha import check
+from cutlass_fmha import check, private_torch
 from cutlass_fmha.check import MAX_SCALE, MAX_SEQLEN, dtype_name
 from cutlass_fmha.features import NO_LIMIT, Features, Sizes
 
@@ -44,7 +44,7 @@ def check_features(
     """
     check.check_types(tensors, names)
     _check_combinations(features)
-    _check_numbers(features)
+    check_numbers(features)
     for name, tensor in features.tensors().items():
         if tensor.device != tensors[0].device:
             raise ValueError(
@@ -72,7 +72,7 @@ def _check_combinations(features: Features) -> None:
         raise ValueError("dropout_p is only taken with dropout_seed")
 
 
-def _check_numbers(features: Features) -> None:
+def check_numbers(features: Features) -> None:
     for name in ("window_left", "window_right"):
         side = getattr(features, name)
         if not NO_LIMIT <= side <= MAX_SEQLEN:
@@ -82,11 +82,20 @@ def _check_numbers(features: Features) -> None:
     if not 0.0 <= features.dropout_p < 1.0:
         raise ValueError(f"dropout_p must be at least 0 and less than 1, got {features.dropout_p}")
     if features.num_splits is not None and not 1 <= features.num_splits <= MAX_SPLITS:
-        raise ValueError(f"num_splits must be 1 to {MAX_SPLITS} or None, got {features.num_splits}")
+        hint = ": None has a number chosen" if features.num_splits == 0 else ""
+        raise ValueError(f"num_splits must be 1 to {MAX_SPLITS} or None, got {features.num_splits}{hint}")
     for name in ("max_seqlen_q", "max_seqlen_k"):
         length = getattr(features, name)
-        if length is not None and not 0 <= length <= MAX_SEQLEN:
-            raise ValueError(f"{name} must be 0 to 2**29, got {length}")
+        if length is not None:
+            sentence = f"{name} must be 0 to 2**29, got {length}"
+            _require(length >= 0, sentence)
+            _require(length <= MAX_SEQLEN, sentence)
+
+
+def _require(condition: bool, sentence: str) -> None:
+    """What a compiler doesn't know yet is checked when its graph runs: nothing here may branch on it."""
+    if condition is not True:
+        private_torch.check_value(condition, lambda: sentence)
 
 
 # ---- query, key and value ----------------------------------------------------------------------------------
@@ -173,7 +182,7 @@ def _seqlens(q: Tensor, k: Tensor, features: Features, names: Triple) -> tuple[i
     seqlen_q = q.shape[0] if seqlen_q is None else seqlen_q
     seqlen_k = k.shape[0] if seqlen_k is None else seqlen_k
     for name, length, bound in ((names[0], seqlen_q, "max_seqlen_q"), (names[1], seqlen_k, "max_seqlen_k")):
-        if length > MAX_SEQLEN:
+        if getattr(features, bound) is None and length > MAX_SEQLEN:
             packed = getattr(features, bound.replace("max_seqlen", "cu_seqlens")) is not None
             hint = f": pass {bound}" if packed else ""
             raise ValueError(f"{name} must have a seqlen of 2**29 at most, got {length}{hint}")
@@ -236,13 +245,14 @@ def _check_broadcasts(name: str, tensor: Tensor, features: Features, sizes: Size
         if packed and getattr(features, bound) is None and tensor.dim() >= -axis and tensor.shape[axis] != 1:
             raise ValueError(f"{name} with packed sequences needs {bound}: it says how long its rows must be")
     wanted = (sizes.batch, sizes.num_heads, sizes.seqlen_q, sizes.seqlen_k)
-    if tensor.dim() > 4 or any(
-        size not in (1, want) for size, want in zip(reversed(tensor.shape), reversed(wanted), strict=False)
-    ):
-        raise ValueError(
-            f"{name} must be broadcastable to [batch, num_heads, seqlen_q, seqlen_k], {wanted}, "
-            f"got shape {tuple(tensor.shape)}"
-        )
+    sentence = (
+        f"{name} must be broadcastable to [batch, num_heads, seqlen_q, seqlen_k], {wanted}, "
+        f"got shape {tuple(tensor.shape)}"
+    )
+
+    _require(tensor.dim() <= 4, sentence)
+    for size, want in zip(reversed(tensor.shape), reversed(wanted), strict=False):
+        _require(size == 1 or size == want, sentence)
 
 
 def _check_scores(features: Features, sizes: Sizes, dtype: torch.dtype, query: str) -> None:
@@ -300,15 +310,16 @@ def _check_blocks(features: Features, sizes: Sizes) -> None:
     for name, tensor, dims in (("block_counts", counts, 3), ("block_indices", indices, 4)):
         if tensor.dtype != torch.int32:
             raise ValueError(f"{name} must be int32, got {dtype_name(tensor.dtype)}")
+        more = "" if dims == 3 else ", entries at most"
+        sentence = (
+            f"{name} must have shape [batch or 1, num_heads or 1, query blocks{more}] with batch "
+            f"{sizes.batch}, num_heads {sizes.num_heads} and {blocks} query blocks, "
+            f"got {tuple(tensor.shape)}"
+        )
         if (
             tensor.dim() != dims
             or tensor.shape[0] not in (1, sizes.batch)
             or tensor.shape[1] not in (1, sizes.num_heads)
-            or tensor.shape[2] != blocks
         ):
-            more = "" if dims == 3 else ", entries at most"
-            raise ValueError(
-                f"{name} must have shape [batch or 1, num_heads or 1, query blocks{more}] with batch "
-                f"{sizes.batch}, num_heads {sizes.num_heads} and {blocks} query blocks, "
-                f"got {tuple(tensor.shape)}"
-            )
+            raise ValueError(sentence)
+        _require(tensor.shape[2] == blocks, sentence)

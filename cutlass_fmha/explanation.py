@@ -15,10 +15,11 @@ from cutlass_fmha import _C, check, general_plan, refusal, select
 from cutlass_fmha import device as devices
 from cutlass_fmha.calibration import store
 from cutlass_fmha.calibration.store import Calibration
+from cutlass_fmha.check_features import check_numbers
 from cutlass_fmha.device import Device
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.features import Features
-from cutlass_fmha.keywords import op_arguments
+from cutlass_fmha.keywords import integer, op_arguments, window_sides
 from cutlass_fmha.select import Build, Problem, Row
 
 
@@ -184,7 +185,9 @@ def explain(
 def _problem_of_tensors(
     tensors: tuple[Tensor, Tensor, Tensor], causal: str, layout: str, keywords: dict[str, Any]
 ) -> Problem:
-    said = op_arguments(tensors[0], {**keywords, "dropout_seed": 0})  # none is drawn for what doesn't run
+    said = op_arguments(
+        tensors[0], {**keywords, "dropout_seed": 0}, "q"
+    )  # none is drawn for what doesn't run
     if said or tensors[2].shape[-1:] != tensors[0].shape[-1:]:
         if layout == "bhsd":
             q, k, v = (tensor.transpose(1, 2) if tensor.dim() == 4 else tensor for tensor in tensors)
@@ -203,11 +206,12 @@ def _problem_of_shape(
     causal: str,
     alignment: int,
 ) -> Problem:
-    if len(shape) != 4 or not all(isinstance(size, int) and size >= 0 for size in shape):
-        raise ValueError(f"shape must be four sizes (batch, seqlen_q, num_heads, head_dim), got {shape!r}")
+    if not isinstance(shape, Sequence) or len(shape) != 4 or not all(map(_is_size, shape)):
+        got = check.shown(shape)
+        raise ValueError(f"shape must be four sizes (batch, seqlen_q, num_heads, head_dim), got {got}")
     batch, seqlen_q, num_heads, head_dim = shape
-    seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
-    num_heads_kv = num_heads if num_heads_kv is None else num_heads_kv
+    seqlen_k = seqlen_q if seqlen_k is None else integer("seqlen_k", seqlen_k)
+    num_heads_kv = num_heads if num_heads_kv is None else integer("num_heads_kv", num_heads_kv)
     name = check.dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype
     allowed = [check.dtype_name(each) for each in check.CPU_DTYPES]
     if name not in allowed:
@@ -225,21 +229,42 @@ def _problem_of_shape(
     return Problem(batch, seqlen_q, seqlen_k, num_heads, num_heads_kv, head_dim, name, causal, alignment)
 
 
+def _is_size(size: object) -> bool:
+    return isinstance(size, int) and not isinstance(size, bool) and size >= 0
+
+
 def _with_features(
     problem: Problem, head_dim_v: int | None, names: Sequence[str], keywords: dict[str, Any]
 ) -> Problem:
     """A problem of a shape, and what comes with it."""
     if unknown := set(keywords) - {"window", "block_size", "page_size", "num_splits"}:
         raise TypeError(f"explain got {min(unknown)!r}, which says nothing of a shape")
+    if isinstance(names, str) or not isinstance(names, Sequence):
+        raise TypeError(f"features must be names, as ('bias', 'sinks'), got {check.shown(names)}")
     if unknown := set(names) - set(select.FEATURES):
         raise ValueError(f"features must be among {', '.join(select.FEATURES)}, got {min(unknown)!r}")
     said = {"page_size": "pages", "block_size": "block_mask"}
     named = set(names) | {feature for keyword, feature in said.items() if keywords.get(keyword)}
-    if page_size := keywords.get("page_size"):
+    page_size, splits = (
+        None if (number := keywords.get(name)) is None else integer(name, number)
+        for name in ("page_size", "num_splits")
+    )
+    if page_size:
         check.page_size("a problem", page_size)
-    splits = keywords.get("num_splits")
-    left, right = (-1 if side is None else side for side in keywords.get("window") or (-1, -1))
-    window, causal = general_plan.window_of(left, right, problem.causal)
+    if head_dim_v is not None and integer("head_dim_v", head_dim_v) < 1:
+        raise ValueError(f"head_dim_v must be at least 1, got {head_dim_v}")
+    block = keywords.get("block_size")
+    if block is not None and not (
+        isinstance(block, Sequence) and len(block) == 2 and all(map(_is_size, block))
+    ):
+        raise TypeError(f"block_size must be a pair (queries, keys) or None, got {check.shown(block)}")
+    if block is not None and min(block) < 1:
+        raise ValueError(f"block_size must have sides of at least 1, got {check.shown(block)}")
+    numbers_said = Features(**window_sides(keywords.get("window")), num_splits=splits)
+    check_numbers(numbers_said)
+    window, causal = general_plan.window_of(
+        numbers_said.window_left, numbers_said.window_right, problem.causal
+    )
     named |= {"window"} if window is not None else set()
     named |= {"splits"} if (splits or 1) > 1 else set()
     return replace(
@@ -248,7 +273,7 @@ def _with_features(
         head_dim_v=head_dim_v,
         features=tuple(name for name in select.FEATURES if name in named),
         window=window or (-1, -1),
-        block_mask=keywords.get("block_size"),
+        block_mask=None if block is None else (block[0], block[1]),
         page_size=page_size or 0,
         num_splits=splits,
     )

@@ -6,15 +6,17 @@ with None, 0 or False. What says nothing is left out: a call that is left with n
 
 from __future__ import annotations
 
+import inspect
 import numbers
-from collections.abc import Mapping
-from typing import Any
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
-from cutlass_fmha.check import check_tensor, dtype_name
-from cutlass_fmha.features import NO_LIMIT
+from cutlass_fmha.check import check_optional_tensor, check_tensor, dtype_name, flag, number_of, shown
+from cutlass_fmha.features import NO_LIMIT, Keywords
 
 TENSORS = frozenset(
     {"mask", "bias", "prefix_lengths", "alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k", "seqused_q"}
@@ -26,6 +28,128 @@ OTHERS = frozenset({"window", "block_mask", "dropout_seed", "batch_invariant"})
 
 #: torch.randint's upper end for int64: all numbers that are not negative but the last.
 SEEDS = 2**63 - 1
+
+_ALWAYS = "leave it out: the same call gives the same bits every time"
+_CAUSAL = 'pass causal=True (the last query sees the last key) or causal="top-left" (torch\'s is_causal)'
+_DROPOUT = "pass dropout_p, and dropout_seed for the same numbers again"
+_KV_LENGTHS = "pass seqused_k, or call with_kv_cache, which takes cache_seqlens"
+_LAYOUT = 'pass layout="bshd" (NHD) or layout="bhsd" (HND)'
+_LSE = "pass return_lse=True; the probabilities are never formed"
+_MASK = "pass mask (bool, True shows a key) or bias (numbers that are added to the scores)"
+_MAX = "pass max_seqlen_q and max_seqlen_k"
+_PADDING = "pass mask=keep[:, None, None, :] (bool, True shows a key), seqused_k or packed sequences"
+_PAGES = "pass page_table"
+_QUANTIZED = "there is no FP8 or INT8 here: pass float16, bfloat16 or float32 tensors without scales"
+_SCALE = "pass scale"
+_SINKS = "pass sinks"
+_SOFTCAP = "pass softcap"
+_WINDOW = "pass window=(left, right), where None or -1 is no limit"
+
+#: What other libraries call their arguments (torch, flash_attn, flashinfer, xformers, Triton and Transformer
+#: Engine, sageattention, vLLM, transformers), and the way to say the same here.
+FOREIGN = {
+    "alibi_bias": "pass alibi_slopes",
+    "attention_mask": _MASK,
+    "attn_bias": "pass bias",
+    "attn_mask": _MASK,
+    "block_table": _PAGES,
+    "block_tables": _PAGES,
+    "cache_leftpad": "pass leftpad_k",
+    "cache_seqlens": _KV_LENGTHS,
+    "cu_seq_lens_k": "pass cu_seqlens_k",
+    "cu_seq_lens_q": "pass cu_seqlens_q",
+    "cu_seqlens": "pass cu_seqlens_q and cu_seqlens_k",
+    "cu_seqlens_kv": "pass cu_seqlens_k",
+    "deterministic": _ALWAYS,
+    "dropout": _DROPOUT,
+    "dropout_rate": _DROPOUT,
+    "enable_gqa": "leave it out: k and v may have fewer heads, a divisor of q's",
+    "generator": _DROPOUT,
+    "is_causal": _CAUSAL,
+    "k_cache": "call with_kv_cache, which takes k_cache and v_cache",
+    "k_descale": _QUANTIZED,
+    "kernel_options": "leave it out, or pass template, the name of a kernel",
+    "key": "pass q, k and v",
+    "key_padding_mask": _PADDING,
+    "kv_layout": _LAYOUT,
+    "learnable_sink": _SINKS,
+    "logits_soft_cap": _SOFTCAP,
+    "max_seq_len": _MAX,
+    "max_seqlen": _MAX,
+    "max_seqlen_kv": "pass max_seqlen_k",
+    "need_weights": _LSE,
+    "out": "leave it out: the output is a new tensor",
+    "output_attentions": _LSE,
+    "p": _DROPOUT,
+    "pack_gqa": "leave it out: heads are packed where that is faster",
+    "pos_encoding_mode": "pass alibi_slopes, or call rotary first",
+    "q_descale": _QUANTIZED,
+    "qkv_format": _LAYOUT,
+    "query": "pass q, k and v",
+    "return_attn_probs": _LSE,
+    "return_attn_weights": _LSE,
+    "return_softmax": _LSE,
+    "return_softmax_lse": _LSE,
+    "rotary_cos": "call with_kv_cache, which rotates, or rotary first",
+    "rotary_sin": "call with_kv_cache, which rotates, or rotary first",
+    "s_aux": _SINKS,
+    "scaling": _SCALE,
+    "score_mod": "pass bias, softcap or alibi_slopes: no function is compiled into a kernel",
+    "seqlens_k": _KV_LENGTHS,
+    "sink": _SINKS,
+    "sm_margin": "leave it out",
+    "sm_scale": _SCALE,
+    "sliding_window": _WINDOW,
+    "softmax_scale": _SCALE,
+    "tensor_layout": _LAYOUT,
+    "use_alibi": "pass alibi_slopes",
+    "v_cache": "call with_kv_cache, which takes k_cache and v_cache",
+    "v_descale": _QUANTIZED,
+    "value": "pass q, k and v",
+    "window_left": _WINDOW,
+    "window_right": _WINDOW,
+    "window_size": _WINDOW,
+}
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def lists_features(function: Function) -> Function:
+    """Has ``inspect.signature`` and help() name every feature that ``function`` takes as ``**features``.
+
+    Parameters of its own would cost each call a quarter of a microsecond. What only catches errors, ``*rest``
+    and ``**unknown``, is not listed.
+    """
+    own = inspect.signature(function)
+    catch_all = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = [each for each in own.parameters.values() if each.kind not in catch_all]
+    if "features" in own.parameters and own.parameters["features"].kind == inspect.Parameter.VAR_KEYWORD:
+        for name, hint in Keywords.__annotations__.items():
+            annotation = getattr(hint, "__forward_arg__", hint)
+            parameters.append(
+                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+            )
+    function.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return function
+
+
+def refuse_positions(function: str, names: str, given: int) -> NoReturn:
+    raise TypeError(
+        f"{function}() takes {names} by position and everything else by name, as causal=True or scale=0.1, "
+        f"got {given} positional arguments"
+    )
+
+
+def refuse_name(function: str, name: str) -> NoReturn:
+    """TypeError for an argument that there is not, with what to say instead where another library has it."""
+    import cutlass_fmha
+
+    taken = inspect.signature(getattr(cutlass_fmha, function)).parameters
+    hint = FOREIGN.get(name, "")
+    said = re.match(r"pass (\w+)", hint)
+    if not hint or (said and said[1] not in taken):
+        hint = f"help(cutlass_fmha.{function}) lists what it takes"
+    raise TypeError(f"{function}() got an unexpected keyword argument {name!r}: {hint}")
 
 
 def op_arguments(query: Tensor, keywords: Mapping[str, Any], query_name: str = "query") -> dict[str, Any]:
@@ -41,17 +165,18 @@ def op_arguments(query: Tensor, keywords: Mapping[str, Any], query_name: str = "
                 arguments[name] = _tensor(name, value)
         elif name in INTEGERS:
             if value is not None:
-                arguments[name] = _integer(name, value)
+                arguments[name] = integer(name, value)
         elif name in FLOATS:
-            if value is not None and (number := _number(name, value)) != 0.0:
+            if value is not None and (number := number_of(name, value)) != 0.0:
                 arguments[name] = number
         elif name not in OTHERS:
-            raise TypeError(f"attention() got an unexpected keyword argument {name!r}")
+            refuse_name("attention", name)
     if "sinks" in arguments:
         arguments["sinks"] = _sinks(query, arguments["sinks"])
-    arguments |= _window(keywords.get("window"))
+    arguments |= window_sides(keywords.get("window"))
     arguments |= _block_mask(keywords.get("block_mask"))
-    if _flag("batch_invariant", keywords.get("batch_invariant")):
+    invariant = keywords.get("batch_invariant")
+    if invariant is not None and flag("batch_invariant", invariant):
         arguments["batch_invariant"] = True
     if "dropout_p" in arguments:
         arguments["dropout_seed"] = _seed(query, keywords.get("dropout_seed"))
@@ -59,37 +184,26 @@ def op_arguments(query: Tensor, keywords: Mapping[str, Any], query_name: str = "
 
 
 def _tensor(name: str, value: Any) -> Tensor:
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor or None, got {type(value).__name__}")
-    return value
+    check_optional_tensor(name, value)
+    found: Tensor = value
+    return found
 
 
-def _integer(name: str, value: Any) -> Any:
+def integer(name: str, value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, (numbers.Integral, torch.SymInt)):
         raise TypeError(f"{name} must be an int or None, got {type(value).__name__}")
     return value
 
 
-def _number(name: str, value: Any) -> float:
-    if not isinstance(value, (numbers.Real, torch.SymInt, torch.SymFloat)):
-        raise TypeError(f"{name} must be a float, got {type(value).__name__}")
-    return float(value)
-
-
-def _flag(name: str, value: Any) -> bool:
-    if value is not None and not isinstance(value, bool):
-        raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
-    return bool(value)
-
-
-def _window(window: Any) -> dict[str, Any]:
+def window_sides(window: Any) -> dict[str, Any]:
     """A pair (left, right); None and -1 are no limit."""
     if window is None:
         return {}
     if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise TypeError(f"window must be a pair (left, right) or None, got {window!r}")
+        way_out = ": pass a mask, or numbers that the host knows" if isinstance(window, Tensor) else ""
+        raise TypeError(f"window must be a pair (left, right) or None, got {shown(window)}{way_out}")
     sides = zip(("window_left", "window_right"), window, strict=True)
-    given = {name: _integer(name, side) for name, side in sides if side is not None}
+    given = {name: integer(name, side) for name, side in sides if side is not None}
     return {name: side for name, side in given.items() if side != NO_LIMIT}
 
 
@@ -104,12 +218,12 @@ def _block_mask(block_mask: Any) -> dict[str, Any]:
         )
     counts, indices, block = block_mask
     if not isinstance(block, (tuple, list)) or len(block) != 2:
-        raise TypeError(f"block_mask must end with a pair (block_m, block_n), got {block!r}")
+        raise TypeError(f"block_mask must end with a pair (block_m, block_n), got {shown(block)}")
     return {
         "block_counts": _tensor("block_counts", counts),
         "block_indices": _tensor("block_indices", indices),
-        "block_m": _integer("block_m", block[0]),
-        "block_n": _integer("block_n", block[1]),
+        "block_m": integer("block_m", block[0]),
+        "block_n": integer("block_n", block[1]),
     }
 
 
@@ -129,7 +243,7 @@ def _seed(query: Tensor, seed: Any) -> Tensor:
         return torch.randint(SEEDS, (1,), dtype=torch.int64, device=query.device)
     if isinstance(seed, Tensor):
         return seed
-    seed = _integer("dropout_seed", seed)
+    seed = integer("dropout_seed", seed)
     if not -(2**63) <= seed < 2**63:
         raise ValueError(f"dropout_seed must fit in 64 bits, got {seed}")
     return torch.full((1,), seed, dtype=torch.int64, device=query.device)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -188,11 +188,34 @@ def _attend_autograd(
 
 def needs_gradient(*tensors: Tensor) -> bool:
     """Whether autograd, in reverse or forward mode, would want a derivative of a call on these tensors."""
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors):
         return True
     if private_torch.forward_ad._current_level < 0:
         return False
     return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+
+
+def refuse_elsewhere(name: str) -> None:
+    """Has the op refuse what it has no implementation for: other devices, sparse and nested tensors."""
+
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        arguments = getattr(torch.ops.cutlass_fmha, name).default._schema.arguments
+        given = dict(zip((each.name for each in arguments), args, strict=False)) | kwargs
+        for each in arguments:
+            value = given.get(each.name)
+            if str(each.type) == "Tensor" or isinstance(value, Tensor):
+                check.check_tensor(each.name, value)
+            if isinstance(value, Tensor) and value.is_quantized:
+                raise NotImplementedError(
+                    f"{each.name} is quantized, which no kernel takes: pass {each.name}.dequantize()"
+                )
+        device = next(value.device for value in given.values() if isinstance(value, Tensor))
+        raise NotImplementedError(
+            f"{arguments[0].name} must be on a CUDA device or the CPU, got {device}: {name} can't run there"
+        )
+
+    for key in ("CompositeExplicitAutograd", "NestedTensorCPU", "NestedTensorCUDA"):
+        _library.impl(name, refuse, key)
 
 
 def can_skip_dispatcher(query: Any, key: Any, value: Any) -> bool:
@@ -235,6 +258,8 @@ def others_can_skip_dispatcher(arguments: Mapping[str, Any]) -> bool:
     )
 
 
+for _name in ("forward", "attend"):
+    refuse_elsewhere(_name)
 _library.impl("forward", _cuda, "CUDA")
 _library.impl("forward", _cpu, "CPU")
 _library.impl("forward", _autograd, "Autograd", with_keyset=True)

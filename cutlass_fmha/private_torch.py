@@ -69,5 +69,14 @@ def _raw_stream(index: int) -> int:
 #: Stream object; absent from a torch without CUDA.
 raw_stream: Callable[[int], int] = getattr(_C, "_cuda_getCurrentRawStream", _raw_stream)
 
+
+def _check_value(condition: Any, sentence: Callable[[], str]) -> None:
+    if not condition:
+        raise ValueError(sentence())
+
+
+#: ValueError unless the condition holds; one on a number that a compiler can't know is checked when it runs.
+check_value: Callable[[Any, Callable[[], str]], None] = getattr(torch, "_check_value", _check_value)
+
 #: torch's fused attention for CPU tensors; None where there is none.
 flash_for_cpu: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)

@@ -40,8 +40,8 @@ def rotary(
             int or a tensor on the CPU, and cos and sin do not have; the sentence says which.
         NotImplementedError: an input requires a gradient.
     """
-    for name, tensor in (("x", x), ("cos", cos), ("sin", sin)):
-        check.check_tensor(name, tensor)
+    check.check_tensors_given({"x": x, "cos": cos, "sin": sin})
+    check.flag("interleaved", interleaved)
     if not isinstance(positions, Tensor):
         support.check_dims("x", x, "batch, seqlen, num_heads, head_dim")
         first, positions = positions, support.vector_of("positions", positions, x)
@@ -83,6 +83,7 @@ def check_rows(name: str, x: Tensor, cos: Tensor) -> None:
 
 def check_positions(cos: Tensor, first: int, rows: int) -> None:
     """``rows`` positions from ``first`` on."""
+    support.check_dims("rotary_cos", cos, "positions, rotary_dim / 2")
     if rows > 0 and not 0 <= first <= cos.shape[0] - rows:
         raise ValueError(
             f"rotary_cos has positions 0 to {cos.shape[0] - 1}, and a row has position "

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutlass_fmha import _C, check, support
+from cutlass_fmha import _C, check, keywords, support
 from cutlass_fmha.attention import attention
 
 SCHEMA = (
@@ -39,10 +39,12 @@ def merge_states(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tupl
         ValueError: shapes, dtypes or devices that do not fit; the sentence says which.
         NotImplementedError: an input requires a gradient.
     """
+    check.check_tensors_given({"o_a": o_a, "lse_a": lse_a, "o_b": o_b, "lse_b": lse_b})
     output, lse = torch.ops.cutlass_fmha.merge_states(o_a, lse_a, o_b, lse_b)
     return output, lse
 
 
+@keywords.lists_features
 def cascade_attention(
     q: Tensor,
     k_shared: Tensor,
@@ -65,6 +67,7 @@ def cascade_attention(
     num_splits: int | None = None,
     batch_invariant: bool = False,
     return_lse: bool = False,
+    **unknown: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over keys that all sequences of a batch share, such as a system prompt, and over their own.
 
@@ -89,6 +92,9 @@ def cascade_attention(
     Raises:
         TypeError, ValueError, UnsupportedError, NotImplementedError: as ``attention``.
     """
+    if unknown:
+        keywords.refuse_name("cascade_attention", min(unknown))
+    check.flag("return_lse", return_lse)
     axes = "batch, seqlen_q, num_heads, head_dim" if cu_seqlens_q is None else "total_q, num_heads, head_dim"
     support.check_dims("q", q, axes)
     for name, tensor in (("k_shared", k_shared), ("v_shared", v_shared)):
@@ -130,13 +136,14 @@ def cascade_attention(
 
 
 def _check(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> None:
-    support.check_alike({"o_a": o_a, "o_b": o_b})
-    support.check_device("o_a", o_a, {"lse_a": lse_a, "lse_b": lse_b})
+    check.check_tensors_given({"o_a": o_a, "lse_a": lse_a, "o_b": o_b, "lse_b": lse_b})
     if o_a.dim() not in (3, 4):
         raise ValueError(
             "o_a must have shape [batch, seqlen_q, num_heads, head_dim_v] or [total_q, num_heads, "
             f"head_dim_v], got {tuple(o_a.shape)}"
         )
+    support.check_alike({"o_a": o_a, "o_b": o_b})
+    support.check_device("o_a", o_a, {"lse_a": lse_a, "lse_b": lse_b})
     if o_b.shape != o_a.shape:
         raise ValueError(f"o_b must have o_a's shape {tuple(o_a.shape)}, got {tuple(o_b.shape)}")
     if any(size > check.MAX_SEQLEN for size in o_a.shape):

@@ -31,6 +31,7 @@ def register(schema: str, implementations: Mapping[str, Callable[..., Any]]) -> 
     name = schema.partition("(")[0]
     # Inductor must not hand over another layout than the traced one: last dimensions have to stay contiguous.
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
+    ops.refuse_elsewhere(name)
     for key, implementation in implementations.items():
         if key == "fake":
             torch.library.register_fake(f"cutlass_fmha::{name}", implementation, lib=_library)
@@ -143,7 +144,8 @@ def check_rows(name: str, tensor: Tensor) -> None:
 
 
 def check_dims(name: str, tensor: Tensor, axes: str) -> None:
-    """As many dimensions as ``axes`` names, separated by commas."""
+    """A tensor of as many dimensions as ``axes`` names, separated by commas."""
+    check.check_tensor(name, tensor)
     if tensor.dim() != axes.count(",") + 1:
         raise ValueError(
             f"{name} must have {axes.count(',') + 1} dimensions, [{axes}], got shape {tuple(tensor.shape)}"
@@ -155,6 +157,7 @@ def check_vectors(vectors: Mapping[str, Tensor | None], batch: int) -> None:
     for name, vector in vectors.items():
         if vector is None:
             continue
+        check.check_tensor(name, vector)
         if vector.dtype != torch.int32:
             raise ValueError(f"{name} must be int32, got {check.dtype_name(vector.dtype)}")
         if vector.shape != (batch,):

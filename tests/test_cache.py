@@ -325,7 +325,7 @@ def test_a_rotated_step(options: dict[str, Any]):
         ({"rotary_seqlens": 2**31}, "rotary_seqlens must fit in 32 bits, got 2147483648"),
         ({"cache_seqlens": 5.0}, r"cache_seqlens must be an int32 tensor \[batch\] or an int, got float"),
         ({"rotary_seqlens": [1]}, r"rotary_seqlens must be an int32 tensor \[batch\] or an int, got list"),
-        ({"page_table": [1]}, "page_table must be a torch.Tensor, got list"),
+        ({"page_table": [1]}, "page_table must be a torch.Tensor or None, got list"),
     ],
 )
 def test_what_the_host_knows_of_a_rotated_step_is_checked(change: dict[str, Any], message: str, place: str):

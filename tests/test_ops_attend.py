@@ -203,6 +203,22 @@ def test_compile_takes_packed_sequences_with_dynamic_shapes():
     assert counter.frame_count == 1
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_compile_takes_a_longest_sequence_that_only_the_device_knows(masked: bool):
+    def block(x, cu, longest, mask):
+        seqlen = longest.item()
+        said = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": seqlen, "max_seqlen_k": seqlen}
+        return attention(x, x, x, causal=True, mask=mask if masked else None, **said)
+
+    x, cu, mask = torch.randn(12, 4, 16), ints(0, 6, 12), torch.rand(6, 6) > 0.2
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        function, counter = compiled(block)
+        for longest in [6] if masked else [6, 7, 12]:
+            arguments = x, cu, torch.tensor(longest), mask
+            torch.testing.assert_close(function(*arguments), block(*arguments))
+        assert counter.frame_count == 1
+
+
 def test_compile_takes_paged_decoding_with_dynamic_shapes():
     def step(q, k, v, table, used):
         return attention(q, k, v, page_table=table, seqused_k=used, num_splits=4, causal=True)
