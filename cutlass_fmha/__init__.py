@@ -18,6 +18,7 @@ except ModuleNotFoundError as error:  # the sources, found before the installed 
 
 from cutlass_fmha.attention import attention, scaled_dot_product_attention
 from cutlass_fmha.cache import with_kv_cache
+from cutlass_fmha.dropout import dropout_mask
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.explanation import explain
 from cutlass_fmha.rotary import rotary
@@ -28,6 +29,7 @@ __all__ = [
     "__version__",
     "attention",
     "cascade_attention",
+    "dropout_mask",
     "explain",
     "merge_states",
     "rotary",

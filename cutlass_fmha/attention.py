@@ -90,7 +90,8 @@ def attention(
         softcap: scores become softcap * tanh(scores / softcap), before anything is added.
         alibi_slopes: float32 [num_heads] or [batch, num_heads]: slope * |i + offset - j| is subtracted.
         sinks: float32 or q's dtype, [num_heads]: one more score per head, whose value is 0.
-        dropout_p: in [0, 1): probabilities are dropped with it, the others divided by 1 - dropout_p.
+        dropout_p: in [0, 1), to the nearest 1/65536 (below half of that, nothing is dropped): probabilities
+            are dropped with it, the others divided by 1 - dropout_p. ``dropout_mask`` says which.
         dropout_seed: int, or int64 [1]; drawn from torch's generator of the device when None.
     Sequences:
         cu_seqlens_q: [batch + 1], where sequences begin in a packed q, [total_q, num_heads, head_dim]; the
@@ -152,7 +153,7 @@ def scaled_dot_product_attention(
         key, value: [..., num_heads, seqlen_k, head_dim]. Leading dimensions broadcast, as torch's do.
         attn_mask: bool, where False hides a key, or of query's dtype or float32, to be added to the scores;
             broadcastable to [..., num_heads, seqlen_q, seqlen_k].
-        dropout_p: in [0, 1): probabilities are dropped with it. The numbers are not those that torch draws.
+        dropout_p: as for ``attention``. The numbers are not those that torch draws.
         is_causal: key j is visible to query i when j <= i, also when the lengths differ ("top-left").
         scale: 1/sqrt(head_dim) when None.
         enable_gqa: key and value may have fewer heads, a divisor of query's.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cutlass_fmha import check, private_torch
+from cutlass_fmha import check, dropout, private_torch
 from cutlass_fmha.check import MAX_SCALE, MAX_SEQLEN, dtype_name
 from cutlass_fmha.features import NO_LIMIT, Features, Sizes
 
@@ -79,8 +79,7 @@ def check_numbers(features: Features) -> None:
             raise ValueError(f"{name} must be -1 (no limit) or 0 to 2**29, got {side}")
     if not 0.0 <= features.softcap <= MAX_SCALE:
         raise ValueError(f"softcap must be 0 (none) or positive, 2e38 at most, got {features.softcap}")
-    if not 0.0 <= features.dropout_p < 1.0:
-        raise ValueError(f"dropout_p must be at least 0 and less than 1, got {features.dropout_p}")
+    dropout.check_probability(features.dropout_p)
     if features.num_splits is not None and not 1 <= features.num_splits <= MAX_SPLITS:
         hint = ": None has a number chosen" if features.num_splits == 0 else ""
         raise ValueError(f"num_splits must be 1 to {MAX_SPLITS} or None, got {features.num_splits}{hint}")
@@ -286,11 +285,8 @@ def _check_scores(features: Features, sizes: Sizes, dtype: torch.dtype, query: s
             raise ValueError(f"sinks must have shape ({sizes.num_heads},), got {tuple(sinks.shape)}")
         if sinks.stride(0) != 1 and sinks.shape[0] > 1:
             raise ValueError("sinks must be contiguous: pass sinks.contiguous()")
-    if (seed := features.dropout_seed) is not None and (seed.dtype != torch.int64 or seed.shape != (1,)):
-        raise ValueError(
-            f"dropout_seed must be int64 of shape (1,), got {dtype_name(seed.dtype)} of shape "
-            f"{tuple(seed.shape)}"
-        )
+    if features.dropout_seed is not None:
+        dropout.check_seed(features.dropout_seed)
 
 
 def _check_blocks(features: Features, sizes: Sizes) -> None:

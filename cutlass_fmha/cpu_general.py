@@ -217,7 +217,7 @@ class _Sequence:
             row_sum = row_sum * correction + torch.exp(sinks - reference)
             acc, row_max = acc * correction, new_max
         nothing = row_sum == 0
-        output = (acc / row_sum).masked_fill(nothing, 0.0) / (1.0 - self.features.dropout_p)
+        output = (acc / row_sum).masked_fill(nothing, 0.0) * dropout.scale(self.features.dropout_p)
         lse = (row_max + torch.log(row_sum)).masked_fill(nothing, -math.inf)
         return output.transpose(0, 1), lse.squeeze(-1)
 

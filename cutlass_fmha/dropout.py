@@ -1,9 +1,14 @@
-"""Which probabilities dropout keeps, on the CPU: those that the kernels keep (src/general/dropout.h)."""
+"""Which probabilities dropout keeps, and what it multiplies them by, as in src/general/dropout.h."""
 
 from __future__ import annotations
 
+import numbers
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from cutlass_fmha.check import dtype_name, number_of
 
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -12,14 +17,105 @@ _ROUNDS = 10
 
 #: Keys whose 16-bit numbers one counter gives.
 KEYS_PER_COUNTER = 8
+#: So many 16-bit numbers are there.
+_NUMBERS = 1 << 16
+#: Elements of a mask that are made at a time: their numbers take 16 times their bytes.
+_CHUNK = 1 << 22
 
 
 def threshold(dropout_p: float) -> int:
-    """A 16-bit random number below it drops its key."""
-    return round(dropout_p * 65536)
+    """A 16-bit random number below it drops its key: ``dropout_p`` to the next 1/65536, less than 1."""
+    return min(round(dropout_p * _NUMBERS), _NUMBERS - 1)
 
 
-def philox(key: tuple[int, int], counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+def scale(dropout_p: float) -> float:
+    """What is kept is multiplied by this: the inverse of the probability of that, which leaves the mean."""
+    return _NUMBERS / (_NUMBERS - threshold(dropout_p))
+
+
+def check_probability(dropout_p: float) -> None:
+    """Raises ValueError."""
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p must be at least 0 and less than 1, got {dropout_p}")
+
+
+def check_seed(seed: Tensor) -> None:
+    """Raises ValueError."""
+    if seed.dtype != torch.int64 or seed.shape != (1,):
+        raise ValueError(
+            f"dropout_seed must be int64 of shape (1,), got {dtype_name(seed.dtype)} of shape "
+            f"{tuple(seed.shape)}"
+        )
+
+
+def seed_tensor(seed: int, device: torch.device | str | None) -> Tensor:
+    """int64 [1]. Raises ValueError."""
+    if not -(2**63) <= seed < 2**63:
+        raise ValueError(f"dropout_seed must fit in 64 bits, got {seed}")
+    return torch.full((1,), seed, dtype=torch.int64, device=device)
+
+
+def _integer(name: str, value: Any, or_else: str = "") -> int:
+    if isinstance(value, bool) or not isinstance(value, (numbers.Integral, torch.SymInt)):
+        raise TypeError(f"{name} must be an int{or_else}, got {type(value).__name__}")
+    return int(value)
+
+
+def dropout_mask(
+    dropout_seed: int | Tensor,
+    batch: int,
+    num_heads: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    dropout_p: float,
+    *,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Which probabilities ``attention`` keeps with this ``dropout_p`` and ``dropout_seed``, bit for bit.
+
+    Args:
+        dropout_seed: int, or int64 [1], which is not read by the host.
+        batch, num_heads: the call's; num_heads that of q.
+        seqlen_q, seqlen_k: how many queries and keys of each sequence, no matter how many it has.
+        dropout_p: in [0, 1). A 16-bit number decides, so that what counts is the nearest multiple of 1/65536,
+            65535/65536 at most: below 1/131072, nothing is dropped.
+        device: where the mask is made; the seed's, or torch's default, when None.
+
+    Returns:
+        bool [batch, num_heads, seqlen_q, seqlen_k], True where a probability is kept, and then divided by
+        that multiple's complement to 1. [b, h, i, j] is the b-th sequence's i-th query and j-th key, wherever
+        they stand: query i of a packed sequence (cu_seqlens_q) is row cu_seqlens_q[b] + i, key 0 is the first
+        one after left padding, and b counts sequences, not entries of a cache (cache_batch_idx).
+
+    Raises:
+        TypeError, ValueError: an argument is not what is described above.
+    """
+    sizes = {"batch": batch, "num_heads": num_heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    for name, size in sizes.items():
+        if _integer(name, size) < 0:
+            raise ValueError(f"{name} must be 0 or more, got {size}")
+    dropout_p = number_of("dropout_p", dropout_p)
+    check_probability(dropout_p)
+    if isinstance(dropout_seed, Tensor):
+        check_seed(dropout_seed)
+        seed = dropout_seed if device is None else dropout_seed.to(device)
+    else:
+        seed = seed_tensor(_integer("dropout_seed", dropout_seed, " or a torch.Tensor"), device)
+    device = seed.device
+    mask = torch.empty(batch, num_heads, seqlen_q, seqlen_k, dtype=torch.bool, device=device)
+    step = max(1, _CHUNK // max(1, num_heads * seqlen_k))
+    for b in range(batch):
+        for first in range(0, seqlen_q, step):
+            queries = first, min(first + step, seqlen_q)
+            mask[b, :, slice(*queries)] = kept(
+                seed, threshold(dropout_p), b, num_heads, queries, (0, seqlen_k)
+            )
+    return mask
+
+
+def philox(
+    key: tuple[int | Tensor, int | Tensor], counter: tuple[Tensor, Tensor, Tensor, Tensor]
+) -> tuple[Tensor, ...]:
     """Philox4x32-10 (Salmon, Moraes, Dror and Shaw 2011): the 32-bit words of each counter, in int64."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -33,19 +129,25 @@ def philox(key: tuple[int, int], counter: tuple[Tensor, Tensor, Tensor, Tensor])
 
 
 def kept(
-    seed: int, drop_below: int, sequence: int, num_heads: int, queries: tuple[int, int], keys: tuple[int, int]
+    seed: int | Tensor,
+    drop_below: int,
+    sequence: int,
+    num_heads: int,
+    queries: tuple[int, int],
+    keys: tuple[int, int],
 ) -> Tensor:
     """[num_heads, queries, keys] bool, for ranges of the queries and keys of sequence number ``sequence``.
 
     A counter is (query, eighth of the keys, sequence and head, 0). Its words hold the numbers of the eight
     keys in order, two each, the first in the low half.
     """
+    device = seed.device if isinstance(seed, Tensor) else "cpu"
     first, last = keys[0] // KEYS_PER_COUNTER, -(-keys[1] // KEYS_PER_COUNTER)
-    eighths = torch.arange(first, last)
-    heads = torch.arange(sequence * num_heads, (sequence + 1) * num_heads)[:, None, None]
-    rows = torch.arange(*queries)[:, None]
+    eighths = torch.arange(first, last, device=device)
+    heads = torch.arange(sequence * num_heads, (sequence + 1) * num_heads, device=device)[:, None, None]
+    rows = torch.arange(*queries, device=device)[:, None]
     words = philox((seed & _WORD, seed >> 32 & _WORD), (rows, eighths, heads, torch.zeros_like(eighths)))
     halves = [half for word in torch.broadcast_tensors(*words) for half in (word & 0xFFFF, word >> 16)]
-    in_order = torch.stack(halves, -1).flatten(-2)
+    in_order = torch.stack([half >= drop_below for half in halves], -1).flatten(-2)
     begin = keys[0] - first * KEYS_PER_COUNTER
-    return in_order[:, :, begin : begin + keys[1] - keys[0]] >= drop_below
+    return in_order[:, :, begin : begin + keys[1] - keys[0]]

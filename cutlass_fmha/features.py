@@ -41,7 +41,7 @@ class Features(NamedTuple):
     alibi_slopes: Tensor | None = None
     #: float32 [num_heads] (float64 with float64 tensors): one more score in the denominator, of value 0.
     sinks: Tensor | None = None
-    #: Probability, in [0, 1), with which a visible key's probability becomes 0.
+    #: Probability, in [0, 1) and in steps of 1/65536, with which a visible key's probability becomes 0.
     dropout_p: float = 0.0
     #: int64 [1]; there when dropout_p > 0.
     dropout_seed: Tensor | None = None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cutlass_fmha import _C, blocks, check, fallback, select
+from cutlass_fmha import _C, blocks, check, dropout, fallback, select
 from cutlass_fmha import device as devices
 from cutlass_fmha.check_features import broadcast_strides, check_features
 from cutlass_fmha.errors import UnsupportedError
@@ -305,8 +305,8 @@ def _params(sizes: Sizes, features: Features, causal: str, operands: list[check.
     p.window_left, p.window_right = features.window_left, features.window_right if causal == "none" else 0
     p.softcap = features.softcap
     if features.dropout_p > 0:
-        p.dropout_threshold = round(features.dropout_p * 65536)
-        p.dropout_scale = 1 / (1 - features.dropout_p)
+        p.dropout_threshold = dropout.threshold(features.dropout_p)
+        p.dropout_scale = dropout.scale(features.dropout_p)
     if (table := features.page_table) is not None and table.numel() > 0:
         p.page_size, p.page_table_stride = sizes.page_size, table.stride(0)
     _add_strides(p, features, sizes)

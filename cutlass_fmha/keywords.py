@@ -15,6 +15,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
+from cutlass_fmha import dropout
 from cutlass_fmha.check import check_optional_tensor, check_tensor, dtype_name, flag, number_of, shown
 from cutlass_fmha.features import NO_LIMIT, Keywords
 
@@ -243,7 +244,4 @@ def _seed(query: Tensor, seed: Any) -> Tensor:
         return torch.randint(SEEDS, (1,), dtype=torch.int64, device=query.device)
     if isinstance(seed, Tensor):
         return seed
-    seed = integer("dropout_seed", seed)
-    if not -(2**63) <= seed < 2**63:
-        raise ValueError(f"dropout_seed must fit in 64 bits, got {seed}")
-    return torch.full((1,), seed, dtype=torch.int64, device=query.device)
+    return dropout.seed_tensor(integer("dropout_seed", seed), query.device)

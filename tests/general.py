@@ -153,7 +153,8 @@ def _params(problem: GeneralProblem, call: Call, out: Tensor, lse: Tensor | None
             setattr(p, place_of, tensor.data_ptr())
     _add_strides(p, problem, features)
     if problem.dropout:
-        p.dropout_threshold, p.dropout_scale = round(problem.dropout * 65536), 1 / (1 - problem.dropout)
+        p.dropout_threshold = oracle_general.dropped_of_65536(problem.dropout)
+        p.dropout_scale = 65536 / (65536 - p.dropout_threshold)
     if problem.pack and problem.group and problem.blocks is None:
         p.pack = problem.group
     rows = call.q.shape[0] if problem.packed_q else problem.seqlen_q

@@ -168,7 +168,7 @@ class Sequence:
         assert f.dropout_seed is not None
         seed = int(f.dropout_seed) % 2**64
         heads, n_q = self.q.shape[1], len(self.q)
-        keep = kept(seed, round(f.dropout_p * 65536), self.number, heads, n_q, len(self.k))
+        keep = kept(seed, dropped_of_65536(f.dropout_p), self.number, heads, n_q, len(self.k))
         return torch.from_numpy(keep).to(self.q.device)
 
     def dropped(self, p: Tensor, rows: slice) -> Tensor:
@@ -176,7 +176,7 @@ class Sequence:
 
     @property
     def factor(self) -> float:
-        return 1.0 / (1.0 - self.features.dropout_p)
+        return 1.0 / (1.0 - dropped_of_65536(self.features.dropout_p) / 65536)
 
 
 def sequences(
@@ -209,6 +209,11 @@ def _rows(kv: Tensor, b: int, f: Features) -> Tensor:
 
 
 # ---- dropout -----------------------------------------------------------------------------------------------
+
+
+def dropped_of_65536(dropout_p: float) -> int:
+    """How many of the numbers of 16 bits drop: never all."""
+    return min(65535, round(65536 * dropout_p))
 
 
 def philox(key: tuple[int, int], counter: tuple[Any, Any, Any, Any]) -> tuple[Any, Any, Any, Any]:

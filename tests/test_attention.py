@@ -29,6 +29,7 @@ def test_the_public_names():
         "__version__",
         "attention",
         "cascade_attention",
+        "dropout_mask",
         "explain",
         "merge_states",
         "rotary",

@@ -6,7 +6,7 @@ import oracle_general
 import pytest
 import torch
 
-from cutlass_fmha import attention, dropout
+from cutlass_fmha import attention, dropout, dropout_mask
 
 # Known answers of Random123 (Salmon, Moraes, Dror and Shaw 2011) for philox4x32-10: key, counter, words.
 ANSWERS = [
@@ -62,9 +62,61 @@ def test_ranges_are_pieces_of_the_whole(seed: int):
             assert torch.equal(part, torch.from_numpy(whole[:, slice(*queries), slice(*keys)].copy()))
 
 
-@pytest.mark.parametrize(("p", "below"), [(0.0, 0), (0.5, 32768), (0.1, 6554), (1e-6, 0), (0.999999, 65536)])
-def test_the_threshold_is_rounded(p: float, below: int):
+#: Of 65536 numbers, those that drop.
+THRESHOLDS = [(0.0, 0), (1e-6, 0), (0.1, 6554), (0.5, 32768), (0.9999, 65529), (1 - 1e-9, 65535)]
+
+
+@pytest.mark.parametrize(("p", "below"), THRESHOLDS)
+def test_what_is_kept_is_divided_by_the_probability_of_that(p: float, below: int):
+    """With 256 equal probabilities and the identity as values, the output is the mask."""
     assert dropout.threshold(p) == below
+    shape = (2, 3, 300, 256)
+    q, k = torch.zeros(2, 300, 3, 8), torch.zeros(2, 256, 1, 8)
+    v = torch.eye(256).view(1, 256, 1, 256).expand(2, -1, -1, -1)
+    mask = dropout_mask(5, *shape, p)
+    out = attention(q, k, v, dropout_p=p, dropout_seed=5).transpose(1, 2)
+    torch.testing.assert_close(out, mask / 256 * (65536 / (65536 - below)), rtol=1e-6, atol=0)
+    assert mask.any() and mask.all() == (below == 0)
+
+
+@pytest.mark.parametrize("seed", [7, -1, torch.tensor([2**63 - 1])], ids=str)
+def test_the_mask_is_the_oracles(seed: int | torch.Tensor, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(dropout, "_CHUNK", 2000)  # several queries at a time, and not all
+    mask = dropout_mask(seed, 3, 4, 33, 70, 0.3)
+    assert mask.dtype == torch.bool and mask.shape == (3, 4, 33, 70)
+    for b in range(3):
+        expected = oracle_general.kept(int(seed) % 2**64, 19661, b, 4, 33, 70)
+        assert torch.equal(mask[b], torch.from_numpy(expected))
+    for shape in [(0, 4, 3, 5), (2, 0, 3, 5), (2, 4, 0, 5), (2, 4, 3, 0)]:
+        assert dropout_mask(seed, *shape, 0.3).shape == shape
+
+
+def test_packed_sequences_are_numbered_by_themselves():
+    q, k, v = torch.randn(12, 2, 16), torch.randn(20, 1, 16), torch.eye(20).view(20, 1, 20)
+    starts = {"cu_seqlens_q": (0, 5, 5, 12), "cu_seqlens_k": (2, 11, 11, 20)}
+    vectors = {name: torch.tensor(numbers, dtype=torch.int32) for name, numbers in starts.items()}
+    out = attention(q, k, v, dropout_p=0.5, dropout_seed=9, **vectors)
+    mask = dropout_mask(9, 3, 2, 7, 9, 0.5)
+    for b, queries, keys in [(0, slice(0, 5), slice(2, 11)), (2, slice(5, 12), slice(11, 20))]:
+        kept = out[queries, :, keys].transpose(0, 1) != 0
+        assert torch.equal(kept, mask[b, :, : queries.stop - queries.start])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((1, 1, 1, 1, 1, 1.0), ValueError, "dropout_p must be at least 0 and less than 1, got 1.0"),
+        ((1, 1, 1, 1, 1, "0.5"), TypeError, "dropout_p must be a float, got str"),
+        ((1, 1, -1, 1, 1, 0.5), ValueError, "num_heads must be 0 or more, got -1"),
+        ((1, 1, 1, 2.0, 1, 0.5), TypeError, "seqlen_q must be an int, got float"),
+        ((None, 1, 1, 1, 1, 0.5), TypeError, "dropout_seed must be an int or a torch.Tensor, got NoneType"),
+        ((2**63, 1, 1, 1, 1, 0.5), ValueError, "dropout_seed must fit in 64 bits, got 9223372036854775808"),
+        ((torch.tensor(3), 1, 1, 1, 1, 0.5), ValueError, r"dropout_seed must be int64 of shape \(1,\), got"),
+    ],
+)
+def test_what_is_no_mask_is_refused(arguments: tuple, error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        dropout_mask(*arguments)
 
 
 def test_a_seed_is_drawn_where_none_is_given():

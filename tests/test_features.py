@@ -113,6 +113,60 @@ def test_sinks_of_the_tensors_dtype_are_converted(monkeypatch):
 # ---- what is taken --------------------------------------------------------------------------------------
 
 
+#: Arguments that may lie anywhere, the others' rows are contiguous; each with a call that it goes with.
+STRIDED = ("mask", "bias", "alibi_slopes", "dropout_seed", "block_counts", "block_indices")
+LAID = {
+    "mask": torch.rand(BATCH, HEADS, SEQLEN_Q, SEQLEN_K) < 0.7,
+    "bias": torch.randn(BATCH, HEADS, SEQLEN_Q, SEQLEN_K),
+    "alibi_slopes": torch.rand(BATCH, HEADS),
+    "sinks": torch.randn(HEADS),
+    "dropout_seed": torch.tensor([3]),
+    "block_counts": ints(*range(8)).view(BATCH, HEADS, 1) % 3,
+    "block_indices": torch.arange(24, dtype=torch.int32).view(BATCH, HEADS, 1, 3),
+    **{name: ints(3, 1) for name in ("seqused_q", "seqused_k", "leftpad_k", "prefix_lengths")},
+    "cache_batch_idx": ints(1, 0),
+    "cu_seqlens_q": CU_Q,
+    "cu_seqlens_k": CU_K,
+    "page_table": TABLE,
+}
+
+
+def laid(x: torch.Tensor, how: str) -> torch.Tensor:
+    """x with gaps, or some of its numbers, shared by its rows."""
+    if how == "strided":
+        odd = (slice(1, None, 2),) * x.dim()
+        wide = x.new_zeros([2 * size for size in x.shape])
+        wide[odd] = x
+        return wide[odd]
+    if how == "overlapping":
+        return x.flatten()[: sum(x.shape) - x.dim() + 1].as_strided(x.shape, (1,) * x.dim())
+    last = x.dim() - (1 if x.dim() > 2 else 0)  # lists must ascend
+    return x[tuple(slice(0, 1) for _ in range(last))].expand(x.shape)
+
+
+def with_argument(name: str, x: torch.Tensor) -> dict[str, Any]:
+    if name.startswith("cu_seqlens"):
+        return {**PACKED, "cu_seqlens_q": CU_Q, "cu_seqlens_k": CU_K, name: x}
+    if name.startswith("block_"):
+        lists = {"block_counts": ints(1).expand(1, 1, 1), "block_indices": ints(0, 1, 2).view(1, 1, 1, 3)}
+        return {"block_mask": (*(lists | {name: x}).values(), (8, 4))}
+    return {name: x} | (PAGED if name == "page_table" else {"dropout_p": 0.3} if "seed" in name else {})
+
+
+@pytest.mark.parametrize("how", ["strided", "expanded", "overlapping"])
+@pytest.mark.parametrize("name", LAID)
+def test_a_tensor_lies_anywhere_or_is_refused(name: str, how: str):
+    x = laid(LAID[name], how)
+    if name in STRIDED or x.is_contiguous() or (name == "page_table" and x.stride(1) == 1):
+        assert torch.equal(
+            call(**with_argument(name, x)),
+            call(**with_argument(name, x.clone(memory_format=torch.contiguous_format))),
+        )
+    else:
+        with pytest.raises(ValueError, match=f"{name} must be contiguous.*: pass {name}.contiguous"):
+            call(**with_argument(name, x))
+
+
 def test_what_is_legal_together():
     """Combinations that look as if they could be refused."""
     both = {**PACKED, "cu_seqlens_q": CU_Q, "cu_seqlens_k": CU_K}

@@ -115,6 +115,20 @@ def test_a_plain_problem_may_be_given_to_a_general_row(row: _C.Template):
 
 
 @by_row
+def test_dropout_is_that_of_the_public_mask(row: _C.Template):
+    """Equal probabilities and the identity as values: what is dropped is 0."""
+    dim, heads, queries = row.head_dim_v, 3, row.tile_m + 5
+    dtype = gpu.torch_dtype(row)
+    q = torch.zeros(2, queries, heads, row.head_dim, dtype=dtype, device=DEVICE)
+    k = torch.zeros(2, dim, 1, row.head_dim, dtype=dtype, device=DEVICE)
+    v = torch.eye(dim, dtype=dtype, device=DEVICE).view(1, dim, 1, dim).expand(2, -1, -1, -1)
+    for p in (0.3, 0.9999, 1e-6):
+        out = cutlass_fmha.attention(q, k, v, dropout_p=p, dropout_seed=11, template=row.name)
+        mask = cutlass_fmha.dropout_mask(11, 2, heads, queries, dim, p, device=DEVICE)
+        assert torch.equal(out.transpose(1, 2) != 0, mask)
+
+
+@by_row
 def test_repeats_are_bitwise_equal(row: _C.Template, parity: ParityReport):
     for problem in (
         GeneralProblem(300, 500, causal="bottom-right", window=(120, 0), softcap=9.0, dropout=0.3, seed=5),
