@@ -185,9 +185,8 @@ def explain(
 def _problem_of_tensors(
     tensors: tuple[Tensor, Tensor, Tensor], causal: str, layout: str, keywords: dict[str, Any]
 ) -> Problem:
-    said = op_arguments(
-        tensors[0], {**keywords, "dropout_seed": 0}, "q"
-    )  # none is drawn for what doesn't run
+    check.check_tensors_given(dict(zip("qkv", tensors, strict=True)))
+    said = op_arguments(tensors[0], {**keywords, "dropout_seed": 0})  # none is drawn for what doesn't run
     if said or tensors[2].shape[-1:] != tensors[0].shape[-1:]:
         if layout == "bhsd":
             q, k, v = (tensor.transpose(1, 2) if tensor.dim() == 4 else tensor for tensor in tensors)

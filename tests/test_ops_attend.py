@@ -211,7 +211,9 @@ def test_compile_takes_a_longest_sequence_that_only_the_device_knows(masked: boo
         return attention(x, x, x, causal=True, mask=mask if masked else None, **said)
 
     x, cu, mask = torch.randn(12, 4, 16), ints(0, 6, 12), torch.rand(6, 6) > 0.2
-    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+    # A graph from the cache on disk would prove nothing.
+    fresh = torch._functorch.config.patch(enable_autograd_cache=False)
+    with fresh, torch._dynamo.config.patch(capture_scalar_outputs=True):
         function, counter = compiled(block)
         for longest in [6] if masked else [6, 7, 12]:
             arguments = x, cu, torch.tensor(longest), mask
