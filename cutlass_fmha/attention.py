@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
-from cutlass_fmha import check, check_features, general_plan, keywords, ops, plan
+from cutlass_fmha import autocast, check, check_features, general_plan, keywords, ops, plan, private_torch
 from cutlass_fmha.features import Features
 
 if TYPE_CHECKING:
@@ -126,8 +126,11 @@ def attention(
     if return_lse is not False and return_lse is not True:
         check.flag("return_lse", return_lse)  # type: ignore[unreachable]
     names = ("q", "k", "v")
-    if features:
-        arguments = keywords.op_arguments(q, features, "q")
+    said: Mapping[str, Any] = features
+    if private_torch.any_autocast_enabled():
+        q, k, v, said = autocast.operands(q, k, v, features)
+    if said:
+        arguments = keywords.op_arguments(q, said, "q")
         if arguments:
             output, lse = _attend(q, k, v, scale, causal, return_lse, layout, template, names, arguments)
             return (output, lse) if return_lse else output
@@ -167,6 +170,9 @@ def scaled_dot_product_attention(
         TypeError, ValueError, UnsupportedError: as ``attention``; also for attn_mask together with is_causal.
     """
     causal = "top-left" if check.flag("is_causal", is_causal) else "none"
+    if private_torch.any_autocast_enabled():
+        query, key, value, said = autocast.operands(query, key, value, {"bias": attn_mask})
+        attn_mask = said["bias"]
     lead = None
     if not _same_leading(query, key, value, enable_gqa):
         check.flag("enable_gqa", enable_gqa)
@@ -202,6 +208,11 @@ def attend_cache(
     features: Mapping[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
     """``attention`` for ``with_kv_cache``, under its names."""
+    if private_torch.any_autocast_enabled() and autocast.dtype_of(k_cache) is not None:
+        q, _, _, cast = autocast.operands(q, k_cache, v_cache, features, k_cache.dtype)
+        # The op would cast what it can't know to be a cache.
+        with autocast.off(k_cache.device.type):
+            return attend_cache(q, k_cache, v_cache, scale, causal, return_lse, template, cast)
     names = ("q", "k_cache", "v_cache")
     rest = (scale, check.causal_name(causal), check.flag("return_lse", return_lse), "bshd", template, names)
     arguments = keywords.op_arguments(q, features, "q")

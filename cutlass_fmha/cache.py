@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cutlass_fmha import _C, check, keywords, private_torch, support
+from cutlass_fmha import _C, autocast, check, keywords, private_torch, support
 from cutlass_fmha.attention import attend_cache
 from cutlass_fmha.rotary import check_positions, check_rows, check_table, launch_arguments, rotate, table_of
 
@@ -78,7 +78,7 @@ def with_kv_cache(
             return_lse, template: as ``attention``.
 
     Returns:
-        As ``attention``.
+        As ``attention``. Under torch.autocast the cache is not cast: q, k and v are, to its dtype.
 
     The host reads no tensor on a GPU. There a new key without a place is dropped: one beyond the rows that
     the cache has for a sequence, or of a page or an entry that there is not; and a row whose position
@@ -400,6 +400,27 @@ def _fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     return arguments.results()
 
 
+def _casts(
+    dtype: torch.dtype,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *rest: Any,
+    **others: Any,
+) -> autocast.Arguments:
+    """Autocast's rule: what is new becomes what the cache is. A table in neither its dtype nor float32 loses
+    nothing in float32."""
+    own = k_cache.dtype
+    new = (autocast.cast(key, own), autocast.cast(value, own))
+    for name, given in others.items():
+        if name == "query":
+            others[name] = autocast.cast(given, own)
+        elif name in ("rotary_cos", "rotary_sin") and given is not None and given.dtype != own:
+            others[name] = autocast.cast(given, torch.float32)
+    return (k_cache, v_cache, *new, *rest), others
+
+
 def _count_writes(keyset: Any, k_cache: Tensor, v_cache: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Autograd's rule for ops that write in place: whoever saved a cache for a backward is told."""
     found = private_torch.after_writes(
@@ -409,5 +430,5 @@ def _count_writes(keyset: Any, k_cache: Tensor, v_cache: Tensor, *args: Any, **k
     return found
 
 
-support.register(SCHEMA, {"CUDA": _cuda, "CPU": _cpu, "fake": _fake})
+support.register(SCHEMA, {"CUDA": _cuda, "CPU": _cpu, "fake": _fake}, _casts)
 support.register_writes("append_kv_", _count_writes)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutlass_fmha import _C, check, general_plan, refusal, select
+from cutlass_fmha import _C, autocast, check, general_plan, refusal, select
 from cutlass_fmha import device as devices
 from cutlass_fmha.calibration import store
 from cutlass_fmha.calibration.store import Calibration
@@ -186,7 +186,9 @@ def _problem_of_tensors(
     tensors: tuple[Tensor, Tensor, Tensor], causal: str, layout: str, keywords: dict[str, Any]
 ) -> Problem:
     check.check_tensors_given(dict(zip("qkv", tensors, strict=True)))
-    said = op_arguments(tensors[0], {**keywords, "dropout_seed": 0})  # none is drawn for what doesn't run
+    keywords = {**keywords, "dropout_seed": 0}  # none is drawn for what doesn't run
+    q, k, v, cast = autocast.operands(*tensors, keywords)
+    tensors, said = (q, k, v), op_arguments(q, cast)
     if said or tensors[2].shape[-1:] != tensors[0].shape[-1:]:
         if layout == "bhsd":
             q, k, v = (tensor.transpose(1, 2) if tensor.dim() == 4 else tensor for tensor in tensors)

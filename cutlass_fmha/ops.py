@@ -1,4 +1,4 @@
-"""The ops ``forward`` and ``attend``: their schemas, and what they do for CUDA, CPU, fake tensors, autograd.
+"""The ops ``forward`` and ``attend``: their schemas, and what they do for each of torch's dispatch keys.
 
 ``attend`` takes everything that a call may say; ``forward`` is the short form that most calls need.
 """
@@ -13,7 +13,17 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from cutlass_fmha import _C, check, check_features, cpu, cpu_general, general_plan, plan, private_torch
+from cutlass_fmha import (
+    _C,
+    autocast,
+    check,
+    check_features,
+    cpu,
+    cpu_general,
+    general_plan,
+    plan,
+    private_torch,
+)
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.features import Features
 from cutlass_fmha.select import CAUSAL, mask_diagonal
@@ -222,7 +232,8 @@ def can_skip_dispatcher(query: Any, key: Any, value: Any) -> bool:
     """Whether nothing but the CUDA implementation would have a say in a call: half of its host time is saved.
 
     Whatever listens to operators gets its way through the dispatcher: tracing, modes, functorch transforms,
-    subclasses, the profiler, gradients. Only asked where ``torch.compiler.is_compiling()`` is false.
+    subclasses, the profiler, gradients. Autocast had its say before: ``autocast.operands``. Only
+    asked where ``torch.compiler.is_compiling()`` is false.
     """
     return (
         type(query) is Tensor
@@ -264,7 +275,9 @@ _library.impl("forward", _cuda, "CUDA")
 _library.impl("forward", _cpu, "CPU")
 _library.impl("forward", _autograd, "Autograd", with_keyset=True)
 torch.library.register_fake("cutlass_fmha::forward", _fake, lib=_library)
+autocast.register(_library, "forward", autocast.attention_rule)
 _library.impl("attend", _attend_cuda, "CUDA")
 _library.impl("attend", _attend_cpu, "CPU")
 _library.impl("attend", _attend_autograd, "Autograd", with_keyset=True)
 torch.library.register_fake("cutlass_fmha::attend", _attend_fake, lib=_library)
+autocast.register(_library, "attend", autocast.attention_rule)

@@ -38,6 +38,13 @@ profiler: Any = (
 )
 
 
+#: Whether any device type's autocast is on; with the stand-in the public questions follow.
+any_autocast_enabled: Callable[[], bool] = getattr(_C, "_is_any_autocast_enabled", lambda: True)
+
+#: A context without autocast, of any device type, at a sixth of torch.autocast's cost; None: there is none.
+disable_autocast: Any = getattr(_C, "_DisableAutocast", None)
+
+
 # ---- from one implementation of an op to the next ----------------------------------------------------------
 
 

@@ -7,12 +7,13 @@ exponentials of their log-sum-exps (Ye et al. 2024, Cascade Inference).
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cutlass_fmha import _C, check, keywords, support
+from cutlass_fmha import _C, autocast, check, keywords, private_torch, support
 from cutlass_fmha.attention import attention
 
 SCHEMA = (
@@ -106,30 +107,47 @@ def cascade_attention(
         "batch_invariant": batch_invariant,
         "return_lse": True,
     }
+    own: dict[str, Any] = {
+        "causal": causal,
+        "sinks": sinks,
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_k": max_seqlen_k,
+        "seqused_k": seqused_k,
+        "leftpad_k": leftpad_k,
+        "page_table": page_table,
+        "cache_batch_idx": cache_batch_idx,
+    }
+    if private_torch.any_autocast_enabled() and autocast.dtype_of(q) is not None:
+        # Both parts in one dtype: a cache of own keys says which.
+        q, k, v, said = autocast.operands(q, k, v, own)
+        k_shared, v_shared = autocast.cast(k_shared, q.dtype), autocast.cast(v_shared, q.dtype)
+        with autocast.off(q.device.type):
+            output, lse = _both_parts(q, k_shared, v_shared, k, v, both, said)
+    else:
+        output, lse = _both_parts(q, k_shared, v_shared, k, v, both, own)
+    return (output, lse) if return_lse else output
+
+
+def _both_parts(
+    q: Tensor,
+    k_shared: Tensor,
+    v_shared: Tensor,
+    k: Tensor,
+    v: Tensor,
+    both: Mapping[str, Any],
+    own: Mapping[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """The merged state. ``both`` and ``own``: what ``attention`` is told of both parts, of the own one."""
     rows = q.reshape(1, math.prod(q.shape[:-2]), *q.shape[-2:])
-    shared, shared_lse = attention(rows, k_shared[None], v_shared[None], **both)
-    own, own_lse = attention(
-        q,
-        k,
-        v,
-        causal=causal,
-        sinks=sinks,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        seqused_k=seqused_k,
-        leftpad_k=leftpad_k,
-        page_table=page_table,
-        cache_batch_idx=cache_batch_idx,
-        **both,
-    )
+    shared, shared_lse = attention(rows, k_shared.unsqueeze(0), v_shared.unsqueeze(0), **both)
+    found, found_lse = attention(q, k, v, **own, **both)
     # [num_heads, batch, seqlen_q] or [num_heads, total_q]: the batch comes first in a state.
     shared_lse = shared_lse.view(q.shape[-2], *q.shape[:-2])
     if q.dim() == 4:
         shared_lse = shared_lse.transpose(0, 1)
-    output, lse = merge_states(shared.view(own.shape), shared_lse, own, own_lse)
-    return (output, lse) if return_lse else output
+    return merge_states(shared.view(found.shape), shared_lse, found, found_lse)
 
 
 # ---- the op ------------------------------------------------------------------------------------------------
@@ -204,4 +222,11 @@ def _fake(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tenso
     return _empty(o_a, lse_a)
 
 
-support.register(SCHEMA, {"CUDA": _cuda, "CPU": _cpu, "fake": _fake})
+def _casts(dtype: torch.dtype, o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> autocast.Arguments:
+    """Autocast's rule for sums: the wider of two dtypes, and nothing is cast where they are the same."""
+    if torch.float32 in (o_a.dtype, o_b.dtype):
+        o_a, o_b = autocast.cast(o_a, torch.float32), autocast.cast(o_b, torch.float32)
+    return (o_a, lse_a, o_b, lse_b), {}
+
+
+support.register(SCHEMA, {"CUDA": _cuda, "CPU": _cpu, "fake": _fake}, _casts)

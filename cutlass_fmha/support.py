@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutlass_fmha import _C, check, ops, private_torch, select
+from cutlass_fmha import _C, autocast, check, ops, private_torch, select
 from cutlass_fmha import device as devices
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.streams import current_stream
@@ -26,8 +26,10 @@ CPU_DTYPES = (*CUDA_DTYPES, torch.float64)
 _library = torch.library.Library("cutlass_fmha", "FRAGMENT")
 
 
-def register(schema: str, implementations: Mapping[str, Callable[..., Any]]) -> None:
-    """Defines an op. ``implementations``: for "CUDA", "CPU" and "fake"."""
+def register(
+    schema: str, implementations: Mapping[str, Callable[..., Any]], casts: autocast.Rule = autocast.as_it_is
+) -> None:
+    """Defines an op. ``implementations``: for "CUDA", "CPU" and "fake"; ``casts``: autocast's rule."""
     name = schema.partition("(")[0]
     # Inductor must not hand over another layout than the traced one: last dimensions have to stay contiguous.
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
@@ -38,6 +40,7 @@ def register(schema: str, implementations: Mapping[str, Callable[..., Any]]) -> 
         else:
             _library.impl(name, implementation, key)
     _library.impl(name, functools.partial(_refuse_gradients, name), "Autograd", with_keyset=True)
+    autocast.register(_library, name, casts)
 
 
 def register_writes(name: str, implementation: Callable[..., Any]) -> None:

@@ -171,6 +171,50 @@ def test_opcheck(return_lse: bool, layout: str):
     torch.library.opcheck(op, (q, k, v, 0.3, "bottom-right", return_lse, None))
 
 
+# ---- autocast ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_runs_what_casting_by_hand_runs(dtype: torch.dtype):
+    q, k, v = PROBLEM.inputs(torch.float32, 64, DEVICE)
+    bias = torch.randn(PROBLEM.seqlen_q, PROBLEM.seqlen_k, device=DEVICE)
+    once = tuple(x.to(dtype) for x in (q, k, v))
+
+    def plain(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        return cutlass_fmha.attention(q, k, v, causal=True, return_lse=True)
+
+    def biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        return cutlass_fmha.attention(q, k, v, bias=bias, return_lse=True)
+
+    def op(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.ops.cutlass_fmha.forward(q, k, v, 0.125, "bottom-right", True, None)
+
+    for call in (plain, biased, op):
+        expected = call(*once, bias.to(dtype))
+        with torch.autocast("cuda", dtype=dtype):
+            compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+            for operands in ((q, k, v), (q, once[1], v), once):
+                for found in (call(*operands, bias), compiled(*operands, bias)):
+                    assert found[0].dtype == dtype
+                    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+            with torch.autocast("cuda", enabled=False):
+                assert call(q, k, v, bias)[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_leaves_a_cache_as_it_is(dtype: torch.dtype):
+    q, k, v = PROBLEM.inputs(torch.float32, 64, DEVICE)
+    caches = [x.to(dtype, copy=True) for x in (k, v, k, v)]
+    used = torch.tensor([30, 200], dtype=torch.int32, device=DEVICE)
+    new = (q[:, :1], k[:, :1], v[:, :1])
+    by_hand = (x.to(dtype) for x in new)
+    expected = cutlass_fmha.with_kv_cache(next(by_hand), *caches[:2], *by_hand, cache_seqlens=used)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        found = cutlass_fmha.with_kv_cache(new[0], *caches[2:], *new[1:], cache_seqlens=used)
+    assert found.dtype == dtype and torch.equal(found, expected)
+    assert torch.equal(caches[0], caches[2]) and torch.equal(caches[1], caches[3])
+
+
 # ---- errors ------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,425 @@
+"""torch.autocast: a call does what casting by hand does, bit for bit, whatever torch would cast inside.
+
+CPU tensors are real. What the CUDA keys do is seen on fake ones; test_parity_runtime.py has a GPU's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from test_ops import LooksLikeCuda
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import cutlass_fmha
+from cutlass_fmha import attention, cascade_attention, ops, plan, private_torch, with_kv_cache
+from cutlass_fmha import scaled_dot_product_attention as sdpa
+
+# Of torch's own making: what its compiler uses inside.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+forward, attend = torch.ops.cutlass_fmha.forward, torch.ops.cutlass_fmha.attend
+
+
+def ints(*numbers: int) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def cpu(dtype: torch.dtype = BF16, **options: Any) -> torch.autocast:
+    return torch.autocast("cpu", dtype=dtype, **options)
+
+
+def drawn(dtype: torch.dtype = F32) -> dict[str, Tensor]:
+    """Operands of every call below, of ``dtype``; what is float32 or int always is so."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = {
+        "q": (2, 9, 4, 32),
+        "k": (2, 17, 2, 32),
+        "v": (2, 17, 2, 32),
+        "bias": (4, 9, 17),
+        "slopes": (4,),
+        "sinks": (4,),
+        "new_k": (2, 3, 2, 32),
+        "new_v": (2, 3, 2, 32),
+        "cos": (40, 8),
+        "sin": (40, 8),
+    }
+    t = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    t = {name: x if name in ("slopes", "sinks") else x.to(dtype) for name, x in t.items()}
+    return t | {"used": ints(9, 14), "table": ints(3, 0, 1, 2).view(2, 2), "slots": ints(1, 0)}
+
+
+def heads_first(t: dict[str, Tensor], heads_kv: int = 4) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (t[name].transpose(1, 2) for name in "qkv")
+    return q, k.repeat_interleave(heads_kv // 2, 1), v.repeat_interleave(heads_kv // 2, 1)
+
+
+# Nothing is indexed with brackets, which torch without CUDA refuses for fake CUDA tensors.
+#: Ways to call, each of which returns an output, or an output and an LSE.
+CALLS: dict[str, Callable[[dict[str, Tensor]], Any]] = {
+    "plain": lambda t: attention(t["q"], t["k"], t["v"], return_lse=True),
+    "flash": lambda t: attention(*heads_first(t), layout="bhsd", causal="top-left", return_lse=True),
+    "features": lambda t: attention(
+        t["q"],
+        t["k"],
+        t["v"],
+        causal=True,
+        return_lse=True,
+        softcap=3.0,
+        bias=t["bias"],
+        alibi_slopes=t["slopes"],
+        sinks=t["sinks"],
+        dropout_p=0.3,
+        dropout_seed=5,
+    ),
+    "packed": lambda t: attention(
+        t["q"].flatten(0, 1),
+        t["k"].flatten(0, 1),
+        t["v"].flatten(0, 1),
+        cu_seqlens_q=ints(0, 5, 18),
+        cu_seqlens_k=ints(0, 20, 34),
+        window=(3, 1),
+    ),
+    "other head_dim_v": lambda t: attention(t["q"], t["k"], t["v"].narrow(3, 0, 8)),
+    "sdpa": lambda t: sdpa(*heads_first(t), attn_mask=t["bias"]),
+    "sdpa broadcast": lambda t: sdpa(*(x.unsqueeze(0) for x in heads_first(t)), is_causal=True),
+    "sdpa gqa": lambda t: sdpa(*heads_first(t, 2), attn_mask=t["bias"] > 0, enable_gqa=True),
+    "cascade": lambda t: cascade_attention(
+        t["q"], t["k"].select(0, 0), t["v"].select(0, 0), t["k"], t["v"], causal=True, return_lse=True
+    ),
+    "forward": lambda t: forward(t["q"], t["k"], t["v"], 0.3, "bottom-right", True, None),
+    "attend": lambda t: attend(
+        t["q"], t["k"], t["v"], 0.3, "none", True, None, bias=t["bias"], alibi_slopes=t["slopes"]
+    ),
+}
+every_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+
+
+def assert_same(found: Any, expected: Any, dtype: torch.dtype) -> None:
+    """The same bits: an output of ``dtype`` and an LSE of float32."""
+    found, expected = ((x,) if isinstance(x, Tensor) else x for x in (found, expected))
+    assert [x.dtype for x in found] == [dtype, F32][: len(found)]
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+
+
+# ---- CPU ---------------------------------------------------------------------------------------------------
+
+
+@every_call
+@pytest.mark.parametrize("to", [BF16, F16])
+def test_a_call_is_the_one_that_is_cast_by_hand(call: Callable[..., Any], to: torch.dtype):
+    once = {name: x.to(to) for name, x in drawn().items()}
+    by_hand = {name: once[name] if name in (*"qkv", "bias") else x for name, x in drawn().items()}
+    expected = call(by_hand)
+    with cpu(to):
+        assert_same(call(drawn()), expected, to)
+        # Mixed dtypes, which raise elsewhere, are cast one by one.
+        assert_same(call(drawn() | {"k": once["k"], "bias": once["bias"]}), expected, to)
+        assert_same(call(by_hand), expected, to)
+    with pytest.raises(ValueError, match="must have .*dtype float32"):
+        call(drawn() | {"k": once["k"]})
+
+
+@every_call
+def test_float32_is_kept_where_autocast_is_off(call: Callable[..., Any]):
+    expected = call(drawn())
+    for outside in (cpu(), torch.autocast("cpu", enabled=False)):
+        with outside, torch.autocast("cpu", enabled=False):
+            assert_same(call(drawn()), expected, F32)
+    with cuda():  # another device type's
+        assert_same(call(drawn()), expected, F32)
+
+
+@every_call
+def test_float64_is_not_cast(call: Callable[..., Any]):
+    expected = call(drawn(F64))
+    with cpu():
+        assert_same(call(drawn(F64)), expected, F64)
+        with pytest.raises(ValueError, match="must have .*dtype float64"):
+            call(drawn(F64) | {"v": drawn()["v"]})
+
+
+@every_call
+def test_nested_autocast_has_the_inner_dtype(call: Callable[..., Any]):
+    with cpu(F16):
+        inner = call(drawn())
+        with cpu(BF16):
+            assert_same(call(drawn()), call(drawn()), BF16)
+            with cpu(F16):
+                assert_same(call(drawn()), inner, F16)
+        assert_same(call(drawn()), inner, F16)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16, F32, F64])
+@pytest.mark.parametrize("mask", [None, "bias", "bool"])
+@pytest.mark.parametrize("to", [BF16, F16])
+def test_the_dtype_is_that_of_torchs_sdpa(dtype: torch.dtype, mask: str | None, to: torch.dtype):
+    t = drawn(dtype)
+    attn_mask = None if mask is None else t["bias"] if mask == "bias" else t["bias"] > 0
+    theirs = torch.nn.functional.scaled_dot_product_attention
+    with cpu(to):
+        ours, expected = (f(*heads_first(t), attn_mask=attn_mask) for f in (sdpa, theirs))
+    assert ours.dtype == expected.dtype
+    if mask != "bool":  # a query may see nothing, where torch has NaN
+        torch.testing.assert_close(ours, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_sinks_and_slopes_stay_float32():
+    t = drawn()
+    q, k, v = (t[name].bfloat16() for name in "qkv")
+    fine = {"sinks": t["sinks"] + 2**-12, "alibi_slopes": t["slopes"] + 2**-12}
+    coarse = {name: x.bfloat16().float() for name, x in fine.items()}
+    with cpu():
+        found = attention(t["q"], t["k"], t["v"], return_lse=True, **fine)
+        halves = attention(t["q"], t["k"], t["v"], return_lse=True, sinks=coarse["sinks"].bfloat16())
+    assert_same(found, attention(q, k, v, return_lse=True, **fine), BF16)
+    assert not torch.equal(found[1], attention(q, k, v, return_lse=True, **coarse)[1])
+    assert_same(halves, attention(q, k, v, return_lse=True, sinks=coarse["sinks"]), BF16)
+
+
+@pytest.mark.parametrize("cache_enabled", [True, False])
+def test_no_cast_outlives_what_it_was_made_of(cache_enabled: bool):
+    t = {name: torch.nn.Parameter(x) if name in (*"qkv",) else x for name, x in drawn().items()}
+    with cpu(cache_enabled=cache_enabled), torch.no_grad():
+        before = CALLS["plain"](t)
+        t["v"].mul_(2)
+        assert_same(CALLS["plain"](t)[0], before[0] * 2, BF16)
+
+
+@every_call
+def test_a_gradient_is_refused_all_the_same(call: Callable[..., Any]):
+    with cpu(), pytest.raises(NotImplementedError, match="no backward"):
+        call({name: x.requires_grad_() if name == "k" else x for name, x in drawn().items()})
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16, F32, F64])
+def test_what_is_no_attention_is_as_it_is_elsewhere(dtype: torch.dtype):
+    t = drawn(dtype)
+    state = attention(t["q"], t["k"], t["v"], return_lse=True)
+    rotated = cutlass_fmha.rotary(t["q"], t["cos"], t["sin"], ints(3, 5))
+    merged = cutlass_fmha.merge_states(*state, *state)
+    with cpu(F16 if dtype == BF16 else BF16):
+        assert_same(cutlass_fmha.rotary(t["q"], t["cos"], t["sin"], ints(3, 5)), rotated, dtype)
+        assert_same(cutlass_fmha.merge_states(*state, *state), merged, dtype)
+
+
+def test_states_of_two_dtypes_merge_in_the_wider_one():
+    t = drawn()
+    wide = attention(t["q"], t["k"], t["v"], return_lse=True)
+    with cpu():
+        narrow = attention(t["q"], t["k"], t["v"], return_lse=True)
+        found = cutlass_fmha.merge_states(*narrow, *wide)
+        other = cutlass_fmha.merge_states(*wide, *narrow)
+    expected = cutlass_fmha.merge_states(narrow[0].float(), narrow[1], *wide)
+    assert_same(found, expected, F32)
+    assert_same(other, expected, F32)
+
+
+def test_explain_tells_what_runs():
+    t = drawn()
+    with cpu():
+        for said in ({}, {"bias": t["bias"]}):
+            found = cutlass_fmha.explain(t["q"], t["k"].bfloat16(), t["v"], device="l4", **said)
+            assert found.problem.dtype == "bfloat16"
+
+
+# ---- caches ------------------------------------------------------------------------------------------------
+
+
+def step(t: dict[str, Tensor], **more: Any) -> Tensor:
+    """New keys and values into the cache, and attention over what it has then."""
+    return with_kv_cache(
+        t["q"].narrow(1, 0, 3),
+        t["k"],
+        t["v"],
+        t["new_k"],
+        t["new_v"],
+        cache_seqlens=t["used"],
+        causal=True,
+        **more,
+    )
+
+
+def pages(t: dict[str, Tensor]) -> dict[str, Tensor]:
+    """k and v as four pages of 16 rows."""
+    return t | {
+        name: x.repeat(2, 1, 1, 1)[:, :16].contiguous() for name, x in t.items() if name in ("k", "v")
+    }
+
+
+OVER_CACHES: dict[str, Callable[[dict[str, Tensor]], Any]] = {
+    "append": step,
+    "rotary": lambda t: step(t, rotary_cos=t["cos"], rotary_sin=t["sin"], bias=t["bias"].narrow(1, 0, 3)),
+    "append to pages": lambda t: step(t, page_table=t["table"]),
+    "append to slots": lambda t: step(t, cache_batch_idx=t["slots"], sinks=t["sinks"]),
+    "cache as it is": lambda t: with_kv_cache(t["q"], t["k"], t["v"]),
+    "pages": lambda t: attention(
+        t["q"], t["k"], t["v"], page_table=t["table"], seqused_k=t["used"], return_lse=True
+    ),
+    "slots": lambda t: attention(t["q"], t["k"], t["v"], cache_batch_idx=t["slots"], bias=t["bias"]),
+    "cascade": lambda t: cascade_attention(
+        t["q"], t["new_k"].select(0, 0), t["new_v"].select(0, 0), t["k"], t["v"], cache_batch_idx=t["slots"]
+    ),
+}
+
+
+def caches(name: str, dtype: torch.dtype, others: torch.dtype) -> dict[str, Tensor]:
+    t = drawn(others) | {name: x for name, x in drawn(dtype).items() if name in ("k", "v")}
+    return pages(t) if "pages" in name else t
+
+
+@pytest.mark.parametrize("name", OVER_CACHES)
+@pytest.mark.parametrize("dtype", [BF16, F16, F32, F64])
+def test_a_cache_is_not_cast_and_what_meets_it_is(name: str, dtype: torch.dtype):
+    call = OVER_CACHES[name]
+    new = F64 if dtype == F64 else F32  # float64 is cast neither from nor to
+    by_hand, given = caches(name, dtype, dtype), caches(name, dtype, new)
+    # Tables are read in float32 as they are; those of the cache's dtype would have been rounded.
+    by_hand |= {table: given[table] for table in ("cos", "sin")}
+    before = given["k"].clone()
+    expected = call(by_hand)
+    with cpu(BF16):
+        assert_same(call(given), expected, dtype)
+    for cache in ("k", "v"):
+        assert given[cache].dtype == dtype and torch.equal(given[cache], by_hand[cache])
+    written = "append" in name or name == "rotary"
+    assert torch.equal(given["k"], before) != written
+
+
+@pytest.mark.parametrize("name", ["append", "rotary", "cache as it is", "pages"])
+def test_a_float64_cache_and_others_are_mixed_dtypes(name: str):
+    t = caches(name, F64, F32)
+    before = t["k"].clone()
+    with cpu(), pytest.raises(ValueError, match="dtype"):
+        OVER_CACHES[name](t)
+    assert torch.equal(t["k"], before)
+
+
+# ---- compiling ---------------------------------------------------------------------------------------------
+
+
+BACKENDS = [(name, backend) for name in CALLS for backend in ("eager", "aot_eager")]
+
+
+@pytest.mark.parametrize(("name", "backend"), [*BACKENDS, ("features", "inductor")])
+def test_a_compiled_call_is_cast_alike(name: str, backend: str):
+    call = CALLS[name]
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, backend=backend)
+
+    @torch.compile(fullgraph=True, backend=backend)
+    def inside(t):
+        with torch.autocast("cpu", dtype=F16):
+            return call(t)
+
+    t, mixed = drawn(), drawn() | {"k": drawn()["k"].bfloat16()}
+    plain = call(t)
+    with cpu():
+        expected, of_mixed = call(t), call(mixed)
+        assert_same(compiled(t), expected, BF16)
+        assert_same(compiled(mixed), of_mixed, BF16)
+    assert_same(compiled(t), plain, F32)  # what was compiled under autocast is not reused without it
+    with cpu(F16):
+        expected = call(t)
+        assert_same(compiled(t), expected, F16)
+    assert_same(inside(t), expected, F16)
+
+
+@pytest.mark.parametrize("name", OVER_CACHES)
+def test_a_compiled_step_writes_the_cache_itself(name: str):
+    torch._dynamo.reset()
+    for dtype in (BF16, F16, F32):
+        one, other = caches(name, dtype, F32), caches(name, dtype, F32)
+        with cpu():
+            expected = OVER_CACHES[name](one)
+            found = torch.compile(OVER_CACHES[name], fullgraph=True, backend="aot_eager")(other)
+        assert_same(found, expected, dtype)
+        assert torch.equal(one["k"], other["k"]) and torch.equal(one["v"], other["v"])
+
+
+# ---- CUDA, without a GPU -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def cuda(dtype: torch.dtype = BF16) -> Iterator[None]:
+    """CUDA autocast, also where ``torch.autocast`` would switch itself off for want of a GPU."""
+    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", dtype)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cuda", before[0])
+        torch.set_autocast_dtype("cuda", before[1])
+
+
+def test_every_op_of_the_package_has_a_rule():
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("cutlass_fmha::")]
+    assert {"cutlass_fmha::forward", "cutlass_fmha::attend", "cutlass_fmha::append_kv_"} <= set(names)
+    for name in names:
+        for key in ("AutocastCUDA", "AutocastCPU"):
+            assert torch._C._dispatch_has_kernel_for_dispatch_key(name, key), f"{name} has none for {key}"
+
+
+@every_call
+@pytest.mark.parametrize("to", [BF16, F16])
+def test_fake_cuda_tensors_are_cast(call: Callable[..., Any], to: torch.dtype):
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda"):
+        t = {name: torch.empty_like(x, device="cuda") for name, x in drawn().items()}
+        mixed = t | {"k": t["k"].half(), "v": t["v"].bfloat16()}
+        for given in (t, mixed):
+            with cuda(to):
+                found = call(given)
+            found = (found,) if isinstance(found, Tensor) else found
+            assert [x.dtype for x in found] == [to, F32][: len(found)]
+            assert {x.device.type for x in found} == {"cuda"}
+        with cpu(), pytest.raises(ValueError, match="dtype float32"):
+            call(mixed)
+
+
+@pytest.mark.parametrize("name", OVER_CACHES)
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+def test_fake_cuda_caches_are_not_cast(name: str, dtype: torch.dtype):
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        t = {key: torch.empty_like(x, device="cuda") for key, x in caches(name, dtype, F32).items()}
+        with cuda():
+            found = OVER_CACHES[name](t)
+        assert (found if isinstance(found, Tensor) else found[0]).dtype == dtype
+
+
+def test_the_way_past_the_dispatcher_gets_what_is_cast(monkeypatch: pytest.MonkeyPatch):
+    launched = []
+
+    def launch(q, k, v, *rest):
+        launched.append({x.dtype for x in (q, k, v)})
+        return q, None
+
+    monkeypatch.setattr(ops, "Tensor", LooksLikeCuda)
+    monkeypatch.setattr(plan, "launch", launch)
+    t = {name: x.as_subclass(LooksLikeCuda) for name, x in drawn().items()}
+    mixed = t | {"k": t["k"].half()}
+    attention(t["q"], t["k"], t["v"])
+    with cpu():
+        attention(mixed["q"], mixed["k"], mixed["v"])
+        sdpa(*heads_first(mixed))
+    assert launched == [{F32}, {BF16}, {BF16}]
+
+
+def test_without_torchs_private_names_the_public_ones_do(monkeypatch: pytest.MonkeyPatch):
+    name, t = "append", caches("append", F16, F16)
+    expected, kept = OVER_CACHES[name](t), CALLS["features"](drawn())
+    with cpu():
+        cast = CALLS["features"](drawn())
+    monkeypatch.setattr(private_torch, "any_autocast_enabled", lambda: True)
+    monkeypatch.setattr(private_torch, "disable_autocast", None)
+    assert_same(CALLS["features"](drawn()), kept, F32)
+    with cpu():
+        assert_same(CALLS["features"](drawn()), cast, BF16)
+        assert_same(OVER_CACHES[name](caches(name, F16, F32)), expected, F16)
