@@ -159,7 +159,7 @@ def op_arguments(query: Tensor, keywords: Mapping[str, Any], query_name: str = "
     Raises TypeError for a name or a type that ``attention`` does not take, ValueError for some wrong values.
     """
     if not isinstance(query, Tensor):
-        check_tensor(query_name, query)
+        check_tensor(query_name, query)  # type: ignore[unreachable]
     arguments: dict[str, Any] = {}
     for name, value in keywords.items():
         if name in TENSORS:

@@ -196,13 +196,13 @@ def _attend_autograd(
     )
 
 
-def needs_gradient(*tensors: Tensor) -> bool:
+def needs_gradient(*tensors: Tensor | None) -> bool:
     """Whether autograd, in reverse or forward mode, would want a derivative of a call on these tensors."""
-    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors):
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         return True
     if private_torch.forward_ad._current_level < 0:
         return False
-    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+    return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 def refuse_elsewhere(name: str) -> None:
