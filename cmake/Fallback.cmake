@@ -1,4 +1,5 @@
-# Rows of CUTLASS's example 41 (src/fallback): lines of the manifest become one generated .cu per architecture.
+# Rows for float32 and head dims above 256 (src/fallback): lines of the manifest become one generated .cu per
+# architecture, in a library of its own: most are CUTLASS's example 41, whose headers only they include.
 
 # The example's headers, beside CUTLASS's own in a source tree and in the PyPI package; empty when there are none.
 function(fmha_find_example out)
@@ -9,97 +10,56 @@ function(fmha_find_example out)
   set(${out} "${directory}" PARENT_SCOPE)
 endfunction()
 
-# Adds the rows of one manifest line: one for each pair of ARCHS and DTYPES. The columns are FallbackConfig's fields.
-function(fmha_fallback ARCHS DTYPES HEAD_DIM TILE_M TILE_N WARPS MIN_BLOCKS MATH)
-  set(ELEMENT_f16 float16)
-  set(ELEMENT_bf16 bfloat16)
-  set(ELEMENT_f32 float32)
+# Adds the rows of one manifest line: one for each pair of ARCHS and DTYPES. The columns are WideConfig's fields. Where
+# the example's headers are missing, the build has no such row: float32 and head dims above 256 then raise, with that
+# reason.
+function(fmha_fallback ARCHS DTYPES HEAD_DIM TILE_M TILE_N WARPS MIN_BLOCKS MMA)
+  fmha_find_example(example)
+  if(NOT example)
+    return()
+  endif()
+  set(DTYPE_f16 float16)
+  set(DTYPE_bf16 bfloat16)
+  set(DTYPE_f32 float32)
   set(head_dim "${HEAD_DIM}")
   if(HEAD_DIM STREQUAL "any")
     set(head_dim "cutlass_fmha::kAnyHeadDim")
   endif()
   foreach(arch IN LISTS ARCHS)
     foreach(dtype IN LISTS DTYPES)
-      if(NOT arch IN_LIST FMHA_SUPPORTED_ARCHITECTURES OR NOT DEFINED ELEMENT_${dtype})
+      if(NOT arch IN_LIST FMHA_SUPPORTED_ARCHITECTURES OR NOT DEFINED DTYPE_${dtype})
         message(FATAL_ERROR "cutlass_fmha: src/templates.cmake asks for sm_${arch} ${dtype}, which does not exist")
       endif()
       set(name "fallback_sm${arch}_${dtype}_d${HEAD_DIM}_m${TILE_M}n${TILE_N}w${WARPS}")
       if(dtype STREQUAL "f32")
-        string(APPEND name "_${MATH}")
+        string(APPEND name "_${MMA}")
       endif()
-      if(NOT arch IN_LIST FMHA_ARCHITECTURES OR (CUTLASS_FMHA_ROWS AND NOT name MATCHES "${CUTLASS_FMHA_ROWS}"))
-        continue()
-      endif()
-      set_property(GLOBAL APPEND PROPERTY FMHA_FALLBACK_${arch} "${name}")
       string(CONCAT config
-        ".arch = ${arch}, .element = cutlass_fmha::Element::${ELEMENT_${dtype}}, .head_dim = ${head_dim},\n"
-        "    .tile_m = ${TILE_M}, .tile_n = ${TILE_N}, .warps = ${WARPS}, .min_blocks = ${MIN_BLOCKS},\n"
-        "    .math = cutlass_fmha::FallbackMath::${MATH}")
-      set_property(GLOBAL PROPERTY FMHA_FALLBACK_CONFIG_${name} "${config}")
+        "cutlass_fmha::WideConfig{{.arch = ${arch}, .dtype = cutlass_fmha::DType::${DTYPE_${dtype}}, "
+        ".head_dim = ${head_dim}, .tile_m = ${TILE_M}, .tile_n = ${TILE_N}, .warps = ${WARPS}, "
+        ".min_blocks = ${MIN_BLOCKS}, .mma = cutlass_fmha::MmaKind::${MMA}}}")
+      fmha_add_row(fallback "${arch}" "fallback_sm${arch}" "${name}" "${config}")
     endforeach()
   endforeach()
 endfunction()
 
-# Writes an architecture's .cu, from src/fallback/unit.cu.in.
-function(fmha_write_fallback_unit unit rows)
-  set(UNIT "${unit}")
-  set(UNIT_KERNELS "")
-  set(UNIT_ROWS "")
-  foreach(name IN LISTS rows)
-    get_property(config GLOBAL PROPERTY FMHA_FALLBACK_CONFIG_${name})
-    string(APPEND UNIT_KERNELS
-      "constexpr cutlass_fmha::FallbackConfig ${name}_config{\n    ${config}};\n"
-      "extern \"C\" __global__ void __launch_bounds__(${name}_config.threads(), ${name}_config.min_blocks)\n"
-      "    ${name}(__grid_constant__ cutlass_fmha::GeneralParams const params) {\n"
-      "  cutlass_fmha::fallback<${name}_config>(params);\n"
-      "}\n\n")
-    string(APPEND UNIT_ROWS
-      "  rows.push_back({\"${name}\", ${name}_config,\n"
-      "                  fallback_smem_bytes<${name}_config>(), reinterpret_cast<void const*>(&${name})});\n")
-  endforeach()
-  configure_file("${PROJECT_SOURCE_DIR}/src/fallback/unit.cu.in" "${PROJECT_BINARY_DIR}/generated/${unit}.cu" @ONLY)
-endfunction()
-
-# Generates the units and links them, with what launches them, into `target`. Where the example's headers are missing, the
-# build has no such row: float32 and head dims above 256 then raise, with that reason.
+# Generates the units and links them into `target`.
 function(fmha_add_fallback target)
   fmha_find_example(example)
   if(NOT example)
     message(WARNING "cutlass_fmha: ${FMHA_CUTLASS_INCLUDE} has no ../examples/41_fused_multi_head_attention, so this build has no kernels for float32 and for head dims above 256; use a whole CUTLASS tree or the PyPI package nvidia-cutlass")
   endif()
-  set(declarations "")
-  set(calls "")
   foreach(arch IN LISTS FMHA_ARCHITECTURES)
-    get_property(rows GLOBAL PROPERTY FMHA_FALLBACK_${arch})
-    if(NOT example OR NOT rows)
-      continue()
-    endif()
-    set(unit fallback_sm${arch})
-    fmha_write_fallback_unit(${unit} "${rows}")
-    fmha_add_kernel_library(fmha_${unit} ${arch} "${PROJECT_BINARY_DIR}/generated/${unit}.cu")
-    target_include_directories(fmha_${unit} BEFORE PRIVATE "${PROJECT_SOURCE_DIR}/src/fallback/include")
-    target_include_directories(fmha_${unit} SYSTEM PRIVATE "${example}")
-    target_link_libraries(${target} PRIVATE fmha_${unit})
-    string(APPEND declarations "void append_${unit}(std::vector<FallbackTemplate>& rows);\n")
-    string(APPEND calls "  append_${unit}(rows);\n")
-    list(LENGTH rows count)
-    message(STATUS "cutlass_fmha: sm_${arch}: ${count} fallback kernels")
+    get_property(units GLOBAL PROPERTY FMHA_GROUPS_fallback_${arch})
+    foreach(unit IN LISTS units)
+      get_property(rows GLOBAL PROPERTY FMHA_ROWS_${unit})
+      fmha_write_unit(fallback ${unit} "${rows}")
+      fmha_add_kernel_library(fmha_${unit} ${arch} "${PROJECT_BINARY_DIR}/generated/${unit}.cu")
+      target_include_directories(fmha_${unit} BEFORE PRIVATE "${PROJECT_SOURCE_DIR}/src/fallback/include")
+      target_include_directories(fmha_${unit} SYSTEM PRIVATE "${example}")
+      target_link_libraries(${target} PRIVATE fmha_${unit})
+      list(LENGTH rows count)
+      message(STATUS "cutlass_fmha: sm_${arch}: ${count} fallback kernels")
+    endforeach()
   endforeach()
-  file(CONFIGURE OUTPUT generated/fallback_units.h @ONLY CONTENT
-"// Generated by CMake: every unit of src/fallback in this build. Do not edit.
-#pragma once
-
-#include <vector>
-
-#include \"fallback/table.h\"
-
-namespace cutlass_fmha {
-
-@declarations@
-inline void append_fallback([[maybe_unused]] std::vector<FallbackTemplate>& rows) {
-@calls@}
-
-}  // namespace cutlass_fmha
-")
-  target_sources(${target} PRIVATE src/fallback/launch.cpp)
 endfunction()

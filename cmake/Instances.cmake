@@ -1,8 +1,16 @@
 # Turns the manifest (src/templates.cmake) into generated .cu files, one object library per architecture.
 #
-# Two steps, so that an error in the manifest is found before anything is written:
+# Three steps, so that an error in the manifest is found before anything is written:
 #   fmha_forward(...)         one call per manifest line: makes rows and files each under a group "sm<arch>_d<head_dim>"
-#   fmha_add_kernels(target)  writes each group as a .cu, and registry_groups.h, which lists the groups for registry.cpp
+#   fmha_add_kernels(target)  writes each group as a .cu with its kernels
+#   fmha_write_table(target)  writes rows.cpp, the table of all kernels in the manifest's order
+# Fallback.cmake and Support.cmake add kernels of their own between the second and the third.
+
+# What a unit of a family's kernels includes, and what is written for a row @NAME@.
+set(FMHA_forward_HEADER "forward/kernel.cuh")
+set(FMHA_forward_PARAMS "cutlass_fmha::KernelParams<@NAME@_config>")
+set(FMHA_fallback_HEADER "fallback/kernel.cuh")
+set(FMHA_fallback_PARAMS "cutlass_fmha::GeneralParams")
 
 # Calls fmha_forward() for each line of src/templates.cmake, or of the manifest that CUTLASS_FMHA_MANIFEST names. Such a
 # one may set two variables, which hold for the lines after them: FMHA_NAME_SUFFIX ends the names of their rows, so that
@@ -58,12 +66,13 @@ function(fmha_forward
       endif()
       string(APPEND name "${FMHA_NAME_SUFFIX}")
       set(config
-          ".arch = ${arch}, .dtype = cutlass_fmha::DType::${DTYPE_${dtype}}, .head_dim = ${HEAD_DIM}"
-          ".tile_m = ${TILE_M}, .tile_n = ${TILE_N}, .warps = ${WARPS}, .kv_warps = ${KV_WARPS}, .stages = ${STAGES}"
-          ".min_blocks = ${MIN_BLOCKS}, .q_in_registers = ${Q_IN_REGISTERS}, .ping_pong = ${PING_PONG}"
-          ".copy = cutlass_fmha::Copy::${COPY}, .dependent_launch = ${DEPENDENT_LAUNCH}")
-      list(JOIN config ",\n    " config)
-      fmha_add_row("${arch}" "sm${arch}_d${HEAD_DIM}${FMHA_GROUP_SUFFIX}" "${name}" "${config}")
+          "cutlass_fmha::ForwardConfig{{.arch = ${arch}, .dtype = cutlass_fmha::DType::${DTYPE_${dtype}},"
+          ".head_dim = ${HEAD_DIM}, .tile_m = ${TILE_M}, .tile_n = ${TILE_N}, .warps = ${WARPS},"
+          ".min_blocks = ${MIN_BLOCKS}, .dependent_launch = ${DEPENDENT_LAUNCH}},"
+          "{.kv_warps = ${KV_WARPS}, .stages = ${STAGES}, .q_in_registers = ${Q_IN_REGISTERS},"
+          ".ping_pong = ${PING_PONG}, .copy = cutlass_fmha::Copy::${COPY}}}")
+      list(JOIN config " " config)
+      fmha_add_row(forward "${arch}" "sm${arch}_d${HEAD_DIM}${FMHA_GROUP_SUFFIX}" "${name}" "${config}")
     endforeach()
   endforeach()
 endfunction()
@@ -91,19 +100,25 @@ function(fmha_general
         message(FATAL_ERROR "cutlass_fmha: src/templates.cmake asks for sm_${arch} ${dtype}, which does not exist")
       endif()
       set(name "fwd_sm${arch}_${dtype}_${dims}_m${TILE_M}n${TILE_N}w${WARPS}${shared}_general${FMHA_NAME_SUFFIX}")
+      set(dependent_launch false)
+      if(KV_WARPS GREATER 1 AND arch GREATER_EQUAL 90)
+        set(dependent_launch true)  # where the GPU can: decoding is many short launches
+      endif()
       set(config
-          ".arch = ${arch}, .dtype = cutlass_fmha::DType::${DTYPE_${dtype}}, .head_dim = ${HEAD_DIM}"
-          ".tile_m = ${TILE_M}, .tile_n = ${TILE_N}, .warps = ${WARPS}, .kv_warps = ${KV_WARPS}, .stages = ${STAGES}"
-          ".min_blocks = ${MIN_BLOCKS}, .q_in_registers = ${Q_IN_REGISTERS}, .ping_pong = false"
-          ".copy = cutlass_fmha::Copy::cp_async_16, .general = true, .value_dim = ${VALUE_DIM}")
-      list(JOIN config ",\n    " config)
-      fmha_add_row("${arch}" "sm${arch}_general_${dtype}${FMHA_GROUP_SUFFIX}" "${name}" "${config}")
+          "cutlass_fmha::ForwardConfig{{.arch = ${arch}, .dtype = cutlass_fmha::DType::${DTYPE_${dtype}},"
+          ".head_dim = ${HEAD_DIM}, .tile_m = ${TILE_M}, .tile_n = ${TILE_N}, .warps = ${WARPS},"
+          ".min_blocks = ${MIN_BLOCKS}, .dependent_launch = ${dependent_launch}},"
+          "{.kv_warps = ${KV_WARPS}, .stages = ${STAGES}, .q_in_registers = ${Q_IN_REGISTERS}, .ping_pong = false,"
+          ".copy = cutlass_fmha::Copy::cp_async_16, .general = true, .value_dim = ${VALUE_DIM}}}")
+      list(JOIN config " " config)
+      fmha_add_row(forward "${arch}" "sm${arch}_general_${dtype}${FMHA_GROUP_SUFFIX}" "${name}" "${config}")
     endforeach()
   endforeach()
 endfunction()
 
-# Files a row under its group. A name is also the kernel's symbol and the key of every tool: two are an error.
-function(fmha_add_row arch group name config)
+# Files a row under its group and in the table. A name is also the kernel's symbol and the key of every tool: two are an
+# error. `kind`: forward or fallback, the function that the kernel calls.
+function(fmha_add_row kind arch group name config)
   get_property(names GLOBAL PROPERTY FMHA_ROW_NAMES)
   if(name IN_LIST names)
     message(FATAL_ERROR "cutlass_fmha: src/templates.cmake makes two rows named ${name}")
@@ -117,56 +132,65 @@ function(fmha_add_row arch group name config)
   endif()
   set_property(GLOBAL PROPERTY FMHA_CONFIG_${name} "${config}")
   set_property(GLOBAL APPEND PROPERTY FMHA_ROWS_${group} "${name}")
-  get_property(groups GLOBAL PROPERTY FMHA_GROUPS_${arch})
+  get_property(groups GLOBAL PROPERTY FMHA_GROUPS_${kind}_${arch})
   if(NOT group IN_LIST groups)
-    set_property(GLOBAL APPEND PROPERTY FMHA_GROUPS_${arch} "${group}")
+    set_property(GLOBAL APPEND PROPERTY FMHA_GROUPS_${kind}_${arch} "${group}")
   endif()
+  fmha_add_to_table("${name}" "${config}" "${name}_smem_bytes")
 endfunction()
 
-# Writes one .cu with the kernels `rows` and their append_<unit>(), from src/instance.cu.in.
-function(fmha_write_instances unit rows)
-  set(INSTANCE_GROUP "${unit}")
-  set(INSTANCE_KERNELS "")
-  set(INSTANCE_ROWS "")
-  foreach(name IN LISTS rows)
-    get_property(config GLOBAL PROPERTY FMHA_CONFIG_${name})
-    string(APPEND INSTANCE_KERNELS
-      "constexpr cutlass_fmha::ForwardConfig ${name}_config{\n    ${config}};\n"
-      "extern \"C\" __global__ void __launch_bounds__(${name}_config.threads(), ${name}_config.min_blocks)\n"
-      "    ${name}(__grid_constant__ cutlass_fmha::KernelParams<${name}_config> const params) {\n"
-      "  cutlass_fmha::forward<${name}_config>(params);\n"
+# Appends a kernel to the table: how its configuration is written, and the dynamic shared memory of a launch.
+function(fmha_add_to_table name config smem_bytes)
+  set_property(GLOBAL APPEND_STRING PROPERTY FMHA_TABLE_DECLARATIONS "void ${name}();\n")
+  if(smem_bytes STREQUAL "${name}_smem_bytes")
+    set_property(GLOBAL APPEND_STRING PROPERTY FMHA_TABLE_DECLARATIONS "extern int const ${smem_bytes};\n")
+  endif()
+  set_property(GLOBAL APPEND_STRING PROPERTY FMHA_TABLE
+    "      {\"${name}\",\n       ${config},\n       ${smem_bytes}, reinterpret_cast<void const*>(&${name})},\n")
+endfunction()
+
+# Writes one .cu with the kernels `rows`, from src/unit.cu.in.
+function(fmha_write_unit kind unit rows)
+  set(UNIT_HEADERS "#include \"${FMHA_${kind}_HEADER}\"")
+  set(UNIT_KERNELS "")
+  foreach(NAME IN LISTS rows)
+    get_property(config GLOBAL PROPERTY FMHA_CONFIG_${NAME})
+    string(CONFIGURE "${FMHA_${kind}_PARAMS}" params @ONLY)
+    string(APPEND UNIT_KERNELS
+      "constexpr auto ${NAME}_config =\n    ${config};\n"
+      "extern \"C\" {\n"
+      "extern int const ${NAME}_smem_bytes;\n"
+      "int const ${NAME}_smem_bytes = cutlass_fmha::${kind}_smem_bytes<${NAME}_config>();\n"
+      "__global__ void __launch_bounds__(${NAME}_config.threads(), ${NAME}_config.min_blocks)\n"
+      "    ${NAME}(__grid_constant__ ${params} const params) {\n"
+      "  cutlass_fmha::${kind}<${NAME}_config>(params);\n"
+      "}\n"
       "}\n\n")
-    string(APPEND INSTANCE_ROWS
-      "  rows.push_back({\"${name}\", ${name}_config,\n"
-      "                  cutlass_fmha::forward_smem_bytes<${name}_config>(), reinterpret_cast<void const*>(&${name})});\n")
   endforeach()
-  configure_file("${PROJECT_SOURCE_DIR}/src/instance.cu.in" "${PROJECT_BINARY_DIR}/generated/${unit}.cu" @ONLY)
+  configure_file("${PROJECT_SOURCE_DIR}/src/unit.cu.in" "${PROJECT_BINARY_DIR}/generated/${unit}.cu" @ONLY)
 endfunction()
 
-# Writes registry_groups.h: append_all(), which fills the registry with every unit's rows.
-function(fmha_write_registry units)
-  set(declarations "")
-  set(calls "")
-  foreach(unit IN LISTS units)
-    string(APPEND declarations "void append_${unit}(std::vector<Template>& rows);\n")
-    string(APPEND calls "  append_${unit}(rows);\n")
-  endforeach()
-  file(CONFIGURE OUTPUT generated/registry_groups.h @ONLY CONTENT
-"// Generated by CMake from src/templates.cmake: every generated .cu of this build. Do not edit.
-#pragma once
+# Writes rows.cpp, all_rows() of src/table.h: kernels are compiled without the table, which may change without them.
+function(fmha_write_table target)
+  get_property(declarations GLOBAL PROPERTY FMHA_TABLE_DECLARATIONS)
+  get_property(rows GLOBAL PROPERTY FMHA_TABLE)
+  file(CONFIGURE OUTPUT generated/rows.cpp @ONLY CONTENT
+"// Generated by CMake from src/templates.cmake: every kernel of this build, in the manifest's order. Do not edit.
+#include \"table.h\"
 
-#include <vector>
-
-#include \"registry.h\"
+extern \"C\" {  // a kernel's symbol is what cudaLaunchKernel() knows it by: whatever it takes
+@declarations@}
 
 namespace cutlass_fmha {
 
-@declarations@
-inline void append_all(std::vector<Template>& rows) {
-@calls@}
+std::vector<Row> all_rows() {
+  return {
+@rows@  };
+}
 
 }  // namespace cutlass_fmha
 ")
+  target_sources(${target} PRIVATE "${PROJECT_BINARY_DIR}/generated/rows.cpp")
 endfunction()
 
 # The object library of one architecture.
@@ -191,11 +215,10 @@ endfunction()
 
 # Generates the sources of every row and links them into `target`.
 function(fmha_add_kernels target)
-  set(all_units "")
   foreach(arch IN LISTS FMHA_ARCHITECTURES)
     set(sources "")
     set(count 0)
-    get_property(groups GLOBAL PROPERTY FMHA_GROUPS_${arch})
+    get_property(groups GLOBAL PROPERTY FMHA_GROUPS_forward_${arch})
     foreach(group IN LISTS groups)
       get_property(rows GLOBAL PROPERTY FMHA_ROWS_${group})
       list(LENGTH rows length)
@@ -205,8 +228,7 @@ function(fmha_add_kernels target)
         math(EXPR begin "${part} * ${CUTLASS_FMHA_ROWS_PER_FILE}")
         list(SUBLIST rows ${begin} ${CUTLASS_FMHA_ROWS_PER_FILE} unit_rows)
         set(unit "${group}_${part}")
-        fmha_write_instances(${unit} "${unit_rows}")
-        list(APPEND all_units ${unit})
+        fmha_write_unit(forward ${unit} "${unit_rows}")
         list(APPEND sources "${PROJECT_BINARY_DIR}/generated/${unit}.cu")
       endforeach()
     endforeach()
@@ -217,7 +239,6 @@ function(fmha_add_kernels target)
     list(LENGTH sources files)
     message(STATUS "cutlass_fmha: sm_${arch}: ${count} kernels in ${files} files")
   endforeach()
-  fmha_write_registry("${all_units}")
   fmha_limit_jobs()
 endfunction()
 

@@ -1,7 +1,10 @@
 """The compiled extension: a table of kernels, one way to launch them, and the device's properties. Knows no torch."""
 
 class Template:
-    """One compiled kernel: a row of ``templates()``. Sizes in elements unless the name says bytes."""
+    """One compiled kernel: a row of the table. Sizes in elements unless the name says bytes.
+
+    What rows of a family don't have raises AttributeError.
+    """
 
     @property
     def index(self) -> int:
@@ -10,17 +13,38 @@ class Template:
     def name(self) -> str:
         """Unique name, also the kernel's symbol: what a profiler shows."""
     @property
+    def family(self) -> str:
+        """What a row is for, which decides what ``run`` takes.
+
+        Of attention: ``"plain"``, which knows no more than a diagonal, and ``"few_query"``, the same for few query
+        rows, whose warps divide the keys; ``"scored"`` and ``"few_query_scored"``, for every mask, score and shape;
+        ``"wide"``, for float32 and head dims above 256. Beside it: ``"combine"`` (of split keys), ``"merge_tail"`` (of
+        a plain row's tail), ``"merge"`` (of states), ``"append"`` (to caches), ``"rotary"``.
+        """
+    @property
     def arch(self) -> int:
         """Architecture the row is made for: 89, 90 or 120."""
     @property
     def dtype(self) -> str:
-        """``"float16"`` or ``"bfloat16"``."""
+        """``"float16"``, ``"bfloat16"`` or ``"float32"``."""
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory of a launch, in bytes. An emulation build asks for more than the kernel uses."""
+    @property
+    def dependent_launch(self) -> bool:
+        """Whether a launch may start before what is ahead of it in the stream is complete; the kernel waits itself."""
+
+    # Of rows of attention:
+
     @property
     def head_dim(self) -> int:
-        """The head dim that a plain row takes, and the largest that a general one does."""
+        """The head dim that a plain row takes, and the largest that another one does."""
     @property
     def head_dim_v(self) -> int:
-        """The same of value and output; another one than ``head_dim`` in general rows only."""
+        """The same of value and output; another one than ``head_dim`` in scored rows only."""
     @property
     def tile_m(self) -> int:
         """Query rows per thread block."""
@@ -30,12 +54,26 @@ class Template:
     @property
     def warps(self) -> int: ...
     @property
+    def min_blocks(self) -> int: ...
+    @property
+    def mma(self) -> str:
+        """What multiplies: ``"m16n8k16"``, ``"tf32x3"`` or ``"simt"``."""
+    @property
+    def scored(self) -> bool:
+        """Whether the row takes every mask, score and shape up to its head dims."""
+    @property
+    def alignment(self) -> int:
+        """Bytes that every pointer and every stride must be a multiple of; of a wide row, also the head dims."""
+    @property
+    def element_bytes(self) -> int: ...
+
+    # Of those up to head dim 256 in 16 bits:
+
+    @property
     def kv_warps(self) -> int:
         """Warps that share their query rows and divide the keys: a main loop step takes a tile of each."""
     @property
     def stages(self) -> int: ...
-    @property
-    def min_blocks(self) -> int: ...
     @property
     def q_in_registers(self) -> bool: ...
     @property
@@ -43,62 +81,15 @@ class Template:
     @property
     def copy(self) -> str:
         """``"cp_async_16"``, ``"element"``, ``"tma"`` or ``"ldg_16"``."""
-    @property
-    def dependent_launch(self) -> bool:
-        """Whether a launch may start before what is ahead of it in the stream is complete; the kernel waits itself."""
-    @property
-    def general(self) -> bool:
-        """Whether ``run_general`` launches the row, which takes every mask, score and shape; otherwise ``run``."""
-    @property
-    def alignment(self) -> int:
-        """Bytes that every pointer and every stride must be a multiple of."""
-    @property
-    def smem_bytes(self) -> int:
-        """Dynamic shared memory of a launch, in bytes. An emulation build asks for more than the kernel uses."""
 
-class FallbackTemplate:
-    """One kernel for float32 or head dims above 256: a row of ``fallback_templates()``."""
+    # Of wide ones:
 
-    @property
-    def index(self) -> int:
-        """Row number, the first argument of ``run_fallback``."""
-    @property
-    def name(self) -> str: ...
-    @property
-    def arch(self) -> int: ...
-    @property
-    def dtype(self) -> str:
-        """``"float16"``, ``"bfloat16"`` or ``"float32"``."""
-    @property
-    def head_dim(self) -> int:
-        """The largest that it takes, of query and of value."""
-    @property
-    def head_dim_v(self) -> int: ...
-    @property
-    def tile_m(self) -> int: ...
-    @property
-    def tile_n(self) -> int: ...
-    @property
-    def warps(self) -> int: ...
-    @property
-    def min_blocks(self) -> int: ...
-    @property
-    def math(self) -> str:
-        """``"simt"``, ``"tf32x3"`` or ``"mma"``."""
-    @property
-    def alignment(self) -> int:
-        """Bytes that addresses, strides and head dims must be a multiple of: 4 or 16."""
-    @property
-    def smem_bytes(self) -> int: ...
     @property
     def accumulates(self) -> bool:
         """Whether it keeps O in memory, for which 16-bit rows want room in float32."""
     @property
     def example(self) -> bool:
         """Whether its main loop is that of CUTLASS's example 41; otherwise it is our own."""
-    @property
-    def fallback(self) -> bool:
-        """True: what tells these rows from the others."""
 
 class DeviceProperties:
     @property
@@ -115,39 +106,23 @@ class DeviceProperties:
     def l2_cache_size(self) -> int: ...
 
 def templates() -> list[Template]:
-    """Every row of this build; empty when it was built without CUDA."""
+    """Every row of attention in this build, in the manifest's order; empty when it was built without CUDA."""
 
-def run(
-    row: int,
-    pointers: tuple[int, int, int, int, int],
-    sizes: tuple[int, int, int, int, int],
-    strides: tuple[int, int, int, int, int, int, int, int, int, int, int, int],
-    scale: float,
-    diagonal: int | None,
-    device: int,
-    stream: int,
-    tail: tuple[int, int, int, int, int] | None = None,
-) -> None:
-    """Launch row ``row`` on ``stream`` of CUDA device ``device``. Returns at once: no allocation, no synchronisation.
+def helpers() -> list[Template]:
+    """The rows beside attention, whose numbers follow."""
 
-    pointers: q, k, v, o, lse device addresses; lse may be 0 when it is not wanted.
-    sizes: batch, seqlen_q, seqlen_k, num_heads, num_heads_kv.
-    strides: (batch, seqlen, head) of q, then of k, v and o, in elements; head_dim is contiguous.
-    scale: softmax scale, any finite float.
-    diagonal: key j is visible to query i when j <= i + diagonal; None: every key is.
-
-    Raises ValueError for sizes the kernel can't take and RuntimeError when CUDA refuses the launch.
-    """
-
-class GeneralParams:
-    """What a launch of a general row reads: the fields of src/general/params.h, where each is described.
+class AttentionParams:
+    """What a launch of attention is asked: the fields of src/general/params.h, where each is described, and a tail.
 
     Addresses are ints (0: not given), strides tuples in elements. New ones have no window, a scale of 1, and neither
-    packed heads nor splits. Setting a number that is out of range raises ValueError.
+    packed heads nor splits. Setting a number that is out of range raises ValueError. A causal mask is a
+    ``window_right`` of 0. Plain and wide rows take less than all: ``run`` says what.
     """
 
     def __init__(self) -> None: ...
-    def copy(self) -> GeneralParams: ...
+    def copy(self) -> AttentionParams: ...
+    def of_call(self, q: int, k: int, v: int, o: int, lse: int, scale: float) -> AttentionParams:
+        """A copy with these addresses and this scale: for one call of a plan, which threads may share."""
 
     q: int
     k: int
@@ -165,8 +140,7 @@ class GeneralParams:
     seqlen_k: int
     head_dim: int
     head_dim_v: int
-    @property
-    def vectors(self) -> bool:
+    def vectors(self, element_bytes: int) -> bool:
         """Whether addresses, strides and head dims as they are allow 16-byte copies. A launch asks by itself."""
     @property
     def device_lengths(self) -> bool:
@@ -212,19 +186,141 @@ class GeneralParams:
     lse_batch_stride: int
     lse_head_stride: int
     lse_rows: int
+    #: How a plain row's last tiles are divided: ``tail_tiles`` of them, each into a part of ``tail_first`` steps of keys,
+    #: the last ones, and ``tail_parts`` - 1 of ``tail_rest``. ``tail``: tail_tiles * tail_parts * tile_m * (head_dim + 2)
+    #: floats; 0: no tail.
+    tail: int
+    tail_tiles: int
+    tail_parts: int
+    tail_first: int
+    tail_rest: int
 
-def run_general(row: int, params: GeneralParams, device: int, stream: int) -> None:
-    """Launch general row ``row`` as ``run`` launches a plain one, and with splits what merges their results.
+class CombineParams:
+    """The parts of split keys become one output, as a scored row with splits does by itself: src/support/params.h."""
 
-    ``params`` is copied. Raises ValueError for fields that contradict each other or that the row can't take: what
-    passes reads within its tensors, as far as the contents of the int32 tensors on the device allow.
+    def __init__(self) -> None: ...
+    def copy(self) -> CombineParams: ...
+
+    partial_o: int
+    partial_lse: int
+    partial_low: int
+    o: int
+    lse: int
+    lse_batch_stride: int
+    lse_head_stride: int
+    lse_rows: int
+    o_stride: tuple[int, int, int]
+    batch: int
+    seqlen_q: int
+    num_heads: int
+    head_dim_v: int
+    splits: int
+
+class MergeParams:
+    """Two states become one: src/support/params.h."""
+
+    def __init__(self) -> None: ...
+    def copy(self) -> MergeParams: ...
+
+    o_a: int
+    o_b: int
+    o: int
+    lse_a: int
+    lse_b: int
+    lse: int
+    o_a_stride: tuple[int, int, int]
+    o_b_stride: tuple[int, int, int]
+    o_stride: tuple[int, int, int]
+    lse_a_stride: tuple[int, int, int]
+    lse_b_stride: tuple[int, int, int]
+    lse_stride: tuple[int, int, int]
+    batch: int
+    seqlen_q: int
+    num_heads: int
+    head_dim_v: int
+
+class Rotary:
+    """A table of angles; without ``cos``, nothing is rotated: src/support/params.h."""
+
+    def __init__(self) -> None: ...
+
+    cos: int
+    sin: int
+    cos_stride: int
+    sin_stride: int
+    positions: int
+    dim: int
+    interleaved: bool
+    float32: bool
+
+class RotaryParams:
+    """Rows are rotated into a tensor of their own: src/support/params.h.
+
+    The position of a sequence's first row: ``first_position``[batch] - ``before_position``[batch].
     """
 
-def fallback_templates() -> list[FallbackTemplate]:
-    """Every row of CUTLASS's example 41 in this build; empty when it was built without CUDA."""
+    def __init__(self) -> None: ...
+    def copy(self) -> RotaryParams: ...
 
-def run_fallback(row: int, params: GeneralParams, device: int, stream: int) -> None:
-    """Launch row ``row`` of ``fallback_templates()`` as ``run_general`` does one of ``templates()``."""
+    x: int
+    out: int
+    x_stride: tuple[int, int, int]
+    out_stride: tuple[int, int, int]
+    batch: int
+    seqlen: int
+    num_heads: int
+    head_dim: int
+    first_position: int
+    before_position: int
+    advance: bool
+    rotary: Rotary
+
+class AppendParams:
+    """New rows are written into a cache: src/support/params.h."""
+
+    def __init__(self) -> None: ...
+    def copy(self) -> AppendParams: ...
+
+    k_cache: int
+    v_cache: int
+    k: int
+    v: int
+    k_cache_stride: tuple[int, int, int]
+    v_cache_stride: tuple[int, int, int]
+    k_stride: tuple[int, int, int]
+    v_stride: tuple[int, int, int]
+    batch: int
+    seqlen_new: int
+    num_heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    cache_seqlens: int
+    cache_batch_idx: int
+    page_table: int
+    page_table_stride: int
+    page_size: int
+    entries: int
+    capacity: int
+    seqused_k: int
+    first_position: int
+    before_position: int
+    rotary: Rotary
+    query: RotaryParams
+
+def run(
+    row: int,
+    params: AttentionParams | CombineParams | MergeParams | RotaryParams | AppendParams,
+    device: int,
+    stream: int,
+) -> None:
+    """Launch row ``row`` on ``stream`` of CUDA device ``device``. Returns at once: no allocation, no synchronisation.
+
+    ``params``, those of the row's family, is copied. What merges the parts of split keys or of a tail follows.
+
+    Raises TypeError for parameters that no family has, ValueError for those of another family, for fields that
+    contradict each other or that the row can't take, and RuntimeError when CUDA refuses the launch. What passes reads
+    within its tensors, as far as the contents of the int32 tensors on the device allow.
+    """
 
 def device_count() -> int:
     """CUDA devices that can be used; 0 without a driver. Raises RuntimeError when the driver is too old."""
@@ -242,92 +338,6 @@ def build_info() -> dict[str, object]:
 
 def driver_version() -> int:
     """CUDA version the driver supports, as 13000 for 13.0; 0 without a driver."""
-
-class SupportKernel:
-    """A kernel that computes no attention: a row of ``support_kernels()``."""
-
-    @property
-    def name(self) -> str:
-        """Unique name, also the kernel's symbol."""
-    @property
-    def kind(self) -> str:
-        """``"combine"``, ``"merge"``, ``"append"`` or ``"rotary"``."""
-    @property
-    def arch(self) -> int: ...
-    @property
-    def dtype(self) -> str:
-        """``"float16"``, ``"bfloat16"`` or ``"float32"``."""
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-
-def support_kernels() -> list[SupportKernel]:
-    """The kernels beside attention of this build; empty when it was built without CUDA."""
-
-# The functions below launch one of them and return at once: no allocation, no synchronisation. Pointers are device
-# addresses, 0 for what is not given; strides are in elements. target: dtype, arch, device, stream. They raise ValueError
-# for sizes that a kernel can't take, or when the build has none for the target, and RuntimeError when CUDA refuses.
-
-def combine(
-    pointers: tuple[int, int, int, int, int],
-    sizes: tuple[int, int, int, int, int],
-    strides: tuple[int, int, int, int, int, int],
-    target: tuple[str, int, int, int],
-) -> None:
-    """Make the parts of split keys one output. A general row that splits does it by itself.
-
-    pointers: partial_o [splits, rows, head_dim_v] and partial_lse [splits, rows] in float32, what to add to the
-    latter in as many more (may be 0), o, lse (may be 0).
-    sizes: batch, seqlen_q, num_heads, head_dim_v, splits.
-    strides: (batch, seqlen, head) of o, then batch and head stride of lse, and its rows.
-    """
-
-def merge_states(
-    pointers: tuple[int, int, int, int, int, int],
-    sizes: tuple[int, int, int, int],
-    strides: tuple[int, ...],
-    target: tuple[str, int, int, int],
-) -> None:
-    """Make two states one.
-
-    pointers: o_a, o_b, o, lse_a, lse_b, lse.
-    sizes: batch, seqlen_q, num_heads, head_dim_v.
-    strides: 18: (batch, seqlen, head) of o_a, o_b and o, then (batch, head, seqlen) of lse_a, lse_b and lse.
-    """
-
-def append_kv(
-    pointers: tuple[int, int, int, int, int, int, int, int, int, int],
-    sizes: tuple[int, int, int, int, int, int, int, int],
-    strides: tuple[int, ...],
-    rotary: tuple[tuple[int, int], tuple[int, int, int, int], tuple[bool, bool]] | None,
-    query: tuple[tuple[int, int, int, int], tuple[int, int, int, int], tuple[int, ...], bool] | None,
-    target: tuple[str, int, int, int],
-) -> None:
-    """Write new rows into a cache.
-
-    pointers: k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, page_table, seqused_k (written), then two int32
-    vectors whose difference is the position of a sequence's first new key.
-    sizes: batch, seqlen_new, num_heads_kv, head_dim, head_dim_v, entries or pages of the cache, rows that it has for a
-    sequence, page_size (0 without a page table).
-    strides: 13: (batch, seqlen, head) of k_cache, v_cache, k and v, then the page table's.
-    rotary: (cos, sin), (their strides, positions, rotary dim), (interleaved, float32); None: k is not rotated.
-    query: the first four arguments of ``rotary``, for queries that are rotated in the same launch.
-    """
-
-def rotary(
-    pointers: tuple[int, int, int, int],
-    sizes: tuple[int, int, int, int],
-    strides: tuple[int, ...],
-    advance: bool,
-    rotary: tuple[tuple[int, int], tuple[int, int, int, int], tuple[bool, bool]],
-    target: tuple[str, int, int, int],
-) -> None:
-    """Rotate rows into a tensor of their own.
-
-    pointers: x, out, and two int32 vectors whose difference is the position of a sequence's first row.
-    sizes: batch, seqlen, num_heads, head_dim.
-    strides: 6: (batch, seqlen, head) of x and out. advance: each row is a position further. rotary: as append_kv.
-    """
 
 # The submodule _C.host, in builds with CUDA: the kernels' softmax, mask, scheduler and shared-memory arithmetic, run on
 # the host for tests/test_host_model.py. Not an interface.

@@ -145,11 +145,11 @@ def _info(arguments: argparse.Namespace) -> int:
     else:
         print("built without CUDA (CUTLASS_FMHA_CUDA=OFF): the CPU backend only")
     build = this_build()
-    counts = Counter(row.arch for row in build.rows)
+    counts = Counter(row.arch for row in build.templates)
     for arch, compiled_for in build.architectures.items():
         print(f"sm_{arch}: {counts[arch]} rows, compiled for sm_{compiled_for}")
     if arguments.rows:
-        for row in build.rows:
+        for row in build.templates:
             print(f"  {row.name}: {row.smem_bytes} bytes of shared memory, {row.alignment}-byte alignment")
     _print_devices()
     return 0

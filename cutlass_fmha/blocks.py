@@ -128,7 +128,7 @@ def _block(
     groups_of_warps = template.warps // template.kv_warps
     rows = template.tile_m // groups_of_warps
     live = math.ceil((end - begin) / rows) / groups_of_warps
-    if template.general:
+    if template.scored:
         part = -(-_walk(template, problem, tile, pack) // splits)  # the last part may be shorter
         whole = 1.0 if part else EMPTY_BLOCK
         return whole, part, whole * live, live * part
@@ -216,7 +216,7 @@ def packed_heads(template: Template, problem: Problem) -> int:
 
     A block mask speaks of the queries of one head, so that its tiles do, too.
     """
-    if not template.general or problem.block_mask is not None or problem.num_heads_kv == 0:
+    if not template.scored or problem.block_mask is not None or problem.num_heads_kv == 0:
         return 1
     group = problem.num_heads // problem.num_heads_kv
     packed = -(-problem.seqlen_q * group // template.tile_m)
@@ -231,7 +231,7 @@ def split_keys(template: Template, problem: Problem, device: Device) -> int:
     steps of one, in units of a main loop step. Measured prices have no say in it, so that a calibration
     changes no bit of a result.
     """
-    if not template.general:
+    if not template.scored:
         return 1
     if problem.num_splits is not None:
         return problem.num_splits

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cutlass_fmha import _C, autocast, check, keywords, private_torch, support
 from cutlass_fmha.attention import attend_cache
-from cutlass_fmha.rotary import check_positions, check_rows, check_table, launch_arguments, rotate, table_of
+from cutlass_fmha.rotary import check_positions, check_rows, check_table, rotate, rotation, table_of
 
 # One launch does everything around attention: it also rotates the queries and adds up the lengths.
 SCHEMA = (
@@ -324,28 +324,25 @@ def _launch(a: Append) -> tuple[Tensor, Tensor]:
     rotated, seqused_k = a.results()
     if a.key.shape[1] == 0 or a.key.shape[2] == 0:
         seqused_k = a.cache_seqlens + a.key.shape[1]  # nothing is written, and nobody counts
+    p = _C.AppendParams()
+    for name, tensor in (("k_cache", a.k_cache), ("v_cache", a.v_cache), ("k", a.key), ("v", a.value)):
+        setattr(p, name, tensor.data_ptr())
+        setattr(p, f"{name}_stride", support.strides(tensor))
+    p.batch, p.seqlen_new, p.num_heads_kv, p.head_dim = a.key.shape
+    p.head_dim_v = a.value.shape[3]
+    p.entries, p.capacity = a.k_cache.shape[0], a.capacity
+    p.cache_seqlens, p.seqused_k = a.cache_seqlens.data_ptr(), seqused_k.data_ptr()
+    p.cache_batch_idx = support.address(a.cache_batch_idx)
+    if a.page_table is not None:
+        p.page_table, p.page_table_stride = a.page_table.data_ptr(), a.page_table.stride(0)
+        p.page_size = a.k_cache.shape[1]
     first, before = a.first_position
-    vectors = (a.cache_seqlens, a.cache_batch_idx, a.page_table, seqused_k, first, before)
-    tensors = (a.k_cache, a.v_cache, a.key, a.value)
-    batch, seqlen_new, heads, head_dim = a.key.shape
-    entries, rows = a.k_cache.shape[:2]
-    page_size = 0 if a.page_table is None else rows
-    table = query = None
+    p.first_position, p.before_position = first.data_ptr(), support.address(before)
     if a.rotary_cos is not None and a.rotary_sin is not None:
-        table = table_of(a.rotary_cos, a.rotary_sin, a.rotary_interleaved)
-    if a.query is not None:
-        query = launch_arguments(a.query, rotated, first, before, a.advance_query)
-    _C.append_kv(
-        tuple(support.address(x) for x in (*tensors, *vectors)),  # type: ignore[arg-type]
-        (batch, seqlen_new, heads, head_dim, a.value.shape[3], entries, a.capacity, page_size),
-        (
-            *(stride for x in tensors for stride in support.strides(x)),
-            0 if a.page_table is None else a.page_table.stride(0),
-        ),
-        table,
-        query,
-        support.target(a.key),
-    )
+        p.rotary = table_of(a.rotary_cos, a.rotary_sin, a.rotary_interleaved)
+        if a.query is not None:
+            p.query = rotation(a.query, rotated, first, before, a.advance_query, p.rotary)
+    support.launch("append", p, a.key)
     return rotated, seqused_k
 
 

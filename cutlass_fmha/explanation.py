@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,10 @@ from cutlass_fmha.device import Device
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.features import Features
 from cutlass_fmha.keywords import integer, op_arguments, window_sides
-from cutlass_fmha.select import Build, Problem, Row
+from cutlass_fmha.select import Build, Problem
+
+if TYPE_CHECKING:
+    from cutlass_fmha._C import Template
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Verdict:
     median of what it took on this machine's GPU, None unless that was asked for.
     """
 
-    template: Row
+    template: Template
     reasons: tuple[str, ...]
     predicted_us: float | None
     measured_us: float | None = None
@@ -318,7 +321,7 @@ def explain_problem(
                 None,
                 irrelevance=("CUDA devices", f"sm_{row.arch}"),
             )
-            for row in build.rows
+            for row in build.templates
         )
         note = "the CPU backend, which needs no template"
         if template is not None:
@@ -342,12 +345,12 @@ def _verdicts(
     problem: Problem, device: Device, build: Build, calibration: Calibration
 ) -> tuple[Verdict, ...]:
     """Those in question first, as the choice ranks them; then the eligible ones, then the others."""
-    why = {row.name: tuple(select.reasons(row, problem, device, build)) for row in build.rows}
-    eligible = [row for row in build.rows if not why[row.name]]
+    why = {row.name: tuple(select.reasons(row, problem, device, build)) for row in build.templates}
+    eligible = [row for row in build.templates if not why[row.name]]
     in_question = {row.name for row in select.contenders(eligible, problem)}
     prices = {row.name: select.price(row, problem, device, calibration) for row in eligible}
     rows = sorted(
-        build.rows,
+        build.templates,
         key=lambda row: (len(why[row.name]), row.name not in in_question, prices.get(row.name, 0.0)),
     )
     return tuple(
@@ -382,7 +385,7 @@ def with_times(explanation: Explanation, index: int | None) -> Explanation:
     from cutlass_fmha.calibration.timing import RowTimer
 
     eligible = [row.template for row in explanation.rows if row.eligible]
-    rows = [row for row in eligible if not select.is_fallback(row)]
+    rows = [row for row in eligible if row.family != select.WIDE]
     times = RowTimer(index, [problem]).time(problem, rows, give_up=math.inf, budget_us=20_000.0)
     timed = (
         replace(row, measured_us=times[row.template.name].us) if row.template.name in times else row

@@ -1,9 +1,9 @@
 """Rows for what no other row takes: float32, and head dims above 256. Most are CUTLASS's own memory-efficient
 attention (its example 41).
 
-They are a table of their own (``_C.fallback_templates()``), with reasons, a predicted cost and a launch of
-their own. What such a row needs of a layout and a caller's tensor does not have is made here, by a copy: head
-dims and strides that are a multiple of ``alignment``, and rows of a bias that are whole vectors.
+They are the family ``wide`` of the table, with reasons, a predicted cost and a launch of their own. What such
+a row needs of a layout and a caller's tensor does not have is made here, by a copy: head dims and strides
+that are a multiple of ``alignment``, and rows of a bias that are whole vectors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cutlass_fmha.features import Features, Sizes
 from cutlass_fmha.streams import current_stream
 
 if TYPE_CHECKING:
-    from cutlass_fmha._C import FallbackTemplate
+    from cutlass_fmha._C import Template
     from cutlass_fmha.select import Build, Problem
 
 logger = logging.getLogger("cutlass_fmha")
@@ -45,14 +45,14 @@ _SM_TFLOPS: Mapping[tuple[int, str], float] = {
     (89, "simt"): 82.6 / 128 * 0.6,
     (120, "simt"): 104.8 / 170 * 0.6,
     (90, "tf32x3"): 46 / 132,
-    (89, "mma"): 121 / 58 * 0.4,
-    (90, "mma"): 140 / 132,
-    (120, "mma"): 209.5 / 170 * 0.4,
+    (89, "m16n8k16"): 121 / 58 * 0.4,
+    (90, "m16n8k16"): 140 / 132,
+    (120, "m16n8k16"): 209.5 / 170 * 0.4,
 }
 #: The same of our own main loops, measured (H200).
 _OWN_SM_TFLOPS: Mapping[tuple[int, str], float] = {
     (90, "tf32x3"): 51 / 132,
-    (90, "mma"): 165 / 132,
+    (90, "m16n8k16"): 165 / 132,
 }
 #: What a warp of 16 query rows does of that; it has twice as many or more otherwise.
 _FEW_ROWS = 0.9
@@ -64,20 +64,20 @@ _warned: set[tuple[str, ...]] = set()
 # ---- selection ---------------------------------------------------------------------------------------------
 
 
-def _purpose(template: FallbackTemplate, problem: Problem, device: Device, build: Build) -> str | None:
+def _purpose(template: Template, problem: Problem, device: Device, build: Build) -> str | None:
     if problem.dtype == "float32" or max(problem.head_dim, problem.value_dim) > LARGEST_HEAD_DIM:
         return None
     return f"for float32 and for head dims above {LARGEST_HEAD_DIM}, which no other row takes"
 
 
-def _head_dim(template: FallbackTemplate, problem: Problem, device: Device, build: Build) -> str | None:
+def _head_dim(template: Template, problem: Problem, device: Device, build: Build) -> str | None:
     largest = max(problem.head_dim, problem.value_dim)
     if largest <= template.head_dim:
         return None
     return f"made for head dims up to {template.head_dim}, and the tensors have {largest}"
 
 
-def _offsets(template: FallbackTemplate, problem: Problem, device: Device, build: Build) -> str | None:
+def _offsets(template: Template, problem: Problem, device: Device, build: Build) -> str | None:
     if problem.key_span <= select.MAX_KEY_SPAN:
         return None
     return (
@@ -86,12 +86,12 @@ def _offsets(template: FallbackTemplate, problem: Problem, device: Device, build
     )
 
 
-def _features(template: FallbackTemplate, problem: Problem, device: Device, build: Build) -> str | None:
+def _features(template: Template, problem: Problem, device: Device, build: Build) -> str | None:
     names = [name for name in problem.features if name not in KNOWN]
     return select.has_no(names) if names else None
 
 
-def _left_window(template: FallbackTemplate, problem: Problem, device: Device, build: Build) -> str | None:
+def _left_window(template: Template, problem: Problem, device: Device, build: Build) -> str | None:
     return "has no window with a left limit" if problem.window[0] >= 0 else None
 
 
@@ -110,7 +110,7 @@ def key_span(k: Tensor, v: Tensor, seqlen_k: int) -> int:
     return (seqlen_k + MOST_KEYS_OF_A_TILE) * max(tensor.stride(-3) for tensor in (k, v))
 
 
-def predicted_us(template: FallbackTemplate, problem: Problem, device: Device) -> float:
+def predicted_us(template: Template, problem: Problem, device: Device) -> float:
     """Microseconds of a launch by datasheet, to rank rows by: what tiles compute, padding included."""
     blocks = -(-problem.seqlen_q // template.tile_m) * problem.num_heads * problem.batch
     _, keys = problem.visible_keys(0, problem.seqlen_q - 1)
@@ -120,26 +120,26 @@ def predicted_us(template: FallbackTemplate, problem: Problem, device: Device) -
     return _LAUNCH_US + -(-blocks // device.sm_count) * flop / _sm_tflops(template) / 1e6
 
 
-def _value_columns(template: FallbackTemplate, value_dim: int) -> int:
+def _value_columns(template: Template, value_dim: int) -> int:
     """How many columns of O are computed."""
     step = template.tile_n
     if not template.example:
-        step = 64 if template.math == "mma" else template.head_dim
+        step = 64 if template.mma == "m16n8k16" else template.head_dim
     return -(-value_dim // step) * step
 
 
-def _sm_tflops(template: FallbackTemplate) -> float:
+def _sm_tflops(template: Template) -> float:
     if template.example:
-        return _SM_TFLOPS[template.arch, template.math]
-    few = template.math == "tf32x3" and template.tile_m == 16 * template.warps
-    return _OWN_SM_TFLOPS[template.arch, template.math] * (_FEW_ROWS if few else 1.0)
+        return _SM_TFLOPS[template.arch, template.mma]
+    few = template.mma == "tf32x3" and template.tile_m == 16 * template.warps
+    return _OWN_SM_TFLOPS[template.arch, template.mma] * (_FEW_ROWS if few else 1.0)
 
 
 # ---- a launch ----------------------------------------------------------------------------------------------
 
 
 def launch(
-    template: FallbackTemplate,
+    template: Template,
     tensors: Operands,
     scale: float,
     causal: str,
@@ -160,14 +160,14 @@ def launch(
     return out[..., : sizes.head_dim_v].contiguous(), lse
 
 
-def padded(template: FallbackTemplate, head_dim: int) -> int:
+def padded(template: Template, head_dim: int) -> int:
     """The head dim that a row computes: the next that fills whole vectors."""
     multiple = _multiple(template)
     return -(-head_dim // multiple) * multiple
 
 
 def run(
-    template: FallbackTemplate,
+    template: Template,
     tensors: Operands,
     out: Tensor,
     lse: Tensor | None,
@@ -197,14 +197,14 @@ def run(
         sums = torch.empty(out.shape, dtype=torch.float32, device=out.device)
         params.partial_o = sums.data_ptr()
     index = out.get_device()
-    _C.run_fallback(template.index, params, max(index, 0), current_stream(index))
+    _C.run(template.index, params, max(index, 0), current_stream(index))
 
 
 def _params(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, features: Features, causal: str, sizes: Sizes
-) -> _C.GeneralParams:
+) -> _C.AttentionParams:
     """What every call says; the caller adds the scale, LSE, a bias and where to accumulate."""
-    p = _C.GeneralParams()
+    p = _C.AttentionParams()
     p.q, p.k, p.v, p.o = (tensor.data_ptr() for tensor in (q, k, v, out))
     p.q_stride, p.k_stride, p.v_stride = (_strides(tensor) for tensor in (q, k, v))
     batch, seqlen, head = (0, *out.stride())[-4:-1]
@@ -228,7 +228,7 @@ def _params(
     return p
 
 
-def _can_accumulate_in(out: Tensor, p: _C.GeneralParams) -> bool:
+def _can_accumulate_in(out: Tensor, p: _C.AttentionParams) -> bool:
     """Whether O is float32 with rows that lie as close together as those of space of its own would."""
     _, from_query_to_query, from_head_to_head = p.o_stride
     if p.pack > 1:
@@ -241,12 +241,12 @@ def _strides(tensor: Tensor) -> tuple[int, int, int]:
     return check.operand(tensor if tensor.dim() == 4 else tensor.unsqueeze(0)).strides
 
 
-def _multiple(template: FallbackTemplate) -> int:
+def _multiple(template: Template) -> int:
     """Elements that strides and head dims must be a multiple of."""
-    return max(1, template.alignment // (4 if template.dtype == "float32" else 2))
+    return max(1, template.alignment // template.element_bytes)
 
 
-def _aligned(template: FallbackTemplate, tensor: Tensor) -> Tensor:
+def _aligned(template: Template, tensor: Tensor) -> Tensor:
     """The tensor, or a contiguous copy with zeros up to the ``padded`` head dim."""
     head_dim, multiple = tensor.shape[-1], _multiple(template)
     strides_fit = all(stride % multiple == 0 for stride in _strides(tensor))
@@ -257,7 +257,7 @@ def _aligned(template: FallbackTemplate, tensor: Tensor) -> Tensor:
     return copy
 
 
-def _warn_of_copies(template: FallbackTemplate, copied: list[str]) -> None:
+def _warn_of_copies(template: Template, copied: list[str]) -> None:
     """One warning per distinct cause."""
     if (template.name, *copied) in _warned:
         return
@@ -272,7 +272,7 @@ def _warn_of_copies(template: FallbackTemplate, copied: list[str]) -> None:
     )
 
 
-def _bias(template: FallbackTemplate, features: Features, sizes: Sizes, dtype: torch.dtype) -> Tensor | None:
+def _bias(template: Template, features: Features, sizes: Sizes, dtype: torch.dtype) -> Tensor | None:
     """Bias and mask as one tensor of four dimensions, whose rows of keys are whole vectors."""
     bias, mask = features.bias, features.mask
     if bias is not None and bias.dtype != dtype:

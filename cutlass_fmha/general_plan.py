@@ -1,4 +1,4 @@
-"""The way from tensors and features to one call of ``_C.run_general``.
+"""The way from tensors and features to one call of ``_C.run``.
 
 As in ``plan.py``, everything that follows from metadata is prepared once and kept. A call copies the prepared
 parameters, so that threads don't meet in them, and writes the addresses into its copy.
@@ -23,7 +23,7 @@ from cutlass_fmha.select import Problem
 from cutlass_fmha.streams import current_stream
 
 if TYPE_CHECKING:
-    from cutlass_fmha._C import FallbackTemplate, Template
+    from cutlass_fmha._C import Template
     from cutlass_fmha.device import Device
 
 logger = logging.getLogger("cutlass_fmha")
@@ -69,29 +69,17 @@ _NAMED = (
 
 
 @dataclass(frozen=True)
-class PlainCall:
-    """What ``_C.run`` needs besides addresses, a scale and a stream, for a plain row."""
-
-    sizes: tuple[int, int, int, int, int]
-    strides: tuple[int, ...]
-    diagonal: int | None
-
-
-@dataclass(frozen=True)
 class GeneralPlan:
     """What a launch and the allocation of its outputs need, for every call with the same metadata."""
 
     row: int
-    #: One of these says how the row is called. The parameters of a general one are complete but for addresses
-    #: and the scale, and never written to.
-    params: _C.GeneralParams | None
-    plain: PlainCall | None
-    fallback: FallbackTemplate | None
+    #: Complete but for addresses and the scale, and never written to; None where ``fallback`` launches it.
+    params: _C.AttentionParams | None
+    fallback: Template | None
     #: (name in Features, field) of the tensors that are read.
     addresses: tuple[tuple[str, str], ...]
     sizes: Sizes
-    splits: int
-    partial_rows: int
+    room: int  # floats that the parts of split keys leave
     dtype: torch.dtype
     device: torch.device
     index: int
@@ -139,26 +127,16 @@ def launch(
     lse = torch.empty(sizes.lse_shape, dtype=torch.float32, device=plan.device) if return_lse else None
     if plan.empty:
         return out, lse
-    lse_address = 0 if lse is None else lse.data_ptr()
-    addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse_address)
-    index, stream = max(plan.index, 0), current_stream(plan.index)  # a simulator takes the CPU's tensors
-    if plan.plain is not None:
-        said = plan.plain
-        _C.run(plan.row, addresses, said.sizes, said.strides, scale, said.diagonal, index, stream)  # type: ignore[arg-type]
-        return out, lse
     assert plan.params is not None
-    params = plan.params.copy()
-    params.q, params.k, params.v, params.o, params.lse = addresses
-    params.scale = scale
+    lse_address = 0 if lse is None else lse.data_ptr()
+    params = plan.params.of_call(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse_address, scale)
     for name, field in plan.addresses:
         setattr(params, field, getattr(features, name).data_ptr())
-    if plan.splits > 1:
-        parts = plan.splits * plan.partial_rows
-        partial = torch.empty(parts * (sizes.head_dim_v + 2), dtype=torch.float32, device=plan.device)
-        params.partial_o = partial.data_ptr()
-        params.partial_lse = params.partial_o + 4 * parts * sizes.head_dim_v
-        params.partial_low = params.partial_lse + 4 * parts
-    _C.run_general(plan.row, params, index, stream)
+    if plan.room:
+        parts = torch.empty(plan.room, dtype=torch.float32, device=plan.device)
+        add_room(params, parts.data_ptr())
+    index, stream = max(plan.index, 0), current_stream(plan.index)  # a simulator takes the CPU's tensors
+    _C.run(plan.row, params, index, stream)
     return out, lse
 
 
@@ -187,26 +165,20 @@ def prepare(
     index = tensors[0].get_device()
     device = devices.of_index(index) if index >= 0 else devices.simulated(select.this_build().architectures)
     row = select.select(problem, device, template)
-    params, plain, splits = None, None, 1
-    if select.is_fallback(row):
-        pass
-    elif not row.general:
-        plain = _plain(sizes, problem, operands)
-    else:
-        params = _params(sizes, features, causal, operands)
-        params.pack = blocks.packed_heads(row, problem)
-        params.splits = splits = blocks.split_keys(row, problem, device)
-        if not params.vectors:
+    params, room = None, 0
+    if row.family != select.WIDE:
+        params = params_of(sizes, features, causal, operands)
+    if row.scored and params is not None:
+        room = divide(params, row, problem, device)
+        if not params.vectors(row.element_bytes):
             _warn_of_element_copies(row.name, operands, sizes, names)
     return GeneralPlan(
         row=row.index,
         params=params,
-        plain=plain,
-        fallback=row if select.is_fallback(row) else None,
+        fallback=row if row.family == select.WIDE else None,
         addresses=_addresses(features),
         sizes=sizes,
-        splits=splits,
-        partial_rows=_lse_rows(sizes),
+        room=room,
         dtype=tensors[0].dtype,
         device=tensors[0].device,
         index=index,
@@ -293,9 +265,11 @@ def for_one_sequence(problem: Problem, features: Features) -> Problem:
 # ---- parameters --------------------------------------------------------------------------------------------
 
 
-def _params(sizes: Sizes, features: Features, causal: str, operands: list[check.Operand]) -> _C.GeneralParams:
-    """All but addresses, scale, pack and splits."""
-    p = _C.GeneralParams()
+def params_of(
+    sizes: Sizes, features: Features, causal: str, operands: list[check.Operand]
+) -> _C.AttentionParams:
+    """All but addresses, scale, pack, splits and a tail."""
+    p = _C.AttentionParams()
     p.q_stride, p.k_stride, p.v_stride = (operand.strides for operand in operands)
     p.o_stride = _out_strides(sizes)
     p.batch, p.seqlen_q, p.seqlen_k = sizes.batch, sizes.seqlen_q, sizes.seqlen_k
@@ -316,8 +290,32 @@ def _params(sizes: Sizes, features: Features, causal: str, operands: list[check.
     return p
 
 
-def contiguous_params(row: Template, problem: Problem, device: Device) -> _C.GeneralParams:
-    """The same of a plain problem with contiguous tensors, with pack and splits: for what times rows."""
+def divide(p: _C.AttentionParams, row: Template, problem: Problem, device: Device) -> int:
+    """How a row's work is divided: pack and splits, or a plain row's tail. Floats that the parts leave."""
+    if row.scored:
+        p.pack = blocks.packed_heads(row, problem)
+        p.splits = blocks.split_keys(row, problem, device)
+        return p.splits * p.lse_rows * (p.head_dim_v + 2) if p.splits > 1 else 0
+    tail = blocks.tail_of(row, problem, device)
+    if tail is None:
+        return 0
+    p.tail_tiles, p.tail_parts, p.tail_first, p.tail_rest = tail
+    return tail.rows(row) * (p.head_dim_v + 2)
+
+
+def add_room(p: _C.AttentionParams, address: int) -> None:
+    """Where the parts of split keys, or those of a tail, leave as many floats as ``divide`` says."""
+    if p.splits == 1:
+        p.tail = address
+        return
+    parts = p.splits * p.lse_rows
+    p.partial_o = address
+    p.partial_lse = address + 4 * parts * p.head_dim_v
+    p.partial_low = p.partial_lse + 4 * parts
+
+
+def contiguous_params(row: Template, problem: Problem, device: Device) -> tuple[_C.AttentionParams, int]:
+    """The same of a plain problem with contiguous tensors, and what ``divide`` says: for what times rows."""
     sizes = Sizes(
         problem.batch,
         problem.seqlen_q,
@@ -338,13 +336,11 @@ def contiguous_params(row: Template, problem: Problem, device: Device) -> _C.Gen
         check.Operand((seqlen * heads * dim, heads * dim, dim), 16, (16, 16, 16))
         for seqlen, heads, dim in shapes
     ]
-    p = _params(sizes, Features(), problem.causal, operands)
-    p.pack = blocks.packed_heads(row, problem)
-    p.splits = blocks.split_keys(row, problem, device)
-    return p
+    p = params_of(sizes, Features(), problem.causal, operands)
+    return p, divide(p, row, problem, device)
 
 
-def _add_strides(p: _C.GeneralParams, features: Features, sizes: Sizes) -> None:
+def _add_strides(p: _C.AttentionParams, features: Features, sizes: Sizes) -> None:
     """How masks, biases, block lists and slopes lie."""
     if _is_read(mask := features.mask) and mask is not None:
         p.mask_stride = broadcast_strides(mask, sizes)
@@ -376,15 +372,6 @@ def _out_strides(sizes: Sizes) -> tuple[int, int, int]:
 def _lse_rows(sizes: Sizes) -> int:
     rows = sizes.batch * sizes.seqlen_q if sizes.total_q is None else sizes.total_q
     return rows * sizes.num_heads
-
-
-def _plain(sizes: Sizes, problem: Problem, operands: list[check.Operand]) -> PlainCall:
-    strides = tuple(stride for operand in operands for stride in operand.strides)
-    return PlainCall(
-        (sizes.batch, sizes.seqlen_q, sizes.seqlen_k, sizes.num_heads, sizes.num_heads_kv),
-        (*strides, *_out_strides(sizes)),
-        problem.diagonal,
-    )
 
 
 def _warn_of_element_copies(row: str, operands: list[check.Operand], sizes: Sizes, names: Names) -> None:

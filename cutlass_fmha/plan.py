@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutlass_fmha import _C, blocks, check, general_plan, select
+from cutlass_fmha import _C, check, general_plan, select
 from cutlass_fmha import device as devices
 from cutlass_fmha.errors import UnsupportedError
-from cutlass_fmha.features import Features
+from cutlass_fmha.features import Features, Sizes
 from cutlass_fmha.recent import MAX_PLANS, Recent
 from cutlass_fmha.streams import current_stream as _current_stream
 
@@ -31,9 +31,7 @@ class Plan:
     """What ``_C.run`` and the allocation of the outputs need, for every call with the same metadata."""
 
     row: int
-    sizes: tuple[int, int, int, int, int]
-    strides: tuple[int, ...]
-    diagonal: int | None
+    params: _C.AttentionParams  # complete but for addresses and the scale, and never written to
     out_shape: tuple[int, int, int, int]
     like_q: bool  # the output's rows lie as q's do: making it like q takes half the time
     lse_shape: tuple[int, int, int]
@@ -42,8 +40,7 @@ class Plan:
     device: torch.device
     index: int
     empty: bool
-    tail: blocks.Tail | None
-    tail_floats: int  # that its parts leave
+    room: int  # floats that the parts of a tail leave
 
 
 @dataclass(frozen=True)
@@ -117,21 +114,18 @@ def launch(
             out = out.transpose(1, 2)
     lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=plan.device) if return_lse else None
     if not plan.empty:
-        arguments = (
-            plan.row,
-            (q_address, k_address, v_address, out.data_ptr(), 0 if lse is None else lse.data_ptr()),
-            plan.sizes,
-            plan.strides,
+        params = plan.params.of_call(
+            q_address,
+            k_address,
+            v_address,
+            out.data_ptr(),
+            0 if lse is None else lse.data_ptr(),
             plan.scale if scale is None else scale,
-            plan.diagonal,
-            plan.index,
-            _current_stream(plan.index),
         )
-        if plan.tail is None:
-            _C.run(*arguments)  # type: ignore[arg-type]
-        else:
-            parts = torch.empty(plan.tail_floats, dtype=torch.float32, device=plan.device)
-            _C.run(*arguments, (parts.data_ptr(), *plan.tail))  # type: ignore[arg-type]
+        if plan.room:
+            parts = torch.empty(plan.room, dtype=torch.float32, device=plan.device)
+            general_plan.add_room(params, parts.data_ptr())
+        _C.run(plan.row, params, plan.index, _current_stream(plan.index))
     return out, lse
 
 
@@ -163,20 +157,18 @@ def prepare(
     index = q.get_device()
     device = devices.of_index(index)
     row = select.select(problem, device, template)
-    if select.is_fallback(row) or row.general:
+    if row.family not in select.PLAIN:
         return Handover(row.name)
     if row.copy == "element":
         _warn_of_element_copies(row.name, operands, names)
 
-    batch, seqlen_q, seqlen_k, num_heads, num_heads_kv, head_dim = dims
-    tail = blocks.tail_of(row, problem, device)
-    out_strides = (seqlen_q * num_heads * head_dim, num_heads * head_dim, head_dim)
-    strides = (*operands[0].strides, *operands[1].strides, *operands[2].strides, *out_strides)
+    batch, seqlen_q, _, num_heads, _, head_dim = dims
+    sizes = Sizes(*dims, head_dim_v=head_dim, total_q=None, page_size=0)
+    params = general_plan.params_of(sizes, _NO_FEATURES, causal, operands)
+    room = general_plan.divide(params, row, problem, device)
     return Plan(
         row=row.index,
-        sizes=(batch, seqlen_q, seqlen_k, num_heads, num_heads_kv),
-        strides=strides,
-        diagonal=problem.diagonal,
+        params=params,
         out_shape=(batch, seqlen_q, num_heads, head_dim),
         like_q=(q if layout == "bshd" else q.transpose(1, 2)).is_contiguous(),
         lse_shape=(batch, num_heads, seqlen_q),
@@ -185,8 +177,7 @@ def prepare(
         device=q.device,
         index=index,
         empty=batch == 0 or seqlen_q == 0 or num_heads == 0,
-        tail=tail,
-        tail_floats=tail.rows(row) * (head_dim + 2) if tail else 0,
+        room=room,
     )
 
 

@@ -6,12 +6,15 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from cutlass_fmha import device as devices
 from cutlass_fmha import select
 from cutlass_fmha.device import Device
-from cutlass_fmha.select import FEATURES, FULL_ALIGNMENT, Build, Problem, Row
+from cutlass_fmha.select import FEATURES, FULL_ALIGNMENT, Build, Problem
+
+if TYPE_CHECKING:
+    from cutlass_fmha._C import Template
 
 #: What the second line begins with, where a change helps.
 WHAT_TO_CHANGE = "what to change: "
@@ -29,23 +32,23 @@ class Change(NamedTuple):
 
 
 #: Changes of one kind that may help with a problem, the least first.
-Kind = Callable[[Problem, Sequence[Row]], Iterator[Change]]
+Kind = Callable[[Problem, Sequence["Template"]], Iterator[Change]]
 
 
 def message(problem: Problem, device: Device, build: Build) -> str:
     """Why no row of a build runs a problem on a device: at most 15 lines, the first of them a sentence."""
-    why = {row.name: select.reasons(row, problem, device, build) for row in build.rows}
+    why = {row.name: select.reasons(row, problem, device, build) for row in build.templates}
     arch = devices.rows_arch(device, build.architectures)
-    own = [row for row in build.rows if row.arch == arch and row.dtype == problem.dtype]
-    near = own or build.rows
+    own = [row for row in build.templates if row.arch == arch and row.dtype == problem.dtype]
+    near = own or build.templates
     lines = [f"no template of this build can run this problem ({problem}) on {device}:"]
     if found := ways_out(problem, device, build):
         lines.append(WHAT_TO_CHANGE + "; or ".join(way_out.what for way_out in found))
 
-    def distance(row: Row) -> tuple[int, int, int]:
+    def distance(row: Template) -> tuple[int, int, int]:
         return len(why[row.name]), _gap(row, problem), len(select.lacking(row, problem))
 
-    groups: dict[tuple[str, ...], list[Row]] = {}
+    groups: dict[tuple[str, ...], list[Template]] = {}
     for row in sorted(near, key=distance):
         groups.setdefault(tuple(why[row.name]), []).append(row)
     shown = list(groups.items())[:NEAREST]
@@ -61,19 +64,19 @@ def message(problem: Problem, device: Device, build: Build) -> str:
     return "\n".join(lines)
 
 
-def _gap(row: Row, problem: Problem) -> int:
+def _gap(row: Template, problem: Problem) -> int:
     """How far a row's head dim is from one that would do."""
     gap = max(problem.head_dim, problem.value_dim) - row.head_dim
-    return max(0, gap) if select.is_fallback(row) or row.general else abs(gap)
+    return max(0, gap) if row.family not in select.PLAIN else abs(gap)
 
 
 def _further(
-    near: Sequence[Row], shown: int, problem: Problem, device: Device, build: Build
+    near: Sequence[Template], shown: int, problem: Problem, device: Device, build: Build
 ) -> Iterator[str]:
     """How many rows are not told of, and why."""
     counts = Counter({"with other reasons, as many or more": len(near) - shown})
     names = {row.name for row in near}
-    for row in build.rows:
+    for row in build.templates:
         if row.name not in names and (irrelevant := select.irrelevance(row, problem, device, build)):
             counts[f"for {irrelevant[0]}"] += 1
     if told := ", ".join(f"{count} {what}" for what, count in counts.items() if count):
@@ -95,7 +98,7 @@ def summary(irrelevant: Mapping[tuple[str, str], int]) -> Iterator[str]:
 def ways_out(problem: Problem, device: Device, build: Build) -> list[Change]:
     """Changes of as few things as possible; after each, some row runs the problem. Empty if none helps."""
     arch = devices.rows_arch(device, build.architectures)
-    rows = [row for row in build.rows if row.arch == arch]
+    rows = [row for row in build.templates if row.arch == arch]
 
     def runs(changed: Problem) -> bool:
         return bool(select.eligible_rows(changed, device, build))
@@ -115,7 +118,9 @@ def ways_out(problem: Problem, device: Device, build: Build) -> list[Change]:
     return []
 
 
-def _chains(kinds: Sequence[Kind], problem: Problem, rows: Sequence[Row]) -> Iterator[tuple[Change, ...]]:
+def _chains(
+    kinds: Sequence[Kind], problem: Problem, rows: Sequence[Template]
+) -> Iterator[tuple[Change, ...]]:
     """One change of each kind, one after the other."""
     for change in kinds[0](problem, rows):
         if len(kinds) == 1:
@@ -136,7 +141,7 @@ def _without(problem: Problem, names: Sequence[str]) -> Problem:
     )
 
 
-def _features(problem: Problem, rows: Sequence[Row]) -> Iterator[Change]:
+def _features(problem: Problem, rows: Sequence[Template]) -> Iterator[Change]:
     """Dropping one, or what some rows lack."""
     sets = {*((name,) for name in problem.features), *(select.lacking(row, problem) for row in rows)} - {()}
     for names in sorted(sets, key=lambda names: (len(names), names)):
@@ -145,7 +150,7 @@ def _features(problem: Problem, rows: Sequence[Row]) -> Iterator[Change]:
         yield Change(f"drop {what}", _without(problem, names))
 
 
-def _window(problem: Problem, rows: Sequence[Row]) -> Iterator[Change]:
+def _window(problem: Problem, rows: Sequence[Template]) -> Iterator[Change]:
     left, right = problem.window
     if left >= 0 and right >= 0:
         yield Change("give the window no left limit", replace(problem, window=(-1, right)))
@@ -153,18 +158,16 @@ def _window(problem: Problem, rows: Sequence[Row]) -> Iterator[Change]:
         yield Change("drop the window", _without(problem, ("window",)))
 
 
-def _blocks(problem: Problem, rows: Sequence[Row]) -> Iterator[Change]:
+def _blocks(problem: Problem, rows: Sequence[Template]) -> Iterator[Change]:
     if problem.block_mask is None:
         return
-    units = {
-        (row.tile_m, row.tile_n * row.kv_warps) for row in rows if not select.is_fallback(row) and row.general
-    }
+    units = {(row.tile_m, row.tile_n * row.kv_warps) for row in rows if row.scored}
     for m, n in sorted(units, reverse=True):  # of the rows for many queries
         what = f"use a block mask of multiples of {m} x {n}"
         yield Change(what, replace(problem, block_mask=(m, n)))
 
 
-def _head_dims(problem: Problem, rows: Sequence[Row]) -> Iterator[Change]:
+def _head_dims(problem: Problem, rows: Sequence[Template]) -> Iterator[Change]:
     """Those of the rows that are smaller."""
     largest = max(problem.head_dim, problem.value_dim)
     for least in sorted({min(row.head_dim, row.head_dim_v) for row in rows}, reverse=True):
@@ -176,18 +179,18 @@ def _head_dims(problem: Problem, rows: Sequence[Row]) -> Iterator[Change]:
         yield Change(f"use head dims of at most {least}", smaller)
 
 
-def _dtypes(problem: Problem, rows: Sequence[Row]) -> Iterator[Change]:
+def _dtypes(problem: Problem, rows: Sequence[Template]) -> Iterator[Change]:
     for dtype in dict.fromkeys(row.dtype for row in rows):
         if dtype != problem.dtype:
             yield Change(f"use {dtype}", replace(problem, dtype=dtype))
 
 
-def _alignment(problem: Problem, rows: Sequence[Row]) -> Iterator[Change]:
+def _alignment(problem: Problem, rows: Sequence[Template]) -> Iterator[Change]:
     if problem.alignment < FULL_ALIGNMENT:
         what = f"align pointers and strides to {FULL_ALIGNMENT} bytes"
         yield Change(what, replace(problem, alignment=FULL_ALIGNMENT))
 
 
-def _key_span(problem: Problem, rows: Sequence[Row]) -> Iterator[Change]:
+def _key_span(problem: Problem, rows: Sequence[Template]) -> Iterator[Change]:
     if problem.key_span > 0:
         yield Change("pass contiguous k and v", replace(problem, key_span=0))

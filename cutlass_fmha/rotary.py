@@ -9,9 +9,6 @@ from cutlass_fmha import _C, check, support
 
 SCHEMA = "rotary(Tensor x, Tensor cos, Tensor sin, Tensor positions, *, bool interleaved=False) -> Tensor"
 
-#: The binding's view of a table: (cos, sin), (strides, positions, rotary dim), (interleaved, float32).
-Table = tuple[tuple[int, int], tuple[int, int, int, int], tuple[bool, bool]]
-
 
 def rotary(
     x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | int, *, interleaved: bool = False
@@ -91,13 +88,14 @@ def check_positions(cos: Tensor, first: int, rows: int) -> None:
         )
 
 
-def table_of(cos: Tensor, sin: Tensor, interleaved: bool) -> Table:
-    positions, pairs = cos.shape
-    return (
-        (cos.data_ptr(), sin.data_ptr()),
-        (cos.stride(0), sin.stride(0), positions, 2 * pairs),
-        (interleaved, cos.dtype == torch.float32),
-    )
+def table_of(cos: Tensor, sin: Tensor, interleaved: bool) -> _C.Rotary:
+    """The binding's view of a table."""
+    table = _C.Rotary()
+    table.cos, table.sin = cos.data_ptr(), sin.data_ptr()
+    table.cos_stride, table.sin_stride = cos.stride(0), sin.stride(0)
+    table.positions, table.dim = cos.shape[0], 2 * cos.shape[1]
+    table.interleaved, table.float32 = interleaved, cos.dtype == torch.float32
+    return table
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, first: Tensor, interleaved: bool, advance: bool) -> Tensor:
@@ -130,21 +128,24 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
     support.check_vectors({"positions": positions}, x.shape[0])
 
 
-def launch_arguments(
-    x: Tensor, out: Tensor, first: Tensor, before: Tensor | None, advance: bool
-) -> tuple[tuple[int, int, int, int], tuple[int, int, int, int], tuple[int, ...], bool]:
+def rotation(
+    x: Tensor, out: Tensor, first: Tensor, before: Tensor | None, advance: bool, table: _C.Rotary
+) -> _C.RotaryParams:
     """What the binding wants to know of rows to rotate. Their first positions: first - before."""
-    pointers = (x.data_ptr(), out.data_ptr(), first.data_ptr(), support.address(before))
-    batch, seqlen, num_heads, head_dim = x.shape
-    strides = (*support.strides(x), *support.strides(out))
-    return pointers, (batch, seqlen, num_heads, head_dim), strides, advance
+    p = _C.RotaryParams()
+    p.x, p.out = x.data_ptr(), out.data_ptr()
+    p.x_stride, p.out_stride = support.strides(x), support.strides(out)
+    p.batch, p.seqlen, p.num_heads, p.head_dim = x.shape
+    p.first_position, p.before_position = first.data_ptr(), support.address(before)
+    p.advance, p.rotary = advance, table
+    return p
 
 
 def _cuda(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, interleaved: bool = False) -> Tensor:
     _check(x, cos, sin, positions)
     out = x.new_empty(x.shape)
-    rows = launch_arguments(x, out, positions, None, True)
-    _C.rotary(*rows, table_of(cos, sin, interleaved), support.target(x))
+    table = table_of(cos, sin, interleaved)
+    support.launch("rotary", rotation(x, out, positions, None, True, table), x)
     return out
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, Union
+from typing import TYPE_CHECKING, Protocol
 
 from cutlass_fmha import _C, cost
 from cutlass_fmha import device as devices
@@ -19,13 +19,13 @@ from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.recent import Recent
 
 if TYPE_CHECKING:
-    from typing_extensions import TypeIs
-
-    from cutlass_fmha._C import FallbackTemplate, Template
+    from cutlass_fmha._C import Template
     from cutlass_fmha.calibration.store import Calibration
 
-#: A kernel of this package's own, or one of CUTLASS's example 41.
-Row = Union["Template", "FallbackTemplate"]
+#: Families of rows that know no more than a diagonal.
+PLAIN = ("plain", "few_query")
+#: The family of ``fallback.py``'s rows, with reasons, costs and launches of their own.
+WIDE = "wide"
 
 CAUSAL = ("none", "top-left", "bottom-right")
 FULL_ALIGNMENT = 16  # bytes: the widest copy there is
@@ -178,7 +178,7 @@ def this_build() -> Build:
     info = _C.build_info()
     compiled_for = info.get("compiled_for", {})
     assert isinstance(compiled_for, dict)
-    return Build(tuple(_C.templates()), tuple(compiled_for.items()), tuple(_C.fallback_templates()))
+    return Build(tuple(_C.templates()), tuple(compiled_for.items()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,11 +187,6 @@ class Build:
 
     templates: tuple[Template, ...]
     compiled_for: tuple[tuple[int, str], ...] = ()
-    fallback: tuple[FallbackTemplate, ...] = ()
-
-    @property
-    def rows(self) -> tuple[Row, ...]:
-        return (*self.templates, *self.fallback)
 
     @functools.cached_property
     def architectures(self) -> Mapping[int, str]:
@@ -202,37 +197,28 @@ class Build:
         }
 
     @functools.cached_property
-    def _by_kind(self) -> dict[tuple[object, ...], tuple[Row, ...]]:
+    def _by_kind(self) -> dict[tuple[object, ...], tuple[Template, ...]]:
         return {}
 
-    def candidates(self, problem: Problem, device: Device) -> tuple[Row, ...]:
+    def candidates(self, problem: Problem, device: Device) -> tuple[Template, ...]:
         """The rows that nothing keeps from a problem but what else the call says: looked up by what they are
         made for, the device, the dtype and the head dims."""
         arch = devices.rows_arch(device, self.architectures)
         key = (device, arch, problem.dtype, problem.head_dim, problem.head_dim_v)
         rows = self._by_kind.get(key)
         if rows is None:
-            rows = tuple(row for row in self.rows if is_made_for(row, problem, device, self))
+            rows = tuple(row for row in self.templates if is_made_for(row, problem, device, self))
             self._by_kind[key] = rows
         return rows
 
-    def by_name(self, name: str) -> Row:
-        for template in self.rows:
+    def by_name(self, name: str) -> Template:
+        for template in self.templates:
             if template.name == name:
                 return template
         raise ValueError(
             f"template {name!r} is not a row of this build; `python -m cutlass_fmha info --rows` lists its "
-            f"{len(self.rows)} rows"
+            f"{len(self.templates)} rows"
         )
-
-
-def is_fallback(row: Row) -> TypeIs[FallbackTemplate]:
-    """Whether a row is one of ``fallback.py``'s, with reasons, costs and launches of its own."""
-    return getattr(row, "fallback", False)
-
-
-def is_general(row: Row) -> bool:
-    return not is_fallback(row) and row.general
 
 
 class Predicate(Protocol):
@@ -241,7 +227,7 @@ class Predicate(Protocol):
     def __call__(self, template: Template, problem: Problem, device: Device, build: Build) -> str | None: ...
 
 
-def _made_for_device(template: Row, problem: Problem, device: Device, build: Build) -> str | None:
+def _made_for_device(template: Template, problem: Problem, device: Device, build: Build) -> str | None:
     arch = devices.rows_arch(device, build.architectures)
     if template.arch in (arch, devices.own_arch(device)):
         compiled_for = build.architectures.get(template.arch, str(template.arch))
@@ -257,14 +243,14 @@ def _made_for_device(template: Row, problem: Problem, device: Device, build: Bui
     return f"made for sm_{template.arch}, and this device takes the sm_{arch} rows"
 
 
-def _dtype(template: Row, problem: Problem, device: Device, build: Build) -> str | None:
+def _dtype(template: Template, problem: Problem, device: Device, build: Build) -> str | None:
     if template.dtype == problem.dtype:
         return None
     return f"computes {template.dtype}, and the tensors are {problem.dtype}"
 
 
 def _head_dim(template: Template, problem: Problem, device: Device, build: Build) -> str | None:
-    if template.general:
+    if template.scored:
         if problem.head_dim <= template.head_dim and problem.value_dim <= template.head_dim_v:
             return None
         most = str(template.head_dim)
@@ -281,7 +267,7 @@ def _head_dims(problem: Problem) -> str:
 
 
 def _block_mask(template: Template, problem: Problem, device: Device, build: Build) -> str | None:
-    if problem.block_mask is None or not template.general:
+    if problem.block_mask is None or not template.scored:
         return None
     block_m, block_n = problem.block_mask
     keys = template.tile_n * template.kv_warps
@@ -293,13 +279,13 @@ def _block_mask(template: Template, problem: Problem, device: Device, build: Bui
     )
 
 
-def lacking(row: Row, problem: Problem) -> tuple[str, ...]:
+def lacking(row: Template, problem: Problem) -> tuple[str, ...]:
     """The features of a problem that a row doesn't know."""
-    if is_fallback(row):
+    if row.family == WIDE:
         from cutlass_fmha import fallback
 
         return tuple(name for name in problem.features if name not in fallback.KNOWN)
-    return () if row.general else problem.features
+    return () if row.scored else problem.features
 
 
 def has_no(names: Sequence[str]) -> str:
@@ -321,7 +307,7 @@ def _alignment(template: Template, problem: Problem, device: Device, build: Buil
     )
 
 
-def _shared_memory(template: Row, problem: Problem, device: Device, build: Build) -> str | None:
+def _shared_memory(template: Template, problem: Problem, device: Device, build: Build) -> str | None:
     if template.smem_bytes <= device.smem_per_block:
         return None
     return (
@@ -335,23 +321,23 @@ FIXED_RULES: tuple[Predicate, ...] = (_made_for_device, _dtype, _head_dim, _shar
 CALL_RULES: tuple[Predicate, ...] = (_features, _block_mask, _alignment)
 
 
-def _rules(row: Row) -> tuple[tuple[Predicate, ...], tuple[Predicate, ...]]:
-    if is_fallback(row):
+def _rules(row: Template) -> tuple[tuple[Predicate, ...], tuple[Predicate, ...]]:
+    if row.family == WIDE:
         from cutlass_fmha import fallback  # which has its rules from here
 
-        return fallback.FIXED_RULES, fallback.CALL_RULES  # type: ignore[return-value]
+        return fallback.FIXED_RULES, fallback.CALL_RULES
     return FIXED_RULES, CALL_RULES
 
 
-def reasons(template: Row, problem: Problem, device: Device, build: Build | None = None) -> list[str]:
+def reasons(template: Template, problem: Problem, device: Device, build: Build | None = None) -> list[str]:
     """Why a row can't run a problem on a device, one sentence each; empty when it can."""
     build = build or this_build()
     fixed, of_call = _rules(template)
-    sentences = (rule(template, problem, device, build) for rule in (*fixed, *of_call))  # type: ignore[arg-type]
+    sentences = (rule(template, problem, device, build) for rule in (*fixed, *of_call))
     return [sentence for sentence in sentences if sentence is not None]
 
 
-def irrelevance(row: Row, problem: Problem, device: Device, build: Build) -> tuple[str, str] | None:
+def irrelevance(row: Template, problem: Problem, device: Device, build: Build) -> tuple[str, str] | None:
     """What a row is for that has nothing to do with a problem, as ("another dtype", "float16").
 
     None for a row for this architecture, dtype and head dim: its reasons are worth reading.
@@ -360,40 +346,40 @@ def irrelevance(row: Row, problem: Problem, device: Device, build: Build) -> tup
         return "another architecture", f"sm_{row.arch}"
     if row.dtype != problem.dtype:
         return "another dtype", row.dtype
-    if is_fallback(row):
+    if row.family == WIDE:
         from cutlass_fmha import fallback
 
         if fallback._purpose(row, problem, device, build) is not None:
             return "other head dims", f"above {fallback.LARGEST_HEAD_DIM}"
         refused, up_to = fallback._head_dim(row, problem, device, build), True
     else:
-        refused, up_to = _head_dim(row, problem, device, build), row.general
+        refused, up_to = _head_dim(row, problem, device, build), row.scored
     return ("other head dims", f"{'up to ' if up_to else ''}{row.head_dim}") if refused else None
 
 
-def is_made_for(row: Row, problem: Problem, device: Device, build: Build) -> bool:
+def is_made_for(row: Template, problem: Problem, device: Device, build: Build) -> bool:
     """Whether nothing speaks against a row that other calls of these head dims and this dtype would change."""
     fixed, _ = _rules(row)
-    return all(rule(row, problem, device, build) is None for rule in fixed)  # type: ignore[arg-type]
+    return all(rule(row, problem, device, build) is None for rule in fixed)
 
 
-def eligible_rows(problem: Problem, device: Device, build: Build) -> list[Row]:
+def eligible_rows(problem: Problem, device: Device, build: Build) -> list[Template]:
     """The rows that have no reason against them."""
     return [
         row
         for row in build.candidates(problem, device)
-        if all(rule(row, problem, device, build) is None for rule in _rules(row)[1])  # type: ignore[arg-type]
+        if all(rule(row, problem, device, build) is None for rule in _rules(row)[1])
     ]
 
 
 def predicted_cost(
-    template: Row, problem: Problem, device: Device, calibration: Calibration | None = None
+    template: Template, problem: Problem, device: Device, calibration: Calibration | None = None
 ) -> float:
     """Predicted microseconds of one launch: a model (``cost.py``) that ranks rows, not a measurement.
 
     ``calibration``: what the model was told of this GPU; the one that counts here when None.
     """
-    if is_fallback(template):
+    if template.family == WIDE:
         from cutlass_fmha import fallback
 
         return fallback.predicted_us(template, problem, device)
@@ -434,7 +420,7 @@ def select(
     template: str | None = None,
     build: Build | None = None,
     calibration: Calibration | None = None,
-) -> Row:
+) -> Template:
     """The row that runs a problem: the cheapest eligible one, or the one named ``template``.
 
     ``calibration``: what is known of the rows' costs; that of the device (``store.for_device``) when None.
@@ -468,16 +454,16 @@ def select(
 
 
 #: What ``select`` found: with it the build and the costs by which it did.
-_winners: Recent[tuple[object, ...], tuple[Row, Build, Calibration]] = Recent(MAX_WINNERS)
+_winners: Recent[tuple[object, ...], tuple[Template, Build, Calibration]] = Recent(MAX_WINNERS)
 
 
-def price(row: Row, problem: Problem, device: Device, calibration: Calibration) -> float:
+def price(row: Template, problem: Problem, device: Device, calibration: Calibration) -> float:
     """What rows are chosen by: the predicted microseconds, more of a general row that nobody timed."""
-    untimed = is_general(row) and problem.is_plain and row.name not in calibration.rows
+    untimed = row.scored and problem.is_plain and row.name not in calibration.rows
     return predicted_cost(row, problem, device, calibration) * (UNTIMED if untimed else 1.0)
 
 
-def contenders(eligible: Sequence[Row], problem: Problem) -> Sequence[Row]:
+def contenders(eligible: Sequence[Template], problem: Problem) -> Sequence[Template]:
     """The eligible rows that cost decides between; the others are for problems that these can't run.
 
     General rows do more than a plain problem needs: where a plain row takes it, they are only in question for
@@ -487,7 +473,7 @@ def contenders(eligible: Sequence[Row], problem: Problem) -> Sequence[Row]:
     could err in its favour.
     """
     if not problem.is_decode:
-        eligible = [row for row in eligible if not is_general(row)] or eligible
-    least = min(((row.head_dim, row.head_dim_v) for row in eligible if is_general(row)), default=None)
-    eligible = [row for row in eligible if not is_general(row) or (row.head_dim, row.head_dim_v) == least]
-    return [row for row in eligible if is_fallback(row) or row.copy != "element"] or eligible
+        eligible = [row for row in eligible if not row.scored] or eligible
+    least = min(((row.head_dim, row.head_dim_v) for row in eligible if row.scored), default=None)
+    eligible = [row for row in eligible if not row.scored or (row.head_dim, row.head_dim_v) == least]
+    return [row for row in eligible if row.family == WIDE or row.copy != "element"] or eligible

@@ -178,19 +178,23 @@ def _empty(o_a: Tensor, lse_a: Tensor) -> tuple[Tensor, Tensor]:
     return o_a.new_empty(o_a.shape), lse_a.new_empty(lse_a.shape)
 
 
+def _lse_strides(lse: Tensor) -> tuple[int, int, int]:
+    """(batch, head, seqlen) strides of [batch, num_heads, seqlen_q], or without a batch."""
+    batch, head, seqlen = lse.stride() if lse.dim() == 3 else (0, *lse.stride())
+    return batch, head, seqlen
+
+
 def _cuda(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     _check(o_a, lse_a, o_b, lse_b)
     output, lse = _empty(o_a, lse_a)
-    batch = o_a.shape[0] if o_a.dim() == 4 else 1
-    lses = [x.stride() if x.dim() == 3 else (0, *x.stride()) for x in (lse_a, lse_b, lse)]
-    outputs = [support.strides(x) for x in (o_a, o_b, output)]
-    tensors = (o_a, o_b, output, lse_a, lse_b, lse)
-    _C.merge_states(
-        tuple(x.data_ptr() for x in tensors),  # type: ignore[arg-type]
-        (batch, *o_a.shape[-3:]),
-        tuple(stride for x in (*outputs, *lses) for stride in x),
-        support.target(o_a),
-    )
+    p = _C.MergeParams()
+    p.o_a, p.o_b, p.o = o_a.data_ptr(), o_b.data_ptr(), output.data_ptr()
+    p.lse_a, p.lse_b, p.lse = lse_a.data_ptr(), lse_b.data_ptr(), lse.data_ptr()
+    p.o_a_stride, p.o_b_stride, p.o_stride = (support.strides(x) for x in (o_a, o_b, output))
+    p.lse_a_stride, p.lse_b_stride, p.lse_stride = (_lse_strides(x) for x in (lse_a, lse_b, lse))
+    p.batch = o_a.shape[0] if o_a.dim() == 4 else 1
+    p.seqlen_q, p.num_heads, p.head_dim_v = o_a.shape[-3:]
+    support.launch("merge", p, o_a)
     return output, lse
 
 

@@ -16,9 +16,6 @@ from cutlass_fmha import device as devices
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.streams import current_stream
 
-#: dtype, arch, device, stream: what every function of the binding ends with.
-Target = tuple[str, int, int, int]
-
 CUDA_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CPU_DTYPES = (*CUDA_DTYPES, torch.float64)
 
@@ -63,18 +60,30 @@ def simulated() -> bool:
     return os.environ.get(ops.SIMULATE) == "1" and bool(_C.build_info().get("simulator"))
 
 
-def target(tensor: Tensor) -> Target:
-    """Where a kernel for this tensor runs: the current stream of its device."""
+def launch(
+    family: str,
+    params: _C.MergeParams | _C.RotaryParams | _C.AppendParams | _C.CombineParams,
+    tensor: Tensor,
+) -> None:
+    """Runs the family's kernel for this tensor's dtype on the current stream of its device."""
     index = tensor.get_device()
     arch = _arch(index, os.environ.get(devices.FORCE_ARCH))
-    return check.dtype_name(tensor.dtype), arch, max(index, 0), current_stream(index)
+    _C.run(_row(family, check.dtype_name(tensor.dtype), arch), params, max(index, 0), current_stream(index))
+
+
+@functools.cache
+def _row(family: str, dtype: str, arch: int) -> int:
+    for row in _C.helpers():
+        if (row.family, row.dtype, row.arch) == (family, dtype, arch):
+            return row.index
+    raise ValueError(f"this build has no kernel of family {family} for {dtype} on sm_{arch}")
 
 
 @functools.cache
 def _arch(index: int, forced: str | None) -> int:
     """The architecture whose kernels a device takes, which ``forced`` may have changed; -1: the simulator."""
     compiled_for = dict(select.this_build().compiled_for)
-    built = {kernel.arch: compiled_for.get(kernel.arch, str(kernel.arch)) for kernel in _C.support_kernels()}
+    built = {row.arch: compiled_for.get(row.arch, str(row.arch)) for row in _C.helpers()}
     if not built:
         raise UnsupportedError(select.NO_KERNELS)
     device = devices.of_index(index) if index >= 0 else devices.simulated(built)

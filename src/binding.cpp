@@ -2,76 +2,31 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <array>
-#include <cmath>
-#include <optional>
 #include <stdexcept>
 #include <string>
+#include <variant>
 #include <vector>
 
+#include "attention_params.h"
 #include "binding.h"
 #include "build_config.h"  // generated
 #include "config.h"
-#include "fallback/binding.h"
-#include "forward/scheduler.h"
-#include "params.h"
-#include "support/binding.h"
+#include "fallback/config.h"
+#include "support/params.h"
 
 #if CUTLASS_FMHA_CUDA
 #include <cuda_runtime.h>
 
+#include "device_guard.h"
 #include "host_model.h"
-#include "registry.h"
+#include "launch.h"
+#include "support/launch.h"
 #endif
 
 namespace py = pybind11;
 
 namespace cutlass_fmha {
 namespace {
-
-using Pointers = std::array<uintptr_t, 5>;   // q, k, v, o, lse
-using Sizes = std::array<int64_t, 5>;        // batch, seqlen_q, seqlen_k, num_heads, num_heads_kv
-using StrideList = std::array<int64_t, 12>;  // (batch, seqlen, head) of q, k, v, o
-using TailNumbers = std::array<int64_t, 5>;  // address of its memory; tiles, parts, first, rest: see Tail
-
-ForwardParams make_params(Pointers const& pointers, Sizes const& sizes, StrideList const& s, double scale,
-                          std::optional<int64_t> diagonal) {
-  static constexpr char const* kNames[] = {"batch", "seqlen_q", "seqlen_k", "num_heads", "num_heads_kv"};
-  for (size_t i = 0; i < sizes.size(); ++i) {
-    require(sizes[i] >= 0 && sizes[i] <= kMaxSeqlen, [&] {
-      return std::string(kNames[i]) + " must be between 0 and " + std::to_string(kMaxSeqlen) + ", got " +
-             std::to_string(sizes[i]);
-    });
-  }
-  require(sizes[4] > 0 ? sizes[3] % sizes[4] == 0 : sizes[3] == 0, [&] {
-    return "num_heads (" + std::to_string(sizes[3]) + ") must be a multiple of num_heads_kv (" +
-           std::to_string(sizes[4]) + ")";
-  });
-  require(std::isfinite(scale) && std::fabs(scale) <= 2e38,
-          [&] { return "scale must be a finite float of at most 2e38, got " + std::to_string(scale); });
-  if (diagonal) {
-    require(std::llabs(*diagonal) <= kMaxSeqlen,
-            [&] { return "diagonal must be between -2**29 and 2**29, got " + std::to_string(*diagonal); });
-  }
-  ForwardParams p{};
-  p.q = reinterpret_cast<void const*>(pointers[0]);
-  p.k = reinterpret_cast<void const*>(pointers[1]);
-  p.v = reinterpret_cast<void const*>(pointers[2]);
-  p.o = reinterpret_cast<void*>(pointers[3]);
-  p.lse = reinterpret_cast<float*>(pointers[4]);
-  p.batch = static_cast<int>(sizes[0]);
-  p.seqlen_q = static_cast<int>(sizes[1]);
-  p.seqlen_k = static_cast<int>(sizes[2]);
-  p.num_heads = static_cast<int>(sizes[3]);
-  p.num_heads_kv = static_cast<int>(sizes[4]);
-  p.q_stride = {s[0], s[1], s[2]};
-  p.k_stride = {s[3], s[4], s[5]};
-  p.v_stride = {s[6], s[7], s[8]};
-  p.o_stride = {s[9], s[10], s[11]};
-  p.diagonal = diagonal ? static_cast<int>(*diagonal) : kNoDiagonal;
-  set_scale(p, static_cast<float>(scale));
-  return p;
-}
 
 py::dict build_info() {
   py::dict info;
@@ -95,72 +50,31 @@ py::dict build_info() {
 
 #if CUTLASS_FMHA_CUDA
 
-/// Python's view of a registry row: a copy, with its row number.
-struct TemplateRow : Template {
+/// Python's view of a row: a copy, with its number.
+struct RowView : Row {
   int index;
 };
 
-void check_aligned(Template const& t, Pointers const& pointers, Sizes const& sizes, StrideList const& strides) {
-  int const bytes = t.config.alignment();
-  for (int i = 0; i < 4; ++i) {
-    require(pointers[i] % bytes == 0, [&] {
-      return std::string(t.name) + " needs pointers aligned to " + std::to_string(bytes) + " bytes, and that of " +
-             "qkvo"[i] + " is not";
-    });
-    // batch, seqlen, heads of the operand: the stride of a dimension of size 1 is never used.
-    int64_t const extent[] = {sizes[0], i == 0 || i == 3 ? sizes[1] : sizes[2], i == 0 || i == 3 ? sizes[3] : sizes[4]};
-    for (int d = 0; d < 3; ++d) {
-      require(extent[d] <= 1 || strides[3 * i + d] * 2 % bytes == 0, [&] {
-        return std::string(t.name) + " needs strides that are multiples of " + std::to_string(bytes) +
-               " bytes, and a stride of " + "qkvo"[i] + " is not";
-      });
-    }
+/// The rows of attention, or those beside it.
+std::vector<RowView> views(bool helpers) {
+  std::vector<RowView> found;
+  for (Row const& row : rows()) {
+    int const number = static_cast<int>(&row - rows().data());
+    if (std::holds_alternative<HelperConfig>(row.config) == helpers) found.push_back({row, number});
   }
+  return found;
 }
 
-/// The tail that a caller wants, whose memory is at `numbers[0]`.
-Tail make_tail(Template const& t, TailNumbers const& numbers, ForwardParams const& p) {
-  Tail tail;
-  auto const [memory, tiles, parts, first, rest] = numbers;
-  int64_t const all = grid_size(p, t.config.tile_m), key_blocks = ceil_div(p.seqlen_k, t.config.tile_n);
-  require(t.config.copy == Copy::tma && t.config.kv_warps == 1 && p.diagonal == kNoDiagonal,
-          [&] { return std::string(t.name) + " has no tail here: rows that copy by TMA have one, without a mask"; });
-  int64_t const last = key_blocks - first - (parts - 2) * rest;
-  require(memory > 0 && memory % 16 == 0 && tiles > 0 && tiles <= all && parts > 1 && parts <= 64 && first > 0 &&
-              first < key_blocks && rest > 0 && rest < key_blocks && last > 0 && last <= rest &&
-              tiles * parts * t.config.tile_m * (t.config.head_dim / 4) <= INT_MAX,
-          [&] {
-            return std::string(t.name) + " can't divide " + std::to_string(tiles) + " of " + std::to_string(all) +
-                   " tiles into a part of " + std::to_string(first) + " and " + std::to_string(parts - 1) + " of " +
-                   std::to_string(rest) + " of " + std::to_string(key_blocks) + " key blocks";
-          });
-  tail.begin = int(all - tiles);
-  tail.tiles = int(tiles);
-  tail.parts = int(parts);
-  tail.first = int(first);
-  tail.rest = int(rest);
-  tail.by_rest = Divisor(tail.parts - 1);
-  int64_t const rows = tiles * parts * t.config.tile_m;
-  tail.o = reinterpret_cast<float*>(static_cast<uintptr_t>(memory));
-  tail.maxima = tail.o + rows * t.config.head_dim;
-  tail.sums = tail.maxima + rows;
-  return tail;
-}
-
-void run(int row, Pointers const& pointers, Sizes const& sizes, StrideList const& strides, double scale,
-         std::optional<int64_t> diagonal, int device, uintptr_t stream, std::optional<TailNumbers> const& tail) {
-  auto const& rows = templates();
-  require(row >= 0 && row < static_cast<int>(rows.size()), [&] {
-    return "row must be between 0 and " + std::to_string(rows.size() - 1) + ", got " + std::to_string(row);
-  });
-  require(!rows[row].config.general,
-          [&] { return std::string(rows[row].name) + " is a general row: run_general launches it"; });
-  ForwardParams const params = make_params(pointers, sizes, strides, scale, diagonal);
-  check_aligned(rows[row], pointers, sizes, strides);
-  Tail const divided = tail ? make_tail(rows[row], *tail, params) : Tail{};
+/// `params` by value: another thread may write to the Python object while this one launches.
+template <class Params>
+void run(int row, Params params, int device, uintptr_t stream) {
+  Row const& found = row_at(row);
+  check(found, params);
+  if (params.empty()) return;
   // A full launch queue makes the driver wait, maybe for a host callback that wants the interpreter.
   py::gil_scoped_release unlocked;
-  launch_forward(row, params, divided, device, reinterpret_cast<cudaStream_t>(stream));
+  DeviceGuard guard(device);
+  launch(found, params, device, reinterpret_cast<cudaStream_t>(stream));
 }
 
 int driver_version() {
@@ -200,10 +114,10 @@ cudaDeviceProp device_properties(int device) {
 
 #else
 
-struct TemplateRow {
+struct RowView {
   int index;
   char const* name;
-  ForwardConfig config;
+  std::variant<ForwardConfig, WideConfig, HelperConfig> config;
   int smem_bytes;
 };
 struct NoDeviceProperties {
@@ -213,9 +127,17 @@ struct NoDeviceProperties {
 };
 using cudaDeviceProp = NoDeviceProperties;
 
-void run(int, Pointers const& pointers, Sizes const& sizes, StrideList const& strides, double scale,
-         std::optional<int64_t> diagonal, int, uintptr_t, std::optional<TailNumbers> const&) {
-  make_params(pointers, sizes, strides, scale, diagonal);
+std::vector<RowView> views(bool) { return {}; }
+
+void check_params(AttentionParams const& p) { check(p, bytes_of(DType::float16)); }
+template <class Params>
+void check_params(Params const& p) {
+  check(p);
+}
+
+template <class Params>
+void run(int, Params const& params, int, uintptr_t) {
+  check_params(params);
   no_cuda();
 }
 int driver_version() { return 0; }
@@ -224,56 +146,54 @@ cudaDeviceProp device_properties(int) { no_cuda(); }
 
 #endif
 
-char const* name_of(Copy copy) {
-  switch (copy) {
-    case Copy::cp_async_16:
-      return "cp_async_16";
-    case Copy::element:
-      return "element";
-    case Copy::tma:
-      return "tma";
-    case Copy::ldg_16:
-      return "ldg_16";
-  }
-  return "";
+/// A field that the configurations of some families have: of another row, Python finds no such attribute.
+template <class Get>
+void attribute(py::class_<RowView>& c, char const* name, Get get) {
+  c.def_property_readonly(name, [=](RowView const& row) -> py::object {
+    return std::visit(
+        [&](auto const& config) -> py::object {
+          if constexpr (std::is_invocable_v<Get, decltype(config)>) return py::cast(get(config));
+          throw py::attribute_error(std::string(row.name) + " has no " + name);
+        },
+        row.config);
+  });
 }
 
-std::vector<TemplateRow> template_rows() {
-  std::vector<TemplateRow> rows;
-#if CUTLASS_FMHA_CUDA
-  for (Template const& t : templates()) rows.push_back({t, static_cast<int>(rows.size())});
-#endif
-  return rows;
+void bind_rows(py::module_& m) {
+  py::class_<RowView> c(m, "Template");
+  c.def_readonly("index", &RowView::index);
+  c.def_property_readonly("name", [](RowView const& row) { return row.name; });
+  c.def_readonly("smem_bytes", &RowView::smem_bytes);
+  c.def("__repr__", [](RowView const& row) { return "<Template " + std::string(row.name) + ">"; });
+
+  attribute(c, "family", [](auto const& config) { return name_of(config.family()); });
+  attribute(c, "arch", [](auto const& config) { return config.arch; });
+  attribute(c, "dtype", [](auto const& config) { return name_of(config.dtype); });
+  attribute(c, "threads", [](auto const& config) { return config.threads(); });
+  attribute(c, "dependent_launch", [](auto const& config) { return config.dependent_launch; });
+
+  attribute(c, "head_dim", [](TileConfig const& config) { return config.head_dim; });
+  attribute(c, "tile_m", [](TileConfig const& config) { return config.tile_m; });
+  attribute(c, "tile_n", [](TileConfig const& config) { return config.tile_n; });
+  attribute(c, "warps", [](TileConfig const& config) { return config.warps; });
+  attribute(c, "min_blocks", [](TileConfig const& config) { return config.min_blocks; });
+  attribute(c, "mma", [](TileConfig const& config) { return name_of(config.mma); });
+  attribute(c, "head_dim_v", [](auto const& config) -> decltype(config.head_dim_v()) { return config.head_dim_v(); });
+  attribute(c, "alignment", [](auto const& config) -> decltype(config.alignment()) { return config.alignment(); });
+  attribute(c, "scored", [](auto const& config) -> decltype(config.scored()) { return config.scored(); });
+  attribute(c, "element_bytes", [](TileConfig const& config) { return config.element_bytes(); });
+
+  attribute(c, "kv_warps", [](ForwardConfig const& config) { return config.kv_warps; });
+  attribute(c, "stages", [](ForwardConfig const& config) { return config.stages; });
+  attribute(c, "q_in_registers", [](ForwardConfig const& config) { return config.q_in_registers; });
+  attribute(c, "ping_pong", [](ForwardConfig const& config) { return config.ping_pong; });
+  attribute(c, "copy", [](ForwardConfig const& config) { return name_of(config.copy); });
+
+  attribute(c, "accumulates", [](WideConfig const& config) { return config.accumulates(); });
+  attribute(c, "example", [](WideConfig const& config) { return config.example(); });
 }
 
-}  // namespace
-
-PYBIND11_MODULE(_C, m) {
-  m.doc() = "The compiled extension: a table of kernels, one way to launch them, and the device's properties.";
-
-  py::class_<TemplateRow>(m, "Template")
-      .def_readonly("index", &TemplateRow::index)
-      .def_property_readonly("name", [](TemplateRow const& t) { return t.name; })
-      .def_readonly("smem_bytes", &TemplateRow::smem_bytes)
-      .def_property_readonly("arch", [](TemplateRow const& t) { return t.config.arch; })
-      .def_property_readonly(
-          "dtype", [](TemplateRow const& t) { return t.config.dtype == DType::float16 ? "float16" : "bfloat16"; })
-      .def_property_readonly("head_dim", [](TemplateRow const& t) { return t.config.head_dim; })
-      .def_property_readonly("head_dim_v", [](TemplateRow const& t) { return t.config.head_dim_v(); })
-      .def_property_readonly("tile_m", [](TemplateRow const& t) { return t.config.tile_m; })
-      .def_property_readonly("tile_n", [](TemplateRow const& t) { return t.config.tile_n; })
-      .def_property_readonly("warps", [](TemplateRow const& t) { return t.config.warps; })
-      .def_property_readonly("kv_warps", [](TemplateRow const& t) { return t.config.kv_warps; })
-      .def_property_readonly("stages", [](TemplateRow const& t) { return t.config.stages; })
-      .def_property_readonly("min_blocks", [](TemplateRow const& t) { return t.config.min_blocks; })
-      .def_property_readonly("q_in_registers", [](TemplateRow const& t) { return t.config.q_in_registers; })
-      .def_property_readonly("ping_pong", [](TemplateRow const& t) { return t.config.ping_pong; })
-      .def_property_readonly("copy", [](TemplateRow const& t) { return name_of(t.config.copy); })
-      .def_property_readonly("dependent_launch", [](TemplateRow const& t) { return t.config.dependent_launch; })
-      .def_property_readonly("general", [](TemplateRow const& t) { return t.config.general; })
-      .def_property_readonly("alignment", [](TemplateRow const& t) { return t.config.alignment(); })
-      .def("__repr__", [](TemplateRow const& t) { return "<Template " + std::string(t.name) + ">"; });
-
+void bind_device(py::module_& m) {
   py::class_<cudaDeviceProp>(m, "DeviceProperties")
       .def_property_readonly("name", [](cudaDeviceProp const& p) { return std::string(p.name); })
       .def_property_readonly("major", [](cudaDeviceProp const& p) { return p.major; })
@@ -282,17 +202,33 @@ PYBIND11_MODULE(_C, m) {
       .def_property_readonly("shared_memory_per_block_optin",
                              [](cudaDeviceProp const& p) { return p.sharedMemPerBlockOptin; })
       .def_property_readonly("l2_cache_size", [](cudaDeviceProp const& p) { return p.l2CacheSize; });
-
-  m.def("templates", &template_rows);
-  m.def("run", &run, py::arg("row"), py::arg("pointers"), py::arg("sizes"), py::arg("strides"), py::arg("scale"),
-        py::arg("diagonal"), py::arg("device"), py::arg("stream"), py::arg("tail") = py::none());
   m.def("device_count", &device_count);
   m.def("device_properties", &device_properties, py::arg("device"));
   m.def("driver_version", &driver_version);
+}
+
+template <class Params>
+void bind_run(py::module_& m) {
+  m.def("run", &run<Params>, py::arg("row"), py::arg("params"), py::arg("device"), py::arg("stream"));
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "The compiled extension: a table of kernels, one way to launch them, and the device's properties.";
+
+  bind_rows(m);
+  bind_device(m);
+  bind_attention_params(m);
+  bind_helper_params(m);
+  m.def("templates", [] { return views(false); });
+  m.def("helpers", [] { return views(true); });
+  bind_run<AttentionParams>(m);  // the first is tried first
+  bind_run<CombineParams>(m);
+  bind_run<MergeParams>(m);
+  bind_run<RotaryParams>(m);
+  bind_run<AppendParams>(m);
   m.def("build_info", &build_info);
-  bind_general(m);
-  bind_support(m);
-  bind_fallback(m);
 #if CUTLASS_FMHA_CUDA
   bind_host_model(m);
 #endif

@@ -5,13 +5,9 @@
 
 #include <stdexcept>
 
-namespace cutlass_fmha {
+#include "require.h"
 
-/// `sentence` is a function: a launch makes dozens of checks, and must not pay for texts that nobody reads.
-template <class Sentence>
-void require(bool condition, Sentence const& sentence) {
-  if (!condition) throw std::invalid_argument(sentence());
-}
+namespace cutlass_fmha {
 
 /// A build without CUDA has no rows, and says so where it is asked for one.
 [[noreturn]] inline void no_cuda() {
@@ -19,7 +15,10 @@ void require(bool condition, Sentence const& sentence) {
       "cutlass_fmha was built without CUDA (CUTLASS_FMHA_CUDA=OFF): it has no kernels; rebuild it with CUDA");
 }
 
-/// GeneralParams and run_general.
-void bind_general(pybind11::module_& module);
+/// AttentionParams.
+void bind_attention_params(pybind11::module_& module);
+
+/// The parameters of the kernels beside attention.
+void bind_helper_params(pybind11::module_& module);
 
 }  // namespace cutlass_fmha

@@ -1,10 +1,30 @@
-// The compile-time description of one kernel. A row of the manifest (templates.cmake) becomes one value of this type,
-// which is the only template argument of the kernel: adding a knob means adding a field here and a column there.
+// The compile-time description of one kernel. A row of the manifest (templates.cmake) becomes one value of a type of
+// this file, which is the only template argument of its kernel: adding a knob means adding a field here and a column
+// there.
 #pragma once
 
 namespace cutlass_fmha {
 
-enum class DType : int { float16, bfloat16 };
+/// What tensors are made of; scores, softmax and accumulation are fp32.
+enum class DType : int { float16, bfloat16, float32 };
+
+constexpr int kDTypes = 3;
+constexpr char const* name_of(DType dtype) {
+  constexpr char const* kNames[] = {"float16", "bfloat16", "float32"};
+  return kNames[int(dtype)];
+}
+constexpr int bytes_of(DType dtype) { return dtype == DType::float32 ? 4 : 2; }
+
+/// What multiplies, and how exactly.
+enum class MmaKind : int {
+  m16n8k16,  ///< tensor cores on 16-bit operands, sums in float32
+  tf32x3,    ///< float32 as sums of two TF32 numbers, three products each: drops 2^-20 of a product at most
+  simt,      ///< float32 FMAs: exact to float32, any alignment; on sm_89 and sm_120 faster than tf32x3
+};
+constexpr char const* name_of(MmaKind mma) {
+  constexpr char const* kNames[] = {"m16n8k16", "tf32x3", "simt"};
+  return kNames[int(mma)];
+}
 
 /// How tiles travel between global and shared memory, which is also what alignment a row asks of its operands.
 enum class Copy : int {
@@ -13,31 +33,82 @@ enum class Copy : int {
   tma,          ///< K, V, Q and O by TMA: aligned as cp_async_16, sm_90 and later
   ldg_16,       ///< 16-byte loads straight into the registers of the mma that wants them, aligned as cp_async_16
 };
+constexpr char const* name_of(Copy copy) {
+  constexpr char const* kNames[] = {"cp_async_16", "element", "tma", "ldg_16"};
+  return kNames[int(copy)];
+}
 
-struct ForwardConfig {
+/// What a kernel is for. All of a family are launched alike and read the same parameters.
+enum class Family : int {
+  plain,             ///< attention with no more than a diagonal: each warp walks all keys of its query rows
+  few_query,         ///< the same for problems with few query rows: warps share rows and divide the keys
+  scored,            ///< every mask, score and shape that GeneralParams says
+  few_query_scored,  ///< the same for few query rows
+  wide,              ///< float32, and head dims above 256
+  combine,           ///< of what splits of the keys gave
+  merge_tail,        ///< of what the parts of a plain row's tail gave
+  merge,             ///< of two states
+  append,            ///< to caches
+  rotary,
+};
+constexpr char const* name_of(Family family) {
+  constexpr char const* kNames[] = {"plain",   "few_query",  "scored", "few_query_scored", "wide",
+                                    "combine", "merge_tail", "merge",  "append",           "rotary"};
+  return kNames[int(family)];
+}
+
+/// What every kernel that walks tiles has.
+struct TileConfig {
   int arch;     ///< the architecture the row is made for: 89, 90 or 120
-  DType dtype;  ///< of Q, K, V and O; scores, softmax and accumulation are fp32
+  DType dtype;  ///< of Q, K, V and O
   int head_dim;
-  int tile_m;           ///< query rows per thread block
-  int tile_n;           ///< keys per step of the main loop
-  int warps;            ///< in groups of kv_warps; each group owns kv_warps * tile_m / warps consecutive query rows
-  int kv_warps = 1;     ///< warps that share their query rows and divide the keys; if more than 1, not element or tma
-  int stages;           ///< buffers for K, and as many for V: in shared memory; ldg_16: 2 loads a block ahead
-  int min_blocks;       ///< resident thread blocks per SM that registers must leave room for
-  bool q_in_registers;  ///< keep Q's fragments in registers for the whole main loop
-  bool ping_pong;       ///< warps w and w + warps/2 take turns: one issues mma while the other does softmax
-  Copy copy;
-  bool dependent_launch = false;  ///< starts beside the kernel ahead: split rows from sm_90 on, see overlaps()
-  bool general = false;           ///< takes GeneralParams: every mask, score and shape; with cp_async_16 only
-  int value_dim = 0;              ///< of general rows, where it isn't head_dim: that of V and O
+  int tile_m;      ///< query rows per thread block
+  int tile_n;      ///< keys per step of the main loop
+  int warps;       ///< of a thread block
+  int min_blocks;  ///< resident thread blocks per SM that registers must leave room for
+  MmaKind mma = MmaKind::m16n8k16;
+  bool dependent_launch = false;  ///< starts beside the kernel ahead (forward/dependent_launch.cuh): from sm_90 on
 
+  constexpr int threads() const { return 32 * warps; }
+  constexpr int element_bytes() const { return bytes_of(dtype); }
+};
+
+/// How a 16-bit row up to head dim 256 is made.
+struct ForwardOptions {
+  int kv_warps = 1;      ///< warps that share their query rows and divide the keys: of `warps`, groups of so many
+  int stages;            ///< buffers for K, and as many for V: in shared memory; ldg_16: 2 loads a block ahead
+  bool q_in_registers;   ///< keep Q's fragments in registers for the whole main loop
+  bool ping_pong;        ///< warps w and w + warps/2 take turns: one issues mma while the other does softmax
+  Copy copy;             ///< with kv_warps > 1 neither element nor, before sm_90, tma
+  bool general = false;  ///< takes GeneralParams: every mask, score and shape; with cp_async_16 only
+  int value_dim = 0;     ///< of general rows, where it isn't head_dim: that of V and O
+};
+
+struct ForwardConfig : TileConfig, ForwardOptions {
+  constexpr Family family() const {
+    if (general) return kv_warps > 1 ? Family::few_query_scored : Family::scored;
+    return kv_warps > 1 ? Family::few_query : Family::plain;
+  }
+  constexpr bool scored() const { return general; }
   constexpr int head_dim_v() const { return value_dim ? value_dim : head_dim; }
-  /// Whether launches overlap (dependent_launch.cuh). General rows for few queries always do, where the GPU can.
-  constexpr bool overlaps() const { return dependent_launch || (general && kv_warps > 1 && arch >= 90); }
-  constexpr int threads() const { return warps * 32; }
+  /// Each group of kv_warps warps owns this many consecutive query rows.
   constexpr int rows_per_warp() const { return tile_m * kv_warps / warps; }
+  /// Keys that a step of the main loop takes.
+  constexpr int step_keys() const { return tile_n * kv_warps; }
   /// Bytes that pointers and strides of every operand must be a multiple of.
-  constexpr int alignment() const { return copy == Copy::element || general ? 2 : 16; }
+  constexpr int alignment() const { return copy == Copy::element || general ? element_bytes() : 16; }
+};
+
+/// A kernel that computes no attention.
+struct HelperConfig {
+  Family kind;
+  int arch;
+  DType dtype;
+  bool dependent_launch = false;
+
+  static constexpr int kThreads = 128;
+  constexpr Family family() const { return kind; }
+  constexpr int threads() const { return kThreads; }
 };
 
 }  // namespace cutlass_fmha

@@ -88,7 +88,7 @@ fmha_general("${ALL}"  "f16;bf16" 256      256        16     16     2     2     
 
 # For what the rows above don't take: CUTLASS's own memory-efficient attention (its example 41) or, for float32 and head
 # dims up to 512 on sm_90, main loops of our own. See src/fallback/config.h.
-#             ARCHS     DTYPES     HEAD_DIM TILE_M TILE_N WARPS MIN_BLOCKS MATH
+#             ARCHS     DTYPES     HEAD_DIM TILE_M TILE_N WARPS MIN_BLOCKS MMA
 fmha_fallback(89        f32         64       64     64    4     4          simt)
 fmha_fallback(120       f32         64       64     64    4     3          simt)
 fmha_fallback("89;120"  f32        128       64    128    8     2          simt)
@@ -98,6 +98,6 @@ fmha_fallback(90        f32         64       64     64    4     2          tf32x
 fmha_fallback(90        f32        128      128     32    4     2          tf32x3)
 fmha_fallback(90        f32        128       64     32    4     2          tf32x3)
 fmha_fallback(90        f32        any       32    128    4     2          tf32x3)
-fmha_fallback("89;120"  "f16;bf16" any       64    128    8     1          mma)
-fmha_fallback(90        "f16;bf16" 512       64     64    8     1          mma)
-fmha_fallback(90        "f16;bf16" any       32    128    4     2          mma)
+fmha_fallback("89;120"  "f16;bf16" any       64    128    8     1          m16n8k16)
+fmha_fallback(90        "f16;bf16" 512       64     64    8     1          m16n8k16)
+fmha_fallback(90        "f16;bf16" any       32    128    4     2          m16n8k16)

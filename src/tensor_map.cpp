@@ -49,14 +49,14 @@ struct Key {
 static_assert(std::has_unique_object_representations_v<Key>, "compared byte by byte");
 
 TensorMap encode(Key const& key) {
-  constexpr int kBytes = 2;  // of an element
+  int const bytes = bytes_of(DType(key.dtype));
   // The panels of the shared-memory tile, see Panels: their rows are as long as the swizzle's span.
-  bool const wide = key.head_dim % 64 == 0;
+  bool const wide = key.head_dim * bytes % 128 == 0;
   cuuint64_t const extents[] = {cuuint64_t(key.head_dim), cuuint64_t(key.seqlen), cuuint64_t(key.heads),
                                 cuuint64_t(key.batch)};
-  cuuint64_t const strides[] = {cuuint64_t(key.seqlen_stride) * kBytes, cuuint64_t(key.head_stride) * kBytes,
-                                cuuint64_t(key.batch_stride) * kBytes};
-  cuuint32_t const box[] = {wide ? 64u : 32u, cuuint32_t(key.tile_rows), 1, 1};
+  cuuint64_t const strides[] = {cuuint64_t(key.seqlen_stride) * bytes, cuuint64_t(key.head_stride) * bytes,
+                                cuuint64_t(key.batch_stride) * bytes};
+  cuuint32_t const box[] = {cuuint32_t((wide ? 128 : 64) / bytes), cuuint32_t(key.tile_rows), 1, 1};
   cuuint32_t const element_strides[] = {1, 1, 1, 1};
   CUtensorMap map;
   CUresult const status = encode_function()(
@@ -98,7 +98,8 @@ struct Shape {
 TensorMap const& describe(void const* tensor, Strides const& strides, Shape const& shape, int box_rows,
                           ForwardConfig const& config) {
   // The stride of a dimension with one element may be anything, and TMA wants multiples of 16 bytes.
-  auto const stride = [](int64_t value, int extent) { return extent > 1 ? value : int64_t(8); };
+  int64_t const unused = 16 / config.element_bytes();
+  auto const stride = [=](int64_t value, int extent) { return extent > 1 ? value : unused; };
   return cached({tensor, stride(strides.batch, shape.batch), stride(strides.seqlen, shape.seqlen),
                  stride(strides.head, shape.heads), shape.batch, shape.seqlen, shape.heads, config.head_dim, box_rows,
                  int(config.dtype)});

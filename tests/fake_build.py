@@ -1,16 +1,8 @@
-"""A build that exists on every machine: rows like the manifest's, and a ``_C.run`` that computes in Python.
-
-The fake kernel knows what the binding promises to a real one and nothing else: addresses, sizes, strides in
-elements, a scale, a diagonal. It reads and writes plain memory, so what Python packs is tested against what
-the tensors hold.
-"""
+"""A build that exists on every machine: rows like the manifest's."""
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
-
-import torch
 
 from cutlass_fmha.device import Device
 from cutlass_fmha.select import Build
@@ -37,8 +29,15 @@ class Row:
     q_in_registers: bool = True
     ping_pong: bool = False
     dependent_launch: bool = False
-    general: bool = False
+    scored: bool = False
     value_dim: int = 0
+    element_bytes: int = 2
+
+    @property
+    def family(self) -> str:
+        if self.scored:
+            return "few_query_scored" if self.kv_warps > 1 else "scored"
+        return "few_query" if self.kv_warps > 1 else "plain"
 
     @property
     def head_dim_v(self) -> int:
@@ -51,13 +50,13 @@ class Row:
         suffix = f"k{self.kv_warps}" if self.kv_warps > 1 else ""
         suffix += f"_{self.copy}" if self.copy in ("element", "tma") else ""
         suffix += "_pdl" if self.dependent_launch else ""
-        suffix += "_general" if self.general else ""
+        suffix += "_general" if self.scored else ""
         dims = f"d{self.head_dim}" + (f"v{self.value_dim}" if self.value_dim else "")
         return f"fwd_sm{self.arch}_{short}_{dims}_{tile}{suffix}"
 
     @property
     def alignment(self) -> int:
-        return 2 if self.copy == "element" or self.general else 16
+        return 2 if self.copy == "element" or self.scored else 16
 
 
 #: (tile_m, tile_n, warps, kv_warps, stages) of the manifest's split rows.
@@ -111,44 +110,6 @@ def make_build(
                     kv_warps,
                     stages,
                 )
-                form = {"general": True, "value_dim": value_dim, "q_in_registers": head_dim < 256}
+                form = {"scored": True, "value_dim": value_dim, "q_in_registers": head_dim < 256}
                 rows.append(Row(len(rows), arch, dtype, head_dim, *tile, **form))
     return Build(tuple(rows), tuple((compiled_for or {}).items()))  # type: ignore[arg-type]
-
-
-def _at(address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
-    """A tensor over memory that somebody else owns."""
-    if 0 in shape:
-        return torch.empty(shape, dtype=dtype)
-    elements = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    memory = (ctypes.c_byte * (elements * dtype.itemsize)).from_address(address)
-    return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
-
-
-class FakeKernels:
-    """Stands in for ``_C.run``: launches are computed at once, in fp32, and remembered."""
-
-    def __init__(self, build: Build) -> None:
-        self.build = build
-        self.launches: list[tuple] = []
-
-    def __call__(self, row, pointers, sizes, strides, scale, diagonal, device, stream) -> None:
-        self.launches.append((row, pointers, sizes, strides, scale, diagonal, device, stream))
-        template = self.build.templates[row]
-        dtype = getattr(torch, template.dtype)
-        batch, seqlen_q, seqlen_k, heads, heads_kv = sizes
-        shapes = [(batch, seqlen_q, heads), *[(batch, seqlen_k, heads_kv)] * 2, (batch, seqlen_q, heads)]
-        q, k, v, o = (
-            _at(pointers[i], dtype, (*shapes[i], template.head_dim), (*strides[3 * i : 3 * i + 3], 1))
-            for i in range(4)
-        )
-        k, v = (x.float().repeat_interleave(heads // heads_kv, dim=2) for x in (k, v))
-        scores = scale * torch.einsum("bqhd,bkhd->bhqk", q.float(), k)
-        if diagonal is not None:
-            scores.masked_fill_(torch.ones(seqlen_q, seqlen_k).tril(diagonal) == 0, -torch.inf)
-        lse = scores.logsumexp(-1)
-        p = scores.softmax(-1).nan_to_num(0.0)
-        o.copy_(torch.einsum("bhqk,bkhd->bqhd", p, v))
-        if pointers[4]:
-            contiguous = (heads * seqlen_q, seqlen_q, 1)
-            _at(pointers[4], torch.float32, (batch, heads, seqlen_q), contiguous).copy_(lse)

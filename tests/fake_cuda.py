@@ -32,27 +32,19 @@ class FakeGpu:
         self.captured: list[float] | None = None
         self.launches: list[tuple[str, Problem, tuple[int, ...]]] = []
 
-    def run(self, row, pointers, sizes, strides, scale, diagonal, device, stream) -> None:
-        template = self.build.templates[row]
-        batch, seqlen_q, seqlen_k, heads, heads_kv = sizes
-        problem = Problem(batch, seqlen_q, seqlen_k, heads, heads_kv, template.head_dim, template.dtype)
-        if diagonal is not None:
-            causal = "top-left" if diagonal == 0 else "bottom-right"
-            problem = Problem(*sizes, template.head_dim, template.dtype, causal)
-            assert problem.diagonal == diagonal
-        assert scale == template.head_dim**-0.5 and stream == 7 and device == 0
-        self._take(template, problem, pointers)
-
-    def run_general(self, row, params, device, stream) -> None:
+    def run(self, row, params, device, stream) -> None:
         template = self.build.templates[row]
         sizes = (params.batch, params.seqlen_q, params.seqlen_k, params.num_heads, params.num_heads_kv)
         mask = ("bottom-right" if params.bottom_right else "top-left") if params.window_right == 0 else "none"
         dims = {"head_dim": params.head_dim, "head_dim_v": params.head_dim_v}
         problem = Problem(*sizes, **dims, dtype=template.dtype, causal=mask)
-        assert params.pack == blocks.packed_heads(template, problem)
-        assert params.splits == blocks.split_keys(template, problem, self.device)
+        if template.scored:
+            assert params.pack == blocks.packed_heads(template, problem)
+            assert params.splits == blocks.split_keys(template, problem, self.device)
+        else:
+            assert params.pack == params.splits == 1
         assert (params.splits > 1) == (params.partial_o > 0) == (params.partial_lse > params.partial_o)
-        assert params.vectors and params.window_left == -1
+        assert params.vectors(2) and params.window_left == -1
         assert stream == 7 and device == 0 and params.scale == pytest.approx(params.head_dim**-0.5)
         self._take(template, problem, (params.q, params.k, params.v, params.o, params.lse))
 
@@ -99,7 +91,6 @@ class FakeGpu:
 
         properties = SimpleNamespace(L2_cache_size=self.l2_bytes, total_memory=24 << 30)
         monkeypatch.setattr(_C, "run", self.run)
-        monkeypatch.setattr(_C, "run_general", self.run_general)
         monkeypatch.setattr(_C, "templates", lambda: list(self.build.templates))
         monkeypatch.setattr(select, "this_build", lambda: self.build)
         monkeypatch.setattr(devices, "of_index", lambda index: self.device)

@@ -1,4 +1,4 @@
-"""A ``_C.run_general`` that computes in Python, from nothing but what ``src/general/params.h`` says.
+"""A ``_C.run`` that computes in Python, from nothing but what ``src/general/params.h`` says.
 
 It reads and writes plain memory, one sequence after the other, so that what Python packs is tested against
 what the tensors hold. Dropout's random numbers are the oracle's.
@@ -7,15 +7,25 @@ what the tensors hold. Dropout's random numbers are the oracle's.
 from __future__ import annotations
 
 import ctypes
+import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from fake_build import _at
 from oracle_general import kept
 from torch import Tensor
 
 from cutlass_fmha import _C
 from cutlass_fmha.select import Build
+
+
+def _at(address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+    """A tensor over memory that somebody else owns."""
+    if 0 in shape:
+        return torch.empty(shape, dtype=dtype)
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    memory = (ctypes.c_byte * (elements * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
 
 
 def integers(address: int, count: int, first: int = 0) -> list[int]:
@@ -44,30 +54,54 @@ def _softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
     return p / total.masked_fill(total == 0.0, 1.0), (largest + total.log()).squeeze(-1)
 
 
-class FakeGeneralKernels:
-    """Stands in for ``_C.run_general``: remembers launches and, if ``compute``, does them in fp64."""
+class Launched(NamedTuple):
+    row: int
+    params: _C.AttentionParams
+    device: int
+    stream: int
+
+
+#: What a plain row takes as it is where nothing is asked.
+NOT_OF_PLAIN_ROWS = tuple(
+    name
+    for name in vars(_C.AttentionParams)
+    if re.match("cu_|seqused|leftpad|batch_index|page|prefix|window_left|mask|block_|softcap|bias", name)
+    or re.match("alibi|sinks|dropout|pack|splits|partial", name)
+)
+
+
+class FakeKernels:
+    """Stands in for ``_C.run``: remembers launches and, if ``compute``, does them in fp64."""
 
     def __init__(self, build: Build, compute: bool = True) -> None:
         self.build, self.compute = build, compute
-        self.launches: list[tuple[int, _C.GeneralParams, int, int]] = []
+        self.launches: list[Launched] = []
 
-    def __call__(self, row: int, params: _C.GeneralParams, device: int, stream: int) -> None:
+    def of(self, scored: bool) -> list[Launched]:
+        """The launches of scored rows, or of the others."""
+        return [x for x in self.launches if self.build.templates[x.row].scored == scored]
+
+    def __call__(self, row: int, params: _C.AttentionParams, device: int, stream: int) -> None:
         template = self.build.templates[row]
-        assert template.general
-        assert params.head_dim <= template.head_dim and params.head_dim_v <= template.head_dim_v
-        self.launches.append((row, params.copy(), device, stream))
+        if template.scored:
+            assert params.head_dim <= template.head_dim and params.head_dim_v <= template.head_dim_v
+        else:
+            nothing = _C.AttentionParams()
+            assert params.head_dim == params.head_dim_v == template.head_dim
+            assert all(getattr(params, name) == getattr(nothing, name) for name in NOT_OF_PLAIN_ROWS)
+        self.launches.append(Launched(row, params.copy(), device, stream))
         if params.splits > 1:
             self.touch_parts(params)
         for b in range(params.batch if self.compute and params.num_heads else 0):
             self.sequence(params, getattr(torch, template.dtype), self.locate(params, b))
 
-    def touch_parts(self, p: _C.GeneralParams) -> None:
+    def touch_parts(self, p: _C.AttentionParams) -> None:
         """Whoever allocated too little for the parts of split keys loses something else."""
         for address, width in ((p.partial_o, p.head_dim_v), (p.partial_lse, 1), (p.partial_low, 1)):
             count = p.splits * p.lse_rows * width
             _at(address, torch.float32, (count,), (1,)).fill_(torch.nan)
 
-    def locate(self, p: _C.GeneralParams, b: int) -> Sequence:
+    def locate(self, p: _C.AttentionParams, b: int) -> Sequence:
         entry_q, first_q, rows_q = b, 0, p.seqlen_q
         entry_k, first_k, end_k = b, 0, p.seqlen_k
         if p.cu_seqlens_q:
@@ -99,7 +133,7 @@ class FakeGeneralKernels:
         begin = address + (entry * strides[0] + first * strides[1]) * dtype.itemsize
         return _at(begin, dtype, shape, (strides[1], strides[2], 1))
 
-    def key_rows(self, p: _C.GeneralParams, dtype: torch.dtype, s: Sequence, value: bool) -> Tensor:
+    def key_rows(self, p: _C.AttentionParams, dtype: torch.dtype, s: Sequence, value: bool) -> Tensor:
         address, strides = (p.v, p.v_stride) if value else (p.k, p.k_stride)
         width = p.head_dim_v if value else p.head_dim
         if not p.page_table:
@@ -113,7 +147,7 @@ class FakeGeneralKernels:
             found.append(self.rows(address, dtype, strides, page, shape, row % p.page_size))
         return torch.cat(found).double() if found else torch.empty(0, p.num_heads_kv, width).double()
 
-    def sequence(self, p: _C.GeneralParams, dtype: torch.dtype, s: Sequence) -> None:
+    def sequence(self, p: _C.AttentionParams, dtype: torch.dtype, s: Sequence) -> None:
         heads, group = p.num_heads, p.num_heads // p.num_heads_kv
         q = self.rows(p.q, dtype, p.q_stride, s.entry_q, (s.queries, heads, p.head_dim), s.first_q).double()
         k, v = (self.key_rows(p, dtype, s, value).repeat_interleave(group, dim=1) for value in (False, True))
@@ -135,7 +169,7 @@ class FakeGeneralKernels:
             rows[:, s.queries :] = -torch.inf
             rows[:, : s.queries] = lse
 
-    def scores(self, p: _C.GeneralParams, dtype: torch.dtype, s: Sequence, products: Tensor) -> Tensor:
+    def scores(self, p: _C.AttentionParams, dtype: torch.dtype, s: Sequence, products: Tensor) -> Tensor:
         """[heads, queries, keys]: everything that becomes of q k, -inf where a key is hidden."""
         scores = products * p.scale
         if p.softcap:
@@ -168,7 +202,7 @@ class FakeGeneralKernels:
         begin = address + s.number * strides[0] * dtype.itemsize
         return _at(begin, dtype, (heads, s.queries, s.keys), strides[1:])
 
-    def blocks(self, p: _C.GeneralParams, s: Sequence) -> Tensor:
+    def blocks(self, p: _C.AttentionParams, s: Sequence) -> Tensor:
         seen = torch.zeros(p.num_heads, s.queries, s.keys, dtype=torch.bool)
         for head in range(p.num_heads):
             for block in range(-(-s.queries // p.block_m)):

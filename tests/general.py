@@ -37,14 +37,14 @@ def fit(problem: GeneralProblem, row: _C.Template) -> GeneralProblem:
 
 @dataclass
 class GeneralLaunch:
-    """One call of ``_C.run_general``, ready to be made any number of times."""
+    """One call of ``_C.run``, ready to be made any number of times."""
 
     row: _C.Template
     problem: GeneralProblem
     call: Call
     out: Guarded
     lse: Guarded | None
-    params: _C.GeneralParams
+    params: _C.AttentionParams
     partial: list[Tensor] = field(default_factory=list)
 
     @classmethod
@@ -75,10 +75,10 @@ class GeneralLaunch:
         """Launch on ``stream``, or on torch's current one."""
         device = self.call.q.device
         if device.type == "cpu":  # a simulator, which has one device
-            _C.run_general(self.row.index, self.params, 0, 0)
+            _C.run(self.row.index, self.params, 0, 0)
             return
         stream = torch.cuda.current_stream(device).cuda_stream if stream is None else stream
-        _C.run_general(self.row.index, self.params, device.index or 0, stream)
+        _C.run(self.row.index, self.params, device.index or 0, stream)
 
     def errors(self) -> oracle.Errors:
         """How far the outputs are from fp64."""
@@ -135,8 +135,8 @@ def _strides(x: Tensor) -> tuple[int, int, int]:
     return (0, strides[0], strides[1]) if len(strides) == 2 else (strides[0], strides[1], strides[2])
 
 
-def _params(problem: GeneralProblem, call: Call, out: Tensor, lse: Tensor | None) -> _C.GeneralParams:
-    p, features = _C.GeneralParams(), call.features
+def _params(problem: GeneralProblem, call: Call, out: Tensor, lse: Tensor | None) -> _C.AttentionParams:
+    p, features = _C.AttentionParams(), call.features
     for name, tensor in (("q", call.q), ("k", call.k), ("v", call.v), ("o", out)):
         setattr(p, name, tensor.data_ptr())
         setattr(p, f"{name}_stride", _strides(tensor))
@@ -165,7 +165,7 @@ def _params(problem: GeneralProblem, call: Call, out: Tensor, lse: Tensor | None
     return p
 
 
-def _add_strides(p: _C.GeneralParams, problem: GeneralProblem, features: dict[str, Any]) -> None:
+def _add_strides(p: _C.AttentionParams, problem: GeneralProblem, features: dict[str, Any]) -> None:
     """How masks, biases, lists, slopes and tables lie."""
     whole = (problem.batch, problem.num_heads, problem.seqlen_q, problem.capacity)
     for name in ("mask", "bias"):

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from cutlass_fmha import _C
 from cutlass_fmha.blocks import Tail
+from cutlass_fmha.select import PLAIN, WIDE
 
 _INTEGER = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
 
@@ -56,21 +57,21 @@ def rows() -> list[_C.Template]:
     """The plain rows under test: all of one architecture."""
     if unusable() is not None:
         return []
-    return [row for row in _C.templates() if row.arch == rows_arch() and not row.general]
+    return [row for row in _C.templates() if row.arch == rows_arch() and row.family in PLAIN]
 
 
 def general_rows() -> list[_C.Template]:
     """The general rows under test, all of one architecture."""
     if unusable() is not None:
         return []
-    return [row for row in _C.templates() if row.arch == rows_arch() and row.general]
+    return [row for row in _C.templates() if row.arch == rows_arch() and row.scored]
 
 
-def fallback_rows() -> list[_C.FallbackTemplate]:
+def fallback_rows() -> list[_C.Template]:
     """The fallback rows under test, all of one architecture."""
     if unusable() is not None:
         return []
-    return [row for row in _C.fallback_templates() if row.arch == rows_arch()]
+    return [row for row in _C.templates() if row.arch == rows_arch() and row.family == WIDE]
 
 
 @contextlib.contextmanager
@@ -147,7 +148,7 @@ def without_tma() -> str | None:
     """Why no row under test copies by TMA, in one sentence; None when one does. Without a GPU to test on, of
     all rows of the build."""
     tested = _C.templates() if unusable() is not None else rows()
-    if any(row.copy == "tma" for row in tested):
+    if any(row.family in PLAIN and row.copy == "tma" for row in tested):
         return None
     if rows_arch() == 89:
         return "sm_89 has no TMA"
@@ -194,7 +195,7 @@ class Launch:
     out: Guarded
     lse: Guarded | None
     scale: float
-    diagonal: int | None
+    causal: str
 
     @classmethod
     def of(cls, row: _C.Template, problem: Problem, device: torch.device) -> Launch:
@@ -209,27 +210,34 @@ class Launch:
             rows = torch.empty(problem.batch, problem.num_heads, problem.seqlen_q, 1, device=device)
             lse = Guarded.around(place(rows).squeeze(-1))
         scale = row.head_dim**-0.5 if problem.scale is None else problem.scale
-        return cls(row, q, k, v, Guarded.around(out), lse, scale, problem.diagonal)
+        return cls(row, q, k, v, Guarded.around(out), lse, scale, problem.causal)
 
     def run(self, stream: int | None = None, tail: Tail | None = None) -> None:
         """Launch on ``stream``, or on torch's current one."""
         device = self.q.device
         if stream is None:  # a simulator, whose tensors are on the CPU, has but one
             stream = 0 if device.type == "cpu" else torch.cuda.current_stream(device).cuda_stream
-        operands = (self.q, self.k, self.v, self.out.view)
-        addresses = [x.data_ptr() for x in operands]
-        parts = poison(torch.float32, tail.rows(self.row) * (self.row.head_dim + 2), device) if tail else None
-        _C.run(
-            self.row.index,
-            (*addresses, self.lse.view.data_ptr() if self.lse else 0),  # type: ignore[arg-type]
-            (self.q.shape[0], self.q.shape[1], self.k.shape[1], self.q.shape[2], self.k.shape[2]),
-            tuple(stride for x in operands for stride in x.stride()[:3]),  # type: ignore[arg-type]
-            self.scale,
-            self.diagonal,
-            device.index or 0,
-            stream,
-            (parts.data_ptr(), *tail) if tail and parts is not None else None,
-        )
+        params = self.params()
+        if tail is not None:
+            parts = poison(torch.float32, tail.rows(self.row) * (self.row.head_dim + 2), device)
+            params.tail = parts.data_ptr()
+            params.tail_tiles, params.tail_parts, params.tail_first, params.tail_rest = tail
+        _C.run(self.row.index, params, device.index or 0, stream)
+
+    def params(self) -> _C.AttentionParams:
+        p = _C.AttentionParams()
+        for name, x in (("q", self.q), ("k", self.k), ("v", self.v), ("o", self.out.view)):
+            setattr(p, name, x.data_ptr())
+            setattr(p, f"{name}_stride", x.stride()[:3])
+        p.batch, p.seqlen_q, p.num_heads, p.head_dim = self.q.shape
+        _, p.seqlen_k, p.num_heads_kv, p.head_dim_v = self.k.shape
+        p.lse = self.lse.view.data_ptr() if self.lse else 0
+        p.lse_batch_stride, p.lse_head_stride = p.num_heads * p.seqlen_q, p.seqlen_q
+        p.lse_rows = p.batch * p.lse_batch_stride
+        p.scale = self.scale
+        if self.causal != "none":
+            p.window_right, p.bottom_right = 0, self.causal == "bottom-right"
+        return p
 
     def intact(self) -> bool:
         """Whether the kernel wrote nothing but its outputs."""

@@ -46,13 +46,6 @@ class Problem:
     def exact_scores(self) -> bool:
         return self.fill in ("large", "huge")
 
-    @property
-    def diagonal(self) -> int | None:
-        """The mask as the binding takes it."""
-        if self.causal == "none":
-            return None
-        return 0 if self.causal == "top-left" else self.seqlen_k - self.seqlen_q
-
     def runs_on(self, alignment: int) -> bool:
         """Whether a row that asks for ``alignment`` bytes can take the problem's memory layout."""
         return alignment <= 2 or self.layout != "unaligned"

@@ -10,12 +10,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from elf import Elf
 
 from cutlass_fmha import _C
+from cutlass_fmha.select import PLAIN, WIDE
 
 ROOT = Path(__file__).resolve().parents[1]
 assert _C.__file__ is not None
@@ -23,24 +25,22 @@ EXTENSION = Path(_C.__file__)
 WITH_CUDA = bool(_C.build_info()["cuda"])
 ROWS = _C.templates()
 
-ONE = (1, 1, 1, 1, 1)
-STRIDES = (64,) * 12
-NOWHERE = (0, 0, 0, 0, 0)
+PLAIN_ROWS = [row for row in ROWS if row.family in PLAIN]
+
+#: A call that is right but for there being nothing at its addresses.
+RIGHT: dict[str, Any] = {
+    **dict.fromkeys("qkvo", 4096),
+    **dict.fromkeys(("q_stride", "k_stride", "v_stride", "o_stride"), (64, 64, 64)),
+    **dict.fromkeys(("batch", "seqlen_q", "seqlen_k", "num_heads", "num_heads_kv"), 1),
+}
 
 
-def run(**changes: Any) -> None:
-    """A call that is right but for ``changes``, and for there being nothing at its addresses."""
-    arguments: dict[str, Any] = {
-        "row": 0,
-        "pointers": NOWHERE,
-        "sizes": ONE,
-        "strides": STRIDES,
-        "scale": 1.0,
-        "diagonal": None,
-        "device": 0,
-        "stream": 0,
-    }
-    _C.run(**{**arguments, **changes})
+def run(row: _C.Template, **changes: Any) -> None:
+    """A call that is right but for ``changes``."""
+    params = _C.AttentionParams()
+    for name, value in {**RIGHT, "head_dim": row.head_dim, "head_dim_v": row.head_dim, **changes}.items():
+        setattr(params, name, value)
+    _C.run(row.index, params, 0, 0)
 
 
 # ---- the table ---------------------------------------------------------------------------------------------
@@ -52,12 +52,13 @@ def named(archs: str, architectures: list[int]) -> list[int]:
     return lists[archs] if archs in lists else [int(arch) for arch in archs.split(";")]
 
 
-def manifest_names(architectures: list[int]) -> set[str]:
-    """Names of the rows that src/templates.cmake asks for, read independently of CMake."""
-    names = set()
+def manifest_names(architectures: list[int]) -> list[str]:
+    """Names of the rows that src/templates.cmake asks for, in its order, read independently of CMake."""
+    names = []
     for line in (ROOT / "src" / "templates.cmake").read_text().splitlines():
-        if match := re.match(r"fmha_general\((.*)\)", line):
-            names |= general_names(match[1].replace('"', "").split(), architectures)
+        if match := re.match(r"fmha_(general|fallback)\((.*)\)", line):
+            made = general_names if match[1] == "general" else fallback_names
+            names += made(match[2].replace('"', "").split(), architectures)
             continue
         if not (match := re.match(r"fmha_forward\((.*)\)", line)):
             continue
@@ -69,19 +70,28 @@ def manifest_names(architectures: list[int]) -> set[str]:
                 suffix = "" if kv_warps == "1" else f"k{kv_warps}"
                 suffix += f"_{copy}" if copy in ("element", "tma") else ""
                 suffix += "_pdl" if overlaps == "true" else ""
-                names.add(f"fwd_sm{arch}_{dtype}_d{head_dim}_m{m}n{n}w{warps}{suffix}")
-    return {name for name in names if int(name.split("_")[1][2:]) in architectures}
+                names.append(f"fwd_sm{arch}_{dtype}_d{head_dim}_m{m}n{n}w{warps}{suffix}")
+    return [name for name in names if int(name.split("_")[1][2:]) in architectures]
 
 
-def general_names(words: list[str], architectures: list[int]) -> set[str]:
+def general_names(words: list[str], architectures: list[int]) -> list[str]:
     archs, dtypes, head_dim, head_dim_v, m, n, warps, kv_warps, *_ = words
     dims = f"d{head_dim}" + ("" if head_dim == head_dim_v else f"v{head_dim_v}")
     tile = f"m{m}n{n}w{warps}" + ("" if kv_warps == "1" else f"k{kv_warps}")
-    return {
+    return [
         f"fwd_sm{arch}_{dtype}_{dims}_{tile}_general"
         for arch in named(archs, architectures)
         for dtype in dtypes.split(";")
-    }
+    ]
+
+
+def fallback_names(words: list[str], architectures: list[int]) -> list[str]:
+    archs, dtypes, head_dim, m, n, warps, _, mma = words
+    return [
+        f"fallback_sm{arch}_{dtype}_d{head_dim}_m{m}n{n}w{warps}" + (f"_{mma}" if dtype == "f32" else "")
+        for arch in named(archs, architectures)
+        for dtype in dtypes.split(";")
+    ]
 
 
 def test_the_build_holds_the_manifests_rows_for_its_architectures():
@@ -89,13 +99,14 @@ def test_the_build_holds_the_manifests_rows_for_its_architectures():
     assert isinstance(architectures, list)
     names = [row.name for row in ROWS]
     assert len(set(names)) == len(names)
-    assert set(names) == manifest_names(architectures)
+    assert names == manifest_names(architectures)
     assert bool(names) == WITH_CUDA
+    assert [row.index for row in (*ROWS, *_C.helpers())] == list(range(len(names) + len(_C.helpers())))
 
 
 def test_every_architecture_has_every_dtype_and_head_dim_aligned_and_not():
     architectures = {row.arch for row in ROWS}
-    rows = [row for row in ROWS if row.kv_warps == 1 and not row.general]
+    rows = [row for row in ROWS if row.family == "plain"]
     assert {(row.arch, row.dtype, row.head_dim, row.copy == "element") for row in rows} == {
         (arch, dtype, head_dim, by_element)
         for arch in architectures
@@ -105,23 +116,26 @@ def test_every_architecture_has_every_dtype_and_head_dim_aligned_and_not():
     }
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [row for row in ROWS if row.family != WIDE], ids=lambda row: row.name)
 def test_a_rows_attributes_agree_with_its_name(row: _C.Template):
     dtype = {"float16": "f16", "bfloat16": "bf16"}[row.dtype]
     suffix = f"k{row.kv_warps}" if row.kv_warps > 1 else ""
     suffix += {"cp_async_16": "", "ldg_16": "", "element": "_element", "tma": "_tma"}[row.copy]
-    suffix += "_pdl" if row.dependent_launch else ""
-    suffix += "_general" if row.general else ""
+    suffix += "_pdl" if row.dependent_launch and not row.scored else ""
+    suffix += "_general" if row.scored else ""
     dims = f"d{row.head_dim}" + ("" if row.head_dim_v == row.head_dim else f"v{row.head_dim_v}")
     name = f"fwd_sm{row.arch}_{dtype}_{dims}_m{row.tile_m}n{row.tile_n}w{row.warps}{suffix}"
     assert row.name == name
     assert ROWS[row.index].name == row.name
+    assert row.family == ("few_query" if row.kv_warps > 1 else "plain") if not row.scored else True
+    assert row.family == ("few_query_scored" if row.kv_warps > 1 else "scored") if row.scored else True
+    assert (row.mma, row.element_bytes, row.threads) == ("m16n8k16", 2, 32 * row.warps)
     aligned = {"cp_async_16": 16, "ldg_16": 16, "tma": 16, "element": 2}[row.copy]
-    assert row.alignment == (2 if row.general else aligned)
+    assert row.alignment == (2 if row.scored else aligned)
     assert row.warps % row.kv_warps == 0
-    assert row.copy == "cp_async_16" if row.general else row.kv_warps == 1 or row.copy in ("ldg_16", "tma")
+    assert row.copy == "cp_async_16" if row.scored else row.kv_warps == 1 or row.copy in ("ldg_16", "tma")
     assert row.copy != "ldg_16" or row.kv_warps > 1
-    assert row.general or row.head_dim_v == row.head_dim
+    assert row.scored or row.head_dim_v == row.head_dim
     assert row.copy != "tma" or row.arch >= 90
     assert not row.dependent_launch or (row.arch >= 90 and row.kv_warps > 1)
     assert row.tile_m % (16 * row.warps // row.kv_warps) == 0, "a warp's mma has 16 rows"
@@ -151,74 +165,111 @@ def test_build_info():
 # ---- arguments ---------------------------------------------------------------------------------------------
 
 
+#: Python's view of a row where the build has none.
+ANY_ROW = PLAIN_ROWS[0] if PLAIN_ROWS else SimpleNamespace(index=0, head_dim=64)
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"sizes": (-1, 1, 1, 1, 1)}, "batch must be between 0 and"),
-        ({"sizes": (1, -1, 1, 1, 1)}, "seqlen_q must be between 0 and"),
-        ({"sizes": (1, 1, 2**40, 1, 1)}, r"seqlen_k must be between 0 and \d+, got 1099511627776"),
-        ({"sizes": (1, 1, 1, 3, 2)}, r"num_heads \(3\) must be a multiple of num_heads_kv \(2\)"),
-        ({"sizes": (1, 1, 1, 3, 0)}, r"num_heads \(3\) must be a multiple of num_heads_kv \(0\)"),
-        ({"scale": float("nan")}, "scale must be a finite float"),
-        ({"scale": float("inf")}, "scale must be a finite float"),
-        ({"scale": -3e38}, "scale must be a finite float of at most 2e38"),
-        ({"diagonal": 2**40}, "diagonal must be between"),
-        ({"diagonal": -(2**40)}, "diagonal must be between"),
+        ({"batch": -1}, "batch must be between 0 and"),
+        ({"seqlen_k": 2**40}, r"seqlen_k must be between 0 and \d+, got 1099511627776"),
+        ({"num_heads": 3, "num_heads_kv": 2}, r"num_heads \(3\) must be a multiple of num_heads_kv \(2\)"),
+        ({"num_heads": 3, "num_heads_kv": 0}, r"num_heads \(3\) must be a multiple of num_heads_kv \(0\)"),
+        ({"scale": float("nan")}, "scale must be a finite number"),
+        ({"window_right": 2**40}, "window_right must be between"),
+        ({"q": 0}, "q and o must be addresses"),
     ],
 )
 def test_a_wrong_argument_is_a_value_error_with_a_sentence(changes: dict[str, Any], sentence: str):
     with pytest.raises(ValueError, match=sentence):
-        run(**changes)
+        run(ANY_ROW, **changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"pointers": NOWHERE[:4]},
-        {"sizes": ONE[:4]},
-        {"strides": STRIDES[:11]},
-        {"scale": "1"},
-        {"diagonal": 0.5},
-    ],
+    "arguments", [(0, None, 0, 0), (0.5, _C.AttentionParams(), 0, 0), (0, _C.Rotary(), 0, 0)]
 )
-def test_a_call_of_another_form_is_a_type_error(changes: dict[str, Any]):
+def test_a_call_of_another_form_is_a_type_error(arguments: tuple[Any, ...]):
     with pytest.raises(TypeError):
-        run(**changes)
+        _C.run(*arguments)
+
+
+#: What plain rows don't know, and a value that says something.
+FEATURES: dict[str, dict[str, Any]] = {
+    **{name: {name: 4096} for name in ("mask", "prefix_lengths", "alibi_slopes", "sinks")},
+    **{name: {name: 4096} for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")},
+    **{name: {name: 4096} for name in ("leftpad_k", "batch_index_k")},
+    "page_table": {"page_table": 4096, "page_size": 16},
+    "block_counts": {"block_counts": 4096, "block_indices": 4096},
+    "bias": {"bias": 4096, "bias_type": "same_as_q"},
+    "window_left": {"window_left": 3},
+    "softcap": {"softcap": 1.0},
+    "dropout_threshold": {"dropout_threshold": 7, "dropout_seed": 4096},
+    "splits": {"splits": 2},
+    "pack": {"pack": 2, "num_heads": 2},
+}
 
 
 @pytest.mark.skipif(not WITH_CUDA, reason="a build without CUDA has no rows")
 class TestRows:
     """What only a build with kernels can refuse."""
 
-    @pytest.mark.parametrize("row", [-1, len(ROWS)])
+    @pytest.mark.parametrize("row", [-1, len(ROWS) + len(_C.helpers())])
     def test_a_row_that_is_none(self, row: int):
-        with pytest.raises(ValueError, match=f"row must be between 0 and {len(ROWS) - 1}, got {row}"):
-            run(row=row)
+        most = len(ROWS) + len(_C.helpers()) - 1
+        with pytest.raises(ValueError, match=f"row must be between 0 and {most}, got {row}"):
+            _C.run(row, _C.AttentionParams(), 0, 0)
 
-    @pytest.mark.parametrize("operand", range(4))
-    def test_misaligned_pointers_and_strides(self, operand: int):
-        aligned = next(row for row in ROWS if row.alignment == 16 and not row.general)
-        name = "qkvo"[operand]
-        pointers = [4096] * 5
-        pointers[operand] += 8
-        with pytest.raises(ValueError, match=f"pointers aligned to 16 bytes, and that of {name} is not"):
-            run(row=aligned.index, pointers=tuple(pointers))
+    @pytest.mark.parametrize("operand", "qkvo")
+    def test_misaligned_pointers_and_strides(self, operand: str):
+        aligned = next(row for row in PLAIN_ROWS if row.alignment == 16)
+        with pytest.raises(ValueError, match=f"pointers aligned to 16 bytes, and that of {operand} is not"):
+            run(aligned, **{operand: 4096 + 8})
+        sizes = dict.fromkeys(("batch", "seqlen_q", "seqlen_k", "num_heads", "num_heads_kv"), 2)
         for dimension in range(3):
-            strides = list(STRIDES)
-            strides[3 * operand + dimension] += 4
-            with pytest.raises(ValueError, match=f"multiples of 16 bytes, and a stride of {name} is not"):
-                run(row=aligned.index, sizes=(2, 2, 2, 2, 2), strides=tuple(strides))
+            strides = [64, 64, 64]
+            strides[dimension] += 4
+            with pytest.raises(ValueError, match=f"multiples of 16 bytes, and a stride of {operand} is not"):
+                run(aligned, **sizes, **{f"{operand}_stride": tuple(strides)})
 
-    @pytest.mark.parametrize("sizes", [(0, 1, 1, 1, 1), (1, 0, 1, 1, 1), (1, 1, 1, 0, 0)])
-    def test_nothing_to_compute_needs_no_gpu(self, sizes: tuple[int, ...]):
-        run(row=next(row.index for row in ROWS if not row.general), sizes=sizes)
+    @pytest.mark.parametrize("name", FEATURES)
+    def test_a_plain_row_takes_no_features(self, name: str):
+        for family in PLAIN:
+            row = next(row for row in ROWS if row.family == family)
+            with pytest.raises(ValueError, match=f"{row.name} does not know {name}"):
+                run(row, **FEATURES[name])
+
+    @pytest.mark.parametrize(
+        ("changes", "sentence"),
+        [
+            ({"head_dim": 40}, "takes a head dim of"),
+            ({"head_dim_v": 40}, "takes a head dim of"),
+            ({"lse": 4096, "lse_head_stride": 2, "lse_batch_stride": 2, "lse_rows": 9}, "a contiguous lse"),
+            ({"tail": 4096, "tail_tiles": 1, "tail_parts": 2}, "no tail here|can't divide 1 of 1 tiles"),
+        ],
+    )
+    def test_what_a_plain_row_can_not_do(self, changes: dict[str, int], sentence: str):
+        for family in PLAIN:
+            row = next(row for row in ROWS if row.family == family)
+            with pytest.raises(ValueError, match=f"{row.name}.* ({sentence})"):
+                run(row, **changes)
+
+    @pytest.mark.parametrize(
+        "sizes", [{"batch": 0}, {"seqlen_q": 0}, {"num_heads": 0, "num_heads_kv": 0}], ids=str
+    )
+    def test_nothing_to_compute_needs_no_gpu(self, sizes: dict[str, int]):
+        run(PLAIN_ROWS[0], **sizes)
+
+
+CALL = {**RIGHT, "head_dim": ANY_ROW.head_dim, "head_dim_v": ANY_ROW.head_dim}
 
 
 def test_a_call_without_a_gpu_is_a_runtime_error_with_a_sentence():
     # With the driver out of sight this also holds on a machine with a GPU.
     found = in_a_process_without_gpu(
         "try:\n"
-        "    _C.run(0, (0,) * 5, (1,) * 5, (64,) * 12, 1.0, None, 0, 0)\n"
+        f"    params = _C.AttentionParams()\n    for name, value in {CALL!r}.items():\n"
+        f"        setattr(params, name, value)\n    _C.run({ANY_ROW.index}, params, 0, 0)\n"
         "except RuntimeError as error:\n"
         "    print(error)"
     )
@@ -282,13 +333,16 @@ def test_the_stubs_say_what_is_there():
     assert set(stub_names(top_level)) == set(module_names(_C))
 
 
-@pytest.mark.parametrize("name", ["run", "run_general"])
-def test_the_stubs_arguments_are_those_of_a_launch(name: str):
+def test_the_stubs_arguments_are_those_of_a_launch():
     stubs = ast.parse((ROOT / "cutlass_fmha" / "_C.pyi").read_text())
-    function = next(node for node in stubs.body if isinstance(node, ast.FunctionDef) and node.name == name)
-    names = [argument.arg for argument in function.args.args]
-    signature = str(getattr(_C, name).__doc__).splitlines()[0]
-    assert re.findall(r"(\w+):", signature) == names
+    function = next(node for node in stubs.body if isinstance(node, ast.FunctionDef) and node.name == "run")
+    signatures = re.findall(r"\d\. run\((.*)\)", str(_C.run.__doc__))
+    for signature in signatures:
+        assert re.findall(r"(\w+):", signature) == [argument.arg for argument in function.args.args]
+    (annotation,) = (x.annotation for x in function.args.args if x.arg == "params" and x.annotation)
+    assert re.findall(r"params: cutlass_fmha\._C\.(\w+)", " ".join(signatures)) == ast.unparse(
+        annotation
+    ).split(" | ")
 
 
 # ---- what it needs from the system -------------------------------------------------------------------------

@@ -164,9 +164,9 @@ def test_a_block_that_fits_no_target_is_an_error(padding: Any):
 KERNEL = """
 #include "forward/kernel.cuh"
 using namespace cutlass_fmha;
-constexpr ForwardConfig config{.arch = 90, .dtype = DType::bfloat16, .head_dim = 64, .tile_m = 64,
-    .tile_n = 64, .warps = 4, .stages = 1, .min_blocks = 2, .q_in_registers = true, .ping_pong = false,
-    .copy = Copy::cp_async_16};
+constexpr ForwardConfig config{{.arch = 90, .dtype = DType::bfloat16, .head_dim = 64, .tile_m = 64,
+    .tile_n = 64, .warps = 4, .min_blocks = 2}, {.stages = 1, .q_in_registers = true, .ping_pong = false,
+    .copy = Copy::cp_async_16}};
 extern "C" __global__ void __launch_bounds__(config.threads(), config.min_blocks)
     row(__grid_constant__ ForwardParams const params) { forward<config>(params); }
 """

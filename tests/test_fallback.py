@@ -13,7 +13,7 @@ import cubin
 import pytest
 import torch
 from cubin import RESERVED_SHARED, Kernel
-from fake_build import _at
+from fake_general import _at
 from resources import REGISTERS_PER_SM, SHARED_PER_BLOCK, SHARED_PER_SM, WARPS_PER_SM
 from torch import Tensor
 
@@ -22,7 +22,7 @@ from cutlass_fmha import device as devices
 from cutlass_fmha.check_features import check_features
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.features import Features
-from cutlass_fmha.select import Problem
+from cutlass_fmha.select import WIDE, Problem
 
 assert _C.__file__ is not None
 EXTENSION = Path(_C.__file__)
@@ -33,19 +33,20 @@ DEVICES = {89: "rtx4090", 90: "h200", 120: "rtx5090"}
 
 
 @pytest.fixture(scope="module")
-def rows() -> list[_C.FallbackTemplate]:
-    rows = _C.fallback_templates()
+def rows() -> list[_C.Template]:
+    rows = [row for row in _C.templates() if row.family == WIDE]
     assert rows, "this build has no fallback rows: build with CUDA and a whole CUTLASS, as make does"
     return rows
 
 
-def row_of(dtype: str = "float32", arch: int = 89, head_dim: int | None = None) -> _C.FallbackTemplate:
+def row_of(dtype: str = "float32", arch: int = 89, head_dim: int | None = None) -> _C.Template:
     """A row of the build: the one for any head dim, or that for ``head_dim``."""
-    found = [row for row in _C.fallback_templates() if (row.dtype, row.arch) == (dtype, arch)]
+    wide = [row for row in _C.templates() if row.family == WIDE]
+    found = [row for row in wide if (row.dtype, row.arch) == (dtype, arch)]
     return max(found, key=lambda row: row.head_dim if head_dim is None else row.head_dim == head_dim)
 
 
-def test_every_architecture_has_rows_for_all_that_is_asked_of_them(rows: list[_C.FallbackTemplate]):
+def test_every_architecture_has_rows_for_all_that_is_asked_of_them(rows: list[_C.Template]):
     names = [row.name for row in rows]
     assert len(set(names)) == len(names)
     info = _C.build_info()
@@ -55,15 +56,17 @@ def test_every_architecture_has_rows_for_all_that_is_asked_of_them(rows: list[_C
         assert set(largest) == set(DTYPES), f"sm_{arch}"
     for row in rows:
         assert row.name.startswith(f"fallback_sm{row.arch}_")
-        assert row.index == names.index(row.name)
-        assert row.fallback and repr(row) == f"<FallbackTemplate {row.name}>"
+        assert _C.templates()[row.index].name == row.name
+        assert not row.scored and repr(row) == f"<Template {row.name}>"
+        with pytest.raises(AttributeError, match=f"{row.name} has no copy"):
+            row.copy  # noqa: B018
 
 
 # ---- the machine code --------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def kernels(rows: list[_C.FallbackTemplate]) -> dict[str, list[Kernel]]:
+def kernels(rows: list[_C.Template]) -> dict[str, list[Kernel]]:
     if _C.build_info().get("simulator"):
         pytest.skip("a simulator's build has no machine code")
     found: dict[str, list[Kernel]] = {row.name: [] for row in rows}
@@ -73,13 +76,13 @@ def kernels(rows: list[_C.FallbackTemplate]) -> dict[str, list[Kernel]]:
     return found
 
 
-def compiled_for(row: _C.FallbackTemplate) -> int:
+def compiled_for(row: _C.Template) -> int:
     proxy = _C.build_info()["proxy"]
     assert isinstance(proxy, dict)
     return proxy.get(row.arch, row.arch)
 
 
-def complaints(kernel: Kernel, row: _C.FallbackTemplate) -> Iterator[str]:
+def complaints(kernel: Kernel, row: _C.Template) -> Iterator[str]:
     """What is wrong with a row's machine code."""
     if spills := kernel.count("LDL", "STL"):
         yield f"{spills} loads and stores of local memory (spills)"
@@ -98,27 +101,25 @@ def complaints(kernel: Kernel, row: _C.FallbackTemplate) -> Iterator[str]:
         yield f"{row.min_blocks} blocks of {row.warps} warps exceed {WARPS_PER_SM}"
     # What multiplies: one kind of instruction, and nothing else.
     tensor_core = [opcode for opcode in kernel.opcodes if opcode.startswith("HMMA")]
-    kind = {"tf32x3": "TF32", "mma": "BF16" if row.dtype == "bfloat16" else "HMMA"}.get(row.math)
-    if row.math == "simt" and (tensor_core or kernel.count("FFMA") < 512):
+    kind = {"tf32x3": "TF32", "m16n8k16": "BF16" if row.dtype == "bfloat16" else "HMMA"}.get(row.mma)
+    if row.mma == "simt" and (tensor_core or kernel.count("FFMA") < 512):
         yield f"{kernel.count('FFMA')} FMAs and tensor-core instructions {tensor_core}"
     if kind and not tensor_core:
         yield "no tensor-core instruction (HMMA)"
     if kind and any(kind not in opcode or ".F32" not in opcode for opcode in tensor_core):
         yield f"tensor-core instructions {tensor_core} in a row that multiplies {row.dtype}"
-    if row.math != "simt" and not kernel.count("LDGSTS"):
+    if row.mma != "simt" and not kernel.count("LDGSTS"):
         yield "no cp.async (LDGSTS)"
 
 
 def test_every_row_has_code_for_its_architecture_and_only_that(
-    rows: list[_C.FallbackTemplate], kernels: dict[str, list[Kernel]]
+    rows: list[_C.Template], kernels: dict[str, list[Kernel]]
 ):
     for row in rows:
         assert [kernel.arch for kernel in kernels[row.name]] == [compiled_for(row)], row.name
 
 
-def test_no_row_has_anything_to_complain_about(
-    rows: list[_C.FallbackTemplate], kernels: dict[str, list[Kernel]]
-):
+def test_no_row_has_anything_to_complain_about(rows: list[_C.Template], kernels: dict[str, list[Kernel]]):
     wrong = [
         f"{row.name}: {sentence}"
         for row in rows
@@ -128,14 +129,12 @@ def test_no_row_has_anything_to_complain_about(
     assert not wrong, "\n".join(wrong)
 
 
-def test_sm_89_rows_and_only_they_carry_ptx(
-    rows: list[_C.FallbackTemplate], kernels: dict[str, list[Kernel]]
-):
+def test_sm_89_rows_and_only_they_carry_ptx(rows: list[_C.Template], kernels: dict[str, list[Kernel]]):
     ptx = {name: arch for name, arch in cubin.read_ptx(EXTENSION).items() if name.startswith("fallback_")}
     assert ptx == {row.name: {89} for row in rows if row.arch == 89}
 
 
-def kernel_of(row: _C.FallbackTemplate, registers: int = 64, **opcodes: int) -> Kernel:
+def kernel_of(row: _C.Template, registers: int = 64, **opcodes: int) -> Kernel:
     names = {"TF32": "HMMA.1688.F32.TF32", "BF16": "HMMA.1688.F32.BF16", "F16": "HMMA.1688.F32"}
     counted = Counter({names.get(name, name): n for name, n in opcodes.items()})
     return Kernel(row.name, row.arch, registers, opcodes=counted)
@@ -155,7 +154,7 @@ def kernel_of(row: _C.FallbackTemplate, registers: int = 64, **opcodes: int) -> 
     ],
 )
 def test_a_planted_defect_is_found(
-    rows: list[_C.FallbackTemplate], dtype: str, kernel: dict[str, int], expected: str
+    rows: list[_C.Template], dtype: str, kernel: dict[str, int], expected: str
 ):
     row = row_of(dtype)
     found = list(complaints(kernel_of(row, **kernel), row))
@@ -169,7 +168,7 @@ def problem(dtype: str = "float32", head_dim: int = 64, **more: Any) -> Problem:
     return Problem(2, 128, 256, 8, 2, head_dim, dtype, **more)
 
 
-def reasons(row: _C.FallbackTemplate, asked: Problem) -> list[str]:
+def reasons(row: _C.Template, asked: Problem) -> list[str]:
     return select.reasons(row, asked, devices.named(DEVICES[row.arch]), select.this_build())
 
 
@@ -186,7 +185,7 @@ def reasons(row: _C.FallbackTemplate, asked: Problem) -> list[str]:
         ("float32", problem(key_span=2**31 - 1)),
     ],
 )
-def test_a_row_that_can_has_no_reason_against_it(rows: list[_C.FallbackTemplate], dtype: str, asked: Problem):
+def test_a_row_that_can_has_no_reason_against_it(rows: list[_C.Template], dtype: str, asked: Problem):
     for arch in {row.arch for row in rows}:
         assert reasons(row_of(dtype, arch), asked) == []
 
@@ -205,7 +204,7 @@ def test_a_row_that_can_has_no_reason_against_it(rows: list[_C.FallbackTemplate]
         ),
     ],
 )
-def test_what_a_row_does_not_take_is_a_reason(rows: list[_C.FallbackTemplate], asked: Problem, expected: str):
+def test_what_a_row_does_not_take_is_a_reason(rows: list[_C.Template], asked: Problem, expected: str):
     arch = rows[0].arch
     found = reasons(row_of(arch=arch, head_dim=64), asked)
     assert any(sentence.startswith(expected) for sentence in found), found
@@ -214,7 +213,7 @@ def test_what_a_row_does_not_take_is_a_reason(rows: list[_C.FallbackTemplate], a
     )
 
 
-def test_smaller_tiles_are_for_problems_that_do_not_fill_the_gpu(rows: list[_C.FallbackTemplate]):
+def test_smaller_tiles_are_for_problems_that_do_not_fill_the_gpu(rows: list[_C.Template]):
     device = devices.named("h200")
     for head_dim in (64, 128):
         own = [row for row in rows if not row.example and row.head_dim == head_dim]
@@ -224,7 +223,7 @@ def test_smaller_tiles_are_for_problems_that_do_not_fill_the_gpu(rows: list[_C.F
             assert fastest is None or (fastest.tile_m == min(row.tile_m for row in own)) == smallest
 
 
-def test_another_devices_rows_have_a_reason(rows: list[_C.FallbackTemplate]):
+def test_another_devices_rows_have_a_reason(rows: list[_C.Template]):
     for row in rows:
         other = devices.named(DEVICES[90 if row.arch != 90 else 89])
         found = select.reasons(row, problem(row.dtype, 300), other, select.this_build())
@@ -232,7 +231,7 @@ def test_another_devices_rows_have_a_reason(rows: list[_C.FallbackTemplate]):
 
 
 def test_the_smallest_row_that_takes_a_head_dim_is_predicted_to_be_the_fastest_of_long_problems(
-    rows: list[_C.FallbackTemplate],
+    rows: list[_C.Template],
 ):
     for arch in {row.arch for row in rows}:
         device = devices.named(DEVICES[arch])
@@ -249,19 +248,19 @@ def test_the_smallest_row_that_takes_a_head_dim_is_predicted_to_be_the_fastest_o
 
 
 class Launches:
-    """Stands in for ``_C.run_fallback``: keeps what it was called with, and what lay there at that time."""
+    """Stands in for ``_C.run``: keeps what it was called with, and what lay there at that time."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rows: list[int] = []
-        self.params: list[_C.GeneralParams] = []
+        self.params: list[_C.AttentionParams] = []
         self.read: list[dict[str, Tensor]] = []
-        monkeypatch.setattr(_C, "run_fallback", self)
+        monkeypatch.setattr(_C, "run", self)
 
-    def __call__(self, row: int, p: _C.GeneralParams, device: int, stream: int) -> None:
+    def __call__(self, row: int, p: _C.AttentionParams, device: int, stream: int) -> None:
         assert device == 0 and stream == 0
         self.rows.append(row)
         self.params.append(p.copy())
-        dtype = DTYPES[_C.fallback_templates()[row].dtype]
+        dtype = DTYPES[_C.templates()[row].dtype]
         shapes = {
             "q": (p.batch, p.seqlen_q, p.num_heads, p.head_dim),
             "k": (p.batch, p.seqlen_k, p.num_heads_kv, p.head_dim),
@@ -279,13 +278,13 @@ class Launches:
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch, rows: list[_C.FallbackTemplate]) -> Launches:
+def launches(monkeypatch: pytest.MonkeyPatch, rows: list[_C.Template]) -> Launches:
     monkeypatch.setattr(fallback, "_warned", set())
     return Launches(monkeypatch)
 
 
 def launch(
-    row: _C.FallbackTemplate, q: Tensor, k: Tensor, v: Tensor, causal: str = "none", **features: Any
+    row: _C.Template, q: Tensor, k: Tensor, v: Tensor, causal: str = "none", **features: Any
 ) -> tuple[Tensor, Tensor | None]:
     given = Features(**features)
     return fallback.launch(row, (q, k, v), 0.5, causal, True, given, check_features((q, k, v), given))
@@ -412,9 +411,9 @@ def test_nothing_is_launched_for_nothing(launches: Launches, batch: int, seqlen:
 # ---- what the binding refuses ------------------------------------------------------------------------------
 
 
-def valid() -> _C.GeneralParams:
+def valid() -> _C.AttentionParams:
     """Parameters with nothing wrong: addresses are never read, since a field is set wrong before a launch."""
-    p = _C.GeneralParams()
+    p = _C.AttentionParams()
     p.q = p.k = p.v = p.o = p.partial_o = 4096
     p.batch, p.seqlen_q, p.seqlen_k, p.num_heads, p.num_heads_kv = 2, 3, 5, 4, 2
     p.head_dim = p.head_dim_v = 64
@@ -439,8 +438,8 @@ def valid() -> _C.GeneralParams:
         ({"bias": 4096, "bias_type": "float32"}, "takes a bias of its own dtype only"),
         ({"head_dim": 65537}, "takes head dims from 1 to 65536, got 65537 and 64"),
         ({"num_heads_kv": 3}, r"num_heads \(4\) must be a multiple of num_heads_kv \(3\)"),
-        ({"pack": 2}, "pack must be 1 or, with a seqlen_q of 1, num_heads / num_heads_kv, got 2"),
-        ({"seqlen_q": 1, "pack": 4}, "pack must be 1 or, .*, got 4"),
+        ({"pack": 2}, "takes packed heads with a seqlen_q of 1 only, got 3"),
+        ({"seqlen_q": 1, "pack": 4}, "pack must be 1 or num_heads / num_heads_kv, got 4"),
         ({"k": 4104}, "needs k to be a multiple of 16 bytes"),
         ({"q_stride": (768, 252, 64)}, "needs q to be a multiple of 16 bytes"),
         ({"head_dim": 60}, "needs head_dim and head_dim_v to be a multiple of 16 bytes"),
@@ -458,25 +457,19 @@ def valid() -> _C.GeneralParams:
     ],
 )
 def test_the_binding_refuses_what_a_row_can_not_take(
-    rows: list[_C.FallbackTemplate], fields: dict[str, Any], expected: str
+    rows: list[_C.Template], fields: dict[str, Any], expected: str
 ):
     row = row_of("float16", rows[0].arch)
     params = valid()
     for name, value in fields.items():
         setattr(params, name, value)
     with pytest.raises(ValueError, match=expected):
-        _C.run_fallback(row.index, params, 0, 0)
+        _C.run(row.index, params, 0, 0)
 
 
-def test_float32_accumulates_in_rows_that_lie_side_by_side(rows: list[_C.FallbackTemplate]):
+def test_float32_accumulates_in_rows_that_lie_side_by_side(rows: list[_C.Template]):
     row = row_of("float32", rows[0].arch)
     params = valid()
     params.partial_o, params.o_stride = 0, (768, 264, 64)
     with pytest.raises(ValueError, match="needs partial_o"):
-        _C.run_fallback(row.index, params, 0, 0)
-
-
-@pytest.mark.parametrize("row", [-1, 1000])
-def test_a_number_that_no_row_has_is_refused(rows: list[_C.FallbackTemplate], row: int):
-    with pytest.raises(ValueError, match=f"row must be one of the {len(rows)} fallback rows, got {row}"):
-        _C.run_fallback(row, valid(), 0, 0)
+        _C.run(row.index, params, 0, 0)

@@ -10,7 +10,7 @@ import parity_run
 import pytest
 import torch
 from fake_build import make_build
-from fake_general import FakeGeneralKernels
+from fake_general import FakeKernels
 from hypothesis import given, settings
 from listed_general import GROUPS
 from problems_general import GeneralProblem, problems
@@ -19,14 +19,14 @@ from cutlass_fmha import _C
 from general import GeneralLaunch
 
 BUILD = make_build((89,))
-ROWS = [row for row in BUILD.templates if row.general and row.dtype == "float16"]
+ROWS = [row for row in BUILD.templates if row.scored and row.dtype == "float16"]
 ROW = next(row for row in ROWS if row.head_dim == 256)
 
 
 @pytest.fixture
-def kernels(monkeypatch) -> FakeGeneralKernels:
-    fake = FakeGeneralKernels(BUILD)
-    monkeypatch.setattr(_C, "run_general", fake)
+def kernels(monkeypatch) -> FakeKernels:
+    fake = FakeKernels(BUILD)
+    monkeypatch.setattr(_C, "run", fake)
     monkeypatch.setattr(gpu, "unusable", lambda: None)
     monkeypatch.setattr(gpu, "general_rows", lambda: ROWS)
     monkeypatch.setattr(gpu, "simulated", lambda: True)
@@ -36,7 +36,7 @@ def kernels(monkeypatch) -> FakeGeneralKernels:
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_a_launch_packs_what_its_tensors_hold(kernels: FakeGeneralKernels, group: str):
+def test_a_launch_packs_what_its_tensors_hold(kernels: FakeKernels, group: str):
     for problem in GROUPS[group]:
         launch = GeneralLaunch.of(ROW, problem, "cpu")
         launch.check()
@@ -92,7 +92,7 @@ FORGOTTEN = {
 
 
 @pytest.mark.parametrize("name", FORGOTTEN)
-def test_a_kernel_that_forgets_a_field_is_noticed(kernels: FakeGeneralKernels, name: str):
+def test_a_kernel_that_forgets_a_field_is_noticed(kernels: FakeKernels, name: str):
     launch = GeneralLaunch.of(ROW, FORGOTTEN[name], "cpu")
     launch.check()
     setattr(launch.params, name, -1 if name.startswith("window") else type(getattr(launch.params, name))(0))
@@ -101,7 +101,7 @@ def test_a_kernel_that_forgets_a_field_is_noticed(kernels: FakeGeneralKernels, n
         launch.errors().check()
 
 
-def test_outputs_that_nobody_writes_and_stray_writes_are_noticed(kernels: FakeGeneralKernels):
+def test_outputs_that_nobody_writes_and_stray_writes_are_noticed(kernels: FakeKernels):
     launch = GeneralLaunch.of(ROW, GeneralProblem(packed_q=True, out_layout="padded"), "cpu")
     with pytest.raises(AssertionError):
         launch.errors().check()
@@ -114,7 +114,7 @@ def test_outputs_that_nobody_writes_and_stray_writes_are_noticed(kernels: FakeGe
 # ---- long runs ---------------------------------------------------------------------------------------------
 
 
-def test_a_long_run_counts_what_it_drew(kernels: FakeGeneralKernels, tmp_path, capsys):
+def test_a_long_run_counts_what_it_drew(kernels: FakeKernels, tmp_path, capsys):
     said = ("--problems", "60", "--processes", "1", "--longest", "60", "--report", str(tmp_path))
     assert parity_run.main([*said, "--seed", "3"]) == 0
     (path,) = tmp_path.glob("*.json")
@@ -128,9 +128,7 @@ def test_a_long_run_counts_what_it_drew(kernels: FakeGeneralKernels, tmp_path, c
     assert (again["features"], again["rows"]) == (content["features"], content["rows"])
 
 
-def test_a_mismatch_ends_a_run_with_the_line_that_repeats_it(
-    kernels: FakeGeneralKernels, monkeypatch, capsys
-):
+def test_a_mismatch_ends_a_run_with_the_line_that_repeats_it(kernels: FakeKernels, monkeypatch, capsys):
     right = kernels.scores
 
     def wrong(params, dtype, sequence, products):

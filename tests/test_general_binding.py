@@ -1,4 +1,4 @@
-"""_C.GeneralParams and _C.run_general: every field is there, and what contradicts itself launches nothing."""
+"""_C.AttentionParams: every field is there, and what contradicts itself launches nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from cutlass_fmha import _C
 
 HEADER = Path(__file__).resolve().parents[1] / "src" / "general" / "params.h"
 WITH_CUDA = bool(_C.build_info()["cuda"])
-ROWS = [row for row in _C.templates() if row.general]
+ROWS = [row for row in _C.templates() if row.scored]
+#: One that takes what is right here; a build without CUDA has none, and asks for none.
+ANY_ROW = max(ROWS, key=lambda row: (row.head_dim_v, row.tile_m)).index if ROWS else 0
 SOMEWHERE = 4096
 
 #: A call that is right but for there being nothing at its addresses.
@@ -35,11 +37,12 @@ DERIVED = {"order", "by_page_size", "by_pack", "by_block_tiles", "bias_vectors",
 DERIVED |= {"block_tiles", "key_blocks"}
 #: What is derived and can be read.
 READ_ONLY = {"vectors", "device_lengths"}
+TAIL = ("tail", "tail_tiles", "tail_parts", "tail_first", "tail_rest")
 BLOCKS = {"block_counts": SOMEWHERE, "block_indices": SOMEWHERE, "block_m": 512, "block_n": 512}
 
 
-def params(**changes: Any) -> _C.GeneralParams:
-    made = _C.GeneralParams()
+def params(**changes: Any) -> _C.AttentionParams:
+    made = _C.AttentionParams()
     for name, value in {**RIGHT, **changes}.items():
         setattr(made, name, value)
     return made
@@ -60,8 +63,8 @@ def declared_fields() -> dict[str, str]:
 
 
 def test_every_field_of_the_struct_is_there():
-    names = {name for name in vars(_C.GeneralParams) if not name.startswith("_")}
-    assert names - {"copy"} == set(declared_fields()) - DERIVED
+    names = {name for name in vars(_C.AttentionParams) if not name.startswith("_")}
+    assert names - {"copy", "of_call", *TAIL} == set(declared_fields()) - DERIVED
 
 
 def test_what_is_written_is_read():
@@ -74,6 +77,7 @@ def test_what_is_written_is_read():
             values[name] = tuple(range(number, number + count))
         else:
             values[name] = {"bool": True, "BiasType": "float32", "float": float(number)}.get(kind, number)
+    values |= {name: number for number, name in enumerate(TAIL, start=100)}
     made = params(**values)
     assert {name: getattr(made, name) for name in values} == values
     copied = made.copy()
@@ -81,8 +85,18 @@ def test_what_is_written_is_read():
     assert {name: getattr(copied, name) for name in values} == values
 
 
+def test_a_call_gets_a_copy_of_its_own():
+    plan = params(batch=3, softcap=2.0)
+    made = plan.of_call(16, 32, 48, 64, 80, -0.5)
+    assert (made.q, made.k, made.v, made.o, made.lse, made.scale) == (16, 32, 48, 64, 80, -0.5)
+    assert (made.batch, made.softcap, made.q_stride) == (3, 2.0, plan.q_stride)
+    assert (plan.q, plan.lse, plan.scale) == (SOMEWHERE, 0, 1.0)
+    with pytest.raises(ValueError, match="scale must be a finite number of at most 2e38, got inf"):
+        plan.of_call(16, 32, 48, 64, 80, float("inf"))
+
+
 def test_new_ones_ask_for_nothing():
-    made = _C.GeneralParams()
+    made = _C.AttentionParams()
     assert (made.window_left, made.window_right, made.pack, made.splits) == (-1, -1, 1, 1)
     assert (made.scale, made.softcap, made.bias_type, made.dropout_threshold) == (1.0, 0.0, "none", 0)
 
@@ -102,9 +116,10 @@ def test_new_ones_ask_for_nothing():
 )
 def test_16_byte_copies_are_never_taken_on_trust(changes: dict[str, Any], vectors: bool):
     made = params(**changes)
-    assert made.vectors is vectors
+    assert made.vectors(2) is vectors
+    assert params(k_stride=(1024, 4, 8)).vectors(4), "as many bytes are fewer elements"
     with pytest.raises(AttributeError):
-        made.vectors = True  # type: ignore[misc]
+        made.vectors = True  # type: ignore[assignment,method-assign]
 
 
 #: What says on the device which rows and keys a tile has: a kernel waits before it reads one of these.
@@ -206,12 +221,12 @@ def test_a_value_of_another_type_is_a_type_error(name: str, value: Any):
 )
 def test_fields_that_contradict_each_other_are_a_value_error(changes: dict[str, Any], sentence: str):
     with pytest.raises(ValueError, match=re.escape(sentence)):
-        _C.run_general(0, params(**changes), 0, 0)
+        _C.run(ANY_ROW, params(**changes), 0, 0)
 
 
 def test_head_dims_must_be_set():
     with pytest.raises(ValueError, match="head_dim and head_dim_v must be set"):
-        _C.run_general(0, _C.GeneralParams(), 0, 0)
+        _C.run(ANY_ROW, _C.AttentionParams(), 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -228,41 +243,41 @@ def test_head_dims_must_be_set():
     ],
 )
 def test_what_is_right_goes_on_to_a_device_which_is_not_there(changes: dict[str, Any]):
-    row = max(ROWS, key=lambda row: (row.head_dim_v, row.tile_m)).index if ROWS else 0
     with pytest.raises(RuntimeError, match="built without CUDA" if not WITH_CUDA else "cuda[GS]etDevice"):
-        _C.run_general(row, params(**changes), 99, 0)
+        _C.run(ANY_ROW, params(**changes), 99, 0)
 
 
 @pytest.mark.skipif(not ROWS, reason="this build has no general row")
 class TestRows:
     """What only a build with kernels can refuse."""
 
-    @pytest.mark.parametrize("number", [-1, len(_C.templates())])
+    @pytest.mark.parametrize("number", [-1, len(_C.templates()) + len(_C.helpers())])
     def test_a_row_that_is_none(self, number: int):
         with pytest.raises(ValueError, match="row must be between 0 and"):
-            _C.run_general(number, params(), 0, 0)
+            _C.run(number, params(), 0, 0)
 
-    def test_plain_and_general_rows_are_not_mixed_up(self):
-        plain = next((row for row in _C.templates() if not row.general), None)
-        if plain is not None:
-            with pytest.raises(ValueError, match=f"{plain.name} is no general row: run launches it"):
-                _C.run_general(plain.index, params(), 0, 0)
-        with pytest.raises(ValueError, match=f"{ROWS[0].name} is a general row: run_general launches it"):
-            _C.run(ROWS[0].index, (0,) * 5, (1,) * 5, (0,) * 12, 1.0, None, 0, 0)  # type: ignore[arg-type]
+    @pytest.mark.parametrize("changes", [{}, {"tail": SOMEWHERE, "tail_tiles": 1, "tail_parts": 2}])
+    def test_a_row_of_another_family(self, changes: dict[str, int]):
+        helper = _C.helpers()[0]
+        with pytest.raises(ValueError, match=f"{helper.name} is of family combine"):
+            _C.run(helper.index, params(**changes), 0, 0)
+        if changes:
+            with pytest.raises(ValueError, match="has no tail"):
+                _C.run(ANY_ROW, params(**changes), 0, 0)
 
     @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
     def test_head_dims_and_blocks_beyond_a_row(self, row: _C.Template):
         sentence = f"{row.name} takes head dims up to {row.head_dim} and {row.head_dim_v}"
         for name in ("head_dim", "head_dim_v"):
             with pytest.raises(ValueError, match=sentence):
-                _C.run_general(row.index, params(**{name: getattr(row, name) + 8}), 0, 0)
+                _C.run(row.index, params(**{name: getattr(row, name) + 8}), 0, 0)
         keys = row.tile_n * row.kv_warps
         for name, size in (("block_m", row.tile_m), ("block_n", keys)):
             sentence = f"takes blocks of a mask that are multiples of {row.tile_m} x {keys}"
             changes = {**BLOCKS, "block_m": row.tile_m, "block_n": keys, name: size + 8}
             with pytest.raises(ValueError, match=sentence):
-                _C.run_general(row.index, params(**changes), 0, 0)
+                _C.run(row.index, params(**changes), 0, 0)
 
     @pytest.mark.parametrize("sizes", [{"batch": 0}, {"seqlen_q": 0}, {"num_heads": 0, "num_heads_kv": 0}])
     def test_nothing_to_compute_needs_no_gpu(self, sizes: dict[str, int]):
-        _C.run_general(ROWS[0].index, params(**sizes), 0, 0)
+        _C.run(ROWS[0].index, params(**sizes), 0, 0)

@@ -1,4 +1,4 @@
-"""From tensors and features to ``_C.run_general``: what is packed and kept. The kernels are fakes."""
+"""From tensors and features to ``_C.run``: what is packed and kept. The kernels are fakes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import oracle
 import oracle_general
 import pytest
 import torch
-from fake_build import L4, FakeKernels, make_build
-from fake_general import FakeGeneralKernels
+from fake_build import L4, make_build
+from fake_general import FakeKernels, Launched
 from listed_general import GROUPS
 from problems_general import GeneralProblem, fitted
 from tensors_general import Call
@@ -22,26 +22,32 @@ from cutlass_fmha import _C, blocks, device, fallback, general_plan, keywords, p
 from cutlass_fmha.features import Features
 
 
-class Kernels:
-    """Both kinds of launches, computed in Python on a GPU that does not exist."""
+class Kernels(FakeKernels):
+    """Launches, computed in Python on a GPU that does not exist."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.build = make_build((89,))
-        self.plain, self.general = FakeKernels(self.build), FakeGeneralKernels(self.build)
+        super().__init__(make_build((89,)))
         monkeypatch.setattr(select, "this_build", lambda: self.build)
         monkeypatch.setattr(device, "of_index", lambda index: L4)
         monkeypatch.setattr(device, "simulated", lambda built: L4)
-        monkeypatch.setattr(_C, "run", self.plain)
-        monkeypatch.setattr(_C, "run_general", self.general)
+        monkeypatch.setattr(_C, "run", self)
         monkeypatch.delenv(device.FORCE_ARCH, raising=False)
 
     @property
-    def last(self) -> _C.GeneralParams:
-        return self.general.launches[-1][1]
+    def scored(self) -> list[Launched]:
+        return self.of(True)
+
+    @property
+    def plain(self) -> list[Launched]:
+        return self.of(False)
+
+    @property
+    def last(self) -> _C.AttentionParams:
+        return self.scored[-1].params
 
     @property
     def last_row(self) -> str:
-        return self.build.templates[self.general.launches[-1][0]].name
+        return self.build.templates[self.scored[-1].row].name
 
 
 @pytest.fixture
@@ -81,7 +87,7 @@ def test_what_is_packed_is_what_the_tensors_hold(kernels: Kernels, group: str):
         assert out.is_contiguous() and lse is not None and lse.is_contiguous()
         if out.numel():
             check(call, out, lse)
-    assert kernels.general.launches
+    assert kernels.scored
 
 
 def test_features_are_what_a_call_says():
@@ -136,7 +142,7 @@ def test_a_call_that_says_nothing_special_takes_a_plain_row(kernels: Kernels):
         out, lse = attend(call, **more)
         causal = "bottom-right" if "window" in more else "none"
         oracle.assert_close(out, call.q, call.k, call.v, None, causal, lse)
-    assert kernels.general.launches == [] and len(kernels.plain.launches) == 4
+    assert kernels.scored == [] and len(kernels.plain) == 4
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
@@ -150,8 +156,8 @@ def test_plain_plans_hand_over_what_no_plain_row_takes(
     for _ in range(2):
         out, lse = plan.launch(*given, None, "bottom-right", True, None, layout)
         check(call, out.transpose(1, 2) if layout == "bhsd" else out, lse)
-    assert len(kernels.general.launches) == 2 and kernels.plain.launches == []
-    assert not any(said.splits > 1 and said.partial_o == 0 for _, said, _, _ in kernels.general.launches)
+    assert len(kernels.scored) == 2 and kernels.plain == []
+    assert not any(x.params.splits > 1 and x.params.partial_o == 0 for x in kernels.scored)
 
 
 def test_decoding_goes_to_a_general_row_with_splits(kernels: Kernels):
@@ -166,7 +172,7 @@ def test_a_general_row_can_be_named_for_a_plain_problem(kernels: Kernels):
     call = tensors(GeneralProblem(70, 130, causal="bottom-right"))
     check(call, *plan.launch(*call[:3], None, "bottom-right", True, name))
     check(call, *attend(call, name))
-    assert kernels.last_row == name and kernels.plain.launches == []
+    assert kernels.last_row == name and kernels.plain == []
 
 
 def test_refusals_name_the_feature(kernels: Kernels):
@@ -181,7 +187,7 @@ def test_refusals_name_the_feature(kernels: Kernels):
         cutlass_fmha.UnsupportedError, match="blocks that are multiples of 64 x 64, and these are 64 x 32"
     ):
         attend(tensors(GeneralProblem(blocks=(64, 32))), "fwd_sm89_f16_d64_m64n64w4_general")
-    assert kernels.general.launches == []
+    assert kernels.scored == []
 
 
 # ---- what a plan keeps -------------------------------------------------------------------------------------
@@ -197,7 +203,7 @@ def test_a_plan_is_made_once(kernels: Kernels, monkeypatch):
         for return_lse in (False, True):
             out, lse = attend(call, return_lse=return_lse)
             check(call, out, lse)
-    assert len(made) == 1 and len(kernels.general.launches) == 4
+    assert len(made) == 1 and len(kernels.scored) == 4
     for other in (
         replace(problem, softcap=4.0),
         replace(problem, bias=("bhqk", "float32", "plain")),
@@ -248,7 +254,7 @@ def test_parts_have_room_in_one_allocation(kernels: Kernels):
 def test_empty_problems_launch_nothing(kernels: Kernels, fields: dict[str, int]):
     out, lse = attend(tensors(GeneralProblem(**{"seqlen_q": 5, "softcap": 1.0, **fields})))
     assert out.numel() == 0 and lse is not None and lse.numel() == 0
-    assert kernels.general.launches == []
+    assert kernels.scored == []
 
 
 def test_empty_tensors_have_no_address(kernels: Kernels):
@@ -289,7 +295,7 @@ def test_slow_copies_are_told_once_per_cause(kernels: Kernels, caplog):
     ],
 )
 def test_batch_invariant_plans_do_not_know_the_batch(kernels: Kernels, fields: dict[str, Any]):
-    kernels.general.compute = False
+    kernels.compute = False
     rows, splits, packs = set(), set(), set()
     for batch in (1, 2, 64):
         attend(tensors(GeneralProblem(batch=batch, **fields)), batch_invariant=True)
@@ -305,7 +311,7 @@ def test_batch_invariant_plans_do_not_know_the_batch(kernels: Kernels, fields: d
 
 def test_without_it_a_full_gpu_splits_less(kernels: Kernels):
     fields = {"seqlen_q": 1, "seqlen_k": 1000, "num_heads": 4, "num_heads_kv": 4, "used_k": True}
-    kernels.general.compute = False
+    kernels.compute = False
     found = []
     for batch in (1, 64):
         attend(tensors(GeneralProblem(batch=batch, **fields)))
@@ -318,11 +324,11 @@ def test_without_it_a_full_gpu_splits_less(kernels: Kernels):
 
 def test_a_fallback_row_is_launched_its_own_way(kernels: Kernels, monkeypatch):
     class Row:
-        """As much of a ``_C.FallbackTemplate`` as the way to its launch needs."""
+        """As much of a ``_C.Template`` as the way to its launch needs."""
 
-        index, name, fallback, dtype, arch = 0, "fallback_x", True, "float16", 89
+        index, name, family, scored, dtype, arch = 0, "fallback_x", "wide", False, "float16", 89
 
-    build = replace(kernels.build, fallback=(Row(),))
+    build = replace(kernels.build, templates=(*kernels.build.templates, Row()))
     monkeypatch.setattr(select, "this_build", lambda: build)
     monkeypatch.setattr(
         fallback, "FIXED_RULES", (lambda row, problem, *_: None if problem.head_dim == 512 else "no",)
@@ -343,6 +349,6 @@ def test_splits_of_a_launch_are_those_that_its_cost_is_of(kernels: Kernels):
     attend(call)
     features = Features(**keywords.op_arguments(call.q, call.features))
     problem, _, _ = general_plan.describe(call[:3], call.causal, features)
-    row = kernels.build.templates[kernels.general.launches[0][0]]
+    row = kernels.build.templates[kernels.scored[0].row]
     assert kernels.last.splits == blocks.split_keys(row, problem, L4)
     assert kernels.last.pack == blocks.packed_heads(row, problem) == 4

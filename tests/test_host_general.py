@@ -27,9 +27,9 @@ class Case:
     heads_kv: int = 1
     vectors: dict[str, list[int]] = field(default_factory=dict)
 
-    def params(self) -> tuple[_C.GeneralParams, list[torch.Tensor]]:
+    def params(self) -> tuple[_C.AttentionParams, list[torch.Tensor]]:
         """The launch's parameters, and the tensors that they point to."""
-        p = _C.GeneralParams()
+        p = _C.AttentionParams()
         p.batch, p.seqlen_q, p.seqlen_k = self.batch, self.seqlen_q, self.seqlen_k
         p.num_heads, p.num_heads_kv = self.heads_kv * self.pack, self.heads_kv
         p.window_left, p.window_right, p.bottom_right = self.left, self.right, self.bottom_right

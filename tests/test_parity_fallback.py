@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
 DEVICE = gpu.device()
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-ROWS = [row for row in _C.fallback_templates() if gpu.unusable() is None and row.arch == gpu.rows_arch()]
+ROWS = gpu.fallback_rows()
 ROW_DTYPES = sorted({DTYPES[row.dtype] for row in ROWS}, key=str)
 by_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 on_a_gpu = pytest.mark.skipif(
@@ -46,7 +46,7 @@ LARGEST = 256
 SPLIT_ERROR = 32.0
 
 
-def fitted(row: _C.FallbackTemplate, p: GeneralProblem) -> GeneralProblem:
+def fitted(row: _C.Template, p: GeneralProblem) -> GeneralProblem:
     """The problem without what the row does not know, and with head dims that it is for."""
     dims = [min(dim, row.head_dim) for dim in (p.head_dim, p.head_dim_v)]
     if row.head_dim > LARGEST and max(dims) <= LARGEST and p.seed % 2:
@@ -55,7 +55,7 @@ def fitted(row: _C.FallbackTemplate, p: GeneralProblem) -> GeneralProblem:
     if bias is not None and row.dtype != "float32":
         bias = (bias[0], "same", bias[2])
     fill = p.fill
-    if row.math == "tf32x3" and fill.endswith("minus-inf"):
+    if row.mma == "tf32x3" and fill.endswith("minus-inf"):
         fill = "normal"  # an infinity has no rest: inf - inf
     return replace(
         p,
@@ -76,7 +76,7 @@ def fitted(row: _C.FallbackTemplate, p: GeneralProblem) -> GeneralProblem:
     )
 
 
-def guarded_out(row: _C.FallbackTemplate, call: Call, p: GeneralProblem) -> gpu.Guarded:
+def guarded_out(row: _C.Template, call: Call, p: GeneralProblem) -> gpu.Guarded:
     """Room for O between NaN: rows side by side, or not."""
     shape = (*call.q.shape[:-1], fallback.padded(row, call.v.shape[-1]))
     empty = torch.empty(shape if len(shape) == 4 else (1, *shape), dtype=call.q.dtype, device=DEVICE)
@@ -99,14 +99,14 @@ def guarded_lse(shape: tuple[int, ...]) -> gpu.Guarded:
 class Launch:
     """One call of ``fallback.run`` into guarded outputs, ready to be made any number of times."""
 
-    row: _C.FallbackTemplate
+    row: _C.Template
     problem: GeneralProblem
     call: Call
     out: gpu.Guarded
     lse: gpu.Guarded | None
 
     @classmethod
-    def of(cls, row: _C.FallbackTemplate, problem: GeneralProblem) -> Launch:
+    def of(cls, row: _C.Template, problem: GeneralProblem) -> Launch:
         problem = fitted(row, problem)
         call = problem.call(DTYPES[row.dtype], DEVICE)
         sizes = check_features((call.q, call.k, call.v), Features(**op_arguments(call.q, call.features)))
@@ -134,7 +134,7 @@ class Launch:
         assert intact, f"{self.row.name}: {name}: wrote outside its outputs"
 
 
-def run(row: _C.FallbackTemplate, problem: GeneralProblem, parity: ParityReport) -> Launch:
+def run(row: _C.Template, problem: GeneralProblem, parity: ParityReport) -> Launch:
     launch = Launch.of(row, problem)
     launch.run()
     launch.check(parity)
@@ -142,7 +142,7 @@ def run(row: _C.FallbackTemplate, problem: GeneralProblem, parity: ParityReport)
 
 
 def compare(
-    row: _C.FallbackTemplate, out: Tensor, lse: Tensor | None, call: Call, split_error: float = SPLIT_ERROR
+    row: _C.Template, out: Tensor, lse: Tensor | None, call: Call, split_error: float = SPLIT_ERROR
 ) -> oracle.Errors:
     return oracle_general.compare(
         out,
@@ -153,20 +153,20 @@ def compare(
         call.scale,
         call.causal,
         call.exact_scores,
-        product_error=split_error if row.math == "tf32x3" else 0.0,
+        product_error=split_error if row.mma == "tf32x3" else 0.0,
         **call.features,
     )
 
 
 @by_row
 @pytest.mark.parametrize("group", GROUPS)
-def test_listed_problems(row: _C.FallbackTemplate, group: str, parity: ParityReport):
+def test_listed_problems(row: _C.Template, group: str, parity: ParityReport):
     for problem in dict.fromkeys(fitted(row, problem) for problem in GROUPS[group]):
         run(row, problem, parity)
 
 
 @by_row
-def test_drawn_problems(row: _C.FallbackTemplate, parity: ParityReport):
+def test_drawn_problems(row: _C.Template, parity: ParityReport):
     @hypothesis.settings(hypothesis.settings.get_profile("parity"))
     @hypothesis.given(problem=problems(longest=300))
     def agrees(problem: GeneralProblem) -> None:
@@ -180,7 +180,7 @@ def test_drawn_problems(row: _C.FallbackTemplate, parity: ParityReport):
 
 @by_row
 @pytest.mark.parametrize("scale", [-1.0, 0.0, 1.0])
-def test_scores_of_minus_zero_are_scores(row: _C.FallbackTemplate, scale: float, parity: ParityReport):
+def test_scores_of_minus_zero_are_scores(row: _C.Template, scale: float, parity: ParityReport):
     """The example's maximum takes -0 for less than -inf: kernel.cuh makes none."""
     for seqlen_k in (1, 300):
         launch = Launch.of(row, GeneralProblem(3, seqlen_k, causal="none", scale=scale))
@@ -191,7 +191,7 @@ def test_scores_of_minus_zero_are_scores(row: _C.FallbackTemplate, scale: float,
 
 
 @by_row
-def test_rows_whose_bias_hides_everything_are_empty(row: _C.FallbackTemplate, parity: ParityReport):
+def test_rows_whose_bias_hides_everything_are_empty(row: _C.Template, parity: ParityReport):
     problem = GeneralProblem(70, 200, bias=("bhqk", "same", "plain"), num_heads=4, num_heads_kv=2)
     launch = Launch.of(row, problem)
     bias = launch.call.features["bias"]
@@ -204,7 +204,7 @@ def test_rows_whose_bias_hides_everything_are_empty(row: _C.FallbackTemplate, pa
 
 
 @by_row
-def test_one_query_is_computed_with_its_group(row: _C.FallbackTemplate, parity: ParityReport):
+def test_one_query_is_computed_with_its_group(row: _C.Template, parity: ParityReport):
     for causal in ("none", "top-left", "bottom-right"):
         for heads in ((8, 2), (70, 1), (3, 3)):
             problem = GeneralProblem(1, 300, causal=causal, num_heads=heads[0], num_heads_kv=heads[1])
@@ -214,7 +214,7 @@ def test_one_query_is_computed_with_its_group(row: _C.FallbackTemplate, parity: 
 
 
 @by_row
-def test_repeats_are_bitwise_equal(row: _C.FallbackTemplate, parity: ParityReport):
+def test_repeats_are_bitwise_equal(row: _C.Template, parity: ParityReport):
     launch = run(row, GeneralProblem(150, 300, causal="bottom-right", fill="outliers", seed=6), parity)
     assert launch.lse is not None
     out, lse = launch.out.view.clone(), launch.lse.view.clone()
@@ -224,7 +224,7 @@ def test_repeats_are_bitwise_equal(row: _C.FallbackTemplate, parity: ParityRepor
 
 
 @by_row
-def test_nan_in_a_query_row_stays_in_that_row(row: _C.FallbackTemplate, parity: ParityReport):
+def test_nan_in_a_query_row_stays_in_that_row(row: _C.Template, parity: ParityReport):
     launch = Launch.of(row, GeneralProblem(100, 200, num_heads=4, num_heads_kv=2, seed=4))
     launch.call.q[1, 77, 1, 0] = torch.nan
     launch.run()
@@ -233,7 +233,7 @@ def test_nan_in_a_query_row_stays_in_that_row(row: _C.FallbackTemplate, parity: 
 
 
 @by_row
-def test_keys_beyond_the_diagonal_are_never_touched(row: _C.FallbackTemplate):
+def test_keys_beyond_the_diagonal_are_never_touched(row: _C.Template):
     launch = Launch.of(row, GeneralProblem(64, 900, causal="top-left", seed=8))
     launch.run()
     before = launch.out.view.clone()
@@ -278,7 +278,7 @@ def attend(problem: GeneralProblem, dtype: torch.dtype, template: str | None, pr
 
 @pytest.mark.usefixtures("run_kernels_on_cpu_tensors")
 @by_row
-def test_attend_runs_the_row_it_is_told_to(row: _C.FallbackTemplate):
+def test_attend_runs_the_row_it_is_told_to(row: _C.Template):
     for problem in [*GROUPS["lengths"][::4], *GROUPS["masks"][::6], *GROUPS["shapes"][1::9]]:
         problem = fitted(row, replace(problem, seed=4 * problem.seed + 1))
         if row.dtype != "float32":
@@ -317,7 +317,7 @@ def test_sdpa_takes_what_only_fallback_rows_take(dtype: torch.dtype):
 
 @on_a_gpu
 @by_row
-def test_a_graph_reads_lengths_anew(row: _C.FallbackTemplate, parity: ParityReport):
+def test_a_graph_reads_lengths_anew(row: _C.Template, parity: ParityReport):
     problem = GeneralProblem(70, 300, batch=3, num_heads=4, num_heads_kv=2, used_k=True, seed=24)
     launch = run(row, problem, parity)
     graph = torch.cuda.CUDAGraph()
@@ -335,7 +335,7 @@ def test_a_graph_reads_lengths_anew(row: _C.FallbackTemplate, parity: ParityRepo
 
 @on_a_gpu
 @by_row
-def test_long_sums_are_as_exact_as_unfused_math(row: _C.FallbackTemplate):
+def test_long_sums_are_as_exact_as_unfused_math(row: _C.Template):
     """Tensor cores cut off what they sum, which the simulator does not: rows sum in float32 often enough."""
     launch = Launch.of(row, GeneralProblem(64, 4000, seed=8))
     launch.run()
@@ -347,7 +347,7 @@ def test_long_sums_are_as_exact_as_unfused_math(row: _C.FallbackTemplate):
 @by_row
 @pytest.mark.parametrize("axis", [0, 2], ids=["batch", "heads"])
 def test_more_heads_and_batches_than_a_grid_dimension_holds(
-    row: _C.FallbackTemplate, axis: int, parity: ParityReport
+    row: _C.Template, axis: int, parity: ParityReport
 ):
     many = {"batch": 70000, "num_heads": 1, "num_heads_kv": 1}
     if axis == 2:
@@ -369,7 +369,7 @@ def test_more_heads_and_batches_than_a_grid_dimension_holds(
 @on_a_gpu
 @by_row
 @pytest.mark.parametrize("axis", [0, 2], ids=["batch", "heads"])
-def test_batches_and_heads_may_be_far_apart(row: _C.FallbackTemplate, axis: int, parity: ParityReport):
+def test_batches_and_heads_may_be_far_apart(row: _C.Template, axis: int, parity: ParityReport):
     dims = {"head_dim": min(64, row.head_dim), "head_dim_v": min(64, row.head_dim)}
     launch = Launch.of(row, GeneralProblem(65, 65, causal="bottom-right", seed=8, **dims))
     buffer = poison(DTYPES[row.dtype], gpu.FAR + 4096 + 3 * gpu.REGION, DEVICE)
@@ -384,7 +384,7 @@ def test_batches_and_heads_may_be_far_apart(row: _C.FallbackTemplate, axis: int,
 @pytest.mark.usefixtures("much_memory")
 @on_a_gpu
 @by_row
-def test_keys_may_not_be_far_apart(row: _C.FallbackTemplate):
+def test_keys_may_not_be_far_apart(row: _C.Template):
     launch = Launch.of(row, GeneralProblem(65, 65, seed=8))
     shape = tuple(launch.call.k.shape)
     buffer = poison(DTYPES[row.dtype], gpu.FAR + 4096 + 3 * gpu.REGION, DEVICE)

@@ -281,10 +281,9 @@ def test_the_binding_refuses_what_16_byte_copies_can_not_take(spoil: Callable[[g
 
 def test_the_binding_reports_what_cuda_refuses():
     launch = gpu.Launch.of(aligned_row(), PROBLEM, DEVICE)
-    addresses = (0, 0, 0, 0, 0)
     beyond = torch.cuda.device_count()
     with pytest.raises(RuntimeError, match=rf"cudaSetDevice\({beyond}\)"):
-        _C.run(launch.row.index, addresses, (1, 1, 1, 1, 1), (64,) * 12, 1.0, None, beyond, 0)
+        _C.run(launch.row.index, launch.params(), beyond, 0)
     launch.run()
     oracle.assert_close(launch.out.view, launch.q, launch.k, launch.v, causal=PROBLEM.causal)
 

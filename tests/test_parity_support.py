@@ -69,7 +69,7 @@ LAYOUTS = ("packed", "padded", "odd", "bhsd")
 
 
 class Combine:
-    """One launch of ``_C.combine``: parts of random LSEs, some of them empty, with NaN for an output."""
+    """One launch of ``CombineParams``: parts of random LSEs, some of them empty, with NaN for an output."""
 
     def __init__(
         self, splits: int, shape: tuple[int, int, int, int], dtype: torch.dtype, *, empty: float = 0.2,
@@ -89,22 +89,20 @@ class Combine:
         self.out = gpu.Guarded.around(place(where, row_pad=row_pad, offset=GUARD + 1 if odd else GUARD))
         self.lse = gpu.Guarded.around(place(torch.empty(1, 1, rows, 1, device=DEVICE)).flatten())
 
+    def params(self, return_lse: bool = True) -> _C.CombineParams:
+        p = _C.CombineParams()
+        p.splits, p.lse_rows, p.head_dim_v = self.partial_o.shape
+        p.partial_o, p.partial_lse = self.partial_o.data_ptr(), self.partial_lse.data_ptr()
+        p.partial_low = self.partial_low.data_ptr() if self.partial_low is not None else 0
+        p.o, p.lse = self.out.view.data_ptr(), self.lse.view.data_ptr() if return_lse else 0
+        p.batch, p.seqlen_q, p.num_heads = self.batch, self.seqlen_q, self.heads
+        p.o_stride = self.out.view.stride()[:3]
+        p.lse_batch_stride = 0 if self.packed else self.heads * self.seqlen_q
+        p.lse_head_stride = self.seqlen_q
+        return p
+
     def run(self, return_lse: bool = True) -> None:
-        splits, rows, dim = self.partial_o.shape
-        head_stride = self.seqlen_q
-        batch_stride = 0 if self.packed else self.heads * self.seqlen_q
-        _C.combine(
-            (
-                self.partial_o.data_ptr(),
-                self.partial_lse.data_ptr(),
-                self.partial_low.data_ptr() if self.partial_low is not None else 0,
-                self.out.view.data_ptr(),
-                self.lse.view.data_ptr() if return_lse else 0,
-            ),
-            (self.batch, self.seqlen_q, self.heads, dim, splits),
-            (*self.out.view.stride()[:3], batch_stride, head_stride, rows),  # type: ignore[arg-type]
-            support.target(self.out.view),
-        )
+        support.launch("combine", self.params(return_lse), self.out.view)
 
     def parts(self) -> list[tuple[Tensor, Tensor]]:
         """As states [batch, seqlen_q, heads, dim] and [batch, heads, seqlen_q]."""
@@ -202,17 +200,18 @@ def test_a_combined_row_has_the_same_bits_in_every_batch():
 
 
 def test_combine_refuses_what_it_cannot_take():
-    target = support.target(torch.empty(1, dtype=torch.float16, device=DEVICE))
     launch = Combine(2, (1, 1, 1, 8), torch.float16)
-    pointers = (launch.partial_o.data_ptr(), launch.partial_lse.data_ptr(), 0, launch.out.view.data_ptr(), 0)
-    for sizes in ((1, 1, 1, 8, 65), (1, 1, 1, 257, 2), (1, 1, 1, 8, 0)):
-        with pytest.raises(ValueError, match="combine takes 1 to 64 splits and a head_dim_v of 1 to 256"):
-            _C.combine(pointers, sizes, (8, 8, 8, 1, 1, 1), target)
+    for name, value, most in (("splits", 65, 64), ("head_dim_v", 257, 256), ("splits", 0, 64)):
+        with pytest.raises(ValueError, match=f"{name} must be between 1 and {most}, got {value}"):
+            setattr(launch.params(), name, value)
+    p = launch.params()
+    p.batch, p.seqlen_q, p.num_heads = 2**12, 2**12, 2**8
     with pytest.raises(ValueError, match="at most 2147483647 can be combined"):
-        _C.combine(pointers, (2**12, 2**12, 2**8, 8, 2), (8, 8, 8, 1, 1, 1), target)
-    with pytest.raises(ValueError, match="no kernel of kind combine for float32 on sm_"):
-        _C.combine(pointers, (1, 1, 1, 8, 2), (8, 8, 8, 1, 1, 1), ("float32", *target[1:]))
-    _C.combine((0, 0, 0, 0, 0), (0, 1, 1, 8, 2), (0,) * 6, target)  # nothing to do
+        support.launch("combine", p, launch.out.view)
+    with pytest.raises(ValueError, match="no kernel of family combine for float32 on sm_"):
+        support.launch("combine", p, launch.partial_o)
+    p.batch = 0
+    support.launch("combine", p, launch.out.view)  # nothing to do
 
 
 # ---- merging states ----------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ import logging
 import oracle
 import pytest
 import torch
-from fake_build import L4, FakeKernels, make_build
+from fake_build import L4, make_build
+from fake_general import FakeKernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -69,8 +70,8 @@ def test_what_is_packed_is_what_the_tensors_hold(kernels, dtype, layout: str, me
     assert out.is_contiguous() and lse.is_contiguous()
     oracle.assert_close(out, q, k, v, causal=causal, lse=lse)
     (run,) = kernels.launches
-    assert (kernels.build.templates[run[0]].copy == "element") == ("odd" in memory)
-    assert run[6:] == (-1, 4711)  # the tensors' device and its current stream
+    assert (kernels.build.templates[run.row].copy == "element") == ("odd" in memory)
+    assert (run.device, run.stream) == (-1, 4711)  # the tensors' device and its current stream
 
 
 @settings(max_examples=60)
@@ -105,11 +106,14 @@ def test_sizes_strides_and_pointers_of_a_launch(kernels):
     q, k, v = tensors(2, 33, 65, 4, 2, 32)
     k = strided(k, "bhsd")
     out, lse = launch(q, k, v, 0.25, "bottom-right")
-    row, pointers, sizes, strides, scale, diagonal, _, _ = kernels.launches[0]
-    assert pointers == tuple(x.data_ptr() for x in (q, k, v, out, lse))
-    assert sizes == (2, 33, 65, 4, 2)
-    assert strides == (*q.stride()[:3], 65 * 64, 32, 65 * 32, *v.stride()[:3], *out.stride()[:3])
-    assert (scale, diagonal) == (0.25, 32)
+    row, p, *_ = kernels.launches[0]
+    assert (p.q, p.k, p.v, p.o, p.lse) == tuple(x.data_ptr() for x in (q, k, v, out, lse))
+    assert (p.batch, p.seqlen_q, p.seqlen_k, p.num_heads, p.num_heads_kv) == (2, 33, 65, 4, 2)
+    assert (p.head_dim, p.head_dim_v) == (32, 32)
+    assert (p.q_stride, p.k_stride) == (q.stride()[:3], (65 * 64, 32, 65 * 32))
+    assert (p.v_stride, p.o_stride) == (v.stride()[:3], out.stride()[:3])
+    assert (p.lse_batch_stride, p.lse_head_stride, p.lse_rows) == (4 * 33, 33, 2 * 4 * 33)
+    assert (p.scale, p.window_right, p.bottom_right) == (0.25, 0, True)
     assert kernels.build.templates[row].dtype == "float16"
 
 
@@ -118,19 +122,19 @@ def test_strides_of_single_elements_disqualify_nothing(kernels):
     q, k, v = (torch.as_strided(x, x.shape, (7, 13, 1, 1)) for x in (q, k, v))
     launch(q, k, v)
     run = kernels.launches[0]
-    assert kernels.build.templates[run[0]].alignment == 16
-    assert run[3][:9] == (0,) * 9
+    assert kernels.build.templates[run.row].alignment == 16
+    assert run.params.q_stride == run.params.k_stride == run.params.v_stride == (0, 0, 0)
 
 
 def test_no_lse_is_allocated_unless_wanted(kernels):
     _, lse = launch(*tensors(), return_lse=False)
-    assert lse is None and kernels.launches[0][1][4] == 0
+    assert lse is None and kernels.launches[0].params.lse == 0
 
 
 def test_the_default_scale(kernels):
     for head_dim in (32, 64, 128):
         launch(*tensors(head_dim=head_dim))
-        assert kernels.launches[-1][4] == pytest.approx(head_dim**-0.5, rel=1e-15)
+        assert kernels.launches[-1].params.scale == pytest.approx(head_dim**-0.5, rel=1e-7)
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 7, 2, 2), (2, 0, 7, 2, 2), (2, 5, 7, 0, 0)])
@@ -162,7 +166,7 @@ def test_a_template_can_be_forced(kernels):
     for row in kernels.build.templates:
         if row.dtype == "float16" and row.head_dim == 32:
             launch(*tensors(), template=row.name)
-            assert kernels.launches[-1][0] == row.index
+            assert kernels.launches[-1].row == row.index
 
 
 def test_a_plan_is_made_once(kernels, monkeypatch):
@@ -175,7 +179,7 @@ def test_a_plan_is_made_once(kernels, monkeypatch):
             launch(q, k, v, scale, return_lse=return_lse)
     launch(q.clone(), k, v)
     assert len(made) == 1 and len(kernels.launches) == 5
-    assert [run[4] for run in kernels.launches[:4]] == [0.1, 0.1, 0.2, 0.2]
+    assert [run.params.scale for run in kernels.launches[:4]] == pytest.approx([0.1, 0.1, 0.2, 0.2])
     for other in (
         lambda: launch(q, k, v, causal="top-left"),
         lambda: launch(q, k, v, template=kernels.build.templates[0].name),

@@ -56,7 +56,7 @@ gpus = st.sampled_from(("l4", "h200", "rtx5090")).map(PRESETS.__getitem__)
 @given(problems, gpus)
 def test_the_rows_that_are_looked_up_are_those_without_a_reason(problem, gpu):
     build = select.this_build()
-    without = [row for row in build.rows if not select.reasons(row, problem, gpu, build)]
+    without = [row for row in build.templates if not select.reasons(row, problem, gpu, build)]
     assert select.eligible_rows(problem, gpu, build) == without
 
 

@@ -61,8 +61,8 @@ def test_a_refusal_is_short_counts_every_row_and_its_advice_works(gpu: str, prob
     assert len(lines) < MOST_LINES and len(text.encode()) <= MOST_BYTES
     assert len(first) <= MOST_BYTES_OF_A_SENTENCE and str(problem) in first and str(gpu) in first
     # The nearest rows are of this architecture and dtype, their reasons the fewest there are.
-    own = [row for row in build.rows if row.arch == device.own_arch(gpu) and row.dtype == problem.dtype]
-    near = own or build.rows
+    own = [row for row in build.templates if row.arch == device.own_arch(gpu) and row.dtype == problem.dtype]
+    near = own or build.templates
     shown = [re.fullmatch(r"  (\S+?)(?: and (\d+) more)?: (.*)", line) for line in lines]
     nearest = [found for found in shown if found]
     names = [found[1] for found in nearest]
@@ -74,7 +74,7 @@ def test_a_refusal_is_short_counts_every_row_and_its_advice_works(gpu: str, prob
     # No row is left uncounted.
     told = sum(1 + int(found[2] or 0) for found in nearest)
     further = next((line for line in lines if line.startswith("further rows: ")), "")
-    assert told + sum(map(int, re.findall(r"(\d+) (?:for|with)", further))) == len(build.rows)
+    assert told + sum(map(int, re.findall(r"(\d+) (?:for|with)", further))) == len(build.templates)
     # What is advised is told, and works.
     ways_out = refusal.ways_out(problem, gpu, build)
     for way_out in ways_out:
@@ -118,4 +118,4 @@ def test_the_command_that_a_refusal_names_lists_every_row(capsys, monkeypatch):
     arguments = ["explain", "--shape", "1,128,8,320", "--features", "softcap", "--device", "l4", "--all"]
     assert __main__.main(arguments) == 1
     out = capsys.readouterr().out
-    assert all(f" {row.name} " in out for row in build.rows)
+    assert all(f" {row.name} " in out for row in build.templates)

@@ -14,6 +14,7 @@ import pytest
 import resources
 
 from cutlass_fmha import _C
+from cutlass_fmha.select import WIDE
 
 ROOT = Path(__file__).resolve().parents[1]
 assert _C.__file__ is not None
@@ -30,7 +31,7 @@ def pinned_nvcc() -> str:
 
 @pytest.fixture(scope="module")
 def rows() -> list[_C.Template]:
-    rows = _C.templates()
+    rows = [row for row in _C.templates() if row.family != WIDE]
     assert rows, "this build has no CUDA kernels to inspect: build with CUTLASS_FMHA_CUDA=ON, as make does"
     return rows
 
@@ -42,10 +43,7 @@ def kernels(rows: list[_C.Template]) -> list[cubin.Kernel]:
 
 def made_for() -> dict[str, int]:
     """Every kernel that the build is to hold, and the architecture whose GPUs take it."""
-    return {
-        kernel.name: kernel.arch
-        for kernel in (*_C.templates(), *_C.fallback_templates(), *_C.support_kernels())
-    }
+    return {kernel.name: kernel.arch for kernel in (*_C.templates(), *_C.helpers())}
 
 
 def compiled_for(arch: int) -> int:
@@ -84,7 +82,7 @@ def test_no_row_has_anything_to_complain_about(rows: list[_C.Template], kernels:
 
 
 def test_no_kernel_beside_attention_has_anything_to_complain_about(kernels: list[cubin.Kernel]):
-    threads = {kernel.name: kernel.threads for kernel in _C.support_kernels()}
+    threads = {kernel.name: kernel.threads for kernel in _C.helpers()}
     found = [kernel for kernel in kernels if kernel.name in threads]
     assert len(found) == len(threads) > 0
     wrong = [line for kernel in found for line in resources.support_complaints(kernel, threads[kernel.name])]

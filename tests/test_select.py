@@ -420,9 +420,9 @@ def test_an_explanation_has_every_row_and_the_winner_first():
     assert len(found.rows) == len(BUILD.templates)
     assert found.winner == select.select(PROBLEM, L4, build=BUILD).name == found.rows[0].template.name
     costs = [row.predicted_us for row in found.rows if row.eligible]
-    plain = [row.predicted_us for row in found.rows if row.eligible and not row.template.general]
+    plain = [row.predicted_us for row in found.rows if row.eligible and not row.template.scored]
     assert plain == sorted(plain) and len(plain) == 6 and len(costs) == 12
-    assert found.rows[0].contender and not any(row.contender for row in found.rows if row.template.general)
+    assert found.rows[0].contender and not any(row.contender for row in found.rows if row.template.scored)
     assert all(row.predicted_us is None and row.reasons for row in found.rows if not row.eligible)
     text, whole = str(found), str(replace(found, all_rows=True))
     for row in found.rows:
@@ -577,6 +577,6 @@ def test_every_row_of_this_build_runs_something_on_its_architecture(monkeypatch)
 
 
 def test_this_build_has_a_row_for_any_alignment_where_it_has_a_fast_one():
-    rows = [row for row in _C.templates() if not row.general]
+    rows = [row for row in _C.templates() if row.family in select.PLAIN]
     fast = {(row.arch, row.dtype, row.head_dim) for row in rows if row.alignment > 2}
     assert fast == {(row.arch, row.dtype, row.head_dim) for row in rows if row.alignment == 2}

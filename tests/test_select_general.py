@@ -17,7 +17,7 @@ from cutlass_fmha.device import PRESETS
 from cutlass_fmha.select import FEATURES, Build, Problem
 
 BUILD = make_build()
-PLAIN = Build(tuple(row for row in BUILD.templates if not row.general))
+PLAIN = Build(tuple(row for row in BUILD.templates if not row.scored))
 PREFILL = Problem(2, 4096, 4096, 16, 16, 64, "float16")
 DECODE = Problem(1, 1, 16384, 32, 8, 128, "float16")
 TILE, SPLIT = (BUILD.by_name(f"fwd_sm89_f16_d64_{tile}_general") for tile in ("m64n64w4", "m16n16w4k4"))
@@ -148,7 +148,7 @@ def test_plain_problems_keep_their_plain_rows(gpu: str):
     free = {
         row.name: store.Fit(cost.RowCost(0.01, 0, 0, 0, 0, 0, 0, 0), 0, 0, 9)
         for row in BUILD.templates
-        if row.general
+        if row.scored
     }
     tempted = replace(store.for_device(PRESETS[gpu]), rows={**store.for_device(PRESETS[gpu]).rows, **free})
     for seqlen_q, seqlen_k, alignment in (
@@ -167,9 +167,9 @@ def test_plain_problems_keep_their_plain_rows(gpu: str):
 @pytest.mark.parametrize("gpu", PRESETS)
 def test_long_decoding_takes_a_general_row_and_short_does_not(gpu: str):
     default = store.default(PRESETS[gpu])  # a shipped file has timings of some of these rows only
-    assert select.select(DECODE, PRESETS[gpu], build=BUILD, calibration=default).general
+    assert select.select(DECODE, PRESETS[gpu], build=BUILD, calibration=default).scored
     full = Problem(64, 1, 512, 32, 32, 128, "float16")
-    assert not select.select(full, PRESETS[gpu], build=BUILD, calibration=default).general
+    assert not select.select(full, PRESETS[gpu], build=BUILD, calibration=default).scored
 
 
 def test_a_row_that_nobody_timed_has_to_be_clearly_better():
@@ -183,7 +183,7 @@ def test_a_row_that_nobody_timed_has_to_be_clearly_better():
 
     for factor, taken in ((1.2, False), (1.3, True)):
         given = known(factor * best, *(row for row in PLAIN.templates))
-        assert select.select(DECODE, L4, build=BUILD, calibration=given).general is taken
+        assert select.select(DECODE, L4, build=BUILD, calibration=given).scored is taken
     assert select.price(general, DECODE, L4, default) == pytest.approx(select.UNTIMED * best)
     assert select.price(general, replace(DECODE, features=("sinks",)), L4, default) == pytest.approx(best)
     assert select.price(plain, DECODE, L4, default) == select.predicted_cost(plain, DECODE, L4, default)
@@ -213,7 +213,7 @@ def test_timings_without_general_rows_judge_the_others():
         if not select.reasons(row, DECODE, L4, PLAIN)
     }
     (pick,) = verdict.judge([Sample(DECODE, rows)], L4, BUILD)
-    assert pick.right and not BUILD.by_name(pick.row).general
+    assert pick.right and not BUILD.by_name(pick.row).scored
     general = select.select(DECODE, L4, build=BUILD).name
     (pick,) = verdict.judge([Sample(DECODE, {**rows, general: RowTime(5.0, 5.0, 5)})], L4, BUILD)
     assert pick.row == general
@@ -253,7 +253,7 @@ def test_explain_takes_features_of_a_shape(monkeypatch):
 def test_explain_says_which_rows_are_a_last_resort(monkeypatch):
     found = explanation.explain_problem(PREFILL, L4, build=BUILD)
     resorts = [row for row in found.rows if row.eligible and not row.contender]
-    assert resorts and {row.template.copy == "element" or row.template.general for row in resorts} == {True}
+    assert resorts and {row.template.copy == "element" or row.template.scored for row in resorts} == {True}
     assert str(found).count("eligible, as a last resort") == len(resorts)
 
 

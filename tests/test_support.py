@@ -15,7 +15,6 @@ from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.rotary import _cuda as rotary_on_cuda
 
 HAS_CUDA = bool(_C.build_info()["cuda"])
-TARGET = ("float32", 89, 0, 0)
 
 
 def int32(*values: int) -> torch.Tensor:
@@ -35,10 +34,13 @@ def test_every_architecture_has_every_kernel():
         for short, dtype in (("f16", "float16"), ("bf16", "bfloat16"), ("f32", "float32"))
         if (kind, dtype) not in (("combine", "float32"), ("merge_tail", "float32"))
     }
-    found = _C.support_kernels()
-    assert {(kernel.name, kernel.kind, kernel.arch, kernel.dtype) for kernel in found} == expected
+    found = _C.helpers()
+    assert {(row.name, row.family, row.arch, row.dtype) for row in found} == expected
     assert len(found) == len(expected)
-    assert all(kernel.threads == 128 and kernel.name in repr(kernel) for kernel in found)
+    assert all(row.threads == 128 and row.smem_bytes == 0 and row.name in repr(row) for row in found)
+    for row in found:
+        with pytest.raises(AttributeError, match=f"{row.name} has no head_dim"):
+            row.head_dim  # noqa: B018
 
 
 def kernels(*architectures: int) -> list[Any]:
@@ -68,7 +70,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch):
 def test_a_device_takes_the_kernels_of_its_rows(
     capability, built, forced, expected, fresh, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(_C, "support_kernels", lambda: kernels(*built))
+    monkeypatch.setattr(_C, "helpers", lambda: kernels(*built))
     monkeypatch.setattr(select, "this_build", lambda: select.Build(()))
     monkeypatch.setattr(devices, "of_index", lambda index: Device("a GPU", capability, 100, 99 * 1024))
     if forced is not None:
@@ -79,12 +81,12 @@ def test_a_device_takes_the_kernels_of_its_rows(
 def test_a_device_without_kernels_is_refused(fresh, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(select, "this_build", lambda: select.Build(()))
     monkeypatch.setattr(devices, "of_index", lambda index: Device("an A100", (8, 0), 108, 163 * 1024))
-    monkeypatch.setattr(_C, "support_kernels", lambda: kernels(89, 120))
+    monkeypatch.setattr(_C, "helpers", lambda: kernels(89, 120))
     with pytest.raises(
         UnsupportedError, match="has kernels for sm_89, sm_120, and none of them runs on an A100"
     ):
         support._arch(0, None)
-    monkeypatch.setattr(_C, "support_kernels", list)
+    monkeypatch.setattr(_C, "helpers", list)
     with pytest.raises(UnsupportedError, match="CUTLASS_FMHA_CUDA=OFF"):
         support._arch(0, None)
 
@@ -92,32 +94,64 @@ def test_a_device_without_kernels_is_refused(fresh, monkeypatch: pytest.MonkeyPa
 # ---- what the binding is told ------------------------------------------------------------------------------
 
 
+class Told:
+    """Stands in for ``_C.run``, and does nothing: (name of the row, parameters) of each call."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any]] = []
+
+    def __call__(self, row: int, params: Any, device: int, stream: int) -> None:
+        assert (device, stream) == (0, 0)
+        (name,) = (x.name for x in _C.helpers() if x.index == row)
+        self.calls.append((name, params.copy()))
+
+    def only(self, name: str) -> Any:
+        ((row, params),) = self.calls
+        assert row == name
+        return params
+
+
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """The arguments of each call of the binding, which does nothing."""
-    calls: list[tuple[Any, ...]] = []
-    for name in ("merge_states", "append_kv", "rotary"):
-        monkeypatch.setattr(_C, name, lambda *arguments: calls.append(arguments))
-    monkeypatch.setattr(support, "target", lambda tensor: TARGET)
-    return calls
+def told(monkeypatch: pytest.MonkeyPatch) -> Told:
+    if not HAS_CUDA:
+        pytest.skip("a build without CUDA has no rows")
+    found = Told()
+    monkeypatch.setattr(_C, "run", found)
+    monkeypatch.setattr(support, "_arch", lambda index, forced: min(row.arch for row in _C.helpers()))
+    monkeypatch.setattr(support, "current_stream", lambda index: 0)
+    return found
 
 
-def test_merge_is_told_addresses_and_strides(told: list[tuple[Any, ...]]):
+ARCH = min((row.arch for row in _C.helpers()), default=0)
+
+
+def fields(params: Any, *names: str) -> tuple[Any, ...]:
+    return tuple(getattr(params, name) for name in names)
+
+
+def addresses(*tensors: torch.Tensor | None) -> tuple[int, ...]:
+    return tuple(0 if x is None else x.data_ptr() for x in tensors)
+
+
+def test_merge_is_told_addresses_and_strides(told: Told):
     o_a = torch.zeros(2, 3, 5, 24)[..., :16].transpose(1, 2)  # [2, 5, 3, 16]
     o_b, lse_a, lse_b = torch.zeros(2, 5, 3, 16), torch.zeros(2, 5, 3).mT, torch.zeros(2, 3, 5)
     output, lse = states._cuda(o_a, lse_a, o_b, lse_b)
-    ((pointers, sizes, strides, target),) = told
-    assert pointers == tuple(x.data_ptr() for x in (o_a, o_b, output, lse_a, lse_b, lse))
-    assert (sizes, target) == ((2, 5, 3, 16), TARGET)
-    outputs = (360, 24, 120), (240, 48, 16), (240, 48, 16)
-    assert strides == (*(x for three in outputs for x in three), 15, 1, 3, 15, 5, 1, 15, 5, 1)
+    p = told.only(f"merge_sm{ARCH}_f32")
+    found = fields(p, "o_a", "o_b", "o", "lse_a", "lse_b", "lse")
+    assert found == addresses(o_a, o_b, output, lse_a, lse_b, lse)
+    assert fields(p, "batch", "seqlen_q", "num_heads", "head_dim_v") == (2, 5, 3, 16)
+    assert (p.o_a_stride, p.o_b_stride, p.o_stride) == ((360, 24, 120), (240, 48, 16), (240, 48, 16))
+    assert (p.lse_a_stride, p.lse_b_stride, p.lse_stride) == ((15, 1, 3), (15, 5, 1), (15, 5, 1))
 
     states._cuda(o_a[0], lse_a[0], o_b[0], lse_b[0])
-    assert told[1][1] == (1, 5, 3, 16)
-    assert told[1][2] == (0, 24, 120, 0, 48, 16, 0, 48, 16, 0, 1, 3, 0, 5, 1, 0, 5, 1)
+    p = told.calls[1][1]
+    assert fields(p, "batch", "seqlen_q", "num_heads", "head_dim_v") == (1, 5, 3, 16)
+    assert (p.o_a_stride, p.o_b_stride, p.o_stride) == ((0, 24, 120), (0, 48, 16), (0, 48, 16))
+    assert (p.lse_a_stride, p.lse_b_stride, p.lse_stride) == ((0, 1, 3), (0, 5, 1), (0, 5, 1))
 
 
-def test_append_is_told_addresses_and_strides(told: list[tuple[Any, ...]]):
+def test_append_is_told_addresses_and_strides(told: Told):
     k_cache, v_cache = torch.zeros(9, 32, 2, 16), torch.zeros(9, 2, 32, 8).transpose(1, 2)
     key, value = torch.zeros(3, 4, 2, 16), torch.zeros(3, 4, 2, 8)
     query, lengths, pads = torch.zeros(3, 1, 6, 16), int32(1, 2, 3), int32(0, 1, 0)
@@ -127,98 +161,117 @@ def test_append_is_told_addresses_and_strides(told: list[tuple[Any, ...]]):
         k_cache, v_cache, key, value, lengths, query=query, advance_query=False, rotary_cos=cos,
         rotary_sin=sin, page_table=page_table, leftpad_k=pads,
     )  # fmt: skip
-    ((pointers, sizes, strides, table, rows, target),) = told
-    given = k_cache, v_cache, key, value, lengths, None, page_table, used, lengths, pads
-    assert pointers == tuple(0 if x is None else x.data_ptr() for x in given)
-    assert (sizes, target) == ((3, 4, 2, 16, 8, 9, 160, 32), TARGET)
-    assert strides == (1024, 32, 16, 512, 8, 256, 128, 32, 16, 64, 16, 8, 7)
-    assert table == ((cos.data_ptr(), sin.data_ptr()), (4, 8, 50, 8), (False, True))
-    assert rows == (
-        (query.data_ptr(), rotated.data_ptr(), lengths.data_ptr(), pads.data_ptr()),
-        (3, 1, 6, 16),
-        (96, 96, 16, 96, 96, 16),
-        False,
-    )
+    p = told.only(f"append_sm{ARCH}_f32")
+    assert fields(p, "k_cache", "v_cache", "k", "v") == addresses(k_cache, v_cache, key, value)
+    found = fields(p, "cache_seqlens", "cache_batch_idx", "page_table", "seqused_k")
+    assert found == addresses(lengths, None, page_table, used)
+    assert fields(p, "first_position", "before_position") == addresses(lengths, pads)
+    sizes = ("batch", "seqlen_new", "num_heads_kv", "head_dim", "head_dim_v")
+    assert fields(p, *sizes) == (3, 4, 2, 16, 8)
+    assert fields(p, "entries", "capacity", "page_size", "page_table_stride") == (9, 160, 32, 7)
+    assert (p.k_cache_stride, p.v_cache_stride) == ((1024, 32, 16), (512, 8, 256))
+    assert (p.k_stride, p.v_stride) == ((128, 32, 16), (64, 16, 8))
+    for table in (p.rotary, p.query.rotary):
+        assert fields(table, "cos", "sin") == addresses(cos, sin)
+        assert fields(table, "cos_stride", "sin_stride", "positions", "dim") == (4, 8, 50, 8)
+        assert (table.interleaved, table.float32) == (False, True)
+    rows = p.query
+    found = fields(rows, "x", "out", "first_position", "before_position")
+    assert found == addresses(query, rotated, lengths, pads)
+    assert fields(rows, "batch", "seqlen", "num_heads", "head_dim", "advance") == (3, 1, 6, 16, False)
+    assert (rows.x_stride, rows.out_stride) == ((96, 96, 16), (96, 96, 16))
 
     first = int32(7, 8, 9)
     rest = {"rotary_cos": cos, "rotary_sin": sin, "rotary_seqlens": first, "rotary_interleaved": True}
     cache._cuda(k_cache[:3], v_cache[:3], key, value, lengths, leftpad_k=pads, **rest)
-    pointers, sizes, strides, table, rows, _ = told[1]
-    assert pointers[5:7] == (0, 0) and pointers[8:] == (first.data_ptr(), 0)
-    assert sizes[5:] == (3, 32, 0) and strides[-1] == 0 and table[2] == (True, True) and rows is None
+    p = told.calls[1][1]
+    assert fields(p, "cache_batch_idx", "page_table", "page_table_stride") == (0, 0, 0)
+    assert fields(p, "first_position", "before_position") == addresses(first, None)
+    assert fields(p, "entries", "capacity", "page_size") == (3, 32, 0)
+    assert (p.rotary.interleaved, p.rotary.float32, p.query.x) == (True, True, 0)
 
 
-def test_nothing_to_append_still_gives_lengths(told: list[tuple[Any, ...]]):
+def test_nothing_to_append_still_gives_lengths(told: Told):
     empty = torch.zeros(3, 0, 2, 16)
     caches = torch.zeros(3, 32, 2, 16), torch.zeros(3, 32, 2, 16)
     _, used = cache._cuda(*caches, empty, empty, int32(1, 2, 3))
     assert used.tolist() == [1, 2, 3]
 
 
-def test_rotary_is_told_addresses_and_strides(told: list[tuple[Any, ...]]):
+def test_rotary_is_told_addresses_and_strides(told: Told):
     x, first = torch.zeros(2, 6, 5, 16).transpose(1, 2), int32(3, 4)
     cos = torch.zeros(50, 4)
     out = rotary_on_cuda(x, cos, cos, first)
-    ((pointers, sizes, strides, advance, table, target),) = told
-    assert pointers == (x.data_ptr(), out.data_ptr(), first.data_ptr(), 0)
-    assert (sizes, strides, advance) == ((2, 5, 6, 16), (480, 16, 80, 480, 96, 16), True)
-    assert table[1] == (4, 4, 50, 8) and target == TARGET
+    p = told.only(f"rotary_sm{ARCH}_f32")
+    assert fields(p, "x", "out", "first_position", "before_position") == addresses(x, out, first, None)
+    assert fields(p, "batch", "seqlen", "num_heads", "head_dim", "advance") == (2, 5, 6, 16, True)
+    assert (p.x_stride, p.out_stride) == ((480, 16, 80), (480, 96, 16))
+    assert fields(p.rotary, "cos_stride", "sin_stride", "positions", "dim") == (4, 4, 50, 8)
 
 
 # ---- what the binding refuses ------------------------------------------------------------------------------
 
-TABLE = ((0, 0), (4, 4, 50, 8), (False, True))
-NOTHING = (0,) * 18
+
+def row_of(family: str) -> int:
+    return next((row.index for row in _C.helpers() if row.family == family), 0)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "message"),
+    ("make", "name", "value", "message"),
     [
-        ((-1, 1, 1, 8), r"batch must be between 0 and 536870912, got -1"),
-        ((1, 2**29 + 1, 1, 8), "seqlen_q must be between"),
-        ((1, 1, 2**30, 8), "num_heads must be between"),
-        ((1, 1, 1, -8), "head_dim_v must be between"),
+        (_C.MergeParams, "batch", -1, r"batch must be between 0 and 536870912, got -1"),
+        (_C.MergeParams, "seqlen_q", 2**29 + 1, "seqlen_q must be between"),
+        (_C.MergeParams, "head_dim_v", -8, "head_dim_v must be between"),
+        (_C.MergeParams, "o_stride", (-1, 0, 0), "o_stride must be between"),
+        (_C.AppendParams, "capacity", 2**30, "capacity must be between"),
+        (_C.Rotary, "positions", -1, "positions must be between"),
+        (_C.CombineParams, "splits", 65, "splits must be between 1 and 64, got 65"),
     ],
 )
-def test_sizes_are_checked(sizes: tuple[int, int, int, int], message: str):
+def test_sizes_are_checked(make: Any, name: str, value: Any, message: str):
     with pytest.raises(ValueError, match=message):
-        _C.merge_states(NOTHING[:6], sizes, NOTHING, TARGET)
+        setattr(make(), name, value)
 
 
-@pytest.mark.parametrize(
-    ("table", "message"),
-    [
-        ((TABLE[0], (4, 4, 50, 7), TABLE[2]), "rotary dim must be even and at most head_dim 16, got 7"),
-        ((TABLE[0], (4, 4, 50, 18), TABLE[2]), "rotary dim must be even and at most head_dim 16, got 18"),
-        ((TABLE[0], (4, 4, -1, 8), TABLE[2]), "positions of cos and sin must be between"),
-    ],
-)
-def test_rotary_tables_are_checked(table: Any, message: str):
-    with pytest.raises(ValueError, match=message):
-        _C.rotary((0, 0, 0, 0), (0, 1, 1, 16), NOTHING[:6], True, table, TARGET)
+def table(dim: int) -> _C.Rotary:
+    made = _C.Rotary()
+    made.cos = made.sin = 4096
+    made.dim = dim
+    return made
+
+
+@pytest.mark.parametrize("dim", [7, 18])
+def test_rotary_tables_are_checked(dim: int):
+    for params, family in ((_C.RotaryParams(), "rotary"), (_C.AppendParams(), "append")):
+        params.head_dim, params.rotary = 16, table(dim)  # type: ignore[attr-defined]
+        with pytest.raises(ValueError, match=f"rotary dim must be even and at most head_dim 16, got {dim}"):
+            _C.run(row_of(family), params, 0, 0)  # type: ignore[arg-type]
 
 
 def test_append_is_checked():
-    pointers, sizes, strides = (0,) * 10, (0, 1, 1, 16, 16, 1, 1, 0), (0,) * 13
-    query = ((0, 0, 0, 0), (0, 1, 1, 16), NOTHING[:6], True)
-    with pytest.raises(ValueError, match="a query is rotated where keys are: rotary is None"):
-        _C.append_kv(pointers, sizes, strides, None, query, TARGET)
-    with pytest.raises(ValueError, match="page_size must be between 1 and"):
-        _C.append_kv((*pointers[:6], 4, 0, 0, 0), sizes, strides, None, None, TARGET)
-    with pytest.raises(ValueError, match="dtype must be float16, bfloat16 or float32, got float64"):
-        _C.append_kv(pointers, sizes, strides, None, None, ("float64", 89, 0, 0))
+    p = _C.AppendParams()
+    query = _C.RotaryParams()
+    query.x, query.batch, query.seqlen, query.num_heads = 4096, 1, 1, 1
+    p.query = query
+    with pytest.raises(ValueError, match="a query is rotated: it needs a rotary"):
+        _C.run(row_of("append"), p, 0, 0)
+    p = _C.AppendParams()
+    p.page_table = 4096
+    with pytest.raises(ValueError, match="page_table needs page_size"):
+        _C.run(row_of("append"), p, 0, 0)
 
 
 def test_a_launch_without_rows_needs_no_gpu_and_one_without_cuda_says_so():
-    calls = (
-        lambda: _C.combine((0, 0, 0, 0, 0), (0, 1, 1, 8, 2), NOTHING[:6], TARGET),
-        lambda: _C.merge_states(NOTHING[:6], (2, 0, 1, 8), NOTHING, TARGET),
-        lambda: _C.append_kv((0,) * 10, (2, 0, 1, 8, 8, 1, 1, 0), (0,) * 13, None, None, TARGET),
-        lambda: _C.rotary((0, 0, 0, 0), (2, 1, 0, 16), NOTHING[:6], True, TABLE, TARGET),
-    )
-    for call in calls:
+    for family, params in (
+        ("combine", _C.CombineParams()),
+        ("merge", _C.MergeParams()),
+        ("append", _C.AppendParams()),
+        ("rotary", _C.RotaryParams()),
+    ):
         if HAS_CUDA:
-            assert call() is None
+            _C.run(row_of(family), params, 0, 0)  # type: ignore[arg-type]
+            with pytest.raises(ValueError, match=f"is of family merge_tail.* parameters of family {family}"):
+                _C.run(row_of("merge_tail"), params, 0, 0)  # type: ignore[arg-type]
         else:
             with pytest.raises(RuntimeError, match="CUTLASS_FMHA_CUDA=OFF"):
-                call()
+                _C.run(0, params, 0, 0)  # type: ignore[arg-type]

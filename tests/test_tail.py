@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fake_build import L4, FakeKernels, Row
+from fake_build import L4, Row
+from fake_general import FakeKernels
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -99,13 +100,7 @@ def test_a_call_brings_the_memory_of_its_parts(monkeypatch: pytest.MonkeyPatch):
     row = replace(LARGE, arch=89, dtype="float16", tile_m=64, tile_n=16)
     build = Build((row,))  # type: ignore[arg-type]
     kernels = FakeKernels(build)
-    tails = []
-
-    def run(*arguments: object) -> None:
-        tails.append(arguments[8] if len(arguments) > 8 else None)
-        kernels(*arguments[:8])
-
-    monkeypatch.setattr(plan._C, "run", run)
+    monkeypatch.setattr(plan._C, "run", kernels)
     monkeypatch.setattr(select, "this_build", lambda: build)
     monkeypatch.setattr(plan.devices, "of_index", lambda index: L4)
     monkeypatch.setattr(plan, "_current_stream", lambda index: 0)
@@ -116,5 +111,6 @@ def test_a_call_brings_the_memory_of_its_parts(monkeypatch: pytest.MonkeyPatch):
         k = torch.randn(1, 2048, heads, 128, dtype=torch.float16)
         plan.launch(q, k, k, None, "none", False, None)
     plan.clear()
-    (address, *tail), none = tails
-    assert address and Tail(*tail) == blocks._tail(59, 128, 58, 10**9) and none is None
+    divided, whole = (launch.params for launch in kernels.launches)
+    tail = Tail(divided.tail_tiles, divided.tail_parts, divided.tail_first, divided.tail_rest)
+    assert divided.tail and tail == blocks._tail(59, 128, 58, 10**9) and whole.tail == 0

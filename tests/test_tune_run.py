@@ -14,7 +14,8 @@ import gpu as launches
 import pytest
 import torch
 import tune
-from fake_build import FakeKernels, _at, make_build
+from fake_build import make_build
+from fake_general import FakeKernels, _at
 from fake_tuning import HANG_S, INCUMBENT
 from tuning import gates, worker
 from tuning.evaluate import EvaluationError, Evaluator, Job, TargetJobs
@@ -114,20 +115,24 @@ class Defect(FakeKernels):
         super().__init__(make_build((90,)))
         self.what = what
 
-    def __call__(self, row, pointers, sizes, strides, scale, diagonal, device, stream, tail=None) -> None:
+    def __call__(self, row, params, device, stream) -> None:
+        p, template = params.copy(), self.build.templates[row]
         if self.what == "sign":
-            scale = abs(scale)
-        if self.what == "diagonal" and diagonal is not None:
-            diagonal -= 1
-        if self.what == "group":
-            sizes, strides = (*sizes[:4], 1) if sizes[4] == 2 else sizes, strides
-        super().__call__(row, pointers, sizes, strides, scale, diagonal, device, stream)
-        template = self.build.templates[row]
+            p.scale = abs(p.scale)
+        if self.what == "diagonal" and p.window_right >= 0:
+            p.window_right += 1
+        if self.what == "group" and p.num_heads_kv == 2:
+            p.num_heads_kv = 1
+        super().__call__(row, p, device, stream)
         dtype = getattr(torch, template.dtype)
-        if self.what == "outside" and sizes[0] and sizes[1]:
-            fake_at(pointers[3] - 2 * template.head_dim, dtype).fill_(0)
-        if self.what == "race" and len(self.launches) % 3 == 0 and min(sizes) > 0:
-            out = fake_at(pointers[3], dtype)
+        if self.what == "outside" and p.batch and p.seqlen_q:
+            fake_at(p.o - 2 * template.head_dim, dtype).fill_(0)
+        if (
+            self.what == "race"
+            and len(self.launches) % 3 == 0
+            and p.batch * p.seqlen_q * p.seqlen_k * p.num_heads
+        ):
+            out = fake_at(p.o, dtype)
             out.copy_(torch.nextafter(out, torch.full_like(out, 1.0)))
 
 

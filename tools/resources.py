@@ -119,7 +119,7 @@ def main() -> int:
 
     assert _C.__file__ is not None
     rows = {row.name: row for row in _C.templates()}
-    support = {kernel.name: kernel.threads for kernel in _C.support_kernels()}
+    support = {kernel.name: kernel.threads for kernel in _C.helpers()}
     bad = 0
     for kernel in read_kernels(Path(sys.argv[1] if len(sys.argv) > 1 else _C.__file__)):
         dynamic = rows[kernel.name].smem_bytes if kernel.name in rows else 0

@@ -45,7 +45,7 @@ spec = importlib.util.spec_from_file_location("_C", sys.argv[1])
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 names = [name for name in vars(module.Template) if not name.startswith("_")]
-rows = [{name: getattr(row, name) for name in names} for row in module.templates()]
+rows = [{name: getattr(row, name) for name in names if hasattr(row, name)} for row in module.templates()]
 print(json.dumps([module.build_info(), rows]))
 """
 
@@ -124,7 +124,7 @@ def is_modelled(row: Any) -> bool:
     if at all (the first step stands before it), and is bound by latency, of which the model knows nothing.
     Nor in a general row: most of its loop is branches that a problem takes or doesn't.
     """
-    return bool(row.kv_warps == 1 and not row.general)
+    return bool(row.family == "plain")
 
 
 def read_rows(file: Path, rows: Iterable[Any]) -> list[RowLoop]:

@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
         rows = [
             row
             for row in module.templates()
-            if re.search(options.rows, row.name) and row.arch in options.archs
+            if re.search(options.rows, row.name) and row.arch in options.archs and row.family != "wide"
         ]
         if not rows:
             print(f"no row has {options.rows!r} in its name", file=sys.stderr)

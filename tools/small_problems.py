@@ -40,15 +40,12 @@ def kernels() -> dict[str, Callable[[], None]]:
     found: dict[str, Callable[[], None]] = {}
     for row in _C.templates():
         if row.arch == arch:
-            small = general(row) if row.general else plain(row)
-            found[row.name] = partial(_run, row.name, getattr(torch, row.dtype), small)
-    for other in _C.fallback_templates():
-        if other.arch == arch:
-            error = SPLIT_ERROR if other.math == "tf32x3" else 0.0
-            found[other.name] = partial(_run, other.name, getattr(torch, other.dtype), fallback(other), error)
-    for kernel in _C.support_kernels():
-        if kernel.arch == arch:
-            found[kernel.name] = partial(SUPPORT[kernel.kind], getattr(torch, kernel.dtype))
+            small = fallback(row) if row.family == "wide" else general(row) if row.scored else plain(row)
+            error = SPLIT_ERROR if row.mma == "tf32x3" else 0.0
+            found[row.name] = partial(_run, row.name, getattr(torch, row.dtype), small, error)
+    for helper in _C.helpers():
+        if helper.arch == arch:
+            found[helper.name] = partial(SUPPORT[helper.family], getattr(torch, helper.dtype))
     return found
 
 
@@ -135,8 +132,8 @@ def combine(dtype: torch.dtype) -> None:
 
 def merge_tail(dtype: torch.dtype) -> None:
     """By rows that divide the keys of their last tiles."""
-    rows = [row for row in _C.templates() if row.arch == gpu.rows_arch() and row.copy == "tma"]
-    own = [row for row in rows if row.kv_warps == 1 and gpu.torch_dtype(row) == dtype]
+    rows = [row for row in gpu.rows() if row.family == "plain" and row.copy == "tma"]
+    own = [row for row in rows if gpu.torch_dtype(row) == dtype]
     for row in own[:1]:
         problem = problems.Problem(row.tile_m + 9, 4 * row.tile_n + 5, batch=1, num_heads=2, num_heads_kv=1)
         launch = gpu.Launch.of(row, problem, gpu.device())

@@ -111,7 +111,7 @@ PARAMETERS = Parameters()
 def row_cost(template: Template, device: Device, parameters: Parameters = PARAMETERS) -> RowCost:
     """What a row should cost on a device."""
     resident = max(1, resident_blocks(template, device))
-    if template.general:
+    if template.scored:
         block, step, warp_block, warp_step = _general_row(template, resident, parameters)
     elif template.kv_warps > 1:
         block, step, warp_block, warp_step = _split_row(template, parameters)
@@ -121,7 +121,7 @@ def row_cost(template: Template, device: Device, parameters: Parameters = PARAME
         step, warp_step = _step(template, resident, parameters)
     start = parameters.split.overlapped if template.dependent_launch else 1.0
     return RowCost(
-        launch=parameters.general.launch if template.general else start * parameters.launch_us,
+        launch=parameters.general.launch if template.scored else start * parameters.launch_us,
         cold=start * parameters.cold_us,
         traffic=parameters.exposed_traffic / parameters.dram_tbytes[template.arch],
         again=0.0,

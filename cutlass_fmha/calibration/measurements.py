@@ -103,7 +103,7 @@ def kinds(device: Device, build: Build) -> list[tuple[int, str]]:
     """The (head_dim, dtype) pairs that a device has plain rows for."""
     found = set()
     for row in build.templates:
-        if row.general:
+        if row.family not in select.PLAIN:
             continue
         problem = Problem(1, 1, 1, 1, 1, row.head_dim, row.dtype)
         if not select.reasons(row, problem, device, build):
@@ -133,7 +133,7 @@ def collect(
     for problem in problems:
         eligible = [row for row in build.templates if not select.reasons(row, problem, device, build)]
         in_question = select.contenders(eligible, problem)
-        rows = [row for row in eligible if row in in_question or not row.general]
+        rows = [row for row in eligible if row in in_question or not row.scored]
         rows.sort(key=lambda row: select.predicted_cost(row, problem, device))
         samples.append(Sample(problem, timer.time(problem, rows, give_up)))
         progress.step(str(problem.head_dim))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cutlass_fmha import _C, blocks, general_plan
+from cutlass_fmha import _C, general_plan
 from cutlass_fmha import device as devices
 from cutlass_fmha.calibration.problems import input_bytes
 from cutlass_fmha.select import Problem
@@ -138,53 +138,16 @@ class RowTimer:
             yield
 
     def _launch(self, row: Template, problem: Problem, sets: int) -> Launch:
-        return (self._general if row.general else self._plain)(row, problem, sets)
-
-    def _general(self, row: Template, problem: Problem, sets: int) -> Launch:
-        prepared = general_plan.contiguous_params(row, problem, devices.of_index(self.index))
-        elements = prepared.splits * prepared.lse_rows * (problem.value_dim + 2) if prepared.splits > 1 else 0
-        partial = torch.empty(elements, dtype=torch.float32, device=self.device)
-        if elements:
-            prepared.partial_o = partial.data_ptr()
-            parts = prepared.splits * prepared.lse_rows
-            prepared.partial_lse = prepared.partial_o + 4 * parts * problem.value_dim
-            prepared.partial_low = prepared.partial_lse + 4 * parts
-        prepared.scale = problem.head_dim**-0.5
-        prepared.o, stream = self.output.data_ptr(), self.stream.cuda_stream
-        calls = []
-        for addresses in self.pools[problem.dtype].addresses(problem, sets):
-            params = prepared.copy()
-            params.q, params.k, params.v = addresses
-            calls.append(params)
-
-        def launch(number: int, keep: torch.Tensor = partial) -> None:
-            _C.run_general(row.index, calls[number], self.index, stream)
-
-        return launch
-
-    def _plain(self, row: Template, problem: Problem, sets: int) -> Launch:
-        sizes = (
-            problem.batch,
-            problem.seqlen_q,
-            problem.seqlen_k,
-            problem.num_heads,
-            problem.num_heads_kv,
-        )
-        q = _strides(problem.seqlen_q, problem.num_heads, problem.head_dim)
-        kv = _strides(problem.seqlen_k, problem.num_heads_kv, problem.head_dim)
-        strides = (*q, *kv, *kv, *q)
-        scale, diagonal = problem.head_dim**-0.5, problem.diagonal
-        output, stream = self.output.data_ptr(), self.stream.cuda_stream
-        pointers = [(*set_, output, 0) for set_ in self.pools[problem.dtype].addresses(problem, sets)]
-        tail = blocks.tail_of(row, problem, devices.of_index(self.index))
-        elements = tail.rows(row) * (problem.head_dim + 2) if tail else 0
-        parts = torch.empty(elements, dtype=torch.float32, device=self.device)
-        said = (sizes, strides, scale, diagonal, self.index, stream)
-        if tail:
-            said = (*said, (parts.data_ptr(), *tail))  # type: ignore[assignment]
+        prepared, room = general_plan.contiguous_params(row, problem, devices.of_index(self.index))
+        parts = torch.empty(room, dtype=torch.float32, device=self.device)
+        if room:
+            general_plan.add_room(prepared, parts.data_ptr())
+        output, stream, scale = self.output.data_ptr(), self.stream.cuda_stream, problem.head_dim**-0.5
+        addresses = self.pools[problem.dtype].addresses(problem, sets)
+        calls = [prepared.of_call(*operands, output, 0, scale) for operands in addresses]
 
         def launch(number: int, keep: torch.Tensor = parts) -> None:
-            _C.run(row.index, pointers[number], *said)
+            _C.run(row.index, calls[number], self.index, stream)
 
         return launch
 
@@ -257,10 +220,6 @@ class RowTimer:
         for name, begin, end in events:
             samples[name].append(_microseconds(begin, end))
         return samples
-
-
-def _strides(seqlen: int, heads: int, head_dim: int) -> tuple[int, int, int]:
-    return seqlen * heads * head_dim, heads * head_dim, head_dim
 
 
 def _device(index: int) -> torch.device:

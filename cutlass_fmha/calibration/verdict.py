@@ -50,8 +50,8 @@ def judge(
     """
     picks = []
     timed = {name for sample in samples for name in sample.rows}
-    if not any(row.general and row.name in timed for row in build.templates):
-        build = Build(tuple(row for row in build.templates if not row.general), build.compiled_for)
+    if not any(row.scored and row.name in timed for row in build.templates):
+        build = Build(tuple(row for row in build.templates if not row.scored), build.compiled_for)
     for sample in samples:
         try:
             row = select.select(sample.problem, device, build=build, calibration=calibration).name

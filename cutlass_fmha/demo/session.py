@@ -311,9 +311,8 @@ def show_kernels(report: Report) -> None:
         report.say("This build has no kernels (CUTLASS_FMHA_CUDA=OFF): there is nothing to inspect.", "")
         return
     arch = min(row.arch for row in rows)
-    names = {row.name for row in rows if row.arch == arch}
-    others = {row.name for row in _C.fallback_templates() if row.arch == arch}
-    others |= {kernel.name for kernel in _C.support_kernels() if kernel.arch == arch}
+    names = {row.name for row in rows if row.arch == arch and row.family != "wide"}
+    others = {row.name for row in (*rows, *_C.helpers()) if row.arch == arch} - names
     try:
         kernels = binary.inspect(Path(_C.__file__), arch)
     except binary.CannotInspect as error:

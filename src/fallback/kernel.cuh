@@ -14,52 +14,52 @@
 
 namespace cutlass_fmha {
 
-template <Element E>
+template <DType E>
 struct FallbackScalar;
 template <>
-struct FallbackScalar<Element::float32> {
+struct FallbackScalar<DType::float32> {
   using type = float;
 };
 template <>
-struct FallbackScalar<Element::float16> {
+struct FallbackScalar<DType::float16> {
   using type = cutlass::half_t;
 };
 template <>
-struct FallbackScalar<Element::bfloat16> {
+struct FallbackScalar<DType::bfloat16> {
   using type = cutlass::bfloat16_t;
 };
 
 /// For the example, float32 on Sm75 means FMAs, and on Sm80 three TF32 products. A bias costs little, and with one the
 /// scale is applied before masks, so that 0 and negative ones are right.
-template <FallbackConfig C>
+template <WideConfig C>
 using FallbackAttention =
-    AttentionKernel<typename FallbackScalar<C.element>::type,
-                    std::conditional_t<C.math == FallbackMath::simt, cutlass::arch::Sm75, cutlass::arch::Sm80>,
+    AttentionKernel<typename FallbackScalar<C.dtype>::type,
+                    std::conditional_t<C.mma == MmaKind::simt, cutlass::arch::Sm75, cutlass::arch::Sm80>,
                     /*aligned=*/true, C.tile_m, C.tile_n, C.head_dim, /*dropout=*/false, /*bias=*/true>;
 
 /// Parameters live in shared memory: in registers, they would be spilled. The example's storage comes first, where it
 /// looks for it.
-template <FallbackConfig C>
+template <WideConfig C>
 struct FallbackStorage {
   typename FallbackAttention<C>::SharedStorage example;
   typename FallbackAttention<C>::Params params;
   FallbackTile tile;
 };
 
-template <FallbackConfig C>
+template <WideConfig C>
 constexpr void check_example() {
   using Attention = FallbackAttention<C>;
   static_assert(Attention::kNumThreads == C.threads());
   static_assert(std::is_same_v<typename Attention::MM0::Mma::FragmentC, cutlass::Array<float, kScoresPerThread>>);
   // Where a step's keys are not all in shared memory at a time and O is in registers, the example's loop over V ends
   // with copies of zeros that nobody waits for, into shared memory where the next step puts Q and K.
-  static_assert(Attention::MM1::Mma::kSmemContainsEntireB || C.math == FallbackMath::simt || C.accumulates());
+  static_assert(Attention::MM1::Mma::kSmemContainsEntireB || C.mma == MmaKind::simt || C.accumulates());
   static_assert(C.warps <= 8, "with 16 warps the example writes other rows of O than it should");
   static_assert(Attention::kKeepOutputInRF == !C.accumulates());
 }
 
 /// What the example reads in place of its own Params::advance_to_block().
-template <FallbackConfig C>
+template <WideConfig C>
 __device__ typename FallbackAttention<C>::Params block_params(GeneralParams const& p, FallbackTile const& t) {
   using Attention = FallbackAttention<C>;
   using Scalar = typename Attention::scalar_t;
@@ -110,7 +110,7 @@ __device__ inline void write_lse(GeneralParams const& p, FallbackTile const& t, 
 
 /// LSE of the rows that the example computed. Where its sum is 0, a mask or keys of -inf hid everything, and it has
 /// divided 0 by 0.
-template <FallbackConfig C>
+template <WideConfig C>
 __device__ void end_rows(GeneralParams const& p, FallbackStorage<C> const& shared) {
   using Scalar = typename FallbackAttention<C>::scalar_t;
   constexpr float kLn2 = 0.6931471805599453f;
@@ -123,16 +123,16 @@ __device__ void end_rows(GeneralParams const& p, FallbackStorage<C> const& share
 }
 
 /// Rows of the block that see no key.
-template <FallbackConfig C>
+template <WideConfig C>
 __device__ void clear_rows(GeneralParams const& p, FallbackTile const& tile) {
   for (int row = tile.begin + threadIdx.y; row < tile.end; row += C.warps) {
     if (!tile.clears(row)) continue;
-    clear_row<typename FallbackScalar<C.element>::type>(p, tile, row);
+    clear_row<typename FallbackScalar<C.dtype>::type>(p, tile, row);
     write_lse(p, tile, row, -INFINITY);
   }
 }
 
-template <FallbackConfig C>
+template <WideConfig C>
 __device__ void run_example(GeneralParams const& p, FallbackStorage<C>& shared) {
   if (threadIdx.x == 0 && threadIdx.y == 0) shared.params = block_params<C>(p, shared.tile);
   __syncthreads();
@@ -142,9 +142,9 @@ __device__ void run_example(GeneralParams const& p, FallbackStorage<C>& shared) 
 }
 
 /// A row's shared memory: FallbackStorage, WholeRowsStorage or WideHeadsStorage.
-template <FallbackConfig C>
+template <WideConfig C>
 constexpr auto* fallback_storage() {
-  using Scalar = typename FallbackScalar<C.element>::type;
+  using Scalar = typename FallbackScalar<C.dtype>::type;
   if constexpr (C.whole_rows()) {
     return static_cast<WholeRowsStorage<C>*>(nullptr);
   } else if constexpr (C.wide_heads()) {
@@ -154,9 +154,9 @@ constexpr auto* fallback_storage() {
   }
 }
 
-template <FallbackConfig C>
+template <WideConfig C>
 __device__ void fallback(GeneralParams const& p) {
-  using Scalar = typename FallbackScalar<C.element>::type;
+  using Scalar = typename FallbackScalar<C.dtype>::type;
   extern __shared__ char smem_buffer[];  // by the example's own name and type: it is the same
   auto& shared = *reinterpret_cast<decltype(fallback_storage<C>())>(smem_buffer);
   if (threadIdx.x == 0 && threadIdx.y == 0) {
@@ -182,7 +182,7 @@ __device__ void fallback(GeneralParams const& p) {
   }
 }
 
-template <FallbackConfig C>
+template <WideConfig C>
 constexpr int fallback_smem_bytes() {
   if constexpr (C.example()) check_example<C>();
   return sizeof(*fallback_storage<C>());

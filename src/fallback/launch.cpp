@@ -1,56 +1,88 @@
-#include <array>
-#include <atomic>
 #include <climits>
-#include <stdexcept>
 #include <string>
 
 #include "../device_guard.h"
 #include "../general/sequence.h"
-#include "fallback_units.h"  // generated: append_fallback
-#include "table.h"
+#include "../launch.h"
+#include "../require.h"
 
 namespace cutlass_fmha {
 namespace {
 
-constexpr int kMaxDevices = 64;
+/// Bytes that something must be a multiple of, or an exception that names it.
+void require_multiple(Row const& row, char const* what, uint64_t value, int bytes) {
+  require(value % bytes == 0, [&] {
+    return std::string(row.name) + " needs " + what + " to be a multiple of " + std::to_string(bytes) + " bytes";
+  });
+}
 
-/// Raises a kernel's shared-memory limit once per device. Setting it twice is harmless, so a race costs nothing.
-void allow_shared_memory(int row, FallbackTemplate const& t, int device) {
-  static std::vector<std::array<std::atomic<bool>, kMaxDevices>> done(fallback_templates().size());
-  bool const cached = device < kMaxDevices;
-  if (cached && done[row][device].load(std::memory_order_acquire)) return;
-  check(cudaFuncSetAttribute(t.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, t.smem_bytes),
-        std::string("raising the shared memory limit of ") + t.name + " to " + std::to_string(t.smem_bytes) + " bytes");
-  if (cached) done[row][device].store(true, std::memory_order_release);
+void check_alignment(Row const& row, WideConfig const& c, GeneralParams const& p) {
+  constexpr int kVector = 16;
+  for (Operand const& x : operands(p)) {
+    uint64_t const strides = (x.stride.batch | x.stride.seqlen | x.stride.head) * c.element_bytes();
+    require_multiple(row, x.name, reinterpret_cast<uintptr_t>(x.address) | strides, c.alignment());
+  }
+  require_multiple(row, "head_dim and head_dim_v", uint64_t(p.head_dim | p.head_dim_v) * c.element_bytes(),
+                   c.alignment());
+  // A bias is read in vectors whatever the row: its rows are whole ones, and keys are its last dimension.
+  ScoreStrides const& s = p.bias_stride;
+  require(!p.bias || p.seqlen_k <= 1 || s.key == 1, [] { return "bias must be contiguous in its last dimension"; });
+  if (p.bias) {
+    uint64_t const strides = (s.batch | s.head | s.query) * c.element_bytes();
+    require_multiple(row, "bias", reinterpret_cast<uintptr_t>(p.bias) | strides, kVector);
+  }
+}
+
+/// The example multiplies a row's number and its stride in 32 bits.
+void check_offsets(Row const& row, WideConfig const& c, GeneralParams const& p) {
+  auto const fits = [&](char const* name, int64_t rows, int64_t stride) {
+    require(stride <= INT_MAX && rows * stride <= INT_MAX, [&] {
+      return std::string(row.name) + ": its offsets are 32-bit, and " + name + " spans " + std::to_string(rows) +
+             " rows with a stride of " + std::to_string(stride) + " elements";
+    });
+  };
+  int64_t const keys = int64_t(p.seqlen_k) + c.tile_n;
+  fits("k", keys, p.k_stride.seqlen);
+  fits("v", keys, p.v_stride.seqlen);
+  fits("q", 1, p.pack == 1 ? p.q_stride.seqlen : p.q_stride.head);
+  fits("o", 1, p.pack == 1 ? p.o_stride.seqlen : p.o_stride.head);
+  fits("o", p.num_heads, p.head_dim_v);
+  if (p.bias) fits("bias", 1, p.pack == 1 ? p.bias_stride.query : p.bias_stride.head);
+}
+
+void check_sums(Row const& row, WideConfig const& c, AttentionParams const& p) {
+  if (p.empty() || !c.accumulates() || p.partial_o) return;
+  int64_t const step = p.pack == 1 ? p.o_stride.seqlen : p.o_stride.head;
+  int64_t const rows = p.pack == 1 ? p.num_heads : 1;
+  require(c.dtype == DType::float32 && step == rows * p.head_dim_v,
+          [&] { return std::string(row.name) + " needs partial_o: float32, as many elements as o"; });
 }
 
 }  // namespace
 
-std::vector<FallbackTemplate> const& fallback_templates() {
-  static std::vector<FallbackTemplate> const rows = [] {
-    std::vector<FallbackTemplate> all;
-    append_fallback(all);
-    return all;
-  }();
-  return rows;
+void check_wide(Row const& row, AttentionParams const& p) {
+  auto const& c = std::get<WideConfig>(row.config);
+  refuse_features(row, p);
+  bool const same = c.dtype == DType::float32 || p.bias_type == BiasType::same_as_q;
+  require(!p.bias || same, [&] { return std::string(row.name) + " takes a bias of its own dtype only"; });
+  require(p.head_dim <= c.head_dim && p.head_dim_v <= c.head_dim, [&] {
+    return std::string(row.name) + " takes head dims from 1 to " + std::to_string(c.head_dim) + ", got " +
+           std::to_string(p.head_dim) + " and " + std::to_string(p.head_dim_v);
+  });
+  require(p.pack == 1 || p.seqlen_q <= 1, [&] {
+    return std::string(row.name) + " takes packed heads with a seqlen_q of 1 only, got " + std::to_string(p.seqlen_q);
+  });
+  check_alignment(row, c, p);
+  check_offsets(row, c, p);
+  check_sums(row, c, p);
 }
 
-void launch_fallback(int row, GeneralParams params, int device, cudaStream_t stream) {
-  FallbackTemplate const& t = fallback_templates().at(row);
-  int64_t const blocks = grid_size(params, t.config.tile_m);
-  if (blocks == 0) return;
-  if (blocks > INT_MAX) {
-    throw std::invalid_argument(std::string(t.name) + " needs " + std::to_string(blocks) +
-                                " thread blocks for this problem; a grid holds at most 2147483647");
-  }
-  DeviceGuard guard(device);
-  allow_shared_memory(row, t, device);
-  int const bytes = t.config.element == Element::float32 ? 4 : 2;
-  params.order = tile_order(params, t.config.tile_m, t.config.warps, bytes, gpu_of(device));
-  void* arguments[] = {&params};
-  dim3 const threads(32, static_cast<unsigned>(t.config.warps));  // as the example numbers lanes and warps
-  check(cudaLaunchKernel(t.kernel, dim3(static_cast<unsigned>(blocks)), threads, arguments, t.smem_bytes, stream),
-        std::string("launching ") + t.name + " on device " + std::to_string(device));
+void launch_wide(Row const& row, AttentionParams const& p, int device, cudaStream_t stream) {
+  auto const& c = std::get<WideConfig>(row.config);
+  GeneralParams params = p;
+  dim3 const grid = grid_of(row, grid_size(params, c.tile_m));
+  params.order = tile_order(params, c.tile_m, c.warps, c.element_bytes(), gpu_of(device));
+  launch_kernel(row, grid, &params, device, stream);
 }
 
 }  // namespace cutlass_fmha

@@ -14,7 +14,7 @@
 namespace cutlass_fmha {
 
 /// A row's padding lets the lanes that read at a time, 16 of Q or K and 8 of V, find each bank once.
-template <FallbackConfig C>
+template <WideConfig C>
 struct WholeRowsStorage {
   alignas(16) float q[C.tile_m][C.head_dim + 8];
   alignas(16) float k[C.tile_n][C.head_dim + 8];
@@ -23,7 +23,7 @@ struct WholeRowsStorage {
   int64_t first_key, first_value;  ///< where they stand in K and V
 };
 
-template <FallbackConfig C>
+template <WideConfig C>
 struct WholeRows {
   static constexpr int kRows = C.tile_m / C.warps;  ///< of a warp
   static constexpr int kRowSteps = kRows / 16;

@@ -17,7 +17,7 @@ namespace cutlass_fmha {
 constexpr int kGroupWarps = 4;
 
 /// 16 bytes of padding let the 8 rows that ldmatrix reads at a time lie in different banks.
-template <FallbackConfig C, class T>
+template <WideConfig C, class T>
 struct WideHeadsStorage {
   alignas(16) T q[C.tile_m][C.head_dim + 8];
   alignas(16) T k[C.tile_n][C.head_dim + 8];
@@ -34,9 +34,9 @@ CUTE_DEVICE void read_matrices(T const& row, uint32_t (&x)[4]) {
   Copy::copy(reinterpret_cast<cute::uint128_t const&>(row), x[0], x[1], x[2], x[3]);
 }
 
-template <FallbackConfig C, class T>
+template <WideConfig C, class T>
 struct WideHeads {
-  static constexpr bool kHalf = C.element == Element::float16;
+  static constexpr bool kHalf = C.dtype == DType::float16;
   using Mma = std::conditional_t<kHalf, cute::SM80_16x8x16_F32F16F16F32_TN, cute::SM80_16x8x16_F32BF16BF16F32_TN>;
   static constexpr int kRows = C.tile_m * kGroupWarps / C.warps;  ///< of a warp
   static constexpr int kKeys = C.tile_n / kGroupWarps;

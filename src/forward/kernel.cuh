@@ -2,7 +2,6 @@
 #pragma once
 
 #include "../general/kernel.cuh"
-#include "../registry.h"
 #include "dependent_launch.cuh"
 #include "epilogue.cuh"
 #include "epilogue_split.cuh"

@@ -6,6 +6,7 @@
 #include <tuple>
 #include <vector>
 
+#include "../attention_params.h"
 #include "dropout.h"
 #include "sequence.h"
 
@@ -16,7 +17,7 @@ namespace {
 
 using Tile = std::tuple<int, int, int, int>;  // first packed row, head, batch, part of the keys
 
-std::vector<Tile> general_tiles(GeneralParams p, int tile_m, int mixed_heads, int long_tiles) {
+std::vector<Tile> general_tiles(AttentionParams p, int tile_m, int mixed_heads, int long_tiles) {
   p.order = {mixed_heads, long_tiles};
   std::vector<Tile> tiles;
   for (int block = 0; block < grid_size(p, tile_m); ++block) {
@@ -27,7 +28,7 @@ std::vector<Tile> general_tiles(GeneralParams p, int tile_m, int mixed_heads, in
 }
 
 /// The first keys of the steps that a thread block walks, each with whether a range hides some key from some query.
-std::vector<std::tuple<int, bool>> key_steps(GeneralParams p, Tile const& at, int tile_m, int step_keys) {
+std::vector<std::tuple<int, bool>> key_steps(AttentionParams p, Tile const& at, int tile_m, int step_keys) {
   if (p.block_counts != nullptr) set_blocks(p, step_keys);
   GeneralTile const tile{std::get<0>(at), std::get<1>(at), std::get<2>(at), std::get<3>(at)};
   Sequence const s = sequence_at(p, tile.batch);
@@ -42,7 +43,7 @@ std::vector<std::tuple<int, bool>> key_steps(GeneralParams p, Tile const& at, in
   return steps;
 }
 
-py::dict sequence(GeneralParams const& p, int batch) {
+py::dict sequence(AttentionParams const& p, int batch) {
   Sequence const s = sequence_at(p, batch);
   py::dict found;
   found["entry_q"] = s.entry_q;
@@ -62,7 +63,7 @@ void bind_general_host_model(py::module_& host) {
   host.def("sequence", &sequence, "Lengths and place of a sequence.", py::arg("params"), py::arg("batch"));
   host.def(
       "sees",
-      [](GeneralParams const& p, int batch, int query, int key) {
+      [](AttentionParams const& p, int batch, int query, int key) {
         return visible_keys(p, sequence_at(p, batch), query).sees(key);
       },
       "Whether a query sees a key, so far as ranges go.", py::arg("params"), py::arg("batch"), py::arg("query"),
@@ -73,7 +74,7 @@ void bind_general_host_model(py::module_& host) {
            py::arg("params"), py::arg("tile"), py::arg("tile_m"), py::arg("step_keys"));
   host.def(
       "key_row_offset",
-      [](GeneralParams const& p, int batch, int key) {
+      [](AttentionParams const& p, int batch, int key) {
         Sequence const s = sequence_at(p, batch);
         return key_entry_offset(p, p.k_stride, s) + key_row_offset(p, p.k_stride, s, s.first_k + key);
       },

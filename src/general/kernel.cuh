@@ -26,13 +26,13 @@ CUTE_DEVICE void start_rows(GeneralParams const& p, GeneralTile const& tile, int
 template <ForwardConfig C>
 CUTE_DEVICE void general(GeneralParams const& p) {
   using T = ForwardTypes<C>;
-  static_assert(C.general && C.copy == Copy::cp_async_16 && C.stages >= 2 && !C.ping_pong && !C.dependent_launch);
+  static_assert(C.general && C.copy == Copy::cp_async_16 && C.stages >= 2 && !C.ping_pong);
   static_assert(C.tile_m % (16 * (C.warps / C.kv_warps)) == 0 && C.warps % C.kv_warps == 0 && C.tile_n % 16 == 0);
   extern __shared__ __align__(1024) char smem[];
 
   GeneralTile const tile = tile_at(p, C.tile_m, blockIdx.x);
   // As late as can be: what precedes the first copies costs no time before the wait. Each thread waits once.
-  if (C.overlaps() && p.device_lengths) wait_for_kernels_ahead();
+  if (C.dependent_launch && p.device_lengths) wait_for_kernels_ahead();
   Sequence const sequence = sequence_at(p, tile.batch);
   int const i_begin = p.by_pack.quotient(tile.row_begin);
   if (i_begin >= sequence.rows_q) return;  // seqlen_q is that of the longest sequence
@@ -47,7 +47,7 @@ CUTE_DEVICE void general(GeneralParams const& p) {
   if (threadIdx.x == 0) new (&GeneralLayout<C>::place(smem)) TilePlace(p, sequence, tile, walk);
   if constexpr (C.kv_warps > 1) {
     SharesMainloop<C> mainloop(p, smem, sequence, tile, walk, share);
-    if (C.overlaps() && !p.device_lengths) wait_for_kernels_ahead();
+    if (C.dependent_launch && !p.device_lengths) wait_for_kernels_ahead();
     if (walk.tiles > 0) mainloop.start();
     start_rows<C>(p, tile, share, tile_row, maxima, softmax);
     if (walk.tiles > 0) mainloop.run(output, softmax);

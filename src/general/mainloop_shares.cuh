@@ -152,7 +152,7 @@ struct SharesMainloop {
       compute_scores(step, q_fragments, scores);
       __syncwarp();  // nobody reads it any more
       load_k(step + C.stages);
-      if (C.overlaps() && step == walk.tiles / 2) start_dependents();
+      if (C.dependent_launch && step == walk.tiles / 2) start_dependents();
       int const key_begin = this->key_begin(step);
       ScoreBlock<C> const block{p, sequence, tile, tile.row_begin, key_begin};
       if (!p.raw_scores) block.modify(by_row(scores));

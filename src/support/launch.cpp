@@ -6,10 +6,6 @@
 #include <stdexcept>
 #include <string>
 
-#include "../dependent_launch.h"
-#include "../device_guard.h"
-#include "support_units.h"  // generated: append_support
-
 namespace cutlass_fmha {
 namespace {
 
@@ -56,10 +52,9 @@ dim3 grid_of(int64_t rows, int lanes_log2) {
 }
 
 /// Sets what launch_rotary() sets; the rows that are to be rotated.
-int64_t prepare(RotaryParams& p, Element element) {
-  int64_t const rows = p.x ? int64_t(p.batch) * p.seqlen * p.num_heads : 0;
-  if (rows == 0) return 0;
-  int const bytes = element_bytes(element);
+int64_t prepare(RotaryParams& p, DType dtype) {
+  if (p.empty()) return 0;
+  int const bytes = bytes_of(dtype);
   p.x_stride = used(p.x_stride, p.batch, p.seqlen, p.num_heads);
   p.out_stride = used(p.out_stride, p.batch, p.seqlen, p.num_heads);
   p.vectors = is_aligned(p.x, p.x_stride, p.head_dim, bytes) && is_aligned(p.out, p.out_stride, p.head_dim, bytes) &&
@@ -67,38 +62,10 @@ int64_t prepare(RotaryParams& p, Element element) {
   p.lanes_log2 = lanes_log2(p.head_dim, p.vectors, bytes);
   p.by_seqlen = Divisor(p.seqlen);
   p.by_num_heads = Divisor(p.num_heads);
-  return rows;
-}
-
-SupportKernel const& kernel_of(SupportKind kind, Element element, int arch) {
-  for (SupportKernel const& kernel : support_kernels()) {
-    if (kernel.kind == kind && kernel.element == element && kernel.arch == arch) return kernel;
-  }
-  throw std::invalid_argument(std::string("this build has no kernel of kind ") + name_of(kind) + " for " +
-                              name_of(element) + " on sm_" + std::to_string(arch));
-}
-
-/// `params`: those of the kernel's kind.
-void launch(SupportKernel const& kernel, dim3 grid, void const* params, int device, cudaStream_t stream) {
-  DeviceGuard guard(device);
-  void* arguments[] = {const_cast<void*>(params)};
-  bool const overlaps = kernel.kind == SupportKind::combine && kernel.arch >= 90;
-  cudaError_t const status = overlaps
-                                 ? launch_dependent(kernel.kernel, grid, dim3(kSupportThreads), arguments, 0, stream)
-                                 : cudaLaunchKernel(kernel.kernel, grid, dim3(kSupportThreads), arguments, 0, stream);
-  check(status, std::string("launching ") + kernel.name + " on device " + std::to_string(device));
+  return int64_t(p.batch) * p.seqlen * p.num_heads;
 }
 
 }  // namespace
-
-std::vector<SupportKernel> const& support_kernels() {
-  static std::vector<SupportKernel> const kernels = [] {
-    std::vector<SupportKernel> all;
-    append_support(all);
-    return all;
-  }();
-  return kernels;
-}
 
 CombineParams make_combine(GeneralParams const& g) {
   CombineParams p{};
@@ -123,33 +90,26 @@ CombineParams make_combine(GeneralParams const& g) {
   return p;
 }
 
-void launch_combine(CombineParams const& params, Element element, int arch, int device, cudaStream_t stream) {
+void launch(Row const& row, CombineParams const& params, int device, cudaStream_t stream) {
   CombineParams p = params;
   int64_t const rows = int64_t(p.batch) * p.seqlen_q * p.num_heads;
-  if (rows == 0) return;
-  if (p.splits < 1 || p.splits > CombineParams::kMaxSplits || p.head_dim_v < 1 ||
-      p.head_dim_v > CombineParams::kMaxHeadDim) {
-    throw std::invalid_argument("combine takes 1 to 64 splits and a head_dim_v of 1 to 256, got " +
-                                std::to_string(p.splits) + " and " + std::to_string(p.head_dim_v));
-  }
   p.o_stride = used(p.o_stride, p.batch, p.seqlen_q, p.num_heads);
-  p.vectors = aligned(p.partial_o) && is_aligned(p.o, p.o_stride, p.head_dim_v, element_bytes(element));
+  p.vectors = aligned(p.partial_o) && is_aligned(p.o, p.o_stride, p.head_dim_v, bytes_of(row.dtype()));
   p.by_seqlen_q = Divisor(p.seqlen_q);
   p.by_num_heads = Divisor(p.num_heads);
-  launch(kernel_of(SupportKind::combine, element, arch), grid_of(rows, kBlockLanesLog2), &p, device, stream);
+  launch_kernel(row, grid_of(rows, kBlockLanesLog2), &p, device, stream);
 }
 
-void launch_merge_tail(TailParams const& p, Element element, int arch, int device, cudaStream_t stream) {
+void launch(Row const& row, TailParams const& p, int device, cudaStream_t stream) {
   int64_t const items = int64_t(p.tail.tiles) * p.tile_m * (p.head_dim / 4);
   dim3 const grid(unsigned((items + kSupportThreads - 1) / kSupportThreads));
-  launch(kernel_of(SupportKind::merge_tail, element, arch), grid, &p, device, stream);
+  launch_kernel(row, grid, &p, device, stream);
 }
 
-void launch_merge(MergeParams const& params, Element element, int arch, int device, cudaStream_t stream) {
+void launch(Row const& row, MergeParams const& params, int device, cudaStream_t stream) {
   MergeParams p = params;
   int64_t const rows = int64_t(p.batch) * p.seqlen_q * p.num_heads;
-  if (rows == 0) return;
-  int const bytes = element_bytes(element);
+  int const bytes = bytes_of(row.dtype());
   p.o_a_stride = used(p.o_a_stride, p.batch, p.seqlen_q, p.num_heads);
   p.o_b_stride = used(p.o_b_stride, p.batch, p.seqlen_q, p.num_heads);
   p.o_stride = used(p.o_stride, p.batch, p.seqlen_q, p.num_heads);
@@ -158,17 +118,14 @@ void launch_merge(MergeParams const& params, Element element, int arch, int devi
   p.lanes_log2 = lanes_log2(p.head_dim_v, p.vectors, bytes);
   p.by_seqlen_q = Divisor(p.seqlen_q);
   p.by_num_heads = Divisor(p.num_heads);
-  launch(kernel_of(SupportKind::merge, element, arch), grid_of(rows, p.lanes_log2), &p, device, stream);
+  launch_kernel(row, grid_of(rows, p.lanes_log2), &p, device, stream);
 }
 
-void launch_append(AppendParams const& params, Element element, int arch, int device, cudaStream_t stream) {
+void launch(Row const& row, AppendParams const& params, int device, cudaStream_t stream) {
   AppendParams p = params;
+  if (p.no_keys()) return launch(helper(Family::rotary, row.dtype(), row.arch()), p.query, device, stream);
   int64_t const rows = int64_t(p.batch) * p.seqlen_new * p.num_heads_kv;
-  if (rows == 0) {
-    if (p.query.x) launch_rotary(p.query, element, arch, device, stream);
-    return;
-  }
-  int const bytes = element_bytes(element), rows_of_entry = p.page_table ? p.page_size : p.capacity;
+  int const bytes = bytes_of(row.dtype()), rows_of_entry = p.page_table ? p.page_size : p.capacity;
   p.k_stride = used(p.k_stride, p.batch, p.seqlen_new, p.num_heads_kv);
   p.v_stride = used(p.v_stride, p.batch, p.seqlen_new, p.num_heads_kv);
   p.k_cache_stride = used(p.k_cache_stride, p.entries, rows_of_entry, p.num_heads_kv);
@@ -181,17 +138,16 @@ void launch_append(AppendParams const& params, Element element, int arch, int de
   p.by_num_heads_kv = Divisor(p.num_heads_kv);
   p.by_page_size = Divisor(p.page_table ? p.page_size : 1);
   dim3 grid = grid_of(rows, p.lanes_log2);
-  int64_t const query_rows = prepare(p.query, element);
+  int64_t const query_rows = prepare(p.query, row.dtype());
   if (query_rows > 0) grid.x = std::max(grid.x, grid_of(query_rows, p.query.lanes_log2).x);
   grid.y = query_rows > 0 ? 3 : 2;  // keys, values, queries
-  launch(kernel_of(SupportKind::append, element, arch), grid, &p, device, stream);
+  launch_kernel(row, grid, &p, device, stream);
 }
 
-void launch_rotary(RotaryParams const& params, Element element, int arch, int device, cudaStream_t stream) {
+void launch(Row const& row, RotaryParams const& params, int device, cudaStream_t stream) {
   RotaryParams p = params;
-  int64_t const rows = prepare(p, element);
-  if (rows == 0) return;
-  launch(kernel_of(SupportKind::rotary, element, arch), grid_of(rows, p.lanes_log2), &p, device, stream);
+  int64_t const rows = prepare(p, row.dtype());
+  launch_kernel(row, grid_of(rows, p.lanes_log2), &p, device, stream);
 }
 
 }  // namespace cutlass_fmha

@@ -1,28 +1,40 @@
-// Launching the kernels beside attention. Each is compiled for every architecture of the build; `arch` is the one whose
-// rows the device takes. Nothing is allocated or synchronised; std::invalid_argument and std::runtime_error are thrown.
+// Launching the kernels beside attention: of each, what its parameters may not say, and how large its grid is.
 #pragma once
 
-#include <cuda_runtime.h>
+#include <string>
 
-#include <vector>
-
-#include "../config.h"
 #include "../general/params.h"
+#include "../require.h"
+#include "../table.h"
 #include "params.h"
 
 namespace cutlass_fmha {
 
-/// Every kernel of this build that computes no attention.
-std::vector<SupportKernel> const& support_kernels();
-
 /// The combination that a launch of a general row with params.splits > 1 needs after it.
 CombineParams make_combine(GeneralParams const& params);
-inline Element element_of(DType dtype) { return dtype == DType::float16 ? Element::float16 : Element::bfloat16; }
 
-void launch_combine(CombineParams const& params, Element element, int arch, int device, cudaStream_t stream);
-void launch_merge_tail(TailParams const& params, Element element, int arch, int device, cudaStream_t stream);
-void launch_merge(MergeParams const& params, Element element, int arch, int device, cudaStream_t stream);
-void launch_append(AppendParams const& params, Element element, int arch, int device, cudaStream_t stream);
-void launch_rotary(RotaryParams const& params, Element element, int arch, int device, cudaStream_t stream);
+/// What the rows of which family take these parameters.
+constexpr Family family_of(CombineParams const&) { return Family::combine; }
+constexpr Family family_of(MergeParams const&) { return Family::merge; }
+constexpr Family family_of(RotaryParams const&) { return Family::rotary; }
+constexpr Family family_of(AppendParams const&) { return Family::append; }
+
+/// Throws std::invalid_argument for a row of another family, and for what check() of the parameters refuses.
+template <class Params>
+void check(Row const& row, Params const& p) {
+  require(row.family() == family_of(p), [&] {
+    return std::string(row.name) + " is of family " + name_of(row.family()) + ", and these are parameters of family " +
+           name_of(family_of(p));
+  });
+  check(p);
+}
+
+/// Launch a kernel on `device`, which is current, and its stream `stream`. Nothing is allocated or synchronised. Throw
+/// std::invalid_argument for more rows than a grid takes, and std::runtime_error.
+void launch(Row const& row, CombineParams const& params, int device, cudaStream_t stream);
+void launch(Row const& row, TailParams const& params, int device, cudaStream_t stream);
+void launch(Row const& row, MergeParams const& params, int device, cudaStream_t stream);
+void launch(Row const& row, RotaryParams const& params, int device, cudaStream_t stream);
+void launch(Row const& row, AppendParams const& params, int device, cudaStream_t stream);
 
 }  // namespace cutlass_fmha

@@ -4,37 +4,13 @@
 
 #include <cstdint>
 
+#include "../config.h"
 #include "../divisor.h"
 #include "../params.h"
 
 namespace cutlass_fmha {
 
-/// What tensors are made of, also where no attention kernel takes it.
-enum class Element : int { float16, bfloat16, float32 };
-
-constexpr int kElements = 3;
-constexpr char const* name_of(Element element) {
-  constexpr char const* kNames[] = {"float16", "bfloat16", "float32"};
-  return kNames[int(element)];
-}
-constexpr int element_bytes(Element element) { return element == Element::float32 ? 4 : 2; }
-
-enum class SupportKind : int { combine, merge_tail, merge, append, rotary };
-constexpr char const* name_of(SupportKind kind) {
-  constexpr char const* kNames[] = {"combine", "merge_tail", "merge", "append", "rotary"};
-  return kNames[int(kind)];
-}
-
-/// A compiled kernel. All of a kind take its parameters.
-struct SupportKernel {
-  char const* name;  ///< also the kernel's symbol
-  SupportKind kind;
-  int arch;
-  Element element;
-  void const* kernel;
-};
-
-constexpr int kSupportThreads = 128;  ///< of a thread block of each of these kernels
+constexpr int kSupportThreads = HelperConfig::kThreads;
 
 /// Where a row's log-sum-exp stands.
 struct LseStrides {
@@ -58,9 +34,11 @@ struct CombineParams {
   Strides o_stride;
   int batch, seqlen_q, num_heads, head_dim_v, splits;
 
-  // Set by launch_combine().
+  // Set by launch().
   bool vectors;
   Divisor by_seqlen_q, by_num_heads;
+
+  bool empty() const { return batch == 0 || seqlen_q == 0 || num_heads == 0; }
 };
 
 /// The parts of a plain row's tail become rows of O and LSE.
@@ -86,10 +64,12 @@ struct MergeParams {
   LseStrides lse_a_stride, lse_b_stride, lse_stride;
   int batch, seqlen_q, num_heads, head_dim_v;
 
-  // Set by launch_merge().
+  // Set by launch().
   bool vectors;
   int lanes_log2;  ///< 2^lanes_log2 threads share a row
   Divisor by_seqlen_q, by_num_heads;
+
+  bool empty() const { return batch == 0 || seqlen_q == 0 || num_heads == 0; }
 };
 
 /// Rotation of the first `dim` elements of a row at position p, RoFormer (Su et al. 2021): the pair (x, y) number r
@@ -121,10 +101,12 @@ struct RotaryParams {
   bool advance;  ///< each row is one position after the one before it; otherwise all have the first's
   Rotary rotary;
 
-  // Set by launch_rotary().
+  // Set by launch().
   bool vectors;
   int lanes_log2;
   Divisor by_seqlen, by_num_heads;
+
+  bool empty() const { return !x || batch == 0 || seqlen == 0 || num_heads == 0; }
 };
 
 /// Writes new keys and values behind those that a cache holds, the keys rotated.
@@ -147,10 +129,19 @@ struct AppendParams {
   Rotary rotary;
   RotaryParams query;  ///< of the same batch, rotated in the same launch; x is null where there is none
 
-  // Set by launch_append().
+  // Set by launch().
   bool vectors;
   int lanes_log2;
   Divisor by_seqlen_new, by_num_heads_kv, by_page_size;
+
+  bool no_keys() const { return batch == 0 || seqlen_new == 0 || num_heads_kv == 0; }
+  bool empty() const { return no_keys() && query.empty(); }
 };
+
+/// Throw std::invalid_argument for numbers that contradict each other.
+void check(CombineParams const& p);
+void check(MergeParams const& p);
+void check(RotaryParams const& p);
+void check(AppendParams const& p);
 
 }  // namespace cutlass_fmha

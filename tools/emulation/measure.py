@@ -250,11 +250,7 @@ class Bench:
             raise RuntimeError(f"a kernel of FlashAttention-2's tiles: CUDA error {status}")
 
     def run(self, head_dims: list[int]) -> dict[str, Any]:
-        rows = [
-            row
-            for row in self.module.templates()
-            if row.dtype == "bfloat16" and row.kv_warps == 1 and not row.general
-        ]
+        rows = [row for row in self.module.templates() if row.dtype == "bfloat16" and row.family == "plain"]
         if not rows:
             raise RuntimeError("the build holds no row to measure: see --rows")
         ceilings, results = [self.ceiling()], []

@@ -66,7 +66,7 @@ int fmha_launch_standard_tile(int head_dim, int other, int causal, void const* q
   if (cudaError_t const status = allow_shared_memory(*row); status != cudaSuccess) return status;
   int device = 0;
   if (cudaError_t const status = cudaGetDevice(&device); status != cudaSuccess) return status;
-  p.order = tile_order(p, row->config, gpu_of(device));  // as launch_forward() has it
+  p.order = tile_order(p, row->config, gpu_of(device));  // as launch_plain() has it
   void* arguments[] = {&p};
   return cudaLaunchKernel(symbol(*row), dim3(unsigned(grid_size(p, row->config.tile_m))), dim3(row->config.threads()),
                           arguments, row->smem_bytes, static_cast<cudaStream_t>(stream));

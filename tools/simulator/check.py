@@ -59,7 +59,7 @@ def check(row: Any, problem: Any, seed: int, tally: Tally) -> None:
     try:
         launch.run()
         tally.seconds += time.perf_counter() - begin
-        errors = launch.errors().check() if row.general else compare(launch, problem).check()
+        errors = launch.errors().check() if row.scored else compare(launch, problem).check()
         tally.worst = max(tally.worst, errors.worst)
         if not launch.intact():
             raise AssertionError("it wrote outside its outputs")
@@ -71,7 +71,7 @@ def check(row: Any, problem: Any, seed: int, tally: Tally) -> None:
 def make_launch(row: Any, problem: Any) -> Any:
     import torch
 
-    if row.general:
+    if row.scored:
         from general import GeneralLaunch
 
         return GeneralLaunch.of(row, problem, torch.device("cpu"))
@@ -90,7 +90,7 @@ def compare(launch: Any, problem: Any) -> Any:
 
 def short_list(row: Any) -> list[Any]:
     """The tests' listed problems that take little time, as the row can take them."""
-    if row.general:
+    if row.scored:
         from listed_general import GROUPS
 
         from general import fit
@@ -118,7 +118,7 @@ def check_drawn(row: Any, limits: Limits, seed: int, tally: Tally) -> None:
     import problems
 
     strategy: Any
-    if row.general:
+    if row.scored:
         import problems_general
 
         strategy = problems_general.problems(limits.longest)
@@ -134,7 +134,7 @@ def check_drawn(row: Any, limits: Limits, seed: int, tally: Tally) -> None:
     )
     @hypothesis.given(problem=strategy)
     def agrees(problem: Any) -> None:
-        if not row.general:
+        if not row.scored:
             layout = problem.layout if problem.runs_on(row.alignment) else "bshd"
             lengths = (min(problem.seqlen_q, limits.longest), min(problem.seqlen_k, limits.longest))
             problem = replace(problem, seqlen_q=lengths[0], seqlen_k=lengths[1], layout=layout)

@@ -1,35 +1,28 @@
-// The Python side of general rows: _C.GeneralParams, whose fields are params.h's, and _C.run_general. A kernel believes
-// what it is given: everything that sizes, strides and flags could contradict each other in is refused here.
-#include <pybind11/stl.h>
-
-#include <array>
-#include <cfloat>
+// The Python side of what a launch of attention is asked: _C.AttentionParams, whose fields are those of
+// attention_params.h. A kernel believes what it is given: everything that sizes, strides and flags could contradict
+// each other in is refused here, and in launch.h what a row can't take.
 #include <climits>
-#include <cmath>
 #include <string>
 
+#include "attention_params.h"
 #include "binding.h"
-#include "config.h"
-#include "general/sequence.h"
-
-#if CUTLASS_FMHA_CUDA
-#include "registry.h"
-#endif
+#include "fields.h"
 
 namespace py = pybind11;
 
 namespace cutlass_fmha {
 namespace {
 
-using Class = py::class_<GeneralParams>;
+using Class = py::class_<AttentionParams>;
 
 constexpr int64_t kMaxSize = kMaxSeqlen;
 constexpr int64_t kMaxPackedRows = int64_t{1} << 30;  // row numbers, those that pad the last tile too, fit an int
 constexpr int kMaxSplits = 64;                        // what their combination takes
-constexpr int kPageUnit = 16;                         // keys that a thread finds on one page
+constexpr double kMaxScale = 2e38;
+constexpr int kPageUnit = 16;  // keys that a thread finds on one page
 
-GeneralParams nothing_asked() {
-  GeneralParams p{};
+AttentionParams nothing_asked() {
+  AttentionParams p{};
   p.window_left = p.window_right = -1;
   p.scale = p.dropout_scale = 1.f;
   p.pack = p.splits = 1;
@@ -38,70 +31,39 @@ GeneralParams nothing_asked() {
 
 // ---- fields ------------------------------------------------------------------------------------------------
 
-template <class Pointer>
-void address(Class& c, char const* name, Pointer GeneralParams::* field) {
+/// An integer that others are divided by; 0 where nothing is.
+void number_and_divisor(Class& c, char const* name, int GeneralParams::* field, Divisor GeneralParams::* divisor,
+                        int64_t least) {
   c.def_property(
-      name, [field](GeneralParams const& p) { return reinterpret_cast<uintptr_t>(p.*field); },
-      [field](GeneralParams& p, uintptr_t value) { p.*field = reinterpret_cast<Pointer>(value); });
+      name, [=](AttentionParams const& p) { return p.*field; },
+      [=](AttentionParams& p, int64_t value) {
+        require_range(name, value, least, kMaxSize);
+        p.*field = static_cast<int>(value);
+        p.*divisor = value > 0 ? Divisor(static_cast<int>(value)) : Divisor();
+      });
 }
 
-void require_range(char const* name, int64_t value, int64_t least, int64_t most) {
+float finite(char const* name, double value, double least, double most) {
   require(value >= least && value <= most, [&] {
-    return std::string(name) + " must be between " + std::to_string(least) + " and " + std::to_string(most) + ", got " +
+    return std::string(name) + " must be a finite number" + (least < 0 ? "" : " from 0 on") + " of at most 2e38, got " +
            std::to_string(value);
   });
-}
-
-/// An integer of a range; `divisor`: what else is to divide by it.
-template <class Integer>
-void number(Class& c, char const* name, Integer GeneralParams::* field, int64_t least, int64_t most,
-            Divisor GeneralParams::* divisor = nullptr) {
-  c.def_property(
-      name, [field](GeneralParams const& p) { return p.*field; },
-      [=](GeneralParams& p, int64_t value) {
-        require_range(name, value, least, most);
-        p.*field = static_cast<Integer>(value);
-        if (divisor) p.*divisor = value > 0 ? Divisor(static_cast<int>(value)) : Divisor();
-      });
+  return static_cast<float>(value);
 }
 
 /// A float of at most `most` in magnitude.
 void real(Class& c, char const* name, float GeneralParams::* field, double least, double most) {
   c.def_property(
-      name, [field](GeneralParams const& p) { return p.*field; },
-      [=](GeneralParams& p, double value) {
-        require(value >= least && value <= most, [&] {
-          return std::string(name) + " must be a finite number" + (least < 0 ? "" : " from 0 on") +
-                 " of at most 2e38, got " + std::to_string(value);
-        });
-        p.*field = static_cast<float>(value);
-      });
-}
-
-/// The strides of a struct of `Count` int64_t, or of an array of them, as a tuple.
-template <int Count, class Field>
-void strides(Class& c, char const* name, Field GeneralParams::* field) {
-  static_assert(sizeof(Field) == Count * sizeof(int64_t));
-  c.def_property(
-      name,
-      [field](GeneralParams const& p) {
-        auto const* values = reinterpret_cast<int64_t const*>(&(p.*field));
-        py::tuple found(Count);
-        for (int i = 0; i < Count; ++i) found[i] = values[i];
-        return found;
-      },
-      [=](GeneralParams& p, std::array<int64_t, Count> const& values) {
-        for (int64_t value : values) require_range(name, value, 0, INT64_MAX / 2);
-        std::copy(values.begin(), values.end(), reinterpret_cast<int64_t*>(&(p.*field)));
-      });
+      name, [field](AttentionParams const& p) { return p.*field; },
+      [=](AttentionParams& p, double value) { p.*field = finite(name, value, least, most); });
 }
 
 char const* const kBiasTypes[] = {"none", "same_as_q", "float32"};
 
 void bias_type(Class& c) {
   c.def_property(
-      "bias_type", [](GeneralParams const& p) { return kBiasTypes[static_cast<int>(p.bias_type)]; },
-      [](GeneralParams& p, std::string const& name) {
+      "bias_type", [](AttentionParams const& p) { return kBiasTypes[static_cast<int>(p.bias_type)]; },
+      [](AttentionParams& p, std::string const& name) {
         for (int i = 0; i < 3; ++i) {
           if (name == kBiasTypes[i]) {
             p.bias_type = static_cast<BiasType>(i);
@@ -112,8 +74,21 @@ void bias_type(Class& c) {
       });
 }
 
+/// A copy for one call: threads that share a plan must not meet in its parameters.
+AttentionParams of_call(AttentionParams const& plan, uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t o, uintptr_t lse,
+                        double scale) {
+  AttentionParams p = plan;
+  p.q = reinterpret_cast<void const*>(q);
+  p.k = reinterpret_cast<void const*>(k);
+  p.v = reinterpret_cast<void const*>(v);
+  p.o = reinterpret_cast<void*>(o);
+  p.lse = reinterpret_cast<float*>(lse);
+  p.scale = finite("scale", scale, -kMaxScale, kMaxScale);
+  return p;
+}
+
 void bind_addresses(Class& c) {
-  using P = GeneralParams;
+  using P = AttentionParams;
   address(c, "q", &P::q);
   address(c, "k", &P::k);
   address(c, "v", &P::v);
@@ -137,10 +112,11 @@ void bind_addresses(Class& c) {
   address(c, "partial_o", &P::partial_o);
   address(c, "partial_lse", &P::partial_lse);
   address(c, "partial_low", &P::partial_low);
+  address(c, "tail", &P::tail);
 }
 
 void bind_strides(Class& c) {
-  using P = GeneralParams;
+  using P = AttentionParams;
   strides<3>(c, "q_stride", &P::q_stride);
   strides<3>(c, "k_stride", &P::k_stride);
   strides<3>(c, "v_stride", &P::v_stride);
@@ -158,7 +134,7 @@ void bind_strides(Class& c) {
 }
 
 void bind_numbers(Class& c) {
-  using P = GeneralParams;
+  using P = AttentionParams;
   for (auto const& [name, field] :
        {std::pair{"batch", &P::batch}, std::pair{"num_heads", &P::num_heads},
         std::pair{"num_heads_kv", &P::num_heads_kv}, std::pair{"seqlen_q", &P::seqlen_q},
@@ -167,70 +143,36 @@ void bind_numbers(Class& c) {
   }
   number(c, "head_dim", &P::head_dim, 1, kMaxSize);
   number(c, "head_dim_v", &P::head_dim_v, 1, kMaxSize);
-  number(c, "page_size", &P::page_size, 0, kMaxSize, &P::by_page_size);
-  number(c, "pack", &P::pack, 1, kMaxSize, &P::by_pack);
+  number_and_divisor(c, "page_size", &P::page_size, &P::by_page_size, 0);
+  number_and_divisor(c, "pack", &P::pack, &P::by_pack, 1);
   number(c, "splits", &P::splits, 1, kMaxSplits);
   number(c, "window_left", &P::window_left, -1, kMaxSize);
   number(c, "window_right", &P::window_right, -1, kMaxSize);
+  for (auto const& [name, field] : {std::pair{"tail_tiles", &P::tail_tiles}, std::pair{"tail_parts", &P::tail_parts},
+                                    std::pair{"tail_first", &P::tail_first}, std::pair{"tail_rest", &P::tail_rest}}) {
+    number(c, name, field, 0, kMaxSize);
+  }
   number(c, "dropout_threshold", &P::dropout_threshold, 0, 65535);
   c.def_readwrite("bottom_right", &P::bottom_right);
-  real(c, "scale", &P::scale, -2e38, 2e38);
-  real(c, "softcap", &P::softcap, 0, 2e38);
-  real(c, "dropout_scale", &P::dropout_scale, 0, 2e38);
+  real(c, "scale", &P::scale, -kMaxScale, kMaxScale);
+  real(c, "softcap", &P::softcap, 0, kMaxScale);
+  real(c, "dropout_scale", &P::dropout_scale, 0, kMaxScale);
   bias_type(c);
 }
 
-// ---- a launch ----------------------------------------------------------------------------------------------
-
-/// What p.vectors promises. Never taken from a caller.
-bool all_vectors(GeneralParams const& p) {
-  uintptr_t addresses = 0;
-  for (void const* operand : {p.q, p.k, p.v, static_cast<void const*>(p.o)}) {
-    addresses |= reinterpret_cast<uintptr_t>(operand);
-  }
-  int64_t elements = p.head_dim | p.head_dim_v;
-  for (Strides const& s : {p.q_stride, p.k_stride, p.v_stride, p.o_stride}) elements |= s.batch | s.seqlen | s.head;
-  return addresses % 16 == 0 && elements % 8 == 0;
-}
-
-/// What p.bias_vectors and p.mask_vectors promise, of eight elements of `bytes` each.
-bool score_vectors(void const* tensor, ScoreStrides const& stride, int bytes) {
-  int64_t const unit = bytes == 1 ? 8 : 16;
-  return stride.key == 1 && reinterpret_cast<uintptr_t>(tensor) % unit == 0 &&
-         (stride.batch | stride.head | stride.query) * bytes % unit == 0;
-}
-
-/// What p.raw_scores promises. A softmax scale is positive, and so large that nothing of it is lost.
-bool raw_scores(GeneralParams const& p) {
-  return p.softcap == 0.f && p.bias_type == BiasType::none && !p.alibi_slopes && !p.sinks && p.scale >= FLT_MIN;
-}
-
-/// What p.device_lengths says: sequence_at(), visible_keys() and whole_walk() read none of these.
-bool device_lengths(GeneralParams const& p) {
-  return p.cu_seqlens_q || p.cu_seqlens_k || p.seqused_q || p.seqused_k || p.leftpad_k || p.batch_index_k ||
-         p.prefix_lengths || p.block_counts;
-}
-
-/// Fills in what the launch finds out.
-void find_out(GeneralParams& p) {
-  p.vectors = all_vectors(p);
-  p.bias_vectors = score_vectors(p.bias, p.bias_stride, p.bias_type == BiasType::float32 ? 4 : 2);
-  p.mask_vectors = score_vectors(p.mask, p.mask_stride, 1);
-  p.raw_scores = raw_scores(p);
-  p.device_lengths = device_lengths(p);
-}
+// ---- checks ------------------------------------------------------------------------------------------------
 
 /// Every address is one of the type that it says.
-void check_addresses(GeneralParams const& p) {
+void check_addresses(GeneralParams const& p, int element_bytes) {
   struct Address {
     char const* name;
     void const* value;
     int bytes;
   };
-  for (Address const& a : {Address{"q", p.q, 2},
-                           {"k", p.k, 2},
-                           {"v", p.v, 2},
-                           {"o", p.o, 2},
+  for (Address const& a : {Address{"q", p.q, element_bytes},
+                           {"k", p.k, element_bytes},
+                           {"v", p.v, element_bytes},
+                           {"o", p.o, element_bytes},
                            {"lse", p.lse, 4},
                            {"cu_seqlens_q", p.cu_seqlens_q, 4},
                            {"cu_seqlens_k", p.cu_seqlens_k, 4},
@@ -242,7 +184,7 @@ void check_addresses(GeneralParams const& p) {
                            {"prefix_lengths", p.prefix_lengths, 4},
                            {"block_counts", p.block_counts, 4},
                            {"block_indices", p.block_indices, 4},
-                           {"bias", p.bias, p.bias_type == BiasType::float32 ? 4 : 2},
+                           {"bias", p.bias, p.bias_type == BiasType::float32 ? 4 : element_bytes},
                            {"alibi_slopes", p.alibi_slopes, 4},
                            {"sinks", p.sinks, 4},
                            {"dropout_seed", p.dropout_seed, 8},
@@ -307,66 +249,46 @@ void check_rows(GeneralParams const& p) {
           [] { return "with cu_seqlens_q, lse_batch_stride must be 0: [num_heads, total_q]"; });
 }
 
-void check_general(GeneralParams const& p) {
+}  // namespace
+
+bool all_vectors(GeneralParams const& p, int element_bytes) {
+  constexpr int kVectorBytes = 16;
+  uintptr_t addresses = 0;
+  for (void const* operand : {p.q, p.k, p.v, static_cast<void const*>(p.o)}) {
+    addresses |= reinterpret_cast<uintptr_t>(operand);
+  }
+  int64_t elements = p.head_dim | p.head_dim_v;
+  for (Strides const& s : {p.q_stride, p.k_stride, p.v_stride, p.o_stride}) elements |= s.batch | s.seqlen | s.head;
+  return addresses % kVectorBytes == 0 && elements * element_bytes % kVectorBytes == 0;
+}
+
+bool device_lengths(GeneralParams const& p) {
+  // sequence_at(), visible_keys() and whole_walk() read none of these.
+  return p.cu_seqlens_q || p.cu_seqlens_k || p.seqused_q || p.seqused_k || p.leftpad_k || p.batch_index_k ||
+         p.prefix_lengths || p.block_counts;
+}
+
+void check(AttentionParams const& p, int element_bytes) {
   check_sizes(p);
-  check_addresses(p);
+  check_addresses(p, element_bytes);
   check_keys(p);
   check_features(p);
   check_rows(p);
 }
 
-#if CUTLASS_FMHA_CUDA
-
-void check_row(Template const& t, GeneralParams const& p) {
-  ForwardConfig const& c = t.config;
-  require(c.general, [&] { return std::string(t.name) + " is no general row: run launches it"; });
-  require(p.head_dim <= c.head_dim && p.head_dim_v <= c.head_dim_v(), [&] {
-    return std::string(t.name) + " takes head dims up to " + std::to_string(c.head_dim) + " and " +
-           std::to_string(c.head_dim_v()) + ", got " + std::to_string(p.head_dim) + " and " +
-           std::to_string(p.head_dim_v);
-  });
-  int const keys = c.tile_n * c.kv_warps;
-  require(!p.block_counts || (p.block_m % c.tile_m == 0 && p.block_n % keys == 0), [&] {
-    return std::string(t.name) + " takes blocks of a mask that are multiples of " + std::to_string(c.tile_m) + " x " +
-           std::to_string(keys) + ", got " + std::to_string(p.block_m) + " x " + std::to_string(p.block_n);
-  });
-}
-
-/// `params` by value: another thread may write to the Python object while this one launches.
-void run_general(int row, GeneralParams params, int device, uintptr_t stream) {
-  auto const& rows = templates();
-  require(row >= 0 && row < static_cast<int>(rows.size()), [&] {
-    return "row must be between 0 and " + std::to_string(rows.size() - 1) + ", got " + std::to_string(row);
-  });
-  check_general(params);
-  check_row(rows[row], params);
-  find_out(params);
-  if (params.block_counts) set_blocks(params, rows[row].config.tile_n * rows[row].config.kv_warps);
-  // A full launch queue makes the driver wait, maybe for a host callback that wants the interpreter.
-  py::gil_scoped_release unlocked;
-  launch_general(row, params, device, reinterpret_cast<cudaStream_t>(stream));
-}
-
-#else
-
-void run_general(int, GeneralParams const& params, int, uintptr_t) {
-  check_general(params);
-  no_cuda();
-}
-
-#endif
-
-}  // namespace
-
-void bind_general(py::module_& m) {
-  Class params(m, "GeneralParams");
-  params.def(py::init(&nothing_asked)).def("copy", [](GeneralParams const& p) { return p; });
-  params.def_property_readonly("vectors", &all_vectors);
-  params.def_property_readonly("device_lengths", &device_lengths);
+void bind_attention_params(py::module_& m) {
+  Class params(m, "AttentionParams");
+  params.def(py::init(&nothing_asked));
+  copies(params);
+  params.def("of_call", &of_call, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("o"), py::arg("lse"),
+             py::arg("scale"));
+  params.def(
+      "vectors", [](AttentionParams const& p, int element_bytes) { return all_vectors(p, element_bytes); },
+      py::arg("element_bytes"));
+  params.def_property_readonly("device_lengths", [](AttentionParams const& p) { return device_lengths(p); });
   bind_addresses(params);
   bind_strides(params);
   bind_numbers(params);
-  m.def("run_general", &run_general, py::arg("row"), py::arg("params"), py::arg("device"), py::arg("stream"));
 }
 
 }  // namespace cutlass_fmha

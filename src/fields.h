@@ -1,0 +1,75 @@
+// How fields of parameters become attributes of Python's objects. What is out of range raises ValueError where it is
+// set.
+#pragma once
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <type_traits>
+#include <utility>
+
+#include "params.h"
+#include "require.h"
+
+namespace cutlass_fmha {
+
+inline void require_range(char const* name, int64_t value, int64_t least, int64_t most) {
+  require(value >= least && value <= most, [&] {
+    return std::string(name) + " must be between " + std::to_string(least) + " and " + std::to_string(most) + ", got " +
+           std::to_string(value);
+  });
+}
+
+/// A pointer as an int, 0 where nothing is given. `field`: a member, or a function that finds a reference to it.
+template <class Params, class Field>
+void address(pybind11::class_<Params>& c, char const* name, Field field) {
+  c.def_property(
+      name, [=](Params& p) { return reinterpret_cast<uintptr_t>(std::invoke(field, p)); },
+      [=](Params& p, uintptr_t value) {
+        auto& place = std::invoke(field, p);
+        place = reinterpret_cast<std::remove_reference_t<decltype(place)>>(value);
+      });
+}
+
+/// An integer of a range.
+template <class Params, class Owner, class Integer>
+void number(pybind11::class_<Params>& c, char const* name, Integer Owner::* field, int64_t least = 0,
+            int64_t most = kMaxSeqlen) {
+  c.def_property(
+      name, [=](Params const& p) { return p.*field; },
+      [=](Params& p, int64_t value) {
+        require_range(name, value, least, most);
+        p.*field = static_cast<Integer>(value);
+      });
+}
+
+/// The strides of a struct of `Count` int64_t, or of an array of them, as a tuple.
+template <int Count, class Params, class Owner, class Field>
+void strides(pybind11::class_<Params>& c, char const* name, Field Owner::* field) {
+  static_assert(sizeof(Field) == Count * sizeof(int64_t));
+  c.def_property(
+      name,
+      [=](Params const& p) {
+        auto const* values = reinterpret_cast<int64_t const*>(&(p.*field));
+        pybind11::tuple found(Count);
+        for (int i = 0; i < Count; ++i) found[i] = values[i];
+        return found;
+      },
+      [=](Params& p, std::array<int64_t, Count> const& values) {
+        for (int64_t value : values) require_range(name, value, 0, INT64_MAX / 2);
+        std::copy(values.begin(), values.end(), reinterpret_cast<int64_t*>(&(p.*field)));
+      });
+}
+
+/// What a copy of is made for one call: threads that share a plan must not meet in its parameters.
+template <class Params>
+void copies(pybind11::class_<Params>& c) {
+  c.def("copy", [](Params const& p) { return p; });
+}
+
+}  // namespace cutlass_fmha
