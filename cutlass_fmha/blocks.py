@@ -249,7 +249,7 @@ def split_keys(template: Template, problem: Problem, device: Device) -> int:
 
 @functools.lru_cache(4096)
 def _splits(walk: int, blocks: int, sm_count: int, places: int, most: int) -> int:
-    """Of 1 to ``most`` parts of a walk the number with the shortest way through a launch of ``blocks`` walks."""
+    """Of 1 to ``most`` parts of a walk the number with the shortest way through a launch of so many walks."""
 
     def steps(splits: int) -> float:
         part = -(-walk // splits)

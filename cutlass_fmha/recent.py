@@ -15,8 +15,8 @@ class Recent(Generic[Key, Value]):
     """A mapping that keeps what was used last: of ``size`` entries the half that was asked for most recently.
 
     Two dictionaries: what is found in the old one moves to the young one, and when that is full, the old one
-    is forgotten. An entry is lost only when ``size / 2`` others were used since; a hit in the young one is one
-    look-up, where an ordered dictionary would have to hash the key twice. None is no value.
+    is forgotten. An entry is lost only when ``size / 2`` others were used since; a hit in the young one is
+    one look-up, where an ordered dictionary would have to hash the key twice. None is no value.
     """
 
     def __init__(self, size: int) -> None:

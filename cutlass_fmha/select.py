@@ -151,9 +151,9 @@ def typical_length(length: int) -> int:
 def typical(problem: Problem) -> Problem:
     """The problem that stands for those of the same class of lengths, by which a row is chosen.
 
-    Choosing takes ten times as long as everything else that a new length takes. Equal lengths stay equal; what
-    a row's offsets can hold is another class than what they can't. By the model, what a class picks cost 4.5 %
-    more than the best row at most, 0.1 % on average (300 drawn problems, three GPUs).
+    Choosing takes ten times as long as all else that a new length takes. Equal lengths stay equal; what a
+    row's offsets can hold is another class than what they can't. By the model, what a class picks costs at
+    most 4.5 % more than the best row, 0.1 % on average (300 drawn problems, three GPUs).
     """
     span = 0 if problem.key_span <= MAX_KEY_SPAN else problem.key_span
     return replace(
@@ -358,7 +358,7 @@ def irrelevance(row: Template, problem: Problem, device: Device, build: Build) -
 
 
 def is_made_for(row: Template, problem: Problem, device: Device, build: Build) -> bool:
-    """Whether nothing speaks against a row that other calls of these head dims and this dtype would change."""
+    """Whether a row's device, dtype and head dims are those of a problem."""
     fixed, _ = _rules(row)
     return all(rule(row, problem, device, build) is None for rule in fixed)
 

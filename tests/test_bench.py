@@ -261,7 +261,7 @@ def synthetic(cases: list[Case] | None = None) -> report.Result:
         "template": None,
         "quick": False,
         "peers": ["flash", "cudnn", "efficient"],
-        "host_us": {"torch SDPA": 15.6},
+        "host_us": {"repeated, S128 D64": {"attention": 9.9, "torch SDPA": 15.6}},
         "cases": entries,
         "wall_s": 60.0,
     }
@@ -323,7 +323,7 @@ def test_the_report_says_where_and_with_what_it_was_measured() -> None:
     ):
         assert fact in markdown
     assert "the sm_120 rows are compiled for sm_90" in markdown
-    assert "torch SDPA 15.6 us" in markdown
+    assert "microseconds, repeated, S128 D64: attention 9.9, torch SDPA 15.6" in markdown
     assert runner.METHOD in markdown
 
 
@@ -356,7 +356,7 @@ def test_a_nan_error_survives_the_json_and_stays_wrong(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("{", "not JSON"), ("[]", "no benchmark result"), ('{"schema": 1}', "lacks cases")],
+    [("{", "not JSON"), ("[]", "no benchmark result"), ('{"schema": 2}', "lacks cases")],
 )
 def test_a_file_that_is_no_result_is_refused(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "result.json"

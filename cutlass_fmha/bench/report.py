@@ -10,11 +10,12 @@ from typing import Any
 
 from .contenders import CAUSAL, COPY, OURS, OWN, TITLES
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the JSON's layout; a reader refuses others."""
 
 Result = dict[str, Any]
-"""schema, machine, method, template, quick, peers, host_us, wall_s and cases: per case its description,
+"""schema, machine, method, template, quick, peers, host_us (section -> contender or percentile -> us), wall_s
+and cases: per case its description,
 ``input_sets`` and ``results``: contender -> status ("ok" or "unsupported"), then reason, or p50_us, p90_us,
 min_us,
 samples, calls_per_sample, tflops, tbytes_per_s, where the result was checked max_abs_error, tolerance and
@@ -222,10 +223,9 @@ def footnotes(result: Result) -> list[str]:
         "An error above 1 is wrong.",
         *(means for section in sections(result) if (means := section.means) is not None),
     ]
-    host = result.get("host_us") or {}
-    if host:
-        shown = ", ".join(f"{name} {value:.1f} us" for name, value in host.items())
-        notes.append(f"Host time per eager call: {shown}.")
+    for section, times in (result.get("host_us") or {}).items():
+        shown = ", ".join(f"{name} {us:.1f}" for name, us in times.items())
+        notes.append(f"Host time per eager call in microseconds, {section}: {shown}.")
     if machine.get("forced_arch"):
         notes.append(f"Forced: the sm_{machine['forced_arch']} rows (CUTLASS_FMHA_FORCE_ARCH).")
     for arch, compiled_for in ((machine.get("build") or {}).get("proxy") or {}).items():

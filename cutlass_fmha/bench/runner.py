@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
 
 import torch
 
@@ -14,9 +12,10 @@ from . import machine
 from .cases import Case
 from .contenders import OURS, OWN, ErrorCheck, Inputs, make_inputs, only
 from .features import Feature
+from .host import measure_host
 from .lineup import Contender, line_up
 from .report import SCHEMA
-from .timing import GraphTimer, input_sets, time_host, time_interleaved
+from .timing import GraphTimer, input_sets, time_interleaved
 
 BUDGET_S = 0.45
 """GPU seconds that each contender's replays of one case take."""
@@ -50,7 +49,7 @@ def measure(
     budget_s = BUDGET_S / 4 if quick else BUDGET_S
     with torch.cuda.device(device):
         described = machine.describe(device)
-        host_us = host_times()
+        host_us = measure_host()
         results = []
         for number, case in enumerate(cases, 1):
             print(f"bench: {number}/{len(cases)} {case.label}", file=sys.stderr, flush=True)
@@ -167,21 +166,3 @@ def selected_row(case: Case, inputs: Inputs, feature: Feature | None) -> str:
     arguments = feature.arguments if feature else {}
     tensors = [x.flatten(0, 1) if "cu_seqlens_q" in arguments else x for x in inputs[0]]
     return str(cutlass_fmha.explain(*tensors, causal=case.causal, **arguments).winner)
-
-
-def host_times() -> dict[str, float]:
-    """Host microseconds per eager call on a problem (B1 H1 S64 D64) so small that the GPU keeps up."""
-    import cutlass_fmha
-
-    case = Case("host", 1, 1, 1, 64, 64, 64, "float16")
-    tensors = make_inputs(case, 1, torch.device("cuda", torch.cuda.current_device()))[0]
-    q, k, v = (tensor.transpose(1, 2).contiguous() for tensor in tensors)
-    calls: dict[str, Callable[[], object]] = {
-        "torch.ops.cutlass_fmha.forward": partial(
-            torch.ops.cutlass_fmha.forward, *tensors, 0.125, "none", False, None
-        ),
-        "cutlass_fmha.attention": partial(cutlass_fmha.attention, *tensors),
-        "cutlass_fmha SDPA": partial(cutlass_fmha.scaled_dot_product_attention, q, k, v),
-        "torch SDPA": partial(torch.nn.functional.scaled_dot_product_attention, q, k, v),
-    }
-    return {name: round(us, 2) for name, us in time_host(calls).items()}

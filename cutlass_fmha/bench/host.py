@@ -1,0 +1,124 @@
+"""Host time: what a call costs the interpreter, repeated and with a length that it never saw before."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import pairwise
+
+import torch
+
+from .timing import percentile, time_host
+
+Call = Callable[[], object]
+
+STEPS = 1000
+"""Lengths of a loop: as many that its p99 is that of ten calls."""
+DEPTH = 50
+"""Calls between two synchronisations, which are not timed: a full launch queue would make the host wait."""
+DOCUMENTS = 16
+
+
+def measure_host() -> dict[str, dict[str, float]]:
+    """Microseconds on the host, by section: of a repeated call by contender, of a loop its p50 and p99."""
+    return {**repeated(), **new_lengths()}
+
+
+def repeated() -> dict[str, dict[str, float]]:
+    """An eager call with the same shapes again and again, in turns with torch's."""
+    import cutlass_fmha
+
+    found = {}
+    for seqlen, head_dim in ((128, 64), (2048, 128)):
+        q, k, v = (_tensor(1, 1, seqlen, head_dim) for _ in range(3))
+        rows = [tensor.transpose(1, 2) for tensor in (q, k, v)]
+        calls: dict[str, Call] = {
+            "attention": partial(cutlass_fmha.attention, *rows),
+            "scaled_dot_product_attention": partial(cutlass_fmha.scaled_dot_product_attention, q, k, v),
+            "the op forward": partial(
+                torch.ops.cutlass_fmha.forward, *rows, head_dim**-0.5, "none", False, None
+            ),
+            "torch SDPA": partial(torch.nn.functional.scaled_dot_product_attention, q, k, v),
+        }
+        section = f"repeated, S{seqlen} D{head_dim}"
+        found[section] = {name: round(us, 2) for name, us in time_host(calls).items()}
+    return found
+
+
+def new_lengths() -> dict[str, dict[str, float]]:
+    """Loops in which each call has a length that none had before."""
+    import cutlass_fmha
+
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    loops: dict[str, Callable[[int], Iterator[Call]]] = {
+        "prefill, ours": partial(_prefill, lambda *x: cutlass_fmha.attention(*x, causal=True)),
+        "prefill, torch SDPA": partial(
+            _prefill, lambda *x: sdpa(*(y.transpose(1, 2) for y in x), is_causal=True)
+        ),
+        "packed documents, ours": _packed,
+        "growing decode, ours": _growing,
+    }
+    found = {}
+    for name, loop in loops.items():
+        times = time_each(loop(STEPS))
+        section = {"p50": percentile(times, 0.5), "p99": percentile(times, 0.99)}
+        found[f"a new length at each call: {name}"] = {key: round(us, 1) for key, us in section.items()}
+    return found
+
+
+def time_each(calls: Iterator[Call]) -> list[float]:
+    """Host microseconds of each call; making the calls is not timed, and waiting for the GPU neither."""
+    times = []
+    for number, call in enumerate(calls):
+        if number % DEPTH == 0:
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - begin) * 1e6)
+    torch.cuda.synchronize()
+    return times
+
+
+def _tensor(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float32, device="cuda").to(torch.bfloat16)
+
+
+def _prefill(attend: Callable[..., object], steps: int) -> Iterator[Call]:
+    first = 700
+    q, k, v = (_tensor(1, first + steps, 8, 128) for _ in range(3))
+    for seqlen in range(first, first + steps):
+        yield partial(attend, *(x[:, :seqlen] for x in (q, k, v)))
+
+
+def _packed(steps: int) -> Iterator[Call]:
+    import cutlass_fmha
+
+    draw = random.Random(1)
+    q, k, v = (_tensor(DOCUMENTS * 400, 8, 128) for _ in range(3))
+    for _ in range(steps):
+        ends = [0]
+        for _ in range(DOCUMENTS):
+            ends.append(ends[-1] + draw.randint(20, 400))
+        longest = max(b - a for a, b in pairwise(ends))
+        cu_seqlens = torch.tensor(ends, dtype=torch.int32, device="cuda")
+        yield partial(
+            cutlass_fmha.attention,
+            *(x[: ends[-1]] for x in (q, k, v)),
+            causal=True,
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_k=cu_seqlens,
+            max_seqlen_q=longest,
+            max_seqlen_k=longest,
+        )
+
+
+def _growing(steps: int) -> Iterator[Call]:
+    import cutlass_fmha
+
+    first = 1000
+    q = _tensor(1, 1, 32, 128)
+    k, v = (_tensor(1, first + steps, 8, 128) for _ in range(2))
+    for seqlen in range(first, first + steps):
+        yield partial(cutlass_fmha.attention, q, k[:, :seqlen], v[:, :seqlen])
