@@ -246,7 +246,8 @@ def _forward(
             )  # nested and sparse tensors have no shape or address to ask for
             raise
     check.check_types((q, k, v), names)
-    if q.dim() == v.dim() == 4 and v.shape[3] != q.shape[3]:
+    changes = torch.compiler.is_compiling() and not (scale is None or private_torch.has_static_value(scale))
+    if changes or (q.dim() == v.dim() == 4 and v.shape[3] != q.shape[3]):
         return _attend(q, k, v, scale, causal, return_lse, layout, template, names, {})
     dims = check.check_tensors((q, k, v), layout, names)
     if layout == "bhsd":
@@ -295,8 +296,20 @@ def _attend(
         if not compiling:  # the op checks under its own names; those of the caller say more
             check_features.check_features((q, k, v), Features(**arguments), names)
         scale = float(q.shape[-1]) ** -0.5 if scale is None else scale
+        if compiling:
+            scale, arguments = _numbers_that_change(scale, arguments)
         output, lse = torch.ops.cutlass_fmha.attend(q, k, v, scale, causal, return_lse, template, **arguments)
     return (output.transpose(1, 2) if heads_first else output), lse
+
+
+def _numbers_that_change(scale: float, arguments: dict[str, Any]) -> tuple[float, dict[str, Any]]:
+    """Scale and arguments of the op in a graph: numbers that may take any value there go in a tensor."""
+    numbers = (scale, arguments.get("softcap", 0.0), arguments.get("dropout_p", 0.0))
+    if all(private_torch.has_static_value(number) for number in numbers):
+        return scale, arguments
+    one = torch.ones((), dtype=torch.float64, device="cpu")
+    rest = {name: value for name, value in arguments.items() if name not in ("softcap", "dropout_p")}
+    return 1.0, {**rest, "numbers": torch.stack([one * number for number in numbers])}
 
 
 def _same_leading(query: object, key: object, value: object, enable_gqa: bool) -> bool:

@@ -43,7 +43,7 @@ ATTEND_SCHEMA = (
     "Tensor? dropout_seed=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
     "SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None, "
     "Tensor? leftpad_k=None, Tensor? page_table=None, Tensor? cache_batch_idx=None, int? num_splits=None, "
-    "bool batch_invariant=False) -> (Tensor output, Tensor softmax_lse)"
+    "bool batch_invariant=False, Tensor? numbers=None) -> (Tensor output, Tensor softmax_lse)"
 )
 
 # The library must live as long as its registrations. A schema and plain implementations are registered by
@@ -108,6 +108,23 @@ def _fake(
     return output, query.new_empty((dims.batch, dims.num_heads, dims.seqlen_q), dtype=torch.float32)
 
 
+def _said(scale: float, features: dict[str, Any]) -> tuple[float, Features]:
+    """The scale and features of a call of ``attend``.
+
+    ``numbers``, float64 [3] on the CPU, are scale, softcap and dropout_p in place of those: a compiled graph
+    holds a float as a constant, and would be compiled anew for each value.
+    """
+    numbers = features.pop("numbers", None)
+    if numbers is not None:
+        if numbers.dtype != torch.float64 or numbers.shape != (3,) or numbers.device.type != "cpu":
+            raise ValueError(
+                f"numbers must be float64 of shape (3,) on the CPU, got {check.dtype_name(numbers.dtype)} of "
+                f"shape {tuple(numbers.shape)} on {numbers.device}"
+            )
+        scale, features["softcap"], features["dropout_p"] = numbers.tolist()
+    return scale, Features(**features)
+
+
 def _attend_cuda(
     query: Tensor,
     key: Tensor,
@@ -118,8 +135,8 @@ def _attend_cuda(
     template: str | None,
     **features: Any,
 ) -> tuple[Tensor, Tensor]:
+    scale, arguments = _said(scale, features)
     _check_options(scale, causal)
-    arguments = Features(**features)
     output, lse = general_plan.launch(query, key, value, scale, causal, return_lse, template, arguments)
     return output, _no_lse(query) if lse is None else lse
 
@@ -134,12 +151,12 @@ def _attend_cpu(
     template: str | None,
     **features: Any,
 ) -> tuple[Tensor, Tensor]:
+    scale, arguments = _said(scale, features)
     _check_options(scale, causal)
-    arguments = Features(**features)
     sizes = check_features.check_features((query, key, value), arguments)
     cpu_general.check_contents(query, key, arguments, sizes)
     if os.environ.get(SIMULATE) == "1" and _C.build_info().get("simulator"):
-        return _attend_cuda(query, key, value, scale, causal, return_lse, template, **features)
+        return _attend_cuda(query, key, value, scale, causal, return_lse, template, **arguments._asdict())
     if template is not None:
         raise UnsupportedError(f"template {template} is a CUDA kernel, and the tensors are on the CPU")
     output, lse = cpu_general.attend(query, key, value, scale, causal, arguments, sizes)
@@ -157,6 +174,7 @@ def _attend_fake(
     **features: Any,
 ) -> tuple[Tensor, Tensor]:
     _check_options(scale, causal)
+    features.pop("numbers", None)  # known when the graph runs, and checked then
     sizes = check_features.check_features((query, key, value), Features(**features))
     output = query.new_empty(sizes.out_shape)
     if not return_lse:

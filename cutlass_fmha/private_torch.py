@@ -65,6 +65,16 @@ after_autograd = _next("_after_autograd_keyset", "_AutoDispatchBelowAutograd")
 after_writes = _next("_after_ADInplaceOrView_keyset", "_AutoDispatchBelowADInplaceOrView")
 
 
+# ---- what a compiler knows ---------------------------------------------------------------------------------
+
+try:
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+except ImportError:  # then every number is a constant of its graph, and another one is compiled anew
+
+    def has_static_value(number: Any) -> bool:
+        return True
+
+
 # ---- shortcuts ---------------------------------------------------------------------------------------------
 
 

@@ -221,6 +221,37 @@ def test_compile_takes_a_longest_sequence_that_only_the_device_knows(masked: boo
         assert counter.frame_count == 1
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        lambda q, number: attention(q, q, q, scale=number),
+        lambda q, number: attention(q, q, q, softcap=number, causal=True),
+        lambda q, number: attention(q, q, q, dropout_p=number, dropout_seed=3),
+        lambda q, number: cutlass_fmha.scaled_dot_product_attention(q, q, q, scale=number),
+    ],
+    ids=["scale", "softcap", "dropout_p", "sdpa"],
+)
+def test_compile_takes_a_float_that_changes(said):
+    q = torch.randn(1, 9, 2, 16)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    function = torch.compile(said, backend=counter, fullgraph=True)
+    for number in (0.13, 0.24, 0.35, 0.46, 0.57):
+        torch.testing.assert_close(function(q, number), said(q, number))
+    assert counter.frame_count == 2  # the first is a constant, and from the second on it may be any
+
+
+def test_numbers_in_a_tensor_are_checked_as_those_that_are_said():
+    q = torch.randn(1, 9, 2, 16)
+    call = (q, q, q, 1.0, "none", False, None)
+    numbers = torch.tensor([0.5, 2.0, 0.0], dtype=torch.float64)
+    expected = attend(*call[:3], 0.5, *call[4:], softcap=2.0)[0]
+    torch.testing.assert_close(attend(*call, numbers=numbers)[0], expected)
+    with pytest.raises(ValueError, match=r"numbers must be float64 of shape \(3,\) on the CPU, got float32"):
+        attend(*call, numbers=numbers.float())
+    with pytest.raises(ValueError, match="softcap must be 0"):
+        attend(*call, numbers=-numbers)
+
+
 def test_compile_takes_paged_decoding_with_dynamic_shapes():
     def step(q, k, v, table, used):
         return attention(q, k, v, page_table=table, seqused_k=used, num_splits=4, causal=True)
