@@ -23,10 +23,10 @@ class SimulationError(RuntimeError):
 @functools.cache
 def library() -> ctypes.CDLL:
     """The simulator, built when it isn't yet."""
-    from simulator import build
+    from simulator import DIRECTORY, build_library
 
     # Beside the rows that test_simulated_parity.py builds, and with none of its own.
-    return ctypes.CDLL(str(build.build_library(build.Options(rows="^$", directory=build.DIRECTORY / "ptx"))))
+    return ctypes.CDLL(str(build_library(DIRECTORY / "ptx")))
 
 
 def module(body: str, parameters: int, declarations: str = "") -> str:

@@ -3,10 +3,12 @@ Needs no GPU; nvcc, CMake and the headers of CUTLASS as a build does."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +20,7 @@ import cubin
 import emulate
 import mainloop
 import pytest
-from emulation import build, measure, report
+from emulation import measure, report
 from emulation.cases import SHAPES, Case, cases
 
 from cutlass_fmha import _C
@@ -214,53 +216,68 @@ def test_default_rows_are_those_for_long_problems():
         *("fwd_sm89_f16_d64_m64n64w4", "fwd_sm89_bf16_d64_m64n64w4_element"),
         "fwd_sm90_bf16_d64_m32n32w8k8",
     ]
-    assert [name for name in (*taken, *left) if re.search(build.ROWS, name)] == taken
+    assert [name for name in (*taken, *left) if re.search(emulate.ROWS, name)] == taken
     narrowed = emulate.rows_expression(emulate.parse_arguments(["--head-dims", "64", "128"]))
     assert [name for name in taken if re.search(narrowed, name)] == taken
     narrowed = emulate.rows_expression(emulate.parse_arguments(["--head-dims", "64"]))
     assert [name for name in taken if re.search(narrowed, name)] == [taken[0], taken[2]]
-    assert emulate.rows_expression(emulate.parse_arguments([])) == build.ROWS
+    assert emulate.rows_expression(emulate.parse_arguments([])) == emulate.ROWS
     assert emulate.rows_expression(emulate.parse_arguments(["--manifest", "x", "--rows", "y"])) == "y"
     assert emulate.rows_expression(emulate.parse_arguments(["--manifest", "x"])) == "_bf16_"
 
 
-def test_a_build_is_configured_with_its_passes_and_options(tmp_path: Path):
-    manifest = tmp_path / "candidates.cmake"
-    options = build.Options(tmp_path, manifest=manifest, architectures=(89, 120), defines=("A=B",))
-    command = options.configure(5, 3)
+def test_a_build_is_configured_with_its_passes_and_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(emulate, "spills", lambda build: {})
+    options = ["--archs", "89", "120", "--define", "A=B", "--jobs", "3", "--no-build", "--passes", "5"]
+    options += ["--manifest", str(tmp_path / "x.cmake"), "--build-dir", str(tmp_path)]
+    (build,) = emulate.make_builds(emulate.parse_arguments(options))
+    command = build.tree.configuration
     assert {"-DCUTLASS_FMHA_EMULATION=ON", "-DCUTLASS_FMHA_MMA_PASSES=5", "-DA=B"} <= set(command)
-    assert {f"-DCUTLASS_FMHA_MANIFEST={manifest}", "-DCMAKE_CUDA_ARCHITECTURES=89;120"} <= set(command)
+    assert {f"-DCUTLASS_FMHA_MANIFEST={tmp_path}/x.cmake", "-DCMAKE_CUDA_ARCHITECTURES=89;120"} <= set(
+        command
+    )
     assert str(tmp_path / "x5") in command and "-DCUTLASS_FMHA_JOBS=3" in command
+    with pytest.raises(building.BuildError, match=r"there is no _C\.\*\.so in .*: build it first"):
+        build.extension  # noqa: B018 - asks for a file
 
 
 def test_a_failed_build_ends_with_its_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    script = "import sys; print('fine'); print('x.cu(3): error: no such thing'); sys.exit(1)"
-    monkeypatch.setattr(build.Options, "configure", lambda *_: [sys.executable, "-c", script])
-    with pytest.raises(building.BuildError, match="(?s)with 3 mma passes failed, .*error: no such thing"):
-        build.build_all([3], build.Options(tmp_path))
-    with pytest.raises(building.BuildError, match="holds no emulation build: run without --no-build"):
-        build.find(3, tmp_path / "x3")
+    sentence = "a sentence so long that CMake breaks it into lines" + ", word after word" * 9
+    (tmp_path / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.26)\nproject(x LANGUAGES NONE)\n"
+        "add_custom_target(bad COMMAND echo 'x.cu(3): error: no such thing' COMMAND false)\n"
+        f'if(WRONG)\n  message(FATAL_ERROR "cutlass_fmha: {sentence}")\nendif()\n'
+        'message("${CUTLASS_FMHA_JOBS} ${Python_EXECUTABLE} ${pybind11_DIR} ${CMAKE_BUILD_TYPE}")\n'
+    )
+    monkeypatch.setattr(building, "ROOT", tmp_path)
+    with pytest.raises(building.BuildError, match="(?s)build failed, .*error: no such thing"):
+        building.Tree(tmp_path / "tree").build("bad", "*")
+    with pytest.raises(building.BuildError, match=f"^cutlass_fmha: {sentence}$"):
+        building.Tree(tmp_path / "tree", {"WRONG": 1}).configure()
+    with pytest.raises(building.BuildError, match="the project has no CMake variable OTHER"):
+        building.Tree(tmp_path / "tree", {"WRONG": 0, "OTHER": 1}).configure()
 
 
-PTXAS = """
-ptxas info    : Compiling entry function '{0}' for 'sm_90'
-ptxas info    : Function properties for {0}
-    16 bytes stack frame, {1} bytes spill stores, {1} bytes spill loads
-ptxas info    : Used 255 registers, used 1 barriers
-"""
-
-
-def test_spills_are_known_after_a_build_that_compiled_nothing(tmp_path: Path):
-    log, made = tmp_path / "build.log", build.Build(3, tmp_path / "_C.so", tmp_path / "reference.so")
-    assert made.spills() == {}
-    log.write_text(PTXAS.format("a", 0) + PTXAS.format("b", 24))
-    build.keep_spills(log, tmp_path / build.SPILLS)
-    log.write_text("ninja: no work to do.")
-    build.keep_spills(log, tmp_path / build.SPILLS)
-    assert made.spills() == {"b": 24}
-    log.write_text(PTXAS.format("b", 0))
-    build.keep_spills(log, tmp_path / build.SPILLS)
-    assert made.spills() == {}
+@pytest.mark.parametrize("how", ["timeout", "interrupt"])
+def test_what_ends_a_program_ends_all_that_it_started(how: str, tmp_path: Path):
+    """A child and its child hold a lock until they are dead."""
+    script = (
+        "import fcntl, os, signal\nlock = open('lock', 'w'); fcntl.flock(lock, fcntl.LOCK_EX)\n"
+        "if os.fork() == 0: signal.pause()\n"
+        f"{'os.kill(os.getppid(), signal.SIGINT)' if how == 'interrupt' else ''}\nsignal.pause()"
+    )
+    command = ["sh", "-c", f'cd {tmp_path}; exec {sys.executable} -c "{script}"']
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        if how == "timeout":
+            assert building.run(command, tmp_path / "log", 2.0) == (None, "")
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                building.run(command, tmp_path / "log")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with (tmp_path / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # waits until both are gone
 
 
 def test_a_missing_program_is_named(monkeypatch: pytest.MonkeyPatch):
@@ -387,9 +404,8 @@ def test_a_kept_result_is_rendered_without_a_gpu(
     kept.write_text(json.dumps(result))
     assert emulate.main(["--report", str(kept)]) == 0
     assert kept.with_suffix(".md").read_text() == capsys.readouterr().out == report.markdown(result)
-    assert kept.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    assert emulate.main(["--report", str(kept), "--output", str(tmp_path / "v1.2"), "--no-plot"]) == 0
-    assert (tmp_path / "v1.2.md").is_file() and not (tmp_path / "v1.2.png").exists()
+    assert emulate.main(["--report", str(kept), "--output", str(tmp_path / "v1.2")]) == 0
+    assert (tmp_path / "v1.2.md").is_file()
     assert emulate.default_stem(result).name == "emulation-h200"
 
 
@@ -400,7 +416,7 @@ def test_a_kernel_that_computed_something_else_fails_the_command(
     wrong["error_ratio"] = 1.5
     kept = tmp_path / "wrong.json"
     kept.write_text(json.dumps(result))
-    assert emulate.main(["--report", str(kept), "--no-plot"]) == 1
+    assert emulate.main(["--report", str(kept)]) == 1
     printed = capsys.readouterr()
     assert "WRONG: fwd_sm89_bf16_d128_m256n64w8 D128 full, 3 passes: error 1.50" in printed.out
     assert "wrong: fwd_sm89_bf16_d128_m256n64w8" in printed.err
@@ -439,8 +455,11 @@ def test_parts_are_measured_in_a_process_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """Without an sm_90 GPU that process says so, and the command ends with it."""
-    (tmp_path / "x3").mkdir()
-    made = build.Build(3, tmp_path / "x3" / "_C.so", tmp_path / "reference.so")
+    made = emulate.Build(3, building.Tree(tmp_path))
+    for name in ("_C.x.so", "tools/emulation/libemulation_reference.so"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.setattr(emulate, "spills", lambda build: {"x": 7})
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(emulate, "make_builds", lambda options: [made])
     assert emulate.main(["--head-dims", "64"]) == 1
@@ -450,10 +469,11 @@ def test_parts_are_measured_in_a_process_of_their_own(
         assert command[2:5] == [
             str(made.extension),
             str(made.reference),
-            str(tmp_path / "x3" / "result.json"),
+            str(tmp_path / "result.json"),
         ]
-        Path(command[4]).write_text(json.dumps({"passes": 3, "results": []}))
+        Path(command[4]).write_text(json.dumps({"passes": 3, "results": [{"row": "x"}, {"row": "y"}]}))
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(emulate.subprocess, "run", run)
-    assert emulate.measure(made, [64], 0.01) == {"passes": 3, "results": []}
+    results = emulate.measure(made, [64], 0.01)["results"]
+    assert results == [{"row": "x", "spills": 7}, {"row": "y", "spills": 0}]

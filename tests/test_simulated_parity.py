@@ -38,10 +38,9 @@ ROWS = (
 @functools.cache
 def extension() -> Path:
     """The build with ROWS, made when it is not there or older than its sources."""
-    from simulator import build
+    from simulator import DIRECTORY, build_extension
 
-    expression = "^(" + "|".join(ROWS) + ")$"
-    return build.build_extension(build.Options(expression, build.DIRECTORY / "tests"))
+    return build_extension("^(" + "|".join(ROWS) + ")$", DIRECTORY / "tests")
 
 
 def simulate(row: str, *options: str) -> subprocess.CompletedProcess[str]:

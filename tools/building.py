@@ -1,10 +1,19 @@
-"""What the tools that build the extension have in common: which programs that takes."""
+"""How a tool builds the extension: the project's own CMake, with Ninja, in a directory of the tool's own."""
 
 from __future__ import annotations
 
+import fcntl
+import os
+import re
 import shutil
+import signal
+import subprocess
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 class BuildError(RuntimeError):
@@ -29,3 +38,90 @@ def pybind11_directory() -> str | None:
     except ImportError:
         return None
     return str(pybind11.get_cmake_dir())
+
+
+def run(command: list[str], log: Path, timeout_s: float | None = None) -> tuple[int | None, str]:
+    """Exit status and output, which ``log`` keeps. None: it took too long, and was killed.
+
+    Whatever ends the wait, an interrupt too, ends all that the command has started.
+    """
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=out, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+        try:
+            status: int | None = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    return status, log.read_text(errors="replace")
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A build directory and what is built there. ``variables``: CMake's; a list is joined by semicolons."""
+
+    directory: Path
+    variables: Mapping[str, object] = field(default_factory=dict)
+    jobs: int = len(os.sched_getaffinity(0))
+
+    @property
+    def configuration(self) -> list[str]:
+        """The command that configures it."""
+        defines = {
+            "CMAKE_BUILD_TYPE": "Release",
+            "CMAKE_MAKE_PROGRAM": find_program("ninja"),
+            "CUTLASS_FMHA_JOBS": self.jobs,
+            "Python_EXECUTABLE": sys.executable,
+            **({"pybind11_DIR": found} if (found := pybind11_directory()) else {}),
+            **{
+                name: ";".join(map(str, x)) if isinstance(x, list | tuple) else x
+                for name, x in self.variables.items()
+            },
+        }
+        command = [find_program("cmake"), "-S", str(ROOT), "-B", str(self.directory), "-G", "Ninja"]
+        return command + [f"-D{name}={value}" for name, value in defines.items()]
+
+    def configure(self) -> None:
+        """Raises BuildError: with the project's own sentence where it has one."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        status, output = run(self.configuration, self.directory / "configure.log")
+        if status:
+            sentence = re.search(r"cutlass_fmha: [^\n]*(?:\n  [^\n]*)*(?=\n(?:Call Stack|\s*\n))", output)
+            raise BuildError(" ".join(sentence[0].split()) if sentence else f"CMake failed:\n{tail(output)}")
+        if unused := re.search(r"Manually-specified variables were not used by the project:\s+(\S+)", output):
+            raise BuildError(f"this version of the project has no CMake variable {unused[1]}")
+
+    def compile(self, target: str, timeout_s: float | None = None) -> tuple[int | None, str]:
+        """What ``run`` says of it. All that can be compiled is, whatever fails."""
+        command = [find_program("cmake"), "--build", str(self.directory), "--target", target]
+        return run([*command, "-j", str(self.jobs), "--", "-k", "0"], self.directory / "build.log", timeout_s)
+
+    def build(self, target: str, pattern: str) -> Path:
+        """Configures and builds a target, one process at a time. The file that is made; BuildError."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with (self.directory / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self.configure()
+            status, output = self.compile(target)
+        if status:
+            log = self.directory / "build.log"
+            raise BuildError(f"the build failed, {log} ends with:\n{tail(output)}")
+        return self.file(pattern)
+
+    def file(self, pattern: str) -> Path:
+        """What an earlier build made. Raises BuildError when it is not there."""
+        found = sorted(self.directory.glob(pattern), key=lambda path: path.stat().st_mtime)
+        if not found:
+            raise BuildError(f"there is no {pattern} in {self.directory}: build it first")
+        return found[-1]
+
+
+def tail(output: str, lines: int = 25) -> str:
+    """The errors of a program's output, or its last lines."""
+    text = output.splitlines()
+    errors = [line for line in text if "error" in line.lower() or "cutlass_fmha:" in line]
+    return "\n".join((errors or text)[-lines:])

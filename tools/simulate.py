@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from building import BuildError
-from simulator import build, check
+from simulator import DIRECTORY, build_extension, check
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -31,7 +31,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--only-drawn", action="store_true", help="leave out the tests' short problems")
     add("--longest", type=int, default=300, metavar="N", help="sequence of a drawn problem")
     add("--seed", type=int, default=0, help="of the problems and of every order that the GPU leaves open")
-    add("--build-dir", type=Path, default=build.DIRECTORY)
+    add("--build-dir", type=Path, default=DIRECTORY)
     add("--extension", type=Path, metavar="FILE", help="a simulator build that is there already")
     return parser.parse_args(arguments)
 
@@ -39,8 +39,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     try:
-        extension = options.extension or build.build_extension(
-            build.Options(options.rows, options.build_dir, options.archs, options.manifest)
+        extension = options.extension or build_extension(
+            options.rows, options.build_dir, options.archs, options.manifest
         )
         module = check.load(extension)
         rows = [

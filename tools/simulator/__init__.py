@@ -1,0 +1,37 @@
+"""The simulator's builds, in place of the CUDA runtime: docs/simulation.md."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from building import ROOT, Tree
+
+DIRECTORY = ROOT / "build" / "simulator"
+
+
+def build_extension(
+    rows: str,
+    directory: Path = DIRECTORY,
+    architectures: Sequence[int] = (89, 90, 120),
+    manifest: Path | None = None,
+) -> Path:
+    """``_C`` with the rows in whose name CMake finds the regular expression. Raises BuildError."""
+    return tree(rows, directory, architectures, manifest).build("_C", "_C.*.so")
+
+
+def build_library(directory: Path) -> Path:
+    """The simulator alone, as a library for programs that bring their PTX with them. Raises BuildError."""
+    return tree("^$", directory).build("simulator_ptx", "libsimulator_ptx.so")
+
+
+def tree(
+    rows: str, directory: Path, architectures: Sequence[int] = (89, 90, 120), manifest: Path | None = None
+) -> Tree:
+    variables = {
+        "CMAKE_CUDA_ARCHITECTURES": list(architectures),
+        "CUTLASS_FMHA_SIMULATOR": "ON",
+        "CUTLASS_FMHA_ROWS": rows,
+        "CUTLASS_FMHA_MANIFEST": manifest.resolve() if manifest else "",
+    }
+    return Tree(directory, variables)
