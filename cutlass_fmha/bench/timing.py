@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -91,7 +92,8 @@ class GraphTimer:
         with torch.cuda.stream(stream):
             for number in range(WARMUP_CALLS):
                 call(number % sets)
-            self.estimate_us = _time_eagerly(call, sets)
+            # With the host's part: this only decides how many calls a graph gets.
+            self.estimate_us = sum(elapsed_us([partial(call, number % sets) for number in range(3)])) / 3
         torch.cuda.current_stream().wait_stream(stream)
         self.calls = calls_per_graph(self.estimate_us, sets)
         self.graph = torch.cuda.CUDAGraph()
@@ -100,45 +102,29 @@ class GraphTimer:
                 call(number % sets)
         self.graph.replay()
         torch.cuda.synchronize()
-        self.graph_us = _replay(self.graph, 2)[-1]
+        self.graph_us = elapsed_us([self.graph.replay] * 2)[-1]
 
     def run_round(self, count: int) -> None:
         """Keep the times of ``count`` replays. One more goes first, unrecorded: it meets an idle GPU."""
-        times = _replay(self.graph, count + 1)[1:]
+        times = elapsed_us([self.graph.replay] * (count + 1))[1:]
         self.samples_us += [elapsed / self.calls for elapsed in times]
 
     def result(self) -> Timing:
         return summarise(self.samples_us, self.calls)
 
 
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)
+def elapsed_us(calls: Sequence[Callable[[], object]]) -> list[float]:
+    """GPU microseconds of each call, back to back on the current stream.
 
-
-def _microseconds(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
-    return float(begin.elapsed_time(end)) * 1e3
-
-
-def _time_eagerly(call: Call, sets: int) -> float:
-    """Rough time of one call in microseconds, host included: only decides how many calls a graph gets."""
-    start, stop = _event(), _event()
-    start.record()
-    for number in range(3):
-        call(number % sets)
-    stop.record()
-    stop.synchronize()
-    return _microseconds(start, stop) / 3
-
-
-def _replay(graph: torch.cuda.CUDAGraph, count: int) -> list[float]:
-    """Microseconds of ``count`` back-to-back replays. The host runs ahead, so no launch gap is measured."""
-    events = [_event() for _ in range(count + 1)]
+    Where a call takes longer than the host needs to make it, the host runs ahead, and no gap is measured.
+    """
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(len(calls) + 1)]
     events[0].record()
-    for event in events[1:]:
-        graph.replay()
+    for call, event in zip(calls, events[1:], strict=True):
+        call()
         event.record()
     events[-1].synchronize()
-    return [_microseconds(first, second) for first, second in itertools.pairwise(events)]
+    return [float(first.elapsed_time(second)) * 1e3 for first, second in itertools.pairwise(events)]
 
 
 def time_interleaved(timers: dict[str, GraphTimer], budget_s: float) -> dict[str, Timing]:

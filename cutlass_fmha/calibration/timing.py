@@ -18,6 +18,7 @@ import torch
 
 from cutlass_fmha import _C, general_plan
 from cutlass_fmha import device as devices
+from cutlass_fmha.bench.timing import elapsed_us
 from cutlass_fmha.calibration.problems import input_bytes
 from cutlass_fmha.select import Problem
 
@@ -160,12 +161,7 @@ class RowTimer:
         self._warm.add(row.index)
 
     def _first_call(self, launch: Launch) -> float:
-        begin, end = _event(), _event()
-        begin.record(self.stream)
-        launch(0)
-        end.record(self.stream)
-        end.synchronize()
-        return _microseconds(begin, end)
+        return elapsed_us([lambda: launch(0)])[0]
 
     def _replay(self, launch: Launch, first_us: float, sets: int) -> tuple[Callable[[], None], int]:
         """What one round runs, and how many calls that is."""
@@ -207,28 +203,9 @@ class RowTimer:
         """Microseconds of ``count`` replays of each row, queued back to back; one more first if ``idle``."""
         if idle:  # it meets an idle GPU, and gives the host time to get ahead
             next(iter(replays.values()))[0]()
-        events = []
-        for _ in range(count):
-            for name, (replay, _) in replays.items():
-                begin, end = _event(), _event()
-                begin.record(self.stream)
-                replay()
-                end.record(self.stream)
-                events.append((name, begin, end))
-        self.stream.synchronize()
-        samples: dict[str, list[float]] = {name: [] for name in replays}
-        for name, begin, end in events:
-            samples[name].append(_microseconds(begin, end))
-        return samples
+        us = elapsed_us([replay for replay, _ in replays.values()] * count)
+        return {name: us[number :: len(replays)] for number, name in enumerate(replays)}
 
 
 def _device(index: int) -> torch.device:
     return torch.device("cuda", index)
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)
-
-
-def _microseconds(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
-    return float(begin.elapsed_time(end)) * 1e3

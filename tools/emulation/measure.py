@@ -10,7 +10,6 @@ import argparse
 import ctypes
 import datetime
 import importlib.util
-import itertools
 import json
 import math
 import statistics
@@ -45,9 +44,12 @@ def load_module(name: str, path: Path) -> Any:
     """A module by its file: the build's ``_C``, which is no installed package's."""
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+timing = load_module("timing", ROOT / "cutlass_fmha" / "bench" / "timing.py")
 
 
 def describe(build: dict[str, Any]) -> dict[str, Any]:
@@ -94,13 +96,7 @@ def rounds(launch: Callable[[], object], budget: float) -> int:
 
 def timed(launches: Sequence[Callable[[], object]]) -> list[float]:
     """Seconds of each, launched back to back."""
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(len(launches) + 1)]
-    events[0].record()
-    for launch, event in zip(launches, events[1:], strict=True):
-        launch()
-        event.record()
-    events[-1].synchronize()
-    return [float(first.elapsed_time(second)) * 1e-3 for first, second in itertools.pairwise(events)]
+    return [us * 1e-6 for us in timing.elapsed_us(launches)]
 
 
 class Tensors:
