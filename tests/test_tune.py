@@ -5,16 +5,16 @@ from __future__ import annotations
 import itertools
 import math
 import random
-import re
 import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from building import find_program
-from tuning import manifest, search, space, verdict
+from tuning import manifest, search, space
 from tuning.candidate import COLUMNS, DTYPES, Candidate
-from tuning.manifest import Line, ManifestError, Patch
+from tuning.leaderboard import Sighting
+from tuning.manifest import Line, ManifestError
 from tuning.space import Limits, Space
 from tuning.targets import make_targets, parse_shape
 
@@ -195,8 +195,7 @@ def test_nothing_is_proposed_twice_until_all_has_been(strategy: str):
         assert proposed and not known & {c.key for c in proposed} and all(c in tiny for c in proposed)
         known |= {c.key for c in proposed}
         best += [search.Scored(c, random.Random(c.key).random()) for c in proposed]
-    with pytest.raises(search.Exhausted, match="have been tried"):
-        search.propose(tiny, known, best, 20, strategy, "last")
+    assert search.propose(tiny, known, best, 20, strategy, "last") == []
 
 
 def test_evolution_stays_near_the_best_and_brings_new_blood():
@@ -258,106 +257,38 @@ def rows(*us: float) -> dict[str, dict[str, float]]:
     ],
 )
 def test_a_gain_is_three_percent_with_no_case_one_percent_worse(candidate: tuple[float, ...], gain: bool):
-    judgement = verdict.judge(times(*candidate), rows(100.0, 100.0))
-    assert judgement.is_gain == gain
+    assert Sighting(times(*candidate), rows(100.0, 100.0)).is_gain == gain
 
 
 def test_each_case_is_compared_with_the_fastest_row_for_it():
     incumbents = {"case0": {"a": 50.0, "b": 100.0}, "case1": {"a": 100.0, "b": 50.0}}
-    judgement = verdict.judge(times(48.0, 48.0), incumbents)
-    assert judgement.geomean == pytest.approx(50 / 48)
-    assert judgement.is_gain
+    sighting = Sighting(times(48.0, 48.0), incumbents)
+    assert sighting.geomean == pytest.approx(50 / 48)
+    assert sighting.is_gain and not Sighting(times(48.0, 48.0), incumbents, quick=True).is_gain
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 0.0, -1.0])
 def test_a_time_that_is_none_is_an_error(bad: float):
     with pytest.raises(ValueError, match="no positive number"):
-        verdict.judge(times(bad), rows(100.0))
-    with pytest.raises(ValueError, match="can't be compared"):
-        verdict.judge(times(1.0, 1.0), rows(100.0))
-    with pytest.raises(ValueError, match="no incumbent"):
-        verdict.judge(times(1.0), {"case0": {}})
+        Sighting(times(bad), rows(100.0))
+    for us, incumbents in ((times(1.0, 1.0), rows(100.0)), (times(1.0), {"case0": {}}), ({}, {})):
+        with pytest.raises(ValueError, match="can't be compared"):
+            Sighting(us, incumbents)
 
 
 # ---- the manifest ------------------------------------------------------------------------------------------
 
-TEXT = manifest.MANIFEST.read_text()
-NEW = Candidate(64, 128, 64, 4, 1, 3, 1, True, False, "cp_async_16")
 BOTH = ("f16", "bf16")
 
 
-def added(old: str, new: str) -> list[str]:
-    return [line for line in new.splitlines() if line not in old.splitlines()]
-
-
-def removed(old: str, new: str) -> list[str]:
-    return added(new, old)
-
-
-def columns_of(line: str) -> list[int]:
-    """Where each word of a line begins, and each number ends."""
-    words = list(re.finditer(r'"[^"]*"|[^\s"()]+', line))
-    return [word.end() if word[0].isdigit() else word.start() for word in words]
-
-
-def test_an_accepted_line_is_added_in_its_place_and_form():
-    patched = manifest.patch(TEXT, [Patch(90, BOTH, NEW)])
-    assert removed(TEXT, patched) == []
-    (line,) = added(TEXT, patched)
-    lines = {each.number: each.candidate for each in manifest.parse(patched)}
-    number = patched.splitlines().index(line)
-    assert lines[number - 1].head_dim == 64 != lines[number + 1].head_dim
-    before = patched.splitlines()[number - 1]
-    assert columns_of(line) == columns_of(before)
-    (parsed,) = manifest.parse(line)
-    assert (parsed.archs, parsed.dtypes, parsed.candidate) == ((90,), BOTH, NEW)
-    assert manifest.patch(TEXT, []) == TEXT
-
-
-TINY = """# comment
-set(ALL 89 90 120)
-
-fmha_forward("${ALL}"  "f16;bf16"  64    256    64   8    1     2    1       true      true    cp_async_16)
-# about the small one
-fmha_forward("${ALL}"  "f16;bf16"  64     64    64   4    1     2    2       true      false   cp_async_16)
-"""
-
-
-def test_a_row_of_the_same_name_gives_way_for_its_architecture_only():
+def test_a_line_says_which_rows_it_takes_the_name_of():
+    text = Line((89, 90), BOTH, LARGE).text()
+    lines = manifest.parse(f"# comment\nset(ALL 89 90)\n{text.replace('89;90', '${ALL}')}\n")
+    assert lines == [Line((89, 90), BOTH, LARGE)]
     deeper = replace(LARGE, stages=1)
-    patched = manifest.patch(TINY, [Patch(90, BOTH, deeper)])
-    assert manifest.candidates_of(manifest.parse(patched), 90, 64, DTYPES.values()) == [
-        Candidate(64, 64, 64, 4, 1, 2, 2, True, False, "cp_async_16"),
-        deeper,
-    ]
-    for arch in (89, 120):
-        assert LARGE in manifest.candidates_of(manifest.parse(patched), arch, 64, DTYPES.values())
-    assert patched.splitlines()[3] == TINY.splitlines()[3].replace("${ALL}", "89;120")
-    assert [line for line in patched.splitlines() if line.startswith(("#", "set"))] == [
-        "# comment",
-        "set(ALL 89 90 120)",
-        "# about the small one",
-    ]
-
-
-def test_beaten_rows_are_taken_out_when_asked():
-    patched = manifest.patch(TINY, [Patch(120, BOTH, NEW, instead_of=(LARGE,))])
-    lines = manifest.parse(patched)
-    assert LARGE not in manifest.candidates_of(lines, 120, 64, DTYPES.values())
-    assert LARGE in manifest.candidates_of(lines, 90, 64, DTYPES.values())
-    once_more = manifest.patch(patched, [Patch(120, BOTH, replace(NEW, stages=2))])
-    assert [line.candidate for line in manifest.parse(once_more) if line.archs == (120,)] == [
-        replace(NEW, stages=2)
-    ]
-
-
-def test_a_row_that_would_be_lost_is_an_error():
-    with pytest.raises(ManifestError, match="makes bf16 rows too"):
-        manifest.patch(TINY, [Patch(90, ("f16",), replace(LARGE, stages=1))])
-    with pytest.raises(ManifestError, match="lost again"):
-        manifest.patch(
-            TINY, [Patch(90, BOTH, replace(LARGE, stages=1)), Patch(90, BOTH, replace(LARGE, min_blocks=2))]
-        )
+    assert manifest.replaced(lines, 90, deeper) == [LARGE]
+    assert manifest.replaced(lines, 120, deeper) == manifest.replaced(lines, 90, LARGE) == []
+    assert manifest.replaced(lines, 90, replace(LARGE, tile_m=128)) == []
 
 
 @pytest.mark.parametrize(
@@ -378,14 +309,17 @@ def test_a_manifest_that_is_not_understood_is_an_error(line: str, expected: str)
 def test_cmake_reads_a_scratch_manifest_as_it_was_meant(tmp_path: Path):
     """CMake's own idea of a scratch manifest's rows: names and files, without compiling any."""
     same_name = replace(LARGE, stages=1)
-    lines = [(Line((90,), BOTH, c), f"_{c.tag}", "_c1") for c in (LARGE, same_name)]
+    lines = [(Line((90,), BOTH, c), f"_{c.tag}") for c in (LARGE, same_name)]
     (tmp_path / "scratch.cmake").write_text(manifest.scratch(lines))
     (tmp_path / "list.cmake").write_text(
         "cmake_minimum_required(VERSION 3.26)\n"
         "set(FMHA_SUPPORTED_ARCHITECTURES 89 90 120)\nset(FMHA_ARCHITECTURES 90)\n"
         f'set(CUTLASS_FMHA_MANIFEST "{tmp_path}/scratch.cmake")\n'
         f'include("{ROOT}/cmake/Instances.cmake")\nfmha_include_manifest()\n'
-        'get_property(rows GLOBAL PROPERTY FMHA_ROWS_sm90_d64_c1)\nmessage(STATUS "rows ${rows}")\n'
+        + "".join(
+            f'get_property(rows GLOBAL PROPERTY FMHA_ROWS_sm90_d64_{c.tag})\nmessage("${{rows}}")\n'
+            for c in (LARGE, same_name)
+        )
     )
     done = subprocess.run(
         [find_program("cmake"), "-P", str(tmp_path / "list.cmake")],
@@ -393,5 +327,5 @@ def test_cmake_reads_a_scratch_manifest_as_it_was_meant(tmp_path: Path):
         text=True,
         check=True,
     )
-    names = done.stdout.partition("rows ")[2].strip().split(";")
-    assert names == [f"fwd_sm90_{dtype}_d64_m256n64w8_{c.tag}" for c in (LARGE, same_name) for dtype in BOTH]
+    names = [f"fwd_sm90_{dtype}_d64_m256n64w8_{c.tag}" for c in (LARGE, same_name) for dtype in BOTH]
+    assert done.stderr.replace(";", "\n").split() == names

@@ -1,4 +1,4 @@
-"""A tuner's builds: how candidates share files, whose fault a failure is, and a real build."""
+"""A tuner's builds: whose fault a failure is, and a real build."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from building import ROOT
 from cubin import Kernel
 from tuning import build, manifest
-from tuning.build import Builder, BuildError, Chunk, chunks_of, judge_resources, prune
+from tuning.build import Builder, BuildError, judge_resources
 from tuning.candidate import Candidate
 from tuning.space import Limits
 
@@ -20,62 +21,28 @@ OTHERS = [replace(SMALL, stages=stages, tile_n=n) for stages in (1, 2) for n in 
 BOTH = ("bfloat16", "float16")
 
 
-def test_files_hold_so_many_kernels_of_one_head_dim():
-    wanted = {**dict.fromkeys(OTHERS, BOTH), replace(SMALL, head_dim=64): ("float16",)}
-    for per_file in (1, 2, 4, 5):
-        chunks = chunks_of(90, wanted, per_file)
-        assert sorted(line.candidate for chunk in chunks for line in chunk.lines) == sorted(wanted)
-        for chunk in chunks:
-            kernels = sum(len(line.dtypes) for line in chunk.lines)
-            assert kernels <= max(per_file, 2), "a candidate's dtypes stay together"
-            assert len({line.candidate.head_dim for line in chunk.lines}) == 1
-        assert len({chunk.suffix for chunk in chunks}) == len(chunks)
-
-
-def test_a_file_keeps_its_name_while_its_kernels_stay(tmp_path: Path):
-    """What was compiled for one batch is not compiled again for the next."""
-    incumbents = {SMALL: BOTH}
-    first, second = (chunks_of(90, incumbents, 2, True) + chunks_of(90, {c: BOTH}, 2) for c in OTHERS[:2])
-    assert first[0].suffix == second[0].suffix and first[1].suffix != second[1].suffix
-
-
 NINJA = """[1/9] Building CXX object CMakeFiles/_C.dir/src/registry.cpp.o
-[2/9] Building CUDA object CMakeFiles/fmha_sm90.dir/generated/sm90_d32_c111_0.cu.o
-FAILED: [code=2] CMakeFiles/fmha_sm90.dir/generated/sm90_d32_c111_0.cu.o
-/usr/local/bin/nvcc -gencode=arch=compute_90,code=sm_90 -c generated/sm90_d32_c111_0.cu
-In file included from generated/sm90_d32_c111_0.cu:2:
+[2/9] Building CUDA object CMakeFiles/fmha_sm90.dir/generated/sm90_d32_t1111111111_0.cu.o
+FAILED: [code=2] CMakeFiles/fmha_sm90.dir/generated/sm90_d32_t1111111111_0.cu.o
+/usr/local/bin/nvcc -gencode=arch=compute_90,code=sm_90 -c generated/sm90_d32_t1111111111_0.cu
+In file included from generated/sm90_d32_t1111111111_0.cu:2:
 /home/user/project/src/forward/kernel.cuh(38): error: static assertion failed with "tiles"
           detected during instantiation of "void forward<C>(const ForwardParams &)"
-1 error detected in the compilation of "sm90_d32_c111_0.cu".
-[3/9] Building CUDA object CMakeFiles/fmha_sm90.dir/generated/sm90_d32_c222_0.cu.o
-FAILED: CMakeFiles/fmha_sm90.dir/generated/sm90_d32_c222_0.cu.o
+1 error detected in the compilation of "sm90_d32_t1111111111_0.cu".
+[3/9] Building CUDA object CMakeFiles/fmha_sm90.dir/generated/sm90_d32_t2222222222_0.cu.o
+FAILED: CMakeFiles/fmha_sm90.dir/generated/sm90_d32_t2222222222_0.cu.o
 nvcc error   : 'cicc' died due to signal 9 (Kill signal)
+FAILED: CMakeFiles/fmha_sm90.dir/generated/sm90_d32_t3333333333_0.cu.o
 ninja: build stopped: cannot make progress due to previous errors.
 """
 
 
 def test_whose_compiler_said_what():
-    failures = build._failures(NINJA)
-    assert list(failures) == ["sm90_d32_c111_0", "sm90_d32_c222_0"]
-    assert prune(failures["sm90_d32_c111_0"]) == 'kernel.cuh(38): error: static assertion failed with "tiles"'
-    assert prune(failures["sm90_d32_c222_0"]) == "nvcc error   : 'cicc' died due to signal 9 (Kill signal)"
-    assert prune("") == "nvcc failed without a word"
-
-
-def test_a_broken_file_is_cut_up_until_its_culprit_is_alone(tmp_path: Path):
-    builder = Builder(tmp_path, 90)
-    chunks = chunks_of(90, dict.fromkeys(OTHERS, ("float16",)), 3)
-    failed: dict[Candidate, str] = {}
-    culprit = OTHERS[1]
-    attempts = 0
-    while broken := {c: "no" for c in chunks if any(line.candidate == culprit for line in c.lines)}:
-        chunks = builder._without(chunks, broken, failed)
-        attempts += 1
-    assert (attempts, failed) == (2, {culprit: "no"})
-    assert sorted(line.candidate for c in chunks for line in c.lines) == sorted(set(OTHERS) - {culprit})
-    (row,) = chunks_of(90, {SMALL: BOTH}, 2, incumbents=True)
-    with pytest.raises(BuildError, match="a row of src/templates.cmake does not compile"):
-        builder._without([row], {row: "no"}, failed)
+    assert build.failures(NINJA) == {
+        "t1111111111": 'kernel.cuh(38): error: static assertion failed with "tiles"',
+        "t2222222222": "nvcc error   : 'cicc' died due to signal 9 (Kill signal)",
+        "t3333333333": "nvcc failed without a word",
+    }
 
 
 def kernel(candidate: Candidate, dtype: str = "f16", **values: int) -> Kernel:
@@ -134,8 +101,8 @@ def test_candidates_are_compiled_and_the_bad_one_is_dropped(tmp_path: Path):
     """The real path, nvcc and all: two candidates that no name tells apart, and one that can't compile."""
     good, twin, bad = SMALL, replace(SMALL, min_blocks=1), replace(SMALL, tile_n=24)
     assert manifest.identity(good) == manifest.identity(twin)
-    builder = Builder(tmp_path, 89, per_file=2, jobs=1)
-    built = builder.build("batch", {good: ("float16",), twin: ("float16",), bad: ("float16",)})
+    builder = Builder(tmp_path, 89, jobs=1)
+    built = builder.build("batch", {good: ("float16",), twin: ("float16",), bad: ("float16",)}, {})
     assert built.failed == {bad: built.failed[bad]}
     assert "static assertion" in built.failed[bad]
     assert built.complaints == {good: [], twin: []}
@@ -148,21 +115,9 @@ def test_candidates_are_compiled_and_the_bad_one_is_dropped(tmp_path: Path):
         "from cutlass_fmha.bench import timing\n"
         "print(*(row.name for row in module.templates()), module.build_info()['source_hash'])"
     )
-    command = [sys.executable, "-c", listing, str(built.extension), str(build.ROOT / "tools")]
+    command = [sys.executable, "-c", listing, str(built.extension), str(ROOT / "tools")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     *names, source_hash = done.stdout.split()
     assert sorted(names) == sorted(f"fwd_sm89_f16_d32_m64n16w4_{c.tag}" for c in (good, twin))
     assert source_hash.endswith("+manifest"), "the parity gate must not take it for a build of src/"
-
-
-def test_a_stopped_build_ends(tmp_path: Path):
-    builder = Builder(tmp_path, 89)
-    builder.stop()
-    with pytest.raises(build.Stopped):
-        builder.build("batch", {SMALL: BOTH})
-
-
-def test_chunks_of_nothing_are_none():
-    assert chunks_of(90, {}, 2) == []
-    assert Chunk((manifest.Line((90,), ("f16",), SMALL),)).suffix.isidentifier()

@@ -13,46 +13,37 @@ from typing import Any
 import gpu as launches
 import pytest
 import torch
-import tune
 from fake_build import make_build
 from fake_general import FakeKernels, _at
 from fake_tuning import HANG_S, INCUMBENT
 from tuning import gates, worker
-from tuning.evaluate import EvaluationError, Evaluator, Job, TargetJobs
+from tuning.evaluate import EvaluationError, Evaluator, Job
 from tuning.leaderboard import Sighting
+from tuning.targets import make_targets
 
 from cutlass_fmha.bench import timing
 
 # ---- running candidates, and who ended the process ---------------------------------------------------------
 
 WORKER = """
-import json, os, signal, sys, time
+import json, os, signal, sys
 spec = json.load(open(sys.argv[1]))
-pipe = os.fdopen(int(sys.argv[2]), "w", buffering=1)
-def tell(event, **fields): pipe.write(json.dumps({"event": event, **fields}) + "\\n")
+def tell(event, **fields): print(json.dumps({"event": event, **fields}), flush=True)
 behaviour = json.loads(os.environ["BEHAVIOUR"])
 if behaviour.get("start"): raise SystemExit(behaviour["start"])
-tell("ready", gpu="none")
-for target in spec["targets"]:
-    name = target["name"]
-    for candidate in target["candidates"]:
-        tag = candidate["tag"]
-        tell("begin", target=name, tag=tag)
-        what = behaviour.get(tag)
-        if what == "segfault": os.kill(os.getpid(), signal.SIGSEGV)
-        if what == "hang":
-            tell("begin", target=name, tag=tag, seconds=-behaviour["hang_s"])  # a step that may take no time
-            signal.pause()
-        if what == "cuda": tell("failed", reason="CUDA error: an illegal memory access"); sys.exit(3)
-        if what == "bug": raise KeyError(tag)
-        tell("gate", target=name, tag=tag, fate="parity", reason="wrong" if what == "wrong" else None)
-        if what == "wrong": continue
-        tell("begin", target=name, tag=None)
-        if what == "late": os.kill(os.getpid(), signal.SIGKILL)
-        us = {case["head_dim"] and "b1_h1_s1_d64_bf16": 50.0 for case in target["cases"]}
-        rows = {case: {target["incumbents"][0]: 100.0} for case in us}
-        tell("times", target=name, tag=tag, us=us, incumbents_us=rows, quick=False)
-tell("done")
+for job in spec["jobs"]:
+    tell("begin")
+    what = behaviour.get(job["tag"])
+    if what == "segfault": os.kill(os.getpid(), signal.SIGSEGV)
+    if what == "hang":
+        tell("alive", seconds=-behaviour["hang_s"])  # a step that may take no time
+        signal.pause()
+    if what == "cuda": tell("failed", reason="CUDA error: an illegal memory access"); sys.exit(3)
+    if what == "bug": raise KeyError(job["tag"])
+    if what == "wrong": tell("dropped", fate="parity", reason="wrong"); continue
+    cases = [case["head_dim"] and "b1_h1_s1_d64_bf16" for case in job["cases"]]
+    rows = {case: {key: 100.0 for key in job["incumbents"].values()} for case in cases}
+    tell("times", us=dict.fromkeys(cases, 50.0), incumbents_us=rows, quick=False)
 """
 
 
@@ -62,17 +53,17 @@ def run_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behaviour: dict
     candidates = [replace(INCUMBENT, stages=stages, min_blocks=b) for stages in (1, 3) for b in (1, 2, 3)]
     tagged = {candidates[i].tag: what for i, what in behaviour.items() if i >= 0}
     monkeypatch.setenv("BEHAVIOUR", json.dumps({**tagged, "start": behaviour.get(-1), "hang_s": HANG_S}))
-    evaluator = Evaluator(tmp_path, 90, hang_s=HANG_S, start_s=HANG_S)
-    evaluator.command = [sys.executable, str(tmp_path / "worker.py")]
-    target = tune.make_targets([], ["b1_h1_s1_d64_bf16"])[0]
-    jobs = tuple(Job(c, target.dtypes) for c in candidates)
+    command = [sys.executable, str(tmp_path / "worker.py")]
+    evaluator = Evaluator(tmp_path, 90, hang_s=HANG_S, start_s=HANG_S, command=command)
+    target = make_targets([], ["b1_h1_s1_d64_bf16"])[0]
+    jobs = [Job(target, candidate, target.dtypes, (INCUMBENT,)) for candidate in candidates]
     fates: dict[str, str] = {}
 
-    def record(target, candidate, what, result) -> None:
-        assert candidate.key not in fates, "told twice"
-        fates[candidate.key] = what if isinstance(result, Sighting) else f"{what}: {result}"
+    def record(job, what, result) -> None:
+        assert job.candidate.key not in fates, "told twice"
+        fates[job.candidate.key] = what if isinstance(result, Sighting) else f"{what}: {result}"
 
-    evaluator.evaluate(tmp_path / "none.so", [TargetJobs(target, (INCUMBENT,), jobs, 0.1)], record)
+    evaluator.evaluate(tmp_path / "none.so", jobs, record)
     return [fates[c.key] for c in candidates]
 
 
@@ -83,14 +74,13 @@ def run_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behaviour: dict
         ("segfault", "crash: ended by signal 11 (SIGSEGV)"),
         ("hang", "crash: no answer within 0 s"),
         ("cuda", "crash: CUDA error: an illegal memory access"),
-        ("late", "crash: ended by signal 9 (SIGKILL)"),  # while all ran in turns: found by running them apart
     ],
 )
 def test_the_candidate_that_fails_is_found_and_the_others_go_on(
     what: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    fates = run_workers(tmp_path, monkeypatch, {1: what, 4: what})
-    assert fates == ["times", expected, "times", "times", expected, "times"]
+    fates = run_workers(tmp_path, monkeypatch, {1: what, 4: what, 5: what})
+    assert fates == ["times", expected, "times", "times", expected, expected]
 
 
 @pytest.mark.parametrize(
@@ -155,11 +145,11 @@ def test_the_gate_sees(what: str, expected: str | None, monkeypatch: pytest.Monk
     monkeypatch.setattr(launches._C, "run", Defect(what))
     # Scores of 1e30 are beyond a kernel that computes softmax from its LSE.
     problems = [problem for problem in gates.quick_problems(ROW) if not problem.exact_scores]
-    found = list(gates.failures(ROW, problems, torch.device("cpu"), stream=0))
+    found = gates.failures(ROW, problems, torch.device("cpu"), stream=0)
     if expected is None:
-        assert found == []
+        assert list(found) == []
     else:
-        assert any(re.search(expected, line) for line in found), found
+        assert any(re.search(expected, line) for line in found)
     assert {p.causal for p in problems} == {"none", "top-left", "bottom-right"}
     assert {(p.scale or 1) < 0 for p in problems} == {True, False}
     assert any(p.num_heads != p.num_heads_kv for p in problems)
@@ -170,121 +160,96 @@ def test_acceptance_asks_for_all_of_the_parity_tests_problems():
     assert listed and listed <= {str(problem) for problem in gates.all_problems(ROW)}
 
 
-# ---- timing, on a clock that is made up --------------------------------------------------------------------
+# ---- the worker, on a clock that is made up ----------------------------------------------------------------
 
-SLOW_LOOK, SLOW_ON_TWO, FINE, ROW_A, ROW_B = "look", "two", "fine", "a", "b"
+ROW_A, ROW_B = "a", "b"
 #: Microseconds on the short and on the long case.
-US = {SLOW_LOOK: (150, 90), SLOW_ON_TWO: (90, 106), FINE: (95, 95), ROW_A: (100, 130), ROW_B: (180, 100)}
+US = {"look": (150, 90), "two": (90, 106), "fine": (95, 95), ROW_A: (100, 130), ROW_B: (180, 100)}
+SHORT, LONG = "b1_h1_s64_d64_fp16", "b1_h1_s128_d64_fp16"
 
 
-class FakeTimer:
-    """A GraphTimer whose first look is 5 % off."""
+class FakeStand:
+    """Timers whose first look is 5 % off."""
 
-    def __init__(self, call: Any, sets: int) -> None:
-        (launch, *_) = call.args[0]
-        self.us = US[launch.row.tag][launch.q.shape[1] > 64]
-        self.calls, self.graph_us = 10, 10.5 * self.us
+    turns: list[list[str]]
 
+    def __init__(self, case: Any) -> None:
+        self.long = case.seqlen_q > 64
 
-@pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What the worker tells of three candidates and two rows on two cases, the longer one given first."""
-    turns: list[list[str]] = []
+    def timer(self, row: Any) -> Any:
+        us = US[row.tag][self.long]
+        return SimpleNamespace(us=us, calls=10, graph_us=10.5 * us)
 
-    def interleaved(timers: dict[str, FakeTimer], budget_s: float) -> dict[str, Any]:
-        turns.append(sorted(timers))
+    @classmethod
+    def interleaved(cls, timers: dict[str, Any], budget_s: float) -> dict[str, Any]:
+        cls.turns.append(sorted(timers))
         return {name: SimpleNamespace(p50_us=float(timer.us)) for name, timer in timers.items()}
 
-    properties = SimpleNamespace(L2_cache_size=2**16)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(timing, "GraphTimer", FakeTimer)
-    monkeypatch.setattr(timing, "time_interleaved", interleaved)
-    target = tune.make_targets([], ["b1_h1_s128_d64_fp16", "b1_h1_s64_d64_fp16"])[0]
-    described = {
-        "name": target.name,
-        "cases": [asdict(case) for case in target.cases],
-        "incumbents": [ROW_A, ROW_B],
-        "budget_s": 0.1,
-    }
-    rows = {(tag, "float16"): SimpleNamespace(tag=tag, head_dim=64, dtype="float16") for tag in US}
-    lines: list[dict[str, Any]] = []
 
-    def tell(event: str, **fields: Any) -> None:
-        lines.append({"event": event, **fields})
-
-    worker.time_target(described, [SLOW_LOOK, SLOW_ON_TWO, FINE], rows, torch.device("cpu"), tell)
-    lines.append({"event": "turns", "turns": turns})
-    return lines
-
-
-def test_what_is_far_behind_is_not_timed_further(told: list[dict[str, Any]]):
-    (turns,) = [line["turns"] for line in told if line["event"] == "turns"]
-    # The short case first; neither the candidate nor the row that a look finds far behind is timed in turns.
-    assert turns == [sorted([SLOW_ON_TWO, FINE, ROW_A]), sorted([SLOW_ON_TWO, FINE, ROW_B])]
-    short, long = "b1_h1_s64_d64_fp16", "b1_h1_s128_d64_fp16"
-    times = {line["tag"]: line for line in told if line["event"] == "times"}
-    assert times[FINE]["us"] == {short: 95.0, long: 95.0}
-    assert times[FINE]["incumbents_us"] == {short: {ROW_A: 100.0}, long: {ROW_B: 100.0}}
-    assert times[SLOW_LOOK]["us"] == {short: pytest.approx(157.5)}
-    assert [times[tag]["quick"] for tag in (FINE, SLOW_ON_TWO, SLOW_LOOK)] == [False, False, True]
+@pytest.mark.parametrize(
+    ("tag", "us", "turns"),
+    [  # the short case first; what a first look finds far behind is not timed in turns
+        ("fine", {SHORT: 95.0, LONG: 95.0}, [["a", "fine"], ["b", "fine"]]),
+        ("two", {SHORT: 90.0, LONG: 106.0}, [["a", "two"], ["b", "two"]]),
+        ("look", {SHORT: pytest.approx(157.5)}, []),
+    ],
+)
+def test_what_is_far_behind_is_not_timed_further(
+    tag: str, us: dict[str, float], turns: list[list[str]], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(worker.Stand, "of", lambda case, device: FakeStand(case))
+    monkeypatch.setattr(timing, "time_interleaved", FakeStand.interleaved)
+    FakeStand.turns = []
+    target = make_targets([], [LONG, SHORT])[0]
+    job = {"tag": tag, "cases": [asdict(case) for case in target.cases], "budget_s": 0.1}
+    job["incumbents"] = {ROW_A: "key of a", ROW_B: "key of b"}
+    rows = {(tag, "float16"): SimpleNamespace(tag=tag) for tag in US}
+    found = worker.time_job(job, rows, torch.device("cpu"), lambda event, **fields: None)
+    assert (found["us"], FakeStand.turns) == (us, turns)
+    assert found["quick"] == (len(us) == 1)
+    if turns:
+        assert found["incumbents_us"] == {SHORT: {"key of a": 100.0}, LONG: {"key of b": 100.0}}
 
 
-def test_each_step_names_the_candidate_at_work(told: list[dict[str, Any]]):
-    begun = [line["tag"] for line in told if line["event"] == "begin"]
-    assert begun[:6] == [None, None, SLOW_LOOK, SLOW_ON_TWO, FINE, None]
-    assert SLOW_LOOK not in begun[6:]
+SPEC = {"arch": 89, "mma_passes": 1, "shared_per_sm": 100 * 1024}
 
 
-@pytest.mark.parametrize(("arch", "passes", "dropped"), [(89, 1, True), (90, 3, True), (89, 3, False)])
-def test_a_launch_that_asks_for_too_much_shared_memory_is_dropped(arch: int, passes: int, dropped: bool):
-    sizes = {"fits": (49 * 1024, 2), "not": (49 * 1024 + 1, 2)}
-    rows = {
-        (tag, "float16"): SimpleNamespace(smem_bytes=size, min_blocks=blocks)
-        for tag, (size, blocks) in sizes.items()
-    }
-    target = {"name": "t", "candidates": [{"tag": tag, "dtypes": ["float16"]} for tag in sizes]}
-    spec = {"arch": arch, "mma_passes": passes, "shared_per_sm": 100 * 1024}
-    told: list[tuple[str, str]] = []
-
-    def tell(event: str, **fields: Any) -> None:
-        told.append((fields["tag"], fields["fate"]))
-
-    fitting = [candidate["tag"] for candidate in worker.check_shared_memory(target, rows, spec, tell)]
-    assert (fitting, told) == ((["fits"], [("not", "resources")]) if dropped else (["fits", "not"], []))
-
-
-def test_only_what_is_correct_is_timed(monkeypatch: pytest.MonkeyPatch):
-    """Every dtype is judged, in full for acceptance."""
-    asked: list[tuple[str, str, bool]] = []
+def test_every_dtype_is_judged_and_in_full_for_acceptance(monkeypatch: pytest.MonkeyPatch):
+    asked: list[tuple[str, bool]] = []
     everything = [object(), object()]
     monkeypatch.setattr(gates, "quick_problems", lambda row: everything[:1])
     monkeypatch.setattr(gates, "all_problems", lambda row: everything)
 
-    def first_failure(row: Any, problems: list[Any], device: torch.device) -> str | None:
-        asked.append((row.tag, row.dtype, problems[0] is everything[1]))
-        return "wrong" if (row.tag, row.dtype) == ("two", "bfloat16") else None
+    def failures(row: Any, problems: list[Any], device: torch.device) -> list[str]:
+        asked.append((row.dtype, problems[0] is everything[1]))
+        return ["wrong"] if row.tag == "two" and row.dtype == "bfloat16" else []
 
-    monkeypatch.setattr(gates, "first_failure", first_failure)
-    dtypes = ("float16", "bfloat16")
-    rows = {(tag, dtype): SimpleNamespace(tag=tag, dtype=dtype) for tag in US for dtype in dtypes}
-    candidates = [
-        {"tag": "look", "dtypes": ["float16"], "full_gate": False},
-        {"tag": "two", "dtypes": dtypes, "full_gate": True},
-        {"tag": "fine", "dtypes": dtypes, "full_gate": True},
-    ]
-    reasons: dict[str, str | None] = {}
+    monkeypatch.setattr(gates, "failures", failures)
+    dtypes = ["float16", "bfloat16"]
+    rows = {
+        (tag, dtype): SimpleNamespace(tag=tag, dtype=dtype, smem_bytes=1, min_blocks=1)
+        for tag in US
+        for dtype in dtypes
+    }
 
-    def tell(event: str, **fields: Any) -> None:
-        if event == "gate":
-            reasons[fields["tag"]] = fields["reason"]
+    def judge(**job: Any) -> list[tuple[str, str]]:
+        asked.clear()
+        return list(worker.objections(job, rows, SPEC, torch.device("cpu"), lambda event: None))
 
-    target = {"name": "t", "candidates": candidates}
-    assert worker.gate_target(target, rows, torch.device("cpu"), tell) == ["look", "fine"]
-    assert reasons == {"look": None, "two": "wrong", "fine": None}
-    assert [(dtype, second) for tag, dtype, second in asked if tag == "fine"] == [
-        ("float16", False),
-        ("float16", True),
-        ("bfloat16", False),
-        ("bfloat16", True),
-    ]
-    assert [dtype for tag, dtype, _ in asked if tag == "look"] == ["float16"]
+    assert judge(tag="look", dtypes=["float16"], full_gate=False) == [] and asked == [("float16", False)]
+    assert judge(tag="fine", dtypes=dtypes, full_gate=True) == []
+    assert asked == [(dtype, second) for dtype in dtypes for second in (False, True)]
+    assert judge(tag="two", dtypes=dtypes, full_gate=True)[0] == ("parity", "wrong")
+
+
+@pytest.mark.parametrize(("arch", "passes", "dropped"), [(89, 1, True), (90, 3, True), (89, 3, False)])
+def test_a_launch_that_asks_for_too_much_shared_memory_is_dropped(
+    arch: int, passes: int, dropped: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(gates, "quick_problems", lambda row: [])
+    for size, expected in ((49 * 1024, False), (49 * 1024 + 1, dropped)):
+        rows = {("x", "float16"): SimpleNamespace(smem_bytes=size, min_blocks=2)}
+        job = {"tag": "x", "dtypes": ["float16"], "full_gate": False}
+        spec = {**SPEC, "arch": arch, "mma_passes": passes}
+        found = worker.objections(job, rows, spec, torch.device("cpu"), lambda event: None)
+        assert [fate for fate, _ in found] == ["resources"] * expected

@@ -1,19 +1,13 @@
 """Compiles candidates into a scratch extension, through the project's own CMake.
 
-One build directory serves a whole search: the files of kernels that were compiled before stay as they are.
-Candidates that nvcc refuses are found and left out; what refuses an extension of the others is an error.
+Each candidate has a file of its own, so that what nvcc refuses holds up nothing else, and one build directory
+serves a whole search: what was compiled before stays as it is.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -21,36 +15,18 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import resources
-from building import BuildError, find_program, pybind11_directory
+from building import BuildError, Tree, find_program, tail
 from cubin import Kernel, find_tool, read_kernels
 
 from .candidate import DTYPES, SHORT, Candidate
 from .manifest import Line, scratch
 from .space import Limits
 
-ROOT = Path(__file__).resolve().parents[2]
 Wanted = Mapping[Candidate, tuple[str, ...]]
 """Candidates and the dtypes (float16, bfloat16) that each is compiled for."""
 _ROW_NAME = re.compile(r"fwd_sm\d+_(f16|bf16)_\w+_(t[0-9a-f]{10})")
-_FAILED = re.compile(r"^FAILED: .*?generated/(\w+)\.cu\.o")
-_DEFINE = re.compile(r"[A-Za-z_]\w*=.*")
-
-
-class Stopped(Exception):
-    """A build was stopped from outside."""
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """The lines of one generated file (or a few, where they are for several head dims or dtypes)."""
-
-    lines: tuple[Line, ...]
-    incumbents: bool = False
-
-    @property
-    def suffix(self) -> str:
-        keys = ";".join(line.text() for line in self.lines)
-        return f"_{'i' if self.incumbents else 'c'}{hashlib.sha256(keys.encode()).hexdigest()[:10]}"
+_FAILED = re.compile(r"^FAILED: .*?generated/\w+?_(t[0-9a-f]{10})\w*\.cu\.o")
+_DEFINE = re.compile(r"([A-Za-z_]\w*)=(.*)")
 
 
 @dataclass
@@ -61,21 +37,6 @@ class Built:
     failed: dict[Candidate, str] = field(default_factory=dict)
     complaints: dict[Candidate, list[str]] = field(default_factory=dict)
     registers: dict[Candidate, int] = field(default_factory=dict)
-    seconds: float = 0.0
-
-
-def chunks_of(arch: int, wanted: Wanted, per_file: int, incumbents: bool = False) -> list[Chunk]:
-    """Lines for one architecture, at most ``per_file`` kernels to a file, of one head dim each."""
-    chunks: list[Chunk] = []
-    lines: list[Line] = []
-    for candidate in sorted(wanted):
-        line = Line((arch,), tuple(SHORT[dtype] for dtype in wanted[candidate]), candidate)
-        kernels = sum(len(other.dtypes) for other in [*lines, line])
-        if lines and (kernels > per_file or lines[0].candidate.head_dim != candidate.head_dim):
-            chunks.append(Chunk(tuple(lines), incumbents))
-            lines = []
-        lines.append(line)
-    return [*chunks, Chunk(tuple(lines), incumbents)] if lines else chunks
 
 
 def judge_resources(
@@ -94,39 +55,42 @@ def judge_resources(
         match = _ROW_NAME.fullmatch(kernel.name)
         if not match or match[2] not in by_tag:
             continue
-        candidate = by_tag[match[2]]
-        row = SimpleNamespace(
-            name=match[1],
-            warps=candidate.warps,
-            min_blocks=candidate.min_blocks,
-            copy=candidate.copy,
-            kv_warps=candidate.kv_warps,
-            smem_bytes=0,
-        )
-        found[candidate] += resources.complaints(kernel, row)
-        registers[candidate] = max(registers.get(candidate, 0), kernel.registers)
-        missing.discard((candidate, DTYPES[match[1]]))
+        c = by_tag[match[2]]
+        row = SimpleNamespace(**{**vars(c), "name": match[1], "smem_bytes": 0})
+        found[c] += resources.complaints(kernel, row)
+        registers[c] = max(registers.get(c, 0), kernel.registers)
+        missing.discard((c, DTYPES[match[1]]))
         if kernel.shared > limits.shared_per_block:
-            found[candidate].append(f"{kernel.shared} bytes of static shared memory")
+            found[c].append(f"{kernel.shared} bytes of static shared memory")
     for candidate, dtype in sorted(missing):
         found[candidate].append(f"the extension has no {dtype} kernel of it")
     return found, registers
 
 
-def prune(errors: str) -> str:
-    """The first error of a compiler's output, without directories; its last line when there is none."""
-    lines = [line.strip() for line in errors.splitlines() if line.strip()]
-    first = next(
-        (line for line in lines if re.search(r"\berror\b|\bfatal\b", line)), lines[-1] if lines else ""
-    )
-    return re.sub(r"(?:/[\w.+-]+)+/", "", first)[:300] or "nvcc failed without a word"
+def failures(output: str) -> dict[str, str]:
+    """Ninja's output -> tag of each candidate that did not compile, and its first error."""
+    words: dict[str, list[str]] = {}
+    current = None
+    for line in output.splitlines():
+        if match := _FAILED.match(line):
+            current = words.setdefault(match[1], [])
+        elif re.match(r"^\[\d+/\d+\]|^FAILED: |^ninja: ", line):
+            current = None
+        elif current is not None and "-gencode" not in line and line.strip():  # its command is no message
+            current.append(line.strip())
+    found = {}
+    for tag, lines in words.items():
+        errors = [line for line in lines if re.search(r"\berror\b|\bfatal\b", line)]
+        first = (errors or lines[-1:] or ["nvcc failed without a word"])[0]
+        found[tag] = re.sub(r"(?:/[\w.+-]+)+/", "", first)[:300]
+    return found
 
 
 class Builder:
     """Builds extensions for one architecture in ``directory``, which it owns.
 
     defines: more CMake variables, as ``NAME=VALUE``. timeout_s: what one build may take; candidates that are
-    not compiled by then are tried again alone, and fail when that takes as long.
+    not compiled by then fail.
     """
 
     def __init__(
@@ -135,184 +99,74 @@ class Builder:
         arch: int,
         *,
         mma_passes: int = 1,
-        per_file: int = 2,
         jobs: int | None = None,
         defines: Iterable[str] = (),
         limits: Limits | None = None,
-        timeout_s: float = 600.0,
+        timeout_s: float = 1800.0,
     ) -> None:
-        self.directory = directory
-        self.arch = arch
-        self.per_file = per_file
+        self.directory, self.arch, self.timeout_s = directory, arch, timeout_s
         self.limits = limits or Limits()
-        self.timeout_s = timeout_s
         self.manifest = directory / "manifest.cmake"
-        self.tree = directory / "tree"
-        self.stopped = threading.Event()
-        self._defines = [
-            f"CUTLASS_FMHA_MANIFEST={self.manifest}",
-            f"CMAKE_CUDA_ARCHITECTURES={arch}",
-            f"CUTLASS_FMHA_ROWS_PER_FILE={per_file}",
-            f"CUTLASS_FMHA_JOBS={jobs or ''}",
-            "CMAKE_BUILD_TYPE=Release",
-            f"Python_EXECUTABLE={sys.executable}",
-        ]
+        variables: dict[str, object] = {
+            "CUTLASS_FMHA_MANIFEST": self.manifest,
+            "CMAKE_CUDA_ARCHITECTURES": arch,
+        }
         if mma_passes != 1:
-            self._defines += ["CUTLASS_FMHA_EMULATION=ON", f"CUTLASS_FMHA_MMA_PASSES={mma_passes}"]
+            variables |= {"CUTLASS_FMHA_EMULATION": "ON", "CUTLASS_FMHA_MMA_PASSES": mma_passes}
         for define in defines:
-            if not _DEFINE.fullmatch(define):
+            if not (match := _DEFINE.fullmatch(define)):
                 raise BuildError(f"a CMake variable is given as NAME=VALUE, got {define!r}")
-            self._defines.append(define)
+            variables[match[1]] = match[2]
+        self.tree = Tree(directory / "tree", variables, **({"jobs": jobs} if jobs else {}))
 
     def nvcc_version(self) -> str:
         """The version of the nvcc that builds, after configuring an empty tree when there is none yet."""
-        if not (self.tree / "CMakeCache.txt").exists():
-            self._write_manifest([])
-            self._configure()
-        text = (self.tree / "generated" / "build_config.h").read_text()
-        match = re.search(r'NVCC_VERSION "([^"]*)"', text)
+        config = self.tree.directory / "generated" / "build_config.h"
+        if not config.exists():
+            self._configure({})
+        match = re.search(r'NVCC_VERSION "([^"]*)"', config.read_text())
         return match[1] if match else ""
 
-    def build(self, name: str, wanted: Wanted, incumbents: Wanted | None = None) -> Built:
-        """Compile into ``<directory>/<name>/``. Raises BuildError, and Stopped after ``stop()``."""
-        begin = time.monotonic()
-        chunks = chunks_of(self.arch, incumbents or {}, self.per_file, incumbents=True)
-        chunks += chunks_of(self.arch, wanted, self.per_file)
-        failed: dict[Candidate, str] = {}
+    def build(self, name: str, wanted: Wanted, incumbents: Wanted) -> Built:
+        """Compile into ``<directory>/<name>/``. Raises BuildError."""
+        left, failed, begin = {**incumbents, **wanted}, {}, time.monotonic()
         while True:
-            self._write_manifest(chunks)
-            self._configure()
-            broken = self._compile(chunks)
-            if not broken:
+            self._configure(left)
+            status, output = self.tree.compile("_C", max(1.0, self.timeout_s - (time.monotonic() - begin)))
+            if status == 0:
                 break
-            chunks = self._without(chunks, broken, failed)
-        output = self.directory / name
-        output.mkdir(parents=True, exist_ok=True)
-        module = self._module()
-        extension = Path(shutil.copy2(module, output / module.name))
-        left = {candidate: dtypes for candidate, dtypes in wanted.items() if candidate not in failed}
-        complaints, registers = judge_resources(read_kernels(extension), left, self.limits)
-        return Built(extension, failed, complaints, registers, time.monotonic() - begin)
+            words = failures(output)
+            broken = {c: words[c.tag] for c in left if c.tag in words}
+            if status is None:  # Ninja stops before it comes to a file only when it runs out of time
+                late = f"not compiled within {self.timeout_s:.0f} s"
+                broken |= {c: late for c in left if c not in broken and not self._is_compiled(c)}
+                begin = time.monotonic()  # for the rest, which is there, and the linker
+            if not broken:
+                raise BuildError(f"the extension was not built:\n{tail(output)}")
+            if row := next((c for c in broken if c in incumbents), None):
+                raise BuildError(
+                    f"a row of src/templates.cmake does not compile ({row.label}): {broken[row]}"
+                )
+            failed |= broken
+            left = {c: dtypes for c, dtypes in left.items() if c not in broken}
+        output_directory = self.directory / name
+        output_directory.mkdir(parents=True, exist_ok=True)
+        extension = Path(shutil.copy2(self.tree.file("_C*.so"), output_directory))
+        kept = {c: dtypes for c, dtypes in wanted.items() if c not in failed}
+        return Built(extension, failed, *judge_resources(read_kernels(extension), kept, self.limits))
 
-    def stop(self) -> None:
-        """Ends a build that runs in another thread, and all later ones."""
-        self.stopped.set()
-
-    # ---- steps ---------------------------------------------------------------------------------------------
-
-    def _write_manifest(self, chunks: Iterable[Chunk]) -> None:
-        lines = [(line, f"_{line.candidate.tag}", chunk.suffix) for chunk in chunks for line in chunk.lines]
+    def _configure(self, wanted: Wanted) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        self.manifest.write_text(scratch(lines))
+        rows = sorted(wanted.items())
+        lines = [Line((self.arch,), tuple(SHORT[dtype] for dtype in dtypes), c) for c, dtypes in rows]
+        self.manifest.write_text(scratch((line, f"_{line.candidate.tag}") for line in lines))
+        self.tree.configure()
 
-    def _configure(self) -> None:
-        command = [find_program("cmake"), "-S", str(ROOT), "-B", str(self.tree), "-G", "Ninja"]
-        if pybind11 := pybind11_directory():
-            command.append(f"-Dpybind11_DIR={pybind11}")
-        status, output = self._run([*command, *(f"-D{define}" for define in self._defines)])
-        if status:
-            sentence = re.search(r"cutlass_fmha: [^\n]*(?:\n  [^\n]*)*(?=\n(?:Call Stack|\s*\n))", output)
-            raise BuildError(
-                " ".join(sentence[0].split()) if sentence else f"CMake failed:\n{output[-2000:]}"
-            )
-        if unused := re.search(r"Manually-specified variables were not used by the project:\s+(\S+)", output):
-            raise BuildError(f"this version of the project has no CMake variable {unused[1]}")
-
-    def _compile(self, chunks: list[Chunk]) -> dict[Chunk, str]:
-        """Build the module. Chunks that did not compile, and why; none when it is built."""
-        command = [find_program("cmake"), "--build", str(self.tree), "--target", "_C", "--", "-k", "0"]
-        status, output = self._run(command, self.timeout_s)
-        if status == 0:
-            return {}
-        by_unit = _failures(output)
-        broken = {}
-        for chunk in chunks:
-            # Ninja stops before it comes to a file only when it runs out of time.
-            words = [text for unit, text in by_unit.items() if chunk.suffix in unit]
-            if words:
-                broken[chunk] = prune(words[0])
-            elif status is None and not self._is_compiled(chunk):
-                broken[chunk] = f"not compiled within {self.timeout_s:.0f} s"
-        if not broken:
-            raise BuildError(f"the extension was not built:\n{output[-2000:]}")
-        return broken
-
-    def _without(
-        self, chunks: list[Chunk], broken: Mapping[Chunk, str], failed: dict[Candidate, str]
-    ) -> list[Chunk]:
-        """The next attempt: broken files are cut into lines, and a line that is alone in its file is out."""
-        kept = []
-        for chunk in chunks:
-            if chunk not in broken:
-                kept.append(chunk)
-            elif len(chunk.lines) > 1:
-                kept += [Chunk((line,), chunk.incumbents) for line in chunk.lines]
-            elif chunk.incumbents:
-                label = chunk.lines[0].candidate.label
-                raise BuildError(f"a row of src/templates.cmake does not compile ({label}): {broken[chunk]}")
-            else:
-                failed[chunk.lines[0].candidate] = broken[chunk]
-        return kept
-
-    def _is_compiled(self, chunk: Chunk) -> bool:
-        sources = list((self.tree / "generated").glob(f"*{chunk.suffix}*.cu"))
-        objects = [
-            self.tree / "CMakeFiles" / f"fmha_sm{self.arch}.dir" / "generated" / f"{s.name}.o"
-            for s in sources
-        ]
-        return all(o.exists() and (o.stat().st_size > 0) for o in objects)
-
-    def _module(self) -> Path:
-        modules = sorted(self.tree.glob("_C*.so"), key=lambda path: path.stat().st_mtime)
-        if not modules:
-            raise BuildError(f"the build left no extension in {self.tree}")
-        return modules[-1]
-
-    def _run(self, command: list[str], timeout_s: float | None = None) -> tuple[int | None, str]:
-        """Exit status (None: it took too long and was killed, with all it had started) and all output."""
-        if self.stopped.is_set():
-            raise Stopped
-        log = self.directory / "build.log"
-        begin = time.monotonic()
-        with log.open("w") as out:
-            process = subprocess.Popen(
-                command,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                stdin=subprocess.DEVNULL,
-            )
-            try:
-                while True:
-                    try:
-                        status: int | None = process.wait(timeout=0.2)
-                        break
-                    except subprocess.TimeoutExpired:
-                        if self.stopped.is_set():
-                            raise Stopped from None
-                        if timeout_s is not None and time.monotonic() - begin > timeout_s:
-                            status = None
-                            break
-            finally:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
-        return status, log.read_text(errors="replace")
-
-
-def _failures(output: str) -> dict[str, str]:
-    """Ninja's output -> generated file (without .cu) that failed, and what its compiler said."""
-    found: dict[str, str] = {}
-    current = None
-    for line in output.splitlines():
-        if match := _FAILED.match(line):
-            current = match[1]
-            found[current] = ""
-        elif re.match(r"^\[\d+/\d+\]|^FAILED: |^ninja: ", line):
-            current = None
-        elif current is not None and "-gencode" not in line:  # the command line is no message
-            found[current] += line + "\n"
-    return found
+    def _is_compiled(self, candidate: Candidate) -> bool:
+        objects = self.tree.directory / "CMakeFiles" / f"fmha_sm{self.arch}.dir" / "generated"
+        sources = (self.tree.directory / "generated").glob(f"*_{candidate.tag}*.cu")
+        compiled = [objects / f"{source.name}.o" for source in sources]
+        return bool(compiled) and all(o.exists() and o.stat().st_size > 0 for o in compiled)
 
 
 def check_tools() -> None:

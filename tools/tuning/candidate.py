@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 DTYPES = {"f16": "float16", "bf16": "bfloat16"}  # the manifest's names, and the package's
@@ -41,7 +42,7 @@ class Candidate:
         values = list(asdict(self).values())[: None if self.dependent_launch else -1]
         return tuple(str(value).lower() if isinstance(value, bool) else str(value) for value in values)
 
-    @property
+    @functools.cached_property
     def key(self) -> str:
         """What a leaderboard files it under: ``64 256 64 8 1 2 1 true true cp_async_16``."""
         return " ".join(self.columns)
@@ -60,9 +61,6 @@ class Candidate:
         words += ["q"] if self.q_in_registers else []
         words += ["pp"] if self.ping_pong else []
         return " ".join([*words, self.copy])
-
-    def with_column(self, name: str, value: Any) -> Candidate:
-        return replace(self, **{name: value})
 
     @classmethod
     def of_columns(cls, columns: list[str]) -> Candidate:

@@ -85,9 +85,3 @@ def failures(
 def bits(x: torch.Tensor) -> torch.Tensor:
     """A copy as integers: NaN equals itself."""
     return x.clone().view({2: torch.int16, 4: torch.int32}[x.element_size()])
-
-
-def first_failure(
-    row: Any, problems: Sequence[Problem], device: torch.device, stream: int | None = None
-) -> str | None:
-    return next(failures(row, problems, device, stream), None)

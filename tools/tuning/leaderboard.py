@@ -6,15 +6,13 @@ a search on something else does not go on with it.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
+import math
 import os
-import tempfile
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +20,11 @@ from source_hash import SOURCES, source_files
 
 from .candidate import Candidate
 from .manifest import MANIFEST
-from .verdict import SIGHTINGS, Judgement
 
-SCHEMA = 1
+GAIN = 1.03  # a candidate must be this much faster than the incumbents, as a geometric mean
+WORST = 0.99  # and on no case slower than this
+SIGHTINGS = 2  # in so many timing runs, each a process and a build of its own
+SCHEMA = 2
 KIND = "cutlass_fmha tuning leaderboard"
 #: Fates in the order of the gates. "drawn" and "promising" are not final.
 FATES = (
@@ -57,19 +57,35 @@ def kernel_hash(sources: Path = SOURCES) -> str:
     return digest.hexdigest()
 
 
+def gains(us: Mapping[str, float], incumbents_us: Mapping[str, Mapping[str, float]]) -> tuple[float, float]:
+    """(geometric mean, worst case) of a candidate's speed relative to the fastest incumbent of each case.
+
+    us: case -> microseconds; incumbents_us: case -> incumbent -> microseconds, of the same timing run.
+    Raises ValueError when a case is missing on either side, or a time is not a positive number.
+    """
+    if not us or us.keys() != incumbents_us.keys() or not all(incumbents_us.values()):
+        raise ValueError(f"times of {sorted(us)} can't be compared with {dict(incumbents_us)}")
+    pairs = [(min(incumbents_us[case].values()), time) for case, time in us.items()]
+    if not all(0.0 < time < math.inf for pair in pairs for time in pair):
+        raise ValueError(f"a time is no positive number: {dict(us)}, {dict(incumbents_us)}")
+    shares = [best / time for best, time in pairs]
+    return math.exp(sum(map(math.log, shares)) / len(shares)), min(shares)
+
+
 @dataclass
 class Sighting:
     """One timing run of a candidate: microseconds per case, its own and the incumbents'."""
 
     us: dict[str, float]
     incumbents_us: dict[str, dict[str, float]]
-    geomean: float
-    worst: float
     quick: bool = False  # a look that was enough to see that it is slower
 
+    def __post_init__(self) -> None:
+        self.geomean, self.worst = gains(self.us, self.incumbents_us)
+
     @property
-    def judgement(self) -> Judgement:
-        return Judgement(self.geomean, self.worst)
+    def is_gain(self) -> bool:
+        return self.geomean >= GAIN and self.worst >= WORST and not self.quick
 
 
 @dataclass
@@ -80,7 +96,6 @@ class Entry:
     key: str
     fate: str = "drawn"
     reason: str = ""
-    round: int = 0
     registers: int = 0
     sightings: list[Sighting] = field(default_factory=list)
 
@@ -89,19 +104,19 @@ class Entry:
         return Candidate.of_key(self.key)
 
     @property
-    def gain(self) -> float | None:
-        """The least of its timing runs' geometric means; None before it ran."""
-        return min((sighting.geomean for sighting in self.sightings), default=None)
+    def gain(self) -> float:
+        """The least of its timing runs' geometric means; 0 before it ran."""
+        return min((sighting.geomean for sighting in self.sightings), default=0.0)
 
     def see(self, sighting: Sighting) -> None:
         """Decide by one more timing run: a gain is believed once it was seen ``SIGHTINGS`` times in a row."""
         self.sightings.append(sighting)
-        judgement = sighting.judgement
-        if not judgement.is_gain:
+        if not sighting.is_gain:
             self.fate = "slower" if len(self.sightings) == 1 else "unconfirmed"
         else:
             self.fate = "accepted" if len(self.sightings) >= SIGHTINGS else "promising"
-        self.reason = judgement.sentence()
+        self.reason = f"{sighting.geomean:.3f}x the incumbent's speed ({GAIN:.2f}x is asked for), "
+        self.reason += f"worst case {sighting.worst:.3f}x ({WORST:.2f}x)"
 
 
 @dataclass
@@ -116,8 +131,6 @@ class Leaderboard:
     seconds: float = 0.0
     entries: dict[tuple[str, str], Entry] = field(default_factory=dict)
 
-    # ---- what is in it -------------------------------------------------------------------------------------
-
     def of(self, target: str, *fates: str) -> list[Entry]:
         """A target's entries, those of the given fates, in the order in which they were drawn."""
         return [e for e in self.entries.values() if e.target == target and (not fates or e.fate in fates)]
@@ -127,15 +140,13 @@ class Leaderboard:
         return {fate: counted[fate] for fate in FATES if counted[fate]}
 
     def best(self, target: str) -> list[Entry]:
-        """A target's accepted entries, the fastest first."""
-        return sorted(self.of(target, "accepted"), key=lambda entry: (-(entry.gain or 0.0), entry.key))
+        """A target's entries that ran: accepted ones first, then the fastest."""
+        ran = [entry for entry in self.of(target) if entry.sightings]
+        return sorted(ran, key=lambda entry: (entry.fate != "accepted", -entry.gain, entry.key))
 
     def draw(self, target: str, candidates: Iterable[Candidate]) -> list[Entry]:
-        drawn = []
-        for candidate in candidates:
-            entry = Entry(target, candidate.key, round=self.rounds + 1)
-            drawn.append(self.entries.setdefault((target, candidate.key), entry))
-        return drawn
+        new = [Entry(target, candidate.key) for candidate in candidates]
+        return [self.entries.setdefault((target, entry.key), entry) for entry in new]
 
     def set_target(self, name: str, cases: list[str], incumbents: list[str]) -> None:
         """Tell what a target consists of, and which rows the manifest has for it.
@@ -152,53 +163,34 @@ class Leaderboard:
                 entry.fate, entry.reason, entry.sightings = "drawn", "the manifest has other rows by now", []
         self.incumbents[name] = incumbents
 
-    # ---- the file ------------------------------------------------------------------------------------------
-
     def save(self) -> None:
         """Write it, so that the file holds either the old state or the new one whatever happens."""
-        content = {
-            "kind": KIND,
-            "schema": SCHEMA,
-            "about": {**self.about, "updated": datetime.now(timezone.utc).isoformat(timespec="seconds")},
-            "rounds": self.rounds,
-            "seconds": round(self.seconds, 1),
-            "targets": self.targets,
-            "incumbents": self.incumbents,
-            "entries": [asdict(entry) for entry in self.entries.values()],
-        }
+        head = {name: getattr(self, name) for name in ("about", "targets", "incumbents", "rounds", "seconds")}
+        entries = [asdict(entry) for entry in self.entries.values()]
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.name, suffix=".new")
-        try:
-            with os.fdopen(handle, "w") as file:
-                json.dump(content, file, indent=1)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(name, self.path)
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(name)
-            raise
+        new = self.path.with_name(f"{self.path.name}.new")
+        with new.open("w") as file:
+            json.dump({"kind": KIND, "schema": SCHEMA, **head, "entries": entries}, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, self.path)
 
     @classmethod
     def load(cls, path: Path) -> Leaderboard:
         """Raises LeaderboardError, with one sentence, unless the file is a leaderboard of this version."""
         try:
             content = json.loads(path.read_text())
-            if content["kind"] != KIND or content["schema"] != SCHEMA:
+            if (content.pop("kind"), content.pop("schema")) != (KIND, SCHEMA):
                 raise ValueError("of another kind or version")
-            board = cls(
-                path, *(content[name] for name in ("about", "targets", "incumbents", "rounds", "seconds"))
-            )
-            for raw in content["entries"]:
+            entries = content.pop("entries")
+            board = cls(path, **content)
+            for raw in entries:
                 sightings = [Sighting(**sighting) for sighting in raw.pop("sightings")]
                 entry = Entry(**raw, sightings=sightings)
-                if entry.fate not in FATES:
-                    raise ValueError(f"no fate {entry.fate!r}")
-                entry.candidate  # noqa: B018 - raises when the key is none
-                board.entries[entry.target, entry.key] = entry
+                board.entries[entry.target, entry.candidate.key] = entry
         except OSError as error:
             raise LeaderboardError(f"{path} can't be read: {error.strerror}") from error
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise LeaderboardError(
                 f"{path} is no leaderboard of this version ({error}): move it away"
             ) from error
@@ -207,8 +199,6 @@ class Leaderboard:
     @classmethod
     def resume(cls, path: Path, about: dict[str, Any]) -> Leaderboard:
         """The one at ``path`` to go on with, or a new one. LeaderboardError: it is about something else."""
-        for left in path.parent.glob(f"{path.name}*.new"):  # by a search that was killed while it saved
-            left.unlink(missing_ok=True)
         if not path.exists():
             return cls(path, about)
         board = cls.load(path)
@@ -218,5 +208,5 @@ class Leaderboard:
                     f"{path} is about {name} {board.about.get(name)}, this search about {about.get(name)}: "
                     "give another --leaderboard"
                 )
-        board.about = {**about, "started": board.about.get("started", about.get("started"))}
+        board.about = about
         return board

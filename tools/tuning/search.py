@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .candidate import COLUMNS, Candidate
 from .space import DOMAINS, Space
@@ -32,24 +32,15 @@ class Scored:
     gain: float
 
 
-class Exhausted(Exception):
-    """Nothing is left to try in a space."""
-
-
 def propose(
     space: Space, known: Collection[str], best: Sequence[Scored], count: int, strategy: str, seed: str
 ) -> list[Candidate]:
     """``count`` candidates of the space whose keys are not in ``known``; fewer when no more are left.
 
     best: what may become a parent. seed: also says which round this is.
-    Raises Exhausted when there is none at all, ValueError for an unknown strategy.
     """
-    if strategy not in STRATEGIES:
-        raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}, got {strategy!r}")
     rng = random.Random(seed)
     left = [candidate for candidate in space.all if candidate.key not in known]
-    if not left:
-        raise Exhausted(f"all {len(space.all)} candidates of head dim {space.head_dim} have been tried")
     rng.shuffle(left)
     parents = sorted(best, key=lambda scored: (-scored.gain, scored.candidate))[:PARENTS]
     parents = [scored for scored in parents if scored.gain >= CLOSE * parents[0].gain]
@@ -82,7 +73,7 @@ def _child(parents: Sequence[Scored], allowed: Collection[str], rng: random.Rand
         if not crossover or child == first:
             child = mutate(child, rng)
         for dependent_launch in (False, True):  # the architecture decides
-            child = child.with_column("dependent_launch", dependent_launch)
+            child = replace(child, dependent_launch=dependent_launch)
             if child.key in allowed:
                 return child
     return None
@@ -99,17 +90,14 @@ def mutate(candidate: Candidate, rng: random.Random) -> Candidate:
         domain = DOMAINS[name]
         value = getattr(candidate, name)
         others = [other for other in domain if other != value]
-        near = [
-            other
-            for other in others
-            if value in domain and abs(domain.index(other) - domain.index(value)) == 1
-        ]
+        at = domain.index(value) if value in domain else -9
+        near = [*domain[max(0, at - 1) : max(0, at)], *domain[max(0, at + 1) : max(0, at + 2)]]
         choices = near if near and rng.random() < 0.75 else others
-        candidate = candidate.with_column(name, rng.choice(choices))
+        candidate = replace(candidate, **{name: rng.choice(choices)})
     # Loads into registers go with warps that share the keys, cp.async with those that don't, TMA with both.
     by_thread = "ldg_16" if candidate.kv_warps > 1 else "cp_async_16"
     if candidate.copy not in (by_thread, "tma") or rng.random() < 0.2:
-        candidate = candidate.with_column("copy", rng.choice((by_thread, "tma")))
+        candidate = replace(candidate, copy=rng.choice((by_thread, "tma")))
     return candidate
 
 

@@ -1,4 +1,4 @@
-"""The search itself: rounds of draw, build, gates and timing, the next build beside the present timing.
+"""The search itself: rounds of draw, build, gates and timing.
 
 Whatever is learnt is in the leaderboard at once, so that a search which is killed goes on where it was.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -16,31 +15,25 @@ from typing import Protocol
 from . import search
 from .build import Built, Wanted
 from .candidate import DTYPES, Candidate
-from .evaluate import Job, Record, TargetJobs
+from .evaluate import Job, Record
 from .leaderboard import FINAL, Entry, Leaderboard, Sighting
-from .progress import Progress
 from .search import Scored
 from .space import Space
 from .targets import Target
 
 ALL_DTYPES = tuple(sorted(DTYPES.values()))
-LOOK_S, CONFIRM_S = (
-    0.05,
-    0.25,
-)  # seconds of GPU time for each candidate and case: at first, and for acceptance
 
 
 class Builds(Protocol):
     """What compiles candidates: build.Builder."""
 
-    def build(self, name: str, wanted: Wanted, incumbents: Wanted | None = None) -> Built: ...
-    def stop(self) -> None: ...
+    def build(self, name: str, wanted: Wanted, incumbents: Wanted) -> Built: ...
 
 
 class Evaluates(Protocol):
     """What runs them: evaluate.Evaluator."""
 
-    def evaluate(self, extension: Path, work: Sequence[TargetJobs], record: Record) -> None: ...
+    def evaluate(self, extension: Path, jobs: Sequence[Job], record: Record) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -55,29 +48,12 @@ class Plan:
 
 
 @dataclass
-class Round:
-    """What is built together. Entries that gained once come again, for all dtypes: ``confirm``."""
-
-    number: int
-    look: list[Entry] = field(default_factory=list)
-    confirm: list[Entry] = field(default_factory=list)
-
-    @property
-    def entries(self) -> list[Entry]:
-        return [*self.confirm, *self.look]
-
-    def without(self, entries: Sequence[Entry]) -> Round:
-        gone = {id(entry) for entry in entries}
-        look, confirm = ([e for e in part if id(e) not in gone] for part in (self.look, self.confirm))
-        return Round(self.number, look, confirm)
-
-
-@dataclass
 class Session:
     """A search for ``targets``, each in its space and against the manifest's rows ``incumbents``.
 
     own_builder: compiles what is to be accepted for the architecture it is made for, when ``builder``
     compiles for another one to run it here (a proxy, an emulation): registers and spills differ.
+    say: is told a line for each phase and each gain.
     """
 
     board: Leaderboard
@@ -87,129 +63,80 @@ class Session:
     builder: Builds
     evaluator: Evaluates
     plan: Plan
-    progress: Progress
+    say: Callable[[str], None]
     own_builder: Builds | None = None
     clock: Callable[[], float] = time.monotonic
-    _in_flight: set[int] = field(default_factory=set)
-    _build_s: float = 0.0  # the longest build so far,
-    _run_s: float = 0.0  # and the longest run of a round's candidates
     _begin: float = 0.0
+    _round_s: float = 0.0  # the longest round so far
     _looked: int = 0  # candidates of this run that were built for a first look
-    _decided: int = 0  # that have a final fate
-    _phase: str = "building"
+    _confirmed: set[int] = field(default_factory=set)  # entries of the round that gained before
 
     def run(self) -> None:
-        """Search until a limit, or until nothing is left. On an interrupt, all is stopped and saved."""
-        self._begin = self.clock()
-        before = self.board.seconds
+        """Search until a limit, or until nothing is left. On an interrupt, what is known is saved."""
+        self._begin, before = self.clock(), self.board.seconds
         for target in self.targets:
-            self.board.set_target(
-                target.name,
-                [case.name for case in target.cases],
-                [c.key for c in self.incumbents[target.name]],
-            )
-        self.board.save()
+            cases = [case.name for case in target.cases]
+            self.board.set_target(target.name, cases, [c.key for c in self.incumbents[target.name]])
         try:
-            with ThreadPoolExecutor(1) as executor:
-                try:
-                    self._rounds(executor)
-                except BaseException:
-                    self._stop()  # before the executor waits for its thread
-                    raise
+            while entries := self._draw():
+                begin = self.clock()
+                self._round(entries)
+                self._round_s = max(self._round_s, self.clock() - begin)
         finally:
             self.board.seconds = before + self.clock() - self._begin
             self.board.save()
 
-    def _stop(self) -> None:
-        for builder in (self.builder, self.own_builder):
-            if builder is not None:
-                builder.stop()
+    def _round(self, entries: Sequence[Entry]) -> None:
+        """What gained once comes again, in all dtypes."""
+        self.board.rounds += 1
+        self.board.save()
+        self._tell(f"building {len(entries)} candidates")
+        entries = self._sort_out(entries, self._build(entries))
+        if entries:
+            self._tell(f"running {len(entries)} of them")
+            self.evaluator.evaluate(self._extension, [self._job(entry) for entry in entries], self._record)
 
-    def _rounds(self, executor: ThreadPoolExecutor) -> None:
-        pending = self._start(executor)
-        while pending is not None:
-            this, future = pending
-            built = self._wait(future, f"round {this.number}: building {len(this.entries)} candidates")
-            begin = self.clock()
-            this = self._sort_out(this, built)
-            pending = self._start(executor)
-            self._phase = f"round {this.number}: running {len(this.entries)} of its candidates"
-            self._show()
-            if this.entries:
-                self.evaluator.evaluate(built.extension, self._work(this), self._record)
-            self._in_flight -= {id(entry) for entry in this.entries}
-            self._build_s = max(self._build_s, built.seconds)
-            self._run_s = max(self._run_s, self.clock() - begin)
-            if pending is None:  # what gained just now has not been confirmed
-                pending = self._start(executor)
+    def _tell(self, phase: str) -> None:
+        elapsed = self.clock() - self._begin
+        limit = "" if self.plan.limit_s is None else f" of {clock(self.plan.limit_s)}"
+        fates = ", ".join(f"{count} {fate}" for fate, count in self.board.counts().items())
+        self.say(f"{clock(elapsed)}{limit} | {fates} | round {self.board.rounds}: {phase}")
 
     # ---- what to try ---------------------------------------------------------------------------------------
 
-    def _start(self, executor: ThreadPoolExecutor) -> tuple[Round, Future[Built]] | None:
-        """Draw a round and begin to build it; None when there is nothing to do, or no time for it."""
-        this = self._draw()
-        if not this.entries:
-            return None
-        self.board.rounds = this.number
-        self._in_flight |= {id(entry) for entry in this.entries}
-        self.board.save()
-        self._phase = f"round {this.number}: building {len(this.entries)} candidates"
-        self._show()
-        return this, executor.submit(self._build, this)
+    def _draw(self) -> list[Entry]:
+        confirm = [entry for target in self.targets for entry in self.board.of(target.name, "promising")]
+        self._confirmed = {id(entry) for entry in confirm}
+        return confirm + [entry for target in self.targets for entry in self._look(target)]
 
-    def _draw(self) -> Round:
-        this, first = Round(self.board.rounds + 1), self._looked == 0
-        for target in self.targets:
-            waiting = [e for e in self.board.of(target.name, "promising") if id(e) not in self._in_flight]
-            this.confirm += waiting
-            if self._may_look():
-                drawn = self._draw_target(target, this.number, first)
-                self._looked += len(drawn)
-                this.look += drawn
-        return this
-
-    def _draw_target(self, target: Target, number: int, first: bool) -> list[Entry]:
+    def _look(self, target: Target) -> list[Entry]:
         """Candidates without a fate that an interrupted search left, then new ones."""
-        left = [e for e in self.board.of(target.name, "drawn") if id(e) not in self._in_flight]
-        count = self.plan.per_round - len(left)
-        if first:  # the manifest's rows are compiled along with the first round
-            count -= min(count // 2, len(self.incumbents[target.name]))
+        count, limit_s = self.plan.per_round, self.plan.limit_s
         if self.plan.limit is not None:
-            count = min(count, self.plan.limit - self._looked - len(left))
-        if count <= 0:
-            return left[: self.plan.per_round]
+            count = min(count, self.plan.limit - self._looked)
+        # A round of new candidates takes as long as one after it that confirms them.
+        if count <= 0 or (limit_s is not None and self.clock() - self._begin + 2 * self._round_s >= limit_s):
+            return []
+        left = self.board.of(target.name, "drawn")[:count]
         known = {entry.key for entry in self.board.of(target.name)}
         known |= {candidate.key for candidate in self.incumbents[target.name]}
-        try:
-            new = search.propose(
-                self.spaces[target.name],
-                known,
-                self._parents(target),
-                count,
-                self.plan.strategy,
-                f"{self.plan.seed} {target.name} {number}",
-            )
-        except search.Exhausted:
-            new = []
+        seed = f"{self.plan.seed} {target.name} {self.board.rounds + 1}"
+        new = search.propose(
+            self.spaces[target.name],
+            known,
+            self._parents(target),
+            count - len(left),
+            self.plan.strategy,
+            seed,
+        )
+        self._looked += len(left) + len(new)
         return left + self.board.draw(target.name, new)
-
-    def _may_look(self) -> bool:
-        """Whether there is time for a round of new candidates, and one after it that confirms."""
-        if self.plan.limit is not None and self._looked >= self.plan.limit:
-            return False
-        if self.plan.limit_s is None:
-            return True
-        # What runs now, beside the build of the round in question; that round; and one that confirms.
-        now = self._run_s if self._in_flight else 0.0
-        needed = max(now, self._build_s) + self._run_s + self._build_s + self._run_s
-        return self.clock() - self._begin + needed < self.plan.limit_s
 
     def _parents(self, target: Target) -> list[Scored]:
         """Candidates that ran, and the manifest's rows by the latest times that there are of them."""
-        ran = [entry for entry in self.board.of(target.name) if entry.gain is not None]
-        scored = [Scored(entry.candidate, entry.gain or 0.0) for entry in ran]
-        scored = [one for one in scored if one.candidate in self.spaces[target.name]]
-        whole = [e.sightings[-1] for e in ran if not e.sightings[-1].quick]
+        ran = [entry for entry in self.board.of(target.name) if entry.sightings]
+        scored = [Scored(entry.candidate, entry.gain) for entry in ran]
+        whole = [entry.sightings[-1] for entry in ran if not entry.sightings[-1].quick]
         for incumbent in self.incumbents[target.name]:
             gain = _standing(incumbent.key, whole[-1]) if whole else search.prior(incumbent, target)
             scored.append(Scored(incumbent, gain))
@@ -217,93 +144,69 @@ class Session:
 
     # ---- building ------------------------------------------------------------------------------------------
 
-    def _build(self, this: Round) -> Built:
-        """In the thread that builds: one extension with the round's candidates and the manifest's rows."""
-        wanted = self._wanted(this)
-        incumbents: dict[Candidate, set[str]] = {}
-        for target in self.targets:
-            if any(entry.target == target.name for entry in this.entries):
-                for candidate in self.incumbents[target.name]:
-                    incumbents.setdefault(candidate, set()).update(target.dtypes)
-        rows = {candidate: tuple(sorted(dtypes)) for candidate, dtypes in incumbents.items()}
-        # A row that serves one problem set can be a candidate for another.
-        rows = {c: tuple(sorted({*dtypes, *wanted.pop(c, ())})) for c, dtypes in rows.items()}
-        built = self.builder.build("extension-" + "ab"[this.number % 2], wanted, rows)
-        if self.own_builder is not None and this.confirm:
-            confirmed = {entry.candidate: ALL_DTYPES for entry in this.confirm}
-            own = self.own_builder.build(
-                "extension", {c: d for c, d in confirmed.items() if c not in built.failed}
-            )
+    def _build(self, entries: Sequence[Entry]) -> Built:
+        """One extension with the round's candidates and the manifest's rows."""
+        wanted: dict[Candidate, set[str]] = {}
+        rows: dict[Candidate, set[str]] = {}
+        for entry in entries:
+            wanted.setdefault(entry.candidate, set()).update(self._dtypes(entry))
+            for row in self.incumbents[entry.target]:
+                rows.setdefault(row, set()).update(self._target(entry.target).dtypes)
+        for row, dtypes in rows.items():  # a row that serves one problem set can be a candidate for another
+            dtypes |= wanted.pop(row, set())
+        built = self.builder.build("extension", _sorted(wanted), _sorted(rows))
+        self._extension = built.extension
+        confirmed = {e.candidate for e in entries if id(e) in self._confirmed} - built.failed.keys()
+        if self.own_builder is not None and confirmed:
+            own = self.own_builder.build("extension", dict.fromkeys(confirmed, ALL_DTYPES), {})
             built.failed.update(own.failed)
             for candidate, complaints in own.complaints.items():
                 built.complaints[candidate] = [*built.complaints.get(candidate, []), *complaints]
         return built
 
-    def _wanted(self, this: Round) -> dict[Candidate, tuple[str, ...]]:
-        dtypes: dict[Candidate, set[str]] = {}
-        for entry in this.entries:
-            dtypes.setdefault(entry.candidate, set()).update(self._dtypes(entry, this))
-        return {candidate: tuple(sorted(found)) for candidate, found in dtypes.items()}
-
-    def _dtypes(self, entry: Entry, this: Round) -> tuple[str, ...]:
-        return ALL_DTYPES if any(e is entry for e in this.confirm) else self._target(entry.target).dtypes
-
-    def _wait(self, future: Future[Built], phase: str) -> Built:
-        self._phase = phase
-        while not wait([future], timeout=1.0).done:
-            self._show()
-        return future.result()
+    def _dtypes(self, entry: Entry) -> tuple[str, ...]:
+        return ALL_DTYPES if id(entry) in self._confirmed else self._target(entry.target).dtypes
 
     # ---- results -------------------------------------------------------------------------------------------
 
-    def _sort_out(self, this: Round, built: Built) -> Round:
-        """Give the candidates that were not compiled, or not well, their fate; the round of the others."""
-        out = []
-        for entry in this.entries:
+    def _sort_out(self, entries: Sequence[Entry], built: Built) -> list[Entry]:
+        """Give the candidates that were not compiled, or not well, their fate; the others."""
+        for entry in entries:
             candidate = entry.candidate
             entry.registers = built.registers.get(candidate, entry.registers)
             if candidate in built.failed:
                 entry.fate, entry.reason = "compile", built.failed[candidate]
             elif complaints := built.complaints.get(candidate):
                 entry.fate, entry.reason = "resources", "; ".join(complaints)
-            else:
-                continue
-            out.append(entry)
-            self._decided += 1
-        self._in_flight -= {id(entry) for entry in out}
         self.board.save()
-        return this.without(out)
+        return [entry for entry in entries if entry.fate not in FINAL]
 
-    def _work(self, this: Round) -> list[TargetJobs]:
-        work = []
-        for target in self.targets:
-            jobs = tuple(
-                Job(entry.candidate, self._dtypes(entry, this), any(e is entry for e in this.confirm))
-                for entry in this.entries
-                if entry.target == target.name
-            )
-            budget = CONFIRM_S if any(job.confirm for job in jobs) else LOOK_S
-            if jobs:
-                work.append(TargetJobs(target, tuple(self.incumbents[target.name]), jobs, budget))
-        return work
+    def _job(self, entry: Entry) -> Job:
+        target, confirm = self._target(entry.target), id(entry) in self._confirmed
+        rows = tuple(self.incumbents[target.name])
+        return Job(target, entry.candidate, self._dtypes(entry), rows, confirm)
 
-    def _record(self, target: Target, candidate: Candidate, what: str, result: Sighting | str) -> None:
-        entry = self.board.entries[target.name, candidate.key]
+    def _record(self, job: Job, what: str, result: Sighting | str) -> None:
+        entry = self.board.entries[job.target.name, job.candidate.key]
         if isinstance(result, Sighting):
             entry.see(result)
         else:
             entry.fate, entry.reason = what, result
-        self._decided += entry.fate in FINAL
         self.board.save()
         if entry.fate in ("promising", "accepted"):
-            self.progress.say(f"{entry.fate}: {target.name} {candidate.label}: {entry.reason}")
-        self._show()
+            self.say(f"{entry.fate}: {job.target.name} {job.candidate.label}: {entry.reason}")
 
     def _target(self, name: str) -> Target:
         return next(target for target in self.targets if target.name == name)
 
-    def _show(self) -> None:
-        self.progress.show(self.board.counts(), self._decided, self._phase)
+
+def clock(seconds: float) -> str:
+    """Minutes and seconds: 3:05."""
+    return f"{round(seconds) // 60}:{round(seconds) % 60:02}"
+
+
+def _sorted(wanted: Mapping[Candidate, set[str]]) -> dict[Candidate, tuple[str, ...]]:
+    return {candidate: tuple(sorted(dtypes)) for candidate, dtypes in wanted.items()}
 
 
 def _standing(key: str, sighting: Sighting) -> float:

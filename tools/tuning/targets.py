@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
+import runpy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from cutlass_fmha.bench.cases import Case
 
 
-def _load_cases() -> ModuleType:
-    """The benchmark's cases, from their file: the package can only be imported once it is built."""
-    name = "cutlass_fmha_bench_cases"
-    file = Path(__file__).resolve().parents[2] / "cutlass_fmha" / "bench" / "cases.py"
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-bench_cases = _load_cases()
+#: The benchmark's cases, from their file: the package can only be imported once it is built.
+CASES = Path(__file__).resolve().parents[2] / "cutlass_fmha" / "bench" / "cases.py"
+bench_cases = SimpleNamespace(**runpy.run_path(str(CASES), run_name="cutlass_fmha_bench_cases"))
 
 _SHAPE = re.compile(
     r"b(?P<batch>\d+)_h(?P<heads>\d+)(?:-(?P<heads_kv>\d+))?_(?:s(?P<s>\d+)|q(?P<q>\d+)_k(?P<k>\d+))"

@@ -1,21 +1,21 @@
-"""The process that runs candidates on a GPU: the parity gate, then times, candidates and incumbents in turns.
+"""The process that runs candidates on a GPU: for each the parity gate, then its times beside the incumbents'.
 
-    python tools/tuning/worker.py SPECIFICATION EVENTS_FD        as evaluate.py starts it
+    python tools/tuning/worker.py SPECIFICATION        as evaluate.py starts it
 
 A process of its own for each extension: a process holds one ``_C``, and a kernel that reads where it must not
-takes down the process that launched it. Each step is told before it is taken, as a JSON line, so that whoever
-reads knows which candidate was at work when the lines end.
+takes down the process that launched it. Each step is told before it is taken, as a JSON line on standard
+output, so that whoever reads knows which candidate was at work when the lines end.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
 import sys
 import types
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,26 +24,23 @@ FIRST_LOOK = 0.9  # a candidate that slow on one case can't be accepted: it is n
 INCUMBENT_LOOK = 0.85  # nor can a row that slow be the incumbent of the case
 DROP = 0.96  # the same after proper timing
 RESERVED_SHARED = 1024  # what CUDA keeps of an SM's shared memory for each block
-FAILED = 3  # exit status when CUDA reported an error
 Tell = Callable[..., None]
 
 
-def main(specification: str, events: str) -> int:
-    spec = json.loads(Path(specification).read_text())
-    with os.fdopen(int(events), "w", buffering=1) as pipe:
+def main(specification: str) -> int:
+    events = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # whatever else is printed goes to the log
 
-        def tell(event: str, **fields: Any) -> None:
-            pipe.write(json.dumps({"event": event, **fields}) + "\n")
+    def tell(event: str, **fields: Any) -> None:
+        events.write(json.dumps({"event": event, **fields}) + "\n")
 
-        try:
-            run(spec, tell)
-        except (
-            RuntimeError
-        ) as error:  # CUDA's errors, which a kernel causes; all others are errors of this program
-            if type(error).__name__ == "OutOfMemoryError":
-                raise
-            tell("failed", reason=(str(error).strip().splitlines() or [type(error).__name__])[0])
-            return FAILED
+    try:
+        run(json.loads(Path(specification).read_text()), tell)
+    except RuntimeError as error:  # CUDA's, which a kernel causes; all others are errors of this program
+        if type(error).__name__ == "OutOfMemoryError":
+            raise
+        tell("failed", reason=(str(error).strip().splitlines() or [type(error).__name__])[0])
+        return 3
     return 0
 
 
@@ -74,145 +71,109 @@ def run(spec: dict[str, Any], tell: Tell) -> None:
 
     device = torch.device("cuda", spec["device"])
     torch.cuda.set_device(device)
-    info = module.build_info()
-    if info.get("mma_passes", 1) != spec["mma_passes"]:
-        raise RuntimeError(f"the extension was built for {info.get('mma_passes', 1)} mma passes")
+    passes = module.build_info().get("mma_passes", 1)
+    if passes != spec["mma_passes"]:
+        raise SystemExit(f"the extension was built for {passes} mma passes")
     rows = {(row.name.rpartition("_")[2], row.dtype): row for row in module.templates()}
-    tell("ready", gpu=torch.cuda.get_device_name(device))
-    for target in spec["targets"]:
-        fitting = check_shared_memory(target, rows, spec, tell)
-        passed = gate_target({**target, "candidates": fitting}, rows, device, tell)
-        if passed:
-            time_target(target, passed, rows, device, tell)
-            tell("end", target=target["name"])
-    tell("done")
+    for job in spec["jobs"]:
+        tell("begin")
+        for fate, reason in objections(job, rows, spec, device, tell):
+            tell("dropped", fate=fate, reason=reason)
+            break
+        else:
+            tell("times", **time_job(job, rows, device, tell))
 
 
-def check_shared_memory(
-    target: dict[str, Any], rows: dict[tuple[str, str], Any], spec: dict[str, Any], tell: Tell
-) -> list[dict[str, Any]]:
-    """The candidates whose launches ask for no more than they may: the kernels themselves say how much."""
-    if spec["mma_passes"] != 1 and spec["arch"] != 90:
-        return list(target["candidates"])  # of an emulation, which pads it
-    fitting = []
-    for candidate in target["candidates"]:
-        row = rows[candidate["tag"], candidate["dtypes"][0]]
-        shared, blocks = row.smem_bytes + RESERVED_SHARED, row.min_blocks
-        if shared * blocks <= spec["shared_per_sm"]:
-            fitting.append(candidate)
-            continue
-        reason = f"{blocks} blocks of {row.smem_bytes} bytes do not fit an SM's {spec['shared_per_sm']}"
-        tell("gate", target=target["name"], tag=candidate["tag"], fate="resources", reason=reason)
-    return fitting
-
-
-def gate_target(
-    target: dict[str, Any], rows: dict[tuple[str, str], Any], device: Any, tell: Tell
-) -> list[str]:
-    """Tags of the candidates that are correct."""
+def objections(
+    job: dict[str, Any], rows: dict[tuple[str, str], Any], spec: dict[str, Any], device: Any, tell: Tell
+) -> Iterator[tuple[str, str]]:
+    """(fate, reason) of all that is wrong with a candidate, in the order of the gates."""
     from tuning import gates
 
-    passed = []
-    for candidate in target["candidates"]:
-        tag = candidate["tag"]
-        tell("begin", target=target["name"], tag=tag)
-        reason = None
-        for dtype in candidate["dtypes"]:
-            row = rows[tag, dtype]
-            for problem in (gates.all_problems if candidate["full_gate"] else gates.quick_problems)(row):
-                reason = reason or gates.first_failure(row, [problem], device)
-                tell("alive")
-        tell("gate", target=target["name"], tag=tag, fate="parity", reason=reason)
-        if reason is None:
-            passed.append(tag)
-    return passed
+    row = rows[job["tag"], job["dtypes"][0]]
+    # An emulation pads the shared memory that the kernels themselves ask for.
+    padded = spec["mma_passes"] != 1 and spec["arch"] != 90
+    if not padded and (row.smem_bytes + RESERVED_SHARED) * row.min_blocks > spec["shared_per_sm"]:
+        limit = spec["shared_per_sm"]
+        yield "resources", f"{row.min_blocks} blocks of {row.smem_bytes} bytes do not fit an SM's {limit}"
+    for dtype in job["dtypes"]:
+        row = rows[job["tag"], dtype]
+        for problem in (gates.all_problems if job["full_gate"] else gates.quick_problems)(row):
+            yield from (("parity", failure) for failure in gates.failures(row, [problem], device))
+            tell("alive")
 
 
-def time_target(
-    target: dict[str, Any], passed: list[str], rows: dict[tuple[str, str], Any], device: Any, tell: Tell
-) -> None:
-    """Times of the candidates that are correct and of the incumbents, the shortest case first.
+def time_job(
+    job: dict[str, Any], rows: dict[tuple[str, str], Any], device: Any, tell: Tell
+) -> dict[str, Any]:
+    """Microseconds (median) of a candidate and the incumbents by case, the shortest case first.
 
     A candidate that is far behind on one case is not timed on the others: no gain elsewhere can make up for
     it.
     """
     from cutlass_fmha.bench.cases import Case
 
-    cases = sorted((Case(**case) for case in target["cases"]), key=lambda case: case.flop)
-    alive = list(passed)
-    us: dict[str, dict[str, float]] = {tag: {} for tag in passed}
+    cases = sorted((Case(**case) for case in job["cases"]), key=lambda case: case.flop)
+    us: dict[str, float] = {}
     incumbents_us: dict[str, dict[str, float]] = {}
     for case in cases:
-        if not alive:
+        times = time_case(job, case, rows, device, tell)
+        us[case.name] = times.pop(job["tag"])
+        incumbents_us[case.name] = {job["incumbents"][tag]: time for tag, time in times.items()}
+        if min(times.values()) / us[case.name] < DROP:
             break
-        times = time_case(target, case, alive, rows, device, tell)
-        incumbents_us[case.name] = {tag: times[tag] for tag in target["incumbents"] if tag in times}
-        best = min(incumbents_us[case.name].values())
-        for tag in alive:
-            us[tag][case.name] = times[tag]
-        alive = [tag for tag in alive if best / times[tag] >= DROP]
-    for tag in passed:
-        tell(
-            "times",
-            target=target["name"],
-            tag=tag,
-            us=us[tag],
-            incumbents_us={case: incumbents_us[case] for case in us[tag]},
-            quick=len(us[tag]) < len(cases),
-        )
+    return {"us": us, "incumbents_us": incumbents_us, "quick": len(us) < len(cases)}
 
 
 def time_case(
-    target: dict[str, Any],
-    case: Any,
-    alive: list[str],
-    rows: dict[tuple[str, str], Any],
-    device: Any,
-    tell: Tell,
+    job: dict[str, Any], case: Any, rows: dict[tuple[str, str], Any], device: Any, tell: Tell
 ) -> dict[str, float]:
     """Microseconds (median) by tag. After a first look, only what may still matter is timed in turns."""
-    import torch
+    from cutlass_fmha.bench.timing import time_interleaved
 
-    from cutlass_fmha.bench.contenders import make_inputs
-    from cutlass_fmha.bench.timing import GraphTimer, input_sets, time_interleaved
-
-    sets = input_sets(case.input_bytes, torch.cuda.get_device_properties(device).L2_cache_size)
-    inputs = make_inputs(case, sets, device)
-    outputs = [torch.empty_like(inputs[number][0]) for number in range(sets)]
-    timers: dict[str, GraphTimer] = {}
-    look: dict[str, float] = {}
-    for tag in [*target["incumbents"], *alive]:
-        tell("begin", target=target["name"], tag=tag if tag in alive else None)
-        launches = make_launches(rows[tag, case.dtype], case, inputs, outputs)
-        timer = GraphTimer(partial(run_one, launches), sets)
-        timers[tag], look[tag] = timer, timer.graph_us / timer.calls
-    best = min(look[tag] for tag in target["incumbents"])
-    for tag in list(timers):
-        if best / look[tag] < (FIRST_LOOK if tag in alive else INCUMBENT_LOOK):
-            del timers[tag]
-    tell("begin", target=target["name"], tag=None, seconds=4 * target["budget_s"] * len(timers))
-    times = {tag: us for tag, us in look.items() if tag in alive or tag in timers}
-    if any(tag in timers for tag in alive):
-        measured = time_interleaved(timers, target["budget_s"])
-        times.update({tag: timing.p50_us for tag, timing in measured.items()})
-    return times
+    stand = Stand.of(case, device)
+    timers = {tag: stand.timer(rows[tag, case.dtype]) for tag in (*job["incumbents"], job["tag"])}
+    look = {tag: timer.graph_us / timer.calls for tag, timer in timers.items()}
+    best = min(look[tag] for tag in job["incumbents"])
+    if best / look[job["tag"]] < FIRST_LOOK:
+        return look
+    timers = {tag: timer for tag, timer in timers.items() if best / look[tag] >= INCUMBENT_LOOK}
+    tell("alive", seconds=4 * job["budget_s"] * len(timers))
+    return {tag: timing.p50_us for tag, timing in time_interleaved(timers, job["budget_s"]).items()}
 
 
-def run_one(launches: list[Any], number: int) -> None:
-    launches[number].run()
+class Stand:
+    """A case's inputs in as many copies as keep them out of the cache, and a place for outputs."""
 
+    def __init__(self, case: Any, device: Any) -> None:
+        import torch
 
-def make_launches(row: Any, case: Any, inputs: Any, outputs: list[Any]) -> list[Any]:
-    """One launch per set of inputs, by the binding itself: no selection, no allocation."""
-    import gpu
+        from cutlass_fmha.bench.contenders import make_inputs
+        from cutlass_fmha.bench.timing import input_sets
 
-    diagonal = case.seqlen_k - case.seqlen_q if case.causal else None
-    launches = []
-    for number, out in enumerate(outputs):
-        q, k, v = inputs[number]
-        guarded = gpu.Guarded(out, out)
-        launches.append(gpu.Launch(row, q, k, v, guarded, None, case.head_dim**-0.5, diagonal))
-    return launches
+        self.case = case
+        self.sets = input_sets(case.input_bytes, torch.cuda.get_device_properties(device).L2_cache_size)
+        self.inputs = make_inputs(case, self.sets, device)
+        self.outputs = [torch.empty_like(q) for q, *_ in (self.inputs[i] for i in range(self.sets))]
+
+    @classmethod
+    @functools.lru_cache(maxsize=8)
+    def of(cls, case: Any, device: Any) -> Stand:
+        return cls(case, device)
+
+    def timer(self, row: Any) -> Any:
+        """A row's launches by the binding itself: no selection, no allocation."""
+        import gpu
+
+        from cutlass_fmha.bench.timing import GraphTimer
+
+        c = self.case
+        diagonal = c.seqlen_k - c.seqlen_q if c.causal else None
+        launches = [
+            gpu.Launch(row, *self.inputs[i], gpu.Guarded(out, out), None, c.head_dim**-0.5, diagonal)
+            for i, out in enumerate(self.outputs)
+        ]
+        return GraphTimer(lambda number: launches[number].run(), self.sets)
 
 
 if __name__ == "__main__":
