@@ -20,8 +20,21 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+import hypothesis
+from hypothesis import strategies as st
+from tabulate import tabulate
+
+from cutlass_fmha import _C
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+import gpu
+import parity_report
+from problems_general import GeneralProblem, problems
+from source_hash import source_hash
+
+from general import GeneralLaunch, fit
 
 KIND = "cutlass_fmha parity run"
 #: Seeds of the processes that share a run lie so far apart.
@@ -55,14 +68,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=1, metavar="N", help="of the draw; default: %(default)s")
     add("--processes", type=int, default=8, metavar="N", help="that share the work; default: %(default)s")
     add("--longest", type=int, default=700, metavar="N", help="sequences at most; default: %(default)s")
-    add("--seconds", type=float, metavar="S", help="stop drawing after so long; the run is not whole then")
     add("--rows", default="", metavar="PART", help="only rows whose name contains this")
-    add(
-        "--report",
-        type=Path,
-        metavar="DIR",
-        help="write <date>-<gpu>-<mode>-<arch>-<seed>.json and .md there",
-    )
+    add("--report", type=Path, metavar="DIR", help="for <date>-<gpu>-<mode>-<arch>-<seed>.json and .md")
     add("--problem", metavar="JSON", help="run this one problem, on the row that --rows names")
     return parser
 
@@ -70,7 +77,9 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Returns 0 when nothing failed, 1 with the line that repeats a mismatch, 2 when nothing can run."""
     arguments = build_parser().parse_args(argv)
-    if (reason := unusable(arguments.rows)) is not None:
+    reason = gpu.unusable()
+    if reason is not None or not row_names(arguments.rows):
+        reason = reason or f"no general row under test has {arguments.rows!r} in its name"
         print(f"parity_run: {reason}", file=sys.stderr)
         return 2
     if arguments.problem:
@@ -99,35 +108,21 @@ def main(argv: list[str] | None = None) -> int:
 # ---- drawing -----------------------------------------------------------------------------------------------
 
 
-def unusable(part: str) -> str | None:
-    """Why nothing can run here, in a sentence."""
-    import gpu
-
-    if (reason := gpu.unusable()) is not None:
-        return reason
-    return None if row_names(part) else f"no general row under test has {part!r} in its name"
-
-
 def row_names(part: str) -> list[str]:
-    import gpu
-
     return [row.name for row in gpu.general_rows() if part in row.name]
 
 
 def run(arguments: argparse.Namespace) -> Tally:
     """The whole run, by one process or several."""
-    shares = [
-        arguments.problems // arguments.processes + (number < arguments.problems % arguments.processes)
-        for number in range(arguments.processes)
-    ]
+    processes = arguments.processes
+    shares = [len(range(number, arguments.problems, processes)) for number in range(processes)]
     jobs = [
-        (share, arguments.seed + number * STRIDE, arguments.longest, arguments.seconds, arguments.rows)
+        (share, arguments.seed + number * STRIDE, arguments.longest, arguments.rows)
         for number, share in enumerate(shares)
     ]
     total = Tally()
-    if len(jobs) == 1:
-        total.add(draw(jobs[0]))
-        return total
+    if processes == 1:
+        return draw(jobs[0])
     with multiprocessing.get_context("spawn").Pool(len(jobs)) as pool:
         for tally in pool.imap_unordered(draw, jobs):
             total.add(tally)
@@ -135,14 +130,9 @@ def run(arguments: argparse.Namespace) -> Tally:
     return total
 
 
-def draw(job: tuple[int, int, int, float | None, str]) -> Tally:
+def draw(job: tuple[int, int, int, str]) -> Tally:
     """Runs so many problems of a seed, and stops at the first mismatch."""
-    count, seed, longest, seconds, part = job
-    import gpu
-    import hypothesis
-    from hypothesis import strategies as st
-    from problems_general import problems
-
+    count, seed, longest, part = job
     tally = Tally()
     rows = [row for row in gpu.general_rows() if part in row.name]
     settings = hypothesis.settings(
@@ -152,15 +142,13 @@ def draw(job: tuple[int, int, int, float | None, str]) -> Tally:
         phases=[hypothesis.Phase.generate],
         suppress_health_check=list(hypothesis.HealthCheck),
     )
-    until = time.monotonic() + seconds if seconds else float("inf")
 
     @hypothesis.seed(seed)
     @settings
     @hypothesis.given(row=st.sampled_from(rows), problem=problems(longest))
     def agrees(row: Any, problem: Any) -> None:
-        if tally.failure or tally.problems >= count or time.monotonic() > until:
-            return
-        judge(row, problem, tally)
+        if not tally.failure and tally.problems < count:
+            judge(row, problem, tally)
 
     agrees()
     return tally
@@ -168,10 +156,6 @@ def draw(job: tuple[int, int, int, float | None, str]) -> Tally:
 
 def judge(row: Any, problem: Any, tally: Tally) -> None:
     """One problem on one row."""
-    import gpu
-
-    from general import GeneralLaunch, fit
-
     problem = fit(problem, row)
     line = f"python tools/parity_run.py --rows {row.name} --problem '{json.dumps(asdict(problem))}'"
     try:
@@ -194,12 +178,7 @@ def judge(row: Any, problem: Any, tally: Tally) -> None:
 
 def repeat(name: str, text: str) -> int:
     """The one problem of a line that a run printed."""
-    import gpu
-    from problems_general import GeneralProblem
-
-    fields = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in json.loads(text).items()
-    }
+    fields = {key: tuple(x) if isinstance(x, list) else x for key, x in json.loads(text).items()}
     tally = Tally()
     for row in gpu.general_rows():
         if name in row.name:
@@ -213,14 +192,6 @@ def repeat(name: str, text: str) -> int:
 
 def environment() -> dict[str, object]:
     """The machine and the versions."""
-    import gpu
-    import parity_report
-
-    from cutlass_fmha import _C
-
-    sys.path.insert(0, str(ROOT / "tools"))
-    from source_hash import source_hash
-
     arch = gpu.rows_arch()
     assert arch is not None
     if not gpu.simulated():
@@ -270,14 +241,8 @@ def markdown(content: dict[str, Any]) -> str:
         f"seed {content['seed']} in {content['processes']} processes, {content['seconds']} s. "
         f"Hash of src/: `{content['source_hash']}`.",
         f"Worst ratio to the tolerance of tests/oracle_general.py: {content['worst_ratio']} (1 at most).",
-        "",
-        "| feature | problems |",
-        "|---|---|",
-        *(f"| {name} | {count} |" for name, count in content["features"].items()),
-        "",
-        "| row | problems |",
-        "|---|---|",
-        *(f"| {name} | {count} |" for name, count in content["rows"].items()),
+        *("", tabulate(content["features"].items(), ["feature", "problems"], "github")),
+        *("", tabulate(content["rows"].items(), ["row", "problems"], "github")),
     ]
     if content["failure"]:
         lines += ["", "```", content["failure"], "```"]
