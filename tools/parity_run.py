@@ -221,14 +221,7 @@ def write(arguments: argparse.Namespace, tally: Tally, seconds: float, missing: 
         "rows": dict(sorted(tally.rows.items())),
         **environment(),
     }
-    arguments.report.mkdir(parents=True, exist_ok=True)
-    gpu_name = "-".join(str(content["gpu"]).lower().split())
-    how = f"{gpu_name}-{content['mode']}-sm{content['arch']}"
-    stem = f"{str(content['date'])[:10]}-{how}-{arguments.seed}"
-    path: Path = arguments.report / f"{stem}.json"
-    path.write_text(json.dumps(content, indent=2) + "\n")
-    path.with_suffix(".md").write_text(markdown(content))
-    return path
+    return parity_report.write(arguments.report, content, markdown(content), f"-{arguments.seed}")
 
 
 def markdown(content: dict[str, Any]) -> str:
