@@ -90,7 +90,7 @@ def registers(template: Template) -> int:
 
 
 def groups(template: Template, problem: Problem, device: Device) -> list[Group]:
-    """The blocks of a launch in the order of ``src/forward/scheduler.h`` and ``src/general/sequence.h``."""
+    """The blocks of a launch in the order of ``src/core/scheduler.h`` and ``src/general/sequence.h``."""
     pack = packed_heads(template, problem)
     tiles = -(-problem.seqlen_q * pack // template.tile_m)
     sequences = problem.batch * problem.num_heads // pack

@@ -67,7 +67,7 @@ struct TileConfig {
   int warps;       ///< of a thread block
   int min_blocks;  ///< resident thread blocks per SM that registers must leave room for
   MmaKind mma = MmaKind::m16n8k16;
-  bool dependent_launch = false;  ///< starts beside the kernel ahead (forward/dependent_launch.cuh): from sm_90 on
+  bool dependent_launch = false;  ///< starts beside the kernel ahead (core/dependent_launch.cuh): from sm_90 on
 
   constexpr int threads() const { return 32 * warps; }
   constexpr int element_bytes() const { return bytes_of(dtype); }

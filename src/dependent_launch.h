@@ -1,4 +1,4 @@
-// Launches that overlap with what is ahead in their stream: the host's part of forward/dependent_launch.cuh.
+// Launches that overlap with what is ahead in their stream: the host's part of core/dependent_launch.cuh.
 #pragma once
 
 #include <cuda_runtime_api.h>

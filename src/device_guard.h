@@ -7,7 +7,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "forward/scheduler.h"
+#include "core/scheduler.h"
 
 namespace cutlass_fmha {
 

@@ -1,5 +1,5 @@
 // Builds that make an sm_90 GPU resemble one that is not at hand (CUTLASS_FMHA_EMULATION, docs/emulation.md). The mma's
-// part is forward/mma_passes.cuh; this is what follows for launches. Host code, no CUDA needed.
+// part is core/mma_passes.cuh; this is what follows for launches. Host code, no CUDA needed.
 #pragma once
 
 #include <algorithm>

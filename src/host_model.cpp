@@ -10,10 +10,10 @@
 #include <tuple>
 #include <vector>
 
-#include "forward/mask.cuh"
-#include "forward/online_softmax.cuh"
-#include "forward/scheduler.h"
-#include "forward/tile.cuh"
+#include "core/mask.cuh"
+#include "core/online_softmax.cuh"
+#include "core/scheduler.h"
+#include "core/tile.cuh"
 #include "general/host_model.h"
 
 namespace py = pybind11;

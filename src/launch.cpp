@@ -5,8 +5,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "core/scheduler.h"
 #include "device_guard.h"
-#include "forward/scheduler.h"
 #include "require.h"
 #include "support/launch.h"
 #include "tensor_map.h"

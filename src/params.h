@@ -14,7 +14,7 @@ struct Strides {
   int64_t batch, seqlen, head;
 };
 
-/// In what order tiles come where some have more keys than others: see forward/scheduler.h.
+/// In what order tiles come where some have more keys than others: see core/scheduler.h.
 struct TileOrder {
   int heads;  ///< of so many heads, those of all batch entries in a row, long tiles are mixed. 1 or more
   int tiles;  ///< of each: so many are long, the last ones. 1 or more
@@ -62,7 +62,7 @@ struct alignas(128) TensorMap {
 struct ForwardTmaParams : ForwardParams {
   explicit ForwardTmaParams(ForwardParams const& p) : ForwardParams(p) {}
 
-  /// How a thread block finds its tile, set_schedule() in forward/scheduler.h: the rows of tiles that a head has, and
+  /// How a thread block finds its tile, set_schedule() in core/scheduler.h: the rows of tiles that a head has, and
   /// what block numbers are divided by.
   int m_blocks = 0;
   Divisor by_rank;   ///< without a diagonal by m_blocks, with one by order.heads

@@ -7,6 +7,7 @@
 #include <kernel_forward.h>  // of the example
 
 #include "config.h"
+#include "lane_scores.cuh"
 #include "score_scale.cuh"
 #include "tile.h"
 #include "whole_rows.cuh"
@@ -113,12 +114,10 @@ __device__ inline void write_lse(GeneralParams const& p, FallbackTile const& t, 
 template <WideConfig C>
 __device__ void end_rows(GeneralParams const& p, FallbackStorage<C> const& shared) {
   using Scalar = typename FallbackAttention<C>::scalar_t;
-  constexpr float kLn2 = 0.6931471805599453f;
   for (int row = threadIdx.y; row < shared.tile.rows; row += C.warps) {
     float const sum = shared.example.s_prime[row];
-    bool const sees = sum != 0.f;
-    write_lse(p, shared.tile, shared.tile.first + row, sees ? shared.example.mi[row] * kLn2 + logf(sum) : -INFINITY);
-    if (!sees) clear_row<Scalar>(p, shared.tile, shared.tile.first + row);
+    write_lse(p, shared.tile, shared.tile.first + row, natural_lse(shared.example.mi[row], sum));
+    if (sum == 0.f) clear_row<Scalar>(p, shared.tile, shared.tile.first + row);
   }
 }
 

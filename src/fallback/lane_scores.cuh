@@ -4,7 +4,7 @@
 
 #include <cute/arch/copy_sm80.hpp>
 
-#include "../forward/online_softmax.cuh"
+#include "../core/online_softmax.cuh"
 #include "tile.h"
 
 namespace cutlass_fmha {

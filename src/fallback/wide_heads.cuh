@@ -8,6 +8,7 @@
 #include <cute/arch/copy_sm75.hpp>
 #include <cute/arch/mma_sm80.hpp>
 
+#include "../core/tile.cuh"
 #include "config.h"
 #include "lane_scores.cuh"
 #include "tile.h"
@@ -95,16 +96,16 @@ struct WideHeads {
 
   /// 16 dimensions of those.
   CUTE_DEVICE void multiply_keys(int dim, LaneScores<kRowSteps, kKeySteps>& sums) const {
+    MatrixLane const q_at = MatrixLane::rows_first(lane), k_at = MatrixLane::columns_first(lane);
     uint32_t a[kRowSteps][4];
     CUTE_UNROLL
     for (int m = 0; m < kRowSteps; ++m) {
-      read_matrices<cute::SM75_U32x4_LDSM_N>(shared.q[warp_row + 16 * m + lane % 16][dim + lane / 16 * 8], a[m]);
+      read_matrices<cute::SM75_U32x4_LDSM_N>(shared.q[warp_row + 16 * m + q_at.row][dim + q_at.column], a[m]);
     }
     CUTE_UNROLL
     for (int n = 0; n < kKeySteps; n += 2) {
       uint32_t b[4];
-      int const key = member * kKeys + 8 * n + lane / 16 * 8 + lane % 8;
-      read_matrices<cute::SM75_U32x4_LDSM_N>(shared.k[key][dim + lane / 8 % 2 * 8], b);
+      read_matrices<cute::SM75_U32x4_LDSM_N>(shared.k[member * kKeys + 8 * n + k_at.row][dim + k_at.column], b);
       CUTE_UNROLL
       for (int m = 0; m < kRowSteps; ++m) {
         multiply(sums.x[m][n], a[m], b[0], b[1]);
@@ -119,16 +120,17 @@ struct WideHeads {
   /// output += P V: all keys of the step, this warp's columns.
   CUTE_DEVICE void multiply_values() {
     constexpr int kSteps = C.tile_n / 16;
+    MatrixLane const at = MatrixLane::rows_first(lane);
     uint32_t a[kRowSteps][kSteps][4];
     CUTE_UNROLL
     for (int m = 0; m < kRowSteps; ++m) {
       CUTE_UNROLL
       for (int key = 0; key < kSteps; ++key) {
-        read_matrices<cute::SM75_U32x4_LDSM_N>(
-            shared.probabilities[warp_row + 16 * m + lane % 16][16 * key + lane / 16 * 8], a[m][key]);
+        read_matrices<cute::SM75_U32x4_LDSM_N>(shared.probabilities[warp_row + 16 * m + at.row][16 * key + at.column],
+                                               a[m][key]);
       }
     }
-    T const* v = &shared.v[lane % 16][lane / 16 * 8];
+    T const* v = &shared.v[at.row][at.column];
     CUTE_UNROLL
     for (int n = 0; n < kColumnSteps; n += 2) {
       if (column(n) >= p.head_dim_v) break;

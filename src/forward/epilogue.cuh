@@ -1,7 +1,7 @@
 // What leaves the kernel: O through the warp's own rows of shared memory, so that it is written in whole rows, and LSE.
 #pragma once
 
-#include "mainloop.cuh"
+#include "keys_cp_async.cuh"
 
 namespace cutlass_fmha {
 
@@ -38,8 +38,8 @@ CUTE_DEVICE void epilogue(ForwardParams const& p, char* smem, typename ForwardTy
   using namespace cute;
   using T = ForwardTypes<C>;
   auto rows = by_row(output);
-  auto const lse = softmax.finalize(rows, row_maxima<C>(smem, tile_row));
-  TilePosition const at = *reinterpret_cast<TilePosition const*>(smem + SharedLayout<C>::kTileBegin);
+  auto const lse = softmax.finalize(rows, SharedLayout<C>::maxima(smem, tile_row));
+  TilePosition const at = SharedLayout<C>::position(smem);
   int const row_begin = at.row_begin + tile_row;
   auto coordinates =
       typename T::Mma{}.get_slice(lane).partition_C(make_identity_tensor(Shape<Int<T::kRows>, Int<C.head_dim>>{}));

@@ -2,8 +2,9 @@
 // exchange with one barrier, and leave as whole rows.
 #pragma once
 
+#include "../core/merge.cuh"
+#include "../core/scheduler.h"
 #include "mainloop_split.cuh"
-#include "scheduler.h"
 
 namespace cutlass_fmha {
 
@@ -73,29 +74,24 @@ CUTE_DEVICE void merge_chunk(ForwardParams const& p, char* smem, WorkTile const&
   using T = ForwardTypes<C>;
   using Shared = SplitShared<C>;
   float2 state[C.kv_warps];
-  float maximum = -INFINITY;
+  MergedState merged;
   CUTE_UNROLL
   for (int share = 0; share < C.kv_warps; ++share) {
     state[share] = Shared::states(smem)[share * C.tile_m + row];
-    maximum = fmaxf(maximum, state[share].x);
+    merged.see(state[share].x);
   }
-  float sum = 0.f;
   float o[8] = {};
   CUTE_UNROLL
   for (int share = 0; share < C.kv_warps; ++share) {
-    float const weight = T::Softmax::merge_weight(state[share].x, maximum, p.scale_log2);
-    sum = fmaf(weight, state[share].y, sum);
+    float const weight = merged.weight(state[share].x, p.scale_log2);
+    merged.add(weight, state[share].y);
     CUTE_UNROLL
     for (int half = 0; half < 2; ++half) {
-      float4 const x = Shared::piece(smem, share, row, place, half);
-      o[4 * half + 0] = fmaf(weight, x.x, o[4 * half + 0]);
-      o[4 * half + 1] = fmaf(weight, x.y, o[4 * half + 1]);
-      o[4 * half + 2] = fmaf(weight, x.z, o[4 * half + 2]);
-      o[4 * half + 3] = fmaf(weight, x.w, o[4 * half + 3]);
+      add_weighted(o + 4 * half, weight, Shared::piece(smem, share, row, place, half));
     }
   }
-  float const inverse = 1.f / sum;
-  auto normalised = [&](float x) { return sum == 0.f ? 0.f : x * inverse; };  // no visible key: 0, whatever V held
+  float const inverse = 1.f / merged.sum;
+  auto normalised = [&](float x) { return merged.normalised(x, inverse); };
   uint4 packed;
   packed.x = pack<typename T::Element>(normalised(o[0]), normalised(o[1]));
   packed.y = pack<typename T::Element>(normalised(o[2]), normalised(o[3]));
@@ -107,8 +103,7 @@ CUTE_DEVICE void merge_chunk(ForwardParams const& p, char* smem, WorkTile const&
                        query * p.o_stride.seqlen + Shared::chunk_at(place) * 8;
   *reinterpret_cast<uint4*>(to) = packed;
   if (p.lse != nullptr && place == 0) {
-    p.lse[(int64_t(tile.batch) * p.num_heads + tile.head) * p.seqlen_q + query] =
-        T::Softmax::merged_lse(maximum, sum, p.scale_log2);
+    p.lse[(int64_t(tile.batch) * p.num_heads + tile.head) * p.seqlen_q + query] = merged.lse(p.scale_log2);
   }
 }
 

@@ -1,10 +1,10 @@
 // Split rows that copy by TMA: their shared memory, and how what the shares have of a row becomes O and LSE.
 #pragma once
 
-#include "pipeline.cuh"
-#include "scheduler.h"
-#include "shares.cuh"
-#include "tile.cuh"
+#include "../core/pipeline.cuh"
+#include "../core/scheduler.h"
+#include "../core/shares.cuh"
+#include "../core/tile.cuh"
 
 namespace cutlass_fmha {
 

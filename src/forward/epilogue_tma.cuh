@@ -2,7 +2,7 @@
 // it (and leaves out what lies beyond the end of the queries), and LSE.
 #pragma once
 
-#include "producer_tma.cuh"
+#include "keys_tma.cuh"
 
 namespace cutlass_fmha {
 

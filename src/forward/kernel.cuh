@@ -1,16 +1,14 @@
 // The forward kernel: O = softmax(scale Q K^T + mask) V and its LSE, one tile of query rows of one head per block.
 #pragma once
 
+#include "../core/dependent_launch.cuh"
+#include "../core/scheduler.h"
 #include "../general/kernel.cuh"
-#include "dependent_launch.cuh"
 #include "epilogue.cuh"
 #include "epilogue_split.cuh"
 #include "epilogue_tma.cuh"
-#include "mainloop.cuh"
 #include "mainloop_split.cuh"
 #include "mainloop_split_tma.cuh"
-#include "mainloop_tma.cuh"
-#include "scheduler.h"
 
 namespace cutlass_fmha {
 
@@ -66,51 +64,49 @@ CUTE_DEVICE void forward_rows(ForwardParams const& p) {
     return static_cast<uint16_t const*>(tensor) + tile.batch * s.batch + head * s.head + row * s.seqlen;
   };
   // Where there is room, what is computed here stays: the compiler must not compute it again in each phase.
-  auto const keep = [](uint32_t x) { return Mainloop<C>::kRoomy ? opaque(x) : x; };
+  auto const keep = [](uint32_t x) { return is_roomy(C) ? settled(x) : x; };
   uint32_t const barriers = cute::cast_smem_ptr_to_uint(smem + Shared::kBarriers);
   int const half_thread = threadIdx.x % (C.threads() / 2);
-  Mainloop<C> mainloop{
+  using Keys = CpAsyncKeys<C>;
+  Keys keys{
       .params = p,
       .smem = smem,
-      .warp_tile_row = Mainloop<C>::tile_row_of(warp),
+      .warp_tile_row = tile_row_of<C>(warp),
       .in_second_group = second_group,
       .blocks = blocks,
       .k_pipe = {barriers},
       .v_pipe = {barriers + KvPipeline<C>::kBytes},
-      .qv_lane_offset = keep(Mainloop<C>::KvTile::lane_offset(lane % 16, lane / 16 * 8)),
-      .k_lane_offset = keep(Mainloop<C>::KvTile::lane_offset(lane % 8 + lane / 16 * 8, lane / 8 % 2 * 8)),
-      .loader =
-          second_group
-              ? typename Mainloop<C>::KvLoader(offset(p.k, p.k_stride, head_kv, 0), p.k_stride.seqlen, half_thread)
-              : typename Mainloop<C>::KvLoader(offset(p.v, p.v_stride, head_kv, 0), p.v_stride.seqlen, half_thread),
+      .qv_lane_offset = keep(WarpProduct<C>::v_lane(lane)),
+      .k_lane_offset = keep(WarpProduct<C>::k_lane(lane)),
+      .loader = second_group
+                    ? typename Keys::Loader(offset(p.k, p.k_stride, head_kv, 0), p.k_stride.seqlen, half_thread)
+                    : typename Keys::Loader(offset(p.v, p.v_stride, head_kv, 0), p.v_stride.seqlen, half_thread),
   };
 
-  if constexpr (C.copy == Copy::cp_async_16) mainloop.loader.destination = keep(mainloop.loader.destination);
-  int const row_begin = tile_begin + Mainloop<C>::tile_row_of(warp);
-  mainloop.first_phase = blocks - key_blocks(p, row_begin, row_begin + T::kRows, C.tile_n);
-  mainloop.masked_end = uniform(blocks - full_key_blocks(p, row_begin, C.tile_n));
-  if (threadIdx.x == 0) {
-    *reinterpret_cast<TilePosition*>(smem + Shared::kTileBegin) = {tile_begin, tile.head, tile.batch};
-  }
+  if constexpr (C.copy == Copy::cp_async_16) keys.loader.destination = keep(keys.loader.destination);
+  int const row_begin = tile_begin + tile_row_of<C>(warp);
+  keys.first_phase = blocks - key_blocks(p, row_begin, row_begin + T::kRows, C.tile_n);
+  keys.all_see_from = uniform(blocks - full_key_blocks(p, row_begin, C.tile_n));
+  if (threadIdx.x == 0) Shared::position(smem) = {tile_begin, tile.head, tile.batch};
   typename T::OutputFragment output;
   cute::clear(output);
   typename T::Softmax softmax(p.scale_log2);
   if (blocks > 0) {
-    mainloop.init_shared();
+    keys.init_shared();
     TileLoader<C.head_dim, C.tile_m, C.threads(), C.copy> q_loader(offset(p.q, p.q_stride, tile.head, tile_begin),
                                                                    p.q_stride.seqlen, threadIdx.x);
     q_loader.template load<true>(smem, p.q_stride.seqlen, p.seqlen_q - tile_begin);
     cute::cp_async_fence();
     __syncthreads();  // the pipelines' barriers exist
-    mainloop.prologue();
+    keys.prologue();
     wait_for_committed_cp_async();  // Q, the only committed group: K and V report to their pipelines
     __syncthreads();
     transform_q<C>(p, smem);
-    mainloop.run(output, softmax);
+    TileWalk<C, Keys>{p, smem, keys}.run(output, softmax);
   } else {
     __syncthreads();
   }
-  epilogue<C>(p, smem, output, softmax, mainloop.tile_row(), lane);
+  epilogue<C>(p, smem, output, softmax, keys.tile_row(), lane);
 }
 
 /// Groups of C.kv_warps warps share query rows and divide the keys.
@@ -218,16 +214,17 @@ CUTE_DEVICE void forward_tma(ForwardTmaParams const& p) {
   int const lane = threadIdx.x % 32;
   int const warp = uniform(threadIdx.x / 32);
   if (threadIdx.x == 0) Shared::work(smem) = work;
-  TmaMainloop<C> const mainloop(p, smem, warp, work);
+  TmaKeys<C> keys(p, smem, warp, work);
   typename T::OutputFragment output;
   cute::clear(output);
   typename T::Softmax softmax(p.scale_log2);
   if (work.blocks > 0) {
     TmaProducer<C> const producer(p, smem, warp, work);
+    keys.producer = &producer;
     auto* const q_barrier = reinterpret_cast<uint64_t*>(smem + Shared::kQBarrier);
     if (threadIdx.x == 0) {
-      mainloop.k_pipe.init(1, C.threads());
-      mainloop.v_pipe.init(1, C.threads());
+      keys.k_pipe.init(1, C.threads());
+      keys.v_pipe.init(1, C.threads());
       mbarrier_init(cute::cast_smem_ptr_to_uint(q_barrier), 1);
       cutlass::arch::fence_barrier_init();
       QTile::load(p.q_map, q_barrier, smem, QTile::kPanelBytes, work.row_begin, work.head, work.batch);
@@ -236,11 +233,11 @@ CUTE_DEVICE void forward_tma(ForwardTmaParams const& p) {
     __syncthreads();  // the barriers exist
     mbarrier_wait(cute::cast_smem_ptr_to_uint(q_barrier), 0);
     transform_q<C>(p, smem);
-    mainloop.run(producer, output, softmax);
+    TileWalk<C, TmaKeys<C>>{p, smem, keys}.run(output, softmax);
   } else {
     __syncthreads();
   }
-  tma_epilogue<C>(p, smem, Shared::work(smem), output, softmax, mainloop.tile_row, lane);
+  tma_epilogue<C>(p, smem, Shared::work(smem), output, softmax, keys.tile_row, lane);
 }
 
 template <ForwardConfig C>

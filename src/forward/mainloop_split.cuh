@@ -12,8 +12,9 @@
 // A row of O then lies in a quad as 16 consecutive dimensions per lane: OutputColumns.
 #pragma once
 
-#include "dependent_launch.cuh"
-#include "mainloop.cuh"
+#include "../core/dependent_launch.cuh"
+#include "../core/mask.cuh"
+#include "../core/product.cuh"
 
 namespace cutlass_fmha {
 
@@ -115,8 +116,7 @@ struct SplitMainloop {
   // Of V, words of two neighbouring dimensions: (word, panel, key of four, step of 16 keys).
   using VWords = decltype(cute::make_tensor<uint32_t>(
       cute::Shape<cute::Int<kWidth / 2>, cute::Int<kPanels>, cute::_4, cute::Int<T::kKeySteps>>{}));
-  using Probabilities = decltype(cute::make_tensor<Element>(
-      cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::Int<T::kRowSteps>, cute::Int<T::kKeySteps>>{}));
+  using Probabilities = OperandA<T, T::kKeySteps>;
 
   ForwardParams const& params;
   uint16_t const *q, *k, *v;  ///< of this head
@@ -233,15 +233,11 @@ struct SplitMainloop {
   /// scores = Q K^T
   CUTE_DEVICE static void compute_scores(QFragments const& q, KFragments const& k, Scores& scores) {
     using namespace cute;
-    typename T::Mma mma;
     clear(scores);
     CUTE_UNROLL
     for (int n = 0; n < C.tile_n / 8; ++n) {
       CUTE_UNROLL
-      for (int step = 0; step < T::kDimSteps; ++step) {
-        CUTE_UNROLL
-        for (int m = 0; m < T::kRowSteps; ++m) gemm(mma, q(_, m, step), k(_, n, step), scores(_, m, n));
-      }
+      for (int step = 0; step < T::kDimSteps; ++step) multiply_n8<T>(q(_, _, step), k(_, n, step), scores, n);
     }
     repeat_mma_passes<typename T::Mma, T::kDimSteps>(scores);
   }
@@ -249,7 +245,6 @@ struct SplitMainloop {
   /// output += P V
   CUTE_DEVICE static void accumulate(Probabilities const& probabilities, VWords const& words, Output& output) {
     using namespace cute;
-    typename T::Mma mma;
     CUTE_UNROLL
     for (int step = 0; step < T::kKeySteps; ++step) {
       CUTE_UNROLL
@@ -260,8 +255,7 @@ struct SplitMainloop {
         auto operand = recast<uint32_t>(v);
         operand(0) = __byte_perm(words(i / 2, panel, 0, step), words(i / 2, panel, 1, step), half);
         operand(1) = __byte_perm(words(i / 2, panel, 2, step), words(i / 2, panel, 3, step), half);
-        CUTE_UNROLL
-        for (int m = 0; m < T::kRowSteps; ++m) gemm(mma, probabilities(_, m, step), v, output(_, m, n));
+        multiply_n8<T>(probabilities(_, _, step), v, output, n);
       }
       repeat_mma_passes<typename T::Mma>(output);
     }

@@ -5,9 +5,10 @@
 // for each group of query rows. A lane of the first of these asks for their tiles.
 #pragma once
 
-#include "dependent_launch.cuh"
+#include "../core/dependent_launch.cuh"
+#include "../core/product.cuh"
+#include "../core/tma.cuh"
 #include "epilogue_split_tma.cuh"
-#include "tma.cuh"
 
 namespace cutlass_fmha {
 
@@ -15,17 +16,13 @@ template <ForwardConfig C>
 struct SplitTmaMainloop {
   using T = ForwardTypes<C>;
   using Element = typename T::Element;
-  using Scores = typename T::ScoresFragment;
-  using Output = typename T::OutputFragment;
   using Layout = SplitTmaLayout<C>;
   using Pipe = TilePipeline<C.stages>;
-  using QTile = LdmatrixTile<C.head_dim, C.tile_m>;
-  using KvTile = LdmatrixTile<C.head_dim, C.tile_n>;
-  template <int Steps>
-  using OperandA = decltype(cute::make_tensor<Element>(
-      cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::Int<T::kRowSteps>, cute::Int<Steps>>{}));
-  using QFragments = OperandA<C.q_in_registers ? T::kDimSteps : 1>;
-  using Probabilities = OperandA<T::kKeySteps>;
+  using Product = WarpProduct<C>;
+  using Scores = typename Product::Scores;
+  using Output = typename Product::Output;
+  using Probabilities = typename Product::Probabilities;
+  using QFragments = typename Product::QFragments;
 
   ForwardTmaParams const& params;
   char* const smem;
@@ -52,8 +49,8 @@ struct SplitTmaMainloop {
         batch(uniform(tile.batch)),
         k_pipe{cute::cast_smem_ptr_to_uint(smem + Layout::barriers(share, 0))},
         v_pipe{cute::cast_smem_ptr_to_uint(smem + Layout::barriers(share, 1))},
-        qv_lane_offset(KvTile::lane_offset(lane_id() % 16, lane_id() / 16 * 8)),
-        k_lane_offset(KvTile::lane_offset(lane_id() % 8 + lane_id() / 16 * 8, lane_id() / 8 % 2 * 8)) {}
+        qv_lane_offset(Product::v_lane(lane_id())),
+        k_lane_offset(Product::k_lane(lane_id())) {}
 
   CUTE_DEVICE RowMaxima maxima() const { return {Layout::Shares::maxima(smem) + share * C.tile_m + tile_row}; }
   CUTE_DEVICE bool asks() const { return warp < C.kv_warps; }
@@ -80,10 +77,7 @@ struct SplitTmaMainloop {
     QFragments q;
     Scores scores;
     Probabilities probabilities;
-    if constexpr (C.q_in_registers) {
-      CUTE_UNROLL
-      for (int d = 0; d < T::kDimSteps; ++d) load_q(d, q(cute::_, cute::_, d));
-    }
+    Product::keep_q(smem, q_lane(), q);
     compute_scores(0, q, scores);
     update<true>(0, scores, probabilities, output, softmax);
     refill(params.k_map, k_pipe, 0, C.stages);
@@ -100,14 +94,7 @@ struct SplitTmaMainloop {
   }
 
  private:
-  template <class Fragment>
-  CUTE_DEVICE void load_q(int step, Fragment&& fragment) const {
-    uint32_t const offset = qv_lane_offset + tile_row * (2 * QTile::P::kWidth);
-    CUTE_UNROLL
-    for (int m = 0; m < T::kRowSteps; ++m) {
-      load_matrix<cute::SM75_U32x4_LDSM_N>(smem, QTile::piece(offset, m, step), fragment(cute::_, m));
-    }
-  }
+  CUTE_DEVICE uint32_t q_lane() const { return qv_lane_offset + tile_row * Product::kQRowBytes; }
 
   CUTE_DEVICE void refill(TensorMap const& map, Pipe const& pipe, int which, int step) const {
     if (!asks() || step >= steps) return;
@@ -121,42 +108,23 @@ struct SplitTmaMainloop {
                (last - step * C.kv_warps) * C.tile_n, head_kv, batch);
   }
 
-  CUTE_DEVICE void compute_scores(int step, QFragments const& q, Scores& scores) const {
-    using namespace cute;
-    clear(scores);
+  CUTE_DEVICE void compute_scores(int step, QFragments const& kept, Scores& scores) const {
     k_pipe.consumer_wait(step);
-    int const tile = Layout::tile(share, 0, step);
-    CUTE_UNROLL
-    for (int d = 0; d < T::kDimSteps; ++d) {
-      OperandA<1> a;
-      if constexpr (C.q_in_registers) {
-        copy(q(_, _, d), a(_, _, 0));
-      } else {
-        load_q(d, a(_, _, 0));
-      }
-      CUTE_UNROLL
-      for (int n = 0; n < T::kKeySteps; ++n) {
-        auto b = make_tensor<Element>(Shape<Shape<_2, _2>, _2>{});
-        load_matrix<SM75_U32x4_LDSM_N>(smem, tile + KvTile::piece(k_lane_offset, n, d), b);
-        multiply<T>(a(_, _, 0), b, scores, n);
-      }
-    }
+    uint32_t const tile = Layout::tile(share, 0, step);
+    Product::query_keys(
+        kept, [&](int d, auto&& q) FMHA_INLINE { Product::load_q(smem, q_lane(), d, q); },
+        [&](int d, int n, auto&& k) FMHA_INLINE { Product::load_k(smem, tile, k_lane_offset, d, n, k); },
+        [](int, int) FMHA_INLINE {}, scores);
     k_pipe.consumer_release(step);
   }
 
   CUTE_DEVICE void accumulate(int step, Probabilities const& probabilities, Output& output) const {
-    using namespace cute;
     v_pipe.consumer_wait(step);
-    int const tile = Layout::tile(share, 1, step);
-    CUTE_UNROLL
-    for (int n = 0; n < T::kKeySteps; ++n) {
-      CUTE_UNROLL
-      for (int d = 0; d < T::kDimSteps; ++d) {
-        auto b = make_tensor<Element>(Shape<Shape<_2, _2>, _2>{});
-        load_matrix<SM75_U16x8_LDSM_T>(smem, tile + KvTile::piece(qv_lane_offset, n, d), b);
-        multiply<T>(probabilities(_, _, n), b, output, d);
-      }
-    }
+    uint32_t const tile = Layout::tile(share, 1, step);
+    Product::template add_values<false>(
+        probabilities,
+        [&](int n, int d, auto&& v) FMHA_INLINE { Product::load_v(smem, tile, qv_lane_offset, n, d, v); },
+        []() FMHA_INLINE {}, output);
     v_pipe.consumer_release(step);
   }
 

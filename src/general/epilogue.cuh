@@ -2,6 +2,7 @@
 // of O and the LSE leave, as the caller wants them or as one of several parts.
 #pragma once
 
+#include "../core/merge.cuh"
 #include "mainloop_shares.cuh"
 
 namespace cutlass_fmha {
@@ -33,24 +34,6 @@ CUTE_DEVICE void write_floats(float* to, float const (&o)[4], int there, bool ve
     if (i < there) to[i] = o[i];
   }
 }
-
-/// The log-sum-exp of a part as the sum of two floats. One alone would be off by 1 where scores are 2^24 large, and the
-/// weights of the parts by its exponential; their maxima are exact.
-struct PartLse {
-  float high, low;
-
-  /// `unit`: what scores are counted in, see score_unit().
-  template <class Row>
-  CUTE_DEVICE PartLse(Row const& merged, float unit) : high(merged.maximum * unit), low(0.f) {
-    constexpr float kLn2 = 0.693147182f, kLn2Low = -1.90465430e-9f;  // whose sum is ln(2)
-    if (merged.sum == 0.f) return;
-    // What the softmax subtracted is the rounded product, unless the row is coarse: see OnlineSoftmax.
-    float const reference = __fmul_rn(merged.maximum, unit * kLog2e);
-    bool const fine = fabsf(reference) <= Row::kCoarse;
-    low = logf(merged.sum) +
-          (fine ? fmaf(reference, kLn2, -high) + reference * kLn2Low : fmaf(merged.maximum, unit, -high));
-  }
-};
 
 /// Calls write(dimension, there, at, merged, o) for the rows of the tile, in pieces of `Count` numbers
 /// of O from `dimension` on, of which `there` exist. What a sequence's unused queries get is 0.
@@ -84,7 +67,7 @@ CUTE_DEVICE void merge_rows(GeneralParams const& p, char* smem, Sequence const& 
     int64_t const row = tile.split * p.lse_rows + lse_row(at);
     write_floats(p.partial_o + row * p.head_dim_v + dimension, o, there, p.vectors);
     if (dimension > 0) return;
-    PartLse const lse(merged, score_unit(p));
+    PartLse const lse(merged.state, score_unit(p));
     p.partial_lse[row] = at.query < s.queries ? lse.high : -INFINITY;
     p.partial_low[row] = lse.low;
   };

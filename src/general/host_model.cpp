@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "../attention_params.h"
+#include "../core/visibility.h"
 #include "dropout.h"
-#include "sequence.h"
 
 namespace py = pybind11;
 

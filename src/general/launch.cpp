@@ -1,11 +1,11 @@
 #include <cfloat>
 #include <string>
 
+#include "../core/visibility.h"
 #include "../device_guard.h"
 #include "../launch.h"
 #include "../require.h"
 #include "../support/launch.h"
-#include "sequence.h"
 
 namespace cutlass_fmha {
 namespace {

@@ -2,7 +2,7 @@
 // from several heads.
 #pragma once
 
-#include "../forward/tile.cuh"
+#include "../core/tile.cuh"
 
 namespace cutlass_fmha {
 

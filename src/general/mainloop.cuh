@@ -3,7 +3,8 @@
 // warp of a group takes tile_n keys of a step, with an online softmax of its own.
 #pragma once
 
-#include "../forward/shares.cuh"
+#include "../core/product.cuh"
+#include "../core/shares.cuh"
 #include "loader.cuh"
 #include "scores.cuh"
 
@@ -77,25 +78,17 @@ struct GeneralMainloop {
   using Element = typename T::Element;
   using Shared = GeneralLayout<C>;
   using Order = KeyOrder<C>;
-  using Scores = typename T::ScoresFragment;
-  using Output = typename T::OutputFragment;
-  using QTile = LdmatrixTile<C.head_dim, C.tile_m>;
-  using KTile = LdmatrixTile<C.head_dim, Shared::kStepKeys>;
-  using VTile = LdmatrixTile<C.head_dim_v(), Shared::kStepKeys>;
-  using StepA = decltype(cute::make_tensor<Element>(
-      cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::Int<T::kRowSteps>>{}));
-  template <int Steps>
-  using OperandA = decltype(cute::make_tensor<Element>(
-      cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::Int<T::kRowSteps>, cute::Int<Steps>>{}));
-  using QFragments = OperandA<C.q_in_registers ? T::kDimSteps : 1>;
-  using Probabilities = OperandA<T::kKeySteps>;
+  using Product = WarpProduct<C, Shared::kStepKeys>;
+  using Scores = typename Product::Scores;
+  using Output = typename Product::Output;
+  using Probabilities = typename Product::Probabilities;
+  using QFragments = typename Product::QFragments;
 
   using KLoader = RowLoader<C.head_dim, Shared::kStepKeys, C.threads()>;
   using VLoader = RowLoader<C.head_dim_v(), Shared::kStepKeys, C.threads()>;
 
   /// Whether registers are left, beside the fragments, for what can be computed anew in each step.
-  static constexpr int kFragments = T::kRows * (2 * C.head_dim_v() + 3 * C.tile_n + C.q_in_registers * C.head_dim) / 64;
-  static constexpr bool kRoomy = 65536 / (C.threads() * C.min_blocks) - kFragments >= 56;
+  static constexpr bool kRoomy = spare_registers(C) >= 56;
 
   /// This lane's addresses for ldmatrix in tiles of K and V, and which of them stay in registers.
   struct LaneOffsets {
@@ -103,11 +96,11 @@ struct GeneralMainloop {
 
     CUTE_DEVICE LaneOffsets() {
       int const lane = lane_id();
-      k = KTile::lane_offset(lane % 8 + lane / 16 * 8, lane / 8 % 2 * 8);
-      v = VTile::lane_offset(lane % 16, lane / 16 * 8);
+      k = Product::k_lane(lane);
+      v = Product::v_lane(lane);
     }
     CUTE_DEVICE void keep() {
-      if constexpr (kRoomy) k = opaque(k), v = opaque(v);
+      if constexpr (kRoomy) k = settled(k), v = settled(v);
     }
   };
 
@@ -140,7 +133,7 @@ struct GeneralMainloop {
     for (int ahead = 0; ahead < C.stages - 1; ++ahead) load_anyhow(left - ahead);
     // This thread's chunks of the step that is loaded next, where steps are in order. Only the first step of a walk can
     // be cut by the end of the keys.
-    uint32_t const to = opaque(KLoader::first_chunk(thread_id()));
+    uint32_t const to = settled(KLoader::first_chunk(thread_id()));
     uint16_t const *k = nullptr, *v = nullptr;
     if (in_order) {
       int const begin = key_begin(left - C.stages + 1);
@@ -259,51 +252,26 @@ struct GeneralMainloop {
 
   template <class Fragment>
   CUTE_DEVICE void load_q(int step, Fragment&& fragment) const {
-    int const lane = lane_id();
-    uint32_t const offset = QTile::lane_offset(lane % 16, lane / 16 * 8) + tile_row * (2 * QTile::P::kWidth);
-    CUTE_UNROLL
-    for (int m = 0; m < T::kRowSteps; ++m) {
-      load_matrix<cute::SM75_U32x4_LDSM_N>(smem, QTile::piece(offset, m, step), fragment(cute::_, m));
-    }
+    Product::load_q(smem, Product::q_lane(lane_id(), tile_row), step, fragment);
   }
 
   /// scores = Q K^T of this warp's keys of a step.
   CUTE_DEVICE void compute_scores(int left, LaneOffsets lanes, QFragments const& q_fragments, Scores& scores) const {
-    using namespace cute;
-    clear(scores);
-    uint32_t const offset =
-        lanes.k + share * (C.tile_n * 2 * KTile::P::kWidth) + Shared::kKOffset + stage(left) * Shared::kK;
-    CUTE_UNROLL
-    for (int d = 0; d < T::kDimSteps; ++d) {
-      StepA q;
-      if constexpr (C.q_in_registers) {
-        copy(q_fragments(_, _, d), q);
-      } else {
-        load_q(d, q);
-      }
-      CUTE_UNROLL
-      for (int n = 0; n < T::kKeySteps; ++n) {
-        auto k = make_tensor<Element>(Shape<Shape<_2, _2>, _2>{});
-        load_matrix<SM75_U32x4_LDSM_N>(smem, KTile::piece(offset, n, d), k);
-        multiply<T>(q, k, scores, n);
-      }
-    }
+    uint32_t const lane =
+        lanes.k + share * (C.tile_n * 2 * Product::KTile::P::kWidth) + Shared::kKOffset + stage(left) * Shared::kK;
+    Product::query_keys(
+        q_fragments, [&](int d, auto&& q) FMHA_INLINE { load_q(d, q); },
+        [&](int d, int n, auto&& k) FMHA_INLINE { Product::load_k(smem, 0, lane, d, n, k); },
+        [](int, int) FMHA_INLINE {}, scores);
   }
 
   /// output += P V of this warp's keys of a step.
   CUTE_DEVICE void accumulate(int left, LaneOffsets lanes, Probabilities const& probabilities, Output& output) const {
-    using namespace cute;
-    uint32_t const offset =
-        lanes.v + share * (C.tile_n * 2 * VTile::P::kWidth) + Shared::kVOffset + stage(left) * Shared::kV;
-    CUTE_UNROLL
-    for (int k = 0; k < T::kKeySteps; ++k) {
-      CUTE_UNROLL
-      for (int n = 0; n < T::kValueSteps; ++n) {
-        auto v = make_tensor<Element>(Shape<Shape<_2, _2>, _2>{});
-        load_matrix<SM75_U16x8_LDSM_T>(smem, VTile::piece(offset, k, n), v);
-        multiply<T>(probabilities(_, _, k), v, output, n);
-      }
-    }
+    uint32_t const lane =
+        lanes.v + share * (C.tile_n * 2 * Product::VTile::P::kWidth) + Shared::kVOffset + stage(left) * Shared::kV;
+    Product::template add_values<false>(
+        probabilities, [&](int n, int d, auto&& v) FMHA_INLINE { Product::load_v(smem, 0, lane, n, d, v); },
+        []() FMHA_INLINE {}, output);
   }
 };
 

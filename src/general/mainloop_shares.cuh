@@ -3,7 +3,7 @@
 // before the end, so that a block keeps its loads in flight, which is what decoding is bound by.
 #pragma once
 
-#include "../forward/dependent_launch.cuh"
+#include "../core/dependent_launch.cuh"
 #include "mainloop.cuh"
 
 namespace cutlass_fmha {
@@ -66,16 +66,13 @@ struct SharesMainloop {
   using T = ForwardTypes<C>;
   using Element = typename T::Element;
   using Shared = GeneralLayout<C>;
-  using Scores = typename T::ScoresFragment;
-  using Output = typename T::OutputFragment;
-  using QTile = LdmatrixTile<C.head_dim, C.tile_m>;
-  using KTile = LdmatrixTile<C.head_dim, C.tile_n>;
-  using VTile = LdmatrixTile<C.head_dim_v(), C.tile_n>;
+  using Product = WarpProduct<C>;
+  using Scores = typename Product::Scores;
+  using Output = typename Product::Output;
+  using Probabilities = typename Product::Probabilities;
+  using QFragments = typename Product::QFragments;
   using KCopy = WarpTile<C.head_dim, C.tile_n>;
   using VCopy = WarpTile<C.head_dim_v(), C.tile_n>;
-  using Step = typename GeneralMainloop<C>::StepA;
-  using QFragments = typename GeneralMainloop<C>::QFragments;
-  using Probabilities = typename GeneralMainloop<C>::Probabilities;
   /// Keys whose rows follow each other wherever a sequence begins with a page: pages are multiples of so many.
   static constexpr int kRun = 16, kRuns = C.tile_n / kRun;
   static_assert(C.kv_warps == C.warps && T::kRows == C.tile_m, "every warp has all rows of the tile");
@@ -114,8 +111,8 @@ struct SharesMainloop {
         view(p, sequence, p.by_pack.quotient(tile.row_begin), last_query()),
         k(lane_rows<KCopy>(p.k, p.k_stride, p.head_dim)),
         v(lane_rows<VCopy>(p.v, p.v_stride, p.head_dim_v)),
-        k_offset(settled(KTile::lane_offset(lane % 8 + lane / 16 * 8, lane / 8 % 2 * 8))),
-        v_offset(settled(VTile::lane_offset(lane % 16, lane / 16 * 8))) {}
+        k_offset(settled(Product::k_lane(lane))),
+        v_offset(settled(Product::v_lane(lane))) {}
 
   CUTE_DEVICE RowMaxima maxima() const { return {Shared::Shares::maxima(smem) + share * C.tile_m}; }
 
@@ -140,10 +137,7 @@ struct SharesMainloop {
     cp_async_wait<kYounger>();
     __syncthreads();  // all of Q
     QFragments q_fragments;
-    if constexpr (C.q_in_registers) {
-      CUTE_UNROLL
-      for (int d = 0; d < T::kDimSteps; ++d) load_q(d, q_fragments(_, _, d));
-    }
+    Product::keep_q(smem, Product::q_lane(lane, 0), q_fragments);
     CUTE_NO_UNROLL
     for (int step = 0; step < walk.tiles; ++step) {
       cp_async_wait<kYounger>();
@@ -287,48 +281,20 @@ struct SharesMainloop {
     }
   }
 
-  template <class Fragment>
-  CUTE_DEVICE void load_q(int step, Fragment&& fragment) const {
-    uint32_t const offset = QTile::lane_offset(lane % 16, lane / 16 * 8);
-    CUTE_UNROLL
-    for (int m = 0; m < T::kRowSteps; ++m) {
-      load_matrix<cute::SM75_U32x4_LDSM_N>(smem, QTile::piece(offset, m, step), fragment(cute::_, m));
-    }
-  }
-
   /// scores = Q K^T of this warp's keys of a step.
-  CUTE_DEVICE void compute_scores(int step, QFragments const& q_fragments, Scores& scores) const {
-    using namespace cute;
-    clear(scores);
-    CUTE_UNROLL
-    for (int d = 0; d < T::kDimSteps; ++d) {
-      Step q;
-      if constexpr (C.q_in_registers) {
-        cute::copy(q_fragments(_, _, d), q);
-      } else {
-        load_q(d, q);
-      }
-      CUTE_UNROLL
-      for (int n = 0; n < T::kKeySteps; ++n) {
-        auto k = make_tensor<Element>(Shape<Shape<_2, _2>, _2>{});
-        load_matrix<SM75_U32x4_LDSM_N>(smem, k_tile(step) + KTile::piece(k_offset, n, d), k);
-        multiply<T>(q, k, scores, n);
-      }
-    }
+  CUTE_DEVICE void compute_scores(int step, QFragments const& kept, Scores& scores) const {
+    Product::query_keys(
+        kept, [&](int d, auto&& q) FMHA_INLINE { Product::load_q(smem, Product::q_lane(lane, 0), d, q); },
+        [&](int d, int n, auto&& k) FMHA_INLINE { Product::load_k(smem, k_tile(step), k_offset, d, n, k); },
+        [](int, int) FMHA_INLINE {}, scores);
   }
 
   /// output += P V of this warp's keys of a step.
   CUTE_DEVICE void accumulate(int step, Probabilities const& probabilities, Output& output) const {
-    using namespace cute;
-    CUTE_UNROLL
-    for (int k = 0; k < T::kKeySteps; ++k) {
-      CUTE_UNROLL
-      for (int n = 0; n < T::kValueSteps; ++n) {
-        auto v = make_tensor<Element>(Shape<Shape<_2, _2>, _2>{});
-        load_matrix<SM75_U16x8_LDSM_T>(smem, v_tile(step) + VTile::piece(v_offset, k, n), v);
-        multiply<T>(probabilities(_, _, k), v, output, n);
-      }
-    }
+    Product::template add_values<false>(
+        probabilities,
+        [&](int k, int n, auto&& v) FMHA_INLINE { Product::load_v(smem, v_tile(step), v_offset, k, n, v); },
+        []() FMHA_INLINE {}, output);
   }
 };
 

@@ -4,9 +4,9 @@
 
 #include <cfloat>
 
-#include "../forward/fragments.cuh"
+#include "../core/fragments.cuh"
+#include "../core/mask.cuh"
 #include "dropout.h"
-#include "sequence.h"
 
 namespace cutlass_fmha {
 

@@ -1,8 +1,8 @@
-// What a thread block of a general row computes, which rows of the tensors that is, and which keys its queries see.
-// Plain integer arithmetic, the same on host and device.
+// What a thread block of a general row computes, and which rows of the tensors that is. Which keys its queries see:
+// core/visibility.h. Plain integer arithmetic, the same on host and device.
 #pragma once
 
-#include "../forward/scheduler.h"
+#include "../core/scheduler.h"
 #include "../host_device.h"
 #include "params.h"
 
@@ -79,110 +79,6 @@ inline TileOrder tile_order(GeneralParams const& p, int tile_m, int warps, int b
                     int64_t(p.seqlen_k) * (p.head_dim + p.head_dim_v) * bytes, tiles,
                     grow ? short_tiles(diagonal * p.pack, p.seqlen_k * int64_t(p.pack), tile_m, tiles) : 0);
 }
-
-/// Keys that a query sees, so far as masks given by ranges go: [begin, end) and [0, prefix).
-struct VisibleKeys {
-  int begin, end, prefix;
-
-  FMHA_HOST_DEVICE bool sees(int key) const { return (key >= begin && key < end) || key < prefix; }
-};
-
-FMHA_HOST_DEVICE inline VisibleKeys visible_keys(GeneralParams const& p, Sequence const& s, int query) {
-  if (query >= s.queries) return {0, 0, 0};
-  int const beside = query + s.offset;
-  int const begin = p.window_left < 0 ? 0 : larger(0, beside - p.window_left);
-  int const end = p.window_right < 0 ? s.keys : smaller(s.keys, beside + p.window_right + 1);
-  int const prefix = p.prefix_lengths != nullptr ? smaller(s.keys, p.prefix_lengths[s.batch]) : 0;
-  return {begin, end, prefix};
-}
-
-/// How block lists are walked in tiles of so many keys, which divide block_n. A block that is longer than all keys
-/// has no more tiles than they have.
-inline void set_blocks(GeneralParams& p, int tile_keys) {
-  int const tiles = larger(1, ceil_div(p.seqlen_k, tile_keys));
-  p.block_tiles = smaller(p.block_n / tile_keys, tiles);
-  p.by_block_tiles = Divisor(p.block_tiles);
-  p.key_blocks = ceil_div(tiles, p.block_tiles);
-}
-
-/// The key tiles that a thread block walks, numbered 0 .. tiles - 1 from the last to the first, and which keys a tile
-/// holds: those from key_begin() on, perhaps none.
-struct KeyWalk {
-  int const* blocks = nullptr;  ///< of a block list; null: all tiles from `first` on
-  int first = 0;                ///< number of the first tile
-  int tiles = 0;
-  int skipped = 0;  ///< tiles that other parts walk before this one's
-
-  FMHA_HOST_DEVICE int key_begin(GeneralParams const& p, int tile, int tile_keys) const {
-    return key_begin_before(p, tiles - 1 - tile, tile_keys);
-  }
-  /// Of the tile that `left` others come after.
-  FMHA_HOST_DEVICE int key_begin_before(GeneralParams const& p, int left, int tile_keys) const {
-    int const place = left + skipped;
-    if (blocks == nullptr) return (first + place) * tile_keys;
-    int const entry = p.by_block_tiles.quotient(place);
-    // All blocks that have no keys, however large their numbers, begin where the first of them does.
-    uint32_t const named = uint32_t(blocks[entry * p.block_stride.key]), end = uint32_t(p.key_blocks);
-    int const block = int(named < end ? named : end);
-    return (block * p.block_tiles + place - entry * p.block_tiles) * tile_keys;
-  }
-};
-
-/// Of a tile of queries i_begin .. i_last (< queries): everything that some of them sees.
-FMHA_HOST_DEVICE inline KeyWalk whole_walk(GeneralParams const& p, Sequence const& s, int head, int i_begin, int i_last,
-                                           int tile_keys) {
-  KeyWalk walk;
-  if (p.block_counts != nullptr) {
-    int const row = i_begin / p.block_m;
-    walk.tiles = p.block_tiles *
-                 p.block_counts[s.batch * p.count_stride[0] + head * p.count_stride[1] + row * p.count_stride[2]];
-    walk.blocks =
-        p.block_indices + s.batch * p.block_stride.batch + head * p.block_stride.head + row * p.block_stride.query;
-    return walk;
-  }
-  // Both ends of what a query sees grow with its number.
-  VisibleKeys const earliest = visible_keys(p, s, i_begin), latest = visible_keys(p, s, i_last);
-  int const begin = earliest.prefix > 0 ? 0 : earliest.begin;
-  int const end = larger(latest.end, latest.prefix);
-  if (begin >= end) return walk;
-  walk.first = begin / tile_keys;
-  walk.tiles = ceil_div(end, tile_keys) - walk.first;
-  return walk;
-}
-
-/// The part of the walk that belongs to this thread block. `i_begin`, `i_end`: the tile's queries.
-FMHA_HOST_DEVICE inline KeyWalk walk_of(GeneralParams const& p, Sequence const& s, GeneralTile const& tile, int i_begin,
-                                        int i_end, int tile_keys) {
-  int const i_last = smaller(i_end, s.queries) - 1;
-  if (i_last < i_begin || s.keys == 0) return {};
-  KeyWalk walk = whole_walk(p, s, tile.head, i_begin, i_last, tile_keys);
-  int const part = ceil_div(walk.tiles, p.splits);
-  walk.skipped = smaller(tile.split * part, walk.tiles);
-  walk.tiles = smaller(part, walk.tiles - walk.skipped);
-  return walk;
-}
-
-/// What the queries i_begin .. i_last see, all of them and some of them. Both ends of what a query sees grow with its
-/// number. Nothing, where there are none.
-struct alignas(16) CommonView {
-  int all_begin = 0, all_end = 0, some_begin = 0, some_end = 0, prefix = 0;
-
-  CommonView() = default;
-  FMHA_HOST_DEVICE CommonView(GeneralParams const& p, Sequence const& s, int i_begin, int i_last) {
-    if (i_last < i_begin) return;
-    VisibleKeys const earliest = visible_keys(p, s, i_begin), latest = visible_keys(p, s, i_last);
-    all_begin = latest.begin, all_end = earliest.end;
-    some_begin = earliest.begin, some_end = latest.end;
-    prefix = earliest.prefix;
-  }
-  /// Of the `count` keys from `begin` on.
-  FMHA_HOST_DEVICE bool all_see(int begin, int count) const {
-    return begin + count <= prefix || (begin >= all_begin && begin + count <= all_end);
-  }
-  FMHA_HOST_DEVICE bool some_see(int begin, int count) const {
-    return begin < prefix || (begin < some_end && begin + count > some_begin);
-  }
-};
 
 /// Where the rows of k or v that key_row_offset() counts begin, in elements.
 FMHA_HOST_DEVICE inline int64_t key_entry_offset(GeneralParams const& p, Strides const& stride, Sequence const& s) {

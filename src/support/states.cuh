@@ -3,13 +3,11 @@
 
 #include <cmath>
 
-#include "../forward/dependent_launch.cuh"
+#include "../core/dependent_launch.cuh"
+#include "../core/merge.cuh"
 #include "elements.cuh"
 
 namespace cutlass_fmha {
-
-/// exp(lse - reference), where the reference is the greatest one and may be infinite.
-__device__ inline float weight(float lse, float reference) { return lse == reference ? 1.f : expf(lse - reference); }
 
 /// What a thread block that combines a row passes between its threads.
 struct CombineShared {
@@ -19,18 +17,9 @@ struct CombineShared {
   float weights[kWarps][CombineParams::kMaxSplits];  ///< each warp has its own, so that none waits for another
 };
 
-/// The greatest of a row's log-sum-exps, without their low parts, and the sum of the weights, 0 when all are -inf: the
-/// same in every lane.
-struct Total {
-  float reference, sum;
-
-  __device__ bool empty() const { return sum == 0.f; }
-  __device__ float lse() const { return empty() ? -INFINITY : reference + logf(sum); }
-};
-
-/// Of `splits` values that are `stride` apart; leaves the weight of each in `weights`. `lse`: this lane's first value.
-/// `low`: null, or what is to be added to it.
-__device__ inline Total total_of(float const* lse, float const* low, int64_t stride, int splits, float* weights) {
+/// Of `splits` values that are `stride` apart, without their low parts, the same in every lane; leaves the weight of
+/// each in `weights`. `lse`: this lane's first value. `low`: null, or what is to be added to it.
+__device__ inline MergedLse total_of(float const* lse, float const* low, int64_t stride, int splits, float* weights) {
   constexpr int kParts = CombineParams::kMaxSplits / 32;
   int const lane = threadIdx.x % 32;
   float part[kParts], rest[kParts], reference = -INFINITY, sum = 0.f;
@@ -47,7 +36,7 @@ __device__ inline Total total_of(float const* lse, float const* low, int64_t str
 #pragma unroll
   for (int n = 0; n < kParts; ++n) {
     if (n * 32 >= splits) break;
-    float w = part[n] == -INFINITY ? 0.f : weight(part[n], reference);  // a NaN stays one
+    float w = part[n] == -INFINITY ? 0.f : MergedLse::weight(part[n], reference);  // a NaN stays one
     if (w != 0.f) w *= expf(rest[n]);
     weights[n * 32 + lane] = w;
     sum += w;
@@ -127,7 +116,7 @@ __device__ void combine_row(CombineParams const& p, Row const& row, CombineShare
   if (p.splits > 0) wait_for_kernels_ahead();  // as it always is
 
   partial.load(warp);  // without waiting for the weights
-  Total const total = total_of(lse, low, p.lse_rows, p.splits, shared.weights[warp]);
+  MergedLse const total = total_of(lse, low, p.lse_rows, p.splits, shared.weights[warp]);
   float acc[kChunks][Width] = {};
   for (int first = warp; first < p.splits; first += Partial::kParts * kWarps) {
     if (first > warp) partial.load(first);
@@ -183,8 +172,9 @@ __device__ void merge_row(MergeParams const& p, Row const& row, Lane const& lane
   float const lse_a = p.lse_a[row.offset(p.lse_a_stride)], lse_b = p.lse_b[row.offset(p.lse_b_stride)];
   bool const no_a = lse_a == -INFINITY, no_b = lse_b == -INFINITY;
   float const reference = fmaxf(lse_a, lse_b);
-  float const weight_a = weight(lse_a, reference), weight_b = weight(lse_b, reference);
-  float const sum = weight_a + weight_b, factor = 1.f / sum;
+  float const weight_a = MergedLse::weight(lse_a, reference), weight_b = MergedLse::weight(lse_b, reference);
+  MergedLse const merged{reference, weight_a + weight_b};
+  float const factor = 1.f / merged.sum;
 
   for (int column = lane.lane * Width; column < p.head_dim_v; column += lane.lanes * Width) {
     Chunk<T, Width> chunk{};
@@ -206,7 +196,7 @@ __device__ void merge_row(MergeParams const& p, Row const& row, Lane const& lane
     chunk.store(o + column);
   }
   if (lane.lane == 0) {
-    p.lse[row.offset(p.lse_stride)] = no_a ? lse_b : no_b ? lse_a : reference + logf(sum);
+    p.lse[row.offset(p.lse_stride)] = no_a ? lse_b : no_b ? lse_a : merged.lse_of_some();
   }
 }
 

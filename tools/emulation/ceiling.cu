@@ -3,7 +3,7 @@
 #include <cute/atom/mma_atom.hpp>
 #include <cute/tensor.hpp>
 
-#include "forward/mma_passes.cuh"
+#include "core/mma_passes.cuh"
 #include "reference.h"
 
 namespace cutlass_fmha {

@@ -2,9 +2,9 @@
 
 #include <optional>
 
+#include "core/scheduler.h"
 #include "device_guard.h"
 #include "emulation.h"
-#include "forward/scheduler.h"
 #include "reference.h"
 
 namespace cutlass_fmha {

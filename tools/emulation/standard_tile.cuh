@@ -5,10 +5,9 @@
 // buffer each, Q is read from shared memory at each step, nobody takes turns.
 #pragma once
 
+#include "core/product.cuh"
+#include "core/scheduler.h"
 #include "forward/epilogue.cuh"
-#include "forward/mainloop.cuh"
-#include "forward/mma_passes.cuh"
-#include "forward/scheduler.h"
 
 namespace cutlass_fmha {
 
@@ -54,14 +53,10 @@ struct StandardTile {
   using Element = typename T::Element;
   using Shared = SharedLayout<C>;
   using Loader = TileLoader<C.head_dim, C.tile_n, C.threads(), C.copy>;
-  using QTile = LdmatrixTile<C.head_dim, C.tile_m>;
-  using KvTile = LdmatrixTile<C.head_dim, C.tile_n>;
-  using Scores = typename T::ScoresFragment;
-  using Output = typename T::OutputFragment;
-  template <int Steps>
-  using OperandA = decltype(cute::make_tensor<Element>(
-      cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::Int<T::kRowSteps>, cute::Int<Steps>>{}));
-  using Probabilities = OperandA<T::kKeySteps>;
+  using Product = WarpProduct<C>;
+  using Scores = typename Product::Scores;
+  using Output = typename Product::Output;
+  using Probabilities = typename Product::Probabilities;
   using Softmax = StandardSoftmax<2 * T::kRowSteps, Element>;
 
   ForwardParams const& params;
@@ -112,42 +107,20 @@ struct StandardTile {
   }
 
   CUTE_DEVICE void compute_scores(Scores& scores) const {
-    using namespace cute;
-    clear(scores);
     int const lane = lane_id();
-    uint32_t const q_offset = QTile::lane_offset(lane % 16, lane / 16 * 8) + tile_row * (2 * QTile::P::kWidth);
-    uint32_t const k_offset = Shared::kKOffset + KvTile::lane_offset(lane % 8 + lane / 16 * 8, lane / 8 % 2 * 8);
-    CUTE_UNROLL
-    for (int step = 0; step < T::kDimSteps; ++step) {
-      auto q = OperandA<1>{};
-      CUTE_UNROLL
-      for (int m = 0; m < T::kRowSteps; ++m) {
-        load_matrix<SM75_U32x4_LDSM_N>(smem, QTile::piece(q_offset, m, step), q(_, m, _0{}));
-      }
-      CUTE_UNROLL
-      for (int n = 0; n < T::kKeySteps; ++n) {
-        auto k = make_tensor<Element>(Shape<Shape<_2, _2>, _2>{});
-        load_matrix<SM75_U32x4_LDSM_N>(smem, KvTile::piece(k_offset, n, step), k);
-        multiply<T>(q(_, _, _0{}), k, scores, n);
-      }
-      repeat_mma_passes<typename T::Mma>(scores);
-    }
+    uint32_t const q_lane = Product::q_lane(lane, tile_row), k_lane = Product::k_lane(lane);
+    Product::query_keys(
+        typename Product::QFragments{}, [&](int step, auto&& q) FMHA_INLINE { Product::load_q(smem, q_lane, step, q); },
+        [&](int step, int n, auto&& k) FMHA_INLINE { Product::load_k(smem, Shared::kKOffset, k_lane, step, n, k); },
+        [](int, int) FMHA_INLINE {}, scores);
   }
 
   CUTE_DEVICE void accumulate(Probabilities const& probabilities, Output& output) const {
-    using namespace cute;
-    int const lane = lane_id();
-    uint32_t const v_offset = Shared::kVOffset + KvTile::lane_offset(lane % 16, lane / 16 * 8);
-    CUTE_UNROLL
-    for (int step = 0; step < T::kKeySteps; ++step) {
-      CUTE_UNROLL
-      for (int n = 0; n < T::kDimSteps; ++n) {
-        auto v = make_tensor<Element>(Shape<Shape<_2, _2>, _2>{});
-        load_matrix<SM75_U16x8_LDSM_T>(smem, KvTile::piece(v_offset, step, n), v);
-        multiply<T>(probabilities(_, _, step), v, output, n);
-      }
-      repeat_mma_passes<typename T::Mma>(output);
-    }
+    uint32_t const v_lane = Product::v_lane(lane_id());
+    Product::template add_values<false>(
+        probabilities,
+        [&](int step, int n, auto&& v) FMHA_INLINE { Product::load_v(smem, Shared::kVOffset, v_lane, step, n, v); },
+        []() FMHA_INLINE {}, output);
   }
 };
 
@@ -167,9 +140,7 @@ CUTE_DEVICE void standard_forward(ForwardParams const& p) {
   auto const offset = [&](void const* tensor, Strides const& s, int head, int row) {
     return static_cast<uint16_t const*>(tensor) + tile.batch * s.batch + head * s.head + row * s.seqlen;
   };
-  if (threadIdx.x == 0) {
-    *reinterpret_cast<TilePosition*>(smem + Shared::kTileBegin) = {tile_begin, tile.head, tile.batch};
-  }
+  if (threadIdx.x == 0) Shared::position(smem) = {tile_begin, tile.head, tile.batch};
   TileLoader<C.head_dim, C.tile_m, C.threads(), C.copy> const q_loader(offset(p.q, p.q_stride, tile.head, tile_begin),
                                                                        p.q_stride.seqlen, threadIdx.x);
   q_loader.template load<true>(smem, p.q_stride.seqlen, p.seqlen_q - tile_begin);

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "fragments.cuh"
+#include "merge.cuh"
 
 namespace cutlass_fmha {
 
@@ -49,24 +50,20 @@ CUTE_DEVICE void write_share(char* smem, int share, int tile_row, typename Forwa
 /// What the shares of a row come to: its LSE, and a few neighbouring numbers of O at a time.
 template <ForwardConfig C, class Layout>
 struct MergedRow {
-  static constexpr float kCoarse = ForwardTypes<C>::Softmax::kCoarse;
-
   float weight[C.kv_warps];
-  float maximum = -INFINITY;
-  float sum = 0.f;  ///< l, against that maximum; 0 where no key is visible
-  float lse = -INFINITY;
+  MergedState state;
+  float lse;
 
   CUTE_DEVICE MergedRow(char* smem, int row, float scale_log2) {
-    using Softmax = typename ForwardTypes<C>::Softmax;
     float const* const maxima = Layout::maxima(smem) + row;
     CUTE_UNROLL
-    for (int share = 0; share < C.kv_warps; ++share) maximum = fmaxf(maximum, maxima[share * C.tile_m]);
+    for (int share = 0; share < C.kv_warps; ++share) state.see(maxima[share * C.tile_m]);
     CUTE_UNROLL
     for (int share = 0; share < C.kv_warps; ++share) {
-      weight[share] = Softmax::merge_weight(maxima[share * C.tile_m], maximum, scale_log2);
-      sum = fmaf(weight[share], Layout::sums(smem)[share * C.tile_m + row], sum);
+      weight[share] = state.weight(maxima[share * C.tile_m], scale_log2);
+      state.add(weight[share], Layout::sums(smem)[share * C.tile_m + row]);
     }
-    lse = Softmax::merged_lse(maximum, sum, scale_log2);
+    lse = state.lse(scale_log2);
   }
 
   /// O from `dimension` on, times `factor`; 0 where no key is visible, whatever V held.
@@ -78,16 +75,11 @@ struct MergedRow {
     for (int share = 0; share < C.kv_warps; ++share) {
       auto const* const part = reinterpret_cast<float4 const*>(Layout::output(smem, share, row) + dimension);
       CUTE_UNROLL
-      for (int n = 0; n < Count / 4; ++n) {
-        o[4 * n + 0] = fmaf(weight[share], part[n].x, o[4 * n + 0]);
-        o[4 * n + 1] = fmaf(weight[share], part[n].y, o[4 * n + 1]);
-        o[4 * n + 2] = fmaf(weight[share], part[n].z, o[4 * n + 2]);
-        o[4 * n + 3] = fmaf(weight[share], part[n].w, o[4 * n + 3]);
-      }
+      for (int n = 0; n < Count / 4; ++n) add_weighted(o + 4 * n, weight[share], part[n]);
     }
-    float const inverse = factor / sum;
+    float const inverse = factor / state.sum;
     CUTE_UNROLL
-    for (int i = 0; i < Count; ++i) o[i] = sum == 0.f ? 0.f : o[i] * inverse;
+    for (int i = 0; i < Count; ++i) o[i] = state.normalised(o[i], inverse);
   }
 };
 

@@ -25,6 +25,28 @@ struct Panels {
   using Layout = decltype(cute::tile_to_shape(Atom{}, cute::Shape<cute::Int<Rows>, cute::Int<HeadDim>>{}));
 };
 
+/// Where a lane's row begins among the four 8 x 8 matrices that ldmatrix.x4 reads of a 16 x 16 piece.
+struct MatrixLane {
+  int row, column;
+
+  /// Rows first: A operands, and (transposed) B operands whose columns are the tile's, as V is for P V. `lane`: 0 ..
+  /// 31, or without a sign the number of a thread.
+  template <class Lane>
+  CUTE_HOST_DEVICE static constexpr MatrixLane rows_first(Lane lane) {
+    return {int(lane % 16), int(half(lane) * 8)};
+  }
+  /// Columns first: B operands whose columns are the tile's rows, as K is for Q K^T. b0 and b1 of an n8 tile must be
+  /// neighbouring registers.
+  template <class Lane>
+  CUTE_HOST_DEVICE static constexpr MatrixLane columns_first(Lane lane) {
+    return {int(lane % 8 + half(lane) * 8), int(lane / 8 % 2 * 8)};
+  }
+
+ private:
+  CUTE_HOST_DEVICE static constexpr int half(int lane) { return lane / 16; }
+  CUTE_HOST_DEVICE static constexpr unsigned half(unsigned thread) { return thread % 32 / 16; }
+};
+
 /// Byte offsets for ldmatrix.x4, which reads a 16 x 16 piece of a tile: `lane_offset` is the lane's address for the
 /// piece at (0, 0), and those of all others follow from it. A step of 16 columns only flips bits of the chunk number,
 /// a step of 16 rows (and the tile's own start, a multiple of 128 bytes) is a uniform addend: one register per lane
@@ -37,6 +59,7 @@ struct LdmatrixTile {
   CUTE_HOST_DEVICE static uint32_t lane_offset(int row, int column) {
     return 2 * uint32_t(typename P::template Layout<Rows>{}(row, column));
   }
+  CUTE_HOST_DEVICE static uint32_t lane_offset(MatrixLane at) { return lane_offset(at.row, at.column); }
   CUTE_HOST_DEVICE static uint32_t piece(uint32_t lane_offset, int row_step, int column_step) {
     return (lane_offset ^ ((column_step % kStepsPerPanel) * 32)) +
            (column_step / kStepsPerPanel) * (Rows * P::kWidth * 2) + row_step * (16 * P::kWidth * 2);

@@ -22,6 +22,7 @@
 #include <cute/config.hpp>
 
 #include "mask.cuh"
+#include "registers.cuh"
 
 namespace cutlass_fmha {
 
@@ -35,24 +36,13 @@ CUTE_DEVICE void start_dependents() {
 }
 
 /// Returns when everything ahead in the stream is complete and its writes are visible.
+///
+/// What stands before the wait costs no time, for the block waits anyway. But the compiler puts it off until its
+/// results are needed, unless they are settled(), and the wait stands behind a branch whose condition it doesn't know.
 CUTE_DEVICE void wait_for_kernels_ahead() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
-}
-
-/// What stands before the wait costs no time, for the block waits anyway. But the compiler puts it off until its
-/// results are needed, unless they are settled(), and the wait stands behind a branch whose condition it doesn't know.
-CUTE_DEVICE uint32_t settled(uint32_t x) {
-  uint32_t y, lane;
-  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
-  asm volatile("shfl.sync.idx.b32 %0, %1, %2, 0x1f, 0xffffffff;" : "=r"(y) : "r"(x), "r"(lane));
-  return y;
-}
-template <class T>
-CUTE_DEVICE T* settled(T* x) {
-  auto const bits = reinterpret_cast<uint64_t>(x);
-  return reinterpret_cast<T*>(uint64_t{settled(uint32_t(bits >> 32))} << 32 | settled(uint32_t(bits)));
 }
 
 /// Brings rows [begin, end) of a head to L2. A hint: where rows are not aligned to lines of 128 bytes, parts stay out.

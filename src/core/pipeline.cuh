@@ -1,33 +1,11 @@
 // Synchronisation inside a thread block: tiles that travel through shared memory, and turns that pairs of warps take.
 #pragma once
 
-#include <cute/tensor.hpp>
 #include <type_traits>
 
-#include "../config.h"
+#include "registers.cuh"
 
 namespace cutlass_fmha {
-
-// Special registers, read anew at each use: a few instructions per phase of the main loop cost less than a register
-// that lives through all of it.
-
-CUTE_DEVICE unsigned thread_id() {
-  unsigned id;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(id));
-  return id;
-}
-
-CUTE_DEVICE int lane_id() {
-  int id;
-  asm volatile("mov.u32 %0, %%laneid;" : "=r"(id));
-  return id;
-}
-
-/// A value that is the same in all lanes, so that the compiler knows it.
-CUTE_DEVICE int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
-
-/// A value of which the compiler must not know where it came from: it keeps the register instead of computing it anew.
-CUTE_DEVICE uint32_t opaque(uint32_t x) { return __shfl_sync(0xffffffffu, x, lane_id()); }
 
 // Barriers as sm_80 has them, by number or shared-memory address: CUTLASS's own compile to a trap below sm_90.
 

@@ -81,16 +81,4 @@ CUTE_DEVICE auto score_coordinates() {
   return by_row(coordinates);
 }
 
-/// The two n8 tiles of a 16-wide step, for all rows of the warp: each B fragment is used kRowSteps times.
-template <class T, class A, class B, class Accumulator>
-CUTE_DEVICE void multiply(A const& a, B const& b, Accumulator& accumulator, int n) {
-  using namespace cute;
-  typename T::Mma mma;
-  CUTE_UNROLL
-  for (int m = 0; m < T::kRowSteps; ++m) {
-    gemm(mma, a(_, m), b(_, 0), accumulator(_, m, 2 * n));
-    gemm(mma, a(_, m), b(_, 1), accumulator(_, m, 2 * n + 1));
-  }
-}
-
 }  // namespace cutlass_fmha

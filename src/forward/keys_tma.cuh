@@ -1,11 +1,10 @@
-// Rows that copy by TMA: what a thread block works on, its shared memory, and what brings K and V into their rings
-// while the warps compute. Tile t is the t-th block of keys in the order of the walk, from the last block to the first.
+// Keys for the walk of tile_walk.cuh that the copy unit brings: what a thread block works on, its shared memory, and
+// who asks for K and V while the warps compute.
 #pragma once
 
-#include "fragments.cuh"
-#include "mask.cuh"
-#include "scheduler.h"
-#include "tma.cuh"
+#include "../core/scheduler.h"
+#include "../core/tma.cuh"
+#include "tile_walk.cuh"
 
 namespace cutlass_fmha {
 
@@ -99,6 +98,75 @@ struct TmaProducer {
                                         smem + ring + Pipe::stage(tile) * Shared::kTile,
                                         TmaTile<C.head_dim, C.tile_n>::kPanelBytes, (end - 1 - tile) * C.tile_n,
                                         head_kv, batch);
+  }
+};
+
+template <ForwardConfig C>
+struct TmaKeys {
+  using T = ForwardTypes<C>;
+  using Shared = TmaLayout<C>;
+  using Pipe = KvPipeline<C>;
+  using Product = WarpProduct<C>;
+  using Turn = Turns<C.warps, C.ping_pong>;
+  static constexpr bool kAsksInTurn = false;
+  static constexpr int kPassAt = T::kKeySteps - (C.head_dim < 96 ? 1 : 2);
+
+  struct Lanes {
+    uint32_t qv_offset, k_offset, q_begin;
+
+    CUTE_DEVICE uint32_t q() const { return qv_offset + q_begin; }
+    CUTE_DEVICE uint32_t k() const { return k_offset; }
+    CUTE_DEVICE uint32_t v() const { return qv_offset; }
+  };
+
+  ForwardTmaParams const& params;
+  char* const smem;
+  int const warp;
+  int const tile_row;  ///< the warp's first row within the tile of Q
+  bool const in_second_group;
+  Pipe const k_pipe, v_pipe;
+  uint32_t const qv_lane_offset, k_lane_offset;
+
+  int const end;  ///< key blocks [end - blocks, end) are walked
+  int const blocks;
+  int const first_phase;   ///< before it, no key is visible to this warp
+  int const all_see_from;  ///< from this phase on, every row of this warp sees all keys of a block
+  TmaProducer<C> const* producer = nullptr;
+
+  CUTE_DEVICE TmaKeys(ForwardTmaParams const& params, char* smem, int warp, Work const& work)
+      : params(params),
+        smem(smem),
+        warp(warp),
+        tile_row(tile_row_of<C>(warp)),
+        in_second_group(warp >= C.warps / 2),
+        k_pipe{cute::cast_smem_ptr_to_uint(smem + Shared::kKBarriers)},
+        v_pipe{cute::cast_smem_ptr_to_uint(smem + Shared::kVBarriers)},
+        qv_lane_offset(settled(Product::v_lane(threadIdx.x))),
+        k_lane_offset(settled(Product::k_lane(threadIdx.x))),
+        end(work.end),
+        blocks(uniform(work.blocks)),
+        first_phase(min(end - visible_blocks(params, work.row_begin + tile_row_of<C>(warp)), blocks)),
+        all_see_from(uniform(end - full_key_blocks(params, work.row_begin + tile_row_of<C>(warp), C.tile_n))) {}
+
+  // What the walk asks for.
+  CUTE_DEVICE void take() const { Turn::take(warp); }
+  CUTE_DEVICE void pass() const { Turn::pass(warp); }
+  CUTE_DEVICE bool second_group() const { return in_second_group; }
+  CUTE_DEVICE void before_turn(int phase) const {
+    if (phase >= 2) producer->refill_v(v_pipe, phase - 2 + C.stages);
+  }
+  CUTE_DEVICE void end_scores(int phase) const { producer->refill_k(k_pipe, phase + C.stages); }
+  CUTE_DEVICE uint32_t q_lane() const { return qv_lane_offset + tile_row * Product::kQRowBytes; }
+  CUTE_DEVICE Lanes lanes() const { return {qv_lane_offset, k_lane_offset, tile_row * Product::kQRowBytes}; }
+  CUTE_DEVICE int masked_end() const { return min(all_see_from, blocks); }
+  CUTE_DEVICE bool is_masked(int phase) const { return phase < all_see_from; }
+  CUTE_DEVICE int row_begin() const { return Shared::work(smem).row_begin + tile_row; }
+  CUTE_DEVICE int key_begin(int phase) const { return (end - 1 - phase) * C.tile_n; }
+  CUTE_DEVICE RowMaxima maxima() const { return Shared::maxima(smem, tile_row); }
+
+ private:
+  CUTE_DEVICE static int visible_blocks(ForwardTmaParams const& p, int row_begin) {
+    return key_blocks(p, row_begin, row_begin + T::kRows, C.tile_n);
   }
 };
 

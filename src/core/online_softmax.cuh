@@ -50,6 +50,16 @@ CUTE_HOST_DEVICE uint32_t pack(float low, float high) {
 #endif
 }
 
+/// LSE (natural log) of a row whose probabilities relative to 2^r sum up to l; -inf where no key was visible.
+CUTE_HOST_DEVICE float log_sum_exp(float r, float l) {
+  constexpr float kLn2 = 0.6931471805599453f;
+  return l == 0.f ? -INFINITY : (r + log2f(l)) * kLn2;
+}
+
+/// Scores whose magnitude in log2 units exceeds this get careful treatment, see OnlineSoftmax: half a unit in the last
+/// place of 2^14 is 2^-10.5 in the exponent, less than P's rounding to fp16.
+constexpr float kCoarse = 16384.f;
+
 #ifdef __CUDACC__
 /// A row of an mma accumulator lies in four neighbouring lanes.
 struct QuadOfLanes {
@@ -85,8 +95,6 @@ struct OnlineSoftmax {
   /// Largest accepted sum of a trial block, over the rows of a thread. 2^15 keeps each p a finite fp16 number; bf16
   /// could take far more, 2^20 leaves 2^107 for l and O to grow in.
   static constexpr float kTrialLimit = cute::is_same_v<Element, cutlass::half_t> ? 32768.f : 1048576.f;
-  /// Half a unit in the last place of 2^14 is 2^-10.5 in the exponent: less than P's rounding to fp16.
-  static constexpr float kCoarse = 16384.f;
 
   using PerRow = cute::array<float, Rows>;
 
@@ -155,7 +163,6 @@ struct OnlineSoftmax {
   /// rare, and this code runs once: an instruction per element less counts more than the branch for them.
   template <class Output, class Maxima>
   CUTE_HOST_DEVICE PerRow finalize(Output&& output, Maxima&& maxima) const {
-    constexpr float kLn2 = 0.6931471805599453f;
     PerRow lse;
     CUTE_UNROLL
     for (int row = 0; row < Rows; ++row) {
@@ -170,25 +177,9 @@ struct OnlineSoftmax {
       }
       float const maximum = maxima.get(row) * scale_log2;  // by all lanes: get() synchronises the warp
       float const r = reference[row] == -INFINITY ? maximum : reference[row];
-      lse[row] = empty ? -INFINITY : (r + log2f(sum)) * kLn2;
+      lse[row] = log_sum_exp(r, sum);
     }
     return lse;
-  }
-
-  /// Weight of what was accumulated under the maximum `part` (as `maxima` has it), when it is merged with others and
-  /// the largest of their maxima is `whole`: 2^(r_part - r_whole). A reference is fl(c m) unless the row is coarse, and
-  /// the very same rounding must be subtracted here; beside a coarse row, the exact difference counts.
-  CUTE_HOST_DEVICE static float merge_weight(float part, float whole, float scale_log2) {
-    float const r_part = rounded_product(part, scale_log2), r_whole = rounded_product(whole, scale_log2);
-    bool const fine = fabsf(r_part) <= kCoarse && fabsf(r_whole) <= kCoarse;
-    // Where nothing is visible at all, whole is -inf too, and -inf - 0 makes the weight 0.
-    return exp2_approx(fine ? r_part - r_whole : (part - (whole == -INFINITY ? 0.f : whole)) * scale_log2);
-  }
-
-  /// LSE (natural log) of a row whose maximum is m and whose l is `sum`.
-  CUTE_HOST_DEVICE static float merged_lse(float m, float sum, float scale_log2) {
-    constexpr float kLn2 = 0.6931471805599453f;
-    return sum == 0.f ? -INFINITY : (rounded_product(m, scale_log2) + log2f(sum)) * kLn2;
   }
 
  private:
@@ -198,15 +189,6 @@ struct OnlineSoftmax {
     return __fdividef(1.f, x);
 #else
     return 1.f / x;
-#endif
-  }
-
-  /// a * b, never contracted with what follows into an fma.
-  CUTE_HOST_DEVICE static float rounded_product(float a, float b) {
-#ifdef __CUDA_ARCH__
-    return __fmul_rn(a, b);
-#else
-    return a * b;
 #endif
   }
 

@@ -1,0 +1,150 @@
+// The products of a warp: S = Q K^T and O += P V, by mma.m16n8k16. What every walk over keys shares: operands in
+// registers, how lanes read them from shared memory, in what order they are multiplied.
+#pragma once
+
+#include "fragments.cuh"
+#include "mma_passes.cuh"
+#include "tile.cuh"
+
+/// Of lambdas that a product calls: inlined before its loops are unrolled, which gives ptxas a better order.
+#define FMHA_INLINE __attribute__((always_inline))
+
+namespace cutlass_fmha {
+
+/// The A operand of `Steps` 16-wide steps over all rows of a warp, and B operands of `Count` n16.
+template <class T, int Steps>
+using OperandA = decltype(cute::make_tensor<typename T::Element>(
+    cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::Int<T::kRowSteps>, cute::Int<Steps>>{}));
+template <class T, int Count>
+using OperandsB = decltype(cute::make_tensor<typename T::Element>(
+    cute::Shape<cute::Shape<cute::_2, cute::_2>, cute::_2, cute::Int<Count>>{}));
+
+/// One n8 tile of a 16-wide step, for all rows of the warp.
+template <class T, class A, class B, class Accumulator>
+CUTE_DEVICE void multiply_n8(A const& a, B const& b, Accumulator& accumulator, int n) {
+  using namespace cute;
+  typename T::Mma mma;
+  CUTE_UNROLL
+  for (int m = 0; m < T::kRowSteps; ++m) gemm(mma, a(_, m), b, accumulator(_, m, n));
+}
+
+/// The two n8 tiles of a 16-wide step, for all rows of the warp: each B fragment is used kRowSteps times.
+template <class T, class A, class B, class Accumulator>
+CUTE_DEVICE void multiply(A const& a, B const& b, Accumulator& accumulator, int n) {
+  using namespace cute;
+  typename T::Mma mma;
+  CUTE_UNROLL
+  for (int m = 0; m < T::kRowSteps; ++m) {
+    gemm(mma, a(_, m), b(_, 0), accumulator(_, m, 2 * n));
+    gemm(mma, a(_, m), b(_, 1), accumulator(_, m, 2 * n + 1));
+  }
+}
+
+/// Where operands come from tiles of shared memory: Q of C.tile_m rows, K and V of `KeyRows`.
+template <ForwardConfig C, int KeyRows = C.tile_n>
+struct WarpProduct {
+  using T = ForwardTypes<C>;
+  using Element = typename T::Element;
+  using Scores = typename T::ScoresFragment;
+  using Output = typename T::OutputFragment;
+  using QTile = LdmatrixTile<C.head_dim, C.tile_m>;
+  using KTile = LdmatrixTile<C.head_dim, KeyRows>;
+  using VTile = LdmatrixTile<C.head_dim_v(), KeyRows>;
+  using QStep = OperandA<T, 1>;
+  using QFragments = OperandA<T, C.q_in_registers ? T::kDimSteps : 1>;  ///< of the whole walk, or unused
+  using Probabilities = OperandA<T, T::kKeySteps>;
+
+  static constexpr uint32_t kQRowBytes = 2 * QTile::P::kWidth;
+
+  // Lane offsets, in bytes: of Q, whose rows begin at `tile_row`, of K and of V.
+  template <class Lane>
+  CUTE_DEVICE static uint32_t q_lane(Lane lane, int tile_row) {
+    return QTile::lane_offset(MatrixLane::rows_first(lane)) + tile_row * kQRowBytes;
+  }
+  template <class Lane>
+  CUTE_DEVICE static uint32_t k_lane(Lane lane) {
+    return KTile::lane_offset(MatrixLane::columns_first(lane));
+  }
+  template <class Lane>
+  CUTE_DEVICE static uint32_t v_lane(Lane lane) {
+    return VTile::lane_offset(MatrixLane::rows_first(lane));
+  }
+
+  // 16 x 16 pieces by those: dimensions 16 * step of all rows of Q; the same and keys 16 * n of K; keys 16 * step and
+  // dimensions 16 * n of V. `tile`: where it begins.
+  template <class Fragment>
+  CUTE_DEVICE static void load_q(char const* smem, uint32_t lane, int step, Fragment&& fragment) {
+    CUTE_UNROLL
+    for (int m = 0; m < T::kRowSteps; ++m) {
+      load_matrix<cute::SM75_U32x4_LDSM_N>(smem, QTile::piece(lane, m, step), fragment(cute::_, m));
+    }
+  }
+  template <class Fragment>
+  CUTE_DEVICE static void load_k(char const* smem, uint32_t tile, uint32_t lane, int step, int n, Fragment&& fragment) {
+    load_matrix<cute::SM75_U32x4_LDSM_N>(smem, tile + KTile::piece(lane, n, step), fragment);
+  }
+  template <class Fragment>
+  CUTE_DEVICE static void load_v(char const* smem, uint32_t tile, uint32_t lane, int step, int n, Fragment&& fragment) {
+    load_matrix<cute::SM75_U16x8_LDSM_T>(smem, tile + VTile::piece(lane, step, n), fragment);
+  }
+
+  /// Q for the whole walk, where it is kept in registers.
+  CUTE_DEVICE static void keep_q(char const* smem, uint32_t lane, QFragments& kept) {
+    if constexpr (C.q_in_registers) {
+      CUTE_UNROLL
+      for (int step = 0; step < T::kDimSteps; ++step) load_q(smem, lane, step, kept(cute::_, cute::_, step));
+    }
+  }
+
+  /// scores = Q K^T. read_q(step, fragment) is asked where Q isn't kept; read_k(step, n, fragment) for each piece.
+  /// before(step, n) is called before it is multiplied.
+  template <class ReadQ, class ReadK, class Before>
+  CUTE_DEVICE static void query_keys(QFragments const& kept, ReadQ const& read_q, ReadK const& read_k,
+                                     Before const& before, Scores& scores) {
+    using namespace cute;
+    clear(scores);
+    CUTE_UNROLL
+    for (int step = 0; step < T::kDimSteps; ++step) {
+      QStep q;
+      if constexpr (C.q_in_registers) {
+        copy(kept(_, _, step), q(_, _, 0));
+      } else {
+        read_q(step, q(_, _, 0));
+      }
+      CUTE_UNROLL
+      for (int n = 0; n < T::kKeySteps; ++n) {
+        OperandsB<T, 1> k;
+        read_k(step, n, k(_, _, 0));
+        before(step, n);
+        multiply<T>(q(_, _, 0), k(_, _, 0), scores, n);
+      }
+      repeat_mma_passes<typename T::Mma>(scores);
+    }
+  }
+
+  /// output += P V. read_v(step, n, fragment) for each piece; with `LastAtOnce`, for all of the last step before any of
+  /// it is multiplied, and then before_last() is called.
+  template <bool LastAtOnce, class ReadV, class BeforeLast>
+  CUTE_DEVICE static void add_values(Probabilities const& probabilities, ReadV const& read_v,
+                                     BeforeLast const& before_last, Output& output) {
+    using namespace cute;
+    CUTE_UNROLL
+    for (int step = 0; step < T::kKeySteps; ++step) {
+      OperandsB<T, T::kValueSteps> v;
+      bool const at_once = LastAtOnce && step == T::kKeySteps - 1;
+      if (at_once) {
+        CUTE_UNROLL
+        for (int n = 0; n < T::kValueSteps; ++n) read_v(step, n, v(_, _, n));
+        before_last();
+      }
+      CUTE_UNROLL
+      for (int n = 0; n < T::kValueSteps; ++n) {
+        if (!at_once) read_v(step, n, v(_, _, n));
+        multiply<T>(probabilities(_, _, step), v(_, _, n), output, n);
+      }
+      repeat_mma_passes<typename T::Mma>(output);
+    }
+  }
+};
+
+}  // namespace cutlass_fmha

@@ -1,0 +1,237 @@
+// One warp's walk over the keys of a tile of queries, with warp-level mma (m16n8k16).
+//
+// Each warp owns some query rows and keeps their O in registers. Key blocks are walked from the last to the first, so
+// that the masked ones come first. The walk is in phases: in phase p a warp adds P(p-1) V(p-1) to O and computes the
+// scores of block p, an uninterrupted run of mma, then turns the scores into P(p). With ping_pong, the two warps of a
+// sub-core take turns in the mma part: whatever is no mma and no ldmatrix is done before a turn, and the first operands
+// are read before they are needed.
+//
+// `Keys` says where K and V come from, and what a warp knows of its walk:
+//   Shared                       where rings of tiles lie in shared memory; tile t is that of phase t
+//   k_pipe, v_pipe               their pipelines
+//   blocks, first_phase          phases of the thread block; before first_phase, no key is visible to this warp
+//   lanes()                      where a lane reads, asked for before each turn: q(), k() and v(), in bytes from the
+//                                beginning of a tile
+//   take(), pass()               turns; second_group(): whether this warp comes second
+//   before_turn(p), end_scores(p)  bring what finds room by then: V after phase p - 2, K after the scores of phase p
+//   is_masked(p), masked_end()   whether some row doesn't see all keys of a block; from that phase on, all rows do
+//   kAsksInTurn, kPassAt         whether is_masked() is asked during a turn; before which n16 of the last step of
+//                                Q K^T the turn is passed on: by the time the other warp's first mma issues, ours are
+//   row_begin(), key_begin(p), maxima()  of this warp, for masks and the softmax
+#pragma once
+
+#include "../core/mask.cuh"
+#include "../core/pipeline.cuh"
+#include "../core/product.cuh"
+
+namespace cutlass_fmha {
+
+/// The first row of a warp within the tile of Q. The second half of the warps takes its rows backwards: under a
+/// diagonal, the two warps of a sub-core (w and w + warps / 2) then have as many keys together as any other two.
+template <ForwardConfig C>
+CUTE_DEVICE int tile_row_of(int warp) {
+  return (warp < C.warps / 2 ? warp : C.warps + C.warps / 2 - 1 - warp) * C.rows_per_warp();
+}
+
+template <ForwardConfig C, class Keys>
+struct TileWalk {
+  using T = ForwardTypes<C>;
+  using Product = WarpProduct<C>;
+  using Lanes = typename Keys::Lanes;
+  using Shared = typename Keys::Shared;
+  using Scores = typename Product::Scores;
+  using Output = typename Product::Output;
+  using Probabilities = typename Product::Probabilities;
+  using QFragments = typename Product::QFragments;
+
+  // n16 operands that are read ahead, so that no mma of a turn waits for them: of V before the turn, of Q K^T while the
+  // last of P V are multiplied. Without turns it only delays what is needed.
+  static constexpr int kAhead = C.ping_pong && C.head_dim >= 64 ? 2 : 0;
+  using Ahead = OperandsB<T, kAhead + 1>;
+  struct FirstOperands {
+    typename Product::QStep q;
+    Ahead k;
+  };
+
+  ForwardParams const& params;
+  char* const smem;
+  Keys& keys;
+
+  /// Q is in shared memory by now. Leaves the unnormalised O in `output`, which is zero at first, and its l in
+  /// `softmax`.
+  CUTE_DEVICE void run(Output& output, typename T::Softmax& softmax) const {
+    Scores scores;
+    Probabilities probabilities;
+    QFragments q_fragments;
+    if constexpr (C.q_in_registers) Product::keep_q(smem, keys.q_lane(), q_fragments);
+    if (keys.second_group()) keys.pass();  // lets the first group enter
+    int phase = 0;
+    for (; phase < keys.first_phase; ++phase) skip(phase);
+    if (phase < keys.blocks) {
+      keys.before_turn(phase);
+      bool masked = asked_before_turn<Masked::ask>(phase);
+      Lanes const lanes = keys.lanes();
+      FirstOperands first;
+      keys.take();
+      if (phase > 0) release_unused(keys.v_pipe, phase - 1);
+      read_ahead(phase, lanes, first);
+      compute_scores<Masked::ask>(phase, lanes, first, q_fragments, scores, masked);
+      keys.end_scores(phase);
+      update<true>(phase, masked, scores, probabilities, output, softmax);
+      ++phase;
+      if constexpr (is_roomy(C)) {
+        CUTE_NO_UNROLL
+        for (; phase < keys.masked_end(); ++phase) {
+          advance<Masked::yes>(phase, q_fragments, scores, probabilities, output, softmax);
+        }
+      }
+      CUTE_NO_UNROLL
+      for (; phase < keys.blocks; ++phase) {
+        advance<is_roomy(C) ? Masked::no : Masked::ask>(phase, q_fragments, scores, probabilities, output, softmax);
+      }
+      finish(phase, probabilities, output);
+    } else {
+      before_last_turn(phase);
+      keys.take();
+    }
+    if (!keys.second_group()) keys.pass();  // nobody waits for the second group any more
+  }
+
+ private:
+  /// A phase after the first.
+  template <Masked Mask>
+  CUTE_DEVICE void advance(int phase, QFragments const& q_fragments, Scores& scores, Probabilities& probabilities,
+                           Output& output, typename T::Softmax& softmax) const {
+    keys.before_turn(phase);
+    bool masked = asked_before_turn<Mask>(phase);
+    Lanes const lanes = keys.lanes();
+    Ahead ahead;
+    FirstOperands first;
+    read_ahead(phase - 1, lanes, ahead);
+    keys.take();
+    accumulate(phase - 1, lanes, ahead, probabilities, output, [&] { read_ahead(phase, lanes, first); });
+    compute_scores<Mask>(phase, lanes, first, q_fragments, scores, masked);
+    keys.end_scores(phase);
+    update<false>(phase, masked, scores, probabilities, output, softmax);
+  }
+
+  /// What is left after the last phase.
+  CUTE_DEVICE void finish(int phase, Probabilities const& probabilities, Output& output) const {
+    before_last_turn(phase);
+    Lanes const lanes = keys.lanes();
+    Ahead ahead;
+    read_ahead(phase - 1, lanes, ahead);
+    keys.take();
+    accumulate(phase - 1, lanes, ahead, probabilities, output, [] {});
+  }
+
+  /// After the last phase, only a ring of one stage has room that a tile still wants.
+  CUTE_DEVICE void before_last_turn(int phase) const {
+    if constexpr (C.stages == 1) keys.before_turn(phase);
+  }
+
+  /// A phase of which this warp sees no key.
+  CUTE_DEVICE void skip(int phase) const {
+    keys.before_turn(phase);
+    keys.take();
+    if (phase > 0) release_unused(keys.v_pipe, phase - 1);
+    release_unused(keys.k_pipe, phase);
+    keys.pass();
+    keys.end_scores(phase);
+  }
+
+  template <class Pipeline>
+  CUTE_DEVICE void release_unused(Pipeline const& pipe, int tile) const {
+    pipe.consumer_wait(tile);
+    pipe.consumer_release(tile);
+  }
+
+  template <Masked Mask>
+  CUTE_DEVICE bool asked_before_turn(int phase) const {
+    if constexpr (Mask == Masked::ask && !Keys::kAsksInTurn) return keys.is_masked(phase);
+    return Mask == Masked::yes;
+  }
+
+  CUTE_DEVICE uint32_t k_tile(int phase) const { return Shared::kKOffset + keys.k_pipe.stage(phase) * Shared::kTile; }
+  CUTE_DEVICE uint32_t v_tile(int phase) const { return Shared::kVOffset + keys.v_pipe.stage(phase) * Shared::kTile; }
+
+  CUTE_DEVICE void read_ahead(int phase, Lanes const& lanes, Ahead& ahead) const {
+    if (kAhead > 0) keys.v_pipe.consumer_wait(phase);
+    CUTE_UNROLL
+    for (int n = 0; n < kAhead; ++n) Product::load_v(smem, v_tile(phase), lanes.v(), 0, n, ahead(cute::_, cute::_, n));
+  }
+  CUTE_DEVICE void read_ahead(int phase, Lanes const& lanes, FirstOperands& first) const {
+    if constexpr (kAhead == 0) return;
+    if constexpr (!C.q_in_registers) Product::load_q(smem, lanes.q(), 0, first.q(cute::_, cute::_, 0));
+    keys.k_pipe.consumer_wait(phase);
+    CUTE_UNROLL
+    for (int n = 0; n < kAhead; ++n)
+      Product::load_k(smem, k_tile(phase), lanes.k(), 0, n, first.k(cute::_, cute::_, n));
+  }
+
+  /// scores = Q K(phase)^T, during which the turn is passed on. Asks whether they need a mask, where that is asked
+  /// during a turn: late, so that the answer is there after it.
+  template <Masked Mask>
+  CUTE_DEVICE void compute_scores(int phase, Lanes const& lanes, FirstOperands const& first,
+                                  QFragments const& q_fragments, Scores& scores, bool& masked) const {
+    using namespace cute;
+    if (kAhead == 0) keys.k_pipe.consumer_wait(phase);
+    Product::query_keys(
+        q_fragments,
+        [&](int step, auto&& q) FMHA_INLINE {
+          if (kAhead > 0 && step == 0) {
+            copy(first.q(_, _, 0), q);
+          } else {
+            Product::load_q(smem, lanes.q(), step, q);
+          }
+        },
+        [&](int step, int n, auto&& k) FMHA_INLINE {
+          if (step == 0 && n < kAhead) {
+            copy(first.k(_, _, n), k);
+          } else {
+            Product::load_k(smem, k_tile(phase), lanes.k(), step, n, k);
+          }
+        },
+        [&](int step, int n) FMHA_INLINE {
+          if (step == T::kDimSteps - 1 && n == Keys::kPassAt) {
+            if constexpr (Mask == Masked::ask && Keys::kAsksInTurn) masked = keys.is_masked(phase);
+            keys.pass();
+          }
+        },
+        scores);
+    keys.k_pipe.consumer_release(phase);
+  }
+
+  /// output += P V(phase), P being that of the phase's scores. `between` is called before the last multiplications.
+  template <class Between>
+  CUTE_DEVICE void accumulate(int phase, Lanes const& lanes, Ahead const& ahead, Probabilities const& probabilities,
+                              Output& output, Between const& between) const {
+    using namespace cute;
+    if (kAhead == 0) keys.v_pipe.consumer_wait(phase);
+    Product::template add_values<(kAhead > 0)>(
+        probabilities,
+        [&](int step, int n, auto&& v) FMHA_INLINE {
+          if (step == 0 && n < kAhead) {
+            copy(ahead(_, _, n), v);
+          } else {
+            Product::load_v(smem, v_tile(phase), lanes.v(), step, n, v);
+          }
+        },
+        [&]() FMHA_INLINE {
+          keys.v_pipe.consumer_release(phase);
+          between();
+        },
+        output);
+    if (kAhead == 0) keys.v_pipe.consumer_release(phase);
+  }
+
+  /// Softmax of a phase: masks the scores where needed and turns them into probabilities.
+  template <bool First>
+  CUTE_DEVICE void update(int phase, bool masked, Scores& scores, Probabilities& probabilities, Output& output,
+                          typename T::Softmax& softmax) const {
+    if (masked) apply_mask(params, by_row(scores), score_coordinates<C>(), keys.row_begin(), keys.key_begin(phase));
+    softmax.template step<First>(by_row(scores), pairs_by_row<T>(probabilities), by_row(output), keys.maxima());
+  }
+};
+
+}  // namespace cutlass_fmha

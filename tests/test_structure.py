@@ -1,0 +1,43 @@
+"""What every kernel needs is defined once: which files of ``src/`` have the formula of it. Needs no build."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+SOURCES = Path(__file__).parents[1] / "src"
+
+#: What -> how its formula is written, and the only files that have it. float32 and head dims above 256
+#: (src/fallback) multiply and sum in their own way.
+DEFINITIONS: dict[str, tuple[str, set[str]]] = {
+    "where a lane reads for ldmatrix": (r"\blane % 16\b|\blane / 8 % 2", {"core/tile.cuh"}),
+    "ldmatrix": (r"_LDSM_[NT]>?\b", {"core/product.cuh", "fallback/wide_heads.cuh"}),
+    "mma": (
+        r"\bgemm\(|\bfma\(c\[0\]|::fma\(",
+        {"core/product.cuh", "core/mma_passes.cuh", "fallback/wide_heads.cuh", "fallback/split_mma.cuh"},
+    ),
+    "the weight of a partial result": (r"exp2_approx\(fine|expf\(lse", {"core/merge.cuh"}),
+    "a sum of weighted partial results": (r"fmaf\(weight", {"core/merge.cuh"}),
+    "log-sum-exp": (r"\blog2?f\(", {"core/online_softmax.cuh", "core/merge.cuh", "fallback/lane_scores.cuh"}),
+    "keys of a query": (r"VisibleKeys visible_keys\(|int visible_keys\(", {"core/visibility.h"}),
+    "a walk over key blocks": (r"struct KeyWalk\b", {"core/visibility.h"}),
+    "turns and rings": (r"struct (Turns|TilePipeline)\b|mbarrier\.", {"core/pipeline.cuh"}),
+    "a value that stays where it was computed": (r"shfl\.sync\.idx", {"core/registers.cuh"}),
+    "registers to spare": (r"65536 /", {"core/registers.cuh"}),
+    "the order of tiles": (r"RankedTile ranked_tile\(", {"core/scheduler.h"}),
+    "a walk with turns": (r"keys\.take\(\)", {"forward/tile_walk.cuh"}),
+}
+
+
+def code_of(file: Path) -> str:
+    return re.sub(r"//.*", "", file.read_text())
+
+
+@pytest.mark.parametrize("what", DEFINITIONS)
+def test_what_every_kernel_needs_is_defined_once(what: str):
+    formula, expected = DEFINITIONS[what]
+    files = [f for f in SOURCES.rglob("*") if f.suffix in (".cuh", ".h", ".cpp") and f.is_file()]
+    found = {str(f.relative_to(SOURCES)) for f in files if re.search(formula, code_of(f))}
+    assert found == expected
