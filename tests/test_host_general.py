@@ -105,6 +105,27 @@ def test_a_query_sees_what_the_definition_says(case):
 
 
 @settings(deadline=None, max_examples=150)
+@given(cases(), st.sampled_from([1, 16, 32]), st.sampled_from([1, 16, 64]))
+@example(Case(1, 40, 20, left=2, right=0, vectors={"prefix_lengths": [5]}), 16, 16)
+@example(Case(1, 8, 64, left=0, right=50), 32, 1)
+def test_a_key_is_seen_by_the_queries_that_see_it(case, tile_keys, tile_queries):
+    p, held = case.params()
+    for b in range(case.batch):
+        queries, keys = case.lengths(b)
+        for j in range(case.seqlen_k):
+            seen = [i for i in range(case.seqlen_q) if case.sees(b, i, j)]
+            assert list(range(*_C.host.queries_of_key(p, b, j))) == seen, (b, j)
+        for begin in range(0, case.seqlen_k, tile_keys):
+            first, count = _C.host.query_tiles(p, b, begin, begin + tile_keys, tile_queries)
+            tile = range(begin, min(begin + tile_keys, keys))
+            seeing = [i for i in range(queries) if any(case.sees(b, i, j) for j in tile)]
+            tiles = [i // tile_queries for i in seeing]
+            # Nothing visible is left out; the first and the last tile have some of it.
+            assert (first, first + count) == ((tiles[0], tiles[-1] + 1) if tiles else (0, 0)), (b, begin)
+    del held
+
+
+@settings(deadline=None, max_examples=150)
 @given(
     cases(), st.sampled_from([16, 64]), st.sampled_from([16, 32, 64]), st.integers(1, 7), st.integers(1, 4)
 )
@@ -177,6 +198,28 @@ def test_block_lists_lie_anywhere_and_name_what_is_not_there():
     p.block_n, p.block_stride = 2**29, (0, 0, 0, 1)
     assert [key for key, _ in _C.host.key_steps(p, (0, 0, 0, 0), 32, 32)][-8:] == list(range(224, -1, -32))
     del held
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data())
+def test_block_lists_have_a_transpose(data):
+    """Lists as long as they may be, ascending, any stride, with blocks of no keys at their end."""
+    rows, step = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 3))
+    lists = [
+        sorted(data.draw(st.sets(st.one_of(st.integers(0, 9), st.just(2**31 - 1)), max_size=8)))
+        for _ in range(rows)
+    ]
+    indices = torch.full((rows, 8 * step), 7, dtype=torch.int32)
+    for row, entries in enumerate(lists):
+        indices[row, : len(entries) * step : step] = torch.tensor(entries, dtype=torch.int32)
+    number = torch.tensor([len(entries) for entries in lists], dtype=torch.int32)
+    p, _ = Case(1, 32 * rows, 640).params()
+    p.block_counts, p.block_indices = number.data_ptr(), indices.data_ptr()
+    p.count_stride, p.block_stride = (0, 0, 1), (0, 0, 8 * step, step)
+    p.block_m, p.block_n = 32, 64
+    for key_block in range(10):
+        expected = [row for row, entries in enumerate(lists) if key_block in entries]
+        assert _C.host.query_blocks_naming(p, 0, 0, rows, key_block) == expected
 
 
 def test_pages_and_batch_entries_lead_to_the_rows():

@@ -136,4 +136,68 @@ struct alignas(16) CommonView {
   }
 };
 
+// ---- the other direction: a walk over queries, as gradients of keys and values take it
+
+/// Queries that see a key, so far as masks given by ranges go: [begin, end).
+struct VisibleQueries {
+  int begin, end;
+
+  FMHA_HOST_DEVICE bool sees(int query) const { return query >= begin && query < end; }
+};
+
+FMHA_HOST_DEVICE inline VisibleQueries visible_queries(ForwardParams const& p, int key) {
+  if (key >= p.seqlen_k) return {0, 0};
+  return {larger(0, key - p.diagonal), p.seqlen_q};
+}
+
+FMHA_HOST_DEVICE inline VisibleQueries visible_queries(GeneralParams const& p, Sequence const& s, int key) {
+  if (key >= s.keys) return {0, 0};
+  if (p.prefix_lengths != nullptr && key < p.prefix_lengths[s.batch]) return {0, s.queries};
+  int const beside = key - s.offset;
+  int const begin = p.window_right < 0 ? 0 : larger(0, beside - p.window_right);
+  int const end = p.window_left < 0 ? s.queries : smaller(s.queries, beside + p.window_left + 1);
+  return {begin, end};
+}
+
+/// Tiles of queries: [first, first + tiles).
+struct QueryWalk {
+  int first = 0, tiles = 0;
+};
+
+/// Of a tile of keys j_begin .. j_last (< keys): every tile of which some query sees some of them.
+FMHA_HOST_DEVICE inline QueryWalk query_walk(VisibleQueries const& of_first, VisibleQueries const& of_last,
+                                             int tile_queries) {
+  // Both ends of what sees a key grow with its number, but for the first keys, of a prefix, which all queries see.
+  int const begin = of_first.begin, end = larger(of_first.end, of_last.end);
+  if (begin >= end) return {};
+  int const first = begin / tile_queries;
+  return {first, ceil_div(end, tile_queries) - first};
+}
+
+/// Whether the list of a block of queries names a block of keys: block lists are ascending.
+FMHA_HOST_DEVICE inline bool names_block(GeneralParams const& p, int batch, int head, int query_block, int key_block) {
+  int const* const list =
+      p.block_indices + batch * p.block_stride.batch + head * p.block_stride.head + query_block * p.block_stride.query;
+  int begin = 0;
+  int end = p.block_counts[batch * p.count_stride[0] + head * p.count_stride[1] + query_block * p.count_stride[2]];
+  while (begin < end) {
+    int const middle = (begin + end) / 2, named = list[middle * p.block_stride.key];
+    if (named == key_block) return true;
+    if (named < key_block) {
+      begin = middle + 1;
+    } else {
+      end = middle;
+    }
+  }
+  return false;
+}
+
+/// The block lists transposed: the first block of queries from `query_block` on whose list names a block of keys, or
+/// `query_blocks`, of which there are so many.
+FMHA_HOST_DEVICE inline int next_naming(GeneralParams const& p, int batch, int head, int query_block, int query_blocks,
+                                        int key_block) {
+  while (query_block < query_blocks && !names_block(p, batch, head, query_block, key_block)) ++query_block;
+  return query_block;
+}
+
 }  // namespace cutlass_fmha

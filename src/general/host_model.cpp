@@ -73,6 +73,38 @@ void bind_general_host_model(py::module_& host) {
   host.def("key_steps", &key_steps, "(first key, masked by a range) of every step that a thread block walks.",
            py::arg("params"), py::arg("tile"), py::arg("tile_m"), py::arg("step_keys"));
   host.def(
+      "queries_of_key",
+      [](AttentionParams const& p, int batch, int key) {
+        VisibleQueries const seen = visible_queries(p, sequence_at(p, batch), key);
+        return std::array<int, 2>{seen.begin, seen.end};
+      },
+      "[begin, end) of the queries that see a key, so far as ranges go.", py::arg("params"), py::arg("batch"),
+      py::arg("key"));
+  host.def(
+      "query_tiles",
+      [](AttentionParams const& p, int batch, int key_begin, int key_end, int tile_queries) {
+        Sequence const s = sequence_at(p, batch);
+        int const last = smaller(key_end, s.keys) - 1;
+        QueryWalk const walk =
+            last < key_begin ? QueryWalk{}
+                             : query_walk(visible_queries(p, s, key_begin), visible_queries(p, s, last), tile_queries);
+        return std::array<int, 2>{walk.first, walk.tiles};
+      },
+      "(first, how many) of the tiles of queries that a tile of keys is walked with.", py::arg("params"),
+      py::arg("batch"), py::arg("key_begin"), py::arg("key_end"), py::arg("tile_queries"));
+  host.def(
+      "query_blocks_naming",
+      [](AttentionParams const& p, int batch, int head, int query_blocks, int key_block) {
+        std::vector<int> found;
+        for (int block = 0; (block = next_naming(p, batch, head, block, query_blocks, key_block)) < query_blocks;
+             ++block) {
+          found.push_back(block);
+        }
+        return found;
+      },
+      "Blocks of queries whose list names a block of keys.", py::arg("params"), py::arg("batch"), py::arg("head"),
+      py::arg("query_blocks"), py::arg("key_block"));
+  host.def(
       "key_row_offset",
       [](AttentionParams const& p, int batch, int key) {
         Sequence const s = sequence_at(p, batch);
