@@ -26,7 +26,10 @@ struct FallbackTile {
 FMHA_HOST_DEVICE inline FallbackTile fallback_tile(GeneralParams const& p, int tile_m, int block) {
   GeneralTile const place = tile_at(p, tile_m, block);
   Sequence const s = sequence_at(p, place.batch);
-  FallbackTile t{.sequence = s, .head = place.head, .begin = place.row_begin};
+  FallbackTile t;
+  t.sequence = s;
+  t.head = place.head;
+  t.begin = place.row_begin;
   bool const all = p.window_right < 0;
   int const diagonal = s.offset + p.window_right;
   int const blind = all ? 0 : smaller(larger(-diagonal, 0), s.queries);
