@@ -15,6 +15,7 @@
 #            TORCH     what pip installs when .venv has no torch (default below)
 #            ARCHS     architectures to compile, as "89;120" (default: all)
 #            JOBS      parallel nvcc jobs (default: what cores and memory allow)
+#            TEST_WORKERS     processes of "make test" (default: one per core; one where pytest-xdist is missing)
 #            PARITY_WORKERS   processes of "make parity" (default: 4; one where pytest-xdist is missing)
 #            ARGS      passed on to the program that a target runs
 SHELL := bash
@@ -28,6 +29,7 @@ TORCH ?= torch==2.13.0
 ALL_ARCHS := 89;90;120
 ARCHS ?= $(ALL_ARCHS)
 REPORTS ?= benchmarks/results/parity
+TEST_WORKERS ?= auto
 PARITY_WORKERS ?= 4
 ARGS ?=
 JOBS ?=
@@ -92,9 +94,11 @@ demo: $(if $(PYTHON),,$(STAMPS)/demo demo-build)
 demo-build:
 	@$(MAKE) build ARCHS='$(DEMO_ARCHS)'
 
-# The demo is tested too, so that its packages are needed.
+# The demo is tested too, so that its packages are needed. Tests of a file share what they prepare, so that one worker
+# takes them.
 test: $(STAMPS)/demo build
-	@$(VENV_PYTHON) -m pytest $(ARGS)
+	@workers=$$($(VENV_PYTHON) -c 'import xdist' 2>/dev/null && echo '-n $(TEST_WORKERS) --dist loadfile' || true) \
+	  && $(VENV_PYTHON) -m pytest $$workers $(ARGS)
 
 bench: $(READY)
 	@$(RUN) -m cutlass_fmha bench $(ARGS)

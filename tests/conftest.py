@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import fcntl
 import os
+import pickle
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
 from parity_report import ParityReport
+
+if TYPE_CHECKING:
+    from cubin import Kernel
 
 REPORT = pytest.StashKey[ParityReport]()
 LEFT_OUT = pytest.StashKey[int]()
@@ -159,6 +163,28 @@ def much_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
         torch.cuda.empty_cache()
+
+
+@pytest.fixture(scope="session")
+def machine_code(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> list[Kernel]:
+    """Every kernel of the installed extension, disassembled by the worker that asks first: half a minute."""
+    from cubin import read_kernels
+
+    from cutlass_fmha import _C
+
+    extension = Path(str(_C.__file__))
+    if not is_worker(pytestconfig):
+        return read_kernels(extension)
+    # A worker's directory is one of several in that of the run.
+    file = tmp_path_factory.getbasetemp().parent / "machine-code.pickle"
+    with file.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not file.exists():
+            kernels = read_kernels(extension)
+            file.write_bytes(pickle.dumps(kernels))
+            return kernels
+    found: list[Kernel] = pickle.loads(file.read_bytes())
+    return found
 
 
 @pytest.hookimpl(trylast=True)

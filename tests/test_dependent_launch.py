@@ -12,7 +12,6 @@ from pathlib import Path
 import building
 import cubin
 import pytest
-from test_resources import EXTENSION
 
 from cutlass_fmha import _C
 
@@ -87,8 +86,8 @@ def test_a_line_that_asks_for_what_no_kernel_does_is_an_error(line: str, expecte
 
 
 @pytest.fixture(scope="module")
-def kernels() -> dict[str, cubin.Kernel]:
-    return {kernel.name: kernel for kernel in cubin.read_kernels(EXTENSION) if kernel.name in ROWS}
+def kernels(machine_code: list[cubin.Kernel]) -> dict[str, cubin.Kernel]:
+    return {kernel.name: kernel for kernel in machine_code if kernel.name in ROWS}
 
 
 def test_the_split_rows_of_architectures_that_can_overlap_do():

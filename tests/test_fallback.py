@@ -66,11 +66,11 @@ def test_every_architecture_has_rows_for_all_that_is_asked_of_them(rows: list[_C
 
 
 @pytest.fixture(scope="module")
-def kernels(rows: list[_C.Template]) -> dict[str, list[Kernel]]:
+def kernels(rows: list[_C.Template], request: pytest.FixtureRequest) -> dict[str, list[Kernel]]:
     if _C.build_info().get("simulator"):
         pytest.skip("a simulator's build has no machine code")
     found: dict[str, list[Kernel]] = {row.name: [] for row in rows}
-    for kernel in cubin.read_kernels(EXTENSION):
+    for kernel in request.getfixturevalue("machine_code"):
         if kernel.name.startswith("fallback_"):
             found[kernel.name].append(kernel)
     return found

@@ -37,8 +37,8 @@ def rows() -> list[_C.Template]:
 
 
 @pytest.fixture(scope="module")
-def kernels(rows: list[_C.Template]) -> list[cubin.Kernel]:
-    return cubin.read_kernels(EXTENSION)
+def kernels(rows: list[_C.Template], machine_code: list[cubin.Kernel]) -> list[cubin.Kernel]:
+    return machine_code
 
 
 def made_for() -> dict[str, int]:

@@ -21,10 +21,10 @@ EXTENSION = Path(_C.__file__)
 
 
 @pytest.fixture(scope="module")
-def loops() -> list[sass.RowLoop]:
+def loops(machine_code: list[cubin.Kernel]) -> list[sass.RowLoop]:
     rows = sass.rows_of(None)[1]
     assert rows, "this build has no CUDA kernels to inspect: build with CUTLASS_FMHA_CUDA=ON, as make does"
-    return sass.read_rows(EXTENSION, rows)
+    return sass.loops_of(machine_code, rows)
 
 
 @pytest.fixture(scope="module")
@@ -288,11 +288,21 @@ def test_a_kernel_without_a_loop_is_an_error():
 # ---- the command -------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def one_file(loops: list[sass.RowLoop], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The machine code of the first row and its neighbours alone, which is soon read."""
+    directory = tmp_path_factory.mktemp("cubins")
+    cubin.run_tool("cuobjdump", "-xelf", "all", EXTENSION, cwd=directory)
+    symbol = f".text.{loops[0].row.name}\0".encode()
+    (found,) = (file for file in directory.iterdir() if symbol in file.read_bytes())
+    return found
+
+
 def test_the_command_prints_a_rows_counts_and_opcodes(
-    loops: list[sass.RowLoop], capsys: pytest.CaptureFixture[str]
+    loops: list[sass.RowLoop], one_file: Path, capsys: pytest.CaptureFixture[str]
 ):
     row, loop = loops[0].row.name, loops[0].loop
-    assert sass.main([str(EXTENSION), "--rows", f"^{row}$", "--opcodes"]) == 0
+    assert sass.main([str(one_file), "--rows", f"^{row}$", "--opcodes"]) == 0
     head, _, line, _, opcodes = capsys.readouterr().out.splitlines()
     cells = dict(zip(head.split(), line.split(), strict=True))
     assert cells["row"] == row and float(cells["mma"]) == loop.counts["mma"]
@@ -306,8 +316,10 @@ def test_an_emulation_build_is_refused():
         sass.refuse_repeated_mma({"mma_passes": 3}, EXTENSION)
 
 
-def test_a_name_that_no_row_has_and_a_file_that_is_not_there_are_told(capsys: pytest.CaptureFixture[str]):
-    assert sass.main([str(EXTENSION), "--rows", "no-such-row"]) == 1
+def test_a_name_that_no_row_has_and_a_file_that_is_not_there_are_told(
+    one_file: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert sass.main([str(one_file), "--rows", "no-such-row"]) == 1
     assert "whose name holds 'no-such-row'" in capsys.readouterr().err
     assert sass.main(["nowhere.cubin"]) == 1
     assert "nowhere.cubin is no file" in capsys.readouterr().err

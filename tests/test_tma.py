@@ -14,7 +14,7 @@ import building
 import cubin
 import pytest
 import resources
-from test_resources import EXTENSION, PlannedRow
+from test_resources import PlannedRow
 
 from cutlass_fmha import _C, select
 from cutlass_fmha.device import Device
@@ -45,8 +45,8 @@ def test_every_architecture_that_has_tma_has_rows_of_it():
         assert row.smem_bytes <= resources.SHARED_PER_BLOCK
 
 
-def test_no_thread_of_theirs_copies():
-    kernels = {kernel.name: kernel for kernel in cubin.read_kernels(EXTENSION) if kernel.name in ROWS}
+def test_no_thread_of_theirs_copies(machine_code: list[cubin.Kernel]):
+    kernels = {kernel.name: kernel for kernel in machine_code if kernel.name in ROWS}
     assert kernels.keys() == ROWS.keys()
     for name, kernel in kernels.items():
         assert kernel.count("LDGSTS") == 0, name
