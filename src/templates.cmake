@@ -43,7 +43,8 @@ fmha_forward("${ALL}"  "f16;bf16" 192       64      32     4      1       2     
 fmha_forward("89"      "f16;bf16" 256      128      32     8      1       1      1          false          true      cp_async_16)
 fmha_forward("120"     "f16;bf16" 256      128      32     8      1       1      1          false          true      tma)
 fmha_forward("${ALL}"  "f16;bf16" 256       64      64     4      1       1      1          false          false     cp_async_16)
-fmha_forward("89;90"   "f16;bf16" 256       64      32     4      1       1      1          false          false     element)
+fmha_forward("89"      "f16;bf16" 256       64      32     4      1       1      1          false          false     element)
+fmha_forward("90"      "f16;bf16" 256       64      16     4      1       1      1          false          false     element)
 fmha_forward("120"     "f16;bf16" 256       64      32     4      1       2      1          false          false     element)
 
 # For problems with too few query rows to fill the GPU: the warps of a block share the keys of a few query rows.
