@@ -28,7 +28,12 @@ pythonpath = .
 markers =
   gpu
 """,
-    "torch.py": "from types import SimpleNamespace; cuda = SimpleNamespace(empty_cache=lambda: None)",
+    "torch.py": """
+from types import SimpleNamespace
+
+cuda = SimpleNamespace(empty_cache=lambda: None)
+def set_num_threads(number): pass
+""",
     "source_hash.py": "def source_hash(): return 'hash'",
     "oracle.py": """
 from dataclasses import dataclass
