@@ -162,6 +162,12 @@ def test_build_info():
         assert re.fullmatch(r"\d+\.\d+\.\d+", str(info["cutlass_version"]))
 
 
+def test_there_is_one_launch_one_attribute_cache_and_one_device_guard():
+    sources = "".join(path.read_text() for path in (ROOT / "src").rglob("*") if path.suffix in (".cpp", ".h"))
+    for what in ("cudaLaunchKernel", "cudaLaunchKernelExC", "cudaFuncSetAttribute", "DeviceGuard guard"):
+        assert sources.count(f"{what}(") == 1, what
+
+
 # ---- arguments ---------------------------------------------------------------------------------------------
 
 
