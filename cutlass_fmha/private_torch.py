@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad as _forward_ad
 from torch.autograd import profiler as _profiler
+from torch.fx.experimental import symbolic_shapes as _symbolic_shapes
 
 _C: Any = torch._C
 
@@ -67,12 +68,14 @@ after_writes = _next("_after_ADInplaceOrView_keyset", "_AutoDispatchBelowADInpla
 
 # ---- what a compiler knows ---------------------------------------------------------------------------------
 
-try:
-    from torch.fx.experimental.symbolic_shapes import has_static_value
-except ImportError:  # then every number is a constant of its graph, and another one is compiled anew
 
-    def has_static_value(number: Any) -> bool:
-        return True
+def _is_constant(number: Any) -> bool:
+    """Every number is one of its graph, and another one is compiled anew."""
+    return True
+
+
+#: Whether a number in a graph is a constant of it.
+has_static_value: Callable[[Any], bool] = getattr(_symbolic_shapes, "has_static_value", _is_constant)
 
 
 # ---- shortcuts ---------------------------------------------------------------------------------------------

@@ -51,12 +51,9 @@ def new_lengths() -> dict[str, dict[str, float]]:
     """Loops in which each call has a length that none had before."""
     import cutlass_fmha
 
-    sdpa = torch.nn.functional.scaled_dot_product_attention
     loops: dict[str, Callable[[int], Iterator[Call]]] = {
         "prefill, ours": partial(_prefill, lambda *x: cutlass_fmha.attention(*x, causal=True)),
-        "prefill, torch SDPA": partial(
-            _prefill, lambda *x: sdpa(*(y.transpose(1, 2) for y in x), is_causal=True)
-        ),
+        "prefill, torch SDPA": partial(_prefill, _torch_causal),
         "packed documents, ours": _packed,
         "growing decode, ours": _growing,
     }
@@ -83,6 +80,11 @@ def time_each(calls: Iterator[Call]) -> list[float]:
 
 def _tensor(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float32, device="cuda").to(torch.bfloat16)
+
+
+def _torch_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 def _prefill(attend: Callable[..., object], steps: int) -> Iterator[Call]:
