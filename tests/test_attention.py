@@ -251,6 +251,9 @@ def test_value_may_have_another_head_dim():
 
 
 def test_dropout_draws_from_torchs_generator():
+    torch.manual_seed(
+        1
+    )  # the same problem in whichever order tests run: some are at the tolerance of the mean
     q, k, v = torch.randn(3, 2, 4, 64, 16).unbind(0)
     torch.manual_seed(0)
     first, second = (scaled_dot_product_attention(q, k, v, dropout_p=0.4) for _ in range(2))
