@@ -11,7 +11,7 @@ import torch
 import cutlass_fmha
 from cutlass_fmha import _C
 from cutlass_fmha import device as devices
-from cutlass_fmha.calibration import store
+from cutlass_fmha.cost import store
 from cutlass_fmha.select import FEATURES, no_rows, this_build
 
 
@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
 
         return demo.main(argv[1:]) or 0
     if argv[0] == "calibrate":
-        from cutlass_fmha.calibration import command
+        from cutlass_fmha.calibrate import command
 
         return command.main(argv[1:])
     arguments = parser.parse_args(argv)

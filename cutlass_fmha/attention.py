@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
-from cutlass_fmha import autocast, check, check_features, general_plan, keywords, ops, plan, private_torch
+from cutlass_fmha import autocast, general_plan, ops, plan, private_torch
+from cutlass_fmha.arguments import check, check_features
+from cutlass_fmha.arguments.op_arguments import op_arguments
+from cutlass_fmha.arguments.signature import lists_features, refuse_positions
 from cutlass_fmha.features import Features
 
 if TYPE_CHECKING:
@@ -44,7 +47,7 @@ def attention(
     **features: Unpack[Keywords],
 ) -> tuple[Tensor, Tensor]: ...
 # The features are not named here: twenty more defaults would cost every call a quarter of a microsecond.
-@keywords.lists_features
+@lists_features
 def attention(
     q: Tensor,
     k: Tensor,
@@ -120,7 +123,7 @@ def attention(
         NotImplementedError: an input requires a gradient: there is no backward yet.
     """
     if rest:
-        keywords.refuse_positions("attention", "q, k and v", 3 + len(rest))
+        refuse_positions("attention", "q, k and v", 3 + len(rest))
     check.layout_name(layout)
     causal = "none" if causal is False else check.causal_name(causal)
     if return_lse is not False and return_lse is not True:
@@ -130,7 +133,7 @@ def attention(
     if private_torch.any_autocast_enabled():
         q, k, v, said = autocast.operands(q, k, v, features)
     if said:
-        arguments = keywords.op_arguments(q, said, "q")
+        arguments = op_arguments(q, said, "q")
         if arguments:
             output, lse = _attend(q, k, v, scale, causal, return_lse, layout, template, names, arguments)
             return (output, lse) if return_lse else output
@@ -193,7 +196,7 @@ def scaled_dot_product_attention(
         leading = query.shape[:2] if lead is None else lead
         scores = _of_scores(attn_mask, query.dtype, (*leading, query.shape[2], key.shape[2]))
         features["mask" if scores.dtype == torch.bool else "bias"] = scores
-    output = _attend(query, key, value, *rest, keywords.op_arguments(query, features))[0]
+    output = _attend(query, key, value, *rest, op_arguments(query, features))[0]
     return output if lead is None else output.reshape(*lead, *output.shape[-2:])
 
 
@@ -215,7 +218,7 @@ def attend_cache(
             return attend_cache(q, k_cache, v_cache, scale, causal, return_lse, template, cast)
     names = ("q", "k_cache", "v_cache")
     rest = (scale, check.causal_name(causal), check.flag("return_lse", return_lse), "bshd", template, names)
-    arguments = keywords.op_arguments(q, features, "q")
+    arguments = op_arguments(q, features, "q")
     if arguments:
         return _attend(q, k_cache, v_cache, *rest, arguments)
     return _forward(q, k_cache, v_cache, *rest)

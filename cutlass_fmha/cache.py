@@ -7,7 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cutlass_fmha import _C, autocast, check, keywords, private_torch, support
+from cutlass_fmha import _C, autocast, private_torch, support
+from cutlass_fmha.arguments import check
+from cutlass_fmha.arguments.op_arguments import window_sides
+from cutlass_fmha.arguments.signature import lists_features, refuse_name
 from cutlass_fmha.attention import attend_cache
 from cutlass_fmha.rotary import check_positions, check_rows, check_table, rotate, rotation, table_of
 
@@ -20,7 +23,7 @@ SCHEMA = (
 )
 
 
-@keywords.lists_features
+@lists_features
 def with_kv_cache(
     q: Tensor,
     k_cache: Tensor,
@@ -89,7 +92,7 @@ def with_kv_cache(
         TypeError, ValueError, UnsupportedError, NotImplementedError: as ``attention``.
     """
     if unknown:
-        keywords.refuse_name("with_kv_cache", min(unknown))
+        refuse_name("with_kv_cache", min(unknown))
     support.check_dims("q", q, "batch, seqlen_q, num_heads, head_dim")
     check.check_tensors_given(
         {"k_cache": k_cache, "v_cache": v_cache},
@@ -181,7 +184,7 @@ def _check_room(cache_seqlens: int, seqlen_new: int, capacity: int) -> None:
 
 
 def _is_limited(window: tuple[int | None, int | None] | None) -> bool:
-    return bool(keywords.window_sides(window))
+    return bool(window_sides(window))
 
 
 # ---- the op ------------------------------------------------------------------------------------------------

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import numbers
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from cutlass_fmha.check import dtype_name, number_of
+from cutlass_fmha.arguments.check import dtype_name, integer, number_of
 
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -55,12 +52,6 @@ def seed_tensor(seed: int, device: torch.device | str | None) -> Tensor:
     return torch.full((1,), seed, dtype=torch.int64, device=device)
 
 
-def _integer(name: str, value: Any, or_else: str = "") -> int:
-    if isinstance(value, bool) or not isinstance(value, (numbers.Integral, torch.SymInt)):
-        raise TypeError(f"{name} must be an int{or_else}, got {type(value).__name__}")
-    return int(value)
-
-
 def dropout_mask(
     dropout_seed: int | Tensor,
     batch: int,
@@ -92,7 +83,7 @@ def dropout_mask(
     """
     sizes = {"batch": batch, "num_heads": num_heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
     for name, size in sizes.items():
-        if _integer(name, size) < 0:
+        if integer(name, size, or_else="") < 0:
             raise ValueError(f"{name} must be 0 or more, got {size}")
     dropout_p = number_of("dropout_p", dropout_p)
     check_probability(dropout_p)
@@ -100,7 +91,7 @@ def dropout_mask(
         check_seed(dropout_seed)
         seed = dropout_seed if device is None else dropout_seed.to(device)
     else:
-        seed = seed_tensor(_integer("dropout_seed", dropout_seed, " or a torch.Tensor"), device)
+        seed = seed_tensor(int(integer("dropout_seed", dropout_seed, " or a torch.Tensor")), device)
     device = seed.device
     mask = torch.empty(batch, num_heads, seqlen_q, seqlen_k, dtype=torch.bool, device=device)
     step = max(1, _CHUNK // max(1, num_heads * seqlen_k))

@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cutlass_fmha import _C, autocast, check, general_plan, refusal, select
+from cutlass_fmha import _C, autocast, general_plan, select
 from cutlass_fmha import device as devices
-from cutlass_fmha.calibration import store
-from cutlass_fmha.calibration.store import Calibration
-from cutlass_fmha.check_features import check_numbers
+from cutlass_fmha.arguments import check, refusal
+from cutlass_fmha.arguments.check import FULL_ALIGNMENT, integer
+from cutlass_fmha.arguments.check_features import check_numbers
+from cutlass_fmha.arguments.op_arguments import op_arguments, window_sides
+from cutlass_fmha.cost import store
+from cutlass_fmha.cost.store import Calibration
 from cutlass_fmha.device import Device
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.features import Features
-from cutlass_fmha.keywords import integer, op_arguments, window_sides
 from cutlass_fmha.select import Build, Problem
 
 if TYPE_CHECKING:
@@ -127,7 +129,7 @@ def explain(
     seqlen_k: int | None = None,
     num_heads_kv: int | None = None,
     dtype: str | torch.dtype = "bfloat16",
-    alignment: int = select.FULL_ALIGNMENT,
+    alignment: int = FULL_ALIGNMENT,
     device: str | int | torch.device | Device | None = None,
     arch: int | None = None,
     sm_count: int | None = None,
@@ -382,7 +384,7 @@ def with_times(explanation: Explanation, index: int | None) -> Explanation:
         raise ValueError("an empty problem launches nothing that could be measured")
     if problem.features:
         raise ValueError(f"only problems without features are measured, and this one is {problem}")
-    from cutlass_fmha.calibration.timing import RowTimer
+    from cutlass_fmha.calibrate.timing import RowTimer
 
     eligible = [row.template for row in explanation.rows if row.eligible]
     rows = [row for row in eligible if row.family != select.WIDE]

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from cutlass_fmha import _C, check, select
-from cutlass_fmha.check_features import broadcast_strides
+from cutlass_fmha import _C, select
+from cutlass_fmha.arguments import check
+from cutlass_fmha.arguments.check_features import broadcast_strides
 from cutlass_fmha.device import Device
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.features import Features, Sizes

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cutlass_fmha import _C, blocks, check, dropout, fallback, select
+from cutlass_fmha import _C, blocks, dropout, fallback, select
 from cutlass_fmha import device as devices
-from cutlass_fmha.check_features import broadcast_strides, check_features
+from cutlass_fmha.arguments import check
+from cutlass_fmha.arguments.check_features import broadcast_strides, check_features
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.features import Features, Sizes
 from cutlass_fmha.recent import MAX_PLANS, Recent

@@ -16,17 +16,16 @@ from torch.autograd import forward_ad
 from cutlass_fmha import (
     _C,
     autocast,
-    check,
-    check_features,
     cpu,
-    cpu_general,
     general_plan,
     plan,
     private_torch,
 )
+from cutlass_fmha.arguments import check, check_features
+from cutlass_fmha.arguments.check import CAUSAL
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.features import Features
-from cutlass_fmha.select import CAUSAL, mask_diagonal
+from cutlass_fmha.select import mask_diagonal
 
 #: In a build whose kernels run on the CPU (tools/simulator), 1 has ``attend`` launch them on CPU tensors.
 SIMULATE = "CUTLASS_FMHA_SIMULATE"
@@ -154,12 +153,12 @@ def _attend_cpu(
     scale, arguments = _said(scale, features)
     _check_options(scale, causal)
     sizes = check_features.check_features((query, key, value), arguments)
-    cpu_general.check_contents(query, key, arguments, sizes)
+    cpu.check_contents(query, key, arguments, sizes)
     if os.environ.get(SIMULATE) == "1" and _C.build_info().get("simulator"):
         return _attend_cuda(query, key, value, scale, causal, return_lse, template, **arguments._asdict())
     if template is not None:
         raise UnsupportedError(f"template {template} is a CUDA kernel, and the tensors are on the CPU")
-    output, lse = cpu_general.attend(query, key, value, scale, causal, arguments, sizes)
+    output, lse = cpu.attend(query, key, value, scale, causal, arguments, sizes)
     return output, lse if return_lse else _no_lse(query)
 
 

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutlass_fmha import _C, check, general_plan, select
+from cutlass_fmha import _C, general_plan, select
 from cutlass_fmha import device as devices
+from cutlass_fmha.arguments import check
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.features import Features, Sizes
 from cutlass_fmha.recent import MAX_PLANS, Recent

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cutlass_fmha import _C, check, support
+from cutlass_fmha import _C, support
+from cutlass_fmha.arguments import check
 
 SCHEMA = "rotary(Tensor x, Tensor cos, Tensor sin, Tensor positions, *, bool interleaved=False) -> Tensor"
 

@@ -13,22 +13,21 @@ from typing import TYPE_CHECKING, Protocol
 
 from cutlass_fmha import _C, cost
 from cutlass_fmha import device as devices
-from cutlass_fmha.calibration import store
+from cutlass_fmha.arguments.check import FULL_ALIGNMENT
+from cutlass_fmha.cost import store
 from cutlass_fmha.device import Device
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.recent import Recent
 
 if TYPE_CHECKING:
     from cutlass_fmha._C import Template
-    from cutlass_fmha.calibration.store import Calibration
+    from cutlass_fmha.cost.store import Calibration
 
 #: Families of rows that know no more than a diagonal.
 PLAIN = ("plain", "few_query")
 #: The family of ``fallback.py``'s rows, with reasons, costs and launches of their own.
 WIDE = "wide"
 
-CAUSAL = ("none", "top-left", "bottom-right")
-FULL_ALIGNMENT = 16  # bytes: the widest copy there is
 FEW_QUERIES, MANY_KEYS = 64, 512
 """Query rows that share keys at most, and keys at least, of what counts as decoding."""
 UNTIMED = 1.25
@@ -445,7 +444,7 @@ def select(
         return found[0]
     eligible = eligible_rows(problem, device, build)
     if not eligible:
-        from cutlass_fmha import refusal  # which asks for reasons here
+        from cutlass_fmha.arguments import refusal  # which asks for reasons here
 
         raise UnsupportedError(refusal.message(problem, device, build))
     winner = min(contenders(eligible, problem), key=lambda row: price(row, of_class, device, known))

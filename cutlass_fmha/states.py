@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutlass_fmha import _C, autocast, check, keywords, private_torch, support
+from cutlass_fmha import _C, autocast, private_torch, support
+from cutlass_fmha.arguments import check
+from cutlass_fmha.arguments.signature import lists_features, refuse_name
 from cutlass_fmha.attention import attention
 
 SCHEMA = (
@@ -45,7 +47,7 @@ def merge_states(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tupl
     return output, lse
 
 
-@keywords.lists_features
+@lists_features
 def cascade_attention(
     q: Tensor,
     k_shared: Tensor,
@@ -94,7 +96,7 @@ def cascade_attention(
         TypeError, ValueError, UnsupportedError, NotImplementedError: as ``attention``.
     """
     if unknown:
-        keywords.refuse_name("cascade_attention", min(unknown))
+        refuse_name("cascade_attention", min(unknown))
     check.flag("return_lse", return_lse)
     axes = "batch, seqlen_q, num_heads, head_dim" if cu_seqlens_q is None else "total_q, num_heads, head_dim"
     support.check_dims("q", q, axes)

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutlass_fmha import _C, autocast, check, ops, private_torch, select
+from cutlass_fmha import _C, autocast, ops, private_torch, select
 from cutlass_fmha import device as devices
+from cutlass_fmha.arguments import check
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.streams import current_stream
 

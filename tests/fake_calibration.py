@@ -12,8 +12,8 @@ from fake_cuda import FakeGpu
 
 import cutlass_fmha
 from cutlass_fmha import _C, cost, device
-from cutlass_fmha.calibration import datasheet, fit, measurements, problems, store
-from cutlass_fmha.cost import PRICES, RowCost
+from cutlass_fmha.calibrate import fit, measurements, problems
+from cutlass_fmha.cost import PRICES, RowCost, datasheet, store
 from cutlass_fmha.select import Problem
 
 BUILD = make_build((89,))

@@ -15,7 +15,7 @@ import torch
 
 from cutlass_fmha import _C, blocks, select
 from cutlass_fmha import device as devices
-from cutlass_fmha.calibration import timing
+from cutlass_fmha.calibrate import timing
 from cutlass_fmha.device import Device
 from cutlass_fmha.select import Build, Problem
 

@@ -15,16 +15,9 @@ from fake_build import L4
 from fake_calibration import BUILD, KINDS, LIMITS, fake_gpu, hermetic, predicted, true_costs
 
 from cutlass_fmha import cost, select
-from cutlass_fmha.calibration import (
-    datasheet,
-    fit,
-    measurements,
-    problems,
-    progress,
-    store,
-    timing,
-    verdict,
-)
+from cutlass_fmha.arguments.check import CAUSAL
+from cutlass_fmha.calibrate import fit, measurements, problems, progress, timing, verdict
+from cutlass_fmha.cost import datasheet, store
 from cutlass_fmha.select import Problem
 
 
@@ -58,7 +51,7 @@ def test_drawn_problems_are_of_every_kind_and_within_limits():
     drawn = problems.draws(600, "all", KINDS, LIMITS)
     assert all(LIMITS.allow(problem) for problem in drawn)
     assert {(problem.head_dim, problem.dtype) for problem in drawn} == set(KINDS)
-    assert {problem.causal for problem in drawn} == set(select.CAUSAL)
+    assert {problem.causal for problem in drawn} == set(CAUSAL)
     assert {problem.num_heads // problem.num_heads_kv for problem in drawn} == {1, 2, 4, 8}
     lengths = sorted(problem.seqlen_q for problem in drawn)
     assert lengths[0] == 1 and lengths[-1] > 8192
@@ -67,7 +60,7 @@ def test_drawn_problems_are_of_every_kind_and_within_limits():
     assert sum(problem.seqlen_q <= 16 < problem.seqlen_k for problem in drawn) > 60
 
 
-@pytest.mark.parametrize("causal", select.CAUSAL)
+@pytest.mark.parametrize("causal", CAUSAL)
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 1), (5, 9), (9, 5), (1, 7), (7, 1), (0, 3), (4, 0)])
 def test_pairs_are_counted_as_the_mask_has_them(seqlen_q: int, seqlen_k: int, causal: str):
     problem = Problem(1, seqlen_q, seqlen_k, 1, 1, 64, "float16", causal)

@@ -17,13 +17,8 @@ from fake_calibration import BUILD, a_calibration, fake_gpu, hermetic, predicted
 
 import cutlass_fmha
 from cutlass_fmha import _C, __main__, cost, device, select
-from cutlass_fmha.calibration import (
-    command,
-    datasheet,
-    problems,
-    store,
-)
-from cutlass_fmha.cost import PRICES
+from cutlass_fmha.calibrate import command, problems
+from cutlass_fmha.cost import PRICES, datasheet, store
 from cutlass_fmha.select import Problem
 
 
@@ -334,7 +329,7 @@ def test_explain_measures_only_what_is_there(monkeypatch, arguments: dict, messa
 def test_what_measures_is_imported_when_it_is_needed_only():
     code = (
         "import sys, cutlass_fmha.__main__\n"
-        "late = ('cutlass_fmha.calibration.fit', 'cutlass_fmha.calibration.timing')\n"
+        "late = ('cutlass_fmha.calibrate.fit', 'cutlass_fmha.calibrate.timing')\n"
         "print([name for name in sys.modules if name.startswith(late)])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

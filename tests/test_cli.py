@@ -12,7 +12,7 @@ from fake_build import L4, make_build
 
 import cutlass_fmha
 from cutlass_fmha import _C, __main__, device, select
-from cutlass_fmha.calibration import store
+from cutlass_fmha.cost import store
 
 
 @pytest.fixture
@@ -175,7 +175,7 @@ def test_mistakes_get_a_sentence_and_status_2(capsys, build, arguments: list[str
 
 
 def test_calibrate_gets_its_own_arguments(monkeypatch):
-    from cutlass_fmha.calibration import command
+    from cutlass_fmha.calibrate import command
 
     monkeypatch.setattr(command, "main", lambda argv: (argv == ["--report"]) * 3)
     assert __main__.main(["calibrate", "--report"]) == 3

@@ -10,8 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cutlass_fmha import attention, cpu
-from cutlass_fmha.select import CAUSAL, mask_diagonal
+from cutlass_fmha import attention
+from cutlass_fmha.arguments.check import CAUSAL
+from cutlass_fmha.cpu import plain
+from cutlass_fmha.select import mask_diagonal
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
@@ -120,18 +122,18 @@ def test_scales_of_any_sign(scale: float, causal: str, heads_kv: int):
 def test_both_ways_give_the_same(dtype: torch.dtype, causal: bool):
     compute = torch.float64 if dtype == torch.float64 else torch.float32
     q, k, v = tensors(2, 300, 280, 3, 3, 32, dtype)
-    fused = cpu._torch_flash(q, k, v, 0.2, causal, compute)
+    fused = plain._torch_flash(q, k, v, 0.2, causal, compute)
     assert fused is not None
-    chunked = cpu._online_softmax(q, k, v, 0.2, 0 if causal else None, compute)
+    chunked = plain._online_softmax(q, k, v, 0.2, 0 if causal else None, compute)
     for ours, theirs in zip(chunked, fused, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_the_fused_kernel_is_used_where_it_does_the_same_job(monkeypatch):
     used = []
-    original = cpu._torch_flash
+    original = plain._torch_flash
     monkeypatch.setattr(
-        cpu, "_torch_flash", lambda *arguments: used.append(arguments) or original(*arguments)
+        plain, "_torch_flash", lambda *arguments: used.append(arguments) or original(*arguments)
     )
     for expected, shape, causal, scale in [
         (True, (1, 8, 8, 2, 2), "none", None),
@@ -153,9 +155,9 @@ def test_the_fused_kernel_is_used_where_it_does_the_same_job(monkeypatch):
 @pytest.mark.parametrize("chunk", [1, 3, 16, 1000])
 def test_chunk_borders_change_nothing(monkeypatch, chunk: int):
     q, k, v = tensors(1, 37, 53, 4, 2, 8)
-    monkeypatch.setattr(cpu, "KEYS_PER_CHUNK", chunk)
-    monkeypatch.setattr(cpu, "SCORES_PER_CHUNK", 0)
-    monkeypatch.setattr(cpu, "MIN_QUERIES_PER_CHUNK", chunk)
+    monkeypatch.setattr(plain, "KEYS_PER_CHUNK", chunk)
+    monkeypatch.setattr(plain, "SCORES_PER_CHUNK", 0)
+    monkeypatch.setattr(plain, "MIN_QUERIES_PER_CHUNK", chunk)
     for causal in CAUSAL:
         check(q, k, v, causal=causal)
 
@@ -176,8 +178,8 @@ def test_scores_never_exist_as_a_whole(monkeypatch):
     seqlen = 4096
     q, k, v = tensors(1, seqlen, seqlen, 2, 1, 8)
     with Watch():
-        cpu.forward(q, k, v, 1.0, -1)
-    assert largest <= cpu.SCORES_PER_CHUNK < seqlen * seqlen
+        plain.forward(q, k, v, 1.0, -1)
+    assert largest <= plain.SCORES_PER_CHUNK < seqlen * seqlen
 
 
 @given(
@@ -202,4 +204,4 @@ def test_the_mask_of_a_chunk_is_that_of_its_place():
         diagonal = mask_diagonal(causal, 20, 30)
         assert diagonal is not None
         whole = ~oracle.visible(20, 30, causal)
-        assert torch.equal(cpu._hidden(5, 4, 16, diagonal + 7), whole[7:12, 4:16])
+        assert torch.equal(plain._hidden(5, 4, 16, diagonal + 7), whole[7:12, 4:16])

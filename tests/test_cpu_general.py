@@ -14,7 +14,8 @@ from listed_general import GROUPS
 from problems_general import GeneralProblem, problems
 from torch import Tensor
 
-from cutlass_fmha import attention, cpu
+from cutlass_fmha import attention
+from cutlass_fmha.cpu import plain
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 CAUSAL = ["none", "top-left", "bottom-right"]
@@ -159,9 +160,9 @@ def test_strides_are_free():
 
 @pytest.mark.parametrize("chunk", [1, 3, 16, 1000])
 def test_chunk_borders_change_nothing(monkeypatch, chunk: int):
-    monkeypatch.setattr(cpu, "KEYS_PER_CHUNK", chunk)
-    monkeypatch.setattr(cpu, "SCORES_PER_CHUNK", 0)
-    monkeypatch.setattr(cpu, "MIN_QUERIES_PER_CHUNK", chunk)
+    monkeypatch.setattr(plain, "KEYS_PER_CHUNK", chunk)
+    monkeypatch.setattr(plain, "SCORES_PER_CHUNK", 0)
+    monkeypatch.setattr(plain, "MIN_QUERIES_PER_CHUNK", chunk)
     q, k, v = tensors()
     for name in ("window", "mask", "dropout", "prefix", "block lists", "left padding"):
         check(q, k, v, sinks=randn(HEADS), alibi_slopes=randn(HEADS), **SCORES[name])
@@ -184,7 +185,7 @@ def test_scores_never_exist_as_a_whole():
     q, k, v = tensors(1, seqlen, seqlen, 8)
     with Watch():
         attention(q, k, v, causal=True, window=(700, 0), alibi_slopes=torch.ones(HEADS), softcap=2.0)
-    assert largest <= cpu.SCORES_PER_CHUNK < seqlen * seqlen
+    assert largest <= plain.SCORES_PER_CHUNK < seqlen * seqlen
 
 
 # ---- where the rows are ------------------------------------------------------------------------------------

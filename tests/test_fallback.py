@@ -19,7 +19,7 @@ from torch import Tensor
 
 from cutlass_fmha import _C, fallback, select
 from cutlass_fmha import device as devices
-from cutlass_fmha.check_features import check_features
+from cutlass_fmha.arguments.check_features import check_features
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.features import Features
 from cutlass_fmha.select import WIDE, Problem

@@ -7,7 +7,8 @@ from typing import Any, get_type_hints
 import pytest
 import torch
 
-from cutlass_fmha import attention, check_features, cpu_general, keywords, ops
+from cutlass_fmha import attention, cpu, ops
+from cutlass_fmha.arguments import check_features, op_arguments
 from cutlass_fmha.features import Features, Keywords, Sizes
 
 BATCH, SEQLEN_Q, SEQLEN_K, HEADS, HEADS_KV, DIM = 2, 6, 10, 4, 2, 16
@@ -44,15 +45,17 @@ def test_attention_takes_the_names_that_its_type_has():
     import typing
 
     hints = get_type_hints(Keywords, vars(typing) | {"Tensor": torch.Tensor})
-    assert set(hints) == keywords.TENSORS | keywords.INTEGERS | keywords.FLOATS | keywords.OTHERS
+    assert (
+        set(hints) == op_arguments.TENSORS | op_arguments.INTEGERS | op_arguments.FLOATS | op_arguments.OTHERS
+    )
     assert all(name in attention.__doc__ for name in hints)
     with pytest.raises(TypeError, match=r"attention\(\) got an unexpected keyword argument 'windows'"):
         call(windows=None)
 
 
 def test_what_says_nothing_is_a_plain_call(monkeypatch):
-    monkeypatch.setattr(cpu_general, "attend", None)
-    nothing = dict.fromkeys(keywords.TENSORS | keywords.INTEGERS | keywords.FLOATS | keywords.OTHERS)
+    monkeypatch.setattr(cpu, "attend", None)
+    nothing = dict.fromkeys(Keywords.__annotations__)
     expected = call()
     for said in (nothing, {"softcap": 0, "dropout_p": 0.0, "dropout_seed": 3, "batch_invariant": False}):
         assert torch.equal(call(**said), expected)
@@ -68,7 +71,7 @@ def test_every_keyword_reaches_the_op(monkeypatch):
         seen.update(features=features, sizes=sizes, scale=scale, causal=causal)
         return query, torch.empty(0)
 
-    monkeypatch.setattr(cpu_general, "attend", attend)
+    monkeypatch.setattr(cpu, "attend", attend)
     tensors = {"mask": MASK, "bias": BIAS, "prefix_lengths": ints(1, 2), "alibi_slopes": torch.ones(HEADS)}
     lengths = {"seqused_q": ints(1, 2), "seqused_k": ints(3, 4), "leftpad_k": ints(0, 1)}
     cache = {"cache_batch_idx": ints(1, 0), "sinks": torch.ones(HEADS)}
@@ -99,7 +102,7 @@ def test_every_keyword_reaches_the_op(monkeypatch):
 def test_sinks_of_the_tensors_dtype_are_converted(monkeypatch):
     seen = []
     monkeypatch.setattr(
-        cpu_general, "attend", lambda *arguments: seen.append(arguments[5]) or (arguments[0], torch.empty(0))
+        cpu, "attend", lambda *arguments: seen.append(arguments[5]) or (arguments[0], torch.empty(0))
     )
     for dtype, given, expected in [
         (torch.float16, torch.float16, torch.float32),

@@ -18,7 +18,8 @@ from problems_general import GeneralProblem, fitted
 from tensors_general import Call
 
 import cutlass_fmha
-from cutlass_fmha import _C, blocks, device, fallback, general_plan, keywords, plan, select
+from cutlass_fmha import _C, blocks, device, fallback, general_plan, plan, select
+from cutlass_fmha.arguments.op_arguments import op_arguments
 from cutlass_fmha.features import Features
 
 
@@ -63,7 +64,7 @@ def kernels(monkeypatch):
 def attend(
     call: Call, template: str | None = None, return_lse: bool = True, **more: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    said = keywords.op_arguments(call.q, {**call.features, **more})
+    said = op_arguments(call.q, {**call.features, **more})
     tensors = (call.q, call.k, call.v)
     return general_plan.launch(*tensors, call.scale, call.causal, return_lse, template, Features(**said))
 
@@ -111,7 +112,7 @@ def test_features_are_what_a_call_says():
     assert set(said) == set(select.FEATURES)
     for name, fields in said.items():
         call = tensors(GeneralProblem(**fields))
-        features = Features(**keywords.op_arguments(call.q, call.features))
+        features = Features(**op_arguments(call.q, call.features))
         problem, _, _ = general_plan.describe((call.q, call.k, call.v), "none", features)
         assert problem.features == (name,)
 
@@ -347,7 +348,7 @@ def test_a_fallback_row_is_launched_its_own_way(kernels: Kernels, monkeypatch):
 def test_splits_of_a_launch_are_those_that_its_cost_is_of(kernels: Kernels):
     call = tensors(GeneralProblem(2, 3000, num_heads=8, num_heads_kv=2, softcap=2.0, causal="bottom-right"))
     attend(call)
-    features = Features(**keywords.op_arguments(call.q, call.features))
+    features = Features(**op_arguments(call.q, call.features))
     problem, _, _ = general_plan.describe(call[:3], call.causal, features)
     row = kernels.build.templates[kernels.scored[0].row]
     assert kernels.last.splits == blocks.split_keys(row, problem, L4)

@@ -14,8 +14,9 @@ from fake_cuda import FakeGpu
 
 import cutlass_fmha
 from cutlass_fmha import _C, cost, device, select
-from cutlass_fmha.calibration import datasheet, fit, measurements, problems, store, verdict
-from cutlass_fmha.calibration.timing import RowTime
+from cutlass_fmha.calibrate import fit, measurements, problems, verdict
+from cutlass_fmha.calibrate.timing import RowTime
+from cutlass_fmha.cost import datasheet, store
 from cutlass_fmha.select import Problem
 
 BUILD = make_build((89,))

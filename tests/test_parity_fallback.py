@@ -24,9 +24,9 @@ from torch import Tensor
 
 import cutlass_fmha
 from cutlass_fmha import _C, fallback
-from cutlass_fmha.check_features import check_features
+from cutlass_fmha.arguments.check_features import check_features
+from cutlass_fmha.arguments.op_arguments import op_arguments
 from cutlass_fmha.features import Features
-from cutlass_fmha.keywords import op_arguments
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 

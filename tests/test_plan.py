@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cutlass_fmha
-from cutlass_fmha import _C, check, device, ops, plan, select
+from cutlass_fmha import _C, device, ops, plan, select
+from cutlass_fmha.arguments import check
+from cutlass_fmha.arguments.check import CAUSAL
 
 
 def tensors(batch=2, seqlen_q=33, seqlen_k=65, heads=4, heads_kv=2, head_dim=32, dtype=torch.float16, seed=0):
@@ -58,7 +60,7 @@ def strided(x: torch.Tensor, memory: str) -> torch.Tensor:
 MEMORY = ["plain", "bhsd", "padded", "odd stride", "odd address"]
 
 
-@pytest.mark.parametrize("causal", select.CAUSAL)
+@pytest.mark.parametrize("causal", CAUSAL)
 @pytest.mark.parametrize("memory", MEMORY)
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -95,7 +97,7 @@ def test_drawn_problems_are_packed_right(data):
             head_dim=data.draw(st.sampled_from([32, 64, 128])),
         )
         q, k, v = (strided(x, data.draw(st.sampled_from(MEMORY))) for x in (q, k, v))
-        causal = data.draw(st.sampled_from(select.CAUSAL))
+        causal = data.draw(st.sampled_from(CAUSAL))
         scale = data.draw(st.none() | st.floats(-1, 1))
         out, lse = launch(q, k, v, scale, causal)
         oracle.assert_close(out, q, k, v, scale, causal, lse)

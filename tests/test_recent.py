@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cutlass_fmha import device, select
-from cutlass_fmha.calibration import store
+from cutlass_fmha.arguments.check import CAUSAL
+from cutlass_fmha.cost import store
 from cutlass_fmha.device import PRESETS
 from cutlass_fmha.recent import Recent
 from cutlass_fmha.select import FEATURES, Problem
@@ -44,7 +45,7 @@ problems = st.builds(
     num_heads_kv=st.sampled_from((2, 8)),
     head_dim=st.sampled_from((40, 64, 128, 320)),
     dtype=st.sampled_from(("float16", "bfloat16", "float32")),
-    causal=st.sampled_from(select.CAUSAL),
+    causal=st.sampled_from(CAUSAL),
     alignment=st.sampled_from((2, 16)),
     head_dim_v=st.sampled_from((None, 64)),
     features=st.lists(st.sampled_from(tuple(FEATURES)), max_size=2, unique=True).map(tuple),

@@ -9,7 +9,9 @@ from fake_build import make_build
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from cutlass_fmha import _C, __main__, device, refusal, select
+from cutlass_fmha import _C, __main__, device, select
+from cutlass_fmha.arguments import refusal
+from cutlass_fmha.arguments.check import CAUSAL
 from cutlass_fmha.device import PRESETS
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.select import FEATURES, Build, Problem
@@ -37,7 +39,7 @@ def problems(draw: st.DrawFn) -> Problem:
         num_heads_kv=8,
         head_dim=draw(dim),
         dtype=draw(st.sampled_from(("float16", "bfloat16", "float32"))),
-        causal=draw(st.sampled_from(select.CAUSAL)),
+        causal=draw(st.sampled_from(CAUSAL)),
         alignment=draw(st.sampled_from((1, 2, 4, 8, 16))),
         head_dim_v=draw(st.none() | dim),
         features=features,

@@ -12,7 +12,8 @@ from fake_build import L4, make_build
 
 import cutlass_fmha
 from cutlass_fmha import _C, blocks, cost, device, explanation, select
-from cutlass_fmha.calibration import store
+from cutlass_fmha.arguments.check import CAUSAL
+from cutlass_fmha.cost import store
 from cutlass_fmha.device import PRESETS, Device
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.select import Build, Problem
@@ -402,7 +403,7 @@ def test_a_row_for_any_alignment_is_the_last_resort():
 
 @pytest.mark.parametrize("seqlen_q", [0, 1, 2, 5, 9])
 @pytest.mark.parametrize("seqlen_k", [0, 1, 5, 8])
-@pytest.mark.parametrize("causal", select.CAUSAL)
+@pytest.mark.parametrize("causal", CAUSAL)
 def test_a_dropped_diagonal_hides_nothing(causal: str, seqlen_q: int, seqlen_k: int):
     diagonal = select.mask_diagonal(causal, seqlen_q, seqlen_k)
     mask = torch.ones(seqlen_q, seqlen_k)

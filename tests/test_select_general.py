@@ -10,9 +10,10 @@ from fake_build import L4, make_build
 
 import cutlass_fmha
 from cutlass_fmha import blocks, cost, device, explanation, select
-from cutlass_fmha.calibration import store, verdict
-from cutlass_fmha.calibration.measurements import Sample
-from cutlass_fmha.calibration.timing import RowTime
+from cutlass_fmha.calibrate import verdict
+from cutlass_fmha.calibrate.measurements import Sample
+from cutlass_fmha.calibrate.timing import RowTime
+from cutlass_fmha.cost import store
 from cutlass_fmha.device import PRESETS
 from cutlass_fmha.select import FEATURES, Build, Problem
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from cutlass_fmha import blocks, cost, device, plan, select
 from cutlass_fmha.blocks import Tail
-from cutlass_fmha.calibration import datasheet
+from cutlass_fmha.cost import datasheet
 from cutlass_fmha.device import PRESETS
 from cutlass_fmha.select import Build, Problem
 

@@ -6,7 +6,7 @@
 The first needs a GPU and an installed package, and stores all timings with the verdict; the second judges the
 present model and calibration data by stored timings, without a GPU. CUTLASS_FMHA_CALIBRATION=FILE judges a
 calibration that is not installed yet. Both end with exit status 1 when less than 95 % of the picks are within
-5 % of the best row. How problems are drawn: ``draw`` in cutlass_fmha/calibration/problems.py.
+5 % of the best row. How problems are drawn: ``draw`` in cutlass_fmha/calibrate/problems.py.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from pathlib import Path
 from cutlass_fmha import select
 from cutlass_fmha.bench.runner import CannotMeasure, require_gpu
 from cutlass_fmha.bench.timing import percentile
-from cutlass_fmha.calibration import measurements, problems, store, verdict
-from cutlass_fmha.calibration.measurements import InvalidTimings, Measurements
-from cutlass_fmha.calibration.verdict import Pick
+from cutlass_fmha.calibrate import measurements, problems, verdict
+from cutlass_fmha.calibrate.measurements import InvalidTimings, Measurements
+from cutlass_fmha.calibrate.verdict import Pick
+from cutlass_fmha.cost import store
 
 REQUIRED = 0.95
 QUANTILES = (0.5, 0.9, 0.95, 0.99, 1.0)

@@ -24,9 +24,8 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from cutlass_fmha import cost as model
-from cutlass_fmha.calibration import datasheet, store
-from cutlass_fmha.calibration.measurements import Machine, Sample
-from cutlass_fmha.cost import PRICES, Counts, RowCost
+from cutlass_fmha.calibrate.measurements import Machine, Sample
+from cutlass_fmha.cost import PRICES, Counts, RowCost, datasheet, store
 from cutlass_fmha.device import KIB, Device
 from cutlass_fmha.select import Build, Problem
 

@@ -17,8 +17,8 @@ least, ``again`` what blocks load of keys and values that others load, too: it c
 small tiles and heads that share keys ask for many times as much. Where keys are split, or those of the last
 tiles are divided, a second launch combines the parts. What masks and biases take is not counted: every row
 that can has to read them. All prices are linear up to the square root: a few dozen timings fit them
-(``calibration/fit.py``). Those of a GPU that was never measured are derived from its datasheet
-(``calibration/datasheet.py``).
+(``calibrate/fit.py``). Those of a GPU that was never measured are derived from its datasheet
+(``datasheet.py``).
 """
 
 from __future__ import annotations

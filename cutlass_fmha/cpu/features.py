@@ -1,8 +1,8 @@
 """The op ``attend`` on CPU tensors: everything that a call may say, one sequence after the other.
 
 Every sequence is computed as if it were alone, in chunks whose sizes do not depend on the batch: its result
-has the same bits in any batch. The online softmax is that of ``cpu.py``, with what changes a score or hides a
-key between the product and the exponential.
+has the same bits in any batch. The online softmax is that of ``plain.py``, with what changes a score or hides
+a key between the product and the exponential.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cutlass_fmha import cpu, dropout
+from cutlass_fmha import dropout
+from cutlass_fmha.cpu import plain
 from cutlass_fmha.features import NO_LIMIT, Features, Sizes
 
 
@@ -101,8 +102,8 @@ class _Sequence:
         return self.k.to(dtype).transpose(0, 1), self.v.to(dtype).transpose(0, 1)
 
     def chunks(self) -> Iterator[range]:
-        step = cpu.SCORES_PER_CHUNK // (self.sizes.num_heads * cpu.KEYS_PER_CHUNK)
-        step = max(cpu.MIN_QUERIES_PER_CHUNK, step)
+        step = plain.SCORES_PER_CHUNK // (self.sizes.num_heads * plain.KEYS_PER_CHUNK)
+        step = max(plain.MIN_QUERIES_PER_CHUNK, step)
         for start in range(0, len(self.q), step):
             yield range(start, min(start + step, len(self.q)))
 
@@ -138,8 +139,8 @@ class _Sequence:
             first = max(0, queries.start + self.offset - self.left)
         if self.right != NO_LIMIT:
             last = min(last, max(queries.stop + self.offset + self.right, self.prefix))
-        for start in range(first, last, cpu.KEYS_PER_CHUNK):
-            yield range(start, min(start + cpu.KEYS_PER_CHUNK, last))
+        for start in range(first, last, plain.KEYS_PER_CHUNK):
+            yield range(start, min(start + plain.KEYS_PER_CHUNK, last))
 
     def finish_scores(self, scores: Tensor, queries: range, keys: range) -> Tensor:
         """[num_heads, queries, keys]: products become scores, in place, and -inf where the key is hidden."""

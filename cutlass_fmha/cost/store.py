@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cutlass_fmha import _C
-from cutlass_fmha.calibration import datasheet
-from cutlass_fmha.cost import PRICES, RowCost
+from cutlass_fmha.cost import datasheet
+from cutlass_fmha.cost.model import PRICES, RowCost
 from cutlass_fmha.device import Device
 
 if TYPE_CHECKING:

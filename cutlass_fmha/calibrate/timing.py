@@ -19,7 +19,7 @@ import torch
 from cutlass_fmha import _C, general_plan
 from cutlass_fmha import device as devices
 from cutlass_fmha.bench.timing import elapsed_us
-from cutlass_fmha.calibration.problems import input_bytes
+from cutlass_fmha.calibrate.problems import input_bytes
 from cutlass_fmha.select import Problem
 
 if TYPE_CHECKING:

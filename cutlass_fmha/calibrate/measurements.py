@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from cutlass_fmha import _C, select
-from cutlass_fmha.calibration.problems import Limits
-from cutlass_fmha.calibration.progress import Progress
-from cutlass_fmha.calibration.timing import RowTime, RowTimer
+from cutlass_fmha.calibrate.problems import Limits
+from cutlass_fmha.calibrate.progress import Progress
+from cutlass_fmha.calibrate.timing import RowTime, RowTimer
 from cutlass_fmha.device import Device
 from cutlass_fmha.select import Build, Problem
 

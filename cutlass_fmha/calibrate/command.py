@@ -10,8 +10,8 @@ from pathlib import Path
 from cutlass_fmha import _C, select
 from cutlass_fmha import device as devices
 from cutlass_fmha.bench.runner import CannotMeasure, require_gpu
-from cutlass_fmha.calibration import fit, measurements, problems, store, verdict
-from cutlass_fmha.cost import PRICES
+from cutlass_fmha.calibrate import fit, measurements, problems, verdict
+from cutlass_fmha.cost import PRICES, store
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -12,7 +12,8 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from cutlass_fmha.select import CAUSAL, Problem
+from cutlass_fmha.arguments.check import CAUSAL
+from cutlass_fmha.select import Problem
 
 BYTES_PER_ELEMENT = 2
 MAX_SEQLEN = 16384

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cutlass_fmha.blocks import resident_blocks
-from cutlass_fmha.cost import BYTES_PER_ELEMENT, RowCost
+from cutlass_fmha.cost.model import BYTES_PER_ELEMENT, RowCost
 from cutlass_fmha.device import KIB, Device
 
 if TYPE_CHECKING:

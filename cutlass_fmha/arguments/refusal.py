@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cutlass_fmha import device as devices
 from cutlass_fmha import select
+from cutlass_fmha.arguments.check import FULL_ALIGNMENT
 from cutlass_fmha.device import Device
-from cutlass_fmha.select import FEATURES, FULL_ALIGNMENT, Build, Problem
+from cutlass_fmha.select import FEATURES, Build, Problem
 
 if TYPE_CHECKING:
     from cutlass_fmha._C import Template

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cutlass_fmha import select
-from cutlass_fmha.calibration.measurements import Sample
-from cutlass_fmha.calibration.store import Calibration
+from cutlass_fmha.calibrate.measurements import Sample
+from cutlass_fmha.cost.store import Calibration
 from cutlass_fmha.device import Device
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.select import Build, Problem

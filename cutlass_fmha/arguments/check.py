@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cutlass_fmha.select import CAUSAL, FULL_ALIGNMENT
+CAUSAL = ("none", "top-left", "bottom-right")
+FULL_ALIGNMENT = 16  # bytes: the widest copy there is
 
 #: Where (batch, seqlen, heads) stand in a layout.
 LAYOUTS = {"bshd": (0, 1, 2), "bhsd": (0, 2, 1)}
@@ -73,6 +74,13 @@ def number_of(name: str, value: Any, or_else: str = "") -> float:
         return float(value)
     except OverflowError:  # an int beyond all floats: the range check has a sentence for it
         return math.inf if number > 0 else -math.inf
+
+
+def integer(name: str, value: Any, or_else: str = " or None") -> Any:
+    """``value``, when it is an int; a compiler's symbolic one stays symbolic."""
+    if isinstance(value, bool) or not isinstance(value, (numbers.Integral, torch.SymInt)):
+        raise TypeError(f"{name} must be an int{or_else}, got {type(value).__name__}")
+    return value
 
 
 def finite_scale(scale: Any) -> float:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cutlass_fmha import check, dropout, private_torch
-from cutlass_fmha.check import MAX_SCALE, MAX_SEQLEN, dtype_name
+from cutlass_fmha import dropout, private_torch
+from cutlass_fmha.arguments import check
+from cutlass_fmha.arguments.check import MAX_SCALE, MAX_SEQLEN, dtype_name
 from cutlass_fmha.features import NO_LIMIT, Features, Sizes
 
 #: The kernel that combines the parts of a sequence takes no more.

@@ -1,0 +1,1 @@
+"""``python -m cutlass_fmha calibrate``: problems to time, timing and the fit. See docs/selection.md."""
