@@ -4,13 +4,13 @@
 #   fmha_forward(...)         one call per manifest line: makes rows and files each under a group "sm<arch>_d<head_dim>"
 #   fmha_add_kernels(target)  writes each group as a .cu with its kernels
 #   fmha_write_table(target)  writes rows.cpp, the table of all kernels in the manifest's order
-# Fallback.cmake and Support.cmake add kernels of their own between the second and the third.
+# Wide.cmake and Helpers.cmake add kernels of their own between the second and the third.
 
 # What a unit of a family's kernels includes, and what is written for a row @NAME@.
 set(FMHA_forward_HEADER "forward/kernel.cuh")
 set(FMHA_forward_PARAMS "cutlass_fmha::KernelParams<@NAME@_config>")
-set(FMHA_fallback_HEADER "fallback/kernel.cuh")
-set(FMHA_fallback_PARAMS "cutlass_fmha::GeneralParams")
+set(FMHA_wide_HEADER "wide/kernel.cuh")
+set(FMHA_wide_PARAMS "cutlass_fmha::FeatureParams")
 
 # Calls fmha_forward() for each line of src/templates.cmake, or of the manifest that CUTLASS_FMHA_MANIFEST names. Such a
 # one may set two variables, which hold for the lines after them: FMHA_NAME_SUFFIX ends the names of their rows, so that
@@ -61,7 +61,7 @@ function(fmha_forward
       if(DEPENDENT_LAUNCH)
         string(APPEND name "_pdl")
         if(arch LESS 90 OR KV_WARPS EQUAL 1)
-          message(FATAL_ERROR "cutlass_fmha: src/templates.cmake asks for ${name}; only split rows from sm_90 on overlap")
+          message(FATAL_ERROR "cutlass_fmha: src/templates.cmake asks for ${name}; only few-query rows from sm_90 on overlap")
         endif()
       endif()
       string(APPEND name "${FMHA_NAME_SUFFIX}")
@@ -77,9 +77,9 @@ function(fmha_forward
   endforeach()
 endfunction()
 
-# Adds the general rows of one manifest line: the columns as above, VALUE_DIM being the head dimension of V and O. TILE_N
+# Adds the scored rows of one manifest line: the columns as above, VALUE_DIM being the head dimension of V and O. TILE_N
 # is that of a warp: a step of the main loop takes TILE_N * KV_WARPS keys.
-function(fmha_general
+function(fmha_scored
     ARCHS DTYPES HEAD_DIM VALUE_DIM TILE_M TILE_N WARPS KV_WARPS STAGES MIN_BLOCKS Q_IN_REGISTERS)
   if(ARGC GREATER 11)
     message(FATAL_ERROR "cutlass_fmha: a line of src/templates.cmake has too many columns: ${ARGV}")
@@ -99,7 +99,7 @@ function(fmha_general
       if(NOT arch IN_LIST FMHA_SUPPORTED_ARCHITECTURES OR NOT DEFINED DTYPE_${dtype})
         message(FATAL_ERROR "cutlass_fmha: src/templates.cmake asks for sm_${arch} ${dtype}, which does not exist")
       endif()
-      set(name "fwd_sm${arch}_${dtype}_${dims}_m${TILE_M}n${TILE_N}w${WARPS}${shared}_general${FMHA_NAME_SUFFIX}")
+      set(name "fwd_sm${arch}_${dtype}_${dims}_m${TILE_M}n${TILE_N}w${WARPS}${shared}_scored${FMHA_NAME_SUFFIX}")
       set(dependent_launch false)
       if(KV_WARPS GREATER 1 AND arch GREATER_EQUAL 90)
         set(dependent_launch true)  # where the GPU can: decoding is many short launches
@@ -109,15 +109,15 @@ function(fmha_general
           ".head_dim = ${HEAD_DIM}, .tile_m = ${TILE_M}, .tile_n = ${TILE_N}, .warps = ${WARPS},"
           ".min_blocks = ${MIN_BLOCKS}, .dependent_launch = ${dependent_launch}},"
           "{.kv_warps = ${KV_WARPS}, .stages = ${STAGES}, .q_in_registers = ${Q_IN_REGISTERS}, .ping_pong = false,"
-          ".copy = cutlass_fmha::Copy::cp_async_16, .general = true, .value_dim = ${VALUE_DIM}}}")
+          ".copy = cutlass_fmha::Copy::cp_async_16, .scored = true, .value_dim = ${VALUE_DIM}}}")
       list(JOIN config " " config)
-      fmha_add_row(forward "${arch}" "sm${arch}_general_${dtype}${FMHA_GROUP_SUFFIX}" "${name}" "${config}")
+      fmha_add_row(forward "${arch}" "sm${arch}_scored_${dtype}${FMHA_GROUP_SUFFIX}" "${name}" "${config}")
     endforeach()
   endforeach()
 endfunction()
 
 # Files a row under its group and in the table. A name is also the kernel's symbol and the key of every tool: two are an
-# error. `kind`: forward or fallback, the function that the kernel calls.
+# error. `kind`: forward or wide, the function that the kernel calls.
 function(fmha_add_row kind arch group name config)
   get_property(names GLOBAL PROPERTY FMHA_ROW_NAMES)
   if(name IN_LIST names)

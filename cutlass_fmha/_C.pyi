@@ -112,7 +112,7 @@ def helpers() -> list[Template]:
     """The rows beside attention, whose numbers follow."""
 
 class AttentionParams:
-    """What a launch of attention is asked: the fields of src/general/params.h, where each is described, and a tail.
+    """What a launch of attention is asked: the fields of src/features/params.h, where each is described, and a tail.
 
     Addresses are ints (0: not given), strides tuples in elements. New ones have no window, a scale of 1, and neither
     packed heads nor splits. Setting a number that is out of range raises ValueError. A causal mask is a
@@ -196,7 +196,7 @@ class AttentionParams:
     tail_rest: int
 
 class CombineParams:
-    """The parts of split keys become one output, as a scored row with splits does by itself: src/support/params.h."""
+    """The parts of split keys become one output, as a scored row with splits does by itself: src/helpers/params.h."""
 
     def __init__(self) -> None: ...
     def copy(self) -> CombineParams: ...
@@ -217,7 +217,7 @@ class CombineParams:
     splits: int
 
 class MergeParams:
-    """Two states become one: src/support/params.h."""
+    """Two states become one: src/helpers/params.h."""
 
     def __init__(self) -> None: ...
     def copy(self) -> MergeParams: ...
@@ -240,7 +240,7 @@ class MergeParams:
     head_dim_v: int
 
 class Rotary:
-    """A table of angles; without ``cos``, nothing is rotated: src/support/params.h."""
+    """A table of angles; without ``cos``, nothing is rotated: src/helpers/params.h."""
 
     def __init__(self) -> None: ...
 
@@ -254,7 +254,7 @@ class Rotary:
     float32: bool
 
 class RotaryParams:
-    """Rows are rotated into a tensor of their own: src/support/params.h.
+    """Rows are rotated into a tensor of their own: src/helpers/params.h.
 
     The position of a sequence's first row: ``first_position``[batch] - ``before_position``[batch].
     """
@@ -276,7 +276,7 @@ class RotaryParams:
     rotary: Rotary
 
 class AppendParams:
-    """New rows are written into a cache: src/support/params.h."""
+    """New rows are written into a cache: src/helpers/params.h."""
 
     def __init__(self) -> None: ...
     def copy(self) -> AppendParams: ...

@@ -1,7 +1,7 @@
 """Which thread blocks a launch of a row has, what each does, and how many of them an SM holds.
 
 A plain row's blocks are tiles of query rows of one head. Where the last of them would leave much of the GPU
-idle, several blocks divide the keys of each (``Tail``). A general row's may also share a tile among the
+idle, several blocks divide the keys of each (``Tail``). A scored row's may also share a tile among the
 heads of a key head (``pack``), and divide the keys of a tile among several blocks (``splits``), whose results
 a second launch combines.
 """
@@ -90,7 +90,7 @@ def registers(template: Template) -> int:
 
 
 def groups(template: Template, problem: Problem, device: Device) -> list[Group]:
-    """The blocks of a launch in the order of ``src/core/scheduler.h`` and ``src/general/sequence.h``."""
+    """The blocks of a launch in the order of ``src/core/scheduler.h`` and ``src/features/sequence.h``."""
     pack = packed_heads(template, problem)
     tiles = -(-problem.seqlen_q * pack // template.tile_m)
     sequences = problem.batch * problem.num_heads // pack
@@ -208,7 +208,7 @@ def _tail_time(tail: Tail, places: int) -> int:
     return (begun if left <= idle else first) + (rounds + 1) * rest
 
 
-# ---- general rows ------------------------------------------------------------------------------------------
+# ---- scored rows ------------------------------------------------------------------------------------------
 
 
 def packed_heads(template: Template, problem: Problem) -> int:

@@ -1,4 +1,4 @@
-"""Which probabilities dropout keeps, and what it multiplies them by, as in src/general/dropout.h."""
+"""Which probabilities dropout keeps, and what it multiplies them by, as in src/features/dropout.h."""
 
 from __future__ import annotations
 

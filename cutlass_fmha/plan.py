@@ -141,7 +141,7 @@ def prepare(
 ) -> Plan | Handover:
     """Checks the tensors, picks the row and packs the arguments. Reads metadata and addresses, no element."""
     check.check_types((q, k, v), names)
-    if q.dim() == v.dim() == 4 and v.shape[3] != q.shape[3]:  # for a general row, if for any
+    if q.dim() == v.dim() == 4 and v.shape[3] != q.shape[3]:  # for a scored row, if for any
         return Handover(template)
     dims = check.check_tensors((q, k, v), layout, names)
     if (

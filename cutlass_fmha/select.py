@@ -31,7 +31,7 @@ WIDE = "wide"
 FEW_QUERIES, MANY_KEYS = 64, 512
 """Query rows that share keys at most, and keys at least, of what counts as decoding."""
 UNTIMED = 1.25
-"""A general row that nobody timed is taken before a plain one where it should be faster by this factor."""
+"""A scored row that nobody timed is taken before a plain one where it should be faster by this factor."""
 MAX_WINNERS = 8192
 CLASS_BITS = 5
 """Lengths are told apart by so many leading bits where rows are compared: to 1/16 or better. Exact up to 32,
@@ -44,7 +44,7 @@ NO_KERNELS = (
 )
 
 
-#: What only general rows know, and what it is called.
+#: What only scored rows know, and what it is called.
 FEATURES: Mapping[str, str] = {
     "window": "sliding window",
     "mask": "boolean mask",
@@ -294,7 +294,7 @@ def has_no(names: Sequence[str]) -> str:
 def _features(template: Template, problem: Problem, device: Device, build: Build) -> str | None:
     if not (names := lacking(template, problem)):
         return None
-    return f"{has_no(names)}: that takes a general row"
+    return f"{has_no(names)}: that takes a scored row"
 
 
 def _alignment(template: Template, problem: Problem, device: Device, build: Build) -> str | None:
@@ -457,7 +457,7 @@ _winners: Recent[tuple[object, ...], tuple[Template, Build, Calibration]] = Rece
 
 
 def price(row: Template, problem: Problem, device: Device, calibration: Calibration) -> float:
-    """What rows are chosen by: the predicted microseconds, more of a general row that nobody timed."""
+    """What rows are chosen by: the predicted microseconds, more of a scored row that nobody timed."""
     untimed = row.scored and problem.is_plain and row.name not in calibration.rows
     return predicted_cost(row, problem, device, calibration) * (UNTIMED if untimed else 1.0)
 
@@ -465,7 +465,7 @@ def price(row: Template, problem: Problem, device: Device, calibration: Calibrat
 def contenders(eligible: Sequence[Template], problem: Problem) -> Sequence[Template]:
     """The eligible rows that cost decides between; the others are for problems that these can't run.
 
-    General rows do more than a plain problem needs: where a plain row takes it, they are only in question for
+    Scored rows do more than a plain problem needs: where a plain row takes it, they are only in question for
     decoding, since plain rows don't split keys among blocks. Of those, the ones of the least head dims are:
     the others compute the same and more zeros. Copying element by element is for operands that nothing else
     takes: with others it has never been the fastest, and where all rows cost about the same, a prediction

@@ -32,7 +32,7 @@ AttentionParams nothing_asked() {
 // ---- fields ------------------------------------------------------------------------------------------------
 
 /// An integer that others are divided by; 0 where nothing is.
-void number_and_divisor(Class& c, char const* name, int GeneralParams::* field, Divisor GeneralParams::* divisor,
+void number_and_divisor(Class& c, char const* name, int FeatureParams::* field, Divisor FeatureParams::* divisor,
                         int64_t least) {
   c.def_property(
       name, [=](AttentionParams const& p) { return p.*field; },
@@ -52,7 +52,7 @@ float finite(char const* name, double value, double least, double most) {
 }
 
 /// A float of at most `most` in magnitude.
-void real(Class& c, char const* name, float GeneralParams::* field, double least, double most) {
+void real(Class& c, char const* name, float FeatureParams::* field, double least, double most) {
   c.def_property(
       name, [field](AttentionParams const& p) { return p.*field; },
       [=](AttentionParams& p, double value) { p.*field = finite(name, value, least, most); });
@@ -163,7 +163,7 @@ void bind_numbers(Class& c) {
 // ---- checks ------------------------------------------------------------------------------------------------
 
 /// Every address is one of the type that it says.
-void check_addresses(GeneralParams const& p, int element_bytes) {
+void check_addresses(FeatureParams const& p, int element_bytes) {
   struct Address {
     char const* name;
     void const* value;
@@ -199,7 +199,7 @@ void check_addresses(GeneralParams const& p, int element_bytes) {
   require(!queries || p.seqlen_k == 0 || (p.k && p.v), [] { return "k and v must be addresses"; });
 }
 
-void check_sizes(GeneralParams const& p) {
+void check_sizes(FeatureParams const& p) {
   auto const text = [](int64_t value) { return std::to_string(value); };
   require(p.head_dim > 0 && p.head_dim_v > 0, [] { return "head_dim and head_dim_v must be set"; });
   require(p.num_heads_kv > 0 ? p.num_heads % p.num_heads_kv == 0 : p.num_heads == 0, [&] {
@@ -215,7 +215,7 @@ void check_sizes(GeneralParams const& p) {
 }
 
 /// Where the rows of k and v lie.
-void check_keys(GeneralParams const& p) {
+void check_keys(FeatureParams const& p) {
   require((p.page_table != nullptr) == (p.page_size > 0), [] { return "page_table and page_size go together"; });
   require(p.page_size % kPageUnit == 0,
           [&] { return "page_size must be a multiple of 16, got " + std::to_string(p.page_size); });
@@ -224,7 +224,7 @@ void check_keys(GeneralParams const& p) {
   require(!p.cu_seqlens_k || !p.batch_index_k, [] { return "cu_seqlens_k and batch_index_k don't go together"; });
 }
 
-void check_features(GeneralParams const& p) {
+void check_features(FeatureParams const& p) {
   require((p.bias_type == BiasType::none) == (p.bias == nullptr), [] { return "bias and bias_type go together"; });
   require(p.dropout_threshold == 0 || p.dropout_seed, [] { return "dropout needs dropout_seed"; });
   require(!p.block_counts == !p.block_indices, [] { return "block_counts and block_indices go together"; });
@@ -233,7 +233,7 @@ void check_features(GeneralParams const& p) {
 }
 
 /// LSE and the parts of split keys: a row of each query and head, none beyond lse_rows.
-void check_rows(GeneralParams const& p) {
+void check_rows(FeatureParams const& p) {
   if ((p.splits == 1 && !p.lse) || p.batch == 0 || p.num_heads == 0 || p.seqlen_q == 0) return;
   require(p.splits == 1 || (p.partial_o && p.partial_lse && p.partial_low),
           [] { return "splits need partial_o, partial_lse and partial_low"; });
@@ -251,7 +251,7 @@ void check_rows(GeneralParams const& p) {
 
 }  // namespace
 
-bool all_vectors(GeneralParams const& p, int element_bytes) {
+bool all_vectors(FeatureParams const& p, int element_bytes) {
   constexpr int kVectorBytes = 16;
   uintptr_t addresses = 0;
   for (void const* operand : {p.q, p.k, p.v, static_cast<void const*>(p.o)}) {
@@ -262,7 +262,7 @@ bool all_vectors(GeneralParams const& p, int element_bytes) {
   return addresses % kVectorBytes == 0 && elements * element_bytes % kVectorBytes == 0;
 }
 
-bool device_lengths(GeneralParams const& p) {
+bool device_lengths(FeatureParams const& p) {
   // sequence_at(), visible_keys() and whole_walk() read none of these.
   return p.cu_seqlens_q || p.cu_seqlens_k || p.seqused_q || p.seqused_k || p.leftpad_k || p.batch_index_k ||
          p.prefix_lengths || p.block_counts;

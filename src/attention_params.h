@@ -1,7 +1,7 @@
 // What a launch of attention is asked, whichever family of rows takes it. Host code, no CUDA needed.
 #pragma once
 
-#include "general/params.h"
+#include "features/params.h"
 
 namespace cutlass_fmha {
 
@@ -12,15 +12,15 @@ struct TailRequest {
 };
 
 /// What the launch finds out is not set yet.
-struct AttentionParams : GeneralParams, TailRequest {
+struct AttentionParams : FeatureParams, TailRequest {
   bool empty() const { return batch == 0 || seqlen_q == 0 || num_heads == 0; }
 };
 
-/// What GeneralParams::vectors promises, of elements of so many bytes. Never taken from a caller.
-bool all_vectors(GeneralParams const& p, int element_bytes);
+/// What FeatureParams::vectors promises, of elements of so many bytes. Never taken from a caller.
+bool all_vectors(FeatureParams const& p, int element_bytes);
 
-/// What GeneralParams::device_lengths says.
-bool device_lengths(GeneralParams const& p);
+/// What FeatureParams::device_lengths says.
+bool device_lengths(FeatureParams const& p);
 
 /// Throws std::invalid_argument where sizes, strides and flags contradict each other, whatever the row.
 void check(AttentionParams const& p, int element_bytes);

@@ -11,16 +11,16 @@
 #include "binding.h"
 #include "build_config.h"  // generated
 #include "config.h"
-#include "fallback/config.h"
-#include "support/params.h"
+#include "helpers/params.h"
+#include "wide/config.h"
 
 #if CUTLASS_FMHA_CUDA
 #include <cuda_runtime.h>
 
 #include "device_guard.h"
+#include "helpers/launch.h"
 #include "host_model.h"
 #include "launch.h"
-#include "support/launch.h"
 #endif
 
 namespace py = pybind11;
@@ -180,7 +180,7 @@ void bind_rows(py::module_& m) {
   attribute(c, "mma", [](TileConfig const& config) { return name_of(config.mma); });
   attribute(c, "head_dim_v", [](auto const& config) -> decltype(config.head_dim_v()) { return config.head_dim_v(); });
   attribute(c, "alignment", [](auto const& config) -> decltype(config.alignment()) { return config.alignment(); });
-  attribute(c, "scored", [](auto const& config) -> decltype(config.scored()) { return config.scored(); });
+  attribute(c, "scored", [](auto const& config) -> decltype(bool(config.scored)) { return config.scored; });
   attribute(c, "element_bytes", [](TileConfig const& config) { return config.element_bytes(); });
 
   attribute(c, "kv_warps", [](ForwardConfig const& config) { return config.kv_warps; });

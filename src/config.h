@@ -42,7 +42,7 @@ constexpr char const* name_of(Copy copy) {
 enum class Family : int {
   plain,             ///< attention with no more than a diagonal: each warp walks all keys of its query rows
   few_query,         ///< the same for problems with few query rows: warps share rows and divide the keys
-  scored,            ///< every mask, score and shape that GeneralParams says
+  scored,            ///< every mask, score and shape that FeatureParams says
   few_query_scored,  ///< the same for few query rows
   wide,              ///< float32, and head dims above 256
   combine,           ///< of what splits of the keys gave
@@ -75,28 +75,27 @@ struct TileConfig {
 
 /// How a 16-bit row up to head dim 256 is made.
 struct ForwardOptions {
-  int kv_warps = 1;      ///< warps that share their query rows and divide the keys: of `warps`, groups of so many
-  int stages;            ///< buffers for K, and as many for V: in shared memory; ldg_16: 2 loads a block ahead
-  bool q_in_registers;   ///< keep Q's fragments in registers for the whole main loop
-  bool ping_pong;        ///< warps w and w + warps/2 take turns: one issues mma while the other does softmax
-  Copy copy;             ///< with kv_warps > 1 neither element nor, before sm_90, tma
-  bool general = false;  ///< takes GeneralParams: every mask, score and shape; with cp_async_16 only
-  int value_dim = 0;     ///< of general rows, where it isn't head_dim: that of V and O
+  int kv_warps = 1;     ///< warps that share their query rows and divide the keys: of `warps`, groups of so many
+  int stages;           ///< buffers for K, and as many for V: in shared memory; ldg_16: 2 loads a block ahead
+  bool q_in_registers;  ///< keep Q's fragments in registers for the whole main loop
+  bool ping_pong;       ///< warps w and w + warps/2 take turns: one issues mma while the other does softmax
+  Copy copy;            ///< with kv_warps > 1 neither element nor, before sm_90, tma
+  bool scored = false;  ///< takes FeatureParams: every mask, score and shape; with cp_async_16 only
+  int value_dim = 0;    ///< of scored rows, where it isn't head_dim: that of V and O
 };
 
 struct ForwardConfig : TileConfig, ForwardOptions {
   constexpr Family family() const {
-    if (general) return kv_warps > 1 ? Family::few_query_scored : Family::scored;
+    if (scored) return kv_warps > 1 ? Family::few_query_scored : Family::scored;
     return kv_warps > 1 ? Family::few_query : Family::plain;
   }
-  constexpr bool scored() const { return general; }
   constexpr int head_dim_v() const { return value_dim ? value_dim : head_dim; }
   /// Each group of kv_warps warps owns this many consecutive query rows.
   constexpr int rows_per_warp() const { return tile_m * kv_warps / warps; }
   /// Keys that a step of the main loop takes.
   constexpr int step_keys() const { return tile_n * kv_warps; }
   /// Bytes that pointers and strides of every operand must be a multiple of.
-  constexpr int alignment() const { return copy == Copy::element || general ? element_bytes() : 16; }
+  constexpr int alignment() const { return copy == Copy::element || scored ? element_bytes() : 16; }
 };
 
 /// A kernel that computes no attention.

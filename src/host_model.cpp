@@ -14,7 +14,7 @@
 #include "core/online_softmax.cuh"
 #include "core/scheduler.h"
 #include "core/tile.cuh"
-#include "general/host_model.h"
+#include "features/host_model.h"
 
 namespace py = pybind11;
 
@@ -198,7 +198,7 @@ void bind_host_model(py::module_& module) {
         py::arg("divisor"));
   m.def("smem_offsets", &smem_offsets, "(by layout, by ldmatrix arithmetic) byte offset in a 64-row tile.",
         py::arg("head_dim"), py::arg("row"), py::arg("column"));
-  bind_general_host_model(m);
+  bind_feature_host_model(m);
 }
 
 }  // namespace cutlass_fmha

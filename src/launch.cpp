@@ -7,8 +7,8 @@
 
 #include "core/scheduler.h"
 #include "device_guard.h"
+#include "helpers/launch.h"
 #include "require.h"
-#include "support/launch.h"
 #include "tensor_map.h"
 
 namespace cutlass_fmha {
@@ -29,13 +29,13 @@ void refuse(Row const& row, Feature const (&features)[Count]) {
 // ---- plain rows ------------------------------------------------------------------------------------------
 
 /// Key j is visible to query i when j <= i + diagonal; kNoDiagonal also where that hides nothing.
-int diagonal_of(GeneralParams const& p) {
+int diagonal_of(FeatureParams const& p) {
   if (p.window_right < 0) return kNoDiagonal;
   int64_t const diagonal = int64_t(p.window_right) + (p.bottom_right ? p.seqlen_k - p.seqlen_q : 0);
   return diagonal >= p.seqlen_k - 1 ? kNoDiagonal : int(diagonal);
 }
 
-ForwardParams forward_params(GeneralParams const& g) {
+ForwardParams forward_params(FeatureParams const& g) {
   ForwardParams p{};
   p.q = g.q;
   p.k = g.k;
@@ -56,7 +56,7 @@ ForwardParams forward_params(GeneralParams const& g) {
   return p;
 }
 
-void check_alignment(Row const& row, ForwardConfig const& c, GeneralParams const& p) {
+void check_alignment(Row const& row, ForwardConfig const& c, FeatureParams const& p) {
   int const bytes = c.alignment();
   for (Operand const& x : operands(p)) {
     require(reinterpret_cast<uintptr_t>(x.address) % bytes == 0, [&] {
@@ -159,7 +159,7 @@ dim3 grid_of(Row const& row, int64_t blocks) {
   return dim3(unsigned(blocks));
 }
 
-void refuse_features(Row const& row, GeneralParams const& p) {
+void refuse_features(Row const& row, FeatureParams const& p) {
   refuse(row, {{"page_table", p.page_table != nullptr},
                {"window_left", p.window_left >= 0},
                {"prefix_lengths", p.prefix_lengths != nullptr},

@@ -36,7 +36,7 @@ struct Operand {
   int seqlen, heads;
 };
 /// q, k, v and o.
-inline std::array<Operand, 4> operands(GeneralParams const& p) {
+inline std::array<Operand, 4> operands(FeatureParams const& p) {
   return {{{"q", p.q, p.q_stride, p.seqlen_q, p.num_heads},
            {"k", p.k, p.k_stride, p.seqlen_k, p.num_heads_kv},
            {"v", p.v, p.v_stride, p.seqlen_k, p.num_heads_kv},
@@ -45,6 +45,6 @@ inline std::array<Operand, 4> operands(GeneralParams const& p) {
 
 /// Throws for a feature that neither plain nor wide rows know: all but a right limit of the window, a bias, and where
 /// sequences are.
-void refuse_features(Row const& row, GeneralParams const& p);
+void refuse_features(Row const& row, FeatureParams const& p);
 
 }  // namespace cutlass_fmha

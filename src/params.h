@@ -43,7 +43,7 @@ struct ForwardParams {
 
 /// The last tiles of a launch without a diagonal, where several blocks divide the keys of each, so that the SMs have
 /// work to the end: a part of `first` key blocks, the last ones, and `parts - 1` of `rest`, the one that is left of
-/// fewer. Each leaves its unnormalised O and softmax state, which a second launch merges (support/tail.cuh).
+/// fewer. Each leaves its unnormalised O and softmax state, which a second launch merges (helpers/merge_tail.cuh).
 struct Tail {
   int begin = INT_MAX;  ///< the first such tile; there are as many blocks before those of the parts
   int tiles = 0, parts = 0, first = 0, rest = 0;

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "config.h"
-#include "fallback/config.h"
+#include "wide/config.h"
 
 namespace cutlass_fmha {
 

@@ -1,7 +1,7 @@
 # THE MANIFEST: every kernel of the build, one line per tile. ARCH and DTYPE are lists: a line makes one row for each
 # pair, all from the same source and the same configuration. See config.h for what a column means.
 #
-# A row's name is made from its line: fwd_sm<arch>_<f16|bf16>_d<head_dim>_m<tile_m>n<tile_n>w<warps>[k<kv_warps>][_element|_tma][_pdl|_general].
+# A row's name is made from its line: fwd_sm<arch>_<f16|bf16>_d<head_dim>_m<tile_m>n<tile_n>w<warps>[k<kv_warps>][_element|_tma][_pdl|_scored].
 # Selection, tests and tools read the compiled table (_C.templates()): no other file lists kernels.
 
 # Copies by TMA and overlapping launches (`_pdl`) begin with sm_90. There, rows by cp.async are left out that were slower
@@ -64,41 +64,41 @@ fmha_forward("${TMA}"  "f16;bf16" 128       16      32     4      4       1     
 fmha_forward("89"      "f16;bf16" 128       32      32     8      4       1      1          true           false     ldg_16)
 fmha_forward("${TMA}"  "f16;bf16" 128       32      32     4      4       1      1          false          false     tma     true)
 
-# For everything that plain rows don't know (general/params.h): one for many queries and one for few, whose warps share
+# For everything that plain rows don't know (features/params.h): one for many queries and one for few, whose warps share
 # the keys, per head dimension. Any smaller head dimension runs on them too.
-#            ARCHS     DTYPES     HEAD_DIM VALUE_DIM TILE_M TILE_N WARPS KV_WARPS STAGES MIN_BLOCKS Q_IN_REGISTERS
-fmha_general(90        "f16;bf16"  32       32       128     64     4     1        2      3          false)
-fmha_general("${ALL}"  "f16;bf16"  32       32        64     64     4     1        2      2          true)
-fmha_general("89;120"  "f16;bf16"  32       32        16     64     4     4        2      1          true)
-fmha_general(90        "f16;bf16"  32       32        16     64     4     4        2      2          true)
-fmha_general(90        "f16;bf16"  64       64       128     64     4     1        2      2          true)
-fmha_general("${ALL}"  "f16;bf16"  64       64        64     64     4     1        2      2          true)
-fmha_general("89;120"  "f16;bf16"  64       64        16     32     4     4        2      1          true)
-fmha_general(90        "f16;bf16"  64       64        16     32     4     4        2      2          true)
-fmha_general(90        "f16;bf16"  96       96       128     64     4     1        2      2          false)
-fmha_general("${ALL}"  "f16;bf16"  96       96        64     32     4     1        2      2          true)
-fmha_general("${ALL}"  "f16;bf16"  96       96        16     16     4     4        2      1          true)
-fmha_general(90        "f16;bf16" 128      128       128     64     4     1        2      2          false)
-fmha_general("${ALL}"  "f16;bf16" 128      128        64     32     4     1        2      2          true)
-fmha_general("${ALL}"  "f16;bf16" 128      128        16     16     4     4        2      3          true)
-fmha_general(90        "f16;bf16" 192      128       128     32     4     1        2      2          false)
-fmha_general("${ALL}"  "f16;bf16" 192      128        64     32     4     1        2      1          true)
-fmha_general("${ALL}"  "f16;bf16" 192      128        16     16     4     4        2      1          true)
-fmha_general("${ALL}"  "f16;bf16" 256      256        64     32     4     1        2      1          false)
-fmha_general("${ALL}"  "f16;bf16" 256      256        16     16     2     2        2      1          false)
+#           ARCHS     DTYPES     HEAD_DIM VALUE_DIM TILE_M TILE_N WARPS KV_WARPS STAGES MIN_BLOCKS Q_IN_REGISTERS
+fmha_scored(90        "f16;bf16"  32       32       128     64     4     1        2      3          false)
+fmha_scored("${ALL}"  "f16;bf16"  32       32        64     64     4     1        2      2          true)
+fmha_scored("89;120"  "f16;bf16"  32       32        16     64     4     4        2      1          true)
+fmha_scored(90        "f16;bf16"  32       32        16     64     4     4        2      2          true)
+fmha_scored(90        "f16;bf16"  64       64       128     64     4     1        2      2          true)
+fmha_scored("${ALL}"  "f16;bf16"  64       64        64     64     4     1        2      2          true)
+fmha_scored("89;120"  "f16;bf16"  64       64        16     32     4     4        2      1          true)
+fmha_scored(90        "f16;bf16"  64       64        16     32     4     4        2      2          true)
+fmha_scored(90        "f16;bf16"  96       96       128     64     4     1        2      2          false)
+fmha_scored("${ALL}"  "f16;bf16"  96       96        64     32     4     1        2      2          true)
+fmha_scored("${ALL}"  "f16;bf16"  96       96        16     16     4     4        2      1          true)
+fmha_scored(90        "f16;bf16" 128      128       128     64     4     1        2      2          false)
+fmha_scored("${ALL}"  "f16;bf16" 128      128        64     32     4     1        2      2          true)
+fmha_scored("${ALL}"  "f16;bf16" 128      128        16     16     4     4        2      3          true)
+fmha_scored(90        "f16;bf16" 192      128       128     32     4     1        2      2          false)
+fmha_scored("${ALL}"  "f16;bf16" 192      128        64     32     4     1        2      1          true)
+fmha_scored("${ALL}"  "f16;bf16" 192      128        16     16     4     4        2      1          true)
+fmha_scored("${ALL}"  "f16;bf16" 256      256        64     32     4     1        2      1          false)
+fmha_scored("${ALL}"  "f16;bf16" 256      256        16     16     2     2        2      1          false)
 
 # For what the rows above don't take: CUTLASS's own memory-efficient attention (its example 41) or, for float32 and head
-# dims up to 512 on sm_90, main loops of our own. See src/fallback/config.h.
-#             ARCHS     DTYPES     HEAD_DIM TILE_M TILE_N WARPS MIN_BLOCKS MMA
-fmha_fallback(89        f32         64       64     64    4     4          simt)
-fmha_fallback(120       f32         64       64     64    4     3          simt)
-fmha_fallback("89;120"  f32        128       64    128    8     2          simt)
-fmha_fallback("89;120"  f32        any       64    128    8     2          simt)
-fmha_fallback(90        f32         64      128     48    4     2          tf32x3)
-fmha_fallback(90        f32         64       64     64    4     2          tf32x3)
-fmha_fallback(90        f32        128      128     32    4     2          tf32x3)
-fmha_fallback(90        f32        128       64     32    4     2          tf32x3)
-fmha_fallback(90        f32        any       32    128    4     2          tf32x3)
-fmha_fallback("89;120"  "f16;bf16" any       64    128    8     1          m16n8k16)
-fmha_fallback(90        "f16;bf16" 512       64     64    8     1          m16n8k16)
-fmha_fallback(90        "f16;bf16" any       32    128    4     2          m16n8k16)
+# dims up to 512 on sm_90, main loops of our own. See src/wide/config.h.
+#         ARCHS     DTYPES     HEAD_DIM TILE_M TILE_N WARPS MIN_BLOCKS MMA
+fmha_wide(89        f32         64       64     64    4     4          simt)
+fmha_wide(120       f32         64       64     64    4     3          simt)
+fmha_wide("89;120"  f32        128       64    128    8     2          simt)
+fmha_wide("89;120"  f32        any       64    128    8     2          simt)
+fmha_wide(90        f32         64      128     48    4     2          tf32x3)
+fmha_wide(90        f32         64       64     64    4     2          tf32x3)
+fmha_wide(90        f32        128      128     32    4     2          tf32x3)
+fmha_wide(90        f32        128       64     32    4     2          tf32x3)
+fmha_wide(90        f32        any       32    128    4     2          tf32x3)
+fmha_wide("89;120"  "f16;bf16" any       64    128    8     1          m16n8k16)
+fmha_wide(90        "f16;bf16" 512       64     64    8     1          m16n8k16)
+fmha_wide(90        "f16;bf16" any       32    128    4     2          m16n8k16)

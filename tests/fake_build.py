@@ -50,7 +50,7 @@ class Row:
         suffix = f"k{self.kv_warps}" if self.kv_warps > 1 else ""
         suffix += f"_{self.copy}" if self.copy in ("element", "tma") else ""
         suffix += "_pdl" if self.dependent_launch else ""
-        suffix += "_general" if self.scored else ""
+        suffix += "_scored" if self.scored else ""
         dims = f"d{self.head_dim}" + (f"v{self.value_dim}" if self.value_dim else "")
         return f"fwd_sm{self.arch}_{short}_{dims}_{tile}{suffix}"
 
@@ -59,7 +59,7 @@ class Row:
         return 2 if self.copy == "element" or self.scored else 16
 
 
-#: (tile_m, tile_n, warps, kv_warps, stages) of the manifest's split rows.
+#: (tile_m, tile_n, warps, kv_warps, stages) of the manifest's few-query rows.
 SPLIT = {
     32: [(32, 64, 8, 8, 2)],
     64: [(16, 32, 4, 4, 2), (32, 32, 8, 8, 2), (32, 32, 4, 4, 2)],
@@ -67,7 +67,7 @@ SPLIT = {
 }
 
 
-#: (head_dim, value_dim, tile_m, tile_n, warps, kv_warps, stages) of general rows.
+#: (head_dim, value_dim, tile_m, tile_n, warps, kv_warps, stages) of scored rows.
 GENERAL = [
     (64, 0, 64, 64, 4, 1, 2),
     (64, 0, 16, 16, 4, 4, 3),
@@ -81,9 +81,9 @@ GENERAL = [
 def make_build(
     archs: tuple[int, ...] = (89, 90, 120), compiled_for: dict[int, str] | None = None, general: bool = True
 ) -> Build:
-    """A large tile, a small one, an element row and split rows for each architecture, dtype and head dim.
+    """A large tile, a small one, an element row and few-query rows for each architecture, dtype and head dim.
 
-    And general rows, if ``general``.
+    And scored rows, if ``general``.
     """
     rows: list[Row] = []
     for arch in archs:

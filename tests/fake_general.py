@@ -1,4 +1,4 @@
-"""A ``_C.run`` that computes in Python, from nothing but what ``src/general/params.h`` says.
+"""A ``_C.run`` that computes in Python, from nothing but what ``src/features/params.h`` says.
 
 It reads and writes plain memory, one sequence after the other, so that what Python packs is tested against
 what the tensors hold. Dropout's random numbers are the oracle's.

@@ -1,4 +1,4 @@
-"""Launches of general rows around the package's Python layer, on a GPU's tensors or on a simulator's.
+"""Launches of scored rows around the package's Python layer, on a GPU's tensors or on a simulator's.
 
 Outputs, LSE and the parts of split keys lie in buffers full of NaN that the kernels must overwrite exactly
 where they are asked to.

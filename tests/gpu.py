@@ -60,15 +60,15 @@ def rows() -> list[_C.Template]:
     return [row for row in _C.templates() if row.arch == rows_arch() and row.family in PLAIN]
 
 
-def general_rows() -> list[_C.Template]:
-    """The general rows under test, all of one architecture."""
+def scored_rows() -> list[_C.Template]:
+    """The scored rows under test, all of one architecture."""
     if unusable() is not None:
         return []
     return [row for row in _C.templates() if row.arch == rows_arch() and row.scored]
 
 
-def fallback_rows() -> list[_C.Template]:
-    """The fallback rows under test, all of one architecture."""
+def wide_rows() -> list[_C.Template]:
+    """The wide rows under test, all of one architecture."""
     if unusable() is not None:
         return []
     return [row for row in _C.templates() if row.arch == rows_arch() and row.family == WIDE]

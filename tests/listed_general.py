@@ -1,4 +1,4 @@
-"""Problems with features that every general row is run on."""
+"""Problems with features that every scored row is run on."""
 
 from __future__ import annotations
 

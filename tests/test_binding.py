@@ -56,8 +56,8 @@ def manifest_names(architectures: list[int]) -> list[str]:
     """Names of the rows that src/templates.cmake asks for, in its order, read independently of CMake."""
     names = []
     for line in (ROOT / "src" / "templates.cmake").read_text().splitlines():
-        if match := re.match(r"fmha_(general|fallback)\((.*)\)", line):
-            made = general_names if match[1] == "general" else fallback_names
+        if match := re.match(r"fmha_(scored|wide)\((.*)\)", line):
+            made = scored_names if match[1] == "scored" else wide_names
             names += made(match[2].replace('"', "").split(), architectures)
             continue
         if not (match := re.match(r"fmha_forward\((.*)\)", line)):
@@ -74,21 +74,21 @@ def manifest_names(architectures: list[int]) -> list[str]:
     return [name for name in names if int(name.split("_")[1][2:]) in architectures]
 
 
-def general_names(words: list[str], architectures: list[int]) -> list[str]:
+def scored_names(words: list[str], architectures: list[int]) -> list[str]:
     archs, dtypes, head_dim, head_dim_v, m, n, warps, kv_warps, *_ = words
     dims = f"d{head_dim}" + ("" if head_dim == head_dim_v else f"v{head_dim_v}")
     tile = f"m{m}n{n}w{warps}" + ("" if kv_warps == "1" else f"k{kv_warps}")
     return [
-        f"fwd_sm{arch}_{dtype}_{dims}_{tile}_general"
+        f"fwd_sm{arch}_{dtype}_{dims}_{tile}_scored"
         for arch in named(archs, architectures)
         for dtype in dtypes.split(";")
     ]
 
 
-def fallback_names(words: list[str], architectures: list[int]) -> list[str]:
+def wide_names(words: list[str], architectures: list[int]) -> list[str]:
     archs, dtypes, head_dim, m, n, warps, _, mma = words
     return [
-        f"fallback_sm{arch}_{dtype}_d{head_dim}_m{m}n{n}w{warps}" + (f"_{mma}" if dtype == "f32" else "")
+        f"wide_sm{arch}_{dtype}_d{head_dim}_m{m}n{n}w{warps}" + (f"_{mma}" if dtype == "f32" else "")
         for arch in named(archs, architectures)
         for dtype in dtypes.split(";")
     ]
@@ -122,7 +122,7 @@ def test_a_rows_attributes_agree_with_its_name(row: _C.Template):
     suffix = f"k{row.kv_warps}" if row.kv_warps > 1 else ""
     suffix += {"cp_async_16": "", "ldg_16": "", "element": "_element", "tma": "_tma"}[row.copy]
     suffix += "_pdl" if row.dependent_launch and not row.scored else ""
-    suffix += "_general" if row.scored else ""
+    suffix += "_scored" if row.scored else ""
     dims = f"d{row.head_dim}" + ("" if row.head_dim_v == row.head_dim else f"v{row.head_dim_v}")
     name = f"fwd_sm{row.arch}_{dtype}_{dims}_m{row.tile_m}n{row.tile_n}w{row.warps}{suffix}"
     assert row.name == name

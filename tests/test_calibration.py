@@ -204,7 +204,7 @@ def test_a_fit_recovers_the_model_that_the_timings_come_from():
     fresh = problems.draws(90, "fresh", KINDS, LIMITS)
     truth = true_costs()
     for row in BUILD.templates:
-        if row.name not in found.rows:  # a general one that too few of the problems are for
+        if row.name not in found.rows:  # a scored one that too few of the problems are for
             continue
         assert found.rows[row.name].error < 0.01
         errors = [
@@ -212,7 +212,7 @@ def test_a_fit_recovers_the_model_that_the_timings_come_from():
             for problem in fresh
             if row in contenders(problem) or (not row.scored and not select.reasons(row, problem, L4, BUILD))
         ]
-        if not errors:  # a general one that none of the fresh problems is for
+        if not errors:  # a scored one that none of the fresh problems is for
             continue
         assert sorted(errors)[len(errors) // 2] < 0.02
         few = row.copy == "element" or row.scored  # those get few timings, being slow or for decoding
@@ -229,10 +229,10 @@ def test_general_rows_are_timed_where_they_are_in_question(monkeypatch):
     decode = Problem(2, 1, 4096, 8, 2, 64, "float16")
     prefill = Problem(2, 512, 4096, 8, 2, 64, "float16")
     first, second = measurements.collect([decode, prefill], 0, BUILD, "a")
-    timed = {name for name in first.rows if name.endswith("_general")}
+    timed = {name for name in first.rows if name.endswith("_scored")}
     assert timed == {row.name for row in contenders(decode) if row.scored} != set()
-    assert not any(name.endswith("_general") for name in second.rows)
-    assert any(name.endswith("_general") for name, _, _ in gpu.launches)
+    assert not any(name.endswith("_scored") for name in second.rows)
+    assert any(name.endswith("_scored") for name, _, _ in gpu.launches)
 
 
 def test_a_fit_finds_how_many_blocks_are_resident():

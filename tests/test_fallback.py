@@ -1,4 +1,4 @@
-"""Fallback rows without a GPU: what the compiler made of them, which problems they take and why not others,
+"""Wide rows without a GPU: what the compiler made of them, which problems they take and why not others,
 what a launch is told, and what the binding refuses."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DEVICES = {89: "rtx4090", 90: "h200", 120: "rtx5090"}
 @pytest.fixture(scope="module")
 def rows() -> list[_C.Template]:
     rows = [row for row in _C.templates() if row.family == WIDE]
-    assert rows, "this build has no fallback rows: build with CUDA and a whole CUTLASS, as make does"
+    assert rows, "this build has no wide rows: build with CUDA and a whole CUTLASS, as make does"
     return rows
 
 
@@ -55,7 +55,7 @@ def test_every_architecture_has_rows_for_all_that_is_asked_of_them(rows: list[_C
         largest = {row.dtype: row.head_dim for row in rows if row.arch == arch and row.head_dim > 512}
         assert set(largest) == set(DTYPES), f"sm_{arch}"
     for row in rows:
-        assert row.name.startswith(f"fallback_sm{row.arch}_")
+        assert row.name.startswith(f"wide_sm{row.arch}_")
         assert _C.templates()[row.index].name == row.name
         assert not row.scored and repr(row) == f"<Template {row.name}>"
         with pytest.raises(AttributeError, match=f"{row.name} has no copy"):

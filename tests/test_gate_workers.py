@@ -58,8 +58,8 @@ from types import SimpleNamespace
 import parity_report
 
 def rows(): return [SimpleNamespace(name=name) for name in os.environ.get("ROWS", "one two").split()]
-def general_rows(): return []
-def fallback_rows(): return []
+def scored_rows(): return []
+def wide_rows(): return []
 def rows_arch(): return 90
 def mode(): return "native"
 def simulated(): return False

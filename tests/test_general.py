@@ -11,12 +11,12 @@ import pytest
 import torch
 from fake_build import make_build
 from fake_general import FakeKernels
+from general import GeneralLaunch
 from hypothesis import given, settings
 from listed_general import GROUPS
 from problems_general import GeneralProblem, problems
 
 from cutlass_fmha import _C
-from general import GeneralLaunch
 
 BUILD = make_build((89,))
 ROWS = [row for row in BUILD.templates if row.scored and row.dtype == "float16"]
@@ -28,7 +28,7 @@ def kernels(monkeypatch) -> FakeKernels:
     fake = FakeKernels(BUILD)
     monkeypatch.setattr(_C, "run", fake)
     monkeypatch.setattr(gpu, "unusable", lambda: None)
-    monkeypatch.setattr(gpu, "general_rows", lambda: ROWS)
+    monkeypatch.setattr(gpu, "scored_rows", lambda: ROWS)
     monkeypatch.setattr(gpu, "simulated", lambda: True)
     monkeypatch.setattr(gpu, "rows_arch", lambda: 89)
     torch.set_num_threads(1)
@@ -154,6 +154,6 @@ def test_a_machine_that_can_run_nothing_says_so(monkeypatch, capsys):
     assert parity_run.main([]) == 2
     assert capsys.readouterr().err == "parity_run: there is no GPU\n"
     monkeypatch.setattr(gpu, "unusable", lambda: None)
-    monkeypatch.setattr(gpu, "general_rows", list)
+    monkeypatch.setattr(gpu, "scored_rows", list)
     assert parity_run.main(["--rows", "d7"]) == 2
-    assert "no general row under test has 'd7' in its name" in capsys.readouterr().err
+    assert "no scored row under test has 'd7' in its name" in capsys.readouterr().err

@@ -10,7 +10,7 @@ import pytest
 
 from cutlass_fmha import _C
 
-HEADER = Path(__file__).resolve().parents[1] / "src" / "general" / "params.h"
+HEADER = Path(__file__).resolve().parents[1] / "src" / "features" / "params.h"
 WITH_CUDA = bool(_C.build_info()["cuda"])
 ROWS = [row for row in _C.templates() if row.scored]
 #: One that takes what is right here; a build without CUDA has none, and asks for none.
@@ -50,7 +50,7 @@ def params(**changes: Any) -> _C.AttentionParams:
 
 def declared_fields() -> dict[str, str]:
     """Type of each field of the C++ struct."""
-    struct = re.search(r"struct GeneralParams \{(.*?)\n\};", HEADER.read_text(), re.DOTALL)
+    struct = re.search(r"struct FeatureParams \{(.*?)\n\};", HEADER.read_text(), re.DOTALL)
     assert struct is not None
     code = re.sub(r"//.*", "", struct[1])
     found = {}
@@ -247,7 +247,7 @@ def test_what_is_right_goes_on_to_a_device_which_is_not_there(changes: dict[str,
         _C.run(ANY_ROW, params(**changes), 99, 0)
 
 
-@pytest.mark.skipif(not ROWS, reason="this build has no general row")
+@pytest.mark.skipif(not ROWS, reason="this build has no scored row")
 class TestRows:
     """What only a build with kernels can refuse."""
 

@@ -169,7 +169,7 @@ def test_decoding_goes_to_a_general_row_with_splits(kernels: Kernels):
 
 
 def test_a_general_row_can_be_named_for_a_plain_problem(kernels: Kernels):
-    name = "fwd_sm89_f16_d128_m64n32w4_general"
+    name = "fwd_sm89_f16_d128_m64n32w4_scored"
     call = tensors(GeneralProblem(70, 130, causal="bottom-right"))
     check(call, *plan.launch(*call[:3], None, "bottom-right", True, name))
     check(call, *attend(call, name))
@@ -179,7 +179,7 @@ def test_a_general_row_can_be_named_for_a_plain_problem(kernels: Kernels):
 def test_refusals_name_the_feature(kernels: Kernels):
     call = tensors(GeneralProblem(page_size=16, softcap=2.0))
     with pytest.raises(
-        cutlass_fmha.UnsupportedError, match="has no softcap, no paged keys: that takes a general row"
+        cutlass_fmha.UnsupportedError, match="has no softcap, no paged keys: that takes a scored row"
     ):
         attend(call, "fwd_sm89_f16_d64_m64n64w4")
     with pytest.raises(ValueError, match="key must have pages of a multiple of 16 keys, got 10"):
@@ -187,7 +187,7 @@ def test_refusals_name_the_feature(kernels: Kernels):
     with pytest.raises(
         cutlass_fmha.UnsupportedError, match="blocks that are multiples of 64 x 64, and these are 64 x 32"
     ):
-        attend(tensors(GeneralProblem(blocks=(64, 32))), "fwd_sm89_f16_d64_m64n64w4_general")
+        attend(tensors(GeneralProblem(blocks=(64, 32))), "fwd_sm89_f16_d64_m64n64w4_scored")
     assert kernels.scored == []
 
 

@@ -1,4 +1,4 @@
-"""The general rows' arithmetic on the host: lengths, masks by ranges, which thread block walks which keys."""
+"""The scored rows' arithmetic on the host: lengths, masks by ranges, which thread block walks which keys."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_every_visible_key_is_walked_exactly_once(case, tile_m, step, mixed, lon
     walked: dict[tuple[int, int], list[int]] = {}
     rows = set()
     tiles = -(-case.seqlen_q * case.pack // tile_m)
-    for tile in _C.host.general_tiles(p, tile_m, mixed, min(long_tiles, tiles)):
+    for tile in _C.host.feature_tiles(p, tile_m, mixed, min(long_tiles, tiles)):
         row_begin, head, b, _ = tile
         packed = range(row_begin, row_begin + tile_m)
         for begin, masked in _C.host.key_steps(p, tile, tile_m, step):

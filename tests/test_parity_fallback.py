@@ -1,6 +1,6 @@
-"""Every fallback row against dense fp64, on this machine's GPU or, in a simulator build, on the CPU.
+"""Every wide row against dense fp64, on this machine's GPU or, in a simulator build, on the CPU.
 
-Outputs lie in buffers full of NaN, as in the other parity tests. Problems are those of general rows, less
+Outputs lie in buffers full of NaN, as in the other parity tests. Problems are those of scored rows, less
 what these rows don't know.
 """
 
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
 DEVICE = gpu.device()
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-ROWS = gpu.fallback_rows()
+ROWS = gpu.wide_rows()
 ROW_DTYPES = sorted({DTYPES[row.dtype] for row in ROWS}, key=str)
 by_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 on_a_gpu = pytest.mark.skipif(

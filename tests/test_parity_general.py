@@ -1,4 +1,4 @@
-"""The general rows against dense fp64: every feature, alone and mixed.
+"""The scored rows against dense fp64: every feature, alone and mixed.
 
 A simulator's rows can be tested, too; a GPU's own behaviour (graphs, far strides) is left to the GPU.
 """
@@ -13,6 +13,7 @@ import hypothesis
 import oracle_general
 import pytest
 import torch
+from general import GeneralLaunch, fit
 from listed_general import GROUPS
 from parity_report import ParityReport
 from problems import poison
@@ -20,12 +21,11 @@ from problems_general import GeneralProblem, problems
 
 import cutlass_fmha
 from cutlass_fmha import _C
-from general import GeneralLaunch, fit
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
 DEVICE = gpu.device()
-ROWS = gpu.general_rows()
+ROWS = gpu.scored_rows()
 by_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 on_a_gpu = pytest.mark.skipif(
     gpu.simulated(), reason="a simulator has no graphs, no far strides and no plain calls"
@@ -105,7 +105,7 @@ def test_attention_picks_a_row_that_can(dtype: torch.dtype):
 
 @on_a_gpu
 @by_row
-def test_a_plain_problem_may_be_given_to_a_general_row(row: _C.Template):
+def test_a_plain_problem_may_be_given_to_a_scored_row(row: _C.Template):
     for layout in ("bshd", "unaligned"):
         problem = fit(GeneralProblem(70, 130, causal="bottom-right", layout=layout, seed=3), row)
         attend(problem, gpu.torch_dtype(row), row.name)

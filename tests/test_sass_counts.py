@@ -54,7 +54,7 @@ def sass_update() -> str:
     return f"build with the pinned one (make does), or after changing the pin {loop_counts.UPDATE}"
 
 
-def test_only_split_and_general_rows_are_left_out(loops: list[sass.RowLoop]):
+def test_only_few_query_and_scored_rows_are_left_out(loops: list[sass.RowLoop]):
     rows = _C.templates()
     left_out = {row.name for row in rows} - {loop.row.name for loop in loops}
     assert left_out == {row.name for row in rows if row.family != "plain"}

@@ -144,10 +144,10 @@ def test_reasons_accumulate():
     assert len(reasons(replace(PROBLEM, dtype="float32", head_dim=256, alignment=4), A100)) == 4
 
 
-def test_unaligned_operands_leave_the_element_row_and_general_ones():
+def test_unaligned_operands_leave_the_element_row_and_scored_ones():
     unaligned = replace(PROBLEM, alignment=2)
     found = eligible(unaligned, L4)
-    assert [name for name in found if not name.endswith("_general")] == ["fwd_sm89_f16_d64_m64n64w4_element"]
+    assert [name for name in found if not name.endswith("_scored")] == ["fwd_sm89_f16_d64_m64n64w4_element"]
     assert select.select(unaligned, L4, build=BUILD).name == "fwd_sm89_f16_d64_m64n64w4_element"
     assert eligible(replace(PROBLEM, alignment=1), L4) == []
 
@@ -178,7 +178,7 @@ def test_small_problems_take_small_tiles_and_large_ones_large_tiles():
 
 @pytest.mark.parametrize("causal", ["none", "bottom-right"])
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
-def test_few_queries_take_a_split_row(head_dim: int, causal: str):
+def test_few_queries_take_a_few_query_row(head_dim: int, causal: str):
     """Also by the default costs: a GPU that nobody measured has idle SMs just the same."""
     for gpu in ("rtx4090", "h200", "rtx5090"):
         problem = Problem(1, 256, 256, 8, 8, head_dim, "float16", causal)
@@ -190,7 +190,7 @@ def test_few_queries_take_a_split_row(head_dim: int, causal: str):
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
 @pytest.mark.parametrize(("batch", "heads", "seqlen"), [(4, 32, 4096), (2, 16, 8192), (1, 32, 16384)])
 @pytest.mark.parametrize("gpu", PRESETS)
-def test_a_large_problem_never_takes_a_split_row(
+def test_a_large_problem_never_takes_a_few_query_row(
     gpu: str, batch: int, heads: int, seqlen: int, head_dim: int, causal: str
 ):
     problem = Problem(batch, seqlen, seqlen, heads, heads, head_dim, "float16", causal)

@@ -1,4 +1,4 @@
-"""Selection among plain and general rows: reasons, how a general row cuts a problem, which one is taken."""
+"""Selection among plain and scored rows: reasons, how a scored row cuts a problem, which one is taken."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BUILD = make_build()
 PLAIN = Build(tuple(row for row in BUILD.templates if not row.scored))
 PREFILL = Problem(2, 4096, 4096, 16, 16, 64, "float16")
 DECODE = Problem(1, 1, 16384, 32, 8, 128, "float16")
-TILE, SPLIT = (BUILD.by_name(f"fwd_sm89_f16_d64_{tile}_general") for tile in ("m64n64w4", "m16n16w4k4"))
+TILE, SPLIT = (BUILD.by_name(f"fwd_sm89_f16_d64_{tile}_scored") for tile in ("m64n64w4", "m16n16w4k4"))
 
 
 @pytest.fixture(autouse=True)
@@ -41,9 +41,9 @@ def reasons(problem: Problem, name: str) -> list[str]:
 @pytest.mark.parametrize("feature", FEATURES)
 def test_a_plain_row_lacks_each_feature_and_a_general_one_none(feature: str):
     problem = replace(PREFILL, features=(feature,))
-    why = [f"has no {FEATURES[feature]}: that takes a general row"]
+    why = [f"has no {FEATURES[feature]}: that takes a scored row"]
     assert reasons(problem, "fwd_sm89_f16_d64_m64n64w4") == why
-    assert reasons(problem, "fwd_sm89_f16_d64_m64n64w4_general") == []
+    assert reasons(problem, "fwd_sm89_f16_d64_m64n64w4_scored") == []
     assert FEATURES[feature] in str(problem)
 
 
@@ -54,8 +54,8 @@ def test_missing_features_are_one_sentence():
     assert found[0] == "made for head_dim 64, and the tensors have 64, value 32"
 
 
-def test_reasons_of_general_rows():
-    name = "fwd_sm89_f16_d192v128_m64n32w4_general"
+def test_reasons_of_scored_rows():
+    name = "fwd_sm89_f16_d192v128_m64n32w4_scored"
     assert reasons(replace(PREFILL, head_dim=192, head_dim_v=128), name) == []
     assert reasons(replace(PREFILL, head_dim=40), name) == []
     assert reasons(replace(PREFILL, head_dim=192), name) == [
@@ -67,7 +67,7 @@ def test_reasons_of_general_rows():
     assert reasons(replace(blocked, block_mask=(96, 80)), name) == [
         "takes block masks of blocks that are multiples of 64 x 32, and these are 96 x 80"
     ]
-    split = reasons(blocked, "fwd_sm89_f16_d64_m16n16w4k4_general")
+    split = reasons(blocked, "fwd_sm89_f16_d64_m16n16w4k4_scored")
     assert split == ["takes block masks of blocks that are multiples of 16 x 64, and these are 64 x 96"]
 
 
@@ -76,7 +76,7 @@ def test_a_head_dim_v_like_the_head_dim_says_nothing():
     assert str(replace(PREFILL, head_dim_v=32)).endswith("head_dim_v 32")
 
 
-# ---- how a general row cuts a problem ----------------------------------------------------------------------
+# ---- how a scored row cuts a problem ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("gpu", PRESETS)
@@ -95,7 +95,7 @@ def test_heads_are_packed_where_that_leaves_fewer_tiles(gpu: str, seqlen_q: int,
 @pytest.mark.parametrize("gpu", PRESETS)
 def test_keys_are_split_where_that_fills_the_gpu(gpu: str):
     many = PRESETS[gpu]
-    row = next(row for row in BUILD.templates if row.name.endswith("f16_d128_m16n16w4k4_general"))
+    row = next(row for row in BUILD.templates if row.name.endswith("f16_d128_m16n16w4k4_scored"))
     places = many.sm_count * blocks.resident_blocks(row, many)
     for batch in (1, 3, 8, 40, 1000):
         problem = replace(DECODE, batch=batch)
@@ -131,7 +131,7 @@ def test_a_window_shortens_the_walk():
 
 
 def test_a_second_launch_has_its_price():
-    row = next(row for row in BUILD.templates if row.name.endswith("sm89_f16_d128_m16n16w4k4_general"))
+    row = next(row for row in BUILD.templates if row.name.endswith("sm89_f16_d128_m16n16w4k4_scored"))
     prices = cost.RowCost(5.0, 0, 0, 0, 0.1, 0.1, 0.1, 0.1)
     once = cost.count(row, replace(DECODE, num_splits=1), L4, prices)
     twice = cost.count(row, replace(DECODE, num_splits=4), L4, prices)
@@ -145,7 +145,7 @@ def test_a_second_launch_has_its_price():
 
 @pytest.mark.parametrize("gpu", PRESETS)
 def test_plain_problems_keep_their_plain_rows(gpu: str):
-    """What general rows cost has no say, wherever a plain row takes the problem and it is no decoding."""
+    """What scored rows cost has no say, wherever a plain row takes the problem and it is no decoding."""
     free = {
         row.name: store.Fit(cost.RowCost(0.01, 0, 0, 0, 0, 0, 0, 0), 0, 0, 9)
         for row in BUILD.templates
@@ -230,8 +230,8 @@ def test_explain_takes_features_as_attention_does(monkeypatch):
     said = {"window": (100, 0), "softcap": 5.0, "sinks": torch.zeros(16)}
     found = cutlass_fmha.explain(q, k, v, layout="bhsd", device="l4", **said)
     assert found.problem.features == ("window", "softcap", "sinks") and found.problem.window == (100, 0)
-    assert found.problem.seqlen_q == 300 and found.winner.endswith("_general")
-    assert "has no sliding window, no softcap, no sinks: that takes a general row" in str(found)
+    assert found.problem.seqlen_q == 300 and found.winner.endswith("_scored")
+    assert "has no sliding window, no softcap, no sinks: that takes a scored row" in str(found)
     v = torch.empty(2, 4, 500, 32, dtype=torch.float16)
     assert cutlass_fmha.explain(q, k, v, layout="bhsd", device="l4").problem.head_dim_v == 32
 
@@ -246,7 +246,7 @@ def test_explain_takes_features_of_a_shape(monkeypatch):
         3,
         "bottom-right",
     )
-    assert found.winner.endswith("_general")
+    assert found.winner.endswith("_scored")
     found = cutlass_fmha.explain(**shape, head_dim_v=64, block_size=(64, 64))
     assert found.problem.value_dim == 64 and found.problem.block_mask == (64, 64)
 

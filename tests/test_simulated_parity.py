@@ -22,8 +22,8 @@ ROWS = (
     "fwd_sm89_bf16_d64_m64n64w4_element",  # unaligned tensors
     "fwd_sm89_f16_d128_m256n64w8",  # warps that take turns
     "fwd_sm89_bf16_d64_m32n32w8k8",  # warps that share the keys
-    "fwd_sm89_f16_d64_m64n64w4_general",
-    "fwd_sm89_f16_d64_m16n32w4k4_general",
+    "fwd_sm89_f16_d64_m64n64w4_scored",
+    "fwd_sm89_f16_d64_m16n32w4k4_scored",
     "fwd_sm90_f16_d64_m256n64w8",
     "fwd_sm90_bf16_d64_m64n64w4_tma",  # the copy unit
     "fwd_sm90_f16_d128_m256n64w8_tma",

@@ -10,17 +10,17 @@ import pytest
 SOURCES = Path(__file__).parents[1] / "src"
 
 #: What -> how its formula is written, and the only files that have it. float32 and head dims above 256
-#: (src/fallback) multiply and sum in their own way.
+#: (src/wide) multiply and sum in their own way.
 DEFINITIONS: dict[str, tuple[str, set[str]]] = {
     "where a lane reads for ldmatrix": (r"\blane % 16\b|\blane / 8 % 2", {"core/tile.cuh"}),
-    "ldmatrix": (r"_LDSM_[NT]>?\b", {"core/product.cuh", "fallback/wide_heads.cuh"}),
+    "ldmatrix": (r"_LDSM_[NT]>?\b", {"core/product.cuh", "wide/wide_heads.cuh"}),
     "mma": (
         r"\bgemm\(|\bfma\(c\[0\]|::fma\(",
-        {"core/product.cuh", "core/mma_passes.cuh", "fallback/wide_heads.cuh", "fallback/split_mma.cuh"},
+        {"core/product.cuh", "core/mma_passes.cuh", "wide/wide_heads.cuh", "wide/tf32x3.cuh"},
     ),
     "the weight of a partial result": (r"exp2_approx\(fine|expf\(lse", {"core/merge.cuh"}),
     "a sum of weighted partial results": (r"fmaf\(weight", {"core/merge.cuh"}),
-    "log-sum-exp": (r"\blog2?f\(", {"core/online_softmax.cuh", "core/merge.cuh", "fallback/lane_scores.cuh"}),
+    "log-sum-exp": (r"\blog2?f\(", {"core/online_softmax.cuh", "core/merge.cuh", "wide/lane_scores.cuh"}),
     "keys of a query": (r"VisibleKeys visible_keys\(|int visible_keys\(", {"core/visibility.h"}),
     "queries of a key": (r"VisibleQueries visible_queries\(", {"core/visibility.h"}),
     "a walk over key blocks": (r"struct (Key|Query)Walk\b", {"core/visibility.h"}),

@@ -1,4 +1,4 @@
-"""A long, repeatable parity run of the general rows: problems drawn by hypothesis, each compared with fp64.
+"""A long, repeatable parity run of the scored rows: problems drawn by hypothesis, each compared with fp64.
 
     python tools/parity_run.py --problems 20000 --seed 1 --report benchmarks/results/mixed
 
@@ -31,10 +31,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import gpu
 import parity_report
+from general import GeneralLaunch, fit
 from problems_general import GeneralProblem, problems
 from source_hash import source_hash
-
-from general import GeneralLaunch, fit
 
 KIND = "cutlass_fmha parity run"
 #: Seeds of the processes that share a run lie so far apart.
@@ -79,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = build_parser().parse_args(argv)
     reason = gpu.unusable()
     if reason is not None or not row_names(arguments.rows):
-        reason = reason or f"no general row under test has {arguments.rows!r} in its name"
+        reason = reason or f"no scored row under test has {arguments.rows!r} in its name"
         print(f"parity_run: {reason}", file=sys.stderr)
         return 2
     if arguments.problem:
@@ -109,7 +108,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def row_names(part: str) -> list[str]:
-    return [row.name for row in gpu.general_rows() if part in row.name]
+    return [row.name for row in gpu.scored_rows() if part in row.name]
 
 
 def run(arguments: argparse.Namespace) -> Tally:
@@ -134,7 +133,7 @@ def draw(job: tuple[int, int, int, str]) -> Tally:
     """Runs so many problems of a seed, and stops at the first mismatch."""
     count, seed, longest, part = job
     tally = Tally()
-    rows = [row for row in gpu.general_rows() if part in row.name]
+    rows = [row for row in gpu.scored_rows() if part in row.name]
     settings = hypothesis.settings(
         max_examples=count,
         deadline=None,
@@ -180,7 +179,7 @@ def repeat(name: str, text: str) -> int:
     """The one problem of a line that a run printed."""
     fields = {key: tuple(x) if isinstance(x, list) else x for key, x in json.loads(text).items()}
     tally = Tally()
-    for row in gpu.general_rows():
+    for row in gpu.scored_rows():
         if name in row.name:
             judge(row, GeneralProblem(**fields), tally)
     print(tally.failure or f"agrees on {len(tally.rows)} rows, worst ratio {tally.worst:.3f}")

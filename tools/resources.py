@@ -19,11 +19,11 @@ SHARED_PER_BLOCK = 99 * 1024
 SHARED_PER_SM = 100 * 1024
 #: A line for all architectures with launch bounds that suit sm_90: elsewhere one of its blocks fits, and has
 #: fewer registers than it could.
-FEW_QUERIES = "_d128_m16n16w4k4_general"
-#: What sm_90 has, for its own general rows and that one.
+FEW_QUERIES = "_d128_m16n16w4k4_scored"
+#: What sm_90 has, for its own scored rows and that one.
 SHARED_PER_SM_90 = 228 * 1024
 WARPS_PER_SM = 48
-SUPPORT_THREADS_PER_SM = WARPS_PER_SM * 32 // 2  # bound by memory: half of the warps keep it busy
+HELPER_THREADS_PER_SM = WARPS_PER_SM * 32 // 2  # bound by memory: half of the warps keep it busy
 
 
 class Row(Protocol):
@@ -51,7 +51,7 @@ def complaints(kernel: Kernel, row: Row) -> list[str]:
         -(-kernel.registers // 8) * 8 * row.warps * 32 * row.min_blocks
     )  # given out in eights per thread
     shared = kernel.shared + row.smem_bytes
-    for_sm_90 = row.name.endswith("_general") and (kernel.arch == 90 or row.name.endswith(FEW_QUERIES))
+    for_sm_90 = row.name.endswith("_scored") and (kernel.arch == 90 or row.name.endswith(FEW_QUERIES))
     per_sm = SHARED_PER_SM_90 if for_sm_90 else SHARED_PER_SM
     checks = [
         *_of_every_kernel(kernel),
@@ -90,7 +90,7 @@ def support_complaints(kernel: Kernel, threads: int) -> list[str]:
     checks = [
         *_of_every_kernel(kernel),
         (
-            blocks * threads >= SUPPORT_THREADS_PER_SM,
+            blocks * threads >= HELPER_THREADS_PER_SM,
             f"{blocks} blocks of {threads} threads on an SM, for {kernel.registers} registers and "
             f"{kernel.shared} bytes of shared memory",
         ),

@@ -27,7 +27,7 @@ UNSEEN = {"initcheck": ("_tma",)}
 #: Kernels in which racecheck warns of two writes with nothing between them, which is harmless: CUTLASS's
 #: example 41 asks for V of the next columns of O while zeros for keys that aren't there may still be on their
 #: way to the same place, and both bring the same zeros. Its other warnings, and its errors, count.
-SAME_ZEROS = r"fallback_sm\d+_b?f16_dany_\w+"
+SAME_ZEROS = r"wide_sm\d+_b?f16_dany_\w+"
 _SAME_ZEROS = re.compile(
     rf"Warning: Race reported between Write access at {SAME_ZEROS}\+0x\w+\n"
     rf"=+ +and Write access at {SAME_ZEROS}\+0x\w+ \[\d+ hazards\]\n=+ *\n"

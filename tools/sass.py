@@ -86,7 +86,7 @@ def is_counted(row: Any) -> bool:
 
     Not where the warps of a block share the keys: such a loop loads straight into registers, runs a few times
     if at all (the first step stands before it), and is bound by latency.
-    Nor in a general row: most of its loop is branches that a problem takes or doesn't.
+    Nor in a scored row: most of its loop is branches that a problem takes or doesn't.
     """
     return bool(row.family == "plain")
 

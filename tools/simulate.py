@@ -2,7 +2,7 @@
 
     python tools/simulate.py --rows bf16_d64                        rows of the wheel with that in their name
     python tools/simulate.py --rows tma --archs 120
-    python tools/simulate.py --rows 'd128.*general' --problems 500 --seed 7
+    python tools/simulate.py --rows 'd128.*scored' --problems 500 --seed 7
 
 Builds what it needs in build/simulator; each row then runs the tests' short problems and as many drawn ones
 as asked for. Exit status 1 with the first problem that a row gets wrong, or breaks a rule of the GPU with.

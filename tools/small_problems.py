@@ -26,9 +26,8 @@ import gpu
 import oracle
 import oracle_general
 import problems
-from problems_general import GeneralProblem
-
 from general import fit
+from problems_general import GeneralProblem
 
 #: Half ulps of fp32 that a product of three TF32 ones may be off by, as in tests/test_parity_fallback.py.
 SPLIT_ERROR = 32.0

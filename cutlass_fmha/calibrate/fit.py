@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 ROUNDS = 8
 MOST_RESIDENT = 6
 MIN_SAMPLES = 4
-"""With fewer timings than this a row keeps its default costs. Fewer than there are prices will do: general
+"""With fewer timings than this a row keeps its default costs. Fewer than there are prices will do: scored
 rows are timed on a few problems each, and what those leave open is the default at their scale (``PULL``)."""
 HUBER = 0.05
 """Relative error from which on a timing counts less."""

@@ -120,7 +120,7 @@ def collect(
 ) -> list[Sample]:
     """Times every eligible row of each problem on CUDA device ``index``, the likely fastest first.
 
-    General rows are timed where they are in question (``select.contenders``).
+    Scored rows are timed where they are in question (``select.contenders``).
 
     ``give_up``: how many times slower than the best a row's first call may be.
     """

@@ -143,7 +143,7 @@ _DESIGNED = (
     (1, 16, 1, 8192, 8192, "bottom-right"),
     (8, 32, 4, 1, 4096, "none"),
     (4, 8, 1, 16, 2048, "none"),
-    # Decoding, which few drawn problems are: general rows are timed on these alone.
+    # Decoding, which few drawn problems are: scored rows are timed on these alone.
     (1, 2, 1, 1, 2048, "none"),
     (1, 8, 8, 1, 16384, "none"),
     (1, 4, 1, 2, 12288, "none"),

@@ -45,7 +45,7 @@ def judge(
 ) -> list[Pick]:
     """Selection's pick for each sample's problem. A skipped row counts with the time of its first call.
 
-    Timings that have no general row at all judge the choice among the others.
+    Timings that have no scored row at all judge the choice among the others.
     Raises Unjudgeable when selection takes a row that was never timed: the timings are of another build.
     """
     picks = []

@@ -1,9 +1,9 @@
 """Costs of rows on a GPU that was never measured: its datasheet's tensor rate, and how much of it rows reach.
 
 A tile costs its floating-point operations at the share of the tensor pipe that the row's schedule reaches. A
-split row (kv_warps > 1), made for problems that leave most of a GPU idle, spends its time waiting instead: a
-step costs what its loads and exponentials take on an SM, and a block also merges what its warps have. Where
-its launches overlap, the next one starts and prefetches while the present one ends. A general row waits, too:
+few-query row (kv_warps > 1), for problems that leave most of a GPU idle, spends its time waiting instead:
+a step costs what its loads and exponentials take on an SM, and a block also merges what its warps have. Where
+its launches overlap, the next one starts and prefetches while the present one ends. A scored row waits, too:
 its warps meet at every step, and where it is chosen it is bound by how fast K and V arrive.
 """
 
@@ -26,8 +26,8 @@ Schedule = tuple[bool, bool]
 
 
 @dataclass(frozen=True)
-class SplitParameters:
-    """Microseconds of a split row on an H200, fitted to the rows of head dims 32, 64 and 128."""
+class FewQueryParameters:
+    """Microseconds of a few-query row on an H200, fitted to the rows of head dims 32, 64 and 128."""
 
     #: A block outside its main loop: what it waits for, and the work of merging 1024 of all warps' values.
     block: float = 1.2
@@ -49,8 +49,8 @@ class SplitParameters:
 
 
 @dataclass(frozen=True)
-class GeneralParameters:
-    """Microseconds of a general row on an H200: estimates, until one has been timed."""
+class ScoredParameters:
+    """Microseconds of a scored row on an H200: estimates, until one has been timed."""
 
     #: A launch; with split keys there are two.
     launch: float = 1.0
@@ -101,8 +101,8 @@ class Parameters:
     )
     #: Microseconds of the softmax that the tensor pipe doesn't hide, per score.
     softmax_us: float = 25e-6
-    split: SplitParameters = field(default_factory=SplitParameters)
-    general: GeneralParameters = field(default_factory=GeneralParameters)
+    few_query: FewQueryParameters = field(default_factory=FewQueryParameters)
+    scored: ScoredParameters = field(default_factory=ScoredParameters)
 
 
 PARAMETERS = Parameters()
@@ -112,16 +112,16 @@ def row_cost(template: Template, device: Device, parameters: Parameters = PARAME
     """What a row should cost on a device."""
     resident = max(1, resident_blocks(template, device))
     if template.scored:
-        block, step, warp_block, warp_step = _general_row(template, resident, parameters)
+        block, step, warp_block, warp_step = _scored_row(template, resident, parameters)
     elif template.kv_warps > 1:
-        block, step, warp_block, warp_step = _split_row(template, parameters)
+        block, step, warp_block, warp_step = _few_query_row(template, parameters)
     else:
         block = parameters.block_us + parameters.block_us_per_warp * template.warps
         warp_block = parameters.work_us_per_warp * template.warps
         step, warp_step = _step(template, resident, parameters)
-    start = parameters.split.overlapped if template.dependent_launch else 1.0
+    start = parameters.few_query.overlapped if template.dependent_launch else 1.0
     return RowCost(
-        launch=parameters.general.launch if template.scored else start * parameters.launch_us,
+        launch=parameters.scored.launch if template.scored else start * parameters.launch_us,
         cold=start * parameters.cold_us,
         traffic=parameters.exposed_traffic / parameters.dram_tbytes[template.arch],
         again=0.0,
@@ -154,32 +154,32 @@ def tensor_us(template: Template, parameters: Parameters) -> float:
     return scores * (flop / rate + parameters.softmax_us)
 
 
-def _split_row(template: Template, parameters: Parameters) -> tuple[float, float, float, float]:
+def _few_query_row(template: Template, parameters: Parameters) -> tuple[float, float, float, float]:
     """block, step, warp_block and warp_step."""
-    split = parameters.split
+    few_query = parameters.few_query
     rows = template.tile_m * template.kv_warps // template.warps
     merged = template.tile_m * template.head_dim * template.kv_warps
     load_kib = 2 * template.tile_n * template.head_dim * BYTES_PER_ELEMENT / KIB
     if template.copy == "tma":  # by none of the warps, and in whole lines
-        load_kib *= split.by_tma
-    warp_us = split.load * load_kib + split.exponentials * rows * template.tile_n / 1024
+        load_kib *= few_query.by_tma
+    warp_us = few_query.load * load_kib + few_query.exponentials * rows * template.tile_n / 1024
     hidden = template.stages > 1 or template.copy == "tma"
-    step = split.step + (0.0 if hidden else split.unhidden_latency)
-    work = max(template.warps * warp_us, tensor_us(template, parameters) / split.tensor_share)
-    block = split.block + (split.start_by_tma if template.copy == "tma" else 0.0)
-    return block, step, split.merge * merged / 1024, work
+    step = few_query.step + (0.0 if hidden else few_query.unhidden_latency)
+    work = max(template.warps * warp_us, tensor_us(template, parameters) / few_query.tensor_share)
+    block = few_query.block + (few_query.start_by_tma if template.copy == "tma" else 0.0)
+    return block, step, few_query.merge * merged / 1024, work
 
 
-def _general_row(
+def _scored_row(
     template: Template, resident: int, parameters: Parameters
 ) -> tuple[float, float, float, float]:
     """block, step, warp_block and warp_step."""
-    general = parameters.general
+    scored = parameters.scored
     keys = template.tile_n * template.kv_warps
     load_kib = keys * (template.head_dim + template.head_dim_v) * BYTES_PER_ELEMENT / KIB
-    tensor = general.tensor_factor * tensor_us(template, parameters)
-    work = max(tensor, general.load * load_kib)
-    output = general.output * template.tile_m * template.head_dim_v * template.kv_warps / 1024
+    tensor = scored.tensor_factor * tensor_us(template, parameters)
+    work = max(tensor, scored.load * load_kib)
+    output = scored.output * template.tile_m * template.head_dim_v * template.kv_warps / 1024
     # Alone on an SM, a block has its pipes to itself and hides little.
-    step = general.step + max(general.load * load_kib, tensor / resident)
-    return general.block, step, output, work
+    step = scored.step + max(scored.load * load_kib, tensor / resident)
+    return scored.block, step, output, work

@@ -87,10 +87,10 @@ class Calibration:
 
 
 def kind(template: Template) -> str:
-    """Rows whose default costs err alike: ``sm90_tile``, ``_split``, ``_element``, ``_general``."""
+    """Rows whose default costs err alike: ``sm90_tile``, ``_few_query``, ``_element``, ``_scored``."""
     if template.scored:
-        return f"sm{template.arch}_general"
-    form = "split" if template.kv_warps > 1 else "element" if template.copy == "element" else "tile"
+        return f"sm{template.arch}_scored"
+    form = "few_query" if template.kv_warps > 1 else "element" if template.copy == "element" else "tile"
     return f"sm{template.arch}_{form}"
 
 

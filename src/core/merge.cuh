@@ -1,5 +1,5 @@
-// What several sets of keys say of a query row, made one: the softmax states of shares, parts and splits, and the
-// log-sum-exp that a row leaves with.
+// What several sets of keys say of a query row, made one: the softmax states of key parts, tail parts and splits, and
+// the log-sum-exp that a row leaves with.
 //
 // A set i has O_i = sum_j 2^(c s_j - r_i) V_j and l_i, the same sum of ones, under a reference r_i = c m_i (see
 // online_softmax.cuh). Their union, with the largest m, has O = sum_i w_i O_i and l = sum_i w_i l_i with

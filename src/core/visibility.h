@@ -4,7 +4,7 @@
 #pragma once
 
 #include "../config.h"
-#include "../general/sequence.h"
+#include "../features/sequence.h"
 #include "../host_device.h"
 #include "../params.h"
 
@@ -30,7 +30,7 @@ FMHA_HOST_DEVICE inline int full_key_blocks(ForwardParams const& p, int row_begi
   return visible_keys(p, row_begin) / tile_n;
 }
 
-// ---- general rows: ranges, and block lists
+// ---- scored rows: ranges, and block lists
 
 /// Keys that a query sees, so far as masks given by ranges go: [begin, end) and [0, prefix).
 struct VisibleKeys {
@@ -39,7 +39,7 @@ struct VisibleKeys {
   FMHA_HOST_DEVICE bool sees(int key) const { return (key >= begin && key < end) || key < prefix; }
 };
 
-FMHA_HOST_DEVICE inline VisibleKeys visible_keys(GeneralParams const& p, Sequence const& s, int query) {
+FMHA_HOST_DEVICE inline VisibleKeys visible_keys(FeatureParams const& p, Sequence const& s, int query) {
   if (query >= s.queries) return {0, 0, 0};
   int const beside = query + s.offset;
   int const begin = p.window_left < 0 ? 0 : larger(0, beside - p.window_left);
@@ -50,7 +50,7 @@ FMHA_HOST_DEVICE inline VisibleKeys visible_keys(GeneralParams const& p, Sequenc
 
 /// How block lists are walked in tiles of so many keys, which divide block_n. A block that is longer than all keys
 /// has no more tiles than they have.
-inline void set_blocks(GeneralParams& p, int tile_keys) {
+inline void set_blocks(FeatureParams& p, int tile_keys) {
   int const tiles = larger(1, ceil_div(p.seqlen_k, tile_keys));
   p.block_tiles = smaller(p.block_n / tile_keys, tiles);
   p.by_block_tiles = Divisor(p.block_tiles);
@@ -65,11 +65,11 @@ struct KeyWalk {
   int tiles = 0;
   int skipped = 0;  ///< tiles that other parts walk before this one's
 
-  FMHA_HOST_DEVICE int key_begin(GeneralParams const& p, int tile, int tile_keys) const {
+  FMHA_HOST_DEVICE int key_begin(FeatureParams const& p, int tile, int tile_keys) const {
     return key_begin_before(p, tiles - 1 - tile, tile_keys);
   }
   /// Of the tile that `left` others come after.
-  FMHA_HOST_DEVICE int key_begin_before(GeneralParams const& p, int left, int tile_keys) const {
+  FMHA_HOST_DEVICE int key_begin_before(FeatureParams const& p, int left, int tile_keys) const {
     int const place = left + skipped;
     if (blocks == nullptr) return (first + place) * tile_keys;
     int const entry = p.by_block_tiles.quotient(place);
@@ -81,7 +81,7 @@ struct KeyWalk {
 };
 
 /// Of a tile of queries i_begin .. i_last (< queries): everything that some of them sees.
-FMHA_HOST_DEVICE inline KeyWalk whole_walk(GeneralParams const& p, Sequence const& s, int head, int i_begin, int i_last,
+FMHA_HOST_DEVICE inline KeyWalk whole_walk(FeatureParams const& p, Sequence const& s, int head, int i_begin, int i_last,
                                            int tile_keys) {
   KeyWalk walk;
   if (p.block_counts != nullptr) {
@@ -103,7 +103,7 @@ FMHA_HOST_DEVICE inline KeyWalk whole_walk(GeneralParams const& p, Sequence cons
 }
 
 /// The part of the walk that belongs to this thread block. `i_begin`, `i_end`: the tile's queries.
-FMHA_HOST_DEVICE inline KeyWalk walk_of(GeneralParams const& p, Sequence const& s, GeneralTile const& tile, int i_begin,
+FMHA_HOST_DEVICE inline KeyWalk walk_of(FeatureParams const& p, Sequence const& s, FeatureTile const& tile, int i_begin,
                                         int i_end, int tile_keys) {
   int const i_last = smaller(i_end, s.queries) - 1;
   if (i_last < i_begin || s.keys == 0) return {};
@@ -120,7 +120,7 @@ struct alignas(16) CommonView {
   int all_begin = 0, all_end = 0, some_begin = 0, some_end = 0, prefix = 0;
 
   CommonView() = default;
-  FMHA_HOST_DEVICE CommonView(GeneralParams const& p, Sequence const& s, int i_begin, int i_last) {
+  FMHA_HOST_DEVICE CommonView(FeatureParams const& p, Sequence const& s, int i_begin, int i_last) {
     if (i_last < i_begin) return;
     VisibleKeys const earliest = visible_keys(p, s, i_begin), latest = visible_keys(p, s, i_last);
     all_begin = latest.begin, all_end = earliest.end;
@@ -150,7 +150,7 @@ FMHA_HOST_DEVICE inline VisibleQueries visible_queries(ForwardParams const& p, i
   return {larger(0, key - p.diagonal), p.seqlen_q};
 }
 
-FMHA_HOST_DEVICE inline VisibleQueries visible_queries(GeneralParams const& p, Sequence const& s, int key) {
+FMHA_HOST_DEVICE inline VisibleQueries visible_queries(FeatureParams const& p, Sequence const& s, int key) {
   if (key >= s.keys) return {0, 0};
   if (p.prefix_lengths != nullptr && key < p.prefix_lengths[s.batch]) return {0, s.queries};
   int const beside = key - s.offset;
@@ -175,7 +175,7 @@ FMHA_HOST_DEVICE inline QueryWalk query_walk(VisibleQueries const& of_first, Vis
 }
 
 /// Whether the list of a block of queries names a block of keys: block lists are ascending.
-FMHA_HOST_DEVICE inline bool names_block(GeneralParams const& p, int batch, int head, int query_block, int key_block) {
+FMHA_HOST_DEVICE inline bool names_block(FeatureParams const& p, int batch, int head, int query_block, int key_block) {
   int const* const list =
       p.block_indices + batch * p.block_stride.batch + head * p.block_stride.head + query_block * p.block_stride.query;
   int begin = 0;
@@ -194,7 +194,7 @@ FMHA_HOST_DEVICE inline bool names_block(GeneralParams const& p, int batch, int 
 
 /// The block lists transposed: the first block of queries from `query_block` on whose list names a block of keys, or
 /// `query_blocks`, of which there are so many.
-FMHA_HOST_DEVICE inline int next_naming(GeneralParams const& p, int batch, int head, int query_block, int query_blocks,
+FMHA_HOST_DEVICE inline int next_naming(FeatureParams const& p, int batch, int head, int query_block, int query_blocks,
                                         int key_block) {
   while (query_block < query_blocks && !names_block(p, batch, head, query_block, key_block)) ++query_block;
   return query_block;

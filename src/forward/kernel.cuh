@@ -3,28 +3,28 @@
 
 #include "../core/dependent_launch.cuh"
 #include "../core/scheduler.h"
-#include "../general/kernel.cuh"
+#include "../features/kernel.cuh"
 #include "epilogue.cuh"
-#include "epilogue_split.cuh"
 #include "epilogue_tma.cuh"
-#include "mainloop_split.cuh"
-#include "mainloop_split_tma.cuh"
+#include "few_query.cuh"
+#include "few_query_epilogue.cuh"
+#include "few_query_tma.cuh"
 
 namespace cutlass_fmha {
 
 /// What a kernel takes.
 template <ForwardConfig C>
-using KernelParams = cute::conditional_t<C.general, GeneralParams,
+using KernelParams = cute::conditional_t<C.scored, FeatureParams,
                                          cute::conditional_t<C.copy == Copy::tma, ForwardTmaParams, ForwardParams>>;
 
 template <ForwardConfig C>
 constexpr int forward_smem_bytes() {
-  if constexpr (C.general) {
-    return GeneralLayout<C>::kBytes;
+  if constexpr (C.scored) {
+    return FeatureLayout<C>::kBytes;
   } else if constexpr (C.kv_warps > 1 && C.copy == Copy::tma) {
-    return SplitTmaLayout<C>::kBytes;
+    return FewQueryTmaLayout<C>::kBytes;
   } else if constexpr (C.kv_warps > 1) {
-    return SplitShared<C>::kBytes;
+    return FewQueryLayout<C>::kBytes;
   } else if constexpr (C.copy == Copy::tma) {
     return TmaLayout<C>::kBytes;
   } else {
@@ -111,7 +111,7 @@ CUTE_DEVICE void forward_rows(ForwardParams const& p) {
 
 /// Groups of C.kv_warps warps share query rows and divide the keys.
 template <ForwardConfig C>
-CUTE_DEVICE void forward_split(ForwardParams const& p) {
+CUTE_DEVICE void few_query(ForwardParams const& p) {
   using T = ForwardTypes<C>;
   static_assert(C.tile_m % (16 * (C.warps / C.kv_warps)) == 0 && C.warps % C.kv_warps == 0 && C.tile_n % 16 == 0);
   static_assert(C.copy == Copy::ldg_16 && !C.ping_pong && C.head_dim % 32 == 0);
@@ -128,12 +128,12 @@ CUTE_DEVICE void forward_split(ForwardParams const& p) {
   auto const slice = [&](void const* tensor, Strides const& s, int head) {
     return static_cast<uint16_t const*>(tensor) + tile.batch * s.batch + head * s.head;
   };
-  SplitMainloop<C> mainloop{
+  FewQueryMainloop<C> mainloop{
       .params = p,
       .q = slice(p.q, p.q_stride, tile.head),
       .k = slice(p.k, p.k_stride, head_kv),
       .v = slice(p.v, p.v_stride, head_kv),
-      .state = {SplitShared<C>::states(smem) + kv_warp * C.tile_m + tile_row},
+      .state = {FewQueryLayout<C>::states(smem) + kv_warp * C.tile_m + tile_row},
       .row_begin = row_begin,
       .kv_warp = kv_warp,
       .blocks = key_blocks(p, row_begin, row_begin + T::kRows, C.tile_n),
@@ -149,11 +149,11 @@ CUTE_DEVICE void forward_split(ForwardParams const& p) {
   merge_epilogue<C>(p, smem, tile, kv_warp, tile_row, output);
 }
 
-/// forward_split() by TMA.
+/// few_query() by TMA.
 template <ForwardConfig C>
-CUTE_DEVICE void forward_split_tma(ForwardTmaParams const& p) {
+CUTE_DEVICE void few_query_tma(ForwardTmaParams const& p) {
   using T = ForwardTypes<C>;
-  using Layout = SplitTmaLayout<C>;
+  using Layout = FewQueryTmaLayout<C>;
   using QTile = TmaTile<C.head_dim, C.tile_m>;
   static_assert(C.tile_m % (16 * (C.warps / C.kv_warps)) == 0 && C.warps % C.kv_warps == 0 && C.tile_n % 16 == 0);
   static_assert(C.arch >= 90 && !C.ping_pong && C.head_dim % 32 == 0);
@@ -164,7 +164,7 @@ CUTE_DEVICE void forward_split_tma(ForwardTmaParams const& p) {
   int const warp = uniform(threadIdx.x / 32);
   int const tile_begin = tile.m_block * C.tile_m;
   int const blocks = key_blocks(p, tile_begin, tile_begin + C.tile_m, C.tile_n);
-  SplitTmaMainloop<C> const mainloop(p, smem, warp, tile, blocks);
+  FewQueryTmaMainloop<C> const mainloop(p, smem, warp, tile, blocks);
   auto* const q_barrier = reinterpret_cast<uint64_t*>(smem + Layout::kQBarrier);
   if (mainloop.asks() && lane_id() == 0) {
     mainloop.init_pipelines();
@@ -195,9 +195,9 @@ CUTE_DEVICE void forward_split_tma(ForwardTmaParams const& p) {
   }
   __syncthreads();  // nobody reads tiles any more
   if constexpr (C.dependent_launch) start_dependents();
-  write_share<C, typename Layout::Shares>(smem, mainloop.share, mainloop.tile_row, output, softmax);
+  write_key_part<C, typename Layout::KeyParts>(smem, mainloop.key_part, mainloop.tile_row, output, softmax);
   __syncthreads();
-  split_tma_epilogue<C>(p, smem, tile);
+  few_query_tma_epilogue<C>(p, smem, tile);
 }
 
 /// forward_rows() by TMA.
@@ -242,12 +242,12 @@ CUTE_DEVICE void forward_tma(ForwardTmaParams const& p) {
 
 template <ForwardConfig C>
 CUTE_DEVICE void forward(KernelParams<C> const& p) {
-  if constexpr (C.general) {
-    general<C>(p);
+  if constexpr (C.scored) {
+    forward_scored<C>(p);
   } else if constexpr (C.kv_warps > 1 && C.copy == Copy::tma) {
-    forward_split_tma<C>(p);
+    few_query_tma<C>(p);
   } else if constexpr (C.kv_warps > 1) {
-    forward_split<C>(p);
+    few_query<C>(p);
   } else if constexpr (C.copy == Copy::tma) {
     forward_tma<C>(p);
   } else {

@@ -91,9 +91,8 @@ def compare(launch: Any, problem: Any) -> Any:
 def short_list(row: Any) -> list[Any]:
     """The tests' listed problems that take little time, as the row can take them."""
     if row.scored:
-        from listed_general import GROUPS
-
         from general import fit
+        from listed_general import GROUPS
 
         fitting = dict.fromkeys(fit(problem, row) for group in GROUPS.values() for problem in group)
         return [problem for problem in fitting if scores(problem) <= SHORT_SCORES]

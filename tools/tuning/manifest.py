@@ -1,7 +1,7 @@
 """Reads src/templates.cmake and writes scratch manifests.
 
 Only what a manifest consists of is understood: comments, ``set(NAME values...)`` and ``fmha_forward(...)`` on
-one line each; ``fmha_general(...)`` and ``fmha_fallback(...)``, whose rows are not searched for, are passed
+one line each; ``fmha_scored(...)`` and ``fmha_wide(...)``, whose rows are not searched for, are passed
 over. Anything else is an error, so that no line is lost by being overlooked.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from .candidate import DTYPES, Candidate
 
 MANIFEST = Path(__file__).resolve().parents[2] / "src" / "templates.cmake"
-PASSED_OVER = ("fmha_general", "fmha_fallback")
+PASSED_OVER = ("fmha_scored", "fmha_wide")
 _CALL = re.compile(r"\s*(\w+)\s*\((.*)\)\s*(?:#.*)?$")
 _WORD = re.compile(r'"[^"]*"|[^\s"()]+')
 

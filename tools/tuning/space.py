@@ -22,7 +22,7 @@ TMA_BOX_ROWS = 256
 COPIES = ("cp_async_16", "tma", "ldg_16")  # what is searched; element rows are for unaligned tensors only
 CONFIG = Path(__file__).resolve().parents[2] / "src" / "config.h"
 FIRST_ARCH = {"tma": 90}  # copies that older architectures don't have
-FIRST_OVERLAP = 90  # from this one on, launches of split rows overlap
+FIRST_OVERLAP = 90  # from this one on, launches of few-query rows overlap
 # Values that are drawn from, in the order in which a mutation walks.
 DOMAINS: dict[str, tuple[Any, ...]] = {
     "tile_m": (16, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 512),

@@ -1,0 +1,54 @@
+# The kernels beside attention (src/helpers): one generated .cu and one object library per architecture of the build.
+
+# Kind, its parameters, and the element types that it is compiled for. Attention rows that split their keys have no
+# float32, so their combination has none.
+set(FMHA_HELPER_KERNELS
+  "combine CombineParams f16 bf16"
+  "merge_tail TailParams f16 bf16"
+  "merge MergeParams f16 bf16 f32"
+  "append AppendParams f16 bf16 f32"
+  "rotary RotaryParams f16 bf16 f32")
+set(FMHA_ELEMENT_f16 "__half float16")
+set(FMHA_ELEMENT_bf16 "__nv_bfloat16 bfloat16")
+set(FMHA_ELEMENT_f32 "float float32")
+
+# Writes an architecture's .cu, from src/unit.cu.in, and adds its kernels to the table. A kernel's symbol names its
+# architecture: one binary holds all of them.
+function(fmha_write_helper_unit arch)
+  set(UNIT_HEADERS
+    "#include \"helpers/rotary.cuh\"\n#include \"helpers/combine.cuh\"\n#include \"helpers/merge_tail.cuh\"")
+  set(UNIT_KERNELS "")
+  foreach(line IN LISTS FMHA_HELPER_KERNELS)
+    separate_arguments(types UNIX_COMMAND "${line}")
+    list(POP_FRONT types kind params)
+    set(dependent_launch false)
+    if(kind STREQUAL "combine" AND arch GREATER_EQUAL 90)
+      set(dependent_launch true)  # as the rows that it follows
+    endif()
+    foreach(type IN LISTS types)
+      separate_arguments(element UNIX_COMMAND "${FMHA_ELEMENT_${type}}")
+      list(GET element 0 cuda_type)
+      list(GET element 1 dtype)
+      set(name "${kind}_sm${arch}_${type}")
+      string(APPEND UNIT_KERNELS
+        "extern \"C\" __global__ void __launch_bounds__(cutlass_fmha::HelperConfig::kThreads)\n"
+        "    ${name}(__grid_constant__ cutlass_fmha::${params} const params) {\n"
+        "  cutlass_fmha::${kind}<${cuda_type}>(params);\n"
+        "}\n\n")
+      string(CONCAT config
+        "cutlass_fmha::HelperConfig{.kind = cutlass_fmha::Family::${kind}, .arch = ${arch}, "
+        ".dtype = cutlass_fmha::DType::${dtype}, .dependent_launch = ${dependent_launch}}")
+      fmha_add_to_table("${name}" "${config}" 0)
+    endforeach()
+  endforeach()
+  configure_file("${PROJECT_SOURCE_DIR}/src/unit.cu.in" "${PROJECT_BINARY_DIR}/generated/helpers_sm${arch}.cu" @ONLY)
+endfunction()
+
+# Generates the units and links them into `target`.
+function(fmha_add_helpers target)
+  foreach(arch IN LISTS FMHA_ARCHITECTURES)
+    fmha_write_helper_unit(${arch})
+    fmha_add_kernel_library(fmha_helpers_sm${arch} ${arch} "${PROJECT_BINARY_DIR}/generated/helpers_sm${arch}.cu")
+    target_link_libraries(${target} PRIVATE fmha_helpers_sm${arch})
+  endforeach()
+endfunction()

@@ -1,3 +1,0 @@
-// Stands in for cuRAND's header, which CUTLASS's example 41 includes for its dropout. Fallback rows have none, and the
-// example's dropout is only compiled within torch.
-#pragma once

@@ -1,0 +1,63 @@
+#include <cfloat>
+#include <string>
+
+#include "../core/visibility.h"
+#include "../device_guard.h"
+#include "../helpers/launch.h"
+#include "../launch.h"
+#include "../require.h"
+
+namespace cutlass_fmha {
+namespace {
+
+/// What p.bias_vectors and p.mask_vectors promise, of eight elements of `bytes` each.
+bool score_vectors(void const* tensor, ScoreStrides const& stride, int bytes) {
+  int64_t const unit = bytes == 1 ? 8 : 16;
+  return stride.key == 1 && reinterpret_cast<uintptr_t>(tensor) % unit == 0 &&
+         (stride.batch | stride.head | stride.query) * bytes % unit == 0;
+}
+
+/// What p.raw_scores promises. A softmax scale is positive, and so large that nothing of it is lost.
+bool raw_scores(FeatureParams const& p) {
+  return p.softcap == 0.f && p.bias_type == BiasType::none && !p.alibi_slopes && !p.sinks && p.scale >= FLT_MIN;
+}
+
+/// What the launch finds out.
+void find_out(FeatureParams& p, ForwardConfig const& c) {
+  p.vectors = all_vectors(p, c.element_bytes());
+  p.bias_vectors =
+      score_vectors(p.bias, p.bias_stride, p.bias_type == BiasType::float32 ? sizeof(float) : c.element_bytes());
+  p.mask_vectors = score_vectors(p.mask, p.mask_stride, sizeof(uint8_t));
+  p.raw_scores = raw_scores(p);
+  p.device_lengths = device_lengths(p);
+  if (p.block_counts) set_blocks(p, c.step_keys());
+}
+
+}  // namespace
+
+void check_scored(Row const& row, AttentionParams const& p) {
+  auto const& c = std::get<ForwardConfig>(row.config);
+  require(p.head_dim <= c.head_dim && p.head_dim_v <= c.head_dim_v(), [&] {
+    return std::string(row.name) + " takes head dims up to " + std::to_string(c.head_dim) + " and " +
+           std::to_string(c.head_dim_v()) + ", got " + std::to_string(p.head_dim) + " and " +
+           std::to_string(p.head_dim_v);
+  });
+  require(!p.block_counts || (p.block_m % c.tile_m == 0 && p.block_n % c.step_keys() == 0), [&] {
+    return std::string(row.name) + " takes blocks of a mask that are multiples of " + std::to_string(c.tile_m) + " x " +
+           std::to_string(c.step_keys()) + ", got " + std::to_string(p.block_m) + " x " + std::to_string(p.block_n);
+  });
+}
+
+void launch_scored(Row const& row, AttentionParams const& p, int device, cudaStream_t stream) {
+  auto const& c = std::get<ForwardConfig>(row.config);
+  FeatureParams params = p;
+  find_out(params, c);
+  dim3 const grid = grid_of(row, grid_size(params, c.tile_m));
+  params.order = tile_order(params, c.tile_m, c.warps, c.element_bytes(), gpu_of(device));
+  launch_kernel(row, grid, &params, device, stream);
+  if (params.splits == 1) return;
+  CombineParams const combined = make_combine(params);
+  if (!combined.empty()) launch(helper(Family::combine, c.dtype, c.arch), combined, device, stream);
+}
+
+}  // namespace cutlass_fmha

@@ -1,0 +1,100 @@
+// What a launch of a scored row reads: everything that an attention call may say. Host code, no CUDA needed.
+//
+// One sequence is a batch entry. Its queries are numbered i = 0 .. and its keys j = 0 .. from its own first one on. The
+// mask is aligned by `offset` = 0 ("top-left") or seqlen_k - seqlen_q of the sequence ("bottom-right"). Key j is
+// visible to query i when
+//     (i + offset - window_left <= j <= i + offset + window_right   or   j < prefix_lengths[batch])
+//     and mask[batch, head, i, j]   and   a block list names the block of (i, j)
+// each part only where it is given. Its score is
+//     softcap tanh(scale q k / softcap) + bias[batch, head, i, j] - alibi_slope |i + offset - j|
+// and a sink is one more key of that score, the same for all queries of a head, whose value is 0.
+#pragma once
+
+#include <cstdint>
+
+#include "../divisor.h"
+#include "../params.h"
+
+namespace cutlass_fmha {
+
+/// [batch, head, query, key], in elements; 0 where the tensor is broadcast.
+struct ScoreStrides {
+  int64_t batch, head, query, key;
+};
+
+enum class BiasType : int { none, same_as_q, float32 };
+
+struct FeatureParams {
+  void const* q;  ///< [batch, seqlen_q, num_heads, head_dim], or [total_q, num_heads, head_dim]
+  void const* k;  ///< [batch, seqlen_k, num_heads_kv, head_dim], [total_k, ...], or pages: [pages, page_size, ...]
+  void const* v;  ///< as k, with head_dim_v
+  void* o;        ///< as q, with head_dim_v; unused with splits
+  float* lse;     ///< [batch, num_heads, seqlen_q] or [num_heads, total_q], natural log; may be null
+  Strides q_stride, k_stride, v_stride, o_stride;  ///< .batch: of a page, with pages; unused with cu_seqlens
+
+  int batch, num_heads, num_heads_kv;
+  int seqlen_q, seqlen_k;    ///< of each sequence; with cu_seqlens, with lengths or with pages: at most
+  int head_dim, head_dim_v;  ///< at most those of the row; their rest is zeros
+  bool vectors;  ///< every address and stride of q, k, v and o, and both head dims, are multiples of 16 bytes
+
+  // Which rows of the tensors are a sequence's. All int32 on the device; null where not given.
+  int const* cu_seqlens_q;   ///< [batch + 1]: first rows of the sequences
+  int const* cu_seqlens_k;   ///< [batch + 1]
+  int const* seqused_q;      ///< [batch]: queries beyond this many have output 0 and LSE -inf
+  int const* seqused_k;      ///< [batch]: rows of k and v that are in use, counted with leftpad_k
+  int const* leftpad_k;      ///< [batch]: rows before the first key
+  int const* batch_index_k;  ///< [batch]: which batch entry of k and v is this sequence's
+  int const* page_table;     ///< [batch, pages of a sequence at most]: which page holds rows page_size * n and on
+  int64_t page_table_stride;
+  int page_size;
+  Divisor by_page_size;
+
+  // Which keys are visible.
+  bool bottom_right;
+  int window_left, window_right;  ///< negative: without limit
+  int const* prefix_lengths;      ///< [batch]
+  uint8_t const* mask;            ///< bool: nonzero is visible
+  ScoreStrides mask_stride;
+  int const* block_counts;    ///< [batch, head, query block]: how many entries of block_indices count
+  int const* block_indices;   ///< [batch, head, query block, entry]: ascending numbers of key blocks
+  ScoreStrides block_stride;  ///< .query: from query block to query block, .key: from entry to entry
+  int64_t count_stride[3];    ///< batch, head, query block of block_counts
+  int block_m, block_n;       ///< queries and keys of a block; multiples of tile_m and tile_n
+
+  // What becomes of a score.
+  float scale;    ///< any finite number
+  float softcap;  ///< 0: none
+  BiasType bias_type;
+  void const* bias;
+  ScoreStrides bias_stride;
+  float const* alibi_slopes;  ///< [batch, head] by alibi_stride
+  int64_t alibi_stride[2];
+  float const* sinks;  ///< [head], natural units
+
+  // Dropout of probabilities: see dropout.h.
+  uint32_t dropout_threshold;    ///< of 65536: a random number below it drops; 0: none
+  float dropout_scale;           ///< 65536 / (65536 - dropout_threshold)
+  uint64_t const* dropout_seed;  ///< on the device
+
+  // How the work is divided.
+  TileOrder order;  ///< of tiles of heads, or of those that are packed
+  int pack;  ///< 1, or num_heads / num_heads_kv: so many heads share a tile, row r is head r % pack of query r / pack
+  Divisor by_pack;
+  int splits;                                 ///< parts of the keys of a sequence, each with thread blocks of its own
+  float* partial_o;                           ///< [splits, rows of lse, head_dim_v], when splits > 1
+  float* partial_lse;                         ///< [splits, rows of lse]: the log-sum-exp of a part
+  float* partial_low;                         ///< [splits, rows of lse]: to be added to it, see epilogue.cuh
+  int64_t lse_batch_stride, lse_head_stride;  ///< where row i of a sequence stands in lse: + cu_seqlens_q[batch] + i
+  int64_t lse_rows;                           ///< rows of lse in all
+
+  // What the launch finds out of all that, once for all threads.
+  bool bias_vectors;       ///< bias: neighbouring keys are neighbours, and each eight of them aligned to 16 bytes
+  bool mask_vectors;       ///< mask: the same, to 8 bytes
+  bool raw_scores;         ///< nothing but masks comes between q k and the softmax, which then applies the scale
+  Divisor by_block_tiles;  ///< by block_tiles
+  bool device_lengths;     ///< it is read on the device which rows and keys a tile has
+  int block_tiles;         ///< the row's steps of keys in block_n, or in all keys
+  int key_blocks;          ///< key blocks of the longest sequence
+};
+
+}  // namespace cutlass_fmha

@@ -1,0 +1,28 @@
+// The compile-time description of a row for what no other row takes: float32 and head dims above 256. Most are
+// CUTLASS's own memory-efficient attention (its example 41). fmha_wide() in the manifest makes one of each line.
+#pragma once
+
+#include "../config.h"
+
+namespace cutlass_fmha {
+
+constexpr int kAnyHeadDim = 65536;  // 2^16, as the example's own users write it
+
+/// head_dim: the largest, of Q and K and of V and O, that the row takes. tile_n: in the example, if not less than
+/// head_dim, O stays in registers.
+struct WideConfig : TileConfig {
+  constexpr Family family() const { return Family::wide; }
+  static constexpr bool scored = false;
+  constexpr int head_dim_v() const { return head_dim; }
+  /// Our own main loops in place of the example's: whole_rows.cuh, wide_heads.cuh.
+  constexpr bool whole_rows() const { return mma == MmaKind::tf32x3 && head_dim != kAnyHeadDim; }
+  constexpr bool wide_heads() const { return mma == MmaKind::m16n8k16 && head_dim != kAnyHeadDim; }
+  constexpr bool example() const { return !whole_rows() && !wide_heads(); }
+  /// Bytes that addresses, strides and head dims are a multiple of.
+  constexpr int alignment() const { return mma == MmaKind::simt ? element_bytes() : 16; }
+  /// Whether a launch needs float32 space for O between the steps. float32 rows use O itself, as far as its rows lie
+  /// side by side.
+  constexpr bool accumulates() const { return example() && head_dim > tile_n; }
+};
+
+}  // namespace cutlass_fmha
