@@ -2,6 +2,7 @@
 #
 # Three steps, so that an error in the manifest is found before anything is written:
 #   fmha_forward(...)         one call per manifest line: makes rows and files each under a group "sm<arch>_d<head_dim>"
+#                             or, of scored rows, "sm<arch>_scored"; those that the subset `ci` lacks have a "_rest" each
 #   fmha_add_kernels(target)  writes each group as a .cu with its kernels
 #   fmha_write_table(target)  writes rows.cpp, the table of all kernels in the manifest's order
 # Wide.cmake and Helpers.cmake add kernels of their own between the second and the third.
@@ -9,6 +10,8 @@
 # What a unit of a family's kernels includes, and what is written for a row @NAME@.
 set(FMHA_forward_HEADER "forward/kernel.cuh")
 set(FMHA_forward_PARAMS "cutlass_fmha::KernelParams<@NAME@_config>")
+set(FMHA_scored_HEADER "features/kernel.cuh")
+set(FMHA_scored_PARAMS "cutlass_fmha::FeatureParams")
 set(FMHA_wide_HEADER "wide/kernel.cuh")
 set(FMHA_wide_PARAMS "cutlass_fmha::FeatureParams")
 
@@ -72,7 +75,7 @@ function(fmha_forward
           "{.kv_warps = ${KV_WARPS}, .stages = ${STAGES}, .q_in_registers = ${Q_IN_REGISTERS},"
           ".ping_pong = ${PING_PONG}, .copy = cutlass_fmha::Copy::${COPY}}}")
       list(JOIN config " " config)
-      fmha_add_row(forward "${arch}" "sm${arch}_d${HEAD_DIM}${FMHA_GROUP_SUFFIX}" "${name}" "${config}")
+      fmha_add_row(forward ${arch} ${dtype} ${HEAD_DIM} "sm${arch}_d${HEAD_DIM}" "${name}" "${config}")
     endforeach()
   endforeach()
 endfunction()
@@ -111,22 +114,44 @@ function(fmha_scored
           "{.kv_warps = ${KV_WARPS}, .stages = ${STAGES}, .q_in_registers = ${Q_IN_REGISTERS}, .ping_pong = false,"
           ".copy = cutlass_fmha::Copy::cp_async_16, .scored = true, .value_dim = ${VALUE_DIM}}}")
       list(JOIN config " " config)
-      fmha_add_row(forward "${arch}" "sm${arch}_scored_${dtype}${FMHA_GROUP_SUFFIX}" "${name}" "${config}")
+      fmha_add_row(scored ${arch} ${dtype} ${HEAD_DIM} "sm${arch}_scored" "${name}" "${config}")
     endforeach()
   endforeach()
 endfunction()
 
+function(fmha_check_subset)
+  if(NOT CUTLASS_FMHA_SUBSET MATCHES "^(ci)?$")
+    message(FATAL_ERROR "cutlass_fmha: CUTLASS_FMHA_SUBSET must be empty or ci, and it is \"${CUTLASS_FMHA_SUBSET}\"")
+  endif()
+endfunction()
+
+# Whether the subset `ci` (CUTLASS_FMHA_SUBSET), which `make test` compiles, has a row: each line of the manifest, and so
+# each family, tile and architecture, in the types other than float16, and float16 for one head dimension (of wide rows:
+# any). Its rows are in files of their own: what `make test` has compiled is not compiled again by `make build`.
+function(fmha_is_in_subset dtype head_dim out)
+  set(${out} ON PARENT_SCOPE)
+  if(dtype STREQUAL "f16" AND NOT head_dim MATCHES "^(64|any)$")
+    set(${out} OFF PARENT_SCOPE)
+  endif()
+endfunction()
+
 # Files a row under its group and in the table. A name is also the kernel's symbol and the key of every tool: two are an
-# error. `kind`: forward or wide, the function that the kernel calls.
-function(fmha_add_row kind arch group name config)
+# error. `kind`: forward, scored or wide, the function that the kernel calls.
+function(fmha_add_row kind arch dtype head_dim group name config)
   get_property(names GLOBAL PROPERTY FMHA_ROW_NAMES)
   if(name IN_LIST names)
     message(FATAL_ERROR "cutlass_fmha: src/templates.cmake makes two rows named ${name}")
   endif()
   set_property(GLOBAL APPEND PROPERTY FMHA_ROW_NAMES "${name}")
-  if(NOT arch IN_LIST FMHA_ARCHITECTURES)
+  fmha_is_in_subset(${dtype} ${head_dim} in_subset)
+  set_property(GLOBAL PROPERTY FMHA_IN_SUBSET_${name} ${in_subset})
+  if(NOT arch IN_LIST FMHA_ARCHITECTURES OR (CUTLASS_FMHA_SUBSET AND NOT in_subset))
     return()
   endif()
+  if(NOT in_subset)
+    string(APPEND group "_rest")
+  endif()
+  string(APPEND group "${FMHA_GROUP_SUFFIX}")
   if(CUTLASS_FMHA_ROWS AND NOT name MATCHES "${CUTLASS_FMHA_ROWS}")
     return()
   endif()
@@ -218,18 +243,20 @@ function(fmha_add_kernels target)
   foreach(arch IN LISTS FMHA_ARCHITECTURES)
     set(sources "")
     set(count 0)
-    get_property(groups GLOBAL PROPERTY FMHA_GROUPS_forward_${arch})
-    foreach(group IN LISTS groups)
-      get_property(rows GLOBAL PROPERTY FMHA_ROWS_${group})
-      list(LENGTH rows length)
-      math(EXPR count "${count} + ${length}")
-      math(EXPR last "(${length} - 1) / ${CUTLASS_FMHA_ROWS_PER_FILE}")
-      foreach(part RANGE ${last})
-        math(EXPR begin "${part} * ${CUTLASS_FMHA_ROWS_PER_FILE}")
-        list(SUBLIST rows ${begin} ${CUTLASS_FMHA_ROWS_PER_FILE} unit_rows)
-        set(unit "${group}_${part}")
-        fmha_write_unit(forward ${unit} "${unit_rows}")
-        list(APPEND sources "${PROJECT_BINARY_DIR}/generated/${unit}.cu")
+    foreach(kind forward scored)
+      get_property(groups GLOBAL PROPERTY FMHA_GROUPS_${kind}_${arch})
+      foreach(group IN LISTS groups)
+        get_property(rows GLOBAL PROPERTY FMHA_ROWS_${group})
+        list(LENGTH rows length)
+        math(EXPR count "${count} + ${length}")
+        math(EXPR last "(${length} - 1) / ${CUTLASS_FMHA_ROWS_PER_FILE}")
+        foreach(part RANGE ${last})
+          math(EXPR begin "${part} * ${CUTLASS_FMHA_ROWS_PER_FILE}")
+          list(SUBLIST rows ${begin} ${CUTLASS_FMHA_ROWS_PER_FILE} unit_rows)
+          set(unit "${group}_${part}")
+          fmha_write_unit(${kind} ${unit} "${unit_rows}")
+          list(APPEND sources "${PROJECT_BINARY_DIR}/generated/${unit}.cu")
+        endforeach()
       endforeach()
     endforeach()
     if(sources)

@@ -38,7 +38,7 @@ function(fmha_wide ARCHS DTYPES HEAD_DIM TILE_M TILE_N WARPS MIN_BLOCKS MMA)
         "cutlass_fmha::WideConfig{{.arch = ${arch}, .dtype = cutlass_fmha::DType::${DTYPE_${dtype}}, "
         ".head_dim = ${head_dim}, .tile_m = ${TILE_M}, .tile_n = ${TILE_N}, .warps = ${WARPS}, "
         ".min_blocks = ${MIN_BLOCKS}, .mma = cutlass_fmha::MmaKind::${MMA}}}")
-      fmha_add_row(wide "${arch}" "wide_sm${arch}" "${name}" "${config}")
+      fmha_add_row(wide ${arch} ${dtype} ${HEAD_DIM} "wide_sm${arch}" "${name}" "${config}")
     endforeach()
   endforeach()
 endfunction()

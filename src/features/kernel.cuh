@@ -25,7 +25,12 @@ CUTE_DEVICE void start_rows(FeatureParams const& p, FeatureTile const& tile, int
 }
 
 template <ForwardConfig C>
-CUTE_DEVICE void forward_scored(FeatureParams const& p) {
+constexpr int scored_smem_bytes() {
+  return FeatureLayout<C>::kBytes;
+}
+
+template <ForwardConfig C>
+CUTE_DEVICE void scored(FeatureParams const& p) {
   using T = ForwardTypes<C>;
   static_assert(C.scored && C.copy == Copy::cp_async_16 && C.stages >= 2 && !C.ping_pong);
   static_assert(C.tile_m % (16 * (C.warps / C.kv_warps)) == 0 && C.warps % C.kv_warps == 0 && C.tile_n % 16 == 0);

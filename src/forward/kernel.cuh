@@ -3,7 +3,6 @@
 
 #include "../core/dependent_launch.cuh"
 #include "../core/scheduler.h"
-#include "../features/kernel.cuh"
 #include "epilogue.cuh"
 #include "epilogue_tma.cuh"
 #include "few_query.cuh"
@@ -14,14 +13,11 @@ namespace cutlass_fmha {
 
 /// What a kernel takes.
 template <ForwardConfig C>
-using KernelParams = cute::conditional_t<C.scored, FeatureParams,
-                                         cute::conditional_t<C.copy == Copy::tma, ForwardTmaParams, ForwardParams>>;
+using KernelParams = cute::conditional_t<C.copy == Copy::tma, ForwardTmaParams, ForwardParams>;
 
 template <ForwardConfig C>
 constexpr int forward_smem_bytes() {
-  if constexpr (C.scored) {
-    return FeatureLayout<C>::kBytes;
-  } else if constexpr (C.kv_warps > 1 && C.copy == Copy::tma) {
+  if constexpr (C.kv_warps > 1 && C.copy == Copy::tma) {
     return FewQueryTmaLayout<C>::kBytes;
   } else if constexpr (C.kv_warps > 1) {
     return FewQueryLayout<C>::kBytes;
@@ -242,9 +238,7 @@ CUTE_DEVICE void forward_tma(ForwardTmaParams const& p) {
 
 template <ForwardConfig C>
 CUTE_DEVICE void forward(KernelParams<C> const& p) {
-  if constexpr (C.scored) {
-    forward_scored<C>(p);
-  } else if constexpr (C.kv_warps > 1 && C.copy == Copy::tma) {
+  if constexpr (C.kv_warps > 1 && C.copy == Copy::tma) {
     few_query_tma<C>(p);
   } else if constexpr (C.kv_warps > 1) {
     few_query<C>(p);
