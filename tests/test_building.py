@@ -1,0 +1,59 @@
+"""How tools build and what they start: errors in a sentence, nothing left behind."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import building
+import pytest
+
+
+def test_a_failed_build_ends_with_its_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    sentence = "a sentence so long that CMake breaks it into lines" + ", word after word" * 9
+    (tmp_path / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.26)\nproject(x LANGUAGES NONE)\n"
+        "add_custom_target(bad COMMAND echo 'x.cu(3): error: no such thing' COMMAND false)\n"
+        f'if(WRONG)\n  message(FATAL_ERROR "cutlass_fmha: {sentence}")\nendif()\n'
+        'message("${CUTLASS_FMHA_JOBS} ${Python_EXECUTABLE} ${pybind11_DIR} ${CMAKE_BUILD_TYPE}")\n'
+    )
+    monkeypatch.setattr(building, "ROOT", tmp_path)
+    with pytest.raises(building.BuildError, match="(?s)build failed, .*error: no such thing"):
+        building.Tree(tmp_path / "tree").build("bad", "*")
+    with pytest.raises(building.BuildError, match=f"^cutlass_fmha: {sentence}$"):
+        building.Tree(tmp_path / "tree", {"WRONG": 1}).configure()
+    with pytest.raises(building.BuildError, match="the project has no CMake variable OTHER"):
+        building.Tree(tmp_path / "tree", {"WRONG": 0, "OTHER": 1}).configure()
+
+
+@pytest.mark.parametrize("how", ["timeout", "interrupt"])
+def test_what_ends_a_program_ends_all_that_it_started(how: str, tmp_path: Path):
+    """A child and its child hold a lock until they are dead."""
+    script = (
+        "import fcntl, os, signal\nlock = open('lock', 'w'); fcntl.flock(lock, fcntl.LOCK_EX)\n"
+        "if os.fork() == 0: signal.pause()\n"
+        f"{'os.kill(os.getppid(), signal.SIGINT)' if how == 'interrupt' else ''}\nsignal.pause()"
+    )
+    command = ["sh", "-c", f'cd {tmp_path}; exec {sys.executable} -c "{script}"']
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        if how == "timeout":
+            assert building.run(command, tmp_path / "log", 2.0) == (None, "")
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                building.run(command, tmp_path / "log")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    waiting = ["flock", "--timeout", "1200", str(tmp_path / "lock"), "true"]
+    assert subprocess.run(waiting, check=False).returncode == 0, "one of both is alive"
+
+
+def test_a_missing_program_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
+    with pytest.raises(
+        building.BuildError, match="cmake was not found: pip install -r requirements/build.txt"
+    ):
+        building.find_program("cmake")

@@ -1,0 +1,195 @@
+"""Emulation builds: their options, what they compile, how launches are padded.
+Needs no GPU; nvcc, CMake and the headers of CUTLASS as a build does."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import building
+import cubin
+import mainloop
+import pytest
+
+from cutlass_fmha import _C
+
+ROOT = Path(__file__).resolve().parents[1]
+KIB = 1024
+
+
+# ---- the build's options -----------------------------------------------------------------------------------
+
+
+def configure(tmp_path: Path, **cache: str) -> subprocess.CompletedProcess[str]:
+    """The part of CMake's configuration that judges an emulation's options; prints what follows from them."""
+    settings = "\n".join(f'set({name} "{value}")' for name, value in cache.items())
+    (tmp_path / "options.cmake").write_text(
+        f'set(CUTLASS_FMHA_MMA_PASSES 1)\n{settings}\ninclude("{ROOT}/cmake/Architectures.cmake")\n'
+        "fmha_check_emulation()\nforeach(arch 89 90 120)\n  fmha_code_flags(${arch} flags)\n"
+        '  message("${arch}: ${flags}")\nendforeach()\nmessage("${FMHA_EMULATION_DEFINITIONS}")\n'
+    )
+    command = [building.find_program("cmake"), "-P", str(tmp_path / "options.cmake")]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("passes", ["0", "2", "-1", "03", "three", "1.5", ""])
+def test_passes_that_are_no_odd_number_are_refused(tmp_path: Path, passes: str):
+    answer = configure(tmp_path, CUTLASS_FMHA_EMULATION="ON", CUTLASS_FMHA_MMA_PASSES=passes)
+    assert answer.returncode != 0
+    assert f'must be an odd number from 1 on, and it is "{passes}"' in " ".join(answer.stderr.split())
+
+
+def test_slow_kernels_are_for_emulation_builds_only(tmp_path: Path):
+    answer = configure(tmp_path, CUTLASS_FMHA_MMA_PASSES="3")
+    assert answer.returncode != 0
+    sentence = "CUTLASS_FMHA_MMA_PASSES=3 makes kernels slow on purpose and needs CUTLASS_FMHA_EMULATION=ON"
+    assert sentence in " ".join(answer.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("cache", "on_sm_90"),
+    [
+        ({}, {90}),
+        ({"CUTLASS_FMHA_SM120_PROXY": "90"}, {90, 120}),
+        ({"CUTLASS_FMHA_EMULATION": "ON"}, {89, 90, 120}),
+        ({"CUTLASS_FMHA_EMULATION": "ON", "CUTLASS_FMHA_MMA_PASSES": "15"}, {89, 90, 120}),
+    ],
+)
+def test_an_emulation_build_compiles_every_row_for_sm_90(
+    tmp_path: Path, cache: dict[str, str], on_sm_90: set[int]
+):
+    answer = configure(tmp_path, **cache)
+    assert answer.returncode == 0, answer.stderr
+    flags = dict(re.findall(r"^(\d+): (.*)$", answer.stderr, re.MULTILINE))
+    assert {int(arch) for arch in flags if "sm_90" in flags[arch]} == on_sm_90
+    assert f"CUTLASS_FMHA_MMA_PASSES={cache.get('CUTLASS_FMHA_MMA_PASSES', 1)}" in answer.stderr
+
+
+def test_build_info_says_how_often_an_mma_pass_runs():
+    info = _C.build_info()
+    if info["emulation"]:
+        assert info["proxy"] == {89: 90, 120: 90} and int(str(info["mma_passes"])) % 2 == 1
+    else:
+        assert info["mma_passes"] == 1 and 89 not in info["proxy"]  # type: ignore[operator]
+
+
+# ---- padded shared memory ----------------------------------------------------------------------------------
+
+PROGRAM = r"""
+#include <cstdio>
+#include "emulation.h"
+int main() {
+  for (int smem, warps; std::scanf("%d %d", &smem, &warps) == 2;) {
+    try {
+      std::printf("%d\n", cutlass_fmha::emulated_smem_bytes(smem, warps));
+    } catch (std::invalid_argument const& error) {
+      std::printf("%s\n", error.what());
+    }
+  }
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def padding(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """emulated_smem_bytes() for a list of (bytes, warps), as the compiler of the host has it."""
+    directory = tmp_path_factory.mktemp("padding")
+    (directory / "padding.cpp").write_text(PROGRAM)
+    program = directory / "padding"
+    compiler = os.environ.get("CXX") or "c++"
+    command = [*(compiler, "-std=c++20", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'src'}", "-o"), program]
+    subprocess.run([*map(str, command), str(directory / "padding.cpp")], check=True)
+
+    def ask(blocks: list[tuple[int, int]]) -> list[str]:
+        lines = "".join(f"{smem} {warps}\n" for smem, warps in blocks)
+        answer = subprocess.run([str(program)], input=lines, capture_output=True, text=True, check=True)
+        return answer.stdout.splitlines()
+
+    return ask
+
+
+def blocks_per_sm(smem: int, warps: int, smem_per_sm: int, warps_per_sm: int, most: int) -> int:
+    allocated = -(-(smem + KIB) // 128) * 128
+    return min(smem_per_sm // allocated, warps_per_sm // warps, most)
+
+
+@pytest.mark.parametrize(
+    ("smem", "warps", "blocks"),
+    [
+        (97 * KIB, 8, 1),  # one block by shared memory
+        (99 * KIB, 8, 1),  # the largest one
+        (49 * KIB, 4, 2),  # exactly half of an SM
+        (49 * KIB + 1, 4, 1),
+        (33 * KIB, 8, 2),
+        (24 * KIB, 4, 4),
+        (4 * KIB, 16, 3),  # by warps: an sm_90 has room for four
+        (4 * KIB, 4, 12),
+        (0, 1, 24),  # by the number of blocks
+    ],
+)
+def test_an_sm_90_holds_as_many_padded_blocks_as_the_target_holds(
+    padding: Any, smem: int, warps: int, blocks: int
+):
+    assert blocks_per_sm(smem, warps, 100 * KIB, 48, 24) == blocks
+    (padded,) = map(int, padding([(smem, warps)]))
+    assert padded >= smem and padded <= 227 * KIB
+    assert blocks_per_sm(padded, warps, 228 * KIB, 64, 32) == blocks
+
+
+def test_padding_is_right_for_every_block_that_fits(padding: Any):
+    asked = [(smem, warps) for warps in (1, 2, 4, 8, 9, 12, 16, 48) for smem in range(0, 99 * KIB + 1, 1008)]
+    for (smem, warps), padded in zip(asked, map(int, padding(asked)), strict=True):
+        expected = blocks_per_sm(smem, warps, 100 * KIB, 48, 24)
+        assert blocks_per_sm(padded, warps, 228 * KIB, 64, 32) == expected, (smem, warps, padded)
+
+
+def test_a_block_that_fits_no_target_is_an_error(padding: Any):
+    sentence = "a block of 8 warps with 102400 bytes of shared memory fits no SM of sm_89 or sm_120"
+    assert padding([(100 * KIB, 8)]) == [sentence]
+    assert "a block of 49 warps" in padding([(0, 49)])[0]
+
+
+# ---- repeated passes, in machine code ----------------------------------------------------------------------
+
+KERNEL = """
+#include "forward/kernel.cuh"
+using namespace cutlass_fmha;
+constexpr ForwardConfig config{{.arch = 90, .dtype = DType::bfloat16, .head_dim = 64, .tile_m = 64,
+    .tile_n = 64, .warps = 4, .min_blocks = 2}, {.stages = 1, .q_in_registers = true, .ping_pong = false,
+    .copy = Copy::cp_async_16}};
+extern "C" __global__ void __launch_bounds__(config.threads(), config.min_blocks)
+    row(__grid_constant__ ForwardParams const params) { forward<config>(params); }
+"""
+
+
+def compile_row(directory: Path, passes: int) -> cubin.Kernel:
+    probe = [sys.executable, str(ROOT / "build_backend" / "probe.py"), "cutlass"]
+    include = subprocess.run(probe, capture_output=True, text=True, check=True).stdout.strip()
+    assert include, "CUTLASS was not found: pip install --no-deps -r requirements/cutlass.txt"
+    (directory / "row.cu").write_text(KERNEL)
+    output = directory / f"row{passes}.cubin"
+    flags = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "-gencode=arch=compute_90,code=sm_90", "-cubin"]
+    flags += [f"-I{ROOT / 'src'}", f"-I{include}", f"-DCUTLASS_FMHA_MMA_PASSES={passes}"]
+    cubin.run_tool("nvcc", *flags, "-o", output, directory / "row.cu")
+    (kernel,) = cubin.read_kernels(output)
+    return kernel
+
+
+def test_extra_passes_multiply_the_mma_of_a_main_loop_and_leave_the_rest_alone(tmp_path: Path):
+    once, thrice = (compile_row(tmp_path, passes) for passes in (1, 3))
+    before, after = (mainloop.main_loop(kernel).counts for kernel in (once, thrice))
+    assert before["mma"] > 0 and after["mma"] == 3 * before["mma"]
+    others = [sum(c.values()) - c["mma"] - c["nop"] for c in (before, after)]
+    assert abs(others[1] - others[0]) <= 0.05 * others[0], (before, after)
+    assert thrice.count("LDL", "STL") == 0
+    # The operands come from constant memory, so that ptxas knows nothing of them.
+    assert "[0x3]" in " ".join(i.operands for i in thrice.code if i.base == "LDC")
+    assert "[0x3]" not in " ".join(i.operands for i in once.code if i.base == "LDC")
+    # Every accumulator that the loop writes, it reads: no repeated mma starts from zero or drops its result.
+    extra = [i for i in thrice.code if i.base == "HMMA"]
+    chained = sum(i.operands.split(",")[0].strip() == i.operands.split(",")[3].strip() for i in extra)
+    assert chained > 0.6 * len(extra)
