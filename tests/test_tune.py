@@ -1,83 +1,68 @@
-"""tools/tune.py's arithmetic: the space of candidates, the search, the acceptance rule, the manifest."""
+"""tools/tune.py: the space of candidates, the search, the gates, the acceptance rule, the leaderboard."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
+import re
 import subprocess
-from dataclasses import replace
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import gpu as launches
 import pytest
-from building import find_program
-from tuning import manifest, search, space
-from tuning.candidate import COLUMNS, DTYPES, Candidate
-from tuning.leaderboard import Sighting
-from tuning.manifest import Line, ManifestError
-from tuning.space import Limits, Space
-from tuning.targets import make_targets, parse_shape
+import torch
+import tune
+from building import ROOT, BuildError, find_program
+from cubin import Kernel
+from fake_build import make_build
+from fake_general import FakeKernels, _at
+from source_hash import source_hash
+from tuning import build, judge, session, space
+from tuning.build import Builder, Built, Wanted, judge_resources
+from tuning.leaderboard import Entry, Leaderboard, LeaderboardError, Sighting
+from tuning.session import EvaluationError, Job, Search, Target
+from tuning.space import Candidate, Limits, Space, propose
 
 from cutlass_fmha import _C, select
+from cutlass_fmha.bench.cases import Case
 
-ROOT = Path(__file__).resolve().parents[1]
-LINES = manifest.read()
 LARGE = Candidate(64, 256, 64, 8, 1, 2, 1, True, True, "cp_async_16")
 SPLIT = Candidate(128, 32, 32, 8, 4, 1, 1, True, False, "ldg_16")
+SMALL = Candidate(32, 64, 16, 4, 1, 1, 2, True, False, "cp_async_16")
+INCUMBENT = Candidate(64, 64, 64, 4, 1, 2, 2, True, False, "cp_async_16")
+ABOUT = {"gpu": "a GPU", "arch": 90, "mma_passes": 1, "shared_kib": 99, "source_hash": "s", "nvcc": "13.0.88"}
+BOTH = ("bfloat16", "float16")
 
 
 # ---- candidates and the space ------------------------------------------------------------------------------
 
 
-def test_a_candidate_survives_its_spelling():
-    for line in LINES:
-        assert Candidate.of_key(line.candidate.key) == line.candidate
-    tags = {line.candidate.tag for line in LINES}
-    assert len(tags) == len({line.candidate for line in LINES})
-    assert all(tag.isidentifier() for tag in tags)
+def rows() -> list[_C.Template]:
+    found = [row for row in _C.templates() if row.family in select.PLAIN]
+    assert found, "this build has no CUDA kernels: build with CUTLASS_FMHA_CUDA=ON, as make does"
+    return found
 
 
-@pytest.mark.parametrize(
-    "key", ["64 256 64", "64 256 64 8 1 2 1 True true cp_async_16", "64 0 64 8 1 2 1 true true x"]
-)
-def test_what_is_no_candidate_is_refused(key: str):
-    with pytest.raises(ValueError, match="columns|must be"):
-        Candidate.of_key(key)
-
-
-def test_every_row_of_the_manifest_is_in_the_space():
-    assert LINES
-    for line, arch in ((each, arch) for each in LINES for arch in each.archs):
-        assert space.objections(line.candidate, arch, Limits()) == [], (arch, line.candidate)
-        assert line.candidate in Space(arch, line.candidate.head_dim)
+def test_every_row_is_in_the_space_and_takes_the_shared_memory_that_is_computed():
+    for row in rows():
+        c = Candidate.of(row)
+        assert space.objections(c, row.arch, Limits()) == [] and c in Space(row.arch, c.head_dim), row.name
+        assert space.shared_bytes(c) == row.smem_bytes, row.name
+    tags = {Candidate.of(row).tag for row in rows()}
+    assert len(tags) == len({Candidate.of(row) for row in rows()}) and all(map(str.isidentifier, tags))
 
 
 def test_every_row_that_is_searched_for_can_be_drawn():
     """The domains hold the manifest's values, so that the search can find what is in it."""
-    for arch, dim in {(arch, line.candidate.head_dim) for line in LINES for arch in line.archs}:
-        drawn = set(Space(arch, dim).all)
-        rows = manifest.candidates_of(LINES, arch, dim, DTYPES.values())
-        assert {row for row in rows if row.copy != "element"} <= drawn
-
-
-def test_shared_memory_is_computed_as_the_kernels_do():
-    rows = [row for row in _C.templates() if row.family in select.PLAIN]
-    assert rows, (
-        "this build has no CUDA kernels to compare with: build with CUTLASS_FMHA_CUDA=ON, as make does"
-    )
-    for row in rows:
-        candidate = Candidate(**{name: getattr(row, name) for name in COLUMNS})
-        assert space.shared_bytes(candidate) == row.smem_bytes, row.name
-
-
-def test_the_manifest_is_read_as_it_was_built():
-    rows = [row for row in _C.templates() if row.family in select.PLAIN]
-    assert rows, (
-        "this build has no CUDA kernels to compare with: build with CUTLASS_FMHA_CUDA=ON, as make does"
-    )
-    for row in rows:
-        candidate = Candidate(**{name: getattr(row, name) for name in COLUMNS})
-        assert candidate in manifest.candidates_of(LINES, row.arch, row.head_dim, [row.dtype]), row.name
+    drawn = {key: set(Space(*key).all) for key in {(row.arch, row.head_dim) for row in rows()}}
+    for row in rows():
+        assert row.copy == "element" or Candidate.of(row) in drawn[row.arch, row.head_dim], row.name
 
 
 @pytest.mark.parametrize(
@@ -86,11 +71,7 @@ def test_the_manifest_is_read_as_it_was_built():
         (replace(LARGE, tile_m=240), 90, "no multiple of 16 rows"),
         (replace(LARGE, tile_n=72), 90, "tile_n one of 16"),
         (replace(LARGE, tile_m=512, warps=16, tile_n=48), 90, "rows of K at a time"),
-        (
-            replace(LARGE, stages=4, q_in_registers=False, tile_n=96),
-            90,
-            "bytes of shared memory, and a block has 101376",
-        ),
+        (replace(LARGE, stages=4, q_in_registers=False, tile_n=96), 90, "and a block has 101376"),
         (replace(LARGE, min_blocks=2), 90, "2 blocks of"),
         (replace(LARGE, warps=16, ping_pong=True), 90, "turns are between pairs"),
         (replace(LARGE, tile_n=128), 90, "at least 304 registers, and 1 blocks leave 255"),
@@ -104,27 +85,12 @@ def test_the_manifest_is_read_as_it_was_built():
         (SPLIT, 90, "launches overlap from sm_90 on"),
         (replace(SPLIT, dependent_launch=True), 89, "launches overlap from sm_90 on"),
         (replace(LARGE, dependent_launch=True), 90, "where warps share the keys, and nowhere else"),
-        (
-            replace(LARGE, warps=4, tile_m=64, min_blocks=13, tile_n=16, stages=1),
-            90,
-            "13 blocks of 4 warps exceed 48",
-        ),
+        (replace(LARGE, warps=4, tile_m=64, min_blocks=13, tile_n=16, stages=1), 90, "13 blocks of 4 warps"),
     ],
 )
 def test_what_cannot_be_compiled_is_not_in_the_space(candidate: Candidate, arch: int, expected: str):
     assert expected in " / ".join(space.objections(candidate, arch, Limits()))
     assert candidate not in Space(arch, candidate.head_dim)
-
-
-def test_more_shared_memory_only_adds_candidates():
-    small, large = Space(90, 128), Space(90, 128, Limits.with_shared(227))
-    assert set(small.all) < set(large.all)
-    assert (
-        max(map(space.shared_bytes, small.all))
-        <= 99 * 1024
-        < max(map(space.shared_bytes, large.all))
-        <= 227 * 1024
-    )
 
 
 @pytest.mark.parametrize("dim", [32, 64, 96, 128, 192, 256])
@@ -133,85 +99,29 @@ def test_a_space_holds_what_its_own_rules_allow_and_each_candidate_once(dim: int
     assert len(set(candidates)) == len(candidates) > 50
     assert all(space.objections(candidate, 89, Limits()) == [] for candidate in candidates[::17])
     assert not any(candidate.copy in ("tma", "element") for candidate in candidates)
+    larger = Space(90, dim, Limits.with_shared(227)).all
+    assert set(Space(90, dim).all) < set(larger)
+    assert 99 * 1024 < max(map(space.shared_bytes, larger)) <= 227 * 1024
 
 
-# ---- problem sets ------------------------------------------------------------------------------------------
+# ---- which to try next -------------------------------------------------------------------------------------
 
 
-def test_cases_of_a_head_dim_and_group_are_judged_together():
-    targets = make_targets(["dense", "latency"], [], [64])
-    assert [target.name for target in targets] == ["d64-latency", "d64-dense"]
-    assert {case.head_dim for target in targets for case in target.cases} == {64}
-    apart = make_targets(["latency"], [], [], apart=True)
-    assert len(apart) == 6 and all(len(target.cases) == 1 for target in apart)
-
-
-def test_a_shape_is_a_cases_name():
-    case = parse_shape("b1_h32-8_q1_k8192_d128_fp16")
-    assert (case.num_heads_kv, case.seqlen_q, case.seqlen_k, case.dtype) == (8, 1, 8192, "float16")
-    assert case.name == "b1_h32-8_q1_k8192_d128_fp16"
-    for target in make_targets(["dense", "latency", "decode"], []):
-        for case in target.cases:
-            assert replace(parse_shape(case.name), group=case.group).as_dict() == case.as_dict()
-
-
-@pytest.mark.parametrize(
-    "text", ["b1_h8_s512_d64", "b1_h8_s512_d64_fp32", "b0_h8_s512_d64_fp16", "b1_h8-3_s5_d64_fp16"]
-)
-def test_what_is_no_shape_is_refused(text: str):
-    with pytest.raises(ValueError, match="is no shape|is no problem"):
-        parse_shape(text)
-
-
-def test_no_cases_are_an_error():
-    with pytest.raises(ValueError, match="no case is left"):
-        make_targets(["dense"], [], [48])
-    with pytest.raises(ValueError, match="unknown preset"):
-        make_targets(["dens"], [])
-
-
-# ---- the search --------------------------------------------------------------------------------------------
-
-SPACE = Space(90, 64)
-
-
-def test_the_same_seed_proposes_the_same():
-    best = [search.Scored(LARGE, 1.0)]
-    for strategy in search.STRATEGIES:
-        first, second, other = (
-            search.propose(SPACE, {LARGE.key}, best, 12, strategy, seed) for seed in ("a", "a", "b")
-        )
-        assert first == second != other
-        assert len(set(first)) == 12
-
-
-@pytest.mark.parametrize("strategy", search.STRATEGIES)
-def test_nothing_is_proposed_twice_until_all_has_been(strategy: str):
-    tiny = Space(90, 256)
-    known: set[str] = set()
-    best: list[search.Scored] = []
+def test_the_same_seed_proposes_the_same_and_nothing_twice_until_all_has_been():
+    tiny, best = Space(90, 256), []
+    known: set[Candidate] = set()
     while len(known) < len(tiny.all):
-        proposed = search.propose(tiny, known, best, 20, strategy, f"{len(known)}")
-        assert proposed and not known & {c.key for c in proposed} and all(c in tiny for c in proposed)
-        known |= {c.key for c in proposed}
-        best += [search.Scored(c, random.Random(c.key).random()) for c in proposed]
-    assert search.propose(tiny, known, best, 20, strategy, "last") == []
-
-
-def test_evolution_stays_near_the_best_and_brings_new_blood():
-    def distance(a: Candidate, b: Candidate) -> int:
-        return sum(getattr(a, name) != getattr(b, name) for name in COLUMNS)
-
-    best = [search.Scored(LARGE, 1.2), search.Scored(SPACE.all[0], 0.3)]
-    children = search.propose(SPACE, {LARGE.key}, best, 40, "evolve", "x")
-    near = [child for child in children if distance(child, LARGE) <= 4]
-    assert 20 <= len(near) < 40
-    drawn = search.propose(SPACE, {LARGE.key}, best, 40, "random", "x")
-    assert sum(distance(child, LARGE) <= 4 for child in drawn) < 15
+        proposed, again = (propose(tiny, known, best, 20, f"{len(known)}") for _ in range(2))
+        assert proposed == again and proposed and not known & set(proposed) and set(proposed) <= set(tiny.all)
+        known |= set(proposed)
+        best += [(random.Random(c.key).random(), c) for c in proposed]
+    assert propose(tiny, known, best, 20, "last") == []
+    assert propose(tiny, (), [], 5, "a") != propose(tiny, (), [], 5, "b")
 
 
 def test_evolution_finds_a_planted_optimum_sooner_than_chance():
     """A smooth landscape with its top at LARGE: how many are drawn before it, from the lowest point."""
+    where = Space(90, 64)
 
     def gain(c: Candidate) -> float:
         steps = (
@@ -220,34 +130,29 @@ def test_evolution_finds_a_planted_optimum_sooner_than_chance():
         )
         return math.exp(-0.1 * sum(steps) - 0.3 * (c.copy != LARGE.copy))
 
-    def drawn_before(strategy: str, seed: int) -> int:
-        start = min(SPACE.all, key=gain)
-        known, best = {start.key}, [search.Scored(start, gain(start))]
-        for round_number in itertools.count():
-            new = search.propose(SPACE, known, best, 10, strategy, f"{seed} {round_number}")
-            if LARGE in new:
-                return len(known)
-            known |= {c.key for c in new}
-            best += [search.Scored(c, gain(c)) for c in new]
-        raise AssertionError
+    def drawn_before(evolve: bool, seed: int) -> int:
+        start = min(where.all, key=gain)
+        known = {start}
+        while LARGE not in known:
+            best = [(gain(c), c) for c in known] if evolve else []
+            known |= set(propose(where, known, best, 10, f"{seed} {len(known)}"))
+        return len(known)
 
-    evolved, chance = (sum(drawn_before(s, seed) for seed in range(3)) / 3 for s in search.STRATEGIES)
+    evolved, chance = (sum(drawn_before(evolve, seed) for seed in range(3)) for evolve in (True, False))
     assert evolved < chance / 3, (evolved, chance)
 
 
 # ---- the acceptance rule -----------------------------------------------------------------------------------
 
 
-def times(*us: float) -> dict[str, float]:
-    return {f"case{number}": value for number, value in enumerate(us)}
-
-
-def rows(*us: float) -> dict[str, dict[str, float]]:
-    return {f"case{number}": {"a": value, "b": 2 * value} for number, value in enumerate(us)}
+def sighting(us: tuple[float, ...], incumbents: tuple[tuple[float, ...], ...], **more: bool) -> Sighting:
+    """Case by case; the rows are "a", "b", ..."""
+    of_rows = [dict(zip("abc", times, strict=False)) for times in incumbents]
+    return Sighting(*({f"case{n}": x for n, x in enumerate(side)} for side in (us, of_rows)), **more)
 
 
 @pytest.mark.parametrize(
-    ("candidate", "gain"),
+    ("us", "gain"),
     [
         ((97.0, 97.0), True),  # 1.031x
         ((97.2, 97.2), False),  # 1.029x
@@ -256,61 +161,75 @@ def rows(*us: float) -> dict[str, dict[str, float]]:
         ((120.0, 120.0), False),
     ],
 )
-def test_a_gain_is_three_percent_with_no_case_one_percent_worse(candidate: tuple[float, ...], gain: bool):
-    assert Sighting(times(*candidate), rows(100.0, 100.0)).is_gain == gain
-
-
-def test_each_case_is_compared_with_the_fastest_row_for_it():
-    incumbents = {"case0": {"a": 50.0, "b": 100.0}, "case1": {"a": 100.0, "b": 50.0}}
-    sighting = Sighting(times(48.0, 48.0), incumbents)
-    assert sighting.geomean == pytest.approx(50 / 48)
-    assert sighting.is_gain and not Sighting(times(48.0, 48.0), incumbents, quick=True).is_gain
+def test_a_gain_is_three_percent_over_the_fastest_row_with_no_case_one_percent_worse(
+    us: tuple[float, ...], gain: bool
+):
+    assert sighting(us, ((100.0, 200.0), (300.0, 100.0))).is_gain == gain
+    assert not sighting(us, ((100.0,), (100.0,)), quick=True).is_gain
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 0.0, -1.0])
 def test_a_time_that_is_none_is_an_error(bad: float):
     with pytest.raises(ValueError, match="no positive number"):
-        Sighting(times(bad), rows(100.0))
-    for us, incumbents in ((times(1.0, 1.0), rows(100.0)), (times(1.0), {"case0": {}}), ({}, {})):
+        sighting((bad,), ((100.0,),))
+    for us, incumbents in (((1.0, 1.0), ((100.0,),)), ((1.0,), ((),)), ((), ())):
         with pytest.raises(ValueError, match="can't be compared"):
-            Sighting(us, incumbents)
+            sighting(us, incumbents)
 
 
-# ---- the manifest ------------------------------------------------------------------------------------------
+# ---- builds: whose fault a failure is, and a real one ------------------------------------------------------
 
-BOTH = ("f16", "bf16")
+NINJA = """[1/9] Building CXX object CMakeFiles/_C.dir/src/registry.cpp.o
+[2/9] Building CUDA object CMakeFiles/fmha_sm90.dir/generated/sm90_d32_t1111111111_0.cu.o
+FAILED: [code=2] CMakeFiles/fmha_sm90.dir/generated/sm90_d32_t1111111111_0.cu.o
+/usr/local/bin/nvcc -gencode=arch=compute_90,code=sm_90 -c generated/sm90_d32_t1111111111_0.cu
+In file included from generated/sm90_d32_t1111111111_0.cu:2:
+/home/user/project/src/forward/kernel.cuh(38): error: static assertion failed with "tiles"
+          detected during instantiation of "void forward<C>(const ForwardParams &)"
+1 error detected in the compilation of "sm90_d32_t1111111111_0.cu".
+[3/9] Building CUDA object CMakeFiles/fmha_sm90.dir/generated/sm90_d32_t2222222222_0.cu.o
+FAILED: CMakeFiles/fmha_sm90.dir/generated/sm90_d32_t2222222222_0.cu.o
+nvcc error   : 'cicc' died due to signal 9 (Kill signal)
+FAILED: CMakeFiles/fmha_sm90.dir/generated/sm90_d32_t3333333333_0.cu.o
+ninja: build stopped: cannot make progress due to previous errors.
+"""
 
 
-def test_a_line_says_which_rows_it_takes_the_name_of():
-    text = Line((89, 90), BOTH, LARGE).text()
-    lines = manifest.parse(f"# comment\nset(ALL 89 90)\n{text.replace('89;90', '${ALL}')}\n")
-    assert lines == [Line((89, 90), BOTH, LARGE)]
-    deeper = replace(LARGE, stages=1)
-    assert manifest.replaced(lines, 90, deeper) == [LARGE]
-    assert manifest.replaced(lines, 120, deeper) == manifest.replaced(lines, 90, LARGE) == []
-    assert manifest.replaced(lines, 90, replace(LARGE, tile_m=128)) == []
+def test_whose_compiler_said_what():
+    assert build.failures(NINJA) == {
+        "t1111111111": 'kernel.cuh(38): error: static assertion failed with "tiles"',
+        "t2222222222": "nvcc error   : 'cicc' died due to signal 9 (Kill signal)",
+        "t3333333333": "nvcc failed without a word",
+    }
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("include(other.cmake)", "line 1 is neither"),
-        ('fmha_forward("${NONE}" "f16" 64 64 64 4 1 2 2 true false cp_async_16)', "NONE"),
-        ('fmha_forward("90" "f8" 64 64 64 4 1 2 2 true false cp_async_16)', "no dtype 'f8'"),
-        ('fmha_forward("90" "f16" 64 64 64 4 1 2 2 true false)', "10 columns"),
-        ('fmha_forward("90"\n  "f16" 64)', "line 1 is neither"),
-    ],
-)
-def test_a_manifest_that_is_not_understood_is_an_error(line: str, expected: str):
-    with pytest.raises(ManifestError, match=expected.replace("{", r"\{")):
-        manifest.parse(line)
+def test_what_the_machine_code_has_against_a_candidate():
+    def kernel(candidate: Candidate, dtype: str = "f16", stl: int = 0, **values: int) -> Kernel:
+        opcodes = Counter({"HMMA.16816.F32": 64, "LDGSTS.E": 8}) + Counter({"STL": stl})
+        name = f"fwd_sm89_{dtype}_d32_m64n32w4_{candidate.tag}"
+        return Kernel(name, 89, **{"registers": 128, **values}, opcodes=opcodes)  # type: ignore[arg-type]
+
+    fine, spills, stack, absent = (replace(SMALL, tile_n=n) for n in (32, 48, 64, 80))
+    crowded = replace(fine, min_blocks=5)
+    kernels = [kernel(fine), kernel(fine, "bf16", registers=140), kernel(spills, stl=3)]
+    kernels += [
+        kernel(stack, stack=16),
+        kernel(crowded),
+        kernel(SMALL, stl=9),
+    ]  # the last: a row
+    wanted = {fine: BOTH, **dict.fromkeys((spills, stack, crowded, absent), ("float16",))}
+    found, registers = judge_resources(kernels, wanted, Limits())
+    assert found[fine] == [] and registers[fine] == 140
+    assert found[spills] == ["f16 (sm_89): 3 loads and stores of local memory (spills)"]
+    assert found[stack] == ["f16 (sm_89): a stack of 16 bytes"]
+    assert "registers x 128 threads x 5 blocks exceed" in found[crowded][0]
+    assert found[absent] == ["the extension has no f16 kernel of it"]
 
 
 def test_cmake_reads_a_scratch_manifest_as_it_was_meant(tmp_path: Path):
     """CMake's own idea of a scratch manifest's rows: names and files, without compiling any."""
-    same_name = replace(LARGE, stages=1)
-    lines = [(Line((90,), BOTH, c), f"_{c.tag}") for c in (LARGE, same_name)]
-    (tmp_path / "scratch.cmake").write_text(manifest.scratch(lines))
+    same_name = (LARGE, replace(LARGE, stages=1))
+    (tmp_path / "scratch.cmake").write_text(build.scratch(dict.fromkeys(same_name, BOTH), 90))
     (tmp_path / "list.cmake").write_text(
         "cmake_minimum_required(VERSION 3.26)\n"
         "set(FMHA_SUPPORTED_ARCHITECTURES 89 90 120)\nset(FMHA_ARCHITECTURES 90)\n"
@@ -318,14 +237,443 @@ def test_cmake_reads_a_scratch_manifest_as_it_was_meant(tmp_path: Path):
         f'include("{ROOT}/cmake/Instances.cmake")\nfmha_include_manifest()\n'
         + "".join(
             f'get_property(rows GLOBAL PROPERTY FMHA_ROWS_sm90_d64_{c.tag})\nmessage("${{rows}}")\n'
-            for c in (LARGE, same_name)
+            for c in same_name
         )
     )
-    done = subprocess.run(
-        [find_program("cmake"), "-P", str(tmp_path / "list.cmake")],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    names = [f"fwd_sm90_{dtype}_d64_m256n64w8_{c.tag}" for c in (LARGE, same_name) for dtype in BOTH]
+    command = [find_program("cmake"), "-P", str(tmp_path / "list.cmake")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    names = [f"fwd_sm90_{dtype}_d64_m256n64w8_{c.tag}" for c in same_name for dtype in ("bf16", "f16")]
     assert done.stderr.replace(";", "\n").split() == names
+
+
+@pytest.mark.parametrize("define", ["NOVALUE", "=3", "A B=3"])
+def test_a_define_has_a_name_and_a_value(define: str, tmp_path: Path):
+    with pytest.raises(BuildError, match="NAME=VALUE"):
+        Builder(tmp_path, 90, Limits(), defines=[define])
+
+
+def test_a_variable_that_the_project_does_not_have_is_an_error(tmp_path: Path):
+    builder = Builder(tmp_path, 89, Limits(), defines=["CUTLASS_FMHA_NO_SUCH_THING=1"])
+    with pytest.raises(BuildError, match="no CMake variable CUTLASS_FMHA_NO_SUCH_THING"):
+        builder.nvcc_version()
+    builder = Builder(tmp_path / "other", 89, Limits(), defines=["CUTLASS_FMHA_CUTLASS_DIR=/nowhere"])
+    with pytest.raises(BuildError, match="^cutlass_fmha: CUTLASS_FMHA_CUTLASS_DIR is /nowhere"):
+        builder.nvcc_version()
+
+
+def test_candidates_are_compiled_and_the_bad_one_is_dropped(tmp_path: Path):
+    """The real path, nvcc and all: two candidates that no name tells apart, and one that can't compile."""
+    twin, bad = replace(SMALL, min_blocks=1), replace(SMALL, tile_n=24)
+    assert SMALL.name_columns == twin.name_columns
+    builder = Builder(tmp_path, 89, Limits(), jobs=1)
+    built = builder.build(dict.fromkeys((SMALL, twin, bad), ("float16",)), {})
+    assert built.failed.keys() == {bad} and "static assertion" in built.failed[bad]
+    assert built.complaints == {SMALL: [], twin: []}
+    assert all(32 < count <= 255 for count in built.registers.values())
+    # As the judge finds them, without an installed package.
+    listing = (
+        "import sys; sys.path.insert(0, sys.argv[2]); from building import load_extension\n"
+        "from pathlib import Path; module = load_extension(Path(sys.argv[1])); from tuning import judge\n"
+        "print(*(row.name for row in module.templates()), module.build_info()['source_hash'])"
+    )
+    command = [sys.executable, "-c", listing, str(built.extension), str(ROOT / "tools")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    *names, found_hash = done.stdout.split()
+    assert sorted(names) == sorted(f"fwd_sm89_f16_d32_m64n16w4_{c.tag}" for c in (SMALL, twin))
+    assert found_hash.endswith("+manifest"), "the parity gate must not take it for a build of src/"
+
+
+# ---- the judge: the parity gate on kernels that compute in Python, and a clock that is made up -------------
+
+ROW = make_build((90,)).templates[7]  # float16, head dim 64, a small tile
+
+
+class Defect(FakeKernels):
+    """A fake kernel with one thing wrong."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(make_build((90,)))
+        self.what = what
+
+    def __call__(self, row: int, params: Any, device: int, stream: int) -> None:
+        p, dtype = params.copy(), getattr(torch, self.build.templates[row].dtype)
+        if self.what == "sign":
+            p.scale = abs(p.scale)
+        if self.what == "diagonal" and p.window_right >= 0:
+            p.window_right += 1
+        if self.what == "group" and p.num_heads_kv == 2:
+            p.num_heads_kv = 1
+        super().__call__(row, p, device, stream)
+        if self.what == "outside" and p.batch * p.seqlen_q * p.num_heads:
+            _at(p.o - 2 * p.head_dim, dtype, (1,), (1,)).fill_(0)
+        if self.what == "race" and len(self.launches) % 3 == 0 and p.batch * p.seqlen_q * p.num_heads:
+            out = _at(p.o, dtype, (1,), (1,))
+            out.copy_(torch.nextafter(out, torch.full_like(out, 1.0)))
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("nothing", None),
+        ("sign", "scale=-.*times the tolerance"),
+        ("diagonal", "times the tolerance"),
+        ("group", "h4/2.*times the tolerance"),
+        ("outside", "wrote outside its outputs"),
+        ("race", "3 launches do not agree to the bit"),
+    ],
+)
+def test_the_gate_sees(what: str, expected: str | None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(launches._C, "run", Defect(what))
+    # Scores of 1e30 are beyond a kernel that computes softmax from its LSE; large problems take it long.
+    problems = [
+        p
+        for p in judge.problems(ROW)
+        if not p.exact_scores and p.batch * p.num_heads * p.seqlen_q * p.seqlen_k < 2**18 and p.batch < 9
+    ]
+    found = "\n".join(judge.failures(ROW, problems, torch.device("cpu"), stream=0))
+    assert (found == "") if expected is None else re.search(expected, found)
+
+
+def test_every_dtype_is_judged_before_anything_is_timed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(judge, "problems", lambda row: [row.dtype])
+    monkeypatch.setattr(
+        judge,
+        "failures",
+        lambda row, problems, device: [f"wrong on {problems[0]}"] if row.dtype == "bfloat16" else [],
+    )
+    monkeypatch.setattr(judge, "time_candidate", lambda *arguments: {"timed": arguments[0]})
+    rows = {("x", dtype): SimpleNamespace(dtype=dtype) for dtype in BOTH}
+    job = {"tag": "x", "incumbents": [], "cases": [], "budget_s": 0.1}
+    device = torch.device("cpu")
+    assert judge.judge({**job, "dtypes": ["float16"]}, rows, device) == {"us": {"timed": "x"}}
+    assert judge.judge({**job, "dtypes": BOTH[::-1]}, rows, device) == {"parity": "wrong on bfloat16"}
+
+
+SHORT, LONG = (Case("x", 1, 1, 1, n, n, 64, "float16", causal=n > 64) for n in (64, 128))
+#: Microseconds on the short and on the long case.
+US = {"look": (150, 90), "fine": (95, 95), "a": (100, 130), "b": (180, 100)}
+
+
+@pytest.mark.parametrize(
+    ("tag", "us", "turns"),
+    [  # the short case first; what a first look finds far behind is not timed in turns
+        ("fine", {SHORT.name: {"fine": 95.0, "a": 100.0}, LONG.name: {"fine": 95.0, "b": 100.0}}, 2),
+        ("look", {SHORT.name: {"look": 157.5, "a": 105.0, "b": 189.0}}, 0),
+    ],
+)
+def test_what_is_far_behind_is_not_timed_further(
+    tag: str, us: dict[str, dict[str, float]], turns: int, monkeypatch: pytest.MonkeyPatch
+):
+    def timer(row: str, long: bool) -> SimpleNamespace:  # whose first look is 5 % off
+        return SimpleNamespace(us=US[row][long], calls=10, graph_us=10.5 * US[row][long])
+
+    def interleaved(timers: dict[str, Any], budget_s: float) -> dict[str, Any]:
+        taken.append(sorted(timers))
+        return {name: SimpleNamespace(p50_us=float(timer.us)) for name, timer in timers.items()}
+
+    taken: list[list[str]] = []
+    monkeypatch.setattr(judge, "calls", lambda case, device: lambda row: (row, case is LONG))
+    monkeypatch.setattr(judge.timing, "GraphTimer", timer)
+    monkeypatch.setattr(judge.timing, "time_interleaved", interleaved)
+    rows = {(name, "float16"): name for name in US}
+    found = judge.time_candidate(tag, ["a", "b"], [LONG, SHORT], rows, torch.device("cpu"), 0.1)
+    assert found == us and list(found) == list(us) and len(taken) == turns
+
+
+def test_what_is_timed_is_the_case(monkeypatch: pytest.MonkeyPatch):
+    """A launch of the row on the case's tensors, with its mask, into an output of its own."""
+    ran = []
+    properties = SimpleNamespace(L2_cache_size=1 << 16)
+    monkeypatch.setattr(launches._C, "run", lambda *arguments: ran.append(arguments))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    for case in (SHORT, LONG):
+        call, sets = judge.calls(case, torch.device("cpu"))(ROW)
+        call(sets - 1)
+        row, params, *_ = ran.pop()
+        assert row == ROW.index and (params.seqlen_q, params.batch, params.num_heads) == (case.seqlen_q, 1, 1)
+        assert (params.window_right, params.bottom_right) == ((0, True) if case.causal else (-1, False))
+
+
+# ---- whose fault the end of a process is -------------------------------------------------------------------
+
+JUDGE = """
+import json, os, signal, sys
+what = "{what}"
+if what == "segfault": os.kill(os.getpid(), signal.SIGSEGV)
+if what == "hang": signal.pause()
+if what == "bug": raise KeyError("tag")
+job = json.load(open(sys.argv[1]))
+us = {{case["group"]: dict.fromkeys([job["tag"], *job["incumbents"]], 100.0) for case in job["cases"]}}
+results = {{"wrong": {{"parity": "wrong"}}, "cuda": {{"crash": "CUDA error"}}, "right": {{"us": us}}}}
+json.dump(results[what], open(sys.argv[2], "w"))
+"""
+TARGET = Target("d64-x", (SHORT,), Space(90, 64), (INCUMBENT,))
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("right", Sighting({"x": 100.0}, {"x": {INCUMBENT.key: 100.0}})),
+        ("wrong", ("parity", "wrong")),
+        ("segfault", ("crash", "ended by signal 11 (SIGSEGV)")),
+        ("hang", ("crash", "no answer within 2 s")),
+        ("cuda", ("crash", "CUDA error")),
+        ("bug", "KeyError: 'tag'"),
+    ],
+)
+def test_a_candidate_is_blamed_for_its_process_and_not_for_the_tuner(
+    what: str, expected: Any, tmp_path: Path, request: pytest.FixtureRequest
+):
+    (tmp_path / "judge.py").write_text(JUDGE.format(what=what))
+    command = [sys.executable, str(tmp_path / "judge.py")]
+    run = session.judge_in_a_process(tmp_path, 0, command, 2.0 if what == "hang" else 1200.0)
+    job = Job(TARGET, LARGE, ("float16",), confirm=False)
+    if what == "bug":
+        with pytest.raises(EvaluationError, match=expected):
+            run(tmp_path / "none.so", job)
+    else:
+        assert run(tmp_path / "none.so", job) == expected
+
+
+# ---- the search, on a compiler and a GPU that are made up --------------------------------------------------
+
+
+@dataclass
+class FakeBuilder:
+    """``refuses``: what nvcc says to a candidate, or None. ``spills``: likewise of its machine code."""
+
+    refuses: Callable[[Candidate], str | None] = lambda c: None
+    spills: Callable[[Candidate, tuple[str, ...]], str | None] = lambda c, dtypes: None
+    built: list[tuple[Wanted, Wanted]] = field(default_factory=list)
+
+    def build(self, wanted: Wanted, incumbents: Wanted) -> Built:
+        self.built.append((dict(wanted), dict(incumbents)))
+        failed = {c: words for c in wanted if (words := self.refuses(c))}
+        left = {c: dtypes for c, dtypes in wanted.items() if c not in failed}
+        complaints = {c: [words] for c, dtypes in left.items() if (words := self.spills(c, dtypes))}
+        return Built(Path("x.so"), failed, complaints, dict.fromkeys(left, 128))
+
+
+@dataclass
+class FakeGpu:
+    """``us``: a candidate's time in its n-th timing run. ``wrong``: what the parity gate says, or None."""
+
+    us: Callable[[Candidate, int], float] = lambda c, run: 100.0
+    wrong: Callable[[Candidate], str | None] = lambda c: None
+    jobs: list[Job] = field(default_factory=list)
+
+    def __call__(self, extension: Path, job: Job) -> Sighting | tuple[str, str]:
+        before = sum(other.candidate == job.candidate for other in self.jobs)
+        self.jobs.append(job)
+        if reason := self.wrong(job.candidate):
+            return "parity", reason
+        cases = [case.name for case in job.target.cases]
+        us = self.us(job.candidate, before)
+        return Sighting(dict.fromkeys(cases, us), {c: {INCUMBENT.key: 100.0} for c in cases})
+
+
+@pytest.fixture
+def board(tmp_path: Path) -> Leaderboard:
+    return Leaderboard.resume(tmp_path / "board.json", dict(ABOUT), {"d64-x": [SHORT.name]})
+
+
+def run(board: Leaderboard, gpu: FakeGpu, builder: FakeBuilder | None = None, **more: Any) -> Leaderboard:
+    Search(board, [TARGET], builder or FakeBuilder(), gpu, say=lambda line: None, **more).run()
+    return board
+
+
+def test_each_candidate_meets_the_fate_it_earns(board: Leaderboard):
+    builder = FakeBuilder(
+        refuses=lambda c: f"no room for {c.tile_m} rows" if c.tile_m == 32 else None,
+        spills=lambda c, dtypes: "12 loads and stores of local memory" if c.tile_m == 64 else None,
+    )
+    gpu = FakeGpu(
+        us=lambda c, run: 95.0 if c.tile_m == 256 else 104.0,
+        wrong=lambda c: "q5 k7: 3 times the tolerance" if c.tile_m == 128 else None,
+    )
+    run(board, gpu, builder, per_round=200, limit=800)
+    expected = {32: "compile", 64: "resources", 128: "parity", 256: "accepted"}
+    assert {e.fate for e in board.entries} == {*expected.values(), "slower"}
+    for entry in board.entries:
+        assert entry.fate == expected.get(entry.candidate.tile_m, "slower"), entry
+    reasons = {e.fate: e.reason for e in board.entries}
+    assert reasons["resources"] == "12 loads and stores of local memory"
+    assert reasons["parity"] == "q5 k7: 3 times the tolerance"
+    assert not any(job.candidate.tile_m in (32, 64) for job in gpu.jobs), "what was dropped must not run"
+    assert "x compile: no room for N rows" in board.render()
+    assert "no room for 32 rows" in board.render(everything=True)
+
+
+def test_a_gain_is_accepted_when_two_runs_have_seen_it(board: Leaderboard):
+    """Two processes and two builds, the second for all dtypes, and timed for longer."""
+    gpu, builder = FakeGpu(us=lambda c, run: 90.0), FakeBuilder()
+    run(board, gpu, builder, per_round=2, limit=2)
+    assert board.counts() == {"accepted": 2}
+    for entry in board.entries:
+        jobs = [job for job in gpu.jobs if job.candidate == entry.candidate]
+        assert [(job.confirm, job.dtypes) for job in jobs] == [(False, ("float16",)), (True, BOTH)]
+        built = [wanted[entry.candidate] for wanted, _ in builder.built if entry.candidate in wanted]
+        assert built == [("float16",), BOTH] and len(entry.sightings) == 2
+    assert all(rows == {INCUMBENT: ("float16",)} for _, rows in builder.built)
+
+
+def test_a_gain_that_is_not_seen_again_is_not_accepted(board: Leaderboard):
+    run(board, FakeGpu(us=lambda c, run: (90.0, 99.0)[run]), per_round=3, limit=3)
+    assert board.counts() == {"unconfirmed": 3}
+    assert "1.010x the incumbent's speed (1.03x is asked for)" in board.entries[0].reason
+
+
+def test_what_only_spills_in_the_other_dtype_is_not_accepted(board: Leaderboard):
+    builder = FakeBuilder(spills=lambda c, dtypes: "bf16: a stack" if "bfloat16" in dtypes else None)
+    run(board, FakeGpu(us=lambda c, run: 90.0), builder, per_round=2, limit=2)
+    assert board.counts() == {"resources": 2}
+
+
+def test_what_only_spills_on_its_own_architecture_is_not_accepted(board: Leaderboard):
+    """Where the GPU at hand stands in for another one, the accepted lines are compiled for that one, too."""
+    own = FakeBuilder(spills=lambda c, dtypes: "sm_89: 7 spills" if c.stages > 1 else None)
+    run(board, FakeGpu(us=lambda c, run: 90.0), own_builder=own, per_round=20, limit=20)
+    assert set(board.counts()) == {"resources", "accepted"}
+    assert all((e.fate == "resources") == (e.candidate.stages > 1) for e in board.entries)
+    assert all(rows == {} for _, rows in own.built)
+
+
+def test_evolution_learns_from_what_ran(board: Leaderboard):
+    """Children of the fastest: where three stages are faster, later rounds draw more of those."""
+    gpu = FakeGpu(us=lambda c, run: 101.0 if c.stages == 3 else 140.0)
+    run(board, gpu, seed=1, per_round=20, limit=160)
+    early, late = (
+        sum(e.candidate.stages == 3 for e in part) for part in (board.entries[:20], board.entries[-20:])
+    )
+    assert late > 2 * early
+
+
+def test_the_time_budget_ends_the_search_when_gains_are_confirmed(board: Leaderboard):
+    gpu = FakeGpu(us=lambda c, run: 90.0)
+    run(board, gpu, per_round=2, limit_s=100.0, clock=lambda: 8.0 * len(gpu.jobs))
+    assert 100.0 <= 8.0 * len(gpu.jobs) <= 100.0 + 5 * 8.0
+    assert set(board.counts()) == {"accepted"}
+
+
+# ---- the leaderboard ---------------------------------------------------------------------------------------
+
+
+def test_a_search_that_was_stopped_goes_on_without_redoing(board: Leaderboard):
+    """Each time with the seventh result on its way: what was recorded is in the file, and judged once."""
+    runs: Counter[tuple[Candidate, bool]] = Counter()
+    for _ in range(4):
+        gpu = FakeGpu(us=lambda c, run: 90.0 if c.stages == 3 else 120.0)
+
+        def stop(extension: Path, job: Job, gpu: FakeGpu = gpu) -> Sighting | tuple[str, str]:
+            if len(gpu.jobs) == 7:
+                raise KeyboardInterrupt
+            return gpu(extension, job)
+
+        board = Leaderboard.resume(board.path, dict(ABOUT), board.targets)
+        with pytest.raises(KeyboardInterrupt):
+            run(board, stop, per_round=5)  # type: ignore[arg-type]
+        runs.update((job.candidate, job.confirm) for job in gpu.jobs)
+    kept = Leaderboard.load(board.path)
+    assert kept.entries == board.entries and sum(len(e.sightings) for e in kept.entries) == runs.total() == 28
+    assert max(runs.values()) == 1
+    assert {e.fate for e in kept.entries if e.candidate.stages == 3} <= {"promising", "accepted"}
+
+
+def test_a_write_that_fails_leaves_the_file_as_it_was(board: Leaderboard, monkeypatch: pytest.MonkeyPatch):
+    run(board, FakeGpu(), per_round=3, limit=3)
+    before = board.path.read_text()
+    board.about["gpu"] = object()
+    with pytest.raises(TypeError):
+        board.save()
+    assert board.path.read_text() == before
+    assert Leaderboard.load(board.path).entries == board.entries
+
+
+@pytest.mark.parametrize("name", [*ABOUT, "d64-x"])
+def test_a_leaderboard_of_something_else_is_not_gone_on_with(board: Leaderboard, name: str):
+    board.save()
+    asked = {**ABOUT, name: "other"} if name in ABOUT else ABOUT, {"d64-x": [SHORT.name] * (name in ABOUT)}
+    with pytest.raises(LeaderboardError, match=f"is about {name} .* give another --leaderboard"):
+        Leaderboard.resume(board.path, *asked)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"kind": "cutlass_fmha tuning leaderboard 2"}'])
+def test_what_is_no_leaderboard_is_refused(tmp_path: Path, text: str):
+    (tmp_path / "odd.json").write_text(text)
+    with pytest.raises(LeaderboardError, match=r"odd.json is no leaderboard"):
+        Leaderboard.load(tmp_path / "odd.json")
+    with pytest.raises(LeaderboardError, match="can't be read"):
+        Leaderboard.load(tmp_path / "none.json")
+
+
+# ---- commands ----------------------------------------------------------------------------------------------
+
+
+def run_tune(*arguments: object) -> int:
+    return tune.main([str(argument) for argument in arguments])
+
+
+def test_the_report_and_the_lines_to_take_over(board: Leaderboard, capsys: pytest.CaptureFixture[str]):
+    board.about["source_hash"] = source_hash()
+    run(board, FakeGpu(us=lambda c, run: 99.0), per_round=20, limit=20)
+    row = next(Candidate.of(row) for row in rows() if row.arch == 90 and row.head_dim == 64)
+    best = Entry("d64-x", replace(row, stages=row.stages + 1), registers=128)
+    for _ in range(2):
+        best.see(Sighting({SHORT.name: 90.0}, {SHORT.name: {INCUMBENT.key: 100.0}}))
+    board.entries.append(best)
+    board.save()
+    assert run_tune("--report", "--leaderboard", board.path) == 0
+    text = capsys.readouterr().out
+    assert "gpu a GPU, arch 90" in text and "21 candidates" in text and "and 9 slower ones" in text
+    (first,) = [line for line in text.splitlines() if line.split()[:2] == ["1", "accepted"]]
+    assert best.candidate.key in first and " 1.111x " in first
+    assert run_tune("--report", "--all", "--leaderboard", board.path) == 0
+    assert capsys.readouterr().out.count("slower ") == 20
+    assert run_tune("--accept", "--leaderboard", board.path) == 0
+    shown = capsys.readouterr().out
+    assert f"before: {INCUMBENT.key}" in shown and f"replaces, on sm_90: {row.key}" in shown
+    assert f'fmha_forward("90" "f16;bf16" {best.candidate.key})' in shown
+    board.about["source_hash"] = "0" * 64
+    board.save()
+    assert run_tune("--accept", "--leaderboard", board.path) == 1
+    assert "is about sources 000000000000, and src/ has" in capsys.readouterr().err
+
+
+def test_a_dry_run_prints_manifest_lines_and_needs_no_gpu(capsys: pytest.CaptureFixture[str]):
+    options = ["--dry-run", "--arch", 120, "--head-dim", 128, "--round", 5, "--seed", 3]
+    assert run_tune(*options) == 0
+    first = capsys.readouterr().out
+    lines = [line for line in first.splitlines() if not line.startswith("#")]
+    assert len(lines) == 5 and all(line.startswith('fmha_forward("120" "f16;bf16" 128 ') for line in lines)
+    assert run_tune(*options) == 0
+    assert capsys.readouterr().out == first
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("--dry-run --arch 90 --preset dens", "unknown preset"),
+        ("--dry-run --arch 90 --head-dim 48", "no case is left"),
+        ("--dry-run --arch 89 --smem 200", "99 KiB of shared memory on sm_89"),
+        ("--report --leaderboard nowhere.json", "can't be read"),
+        ("--preset dense --head-dim 64", "a search needs a GPU"),
+    ],
+)
+def test_a_request_that_cannot_be_followed_is_one_sentence(
+    arguments: str, sentence: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert run_tune(*arguments.split()) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("tune: ") and error.count("\n") == 1 and sentence in error
+
+
+def test_an_installed_build_of_other_sources_is_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """Its rows are those to be beaten."""
+    monkeypatch.setattr(tune, "gpu_at_hand", lambda index: ("a GPU", 90))
+    monkeypatch.setattr(tune, "source_hash", lambda: "other")
+    assert run_tune("--preset", "dense", "--head-dim", 64) == 1
+    assert "is of other sources: make build" in capsys.readouterr().err

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import fcntl
+import importlib.util
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -118,6 +121,25 @@ class Tree:
         if not found:
             raise BuildError(f"there is no {pattern} in {self.directory}: build it first")
         return found[-1]
+
+
+def load_extension(path: Path) -> Any:
+    """Make a scratch extension this process's ``cutlass_fmha._C``, beside this repository's Python and tests.
+
+    The package is a bare one: importing it wants an installed distribution, of which nothing is needed here.
+    """
+    package = types.ModuleType("cutlass_fmha")
+    package.__path__ = [str(ROOT / "cutlass_fmha")]
+    sys.modules["cutlass_fmha"] = package
+    spec = importlib.util.spec_from_file_location("cutlass_fmha._C", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["cutlass_fmha._C"] = module
+    spec.loader.exec_module(module)
+    package._C = module  # type: ignore[attr-defined]
+    for directory in (ROOT / "tests", ROOT / "tools"):
+        sys.path.insert(0, str(directory))
+    return module
 
 
 def tail(output: str, lines: int = 25) -> str:

@@ -1,7 +1,6 @@
 """Searches tiles: which lines of the manifest (src/templates.cmake) would be faster on a GPU.
 
     python tools/tune.py --preset dense --head-dim 64 --head-dim 128 --minutes 30
-    python tools/tune.py --shape b4_h32_s4096_d64_bf16_causal --apart --strategy random
     python tools/tune.py --dry-run --arch 90 ...        candidates, without compiling anything
     python tools/tune.py --report [--all]               the leaderboard
     python tools/tune.py --accept                       the lines to take over into src/templates.cmake
@@ -21,23 +20,22 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT / "tools") not in sys.path:  # Python can be told to leave a script's directory out
     sys.path.insert(0, str(ROOT / "tools"))
 
-from tuning import manifest, report, search, space  # noqa: E402
-from tuning.build import Builder, BuildError, check_tools  # noqa: E402
-from tuning.candidate import DTYPES, Candidate  # noqa: E402
-from tuning.evaluate import EvaluationError, Evaluator  # noqa: E402
-from tuning.leaderboard import Leaderboard, LeaderboardError, kernel_hash  # noqa: E402
-from tuning.session import Plan, Session  # noqa: E402
-from tuning.space import Limits, Space  # noqa: E402
-from tuning.targets import Target, make_targets  # noqa: E402
+from building import BuildError, find_program  # noqa: E402
+from cubin import ToolMissingError, find_tool  # noqa: E402
+from source_hash import source_hash  # noqa: E402
+from tuning.build import Builder  # noqa: E402
+from tuning.leaderboard import Leaderboard  # noqa: E402
+from tuning.session import EvaluationError, Search, Target, judge_in_a_process  # noqa: E402
+from tuning.space import Candidate, Limits, Space, propose, registers, shared_bytes  # noqa: E402
 
-ARCHITECTURES = (89, 90, 120)
-BOTH = tuple(DTYPES)
+from cutlass_fmha import _C, select  # noqa: E402
+from cutlass_fmha import device as devices  # noqa: E402
+from cutlass_fmha.bench.cases import select_cases  # noqa: E402
 
 
 class UsageError(ValueError):
@@ -51,31 +49,21 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument_group("what to tune for").add_argument
     many = partial(add, action="append", default=[])
     many("--preset", metavar="NAME", help="a group of the benchmark's cases, or a case (default: dense)")
-    many("--shape", help="a problem, as b4_h32-8_s4096_d64_bf16_causal")
     many("--head-dim", type=int, metavar="D", help="only cases of this head dim")
-    add("--apart", action="store_true", help="each case is a set of its own, not all of a head dim together")
-    add("--arch", type=int, choices=ARCHITECTURES, help="whose rows to tune (default: the GPU's)")
+    add("--arch", type=int, choices=devices.ARCHITECTURES, help="whose rows to tune (default: the GPU's)")
     add("--mma-passes", type=int, default=1, metavar="N", help="repeat each mma (3 or 5): an emulated GPU")
     add("--device", type=int, default=0, metavar="N", help="the CUDA device that runs candidates")
     add = parser.add_argument_group("how to search").add_argument
-    many = partial(add, action="append", default=[])
-    add("--strategy", choices=search.STRATEGIES, default="evolve")
     add("--seed", type=int, default=0)
-    many("--copy", choices=space.COPIES, help="only rows that copy so")
     add("--smem", type=int, default=99, metavar="KIB", help="shared memory of a block (default 99: all GPUs)")
-    add("--minutes", type=float, metavar="M", help="time budget (default 30, or none with --candidates)")
+    add("--minutes", type=float, default=30.0, metavar="M", help="draw no more after so long (default 30)")
     add("--candidates", type=int, metavar="N", help="stop after so many")
     add("--round", type=int, metavar="N", help="candidates per problem set that are built together")
     add("--jobs", type=int, metavar="N", help="parallel nvcc jobs (default: as many as cores)")
-    many("--define", "-D", metavar="NAME=VALUE", help="a CMake variable of the builds")
+    partial(add, action="append", default=[])("--define", "-D", metavar="NAME=VALUE", help="for CMake")
     add = parser.add_argument_group("files, and what to do instead of searching").add_argument
     add("--work", type=Path, default=ROOT / "build" / "tune", metavar="DIR", help="default: build/tune")
-    add(
-        "--leaderboard",
-        type=Path,
-        metavar="FILE",
-        help="default: <work>/leaderboard-sm<arch>[-passes<N>].json",
-    )
+    add("--leaderboard", type=Path, metavar="FILE", help="default: one of --work for --arch")
     add("--dry-run", action="store_true", help="print the candidates of the first round as manifest lines")
     add("--report", action="store_true", help="print the leaderboard")
     add("--all", action="store_true", help="with --report: every candidate")
@@ -88,86 +76,70 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-# ---- from options to what the search works with ------------------------------------------------------------
-
-
-def default_arch(device: int) -> tuple[str, int]:
-    """(name, architecture of its rows) of the GPU. Raises UsageError when it can't run our kernels."""
+def gpu_at_hand(index: int) -> tuple[str, int]:
+    """(name, architecture of its rows). Raises UsageError where there is none."""
     import torch
 
-    if device >= torch.cuda.device_count() or not torch.cuda.is_available():
+    if index >= torch.cuda.device_count():
         raise UsageError(
-            f"a search needs a GPU, and torch sees {torch.cuda.device_count()} of them, no number {device}: "
-            "--dry-run, --report and --accept work without"
+            f"a search needs a GPU, and torch sees {torch.cuda.device_count()} of them, no number {index}: "
+            "--dry-run works with --arch, --report and --accept with --leaderboard"
         )
-    major, minor = torch.cuda.get_device_capability(device)
-    if (major, minor) < (8, 9):
-        raise UsageError(f"{torch.cuda.get_device_name(device)} is older than compute capability 8.9")
-    own = 120 if major == 12 else 10 * major + minor
-    return torch.cuda.get_device_name(device), own if own in ARCHITECTURES else 89
+    device = devices.of_index(index)
+    own = devices.own_arch(device)
+    return device.name, own if own in devices.ARCHITECTURES else 89
 
 
-def leaderboard_path(options: argparse.Namespace, arch: int | None) -> Path:
-    if options.leaderboard:
-        return Path(options.leaderboard)
-    passes = "" if options.mma_passes == 1 else f"-passes{options.mma_passes}"
-    found = sorted(options.work.glob(f"leaderboard-*{passes}.json"))
-    if arch is None and len(found) == 1:
-        return Path(found[0])
-    if arch is None:
-        raise UsageError(
-            f"say which leaderboard with --leaderboard or --arch: {options.work} has {len(found)}"
-        )
-    return Path(options.work) / f"leaderboard-sm{arch}{passes}.json"
+def make_targets(options: argparse.Namespace, arch: int) -> list[Target]:
+    """Sets of the benchmark's cases by head dim and group, with the rows of this build to beat.
 
-
-def prepare(
-    options: argparse.Namespace, arch: int
-) -> tuple[list[Target], dict[str, Space], dict[str, list[Candidate]]]:
-    """What is tuned for, the space of each target, and the manifest's rows to beat."""
+    Raises ValueError for an unknown preset, and when nothing is left or there is no row to beat.
+    """
     if options.smem > 99 and arch != 90:
-        raise UsageError(
-            f"a block has 99 KiB of shared memory on sm_{arch}: --smem {options.smem} is for sm_90"
-        )
-    targets = make_targets(options.preset, options.shape, options.head_dim, options.apart)
-    copies = tuple(options.copy) or space.copies_of_the_kernels()
-    limits, lines = Limits.with_shared(options.smem), manifest.read()
-    spaces = {dim: Space(arch, dim, limits, copies) for dim in {target.head_dim for target in targets}}
-    incumbents = {}
-    for target in targets:
-        rows = manifest.candidates_of(lines, arch, target.head_dim, target.dtypes)
-        incumbents[target.name] = [row for row in rows if row.copy != "element"]
-        if not incumbents[target.name]:
-            raise UsageError(
-                f"the manifest has no sm_{arch} row of head dim {target.head_dim} to compare with"
-            )
-    return targets, {target.name: spaces[target.head_dim] for target in targets}, incumbents
+        sentence = f"a block has 99 KiB of shared memory on sm_{arch}: --smem {options.smem} is for sm_90"
+        raise UsageError(sentence)
+    cases = select_cases(options.preset or ["dense"])
+    cases = [c for c in cases if not c.feature and (not options.head_dim or c.head_dim in options.head_dim)]
+    if not cases:
+        raise UsageError("no case is left to tune for: see --preset and --head-dim")
+    targets = []
+    for head_dim, group in dict.fromkeys((case.head_dim, case.group) for case in cases):
+        own = tuple(case for case in cases if (case.head_dim, case.group) == (head_dim, group))
+        rows = [
+            Candidate.of(row)
+            for row in _C.templates()
+            if (row.arch, row.head_dim) == (arch, head_dim) and row.family in select.PLAIN
+            if row.copy != "element" and row.dtype in {case.dtype for case in own}
+        ]
+        if not rows:
+            raise UsageError(f"this build has no sm_{arch} row of head dim {head_dim} to compare with")
+        space = Space(arch, head_dim, Limits.with_shared(options.smem))
+        targets.append(Target(f"d{head_dim}-{group}", own, space, tuple(dict.fromkeys(rows))))
+    return targets
 
 
 # ---- the commands ------------------------------------------------------------------------------------------
 
 
-def dry_run(options: argparse.Namespace) -> None:
-    arch = options.arch or default_arch(options.device)[1]
-    targets, spaces, incumbents = prepare(options, arch)
-    for target in targets:
-        rows, known = incumbents[target.name], {row.key for row in incumbents[target.name]}
-        parents = [search.Scored(row, search.prior(row, target)) for row in rows]
-        seed = f"{options.seed} {target.name} 1"
+def dry_run(options: argparse.Namespace, arch: int) -> None:
+    for target in make_targets(options, arch):
+        rows = target.incumbents
         print(f"# {target.name}: {', '.join(case.name for case in target.cases)}")
-        print(f"# {len(spaces[target.name].all)} candidates; {len(rows)} rows of the manifest to beat")
-        for c in search.propose(
-            spaces[target.name], known, parents, options.round or 8, options.strategy, seed
-        ):
-            line = manifest.Line((arch,), BOTH, c).text()
-            print(f"{line}  # {space.shared_bytes(c)} B shared, {space.registers(c)}+ registers")
+        print(f"# {len(target.space.all)} candidates; {len(rows)} rows of the manifest to beat")
+        parents = [(1.0, row) for row in rows]
+        seed = f"{options.seed} {target.name} 1"
+        for c in propose(target.space, rows, parents, options.round or 8, seed):
+            print(f"{c.line(arch)}  # {shared_bytes(c)} B shared, {registers(c)}+ registers")
 
 
-def tune(options: argparse.Namespace) -> None:
-    gpu, own = default_arch(options.device)
-    arch = options.arch or own
-    targets, spaces, incumbents = prepare(options, arch)
-    check_tools()
+def tune(options: argparse.Namespace, gpu: str, own: int, arch: int, path: Path) -> None:
+    targets = make_targets(options, arch)
+    if _C.build_info()["source_hash"] != source_hash():
+        raise UsageError("the installed build, whose rows are to be beaten, is of other sources: make build")
+    for program in ("cmake", "ninja"):
+        find_program(program)
+    for program in ("cuobjdump", "nvdisasm"):
+        find_tool(program)
     work = Path(options.work).resolve() / f"sm{arch}-passes{options.mma_passes}"
     work.mkdir(parents=True, exist_ok=True)
     with (work / "lock").open("w") as lock:
@@ -180,61 +152,72 @@ def tune(options: argparse.Namespace) -> None:
         defines = list(options.define)
         if stand_in and arch == 120 and options.mma_passes == 1:
             defines.append(f"CUTLASS_FMHA_SM120_PROXY={own}")
-        limits = Limits.with_shared(options.smem)
-        common: dict[str, Any] = {"jobs": options.jobs, "limits": limits}
-        builder = Builder(work, arch, mma_passes=options.mma_passes, defines=defines, **common)
-        own_builder = Builder(work / "own", arch, defines=options.define, **common) if stand_in else None
+        make = partial(Builder, arch=arch, limits=Limits.with_shared(options.smem), jobs=options.jobs)
+        builder = make(work, mma_passes=options.mma_passes, defines=defines)
         about = {"gpu": gpu, "arch": arch, "mma_passes": options.mma_passes, "shared_kib": options.smem}
-        about |= {"kernel_hash": kernel_hash(), "nvcc": builder.nvcc_version()}
-        board = Leaderboard.resume(leaderboard_path(options, arch), about)
-        minutes = options.minutes or (None if options.candidates else 30.0)
-        per_round = options.round or max(4, 2 * (os.cpu_count() or 1) // len(targets))
-        limit_s = None if minutes is None else 60.0 * minutes
-        plan = Plan(options.strategy, options.seed, per_round, limit_s, options.candidates)
-        evaluator = Evaluator(work, arch, options.device, options.mma_passes, limits)
-        say = partial(print, file=sys.stderr, flush=True)
-        say(f"tune: {', '.join(target.name for target in targets)}: sm_{arch} rows on {gpu}; {board.path}")
+        about |= {"source_hash": source_hash(), "nvcc": builder.nvcc_version()}
+        cases = {target.name: [case.name for case in target.cases] for target in targets}
+        board = Leaderboard.resume(path, about, cases)
         try:
-            Session(board, targets, spaces, incumbents, builder, evaluator, plan, say, own_builder).run()
+            Search(
+                board,
+                targets,
+                builder,
+                judge_in_a_process(work, options.device),
+                make(work / "own", defines=options.define) if stand_in else None,
+                seed=options.seed,
+                per_round=options.round or max(4, 2 * (os.cpu_count() or 1)),
+                limit=options.candidates,
+                limit_s=60.0 * options.minutes,
+                say=partial(print, file=sys.stderr, flush=True),
+            ).run()
         finally:
-            print(report.render(board))
+            print(board.render())
 
 
 def accept(board: Leaderboard) -> None:
     """Print the best accepted line of each target, and which rows it beat or takes the name of."""
-    if board.about.get("kernel_hash") != (now := kernel_hash()):
-        raise UsageError(
-            f"{board.path} is about kernels {str(board.about.get('kernel_hash'))[:12]}, and src/ "
-            f"outside the manifest has {now[:12]}: tune again"
-        )
-    arch, lines = int(board.about["arch"]), manifest.read()
+    if board.about["source_hash"] != (now := source_hash()):
+        found = str(board.about["source_hash"])[:12]
+        raise UsageError(f"{board.path} is about sources {found}, and src/ has {now[:12]}: tune again")
+    arch = int(board.about["arch"])
+    rows = {Candidate.of(row) for row in _C.templates() if row.arch == arch and row.family in select.PLAIN}
     for target in board.targets:
-        accepted = [entry for entry in board.best(target) if entry.fate == "accepted"]
-        new = [entry for entry in accepted if all(entry.candidate != line.candidate for line in lines)]
-        if not new:
-            print(f"# {target}: no accepted line that the manifest does not have")
+        best = next((entry for entry in board.best(target) if entry.fate == "accepted"), None)
+        if best is None:
+            print(f"# {target}: no accepted line")
             continue
-        entry = new[0]
-        beaten = {min(us, key=lambda k: us[k]) for us in entry.sightings[-1].incumbents_us.values()}
-        print(f"# {target}: {entry.reason}; fastest before: {', '.join(sorted(beaten))}")
-        for row in manifest.replaced(lines, arch, entry.candidate):
+        beaten = {min(us, key=lambda k: us[k]) for us in best.sightings[-1].incumbents_us.values()}
+        print(f"# {target}: {best.reason}; fastest before: {', '.join(sorted(beaten))}")
+        for row in sorted(row for row in rows if row.name_columns == best.candidate.name_columns):
             print(f"# has the name of, and so replaces, on sm_{arch}: {row.key}")
-        print(manifest.Line((arch,), BOTH, entry.candidate).text())
+        print(best.candidate.line(arch))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        if options.report or options.accept:
-            board = Leaderboard.load(leaderboard_path(options, options.arch))
-            accept(board) if options.accept else print(report.render(board, options.all))
+        if options.leaderboard and (options.report or options.accept):
+            arch, path = 0, options.leaderboard
         else:
-            (dry_run if options.dry_run else tune)(options)
+            search = not (options.dry_run or options.report or options.accept)
+            gpu, own = gpu_at_hand(options.device) if search or not options.arch else ("", 0)
+            arch = options.arch or own
+            name = f"leaderboard-sm{arch}-passes{options.mma_passes}.json"
+            path = options.leaderboard or options.work / name
+        if options.report:
+            print(Leaderboard.load(path).render(options.all))
+        elif options.accept:
+            accept(Leaderboard.load(path))
+        elif options.dry_run:
+            dry_run(options, arch)
+        else:
+            tune(options, gpu, own, arch, path)
     except KeyboardInterrupt:
         print("tune: stopped; the same command goes on from here", file=sys.stderr)
         return 130
-    except (ValueError, BuildError, EvaluationError, LeaderboardError) as error:
+    except (ValueError, BuildError, EvaluationError, ToolMissingError) as error:
         print(f"tune: {error}", file=sys.stderr)
         return 1
     finally:

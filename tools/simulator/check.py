@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from building import load_extension
+
 #: Scores of a problem, and its heads in all batches, that the short list goes up to: tens of milliseconds.
 SHORT_SCORES = 2**20
 SHORT_BLOCKS = 3000
@@ -42,9 +44,7 @@ class MismatchError(AssertionError):
 
 def load(extension: Path) -> Any:
     """Make a simulator build this process's ``cutlass_fmha._C``, and the tests' modules importable."""
-    from tuning import worker
-
-    module = worker.load_extension(extension)
+    module = load_extension(extension)
     if not module.build_info().get("simulator"):
         raise ValueError(f"{extension} is no simulator build")
     return module

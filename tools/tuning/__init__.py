@@ -1,1 +1,1 @@
-"""The parts of tools/tune.py, which searches tiles: space, search, scratch builds, gates, leaderboard."""
+"""What tools/tune.py consists of."""

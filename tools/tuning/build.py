@@ -7,7 +7,6 @@ serves a whole search: what was compiled before stays as it is.
 from __future__ import annotations
 
 import re
-import shutil
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -15,15 +14,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import resources
-from building import BuildError, Tree, find_program, tail
-from cubin import Kernel, find_tool, read_kernels
+from building import BuildError, Tree, tail
+from cubin import Kernel, read_kernels
 
-from .candidate import DTYPES, SHORT, Candidate
-from .manifest import Line, scratch
-from .space import Limits
+from .space import Candidate, Limits
 
 Wanted = Mapping[Candidate, tuple[str, ...]]
 """Candidates and the dtypes (float16, bfloat16) that each is compiled for."""
+SHORT = {"float16": "f16", "bfloat16": "bf16"}  # the package's names, and the manifest's
 _ROW_NAME = re.compile(r"fwd_sm\d+_(f16|bf16)_\w+_(t[0-9a-f]{10})")
 _FAILED = re.compile(r"^FAILED: .*?generated/\w+?_(t[0-9a-f]{10})\w*\.cu\.o")
 _DEFINE = re.compile(r"([A-Za-z_]\w*)=(.*)")
@@ -31,12 +29,22 @@ _DEFINE = re.compile(r"([A-Za-z_]\w*)=(.*)")
 
 @dataclass
 class Built:
-    """An extension, the candidates that are not in it and why, and what the compiler made of the rest."""
+    """An extension, why candidates are not in it, and what the compiler made of the rest."""
 
     extension: Path
     failed: dict[Candidate, str] = field(default_factory=dict)
     complaints: dict[Candidate, list[str]] = field(default_factory=dict)
     registers: dict[Candidate, int] = field(default_factory=dict)
+
+
+def scratch(wanted: Wanted, arch: int) -> str:
+    """A manifest whose rows' names, and files, end in their candidate's tag: see cmake/Instances.cmake."""
+    text = "# Written by tools/tune.py for one build. The package's kernels are in src/templates.cmake.\n"
+    for candidate, dtypes in sorted(wanted.items()):
+        suffix = f"_{candidate.tag}"
+        text += f'set(FMHA_NAME_SUFFIX "{suffix}")\nset(FMHA_GROUP_SUFFIX "{suffix}")\n'
+        text += candidate.line(arch, ";".join(SHORT[dtype] for dtype in dtypes)) + "\n"
+    return text
 
 
 def judge_resources(
@@ -50,7 +58,7 @@ def judge_resources(
     by_tag = {candidate.tag: candidate for candidate in wanted}
     found: dict[Candidate, list[str]] = {candidate: [] for candidate in wanted}
     registers: dict[Candidate, int] = {}
-    missing = {(candidate, dtype) for candidate, dtypes in wanted.items() for dtype in dtypes}
+    missing = {(candidate, SHORT[dtype]) for candidate, dtypes in wanted.items() for dtype in dtypes}
     for kernel in kernels:
         match = _ROW_NAME.fullmatch(kernel.name)
         if not match or match[2] not in by_tag:
@@ -59,7 +67,7 @@ def judge_resources(
         row = SimpleNamespace(**{**vars(c), "name": match[1], "smem_bytes": 0})
         found[c] += resources.complaints(kernel, row)
         registers[c] = max(registers.get(c, 0), kernel.registers)
-        missing.discard((c, DTYPES[match[1]]))
+        missing.discard((c, match[1]))
         if kernel.shared > limits.shared_per_block:
             found[c].append(f"{kernel.shared} bytes of static shared memory")
     for candidate, dtype in sorted(missing):
@@ -97,15 +105,14 @@ class Builder:
         self,
         directory: Path,
         arch: int,
+        limits: Limits,
         *,
         mma_passes: int = 1,
         jobs: int | None = None,
         defines: Iterable[str] = (),
-        limits: Limits | None = None,
         timeout_s: float = 1800.0,
     ) -> None:
-        self.directory, self.arch, self.timeout_s = directory, arch, timeout_s
-        self.limits = limits or Limits()
+        self.directory, self.arch, self.limits, self.timeout_s = directory, arch, limits, timeout_s
         self.manifest = directory / "manifest.cmake"
         variables: dict[str, object] = {
             "CUTLASS_FMHA_MANIFEST": self.manifest,
@@ -120,15 +127,15 @@ class Builder:
         self.tree = Tree(directory / "tree", variables, **({"jobs": jobs} if jobs else {}))
 
     def nvcc_version(self) -> str:
-        """The version of the nvcc that builds, after configuring an empty tree when there is none yet."""
+        """The version of the nvcc that builds. Configures an empty tree when there is none yet."""
         config = self.tree.directory / "generated" / "build_config.h"
         if not config.exists():
             self._configure({})
         match = re.search(r'NVCC_VERSION "([^"]*)"', config.read_text())
         return match[1] if match else ""
 
-    def build(self, name: str, wanted: Wanted, incumbents: Wanted) -> Built:
-        """Compile into ``<directory>/<name>/``. Raises BuildError."""
+    def build(self, wanted: Wanted, incumbents: Wanted) -> Built:
+        """One extension of all that compiles. Raises BuildError."""
         left, failed, begin = {**incumbents, **wanted}, {}, time.monotonic()
         while True:
             self._configure(left)
@@ -144,22 +151,16 @@ class Builder:
             if not broken:
                 raise BuildError(f"the extension was not built:\n{tail(output)}")
             if row := next((c for c in broken if c in incumbents), None):
-                raise BuildError(
-                    f"a row of src/templates.cmake does not compile ({row.label}): {broken[row]}"
-                )
+                raise BuildError(f"a row of src/templates.cmake does not compile ({row.key}): {broken[row]}")
             failed |= broken
             left = {c: dtypes for c, dtypes in left.items() if c not in broken}
-        output_directory = self.directory / name
-        output_directory.mkdir(parents=True, exist_ok=True)
-        extension = Path(shutil.copy2(self.tree.file("_C*.so"), output_directory))
+        extension = self.tree.file("_C*.so")
         kept = {c: dtypes for c, dtypes in wanted.items() if c not in failed}
         return Built(extension, failed, *judge_resources(read_kernels(extension), kept, self.limits))
 
     def _configure(self, wanted: Wanted) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        rows = sorted(wanted.items())
-        lines = [Line((self.arch,), tuple(SHORT[dtype] for dtype in dtypes), c) for c, dtypes in rows]
-        self.manifest.write_text(scratch((line, f"_{line.candidate.tag}") for line in lines))
+        self.manifest.write_text(scratch(wanted, self.arch))
         self.tree.configure()
 
     def _is_compiled(self, candidate: Candidate) -> bool:
@@ -167,11 +168,3 @@ class Builder:
         sources = (self.tree.directory / "generated").glob(f"*_{candidate.tag}*.cu")
         compiled = [objects / f"{source.name}.o" for source in sources]
         return bool(compiled) and all(o.exists() and o.stat().st_size > 0 for o in compiled)
-
-
-def check_tools() -> None:
-    """Raise BuildError or cubin.ToolMissingError when a program that every batch needs is not there."""
-    for program in ("cmake", "ninja"):
-        find_program(program)
-    for program in ("cuobjdump", "nvdisasm"):
-        find_tool(program)

@@ -1,34 +1,31 @@
 """The leaderboard: every candidate's fate, in a file that is whole at any moment and lets a search go on.
 
-JSON, replaced atomically after each change. It says what it holds for: GPU, architecture, sources and tools;
+JSON, replaced atomically after each result. It says what it holds for: GPU, architecture, sources and tools;
 a search on something else does not go on with it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
+import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from source_hash import SOURCES, source_files
+from tabulate import tabulate
 
-from .candidate import Candidate
-from .manifest import MANIFEST
+from .space import Candidate
 
 GAIN = 1.03  # a candidate must be this much faster than the incumbents, as a geometric mean
 WORST = 0.99  # and on no case slower than this
-SIGHTINGS = 2  # in so many timing runs, each a process and a build of its own
-SCHEMA = 2
-KIND = "cutlass_fmha tuning leaderboard"
-#: Fates in the order of the gates. "drawn" and "promising" are not final.
+SIGHTINGS = 2  # in so many timing runs, each in a process of its own
+KIND = "cutlass_fmha tuning leaderboard 3"
+#: Fates in the order of the gates. "promising" is not final.
 FATES = (
-    "drawn",  # proposed, and nothing known yet
     "compile",  # nvcc refused it, or took too long
     "resources",  # spills, a stack, or more than an SM has
     "parity",  # wrong, or not the same twice
@@ -38,23 +35,16 @@ FATES = (
     "unconfirmed",  # a gain that a second run did not see
     "accepted",
 )
-FINAL = frozenset(FATES) - {"drawn", "promising"}
-MATCHED = ("gpu", "arch", "mma_passes", "shared_kib", "kernel_hash", "nvcc")
+ROWS = 12  # candidates of a target that are listed: the fastest
+HEAD = ("fate", "candidate", "gain", "worst case", "seen", "registers", "times (us)")
+NOTE = (
+    "gain: geometric mean of the incumbents' best time over the candidate's, the least of its timing runs; "
+    "times: candidate/incumbent. *: given up early, far behind on the cases that are shown."
+)
 
 
 class LeaderboardError(ValueError):
     """A leaderboard can't be read, or is about something else."""
-
-
-def kernel_hash(sources: Path = SOURCES) -> str:
-    """SHA-256 over src/ without the manifest: what a candidate's times and machine code depend on."""
-    digest = hashlib.sha256()
-    for path in source_files(sources):
-        if path.name != MANIFEST.name:
-            content = (sources / path).read_bytes()
-            digest.update(f"{path.as_posix()}\0{len(content)}\0".encode())
-            digest.update(content)
-    return digest.hexdigest()
 
 
 def gains(us: Mapping[str, float], incumbents_us: Mapping[str, Mapping[str, float]]) -> tuple[float, float]:
@@ -93,15 +83,11 @@ class Entry:
     """A candidate of one target."""
 
     target: str
-    key: str
-    fate: str = "drawn"
+    candidate: Candidate
+    fate: str = ""
     reason: str = ""
     registers: int = 0
     sightings: list[Sighting] = field(default_factory=list)
-
-    @property
-    def candidate(self) -> Candidate:
-        return Candidate.of_key(self.key)
 
     @property
     def gain(self) -> float:
@@ -118,59 +104,45 @@ class Entry:
         self.reason = f"{sighting.geomean:.3f}x the incumbent's speed ({GAIN:.2f}x is asked for), "
         self.reason += f"worst case {sighting.worst:.3f}x ({WORST:.2f}x)"
 
+    def row(self) -> tuple[str, ...]:
+        """Its line of the table."""
+        seen = min(self.sightings, key=lambda s: s.geomean)
+        times = [f"{us:.1f}/{min(seen.incumbents_us[case].values()):.1f}" for case, us in seen.us.items()]
+        gain, worst = f"{seen.geomean:.3f}x{'*' * seen.quick}", f"{seen.worst:.3f}x"
+        runs, registers = str(len(self.sightings)), str(self.registers or "")
+        return self.fate, self.candidate.key, gain, worst, runs, registers, " ".join(times)
+
 
 @dataclass
 class Leaderboard:
-    """``about``: what it holds for (MATCHED), and more. ``incumbents``: target -> keys to be beaten."""
+    """``about``: what it holds for; ``targets``: the names of each one's cases."""
 
     path: Path
     about: dict[str, Any]
     targets: dict[str, list[str]] = field(default_factory=dict)
-    incumbents: dict[str, list[str]] = field(default_factory=dict)
     rounds: int = 0
-    seconds: float = 0.0
-    entries: dict[tuple[str, str], Entry] = field(default_factory=dict)
+    entries: list[Entry] = field(default_factory=list)
 
     def of(self, target: str, *fates: str) -> list[Entry]:
         """A target's entries, those of the given fates, in the order in which they were drawn."""
-        return [e for e in self.entries.values() if e.target == target and (not fates or e.fate in fates)]
+        return [e for e in self.entries if e.target == target and (not fates or e.fate in fates)]
 
     def counts(self) -> dict[str, int]:
-        counted = Counter(entry.fate for entry in self.entries.values())
+        counted = Counter(entry.fate for entry in self.entries)
         return {fate: counted[fate] for fate in FATES if counted[fate]}
 
     def best(self, target: str) -> list[Entry]:
         """A target's entries that ran: accepted ones first, then the fastest."""
         ran = [entry for entry in self.of(target) if entry.sightings]
-        return sorted(ran, key=lambda entry: (entry.fate != "accepted", -entry.gain, entry.key))
-
-    def draw(self, target: str, candidates: Iterable[Candidate]) -> list[Entry]:
-        new = [Entry(target, candidate.key) for candidate in candidates]
-        return [self.entries.setdefault((target, entry.key), entry) for entry in new]
-
-    def set_target(self, name: str, cases: list[str], incumbents: list[str]) -> None:
-        """Tell what a target consists of, and which rows the manifest has for it.
-
-        Gains hold against those incumbents: when there are others by now, what had gained is to be seen anew.
-        Raises LeaderboardError when the target's cases have changed: its times would not be comparable.
-        """
-        if self.targets.setdefault(name, cases) != cases:
-            raise LeaderboardError(
-                f"{self.path} has times of other cases for {name}: give another --leaderboard"
-            )
-        if self.incumbents.get(name, incumbents) != incumbents:
-            for entry in self.of(name, "promising", "accepted", "unconfirmed"):
-                entry.fate, entry.reason, entry.sightings = "drawn", "the manifest has other rows by now", []
-        self.incumbents[name] = incumbents
+        return sorted(ran, key=lambda entry: (entry.fate != "accepted", -entry.gain, entry.candidate))
 
     def save(self) -> None:
         """Write it, so that the file holds either the old state or the new one whatever happens."""
-        head = {name: getattr(self, name) for name in ("about", "targets", "incumbents", "rounds", "seconds")}
-        entries = [asdict(entry) for entry in self.entries.values()]
+        content = {"kind": KIND, **asdict(self), "path": None}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         new = self.path.with_name(f"{self.path.name}.new")
         with new.open("w") as file:
-            json.dump({"kind": KIND, "schema": SCHEMA, **head, "entries": entries}, file, indent=1)
+            json.dump(content, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
         os.replace(new, self.path)
@@ -180,33 +152,57 @@ class Leaderboard:
         """Raises LeaderboardError, with one sentence, unless the file is a leaderboard of this version."""
         try:
             content = json.loads(path.read_text())
-            if (content.pop("kind"), content.pop("schema")) != (KIND, SCHEMA):
+            if content.pop("kind") != KIND:
                 raise ValueError("of another kind or version")
-            entries = content.pop("entries")
-            board = cls(path, **content)
-            for raw in entries:
-                sightings = [Sighting(**sighting) for sighting in raw.pop("sightings")]
-                entry = Entry(**raw, sightings=sightings)
-                board.entries[entry.target, entry.candidate.key] = entry
+            for raw in (entries := content.pop("entries")):
+                raw["candidate"] = Candidate(**raw["candidate"])
+                raw["sightings"] = [Sighting(**sighting) for sighting in raw["sightings"]]
+            return cls(**{**content, "path": path, "entries": [Entry(**raw) for raw in entries]})
         except OSError as error:
             raise LeaderboardError(f"{path} can't be read: {error.strerror}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise LeaderboardError(
-                f"{path} is no leaderboard of this version ({error}): move it away"
-            ) from error
-        return board
+            sentence = f"{path} is no leaderboard of this version ({error}): move it away"
+            raise LeaderboardError(sentence) from error
 
     @classmethod
-    def resume(cls, path: Path, about: dict[str, Any]) -> Leaderboard:
+    def resume(cls, path: Path, about: dict[str, Any], targets: dict[str, list[str]]) -> Leaderboard:
         """The one at ``path`` to go on with, or a new one. LeaderboardError: it is about something else."""
-        if not path.exists():
-            return cls(path, about)
-        board = cls.load(path)
-        for name in MATCHED:
-            if board.about.get(name) != about.get(name):
+        board = cls.load(path) if path.exists() else cls(path, about)
+        known = {**board.about, **{name: board.targets.get(name, cases) for name, cases in targets.items()}}
+        for name, value in {**about, **targets}.items():
+            if known.get(name) != value:
                 raise LeaderboardError(
-                    f"{path} is about {name} {board.about.get(name)}, this search about {about.get(name)}: "
+                    f"{path} is about {name} {known.get(name)}, this search about {value}: "
                     "give another --leaderboard"
                 )
-        board.about = about
+        board.targets |= targets
         return board
+
+    def render(self, everything: bool = False) -> str:
+        """What was searched for, where, and what came of it: a table per target, and what was dropped."""
+        fates = ", ".join(f"{count} {fate}" for fate, count in self.counts().items()) or "none yet"
+        lines = [
+            ", ".join(f"{name} {str(value)[:20]}" for name, value in self.about.items()),
+            f"{len(self.entries)} candidates in {self.rounds} rounds: {fates}",
+        ]
+        for target, cases in self.targets.items():
+            ran = self.best(target)
+            listed = ran if everything else ran[:ROWS]
+            table = tabulate(
+                [entry.row() for entry in listed],
+                HEAD,
+                showindex=range(1, len(listed) + 1),
+                disable_numparse=True,
+            )
+            lines += ["", f"{target}: {', '.join(cases)}", table]
+            if len(ran) > len(listed):
+                lines.append(f"  and {len(ran) - len(listed)} slower ones")
+            dropped = [e for e in self.of(target) if not e.sightings]
+            if everything:
+                lines += [f"  {e.fate:10} {e.candidate.key}: {e.reason}" for e in dropped]
+            else:  # without their numbers, so that equal ones are counted together
+                reasons = Counter((e.fate, re.sub(r"\d[\d.e+-]*", "N", e.reason)[:120]) for e in dropped)
+                lines += [
+                    f"  {count:4} x {fate}: {reason}" for (fate, reason), count in reasons.most_common()
+                ]
+        return "\n".join([*lines, NOTE])

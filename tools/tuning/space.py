@@ -1,4 +1,4 @@
-"""Which candidates can be compiled and could be worth it: the static constraints of the kernels, and no more.
+"""Which candidates can be compiled and could be worth it, and which to try next.
 
 Each rule is one of the static_asserts in src/forward/*.cuh, a limit of the hardware, or a bound on what must
 be in registers at one time. The machine code decides in the end (``tools/resources.py``): these rules only
@@ -8,21 +8,17 @@ keep compile time from being spent on what cannot pass.
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
-import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+import random
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
-
-from .candidate import Candidate
 
 KIB = 1024
 TMA_BOX_ROWS = 256
 COPIES = ("cp_async_16", "tma", "ldg_16")  # what is searched; element rows are for unaligned tensors only
-CONFIG = Path(__file__).resolve().parents[2] / "src" / "config.h"
-FIRST_ARCH = {"tma": 90}  # copies that older architectures don't have
-FIRST_OVERLAP = 90  # from this one on, launches of few-query rows overlap
+FIRST_TMA = FIRST_OVERLAP = 90  # from this architecture on: TMA, and launches of few-query rows that overlap
 # Values that are drawn from, in the order in which a mutation walks.
 DOMAINS: dict[str, tuple[Any, ...]] = {
     "tile_m": (16, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 512),
@@ -44,6 +40,59 @@ TMA_WORK_BYTES = 8 + 28  # the barrier that Q reports to, and Work
 PIPELINE_BYTES = 2 * 8  # of two mbarriers; a stage of K and one of V have two each
 
 
+@dataclass(frozen=True, order=True)
+class Candidate:
+    """A kernel but for architecture and dtype: the manifest's columns, which src/config.h describes."""
+
+    head_dim: int
+    tile_m: int
+    tile_n: int
+    warps: int
+    kv_warps: int
+    stages: int
+    min_blocks: int
+    q_in_registers: bool
+    ping_pong: bool
+    copy: str
+    dependent_launch: bool = False
+
+    @classmethod
+    def of(cls, row: Any) -> Candidate:
+        """The columns of a ``_C.Template``."""
+        return cls(**{name: getattr(row, name) for name in COLUMNS})
+
+    @property
+    def rows_per_warp(self) -> int:
+        return self.tile_m * self.kv_warps // self.warps
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @functools.cached_property
+    def key(self) -> str:
+        """The columns as a line of the manifest has them: ``64 256 64 8 1 2 1 true true cp_async_16``."""
+        values = list(asdict(self).values())[: None if self.dependent_launch else -1]
+        return " ".join(str(value).lower() if isinstance(value, bool) else str(value) for value in values)
+
+    @property
+    def tag(self) -> str:
+        """A short name that is good in a symbol, for builds that hold many candidates."""
+        return "t" + hashlib.sha256(self.key.encode()).hexdigest()[:10]
+
+    @property
+    def name_columns(self) -> tuple[Any, ...]:
+        """Those in a row's name: what two rows of one architecture and dtype must not share."""
+        return (self.head_dim, self.tile_m, self.tile_n, self.warps, self.kv_warps, self.copy)
+
+    def line(self, arch: int, dtypes: str = "f16;bf16") -> str:
+        """Its line of the manifest."""
+        return f'fmha_forward("{arch}" "{dtypes}" {self.key})'
+
+
+COLUMNS: tuple[str, ...] = tuple(field.name for field in fields(Candidate))
+
+
 @dataclass(frozen=True)
 class Limits:
     """What a thread block and an SM have: by default those of sm_89 and sm_120, which every row keeps to."""
@@ -59,14 +108,6 @@ class Limits:
     def with_shared(cls, kib: int) -> Limits:
         """For GPUs whose blocks may have ``kib`` KiB of shared memory (227 on an H200)."""
         return cls(shared_per_block=kib * KIB, shared_per_sm=(kib + 1) * KIB)
-
-
-@functools.cache
-def copies_of_the_kernels() -> tuple[str, ...]:
-    """Those of COPIES that src/config.h has."""
-    match = re.search(r"enum class Copy\b[^{]*\{([^}]*)\}", CONFIG.read_text())
-    names = set(re.findall(r"^\s*(\w+)", match[1], re.MULTILINE)) if match else set()
-    return tuple(copy for copy in COPIES if copy in names)
 
 
 def shared_bytes(c: Candidate) -> int:
@@ -111,8 +152,8 @@ def _shape_objections(c: Candidate, arch: int) -> Iterator[str]:
         yield "ldg_16 is for rows whose warps share the keys"
     if c.kv_warps > 1 and c.copy not in ("ldg_16", "tma"):
         yield f"kv_warps {c.kv_warps} needs ldg_16 or tma, not {c.copy}"
-    if arch < FIRST_ARCH.get(c.copy, 0):
-        yield f"sm_{arch} has no {c.copy}"
+    if c.copy == "tma" and arch < FIRST_TMA:
+        yield f"sm_{arch} has no tma"
     if c.dependent_launch != (c.kv_warps > 1 and arch >= FIRST_OVERLAP):
         yield f"launches overlap from sm_{FIRST_OVERLAP} on, where warps share the keys, and nowhere else"
     if c.head_dim % 32 or c.tile_n % 16:
@@ -176,7 +217,6 @@ class Space:
     arch: int
     head_dim: int
     limits: Limits = field(default_factory=Limits)
-    copies: tuple[str, ...] = field(default_factory=copies_of_the_kernels)
 
     def __contains__(self, candidate: object) -> bool:
         return (
@@ -200,10 +240,67 @@ class Space:
 
     def _shapes(self) -> Iterator[dict[str, Any]]:
         names = ("tile_m", "tile_n", "warps", "kv_warps")
-        for copy, *values in itertools.product(self.copies, *(DOMAINS[name] for name in names)):
+        for copy, *values in itertools.product(COPIES, *(DOMAINS[name] for name in names)):
             shape = {"head_dim": self.head_dim, **dict(zip(names, values, strict=True)), "copy": copy}
             shape["dependent_launch"] = shape["kv_warps"] > 1 and self.arch >= FIRST_OVERLAP
             smallest = Candidate(**shape, stages=1, min_blocks=1, q_in_registers=False, ping_pong=False)
             # Nothing that speaks against the smallest one is mended by more stages, blocks or registers.
             if not objections(smallest, self.arch, self.limits):
                 yield shape
+
+
+# ---- which to try next -------------------------------------------------------------------------------------
+
+RANDOM_SHARE = 0.25  # of what is proposed; the rest are mutations of parents,
+PARENTS = 8  # the best so many,
+CLOSE = 0.75  # of those that are at most that much slower than the best one
+TRIES = 200  # a child that can't be compiled, or is known, is thrown away
+
+Scored = tuple[float, Candidate]
+"""A candidate that ran, behind its speed relative to the incumbents (1.05: five percent faster)."""
+
+
+def propose(
+    space: Space, known: Collection[Candidate], best: Sequence[Scored], count: int, seed: str
+) -> list[Candidate]:
+    """``count`` candidates of the space that are not ``known``; fewer when no more are left.
+
+    best: what may become a parent; empty for a random draw. The same arguments propose the same.
+    """
+    rng = random.Random(seed)
+    left = [candidate for candidate in space.all if candidate not in known]
+    rng.shuffle(left)
+    ranked = sorted(best, reverse=True)[:PARENTS]
+    parents = [candidate for gain, candidate in ranked if gain >= CLOSE * ranked[0][0]]
+    allowed = set(left)
+    chosen: dict[Candidate, None] = {}
+    for _ in range(count - round(count * RANDOM_SHARE) if parents else 0):
+        for _ in range(TRIES):
+            better = min(rng.randrange(len(parents)), rng.randrange(len(parents)))
+            child = mutate(parents[better], space.arch, rng)
+            if child in allowed and child not in chosen:
+                chosen[child] = None
+                break
+    for candidate in left:
+        if len(chosen) >= count:
+            break
+        chosen.setdefault(candidate)
+    return list(chosen)
+
+
+def mutate(candidate: Candidate, arch: int, rng: random.Random) -> Candidate:
+    """One to three columns changed: a flag turned, a number moved one step along its domain, or anywhere."""
+    for name in rng.sample(list(DOMAINS), rng.choice((1, 1, 2, 3))):
+        domain = DOMAINS[name]
+        value = getattr(candidate, name)
+        others = [other for other in domain if other != value]
+        at = domain.index(value) if value in domain else -9
+        near = [*domain[max(0, at - 1) : max(0, at)], *domain[max(0, at + 1) : max(0, at + 2)]]
+        choices = near if near and rng.random() < 0.75 else others
+        candidate = replace(candidate, **{name: rng.choice(choices)})
+    # Loads into registers go with warps that share the keys, cp.async with those that don't, TMA with both.
+    shared = candidate.kv_warps > 1
+    by_thread = "ldg_16" if shared else "cp_async_16"
+    if candidate.copy not in (by_thread, "tma") or rng.random() < 0.2:
+        candidate = replace(candidate, copy=rng.choice((by_thread, "tma")))
+    return replace(candidate, dependent_launch=shared and arch >= FIRST_OVERLAP)

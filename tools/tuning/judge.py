@@ -1,0 +1,138 @@
+"""A candidate on a GPU: the parity gate, then its times beside the incumbents'.
+
+    python tools/tuning/judge.py SPECIFICATION RESULT       as session.py starts it, once for each candidate
+
+A process of its own, because a process holds one ``_C``, and a kernel that reads where it must not takes down
+the process that launched it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path[0:1] = [str(Path(__file__).resolve().parents[1])]
+    from building import load_extension
+
+    job = json.loads(Path(sys.argv[1]).read_text())
+    module = load_extension(Path(job["extension"]))
+
+import gpu
+import oracle
+import torch
+from problems import Problem, listed
+
+from cutlass_fmha.bench import timing
+from cutlass_fmha.bench.cases import Case
+from cutlass_fmha.bench.contenders import make_inputs
+
+LAUNCHES = 3
+FAR = 0.9  # a candidate that slow on one case can't be accepted: it is not timed further
+INCUMBENT_FAR = 0.85  # nor can a row that slow be the incumbent of the case
+Rows = Mapping[tuple[str, str], Any]
+"""The scratch build's ``_C.Template`` by its candidate's tag and its dtype."""
+
+
+def problems(row: Any) -> list[Problem]:
+    """All that the parity tests list for such a row."""
+    return [problem for problem in listed() if problem.runs_on(row.alignment)]
+
+
+def failures(
+    row: Any, problems: Sequence[Problem], device: torch.device, stream: int | None = None
+) -> Iterator[str]:
+    """One sentence per problem that a row fails, as soon as it is known.
+
+    Operands and outputs lie in memory full of NaN, and three launches must agree to the bit.
+    """
+    for problem in problems:
+        launch = gpu.Launch.of(row, problem, device)
+        results = []
+        for _ in range(LAUNCHES):
+            launch.run(stream)
+            results.append([bits(x.view) for x in (launch.out, launch.lse) if x is not None])
+        lse = launch.lse.view if launch.lse else None
+        operands = (launch.out.view, launch.q, launch.k, launch.v)
+        errors = oracle.compare(*operands, launch.scale, problem.causal, lse, problem.exact_scores)
+        if errors.complaint or not errors.worst <= 1.0:
+            yield f"{row.dtype} {problem}: {errors.complaint or f'{errors.worst:.3g} times the tolerance'}"
+        elif not launch.intact():
+            yield f"{row.dtype} {problem}: wrote outside its outputs"
+        elif not all(all(map(torch.equal, results[0], other)) for other in results[1:]):
+            yield f"{row.dtype} {problem}: {LAUNCHES} launches do not agree to the bit"
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """A copy as integers: NaN equals itself."""
+    return x.clone().view({2: torch.int16, 4: torch.int32}[x.element_size()])
+
+
+def time_candidate(
+    tag: str, incumbents: Sequence[str], cases: Sequence[Case], rows: Rows, device: Any, budget_s: float
+) -> dict[str, dict[str, float]]:
+    """Case -> tag -> microseconds (median), the shortest case first.
+
+    A candidate that is far behind on one case is not timed on the others: no gain elsewhere makes up for it.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for case in sorted(cases, key=lambda case: case.flop):
+        call = calls(case, device)
+        timers = {name: timing.GraphTimer(*call(rows[name, case.dtype])) for name in (*incumbents, tag)}
+        us = {name: timer.graph_us / timer.calls for name, timer in timers.items()}
+        best = min(us[name] for name in incumbents)
+        if best / us[tag] >= FAR:
+            near = {name: timer for name, timer in timers.items() if best / us[name] >= INCUMBENT_FAR}
+            us = {name: time.p50_us for name, time in timing.time_interleaved(near, budget_s).items()}
+        found[case.name] = us
+        if min(us[name] for name in us if name != tag) / us[tag] < FAR:
+            break
+    return found
+
+
+def calls(case: Case, device: Any) -> Callable[[Any], tuple[timing.Call, int]]:
+    """Row -> its launches on a case by the binding itself, without selection or allocation, and how many sets
+    of inputs they rotate through."""
+    sets = timing.input_sets(case.input_bytes, torch.cuda.get_device_properties(device).L2_cache_size)
+    inputs = make_inputs(case, sets, device)
+    operands = [(*inputs[i], torch.empty_like(inputs[i][0])) for i in range(sets)]
+
+    def of(row: Any) -> tuple[timing.Call, int]:
+        causal = "bottom-right" if case.causal else "none"
+        launches = [
+            gpu.Launch(row, q, k, v, gpu.Guarded(o, o), None, case.head_dim**-0.5, causal)
+            for q, k, v, o in operands
+        ]
+        return lambda number: launches[number].run(), sets
+
+    return of
+
+
+def judge(job: Mapping[str, Any], rows: Rows, device: torch.device) -> dict[str, Any]:
+    """What is wrong with a candidate, in any of its dtypes; or its times."""
+    for dtype in job["dtypes"]:
+        row = rows[job["tag"], dtype]
+        for failure in failures(row, problems(row), device):
+            return {"parity": failure}
+    cases = [Case(**case) for case in job["cases"]]
+    return {"us": time_candidate(job["tag"], job["incumbents"], cases, rows, device, job["budget_s"])}
+
+
+def main() -> None:
+    device = torch.device("cuda", job["device"])
+    torch.cuda.set_device(device)
+    rows = {(row.name.rpartition("_")[2], row.dtype): row for row in module.templates()}
+    try:
+        result = judge(job, rows, device)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # CUDA's, which a kernel causes; all others are errors of this program
+        result = {"crash": (str(error).strip().splitlines() or [type(error).__name__])[0]}
+    Path(sys.argv[2]).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
