@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
-from cutlass_fmha import autocast, general_plan, ops, plan, private_torch
+from cutlass_fmha import autocast, ops, plan, private_torch
 from cutlass_fmha.arguments import check, check_features
 from cutlass_fmha.arguments.op_arguments import op_arguments
 from cutlass_fmha.arguments.signature import lists_features, refuse_positions
 from cutlass_fmha.features import Features
+from cutlass_fmha.plan import NOTHING
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -124,21 +125,20 @@ def attention(
     """
     if rest:
         refuse_positions("attention", "q, k and v", 3 + len(rest))
-    check.layout_name(layout)
-    causal = "none" if causal is False else check.causal_name(causal)
+    if layout != "bshd":
+        check.layout_name(layout)
+    if causal is False:
+        causal = "none"
+    else:
+        causal = "bottom-right" if causal is True else check.causal_name(causal)
     if return_lse is not False and return_lse is not True:
         check.flag("return_lse", return_lse)  # type: ignore[unreachable]
-    names = ("q", "k", "v")
     said: Mapping[str, Any] = features
     if private_torch.any_autocast_enabled():
         q, k, v, said = autocast.operands(q, k, v, features)
-    if said:
-        arguments = op_arguments(q, said, "q")
-        if arguments:
-            output, lse = _attend(q, k, v, scale, causal, return_lse, layout, template, names, arguments)
-            return (output, lse) if return_lse else output
-    output, lse = _forward(q, k, v, scale, causal, return_lse, layout, template, names)
-    return (output, lse) if return_lse else output
+    arguments = op_arguments(q, said, "q") if said else NOTHING
+    found = _call(q, k, v, scale, causal, return_lse, layout, template, ("q", "k", "v"), arguments)
+    return found if return_lse else found[0]
 
 
 def scaled_dot_product_attention(
@@ -172,31 +172,48 @@ def scaled_dot_product_attention(
         NotImplementedError: a gradient is asked for: nothing is silently dropped.
         TypeError, ValueError, UnsupportedError: as ``attention``; also for attn_mask together with is_causal.
     """
-    causal = "top-left" if check.flag("is_causal", is_causal) else "none"
+    causal = "none" if is_causal is False else "top-left"
+    if is_causal is not False and is_causal is not True:
+        check.flag("is_causal", is_causal)  # type: ignore[unreachable]
     if private_torch.any_autocast_enabled():
         query, key, value, said = autocast.operands(query, key, value, {"bias": attn_mask})
         attn_mask = said["bias"]
+    plain = attn_mask is None and dropout_p == 0.0
+    layout = "sdpa" if enable_gqa is False else "sdpa, gqa"
+    if plain and not torch.compiler.is_compiling() and ops.can_skip_dispatcher(query, key, value):
+        # Where a call like this one went well, its tensors need not be asked again what they are.
+        try:
+            number = None if scale is None else check.finite_scale(scale)
+            known = plan.launch(
+                query, key, value, number, causal, False, None, layout, check.NAMES, NOTHING, True
+            )
+            if known is not None:
+                return known[0]
+        except RuntimeError:  # a nested or a sparse tensor; what CUDA refuses, it does again
+            pass
     lead = None
     if not _same_leading(query, key, value, enable_gqa):
         check.flag("enable_gqa", enable_gqa)
         check.check_types((query, key, value))
         lead, (query, key, value) = _broadcast(query, key, value, enable_gqa)
-    query, key, value = map(_contiguous_rows, check.NAMES, (query, key, value))
-    rest = (scale, causal, False, "bhsd", None, check.NAMES)
-    if attn_mask is None and dropout_p == 0.0:
-        output = _forward(query, key, value, *rest)[0]
-        return output if lead is None else output.reshape(*lead, *output.shape[-2:])
-    features: Keywords = {"dropout_p": dropout_p}
-    if attn_mask is not None:
-        if is_causal:
-            raise ValueError(
-                "attn_mask and is_causal exclude each other, as in torch: "
-                "use cutlass_fmha.attention, which takes a mask and causal together"
-            )
-        leading = query.shape[:2] if lead is None else lead
-        scores = _of_scores(attn_mask, query.dtype, (*leading, query.shape[2], key.shape[2]))
-        features["mask" if scores.dtype == torch.bool else "bias"] = scores
-    output = _attend(query, key, value, *rest, op_arguments(query, features))[0]
+        layout = "bhsd"
+    rows = tuple(map(_contiguous_rows, check.NAMES, (query, key, value)))
+    if any(one is not other for one, other in zip(rows, (query, key, value), strict=True)):
+        layout, (query, key, value) = "bhsd", rows
+    arguments: Mapping[str, Any] = NOTHING
+    if not plain:
+        features: Keywords = {"dropout_p": dropout_p}
+        if attn_mask is not None:
+            if is_causal:
+                raise ValueError(
+                    "attn_mask and is_causal exclude each other, as in torch: "
+                    "use cutlass_fmha.attention, which takes a mask and causal together"
+                )
+            leading = query.shape[:2] if lead is None else lead
+            scores = _of_scores(attn_mask, query.dtype, (*leading, query.shape[2], key.shape[2]))
+            features["mask" if scores.dtype == torch.bool else "bias"] = scores
+        arguments = op_arguments(query, features)
+    output = _call(query, key, value, scale, causal, False, layout, None, check.NAMES, arguments)[0]
     return output if lead is None else output.reshape(*lead, *output.shape[-2:])
 
 
@@ -218,13 +235,10 @@ def attend_cache(
             return attend_cache(q, k_cache, v_cache, scale, causal, return_lse, template, cast)
     names = ("q", "k_cache", "v_cache")
     rest = (scale, check.causal_name(causal), check.flag("return_lse", return_lse), "bshd", template, names)
-    arguments = op_arguments(q, features, "q")
-    if arguments:
-        return _attend(q, k_cache, v_cache, *rest, arguments)
-    return _forward(q, k_cache, v_cache, *rest)
+    return _call(q, k_cache, v_cache, *rest, op_arguments(q, features, "q"))
 
 
-def _forward(
+def _call(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -234,78 +248,72 @@ def _forward(
     layout: str,
     template: str | None,
     names: plan.Names,
+    arguments: Mapping[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
-    """One call of the op, or of what the op would call where nothing listens in between."""
+    """One call of an op, or of what the op would call where nothing listens in between.
+
+    ``arguments`` are those of ``attend``, under its names; without any, the op is ``forward``.
+    """
     if scale is not None:
         scale = check.finite_scale(scale)
     if template is not None:
         check.template_name(template)
-    if not torch.compiler.is_compiling() and ops.can_skip_dispatcher(q, k, v):
+    if arguments and layout != "bshd" and ("cu_seqlens_q" in arguments or "cu_seqlens_k" in arguments):
+        raise ValueError(
+            'layout must be "bshd" with cu_seqlens_q or cu_seqlens_k: '
+            "packed tensors are [total tokens, num_heads, head_dim]"
+        )
+    if (
+        not torch.compiler.is_compiling()
+        and ops.can_skip_dispatcher(q, k, v)
+        and (not arguments or ops.others_can_skip_dispatcher(arguments))
+    ):
         try:
-            return plan.launch(q, k, v, scale, causal, return_lse, template, layout, names)
+            return plan.launch(q, k, v, scale, causal, return_lse, template, layout, names, arguments)
         except RuntimeError:
-            check.check_types(
-                (q, k, v), names
-            )  # nested and sparse tensors have no shape or address to ask for
+            check.check_types((q, k, v), names)  # nested and sparse tensors have no shape or address
             raise
+    return _dispatch(q, k, v, scale, causal, return_lse, plan.LAYOUTS[layout], template, names, arguments)
+
+
+def _dispatch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    causal: str,
+    return_lse: bool,
+    layout: str,
+    template: str | None,
+    names: plan.Names,
+    arguments: Mapping[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """The call through torch's dispatcher. The op checks under its own names; those of the caller say more."""
     check.check_types((q, k, v), names)
-    changes = torch.compiler.is_compiling() and not (scale is None or private_torch.has_static_value(scale))
-    if changes or (q.dim() == v.dim() == 4 and v.shape[3] != q.shape[3]):
-        return _attend(q, k, v, scale, causal, return_lse, layout, template, names, {})
-    dims = check.check_tensors((q, k, v), layout, names)
+    compiling = torch.compiler.is_compiling()
+    changes = compiling and not (scale is None or private_torch.has_static_value(scale))
+    short = not arguments and not changes and not (q.dim() == v.dim() == 4 and v.shape[3] != q.shape[3])
+    if short:
+        check.check_tensors((q, k, v), layout, names)
+    elif layout == "bhsd":
+        check.check_dims((q, k, v), layout, names)  # before they are transposed; the rest comes later
     if layout == "bhsd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    if scale is None:
-        scale = float(dims.head_dim) ** -0.5
-    output, lse = torch.ops.cutlass_fmha.forward(q, k, v, scale, causal, return_lse, template)
-    return (output.transpose(1, 2) if layout == "bhsd" else output), lse
-
-
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None,
-    causal: str,
-    return_lse: bool,
-    layout: str,
-    template: str | None,
-    names: plan.Names,
-    arguments: dict[str, Any],
-) -> tuple[Tensor, Tensor | None]:
-    """The same for the op that takes features. ``arguments`` are the op's, under its names."""
-    if scale is not None:
-        scale = check.finite_scale(scale)
-    if template is not None:
-        check.template_name(template)
-    heads_first = layout == "bhsd"
-    if heads_first:
-        if "cu_seqlens_q" in arguments or "cu_seqlens_k" in arguments:
-            raise ValueError(
-                'layout must be "bshd" with cu_seqlens_q or cu_seqlens_k: '
-                "packed tensors are [total tokens, num_heads, head_dim]"
-            )
-        check.check_dims((q, k, v), layout, names)  # before they are transposed; the rest comes later
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    compiling = torch.compiler.is_compiling()
-    if not compiling and ops.can_skip_dispatcher(q, k, v) and ops.others_can_skip_dispatcher(arguments):
-        features = Features(**arguments)
-        try:
-            output, lse = general_plan.launch(q, k, v, scale, causal, return_lse, template, features, names)
-        except RuntimeError:
-            check.check_types((q, k, v), names)
-            raise
+    if not short and not compiling:
+        check_features.check_features((q, k, v), Features(**arguments), names)
+    scale = float(q.shape[-1]) ** -0.5 if scale is None else scale
+    if short:
+        output, lse = torch.ops.cutlass_fmha.forward(q, k, v, scale, causal, return_lse, template)
     else:
-        if not compiling:  # the op checks under its own names; those of the caller say more
-            check_features.check_features((q, k, v), Features(**arguments), names)
-        scale = float(q.shape[-1]) ** -0.5 if scale is None else scale
         if compiling:
             scale, arguments = _numbers_that_change(scale, arguments)
         output, lse = torch.ops.cutlass_fmha.attend(q, k, v, scale, causal, return_lse, template, **arguments)
-    return (output.transpose(1, 2) if heads_first else output), lse
+    return (output.transpose(1, 2) if layout == "bhsd" else output), lse
 
 
-def _numbers_that_change(scale: float, arguments: dict[str, Any]) -> tuple[float, dict[str, Any]]:
+def _numbers_that_change(
+    scale: float, arguments: Mapping[str, Any]
+) -> tuple[float, Mapping[str, Any]]:
     """Scale and arguments of the op in a graph: numbers that may take any value there go in a tensor."""
     numbers = (scale, arguments.get("softcap", 0.0), arguments.get("dropout_p", 0.0))
     if all(private_torch.has_static_value(number) for number in numbers):

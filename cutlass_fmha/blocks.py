@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from cutlass_fmha.device import KIB, Device
@@ -68,6 +69,7 @@ class Tail(NamedTuple):
         return self.tiles * self.parts * template.tile_m
 
 
+@functools.lru_cache(4096)
 def resident_blocks(template: Template, device: Device) -> int:
     """Blocks of a row that one SM holds at a time, by its description; 0 when not even one fits."""
     by_smem = device.smem_per_sm // (template.smem_bytes + KIB)
@@ -89,63 +91,149 @@ def registers(template: Template) -> int:
     return min(MAX_REGISTERS_PER_THREAD, in_steps)
 
 
+class Division(NamedTuple):
+    """How the work of a launch is divided beyond its tiles; ``pack``: heads that share a tile."""
+
+    pack: int
+    splits: int
+    tail: Tail | None
+
+
+def divide(template: Template, problem: Problem, device: Device) -> Division:
+    """What a row makes of a problem. Measured prices have no say in it: a calibration changes no bit of a result."""
+    if template.scored:
+        pack = packed_heads(template, problem)
+        return Division(pack, _split_keys(template, problem, device, pack), None)
+    return Division(1, 1, tail_of(template, problem, device))
+
+
 def groups(template: Template, problem: Problem, device: Device) -> list[Group]:
     """The blocks of a launch in the order of ``src/core/scheduler.h`` and ``src/features/sequence.h``."""
-    pack = packed_heads(template, problem)
-    tiles = -(-problem.seqlen_q * pack // template.tile_m)
-    sequences = problem.batch * problem.num_heads // pack
+    return [Group(*kind) for kind in kinds(template, problem, divide(template, problem, device))]
+
+
+Kind = tuple[int, float, float, float, float]
+"""A ``Group``, in a tenth of the time: a choice among rows makes a hundred."""
+
+
+def kinds(template: Template, problem: Problem, division: Division) -> list[Kind]:
+    """The ``groups`` of a problem that is divided so."""
+    pack, splits, tail = division
+    tile_m, rows = template.tile_m, problem.seqlen_q * pack
+    tiles = -(-rows // tile_m)
+    sequences = problem.batch * problem.num_heads // pack * splits
     if tiles == 0 or sequences == 0:
         return []
-    splits = split_keys(template, problem, device)
-    sequences *= splits
-    if tail := tail_of(template, problem, device):
-        block, steps, warp_block, warp_steps = _block(template, problem, 0, pack, splits)
-        whole = Group(tiles * sequences - tail.tiles, block, steps, warp_block, warp_steps)
-        first = Group(tail.tiles, block, tail.first, warp_block, warp_steps * tail.first / steps)
-        number = tail.tiles * (tail.parts - 1)
-        return [whole, first, Group(number, block, tail.rest, warp_block, warp_steps * tail.rest / steps)]
+    walk = _walk(template, problem, pack) if template.scored else None
+    whole = _block(template, problem, 0, division, walk)
+    if tail:
+        block, steps, warp_block, warp_steps = whole
+        return [
+            (tiles * sequences - tail.tiles, *whole),
+            (tail.tiles, block, tail.first, warp_block, warp_steps * tail.first / steps),
+            (tail.tiles * (tail.parts - 1), block, tail.rest, warp_block, warp_steps * tail.rest / steps),
+        ]
+    if not problem.is_ranged and rows % tile_m == 0:
+        return [(tiles * sequences, *whole)]
+    last = (sequences, *_block(template, problem, tiles - 1, division, walk))
+    if tiles == 1:
+        return [last]
     if not problem.is_ranged:
-        full = problem.seqlen_q * pack // template.tile_m
-        found = [Group(full * sequences, *_block(template, problem, 0, pack, splits))] if full else []
-        if full < tiles:
-            found.append(Group(sequences, *_block(template, problem, tiles - 1, pack, splits)))
-        return found
+        return [((tiles - 1) * sequences, *whole), last]
     # The last tile, launched first, may be the only one that sees a key.
-    size = max(1, -(-(tiles - 1) // (MAX_GROUPS - 1)))
-    spans = [(max(0, last - size + 1), last) for last in range(tiles - 2, -1, -size)]
-    return [
-        Group((last - first + 1) * sequences, *_block(template, problem, (first + last) / 2, pack, splits))
-        for first, last in [(tiles - 1, tiles - 1), *spans]
-    ]
+    if walk:
+        return [last, *_scored_tiles(tiles - 1, sequences, splits, walk)]
+    return [last, *_plain_tiles(template, problem, tiles - 1, sequences)]
+
+
+Walk = Callable[[int], int]
+"""Steps through all keys that a query tile sees some of, by twice its number: an odd one is between two tiles."""
 
 
 def _block(
-    template: Template, problem: Problem, tile: float, pack: int, splits: int
+    template: Template, problem: Problem, tile: int, division: Division, walk: Walk | None
 ) -> tuple[float, float, float, float]:
-    """A ``Group`` but for its count, of the query tile ``tile``: half a number stands for two neighbours."""
+    """A ``Group`` of a query tile, but for its count."""
     begin = tile * template.tile_m
-    end = min(begin + template.tile_m, problem.seqlen_q * pack)
+    end = min(begin + template.tile_m, problem.seqlen_q * division.pack)
     groups_of_warps = template.warps // template.kv_warps
     rows = template.tile_m // groups_of_warps
-    live = math.ceil((end - begin) / rows) / groups_of_warps
-    if template.scored:
-        part = -(-_walk(template, problem, tile, pack) // splits)  # the last part may be shorter
-        whole = 1.0 if part else EMPTY_BLOCK
-        return whole, part, whole * live, live * part
-    key_tiles = _key_tiles(template, problem, end - 1)
-    # A warp sees what its last row sees; the mean over the warps is that of the middle one.
-    middle = min((begin + end + rows) / 2, end) - 1
-    warp_steps = live * _key_tiles(template, problem, middle) / template.kv_warps
-    whole = 1.0 if key_tiles else EMPTY_BLOCK
-    return whole, -(-key_tiles // template.kv_warps), whole * live, warp_steps
-
-
-def _key_tiles(template: Template, problem: Problem, row: float) -> int:
-    """Tiles of keys of which query ``row`` sees some."""
+    live = -((begin - end) // rows) / groups_of_warps
+    if walk:
+        part = -(-walk(2 * tile) // division.splits)  # the last part may be shorter
+        return (1.0, part, live, live * part) if part else (EMPTY_BLOCK, 0, EMPTY_BLOCK * live, 0.0)
     keys, diagonal = problem.seqlen_k, problem.diagonal
+    seen = middle = keys
     if diagonal is not None:
-        keys = max(0, min(keys, math.floor(row) + diagonal + 1))
-    return -(-keys // template.tile_n)
+        seen = max(0, min(keys, end + diagonal))
+        # A warp sees what its last row sees; the mean over the warps is that of the middle one.
+        middle = max(0, min(keys, min((begin + end + rows) // 2, end) + diagonal))
+    warp_steps = live * -(-middle // template.tile_n) / template.kv_warps
+    whole = 1.0 if seen else EMPTY_BLOCK
+    return whole, -(-seen // (template.tile_n * template.kv_warps)), whole * live, warp_steps
+
+
+def causal_totals(template: Template, problem: Problem, division: Division) -> tuple[Kind, float, float] | None:
+    """Of ``kinds`` under a diagonal alone: the first, and what number * steps and number * warp_steps of all add
+    up to at least. Sums of a line, cut where the keys end; None without a tile."""
+    pack, splits, _ = division
+    rows = problem.seqlen_q * pack
+    tiles = -(-rows // template.tile_m)
+    sequences = problem.batch * problem.num_heads // pack * splits
+    if tiles == 0 or sequences == 0:
+        return None
+    walk = _walk(template, problem, pack) if template.scored else None
+    last = (sequences, *_block(template, problem, tiles - 1, division, walk))
+    slope, offset = template.tile_m / pack, problem.diagonal or 0
+    step = template.tile_n * template.kv_warps * splits
+
+    def total(offset: int) -> float:
+        line = max(0, min(tiles - 1, int((problem.seqlen_k - offset) / slope)))  # tiles before the keys end
+        keys = slope * line * (line + 1) / 2 + offset * line + problem.seqlen_k * (tiles - 1 - line)
+        return max(0.0, sequences * keys / step)
+
+    above = 0 if walk else (template.tile_m - template.tile_m * template.kv_warps // template.warps) // 2
+    return last, sequences * last[2] + total(offset), sequences * last[4] + total(offset - above)
+
+
+# Whole tiles are played through as MAX_GROUPS - 1 groups of equal ones at most.
+
+
+def _scored_tiles(tiles: int, sequences: int, splits: int, walk: Walk) -> list[Kind]:
+    size = max(1, -(-tiles // (MAX_GROUPS - 1)))
+    found: list[Kind] = []
+    for last in range(tiles - 1, -1, -size):
+        first = last - size + 1 if last >= size else 0
+        number = (last - first + 1) * sequences
+        part = -(-walk(first + last) // splits)
+        found.append((number, 1.0, part, 1.0, part) if part else (number, EMPTY_BLOCK, 0, EMPTY_BLOCK, 0.0))
+    return found
+
+
+def _plain_tiles(template: Template, problem: Problem, tiles: int, sequences: int) -> list[Kind]:
+    """As ``_block`` has them, with nothing computed twice."""
+    tile_m, tile_n, kv_warps, keys = template.tile_m, template.tile_n, template.kv_warps, problem.seqlen_k
+    diagonal = keys if problem.diagonal is None else problem.diagonal
+    step = tile_n * kv_warps
+    above = (tile_m - tile_m * kv_warps // template.warps) // 2  # rows before the last of a middle warp
+    size = max(1, -(-tiles // (MAX_GROUPS - 1)))
+    found: list[Kind] = []
+    for last in range(tiles - 1, -1, -size):
+        first = last - size + 1 if last >= size else 0
+        number = (last - first + 1) * sequences
+        seen = (first + last + 2) * tile_m // 2 + diagonal
+        if seen <= 0:
+            found.append((number, EMPTY_BLOCK, 0, EMPTY_BLOCK, 0.0))
+            continue
+        middle = seen - above
+        if middle > keys:
+            middle = seen = keys
+        elif seen > keys:
+            seen = keys
+        if middle < 0:
+            middle = 0
+        found.append((number, 1.0, -(-seen // step), 1.0, -(-middle // tile_n) / kv_warps))
+    return found
 
 
 # ---- the last tiles of plain rows --------------------------------------------------------------------------
@@ -184,6 +272,8 @@ def _tail(tiles: int, steps: int, places: int, most: int) -> Tail | None:
             break
         equal = -(-steps // parts)
         for first in range(equal, steps, max(1, steps // TAIL_SIZES)):
+            if before + first + BLOCK_STEPS >= best_time:
+                break  # what longer ones would take at least
             rest = -(-(steps - first) // (parts - 1))
             if steps - first - (parts - 2) * rest < 1:
                 continue
@@ -208,7 +298,7 @@ def _tail_time(tail: Tail, places: int) -> int:
     return (begun if left <= idle else first) + (rounds + 1) * rest
 
 
-# ---- scored rows ------------------------------------------------------------------------------------------
+# ---- scored rows -------------------------------------------------------------------------------------------
 
 
 def packed_heads(template: Template, problem: Problem) -> int:
@@ -228,45 +318,61 @@ def split_keys(template: Template, problem: Problem, device: Device) -> int:
     """Into how many parts a launch divides the keys of each tile: 1 for plain rows.
 
     As many as the caller says, or those with the shortest way through the launch: waves of blocks times the
-    steps of one, in units of a main loop step. Measured prices have no say in it, so that a calibration
-    changes no bit of a result.
+    steps of one, in units of a main loop step.
     """
-    if not template.scored:
-        return 1
+    return divide(template, problem, device).splits
+
+
+def _split_keys(template: Template, problem: Problem, device: Device, pack: int) -> int:
     if problem.num_splits is not None:
         return problem.num_splits
-    pack = packed_heads(template, problem)
     tiles = -(-problem.seqlen_q * pack // template.tile_m)
     blocks = tiles * problem.batch * problem.num_heads // pack
     places = device.sm_count * max(1, resident_blocks(template, device))
-    part_bytes = 4 * problem.batch * problem.num_heads * problem.seqlen_q * problem.value_dim
-    walk = _walk(template, problem, tiles - 1, pack)
-    most = min(MAX_SPLITS, walk, MAX_PARTIAL_BYTES // max(1, part_bytes))
-    if blocks == 0 or blocks >= ENOUGH_WAVES * places or most < 2:
+    if blocks == 0 or blocks >= ENOUGH_WAVES * places:
         return 1
-    return _splits(walk, blocks, device.sm_count, places, most)
+    part_bytes = 4 * problem.batch * problem.num_heads * problem.seqlen_q * problem.value_dim
+    walk = _walk(template, problem, pack)(2 * (tiles - 1))
+    most = min(MAX_SPLITS, walk, MAX_PARTIAL_BYTES // max(1, part_bytes))
+    return 1 if most < 2 else _splits(walk, blocks, device.sm_count, places, most)
 
 
 @functools.lru_cache(4096)
 def _splits(walk: int, blocks: int, sm_count: int, places: int, most: int) -> int:
     """Of 1 to ``most`` parts of a walk the number with the shortest way through a launch of so many walks."""
-
-    def steps(splits: int) -> float:
+    best, best_steps = 1, math.inf
+    for splits in range(1, most + 1):
+        launched = blocks * splits
+        own = SHORT_BLOCK_STEPS * launched / sm_count
+        if blocks * walk / sm_count + BLOCK_STEPS + own + COMBINE_STEPS > best_steps:
+            break  # what this many take at least, and more of them
         part = -(-walk // splits)
-        total = blocks * splits * part / sm_count
         # What waits for memory loses little where SMs have unequal numbers of blocks, if none is left alone.
-        busiest = -(-blocks * splits // sm_count) * part / ALONE
-        tail = part / 2 if blocks * splits > places else 0
-        own = SHORT_BLOCK_STEPS * blocks * splits / sm_count
-        return max(total, busiest) + BLOCK_STEPS + tail + own + (COMBINE_STEPS if splits > 1 else 0)
+        longest = max(launched * part / sm_count, -(-launched // sm_count) * part / ALONE)
+        tail = part / 2 if launched > places else 0
+        steps = longest + BLOCK_STEPS + tail + own + (COMBINE_STEPS if splits > 1 else 0)
+        if steps < best_steps:
+            best, best_steps = splits, steps
+    return best
 
-    return min(range(1, most + 1), key=steps)
 
+def _walk(template: Template, problem: Problem, pack: int) -> Walk:
+    tile_m, step, queries, keys = template.tile_m, template.tile_n * template.kv_warps, problem.seqlen_q, problem.seqlen_k
+    left, right = problem.window
+    if problem.causal != "none":
+        right = 0
+    if left < 0 and right < 0:
+        whole = -(-keys // step)
+        return lambda twice: whole
+    offset = 0 if problem.causal == "top-left" else keys - queries
 
-def _walk(template: Template, problem: Problem, tile: float, pack: int) -> int:
-    """Steps through all keys that a query tile sees some of."""
-    first = math.floor(tile * template.tile_m / pack)
-    last = min(math.ceil((tile + 1) * template.tile_m / pack), problem.seqlen_q) - 1
-    begin, end = problem.visible_keys(first, last)
-    keys = template.tile_n * template.kv_warps
-    return max(0, -(-end // keys) - begin // keys) if begin < end else 0
+    def walk(twice: int) -> int:
+        begin, end = 0, keys
+        if left >= 0:
+            begin = max(0, twice * tile_m // (2 * pack) + offset - left)
+        if right >= 0:
+            last = min(-(-(twice + 2) * tile_m // (2 * pack)), queries)
+            end = max(0, min(keys, last + offset + right))
+        return max(0, -(-end // step) - begin // step) if begin < end else 0
+
+    return walk

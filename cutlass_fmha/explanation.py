@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cutlass_fmha import _C, autocast, general_plan, select
+from cutlass_fmha import _C, autocast, select
 from cutlass_fmha import device as devices
 from cutlass_fmha.arguments import check, refusal
 from cutlass_fmha.arguments.check import FULL_ALIGNMENT, integer
@@ -19,9 +19,10 @@ from cutlass_fmha.arguments.check_features import check_numbers
 from cutlass_fmha.arguments.op_arguments import op_arguments, window_sides
 from cutlass_fmha.cost import store
 from cutlass_fmha.cost.store import Calibration
+from cutlass_fmha.describe import describe, window_of
 from cutlass_fmha.device import Device
 from cutlass_fmha.errors import UnsupportedError
-from cutlass_fmha.features import Features
+from cutlass_fmha.features import NO_FEATURES, Features
 from cutlass_fmha.select import Build, Problem
 
 if TYPE_CHECKING:
@@ -193,15 +194,8 @@ def _problem_of_tensors(
     check.check_tensors_given(dict(zip("qkv", tensors, strict=True)))
     keywords = {**keywords, "dropout_seed": 0}  # none is drawn for what doesn't run
     q, k, v, cast = autocast.operands(*tensors, keywords)
-    tensors, said = (q, k, v), op_arguments(q, cast)
-    if said or tensors[2].shape[-1:] != tensors[0].shape[-1:]:
-        if layout == "bhsd":
-            q, k, v = (tensor.transpose(1, 2) if tensor.dim() == 4 else tensor for tensor in tensors)
-            tensors = (q, k, v)
-        return general_plan.describe(tensors, causal, Features(**said), ("q", "k", "v"))[0]
-    dims = check.check_tensors(tensors, layout, ("q", "k", "v"))
-    alignment = min(check.operand(tensor, layout).alignment for tensor in tensors)
-    return Problem(*dims, dtype=check.dtype_name(tensors[0].dtype), causal=causal, alignment=alignment)
+    said = op_arguments(q, cast)
+    return describe((q, k, v), causal, Features(**said) if said else NO_FEATURES, ("q", "k", "v"), layout).problem
 
 
 def _problem_of_shape(
@@ -268,7 +262,7 @@ def _with_features(
         raise ValueError(f"block_size must have sides of at least 1, got {check.shown(block)}")
     numbers_said = Features(**window_sides(keywords.get("window")), num_splits=splits)
     check_numbers(numbers_said)
-    window, causal = general_plan.window_of(
+    window, causal = window_of(
         numbers_said.window_left, numbers_said.window_right, problem.causal
     )
     named |= {"window"} if window is not None else set()

@@ -35,7 +35,6 @@ Operands = tuple[Tensor, Tensor, Tensor]
 LARGEST_HEAD_DIM = 256
 #: Bytes that a row of a bias is read in.
 VECTOR_BYTES = 16
-MOST_KEYS_OF_A_TILE = 128
 
 #: Of ``select.FEATURES``, what these rows know: a mask becomes a bias, and a window may have no left limit.
 KNOWN = frozenset({"window", "mask", "bias", "varlen", "lengths", "cache_batch_idx"})
@@ -104,11 +103,6 @@ FIXED_RULES = (
     select._shared_memory,
 )
 CALL_RULES = (_offsets, _features, _left_window)
-
-
-def key_span(k: Tensor, v: Tensor, seqlen_k: int) -> int:
-    """``Problem.key_span``: elements from a sequence's first key to the end of its last tile, in k or v."""
-    return (seqlen_k + MOST_KEYS_OF_A_TILE) * max(tensor.stride(-3) for tensor in (k, v))
 
 
 def predicted_us(template: Template, problem: Problem, device: Device) -> float:

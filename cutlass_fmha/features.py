@@ -68,6 +68,10 @@ class Features(NamedTuple):
         return {name: value for name, value in self._asdict().items() if isinstance(value, Tensor)}
 
 
+#: Those of a call that says nothing.
+NO_FEATURES = Features()
+
+
 class Sizes(NamedTuple):
     """The sizes of a call with features: those of its sequences, and of the tensors that hold them."""
 

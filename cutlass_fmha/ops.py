@@ -17,7 +17,6 @@ from cutlass_fmha import (
     _C,
     autocast,
     cpu,
-    general_plan,
     plan,
     private_torch,
 )
@@ -107,8 +106,8 @@ def _fake(
     return output, query.new_empty((dims.batch, dims.num_heads, dims.seqlen_q), dtype=torch.float32)
 
 
-def _said(scale: float, features: dict[str, Any]) -> tuple[float, Features]:
-    """The scale and features of a call of ``attend``.
+def _scale_of(scale: float, features: dict[str, Any]) -> float:
+    """The scale of a call of ``attend``, whose features become those of ``Features``.
 
     ``numbers``, float64 [3] on the CPU, are scale, softcap and dropout_p in place of those: a compiled graph
     holds a float as a constant, and would be compiled anew for each value.
@@ -121,7 +120,7 @@ def _said(scale: float, features: dict[str, Any]) -> tuple[float, Features]:
                 f"shape {tuple(numbers.shape)} on {numbers.device}"
             )
         scale, features["softcap"], features["dropout_p"] = numbers.tolist()
-    return scale, Features(**features)
+    return scale
 
 
 def _attend_cuda(
@@ -134,9 +133,11 @@ def _attend_cuda(
     template: str | None,
     **features: Any,
 ) -> tuple[Tensor, Tensor]:
-    scale, arguments = _said(scale, features)
+    scale = _scale_of(scale, features)
     _check_options(scale, causal)
-    output, lse = general_plan.launch(query, key, value, scale, causal, return_lse, template, arguments)
+    output, lse = plan.launch(
+        query, key, value, scale, causal, return_lse, template, "bshd", check.NAMES, features
+    )
     return output, _no_lse(query) if lse is None else lse
 
 
@@ -150,12 +151,13 @@ def _attend_cpu(
     template: str | None,
     **features: Any,
 ) -> tuple[Tensor, Tensor]:
-    scale, arguments = _said(scale, features)
+    scale = _scale_of(scale, features)
     _check_options(scale, causal)
+    arguments = Features(**features)
     sizes = check_features.check_features((query, key, value), arguments)
     cpu.check_contents(query, key, arguments, sizes)
     if os.environ.get(SIMULATE) == "1" and _C.build_info().get("simulator"):
-        return _attend_cuda(query, key, value, scale, causal, return_lse, template, **arguments._asdict())
+        return _attend_cuda(query, key, value, scale, causal, return_lse, template, **features)
     if template is not None:
         raise UnsupportedError(f"template {template} is a CUDA kernel, and the tensors are on the CPU")
     output, lse = cpu.attend(query, key, value, scale, causal, arguments, sizes)

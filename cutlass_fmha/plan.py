@@ -1,59 +1,65 @@
-"""The way from CUDA tensors to one call of ``_C.run``.
+"""The way from tensors to a launch.
 
 Everything about a call that does not change from one call to the next (checks, the choice of the row, sizes,
 strides) is prepared once and kept under the tensors' metadata, so that a repeated call costs one dictionary
-lookup.
+lookup. A call copies the prepared parameters, so that threads don't meet in them, and writes addresses into
+its copy.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
-from cutlass_fmha import _C, general_plan, select
+from cutlass_fmha import _C, fallback, private_torch, select
 from cutlass_fmha import device as devices
 from cutlass_fmha.arguments import check
+from cutlass_fmha.arguments.check import FULL_ALIGNMENT
+from cutlass_fmha.describe import Names, Operands, describe
 from cutlass_fmha.errors import UnsupportedError
-from cutlass_fmha.features import Features, Sizes
+from cutlass_fmha.features import NO_FEATURES, Features, Sizes
+from cutlass_fmha.params import add_room, addresses_of, divide, params_of
 from cutlass_fmha.recent import MAX_PLANS, Recent
-from cutlass_fmha.streams import current_stream as _current_stream
+from cutlass_fmha.streams import current_stream
+
+if TYPE_CHECKING:
+    from cutlass_fmha._C import Template
 
 logger = logging.getLogger("cutlass_fmha")
 
-Names = tuple[str, str, str]
+NOTHING: Mapping[str, Any] = {}
+NO_PARAMS = _C.AttentionParams()
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What ``_C.run`` and the allocation of the outputs need, for every call with the same metadata."""
+class Plan(NamedTuple):
+    """What a launch and the allocation of its outputs need, for every call with the same metadata."""
 
     row: int
     params: _C.AttentionParams  # complete but for addresses and the scale, and never written to
-    out_shape: tuple[int, int, int, int]
-    like_q: bool  # the output's rows lie as q's do: making it like q takes half the time
-    lse_shape: tuple[int, int, int]
+    #: Where ``fallback`` launches the row.
+    wide: Template | None
+    sizes: Sizes
+    #: Of the output, in the call's layout: the rows of a query's heads are neighbours in memory.
+    out_shape: tuple[int, ...]
+    out_strides: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+    lse_strides: tuple[int, ...]
     scale: float  # of a call that names none
     dtype: torch.dtype
     device: torch.device
     index: int
+    number: int  # the same, 0 for the CPU, whose tensors a simulator takes
     empty: bool
-    room: int  # floats that the parts of a tail leave
+    room: int  # floats that the parts of split keys or of a tail leave
+    #: (name in Features, field) of the tensors that are read.
+    addresses: tuple[tuple[str, str], ...]
 
 
-@dataclass(frozen=True)
-class Handover:
-    """In place of a plan where ``general_plan`` takes the call: its row, None if that is to be found."""
-
-    template: str | None
-
-
-_NO_FEATURES = Features()
-
-_plans: Recent[Any, Plan | Handover] = Recent(MAX_PLANS)
+_plans: Recent[Any, Plan] = Recent(MAX_PLANS)
 _warned: set[tuple[str, ...]] = set()
 
 
@@ -61,9 +67,40 @@ def clear() -> None:
     """Forgets every plan: for tests, and for a process that changes CUTLASS_FMHA_FORCE_ARCH."""
     _plans.clear()
     _warned.clear()
-    general_plan.clear()
 
 
+#: What a call's layout is in the tensors. torch's SDPA has rules of its own about what has which shape, which a
+#: plan kept under its name has seen obeyed.
+LAYOUTS = {"bshd": "bshd", "bhsd": "bhsd", "sdpa": "bhsd", "sdpa, gqa": "bhsd"}
+
+
+@overload
+def launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    causal: str,
+    return_lse: bool,
+    template: str | None,
+    layout: str = ...,
+    names: Names = ...,
+    said: Mapping[str, Any] = ...,
+) -> tuple[Tensor, Tensor | None]: ...
+@overload
+def launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    causal: str,
+    return_lse: bool,
+    template: str | None,
+    layout: str,
+    names: Names,
+    said: Mapping[str, Any],
+    known_only: Literal[True],
+) -> tuple[Tensor, Tensor | None] | None: ...
 def launch(
     q: Tensor,
     k: Tensor,
@@ -74,14 +111,16 @@ def launch(
     template: str | None,
     layout: str = "bshd",
     names: Names = check.NAMES,
-) -> tuple[Tensor, Tensor | None]:
-    """Runs one forward call on the current stream of the tensors' device: output in q's layout, and the LSE.
+    said: Mapping[str, Any] = NOTHING,
+    known_only: bool = False,
+) -> tuple[Tensor, Tensor | None] | None:
+    """Runs one call on the current stream of the tensors' device: output in the layout, and the LSE.
 
-    ``scale`` None is 1/sqrt(head_dim). Raises what ``check.check_tensors`` and ``select.select`` raise, under
-    ``names``.
+    ``scale`` None is 1/sqrt(head_dim). ``said``: what ``Features`` are made of. ``known_only``: without a plan
+    do nothing and return None. Raises what ``describe`` and ``select.select`` raise, under ``names``.
     """
     q_address, k_address, v_address = q.data_ptr(), k.data_ptr(), v.data_ptr()
-    key = (
+    key: Any = (
         q.shape,
         k.shape,
         v.shape,
@@ -99,117 +138,138 @@ def launch(
         layout,
         template,
     )
-    plan = _plans.get(key)
+    if said:
+        key = (key, *[_metadata(name, value) for name, value in said.items()])
+    plan = _plans.get(key) or _plans.revive(key)
     if plan is None:
-        plan = prepare(q, k, v, causal, template, layout, names)
+        if known_only:
+            return None
+        plan = prepare((q, k, v), causal, template, LAYOUTS[layout], names, said)
         _plans.put(key, plan)
-    if type(plan) is Handover:
-        return _hand_over(q, k, v, scale, causal, return_lse, plan.template, layout, names)
-    assert type(plan) is Plan
+    scale = plan.scale if scale is None else scale
+    if plan.wide is not None:
+        return _launch_wide(plan, plan.wide, (q, k, v), scale, causal, return_lse, layout, said)
 
-    if plan.like_q:
-        out = torch.empty_like(q)
+    lse = parts = None
+    if plan.index == private_torch.current_device():
+        out = private_torch.empty_strided_cuda(plan.out_shape, plan.out_strides, plan.dtype)
+        if return_lse:
+            lse = private_torch.empty_strided_cuda(plan.lse_shape, plan.lse_strides, torch.float32)
     else:
-        out = torch.empty(plan.out_shape, dtype=plan.dtype, device=plan.device)
-        if layout != "bshd":
-            out = out.transpose(1, 2)
-    lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=plan.device) if return_lse else None
-    if not plan.empty:
-        params = plan.params.of_call(
-            q_address,
-            k_address,
-            v_address,
-            out.data_ptr(),
-            0 if lse is None else lse.data_ptr(),
-            plan.scale if scale is None else scale,
-        )
-        if plan.room:
-            parts = torch.empty(plan.room, dtype=torch.float32, device=plan.device)
-            general_plan.add_room(params, parts.data_ptr())
-        _C.run(plan.row, params, plan.index, _current_stream(plan.index))
+        out = torch.empty_strided(plan.out_shape, plan.out_strides, dtype=plan.dtype, device=plan.device)
+        if return_lse:
+            lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=plan.device)
+    if plan.empty:
+        return out, lse
+    lse_address = 0 if lse is None else lse.data_ptr()
+    params = plan.params.of_call(q_address, k_address, v_address, out.data_ptr(), lse_address, scale)
+    for name, field in plan.addresses:
+        setattr(params, field, said[name].data_ptr())
+    if plan.room:
+        parts = torch.empty(plan.room, dtype=torch.float32, device=plan.device)
+        add_room(params, parts.data_ptr())
+    _C.run(plan.row, params, plan.number, current_stream(plan.index))
     return out, lse
 
 
+def _metadata(name: str, value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return name, value.shape, value.stride(), value.dtype, value.get_device()
+    return name, value
+
+
+def _launch_wide(
+    plan: Plan,
+    row: Template,
+    tensors: Operands,
+    scale: float,
+    causal: str,
+    return_lse: bool,
+    layout: str,
+    said: Mapping[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    heads_first = LAYOUTS[layout] == "bhsd"
+    if heads_first:
+        q, k, v = tensors
+        tensors = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    features = Features(**said) if said else NO_FEATURES
+    out, lse = fallback.launch(row, tensors, scale, causal, return_lse, features, plan.sizes)
+    return (out.transpose(1, 2) if heads_first else out), lse
+
+
+# ---- a plan ------------------------------------------------------------------------------------------------
+
+
 def prepare(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    tensors: Operands,
     causal: str,
     template: str | None,
     layout: str = "bshd",
     names: Names = check.NAMES,
-) -> Plan | Handover:
-    """Checks the tensors, picks the row and packs the arguments. Reads metadata and addresses, no element."""
-    check.check_types((q, k, v), names)
-    if q.dim() == v.dim() == 4 and v.shape[3] != q.shape[3]:  # for a scored row, if for any
-        return Handover(template)
-    dims = check.check_tensors((q, k, v), layout, names)
-    if (
-        not select.this_build().templates
-    ):  # before the device is asked about itself: there may be no driver either
+    said: Mapping[str, Any] = NOTHING,
+) -> Plan:
+    """Checks the arguments, picks the row, packs what is known. Reads metadata and addresses, no element."""
+    features = Features(**said) if said else NO_FEATURES
+    problem, sizes, strides = describe(tensors, causal, features, names, layout)
+    build = select.this_build()
+    if not build.templates:  # before the device is asked about itself: there may be no driver either
         raise UnsupportedError(select.NO_KERNELS)
-    operands = [check.operand(tensor, layout) for tensor in (q, k, v)]
-    problem = select.Problem(
-        *dims,
-        dtype=check.dtype_name(q.dtype),
-        causal=causal,
-        alignment=min(operand.alignment for operand in operands),
-    )
-    index = q.get_device()
-    device = devices.of_index(index)
+    index = tensors[0].get_device()
+    device = devices.of_index(index) if index >= 0 else devices.simulated(build.architectures)
     row = select.select(problem, device, template)
-    if row.family not in select.PLAIN:
-        return Handover(row.name)
-    if row.copy == "element":
-        _warn_of_element_copies(row.name, operands, names)
-
-    batch, seqlen_q, _, num_heads, _, head_dim = dims
-    sizes = Sizes(*dims, head_dim_v=head_dim, total_q=None, page_size=0)
-    params = general_plan.params_of(sizes, _NO_FEATURES, causal, operands)
-    room = general_plan.divide(params, row, problem, device)
+    params, room = NO_PARAMS, 0
+    if row.family != select.WIDE:
+        params = params_of(sizes, features, causal, strides)
+        room = divide(params, row, problem, device)
+        if problem.alignment < FULL_ALIGNMENT or (row.scored and (sizes.head_dim | sizes.head_dim_v) % 8):
+            _warn_of_element_copies(row, tensors, sizes, names, layout)
+    out_shape, lse_shape = sizes.out_shape, sizes.lse_shape
+    out_strides = _contiguous(out_shape)
+    if layout == "bhsd":
+        (batch, seqlen, heads, dim), (by_batch, by_seqlen, by_head, _) = out_shape, out_strides
+        out_shape, out_strides = (batch, heads, seqlen, dim), (by_batch, by_head, by_seqlen, 1)
     return Plan(
-        row=row.index,
-        params=params,
-        out_shape=(batch, seqlen_q, num_heads, head_dim),
-        like_q=(q if layout == "bshd" else q.transpose(1, 2)).is_contiguous(),
-        lse_shape=(batch, num_heads, seqlen_q),
-        scale=head_dim**-0.5,
-        dtype=q.dtype,
-        device=q.device,
-        index=index,
-        empty=batch == 0 or seqlen_q == 0 or num_heads == 0,
-        room=room,
+        row.index,
+        params,
+        row if row.family == select.WIDE else None,
+        sizes,
+        out_shape,
+        out_strides,
+        lse_shape,
+        _contiguous(lse_shape),
+        sizes.head_dim**-0.5,
+        tensors[0].dtype,
+        tensors[0].device,
+        index,
+        max(index, 0),
+        0 in (sizes.batch, sizes.seqlen_q, sizes.num_heads),
+        room,
+        addresses_of(features) if said else (),
     )
 
 
-def _hand_over(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None,
-    causal: str,
-    return_lse: bool,
-    template: str | None,
-    layout: str,
-    names: Names,
-) -> tuple[Tensor, Tensor | None]:
-    """The call as one with features, none of which it has."""
-    if layout == "bhsd":
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    out, lse = general_plan.launch(q, k, v, scale, causal, return_lse, template, _NO_FEATURES, names)
-    return (out if layout == "bshd" else out.transpose(1, 2)), lse
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = [1]
+    for size in shape[:0:-1]:
+        strides.append(strides[-1] * max(1, size))
+    return tuple(strides[::-1])
 
 
-def _warn_of_element_copies(row: str, operands: list[check.Operand], names: Names) -> None:
+def _warn_of_element_copies(
+    row: Template, tensors: Operands, sizes: Sizes, names: Names, layout: str
+) -> None:
     """One warning per distinct cause. A row that was forced with everything aligned is nobody's surprise."""
-    causes = tuple(check.misaligned(operands, names))
-    if not causes or causes in _warned:
+    operands = [check.operand(x if x.dim() == 4 else x.unsqueeze(0), layout) for x in tensors]
+    causes = check.misaligned(operands, names)
+    for name, size in (("head_dim", sizes.head_dim), ("head_dim_v", sizes.head_dim_v)):
+        if size % 8 and (name == "head_dim" or size != sizes.head_dim):
+            causes.append(f"{name} {size}")
+    if not causes or tuple(causes) in _warned:
         return
-    _warned.add(causes)
+    _warned.add(tuple(causes))
     logger.warning(
-        "%s %s not a multiple of 16 bytes: %s copies element by element, "
-        "which is slower than the 16-byte rows",
+        "%s %s not a multiple of 16 bytes: %s copies element by element, which is slower",
         " and ".join(causes),
         "is" if len(causes) == 1 else "are",
-        row,
+        row.name,
     )

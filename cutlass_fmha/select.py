@@ -7,9 +7,10 @@ cheapest by predicted cost runs. The rows are those of the build (``_C.templates
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 from cutlass_fmha import _C, cost
 from cutlass_fmha import device as devices
@@ -22,6 +23,7 @@ from cutlass_fmha.recent import Recent
 if TYPE_CHECKING:
     from cutlass_fmha._C import Template
     from cutlass_fmha.cost.store import Calibration
+    from cutlass_fmha.cost.model import RowCost
 
 #: Families of rows that know no more than a diagonal.
 PLAIN = ("plain", "few_query")
@@ -72,7 +74,7 @@ class Problem:
     head_dim. ``features``: names of ``FEATURES``. ``window``: (left, right), -1 without limit.
     ``block_mask``: queries and keys of a block. ``page_size``: keys of a page, 0 without pages.
     ``num_splits``: parts of the keys that the caller asks for. ``key_span``: elements that the keys or values
-    of a sequence lie apart at most, 0 where nobody asked.
+    of a sequence lie apart at most, 0 where any row's offsets hold them.
     """
 
     batch: int
@@ -106,13 +108,13 @@ class Problem:
         """Whether the call asks for nothing that plain rows don't know."""
         return not self.features and self.head_dim_v is None
 
-    @property
+    @functools.cached_property
     def is_decode(self) -> bool:
         """Whether few queries meet many keys, so that dividing the keys may be what fills the GPU."""
         group = self.num_heads // self.num_heads_kv if self.num_heads_kv else 1
         return self.seqlen_q * group <= FEW_QUERIES and self.seqlen_k >= MANY_KEYS
 
-    @property
+    @functools.cached_property
     def is_ranged(self) -> bool:
         """Whether queries see different ranges of keys."""
         return self.diagonal is not None or max(self.window) >= 0
@@ -126,7 +128,7 @@ class Problem:
         begin = 0 if left < 0 else max(0, first + offset - left)
         return begin, self.seqlen_k if right < 0 else max(0, min(self.seqlen_k, last + offset + right + 1))
 
-    @property
+    @functools.cached_property
     def diagonal(self) -> int | None:
         """Key j is visible to query i when j <= i + diagonal; None when every key is."""
         return mask_diagonal(self.causal, self.seqlen_q, self.seqlen_k)
@@ -150,16 +152,42 @@ def typical_length(length: int) -> int:
 def typical(problem: Problem) -> Problem:
     """The problem that stands for those of the same class of lengths, by which a row is chosen.
 
-    Choosing takes ten times as long as all else that a new length takes. Equal lengths stay equal; what a
+    Choosing takes longer than all else that a new length takes. Equal lengths stay equal; what a
     row's offsets can hold is another class than what they can't. By the model, what a class picks costs at
     most 4.5 % more than the best row, 0.1 % on average (300 drawn problems, three GPUs).
     """
-    span = 0 if problem.key_span <= MAX_KEY_SPAN else problem.key_span
     return replace(
         problem,
         seqlen_q=typical_length(problem.seqlen_q),
         seqlen_k=typical_length(problem.seqlen_k),
-        key_span=span,
+        key_span=_key_span_class(problem.key_span),
+    )
+
+
+def _key_span_class(key_span: int) -> int:
+    return 0 if key_span <= MAX_KEY_SPAN else key_span
+
+
+def _class_of(problem: Problem) -> tuple[object, ...]:
+    """What the choice of a row depends on: equal for problems that are ``typical`` of each other."""
+    return (
+        problem.batch,
+        typical_length(problem.seqlen_q),
+        typical_length(problem.seqlen_k),
+        problem.num_heads,
+        problem.num_heads_kv,
+        problem.head_dim,
+        problem.dtype,
+        problem.causal,
+        problem.alignment,
+        problem.head_dim_v,
+        problem.features,
+        problem.window,
+        problem.block_mask,
+        problem.page_size,
+        problem.num_splits,
+        _key_span_class(problem.key_span),
+        problem.is_decode,
     )
 
 
@@ -177,7 +205,20 @@ def this_build() -> Build:
     info = _C.build_info()
     compiled_for = info.get("compiled_for", {})
     assert isinstance(compiled_for, dict)
-    return Build(tuple(_C.templates()), tuple(compiled_for.items()))
+    rows = tuple(cast("Template", Row(template)) for template in _C.templates())
+    return Build(rows, tuple(compiled_for.items()))
+
+
+class Row:
+    """A row as ``_C.templates()`` has it: a copy, since each question to a compiled object takes 150 ns."""
+
+    def __init__(self, template: Template) -> None:
+        for name in dir(template):
+            if not name.startswith("_") and hasattr(template, name):  # a family has what it has
+                setattr(self, name, getattr(template, name))
+
+    def __repr__(self) -> str:
+        return f"<Row {vars(self)['name']}>"
 
 
 @dataclass(frozen=True, eq=False)
@@ -379,9 +420,7 @@ def predicted_cost(
     ``calibration``: what the model was told of this GPU; the one that counts here when None.
     """
     if template.family == WIDE:
-        from cutlass_fmha import fallback
-
-        return fallback.predicted_us(template, problem, device)
+        return price_of_wide(template, problem, device)
     calibration = calibration or store.for_device(device)
     return cost.predict(template, problem, device, calibration.cost(template, device))
 
@@ -427,39 +466,125 @@ def select(
     ValueError for a name that no row has.
     """
     build = build or this_build()
-    if (nothing := no_rows(device, build)) is not None:
-        raise UnsupportedError(nothing)
     if template is not None:
-        row = build.by_name(template)
-        if why := reasons(row, problem, device, build):
-            raise UnsupportedError(
-                f"template {template} can't run this problem ({problem}) on {device}: {'; '.join(why)}"
-            )
-        return row
+        return _named(template, problem, device, build)
     known = calibration or store.for_device(device)
     # Whoever holds a build and its costs keeps their ids from being anybody else's.
-    of_class = typical(problem)
-    key = (of_class, problem.is_decode, device, devices.forced_arch(), id(build), id(known))
-    if (found := _winners.get(key)) is not None:
+    key = (_class_of(problem), device, devices.forced_arch(), id(build), id(known))
+    if (found := _winners.get(key) or _winners.revive(key)) is not None:
         return found[0]
-    eligible = eligible_rows(problem, device, build)
-    if not eligible:
-        from cutlass_fmha.arguments import refusal  # which asks for reasons here
-
-        raise UnsupportedError(refusal.message(problem, device, build))
-    winner = min(contenders(eligible, problem), key=lambda row: price(row, of_class, device, known))
+    if (nothing := no_rows(device, build)) is not None:
+        raise UnsupportedError(nothing)
+    winner = cheapest(_asked(problem, device, build, known), typical(problem), device)
     _winners.put(key, (winner, build, known))
     return winner
+
+
+def _named(name: str, problem: Problem, device: Device, build: Build) -> Template:
+    if (nothing := no_rows(device, build)) is not None:
+        raise UnsupportedError(nothing)
+    row = build.by_name(name)
+    if why := reasons(row, problem, device, build):
+        raise UnsupportedError(
+            f"template {name} can't run this problem ({problem}) on {device}: {'; '.join(why)}"
+        )
+    return row
 
 
 #: What ``select`` found: with it the build and the costs by which it did.
 _winners: Recent[tuple[object, ...], tuple[Template, Build, Calibration]] = Recent(MAX_WINNERS)
 
 
+class Asked(NamedTuple):
+    """A row in question: ``cost`` None of one with a ``predicted_us`` of its own, ``markup`` on its price."""
+
+    row: Template
+    cost: RowCost | None
+    markup: float
+
+
+#: By what keeps rows from a problem, lengths apart: those that cost decides between.
+_in_question: Recent[tuple[object, ...], tuple[list[Asked], Build, Calibration]] = Recent(MAX_WINNERS)
+
+
+def _asked(problem: Problem, device: Device, build: Build, known: Calibration) -> list[Asked]:
+    key = (
+        device,
+        devices.forced_arch(),
+        id(build),
+        id(known),
+        problem.dtype,
+        problem.head_dim,
+        problem.head_dim_v,
+        problem.alignment,
+        problem.features,
+        problem.window[0] >= 0,
+        problem.block_mask,
+        problem.key_span <= MAX_KEY_SPAN,
+        problem.is_decode,
+    )
+    if (found := _in_question.get(key) or _in_question.revive(key)) is not None:
+        return found[0]
+    eligible = eligible_rows(problem, device, build)
+    if not eligible:
+        from cutlass_fmha.arguments import refusal  # which asks for reasons here
+
+        raise UnsupportedError(refusal.message(problem, device, build))
+    asked = [
+        Asked(row, None if row.family == WIDE else known.cost(row, device), _markup(row, problem, known))
+        for row in contenders(eligible, problem)
+    ]
+    _in_question.put(key, (asked, build, known))
+    return asked
+
+
 def price(row: Template, problem: Problem, device: Device, calibration: Calibration) -> float:
     """What rows are chosen by: the predicted microseconds, more of a scored row that nobody timed."""
-    untimed = row.scored and problem.is_plain and row.name not in calibration.rows
-    return predicted_cost(row, problem, device, calibration) * (UNTIMED if untimed else 1.0)
+    return predicted_cost(row, problem, device, calibration) * _markup(row, problem, calibration)
+
+
+def _markup(row: Template, problem: Problem, calibration: Calibration) -> float:
+    return UNTIMED if row.scored and problem.is_plain and row.name not in calibration.rows else 1.0
+
+
+def cheapest(asked: Sequence[Asked], problem: Problem, device: Device) -> Template:
+    """The row of the least ``price``, the first of several.
+
+    Launches are played through in the order of what they cost at least, up to the first that can't win.
+    """
+    if len(asked) == 1:
+        return asked[0].row
+    bounds: list[tuple[float, int, cost.Launch | None]] = []
+    for number, (row, prices, markup) in enumerate(asked):
+        if prices is None:
+            bounds.append((price_of_wide(row, problem, device), number, None))
+        elif row.smem_bytes + devices.KIB > device.smem_per_sm:
+            bounds.append((math.inf, number, None))
+        else:
+            launch = cost.Launch(row, problem, device, prices)
+            bounds.append((launch.bound() * markup, number, launch))
+    least, winner = math.inf, 0
+    for us, number, candidate in sorted(bounds, key=_by_bound):
+        if us > least:
+            break
+        if candidate is not None:
+            markup = asked[number].markup
+            if candidate.least() * markup > least:
+                continue
+            us = candidate.us() * markup
+        if us < least or (us == least and number < winner):
+            least, winner = us, number
+    return asked[winner].row
+
+
+def _by_bound(found: tuple[float, int, cost.Launch | None]) -> tuple[float, int]:
+    return found[:2]
+
+
+def price_of_wide(row: Template, problem: Problem, device: Device) -> float:
+    from cutlass_fmha import fallback
+
+    return fallback.predicted_us(row, problem, device)
 
 
 def contenders(eligible: Sequence[Template], problem: Problem) -> Sequence[Template]:

@@ -305,4 +305,4 @@ def test_a_forced_template_reaches_the_launch(monkeypatch):
     name = make_build().templates[0].name
     q, k, v = tensors()
     attention(q, k, v, scale=2, causal="top-left", return_lse=True, layout="bhsd", template=name)
-    assert seen == [(q, k, v, 2.0, "top-left", True, name, "bhsd", ("q", "k", "v"))]
+    assert seen == [(q, k, v, 2.0, "top-left", True, name, "bhsd", ("q", "k", "v"), {})]

@@ -18,7 +18,8 @@ from problems_general import GeneralProblem, fitted
 from tensors_general import Call
 
 import cutlass_fmha
-from cutlass_fmha import _C, blocks, device, fallback, general_plan, plan, select
+from cutlass_fmha import _C, blocks, describe, device, fallback, plan, select
+from cutlass_fmha.arguments.check import NAMES
 from cutlass_fmha.arguments.op_arguments import op_arguments
 from cutlass_fmha.features import Features
 
@@ -66,7 +67,9 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     said = op_arguments(call.q, {**call.features, **more})
     tensors = (call.q, call.k, call.v)
-    return general_plan.launch(*tensors, call.scale, call.causal, return_lse, template, Features(**said))
+    return plan.launch(
+        *tensors, call.scale, call.causal, return_lse, template, "bshd", NAMES, said
+    )
 
 
 def tensors(problem: GeneralProblem, dtype: torch.dtype = torch.float16) -> Call:
@@ -113,7 +116,7 @@ def test_features_are_what_a_call_says():
     for name, fields in said.items():
         call = tensors(GeneralProblem(**fields))
         features = Features(**op_arguments(call.q, call.features))
-        problem, _, _ = general_plan.describe((call.q, call.k, call.v), "none", features)
+        problem, _, _ = describe.describe((call.q, call.k, call.v), "none", features)
         assert problem.features == (name,)
 
 
@@ -130,7 +133,7 @@ def test_features_are_what_a_call_says():
     ],
 )
 def test_a_window_that_is_a_causal_mask_is_one(window, causal, expected):
-    assert general_plan.window_of(*window, causal) == expected
+    assert describe.window_of(*window, causal) == expected
 
 
 # ---- which row ---------------------------------------------------------------------------------------------
@@ -196,8 +199,8 @@ def test_refusals_name_the_feature(kernels: Kernels):
 
 def test_a_plan_is_made_once(kernels: Kernels, monkeypatch):
     made = []
-    original = general_plan.prepare
-    monkeypatch.setattr(general_plan, "prepare", lambda *said: made.append(said) or original(*said))
+    original = plan.prepare
+    monkeypatch.setattr(plan, "prepare", lambda *said: made.append(said) or original(*said))
     problem = GeneralProblem(9, 40, softcap=3.0, bias=("bhqk", "same", "plain"), used_k=True, leftpad=True)
     for seed in (1, 2):
         call = tensors(replace(problem, seed=seed))
@@ -349,7 +352,7 @@ def test_splits_of_a_launch_are_those_that_its_cost_is_of(kernels: Kernels):
     call = tensors(GeneralProblem(2, 3000, num_heads=8, num_heads_kv=2, softcap=2.0, causal="bottom-right"))
     attend(call)
     features = Features(**op_arguments(call.q, call.features))
-    problem, _, _ = general_plan.describe(call[:3], call.causal, features)
+    problem, _, _ = describe.describe(call[:3], call.causal, features)
     row = kernels.build.templates[kernels.scored[0].row]
     assert kernels.last.splits == blocks.split_keys(row, problem, L4)
     assert kernels.last.pack == blocks.packed_heads(row, problem) == 4

@@ -103,7 +103,7 @@ def test_a_call_brings_the_memory_of_its_parts(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(plan._C, "run", kernels)
     monkeypatch.setattr(select, "this_build", lambda: build)
     monkeypatch.setattr(plan.devices, "of_index", lambda index: L4)
-    monkeypatch.setattr(plan, "_current_stream", lambda index: 0)
+    monkeypatch.setattr(plan, "current_stream", lambda index: 0)
     monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
     plan.clear()
     for heads, seqlen_q in ((59, 64), (58, 64)):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cutlass_fmha import _C, general_plan
+from cutlass_fmha import _C, params
 from cutlass_fmha import device as devices
 from cutlass_fmha.bench.timing import elapsed_us
 from cutlass_fmha.calibrate.problems import input_bytes
@@ -139,10 +139,10 @@ class RowTimer:
             yield
 
     def _launch(self, row: Template, problem: Problem, sets: int) -> Launch:
-        prepared, room = general_plan.contiguous_params(row, problem, devices.of_index(self.index))
+        prepared, room = params.contiguous_params(row, problem, devices.of_index(self.index))
         parts = torch.empty(room, dtype=torch.float32, device=self.device)
         if room:
-            general_plan.add_room(prepared, parts.data_ptr())
+            params.add_room(prepared, parts.data_ptr())
         output, stream, scale = self.output.data_ptr(), self.stream.cuda_stream, problem.head_dim**-0.5
         addresses = self.pools[problem.dtype].addresses(problem, sets)
         calls = [prepared.of_call(*operands, output, 0, scale) for operands in addresses]

@@ -23,13 +23,14 @@ that can has to read them. All prices are linear up to the square root: a few do
 
 from __future__ import annotations
 
+import functools
 import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from cutlass_fmha.blocks import Group, groups, split_keys, tail_of
+from cutlass_fmha.blocks import Kind, causal_totals, divide, kinds
 from cutlass_fmha.device import KIB, Device
 
 if TYPE_CHECKING:
@@ -75,9 +76,12 @@ class RowCost:
 
     def of(self, counts: Counts) -> float:
         """Microseconds of a launch with these counts."""
-        once = self.launch * counts.launches + self.cold * counts.cold
-        once += self.traffic * counts.megabytes + self.again * counts.megabytes_again
-        return once + math.hypot(self.waiting(counts), self.work(counts))
+        return self.once(*counts[:4]) + math.hypot(self.waiting(counts), self.work(counts))
+
+    def once(self, launches: int, cold: float, megabytes: float, megabytes_again: float) -> float:
+        """Of these what a launch takes whatever its blocks do."""
+        once = self.launch * launches + self.cold * cold
+        return once + (self.traffic * megabytes + self.again * megabytes_again)
 
 
 #: The prices of a ``RowCost``: all but ``resident``.
@@ -102,28 +106,90 @@ class Counts(NamedTuple):
     warp_steps: float
 
 
-def count(template: Template, problem: Problem, device: Device, cost: RowCost) -> Counts | None:
-    """Plays a launch through; None when it has no block.
+class Launch:
+    """A row's launch for a problem. What it costs at least is known before it is played through."""
 
-    Which blocks it waits for depends on what they cost: the counts are those at ``cost``.
-    """
-    launched = groups(template, problem, device)
-    if not launched:
-        return None
-    most = MAX_MASKED_WAVES if problem.is_ranged else MAX_WAVES
-    alone = [(group.blocks, group.block, group.steps) for group in launched]
-    shared = [(group.blocks, group.warp_block, group.warp_steps) for group in launched]
-    waiting = _play(alone, device.sm_count * cost.resident, most, cost.block, cost.step)
-    work = _work(shared, device.sm_count, cost, most, even=not problem.is_ranged)
-    splits = split_keys(template, problem, device)
-    tail = tail_of(template, problem, device)
-    read = _bytes_read(problem)
-    moved = read + _bytes_written(problem, splits)
-    if tail:
-        moved += 2 * BYTES_PER_PARTIAL * tail.rows(template) * template.head_dim
-    cold = min(1.0, read / COLD_BYTES)
-    again = max(0.0, _bytes_loaded(template, launched) - read)
-    return Counts(2 if splits > 1 or tail else 1, cold, moved / 1e6, again / 1e6, *waiting, *work)
+    def __init__(self, template: Template, problem: Problem, device: Device, cost: RowCost) -> None:
+        self._row, self._problem, self._cost, self._sms = template, problem, cost, device.sm_count
+        self._even = not problem.is_ranged
+        self._division = divide(template, problem, device)
+
+    def bound(self) -> float:
+        """Microseconds at least, in a tenth of the time that they take."""
+        if self._even or max(self._problem.window) >= 0:
+            return self.least()
+        found = causal_totals(self._row, self._problem, self._division)
+        if found is None:
+            return 0.0
+        last, steps, warp_steps = found
+        number = last[0]
+        return self._at_least(last, number * last[1], steps, number * last[3], warp_steps)
+
+    def least(self) -> float:
+        """The same of the blocks that are played through: if all places, and all SMs, ended together."""
+        if not self._kinds:
+            return 0.0
+        blocks = steps = warp_blocks = warp_steps = 0.0
+        for number, block, step, warp_block, warp_step in self._kinds:
+            blocks += number * block
+            steps += number * step
+            warp_blocks += number * warp_block
+            warp_steps += number * warp_step
+        first = next(kind for kind in self._kinds if kind[0])
+        return self._at_least(first, blocks, steps, warp_blocks, warp_steps)
+
+    def _at_least(
+        self, first: Kind, blocks: float, steps: float, warp_blocks: float, warp_steps: float
+    ) -> float:
+        """By the work of all blocks, and by the first of them alone."""
+        cost, sms = self._cost, self._sms
+        _, block, step, warp_block, warp_step = first
+        waiting = max(
+            (blocks * cost.block + steps * cost.step) / (sms * cost.resident),
+            block * cost.block + step * cost.step,
+        )
+        work = max(
+            (warp_blocks * cost.warp_block + warp_steps * cost.warp_step) / sms,
+            warp_block * cost.warp_block + warp_step * cost.warp_step,
+        )
+        return cost.once(*self._once(steps)) + math.hypot(waiting, work)
+
+    @functools.cached_property
+    def _kinds(self) -> list[Kind]:
+        return kinds(self._row, self._problem, self._division)
+
+    def _once(self, steps: float) -> tuple[int, float, float, float]:
+        """The first of ``Counts``: what a launch has once. ``steps``: those of all blocks."""
+        row, splits, tail = self._row, self._division.splits, self._division.tail
+        read = _bytes_read(self._problem)
+        moved = read + _bytes_written(self._problem, splits)
+        if tail:
+            moved += 2 * BYTES_PER_PARTIAL * tail.rows(row) * row.head_dim
+        # Bytes of keys and values that all blocks load, each for itself.
+        loaded = row.tile_n * row.kv_warps * (row.head_dim + row.head_dim_v) * BYTES_PER_ELEMENT * steps
+        launches = 2 if splits > 1 or tail else 1
+        return launches, min(1.0, read / COLD_BYTES), moved / 1e6, max(0.0, loaded - read) / 1e6
+
+    def counts(self) -> Counts | None:
+        """The launch played through, None without a block: which it waits for depends on what they cost."""
+        if not self._kinds:
+            return None
+        cost, sms = self._cost, self._sms
+        most = MAX_WAVES if self._even else MAX_MASKED_WAVES
+        alone = [(number, block, step) for number, block, step, _, _ in self._kinds]
+        shared = [(number, block, step) for number, _, _, block, step in self._kinds]
+        waiting = _play(alone, sms * cost.resident, most, cost.block, cost.step)
+        work = _work(shared, sms, cost, most, self._even)
+        return Counts(*self._once(sum(number * step for number, _, step in alone)), *waiting, *work)
+
+    def us(self) -> float:
+        counts = self.counts()
+        return 0.0 if counts is None else self._cost.of(counts)
+
+
+def count(template: Template, problem: Problem, device: Device, cost: RowCost) -> Counts | None:
+    """What a launch is made of; None when it has no block. The counts are those at ``cost``."""
+    return Launch(template, problem, device, cost).counts()
 
 
 def _bytes_read(problem: Problem) -> int:
@@ -134,12 +200,6 @@ def _bytes_read(problem: Problem) -> int:
     begin, end = problem.visible_keys(0, problem.seqlen_q - 1)
     of_keys = max(0, end - begin) * problem.num_heads_kv * (problem.head_dim + problem.value_dim)
     return problem.batch * (queries * problem.num_heads * problem.head_dim + of_keys) * BYTES_PER_ELEMENT
-
-
-def _bytes_loaded(template: Template, launched: Sequence[Group]) -> float:
-    """Bytes of keys and values that all blocks load, each for itself."""
-    step = template.tile_n * template.kv_warps * (template.head_dim + template.head_dim_v) * BYTES_PER_ELEMENT
-    return step * sum(group.blocks * group.steps for group in launched)
 
 
 def _bytes_written(problem: Problem, splits: int) -> int:
@@ -170,8 +230,37 @@ def _work(launched: Kinds, sms: int, cost: RowCost, most: int, even: bool) -> tu
             share * sum(number * blocks for number, blocks, _ in launched),
             share * sum(number * steps for number, _, steps in launched),
         )
+    if total <= places and _falls(launched[1:], block, step):
+        return max(
+            (_dealt_to(sm, launched, sms) for sm in (0, min(launched[0][0], sms - 1))),
+            key=lambda found: found[0] * block + found[1] * step,
+        )
     dealt, left_over = _deal(launched, sms, cost.resident)
     return _play(left_over, sms, most * cost.resident, block, step, dealt)
+
+
+def _falls(launched: Kinds, block: float, step: float) -> bool:
+    """Whether no block is longer than one before it."""
+    before = math.inf
+    for _, blocks, steps in launched:
+        us = blocks * block + steps * step
+        if us > before:
+            return False
+        before = us
+    return True
+
+
+def _dealt_to(sm: int, launched: Kinds, sms: int) -> tuple[float, float]:
+    """What an SM has to do of blocks that all find a place: every one of so many."""
+    all_blocks = all_steps = 0.0
+    begin, mine = 0, sm
+    for number, blocks, steps in launched:
+        begin += number
+        while mine < begin:
+            all_blocks += blocks
+            all_steps += steps
+            mine += sms
+    return all_blocks, all_steps
 
 
 def _deal(launched: Kinds, sms: int, rounds: int) -> tuple[Kinds, Kinds]:
@@ -243,5 +332,4 @@ def predict(template: Template, problem: Problem, device: Device, cost: RowCost)
     """Predicted microseconds of one launch; infinite when not even one block fits on an SM."""
     if template.smem_bytes + KIB > device.smem_per_sm:
         return math.inf
-    counts = count(template, problem, device, cost)
-    return 0.0 if counts is None else cost.of(counts)
+    return Launch(template, problem, device, cost).us()

@@ -73,6 +73,7 @@ class Calibration:
     scale: Mapping[str, float] = field(default_factory=dict)
     #: Where it comes from, in words for ``explain``.
     origin: str = "the default for GPUs that were never measured"
+    _derived: dict[tuple[str, Device], RowCost] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __str__(self) -> str:
         if not self.rows:
@@ -83,7 +84,10 @@ class Calibration:
         fit = self.rows.get(template.name)
         if fit is not None:
             return fit.cost
-        return datasheet.row_cost(template, device).scaled(self.scale.get(kind(template), 1.0))
+        if (found := self._derived.get((template.name, device))) is None:
+            found = datasheet.row_cost(template, device).scaled(self.scale.get(kind(template), 1.0))
+            self._derived[template.name, device] = found
+        return found
 
 
 def kind(template: Template) -> str:

@@ -1,0 +1,160 @@
+"""What a call asks of selection: its arguments checked, its problem, how its tensors lie.
+
+Reads metadata and addresses, no element.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from torch import Tensor
+
+from cutlass_fmha import select
+from cutlass_fmha.arguments import check
+from cutlass_fmha.arguments.check_features import check_features
+from cutlass_fmha.features import NO_FEATURES, Features, Sizes
+from cutlass_fmha.select import Problem
+
+#: What ``batch_invariant`` goes by where the longest sequence of a batch would decide.
+INVARIANT_SEQLEN_Q, INVARIANT_SEQLEN_K = 4096, 8192
+#: A walk over keys reads to the end of its last tile at most.
+MOST_KEYS_OF_A_TILE = 128
+
+Names = tuple[str, str, str]
+Operands = tuple[Tensor, Tensor, Tensor]
+Strides = tuple[int, int, int]
+
+#: Features of a problem (``select.FEATURES``) that a tensor of ``Features`` stands for.
+_NAMED = (
+    ("mask", ("mask",)),
+    ("bias", ("bias",)),
+    ("prefix", ("prefix_lengths",)),
+    ("block_mask", ("block_counts",)),
+    ("alibi", ("alibi_slopes",)),
+    ("sinks", ("sinks",)),
+    ("varlen", ("cu_seqlens_q", "cu_seqlens_k")),
+    ("lengths", ("seqused_q", "seqused_k", "leftpad_k")),
+    ("pages", ("page_table",)),
+    ("cache_batch_idx", ("cache_batch_idx",)),
+)
+
+
+class Described(NamedTuple):
+    """A checked call. ``strides``: (batch, seqlen, head) of query, key and value, in elements."""
+
+    problem: Problem
+    sizes: Sizes
+    strides: tuple[Strides, Strides, Strides]
+
+
+def describe(
+    tensors: Operands,
+    causal: str,
+    features: Features = NO_FEATURES,
+    names: Names = check.NAMES,
+    layout: str = "bshd",
+) -> Described:
+    """Raises what ``check.check_tensors`` and ``check_features`` raise, under ``names``."""
+    q, k, v = tensors
+    if features is NO_FEATURES and not (q.dim() == v.dim() == 4 and v.shape[3] != q.shape[3]):
+        dims = check.check_tensors(tensors, layout, names)
+        sizes = Sizes(*dims, dims.head_dim, None, 0)
+    else:
+        if layout == "bhsd":
+            check.check_dims(tensors, layout, names)  # before they are transposed
+            q, k, v = tensors = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+            layout = "bshd"
+        sizes = check_features(tensors, features, names)
+    strides = tuple(_strides(tensor, layout) for tensor in tensors)
+    bits = q.data_ptr() | k.data_ptr() | v.data_ptr()
+    for batch, seqlen, head in strides:
+        bits |= (batch | seqlen | head) * q.element_size()
+    span = (sizes.seqlen_k + MOST_KEYS_OF_A_TILE) * max(strides[1][1], strides[2][1])
+    problem = problem_of(
+        sizes,
+        features,
+        check.dtype_name(q.dtype),
+        causal,
+        check.alignment(bits),
+        span if span > select.MAX_KEY_SPAN else 0,
+    )
+    if features.batch_invariant:
+        problem = for_one_sequence(problem, features)
+    return Described(problem, sizes, strides)  # type: ignore[arg-type]
+
+
+def _strides(tensor: Tensor, layout: str) -> Strides:
+    """(batch, seqlen, head): 0 for a dimension of one, which is never used, and for the batch of packed ones."""
+    shape, strides = tensor.shape, tensor.stride()
+    batch, seqlen, head = check.LAYOUTS[layout] if len(shape) == 4 else (-4, 0, 1)
+    return (
+        strides[batch] if batch >= 0 and shape[batch] > 1 else 0,
+        strides[seqlen] if shape[seqlen] > 1 else 0,
+        strides[head] if shape[head] > 1 else 0,
+    )
+
+
+def window_of(left: int, right: int, causal: str) -> tuple[tuple[int, int] | None, str]:
+    """The window that a call really has, None where it is all or a causal mask, and that mask."""
+    right = 0 if causal != "none" else right
+    if left < 0 and right == 0:
+        return None, "bottom-right" if causal == "none" else causal
+    return (None if left < 0 and right < 0 else (left, right)), causal
+
+
+def problem_of(
+    sizes: Sizes, features: Features, dtype: str, causal: str, alignment: int, key_span: int = 0
+) -> Problem:
+    """What selection knows of a call."""
+    found: tuple[str, ...] = ()
+    window = None
+    if features is not NO_FEATURES:
+        window, causal = window_of(features.window_left, features.window_right, causal)
+        found = _features_of(features, window)
+    return Problem(
+        sizes.batch,
+        sizes.seqlen_q,
+        sizes.seqlen_k,
+        sizes.num_heads,
+        sizes.num_heads_kv,
+        sizes.head_dim,
+        dtype,
+        causal,
+        alignment,
+        head_dim_v=sizes.head_dim_v,
+        features=found,
+        window=window or (-1, -1),
+        block_mask=(features.block_m, features.block_n) if features.block_counts is not None else None,
+        page_size=sizes.page_size,
+        num_splits=features.num_splits,
+        key_span=key_span,
+    )
+
+
+def _features_of(features: Features, window: tuple[int, int] | None) -> tuple[str, ...]:
+    """Names of ``select.FEATURES``, in that order."""
+    asked = {
+        "window": window is not None,
+        "softcap": features.softcap > 0,
+        "dropout": features.dropout_p > 0,
+        "splits": (features.num_splits or 1) > 1,
+    }
+    for name, tensors in _NAMED:
+        asked[name] = any(getattr(features, tensor) is not None for tensor in tensors)
+    return tuple(name for name in select.FEATURES if asked[name])
+
+
+def for_one_sequence(problem: Problem, features: Features) -> Problem:
+    """The problem that ``batch_invariant`` is planned by: one sequence, of a length that no batch decides.
+
+    A batch's longest sequence must not decide for the others, so that packed queries are planned as one fixed
+    length and packed or paged keys as another. The kernel cuts the keys of each tile of queries by their own
+    number, and each row's arithmetic depends on nothing but its own sequence.
+    """
+    problem = replace(problem, batch=1)
+    if features.cu_seqlens_q is not None:
+        problem = replace(problem, seqlen_q=INVARIANT_SEQLEN_Q)
+    if features.cu_seqlens_k is not None or features.page_table is not None:
+        problem = replace(problem, seqlen_k=INVARIANT_SEQLEN_K)
+    return problem
