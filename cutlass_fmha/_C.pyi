@@ -121,8 +121,13 @@ class AttentionParams:
 
     def __init__(self) -> None: ...
     def copy(self) -> AttentionParams: ...
-    def of_call(self, q: int, k: int, v: int, o: int, lse: int, scale: float) -> AttentionParams:
-        """A copy with these addresses and this scale: for one call of a plan, which threads may share."""
+    def of_call(
+        self, q: int, k: int, v: int, o: int, lse: int, scale: float, room: int = 0
+    ) -> AttentionParams:
+        """A copy with these addresses and this scale: for one call of a plan, which threads may share.
+
+        ``room``: floats for the parts of split keys, splits * lse_rows * (head_dim_v + 2), or for a ``tail``.
+        """
 
     q: int
     k: int
@@ -306,6 +311,21 @@ class AppendParams:
     before_position: int
     rotary: Rotary
     query: RotaryParams
+
+def launch(
+    row: int,
+    plan: AttentionParams,
+    device: int,
+    stream: int,
+    q: int,
+    k: int,
+    v: int,
+    o: int,
+    lse: int,
+    scale: float,
+    room: int,
+) -> None:
+    """``run`` for one call of a plan: of ``plan.of_call(q, k, v, o, lse, scale, room)``, in less time."""
 
 def run(
     row: int,

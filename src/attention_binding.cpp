@@ -74,19 +74,6 @@ void bias_type(Class& c) {
       });
 }
 
-/// A copy for one call: threads that share a plan must not meet in its parameters.
-AttentionParams of_call(AttentionParams const& plan, uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t o, uintptr_t lse,
-                        double scale) {
-  AttentionParams p = plan;
-  p.q = reinterpret_cast<void const*>(q);
-  p.k = reinterpret_cast<void const*>(k);
-  p.v = reinterpret_cast<void const*>(v);
-  p.o = reinterpret_cast<void*>(o);
-  p.lse = reinterpret_cast<float*>(lse);
-  p.scale = finite("scale", scale, -kMaxScale, kMaxScale);
-  return p;
-}
-
 void bind_addresses(Class& c) {
   using P = AttentionParams;
   address(c, "q", &P::q);
@@ -251,6 +238,28 @@ void check_rows(FeatureParams const& p) {
 
 }  // namespace
 
+AttentionParams of_call(AttentionParams const& plan, uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t o, uintptr_t lse,
+                        double scale, uintptr_t room) {
+  AttentionParams p = plan;
+  p.q = reinterpret_cast<void const*>(q);
+  p.k = reinterpret_cast<void const*>(k);
+  p.v = reinterpret_cast<void const*>(v);
+  p.o = reinterpret_cast<void*>(o);
+  p.lse = reinterpret_cast<float*>(lse);
+  p.scale = finite("scale", scale, -kMaxScale, kMaxScale);
+  auto* const parts = reinterpret_cast<float*>(room);
+  if (!parts) return p;
+  if (p.splits == 1) {
+    p.tail = parts;
+  } else {
+    int64_t const rows = p.splits * p.lse_rows;
+    p.partial_o = parts;
+    p.partial_lse = parts + rows * p.head_dim_v;
+    p.partial_low = p.partial_lse + rows;
+  }
+  return p;
+}
+
 bool all_vectors(FeatureParams const& p, int element_bytes) {
   constexpr int kVectorBytes = 16;
   uintptr_t addresses = 0;
@@ -281,7 +290,7 @@ void bind_attention_params(py::module_& m) {
   params.def(py::init(&nothing_asked));
   copies(params);
   params.def("of_call", &of_call, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("o"), py::arg("lse"),
-             py::arg("scale"));
+             py::arg("scale"), py::arg("room") = 0);
   params.def(
       "vectors", [](AttentionParams const& p, int element_bytes) { return all_vectors(p, element_bytes); },
       py::arg("element_bytes"));

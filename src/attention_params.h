@@ -16,6 +16,11 @@ struct AttentionParams : FeatureParams, TailRequest {
   bool empty() const { return batch == 0 || seqlen_q == 0 || num_heads == 0; }
 };
 
+/// A copy for one call, which threads that share a plan can't meet in. `room`: for the parts of split keys, or of a
+/// tail: see TailRequest; 0 without them.
+AttentionParams of_call(AttentionParams const& plan, uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t o, uintptr_t lse,
+                        double scale, uintptr_t room);
+
 /// What FeatureParams::vectors promises, of elements of so many bytes. Never taken from a caller.
 bool all_vectors(FeatureParams const& p, int element_bytes);
 

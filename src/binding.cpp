@@ -212,6 +212,12 @@ void bind_run(py::module_& m) {
   m.def("run", &run<Params>, py::arg("row"), py::arg("params"), py::arg("device"), py::arg("stream"));
 }
 
+/// run() for one call of a plan: its parameters never become an object.
+void launch_planned(int row, AttentionParams const& plan, int device, uintptr_t stream, uintptr_t q, uintptr_t k,
+                    uintptr_t v, uintptr_t o, uintptr_t lse, double scale, uintptr_t room) {
+  run(row, of_call(plan, q, k, v, o, lse, scale, room), device, stream);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -228,6 +234,8 @@ PYBIND11_MODULE(_C, m) {
   bind_run<MergeParams>(m);
   bind_run<RotaryParams>(m);
   bind_run<AppendParams>(m);
+  m.def("launch", &launch_planned, py::arg("row"), py::arg("plan"), py::arg("device"), py::arg("stream"), py::arg("q"),
+        py::arg("k"), py::arg("v"), py::arg("o"), py::arg("lse"), py::arg("scale"), py::arg("room"));
   m.def("build_info", &build_info);
 #if CUTLASS_FMHA_CUDA
   bind_host_model(m);

@@ -11,16 +11,19 @@
 
 namespace cutlass_fmha {
 
-inline void check(cudaError_t status, std::string const& what) {
+/// `what` is a function: a launch makes several checks, and must not pay for texts that nobody reads.
+template <class What>
+void check(cudaError_t status, What const& what) {
   if (status == cudaSuccess) return;
   cudaGetLastError();  // leave no error behind for the next caller
-  throw std::runtime_error(what + " failed: " + cudaGetErrorString(status));
+  throw std::runtime_error(std::string(what()) + " failed: " + cudaGetErrorString(status));
 }
 
 inline Gpu gpu_of(int device) {
   int sms = 0, l2_bytes = 0;
-  check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
-  check(cudaDeviceGetAttribute(&l2_bytes, cudaDevAttrL2CacheSize, device), "cudaDeviceGetAttribute");
+  auto const asked = [] { return "cudaDeviceGetAttribute"; };
+  check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device), asked);
+  check(cudaDeviceGetAttribute(&l2_bytes, cudaDevAttrL2CacheSize, device), asked);
   return {sms, l2_bytes};
 }
 
@@ -28,9 +31,9 @@ inline Gpu gpu_of(int device) {
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) {
-    check(cudaGetDevice(&previous_), "cudaGetDevice");
+    check(cudaGetDevice(&previous_), [] { return "cudaGetDevice"; });
     if (previous_ != device) {
-      check(cudaSetDevice(device), "cudaSetDevice(" + std::to_string(device) + ")");
+      check(cudaSetDevice(device), [&] { return "cudaSetDevice(" + std::to_string(device) + ")"; });
       changed_ = true;
     }
   }

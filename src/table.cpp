@@ -24,8 +24,9 @@ cudaDeviceProp const& properties_of(int device) {
   static std::array<std::once_flag, kMaxDevices> once;
   static std::array<cudaDeviceProp, kMaxDevices> known;
   int const place = std::min(device, kMaxDevices - 1);  // devices beyond are like the last one that is known
-  std::call_once(once[place],
-                 [&] { check(cudaGetDeviceProperties(&known[place], device), "cudaGetDeviceProperties"); });
+  std::call_once(once[place], [&] {
+    check(cudaGetDeviceProperties(&known[place], device), [] { return "cudaGetDeviceProperties"; });
+  });
   return known[place];
 }
 
@@ -53,8 +54,9 @@ void allow_shared_memory(Row const& row, int device) {
   std::atomic<bool>* const known = device < kMaxDevices ? &done[&row - rows().data()][device] : nullptr;
   if (known && known->load(std::memory_order_acquire)) return;
   int const bytes = spreads(row) ? int(properties_of(device).sharedMemPerBlockOptin) : row.smem_bytes;
-  check(cudaFuncSetAttribute(row.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
-        std::string("raising the shared memory limit of ") + row.name + " to " + std::to_string(bytes) + " bytes");
+  check(cudaFuncSetAttribute(row.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), [&] {
+    return std::string("raising the shared memory limit of ") + row.name + " to " + std::to_string(bytes) + " bytes";
+  });
   if (known) known->store(true, std::memory_order_release);
 }
 
@@ -109,7 +111,7 @@ void launch_kernel(Row const& row, dim3 grid, void const* params, int device, cu
   cudaError_t const status = row.dependent_launch()
                                  ? launch_dependent(row.kernel, grid, block, arguments, smem_bytes, stream)
                                  : cudaLaunchKernel(row.kernel, grid, block, arguments, smem_bytes, stream);
-  check(status, std::string("launching ") + row.name + " on device " + std::to_string(device));
+  check(status, [&] { return std::string("launching ") + row.name + " on device " + std::to_string(device); });
 }
 
 }  // namespace cutlass_fmha
