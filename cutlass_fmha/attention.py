@@ -12,6 +12,7 @@ from cutlass_fmha import autocast, ops, plan, private_torch
 from cutlass_fmha.arguments import check, check_features
 from cutlass_fmha.arguments.op_arguments import op_arguments
 from cutlass_fmha.arguments.signature import lists_features, refuse_positions
+from cutlass_fmha.describe import Names
 from cutlass_fmha.features import Features
 from cutlass_fmha.plan import NOTHING
 
@@ -127,10 +128,7 @@ def attention(
         refuse_positions("attention", "q, k and v", 3 + len(rest))
     if layout != "bshd":
         check.layout_name(layout)
-    if causal is False:
-        causal = "none"
-    else:
-        causal = "bottom-right" if causal is True else check.causal_name(causal)
+    causal = "none" if causal is False else "bottom-right" if causal is True else check.causal_name(causal)
     if return_lse is not False and return_lse is not True:
         check.flag("return_lse", return_lse)  # type: ignore[unreachable]
     said: Mapping[str, Any] = features
@@ -247,7 +245,7 @@ def _call(
     return_lse: bool,
     layout: str,
     template: str | None,
-    names: plan.Names,
+    names: Names,
     arguments: Mapping[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
     """One call of an op, or of what the op would call where nothing listens in between.
@@ -285,10 +283,10 @@ def _dispatch(
     return_lse: bool,
     layout: str,
     template: str | None,
-    names: plan.Names,
+    names: Names,
     arguments: Mapping[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
-    """The call through torch's dispatcher. The op checks under its own names; those of the caller say more."""
+    """The call through torch's dispatcher, checked before: the op would use names of its own."""
     check.check_types((q, k, v), names)
     compiling = torch.compiler.is_compiling()
     changes = compiling and not (scale is None or private_torch.has_static_value(scale))
@@ -311,9 +309,7 @@ def _dispatch(
     return (output.transpose(1, 2) if layout == "bhsd" else output), lse
 
 
-def _numbers_that_change(
-    scale: float, arguments: Mapping[str, Any]
-) -> tuple[float, Mapping[str, Any]]:
+def _numbers_that_change(scale: float, arguments: Mapping[str, Any]) -> tuple[float, Mapping[str, Any]]:
     """Scale and arguments of the op in a graph: numbers that may take any value there go in a tensor."""
     numbers = (scale, arguments.get("softcap", 0.0), arguments.get("dropout_p", 0.0))
     if all(private_torch.has_static_value(number) for number in numbers):

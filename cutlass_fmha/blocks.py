@@ -100,7 +100,7 @@ class Division(NamedTuple):
 
 
 def divide(template: Template, problem: Problem, device: Device) -> Division:
-    """What a row makes of a problem. Measured prices have no say in it: a calibration changes no bit of a result."""
+    """What a row makes of a problem. Measured prices have no say in it: calibrating changes no result."""
     if template.scored:
         pack = packed_heads(template, problem)
         return Division(pack, _split_keys(template, problem, device, pack), None)
@@ -147,7 +147,7 @@ def kinds(template: Template, problem: Problem, division: Division) -> list[Kind
 
 
 Walk = Callable[[int], int]
-"""Steps through all keys that a query tile sees some of, by twice its number: an odd one is between two tiles."""
+"""Steps through all keys that a query tile sees some of, by twice its number: odd ones lie between two."""
 
 
 def _block(
@@ -173,9 +173,11 @@ def _block(
     return whole, -(-seen // (template.tile_n * template.kv_warps)), whole * live, warp_steps
 
 
-def causal_totals(template: Template, problem: Problem, division: Division) -> tuple[Kind, float, float] | None:
-    """Of ``kinds`` under a diagonal alone: the first, and what number * steps and number * warp_steps of all add
-    up to at least. Sums of a line, cut where the keys end; None without a tile."""
+def causal_totals(
+    template: Template, problem: Problem, division: Division
+) -> tuple[Kind, float, float] | None:
+    """Of ``kinds`` under a diagonal alone: the first, and what number * steps and number * warp_steps of all
+    add up to at least. Sums of a line, cut where the keys end; None without a tile."""
     pack, splits, _ = division
     rows = problem.seqlen_q * pack
     tiles = -(-rows // template.tile_m)
@@ -357,7 +359,12 @@ def _splits(walk: int, blocks: int, sm_count: int, places: int, most: int) -> in
 
 
 def _walk(template: Template, problem: Problem, pack: int) -> Walk:
-    tile_m, step, queries, keys = template.tile_m, template.tile_n * template.kv_warps, problem.seqlen_q, problem.seqlen_k
+    tile_m, step, queries, keys = (
+        template.tile_m,
+        template.tile_n * template.kv_warps,
+        problem.seqlen_q,
+        problem.seqlen_k,
+    )
     left, right = problem.window
     if problem.causal != "none":
         right = 0

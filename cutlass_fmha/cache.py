@@ -7,12 +7,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cutlass_fmha import _C, autocast, private_torch, support
+from cutlass_fmha import _C, autocast, ops, private_torch, support
 from cutlass_fmha.arguments import check
 from cutlass_fmha.arguments.op_arguments import window_sides
 from cutlass_fmha.arguments.signature import lists_features, refuse_name
 from cutlass_fmha.attention import attend_cache
-from cutlass_fmha.rotary import check_positions, check_rows, check_table, rotate, rotation, table_of
+from cutlass_fmha.plan import kept
+from cutlass_fmha.rotary import (
+    check_positions,
+    check_rows,
+    check_table,
+    rotate,
+    rotation,
+    set_addresses,
+    table_of,
+)
 
 # One launch does everything around attention: it also rotates the queries and adds up the lengths.
 SCHEMA = (
@@ -129,21 +138,23 @@ def with_kv_cache(
     if k is not None and v is not None:
         if cache_seqlens is None:
             raise ValueError("k and v are appended behind cache_seqlens rows, and cache_seqlens is None")
-        rotated, seqused_k = torch.ops.cutlass_fmha.append_kv_(
-            k_cache,
-            v_cache,
-            k,
-            v,
-            cache_seqlens,
-            query=q if is_rotated else None,
-            advance_query=advance_query,
-            rotary_cos=rotary_cos,
-            rotary_sin=rotary_sin,
-            rotary_interleaved=rotary_interleaved,
-            rotary_seqlens=rotary_seqlens,
-            cache_batch_idx=cache_batch_idx,
-            page_table=page_table,
-            leftpad_k=leftpad_k,
+        rotated, seqused_k = _append(
+            Append(
+                k_cache,
+                v_cache,
+                k,
+                v,
+                cache_seqlens,
+                q if is_rotated else None,
+                advance_query,
+                rotary_cos,
+                rotary_sin,
+                rotary_interleaved,
+                rotary_seqlens,
+                cache_batch_idx,
+                page_table,
+                leftpad_k,
+            )
         )
         q = rotated if is_rotated else q
     elif is_rotated:
@@ -223,6 +234,24 @@ class Append(NamedTuple):
         """The rotated queries and the new lengths, still to be written."""
         rotated = self.key.new_empty(0) if self.query is None else self.query.new_empty(self.query.shape)
         return rotated, self.cache_seqlens.new_empty(self.cache_seqlens.shape)
+
+
+def _append(a: Append) -> tuple[Tensor, Tensor]:
+    """The op, or what is left of it where nothing listens in between."""
+    if (
+        torch.compiler.is_compiling()
+        or private_torch.any_autocast_enabled()
+        or not ops.can_skip_dispatcher(a.k_cache, a.v_cache, a.key)
+        or not ops.others_can_skip_dispatcher(a._asdict())
+    ):
+        rotated, seqused_k = torch.ops.cutlass_fmha.append_kv_(
+            *a[:5], **dict(zip(a._fields[5:], a[5:], strict=True))
+        )
+        return rotated, seqused_k
+    found = _launch(a)
+    if not (a.k_cache.is_inference() or a.v_cache.is_inference()):
+        torch.autograd.graph.increment_version((a.k_cache, a.v_cache))
+    return found
 
 
 def _check(a: Append) -> None:
@@ -322,31 +351,53 @@ def _check_rotary(a: Append) -> None:
         check_rows("query", a.query, a.rotary_cos)
 
 
+#: Fields of ``_C.AppendParams`` and of ``Append`` that are addresses of one another.
+_ADDRESSES = (
+    ("k_cache", "k_cache"),
+    ("v_cache", "v_cache"),
+    ("k", "key"),
+    ("v", "value"),
+    ("cache_seqlens", "cache_seqlens"),
+    ("cache_batch_idx", "cache_batch_idx"),
+    ("page_table", "page_table"),
+)
+
+
 def _launch(a: Append) -> tuple[Tensor, Tensor]:
-    _check(a)
+    plan = kept("append_kv_", a, lambda: _prepare(a))
     rotated, seqused_k = a.results()
     if a.key.shape[1] == 0 or a.key.shape[2] == 0:
         seqused_k = a.cache_seqlens + a.key.shape[1]  # nothing is written, and nobody counts
-    p = _C.AppendParams()
-    for name, tensor in (("k_cache", a.k_cache), ("v_cache", a.v_cache), ("k", a.key), ("v", a.value)):
-        setattr(p, name, tensor.data_ptr())
-        setattr(p, f"{name}_stride", support.strides(tensor))
-    p.batch, p.seqlen_new, p.num_heads_kv, p.head_dim = a.key.shape
-    p.head_dim_v = a.value.shape[3]
-    p.entries, p.capacity = a.k_cache.shape[0], a.capacity
-    p.cache_seqlens, p.seqused_k = a.cache_seqlens.data_ptr(), seqused_k.data_ptr()
-    p.cache_batch_idx = support.address(a.cache_batch_idx)
-    if a.page_table is not None:
-        p.page_table, p.page_table_stride = a.page_table.data_ptr(), a.page_table.stride(0)
-        p.page_size = a.k_cache.shape[1]
+    p = plan.params.copy()
+    for field, name in _ADDRESSES:
+        if (tensor := getattr(a, name)) is not None:
+            setattr(p, field, tensor.data_ptr())
+    p.seqused_k = seqused_k.data_ptr()
     first, before = a.first_position
     p.first_position, p.before_position = first.data_ptr(), support.address(before)
     if a.rotary_cos is not None and a.rotary_sin is not None:
+        p.rotary.cos, p.rotary.sin = a.rotary_cos.data_ptr(), a.rotary_sin.data_ptr()
+        if a.query is not None:
+            set_addresses(p.query, a.query, rotated, first, before, a.rotary_cos, a.rotary_sin)
+    support.launch(plan, p)
+    return rotated, seqused_k
+
+
+def _prepare(a: Append) -> support.Helper[_C.AppendParams]:
+    _check(a)
+    p = _C.AppendParams()
+    p.k_cache_stride, p.v_cache_stride = support.strides(a.k_cache), support.strides(a.v_cache)
+    p.k_stride, p.v_stride = support.strides(a.key), support.strides(a.value)
+    p.batch, p.seqlen_new, p.num_heads_kv, p.head_dim = a.key.shape
+    p.head_dim_v = a.value.shape[3]
+    p.entries, p.capacity = a.k_cache.shape[0], a.capacity
+    if a.page_table is not None:
+        p.page_table_stride, p.page_size = a.page_table.stride(0), a.k_cache.shape[1]
+    if a.rotary_cos is not None and a.rotary_sin is not None:
         p.rotary = table_of(a.rotary_cos, a.rotary_sin, a.rotary_interleaved)
         if a.query is not None:
-            p.query = rotation(a.query, rotated, first, before, a.advance_query, p.rotary)
-    support.launch("append", p, a.key)
-    return rotated, seqused_k
+            p.query = rotation(a.query, a.advance_query, p.rotary)
+    return support.helper("append", p, a.key)
 
 
 def _write(a: Append) -> tuple[Tensor, Tensor]:

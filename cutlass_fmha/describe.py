@@ -85,7 +85,7 @@ def describe(
 
 
 def _strides(tensor: Tensor, layout: str) -> Strides:
-    """(batch, seqlen, head): 0 for a dimension of one, which is never used, and for the batch of packed ones."""
+    """(batch, seqlen, head): 0 for a dimension of one, which is never used, and for packed rows' batch."""
     shape, strides = tensor.shape, tensor.stride()
     batch, seqlen, head = check.LAYOUTS[layout] if len(shape) == 4 else (-4, 0, 1)
     return (

@@ -195,7 +195,9 @@ def _problem_of_tensors(
     keywords = {**keywords, "dropout_seed": 0}  # none is drawn for what doesn't run
     q, k, v, cast = autocast.operands(*tensors, keywords)
     said = op_arguments(q, cast)
-    return describe((q, k, v), causal, Features(**said) if said else NO_FEATURES, ("q", "k", "v"), layout).problem
+    return describe(
+        (q, k, v), causal, Features(**said) if said else NO_FEATURES, ("q", "k", "v"), layout
+    ).problem
 
 
 def _problem_of_shape(
@@ -262,9 +264,7 @@ def _with_features(
         raise ValueError(f"block_size must have sides of at least 1, got {check.shown(block)}")
     numbers_said = Features(**window_sides(keywords.get("window")), num_splits=splits)
     check_numbers(numbers_said)
-    window, causal = window_of(
-        numbers_said.window_left, numbers_said.window_right, problem.causal
-    )
+    window, causal = window_of(numbers_said.window_left, numbers_said.window_right, problem.causal)
     named |= {"window"} if window is not None else set()
     named |= {"splits"} if (splits or 1) > 1 else set()
     return replace(

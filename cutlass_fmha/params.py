@@ -84,17 +84,6 @@ def divide(p: _C.AttentionParams, row: Template, problem: Problem, device: Devic
     return tail.rows(row) * (p.head_dim_v + 2)
 
 
-def add_room(p: _C.AttentionParams, address: int) -> None:
-    """Where the parts of split keys, or those of a tail, leave as many floats as ``divide`` says."""
-    if p.splits == 1:
-        p.tail = address
-        return
-    parts = p.splits * p.lse_rows
-    p.partial_o = address
-    p.partial_lse = address + 4 * parts * p.head_dim_v
-    p.partial_low = p.partial_lse + 4 * parts
-
-
 def contiguous_params(row: Template, problem: Problem, device: Device) -> tuple[_C.AttentionParams, int]:
     """The same of a plain problem with contiguous tensors, and what ``divide`` says: for what times rows."""
     sizes = Sizes(

@@ -2,15 +2,14 @@
 
 Everything about a call that does not change from one call to the next (checks, the choice of the row, sizes,
 strides) is prepared once and kept under the tensors' metadata, so that a repeated call costs one dictionary
-lookup. A call copies the prepared parameters, so that threads don't meet in them, and writes addresses into
-its copy.
+lookup.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from cutlass_fmha.arguments.check import FULL_ALIGNMENT
 from cutlass_fmha.describe import Names, Operands, describe
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.features import NO_FEATURES, Features, Sizes
-from cutlass_fmha.params import add_room, addresses_of, divide, params_of
+from cutlass_fmha.params import addresses_of, divide, params_of
 from cutlass_fmha.recent import MAX_PLANS, Recent
 from cutlass_fmha.streams import current_stream
 
@@ -30,6 +29,8 @@ if TYPE_CHECKING:
     from cutlass_fmha._C import Template
 
 logger = logging.getLogger("cutlass_fmha")
+
+T = TypeVar("T")
 
 NOTHING: Mapping[str, Any] = {}
 NO_PARAMS = _C.AttentionParams()
@@ -51,15 +52,16 @@ class Plan(NamedTuple):
     scale: float  # of a call that names none
     dtype: torch.dtype
     device: torch.device
-    index: int
-    number: int  # the same, 0 for the CPU, whose tensors a simulator takes
+    device_index: int
+    cuda_index: int  # the same, 0 for the CPU, whose tensors a simulator takes
     empty: bool
     room: int  # floats that the parts of split keys or of a tail leave
     #: (name in Features, field) of the tensors that are read.
     addresses: tuple[tuple[str, str], ...]
 
 
-_plans: Recent[Any, Plan] = Recent(MAX_PLANS)
+#: Of every op: what is prepared for calls of the same metadata.
+_plans: Recent[Any, Any] = Recent(MAX_PLANS)
 _warned: set[tuple[str, ...]] = set()
 
 
@@ -69,8 +71,8 @@ def clear() -> None:
     _warned.clear()
 
 
-#: What a call's layout is in the tensors. torch's SDPA has rules of its own about what has which shape, which a
-#: plan kept under its name has seen obeyed.
+#: How a call's layout lies in the tensors. torch's SDPA has rules of its own about shapes; a plan that is
+#: kept under its name has seen them obeyed.
 LAYOUTS = {"bshd": "bshd", "bhsd": "bhsd", "sdpa": "bhsd", "sdpa, gqa": "bhsd"}
 
 
@@ -116,8 +118,8 @@ def launch(
 ) -> tuple[Tensor, Tensor | None] | None:
     """Runs one call on the current stream of the tensors' device: output in the layout, and the LSE.
 
-    ``scale`` None is 1/sqrt(head_dim). ``said``: what ``Features`` are made of. ``known_only``: without a plan
-    do nothing and return None. Raises what ``describe`` and ``select.select`` raise, under ``names``.
+    ``scale`` None is 1/sqrt(head_dim). ``said``: what ``Features`` are made of. ``known_only``: return None,
+    with nothing done, without a plan. Raises what ``describe`` and ``select.select`` raise, under ``names``.
     """
     q_address, k_address, v_address = q.data_ptr(), k.data_ptr(), v.data_ptr()
     key: Any = (
@@ -139,8 +141,8 @@ def launch(
         template,
     )
     if said:
-        key = (key, *[_metadata(name, value) for name, value in said.items()])
-    plan = _plans.get(key) or _plans.revive(key)
+        key = (key, *said, *[_metadata(value) for value in said.values()])
+    plan: Plan | None = _plans.get(key) or _plans.revive(key)
     if plan is None:
         if known_only:
             return None
@@ -151,7 +153,7 @@ def launch(
         return _launch_wide(plan, plan.wide, (q, k, v), scale, causal, return_lse, layout, said)
 
     lse = parts = None
-    if plan.index == private_torch.current_device():
+    if plan.device_index == private_torch.current_device():
         out = private_torch.empty_strided_cuda(plan.out_shape, plan.out_strides, plan.dtype)
         if return_lse:
             lse = private_torch.empty_strided_cuda(plan.lse_shape, plan.lse_strides, torch.float32)
@@ -161,21 +163,43 @@ def launch(
             lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=plan.device)
     if plan.empty:
         return out, lse
-    lse_address = 0 if lse is None else lse.data_ptr()
-    params = plan.params.of_call(q_address, k_address, v_address, out.data_ptr(), lse_address, scale)
-    for name, field in plan.addresses:
-        setattr(params, field, said[name].data_ptr())
+    params = plan.params
+    if plan.addresses:
+        params = params.copy()  # threads that share a plan must not meet in its parameters
+        for name, field in plan.addresses:
+            setattr(params, field, said[name].data_ptr())
     if plan.room:
         parts = torch.empty(plan.room, dtype=torch.float32, device=plan.device)
-        add_room(params, parts.data_ptr())
-    _C.run(plan.row, params, plan.number, current_stream(plan.index))
+    _C.launch(
+        plan.row,
+        params,
+        plan.cuda_index,
+        current_stream(plan.device_index),
+        q_address,
+        k_address,
+        v_address,
+        out.data_ptr(),
+        0 if lse is None else lse.data_ptr(),
+        scale,
+        0 if parts is None else parts.data_ptr(),
+    )
     return out, lse
 
 
-def _metadata(name: str, value: Any) -> Any:
+def _metadata(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return name, value.shape, value.stride(), value.dtype, value.get_device()
-    return name, value
+        return value.shape, value.stride(), value.dtype, value.get_device()
+    return value
+
+
+def kept(op: str, arguments: Sequence[Any], prepare: Callable[[], T]) -> T:
+    """What an op prepares for calls whose arguments have this metadata, made once."""
+    key = (op, *[_metadata(argument) for argument in arguments])
+    found: T | None = _plans.get(key) or _plans.revive(key)
+    if found is None:
+        found = prepare()
+        _plans.put(key, found)
+    return found
 
 
 def _launch_wide(

@@ -90,16 +90,14 @@ def _raw_stream(index: int) -> int:
 raw_stream: Callable[[int], int] = getattr(_C, "_cuda_getCurrentRawStream", _raw_stream)
 
 
-#: (sizes, strides, dtype): a tensor on the current CUDA device. What compiled graphs allocate with, at a third of
-#: the cost of torch.empty_strided; only asked for where ``current_device`` says that it serves.
-empty_strided_cuda: Callable[[Any, Any, torch.dtype], Any] = getattr(
+#: (sizes, strides, dtype): a tensor on the current CUDA device, as compiled graphs make it, at a third of the
+#: cost of torch.empty_strided. Only asked where ``current_device`` says that it serves.
+empty_strided_cuda: Any = getattr(
     getattr(getattr(_C, "_dynamo", None), "guards", None), "_empty_strided_cuda", None
 )
 
-#: The current CUDA device; one that no tensor is on where there is no cheap way to ask, or nothing to ask for.
-current_device: Callable[[], int] = getattr(
-    _C if empty_strided_cuda else None, "_cuda_getDevice", lambda: -2
-)
+#: The current CUDA device; one that no tensor is on where there is no cheap way to ask.
+current_device: Callable[[], int] = getattr(_C if empty_strided_cuda else None, "_cuda_getDevice", lambda: -2)
 
 
 def _check_value(condition: Any, sentence: Callable[[], str]) -> None:

@@ -14,10 +14,10 @@ Value = TypeVar("Value")
 class Recent(dict[Key, Value]):
     """A mapping that keeps what was used last: of ``size`` entries the half that was asked for most recently.
 
-    Two dictionaries: ``get`` looks in the young one, which this is, and ``revive`` moves to it what is found in
-    the old one; when the young one is full, the old one is forgotten. An entry is lost only when ``size / 2``
-    others were used since; a hit is one look-up, where an ordered dictionary would have to hash the key twice.
-    None is no value.
+    Two dictionaries: ``get`` looks in the young one, which this is, and ``revive`` moves to it what is found
+    in the old one; when the young one is full, the old one is forgotten. An entry is lost only when
+    ``size / 2`` others were used since; a hit is one look-up, where an ordered dictionary would have to hash
+    the key twice. None is no value.
     """
 
     def __init__(self, size: int) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cutlass_fmha import _C, support
 from cutlass_fmha.arguments import check
+from cutlass_fmha.plan import kept
 
 SCHEMA = "rotary(Tensor x, Tensor cos, Tensor sin, Tensor positions, *, bool interleaved=False) -> Tensor"
 
@@ -90,9 +91,8 @@ def check_positions(cos: Tensor, first: int, rows: int) -> None:
 
 
 def table_of(cos: Tensor, sin: Tensor, interleaved: bool) -> _C.Rotary:
-    """The binding's view of a table."""
+    """The binding's view of a table, but for addresses."""
     table = _C.Rotary()
-    table.cos, table.sin = cos.data_ptr(), sin.data_ptr()
     table.cos_stride, table.sin_stride = cos.stride(0), sin.stride(0)
     table.positions, table.dim = cos.shape[0], 2 * cos.shape[1]
     table.interleaved, table.float32 = interleaved, cos.dtype == torch.float32
@@ -129,24 +129,41 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
     support.check_vectors({"positions": positions}, x.shape[0])
 
 
-def rotation(
-    x: Tensor, out: Tensor, first: Tensor, before: Tensor | None, advance: bool, table: _C.Rotary
-) -> _C.RotaryParams:
-    """What the binding wants to know of rows to rotate. Their first positions: first - before."""
+def rotation(x: Tensor, advance: bool, table: _C.Rotary) -> _C.RotaryParams:
+    """What the binding wants to know of rows to rotate into a contiguous tensor, but for addresses."""
     p = _C.RotaryParams()
-    p.x, p.out = x.data_ptr(), out.data_ptr()
-    p.x_stride, p.out_stride = support.strides(x), support.strides(out)
     p.batch, p.seqlen, p.num_heads, p.head_dim = x.shape
-    p.first_position, p.before_position = first.data_ptr(), support.address(before)
+    row = p.num_heads * p.head_dim
+    p.x_stride, p.out_stride = support.strides(x), (p.seqlen * row, row, p.head_dim)
     p.advance, p.rotary = advance, table
     return p
 
 
+def set_addresses(
+    p: _C.RotaryParams,
+    x: Tensor,
+    out: Tensor,
+    first: Tensor,
+    before: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+) -> None:
+    """Those of a ``rotation``. The rows' first positions: first - before."""
+    p.x, p.out = x.data_ptr(), out.data_ptr()
+    p.first_position, p.before_position = first.data_ptr(), support.address(before)
+    p.rotary.cos, p.rotary.sin = cos.data_ptr(), sin.data_ptr()
+
+
 def _cuda(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, interleaved: bool = False) -> Tensor:
-    _check(x, cos, sin, positions)
+    def prepare() -> support.Helper[_C.RotaryParams]:
+        _check(x, cos, sin, positions)
+        return support.helper("rotary", rotation(x, True, table_of(cos, sin, interleaved)), x)
+
+    plan = kept("rotary", (x, cos, sin, positions, interleaved), prepare)
     out = x.new_empty(x.shape)
-    table = table_of(cos, sin, interleaved)
-    support.launch("rotary", rotation(x, out, positions, None, True, table), x)
+    p = plan.params.copy()
+    set_addresses(p, x, out, positions, None, cos, sin)
+    support.launch(plan, p)
     return out
 
 

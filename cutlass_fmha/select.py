@@ -22,8 +22,8 @@ from cutlass_fmha.recent import Recent
 
 if TYPE_CHECKING:
     from cutlass_fmha._C import Template
-    from cutlass_fmha.cost.store import Calibration
     from cutlass_fmha.cost.model import RowCost
+    from cutlass_fmha.cost.store import Calibration
 
 #: Families of rows that know no more than a diagonal.
 PLAIN = ("plain", "few_query")

@@ -17,6 +17,7 @@ from cutlass_fmha import _C, autocast, private_torch, support
 from cutlass_fmha.arguments import check
 from cutlass_fmha.arguments.signature import lists_features, refuse_name
 from cutlass_fmha.attention import attention
+from cutlass_fmha.plan import kept
 
 SCHEMA = (
     "merge_states(Tensor o_a, Tensor lse_a, Tensor o_b, Tensor lse_b) -> (Tensor output, Tensor softmax_lse)"
@@ -187,17 +188,25 @@ def _lse_strides(lse: Tensor) -> tuple[int, int, int]:
 
 
 def _cuda(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    _check(o_a, lse_a, o_b, lse_b)
+    tensors = (o_a, lse_a, o_b, lse_b)
+    plan = kept("merge_states", tensors, lambda: _prepare(*tensors))
     output, lse = _empty(o_a, lse_a)
-    p = _C.MergeParams()
+    p = plan.params.copy()
     p.o_a, p.o_b, p.o = o_a.data_ptr(), o_b.data_ptr(), output.data_ptr()
     p.lse_a, p.lse_b, p.lse = lse_a.data_ptr(), lse_b.data_ptr(), lse.data_ptr()
+    support.launch(plan, p)
+    return output, lse
+
+
+def _prepare(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> support.Helper[_C.MergeParams]:
+    _check(o_a, lse_a, o_b, lse_b)
+    output, lse = (torch.empty(x.shape, dtype=x.dtype, device="meta") for x in (o_a, lse_a))
+    p = _C.MergeParams()
     p.o_a_stride, p.o_b_stride, p.o_stride = (support.strides(x) for x in (o_a, o_b, output))
     p.lse_a_stride, p.lse_b_stride, p.lse_stride = (_lse_strides(x) for x in (lse_a, lse_b, lse))
     p.batch = o_a.shape[0] if o_a.dim() == 4 else 1
     p.seqlen_q, p.num_heads, p.head_dim_v = o_a.shape[-3:]
-    support.launch("merge", p, o_a)
-    return output, lse
+    return support.helper("merge", p, o_a)
 
 
 def _cpu(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ import functools
 import numbers
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -61,28 +61,34 @@ def simulated() -> bool:
     return os.environ.get(ops.SIMULATE) == "1" and bool(_C.build_info().get("simulator"))
 
 
-def launch(
-    family: str,
-    params: _C.MergeParams | _C.RotaryParams | _C.AppendParams | _C.CombineParams,
-    tensor: Tensor,
-) -> None:
-    """Runs the family's kernel for this tensor's dtype on the current stream of its device."""
-    index = tensor.get_device()
-    arch = _arch(index, os.environ.get(devices.FORCE_ARCH))
-    _C.run(_row(family, check.dtype_name(tensor.dtype), arch), params, max(index, 0), current_stream(index))
+Params = TypeVar("Params", _C.CombineParams, _C.MergeParams, _C.RotaryParams, _C.AppendParams)
 
 
-@functools.cache
-def _row(family: str, dtype: str, arch: int) -> int:
+class Helper(NamedTuple, Generic[Params]):
+    """A plan of a kernel beside attention."""
+
+    row: int
+    device_index: int
+    params: Params  # complete but for addresses, and never written to
+
+
+def launch(plan: Helper[Params], params: Params) -> None:
+    """Runs it on the current stream of its device. ``params``: a copy with the addresses of a call."""
+    _C.run(plan.row, params, max(plan.device_index, 0), current_stream(plan.device_index))
+
+
+def helper(family: str, params: Params, tensor: Tensor) -> Helper[Params]:
+    """The family's kernel for this tensor's dtype and device."""
+    index, dtype = tensor.get_device(), check.dtype_name(tensor.dtype)
+    arch = _arch(index)
     for row in _C.helpers():
         if (row.family, row.dtype, row.arch) == (family, dtype, arch):
-            return row.index
+            return Helper(row.index, index, params)
     raise ValueError(f"this build has no kernel of family {family} for {dtype} on sm_{arch}")
 
 
-@functools.cache
-def _arch(index: int, forced: str | None) -> int:
-    """The architecture whose kernels a device takes, which ``forced`` may have changed; -1: the simulator."""
+def _arch(index: int) -> int:
+    """The architecture whose kernels a device takes; -1: the simulator."""
     compiled_for = dict(select.this_build().compiled_for)
     built = {row.arch: compiled_for.get(row.arch, str(row.arch)) for row in _C.helpers()}
     if not built:

@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import pytest
 import torch
 from oracle_general import kept
 from torch import Tensor
@@ -76,6 +77,14 @@ class FakeKernels:
     def __init__(self, build: Build, compute: bool = True) -> None:
         self.build, self.compute = build, compute
         self.launches: list[Launched] = []
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(_C, "run", self)
+        monkeypatch.setattr(_C, "launch", self.launch)
+
+    def launch(self, row: int, plan: _C.AttentionParams, device: int, stream: int, *of_call: float) -> None:
+        q, k, v, o, lse, scale, room = of_call
+        self(row, plan.of_call(q, k, v, o, lse, scale, room), device, stream)  # type: ignore[arg-type]
 
     def of(self, scored: bool) -> list[Launched]:
         """The launches of scored rows, or of the others."""

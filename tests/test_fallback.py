@@ -71,7 +71,7 @@ def kernels(rows: list[_C.Template], request: pytest.FixtureRequest) -> dict[str
         pytest.skip("a simulator's build has no machine code")
     found: dict[str, list[Kernel]] = {row.name: [] for row in rows}
     for kernel in request.getfixturevalue("machine_code"):
-        if kernel.name.startswith("fallback_"):
+        if kernel.name.startswith("wide_"):
             found[kernel.name].append(kernel)
     return found
 
@@ -130,7 +130,7 @@ def test_no_row_has_anything_to_complain_about(rows: list[_C.Template], kernels:
 
 
 def test_sm_89_rows_and_only_they_carry_ptx(rows: list[_C.Template], kernels: dict[str, list[Kernel]]):
-    ptx = {name: arch for name, arch in cubin.read_ptx(EXTENSION).items() if name.startswith("fallback_")}
+    ptx = {name: arch for name, arch in cubin.read_ptx(EXTENSION).items() if name.startswith("wide_")}
     assert ptx == {row.name: {89} for row in rows if row.arch == 89}
 
 

@@ -16,8 +16,6 @@ from hypothesis import given, settings
 from listed_general import GROUPS
 from problems_general import GeneralProblem, problems
 
-from cutlass_fmha import _C
-
 BUILD = make_build((89,))
 ROWS = [row for row in BUILD.templates if row.scored and row.dtype == "float16"]
 ROW = next(row for row in ROWS if row.head_dim == 256)
@@ -26,7 +24,7 @@ ROW = next(row for row in ROWS if row.head_dim == 256)
 @pytest.fixture
 def kernels(monkeypatch) -> FakeKernels:
     fake = FakeKernels(BUILD)
-    monkeypatch.setattr(_C, "run", fake)
+    fake.install(monkeypatch)
     monkeypatch.setattr(gpu, "unusable", lambda: None)
     monkeypatch.setattr(gpu, "scored_rows", lambda: ROWS)
     monkeypatch.setattr(gpu, "simulated", lambda: True)

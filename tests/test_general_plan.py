@@ -32,7 +32,7 @@ class Kernels(FakeKernels):
         monkeypatch.setattr(select, "this_build", lambda: self.build)
         monkeypatch.setattr(device, "of_index", lambda index: L4)
         monkeypatch.setattr(device, "simulated", lambda built: L4)
-        monkeypatch.setattr(_C, "run", self)
+        self.install(monkeypatch)
         monkeypatch.delenv(device.FORCE_ARCH, raising=False)
 
     @property
@@ -67,9 +67,7 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     said = op_arguments(call.q, {**call.features, **more})
     tensors = (call.q, call.k, call.v)
-    return plan.launch(
-        *tensors, call.scale, call.causal, return_lse, template, "bshd", NAMES, said
-    )
+    return plan.launch(*tensors, call.scale, call.causal, return_lse, template, "bshd", NAMES, said)
 
 
 def tensors(problem: GeneralProblem, dtype: torch.dtype = torch.float16) -> Call:

@@ -68,6 +68,10 @@ LAYOUTS = ("packed", "padded", "odd", "bhsd")
 # ---- combining split keys ----------------------------------------------------------------------------------
 
 
+def combine(params: _C.CombineParams, like: Tensor) -> None:
+    support.launch(support.helper("combine", params, like), params)
+
+
 class Combine:
     """One launch of ``CombineParams``: parts of random LSEs, some of them empty, with NaN for an output."""
 
@@ -102,7 +106,7 @@ class Combine:
         return p
 
     def run(self, return_lse: bool = True) -> None:
-        support.launch("combine", self.params(return_lse), self.out.view)
+        combine(self.params(return_lse), self.out.view)
 
     def parts(self) -> list[tuple[Tensor, Tensor]]:
         """As states [batch, seqlen_q, heads, dim] and [batch, heads, seqlen_q]."""
@@ -207,11 +211,11 @@ def test_combine_refuses_what_it_cannot_take():
     p = launch.params()
     p.batch, p.seqlen_q, p.num_heads = 2**12, 2**12, 2**8
     with pytest.raises(ValueError, match="at most 2147483647 can be combined"):
-        support.launch("combine", p, launch.out.view)
+        combine(p, launch.out.view)
     with pytest.raises(ValueError, match="no kernel of family combine for float32 on sm_"):
-        support.launch("combine", p, launch.partial_o)
+        combine(p, launch.partial_o)
     p.batch = 0
-    support.launch("combine", p, launch.out.view)  # nothing to do
+    combine(p, launch.out.view)  # nothing to do
 
 
 # ---- merging states ----------------------------------------------------------------------------------------

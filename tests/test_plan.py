@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cutlass_fmha
-from cutlass_fmha import _C, device, ops, plan, select
+from cutlass_fmha import device, ops, plan, select
 from cutlass_fmha.arguments import check
 from cutlass_fmha.arguments.check import CAUSAL
 
@@ -33,7 +33,7 @@ def kernels(monkeypatch):
     monkeypatch.setattr(select, "this_build", lambda: build)
     monkeypatch.setattr(device, "of_index", lambda index: L4)
     monkeypatch.setattr(plan, "current_stream", lambda index: 4711)
-    monkeypatch.setattr(_C, "run", fake)
+    fake.install(monkeypatch)
     monkeypatch.delenv(device.FORCE_ARCH, raising=False)
     plan.clear()
     yield fake
@@ -84,7 +84,7 @@ def test_drawn_problems_are_packed_right(data):
         monkeypatch.setattr(select, "this_build", lambda: build)
         monkeypatch.setattr(device, "of_index", lambda index: L4)
         monkeypatch.setattr(plan, "current_stream", lambda index: 0)
-        monkeypatch.setattr(_C, "run", FakeKernels(build))
+        FakeKernels(build).install(monkeypatch)
         monkeypatch.delenv(device.FORCE_ARCH, raising=False)
         plan.clear()
         heads_kv = data.draw(st.integers(1, 3))

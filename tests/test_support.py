@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from cutlass_fmha import _C, cache, select, states, support
+from cutlass_fmha import _C, cache, plan, select, states, support
 from cutlass_fmha import device as devices
 from cutlass_fmha.device import Device
 from cutlass_fmha.errors import UnsupportedError
@@ -47,48 +47,38 @@ def kernels(*architectures: int) -> list[Any]:
     return [SimpleNamespace(arch=arch) for arch in architectures]
 
 
-@pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch):
-    """Forgets which architecture's kernels a device takes, before and after."""
-    monkeypatch.delenv(devices.FORCE_ARCH, raising=False)
-    support._arch.cache_clear()
-    yield
-    support._arch.cache_clear()
-
-
 @pytest.mark.parametrize(
     ("capability", "built", "forced", "expected"),
     [
-        ((8, 9), (89, 90, 120), None, 89),
-        ((9, 0), (89, 90, 120), None, 90),
+        ((8, 9), (89, 90, 120), "", 89),
+        ((9, 0), (89, 90, 120), "", 90),
         ((9, 0), (89, 90, 120), "89", 89),
-        ((12, 1), (89, 90, 120), None, 120),
-        ((10, 0), (89, 90, 120), None, 89),
-        ((9, 0), (89,), None, 89),
+        ((12, 1), (89, 90, 120), "", 120),
+        ((10, 0), (89, 90, 120), "", 89),
+        ((9, 0), (89,), "", 89),
     ],
 )
 def test_a_device_takes_the_kernels_of_its_rows(
-    capability, built, forced, expected, fresh, monkeypatch: pytest.MonkeyPatch
+    capability, built, forced, expected, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(_C, "helpers", lambda: kernels(*built))
     monkeypatch.setattr(select, "this_build", lambda: select.Build(()))
     monkeypatch.setattr(devices, "of_index", lambda index: Device("a GPU", capability, 100, 99 * 1024))
-    if forced is not None:
-        monkeypatch.setenv(devices.FORCE_ARCH, forced)
-    assert support._arch(0, forced) == expected
+    monkeypatch.setenv(devices.FORCE_ARCH, forced)
+    assert support._arch(0) == expected
 
 
-def test_a_device_without_kernels_is_refused(fresh, monkeypatch: pytest.MonkeyPatch):
+def test_a_device_without_kernels_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(select, "this_build", lambda: select.Build(()))
     monkeypatch.setattr(devices, "of_index", lambda index: Device("an A100", (8, 0), 108, 163 * 1024))
     monkeypatch.setattr(_C, "helpers", lambda: kernels(89, 120))
     with pytest.raises(
         UnsupportedError, match="has kernels for sm_89, sm_120, and none of them runs on an A100"
     ):
-        support._arch(0, None)
+        support._arch(0)
     monkeypatch.setattr(_C, "helpers", list)
     with pytest.raises(UnsupportedError, match="CUTLASS_FMHA_CUDA=OFF"):
-        support._arch(0, None)
+        support._arch(0)
 
 
 # ---- what the binding is told ------------------------------------------------------------------------------
@@ -117,8 +107,9 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
         pytest.skip("a build without CUDA has no rows")
     found = Told()
     monkeypatch.setattr(_C, "run", found)
-    monkeypatch.setattr(support, "_arch", lambda index, forced: min(row.arch for row in _C.helpers()))
+    monkeypatch.setattr(support, "_arch", lambda index: min(row.arch for row in _C.helpers()))
     monkeypatch.setattr(support, "current_stream", lambda index: 0)
+    plan.clear()
     return found
 
 

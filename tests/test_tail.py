@@ -100,7 +100,7 @@ def test_a_call_brings_the_memory_of_its_parts(monkeypatch: pytest.MonkeyPatch):
     row = replace(LARGE, arch=89, dtype="float16", tile_m=64, tile_n=16)
     build = Build((row,))  # type: ignore[arg-type]
     kernels = FakeKernels(build)
-    monkeypatch.setattr(plan._C, "run", kernels)
+    kernels.install(monkeypatch)
     monkeypatch.setattr(select, "this_build", lambda: build)
     monkeypatch.setattr(plan.devices, "of_index", lambda index: L4)
     monkeypatch.setattr(plan, "current_stream", lambda index: 0)

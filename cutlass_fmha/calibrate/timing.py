@@ -141,11 +141,9 @@ class RowTimer:
     def _launch(self, row: Template, problem: Problem, sets: int) -> Launch:
         prepared, room = params.contiguous_params(row, problem, devices.of_index(self.index))
         parts = torch.empty(room, dtype=torch.float32, device=self.device)
-        if room:
-            params.add_room(prepared, parts.data_ptr())
         output, stream, scale = self.output.data_ptr(), self.stream.cuda_stream, problem.head_dim**-0.5
         addresses = self.pools[problem.dtype].addresses(problem, sets)
-        calls = [prepared.of_call(*operands, output, 0, scale) for operands in addresses]
+        calls = [prepared.of_call(*operands, output, 0, scale, parts.data_ptr()) for operands in addresses]
 
         def launch(number: int, keep: torch.Tensor = parts) -> None:
             _C.run(row.index, calls[number], self.index, stream)

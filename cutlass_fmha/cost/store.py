@@ -73,7 +73,9 @@ class Calibration:
     scale: Mapping[str, float] = field(default_factory=dict)
     #: Where it comes from, in words for ``explain``.
     origin: str = "the default for GPUs that were never measured"
-    _derived: dict[tuple[str, Device], RowCost] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _derived: dict[tuple[str, Device], RowCost] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __str__(self) -> str:
         if not self.rows:
