@@ -1,7 +1,7 @@
 # The commands of README and CI. Everything lives in .venv and build/; a second run reuses the first.
 #
 #   make demo            semantic search over real text with our attention; compiles one architecture's kernels
-#   make test            all kernels, and every test that needs no GPU
+#   make test            every test that needs no GPU, on a subset of the kernels or, where all are built, on all
 #   make build           all kernels, installed in .venv (editable)
 #   make bench           us against torch's attention on this machine's GPU; ARGS="--preset ..." goes to it
 #   make parity          the GPU tests, with a report; fails without a GPU
@@ -14,6 +14,8 @@
 #            PYTHON    an interpreter that already has torch and this package: for demo, bench and parity, without .venv
 #            TORCH     what pip installs when .venv has no torch (default below)
 #            ARCHS     architectures to compile, as "89;120" (default: all)
+#            SUBSET    "ci": of each tile a kernel in bfloat16, of one head dim in float16 too; empty: all kernels
+#                      (default: empty, and ci for "make test")
 #            JOBS      parallel nvcc jobs (default: what cores and memory allow)
 #            TEST_WORKERS     processes of "make test" (default: one per core; one where pytest-xdist is missing)
 #            PARITY_WORKERS   processes of "make parity" (default: 4; one where pytest-xdist is missing)
@@ -28,6 +30,7 @@ PYTHON3 ?= python3
 TORCH ?= torch==2.13.0
 ALL_ARCHS := 89;90;120
 ARCHS ?= $(ALL_ARCHS)
+SUBSET ?=
 REPORTS ?= benchmarks/results/parity
 TEST_WORKERS ?= auto
 PARITY_WORKERS ?= 4
@@ -75,17 +78,21 @@ $(STAMPS)/demo: $(DEMO) | $(STAMPS)/torch
 	@touch $@
 
 # The package as it is installed for a list of architectures. Only the last one built is there, so its stamp alone is.
-BUILT := build/.built-$(subst ;,-,$(ARCHS))
+STAMP = build/.built-$(subst ;,-,$(ARCHS))
+BUILT := $(STAMP)$(SUBSET:%=-%)
 $(BUILT): $(BUILD_INPUTS) | $(STAMPS)/torch $(STAMPS)/tools
 	@rm -f build/.built-*
-	@$(DEVELOP) build '$(ARCHS)' '$(JOBS)'
+	@$(DEVELOP) build '$(ARCHS)' '$(JOBS)' '$(SUBSET)'
 	@touch $@
 
 build: $(BUILT)
 	@:
 
 # One architecture proves the toolchain: the GPU's, or sm_89. What an earlier build compiled is kept.
-DEMO_ARCHS = $(or $(if $(filter-out file,$(origin ARCHS)),$(ARCHS)),$(subst -,;,$(patsubst build/.built-%,%,$(firstword $(wildcard build/.built-*)))),auto)
+EARLIER = $(subst -, ,$(patsubst build/.built-%,%,$(firstword $(wildcard build/.built-*))))
+EARLIER_ARCHS = $(subst $(SPACE),;,$(strip $(filter-out ci,$(EARLIER))))
+SPACE := $() $()
+DEMO_ARCHS = $(or $(if $(filter-out file,$(origin ARCHS)),$(ARCHS)),$(EARLIER_ARCHS),auto)
 
 demo: $(if $(PYTHON),,$(STAMPS)/demo demo-build)
 	@$(RUN) -m cutlass_fmha demo $(ARGS)
@@ -94,9 +101,11 @@ demo: $(if $(PYTHON),,$(STAMPS)/demo demo-build)
 demo-build:
 	@$(MAKE) build ARCHS='$(DEMO_ARCHS)'
 
-# The demo is tested too, so that its packages are needed. Tests of a file share what they prepare, so that one worker
-# takes them.
-test: $(STAMPS)/demo build
+# Where all kernels were built, they are tested and stay; else the subset is enough. The demo is tested too, so that its
+# packages are needed. Tests of a file share what they prepare, so that one worker takes them.
+TEST_SUBSET = $(if $(filter-out file,$(origin SUBSET)),$(SUBSET),$(if $(wildcard $(STAMP)),,ci))
+test: $(STAMPS)/demo
+	@$(MAKE) build SUBSET='$(TEST_SUBSET)'
 	@workers=$$($(VENV_PYTHON) -c 'import xdist' 2>/dev/null && echo '-n $(TEST_WORKERS) --dist loadfile' || true) \
 	  && $(VENV_PYTHON) -m pytest $$workers $(ARGS)
 

@@ -324,11 +324,11 @@ def test_without_it_a_full_gpu_splits_less(kernels: Kernels):
 # ---- rows of example 41 ------------------------------------------------------------------------------------
 
 
-def test_a_fallback_row_is_launched_its_own_way(kernels: Kernels, monkeypatch):
+def test_a_wide_row_is_launched_its_own_way(kernels: Kernels, monkeypatch):
     class Row:
         """As much of a ``_C.Template`` as the way to its launch needs."""
 
-        index, name, family, scored, dtype, arch = 0, "fallback_x", "wide", False, "float16", 89
+        index, name, family, scored, dtype, arch = 0, "wide_x", "wide", False, "float16", 89
 
     build = replace(kernels.build, templates=(*kernels.build.templates, Row()))
     monkeypatch.setattr(select, "this_build", lambda: build)
@@ -342,7 +342,7 @@ def test_a_fallback_row_is_launched_its_own_way(kernels: Kernels, monkeypatch):
     assert plan.launch(*call[:3], None, "none", True, None) == ("out", "lse")
     assert attend(call) == ("out", "lse") and len(seen) == 2
     template, given, scale, causal, return_lse, features, sizes = seen[0]
-    assert template.name == "fallback_x" and given[0] is call.q and scale == 512**-0.5
+    assert template.name == "wide_x" and given[0] is call.q and scale == 512**-0.5
     assert (causal, return_lse, features.softcap, sizes.head_dim_v) == ("none", True, 0.0, 512)
 
 

@@ -301,7 +301,7 @@ def test_attend_picks_a_row_that_can(dtype: torch.dtype, head_dims: tuple[int, i
 
 @on_a_gpu
 @pytest.mark.parametrize("dtype", ROW_DTYPES, ids=str)
-def test_sdpa_takes_what_only_fallback_rows_take(dtype: torch.dtype):
+def test_sdpa_takes_what_only_wide_rows_take(dtype: torch.dtype):
     shape = (2, 4, 100, 320 if dtype != torch.float32 else 80)
     q, k, v = (torch.randn(shape, device=DEVICE).to(dtype) for _ in range(3))
     ours = cutlass_fmha.scaled_dot_product_attention(q, k, v, is_causal=True)

@@ -1,13 +1,17 @@
-"""What the compiler made of every row, on every architecture of the build: no spills, no stack, no traps,
-tensor cores used, and resources that fit the smallest GPU. Judged from the built extension itself, without a
-GPU."""
+"""What the compiler made of every row, on every architecture: no spills, no stack, no traps, tensor cores
+used, and resources that fit the smallest GPU. Judged without a GPU, from the built extension itself; rows
+that it leaves out, from the committed report (tools/resources.py)."""
 
 from __future__ import annotations
 
+import copy
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import cubin
 import pytest
@@ -85,7 +89,7 @@ def test_no_kernel_beside_attention_has_anything_to_complain_about(kernels: list
     threads = {kernel.name: kernel.threads for kernel in _C.helpers()}
     found = [kernel for kernel in kernels if kernel.name in threads]
     assert len(found) == len(threads) > 0
-    wrong = [line for kernel in found for line in resources.support_complaints(kernel, threads[kernel.name])]
+    wrong = [line for kernel in found for line in resources.helper_complaints(kernel, threads[kernel.name])]
     assert not wrong, "\n".join(wrong)
 
 
@@ -96,6 +100,150 @@ def test_tensor_core_instructions_are_of_the_rows_dtype(rows: list[_C.Template],
         bf16 = by_name[kernel.name].dtype == "bfloat16"
         assert all(("BF16" in opcode) == bf16 for opcode in hmma), (kernel.name, hmma)
         assert all(".F32" in opcode for opcode in hmma), (kernel.name, hmma)
+
+
+# ---- the committed report, also of the rows that are not in this build -------------------------------------
+
+
+@pytest.fixture(scope="module")
+def report() -> dict[str, Any]:
+    return resources.read_report()
+
+
+def test_no_kernel_of_the_report_has_anything_to_complain_about(report: dict[str, Any]):
+    assert {row["arch"] for row in report["rows"].values()} == {89, 90, 120}
+    assert report["nvcc"] == pinned_nvcc(), f"of another compiler: {resources.UPDATE}"
+    assert not resources.report_complaints(report)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "expected"),
+    [
+        ("fwd_sm89_f16_d128_m256n64w8", {"opcodes": {"LDL": 1}}, "1 loads and stores of local memory"),
+        ("fwd_sm89_f16_d128_m256n64w8", {"opcodes": {}}, "no tensor-core instruction"),
+        ("fwd_sm90_f16_d96_m64n32w4_scored", {"stack": 16}, "a stack of 16 bytes"),
+        (
+            "wide_sm90_f16_dany_m32n128w4",
+            {"opcodes": {"STL.64": 2}},
+            "2 loads and stores of local memory",
+        ),
+        ("rotary_sm120_f16", {"registers": 200}, "blocks of 128 threads on an SM"),
+    ],
+)
+def test_a_defect_in_the_report_is_found(
+    report: dict[str, Any], name: str, change: dict[str, Any], expected: str
+):
+    changed = copy.deepcopy(report)
+    changed["rows"][name] |= change
+    found = resources.report_complaints(changed)
+    assert found and all(name in line for line in found) and expected in "\n".join(found)
+
+
+def test_a_report_survives_its_file(report: dict[str, Any], tmp_path: Path):
+    resources.write_report(report, tmp_path / "report.json")
+    assert resources.read_report(tmp_path / "report.json") == report
+    with pytest.raises(resources.ReportError, match="absent.json can't be read .*: make build && "):
+        resources.read_report(tmp_path / "absent.json")
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(resources.ReportError, match="other.json is no resource report"):
+        resources.read_report(tmp_path / "other.json")
+
+
+@pytest.mark.parametrize("lacks", ["hash", "row", "own code"])
+def test_a_report_of_a_build_that_is_not_whole_is_refused(lacks: str, monkeypatch: pytest.MonkeyPatch):
+    """Of a subset, of other sources, of one architecture, of a proxy."""
+    named = [type("Row", (), {"name": name})() for name in resources.manifest_rows()]
+    info = {"source_hash": resources.source_hash(), "proxy": {}}
+    info |= {"hash": {"source_hash": f"{info['source_hash']}+subset"}, "own code": {"proxy": {120: 90}}}.get(
+        lacks, {}
+    )
+    monkeypatch.setattr(resources, "read_kernels", lambda file: pytest.fail("read though refused"))
+    build = type("Build", (), {"__file__": "_C.so"})()
+    build.build_info = lambda: info
+    build.templates = lambda: named[lacks == "row" :]
+    with pytest.raises(resources.ReportError, match="no build of all rows of these sources: make build"):
+        resources.build_report(build, {})
+
+
+# ---- how much there is to compile --------------------------------------------------------------------------
+
+#: Thread-seconds of nvcc for a row, with its share of its file, on two slow cores: 2,400 for 267 rows. "make
+#: build" prints what it took here.
+SECONDS_PER_ROW = 9
+MIB = 2**20
+
+
+def test_the_subset_has_every_tile_and_both_builds_are_within_their_budget():
+    rows = resources.manifest_rows()
+    subset = {name for name, in_subset in rows.items() if in_subset}
+    half = {name for name in rows if "_f16_" in name}
+    assert {name.replace("_f16_", "_bf16_") for name in half} <= subset, "a tile that the subset lacks"
+    assert rows.keys() - subset < half
+    assert half & subset == {name for name in half if re.search("_d(64|any)_", name)}
+    assert SECONDS_PER_ROW * len(subset) <= 3000 and SECONDS_PER_ROW * len(rows) <= 7000
+
+
+def test_this_build_is_the_subset_or_more():
+    """What the tests of this directory judge is no smaller than what ``make test`` compiles."""
+    built = {row.name for row in _C.templates()}
+    architectures = {f"sm{arch}" for arch in _C.build_info()["architectures"]}  # type: ignore[union-attr]
+    expected = {name for name, in_subset in resources.manifest_rows().items() if in_subset}
+    assert {name for name in expected if name.split("_")[1] in architectures} <= built
+
+
+def test_what_compiling_took_is_every_files_last_time(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(ROOT / "build_backend")
+    from develop import compile_time
+
+    lines = ["# ninja log v7", "0\t900\t1\ta.cu.o\t1", "0\t15000\t1\tb.cpp.o\t2", "900\t21400\t1\tc.cu.o\t3"]
+    lines += ["5\t2005\t1\ta.cu.o\t4", "0\t99000\t1\tof_a_larger_subset.cu.o\t5"]
+    assert compile_time("\n".join(lines), "build a.cu.o: x\nbuild b.cpp.o: x\nbuild c.cu.o: x\n") == (2, 22.5)
+
+
+@pytest.mark.parametrize(
+    ("earlier", "given", "expected"),
+    [
+        (None, [], ("89;90;120", "ci")),
+        (None, ["SUBSET="], ("89;90;120", "")),
+        (None, ["ARCHS=89"], ("89", "ci")),
+        ("89-90-120", [], None),
+        ("89-90-120", ["SUBSET=ci"], ("89;90;120", "ci")),
+        ("89-90-120-ci", [], None),
+        ("89", [], ("89;90;120", "ci")),
+        ("89", ["ARCHS=89"], None),
+    ],
+)
+def test_make_test_compiles_the_subset_where_nothing_is_built_whole(
+    earlier: str | None, given: list[str], expected: tuple[str, str] | None, tmp_path: Path
+):
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for name in (
+        "pyproject.toml",
+        "CMakeLists.txt",
+        "tools/source_hash.py",
+        "cmake/x",
+        "src/x",
+        "build_backend/x",
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
+    if earlier:
+        (tmp_path / "build").mkdir()
+        (tmp_path / "build" / f".built-{earlier}").touch()
+    done = subprocess.run(
+        ["make", "-n", "test", *given], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    found = re.findall(r"develop.py build '(.*?)' '' '(.*?)'", done.stdout)
+    assert found == ([expected] if expected else []), done.stdout
+
+
+def test_an_extension_takes_less_than_60_mib_even_with_every_row_of_every_architecture(
+    report: dict[str, Any],
+):
+    """Installed: a build of one architecture alone takes less still."""
+    assert report["extension_bytes"] < 60 * MIB
+    assert EXTENSION.stat().st_size < 60 * MIB
 
 
 # ---- the parser, on kernels that are known to be wrong -----------------------------------------------------
@@ -211,7 +359,7 @@ def test_a_planted_defect_is_found(planted: dict[str, cubin.Kernel], name: str, 
 def test_a_planted_defect_of_a_kernel_beside_attention_is_found(
     planted: dict[str, cubin.Kernel], name: str, expected: str | None
 ):
-    found = "\n".join(resources.support_complaints(planted[name], 128))
+    found = "\n".join(resources.helper_complaints(planted[name], 128))
     assert re.search(expected, found) if expected else found == "", found
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import cubin
 import loop_counts
 import mainloop
 import pytest
+import resources
 import sass
 
 from cutlass_fmha import _C
@@ -27,31 +27,20 @@ def loops(machine_code: list[cubin.Kernel]) -> list[sass.RowLoop]:
     return sass.loops_of(machine_code, rows)
 
 
-@pytest.fixture(scope="module")
-def built(loops: list[sass.RowLoop]) -> dict[str, Any]:
-    """The counts of the rows that are compiled for their own architecture, which a proxy's aren't."""
-    own = [loop for loop in loops if loop.kernel.arch == loop.row.arch]
-    return loop_counts.build_counts(own, EXTENSION)
-
-
 # ---- the gate ----------------------------------------------------------------------------------------------
 
 
-def test_the_committed_counts_are_of_the_compiler_of_this_build(built: dict[str, Any]):
-    committed = loop_counts.read_counts()["nvcc"]
-    assert built["nvcc"] == committed, (
-        f"counts of nvcc {committed}, build of {built['nvcc']}: {sass_update()}"
-    )
-
-
-def test_no_main_loop_has_grown(built: dict[str, Any]):
-    assert built["rows"]
-    lines = loop_counts.changes(loop_counts.read_counts(), built)
+def test_no_main_loop_has_grown(loops: list[sass.RowLoop]):
+    """Of the rows in this build, without a proxy's, which are compiled for another architecture."""
+    own = {
+        loop.row.name: {"registers": loop.kernel.registers, "loop": loop_counts.loop_entry(loop.loop)}
+        for loop in loops
+        if loop.kernel.arch == loop.row.arch
+    }
+    assert own
+    committed = resources.read_report()["rows"]
+    lines = loop_counts.changes({name: row for name, row in committed.items() if "loop" in row}, own)
     assert not lines, "\n".join(lines)
-
-
-def sass_update() -> str:
-    return f"build with the pinned one (make does), or after changing the pin {loop_counts.UPDATE}"
 
 
 def test_only_few_query_and_scored_rows_are_left_out(loops: list[sass.RowLoop]):
@@ -103,8 +92,7 @@ ROW = "fwd_sm90_f16_d64_m64n64w4"
 
 @pytest.fixture
 def committed() -> dict[str, Any]:
-    loop = {"mma": 64, "mufu": 32, "fp32": 500, "alu": 40}
-    return {"nvcc": "13.0.88", "update": "", "rows": {ROW: {"registers": 128, "loop": loop}}}
+    return {ROW: {"registers": 128, "loop": {"mma": 64, "mufu": 32, "fp32": 500, "alu": 40}}}
 
 
 @pytest.mark.parametrize(
@@ -122,7 +110,7 @@ def committed() -> dict[str, Any]:
 )
 def test_growth_is_told(committed: dict[str, Any], kind: str, count: float, found: str | None):
     new = copy.deepcopy(committed)
-    new["rows"][ROW]["loop"][kind] = count
+    new[ROW]["loop"][kind] = count
     lines = loop_counts.changes(committed, new)
     assert bool(lines) == (found is not None)
     if found is not None:
@@ -132,55 +120,23 @@ def test_growth_is_told(committed: dict[str, Any], kind: str, count: float, foun
 
 def test_a_little_of_everything_is_told_by_the_sum(committed: dict[str, Any]):
     new = copy.deepcopy(committed)
-    new["rows"][ROW]["loop"] = {"mma": 64, "mufu": 36, "fp32": 504, "alu": 44, "move": 4}
+    new[ROW]["loop"] = {"mma": 64, "mufu": 36, "fp32": 504, "alu": 44, "move": 4}
     (line,) = loop_counts.changes(committed, new)
     assert "all classes in the main loop grew from 636 to 652" in line
 
 
 def test_registers_may_grow_within_their_step(committed: dict[str, Any]):
     new = copy.deepcopy(committed)
-    new["rows"][ROW]["registers"] = 136
+    new[ROW]["registers"] = 136
     assert loop_counts.changes(committed, new) == []
-    new["rows"][ROW]["registers"] = 137
+    new[ROW]["registers"] = 137
     (line,) = loop_counts.changes(committed, new)
     assert line.startswith(f"{ROW}: registers grew from 128 to 137; ")
 
 
-def test_rows_that_one_side_lacks_are_told(committed: dict[str, Any]):
-    row = committed["rows"][ROW]
-    both = {**committed, "rows": {ROW: row, ROW + "_element": row}}
-    assert loop_counts.changes(committed, both) == [
-        f"{ROW}_element has no committed counts: {loop_counts.UPDATE}"
-    ]
-    assert loop_counts.changes(both, committed) == [
-        f"{ROW}_element has committed counts and is not in the build: {loop_counts.UPDATE}"
-    ]
-    only_89 = {**committed, "rows": {ROW.replace("sm90", "sm89"): row}}
-    both = {**committed, "rows": {**committed["rows"], **only_89["rows"]}}
-    assert loop_counts.changes(both, only_89) == []  # a build for one architecture
-
-
-def test_counts_survive_the_file(committed: dict[str, Any], tmp_path: Path):
-    with pytest.raises(
-        FileNotFoundError, match="counts.json is missing: python tools/sass.py --write-counts"
-    ):
-        loop_counts.read_counts(tmp_path / "counts.json")
-    loop_counts.write_counts(committed, tmp_path / "counts.json")
-    assert loop_counts.read_counts(tmp_path / "counts.json") == committed
-
-
-def test_counts_with_spills_are_not_written(committed: dict[str, Any], tmp_path: Path):
-    committed["rows"][ROW]["loop"]["spill"] = 2
-    with pytest.raises(ValueError, match=f"{ROW}: spills in the main loop, nothing was written"):
-        loop_counts.write_counts(committed, tmp_path / "counts.json")
-    assert not (tmp_path / "counts.json").exists()
-
-
-def test_counts_of_a_proxy_are_refused(loops: list[sass.RowLoop]):
-    proxy = SimpleNamespace(row=SimpleNamespace(name="fwd", arch=120), kernel=loops[0].kernel, loop=None)
-    proxy.kernel = cubin.Kernel("fwd", 90)
-    with pytest.raises(ValueError, match="fwd is compiled for another architecture"):
-        loop_counts.build_counts([proxy], EXTENSION)  # type: ignore[list-item]
+def test_rows_that_one_side_lacks_are_left_to_release_check(committed: dict[str, Any]):
+    both = {**committed, ROW + "_element": committed[ROW]}
+    assert loop_counts.changes(committed, both) == loop_counts.changes(both, committed) == []
 
 
 # ---- finding the loop --------------------------------------------------------------------------------------

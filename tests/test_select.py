@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import resources
 import torch
 from fake_build import L4, make_build
 
@@ -566,18 +569,21 @@ def test_the_rows_of_this_build_have_unique_names_and_their_numbers():
     assert {row.arch for row in rows} == set(_C.build_info()["architectures"])
 
 
-def test_every_row_of_this_build_runs_something_on_its_architecture(monkeypatch):
-    architectures = select.this_build().architectures
-    for row in select.this_build().templates:
+def test_every_row_runs_something_on_its_architecture(monkeypatch):
+    """Of this build, and of the whole table, of which this build may be a subset."""
+    build = replace(select.this_build(), templates=resources.whole_table())
+    assert {row.name for row in select.this_build().templates} <= {row.name for row in build.templates}
+    for row in build.templates:
         monkeypatch.setenv(device.FORCE_ARCH, str(row.arch))
-        gpu = device.of_arch(int(architectures[row.arch].rstrip("af")))
+        gpu = device.of_arch(int(build.architectures[row.arch].rstrip("af")))
         problem = Problem(1, 128, 128, 8, 8, row.head_dim, row.dtype, alignment=row.alignment)
         problem = replace(problem, head_dim_v=row.head_dim_v)
-        assert select.reasons(row, problem, gpu) == []
+        assert select.reasons(row, problem, gpu, build) == []
         assert 0 < select.predicted_cost(row, problem, gpu) < 1e4
 
 
-def test_this_build_has_a_row_for_any_alignment_where_it_has_a_fast_one():
-    rows = [row for row in _C.templates() if row.family in select.PLAIN]
+@pytest.mark.parametrize("table", [_C.templates, resources.whole_table], ids=["this build", "all rows"])
+def test_there_is_a_row_for_any_alignment_where_there_is_a_fast_one(table: Callable[[], Sequence[Any]]):
+    rows = [row for row in table() if row.family in select.PLAIN]
     fast = {(row.arch, row.dtype, row.head_dim) for row in rows if row.alignment > 2}
     assert fast == {(row.arch, row.dtype, row.head_dim) for row in rows if row.alignment == 2}

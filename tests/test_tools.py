@@ -12,6 +12,7 @@ from typing import Any
 import parity_report
 import pytest
 import release_check
+import resources
 import sanitize
 from oracle import Errors
 from parity_report import ParityReport
@@ -118,7 +119,12 @@ def make_report(
 
 
 def release(reports: Path, sources: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    status = release_check.main(["--reports", str(reports), "--sources", str(sources)])
+    """Release-check with a report of the machine code beside ``reports``, made now where there is none."""
+    machine_code = reports.parent / "resources.json"
+    if not machine_code.exists():
+        resources.write_report({**resources.read_report(), "source_hash": source_hash(sources)}, machine_code)
+    options = ["--reports", str(reports), "--sources", str(sources), "--resources", str(machine_code)]
+    status = release_check.main(options)
     return status, capsys.readouterr().out
 
 
@@ -200,12 +206,37 @@ def test_a_report_that_proves_less_fails(
     assert expected in output
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"source_hash": "0" * 64}, "resources.json is of other sources (hash 000000000000"),
+        ({"stack": 16}, "fwd_sm90_f16_d32_m64n64w4 (sm_90): a stack of 16 bytes"),
+        ({"kind": "parity"}, "resources.json is no resource report: make build"),
+    ],
+)
+def test_the_machine_code_of_every_row_must_be_right(
+    changes: dict[str, Any], expected: str, tmp_path: Path, sources: Path, capsys: pytest.CaptureFixture[str]
+):
+    for arch in MODES:
+        make_report(tmp_path / "reports", sources, arch)
+    assert release(tmp_path / "reports", sources, capsys)[0] == 0
+    report = resources.read_report(tmp_path / "resources.json")
+    (report if changes.keys() <= report.keys() else report["rows"]["fwd_sm90_f16_d32_m64n64w4"]).update(
+        changes
+    )
+    resources.write_report(report, tmp_path / "resources.json")
+    status, output = release(tmp_path / "reports", sources, capsys)
+    assert status == 1 and output.startswith("release-check: ") and output.count("\n") == 1
+    assert expected in output
+
+
 @pytest.mark.parametrize("text", ["{}", "not json", '{"kind": "benchmark"}', "[]"])
 def test_a_file_that_is_no_report_is_named(
     text: str, tmp_path: Path, sources: Path, capsys: pytest.CaptureFixture[str]
 ):
-    (tmp_path / "odd.json").write_text(text)
-    status, output = release(tmp_path, sources, capsys)
+    (tmp_path / "reports").mkdir()
+    (tmp_path / "reports" / "odd.json").write_text(text)
+    status, output = release(tmp_path / "reports", sources, capsys)
     assert status == 1
     assert "odd.json" in output
     assert output.count("\n") == 1

@@ -1,11 +1,12 @@
-"""Do the committed parity reports prove the sources as they are now? Exit status 1 when not, with the
-reasons.
+"""Do the committed parity reports, and the report of the machine code, prove the sources as they are now?
+Exit status 1 when not, with the reasons.
 
     python tools/release_check.py [--reports benchmarks/results/parity]
 
 For the rows of each architecture the newest report counts: it must have passed, have covered every row, and
 carry the hash of the present src/. Reports are what ``make parity`` writes:
-<date>-<gpu>-<mode>-sm<arch>.json.
+<date>-<gpu>-<mode>-sm<arch>.json. The other one is tools/resources.py's, of all rows: it must carry that hash
+too, and leave nothing to complain about.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import resources
 from source_hash import SOURCES, source_hash
 
 REPORTS = SOURCES.parent / "benchmarks" / "results" / "parity"
@@ -106,6 +108,20 @@ def complaints(reports: list[Report], current: str) -> list[str]:
     return found
 
 
+def machine_code_complaints(report: dict[str, Any], current: str) -> list[str]:
+    """The same of tools/resources.py's report."""
+    found = resources.report_complaints(report)
+    recorded = {name for name, row in report["rows"].items() if "warps" in row["config"]}
+    if recorded ^ resources.manifest_rows().keys():
+        found.append(f"{resources.REPORT.name} is not of the manifest's rows: {resources.UPDATE}")
+    if report["source_hash"] != current:
+        found.append(
+            f"{resources.REPORT.name} is of other sources (hash {report['source_hash'][:12]}, "
+            f"src/ has {current[:12]}): {resources.UPDATE}"
+        )
+    return found
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -114,18 +130,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--sources", type=Path, default=SOURCES, help="directory whose hash the reports must carry"
     )
+    parser.add_argument(
+        "--resources", type=Path, default=resources.REPORT, help="the report of tools/resources.py"
+    )
     options = parser.parse_args(arguments)
     try:
         reports = read_reports(options.reports)
-    except ReportError as error:
+        machine_code = resources.read_report(options.resources)
+    except (ReportError, resources.ReportError) as error:
         print(f"release-check: {error}")
         return 1
     current = source_hash(options.sources)
-    found = complaints(reports, current)
+    found = complaints(reports, current) + machine_code_complaints(machine_code, current)
     for sentence in found:
         print(f"release-check: {sentence}")
     if not found:
-        print(f"release-check: the parity reports prove the present sources ({current[:12]})")
+        print(f"release-check: the reports prove the present sources ({current[:12]})")
     return 1 if found else 0
 
 

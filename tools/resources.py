@@ -2,15 +2,35 @@
 
 python tools/resources.py            one line per kernel of the installed build, and its complaints
 python tools/resources.py FILE       of another extension, object file or fatbin
+python tools/resources.py --write    tests/data/resources.json: all of it, of every row of the manifest
+
+The report is committed: tests hold the rows that they have compiled, which are a subset, against it, and
+``make release-check`` its hash against the sources.
 """
 
 from __future__ import annotations
 
+import functools
+import json
+import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
+from types import SimpleNamespace
+from typing import Any, Protocol
 
-from cubin import RESERVED_SHARED, Kernel, read_kernels
+from building import find_program
+from cubin import RESERVED_SHARED, Kernel, read_compilers, read_kernels
+from source_hash import source_hash
+
+ROOT = Path(__file__).resolve().parents[1]
+REPORT = ROOT / "tests" / "data" / "resources.json"
+KIND = "cutlass_fmha resource report"
+UPDATE = "make build && .venv/bin/python tools/resources.py --write"
+SIZES = ("arch", "registers", "stack", "local", "shared")
+CONFIG = ("family", "copy", "warps", "kv_warps", "threads", "min_blocks", "smem_bytes")
+JUDGED = ("HMMA", "LDGSTS", "UTMALDG", "UTMASTG", "LDL", "STL", "BPT")  # opcodes that complaints are about
 
 REGISTERS_PER_SM = 64 * 1024
 # What sm_89 and sm_120 have (CUDA Programming Guide, technical specifications), and so every row stays
@@ -80,10 +100,10 @@ def complaints(kernel: Kernel, row: Row) -> list[str]:
             f"{row.min_blocks} blocks of {row.warps} warps exceed {WARPS_PER_SM}",
         ),
     ]
-    return [f"{row.name} (sm_{kernel.arch}): {sentence}" for fine, sentence in checks if not fine]
+    return sentences(row.name, kernel, checks)
 
 
-def support_complaints(kernel: Kernel, threads: int) -> list[str]:
+def helper_complaints(kernel: Kernel, threads: int) -> list[str]:
     """The same of a kernel beside attention, in blocks of ``threads``: enough of them to hide latency."""
     registers = -(-kernel.registers // 8) * 8 * threads
     blocks = min(REGISTERS_PER_SM // registers, SHARED_PER_SM // (kernel.shared + RESERVED_SHARED))
@@ -95,7 +115,11 @@ def support_complaints(kernel: Kernel, threads: int) -> list[str]:
             f"{kernel.shared} bytes of shared memory",
         ),
     ]
-    return [f"{kernel.name} (sm_{kernel.arch}): {sentence}" for fine, sentence in checks if not fine]
+    return sentences(kernel.name, kernel, checks)
+
+
+def sentences(name: str, kernel: Kernel, checks: Iterable[Check]) -> list[str]:
+    return [f"{name} (sm_{kernel.arch}): {sentence}" for fine, sentence in checks if not fine]
 
 
 def _of_every_kernel(kernel: Kernel) -> list[Check]:
@@ -114,12 +138,131 @@ def _of_every_kernel(kernel: Kernel) -> list[Check]:
     ]
 
 
+# ---- the report --------------------------------------------------------------------------------------------
+
+
+class ReportError(ValueError):
+    """There is no report of every row of the present sources: none was made, or a build can't give one."""
+
+
+def manifest_rows() -> dict[str, bool]:
+    """Row of the manifest -> whether it is in the subset that ``make test`` compiles."""
+    script = ROOT / "cmake" / "list_rows.cmake"
+    command = [find_program("cmake"), "-P", str(script)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {name: in_subset == "ON" for name, in_subset in map(str.split, text.splitlines())}
+
+
+def record(kernel: Kernel, row: Any) -> dict[str, Any]:
+    """A kernel's part of the report: what ``complaints`` asks of it and of its row."""
+    opcodes = {name: n for name, n in sorted(kernel.opcodes.items()) if name.partition(".")[0] in JUDGED}
+    code = {"instructions": kernel.opcodes.total(), "opcodes": opcodes}
+    config = {name: getattr(row, name) for name in CONFIG if hasattr(row, name)}
+    return {**{name: getattr(kernel, name) for name in SIZES}, **code, "config": config}
+
+
+def build_report(module: Any, loops: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The report of an extension; ``loops``: row -> what an iteration of its main loop issues.
+
+    Raises ReportError for one that lacks rows of the present manifest, or is of other sources.
+    """
+    info, file = module.build_info(), Path(module.__file__)
+    rows = {row.name: row for row in module.templates()}
+    if info["source_hash"] != source_hash() or info["proxy"] or rows.keys() != manifest_rows().keys():
+        raise ReportError(f"{file} is no build of all rows of these sources: {UPDATE}")
+    table = rows | {row.name: row for row in module.helpers()}
+    kernels = {kernel.name: kernel for kernel in read_kernels(file)}
+    entries = {name: record(kernels[name], row) for name, row in table.items()}
+    for name, loop in loops.items():
+        entries[name]["loop"] = loop
+    (nvcc,) = set(read_compilers(file).values())
+    head = {"kind": KIND, "update": UPDATE, "source_hash": info["source_hash"], "nvcc": nvcc}
+    return {**head, "extension_bytes": file.stat().st_size, "rows": entries}
+
+
+class Twin:
+    """A float16 row that this build lacks, as the bfloat16 row of its tile says it is."""
+
+    def __init__(self, name: str, row: Any) -> None:
+        fields = (field for field in dir(type(row)) if not field.startswith("_") and hasattr(row, field))
+        self.__dict__.update({field: getattr(row, field) for field in fields})
+        self.__dict__.update(name=name, dtype="float16", index=-1)
+
+
+@functools.cache
+def whole_table() -> tuple[Any, ...]:
+    """This build's rows of attention and their twins, in the manifest's order: for tests of selection."""
+    from cutlass_fmha import _C
+
+    built = {row.name: row for row in _C.templates()}
+    twins = {name: built.get(name.replace("_f16_", "_bf16_")) for name in manifest_rows()}
+    return tuple(built.get(name) or Twin(name, twin) for name, twin in twins.items() if name in built or twin)
+
+
+def report_complaints(report: dict[str, Any]) -> list[str]:
+    """What is wrong with the kernels of a report: the same as of kernels that were just compiled."""
+    found = []
+    for name, recorded in report["rows"].items():
+        sizes = {key: recorded[key] for key in SIZES}
+        kernel = Kernel(name, **sizes, opcodes=Counter(recorded["opcodes"]))
+        row: Any = SimpleNamespace(name=name, **recorded["config"])
+        if row.family == "wide":  # these have limits of their own: tests/test_fallback.py
+            found += sentences(name, kernel, _of_every_kernel(kernel))
+        elif hasattr(row, "warps"):
+            found += complaints(kernel, row)
+        else:
+            found += helper_complaints(kernel, row.threads)
+    return found
+
+
+def write_report(report: dict[str, Any], path: Path = REPORT) -> None:
+    """JSON with one line per row, so that a changed row is a changed line in a diff."""
+    rows = ",\n".join(f'  "{name}": {json.dumps(row)}' for name, row in report["rows"].items())
+    head = "".join(f' "{key}": {json.dumps(value)},\n' for key, value in report.items() if key != "rows")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f'{{\n{head} "rows": {{\n{rows}\n }}\n}}\n', encoding="utf-8")
+
+
+def read_report(path: Path = REPORT) -> dict[str, Any]:
+    """Raises ReportError with the command that makes the file."""
+    try:
+        report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ReportError(f"{path.name} can't be read ({error}): {UPDATE}") from error
+    if report.get("kind") != KIND:
+        raise ReportError(f"{path.name} is no resource report: {UPDATE}")
+    return report
+
+
+def write() -> int:
+    """Writes REPORT from the installed build. Exit status 1, and nothing written, when a kernel is wrong."""
+    import sass
+    from loop_counts import loop_entry
+
+    from cutlass_fmha import _C
+
+    try:
+        loops = sass.read_rows(Path(str(_C.__file__)), _C.templates())
+        report = build_report(_C, {loop.row.name: loop_entry(loop.loop) for loop in loops})
+    except ReportError as error:
+        print(error, file=sys.stderr)
+        return 1
+    if found := report_complaints(report):
+        print("\n".join([*found, "nothing was written"]), file=sys.stderr)
+        return 1
+    write_report(report)
+    print(f"wrote {REPORT.relative_to(ROOT)}: {len(report['rows'])} kernels")
+    return 0
+
+
 def main() -> int:
+    if sys.argv[1:] == ["--write"]:
+        return write()
     from cutlass_fmha import _C
 
     assert _C.__file__ is not None
     rows = {row.name: row for row in _C.templates()}
-    support = {kernel.name: kernel.threads for kernel in _C.helpers()}
+    helpers = {kernel.name: kernel.threads for kernel in _C.helpers()}
     bad = 0
     for kernel in read_kernels(Path(sys.argv[1] if len(sys.argv) > 1 else _C.__file__)):
         dynamic = rows[kernel.name].smem_bytes if kernel.name in rows else 0
@@ -129,7 +272,7 @@ def main() -> int:
             f"{kernel.count('HMMA'):5} of {kernel.opcodes.total():6} HMMA"
         )
         found = complaints(kernel, rows[kernel.name]) if kernel.name in rows else []
-        found += support_complaints(kernel, support[kernel.name]) if kernel.name in support else []
+        found += helper_complaints(kernel, helpers[kernel.name]) if kernel.name in helpers else []
         for sentence in found:
             bad += 1
             print(f"    {sentence}")

@@ -3,7 +3,6 @@
     python tools/sass.py                         the installed build
     python tools/sass.py FILE --rows d128        another extension, object file, fatbin or cubin; some rows
     python tools/sass.py --opcodes --rows NAME   every opcode of the loop, to see what a change added
-    python tools/sass.py --write-counts          tests/data/sass_counts.json, which the test gates
 
 Counts are of one warp and one block of keys in the steady state (mainloop.py), without the rows whose warps
 share the keys. Needs cuobjdump and nvdisasm, and no GPU.
@@ -24,11 +23,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from cubin import Kernel, read_kernels
-from loop_counts import COUNTS, build_counts, plain, write_counts
+from loop_counts import plain
 from mainloop import Loop, LoopNotFoundError, main_loop
 from tabulate import tabulate
 
-ROOT = Path(__file__).resolve().parents[1]
 BYTES_PER_ELEMENT = 2
 #: A program that prints build_info() and the table of kernels of the extension that its argument names.
 PRINT_ROWS = """
@@ -142,7 +140,6 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--rows", default="", metavar="REGEX", help="only rows whose name it is found in")
     parser.add_argument("--opcodes", action="store_true", help="list the loop's opcodes per row")
-    parser.add_argument("--write-counts", action="store_true", help=f"write {COUNTS.relative_to(ROOT)}")
     return parser.parse_args(arguments)
 
 
@@ -154,12 +151,6 @@ def main(arguments: list[str] | None = None) -> int:
         if not loops:
             print(f"no row with a counted loop in {file} whose name holds {options.rows!r}", file=sys.stderr)
             return 1
-        if options.write_counts:
-            if options.rows:
-                raise ValueError("--write-counts writes all rows: leave --rows out")
-            write_counts(build_counts(loops, file))
-            print(f"wrote {COUNTS.relative_to(ROOT)}: {len(loops)} rows")
-            return 0
     except (LoopNotFoundError, OSError, RuntimeError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
