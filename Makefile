@@ -127,7 +127,7 @@ wheel: $(STAMPS)/torch $(STAMPS)/tools
 	@echo '==> building a wheel in dist/' && rm -f dist/cutlass_fmha-*.whl
 	@CUDACXX="$$($(VENV_PYTHON) build_backend/probe.py nvcc)" $(VENV_PYTHON) -m pip wheel --no-deps --no-build-isolation --wheel-dir dist \
 	  --config-settings=build-dir=build --config-settings='cmake.define.CMAKE_CUDA_ARCHITECTURES=$(ARCHS)' \
-	  --config-settings='cmake.define.CUTLASS_FMHA_JOBS=$(JOBS)' .
+	  --config-settings='cmake.define.CUTLASS_FMHA_JOBS=$(JOBS)' --config-settings='cmake.define.CUTLASS_FMHA_SUBSET=$(SUBSET)' .
 	@$(VENV_PYTHON) .ci/check_wheel.py dist/cutlass_fmha-*.whl
 
 CXX_SOURCES = $(shell find src tools/simulator -name '*.h' -o -name '*.cpp' -o -name '*.cuh')

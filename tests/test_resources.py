@@ -200,6 +200,31 @@ def test_what_compiling_took_is_every_files_last_time(monkeypatch: pytest.Monkey
     assert compile_time("\n".join(lines), "build a.cu.o: x\nbuild b.cpp.o: x\nbuild c.cu.o: x\n") == (2, 22.5)
 
 
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """As much of a checkout as ``make -n`` asks for."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
+    for name in (
+        "pyproject.toml",
+        "CMakeLists.txt",
+        "tools/source_hash.py",
+        "cmake/x",
+        "src/x",
+        "build_backend/x",
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "build").mkdir()
+    return tmp_path
+
+
+def printed(tree: Path, *arguments: str) -> str:
+    return subprocess.run(
+        ["make", "-n", *arguments], cwd=tree, capture_output=True, text=True, check=True
+    ).stdout
+
+
 @pytest.mark.parametrize(
     ("earlier", "given", "expected"),
     [
@@ -214,28 +239,19 @@ def test_what_compiling_took_is_every_files_last_time(monkeypatch: pytest.Monkey
     ],
 )
 def test_make_test_compiles_the_subset_where_nothing_is_built_whole(
-    earlier: str | None, given: list[str], expected: tuple[str, str] | None, tmp_path: Path
+    earlier: str | None, given: list[str], expected: tuple[str, str] | None, tree: Path
 ):
-    shutil.copy(ROOT / "Makefile", tmp_path)
-    for name in (
-        "pyproject.toml",
-        "CMakeLists.txt",
-        "tools/source_hash.py",
-        "cmake/x",
-        "src/x",
-        "build_backend/x",
-    ):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
     if earlier:
-        (tmp_path / "build").mkdir()
-        (tmp_path / "build" / f".built-{earlier}").touch()
-    done = subprocess.run(
-        ["make", "-n", "test", *given], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    found = re.findall(r"develop.py build '(.*?)' '' '(.*?)'", done.stdout)
-    assert found == ([expected] if expected else []), done.stdout
+        (tree / "build" / f".built-{earlier}").touch()
+    commands = printed(tree, "test", *given)
+    found = re.findall(r"develop.py build '(.*?)' '' '(.*?)'", commands)
+    assert found == ([expected] if expected else []), commands
+
+
+def test_a_wheel_has_all_rows_whatever_its_build_directory_remembers(tree: Path):
+    """build/ may be what ``make test`` left, whose CMake cache says ci."""
+    (tree / "build" / ".built-89-90-120-ci").touch()
+    assert "'cmake.define.CUTLASS_FMHA_SUBSET='" in printed(tree, "wheel")
 
 
 def test_an_extension_takes_less_than_60_mib_even_with_every_row_of_every_architecture(
