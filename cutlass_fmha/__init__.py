@@ -17,12 +17,12 @@ except ModuleNotFoundError as error:  # the sources, found before the installed 
     ) from error
 
 from cutlass_fmha.attention import attention, scaled_dot_product_attention
-from cutlass_fmha.cache import with_kv_cache
+from cutlass_fmha.cascade import cascade_attention, merge_states
+from cutlass_fmha.dispatch.explain import explain
 from cutlass_fmha.dropout import dropout_mask
 from cutlass_fmha.errors import UnsupportedError
-from cutlass_fmha.explanation import explain
+from cutlass_fmha.kv_cache import with_kv_cache
 from cutlass_fmha.rotary import rotary
-from cutlass_fmha.states import cascade_attention, merge_states
 
 __all__ = [
     "UnsupportedError",

@@ -10,9 +10,11 @@ import torch
 
 import cutlass_fmha
 from cutlass_fmha import _C
-from cutlass_fmha import device as devices
 from cutlass_fmha.cost import store
-from cutlass_fmha.select import FEATURES, no_rows, this_build
+from cutlass_fmha.dispatch import device as devices
+from cutlass_fmha.dispatch.eligibility import no_rows
+from cutlass_fmha.dispatch.problem import FEATURES
+from cutlass_fmha.dispatch.table import this_build
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -145,11 +147,11 @@ def _info(arguments: argparse.Namespace) -> int:
     else:
         print("built without CUDA (CUTLASS_FMHA_CUDA=OFF): the CPU backend only")
     build = this_build()
-    counts = Counter(row.arch for row in build.templates)
+    counts = Counter(row.arch for row in build.rows)
     for arch, compiled_for in build.architectures.items():
         print(f"sm_{arch}: {counts[arch]} rows, compiled for sm_{compiled_for}")
     if arguments.rows:
-        for row in build.templates:
+        for row in build.rows:
             print(f"  {row.name}: {row.smem_bytes} bytes of shared memory, {row.alignment}-byte alignment")
     _print_devices()
     return 0

@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
-from cutlass_fmha import autocast, ops, plan, private_torch
+from cutlass_fmha import autocast, private_torch
 from cutlass_fmha.arguments import check, check_features
 from cutlass_fmha.arguments.op_arguments import op_arguments
 from cutlass_fmha.arguments.signature import lists_features, refuse_positions
-from cutlass_fmha.describe import Names
+from cutlass_fmha.dispatch.describe import Names
 from cutlass_fmha.features import Features
-from cutlass_fmha.plan import NOTHING
+from cutlass_fmha.launch import plan
+from cutlass_fmha.launch.plan import NOTHING
+from cutlass_fmha.ops import dispatcher
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -178,7 +180,7 @@ def scaled_dot_product_attention(
         attn_mask = said["bias"]
     plain = attn_mask is None and dropout_p == 0.0
     layout = "sdpa" if enable_gqa is False else "sdpa, gqa"
-    if plain and not torch.compiler.is_compiling() and ops.can_skip_dispatcher(query, key, value):
+    if plain and not torch.compiler.is_compiling() and dispatcher.can_skip_dispatcher(query, key, value):
         # Where a call like this one went well, its tensors need not be asked again what they are.
         try:
             number = None if scale is None else check.finite_scale(scale)
@@ -263,8 +265,8 @@ def _call(
         )
     if (
         not torch.compiler.is_compiling()
-        and ops.can_skip_dispatcher(q, k, v)
-        and (not arguments or ops.others_can_skip_dispatcher(arguments))
+        and dispatcher.can_skip_dispatcher(q, k, v)
+        and (not arguments or dispatcher.others_can_skip_dispatcher(arguments))
     ):
         try:
             return plan.launch(q, k, v, scale, causal, return_lse, template, layout, names, arguments)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cutlass_fmha.device import Device
-from cutlass_fmha.select import Build
+from cutlass_fmha.dispatch.device import Device
+from cutlass_fmha.dispatch.table import Table
 
 L4 = Device("NVIDIA L4", (8, 9), 58, 99 * 1024)
 
@@ -80,7 +80,7 @@ GENERAL = [
 
 def make_build(
     archs: tuple[int, ...] = (89, 90, 120), compiled_for: dict[int, str] | None = None, general: bool = True
-) -> Build:
+) -> Table:
     """A large tile, a small one, an element row and few-query rows for each architecture, dtype and head dim.
 
     And scored rows, if ``general``.
@@ -112,4 +112,4 @@ def make_build(
                 )
                 form = {"scored": True, "value_dim": value_dim, "q_in_registers": head_dim < 256}
                 rows.append(Row(len(rows), arch, dtype, head_dim, *tile, **form))
-    return Build(tuple(rows), tuple((compiled_for or {}).items()))  # type: ignore[arg-type]
+    return Table(tuple(rows), tuple((compiled_for or {}).items()))  # type: ignore[arg-type]

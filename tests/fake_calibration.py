@@ -11,10 +11,11 @@ from fake_build import L4, make_build
 from fake_cuda import FakeGpu
 
 import cutlass_fmha
-from cutlass_fmha import _C, cost, device
+from cutlass_fmha import _C, cost
 from cutlass_fmha.calibrate import fit, measurements, problems
 from cutlass_fmha.cost import PRICES, RowCost, datasheet, store
-from cutlass_fmha.select import Problem
+from cutlass_fmha.dispatch import device
+from cutlass_fmha.dispatch.problem import Problem
 
 BUILD = make_build((89,))
 LIMITS = problems.Limits.of_device(L4.sm_count, 24 << 30)
@@ -34,11 +35,11 @@ def true_costs(seed: int = 0) -> dict[str, RowCost]:
     """Costs that no datasheet knows, up to 1.6 times more or less than the default: alike in both dtypes."""
     generator = random.Random(seed)
     tiles: dict[str, RowCost] = {}
-    for row in BUILD.templates:
+    for row in BUILD.rows:
         default = datasheet.row_cost(row, L4)
         prices = (getattr(default, name) * generator.uniform(0.6, 1.6) for name in PRICES)
         tiles.setdefault(fit.tile_of(row.name), RowCost(*prices, resident=default.resident))
-    return {row.name: tiles[fit.tile_of(row.name)] for row in BUILD.templates}
+    return {row.name: tiles[fit.tile_of(row.name)] for row in BUILD.rows}
 
 
 def fake_gpu(monkeypatch, noise: float = 0.01, seed: int = 0) -> FakeGpu:
@@ -59,7 +60,7 @@ def fake_gpu(monkeypatch, noise: float = 0.01, seed: int = 0) -> FakeGpu:
 def a_calibration(**changes: object) -> store.Calibration:
     rows = {
         row.name: store.Fit(datasheet.row_cost(row, L4).scaled(1.25), 0.01, 0.05, 20)
-        for row in BUILD.templates
+        for row in BUILD.rows
         if row.head_dim == 64
     }
     own = {

@@ -13,11 +13,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cutlass_fmha import _C, blocks, select
-from cutlass_fmha import device as devices
+from cutlass_fmha import _C
 from cutlass_fmha.calibrate import timing
-from cutlass_fmha.device import Device
-from cutlass_fmha.select import Build, Problem
+from cutlass_fmha.dispatch import blocks
+from cutlass_fmha.dispatch import device as devices
+from cutlass_fmha.dispatch import table as tables
+from cutlass_fmha.dispatch.device import Device
+from cutlass_fmha.dispatch.problem import Problem
+from cutlass_fmha.dispatch.table import Table
 
 Law = Callable[[object, Problem], float]
 """Microseconds of a row on a problem."""
@@ -26,14 +29,14 @@ Law = Callable[[object, Problem], float]
 class FakeGpu:
     """Stands in for torch.cuda and ``_C.run``; ``launches``: (row name, problem, pointers) of each call."""
 
-    def __init__(self, build: Build, device: Device, law: Law, l2_bytes: int = 1 << 20) -> None:
+    def __init__(self, build: Table, device: Device, law: Law, l2_bytes: int = 1 << 20) -> None:
         self.build, self.device, self.law, self.l2_bytes = build, device, law, l2_bytes
         self.now_us = 0.0
         self.captured: list[float] | None = None
         self.launches: list[tuple[str, Problem, tuple[int, ...]]] = []
 
     def run(self, row, params, device, stream) -> None:
-        template = self.build.templates[row]
+        template = self.build.rows[row]
         sizes = (params.batch, params.seqlen_q, params.seqlen_k, params.num_heads, params.num_heads_kv)
         mask = ("bottom-right" if params.bottom_right else "top-left") if params.window_right == 0 else "none"
         dims = {"head_dim": params.head_dim, "head_dim_v": params.head_dim_v}
@@ -91,8 +94,8 @@ class FakeGpu:
 
         properties = SimpleNamespace(L2_cache_size=self.l2_bytes, total_memory=24 << 30)
         monkeypatch.setattr(_C, "run", self.run)
-        monkeypatch.setattr(_C, "templates", lambda: list(self.build.templates))
-        monkeypatch.setattr(select, "this_build", lambda: self.build)
+        monkeypatch.setattr(_C, "templates", lambda: list(self.build.rows))
+        monkeypatch.setattr(tables, "this_build", lambda: self.build)
         monkeypatch.setattr(devices, "of_index", lambda index: self.device)
         monkeypatch.setattr(timing, "_device", lambda index: torch.device("cpu"))
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)

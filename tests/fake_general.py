@@ -17,7 +17,7 @@ from oracle_general import kept
 from torch import Tensor
 
 from cutlass_fmha import _C
-from cutlass_fmha.select import Build
+from cutlass_fmha.dispatch.table import Table
 
 
 def _at(address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
@@ -74,7 +74,7 @@ NOT_OF_PLAIN_ROWS = tuple(
 class FakeKernels:
     """Stands in for ``_C.run``: remembers launches and, if ``compute``, does them in fp64."""
 
-    def __init__(self, build: Build, compute: bool = True) -> None:
+    def __init__(self, build: Table, compute: bool = True) -> None:
         self.build, self.compute = build, compute
         self.launches: list[Launched] = []
 
@@ -88,10 +88,10 @@ class FakeKernels:
 
     def of(self, scored: bool) -> list[Launched]:
         """The launches of scored rows, or of the others."""
-        return [x for x in self.launches if self.build.templates[x.row].scored == scored]
+        return [x for x in self.launches if self.build.rows[x.row].scored == scored]
 
     def __call__(self, row: int, params: _C.AttentionParams, device: int, stream: int) -> None:
-        template = self.build.templates[row]
+        template = self.build.rows[row]
         if template.scored:
             assert params.head_dim <= template.head_dim and params.head_dim_v <= template.head_dim_v
         else:

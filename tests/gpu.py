@@ -18,8 +18,8 @@ from problems import GUARD, Problem, place, poison
 from torch import Tensor
 
 from cutlass_fmha import _C
-from cutlass_fmha.blocks import Tail
-from cutlass_fmha.select import PLAIN, WIDE
+from cutlass_fmha.dispatch.blocks import Tail
+from cutlass_fmha.dispatch.table import PLAIN
 
 _INTEGER = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
 
@@ -71,7 +71,7 @@ def wide_rows() -> list[_C.Template]:
     """The wide rows under test, all of one architecture."""
     if unusable() is not None:
         return []
-    return [row for row in _C.templates() if row.arch == rows_arch() and row.family == WIDE]
+    return [row for row in _C.templates() if row.arch == rows_arch() and row.family == "wide"]
 
 
 @contextlib.contextmanager

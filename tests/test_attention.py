@@ -11,7 +11,8 @@ import torch
 from fake_build import make_build
 
 import cutlass_fmha
-from cutlass_fmha import attention, scaled_dot_product_attention, select
+from cutlass_fmha import attention, scaled_dot_product_attention
+from cutlass_fmha.dispatch import table as tables
 
 F = torch.nn.functional
 
@@ -288,21 +289,22 @@ def test_a_call_that_needs_a_gradient_raises(which: int):
 
 
 def test_a_build_without_kernels_says_how_to_get_them(monkeypatch):
-    from cutlass_fmha import plan
+    from cutlass_fmha.launch import plan
 
-    monkeypatch.setattr(select, "this_build", lambda: select.Build(()))
+    monkeypatch.setattr(tables, "this_build", lambda: tables.Table(()))
     q, k, v = tensors(dtype=torch.float16)
     with pytest.raises(cutlass_fmha.UnsupportedError, match="no CUDA kernels .* install a wheel with CUDA"):
         plan.launch(q, k, v, None, "none", False, None)
 
 
 def test_a_forced_template_reaches_the_launch(monkeypatch):
-    from cutlass_fmha import ops, plan
+    from cutlass_fmha.launch import plan
+    from cutlass_fmha.ops import dispatcher
 
     seen = []
-    monkeypatch.setattr(ops, "can_skip_dispatcher", lambda *tensors: True)
+    monkeypatch.setattr(dispatcher, "can_skip_dispatcher", lambda *tensors: True)
     monkeypatch.setattr(plan, "launch", lambda *arguments: seen.append(arguments) or (None, None))
-    name = make_build().templates[0].name
+    name = make_build().rows[0].name
     q, k, v = tensors()
     attention(q, k, v, scale=2, causal="top-left", return_lse=True, layout="bhsd", template=name)
     assert seen == [(q, k, v, 2.0, "top-left", True, name, "bhsd", ("q", "k", "v"), {})]

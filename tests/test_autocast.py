@@ -16,8 +16,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cutlass_fmha
-from cutlass_fmha import attention, cascade_attention, ops, plan, private_torch, with_kv_cache
+from cutlass_fmha import attention, cascade_attention, private_torch, with_kv_cache
 from cutlass_fmha import scaled_dot_product_attention as sdpa
+from cutlass_fmha.launch import plan
+from cutlass_fmha.ops import dispatcher
 
 # Of torch's own making: what its compiler uses inside.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
@@ -401,7 +403,7 @@ def test_the_way_past_the_dispatcher_gets_what_is_cast(monkeypatch: pytest.Monke
         launched.append({x.dtype for x in (q, k, v)})
         return q, None
 
-    monkeypatch.setattr(ops, "Tensor", LooksLikeCuda)
+    monkeypatch.setattr(dispatcher, "Tensor", LooksLikeCuda)
     monkeypatch.setattr(plan, "launch", launch)
     t = {name: x.as_subclass(LooksLikeCuda) for name, x in drawn().items()}
     mixed = t | {"k": t["k"].half()}

@@ -16,8 +16,9 @@ import pytest
 import torch
 
 import cutlass_fmha
-from cutlass_fmha import UnsupportedError, attention, features, ops, scaled_dot_product_attention
+from cutlass_fmha import UnsupportedError, attention, features, scaled_dot_product_attention
 from cutlass_fmha.arguments.signature import FOREIGN
+from cutlass_fmha.ops import dispatcher
 
 BATCH, SEQLEN_Q, SEQLEN_K, HEADS, HEADS_KV, DIM = 2, 6, 10, 4, 2, 16
 Q = torch.randn(BATCH, SEQLEN_Q, HEADS, DIM)
@@ -682,7 +683,7 @@ def test_arguments_by_position_are_refused(more: tuple[Any, ...]):
 
 @pytest.mark.parametrize("tensor", [NESTED, Q.to_sparse()], ids=["nested", "sparse"])
 def test_what_has_no_shape_is_refused_past_the_dispatcher(tensor: torch.Tensor, monkeypatch):
-    monkeypatch.setattr(ops, "can_skip_dispatcher", lambda *tensors: True)
+    monkeypatch.setattr(dispatcher, "can_skip_dispatcher", lambda *tensors: True)
     for said in ({}, {"softcap": 1.0}):
         with pytest.raises(NotImplementedError, match="q (is a nested|must be a dense) tensor"):
             attention(tensor, K, V, **said)

@@ -13,7 +13,7 @@ from oracle_support import assert_rotated, bits, places, rotate
 from torch import Tensor
 
 import cutlass_fmha
-from cutlass_fmha.cache import with_kv_cache
+from cutlass_fmha.kv_cache import with_kv_cache
 from cutlass_fmha.rotary import rotary
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")

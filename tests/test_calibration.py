@@ -14,11 +14,11 @@ import torch
 from fake_build import L4
 from fake_calibration import BUILD, KINDS, LIMITS, fake_gpu, hermetic, predicted, true_costs
 
-from cutlass_fmha import cost, select
-from cutlass_fmha.arguments.check import CAUSAL
+from cutlass_fmha import cost
 from cutlass_fmha.calibrate import fit, measurements, problems, progress, timing, verdict
 from cutlass_fmha.cost import datasheet, store
-from cutlass_fmha.select import Problem
+from cutlass_fmha.dispatch import choose, eligibility
+from cutlass_fmha.dispatch.problem import CAUSAL, Problem
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +85,7 @@ def test_designed_problems_grow_with_the_gpu():
 def test_calls_rotate_through_inputs_that_exceed_the_cache(monkeypatch):
     gpu = fake_gpu(monkeypatch, noise=0.0)
     problem = Problem(2, 64, 64, 4, 2, 64, "float16", "top-left")
-    rows = [row for row in BUILD.templates if row.dtype == "float16" and row.head_dim == 64]
+    rows = [row for row in BUILD.rows if row.dtype == "float16" and row.head_dim == 64]
     times = timing.RowTimer(0, [problem]).time(problem, rows, give_up=math.inf)
     for row in rows:
         assert times[row.name].us == pytest.approx(cost.predict(row, problem, L4, true_costs()[row.name]))
@@ -102,7 +102,7 @@ def test_calls_rotate_through_inputs_that_exceed_the_cache(monkeypatch):
 def test_a_hopeless_row_is_launched_once_and_skipped(monkeypatch):
     gpu = fake_gpu(monkeypatch)
     problem = Problem(4, 2048, 2048, 16, 16, 64, "float16")
-    rows = {row.name: row for row in BUILD.templates if row.dtype == "float16" and row.head_dim == 64}
+    rows = {row.name: row for row in BUILD.rows if row.dtype == "float16" and row.head_dim == 64}
     gpu.law = lambda row, problem: 1000.0 if row.copy == "element" and problem.batch > 1 else 100.0
     times = timing.RowTimer(0, [problem]).time(problem, list(rows.values()), give_up=3.0)
     slow = {name for name, row in rows.items() if row.copy == "element"}
@@ -199,18 +199,19 @@ def fitted(noise: float = 0.0) -> store.Calibration:
 
 def test_a_fit_recovers_the_model_that_the_timings_come_from():
     found = fitted()
-    assert {row.name for row in BUILD.templates if not row.scored} <= set(found.rows)
-    assert any(row.scored and row.name in found.rows for row in BUILD.templates)
+    assert {row.name for row in BUILD.rows if not row.scored} <= set(found.rows)
+    assert any(row.scored and row.name in found.rows for row in BUILD.rows)
     fresh = problems.draws(90, "fresh", KINDS, LIMITS)
     truth = true_costs()
-    for row in BUILD.templates:
+    for row in BUILD.rows:
         if row.name not in found.rows:  # a scored one that too few of the problems are for
             continue
         assert found.rows[row.name].error < 0.01
         errors = [
             abs(predicted(row, problem, found) / cost.predict(row, problem, L4, truth[row.name]) - 1)
             for problem in fresh
-            if row in contenders(problem) or (not row.scored and not select.reasons(row, problem, L4, BUILD))
+            if row in contenders(problem)
+            or (not row.scored and not eligibility.reasons(row, problem, L4, BUILD))
         ]
         if not errors:  # a scored one that none of the fresh problems is for
             continue
@@ -220,8 +221,8 @@ def test_a_fit_recovers_the_model_that_the_timings_come_from():
 
 
 def contenders(problem: Problem) -> list:
-    eligible = [row for row in BUILD.templates if not select.reasons(row, problem, L4, BUILD)]
-    return list(select.contenders(eligible, problem))
+    eligible = [row for row in BUILD.rows if not eligibility.reasons(row, problem, L4, BUILD)]
+    return list(choose.contenders(eligible, problem))
 
 
 def test_general_rows_are_timed_where_they_are_in_question(monkeypatch):
@@ -238,7 +239,7 @@ def test_general_rows_are_timed_where_they_are_in_question(monkeypatch):
 def test_a_fit_finds_how_many_blocks_are_resident():
     """Which shared memory and launch bounds don't tell: registers do, and nobody counts them beforehand."""
     found = fitted()
-    tiles = [row for row in BUILD.templates if row.kv_warps == 1 and row.copy != "element" and not row.scored]
+    tiles = [row for row in BUILD.rows if row.kv_warps == 1 and row.copy != "element" and not row.scored]
     right = [found.rows[row.name].cost.resident == true_costs()[row.name].resident for row in tiles]
     assert sum(right) >= 0.8 * len(tiles)
 
@@ -305,7 +306,7 @@ def test_a_row_with_too_few_timings_keeps_the_default_at_its_kinds_scale():
             rows = {row: time for row, time in sample.rows.items() if row not in own}
             samples[index] = replace(sample, rows=rows)
     found = fit.fit(machine, samples, BUILD)
-    rows = [row for row in BUILD.templates if row.head_dim == 64 and not row.scored]
+    rows = [row for row in BUILD.rows if row.head_dim == 64 and not row.scored]
     missing = {row.name for row in rows} - set(found.rows)
     assert {fit.tile_of(name) for name in missing} == {tile}
     for name in missing:

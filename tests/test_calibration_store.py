@@ -17,10 +17,12 @@ from fake_build import L4, make_build
 from fake_calibration import BUILD, a_calibration, fake_gpu, hermetic, predicted, true_costs
 
 import cutlass_fmha
-from cutlass_fmha import _C, __main__, cost, device, select
+from cutlass_fmha import _C, __main__, cost
 from cutlass_fmha.calibrate import command, problems
 from cutlass_fmha.cost import PRICES, datasheet, store
-from cutlass_fmha.select import Problem
+from cutlass_fmha.dispatch import choose, device
+from cutlass_fmha.dispatch import table as tables
+from cutlass_fmha.dispatch.problem import Problem
 
 
 @pytest.fixture(autouse=True)
@@ -95,9 +97,9 @@ def test_a_damaged_or_stale_file_is_ignored_with_one_warning(cache, caplog, text
     path.parent.mkdir(parents=True)
     path.write_text(text)
     problem = Problem(1, 512, 512, 8, 8, 64, "float16")
-    expected = select.select(problem, L4, build=BUILD, calibration=store.default(L4))
+    expected = choose.choose(problem, L4, table=BUILD, calibration=store.default(L4))
     for _ in range(3):
-        assert select.select(problem, L4, build=BUILD) == expected
+        assert choose.choose(problem, L4, table=BUILD) == expected
     (record,) = caplog.records
     assert message in record.getMessage() and str(path) in record.getMessage()
     assert "`python -m cutlass_fmha calibrate` renews it" in record.getMessage()
@@ -229,12 +231,12 @@ def test_the_shipped_costs_find_the_row_that_was_measured_to_be_the_fastest(
     h200 = device.PRESETS["h200"]
     shipped = store.for_device(h200)
     assert shipped.origin == "measured on NVIDIA H200, shipped with the package"
-    build = select.Build(tuple(row for row in make_build((90,)).templates if row.name in shipped.rows))
+    build = tables.Table(tuple(row for row in make_build((90,)).rows if row.name in shipped.rows))
     problem = Problem(1, seqlen, seqlen, 8, 8, head_dim, "float16", causal)
-    chosen = select.select(problem, h200, build=build)
+    chosen = choose.choose(problem, h200, table=build)
     assert chosen.name == f"fwd_sm90_f16_d{head_dim}_{tile}_pdl"
     measured = full_us if causal == "none" else causal_us
-    assert select.predicted_cost(chosen, problem, h200) == pytest.approx(measured, rel=0.2)
+    assert choose.predicted_us(chosen, problem, h200) == pytest.approx(measured, rel=0.2)
 
 
 # ---- the command -------------------------------------------------------------------------------------------
@@ -247,11 +249,11 @@ def test_calibrate_measures_fits_and_keeps(cache, monkeypatch, capsys, tmp_path)
     out, err = capsys.readouterr()
     path = store.user_file(L4.name, cutlass_fmha.__version__)
     assert f"kept in {path}" in out and "calibrate: " in err and gpu.launches
-    assert all(f"\n{row.name} " in "\n" + out for row in BUILD.templates if not row.scored)
+    assert all(f"\n{row.name} " in "\n" + out for row in BUILD.rows if not row.scored)
     assert "of the picks are within 5% of the best row" in out
     found = store.for_device(L4)
     assert found.origin == f"measured on this machine, {path}"
-    assert {row.name for row in BUILD.templates if not row.scored} <= set(found.rows)
+    assert {row.name for row in BUILD.rows if not row.scored} <= set(found.rows)
     again = tmp_path / "again.json"
     assert (
         __main__.main(["calibrate", "--from-timings", str(tmp_path / "t.json"), "--output", str(again)]) == 0
@@ -282,7 +284,7 @@ def test_calibrate_refuses_what_could_not_be_used(capsys, monkeypatch, tmp_path)
         emulation.setattr(_C, "build_info", lambda: {"emulation": True, "source_hash": "0"})
         assert command.main([]) == 1
         assert "this build emulates other GPUs" in capsys.readouterr().err
-    monkeypatch.setattr(select, "this_build", lambda: make_build((120,)))
+    monkeypatch.setattr(tables, "this_build", lambda: make_build((120,)))
     assert command.main([]) == 1
     assert "holds rows for sm_120 only, none of which NVIDIA L4" in capsys.readouterr().err
     assert command.main(["--from-timings", str(tmp_path / "absent.json")]) == 1

@@ -11,14 +11,16 @@ import pytest
 from fake_build import L4, make_build
 
 import cutlass_fmha
-from cutlass_fmha import _C, __main__, device, select
+from cutlass_fmha import _C, __main__
 from cutlass_fmha.cost import store
+from cutlass_fmha.dispatch import device
+from cutlass_fmha.dispatch import table as tables
 
 
 @pytest.fixture
 def build(monkeypatch):
     build = make_build(compiled_for={120: "120f"})
-    monkeypatch.setattr(select, "this_build", lambda: build)
+    monkeypatch.setattr(tables, "this_build", lambda: build)
     monkeypatch.setattr(__main__, "this_build", lambda: build)
     monkeypatch.delenv(device.FORCE_ARCH, raising=False)
     monkeypatch.delenv(store.WHICH, raising=False)
@@ -113,7 +115,7 @@ def test_explain_prints_the_rows_in_question_and_all_when_asked(capsys, build):
         *("--dtype", "float16", "--device", "l4"),
     )
     _, out = run(capsys, *arguments, "--all")
-    assert all(f" {row.name} " in out for row in build.templates)
+    assert all(f" {row.name} " in out for row in build.rows)
     status, out = run(capsys, *arguments)
     assert status == 0
     assert (
@@ -121,7 +123,7 @@ def test_explain_prints_the_rows_in_question_and_all_when_asked(capsys, build):
         "float16, causal bottom-right, aligned to 16 bytes"
     ) in out
     assert "device:  NVIDIA L4 (capability 8.9, 58 SMs)" in out
-    assert not any(f" {row.name} " in out for row in build.templates if row.arch != 89)
+    assert not any(f" {row.name} " in out for row in build.rows if row.arch != 89)
     assert "\nruns: fwd_sm89_f16_d128_m256n64w8, the cheapest eligible row by predicted cost" in out
 
 

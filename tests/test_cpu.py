@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cutlass_fmha import attention
-from cutlass_fmha.arguments.check import CAUSAL
 from cutlass_fmha.cpu import plain
-from cutlass_fmha.select import mask_diagonal
+from cutlass_fmha.dispatch.problem import CAUSAL, mask_diagonal
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 

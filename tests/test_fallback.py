@@ -17,12 +17,15 @@ from fake_general import _at
 from resources import REGISTERS_PER_SM, SHARED_PER_BLOCK, SHARED_PER_SM, WARPS_PER_SM
 from torch import Tensor
 
-from cutlass_fmha import _C, fallback, select
-from cutlass_fmha import device as devices
+from cutlass_fmha import _C
 from cutlass_fmha.arguments.check_features import check_features
+from cutlass_fmha.dispatch import device as devices
+from cutlass_fmha.dispatch import eligibility
+from cutlass_fmha.dispatch import table as tables
+from cutlass_fmha.dispatch.families import wide
+from cutlass_fmha.dispatch.problem import FEATURES, Problem
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.features import Features
-from cutlass_fmha.select import WIDE, Problem
 
 assert _C.__file__ is not None
 EXTENSION = Path(_C.__file__)
@@ -34,14 +37,14 @@ DEVICES = {89: "rtx4090", 90: "h200", 120: "rtx5090"}
 
 @pytest.fixture(scope="module")
 def rows() -> list[_C.Template]:
-    rows = [row for row in _C.templates() if row.family == WIDE]
+    rows = [row for row in _C.templates() if row.family == "wide"]
     assert rows, "this build has no wide rows: build with CUDA and a whole CUTLASS, as make does"
     return rows
 
 
 def row_of(dtype: str = "float32", arch: int = 89, head_dim: int | None = None) -> _C.Template:
     """A row of the build: the one for any head dim, or that for ``head_dim``."""
-    wide = [row for row in _C.templates() if row.family == WIDE]
+    wide = [row for row in _C.templates() if row.family == "wide"]
     found = [row for row in wide if (row.dtype, row.arch) == (dtype, arch)]
     return max(found, key=lambda row: row.head_dim if head_dim is None else row.head_dim == head_dim)
 
@@ -169,7 +172,7 @@ def problem(dtype: str = "float32", head_dim: int = 64, **more: Any) -> Problem:
 
 
 def reasons(row: _C.Template, asked: Problem) -> list[str]:
-    return select.reasons(row, asked, devices.named(DEVICES[row.arch]), select.this_build())
+    return eligibility.reasons(row, asked, devices.named(DEVICES[row.arch]), tables.this_build())
 
 
 @pytest.mark.parametrize(
@@ -199,7 +202,7 @@ def test_a_row_that_can_has_no_reason_against_it(rows: list[_C.Template], dtype:
         (problem(key_span=2**31), "its offsets are 32-bit, and the keys of a sequence span 2147483648"),
         (problem(features=("window",), window=(9, 0)), "has no window with a left limit"),
         *(
-            (problem(features=(name,)), f"has no {select.FEATURES[name]}")
+            (problem(features=(name,)), f"has no {FEATURES[name]}")
             for name in ("prefix", "block_mask", "softcap", "alibi", "sinks", "dropout", "pages", "splits")
         ),
     ],
@@ -208,9 +211,7 @@ def test_what_a_row_does_not_take_is_a_reason(rows: list[_C.Template], asked: Pr
     arch = rows[0].arch
     found = reasons(row_of(arch=arch, head_dim=64), asked)
     assert any(sentence.startswith(expected) for sentence in found), found
-    assert all(
-        name in fallback.KNOWN or f"has no {select.FEATURES[name]}" in found for name in asked.features
-    )
+    assert all(name in wide.KNOWN or f"has no {FEATURES[name]}" in found for name in asked.features)
 
 
 def test_smaller_tiles_are_for_problems_that_do_not_fill_the_gpu(rows: list[_C.Template]):
@@ -219,14 +220,14 @@ def test_smaller_tiles_are_for_problems_that_do_not_fill_the_gpu(rows: list[_C.T
         own = [row for row in rows if not row.example and row.head_dim == head_dim]
         for batch, smallest in ((1, True), (64, False)):
             asked = Problem(batch, 512, 512, 8, 8, head_dim, "float32")
-            fastest = min(own, key=lambda row: fallback.predicted_us(row, asked, device), default=None)
+            fastest = min(own, key=lambda row: wide.predicted_us(row, asked, device), default=None)
             assert fastest is None or (fastest.tile_m == min(row.tile_m for row in own)) == smallest
 
 
 def test_another_devices_rows_have_a_reason(rows: list[_C.Template]):
     for row in rows:
         other = devices.named(DEVICES[90 if row.arch != 90 else 89])
-        found = select.reasons(row, problem(row.dtype, 300), other, select.this_build())
+        found = eligibility.reasons(row, problem(row.dtype, 300), other, tables.this_build())
         assert any(sentence.startswith(f"made for sm_{row.arch}") for sentence in found)
 
 
@@ -237,8 +238,8 @@ def test_the_smallest_row_that_takes_a_head_dim_is_predicted_to_be_the_fastest_o
         device = devices.named(DEVICES[arch])
         for head_dim in (32, 64, 80, 128, 200, 512):
             asked = Problem(4, 4096, 4096, 16, 16, head_dim, "float32")
-            able = [row for row in rows if not select.reasons(row, asked, device, select.this_build())]
-            costs = {row.name: fallback.predicted_us(row, asked, device) for row in able}
+            able = [row for row in rows if not eligibility.reasons(row, asked, device, tables.this_build())]
+            costs = {row.name: wide.predicted_us(row, asked, device) for row in able}
             fastest = next(row for row in able if costs[row.name] == min(costs.values()))
             assert fastest.head_dim == min(row.head_dim for row in able)
             assert all(0 < us < 1e7 for us in costs.values())
@@ -279,15 +280,15 @@ class Launches:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch, rows: list[_C.Template]) -> Launches:
-    monkeypatch.setattr(fallback, "_warned", set())
+    monkeypatch.setattr(wide, "_warned", set())
     return Launches(monkeypatch)
 
 
 def launch(
     row: _C.Template, q: Tensor, k: Tensor, v: Tensor, causal: str = "none", **features: Any
 ) -> tuple[Tensor, Tensor | None]:
-    given = Features(**features)
-    return fallback.launch(row, (q, k, v), 0.5, causal, True, given, check_features((q, k, v), given))
+    sizes = check_features((q, k, v), Features(**features))
+    return wide.launch(row, sizes, causal, (q, k, v), 0.5, True, features)
 
 
 def made(dtype: torch.dtype, seqlen: int, heads: int, head_dim: int) -> Tensor:

@@ -7,9 +7,10 @@ from typing import Any, get_type_hints
 import pytest
 import torch
 
-from cutlass_fmha import attention, cpu, ops
+from cutlass_fmha import attention, cpu
 from cutlass_fmha.arguments import check_features, op_arguments
 from cutlass_fmha.features import Features, Keywords, Sizes
+from cutlass_fmha.ops import dispatcher
 
 BATCH, SEQLEN_Q, SEQLEN_K, HEADS, HEADS_KV, DIM = 2, 6, 10, 4, 2, 16
 Q = torch.randn(BATCH, SEQLEN_Q, HEADS, DIM)
@@ -236,13 +237,15 @@ def test_the_dispatcher_is_skipped_only_where_no_tensor_listens(monkeypatch):
     class LooksLikeCuda(torch.Tensor):
         is_cuda = True
 
-    monkeypatch.setattr(ops, "Tensor", LooksLikeCuda)
+    monkeypatch.setattr(dispatcher, "Tensor", LooksLikeCuda)
     plain = BIAS.as_subclass(LooksLikeCuda)
-    assert ops.others_can_skip_dispatcher({"bias": plain, "softcap": 1.0, "window_left": 3})
-    assert ops.others_can_skip_dispatcher({})
-    assert not ops.others_can_skip_dispatcher({"bias": plain, "sinks": plain.detach().requires_grad_()})
+    assert dispatcher.others_can_skip_dispatcher({"bias": plain, "softcap": 1.0, "window_left": 3})
+    assert dispatcher.others_can_skip_dispatcher({})
+    assert not dispatcher.others_can_skip_dispatcher(
+        {"bias": plain, "sinks": plain.detach().requires_grad_()}
+    )
     with torch.no_grad():
-        assert ops.others_can_skip_dispatcher({"sinks": plain.detach().requires_grad_()})
-    assert not ops.others_can_skip_dispatcher({"bias": torch._neg_view(plain)})
+        assert dispatcher.others_can_skip_dispatcher({"sinks": plain.detach().requires_grad_()})
+    assert not dispatcher.others_can_skip_dispatcher({"bias": torch._neg_view(plain)})
     monkeypatch.undo()
-    assert not ops.others_can_skip_dispatcher({"bias": BIAS})
+    assert not dispatcher.others_can_skip_dispatcher({"bias": BIAS})

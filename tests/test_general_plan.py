@@ -18,10 +18,15 @@ from problems_general import GeneralProblem, fitted
 from tensors_general import Call
 
 import cutlass_fmha
-from cutlass_fmha import _C, blocks, describe, device, fallback, plan, select
+from cutlass_fmha import _C
 from cutlass_fmha.arguments.check import NAMES
 from cutlass_fmha.arguments.op_arguments import op_arguments
+from cutlass_fmha.dispatch import blocks, describe, device
+from cutlass_fmha.dispatch import table as tables
+from cutlass_fmha.dispatch.families import wide
+from cutlass_fmha.dispatch.problem import FEATURES
 from cutlass_fmha.features import Features
+from cutlass_fmha.launch import plan
 
 
 class Kernels(FakeKernels):
@@ -29,7 +34,7 @@ class Kernels(FakeKernels):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(make_build((89,)))
-        monkeypatch.setattr(select, "this_build", lambda: self.build)
+        monkeypatch.setattr(tables, "this_build", lambda: self.build)
         monkeypatch.setattr(device, "of_index", lambda index: L4)
         monkeypatch.setattr(device, "simulated", lambda built: L4)
         self.install(monkeypatch)
@@ -49,7 +54,7 @@ class Kernels(FakeKernels):
 
     @property
     def last_row(self) -> str:
-        return self.build.templates[self.scored[-1].row].name
+        return self.build.rows[self.scored[-1].row].name
 
 
 @pytest.fixture
@@ -110,12 +115,12 @@ def test_features_are_what_a_call_says():
         "cache_batch_idx": {"indexed": True},
         "splits": {"num_splits": 2},
     }
-    assert set(said) == set(select.FEATURES)
+    assert set(said) == set(FEATURES)
     for name, fields in said.items():
         call = tensors(GeneralProblem(**fields))
         features = Features(**op_arguments(call.q, call.features))
-        problem, _, _ = describe.describe((call.q, call.k, call.v), "none", features)
-        assert problem.features == (name,)
+        found = describe.describe((call.q, call.k, call.v), "none", features)
+        assert found.problem.features == (name,)
 
 
 @pytest.mark.parametrize(
@@ -330,27 +335,27 @@ def test_a_wide_row_is_launched_its_own_way(kernels: Kernels, monkeypatch):
 
         index, name, family, scored, dtype, arch = 0, "wide_x", "wide", False, "float16", 89
 
-    build = replace(kernels.build, templates=(*kernels.build.templates, Row()))
-    monkeypatch.setattr(select, "this_build", lambda: build)
+    build = replace(kernels.build, rows=(*kernels.build.rows, Row()))
+    monkeypatch.setattr(tables, "this_build", lambda: build)
     monkeypatch.setattr(
-        fallback, "FIXED_RULES", (lambda row, problem, *_: None if problem.head_dim == 512 else "no",)
+        wide, "FIXED_RULES", (lambda row, problem, *_: None if problem.head_dim == 512 else "no",)
     )
-    monkeypatch.setattr(fallback, "predicted_us", lambda *_: 1.0)
+    monkeypatch.setattr(wide, "predicted_us", lambda *_: 1.0)
     seen = []
-    monkeypatch.setattr(fallback, "launch", lambda *said: seen.append(said) or ("out", "lse"))
+    monkeypatch.setattr(wide, "launch", lambda *said: seen.append(said) or ("out", "lse"))
     call = tensors(GeneralProblem(5, 7, head_dim=512, head_dim_v=512))
     assert plan.launch(*call[:3], None, "none", True, None) == ("out", "lse")
     assert attend(call) == ("out", "lse") and len(seen) == 2
-    template, given, scale, causal, return_lse, features, sizes = seen[0]
-    assert template.name == "wide_x" and given[0] is call.q and scale == 512**-0.5
-    assert (causal, return_lse, features.softcap, sizes.head_dim_v) == ("none", True, 0.0, 512)
+    row, sizes, causal, given, scale, return_lse, said = seen[0]
+    assert row.name == "wide_x" and given[0] is call.q and scale == 512**-0.5
+    assert (causal, return_lse, said, sizes.head_dim_v) == ("none", True, {}, 512)
 
 
 def test_splits_of_a_launch_are_those_that_its_cost_is_of(kernels: Kernels):
     call = tensors(GeneralProblem(2, 3000, num_heads=8, num_heads_kv=2, softcap=2.0, causal="bottom-right"))
     attend(call)
     features = Features(**op_arguments(call.q, call.features))
-    problem, _, _ = describe.describe(call[:3], call.causal, features)
-    row = kernels.build.templates[kernels.scored[0].row]
+    problem = describe.describe(call[:3], call.causal, features).problem
+    row = kernels.build.rows[kernels.scored[0].row]
     assert kernels.last.splits == blocks.split_keys(row, problem, L4)
     assert kernels.last.pack == blocks.packed_heads(row, problem) == 4

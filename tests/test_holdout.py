@@ -13,11 +13,12 @@ from fake_build import L4, make_build
 from fake_cuda import FakeGpu
 
 import cutlass_fmha
-from cutlass_fmha import _C, cost, device, select
+from cutlass_fmha import _C, cost
 from cutlass_fmha.calibrate import fit, measurements, problems, verdict
 from cutlass_fmha.calibrate.timing import RowTime
 from cutlass_fmha.cost import datasheet, store
-from cutlass_fmha.select import Problem
+from cutlass_fmha.dispatch import choose, device, eligibility
+from cutlass_fmha.dispatch.problem import Problem
 
 BUILD = make_build((89,))
 PROBLEM = Problem(1, 512, 512, 8, 8, 64, "float16")
@@ -35,7 +36,7 @@ def gpu(monkeypatch, tmp_path) -> FakeGpu:
     monkeypatch.setattr(_C, "device_count", lambda: 1)
     store.forget()
     generator = random.Random(3)
-    tiles = {fit.tile_of(row.name): generator.uniform(0.6, 1.6) for row in BUILD.templates}
+    tiles = {fit.tile_of(row.name): generator.uniform(0.6, 1.6) for row in BUILD.rows}
 
     def law(row, problem: Problem) -> float:
         us = cost.predict(row, problem, L4, datasheet.row_cost(row, L4)) * tiles[fit.tile_of(row.name)]
@@ -106,11 +107,11 @@ def test_timings_are_kept_even_when_they_can_not_be_judged(tmp_path, monkeypatch
 
 
 def test_a_pick_is_judged_against_the_best_row():
-    chosen = select.select(PROBLEM, L4, build=BUILD).name
+    chosen = choose.choose(PROBLEM, L4, table=BUILD).name
     other = next(
         row.name
-        for row in BUILD.templates
-        if row.name != chosen and not select.reasons(row, PROBLEM, L4, BUILD)
+        for row in BUILD.rows
+        if row.name != chosen and not eligibility.reasons(row, PROBLEM, L4, BUILD)
     )
     for chosen_us, right in ((10.4, True), (10.6, False)):
         (pick,) = verdict.judge([sample({chosen: chosen_us, other: 10.0})], L4, BUILD)

@@ -12,8 +12,10 @@ import torch
 from torch.autograd import forward_ad
 
 import cutlass_fmha
-from cutlass_fmha import ops, private_torch
-from cutlass_fmha.arguments.check import CAUSAL
+from cutlass_fmha import private_torch
+from cutlass_fmha.dispatch.problem import CAUSAL
+from cutlass_fmha.ops import dispatcher
+from cutlass_fmha.ops.forward import SCHEMA
 
 # Of torch's own making: what its compiler and its forward-mode derivatives use inside.
 pytestmark = [
@@ -37,7 +39,7 @@ def tensors(batch=2, seqlen_q=33, seqlen_k=65, heads=4, heads_kv=2, head_dim=32,
 
 def test_the_schema_is_functional_and_of_fixed_arity():
     schema = forward.default._schema
-    assert str(schema) == f"cutlass_fmha::{ops.SCHEMA}"
+    assert str(schema) == f"cutlass_fmha::{SCHEMA}"
     assert not schema.is_mutable
 
 
@@ -218,17 +220,17 @@ class LooksLikeCuda(torch.Tensor):
 
 @pytest.fixture
 def cuda_like(monkeypatch):
-    monkeypatch.setattr(ops, "Tensor", LooksLikeCuda)
+    monkeypatch.setattr(dispatcher, "Tensor", LooksLikeCuda)
     return [x.as_subclass(LooksLikeCuda) for x in tensors(dtype=torch.float32)]
 
 
 def test_the_dispatcher_is_skipped_only_where_nothing_listens(cuda_like):
     q, k, v = cuda_like
-    assert ops.can_skip_dispatcher(q, k, v)
+    assert dispatcher.can_skip_dispatcher(q, k, v)
     with torch.no_grad():
-        assert ops.can_skip_dispatcher(q, k, v)
+        assert dispatcher.can_skip_dispatcher(q, k, v)
     with torch.inference_mode():
-        assert ops.can_skip_dispatcher(q, k, v)
+        assert dispatcher.can_skip_dispatcher(q, k, v)
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
@@ -237,14 +239,14 @@ def test_plain_tensors_are_needed(cuda_like, which: int):
     for other in others:
         inputs = list(cuda_like)
         inputs[which] = other
-        assert not ops.can_skip_dispatcher(*inputs)
+        assert not dispatcher.can_skip_dispatcher(*inputs)
     inputs = list(cuda_like)
     inputs[which] = inputs[which].detach().requires_grad_()
-    assert not ops.can_skip_dispatcher(*inputs)
+    assert not dispatcher.can_skip_dispatcher(*inputs)
     with torch.no_grad():
-        assert ops.can_skip_dispatcher(*inputs)
+        assert dispatcher.can_skip_dispatcher(*inputs)
     inputs[which] = torch._neg_view(cuda_like[which])
-    assert inputs[which].is_neg() and not ops.can_skip_dispatcher(*inputs)
+    assert inputs[which].is_neg() and not dispatcher.can_skip_dispatcher(*inputs)
 
 
 def test_listeners_are_heard(cuda_like):
@@ -265,7 +267,7 @@ def test_listeners_are_heard(cuda_like):
     answers = []
 
     def ask(x):
-        answers.append(ops.can_skip_dispatcher(*cuda_like))
+        answers.append(dispatcher.can_skip_dispatcher(*cuda_like))
         return x * 1
 
     x = torch.ones(2)
@@ -286,7 +288,7 @@ def test_listeners_are_heard(cuda_like):
 
 
 def test_cpu_tensors_go_through_the_dispatcher():
-    assert not ops.can_skip_dispatcher(*tensors())
+    assert not dispatcher.can_skip_dispatcher(*tensors())
 
 
 # ---- another torch -----------------------------------------------------------------------------------------
@@ -312,8 +314,8 @@ def test_a_torch_without_a_private_name_serves_every_call(name: str, cuda_like, 
         monkeypatch.setattr(private_torch, each, getattr(another, each))
 
     listens = name in LISTENERS or name == "all of them"
-    assert ops.can_skip_dispatcher(*cuda_like) is not listens
-    monkeypatch.setattr(ops, "Tensor", torch.Tensor)  # the calls below are real ones
+    assert dispatcher.can_skip_dispatcher(*cuda_like) is not listens
+    monkeypatch.setattr(dispatcher, "Tensor", torch.Tensor)  # the calls below are real ones
     q, k, v = tensors(heads_kv=4)
     oracle.assert_close(cutlass_fmha.attention(q, k, v, causal="top-left"), q, k, v, causal="top-left")
     with pytest.raises(NotImplementedError, match=NO_BACKWARD):

@@ -12,7 +12,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import cutlass_fmha
-from cutlass_fmha import attention, ops, plan
+from cutlass_fmha import attention
+from cutlass_fmha.launch import plan
+from cutlass_fmha.ops import dispatcher
+from cutlass_fmha.ops.attend import SCHEMA
 
 # Of torch's own making: what its compiler and its forward-mode derivatives use inside.
 pytestmark = [
@@ -84,7 +87,7 @@ def run(name: str, causal: str = "bottom-right", return_lse: bool = True, place:
 
 def test_the_schema_is_functional_and_of_fixed_arity():
     schema = attend.default._schema
-    assert str(schema) == f"cutlass_fmha::{ops.ATTEND_SCHEMA}"
+    assert str(schema) == f"cutlass_fmha::{SCHEMA}"
     assert not schema.is_mutable
 
 
@@ -311,11 +314,11 @@ def test_a_simulator_runs_the_kernels_on_cpu_tensors(monkeypatch):
 
     monkeypatch.setattr(plan, "launch", launch)
     info = {"simulator": True}
-    monkeypatch.setattr(ops._C, "build_info", lambda: info)
+    monkeypatch.setattr(dispatcher._C, "build_info", lambda: info)
     q, k, v = tensors(dim_v=32)
     attention(q, k, v, softcap=2.0)
     assert not seen  # only when it is asked to
-    monkeypatch.setenv(ops.SIMULATE, "1")
+    monkeypatch.setenv(dispatcher.SIMULATE, "1")
     out = attention(q, k, v, softcap=2.0, causal=True, template="row")
     assert (out == 0).all()
     assert seen[0][:3] == (q, k, v) and seen[0][4:7] == ("bottom-right", False, "row")
@@ -329,8 +332,8 @@ def test_a_simulator_runs_the_kernels_on_cpu_tensors(monkeypatch):
 
 def test_features_reach_the_launch_past_the_dispatcher(monkeypatch):
     seen = []
-    monkeypatch.setattr(ops, "can_skip_dispatcher", lambda *tensors: True)
-    monkeypatch.setattr(ops, "others_can_skip_dispatcher", lambda arguments: True)
+    monkeypatch.setattr(dispatcher, "can_skip_dispatcher", lambda *tensors: True)
+    monkeypatch.setattr(dispatcher, "others_can_skip_dispatcher", lambda arguments: True)
     monkeypatch.setattr(plan, "launch", lambda *arguments: seen.append(arguments) or (arguments[0], None))
     q, k, v = tensors()
     heads_first = [x.transpose(1, 2) for x in (q, k, v)]

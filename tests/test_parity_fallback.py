@@ -23,9 +23,10 @@ from tensors_general import Call
 from torch import Tensor
 
 import cutlass_fmha
-from cutlass_fmha import _C, fallback
+from cutlass_fmha import _C
 from cutlass_fmha.arguments.check_features import check_features
 from cutlass_fmha.arguments.op_arguments import op_arguments
+from cutlass_fmha.dispatch.families import wide
 from cutlass_fmha.features import Features
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
@@ -78,7 +79,7 @@ def fitted(row: _C.Template, p: GeneralProblem) -> GeneralProblem:
 
 def guarded_out(row: _C.Template, call: Call, p: GeneralProblem) -> gpu.Guarded:
     """Room for O between NaN: rows side by side, or not."""
-    shape = (*call.q.shape[:-1], fallback.padded(row, call.v.shape[-1]))
+    shape = (*call.q.shape[:-1], wide.padded(row, call.v.shape[-1]))
     empty = torch.empty(shape if len(shape) == 4 else (1, *shape), dtype=call.q.dtype, device=DEVICE)
     if p.out_layout == "bhsd":
         out = place(empty, "bhsd")
@@ -97,7 +98,7 @@ def guarded_lse(shape: tuple[int, ...]) -> gpu.Guarded:
 
 @dataclass
 class Launch:
-    """One call of ``fallback.run`` into guarded outputs, ready to be made any number of times."""
+    """One call of ``wide.run`` into guarded outputs, ready to be made any number of times."""
 
     row: _C.Template
     problem: GeneralProblem
@@ -122,7 +123,7 @@ class Launch:
         tensors = (call.q, call.k, call.v)
         lse = None if self.lse is None else self.lse.view
         sizes = check_features(tensors, features)
-        fallback.run(self.row, tensors, self.out.view, lse, self.scale, call.causal, features, sizes)
+        wide.run(self.row, tensors, self.out.view, lse, self.scale, call.causal, features, sizes)
 
     def check(self, parity: ParityReport, what: str = "") -> None:
         """Compare the outputs with the oracle, and what is around them with what it was."""

@@ -18,10 +18,11 @@ from problems import GUARD, place
 from torch import Tensor
 
 import cutlass_fmha
-from cutlass_fmha import _C, support
-from cutlass_fmha.cache import with_kv_cache
+from cutlass_fmha import _C
+from cutlass_fmha.cascade import cascade_attention, merge_states
+from cutlass_fmha.kv_cache import with_kv_cache
+from cutlass_fmha.launch import helpers
 from cutlass_fmha.rotary import rotary
-from cutlass_fmha.states import cascade_attention, merge_states
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
@@ -69,7 +70,7 @@ LAYOUTS = ("packed", "padded", "odd", "bhsd")
 
 
 def combine(params: _C.CombineParams, like: Tensor) -> None:
-    support.launch(support.helper("combine", params, like), params)
+    helpers.launch(helpers.helper("combine", params, like), params)
 
 
 class Combine:

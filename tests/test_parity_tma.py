@@ -20,7 +20,7 @@ from torch import Tensor
 
 import cutlass_fmha
 from cutlass_fmha import _C
-from cutlass_fmha.blocks import Tail
+from cutlass_fmha.dispatch.blocks import Tail
 
 # A warning of some torch release is no failure of a kernel.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]

@@ -13,9 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cutlass_fmha
-from cutlass_fmha import device, ops, plan, select
 from cutlass_fmha.arguments import check
-from cutlass_fmha.arguments.check import CAUSAL
+from cutlass_fmha.dispatch import device
+from cutlass_fmha.dispatch import table as tables
+from cutlass_fmha.dispatch.problem import CAUSAL
+from cutlass_fmha.launch import plan
+from cutlass_fmha.ops import forward
 
 
 def tensors(batch=2, seqlen_q=33, seqlen_k=65, heads=4, heads_kv=2, head_dim=32, dtype=torch.float16, seed=0):
@@ -30,7 +33,7 @@ def kernels(monkeypatch):
     """Sends launches of CPU tensors to kernels written in Python, on a GPU that does not exist."""
     build = make_build((89,))
     fake = FakeKernels(build)
-    monkeypatch.setattr(select, "this_build", lambda: build)
+    monkeypatch.setattr(tables, "this_build", lambda: build)
     monkeypatch.setattr(device, "of_index", lambda index: L4)
     monkeypatch.setattr(plan, "current_stream", lambda index: 4711)
     fake.install(monkeypatch)
@@ -72,7 +75,7 @@ def test_what_is_packed_is_what_the_tensors_hold(kernels, dtype, layout: str, me
     assert out.is_contiguous() and lse.is_contiguous()
     oracle.assert_close(out, q, k, v, causal=causal, lse=lse)
     (run,) = kernels.launches
-    assert (kernels.build.templates[run.row].copy == "element") == ("odd" in memory)
+    assert (kernels.build.rows[run.row].copy == "element") == ("odd" in memory)
     assert (run.device, run.stream) == (0, 4711)  # the tensors' device and its current stream
 
 
@@ -81,7 +84,7 @@ def test_what_is_packed_is_what_the_tensors_hold(kernels, dtype, layout: str, me
 def test_drawn_problems_are_packed_right(data):
     with pytest.MonkeyPatch.context() as monkeypatch:
         build = make_build((89,))
-        monkeypatch.setattr(select, "this_build", lambda: build)
+        monkeypatch.setattr(tables, "this_build", lambda: build)
         monkeypatch.setattr(device, "of_index", lambda index: L4)
         monkeypatch.setattr(plan, "current_stream", lambda index: 0)
         FakeKernels(build).install(monkeypatch)
@@ -116,7 +119,7 @@ def test_sizes_strides_and_pointers_of_a_launch(kernels):
     assert (p.v_stride, p.o_stride) == (v.stride()[:3], out.stride()[:3])
     assert (p.lse_batch_stride, p.lse_head_stride, p.lse_rows) == (4 * 33, 33, 2 * 4 * 33)
     assert (p.scale, p.window_right, p.bottom_right) == (0.25, 0, True)
-    assert kernels.build.templates[row].dtype == "float16"
+    assert kernels.build.rows[row].dtype == "float16"
 
 
 def test_strides_of_single_elements_disqualify_nothing(kernels):
@@ -124,7 +127,7 @@ def test_strides_of_single_elements_disqualify_nothing(kernels):
     q, k, v = (torch.as_strided(x, x.shape, (7, 13, 1, 1)) for x in (q, k, v))
     launch(q, k, v)
     run = kernels.launches[0]
-    assert kernels.build.templates[run.row].alignment == 16
+    assert kernels.build.rows[run.row].alignment == 16
     assert run.params.q_stride == run.params.k_stride == run.params.v_stride == (0, 0, 0)
 
 
@@ -165,7 +168,7 @@ def test_checks_come_before_the_launch(kernels):
 
 
 def test_a_template_can_be_forced(kernels):
-    for row in kernels.build.templates:
+    for row in kernels.build.rows:
         if row.dtype == "float16" and row.head_dim == 32:
             launch(*tensors(), template=row.name)
             assert kernels.launches[-1].row == row.index
@@ -184,7 +187,7 @@ def test_a_plan_is_made_once(kernels, monkeypatch):
     assert [run.params.scale for run in kernels.launches[:4]] == pytest.approx([0.1, 0.1, 0.2, 0.2])
     for other in (
         lambda: launch(q, k, v, causal="top-left"),
-        lambda: launch(q, k, v, template=kernels.build.templates[0].name),
+        lambda: launch(q, k, v, template=kernels.build.rows[0].name),
         lambda: launch(q[:, :5], k, v),
         lambda: launch(strided(q, "bhsd"), k, v),
         lambda: launch(q, strided(k, "bhsd"), v),
@@ -224,8 +227,8 @@ def test_alignment_is_the_largest_power_of_two(value: int, expected: int):
 
 def test_the_cuda_implementation_is_the_launch(kernels):
     q, k, v = tensors()
-    out, lse = ops._cuda(q, k, v, 0.3, "bottom-right", True, None)
+    out, lse = forward._cuda(q, k, v, 0.3, "bottom-right", True, None)
     oracle.assert_close(out, q, k, v, 0.3, "bottom-right", lse)
-    assert ops._cuda(q, k, v, 0.3, "none", False, None)[1].shape == (0,)
+    assert forward._cuda(q, k, v, 0.3, "none", False, None)[1].shape == (0,)
     with pytest.raises(ValueError, match="scale must be finite"):
-        ops._cuda(q, k, v, float("inf"), "none", True, None)
+        forward._cuda(q, k, v, float("inf"), "none", True, None)

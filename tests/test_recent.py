@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cutlass_fmha import device, select
-from cutlass_fmha.arguments.check import CAUSAL
 from cutlass_fmha.cost import store
-from cutlass_fmha.device import PRESETS
-from cutlass_fmha.recent import Recent
-from cutlass_fmha.select import FEATURES, Problem
+from cutlass_fmha.dispatch import choose, device, eligibility
+from cutlass_fmha.dispatch import table as tables
+from cutlass_fmha.dispatch.device import PRESETS
+from cutlass_fmha.dispatch.problem import CAUSAL, FEATURES, MAX_KEY_SPAN, Problem, typical
+from cutlass_fmha.launch.recent import Recent
 
 
 def found(cache: Recent[int, str], key: int) -> str | None:
@@ -53,44 +53,44 @@ problems = st.builds(
     alignment=st.sampled_from((2, 16)),
     head_dim_v=st.sampled_from((None, 64)),
     features=st.lists(st.sampled_from(tuple(FEATURES)), max_size=2, unique=True).map(tuple),
-    key_span=st.sampled_from((0, select.MAX_KEY_SPAN, select.MAX_KEY_SPAN + 1)),
+    key_span=st.sampled_from((0, MAX_KEY_SPAN, MAX_KEY_SPAN + 1)),
 )
 gpus = st.sampled_from(("l4", "h200", "rtx5090")).map(PRESETS.__getitem__)
 
 
 @given(problems, gpus)
 def test_the_rows_that_are_looked_up_are_those_without_a_reason(problem, gpu):
-    build = select.this_build()
-    without = [row for row in build.templates if not select.reasons(row, problem, gpu, build)]
-    assert select.eligible_rows(problem, gpu, build) == without
+    build = tables.this_build()
+    without = [row for row in build.rows if not eligibility.reasons(row, problem, gpu, build)]
+    assert eligibility.eligible_rows(problem, gpu, build) == without
 
 
 @given(problems, gpus)
 def test_a_choice_is_that_of_its_class_of_lengths_and_costs_little(problem, gpu):
-    build, known = select.this_build(), store.for_device(gpu)
-    if not (eligible := select.eligible_rows(problem, gpu, build)):
+    build, known = tables.this_build(), store.for_device(gpu)
+    if not (eligible := eligibility.eligible_rows(problem, gpu, build)):
         return
-    chosen = select.select(problem, gpu)
+    chosen = choose.choose(problem, gpu)
     assert chosen in eligible
-    typical = select.typical(problem)
-    assert select.typical(typical) == typical
-    assert typical.is_decode != problem.is_decode or select.select(typical, gpu) is chosen
-    assert problem.seqlen_k <= typical.seqlen_k <= problem.seqlen_k * 17 / 16
-    asked = select.contenders(eligible, problem)
-    prices = {row.name: select.price(row, typical, gpu, known) for row in asked}
+    of_class = typical(problem)
+    assert typical(of_class) == of_class
+    assert of_class.is_decode != problem.is_decode or choose.choose(of_class, gpu) is chosen
+    assert problem.seqlen_k <= of_class.seqlen_k <= problem.seqlen_k * 17 / 16
+    asked = choose.contenders(eligible, problem)
+    prices = {row.name: choose.price(row, of_class, gpu, known) for row in asked}
     assert prices[chosen.name] == min(prices.values())
 
 
 def test_a_length_never_seen_before_is_priced_only_where_its_class_is_new(monkeypatch):
     priced: list[Problem] = []
-    cheapest = select.cheapest
+    cheapest = choose.cheapest
 
     def counting(asked, problem, device):
         priced.append(problem)
         return cheapest(asked, problem, device)
 
-    monkeypatch.setattr(select, "cheapest", counting)
+    monkeypatch.setattr(choose, "cheapest", counting)
     problem = Problem(2, 0, 0, 16, 16, 128, "bfloat16", "bottom-right")
     for length in range(60001, 60001 + 4000):
-        select.select(replace(problem, seqlen_q=length, seqlen_k=length), PRESETS["h200"])
+        choose.choose(replace(problem, seqlen_q=length, seqlen_k=length), PRESETS["h200"])
     assert 1 <= len(priced) <= 3

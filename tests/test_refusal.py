@@ -11,16 +11,18 @@ from fake_build import make_build
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from cutlass_fmha import __main__, device, select
+from cutlass_fmha import __main__
 from cutlass_fmha.arguments import refusal
-from cutlass_fmha.arguments.check import CAUSAL
-from cutlass_fmha.device import PRESETS
+from cutlass_fmha.dispatch import choose, device, eligibility
+from cutlass_fmha.dispatch import table as tables
+from cutlass_fmha.dispatch.device import PRESETS
+from cutlass_fmha.dispatch.problem import CAUSAL, FEATURES, Problem
+from cutlass_fmha.dispatch.table import Table
 from cutlass_fmha.errors import UnsupportedError
-from cutlass_fmha.select import FEATURES, Build, Problem
 
 #: Ours where it has kernels: rows of all families are what users see.
-OURS = replace(select.this_build(), templates=resources.whole_table())
-BUILDS = [make_build(), *([OURS] if OURS.templates else [])]
+OURS = replace(tables.this_build(), rows=resources.whole_table())
+BUILDS = [make_build(), *([OURS] if OURS.rows else [])]
 MOST_LINES, MOST_BYTES, MOST_BYTES_OF_A_SENTENCE = 15, 2500, 600
 
 
@@ -56,34 +58,34 @@ def problems(draw: st.DrawFn) -> Problem:
 @pytest.mark.parametrize("gpu", PRESETS)
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(problem=problems(), build=st.sampled_from(BUILDS))
-def test_a_refusal_is_short_counts_every_row_and_its_advice_works(gpu: str, problem: Problem, build: Build):
+def test_a_refusal_is_short_counts_every_row_and_its_advice_works(gpu: str, problem: Problem, build: Table):
     gpu = PRESETS[gpu]
-    assume(not select.eligible_rows(problem, gpu, build))
+    assume(not eligibility.eligible_rows(problem, gpu, build))
     with pytest.raises(UnsupportedError) as error:
-        select.select(problem, gpu, build=build)
+        choose.choose(problem, gpu, table=build)
     text = str(error.value)
     first, *lines = text.split("\n")
     assert len(lines) < MOST_LINES and len(text.encode()) <= MOST_BYTES
     assert len(first) <= MOST_BYTES_OF_A_SENTENCE and str(problem) in first and str(gpu) in first
     # The nearest rows are of this architecture and dtype, their reasons the fewest there are.
-    own = [row for row in build.templates if row.arch == device.own_arch(gpu) and row.dtype == problem.dtype]
-    near = own or build.templates
+    own = [row for row in build.rows if row.arch == device.own_arch(gpu) and row.dtype == problem.dtype]
+    near = own or build.rows
     shown = [re.fullmatch(r"  (\S+?)(?: and (\d+) more)?: (.*)", line) for line in lines]
     nearest = [found for found in shown if found]
     names = [found[1] for found in nearest]
     assert names and all(name in {row.name for row in near} for name in names)
-    count = {row.name: len(select.reasons(row, problem, gpu, build)) for row in near}
+    count = {row.name: len(eligibility.reasons(row, problem, gpu, build)) for row in near}
     assert count[names[0]] == min(count.values())
     for found in nearest:
-        assert found[3] == "; ".join(select.reasons(build.by_name(found[1]), problem, gpu, build))
+        assert found[3] == "; ".join(eligibility.reasons(build.by_name(found[1]), problem, gpu, build))
     # No row is left uncounted.
     told = sum(1 + int(found[2] or 0) for found in nearest)
     further = next((line for line in lines if line.startswith("further rows: ")), "")
-    assert told + sum(map(int, re.findall(r"(\d+) (?:for|with)", further))) == len(build.templates)
+    assert told + sum(map(int, re.findall(r"(\d+) (?:for|with)", further))) == len(build.rows)
     # What is advised is told, and works.
     ways_out = refusal.ways_out(problem, gpu, build)
     for way_out in ways_out:
-        assert select.select(way_out.problem, gpu, build=build)
+        assert choose.choose(way_out.problem, gpu, table=build)
     advice = lines[0].removeprefix(refusal.WHAT_TO_CHANGE).split("; or ") if ways_out else []
     assert advice == [way_out.what for way_out in ways_out]
     if problem.alignment > 1:  # which no row takes
@@ -110,17 +112,17 @@ def test_a_refusal_is_short_counts_every_row_and_its_advice_works(gpu: str, prob
 def test_advice(changes: dict, advice: str):
     problem = Problem(1, 128, 128, 8, 8, **{"dtype": "bfloat16", **changes})
     with pytest.raises(UnsupportedError, match=f"\nwhat to change: .*{advice}"):
-        select.select(problem, PRESETS["rtx4090"], build=BUILDS[0])
+        choose.choose(problem, PRESETS["rtx4090"], table=BUILDS[0])
 
 
 def test_the_command_that_a_refusal_names_lists_every_row(capsys, monkeypatch):
     build = BUILDS[0]
-    monkeypatch.setattr(select, "this_build", lambda: build)
+    monkeypatch.setattr(tables, "this_build", lambda: build)
     with pytest.raises(
         UnsupportedError, match=r"all_rows=True; or `python -m cutlass_fmha explain` with --all$"
     ):
-        select.select(Problem(1, 128, 128, 8, 8, 320, "bfloat16", features=("softcap",)), PRESETS["l4"])
+        choose.choose(Problem(1, 128, 128, 8, 8, 320, "bfloat16", features=("softcap",)), PRESETS["l4"])
     arguments = ["explain", "--shape", "1,128,8,320", "--features", "softcap", "--device", "l4", "--all"]
     assert __main__.main(arguments) == 1
     out = capsys.readouterr().out
-    assert all(f" {row.name} " in out for row in build.templates)
+    assert all(f" {row.name} " in out for row in build.rows)

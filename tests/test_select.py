@@ -14,12 +14,15 @@ import torch
 from fake_build import L4, make_build
 
 import cutlass_fmha
-from cutlass_fmha import _C, blocks, cost, device, explanation, select
-from cutlass_fmha.arguments.check import CAUSAL
+from cutlass_fmha import _C, cost
 from cutlass_fmha.cost import store
-from cutlass_fmha.device import PRESETS, Device
+from cutlass_fmha.dispatch import blocks, choose, device, eligibility
+from cutlass_fmha.dispatch import explain as explanation
+from cutlass_fmha.dispatch import table as tables
+from cutlass_fmha.dispatch.device import PRESETS, Device
+from cutlass_fmha.dispatch.problem import CAUSAL, Problem, mask_diagonal
+from cutlass_fmha.dispatch.table import Table
 from cutlass_fmha.errors import UnsupportedError
-from cutlass_fmha.select import Build, Problem
 
 BUILD = make_build()
 PROBLEM = Problem(2, 4096, 4096, 16, 16, 64, "float16")
@@ -35,12 +38,12 @@ def _no_settings_of_the_users(monkeypatch, tmp_path):
     monkeypatch.setenv(store.CACHE_DIR, str(tmp_path))
 
 
-def eligible(problem: Problem, gpu: Device, build: Build = BUILD) -> list[str]:
-    return [row.name for row in build.templates if not select.reasons(row, problem, gpu, build)]
+def eligible(problem: Problem, gpu: Device, build: Table = BUILD) -> list[str]:
+    return [row.name for row in build.rows if not eligibility.reasons(row, problem, gpu, build)]
 
 
 def reasons(problem: Problem, gpu: Device = L4, name: str = "fwd_sm89_f16_d64_m64n64w4") -> list[str]:
-    return select.reasons(BUILD.by_name(name), problem, gpu, BUILD)
+    return eligibility.reasons(BUILD.by_name(name), problem, gpu, BUILD)
 
 
 # ---- which rows a device takes -----------------------------------------------------------------------------
@@ -77,8 +80,8 @@ def test_a_device_takes_rows_of_its_own_that_it_can_execute(compiled_for: str, g
     """What nvcc 12.8 compiles for rows by TMA, sm_120a, doesn't run on 12.1, which has the PTX of sm_89."""
     build = make_build((89, 120), {120: compiled_for})
     assert {name[4:9].rstrip("_") for name in eligible(PROBLEM, gpu, build)} == {f"sm{arch}"}
-    assert select.select(PROBLEM, gpu, build=build).arch == arch
-    (reason,) = select.reasons(build.by_name("fwd_sm120_f16_d64_m64n64w4"), PROBLEM, gpu, build) or [""]
+    assert choose.choose(PROBLEM, gpu, table=build).arch == arch
+    (reason,) = eligibility.reasons(build.by_name("fwd_sm120_f16_d64_m64n64w4"), PROBLEM, gpu, build) or [""]
     number = f"{gpu.capability[0]}.{gpu.capability[1]}"
     sentence = f"compiled for sm_{compiled_for}, which a device of capability {number} can't execute"
     assert reason == (sentence if arch == 89 else "")
@@ -89,7 +92,7 @@ def test_a_build_without_code_for_a_device_says_how_to_get_some():
     with pytest.raises(
         UnsupportedError, match=r"sm_120 \(compiled for sm_120a\) only, none .*with nvcc 12.9 or newer"
     ):
-        select.select(PROBLEM, SPARK, build=build)
+        choose.choose(PROBLEM, SPARK, table=build)
 
 
 def test_an_architecture_can_be_forced(monkeypatch):
@@ -108,7 +111,7 @@ def test_an_architecture_can_be_forced(monkeypatch):
 def test_a_forced_architecture_that_is_not_built_is_an_error(monkeypatch):
     monkeypatch.setenv(device.FORCE_ARCH, "120")
     with pytest.raises(UnsupportedError, match="FORCE_ARCH=120 asks for sm_120 rows.*rows for sm_89 only"):
-        select.select(PROBLEM, PRESETS["rtx5090"], build=make_build((89,)))
+        choose.choose(PROBLEM, PRESETS["rtx5090"], table=make_build((89,)))
 
 
 def test_a_proxy_build_runs_sm_120_rows_on_sm_90_and_nowhere_else(monkeypatch):
@@ -116,8 +119,8 @@ def test_a_proxy_build_runs_sm_120_rows_on_sm_90_and_nowhere_else(monkeypatch):
     monkeypatch.setenv(device.FORCE_ARCH, "120")
     assert eligible(PROBLEM, PRESETS["h200"], proxy)
     assert not eligible(PROBLEM, PRESETS["rtx5090"], proxy)
-    row = proxy.templates[0]
-    assert "compiled for sm_90, which a device of capability 12.0 can't execute" in select.reasons(
+    row = proxy.rows[0]
+    assert "compiled for sm_90, which a device of capability 12.0 can't execute" in eligibility.reasons(
         row, PROBLEM, PRESETS["rtx5090"], proxy
     )
 
@@ -151,7 +154,7 @@ def test_unaligned_operands_leave_the_element_row_and_scored_ones():
     unaligned = replace(PROBLEM, alignment=2)
     found = eligible(unaligned, L4)
     assert [name for name in found if not name.endswith("_scored")] == ["fwd_sm89_f16_d64_m64n64w4_element"]
-    assert select.select(unaligned, L4, build=BUILD).name == "fwd_sm89_f16_d64_m64n64w4_element"
+    assert choose.choose(unaligned, L4, table=BUILD).name == "fwd_sm89_f16_d64_m64n64w4_element"
     assert eligible(replace(PROBLEM, alignment=1), L4) == []
 
 
@@ -162,9 +165,9 @@ def test_the_cheapest_eligible_row_wins():
     for seqlen in (1, 128, 512, 2048, 16384):
         for gpu in (L4, PRESETS["h200"], PRESETS["rtx5090"]):
             problem = replace(PROBLEM, seqlen_q=seqlen, seqlen_k=seqlen, batch=1, num_heads=8, num_heads_kv=8)
-            chosen = select.select(problem, gpu, build=BUILD)
+            chosen = choose.choose(problem, gpu, table=BUILD)
             costs = {
-                name: select.predicted_cost(BUILD.by_name(name), problem, gpu)
+                name: choose.predicted_us(BUILD.by_name(name), problem, gpu)
                 for name in eligible(problem, gpu)
                 if not name.endswith("_element")
             }
@@ -175,8 +178,8 @@ def test_small_problems_take_small_tiles_and_large_ones_large_tiles():
     small = replace(PROBLEM, batch=1, num_heads=8, num_heads_kv=8, seqlen_q=256, seqlen_k=256)
     large = replace(PROBLEM, seqlen_q=8192, seqlen_k=8192, num_heads=32, num_heads_kv=32)
     for gpu in (PRESETS["h200"], PRESETS["rtx4090"], PRESETS["rtx5090"]):
-        assert select.select(small, gpu, build=BUILD).tile_m <= 64
-        assert select.select(large, gpu, build=BUILD).tile_m == 256
+        assert choose.choose(small, gpu, table=BUILD).tile_m <= 64
+        assert choose.choose(large, gpu, table=BUILD).tile_m == 256
 
 
 @pytest.mark.parametrize("causal", ["none", "bottom-right"])
@@ -186,7 +189,7 @@ def test_few_queries_take_a_few_query_row(head_dim: int, causal: str):
     for gpu in ("rtx4090", "h200", "rtx5090"):
         problem = Problem(1, 256, 256, 8, 8, head_dim, "float16", causal)
         default = store.default(PRESETS[gpu])
-        assert select.select(problem, PRESETS[gpu], build=BUILD, calibration=default).kv_warps > 1
+        assert choose.choose(problem, PRESETS[gpu], table=BUILD, calibration=default).kv_warps > 1
 
 
 @pytest.mark.parametrize("causal", ["none", "bottom-right"])
@@ -197,7 +200,7 @@ def test_a_large_problem_never_takes_a_few_query_row(
     gpu: str, batch: int, heads: int, seqlen: int, head_dim: int, causal: str
 ):
     problem = Problem(batch, seqlen, seqlen, heads, heads, head_dim, "float16", causal)
-    chosen = select.select(problem, PRESETS[gpu], build=BUILD)
+    chosen = choose.choose(problem, PRESETS[gpu], table=BUILD)
     assert chosen.kv_warps == 1
     if gpu == "h200" or (
         batch == 4 and head_dim > 32
@@ -207,27 +210,27 @@ def test_a_large_problem_never_takes_a_few_query_row(
 
 def test_a_template_can_be_forced_or_says_why_not():
     slow = "fwd_sm89_f16_d64_m64n64w4_element"
-    assert select.select(PROBLEM, L4, slow, BUILD).name == slow
+    assert choose.choose(PROBLEM, L4, slow, BUILD).name == slow
     with pytest.raises(
         UnsupportedError, match=r"template fwd_sm90_\S+ can't run .* on NVIDIA L4.*: made for sm_90"
     ):
-        select.select(PROBLEM, L4, "fwd_sm90_f16_d64_m64n64w4", BUILD)
+        choose.choose(PROBLEM, L4, "fwd_sm90_f16_d64_m64n64w4", BUILD)
     with pytest.raises(ValueError, match="template 'fwd_fastest' is not a row of this build"):
-        select.select(PROBLEM, L4, "fwd_fastest", BUILD)
+        choose.choose(PROBLEM, L4, "fwd_fastest", BUILD)
 
 
 @pytest.mark.parametrize(
     ("gpu", "build", "sentence"),
     [
-        (L4, Build(()), "no CUDA kernels (CUTLASS_FMHA_CUDA=OFF)"),
+        (L4, Table(()), "no CUDA kernels (CUTLASS_FMHA_CUDA=OFF)"),
         (A100, BUILD, "compute capability 8.9 or newer is needed"),
         (L4, make_build((90, 120)), "holds rows for sm_90, sm_120 only, none of which NVIDIA L4"),
     ],
     ids=["no-cuda", "too-old", "trimmed"],
 )
-def test_a_device_without_rows_gets_one_sentence(gpu: Device, build: Build, sentence: str):
+def test_a_device_without_rows_gets_one_sentence(gpu: Device, build: Table, sentence: str):
     with pytest.raises(UnsupportedError) as error:
-        select.select(PROBLEM, gpu, build=build)
+        choose.choose(PROBLEM, gpu, table=build)
     assert sentence in str(error.value) and "\n" not in str(error.value)
 
 
@@ -242,7 +245,7 @@ def test_resident_blocks_are_limited_by_shared_memory_warps_and_registers():
     assert blocks.resident_blocks(replace(small, smem_bytes=100 * 1024), L4) == 0
     assert blocks.resident_blocks(replace(small, warps=32, tile_m=512, min_blocks=2), L4) == 1
     assert blocks.resident_blocks(replace(large, min_blocks=2), L4) == 2
-    assert select.predicted_cost(replace(small, smem_bytes=100 * 1024), PROBLEM, L4) == float("inf")
+    assert choose.predicted_us(replace(small, smem_bytes=100 * 1024), PROBLEM, L4) == float("inf")
 
 
 # What ptxas gives the manifest's rows for sm_90.
@@ -383,12 +386,12 @@ def test_the_only_tile_that_sees_a_key_counts():
 
 def test_cost_grows_with_work_and_shrinks_with_sms():
     row = BUILD.by_name("fwd_sm89_f16_d64_m256n64w8")
-    base = select.predicted_cost(row, PROBLEM, L4)
-    assert select.predicted_cost(row, replace(PROBLEM, batch=8), L4) > 3 * base
-    assert select.predicted_cost(row, replace(PROBLEM, seqlen_k=16384), L4) > 3 * base
-    assert 0.45 * base < select.predicted_cost(row, replace(PROBLEM, causal="top-left"), L4) < 0.65 * base
-    assert select.predicted_cost(row, PROBLEM, PRESETS["l40s"]) < 0.6 * base
-    assert select.predicted_cost(row, replace(PROBLEM, batch=0), L4) == 0
+    base = choose.predicted_us(row, PROBLEM, L4)
+    assert choose.predicted_us(row, replace(PROBLEM, batch=8), L4) > 3 * base
+    assert choose.predicted_us(row, replace(PROBLEM, seqlen_k=16384), L4) > 3 * base
+    assert 0.45 * base < choose.predicted_us(row, replace(PROBLEM, causal="top-left"), L4) < 0.65 * base
+    assert choose.predicted_us(row, PROBLEM, PRESETS["l40s"]) < 0.6 * base
+    assert choose.predicted_us(row, replace(PROBLEM, batch=0), L4) == 0
 
 
 def test_a_row_for_any_alignment_is_the_last_resort():
@@ -396,9 +399,9 @@ def test_a_row_for_any_alignment_is_the_last_resort():
     cheap = cost.RowCost(0.1, 0, 0, 0, 0, 0, 0, 0)
     name = "fwd_sm89_f16_d64_m64n64w4_element"
     fitted = replace(store.default(L4), rows={name: store.Fit(cheap, 0, 0, 9)})
-    assert select.select(PROBLEM, L4, build=BUILD, calibration=fitted).name != name
+    assert choose.choose(PROBLEM, L4, table=BUILD, calibration=fitted).name != name
     unaligned = replace(PROBLEM, alignment=2)
-    assert select.select(unaligned, L4, build=BUILD, calibration=fitted).name == name
+    assert choose.choose(unaligned, L4, table=BUILD, calibration=fitted).name == name
 
 
 # ---- the mask ----------------------------------------------------------------------------------------------
@@ -408,7 +411,7 @@ def test_a_row_for_any_alignment_is_the_last_resort():
 @pytest.mark.parametrize("seqlen_k", [0, 1, 5, 8])
 @pytest.mark.parametrize("causal", CAUSAL)
 def test_a_dropped_diagonal_hides_nothing(causal: str, seqlen_q: int, seqlen_k: int):
-    diagonal = select.mask_diagonal(causal, seqlen_q, seqlen_k)
+    diagonal = mask_diagonal(causal, seqlen_q, seqlen_k)
     mask = torch.ones(seqlen_q, seqlen_k)
     expected = mask.tril({"none": 99, "top-left": 0, "bottom-right": seqlen_k - seqlen_q}[causal])
     assert torch.equal(mask if diagonal is None else mask.tril(diagonal), expected)
@@ -420,9 +423,9 @@ def test_a_dropped_diagonal_hides_nothing(causal: str, seqlen_q: int, seqlen_k: 
 
 
 def test_an_explanation_has_every_row_and_the_winner_first():
-    found = explanation.explain_problem(PROBLEM, L4, build=BUILD)
-    assert len(found.rows) == len(BUILD.templates)
-    assert found.winner == select.select(PROBLEM, L4, build=BUILD).name == found.rows[0].template.name
+    found = explanation.explain_problem(PROBLEM, L4, table=BUILD)
+    assert len(found.rows) == len(BUILD.rows)
+    assert found.winner == choose.choose(PROBLEM, L4, table=BUILD).name == found.rows[0].template.name
     costs = [row.predicted_us for row in found.rows if row.eligible]
     plain = [row.predicted_us for row in found.rows if row.eligible and not row.template.scored]
     assert plain == sorted(plain) and len(plain) == 6 and len(costs) == 12
@@ -439,7 +442,7 @@ def test_an_explanation_has_every_row_and_the_winner_first():
 
 
 def test_an_explanation_has_a_line_for_each_kind_of_irrelevant_rows():
-    text = str(explanation.explain_problem(PROBLEM, L4, build=BUILD))
+    text = str(explanation.explain_problem(PROBLEM, L4, table=BUILD))
     for line in (
         "9 rows for other head dims: 32 (4), 128 (5)",
         "21 rows for another dtype: bfloat16 (21)",
@@ -448,7 +451,7 @@ def test_an_explanation_has_a_line_for_each_kind_of_irrelevant_rows():
     ):
         assert text.count(f"\n  {line}\n") == 1
     assert "\n  126 rows for CUDA devices: sm_89 (42), sm_90 (42), sm_120 (42)\n" in str(
-        explanation.explain_problem(PROBLEM, None, build=BUILD)
+        explanation.explain_problem(PROBLEM, None, table=BUILD)
     )
 
 
@@ -463,20 +466,20 @@ def test_an_explanation_of_a_forced_row():
 
 
 def test_an_explanation_of_what_nothing_runs():
-    found = explanation.explain_problem(replace(PROBLEM, head_dim=480), L4, build=BUILD)
+    found = explanation.explain_problem(replace(PROBLEM, head_dim=480), L4, table=BUILD)
     assert found.winner is None
     assert found.note.startswith("nothing, because no template of this build can run this problem")
     assert "\n" not in found.note and found.note.endswith("what to change: use head dims of at most 256")
 
 
 def test_the_cpu_needs_no_row():
-    found = explanation.explain_problem(PROBLEM, None, build=BUILD)
+    found = explanation.explain_problem(PROBLEM, None, table=BUILD)
     assert found.winner is None and found.note == "the CPU backend, which needs no template"
     assert not any(row.eligible for row in found.rows)
 
 
 def test_explain_takes_tensors_as_attention_does(monkeypatch):
-    monkeypatch.setattr(select, "this_build", lambda: BUILD)
+    monkeypatch.setattr(tables, "this_build", lambda: BUILD)
     q = torch.empty(2, 16, 300, 64, dtype=torch.float16)
     k = v = torch.empty(2, 4, 500, 64, dtype=torch.float16)
     found = cutlass_fmha.explain(q, k, v, causal=True, layout="bhsd", device="l4")
@@ -488,7 +491,7 @@ def test_explain_takes_tensors_as_attention_does(monkeypatch):
 
 
 def test_explain_takes_a_shape(monkeypatch):
-    monkeypatch.setattr(select, "this_build", lambda: BUILD)
+    monkeypatch.setattr(tables, "this_build", lambda: BUILD)
     found = cutlass_fmha.explain(
         shape=(2, 8192, 16, 128), seqlen_k=100, num_heads_kv=4, dtype=torch.float16, device="rtx5090"
     )
@@ -571,19 +574,19 @@ def test_the_rows_of_this_build_have_unique_names_and_their_numbers():
 
 def test_every_row_runs_something_on_its_architecture(monkeypatch):
     """Of this build, and of the whole table, of which this build may be a subset."""
-    build = replace(select.this_build(), templates=resources.whole_table())
-    assert {row.name for row in select.this_build().templates} <= {row.name for row in build.templates}
-    for row in build.templates:
+    build = replace(tables.this_build(), rows=resources.whole_table())
+    assert {row.name for row in tables.this_build().rows} <= {row.name for row in build.rows}
+    for row in build.rows:
         monkeypatch.setenv(device.FORCE_ARCH, str(row.arch))
         gpu = device.of_arch(int(build.architectures[row.arch].rstrip("af")))
         problem = Problem(1, 128, 128, 8, 8, row.head_dim, row.dtype, alignment=row.alignment)
         problem = replace(problem, head_dim_v=row.head_dim_v)
-        assert select.reasons(row, problem, gpu, build) == []
-        assert 0 < select.predicted_cost(row, problem, gpu) < 1e4
+        assert eligibility.reasons(row, problem, gpu, build) == []
+        assert 0 < choose.predicted_us(row, problem, gpu) < 1e4
 
 
 @pytest.mark.parametrize("table", [_C.templates, resources.whole_table], ids=["this build", "all rows"])
 def test_there_is_a_row_for_any_alignment_where_there_is_a_fast_one(table: Callable[[], Sequence[Any]]):
-    rows = [row for row in table() if row.family in select.PLAIN]
+    rows = [row for row in table() if row.family in tables.PLAIN]
     fast = {(row.arch, row.dtype, row.head_dim) for row in rows if row.alignment > 2}
     assert fast == {(row.arch, row.dtype, row.head_dim) for row in rows if row.alignment == 2}

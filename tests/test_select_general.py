@@ -9,16 +9,21 @@ import torch
 from fake_build import L4, make_build
 
 import cutlass_fmha
-from cutlass_fmha import blocks, cost, device, explanation, select
+from cutlass_fmha import cost
 from cutlass_fmha.calibrate import verdict
 from cutlass_fmha.calibrate.measurements import Sample
 from cutlass_fmha.calibrate.timing import RowTime
 from cutlass_fmha.cost import store
-from cutlass_fmha.device import PRESETS
-from cutlass_fmha.select import FEATURES, Build, Problem
+from cutlass_fmha.dispatch import blocks, choose, device, eligibility
+from cutlass_fmha.dispatch import explain as explanation
+from cutlass_fmha.dispatch import table as tables
+from cutlass_fmha.dispatch.device import PRESETS
+from cutlass_fmha.dispatch.families import scored
+from cutlass_fmha.dispatch.problem import FEATURES, Problem
+from cutlass_fmha.dispatch.table import Table
 
 BUILD = make_build()
-PLAIN = Build(tuple(row for row in BUILD.templates if not row.scored))
+PLAIN = Table(tuple(row for row in BUILD.rows if not row.scored))
 PREFILL = Problem(2, 4096, 4096, 16, 16, 64, "float16")
 DECODE = Problem(1, 1, 16384, 32, 8, 128, "float16")
 TILE, SPLIT = (BUILD.by_name(f"fwd_sm89_f16_d64_{tile}_scored") for tile in ("m64n64w4", "m16n16w4k4"))
@@ -32,7 +37,7 @@ def _no_settings_of_the_users(monkeypatch, tmp_path):
 
 
 def reasons(problem: Problem, name: str) -> list[str]:
-    return select.reasons(BUILD.by_name(name), problem, L4, BUILD)
+    return eligibility.reasons(BUILD.by_name(name), problem, L4, BUILD)
 
 
 # ---- reasons -----------------------------------------------------------------------------------------------
@@ -95,7 +100,7 @@ def test_heads_are_packed_where_that_leaves_fewer_tiles(gpu: str, seqlen_q: int,
 @pytest.mark.parametrize("gpu", PRESETS)
 def test_keys_are_split_where_that_fills_the_gpu(gpu: str):
     many = PRESETS[gpu]
-    row = next(row for row in BUILD.templates if row.name.endswith("f16_d128_m16n16w4k4_scored"))
+    row = next(row for row in BUILD.rows if row.name.endswith("f16_d128_m16n16w4k4_scored"))
     places = many.sm_count * blocks.resident_blocks(row, many)
     for batch in (1, 3, 8, 40, 1000):
         problem = replace(DECODE, batch=batch)
@@ -131,7 +136,7 @@ def test_a_window_shortens_the_walk():
 
 
 def test_a_second_launch_has_its_price():
-    row = next(row for row in BUILD.templates if row.name.endswith("sm89_f16_d128_m16n16w4k4_scored"))
+    row = next(row for row in BUILD.rows if row.name.endswith("sm89_f16_d128_m16n16w4k4_scored"))
     prices = cost.RowCost(5.0, 0, 0, 0, 0.1, 0.1, 0.1, 0.1)
     once = cost.count(row, replace(DECODE, num_splits=1), L4, prices)
     twice = cost.count(row, replace(DECODE, num_splits=4), L4, prices)
@@ -148,7 +153,7 @@ def test_plain_problems_keep_their_plain_rows(gpu: str):
     """What scored rows cost has no say, wherever a plain row takes the problem and it is no decoding."""
     free = {
         row.name: store.Fit(cost.RowCost(0.01, 0, 0, 0, 0, 0, 0, 0), 0, 0, 9)
-        for row in BUILD.templates
+        for row in BUILD.rows
         if row.scored
     }
     tempted = replace(store.for_device(PRESETS[gpu]), rows={**store.for_device(PRESETS[gpu]).rows, **free})
@@ -161,21 +166,21 @@ def test_plain_problems_keep_their_plain_rows(gpu: str):
     ):
         problem = Problem(2, seqlen_q, seqlen_k, 8, 8, 64, "float16", alignment=alignment)
         assert not problem.is_decode
-        chosen = select.select(problem, PRESETS[gpu], build=BUILD, calibration=tempted)
-        assert chosen.name == select.select(problem, PRESETS[gpu], build=PLAIN).name
+        chosen = choose.choose(problem, PRESETS[gpu], table=BUILD, calibration=tempted)
+        assert chosen.name == choose.choose(problem, PRESETS[gpu], table=PLAIN).name
 
 
 @pytest.mark.parametrize("gpu", PRESETS)
 def test_long_decoding_takes_a_general_row_and_short_does_not(gpu: str):
     default = store.default(PRESETS[gpu])  # a shipped file has timings of some of these rows only
-    assert select.select(DECODE, PRESETS[gpu], build=BUILD, calibration=default).scored
+    assert choose.choose(DECODE, PRESETS[gpu], table=BUILD, calibration=default).scored
     full = Problem(64, 1, 512, 32, 32, 128, "float16")
-    assert not select.select(full, PRESETS[gpu], build=BUILD, calibration=default).scored
+    assert not choose.choose(full, PRESETS[gpu], table=BUILD, calibration=default).scored
 
 
 def test_a_row_that_nobody_timed_has_to_be_clearly_better():
     default = store.default(L4)
-    general, plain = (select.select(DECODE, L4, build=build, calibration=default) for build in (BUILD, PLAIN))
+    general, plain = (choose.choose(DECODE, L4, table=build, calibration=default) for build in (BUILD, PLAIN))
     best = cost.predict(general, DECODE, L4, default.cost(general, L4))
 
     def known(us: float, *rows) -> store.Calibration:
@@ -183,11 +188,11 @@ def test_a_row_that_nobody_timed_has_to_be_clearly_better():
         return replace(default, rows=fits)
 
     for factor, taken in ((1.2, False), (1.3, True)):
-        given = known(factor * best, *(row for row in PLAIN.templates))
-        assert select.select(DECODE, L4, build=BUILD, calibration=given).scored is taken
-    assert select.price(general, DECODE, L4, default) == pytest.approx(select.UNTIMED * best)
-    assert select.price(general, replace(DECODE, features=("sinks",)), L4, default) == pytest.approx(best)
-    assert select.price(plain, DECODE, L4, default) == select.predicted_cost(plain, DECODE, L4, default)
+        given = known(factor * best, *(row for row in PLAIN.rows))
+        assert choose.choose(DECODE, L4, table=BUILD, calibration=given).scored is taken
+    assert choose.price(general, DECODE, L4, default) == pytest.approx(scored.UNTIMED * best)
+    assert choose.price(general, replace(DECODE, features=("sinks",)), L4, default) == pytest.approx(best)
+    assert choose.price(plain, DECODE, L4, default) == choose.predicted_us(plain, DECODE, L4, default)
 
 
 def test_head_dims_that_nothing_else_has_take_the_general_row_of_the_least_head_dims():
@@ -198,24 +203,24 @@ def test_head_dims_that_nothing_else_has_take_the_general_row_of_the_least_head_
         (200, 8, "d256"),
     ):
         problem = replace(PREFILL, head_dim=head_dim, head_dim_v=head_dim_v)
-        assert f"_{dims}_" in select.select(problem, L4, build=BUILD).name
+        assert f"_{dims}_" in choose.choose(problem, L4, table=BUILD).name
 
 
 def test_many_queries_take_large_tiles():
     windowed = replace(PREFILL, features=("window",), window=(512, 0))
     for gpu in PRESETS.values():
-        assert select.select(windowed, gpu, build=BUILD).tile_m == 64
+        assert choose.choose(windowed, gpu, table=BUILD).tile_m == 64
 
 
 def test_timings_without_general_rows_judge_the_others():
     rows = {
         row.name: RowTime(10.0, 10.0, 5)
-        for row in PLAIN.templates
-        if not select.reasons(row, DECODE, L4, PLAIN)
+        for row in PLAIN.rows
+        if not eligibility.reasons(row, DECODE, L4, PLAIN)
     }
     (pick,) = verdict.judge([Sample(DECODE, rows)], L4, BUILD)
     assert pick.right and not BUILD.by_name(pick.row).scored
-    general = select.select(DECODE, L4, build=BUILD).name
+    general = choose.choose(DECODE, L4, table=BUILD).name
     (pick,) = verdict.judge([Sample(DECODE, {**rows, general: RowTime(5.0, 5.0, 5)})], L4, BUILD)
     assert pick.row == general
 
@@ -224,7 +229,7 @@ def test_timings_without_general_rows_judge_the_others():
 
 
 def test_explain_takes_features_as_attention_does(monkeypatch):
-    monkeypatch.setattr(select, "this_build", lambda: BUILD)
+    monkeypatch.setattr(tables, "this_build", lambda: BUILD)
     q = torch.empty(2, 16, 300, 64, dtype=torch.float16)
     k = v = torch.empty(2, 4, 500, 64, dtype=torch.float16)
     said = {"window": (100, 0), "softcap": 5.0, "sinks": torch.zeros(16)}
@@ -237,7 +242,7 @@ def test_explain_takes_features_as_attention_does(monkeypatch):
 
 
 def test_explain_takes_features_of_a_shape(monkeypatch):
-    monkeypatch.setattr(select, "this_build", lambda: BUILD)
+    monkeypatch.setattr(tables, "this_build", lambda: BUILD)
     shape = {"shape": (2, 1, 32, 128), "seqlen_k": 8192, "num_heads_kv": 8, "device": "h200"}
     found = cutlass_fmha.explain(**shape, page_size=64, num_splits=3, window=(-1, 0), features=("sinks",))
     assert found.problem.features == ("sinks", "pages", "splits")
@@ -252,7 +257,7 @@ def test_explain_takes_features_of_a_shape(monkeypatch):
 
 
 def test_explain_says_which_rows_are_a_last_resort(monkeypatch):
-    found = explanation.explain_problem(PREFILL, L4, build=BUILD)
+    found = explanation.explain_problem(PREFILL, L4, table=BUILD)
     resorts = [row for row in found.rows if row.eligible and not row.contender]
     assert resorts and {row.template.copy == "element" or row.template.scored for row in resorts} == {True}
     assert str(found).count("eligible, as a last resort") == len(resorts)

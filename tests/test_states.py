@@ -11,7 +11,7 @@ from oracle_support import COMPUTED, COMPUTED_IN_FP32, assert_merged, bits
 from torch import Tensor
 
 import cutlass_fmha
-from cutlass_fmha.states import cascade_attention, merge_states
+from cutlass_fmha.cascade import cascade_attention, merge_states
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 

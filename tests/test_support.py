@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from cutlass_fmha import _C, cache, plan, select, states, support
-from cutlass_fmha import device as devices
-from cutlass_fmha.device import Device
+from cutlass_fmha import _C
+from cutlass_fmha.dispatch import device as devices
+from cutlass_fmha.dispatch import table as tables
+from cutlass_fmha.dispatch.device import Device
 from cutlass_fmha.errors import UnsupportedError
-from cutlass_fmha.rotary import _cuda as rotary_on_cuda
+from cutlass_fmha.launch import helpers, plan
+from cutlass_fmha.ops import append_kv, merge_states
+from cutlass_fmha.ops.rotary import _cuda as rotary_on_cuda
 
 HAS_CUDA = bool(_C.build_info()["cuda"])
 
@@ -62,23 +65,23 @@ def test_a_device_takes_the_kernels_of_its_rows(
     capability, built, forced, expected, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(_C, "helpers", lambda: kernels(*built))
-    monkeypatch.setattr(select, "this_build", lambda: select.Build(()))
+    monkeypatch.setattr(tables, "this_build", lambda: tables.Table(()))
     monkeypatch.setattr(devices, "of_index", lambda index: Device("a GPU", capability, 100, 99 * 1024))
     monkeypatch.setenv(devices.FORCE_ARCH, forced)
-    assert support._arch(0) == expected
+    assert helpers._arch(0) == expected
 
 
 def test_a_device_without_kernels_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(select, "this_build", lambda: select.Build(()))
+    monkeypatch.setattr(tables, "this_build", lambda: tables.Table(()))
     monkeypatch.setattr(devices, "of_index", lambda index: Device("an A100", (8, 0), 108, 163 * 1024))
     monkeypatch.setattr(_C, "helpers", lambda: kernels(89, 120))
     with pytest.raises(
         UnsupportedError, match="has kernels for sm_89, sm_120, and none of them runs on an A100"
     ):
-        support._arch(0)
+        helpers._arch(0)
     monkeypatch.setattr(_C, "helpers", list)
     with pytest.raises(UnsupportedError, match="CUTLASS_FMHA_CUDA=OFF"):
-        support._arch(0)
+        helpers._arch(0)
 
 
 # ---- what the binding is told ------------------------------------------------------------------------------
@@ -107,8 +110,8 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
         pytest.skip("a build without CUDA has no rows")
     found = Told()
     monkeypatch.setattr(_C, "run", found)
-    monkeypatch.setattr(support, "_arch", lambda index: min(row.arch for row in _C.helpers()))
-    monkeypatch.setattr(support, "current_stream", lambda index: 0)
+    monkeypatch.setattr(helpers, "_arch", lambda index: min(row.arch for row in _C.helpers()))
+    monkeypatch.setattr(helpers, "current_stream", lambda index: 0)
     plan.clear()
     return found
 
@@ -127,7 +130,7 @@ def addresses(*tensors: torch.Tensor | None) -> tuple[int, ...]:
 def test_merge_is_told_addresses_and_strides(told: Told):
     o_a = torch.zeros(2, 3, 5, 24)[..., :16].transpose(1, 2)  # [2, 5, 3, 16]
     o_b, lse_a, lse_b = torch.zeros(2, 5, 3, 16), torch.zeros(2, 5, 3).mT, torch.zeros(2, 3, 5)
-    output, lse = states._cuda(o_a, lse_a, o_b, lse_b)
+    output, lse = merge_states._cuda(o_a, lse_a, o_b, lse_b)
     p = told.only(f"merge_sm{ARCH}_f32")
     found = fields(p, "o_a", "o_b", "o", "lse_a", "lse_b", "lse")
     assert found == addresses(o_a, o_b, output, lse_a, lse_b, lse)
@@ -135,7 +138,7 @@ def test_merge_is_told_addresses_and_strides(told: Told):
     assert (p.o_a_stride, p.o_b_stride, p.o_stride) == ((360, 24, 120), (240, 48, 16), (240, 48, 16))
     assert (p.lse_a_stride, p.lse_b_stride, p.lse_stride) == ((15, 1, 3), (15, 5, 1), (15, 5, 1))
 
-    states._cuda(o_a[0], lse_a[0], o_b[0], lse_b[0])
+    merge_states._cuda(o_a[0], lse_a[0], o_b[0], lse_b[0])
     p = told.calls[1][1]
     assert fields(p, "batch", "seqlen_q", "num_heads", "head_dim_v") == (1, 5, 3, 16)
     assert (p.o_a_stride, p.o_b_stride, p.o_stride) == ((0, 24, 120), (0, 48, 16), (0, 48, 16))
@@ -148,7 +151,7 @@ def test_append_is_told_addresses_and_strides(told: Told):
     query, lengths, pads = torch.zeros(3, 1, 6, 16), int32(1, 2, 3), int32(0, 1, 0)
     page_table = torch.zeros(3, 7, dtype=torch.int32)[:, :5]
     cos, sin = torch.zeros(50, 4), torch.zeros(50, 8)[:, :4]
-    rotated, used = cache._cuda(
+    rotated, used = append_kv._cuda(
         k_cache, v_cache, key, value, lengths, query=query, advance_query=False, rotary_cos=cos,
         rotary_sin=sin, page_table=page_table, leftpad_k=pads,
     )  # fmt: skip
@@ -174,7 +177,7 @@ def test_append_is_told_addresses_and_strides(told: Told):
 
     first = int32(7, 8, 9)
     rest = {"rotary_cos": cos, "rotary_sin": sin, "rotary_seqlens": first, "rotary_interleaved": True}
-    cache._cuda(k_cache[:3], v_cache[:3], key, value, lengths, leftpad_k=pads, **rest)
+    append_kv._cuda(k_cache[:3], v_cache[:3], key, value, lengths, leftpad_k=pads, **rest)
     p = told.calls[1][1]
     assert fields(p, "cache_batch_idx", "page_table", "page_table_stride") == (0, 0, 0)
     assert fields(p, "first_position", "before_position") == addresses(first, None)
@@ -185,7 +188,7 @@ def test_append_is_told_addresses_and_strides(told: Told):
 def test_nothing_to_append_still_gives_lengths(told: Told):
     empty = torch.zeros(3, 0, 2, 16)
     caches = torch.zeros(3, 32, 2, 16), torch.zeros(3, 32, 2, 16)
-    _, used = cache._cuda(*caches, empty, empty, int32(1, 2, 3))
+    _, used = append_kv._cuda(*caches, empty, empty, int32(1, 2, 3))
     assert used.tolist() == [1, 2, 3]
 
 

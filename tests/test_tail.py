@@ -12,11 +12,15 @@ from fake_general import FakeKernels
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cutlass_fmha import blocks, cost, device, plan, select
-from cutlass_fmha.blocks import Tail
+from cutlass_fmha import cost
 from cutlass_fmha.cost import datasheet
-from cutlass_fmha.device import PRESETS
-from cutlass_fmha.select import Build, Problem
+from cutlass_fmha.dispatch import blocks, device
+from cutlass_fmha.dispatch import table as tables
+from cutlass_fmha.dispatch.blocks import Tail
+from cutlass_fmha.dispatch.device import PRESETS
+from cutlass_fmha.dispatch.problem import Problem
+from cutlass_fmha.dispatch.table import Table
+from cutlass_fmha.launch import plan
 
 RTX5090 = PRESETS["rtx5090"]
 LARGE = Row(
@@ -98,10 +102,10 @@ def test_the_cost_model_sees_its_blocks_and_its_second_launch():
 
 def test_a_call_brings_the_memory_of_its_parts(monkeypatch: pytest.MonkeyPatch):
     row = replace(LARGE, arch=89, dtype="float16", tile_m=64, tile_n=16)
-    build = Build((row,))  # type: ignore[arg-type]
+    build = Table((row,))  # type: ignore[arg-type]
     kernels = FakeKernels(build)
     kernels.install(monkeypatch)
-    monkeypatch.setattr(select, "this_build", lambda: build)
+    monkeypatch.setattr(tables, "this_build", lambda: build)
     monkeypatch.setattr(plan.devices, "of_index", lambda index: L4)
     monkeypatch.setattr(plan, "current_stream", lambda index: 0)
     monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)

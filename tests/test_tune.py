@@ -29,8 +29,9 @@ from tuning.leaderboard import Entry, Leaderboard, LeaderboardError, Sighting
 from tuning.session import EvaluationError, Job, Search, Target
 from tuning.space import Candidate, Limits, Space, propose
 
-from cutlass_fmha import _C, select
+from cutlass_fmha import _C
 from cutlass_fmha.bench.cases import Case
+from cutlass_fmha.dispatch import table as tables
 
 LARGE = Candidate(64, 256, 64, 8, 1, 2, 1, True, True, "cp_async_16")
 SPLIT = Candidate(128, 32, 32, 8, 4, 1, 1, True, False, "ldg_16")
@@ -44,7 +45,7 @@ BOTH = ("bfloat16", "float16")
 
 
 def rows() -> list[_C.Template]:
-    found = [row for row in _C.templates() if row.family in select.PLAIN]
+    found = [row for row in _C.templates() if row.family in tables.PLAIN]
     assert found, "this build has no CUDA kernels: build with CUTLASS_FMHA_CUDA=ON, as make does"
     return found
 
@@ -286,7 +287,7 @@ def test_candidates_are_compiled_and_the_bad_one_is_dropped(tmp_path: Path):
 
 # ---- the judge: the parity gate on kernels that compute in Python, and a clock that is made up -------------
 
-ROW = make_build((90,)).templates[7]  # float16, head dim 64, a small tile
+ROW = make_build((90,)).rows[7]  # float16, head dim 64, a small tile
 
 
 class Defect(FakeKernels):
@@ -297,7 +298,7 @@ class Defect(FakeKernels):
         self.what = what
 
     def __call__(self, row: int, params: Any, device: int, stream: int) -> None:
-        p, dtype = params.copy(), getattr(torch, self.build.templates[row].dtype)
+        p, dtype = params.copy(), getattr(torch, self.build.rows[row].dtype)
         if self.what == "sign":
             p.scale = abs(p.scale)
         if self.what == "diagonal" and p.window_right >= 0:

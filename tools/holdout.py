@@ -17,13 +17,15 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from cutlass_fmha import select
 from cutlass_fmha.bench.runner import CannotMeasure, require_gpu
 from cutlass_fmha.bench.timing import percentile
 from cutlass_fmha.calibrate import measurements, problems, verdict
 from cutlass_fmha.calibrate.measurements import InvalidTimings, Measurements
 from cutlass_fmha.calibrate.verdict import Pick
 from cutlass_fmha.cost import store
+from cutlass_fmha.dispatch import eligibility
+from cutlass_fmha.dispatch import table as tables
+from cutlass_fmha.dispatch.problem import Problem
 
 REQUIRED = 0.95
 QUANTILES = (0.5, 0.9, 0.95, 0.99, 1.0)
@@ -39,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         taken = measurements.load(arguments.evaluate) if arguments.evaluate else measure(arguments)
         calibration = store.for_device(taken.machine.device)
-        build = select.this_build()
+        build = tables.this_build()
         picks = verdict.judge(taken.holdout, taken.machine.device, build, calibration)
     except (CannotMeasure, InvalidTimings, verdict.Unjudgeable, store.InvalidCalibration) as error:
         print(f"holdout: {error}", file=sys.stderr)
@@ -76,9 +78,9 @@ def parser() -> argparse.ArgumentParser:
 def measure(arguments: argparse.Namespace) -> Measurements:
     """Times the rows of the drawn problems. Raises CannotMeasure where there is nothing to time them with."""
     require_gpu(arguments.device)
-    build = select.this_build()
+    build = tables.this_build()
     machine = measurements.this_machine(arguments.device)
-    if (nothing := select.no_rows(machine.device, build)) is not None:
+    if (nothing := eligibility.no_rows(machine.device, build)) is not None:
         raise CannotMeasure(nothing)
     kinds = measurements.kinds(machine.device, build)
     grid = problems.calibration(kinds, machine.sm_count, machine.limits, arguments.with_calibration)
@@ -154,7 +156,7 @@ def _quantiles(picks: Sequence[Pick]) -> str:
     return ", ".join(f"{q:.0%} {percentile(losses(picks), q):.1%}" for q in QUANTILES)
 
 
-def _short(problem: select.Problem) -> str:
+def _short(problem: Problem) -> str:
     heads = f"{problem.num_heads}/{problem.num_heads_kv}"
     lengths = f"Sq{problem.seqlen_q} Sk{problem.seqlen_k}"
     return f"B{problem.batch} H{heads} {lengths} D{problem.head_dim} {problem.dtype} {problem.causal}"

@@ -17,9 +17,9 @@ from torch import Tensor
 
 import cutlass_fmha
 from cutlass_fmha import _C
-from cutlass_fmha.blocks import Tail
+from cutlass_fmha.cascade import merge_states
+from cutlass_fmha.dispatch.blocks import Tail
 from cutlass_fmha.rotary import rotary
-from cutlass_fmha.states import merge_states
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import gpu

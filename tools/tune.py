@@ -33,9 +33,10 @@ from tuning.leaderboard import Leaderboard  # noqa: E402
 from tuning.session import EvaluationError, Search, Target, judge_in_a_process  # noqa: E402
 from tuning.space import Candidate, Limits, Space, propose, registers, shared_bytes  # noqa: E402
 
-from cutlass_fmha import _C, select  # noqa: E402
-from cutlass_fmha import device as devices  # noqa: E402
+from cutlass_fmha import _C  # noqa: E402
 from cutlass_fmha.bench.cases import select_cases  # noqa: E402
+from cutlass_fmha.dispatch import device as devices  # noqa: E402
+from cutlass_fmha.dispatch import table as tables  # noqa: E402
 
 
 class UsageError(ValueError):
@@ -108,7 +109,7 @@ def make_targets(options: argparse.Namespace, arch: int) -> list[Target]:
         rows = [
             Candidate.of(row)
             for row in _C.templates()
-            if (row.arch, row.head_dim) == (arch, head_dim) and row.family in select.PLAIN
+            if (row.arch, row.head_dim) == (arch, head_dim) and row.family in tables.PLAIN
             if row.copy != "element" and row.dtype in {case.dtype for case in own}
         ]
         if not rows:
@@ -181,7 +182,7 @@ def accept(board: Leaderboard) -> None:
         found = str(board.about["source_hash"])[:12]
         raise UsageError(f"{board.path} is about sources {found}, and src/ has {now[:12]}: tune again")
     arch = int(board.about["arch"])
-    rows = {Candidate.of(row) for row in _C.templates() if row.arch == arch and row.family in select.PLAIN}
+    rows = {Candidate.of(row) for row in _C.templates() if row.arch == arch and row.family in tables.PLAIN}
     for target in board.targets:
         best = next((entry for entry in board.best(target) if entry.fate == "accepted"), None)
         if best is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
 from collections.abc import Mapping
@@ -10,8 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-CAUSAL = ("none", "top-left", "bottom-right")
-FULL_ALIGNMENT = 16  # bytes: the widest copy there is
+from cutlass_fmha.dispatch.problem import CAUSAL, FULL_ALIGNMENT
 
 #: Where (batch, seqlen, heads) stand in a layout.
 LAYOUTS = {"bshd": (0, 1, 2), "bhsd": (0, 2, 1)}
@@ -108,6 +108,7 @@ def template_name(template: object) -> None:
         raise TypeError(f"template must be the name of a row or None, got {type(template).__name__}")
 
 
+@functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 

@@ -6,16 +6,13 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from cutlass_fmha import device as devices
-from cutlass_fmha import select
-from cutlass_fmha.arguments.check import FULL_ALIGNMENT
-from cutlass_fmha.device import Device
-from cutlass_fmha.select import FEATURES, Build, Problem
-
-if TYPE_CHECKING:
-    from cutlass_fmha._C import Template
+from cutlass_fmha.dispatch import device as devices
+from cutlass_fmha.dispatch import eligibility
+from cutlass_fmha.dispatch.device import Device
+from cutlass_fmha.dispatch.problem import FEATURES, FULL_ALIGNMENT, Problem
+from cutlass_fmha.dispatch.table import Row, Table
 
 #: What the second line begins with, where a change helps.
 WHAT_TO_CHANGE = "what to change: "
@@ -33,23 +30,23 @@ class Change(NamedTuple):
 
 
 #: Changes of one kind that may help with a problem, the least first.
-Kind = Callable[[Problem, Sequence["Template"]], Iterator[Change]]
+Kind = Callable[[Problem, Sequence[Row]], Iterator[Change]]
 
 
-def message(problem: Problem, device: Device, build: Build) -> str:
+def message(problem: Problem, device: Device, table: Table) -> str:
     """Why no row of a build runs a problem on a device: at most 15 lines, the first of them a sentence."""
-    why = {row.name: select.reasons(row, problem, device, build) for row in build.templates}
-    arch = devices.rows_arch(device, build.architectures)
-    own = [row for row in build.templates if row.arch == arch and row.dtype == problem.dtype]
-    near = own or build.templates
+    why = {row.name: eligibility.reasons(row, problem, device, table) for row in table.rows}
+    arch = devices.rows_arch(device, table.architectures)
+    own = [row for row in table.rows if row.arch == arch and row.dtype == problem.dtype]
+    near = own or table.rows
     lines = [f"no template of this build can run this problem ({problem}) on {device}:"]
-    if found := ways_out(problem, device, build):
+    if found := ways_out(problem, device, table):
         lines.append(WHAT_TO_CHANGE + "; or ".join(way_out.what for way_out in found))
 
-    def distance(row: Template) -> tuple[int, int, int]:
-        return len(why[row.name]), _gap(row, problem), len(select.lacking(row, problem))
+    def distance(row: Row) -> tuple[int, int, int]:
+        return len(why[row.name]), _gap(row, problem), len(eligibility.lacking(row, problem))
 
-    groups: dict[tuple[str, ...], list[Template]] = {}
+    groups: dict[tuple[str, ...], list[Row]] = {}
     for row in sorted(near, key=distance):
         groups.setdefault(tuple(why[row.name]), []).append(row)
     shown = list(groups.items())[:NEAREST]
@@ -57,7 +54,7 @@ def message(problem: Problem, device: Device, build: Build) -> str:
     for reasons, rows in shown:
         more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
         lines.append(f"  {rows[0].name}{more}: {'; '.join(reasons)}")
-    lines += _further(near, sum(len(rows) for _, rows in shown), problem, device, build)
+    lines += _further(near, sum(len(rows) for _, rows in shown), problem, device, table)
     lines.append(
         "every row's reasons: cutlass_fmha.explain, called alike, with all_rows=True; "
         "or `python -m cutlass_fmha explain` with --all"
@@ -65,20 +62,20 @@ def message(problem: Problem, device: Device, build: Build) -> str:
     return "\n".join(lines)
 
 
-def _gap(row: Template, problem: Problem) -> int:
+def _gap(row: Row, problem: Problem) -> int:
     """How far a row's head dim is from one that would do."""
     gap = max(problem.head_dim, problem.value_dim) - row.head_dim
-    return max(0, gap) if row.family not in select.PLAIN else abs(gap)
+    return max(0, gap) if row.scored or row.family == "wide" else abs(gap)
 
 
 def _further(
-    near: Sequence[Template], shown: int, problem: Problem, device: Device, build: Build
+    near: Sequence[Row], shown: int, problem: Problem, device: Device, table: Table
 ) -> Iterator[str]:
     """How many rows are not told of, and why."""
     counts = Counter({"with other reasons, as many or more": len(near) - shown})
     names = {row.name for row in near}
-    for row in build.templates:
-        if row.name not in names and (irrelevant := select.irrelevance(row, problem, device, build)):
+    for row in table.rows:
+        if row.name not in names and (irrelevant := eligibility.irrelevance(row, problem, device, table)):
             counts[f"for {irrelevant[0]}"] += 1
     if told := ", ".join(f"{count} {what}" for what, count in counts.items() if count):
         yield f"further rows: {told}"
@@ -96,13 +93,13 @@ def summary(irrelevant: Mapping[tuple[str, str], int]) -> Iterator[str]:
 # ---- what to change ----------------------------------------------------------------------------------------
 
 
-def ways_out(problem: Problem, device: Device, build: Build) -> list[Change]:
+def ways_out(problem: Problem, device: Device, table: Table) -> list[Change]:
     """Changes of as few things as possible; after each, some row runs the problem. Empty if none helps."""
-    arch = devices.rows_arch(device, build.architectures)
-    rows = [row for row in build.templates if row.arch == arch]
+    arch = devices.rows_arch(device, table.architectures)
+    rows = [row for row in table.rows if row.arch == arch]
 
     def runs(changed: Problem) -> bool:
-        return bool(select.eligible_rows(changed, device, build))
+        return bool(eligibility.eligible_rows(changed, device, table))
 
     kinds: tuple[Kind, ...] = (_features, _window, _blocks, _head_dims, _dtypes, _alignment, _key_span)
     for size in range(1, CHANGES + 1):
@@ -119,9 +116,7 @@ def ways_out(problem: Problem, device: Device, build: Build) -> list[Change]:
     return []
 
 
-def _chains(
-    kinds: Sequence[Kind], problem: Problem, rows: Sequence[Template]
-) -> Iterator[tuple[Change, ...]]:
+def _chains(kinds: Sequence[Kind], problem: Problem, rows: Sequence[Row]) -> Iterator[tuple[Change, ...]]:
     """One change of each kind, one after the other."""
     for change in kinds[0](problem, rows):
         if len(kinds) == 1:
@@ -142,16 +137,18 @@ def _without(problem: Problem, names: Sequence[str]) -> Problem:
     )
 
 
-def _features(problem: Problem, rows: Sequence[Template]) -> Iterator[Change]:
+def _features(problem: Problem, rows: Sequence[Row]) -> Iterator[Change]:
     """Dropping one, or what some rows lack."""
-    sets = {*((name,) for name in problem.features), *(select.lacking(row, problem) for row in rows)} - {()}
+    sets = {*((name,) for name in problem.features), *(eligibility.lacking(row, problem) for row in rows)} - {
+        ()
+    }
     for names in sorted(sets, key=lambda names: (len(names), names)):
         told = [FEATURES[name] for name in names]
         what = " and ".join(filter(None, (", ".join(told[:-1]), told[-1])))
         yield Change(f"drop {what}", _without(problem, names))
 
 
-def _window(problem: Problem, rows: Sequence[Template]) -> Iterator[Change]:
+def _window(problem: Problem, rows: Sequence[Row]) -> Iterator[Change]:
     left, right = problem.window
     if left >= 0 and right >= 0:
         yield Change("give the window no left limit", replace(problem, window=(-1, right)))
@@ -159,7 +156,7 @@ def _window(problem: Problem, rows: Sequence[Template]) -> Iterator[Change]:
         yield Change("drop the window", _without(problem, ("window",)))
 
 
-def _blocks(problem: Problem, rows: Sequence[Template]) -> Iterator[Change]:
+def _blocks(problem: Problem, rows: Sequence[Row]) -> Iterator[Change]:
     if problem.block_mask is None:
         return
     units = {(row.tile_m, row.tile_n * row.kv_warps) for row in rows if row.scored}
@@ -168,7 +165,7 @@ def _blocks(problem: Problem, rows: Sequence[Template]) -> Iterator[Change]:
         yield Change(what, replace(problem, block_mask=(m, n)))
 
 
-def _head_dims(problem: Problem, rows: Sequence[Template]) -> Iterator[Change]:
+def _head_dims(problem: Problem, rows: Sequence[Row]) -> Iterator[Change]:
     """Those of the rows that are smaller."""
     largest = max(problem.head_dim, problem.value_dim)
     for least in sorted({min(row.head_dim, row.head_dim_v) for row in rows}, reverse=True):
@@ -180,18 +177,18 @@ def _head_dims(problem: Problem, rows: Sequence[Template]) -> Iterator[Change]:
         yield Change(f"use head dims of at most {least}", smaller)
 
 
-def _dtypes(problem: Problem, rows: Sequence[Template]) -> Iterator[Change]:
+def _dtypes(problem: Problem, rows: Sequence[Row]) -> Iterator[Change]:
     for dtype in dict.fromkeys(row.dtype for row in rows):
         if dtype != problem.dtype:
             yield Change(f"use {dtype}", replace(problem, dtype=dtype))
 
 
-def _alignment(problem: Problem, rows: Sequence[Template]) -> Iterator[Change]:
+def _alignment(problem: Problem, rows: Sequence[Row]) -> Iterator[Change]:
     if problem.alignment < FULL_ALIGNMENT:
         what = f"align pointers and strides to {FULL_ALIGNMENT} bytes"
         yield Change(what, replace(problem, alignment=FULL_ALIGNMENT))
 
 
-def _key_span(problem: Problem, rows: Sequence[Template]) -> Iterator[Change]:
+def _key_span(problem: Problem, rows: Sequence[Row]) -> Iterator[Change]:
     if problem.key_span > 0:
         yield Change("pass contiguous k and v", replace(problem, key_span=0))

@@ -7,11 +7,13 @@ import sys
 import time
 from pathlib import Path
 
-from cutlass_fmha import _C, select
-from cutlass_fmha import device as devices
+from cutlass_fmha import _C
 from cutlass_fmha.bench.runner import CannotMeasure, require_gpu
 from cutlass_fmha.calibrate import fit, measurements, problems, verdict
 from cutlass_fmha.cost import PRICES, store
+from cutlass_fmha.dispatch import device as devices
+from cutlass_fmha.dispatch import eligibility
+from cutlass_fmha.dispatch import table as tables
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -43,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
             taken = measure(arguments.device, arguments.output is not None)
             if arguments.timings:
                 measurements.save(taken, arguments.timings)
-        build = select.this_build()
+        build = tables.this_build()
         calibration = fit.fit(taken.machine, taken.calibration, build)
         require_rows(calibration)
         path = arguments.output or store.user_file(taken.machine.gpu, taken.machine.package)
@@ -59,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _quality(taken: measurements.Measurements, build: select.Build, calibration: store.Calibration) -> str:
+def _quality(taken: measurements.Measurements, build: tables.Table, calibration: store.Calibration) -> str:
     """How selection does with a calibration on its own problems."""
     try:
         picks = verdict.judge(taken.calibration, taken.machine.device, build, calibration)
@@ -87,8 +89,8 @@ def measure(index: int, elsewhere: bool) -> measurements.Measurements:
             "this build emulates other GPUs (CUTLASS_FMHA_EMULATION): its times are not this GPU's"
         )
     device = devices.of_index(index)
-    build = select.this_build()
-    if (nothing := select.no_rows(device, build)) is not None:
+    build = tables.this_build()
+    if (nothing := eligibility.no_rows(device, build)) is not None:
         raise CannotMeasure(nothing)
     machine = measurements.this_machine(index)
     kinds = measurements.kinds(device, build)

@@ -26,11 +26,12 @@ from typing import TYPE_CHECKING
 from cutlass_fmha import cost as model
 from cutlass_fmha.calibrate.measurements import Machine, Sample
 from cutlass_fmha.cost import PRICES, Counts, RowCost, datasheet, store
-from cutlass_fmha.device import KIB, Device
-from cutlass_fmha.select import Build, Problem
+from cutlass_fmha.dispatch.device import KIB, Device
+from cutlass_fmha.dispatch.problem import Problem
+from cutlass_fmha.dispatch.table import Table
 
 if TYPE_CHECKING:
-    from cutlass_fmha._C import Template
+    from cutlass_fmha.dispatch.table import Row
 
 ROUNDS = 8
 MOST_RESIDENT = 6
@@ -78,7 +79,7 @@ def timings(tile: str, samples: Sequence[Sample], factors: Sequence[float] | Non
 
 
 def in_common(
-    sample: Sample, templates: Mapping[str, Template], device: Device, fits: Mapping[str, store.Fit]
+    sample: Sample, templates: Mapping[str, Row], device: Device, fits: Mapping[str, store.Fit]
 ) -> float:
     """Predicted over measured time, as far as a sample's best rows share it. Few rows say little about that.
 
@@ -98,7 +99,7 @@ def in_common(
     return math.exp(total / weights)
 
 
-def fit_tile(template: Template, device: Device, timed: Sequence[Weighted]) -> store.Fit | None:
+def fit_tile(template: Row, device: Device, timed: Sequence[Weighted]) -> store.Fit | None:
     """The costs of a tile's rows, of which ``template`` is one; None when there are too few timings."""
     if len(timed) < MIN_SAMPLES:
         return None
@@ -119,14 +120,14 @@ def fit_tile(template: Template, device: Device, timed: Sequence[Weighted]) -> s
     return rated(template, device, timed, cost)
 
 
-def rated(template: Template, device: Device, timed: Sequence[Weighted], cost: RowCost) -> store.Fit:
+def rated(template: Row, device: Device, timed: Sequence[Weighted], cost: RowCost) -> store.Fit:
     """A row's costs with how well they explain timings of it."""
     errors = [abs(error) for error in _errors(template, device, timed, cost)]
     return store.Fit(cost, median(errors), max(errors), len(errors))
 
 
 def _descend(
-    template: Template, device: Device, timed: Sequence[Weighted], start: RowCost
+    template: Row, device: Device, timed: Sequence[Weighted], start: RowCost
 ) -> tuple[float, RowCost]:
     """The best of a few rounds of least squares from ``start``, and its loss."""
     cost, best = start, (math.inf, start)
@@ -139,7 +140,7 @@ def _descend(
     return best
 
 
-def _errors(template: Template, device: Device, timed: Sequence[Weighted], cost: RowCost) -> list[float]:
+def _errors(template: Row, device: Device, timed: Sequence[Weighted], cost: RowCost) -> list[float]:
     return [model.predict(template, problem, device, cost) / us - 1 for problem, us, _ in timed]
 
 
@@ -149,7 +150,7 @@ def _huber(error: float) -> float:
 
 
 def _solve(
-    template: Template,
+    template: Row,
     device: Device,
     timed: Sequence[Weighted],
     errors: Sequence[float],
@@ -231,12 +232,12 @@ def _solve_square(matrix: list[list[float]], right: list[float]) -> list[float] 
     return [row[-1] / row[i] for i, row in enumerate(rows)]
 
 
-def fit(machine: Machine, samples: Sequence[Sample], build: Build) -> store.Calibration:
+def fit(machine: Machine, samples: Sequence[Sample], build: Table) -> store.Calibration:
     """The calibration of a machine's GPU from timings of it."""
     device = machine.device
     timed_rows = {name for sample in samples for name in sample.times}
-    tiles: dict[str, list[Template]] = {}
-    for template in build.templates:
+    tiles: dict[str, list[Row]] = {}
+    for template in build.rows:
         if template.name in timed_rows:
             tiles.setdefault(tile_of(template.name), []).append(template)
     first = {tile: templates[0] for tile, templates in tiles.items()}
@@ -267,7 +268,7 @@ def fit(machine: Machine, samples: Sequence[Sample], build: Build) -> store.Cali
 
 
 def _fit_tiles(
-    templates: Mapping[str, Template],
+    templates: Mapping[str, Row],
     device: Device,
     samples: Sequence[Sample],
     factors: Sequence[float] | None = None,

@@ -13,12 +13,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cutlass_fmha import _C, select
+from cutlass_fmha import _C
 from cutlass_fmha.calibrate.problems import Limits
 from cutlass_fmha.calibrate.progress import Progress
 from cutlass_fmha.calibrate.timing import RowTime, RowTimer
-from cutlass_fmha.device import Device
-from cutlass_fmha.select import Build, Problem
+from cutlass_fmha.dispatch import choose, eligibility
+from cutlass_fmha.dispatch import table as tables
+from cutlass_fmha.dispatch.device import Device
+from cutlass_fmha.dispatch.problem import Problem
+from cutlass_fmha.dispatch.table import Table
 
 SCHEMA = "cutlass_fmha-timings-1"
 GIVE_UP = 5.0
@@ -83,7 +86,7 @@ def this_machine(index: int) -> Machine:
     import torch
 
     from cutlass_fmha import __version__
-    from cutlass_fmha import device as devices
+    from cutlass_fmha.dispatch import device as devices
 
     device = devices.of_index(index)
     return Machine(
@@ -99,14 +102,14 @@ def this_machine(index: int) -> Machine:
     )
 
 
-def kinds(device: Device, build: Build) -> list[tuple[int, str]]:
+def kinds(device: Device, build: Table) -> list[tuple[int, str]]:
     """The (head_dim, dtype) pairs that a device has plain rows for."""
     found = set()
-    for row in build.templates:
-        if row.family not in select.PLAIN:
+    for row in build.rows:
+        if row.family not in tables.PLAIN:
             continue
         problem = Problem(1, 1, 1, 1, 1, row.head_dim, row.dtype)
-        if not select.reasons(row, problem, device, build):
+        if not eligibility.reasons(row, problem, device, build):
             found.add((row.head_dim, row.dtype))
     return sorted(found)
 
@@ -114,27 +117,27 @@ def kinds(device: Device, build: Build) -> list[tuple[int, str]]:
 def collect(
     problems: Sequence[Problem],
     index: int,
-    build: Build,
+    build: Table,
     label: str,
     give_up: float = 3.0,
 ) -> list[Sample]:
     """Times every eligible row of each problem on CUDA device ``index``, the likely fastest first.
 
-    Scored rows are timed where they are in question (``select.contenders``).
+    Scored rows are timed where they are in question (``choose.contenders``).
 
     ``give_up``: how many times slower than the best a row's first call may be.
     """
-    from cutlass_fmha import device as devices
+    from cutlass_fmha.dispatch import device as devices
 
     device = devices.of_index(index)
     timer = RowTimer(index, problems)
     progress = Progress(label, len(problems))
     samples = []
     for problem in problems:
-        eligible = [row for row in build.templates if not select.reasons(row, problem, device, build)]
-        in_question = select.contenders(eligible, problem)
+        eligible = [row for row in build.rows if not eligibility.reasons(row, problem, device, build)]
+        in_question = choose.contenders(eligible, problem)
         rows = [row for row in eligible if row in in_question or not row.scored]
-        rows.sort(key=lambda row: select.predicted_cost(row, problem, device))
+        rows.sort(key=lambda row: choose.predicted_us(row, problem, device))
         samples.append(Sample(problem, timer.time(problem, rows, give_up)))
         progress.step(str(problem.head_dim))
     return samples

@@ -12,8 +12,7 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from cutlass_fmha.arguments.check import CAUSAL
-from cutlass_fmha.select import Problem
+from cutlass_fmha.dispatch.problem import CAUSAL, Problem
 
 BYTES_PER_ELEMENT = 2
 MAX_SEQLEN = 16384

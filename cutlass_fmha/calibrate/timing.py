@@ -16,14 +16,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cutlass_fmha import _C, params
-from cutlass_fmha import device as devices
+from cutlass_fmha import _C
 from cutlass_fmha.bench.timing import elapsed_us
 from cutlass_fmha.calibrate.problems import input_bytes
-from cutlass_fmha.select import Problem
+from cutlass_fmha.dispatch import device as devices
+from cutlass_fmha.dispatch.problem import Problem
+from cutlass_fmha.launch import params
 
 if TYPE_CHECKING:
-    from cutlass_fmha._C import Template
+    from cutlass_fmha.dispatch.table import Row
 
 GRAPH_US = 400.0
 """A graph is filled up to this long: the events around it add less than 1 %."""
@@ -110,7 +111,7 @@ class RowTimer:
         torch.cuda.synchronize(self.device)
 
     def time(
-        self, problem: Problem, rows: Sequence[Template], give_up: float = 3.0, budget_us: float = 6000.0
+        self, problem: Problem, rows: Sequence[Row], give_up: float = 3.0, budget_us: float = 6000.0
     ) -> dict[str, RowTime]:
         """The time of each row, by name. The likely fastest should come first.
 
@@ -138,7 +139,7 @@ class RowTimer:
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
             yield
 
-    def _launch(self, row: Template, problem: Problem, sets: int) -> Launch:
+    def _launch(self, row: Row, problem: Problem, sets: int) -> Launch:
         prepared, room = params.contiguous_params(row, problem, devices.of_index(self.index))
         parts = torch.empty(room, dtype=torch.float32, device=self.device)
         output, stream, scale = self.output.data_ptr(), self.stream.cuda_stream, problem.head_dim**-0.5
@@ -150,7 +151,7 @@ class RowTimer:
 
         return launch
 
-    def _warm_up(self, row: Template) -> None:
+    def _warm_up(self, row: Row) -> None:
         """A row's first launch loads its code, which must be neither timed nor captured."""
         if row.index in self._warm:
             return

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cutlass_fmha import select
 from cutlass_fmha.calibrate.measurements import Sample
 from cutlass_fmha.cost.store import Calibration
-from cutlass_fmha.device import Device
+from cutlass_fmha.dispatch import choose
+from cutlass_fmha.dispatch.device import Device
+from cutlass_fmha.dispatch.problem import Problem
+from cutlass_fmha.dispatch.table import Table
 from cutlass_fmha.errors import UnsupportedError
-from cutlass_fmha.select import Build, Problem
 
 CLOSE = 0.05
 """A pick within this of the best row counts as right."""
@@ -41,7 +42,7 @@ class Unjudgeable(ValueError):
 
 
 def judge(
-    samples: Sequence[Sample], device: Device, build: Build, calibration: Calibration | None = None
+    samples: Sequence[Sample], device: Device, build: Table, calibration: Calibration | None = None
 ) -> list[Pick]:
     """Selection's pick for each sample's problem. A skipped row counts with the time of its first call.
 
@@ -50,11 +51,11 @@ def judge(
     """
     picks = []
     timed = {name for sample in samples for name in sample.rows}
-    if not any(row.scored and row.name in timed for row in build.templates):
-        build = Build(tuple(row for row in build.templates if not row.scored), build.compiled_for)
+    if not any(row.scored and row.name in timed for row in build.rows):
+        build = Table(tuple(row for row in build.rows if not row.scored), build.compiled_for)
     for sample in samples:
         try:
-            row = select.select(sample.problem, device, build=build, calibration=calibration).name
+            row = choose.choose(sample.problem, device, table=build, calibration=calibration).name
         except UnsupportedError as error:
             raise Unjudgeable(f"this build can't run a problem that was timed: {sample.problem}") from error
         if row not in sample.rows:

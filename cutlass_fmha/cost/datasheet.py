@@ -14,12 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from cutlass_fmha.blocks import resident_blocks
 from cutlass_fmha.cost.model import BYTES_PER_ELEMENT, RowCost
-from cutlass_fmha.device import KIB, Device
+from cutlass_fmha.dispatch.blocks import resident_blocks
+from cutlass_fmha.dispatch.device import KIB, Device
 
 if TYPE_CHECKING:
-    from cutlass_fmha._C import Template
+    from cutlass_fmha.dispatch.table import Row
 
 #: A schedule: does a warp own 32 query rows or fewer, and do pairs of warps take turns (ping-pong)?
 Schedule = tuple[bool, bool]
@@ -108,22 +108,22 @@ class Parameters:
 PARAMETERS = Parameters()
 
 
-def row_cost(template: Template, device: Device, parameters: Parameters = PARAMETERS) -> RowCost:
+def row_cost(row: Row, device: Device, parameters: Parameters = PARAMETERS) -> RowCost:
     """What a row should cost on a device."""
-    resident = max(1, resident_blocks(template, device))
-    if template.scored:
-        block, step, warp_block, warp_step = _scored_row(template, resident, parameters)
-    elif template.kv_warps > 1:
-        block, step, warp_block, warp_step = _few_query_row(template, parameters)
+    resident = max(1, resident_blocks(row, device))
+    if row.scored:
+        block, step, warp_block, warp_step = _scored_row(row, resident, parameters)
+    elif row.kv_warps > 1:
+        block, step, warp_block, warp_step = _few_query_row(row, parameters)
     else:
-        block = parameters.block_us + parameters.block_us_per_warp * template.warps
-        warp_block = parameters.work_us_per_warp * template.warps
-        step, warp_step = _step(template, resident, parameters)
-    start = parameters.few_query.overlapped if template.dependent_launch else 1.0
+        block = parameters.block_us + parameters.block_us_per_warp * row.warps
+        warp_block = parameters.work_us_per_warp * row.warps
+        step, warp_step = _step(row, resident, parameters)
+    start = parameters.few_query.overlapped if row.dependent_launch else 1.0
     return RowCost(
-        launch=parameters.scored.launch if template.scored else start * parameters.launch_us,
+        launch=parameters.scored.launch if row.scored else start * parameters.launch_us,
         cold=start * parameters.cold_us,
-        traffic=parameters.exposed_traffic / parameters.dram_tbytes[template.arch],
+        traffic=parameters.exposed_traffic / parameters.dram_tbytes[row.arch],
         again=0.0,
         block=block,
         step=step,
@@ -133,53 +133,51 @@ def row_cost(template: Template, device: Device, parameters: Parameters = PARAME
     )
 
 
-def _step(template: Template, resident: int, parameters: Parameters) -> tuple[float, float]:
+def _step(row: Row, resident: int, parameters: Parameters) -> tuple[float, float]:
     """step and warp_step: together they make the time that a full SM takes for a step of a block."""
-    full_us = tensor_us(template, parameters)
-    if template.copy == "element":
+    full_us = tensor_us(row, parameters)
+    if row.copy == "element":
         full_us *= parameters.element_factor
-    elif template.copy == "tma":
+    elif row.copy == "tma":
         full_us *= parameters.tma_factor
     # With as many warps as saturate an SM, half of the square is waiting; more blocks beside it wait less.
-    step = full_us / math.sqrt(2) * parameters.saturating_warps / template.warps
+    step = full_us / math.sqrt(2) * parameters.saturating_warps / row.warps
     return step, math.sqrt(max(full_us**2 - (step / resident) ** 2, full_us**2 / 2))
 
 
-def tensor_us(template: Template, parameters: Parameters) -> float:
+def tensor_us(row: Row, parameters: Parameters) -> float:
     """Microseconds that an SM with enough warps needs for a step of a block."""
-    schedule = (template.tile_m * template.kv_warps // template.warps >= 32, template.ping_pong)
-    rate = parameters.sm_tflops[template.arch] * parameters.efficiency[template.arch][schedule]
-    scores = template.tile_m * template.tile_n * template.kv_warps
-    flop = 2e-6 * (template.head_dim + template.head_dim_v)
+    schedule = (row.tile_m * row.kv_warps // row.warps >= 32, row.ping_pong)
+    rate = parameters.sm_tflops[row.arch] * parameters.efficiency[row.arch][schedule]
+    scores = row.tile_m * row.tile_n * row.kv_warps
+    flop = 2e-6 * (row.head_dim + row.head_dim_v)
     return scores * (flop / rate + parameters.softmax_us)
 
 
-def _few_query_row(template: Template, parameters: Parameters) -> tuple[float, float, float, float]:
+def _few_query_row(row: Row, parameters: Parameters) -> tuple[float, float, float, float]:
     """block, step, warp_block and warp_step."""
     few_query = parameters.few_query
-    rows = template.tile_m * template.kv_warps // template.warps
-    merged = template.tile_m * template.head_dim * template.kv_warps
-    load_kib = 2 * template.tile_n * template.head_dim * BYTES_PER_ELEMENT / KIB
-    if template.copy == "tma":  # by none of the warps, and in whole lines
+    rows = row.tile_m * row.kv_warps // row.warps
+    merged = row.tile_m * row.head_dim * row.kv_warps
+    load_kib = 2 * row.tile_n * row.head_dim * BYTES_PER_ELEMENT / KIB
+    if row.copy == "tma":  # by none of the warps, and in whole lines
         load_kib *= few_query.by_tma
-    warp_us = few_query.load * load_kib + few_query.exponentials * rows * template.tile_n / 1024
-    hidden = template.stages > 1 or template.copy == "tma"
+    warp_us = few_query.load * load_kib + few_query.exponentials * rows * row.tile_n / 1024
+    hidden = row.stages > 1 or row.copy == "tma"
     step = few_query.step + (0.0 if hidden else few_query.unhidden_latency)
-    work = max(template.warps * warp_us, tensor_us(template, parameters) / few_query.tensor_share)
-    block = few_query.block + (few_query.start_by_tma if template.copy == "tma" else 0.0)
+    work = max(row.warps * warp_us, tensor_us(row, parameters) / few_query.tensor_share)
+    block = few_query.block + (few_query.start_by_tma if row.copy == "tma" else 0.0)
     return block, step, few_query.merge * merged / 1024, work
 
 
-def _scored_row(
-    template: Template, resident: int, parameters: Parameters
-) -> tuple[float, float, float, float]:
+def _scored_row(row: Row, resident: int, parameters: Parameters) -> tuple[float, float, float, float]:
     """block, step, warp_block and warp_step."""
     scored = parameters.scored
-    keys = template.tile_n * template.kv_warps
-    load_kib = keys * (template.head_dim + template.head_dim_v) * BYTES_PER_ELEMENT / KIB
-    tensor = scored.tensor_factor * tensor_us(template, parameters)
+    keys = row.tile_n * row.kv_warps
+    load_kib = keys * (row.head_dim + row.head_dim_v) * BYTES_PER_ELEMENT / KIB
+    tensor = scored.tensor_factor * tensor_us(row, parameters)
     work = max(tensor, scored.load * load_kib)
-    output = scored.output * template.tile_m * template.head_dim_v * template.kv_warps / 1024
+    output = scored.output * row.tile_m * row.head_dim_v * row.kv_warps / 1024
     # Alone on an SM, a block has its pipes to itself and hides little.
     step = scored.step + max(scored.load * load_kib, tensor / resident)
     return scored.block, step, output, work

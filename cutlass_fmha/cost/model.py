@@ -30,12 +30,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from cutlass_fmha.blocks import Kind, causal_totals, divide, kinds
-from cutlass_fmha.device import KIB, Device
+from cutlass_fmha.dispatch.blocks import Kind, causal_totals, divide, kinds
+from cutlass_fmha.dispatch.device import KIB, Device
 
 if TYPE_CHECKING:
-    from cutlass_fmha._C import Template
-    from cutlass_fmha.select import Problem
+    from cutlass_fmha.dispatch.problem import Problem
+    from cutlass_fmha.dispatch.table import Row
 
 BYTES_PER_ELEMENT = 2
 BYTES_PER_PARTIAL = 4
@@ -109,10 +109,10 @@ class Counts(NamedTuple):
 class Launch:
     """A row's launch for a problem. What it costs at least is known before it is played through."""
 
-    def __init__(self, template: Template, problem: Problem, device: Device, cost: RowCost) -> None:
-        self._row, self._problem, self._cost, self._sms = template, problem, cost, device.sm_count
+    def __init__(self, row: Row, problem: Problem, device: Device, cost: RowCost) -> None:
+        self._row, self._problem, self._cost, self._sms = row, problem, cost, device.sm_count
         self._even = not problem.is_ranged
-        self._division = divide(template, problem, device)
+        self._division = divide(row, problem, device)
 
     def bound(self) -> float:
         """Microseconds at least, in a tenth of the time that they take."""
@@ -187,9 +187,9 @@ class Launch:
         return 0.0 if counts is None else self._cost.of(counts)
 
 
-def count(template: Template, problem: Problem, device: Device, cost: RowCost) -> Counts | None:
+def count(row: Row, problem: Problem, device: Device, cost: RowCost) -> Counts | None:
     """What a launch is made of; None when it has no block. The counts are those at ``cost``."""
-    return Launch(template, problem, device, cost).counts()
+    return Launch(row, problem, device, cost).counts()
 
 
 def _bytes_read(problem: Problem) -> int:
@@ -328,8 +328,8 @@ def _play(
     return longest[3], longest[4]
 
 
-def predict(template: Template, problem: Problem, device: Device, cost: RowCost) -> float:
+def predict(row: Row, problem: Problem, device: Device, cost: RowCost) -> float:
     """Predicted microseconds of one launch; infinite when not even one block fits on an SM."""
-    if template.smem_bytes + KIB > device.smem_per_sm:
+    if row.smem_bytes + KIB > device.smem_per_sm:
         return math.inf
-    return Launch(template, problem, device, cost).us()
+    return Launch(row, problem, device, cost).us()

@@ -30,12 +30,12 @@ from typing import TYPE_CHECKING, Any
 from cutlass_fmha import _C
 from cutlass_fmha.cost import datasheet
 from cutlass_fmha.cost.model import PRICES, RowCost
-from cutlass_fmha.device import Device
+from cutlass_fmha.dispatch.device import Device
 
 if TYPE_CHECKING:
     from importlib.abc import Traversable
 
-    from cutlass_fmha._C import Template
+    from cutlass_fmha.dispatch.table import Row
 
 logger = logging.getLogger("cutlass_fmha")
 
@@ -82,22 +82,22 @@ class Calibration:
             return self.origin
         return f"measured on {self.gpu}, {self.date[:10]}, cutlass_fmha {self.package}"
 
-    def cost(self, template: Template, device: Device) -> RowCost:
-        fit = self.rows.get(template.name)
+    def cost(self, row: Row, device: Device) -> RowCost:
+        fit = self.rows.get(row.name)
         if fit is not None:
             return fit.cost
-        if (found := self._derived.get((template.name, device))) is None:
-            found = datasheet.row_cost(template, device).scaled(self.scale.get(kind(template), 1.0))
-            self._derived[template.name, device] = found
+        if (found := self._derived.get((row.name, device))) is None:
+            found = datasheet.row_cost(row, device).scaled(self.scale.get(kind(row), 1.0))
+            self._derived[row.name, device] = found
         return found
 
 
-def kind(template: Template) -> str:
+def kind(row: Row) -> str:
     """Rows whose default costs err alike: ``sm90_tile``, ``_few_query``, ``_element``, ``_scored``."""
-    if template.scored:
-        return f"sm{template.arch}_scored"
-    form = "few_query" if template.kv_warps > 1 else "element" if template.copy == "element" else "tile"
-    return f"sm{template.arch}_{form}"
+    if row.scored:
+        return f"sm{row.arch}_scored"
+    form = "few_query" if row.kv_warps > 1 else "element" if row.copy == "element" else "tile"
+    return f"sm{row.arch}_{form}"
 
 
 def default(device: Device) -> Calibration:

@@ -6,39 +6,40 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from cutlass_fmha import _C, autocast, select
-from cutlass_fmha import device as devices
+from cutlass_fmha import _C, autocast
 from cutlass_fmha.arguments import check, refusal
-from cutlass_fmha.arguments.check import FULL_ALIGNMENT, integer
+from cutlass_fmha.arguments.check import integer
 from cutlass_fmha.arguments.check_features import check_numbers
 from cutlass_fmha.arguments.op_arguments import op_arguments, window_sides
 from cutlass_fmha.cost import store
 from cutlass_fmha.cost.store import Calibration
-from cutlass_fmha.describe import describe, window_of
-from cutlass_fmha.device import Device
+from cutlass_fmha.dispatch import device as devices
+from cutlass_fmha.dispatch import table as tables
+from cutlass_fmha.dispatch.choose import choose, contenders, predicted_us, price
+from cutlass_fmha.dispatch.describe import describe, window_of
+from cutlass_fmha.dispatch.device import Device
+from cutlass_fmha.dispatch.eligibility import irrelevance, reasons
+from cutlass_fmha.dispatch.problem import FEATURES, FULL_ALIGNMENT, Problem
+from cutlass_fmha.dispatch.table import Row, Table
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.features import NO_FEATURES, Features
-from cutlass_fmha.select import Build, Problem
-
-if TYPE_CHECKING:
-    from cutlass_fmha._C import Template
 
 
 @dataclass(frozen=True)
 class Verdict:
     """A row's line in an explanation. ``predicted_us`` is None for a row that is not eligible.
 
-    ``contender`` is False of an eligible row that is left out of the choice (``select.contenders``).
-    ``irrelevance``: what a row is for that the problem isn't (``select.irrelevance``). ``measured_us`` is the
-    median of what it took on this machine's GPU, None unless that was asked for.
+    ``contender`` is False of an eligible row that is left out of the choice (``choose.contenders``).
+    ``irrelevance``: what a row is for that the problem isn't (``eligibility.irrelevance``). ``measured_us``:
+    the median of what it took on this machine's GPU, None unless that was asked for.
     """
 
-    template: Template
+    template: Row
     reasons: tuple[str, ...]
     predicted_us: float | None
     measured_us: float | None = None
@@ -148,7 +149,7 @@ def explain(
     and ``alignment``: what pointers and strides are multiples of, in bytes.
 
     Args:
-        features: for a shape, what it comes with: names of ``cutlass_fmha.select.FEATURES``, as "bias".
+        features: for a shape, what it comes with: those of ``dispatch.problem.FEATURES``, as "bias".
         keywords: for tensors, those of ``attention``; for a shape ``window`` (left, right), ``block_size``
             (queries, keys) of a block mask, ``page_size`` and ``num_splits``.
         device: "cuda", "cuda:1", "cpu", "sm_89", "sm_89:58" (with its SM count) or a name: "l4", "l40s",
@@ -243,8 +244,8 @@ def _with_features(
         raise TypeError(f"explain got {min(unknown)!r}, which says nothing of a shape")
     if isinstance(names, str) or not isinstance(names, Sequence):
         raise TypeError(f"features must be names, as ('bias', 'sinks'), got {check.shown(names)}")
-    if unknown := set(names) - set(select.FEATURES):
-        raise ValueError(f"features must be among {', '.join(select.FEATURES)}, got {min(unknown)!r}")
+    if unknown := set(names) - set(FEATURES):
+        raise ValueError(f"features must be among {', '.join(FEATURES)}, got {min(unknown)!r}")
     said = {"page_size": "pages", "block_size": "block_mask"}
     named = set(names) | {feature for keyword, feature in said.items() if keywords.get(keyword)}
     page_size, splits = (
@@ -271,7 +272,7 @@ def _with_features(
         problem,
         causal=causal,
         head_dim_v=head_dim_v,
-        features=tuple(name for name in select.FEATURES if name in named),
+        features=tuple(name for name in FEATURES if name in named),
         window=window or (-1, -1),
         block_mask=None if block is None else (block[0], block[1]),
         page_size=page_size or 0,
@@ -303,12 +304,12 @@ def cuda_index(device: str | int | torch.device | Device) -> int | None:
 
 
 def explain_problem(
-    problem: Problem, device: Device | None, template: str | None = None, build: Build | None = None
+    problem: Problem, device: Device | None, template: str | None = None, table: Table | None = None
 ) -> Explanation:
-    """Every row's verdict on a problem. ``device`` None is the CPU, ``build`` defaults to this one."""
-    build = build or select.this_build()
+    """Every row's verdict on a problem. ``device`` None is the CPU, ``table`` defaults to this one."""
+    table = table or tables.this_build()
     if template is not None:
-        build.by_name(template)
+        table.by_name(template)
     if device is None:
         verdicts = tuple(
             Verdict(
@@ -317,16 +318,16 @@ def explain_problem(
                 None,
                 irrelevance=("CUDA devices", f"sm_{row.arch}"),
             )
-            for row in build.templates
+            for row in table.rows
         )
         note = "the CPU backend, which needs no template"
         if template is not None:
             note = f"nothing, because template {template} is a CUDA kernel and this is the CPU"
         return Explanation(problem, None, verdicts, None, note)
     calibration = store.for_device(device)
-    verdicts = _verdicts(problem, device, build, calibration)
+    verdicts = _verdicts(problem, device, table, calibration)
     try:
-        winner = select.select(problem, device, template, build, calibration)
+        winner = choose(problem, device, template, table, calibration)
     except UnsupportedError as error:
         sentence, _, rest = str(error).partition("\n")
         note = f"nothing, because {sentence.removesuffix(':')}"
@@ -338,15 +339,15 @@ def explain_problem(
 
 
 def _verdicts(
-    problem: Problem, device: Device, build: Build, calibration: Calibration
+    problem: Problem, device: Device, table: Table, calibration: Calibration
 ) -> tuple[Verdict, ...]:
     """Those in question first, as the choice ranks them; then the eligible ones, then the others."""
-    why = {row.name: tuple(select.reasons(row, problem, device, build)) for row in build.templates}
-    eligible = [row for row in build.templates if not why[row.name]]
-    in_question = {row.name for row in select.contenders(eligible, problem)}
-    prices = {row.name: select.price(row, problem, device, calibration) for row in eligible}
+    why = {row.name: tuple(reasons(row, problem, device, table)) for row in table.rows}
+    eligible = [row for row in table.rows if not why[row.name]]
+    in_question = {row.name for row in contenders(eligible, problem)}
+    prices = {row.name: price(row, problem, device, calibration) for row in eligible}
     rows = sorted(
-        build.templates,
+        table.rows,
         key=lambda row: (len(why[row.name]), row.name not in in_question, prices.get(row.name, 0.0)),
     )
     return tuple(
@@ -355,13 +356,13 @@ def _verdicts(
             why[row.name],
             None,
             contender=False,
-            irrelevance=select.irrelevance(row, problem, device, build),
+            irrelevance=irrelevance(row, problem, device, table),
         )
         if why[row.name]
         else Verdict(
             row,
             (),
-            select.predicted_cost(row, problem, device, calibration),
+            predicted_us(row, problem, device, calibration),
             contender=row.name in in_question,
         )
         for row in rows
@@ -381,7 +382,7 @@ def with_times(explanation: Explanation, index: int | None) -> Explanation:
     from cutlass_fmha.calibrate.timing import RowTimer
 
     eligible = [row.template for row in explanation.rows if row.eligible]
-    rows = [row for row in eligible if row.family != select.WIDE]
+    rows = [row for row in eligible if row.family != "wide"]
     times = RowTimer(index, [problem]).time(problem, rows, give_up=math.inf, budget_us=20_000.0)
     timed = (
         replace(row, measured_us=times[row.template.name].us) if row.template.name in times else row

@@ -13,11 +13,11 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from cutlass_fmha.device import KIB, Device
+from cutlass_fmha.dispatch.device import KIB, Device
 
 if TYPE_CHECKING:
-    from cutlass_fmha._C import Template
-    from cutlass_fmha.select import Problem
+    from cutlass_fmha.dispatch.problem import Problem
+    from cutlass_fmha.dispatch.table import Row
 
 REGISTERS_PER_SM = 65536
 MAX_REGISTERS_PER_THREAD = 256  # 255, and they are given out in steps of 8
@@ -64,29 +64,29 @@ class Tail(NamedTuple):
     first: int
     rest: int
 
-    def rows(self, template: Template) -> int:
+    def rows(self, row: Row) -> int:
         """Rows of O that all parts leave, in float32 and with two numbers of softmax state each."""
-        return self.tiles * self.parts * template.tile_m
+        return self.tiles * self.parts * row.tile_m
 
 
 @functools.lru_cache(4096)
-def resident_blocks(template: Template, device: Device) -> int:
+def resident_blocks(row: Row, device: Device) -> int:
     """Blocks of a row that one SM holds at a time, by its description; 0 when not even one fits."""
-    by_smem = device.smem_per_sm // (template.smem_bytes + KIB)
-    by_warps = device.warps_per_sm // template.warps
-    by_registers = REGISTERS_PER_SM // (32 * template.warps * registers(template))
-    return min(by_smem, by_warps, max(template.min_blocks, by_registers))
+    by_smem = device.smem_per_sm // (row.smem_bytes + KIB)
+    by_warps = device.warps_per_sm // row.warps
+    by_registers = REGISTERS_PER_SM // (32 * row.warps * registers(row))
+    return min(by_smem, by_warps, max(row.min_blocks, by_registers))
 
 
-def registers(template: Template) -> int:
+def registers(row: Row) -> int:
     """Registers that a thread of a row is likely to have: the fragments of its tiles, and some."""
-    rows = template.tile_m * template.kv_warps // template.warps
-    output, scores = rows * template.head_dim_v / 32, rows * template.tile_n / 32
+    rows = row.tile_m * row.kv_warps // row.warps
+    output, scores = rows * row.head_dim_v / 32, rows * row.tile_n / 32
     fragments = output + scores + scores / 2
-    if template.q_in_registers:
-        fragments += rows * template.head_dim / 64
-    if template.copy == "ldg_16":  # K and V come straight to registers
-        fragments += 2 * template.tile_n * template.head_dim / 64
+    if row.q_in_registers:
+        fragments += rows * row.head_dim / 64
+    if row.copy == "ldg_16":  # K and V come straight to registers
+        fragments += 2 * row.tile_n * row.head_dim / 64
     in_steps = 8 * math.ceil((fragments + REGISTERS_BESIDES_FRAGMENTS) / 8)
     return min(MAX_REGISTERS_PER_THREAD, in_steps)
 
@@ -99,33 +99,33 @@ class Division(NamedTuple):
     tail: Tail | None
 
 
-def divide(template: Template, problem: Problem, device: Device) -> Division:
+def divide(row: Row, problem: Problem, device: Device) -> Division:
     """What a row makes of a problem. Measured prices have no say in it: calibrating changes no result."""
-    if template.scored:
-        pack = packed_heads(template, problem)
-        return Division(pack, _split_keys(template, problem, device, pack), None)
-    return Division(1, 1, tail_of(template, problem, device))
+    if row.scored:
+        pack = packed_heads(row, problem)
+        return Division(pack, _split_keys(row, problem, device, pack), None)
+    return Division(1, 1, tail_of(row, problem, device))
 
 
-def groups(template: Template, problem: Problem, device: Device) -> list[Group]:
+def groups(row: Row, problem: Problem, device: Device) -> list[Group]:
     """The blocks of a launch in the order of ``src/core/scheduler.h`` and ``src/features/sequence.h``."""
-    return [Group(*kind) for kind in kinds(template, problem, divide(template, problem, device))]
+    return [Group(*kind) for kind in kinds(row, problem, divide(row, problem, device))]
 
 
 Kind = tuple[int, float, float, float, float]
 """A ``Group``, in a tenth of the time: a choice among rows makes a hundred."""
 
 
-def kinds(template: Template, problem: Problem, division: Division) -> list[Kind]:
+def kinds(row: Row, problem: Problem, division: Division) -> list[Kind]:
     """The ``groups`` of a problem that is divided so."""
     pack, splits, tail = division
-    tile_m, rows = template.tile_m, problem.seqlen_q * pack
+    tile_m, rows = row.tile_m, problem.seqlen_q * pack
     tiles = -(-rows // tile_m)
     sequences = problem.batch * problem.num_heads // pack * splits
     if tiles == 0 or sequences == 0:
         return []
-    walk = _walk(template, problem, pack) if template.scored else None
-    whole = _block(template, problem, 0, division, walk)
+    walk = _walk(row, problem, pack) if row.scored else None
+    whole = _block(row, problem, 0, division, walk)
     if tail:
         block, steps, warp_block, warp_steps = whole
         return [
@@ -135,7 +135,7 @@ def kinds(template: Template, problem: Problem, division: Division) -> list[Kind
         ]
     if not problem.is_ranged and rows % tile_m == 0:
         return [(tiles * sequences, *whole)]
-    last = (sequences, *_block(template, problem, tiles - 1, division, walk))
+    last = (sequences, *_block(row, problem, tiles - 1, division, walk))
     if tiles == 1:
         return [last]
     if not problem.is_ranged:
@@ -143,7 +143,7 @@ def kinds(template: Template, problem: Problem, division: Division) -> list[Kind
     # The last tile, launched first, may be the only one that sees a key.
     if walk:
         return [last, *_scored_tiles(tiles - 1, sequences, splits, walk)]
-    return [last, *_plain_tiles(template, problem, tiles - 1, sequences)]
+    return [last, *_plain_tiles(row, problem, tiles - 1, sequences)]
 
 
 Walk = Callable[[int], int]
@@ -151,13 +151,13 @@ Walk = Callable[[int], int]
 
 
 def _block(
-    template: Template, problem: Problem, tile: int, division: Division, walk: Walk | None
+    row: Row, problem: Problem, tile: int, division: Division, walk: Walk | None
 ) -> tuple[float, float, float, float]:
     """A ``Group`` of a query tile, but for its count."""
-    begin = tile * template.tile_m
-    end = min(begin + template.tile_m, problem.seqlen_q * division.pack)
-    groups_of_warps = template.warps // template.kv_warps
-    rows = template.tile_m // groups_of_warps
+    begin = tile * row.tile_m
+    end = min(begin + row.tile_m, problem.seqlen_q * division.pack)
+    groups_of_warps = row.warps // row.kv_warps
+    rows = row.tile_m // groups_of_warps
     live = -((begin - end) // rows) / groups_of_warps
     if walk:
         part = -(-walk(2 * tile) // division.splits)  # the last part may be shorter
@@ -168,33 +168,31 @@ def _block(
         seen = max(0, min(keys, end + diagonal))
         # A warp sees what its last row sees; the mean over the warps is that of the middle one.
         middle = max(0, min(keys, min((begin + end + rows) // 2, end) + diagonal))
-    warp_steps = live * -(-middle // template.tile_n) / template.kv_warps
+    warp_steps = live * -(-middle // row.tile_n) / row.kv_warps
     whole = 1.0 if seen else EMPTY_BLOCK
-    return whole, -(-seen // (template.tile_n * template.kv_warps)), whole * live, warp_steps
+    return whole, -(-seen // (row.tile_n * row.kv_warps)), whole * live, warp_steps
 
 
-def causal_totals(
-    template: Template, problem: Problem, division: Division
-) -> tuple[Kind, float, float] | None:
+def causal_totals(row: Row, problem: Problem, division: Division) -> tuple[Kind, float, float] | None:
     """Of ``kinds`` under a diagonal alone: the first, and what number * steps and number * warp_steps of all
     add up to at least. Sums of a line, cut where the keys end; None without a tile."""
     pack, splits, _ = division
     rows = problem.seqlen_q * pack
-    tiles = -(-rows // template.tile_m)
+    tiles = -(-rows // row.tile_m)
     sequences = problem.batch * problem.num_heads // pack * splits
     if tiles == 0 or sequences == 0:
         return None
-    walk = _walk(template, problem, pack) if template.scored else None
-    last = (sequences, *_block(template, problem, tiles - 1, division, walk))
-    slope, offset = template.tile_m / pack, problem.diagonal or 0
-    step = template.tile_n * template.kv_warps * splits
+    walk = _walk(row, problem, pack) if row.scored else None
+    last = (sequences, *_block(row, problem, tiles - 1, division, walk))
+    slope, offset = row.tile_m / pack, problem.diagonal or 0
+    step = row.tile_n * row.kv_warps * splits
 
     def total(offset: int) -> float:
         line = max(0, min(tiles - 1, int((problem.seqlen_k - offset) / slope)))  # tiles before the keys end
         keys = slope * line * (line + 1) / 2 + offset * line + problem.seqlen_k * (tiles - 1 - line)
         return max(0.0, sequences * keys / step)
 
-    above = 0 if walk else (template.tile_m - template.tile_m * template.kv_warps // template.warps) // 2
+    above = 0 if walk else (row.tile_m - row.tile_m * row.kv_warps // row.warps) // 2
     return last, sequences * last[2] + total(offset), sequences * last[4] + total(offset - above)
 
 
@@ -212,12 +210,12 @@ def _scored_tiles(tiles: int, sequences: int, splits: int, walk: Walk) -> list[K
     return found
 
 
-def _plain_tiles(template: Template, problem: Problem, tiles: int, sequences: int) -> list[Kind]:
+def _plain_tiles(row: Row, problem: Problem, tiles: int, sequences: int) -> list[Kind]:
     """As ``_block`` has them, with nothing computed twice."""
-    tile_m, tile_n, kv_warps, keys = template.tile_m, template.tile_n, template.kv_warps, problem.seqlen_k
+    tile_m, tile_n, kv_warps, keys = row.tile_m, row.tile_n, row.kv_warps, problem.seqlen_k
     diagonal = keys if problem.diagonal is None else problem.diagonal
     step = tile_n * kv_warps
-    above = (tile_m - tile_m * kv_warps // template.warps) // 2  # rows before the last of a middle warp
+    above = (tile_m - tile_m * kv_warps // row.warps) // 2  # rows before the last of a middle warp
     size = max(1, -(-tiles // (MAX_GROUPS - 1)))
     found: list[Kind] = []
     for last in range(tiles - 1, -1, -size):
@@ -241,21 +239,19 @@ def _plain_tiles(template: Template, problem: Problem, tiles: int, sequences: in
 # ---- the last tiles of plain rows --------------------------------------------------------------------------
 
 
-def tail_of(template: Template, problem: Problem, device: Device) -> Tail | None:
+def tail_of(row: Row, problem: Problem, device: Device) -> Tail | None:
     """How the last tiles are divided; None where they aren't.
 
     Rows that copy by TMA can, whose blocks have an SM for themselves, without a mask. As for ``split_keys``,
     measured prices have no say in it.
     """
-    if template.copy != "tma" or template.kv_warps > 1 or problem.is_ranged:
+    if row.copy != "tma" or row.kv_warps > 1 or problem.is_ranged:
         return None
-    if resident_blocks(template, device) != 1:
+    if resident_blocks(row, device) != 1:
         return None
-    tiles = -(-problem.seqlen_q // template.tile_m) * problem.batch * problem.num_heads
-    part_bytes = 4 * template.tile_m * template.head_dim
-    return _tail(
-        tiles, -(-problem.seqlen_k // template.tile_n), device.sm_count, MAX_PARTIAL_BYTES // part_bytes
-    )
+    tiles = -(-problem.seqlen_q // row.tile_m) * problem.batch * problem.num_heads
+    part_bytes = 4 * row.tile_m * row.head_dim
+    return _tail(tiles, -(-problem.seqlen_k // row.tile_n), device.sm_count, MAX_PARTIAL_BYTES // part_bytes)
 
 
 @functools.lru_cache(4096)
@@ -303,38 +299,38 @@ def _tail_time(tail: Tail, places: int) -> int:
 # ---- scored rows -------------------------------------------------------------------------------------------
 
 
-def packed_heads(template: Template, problem: Problem) -> int:
+def packed_heads(row: Row, problem: Problem) -> int:
     """How many heads share a tile: all that share a key head, where that leaves fewer tiles; else 1.
 
     A block mask speaks of the queries of one head, so that its tiles do, too.
     """
-    if not template.scored or problem.block_mask is not None or problem.num_heads_kv == 0:
+    if not row.scored or problem.block_mask is not None or problem.num_heads_kv == 0:
         return 1
     group = problem.num_heads // problem.num_heads_kv
-    packed = -(-problem.seqlen_q * group // template.tile_m)
-    apart = -(-problem.seqlen_q // template.tile_m) * group
+    packed = -(-problem.seqlen_q * group // row.tile_m)
+    apart = -(-problem.seqlen_q // row.tile_m) * group
     return group if packed <= WORTH_PACKING * apart else 1
 
 
-def split_keys(template: Template, problem: Problem, device: Device) -> int:
+def split_keys(row: Row, problem: Problem, device: Device) -> int:
     """Into how many parts a launch divides the keys of each tile: 1 for plain rows.
 
     As many as the caller says, or those with the shortest way through the launch: waves of blocks times the
     steps of one, in units of a main loop step.
     """
-    return divide(template, problem, device).splits
+    return divide(row, problem, device).splits
 
 
-def _split_keys(template: Template, problem: Problem, device: Device, pack: int) -> int:
+def _split_keys(row: Row, problem: Problem, device: Device, pack: int) -> int:
     if problem.num_splits is not None:
         return problem.num_splits
-    tiles = -(-problem.seqlen_q * pack // template.tile_m)
+    tiles = -(-problem.seqlen_q * pack // row.tile_m)
     blocks = tiles * problem.batch * problem.num_heads // pack
-    places = device.sm_count * max(1, resident_blocks(template, device))
+    places = device.sm_count * max(1, resident_blocks(row, device))
     if blocks == 0 or blocks >= ENOUGH_WAVES * places:
         return 1
     part_bytes = 4 * problem.batch * problem.num_heads * problem.seqlen_q * problem.value_dim
-    walk = _walk(template, problem, pack)(2 * (tiles - 1))
+    walk = _walk(row, problem, pack)(2 * (tiles - 1))
     most = min(MAX_SPLITS, walk, MAX_PARTIAL_BYTES // max(1, part_bytes))
     return 1 if most < 2 else _splits(walk, blocks, device.sm_count, places, most)
 
@@ -358,10 +354,10 @@ def _splits(walk: int, blocks: int, sm_count: int, places: int, most: int) -> in
     return best
 
 
-def _walk(template: Template, problem: Problem, pack: int) -> Walk:
+def _walk(row: Row, problem: Problem, pack: int) -> Walk:
     tile_m, step, queries, keys = (
-        template.tile_m,
-        template.tile_n * template.kv_warps,
+        row.tile_m,
+        row.tile_n * row.kv_warps,
         problem.seqlen_q,
         problem.seqlen_k,
     )

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-from cutlass_fmha import _C, blocks, dropout
+from cutlass_fmha import _C, dropout
 from cutlass_fmha.arguments.check_features import broadcast_strides
-from cutlass_fmha.describe import Strides
+from cutlass_fmha.dispatch import blocks
+from cutlass_fmha.dispatch.describe import Call, Strides
+from cutlass_fmha.dispatch.device import Device
+from cutlass_fmha.dispatch.problem import Problem
+from cutlass_fmha.dispatch.table import Row
 from cutlass_fmha.features import NO_FEATURES, Features, Sizes
-
-if TYPE_CHECKING:
-    from cutlass_fmha._C import Template
-    from cutlass_fmha.device import Device
-    from cutlass_fmha.select import Problem
 
 #: Tensors of ``Features`` and where their addresses go.
 _ADDRESSES = (
@@ -49,6 +46,12 @@ def _is_read(tensor: Tensor | None) -> bool:
     return tensor is not None and tensor.numel() > 0
 
 
+def prepare_attention(row: Row, call: Call, device: Device) -> tuple[_C.AttentionParams, int]:
+    """All parameters but addresses and the scale, and the floats that the parts of a launch leave."""
+    params = params_of(call.sizes, call.features, call.causal, call.strides)
+    return params, divide(params, row, call.problem, device)
+
+
 def params_of(
     sizes: Sizes, features: Features, causal: str, strides: tuple[Strides, Strides, Strides]
 ) -> _C.AttentionParams:
@@ -70,7 +73,7 @@ def params_of(
     return p
 
 
-def divide(p: _C.AttentionParams, row: Template, problem: Problem, device: Device) -> int:
+def divide(p: _C.AttentionParams, row: Row, problem: Problem, device: Device) -> int:
     """How a row's work is divided: pack and splits, or a plain row's tail. Floats that the parts leave."""
     pack, splits, tail = blocks.divide(row, problem, device)
     if pack > 1:
@@ -84,7 +87,7 @@ def divide(p: _C.AttentionParams, row: Template, problem: Problem, device: Devic
     return tail.rows(row) * (p.head_dim_v + 2)
 
 
-def contiguous_params(row: Template, problem: Problem, device: Device) -> tuple[_C.AttentionParams, int]:
+def contiguous_params(row: Row, problem: Problem, device: Device) -> tuple[_C.AttentionParams, int]:
     """The same of a plain problem with contiguous tensors, and what ``divide`` says: for what times rows."""
     sizes = Sizes(
         problem.batch,

@@ -9,31 +9,32 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
+from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor
 
-from cutlass_fmha import _C, fallback, private_torch, select
-from cutlass_fmha import device as devices
+from cutlass_fmha import _C, private_torch
 from cutlass_fmha.arguments import check
-from cutlass_fmha.arguments.check import FULL_ALIGNMENT
-from cutlass_fmha.describe import Names, Operands, describe
+from cutlass_fmha.dispatch import device as devices
+from cutlass_fmha.dispatch import table as tables
+from cutlass_fmha.dispatch.choose import choose
+from cutlass_fmha.dispatch.describe import Names, Operands, describe
+from cutlass_fmha.dispatch.eligibility import family
+from cutlass_fmha.dispatch.families.family import Launch
+from cutlass_fmha.dispatch.problem import FULL_ALIGNMENT
+from cutlass_fmha.dispatch.table import Row
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.features import NO_FEATURES, Features, Sizes
-from cutlass_fmha.params import addresses_of, divide, params_of
-from cutlass_fmha.recent import MAX_PLANS, Recent
-from cutlass_fmha.streams import current_stream
-
-if TYPE_CHECKING:
-    from cutlass_fmha._C import Template
+from cutlass_fmha.launch.params import addresses_of
+from cutlass_fmha.launch.recent import MAX_PLANS, Recent
+from cutlass_fmha.launch.streams import current_stream
 
 logger = logging.getLogger("cutlass_fmha")
 
 T = TypeVar("T")
 
 NOTHING: Mapping[str, Any] = {}
-NO_PARAMS = _C.AttentionParams()
 
 
 class Plan(NamedTuple):
@@ -41,9 +42,7 @@ class Plan(NamedTuple):
 
     row: int
     params: _C.AttentionParams  # complete but for addresses and the scale, and never written to
-    #: Where ``fallback`` launches the row.
-    wide: Template | None
-    sizes: Sizes
+    launch: Launch | None  # where the row's family launches it
     #: Of the output, in the call's layout: the rows of a query's heads are neighbours in memory.
     out_shape: tuple[int, ...]
     out_strides: tuple[int, ...]
@@ -119,7 +118,7 @@ def launch(
     """Runs one call on the current stream of the tensors' device: output in the layout, and the LSE.
 
     ``scale`` None is 1/sqrt(head_dim). ``said``: what ``Features`` are made of. ``known_only``: return None,
-    with nothing done, without a plan. Raises what ``describe`` and ``select.select`` raise, under ``names``.
+    with nothing done, without a plan. Raises what ``describe`` and ``choose`` raise, under ``names``.
     """
     q_address, k_address, v_address = q.data_ptr(), k.data_ptr(), v.data_ptr()
     key: Any = (
@@ -149,8 +148,8 @@ def launch(
         plan = prepare((q, k, v), causal, template, LAYOUTS[layout], names, said)
         _plans.put(key, plan)
     scale = plan.scale if scale is None else scale
-    if plan.wide is not None:
-        return _launch_wide(plan, plan.wide, (q, k, v), scale, causal, return_lse, layout, said)
+    if plan.launch is not None:
+        return _launch_by(plan.launch, (q, k, v), scale, return_lse, layout, said)
 
     lse = parts = None
     if plan.device_index == private_torch.current_device():
@@ -202,23 +201,19 @@ def kept(op: str, arguments: Sequence[Any], prepare: Callable[[], T]) -> T:
     return found
 
 
-def _launch_wide(
-    plan: Plan,
-    row: Template,
+def _launch_by(
+    launch: Launch,
     tensors: Operands,
     scale: float,
-    causal: str,
     return_lse: bool,
     layout: str,
     said: Mapping[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
-    heads_first = LAYOUTS[layout] == "bhsd"
-    if heads_first:
-        q, k, v = tensors
-        tensors = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    features = Features(**said) if said else NO_FEATURES
-    out, lse = fallback.launch(row, tensors, scale, causal, return_lse, features, plan.sizes)
-    return (out.transpose(1, 2) if heads_first else out), lse
+    if LAYOUTS[layout] == "bshd":
+        return launch(tensors, scale, return_lse, said)
+    q, k, v = tensors
+    out, lse = launch((q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)), scale, return_lse, said)
+    return out.transpose(1, 2), lse
 
 
 # ---- a plan ------------------------------------------------------------------------------------------------
@@ -234,19 +229,16 @@ def prepare(
 ) -> Plan:
     """Checks the arguments, picks the row, packs what is known. Reads metadata and addresses, no element."""
     features = Features(**said) if said else NO_FEATURES
-    problem, sizes, strides = describe(tensors, causal, features, names, layout)
-    build = select.this_build()
-    if not build.templates:  # before the device is asked about itself: there may be no driver either
-        raise UnsupportedError(select.NO_KERNELS)
+    call = describe(tensors, causal, features, names, layout)
+    table = tables.this_build()
+    if not table.rows:  # before the device is asked about itself: there may be no driver either
+        raise UnsupportedError(tables.NO_KERNELS)
     index = tensors[0].get_device()
-    device = devices.of_index(index) if index >= 0 else devices.simulated(build.architectures)
-    row = select.select(problem, device, template)
-    params, room = NO_PARAMS, 0
-    if row.family != select.WIDE:
-        params = params_of(sizes, features, causal, strides)
-        room = divide(params, row, problem, device)
-        if problem.alignment < FULL_ALIGNMENT or (row.scored and (sizes.head_dim | sizes.head_dim_v) % 8):
-            _warn_of_element_copies(row, tensors, sizes, names, layout)
+    device = devices.of_index(index) if index >= 0 else devices.simulated(table.architectures)
+    row = choose(call.problem, device, template)
+    prepared, sizes = family(row).prepare(row, call, device), call.sizes
+    if prepared.launch is None and (call.problem.alignment < FULL_ALIGNMENT or _is_odd(row, sizes)):
+        _warn_of_element_copies(row, tensors, sizes, names, layout)
     out_shape, lse_shape = sizes.out_shape, sizes.lse_shape
     out_strides = _contiguous(out_shape)
     if layout == "bhsd":
@@ -254,9 +246,8 @@ def prepare(
         out_shape, out_strides = (batch, heads, seqlen, dim), (by_batch, by_head, by_seqlen, 1)
     return Plan(
         row.index,
-        params,
-        row if row.family == select.WIDE else None,
-        sizes,
+        prepared.params,
+        prepared.launch,
         out_shape,
         out_strides,
         lse_shape,
@@ -267,9 +258,14 @@ def prepare(
         index,
         max(index, 0),
         0 in (sizes.batch, sizes.seqlen_q, sizes.num_heads),
-        room,
+        prepared.room,
         addresses_of(features) if said else (),
     )
+
+
+def _is_odd(row: Row, sizes: Sizes) -> bool:
+    """Whether head dims end within 16 bytes."""
+    return row.scored and (sizes.head_dim | sizes.head_dim_v) % 8 != 0
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -279,9 +275,7 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(strides[::-1])
 
 
-def _warn_of_element_copies(
-    row: Template, tensors: Operands, sizes: Sizes, names: Names, layout: str
-) -> None:
+def _warn_of_element_copies(row: Row, tensors: Operands, sizes: Sizes, names: Names, layout: str) -> None:
     """One warning per distinct cause. A row that was forced with everything aligned is nobody's surprise."""
     operands = [check.operand(x if x.dim() == 4 else x.unsqueeze(0), layout) for x in tensors]
     causes = check.misaligned(operands, names)

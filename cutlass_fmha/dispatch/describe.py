@@ -10,11 +10,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from cutlass_fmha import select
 from cutlass_fmha.arguments import check
 from cutlass_fmha.arguments.check_features import check_features
+from cutlass_fmha.dispatch.problem import FEATURES, MAX_KEY_SPAN, Problem
 from cutlass_fmha.features import NO_FEATURES, Features, Sizes
-from cutlass_fmha.select import Problem
 
 #: What ``batch_invariant`` goes by where the longest sequence of a batch would decide.
 INVARIANT_SEQLEN_Q, INVARIANT_SEQLEN_K = 4096, 8192
@@ -25,7 +24,7 @@ Names = tuple[str, str, str]
 Operands = tuple[Tensor, Tensor, Tensor]
 Strides = tuple[int, int, int]
 
-#: Features of a problem (``select.FEATURES``) that a tensor of ``Features`` stands for.
+#: Features of a problem (``FEATURES``) that a tensor of ``Features`` stands for.
 _NAMED = (
     ("mask", ("mask",)),
     ("bias", ("bias",)),
@@ -40,12 +39,14 @@ _NAMED = (
 )
 
 
-class Described(NamedTuple):
+class Call(NamedTuple):
     """A checked call. ``strides``: (batch, seqlen, head) of query, key and value, in elements."""
 
     problem: Problem
     sizes: Sizes
     strides: tuple[Strides, Strides, Strides]
+    features: Features
+    causal: str
 
 
 def describe(
@@ -54,7 +55,7 @@ def describe(
     features: Features = NO_FEATURES,
     names: Names = check.NAMES,
     layout: str = "bshd",
-) -> Described:
+) -> Call:
     """Raises what ``check.check_tensors`` and ``check_features`` raise, under ``names``."""
     q, k, v = tensors
     if features is NO_FEATURES and not (q.dim() == v.dim() == 4 and v.shape[3] != q.shape[3]):
@@ -77,11 +78,11 @@ def describe(
         check.dtype_name(q.dtype),
         causal,
         check.alignment(bits),
-        span if span > select.MAX_KEY_SPAN else 0,
+        span if span > MAX_KEY_SPAN else 0,
     )
     if features.batch_invariant:
         problem = for_one_sequence(problem, features)
-    return Described(problem, sizes, strides)  # type: ignore[arg-type]
+    return Call(problem, sizes, strides, features, causal)  # type: ignore[arg-type]
 
 
 def _strides(tensor: Tensor, layout: str) -> Strides:
@@ -133,7 +134,7 @@ def problem_of(
 
 
 def _features_of(features: Features, window: tuple[int, int] | None) -> tuple[str, ...]:
-    """Names of ``select.FEATURES``, in that order."""
+    """Names of ``FEATURES``, in that order."""
     asked = {
         "window": window is not None,
         "softcap": features.softcap > 0,
@@ -142,7 +143,7 @@ def _features_of(features: Features, window: tuple[int, int] | None) -> tuple[st
     }
     for name, tensors in _NAMED:
         asked[name] = any(getattr(features, tensor) is not None for tensor in tensors)
-    return tuple(name for name in select.FEATURES if asked[name])
+    return tuple(name for name in FEATURES if asked[name])
 
 
 def for_one_sequence(problem: Problem, features: Features) -> Problem:

@@ -1,4 +1,4 @@
-"""Attention over a cache of keys and values, contiguous or paged, to which a call may append new ones."""
+"""The op ``append_kv_``: new keys and values are written into a cache, and queries rotated, by one launch."""
 
 from __future__ import annotations
 
@@ -7,21 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cutlass_fmha import _C, autocast, ops, private_torch, support
-from cutlass_fmha.arguments import check
-from cutlass_fmha.arguments.op_arguments import window_sides
-from cutlass_fmha.arguments.signature import lists_features, refuse_name
-from cutlass_fmha.attention import attend_cache
-from cutlass_fmha.plan import kept
-from cutlass_fmha.rotary import (
-    check_positions,
-    check_rows,
-    check_table,
-    rotate,
-    rotation,
-    set_addresses,
-    table_of,
-)
+from cutlass_fmha import _C, autocast, private_torch
+from cutlass_fmha.arguments import check, tensors
+from cutlass_fmha.launch import helpers
+from cutlass_fmha.launch.plan import kept
+from cutlass_fmha.ops import dispatcher
+from cutlass_fmha.ops.rotary import check_rows, check_table, rotate, rotation, set_addresses, table_of
 
 # One launch does everything around attention: it also rotates the queries and adds up the lengths.
 SCHEMA = (
@@ -32,173 +23,20 @@ SCHEMA = (
 )
 
 
-@lists_features
-def with_kv_cache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    *,
-    rotary_cos: Tensor | None = None,
-    rotary_sin: Tensor | None = None,
-    rotary_interleaved: bool = False,
-    rotary_seqlens: Tensor | int | None = None,
-    cache_seqlens: Tensor | int | None = None,
-    cache_batch_idx: Tensor | None = None,
-    page_table: Tensor | None = None,
-    leftpad_k: Tensor | None = None,
-    scale: float | None = None,
-    causal: bool | str | None = False,
-    window: tuple[int | None, int | None] | None = None,
-    mask: Tensor | None = None,
-    bias: Tensor | None = None,
-    prefix_lengths: Tensor | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    num_splits: int | None = None,
-    batch_invariant: bool = False,
-    return_lse: bool = False,
-    template: str | None = None,
-    **unknown: object,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention over the keys and values in a cache, after new ones were appended: decoding, or a prompt.
-
-    What ``flash_attn_with_kvcache`` is in flash_attn. The cache is written in place, cache_seqlens is not.
-
-    Args:
-        q: [batch, seqlen_q, num_heads, head_dim], as ``attention`` takes it.
-        k_cache, v_cache: [batch_cache, seqlen_cache, num_heads_kv, head_dim or head_dim_v], or with
-            page_table pages, [pages, page_size, num_heads_kv, ...], of a multiple of 16 rows.
-        k, v: [batch, seqlen_new, num_heads_kv, ...], written to rows cache_seqlens, cache_seqlens + 1, ...
-            None: the cache is used as it is.
-        rotary_cos, rotary_sin: [positions, rotary_dim / 2], of q's dtype or float32: k and q are rotated as
-            ``rotary`` does it; rotary_dim is any even number up to head_dim.
-        rotary_interleaved: pairs are neighbours, otherwise of an element of each half (flash_attn's default
-            is True).
-        rotary_seqlens: int32 [batch] or an int, the position of the first new key; when None cache_seqlens -
-            leftpad_k, which is a key's number in its own sequence. (flash_attn does not subtract leftpad_k.)
-        cache_seqlens: int32 [batch] or an int: rows of the cache in use before the call, counted with
-            leftpad_k. None, without k: all.
-        cache_batch_idx: int32 [batch], which entry of the cache is a sequence's; None: its own number.
-        page_table: int32 [batch, pages]: which pages hold a sequence's rows.
-        leftpad_k: int32 [batch]: rows before the first key.
-        causal, window: as ``attention``. With one of them query i is rotated to the position of new key i,
-            otherwise every query to that of the first one.
-        scale, mask, bias, prefix_lengths, softcap, alibi_slopes, sinks, num_splits, batch_invariant,
-            return_lse, template: as ``attention``.
-
-    Returns:
-        As ``attention``. Under torch.autocast the cache is not cast: q, k and v are, to its dtype.
-
-    The host reads no tensor on a GPU. There a new key without a place is dropped: one beyond the rows that
-    the cache has for a sequence, or of a page or an entry that there is not; and a row whose position
-    rotary_cos does not have becomes NaN as far as it is rotated. Both raise ValueError where the host knows:
-    on the CPU, and where cache_seqlens or rotary_seqlens is an int.
-
-    Raises:
-        TypeError, ValueError, UnsupportedError, NotImplementedError: as ``attention``.
-    """
-    if unknown:
-        refuse_name("with_kv_cache", min(unknown))
-    support.check_dims("q", q, "batch, seqlen_q, num_heads, head_dim")
-    check.check_tensors_given(
-        {"k_cache": k_cache, "v_cache": v_cache},
-        {
-            "k": k,
-            "v": v,
-            "rotary_cos": rotary_cos,
-            "rotary_sin": rotary_sin,
-            "leftpad_k": leftpad_k,
-            "cache_batch_idx": cache_batch_idx,
-            "page_table": page_table,
-        },
-    )
-    check.flag("rotary_interleaved", rotary_interleaved)
-    if (k is None) != (v is None):
-        raise ValueError("k and v go together: both are appended, or neither")
-    if k is not None:
-        support.check_dims("k", k, "batch, seqlen_new, num_heads_kv, head_dim")
-    advance_query = check.causal_name(causal) != "none" or _is_limited(window)
-    first = rotary_seqlens  # the first position, where the host knows it
-    if first is None and leftpad_k is None:
-        first = cache_seqlens
-    if isinstance(cache_seqlens, Tensor):
-        support.check_vectors({"cache_seqlens": cache_seqlens}, q.shape[0])
-    elif cache_seqlens is not None:
-        room, cache_seqlens = cache_seqlens, support.vector_of("cache_seqlens", cache_seqlens, q)
-        _check_room(room, 0 if k is None else k.shape[1], _capacity(k_cache, page_table))
-    if rotary_seqlens is not None:
-        rotary_seqlens = support.vector_of("rotary_seqlens", rotary_seqlens, q)
-    seqused_k = cache_seqlens
-    is_rotated = rotary_cos is not None or rotary_sin is not None or rotary_seqlens is not None
-    if k is not None and rotary_cos is not None and first is not None and not isinstance(first, Tensor):
-        check_positions(rotary_cos, first, max(k.shape[1], q.shape[1] if advance_query else 0))
-    if k is not None and v is not None:
-        if cache_seqlens is None:
-            raise ValueError("k and v are appended behind cache_seqlens rows, and cache_seqlens is None")
-        rotated, seqused_k = _append(
-            Append(
-                k_cache,
-                v_cache,
-                k,
-                v,
-                cache_seqlens,
-                q if is_rotated else None,
-                advance_query,
-                rotary_cos,
-                rotary_sin,
-                rotary_interleaved,
-                rotary_seqlens,
-                cache_batch_idx,
-                page_table,
-                leftpad_k,
-            )
-        )
-        q = rotated if is_rotated else q
-    elif is_rotated:
-        raise ValueError("rotary embedding is of k and v that are appended, and there are none")
-    call = {
-        "window": window,
-        "mask": mask,
-        "bias": bias,
-        "prefix_lengths": prefix_lengths,
-        "softcap": softcap,
-        "alibi_slopes": alibi_slopes,
-        "sinks": sinks,
-        "seqused_k": seqused_k,
-        "leftpad_k": leftpad_k,
-        "page_table": page_table,
-        "cache_batch_idx": cache_batch_idx,
-        "num_splits": num_splits,
-        "batch_invariant": batch_invariant,
-    }
-    output, lse = attend_cache(q, k_cache, v_cache, scale, causal, return_lse, template, call)
-    return output if lse is None or not return_lse else (output, lse)
-
-
-def _capacity(k_cache: Tensor, page_table: Tensor | None) -> int:
+def capacity_of(k_cache: Tensor, page_table: Tensor | None) -> int:
     """Rows that a cache has for a sequence."""
-    support.check_dims("k_cache", k_cache, "batch_cache, seqlen_cache, num_heads_kv, head_dim")
+    tensors.check_dims("k_cache", k_cache, "batch_cache, seqlen_cache, num_heads_kv, head_dim")
     if page_table is not None:
-        support.check_dims("page_table", page_table, "batch, pages")
+        tensors.check_dims("page_table", page_table, "batch, pages")
     return k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
 
 
-def _check_room(cache_seqlens: int, seqlen_new: int, capacity: int) -> None:
+def check_room(cache_seqlens: int, seqlen_new: int, capacity: int) -> None:
     if not 0 <= cache_seqlens <= capacity - seqlen_new:
         raise ValueError(
             f"cache_seqlens must leave room for {seqlen_new} new rows among the {capacity} that the cache "
             f"has for a sequence, got {cache_seqlens}"
         )
-
-
-def _is_limited(window: tuple[int | None, int | None] | None) -> bool:
-    return bool(window_sides(window))
-
-
-# ---- the op ------------------------------------------------------------------------------------------------
 
 
 class Append(NamedTuple):
@@ -221,7 +59,7 @@ class Append(NamedTuple):
 
     @property
     def capacity(self) -> int:
-        return _capacity(self.k_cache, self.page_table)
+        return capacity_of(self.k_cache, self.page_table)
 
     @property
     def first_position(self) -> tuple[Tensor, Tensor | None]:
@@ -236,13 +74,13 @@ class Append(NamedTuple):
         return rotated, self.cache_seqlens.new_empty(self.cache_seqlens.shape)
 
 
-def _append(a: Append) -> tuple[Tensor, Tensor]:
+def append(a: Append) -> tuple[Tensor, Tensor]:
     """The op, or what is left of it where nothing listens in between."""
     if (
         torch.compiler.is_compiling()
         or private_torch.any_autocast_enabled()
-        or not ops.can_skip_dispatcher(a.k_cache, a.v_cache, a.key)
-        or not ops.others_can_skip_dispatcher(a._asdict())
+        or not dispatcher.can_skip_dispatcher(a.k_cache, a.v_cache, a.key)
+        or not dispatcher.others_can_skip_dispatcher(a._asdict())
     ):
         rotated, seqused_k = torch.ops.cutlass_fmha.append_kv_(
             *a[:5], **dict(zip(a._fields[5:], a[5:], strict=True))
@@ -258,12 +96,12 @@ def _check(a: Append) -> None:
     caches = {"k_cache": a.k_cache, "v_cache": a.v_cache}
     for name, cache in caches.items():
         axes = "batch_cache, seqlen_cache" if a.page_table is None else "pages, page_size"
-        support.check_dims(name, cache, f"{axes}, num_heads_kv, head_dim")
+        tensors.check_dims(name, cache, f"{axes}, num_heads_kv, head_dim")
     new = {"key": a.key, "value": a.value}
     for name, rows in new.items():
-        support.check_dims(name, rows, "batch, seqlen_new, num_heads_kv, head_dim")
+        tensors.check_dims(name, rows, "batch, seqlen_new, num_heads_kv, head_dim")
     query = {} if a.query is None else {"query": a.query}
-    support.check_alike({**caches, **new, **query})
+    tensors.check_alike({**caches, **new, **query})
     for name, cache in caches.items():
         if any(stride == 0 and size > 1 for size, stride in zip(cache.shape, cache.stride(), strict=True)):
             raise ValueError(f"{name} is written to and must not be expanded, got strides {cache.stride()}")
@@ -307,8 +145,8 @@ def _check_places(a: Append) -> None:
         "leftpad_k": a.leftpad_k,
         "rotary_seqlens": a.rotary_seqlens,
     }
-    support.check_device("k_cache", a.k_cache, {**vectors, "page_table": a.page_table})
-    support.check_vectors(vectors, batch)
+    tensors.check_device("k_cache", a.k_cache, {**vectors, "page_table": a.page_table})
+    tensors.check_vectors(vectors, batch)
     if a.page_table is None:
         if a.cache_batch_idx is None and a.k_cache.shape[0] != batch:
             raise ValueError(
@@ -326,7 +164,7 @@ def _check_places(a: Append) -> None:
             f"page_table must be int32 with a row for each of {batch} sequences, got "
             f"{check.dtype_name(a.page_table.dtype)} of shape {tuple(a.page_table.shape)}"
         )
-    support.check_rows("page_table", a.page_table)
+    tensors.check_rows("page_table", a.page_table)
     check.page_size("k_cache", a.k_cache.shape[1])
 
 
@@ -341,7 +179,7 @@ def _check_rotary(a: Append) -> None:
     check_rows("key", a.key, a.rotary_cos)
     if a.query is None:
         return
-    support.check_dims("query", a.query, "batch, seqlen_q, num_heads, head_dim")
+    tensors.check_dims("query", a.query, "batch, seqlen_q, num_heads, head_dim")
     if a.query.shape[0] != a.key.shape[0] or a.query.shape[3] != a.key.shape[3]:
         raise ValueError(
             f"query must have key's batch size {a.key.shape[0]} and head_dim {a.key.shape[3]}, "
@@ -374,20 +212,20 @@ def _launch(a: Append) -> tuple[Tensor, Tensor]:
             setattr(p, field, tensor.data_ptr())
     p.seqused_k = seqused_k.data_ptr()
     first, before = a.first_position
-    p.first_position, p.before_position = first.data_ptr(), support.address(before)
+    p.first_position, p.before_position = first.data_ptr(), helpers.address(before)
     if a.rotary_cos is not None and a.rotary_sin is not None:
         p.rotary.cos, p.rotary.sin = a.rotary_cos.data_ptr(), a.rotary_sin.data_ptr()
         if a.query is not None:
             set_addresses(p.query, a.query, rotated, first, before, a.rotary_cos, a.rotary_sin)
-    support.launch(plan, p)
+    helpers.launch(plan, p)
     return rotated, seqused_k
 
 
-def _prepare(a: Append) -> support.Helper[_C.AppendParams]:
+def _prepare(a: Append) -> helpers.Helper[_C.AppendParams]:
     _check(a)
     p = _C.AppendParams()
-    p.k_cache_stride, p.v_cache_stride = support.strides(a.k_cache), support.strides(a.v_cache)
-    p.k_stride, p.v_stride = support.strides(a.key), support.strides(a.value)
+    p.k_cache_stride, p.v_cache_stride = helpers.strides(a.k_cache), helpers.strides(a.v_cache)
+    p.k_stride, p.v_stride = helpers.strides(a.key), helpers.strides(a.value)
     p.batch, p.seqlen_new, p.num_heads_kv, p.head_dim = a.key.shape
     p.head_dim_v = a.value.shape[3]
     p.entries, p.capacity = a.k_cache.shape[0], a.capacity
@@ -397,7 +235,7 @@ def _prepare(a: Append) -> support.Helper[_C.AppendParams]:
         p.rotary = table_of(a.rotary_cos, a.rotary_sin, a.rotary_interleaved)
         if a.query is not None:
             p.query = rotation(a.query, a.advance_query, p.rotary)
-    return support.helper("append", p, a.key)
+    return helpers.helper("append", p, a.key)
 
 
 def _write(a: Append) -> tuple[Tensor, Tensor]:
@@ -405,7 +243,7 @@ def _write(a: Append) -> tuple[Tensor, Tensor]:
     _check(a)
     seqlen_new = a.key.shape[1]
     for start in a.cache_seqlens.tolist():
-        _check_room(start, seqlen_new, a.capacity)
+        check_room(start, seqlen_new, a.capacity)
     # Everything that may raise comes before the first write.
     key, rotated = a.key, a.results()[0]
     if a.rotary_cos is not None and a.rotary_sin is not None:
@@ -442,7 +280,7 @@ def _cuda(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
 
 def _cpu(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     arguments = Append(*args, **kwargs)
-    return _launch(arguments) if support.simulated() else _write(arguments)
+    return _launch(arguments) if dispatcher.simulated() else _write(arguments)
 
 
 def _fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -481,5 +319,5 @@ def _count_writes(keyset: Any, k_cache: Tensor, v_cache: Tensor, *args: Any, **k
     return found
 
 
-support.register(SCHEMA, {"CUDA": _cuda, "CPU": _cpu, "fake": _fake}, _casts)
-support.register_writes("append_kv_", _count_writes)
+dispatcher.register(SCHEMA, {"CUDA": _cuda, "CPU": _cpu, "fake": _fake}, _casts)
+dispatcher.register_writes("append_kv_", _count_writes)

@@ -10,22 +10,33 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from cutlass_fmha import _C, select
+from cutlass_fmha import _C
 from cutlass_fmha.arguments import check
 from cutlass_fmha.arguments.check_features import broadcast_strides
-from cutlass_fmha.device import Device
+from cutlass_fmha.cost import RowCost
+from cutlass_fmha.cost.store import Calibration
+from cutlass_fmha.dispatch.describe import Call
+from cutlass_fmha.dispatch.device import Device
+from cutlass_fmha.dispatch.families.family import (
+    Offer,
+    Prepared,
+    Rule,
+    dtype,
+    has_no,
+    made_for_device,
+    shared_memory,
+)
+from cutlass_fmha.dispatch.problem import MAX_KEY_SPAN, Problem
+from cutlass_fmha.dispatch.table import Row, Table
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.features import Features, Sizes
-from cutlass_fmha.streams import current_stream
-
-if TYPE_CHECKING:
-    from cutlass_fmha._C import Template
-    from cutlass_fmha.select import Build, Problem
+from cutlass_fmha.launch.streams import current_stream
 
 logger = logging.getLogger("cutlass_fmha")
 
@@ -36,7 +47,7 @@ LARGEST_HEAD_DIM = 256
 #: Bytes that a row of a bias is read in.
 VECTOR_BYTES = 16
 
-#: Of ``select.FEATURES``, what these rows know: a mask becomes a bias, and a window may have no left limit.
+#: Of ``problem.FEATURES``, what these rows know: a mask becomes a bias, and a window may have no left limit.
 KNOWN = frozenset({"window", "mask", "bias", "varlen", "lengths", "cache_batch_idx"})
 
 #: TFLOP/s of one SM in the example's main loop: from datasheets (RTX 4090, RTX 5090), times the share of
@@ -64,105 +75,130 @@ _warned: set[tuple[str, ...]] = set()
 # ---- selection ---------------------------------------------------------------------------------------------
 
 
-def _purpose(template: Template, problem: Problem, device: Device, build: Build) -> str | None:
+def _purpose(row: Row, problem: Problem, device: Device, table: Table) -> str | None:
     if problem.dtype == "float32" or max(problem.head_dim, problem.value_dim) > LARGEST_HEAD_DIM:
         return None
     return f"for float32 and for head dims above {LARGEST_HEAD_DIM}, which no other row takes"
 
 
-def _head_dim(template: Template, problem: Problem, device: Device, build: Build) -> str | None:
+def _head_dim(row: Row, problem: Problem, device: Device, table: Table) -> str | None:
     largest = max(problem.head_dim, problem.value_dim)
-    if largest <= template.head_dim:
+    if largest <= row.head_dim:
         return None
-    return f"made for head dims up to {template.head_dim}, and the tensors have {largest}"
+    return f"made for head dims up to {row.head_dim}, and the tensors have {largest}"
 
 
-def _offsets(template: Template, problem: Problem, device: Device, build: Build) -> str | None:
-    if problem.key_span <= select.MAX_KEY_SPAN:
+def _offsets(row: Row, problem: Problem, device: Device, table: Table) -> str | None:
+    if problem.key_span <= MAX_KEY_SPAN:
         return None
     return (
         f"its offsets are 32-bit, and the keys of a sequence span {problem.key_span} elements: "
-        f"{select.MAX_KEY_SPAN} at most"
+        f"{MAX_KEY_SPAN} at most"
     )
 
 
-def _features(template: Template, problem: Problem, device: Device, build: Build) -> str | None:
-    names = [name for name in problem.features if name not in KNOWN]
-    return select.has_no(names) if names else None
+def _features(row: Row, problem: Problem, device: Device, table: Table) -> str | None:
+    names = lacking(problem)
+    return has_no(names) if names else None
 
 
-def _left_window(template: Template, problem: Problem, device: Device, build: Build) -> str | None:
+def _left_window(row: Row, problem: Problem, device: Device, table: Table) -> str | None:
     return "has no window with a left limit" if problem.window[0] >= 0 else None
 
 
-FIXED_RULES = (
-    select._made_for_device,
-    _purpose,
-    select._dtype,
-    _head_dim,
-    select._shared_memory,
-)
-CALL_RULES = (_offsets, _features, _left_window)
+FIXED_RULES: tuple[Rule, ...] = (made_for_device, _purpose, dtype, _head_dim, shared_memory)
+CALL_RULES: tuple[Rule, ...] = (_offsets, _features, _left_window)
 
 
-def predicted_us(template: Template, problem: Problem, device: Device) -> float:
+def lacking(problem: Problem) -> tuple[str, ...]:
+    return tuple(name for name in problem.features if name not in KNOWN)
+
+
+def other_head_dims(row: Row, problem: Problem) -> str | None:
+    largest = max(problem.head_dim, problem.value_dim)
+    if problem.dtype != "float32" and largest <= LARGEST_HEAD_DIM:
+        return f"above {LARGEST_HEAD_DIM}"
+    return None if largest <= row.head_dim else f"up to {row.head_dim}"
+
+
+def prices(row: Row, problem: Problem, device: Device, known: Calibration) -> RowCost | None:
+    return None
+
+
+class _ByDatasheet(float):
+    """Microseconds that take no time to find."""
+
+    def us(self) -> float:
+        return self
+
+    bound = least = us
+
+
+def offer(row: Row, problem: Problem, device: Device, prices: RowCost | None) -> Offer:
+    return _ByDatasheet(predicted_us(row, problem, device))
+
+
+def prepare(row: Row, call: Call, device: Device) -> Prepared:
+    return Prepared(_C.AttentionParams(), launch=partial(launch, row, call.sizes, call.causal))
+
+
+def predicted_us(row: Row, problem: Problem, device: Device) -> float:
     """Microseconds of a launch by datasheet, to rank rows by: what tiles compute, padding included."""
-    blocks = -(-problem.seqlen_q // template.tile_m) * problem.num_heads * problem.batch
+    blocks = -(-problem.seqlen_q // row.tile_m) * problem.num_heads * problem.batch
     _, keys = problem.visible_keys(0, problem.seqlen_q - 1)
-    keys = -(-keys // template.tile_n) * template.tile_n
-    dims = -(-problem.head_dim // 32) * 32 + _value_columns(template, problem.value_dim)
-    flop = template.tile_m * keys * dims * (1.0 if problem.causal != "none" else 2.0)
-    return _LAUNCH_US + -(-blocks // device.sm_count) * flop / _sm_tflops(template) / 1e6
+    keys = -(-keys // row.tile_n) * row.tile_n
+    dims = -(-problem.head_dim // 32) * 32 + _value_columns(row, problem.value_dim)
+    flop = row.tile_m * keys * dims * (1.0 if problem.causal != "none" else 2.0)
+    return _LAUNCH_US + -(-blocks // device.sm_count) * flop / _sm_tflops(row) / 1e6
 
 
-def _value_columns(template: Template, value_dim: int) -> int:
+def _value_columns(row: Row, value_dim: int) -> int:
     """How many columns of O are computed."""
-    step = template.tile_n
-    if not template.example:
-        step = 64 if template.mma == "m16n8k16" else template.head_dim
+    step = row.tile_n
+    if not row.example:
+        step = 64 if row.mma == "m16n8k16" else row.head_dim
     return -(-value_dim // step) * step
 
 
-def _sm_tflops(template: Template) -> float:
-    if template.example:
-        return _SM_TFLOPS[template.arch, template.mma]
-    few = template.mma == "tf32x3" and template.tile_m == 16 * template.warps
-    return _OWN_SM_TFLOPS[template.arch, template.mma] * (_FEW_ROWS if few else 1.0)
+def _sm_tflops(row: Row) -> float:
+    if row.example:
+        return _SM_TFLOPS[row.arch, row.mma]
+    few = row.mma == "tf32x3" and row.tile_m == 16 * row.warps
+    return _OWN_SM_TFLOPS[row.arch, row.mma] * (_FEW_ROWS if few else 1.0)
 
 
 # ---- a launch ----------------------------------------------------------------------------------------------
 
 
 def launch(
-    template: Template,
+    row: Row,
+    sizes: Sizes,
+    causal: str,
     tensors: Operands,
     scale: float,
-    causal: str,
     return_lse: bool,
-    features: Features,
-    sizes: Sizes,
+    said: Mapping[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
-    """One call of ``attend`` by a row that has no reason against it, on the current stream: output and LSE.
+    """One call by a row that has no reason against it, on the current stream: output and LSE.
 
-    ``sizes``: what ``check_features`` made of the arguments. Raises UnsupportedError for a bias of another
-    dtype than the row's.
+    ``said``: what ``Features`` are made of. Raises UnsupportedError for a bias of another dtype than theirs.
     """
     like = tensors[0]
-    head_dim_v = padded(template, sizes.head_dim_v)
+    head_dim_v = padded(row, sizes.head_dim_v)
     out = torch.empty((*sizes.out_shape[:-1], head_dim_v), dtype=like.dtype, device=like.device)
     lse = torch.empty(sizes.lse_shape, dtype=torch.float32, device=like.device) if return_lse else None
-    run(template, tensors, out, lse, scale, causal, features, sizes)
+    run(row, tensors, out, lse, scale, causal, Features(**said), sizes)
     return out[..., : sizes.head_dim_v].contiguous(), lse
 
 
-def padded(template: Template, head_dim: int) -> int:
+def padded(row: Row, head_dim: int) -> int:
     """The head dim that a row computes: the next that fills whole vectors."""
-    multiple = _multiple(template)
+    multiple = _multiple(row)
     return -(-head_dim // multiple) * multiple
 
 
 def run(
-    template: Template,
+    row: Row,
     tensors: Operands,
     out: Tensor,
     lse: Tensor | None,
@@ -175,12 +211,12 @@ def run(
 
     Operands that don't are copied, which a warning says.
     """
-    bias = _bias(template, features, sizes, out.dtype)
+    bias = _bias(row, features, sizes, out.dtype)
     if 0 in (sizes.batch, sizes.seqlen_q, sizes.num_heads):
         return
-    q, k, v = (_aligned(template, tensor) for tensor in tensors)
+    q, k, v = (_aligned(row, tensor) for tensor in tensors)
     if copied := [name for name, a, b in zip("qkv", tensors, (q, k, v), strict=True) if a is not b]:
-        _warn_of_copies(template, copied)
+        _warn_of_copies(row, copied)
     params = _params(q, k, v, out, features, causal, sizes)
     params.scale = scale
     params.lse = 0 if lse is None else lse.data_ptr()
@@ -188,11 +224,11 @@ def run(
         params.bias, params.bias_type = bias.data_ptr(), "same_as_q"
         params.bias_stride = broadcast_strides(bias, sizes)
     sums = None
-    if template.accumulates and not _can_accumulate_in(out, params):
+    if row.accumulates and not _can_accumulate_in(out, params):
         sums = torch.empty(out.shape, dtype=torch.float32, device=out.device)
         params.partial_o = sums.data_ptr()
     index = out.get_device()
-    _C.run(template.index, params, max(index, 0), current_stream(index))
+    _C.run(row.index, params, max(index, 0), current_stream(index))
 
 
 def _params(
@@ -236,44 +272,44 @@ def _strides(tensor: Tensor) -> tuple[int, int, int]:
     return check.operand(tensor if tensor.dim() == 4 else tensor.unsqueeze(0)).strides
 
 
-def _multiple(template: Template) -> int:
+def _multiple(row: Row) -> int:
     """Elements that strides and head dims must be a multiple of."""
-    return max(1, template.alignment // template.element_bytes)
+    return max(1, row.alignment // row.element_bytes)
 
 
-def _aligned(template: Template, tensor: Tensor) -> Tensor:
+def _aligned(row: Row, tensor: Tensor) -> Tensor:
     """The tensor, or a contiguous copy with zeros up to the ``padded`` head dim."""
-    head_dim, multiple = tensor.shape[-1], _multiple(template)
+    head_dim, multiple = tensor.shape[-1], _multiple(row)
     strides_fit = all(stride % multiple == 0 for stride in _strides(tensor))
-    if head_dim % multiple == 0 and strides_fit and tensor.data_ptr() % template.alignment == 0:
+    if head_dim % multiple == 0 and strides_fit and tensor.data_ptr() % row.alignment == 0:
         return tensor
-    copy = tensor.new_zeros((*tensor.shape[:-1], padded(template, head_dim)))
+    copy = tensor.new_zeros((*tensor.shape[:-1], padded(row, head_dim)))
     copy[..., :head_dim] = tensor
     return copy
 
 
-def _warn_of_copies(template: Template, copied: list[str]) -> None:
+def _warn_of_copies(row: Row, copied: list[str]) -> None:
     """One warning per distinct cause."""
-    if (template.name, *copied) in _warned:
+    if (row.name, *copied) in _warned:
         return
-    _warned.add((template.name, *copied))
+    _warned.add((row.name, *copied))
     logger.warning(
         "%s %s an address, a stride or a head dim that is not a multiple of %d bytes: "
         "%s runs on a padded copy, which takes time and memory",
         " and ".join(copied),
         "has" if len(copied) == 1 else "have",
-        template.alignment,
-        template.name,
+        row.alignment,
+        row.name,
     )
 
 
-def _bias(template: Template, features: Features, sizes: Sizes, dtype: torch.dtype) -> Tensor | None:
+def _bias(row: Row, features: Features, sizes: Sizes, dtype: torch.dtype) -> Tensor | None:
     """Bias and mask as one tensor of four dimensions, whose rows of keys are whole vectors."""
     bias, mask = features.bias, features.mask
     if bias is not None and bias.dtype != dtype:
         own = check.dtype_name(dtype)
         raise UnsupportedError(
-            f"{template.name} adds a bias of its own dtype {own}, and this one is "
+            f"{row.name} adds a bias of its own dtype {own}, and this one is "
             f"{check.dtype_name(bias.dtype)}: pass bias.to(torch.{own})"
         )
     if mask is not None:

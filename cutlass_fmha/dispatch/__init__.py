@@ -1,0 +1,1 @@
+"""Which kernel runs a problem, and why."""

@@ -1,0 +1,165 @@
+"""Which row runs a problem: of the eligible ones the cheapest by predicted cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from cutlass_fmha.arguments import refusal
+from cutlass_fmha.cost import RowCost, predict, store
+from cutlass_fmha.cost.store import Calibration
+from cutlass_fmha.dispatch import device as devices
+from cutlass_fmha.dispatch import table as tables
+from cutlass_fmha.dispatch.device import Device
+from cutlass_fmha.dispatch.eligibility import eligible_rows, family, no_rows, reasons
+from cutlass_fmha.dispatch.families.family import Family, Offer
+from cutlass_fmha.dispatch.problem import MAX_KEY_SPAN, Problem, class_of, typical
+from cutlass_fmha.dispatch.table import Row, Table
+from cutlass_fmha.errors import UnsupportedError
+from cutlass_fmha.launch.recent import Recent
+
+MAX_CHOICES = 8192
+
+
+def choose(
+    problem: Problem,
+    device: Device,
+    template: str | None = None,
+    table: Table | None = None,
+    calibration: Calibration | None = None,
+) -> Row:
+    """The row that runs a problem: the cheapest eligible one, or the one named ``template``.
+
+    ``calibration``: what is known of the rows' costs; that of the device (``store.for_device``) when None.
+    Raises UnsupportedError with the nearest rows' reasons (with those of ``template`` when it is given), and
+    ValueError for a name that no row has.
+    """
+    table = table or tables.this_build()
+    if template is not None:
+        return _named(template, problem, device, table)
+    known = calibration or store.for_device(device)
+    # Whoever holds a table and its costs keeps their ids from being anybody else's.
+    key = (class_of(problem), device, devices.forced_arch(), id(table), id(known))
+    if (found := _chosen.get(key) or _chosen.revive(key)) is not None:
+        return found[0]
+    if (nothing := no_rows(device, table)) is not None:
+        raise UnsupportedError(nothing)
+    row = cheapest(in_question(problem, device, table, known), typical(problem), device)
+    _chosen.put(key, (row, table, known))
+    return row
+
+
+def _named(name: str, problem: Problem, device: Device, table: Table) -> Row:
+    if (nothing := no_rows(device, table)) is not None:
+        raise UnsupportedError(nothing)
+    row = table.by_name(name)
+    if why := reasons(row, problem, device, table):
+        raise UnsupportedError(
+            f"template {name} can't run this problem ({problem}) on {device}: {'; '.join(why)}"
+        )
+    return row
+
+
+#: What ``choose`` found: with it the table and the costs by which it did.
+_chosen: Recent[tuple[object, ...], tuple[Row, Table, Calibration]] = Recent(MAX_CHOICES)
+
+
+class Contender(NamedTuple):
+    """A row that cost decides on, and its prices."""
+
+    row: Row
+    family: Family
+    prices: RowCost | None
+
+
+#: By what keeps rows from a problem, lengths apart.
+_in_question: Recent[tuple[object, ...], tuple[list[Contender], Table, Calibration]] = Recent(MAX_CHOICES)
+
+
+def in_question(problem: Problem, device: Device, table: Table, known: Calibration) -> list[Contender]:
+    """The rows that cost decides between. Raises UnsupportedError where there is none."""
+    key = (
+        device,
+        devices.forced_arch(),
+        id(table),
+        id(known),
+        problem.dtype,
+        problem.head_dim,
+        problem.head_dim_v,
+        problem.alignment,
+        problem.features,
+        problem.window[0] >= 0,
+        problem.block_mask,
+        problem.key_span <= MAX_KEY_SPAN,
+        problem.is_decode,
+    )
+    if (found := _in_question.get(key) or _in_question.revive(key)) is not None:
+        return found[0]
+    eligible = eligible_rows(problem, device, table)
+    if not eligible:
+        raise UnsupportedError(refusal.message(problem, device, table))
+    rows = contenders(eligible, problem)
+    made = [Contender(row, family(row), family(row).prices(row, problem, device, known)) for row in rows]
+    _in_question.put(key, (made, table, known))
+    return made
+
+
+def cheapest(rows: Sequence[Contender], problem: Problem, device: Device) -> Row:
+    """The row of the least ``price``, the first of several.
+
+    Launches are played through in the order of what they cost at least, up to the first that can't win.
+    """
+    if len(rows) == 1:
+        return rows[0].row
+    bounds: list[tuple[float, int, Offer]] = []
+    for number, (row, of, prices) in enumerate(rows):
+        offer = of.offer(row, problem, device, prices)
+        bounds.append((offer.bound(), number, offer))
+    least, winner = math.inf, 0
+    for bound, number, offer in sorted(bounds, key=_by_bound):
+        if bound > least:
+            break
+        if offer.least() > least:
+            continue
+        us = offer.us()
+        if us < least or (us == least and number < winner):
+            least, winner = us, number
+    return rows[winner].row
+
+
+def _by_bound(found: tuple[float, int, Offer]) -> tuple[float, int]:
+    return found[:2]
+
+
+def price(row: Row, problem: Problem, device: Device, calibration: Calibration) -> float:
+    """What rows are chosen by: the predicted microseconds, more of a scored row that nobody timed."""
+    of = family(row)
+    return of.offer(row, problem, device, of.prices(row, problem, device, calibration)).us()
+
+
+def predicted_us(row: Row, problem: Problem, device: Device, calibration: Calibration | None = None) -> float:
+    """Predicted microseconds of one launch: a model that ranks rows, not a measurement.
+
+    ``calibration``: what the model was told of this GPU; the one that counts here when None.
+    """
+    calibration = calibration or store.for_device(device)
+    if row.family == "wide":
+        return price(row, problem, device, calibration)
+    return predict(row, problem, device, calibration.cost(row, device))
+
+
+def contenders(eligible: Sequence[Row], problem: Problem) -> Sequence[Row]:
+    """The eligible rows that cost decides between; the others are for problems that these can't run.
+
+    Scored rows do more than a plain problem needs: where a plain row takes it, they are only in question for
+    decoding, since plain rows don't split keys among blocks. Of those, the ones of the least head dims are:
+    the others compute the same and more zeros. Copying element by element is for operands that nothing else
+    takes: with others it has never been the fastest, and where all rows cost about the same, a prediction
+    could err in its favour.
+    """
+    if not problem.is_decode:
+        eligible = [row for row in eligible if not row.scored] or eligible
+    least = min(((row.head_dim, row.head_dim_v) for row in eligible if row.scored), default=None)
+    eligible = [row for row in eligible if not row.scored or (row.head_dim, row.head_dim_v) == least]
+    return [row for row in eligible if row.family == "wide" or row.copy != "element"] or eligible

@@ -1,0 +1,102 @@
+"""What keeps a row from a problem: a list of reasons, empty when it can run it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from cutlass_fmha.dispatch import device as devices
+from cutlass_fmha.dispatch import table as tables
+from cutlass_fmha.dispatch.device import Device
+from cutlass_fmha.dispatch.families import plain, scored, wide
+from cutlass_fmha.dispatch.families.family import Family
+from cutlass_fmha.dispatch.problem import Problem
+from cutlass_fmha.dispatch.table import Row, Table
+
+FAMILIES: Mapping[str, Family] = {
+    "plain": plain,
+    "few_query": plain,
+    "scored": scored,
+    "few_query_scored": scored,
+    "wide": wide,
+}
+
+
+def family(row: Row) -> Family:
+    return FAMILIES[row.family]
+
+
+def lacking(row: Row, problem: Problem) -> tuple[str, ...]:
+    """The features of a problem that a row doesn't know."""
+    return family(row).lacking(problem)
+
+
+def reasons(row: Row, problem: Problem, device: Device, table: Table | None = None) -> list[str]:
+    """Why a row can't run a problem on a device, one sentence each; empty when it can."""
+    table = table or tables.this_build()
+    of = family(row)
+    sentences = (rule(row, problem, device, table) for rule in (*of.FIXED_RULES, *of.CALL_RULES))
+    return [sentence for sentence in sentences if sentence is not None]
+
+
+def irrelevance(row: Row, problem: Problem, device: Device, table: Table) -> tuple[str, str] | None:
+    """What a row is for that has nothing to do with a problem, as ("another dtype", "float16").
+
+    None for a row for this architecture, dtype and head dim: its reasons are worth reading.
+    """
+    if row.arch != devices.rows_arch(device, table.architectures):
+        return "another architecture", f"sm_{row.arch}"
+    if row.dtype != problem.dtype:
+        return "another dtype", row.dtype
+    others = family(row).other_head_dims(row, problem)
+    return None if others is None else ("other head dims", others)
+
+
+def eligible_rows(problem: Problem, device: Device, table: Table) -> list[Row]:
+    """The rows that have no reason against them."""
+    return [row for row in _made_for(problem, device, table) if not _refused(row, problem, device, table)]
+
+
+def _refused(row: Row, problem: Problem, device: Device, table: Table) -> bool:
+    return any(rule(row, problem, device, table) for rule in family(row).CALL_RULES)
+
+
+def _made_for(problem: Problem, device: Device, table: Table) -> tuple[Row, ...]:
+    """The rows that nothing keeps from a problem but what else the call says: looked up by what they are made
+    for, the device, the dtype and the head dims."""
+    arch = devices.rows_arch(device, table.architectures)
+    key = (device, arch, problem.dtype, problem.head_dim, problem.head_dim_v)
+    if (rows := table.made_for.get(key)) is None:
+        rows = tuple(
+            row
+            for row in table.rows
+            if not any(rule(row, problem, device, table) for rule in family(row).FIXED_RULES)
+        )
+        table.made_for[key] = rows
+    return rows
+
+
+def no_rows(device: Device, table: Table | None = None) -> str | None:
+    """Why a device takes no row of a build at all, and what to do about it; None when it takes some."""
+    table = table or tables.this_build()
+    if not table.rows:
+        return tables.NO_KERNELS
+    if devices.rows_arch(device, table.architectures) is not None:
+        return None
+    held = ", ".join(f"sm_{arch}" for arch in table.architectures)
+    if (forced := devices.forced_arch()) is not None:
+        return (
+            f"{devices.FORCE_ARCH}={forced} asks for sm_{forced} rows, "
+            f"and this build holds rows for {held} only"
+        )
+    if device.capability < (8, 9):
+        return (
+            f"{device} is older than every kernel of cutlass_fmha: compute capability 8.9 or newer is needed"
+        )
+    way_out = "with its own architecture"
+    if (own := devices.own_arch(device)) in table.architectures:
+        held += f" (compiled for sm_{table.architectures[own]})"
+        way_out = "with nvcc 12.9 or newer, which compiles for the whole family"
+    return (
+        f"this build of cutlass_fmha holds rows for {held} only, none of which {device} takes: rebuild it "
+        f"with `pip install . -C cmake.define.CMAKE_CUDA_ARCHITECTURES=89`, or {way_out}"
+    )

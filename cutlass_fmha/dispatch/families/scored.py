@@ -1,0 +1,73 @@
+"""Scored rows, for every mask, score and shape up to their head dims, and those of them for few queries."""
+
+from __future__ import annotations
+
+from cutlass_fmha.cost import Launch, RowCost
+from cutlass_fmha.cost.store import Calibration
+from cutlass_fmha.dispatch.describe import Call
+from cutlass_fmha.dispatch.device import Device
+from cutlass_fmha.dispatch.families.family import (
+    Offer,
+    Prepared,
+    Rule,
+    alignment,
+    dtype,
+    head_dims,
+    made_for_device,
+    shared_memory,
+)
+from cutlass_fmha.dispatch.problem import Problem
+from cutlass_fmha.dispatch.table import Row, Table
+from cutlass_fmha.launch.params import prepare_attention
+
+UNTIMED = 1.25
+"""A scored row that nobody timed is taken before a plain one where it should be faster by this factor."""
+
+
+def _head_dim(row: Row, problem: Problem, device: Device, table: Table) -> str | None:
+    if problem.head_dim <= row.head_dim and problem.value_dim <= row.head_dim_v:
+        return None
+    most = str(row.head_dim)
+    if row.head_dim_v != row.head_dim:
+        most += f", {row.head_dim_v} of value"
+    return f"made for head dims up to {most}, and the tensors have {head_dims(problem)}"
+
+
+def _block_mask(row: Row, problem: Problem, device: Device, table: Table) -> str | None:
+    if problem.block_mask is None:
+        return None
+    block_m, block_n = problem.block_mask
+    keys = row.tile_n * row.kv_warps
+    if block_m % row.tile_m == 0 and block_n % keys == 0:
+        return None
+    return (
+        f"takes block masks of blocks that are multiples of {row.tile_m} x {keys}, "
+        f"and these are {block_m} x {block_n}"
+    )
+
+
+FIXED_RULES: tuple[Rule, ...] = (made_for_device, dtype, _head_dim, shared_memory)
+CALL_RULES: tuple[Rule, ...] = (_block_mask, alignment)
+
+
+def lacking(problem: Problem) -> tuple[str, ...]:
+    return ()
+
+
+def other_head_dims(row: Row, problem: Problem) -> str | None:
+    fits = problem.head_dim <= row.head_dim and problem.value_dim <= row.head_dim_v
+    return None if fits else f"up to {row.head_dim}"
+
+
+def prices(row: Row, problem: Problem, device: Device, known: Calibration) -> RowCost | None:
+    cost = known.cost(row, device)
+    return cost.scaled(UNTIMED) if problem.is_plain and row.name not in known.rows else cost
+
+
+def offer(row: Row, problem: Problem, device: Device, prices: RowCost | None) -> Offer:
+    assert prices is not None
+    return Launch(row, problem, device, prices)
+
+
+def prepare(row: Row, call: Call, device: Device) -> Prepared:
+    return Prepared(*prepare_attention(row, call, device))

@@ -1,0 +1,137 @@
+"""torch's dispatcher: how an op is registered, and when a call may pass it by."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from cutlass_fmha import _C, autocast, private_torch
+from cutlass_fmha.arguments import check
+
+#: In a build whose kernels run on the CPU (tools/simulator), 1 has ops launch them on CPU tensors.
+SIMULATE = "CUTLASS_FMHA_SIMULATE"
+
+# The library must live as long as its registrations. Schemas and plain implementations are registered by hand
+# because torch.library.custom_op costs three times as much per call.
+library = torch.library.Library("cutlass_fmha", "DEF")
+
+NO_BACKWARD = (
+    "cutlass_fmha has no backward yet, and an input of this call requires a gradient: call it under "
+    "torch.no_grad() or with detached inputs, or train with torch's scaled_dot_product_attention"
+)
+
+
+def register(
+    schema: str, implementations: Mapping[str, Callable[..., Any]], casts: autocast.Rule = autocast.as_it_is
+) -> None:
+    """Defines an op. ``implementations``: for "CUDA", "CPU" and "fake"; ``casts``: autocast's rule."""
+    name = schema.partition("(")[0]
+    # Inductor must not hand over another layout than the traced one: last dimensions have to stay contiguous.
+    library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
+    refuse_elsewhere(name)
+    for key, implementation in implementations.items():
+        if key == "fake":
+            torch.library.register_fake(f"cutlass_fmha::{name}", implementation, lib=library)
+        else:
+            library.impl(name, implementation, key)
+    library.impl(name, functools.partial(_refuse_gradients, name), "Autograd", with_keyset=True)
+    autocast.register(library, name, casts)
+
+
+def register_writes(name: str, implementation: Callable[..., Any]) -> None:
+    """What an op that writes to its arguments does besides, called with the keyset first."""
+    library.impl(name, implementation, "ADInplaceOrView", with_keyset=True)
+
+
+def _refuse_gradients(name: str, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+    """Nothing here has a backward: a call whose gradient would silently be missing raises."""
+    given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    if needs_gradient(*given):
+        raise NotImplementedError(NO_BACKWARD)
+    return private_torch.after_autograd(
+        getattr(torch.ops.cutlass_fmha, name).default, keyset, *args, **kwargs
+    )
+
+
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Whether autograd, in reverse or forward mode, would want a derivative of a call on these tensors."""
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        return True
+    if private_torch.forward_ad._current_level < 0:
+        return False
+    return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+
+
+def refuse_elsewhere(name: str) -> None:
+    """Has the op refuse what it has no implementation for: other devices, sparse and nested tensors."""
+
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        arguments = getattr(torch.ops.cutlass_fmha, name).default._schema.arguments
+        given = dict(zip((each.name for each in arguments), args, strict=False)) | kwargs
+        for each in arguments:
+            value = given.get(each.name)
+            if str(each.type) == "Tensor" or isinstance(value, Tensor):
+                check.check_tensor(each.name, value)
+            if isinstance(value, Tensor) and value.is_quantized:
+                raise NotImplementedError(
+                    f"{each.name} is quantized, which no kernel takes: pass {each.name}.dequantize()"
+                )
+        device = next(value.device for value in given.values() if isinstance(value, Tensor))
+        raise NotImplementedError(
+            f"{arguments[0].name} must be on a CUDA device or the CPU, got {device}: {name} can't run there"
+        )
+
+    for key in ("CompositeExplicitAutograd", "NestedTensorCPU", "NestedTensorCUDA"):
+        library.impl(name, refuse, key)
+
+
+def simulated() -> bool:
+    """Whether kernels run on CPU tensors: in a build for tools/simulator that was told to."""
+    return os.environ.get(SIMULATE) == "1" and bool(_C.build_info().get("simulator"))
+
+
+def can_skip_dispatcher(query: Any, key: Any, value: Any) -> bool:
+    """Whether nothing but the CUDA implementation would have a say in a call: half of its host time is saved.
+
+    Whatever listens to operators gets its way through the dispatcher: tracing, modes, functorch transforms,
+    subclasses, the profiler, gradients. Autocast had its say before: ``autocast.operands``. Only
+    asked where ``torch.compiler.is_compiling()`` is false.
+    """
+    return (
+        type(query) is Tensor
+        and type(key) is Tensor
+        and type(value) is Tensor
+        # The modes come first: one for functions would see the questions to the tensors that follow.
+        and private_torch.len_torch_function_stack() == 0
+        and private_torch.len_torch_dispatch_stack() == 0
+        and private_torch.peek_interpreter_stack() is None
+        and private_torch.get_tracing_state() is None
+        and private_torch.forward_ad._current_level < 0
+        and not private_torch.profiler._is_profiler_enabled
+        and query.is_cuda
+        and key.is_cuda
+        and value.is_cuda
+        and not (
+            torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+        )
+        and not (query.is_neg() or key.is_neg() or value.is_neg())
+    )
+
+
+def others_can_skip_dispatcher(arguments: Mapping[str, Any]) -> bool:
+    """What ``can_skip_dispatcher`` asks of query, key and value, of the other tensors of a call."""
+    gradients = torch.is_grad_enabled()
+    return all(
+        type(value) is Tensor
+        and value.is_cuda
+        and not (gradients and value.requires_grad)
+        and not value.is_neg()
+        for value in arguments.values()
+        if isinstance(value, Tensor)
+    )

@@ -1,0 +1,76 @@
+"""Data goes down once: no module of the package imports one that imports it, at its top or in a function."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "cutlass_fmha"
+
+#: Imports in functions that are not counted, and why they may go up.
+UPWARDS = {
+    ("arguments.signature", ""): "an error asks what a public function takes",
+    ("cost.store", ""): "the version that a calibration is of",
+    ("calibrate.measurements", ""): "the same",
+    ("dispatch.explain", "calibrate.timing"): "explain(measure=True) times rows: only then is that imported",
+}
+
+
+def name_of(file: Path) -> str:
+    """ "dispatch.table"; "" for the package itself."""
+    parts = file.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+MODULES = {name_of(file): file for file in PACKAGE.rglob("*.py")}
+
+
+def imported(name: str) -> Iterator[str]:
+    """What a module imports of the package, but for types alone."""
+    tree = ast.parse(MODULES[name].read_text())
+    unread = {
+        id(inside)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inside in ast.walk(node)
+    }
+    own = [PACKAGE.name, *name.split(".")] if name else [PACKAGE.name]
+    if MODULES[name].name != "__init__.py":
+        own = own[:-1]
+    for node in ast.walk(tree):
+        if id(node) in unread:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (each.name for each in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(own[: len(own) - node.level + 1]) if node.level else ""
+            module = ".".join(filter(None, (base, node.module or "")))
+            for each in node.names:
+                inside = f"{module}.{each.name}"
+                name_inside = inside.removeprefix(f"{PACKAGE.name}.")
+                yield inside if name_inside in MODULES or name_inside == "_C" else module
+
+
+def graph() -> dict[str, set[str]]:
+    found = {}
+    for name in MODULES:
+        of_package = {x for x in imported(name) if x.split(".")[0] == PACKAGE.name}
+        names = {x.removeprefix(PACKAGE.name).removeprefix(".") for x in of_package}
+        found[name] = {x for x in names if x in MODULES and x != name}
+    return found
+
+
+def test_no_module_imports_one_that_imports_it():
+    edges = graph()
+    assert "launch.recent" in edges["launch.plan"] and "launch.plan" in edges["ops.forward"]
+    for name, above in UPWARDS:
+        assert above in edges[name], f"{name} imports {above or 'the package'} no more: drop it from UPWARDS"
+        edges[name].discard(above)
+    graphlib.TopologicalSorter(edges).prepare()  # CycleError names the modules
+
+
+def test_the_problem_and_the_table_know_nothing_of_the_rest():
+    edges = graph()
+    assert edges["dispatch.problem"] == set() and edges["dispatch.table"] == set()
