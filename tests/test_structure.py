@@ -1,13 +1,21 @@
-"""What every kernel needs is defined once: which files of ``src/`` have the formula of it. Needs no build."""
+"""What every kernel needs is defined once: which files of ``src/`` have the formula of it.
+
+And guides name files that there are. Needs no build."""
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from pathlib import Path
 
 import pytest
 
-SOURCES = Path(__file__).parents[1] / "src"
+ROOT = Path(__file__).parents[1]
+SOURCES = ROOT / "src"
+FOLDERS = ("src", "cutlass_fmha", "tests", "tools", "docs", "cmake", "build_backend", "benchmarks")
+GUIDES = [
+    file for file in (ROOT / "docs").glob("*.md") if file.stem != "performance-log"
+]  # that tells of the past
 
 #: What -> how its formula is written, and the only files that have it. float32 and head dims above 256
 #: (src/wide) multiply and sum in their own way.
@@ -42,3 +50,31 @@ def test_what_every_kernel_needs_is_defined_once(what: str):
     files = [f for f in SOURCES.rglob("*") if f.suffix in (".cuh", ".h", ".cpp") and f.is_file()]
     found = {str(f.relative_to(SOURCES)) for f in files if re.search(formula, code_of(f))}
     assert found == expected
+
+
+def expanded(path: str) -> list[str]:
+    """``a.{h,cpp}`` -> ``a.h``, ``a.cpp``."""
+    if not (braces := re.search(r"\{([^{}]*)\}", path)):
+        return [path]
+    return [p for part in braces[1].split(",") for p in expanded(path.replace(braces[0], part, 1))]
+
+
+def paths_of(text: str) -> list[str]:
+    """What stands in backticks and ends as files of ours do, or as a directory."""
+    words = (path for word in re.findall(r"`([\w./{},*-]+)`", text) for path in expanded(word))
+    return [path for path in words if re.search(r"\w\*?\.(py|pyi|cuh|h|cpp|cmake|sh)$|^\w[\w/]*/$", path)]
+
+
+@pytest.mark.parametrize(
+    "guide", [*GUIDES, ROOT / "CONTRIBUTING.md", ROOT / "README.md"], ids=lambda g: g.stem
+)
+def test_every_file_that_a_guide_names_exists(guide: Path):
+    there = ["/" + str(f.relative_to(ROOT)) for folder in FOLDERS for f in (ROOT / folder).rglob("*")]
+    there += [f"/{folder}" for folder in FOLDERS] + [f"/{f.name}" for f in ROOT.iterdir()]
+    paths = {path.rstrip("/") for path in paths_of(guide.read_text())}
+    assert not {path for path in paths if not fnmatch.filter(there, f"*/{path}")}
+
+
+def test_paths_of_a_guide():
+    found = paths_of("`a.{h,cpp}` `src/core/` `x.y` `f(a.py)` `t_*.py` `.built`")
+    assert found == ["a.h", "a.cpp", "src/core/", "t_*.py"]
