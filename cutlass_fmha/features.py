@@ -65,7 +65,9 @@ class Features(NamedTuple):
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that are there, by name."""
-        return {name: value for name, value in self._asdict().items() if isinstance(value, Tensor)}
+        return {
+            name: value for name, value in zip(self._fields, self, strict=True) if isinstance(value, Tensor)
+        }
 
 
 #: Those of a call that says nothing.

@@ -24,19 +24,22 @@ Names = tuple[str, str, str]
 Operands = tuple[Tensor, Tensor, Tensor]
 Strides = tuple[int, int, int]
 
-#: Features of a problem (``FEATURES``) that a tensor of ``Features`` stands for.
-_NAMED = (
-    ("mask", ("mask",)),
-    ("bias", ("bias",)),
-    ("prefix", ("prefix_lengths",)),
-    ("block_mask", ("block_counts",)),
-    ("alibi", ("alibi_slopes",)),
-    ("sinks", ("sinks",)),
-    ("varlen", ("cu_seqlens_q", "cu_seqlens_k")),
-    ("lengths", ("seqused_q", "seqused_k", "leftpad_k")),
-    ("pages", ("page_table",)),
-    ("cache_batch_idx", ("cache_batch_idx",)),
-)
+#: Of each tensor of ``Features``, which feature of a problem (``FEATURES``) it stands for.
+_STANDS_FOR = {
+    "mask": "mask",
+    "bias": "bias",
+    "prefix_lengths": "prefix",
+    "block_counts": "block_mask",
+    "alibi_slopes": "alibi",
+    "sinks": "sinks",
+    "cu_seqlens_q": "varlen",
+    "cu_seqlens_k": "varlen",
+    "seqused_q": "lengths",
+    "seqused_k": "lengths",
+    "leftpad_k": "lengths",
+    "page_table": "pages",
+    "cache_batch_idx": "cache_batch_idx",
+}
 
 
 class Call(NamedTuple):
@@ -136,14 +139,19 @@ def problem_of(
 def _features_of(features: Features, window: tuple[int, int] | None) -> tuple[str, ...]:
     """Names of ``FEATURES``, in that order."""
     asked = {
-        "window": window is not None,
-        "softcap": features.softcap > 0,
-        "dropout": features.dropout_p > 0,
-        "splits": (features.num_splits or 1) > 1,
+        _STANDS_FOR.get(name)
+        for name, value in zip(features._fields, features, strict=True)
+        if value is not None
     }
-    for name, tensors in _NAMED:
-        asked[name] = any(getattr(features, tensor) is not None for tensor in tensors)
-    return tuple(name for name in FEATURES if asked[name])
+    if window is not None:
+        asked.add("window")
+    if features.softcap > 0:
+        asked.add("softcap")
+    if features.dropout_p > 0:
+        asked.add("dropout")
+    if (features.num_splits or 1) > 1:
+        asked.add("splits")
+    return tuple(name for name in FEATURES if name in asked)
 
 
 def for_one_sequence(problem: Problem, features: Features) -> Problem:

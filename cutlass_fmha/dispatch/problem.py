@@ -78,7 +78,7 @@ class Problem:
         """Whether the call asks for nothing that plain rows don't know."""
         return not self.features and self.head_dim_v is None
 
-    @functools.cached_property
+    @property
     def is_decode(self) -> bool:
         """Whether few queries meet many keys, so that dividing the keys may be what fills the GPU."""
         group = self.num_heads // self.num_heads_kv if self.num_heads_kv else 1
