@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -71,6 +72,16 @@ NOT_OF_PLAIN_ROWS = tuple(
 )
 
 
+def install(monkeypatch: pytest.MonkeyPatch, run: Callable[..., None]) -> None:
+    """Puts a ``_C.run`` in the place of the real one, and of ``_C.launch``."""
+
+    def launch(row: int, plan: _C.AttentionParams, device: int, stream: int, *of_call: Any) -> None:
+        run(row, plan.of_call(*of_call), device, stream)
+
+    monkeypatch.setattr(_C, "run", run)
+    monkeypatch.setattr(_C, "launch", launch)
+
+
 class FakeKernels:
     """Stands in for ``_C.run``: remembers launches and, if ``compute``, does them in fp64."""
 
@@ -79,12 +90,7 @@ class FakeKernels:
         self.launches: list[Launched] = []
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(_C, "run", self)
-        monkeypatch.setattr(_C, "launch", self.launch)
-
-    def launch(self, row: int, plan: _C.AttentionParams, device: int, stream: int, *of_call: float) -> None:
-        q, k, v, o, lse, scale, room = of_call
-        self(row, plan.of_call(q, k, v, o, lse, scale, room), device, stream)  # type: ignore[arg-type]
+        install(monkeypatch, self)
 
     def of(self, scored: bool) -> list[Launched]:
         """The launches of scored rows, or of the others."""

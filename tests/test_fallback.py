@@ -13,7 +13,7 @@ import cubin
 import pytest
 import torch
 from cubin import RESERVED_SHARED, Kernel
-from fake_general import _at
+from fake_general import _at, install
 from resources import REGISTERS_PER_SM, SHARED_PER_BLOCK, SHARED_PER_SM, WARPS_PER_SM
 from torch import Tensor
 
@@ -22,6 +22,8 @@ from cutlass_fmha.arguments.check_features import check_features
 from cutlass_fmha.dispatch import device as devices
 from cutlass_fmha.dispatch import eligibility
 from cutlass_fmha.dispatch import table as tables
+from cutlass_fmha.dispatch.describe import describe
+from cutlass_fmha.dispatch.device import PRESETS
 from cutlass_fmha.dispatch.families import wide
 from cutlass_fmha.dispatch.problem import FEATURES, Problem
 from cutlass_fmha.errors import UnsupportedError
@@ -255,7 +257,7 @@ class Launches:
         self.rows: list[int] = []
         self.params: list[_C.AttentionParams] = []
         self.read: list[dict[str, Tensor]] = []
-        monkeypatch.setattr(_C, "run", self)
+        install(monkeypatch, self)
 
     def __call__(self, row: int, p: _C.AttentionParams, device: int, stream: int) -> None:
         assert device == 0 and stream == 0
@@ -312,6 +314,29 @@ def test_a_launch_names_what_the_call_says(launches: Launches):
     assert (p.window_left, p.window_right, p.bottom_right) == (-1, 0, True)
     assert p.seqused_k == lengths.data_ptr() and p.partial_o == 0 and p.bias == 0
     assert (p.lse_batch_stride, p.lse_head_stride, p.lse_rows) == (12, 3, 24)
+
+
+FIELDS = [name for name, kind in vars(_C.AttentionParams).items() if isinstance(kind, property)]
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 3])
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_is_planned_is_what_a_call_is_told(launches: Launches, seqlen_q: int, packed: bool):
+    """Where no operand is copied, a call needs nothing but its plan and addresses."""
+    q, k = made(torch.float32, seqlen_q, 4, 40), made(torch.float32, 5, 2, 40)
+    said: dict[str, Any] = {"window_right": 1}
+    if packed:
+        q, k, cu = q[0], k[0], torch.tensor([0, 1], dtype=torch.int32)
+        said |= {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": seqlen_q, "max_seqlen_k": 5}
+    launch(row_of(), q, k, k, **said)
+    (told,) = launches.params
+    prepared = wide.prepare(row_of(), describe((q, k, k), "none", Features(**said)), PRESETS["l4"])
+    assert prepared.launch is None and prepared.room == 0
+    of_a_call = {"q", "k", "v", "o", "lse", "scale", "cu_seqlens_q", "cu_seqlens_k", "device_lengths"}
+    for name in set(FIELDS) - of_a_call:
+        assert getattr(prepared.params, name) == getattr(told, name), name
+    biased = describe((q, k, k), "none", Features(**said, bias=torch.zeros(1, 5)))
+    assert wide.prepare(row_of(), biased, PRESETS["l4"]).launch is not None
 
 
 def test_packed_sequences_have_rows_of_tokens(launches: Launches):

@@ -36,6 +36,7 @@ from cutlass_fmha.dispatch.problem import MAX_KEY_SPAN, Problem
 from cutlass_fmha.dispatch.table import Row, Table
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.features import Features, Sizes
+from cutlass_fmha.launch.params import addresses_of, params_of
 from cutlass_fmha.launch.streams import current_stream
 
 logger = logging.getLogger("cutlass_fmha")
@@ -139,7 +140,22 @@ def offer(row: Row, problem: Problem, device: Device, prices: RowCost | None) ->
 
 
 def prepare(row: Row, call: Call, device: Device) -> Prepared:
-    return Prepared(_C.AttentionParams(), launch=partial(launch, row, call.sizes, call.causal))
+    """Planned as other rows are, where neither a copy nor memory is needed."""
+    sizes, features, multiple = call.sizes, call.features, _multiple(row)
+    fits = call.problem.alignment % row.alignment == 0 and not (
+        sizes.head_dim % multiple or sizes.head_dim_v % multiple
+    )
+    needs_room = row.accumulates and row.dtype != "float32"
+    if not fits or needs_room or features.mask is not None or features.bias is not None:
+        return Prepared(_C.AttentionParams(), launch=partial(launch, row, sizes, call.causal))
+    params = params_of(sizes, features, call.causal, call.strides)
+    params.pack = _packed_heads(sizes)
+    return Prepared(params)
+
+
+def _packed_heads(sizes: Sizes) -> int:
+    """The heads of a group share a tile where there is one query."""
+    return sizes.num_heads // sizes.num_heads_kv if sizes.seqlen_q == 1 and sizes.num_heads_kv else 1
 
 
 def predicted_us(row: Row, problem: Problem, device: Device) -> float:
@@ -217,9 +233,16 @@ def run(
     q, k, v = (_aligned(row, tensor) for tensor in tensors)
     if copied := [name for name, a, b in zip("qkv", tensors, (q, k, v), strict=True) if a is not b]:
         _warn_of_copies(row, copied)
-    params = _params(q, k, v, out, features, causal, sizes)
-    params.scale = scale
-    params.lse = 0 if lse is None else lse.data_ptr()
+    strides = (_strides(q), _strides(k), _strides(v))
+    params = params_of(
+        sizes._replace(head_dim=q.shape[-1], head_dim_v=v.shape[-1]), features, causal, strides
+    )
+    batch, seqlen, head = (0, *out.stride())[-4:-1]
+    params.o_stride, params.pack = (batch, seqlen, head), _packed_heads(sizes)
+    for name, field in addresses_of(features):
+        if name not in ("mask", "bias"):
+            setattr(params, field, getattr(features, name).data_ptr())
+    params.bias_type = "none"
     if bias is not None:
         params.bias, params.bias_type = bias.data_ptr(), "same_as_q"
         params.bias_stride = broadcast_strides(bias, sizes)
@@ -227,36 +250,9 @@ def run(
     if row.accumulates and not _can_accumulate_in(out, params):
         sums = torch.empty(out.shape, dtype=torch.float32, device=out.device)
         params.partial_o = sums.data_ptr()
-    index = out.get_device()
-    _C.run(row.index, params, max(index, 0), current_stream(index))
-
-
-def _params(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, features: Features, causal: str, sizes: Sizes
-) -> _C.AttentionParams:
-    """What every call says; the caller adds the scale, LSE, a bias and where to accumulate."""
-    p = _C.AttentionParams()
-    p.q, p.k, p.v, p.o = (tensor.data_ptr() for tensor in (q, k, v, out))
-    p.q_stride, p.k_stride, p.v_stride = (_strides(tensor) for tensor in (q, k, v))
-    batch, seqlen, head = (0, *out.stride())[-4:-1]
-    p.o_stride = batch, seqlen, head
-    p.batch, p.seqlen_q, p.seqlen_k = sizes.batch, sizes.seqlen_q, sizes.seqlen_k
-    p.num_heads, p.num_heads_kv = sizes.num_heads, sizes.num_heads_kv
-    p.head_dim, p.head_dim_v = q.shape[-1], v.shape[-1]
-    if sizes.seqlen_q == 1:  # the heads of a group share a tile
-        p.pack = sizes.num_heads // sizes.num_heads_kv
-    p.bottom_right = causal != "top-left"
-    p.window_right = features.window_right if causal == "none" else 0
-    for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k"):
-        if (vector := getattr(features, name)) is not None:
-            setattr(p, name, vector.data_ptr())
-    if features.cache_batch_idx is not None:
-        p.batch_index_k = features.cache_batch_idx.data_ptr()
-    rows = sizes.seqlen_q if sizes.total_q is None else sizes.total_q  # of a head, in LSE
-    p.lse_batch_stride = sizes.num_heads * rows if sizes.total_q is None else 0
-    p.lse_head_stride = rows
-    p.lse_rows = sizes.num_heads * rows * (sizes.batch if sizes.total_q is None else 1)
-    return p
+    index, lse_address = out.get_device(), 0 if lse is None else lse.data_ptr()
+    addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse_address)
+    _C.launch(row.index, params, max(index, 0), current_stream(index), *addresses, scale, 0)
 
 
 def _can_accumulate_in(out: Tensor, p: _C.AttentionParams) -> bool:
