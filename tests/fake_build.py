@@ -79,11 +79,11 @@ GENERAL = [
 
 
 def make_build(
-    archs: tuple[int, ...] = (89, 90, 120), compiled_for: dict[int, str] | None = None, general: bool = True
+    archs: tuple[int, ...] = (89, 90, 120), compiled_for: dict[int, str] | None = None, scored: bool = True
 ) -> Table:
     """A large tile, a small one, an element row and few-query rows for each architecture, dtype and head dim.
 
-    And scored rows, if ``general``.
+    And scored rows, if ``scored``.
     """
     rows: list[Row] = []
     for arch in archs:
@@ -99,7 +99,7 @@ def make_build(
                     smem_bytes = kv_warps * tile_m * (4 * head_dim + 8)
                     tile = (tile_m, tile_n, warps, "ldg_16", smem_bytes, kv_warps, stages)
                     rows.append(Row(len(rows), *key, *tile, dependent_launch=arch >= 90))
-            for head_dim, value_dim, tile_m, tile_n, warps, kv_warps, stages in GENERAL if general else ():
+            for head_dim, value_dim, tile_m, tile_n, warps, kv_warps, stages in GENERAL if scored else ():
                 loaded = stages * tile_n * kv_warps * (head_dim + (value_dim or head_dim))
                 tile = (
                     tile_m,

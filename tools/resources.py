@@ -206,7 +206,7 @@ def report_complaints(report: dict[str, Any]) -> list[str]:
         sizes = {key: recorded[key] for key in SIZES}
         kernel = Kernel(name, **sizes, opcodes=Counter(recorded["opcodes"]))
         row: Any = SimpleNamespace(name=name, **recorded["config"])
-        if row.family == "wide":  # these have limits of their own: tests/test_fallback.py
+        if row.family == "wide":  # these have limits of their own: tests/test_wide.py
             found += sentences(name, kernel, _of_every_kernel(kernel))
         elif hasattr(row, "warps"):
             found += complaints(kernel, row)

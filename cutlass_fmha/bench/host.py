@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -44,7 +45,27 @@ def repeated() -> dict[str, dict[str, float]]:
         }
         section = f"repeated, S{seqlen} D{head_dim}"
         found[section] = {name: round(us, 2) for name, us in time_host(calls).items()}
+    found["repeated, a key appended to a cache"] = {
+        name: round(us, 2) for name, us in time_host(_appends()).items()
+    }
     return found
+
+
+def _appends() -> dict[str, Call]:
+    """A decode step: keys and queries are rotated, keys appended, then attended to."""
+    import cutlass_fmha
+
+    q, k, v = _tensor(2, 1, 32, 128), _tensor(2, 1, 8, 128), _tensor(2, 1, 8, 128)
+    k_cache, v_cache = (_tensor(2, 4096, 8, 128) for _ in range(2))
+    lengths = torch.tensor([1000, 2000], dtype=torch.int32, device="cuda")
+    table: dict[str, Any] = {"rotary_cos": _tensor(4096, 64), "rotary_sin": _tensor(4096, 64)}
+    append = torch.ops.cutlass_fmha.append_kv_
+    return {
+        "with_kv_cache": partial(
+            cutlass_fmha.with_kv_cache, q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True, **table
+        ),
+        "the op append_kv_": partial(append, k_cache, v_cache, k, v, lengths, query=q, **table),
+    }
 
 
 def new_lengths() -> dict[str, dict[str, float]]:

@@ -79,11 +79,11 @@ def timings(tile: str, samples: Sequence[Sample], factors: Sequence[float] | Non
 
 
 def in_common(
-    sample: Sample, templates: Mapping[str, Row], device: Device, fits: Mapping[str, store.Fit]
+    sample: Sample, of_tiles: Mapping[str, Row], device: Device, fits: Mapping[str, store.Fit]
 ) -> float:
     """Predicted over measured time, as far as a sample's best rows share it. Few rows say little about that.
 
-    ``templates`` and ``fits``: those of each tile.
+    ``of_tiles`` and ``fits``: those of each tile.
     """
     times = sample.times
     best = min(times.values(), default=0.0)
@@ -91,7 +91,7 @@ def in_common(
     for name, us in times.items():
         tile = tile_of(name)
         if us < NEAR * best and tile in fits:
-            predicted = model.predict(templates[tile], sample.problem, device, fits[tile].cost)
+            predicted = model.predict(of_tiles[tile], sample.problem, device, fits[tile].cost)
             error = math.log(predicted / us)
             weight = (best / us) ** (2 * FAR)
             total += weight * max(-MOST_IN_COMMON, min(MOST_IN_COMMON, error))
@@ -99,49 +99,46 @@ def in_common(
     return math.exp(total / weights)
 
 
-def fit_tile(template: Row, device: Device, timed: Sequence[Weighted]) -> store.Fit | None:
-    """The costs of a tile's rows, of which ``template`` is one; None when there are too few timings."""
+def fit_tile(row: Row, device: Device, timed: Sequence[Weighted]) -> store.Fit | None:
+    """The costs of a tile's rows, of which ``row`` is one; None when there are too few timings."""
     if len(timed) < MIN_SAMPLES:
         return None
-    start = datasheet.row_cost(template, device)
-    ratios = [us / model.predict(template, problem, device, start) for problem, us, _ in timed]
+    start = datasheet.row_cost(row, device)
+    ratios = [us / model.predict(row, problem, device, start) for problem, us, _ in timed]
     start = start.scaled(median(ratios))
     start = replace(start, again=AGAIN * start.traffic)
     most = min(
         MOST_RESIDENT,
-        device.smem_per_sm // (template.smem_bytes + KIB),
-        device.warps_per_sm // template.warps,
+        device.smem_per_sm // (row.smem_bytes + KIB),
+        device.warps_per_sm // row.warps,
     )
     tried = [
-        _descend(template, device, timed, replace(start, resident=resident))
-        for resident in range(1, most + 1)
+        _descend(row, device, timed, replace(start, resident=resident)) for resident in range(1, most + 1)
     ]
     _, cost = min(tried, key=lambda pair: pair[0])
-    return rated(template, device, timed, cost)
+    return rated(row, device, timed, cost)
 
 
-def rated(template: Row, device: Device, timed: Sequence[Weighted], cost: RowCost) -> store.Fit:
+def rated(row: Row, device: Device, timed: Sequence[Weighted], cost: RowCost) -> store.Fit:
     """A row's costs with how well they explain timings of it."""
-    errors = [abs(error) for error in _errors(template, device, timed, cost)]
+    errors = [abs(error) for error in _errors(row, device, timed, cost)]
     return store.Fit(cost, median(errors), max(errors), len(errors))
 
 
-def _descend(
-    template: Row, device: Device, timed: Sequence[Weighted], start: RowCost
-) -> tuple[float, RowCost]:
+def _descend(row: Row, device: Device, timed: Sequence[Weighted], start: RowCost) -> tuple[float, RowCost]:
     """The best of a few rounds of least squares from ``start``, and its loss."""
     cost, best = start, (math.inf, start)
     for _ in range(ROUNDS):
-        errors = _errors(template, device, timed, cost)
+        errors = _errors(row, device, timed, cost)
         loss = sum(weight * _huber(error) for (_, _, weight), error in zip(timed, errors, strict=True))
         if loss < best[0]:
             best = (loss, cost)
-        cost = _solve(template, device, timed, errors, cost, start)
+        cost = _solve(row, device, timed, errors, cost, start)
     return best
 
 
-def _errors(template: Row, device: Device, timed: Sequence[Weighted], cost: RowCost) -> list[float]:
-    return [model.predict(template, problem, device, cost) / us - 1 for problem, us, _ in timed]
+def _errors(row: Row, device: Device, timed: Sequence[Weighted], cost: RowCost) -> list[float]:
+    return [model.predict(row, problem, device, cost) / us - 1 for problem, us, _ in timed]
 
 
 def _huber(error: float) -> float:
@@ -150,7 +147,7 @@ def _huber(error: float) -> float:
 
 
 def _solve(
-    template: Row,
+    row: Row,
     device: Device,
     timed: Sequence[Weighted],
     errors: Sequence[float],
@@ -161,7 +158,7 @@ def _solve(
     rows: list[tuple[float, ...]] = []
     targets: list[float] = []
     for (problem, us, weight), error in zip(timed, errors, strict=True):
-        counts = model.count(template, problem, device, cost)
+        counts = model.count(row, problem, device, cost)
         assert counts is not None  # an empty problem is never timed
         root = math.sqrt(weight * min(1.0, HUBER / max(abs(error), 1e-9)))
         rows.append(tuple(root / us * factor for factor in _factors(counts, cost)))
@@ -237,23 +234,23 @@ def fit(machine: Machine, samples: Sequence[Sample], build: Table) -> store.Cali
     device = machine.device
     timed_rows = {name for sample in samples for name in sample.times}
     tiles: dict[str, list[Row]] = {}
-    for template in build.rows:
-        if template.name in timed_rows:
-            tiles.setdefault(tile_of(template.name), []).append(template)
-    first = {tile: templates[0] for tile, templates in tiles.items()}
+    for row in build.rows:
+        if row.name in timed_rows:
+            tiles.setdefault(tile_of(row.name), []).append(row)
+    first = {tile: of_tiles[0] for tile, of_tiles in tiles.items()}
     fits = _fit_tiles(first, device, samples)
     factors = [in_common(sample, first, device, fits) for sample in samples]
     fits = _fit_tiles(first, device, samples, factors)
     rows: dict[str, store.Fit] = {}
     ratios: dict[str, list[float]] = {}
     for tile, found in fits.items():
-        template = first[tile]
+        row = first[tile]
         timed = timings(tile, samples)
-        rated_fit = rated(template, device, timed, found.cost)
+        rated_fit = rated(row, device, timed, found.cost)
         rows |= {row.name: rated_fit for row in tiles[tile]}
-        start = datasheet.row_cost(template, device)
-        ratios.setdefault(store.kind(template), []).extend(
-            us / model.predict(template, problem, device, start) for problem, us, _ in timed
+        start = datasheet.row_cost(row, device)
+        ratios.setdefault(store.kind(row), []).extend(
+            us / model.predict(row, problem, device, start) for problem, us, _ in timed
         )
     return store.Calibration(
         gpu=machine.gpu,
@@ -268,14 +265,11 @@ def fit(machine: Machine, samples: Sequence[Sample], build: Table) -> store.Cali
 
 
 def _fit_tiles(
-    templates: Mapping[str, Row],
+    of_tiles: Mapping[str, Row],
     device: Device,
     samples: Sequence[Sample],
     factors: Sequence[float] | None = None,
 ) -> dict[str, store.Fit]:
     """The costs of each tile that has enough timings."""
-    found = {
-        tile: fit_tile(template, device, timings(tile, samples, factors))
-        for tile, template in templates.items()
-    }
+    found = {tile: fit_tile(row, device, timings(tile, samples, factors)) for tile, row in of_tiles.items()}
     return {tile: fit for tile, fit in found.items() if fit is not None}

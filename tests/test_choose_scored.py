@@ -44,7 +44,7 @@ def reasons(problem: Problem, name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-def test_a_plain_row_lacks_each_feature_and_a_general_one_none(feature: str):
+def test_a_plain_row_lacks_each_feature_and_a_scored_one_none(feature: str):
     problem = replace(PREFILL, features=(feature,))
     why = [f"has no {FEATURES[feature]}: that takes a scored row"]
     assert reasons(problem, "fwd_sm89_f16_d64_m64n64w4") == why
@@ -171,7 +171,7 @@ def test_plain_problems_keep_their_plain_rows(gpu: str):
 
 
 @pytest.mark.parametrize("gpu", PRESETS)
-def test_long_decoding_takes_a_general_row_and_short_does_not(gpu: str):
+def test_long_decoding_takes_a_scored_row_and_short_does_not(gpu: str):
     default = store.default(PRESETS[gpu])  # a shipped file has timings of some of these rows only
     assert choose.choose(DECODE, PRESETS[gpu], table=BUILD, calibration=default).scored
     full = Problem(64, 1, 512, 32, 32, 128, "float16")
@@ -180,8 +180,8 @@ def test_long_decoding_takes_a_general_row_and_short_does_not(gpu: str):
 
 def test_a_row_that_nobody_timed_has_to_be_clearly_better():
     default = store.default(L4)
-    general, plain = (choose.choose(DECODE, L4, table=build, calibration=default) for build in (BUILD, PLAIN))
-    best = cost.predict(general, DECODE, L4, default.cost(general, L4))
+    split, plain = (choose.choose(DECODE, L4, table=build, calibration=default) for build in (BUILD, PLAIN))
+    best = cost.predict(split, DECODE, L4, default.cost(split, L4))
 
     def known(us: float, *rows) -> store.Calibration:
         fits = {row.name: store.Fit(cost.RowCost(us, 0, 0, 0, 0, 0, 0, 0), 0, 0, 9) for row in rows}
@@ -190,8 +190,8 @@ def test_a_row_that_nobody_timed_has_to_be_clearly_better():
     for factor, taken in ((1.2, False), (1.3, True)):
         given = known(factor * best, *(row for row in PLAIN.rows))
         assert choose.choose(DECODE, L4, table=BUILD, calibration=given).scored is taken
-    assert choose.price(general, DECODE, L4, default) == pytest.approx(scored.UNTIMED * best)
-    assert choose.price(general, replace(DECODE, features=("sinks",)), L4, default) == pytest.approx(best)
+    assert choose.price(split, DECODE, L4, default) == pytest.approx(scored.UNTIMED * best)
+    assert choose.price(split, replace(DECODE, features=("sinks",)), L4, default) == pytest.approx(best)
     assert choose.price(plain, DECODE, L4, default) == choose.predicted_us(plain, DECODE, L4, default)
 
 
@@ -212,7 +212,7 @@ def test_many_queries_take_large_tiles():
         assert choose.choose(windowed, gpu, table=BUILD).tile_m == 64
 
 
-def test_timings_without_general_rows_judge_the_others():
+def test_timings_without_scored_rows_judge_the_others():
     rows = {
         row.name: RowTime(10.0, 10.0, 5)
         for row in PLAIN.rows
@@ -220,9 +220,9 @@ def test_timings_without_general_rows_judge_the_others():
     }
     (pick,) = verdict.judge([Sample(DECODE, rows)], L4, BUILD)
     assert pick.right and not BUILD.by_name(pick.row).scored
-    general = choose.choose(DECODE, L4, table=BUILD).name
-    (pick,) = verdict.judge([Sample(DECODE, {**rows, general: RowTime(5.0, 5.0, 5)})], L4, BUILD)
-    assert pick.row == general
+    split = choose.choose(DECODE, L4, table=BUILD).name
+    (pick,) = verdict.judge([Sample(DECODE, {**rows, split: RowTime(5.0, 5.0, 5)})], L4, BUILD)
+    assert pick.row == split
 
 
 # ---- explain -----------------------------------------------------------------------------------------------
