@@ -81,6 +81,17 @@ def test_a_choice_is_that_of_its_class_of_lengths_and_costs_little(problem, gpu)
     assert prices[chosen.name] == min(prices.values())
 
 
+@given(problems, gpus)
+def test_a_launch_costs_no_less_than_its_bounds(problem, gpu):
+    """Rows whose bound is above another's price are never played through."""
+    build, known = tables.this_build(), store.for_device(gpu)
+    for row in eligibility.eligible_rows(problem, gpu, build):
+        of = eligibility.family(row)
+        offer = of.offer(row, problem, gpu, of.prices(row, problem, gpu, known))
+        slack = 1 + 1e-9
+        assert 0 <= offer.bound() <= offer.least() * slack <= offer.us() * slack**2
+
+
 def test_a_length_never_seen_before_is_priced_only_where_its_class_is_new(monkeypatch):
     priced: list[Problem] = []
     cheapest = choose.cheapest

@@ -161,7 +161,7 @@ class Launch:
     def _once(self, steps: float) -> tuple[int, float, float, float]:
         """The first of ``Counts``: what a launch has once. ``steps``: those of all blocks."""
         row, splits, tail = self._row, self._division.splits, self._division.tail
-        read = _bytes_read(self._problem)
+        read = BYTES_PER_ELEMENT * self._problem.elements_read
         moved = read + _bytes_written(self._problem, splits)
         if tail:
             moved += 2 * BYTES_PER_PARTIAL * tail.rows(row) * row.head_dim
@@ -190,16 +190,6 @@ class Launch:
 def count(row: Row, problem: Problem, device: Device, cost: RowCost) -> Counts | None:
     """What a launch is made of; None when it has no block. The counts are those at ``cost``."""
     return Launch(row, problem, device, cost).counts()
-
-
-def _bytes_read(problem: Problem) -> int:
-    """Bytes of the queries that see a key, and of the keys and values that are seen."""
-    queries = problem.seqlen_q
-    if problem.diagonal is not None:
-        queries = max(0, min(queries, queries + problem.diagonal))
-    begin, end = problem.visible_keys(0, problem.seqlen_q - 1)
-    of_keys = max(0, end - begin) * problem.num_heads_kv * (problem.head_dim + problem.value_dim)
-    return problem.batch * (queries * problem.num_heads * problem.head_dim + of_keys) * BYTES_PER_ELEMENT
 
 
 def _bytes_written(problem: Problem, splits: int) -> int:
@@ -316,14 +306,17 @@ def _play(
     for left, blocks, steps in launched:
         us = blocks * block + steps * step
         while left:
-            begin, _, many, blocks_before, steps_before = heapq.heappop(free)
+            begin, _, many, blocks_before, steps_before = free[0]
             taken = min(left, many)
             entry += 2
-            if taken < many:
-                heapq.heappush(free, (begin, entry - 1, many - taken, blocks_before, steps_before))
             ended = (begin + us, entry, taken, blocks_before + blocks, steps_before + steps)
-            heapq.heappush(free, ended)
-            longest = max(longest, ended)
+            if taken < many:
+                heapq.heapreplace(free, (begin, entry - 1, many - taken, blocks_before, steps_before))
+                heapq.heappush(free, ended)
+            else:
+                heapq.heapreplace(free, ended)
+            if ended > longest:
+                longest = ended
             left -= taken
     return longest[3], longest[4]
 

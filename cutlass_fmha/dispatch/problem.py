@@ -99,6 +99,16 @@ class Problem:
         return begin, self.seqlen_k if right < 0 else max(0, min(self.seqlen_k, last + offset + right + 1))
 
     @functools.cached_property
+    def elements_read(self) -> int:
+        """Those of the queries that see a key, and of the keys and values that are seen."""
+        queries = self.seqlen_q
+        if self.diagonal is not None:
+            queries = max(0, min(queries, queries + self.diagonal))
+        begin, end = self.visible_keys(0, self.seqlen_q - 1)
+        of_keys = max(0, end - begin) * self.num_heads_kv * (self.head_dim + self.value_dim)
+        return self.batch * (queries * self.num_heads * self.head_dim + of_keys)
+
+    @functools.cached_property
     def diagonal(self) -> int | None:
         """Key j is visible to query i when j <= i + diagonal; None when every key is."""
         return mask_diagonal(self.causal, self.seqlen_q, self.seqlen_k)
