@@ -179,8 +179,13 @@ def scaled_dot_product_attention(
         query, key, value, said = autocast.operands(query, key, value, {"bias": attn_mask})
         attn_mask = said["bias"]
     plain = attn_mask is None and dropout_p == 0.0
-    layout = "sdpa" if enable_gqa is False else "sdpa, gqa"
-    if plain and not torch.compiler.is_compiling() and dispatcher.can_skip_dispatcher(query, key, value):
+    layout = "sdpa" if enable_gqa is False else "sdpa, gqa" if enable_gqa is True else "bhsd"
+    if (
+        plain
+        and layout != "bhsd"
+        and not torch.compiler.is_compiling()
+        and dispatcher.can_skip_dispatcher(query, key, value)
+    ):
         # Where a call like this one went well, its tensors need not be asked again what they are.
         try:
             number = None if scale is None else check.finite_scale(scale)

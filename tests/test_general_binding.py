@@ -255,6 +255,8 @@ class TestRows:
     def test_a_row_that_is_none(self, number: int):
         with pytest.raises(ValueError, match="row must be between 0 and"):
             _C.run(number, params(), 0, 0)
+        with pytest.raises(ValueError, match="row must be between 0 and"):
+            _C.launch(number, params(), 0, 0, *[SOMEWHERE] * 5, 1.0, 0)
 
     @pytest.mark.parametrize("changes", [{}, {"tail": SOMEWHERE, "tail_tiles": 1, "tail_parts": 2}])
     def test_a_row_of_another_family(self, changes: dict[str, int]):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import cutlass_fmha
 from cutlass_fmha.kv_cache import with_kv_cache
+from cutlass_fmha.ops import append_kv, dispatcher
 from cutlass_fmha.rotary import rotary
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
@@ -547,3 +548,20 @@ def test_a_step_compiles_whole_and_writes_the_cache():
     found = compiled(cache.k_cache, cache.v_cache, int32(0, 5, 19))
     torch.testing.assert_close(found, step(other.k_cache, other.v_cache, int32(0, 5, 19)))
     assert torch.equal(cache.k_cache, other.k_cache) and torch.equal(cache.v_cache, other.v_cache)
+
+
+def test_past_the_dispatcher_writes_are_counted_too(monkeypatch):
+    """As autograd does it: whoever saved a cache for a backward is told."""
+    monkeypatch.setattr(dispatcher, "can_skip_dispatcher", lambda *tensors: True)
+    monkeypatch.setattr(dispatcher, "others_can_skip_dispatcher", lambda arguments: True)
+    monkeypatch.setattr(append_kv, "_launch", append_kv._write)  # the CPU's, as there is no GPU
+    for inference in (False, True):
+        with torch.inference_mode(inference):
+            k_cache, v_cache = (torch.zeros(1, 8, 2, 4) for _ in range(2))
+            key = torch.ones(1, 2, 2, 4)
+            lengths = torch.tensor([3], dtype=torch.int32)
+            before = None if inference else (k_cache._version, v_cache._version)
+            _, used = append_kv.append(append_kv.Append(k_cache, v_cache, key, key, lengths))
+            assert used.tolist() == [5] and k_cache[0, 3:5].eq(1).all()
+        # The write itself counts once.
+        assert inference or (k_cache._version - before[0], v_cache._version - before[1]) == (2, 2)

@@ -29,7 +29,7 @@ from cutlass_fmha.dispatch.families import wide
 from cutlass_fmha.dispatch.problem import CAUSAL, FEATURES
 from cutlass_fmha.features import Features
 from cutlass_fmha.launch import plan
-from cutlass_fmha.ops import forward
+from cutlass_fmha.ops import dispatcher, forward
 
 
 class Kernels(FakeKernels):
@@ -552,3 +552,20 @@ def test_the_cuda_implementation_is_the_launch(kernels):
     assert forward._cuda(q, k, v, 0.3, "none", False, None)[1].shape == (0,)
     with pytest.raises(ValueError, match="scale must be finite"):
         forward._cuda(q, k, v, float("inf"), "none", True, None)
+
+
+def test_torchs_attention_asks_a_known_call_nothing(kernels, monkeypatch):
+    """A plan is kept under the rules that it was made by: it serves no call that breaks others."""
+    monkeypatch.setattr(dispatcher, "can_skip_dispatcher", lambda *tensors: True)
+    q, k, v = qkv(heads=4, heads_kv=2)
+    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+    attend = cutlass_fmha.scaled_dot_product_attention
+    for _ in range(2):
+        out = attend(*heads_first, enable_gqa=True).transpose(1, 2)
+        oracle.assert_close(out, q, k, v)
+        monkeypatch.setattr(plan, "prepare", None)
+    assert len(kernels.launches) == 2
+    with pytest.raises(ValueError, match="leading dimensions that broadcast"):
+        attend(*heads_first)
+    with pytest.raises(TypeError, match="enable_gqa must be a bool, got int"):
+        attend(*heads_first, enable_gqa=0)
