@@ -177,6 +177,11 @@ def check_dims(tensors: tuple[Tensor, Tensor, Tensor], layout: str, names: tuple
     """Tensors, of the layout's four dimensions."""
     for name, tensor in zip(names, tensors, strict=True):
         check_tensor(name, tensor)
+    _check_dims(tensors, layout, names)
+
+
+def _check_dims(tensors: tuple[Tensor, Tensor, Tensor], layout: str, names: tuple[str, str, str]) -> None:
+    for name, tensor in zip(names, tensors, strict=True):
         if tensor.dim() != 4:
             raise ValueError(
                 f"{name} must have 4 dimensions, {_AXES[layout]}, got shape {tuple(tensor.shape)}"
@@ -188,42 +193,37 @@ def check_tensors(
 ) -> Dimensions:
     """Everything that a call asks of its tensors. Raises TypeError or ValueError, naming the one at fault."""
     check_types(tensors, names)
-    check_dims(tensors, layout, names)
+    _check_dims(tensors, layout, names)
     q_name, k_name, v_name = names
-    q, k, v = tensors
+    shapes = q, k, v = [tensor.shape for tensor in tensors]
     batch_axis, seqlen_axis, heads_axis = LAYOUTS[layout]
-    head_dim = q.shape[3]
+    batch, seqlen_q, heads, head_dim = q[batch_axis], q[seqlen_axis], q[heads_axis], q[3]
     if head_dim < 1:
         raise ValueError(f"{q_name} must have a head_dim (last dimension) of at least 1, got {head_dim}")
-    for name, tensor in ((k_name, k), (v_name, v)):
-        if tensor.shape[batch_axis] != q.shape[batch_axis]:
+    for name, shape in ((k_name, k), (v_name, v)):
+        if shape[batch_axis] != batch:
+            raise ValueError(f"{name} must have {q_name}'s batch size {batch}, got {shape[batch_axis]}")
+        if shape[3] != head_dim:
             raise ValueError(
-                f"{name} must have {q_name}'s batch size {q.shape[batch_axis]}, "
-                f"got {tensor.shape[batch_axis]}"
-            )
-        if tensor.shape[3] != head_dim:
-            raise ValueError(
-                f"{name} must have {q_name}'s head_dim (last dimension) {head_dim}, got {tensor.shape[3]}"
+                f"{name} must have {q_name}'s head_dim (last dimension) {head_dim}, got {shape[3]}"
             )
     for what, axis in (("seqlen", seqlen_axis), ("num_heads", heads_axis)):
-        if v.shape[axis] != k.shape[axis]:
-            raise ValueError(f"{v_name} must have {k_name}'s {what} {k.shape[axis]}, got {v.shape[axis]}")
-    heads, heads_kv = q.shape[heads_axis], k.shape[heads_axis]
+        if v[axis] != k[axis]:
+            raise ValueError(f"{v_name} must have {k_name}'s {what} {k[axis]}, got {v[axis]}")
+    heads_kv = k[heads_axis]
     if heads != heads_kv and (heads_kv == 0 or heads % heads_kv != 0):
         raise ValueError(
             f"{k_name} must have a number of heads that divides {q_name}'s {heads}, got {heads_kv}"
         )
-    for name, tensor in zip(names, tensors, strict=True):
-        if tensor.shape[seqlen_axis] > MAX_SEQLEN:
-            raise ValueError(f"{name} must have a seqlen of 2**29 at most, got {tensor.shape[seqlen_axis]}")
+    for name, tensor, shape in zip(names, tensors, shapes, strict=True):
+        if shape[seqlen_axis] > MAX_SEQLEN:
+            raise ValueError(f"{name} must have a seqlen of 2**29 at most, got {shape[seqlen_axis]}")
         if tensor.stride(3) != 1 and head_dim > 1:
             raise ValueError(
                 f"{name} must be contiguous in its last dimension, got a stride of {tensor.stride(3)} there: "
                 f"pass {name}.contiguous()"
             )
-    return Dimensions(
-        q.shape[batch_axis], q.shape[seqlen_axis], k.shape[seqlen_axis], heads, heads_kv, head_dim
-    )
+    return Dimensions(batch, seqlen_q, k[seqlen_axis], heads, heads_kv, head_dim)
 
 
 def alignment(value: int) -> int:

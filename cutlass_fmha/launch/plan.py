@@ -153,13 +153,18 @@ def launch(
 
     lse = parts = None
     if plan.device_index == private_torch.current_device():
-        out = private_torch.empty_strided_cuda(plan.out_shape, plan.out_strides, plan.dtype)
+        empty = private_torch.empty_strided_cuda
+        out = empty(plan.out_shape, plan.out_strides, plan.dtype)
         if return_lse:
-            lse = private_torch.empty_strided_cuda(plan.lse_shape, plan.lse_strides, torch.float32)
+            lse = empty(plan.lse_shape, plan.lse_strides, torch.float32)
+        if plan.room:
+            parts = empty((plan.room,), (1,), torch.float32)
     else:
         out = torch.empty_strided(plan.out_shape, plan.out_strides, dtype=plan.dtype, device=plan.device)
         if return_lse:
             lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=plan.device)
+        if plan.room:
+            parts = torch.empty(plan.room, dtype=torch.float32, device=plan.device)
     if plan.empty:
         return out, lse
     params = plan.params
@@ -167,8 +172,6 @@ def launch(
         params = params.copy()  # threads that share a plan must not meet in its parameters
         for name, field in plan.addresses:
             setattr(params, field, said[name].data_ptr())
-    if plan.room:
-        parts = torch.empty(plan.room, dtype=torch.float32, device=plan.device)
     _C.launch(
         plan.row,
         params,
