@@ -21,7 +21,7 @@ from cutlass_fmha.ops import dispatcher
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from cutlass_fmha.features import Keywords
+    from cutlass_fmha.features import FeatureArguments
 
 
 @overload
@@ -35,7 +35,7 @@ def attention(
     return_lse: Literal[False] = ...,
     layout: str = ...,
     template: str | None = ...,
-    **features: Unpack[Keywords],
+    **features: Unpack[FeatureArguments],
 ) -> Tensor: ...
 @overload
 def attention(
@@ -48,7 +48,7 @@ def attention(
     return_lse: Literal[True],
     layout: str = ...,
     template: str | None = ...,
-    **features: Unpack[Keywords],
+    **features: Unpack[FeatureArguments],
 ) -> tuple[Tensor, Tensor]: ...
 # The features are not named here: twenty more defaults would cost every call a quarter of a microsecond.
 @lists_features
@@ -62,7 +62,7 @@ def attention(
     return_lse: bool = False,
     layout: str = "bshd",
     template: str | None = None,
-    **features: Unpack[Keywords],
+    **features: Unpack[FeatureArguments],
 ) -> Tensor | tuple[Tensor, Tensor | None]:
     """Exact attention, ``softmax(scale * q @ k^T + ...) @ v``, in one kernel (FlashAttention-2, Dao 2023).
 
@@ -207,7 +207,7 @@ def scaled_dot_product_attention(
         layout, (query, key, value) = "bhsd", rows
     arguments: Mapping[str, Any] = NOTHING
     if not plain:
-        features: Keywords = {"dropout_p": dropout_p}
+        features: FeatureArguments = {"dropout_p": dropout_p}
         if attn_mask is not None:
             if is_causal:
                 raise ValueError(

@@ -103,7 +103,7 @@ class Sizes(NamedTuple):
         return self.batch, self.num_heads, self.seqlen_q
 
 
-class Keywords(TypedDict, total=False):
+class FeatureArguments(TypedDict, total=False):
     """The keyword arguments of ``attention`` that are about features; None says nothing."""
 
     window: tuple[int | None, int | None] | None

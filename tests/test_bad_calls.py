@@ -691,7 +691,7 @@ def test_what_has_no_shape_is_refused_past_the_dispatcher(tensor: torch.Tensor, 
 
 def test_signatures_list_the_features():
     listed = inspect.signature(attention).parameters
-    said = set(features.Keywords.__annotations__)
+    said = set(features.FeatureArguments.__annotations__)
     assert set(listed) == {"q", "k", "v", "scale", "causal", "return_lse", "layout", "template"} | said
     assert [name for name, each in listed.items() if each.kind != each.KEYWORD_ONLY] == ["q", "k", "v"]
     assert listed["window"].annotation == "tuple[int | None, int | None] | None"

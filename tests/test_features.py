@@ -9,7 +9,7 @@ import torch
 
 from cutlass_fmha import attention, cpu
 from cutlass_fmha.arguments import check_features, op_arguments
-from cutlass_fmha.features import Features, Keywords, Sizes
+from cutlass_fmha.features import FeatureArguments, Features, Sizes
 from cutlass_fmha.ops import dispatcher
 
 BATCH, SEQLEN_Q, SEQLEN_K, HEADS, HEADS_KV, DIM = 2, 6, 10, 4, 2, 16
@@ -45,7 +45,7 @@ def test_the_ops_keyword_arguments_are_the_fields_of_features():
 def test_attention_takes_the_names_that_its_type_has():
     import typing
 
-    hints = get_type_hints(Keywords, vars(typing) | {"Tensor": torch.Tensor})
+    hints = get_type_hints(FeatureArguments, vars(typing) | {"Tensor": torch.Tensor})
     assert (
         set(hints) == op_arguments.TENSORS | op_arguments.INTEGERS | op_arguments.FLOATS | op_arguments.OTHERS
     )
@@ -56,7 +56,7 @@ def test_attention_takes_the_names_that_its_type_has():
 
 def test_what_says_nothing_is_a_plain_call(monkeypatch):
     monkeypatch.setattr(cpu, "attend", None)
-    nothing = dict.fromkeys(Keywords.__annotations__)
+    nothing = dict.fromkeys(FeatureArguments.__annotations__)
     expected = call()
     for said in (nothing, {"softcap": 0, "dropout_p": 0.0, "dropout_seed": 3, "batch_invariant": False}):
         assert torch.equal(call(**said), expected)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from cutlass_fmha.features import Keywords
+from cutlass_fmha.features import FeatureArguments
 
 GUIDE = Path(__file__).resolve().parents[1] / "docs" / "attention.md"
 TEXT = GUIDE.read_text(encoding="utf-8")
@@ -30,6 +30,6 @@ def test_the_examples_run(example: str):
 
 def test_every_keyword_is_explained_and_shown():
     code = "".join(EXAMPLES)
-    for name in Keywords.__annotations__:
+    for name in FeatureArguments.__annotations__:
         assert f"**{name}**" in TEXT or f"**{name}=" in TEXT, f"{name} is not explained"
         assert f"{name}=" in code, f"{name} is in no example"

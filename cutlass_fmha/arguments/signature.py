@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
-from cutlass_fmha.features import Keywords
+from cutlass_fmha.features import FeatureArguments
 
 _ALWAYS = "leave it out: the same call gives the same bits every time"
 _CAUSAL = 'pass causal=True (the last query sees the last key) or causal="top-left" (torch\'s is_causal)'
@@ -104,7 +104,7 @@ def lists_features(function: Function) -> Function:
     catch_all = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = [each for each in own.parameters.values() if each.kind not in catch_all]
     if "features" in own.parameters and own.parameters["features"].kind == inspect.Parameter.VAR_KEYWORD:
-        for name, hint in Keywords.__annotations__.items():
+        for name, hint in FeatureArguments.__annotations__.items():
             annotation = getattr(hint, "__forward_arg__", hint)
             parameters.append(
                 inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
