@@ -26,6 +26,14 @@ constexpr char const* name_of(MmaKind mma) {
   return kNames[int(mma)];
 }
 
+/// What a kernel's source or launch does otherwise on one architecture than on another. Instructions are nvcc's matter.
+struct Architecture {
+  int number;        ///< 89, 90 or 120
+  bool copy_unit;    ///< has TMA, and launches that overlap
+  bool fast_memory;  ///< HBM: small tiles of all heads may be in flight at once, whatever the L2 cache holds
+};
+constexpr Architecture kArchitectures[] = {{89, false, false}, {90, true, true}, {120, true, false}};
+
 /// How tiles travel between global and shared memory, which is also what alignment a row asks of its operands.
 enum class Copy : int {
   cp_async_16,  ///< 16-byte cp.async: every pointer and every stride is a multiple of 16 bytes
@@ -71,6 +79,12 @@ struct TileConfig {
 
   constexpr int threads() const { return 32 * warps; }
   constexpr int element_bytes() const { return bytes_of(dtype); }
+  constexpr Architecture architecture() const {
+    for (Architecture const& known : kArchitectures) {
+      if (known.number == arch) return known;
+    }
+    return {};
+  }
 };
 
 /// How a 16-bit row up to head dim 256 is made.

@@ -46,19 +46,19 @@ CUTE_DEVICE void wait_for_kernels_ahead() {
 }
 
 /// Brings rows [begin, end) of a head to L2. A hint: where rows are not aligned to lines of 128 bytes, parts stay out.
-template <int HeadDim, int Threads>
-CUTE_DEVICE void prefetch_rows(uint16_t const* tensor, int64_t row_stride, int begin, int end) {
-  constexpr int kLines = ceil_div(HeadDim * 2, 128);
+template <int HeadDim, int Threads, class Element>
+CUTE_DEVICE void prefetch_rows(Element const* tensor, int64_t row_stride, int begin, int end) {
+  constexpr int kLine = 128 / int(sizeof(Element)), kLines = ceil_div(HeadDim, kLine);
   CUTE_NO_UNROLL
   for (int i = threadIdx.x; i < (end - begin) * kLines; i += Threads) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(tensor + (begin + i / kLines) * row_stride + i % kLines * 64));
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(tensor + (begin + i / kLines) * row_stride + i % kLines * kLine));
   }
 }
 
 /// The queries of tile `m_block` of a head, and this tile's part of the keys that are seen: its tiles have one part
 /// each.
-template <int HeadDim, int TileM, int Threads>
-CUTE_DEVICE void prefetch_inputs(ForwardParams const& p, uint16_t const* q, uint16_t const* k, uint16_t const* v,
+template <int HeadDim, int TileM, int Threads, class Element>
+CUTE_DEVICE void prefetch_inputs(ForwardParams const& p, Element const* q, Element const* k, Element const* v,
                                  int m_block) {
   int const seen = visible_keys(p, p.seqlen_q - 1);
   int const keys = ceil_div(seen, ceil_div(p.seqlen_q, TileM));

@@ -47,14 +47,14 @@ struct WarpProduct {
   using Element = typename T::Element;
   using Scores = typename T::ScoresFragment;
   using Output = typename T::OutputFragment;
-  using QTile = LdmatrixTile<C.head_dim, C.tile_m>;
-  using KTile = LdmatrixTile<C.head_dim, KeyRows>;
-  using VTile = LdmatrixTile<C.head_dim_v(), KeyRows>;
+  using QTile = LdmatrixTile<C.head_dim, C.tile_m, C.element_bytes()>;
+  using KTile = LdmatrixTile<C.head_dim, KeyRows, C.element_bytes()>;
+  using VTile = LdmatrixTile<C.head_dim_v(), KeyRows, C.element_bytes()>;
   using QStep = OperandA<T, 1>;
   using QFragments = OperandA<T, C.q_in_registers ? T::kDimSteps : 1>;  ///< of the whole walk, or unused
   using Probabilities = OperandA<T, T::kKeySteps>;
 
-  static constexpr uint32_t kQRowBytes = 2 * QTile::P::kWidth;
+  static constexpr uint32_t kQRowBytes = QTile::P::kRowBytes;
 
   // Lane offsets, in bytes: of Q, whose rows begin at `tile_row`, of K and of V.
   template <class Lane>

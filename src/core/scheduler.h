@@ -87,11 +87,13 @@ FMHA_HOST_DEVICE inline WorkTile work_tile(ForwardParams const& p, int tile_m, i
 }
 
 /// Of a launch. For a problem with at least one tile. On an H200, whose memory is 3 to 16 times as fast as that of GPUs
-/// with sm_89 and sm_120, small tiles, two or more an SM, are 2 to 5 % faster if those of all heads are mixed.
+/// with sm_89 and sm_120 (`fast_memory`), small tiles, two or more an SM, are 2 to 5 % faster if those of all heads are
+/// mixed.
 inline TileOrder tile_order(ForwardParams const& p, ForwardConfig const& c, Gpu const& gpu) {
   int const heads = p.batch * p.num_heads, tiles = ceil_div(p.seqlen_q, c.tile_m);
-  if (p.diagonal == kNoDiagonal || (c.arch == 90 && c.warps < 8)) return {heads, tiles};
-  return tile_order(gpu, c.warps, heads, p.num_heads / p.num_heads_kv, int64_t(p.seqlen_k) * c.head_dim * 4, tiles,
+  if (p.diagonal == kNoDiagonal || (c.architecture().fast_memory && c.warps < 8)) return {heads, tiles};
+  return tile_order(gpu, c.warps, heads, p.num_heads / p.num_heads_kv,
+                    int64_t(p.seqlen_k) * c.head_dim * 2 * c.element_bytes(), tiles,
                     short_tiles(p.diagonal, p.seqlen_k, c.tile_m, tiles));
 }
 

@@ -1,5 +1,5 @@
-// Tiles of 16-bit elements in shared memory: their swizzled layout, how they are filled from global memory, and how a
-// warp reads them with ldmatrix.
+// Tiles of elements of one size in shared memory: their swizzled layout, how they are filled from global memory, and
+// how a warp reads them with ldmatrix.
 #pragma once
 
 #include <cute/arch/copy_sm75.hpp>
@@ -10,19 +10,32 @@
 
 namespace cutlass_fmha {
 
-/// Columns are cut into panels of 64 (or 32) elements, so that a row of a panel is 128 (64) bytes and the XOR swizzle
-/// spreads the same 16-byte chunk of eight rows over all banks: ldmatrix and 16-byte copies are free of conflicts.
-template <int HeadDim>
+/// Elements where nothing is computed with them.
+template <int ElementBytes>
+using Bits = cute::uint_bit_t<8 * ElementBytes>;
+
+/// Columns are cut into panels, so that a row of a panel is 128 (or 64) bytes and the XOR swizzle spreads the same
+/// 16-byte chunk of eight rows over all banks: ldmatrix and 16-byte copies are free of conflicts.
+template <int HeadDim, int ElementBytes = 2>
 struct Panels {
-  static constexpr int kWidth = HeadDim % 64 == 0 ? 64 : 32;
+  static constexpr int kRowBytes = HeadDim * ElementBytes % 128 == 0 ? 128 : 64;
+  static constexpr int kWidth = kRowBytes / ElementBytes;  ///< columns of a panel
   static constexpr int kCount = HeadDim / kWidth;
+  static constexpr int kChunk = 16 / ElementBytes;  ///< columns of a chunk
+  static constexpr int kChunks = kRowBytes / 16;    ///< of a panel's row
+  static_assert(ElementBytes == 1 || ElementBytes == 2, "the columns of a chunk are 16 or 8");
   using Atom = decltype(cute::composition(
-      cute::Swizzle<kWidth == 64 ? 3 : 2, 3, 3>{},
+      cute::Swizzle<kChunks == 8 ? 3 : 2, kChunk == 8 ? 3 : 4, 3>{},
       cute::Layout<cute::Shape<cute::_8, cute::Int<kWidth>>, cute::Stride<cute::Int<kWidth>, cute::_1>>{}));
 
   /// (row, column) -> element offset of a tile of `Rows` rows.
   template <int Rows>
   using Layout = decltype(cute::tile_to_shape(Atom{}, cute::Shape<cute::Int<Rows>, cute::Int<HeadDim>>{}));
+  /// The same in bytes.
+  template <int Rows>
+  CUTE_HOST_DEVICE static uint32_t byte_offset(int row, int column) {
+    return ElementBytes * uint32_t(Layout<Rows>{}(row, column));
+  }
 };
 
 /// Where a lane's row begins among the four 8 x 8 matrices that ldmatrix.x4 reads of a 16 x 16 piece.
@@ -47,22 +60,22 @@ struct MatrixLane {
   CUTE_HOST_DEVICE static constexpr unsigned half(unsigned thread) { return thread % 32 / 16; }
 };
 
-/// Byte offsets for ldmatrix.x4, which reads a 16 x 16 piece of a tile: `lane_offset` is the lane's address for the
-/// piece at (0, 0), and those of all others follow from it. A step of 16 columns only flips bits of the chunk number,
-/// a step of 16 rows (and the tile's own start, a multiple of 128 bytes) is a uniform addend: one register per lane
-/// instead of one per piece, which is what the main loop has room for.
-template <int HeadDim, int Rows>
+/// Byte offsets for ldmatrix.x4, which reads a piece of a tile, 16 rows of 32 bytes: `lane_offset` is the lane's
+/// address for the piece at (0, 0), and those of all others follow from it. A step of 32 bytes only flips bits of the
+/// chunk number, a step of 16 rows (and the tile's own start, a multiple of 128 bytes) is a uniform addend: one
+/// register per lane instead of one per piece, which is what the main loop has room for.
+template <int HeadDim, int Rows, int ElementBytes = 2>
 struct LdmatrixTile {
-  using P = Panels<HeadDim>;
-  static constexpr int kStepsPerPanel = P::kWidth / 16;
+  using P = Panels<HeadDim, ElementBytes>;
+  static constexpr int kStepsPerPanel = P::kChunks / 2;
 
   CUTE_HOST_DEVICE static uint32_t lane_offset(int row, int column) {
-    return 2 * uint32_t(typename P::template Layout<Rows>{}(row, column));
+    return P::template byte_offset<Rows>(row, column);
   }
   CUTE_HOST_DEVICE static uint32_t lane_offset(MatrixLane at) { return lane_offset(at.row, at.column); }
   CUTE_HOST_DEVICE static uint32_t piece(uint32_t lane_offset, int row_step, int column_step) {
     return (lane_offset ^ ((column_step % kStepsPerPanel) * 32)) +
-           (column_step / kStepsPerPanel) * (Rows * P::kWidth * 2) + row_step * (16 * P::kWidth * 2);
+           (column_step / kStepsPerPanel) * (Rows * P::kRowBytes) + row_step * (16 * P::kRowBytes);
   }
 };
 
@@ -76,12 +89,11 @@ CUTE_DEVICE void load_matrix(char const* smem, uint32_t offset, Fragment&& fragm
 
 /// Copies a tile of up to `Rows` rows from global to shared memory with `Threads` threads, 16 bytes at a time. Each
 /// thread has one chunk column and steps through rows; a warp reads whole 128-byte (64-byte) row segments.
-template <int HeadDim, int Rows, int Threads, Copy kCopy>
+template <int HeadDim, int Rows, int Threads, Copy kCopy, int ElementBytes = 2>
 struct TileLoader {
-  using Element = uint16_t;  // any 16-bit type: nothing is computed here
-  using P = Panels<HeadDim>;
-  static constexpr int kChunks = P::kWidth / 8;
-  static constexpr int kRowsPerPass = Threads / kChunks;
+  using Element = Bits<ElementBytes>;
+  using P = Panels<HeadDim, ElementBytes>;
+  static constexpr int kRowsPerPass = Threads / P::kChunks;
   static_assert(kRowsPerPass % 8 == 0 && Rows % kRowsPerPass == 0, "a pass must keep a thread's swizzle pattern");
 
   Element const* source;  ///< this thread's chunk of the tile's first row and panel
@@ -89,10 +101,10 @@ struct TileLoader {
   uint32_t destination;  ///< byte offset of that chunk within a tile
 
   CUTE_DEVICE TileLoader(void const* tensor, int64_t row_stride, int thread) {
-    row = thread / kChunks;
-    int const column = thread % kChunks * 8;
+    row = thread / P::kChunks;
+    int const column = thread % P::kChunks * P::kChunk;
     source = static_cast<Element const*>(tensor) + row * row_stride + column;
-    destination = 2 * uint32_t(typename P::template Layout<Rows>{}(row, column));
+    destination = P::template byte_offset<Rows>(row, column);
   }
 
   /// `Partial`: rows from `valid_rows` on are filled with zeros, which keeps what the mma sees finite. `row_stride`
@@ -106,7 +118,7 @@ struct TileLoader {
       bool const valid = !Partial || row + pass * kRowsPerPass < valid_rows;
       CUTE_UNROLL
       for (int panel = 0; panel < P::kCount; ++panel) {
-        copy_chunk<Partial>(to + (panel * Rows + pass * kRowsPerPass) * P::kWidth * 2, from + panel * P::kWidth, valid);
+        copy_chunk<Partial>(to + (panel * Rows + pass * kRowsPerPass) * P::kRowBytes, from + panel * P::kWidth, valid);
       }
     }
   }
@@ -123,9 +135,9 @@ struct TileLoader {
         cute::SM80_CP_ASYNC_CACHEGLOBAL<cute::uint128_t>::copy(gmem, smem);
       }
     } else {
-      cute::array_aligned<Element, 8> chunk;
+      cute::array_aligned<Element, P::kChunk> chunk;
       CUTE_UNROLL
-      for (int i = 0; i < 8; ++i) chunk[i] = valid ? from[i] : Element(0);
+      for (int i = 0; i < P::kChunk; ++i) chunk[i] = valid ? from[i] : Element(0);
       smem = *reinterpret_cast<cute::uint128_t const*>(chunk.data());
     }
   }

@@ -36,8 +36,7 @@ CUTE_DEVICE void tma_epilogue(ForwardTmaParams const& p, char* smem, Work const&
                               typename ForwardTypes<C>::Softmax const& softmax, int tile_row, int lane) {
   using namespace cute;
   using T = ForwardTypes<C>;
-  using P = Panels<C.head_dim>;
-  constexpr int kRowBytes = 2 * P::kWidth, kPanelChunks = P::kWidth / 8;
+  using P = typename T::P;
   if (work.part_row >= 0) {
     write_part<C>(p.tail, TmaLayout<C>::maxima(smem, tile_row), work.part_row + tile_row, output, softmax, lane);
     return;
@@ -47,14 +46,14 @@ CUTE_DEVICE void tma_epilogue(ForwardTmaParams const& p, char* smem, Work const&
   int const row_begin = work.row_begin + tile_row;
 
   // As in LdmatrixTile: a chunk of 8 columns only flips bits of the lane's address.
-  uint32_t const lane_offset = 2 * uint32_t(typename P::template Layout<C.tile_m>{}(lane / 4, lane % 4 * 2));
+  uint32_t const lane_offset = P::template byte_offset<C.tile_m>(lane / 4, lane % 4 * 2);
   CUTE_UNROLL
   for (int chunk = 0; chunk < C.head_dim / 8; ++chunk) {
     char* const to =
-        smem + ((lane_offset ^ (chunk % kPanelChunks * 16)) + (chunk / kPanelChunks * C.tile_m + tile_row) * kRowBytes);
+        smem + ((lane_offset ^ (chunk % P::kChunks * 16)) + (chunk / P::kChunks * C.tile_m + tile_row) * P::kRowBytes);
     CUTE_UNROLL
     for (int row = 0; row < size<0>(rows); ++row) {
-      *reinterpret_cast<uint32_t*>(to + accumulator_row(row, 0) * kRowBytes) =
+      *reinterpret_cast<uint32_t*>(to + accumulator_row(row, 0) * P::kRowBytes) =
           pack<typename T::Element>(rows(row, 2 * chunk), rows(row, 2 * chunk + 1));
     }
   }
@@ -69,8 +68,8 @@ CUTE_DEVICE void tma_epilogue(ForwardTmaParams const& p, char* smem, Work const&
   cute::tma_store_fence();
   __syncwarp();
   if (cute::elect_one_sync()) {
-    TmaTile<C.head_dim, T::kRows>::store(p.o_map, smem + tile_row * kRowBytes, C.tile_m * kRowBytes, row_begin,
-                                         work.head, work.batch);
+    TmaTile<C.head_dim, T::kRows, C.element_bytes()>::store(p.o_map, smem + tile_row * P::kRowBytes,
+                                                            C.tile_m * P::kRowBytes, row_begin, work.head, work.batch);
   }
 }
 

@@ -20,8 +20,8 @@ namespace cutlass_fmha {
 
 /// 16 or 8 bytes. `Constant`: nobody writes them while the kernel runs. Volatile: issued where it stands, not at its
 /// first use.
-template <bool Constant, class Words>
-CUTE_DEVICE void load_words(Words&& words, uint16_t const* from) {
+template <bool Constant, class Words, class Element>
+CUTE_DEVICE void load_words(Words&& words, Element const* from) {
   constexpr bool kFour = cute::size(cute::remove_cvref_t<Words>{}) == 4;
   if constexpr (kFour && !Constant) {
     asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -41,14 +41,14 @@ CUTE_DEVICE void load_words(Words&& words, uint16_t const* from) {
 /// What a lane reads of a matrix: some rows from `first` on, in ascending order. Rows from `end` on (`Partial`: there
 /// may be some) are replaced by the last one before, so that nothing outside the tensor is read. Such a row is masked
 /// (K, V) or not written (Q), and the tile that holds its substitute is read anyway: no value comes in from elsewhere.
-template <bool Partial>
+template <bool Partial, class Element>
 struct RowWalk {
-  uint16_t const* at;
+  Element const* at;
   int64_t stride;
   int const left;  ///< rows from `first` to the end
   int passed = 0;
 
-  CUTE_DEVICE RowWalk(uint16_t const* tensor, int64_t stride, int first, int end) : stride(stride), left(end - first) {
+  CUTE_DEVICE RowWalk(Element const* tensor, int64_t stride, int first, int end) : stride(stride), left(end - first) {
     at = tensor + (Partial && left <= 0 ? end - 1 : first) * stride;
     asm volatile("" : "+l"(this->stride));  // its multiples are not worth registers through the main loop
   }
@@ -96,9 +96,10 @@ struct FewQueryMainloop {
   using Scores = typename T::ScoresFragment;
   using Output = typename T::OutputFragment;
 
-  static constexpr int kDimChunks = C.head_dim / 32;             // 16-byte chunks that a lane loads of a row of Q or K
-  static constexpr int kPanels = Panels<C.head_dim>::kCount;     // chunks of a row of V,
-  static constexpr int kWidth = Panels<C.head_dim>::kWidth / 8;  // of this many elements
+  using Word = typename T::Word;
+  static constexpr int kDimChunks = C.head_dim / 32;  // 16-byte chunks that a lane loads of a row of Q or K
+  static constexpr int kPanels = T::P::kCount;        // chunks of a row of V,
+  static constexpr int kWidth = T::P::kWidth / 8;     // of this many elements
   static constexpr bool kLoadAhead = C.stages > 1;
   static constexpr bool kConstant = !C.dependent_launch;  // see dependent_launch.cuh
 
@@ -119,11 +120,11 @@ struct FewQueryMainloop {
   using Probabilities = OperandA<T, T::kKeySteps>;
 
   ForwardParams const& params;
-  uint16_t const *q, *k, *v;  ///< of this head
-  FewQueryState state;        ///< of this warp
-  int row_begin;              ///< the warp's first query row
-  int kv_warp;                ///< within its group
-  int blocks;                 ///< key blocks of which the warp's rows see some key
+  Word const *q, *k, *v;  ///< of this head
+  FewQueryState state;    ///< of this warp
+  int row_begin;          ///< the warp's first query row
+  int kv_warp;            ///< within its group
+  int blocks;             ///< key blocks of which the warp's rows see some key
 
   /// Leaves the unnormalised O in `output`, which is zero at first, and the rest in `state`.
   CUTE_DEVICE void run(Output& output) const {
@@ -178,8 +179,8 @@ struct FewQueryMainloop {
   }
 
   /// Rows of Q or K, a lane's share of every eighth one.
-  template <int Rows, bool Partial, class Fragments>
-  CUTE_DEVICE void load_rows(RowWalk<Partial> walk, Fragments& fragments) const {
+  template <int Rows, class Walk, class Fragments>
+  CUTE_DEVICE void load_rows(Walk walk, Fragments& fragments) const {
     using namespace cute;
     auto words = make_tensor(recast<uint32_t>(fragments).data(), Shape<_4, Int<kDimChunks>, Int<Rows / 8>>{});
     CUTE_UNROLL
@@ -193,13 +194,14 @@ struct FewQueryMainloop {
   CUTE_DEVICE void load_q(QFragments& fragments) const {
     int const lane = lane_id();
     load_rows<T::kRows>(
-        RowWalk<Partial>(q + lane % 4 * 8, params.q_stride.seqlen, row_begin + lane / 4, params.seqlen_q), fragments);
+        RowWalk<Partial, Word>(q + lane % 4 * 8, params.q_stride.seqlen, row_begin + lane / 4, params.seqlen_q),
+        fragments);
   }
   template <bool Partial>
   CUTE_DEVICE void load_k(int block, KFragments& fragments) const {
     int const lane = lane_id();
     load_rows<C.tile_n>(
-        RowWalk<Partial>(k + lane % 4 * 8, params.k_stride.seqlen, block * C.tile_n + lane / 4, params.seqlen_k),
+        RowWalk<Partial, Word>(k + lane % 4 * 8, params.k_stride.seqlen, block * C.tile_n + lane / 4, params.seqlen_k),
         fragments);
   }
 
@@ -208,8 +210,8 @@ struct FewQueryMainloop {
   CUTE_DEVICE void load_v(int block, VWords& words) const {
     using namespace cute;
     int const lane = lane_id();
-    RowWalk<Partial> walk(v + lane / 4 * kWidth, params.v_stride.seqlen, block * C.tile_n + lane % 4 * 2,
-                          params.seqlen_k);
+    RowWalk<Partial, Word> walk(v + lane / 4 * kWidth, params.v_stride.seqlen, block * C.tile_n + lane % 4 * 2,
+                                params.seqlen_k);
     CUTE_UNROLL
     for (int step = 0; step < T::kKeySteps; ++step) {
       CUTE_UNROLL

@@ -8,7 +8,7 @@
 
 namespace cutlass_fmha {
 
-/// Shared memory of a block: the unnormalised O of each of the C.kv_warps shares of the keys, [key_part][row][column]
+/// Shared memory of a block: the unnormalised O of each of the C.kv_warps parts of the keys, [key_part][row][column]
 /// in fp32, and the softmax state that belongs to it, [key_part][row].
 ///
 /// An output chunk of 8 dimensions (16 bytes) is 8 floats here, in two pieces of 16 bytes. Where they lie in a row:
@@ -17,9 +17,9 @@ namespace cutlass_fmha {
 /// rows, which are written together, in different banks.
 template <ForwardConfig C>
 struct FewQueryLayout {
-  using P = Panels<C.head_dim>;
+  using P = typename ForwardTypes<C>::P;
   static constexpr int kChunks = C.head_dim / 8;
-  static constexpr int kPanelChunks = P::kWidth / 8;  // 8 or 4: two chunks or one for each lane of a quad
+  static constexpr int kPanelChunks = P::kChunks;  // 8 or 4: two chunks or one for each lane of a quad
   static constexpr int kOutput = C.kv_warps * C.tile_m * C.head_dim * int(sizeof(float));
   static constexpr int kBytes = kOutput + C.kv_warps * C.tile_m * int(sizeof(float2));
   static_assert(kBytes <= 99 * 1024, "the partial outputs of the warps must fit what sm_89 and sm_120 have");
@@ -99,8 +99,8 @@ CUTE_DEVICE void merge_chunk(ForwardParams const& p, char* smem, WorkTile const&
   packed.w = pack<typename T::Element>(normalised(o[6]), normalised(o[7]));
   int const query = tile.m_block * C.tile_m + row;
   if (query >= p.seqlen_q) return;
-  uint16_t* const to = static_cast<uint16_t*>(p.o) + tile.batch * p.o_stride.batch + tile.head * p.o_stride.head +
-                       query * p.o_stride.seqlen + Shared::chunk_at(place) * 8;
+  auto* const to = static_cast<typename T::Word*>(p.o) + tile.batch * p.o_stride.batch + tile.head * p.o_stride.head +
+                   query * p.o_stride.seqlen + Shared::chunk_at(place) * 8;
   *reinterpret_cast<uint4*>(to) = packed;
   if (p.lse != nullptr && place == 0) {
     p.lse[(int64_t(tile.batch) * p.num_heads + tile.head) * p.seqlen_q + query] = merged.lse(p.scale_log2);

@@ -4,15 +4,14 @@
 #include "../core/key_parts.cuh"
 #include "../core/pipeline.cuh"
 #include "../core/scheduler.h"
-#include "../core/tile.cuh"
 
 namespace cutlass_fmha {
 
 /// Q, then for each key part its stages of K and V, in whose place the key parts meet; barriers behind them.
 template <ForwardConfig C>
 struct FewQueryTmaLayout {
-  static constexpr int kQ = C.tile_m * C.head_dim * 2;
-  static constexpr int kTile = C.tile_n * C.head_dim * 2;
+  static constexpr int kQ = C.tile_m * C.head_dim * C.element_bytes();
+  static constexpr int kTile = C.tile_n * C.head_dim * C.element_bytes();
   using KeyParts = KeyPartLayout<C, kQ + C.kv_warps * C.stages * 2 * kTile>;
   static constexpr int kBarriers = (KeyParts::kBytes + 7) / 8 * 8;
   static constexpr int kPipe = TilePipeline<C.stages>::kBytes;
@@ -30,7 +29,8 @@ struct FewQueryTmaLayout {
 template <ForwardConfig C>
 CUTE_DEVICE void few_query_tma_epilogue(ForwardParams const& p, char* smem, WorkTile const& tile) {
   constexpr int kChunks = C.head_dim / 8, kItems = C.tile_m * kChunks;
-  using Element = typename ForwardTypes<C>::Element;
+  using T = ForwardTypes<C>;
+  using Element = typename T::Element;
   CUTE_UNROLL
   for (int begin = 0; begin < kItems; begin += C.threads()) {
     int const item = begin + int(threadIdx.x);
@@ -42,7 +42,7 @@ CUTE_DEVICE void few_query_tma_epilogue(ForwardParams const& p, char* smem, Work
     merged.read(smem, row, dimension, 1.f, o);
     uint4 const packed = make_uint4(pack<Element>(o[0], o[1]), pack<Element>(o[2], o[3]), pack<Element>(o[4], o[5]),
                                     pack<Element>(o[6], o[7]));
-    *reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.o) + tile.batch * p.o_stride.batch +
+    *reinterpret_cast<uint4*>(static_cast<typename T::Word*>(p.o) + tile.batch * p.o_stride.batch +
                               tile.head * p.o_stride.head + query * p.o_stride.seqlen + dimension) = packed;
     if (p.lse != nullptr && dimension == 0) {
       p.lse[(int64_t(tile.batch) * p.num_heads + tile.head) * p.seqlen_q + query] = merged.lse;

@@ -1,5 +1,5 @@
 // Few-query rows that copy by TMA: for problems with few query rows, as few_query.cuh, but keys and values pass
-// through shared memory, where the warps that key part them find them.
+// through shared memory, where the warps that share them find them.
 //
 // Key part s of the keys is blocks s, s + kv_warps, ..., walked from the last to the first by the warps that have it,
 // one for each group of query rows. A lane of the first of these asks for their tiles.
@@ -102,7 +102,7 @@ struct FewQueryTmaMainloop {
     if (cute::elect_one_sync()) request(map, which, step);
   }
   CUTE_DEVICE void request(TensorMap const& map, int which, int step) const {
-    using Tile = TmaTile<C.head_dim, C.tile_n>;
+    using Tile = TmaTile<C.head_dim, C.tile_n, C.element_bytes()>;
     auto* const barrier =
         reinterpret_cast<uint64_t*>(smem + Layout::barriers(key_part, which) + Pipe::full_offset(step));
     Tile::load(map, barrier, smem + Layout::tile(key_part, which, step), Tile::kPanelBytes,

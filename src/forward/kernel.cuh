@@ -57,7 +57,7 @@ CUTE_DEVICE void forward_rows(ForwardParams const& p) {
   int const head_kv = tile.head / (p.num_heads / p.num_heads_kv);
 
   auto const offset = [&](void const* tensor, Strides const& s, int head, int row) {
-    return static_cast<uint16_t const*>(tensor) + tile.batch * s.batch + head * s.head + row * s.seqlen;
+    return static_cast<typename T::Word const*>(tensor) + tile.batch * s.batch + head * s.head + row * s.seqlen;
   };
   // Where there is room, what is computed here stays: the compiler must not compute it again in each phase.
   auto const keep = [](uint32_t x) { return is_roomy(C) ? settled(x) : x; };
@@ -89,8 +89,8 @@ CUTE_DEVICE void forward_rows(ForwardParams const& p) {
   typename T::Softmax softmax(p.scale_log2);
   if (blocks > 0) {
     keys.init_shared();
-    TileLoader<C.head_dim, C.tile_m, C.threads(), C.copy> q_loader(offset(p.q, p.q_stride, tile.head, tile_begin),
-                                                                   p.q_stride.seqlen, threadIdx.x);
+    TileLoader<C.head_dim, C.tile_m, C.threads(), C.copy, C.element_bytes()> q_loader(
+        offset(p.q, p.q_stride, tile.head, tile_begin), p.q_stride.seqlen, threadIdx.x);
     q_loader.template load<true>(smem, p.q_stride.seqlen, p.seqlen_q - tile_begin);
     cute::cp_async_fence();
     __syncthreads();  // the pipelines' barriers exist
@@ -111,7 +111,7 @@ CUTE_DEVICE void few_query(ForwardParams const& p) {
   using T = ForwardTypes<C>;
   static_assert(C.tile_m % (16 * (C.warps / C.kv_warps)) == 0 && C.warps % C.kv_warps == 0 && C.tile_n % 16 == 0);
   static_assert(C.copy == Copy::ldg_16 && !C.ping_pong && C.head_dim % 32 == 0);
-  static_assert(!C.dependent_launch || C.arch >= 90);
+  static_assert(!C.dependent_launch || C.architecture().copy_unit);
   extern __shared__ __align__(1024) char smem[];
 
   WorkTile const tile = work_tile<true>(p, C.tile_m, blockIdx.x);
@@ -122,7 +122,7 @@ CUTE_DEVICE void few_query(ForwardParams const& p) {
   // No division for the common case: all loads wait for this.
   int const head_kv = p.num_heads == p.num_heads_kv ? tile.head : tile.head / (p.num_heads / p.num_heads_kv);
   auto const slice = [&](void const* tensor, Strides const& s, int head) {
-    return static_cast<uint16_t const*>(tensor) + tile.batch * s.batch + head * s.head;
+    return static_cast<typename T::Word const*>(tensor) + tile.batch * s.batch + head * s.head;
   };
   FewQueryMainloop<C> mainloop{
       .params = p,
@@ -150,9 +150,9 @@ template <ForwardConfig C>
 CUTE_DEVICE void few_query_tma(ForwardTmaParams const& p) {
   using T = ForwardTypes<C>;
   using Layout = FewQueryTmaLayout<C>;
-  using QTile = TmaTile<C.head_dim, C.tile_m>;
+  using QTile = TmaTile<C.head_dim, C.tile_m, C.element_bytes()>;
   static_assert(C.tile_m % (16 * (C.warps / C.kv_warps)) == 0 && C.warps % C.kv_warps == 0 && C.tile_n % 16 == 0);
-  static_assert(C.arch >= 90 && !C.ping_pong && C.head_dim % 32 == 0);
+  static_assert(C.architecture().copy_unit && !C.ping_pong && C.head_dim % 32 == 0);
   extern __shared__ __align__(1024) char smem[];
 
   if (threadIdx.x == 0 && p.seqlen_k > 0) fetch_maps(p.q_map, p.k_map, p.v_map);  // without keys there is only o_map
@@ -175,7 +175,7 @@ CUTE_DEVICE void few_query_tma(ForwardTmaParams const& p) {
   __syncthreads();  // the barriers exist
   if constexpr (C.dependent_launch) {
     auto const slice = [&](void const* tensor, Strides const& s, int head) {
-      return static_cast<uint16_t const*>(tensor) + tile.batch * s.batch + head * s.head;
+      return static_cast<typename T::Word const*>(tensor) + tile.batch * s.batch + head * s.head;
     };
     prefetch_inputs<C.head_dim, C.tile_m, C.threads()>(p, slice(p.q, p.q_stride, tile.head),
                                                        slice(p.k, p.k_stride, mainloop.head_kv),
@@ -201,9 +201,10 @@ template <ForwardConfig C>
 CUTE_DEVICE void forward_tma(ForwardTmaParams const& p) {
   using T = ForwardTypes<C>;
   using Shared = TmaLayout<C>;
-  using QTile = TmaTile<C.head_dim, C.tile_m>;
+  using QTile = TmaTile<C.head_dim, C.tile_m, C.element_bytes()>;
   static_assert(C.tile_m % (16 * C.warps) == 0 && C.tile_n % 16 == 0 && C.head_dim % 32 == 0 && C.warps % 2 == 0);
-  static_assert(C.arch >= 90 && C.kv_warps == 1 && C.tile_m <= 256 && C.tile_n <= 256 && !C.dependent_launch);
+  static_assert(C.architecture().copy_unit && C.kv_warps == 1 && C.tile_m <= 256 && C.tile_n <= 256 &&
+                !C.dependent_launch);
   extern __shared__ __align__(1024) char smem[];
 
   Work const work = work_at<C>(p, blockIdx.x);
