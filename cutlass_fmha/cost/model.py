@@ -121,9 +121,8 @@ class Launch:
         found = causal_totals(self._row, self._problem, self._division)
         if found is None:
             return 0.0
-        last, steps, warp_steps = found
-        number = last[0]
-        return self._at_least(last, number * last[1], steps, number * last[3], warp_steps)
+        first, all_of_them = found
+        return self._at_least(first, *all_of_them[1:])
 
     def least(self) -> float:
         """The same of the blocks that are played through: if all places, and all SMs, ended together."""

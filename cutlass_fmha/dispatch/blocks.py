@@ -173,9 +173,10 @@ def _block(
     return whole, -(-seen // (row.tile_n * row.kv_warps)), whole * live, warp_steps
 
 
-def causal_totals(row: Row, problem: Problem, division: Division) -> tuple[Kind, float, float] | None:
-    """Of ``kinds`` under a diagonal alone: the first, and what number * steps and number * warp_steps of all
-    add up to at least. Sums of a line, cut where the keys end; None without a tile."""
+def causal_totals(row: Row, problem: Problem, division: Division) -> tuple[Kind, Kind] | None:
+    """Of ``kinds`` under a diagonal alone: the first, and what all add up to at least, a kind of one block.
+
+    Steps are sums of a line, cut where the keys end. None without a tile."""
     pack, splits, _ = division
     rows = problem.seqlen_q * pack
     tiles = -(-rows // row.tile_m)
@@ -193,7 +194,14 @@ def causal_totals(row: Row, problem: Problem, division: Division) -> tuple[Kind,
         return max(0.0, sequences * keys / step)
 
     above = 0 if walk else (row.tile_m - row.tile_m * row.kv_warps // row.warps) // 2
-    return last, sequences * last[2] + total(offset), sequences * last[4] + total(offset - above)
+    whole = (tiles - 1) * (1.0 if offset >= 0 else EMPTY_BLOCK)  # the first tile sees the fewest keys
+    return last, (
+        1,
+        sequences * (last[1] + whole),
+        sequences * last[2] + total(offset),
+        sequences * (last[3] + whole),
+        sequences * last[4] + total(offset - above),
+    )
 
 
 # Whole tiles are played through as MAX_GROUPS - 1 groups of equal ones at most.
