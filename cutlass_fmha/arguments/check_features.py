@@ -106,24 +106,25 @@ def _check_operands(tensors: tuple[Tensor, Tensor, Tensor], features: Features, 
     _check_layout(q, names[0], "cu_seqlens_q", features.cu_seqlens_q, None)
     for name, tensor in zip(names[1:], (k, v), strict=True):
         _check_layout(tensor, name, "cu_seqlens_k", features.cu_seqlens_k, features.page_table)
-    for name, tensor in zip(names, tensors, strict=True):
-        if tensor.shape[-1] < 1:
+    shapes = q_shape, k_shape, v_shape = [tuple(tensor.shape) for tensor in tensors]
+    for name, tensor, shape in zip(names, tensors, shapes, strict=True):
+        if shape[-1] < 1:
             raise ValueError(f"{name} must have a head_dim (last dimension) of at least 1, got 0")
-        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        if tensor.stride(-1) != 1 and shape[-1] > 1:
             raise ValueError(
                 f"{name} must be contiguous in its last dimension, got a stride of {tensor.stride(-1)} "
                 f"there: pass {name}.contiguous()"
             )
-    if k.shape[-1] != q.shape[-1]:
+    if k_shape[-1] != q_shape[-1]:
         raise ValueError(
-            f"{names[1]} must have {names[0]}'s head_dim (last dimension) {q.shape[-1]}, got {k.shape[-1]}"
+            f"{names[1]} must have {names[0]}'s head_dim (last dimension) {q_shape[-1]}, got {k_shape[-1]}"
         )
-    if v.shape[:-1] != k.shape[:-1]:
+    if v_shape[:-1] != k_shape[:-1]:
         raise ValueError(
-            f"{names[2]} must have {names[1]}'s shape but for the last dimension, {tuple(k.shape[:-1])}, "
-            f"got {tuple(v.shape[:-1])}"
+            f"{names[2]} must have {names[1]}'s shape but for the last dimension, {k_shape[:-1]}, "
+            f"got {v_shape[:-1]}"
         )
-    heads, heads_kv = q.shape[-2], k.shape[-2]
+    heads, heads_kv = q_shape[-2], k_shape[-2]
     if heads != heads_kv and (heads_kv == 0 or heads % heads_kv != 0):
         raise ValueError(
             f"{names[1]} must have a number of heads that divides {names[0]}'s {heads}, got {heads_kv}"
@@ -136,8 +137,8 @@ def _check_operands(tensors: tuple[Tensor, Tensor, Tensor], features: Features, 
         seqlen_k=seqlen_k,
         num_heads=heads,
         num_heads_kv=heads_kv,
-        head_dim=q.shape[-1],
-        head_dim_v=v.shape[-1],
+        head_dim=q_shape[-1],
+        head_dim_v=v_shape[-1],
         total_q=None if features.cu_seqlens_q is None else q.shape[0],
         page_size=page_size,
     )
