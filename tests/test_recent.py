@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cutlass_fmha.cost import store
@@ -82,6 +82,8 @@ def test_a_choice_is_that_of_its_class_of_lengths_and_costs_little(problem, gpu)
 
 
 @given(problems, gpus)
+@example(Problem(1, 2753, 225, 8, 2, 40, "float16", "bottom-right", 2), PRESETS["l4"])  # few tiles see a key
+@example(Problem(3, 65, 5807, 8, 8, 64, "float16", "bottom-right", 2, features=("bias",)), PRESETS["h200"])
 def test_a_launch_costs_no_less_than_its_bounds(problem, gpu):
     """Rows whose bound is above another's price are never played through."""
     build, known = tables.this_build(), store.for_device(gpu)

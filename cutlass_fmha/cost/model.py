@@ -112,6 +112,7 @@ class Launch:
     def __init__(self, row: Row, problem: Problem, device: Device, cost: RowCost) -> None:
         self._row, self._problem, self._cost, self._sms = row, problem, cost, device.sm_count
         self._even = not problem.is_ranged
+        self._most = MAX_WAVES if self._even else MAX_MASKED_WAVES
         self._division = divide(row, problem, device)
 
     def bound(self) -> float:
@@ -121,36 +122,34 @@ class Launch:
         found = causal_totals(self._row, self._problem, self._division)
         if found is None:
             return 0.0
-        first, all_of_them = found
-        return self._at_least(first, *all_of_them[1:])
+        return self._at_least(*found)
 
     def least(self) -> float:
         """The same of the blocks that are played through: if all places, and all SMs, ended together."""
         if not self._kinds:
             return 0.0
+        total = 0
         blocks = steps = warp_blocks = warp_steps = 0.0
         for number, block, step, warp_block, warp_step in self._kinds:
+            total += number
             blocks += number * block
             steps += number * step
             warp_blocks += number * warp_block
             warp_steps += number * warp_step
         first = next(kind for kind in self._kinds if kind[0])
-        return self._at_least(first, blocks, steps, warp_blocks, warp_steps)
+        return self._at_least(first, (total, blocks, steps, warp_blocks, warp_steps))
 
-    def _at_least(
-        self, first: Kind, blocks: float, steps: float, warp_blocks: float, warp_steps: float
-    ) -> float:
-        """By the work of all blocks, and by the first of them alone."""
+    def _at_least(self, first: Kind, sums: Kind) -> float:
+        """By the work of all blocks; and by the first of them alone, where they are not averaged."""
         cost, sms = self._cost, self._sms
-        _, block, step, warp_block, warp_step = first
-        waiting = max(
-            (blocks * cost.block + steps * cost.step) / (sms * cost.resident),
-            block * cost.block + step * cost.step,
-        )
-        work = max(
-            (warp_blocks * cost.warp_block + warp_steps * cost.warp_step) / sms,
-            warp_block * cost.warp_block + warp_step * cost.warp_step,
-        )
+        total, blocks, steps, warp_blocks, warp_steps = sums
+        places = sms * cost.resident
+        waiting = (blocks * cost.block + steps * cost.step) / places
+        work = (warp_blocks * cost.warp_block + warp_steps * cost.warp_step) / sms
+        if total <= places * self._most:
+            _, block, step, warp_block, warp_step = first
+            waiting = max(waiting, block * cost.block + step * cost.step)
+            work = max(work, warp_block * cost.warp_block + warp_step * cost.warp_step)
         return cost.once(*self._once(steps)) + math.hypot(waiting, work)
 
     @functools.cached_property
@@ -174,11 +173,10 @@ class Launch:
         if not self._kinds:
             return None
         cost, sms = self._cost, self._sms
-        most = MAX_WAVES if self._even else MAX_MASKED_WAVES
         alone = [(number, block, step) for number, block, step, _, _ in self._kinds]
         shared = [(number, block, step) for number, _, _, block, step in self._kinds]
-        waiting = _play(alone, sms * cost.resident, most, cost.block, cost.step)
-        work = _work(shared, sms, cost, most, self._even)
+        waiting = _play(alone, sms * cost.resident, self._most, cost.block, cost.step)
+        work = _work(shared, sms, cost, self._most, self._even)
         return Counts(*self._once(sum(number * step for number, _, step in alone)), *waiting, *work)
 
     def us(self) -> float:
@@ -221,7 +219,7 @@ def _work(launched: Kinds, sms: int, cost: RowCost, most: int, even: bool) -> tu
         )
     if total <= places and _falls(launched[1:], block, step):
         return max(
-            (_dealt_to(sm, launched, sms) for sm in (0, min(launched[0][0], sms - 1))),
+            (_dealt_to(sm, launched, sms) for sm in (0, launched[0][0] % sms)),
             key=lambda found: found[0] * block + found[1] * step,
         )
     dealt, left_over = _deal(launched, sms, cost.resident)

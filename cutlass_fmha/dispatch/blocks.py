@@ -174,7 +174,7 @@ def _block(
 
 
 def causal_totals(row: Row, problem: Problem, division: Division) -> tuple[Kind, Kind] | None:
-    """Of ``kinds`` under a diagonal alone: the first, and what all add up to at least, a kind of one block.
+    """Of ``kinds`` under a diagonal alone: the first, and what all of them add up to at least.
 
     Steps are sums of a line, cut where the keys end. None without a tile."""
     pack, splits, _ = division
@@ -196,7 +196,7 @@ def causal_totals(row: Row, problem: Problem, division: Division) -> tuple[Kind,
     above = 0 if walk else (row.tile_m - row.tile_m * row.kv_warps // row.warps) // 2
     whole = (tiles - 1) * (1.0 if offset >= 0 else EMPTY_BLOCK)  # the first tile sees the fewest keys
     return last, (
-        1,
+        sequences * tiles,
         sequences * (last[1] + whole),
         sequences * last[2] + total(offset),
         sequences * (last[3] + whole),
