@@ -22,6 +22,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
+import networkx as nx  # which torch needs, too
 from cubin import Instruction, Kernel
 
 #: Class of instructions -> opcodes; the order is the order of the tables. What no class names is "other".
@@ -130,77 +131,24 @@ def blocks_of(code: list[Instruction]) -> list[Block]:
     return blocks
 
 
-def dominators(successors: list[list[int]], entry: int) -> list[int | None]:
-    """Immediate dominator of each node, None where the entry doesn't lead (Cooper, Harvey and Kennedy)."""
-    order: list[int] = []
-    seen = {entry}
-    stack = [(entry, iter(successors[entry]))]
-    while stack:
-        node, rest = stack[-1]
-        following = next((s for s in rest if s not in seen), None)
-        if following is None:
-            order.append(node)
-            stack.pop()
-        else:
-            seen.add(following)
-            stack.append((following, iter(successors[following])))
-    rank = {node: i for i, node in enumerate(order)}
-    predecessors: list[list[int]] = [[] for _ in successors]
-    for node in order:
-        for s in successors[node]:
-            predecessors[s].append(node)
-    immediate: list[int | None] = [None] * len(successors)
-    immediate[entry] = entry
-
-    def common(a: int, b: int) -> int:
-        while a != b:
-            while rank[a] < rank[b]:
-                a = immediate[a]  # type: ignore[assignment]
-            while rank[b] < rank[a]:
-                b = immediate[b]  # type: ignore[assignment]
-        return a
-
-    changed = True
-    while changed:
-        changed = False
-        for node in reversed(order[:-1]):
-            known = [p for p in predecessors[node] if immediate[p] is not None]
-            new = known[0]
-            for p in known[1:]:
-                new = common(p, new)
-            if immediate[node] != new:
-                immediate[node], changed = new, True
-    return immediate
-
-
-def dominates(immediate: list[int | None], a: int, b: int) -> bool:
-    node: int | None = b
-    while node is not None and node != a:
-        parent = immediate[node]
-        node = None if parent == node else parent
-    return node == a
+def dominators(flow: nx.DiGraph, entry: int) -> dict[int, int]:
+    """Immediate dominator of each node that the entry leads to, but for the entry."""
+    found = nx.immediate_dominators(flow, entry)
+    return {node: parent for node, parent in found.items() if node != entry}
 
 
 def natural_loops(blocks: list[Block]) -> dict[int, set[int]]:
     """Head of a loop -> its blocks."""
-    immediate = dominators([block.successors for block in blocks], 0)
-    predecessors: dict[int, list[int]] = {}
-    for n, block in enumerate(blocks):
-        if immediate[n] is not None:
-            for s in block.successors:
-                predecessors.setdefault(s, []).append(n)
+    flow = nx.DiGraph((n, s) for n, block in enumerate(blocks) for s in block.successors)
+    flow.add_node(0)
+    tree = nx.DiGraph([(parent, node) for node, parent in dominators(flow, 0).items()])
+    tree.add_node(0)
     loops: dict[int, set[int]] = {}
-    for n, block in enumerate(blocks):
-        for head in block.successors:
-            if immediate[n] is None or not dominates(immediate, head, n):
-                continue
+    for n, head in flow.edges:
+        if n in tree and nx.has_path(tree, head, n):  # a back edge: its target dominates its source
             body = loops.setdefault(head, {head})
-            pending = [n]
-            while pending:
-                node = pending.pop()
-                if node not in body:
-                    body.add(node)
-                    pending += predecessors[node]
+            if n != head:
+                body |= {n} | nx.ancestors(flow.subgraph(set(tree) - {head}), n)
     return loops
 
 
@@ -292,14 +240,8 @@ class _Path:
 
     def _postdominators(self) -> dict[int, int]:
         """Block -> where all ways from it to the end meet again."""
-        names = [self.end, *sorted(self.body)]
-        number = {name: i for i, name in enumerate(names)}
-        reverse: list[list[int]] = [[] for _ in names]
-        for n, following in self.following.items():
-            for s in following:
-                reverse[number[s]].append(number[n])
-        immediate = dominators(reverse, 0)
-        return {name: names[parent] for i, name in enumerate(names) if (parent := immediate[i]) is not None}
+        ways_back = nx.DiGraph((s, n) for n, following in self.following.items() for s in following)
+        return {**dominators(ways_back, self.end), self.end: self.end}
 
     def _region(self, start: int, join: int) -> set[int]:
         region: set[int] = set()
