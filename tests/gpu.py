@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import oracle
 import torch
 from problems import GUARD, Problem, place, poison
 from torch import Tensor
@@ -196,6 +197,7 @@ class Launch:
     lse: Guarded | None
     scale: float
     causal: str
+    exact_scores: bool = False
 
     @classmethod
     def of(cls, row: _C.Template, problem: Problem, device: torch.device) -> Launch:
@@ -210,7 +212,7 @@ class Launch:
             rows = torch.empty(problem.batch, problem.num_heads, problem.seqlen_q, 1, device=device)
             lse = Guarded.around(place(rows).squeeze(-1))
         scale = row.head_dim**-0.5 if problem.scale is None else problem.scale
-        return cls(row, q, k, v, Guarded.around(out), lse, scale, problem.causal)
+        return cls(row, q, k, v, Guarded.around(out), lse, scale, problem.causal, problem.exact_scores)
 
     def run(self, stream: int | None = None, tail: Tail | None = None) -> None:
         """Launch on ``stream``, or on torch's current one."""
@@ -238,6 +240,12 @@ class Launch:
         if self.causal != "none":
             p.window_right, p.bottom_right = 0, self.causal == "bottom-right"
         return p
+
+    def errors(self) -> oracle.Errors:
+        """How far the outputs are from fp64."""
+        lse = self.lse.view if self.lse else None
+        operands = (self.out.view, self.q, self.k, self.v)
+        return oracle.compare(*operands, self.scale, self.causal, lse, self.exact_scores)
 
     def intact(self) -> bool:
         """Whether the kernel wrote nothing but its outputs."""

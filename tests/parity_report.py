@@ -66,6 +66,11 @@ class ParityReport:
         except AssertionError as failure:
             raise AssertionError(f"{row}: {problem}: {failure}") from None
 
+    def check(self, launch: Any, problem: object) -> None:
+        """Note the errors of a launch that was made, and fail for them, or for what it wrote elsewhere."""
+        self.record(launch.row.name, problem, launch.errors())
+        assert launch.intact(), f"{launch.row.name}: {problem}: wrote outside its outputs"
+
     def started(self, worker: str) -> None:
         """A worker's records have to come: without them there is no telling what they would show."""
         self.workers.append(worker)

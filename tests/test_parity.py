@@ -26,16 +26,6 @@ ROWS = gpu.rows()
 by_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 
 
-def check(launch: gpu.Launch, problem: Problem, parity: ParityReport) -> None:
-    """Compare a launch's outputs with the oracle, and everything around them with what it was before."""
-    lse = launch.lse.view if launch.lse else None
-    errors = oracle.compare(
-        launch.out.view, launch.q, launch.k, launch.v, launch.scale, problem.causal, lse, problem.exact_scores
-    )
-    parity.record(launch.row.name, problem, errors)
-    assert launch.intact(), f"{launch.row.name}: {problem}: wrote outside its outputs"
-
-
 def attend(
     row: _C.Template | None, problem: Problem, device: torch.device, layout: str, parity: ParityReport
 ) -> None:
@@ -70,7 +60,7 @@ def attend(
 def test_listed_problem(row: _C.Template, problem: Problem, parity: ParityReport):
     launch = gpu.Launch.of(row, problem, DEVICE)
     launch.run()
-    check(launch, problem, parity)
+    parity.check(launch, problem)
 
 
 @by_row
@@ -82,7 +72,7 @@ def test_drawn_problems(row: _C.Template, parity: ParityReport):
             problem = replace(problem, layout="bshd")
         launch = gpu.Launch.of(row, problem, DEVICE)
         launch.run()
-        check(launch, problem, parity)
+        parity.check(launch, problem)
 
     agrees()
 
@@ -122,7 +112,7 @@ def test_nan_in_a_query_row_stays_in_that_row(row: _C.Template, parity: ParityRe
     launch = gpu.Launch.of(row, problem, DEVICE)
     launch.q[1, 77, 1, 5] = torch.nan
     launch.run()
-    check(launch, problem, parity)
+    parity.check(launch, problem)
     assert launch.out.view[1, 77, 1].isnan().all()
 
 
@@ -151,7 +141,7 @@ def test_repeats_are_bitwise_equal(row: _C.Template, parity: ParityReport):
     ):
         launch = gpu.Launch.of(row, problem, DEVICE)
         launch.run()
-        check(launch, problem, parity)
+        parity.check(launch, problem)
         assert launch.lse is not None
         out, lse = launch.out.view.clone(), launch.lse.view.clone()
         differs = torch.zeros((), dtype=torch.bool, device=DEVICE)

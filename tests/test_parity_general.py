@@ -34,8 +34,7 @@ on_a_gpu = pytest.mark.skipif(
 
 def check(launch: GeneralLaunch, parity: ParityReport) -> None:
     launch.run()
-    parity.record(launch.row.name, launch.problem, launch.errors())
-    assert launch.intact(), f"{launch.row.name}: {launch.problem}: wrote outside its outputs"
+    parity.check(launch, launch.problem)
 
 
 @by_row

@@ -49,15 +49,6 @@ def test_there_are_rows_to_test():
     assert ROWS, gpu.without_tma()
 
 
-def check(launch: gpu.Launch, problem: Problem, parity: ParityReport, what: str) -> None:
-    """Compare a launch's outputs with the oracle, and everything around them with what it was before."""
-    lse = launch.lse.view if launch.lse else None
-    operands = (launch.q, launch.k, launch.v)
-    errors = oracle.compare(launch.out.view, *operands, launch.scale, problem.causal, lse)
-    parity.record(launch.row.name, f"{problem} {what}", errors)
-    assert launch.intact(), f"{launch.row.name}: {problem} {what}: wrote outside its outputs"
-
-
 def attend(
     row: _C.Template, inputs: tuple[Tensor, Tensor, Tensor], parity: ParityReport, what: str
 ) -> Tensor:
@@ -87,7 +78,7 @@ def test_the_keys_of_the_last_tiles_may_be_divided(row: _C.Template, beyond: int
     ):
         launch = gpu.Launch.of(row, problem, DEVICE)
         launch.run(tail=tail)
-        check(launch, problem, parity, str(tail))
+        parity.check(launch, f"{problem} {tail}")
 
 
 @pytest.mark.parametrize("row", OWN_ROWS, ids=lambda row: row.name)
@@ -98,7 +89,7 @@ def test_parts_that_differ_by_much_are_merged(row: _C.Template, parity: ParityRe
         launch = gpu.Launch.of(row, problem, DEVICE)
         launch.k[:, part] *= 100
         launch.run(tail=Tail(2, 3, 2, 1))
-        check(launch, problem, parity, f"scores of {part}")
+        parity.check(launch, f"{problem} scores of {part}")
 
 
 # ---- what a descriptor has to describe ---------------------------------------------------------------------
@@ -113,7 +104,7 @@ def test_lengths(row: _C.Template, seqlen_q: int, seqlen_k: int, parity: ParityR
         problem = Problem(seqlen_q, seqlen_k, causal, batch=3, num_heads=4, seed=i)
         launch = gpu.Launch.of(row, problem, DEVICE)
         launch.run()
-        check(launch, problem, parity, "")
+        parity.check(launch, problem)
 
 
 def expanded(x: Tensor, dims: tuple[int, ...]) -> Tensor:
@@ -148,7 +139,7 @@ def test_stride_zero(row: _C.Template, which: str, parity: ParityReport):
     launch.k, launch.v = expanded(launch.k, kv_dims), expanded(launch.v, kv_dims)
     assert [dim for dim in range(3) if launch.k.stride(dim) == 0] == list(kv_dims)
     launch.run()
-    check(launch, problem, parity, which)
+    parity.check(launch, f"{problem} {which}")
 
 
 def with_strides(x: Tensor, odd: dict[int, int]) -> Tensor:
@@ -172,7 +163,7 @@ def test_a_dimension_of_one_element_may_have_any_stride(row: _C.Template, stride
         launch.q = with_strides(launch.q, dict.fromkeys(q_dims, stride))
         launch.k, launch.v = (with_strides(x, dict.fromkeys(kv_dims, stride)) for x in (launch.k, launch.v))
         launch.run()
-        check(launch, problem, parity, f"stride {stride} where there is one element")
+        parity.check(launch, f"{problem} stride {stride} where there is one element")
         attend(row, (launch.q, launch.k, launch.v), parity, f"{problem} stride {stride} of one element")
 
 
@@ -221,7 +212,7 @@ def test_views(row: _C.Template, memory: str, parity: ParityReport):
     lay = MEMORY[memory]
     launch.q, launch.k, launch.v = lay(launch.q), lay(launch.k), lay(launch.v)
     launch.run()
-    check(launch, problem, parity, memory)
+    parity.check(launch, f"{problem} {memory}")
 
 
 @by_row
@@ -232,7 +223,7 @@ def test_what_lies_behind_a_sequence_is_not_read(row: _C.Template, parity: Parit
     long = [place(torch.cat([x, torch.full_like(x, torch.nan)], dim=1)) for x in (launch.k, launch.v)]
     launch.k, launch.v = (x[:, :70] for x in long)
     launch.run()
-    check(launch, problem, parity, "in front of NaN")
+    parity.check(launch, f"{problem} in front of NaN")
 
 
 # ---- descriptors that are kept -----------------------------------------------------------------------------
@@ -274,7 +265,7 @@ def test_the_same_addresses_with_other_shapes_and_strides(row: _C.Template, pari
         )
         launch.out = gpu.Guarded.around(at_home(out_buffer, launch.out.view))
         launch.run()
-        check(launch, problem, parity, f"where others were, strides {strides}")
+        parity.check(launch, f"{problem} where others were, strides {strides}")
 
 
 @pytest.mark.parametrize("dtype", sorted({row.dtype for row in ROWS}))
@@ -293,7 +284,7 @@ def test_the_same_addresses_for_rows_of_other_tiles_and_head_dims(dtype: str, pa
             buffer.as_strided((2, 300, 2, row.head_dim), strides, GUARD) for buffer in buffers
         )
         launch.run()
-        check(launch, problem, parity, "of the same memory as other rows'")
+        parity.check(launch, f"{problem} of the same memory as other rows'")
 
 
 @by_head_dim
@@ -303,7 +294,7 @@ def test_more_tensors_than_are_kept(row: _C.Template, parity: ParityReport):
     launches = [gpu.Launch.of(row, problem, DEVICE) for problem in problems]
     for launch, problem in zip(launches, problems, strict=True):
         launch.run()
-        check(launch, problem, parity, "one of many")
+        parity.check(launch, f"{problem} one of many")
     first = [launch.out.view.clone() for launch in launches]
     differs = torch.zeros((), dtype=torch.bool, device=DEVICE)
     for step in (1, 3, 7):  # coprime to the number of launches: all of them, in another order
@@ -391,7 +382,7 @@ def test_other_threads(row: _C.Template, parity: ParityReport):
         results = [result for found in pool.map(work, range(4)) for result in found]
     assert len(results) == 80
     for problem, launch, out in results:
-        check(launch, problem, parity, "in another thread")
+        parity.check(launch, f"{problem} in another thread")
         assert torch.equal(out, results[0][2]), f"{row.name}: threads disagree on the same tensors"
     errors = oracle.compare(results[0][2], *inputs, None, shared.causal)
     parity.record(row.name, f"{shared} in another thread", errors)
@@ -409,4 +400,4 @@ def test_devices_in_turn(row: _C.Template, parity: ParityReport):
     assert torch.cuda.current_device() == DEVICE.index
     for device, launch in launches:
         torch.cuda.synchronize(device)
-        check(launch, problem, parity, f"on {device}")
+        parity.check(launch, f"{problem} on {device}")

@@ -1,10 +1,11 @@
-"""A long, repeatable parity run of the scored rows: problems drawn by hypothesis, each compared with fp64.
+"""A long, repeatable parity run of the rows at hand: problems drawn by hypothesis, each compared with fp64.
 
     python tools/parity_run.py --problems 20000 --seed 1 --report benchmarks/results/mixed
 
-Every problem is drawn together with the row that runs it, of the architecture at hand. The first mismatch
-ends the run with the line that repeats it alone. The report counts problems by feature and by row. Runs on a
-GPU, or on the rows of a simulator build. The same seed and number of processes draw the same problems.
+Every problem is drawn together with the scored row that runs it, of the architecture at hand. The first
+mismatch ends the run with the line that repeats it alone. The report counts problems by feature and by row.
+Runs on a GPU, or on the rows of a simulator build, which tools/simulate.py makes, plain ones too. The same
+seed and number of processes draw the same problems.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ import argparse
 import datetime
 import json
 import multiprocessing
+import os
+import re
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +28,25 @@ import hypothesis
 from hypothesis import strategies as st
 from tabulate import tabulate
 
-from cutlass_fmha import _C
+from cutlass_fmha import _C, select
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import gpu
 import parity_report
+import problems
+import problems_general
 from general import GeneralLaunch, fit
-from problems_general import GeneralProblem, problems
+from listed_general import GROUPS
 from source_hash import source_hash
 
 KIND = "cutlass_fmha parity run"
 #: Seeds of the processes that share a run lie so far apart.
 STRIDE = 1_000_003
+#: Scores of a problem, and its heads in all batches, that the short list goes up to: tens of milliseconds in
+#: a simulator.
+SHORT_SCORES, SHORT_BLOCKS = 2**20, 3000
 
 
 @dataclass
@@ -59,6 +68,14 @@ class Tally:
             self.worst, self.worst_line = other.worst, other.worst_line
         self.failure = self.failure or other.failure
 
+    def conclude(self, seconds: float) -> int:
+        """Tells how it went: 0, or 1 for a mismatch."""
+        found = f"{self.problems} problems on {len(self.rows)} rows in {seconds:.0f} s"
+        print(f"{found}, worst ratio {self.worst:.3f}")
+        if self.failure:
+            print(self.failure, file=sys.stderr)
+        return 1 if self.failure else 0
+
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="parity_run", description=(__doc__ or "").partition("\n")[0])
@@ -67,7 +84,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=1, metavar="N", help="of the draw; default: %(default)s")
     add("--processes", type=int, default=8, metavar="N", help="that share the work; default: %(default)s")
     add("--longest", type=int, default=700, metavar="N", help="sequences at most; default: %(default)s")
-    add("--rows", default="", metavar="PART", help="only rows whose name contains this")
+    add("--rows", default="", metavar="REGEX", help="only rows in whose name it is found")
     add("--report", type=Path, metavar="DIR", help="for <date>-<gpu>-<mode>-<arch>-<seed>.json and .md")
     add("--problem", metavar="JSON", help="run this one problem, on the row that --rows names")
     return parser
@@ -76,8 +93,8 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Returns 0 when nothing failed, 1 with the line that repeats a mismatch, 2 when nothing can run."""
     arguments = build_parser().parse_args(argv)
-    reason = gpu.unusable()
-    if reason is not None or not row_names(arguments.rows):
+    rows = [row.name for row in scored_rows(arguments.rows)]
+    if (reason := gpu.unusable()) is not None or not (rows or arguments.problem):
         reason = reason or f"no scored row under test has {arguments.rows!r} in its name"
         print(f"parity_run: {reason}", file=sys.stderr)
         return 2
@@ -86,20 +103,15 @@ def main(argv: list[str] | None = None) -> int:
     begin = time.perf_counter()
     tally = run(arguments)
     seconds = time.perf_counter() - begin
-    missing = sorted(set(row_names(arguments.rows)) - set(tally.rows))
-    complete = tally.problems >= arguments.problems
+    missing = sorted(set(rows) - set(tally.rows))
     if arguments.report:
         path = write(arguments, tally, seconds, missing)
         print(f"report: {path}")
-    found = f"{tally.problems} problems on {len(tally.rows)} rows in {seconds:.0f} s"
-    print(f"{found}, worst ratio {tally.worst:.3f}")
-    if tally.failure:
-        print(tally.failure, file=sys.stderr)
-        return 1
-    if missing or not complete:
-        print(
-            f"parity_run: the run is not whole; rows without a problem: {missing or 'none'}", file=sys.stderr
-        )
+    if status := tally.conclude(seconds):
+        return status
+    if missing or tally.problems < arguments.problems:
+        told = f"the run is not whole; rows without a problem: {missing or 'none'}"
+        print(f"parity_run: {told}", file=sys.stderr)
         return 1
     return 0
 
@@ -107,8 +119,8 @@ def main(argv: list[str] | None = None) -> int:
 # ---- drawing -----------------------------------------------------------------------------------------------
 
 
-def row_names(part: str) -> list[str]:
-    return [row.name for row in gpu.scored_rows() if part in row.name]
+def scored_rows(expression: str) -> list[Any]:
+    return [row for row in gpu.scored_rows() if re.search(expression, row.name)]
 
 
 def run(arguments: argparse.Namespace) -> Tally:
@@ -131,9 +143,19 @@ def run(arguments: argparse.Namespace) -> Tally:
 
 def draw(job: tuple[int, int, int, str]) -> Tally:
     """Runs so many problems of a seed, and stops at the first mismatch."""
-    count, seed, longest, part = job
+    count, seed, longest, expression = job
     tally = Tally()
-    rows = [row for row in gpu.scored_rows() if part in row.name]
+    check_drawn(scored_rows(expression), count, seed, longest, tally)
+    return tally
+
+
+def check_drawn(rows: Sequence[Any], count: int, seed: int, longest: int, tally: Tally) -> None:
+    """Runs so many problems, each on one of the rows, and stops at the first mismatch."""
+    plain = problems.problems().map(
+        lambda p: replace(p, seqlen_q=min(p.seqlen_q, longest), seqlen_k=min(p.seqlen_k, longest))
+    )
+    kinds = [([row for row in rows if row.scored], problems_general.problems(longest))]
+    kinds += [([row for row in rows if not row.scored], plain)]
     settings = hypothesis.settings(
         max_examples=count,
         deadline=None,
@@ -144,21 +166,41 @@ def draw(job: tuple[int, int, int, str]) -> Tally:
 
     @hypothesis.seed(seed)
     @settings
-    @hypothesis.given(row=st.sampled_from(rows), problem=problems(longest))
-    def agrees(row: Any, problem: Any) -> None:
+    @hypothesis.given(st.one_of(st.tuples(st.sampled_from(own), drawn) for own, drawn in kinds if own))
+    def agrees(drawn: Any) -> None:
         if not tally.failure and tally.problems < count:
-            judge(row, problem, tally)
+            judge(*drawn, tally, seed + tally.problems)
 
     agrees()
-    return tally
 
 
-def judge(row: Any, problem: Any, tally: Tally) -> None:
-    """One problem on one row."""
-    problem = fit(problem, row)
+def check_listed(row: Any, seed: int, tally: Tally) -> None:
+    """Runs the tests' listed problems that take little time, and stops at the first mismatch."""
+    if row.scored:
+        found = list(dict.fromkeys(fit(problem, row) for group in GROUPS.values() for problem in group))
+    else:
+        found = [problem for problem in problems.listed() if problem.runs_on(row.alignment)]
+    for number, p in enumerate(found):
+        blocks = p.batch * p.num_heads
+        short = blocks * p.seqlen_q * p.seqlen_k <= SHORT_SCORES and (row.scored or blocks <= SHORT_BLOCKS)
+        if short and not tally.failure:
+            judge(row, p, tally, seed + number)
+
+
+def judge(row: Any, problem: Any, tally: Tally, seed: int = 0) -> None:
+    """One problem on one row. ``seed``: of every order that a GPU leaves open, where that is a simulator."""
+    if row.scored:
+        problem = fit(problem, row)
+    elif not problem.runs_on(row.alignment):
+        problem = replace(problem, layout="bshd")
     line = f"python tools/parity_run.py --rows {row.name} --problem '{json.dumps(asdict(problem))}'"
+    if gpu.simulated():
+        settings = {"CUTLASS_FMHA_SIMULATED_ARCH": row.arch, "CUTLASS_FMHA_SIMULATOR_SEED": seed}
+        os.environ.update({name: str(value) for name, value in settings.items()})
+        line = " ".join(f"{name}={value}" for name, value in settings.items()) + f" {line}"
     try:
-        launch = GeneralLaunch.of(row, problem, gpu.device())
+        kind: Any = GeneralLaunch if row.scored else gpu.Launch
+        launch = kind.of(row, problem, gpu.device())
         launch.run()
         errors = launch.errors()
         intact = launch.intact()
@@ -167,7 +209,7 @@ def judge(row: Any, problem: Any, tally: Tally) -> None:
         return
     tally.problems += 1
     tally.rows[row.name] += 1
-    tally.features.update(problem.features or ["nothing"])
+    tally.features.update(getattr(problem, "features", None) or ["nothing"])
     if errors.worst > tally.worst:
         tally.worst, tally.worst_line = errors.worst, line
     if errors.complaint or not errors.worst <= 1.0 or not intact:
@@ -179,11 +221,12 @@ def repeat(name: str, text: str) -> int:
     """The one problem of a line that a run printed."""
     fields = {key: tuple(x) if isinstance(x, list) else x for key, x in json.loads(text).items()}
     tally = Tally()
-    for row in gpu.scored_rows():
-        if name in row.name:
-            judge(row, GeneralProblem(**fields), tally)
+    for row in _C.templates():
+        if row.name == name and (row.scored or row.family in select.PLAIN):
+            kind: Any = problems_general.GeneralProblem if row.scored else problems.Problem
+            judge(row, kind(**fields), tally, int(os.environ.get("CUTLASS_FMHA_SIMULATOR_SEED", "0")))
     print(tally.failure or f"agrees on {len(tally.rows)} rows, worst ratio {tally.worst:.3f}")
-    return 1 if tally.failure else 0
+    return 0 if tally.rows and not tally.failure else 1
 
 
 # ---- the report --------------------------------------------------------------------------------------------

@@ -4,8 +4,9 @@
     python tools/simulate.py --rows tma --archs 120
     python tools/simulate.py --rows 'd128.*scored' --problems 500 --seed 7
 
-Builds what it needs in build/simulator; each row then runs the tests' short problems and as many drawn ones
-as asked for. Exit status 1 with the first problem that a row gets wrong, or breaks a rule of the GPU with.
+Builds what it needs in build/simulator; each row then runs the tests' short problems, and all of them so many
+drawn ones as asked for. Exit status 1 with the first problem that a row gets wrong, or breaks a rule of the
+GPU with.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import time
 from pathlib import Path
 
-from building import BuildError
-from simulator import DIRECTORY, build_extension, check
+from building import BuildError, load_extension
+from simulator import DIRECTORY, build_extension
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -27,7 +29,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--rows", default="", metavar="REGEX", help="rows to build and run, by name")
     add("--manifest", type=Path, help="rows of another manifest than src/templates.cmake")
     add("--archs", type=int, nargs="+", default=[89, 90, 120], help="whose rows")
-    add("--problems", type=int, default=0, metavar="N", help="problems to draw for each row")
+    add("--problems", type=int, default=0, metavar="N", help="problems to draw")
     add("--only-drawn", action="store_true", help="leave out the tests' short problems")
     add("--longest", type=int, default=300, metavar="N", help="sequence of a drawn problem")
     add("--seed", type=int, default=0, help="of the problems and of every order that the GPU leaves open")
@@ -42,21 +44,37 @@ def main(arguments: list[str] | None = None) -> int:
         extension = options.extension or build_extension(
             options.rows, options.build_dir, options.archs, options.manifest
         )
-        module = check.load(extension)
-        rows = [
-            row
-            for row in module.templates()
-            if re.search(options.rows, row.name) and row.arch in options.archs and row.family != "wide"
-        ]
-        if not rows:
-            print(f"no row has {options.rows!r} in its name", file=sys.stderr)
-            return 1
-        limits = check.Limits(options.problems, options.longest, not options.only_drawn)
-        check.check_rows(rows, limits, options.seed, lambda line: print(line, flush=True))
-    except (BuildError, check.MismatchError, ValueError) as error:
+    except (BuildError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
-    return 0
+    module = load_extension(extension)
+    if not module.build_info().get("simulator"):
+        print(f"{extension} is no simulator build", file=sys.stderr)
+        return 1
+    # Which find the extension in place of an installed one.
+    import parity_run
+    import torch
+
+    torch.set_num_threads(1)  # these problems are small, and others may run beside
+    rows = [
+        row
+        for row in module.templates()
+        if re.search(options.rows, row.name) and row.arch in options.archs and row.family != "wide"
+    ]
+    if not rows:
+        print(f"no row has {options.rows!r} in its name", file=sys.stderr)
+        return 1
+    total, begin = parity_run.Tally(), time.perf_counter()
+    for row in rows if not options.only_drawn else ():
+        tally = parity_run.Tally()
+        parity_run.check_listed(row, options.seed, tally)
+        print(f"{row.name:44} {tally.problems:8} problems, worst ratio {tally.worst:.3f}", flush=True)
+        total.add(tally)
+    if options.problems and not total.failure:
+        tally = parity_run.Tally()
+        parity_run.check_drawn(rows, options.problems, options.seed, options.longest, tally)
+        total.add(tally)
+    return int(total.conclude(time.perf_counter() - begin))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ if __name__ == "__main__":
     module = load_extension(Path(job["extension"]))
 
 import gpu
-import oracle
 import torch
 from problems import Problem, listed
 
@@ -55,9 +54,7 @@ def failures(
         for _ in range(LAUNCHES):
             launch.run(stream)
             results.append([bits(x.view) for x in (launch.out, launch.lse) if x is not None])
-        lse = launch.lse.view if launch.lse else None
-        operands = (launch.out.view, launch.q, launch.k, launch.v)
-        errors = oracle.compare(*operands, launch.scale, problem.causal, lse, problem.exact_scores)
+        errors = launch.errors()
         if errors.complaint or not errors.worst <= 1.0:
             yield f"{row.dtype} {problem}: {errors.complaint or f'{errors.worst:.3g} times the tolerance'}"
         elif not launch.intact():
