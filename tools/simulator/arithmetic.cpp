@@ -64,78 +64,53 @@ void add_integers(Opcodes& ops, std::string const& type) {
 }
 
 /// An operand and a result; with `ftz` subnormal numbers become zero.
-template <bool ftz, class T>
-T given(T x) {
+template <bool ftz>
+float given(float x) {
   return ftz ? flushed(x) : x;
 }
-template <bool ftz, class T>
-T result(T x) {
+template <bool ftz>
+float result(float x) {
   return canonical(ftz ? flushed(x) : x);
 }
 
-template <class T, bool ftz>
-void add_floats(Opcodes& ops, std::string const& type) {
-  std::string const tail = (ftz ? ".ftz." : ".") + type;
-  add_elementwise<[](T a, T b) { return result<ftz>(given<ftz>(a) + given<ftz>(b)); }>(
-      ops, spell({{"add"}, {"", ".rn"}, {tail}}));
-  add_elementwise<[](T a, T b) { return result<ftz>(given<ftz>(a) - given<ftz>(b)); }>(
-      ops, spell({{"sub"}, {"", ".rn"}, {tail}}));
-  add_elementwise<[](T a, T b) { return result<ftz>(given<ftz>(a) * given<ftz>(b)); }>(
-      ops, spell({{"mul"}, {"", ".rn"}, {tail}}));
-  add_elementwise<[](T a, T b) { return result<ftz>(given<ftz>(a) / given<ftz>(b)); }>(
-      ops, spell({sizeof(T) == 4 ? Alternatives{"div.rn", "div.full", "div.approx"} : Alternatives{"div.rn"}, {tail}}));
-  add_elementwise<[](T a, T b, T c) { return result<ftz>(std::fma(given<ftz>(a), given<ftz>(b), given<ftz>(c))); }>(
-      ops, {"fma.rn" + tail});
-  add_elementwise<[](T a) { return result<ftz>(T(1) / given<ftz>(a)); }>(ops, {"rcp.rn" + tail});
-  add_elementwise<[](T a) { return result<ftz>(std::sqrt(given<ftz>(a))); }>(ops, {"sqrt.rn" + tail});
-  add_elementwise<[](T a) { return -given<ftz>(a); }>(ops, {"neg" + tail});
-  add_elementwise<[](T a) { return std::fabs(given<ftz>(a)); }>(ops, {"abs" + tail});
-
-  add_elementwise<[](T a, T b) { return result<ftz>(smaller(a, b)); }>(ops, {"min" + tail});
-  add_elementwise<[](T a, T b) { return result<ftz>(larger(a, b)); }>(ops, {"max" + tail});
-  std::string const nan = (ftz ? ".ftz.NaN." : ".NaN.") + type;
-  add_elementwise<[](T a, T b) { return result<ftz>(a == a && b == b ? smaller(a, b) : a + b); }>(ops, {"min" + nan});
-  add_elementwise<[](T a, T b) { return result<ftz>(a == a && b == b ? larger(a, b) : a + b); }>(ops, {"max" + nan});
-}
-
-enum class Rounding { down, up, to_zero };
-
-/// The sum of two doubles of which the larger one may be first or second, rounded to a float. Exact: what the sum of
-/// doubles rounds off is computed too (Knuth's TwoSum).
-template <Rounding rounding>
-float rounded_sum(double a, double b) {
-  double const sum = a + b, part = sum - a, rest = (a - (sum - part)) + (b - part);
-  auto const nearest = static_cast<float>(sum);
-  bool const above = nearest > sum || (nearest == sum && rest < 0),
-             below = nearest < sum || (nearest == sum && rest > 0);
-  bool const down = rounding == Rounding::down || (rounding == Rounding::to_zero && sum > 0);
-  if (down ? above : below) return std::nextafter(nearest, down ? -INFINITY : INFINITY);
-  return nearest;
-}
-
-template <Rounding rounding>
-void add_rounded(Opcodes& ops, std::string const& name) {
-  add_elementwise<[](float a, float b) { return canonical(rounded_sum<rounding>(a, b)); }>(ops, {"add" + name});
-  add_elementwise<[](float a, float b) { return canonical(rounded_sum<rounding>(a, -double(b))); }>(ops,
-                                                                                                    {"sub" + name});
-  // The product of two floats is exact in double.
-  add_elementwise<[](float a, float b) { return canonical(rounded_sum<rounding>(double(a) * b, 0)); }>(ops,
-                                                                                                       {"mul" + name});
-  add_elementwise<[](float a, float b, float c) { return canonical(rounded_sum<rounding>(double(a) * b, c)); }>(
-      ops, {"fma" + name});
-}
-
-/// The hardware's approximations, of which these differ in the last bits.
 template <bool ftz>
-void add_approximations(Opcodes& ops) {
-  std::string const tail = ftz ? ".approx.ftz.f32" : ".approx.f32";
-  add_elementwise<[](float a) { return result<ftz>(exp2_approximately(given<ftz>(a))); }>(ops, {"ex2" + tail});
-  add_elementwise<[](float a) { return result<ftz>(std::log2(given<ftz>(a))); }>(ops, {"lg2" + tail});
-  add_elementwise<[](float a) { return result<ftz>(1.f / given<ftz>(a)); }>(ops, {"rcp" + tail});
-  add_elementwise<[](float a) { return result<ftz>(std::sqrt(given<ftz>(a))); }>(ops, {"sqrt" + tail});
-  add_elementwise<[](float a) { return result<ftz>(1.f / std::sqrt(given<ftz>(a))); }>(ops, {"rsqrt" + tail});
-  add_elementwise<[](float a) { return result<ftz>(std::sin(given<ftz>(a))); }>(ops, {"sin" + tail});
-  add_elementwise<[](float a) { return result<ftz>(std::cos(given<ftz>(a))); }>(ops, {"cos" + tail});
+void add_floats(Opcodes& ops) {
+  using F = float;
+  std::string const tail = ftz ? ".ftz.f32" : ".f32";
+  add_elementwise<[](F a, F b) { return result<ftz>(given<ftz>(a) + given<ftz>(b)); }>(
+      ops, spell({{"add"}, {"", ".rn"}, {tail}}));
+  add_elementwise<[](F a, F b) { return result<ftz>(given<ftz>(a) - given<ftz>(b)); }>(
+      ops, spell({{"sub"}, {"", ".rn"}, {tail}}));
+  add_elementwise<[](F a, F b) { return result<ftz>(given<ftz>(a) * given<ftz>(b)); }>(
+      ops, spell({{"mul"}, {"", ".rn"}, {tail}}));
+  add_elementwise<[](F a, F b) { return result<ftz>(given<ftz>(a) / given<ftz>(b)); }>(
+      ops, spell({{"div.rn", "div.full", "div.approx"}, {tail}}));
+  add_elementwise<[](F a, F b, F c) { return result<ftz>(std::fma(given<ftz>(a), given<ftz>(b), given<ftz>(c))); }>(
+      ops, {"fma.rn" + tail});
+  add_elementwise<[](F a) { return result<ftz>(1.f / given<ftz>(a)); }>(ops,
+                                                                        spell({{"rcp"}, {".rn", ".approx"}, {tail}}));
+  add_elementwise<[](F a) { return -given<ftz>(a); }>(ops, {"neg" + tail});
+  add_elementwise<[](F a) { return std::fabs(given<ftz>(a)); }>(ops, {"abs" + tail});
+
+  add_elementwise<[](F a, F b) { return result<ftz>(smaller(a, b)); }>(ops, {"min" + tail});
+  add_elementwise<[](F a, F b) { return result<ftz>(larger(a, b)); }>(ops, {"max" + tail});
+  std::string const nan = ftz ? ".ftz.NaN.f32" : ".NaN.f32";
+  add_elementwise<[](F a, F b) { return result<ftz>(a == a && b == b ? smaller(a, b) : a + b); }>(ops, {"min" + nan});
+  add_elementwise<[](F a, F b) { return result<ftz>(a == a && b == b ? larger(a, b) : a + b); }>(ops, {"max" + nan});
+  // The hardware's approximations, of which these differ in the last bits.
+  std::string const about = ".approx" + tail;
+  add_elementwise<[](F a) { return result<ftz>(exp2_approximately(given<ftz>(a))); }>(ops, {"ex2" + about});
+  add_elementwise<[](F a) { return result<ftz>(std::log2(given<ftz>(a))); }>(ops, {"lg2" + about});
+}
+
+/// a * b + c rounded down. The product of two floats is exact in double, and so is what the sum of doubles rounds off
+/// (Knuth's TwoSum).
+float fma_down(float a, float b, float c) {
+  double const product = double(a) * b, sum = product + c, part = sum - product;
+  double const rest = (product - (sum - part)) + (c - part);
+  auto const nearest = static_cast<float>(sum);
+  bool const above = nearest > sum || (nearest == sum && rest < 0);
+  return canonical(above ? std::nextafter(nearest, -INFINITY) : nearest);
 }
 
 }  // namespace
@@ -147,15 +122,9 @@ void add_arithmetic(Opcodes& ops) {
   add_integers<uint32_t>(ops, "u32");
   add_integers<int64_t>(ops, "s64");
   add_integers<uint64_t>(ops, "u64");
-  add_floats<float, false>(ops, "f32");
-  add_floats<float, true>(ops, "f32");
-  add_floats<double, false>(ops, "f64");
-  add_rounded<Rounding::down>(ops, ".rm.f32");
-  add_rounded<Rounding::up>(ops, ".rp.f32");
-  add_rounded<Rounding::to_zero>(ops, ".rz.f32");
-  add_approximations<false>(ops);
-  add_approximations<true>(ops);
-  add_elementwise<[](float a) { return canonical(std::tanh(a)); }>(ops, {"tanh.approx.f32"});
+  add_floats<false>(ops);
+  add_floats<true>(ops);
+  add_elementwise<[](float a, float b, float c) { return fma_down(a, b, c); }>(ops, {"fma.rm.f32"});
 }
 
 }  // namespace simulator

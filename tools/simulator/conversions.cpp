@@ -75,38 +75,25 @@ void add_integer_conversions(Opcodes& ops) {
 // ---- between integers and floats -----------------------------------------------------------------------------------
 
 /// NaN becomes 0, and what is too large the nearest number there is. `x` has been rounded.
-template <class Integer, class Float>
-Integer saturated(Float x) {
+template <class Integer>
+Integer saturated(float x) {
   using Limits = std::numeric_limits<Integer>;
   if (x != x) return 0;
-  if (x <= static_cast<Float>(Limits::min())) return Limits::min();
+  if (x <= static_cast<float>(Limits::min())) return Limits::min();
   // The largest integer rounds up to a power of two when it has more bits than the float.
-  if (x >= static_cast<Float>(Limits::max())) return Limits::max();
+  if (x >= static_cast<float>(Limits::max())) return Limits::max();
   return static_cast<Integer>(x);
-}
-
-template <class Integer, class Float, bool ftz>
-void add_from_float(Opcodes& ops, std::string const& types) {
-  std::string const tail = (ftz ? ".ftz" : "") + types;
-  add_elementwise<[](Float x) { return saturated<Integer>(std::trunc(ftz ? flushed(x) : x)); }>(ops,
-                                                                                                {"cvt.rzi" + tail});
-  add_elementwise<[](Float x) { return saturated<Integer>(std::floor(ftz ? flushed(x) : x)); }>(ops,
-                                                                                                {"cvt.rmi" + tail});
-  add_elementwise<[](Float x) { return saturated<Integer>(std::ceil(ftz ? flushed(x) : x)); }>(ops, {"cvt.rpi" + tail});
-  add_elementwise<[](Float x) { return saturated<Integer>(std::nearbyint(ftz ? flushed(x) : x)); }>(ops,
-                                                                                                    {"cvt.rni" + tail});
 }
 
 template <class Integer>
 void add_with_floats(Opcodes& ops, std::string const& type) {
-  if constexpr (sizeof(Integer) <= 4) {  // what is no exact float is infinite as a half
-    add_elementwise<[](Integer x) { return to_float16(static_cast<float>(x)); }>(ops, {"cvt.rn.f16." + type});
-  }
-  add_elementwise<[](Integer x) { return static_cast<float>(x); }>(ops, {"cvt.rn.f32." + type});
-  add_elementwise<[](Integer x) { return static_cast<double>(x); }>(ops, {"cvt.rn.f64." + type});
-  add_from_float<Integer, float, false>(ops, "." + type + ".f32");
-  add_from_float<Integer, float, true>(ops, "." + type + ".f32");
-  add_from_float<Integer, double, false>(ops, "." + type + ".f64");
+  using I = Integer;
+  std::string const tail = "." + type + ".f32";
+  add_elementwise<[](I x) { return static_cast<float>(x); }>(ops, {"cvt.rn.f32." + type});
+  add_elementwise<[](float x) { return saturated<I>(std::trunc(x)); }>(ops, spell({{"cvt.rzi"}, {"", ".ftz"}, {tail}}));
+  add_elementwise<[](float x) { return saturated<I>(std::floor(x)); }>(ops, {"cvt.rmi" + tail});
+  add_elementwise<[](float x) { return saturated<I>(std::ceil(x)); }>(ops, {"cvt.rpi" + tail});
+  add_elementwise<[](float x) { return saturated<I>(std::nearbyint(x)); }>(ops, {"cvt.rni" + tail});
 }
 
 // ---- between floats ------------------------------------------------------------------------------------------------
@@ -128,12 +115,6 @@ void add_float_conversions(Opcodes& ops) {
   add_elementwise<[](float a, float b) { return pair(to_bfloat16(a), to_bfloat16(b)); }>(ops, {"cvt.rn.bf16x2.f32"});
   add_elementwise<[](uint16_t x) { return canonical(from_float16(x)); }>(ops, {"cvt.f32.f16"});
   add_elementwise<[](uint16_t x) { return canonical(from_bfloat16(x)); }>(ops, {"cvt.f32.bf16"});
-  add_elementwise<[](float x) { return canonical(static_cast<double>(x)); }>(ops, {"cvt.f64.f32"});
-  add_elementwise<[](double x) { return canonical(static_cast<float>(x)); }>(ops, {"cvt.rn.f32.f64"});
-  add_elementwise<[](float x) { return canonical(std::nearbyint(x)); }>(ops, {"cvt.rni.f32.f32"});
-  add_elementwise<[](float x) { return canonical(std::trunc(x)); }>(ops, {"cvt.rzi.f32.f32"});
-  add_elementwise<[](float x) { return canonical(std::floor(x)); }>(ops, {"cvt.rmi.f32.f32"});
-  add_elementwise<[](float x) { return canonical(std::ceil(x)); }>(ops, {"cvt.rpi.f32.f32"});
   add_elementwise<[](float x) { return 0.f < x ? std::fmin(x, 1.f) : 0.f; }>(ops, {"cvt.sat.f32.f32"});
 }
 

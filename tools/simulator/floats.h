@@ -10,11 +10,9 @@
 namespace simulator {
 
 inline float canonical(float x) { return x == x ? x : std::bit_cast<float>(0x7fffffffu); }
-inline double canonical(double x) { return x == x ? x : std::bit_cast<double>(0x7fffffffffffffffull); }
 
 /// Zero of the same sign in place of a subnormal number.
 inline float flushed(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.f, x) : x; }
-inline double flushed(double x) { return x; }  // there is no .ftz of 64 bits
 
 /// Of a number and a NaN the number; -0 is less than +0.
 template <class T>

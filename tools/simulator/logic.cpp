@@ -59,8 +59,9 @@ void add_integer_comparisons(Opcodes& ops, std::string const& type) {
 }
 
 /// Those with a "u" also hold where an operand is NaN.
-template <class T>
-void add_float_comparisons(Opcodes& ops, std::string const& type) {
+void add_float_comparisons(Opcodes& ops) {
+  using T = float;
+  std::string const type = ".f32";
   add_comparison<T, [](T a, T b) { return a == b; }>(ops, {"eq"}, type);
   add_comparison<T, [](T a, T b) { return a < b || b < a; }>(ops, {"ne"}, type);
   add_comparison<T, [](T a, T b) { return a < b; }>(ops, {"lt"}, type);
@@ -146,19 +147,6 @@ constexpr T low_bits(uint32_t count) {
 }
 
 template <class T>
-constexpr T extract(T a, uint32_t begin, uint32_t length) {
-  using Bits = std::make_unsigned_t<T>;
-  constexpr uint32_t size = 8 * sizeof(T);
-  begin &= 255, length &= 255;
-  Bits const field = static_cast<Bits>((begin < size ? static_cast<Bits>(a) >> begin : 0) & low_bits<Bits>(length));
-  if (!std::is_signed_v<T> || length == 0) return static_cast<T>(field);
-  // The field's sign: its last bit, or the number's when the field ends beyond it.
-  uint32_t const last = std::min(begin + length - 1, size - 1);
-  bool const negative = static_cast<Bits>(a) >> last & 1;
-  return static_cast<T>(negative ? field | ~low_bits<Bits>(std::min(length, size - std::min(begin, size))) : field);
-}
-
-template <class T>
 constexpr T insert(T a, T b, uint32_t begin, uint32_t length) {
   begin &= 255, length &= 255;
   if (begin >= 8 * sizeof(T)) return b;
@@ -176,50 +164,11 @@ constexpr uint32_t permute(uint32_t a, uint32_t b, uint32_t selector) {
   return result;
 }
 
-constexpr uint32_t logic3(uint32_t a, uint32_t b, uint32_t c, uint32_t table) {
-  uint32_t result = 0;
-  for (uint32_t row = 0; row < 8; ++row) {
-    uint32_t const here = (row & 4 ? a : ~a) & (row & 2 ? b : ~b) & (row & 1 ? c : ~c);
-    result |= table >> row & 1 ? here : 0;
-  }
-  return result;
-}
-
-constexpr uint32_t reverse_bits(uint32_t x) {
-  uint32_t result = 0;
-  for (int i = 0; i < 32; ++i) result |= (x >> i & 1) << (31 - i);
-  return result;
-}
-
 void add_fields(Opcodes& ops) {
-  add_elementwise<[](uint32_t a, uint32_t b, uint32_t c) { return extract(a, b, c); }>(ops, {"bfe.u32"});
-  add_elementwise<[](int32_t a, uint32_t b, uint32_t c) { return extract(a, b, c); }>(ops, {"bfe.s32"});
-  add_elementwise<[](uint64_t a, uint32_t b, uint32_t c) { return extract(a, b, c); }>(ops, {"bfe.u64"});
-  add_elementwise<[](int64_t a, uint32_t b, uint32_t c) { return extract(a, b, c); }>(ops, {"bfe.s64"});
   add_elementwise<[](uint32_t a, uint32_t b, uint32_t c, uint32_t d) { return insert(a, b, c, d); }>(ops, {"bfi.b32"});
   add_elementwise<[](uint64_t a, uint64_t b, uint32_t c, uint32_t d) { return insert(a, b, c, d); }>(ops, {"bfi.b64"});
   add_elementwise<[](uint32_t a, uint32_t b, uint32_t c) { return permute(a, b, c); }>(ops, {"prmt.b32"});
-  add_elementwise<[](uint32_t a, uint32_t b, uint32_t c, uint32_t d) { return logic3(a, b, c, d); }>(ops, {"lop3.b32"});
-  // shf shifts the 64 bits {b, a}, a being the low ones.
-  add_elementwise<[](uint32_t a, uint32_t b, uint32_t n) {
-    return static_cast<uint32_t>((uint64_t(b) << 32 | a) << (n & 31) >> 32);
-  }>(ops, {"shf.l.wrap.b32"});
-  add_elementwise<[](uint32_t a, uint32_t b, uint32_t n) {
-    return static_cast<uint32_t>((uint64_t(b) << 32 | a) >> (n & 31));
-  }>(ops, {"shf.r.wrap.b32"});
-  add_elementwise<[](uint32_t a, uint32_t b, uint32_t n) {
-    return static_cast<uint32_t>((uint64_t(b) << 32 | a) << std::min(n, 32u) >> 32);
-  }>(ops, {"shf.l.clamp.b32"});
-  add_elementwise<[](uint32_t a, uint32_t b, uint32_t n) {
-    return static_cast<uint32_t>((uint64_t(b) << 32 | a) >> std::min(n, 32u));
-  }>(ops, {"shf.r.clamp.b32"});
   add_elementwise<[](uint32_t a) { return static_cast<uint32_t>(std::popcount(a)); }>(ops, {"popc.b32"});
-  add_elementwise<[](uint64_t a) { return static_cast<uint32_t>(std::popcount(a)); }>(ops, {"popc.b64"});
-  add_elementwise<[](uint32_t a) { return static_cast<uint32_t>(std::countl_zero(a)); }>(ops, {"clz.b32"});
-  add_elementwise<[](uint64_t a) { return static_cast<uint32_t>(std::countl_zero(a)); }>(ops, {"clz.b64"});
-  add_elementwise<[](uint32_t a) { return reverse_bits(a); }>(ops, {"brev.b32"});
-  add_elementwise<[](uint32_t a) { return a ? 31u - static_cast<uint32_t>(std::countl_zero(a)) : ~0u; }>(ops,
-                                                                                                         {"bfind.u32"});
 }
 
 }  // namespace
@@ -240,16 +189,13 @@ void add_logic(Opcodes& ops) {
   add_integer_comparisons<uint16_t>(ops, ".b16");
   add_integer_comparisons<uint32_t>(ops, ".b32");
   add_integer_comparisons<uint64_t>(ops, ".b64");
-  add_float_comparisons<float>(ops, ".f32");
-  add_float_comparisons<double>(ops, ".f64");
+  add_float_comparisons(ops);
 
   add_bits<uint16_t>(ops, ".b16", "16");
   add_bits<uint32_t>(ops, ".b32", "32");
   add_bits<uint64_t>(ops, ".b64", "64");
   ops.add({"selp.f32"}, select<uint32_t>, {out<uint32_t>(), in<uint32_t>(), in<uint32_t>(), kPredicateIn});
-  ops.add({"selp.f64"}, select<uint64_t>, {out<uint64_t>(), in<uint64_t>(), in<uint64_t>(), kPredicateIn});
   ops.add({"mov.f32"}, move<uint32_t>, {out<uint32_t>(), in<uint32_t>()});
-  ops.add({"mov.f64"}, move<uint64_t>, {out<uint64_t>(), in<uint64_t>()});
   ops.add({"mov.b16"}, move<uint16_t>, {out<uint16_t>(), in<uint16_t>()});
   ops.add({"mov.b32"}, move<uint32_t>, {out<uint32_t>(), in<uint32_t>()});
   ops.add({"mov.b64"}, move<uint64_t>, {out<uint64_t>(), in<uint64_t>()});

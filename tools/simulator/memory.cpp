@@ -133,7 +133,6 @@ void add_atomics(Opcodes& ops) {
   add_atomic<int32_t, [](int32_t a, int32_t b) { return a + b; }>(ops, ".add.s32");
   add_atomic<uint64_t, [](uint64_t a, uint64_t b) { return a + b; }>(ops, ".add.u64");
   add_atomic<float, [](float a, float b) { return a + b; }>(ops, ".add.f32");
-  add_atomic<double, [](double a, double b) { return a + b; }>(ops, ".add.f64");
   add_atomic<uint32_t, [](uint32_t a, uint32_t b) { return std::min(a, b); }>(ops, ".min.u32");
   add_atomic<uint32_t, [](uint32_t a, uint32_t b) { return std::max(a, b); }>(ops, ".max.u32");
   add_atomic<int32_t, [](int32_t a, int32_t b) { return std::min(a, b); }>(ops, ".min.s32");
