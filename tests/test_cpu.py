@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 
 import oracle
+import oracle_general
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from problems import listed
 
 from cutlass_fmha import attention
 from cutlass_fmha.cpu import plain
@@ -24,39 +26,24 @@ def tensors(batch, seqlen_q, seqlen_k, heads, heads_kv, head_dim, dtype=torch.fl
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
-def check(q, k, v, scale=None, causal="none"):
+def check(q, k, v, scale=None, causal="none", exact_scores=False):
     out, lse = attention(q, k, v, scale=scale, causal=causal, return_lse=True)
     if q.dtype in (torch.float16, torch.bfloat16):
-        oracle.assert_close(out, q, k, v, scale, causal, lse)
+        oracle.assert_close(out, q, k, v, scale, causal, lse, exact_scores)
     else:
-        # The oracle's tolerance is about rounding to half precision; here the roundings of fp32 scores and
-        # sums show.
-        expected, expected_lse = oracle.attention(q, k, v, scale, causal)
-        tolerance = 1e-12 if q.dtype == torch.float64 else 5e-5
-        torch.testing.assert_close(out, expected.to(q.dtype), rtol=tolerance, atol=tolerance)
-        torch.testing.assert_close(lse, expected_lse.float(), rtol=5e-5, atol=5e-5)
+        # Products are summed in fp32 one after another, and not several at a time as by a tensor core.
+        granted = {"exact_scores": exact_scores, "product_error": float(q.shape[-1])}
+        oracle_general.compare(out, lse, q, k, v, scale, causal, **granted).check()
     return out, lse
 
 
-@pytest.mark.parametrize("causal", CAUSAL)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("seqlen_q", "seqlen_k"), [(1, 1), (1, 300), (300, 1), (64, 64), (129, 257), (257, 129), (700, 530)]
-)
-def test_lengths_and_masks(seqlen_q: int, seqlen_k: int, dtype: torch.dtype, causal: str):
-    check(*tensors(2, seqlen_q, seqlen_k, 4, 4, 32, dtype), causal=causal)
-    check(*tensors(1, seqlen_q, seqlen_k, 6, 2, 24, dtype), causal=causal)
-
-
-@pytest.mark.parametrize(
-    "shape", [(0, 5, 7, 2, 2), (2, 0, 7, 2, 2), (2, 5, 0, 2, 2), (2, 5, 7, 0, 0), (0, 0, 0, 0, 0)]
-)
-@pytest.mark.parametrize("causal", CAUSAL)
-def test_empty_problems(shape: tuple[int, ...], causal: str):
-    q, k, v = tensors(*shape, 8)
-    out, lse = attention(q, k, v, causal=causal, return_lse=True)
-    assert out.shape == q.shape and lse.shape == (q.shape[0], q.shape[2], q.shape[1])
-    assert (out == 0).all() and (lse == -math.inf).all()
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+def test_listed_problems(dtype: torch.dtype):
+    """What the gate asks of every row: lengths around chunks, nothing at all, numbers and scales, layouts."""
+    for problem in listed():
+        if problem.batch * problem.num_heads < 3000:
+            q, k, v = problem.inputs(dtype, 24, "cpu")
+            check(q, k, v, problem.scale, problem.causal, problem.exact_scores)
 
 
 @pytest.mark.parametrize("seqlen_k", [0, 7])
@@ -72,27 +59,6 @@ def test_the_lse_is_fp32_whatever_the_default_dtype(default: torch.dtype, seqlen
     assert (out.dtype, lse.dtype) == (torch.float32, torch.float32)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_queries_that_see_no_key_are_zero(dtype: torch.dtype):
-    q, k, v = tensors(2, 90, 30, 4, 2, 16, dtype)
-    out, lse = check(q, k, v, causal="bottom-right")
-    assert (out[:, :60] == 0).all() and (lse[:, :, :60] == -math.inf).all()
-    assert (lse[:, :, 60:] > -math.inf).all()
-
-
-@pytest.mark.parametrize("causal", CAUSAL)
-@pytest.mark.parametrize("heads_kv", [1, 4])
-@pytest.mark.parametrize("hidden", [1, 200, 300])
-def test_scores_of_minus_infinity_are_legal(hidden: int, heads_kv: int, causal: str):
-    """Through keys of -inf: the first ones, a whole chunk, all of them."""
-    q, k, v = tensors(1, 40, 300, 4, heads_kv, 16)
-    q[..., 0] = q[..., 0].abs() + 0.5
-    k[:, :hidden, :, 0] = -math.inf
-    out, lse = check(q, k, v, causal=causal)
-    if hidden == 300:
-        assert (out == 0).all() and (lse == -math.inf).all()
-
-
 def test_an_lse_of_zero_is_not_mistaken():
     """One key that a query of zeros scores with 0: LSE 0, which torch's kernel also uses for "no key"."""
     q, k, v = tensors(1, 3, 1, 2, 2, 8)
@@ -106,14 +72,6 @@ def test_nan_stays_in_its_row():
     out, lse = attention(q, k, v, return_lse=True)
     assert out.isnan().any(-1).nonzero().tolist() == [[0, 3, 1]]
     assert lse.isnan().nonzero().tolist() == [[0, 1, 3]]
-
-
-@pytest.mark.parametrize("scale", [0.0, -0.5, 2.5, 1e-20])
-@pytest.mark.parametrize("causal", CAUSAL)
-@pytest.mark.parametrize("heads_kv", [1, 2])
-def test_scales_of_any_sign(scale: float, causal: str, heads_kv: int):
-    q, k, v = tensors(2, 40, 60, 2, heads_kv, 16, torch.bfloat16)
-    check(q, k, v, scale, causal)
 
 
 @pytest.mark.parametrize("causal", [False, True])
