@@ -44,14 +44,16 @@ class GeneralLaunch:
     call: Call
     out: Guarded
     lse: Guarded | None
-    params: _C.AttentionParams
+    params: _C.AttentionParams | None = None
     partial: list[Tensor] = field(default_factory=list)
+    #: Half ulps of fp32 that a product may be off by besides.
+    product_error: float = 0.0
 
     @classmethod
     def of(cls, row: _C.Template, problem: GeneralProblem, device: torch.device | str) -> GeneralLaunch:
         problem = fit(problem, row)
         call = problem.call(gpu.torch_dtype(row), device)
-        out, lse = _outputs(problem, call)
+        out, lse = outputs(problem, call, problem.head_dim_v)
         params = _params(problem, call, out.view, None if lse is None else lse.view)
         launch = cls(row, problem, call, out, lse, params)
         launch._add_splits()
@@ -82,20 +84,10 @@ class GeneralLaunch:
 
     def errors(self) -> oracle.Errors:
         """How far the outputs are from fp64."""
-        call, lse = self.call, None if self.lse is None else self.lse.view
-        if self.out.view.numel() == 0:
+        out, lse = self.out.view[..., : self.problem.head_dim_v], None if self.lse is None else self.lse.view
+        if out.numel() == 0:
             return oracle.Errors(0.0, 0.0)
-        return oracle_general.compare(
-            self.out.view,
-            lse,
-            call.q,
-            call.k,
-            call.v,
-            call.scale,
-            call.causal,
-            call.exact_scores,
-            **call.features,
-        )
+        return compare(self.call, out, lse, self.product_error)
 
     def intact(self) -> bool:
         """Whether the kernels wrote nothing but their outputs."""
@@ -110,13 +102,22 @@ class GeneralLaunch:
         return errors
 
 
-def _outputs(problem: GeneralProblem, call: Call) -> tuple[Guarded, Guarded | None]:
+def compare(call: Call, out: Tensor, lse: Tensor | None, product_error: float = 0.0) -> oracle.Errors:
+    """Outputs of a call against fp64."""
+    operands = (call.q, call.k, call.v, call.scale, call.causal, call.exact_scores, product_error)
+    return oracle_general.compare(out, lse, *operands, **call.features)
+
+
+def outputs(
+    problem: GeneralProblem, call: Call, width: int, aligned: bool = False
+) -> tuple[Guarded, Guarded | None]:
+    """Room for O, rows of ``width``, and for the LSE between NaN; ``aligned``: for 16-byte stores."""
     packed = problem.packed_q
-    shape = (*call.q.shape[:-1], problem.head_dim_v)
+    shape = (*call.q.shape[:-1], width)
     like = torch.empty((1, *shape) if packed else shape, dtype=call.q.dtype, device=call.q.device)
-    if problem.out_layout == "unaligned":
+    if problem.out_layout == "unaligned" and not aligned:
         view = place(like, row_pad=1, offset=GUARD + 1)
-    elif problem.out_layout == "padded":
+    elif problem.out_layout in ("padded", "unaligned"):
         view = place(like, row_pad=8)
     else:
         view = place(like, problem.out_layout)

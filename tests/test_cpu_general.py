@@ -8,6 +8,7 @@ from typing import Any
 import oracle_general
 import pytest
 import torch
+from general import compare
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from listed_general import GROUPS
@@ -280,8 +281,7 @@ def check_problem(problem: GeneralProblem, dtype: torch.dtype) -> None:
     said = {"scale": call.scale, "causal": call.causal, **call.features}
     out, lse = attention(call.q, call.k, call.v, return_lse=True, **said)
     # Products are summed in fp32 one after another, and not several at a time as by a tensor core.
-    granted = {"exact_scores": call.exact_scores, "product_error": float(problem.head_dim)}
-    oracle_general.compare(out, lse, call.q, call.k, call.v, **granted, **said).check()
+    compare(call, out, lse, float(problem.head_dim)).check()
 
 
 @pytest.mark.parametrize("group", GROUPS)

@@ -11,16 +11,14 @@ from typing import Any
 
 import gpu
 import hypothesis
-import oracle
 import oracle_general
 import pytest
 import torch
+from general import GeneralLaunch, compare, outputs
 from listed_general import GROUPS
 from parity_report import ParityReport
-from problems import place, poison
+from problems import poison
 from problems_general import GeneralProblem, problems
-from tensors_general import Call
-from torch import Tensor
 
 import cutlass_fmha
 from cutlass_fmha import _C
@@ -77,86 +75,32 @@ def fitted(row: _C.Template, p: GeneralProblem) -> GeneralProblem:
     )
 
 
-def guarded_out(row: _C.Template, call: Call, p: GeneralProblem) -> gpu.Guarded:
-    """Room for O between NaN: rows side by side, or not."""
-    shape = (*call.q.shape[:-1], wide.padded(row, call.v.shape[-1]))
-    empty = torch.empty(shape if len(shape) == 4 else (1, *shape), dtype=call.q.dtype, device=DEVICE)
-    if p.out_layout == "bhsd":
-        out = place(empty, "bhsd")
-    elif p.out_layout in ("padded", "unaligned"):
-        out = place(empty, row_pad=8)
-    else:
-        out = place(empty)
-    return gpu.Guarded.around(out if len(shape) == 4 else out[0])
-
-
-def guarded_lse(shape: tuple[int, ...]) -> gpu.Guarded:
-    rows = torch.empty((1,) * (3 - len(shape)) + shape + (1,), device=DEVICE)
-    view = place(rows).squeeze(-1)
-    return gpu.Guarded.around(view if len(shape) == 3 else view[0])
-
-
 @dataclass
-class Launch:
+class Launch(GeneralLaunch):
     """One call of ``wide.run`` into guarded outputs, ready to be made any number of times."""
 
-    row: _C.Template
-    problem: GeneralProblem
-    call: Call
-    out: gpu.Guarded
-    lse: gpu.Guarded | None
-
     @classmethod
-    def of(cls, row: _C.Template, problem: GeneralProblem) -> Launch:
+    def of(cls, row: _C.Template, problem: GeneralProblem) -> Launch:  # type: ignore[override]
         problem = fitted(row, problem)
         call = problem.call(DTYPES[row.dtype], DEVICE)
-        sizes = check_features((call.q, call.k, call.v), Features(**op_arguments(call.q, call.features)))
-        lse = guarded_lse(sizes.lse_shape) if problem.return_lse else None
-        return cls(row, problem, call, guarded_out(row, call, problem), lse)
+        room = outputs(problem, call, wide.padded(row, call.v.shape[-1]), aligned=True)
+        split = SPLIT_ERROR if row.mma == "tf32x3" else 0.0
+        return cls(row, problem, call, *room, product_error=split)
 
-    @property
-    def scale(self) -> float:
-        return self.problem.head_dim**-0.5 if self.call.scale is None else self.call.scale
-
-    def run(self) -> None:
+    def run(self) -> None:  # type: ignore[override]
         call, features = self.call, Features(**op_arguments(self.call.q, self.call.features))
         tensors = (call.q, call.k, call.v)
+        scale = self.problem.head_dim**-0.5 if call.scale is None else call.scale
         lse = None if self.lse is None else self.lse.view
         sizes = check_features(tensors, features)
-        wide.run(self.row, tensors, self.out.view, lse, self.scale, call.causal, features, sizes)
-
-    def check(self, parity: ParityReport, what: str = "") -> None:
-        """Compare the outputs with the oracle, and what is around them with what it was."""
-        name = f"{self.problem}{what}"
-        out = self.out.view[..., : self.problem.head_dim_v]
-        errors = compare(self.row, out, None if self.lse is None else self.lse.view, self.call)
-        parity.record(self.row.name, name, errors)
-        intact = self.out.intact() and (self.lse is None or self.lse.intact())
-        assert intact, f"{self.row.name}: {name}: wrote outside its outputs"
+        wide.run(self.row, tensors, self.out.view, lse, scale, call.causal, features, sizes)
 
 
 def run(row: _C.Template, problem: GeneralProblem, parity: ParityReport) -> Launch:
     launch = Launch.of(row, problem)
     launch.run()
-    launch.check(parity)
+    parity.check(launch, launch.problem)
     return launch
-
-
-def compare(
-    row: _C.Template, out: Tensor, lse: Tensor | None, call: Call, split_error: float = SPLIT_ERROR
-) -> oracle.Errors:
-    return oracle_general.compare(
-        out,
-        lse,
-        call.q,
-        call.k,
-        call.v,
-        call.scale,
-        call.causal,
-        call.exact_scores,
-        product_error=split_error if row.mma == "tf32x3" else 0.0,
-        **call.features,
-    )
 
 
 @by_row
@@ -188,7 +132,7 @@ def test_scores_of_minus_zero_are_scores(row: _C.Template, scale: float, parity:
         launch.call.q.zero_()
         launch.call.k.clamp_(max=-0.5)  # a negative sum of products times 0 is -0
         launch.run()
-        launch.check(parity, " with queries of 0")
+        parity.check(launch, f"{launch.problem} with queries of 0")
 
 
 @by_row
@@ -199,7 +143,7 @@ def test_rows_whose_bias_hides_everything_are_empty(row: _C.Template, parity: Pa
     bias[:, :, 5:9] = -torch.inf
     bias[0, 1, 20, :150] = -torch.inf  # whole steps before the first key that is seen
     launch.run()
-    launch.check(parity, " with hidden rows")
+    parity.check(launch, f"{launch.problem} with hidden rows")
     assert launch.lse is not None
     assert (launch.out.view[:, 5:9] == 0).all() and (launch.lse.view[:, :, 5:9] == -torch.inf).all()
 
@@ -229,7 +173,7 @@ def test_nan_in_a_query_row_stays_in_that_row(row: _C.Template, parity: ParityRe
     launch = Launch.of(row, GeneralProblem(100, 200, num_heads=4, num_heads_kv=2, seed=4))
     launch.call.q[1, 77, 1, 0] = torch.nan
     launch.run()
-    launch.check(parity, " with NaN in a query")
+    parity.check(launch, f"{launch.problem} with NaN in a query")
     assert launch.out.view[1, 77, 1].isnan().all()
 
 
@@ -263,18 +207,7 @@ def attend(problem: GeneralProblem, dtype: torch.dtype, template: str | None, pr
         call.q, call.k, call.v, scale, call.causal, True, template, **arguments
     )
     assert out.is_contiguous()
-    oracle_general.compare(
-        out,
-        lse,
-        call.q,
-        call.k,
-        call.v,
-        call.scale,
-        call.causal,
-        call.exact_scores,
-        product_error=product_error,
-        **call.features,
-    ).check()
+    compare(call, out, lse, product_error).check()
 
 
 @pytest.mark.usefixtures("run_kernels_on_cpu_tensors")
@@ -331,7 +264,7 @@ def test_a_graph_reads_lengths_anew(row: _C.Template, parity: ParityReport):
         launch.call.features["seqused_k"].copy_(other.call.features["seqused_k"])
         launch.out.view.fill_(torch.nan)
         graph.replay()
-        launch.check(parity, f" replayed, seed {seed}")
+        parity.check(launch, f"{launch.problem} replayed, seed {seed}")
 
 
 @on_a_gpu
@@ -340,8 +273,8 @@ def test_long_sums_are_as_exact_as_unfused_math(row: _C.Template):
     """Tensor cores cut off what they sum, which the simulator does not: rows sum in float32 often enough."""
     launch = Launch.of(row, GeneralProblem(64, 4000, seed=8))
     launch.run()
-    out = launch.out.view[..., : launch.problem.head_dim_v]
-    compare(row, out, None, launch.call, split_error=0.0).check()
+    launch.product_error = 0.0
+    launch.errors().check()
 
 
 @on_a_gpu
@@ -362,7 +295,7 @@ def test_more_heads_and_batches_than_a_grid_dimension_holds(
     call = launch.call._replace(
         **{x: getattr(launch.call, x).index_select(axis, some) for x in ("q", "k", "v")}
     )
-    errors = compare(row, out.index_select(axis, some), None, call)
+    errors = compare(call, out.index_select(axis, some), None, launch.product_error)
     parity.record(row.name, f"{launch.problem}, five of them", errors)
 
 
@@ -379,7 +312,7 @@ def test_batches_and_heads_may_be_far_apart(row: _C.Template, axis: int, parity:
         view.copy_(x)
     launch.call = launch.call._replace(q=far[0], k=far[1], v=far[2])
     launch.run()
-    launch.check(parity, f" with a far {('batch', '', 'heads')[axis]} stride")
+    parity.check(launch, f"{launch.problem} with a far {('batch', '', 'heads')[axis]} stride")
 
 
 @pytest.mark.usefixtures("much_memory")

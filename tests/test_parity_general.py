@@ -10,10 +10,9 @@ from dataclasses import replace
 
 import gpu
 import hypothesis
-import oracle_general
 import pytest
 import torch
-from general import GeneralLaunch, fit
+from general import GeneralLaunch, compare, fit
 from listed_general import GROUPS
 from parity_report import ParityReport
 from problems import poison
@@ -74,9 +73,7 @@ def attend(
         **features,
     )
     if out.numel():
-        oracle_general.compare(
-            out, lse, call.q, call.k, call.v, call.scale, call.causal, call.exact_scores, **call.features
-        ).check()
+        compare(call, out, lse).check()
     return out, lse
 
 

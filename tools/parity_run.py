@@ -28,7 +28,7 @@ import hypothesis
 from hypothesis import strategies as st
 from tabulate import tabulate
 
-from cutlass_fmha import _C, select
+from cutlass_fmha import _C
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
@@ -221,10 +221,10 @@ def repeat(name: str, text: str) -> int:
     """The one problem of a line that a run printed."""
     fields = {key: tuple(x) if isinstance(x, list) else x for key, x in json.loads(text).items()}
     tally = Tally()
-    for row in _C.templates():
-        if row.name == name and (row.scored or row.family in select.PLAIN):
-            kind: Any = problems_general.GeneralProblem if row.scored else problems.Problem
-            judge(row, kind(**fields), tally, int(os.environ.get("CUTLASS_FMHA_SIMULATOR_SEED", "0")))
+    rows = {row.name: row for row in (*_C.templates(), *gpu.scored_rows())}
+    if (row := rows.get(name)) is not None:
+        kind: Any = problems_general.GeneralProblem if row.scored else problems.Problem
+        judge(row, kind(**fields), tally, int(os.environ.get("CUTLASS_FMHA_SIMULATOR_SEED", "0")))
     print(tally.failure or f"agrees on {len(tally.rows)} rows, worst ratio {tally.worst:.3f}")
     return 0 if tally.rows and not tally.failure else 1
 

@@ -24,9 +24,8 @@ from cutlass_fmha.rotary import rotary
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import gpu
 import oracle
-import oracle_general
 import problems
-from general import fit
+from general import compare, fit
 from problems_general import GeneralProblem
 
 #: Half ulps of fp32 that a product of three TF32 ones may be off by, as in tests/test_parity_fallback.py.
@@ -106,13 +105,7 @@ def _run(
             template=template,
             **there,
         )
-        errors = oracle_general.compare(
-            out.cpu(),
-            lse.cpu(),
-            *(call.q, call.k, call.v, call.scale, call.causal, call.exact_scores),
-            product_error=product_error,
-            **call.features,
-        ).check()
+        errors = compare(call, out.cpu(), lse.cpu(), product_error).check()
         print(f"  {problem}: {errors.worst:.3f} of the tolerance", flush=True)
 
 
