@@ -244,17 +244,6 @@ def test_a_fit_finds_how_many_blocks_are_resident():
     assert sum(right) >= 0.8 * len(tiles)
 
 
-def test_picks_of_a_fit_are_right_where_those_of_the_default_are_not(monkeypatch):
-    fake_gpu(monkeypatch, noise=0.02)
-    held_out = problems.holdout(120, 5, KINDS, LIMITS, [sample.problem for sample in measured(0.02)[1]])
-    truth = measurements.collect(held_out, 0, BUILD, "holdout")
-    share = {
-        name: verdict.share_right(verdict.judge(truth, L4, BUILD, given))
-        for name, given in {"fitted": fitted(0.02), "default": store.default(L4)}.items()
-    }
-    assert share["fitted"] >= 0.95 and share["default"] < 0.9
-
-
 def test_what_all_rows_of_a_problem_have_in_common_bends_no_price():
     """A GPU that is slow at some sizes, for every row alike, is told as well which row is the best."""
     machine, samples = measured(0.0)
