@@ -1,4 +1,4 @@
-"""Launches of scored rows around the package's Python layer, on a GPU's tensors or on a simulator's.
+"""Launches of scored and wide rows around the package's Python layer, on a GPU's tensors or on a simulator's.
 
 Outputs, LSE and the parts of split keys lie in buffers full of NaN that the kernels must overwrite exactly
 where they are asked to.
@@ -20,6 +20,10 @@ from tensors_general import Call
 from torch import Tensor
 
 from cutlass_fmha import _C
+from cutlass_fmha.arguments.check_features import check_features
+from cutlass_fmha.arguments.op_arguments import op_arguments
+from cutlass_fmha.dispatch.families import wide
+from cutlass_fmha.features import Features
 
 #: Which field of the parameters takes the address of a feature's tensor.
 ADDRESSES = {
@@ -30,9 +34,53 @@ ADDRESSES = {
 }
 
 
+#: Head dim from which on there are wide rows alone: their problems have such ones every second time.
+LARGEST = 256
+#: In 3xTF32 a factor is a truncated TF32 number and a TF32-rounded rest, off by 2^-21 at most; the product of
+#: two rests, 2^-20 at most, is left out. Together 2^-19, in half ulps of fp32:
+SPLIT_ERROR = 32.0
+
+
 def fit(problem: GeneralProblem, row: _C.Template) -> GeneralProblem:
     """The problem as a row can take it."""
+    if row.family == "wide":
+        return fit_wide(problem, row)
     return fitted(problem, row.head_dim, row.head_dim_v, row.tile_m, row.tile_n * row.kv_warps)
+
+
+def fit_wide(p: GeneralProblem, row: _C.Template) -> GeneralProblem:
+    """The problem without what the row does not know, and with head dims that it is for."""
+    dims = [min(dim, row.head_dim) for dim in (p.head_dim, p.head_dim_v)]
+    if row.head_dim > LARGEST and max(dims) <= LARGEST and p.seed % 2:
+        dims = [dim + LARGEST for dim in dims] if p.seed % 4 == 1 else [dims[0], dims[1] + LARGEST]
+    bias = p.bias
+    if bias is not None and row.dtype != "float32":
+        bias = (bias[0], "same", bias[2])
+    fill = p.fill
+    if row.mma == "tf32x3" and fill.endswith("minus-inf"):
+        fill = "normal"  # an infinity has no rest: inf - inf
+    return replace(
+        p,
+        head_dim=dims[0],
+        head_dim_v=dims[1],
+        window=None if p.window is None else (-1, p.window[1]),
+        bias=bias,
+        fill=fill,
+        prefix=False,
+        blocks=None,
+        softcap=0.0,
+        alibi="",
+        sinks="",
+        dropout=0.0,
+        page_size=0,
+        num_splits=None,
+        pack=False,
+    )
+
+
+def launch_of(row: _C.Template, problem: GeneralProblem, device: torch.device | str) -> GeneralLaunch:
+    """A launch of a scored or a wide row."""
+    return (WideLaunch if row.family == "wide" else GeneralLaunch).of(row, problem, device)
 
 
 @dataclass
@@ -100,6 +148,27 @@ class GeneralLaunch:
         errors = self.errors().check()
         assert self.intact(), f"{self.row.name}: {self.problem}: wrote outside its outputs"
         return errors
+
+
+@dataclass
+class WideLaunch(GeneralLaunch):
+    """One call of ``wide.run`` into guarded outputs, ready to be made any number of times."""
+
+    @classmethod
+    def of(cls, row: _C.Template, problem: GeneralProblem, device: torch.device | str) -> WideLaunch:
+        problem = fit_wide(problem, row)
+        call = problem.call(gpu.torch_dtype(row), device)
+        room = outputs(problem, call, wide.padded(row, call.v.shape[-1]), aligned=True)
+        return cls(row, problem, call, *room, product_error=SPLIT_ERROR if row.mma == "tf32x3" else 0.0)
+
+    def run(self, stream: int | None = None) -> None:
+        """Launch on torch's current stream."""
+        call, features = self.call, Features(**op_arguments(self.call.q, self.call.features))
+        tensors = (call.q, call.k, call.v)
+        scale = self.problem.head_dim**-0.5 if call.scale is None else call.scale
+        lse = None if self.lse is None else self.lse.view
+        sizes = check_features(tensors, features)
+        wide.run(self.row, tensors, self.out.view, lse, scale, call.causal, features, sizes)
 
 
 def compare(call: Call, out: Tensor, lse: Tensor | None, product_error: float = 0.0) -> oracle.Errors:

@@ -157,7 +157,8 @@ def without_tma() -> str | None:
 
 
 def torch_dtype(row: _C.Template) -> torch.dtype:
-    return {"float16": torch.float16, "bfloat16": torch.bfloat16}[row.dtype]
+    found: torch.dtype = getattr(torch, row.dtype)
+    return found
 
 
 @dataclass

@@ -25,11 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import gpu
 import oracle
 import problems
-from general import compare, fit
+from general import SPLIT_ERROR, compare, fit
 from problems_general import GeneralProblem
-
-#: Half ulps of fp32 that a product of three TF32 ones may be off by, as in tests/test_parity_fallback.py.
-SPLIT_ERROR = 32.0
 
 
 def kernels() -> dict[str, Callable[[], None]]:

@@ -1,4 +1,4 @@
-"""The scored rows against dense fp64: every feature, alone and mixed.
+"""The scored rows and the wide ones against dense fp64: every feature that they know, alone and mixed.
 
 A simulator's rows can be tested, too; a GPU's own behaviour (graphs, far strides) is left to the GPU.
 """
@@ -10,9 +10,18 @@ from dataclasses import replace
 
 import gpu
 import hypothesis
+import oracle_general
 import pytest
 import torch
-from general import GeneralLaunch, compare, fit
+from general import (
+    LARGEST,
+    SPLIT_ERROR,
+    GeneralLaunch,
+    WideLaunch,
+    compare,
+    fit,
+    launch_of,
+)
 from listed_general import GROUPS
 from parity_report import ParityReport
 from problems import poison
@@ -20,12 +29,17 @@ from problems_general import GeneralProblem, problems
 
 import cutlass_fmha
 from cutlass_fmha import _C
+from cutlass_fmha.arguments.op_arguments import op_arguments
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
 DEVICE = gpu.device()
-ROWS = gpu.scored_rows()
+SCORED, WIDE = gpu.scored_rows(), gpu.wide_rows()
+ROWS = [*SCORED, *WIDE]
+WIDE_DTYPES = sorted({gpu.torch_dtype(row) for row in WIDE}, key=str)
 by_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+by_scored_row = pytest.mark.parametrize("row", SCORED, ids=lambda row: row.name)
+by_wide_row = pytest.mark.parametrize("row", WIDE, ids=lambda row: row.name)
 on_a_gpu = pytest.mark.skipif(
     gpu.simulated(), reason="a simulator has no graphs, no far strides and no plain calls"
 )
@@ -40,15 +54,15 @@ def check(launch: GeneralLaunch, parity: ParityReport) -> None:
 @pytest.mark.parametrize("group", GROUPS)
 def test_listed_problems(row: _C.Template, group: str, parity: ParityReport):
     for problem in dict.fromkeys(fit(problem, row) for problem in GROUPS[group]):
-        check(GeneralLaunch.of(row, problem, DEVICE), parity)
+        check(launch_of(row, problem, DEVICE), parity)
 
 
 @by_row
 def test_drawn_problems(row: _C.Template, parity: ParityReport):
     @hypothesis.settings(hypothesis.settings.get_profile("parity"))
-    @hypothesis.given(problem=problems())
+    @hypothesis.given(problem=problems(longest=300 if row in WIDE else 700))
     def agrees(problem: GeneralProblem) -> None:
-        check(GeneralLaunch.of(row, problem, DEVICE), parity)
+        check(launch_of(row, problem, DEVICE), parity)
 
     agrees()
 
@@ -77,7 +91,7 @@ def attend(
     return out, lse
 
 
-@by_row
+@by_scored_row
 def test_attention_runs_the_row_it_is_told_to(row: _C.Template):
     for problem in [
         *GROUPS["lengths"][::3],
@@ -100,7 +114,7 @@ def test_attention_picks_a_row_that_can(dtype: torch.dtype):
 
 
 @on_a_gpu
-@by_row
+@by_scored_row
 def test_a_plain_problem_may_be_given_to_a_scored_row(row: _C.Template):
     for layout in ("bshd", "unaligned"):
         problem = fit(GeneralProblem(70, 130, causal="bottom-right", layout=layout, seed=3), row)
@@ -110,7 +124,7 @@ def test_a_plain_problem_may_be_given_to_a_scored_row(row: _C.Template):
 # ---- bits --------------------------------------------------------------------------------------------------
 
 
-@by_row
+@by_scored_row
 def test_dropout_is_that_of_the_public_mask(row: _C.Template):
     """Equal probabilities and the identity as values: what is dropped is 0."""
     dim, heads, queries = row.head_dim_v, 3, row.tile_m + 5
@@ -129,8 +143,9 @@ def test_repeats_are_bitwise_equal(row: _C.Template, parity: ParityReport):
     for problem in (
         GeneralProblem(300, 500, causal="bottom-right", window=(120, 0), softcap=9.0, dropout=0.3, seed=5),
         GeneralProblem(3, 900, num_heads=8, num_splits=5, pack=True, used_k=True, fill="outliers", seed=6),
+        GeneralProblem(150, 300, causal="bottom-right", fill="outliers", seed=6),
     ):
-        launch = GeneralLaunch.of(row, problem, DEVICE)
+        launch = launch_of(row, problem, DEVICE)
         check(launch, parity)
         assert launch.lse is not None
         out, lse = launch.out.view.clone(), launch.lse.view.clone()
@@ -186,16 +201,14 @@ def test_batch_invariant_sequences_do_not_notice_the_others(kind: str):
 
 @by_row
 def test_nan_in_a_query_row_stays_in_that_row(row: _C.Template, parity: ParityReport):
-    problem = fit(
-        GeneralProblem(100, 200, num_heads=4, num_heads_kv=2, pack=True, window=(60, 5), seed=3), row
-    )
-    launch = GeneralLaunch.of(row, problem, DEVICE)
+    problem = GeneralProblem(100, 200, num_heads=4, num_heads_kv=2, pack=True, window=(60, 5), seed=3)
+    launch = launch_of(row, problem, DEVICE)
     launch.call.q[1, 77, 1, 0] = torch.nan
     check(launch, parity)
     assert launch.out.view[1, 77, 1].isnan().all()
 
 
-@by_row
+@by_scored_row
 def test_keys_beyond_a_window_are_never_touched(row: _C.Template):
     """Tiles that no query sees are not read: their NaN would come through a probability of 0."""
     problem = fit(GeneralProblem(64, 1000, window=(50, 0), causal="bottom-right", seed=4), row)
@@ -208,38 +221,40 @@ def test_keys_beyond_a_window_are_never_touched(row: _C.Template):
     assert torch.equal(launch.out.view, before)
 
 
+@by_row
+def test_keys_beyond_the_diagonal_are_never_touched(row: _C.Template):
+    launch = launch_of(row, GeneralProblem(64, 900, causal="top-left", seed=8), DEVICE)
+    launch.run()
+    before = launch.out.view.clone()
+    beyond = 64 + row.tile_n * getattr(row, "kv_warps", 1)
+    launch.call.k[:, beyond:] = torch.nan
+    launch.call.v[:, beyond:] = torch.nan
+    launch.run()
+    assert torch.equal(launch.out.view, before)
+
+
 # ---- a GPU's own -------------------------------------------------------------------------------------------
 
 
 @on_a_gpu
 @by_row
 def test_a_graph_reads_lengths_tables_and_the_seed_anew(row: _C.Template, parity: ParityReport):
-    problem = GeneralProblem(
-        2,
-        600,
-        batch=3,
-        num_heads=8,
-        num_heads_kv=2,
-        page_size=64,
-        used_k=True,
-        dropout=0.25,
-        num_splits=3,
-        pack=True,
-    )
-    launch = GeneralLaunch.of(row, replace(problem, seed=21), DEVICE)
+    decode = {"page_size": 64, "dropout": 0.25, "num_splits": 3, "pack": True}
+    problem = GeneralProblem(2, 600, batch=3, num_heads=8, num_heads_kv=2, used_k=True, **decode)
+    launch = launch_of(row, replace(problem, seed=21), DEVICE)
     launch.run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         launch.run()
-    for seed in (22, 23):
-        other = GeneralLaunch.of(row, replace(problem, seed=seed), DEVICE)
+    for seed in (25, 29):  # of the same head dims
+        other = launch_of(row, replace(problem, seed=seed), DEVICE)
         for name in ("q", "k", "v"):
             getattr(launch.call, name).copy_(getattr(other.call, name))
-        for name in ("seqused_k", "page_table", "dropout_seed"):
+        for name in {"seqused_k", "page_table", "dropout_seed"} & launch.call.features.keys():
             launch.call.features[name].copy_(other.call.features[name])
         launch.out.view.fill_(torch.nan)
         graph.replay()
-        parity.record(row.name, f"{problem} replayed, seed {seed}", launch.errors())
+        parity.check(launch, f"{problem} replayed, seed {seed}")
 
 
 @on_a_gpu
@@ -258,7 +273,7 @@ def test_attention_in_a_graph_draws_a_new_seed_each_time():
 
 @on_a_gpu
 @pytest.mark.usefixtures("much_memory")
-@by_row
+@by_scored_row
 @pytest.mark.parametrize("axis", [0, 1, 2], ids=["batch", "seqlen", "heads"])
 def test_offsets_beyond_31_bits(row: _C.Template, axis: int, parity: ParityReport):
     buffer = poison(gpu.torch_dtype(row), gpu.FAR + 4096 + 4 * gpu.REGION, DEVICE)
@@ -275,3 +290,148 @@ def test_offsets_beyond_31_bits(row: _C.Template, axis: int, parity: ParityRepor
     parity.record(
         row.name, f"{problem} with a far {('batch', 'seqlen', 'heads')[axis]} stride", launch.errors()
     )
+
+
+# ---- wide rows: what the example does not do by itself, large head dims, far strides -----------------------
+
+
+@by_wide_row
+@pytest.mark.parametrize("scale", [-1.0, 0.0, 1.0])
+def test_scores_of_minus_zero_are_scores(row: _C.Template, scale: float, parity: ParityReport):
+    """The example's maximum takes -0 for less than -inf: kernel.cuh makes none."""
+    for seqlen_k in (1, 300):
+        launch = WideLaunch.of(row, GeneralProblem(3, seqlen_k, causal="none", scale=scale), DEVICE)
+        launch.call.q.zero_()
+        launch.call.k.clamp_(max=-0.5)  # a negative sum of products times 0 is -0
+        launch.run()
+        parity.check(launch, f"{launch.problem} with queries of 0")
+
+
+@by_wide_row
+def test_rows_whose_bias_hides_everything_are_empty(row: _C.Template, parity: ParityReport):
+    problem = GeneralProblem(70, 200, bias=("bhqk", "same", "plain"), num_heads=4, num_heads_kv=2)
+    launch = WideLaunch.of(row, problem, DEVICE)
+    bias = launch.call.features["bias"]
+    bias[:, :, 5:9] = -torch.inf
+    bias[0, 1, 20, :150] = -torch.inf  # whole steps before the first key that is seen
+    launch.run()
+    parity.check(launch, f"{launch.problem} with hidden rows")
+    assert launch.lse is not None
+    assert (launch.out.view[:, 5:9] == 0).all() and (launch.lse.view[:, :, 5:9] == -torch.inf).all()
+
+
+@by_wide_row
+def test_one_query_is_computed_with_its_group(row: _C.Template, parity: ParityReport):
+    for causal in ("none", "top-left", "bottom-right"):
+        for heads in ((8, 2), (70, 1), (3, 3)):
+            problem = GeneralProblem(1, 300, causal=causal, num_heads=heads[0], num_heads_kv=heads[1])
+            bias = ("bhqk", "same", "plain") if causal == "bottom-right" else None
+            check(WideLaunch.of(row, replace(problem, bias=bias, used_k=True, seed=2), DEVICE), parity)
+    packed = GeneralProblem(1, 90, batch=4, num_heads=6, num_heads_kv=2, packed_q=True, used_q=True)
+    check(WideLaunch.of(row, packed, DEVICE), parity)
+
+
+def attend_wide(problem: GeneralProblem, dtype: torch.dtype, template: str | None) -> None:
+    """The op, which a simulator has for problems without features, too, compared with the oracle."""
+    call = problem.call(dtype, DEVICE)
+    scale = problem.head_dim**-0.5 if call.scale is None else call.scale
+    arguments = op_arguments(call.q, call.features)
+    out, lse = torch.ops.cutlass_fmha.attend(
+        call.q, call.k, call.v, scale, call.causal, True, template, **arguments
+    )
+    assert out.is_contiguous()
+    compare(call, out, lse, SPLIT_ERROR).check()
+
+
+@by_wide_row
+def test_attend_runs_the_wide_row_it_is_told_to(row: _C.Template):
+    for problem in [*GROUPS["lengths"][::4], *GROUPS["masks"][::6], *GROUPS["shapes"][1::9]]:
+        problem = fit(replace(problem, seed=4 * problem.seed + 1), row)
+        if row.dtype != "float32":
+            problem = replace(problem, head_dim=264 + problem.head_dim % 256)
+        if problem.num_heads:
+            attend_wide(problem, gpu.torch_dtype(row), row.name)
+
+
+@pytest.mark.parametrize("head_dims", [(64, 64), (33, 70), (100, 128), (300, 40), (257, 513)])
+@pytest.mark.parametrize("dtype", WIDE_DTYPES, ids=str)
+def test_attend_picks_a_wide_row_that_can(dtype: torch.dtype, head_dims: tuple[int, int]):
+    if dtype != torch.float32:  # with large head dims only
+        head_dims = (head_dims[0] + LARGEST, head_dims[1])
+    for layout in ("bshd", "unaligned"):
+        problem = GeneralProblem(70, 130, causal="bottom-right", layout=layout, num_heads=4)
+        problem = replace(problem, head_dim=head_dims[0], head_dim_v=head_dims[1])
+        attend_wide(problem, dtype, None)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("dtype", WIDE_DTYPES, ids=str)
+def test_sdpa_takes_what_only_wide_rows_take(dtype: torch.dtype):
+    shape = (2, 4, 100, 320 if dtype != torch.float32 else 80)
+    q, k, v = (torch.randn(shape, device=DEVICE).to(dtype) for _ in range(3))
+    ours = cutlass_fmha.scaled_dot_product_attention(q, k, v, is_causal=True)
+    bshd = [x.transpose(1, 2) for x in (q, k, v)]
+    errors = oracle_general.compare(
+        ours.transpose(1, 2), None, *bshd, causal="top-left", product_error=SPLIT_ERROR
+    )
+    errors.check()
+
+
+@on_a_gpu
+@by_wide_row
+def test_long_sums_are_as_exact_as_unfused_math(row: _C.Template):
+    """Tensor cores cut off what they sum, which the simulator does not: rows sum in float32 often enough."""
+    launch = WideLaunch.of(row, GeneralProblem(64, 4000, seed=8), DEVICE)
+    launch.run()
+    launch.product_error = 0.0
+    launch.errors().check()
+
+
+@on_a_gpu
+@by_wide_row
+@pytest.mark.parametrize("axis", [0, 2], ids=["batch", "heads"])
+def test_more_heads_and_batches_than_a_grid_dimension_holds(
+    row: _C.Template, axis: int, parity: ParityReport
+):
+    many = {"batch": 70000, "num_heads": 1, "num_heads_kv": 1}
+    if axis == 2:
+        many = {"batch": 1, "num_heads": 70000, "num_heads_kv": 70000}
+    launch = WideLaunch.of(row, GeneralProblem(2, 3, return_lse=False, **many), DEVICE)
+    launch.run()
+    out = launch.out.view[..., : launch.problem.head_dim_v]
+    assert launch.out.intact() and not out.isnan().any()
+    # The oracle takes sequence by sequence: some of them.
+    some = torch.tensor([0, 1, 65535, 65536, 69999], device=DEVICE)
+    call = launch.call._replace(
+        **{x: getattr(launch.call, x).index_select(axis, some) for x in ("q", "k", "v")}
+    )
+    errors = compare(call, out.index_select(axis, some), None, launch.product_error)
+    parity.record(row.name, f"{launch.problem}, five of them", errors)
+
+
+@pytest.mark.usefixtures("much_memory")
+@on_a_gpu
+@by_wide_row
+@pytest.mark.parametrize("axis", [0, 2], ids=["batch", "heads"])
+def test_batches_and_heads_may_be_far_apart(row: _C.Template, axis: int, parity: ParityReport):
+    dims = {"head_dim": min(64, row.head_dim), "head_dim_v": min(64, row.head_dim)}
+    launch = WideLaunch.of(row, GeneralProblem(65, 65, causal="bottom-right", seed=8, **dims), DEVICE)
+    buffer = poison(gpu.torch_dtype(row), gpu.FAR + 4096 + 3 * gpu.REGION, DEVICE)
+    far = [gpu.far_view(buffer, i, tuple(launch.call.q.shape), axis) for i in range(3)]
+    for view, x in zip(far, launch.call[:3], strict=True):
+        view.copy_(x)
+    launch.call = launch.call._replace(q=far[0], k=far[1], v=far[2])
+    launch.run()
+    parity.check(launch, f"{launch.problem} with a far {('batch', '', 'heads')[axis]} stride")
+
+
+@pytest.mark.usefixtures("much_memory")
+@on_a_gpu
+@by_wide_row
+def test_keys_may_not_be_far_apart(row: _C.Template):
+    launch = WideLaunch.of(row, GeneralProblem(65, 65, seed=8), DEVICE)
+    shape = tuple(launch.call.k.shape)
+    buffer = poison(gpu.torch_dtype(row), gpu.FAR + 4096 + 3 * gpu.REGION, DEVICE)
+    launch.call = launch.call._replace(k=gpu.far_view(buffer, 1, shape, 1))
+    with pytest.raises(ValueError, match="its offsets are 32-bit, and k spans"):
+        launch.run()
