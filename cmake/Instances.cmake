@@ -10,8 +10,8 @@
 # What a unit of a family's kernels includes, and what is written for a row @NAME@.
 set(FMHA_forward_HEADER "forward/kernel.cuh")
 set(FMHA_forward_PARAMS "cutlass_fmha::KernelParams<@NAME@_config>")
-set(FMHA_scored_HEADER "features/kernel.cuh")
-set(FMHA_scored_PARAMS "cutlass_fmha::FeatureParams")
+set(FMHA_features_HEADER "features/kernel.cuh")
+set(FMHA_features_PARAMS "cutlass_fmha::FeatureParams")
 set(FMHA_wide_HEADER "wide/kernel.cuh")
 set(FMHA_wide_PARAMS "cutlass_fmha::FeatureParams")
 
@@ -84,7 +84,20 @@ endfunction()
 # is that of a warp: a step of the main loop takes TILE_N * KV_WARPS keys.
 function(fmha_scored
     ARCHS DTYPES HEAD_DIM VALUE_DIM TILE_M TILE_N WARPS KV_WARPS STAGES MIN_BLOCKS Q_IN_REGISTERS)
-  if(ARGC GREATER 11)
+  fmha_add_features(scores scored "${ARCHS}" "${DTYPES}" ${HEAD_DIM} ${VALUE_DIM} ${TILE_M} ${TILE_N} ${WARPS}
+    ${KV_WARPS} ${STAGES} ${MIN_BLOCKS} ${Q_IN_REGISTERS} false ${ARGN})
+endfunction()
+
+# Adds the ranged rows of one manifest line.
+function(fmha_ranged
+    ARCHS DTYPES HEAD_DIM VALUE_DIM TILE_M TILE_N WARPS STAGES MIN_BLOCKS Q_IN_REGISTERS PING_PONG)
+  fmha_add_features(ranges ranged "${ARCHS}" "${DTYPES}" ${HEAD_DIM} ${VALUE_DIM} ${TILE_M} ${TILE_N} ${WARPS}
+    1 ${STAGES} ${MIN_BLOCKS} ${Q_IN_REGISTERS} ${PING_PONG} ${ARGN})
+endfunction()
+
+function(fmha_add_features FEATURES SUFFIX
+    ARCHS DTYPES HEAD_DIM VALUE_DIM TILE_M TILE_N WARPS KV_WARPS STAGES MIN_BLOCKS Q_IN_REGISTERS PING_PONG)
+  if(ARGC GREATER 14)
     message(FATAL_ERROR "cutlass_fmha: a line of src/templates.cmake has too many columns: ${ARGV}")
   endif()
   set(dims "d${HEAD_DIM}")
@@ -102,7 +115,7 @@ function(fmha_scored
       if(NOT arch IN_LIST FMHA_SUPPORTED_ARCHITECTURES OR NOT DEFINED DTYPE_${dtype})
         message(FATAL_ERROR "cutlass_fmha: src/templates.cmake asks for sm_${arch} ${dtype}, which does not exist")
       endif()
-      set(name "fwd_sm${arch}_${dtype}_${dims}_m${TILE_M}n${TILE_N}w${WARPS}${shared}_scored${FMHA_NAME_SUFFIX}")
+      set(name "fwd_sm${arch}_${dtype}_${dims}_m${TILE_M}n${TILE_N}w${WARPS}${shared}_${SUFFIX}${FMHA_NAME_SUFFIX}")
       set(dependent_launch false)
       if(KV_WARPS GREATER 1 AND arch GREATER_EQUAL 90)
         set(dependent_launch true)  # where the GPU can: decoding is many short launches
@@ -111,10 +124,11 @@ function(fmha_scored
           "cutlass_fmha::ForwardConfig{{.arch = ${arch}, .dtype = cutlass_fmha::DType::${DTYPE_${dtype}},"
           ".head_dim = ${HEAD_DIM}, .tile_m = ${TILE_M}, .tile_n = ${TILE_N}, .warps = ${WARPS},"
           ".min_blocks = ${MIN_BLOCKS}, .dependent_launch = ${dependent_launch}},"
-          "{.kv_warps = ${KV_WARPS}, .stages = ${STAGES}, .q_in_registers = ${Q_IN_REGISTERS}, .ping_pong = false,"
-          ".copy = cutlass_fmha::Copy::cp_async_16, .scored = true, .value_dim = ${VALUE_DIM}}}")
+          "{.kv_warps = ${KV_WARPS}, .stages = ${STAGES}, .q_in_registers = ${Q_IN_REGISTERS},"
+          ".ping_pong = ${PING_PONG}, .copy = cutlass_fmha::Copy::cp_async_16,"
+          ".features = cutlass_fmha::Features::${FEATURES}, .value_dim = ${VALUE_DIM}}}")
       list(JOIN config " " config)
-      fmha_add_row(scored ${arch} ${dtype} ${HEAD_DIM} "sm${arch}_scored" "${name}" "${config}")
+      fmha_add_row(features ${arch} ${dtype} ${HEAD_DIM} "sm${arch}_${SUFFIX}" "${name}" "${config}")
     endforeach()
   endforeach()
 endfunction()
@@ -136,7 +150,7 @@ function(fmha_is_in_subset dtype head_dim out)
 endfunction()
 
 # Files a row under its group and in the table. A name is also the kernel's symbol and the key of every tool: two are an
-# error. `kind`: forward, scored or wide, the function that the kernel calls.
+# error. `kind`: forward, features or wide, the function that the kernel calls.
 function(fmha_add_row kind arch dtype head_dim group name config)
   get_property(names GLOBAL PROPERTY FMHA_ROW_NAMES)
   if(name IN_LIST names)
@@ -243,7 +257,7 @@ function(fmha_add_kernels target)
   foreach(arch IN LISTS FMHA_ARCHITECTURES)
     set(sources "")
     set(count 0)
-    foreach(kind forward scored)
+    foreach(kind forward features)
       get_property(groups GLOBAL PROPERTY FMHA_GROUPS_${kind}_${arch})
       foreach(group IN LISTS groups)
         get_property(rows GLOBAL PROPERTY FMHA_ROWS_${group})

@@ -17,7 +17,8 @@ class Template:
         """What a row is for, which decides what ``run`` takes.
 
         Of attention: ``"plain"``, which knows no more than a diagonal, and ``"few_query"``, the same for few query
-        rows, whose warps divide the keys; ``"scored"`` and ``"few_query_scored"``, for every mask, score and shape;
+        rows, whose warps divide the keys; ``"ranged"``, for every range of keys; ``"scored"`` and
+        ``"few_query_scored"``, for every mask, score and shape;
         ``"wide"``, for float32 and head dims above 256. Beside it: ``"combine"`` (of split keys), ``"merge_tail"`` (of
         a plain row's tail), ``"merge"`` (of states), ``"append"`` (to caches), ``"rotary"``.
         """
@@ -44,7 +45,7 @@ class Template:
         """The head dim that a plain row takes, and the largest that another one does."""
     @property
     def head_dim_v(self) -> int:
-        """The same of value and output; another one than ``head_dim`` in scored rows only."""
+        """The same of value and output; another one than ``head_dim`` only in rows that take features."""
     @property
     def tile_m(self) -> int:
         """Query rows per thread block."""
@@ -59,8 +60,11 @@ class Template:
     def mma(self) -> str:
         """What multiplies: ``"m16n8k16"``, ``"tf32x3"`` or ``"simt"``."""
     @property
+    def takes_features(self) -> bool:
+        """Whether the row takes every range of keys, and head dims up to its own."""
+    @property
     def scored(self) -> bool:
-        """Whether the row takes every mask, score and shape up to its head dims."""
+        """Whether it takes masks, biases and whatever else becomes of scores, too."""
     @property
     def alignment(self) -> int:
         """Bytes that every pointer and every stride must be a multiple of; of a wide row, also the head dims."""

@@ -180,7 +180,9 @@ void bind_rows(py::module_& m) {
   attribute(c, "mma", [](TileConfig const& config) { return name_of(config.mma); });
   attribute(c, "head_dim_v", [](auto const& config) -> decltype(config.head_dim_v()) { return config.head_dim_v(); });
   attribute(c, "alignment", [](auto const& config) -> decltype(config.alignment()) { return config.alignment(); });
-  attribute(c, "scored", [](auto const& config) -> decltype(bool(config.scored)) { return config.scored; });
+  attribute(c, "takes_features",
+            [](auto const& config) -> decltype(config.takes_features()) { return config.takes_features(); });
+  attribute(c, "scored", [](auto const& config) -> decltype(config.scored()) { return config.scored(); });
   attribute(c, "element_bytes", [](TileConfig const& config) { return config.element_bytes(); });
 
   attribute(c, "kv_warps", [](ForwardConfig const& config) { return config.kv_warps; });

@@ -46,11 +46,24 @@ constexpr char const* name_of(Copy copy) {
   return kNames[int(copy)];
 }
 
+/// What a row knows beside Q, K, V and a diagonal. Rows that know more than `none` take FeatureParams.
+enum class Features : int {
+  none,
+  ranges,  ///< which keys a query sees and where they stand: lengths, packed documents, windows, pages, head dims,
+           ///< sinks
+  scores,  ///< also what becomes of each score: masks, biases, softcap, ALiBi, dropout
+};
+constexpr char const* name_of(Features features) {
+  constexpr char const* kNames[] = {"none", "ranges", "scores"};
+  return kNames[int(features)];
+}
+
 /// What a kernel is for. All of a family are launched alike and read the same parameters.
 enum class Family : int {
   plain,             ///< attention with no more than a diagonal: each warp walks all keys of its query rows
   few_query,         ///< the same for problems with few query rows: warps share rows and divide the keys
-  scored,            ///< every mask, score and shape that FeatureParams says
+  ranged,            ///< plain rows' tiles and turns, for every range of keys that FeatureParams says
+  scored,            ///< every mask, score and shape that it says
   few_query_scored,  ///< the same for few query rows
   wide,              ///< float32, and head dims above 256
   combine,           ///< of what splits of the keys gave
@@ -60,8 +73,9 @@ enum class Family : int {
   rotary,
 };
 constexpr char const* name_of(Family family) {
-  constexpr char const* kNames[] = {"plain",   "few_query",  "scored", "few_query_scored", "wide",
-                                    "combine", "merge_tail", "merge",  "append",           "rotary"};
+  constexpr char const* kNames[] = {"plain", "few_query", "ranged",     "scored", "few_query_scored",
+                                    "wide",  "combine",   "merge_tail", "merge",  "append",
+                                    "rotary"};
   return kNames[int(family)];
 }
 
@@ -94,22 +108,25 @@ struct ForwardOptions {
   bool q_in_registers;  ///< keep Q's fragments in registers for the whole main loop
   bool ping_pong;       ///< warps w and w + warps/2 take turns: one issues mma while the other does softmax
   Copy copy;            ///< with kv_warps > 1 neither element nor, before sm_90, tma
-  bool scored = false;  ///< takes FeatureParams: every mask, score and shape; with cp_async_16 only
-  int value_dim = 0;    ///< of scored rows, where it isn't head_dim: that of V and O
+  Features features = Features::none;  ///< others with cp_async_16 only, and with kv_warps > 1 all of them
+  int value_dim = 0;                   ///< with features, where it isn't head_dim: that of V and O
 };
 
 struct ForwardConfig : TileConfig, ForwardOptions {
   constexpr Family family() const {
-    if (scored) return kv_warps > 1 ? Family::few_query_scored : Family::scored;
+    if (takes_features() && kv_warps > 1) return Family::few_query_scored;
+    if (takes_features()) return scored() ? Family::scored : Family::ranged;
     return kv_warps > 1 ? Family::few_query : Family::plain;
   }
+  constexpr bool takes_features() const { return features != Features::none; }
+  constexpr bool scored() const { return features == Features::scores; }
   constexpr int head_dim_v() const { return value_dim ? value_dim : head_dim; }
   /// Each group of kv_warps warps owns this many consecutive query rows.
   constexpr int rows_per_warp() const { return tile_m * kv_warps / warps; }
   /// Keys that a step of the main loop takes.
   constexpr int step_keys() const { return tile_n * kv_warps; }
   /// Bytes that pointers and strides of every operand must be a multiple of.
-  constexpr int alignment() const { return copy == Copy::element || scored ? element_bytes() : 16; }
+  constexpr int alignment() const { return copy == Copy::element || scored() ? element_bytes() : 16; }
 };
 
 /// A kernel that computes no attention.

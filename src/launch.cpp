@@ -14,18 +14,6 @@
 namespace cutlass_fmha {
 namespace {
 
-struct Feature {
-  char const* name;
-  bool given;
-};
-
-template <size_t Count>
-void refuse(Row const& row, Feature const (&features)[Count]) {
-  for (Feature const& f : features) {
-    require(!f.given, [&] { return std::string(row.name) + " does not know " + f.name; });
-  }
-}
-
 // ---- plain rows ------------------------------------------------------------------------------------------
 
 /// Key j is visible to query i when j <= i + diagonal; kNoDiagonal also where that hides nothing.
@@ -159,6 +147,12 @@ dim3 grid_of(Row const& row, int64_t blocks) {
   return dim3(unsigned(blocks));
 }
 
+void refuse(Row const& row, std::initializer_list<Given> features) {
+  for (Given const& f : features) {
+    require(!f.given, [&] { return std::string(row.name) + " does not know " + f.name; });
+  }
+}
+
 void refuse_features(Row const& row, FeatureParams const& p) {
   refuse(row, {{"page_table", p.page_table != nullptr},
                {"window_left", p.window_left >= 0},
@@ -178,9 +172,10 @@ void check(Row const& row, AttentionParams const& p) {
     case Family::few_query:
       check_plain(row, p);
       break;
+    case Family::ranged:
     case Family::scored:
     case Family::few_query_scored:
-      check_scored(row, p);
+      check_features(row, p);
       break;
     case Family::wide:
       check_wide(row, p);
@@ -195,9 +190,10 @@ void check(Row const& row, AttentionParams const& p) {
 
 void launch(Row const& row, AttentionParams const& p, int device, cudaStream_t stream) {
   switch (row.family()) {
+    case Family::ranged:
     case Family::scored:
     case Family::few_query_scored:
-      return launch_scored(row, p, device, stream);
+      return launch_features(row, p, device, stream);
     case Family::wide:
       return launch_wide(row, p, device, stream);
     default:

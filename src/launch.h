@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <initializer_list>
 
 #include "attention_params.h"
 #include "table.h"
@@ -19,11 +20,11 @@ void launch(Row const& row, AttentionParams const& p, int device, cudaStream_t s
 // ---- of a family: called by the above ----------------------------------------------------------------------------
 
 void check_plain(Row const& row, AttentionParams const& p);
-void check_scored(Row const& row, AttentionParams const& p);
+void check_features(Row const& row, AttentionParams const& p);
 void check_wide(Row const& row, AttentionParams const& p);
 
 void launch_plain(Row const& row, AttentionParams const& p, int device, cudaStream_t stream);
-void launch_scored(Row const& row, AttentionParams const& p, int device, cudaStream_t stream);
+void launch_features(Row const& row, AttentionParams const& p, int device, cudaStream_t stream);
 void launch_wide(Row const& row, AttentionParams const& p, int device, cudaStream_t stream);
 
 /// A launch's grid, or std::invalid_argument.
@@ -42,6 +43,13 @@ inline std::array<Operand, 4> operands(FeatureParams const& p) {
            {"v", p.v, p.v_stride, p.seqlen_k, p.num_heads_kv},
            {"o", p.o, p.o_stride, p.seqlen_q, p.num_heads}}};
 }
+
+struct Given {
+  char const* name;
+  bool given;
+};
+/// Throws for what is given.
+void refuse(Row const& row, std::initializer_list<Given> features);
 
 /// Throws for a feature that neither plain nor wide rows know: all but a right limit of the window, a bias, and where
 /// sequences are.

@@ -82,19 +82,27 @@ struct ForwardTmaParams : ForwardParams {
 constexpr int kMaxSeqlen = 1 << 29;
 constexpr int kNoDiagonal = 1 << 30;
 
-/// Splits a softmax scale (any finite float) into a positive exp2 scale and what has to be done to Q.
+/// A softmax scale (any finite float) as a positive factor of scores and what has to be done to the bits of Q, two
+/// packed 16-bit floats at a time: & q_and, then ^ q_xor.
+struct SplitScale {
+  float factor;
+  uint32_t q_and, q_xor;
+
+  explicit SplitScale(float scale)
+      : factor(std::fabs(scale)), q_and(0xffffffffu), q_xor(scale < 0.f ? 0x80008000u : 0u) {
+    if (scale != 0.f) return;
+    // 0 * -inf would turn masked scores into NaN: score zero through a zero Q instead.
+    q_and = 0u;
+    factor = 1.f;
+  }
+};
+
 inline void set_scale(ForwardParams& params, float scale) {
   constexpr float kLog2e = 1.4426950408889634f;
-  params.q_and = 0xffffffffu;
-  params.q_xor = 0u;
-  if (scale == 0.f) {
-    // 0 * -inf would turn masked scores into NaN: score zero through a zero Q instead.
-    params.q_and = 0u;
-    params.scale_log2 = 1.f;
-    return;
-  }
-  if (scale < 0.f) params.q_xor = 0x80008000u;  // the sign bits of two packed 16-bit floats
-  params.scale_log2 = std::fabs(scale) * kLog2e;
+  SplitScale const split(scale);
+  params.q_and = split.q_and;
+  params.q_xor = split.q_xor;
+  params.scale_log2 = scale == 0.f ? 1.f : split.factor * kLog2e;
 }
 
 }  // namespace cutlass_fmha

@@ -1,7 +1,7 @@
 # THE MANIFEST: every kernel of the build, one line per tile. ARCH and DTYPE are lists: a line makes one row for each
 # pair, all from the same source and the same configuration. See config.h for what a column means.
 #
-# A row's name is made from its line: fwd_sm<arch>_<f16|bf16>_d<head_dim>_m<tile_m>n<tile_n>w<warps>[k<kv_warps>][_element|_tma][_pdl|_scored].
+# A row's name is made from its line: fwd_sm<arch>_<f16|bf16>_d<head_dim>_m<tile_m>n<tile_n>w<warps>[k<kv_warps>][_element|_tma][_pdl|_ranged|_scored].
 # Selection, tests and tools read the compiled table (_C.templates()): no other file lists kernels.
 
 # Copies by TMA and overlapping launches (`_pdl`) begin with sm_90. There, rows by cp.async are left out that were slower
@@ -63,6 +63,21 @@ fmha_forward("89"      "f16;bf16" 128       16      16     8      8       2     
 fmha_forward("${TMA}"  "f16;bf16" 128       16      32     4      4       1      1          true           false     tma     true)
 fmha_forward("89"      "f16;bf16" 128       32      32     8      4       1      1          true           false     ldg_16)
 fmha_forward("${TMA}"  "f16;bf16" 128       32      32     4      4       1      1          false          false     tma     true)
+
+# For every range of keys (features/params.h): packed documents, lengths, windows, pages, any smaller head dimension that is
+# a multiple of 8. Many queries, and nothing becomes of their scores.
+#            ARCHS     DTYPES     HEAD_DIM VALUE_DIM TILE_M TILE_N WARPS STAGES MIN_BLOCKS Q_IN_REGISTERS PING_PONG
+fmha_ranged("${ALL}"  "f16;bf16"  32       32       256     64     8     2      1          false          true)
+fmha_ranged("${ALL}"  "f16;bf16"  64       64       256     64     8     2      1          false          true)
+fmha_ranged(90        "f16;bf16"  64       64       128     64     8     2      2          true           false)
+fmha_ranged("89;120"  "f16;bf16"  64       64        64     64     4     2      2          true           false)
+fmha_ranged("${ALL}"  "f16;bf16"  96       96       256     64     8     1      1          false          true)
+fmha_ranged("89;90"   "f16;bf16" 128      128       256     64     8     1      1          false          true)
+fmha_ranged(120       "f16;bf16" 128      128       256     48     8     1      1          false          true)
+fmha_ranged(90        "f16;bf16" 128      128       128     64     4     1      2          false          false)
+fmha_ranged("89;120"  "f16;bf16" 128      128        64     64     4     1      2          true           false)
+fmha_ranged("${ALL}"  "f16;bf16" 192      128       128     64     8     1      1          false          true)
+fmha_ranged("${ALL}"  "f16;bf16" 256      256       128     32     8     1      1          false          true)
 
 # For everything that plain rows don't know (features/params.h): one for many queries and one for few, whose warps share
 # the keys, per head dimension. Any smaller head dimension runs on them too.

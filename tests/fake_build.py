@@ -29,14 +29,19 @@ class Row:
     q_in_registers: bool = True
     ping_pong: bool = False
     dependent_launch: bool = False
-    scored: bool = False
+    takes_features: bool = False
+    ranged: bool = False
     value_dim: int = 0
     element_bytes: int = 2
 
     @property
+    def scored(self) -> bool:
+        return self.takes_features and not self.ranged
+
+    @property
     def family(self) -> str:
-        if self.scored:
-            return "few_query_scored" if self.kv_warps > 1 else "scored"
+        if self.takes_features:
+            return "ranged" if self.ranged else "few_query_scored" if self.kv_warps > 1 else "scored"
         return "few_query" if self.kv_warps > 1 else "plain"
 
     @property
@@ -50,7 +55,7 @@ class Row:
         suffix = f"k{self.kv_warps}" if self.kv_warps > 1 else ""
         suffix += f"_{self.copy}" if self.copy in ("element", "tma") else ""
         suffix += "_pdl" if self.dependent_launch else ""
-        suffix += "_scored" if self.scored else ""
+        suffix += ("_ranged" if self.ranged else "_scored") if self.takes_features else ""
         dims = f"d{self.head_dim}" + (f"v{self.value_dim}" if self.value_dim else "")
         return f"fwd_sm{self.arch}_{short}_{dims}_{tile}{suffix}"
 
@@ -110,6 +115,6 @@ def make_build(
                     kv_warps,
                     stages,
                 )
-                form = {"scored": True, "value_dim": value_dim, "q_in_registers": head_dim < 256}
+                form = {"takes_features": True, "value_dim": value_dim, "q_in_registers": head_dim < 256}
                 rows.append(Row(len(rows), arch, dtype, head_dim, *tile, **form))
     return Table(tuple(rows), tuple((compiled_for or {}).items()))  # type: ignore[arg-type]

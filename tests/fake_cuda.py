@@ -41,7 +41,7 @@ class FakeGpu:
         mask = ("bottom-right" if params.bottom_right else "top-left") if params.window_right == 0 else "none"
         dims = {"head_dim": params.head_dim, "head_dim_v": params.head_dim_v}
         problem = Problem(*sizes, **dims, dtype=template.dtype, causal=mask)
-        if template.scored:
+        if template.takes_features:
             assert params.pack == blocks.packed_heads(template, problem)
             assert params.splits == blocks.split_keys(template, problem, self.device)
         else:

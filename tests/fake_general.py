@@ -94,11 +94,11 @@ class FakeKernels:
 
     def of(self, scored: bool) -> list[Launched]:
         """The launches of scored rows, or of the others."""
-        return [x for x in self.launches if self.build.rows[x.row].scored == scored]
+        return [x for x in self.launches if self.build.rows[x.row].takes_features == scored]
 
     def __call__(self, row: int, params: _C.AttentionParams, device: int, stream: int) -> None:
         template = self.build.rows[row]
-        if template.scored:
+        if template.takes_features:
             assert params.head_dim <= template.head_dim and params.head_dim_v <= template.head_dim_v
         else:
             nothing = _C.AttentionParams()

@@ -15,7 +15,7 @@ import oracle_general
 import torch
 from gpu import Guarded
 from problems import GUARD, place
-from problems_general import GeneralProblem, fitted
+from problems_general import DEFAULTS, GeneralProblem, fitted
 from tensors_general import Call
 from torch import Tensor
 
@@ -45,7 +45,27 @@ def fit(problem: GeneralProblem, row: _C.Template) -> GeneralProblem:
     """The problem as a row can take it."""
     if row.family == "wide":
         return fit_wide(problem, row)
-    return fitted(problem, row.head_dim, row.head_dim_v, row.tile_m, row.tile_n * row.kv_warps)
+    problem = fitted(problem, row.head_dim, row.head_dim_v, row.tile_m, row.tile_n * row.kv_warps)
+    return only_ranges(problem) if row.family == "ranged" else problem
+
+
+def only_ranges(problem: GeneralProblem) -> GeneralProblem:
+    """What ranged rows know of a problem: nothing of its scores, and whole vectors."""
+
+    def aligned(layout: str) -> str:
+        return "padded" if layout in ("unaligned", "overlapping") else layout
+
+    return replace(
+        problem,
+        **{
+            name: DEFAULTS[name]
+            for name in ("mask", "bias", "blocks", "softcap", "alibi", "dropout", "num_splits")
+        },
+        head_dim=-(-problem.head_dim // 8) * 8,
+        head_dim_v=-(-problem.head_dim_v // 8) * 8,
+        layout=aligned(problem.layout),
+        out_layout=aligned(problem.out_layout),
+    )
 
 
 def fit_wide(p: GeneralProblem, row: _C.Template) -> GeneralProblem:

@@ -65,7 +65,7 @@ def scored_rows() -> list[_C.Template]:
     """The scored rows under test, all of one architecture."""
     if unusable() is not None:
         return []
-    return [row for row in _C.templates() if row.arch == rows_arch() and row.scored]
+    return [row for row in _C.templates() if row.arch == rows_arch() and row.takes_features]
 
 
 def wide_rows() -> list[_C.Template]:

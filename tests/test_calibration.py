@@ -199,8 +199,8 @@ def fitted(noise: float = 0.0) -> store.Calibration:
 
 def test_a_fit_recovers_the_model_that_the_timings_come_from():
     found = fitted()
-    assert {row.name for row in BUILD.rows if not row.scored} <= set(found.rows)
-    assert any(row.scored and row.name in found.rows for row in BUILD.rows)
+    assert {row.name for row in BUILD.rows if not row.takes_features} <= set(found.rows)
+    assert any(row.takes_features and row.name in found.rows for row in BUILD.rows)
     fresh = problems.draws(90, "fresh", KINDS, LIMITS)
     truth = true_costs()
     for row in BUILD.rows:
@@ -211,12 +211,12 @@ def test_a_fit_recovers_the_model_that_the_timings_come_from():
             abs(predicted(row, problem, found) / cost.predict(row, problem, L4, truth[row.name]) - 1)
             for problem in fresh
             if row in contenders(problem)
-            or (not row.scored and not eligibility.reasons(row, problem, L4, BUILD))
+            or (not row.takes_features and not eligibility.reasons(row, problem, L4, BUILD))
         ]
         if not errors:  # a scored one that none of the fresh problems is for
             continue
         assert sorted(errors)[len(errors) // 2] < 0.02
-        few = row.copy == "element" or row.scored  # those get few timings, being slow or for decoding
+        few = row.copy == "element" or row.takes_features  # those get few timings, being slow or for decoding
         assert max(errors) < (0.3 if few else 0.1)
 
 
@@ -231,7 +231,7 @@ def test_general_rows_are_timed_where_they_are_in_question(monkeypatch):
     prefill = Problem(2, 512, 4096, 8, 2, 64, "float16")
     first, second = measurements.collect([decode, prefill], 0, BUILD, "a")
     timed = {name for name in first.rows if name.endswith("_scored")}
-    assert timed == {row.name for row in contenders(decode) if row.scored} != set()
+    assert timed == {row.name for row in contenders(decode) if row.takes_features} != set()
     assert not any(name.endswith("_scored") for name in second.rows)
     assert any(name.endswith("_scored") for name, _, _ in gpu.launches)
 
@@ -239,7 +239,9 @@ def test_general_rows_are_timed_where_they_are_in_question(monkeypatch):
 def test_a_fit_finds_how_many_blocks_are_resident():
     """Which shared memory and launch bounds don't tell: registers do, and nobody counts them beforehand."""
     found = fitted()
-    tiles = [row for row in BUILD.rows if row.kv_warps == 1 and row.copy != "element" and not row.scored]
+    tiles = [
+        row for row in BUILD.rows if row.kv_warps == 1 and row.copy != "element" and not row.takes_features
+    ]
     right = [found.rows[row.name].cost.resident == true_costs()[row.name].resident for row in tiles]
     assert sum(right) >= 0.8 * len(tiles)
 
@@ -295,7 +297,7 @@ def test_a_row_with_too_few_timings_keeps_the_default_at_its_kinds_scale():
             rows = {row: time for row, time in sample.rows.items() if row not in own}
             samples[index] = replace(sample, rows=rows)
     found = fit.fit(machine, samples, BUILD)
-    rows = [row for row in BUILD.rows if row.head_dim == 64 and not row.scored]
+    rows = [row for row in BUILD.rows if row.head_dim == 64 and not row.takes_features]
     missing = {row.name for row in rows} - set(found.rows)
     assert {fit.tile_of(name) for name in missing} == {tile}
     for name in missing:

@@ -249,11 +249,11 @@ def test_calibrate_measures_fits_and_keeps(cache, monkeypatch, capsys, tmp_path)
     out, err = capsys.readouterr()
     path = store.user_file(L4.name, cutlass_fmha.__version__)
     assert f"kept in {path}" in out and "calibrate: " in err and gpu.launches
-    assert all(f"\n{row.name} " in "\n" + out for row in BUILD.rows if not row.scored)
+    assert all(f"\n{row.name} " in "\n" + out for row in BUILD.rows if not row.takes_features)
     assert "of the picks are within 5% of the best row" in out
     found = store.for_device(L4)
     assert found.origin == f"measured on this machine, {path}"
-    assert {row.name for row in BUILD.rows if not row.scored} <= set(found.rows)
+    assert {row.name for row in BUILD.rows if not row.takes_features} <= set(found.rows)
     again = tmp_path / "again.json"
     assert (
         __main__.main(["calibrate", "--from-timings", str(tmp_path / "t.json"), "--output", str(again)]) == 0

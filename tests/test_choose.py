@@ -427,9 +427,11 @@ def test_an_explanation_has_every_row_and_the_winner_first():
     assert len(found.rows) == len(BUILD.rows)
     assert found.winner == choose.choose(PROBLEM, L4, table=BUILD).name == found.rows[0].template.name
     costs = [row.predicted_us for row in found.rows if row.eligible]
-    plain = [row.predicted_us for row in found.rows if row.eligible and not row.template.scored]
+    plain = [row.predicted_us for row in found.rows if row.eligible and not row.template.takes_features]
     assert plain == sorted(plain) and len(plain) == 6 and len(costs) == 12
-    assert found.rows[0].contender and not any(row.contender for row in found.rows if row.template.scored)
+    assert found.rows[0].contender and not any(
+        row.contender for row in found.rows if row.template.takes_features
+    )
     assert all(row.predicted_us is None and row.reasons for row in found.rows if not row.eligible)
     text, whole = str(found), str(replace(found, all_rows=True))
     for row in found.rows:

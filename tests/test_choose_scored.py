@@ -23,7 +23,7 @@ from cutlass_fmha.dispatch.problem import FEATURES, Problem
 from cutlass_fmha.dispatch.table import Table
 
 BUILD = make_build()
-PLAIN = Table(tuple(row for row in BUILD.rows if not row.scored))
+PLAIN = Table(tuple(row for row in BUILD.rows if not row.takes_features))
 PREFILL = Problem(2, 4096, 4096, 16, 16, 64, "float16")
 DECODE = Problem(1, 1, 16384, 32, 8, 128, "float16")
 TILE, SPLIT = (BUILD.by_name(f"fwd_sm89_f16_d64_{tile}_scored") for tile in ("m64n64w4", "m16n16w4k4"))
@@ -154,7 +154,7 @@ def test_plain_problems_keep_their_plain_rows(gpu: str):
     free = {
         row.name: store.Fit(cost.RowCost(0.01, 0, 0, 0, 0, 0, 0, 0), 0, 0, 9)
         for row in BUILD.rows
-        if row.scored
+        if row.takes_features
     }
     tempted = replace(store.for_device(PRESETS[gpu]), rows={**store.for_device(PRESETS[gpu]).rows, **free})
     for seqlen_q, seqlen_k, alignment in (
@@ -173,9 +173,9 @@ def test_plain_problems_keep_their_plain_rows(gpu: str):
 @pytest.mark.parametrize("gpu", PRESETS)
 def test_long_decoding_takes_a_scored_row_and_short_does_not(gpu: str):
     default = store.default(PRESETS[gpu])  # a shipped file has timings of some of these rows only
-    assert choose.choose(DECODE, PRESETS[gpu], table=BUILD, calibration=default).scored
+    assert choose.choose(DECODE, PRESETS[gpu], table=BUILD, calibration=default).takes_features
     full = Problem(64, 1, 512, 32, 32, 128, "float16")
-    assert not choose.choose(full, PRESETS[gpu], table=BUILD, calibration=default).scored
+    assert not choose.choose(full, PRESETS[gpu], table=BUILD, calibration=default).takes_features
 
 
 def test_a_row_that_nobody_timed_has_to_be_clearly_better():
@@ -259,7 +259,9 @@ def test_explain_takes_features_of_a_shape(monkeypatch):
 def test_explain_says_which_rows_are_a_last_resort(monkeypatch):
     found = explanation.explain_problem(PREFILL, L4, table=BUILD)
     resorts = [row for row in found.rows if row.eligible and not row.contender]
-    assert resorts and {row.template.copy == "element" or row.template.scored for row in resorts} == {True}
+    assert resorts and {row.template.copy == "element" or row.template.takes_features for row in resorts} == {
+        True
+    }
     assert str(found).count("eligible, as a last resort") == len(resorts)
 
 

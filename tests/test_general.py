@@ -17,7 +17,7 @@ from listed_general import GROUPS
 from problems_general import GeneralProblem, problems
 
 BUILD = make_build((89,))
-ROWS = [row for row in BUILD.rows if row.scored and row.dtype == "float16"]
+ROWS = [row for row in BUILD.rows if row.takes_features and row.dtype == "float16"]
 ROW = next(row for row in ROWS if row.head_dim == 256)
 
 

@@ -12,7 +12,7 @@ from cutlass_fmha import _C
 
 HEADER = Path(__file__).resolve().parents[1] / "src" / "features" / "params.h"
 WITH_CUDA = bool(_C.build_info()["cuda"])
-ROWS = [row for row in _C.templates() if row.scored]
+ROWS = [row for row in _C.templates() if row.takes_features]
 #: One that takes what is right here; a build without CUDA has none, and asks for none.
 ANY_ROW = max(ROWS, key=lambda row: (row.head_dim_v, row.tile_m)).index if ROWS else 0
 SOMEWHERE = 4096
@@ -34,7 +34,7 @@ SPLITS = {**LSE, "splits": 3, "partial_o": SOMEWHERE, "partial_lse": SOMEWHERE, 
 PAGES = {"page_table": SOMEWHERE, "page_size": 16, "page_table_stride": 2}
 #: Fields that nobody writes.
 DERIVED = {"order", "by_page_size", "by_pack", "by_block_tiles", "bias_vectors", "mask_vectors", "raw_scores"}
-DERIVED |= {"block_tiles", "key_blocks"}
+DERIVED |= {"block_tiles", "key_blocks", "keys_stand", "q_and", "q_xor"}
 #: What is derived and can be read.
 READ_ONLY = {"vectors", "device_lengths"}
 TAIL = ("tail", "tail_tiles", "tail_parts", "tail_first", "tail_rest")

@@ -124,7 +124,7 @@ def test_a_plain_problem_may_be_given_to_a_scored_row(row: _C.Template):
 # ---- bits --------------------------------------------------------------------------------------------------
 
 
-@by_scored_row
+@pytest.mark.parametrize("row", [row for row in SCORED if row.scored], ids=lambda row: row.name)
 def test_dropout_is_that_of_the_public_mask(row: _C.Template):
     """Equal probabilities and the identity as values: what is dropped is 0."""
     dim, heads, queries = row.head_dim_v, 3, row.tile_m + 5

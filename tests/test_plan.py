@@ -339,7 +339,7 @@ def test_a_wide_row_is_launched_its_own_way(kernels: Kernels, monkeypatch):
     class Row:
         """As much of a ``_C.Template`` as the way to its launch needs."""
 
-        index, name, family, scored, dtype, arch = 0, "wide_x", "wide", False, "float16", 89
+        index, name, family, takes_features, dtype, arch = 0, "wide_x", "wide", False, "float16", 89
         alignment, element_bytes, accumulates = 16, 2, True
 
     build = replace(kernels.build, rows=(*kernels.build.rows, Row()))

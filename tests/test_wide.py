@@ -62,7 +62,7 @@ def test_every_architecture_has_rows_for_all_that_is_asked_of_them(rows: list[_C
     for row in rows:
         assert row.name.startswith(f"wide_sm{row.arch}_")
         assert _C.templates()[row.index].name == row.name
-        assert not row.scored and repr(row) == f"<Template {row.name}>"
+        assert not row.takes_features and repr(row) == f"<Template {row.name}>"
         with pytest.raises(AttributeError, match=f"{row.name} has no copy"):
             row.copy  # noqa: B018
 

@@ -35,7 +35,9 @@ def kernels() -> dict[str, Callable[[], None]]:
     found: dict[str, Callable[[], None]] = {}
     for row in _C.templates():
         if row.arch == arch:
-            small = fallback(row) if row.family == "wide" else general(row) if row.scored else plain(row)
+            small = (
+                fallback(row) if row.family == "wide" else general(row) if row.takes_features else plain(row)
+            )
             error = SPLIT_ERROR if row.mma == "tf32x3" else 0.0
             found[row.name] = partial(_run, row.name, getattr(torch, row.dtype), small, error)
     for helper in _C.helpers():

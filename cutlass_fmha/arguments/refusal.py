@@ -65,7 +65,7 @@ def message(problem: Problem, device: Device, table: Table) -> str:
 def _gap(row: Row, problem: Problem) -> int:
     """How far a row's head dim is from one that would do."""
     gap = max(problem.head_dim, problem.value_dim) - row.head_dim
-    return max(0, gap) if row.scored or row.family == "wide" else abs(gap)
+    return max(0, gap) if row.takes_features or row.family == "wide" else abs(gap)
 
 
 def _further(

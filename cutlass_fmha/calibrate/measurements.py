@@ -136,7 +136,7 @@ def collect(
     for problem in problems:
         eligible = [row for row in build.rows if not eligibility.reasons(row, problem, device, build)]
         in_question = choose.contenders(eligible, problem)
-        rows = [row for row in eligible if row in in_question or not row.scored]
+        rows = [row for row in eligible if row in in_question or not row.takes_features]
         rows.sort(key=lambda row: choose.predicted_us(row, problem, device))
         samples.append(Sample(problem, timer.time(problem, rows, give_up)))
         progress.step(str(problem.head_dim))

@@ -51,8 +51,8 @@ def judge(
     """
     picks = []
     timed = {name for sample in samples for name in sample.rows}
-    if not any(row.scored and row.name in timed for row in build.rows):
-        build = Table(tuple(row for row in build.rows if not row.scored), build.compiled_for)
+    if not any(row.takes_features and row.name in timed for row in build.rows):
+        build = Table(tuple(row for row in build.rows if not row.takes_features), build.compiled_for)
     for sample in samples:
         try:
             row = choose.choose(sample.problem, device, table=build, calibration=calibration).name

@@ -93,9 +93,9 @@ class Calibration:
 
 
 def kind(row: Row) -> str:
-    """Rows whose default costs err alike: ``sm90_tile``, ``_few_query``, ``_element``, ``_scored``."""
-    if row.scored:
-        return f"sm{row.arch}_scored"
+    """Rows whose default costs err alike: ``sm90_tile``, ``_few_query``, ``_element``, ``_ranged``, ..."""
+    if row.takes_features:
+        return f"sm{row.arch}_{'scored' if row.scored else 'ranged'}"
     form = "few_query" if row.kv_warps > 1 else "element" if row.copy == "element" else "tile"
     return f"sm{row.arch}_{form}"
 

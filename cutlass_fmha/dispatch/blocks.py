@@ -101,7 +101,7 @@ class Division(NamedTuple):
 
 def divide(row: Row, problem: Problem, device: Device) -> Division:
     """What a row makes of a problem. Measured prices have no say in it: calibrating changes no result."""
-    if row.scored:
+    if row.takes_features:
         pack = packed_heads(row, problem)
         return Division(pack, _split_keys(row, problem, device, pack), None)
     return Division(1, 1, tail_of(row, problem, device))
@@ -124,7 +124,7 @@ def kinds(row: Row, problem: Problem, division: Division) -> list[Kind]:
     sequences = problem.batch * problem.num_heads // pack * splits
     if tiles == 0 or sequences == 0:
         return []
-    walk = _walk(row, problem, pack) if row.scored else None
+    walk = _walk(row, problem, pack) if row.takes_features else None
     whole = _block(row, problem, 0, division, walk)
     if tail:
         block, steps, warp_block, warp_steps = whole
@@ -183,7 +183,7 @@ def causal_totals(row: Row, problem: Problem, division: Division) -> tuple[Kind,
     sequences = problem.batch * problem.num_heads // pack * splits
     if tiles == 0 or sequences == 0:
         return None
-    walk = _walk(row, problem, pack) if row.scored else None
+    walk = _walk(row, problem, pack) if row.takes_features else None
     last = (sequences, *_block(row, problem, tiles - 1, division, walk))
     slope, offset = row.tile_m / pack, problem.diagonal or 0
     step = row.tile_n * row.kv_warps * splits
@@ -312,7 +312,7 @@ def packed_heads(row: Row, problem: Problem) -> int:
 
     A block mask speaks of the queries of one head, so that its tiles do, too.
     """
-    if not row.scored or problem.block_mask is not None or problem.num_heads_kv == 0:
+    if not row.takes_features or problem.block_mask is not None or problem.num_heads_kv == 0:
         return 1
     group = problem.num_heads // problem.num_heads_kv
     packed = -(-problem.seqlen_q * group // row.tile_m)
@@ -330,6 +330,8 @@ def split_keys(row: Row, problem: Problem, device: Device) -> int:
 
 
 def _split_keys(row: Row, problem: Problem, device: Device, pack: int) -> int:
+    if not row.scored:  # ranged rows have no parts
+        return 1
     if problem.num_splits is not None:
         return problem.num_splits
     tiles = -(-problem.seqlen_q * pack // row.tile_m)

@@ -159,7 +159,7 @@ def contenders(eligible: Sequence[Row], problem: Problem) -> Sequence[Row]:
     could err in its favour.
     """
     if not problem.is_decode:
-        eligible = [row for row in eligible if not row.scored] or eligible
-    least = min(((row.head_dim, row.head_dim_v) for row in eligible if row.scored), default=None)
-    eligible = [row for row in eligible if not row.scored or (row.head_dim, row.head_dim_v) == least]
+        eligible = [row for row in eligible if not row.takes_features] or eligible
+    least = min(((row.head_dim, row.head_dim_v) for row in eligible if row.takes_features), default=None)
+    eligible = [row for row in eligible if not row.takes_features or (row.head_dim, row.head_dim_v) == least]
     return [row for row in eligible if row.family == "wide" or row.copy != "element"] or eligible

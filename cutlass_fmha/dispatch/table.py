@@ -37,6 +37,7 @@ class Row:
     warps: int
     min_blocks: int
     mma: str
+    takes_features: bool
     scored: bool
     alignment: int
     element_bytes: int

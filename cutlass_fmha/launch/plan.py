@@ -268,7 +268,7 @@ def prepare(
 
 def _is_odd(row: Row, sizes: Sizes) -> bool:
     """Whether head dims end within 16 bytes."""
-    return row.scored and (sizes.head_dim | sizes.head_dim_v) % 8 != 0
+    return row.takes_features and (sizes.head_dim | sizes.head_dim_v) % 8 != 0
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:

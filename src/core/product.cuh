@@ -147,4 +147,15 @@ struct WarpProduct {
   }
 };
 
+/// Moves the sign of the softmax scale into a tile of Q: see SplitScale.
+template <ForwardConfig C, class Params>
+CUTE_DEVICE void transform_q(Params const& p, char* smem) {
+  if (p.q_and == 0xffffffffu && p.q_xor == 0u) return;
+  for (int i = threadIdx.x; i < C.tile_m * C.head_dim / 2; i += C.threads()) {
+    uint32_t& pair = reinterpret_cast<uint32_t*>(smem)[i];
+    pair = (pair & p.q_and) ^ p.q_xor;
+  }
+  __syncthreads();
+}
+
 }  // namespace cutlass_fmha

@@ -60,11 +60,8 @@ CUTE_DEVICE void for_merged_pieces(FeatureParams const& p, char* smem, Sequence 
 
 template <ForwardConfig C>
 CUTE_DEVICE void merge_rows(FeatureParams const& p, char* smem, Sequence const& s, FeatureTile const& tile) {
-  auto const lse_row = [&](QueryRow const& at) {
-    return s.batch * p.lse_batch_stride + at.head * p.lse_head_stride + s.first_q + at.query;
-  };
   auto const write_part = [&](int dimension, int there, auto const& at, auto const& merged, auto const& o) {
-    int64_t const row = tile.split * p.lse_rows + lse_row(at);
+    int64_t const row = tile.split * p.lse_rows + lse_row(p, s, at);
     write_floats(p.partial_o + row * p.head_dim_v + dimension, o, there, p.vectors);
     if (dimension > 0) return;
     PartLse const lse(merged.state, score_unit(p));
@@ -72,10 +69,9 @@ CUTE_DEVICE void merge_rows(FeatureParams const& p, char* smem, Sequence const& 
     p.partial_low[row] = lse.low;
   };
   auto const write_output = [&](int dimension, int there, auto const& at, auto const& merged, auto const& o) {
-    uint16_t* const to = static_cast<uint16_t*>(p.o) + s.entry_q * p.o_stride.batch +
-                         int64_t(s.first_q + at.query) * p.o_stride.seqlen + at.head * p.o_stride.head + dimension;
+    uint16_t* const to = output_row(p, s, at) + dimension;
     write_elements<typename ForwardTypes<C>::Element>(to, o, there, p.vectors);
-    if (p.lse != nullptr && dimension == 0) p.lse[lse_row(at)] = at.query < s.queries ? merged.lse : -INFINITY;
+    if (p.lse != nullptr && dimension == 0) p.lse[lse_row(p, s, at)] = at.query < s.queries ? merged.lse : -INFINITY;
   };
   if (p.splits > 1) {
     for_merged_pieces<C, 4>(p, smem, s, tile, write_part);

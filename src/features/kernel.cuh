@@ -3,6 +3,7 @@
 #pragma once
 
 #include "epilogue.cuh"
+#include "ranged.cuh"
 
 namespace cutlass_fmha {
 
@@ -25,26 +26,18 @@ CUTE_DEVICE void start_rows(FeatureParams const& p, FeatureTile const& tile, int
 }
 
 template <ForwardConfig C>
-constexpr int scored_smem_bytes() {
-  return FeatureLayout<C>::kBytes;
+constexpr int features_smem_bytes() {
+  if constexpr (C.scored()) {
+    return FeatureLayout<C>::kBytes;
+  } else {
+    return RangedLayout<C>::kBytes;
+  }
 }
 
 template <ForwardConfig C>
-CUTE_DEVICE void scored(FeatureParams const& p) {
+CUTE_DEVICE void scored_rows(FeatureParams const& p, char* smem, Sequence const& sequence, FeatureTile const& tile,
+                             KeyWalk const& walk, int warp) {
   using T = ForwardTypes<C>;
-  static_assert(C.scored && C.copy == Copy::cp_async_16 && C.stages >= 2 && !C.ping_pong);
-  static_assert(C.tile_m % (16 * (C.warps / C.kv_warps)) == 0 && C.warps % C.kv_warps == 0 && C.tile_n % 16 == 0);
-  extern __shared__ __align__(1024) char smem[];
-
-  FeatureTile const tile = tile_at(p, C.tile_m, blockIdx.x);
-  // As late as can be: what precedes the first copies costs no time before the wait. Each thread waits once.
-  if (C.dependent_launch && p.device_lengths) wait_for_kernels_ahead();
-  Sequence const sequence = sequence_at(p, tile.batch);
-  int const i_begin = p.by_pack.quotient(tile.row_begin);
-  if (i_begin >= sequence.rows_q) return;  // seqlen_q is that of the longest sequence
-  int const i_end = p.by_pack.quotient(tile.row_begin + C.tile_m - 1) + 1;
-  KeyWalk const walk = walk_of(p, sequence, tile, i_begin, i_end, FeatureLayout<C>::kStepKeys);
-  int const warp = uniform(threadIdx.x / 32);
   int const key_part = warp % C.kv_warps, tile_row = warp / C.kv_warps * T::kRows;
   typename T::OutputFragment output;
   cute::clear(output);
@@ -75,6 +68,29 @@ CUTE_DEVICE void scored(FeatureParams const& p) {
   __syncthreads();
   TilePlace const& place = FeatureLayout<C>::place(smem);
   merge_rows<C>(p, smem, place.sequence, place.tile);
+}
+
+template <ForwardConfig C>
+CUTE_DEVICE void features(FeatureParams const& p) {
+  static_assert(C.takes_features() && C.copy == Copy::cp_async_16);
+  static_assert(!C.scored() || (C.stages >= 2 && !C.ping_pong));
+  static_assert(C.tile_m % (16 * (C.warps / C.kv_warps)) == 0 && C.warps % C.kv_warps == 0 && C.tile_n % 16 == 0);
+  extern __shared__ __align__(1024) char smem[];
+
+  FeatureTile const tile = tile_at(p, C.tile_m, blockIdx.x);
+  // As late as can be: what precedes the first copies costs no time before the wait. Each thread waits once.
+  if (C.dependent_launch && p.device_lengths) wait_for_kernels_ahead();
+  Sequence const sequence = sequence_at(p, tile.batch);
+  int const i_begin = p.by_pack.quotient(tile.row_begin);
+  if (i_begin >= sequence.rows_q) return;  // seqlen_q is that of the longest sequence
+  int const i_end = p.by_pack.quotient(tile.row_begin + C.tile_m - 1) + 1;
+  KeyWalk const walk = walk_of(p, sequence, tile, i_begin, i_end, C.step_keys());
+  int const warp = uniform(threadIdx.x / 32);
+  if constexpr (!C.scored()) {
+    ranged_rows<C>(p, smem, sequence, tile, walk, warp);
+  } else {
+    scored_rows<C>(p, smem, sequence, tile, walk, warp);
+  }
 }
 
 }  // namespace cutlass_fmha

@@ -1,4 +1,5 @@
 #include <cfloat>
+#include <cmath>
 #include <string>
 
 #include "../core/visibility.h"
@@ -17,9 +18,17 @@ bool score_vectors(void const* tensor, ScoreStrides const& stride, int bytes) {
          (stride.batch | stride.head | stride.query) * bytes % unit == 0;
 }
 
-/// What p.raw_scores promises. A softmax scale is positive, and so large that nothing of it is lost.
+/// What p.raw_scores promises. Where scores get a factor of their own, that of the softmax is positive, and so large
+/// that nothing of it is lost.
 bool raw_scores(FeatureParams const& p) {
   return p.softcap == 0.f && p.bias_type == BiasType::none && !p.alibi_slopes && !p.sinks && p.scale >= FLT_MIN;
+}
+
+KeysStand keys_stand(FeatureParams const& p, int step_keys) {
+  if (!p.vectors || p.block_counts) return KeysStand::anyhow;
+  if (!p.page_table) return KeysStand::in_order;
+  if (p.leftpad_k || p.page_size % kPageRun != 0) return KeysStand::anyhow;
+  return p.page_size % step_keys == 0 ? KeysStand::whole_pages : KeysStand::page_runs;
 }
 
 /// What the launch finds out.
@@ -29,14 +38,35 @@ void find_out(FeatureParams& p, ForwardConfig const& c) {
       score_vectors(p.bias, p.bias_stride, p.bias_type == BiasType::float32 ? sizeof(float) : c.element_bytes());
   p.mask_vectors = score_vectors(p.mask, p.mask_stride, sizeof(uint8_t));
   p.raw_scores = raw_scores(p);
+  if (!c.scored()) {
+    SplitScale const split(p.scale);
+    p.scale = split.factor;
+    p.q_and = split.q_and;
+    p.q_xor = split.q_xor;
+    p.raw_scores = true;
+  }
+  if (std::fabs(p.scale) < FLT_MIN) p.splits = 1;  // what parts say of scores that small was seen to get lost
+  p.keys_stand = keys_stand(p, c.step_keys());
   p.device_lengths = device_lengths(p);
   if (p.block_counts) set_blocks(p, c.step_keys());
 }
 
 }  // namespace
 
-void check_scored(Row const& row, AttentionParams const& p) {
+void check_features(Row const& row, AttentionParams const& p) {
   auto const& c = std::get<ForwardConfig>(row.config);
+  if (!c.scored()) {
+    require(all_vectors(p, c.element_bytes()), [&] {
+      return std::string(row.name) + " needs addresses, strides and head dims that are multiples of 16 bytes";
+    });
+    refuse(row, {{"mask", p.mask != nullptr},
+                 {"block_counts", p.block_counts != nullptr},
+                 {"bias", p.bias_type != BiasType::none},
+                 {"softcap", p.softcap != 0.f},
+                 {"alibi_slopes", p.alibi_slopes != nullptr},
+                 {"dropout_threshold", p.dropout_threshold != 0},
+                 {"splits", p.splits != 1}});
+  }
   require(p.head_dim <= c.head_dim && p.head_dim_v <= c.head_dim_v(), [&] {
     return std::string(row.name) + " takes head dims up to " + std::to_string(c.head_dim) + " and " +
            std::to_string(c.head_dim_v()) + ", got " + std::to_string(p.head_dim) + " and " +
@@ -48,7 +78,7 @@ void check_scored(Row const& row, AttentionParams const& p) {
   });
 }
 
-void launch_scored(Row const& row, AttentionParams const& p, int device, cudaStream_t stream) {
+void launch_features(Row const& row, AttentionParams const& p, int device, cudaStream_t stream) {
   auto const& c = std::get<ForwardConfig>(row.config);
   FeatureParams params = p;
   find_out(params, c);

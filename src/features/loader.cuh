@@ -59,6 +59,25 @@ struct RowLoader {
     }
   }
 
+  /// The same where rows have so many `dimensions` from the thread's column on: the rest of a tile's rows are zeros.
+  template <class Order>
+  CUTE_DEVICE static void load_dimensions(char* to, uint16_t const* from, int64_t stride, int dimensions) {
+    static_assert(Rows % kRowsPerPass == 0);
+    CUTE_UNROLL
+    for (int pass = 0; pass < kPasses; ++pass) {
+      load_vectors(to, pass, from + Order::of_row(pass * kRowsPerPass) * stride, dimensions);
+    }
+  }
+  CUTE_DEVICE static void load_vectors(char* to, int pass, uint16_t const* from, int dimensions) {
+    CUTE_UNROLL
+    for (int panel = 0; panel < P::kCount; ++panel) {
+      cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(
+          *reinterpret_cast<cute::uint128_t const*>(from + panel * P::kWidth),
+          *reinterpret_cast<cute::uint128_t*>(to + (panel * Rows + pass * kRowsPerPass) * P::kWidth * 2),
+          dimensions > panel * P::kWidth);
+    }
+  }
+
   /// This thread's chunks of one pass. `elements`: so many of the row exist from its column on; 0 or fewer, none, and
   /// then `from` isn't read.
   CUTE_DEVICE static void load_row(char* to, int pass, uint16_t const* from, int elements, bool vectors) {

@@ -5,34 +5,9 @@
 
 #include "../core/key_parts.cuh"
 #include "../core/product.cuh"
-#include "loader.cuh"
-#include "scores.cuh"
+#include "place.cuh"
 
 namespace cutlass_fmha {
-
-/// What a block works on. Kept in shared memory and read again where it is needed: the main loop leaves no register
-/// free.
-struct TilePlace {
-  uint16_t const *k, *v;  ///< the first row of the head's keys, or of its first page
-  KeyWalk walk;
-  Sequence sequence;
-  FeatureTile tile;
-
-  CUTE_DEVICE TilePlace(FeatureParams const& p, Sequence const& sequence, FeatureTile const& tile, KeyWalk const& walk)
-      : k(first_row(p, sequence, tile, p.k, p.k_stride)),
-        v(first_row(p, sequence, tile, p.v, p.v_stride)),
-        walk(walk),
-        sequence(sequence),
-        tile(tile) {}
-
- private:
-  CUTE_DEVICE static uint16_t const* first_row(FeatureParams const& p, Sequence const& s, FeatureTile const& tile,
-                                               void const* tensor, Strides const& stride) {
-    int const head_kv = tile.head / (p.num_heads / p.num_heads_kv);
-    return static_cast<uint16_t const*>(tensor) + head_kv * stride.head + key_entry_offset(p, stride, s) +
-           (p.page_table == nullptr ? s.first_k * stride.seqlen : 0);
-  }
-};
 
 /// Shared memory of a block: Q, rings of K and V tiles, and the state of the softmax. On the way out the tiles give way
 /// to the key parts' O.
@@ -57,20 +32,6 @@ struct FeatureLayout {
     return reinterpret_cast<CommonView*>(smem + kViews)[warp];
   }
 };
-
-/// Starts the copies of the tile's queries.
-template <ForwardConfig C>
-CUTE_DEVICE void load_query_tile(FeatureParams const& p, char* smem, Sequence const& sequence,
-                                 FeatureTile const& tile) {
-  auto const* const q = static_cast<uint16_t const*>(p.q);
-  RowLoader<C.head_dim, C.tile_m, C.threads()>::load(smem, q, p.head_dim, p.vectors, [&](int row) {
-    QueryRow const at = query_row(p, tile, tile.row_begin + row);
-    return at.query < sequence.queries
-               ? q + sequence.entry_q * p.q_stride.batch + int64_t(sequence.first_q + at.query) * p.q_stride.seqlen +
-                     at.head * p.q_stride.head
-               : nullptr;
-  });
-}
 
 template <ForwardConfig C>
 struct FeatureMainloop {

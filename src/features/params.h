@@ -17,12 +17,23 @@
 
 namespace cutlass_fmha {
 
+/// Keys whose rows follow each other wherever a sequence begins with a page, if pages are multiples of so many.
+constexpr int kPageRun = 16;
+
 /// [batch, head, query, key], in elements; 0 where the tensor is broadcast.
 struct ScoreStrides {
   int64_t batch, head, query, key;
 };
 
 enum class BiasType : int { none, same_as_q, float32 };
+
+/// What is known of where the rows of the keys of a step stand.
+enum class KeysStand : int {
+  in_order,     ///< one stride after another, aligned, with every step before the last a whole one
+  whole_pages,  ///< so do those of a page, and no step lies in two
+  page_runs,    ///< so do kPageRun of them, wherever these begin
+  anyhow,
+};
 
 struct FeatureParams {
   void const* q;  ///< [batch, seqlen_q, num_heads, head_dim], or [total_q, num_heads, head_dim]
@@ -88,9 +99,11 @@ struct FeatureParams {
   int64_t lse_rows;                           ///< rows of lse in all
 
   // What the launch finds out of all that, once for all threads.
-  bool bias_vectors;       ///< bias: neighbouring keys are neighbours, and each eight of them aligned to 16 bytes
-  bool mask_vectors;       ///< mask: the same, to 8 bytes
-  bool raw_scores;         ///< nothing but masks comes between q k and the softmax, which then applies the scale
+  bool bias_vectors;  ///< bias: neighbouring keys are neighbours, and each eight of them aligned to 16 bytes
+  bool mask_vectors;  ///< mask: the same, to 8 bytes
+  bool raw_scores;    ///< nothing but masks comes between q k and the softmax, which then applies the scale
+  KeysStand keys_stand;
+  uint32_t q_and, q_xor;   ///< of ranged rows, whose scale is positive then: SplitScale
   Divisor by_block_tiles;  ///< by block_tiles
   bool device_lengths;     ///< it is read on the device which rows and keys a tile has
   int block_tiles;         ///< the row's steps of keys in block_n, or in all keys

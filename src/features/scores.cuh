@@ -26,7 +26,7 @@ CUTE_DEVICE QueryRow query_row(FeatureParams const& p, FeatureTile const& tile, 
 /// rows.
 template <ForwardConfig C>
 struct KeyOrder {
-  static constexpr bool kByLane = C.kv_warps == 1 && C.tile_n % 32 == 0;
+  static constexpr bool kByLane = C.scored() && C.kv_warps == 1 && C.tile_n % 32 == 0;
   static constexpr int kRun = kByLane ? 8 : 2;  ///< keys that follow each other in a lane's columns
 
   /// The key in a row of the tile. Linear in the bits of the row's number.
@@ -79,22 +79,26 @@ struct ScoreBlock {
     }
   }
 
+  /// Hides the keys that a query doesn't see by ranges.
+  template <class Scores>
+  CUTE_DEVICE void hide_by_range(Scores&& scores) const {
+    using namespace cute;
+    CUTE_UNROLL
+    for (int row = 0; row < size<0>(scores); ++row) {
+      VisibleKeys visible = visible_keys(p, sequence, at(row).query);
+      int const first = key_begin + Order::first(lane_id());
+      visible.begin -= first, visible.end -= first, visible.prefix -= first;
+      CUTE_UNROLL
+      for (int col = 0; col < size<1>(scores); ++col) {
+        if (!visible.sees(Order::of_column(col))) scores(row, col) = -INFINITY;
+      }
+    }
+  }
+
   /// Hides the keys that a query doesn't see. `by_range`: some of them by ranges.
   template <class Scores>
   CUTE_DEVICE void hide(Scores&& scores, bool by_range) const {
-    using namespace cute;
-    if (by_range) {
-      CUTE_UNROLL
-      for (int row = 0; row < size<0>(scores); ++row) {
-        VisibleKeys visible = visible_keys(p, sequence, at(row).query);
-        int const first = key_begin + Order::first(lane_id());
-        visible.begin -= first, visible.end -= first, visible.prefix -= first;
-        CUTE_UNROLL
-        for (int col = 0; col < size<1>(scores); ++col) {
-          if (!visible.sees(Order::of_column(col))) scores(row, col) = -INFINITY;
-        }
-      }
-    }
+    if (by_range) hide_by_range(scores);
     if (p.mask == nullptr) return;
     if (p.mask_vectors && Order::kByLane && key_begin + C.tile_n <= sequence.keys) {
       hide_by_vectors(scores);

@@ -28,17 +28,6 @@ constexpr int forward_smem_bytes() {
   }
 }
 
-/// Moves the sign of the softmax scale into Q, see set_scale().
-template <ForwardConfig C>
-CUTE_DEVICE void transform_q(ForwardParams const& p, char* smem) {
-  if (p.q_and == 0xffffffffu && p.q_xor == 0u) return;
-  for (int i = threadIdx.x; i < C.tile_m * C.head_dim / 2; i += C.threads()) {
-    uint32_t& pair = reinterpret_cast<uint32_t*>(smem)[i];
-    pair = (pair & p.q_and) ^ p.q_xor;
-  }
-  __syncthreads();
-}
-
 /// Each warp has query rows of its own and walks all their keys.
 template <ForwardConfig C>
 CUTE_DEVICE void forward_rows(ForwardParams const& p) {
@@ -98,7 +87,7 @@ CUTE_DEVICE void forward_rows(ForwardParams const& p) {
     wait_for_committed_cp_async();  // Q, the only committed group: K and V report to their pipelines
     __syncthreads();
     transform_q<C>(p, smem);
-    TileWalk<C, Keys>{p, smem, keys}.run(output, softmax);
+    TileWalk<C, Keys>{smem, keys}.run(output, softmax);
   } else {
     __syncthreads();
   }
@@ -230,7 +219,7 @@ CUTE_DEVICE void forward_tma(ForwardTmaParams const& p) {
     __syncthreads();  // the barriers exist
     mbarrier_wait(cute::cast_smem_ptr_to_uint(q_barrier), 0);
     transform_q<C>(p, smem);
-    TileWalk<C, TmaKeys<C>>{p, smem, keys}.run(output, softmax);
+    TileWalk<C, TmaKeys<C>>{smem, keys}.run(output, softmax);
   } else {
     __syncthreads();
   }

@@ -2,6 +2,7 @@
 // brings V, the second half K. And the shared memory of such a row.
 #pragma once
 
+#include "../core/mask.cuh"
 #include "tile_walk.cuh"
 
 namespace cutlass_fmha {
@@ -24,10 +25,10 @@ struct WarpConstants {
 template <ForwardConfig C>
 struct SharedLayout {
   static constexpr int kQ = C.tile_m * C.head_dim * 2;
-  static constexpr int kTile = C.tile_n * C.head_dim * 2;
+  static constexpr int kKTile = C.tile_n * C.head_dim * 2, kVTile = kKTile;
   static constexpr int kKOffset = kQ;
-  static constexpr int kVOffset = kKOffset + C.stages * kTile;
-  static constexpr int kBarriers = kVOffset + C.stages * kTile;
+  static constexpr int kVOffset = kKOffset + C.stages * kKTile;
+  static constexpr int kBarriers = kVOffset + C.stages * kVTile;
   static constexpr int kTileBegin = kBarriers + 2 * KvPipeline<C>::kBytes;
   static constexpr int kMaxima = kTileBegin + int(sizeof(TilePosition));
   static constexpr int kLanes = (kMaxima + C.tile_m * int(sizeof(float)) + 7) / 8 * 8;
@@ -51,6 +52,7 @@ struct CpAsyncKeys {
   /// Whether what a warp asks for in every phase stays in registers. From sm_90 on these are uniform ones; sm_89 takes
   /// others, of which the largest O (128 of them) leaves none.
   static constexpr bool kKeepsConstants = C.arch >= 90 || kRoomy || C.rows_per_warp() * C.head_dim < 32 * 128;
+  static constexpr bool kEndsEarly = false, kMaskedFirst = true;
   static constexpr bool kAsksInTurn = true;
   static constexpr int kPassAt = T::kKeySteps / 2;
   using Loader = TileLoader<C.head_dim, C.tile_n, kHalfThreads, C.copy>;
@@ -126,13 +128,20 @@ struct CpAsyncKeys {
       return {offsets.x + q, offsets.y, offsets.x};
     }
   }
+  CUTE_DEVICE int end_phase() const { return blocks; }
   CUTE_DEVICE int masked_end() const { return constants().masked_end; }
   CUTE_DEVICE bool is_masked(int phase) const {
     bool const masked = phase < constants().masked_end;
     return kKeepsConstants ? masked : __any_sync(0xffffffffu, masked);
   }
-  CUTE_DEVICE int row_begin() const { return Shared::position(smem).row_begin + tile_row(); }
-  CUTE_DEVICE int key_begin(int phase) const { return (blocks - 1 - phase) * C.tile_n; }
+  template <class Scores>
+  CUTE_DEVICE void before_softmax(int phase, bool masked, Scores& scores) const {
+    if (!masked) return;
+    apply_mask(params, by_row(scores), score_coordinates<C>(), Shared::position(smem).row_begin + tile_row(),
+               (blocks - 1 - phase) * C.tile_n);
+  }
+  template <class Probabilities>
+  CUTE_DEVICE void after_softmax(int, Probabilities&) const {}
   CUTE_DEVICE RowMaxima maxima() const { return Shared::maxima(smem, tile_row()); }
 
   /// This warp's first row within the tile.
@@ -152,7 +161,7 @@ struct CpAsyncKeys {
   CUTE_DEVICE void refill(KvPipeline<C> const& pipe, int ring, int64_t row_stride, int tile) {
     if (tile >= blocks) return;
     pipe.producer_acquire(tile);
-    loader.template load<Partial>(smem + ring + pipe.stage(tile) * Shared::kTile, row_stride,
+    loader.template load<Partial>(smem + ring + pipe.stage(tile) * Shared::kKTile, row_stride,
                                   params.seqlen_k - (blocks - 1 - tile) * C.tile_n);
     loader.source -= C.tile_n * row_stride;
     if constexpr (C.copy == Copy::cp_async_16) {

@@ -2,6 +2,7 @@
 // who asks for K and V while the warps compute.
 #pragma once
 
+#include "../core/mask.cuh"
 #include "../core/scheduler.h"
 #include "../core/tma.cuh"
 #include "tile_walk.cuh"
@@ -32,10 +33,10 @@ CUTE_DEVICE Work work_at(ForwardTmaParams const& p, int index) {
 template <ForwardConfig C>
 struct TmaLayout {
   static constexpr int kQ = C.tile_m * C.head_dim * 2;
-  static constexpr int kTile = C.tile_n * C.head_dim * 2;
+  static constexpr int kKTile = C.tile_n * C.head_dim * 2, kVTile = kKTile;
   static constexpr int kKOffset = kQ;
-  static constexpr int kVOffset = kKOffset + C.stages * kTile;
-  static constexpr int kKBarriers = kVOffset + C.stages * kTile;
+  static constexpr int kVOffset = kKOffset + C.stages * kKTile;
+  static constexpr int kKBarriers = kVOffset + C.stages * kVTile;
   static constexpr int kVBarriers = kKBarriers + KvPipeline<C>::kBytes;
   static constexpr int kQBarrier = kVBarriers + KvPipeline<C>::kBytes;
   static constexpr int kWork = kQBarrier + int(sizeof(uint64_t));
@@ -95,7 +96,7 @@ struct TmaProducer {
   }
   CUTE_DEVICE void request(TensorMap const& map, int ring, int barriers, int tile) const {
     TmaTile<C.head_dim, C.tile_n>::load(map, reinterpret_cast<uint64_t*>(smem + barriers + Pipe::full_offset(tile)),
-                                        smem + ring + Pipe::stage(tile) * Shared::kTile,
+                                        smem + ring + Pipe::stage(tile) * Shared::kKTile,
                                         TmaTile<C.head_dim, C.tile_n>::kPanelBytes, (end - 1 - tile) * C.tile_n,
                                         head_kv, batch);
   }
@@ -108,6 +109,7 @@ struct TmaKeys {
   using Pipe = KvPipeline<C>;
   using Product = WarpProduct<C>;
   using Turn = Turns<C.warps, C.ping_pong>;
+  static constexpr bool kEndsEarly = false, kMaskedFirst = true;
   static constexpr bool kAsksInTurn = false;
   static constexpr int kPassAt = T::kKeySteps - (C.head_dim < 96 ? 1 : 2);
 
@@ -158,10 +160,17 @@ struct TmaKeys {
   CUTE_DEVICE void end_scores(int phase) const { producer->refill_k(k_pipe, phase + C.stages); }
   CUTE_DEVICE uint32_t q_lane() const { return qv_lane_offset + tile_row * Product::kQRowBytes; }
   CUTE_DEVICE Lanes lanes() const { return {qv_lane_offset, k_lane_offset, tile_row * Product::kQRowBytes}; }
+  CUTE_DEVICE int end_phase() const { return blocks; }
   CUTE_DEVICE int masked_end() const { return min(all_see_from, blocks); }
   CUTE_DEVICE bool is_masked(int phase) const { return phase < all_see_from; }
-  CUTE_DEVICE int row_begin() const { return Shared::work(smem).row_begin + tile_row; }
-  CUTE_DEVICE int key_begin(int phase) const { return (end - 1 - phase) * C.tile_n; }
+  template <class Scores>
+  CUTE_DEVICE void before_softmax(int phase, bool masked, Scores& scores) const {
+    if (!masked) return;
+    apply_mask(params, by_row(scores), score_coordinates<C>(), Shared::work(smem).row_begin + tile_row,
+               (end - 1 - phase) * C.tile_n);
+  }
+  template <class Probabilities>
+  CUTE_DEVICE void after_softmax(int, Probabilities&) const {}
   CUTE_DEVICE RowMaxima maxima() const { return Shared::maxima(smem, tile_row); }
 
  private:

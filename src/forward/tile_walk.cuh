@@ -9,18 +9,21 @@
 // `Keys` says where K and V come from, and what a warp knows of its walk:
 //   Shared                       where rings of tiles lie in shared memory; tile t is that of phase t
 //   k_pipe, v_pipe               their pipelines
-//   blocks, first_phase          phases of the thread block; before first_phase, no key is visible to this warp
+//   blocks                       phases of the thread block
+//   first_phase, end_phase()     before and from which on no key is visible to this warp; kEndsEarly: not only to the
+//                                warps of tiles that have no more blocks
 //   lanes()                      where a lane reads, asked for before each turn: q(), k() and v(), in bytes from the
 //                                beginning of a tile
 //   take(), pass()               turns; second_group(): whether this warp comes second
 //   before_turn(p), end_scores(p)  bring what finds room by then: V after phase p - 2, K after the scores of phase p
-//   is_masked(p), masked_end()   whether some row doesn't see all keys of a block; from that phase on, all rows do
+//   is_masked(p), masked_end()   whether some row doesn't see all keys of a block; from that phase on, all rows do,
+//                                where kMaskedFirst says that there is such a phase
 //   kAsksInTurn, kPassAt         whether is_masked() is asked during a turn; before which n16 of the last step of
 //                                Q K^T the turn is passed on: by the time the other warp's first mma issues, ours are
-//   row_begin(), key_begin(p), maxima()  of this warp, for masks and the softmax
+//   before_softmax(p, masked, scores), after_softmax(p, probabilities)  masks, and whatever else becomes of them
+//   maxima()                     of this warp's rows, for the softmax
 #pragma once
 
-#include "../core/mask.cuh"
 #include "../core/pipeline.cuh"
 #include "../core/product.cuh"
 
@@ -53,7 +56,9 @@ struct TileWalk {
     Ahead k;
   };
 
-  ForwardParams const& params;
+  /// Whether the phases that need a mask have a loop of their own.
+  static constexpr bool kMaskedLoop = Keys::kMaskedFirst && is_roomy(C);
+
   char* const smem;
   Keys& keys;
 
@@ -67,7 +72,7 @@ struct TileWalk {
     if (keys.second_group()) keys.pass();  // lets the first group enter
     int phase = 0;
     for (; phase < keys.first_phase; ++phase) skip(phase);
-    if (phase < keys.blocks) {
+    if (phase < keys.end_phase()) {
       keys.before_turn(phase);
       bool masked = asked_before_turn<Masked::ask>(phase);
       Lanes const lanes = keys.lanes();
@@ -79,20 +84,19 @@ struct TileWalk {
       keys.end_scores(phase);
       update<true>(phase, masked, scores, probabilities, output, softmax);
       ++phase;
-      if constexpr (is_roomy(C)) {
+      if constexpr (kMaskedLoop) {
         CUTE_NO_UNROLL
         for (; phase < keys.masked_end(); ++phase) {
           advance<Masked::yes>(phase, q_fragments, scores, probabilities, output, softmax);
         }
       }
       CUTE_NO_UNROLL
-      for (; phase < keys.blocks; ++phase) {
-        advance<is_roomy(C) ? Masked::no : Masked::ask>(phase, q_fragments, scores, probabilities, output, softmax);
+      for (; phase < keys.end_phase(); ++phase) {
+        advance<kMaskedLoop ? Masked::no : Masked::ask>(phase, q_fragments, scores, probabilities, output, softmax);
       }
       finish(phase, probabilities, output);
     } else {
-      before_last_turn(phase);
-      keys.take();
+      end_turns(phase);
     }
     if (!keys.second_group()) keys.pass();  // nobody waits for the second group any more
   }
@@ -115,14 +119,33 @@ struct TileWalk {
     update<false>(phase, masked, scores, probabilities, output, softmax);
   }
 
-  /// What is left after the last phase.
+  /// What is left after the last phase of which this warp sees keys.
   CUTE_DEVICE void finish(int phase, Probabilities const& probabilities, Output& output) const {
-    before_last_turn(phase);
+    if constexpr (Keys::kEndsEarly) {
+      keys.before_turn(phase);
+    } else {
+      before_last_turn(phase);
+    }
     Lanes const lanes = keys.lanes();
     Ahead ahead;
     read_ahead(phase - 1, lanes, ahead);
     keys.take();
     accumulate(phase - 1, lanes, ahead, probabilities, output, [] {});
+    if constexpr (Keys::kEndsEarly) {
+      if (phase == keys.blocks) return;
+      leave(phase);
+      end_turns(phase + 1);
+    }
+  }
+
+  /// Where this warp has accumulated all that it sees: the other phases, and the last turn.
+  CUTE_DEVICE void end_turns(int phase) const {
+    if constexpr (Keys::kEndsEarly) {
+      CUTE_NO_UNROLL
+      for (; phase < keys.blocks; ++phase) skip(phase);
+    }
+    before_last_turn(phase);
+    keys.take();
   }
 
   /// After the last phase, only a ring of one stage has room that a tile still wants.
@@ -135,6 +158,9 @@ struct TileWalk {
     keys.before_turn(phase);
     keys.take();
     if (phase > 0) release_unused(keys.v_pipe, phase - 1);
+    leave(phase);
+  }
+  CUTE_DEVICE void leave(int phase) const {
     release_unused(keys.k_pipe, phase);
     keys.pass();
     keys.end_scores(phase);
@@ -152,8 +178,8 @@ struct TileWalk {
     return Mask == Masked::yes;
   }
 
-  CUTE_DEVICE uint32_t k_tile(int phase) const { return Shared::kKOffset + keys.k_pipe.stage(phase) * Shared::kTile; }
-  CUTE_DEVICE uint32_t v_tile(int phase) const { return Shared::kVOffset + keys.v_pipe.stage(phase) * Shared::kTile; }
+  CUTE_DEVICE uint32_t k_tile(int phase) const { return Shared::kKOffset + keys.k_pipe.stage(phase) * Shared::kKTile; }
+  CUTE_DEVICE uint32_t v_tile(int phase) const { return Shared::kVOffset + keys.v_pipe.stage(phase) * Shared::kVTile; }
 
   CUTE_DEVICE void read_ahead(int phase, Lanes const& lanes, Ahead& ahead) const {
     if (kAhead > 0) keys.v_pipe.consumer_wait(phase);
@@ -225,12 +251,13 @@ struct TileWalk {
     if (kAhead == 0) keys.v_pipe.consumer_release(phase);
   }
 
-  /// Softmax of a phase: masks the scores where needed and turns them into probabilities.
+  /// Softmax of a phase: turns scores into probabilities.
   template <bool First>
   CUTE_DEVICE void update(int phase, bool masked, Scores& scores, Probabilities& probabilities, Output& output,
                           typename T::Softmax& softmax) const {
-    if (masked) apply_mask(params, by_row(scores), score_coordinates<C>(), keys.row_begin(), keys.key_begin(phase));
+    keys.before_softmax(phase, masked, scores);
     softmax.template step<First>(by_row(scores), pairs_by_row<T>(probabilities), by_row(output), keys.maxima());
+    keys.after_softmax(phase, probabilities);
   }
 };
 

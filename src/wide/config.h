@@ -12,7 +12,8 @@ constexpr int kAnyHeadDim = 65536;  // 2^16, as the example's own users write it
 /// head_dim, O stays in registers.
 struct WideConfig : TileConfig {
   constexpr Family family() const { return Family::wide; }
-  static constexpr bool scored = false;
+  static constexpr bool takes_features() { return false; }
+  static constexpr bool scored() { return false; }
   constexpr int head_dim_v() const { return head_dim; }
   /// Our own main loops in place of the example's: whole_rows.cuh, wide_heads.cuh.
   constexpr bool whole_rows() const { return mma == MmaKind::tf32x3 && head_dim != kAnyHeadDim; }

@@ -1,0 +1,35 @@
+"""Ranged rows: plain rows' tiles, for every range of keys and any smaller head dim, and nothing of scores."""
+
+from __future__ import annotations
+
+from cutlass_fmha.dispatch.device import Device
+from cutlass_fmha.dispatch.families import scored
+from cutlass_fmha.dispatch.families.family import Rule, alignment, has_no, head_dims
+from cutlass_fmha.dispatch.problem import Problem
+from cutlass_fmha.dispatch.table import Row, Table
+
+#: What becomes of a score, and what only small tiles are for.
+UNKNOWN = frozenset({"mask", "bias", "softcap", "alibi", "dropout", "block_mask", "splits"})
+
+
+def lacking(problem: Problem) -> tuple[str, ...]:
+    return tuple(name for name in problem.features if name in UNKNOWN)
+
+
+def _features(row: Row, problem: Problem, device: Device, table: Table) -> str | None:
+    return f"{has_no(names)}: that takes a scored row" if (names := lacking(problem)) else None
+
+
+def _whole_vectors(row: Row, problem: Problem, device: Device, table: Table) -> str | None:
+    if (problem.head_dim | problem.value_dim) % 8 == 0:
+        return None
+    return f"takes head dims that are multiples of 8, and the tensors have {head_dims(problem)}"
+
+
+FIXED_RULES = scored.FIXED_RULES
+CALL_RULES: tuple[Rule, ...] = (_features, _whole_vectors, alignment)
+
+other_head_dims = scored.other_head_dims
+prices = scored.prices
+offer = scored.offer
+prepare = scored.prepare

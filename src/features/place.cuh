@@ -1,0 +1,57 @@
+// What a thread block of a row with features works on, and the tile of its queries.
+#pragma once
+
+#include "loader.cuh"
+#include "scores.cuh"
+
+namespace cutlass_fmha {
+
+/// What a block works on. Kept in shared memory and read again where it is needed: the main loop leaves no register
+/// free.
+struct TilePlace {
+  uint16_t const *k, *v;  ///< the first row of the head's keys, or of its first page
+  KeyWalk walk;
+  Sequence sequence;
+  FeatureTile tile;
+
+  CUTE_DEVICE TilePlace(FeatureParams const& p, Sequence const& sequence, FeatureTile const& tile, KeyWalk const& walk)
+      : k(first_row(p, sequence, tile, p.k, p.k_stride)),
+        v(first_row(p, sequence, tile, p.v, p.v_stride)),
+        walk(walk),
+        sequence(sequence),
+        tile(tile) {}
+
+ private:
+  CUTE_DEVICE static uint16_t const* first_row(FeatureParams const& p, Sequence const& s, FeatureTile const& tile,
+                                               void const* tensor, Strides const& stride) {
+    int const head_kv = tile.head / (p.num_heads / p.num_heads_kv);
+    return static_cast<uint16_t const*>(tensor) + head_kv * stride.head + key_entry_offset(p, stride, s) +
+           (p.page_table == nullptr ? s.first_k * stride.seqlen : 0);
+  }
+};
+
+/// Starts the copies of the tile's queries.
+template <ForwardConfig C>
+CUTE_DEVICE void load_query_tile(FeatureParams const& p, char* smem, Sequence const& sequence,
+                                 FeatureTile const& tile) {
+  auto const* const q = static_cast<uint16_t const*>(p.q);
+  RowLoader<C.head_dim, C.tile_m, C.threads()>::load(smem, q, p.head_dim, !C.scored() || p.vectors, [&](int row) {
+    QueryRow const at = query_row(p, tile, tile.row_begin + row);
+    return at.query < sequence.queries
+               ? q + sequence.entry_q * p.q_stride.batch + int64_t(sequence.first_q + at.query) * p.q_stride.seqlen +
+                     at.head * p.q_stride.head
+               : nullptr;
+  });
+}
+
+/// Where row `at` of the tile's sequence stands in lse.
+CUTE_DEVICE int64_t lse_row(FeatureParams const& p, Sequence const& s, QueryRow const& at) {
+  return s.batch * p.lse_batch_stride + at.head * p.lse_head_stride + s.first_q + at.query;
+}
+/// And in o.
+CUTE_DEVICE uint16_t* output_row(FeatureParams const& p, Sequence const& s, QueryRow const& at) {
+  return static_cast<uint16_t*>(p.o) + s.entry_q * p.o_stride.batch +
+         int64_t(s.first_q + at.query) * p.o_stride.seqlen + at.head * p.o_stride.head;
+}
+
+}  // namespace cutlass_fmha
