@@ -12,7 +12,8 @@ from cutlass_fmha import _C
 
 HEADER = Path(__file__).resolve().parents[1] / "src" / "features" / "params.h"
 WITH_CUDA = bool(_C.build_info()["cuda"])
-ROWS = [row for row in _C.templates() if row.takes_features]
+ROWS = [row for row in _C.templates() if row.scored]
+RANGED = [row for row in _C.templates() if row.family == "ranged"]
 #: One that takes what is right here; a build without CUDA has none, and asks for none.
 ANY_ROW = max(ROWS, key=lambda row: (row.head_dim_v, row.tile_m)).index if ROWS else 0
 SOMEWHERE = 4096
@@ -279,6 +280,28 @@ class TestRows:
             changes = {**BLOCKS, "block_m": row.tile_m, "block_n": keys, name: size + 8}
             with pytest.raises(ValueError, match=sentence):
                 _C.run(row.index, params(**changes), 0, 0)
+
+    @pytest.mark.parametrize("row", RANGED, ids=lambda row: row.name)
+    def test_what_a_ranged_row_does_not_know(self, row: _C.Template):
+        some = (
+            {"mask": SOMEWHERE},
+            {"softcap": 1.0},
+            {"alibi_slopes": SOMEWHERE},
+            BLOCKS,
+            {**SPLITS, "splits": 2},
+        )
+        for changes, name in zip(
+            some, ("mask", "softcap", "alibi_slopes", "block_counts", "splits"), strict=True
+        ):
+            with pytest.raises(ValueError, match=f"{row.name} does not know {name}"):
+                _C.run(row.index, params(**changes), 0, 0)
+        for name in ("head_dim", "head_dim_v"):
+            with pytest.raises(ValueError, match=f"{row.name} takes head dims up to {row.head_dim} and"):
+                _C.run(row.index, params(**{name: getattr(row, name) + 8}), 0, 0)
+        with pytest.raises(
+            ValueError, match=f"{row.name} needs addresses, strides and head dims that are multi"
+        ):
+            _C.run(row.index, params(q=SOMEWHERE + 2), 0, 0)
 
     @pytest.mark.parametrize("sizes", [{"batch": 0}, {"seqlen_q": 0}, {"num_heads": 0, "num_heads_kv": 0}])
     def test_nothing_to_compute_needs_no_gpu(self, sizes: dict[str, int]):
