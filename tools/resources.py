@@ -71,7 +71,8 @@ def complaints(kernel: Kernel, row: Row) -> list[str]:
         -(-kernel.registers // 8) * 8 * row.warps * 32 * row.min_blocks
     )  # given out in eights per thread
     shared = kernel.shared + row.smem_bytes
-    for_sm_90 = row.name.endswith(("_ranged", "_scored")) and (kernel.arch == 90 or row.name.endswith(FEW_QUERIES))
+    with_features = row.name.endswith(("_ranged", "_scored"))
+    for_sm_90 = with_features and (kernel.arch == 90 or row.name.endswith(FEW_QUERIES))
     per_sm = SHARED_PER_SM_90 if for_sm_90 else SHARED_PER_SM
     checks = [
         *_of_every_kernel(kernel),
