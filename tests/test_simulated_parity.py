@@ -24,12 +24,14 @@ ROWS = (
     "fwd_sm89_bf16_d64_m32n32w8k8",  # warps that share the keys
     "fwd_sm89_f16_d64_m64n64w4_scored",
     "fwd_sm89_f16_d64_m16n32w4k4_scored",
+    "fwd_sm89_f16_d64_m64n64w4_ranged",
     "fwd_sm90_f16_d64_m256n64w8",
     "fwd_sm90_bf16_d64_m64n64w4_tma",  # the copy unit
     "fwd_sm90_f16_d128_m256n64w8_tma",
     "fwd_sm120_f16_d64_m256n64w8",
     "fwd_sm120_bf16_d64_m64n64w4_tma",
     "fwd_sm120_f16_d128_m256n64w8_tma",
+    "fwd_sm120_f16_d128_m256n48w8_ranged",  # ranges and pages, with turns
     "fwd_sm120_bf16_d64_m32n32w8k8_pdl",  # launches that overlap
     "fwd_sm120_f16_d64_m32n64w4k4_tma_pdl",  # and the copy unit
 )
