@@ -117,8 +117,8 @@ bench: $(READY)
 parity: $(READY)
 	@mkdir -p '$(REPORTS)'
 	@report=$$(realpath '$(REPORTS)') && cd tests && python='$(if $(PYTHON),$(PYTHON),../$(VENV_PYTHON))' \
-	  && shares=$$("$$python" -c 'import xdist' 2>/dev/null && echo '-n $(PARITY_WORKERS) --dist worksteal' || true) \
-	  && "$$python" -m pytest -m gpu $$shares --parity-report "$$report" $(ARGS) .
+	  && workers=$$("$$python" -c 'import xdist' 2>/dev/null && echo '-n $(PARITY_WORKERS) --dist worksteal' || true) \
+	  && "$$python" -m pytest -m gpu $$workers --parity-report "$$report" $(ARGS) .
 
 release-check: $(if $(PYTHON),,$(STAMPS)/venv)
 	@$(if $(PYTHON),$(PYTHON),$(VENV_PYTHON)) tools/release_check.py $(ARGS)

@@ -48,7 +48,7 @@ def check_extension(package: Path) -> None:
         if strangers := [library for library in needed if not ALLOWED.fullmatch(library)]:
             sys.exit(f"{binary.name} needs {', '.join(strangers)}")
     extension = load(package)
-    rows = extension.templates()
+    rows = extension.rows()
     built_for = extension.build_info()["architectures"]
     if not rows or sorted({row.arch for row in rows}) != sorted(built_for):
         sys.exit(f"{package} was built for {built_for} and has rows for {sorted({row.arch for row in rows})}")

@@ -1,4 +1,4 @@
-# Turns the manifest (src/templates.cmake) into generated .cu files, one object library per architecture.
+# Turns the manifest (src/rows.cmake) into generated .cu files, one object library per architecture.
 #
 # Three steps, so that an error in the manifest is found before anything is written:
 #   fmha_forward(...)         one call per manifest line: makes rows and files each under a group "sm<arch>_d<head_dim>"
@@ -15,11 +15,11 @@ set(FMHA_features_PARAMS "cutlass_fmha::FeatureParams")
 set(FMHA_wide_HEADER "wide/kernel.cuh")
 set(FMHA_wide_PARAMS "cutlass_fmha::FeatureParams")
 
-# Calls fmha_forward() for each line of src/templates.cmake, or of the manifest that CUTLASS_FMHA_MANIFEST names. Such a
+# Calls fmha_forward() for each line of src/rows.cmake, or of the manifest that CUTLASS_FMHA_MANIFEST names. Such a
 # one may set two variables, which hold for the lines after them: FMHA_NAME_SUFFIX ends the names of their rows, so that
 # rows which differ in columns that no name tells can be in one build, and FMHA_GROUP_SUFFIX the names of their files.
 macro(fmha_include_manifest)
-  set(FMHA_MANIFEST "${PROJECT_SOURCE_DIR}/src/templates.cmake")
+  set(FMHA_MANIFEST "${PROJECT_SOURCE_DIR}/src/rows.cmake")
   if(CUTLASS_FMHA_MANIFEST)
     get_filename_component(FMHA_MANIFEST "${CUTLASS_FMHA_MANIFEST}" ABSOLUTE BASE_DIR "${PROJECT_SOURCE_DIR}")
     if(NOT EXISTS "${FMHA_MANIFEST}")
@@ -39,14 +39,14 @@ function(fmha_forward
     set(DEPENDENT_LAUNCH "${ARGV12}")
   endif()
   if(ARGC GREATER 13 OR NOT DEPENDENT_LAUNCH MATCHES "^(true|false)$")
-    message(FATAL_ERROR "cutlass_fmha: a line of src/templates.cmake has too many columns: ${ARGV}")
+    message(FATAL_ERROR "cutlass_fmha: a line of src/rows.cmake has too many columns: ${ARGV}")
   endif()
   set(DTYPE_f16 float16)
   set(DTYPE_bf16 bfloat16)
   foreach(arch IN LISTS ARCHS)
     foreach(dtype IN LISTS DTYPES)
       if(NOT arch IN_LIST FMHA_SUPPORTED_ARCHITECTURES OR NOT DEFINED DTYPE_${dtype})
-        message(FATAL_ERROR "cutlass_fmha: src/templates.cmake asks for sm_${arch} ${dtype}, which does not exist")
+        message(FATAL_ERROR "cutlass_fmha: src/rows.cmake asks for sm_${arch} ${dtype}, which does not exist")
       endif()
       set(name "fwd_sm${arch}_${dtype}_d${HEAD_DIM}_m${TILE_M}n${TILE_N}w${WARPS}")
       if(KV_WARPS GREATER 1)
@@ -56,7 +56,7 @@ function(fmha_forward
         string(APPEND name "_${COPY}")
       endif()
       if(COPY STREQUAL "tma" AND arch LESS 90)
-        message(FATAL_ERROR "cutlass_fmha: src/templates.cmake asks for ${name}, and sm_${arch} has no TMA")
+        message(FATAL_ERROR "cutlass_fmha: src/rows.cmake asks for ${name}, and sm_${arch} has no TMA")
       endif()
       if(COPY STREQUAL "tma" AND arch IN_LIST FMHA_ARCHITECTURES)
         set_property(GLOBAL PROPERTY FMHA_HAS_TMA ON)
@@ -64,7 +64,7 @@ function(fmha_forward
       if(DEPENDENT_LAUNCH)
         string(APPEND name "_pdl")
         if(arch LESS 90 OR KV_WARPS EQUAL 1)
-          message(FATAL_ERROR "cutlass_fmha: src/templates.cmake asks for ${name}; only few-query rows from sm_90 on overlap")
+          message(FATAL_ERROR "cutlass_fmha: src/rows.cmake asks for ${name}; only few-query rows from sm_90 on overlap")
         endif()
       endif()
       string(APPEND name "${FMHA_NAME_SUFFIX}")
@@ -98,7 +98,7 @@ endfunction()
 function(fmha_add_features FEATURES SUFFIX
     ARCHS DTYPES HEAD_DIM VALUE_DIM TILE_M TILE_N WARPS KV_WARPS STAGES MIN_BLOCKS Q_IN_REGISTERS PING_PONG)
   if(ARGC GREATER 14)
-    message(FATAL_ERROR "cutlass_fmha: a line of src/templates.cmake has too many columns: ${ARGV}")
+    message(FATAL_ERROR "cutlass_fmha: a line of src/rows.cmake has too many columns: ${ARGV}")
   endif()
   set(dims "d${HEAD_DIM}")
   if(NOT HEAD_DIM EQUAL VALUE_DIM)
@@ -113,7 +113,7 @@ function(fmha_add_features FEATURES SUFFIX
   foreach(arch IN LISTS ARCHS)
     foreach(dtype IN LISTS DTYPES)
       if(NOT arch IN_LIST FMHA_SUPPORTED_ARCHITECTURES OR NOT DEFINED DTYPE_${dtype})
-        message(FATAL_ERROR "cutlass_fmha: src/templates.cmake asks for sm_${arch} ${dtype}, which does not exist")
+        message(FATAL_ERROR "cutlass_fmha: src/rows.cmake asks for sm_${arch} ${dtype}, which does not exist")
       endif()
       set(name "fwd_sm${arch}_${dtype}_${dims}_m${TILE_M}n${TILE_N}w${WARPS}${shared}_${SUFFIX}${FMHA_NAME_SUFFIX}")
       set(dependent_launch false)
@@ -154,7 +154,7 @@ endfunction()
 function(fmha_add_row kind arch dtype head_dim group name config)
   get_property(names GLOBAL PROPERTY FMHA_ROW_NAMES)
   if(name IN_LIST names)
-    message(FATAL_ERROR "cutlass_fmha: src/templates.cmake makes two rows named ${name}")
+    message(FATAL_ERROR "cutlass_fmha: src/rows.cmake makes two rows named ${name}")
   endif()
   set_property(GLOBAL APPEND PROPERTY FMHA_ROW_NAMES "${name}")
   fmha_is_in_subset(${dtype} ${head_dim} in_subset)
@@ -214,7 +214,7 @@ function(fmha_write_table target)
   get_property(declarations GLOBAL PROPERTY FMHA_TABLE_DECLARATIONS)
   get_property(rows GLOBAL PROPERTY FMHA_TABLE)
   file(CONFIGURE OUTPUT generated/rows.cpp @ONLY CONTENT
-"// Generated by CMake from src/templates.cmake: every kernel of this build, in the manifest's order. Do not edit.
+"// Generated by CMake from src/rows.cmake: every kernel of this build, in the manifest's order. Do not edit.
 #include \"table.h\"
 
 extern \"C\" {  // a kernel's symbol is what cudaLaunchKernel() knows it by: whatever it takes

@@ -1,6 +1,6 @@
 """The compiled extension: a table of kernels, one way to launch them, and the device's properties. Knows no torch."""
 
-class Template:
+class Row:
     """One compiled kernel: a row of the table. Sizes in elements unless the name says bytes.
 
     What rows of a family don't have raises AttributeError.
@@ -109,10 +109,10 @@ class DeviceProperties:
     @property
     def l2_cache_size(self) -> int: ...
 
-def templates() -> list[Template]:
+def rows() -> list[Row]:
     """Every row of attention in this build, in the manifest's order; empty when it was built without CUDA."""
 
-def helpers() -> list[Template]:
+def helpers() -> list[Row]:
     """The rows beside attention, whose numbers follow."""
 
 class AttentionParams:

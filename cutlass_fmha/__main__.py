@@ -91,7 +91,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
         metavar="NAMES",
         help="what comes with the problem, separated by commas: " + ", ".join(FEATURES),
     )
-    explain.add_argument("--template", metavar="ROW", help="force this row")
+    explain.add_argument("--row", metavar="ROW", help="force this row")
     explain.add_argument(
         "--all",
         action="store_true",
@@ -128,14 +128,14 @@ def _explain(arguments: argparse.Namespace) -> int:
         causal=arguments.causal,
         alignment=arguments.alignment,
         device=arguments.device,
-        template=arguments.template,
+        row=arguments.row,
         measure=arguments.measure,
         all_rows=arguments.all,
         head_dim_v=arguments.head_dim_v,
         features=arguments.features,
     )
     print(explanation)
-    runs = explanation.winner is not None or (explanation.device is None and arguments.template is None)
+    runs = explanation.winner is not None or (explanation.device is None and arguments.row is None)
     return 0 if runs else 1
 
 

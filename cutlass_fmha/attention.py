@@ -34,7 +34,7 @@ def attention(
     causal: bool | str | None = ...,
     return_lse: Literal[False] = ...,
     layout: str = ...,
-    template: str | None = ...,
+    row: str | None = ...,
     **features: Unpack[FeatureArguments],
 ) -> Tensor: ...
 @overload
@@ -47,7 +47,7 @@ def attention(
     causal: bool | str | None = ...,
     return_lse: Literal[True],
     layout: str = ...,
-    template: str | None = ...,
+    row: str | None = ...,
     **features: Unpack[FeatureArguments],
 ) -> tuple[Tensor, Tensor]: ...
 # The features are not named here: twenty more defaults would cost every call a quarter of a microsecond.
@@ -61,7 +61,7 @@ def attention(
     causal: bool | str | None = False,
     return_lse: bool = False,
     layout: str = "bshd",
-    template: str | None = None,
+    row: str | None = None,
     **features: Unpack[FeatureArguments],
 ) -> Tensor | tuple[Tensor, Tensor | None]:
     """Exact attention, ``softmax(scale * q @ k^T + ...) @ v``, in one kernel (FlashAttention-2, Dao 2023).
@@ -78,7 +78,7 @@ def attention(
             aligns the first ones: j <= i.
         return_lse: also return the log-sum-exp of each row's scores.
         layout: "bshd", or "bhsd" for [batch, num_heads, seqlen, head_dim], which torch's SDPA has.
-        template: name of the kernel to run, in place of the winner that ``cutlass_fmha.explain`` shows.
+        row: name of the kernel to run, in place of the winner that ``cutlass_fmha.explain`` shows.
 
     All further arguments are features, documented with examples in docs/attention.md. int tensors are int32.
     i + offset is the place of query i among the keys: offset is 0 with ``causal="top-left"``, otherwise
@@ -137,7 +137,7 @@ def attention(
     if private_torch.any_autocast_enabled():
         q, k, v, said = autocast.operands(q, k, v, features)
     arguments = op_arguments(q, said, "q") if said else NOTHING
-    found = _call(q, k, v, scale, causal, return_lse, layout, template, ("q", "k", "v"), arguments)
+    found = _call(q, k, v, scale, causal, return_lse, layout, row, ("q", "k", "v"), arguments)
     return found if return_lse else found[0]
 
 
@@ -229,7 +229,7 @@ def attend_cache(
     scale: float | None,
     causal: bool | str | None,
     return_lse: bool,
-    template: str | None,
+    row: str | None,
     features: Mapping[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
     """``attention`` for ``with_kv_cache``, under its names."""
@@ -237,9 +237,9 @@ def attend_cache(
         q, _, _, cast = autocast.operands(q, k_cache, v_cache, features, k_cache.dtype)
         # The op would cast what it can't know to be a cache.
         with autocast.off(k_cache.device.type):
-            return attend_cache(q, k_cache, v_cache, scale, causal, return_lse, template, cast)
+            return attend_cache(q, k_cache, v_cache, scale, causal, return_lse, row, cast)
     names = ("q", "k_cache", "v_cache")
-    rest = (scale, check.causal_name(causal), check.flag("return_lse", return_lse), "bshd", template, names)
+    rest = (scale, check.causal_name(causal), check.flag("return_lse", return_lse), "bshd", row, names)
     return _call(q, k_cache, v_cache, *rest, op_arguments(q, features, "q"))
 
 
@@ -251,7 +251,7 @@ def _call(
     causal: str,
     return_lse: bool,
     layout: str,
-    template: str | None,
+    row: str | None,
     names: Names,
     arguments: Mapping[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
@@ -261,8 +261,8 @@ def _call(
     """
     if scale is not None:
         scale = check.finite_scale(scale)
-    if template is not None:
-        check.template_name(template)
+    if row is not None:
+        check.row_name(row)
     if arguments and layout != "bshd" and ("cu_seqlens_q" in arguments or "cu_seqlens_k" in arguments):
         raise ValueError(
             'layout must be "bshd" with cu_seqlens_q or cu_seqlens_k: '
@@ -274,11 +274,11 @@ def _call(
         and (not arguments or dispatcher.others_can_skip_dispatcher(arguments))
     ):
         try:
-            return plan.launch(q, k, v, scale, causal, return_lse, template, layout, names, arguments)
+            return plan.launch(q, k, v, scale, causal, return_lse, row, layout, names, arguments)
         except RuntimeError:
             check.check_types((q, k, v), names)  # nested and sparse tensors have no shape or address
             raise
-    return _dispatch(q, k, v, scale, causal, return_lse, plan.LAYOUTS[layout], template, names, arguments)
+    return _dispatch(q, k, v, scale, causal, return_lse, plan.LAYOUTS[layout], row, names, arguments)
 
 
 def _dispatch(
@@ -289,7 +289,7 @@ def _dispatch(
     causal: str,
     return_lse: bool,
     layout: str,
-    template: str | None,
+    row: str | None,
     names: Names,
     arguments: Mapping[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
@@ -308,11 +308,11 @@ def _dispatch(
         check_features.check_features((q, k, v), Features(**arguments), names)
     scale = float(q.shape[-1]) ** -0.5 if scale is None else scale
     if short:
-        output, lse = torch.ops.cutlass_fmha.forward(q, k, v, scale, causal, return_lse, template)
+        output, lse = torch.ops.cutlass_fmha.forward(q, k, v, scale, causal, return_lse, row)
     else:
         if compiling:
             scale, arguments = _numbers_that_change(scale, arguments)
-        output, lse = torch.ops.cutlass_fmha.attend(q, k, v, scale, causal, return_lse, template, **arguments)
+        output, lse = torch.ops.cutlass_fmha.attend(q, k, v, scale, causal, return_lse, row, **arguments)
     return (output.transpose(1, 2) if layout == "bhsd" else output), lse
 
 

@@ -40,7 +40,7 @@ def with_kv_cache(
     num_splits: int | None = None,
     batch_invariant: bool = False,
     return_lse: bool = False,
-    template: str | None = None,
+    row: str | None = None,
     **unknown: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over the keys and values in a cache, after new ones were appended: decoding, or a prompt.
@@ -67,7 +67,7 @@ def with_kv_cache(
         causal, window: as ``attention``. With one of them query i is rotated to the position of new key i,
             otherwise every query to that of the first one.
         scale, mask, bias, prefix_lengths, softcap, alibi_slopes, sinks, num_splits, batch_invariant,
-            return_lse, template: as ``attention``.
+            return_lse, row: as ``attention``.
 
     Returns:
         As ``attention``. Under torch.autocast the cache is not cast: q, k and v are, to its dtype.
@@ -154,7 +154,7 @@ def with_kv_cache(
         "num_splits": num_splits,
         "batch_invariant": batch_invariant,
     }
-    output, lse = attend_cache(q, k_cache, v_cache, scale, causal, return_lse, template, call)
+    output, lse = attend_cache(q, k_cache, v_cache, scale, causal, return_lse, row, call)
     return output if lse is None or not return_lse else (output, lse)
 
 

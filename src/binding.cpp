@@ -160,11 +160,11 @@ void attribute(py::class_<RowView>& c, char const* name, Get get) {
 }
 
 void bind_rows(py::module_& m) {
-  py::class_<RowView> c(m, "Template");
+  py::class_<RowView> c(m, "Row");
   c.def_readonly("index", &RowView::index);
   c.def_property_readonly("name", [](RowView const& row) { return row.name; });
   c.def_readonly("smem_bytes", &RowView::smem_bytes);
-  c.def("__repr__", [](RowView const& row) { return "<Template " + std::string(row.name) + ">"; });
+  c.def("__repr__", [](RowView const& row) { return "<Row " + std::string(row.name) + ">"; });
 
   attribute(c, "family", [](auto const& config) { return name_of(config.family()); });
   attribute(c, "arch", [](auto const& config) { return config.arch; });
@@ -229,7 +229,7 @@ PYBIND11_MODULE(_C, m) {
   bind_device(m);
   bind_attention_params(m);
   bind_helper_params(m);
-  m.def("templates", [] { return views(false); });
+  m.def("rows", [] { return views(false); });
   m.def("helpers", [] { return views(true); });
   bind_run<AttentionParams>(m);  // the first is tried first
   bind_run<CombineParams>(m);

@@ -1,4 +1,4 @@
-// The compile-time description of one kernel. A row of the manifest (templates.cmake) becomes one value of a type of
+// The compile-time description of one kernel. A row of the manifest (rows.cmake) becomes one value of a type of
 // this file, which is the only template argument of its kernel: adding a knob means adding a field here and a column
 // there.
 #pragma once

@@ -12,7 +12,7 @@ L4 = Device("NVIDIA L4", (8, 9), 58, 99 * 1024)
 
 @dataclass(frozen=True)
 class Row:
-    """The attributes of ``_C.Template``."""
+    """The attributes of ``_C.Row``."""
 
     index: int
     arch: int
@@ -65,7 +65,7 @@ class Row:
 
 
 #: (tile_m, tile_n, warps, kv_warps, stages) of the manifest's few-query rows.
-SPLIT = {
+FEW_QUERY = {
     32: [(32, 64, 8, 8, 2)],
     64: [(16, 32, 4, 4, 2), (32, 32, 8, 8, 2), (32, 32, 4, 4, 2)],
     128: [(16, 16, 8, 8, 2), (32, 32, 8, 4, 1)],
@@ -73,7 +73,7 @@ SPLIT = {
 
 
 #: (head_dim, value_dim, tile_m, tile_n, warps, kv_warps, stages) of scored rows.
-GENERAL = [
+SCORED = [
     (64, 0, 64, 64, 4, 1, 2),
     (64, 0, 16, 16, 4, 4, 3),
     (128, 0, 64, 32, 4, 1, 2),
@@ -100,11 +100,11 @@ def make_build(
                     Row(len(rows) + 1, *key, 64, 64, 4, "cp_async_16", 384 * head_dim, min_blocks=2),
                     Row(len(rows) + 2, *key, 64, 64, 4, "element", 384 * head_dim, min_blocks=2),
                 ]
-                for tile_m, tile_n, warps, kv_warps, stages in SPLIT[head_dim]:
+                for tile_m, tile_n, warps, kv_warps, stages in FEW_QUERY[head_dim]:
                     smem_bytes = kv_warps * tile_m * (4 * head_dim + 8)
                     tile = (tile_m, tile_n, warps, "ldg_16", smem_bytes, kv_warps, stages)
                     rows.append(Row(len(rows), *key, *tile, dependent_launch=arch >= 90))
-            for head_dim, value_dim, tile_m, tile_n, warps, kv_warps, stages in GENERAL if scored else ():
+            for head_dim, value_dim, tile_m, tile_n, warps, kv_warps, stages in SCORED if scored else ():
                 loaded = stages * tile_n * kv_warps * (head_dim + (value_dim or head_dim))
                 tile = (
                     tile_m,

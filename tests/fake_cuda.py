@@ -35,25 +35,25 @@ class FakeGpu:
         self.captured: list[float] | None = None
         self.launches: list[tuple[str, Problem, tuple[int, ...]]] = []
 
-    def run(self, row, params, device, stream) -> None:
-        template = self.build.rows[row]
+    def run(self, index, params, device, stream) -> None:
+        row = self.build.rows[index]
         sizes = (params.batch, params.seqlen_q, params.seqlen_k, params.num_heads, params.num_heads_kv)
         mask = ("bottom-right" if params.bottom_right else "top-left") if params.window_right == 0 else "none"
         dims = {"head_dim": params.head_dim, "head_dim_v": params.head_dim_v}
-        problem = Problem(*sizes, **dims, dtype=template.dtype, causal=mask)
-        if template.takes_features:
-            assert params.pack == blocks.packed_heads(template, problem)
-            assert params.splits == blocks.split_keys(template, problem, self.device)
+        problem = Problem(*sizes, **dims, dtype=row.dtype, causal=mask)
+        if row.takes_features:
+            assert params.pack == blocks.packed_heads(row, problem)
+            assert params.splits == blocks.split_keys(row, problem, self.device)
         else:
             assert params.pack == params.splits == 1
         assert (params.splits > 1) == (params.partial_o > 0) == (params.partial_lse > params.partial_o)
         assert params.vectors(2) and params.window_left == -1
         assert stream == 7 and device == 0 and params.scale == pytest.approx(params.head_dim**-0.5)
-        self._take(template, problem, (params.q, params.k, params.v, params.o, params.lse))
+        self._take(row, problem, (params.q, params.k, params.v, params.o, params.lse))
 
-    def _take(self, template, problem: Problem, pointers: tuple[int, ...]) -> None:
-        self.launches.append((template.name, problem, pointers))
-        us = self.law(template, problem)
+    def _take(self, row, problem: Problem, pointers: tuple[int, ...]) -> None:
+        self.launches.append((row.name, problem, pointers))
+        us = self.law(row, problem)
         if self.captured is None:
             self.now_us += us
         else:
@@ -94,7 +94,7 @@ class FakeGpu:
 
         properties = SimpleNamespace(L2_cache_size=self.l2_bytes, total_memory=24 << 30)
         monkeypatch.setattr(_C, "run", self.run)
-        monkeypatch.setattr(_C, "templates", lambda: list(self.build.rows))
+        monkeypatch.setattr(_C, "rows", lambda: list(self.build.rows))
         monkeypatch.setattr(tables, "this_build", lambda: self.build)
         monkeypatch.setattr(devices, "of_index", lambda index: self.device)
         monkeypatch.setattr(timing, "_device", lambda index: torch.device("cpu"))

@@ -35,11 +35,11 @@ def rows_arch() -> int | None:
     if forced := os.environ.get("CUTLASS_FMHA_FORCE_ARCH"):
         return int(forced)
     if simulated():
-        return min(row.arch for row in _C.templates())
+        return min(row.arch for row in _C.rows())
     if not torch.cuda.is_available():
         return None
     major, minor = torch.cuda.get_device_capability(0)
-    built = {row.arch for row in _C.templates()}
+    built = {row.arch for row in _C.rows()}
     own = 120 if major == 12 else 10 * major + minor
     return own if own in built else 89
 
@@ -54,25 +54,25 @@ def device() -> torch.device:
     return torch.device("cpu") if simulated() else torch.device("cuda", 0)
 
 
-def rows() -> list[_C.Template]:
+def rows() -> list[_C.Row]:
     """The plain rows under test: all of one architecture."""
     if unusable() is not None:
         return []
-    return [row for row in _C.templates() if row.arch == rows_arch() and row.family in PLAIN]
+    return [row for row in _C.rows() if row.arch == rows_arch() and row.family in PLAIN]
 
 
-def scored_rows() -> list[_C.Template]:
+def scored_rows() -> list[_C.Row]:
     """The scored rows under test, all of one architecture."""
     if unusable() is not None:
         return []
-    return [row for row in _C.templates() if row.arch == rows_arch() and row.takes_features]
+    return [row for row in _C.rows() if row.arch == rows_arch() and row.takes_features]
 
 
-def wide_rows() -> list[_C.Template]:
+def wide_rows() -> list[_C.Row]:
     """The wide rows under test, all of one architecture."""
     if unusable() is not None:
         return []
-    return [row for row in _C.templates() if row.arch == rows_arch() and row.family == "wide"]
+    return [row for row in _C.rows() if row.arch == rows_arch() and row.family == "wide"]
 
 
 @contextlib.contextmanager
@@ -126,7 +126,7 @@ def unusable() -> str | None:
     if torch.cuda.get_device_capability(0) < (8, 9):
         return f"{torch.cuda.get_device_name(0)} is older than compute capability 8.9"
     arch = rows_arch()
-    if not any(row.arch == arch for row in _C.templates()):
+    if not any(row.arch == arch for row in _C.rows()):
         return f"this build of cutlass_fmha has no sm_{arch} rows"
     assert arch is not None
     compiled_for = _proxies().get(arch, arch)
@@ -148,7 +148,7 @@ def other_sources() -> str | None:
 def without_tma() -> str | None:
     """Why no row under test copies by TMA, in one sentence; None when one does. Without a GPU to test on, of
     all rows of the build."""
-    tested = _C.templates() if unusable() is not None else rows()
+    tested = _C.rows() if unusable() is not None else rows()
     if any(row.family in PLAIN and row.copy == "tma" for row in tested):
         return None
     if rows_arch() == 89:
@@ -156,7 +156,7 @@ def without_tma() -> str | None:
     return "no row of this build copies by TMA; the candidates do: CUTLASS_FMHA_MANIFEST=src/candidates.cmake"
 
 
-def torch_dtype(row: _C.Template) -> torch.dtype:
+def torch_dtype(row: _C.Row) -> torch.dtype:
     found: torch.dtype = getattr(torch, row.dtype)
     return found
 
@@ -190,7 +190,7 @@ class Guarded:
 class Launch:
     """One call of ``_C.run``, ready to be made any number of times."""
 
-    row: _C.Template
+    row: _C.Row
     q: Tensor
     k: Tensor
     v: Tensor
@@ -201,7 +201,7 @@ class Launch:
     exact_scores: bool = False
 
     @classmethod
-    def of(cls, row: _C.Template, problem: Problem, device: torch.device) -> Launch:
+    def of(cls, row: _C.Row, problem: Problem, device: torch.device) -> Launch:
         q, k, v = problem.inputs(torch_dtype(row), row.head_dim, device)
         empty = torch.empty(q.shape, dtype=q.dtype, device=device)
         if row.alignment <= 2:

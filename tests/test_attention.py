@@ -297,7 +297,7 @@ def test_a_build_without_kernels_says_how_to_get_them(monkeypatch):
         plan.launch(q, k, v, None, "none", False, None)
 
 
-def test_a_forced_template_reaches_the_launch(monkeypatch):
+def test_a_forced_row_reaches_the_launch(monkeypatch):
     from cutlass_fmha.launch import plan
     from cutlass_fmha.ops import dispatcher
 
@@ -306,5 +306,5 @@ def test_a_forced_template_reaches_the_launch(monkeypatch):
     monkeypatch.setattr(plan, "launch", lambda *arguments: seen.append(arguments) or (None, None))
     name = make_build().rows[0].name
     q, k, v = tensors()
-    attention(q, k, v, scale=2, causal="top-left", return_lse=True, layout="bhsd", template=name)
+    attention(q, k, v, scale=2, causal="top-left", return_lse=True, layout="bhsd", row=name)
     assert seen == [(q, k, v, 2.0, "top-left", True, name, "bhsd", ("q", "k", "v"), {})]

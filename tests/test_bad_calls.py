@@ -73,7 +73,7 @@ BAD = {
             "scale": 1.0,
             "causal": "none",
             "return_lse": True,
-            "template": None,
+            "row": None,
         },
     ),
     "attend": (
@@ -85,7 +85,7 @@ BAD = {
             "scale": 1.0,
             "causal": "none",
             "return_lse": True,
-            "template": None,
+            "row": None,
         },
     ),
 }
@@ -143,11 +143,11 @@ ATTENTION: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"causal": 1}, ValueError, "causal must be .* got 1"),
     ({"layout": "sbhd"}, ValueError, 'layout must be "bshd" or "bhsd", got \'sbhd\''),
     ({"layout": ["bshd"]}, ValueError, "layout must be .* got \\['bshd'\\]"),
-    ({"template": 3}, TypeError, "template must be the name of a row or None, got int"),
+    ({"row": 3}, TypeError, "row must be the name of a row or None, got int"),
     (
-        {"template": "fwd"},
+        {"row": "fwd"},
         cutlass_fmha.UnsupportedError,
-        "template fwd is a CUDA kernel, and the tensors are on the CPU",
+        "row fwd is a CUDA kernel, and the tensors are on the CPU",
     ),
 ]
 
@@ -543,7 +543,7 @@ OTHERS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("with_kv_cache", {"num_splits": 0}, ValueError, "num_splits must be 1 to 64"),
     ("with_kv_cache", {"rotary_cos": COS}, ValueError, "rotary embedding is of k and v that are appended"),
     ("with_kv_cache", {"q": Q[0]}, ValueError, "q must have 4 dimensions"),
-    ("with_kv_cache", {"template": "fwd"}, UnsupportedError, "template fwd is a CUDA kernel"),
+    ("with_kv_cache", {"row": "fwd"}, UnsupportedError, "row fwd is a CUDA kernel"),
     ("cascade", {"k_shared": K}, ValueError, "k_shared must have 3 dimensions"),
     ("cascade", {"q": Q[0]}, ValueError, "q must have 4 dimensions"),
     ("cascade", {"window": (3, 0)}, TypeError, "cascade_attention.* 'window': help"),
@@ -568,7 +568,7 @@ OTHERS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     # the ops, whose arguments' types torch itself checks
     ("forward", {"causal": "left"}, ValueError, "causal must be"),
     ("forward", {"scale": math.nan}, ValueError, "scale must be finite"),
-    ("forward", {"template": "fwd"}, UnsupportedError, "template fwd is a CUDA kernel"),
+    ("forward", {"row": "fwd"}, UnsupportedError, "row fwd is a CUDA kernel"),
     ("forward", {"value": V[:, :3]}, ValueError, "value must have key's seqlen 10, got 3"),
     ("attend", {"window_left": -5}, ValueError, "window_left must be -1"),
     ("attend", {"dropout_p": 0.1}, ValueError, "dropout_p is only taken with dropout_seed"),
@@ -603,7 +603,7 @@ OTHERS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("shape", {"alignment": "x"}, ValueError, "alignment must be"),
     ("shape", {"dtype": 3}, ValueError, "dtype must be one of"),
     ("shape", {"causal": 3}, ValueError, "causal must be"),
-    ("shape", {"template": 3}, ValueError, "template 3 is not a row"),
+    ("shape", {"row": 3}, ValueError, "3 is not a row"),
     ("shape", {"softcap": 3.0}, TypeError, "explain got 'softcap'"),
     # what a gradient would need
     ("attention", {"q": Q.clone().requires_grad_()}, NotImplementedError, "no backward yet"),
@@ -692,7 +692,7 @@ def test_what_has_no_shape_is_refused_past_the_dispatcher(tensor: torch.Tensor, 
 def test_signatures_list_the_features():
     listed = inspect.signature(attention).parameters
     said = set(features.FeatureArguments.__annotations__)
-    assert set(listed) == {"q", "k", "v", "scale", "causal", "return_lse", "layout", "template"} | said
+    assert set(listed) == {"q", "k", "v", "scale", "causal", "return_lse", "layout", "row"} | said
     assert [name for name, each in listed.items() if each.kind != each.KEYWORD_ONLY] == ["q", "k", "v"]
     assert listed["window"].annotation == "tuple[int | None, int | None] | None"
     for function in (cutlass_fmha.with_kv_cache, cutlass_fmha.cascade_attention):

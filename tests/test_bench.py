@@ -48,7 +48,7 @@ def test_case_names_are_unique_and_every_one_selects_itself() -> None:
 
 
 def test_an_unknown_preset_names_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"unknown preset 'x'.*latency, dense, decode, fallback"):
+    with pytest.raises(ValueError, match=r"unknown preset 'x'.*latency, dense, decode, wide"):
         select_cases(["latency", "x"])
 
 
@@ -210,7 +210,7 @@ TIMES = {
 
 def contenders_of(case: Case) -> list[str]:
     """As line_up has them."""
-    if case.group == "fallback":
+    if case.group == "wide":
         return ["ours", "efficient"]
     if case.group == "features":
         return ["ours", {"window": "flash", "bias": "efficient"}.get(case.feature, "causal")]
@@ -258,7 +258,7 @@ def synthetic(cases: list[Case] | None = None) -> report.Result:
         "schema": report.SCHEMA,
         "machine": described,
         "method": runner.METHOD,
-        "template": None,
+        "row": None,
         "quick": False,
         "peers": ["flash", "cudnn", "efficient"],
         "host_us": {"repeated, S128 D64": {"attention": 9.9, "torch SDPA": 15.6}},
@@ -268,7 +268,7 @@ def synthetic(cases: list[Case] | None = None) -> report.Result:
 
 
 def test_the_table_has_times_rates_and_ratios_and_torch_flash_first() -> None:
-    dense, decode, fallback, features = report.sections(synthetic())
+    dense, decode, wide, features = report.sections(synthetic())
     assert dense.headings[:6] == ["case", "ours p50", "p90", "TFLOP/s", "torch flash (FA2)", "ours is"]
     by_case = {row[0]: row for row in dense.rows}
     first = by_case["B2 H16 S8192 D128 bf16"]
@@ -276,7 +276,7 @@ def test_the_table_has_times_rates_and_ratios_and_torch_flash_first() -> None:
     assert first[5] == "1.25x"
     assert first[7] == "0.62x"
     assert first[-1] == "0.50"
-    assert fallback.headings[4:] == ["memory-efficient", "ours is", "error"]
+    assert wide.headings[4:] == ["memory-efficient", "ours is", "error"]
     assert features.contenders == ["ours", "flash", "efficient", "causal"]
     alibi = next(row for row in features.rows if row[0].endswith("ALiBi"))
     assert alibi[4:8] == ["-", "-", "-", "-"]
@@ -356,7 +356,7 @@ def test_a_nan_error_survives_the_json_and_stays_wrong(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("{", "not JSON"), ("[]", "no benchmark result"), ('{"schema": 2}', "lacks cases")],
+    [("{", "not JSON"), ("[]", "no benchmark result"), ('{"schema": 3}', "lacks cases")],
 )
 def test_a_file_that_is_no_result_is_refused(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "result.json"
@@ -433,7 +433,7 @@ def test_a_build_without_kernels_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(_C, "templates", list)
+    monkeypatch.setattr(_C, "rows", list)
     with pytest.raises(runner.CannotMeasure, match="built without CUDA"):
         runner.require_gpu(0)
     with pytest.raises(runner.CannotMeasure, match="no CUDA device 3"):
@@ -533,7 +533,7 @@ def test_decoding_is_timed_in_pages_and_beside_a_copy() -> None:
 
 
 def test_only_the_peer_that_can_is_asked_for_fp32() -> None:
-    case = select_cases(["fallback"])[0]
+    case = select_cases(["wide"])[0]
     inputs = contenders.Inputs(*(torch.empty(1, 1, 1, 1, 1),) * 3)
     assert list(lineup.line_up(case, inputs, list(contenders.PEERS))) == ["ours", "efficient"]
 

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 assert _C.__file__ is not None
 EXTENSION = Path(_C.__file__)
 WITH_CUDA = bool(_C.build_info()["cuda"])
-ROWS = _C.templates()
+ROWS = _C.rows()
 
 PLAIN_ROWS = [row for row in ROWS if row.family in PLAIN]
 
@@ -36,7 +36,7 @@ RIGHT: dict[str, Any] = {
 }
 
 
-def run(row: _C.Template, **changes: Any) -> None:
+def run(row: _C.Row, **changes: Any) -> None:
     """A call that is right but for ``changes``."""
     params = _C.AttentionParams()
     for name, value in {**RIGHT, "head_dim": row.head_dim, "head_dim_v": row.head_dim, **changes}.items():
@@ -54,9 +54,9 @@ def named(archs: str, architectures: list[int]) -> list[int]:
 
 
 def manifest_names(architectures: list[int]) -> list[str]:
-    """Names of the rows that src/templates.cmake asks for, in its order, read independently of CMake."""
+    """Names of the rows that src/rows.cmake asks for, in its order, read independently of CMake."""
     names = []
-    for line in (ROOT / "src" / "templates.cmake").read_text().splitlines():
+    for line in (ROOT / "src" / "rows.cmake").read_text().splitlines():
         if match := re.match(r"fmha_(ranged|scored|wide)\((.*)\)", line):
             words = match[2].replace('"', "").split()
             if match[1] == "wide":
@@ -126,7 +126,7 @@ def test_every_architecture_has_every_dtype_and_head_dim_aligned_and_not():
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.family != "wide"], ids=lambda row: row.name)
-def test_a_rows_attributes_agree_with_its_name(row: _C.Template):
+def test_a_rows_attributes_agree_with_its_name(row: _C.Row):
     dtype = {"float16": "f16", "bfloat16": "bf16"}[row.dtype]
     suffix = f"k{row.kv_warps}" if row.kv_warps > 1 else ""
     suffix += {"cp_async_16": "", "ldg_16": "", "element": "_element", "tma": "_tma"}[row.copy]
@@ -157,7 +157,7 @@ def test_a_rows_attributes_agree_with_its_name(row: _C.Template):
     assert row.stages >= 1
     assert row.min_blocks >= 1
     assert 0 < row.smem_bytes <= 99 * 1024
-    assert repr(row) == f"<Template {name}>"
+    assert repr(row) == f"<Row {name}>"
     with pytest.raises(AttributeError):
         row.tile_m = 1  # type: ignore[misc]
 
@@ -389,7 +389,7 @@ def test_sources_that_are_not_built_say_so(tmp_path: Path):
 def test_it_loads_without_torch_and_without_the_driver():
     loaded = in_a_process_without_gpu(
         "import sys\n"
-        "print('torch' in sys.modules, 'libcuda' in open('/proc/self/maps').read(), len(_C.templates()))"
+        "print('torch' in sys.modules, 'libcuda' in open('/proc/self/maps').read(), len(_C.rows()))"
     )
     assert loaded == f"False False {len(ROWS)}\n"
 

@@ -225,7 +225,7 @@ def contenders(problem: Problem) -> list:
     return list(choose.contenders(eligible, problem))
 
 
-def test_general_rows_are_timed_where_they_are_in_question(monkeypatch):
+def test_scored_rows_are_timed_where_they_are_in_question(monkeypatch):
     gpu = fake_gpu(monkeypatch)
     decode = Problem(2, 1, 4096, 8, 2, 64, "float16")
     prefill = Problem(2, 512, 4096, 8, 2, 64, "float16")

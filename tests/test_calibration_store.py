@@ -299,9 +299,9 @@ def test_explain_measures_every_eligible_row(monkeypatch, capsys):
     slow = "fwd_sm89_f16_d64_m256n64w8"
     found = cutlass_fmha.explain(shape=(1, 512, 8, 64), dtype="float16", device=0, measure=True)
     assert found.costs == "the default for GPUs that were never measured"
-    for row in found.rows:
-        expected = cost.predict(row.template, found.problem, L4, true_costs()[row.template.name])
-        assert row.measured_us == (pytest.approx(expected) if row.eligible else None)
+    for verdict in found.rows:
+        expected = cost.predict(verdict.row, found.problem, L4, true_costs()[verdict.row.name])
+        assert verdict.measured_us == (pytest.approx(expected) if verdict.eligible else None)
     gpu.law = lambda row, problem: 30.0 if row.name == slow else 40.0
     found = cutlass_fmha.explain(shape=(1, 512, 8, 64), dtype="float16", measure=True)
     assert found.winner != slow and found.lost == pytest.approx(1 / 3)
@@ -309,7 +309,7 @@ def test_explain_measures_every_eligible_row(monkeypatch, capsys):
     assert __main__.main(["explain", "--shape", "1,512,8,64", "--dtype", "float16", "--measure"]) == 0
     text = capsys.readouterr().out
     assert "  measured\n" in text and "       40.0 us  eligible\n" in text
-    forced = cutlass_fmha.explain(shape=(1, 512, 8, 64), dtype="float16", template=slow, measure=True)
+    forced = cutlass_fmha.explain(shape=(1, 512, 8, 64), dtype="float16", row=slow, measure=True)
     assert forced.lost == 0 and str(forced).endswith("measured: no eligible row is faster")
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-import oracle_general
+import oracle_features
 import pytest
 import torch
-from oracle_support import COMPUTED, COMPUTED_IN_FP32, assert_merged, bits
+from oracle_helpers import COMPUTED, COMPUTED_IN_FP32, assert_merged, bits
 from torch import Tensor
 
 import cutlass_fmha
@@ -173,7 +173,7 @@ def test_cascade_is_attention_over_both_parts(causal: bool, dim_v: int):
     q, *keys = cascade_inputs(dim_v=dim_v)
     output, lse = cascade_attention(q, *keys, causal=causal, scale=0.3, return_lse=True)
     k, v = whole_keys(*keys)
-    oracle_general.compare(
+    oracle_features.compare(
         output, lse, q, k, v, scale=0.3, causal="bottom-right" if causal else "none"
     ).check()
     assert torch.equal(cascade_attention(q, *keys, causal=causal, scale=0.3), output)
@@ -184,7 +184,7 @@ def test_cascade_with_softcap_and_sinks():
     sinks = torch.tensor([0.5, -1.0, 3.0, 0.0])
     output, lse = cascade_attention(q, *keys, causal=True, softcap=2.0, sinks=sinks, return_lse=True)
     k, v = whole_keys(*keys)
-    errors = oracle_general.compare(output, lse, q, k, v, causal="bottom-right", softcap=2.0, sinks=sinks)
+    errors = oracle_features.compare(output, lse, q, k, v, causal="bottom-right", softcap=2.0, sinks=sinks)
     errors.check()
 
 
@@ -218,7 +218,7 @@ def test_own_keys_of_several_lengths():
         keys = whole_keys(k_shared, v_shared, k[b : b + 1, :length], v[b : b + 1, :length])
         if length >= q.shape[1]:
             one = slice(b, b + 1)
-            oracle_general.compare(output[one], lse[one], q[one], *keys, causal="bottom-right").check()
+            oracle_features.compare(output[one], lse[one], q[one], *keys, causal="bottom-right").check()
     shared = cutlass_fmha.attention(q[1:2], k_shared[None], v_shared[None])
     torch.testing.assert_close(output[1:2], shared)
 
@@ -234,7 +234,7 @@ def test_packed_sequences():
     assert output.shape == q[0].shape and lse.shape == (4, 5)
     for queries, keys in ((slice(0, 2), slice(0, 4)), (slice(2, 5), slice(9, 12))):
         both = whole_keys(k_shared, v_shared, k[:1, keys], v[:1, keys])
-        oracle_general.compare(
+        oracle_features.compare(
             output[None, queries], lse[None, :, queries], q[:1, queries], *both, causal="bottom-right"
         ).check()
 

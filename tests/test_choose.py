@@ -208,14 +208,14 @@ def test_a_large_problem_never_takes_a_few_query_row(
         assert chosen.tile_m == 256
 
 
-def test_a_template_can_be_forced_or_says_why_not():
+def test_a_row_can_be_forced_or_says_why_not():
     slow = "fwd_sm89_f16_d64_m64n64w4_element"
     assert choose.choose(PROBLEM, L4, slow, BUILD).name == slow
     with pytest.raises(
-        UnsupportedError, match=r"template fwd_sm90_\S+ can't run .* on NVIDIA L4.*: made for sm_90"
+        UnsupportedError, match=r"row fwd_sm90_\S+ can't run .* on NVIDIA L4.*: made for sm_90"
     ):
         choose.choose(PROBLEM, L4, "fwd_sm90_f16_d64_m64n64w4", BUILD)
-    with pytest.raises(ValueError, match="template 'fwd_fastest' is not a row of this build"):
+    with pytest.raises(ValueError, match="'fwd_fastest' is not a row of this build"):
         choose.choose(PROBLEM, L4, "fwd_fastest", BUILD)
 
 
@@ -425,18 +425,18 @@ def test_a_dropped_diagonal_hides_nothing(causal: str, seqlen_q: int, seqlen_k: 
 def test_an_explanation_has_every_row_and_the_winner_first():
     found = explanation.explain_problem(PROBLEM, L4, table=BUILD)
     assert len(found.rows) == len(BUILD.rows)
-    assert found.winner == choose.choose(PROBLEM, L4, table=BUILD).name == found.rows[0].template.name
+    assert found.winner == choose.choose(PROBLEM, L4, table=BUILD).name == found.rows[0].row.name
     costs = [row.predicted_us for row in found.rows if row.eligible]
-    plain = [row.predicted_us for row in found.rows if row.eligible and not row.template.takes_features]
+    plain = [v.predicted_us for v in found.rows if v.eligible and not v.row.takes_features]
     assert plain == sorted(plain) and len(plain) == 6 and len(costs) == 12
     assert found.rows[0].contender and not any(
-        row.contender for row in found.rows if row.template.takes_features
+        verdict.contender for verdict in found.rows if verdict.row.takes_features
     )
     assert all(row.predicted_us is None and row.reasons for row in found.rows if not row.eligible)
     text, whole = str(found), str(replace(found, all_rows=True))
-    for row in found.rows:
-        assert row.template.name in whole and all(reason in whole for reason in row.reasons)
-        assert (f" {row.template.name} " in text) == (row.irrelevance is None)
+    for verdict in found.rows:
+        assert verdict.row.name in whole and all(reason in whole for reason in verdict.reasons)
+        assert (f" {verdict.row.name} " in text) == (verdict.irrelevance is None)
     assert all(row.irrelevance is None for row in found.rows if row.eligible)
     for each in (text, whole):
         assert f"> {found.winner}" in each and each.count(">") == 1
@@ -470,13 +470,13 @@ def test_an_explanation_of_a_forced_row():
 def test_an_explanation_of_what_nothing_runs():
     found = explanation.explain_problem(replace(PROBLEM, head_dim=480), L4, table=BUILD)
     assert found.winner is None
-    assert found.note.startswith("nothing, because no template of this build can run this problem")
+    assert found.note.startswith("nothing, because no row of this build can run this problem")
     assert "\n" not in found.note and found.note.endswith("what to change: use head dims of at most 256")
 
 
 def test_the_cpu_needs_no_row():
     found = explanation.explain_problem(PROBLEM, None, table=BUILD)
-    assert found.winner is None and found.note == "the CPU backend, which needs no template"
+    assert found.winner is None and found.note == "the CPU backend, which needs no row"
     assert not any(row.eligible for row in found.rows)
 
 
@@ -567,7 +567,7 @@ def test_devices_have_names(name: str, sm_count: int, capability: tuple[int, int
 
 
 def test_the_rows_of_this_build_have_unique_names_and_their_numbers():
-    rows = _C.templates()
+    rows = _C.rows()
     assert bool(rows) == _C.build_info()["cuda"]
     assert [row.index for row in rows] == list(range(len(rows)))
     assert len({row.name for row in rows}) == len(rows)
@@ -587,7 +587,7 @@ def test_every_row_runs_something_on_its_architecture(monkeypatch):
         assert 0 < choose.predicted_us(row, problem, gpu) < 1e4
 
 
-@pytest.mark.parametrize("table", [_C.templates, resources.whole_table], ids=["this build", "all rows"])
+@pytest.mark.parametrize("table", [_C.rows, resources.whole_table], ids=["this build", "all rows"])
 def test_there_is_a_row_for_any_alignment_where_there_is_a_fast_one(table: Callable[[], Sequence[Any]]):
     rows = [row for row in table() if row.family in tables.PLAIN]
     fast = {(row.arch, row.dtype, row.head_dim) for row in rows if row.alignment > 2}

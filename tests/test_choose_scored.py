@@ -195,7 +195,7 @@ def test_a_row_that_nobody_timed_has_to_be_clearly_better():
     assert choose.price(plain, DECODE, L4, default) == choose.predicted_us(plain, DECODE, L4, default)
 
 
-def test_head_dims_that_nothing_else_has_take_the_general_row_of_the_least_head_dims():
+def test_head_dims_that_nothing_else_has_take_the_scored_row_of_the_least_head_dims():
     for head_dim, head_dim_v, dims in (
         (40, None, "d64"),
         (72, None, "d128"),
@@ -259,9 +259,7 @@ def test_explain_takes_features_of_a_shape(monkeypatch):
 def test_explain_says_which_rows_are_a_last_resort(monkeypatch):
     found = explanation.explain_problem(PREFILL, L4, table=BUILD)
     resorts = [row for row in found.rows if row.eligible and not row.contender]
-    assert resorts and {row.template.copy == "element" or row.template.takes_features for row in resorts} == {
-        True
-    }
+    assert resorts and {v.row.copy == "element" or v.row.takes_features for v in resorts} == {True}
     assert str(found).count("eligible, as a last resort") == len(resorts)
 
 

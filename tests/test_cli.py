@@ -63,7 +63,7 @@ def test_info_says_what_this_build_is(capsys):
         assert f"built with CUDA {info['cuda_version']}" in out
     else:
         assert "built without CUDA (CUTLASS_FMHA_CUDA=OFF): the CPU backend only" in out
-    rows = _C.templates()
+    rows = _C.rows()
     assert all(f"  {row.name}: {row.smem_bytes} bytes" in out for row in rows)
     assert "driver: " in out
 
@@ -127,25 +127,25 @@ def test_explain_prints_the_rows_in_question_and_all_when_asked(capsys, build):
     assert "\nruns: fwd_sm89_f16_d128_m256n64w8, the cheapest eligible row by predicted cost" in out
 
 
-def test_explain_takes_alignment_top_left_and_a_template(capsys, build):
+def test_explain_takes_alignment_top_left_and_a_row(capsys, build):
     _, out = run(capsys, "explain", "--shape", "1,5,1,64", "--alignment", "2", "--device", "sm_120")
     assert "runs: fwd_sm120_bf16_d64_m64n64w4_element" in out
     _, out = run(capsys, "explain", "--shape", "1,5,1,64", "--causal", "top-left", "--device", "sm_90:7")
     assert "causal top-left" in out and "7 SMs" in out
     name = "fwd_sm90_bf16_d64_m256n64w8"
-    _, out = run(capsys, "explain", "--shape", "1,5,1,64", "--template", name, "--device", "h200")
+    _, out = run(capsys, "explain", "--shape", "1,5,1,64", "--row", name, "--device", "h200")
     assert out.endswith(f"runs: {name}, forced by name\n")
 
 
 def test_explain_without_a_gpu_is_about_the_cpu(capsys, build, monkeypatch):
     monkeypatch.setattr(_C, "device_count", lambda: 0)
     status, out = run(capsys, "explain", "--shape", "1,5,1,64")
-    assert status == 0 and out.endswith("runs: the CPU backend, which needs no template\n")
+    assert status == 0 and out.endswith("runs: the CPU backend, which needs no row\n")
 
 
 def test_explain_reports_what_nothing_runs_with_its_exit_status(capsys, build):
     status, out = run(capsys, "explain", "--shape", "1,5,1,480", "--device", "rtx4090")
-    assert status == 1 and "runs: nothing, because no template of this build can run this problem" in out
+    assert status == 1 and "runs: nothing, because no row of this build can run this problem" in out
 
 
 @pytest.mark.parametrize(
@@ -166,8 +166,8 @@ def test_explain_reports_what_nothing_runs_with_its_exit_status(capsys, build):
         (["explain", "--shape", "1,2,4,64", "--dtype", "int8"], "dtype must be one of"),
         (["explain", "--shape", "1,2,4,64", "--causal", "left"], "invalid choice: 'left'"),
         (
-            ["explain", "--shape", "1,2,4,64", "--template", "x", "--device", "l4"],
-            "template 'x' is not a row of this build; `python -m cutlass_fmha info --rows` lists its 126",
+            ["explain", "--shape", "1,2,4,64", "--row", "x", "--device", "l4"],
+            "'x' is not a row of this build; `python -m cutlass_fmha info --rows` lists its 126",
         ),
         (["tune"], "invalid choice: 'tune'"),
     ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import oracle
-import oracle_general
+import oracle_features
 import pytest
 import torch
 from hypothesis import given
@@ -33,7 +33,7 @@ def check(q, k, v, scale=None, causal="none", exact_scores=False):
     else:
         # Products are summed in fp32 one after another, and not several at a time as by a tensor core.
         granted = {"exact_scores": exact_scores, "product_error": float(q.shape[-1])}
-        oracle_general.compare(out, lse, q, k, v, scale, causal, **granted).check()
+        oracle_features.compare(out, lse, q, k, v, scale, causal, **granted).check()
     return out, lse
 
 

@@ -174,7 +174,7 @@ def test_without_cuobjdump_the_demo_says_what_to_install(
 
 def test_spilling_kernels_end_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
     row = SimpleNamespace(arch=89, name="fwd_a", family="plain")
-    tables = {"templates": lambda: [row], "helpers": list}
+    tables = {"rows": lambda: [row], "helpers": list}
     monkeypatch.setattr(session, "_C", SimpleNamespace(**tables, __file__="_C.so"))
     monkeypatch.setattr(binary, "inspect", lambda extension, arch: [binary.Kernel("fwd_a", 255, 8, 64)])
     with pytest.raises(binary.WrongCode, match="spills"):

@@ -16,7 +16,7 @@ import pytest
 from cutlass_fmha import _C
 
 ROOT = Path(__file__).resolve().parents[1]
-ROWS = [row.name for row in _C.templates() if row.family == "few_query" and row.dependent_launch]
+ROWS = [row.name for row in _C.rows() if row.family == "few_query" and row.dependent_launch]
 by_row = pytest.mark.parametrize("name", ROWS)
 LOADS = {"LDG", "UTMALDG"}
 GLOBAL_ACCESSES = {"LD", "LDG", "LDGSTS", "ST", "STG", "ATOM", "ATOMG", "RED", "REDG", "UTMALDG", "UTMASTG"}
@@ -94,12 +94,12 @@ def kernels(machine_code: list[cubin.Kernel]) -> dict[str, cubin.Kernel]:
 
 
 def test_the_split_rows_of_architectures_that_can_overlap_do():
-    can = {row.name for row in _C.templates() if row.family == "few_query" and row.arch >= 90}
+    can = {row.name for row in _C.rows() if row.family == "few_query" and row.arch >= 90}
     assert can == set(ROWS)
 
 
 def test_of_the_others_decoding_rows_and_what_follows_them_overlap():
-    rows = [row for row in (*_C.templates(), *_C.helpers()) if row.family != "few_query"]
+    rows = [row for row in (*_C.rows(), *_C.helpers()) if row.family != "few_query"]
     can = {row.name for row in rows if row.family in ("few_query_scored", "combine") and row.arch >= 90}
     assert can == {row.name for row in rows if row.dependent_launch}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import oracle_general
+import oracle_features
 import pytest
 import torch
 
@@ -24,7 +24,7 @@ ANSWERS = [
 def test_philox_gives_the_known_answers(key: tuple, counter: tuple, words: tuple):
     ours = dropout.philox(key, tuple(torch.tensor([word]) for word in counter))
     assert tuple(int(word) for word in ours) == words
-    assert tuple(int(word) for word in oracle_general.philox(key, counter)) == words
+    assert tuple(int(word) for word in oracle_features.philox(key, counter)) == words
 
 
 def number_of(sequence: int, head: int, query: int, key: int) -> int:
@@ -54,7 +54,7 @@ def test_numbers_by_hand():
 
 @pytest.mark.parametrize("seed", [0, 1, 2**32, 2**63 - 1, -1, -(2**63)])
 def test_ranges_are_pieces_of_the_whole(seed: int):
-    whole = oracle_general.kept(seed % 2**64, 20000, 3, 2, 20, 100)
+    whole = oracle_features.kept(seed % 2**64, 20000, 3, 2, 20, 100)
     assert abs(whole.mean() - (1 - 20000 / 65536)) < 0.03
     for queries in [(0, 20), (0, 1), (7, 9)]:
         for keys in [(0, 100), (31, 33), (64, 96), (5, 6), (10, 10)]:
@@ -85,7 +85,7 @@ def test_the_mask_is_the_oracles(seed: int | torch.Tensor, monkeypatch: pytest.M
     mask = dropout_mask(seed, 3, 4, 33, 70, 0.3)
     assert mask.dtype == torch.bool and mask.shape == (3, 4, 33, 70)
     for b in range(3):
-        expected = oracle_general.kept(int(seed) % 2**64, 19661, b, 4, 33, 70)
+        expected = oracle_features.kept(int(seed) % 2**64, 19661, b, 4, 33, 70)
         assert torch.equal(mask[b], torch.from_numpy(expected))
     for shape in [(0, 4, 3, 5), (2, 0, 3, 5), (2, 4, 0, 5), (2, 4, 3, 0)]:
         assert dropout_mask(seed, *shape, 0.3).shape == shape

@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-import oracle_general
+import oracle_features
 import pytest
 import torch
-from oracle_support import assert_rotated, bits, places, rotate
+from oracle_helpers import assert_rotated, bits, places, rotate
 from torch import Tensor
 
 import cutlass_fmha
@@ -292,7 +292,7 @@ def test_a_step_is_attention_over_old_and_new_keys(kind: str, causal: bool, seql
         k, v = (rows[None, : length + seqlen_new] for rows in cache.sequence(b))
         one = slice(b, b + 1)
         name = "bottom-right" if causal else "none"
-        oracle_general.compare(output[one], lse[one], q[one], k, v, causal=name).check()
+        oracle_features.compare(output[one], lse[one], q[one], k, v, causal=name).check()
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (5, -1)}, {"window": (-1, None)}])

@@ -83,7 +83,7 @@ def test_fake_tensors_have_the_metadata_of_real_ones(return_lse: bool):
     ],
 )
 def test_the_op_itself_refuses_with_a_sentence(change: dict, message: str, place: str):
-    names = ("query", "key", "value", "scale", "causal", "return_lse", "template")
+    names = ("query", "key", "value", "scale", "causal", "return_lse", "row")
     arguments = dict(zip(names, (*tensors(), 0.3, "none", True, None), strict=True)) | change
     arguments = {name: x.to(place) if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
     if place == "meta" and "contiguous" in message:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import oracle_general
+import oracle_features
 import pytest
 import torch
 import torch._dynamo.testing
@@ -119,11 +119,11 @@ def test_the_op_itself_refuses_with_a_sentence(place: str):
         attend(q, k, v, 0.3, "none", False, None, window_left=-5)
 
 
-def test_a_template_is_of_cuda_tensors():
+def test_a_named_row_is_of_cuda_tensors():
     with pytest.raises(
-        cutlass_fmha.UnsupportedError, match="template fwd is a CUDA kernel, and the tensors are on"
+        cutlass_fmha.UnsupportedError, match="row fwd is a CUDA kernel, and the tensors are on"
     ):
-        attention(*tensors(), softcap=1.0, template="fwd")
+        attention(*tensors(), softcap=1.0, row="fwd")
 
 
 # ---- gradients ---------------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ def test_compile_takes_packed_sequences_with_dynamic_shapes():
         q, k, v = (x[0] for x in tensors(1, sum(lengths_q), sum(lengths_k)))
         cu = [torch.tensor([0, *x]).cumsum(0).to(torch.int32) for x in (lengths_q, lengths_k)]
         out, lse = function(q, k, v, *cu)
-        oracle_general.compare(
+        oracle_features.compare(
             out, lse, q, k, v, causal="bottom-right", cu_seqlens_q=cu[0], cu_seqlens_k=cu[1]
         ).check()
     assert counter.frame_count == 1
@@ -319,7 +319,7 @@ def test_a_simulator_runs_the_kernels_on_cpu_tensors(monkeypatch):
     attention(q, k, v, softcap=2.0)
     assert not seen  # only when it is asked to
     monkeypatch.setenv(dispatcher.SIMULATE, "1")
-    out = attention(q, k, v, softcap=2.0, causal=True, template="row")
+    out = attention(q, k, v, softcap=2.0, causal=True, row="row")
     assert (out == 0).all()
     assert seen[0][:3] == (q, k, v) and seen[0][4:7] == ("bottom-right", False, "row")
     assert seen[0][9]["softcap"] == 2.0
@@ -337,9 +337,7 @@ def test_features_reach_the_launch_past_the_dispatcher(monkeypatch):
     monkeypatch.setattr(plan, "launch", lambda *arguments: seen.append(arguments) or (arguments[0], None))
     q, k, v = tensors()
     heads_first = [x.transpose(1, 2) for x in (q, k, v)]
-    out = attention(
-        *heads_first, scale=2, causal="top-left", layout="bhsd", template="row", sinks=torch.ones(4)
-    )
+    out = attention(*heads_first, scale=2, causal="top-left", layout="bhsd", row="row", sinks=torch.ones(4))
     assert out.shape == heads_first[0].shape
     assert all(ours is tensor for ours, tensor in zip(seen[0][:3], heads_first, strict=True))
     assert seen[0][3:9] == (2.0, "top-left", False, "row", "bhsd", ("q", "k", "v"))

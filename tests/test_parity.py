@@ -27,7 +27,7 @@ by_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 
 
 def attend(
-    row: _C.Template | None, problem: Problem, device: torch.device, layout: str, parity: ParityReport
+    row: _C.Row | None, problem: Problem, device: torch.device, layout: str, parity: ParityReport
 ) -> None:
     """The public function on a problem, in ``layout``, against the oracle."""
     dtype, head_dim = (gpu.torch_dtype(row), row.head_dim) if row else (torch.bfloat16, 64)
@@ -39,7 +39,7 @@ def attend(
         causal=problem.causal,
         return_lse=True,
         layout=layout,
-        template=row.name if row else None,
+        row=row.name if row else None,
     )
     out = out.transpose(1, 2) if layout == "bhsd" else out
     errors = oracle.compare(out, q, k, v, problem.scale, problem.causal, lse, problem.exact_scores)
@@ -57,14 +57,14 @@ def attend(
         if problem.runs_on(row.alignment)
     ],
 )
-def test_listed_problem(row: _C.Template, problem: Problem, parity: ParityReport):
+def test_listed_problem(row: _C.Row, problem: Problem, parity: ParityReport):
     launch = gpu.Launch.of(row, problem, DEVICE)
     launch.run()
     parity.check(launch, problem)
 
 
 @by_row
-def test_drawn_problems(row: _C.Template, parity: ParityReport):
+def test_drawn_problems(row: _C.Row, parity: ParityReport):
     @hypothesis.settings(hypothesis.settings.get_profile("parity"))
     @hypothesis.given(problem=problems())
     def agrees(problem: Problem) -> None:
@@ -79,7 +79,7 @@ def test_drawn_problems(row: _C.Template, parity: ParityReport):
 
 @by_row
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
-def test_attention_runs_the_row_it_is_told_to(row: _C.Template, layout: str, parity: ParityReport):
+def test_attention_runs_the_row_it_is_told_to(row: _C.Row, layout: str, parity: ParityReport):
     for causal in CAUSAL:
         attend(row, Problem(113, 140, causal, num_heads=4, seed=1), DEVICE, layout, parity)
     for memory in ("packed", "expanded", "bhsd") + (("unaligned",) if row.alignment == 2 else ()):
@@ -107,7 +107,7 @@ def test_sdpa_is_top_left_causal():
 
 
 @by_row
-def test_nan_in_a_query_row_stays_in_that_row(row: _C.Template, parity: ParityReport):
+def test_nan_in_a_query_row_stays_in_that_row(row: _C.Row, parity: ParityReport):
     problem = Problem(200, 300, "bottom-right", seed=3)
     launch = gpu.Launch.of(row, problem, DEVICE)
     launch.q[1, 77, 1, 5] = torch.nan
@@ -117,7 +117,7 @@ def test_nan_in_a_query_row_stays_in_that_row(row: _C.Template, parity: ParityRe
 
 
 @by_row
-def test_values_behind_the_diagonal_are_never_used(row: _C.Template):
+def test_values_behind_the_diagonal_are_never_used(row: _C.Row):
     # A tile whose keys are all hidden must not be touched: its NaN would come through a probability of 0.
     problem = Problem(512, 512, "bottom-right", seed=4)
     launch = gpu.Launch.of(row, problem, DEVICE)
@@ -131,7 +131,7 @@ def test_values_behind_the_diagonal_are_never_used(row: _C.Template):
 
 
 @by_row
-def test_repeats_are_bitwise_equal(row: _C.Template, parity: ParityReport):
+def test_repeats_are_bitwise_equal(row: _C.Row, parity: ParityReport):
     noise = torch.cuda.Stream(DEVICE)
     load = torch.randn(1024, 1024, device=DEVICE)
     for problem in (
@@ -161,7 +161,7 @@ def test_repeats_are_bitwise_equal(row: _C.Template, parity: ParityReport):
 @pytest.mark.usefixtures("much_memory")
 @by_row
 @pytest.mark.parametrize("axis", [0, 1, 2], ids=["batch", "seqlen", "heads"])
-def test_offsets_beyond_31_bits(row: _C.Template, axis: int, parity: ParityReport):
+def test_offsets_beyond_31_bits(row: _C.Row, axis: int, parity: ParityReport):
     # Operands with strides of 2^31 elements and more lie interleaved in 4.3 GB of NaN.
     buffer = poison(gpu.torch_dtype(row), gpu.FAR + 4096 + 4 * gpu.REGION, DEVICE)
     problem = Problem(65, 65, "bottom-right", num_heads=3, num_heads_kv=3, seed=8)
@@ -180,10 +180,10 @@ def test_offsets_beyond_31_bits(row: _C.Template, axis: int, parity: ParityRepor
 @pytest.mark.parametrize(
     "row", [r for r in ROWS if r.head_dim == 64 and r.dtype == "bfloat16"], ids=lambda r: r.name
 )
-def test_tensors_of_more_than_two_to_the_31_elements(row: _C.Template, parity: ParityReport):
+def test_tensors_of_more_than_two_to_the_31_elements(row: _C.Row, parity: ParityReport):
     batch = gpu.FAR // (64 * 8 * 64) + 2
     x = torch.empty(batch, 64, 8, 64, dtype=torch.bfloat16, device=DEVICE).normal_()
-    out = cutlass_fmha.attention(x, x, x, causal=True, template=row.name)
+    out = cutlass_fmha.attention(x, x, x, causal=True, row=row.name)
     for i in (0, batch // 2, batch - 1):
         part = x[i : i + 1]
         errors = oracle.compare(out[i : i + 1], part, part, part, None, "bottom-right")

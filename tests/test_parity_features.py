@@ -10,22 +10,22 @@ from dataclasses import replace
 
 import gpu
 import hypothesis
-import oracle_general
+import oracle_features
 import pytest
 import torch
-from general import (
+from feature_launch import (
     LARGEST,
     SPLIT_ERROR,
-    GeneralLaunch,
+    FeatureLaunch,
     WideLaunch,
     compare,
     fit,
     launch_of,
 )
-from listed_general import GROUPS
+from feature_problems import FeatureProblem, problems
+from listed_problems import GROUPS
 from parity_report import ParityReport
 from problems import poison
-from problems_general import GeneralProblem, problems
 
 import cutlass_fmha
 from cutlass_fmha import _C
@@ -45,23 +45,23 @@ on_a_gpu = pytest.mark.skipif(
 )
 
 
-def check(launch: GeneralLaunch, parity: ParityReport) -> None:
+def check(launch: FeatureLaunch, parity: ParityReport) -> None:
     launch.run()
     parity.check(launch, launch.problem)
 
 
 @by_row
 @pytest.mark.parametrize("group", GROUPS)
-def test_listed_problems(row: _C.Template, group: str, parity: ParityReport):
+def test_listed_problems(row: _C.Row, group: str, parity: ParityReport):
     for problem in dict.fromkeys(fit(problem, row) for problem in GROUPS[group]):
         check(launch_of(row, problem, DEVICE), parity)
 
 
 @by_row
-def test_drawn_problems(row: _C.Template, parity: ParityReport):
+def test_drawn_problems(row: _C.Row, parity: ParityReport):
     @hypothesis.settings(hypothesis.settings.get_profile("parity"))
     @hypothesis.given(problem=problems(longest=300 if row in WIDE else 700))
-    def agrees(problem: GeneralProblem) -> None:
+    def agrees(problem: FeatureProblem) -> None:
         check(launch_of(row, problem, DEVICE), parity)
 
     agrees()
@@ -71,7 +71,7 @@ def test_drawn_problems(row: _C.Template, parity: ParityReport):
 
 
 def attend(
-    problem: GeneralProblem, dtype: torch.dtype, template: str | None = None, **more: object
+    problem: FeatureProblem, dtype: torch.dtype, row: str | None = None, **more: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """attention() on a problem, compared with the oracle."""
     call = problem.call(dtype, DEVICE)
@@ -83,7 +83,7 @@ def attend(
         scale=call.scale,
         causal=call.causal,
         return_lse=True,
-        template=template,
+        row=row,
         **features,
     )
     if out.numel():
@@ -92,7 +92,7 @@ def attend(
 
 
 @by_scored_row
-def test_attention_runs_the_row_it_is_told_to(row: _C.Template):
+def test_attention_runs_the_row_it_is_told_to(row: _C.Row):
     for problem in [
         *GROUPS["lengths"][::3],
         *GROUPS["decode"][::4],
@@ -106,7 +106,7 @@ def test_attention_runs_the_row_it_is_told_to(row: _C.Template):
 def test_attention_picks_a_row_that_can(dtype: torch.dtype):
     @hypothesis.settings(hypothesis.settings.get_profile("parity"))
     @hypothesis.given(problem=problems())
-    def agrees(problem: GeneralProblem) -> None:
+    def agrees(problem: FeatureProblem) -> None:
         if problem.num_heads:
             attend(replace(problem, blocks=None), dtype)
 
@@ -115,9 +115,9 @@ def test_attention_picks_a_row_that_can(dtype: torch.dtype):
 
 @on_a_gpu
 @by_scored_row
-def test_a_plain_problem_may_be_given_to_a_scored_row(row: _C.Template):
+def test_a_plain_problem_may_be_given_to_a_scored_row(row: _C.Row):
     for layout in ("bshd", "unaligned"):
-        problem = fit(GeneralProblem(70, 130, causal="bottom-right", layout=layout, seed=3), row)
+        problem = fit(FeatureProblem(70, 130, causal="bottom-right", layout=layout, seed=3), row)
         attend(problem, gpu.torch_dtype(row), row.name)
 
 
@@ -125,7 +125,7 @@ def test_a_plain_problem_may_be_given_to_a_scored_row(row: _C.Template):
 
 
 @pytest.mark.parametrize("row", [row for row in SCORED if row.scored], ids=lambda row: row.name)
-def test_dropout_is_that_of_the_public_mask(row: _C.Template):
+def test_dropout_is_that_of_the_public_mask(row: _C.Row):
     """Equal probabilities and the identity as values: what is dropped is 0."""
     dim, heads, queries = row.head_dim_v, 3, row.tile_m + 5
     dtype = gpu.torch_dtype(row)
@@ -133,17 +133,17 @@ def test_dropout_is_that_of_the_public_mask(row: _C.Template):
     k = torch.zeros(2, dim, 1, row.head_dim, dtype=dtype, device=DEVICE)
     v = torch.eye(dim, dtype=dtype, device=DEVICE).view(1, dim, 1, dim).expand(2, -1, -1, -1)
     for p in (0.3, 0.9999, 1e-6):
-        out = cutlass_fmha.attention(q, k, v, dropout_p=p, dropout_seed=11, template=row.name)
+        out = cutlass_fmha.attention(q, k, v, dropout_p=p, dropout_seed=11, row=row.name)
         mask = cutlass_fmha.dropout_mask(11, 2, heads, queries, dim, p, device=DEVICE)
         assert torch.equal(out.transpose(1, 2) != 0, mask)
 
 
 @by_row
-def test_repeats_are_bitwise_equal(row: _C.Template, parity: ParityReport):
+def test_repeats_are_bitwise_equal(row: _C.Row, parity: ParityReport):
     for problem in (
-        GeneralProblem(300, 500, causal="bottom-right", window=(120, 0), softcap=9.0, dropout=0.3, seed=5),
-        GeneralProblem(3, 900, num_heads=8, num_splits=5, pack=True, used_k=True, fill="outliers", seed=6),
-        GeneralProblem(150, 300, causal="bottom-right", fill="outliers", seed=6),
+        FeatureProblem(300, 500, causal="bottom-right", window=(120, 0), softcap=9.0, dropout=0.3, seed=5),
+        FeatureProblem(3, 900, num_heads=8, num_splits=5, pack=True, used_k=True, fill="outliers", seed=6),
+        FeatureProblem(150, 300, causal="bottom-right", fill="outliers", seed=6),
     ):
         launch = launch_of(row, problem, DEVICE)
         check(launch, parity)
@@ -162,13 +162,13 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 def test_batch_invariant_sequences_do_not_notice_the_others(kind: str):
     """Alone, in a batch, and in a batch with longer sequences: the same bits."""
     problem = {
-        "dense": GeneralProblem(65, 130, batch=4, num_heads=4, causal="bottom-right"),
-        "packed": GeneralProblem(
+        "dense": FeatureProblem(65, 130, batch=4, num_heads=4, causal="bottom-right"),
+        "packed": FeatureProblem(
             70, 130, batch=4, num_heads=4, packed_q=True, packed_k=True, causal="bottom-right"
         ),
-        "paged": GeneralProblem(2, 300, batch=4, num_heads=4, num_heads_kv=1, page_size=16, used_k=True),
-        "decode": GeneralProblem(1, 700, batch=4, num_heads=8, num_heads_kv=2),
-        "cache": GeneralProblem(
+        "paged": FeatureProblem(2, 300, batch=4, num_heads=4, num_heads_kv=1, page_size=16, used_k=True),
+        "decode": FeatureProblem(1, 700, batch=4, num_heads=8, num_heads_kv=2),
+        "cache": FeatureProblem(
             3, 400, batch=4, num_heads=4, num_heads_kv=2, used_k=True, causal="bottom-right"
         ),
     }[kind]
@@ -200,8 +200,8 @@ def test_batch_invariant_sequences_do_not_notice_the_others(kind: str):
 
 
 @by_row
-def test_nan_in_a_query_row_stays_in_that_row(row: _C.Template, parity: ParityReport):
-    problem = GeneralProblem(100, 200, num_heads=4, num_heads_kv=2, pack=True, window=(60, 5), seed=3)
+def test_nan_in_a_query_row_stays_in_that_row(row: _C.Row, parity: ParityReport):
+    problem = FeatureProblem(100, 200, num_heads=4, num_heads_kv=2, pack=True, window=(60, 5), seed=3)
     launch = launch_of(row, problem, DEVICE)
     launch.call.q[1, 77, 1, 0] = torch.nan
     check(launch, parity)
@@ -209,10 +209,10 @@ def test_nan_in_a_query_row_stays_in_that_row(row: _C.Template, parity: ParityRe
 
 
 @by_scored_row
-def test_keys_beyond_a_window_are_never_touched(row: _C.Template):
+def test_keys_beyond_a_window_are_never_touched(row: _C.Row):
     """Tiles that no query sees are not read: their NaN would come through a probability of 0."""
-    problem = fit(GeneralProblem(64, 1000, window=(50, 0), causal="bottom-right", seed=4), row)
-    launch = GeneralLaunch.of(row, problem, DEVICE)
+    problem = fit(FeatureProblem(64, 1000, window=(50, 0), causal="bottom-right", seed=4), row)
+    launch = FeatureLaunch.of(row, problem, DEVICE)
     launch.run()
     before = launch.out.view.clone()
     launch.call.k[:, : 1000 - 64 - 50 - 128] = torch.nan
@@ -222,8 +222,8 @@ def test_keys_beyond_a_window_are_never_touched(row: _C.Template):
 
 
 @by_row
-def test_keys_beyond_the_diagonal_are_never_touched(row: _C.Template):
-    launch = launch_of(row, GeneralProblem(64, 900, causal="top-left", seed=8), DEVICE)
+def test_keys_beyond_the_diagonal_are_never_touched(row: _C.Row):
+    launch = launch_of(row, FeatureProblem(64, 900, causal="top-left", seed=8), DEVICE)
     launch.run()
     before = launch.out.view.clone()
     beyond = 64 + row.tile_n * getattr(row, "kv_warps", 1)
@@ -238,9 +238,9 @@ def test_keys_beyond_the_diagonal_are_never_touched(row: _C.Template):
 
 @on_a_gpu
 @by_row
-def test_a_graph_reads_lengths_tables_and_the_seed_anew(row: _C.Template, parity: ParityReport):
+def test_a_graph_reads_lengths_tables_and_the_seed_anew(row: _C.Row, parity: ParityReport):
     decode = {"page_size": 64, "dropout": 0.25, "num_splits": 3, "pack": True}
-    problem = GeneralProblem(2, 600, batch=3, num_heads=8, num_heads_kv=2, used_k=True, **decode)
+    problem = FeatureProblem(2, 600, batch=3, num_heads=8, num_heads_kv=2, used_k=True, **decode)
     launch = launch_of(row, replace(problem, seed=21), DEVICE)
     launch.run()
     graph = torch.cuda.CUDAGraph()
@@ -275,11 +275,11 @@ def test_attention_in_a_graph_draws_a_new_seed_each_time():
 @pytest.mark.usefixtures("much_memory")
 @by_scored_row
 @pytest.mark.parametrize("axis", [0, 1, 2], ids=["batch", "seqlen", "heads"])
-def test_offsets_beyond_31_bits(row: _C.Template, axis: int, parity: ParityReport):
+def test_offsets_beyond_31_bits(row: _C.Row, axis: int, parity: ParityReport):
     buffer = poison(gpu.torch_dtype(row), gpu.FAR + 4096 + 4 * gpu.REGION, DEVICE)
     dims = {"head_dim": min(64, row.head_dim), "head_dim_v": min(64, row.head_dim_v)}
-    problem = GeneralProblem(65, 65, causal="bottom-right", num_heads=3, num_heads_kv=3, seed=8, **dims)
-    launch = GeneralLaunch.of(row, problem, DEVICE)
+    problem = FeatureProblem(65, 65, causal="bottom-right", num_heads=3, num_heads_kv=3, seed=8, **dims)
+    launch = FeatureLaunch.of(row, problem, DEVICE)
     far = [gpu.far_view(buffer, i, tuple(launch.call.q.shape), axis) for i in range(4)]
     for name, view, x in zip("qkvo", far, (*launch.call[:3], launch.out.view), strict=True):
         view.copy_(x)
@@ -297,10 +297,10 @@ def test_offsets_beyond_31_bits(row: _C.Template, axis: int, parity: ParityRepor
 
 @by_wide_row
 @pytest.mark.parametrize("scale", [-1.0, 0.0, 1.0])
-def test_scores_of_minus_zero_are_scores(row: _C.Template, scale: float, parity: ParityReport):
+def test_scores_of_minus_zero_are_scores(row: _C.Row, scale: float, parity: ParityReport):
     """The example's maximum takes -0 for less than -inf: kernel.cuh makes none."""
     for seqlen_k in (1, 300):
-        launch = WideLaunch.of(row, GeneralProblem(3, seqlen_k, causal="none", scale=scale), DEVICE)
+        launch = WideLaunch.of(row, FeatureProblem(3, seqlen_k, causal="none", scale=scale), DEVICE)
         launch.call.q.zero_()
         launch.call.k.clamp_(max=-0.5)  # a negative sum of products times 0 is -0
         launch.run()
@@ -308,8 +308,8 @@ def test_scores_of_minus_zero_are_scores(row: _C.Template, scale: float, parity:
 
 
 @by_wide_row
-def test_rows_whose_bias_hides_everything_are_empty(row: _C.Template, parity: ParityReport):
-    problem = GeneralProblem(70, 200, bias=("bhqk", "same", "plain"), num_heads=4, num_heads_kv=2)
+def test_rows_whose_bias_hides_everything_are_empty(row: _C.Row, parity: ParityReport):
+    problem = FeatureProblem(70, 200, bias=("bhqk", "same", "plain"), num_heads=4, num_heads_kv=2)
     launch = WideLaunch.of(row, problem, DEVICE)
     bias = launch.call.features["bias"]
     bias[:, :, 5:9] = -torch.inf
@@ -321,30 +321,30 @@ def test_rows_whose_bias_hides_everything_are_empty(row: _C.Template, parity: Pa
 
 
 @by_wide_row
-def test_one_query_is_computed_with_its_group(row: _C.Template, parity: ParityReport):
+def test_one_query_is_computed_with_its_group(row: _C.Row, parity: ParityReport):
     for causal in ("none", "top-left", "bottom-right"):
         for heads in ((8, 2), (70, 1), (3, 3)):
-            problem = GeneralProblem(1, 300, causal=causal, num_heads=heads[0], num_heads_kv=heads[1])
+            problem = FeatureProblem(1, 300, causal=causal, num_heads=heads[0], num_heads_kv=heads[1])
             bias = ("bhqk", "same", "plain") if causal == "bottom-right" else None
             check(WideLaunch.of(row, replace(problem, bias=bias, used_k=True, seed=2), DEVICE), parity)
-    packed = GeneralProblem(1, 90, batch=4, num_heads=6, num_heads_kv=2, packed_q=True, used_q=True)
+    packed = FeatureProblem(1, 90, batch=4, num_heads=6, num_heads_kv=2, packed_q=True, used_q=True)
     check(WideLaunch.of(row, packed, DEVICE), parity)
 
 
-def attend_wide(problem: GeneralProblem, dtype: torch.dtype, template: str | None) -> None:
+def attend_wide(problem: FeatureProblem, dtype: torch.dtype, row: str | None) -> None:
     """The op, which a simulator has for problems without features, too, compared with the oracle."""
     call = problem.call(dtype, DEVICE)
     scale = problem.head_dim**-0.5 if call.scale is None else call.scale
     arguments = op_arguments(call.q, call.features)
     out, lse = torch.ops.cutlass_fmha.attend(
-        call.q, call.k, call.v, scale, call.causal, True, template, **arguments
+        call.q, call.k, call.v, scale, call.causal, True, row, **arguments
     )
     assert out.is_contiguous()
     compare(call, out, lse, SPLIT_ERROR).check()
 
 
 @by_wide_row
-def test_attend_runs_the_wide_row_it_is_told_to(row: _C.Template):
+def test_attend_runs_the_wide_row_it_is_told_to(row: _C.Row):
     for problem in [*GROUPS["lengths"][::4], *GROUPS["masks"][::6], *GROUPS["shapes"][1::9]]:
         problem = fit(replace(problem, seed=4 * problem.seed + 1), row)
         if row.dtype != "float32":
@@ -359,7 +359,7 @@ def test_attend_picks_a_wide_row_that_can(dtype: torch.dtype, head_dims: tuple[i
     if dtype != torch.float32:  # with large head dims only
         head_dims = (head_dims[0] + LARGEST, head_dims[1])
     for layout in ("bshd", "unaligned"):
-        problem = GeneralProblem(70, 130, causal="bottom-right", layout=layout, num_heads=4)
+        problem = FeatureProblem(70, 130, causal="bottom-right", layout=layout, num_heads=4)
         problem = replace(problem, head_dim=head_dims[0], head_dim_v=head_dims[1])
         attend_wide(problem, dtype, None)
 
@@ -371,7 +371,7 @@ def test_sdpa_takes_what_only_wide_rows_take(dtype: torch.dtype):
     q, k, v = (torch.randn(shape, device=DEVICE).to(dtype) for _ in range(3))
     ours = cutlass_fmha.scaled_dot_product_attention(q, k, v, is_causal=True)
     bshd = [x.transpose(1, 2) for x in (q, k, v)]
-    errors = oracle_general.compare(
+    errors = oracle_features.compare(
         ours.transpose(1, 2), None, *bshd, causal="top-left", product_error=SPLIT_ERROR
     )
     errors.check()
@@ -379,9 +379,9 @@ def test_sdpa_takes_what_only_wide_rows_take(dtype: torch.dtype):
 
 @on_a_gpu
 @by_wide_row
-def test_long_sums_are_as_exact_as_unfused_math(row: _C.Template):
+def test_long_sums_are_as_exact_as_unfused_math(row: _C.Row):
     """Tensor cores cut off what they sum, which the simulator does not: rows sum in float32 often enough."""
-    launch = WideLaunch.of(row, GeneralProblem(64, 4000, seed=8), DEVICE)
+    launch = WideLaunch.of(row, FeatureProblem(64, 4000, seed=8), DEVICE)
     launch.run()
     launch.product_error = 0.0
     launch.errors().check()
@@ -390,13 +390,11 @@ def test_long_sums_are_as_exact_as_unfused_math(row: _C.Template):
 @on_a_gpu
 @by_wide_row
 @pytest.mark.parametrize("axis", [0, 2], ids=["batch", "heads"])
-def test_more_heads_and_batches_than_a_grid_dimension_holds(
-    row: _C.Template, axis: int, parity: ParityReport
-):
+def test_more_heads_and_batches_than_a_grid_dimension_holds(row: _C.Row, axis: int, parity: ParityReport):
     many = {"batch": 70000, "num_heads": 1, "num_heads_kv": 1}
     if axis == 2:
         many = {"batch": 1, "num_heads": 70000, "num_heads_kv": 70000}
-    launch = WideLaunch.of(row, GeneralProblem(2, 3, return_lse=False, **many), DEVICE)
+    launch = WideLaunch.of(row, FeatureProblem(2, 3, return_lse=False, **many), DEVICE)
     launch.run()
     out = launch.out.view[..., : launch.problem.head_dim_v]
     assert launch.out.intact() and not out.isnan().any()
@@ -413,9 +411,9 @@ def test_more_heads_and_batches_than_a_grid_dimension_holds(
 @on_a_gpu
 @by_wide_row
 @pytest.mark.parametrize("axis", [0, 2], ids=["batch", "heads"])
-def test_batches_and_heads_may_be_far_apart(row: _C.Template, axis: int, parity: ParityReport):
+def test_batches_and_heads_may_be_far_apart(row: _C.Row, axis: int, parity: ParityReport):
     dims = {"head_dim": min(64, row.head_dim), "head_dim_v": min(64, row.head_dim)}
-    launch = WideLaunch.of(row, GeneralProblem(65, 65, causal="bottom-right", seed=8, **dims), DEVICE)
+    launch = WideLaunch.of(row, FeatureProblem(65, 65, causal="bottom-right", seed=8, **dims), DEVICE)
     buffer = poison(gpu.torch_dtype(row), gpu.FAR + 4096 + 3 * gpu.REGION, DEVICE)
     far = [gpu.far_view(buffer, i, tuple(launch.call.q.shape), axis) for i in range(3)]
     for view, x in zip(far, launch.call[:3], strict=True):
@@ -428,8 +426,8 @@ def test_batches_and_heads_may_be_far_apart(row: _C.Template, axis: int, parity:
 @pytest.mark.usefixtures("much_memory")
 @on_a_gpu
 @by_wide_row
-def test_keys_may_not_be_far_apart(row: _C.Template):
-    launch = WideLaunch.of(row, GeneralProblem(65, 65, seed=8), DEVICE)
+def test_keys_may_not_be_far_apart(row: _C.Row):
+    launch = WideLaunch.of(row, FeatureProblem(65, 65, seed=8), DEVICE)
     shape = tuple(launch.call.k.shape)
     buffer = poison(gpu.torch_dtype(row), gpu.FAR + 4096 + 3 * gpu.REGION, DEVICE)
     launch.call = launch.call._replace(k=gpu.far_view(buffer, 1, shape, 1))

@@ -25,8 +25,8 @@ by_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 PROBLEM = Problem(300, 257, "bottom-right", num_heads=4, seed=11)
 
 
-def attend(row: _C.Template, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    return cutlass_fmha.attention(q, k, v, causal=PROBLEM.causal, return_lse=True, template=row.name)
+def attend(row: _C.Row, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    return cutlass_fmha.attention(q, k, v, causal=PROBLEM.causal, return_lse=True, row=row.name)
 
 
 def fill(tensors: tuple[Tensor, ...], values: tuple[Tensor, ...]) -> None:
@@ -35,14 +35,14 @@ def fill(tensors: tuple[Tensor, ...], values: tuple[Tensor, ...]) -> None:
 
 
 def record(
-    parity: ParityReport, row: _C.Template, what: str, out: Tensor, lse: Tensor, inputs: tuple[Tensor, ...]
+    parity: ParityReport, row: _C.Row, what: str, out: Tensor, lse: Tensor, inputs: tuple[Tensor, ...]
 ) -> None:
     errors = oracle.compare(out, *inputs, None, PROBLEM.causal, lse)
     parity.record(row.name, f"{PROBLEM} {what}", errors)
 
 
 @by_row
-def test_side_stream(row: _C.Template, parity: ParityReport):
+def test_side_stream(row: _C.Row, parity: ParityReport):
     values = PROBLEM.inputs(gpu.torch_dtype(row), row.head_dim, DEVICE)
     inputs = tuple(poison(x.dtype, x.numel(), DEVICE).view(x.shape) for x in values)
     attend(row, *values)  # loads the kernel, for which the device may have to be idle
@@ -57,7 +57,7 @@ def test_side_stream(row: _C.Template, parity: ParityReport):
 
 
 @by_row
-def test_last_device(row: _C.Template, parity: ParityReport):
+def test_last_device(row: _C.Row, parity: ParityReport):
     # With one GPU this is the first one; with more, the current device differs from that of the tensors.
     last = torch.device("cuda", torch.cuda.device_count() - 1)
     torch.cuda.set_device(DEVICE)
@@ -70,7 +70,7 @@ def test_last_device(row: _C.Template, parity: ParityReport):
 
 
 @by_row
-def test_graph_replays_follow_their_inputs(row: _C.Template, parity: ParityReport):
+def test_graph_replays_follow_their_inputs(row: _C.Row, parity: ParityReport):
     dtype = gpu.torch_dtype(row)
     inputs = PROBLEM.inputs(dtype, row.head_dim, DEVICE)
     attend(row, *inputs)
@@ -86,7 +86,7 @@ def test_graph_replays_follow_their_inputs(row: _C.Template, parity: ParityRepor
 
 
 @by_row
-def test_run_neither_waits_nor_allocates(row: _C.Template, parity: ParityReport):
+def test_run_neither_waits_nor_allocates(row: _C.Row, parity: ParityReport):
     launch = gpu.Launch.of(row, PROBLEM, DEVICE)
     launch.run()
     torch.cuda.synchronize()
@@ -100,17 +100,17 @@ def test_run_neither_waits_nor_allocates(row: _C.Template, parity: ParityReport)
     record(parity, row, "behind other work", launch.out.view, launch.lse.view, (launch.q, launch.k, launch.v))
 
 
-def chain(row: _C.Template, k: Tensor, x: Tensor, calls: int) -> Tensor:
+def chain(row: _C.Row, k: Tensor, x: Tensor, calls: int) -> Tensor:
     """Each call moves the rows of x by one, exactly: query i finds key i + 1 and no other. It reads what the
     call before wrote, and writes where that one read: the allocator gives it the memory again."""
     q = k.roll(-1, dims=1)
     for _ in range(calls):
-        x = cutlass_fmha.attention(q, k, x, scale=100.0, template=row.name)
+        x = cutlass_fmha.attention(q, k, x, scale=100.0, row=row.name)
     return x
 
 
 @by_row
-def test_a_call_waits_for_the_calls_ahead(row: _C.Template):
+def test_a_call_waits_for_the_calls_ahead(row: _C.Row):
     generator = torch.Generator(DEVICE).manual_seed(5)
     shape = (1, 333, 4, row.head_dim)
     k = torch.randint(0, 2, shape, generator=generator, device=DEVICE) * 2 - 1
@@ -224,7 +224,7 @@ def inputs(
     return replace(PROBLEM, layout=layout).inputs(dtype, head_dim, DEVICE)
 
 
-def aligned_row() -> _C.Template:
+def aligned_row() -> _C.Row:
     return next(row for row in ROWS if row.alignment == 16 and row.dtype == "float16" and row.head_dim == 64)
 
 
@@ -253,12 +253,12 @@ def test_a_problem_without_a_row_says_what_to_change():
 def test_a_forced_row_that_can_not_run_the_problem_says_why():
     row = aligned_row()
     with pytest.raises(cutlass_fmha.UnsupportedError, match=f"{row.name}.*aligned to 16 bytes"):
-        cutlass_fmha.attention(*inputs(layout="unaligned"), template=row.name)
+        cutlass_fmha.attention(*inputs(layout="unaligned"), row=row.name)
     with pytest.raises(cutlass_fmha.UnsupportedError, match="computes float16, and the tensors are bfloat16"):
-        cutlass_fmha.attention(*inputs(torch.bfloat16), template=row.name)
-    for other in (r for r in _C.templates() if r.arch != row.arch and r.name.endswith("_element")):
+        cutlass_fmha.attention(*inputs(torch.bfloat16), row=row.name)
+    for other in (r for r in _C.rows() if r.arch != row.arch and r.name.endswith("_element")):
         with pytest.raises(cutlass_fmha.UnsupportedError, match=f"made for sm_{other.arch}"):
-            cutlass_fmha.attention(*inputs(gpu.torch_dtype(other), other.head_dim), template=other.name)
+            cutlass_fmha.attention(*inputs(gpu.torch_dtype(other), other.head_dim), row=other.name)
 
 
 def unaligned_pointer(launch: gpu.Launch) -> None:

@@ -31,7 +31,7 @@ OWN_ROWS = [row for row in ROWS if row.kv_warps == 1]  # whose warps have query 
 by_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 
 
-def one_for_each_head_dim() -> list[_C.Template]:
+def one_for_each_head_dim() -> list[_C.Row]:
     """For tests of hundreds of launches. Which dtype and tile it is, changes from one to the next."""
     chosen = []
     for i, head_dim in enumerate(sorted({row.head_dim for row in ROWS})):
@@ -49,11 +49,9 @@ def test_there_are_rows_to_test():
     assert ROWS, gpu.without_tma()
 
 
-def attend(
-    row: _C.Template, inputs: tuple[Tensor, Tensor, Tensor], parity: ParityReport, what: str
-) -> Tensor:
+def attend(row: _C.Row, inputs: tuple[Tensor, Tensor, Tensor], parity: ParityReport, what: str) -> Tensor:
     """The public function, bottom-right causal, against the oracle."""
-    out, lse = cutlass_fmha.attention(*inputs, causal=True, return_lse=True, template=row.name)
+    out, lse = cutlass_fmha.attention(*inputs, causal=True, return_lse=True, row=row.name)
     errors = oracle.compare(out, *inputs, None, "bottom-right", lse)
     parity.record(row.name, what, errors)
     return out
@@ -64,7 +62,7 @@ def attend(
 
 @pytest.mark.parametrize("row", OWN_ROWS, ids=lambda row: row.name)
 @pytest.mark.parametrize("beyond", [0, 5])
-def test_the_keys_of_the_last_tiles_may_be_divided(row: _C.Template, beyond: int, parity: ParityReport):
+def test_the_keys_of_the_last_tiles_may_be_divided(row: _C.Row, beyond: int, parity: ParityReport):
     """From one tile in two parts to all of them in as many as there are key tiles, the last one cut short."""
     problem = Problem(
         row.tile_m + 17, 5 * row.tile_n + beyond, batch=2, num_heads=4, num_heads_kv=2, scale=-0.3, seed=40
@@ -82,7 +80,7 @@ def test_the_keys_of_the_last_tiles_may_be_divided(row: _C.Template, beyond: int
 
 
 @pytest.mark.parametrize("row", OWN_ROWS, ids=lambda row: row.name)
-def test_parts_that_differ_by_much_are_merged(row: _C.Template, parity: ParityReport):
+def test_parts_that_differ_by_much_are_merged(row: _C.Row, parity: ParityReport):
     """The first keys outweigh all others by 2^1000, or the last ones do."""
     for seed, part in enumerate((slice(0, 7), slice(-7, None))):
         problem = Problem(70, 4 * row.tile_n, batch=1, num_heads=2, seed=41 + seed)
@@ -98,7 +96,7 @@ def test_parts_that_differ_by_much_are_merged(row: _C.Template, parity: ParityRe
 @by_row
 @pytest.mark.parametrize("seqlen_k", [0, 1, 17, 113, 1023])
 @pytest.mark.parametrize("seqlen_q", [1, 17, 113, 1023])
-def test_lengths(row: _C.Template, seqlen_q: int, seqlen_k: int, parity: ParityReport):
+def test_lengths(row: _C.Row, seqlen_q: int, seqlen_k: int, parity: ParityReport):
     """Boxes that end beyond the tensor, and, without a key, tensors that no descriptor can describe."""
     for i, causal in enumerate(CAUSAL):
         problem = Problem(seqlen_q, seqlen_k, causal, batch=3, num_heads=4, seed=i)
@@ -129,7 +127,7 @@ STRIDE_ZERO = {
 
 @by_row
 @pytest.mark.parametrize("which", STRIDE_ZERO)
-def test_stride_zero(row: _C.Template, which: str, parity: ParityReport):
+def test_stride_zero(row: _C.Row, which: str, parity: ParityReport):
     """A driver that refuses strides of 0 makes this fail with its sentence, in these rows only: selection
     must not offer them then."""
     q_dims, kv_dims = STRIDE_ZERO[which]
@@ -151,7 +149,7 @@ def with_strides(x: Tensor, odd: dict[int, int]) -> Tensor:
 
 @by_row
 @pytest.mark.parametrize("stride", [1, 3, 12345, 0, 2**40])
-def test_a_dimension_of_one_element_may_have_any_stride(row: _C.Template, stride: int, parity: ParityReport):
+def test_a_dimension_of_one_element_may_have_any_stride(row: _C.Row, stride: int, parity: ParityReport):
     for problem, q_dims, kv_dims in (
         (Problem(70, 90, "bottom-right", batch=1, num_heads=4, seed=32), [0], [0]),
         (Problem(70, 90, batch=2, num_heads=2, num_heads_kv=1, seed=33), [], [2]),
@@ -206,7 +204,7 @@ MEMORY: dict[str, Callable[[Tensor], Tensor]] = {
 
 @by_row
 @pytest.mark.parametrize("memory", MEMORY)
-def test_views(row: _C.Template, memory: str, parity: ParityReport):
+def test_views(row: _C.Row, memory: str, parity: ParityReport):
     problem = Problem(150, 113, "bottom-right", batch=2, num_heads=4, seed=37)
     launch = gpu.Launch.of(row, problem, DEVICE)
     lay = MEMORY[memory]
@@ -216,7 +214,7 @@ def test_views(row: _C.Template, memory: str, parity: ParityReport):
 
 
 @by_row
-def test_what_lies_behind_a_sequence_is_not_read(row: _C.Template, parity: ParityReport):
+def test_what_lies_behind_a_sequence_is_not_read(row: _C.Row, parity: ParityReport):
     """The last box of K and V ends in the next batch entry's memory, which is NaN here: it reads as zeros."""
     problem = Problem(64, 70, batch=2, num_heads=2, seed=38)
     launch = gpu.Launch.of(row, problem, DEVICE)
@@ -246,7 +244,7 @@ IN_TURN = [
 
 
 @by_row
-def test_the_same_addresses_with_other_shapes_and_strides(row: _C.Template, parity: ParityReport):
+def test_the_same_addresses_with_other_shapes_and_strides(row: _C.Row, parity: ParityReport):
     dtype, width = gpu.torch_dtype(row), row.head_dim + 8
     nan = poison(dtype, 2**21, DEVICE)
     q_buffer, k_buffer, v_buffer, out_buffer = (nan.clone() for _ in range(4))
@@ -288,7 +286,7 @@ def test_the_same_addresses_for_rows_of_other_tiles_and_head_dims(dtype: str, pa
 
 
 @by_head_dim
-def test_more_tensors_than_are_kept(row: _C.Template, parity: ParityReport):
+def test_more_tensors_than_are_kept(row: _C.Row, parity: ParityReport):
     """Descriptors push each other out, and calls come back to all of them."""
     problems = [Problem(65 + i % 5, 70 + i % 7, "none", 1, 2, 2, seed=i) for i in range(CACHED + 10)]
     launches = [gpu.Launch.of(row, problem, DEVICE) for problem in problems]
@@ -309,7 +307,7 @@ def test_more_tensors_than_are_kept(row: _C.Template, parity: ParityReport):
 
 
 @by_head_dim
-def test_memory_that_is_freed_and_given_out_again(row: _C.Template, parity: ParityReport):
+def test_memory_that_is_freed_and_given_out_again(row: _C.Row, parity: ParityReport):
     shapes = [(1, 512, 8), (2, 512, 4), (4, 256, 4), (8, 64, 8), (1, 1024, 4), (16, 256, 1)]
     seen: dict[int, set[tuple[int, ...]]] = {}
     generator = torch.Generator(device=DEVICE).manual_seed(41)
@@ -331,7 +329,7 @@ def test_memory_that_is_freed_and_given_out_again(row: _C.Template, parity: Pari
 
 
 @by_row
-def test_a_graph_keeps_its_descriptors(row: _C.Template, parity: ParityReport):
+def test_a_graph_keeps_its_descriptors(row: _C.Row, parity: ParityReport):
     """Those of a captured call are in its parameters: they outlive what the thread keeps, and its tensors'
     memory may be described otherwise meanwhile."""
     dtype = gpu.torch_dtype(row)
@@ -341,7 +339,7 @@ def test_a_graph_keeps_its_descriptors(row: _C.Template, parity: ParityReport):
     attend(row, Problem(5, 5).inputs(dtype, row.head_dim, DEVICE), parity, "before a capture")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):  # the inputs are described for the first time in here
-        out, lse = cutlass_fmha.attention(*inputs, causal=True, return_lse=True, template=row.name)
+        out, lse = cutlass_fmha.attention(*inputs, causal=True, return_lse=True, row=row.name)
     for seed in (43, 44):
         shorter = tuple(x[:, :100] for x in inputs)  # at the same addresses
         attend(row, shorter, parity, "between replays")  # type: ignore[arg-type]
@@ -357,7 +355,7 @@ def test_a_graph_keeps_its_descriptors(row: _C.Template, parity: ParityReport):
 
 
 @by_head_dim
-def test_other_threads(row: _C.Template, parity: ParityReport):
+def test_other_threads(row: _C.Row, parity: ParityReport):
     """Each with descriptors and a stream of its own, all at once, the same tensors among them."""
     shared = Problem(200, 300, "bottom-right", num_heads=4, seed=45)
     inputs = shared.inputs(gpu.torch_dtype(row), row.head_dim, DEVICE)
@@ -373,7 +371,7 @@ def test_other_threads(row: _C.Template, parity: ParityReport):
                 )
                 launch = gpu.Launch.of(row, problem, DEVICE)
                 launch.run()
-                out = cutlass_fmha.attention(*inputs, causal=True, template=row.name)
+                out = cutlass_fmha.attention(*inputs, causal=True, row=row.name)
                 found.append((problem, launch, out))
         stream.synchronize()
         return found
@@ -389,7 +387,7 @@ def test_other_threads(row: _C.Template, parity: ParityReport):
 
 
 @by_head_dim
-def test_devices_in_turn(row: _C.Template, parity: ParityReport):
+def test_devices_in_turn(row: _C.Row, parity: ParityReport):
     """With one GPU this is a repetition; with more, the thread's descriptors are of several devices."""
     devices = [DEVICE, torch.device("cuda", torch.cuda.device_count() - 1)]
     torch.cuda.set_device(DEVICE)

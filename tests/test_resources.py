@@ -33,20 +33,20 @@ def pinned_nvcc() -> str:
 
 
 @pytest.fixture(scope="module")
-def rows() -> list[_C.Template]:
-    rows = [row for row in _C.templates() if row.family != "wide"]
+def rows() -> list[_C.Row]:
+    rows = [row for row in _C.rows() if row.family != "wide"]
     assert rows, "this build has no CUDA kernels to inspect: build with CUTLASS_FMHA_CUDA=ON, as make does"
     return rows
 
 
 @pytest.fixture(scope="module")
-def kernels(rows: list[_C.Template], machine_code: list[cubin.Kernel]) -> list[cubin.Kernel]:
+def kernels(rows: list[_C.Row], machine_code: list[cubin.Kernel]) -> list[cubin.Kernel]:
     return machine_code
 
 
 def made_for() -> dict[str, int]:
     """Every kernel that the build is to hold, and the architecture whose GPUs take it."""
-    return {kernel.name: kernel.arch for kernel in (*_C.templates(), *_C.helpers())}
+    return {kernel.name: kernel.arch for kernel in (*_C.rows(), *_C.helpers())}
 
 
 def compiled_for(arch: int) -> int:
@@ -55,7 +55,7 @@ def compiled_for(arch: int) -> int:
     return proxy.get(arch, arch)
 
 
-def test_the_extension_was_built_with_the_pinned_nvcc(rows: list[_C.Template]):
+def test_the_extension_was_built_with_the_pinned_nvcc(rows: list[_C.Row]):
     advice = "build with it (make does), since registers and spills depend on the compiler"
     built_with = _C.build_info()["nvcc_version"]
     assert built_with == pinned_nvcc(), f"built with nvcc {built_with}, pinned is {pinned_nvcc()}: {advice}"
@@ -72,11 +72,11 @@ def test_every_kernel_has_code_for_its_architecture_and_only_that(kernels: list[
     assert found == {name: {compiled_for(arch)} for name, arch in made_for().items()}
 
 
-def test_sm_89_kernels_and_only_they_carry_ptx(rows: list[_C.Template]):
+def test_sm_89_kernels_and_only_they_carry_ptx(rows: list[_C.Row]):
     assert cubin.read_ptx(EXTENSION) == {name: {89} for name, arch in made_for().items() if arch == 89}
 
 
-def test_no_row_has_anything_to_complain_about(rows: list[_C.Template], kernels: list[cubin.Kernel]):
+def test_no_row_has_anything_to_complain_about(rows: list[_C.Row], kernels: list[cubin.Kernel]):
     by_name = {row.name: row for row in rows}
     found = [kernel for kernel in kernels if kernel.name in by_name]
     assert len(found) == len(rows)
@@ -92,7 +92,7 @@ def test_no_kernel_beside_attention_has_anything_to_complain_about(kernels: list
     assert not wrong, "\n".join(wrong)
 
 
-def test_tensor_core_instructions_are_of_the_rows_dtype(rows: list[_C.Template], kernels: list[cubin.Kernel]):
+def test_tensor_core_instructions_are_of_the_rows_dtype(rows: list[_C.Row], kernels: list[cubin.Kernel]):
     by_name = {row.name: row for row in rows}
     for kernel in (kernel for kernel in kernels if kernel.name in by_name):
         hmma = [opcode for opcode in kernel.opcodes if opcode.startswith("HMMA")]
@@ -159,7 +159,7 @@ def test_a_report_of_a_build_that_is_not_whole_is_refused(lacks: str, monkeypatc
     monkeypatch.setattr(resources, "read_kernels", lambda file: pytest.fail("read though refused"))
     build = type("Build", (), {"__file__": "_C.so"})()
     build.build_info = lambda: info
-    build.templates = lambda: named[lacks == "row" :]
+    build.rows = lambda: named[lacks == "row" :]
     with pytest.raises(resources.ReportError, match="no build of all rows of these sources: make build"):
         resources.build_report(build, {})
 
@@ -184,7 +184,7 @@ def test_the_subset_has_every_tile_and_both_builds_are_within_their_budget():
 
 def test_this_build_is_the_subset_or_more():
     """What the tests of this directory judge is no smaller than what ``make test`` compiles."""
-    built = {row.name for row in _C.templates()}
+    built = {row.name for row in _C.rows()}
     architectures = {f"sm{arch}" for arch in _C.build_info()["architectures"]}  # type: ignore[union-attr]
     expected = {name for name, in_subset in resources.manifest_rows().items() if in_subset}
     assert {name for name in expected if name.split("_")[1] in architectures} <= built

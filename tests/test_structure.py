@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,19 @@ def test_what_every_kernel_needs_is_defined_once(what: str):
     files = [f for f in SOURCES.rglob("*") if f.suffix in (".cuh", ".h", ".cpp") and f.is_file()]
     found = {str(f.relative_to(SOURCES)) for f in files if re.search(formula, code_of(f))}
     assert found == expected
+
+
+def names_of(file: Path) -> set[str]:
+    with tokenize.open(file) as source:
+        tokens = list(tokenize.generate_tokens(source.readline))
+    return {file.stem, *(token.string for token in tokens if token.type == tokenize.NAME)}
+
+
+def test_no_name_says_less_than_row_family_and_helper_do():
+    files = [f for folder in ("cutlass_fmha", "tests", "tools") for f in (ROOT / folder).rglob("*.py*")]
+    names = {name for file in files if file.suffix in (".py", ".pyi") for name in names_of(file)}
+    assert "Row" in names
+    assert not {name for name in names if re.search("(?i)general|template|fallback|support(?!ed)", name)}
 
 
 def expanded(path: str) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from fake_build import L4, Row
-from fake_general import FakeKernels
+from fake_kernels import FakeKernels
 from hypothesis import given
 from hypothesis import strategies as st
 

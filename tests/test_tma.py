@@ -23,7 +23,7 @@ from cutlass_fmha.dispatch.device import Device
 from cutlass_fmha.dispatch.problem import Problem
 
 ROOT = Path(__file__).resolve().parents[1]
-ROWS = {row.name: row for row in _C.templates() if row.family != "wide" and row.copy == "tma"}
+ROWS = {row.name: row for row in _C.rows() if row.family != "wide" and row.copy == "tma"}
 ARCHS = {90, 120}
 
 
@@ -40,7 +40,7 @@ def configure(tree: Path, **defines: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_architecture_that_has_tma_has_rows_of_it():
-    built = {row.arch for row in _C.templates()}
+    built = {row.arch for row in _C.rows()}
     assert built, "this build has no CUDA kernels to inspect: build with CUTLASS_FMHA_CUDA=ON, as make does"
     assert {row.arch for row in ROWS.values()} == ARCHS & built
     for row in ROWS.values():

@@ -61,7 +61,7 @@ def test_moving_text_from_one_file_to_the_next_changes_the_hash(tmp_path: Path):
 def test_this_repositorys_sources_are_hashed():
     files = [path.as_posix() for path in source_files(SOURCES)]
     assert files == sorted(files)
-    assert {"templates.cmake", "config.h", "core/online_softmax.cuh"} <= set(files)
+    assert {"rows.cmake", "config.h", "core/online_softmax.cuh"} <= set(files)
     printed = subprocess.run(
         [sys.executable, ROOT / "tools" / "source_hash.py"], capture_output=True, text=True, check=True
     )
@@ -363,5 +363,5 @@ def test_every_kernel_has_problems_for_the_sanitizer(monkeypatch: pytest.MonkeyP
 
     for arch in (89, 90, 120):
         monkeypatch.setenv("CUTLASS_FMHA_FORCE_ARCH", str(arch))
-        rows = (*_C.templates(), *_C.helpers())
+        rows = (*_C.rows(), *_C.helpers())
         assert set(small_problems.kernels()) == {row.name for row in rows if row.arch == arch}

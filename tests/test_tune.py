@@ -21,7 +21,7 @@ import tune
 from building import ROOT, BuildError, find_program
 from cubin import Kernel
 from fake_build import make_build
-from fake_general import FakeKernels, _at
+from fake_kernels import FakeKernels, _at
 from source_hash import source_hash
 from tuning import build, judge, session, space
 from tuning.build import Builder, Built, Wanted, judge_resources
@@ -44,8 +44,8 @@ BOTH = ("bfloat16", "float16")
 # ---- candidates and the space ------------------------------------------------------------------------------
 
 
-def rows() -> list[_C.Template]:
-    found = [row for row in _C.templates() if row.family in tables.PLAIN]
+def rows() -> list[_C.Row]:
+    found = [row for row in _C.rows() if row.family in tables.PLAIN]
     assert found, "this build has no CUDA kernels: build with CUTLASS_FMHA_CUDA=ON, as make does"
     return found
 
@@ -275,7 +275,7 @@ def test_candidates_are_compiled_and_the_bad_one_is_dropped(tmp_path: Path):
     listing = (
         "import sys; sys.path.insert(0, sys.argv[2]); from building import load_extension\n"
         "from pathlib import Path; module = load_extension(Path(sys.argv[1])); from tuning import judge\n"
-        "print(*(row.name for row in module.templates()), module.build_info()['source_hash'])"
+        "print(*(row.name for row in module.rows()), module.build_info()['source_hash'])"
     )
     command = [sys.executable, "-c", listing, str(built.extension), str(ROOT / "tools")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)

@@ -13,7 +13,7 @@ import cubin
 import pytest
 import torch
 from cubin import RESERVED_SHARED, Kernel
-from fake_general import _at, install
+from fake_kernels import _at, install
 from resources import REGISTERS_PER_SM, SHARED_PER_BLOCK, SHARED_PER_SM, WARPS_PER_SM
 from torch import Tensor
 
@@ -38,20 +38,20 @@ DEVICES = {89: "rtx4090", 90: "h200", 120: "rtx5090"}
 
 
 @pytest.fixture(scope="module")
-def rows() -> list[_C.Template]:
-    rows = [row for row in _C.templates() if row.family == "wide"]
+def rows() -> list[_C.Row]:
+    rows = [row for row in _C.rows() if row.family == "wide"]
     assert rows, "this build has no wide rows: build with CUDA and a whole CUTLASS, as make does"
     return rows
 
 
-def row_of(dtype: str = "float32", arch: int = 89, head_dim: int | None = None) -> _C.Template:
+def row_of(dtype: str = "float32", arch: int = 89, head_dim: int | None = None) -> _C.Row:
     """A row of the build: the one for any head dim, or that for ``head_dim``."""
-    wide = [row for row in _C.templates() if row.family == "wide"]
+    wide = [row for row in _C.rows() if row.family == "wide"]
     found = [row for row in wide if (row.dtype, row.arch) == (dtype, arch)]
     return max(found, key=lambda row: row.head_dim if head_dim is None else row.head_dim == head_dim)
 
 
-def test_every_architecture_has_rows_for_all_that_is_asked_of_them(rows: list[_C.Template]):
+def test_every_architecture_has_rows_for_all_that_is_asked_of_them(rows: list[_C.Row]):
     names = [row.name for row in rows]
     assert len(set(names)) == len(names)
     info = _C.build_info()
@@ -61,8 +61,8 @@ def test_every_architecture_has_rows_for_all_that_is_asked_of_them(rows: list[_C
         assert set(largest) == set(DTYPES), f"sm_{arch}"
     for row in rows:
         assert row.name.startswith(f"wide_sm{row.arch}_")
-        assert _C.templates()[row.index].name == row.name
-        assert not row.takes_features and repr(row) == f"<Template {row.name}>"
+        assert _C.rows()[row.index].name == row.name
+        assert not row.takes_features and repr(row) == f"<Row {row.name}>"
         with pytest.raises(AttributeError, match=f"{row.name} has no copy"):
             row.copy  # noqa: B018
 
@@ -71,7 +71,7 @@ def test_every_architecture_has_rows_for_all_that_is_asked_of_them(rows: list[_C
 
 
 @pytest.fixture(scope="module")
-def kernels(rows: list[_C.Template], request: pytest.FixtureRequest) -> dict[str, list[Kernel]]:
+def kernels(rows: list[_C.Row], request: pytest.FixtureRequest) -> dict[str, list[Kernel]]:
     if _C.build_info().get("simulator"):
         pytest.skip("a simulator's build has no machine code")
     found: dict[str, list[Kernel]] = {row.name: [] for row in rows}
@@ -81,13 +81,13 @@ def kernels(rows: list[_C.Template], request: pytest.FixtureRequest) -> dict[str
     return found
 
 
-def compiled_for(row: _C.Template) -> int:
+def compiled_for(row: _C.Row) -> int:
     proxy = _C.build_info()["proxy"]
     assert isinstance(proxy, dict)
     return proxy.get(row.arch, row.arch)
 
 
-def complaints(kernel: Kernel, row: _C.Template) -> Iterator[str]:
+def complaints(kernel: Kernel, row: _C.Row) -> Iterator[str]:
     """What is wrong with a row's machine code."""
     if spills := kernel.count("LDL", "STL"):
         yield f"{spills} loads and stores of local memory (spills)"
@@ -118,13 +118,13 @@ def complaints(kernel: Kernel, row: _C.Template) -> Iterator[str]:
 
 
 def test_every_row_has_code_for_its_architecture_and_only_that(
-    rows: list[_C.Template], kernels: dict[str, list[Kernel]]
+    rows: list[_C.Row], kernels: dict[str, list[Kernel]]
 ):
     for row in rows:
         assert [kernel.arch for kernel in kernels[row.name]] == [compiled_for(row)], row.name
 
 
-def test_no_row_has_anything_to_complain_about(rows: list[_C.Template], kernels: dict[str, list[Kernel]]):
+def test_no_row_has_anything_to_complain_about(rows: list[_C.Row], kernels: dict[str, list[Kernel]]):
     wrong = [
         f"{row.name}: {sentence}"
         for row in rows
@@ -134,12 +134,12 @@ def test_no_row_has_anything_to_complain_about(rows: list[_C.Template], kernels:
     assert not wrong, "\n".join(wrong)
 
 
-def test_sm_89_rows_and_only_they_carry_ptx(rows: list[_C.Template], kernels: dict[str, list[Kernel]]):
+def test_sm_89_rows_and_only_they_carry_ptx(rows: list[_C.Row], kernels: dict[str, list[Kernel]]):
     ptx = {name: arch for name, arch in cubin.read_ptx(EXTENSION).items() if name.startswith("wide_")}
     assert ptx == {row.name: {89} for row in rows if row.arch == 89}
 
 
-def kernel_of(row: _C.Template, registers: int = 64, **opcodes: int) -> Kernel:
+def kernel_of(row: _C.Row, registers: int = 64, **opcodes: int) -> Kernel:
     names = {"TF32": "HMMA.1688.F32.TF32", "BF16": "HMMA.1688.F32.BF16", "F16": "HMMA.1688.F32"}
     counted = Counter({names.get(name, name): n for name, n in opcodes.items()})
     return Kernel(row.name, row.arch, registers, opcodes=counted)
@@ -158,9 +158,7 @@ def kernel_of(row: _C.Template, registers: int = 64, **opcodes: int) -> Kernel:
         ("bfloat16", {"BF16": 64}, "no cp.async"),
     ],
 )
-def test_a_planted_defect_is_found(
-    rows: list[_C.Template], dtype: str, kernel: dict[str, int], expected: str
-):
+def test_a_planted_defect_is_found(rows: list[_C.Row], dtype: str, kernel: dict[str, int], expected: str):
     row = row_of(dtype)
     found = list(complaints(kernel_of(row, **kernel), row))
     assert len(found) == 1 and found[0].startswith(expected), found
@@ -173,7 +171,7 @@ def problem(dtype: str = "float32", head_dim: int = 64, **more: Any) -> Problem:
     return Problem(2, 128, 256, 8, 2, head_dim, dtype, **more)
 
 
-def reasons(row: _C.Template, asked: Problem) -> list[str]:
+def reasons(row: _C.Row, asked: Problem) -> list[str]:
     return eligibility.reasons(row, asked, devices.named(DEVICES[row.arch]), tables.this_build())
 
 
@@ -190,7 +188,7 @@ def reasons(row: _C.Template, asked: Problem) -> list[str]:
         ("float32", problem(key_span=2**31 - 1)),
     ],
 )
-def test_a_row_that_can_has_no_reason_against_it(rows: list[_C.Template], dtype: str, asked: Problem):
+def test_a_row_that_can_has_no_reason_against_it(rows: list[_C.Row], dtype: str, asked: Problem):
     for arch in {row.arch for row in rows}:
         assert reasons(row_of(dtype, arch), asked) == []
 
@@ -209,14 +207,14 @@ def test_a_row_that_can_has_no_reason_against_it(rows: list[_C.Template], dtype:
         ),
     ],
 )
-def test_what_a_row_does_not_take_is_a_reason(rows: list[_C.Template], asked: Problem, expected: str):
+def test_what_a_row_does_not_take_is_a_reason(rows: list[_C.Row], asked: Problem, expected: str):
     arch = rows[0].arch
     found = reasons(row_of(arch=arch, head_dim=64), asked)
     assert any(sentence.startswith(expected) for sentence in found), found
     assert all(name in wide.KNOWN or f"has no {FEATURES[name]}" in found for name in asked.features)
 
 
-def test_smaller_tiles_are_for_problems_that_do_not_fill_the_gpu(rows: list[_C.Template]):
+def test_smaller_tiles_are_for_problems_that_do_not_fill_the_gpu(rows: list[_C.Row]):
     device = devices.named("h200")
     for head_dim in (64, 128):
         own = [row for row in rows if not row.example and row.head_dim == head_dim]
@@ -226,7 +224,7 @@ def test_smaller_tiles_are_for_problems_that_do_not_fill_the_gpu(rows: list[_C.T
             assert fastest is None or (fastest.tile_m == min(row.tile_m for row in own)) == smallest
 
 
-def test_another_devices_rows_have_a_reason(rows: list[_C.Template]):
+def test_another_devices_rows_have_a_reason(rows: list[_C.Row]):
     for row in rows:
         other = devices.named(DEVICES[90 if row.arch != 90 else 89])
         found = eligibility.reasons(row, problem(row.dtype, 300), other, tables.this_build())
@@ -234,7 +232,7 @@ def test_another_devices_rows_have_a_reason(rows: list[_C.Template]):
 
 
 def test_the_smallest_row_that_takes_a_head_dim_is_predicted_to_be_the_fastest_of_long_problems(
-    rows: list[_C.Template],
+    rows: list[_C.Row],
 ):
     for arch in {row.arch for row in rows}:
         device = devices.named(DEVICES[arch])
@@ -263,7 +261,7 @@ class Launches:
         assert device == 0 and stream == 0
         self.rows.append(row)
         self.params.append(p.copy())
-        dtype = DTYPES[_C.templates()[row].dtype]
+        dtype = DTYPES[_C.rows()[row].dtype]
         shapes = {
             "q": (p.batch, p.seqlen_q, p.num_heads, p.head_dim),
             "k": (p.batch, p.seqlen_k, p.num_heads_kv, p.head_dim),
@@ -281,13 +279,13 @@ class Launches:
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch, rows: list[_C.Template]) -> Launches:
+def launches(monkeypatch: pytest.MonkeyPatch, rows: list[_C.Row]) -> Launches:
     monkeypatch.setattr(wide, "_warned", set())
     return Launches(monkeypatch)
 
 
 def launch(
-    row: _C.Template, q: Tensor, k: Tensor, v: Tensor, causal: str = "none", **features: Any
+    row: _C.Row, q: Tensor, k: Tensor, v: Tensor, causal: str = "none", **features: Any
 ) -> tuple[Tensor, Tensor | None]:
     sizes = check_features((q, k, v), Features(**features))
     return wide.launch(row, sizes, causal, (q, k, v), 0.5, True, features)
@@ -483,7 +481,7 @@ def valid() -> _C.AttentionParams:
     ],
 )
 def test_the_binding_refuses_what_a_row_can_not_take(
-    rows: list[_C.Template], fields: dict[str, Any], expected: str
+    rows: list[_C.Row], fields: dict[str, Any], expected: str
 ):
     row = row_of("float16", rows[0].arch)
     params = valid()
@@ -493,7 +491,7 @@ def test_the_binding_refuses_what_a_row_can_not_take(
         _C.run(row.index, params, 0, 0)
 
 
-def test_float32_accumulates_in_rows_that_lie_side_by_side(rows: list[_C.Template]):
+def test_float32_accumulates_in_rows_that_lie_side_by_side(rows: list[_C.Row]):
     row = row_of("float32", rows[0].arch)
     params = valid()
     params.partial_o, params.o_stride = 0, (768, 264, 64)

@@ -33,12 +33,12 @@ from cutlass_fmha import _C
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
+import feature_problems
 import gpu
 import parity_report
 import problems
-import problems_general
-from general import GeneralLaunch, fit
-from listed_general import GROUPS
+from feature_launch import FeatureLaunch, fit
+from listed_problems import GROUPS
 from source_hash import source_hash
 
 KIND = "cutlass_fmha parity run"
@@ -154,7 +154,7 @@ def check_drawn(rows: Sequence[Any], count: int, seed: int, longest: int, tally:
     plain = problems.problems().map(
         lambda p: replace(p, seqlen_q=min(p.seqlen_q, longest), seqlen_k=min(p.seqlen_k, longest))
     )
-    kinds = [([row for row in rows if row.scored], problems_general.problems(longest))]
+    kinds = [([row for row in rows if row.scored], feature_problems.problems(longest))]
     kinds += [([row for row in rows if not row.scored], plain)]
     settings = hypothesis.settings(
         max_examples=count,
@@ -199,7 +199,7 @@ def judge(row: Any, problem: Any, tally: Tally, seed: int = 0) -> None:
         os.environ.update({name: str(value) for name, value in settings.items()})
         line = " ".join(f"{name}={value}" for name, value in settings.items()) + f" {line}"
     try:
-        kind: Any = GeneralLaunch if row.scored else gpu.Launch
+        kind: Any = FeatureLaunch if row.scored else gpu.Launch
         launch = kind.of(row, problem, gpu.device())
         launch.run()
         errors = launch.errors()
@@ -221,9 +221,9 @@ def repeat(name: str, text: str) -> int:
     """The one problem of a line that a run printed."""
     fields = {key: tuple(x) if isinstance(x, list) else x for key, x in json.loads(text).items()}
     tally = Tally()
-    rows = {row.name: row for row in (*_C.templates(), *gpu.scored_rows())}
+    rows = {row.name: row for row in (*_C.rows(), *gpu.scored_rows())}
     if (row := rows.get(name)) is not None:
-        kind: Any = problems_general.GeneralProblem if row.scored else problems.Problem
+        kind: Any = feature_problems.FeatureProblem if row.scored else problems.Problem
         judge(row, kind(**fields), tally, int(os.environ.get("CUTLASS_FMHA_SIMULATOR_SEED", "0")))
     print(tally.failure or f"agrees on {len(tally.rows)} rows, worst ratio {tally.worst:.3f}")
     return 0 if tally.rows and not tally.failure else 1
@@ -275,7 +275,7 @@ def markdown(content: dict[str, Any]) -> str:
         f"{content['problems']} of {content['wanted']} problems, {content['date']}, mode {content['mode']}, "
         f"seed {content['seed']} in {content['processes']} processes, {content['seconds']} s. "
         f"Hash of src/: `{content['source_hash']}`.",
-        f"Worst ratio to the tolerance of tests/oracle_general.py: {content['worst_ratio']} (1 at most).",
+        f"Worst ratio to the tolerance of tests/oracle_features.py: {content['worst_ratio']} (1 at most).",
         *("", tabulate(content["features"].items(), ["feature", "problems"], "github")),
         *("", tabulate(content["rows"].items(), ["row", "problems"], "github")),
     ]

@@ -46,10 +46,10 @@ with() {
 
 # gate NAME OPTION...: the GPU tests, in several processes where pytest-xdist is installed
 gate() {
-  local name=$1 shares=
+  local name=$1 workers=
   shift
-  "$python" -c 'import xdist' 2> /dev/null && shares="-n ${PARITY_WORKERS:-4} --dist worksteal"
-  with "$name" "$python" -m pytest -q -m gpu $shares "$@" .
+  "$python" -c 'import xdist' 2> /dev/null && workers="-n ${PARITY_WORKERS:-4} --dist worksteal"
+  with "$name" "$python" -m pytest -q -m gpu $workers "$@" .
 }
 parity() { gate "$1" --parity-report "$results/parity"; }
 

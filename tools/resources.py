@@ -47,7 +47,7 @@ HELPER_THREADS_PER_SM = WARPS_PER_SM * 32 // 2  # bound by memory: half of the w
 
 
 class Row(Protocol):
-    """The part of ``_C.Template`` that a kernel's resources are held against."""
+    """The part of ``_C.Row`` that a kernel's resources are held against."""
 
     @property
     def name(self) -> str: ...
@@ -168,7 +168,7 @@ def build_report(module: Any, loops: dict[str, dict[str, Any]]) -> dict[str, Any
     Raises ReportError for one that lacks rows of the present manifest, or is of other sources.
     """
     info, file = module.build_info(), Path(module.__file__)
-    rows = {row.name: row for row in module.templates()}
+    rows = {row.name: row for row in module.rows()}
     if info["source_hash"] != source_hash() or info["proxy"] or rows.keys() != manifest_rows().keys():
         raise ReportError(f"{file} is no build of all rows of these sources: {UPDATE}")
     table = rows | {row.name: row for row in module.helpers()}
@@ -195,7 +195,7 @@ def whole_table() -> tuple[Any, ...]:
     """This build's rows of attention and their twins, in the manifest's order: for tests of selection."""
     from cutlass_fmha import _C
 
-    built = {row.name: row for row in _C.templates()}
+    built = {row.name: row for row in _C.rows()}
     twins = {name: built.get(name.replace("_f16_", "_bf16_")) for name in manifest_rows()}
     return tuple(built.get(name) or Twin(name, twin) for name, twin in twins.items() if name in built or twin)
 
@@ -243,7 +243,7 @@ def write() -> int:
     from cutlass_fmha import _C
 
     try:
-        loops = sass.read_rows(Path(str(_C.__file__)), _C.templates())
+        loops = sass.read_rows(Path(str(_C.__file__)), _C.rows())
         report = build_report(_C, {loop.row.name: loop_entry(loop.loop) for loop in loops})
     except ReportError as error:
         print(error, file=sys.stderr)
@@ -262,7 +262,7 @@ def main() -> int:
     from cutlass_fmha import _C
 
     assert _C.__file__ is not None
-    rows = {row.name: row for row in _C.templates()}
+    rows = {row.name: row for row in _C.rows()}
     helpers = {kernel.name: kernel.threads for kernel in _C.helpers()}
     bad = 0
     for kernel in read_kernels(Path(sys.argv[1] if len(sys.argv) > 1 else _C.__file__)):

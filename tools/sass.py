@@ -34,15 +34,15 @@ import importlib.util, json, sys
 spec = importlib.util.spec_from_file_location("_C", sys.argv[1])
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
-names = [name for name in vars(module.Template) if not name.startswith("_")]
-rows = [{name: getattr(row, name) for name in names if hasattr(row, name)} for row in module.templates()]
+names = [name for name in vars(module.Row) if not name.startswith("_")]
+rows = [{name: getattr(row, name) for name in names if hasattr(row, name)} for row in module.rows()]
 print(json.dumps([module.build_info(), rows]))
 """
 
 
 @dataclass(frozen=True)
 class RowLoop:
-    """A row of the table of kernels together with its machine code. ``row`` is a ``_C.Template``."""
+    """A row of the table of kernels together with its machine code. ``row`` is a ``_C.Row``."""
 
     row: Any
     kernel: Kernel
@@ -50,7 +50,7 @@ class RowLoop:
 
 
 def rows_of(file: Path | None) -> tuple[Path, list[Any]]:
-    """The file to read and its table of kernels: ``_C.templates()``, or the like of it.
+    """The file to read and its table of kernels: ``_C.rows()``, or the like of it.
 
     The installed extension's table serves for a file that this Python can't import. Raises ValueError for an
     extension whose table can't be had, and for one that repeats its mma.
@@ -59,7 +59,7 @@ def rows_of(file: Path | None) -> tuple[Path, list[Any]]:
         from cutlass_fmha import _C
 
         refuse_repeated_mma(_C.build_info(), file or Path(str(_C.__file__)))
-        return file or Path(str(_C.__file__)), list(_C.templates())
+        return file or Path(str(_C.__file__)), list(_C.rows())
     # In a process of its own: one process holds one _C.
     command = [sys.executable, "-c", PRINT_ROWS, str(file.resolve())]
     answer = subprocess.run(command, capture_output=True, text=True, check=False)

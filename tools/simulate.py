@@ -27,7 +27,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--rows", default="", metavar="REGEX", help="rows to build and run, by name")
-    add("--manifest", type=Path, help="rows of another manifest than src/templates.cmake")
+    add("--manifest", type=Path, help="rows of another manifest than src/rows.cmake")
     add("--archs", type=int, nargs="+", default=[89, 90, 120], help="whose rows")
     add("--problems", type=int, default=0, metavar="N", help="problems to draw")
     add("--only-drawn", action="store_true", help="leave out the tests' short problems")
@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(1)  # these problems are small, and others may run beside
     rows = [
         row
-        for row in module.templates()
+        for row in module.rows()
         if re.search(options.rows, row.name) and row.arch in options.archs and row.family != "wide"
     ]
     if not rows:

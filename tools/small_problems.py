@@ -25,51 +25,49 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import gpu
 import oracle
 import problems
-from general import SPLIT_ERROR, compare, fit
-from problems_general import GeneralProblem
+from feature_launch import SPLIT_ERROR, compare, fit
+from feature_problems import FeatureProblem
 
 
 def kernels() -> dict[str, Callable[[], None]]:
     """For every kernel of the architecture under test: what runs it and raises when a result is wrong."""
     arch = gpu.rows_arch()
     found: dict[str, Callable[[], None]] = {}
-    for row in _C.templates():
+    for row in _C.rows():
         if row.arch == arch:
-            small = (
-                fallback(row) if row.family == "wide" else general(row) if row.takes_features else plain(row)
-            )
+            small = wide(row) if row.family == "wide" else features(row) if row.takes_features else plain(row)
             error = SPLIT_ERROR if row.mma == "tf32x3" else 0.0
             found[row.name] = partial(_run, row.name, getattr(torch, row.dtype), small, error)
     for helper in _C.helpers():
         if helper.arch == arch:
-            found[helper.name] = partial(SUPPORT[helper.family], getattr(torch, helper.dtype))
+            found[helper.name] = partial(HELPERS[helper.family], getattr(torch, helper.dtype))
     return found
 
 
 # ---- attention ---------------------------------------------------------------------------------------------
 
 
-def plain(row: Any) -> list[GeneralProblem]:
+def plain(row: Any) -> list[FeatureProblem]:
     """More than one tile of queries and four of keys, both ragged: every buffer is used again, every mask is
     met, and with keys that grow the softmax must rescale."""
     few, many = row.tile_m + 9, 4 * row.tile_n * row.kv_warps + 5
     dims = {"head_dim": row.head_dim, "head_dim_v": row.head_dim_v}
     return [
-        GeneralProblem(few, many, batch=1, num_heads_kv=1, fill="ramp", **dims),
-        GeneralProblem(many, few, batch=1, num_heads_kv=1, fill="ramp", causal="bottom-right", **dims),
+        FeatureProblem(few, many, batch=1, num_heads_kv=1, fill="ramp", **dims),
+        FeatureProblem(many, few, batch=1, num_heads_kv=1, fill="ramp", causal="bottom-right", **dims),
     ]
 
 
-def general(row: Any) -> list[GeneralProblem]:
+def features(row: Any) -> list[FeatureProblem]:
     """The first of plain rows, and two that have every feature between them."""
     few, many = row.tile_m + 9, 2 * row.tile_n * row.kv_warps + 5
     dims = {"head_dim": row.head_dim, "head_dim_v": row.head_dim_v}
-    prefill = GeneralProblem(
+    prefill = FeatureProblem(
         few, many, causal="bottom-right", window=(many // 2, -1), mask=("bhqk", "plain"), prefix=True,
         bias=("hqk", "same", "plain"), softcap=20.0, alibi="h", sinks="normal", dropout=0.2,
         packed_q=True, packed_k=True, used_k=True, seed=3, **dims,
     )  # fmt: skip
-    decode = GeneralProblem(
+    decode = FeatureProblem(
         2, 2 * many, num_heads=8, causal="bottom-right", page_size=16, used_k=True, leftpad=True,
         num_splits=3, seed=4, **dims,
     )  # fmt: skip
@@ -77,21 +75,21 @@ def general(row: Any) -> list[GeneralProblem]:
     return [fit(problem, row) for problem in (first, prefill, decode)]
 
 
-def fallback(row: Any) -> list[GeneralProblem]:
+def wide(row: Any) -> list[FeatureProblem]:
     # Above 256, where they are all that there is.
     dim = min(row.head_dim, 264)
     dims = {"head_dim": dim, "head_dim_v": dim}
     few, many = row.tile_m + 9, 2 * row.tile_n + 5
     bias, mask = ("bhqk", "same", "plain"), ("bqk", "plain")
     return [
-        GeneralProblem(few, many, num_heads_kv=1, causal="bottom-right", used_k=True, **dims),
-        GeneralProblem(few, many, causal="top-left", bias=bias, mask=mask, used_k=True, seed=2, **dims),
-        GeneralProblem(few, many, packed_q=True, packed_k=True, causal="bottom-right", seed=3, **dims),
+        FeatureProblem(few, many, num_heads_kv=1, causal="bottom-right", used_k=True, **dims),
+        FeatureProblem(few, many, causal="top-left", bias=bias, mask=mask, used_k=True, seed=2, **dims),
+        FeatureProblem(few, many, packed_q=True, packed_k=True, causal="bottom-right", seed=3, **dims),
     ]
 
 
 def _run(
-    template: str | None, dtype: torch.dtype, small: list[GeneralProblem], product_error: float = 0.0
+    row: str | None, dtype: torch.dtype, small: list[FeatureProblem], product_error: float = 0.0
 ) -> None:
     for problem in small:
         call = problem.call(dtype, "cpu")
@@ -101,7 +99,7 @@ def _run(
             scale=call.scale,
             causal=call.causal,
             return_lse=True,
-            template=template,
+            row=row,
             **there,
         )
         errors = compare(call, out.cpu(), lse.cpu(), product_error).check()
@@ -117,7 +115,7 @@ def _there(value: Any) -> Any:
 
 def combine(dtype: torch.dtype) -> None:
     for dim in (64, 50):
-        problem = GeneralProblem(3, 300, num_heads=4, num_splits=3, head_dim=dim, head_dim_v=dim, used_k=True)
+        problem = FeatureProblem(3, 300, num_heads=4, num_splits=3, head_dim=dim, head_dim_v=dim, used_k=True)
         _run(None, dtype, [problem])
 
 
@@ -176,7 +174,7 @@ def append(dtype: torch.dtype) -> None:
         _agree(*results)
 
 
-SUPPORT: dict[str, Callable[[torch.dtype], None]] = {
+HELPERS: dict[str, Callable[[torch.dtype], None]] = {
     "combine": combine,
     "merge_tail": merge_tail,
     "merge": merge,

@@ -1,9 +1,9 @@
-"""Searches tiles: which lines of the manifest (src/templates.cmake) would be faster on a GPU.
+"""Searches tiles: which lines of the manifest (src/rows.cmake) would be faster on a GPU.
 
     python tools/tune.py --preset dense --head-dim 64 --head-dim 128 --minutes 30
     python tools/tune.py --dry-run --arch 90 ...        candidates, without compiling anything
     python tools/tune.py --report [--all]               the leaderboard
-    python tools/tune.py --accept                       the lines to take over into src/templates.cmake
+    python tools/tune.py --accept                       the lines to take over into src/rows.cmake
 
 Candidates are drawn from what can be compiled, built in batches through CMake, dropped when they spill or
 fail parity, and timed beside the manifest's rows. The same command goes on where an interrupted one stopped;
@@ -108,7 +108,7 @@ def make_targets(options: argparse.Namespace, arch: int) -> list[Target]:
         own = tuple(case for case in cases if (case.head_dim, case.group) == (head_dim, group))
         rows = [
             Candidate.of(row)
-            for row in _C.templates()
+            for row in _C.rows()
             if (row.arch, row.head_dim) == (arch, head_dim) and row.family in tables.PLAIN
             if row.copy != "element" and row.dtype in {case.dtype for case in own}
         ]
@@ -182,7 +182,7 @@ def accept(board: Leaderboard) -> None:
         found = str(board.about["source_hash"])[:12]
         raise UsageError(f"{board.path} is about sources {found}, and src/ has {now[:12]}: tune again")
     arch = int(board.about["arch"])
-    rows = {Candidate.of(row) for row in _C.templates() if row.arch == arch and row.family in tables.PLAIN}
+    rows = {Candidate.of(row) for row in _C.rows() if row.arch == arch and row.family in tables.PLAIN}
     for target in board.targets:
         best = next((entry for entry in board.best(target) if entry.fate == "accepted"), None)
         if best is None:

@@ -103,9 +103,9 @@ def layout_name(layout: object) -> str:
     raise ValueError(f'layout must be "bshd" or "bhsd", got {shown(layout)}')
 
 
-def template_name(template: object) -> None:
-    if not isinstance(template, str):
-        raise TypeError(f"template must be the name of a row or None, got {type(template).__name__}")
+def row_name(row: object) -> None:
+    if not isinstance(row, str):
+        raise TypeError(f"row must be the name of a row or None, got {type(row).__name__}")
 
 
 @functools.cache

@@ -39,7 +39,7 @@ def message(problem: Problem, device: Device, table: Table) -> str:
     arch = devices.rows_arch(device, table.architectures)
     own = [row for row in table.rows if row.arch == arch and row.dtype == problem.dtype]
     near = own or table.rows
-    lines = [f"no template of this build can run this problem ({problem}) on {device}:"]
+    lines = [f"no row of this build can run this problem ({problem}) on {device}:"]
     if found := ways_out(problem, device, table):
         lines.append(WHAT_TO_CHANGE + "; or ".join(way_out.what for way_out in found))
 

@@ -48,7 +48,7 @@ FOREIGN = {
     "is_causal": _CAUSAL,
     "k_cache": "call with_kv_cache, which takes k_cache and v_cache",
     "k_descale": _QUANTIZED,
-    "kernel_options": "leave it out, or pass template, the name of a kernel",
+    "kernel_options": "leave it out, or pass row, the name of a kernel",
     "key": "pass q, k and v",
     "key_padding_mask": _PADDING,
     "kv_layout": _LAYOUT,

@@ -25,9 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--list", action="store_true", help="print the cases and exit")
     parser.add_argument("--peers", default=",".join(PEERS), help="comma-separated; default: %(default)s")
-    parser.add_argument(
-        "--template", metavar="NAME", help="force one row of _C.templates() instead of selecting"
-    )
+    parser.add_argument("--row", metavar="NAME", help="force one row of _C.rows() instead of selecting")
     parser.add_argument("--quick", action="store_true", help="a quarter of the time, for a first look")
     parser.add_argument("--device", type=int, default=0, metavar="N", help="CUDA device number; default: 0")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write everything that was measured")
@@ -71,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.from_json:
             result = report.read_json(arguments.from_json)
         else:
-            result = runner.measure(chosen, peers, arguments.template, arguments.quick, arguments.device)
+            result = runner.measure(chosen, peers, arguments.row, arguments.quick, arguments.device)
     except (report.InvalidReport, runner.CannotMeasure, OSError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1

@@ -166,13 +166,13 @@ CASES: tuple[Case, ...] = (
     Case("decode", 32, 32, 8, 1, 2048, 128, "bfloat16"),
     Case("decode", 16, 32, 32, 1, 2048, 128, "bfloat16"),
     Case("decode", 8, 64, 8, 1, 8192, 64, "bfloat16"),
-    *_both(_mha("fallback", 4, 16, 2048, 64, "float32")),
-    *_both(_mha("fallback", 4, 16, 2048, 128, "float32")),
-    *_both(_mha("fallback", 4, 16, 2048, 256, "float32")),
-    *_both(_mha("fallback", 4, 16, 2048, 320, "bfloat16")),
-    *_both(_mha("fallback", 4, 16, 2048, 512, "bfloat16")),
-    _mha("fallback", 1, 8, 512, 64, "float32"),
-    _mha("fallback", 32, 16, 512, 128, "float32"),
+    *_both(_mha("wide", 4, 16, 2048, 64, "float32")),
+    *_both(_mha("wide", 4, 16, 2048, 128, "float32")),
+    *_both(_mha("wide", 4, 16, 2048, 256, "float32")),
+    *_both(_mha("wide", 4, 16, 2048, 320, "bfloat16")),
+    *_both(_mha("wide", 4, 16, 2048, 512, "bfloat16")),
+    _mha("wide", 1, 8, 512, 64, "float32"),
+    _mha("wide", 32, 16, 512, 128, "float32"),
     *(
         replace(_mha("features", 2, 16, 8192, 128, "bfloat16", causal=name not in IN_MEMORY), feature=name)
         for name in FEATURES

@@ -68,14 +68,14 @@ def make_inputs(case: Case, sets: int, device: torch.device, seed: int = 0) -> I
     )
 
 
-def ours(case: Case, template: str | None = None) -> Attention:
-    """The op of this package on a case without a feature, by selection or with one template forced."""
+def ours(case: Case, row: str | None = None) -> Attention:
+    """The op of this package on a case without a feature, by selection or with one row forced."""
     scale = 1.0 / math.sqrt(case.head_dim)
     causal = "bottom-right" if case.causal else "none"
     forward = torch.ops.cutlass_fmha.forward
 
     def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = forward(query, key, value, scale, causal, False, template)[0]
+        output: torch.Tensor = forward(query, key, value, scale, causal, False, row)[0]
         return output
 
     return attention

@@ -28,7 +28,7 @@ class Contender:
 
 
 def line_up(
-    case: Case, inputs: Inputs, peers: list[str], template: str | None = None, feature: Feature | None = None
+    case: Case, inputs: Inputs, peers: list[str], row: str | None = None, feature: Feature | None = None
 ) -> dict[str, Contender]:
     """The contenders of a case by name: ours first."""
 
@@ -36,7 +36,7 @@ def line_up(
         return Contender(lambda number: attention(*inputs[number]), of.flop, of.moved_bytes, checked)
 
     if feature is not None:
-        found = {OURS: contender(with_feature(case, feature, template))}
+        found = {OURS: contender(with_feature(case, feature, row))}
         same = peers_with(case, feature)
         for name in peers:
             if name in same:
@@ -45,11 +45,11 @@ def line_up(
             plain = replace(case, feature="")
             found[CAUSAL] = contender(flash_op(plain, {}), plain, checked=False)
         return found
-    found = {OURS: contender(ours(case, template))}
+    found = {OURS: contender(ours(case, row))}
     if case.memory_bound:
         found[PAGED] = Contender(paged(inputs), case.flop, case.moved_bytes)
     # fp32 and large head dims are beyond the other two.
-    of_group = ["efficient"] if case.group == "fallback" else peers
+    of_group = ["efficient"] if case.group == "wide" else peers
     found |= {name: contender(sdpa(case)) for name in peers if name in of_group}
     if case.memory_bound:
         found[COPY] = Contender(copy(case, inputs), case.flop, case.moved_bytes, checked=False)
@@ -59,7 +59,7 @@ def line_up(
 # ---- features ----------------------------------------------------------------------------------------------
 
 
-def with_feature(case: Case, feature: Feature, template: str | None) -> Attention:
+def with_feature(case: Case, feature: Feature, row: str | None) -> Attention:
     """This package's public function with the feature's arguments."""
     import cutlass_fmha
 
@@ -67,9 +67,7 @@ def with_feature(case: Case, feature: Feature, template: str | None) -> Attentio
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         given = [x.flatten(0, 1) for x in (query, key, value)] if packed else [query, key, value]
-        output: Any = cutlass_fmha.attention(
-            *given, causal=case.causal, template=template, **feature.arguments
-        )
+        output: Any = cutlass_fmha.attention(*given, causal=case.causal, row=row, **feature.arguments)
         return output.view(query.shape)  # type: ignore[no-any-return]
 
     return attention

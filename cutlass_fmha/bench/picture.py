@@ -42,7 +42,7 @@ PANELS = (
     Panel("features", 0, "tflops", "TFLOP/s, longer is better", "Features"),
     Panel("latency", 1, "p50_us", "microseconds per call, shorter is better", "Latency"),
     Panel("decode", 1, "tbytes_per_s", "TB/s, longer is better", "Decode, one query"),
-    Panel("fallback", 1, "tflops", "TFLOP/s, longer is better", "fp32 and head dims above 256"),
+    Panel("wide", 1, "tflops", "TFLOP/s, longer is better", "fp32 and head dims above 256"),
 )
 
 

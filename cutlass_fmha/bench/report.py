@@ -10,11 +10,11 @@ from typing import Any
 
 from .contenders import CAUSAL, COPY, OURS, OWN, TITLES
 
-SCHEMA = 2
+SCHEMA = 3
 """Version of the JSON's layout; a reader refuses others."""
 
 Result = dict[str, Any]
-"""schema, machine, method, template, quick, peers, host_us (section -> contender or percentile -> us), wall_s
+"""schema, machine, method, row, quick, peers, host_us (section -> contender or percentile -> us), wall_s
 and cases: per case its description,
 ``input_sets`` and ``results``: contender -> status ("ok" or "unsupported"), then reason, or p50_us, p90_us,
 min_us,
@@ -159,7 +159,7 @@ def _time(case: Result, name: str) -> str:
 SECTIONS = {
     "Throughput and latency": ("latency", "dense"),
     "Decode, one query": ("decode",),
-    "fp32 and head dims above 256": ("fallback",),
+    "fp32 and head dims above 256": ("wide",),
     "Features": ("features",),
 }
 
@@ -232,8 +232,8 @@ def footnotes(result: Result) -> list[str]:
         notes.append(f"A proxy build: the sm_{arch} rows are compiled for sm_{compiled_for}.")
     if result.get("quick"):
         notes.append("A quick run: a quarter of the usual repetitions.")
-    if result.get("template"):
-        notes.append(f"Template forced: {result['template']}.")
+    if result.get("row"):
+        notes.append(f"Row forced: {result['row']}.")
     notes += [f"Row {row}: {', '.join(labels)}." for row, labels in rows_used(result).items()]
     for case in result["cases"]:
         for name, entry in case["results"].items():

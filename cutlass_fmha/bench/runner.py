@@ -38,7 +38,7 @@ class CannotMeasure(RuntimeError):
 
 
 def measure(
-    cases: list[Case], peers: list[str], template: str | None = None, quick: bool = False, device: int = 0
+    cases: list[Case], peers: list[str], row: str | None = None, quick: bool = False, device: int = 0
 ) -> dict[str, object]:
     """Time ``cases`` on a CUDA device against ``peers`` and return the report (see report.SCHEMA).
 
@@ -54,13 +54,13 @@ def measure(
         for number, case in enumerate(cases, 1):
             print(f"bench: {number}/{len(cases)} {case.label}", file=sys.stderr, flush=True)
             with torch.inference_mode():
-                results.append(measure_case(case, peers, template, budget_s, device))
+                results.append(measure_case(case, peers, row, budget_s, device))
             torch.cuda.empty_cache()
         return {
             "schema": SCHEMA,
             "machine": {**described, "clocks_after": machine.read_smi(device)},
             "method": METHOD,
-            "template": template,
+            "row": row,
             "quick": quick,
             "peers": peers,
             "host_us": host_us,
@@ -83,14 +83,14 @@ def require_gpu(device: int) -> None:
         raise CannotMeasure(f"there is no CUDA device {device}: torch sees {torch.cuda.device_count()}.")
     from cutlass_fmha import _C
 
-    if not _C.templates():
+    if not _C.rows():
         raise CannotMeasure(
             "cutlass_fmha was built without CUDA (CUTLASS_FMHA_CUDA=OFF): rebuild it with CUDA."
         )
 
 
 def measure_case(
-    case: Case, peers: list[str], template: str | None, budget_s: float, device: int
+    case: Case, peers: list[str], row: str | None, budget_s: float, device: int
 ) -> dict[str, object]:
     """One case's entry: its description and, per contender, times and error, or why there are none."""
     sets = input_sets(case.input_bytes, torch.cuda.get_device_properties(device).L2_cache_size)
@@ -99,7 +99,7 @@ def measure_case(
     check = ErrorCheck(case, inputs, feature)
     results: dict[str, dict[str, object]] = {}
     timers: dict[str, GraphTimer] = {}
-    contenders = line_up(case, inputs, peers, template, feature)
+    contenders = line_up(case, inputs, peers, row, feature)
     for name, contender in contenders.items():
         results[name], timer = prepare(name, contender, inputs.sets, check)
         if timer is not None:
@@ -112,7 +112,7 @@ def measure_case(
             "tbytes_per_s": round(contenders[name].bytes / seconds / 1e12, 3),
         }
     if results[OURS]["status"] == "ok":
-        results[OURS]["row"] = template or selected_row(case, inputs, feature)
+        results[OURS]["row"] = row or selected_row(case, inputs, feature)
     return {**case.as_dict(), "input_sets": inputs.sets, "results": results}
 
 

@@ -95,7 +95,7 @@ def run(
 
 def choose_device(name: str | None) -> torch.device:
     """The device asked for, or the GPU when torch and this build can both use one. Raises CannotRun."""
-    usable = torch.cuda.is_available() and bool(_C.templates())
+    usable = torch.cuda.is_available() and bool(_C.rows())
     if name == "cuda" and not usable:
         lacks = (
             "cutlass_fmha was built without CUDA"
@@ -238,22 +238,20 @@ def compare(report: Report, search: Search, ours: torch.Tensor) -> None:
 
 
 def explain(report: Report, search: Search) -> None:
-    """Which template ran the biggest batch, and why; on a CPU also what a GPU would run."""
+    """Which row ran the biggest batch, and why; on a CPU also what a GPU would run."""
     query, key, value = search.encoder.first_layer_heads(search.biggest_batch)
     found = cutlass_fmha.explain(query, key, value)
     report.say(
         "## What ran, and why", "", f"- problem: {found.problem}", f"- device: {found.device or 'CPU'}"
     )
     report.say(f"- runs: {found.note}")
-    eligible = [row for row in found.rows if row.eligible]
-    for row in eligible:
-        report.say(f"    - {row.template.name}: eligible, predicted {row.predicted_us:.1f} us")
+    eligible = [verdict for verdict in found.rows if verdict.eligible]
+    for verdict in eligible:
+        report.say(f"    - {verdict.row.name}: eligible, predicted {verdict.predicted_us:.1f} us")
     refused = len(found.rows) - len(eligible)
     if refused:
-        nearest = next(row for row in found.rows if not row.eligible)
-        report.say(
-            f"    - {refused} rows refused, such as {nearest.template.name}: {'; '.join(nearest.reasons)}"
-        )
+        nearest = next(verdict for verdict in found.rows if not verdict.eligible)
+        report.say(f"    - {refused} rows refused, such as {nearest.row.name}: {'; '.join(nearest.reasons)}")
     if found.device is None and found.rows:
         for name in ("rtx4090", "rtx5090"):
             there = cutlass_fmha.explain(shape=query.shape, dtype="float16", device=name)
@@ -305,7 +303,7 @@ def show_kernels(report: Report) -> None:
     A missing reader is said and no failure; kernels that are missing, spill or lack tensor-core instructions
     are.
     """
-    rows = _C.templates()
+    rows = _C.rows()
     report.say("## The compiled kernels", "")
     if not rows:
         report.say("This build has no kernels (CUTLASS_FMHA_CUDA=OFF): there is nothing to inspect.", "")

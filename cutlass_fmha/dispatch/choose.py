@@ -25,19 +25,19 @@ MAX_CHOICES = 8192
 def choose(
     problem: Problem,
     device: Device,
-    template: str | None = None,
+    row: str | None = None,
     table: Table | None = None,
     calibration: Calibration | None = None,
 ) -> Row:
-    """The row that runs a problem: the cheapest eligible one, or the one named ``template``.
+    """The row that runs a problem: the cheapest eligible one, or the one named ``row``.
 
     ``calibration``: what is known of the rows' costs; that of the device (``store.for_device``) when None.
-    Raises UnsupportedError with the nearest rows' reasons (with those of ``template`` when it is given), and
+    Raises UnsupportedError with the nearest rows' reasons (with those of ``row`` when it is given), and
     ValueError for a name that no row has.
     """
     table = table or tables.this_build()
-    if template is not None:
-        return _named(template, problem, device, table)
+    if row is not None:
+        return _named(row, problem, device, table)
     known = calibration or store.for_device(device)
     # Whoever holds a table and its costs keeps their ids from being anybody else's.
     key = (class_of(problem), device, devices.forced_arch(), id(table), id(known))
@@ -45,9 +45,9 @@ def choose(
         return found[0]
     if (nothing := no_rows(device, table)) is not None:
         raise UnsupportedError(nothing)
-    row = cheapest(in_question(problem, device, table, known), typical(problem), device)
-    _chosen.put(key, (row, table, known))
-    return row
+    winner = cheapest(in_question(problem, device, table, known), typical(problem), device)
+    _chosen.put(key, (winner, table, known))
+    return winner
 
 
 def _named(name: str, problem: Problem, device: Device, table: Table) -> Row:
@@ -55,9 +55,7 @@ def _named(name: str, problem: Problem, device: Device, table: Table) -> Row:
         raise UnsupportedError(nothing)
     row = table.by_name(name)
     if why := reasons(row, problem, device, table):
-        raise UnsupportedError(
-            f"template {name} can't run this problem ({problem}) on {device}: {'; '.join(why)}"
-        )
+        raise UnsupportedError(f"row {name} can't run this problem ({problem}) on {device}: {'; '.join(why)}")
     return row
 
 

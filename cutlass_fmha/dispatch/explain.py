@@ -39,7 +39,7 @@ class Verdict:
     the median of what it took on this machine's GPU, None unless that was asked for.
     """
 
-    template: Row
+    row: Row
     reasons: tuple[str, ...]
     predicted_us: float | None
     measured_us: float | None = None
@@ -71,28 +71,28 @@ class Explanation:
 
     @property
     def measured(self) -> bool:
-        return any(row.measured_us is not None for row in self.rows)
+        return any(verdict.measured_us is not None for verdict in self.rows)
 
     @property
     def lost(self) -> float | None:
         """What the winner takes beyond the best row, relative to it; None when nothing was measured."""
-        times = {row.template.name: row.measured_us for row in self.rows if row.measured_us is not None}
+        times = {v.row.name: v.measured_us for v in self.rows if v.measured_us is not None}
         if self.winner is None or not times:
             return None
         return times[self.winner] / min(times.values()) - 1
 
     def __str__(self) -> str:
-        shown = [row for row in self.rows if self.all_rows or row.irrelevance is None]
-        width = max((len(row.template.name) for row in shown), default=0)
+        shown = [v for v in self.rows if self.all_rows or v.irrelevance is None]
+        width = max((len(verdict.row.name) for verdict in shown), default=0)
         lines = [f"problem: {self.problem}", f"device:  {self.device or 'CPU'}"]
         if self.costs is not None:
             lines.append(f"costs:   {self.costs}")
         if shown:
             measured = f"  {'measured':>12}" if self.measured else ""
-            lines += ["", f"  {'template':<{width}}  {'predicted':>12}{measured}"]
-        lines += [self._line(row, width) for row in shown]
+            lines += ["", f"  {'row':<{width}}  {'predicted':>12}{measured}"]
+        lines += [self._line(verdict, width) for verdict in shown]
         if len(shown) < len(self.rows):
-            irrelevant = Counter(row.irrelevance for row in self.rows if row.irrelevance is not None)
+            irrelevant = Counter(v.irrelevance for v in self.rows if v.irrelevance is not None)
             lines += ["", *(f"  {line}" for line in refusal.summary(irrelevant))]
             lines.append("  (all_rows=True, or --all, lists them)")
         lines += ["", f"runs: {self.note}"]
@@ -100,23 +100,21 @@ class Explanation:
             lines.append(f"measured: {self._judgement(self.lost)}")
         return "\n".join(lines)
 
-    def _line(self, row: Verdict, width: int) -> str:
-        mark = ">" if row.template.name == self.winner else " "
-        predicted = "-" if row.predicted_us is None else f"{row.predicted_us:.1f} us"
-        line = f"{mark} {row.template.name:<{width}}  {predicted:>12}"
+    def _line(self, verdict: Verdict, width: int) -> str:
+        mark = ">" if verdict.row.name == self.winner else " "
+        predicted = "-" if verdict.predicted_us is None else f"{verdict.predicted_us:.1f} us"
+        line = f"{mark} {verdict.row.name:<{width}}  {predicted:>12}"
         if self.measured:
-            line += f"  {'-' if row.measured_us is None else f'{row.measured_us:.1f} us':>12}"
-        if row.eligible:
-            return f"{line}  eligible" + ("" if row.contender else ", as a last resort")
-        return f"{line}  no: {'; '.join(row.reasons)}"
+            line += f"  {'-' if verdict.measured_us is None else f'{verdict.measured_us:.1f} us':>12}"
+        if verdict.eligible:
+            return f"{line}  eligible" + ("" if verdict.contender else ", as a last resort")
+        return f"{line}  no: {'; '.join(verdict.reasons)}"
 
     def _judgement(self, lost: float) -> str:
-        best = min(
-            (row for row in self.rows if row.measured_us is not None), key=lambda row: row.measured_us or 0.0
-        )
-        if best.template.name == self.winner:
+        best = min((v for v in self.rows if v.measured_us is not None), key=lambda v: v.measured_us or 0.0)
+        if best.row.name == self.winner:
             return "no eligible row is faster"
-        return f"{best.template.name} is the fastest; the row that runs takes {lost:.1%} longer"
+        return f"{best.row.name} is the fastest; the row that runs takes {lost:.1%} longer"
 
 
 def explain(
@@ -126,7 +124,7 @@ def explain(
     *,
     causal: bool | str = False,
     layout: str = "bshd",
-    template: str | None = None,
+    row: str | None = None,
     shape: Sequence[int] | None = None,
     seqlen_k: int | None = None,
     num_heads_kv: int | None = None,
@@ -143,7 +141,7 @@ def explain(
 ) -> Explanation:
     """Which kernel runs a problem on a device, and what speaks against each of the others.
 
-    Either ``explain(q, k, v, causal=..., layout=..., template=..., window=..., ...)`` as ``attention`` is
+    Either ``explain(q, k, v, causal=..., layout=..., row=..., window=..., ...)`` as ``attention`` is
     called, or ``explain(shape=(batch, seqlen_q, num_heads, head_dim), ...)`` with ``seqlen_k``,
     ``num_heads_kv`` and ``head_dim_v`` where they differ from seqlen_q, num_heads and head_dim, ``dtype``,
     and ``alignment``: what pointers and strides are multiples of, in bytes.
@@ -185,7 +183,7 @@ def explain(
         device = devices.of_arch(arch, sm_count)
     if device is None:  # the driver is asked only now: it may be too old to answer
         device = default or ("cuda" if _C.device_count() else "cpu")
-    found = replace(explain_problem(problem, resolve(device), template), all_rows=all_rows)
+    found = replace(explain_problem(problem, resolve(device), row), all_rows=all_rows)
     return with_times(found, cuda_index(device)) if measure else found
 
 
@@ -304,12 +302,12 @@ def cuda_index(device: str | int | torch.device | Device) -> int | None:
 
 
 def explain_problem(
-    problem: Problem, device: Device | None, template: str | None = None, table: Table | None = None
+    problem: Problem, device: Device | None, row: str | None = None, table: Table | None = None
 ) -> Explanation:
     """Every row's verdict on a problem. ``device`` None is the CPU, ``table`` defaults to this one."""
     table = table or tables.this_build()
-    if template is not None:
-        table.by_name(template)
+    if row is not None:
+        table.by_name(row)
     if device is None:
         verdicts = tuple(
             Verdict(
@@ -320,21 +318,21 @@ def explain_problem(
             )
             for row in table.rows
         )
-        note = "the CPU backend, which needs no template"
-        if template is not None:
-            note = f"nothing, because template {template} is a CUDA kernel and this is the CPU"
+        note = "the CPU backend, which needs no row"
+        if row is not None:
+            note = f"nothing, because row {row} is a CUDA kernel and this is the CPU"
         return Explanation(problem, None, verdicts, None, note)
     calibration = store.for_device(device)
     verdicts = _verdicts(problem, device, table, calibration)
     try:
-        winner = choose(problem, device, template, table, calibration)
+        winner = choose(problem, device, row, table, calibration)
     except UnsupportedError as error:
         sentence, _, rest = str(error).partition("\n")
         note = f"nothing, because {sentence.removesuffix(':')}"
         if rest.startswith(refusal.WHAT_TO_CHANGE):
             note += f"; {rest.partition(chr(10))[0]}"
         return Explanation(problem, device, verdicts, None, note, calibration.origin)
-    how = "forced by name" if template is not None else "the cheapest eligible row by predicted cost"
+    how = "forced by name" if row is not None else "the cheapest eligible row by predicted cost"
     return Explanation(problem, device, verdicts, winner.name, f"{winner.name}, {how}", calibration.origin)
 
 
@@ -381,11 +379,10 @@ def with_times(explanation: Explanation, index: int | None) -> Explanation:
         raise ValueError(f"only problems without features are measured, and this one is {problem}")
     from cutlass_fmha.calibrate.timing import RowTimer
 
-    eligible = [row.template for row in explanation.rows if row.eligible]
+    eligible = [verdict.row for verdict in explanation.rows if verdict.eligible]
     rows = [row for row in eligible if row.family != "wide"]
     times = RowTimer(index, [problem]).time(problem, rows, give_up=math.inf, budget_us=20_000.0)
     timed = (
-        replace(row, measured_us=times[row.template.name].us) if row.template.name in times else row
-        for row in explanation.rows
+        replace(v, measured_us=times[v.row.name].us) if v.row.name in times else v for v in explanation.rows
     )
     return replace(explanation, rows=tuple(timed))

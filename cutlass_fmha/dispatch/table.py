@@ -17,7 +17,7 @@ NO_KERNELS = (
 
 
 class Row:
-    """A compiled kernel, with the attributes of ``_C.Template``: each question to that takes 150 ns.
+    """A compiled kernel, with the attributes of ``_C.Row``: each question to that takes 150 ns.
 
     What rows of a family don't have raises AttributeError.
     """
@@ -49,10 +49,10 @@ class Row:
     accumulates: bool
     example: bool
 
-    def __init__(self, template: _C.Template) -> None:
+    def __init__(self, compiled: _C.Row) -> None:
         for name in Row.__annotations__:
-            if hasattr(template, name):
-                setattr(self, name, getattr(template, name))
+            if hasattr(compiled, name):
+                setattr(self, name, getattr(compiled, name))
 
     def __repr__(self) -> str:
         return f"<Row {self.name}>"
@@ -81,7 +81,7 @@ class Table:
             if row.name == name:
                 return row
         raise ValueError(
-            f"template {name!r} is not a row of this build; `python -m cutlass_fmha info --rows` lists its "
+            f"{name!r} is not a row of this build; `python -m cutlass_fmha info --rows` lists its "
             f"{len(self.rows)} rows"
         )
 
@@ -92,4 +92,4 @@ def this_build() -> Table:
     info = _C.build_info()
     compiled_for = info.get("compiled_for", {})
     assert isinstance(compiled_for, dict)
-    return Table(tuple(map(Row, _C.templates())), tuple(compiled_for.items()))
+    return Table(tuple(map(Row, _C.rows())), tuple(compiled_for.items()))

@@ -83,7 +83,7 @@ def launch(
     scale: float | None,
     causal: str,
     return_lse: bool,
-    template: str | None,
+    row: str | None,
     layout: str = ...,
     names: Names = ...,
     said: Mapping[str, Any] = ...,
@@ -96,7 +96,7 @@ def launch(
     scale: float | None,
     causal: str,
     return_lse: bool,
-    template: str | None,
+    row: str | None,
     layout: str,
     names: Names,
     said: Mapping[str, Any],
@@ -109,7 +109,7 @@ def launch(
     scale: float | None,
     causal: str,
     return_lse: bool,
-    template: str | None,
+    row: str | None,
     layout: str = "bshd",
     names: Names = check.NAMES,
     said: Mapping[str, Any] = NOTHING,
@@ -137,7 +137,7 @@ def launch(
         (q_address | k_address | v_address) & 15,  # the bits that decide which rows are aligned
         causal,
         layout,
-        template,
+        row,
     )
     if said:
         key = (key, *said, *[_metadata(value) for value in said.values()])
@@ -145,7 +145,7 @@ def launch(
     if plan is None:
         if known_only:
             return None
-        plan = prepare((q, k, v), causal, template, LAYOUTS[layout], names, said)
+        plan = prepare((q, k, v), causal, row, LAYOUTS[layout], names, said)
         _plans.put(key, plan)
     scale = plan.scale if scale is None else scale
     if plan.launch is not None:
@@ -225,7 +225,7 @@ def _launch_by(
 def prepare(
     tensors: Operands,
     causal: str,
-    template: str | None,
+    row: str | None,
     layout: str = "bshd",
     names: Names = check.NAMES,
     said: Mapping[str, Any] = NOTHING,
@@ -238,17 +238,17 @@ def prepare(
         raise UnsupportedError(tables.NO_KERNELS)
     index = tensors[0].get_device()
     device = devices.of_index(index) if index >= 0 else devices.simulated(table.architectures)
-    row = choose(call.problem, device, template)
-    prepared, sizes = family(row).prepare(row, call, device), call.sizes
-    if prepared.launch is None and (call.problem.alignment < FULL_ALIGNMENT or _is_odd(row, sizes)):
-        _warn_of_element_copies(row, tensors, sizes, names, layout)
+    chosen = choose(call.problem, device, row)
+    prepared, sizes = family(chosen).prepare(chosen, call, device), call.sizes
+    if prepared.launch is None and (call.problem.alignment < FULL_ALIGNMENT or _is_odd(chosen, sizes)):
+        _warn_of_element_copies(chosen, tensors, sizes, names, layout)
     out_shape, lse_shape = sizes.out_shape, sizes.lse_shape
     out_strides = _contiguous(out_shape)
     if layout == "bhsd":
         (batch, seqlen, heads, dim), (by_batch, by_seqlen, by_head, _) = out_shape, out_strides
         out_shape, out_strides = (batch, heads, seqlen, dim), (by_batch, by_head, by_seqlen, 1)
     return Plan(
-        row.index,
+        chosen.index,
         prepared.params,
         prepared.launch,
         out_shape,

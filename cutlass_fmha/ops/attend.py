@@ -17,7 +17,7 @@ from cutlass_fmha.ops.forward import check_options, no_lse
 
 SCHEMA = (
     "attend(Tensor query, Tensor key, Tensor value, float scale, str causal, bool return_lse, "
-    "str? template, *, SymInt window_left=-1, SymInt window_right=-1, Tensor? mask=None, Tensor? bias=None, "
+    "str? row, *, SymInt window_left=-1, SymInt window_right=-1, Tensor? mask=None, Tensor? bias=None, "
     "Tensor? prefix_lengths=None, Tensor? block_counts=None, Tensor? block_indices=None, int block_m=0, "
     "int block_n=0, float softcap=0., Tensor? alibi_slopes=None, Tensor? sinks=None, float dropout_p=0., "
     "Tensor? dropout_seed=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
@@ -51,13 +51,13 @@ def _cuda(
     scale: float,
     causal: str,
     return_lse: bool,
-    template: str | None,
+    row: str | None,
     **features: Any,
 ) -> tuple[Tensor, Tensor]:
     scale = _scale_of(scale, features)
     check_options(scale, causal)
     output, lse = plan.launch(
-        query, key, value, scale, causal, return_lse, template, "bshd", check.NAMES, features
+        query, key, value, scale, causal, return_lse, row, "bshd", check.NAMES, features
     )
     return output, no_lse(query) if lse is None else lse
 
@@ -69,7 +69,7 @@ def _cpu(
     scale: float,
     causal: str,
     return_lse: bool,
-    template: str | None,
+    row: str | None,
     **features: Any,
 ) -> tuple[Tensor, Tensor]:
     scale = _scale_of(scale, features)
@@ -78,9 +78,9 @@ def _cpu(
     sizes = check_features.check_features((query, key, value), arguments)
     cpu.check_contents(query, key, arguments, sizes)
     if dispatcher.simulated():
-        return _cuda(query, key, value, scale, causal, return_lse, template, **features)
-    if template is not None:
-        raise UnsupportedError(f"template {template} is a CUDA kernel, and the tensors are on the CPU")
+        return _cuda(query, key, value, scale, causal, return_lse, row, **features)
+    if row is not None:
+        raise UnsupportedError(f"row {row} is a CUDA kernel, and the tensors are on the CPU")
     output, lse = cpu.attend(query, key, value, scale, causal, arguments, sizes)
     return output, lse if return_lse else no_lse(query)
 
@@ -92,7 +92,7 @@ def _fake(
     scale: float,
     causal: str,
     return_lse: bool,
-    template: str | None,
+    row: str | None,
     **features: Any,
 ) -> tuple[Tensor, Tensor]:
     check_options(scale, causal)

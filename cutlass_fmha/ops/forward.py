@@ -14,7 +14,7 @@ from cutlass_fmha.ops import dispatcher
 
 SCHEMA = (
     "forward(Tensor query, Tensor key, Tensor value, float scale, str causal, bool return_lse, "
-    "str? template) -> (Tensor output, Tensor softmax_lse)"
+    "str? row) -> (Tensor output, Tensor softmax_lse)"
 )
 
 
@@ -36,10 +36,10 @@ def _cuda(
     scale: float,
     causal: str,
     return_lse: bool,
-    template: str | None,
+    row: str | None,
 ) -> tuple[Tensor, Tensor]:
     check_options(scale, causal)
-    output, lse = plan.launch(query, key, value, scale, causal, return_lse, template)
+    output, lse = plan.launch(query, key, value, scale, causal, return_lse, row)
     return output, no_lse(query) if lse is None else lse
 
 
@@ -50,12 +50,12 @@ def _cpu(
     scale: float,
     causal: str,
     return_lse: bool,
-    template: str | None,
+    row: str | None,
 ) -> tuple[Tensor, Tensor]:
     check_options(scale, causal)
     dims = check.check_tensors((query, key, value))
-    if template is not None:
-        raise UnsupportedError(f"template {template} is a CUDA kernel, and the tensors are on the CPU")
+    if row is not None:
+        raise UnsupportedError(f"row {row} is a CUDA kernel, and the tensors are on the CPU")
     output, lse = cpu.forward(query, key, value, scale, mask_diagonal(causal, dims.seqlen_q, dims.seqlen_k))
     return output, lse if return_lse else no_lse(query)
 
@@ -67,7 +67,7 @@ def _fake(
     scale: float,
     causal: str,
     return_lse: bool,
-    template: str | None,
+    row: str | None,
 ) -> tuple[Tensor, Tensor]:
     check_options(scale, causal)
     dims = check.check_tensors((query, key, value))

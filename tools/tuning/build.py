@@ -39,7 +39,7 @@ class Built:
 
 def scratch(wanted: Wanted, arch: int) -> str:
     """A manifest whose rows' names, and files, end in their candidate's tag: see cmake/Instances.cmake."""
-    text = "# Written by tools/tune.py for one build. The package's kernels are in src/templates.cmake.\n"
+    text = "# Written by tools/tune.py for one build. The package's kernels are in src/rows.cmake.\n"
     for candidate, dtypes in sorted(wanted.items()):
         suffix = f"_{candidate.tag}"
         text += f'set(FMHA_NAME_SUFFIX "{suffix}")\nset(FMHA_GROUP_SUFFIX "{suffix}")\n'
@@ -151,7 +151,7 @@ class Builder:
             if not broken:
                 raise BuildError(f"the extension was not built:\n{tail(output)}")
             if row := next((c for c in broken if c in incumbents), None):
-                raise BuildError(f"a row of src/templates.cmake does not compile ({row.key}): {broken[row]}")
+                raise BuildError(f"a row of src/rows.cmake does not compile ({row.key}): {broken[row]}")
             failed |= broken
             left = {c: dtypes for c, dtypes in left.items() if c not in broken}
         extension = self.tree.file("_C*.so")

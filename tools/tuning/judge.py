@@ -33,7 +33,7 @@ LAUNCHES = 3
 FAR = 0.9  # a candidate that slow on one case can't be accepted: it is not timed further
 INCUMBENT_FAR = 0.85  # nor can a row that slow be the incumbent of the case
 Rows = Mapping[tuple[str, str], Any]
-"""The scratch build's ``_C.Template`` by its candidate's tag and its dtype."""
+"""The scratch build's ``_C.Row`` by its candidate's tag and its dtype."""
 
 
 def problems(row: Any) -> list[Problem]:
@@ -121,7 +121,7 @@ def judge(job: Mapping[str, Any], rows: Rows, device: torch.device) -> dict[str,
 def main() -> None:
     device = torch.device("cuda", job["device"])
     torch.cuda.set_device(device)
-    rows = {(row.name.rpartition("_")[2], row.dtype): row for row in module.templates()}
+    rows = {(row.name.rpartition("_")[2], row.dtype): row for row in module.rows()}
     try:
         result = judge(job, rows, device)
     except torch.OutOfMemoryError:

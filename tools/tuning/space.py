@@ -58,7 +58,7 @@ class Candidate:
 
     @classmethod
     def of(cls, row: Any) -> Candidate:
-        """The columns of a ``_C.Template``."""
+        """The columns of a ``_C.Row``."""
         return cls(**{name: getattr(row, name) for name in COLUMNS})
 
     @property
@@ -114,10 +114,10 @@ def shared_bytes(c: Candidate) -> int:
     """Dynamic shared memory of a block: SharedLayout, TmaLayout, SplitShared or SplitTmaLayout."""
     q, tile = 2 * c.tile_m * c.head_dim, 2 * c.tile_n * c.head_dim
     if c.kv_warps > 1 and c.copy == "tma":
-        shares = 4 * c.kv_warps * c.tile_m * (c.head_dim + 8)
+        outputs = 4 * c.kv_warps * c.tile_m * (c.head_dim + 8)
         tiles = q + 2 * c.kv_warps * c.stages * tile
-        states = 8 * c.kv_warps * c.tile_m
-        return max(shares, tiles) + states + 2 * c.kv_warps * c.stages * PIPELINE_BYTES + 8
+        maxima_and_sums = 8 * c.kv_warps * c.tile_m
+        return max(outputs, tiles) + maxima_and_sums + 2 * c.kv_warps * c.stages * PIPELINE_BYTES + 8
     if c.kv_warps > 1:
         return c.kv_warps * c.tile_m * (4 * c.head_dim + 8)
     rest = TMA_WORK_BYTES if c.copy == "tma" else POSITION_BYTES

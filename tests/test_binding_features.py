@@ -12,8 +12,8 @@ from cutlass_fmha import _C
 
 HEADER = Path(__file__).resolve().parents[1] / "src" / "features" / "params.h"
 WITH_CUDA = bool(_C.build_info()["cuda"])
-ROWS = [row for row in _C.templates() if row.scored]
-RANGED = [row for row in _C.templates() if row.family == "ranged"]
+ROWS = [row for row in _C.rows() if row.scored]
+RANGED = [row for row in _C.rows() if row.family == "ranged"]
 #: One that takes what is right here; a build without CUDA has none, and asks for none.
 ANY_ROW = max(ROWS, key=lambda row: (row.head_dim_v, row.tile_m)).index if ROWS else 0
 SOMEWHERE = 4096
@@ -252,7 +252,7 @@ def test_what_is_right_goes_on_to_a_device_which_is_not_there(changes: dict[str,
 class TestRows:
     """What only a build with kernels can refuse."""
 
-    @pytest.mark.parametrize("number", [-1, len(_C.templates()) + len(_C.helpers())])
+    @pytest.mark.parametrize("number", [-1, len(_C.rows()) + len(_C.helpers())])
     def test_a_row_that_is_none(self, number: int):
         with pytest.raises(ValueError, match="row must be between 0 and"):
             _C.run(number, params(), 0, 0)
@@ -269,7 +269,7 @@ class TestRows:
                 _C.run(ANY_ROW, params(**changes), 0, 0)
 
     @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-    def test_head_dims_and_blocks_beyond_a_row(self, row: _C.Template):
+    def test_head_dims_and_blocks_beyond_a_row(self, row: _C.Row):
         sentence = f"{row.name} takes head dims up to {row.head_dim} and {row.head_dim_v}"
         for name in ("head_dim", "head_dim_v"):
             with pytest.raises(ValueError, match=sentence):
@@ -282,7 +282,7 @@ class TestRows:
                 _C.run(row.index, params(**changes), 0, 0)
 
     @pytest.mark.parametrize("row", RANGED, ids=lambda row: row.name)
-    def test_what_a_ranged_row_does_not_know(self, row: _C.Template):
+    def test_what_a_ranged_row_does_not_know(self, row: _C.Row):
         some = (
             {"mask": SOMEWHERE},
             {"softcap": 1.0},

@@ -10,11 +10,11 @@ import parity_run
 import pytest
 import torch
 from fake_build import make_build
-from fake_general import FakeKernels
-from general import GeneralLaunch
+from fake_kernels import FakeKernels
+from feature_launch import FeatureLaunch
+from feature_problems import FeatureProblem, problems
 from hypothesis import given, settings
-from listed_general import GROUPS
-from problems_general import GeneralProblem, problems
+from listed_problems import GROUPS
 
 BUILD = make_build((89,))
 ROWS = [row for row in BUILD.rows if row.takes_features and row.dtype == "float16"]
@@ -36,7 +36,7 @@ def kernels(monkeypatch) -> FakeKernels:
 @pytest.mark.parametrize("group", GROUPS)
 def test_a_launch_packs_what_its_tensors_hold(kernels: FakeKernels, group: str):
     for problem in GROUPS[group]:
-        launch = GeneralLaunch.of(ROW, problem, "cpu")
+        launch = FeatureLaunch.of(ROW, problem, "cpu")
         launch.check()
         assert launch.params.splits == (problem.num_splits or 1)
         assert launch.params.pack == (problem.group if problem.pack and problem.blocks is None else 1)
@@ -49,7 +49,7 @@ def test_drawn_problems_are_of_every_kind():
         max_examples=600, derandomize=True, database=None, deadline=None
     )  # the rarest kind is one in 60
     @given(problem=problems())
-    def draw(problem: GeneralProblem) -> None:
+    def draw(problem: FeatureProblem) -> None:
         seen.update(problem.features)
         assert eval(str(problem)) == problem  # what is printed can be run again
 
@@ -74,26 +74,26 @@ def test_drawn_problems_are_of_every_kind():
 
 #: A field that a kernel forgets, and a problem that shows it.
 FORGOTTEN = {
-    "window_left": GeneralProblem(40, 60, window=(5, -1)),
-    "bottom_right": GeneralProblem(40, 60, causal="bottom-right"),
-    "mask": GeneralProblem(mask=("bhqk", "plain")),
-    "bias": GeneralProblem(bias=("bhqk", "float32", "plain")),
-    "prefix_lengths": GeneralProblem(60, 60, causal="top-left", prefix=True),
-    "block_counts": GeneralProblem(70, 200, blocks=(64, 64)),
-    "softcap": GeneralProblem(softcap=0.5),
-    "alibi_slopes": GeneralProblem(alibi="h"),
-    "sinks": GeneralProblem(sinks="high"),
-    "dropout_threshold": GeneralProblem(dropout=0.5),
-    "seqused_q": GeneralProblem(used_q=True, seed=3),
-    "seqused_k": GeneralProblem(used_k=True, seed=3),
-    "leftpad_k": GeneralProblem(leftpad=True, seed=3),
-    "batch_index_k": GeneralProblem(indexed=True, batch=4),
+    "window_left": FeatureProblem(40, 60, window=(5, -1)),
+    "bottom_right": FeatureProblem(40, 60, causal="bottom-right"),
+    "mask": FeatureProblem(mask=("bhqk", "plain")),
+    "bias": FeatureProblem(bias=("bhqk", "float32", "plain")),
+    "prefix_lengths": FeatureProblem(60, 60, causal="top-left", prefix=True),
+    "block_counts": FeatureProblem(70, 200, blocks=(64, 64)),
+    "softcap": FeatureProblem(softcap=0.5),
+    "alibi_slopes": FeatureProblem(alibi="h"),
+    "sinks": FeatureProblem(sinks="high"),
+    "dropout_threshold": FeatureProblem(dropout=0.5),
+    "seqused_q": FeatureProblem(used_q=True, seed=3),
+    "seqused_k": FeatureProblem(used_k=True, seed=3),
+    "leftpad_k": FeatureProblem(leftpad=True, seed=3),
+    "batch_index_k": FeatureProblem(indexed=True, batch=4),
 }
 
 
 @pytest.mark.parametrize("name", FORGOTTEN)
 def test_a_kernel_that_forgets_a_field_is_noticed(kernels: FakeKernels, name: str):
-    launch = GeneralLaunch.of(ROW, FORGOTTEN[name], "cpu")
+    launch = FeatureLaunch.of(ROW, FORGOTTEN[name], "cpu")
     launch.check()
     setattr(launch.params, name, -1 if name.startswith("window") else type(getattr(launch.params, name))(0))
     launch.run()
@@ -102,7 +102,7 @@ def test_a_kernel_that_forgets_a_field_is_noticed(kernels: FakeKernels, name: st
 
 
 def test_outputs_that_nobody_writes_and_stray_writes_are_noticed(kernels: FakeKernels):
-    launch = GeneralLaunch.of(ROW, GeneralProblem(packed_q=True, out_layout="padded"), "cpu")
+    launch = FeatureLaunch.of(ROW, FeatureProblem(packed_q=True, out_layout="padded"), "cpu")
     with pytest.raises(AssertionError):
         launch.errors().check()
     launch.check()

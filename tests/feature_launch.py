@@ -11,12 +11,12 @@ from typing import Any
 
 import gpu
 import oracle
-import oracle_general
+import oracle_features
 import torch
+from feature_problems import DEFAULTS, FeatureProblem, fitted
+from feature_tensors import Call
 from gpu import Guarded
 from problems import GUARD, place
-from problems_general import DEFAULTS, GeneralProblem, fitted
-from tensors_general import Call
 from torch import Tensor
 
 from cutlass_fmha import _C
@@ -41,7 +41,7 @@ LARGEST = 256
 SPLIT_ERROR = 32.0
 
 
-def fit(problem: GeneralProblem, row: _C.Template) -> GeneralProblem:
+def fit(problem: FeatureProblem, row: _C.Row) -> FeatureProblem:
     """The problem as a row can take it."""
     if row.family == "wide":
         return fit_wide(problem, row)
@@ -49,7 +49,7 @@ def fit(problem: GeneralProblem, row: _C.Template) -> GeneralProblem:
     return only_ranges(problem) if row.family == "ranged" else problem
 
 
-def only_ranges(problem: GeneralProblem) -> GeneralProblem:
+def only_ranges(problem: FeatureProblem) -> FeatureProblem:
     """What ranged rows know of a problem: nothing of its scores, and whole vectors."""
 
     def aligned(layout: str) -> str:
@@ -68,7 +68,7 @@ def only_ranges(problem: GeneralProblem) -> GeneralProblem:
     )
 
 
-def fit_wide(p: GeneralProblem, row: _C.Template) -> GeneralProblem:
+def fit_wide(p: FeatureProblem, row: _C.Row) -> FeatureProblem:
     """The problem without what the row does not know, and with head dims that it is for."""
     dims = [min(dim, row.head_dim) for dim in (p.head_dim, p.head_dim_v)]
     if row.head_dim > LARGEST and max(dims) <= LARGEST and p.seed % 2:
@@ -98,17 +98,17 @@ def fit_wide(p: GeneralProblem, row: _C.Template) -> GeneralProblem:
     )
 
 
-def launch_of(row: _C.Template, problem: GeneralProblem, device: torch.device | str) -> GeneralLaunch:
+def launch_of(row: _C.Row, problem: FeatureProblem, device: torch.device | str) -> FeatureLaunch:
     """A launch of a scored or a wide row."""
-    return (WideLaunch if row.family == "wide" else GeneralLaunch).of(row, problem, device)
+    return (WideLaunch if row.family == "wide" else FeatureLaunch).of(row, problem, device)
 
 
 @dataclass
-class GeneralLaunch:
+class FeatureLaunch:
     """One call of ``_C.run``, ready to be made any number of times."""
 
-    row: _C.Template
-    problem: GeneralProblem
+    row: _C.Row
+    problem: FeatureProblem
     call: Call
     out: Guarded
     lse: Guarded | None
@@ -118,7 +118,7 @@ class GeneralLaunch:
     product_error: float = 0.0
 
     @classmethod
-    def of(cls, row: _C.Template, problem: GeneralProblem, device: torch.device | str) -> GeneralLaunch:
+    def of(cls, row: _C.Row, problem: FeatureProblem, device: torch.device | str) -> FeatureLaunch:
         problem = fit(problem, row)
         call = problem.call(gpu.torch_dtype(row), device)
         out, lse = outputs(problem, call, problem.head_dim_v)
@@ -171,11 +171,11 @@ class GeneralLaunch:
 
 
 @dataclass
-class WideLaunch(GeneralLaunch):
+class WideLaunch(FeatureLaunch):
     """One call of ``wide.run`` into guarded outputs, ready to be made any number of times."""
 
     @classmethod
-    def of(cls, row: _C.Template, problem: GeneralProblem, device: torch.device | str) -> WideLaunch:
+    def of(cls, row: _C.Row, problem: FeatureProblem, device: torch.device | str) -> WideLaunch:
         problem = fit_wide(problem, row)
         call = problem.call(gpu.torch_dtype(row), device)
         room = outputs(problem, call, wide.padded(row, call.v.shape[-1]), aligned=True)
@@ -194,11 +194,11 @@ class WideLaunch(GeneralLaunch):
 def compare(call: Call, out: Tensor, lse: Tensor | None, product_error: float = 0.0) -> oracle.Errors:
     """Outputs of a call against fp64."""
     operands = (call.q, call.k, call.v, call.scale, call.causal, call.exact_scores, product_error)
-    return oracle_general.compare(out, lse, *operands, **call.features)
+    return oracle_features.compare(out, lse, *operands, **call.features)
 
 
 def outputs(
-    problem: GeneralProblem, call: Call, width: int, aligned: bool = False
+    problem: FeatureProblem, call: Call, width: int, aligned: bool = False
 ) -> tuple[Guarded, Guarded | None]:
     """Room for O, rows of ``width``, and for the LSE between NaN; ``aligned``: for 16-byte stores."""
     packed = problem.packed_q
@@ -225,7 +225,7 @@ def _strides(x: Tensor) -> tuple[int, int, int]:
     return (0, strides[0], strides[1]) if len(strides) == 2 else (strides[0], strides[1], strides[2])
 
 
-def _params(problem: GeneralProblem, call: Call, out: Tensor, lse: Tensor | None) -> _C.AttentionParams:
+def _params(problem: FeatureProblem, call: Call, out: Tensor, lse: Tensor | None) -> _C.AttentionParams:
     p, features = _C.AttentionParams(), call.features
     for name, tensor in (("q", call.q), ("k", call.k), ("v", call.v), ("o", out)):
         setattr(p, name, tensor.data_ptr())
@@ -243,7 +243,7 @@ def _params(problem: GeneralProblem, call: Call, out: Tensor, lse: Tensor | None
             setattr(p, place_of, tensor.data_ptr())
     _add_strides(p, problem, features)
     if problem.dropout:
-        p.dropout_threshold = oracle_general.dropped_of_65536(problem.dropout)
+        p.dropout_threshold = oracle_features.dropped_of_65536(problem.dropout)
         p.dropout_scale = 65536 / (65536 - p.dropout_threshold)
     if problem.pack and problem.group and problem.blocks is None:
         p.pack = problem.group
@@ -255,7 +255,7 @@ def _params(problem: GeneralProblem, call: Call, out: Tensor, lse: Tensor | None
     return p
 
 
-def _add_strides(p: _C.AttentionParams, problem: GeneralProblem, features: dict[str, Any]) -> None:
+def _add_strides(p: _C.AttentionParams, problem: FeatureProblem, features: dict[str, Any]) -> None:
     """How masks, biases, lists, slopes and tables lie."""
     whole = (problem.batch, problem.num_heads, problem.seqlen_q, problem.capacity)
     for name in ("mask", "bias"):
@@ -276,5 +276,5 @@ def _add_strides(p: _C.AttentionParams, problem: GeneralProblem, features: dict[
             p.block_counts = p.block_indices = 0
 
 
-def without_splits(problem: GeneralProblem) -> GeneralProblem:
+def without_splits(problem: FeatureProblem) -> FeatureProblem:
     return replace(problem, num_splits=1)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from feature_problems import EXACT_FILLS, HEAD_DIMS, LAYOUTS, MEMORY, SMALL_MEMORY
+from feature_problems import FeatureProblem as P
 from problems import CAUSAL, FILLS
-from problems_general import EXACT_FILLS, HEAD_DIMS, LAYOUTS, MEMORY, SMALL_MEMORY
-from problems_general import GeneralProblem as P
 
 
 def _masks() -> list[P]:

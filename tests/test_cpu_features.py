@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import oracle_general
+import oracle_features
 import pytest
 import torch
-from general import compare
+from feature_launch import compare
+from feature_problems import FeatureProblem, problems
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from listed_general import GROUPS
-from problems_general import GeneralProblem, problems
+from listed_problems import GROUPS
 from torch import Tensor
 
 from cutlass_fmha import attention
@@ -43,7 +43,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> tuple[Tensor, Te
     out, lse = attention(q, k, v, return_lse=True, **arguments)
     assert out.is_contiguous() and lse.is_contiguous()
     arguments["causal"] = arguments.get("causal", "none")
-    oracle_general.compare(out, lse, q, k, v, **arguments).check()
+    oracle_features.compare(out, lse, q, k, v, **arguments).check()
     return out, lse
 
 
@@ -256,7 +256,7 @@ def test_dropout_is_a_function_of_the_seed_and_the_place():
 # ---- mixes -------------------------------------------------------------------------------------------------
 
 
-def check_problem(problem: GeneralProblem, dtype: torch.dtype) -> None:
+def check_problem(problem: FeatureProblem, dtype: torch.dtype) -> None:
     call = problem.call(dtype, "cpu")
     said = {"scale": call.scale, "causal": call.causal, **call.features}
     out, lse = attention(call.q, call.k, call.v, return_lse=True, **said)
@@ -270,8 +270,8 @@ def test_listed_mixes(group: str):
         check_problem(problem, DTYPES[number % 3])
 
 
-@example(GeneralProblem(1, 1, scale=1.0, fill="constant"), torch.float16)
+@example(FeatureProblem(1, 1, scale=1.0, fill="constant"), torch.float16)
 @given(problem=problems(longest=300), dtype=st.sampled_from(DTYPES[:3]))
 @settings(max_examples=200)
-def test_drawn_mixes(problem: GeneralProblem, dtype: torch.dtype):
+def test_drawn_mixes(problem: FeatureProblem, dtype: torch.dtype):
     check_problem(problem, dtype)

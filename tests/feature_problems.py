@@ -1,6 +1,6 @@
 """Attention problems with features: what is asked, which numbers, and how everything lies in memory.
 
-As in ``problems.py``, a problem is data. ``tensors_general.py`` makes its tensors, ``listed_general.py`` has
+As in ``problems.py``, a problem is data. ``feature_tensors.py`` makes its tensors, ``listed_problems.py`` has
 the problems that every row is run on.
 """
 
@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+from feature_tensors import Call, Maker
 from hypothesis import strategies as st
 from problems import CAUSAL
-from tensors_general import Call, Maker
 
 EXACT_FILLS = ("large", "huge")
 MEMORY = ("plain", "expanded", "missing", "transposed", "padded", "strided", "overlapping")
@@ -35,7 +35,7 @@ class Lengths(NamedTuple):
 
 
 @dataclass(frozen=True)
-class GeneralProblem:
+class FeatureProblem:
     """One call of attention, but for the dtype. Lengths are those of the longest sequence."""
 
     seqlen_q: int = 33
@@ -93,7 +93,7 @@ class GeneralProblem:
             for name, default in DEFAULTS.items()
             if getattr(self, name) != default
         )
-        return f"GeneralProblem({', '.join(said)})"
+        return f"FeatureProblem({', '.join(said)})"
 
     @property
     def features(self) -> list[str]:
@@ -161,7 +161,7 @@ class GeneralProblem:
         return Lengths(rows_q, used_q, rows_k, used_k, padding)
 
 
-DEFAULTS = {name: entry.default for name, entry in GeneralProblem.__dataclass_fields__.items()}
+DEFAULTS = {name: entry.default for name, entry in FeatureProblem.__dataclass_fields__.items()}
 REPORTED = (
     *("window", "mask", "bias", "prefix", "blocks", "blocks_beyond", "softcap", "alibi", "sinks", "dropout"),
     *("packed_q", "packed_k", "used_q", "used_k", "leftpad", "page_size", "indexed", "pack"),
@@ -184,8 +184,8 @@ FILLS_WITHOUT_A_SCALE = (
 
 
 def fitted(
-    problem: GeneralProblem, head_dim: int, head_dim_v: int, block_m: int, block_n: int
-) -> GeneralProblem:
+    problem: FeatureProblem, head_dim: int, head_dim_v: int, block_m: int, block_n: int
+) -> FeatureProblem:
     """The problem as a row can take it that has these head dims at most and divides blocks of these sizes."""
     blocks = problem.blocks
     if blocks is not None:
@@ -200,7 +200,7 @@ def sometimes(values: st.SearchStrategy[Any], nothing: Any = None) -> st.SearchS
 
 
 @st.composite
-def problems(draw: st.DrawFn, longest: int = 700) -> GeneralProblem:
+def problems(draw: st.DrawFn, longest: int = 700) -> FeatureProblem:
     """Any mixture of features, of moderate size. Shrinks towards a plain problem."""
     length = st.one_of(st.integers(0, 40), st.integers(0, 300), st.integers(0, longest))
     decode = draw(st.booleans())
@@ -213,7 +213,7 @@ def problems(draw: st.DrawFn, longest: int = 700) -> GeneralProblem:
     dims = st.sets(st.sampled_from("bhqk")).map(lambda names: "".join(x for x in "bhqk" if x in names))
     memory = st.sampled_from(MEMORY)
     side = st.one_of(st.just(-1), st.integers(0, 30), st.integers(0, longest))
-    problem = GeneralProblem(
+    problem = FeatureProblem(
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
         batch=draw(st.integers(1, 4)),
@@ -254,6 +254,6 @@ def problems(draw: st.DrawFn, longest: int = 700) -> GeneralProblem:
     return replace(problem, layout=draw(st.sampled_from(layouts)))
 
 
-def has_lengths(p: GeneralProblem) -> bool:
+def has_lengths(p: FeatureProblem) -> bool:
     """Whether sequences differ in which of their rows count."""
     return bool(p.packed_q or p.packed_k or p.used_q or p.used_k or p.leftpad or p.page_size or p.indexed)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from oracle_general import kept
+from oracle_features import kept
 from torch import Tensor
 
 from cutlass_fmha import _C
@@ -96,19 +96,19 @@ class FakeKernels:
         """The launches of scored rows, or of the others."""
         return [x for x in self.launches if self.build.rows[x.row].takes_features == scored]
 
-    def __call__(self, row: int, params: _C.AttentionParams, device: int, stream: int) -> None:
-        template = self.build.rows[row]
-        if template.takes_features:
-            assert params.head_dim <= template.head_dim and params.head_dim_v <= template.head_dim_v
+    def __call__(self, index: int, params: _C.AttentionParams, device: int, stream: int) -> None:
+        row = self.build.rows[index]
+        if row.takes_features:
+            assert params.head_dim <= row.head_dim and params.head_dim_v <= row.head_dim_v
         else:
             nothing = _C.AttentionParams()
-            assert params.head_dim == params.head_dim_v == template.head_dim
+            assert params.head_dim == params.head_dim_v == row.head_dim
             assert all(getattr(params, name) == getattr(nothing, name) for name in NOT_OF_PLAIN_ROWS)
-        self.launches.append(Launched(row, params.copy(), device, stream))
+        self.launches.append(Launched(index, params.copy(), device, stream))
         if params.splits > 1:
             self.touch_parts(params)
         for b in range(params.batch if self.compute and params.num_heads else 0):
-            self.sequence(params, getattr(torch, template.dtype), self.locate(params, b))
+            self.sequence(params, getattr(torch, row.dtype), self.locate(params, b))
 
     def touch_parts(self, p: _C.AttentionParams) -> None:
         """Whoever allocated too little for the parts of split keys loses something else."""

@@ -10,10 +10,10 @@ import math
 from typing import Any
 
 import gpu
-import oracle_general
+import oracle_features
 import pytest
 import torch
-from oracle_support import assert_merged, assert_rotated, bits, places
+from oracle_helpers import assert_merged, assert_rotated, bits, places
 from problems import GUARD, place
 from torch import Tensor
 
@@ -477,7 +477,7 @@ def test_a_step_over_a_cache(kind: str, dtype: torch.dtype):
     )  # fmt: skip
     turned = rotary(query, cos, sin, lengths)
     written = {"seqused_k": lengths + 5, **append.places}
-    errors = oracle_general.compare(output, lse, turned, k_cache, v_cache, causal="bottom-right", **written)
+    errors = oracle_features.compare(output, lse, turned, k_cache, v_cache, causal="bottom-right", **written)
     errors.check()
 
 
@@ -490,7 +490,7 @@ def test_cascade_over_a_shared_prefix(dtype: torch.dtype):
         torch.cat((shared.expand(3, 40, 2, 64), own), 1) for shared, own in ((k_shared, k), (v_shared, v))
     ]
     # Each part is rounded before they merge: as much again as attention alone may be off.
-    errors = oracle_general.compare(output, lse, q, *whole, causal="bottom-right")
+    errors = oracle_features.compare(output, lse, q, *whole, causal="bottom-right")
     assert errors.worst <= 2.0, errors
 
     own = cutlass_fmha.attention(q, k, v, causal=True, return_lse=True)

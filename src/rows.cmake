@@ -2,7 +2,7 @@
 # pair, all from the same source and the same configuration. See config.h for what a column means.
 #
 # A row's name is made from its line: fwd_sm<arch>_<f16|bf16>_d<head_dim>_m<tile_m>n<tile_n>w<warps>[k<kv_warps>][_element|_tma][_pdl|_ranged|_scored].
-# Selection, tests and tools read the compiled table (_C.templates()): no other file lists kernels.
+# Selection, tests and tools read the compiled table (_C.rows()): no other file lists kernels.
 
 # Copies by TMA and overlapping launches (`_pdl`) begin with sm_90. There, rows by cp.async are left out that were slower
 # than one by TMA everywhere, except for the largest tile of head dim 64, with which to compare; that of 128 spills there.

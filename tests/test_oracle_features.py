@@ -1,4 +1,4 @@
-"""The general oracle against hand-computed cases, the plain one and torch, and against planted defects."""
+"""The oracle with features against hand-computed cases, the plain oracle and torch, and planted defects."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import oracle
-import oracle_general
+import oracle_features
 import pytest
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ def seen(n_q: int, n_k: int, causal: str = "none", **features: Any) -> list[str]
     """Which keys each query sees, read off the outputs: keys score the same, and value j is 2^j."""
     q, k = torch.zeros(1, n_q, 1, 1, dtype=torch.float64), torch.zeros(1, n_k, 1, 1, dtype=torch.float64)
     v = 2.0 ** torch.arange(n_k, dtype=torch.float64).view(1, -1, 1, 1)
-    out, lse = oracle_general.attention(q, k, v, 1.0, causal, **features)
+    out, lse = oracle_features.attention(q, k, v, 1.0, causal, **features)
     numbers = (out[0, :, 0, 0] * lse[0, 0].exp()).round().int().tolist()
     return ["".join("x" if number >> j & 1 else "." for j in range(n_k)) for number in numbers]
 
@@ -76,14 +76,14 @@ def test_lengths_by_hand():
         ".....",
     ]
     # Keys are counted from the first one behind the padding, and the last query sees the last key.
-    out, lse = oracle_general.attention(
+    out, lse = oracle_features.attention(
         torch.zeros(1, 1, 1, 1),
         torch.zeros(1, 5, 1, 1),
         torch.arange(5.0).view(1, 5, 1, 1),
         leftpad_k=ints(3),
     )
     assert out.item() == 3.5 and lse.item() == pytest.approx(math.log(2.0))
-    out, lse = oracle_general.attention(
+    out, lse = oracle_features.attention(
         torch.zeros(1, 1, 1, 1),
         torch.zeros(1, 5, 1, 1),
         torch.ones(1, 5, 1, 1),
@@ -95,17 +95,17 @@ def test_lengths_by_hand():
 
 def test_scores_by_hand():
     q, k, v = one_row(0.0, 1.0)
-    _, lse = oracle_general.attention(q, k, v, 1.0, softcap=2.0)
+    _, lse = oracle_features.attention(q, k, v, 1.0, softcap=2.0)
     assert lse.item() == pytest.approx(math.log(1.0 + math.exp(2.0 * math.tanh(0.5))))
-    _, lse = oracle_general.attention(q, k, v, 3.0, softcap=2.0, bias=torch.tensor([5.0, 7.0]))
+    _, lse = oracle_features.attention(q, k, v, 3.0, softcap=2.0, bias=torch.tensor([5.0, 7.0]))
     assert lse.item() == pytest.approx(math.log(math.exp(5.0) + math.exp(7.0 + 2.0 * math.tanh(1.5))))
     # One query at the end of two keys stands at key 1; with "top-left" at key 0.
     slope = torch.tensor([0.5])
-    _, lse = oracle_general.attention(q, k, v, 1.0, alibi_slopes=slope)
+    _, lse = oracle_features.attention(q, k, v, 1.0, alibi_slopes=slope)
     assert lse.item() == pytest.approx(math.log(math.exp(-0.5) + math.exp(1.0)))
-    _, lse = oracle_general.attention(q, k[:, :1], v[:, :1], 1.0, "top-left", alibi_slopes=slope)
+    _, lse = oracle_features.attention(q, k[:, :1], v[:, :1], 1.0, "top-left", alibi_slopes=slope)
     assert lse.item() == pytest.approx(0.0)
-    out, lse = oracle_general.attention(q, k, v, 1.0, sinks=torch.tensor([0.0]))
+    out, lse = oracle_features.attention(q, k, v, 1.0, sinks=torch.tensor([0.0]))
     assert lse.item() == pytest.approx(math.log(2.0 + math.e))
     assert out.item() == pytest.approx((1.0 + 10.0 * math.e) / (2.0 + math.e))
 
@@ -114,8 +114,8 @@ def test_dropout_by_hand(monkeypatch: pytest.MonkeyPatch):
     q, k, v = one_row(0.0, 0.0, 0.0, 0.0)
     import numpy as np
 
-    monkeypatch.setattr(oracle_general, "kept", lambda *_: np.array([[[True, False, True, False]]]))
-    out, lse = oracle_general.attention(q, k, v, 1.0, dropout_p=0.25, dropout_seed=1)
+    monkeypatch.setattr(oracle_features, "kept", lambda *_: np.array([[[True, False, True, False]]]))
+    out, lse = oracle_features.attention(q, k, v, 1.0, dropout_p=0.25, dropout_seed=1)
     assert out.item() == pytest.approx(101.0 / 4 / 0.75) and lse.item() == pytest.approx(math.log(4.0))
 
 
@@ -126,7 +126,7 @@ def test_dropout_by_hand(monkeypatch: pytest.MonkeyPatch):
 def test_without_features_it_is_the_plain_oracle(causal: str):
     q, k, v = tensors()
     for ours, plain in zip(
-        oracle_general.attention(q, k, v, 0.3, causal), oracle.attention(q, k, v, 0.3, causal), strict=True
+        oracle_features.attention(q, k, v, 0.3, causal), oracle.attention(q, k, v, 0.3, causal), strict=True
     ):
         torch.testing.assert_close(ours, plain, rtol=1e-14, atol=1e-14)
 
@@ -136,15 +136,15 @@ def test_masks_and_biases_agree_with_torch():
     bias = randn(2, 4, 20, 50).masked_fill(randn(20, 50, seed=3) > 1.0, -math.inf)
     heads_first = (x.transpose(1, 2) for x in (q, k, v))
     expected = F.scaled_dot_product_attention(*heads_first, attn_mask=bias, enable_gqa=True).transpose(1, 2)
-    torch.testing.assert_close(oracle_general.attention(q, k, v, bias=bias)[0], expected)
+    torch.testing.assert_close(oracle_features.attention(q, k, v, bias=bias)[0], expected)
     mask = bias > -math.inf
-    out, _ = oracle_general.attention(q, k, v, bias=bias.nan_to_num(9.0, 9.0, 9.0), mask=mask)
+    out, _ = oracle_features.attention(q, k, v, bias=bias.nan_to_num(9.0, 9.0, 9.0), mask=mask)
     torch.testing.assert_close(out, expected)
 
 
 def test_sequences_are_found_wherever_they_are():
     q, k, v = tensors()
-    expected = oracle_general.attention(q, k, v, causal="bottom-right", seqused_k=ints(30, 7))
+    expected = oracle_features.attention(q, k, v, causal="bottom-right", seqused_k=ints(30, 7))
     pages = [x.reshape(20, 5, 2, 16).flip(0) for x in (k, v)]
     table = torch.arange(19, -1, -1, dtype=torch.int32).view(2, 10)
     table[1, 2:] = -1
@@ -159,9 +159,9 @@ def test_sequences_are_found_wherever_they_are():
             {"leftpad_k": ints(2, 2), "seqused_k": ints(32, 9)},
         ),
     ]:
-        ours = oracle_general.attention(q, keys, values, causal="bottom-right", **said)
+        ours = oracle_features.attention(q, keys, values, causal="bottom-right", **said)
         assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
-    out, lse = oracle_general.attention(
+    out, lse = oracle_features.attention(
         q.flatten(0, 1), k, v, causal="bottom-right", cu_seqlens_q=ints(0, 20, 39), seqused_k=ints(30, 7)
     )
     assert torch.equal(out[:20], expected[0][0]) and torch.equal(lse[:, :20], expected[1][0])
@@ -201,10 +201,10 @@ def a_good_result(
     q: Tensor, k: Tensor, v: Tensor, causal: str = "bottom-right", **features: Any
 ) -> tuple[Tensor, Tensor]:
     """What kernels do: all in fp32, P rounded relative to the row's maximum, not normalised."""
-    f = oracle_general.Features(**features)
+    f = oracle_features.Features(**features)
     out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=q.dtype)
     lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -math.inf)
-    for s in oracle_general.sequences(q, k, v, None, causal, f):
+    for s in oracle_features.sequences(q, k, v, None, causal, f):
         rows = slice(0, len(s.q))
         scores = s.scores(rows, torch.float32).masked_fill(~s.visible(rows), -math.inf)
         top = scores.amax(-1, keepdim=True).clamp_min(-1e30 if f.sinks is None else -10.0)
@@ -231,9 +231,9 @@ def problem(dtype: torch.dtype) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str
 def test_a_good_result_passes(dtype: torch.dtype):
     inputs, features = problem(dtype)
     out, lse = a_good_result(*inputs, **features)
-    errors = oracle_general.compare(out, lse, *inputs, **features).check()
+    errors = oracle_features.compare(out, lse, *inputs, **features).check()
     assert errors.out_ratio > 0.0 and errors.lse_ratio > 0.0
-    assert oracle_general.compare(out, None, *inputs, **features).lse == 0.0
+    assert oracle_features.compare(out, None, *inputs, **features).lse == 0.0
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
@@ -243,10 +243,10 @@ def test_a_defect_is_caught(name: str, dtype: torch.dtype):
     wrong = DEFECTS[name] if name != "bias of the next key" else {"bias": features["bias"].roll(1, -1)}
     out, lse = a_good_result(*inputs, **(features | wrong))
     with pytest.raises(AssertionError, match="times the tolerance"):
-        oracle_general.compare(out, lse, *inputs, **features).check()
+        oracle_features.compare(out, lse, *inputs, **features).check()
     if name != "a query too many":  # its rows alone are wrong
         with pytest.raises(AssertionError, match="times the tolerance"):
-            oracle_general.compare(out, None, *inputs, **features).check()
+            oracle_features.compare(out, None, *inputs, **features).check()
 
 
 @pytest.mark.parametrize("dim", [1, 2, 8])
@@ -258,7 +258,7 @@ def test_short_heads_are_judged_fairly(dtype: torch.dtype, dim: int):
         q, k = randn(1, 300, 1, 16, dtype=dtype, seed=seed), randn(1, 300, 1, 16, dtype=dtype, seed=seed + 50)
         v = randn(1, 300, 1, dim, dtype=dtype, seed=seed + 100)
         out, lse = a_good_result(q, k, v)
-        worst = max(worst, oracle_general.compare(out, lse, q, k, v, causal="bottom-right").check().worst)
+        worst = max(worst, oracle_features.compare(out, lse, q, k, v, causal="bottom-right").check().worst)
     assert worst > 0.3
 
 
@@ -266,15 +266,15 @@ def test_huge_biases_of_hidden_keys_grant_nothing():
     q, k, v = tensors(dtype=torch.float16)
     bias = torch.zeros(50).index_fill(0, torch.arange(25), -1e30)
     out, lse = a_good_result(q, k, v, bias=bias)
-    oracle_general.compare(out, lse, q, k, v, causal="bottom-right", bias=bias).check()
+    oracle_features.compare(out, lse, q, k, v, causal="bottom-right", bias=bias).check()
     with pytest.raises(AssertionError, match="times the tolerance"):
-        oracle_general.compare(out * 1.01, lse, q, k, v, causal="bottom-right", bias=bias).check()
+        oracle_features.compare(out * 1.01, lse, q, k, v, causal="bottom-right", bias=bias).check()
 
 
 def test_large_biases_grant_their_rounding():
     q, k, v = tensors(dtype=torch.float16)
     out, lse = a_good_result(q, k, v, bias=torch.tensor([4096.3]))
-    oracle_general.compare(out, lse, q, k, v, causal="bottom-right", bias=torch.tensor([4096.3])).check()
+    oracle_features.compare(out, lse, q, k, v, causal="bottom-right", bias=torch.tensor([4096.3])).check()
     shifted = lse - 4096.3
     assert not torch.allclose(shifted, a_good_result(q, k, v)[1], rtol=0, atol=1e-5)
 
@@ -285,8 +285,8 @@ def test_products_of_less_precision_are_granted_their_error():
     coarse = [x * 4097 - (x * 4097 - x) for x in inputs]  # Dekker's splitting
     out, lse = a_good_result(*coarse)
     with pytest.raises(AssertionError, match="times the tolerance"):
-        oracle_general.compare(out, lse, *inputs, causal="bottom-right").check()
-    oracle_general.compare(out, lse, *inputs, causal="bottom-right", product_error=2**13).check()
+        oracle_features.compare(out, lse, *inputs, causal="bottom-right").check()
+    oracle_features.compare(out, lse, *inputs, causal="bottom-right", product_error=2**13).check()
 
 
 def test_what_overflows_is_infinite():
@@ -295,22 +295,22 @@ def test_what_overflows_is_infinite():
     out, lse = a_good_result(q, k, v.clamp(-2, 2) * 30000, **features)
     assert out.isinf().any() and not out.isinf().all()
     arguments = (lse, q, k, v.clamp(-2, 2) * 30000)
-    oracle_general.compare(out, *arguments, causal="bottom-right", **features).check()
+    oracle_features.compare(out, *arguments, causal="bottom-right", **features).check()
     for wrong in (-out, out.nan_to_num(0.0, 0.0, 0.0), out.where(out != out.abs().amin(), math.inf)):
         with pytest.raises(AssertionError, match="times the tolerance"):
-            oracle_general.compare(wrong, *arguments, causal="bottom-right", **features).check()
+            oracle_features.compare(wrong, *arguments, causal="bottom-right", **features).check()
 
 
 def test_rows_out_of_use_must_be_exact():
     q, k, v = tensors(dtype=torch.float16)
     out, lse = a_good_result(q, k, v, seqused_q=ints(5, 20))
     arguments = {"causal": "bottom-right", "seqused_q": ints(5, 20)}
-    oracle_general.compare(out, lse, q, k, v, **arguments).check()
+    oracle_features.compare(out, lse, q, k, v, **arguments).check()
     for tensor, index in [(out, (0, 5, 0, 0)), (lse, (0, 1, 7))]:
         before = tensor[index].clone()
         tensor[index] = 1e-7
         with pytest.raises(AssertionError, match="inf times the tolerance"):
-            oracle_general.compare(out, lse, q, k, v, **arguments).check()
+            oracle_features.compare(out, lse, q, k, v, **arguments).check()
         tensor[index] = before
 
 
@@ -321,17 +321,17 @@ def test_nan_is_an_error():
         wrong = [out.clone(), lse.clone()]
         wrong[index].view(-1)[3] = math.nan
         with pytest.raises(AssertionError, match="times the tolerance"):
-            oracle_general.compare(*wrong, q, k, v, causal="bottom-right").check()
+            oracle_features.compare(*wrong, q, k, v, causal="bottom-right").check()
 
 
 def test_shapes_and_dtypes_are_checked():
     q, k, v = tensors(dtype=torch.float16)
     out, lse = a_good_result(q, k, v)
     with pytest.raises(AssertionError, match=r"output is \[2, 19, 4, 16\] float16 on cpu, expected"):
-        oracle_general.compare(out[:, :19], lse, q, k, v).check()
+        oracle_features.compare(out[:, :19], lse, q, k, v).check()
     with pytest.raises(
         AssertionError, match=r"softmax_lse is \[2, 4, 20\] float64 .* expected \[2, 4, 20\] float32"
     ):
-        oracle_general.compare(out, lse.double(), q, k, v).check()
+        oracle_features.compare(out, lse.double(), q, k, v).check()
     with pytest.raises(TypeError, match="windows"):
-        oracle_general.compare(out, lse, q, k, v, windows=(1, 1))
+        oracle_features.compare(out, lse, q, k, v, windows=(1, 1))

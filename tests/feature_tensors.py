@@ -1,4 +1,4 @@
-"""The tensors of ``problems_general.GeneralProblem``: their numbers, and how they lie in memory.
+"""The tensors of ``feature_problems.FeatureProblem``: their numbers, and how they lie in memory.
 
 As in ``problems.py``, every tensor lies inside a buffer of NaN, or of numbers that would be noticed. Rows of
 a tensor that are no sequence's, that a length leaves out or that pad it, and pages that nobody has, are NaN
@@ -20,7 +20,7 @@ from problems import FILLS, GUARD, place
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from problems_general import GeneralProblem, Lengths
+    from feature_problems import FeatureProblem, Lengths
 
 #: A number of an int32 vector that stands where nothing is to be read: wrong, but within all tensors.
 NOBODY = 1
@@ -44,7 +44,7 @@ class Call(NamedTuple):
 class Maker:
     """Makes the tensors of one problem, each from the numbers that its seed gives."""
 
-    problem: GeneralProblem
+    problem: FeatureProblem
     dtype: torch.dtype
     device: torch.device | str
     chance: random.Random = field(init=False)
