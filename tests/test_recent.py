@@ -53,8 +53,9 @@ problems = st.builds(
     alignment=st.sampled_from((2, 16)),
     head_dim_v=st.sampled_from((None, 64)),
     features=st.lists(st.sampled_from(tuple(FEATURES)), max_size=2, unique=True).map(tuple),
+    window=st.sampled_from(((-1, -1), (100, 0), (700, 2000), (-1, 300))),
     key_span=st.sampled_from((0, MAX_KEY_SPAN, MAX_KEY_SPAN + 1)),
-)
+).map(lambda each: each if "window" in each.features else replace(each, window=(-1, -1)))
 gpus = st.sampled_from(("l4", "h200", "rtx5090")).map(PRESETS.__getitem__)
 
 
@@ -84,12 +85,13 @@ def test_a_choice_is_that_of_its_class_of_lengths_and_costs_little(problem, gpu)
 @given(problems, gpus)
 @example(Problem(1, 2753, 225, 8, 2, 40, "float16", "bottom-right", 2), PRESETS["l4"])  # few tiles see a key
 @example(Problem(3, 65, 5807, 8, 8, 64, "float16", "bottom-right", 2, features=("bias",)), PRESETS["h200"])
+@example(Problem(6, 1039, 1039, 4, 4, 128, "bfloat16", "top-left"), PRESETS["h200"])
+@example(Problem(8, 3000, 3000, 8, 8, 64, "float16", features=("window",), window=(100, 0)), PRESETS["l4"])
 def test_a_launch_costs_no_less_than_its_bounds(problem, gpu):
     """Rows whose bound is above another's price are never played through."""
     build, known = tables.this_build(), store.for_device(gpu)
     for row in eligibility.eligible_rows(problem, gpu, build):
-        of = eligibility.family(row)
-        offer = of.offer(row, problem, gpu, of.prices(row, problem, gpu, known))
+        offer = eligibility.family(row).offers(row, problem, gpu, known)(problem)
         slack = 1 + 1e-9
         assert 0 <= offer.bound() <= offer.least() * slack <= offer.us() * slack**2
 
@@ -98,9 +100,9 @@ def test_a_length_never_seen_before_is_priced_only_where_its_class_is_new(monkey
     priced: list[Problem] = []
     cheapest = choose.cheapest
 
-    def counting(asked, problem, device):
+    def counting(asked, problem):
         priced.append(problem)
-        return cheapest(asked, problem, device)
+        return cheapest(asked, problem)
 
     monkeypatch.setattr(choose, "cheapest", counting)
     problem = Problem(2, 0, 0, 16, 16, 128, "bfloat16", "bottom-right")

@@ -3,6 +3,6 @@
 How costs are measured and fitted is ``calibrate``'s.
 """
 
-from cutlass_fmha.cost.model import BYTES_PER_ELEMENT, PRICES, Counts, Launch, RowCost, count, predict
+from cutlass_fmha.cost.model import BYTES_PER_ELEMENT, PRICES, Counts, Priced, RowCost, count, predict
 
-__all__ = ["BYTES_PER_ELEMENT", "PRICES", "Counts", "Launch", "RowCost", "count", "predict"]
+__all__ = ["BYTES_PER_ELEMENT", "PRICES", "Counts", "Priced", "RowCost", "count", "predict"]

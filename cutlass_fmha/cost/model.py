@@ -23,14 +23,13 @@ that can has to read them. All prices are linear up to the square root: a few do
 
 from __future__ import annotations
 
-import functools
 import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from cutlass_fmha.dispatch.blocks import Kind, causal_totals, divide, kinds
+from cutlass_fmha.dispatch.blocks import Division, Kind, divide, divides_tail, kinds, packed_heads, totals
 from cutlass_fmha.dispatch.device import KIB, Device
 
 if TYPE_CHECKING:
@@ -45,9 +44,12 @@ in an L2 cache of 50 MB."""
 MAX_WAVES, MAX_MASKED_WAVES = 32, 6
 """Blocks per place from which on a launch is not played through but averaged. With a mask, early blocks are
 long and late ones short, so that places end together much sooner."""
+ROUNDED = 1 - 1e-12
+"""Sums of floats that should be equal may differ by that much: a bound is no more than what it bounds."""
 
 Kinds = Sequence[tuple[int, float, float]]
 """Blocks that are launched one after another: how many are alike, ``block`` and ``step`` of each."""
+NONE_LEFT = (0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -106,93 +108,131 @@ class Counts(NamedTuple):
     warp_steps: float
 
 
+class Priced:
+    """A row at its prices on a device: what all of its launches have in common."""
+
+    def __init__(self, row: Row, device: Device, cost: RowCost) -> None:
+        self.row, self.device, self.cost = row, device, cost
+        self.places = device.sm_count * cost.resident
+        #: Of keys and values, in a step.
+        self.bytes_loaded = row.tile_n * row.kv_warps * (row.head_dim + row.head_dim_v) * BYTES_PER_ELEMENT
+        #: Whether a launch may divide the keys of its tiles, or of the last ones.
+        self.divides_keys = row.takes_features and row.scored
+        self.divides_tail = not row.takes_features and divides_tail(row, device)
+
+    def __call__(self, problem: Problem) -> Launch:
+        return Launch(self, problem)
+
+
 class Launch:
     """A row's launch for a problem. What it costs at least is known before it is played through."""
 
-    def __init__(self, row: Row, problem: Problem, device: Device, cost: RowCost) -> None:
-        self._row, self._problem, self._cost, self._sms = row, problem, cost, device.sm_count
+    def __init__(self, of: Priced, problem: Problem) -> None:
+        self._of, self._problem = of, problem
         self._even = not problem.is_ranged
         self._most = MAX_WAVES if self._even else MAX_MASKED_WAVES
-        self._division = divide(row, problem, device)
+        self._divided: Division | None = None
+        self._found: list[Kind] | None = None
 
     def bound(self) -> float:
-        """Microseconds at least, in a tenth of the time that they take."""
-        if self._even or max(self._problem.window) >= 0:
-            return self.least()
-        found = causal_totals(self._row, self._problem, self._division)
+        """Microseconds at least, before it is known what is divided, in a tenth of the time."""
+        row, problem = self._of.row, self._problem
+        found = totals(row, problem, packed_heads(row, problem))
         if found is None:
             return 0.0
-        return self._at_least(*found)
+        first, sums = found
+        may_divide = self._of.divides_keys or (self._even and self._of.divides_tail)
+        return self._at_least(None if may_divide else first, sums, 1, 0)
 
     def least(self) -> float:
         """The same of the blocks that are played through: if all places, and all SMs, ended together."""
-        if not self._kinds:
+        kinds = self._kinds()
+        if not kinds:
             return 0.0
         total = 0
         blocks = steps = warp_blocks = warp_steps = 0.0
-        for number, block, step, warp_block, warp_step in self._kinds:
+        for number, block, step, warp_block, warp_step in kinds:
             total += number
             blocks += number * block
             steps += number * step
             warp_blocks += number * warp_block
             warp_steps += number * warp_step
-        first = next(kind for kind in self._kinds if kind[0])
-        return self._at_least(first, (total, blocks, steps, warp_blocks, warp_steps))
+        first = kinds[0] if kinds[0][0] else kinds[1]  # all may be tiles of a tail
+        return self._at_least(first, (total, blocks, steps, warp_blocks, warp_steps), *self._parts())
 
-    def _at_least(self, first: Kind, sums: Kind) -> float:
+    def _at_least(self, first: Kind | None, sums: Kind, splits: int, tail_rows: int) -> float:
         """By the work of all blocks; and by the first of them alone, where they are not averaged."""
-        cost, sms = self._cost, self._sms
+        of, cost = self._of, self._of.cost
         total, blocks, steps, warp_blocks, warp_steps = sums
-        places = sms * cost.resident
-        waiting = (blocks * cost.block + steps * cost.step) / places
-        work = (warp_blocks * cost.warp_block + warp_steps * cost.warp_step) / sms
-        if total <= places * self._most:
+        waiting = (blocks * cost.block + steps * cost.step) / of.places
+        work = (warp_blocks * cost.warp_block + warp_steps * cost.warp_step) / of.device.sm_count
+        if first and total <= of.places * self._most:
             _, block, step, warp_block, warp_step = first
             waiting = max(waiting, block * cost.block + step * cost.step)
             work = max(work, warp_block * cost.warp_block + warp_step * cost.warp_step)
-        return cost.once(*self._once(steps)) + math.hypot(waiting, work)
+        launches, cold, megabytes, megabytes_again = self._once(steps, splits, tail_rows)
+        return (
+            cost.launch * launches
+            + cost.cold * cold
+            + cost.traffic * megabytes
+            + cost.again * megabytes_again
+            + math.hypot(waiting, work)
+        ) * ROUNDED
 
-    @functools.cached_property
+    def _division(self) -> Division:
+        if (found := self._divided) is None:
+            found = self._divided = divide(self._of.row, self._problem, self._of.device)
+        return found
+
     def _kinds(self) -> list[Kind]:
-        return kinds(self._row, self._problem, self._division)
+        if (found := self._found) is None:
+            found = self._found = kinds(self._of.row, self._problem, self._division())
+        return found
 
-    def _once(self, steps: float) -> tuple[int, float, float, float]:
+    def _parts(self) -> tuple[int, int]:
+        """Into how many the keys are divided, and the rows of O that those of a tail leave."""
+        division = self._division()
+        return division.splits, division.tail.rows(self._of.row) if division.tail else 0
+
+    def _once(self, steps: float, splits: int, tail_rows: int) -> tuple[int, float, float, float]:
         """The first of ``Counts``: what a launch has once. ``steps``: those of all blocks."""
-        row, splits, tail = self._row, self._division.splits, self._division.tail
-        read = BYTES_PER_ELEMENT * self._problem.elements_read
-        moved = read + _bytes_written(self._problem, splits)
-        if tail:
-            moved += 2 * BYTES_PER_PARTIAL * tail.rows(row) * row.head_dim
+        of, problem = self._of, self._problem
+        read = BYTES_PER_ELEMENT * problem.elements_read
+        moved = read + problem.elements_written * (
+            BYTES_PER_ELEMENT + (2 * splits * BYTES_PER_PARTIAL if splits > 1 else 0)
+        )
+        if tail_rows:
+            moved += 2 * BYTES_PER_PARTIAL * tail_rows * of.row.head_dim
         # Bytes of keys and values that all blocks load, each for itself.
-        loaded = row.tile_n * row.kv_warps * (row.head_dim + row.head_dim_v) * BYTES_PER_ELEMENT * steps
-        launches = 2 if splits > 1 or tail else 1
-        return launches, min(1.0, read / COLD_BYTES), moved / 1e6, max(0.0, loaded - read) / 1e6
+        again = of.bytes_loaded * steps - read
+        cold = read / COLD_BYTES
+        return (
+            2 if splits > 1 or tail_rows else 1,
+            cold if cold < 1.0 else 1.0,
+            moved / 1e6,
+            again / 1e6 if again > 0 else 0.0,
+        )
 
     def counts(self) -> Counts | None:
         """The launch played through, None without a block: which it waits for depends on what they cost."""
-        if not self._kinds:
+        if not (kinds := self._kinds()):
             return None
-        cost, sms = self._cost, self._sms
-        alone = [(number, block, step) for number, block, step, _, _ in self._kinds]
-        shared = [(number, block, step) for number, _, _, block, step in self._kinds]
-        waiting = _play(alone, sms * cost.resident, self._most, cost.block, cost.step)
+        of, cost, sms = self._of, self._of.cost, self._of.device.sm_count
+        alone = [(number, block, step) for number, block, step, _, _ in kinds if number]
+        shared = [(number, block, step) for number, _, _, block, step in kinds if number]
+        waiting = _play(alone, of.places, self._most, cost.block, cost.step)
         work = _work(shared, sms, cost, self._most, self._even)
-        return Counts(*self._once(sum(number * step for number, _, step in alone)), *waiting, *work)
+        steps = sum([number * step for number, _, step in alone])
+        return Counts(*self._once(steps, *self._parts()), *waiting, *work)
 
     def us(self) -> float:
         counts = self.counts()
-        return 0.0 if counts is None else self._cost.of(counts)
+        return 0.0 if counts is None else self._of.cost.of(counts)
 
 
 def count(row: Row, problem: Problem, device: Device, cost: RowCost) -> Counts | None:
     """What a launch is made of; None when it has no block. The counts are those at ``cost``."""
-    return Launch(row, problem, device, cost).counts()
-
-
-def _bytes_written(problem: Problem, splits: int) -> int:
-    """Bytes of the output; those of the parts, which are read again, too."""
-    elements = problem.batch * problem.seqlen_q * problem.num_heads * problem.value_dim
-    return elements * (BYTES_PER_ELEMENT + (2 * splits * BYTES_PER_PARTIAL if splits > 1 else 0))
+    return Priced(row, device, cost)(problem).counts()
 
 
 def _work(launched: Kinds, sms: int, cost: RowCost, most: int, even: bool) -> tuple[float, float]:
@@ -252,22 +292,24 @@ def _dealt_to(sm: int, launched: Kinds, sms: int) -> tuple[float, float]:
 
 def _deal(launched: Kinds, sms: int, rounds: int) -> tuple[Kinds, Kinds]:
     """Gives each SM a block in every round. SMs that got the same, with what they have, and what is left."""
-    left = list(reversed(launched))
+    rest = iter(launched)
+    number, more_blocks, more_steps = next(rest, NONE_LEFT)
     dealt: list[tuple[int, float, float]] = [(sms, 0.0, 0.0)]
     for _ in range(rounds):
         before, dealt = dealt, []
         for many, blocks, steps in before:
-            while many and left:
-                number, more_blocks, more_steps = left.pop()
-                taken = min(many, number)
-                if taken:
-                    dealt.append((taken, blocks + more_blocks, steps + more_steps))
-                if taken < number:
-                    left.append((number - taken, more_blocks, more_steps))
-                many -= taken
-            if many:
+            while number and number <= many:
+                dealt.append((number, blocks + more_blocks, steps + more_steps))
+                many -= number
+                number, more_blocks, more_steps = next(rest, NONE_LEFT)
+            if not many:
+                continue
+            if number:
+                dealt.append((many, blocks + more_blocks, steps + more_steps))
+                number -= many
+            else:
                 dealt.append((many, blocks, steps))
-    return dealt, left[::-1]
+    return dealt, [(number, more_blocks, more_steps), *rest] if number else []
 
 
 def _play(
@@ -277,7 +319,6 @@ def _play(
 
     ``dealt``: what the places have to do before; nothing when empty.
     """
-    launched = [kind for kind in launched if kind[0]]
     total = sum(number for number, _, _ in launched)
     if total > places * most:  # an even share of all, and half of a last one
         _, last_blocks, last_steps = launched[-1]
@@ -289,13 +330,12 @@ def _play(
             waves = -(-total // places)
             return waves * launched[0][1], waves * launched[0][2]
         if total <= places:
-            return max(
-                ((blocks, steps) for _, blocks, steps in launched), key=lambda x: x[0] * block + x[1] * step
-            )
+            return _longest(launched, block, step)
+        dealt, launched = _deal(launched, places, 1)
     # Places that become free together are one entry: when, a number to break ties, how many, the way there.
     free = [
         (blocks * block + steps * step, entry, many, blocks, steps)
-        for entry, (many, blocks, steps) in enumerate(dealt or [(places, 0.0, 0.0)])
+        for entry, (many, blocks, steps) in enumerate(dealt)
     ]
     heapq.heapify(free)
     longest = max(free)
@@ -303,12 +343,12 @@ def _play(
     for left, blocks, steps in launched:
         us = blocks * block + steps * step
         while left:
-            begin, _, many, blocks_before, steps_before = free[0]
-            taken = min(left, many)
-            entry += 2
+            begin, number, many, blocks_before, steps_before = free[0]
+            taken = left if left < many else many
+            entry += 1
             ended = (begin + us, entry, taken, blocks_before + blocks, steps_before + steps)
             if taken < many:
-                heapq.heapreplace(free, (begin, entry - 1, many - taken, blocks_before, steps_before))
+                free[0] = (begin, number, many - taken, blocks_before, steps_before)
                 heapq.heappush(free, ended)
             else:
                 heapq.heapreplace(free, ended)
@@ -318,8 +358,18 @@ def _play(
     return longest[3], longest[4]
 
 
+def _longest(launched: Kinds, block: float, step: float) -> tuple[float, float]:
+    """The first block that takes longest."""
+    most, found = -1.0, (0.0, 0.0)
+    for _, blocks, steps in launched:
+        us = blocks * block + steps * step
+        if us > most:
+            most, found = us, (blocks, steps)
+    return found
+
+
 def predict(row: Row, problem: Problem, device: Device, cost: RowCost) -> float:
     """Predicted microseconds of one launch; infinite when not even one block fits on an SM."""
     if row.smem_bytes + KIB > device.smem_per_sm:
         return math.inf
-    return Launch(row, problem, device, cost).us()
+    return Priced(row, device, cost)(problem).us()

@@ -124,84 +124,131 @@ def kinds(row: Row, problem: Problem, division: Division) -> list[Kind]:
     sequences = problem.batch * problem.num_heads // pack * splits
     if tiles == 0 or sequences == 0:
         return []
-    walk = _walk(row, problem, pack) if row.takes_features else None
-    whole = _block(row, problem, 0, division, walk)
+    if problem.is_ranged:
+        walk = _walk(row, problem, pack) if row.takes_features else None
+        last = (sequences, *_block(row, problem, tiles - 1, division, walk))
+        if tiles == 1:
+            return [last]
+        # The last tile, launched first, may be the only one that sees a key.
+        if walk:
+            return [last, *_scored_tiles(tiles - 1, sequences, splits, walk)]
+        return [last, *_plain_tiles(row, problem, tiles - 1, sequences)]
+    block, steps, share = _all_keys(row, problem, splits)
+    live = _live(row, rows - (tiles - 1) * tile_m)
     if tail:
-        block, steps, warp_block, warp_steps = whole
+        live = live if tiles == 1 else 1.0
+        whole, share = block * live, share * live
         return [
-            (tiles * sequences - tail.tiles, *whole),
-            (tail.tiles, block, tail.first, warp_block, warp_steps * tail.first / steps),
-            (tail.tiles * (tail.parts - 1), block, tail.rest, warp_block, warp_steps * tail.rest / steps),
+            (tiles * sequences - tail.tiles, block, steps, whole, share),
+            (tail.tiles, block, tail.first, whole, share * tail.first / steps),
+            (tail.tiles * (tail.parts - 1), block, tail.rest, whole, share * tail.rest / steps),
         ]
-    if not problem.is_ranged and rows % tile_m == 0:
-        return [(tiles * sequences, *whole)]
-    last = (sequences, *_block(row, problem, tiles - 1, division, walk))
-    if tiles == 1:
-        return [last]
-    if not problem.is_ranged:
-        return [((tiles - 1) * sequences, *whole), last]
-    # The last tile, launched first, may be the only one that sees a key.
-    if walk:
-        return [last, *_scored_tiles(tiles - 1, sequences, splits, walk)]
-    return [last, *_plain_tiles(row, problem, tiles - 1, sequences)]
+    if live == 1.0:
+        return [(tiles * sequences, block, steps, block, share)]
+    last = (sequences, block, steps, block * live, share * live)
+    return [last] if tiles == 1 else [((tiles - 1) * sequences, block, steps, block, share), last]
 
 
 Walk = Callable[[int], int]
 """Steps through all keys that a query tile sees some of, by twice its number: odd ones lie between two."""
 
 
+def _live(row: Row, rows: int) -> float:
+    """The share of a tile's warps that have some of its ``rows``."""
+    groups_of_warps = row.warps // row.kv_warps
+    return -(-rows // (row.tile_m // groups_of_warps)) / groups_of_warps
+
+
+def _all_keys(row: Row, problem: Problem, splits: int) -> tuple[float, int, float]:
+    """Of whole tiles that see every key: ``block``, ``steps`` and ``warp_steps`` of their ``Group``."""
+    keys, kv_warps = problem.seqlen_k, row.kv_warps
+    steps = -(-keys // (row.tile_n * kv_warps))
+    share: float = -(-keys // row.tile_n) / kv_warps
+    if row.takes_features:
+        share = steps = -(-steps // splits)  # the last part may be shorter
+    return 1.0 if steps else EMPTY_BLOCK, steps, share
+
+
 def _block(
     row: Row, problem: Problem, tile: int, division: Division, walk: Walk | None
 ) -> tuple[float, float, float, float]:
-    """A ``Group`` of a query tile, but for its count."""
+    """A ``Group`` of a query tile of a ranged problem, but for its count."""
     begin = tile * row.tile_m
     end = min(begin + row.tile_m, problem.seqlen_q * division.pack)
-    groups_of_warps = row.warps // row.kv_warps
-    rows = row.tile_m // groups_of_warps
-    live = -((begin - end) // rows) / groups_of_warps
+    live = _live(row, end - begin)
     if walk:
-        part = -(-walk(2 * tile) // division.splits)  # the last part may be shorter
+        part = -(-walk(2 * tile) // division.splits)
         return (1.0, part, live, live * part) if part else (EMPTY_BLOCK, 0, EMPTY_BLOCK * live, 0.0)
-    keys, diagonal = problem.seqlen_k, problem.diagonal
-    seen = middle = keys
-    if diagonal is not None:
-        seen = max(0, min(keys, end + diagonal))
-        # A warp sees what its last row sees; the mean over the warps is that of the middle one.
-        middle = max(0, min(keys, min((begin + end + rows) // 2, end) + diagonal))
+    keys = problem.seqlen_k
+    diagonal = keys if problem.diagonal is None else problem.diagonal
+    seen = max(0, min(keys, end + diagonal))
+    # A warp sees what its last row sees; the mean over the warps is that of the middle one.
+    rows = row.tile_m * row.kv_warps // row.warps
+    middle = max(0, min(keys, min((begin + end + rows) // 2, end) + diagonal))
     warp_steps = live * -(-middle // row.tile_n) / row.kv_warps
     whole = 1.0 if seen else EMPTY_BLOCK
     return whole, -(-seen // (row.tile_n * row.kv_warps)), whole * live, warp_steps
 
 
-def causal_totals(row: Row, problem: Problem, division: Division) -> tuple[Kind, Kind] | None:
-    """Of ``kinds`` under a diagonal alone: the first, and what all of them add up to at least.
+def totals(row: Row, problem: Problem, pack: int) -> tuple[Kind, Kind] | None:
+    """The first of the ``kinds`` of a launch that divides no keys, and what all add up to at least.
 
-    Steps are sums of a line, cut where the keys end. None without a tile."""
-    pack, splits, _ = division
-    rows = problem.seqlen_q * pack
-    tiles = -(-rows // row.tile_m)
-    sequences = problem.batch * problem.num_heads // pack * splits
+    A launch that divides them has at least as much in all. None without a tile.
+    """
+    tile_m, queries = row.tile_m, problem.seqlen_q
+    tiles = -(-queries * pack // tile_m)
+    sequences = problem.batch * problem.num_heads // pack
     if tiles == 0 or sequences == 0:
         return None
-    walk = _walk(row, problem, pack) if row.takes_features else None
-    last = (sequences, *_block(row, problem, tiles - 1, division, walk))
-    slope, offset = row.tile_m / pack, problem.diagonal or 0
-    step = row.tile_n * row.kv_warps * splits
-
-    def total(offset: int) -> float:
-        line = max(0, min(tiles - 1, int((problem.seqlen_k - offset) / slope)))  # tiles before the keys end
-        keys = slope * line * (line + 1) / 2 + offset * line + problem.seqlen_k * (tiles - 1 - line)
-        return max(0.0, sequences * keys / step)
-
-    above = 0 if walk else (row.tile_m - row.tile_m * row.kv_warps // row.warps) // 2
-    whole = (tiles - 1) * (1.0 if offset >= 0 else EMPTY_BLOCK)  # the first tile sees the fewest keys
-    return last, (
-        sequences * tiles,
-        sequences * (last[1] + whole),
-        sequences * last[2] + total(offset),
-        sequences * (last[3] + whole),
-        sequences * last[4] + total(offset - above),
+    number, before = sequences * tiles, tiles - 1
+    live = _live(row, queries * pack - before * tile_m)
+    if not problem.is_ranged:
+        block, steps, of_warps = _all_keys(row, problem, 1)
+        of_first = 1.0 if before else live
+        warps = sequences * (before + live)
+        return (number, block, steps, block * of_first, of_warps * of_first), (
+            number,
+            number * block,
+            number * steps,
+            warps * block,
+            warps * of_warps,
+        )
+    # What tiles see begins and ends on lines, which are cut where the keys begin and end.
+    (left, right), keys, slope = problem.window, problem.seqlen_k, tile_m / pack
+    offset = 0 if problem.causal == "top-left" else keys - queries
+    end = offset if problem.causal != "none" else offset + right if right >= 0 else keys
+    last_end = max(0, min(keys, queries + end))
+    first_key, hidden = 0, 0.0
+    if left >= 0:
+        first_key = max(0, before * tile_m // pack + offset - left)
+        begin = offset - left - slope
+        hidden = slope * before * (before + 1) / 2 + begin * before - _below(before, slope, begin, 0)
+    step = row.tile_n * row.kv_warps
+    steps = max(0, -(-last_end // step) - first_key // step) if first_key < last_end else 0
+    block = 1.0 if steps else EMPTY_BLOCK
+    of_tiles = _below(before, slope, end, keys) - hidden
+    share, of_warps = live * steps, of_tiles
+    if not row.takes_features:
+        # Warps see what their own last row sees; the mean over a tile's is that of the middle one.
+        rows = tile_m * row.kv_warps // row.warps
+        middle = min((before * tile_m + queries + rows) // 2, queries) + end
+        share = live * -(-max(0, min(keys, middle)) // row.tile_n) / row.kv_warps
+        of_warps = _below(before, slope, end - (tile_m - rows) // 2, keys)
+    all_see = end >= 0 and first_key < keys  # the first tile, which ends first, and the last
+    whole = before * (1.0 if all_see else EMPTY_BLOCK)
+    return (sequences, block, steps, block * live, share), (
+        number,
+        sequences * (block + whole),
+        sequences * (steps + max(0.0, of_tiles / step)),
+        sequences * (block * live + whole),
+        sequences * (share + max(0.0, of_warps / step)),
     )
+
+
+def _below(points: int, slope: float, offset: float, most: int) -> float:
+    """The sum of a line at 1 to ``points``, cut at ``most``."""
+    rising = max(0, min(points, int((most - offset) / slope)))
+    return slope * rising * (rising + 1) / 2 + offset * rising + most * (points - rising)
 
 
 # Whole tiles are played through as MAX_GROUPS - 1 groups of equal ones at most.
@@ -253,13 +300,15 @@ def tail_of(row: Row, problem: Problem, device: Device) -> Tail | None:
     Rows that copy by TMA can, whose blocks have an SM for themselves, without a mask. As for ``split_keys``,
     measured prices have no say in it.
     """
-    if row.copy != "tma" or row.kv_warps > 1 or problem.is_ranged:
-        return None
-    if resident_blocks(row, device) != 1:
+    if problem.is_ranged or not divides_tail(row, device):
         return None
     tiles = -(-problem.seqlen_q // row.tile_m) * problem.batch * problem.num_heads
     part_bytes = 4 * row.tile_m * row.head_dim
     return _tail(tiles, -(-problem.seqlen_k // row.tile_n), device.sm_count, MAX_PARTIAL_BYTES // part_bytes)
+
+
+def divides_tail(row: Row, device: Device) -> bool:
+    return row.copy == "tma" and row.kv_warps == 1 and resident_blocks(row, device) == 1
 
 
 @functools.lru_cache(4096)
@@ -276,6 +325,8 @@ def _tail(tiles: int, steps: int, places: int, most: int) -> Tail | None:
     for parts in TAIL_PARTS:
         if parts > steps or last * parts > most:
             break
+        if before + last * (steps + parts * BLOCK_STEPS) / places >= best_time:
+            break  # what these and more parts would take on places that are never idle
         equal = -(-steps // parts)
         for first in range(equal, steps, max(1, steps // TAIL_SIZES)):
             if before + first + BLOCK_STEPS >= best_time:
@@ -348,8 +399,8 @@ def _split_keys(row: Row, problem: Problem, device: Device, pack: int) -> int:
 @functools.lru_cache(4096)
 def _splits(walk: int, blocks: int, sm_count: int, places: int, most: int) -> int:
     """Of 1 to ``most`` parts of a walk the number with the shortest way through a launch of so many walks."""
-    best, best_steps = 1, math.inf
-    for splits in range(1, most + 1):
+    best, best_steps, splits = 1, math.inf, 1
+    while splits <= most:
         launched = blocks * splits
         own = SHORT_BLOCK_STEPS * launched / sm_count
         if blocks * walk / sm_count + BLOCK_STEPS + own + COMBINE_STEPS > best_steps:
@@ -361,6 +412,9 @@ def _splits(walk: int, blocks: int, sm_count: int, places: int, most: int) -> in
         steps = longest + BLOCK_STEPS + tail + own + (COMBINE_STEPS if splits > 1 else 0)
         if steps < best_steps:
             best, best_steps = splits, steps
+        if part == 1:
+            break
+        splits = -(-walk // (part - 1))  # the next whose parts are shorter: others only take more
     return best
 
 

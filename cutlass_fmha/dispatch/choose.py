@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from cutlass_fmha.arguments import refusal
-from cutlass_fmha.cost import RowCost, predict, store
+from cutlass_fmha.cost import predict, store
 from cutlass_fmha.cost.store import Calibration
 from cutlass_fmha.dispatch import device as devices
 from cutlass_fmha.dispatch import table as tables
 from cutlass_fmha.dispatch.device import Device
 from cutlass_fmha.dispatch.eligibility import eligible_rows, family, no_rows, reasons
-from cutlass_fmha.dispatch.families.family import Family, Offer
+from cutlass_fmha.dispatch.families.family import Offer, Offers
 from cutlass_fmha.dispatch.problem import MAX_KEY_SPAN, Problem, class_of, typical
 from cutlass_fmha.dispatch.table import Row, Table
 from cutlass_fmha.errors import UnsupportedError
@@ -43,9 +43,7 @@ def choose(
     key = (class_of(problem), device, devices.forced_arch(), id(table), id(known))
     if (found := _chosen.get(key) or _chosen.revive(key)) is not None:
         return found[0]
-    if (nothing := no_rows(device, table)) is not None:
-        raise UnsupportedError(nothing)
-    winner = cheapest(in_question(problem, device, table, known), typical(problem), device)
+    winner = cheapest(in_question(problem, device, table, known), typical(problem))
     _chosen.put(key, (winner, table, known))
     return winner
 
@@ -64,11 +62,10 @@ _chosen: Recent[tuple[object, ...], tuple[Row, Table, Calibration]] = Recent(MAX
 
 
 class Contender(NamedTuple):
-    """A row that cost decides on, and its prices."""
+    """A row that cost decides on, and what tells its costs."""
 
     row: Row
-    family: Family
-    prices: RowCost | None
+    offers: Offers
 
 
 #: By what keeps rows from a problem, lengths apart.
@@ -94,16 +91,18 @@ def in_question(problem: Problem, device: Device, table: Table, known: Calibrati
     )
     if (found := _in_question.get(key) or _in_question.revive(key)) is not None:
         return found[0]
+    if (nothing := no_rows(device, table)) is not None:
+        raise UnsupportedError(nothing)
     eligible = eligible_rows(problem, device, table)
     if not eligible:
         raise UnsupportedError(refusal.message(problem, device, table))
     rows = contenders(eligible, problem)
-    made = [Contender(row, family(row), family(row).prices(row, problem, device, known)) for row in rows]
+    made = [Contender(row, family(row).offers(row, problem, device, known)) for row in rows]
     _in_question.put(key, (made, table, known))
     return made
 
 
-def cheapest(rows: Sequence[Contender], problem: Problem, device: Device) -> Row:
+def cheapest(rows: Sequence[Contender], problem: Problem) -> Row:
     """The row of the least ``price``, the first of several.
 
     Launches are played through in the order of what they cost at least, up to the first that can't win.
@@ -111,14 +110,15 @@ def cheapest(rows: Sequence[Contender], problem: Problem, device: Device) -> Row
     if len(rows) == 1:
         return rows[0].row
     bounds: list[tuple[float, int, Offer]] = []
-    for number, (row, of, prices) in enumerate(rows):
-        offer = of.offer(row, problem, device, prices)
+    for number, (_, offers) in enumerate(rows):
+        offer = offers(problem)
         bounds.append((offer.bound(), number, offer))
     least, winner = math.inf, 0
-    for bound, number, offer in sorted(bounds, key=_by_bound):
+    bounds.sort()  # no two have a number
+    for bound, number, offer in bounds:
         if bound > least:
             break
-        if offer.least() > least:
+        if least < math.inf and offer.least() > least:
             continue
         us = offer.us()
         if us < least or (us == least and number < winner):
@@ -126,14 +126,9 @@ def cheapest(rows: Sequence[Contender], problem: Problem, device: Device) -> Row
     return rows[winner].row
 
 
-def _by_bound(found: tuple[float, int, Offer]) -> tuple[float, int]:
-    return found[:2]
-
-
 def price(row: Row, problem: Problem, device: Device, calibration: Calibration) -> float:
     """What rows are chosen by: the predicted microseconds, more of a scored row that nobody timed."""
-    of = family(row)
-    return of.offer(row, problem, device, of.prices(row, problem, device, calibration)).us()
+    return family(row).offers(row, problem, device, calibration)(problem).us()
 
 
 def predicted_us(row: Row, problem: Problem, device: Device, calibration: Calibration | None = None) -> float:

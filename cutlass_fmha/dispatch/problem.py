@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 CAUSAL = ("none", "top-left", "bottom-right")
 FULL_ALIGNMENT = 16  # bytes: the widest copy there is
@@ -109,6 +109,11 @@ class Problem:
         return self.batch * (queries * self.num_heads * self.head_dim + of_keys)
 
     @functools.cached_property
+    def elements_written(self) -> int:
+        """Those of the output."""
+        return self.batch * self.seqlen_q * self.num_heads * self.value_dim
+
+    @functools.cached_property
     def diagonal(self) -> int | None:
         """Key j is visible to query i when j <= i + diagonal; None when every key is."""
         return mask_diagonal(self.causal, self.seqlen_q, self.seqlen_k)
@@ -136,11 +141,23 @@ def typical(problem: Problem) -> Problem:
     row's offsets can hold is another class than what they can't. By the model, what a class picks costs at
     most 4.5 % more than the best row, 0.1 % on average (300 drawn problems, three GPUs).
     """
-    return replace(
-        problem,
-        seqlen_q=typical_length(problem.seqlen_q),
-        seqlen_k=typical_length(problem.seqlen_k),
-        key_span=_key_span_class(problem.key_span),
+    return Problem(  # in half the time of dataclasses.replace
+        problem.batch,
+        typical_length(problem.seqlen_q),
+        typical_length(problem.seqlen_k),
+        problem.num_heads,
+        problem.num_heads_kv,
+        problem.head_dim,
+        problem.dtype,
+        problem.causal,
+        problem.alignment,
+        problem.head_dim_v,
+        problem.features,
+        problem.window,
+        problem.block_mask,
+        problem.page_size,
+        problem.num_splits,
+        _key_span_class(problem.key_span),
     )
 
 

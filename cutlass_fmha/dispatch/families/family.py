@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from cutlass_fmha import _C
-from cutlass_fmha.cost import RowCost
 from cutlass_fmha.cost.store import Calibration
 from cutlass_fmha.dispatch import device as devices
 from cutlass_fmha.dispatch.describe import Call
@@ -32,6 +31,8 @@ class Offer(Protocol):
 
     def us(self) -> float: ...
 
+
+Offers = Callable[[Problem], Offer]
 
 #: Runs a call by itself: its tensors, scale, whether its LSE is wanted, what its features are made of.
 Launch = Callable[
@@ -61,10 +62,8 @@ class Family(Protocol):
     def other_head_dims(self, row: Row, problem: Problem) -> str | None:
         """The head dims that a row is for, where a problem has others."""
 
-    def prices(self, row: Row, problem: Problem, device: Device, known: Calibration) -> RowCost | None:
-        """What an offer is made with; the same for all lengths."""
-
-    def offer(self, row: Row, problem: Problem, device: Device, prices: RowCost | None) -> Offer: ...
+    def offers(self, row: Row, problem: Problem, device: Device, known: Calibration) -> Offers:
+        """Those for problems that differ from this one in lengths, heads and batch."""
 
     def prepare(self, row: Row, call: Call, device: Device) -> Prepared: ...
 

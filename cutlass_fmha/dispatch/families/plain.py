@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from cutlass_fmha.cost import Launch, RowCost
+from cutlass_fmha.cost import Priced
 from cutlass_fmha.cost.store import Calibration
 from cutlass_fmha.dispatch.describe import Call
 from cutlass_fmha.dispatch.device import Device
 from cutlass_fmha.dispatch.families.family import (
-    Offer,
+    Offers,
     Prepared,
     Rule,
     alignment,
@@ -44,13 +44,8 @@ def other_head_dims(row: Row, problem: Problem) -> str | None:
     return None if row.head_dim == problem.head_dim == problem.value_dim else str(row.head_dim)
 
 
-def prices(row: Row, problem: Problem, device: Device, known: Calibration) -> RowCost | None:
-    return known.cost(row, device)
-
-
-def offer(row: Row, problem: Problem, device: Device, prices: RowCost | None) -> Offer:
-    assert prices is not None
-    return Launch(row, problem, device, prices)
+def offers(row: Row, problem: Problem, device: Device, known: Calibration) -> Offers:
+    return Priced(row, device, known.cost(row, device))
 
 
 def prepare(row: Row, call: Call, device: Device) -> Prepared:

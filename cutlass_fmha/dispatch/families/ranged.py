@@ -30,6 +30,5 @@ FIXED_RULES = scored.FIXED_RULES
 CALL_RULES: tuple[Rule, ...] = (_features, _whole_vectors, alignment)
 
 other_head_dims = scored.other_head_dims
-prices = scored.prices
-offer = scored.offer
+offers = scored.offers
 prepare = scored.prepare

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from cutlass_fmha.cost import Launch, RowCost
+from cutlass_fmha.cost import Priced
 from cutlass_fmha.cost.store import Calibration
 from cutlass_fmha.dispatch.describe import Call
 from cutlass_fmha.dispatch.device import Device
 from cutlass_fmha.dispatch.families.family import (
-    Offer,
+    Offers,
     Prepared,
     Rule,
     alignment,
@@ -59,14 +59,10 @@ def other_head_dims(row: Row, problem: Problem) -> str | None:
     return None if fits else f"up to {row.head_dim}"
 
 
-def prices(row: Row, problem: Problem, device: Device, known: Calibration) -> RowCost | None:
+def offers(row: Row, problem: Problem, device: Device, known: Calibration) -> Offers:
     cost = known.cost(row, device)
-    return cost.scaled(UNTIMED) if problem.is_plain and row.name not in known.rows else cost
-
-
-def offer(row: Row, problem: Problem, device: Device, prices: RowCost | None) -> Offer:
-    assert prices is not None
-    return Launch(row, problem, device, prices)
+    untimed = problem.is_plain and row.name not in known.rows
+    return Priced(row, device, cost.scaled(UNTIMED) if untimed else cost)
 
 
 def prepare(row: Row, call: Call, device: Device) -> Prepared:

@@ -19,12 +19,11 @@ from torch import Tensor
 from cutlass_fmha import _C
 from cutlass_fmha.arguments import check
 from cutlass_fmha.arguments.check_features import broadcast_strides
-from cutlass_fmha.cost import RowCost
 from cutlass_fmha.cost.store import Calibration
 from cutlass_fmha.dispatch.describe import Call
 from cutlass_fmha.dispatch.device import Device
 from cutlass_fmha.dispatch.families.family import (
-    Offer,
+    Offers,
     Prepared,
     Rule,
     dtype,
@@ -122,10 +121,6 @@ def other_head_dims(row: Row, problem: Problem) -> str | None:
     return None if largest <= row.head_dim else f"up to {row.head_dim}"
 
 
-def prices(row: Row, problem: Problem, device: Device, known: Calibration) -> RowCost | None:
-    return None
-
-
 class _ByDatasheet(float):
     """Microseconds that take no time to find."""
 
@@ -135,8 +130,8 @@ class _ByDatasheet(float):
     bound = least = us
 
 
-def offer(row: Row, problem: Problem, device: Device, prices: RowCost | None) -> Offer:
-    return _ByDatasheet(predicted_us(row, problem, device))
+def offers(row: Row, problem: Problem, device: Device, known: Calibration) -> Offers:
+    return lambda problem: _ByDatasheet(predicted_us(row, problem, device))
 
 
 def prepare(row: Row, call: Call, device: Device) -> Prepared:
