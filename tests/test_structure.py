@@ -38,6 +38,12 @@ DEFINITIONS: dict[str, tuple[str, set[str]]] = {
     "registers to spare": (r"65536 /", {"core/registers.cuh"}),
     "the order of tiles": (r"RankedTile ranked_tile\(", {"core/scheduler.h"}),
     "a walk with turns": (r"keys\.take\(\)", {"forward/tile_walk.cuh"}),
+    # Two: of tiles, and of few queries whose warps share the keys. The host's is for tests.
+    "a walk over keys": (
+        r"\.(template )?step<",
+        {"forward/tile_walk.cuh", "forward/few_query_walk.cuh", "features/mainloop.cuh", "host_model.cpp"},
+    ),
+    "where key parts meet": (r"QuadOfLanes::sum\(softmax\.row_sum.*\n.*states", {"core/key_parts.cuh"}),
 }
 
 

@@ -50,6 +50,13 @@ CUTE_HOST_DEVICE uint32_t pack(float low, float high) {
 #endif
 }
 
+/// A chunk of 16 bytes.
+template <class Element>
+CUTE_DEVICE uint4 pack_chunk(float const (&x)[8]) {
+  return make_uint4(pack<Element>(x[0], x[1]), pack<Element>(x[2], x[3]), pack<Element>(x[4], x[5]),
+                    pack<Element>(x[6], x[7]));
+}
+
 /// LSE (natural log) of a row whose probabilities relative to 2^r sum up to l; -inf where no key was visible.
 CUTE_HOST_DEVICE float log_sum_exp(float r, float l) {
   constexpr float kLn2 = 0.6931471805599453f;

@@ -122,6 +122,15 @@ struct WarpProduct {
     }
   }
 
+  /// The same of tiles in shared memory, one after the other.
+  CUTE_DEVICE static void query_tile(char const* smem, QFragments const& kept, uint32_t q_lane, uint32_t k_tile,
+                                     uint32_t k_lane, Scores& scores) {
+    query_keys(
+        kept, [&](int step, auto&& q) FMHA_INLINE { load_q(smem, q_lane, step, q); },
+        [&](int step, int n, auto&& k) FMHA_INLINE { load_k(smem, k_tile, k_lane, step, n, k); },
+        [](int, int) FMHA_INLINE {}, scores);
+  }
+
   /// output += P V. read_v(step, n, fragment) for each piece; with `LastAtOnce`, for all of the last step before any of
   /// it is multiplied, and then before_last() is called.
   template <bool LastAtOnce, class ReadV, class BeforeLast>
@@ -144,6 +153,14 @@ struct WarpProduct {
       }
       repeat_mma_passes<typename T::Mma>(output);
     }
+  }
+
+  /// The same of a tile in shared memory.
+  CUTE_DEVICE static void add_tile(char const* smem, Probabilities const& probabilities, uint32_t v_tile,
+                                   uint32_t v_lane, Output& output) {
+    add_values<false>(
+        probabilities, [&](int step, int n, auto&& v) FMHA_INLINE { load_v(smem, v_tile, v_lane, step, n, v); },
+        []() FMHA_INLINE {}, output);
   }
 };
 

@@ -1,9 +1,10 @@
-// The main loop of scored rows for few queries, all of which every warp of a block has: the warps divide the keys, and
-// each brings its own to shared memory, by cp.async, as many steps ahead as there are stages. No warp waits for another
-// before the end, so that a block keeps its loads in flight, which is what decoding is bound by.
+// Keys of scored rows for the walk of forward/few_query_walk.cuh: all warps of a block have its queries and divide the
+// keys. Each brings its own to shared memory, by cp.async, as many steps ahead as there are stages, and waits for no
+// other before the end: a block keeps its loads in flight, which is what decoding is bound by.
 #pragma once
 
 #include "../core/dependent_launch.cuh"
+#include "../forward/few_query_walk.cuh"
 #include "mainloop.cuh"
 
 namespace cutlass_fmha {
@@ -62,7 +63,7 @@ struct LaneRows {
 };
 
 template <ForwardConfig C>
-struct FewQueryFeatureMainloop {
+struct FewQueryFeatureKeys {
   using T = ForwardTypes<C>;
   using Element = typename T::Element;
   using Shared = FeatureLayout<C>;
@@ -70,11 +71,13 @@ struct FewQueryFeatureMainloop {
   using Scores = typename Product::Scores;
   using Output = typename Product::Output;
   using Probabilities = typename Product::Probabilities;
-  using QFragments = typename Product::QFragments;
+  using Held = typename Product::QFragments;
   using KCopy = WarpTile<C.head_dim, C.tile_n>;
   using VCopy = WarpTile<C.head_dim_v(), C.tile_n>;
   /// Keys whose rows follow each other wherever a sequence begins with a page: pages are multiples of so many.
   static constexpr int kRun = 16, kRuns = C.tile_n / kRun;
+  static constexpr bool kFirstApart = false;         ///< rows may start with a sink
+  static constexpr int kYounger = 2 * C.stages - 1;  ///< what a step waits for is always the oldest group of copies
   static_assert(C.kv_warps == C.warps && T::kRows == C.tile_m, "every warp has all rows of the tile");
   static_assert(int(KCopy::kRowsPerPass) == int(VCopy::kRowsPerPass), "a lane copies the same rows of K and of V");
 
@@ -95,8 +98,8 @@ struct FewQueryFeatureMainloop {
   int page[kRuns];                    ///< of the runs of the step whose K is loaded next
   int64_t v_first[kRuns];             ///< where those of the step whose V is loaded next begin
 
-  CUTE_DEVICE FewQueryFeatureMainloop(FeatureParams const& p, char* smem, Sequence const& sequence,
-                                      FeatureTile const& tile, KeyWalk const& walk, int key_part)
+  CUTE_DEVICE FewQueryFeatureKeys(FeatureParams const& p, char* smem, Sequence const& sequence, FeatureTile const& tile,
+                                  KeyWalk const& walk, int key_part)
       : p(p),
         smem(smem),
         sequence(sequence),
@@ -114,10 +117,10 @@ struct FewQueryFeatureMainloop {
         k_offset(settled(Product::k_lane(lane))),
         v_offset(settled(Product::v_lane(lane))) {}
 
-  CUTE_DEVICE RowMaxima maxima() const { return {Shared::KeyParts::maxima(smem) + key_part * C.tile_m}; }
+  CUTE_DEVICE KeyPartMaxima maxima() const { return {Shared::KeyParts::states(smem, key_part, 0)}; }
 
   /// Asks for the first steps, each K and each V as a group of copies, and with the first of them for Q.
-  CUTE_DEVICE void start() {
+  CUTE_DEVICE void request_first() {
     copy_k(0);
     load_query_tile<C>(p, smem, sequence, tile);
     cute::cp_async_fence();
@@ -129,38 +132,49 @@ struct FewQueryFeatureMainloop {
     }
   }
 
-  /// After start(): leaves the unnormalised O of this warp's part of the keys in `output`, its l in `softmax`.
-  CUTE_DEVICE void run(Output& output, typename T::Softmax& softmax) {
-    using namespace cute;
-    // What a step waits for is always the oldest group.
-    constexpr int kYounger = 2 * C.stages - 1;
-    cp_async_wait<kYounger>();
+  // What the walk asks for, after that.
+  CUTE_DEVICE int start(Held& q) const {
+    cute::cp_async_wait<kYounger>();
     __syncthreads();  // all of Q
-    QFragments q_fragments;
-    Product::keep_q(smem, Product::q_lane(lane, 0), q_fragments);
-    CUTE_NO_UNROLL
-    for (int step = 0; step < walk.tiles; ++step) {
-      cp_async_wait<kYounger>();
-      __syncwarp();  // this step's K is there for all lanes
-      Scores scores;
-      compute_scores(step, q_fragments, scores);
-      __syncwarp();  // nobody reads it any more
-      load_k(step + C.stages);
-      if (C.dependent_launch && step == walk.tiles / 2) start_dependents();
-      int const key_begin = this->key_begin(step);
-      ScoreBlock<C> const block{p, sequence, tile, tile.row_begin, key_begin};
-      if (!p.raw_scores) block.modify(by_row(scores));
-      bool const by_range = !view.all_see(key_begin, C.tile_n);
-      if (by_range || p.mask != nullptr) block.hide(by_row(scores), by_range);
-      Probabilities probabilities;
-      softmax.template step<false>(by_row(scores), pairs_by_row<T>(probabilities), by_row(output), maxima());
-      if (p.dropout_threshold != 0) block.drop_out(pairs_by_row<T>(probabilities));
-      cp_async_wait<kYounger>();
-      __syncwarp();  // the same of its V
-      accumulate(step, probabilities, output);
-      __syncwarp();
-      load_v(step + C.stages);
-    }
+    Product::keep_q(smem, Product::q_lane(lane, 0), q);
+    return 0;
+  }
+  CUTE_DEVICE bool more(int step) const { return step + 1 < walk.tiles; }
+  CUTE_DEVICE static void next(int& step, Held&) { ++step; }
+  CUTE_DEVICE void multiply(int step, Held const& kept, Scores& scores) const {
+    cute::cp_async_wait<kYounger>();
+    __syncwarp();  // this step's K is there for all lanes
+    Product::query_tile(smem, kept, Product::q_lane(lane, 0), k_tile(step), k_offset, scores);
+  }
+  template <bool First>
+  CUTE_DEVICE void after_scores(int step, Held&) {
+    __syncwarp();  // nobody reads K any more
+    load_k(step + C.stages);
+    if (C.dependent_launch && step == walk.tiles / 2) start_dependents();
+  }
+  CUTE_DEVICE int key_begin(int step) const {
+    return listed ? walk.key_begin(p, step, Shared::kStepKeys) + key_part * C.tile_n
+                  : last_begin - step * Shared::kStepKeys;
+  }
+  CUTE_DEVICE void before_softmax(int key_begin, Scores& scores) const {
+    auto const block = this->block(key_begin);
+    if (!p.raw_scores) block.modify(by_row(scores));
+    bool const by_range = !view.all_see(key_begin, C.tile_n);
+    if (by_range || p.mask != nullptr) block.hide(by_row(scores), by_range);
+  }
+  CUTE_DEVICE void after_softmax(int key_begin, Probabilities& probabilities) const {
+    if (p.dropout_threshold != 0) block(key_begin).drop_out(pairs_by_row<T>(probabilities));
+  }
+  template <bool First>
+  CUTE_DEVICE static void before_values(int, Held&) {}
+  CUTE_DEVICE void add_values(int step, Held const&, Probabilities const& probabilities, Output& output) const {
+    cute::cp_async_wait<kYounger>();
+    __syncwarp();  // the same of its V
+    Product::add_tile(smem, probabilities, v_tile(step), v_offset, output);
+  }
+  CUTE_DEVICE void after_values(int step) {
+    __syncwarp();
+    load_v(step + C.stages);
   }
 
  private:
@@ -176,10 +190,7 @@ struct FewQueryFeatureMainloop {
   CUTE_DEVICE int last_query() const {
     return smaller(p.by_pack.quotient(tile.row_begin + C.tile_m - 1), sequence.queries - 1);
   }
-  CUTE_DEVICE int key_begin(int step) const {
-    return listed ? walk.key_begin(p, step, Shared::kStepKeys) + key_part * C.tile_n
-                  : last_begin - step * Shared::kStepKeys;
-  }
+  CUTE_DEVICE ScoreBlock<C> block(int key_begin) const { return {p, sequence, tile, tile.row_begin, key_begin}; }
   CUTE_DEVICE uint32_t k_tile(int step) const {
     return Shared::kKOffset + (uint32_t(step) % C.stages * C.kv_warps + key_part) * KCopy::kBytes;
   }
@@ -279,22 +290,6 @@ struct FewQueryFeatureMainloop {
         Tile::load_elements(smem + to, Tile::offset(rows.offset, pass), from, there);
       }
     }
-  }
-
-  /// scores = Q K^T of this warp's keys of a step.
-  CUTE_DEVICE void compute_scores(int step, QFragments const& kept, Scores& scores) const {
-    Product::query_keys(
-        kept, [&](int d, auto&& q) FMHA_INLINE { Product::load_q(smem, Product::q_lane(lane, 0), d, q); },
-        [&](int d, int n, auto&& k) FMHA_INLINE { Product::load_k(smem, k_tile(step), k_offset, d, n, k); },
-        [](int, int) FMHA_INLINE {}, scores);
-  }
-
-  /// output += P V of this warp's keys of a step.
-  CUTE_DEVICE void accumulate(int step, Probabilities const& probabilities, Output& output) const {
-    Product::template add_values<false>(
-        probabilities,
-        [&](int k, int n, auto&& v) FMHA_INLINE { Product::load_v(smem, v_tile(step), v_offset, k, n, v); },
-        []() FMHA_INLINE {}, output);
   }
 };
 

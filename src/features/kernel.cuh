@@ -11,7 +11,7 @@ namespace cutlass_fmha {
 /// it.
 template <ForwardConfig C>
 CUTE_DEVICE void start_rows(FeatureParams const& p, FeatureTile const& tile, int key_part, int tile_row,
-                            RowMaxima maxima, typename ForwardTypes<C>::Softmax& softmax) {
+                            KeyPartMaxima maxima, typename ForwardTypes<C>::Softmax& softmax) {
   using T = ForwardTypes<C>;
   bool const counts = p.sinks != nullptr && tile.split == 0 && key_part == 0;
   CUTE_UNROLL
@@ -42,14 +42,14 @@ CUTE_DEVICE void scored_rows(FeatureParams const& p, char* smem, Sequence const&
   typename T::OutputFragment output;
   cute::clear(output);
   typename T::Softmax softmax(score_unit(p) * kLog2e);
-  RowMaxima const maxima{FeatureLayout<C>::KeyParts::maxima(smem) + key_part * C.tile_m + tile_row};
+  KeyPartMaxima const maxima{FeatureLayout<C>::KeyParts::states(smem, key_part, tile_row)};
   if (threadIdx.x == 0) new (&FeatureLayout<C>::place(smem)) TilePlace(p, sequence, tile, walk);
   if constexpr (C.kv_warps > 1) {
-    FewQueryFeatureMainloop<C> mainloop(p, smem, sequence, tile, walk, key_part);
+    FewQueryFeatureKeys<C> keys(p, smem, sequence, tile, walk, key_part);
     if (C.dependent_launch && !p.device_lengths) wait_for_kernels_ahead();
-    if (walk.tiles > 0) mainloop.start();
+    if (walk.tiles > 0) keys.request_first();
     start_rows<C>(p, tile, key_part, tile_row, maxima, softmax);
-    if (walk.tiles > 0) mainloop.run(output, softmax);
+    if (walk.tiles > 0) walk_few_query<C>(keys, output, softmax);
   } else {
     FeatureMainloop<C> const mainloop{p, smem, key_part, tile_row};
     mainloop.store_view(sequence, tile);

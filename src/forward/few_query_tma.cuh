@@ -1,19 +1,39 @@
-// Few-query rows that copy by TMA: for problems with few query rows, as few_query.cuh, but keys and values pass
-// through shared memory, where the warps that share them find them.
+// Keys for the walk of few_query_walk.cuh that travel by TMA, through shared memory, where all warps of a key part find
+// them.
 //
 // Key part s of the keys is blocks s, s + kv_warps, ..., walked from the last to the first by the warps that have it,
 // one for each group of query rows. A lane of the first of these asks for their tiles.
 #pragma once
 
 #include "../core/dependent_launch.cuh"
-#include "../core/product.cuh"
+#include "../core/key_parts.cuh"
+#include "../core/pipeline.cuh"
+#include "../core/scheduler.h"
 #include "../core/tma.cuh"
-#include "few_query_epilogue_tma.cuh"
+#include "few_query_walk.cuh"
 
 namespace cutlass_fmha {
 
+/// Q, then for each key part its stages of K and V, in whose place the key parts meet; barriers behind them.
 template <ForwardConfig C>
-struct FewQueryTmaMainloop {
+struct FewQueryTmaLayout {
+  static constexpr int kQ = C.tile_m * C.head_dim * C.element_bytes();
+  static constexpr int kTile = C.tile_n * C.head_dim * C.element_bytes();
+  using KeyParts = KeyPartLayout<C, kQ + C.kv_warps * C.stages * 2 * kTile>;
+  static constexpr int kBarriers = (KeyParts::kBytes + 7) / 8 * 8;
+  static constexpr int kPipe = TilePipeline<C.stages>::kBytes;
+  static constexpr int kQBarrier = kBarriers + 2 * C.kv_warps * kPipe;
+  static constexpr int kBytes = kQBarrier + int(sizeof(uint64_t));
+
+  /// `which`: 0 for K, 1 for V
+  CUTE_DEVICE static int tile(int key_part, int which, int step) {
+    return kQ + ((key_part * C.stages + uint32_t(step) % C.stages) * 2 + which) * kTile;
+  }
+  CUTE_DEVICE static int barriers(int key_part, int which) { return kBarriers + (key_part * 2 + which) * kPipe; }
+};
+
+template <ForwardConfig C>
+struct FewQueryTmaKeys {
   using T = ForwardTypes<C>;
   using Element = typename T::Element;
   using Layout = FewQueryTmaLayout<C>;
@@ -22,7 +42,8 @@ struct FewQueryTmaMainloop {
   using Scores = typename Product::Scores;
   using Output = typename Product::Output;
   using Probabilities = typename Product::Probabilities;
-  using QFragments = typename Product::QFragments;
+  using Held = typename Product::QFragments;
+  static constexpr bool kFirstApart = true;
 
   ForwardTmaParams const& params;
   char* const smem;
@@ -36,7 +57,7 @@ struct FewQueryTmaMainloop {
   uint32_t const qv_lane_offset, k_lane_offset;
 
   /// `blocks`: key blocks of which some row of the tile sees some key.
-  CUTE_DEVICE FewQueryTmaMainloop(ForwardTmaParams const& p, char* smem, int warp, WorkTile const& tile, int blocks)
+  CUTE_DEVICE FewQueryTmaKeys(ForwardTmaParams const& p, char* smem, int warp, WorkTile const& tile, int blocks)
       : params(p),
         smem(smem),
         warp(warp),
@@ -52,7 +73,7 @@ struct FewQueryTmaMainloop {
         qv_lane_offset(Product::v_lane(lane_id())),
         k_lane_offset(Product::k_lane(lane_id())) {}
 
-  CUTE_DEVICE RowMaxima maxima() const { return {Layout::KeyParts::maxima(smem) + key_part * C.tile_m + tile_row}; }
+  CUTE_DEVICE KeyPartMaxima maxima() const { return {Layout::KeyParts::states(smem, key_part, tile_row)}; }
   CUTE_DEVICE bool asks() const { return warp < C.kv_warps; }
 
   /// By one warp of each key part.
@@ -60,7 +81,7 @@ struct FewQueryTmaMainloop {
     k_pipe.init(1, C.warps / C.kv_warps * 32);
     v_pipe.init(1, C.warps / C.kv_warps * 32);
   }
-  CUTE_DEVICE void start() const {
+  CUTE_DEVICE void request_first() const {
     if (!asks() || !cute::elect_one_sync()) return;
     CUTE_UNROLL
     for (int step = 0; step < C.stages; ++step) {
@@ -70,28 +91,38 @@ struct FewQueryTmaMainloop {
     }
   }
 
-  /// Q is in shared memory by now. Leaves the unnormalised O in `output`, which is zero at first, and its l in
-  /// `softmax`.
-  CUTE_DEVICE void run(Output& output, typename T::Softmax& softmax) const {
-    if (steps == 0) return;
-    QFragments q;
-    Scores scores;
-    Probabilities probabilities;
+  // What the walk asks for.
+  CUTE_DEVICE int start(Held& q) const {
     Product::keep_q(smem, q_lane(), q);
-    compute_scores(0, q, scores);
-    update<true>(0, scores, probabilities, output, softmax);
-    refill(params.k_map, k_pipe, 0, C.stages);
-    if (C.dependent_launch && steps > 1) start_dependents();
-    accumulate(0, probabilities, output);
-    CUTE_NO_UNROLL
-    for (int step = 1; step < steps; ++step) {
-      compute_scores(step, q, scores);
-      refill(params.v_map, v_pipe, 1, step - 1 + C.stages);
-      update<false>(step, scores, probabilities, output, softmax);
-      refill(params.k_map, k_pipe, 0, step + C.stages);
-      accumulate(step, probabilities, output);
-    }
+    return 0;
   }
+  CUTE_DEVICE bool more(int step) const { return step + 1 < steps; }
+  CUTE_DEVICE static void next(int& step, Held&) { ++step; }
+  CUTE_DEVICE void multiply(int step, Held const& kept, Scores& scores) const {
+    k_pipe.consumer_wait(step);
+    Product::query_tile(smem, kept, q_lane(), Layout::tile(key_part, 0, step), k_lane_offset, scores);
+    k_pipe.consumer_release(step);
+  }
+  template <bool First>
+  CUTE_DEVICE void after_scores(int step, Held&) const {
+    if constexpr (!First) refill(params.v_map, v_pipe, 1, step - 1 + C.stages);
+  }
+  CUTE_DEVICE int key_begin(int step) const { return (last - step * C.kv_warps) * C.tile_n; }
+  CUTE_DEVICE void before_softmax(int key_begin, Scores& scores) const {
+    hide_unseen<C>(params, row_begin, key_begin, scores);
+  }
+  CUTE_DEVICE static void after_softmax(int, Probabilities&) {}
+  template <bool First>
+  CUTE_DEVICE void before_values(int step, Held&) const {
+    refill(params.k_map, k_pipe, 0, step + C.stages);
+    if (First && C.dependent_launch && steps > 1) start_dependents();
+  }
+  CUTE_DEVICE void add_values(int step, Held const&, Probabilities const& probabilities, Output& output) const {
+    v_pipe.consumer_wait(step);
+    Product::add_tile(smem, probabilities, Layout::tile(key_part, 1, step), qv_lane_offset, output);
+    v_pipe.consumer_release(step);
+  }
+  CUTE_DEVICE static void after_values(int) {}
 
  private:
   CUTE_DEVICE uint32_t q_lane() const { return qv_lane_offset + tile_row * Product::kQRowBytes; }
@@ -105,39 +136,8 @@ struct FewQueryTmaMainloop {
     using Tile = TmaTile<C.head_dim, C.tile_n, C.element_bytes()>;
     auto* const barrier =
         reinterpret_cast<uint64_t*>(smem + Layout::barriers(key_part, which) + Pipe::full_offset(step));
-    Tile::load(map, barrier, smem + Layout::tile(key_part, which, step), Tile::kPanelBytes,
-               (last - step * C.kv_warps) * C.tile_n, head_kv, batch);
-  }
-
-  CUTE_DEVICE void compute_scores(int step, QFragments const& kept, Scores& scores) const {
-    k_pipe.consumer_wait(step);
-    uint32_t const tile = Layout::tile(key_part, 0, step);
-    Product::query_keys(
-        kept, [&](int d, auto&& q) FMHA_INLINE { Product::load_q(smem, q_lane(), d, q); },
-        [&](int d, int n, auto&& k) FMHA_INLINE { Product::load_k(smem, tile, k_lane_offset, d, n, k); },
-        [](int, int) FMHA_INLINE {}, scores);
-    k_pipe.consumer_release(step);
-  }
-
-  CUTE_DEVICE void accumulate(int step, Probabilities const& probabilities, Output& output) const {
-    v_pipe.consumer_wait(step);
-    uint32_t const tile = Layout::tile(key_part, 1, step);
-    Product::template add_values<false>(
-        probabilities,
-        [&](int n, int d, auto&& v) FMHA_INLINE { Product::load_v(smem, tile, qv_lane_offset, n, d, v); },
-        []() FMHA_INLINE {}, output);
-    v_pipe.consumer_release(step);
-  }
-
-  template <bool First>
-  CUTE_DEVICE void update(int step, Scores& scores, Probabilities& probabilities, Output& output,
-                          typename T::Softmax& softmax) const {
-    using namespace cute;
-    int const key_begin = (last - step * C.kv_warps) * C.tile_n;
-    if (key_begin + C.tile_n > visible_keys(params, row_begin)) {
-      apply_mask(params, by_row(scores), score_coordinates<C>(), row_begin, key_begin);
-    }
-    softmax.template step<First>(by_row(scores), pairs_by_row<T>(probabilities), by_row(output), maxima());
+    Tile::load(map, barrier, smem + Layout::tile(key_part, which, step), Tile::kPanelBytes, key_begin(step), head_kv,
+               batch);
   }
 };
 

@@ -5,8 +5,8 @@
 #include "../core/scheduler.h"
 #include "epilogue.cuh"
 #include "epilogue_tma.cuh"
-#include "few_query.cuh"
 #include "few_query_epilogue.cuh"
+#include "few_query_ldg.cuh"
 #include "few_query_tma.cuh"
 
 namespace cutlass_fmha {
@@ -20,7 +20,7 @@ constexpr int forward_smem_bytes() {
   if constexpr (C.kv_warps > 1 && C.copy == Copy::tma) {
     return FewQueryTmaLayout<C>::kBytes;
   } else if constexpr (C.kv_warps > 1) {
-    return FewQueryLayout<C>::kBytes;
+    return LdgKeyParts<C>::kBytes;
   } else if constexpr (C.copy == Copy::tma) {
     return TmaLayout<C>::kBytes;
   } else {
@@ -113,25 +113,29 @@ CUTE_DEVICE void few_query(ForwardParams const& p) {
   auto const slice = [&](void const* tensor, Strides const& s, int head) {
     return static_cast<typename T::Word const*>(tensor) + tile.batch * s.batch + head * s.head;
   };
-  FewQueryMainloop<C> mainloop{
+  LdgKeys<C> const keys{
       .params = p,
       .q = slice(p.q, p.q_stride, tile.head),
       .k = slice(p.k, p.k_stride, head_kv),
       .v = slice(p.v, p.v_stride, head_kv),
-      .state = {FewQueryLayout<C>::states(smem) + kv_warp * C.tile_m + tile_row},
+      .row_maxima = {LdgKeyParts<C>::states(smem, kv_warp, tile_row)},
       .row_begin = row_begin,
       .kv_warp = kv_warp,
       .blocks = key_blocks(p, row_begin, row_begin + T::kRows, C.tile_n),
   };
   if constexpr (C.dependent_launch) {
-    prefetch_inputs<C.head_dim, C.tile_m, C.threads()>(p, mainloop.q, mainloop.k, mainloop.v, tile.m_block);
+    prefetch_inputs<C.head_dim, C.tile_m, C.threads()>(p, keys.q, keys.k, keys.v, tile.m_block);
     wait_for_kernels_ahead();
   }
   typename T::OutputFragment output;
   cute::clear(output);
-  mainloop.run(output);
-  if constexpr (C.dependent_launch) start_dependents();
-  merge_epilogue<C>(p, smem, tile, kv_warp, tile_row, output);
+  typename T::Softmax softmax(p.scale_log2);
+  if (keys.blocks > kv_warp) {
+    walk_few_query<C>(keys, output, softmax);
+  } else {
+    start_without_keys<C>(keys.maxima(), softmax);
+  }
+  few_query_epilogue<C, LdgKeyParts<C>>(p, smem, tile, kv_warp, tile_row, output, softmax);
 }
 
 /// few_query() by TMA.
@@ -149,40 +153,36 @@ CUTE_DEVICE void few_query_tma(ForwardTmaParams const& p) {
   int const warp = uniform(threadIdx.x / 32);
   int const tile_begin = tile.m_block * C.tile_m;
   int const blocks = key_blocks(p, tile_begin, tile_begin + C.tile_m, C.tile_n);
-  FewQueryTmaMainloop<C> const mainloop(p, smem, warp, tile, blocks);
+  FewQueryTmaKeys<C> const keys(p, smem, warp, tile, blocks);
   auto* const q_barrier = reinterpret_cast<uint64_t*>(smem + Layout::kQBarrier);
-  if (mainloop.asks() && lane_id() == 0) {
-    mainloop.init_pipelines();
+  if (keys.asks() && lane_id() == 0) {
+    keys.init_pipelines();
     if (warp == 0) mbarrier_init(cute::cast_smem_ptr_to_uint(q_barrier), 1);
     cutlass::arch::fence_barrier_init();
   }
   typename T::OutputFragment output;
   cute::clear(output);
   typename T::Softmax softmax(p.scale_log2);
-  CUTE_UNROLL
-  for (int row = 0; row < 2 * T::kRowSteps; ++row) softmax.start(row, -INFINITY, false, mainloop.maxima());
+  start_without_keys<C>(keys.maxima(), softmax);
   __syncthreads();  // the barriers exist
   if constexpr (C.dependent_launch) {
     auto const slice = [&](void const* tensor, Strides const& s, int head) {
       return static_cast<typename T::Word const*>(tensor) + tile.batch * s.batch + head * s.head;
     };
     prefetch_inputs<C.head_dim, C.tile_m, C.threads()>(p, slice(p.q, p.q_stride, tile.head),
-                                                       slice(p.k, p.k_stride, mainloop.head_kv),
-                                                       slice(p.v, p.v_stride, mainloop.head_kv), tile.m_block);
+                                                       slice(p.k, p.k_stride, keys.head_kv),
+                                                       slice(p.v, p.v_stride, keys.head_kv), tile.m_block);
     wait_for_kernels_ahead();
   }
   if (blocks > 0) {
     if (threadIdx.x == 0) QTile::load(p.q_map, q_barrier, smem, QTile::kPanelBytes, tile_begin, tile.head, tile.batch);
-    mainloop.start();
+    keys.request_first();
     mbarrier_wait(cute::cast_smem_ptr_to_uint(q_barrier), 0);
     transform_q<C>(p, smem);
-    mainloop.run(output, softmax);
+    if (keys.steps > 0) walk_few_query<C>(keys, output, softmax);
   }
   __syncthreads();  // nobody reads tiles any more
-  if constexpr (C.dependent_launch) start_dependents();
-  write_key_part<C, typename Layout::KeyParts>(smem, mainloop.key_part, mainloop.tile_row, output, softmax);
-  __syncthreads();
-  few_query_tma_epilogue<C>(p, smem, tile);
+  few_query_epilogue<C, typename Layout::KeyParts>(p, smem, tile, keys.key_part, keys.tile_row, output, softmax);
 }
 
 /// forward_rows() by TMA.

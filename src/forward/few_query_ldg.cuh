@@ -1,20 +1,18 @@
-// A warp's walk over its part of the keys, for problems with too few query rows to fill a GPU: there the time from
-// launch to result is a chain of latencies, and what counts is that the chain is short and starts early.
+// Keys for the walk of few_query_walk.cuh that no other warp of a group wants: warp w takes blocks w, w + kv_warps, ...
 //
-// The warps of a group share their query rows; warp w takes key blocks w, w + kv_warps, ... from the last to the first.
-// A tile of K or V is used by one warp (of each group) only, so it doesn't pass through shared memory: each lane loads
-// 16 bytes at a time straight into the registers that its mma wants, no barrier anywhere, and a warp's first block is
-// on its way before anything is computed. Two observations make 16-byte loads fit the 4-byte operands:
+// So a tile of K or V doesn't pass through shared memory: each lane loads 16 bytes at a time straight into the
+// registers that its mma wants, and a warp's first block is on its way before anything is computed. Two observations
+// make 16-byte loads fit the 4-byte operands:
 //   Q K^T  contracts over the head dimension, in any order, so long as Q and K take the same one. Lane t of a quad
 //          loads dimensions 8t .. 8t + 7 of 32, and the mma's (step, k) is read as whatever they happen to be.
 //   P V    has the head dimension as columns, which may be computed in any order too. Lane group g loads dimensions
 //          8g .. 8g + 7 of 64, of the four keys that its operands are made of; column g of n8 tile i is 8g + i.
-// A row of O then lies in a quad as 16 consecutive dimensions per lane: OutputColumns.
+// A row of O then lies in a quad as 16 consecutive dimensions per lane: LdgKeyParts.
 #pragma once
 
 #include "../core/dependent_launch.cuh"
-#include "../core/mask.cuh"
-#include "../core/product.cuh"
+#include "../core/key_parts.cuh"
+#include "few_query_walk.cuh"
 
 namespace cutlass_fmha {
 
@@ -58,39 +56,8 @@ struct RowWalk {
   }
 };
 
-/// Softmax state of the query rows of one warp in shared memory: what is merged in the end, (m, l) per row. The maxima
-/// are the ones that OnlineSoftmax keeps out of registers.
-struct FewQueryState {
-  float2* rows;
-
-  CUTE_DEVICE float get(int row) const {
-    __syncwarp();
-    return rows[accumulator_row(row, lane_id())].x;
-  }
-  CUTE_DEVICE void set(int row, float maximum) const {
-    __syncwarp();
-    int const lane = lane_id();
-    if (lane % 4 == 0) rows[accumulator_row(row, lane)].x = maximum;
-  }
-  template <class Softmax>
-  CUTE_DEVICE void set_sums(Softmax const& softmax) const {
-    int const lane = lane_id();
-    CUTE_UNROLL
-    for (int row = 0; row < int(softmax.row_sum.size()); ++row) {
-      float const sum = QuadOfLanes::sum(softmax.row_sum[row]);
-      if (lane % 4 == 0) rows[accumulator_row(row, lane)].y = sum;
-    }
-  }
-  template <int Rows>
-  CUTE_DEVICE void set_empty() const {
-    static_assert(Rows <= 32);
-    int const row = lane_id();
-    if (row < Rows) rows[row] = make_float2(-INFINITY, 0.f);
-  }
-};
-
 template <ForwardConfig C>
-struct FewQueryMainloop {
+struct LdgKeys {
   using T = ForwardTypes<C>;
   using Element = typename T::Element;
   using Scores = typename T::ScoresFragment;
@@ -101,6 +68,7 @@ struct FewQueryMainloop {
   static constexpr int kPanels = T::P::kCount;        // chunks of a row of V,
   static constexpr int kWidth = T::P::kWidth / 8;     // of this many elements
   static constexpr bool kLoadAhead = C.stages > 1;
+  static constexpr bool kFirstApart = true;
   static constexpr bool kConstant = !C.dependent_launch;  // see dependent_launch.cuh
 
   // Operands in the order in which they are loaded: the 8 elements of a chunk are (pair, k half, parity of the step).
@@ -118,64 +86,93 @@ struct FewQueryMainloop {
   using VWords = decltype(cute::make_tensor<uint32_t>(
       cute::Shape<cute::Int<kWidth / 2>, cute::Int<kPanels>, cute::_4, cute::Int<T::kKeySteps>>{}));
   using Probabilities = OperandA<T, T::kKeySteps>;
+  struct Held {
+    QFragments q;
+    KFragments k;
+    VWords v;
+  };
 
   ForwardParams const& params;
   Word const *q, *k, *v;  ///< of this head
-  FewQueryState state;    ///< of this warp
-  int row_begin;          ///< the warp's first query row
-  int kv_warp;            ///< within its group
-  int blocks;             ///< key blocks of which the warp's rows see some key
+  KeyPartMaxima row_maxima;
+  int row_begin;  ///< the warp's first query row
+  int kv_warp;    ///< within its group
+  int blocks;     ///< key blocks of which the warp's rows see some key
 
-  /// Leaves the unnormalised O in `output`, which is zero at first, and the rest in `state`.
-  CUTE_DEVICE void run(Output& output) const {
-    if (blocks <= kv_warp) {
-      state.template set_empty<T::kRows>();
-      return;
-    }
-    int block = kv_warp + (blocks - 1 - kv_warp) / C.kv_warps * C.kv_warps;
-    QFragments q_fragments;
-    KFragments k_fragments;
-    VWords v_words;
-    Scores scores;
-    Probabilities probabilities;
-    typename T::Softmax softmax(params.scale_log2);
+  // What the walk asks for; steps are numbered by their blocks.
+  CUTE_DEVICE KeyPartMaxima maxima() const { return row_maxima; }
+  CUTE_DEVICE int start(Held& held) const {
+    int const block = kv_warp + (blocks - 1 - kv_warp) / C.kv_warps * C.kv_warps;
     // Besides sparing most problems the arithmetic of the other branch, this one keeps the loads together: ptxas would
     // move some of them down to their first use, but not past the point where two branches meet.
     if (row_begin + T::kRows <= params.seqlen_q && (block + 1) * C.tile_n <= params.seqlen_k) {
-      load_all<false>(block, q_fragments, k_fragments, v_words);
+      load_all<false>(block, held);
     } else {
-      load_all<true>(block, q_fragments, k_fragments, v_words);
+      load_all<true>(block, held);
     }
-    take_sign(q_fragments);
-    compute_scores(q_fragments, k_fragments, scores);
-    if (kLoadAhead && block >= C.kv_warps) load_k<false>(block - C.kv_warps, k_fragments);
-    update<true>(block, scores, probabilities, output, softmax);
-    accumulate(probabilities, v_words, output);
-    CUTE_NO_UNROLL
-    while (block >= C.kv_warps) {
-      if constexpr (C.dependent_launch) start_dependents();  // a block of one step has no middle
-      block -= C.kv_warps;
-      if constexpr (kLoadAhead) load_v<false>(block, v_words);
-      if constexpr (!C.q_in_registers) {
-        load_q<true>(q_fragments);
-        take_sign(q_fragments);
+    take_sign(held.q);
+    return block;
+  }
+  CUTE_DEVICE static bool more(int block) { return block >= C.kv_warps; }
+  CUTE_DEVICE void next(int& block, Held& held) const {
+    if constexpr (C.dependent_launch) start_dependents();  // a block of one step has no middle
+    block -= C.kv_warps;
+    if constexpr (kLoadAhead) load_v<false>(block, held.v);
+    if constexpr (!C.q_in_registers) {
+      load_q<true>(held.q);
+      take_sign(held.q);
+    }
+    if constexpr (!kLoadAhead) load_k<false>(block, held.k);
+  }
+  template <bool First>
+  CUTE_DEVICE void after_scores(int block, Held& held) const {
+    if (kLoadAhead && block >= C.kv_warps) load_k<false>(block - C.kv_warps, held.k);
+  }
+  CUTE_DEVICE static int key_begin(int block) { return block * C.tile_n; }
+  CUTE_DEVICE void before_softmax(int key_begin, Scores& scores) const {
+    hide_unseen<C>(params, row_begin, key_begin, scores);
+  }
+  CUTE_DEVICE static void after_softmax(int, Probabilities&) {}
+  template <bool First>
+  CUTE_DEVICE void before_values(int block, Held& held) const {
+    if constexpr (!First && !kLoadAhead) load_v<false>(block, held.v);  // the trial takes S, P and O at once
+  }
+  CUTE_DEVICE static void after_values(int) {}
+
+  CUTE_DEVICE static void multiply(int, Held const& held, Scores& scores) {
+    using namespace cute;
+    clear(scores);
+    CUTE_UNROLL
+    for (int n = 0; n < C.tile_n / 8; ++n) {
+      CUTE_UNROLL
+      for (int step = 0; step < T::kDimSteps; ++step) multiply_n8<T>(held.q(_, _, step), held.k(_, n, step), scores, n);
+    }
+    repeat_mma_passes<typename T::Mma, T::kDimSteps>(scores);
+  }
+  CUTE_DEVICE static void add_values(int, Held const& held, Probabilities const& probabilities, Output& output) {
+    using namespace cute;
+    CUTE_UNROLL
+    for (int step = 0; step < T::kKeySteps; ++step) {
+      CUTE_UNROLL
+      for (int n = 0; n < C.head_dim / 8; ++n) {
+        int const panel = n / kWidth, i = n % kWidth;
+        uint32_t const half = i % 2 == 0 ? 0x5410 : 0x7632;  // the low or the high elements of two words
+        auto v = make_tensor<Element>(Shape<Shape<_2, _2>>{});
+        auto operand = recast<uint32_t>(v);
+        operand(0) = __byte_perm(held.v(i / 2, panel, 0, step), held.v(i / 2, panel, 1, step), half);
+        operand(1) = __byte_perm(held.v(i / 2, panel, 2, step), held.v(i / 2, panel, 3, step), half);
+        multiply_n8<T>(probabilities(_, _, step), v, output, n);
       }
-      if constexpr (!kLoadAhead) load_k<false>(block, k_fragments);
-      compute_scores(q_fragments, k_fragments, scores);
-      if (kLoadAhead && block >= C.kv_warps) load_k<false>(block - C.kv_warps, k_fragments);
-      update<false>(block, scores, probabilities, output, softmax);
-      if constexpr (!kLoadAhead) load_v<false>(block, v_words);  // not before: the trial takes S, P and O at once
-      accumulate(probabilities, v_words, output);
+      repeat_mma_passes<typename T::Mma>(output);
     }
-    state.set_sums(softmax);
   }
 
  private:
   template <bool Partial>
-  CUTE_DEVICE void load_all(int block, QFragments& q_fragments, KFragments& k_fragments, VWords& v_words) const {
-    load_q<Partial>(q_fragments);
-    load_k<Partial>(block, k_fragments);
-    load_v<Partial>(block, v_words);
+  CUTE_DEVICE void load_all(int block, Held& held) const {
+    load_q<Partial>(held.q);
+    load_k<Partial>(block, held.k);
+    load_v<Partial>(block, held.v);
   }
 
   /// Rows of Q or K, a lane's share of every eighth one.
@@ -231,46 +228,54 @@ struct FewQueryMainloop {
     CUTE_UNROLL
     for (int i = 0; i < cute::size(words); ++i) words(i) = (words(i) & params.q_and) ^ params.q_xor;
   }
+};
 
-  /// scores = Q K^T
-  CUTE_DEVICE static void compute_scores(QFragments const& q, KFragments const& k, Scores& scores) {
-    using namespace cute;
-    clear(scores);
-    CUTE_UNROLL
-    for (int n = 0; n < C.tile_n / 8; ++n) {
-      CUTE_UNROLL
-      for (int step = 0; step < T::kDimSteps; ++step) multiply_n8<T>(q(_, _, step), k(_, n, step), scores, n);
-    }
-    repeat_mma_passes<typename T::Mma, T::kDimSteps>(scores);
+/// Where key parts of such rows meet.
+///
+/// A chunk of 8 dimensions is 8 floats here, in two pieces of 16 bytes. Where they lie in a row: a quad's lanes hold
+/// the chunks (or, with panels of 32 dimensions, halves of them) that are written together, and must find them in
+/// neighbouring pieces; so must the eight lanes that read together. The XOR keeps two neighbouring rows, which are
+/// written together, in different banks.
+template <ForwardConfig C>
+struct LdgKeyParts : KeyPartStates<C, C.head_dim, 0> {
+  using P = typename ForwardTypes<C>::P;
+  static constexpr int kChunks = C.head_dim / 8;
+  static constexpr int kPanelChunks = P::kChunks;  // 8 or 4: two chunks or one for each lane of a quad
+
+  CUTE_DEVICE static int dimension(int place) { return chunk_at(unsigned(place) / 8) * 8; }
+  CUTE_DEVICE static float4 const& at(char* smem, int key_part, int row, int place) {
+    return piece(smem, key_part, row, unsigned(place) / 8, unsigned(place) / 4 % 2);
   }
-
-  /// output += P V
-  CUTE_DEVICE static void accumulate(Probabilities const& probabilities, VWords const& words, Output& output) {
+  /// Lane t of a quad holds, in panel p, dimensions (2t + e) * W + i as element e of n8 tile i, where W = 8 (4) is the
+  /// number of such tiles: LdgKeys.
+  template <class Row>
+  CUTE_DEVICE static void write(char* smem, int key_part, int row, int lane, Row const& o) {
     using namespace cute;
+    constexpr int kWidth = P::kWidth / 8;
     CUTE_UNROLL
-    for (int step = 0; step < T::kKeySteps; ++step) {
+    for (int panel = 0; panel < P::kCount; ++panel) {
       CUTE_UNROLL
-      for (int n = 0; n < C.head_dim / 8; ++n) {
-        int const panel = n / kWidth, i = n % kWidth;
-        uint32_t const half = i % 2 == 0 ? 0x5410 : 0x7632;  // the low or the high elements of two words
-        auto v = make_tensor<Element>(Shape<Shape<_2, _2>>{});
-        auto operand = recast<uint32_t>(v);
-        operand(0) = __byte_perm(words(i / 2, panel, 0, step), words(i / 2, panel, 1, step), half);
-        operand(1) = __byte_perm(words(i / 2, panel, 2, step), words(i / 2, panel, 3, step), half);
-        multiply_n8<T>(probabilities(_, _, step), v, output, n);
+      for (int group = 0; group < kWidth / 2; ++group) {  // four of the lane's dimensions
+        int const e = group / (kWidth / 4), i = group % (kWidth / 4) * 4;
+        int const chunk = panel * kPanelChunks + (lane % 4 * 2 + e) * kWidth / 8;
+        auto value = [&](int j) { return o(e + 2 * (panel * kWidth + i + j)); };
+        piece(smem, key_part, row, place_of(chunk), group % 2) = make_float4(value(0), value(1), value(2), value(3));
       }
-      repeat_mma_passes<typename T::Mma>(output);
     }
   }
 
-  /// Masks the scores where needed and turns them into probabilities.
-  template <bool First>
-  CUTE_DEVICE void update(int block, Scores& scores, Probabilities& probabilities, Output& output,
-                          typename T::Softmax& softmax) const {
-    using namespace cute;
-    if ((block + 1) * C.tile_n > visible_keys(params, row_begin))
-      apply_mask(params, by_row(scores), score_coordinates<C>(), row_begin, block * C.tile_n);
-    softmax.template step<First>(by_row(scores), pairs_by_row<T>(probabilities), by_row(output), state);
+ private:
+  CUTE_DEVICE static int place_of(int chunk) {
+    int const in_panel = chunk % kPanelChunks;
+    return chunk - in_panel + (kPanelChunks == 8 ? in_panel % 2 * 4 + in_panel / 2 : in_panel);
+  }
+  CUTE_DEVICE static int chunk_at(unsigned place) {
+    unsigned const in_panel = place % kPanelChunks;
+    return place - in_panel + (kPanelChunks == 8 ? in_panel % 4 * 2 + in_panel / 4 : in_panel);
+  }
+  CUTE_DEVICE static float4& piece(char* smem, int key_part, int row, int place, int half) {
+    int const index = (half * kChunks + place) ^ (row % 2 * 4);
+    return reinterpret_cast<float4*>(LdgKeyParts::output(smem, key_part, row))[index];
   }
 };
 
