@@ -28,11 +28,12 @@ constexpr char const* name_of(MmaKind mma) {
 
 /// What a kernel's source or launch does otherwise on one architecture than on another. Instructions are nvcc's matter.
 struct Architecture {
-  int number;        ///< 89, 90 or 120
-  bool copy_unit;    ///< has TMA, and launches that overlap
-  bool fast_memory;  ///< HBM: small tiles of all heads may be in flight at once, whatever the L2 cache holds
+  int number;           ///< 89, 90 or 120
+  bool copy_unit;       ///< has TMA, and launches that overlap
+  bool fast_memory;     ///< HBM: small tiles of all heads may be in flight at once, whatever the L2 cache holds
+  bool uniform_phases;  ///< what a warp asks for in every phase stays in uniform registers, where O needs all others
 };
-constexpr Architecture kArchitectures[] = {{89, false, false}, {90, true, true}, {120, true, false}};
+constexpr Architecture kArchitectures[] = {{89, false, false, false}, {90, true, true, true}, {120, true, false, true}};
 
 /// How tiles travel between global and shared memory, which is also what alignment a row asks of its operands.
 enum class Copy : int {

@@ -17,6 +17,7 @@ struct ForwardTypes {
   using Element = cute::conditional_t<kHalf, cutlass::half_t, cutlass::bfloat16_t>;
   using Word = Bits<C.element_bytes()>;  ///< an Element where nothing is computed with it
   using P = Panels<C.head_dim, C.element_bytes()>;
+  using OutputPanels = Panels<C.head_dim_v(), C.element_bytes()>;
   using Mma = cute::TiledMMA<cute::MMA_Atom<cute::conditional_t<kHalf, cute::SM80_16x8x16_F32F16F16F32_TN,
                                                                 cute::SM80_16x8x16_F32BF16BF16F32_TN>>,
                              cute::Layout<cute::Shape<cute::_1, cute::_1, cute::_1>>>;  // one warp: each has its rows

@@ -168,7 +168,7 @@ struct WarpProduct {
 template <ForwardConfig C, class Params>
 CUTE_DEVICE void transform_q(Params const& p, char* smem) {
   if (p.q_and == 0xffffffffu && p.q_xor == 0u) return;
-  for (int i = threadIdx.x; i < C.tile_m * C.head_dim / 2; i += C.threads()) {
+  for (int i = threadIdx.x; i < C.tile_m * C.head_dim * C.element_bytes() / 4; i += C.threads()) {
     uint32_t& pair = reinterpret_cast<uint32_t*>(smem)[i];
     pair = (pair & p.q_and) ^ p.q_xor;
   }

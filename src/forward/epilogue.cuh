@@ -13,36 +13,36 @@ CUTE_DEVICE void stage_rows(char* tile, int tile_row, Rows const& rows, int lane
   auto coordinates =
       typename T::Mma{}.get_slice(lane).partition_C(make_identity_tensor(Shape<Int<T::kRows>, Int<C.head_dim_v()>>{}));
   auto coordinate = by_row(coordinates);
-  typename Panels<C.head_dim_v()>::template Layout<C.tile_m> layout;
+  using P = typename T::OutputPanels;
   CUTE_UNROLL
   for (int row = 0; row < size<0>(rows); ++row) {
     CUTE_UNROLL
     for (int col = 0; col < size<1>(rows); col += 2) {
       auto const at = coordinate(row, col);
-      *reinterpret_cast<uint32_t*>(tile + 2 * layout(tile_row + get<0>(at), get<1>(at))) =
+      *reinterpret_cast<uint32_t*>(tile + P::template byte_offset<C.tile_m>(tile_row + get<0>(at), get<1>(at))) =
           pack<typename T::Element>(rows(row, col), rows(row, col + 1));
     }
   }
 }
 
-/// write(row, column, chunk) for each eight neighbouring elements that stage_rows() left, by whole rows. `AtOnce`: so
+/// write(row, column, chunk) for each 16 bytes of elements that stage_rows() left, by whole rows. `AtOnce`: so
 /// many of a lane's are read before the first is written, 0: all of them, so that nothing waits for shared memory
 /// twice.
 template <ForwardConfig C, int AtOnce = 0, class Write>
 CUTE_DEVICE void for_staged_chunks(char const* tile, int tile_row, int lane, Write const& write) {
   using namespace cute;
-  constexpr int kChunks = C.head_dim_v() / 8, kCount = C.rows_per_warp() * kChunks / 32;
+  using P = typename ForwardTypes<C>::OutputPanels;
+  constexpr int kChunks = C.head_dim_v() / P::kChunk, kCount = C.rows_per_warp() * kChunks / 32;
   constexpr int kAtOnce = AtOnce == 0 ? kCount : AtOnce;
-  typename Panels<C.head_dim_v()>::template Layout<C.tile_m> layout;
   auto const place = [&](int i) { return (i * 32 + lane) / kChunks; };
-  auto const column = [&](int i) { return (i * 32 + lane) % kChunks * 8; };
+  auto const column = [&](int i) { return (i * 32 + lane) % kChunks * P::kChunk; };
   CUTE_NO_UNROLL
   for (int begin = 0; begin < kCount; begin += kAtOnce) {
     uint128_t chunks[kAtOnce];
     CUTE_UNROLL
     for (int i = 0; i < kAtOnce; ++i) {
-      chunks[i] =
-          *reinterpret_cast<uint128_t const*>(tile + 2 * layout(tile_row + place(begin + i), column(begin + i)));
+      uint32_t const from = P::template byte_offset<C.tile_m>(tile_row + place(begin + i), column(begin + i));
+      chunks[i] = *reinterpret_cast<uint128_t const*>(tile + from);
     }
     CUTE_UNROLL
     for (int i = 0; i < kAtOnce; ++i) write(place(begin + i), column(begin + i), chunks[i]);
@@ -67,17 +67,18 @@ CUTE_DEVICE void epilogue(ForwardParams const& p, char* smem, typename ForwardTy
     }
   }
   __syncwarp();
-  uint16_t* const o = static_cast<uint16_t*>(p.o) + at.batch * p.o_stride.batch + at.head * p.o_stride.head +
-                      row_begin * p.o_stride.seqlen;
+  using Word = typename ForwardTypes<C>::Word;
+  Word* const o =
+      static_cast<Word*>(p.o) + at.batch * p.o_stride.batch + at.head * p.o_stride.head + row_begin * p.o_stride.seqlen;
   int const there = p.seqlen_q - row_begin;
   for_staged_chunks<C>(smem, tile_row, lane, [&](int row, int column, uint128_t const& chunk) {
     if (row >= there) return;
-    uint16_t* const to = o + row * p.o_stride.seqlen + column;
+    Word* const to = o + row * p.o_stride.seqlen + column;
     if constexpr (C.copy == Copy::cp_async_16) {
       *reinterpret_cast<uint128_t*>(to) = chunk;
     } else {
       CUTE_UNROLL
-      for (int e = 0; e < 8; ++e) to[e] = reinterpret_cast<uint16_t const*>(&chunk)[e];
+      for (int e = 0; e < ForwardTypes<C>::P::kChunk; ++e) to[e] = reinterpret_cast<Word const*>(&chunk)[e];
     }
   });
 }

@@ -24,8 +24,8 @@ struct WarpConstants {
 /// read anew before each turn.
 template <ForwardConfig C>
 struct SharedLayout {
-  static constexpr int kQ = C.tile_m * C.head_dim * 2;
-  static constexpr int kKTile = C.tile_n * C.head_dim * 2, kVTile = kKTile;
+  static constexpr int kQ = C.tile_m * C.head_dim * C.element_bytes();
+  static constexpr int kKTile = C.tile_n * C.head_dim * C.element_bytes(), kVTile = kKTile;
   static constexpr int kKOffset = kQ;
   static constexpr int kVOffset = kKOffset + C.stages * kKTile;
   static constexpr int kBarriers = kVOffset + C.stages * kVTile;
@@ -49,13 +49,13 @@ struct CpAsyncKeys {
   using Turn = Turns<C.warps, C.ping_pong>;
   static constexpr int kHalfThreads = C.threads() / 2;
   static constexpr bool kRoomy = is_roomy(C);
-  /// Whether what a warp asks for in every phase stays in registers. From sm_90 on these are uniform ones; sm_89 takes
-  /// others, of which the largest O (128 of them) leaves none.
-  static constexpr bool kKeepsConstants = C.arch >= 90 || kRoomy || C.rows_per_warp() * C.head_dim < 32 * 128;
+  /// Whether what a warp asks for in every phase stays in registers. The largest O (128 of them) leaves none.
+  static constexpr bool kKeepsConstants =
+      C.architecture().uniform_phases || kRoomy || C.rows_per_warp() * C.head_dim < 32 * 128;
   static constexpr bool kEndsEarly = false, kMaskedFirst = true;
   static constexpr bool kAsksInTurn = true;
   static constexpr int kPassAt = T::kKeySteps / 2;
-  using Loader = TileLoader<C.head_dim, C.tile_n, kHalfThreads, C.copy>;
+  using Loader = TileLoader<C.head_dim, C.tile_n, kHalfThreads, C.copy, C.element_bytes()>;
 
   struct Lanes {
     uint32_t q_offset, k_offset, v_offset;

@@ -32,8 +32,8 @@ CUTE_DEVICE Work work_at(ForwardTmaParams const& p, int index) {
 /// Shared memory of a block: Q (O on the way out), K and V rings, barriers, what the block works on, row maxima.
 template <ForwardConfig C>
 struct TmaLayout {
-  static constexpr int kQ = C.tile_m * C.head_dim * 2;
-  static constexpr int kKTile = C.tile_n * C.head_dim * 2, kVTile = kKTile;
+  static constexpr int kQ = C.tile_m * C.head_dim * C.element_bytes();
+  static constexpr int kKTile = C.tile_n * C.head_dim * C.element_bytes(), kVTile = kKTile;
   static constexpr int kKOffset = kQ;
   static constexpr int kVOffset = kKOffset + C.stages * kKTile;
   static constexpr int kKBarriers = kVOffset + C.stages * kVTile;
@@ -95,10 +95,10 @@ struct TmaProducer {
     if (cute::elect_one_sync()) request(map, ring, barriers, tile);
   }
   CUTE_DEVICE void request(TensorMap const& map, int ring, int barriers, int tile) const {
-    TmaTile<C.head_dim, C.tile_n>::load(map, reinterpret_cast<uint64_t*>(smem + barriers + Pipe::full_offset(tile)),
-                                        smem + ring + Pipe::stage(tile) * Shared::kKTile,
-                                        TmaTile<C.head_dim, C.tile_n>::kPanelBytes, (end - 1 - tile) * C.tile_n,
-                                        head_kv, batch);
+    using Tile = TmaTile<C.head_dim, C.tile_n, C.element_bytes()>;
+    Tile::load(map, reinterpret_cast<uint64_t*>(smem + barriers + Pipe::full_offset(tile)),
+               smem + ring + Pipe::stage(tile) * Shared::kKTile, Tile::kPanelBytes, (end - 1 - tile) * C.tile_n,
+               head_kv, batch);
   }
 };
 
