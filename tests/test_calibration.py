@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_build import L4
+from fake_build import L4, Row
 from fake_calibration import BUILD, KINDS, LIMITS, fake_gpu, hermetic, predicted, true_costs
 
 from cutlass_fmha import cost
@@ -19,6 +19,7 @@ from cutlass_fmha.calibrate import fit, measurements, problems, progress, timing
 from cutlass_fmha.cost import datasheet, store
 from cutlass_fmha.dispatch import choose, eligibility
 from cutlass_fmha.dispatch.problem import CAUSAL, Problem
+from cutlass_fmha.dispatch.table import Table
 
 
 @pytest.fixture(autouse=True)
@@ -234,6 +235,34 @@ def test_scored_rows_are_timed_where_they_are_in_question(monkeypatch):
     assert timed == {row.name for row in contenders(decode) if row.takes_features} != set()
     assert not any(name.endswith("_scored") for name in second.rows)
     assert any(name.endswith("_scored") for name, _, _ in gpu.launches)
+
+
+def test_ranged_rows_are_timed_beside_plain_ones(monkeypatch):
+    """What they are for, many queries of lengths that the device knows, is not among what is timed."""
+    ranged = Row(
+        len(BUILD.rows),
+        89,
+        "float16",
+        64,
+        128,
+        64,
+        8,
+        "cp_async_16",
+        40 << 10,
+        takes_features=True,
+        ranged=True,
+    )
+    wider = replace(ranged, index=len(BUILD.rows) + 1, head_dim=96)
+    build = Table((*BUILD.rows, ranged, wider))  # type: ignore[arg-type]
+    gpu = fake_gpu(monkeypatch)
+    monkeypatch.setattr(gpu, "build", build)
+    monkeypatch.setattr(gpu, "law", lambda row, problem: 1.0 if row.takes_features else 2.0)
+    prefill = Problem(2, 512, 4096, 8, 2, 64, "float16")
+    (sample,) = measurements.collect([prefill], 0, build, "a")
+    assert ranged.name in sample.rows and wider.name not in sample.rows
+    # Selection takes plain rows there, so that it is not held against the time of a ranged one.
+    (pick,) = verdict.judge([sample], L4, build)
+    assert pick.best_us == 2.0
 
 
 def test_a_fit_finds_how_many_blocks_are_resident():

@@ -21,7 +21,7 @@ from cutlass_fmha.dispatch import choose, eligibility
 from cutlass_fmha.dispatch import table as tables
 from cutlass_fmha.dispatch.device import Device
 from cutlass_fmha.dispatch.problem import Problem
-from cutlass_fmha.dispatch.table import Table
+from cutlass_fmha.dispatch.table import Row, Table
 
 SCHEMA = "cutlass_fmha-timings-1"
 GIVE_UP = 5.0
@@ -123,7 +123,9 @@ def collect(
 ) -> list[Sample]:
     """Times every eligible row of each problem on CUDA device ``index``, the likely fastest first.
 
-    Scored rows are timed where they are in question (``choose.contenders``).
+    Scored rows are timed where they are in question (``choose.contenders``). So are ranged rows, and where a
+    plain row takes the problem, too: what they are for, many queries whose lengths are on the device, costs
+    what it costs without.
 
     ``give_up``: how many times slower than the best a row's first call may be.
     """
@@ -134,13 +136,19 @@ def collect(
     progress = Progress(label, len(problems))
     samples = []
     for problem in problems:
-        eligible = [row for row in build.rows if not eligibility.reasons(row, problem, device, build)]
-        in_question = choose.contenders(eligible, problem)
-        rows = [row for row in eligible if row in in_question or not row.takes_features]
+        rows = _timed_rows(problem, device, build)
         rows.sort(key=lambda row: choose.predicted_us(row, problem, device))
         samples.append(Sample(problem, timer.time(problem, rows, give_up)))
         progress.step(str(problem.head_dim))
     return samples
+
+
+def _timed_rows(problem: Problem, device: Device, build: Table) -> list[Row]:
+    eligible = [row for row in build.rows if not eligibility.reasons(row, problem, device, build)]
+    wanted = list(choose.contenders(eligible, problem))
+    of_features = [row for row in eligible if row.takes_features]
+    wanted += [row for row in choose.contenders(of_features, problem) if not row.scored]
+    return [row for row in eligible if row in wanted or not row.takes_features]
 
 
 def save(measurements: Measurements, path: Path, verdict: dict[str, object] | None = None) -> None:

@@ -46,10 +46,12 @@ def judge(
 ) -> list[Pick]:
     """Selection's pick for each sample's problem. A skipped row counts with the time of its first call.
 
+    Of ranged and scored rows, only those that are in question count (``choose.contenders``).
     Timings that have no scored row at all judge the choice among the others.
     Raises Unjudgeable when selection takes a row that was never timed: the timings are of another build.
     """
     picks = []
+    by_name = {row.name: row for row in build.rows}
     timed = {name for sample in samples for name in sample.rows}
     if not any(row.takes_features and row.name in timed for row in build.rows):
         build = Table(tuple(row for row in build.rows if not row.takes_features), build.compiled_for)
@@ -60,7 +62,10 @@ def judge(
             raise Unjudgeable(f"this build can't run a problem that was timed: {sample.problem}") from error
         if row not in sample.rows:
             raise Unjudgeable(f"the timings have no row {row}, which this build takes for {sample.problem}")
-        times = sample.times
+        of_features = {row.name for row in build.rows if row.takes_features and row.name in sample.times}
+        known = [by_name[name] for name in sample.times if name in by_name]
+        of_features -= {row.name for row in choose.contenders(known, sample.problem)}
+        times = {name: us for name, us in sample.times.items() if name not in of_features}
         best = min(times, key=times.__getitem__)
         picks.append(Pick(sample.problem, row, sample.rows[row].us, best, times[best]))
     return picks
