@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from fake_build import L4, Row, make_build
 
 from cutlass_fmha.cost import store
 from cutlass_fmha.dispatch import blocks, choose, eligibility
-from cutlass_fmha.dispatch.problem import Problem
+from cutlass_fmha.dispatch.describe import describe
+from cutlass_fmha.dispatch.problem import EVEN, Problem, mean_length, typical
 from cutlass_fmha.dispatch.table import Table
+from cutlass_fmha.features import Features
 
 RANGED = Row(
     9999, 89, "bfloat16", 128, 256, 64, 8, "cp_async_16", 98 * 1024, 1, 1, 1, False, True, False, True, True
@@ -66,3 +69,46 @@ def test_their_keys_are_not_split():
         if row.family == "scored" and row.head_dim == 128 and row.dtype == "bfloat16"
     )
     assert blocks.split_keys(scored, few, L4) > 1
+
+
+@pytest.mark.parametrize("causal", ["none", "bottom-right"])
+@pytest.mark.parametrize("tile_m", [128, 256])
+@pytest.mark.parametrize(
+    ("shortest", "longest", "count"), [(1024, 1024, 16), (200, 300, 64), (40, 2900, 24), (4000, 7000, 3)]
+)
+def test_packed_documents_count_as_long_as_they_are(
+    shortest: int, longest: int, count: int, tile_m: int, causal: str
+):
+    """Not as long as the longest, by which there would be up to twice as many steps."""
+    row = replace(RANGED, tile_m=tile_m)
+    lengths = [shortest + (longest - shortest) * number // (count - 1) for number in range(count)]
+    mean = mean_length(sum(lengths), count, longest)
+    packed = replace(
+        PACKED, causal=causal, batch=count, seqlen_q=longest, seqlen_k=longest, mean=(mean, mean)
+    )
+    found = blocks.groups(row, packed, L4)
+    alone = (replace(packed, batch=1, seqlen_q=each, seqlen_k=each, mean=EVEN) for each in lengths)
+    expected = [group for each in alone for group in blocks.groups(row, each, L4)]
+    for name in ("block", "steps", "warp_steps"):
+        total, exact = (
+            sum(group.blocks * getattr(group, name) for group in groups) for groups in (found, expected)
+        )
+        assert total == pytest.approx(exact, rel=0.12)
+    assert packed.elements_written == pytest.approx(sum(lengths) * 16 * 128, rel=0.12)
+    assert packed.elements_read == pytest.approx(3 * sum(lengths) * 16 * 128, rel=0.12)
+    of_class = typical(packed)
+    assert typical(of_class) == of_class
+    assert mean <= of_class.mean[0] <= mean * 17 / 16 and longest / 1.2 <= of_class.seqlen_q <= longest * 1.3
+
+
+def test_shapes_tell_how_long_documents_are_on_average():
+    def mean(rows_q: int, rows_k: int, **more: bool) -> tuple[int, int]:
+        q, k = (torch.empty(rows, 2, 64, dtype=torch.float16) for rows in (rows_q, rows_k))
+        cu = torch.empty(5, dtype=torch.int32)
+        features = Features(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=100, max_seqlen_k=300, **more)
+        return describe((q, k, k), "bottom-right", features).problem.mean
+
+    assert mean(400, 1100) == EVEN  # about as long as the longest
+    assert mean(200, 301) == (50, 76)
+    assert mean(0, 1) == (0, 1)
+    assert mean(200, 300, batch_invariant=True) == EVEN

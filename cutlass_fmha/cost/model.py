@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cutlass_fmha.dispatch.blocks import Division, Kind, divide, divides_tail, kinds, packed_heads, totals
 from cutlass_fmha.dispatch.device import KIB, Device
+from cutlass_fmha.dispatch.problem import EVEN
 
 if TYPE_CHECKING:
     from cutlass_fmha.dispatch.problem import Problem
@@ -129,8 +130,10 @@ class Launch:
 
     def __init__(self, of: Priced, problem: Problem) -> None:
         self._of, self._problem = of, problem
-        self._even = not problem.is_ranged
+        self._even = not problem.is_ranged and problem.mean == EVEN
         self._most = MAX_WAVES if self._even else MAX_MASKED_WAVES
+        self._may_divide = of.divides_keys or (self._even and of.divides_tail)
+        self._undivided = 0.0
         self._divided: Division | None = None
         self._found: list[Kind] | None = None
 
@@ -141,13 +144,17 @@ class Launch:
         if found is None:
             return 0.0
         first, sums = found
-        may_divide = self._of.divides_keys or (self._even and self._of.divides_tail)
-        return self._at_least(None if may_divide else first, sums, 1, 0)
+        self._undivided = self._at_least(first, sums, 1, 0)
+        return self._at_least(None, sums, 1, 0) if self._may_divide else self._undivided
 
-    def least(self) -> float:
-        """The same of the blocks that are played through: if all places, and all SMs, ended together."""
-        kinds = self._kinds()
-        if not kinds:
+    def least(self, bound: float) -> float:
+        """The same, which was ``bound``, when it is known what is divided."""
+        if not self._may_divide:
+            return bound
+        _, splits, tail = self._division()
+        if splits == 1 and not tail:
+            return self._undivided
+        if not (kinds := self._kinds()):
             return 0.0
         total = 0
         blocks = steps = warp_blocks = warp_steps = 0.0
@@ -161,7 +168,7 @@ class Launch:
         return self._at_least(first, (total, blocks, steps, warp_blocks, warp_steps), *self._parts())
 
     def _at_least(self, first: Kind | None, sums: Kind, splits: int, tail_rows: int) -> float:
-        """By the work of all blocks; and by the first of them alone, where they are not averaged."""
+        """If all places, and all SMs, ended together; and by the first block alone, if none is averaged."""
         of, cost = self._of, self._of.cost
         total, blocks, steps, warp_blocks, warp_steps = sums
         waiting = (blocks * cost.block + steps * cost.step) / of.places

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from cutlass_fmha.dispatch.device import KIB, Device
+from cutlass_fmha.dispatch.problem import EVEN
 
 if TYPE_CHECKING:
     from cutlass_fmha.dispatch.problem import Problem
@@ -118,6 +119,9 @@ Kind = tuple[int, float, float, float, float]
 
 def kinds(row: Row, problem: Problem, division: Division) -> list[Kind]:
     """The ``groups`` of a problem that is divided so."""
+    if problem.mean != EVEN:
+        found = [kind for each in problem.documents for kind in kinds(row, each, division)]
+        return sorted(found, key=lambda kind: -kind[2])  # long ones come first: src/core/scheduler.h
     pack, splits, tail = division
     tile_m, rows = row.tile_m, problem.seqlen_q * pack
     tiles = -(-rows // tile_m)
@@ -195,6 +199,9 @@ def totals(row: Row, problem: Problem, pack: int) -> tuple[Kind, Kind] | None:
 
     A launch that divides them has at least as much in all. None without a tile.
     """
+    if problem.mean != EVEN:
+        found = [totals(row, each, pack) for each in problem.documents]
+        return functools.reduce(_together, found) if found else None
     tile_m, queries = row.tile_m, problem.seqlen_q
     tiles = -(-queries * pack // tile_m)
     sequences = problem.batch * problem.num_heads // pack
@@ -242,6 +249,21 @@ def totals(row: Row, problem: Problem, pack: int) -> tuple[Kind, Kind] | None:
         sequences * (steps + max(0.0, of_tiles / step)),
         sequences * (block * live + whole),
         sequences * (share + max(0.0, of_warps / step)),
+    )
+
+
+def _together(one: tuple[Kind, Kind] | None, other: tuple[Kind, Kind] | None) -> tuple[Kind, Kind] | None:
+    """``totals`` of two parts of a launch."""
+    if one is None or other is None:
+        return one or other
+    first, (number, blocks, steps, warp_blocks, warp_steps) = one
+    more, more_blocks, more_steps, more_warp_blocks, more_warp_steps = other[1]
+    return first, (
+        number + more,
+        blocks + more_blocks,
+        steps + more_steps,
+        warp_blocks + more_warp_blocks,
+        warp_steps + more_warp_steps,
     )
 
 

@@ -40,10 +40,11 @@ def choose(
         return _named(row, problem, device, table)
     known = calibration or store.for_device(device)
     # Whoever holds a table and its costs keeps their ids from being anybody else's.
-    key = (class_of(problem), device, devices.forced_arch(), id(table), id(known))
+    where = (device, devices.forced_arch(), id(table), id(known))
+    key = (class_of(problem), where)
     if (found := _chosen.get(key) or _chosen.revive(key)) is not None:
         return found[0]
-    winner = cheapest(in_question(problem, device, table, known), typical(problem))
+    winner = cheapest(in_question(problem, device, table, known, where), typical(problem))
     _chosen.put(key, (winner, table, known))
     return winner
 
@@ -72,13 +73,15 @@ class Contender(NamedTuple):
 _in_question: Recent[tuple[object, ...], tuple[list[Contender], Table, Calibration]] = Recent(MAX_CHOICES)
 
 
-def in_question(problem: Problem, device: Device, table: Table, known: Calibration) -> list[Contender]:
-    """The rows that cost decides between. Raises UnsupportedError where there is none."""
+def in_question(
+    problem: Problem, device: Device, table: Table, known: Calibration, where: tuple[object, ...]
+) -> list[Contender]:
+    """The rows that cost decides between. Raises UnsupportedError where there is none.
+
+    ``where``: stands for device, table and costs.
+    """
     key = (
-        device,
-        devices.forced_arch(),
-        id(table),
-        id(known),
+        where,
         problem.dtype,
         problem.head_dim,
         problem.head_dim_v,
@@ -118,7 +121,7 @@ def cheapest(rows: Sequence[Contender], problem: Problem) -> Row:
     for bound, number, offer in bounds:
         if bound > least:
             break
-        if least < math.inf and offer.least() > least:
+        if least < math.inf and offer.least(bound) > least:
             continue
         us = offer.us()
         if us < least or (us == least and number < winner):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cutlass_fmha.arguments import check
 from cutlass_fmha.arguments.check_features import check_features
-from cutlass_fmha.dispatch.problem import FEATURES, MAX_KEY_SPAN, Problem
+from cutlass_fmha.dispatch.problem import EVEN, FEATURES, MAX_KEY_SPAN, Problem, mean_length
 from cutlass_fmha.features import NO_FEATURES, Features, Sizes
 
 #: What ``batch_invariant`` goes by where the longest sequence of a batch would decide.
@@ -82,10 +82,21 @@ def describe(
         causal,
         check.alignment(bits),
         span if span > MAX_KEY_SPAN else 0,
+        EVEN
+        if features.cu_seqlens_q is None and features.cu_seqlens_k is None
+        else _mean(q, k, features, sizes),
     )
     if features.batch_invariant:
         problem = for_one_sequence(problem, features)
     return Call(problem, sizes, strides, features, causal)  # type: ignore[arg-type]
+
+
+def _mean(q: Tensor, k: Tensor, features: Features, sizes: Sizes) -> tuple[int, int]:
+    """``Problem.mean``, by what shapes tell: how many rows all sequences have."""
+    return (
+        0 if features.cu_seqlens_q is None else mean_length(q.shape[0], sizes.batch, sizes.seqlen_q),
+        0 if features.cu_seqlens_k is None else mean_length(k.shape[0], sizes.batch, sizes.seqlen_k),
+    )
 
 
 def _strides(tensor: Tensor, layout: str) -> Strides:
@@ -108,7 +119,13 @@ def window_of(left: int, right: int, causal: str) -> tuple[tuple[int, int] | Non
 
 
 def problem_of(
-    sizes: Sizes, features: Features, dtype: str, causal: str, alignment: int, key_span: int = 0
+    sizes: Sizes,
+    features: Features,
+    dtype: str,
+    causal: str,
+    alignment: int,
+    key_span: int = 0,
+    mean: tuple[int, int] = EVEN,
 ) -> Problem:
     """What selection knows of a call."""
     found: tuple[str, ...] = ()
@@ -133,6 +150,7 @@ def problem_of(
         page_size=sizes.page_size,
         num_splits=features.num_splits,
         key_span=key_span,
+        mean=mean,
     )
 
 
@@ -161,7 +179,7 @@ def for_one_sequence(problem: Problem, features: Features) -> Problem:
     length and packed or paged keys as another. The kernel cuts the keys of each tile of queries by their own
     number, and each row's arithmetic depends on nothing but its own sequence.
     """
-    problem = replace(problem, batch=1)
+    problem = replace(problem, batch=1, mean=EVEN)
     if features.cu_seqlens_q is not None:
         problem = replace(problem, seqlen_q=INVARIANT_SEQLEN_Q)
     if features.cu_seqlens_k is not None or features.page_table is not None:

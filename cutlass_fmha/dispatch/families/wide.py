@@ -127,7 +127,10 @@ class _ByDatasheet(float):
     def us(self) -> float:
         return self
 
-    bound = least = us
+    def least(self, bound: float) -> float:
+        return bound
+
+    bound = us
 
 
 def offers(row: Row, problem: Problem, device: Device, known: Calibration) -> Offers:
