@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 
@@ -9,19 +10,14 @@ import oracle
 import pytest
 import torch
 from fake_build import make_build
+from tensors import qkv
 
 import cutlass_fmha
 from cutlass_fmha import attention, scaled_dot_product_attention
 from cutlass_fmha.dispatch import table as tables
 
 F = torch.nn.functional
-
-
-def tensors(batch=2, seqlen_q=33, seqlen_k=65, heads=4, heads_kv=2, head_dim=32, dtype=torch.bfloat16):
-    generator = torch.Generator().manual_seed(0)
-    q = torch.randn(batch, seqlen_q, heads, head_dim, generator=generator)
-    k, v = torch.randn(2, batch, seqlen_k, heads_kv, head_dim, generator=generator)
-    return q.to(dtype), k.to(dtype), v.to(dtype)
+tensors = functools.partial(qkv, dtype=torch.bfloat16)
 
 
 def test_the_public_names():

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensors import ints
 from test_ops import LooksLikeCuda
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -26,10 +27,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 forward, attend = torch.ops.cutlass_fmha.forward, torch.ops.cutlass_fmha.attend
-
-
-def ints(*numbers: int) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int32)
 
 
 def cpu(dtype: torch.dtype = BF16, **options: Any) -> torch.autocast:

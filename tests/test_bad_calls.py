@@ -9,11 +9,13 @@ import inspect
 import math
 import re
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tensors import ints
 
 import cutlass_fmha
 from cutlass_fmha import UnsupportedError, attention, features, scaled_dot_product_attention
@@ -27,11 +29,10 @@ PACKED = {"q": Q.flatten(0, 1), "k": K.flatten(0, 1), "v": V.flatten(0, 1)}
 PAGED = {name: torch.randn(4, 16, HEADS_KV, DIM) for name in "kv"}
 
 
-def ints(*numbers: int) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.int32)
-
-
 CU_Q, CU_K, TABLE = ints(0, 6, 12), ints(0, 10, 20), ints(0, 1, 2, 3).view(2, 2)
+VARLEN = {**PACKED, "cu_seqlens_q": CU_Q, "cu_seqlens_k": CU_K}
+PAGES = {**PAGED, "page_table": TABLE}
+POOL = {f"{name}_cache": pool for name, pool in PAGED.items()}
 MASK, BIAS = torch.ones(SEQLEN_Q, SEQLEN_K, dtype=torch.bool), torch.zeros(SEQLEN_Q, SEQLEN_K)
 BLOCKS = (torch.ones(1, 1, 2, dtype=torch.int32), torch.zeros(1, 1, 2, 3, dtype=torch.int32), (4, 4))
 
@@ -43,574 +44,582 @@ with warnings.catch_warnings():  # torch is fond of neither
     JAGGED = torch.nested.nested_tensor([torch.randn(n, HEADS, DIM) for n in (3, 5)], layout=torch.jagged)
     QUANTIZED = torch.quantize_per_tensor(K, 0.1, 0, torch.quint8)
 ARRAY = np.zeros((BATCH, SEQLEN_Q, HEADS, DIM), dtype=np.float32)
-COS = torch.ones(12, DIM // 2)
+COS, SHORT_COS = torch.ones(12, DIM // 2), torch.ones(9, DIM // 2)
+TURNED = {"rotary_cos": SHORT_COS, "rotary_sin": SHORT_COS}
 NEW = torch.randn(BATCH, 2, HEADS_KV, DIM)
 LSE = torch.zeros(BATCH, HEADS, SEQLEN_Q)
 
 OPS = torch.ops.cutlass_fmha
-BAD = {
+CACHES = {"k_cache": K, "v_cache": V}
+OP = {"query": Q, "key": K, "value": V, "scale": 1.0, "causal": "none", "return_lse": True, "row": None}
+#: What is called, and its arguments where nothing is wrong.
+BAD: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "attention": (attention, {"q": Q, "k": K, "v": V}),
     "sdpa": (scaled_dot_product_attention, {"query": S, "key": S, "value": S}),
-    "with_kv_cache": (cutlass_fmha.with_kv_cache, {"q": Q, "k_cache": K.clone(), "v_cache": V.clone()}),
-    "append": (
-        cutlass_fmha.with_kv_cache,
-        {"q": Q, "k_cache": K.clone(), "v_cache": V.clone(), "k": NEW, "v": NEW, "cache_seqlens": 3},
-    ),
-    "cascade": (
-        cutlass_fmha.cascade_attention,
-        {"q": Q, "k_shared": K[0], "v_shared": V[0], "k": K, "v": V},
-    ),
+    "with_kv_cache": (cutlass_fmha.with_kv_cache, {"q": Q, **CACHES}),
+    "append": (cutlass_fmha.with_kv_cache, {"q": Q, **CACHES, "k": NEW, "v": NEW, "cache_seqlens": 3}),
+    "append_kv_": (OPS.append_kv_, {**CACHES, "key": NEW, "value": NEW, "cache_seqlens": ints(0, 3)}),
+    "cascade": (cutlass_fmha.cascade_attention, {"q": Q, "k_shared": K[0], "v_shared": V[0], "k": K, "v": V}),
     "merge_states": (cutlass_fmha.merge_states, {"o_a": Q, "lse_a": LSE, "o_b": Q, "lse_b": LSE}),
     "rotary": (cutlass_fmha.rotary, {"x": Q, "cos": COS, "sin": COS, "positions": ints(0, 1)}),
     "explain": (cutlass_fmha.explain, {"q": Q, "k": K, "v": V}),
     "shape": (cutlass_fmha.explain, {"shape": (1, 8, 4, 64), "device": "l4"}),
-    "forward": (
-        OPS.forward,
-        {
-            "query": Q,
-            "key": K,
-            "value": V,
-            "scale": 1.0,
-            "causal": "none",
-            "return_lse": True,
-            "row": None,
-        },
-    ),
-    "attend": (
-        OPS.attend,
-        {
-            "query": Q,
-            "key": K,
-            "value": V,
-            "scale": 1.0,
-            "causal": "none",
-            "return_lse": True,
-            "row": None,
-        },
-    ),
+    "forward": (OPS.forward, OP),
+    "attend": (OPS.attend, OP),
 }
 
-ATTENTION: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"q": 3}, TypeError, "q must be a torch.Tensor, got int"),
-    ({"k": None}, TypeError, "k must be a torch.Tensor, got NoneType"),
-    ({"v": [1.0]}, TypeError, "v must be a torch.Tensor, got list"),
-    (
-        {"q": Q[0]},
-        ValueError,
-        r"q must have 4 dimensions, \[batch, seqlen, num_heads, head_dim\], got shape \(6, 4, 16\)",
-    ),
-    (
-        {"k": K[0], "layout": "bhsd"},
-        ValueError,
-        r"k must have 4 dimensions, \[batch, num_heads, seqlen, head_dim\], got shape \(10, 2, 16\)",
-    ),
-    ({"k": K.half()}, ValueError, "k must have q's dtype float32, got float16"),
-    ({"v": V.double()}, ValueError, "v must have q's dtype float32, got float64"),
-    ({"v": V.to("meta")}, ValueError, "v must be on q's device cpu, got meta"),
-    (
-        {"q": IMAGINARY, "k": IMAGINARY, "v": IMAGINARY},
-        ValueError,
-        "q must be float16 or bfloat16 or float32 or float64 on cpu, got complex64",
-    ),
-    ({"k": K[:1]}, ValueError, "k must have q's batch size 2, got 1"),
-    ({"v": V[:1]}, ValueError, "v must have q's batch size 2, got 1"),
-    ({"k": K[..., :8]}, ValueError, r"k must have q's head_dim \(last dimension\) 16, got 8"),
-    ({"v": V[..., :0]}, ValueError, r"v must have a head_dim \(last dimension\) of at least 1, got 0"),
-    ({"v": V[:, :3]}, ValueError, "v must have k's seqlen 10, got 3"),
-    ({"v": V[:, :, :1]}, ValueError, "v must have k's num_heads 2, got 1"),
-    ({"q": Q[:, :, :3]}, ValueError, "k must have a number of heads that divides q's 3, got 2"),
-    (
-        {"k": K[:, :, :0], "v": V[:, :, :0]},
-        ValueError,
-        "k must have a number of heads that divides q's 4, got 0",
-    ),
-    ({"q": Q[..., :0]}, ValueError, r"q must have a head_dim \(last dimension\) of at least 1, got 0"),
-    (
-        {"k": K.transpose(2, 3).contiguous().transpose(2, 3)},
-        ValueError,
-        r"k must be contiguous in its last dimension, got a stride of 2 there: pass k.contiguous\(\)",
-    ),
-    ({"scale": math.inf}, ValueError, "scale must be finite and of magnitude 2e38 at most, got inf"),
-    ({"scale": math.nan}, ValueError, "scale must be finite and of magnitude 2e38 at most, got nan"),
-    ({"scale": -3e38}, ValueError, "scale must be finite and of magnitude 2e38 at most, got -3e.38"),
-    ({"scale": "1"}, TypeError, "scale must be a float or None, got str"),
-    ({"scale": torch.tensor(1.0)}, TypeError, "scale must be a float or None, got Tensor"),
-    (
-        {"causal": "left"},
-        ValueError,
-        'causal must be False, True, "none", "top-left" or "bottom-right", got \'left\'',
-    ),
-    ({"causal": 1}, ValueError, "causal must be .* got 1"),
-    ({"layout": "sbhd"}, ValueError, 'layout must be "bshd" or "bhsd", got \'sbhd\''),
-    ({"layout": ["bshd"]}, ValueError, "layout must be .* got \\['bshd'\\]"),
-    ({"row": 3}, TypeError, "row must be the name of a row or None, got int"),
-    (
-        {"row": "fwd"},
-        cutlass_fmha.UnsupportedError,
-        "row fwd is a CUDA kernel, and the tensors are on the CPU",
-    ),
-]
+Refusals = dict[tuple[str, type[Exception]], list[tuple[dict[str, Any], str]]]
 
-#: Of another type: TypeError.
-TYPES = [
-    ({"mask": [[True]]}, "mask must be a torch.Tensor or None, got list"),
-    ({"cu_seqlens_q": [0, 12]}, "cu_seqlens_q must be a torch.Tensor or None, got list"),
-    ({"num_splits": 2.0}, "num_splits must be an int or None, got float"),
-    ({"max_seqlen_k": True}, "max_seqlen_k must be an int or None, got bool"),
-    ({"softcap": "30"}, "softcap must be a float, got str"),
-    ({"dropout_p": torch.tensor(0.1)}, "dropout_p must be a float, got Tensor"),
-    ({"dropout_p": 0.1, "dropout_seed": 1.5}, "dropout_seed must be an int or None, got float"),
-    ({"batch_invariant": 1}, "batch_invariant must be a bool, got int"),
-    ({"window": 3}, r"window must be a pair \(left, right\) or None, got 3"),
-    ({"window": (1, 2, 3)}, r"window must be a pair \(left, right\) or None, got \(1, 2, 3\)"),
-    ({"window": (1.0, 2)}, "window_left must be an int or None, got float"),
-    ({"block_mask": BLOCKS[0]}, r"block_mask must be a triple \(block_counts, .* got Tensor"),
-    ({"block_mask": (*BLOCKS[:2], 64)}, r"block_mask must end with a pair \(block_m, block_n\), got 64"),
-    ({"block_mask": (None, BLOCKS[1], (4, 4))}, "block_counts must be a torch.Tensor or None, got NoneType"),
-    ({"block_mask": (*BLOCKS[:2], (4, "4"))}, "block_n must be an int, got str"),
-    ({"q": 1, "softcap": 1.0}, "q must be a torch.Tensor, got int"),
-]
-
-#: Of a wrong value: ValueError.
-VALUES = [
-    # combinations
-    (
-        {**PAGED, "page_table": TABLE, "cu_seqlens_k": CU_K},
-        "page_table and cu_seqlens_k exclude each other: both say where the keys of a sequence are",
-    ),
-    (
-        {**PAGED, "page_table": TABLE, "cache_batch_idx": ints(0, 1)},
-        "page_table and cache_batch_idx exclude each other: a row of the page table already belongs",
-    ),
-    (
-        {**PACKED, "cu_seqlens_q": CU_Q, "cu_seqlens_k": CU_K, "cache_batch_idx": ints(0, 1)},
-        "cache_batch_idx and cu_seqlens_k exclude each other: packed keys have no batch entries",
-    ),
-    (
-        {"batch_invariant": True, "num_splits": 2},
-        "batch_invariant and num_splits exclude each other: batch_invariant fixes the split itself",
-    ),
-    ({"max_seqlen_q": 6}, "max_seqlen_q is only taken with cu_seqlens_q"),
-    ({"max_seqlen_k": 6}, "max_seqlen_k is only taken with cu_seqlens_k"),
-    (
-        {**PACKED, "cu_seqlens_q": CU_Q, "cu_seqlens_k": CU_K, "layout": "bhsd"},
-        'layout must be "bshd" with cu_seqlens_q or cu_seqlens_k: packed tensors are',
-    ),
-    (
-        {"q": PACKED["q"], "cu_seqlens_q": CU_Q, "mask": MASK},
-        "mask with packed sequences needs max_seqlen_q: it says how long its rows must be",
-    ),
-    (
-        {"k": PACKED["k"], "v": PACKED["v"], "cu_seqlens_k": CU_K, "bias": torch.zeros(20)},
-        "bias with packed sequences needs max_seqlen_k",
-    ),
-    (
-        {"q": PACKED["q"], "cu_seqlens_q": CU_Q, "block_mask": BLOCKS},
-        "block_mask with packed sequences needs max_seqlen_q",
-    ),
-    # numbers
-    ({"window": (-2, 3)}, r"window_left must be -1 \(no limit\) or 0 to 2\*\*29, got -2"),
-    ({"window": (3, 2**29 + 1)}, r"window_right must be -1 \(no limit\) or 0 to 2\*\*29, got 536870913"),
-    ({"softcap": -1.0}, r"softcap must be 0 \(none\) or positive, 2e38 at most, got -1.0"),
-    ({"softcap": math.inf}, r"softcap must be 0 \(none\) or positive, 2e38 at most, got inf"),
-    ({"softcap": math.nan}, r"softcap must be 0 \(none\) or positive, 2e38 at most, got nan"),
-    ({"dropout_p": 1}, "dropout_p must be at least 0 and less than 1, got 1.0"),
-    ({"dropout_p": -0.1}, "dropout_p must be at least 0 and less than 1, got -0.1"),
-    ({"num_splits": 0}, "num_splits must be 1 to 64 or None, got 0"),
-    ({"num_splits": 65}, "num_splits must be 1 to 64 or None, got 65"),
-    ({"dropout_p": 0.1, "dropout_seed": 2**63}, "dropout_seed must fit in 64 bits, got 9223372036854775808"),
-    (
-        {**PACKED, "cu_seqlens_q": CU_Q, "cu_seqlens_k": CU_K, "max_seqlen_q": -1},
-        r"max_seqlen_q must be 0 to 2\*\*29, got -1",
-    ),
-    # operands
-    (
-        {"cu_seqlens_q": CU_Q},
-        r"q must have 3 dimensions, \[total tokens, num_heads, head_dim\] with cu_seqlens_q, got shape",
-    ),
-    ({"cu_seqlens_k": CU_K}, r"k must have 3 dimensions, .* with cu_seqlens_k, got shape \(2, 10, 2, 16\)"),
-    (
-        {**PACKED, "softcap": 1.0},
-        r"q must have 4 dimensions, \[batch, seqlen, num_heads, head_dim\], got shape",
-    ),
-    (
-        {"v": V[0], "page_table": TABLE, "k": PAGED["k"]},
-        r"v must have 4 dimensions, \[pages, page size, num_heads, head_dim\] with page_table, got shape",
-    ),
-    ({"softcap": 1.0, "layout": "bhsd", "k": K[0]}, r"k must have 4 dimensions, \[batch, num_heads, seqlen"),
-    ({"softcap": 1.0, "q": Q[..., :0]}, r"q must have a head_dim \(last dimension\) of at least 1, got 0"),
-    ({"softcap": 1.0, "k": K[..., :8]}, r"k must have q's head_dim \(last dimension\) 16, got 8"),
-    ({"softcap": 1.0, "v": V[:, :3]}, r"v must have k's shape but for the last dimension, \(2, 10, 2\), got"),
-    ({"softcap": 1.0, "q": Q[:, :, :3]}, "k must have a number of heads that divides q's 3, got 2"),
-    ({"softcap": 1.0, "k": K[:1], "v": V[:1]}, "k must have q's batch size 2, got 1"),
-    (
-        {"q": PACKED["q"], "cu_seqlens_q": ints(0, 5, 6, 12)},
-        "k must have cu_seqlens_q's batch size 3, got 2",
-    ),
-    (
-        {"softcap": 1.0, "v": torch.empty(2, 10, DIM, 2).mT},
-        r"v must be contiguous in its last dimension, got a stride of 2 there: pass v.contiguous\(\)",
-    ),
-    ({"softcap": 1.0, "k": K.half()}, "k must have q's dtype float32, got float16"),
-    (
-        {"k": PAGED["k"][:, :0], "v": PAGED["v"][:, :0], "page_table": TABLE},
-        "k must have pages of a multiple of 16 keys, got 0",
-    ),
-    (
-        {"k": PAGED["k"][:, :10], "v": PAGED["v"][:, :10], "page_table": TABLE},
-        "k must have pages of a multiple of 16 keys, got 10",
-    ),
-    # lengths
-    ({"seqused_k": ints(1, 2).long()}, "seqused_k must be int32, got int64"),
-    ({"seqused_q": ints(1)}, r"seqused_q must have shape \(2,\), got \(1,\)"),
-    ({"leftpad_k": ints(1, 2, 3)}, r"leftpad_k must have shape \(2,\), got \(3,\)"),
-    ({"prefix_lengths": ints(1, 2).view(2, 1)}, r"prefix_lengths must have shape \(2,\), got \(2, 1\)"),
-    ({"cache_batch_idx": ints(1, 2, 3, 4)[::2]}, r"cache_batch_idx must be contiguous: pass cache_batch_idx"),
-    ({"seqused_k": ints(1, 2).to("meta")}, "seqused_k must be on q's device cpu, got meta"),
-    ({**PACKED, "cu_seqlens_q": CU_Q.long(), "cu_seqlens_k": CU_K}, "cu_seqlens_q must be int32, got int64"),
-    (
-        {**PACKED, "cu_seqlens_q": ints(), "cu_seqlens_k": CU_K},
-        r"cu_seqlens_q must have shape \[batch \+ 1\], got \(0,\)",
-    ),
-    (
-        {**PACKED, "cu_seqlens_q": CU_Q, "cu_seqlens_k": ints(0, 20)},
-        r"cu_seqlens_k must have shape \(3,\), got \(2,\)",
-    ),
-    ({**PAGED, "page_table": TABLE.long()}, "page_table must be int32, got int64"),
-    (
-        {**PAGED, "page_table": TABLE[0]},
-        r"page_table must have 2 dimensions, \[batch, pages\], got shape \(2,\)",
-    ),
-    ({**PAGED, "page_table": TABLE.T}, "page_table must be contiguous in its last dimension"),
-    (
-        {**PAGED, "page_table": TABLE[:1]},
-        r"page_table must have a row for each of 2 sequences, got shape \(1, 2\)",
-    ),
-    # scores
-    ({"mask": BIAS}, "mask must be bool, got float32: what is added to scores is a bias"),
-    (
-        {"mask": MASK[:, :9]},
-        r"mask must be broadcastable to \[batch, num_heads, seqlen_q, seqlen_k\], \(2, 4, 6, 10\), got shape "
-        r"\(6, 9\)",
-    ),
-    ({"mask": MASK[None, None, None]}, r"mask must be broadcastable to .* got shape \(1, 1, 1, 6, 10\)"),
-    ({"bias": BIAS.half()}, "bias must have q's dtype float32, got float16"),
-    ({"bias": BIAS.expand(3, 1, 6, 10)}, r"bias must be broadcastable to .* got shape \(3, 1, 6, 10\)"),
-    ({"alibi_slopes": torch.ones(4).half()}, "alibi_slopes must be float32, got float16"),
-    (
-        {"alibi_slopes": torch.ones(2)},
-        r"alibi_slopes must have shape \(4,\) or \(2, 4\), got \(2,\)",
-    ),
-    ({"sinks": torch.ones(4).half()}, "sinks must be float32 or of the tensors' dtype float32, got float16"),
-    ({"sinks": torch.ones(2)}, r"sinks must have shape \(4,\), got \(2,\)"),
-    ({"sinks": torch.ones(8)[::2]}, r"sinks must be contiguous: pass sinks.contiguous\(\)"),
-    (
-        {"dropout_p": 0.1, "dropout_seed": ints(3)},
-        r"dropout_seed must be int64 of shape \(1,\), got int32 of shape \(1,\)",
-    ),
-    (
-        {"dropout_p": 0.1, "dropout_seed": torch.tensor(3)},
-        r"dropout_seed must be int64 of shape \(1,\), got int64 of shape \(\)",
-    ),
-    ({"block_mask": (*BLOCKS[:2], (0, 4))}, r"block_mask must have blocks of at least 1 query and 1 key"),
-    ({"block_mask": (BLOCKS[0].long(), *BLOCKS[1:])}, "block_counts must be int32, got int64"),
-    (
-        {"block_mask": (BLOCKS[0][..., :1], *BLOCKS[1:])},
-        r"block_counts must have shape \[batch or 1, num_heads or 1, query blocks\] with batch 2, "
-        r"num_heads 4 and 2 query blocks, got \(1, 1, 1\)",
-    ),
-    (
-        {"block_mask": (BLOCKS[0], BLOCKS[0], (4, 4))},
-        r"block_indices must have shape \[batch or 1, num_heads or 1, query blocks, entries at most\] .* got",
-    ),
-    ({"block_mask": (BLOCKS[0].expand(1, 3, 2), *BLOCKS[1:])}, r"block_counts must .* got \(1, 3, 2\)"),
-    # contents
-    (
-        {**PACKED, "cu_seqlens_q": ints(0, 6, 13), "cu_seqlens_k": CU_K},
-        r"cu_seqlens_q must rise from 0 to 12 at most, got \[0, 6, 13\]",
-    ),
-    (
-        {**PACKED, "cu_seqlens_q": CU_Q, "cu_seqlens_k": ints(0, 10, 9)},
-        r"cu_seqlens_k must rise from 0 to 20 at most, got \[0, 10, 9\]",
-    ),
-    (
-        {**PACKED, "cu_seqlens_q": ints(-1, 6, 12), "cu_seqlens_k": CU_K},
-        "cu_seqlens_q must rise from 0 to 12 at most",
-    ),
-    (
-        {**PACKED, "cu_seqlens_q": CU_Q, "cu_seqlens_k": CU_K, "max_seqlen_q": 5},
-        "max_seqlen_q is 5, and cu_seqlens_q has a sequence of 6",
-    ),
-    ({"seqused_k": ints(3, -1)}, "seqused_k must hold numbers of 0 or more, got -1"),
-    ({"seqused_q": ints(-3, 1)}, "seqused_q must hold numbers of 0 or more, got -3"),
-    ({"leftpad_k": ints(3, -1)}, "leftpad_k must hold numbers of 0 or more, got -1"),
-    ({"prefix_lengths": ints(3, -1)}, "prefix_lengths must hold numbers of 0 or more, got -1"),
-    ({"cache_batch_idx": ints(0, 2)}, "cache_batch_idx must hold numbers of 0 to 1, got 2"),
-    ({**PAGED, "page_table": TABLE + 1}, "page_table must hold numbers of 0 to 3, got 4"),
-    ({**PAGED, "page_table": TABLE - 1, "seqused_k": ints(5, 5)}, "page_table must hold .* got -1"),
-    ({"block_mask": (BLOCKS[0] * 4, *BLOCKS[1:])}, "block_counts must hold numbers of 0 to 3, got 4"),
-    ({"block_mask": (BLOCKS[0] * 2, *BLOCKS[1:])}, "block_indices must ascend"),
-    (
-        {"block_mask": (BLOCKS[0], BLOCKS[1] - 1, (4, 4))},
-        "block_indices must hold numbers of 0 or more, got -1",
-    ),
-]
-
-SDPA: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"attn_mask": 1}, TypeError, "attn_mask must be a torch.Tensor or None, got int"),
-    (
-        {"attn_mask": torch.zeros(5, 5, dtype=torch.float16)},
-        ValueError,
-        "attn_mask must be bool, or of query's dtype float32 or float32, got float16",
-    ),
-    (
-        {"attn_mask": torch.zeros(2, 1, 4, 5)},
-        ValueError,
-        r"attn_mask must be broadcastable to \(2, 4, 5, 5\), .* got shape \(2, 1, 4, 5\)",
-    ),
-    (
-        {"attn_mask": torch.zeros(1, 1, 1, 5, 5)},
-        ValueError,
-        r"attn_mask must be broadcastable to \(2, 4, 5, 5\), .* got shape \(1, 1, 1, 5, 5\)",
-    ),
-    (
-        {"attn_mask": torch.zeros(5, 5), "is_causal": True},
-        ValueError,
-        "attn_mask and is_causal exclude each other, as in torch: use cutlass_fmha.attention",
-    ),
-    ({"dropout_p": 1.0}, ValueError, "dropout_p must be at least 0 and less than 1, got 1.0"),
-    ({"dropout_p": "0.1"}, TypeError, "dropout_p must be a float, got str"),
-    ({"query": 1}, TypeError, "query must be a torch.Tensor, got int"),
-    ({"key": S.half()}, ValueError, "key must have query's dtype float32, got float16"),
-    (
-        {"query": S[0, 0, 0]},
-        ValueError,
-        r"query must have at least 2 dimensions, \[..., seqlen, head_dim\], got shape \(16,\)",
-    ),
-    (
-        {"key": S[0, 0], "enable_gqa": True},
-        ValueError,
-        r"key must have at least 3 dimensions, \[..., num_heads, seqlen, head_dim\], got shape \(5, 16\)",
-    ),
-    (
-        {"key": S[:, :3], "value": S[:, :3], "enable_gqa": True},
-        ValueError,
-        "key must have a number of heads that divides query's 4, got 3",
-    ),
-    ({"value": S[:, :2], "enable_gqa": True}, ValueError, "value must have key's num_heads 4, got 2"),
-    ({"value": S[:, :, :3]}, ValueError, "value must have key's seqlen 5, got 3"),
-    ({"scale": math.inf}, ValueError, "scale must be finite"),
-    (
-        {"query": torch.randn(3, 4, 5, 16), "enable_gqa": True},
-        ValueError,
-        r"dimensions that broadcast, got shapes \(3, 4, 5, 16\), \(2, 4, 5, 16\), \(2, 4, 5, 16\)$",
-    ),
-    ({"query": NESTED}, NotImplementedError, "query is a nested tensor"),
-    ({"value": JAGGED}, NotImplementedError, "value is a nested tensor"),
-    (
-        {"query": S.to_sparse()},
-        NotImplementedError,
-        "query must be a dense tensor, got the layout sparse_coo",
-    ),
-    ({"attn_mask": NESTED}, NotImplementedError, "attn_mask is a nested tensor"),
-    ({"is_causal": 1}, TypeError, "is_causal must be a bool, got int"),
-    ({"softmax_scale": 1.0}, TypeError, "softmax_scale"),
-]
-
-OTHERS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
-    # what no kernel takes
-    *[
-        (name, {argument: tensor}, NotImplementedError, f"^{argument} {sentence}")
-        for name, argument in [
-            ("attention", "q"),
-            ("attention", "k"),
-            ("attention", "mask"),
-            ("attention", "bias"),
-            ("attention", "sinks"),
-            ("with_kv_cache", "q"),
-            ("with_kv_cache", "k_cache"),
-            ("append", "k"),
-            ("append", "cache_seqlens"),
-            ("append", "rotary_cos"),
-            ("cascade", "k_shared"),
-            ("cascade", "v"),
-            ("merge_states", "o_a"),
-            ("merge_states", "lse_b"),
-            ("rotary", "x"),
-            ("rotary", "cos"),
-            ("rotary", "positions"),
-            ("explain", "q"),
-            ("forward", "query"),
-            ("attend", "value"),
-        ]
-        for tensor, sentence in [
-            (NESTED, "is a nested tensor, which no kernel takes: pack"),
-            (Q.to_sparse(), "must be a dense tensor, got the layout sparse_coo: pass"),
-            (Q.to_mkldnn(), "must be a dense tensor, got the layout _mkldnn: pass"),
-        ]
+#: By what a call says and what tensors are like: on any device.
+REFUSED: Refusals = {
+    ("attention", TypeError): [
+        ({"q": 3}, "q must be a torch.Tensor, got int"),
+        ({"k": None}, "k must be a torch.Tensor, got NoneType"),
+        ({"v": [1.0]}, "v must be a torch.Tensor, got list"),
+        ({"scale": "1"}, "scale must be a float or None, got str"),
+        ({"scale": torch.tensor(1.0)}, "scale must be a float or None, got Tensor"),
+        ({"row": 3}, "row must be the name of a row or None, got int"),
+        ({"mask": [[True]]}, "mask must be a torch.Tensor or None, got list"),
+        ({"cu_seqlens_q": [0, 12]}, "cu_seqlens_q must be a torch.Tensor or None, got list"),
+        ({"num_splits": 2.0}, "num_splits must be an int or None, got float"),
+        ({"max_seqlen_k": True}, "max_seqlen_k must be an int or None, got bool"),
+        ({"softcap": "30"}, "softcap must be a float, got str"),
+        ({"dropout_p": torch.tensor(0.1)}, "dropout_p must be a float, got Tensor"),
+        ({"dropout_p": 0.1, "dropout_seed": 1.5}, "dropout_seed must be an int or None, got float"),
+        ({"batch_invariant": 1}, "batch_invariant must be a bool, got int"),
+        ({"window": 3}, r"window must be a pair \(left, right\) or None, got 3"),
+        ({"window": (1, 2, 3)}, r"window must be a pair \(left, right\) or None, got \(1, 2, 3\)"),
+        ({"window": (1.0, 2)}, "window_left must be an int or None, got float"),
+        ({"block_mask": BLOCKS[0]}, r"block_mask must be a triple \(block_counts, .* got Tensor"),
+        ({"block_mask": (*BLOCKS[:2], 64)}, r"block_mask must end with a pair \(block_m, block_n\), got 64"),
+        (
+            {"block_mask": (None, BLOCKS[1], (4, 4))},
+            "block_counts must be a torch.Tensor or None, got NoneType",
+        ),
+        ({"block_mask": (*BLOCKS[:2], (4, "4"))}, "block_n must be an int, got str"),
+        ({"q": 1, "softcap": 1.0}, "q must be a torch.Tensor, got int"),
+        ({"v": ...}, "'v'"),
+        ({"window": torch.tensor([1, 2])}, "window must be .* got Tensor: pass a mask, or num"),
+        ({"window": (torch.tensor(1), 2)}, "window_left must be an int or None, got Tensor"),
+        ({"window": [Q] * 9}, r"window must be .* got \[Tensor, .*, \.\.\.\]"),
+        ({"return_lse": 1}, "return_lse must be a bool, got int"),
     ],
-    ("attention", {"q": JAGGED, "k": JAGGED, "v": JAGGED}, NotImplementedError, "q is a nested tensor"),
-    (
-        "attention",
-        {"q": NESTED, "layout": "bhsd", "softcap": 1.0},
-        NotImplementedError,
-        "q is a nested tensor",
-    ),
-    (
-        "forward",
-        {"key": QUANTIZED},
-        NotImplementedError,
-        "key is quant",
-    ),
-    # what says nothing where something must be said
-    ("forward", {"query": None}, TypeError, "query must be a torch.Tensor, got NoneType"),
-    ("forward", {"query": None, "key": None, "value": None}, TypeError, "query must be a torch.Tensor"),
-    ("attend", {"value": None}, TypeError, "value must be a torch.Tensor, got NoneType"),
-    ("attention", {"v": ...}, TypeError, "'v'"),
-    ("with_kv_cache", {"v_cache": None}, TypeError, "v_cache must be a torch.Tensor, got NoneType"),
-    ("cascade", {"k_shared": None}, TypeError, "k_shared must be a torch.Tensor, got NoneType"),
-    ("merge_states", {"lse_a": None}, TypeError, "lse_a must be a torch.Tensor, got NoneType"),
-    ("rotary", {"x": None}, TypeError, "x must be a torch.Tensor, got NoneType"),
-    ("rotary", {"sin": None}, TypeError, "sin must be a torch.Tensor, got NoneType"),
-    # arrays and lists, whose contents are not shown
-    *[
-        (name, {argument: ARRAY}, TypeError, f"{argument} must be .*got ndarray")
-        for name, argument in [
-            ("attention", "k"),
-            ("attention", "bias"),
-            ("attention", "return_lse"),
-            ("attention", "scale"),
-            ("attention", "window"),
-            ("append", "v"),
-            ("append", "cache_seqlens"),
-            ("append", "page_table"),
-            ("append", "rotary_cos"),
-            ("cascade", "q"),
-            ("merge_states", "o_b"),
-            ("rotary", "cos"),
-            ("rotary", "interleaved"),
-            ("sdpa", "query"),
-            ("sdpa", "is_causal"),
-        ]
+    ("attention", ValueError): [
+        (
+            {"q": Q[0]},
+            r"q must have 4 dimensions, \[batch, seqlen, num_heads, head_dim\], got shape \(6, 4, 16\)",
+        ),
+        (
+            {"k": K[0], "layout": "bhsd"},
+            r"k must have 4 dimensions, \[batch, num_heads, seqlen, head_dim\], got shape \(10, 2, 16\)",
+        ),
+        ({"k": K.half()}, "k must have q's dtype float32, got float16"),
+        ({"v": V.double()}, "v must have q's dtype float32, got float64"),
+        ({"k": K[:1]}, "k must have q's batch size 2, got 1"),
+        ({"v": V[:1]}, "v must have q's batch size 2, got 1"),
+        ({"k": K[..., :8]}, r"k must have q's head_dim \(last dimension\) 16, got 8"),
+        ({"v": V[..., :0]}, r"v must have a head_dim \(last dimension\) of at least 1, got 0"),
+        ({"v": V[:, :3]}, "v must have k's seqlen 10, got 3"),
+        ({"v": V[:, :, :1]}, "v must have k's num_heads 2, got 1"),
+        ({"q": Q[:, :, :3]}, "k must have a number of heads that divides q's 3, got 2"),
+        ({"k": K[:, :, :0], "v": V[:, :, :0]}, "k must have a number of heads that divides q's 4, got 0"),
+        ({"q": Q[..., :0]}, r"q must have a head_dim \(last dimension\) of at least 1, got 0"),
+        (
+            {"k": K.transpose(2, 3).contiguous().transpose(2, 3)},
+            r"k must be contiguous in its last dimension, got a stride of 2 there: pass k.contiguous\(\)",
+        ),
+        ({"scale": math.inf}, "scale must be finite and of magnitude 2e38 at most, got inf"),
+        ({"scale": math.nan}, "scale must be finite and of magnitude 2e38 at most, got nan"),
+        ({"scale": -3e38}, "scale must be finite and of magnitude 2e38 at most, got -3e.38"),
+        ({"causal": "left"}, 'causal must be False, True, "none", "top-left" or "bottom-right", got .left'),
+        ({"causal": 1}, "causal must be .* got 1"),
+        ({"layout": "sbhd"}, 'layout must be "bshd" or "bhsd", got .sbhd'),
+        ({"layout": ["bshd"]}, "layout must be .* got \\['bshd'\\]"),
+        (
+            {**PAGES, "cu_seqlens_k": CU_K},
+            "page_table and cu_seqlens_k exclude each other: both say where the keys of a sequence are",
+        ),
+        (
+            {**PAGES, "cache_batch_idx": ints(0, 1)},
+            "page_table and cache_batch_idx exclude each other: a row of the page table already belongs",
+        ),
+        (
+            {**VARLEN, "cache_batch_idx": ints(0, 1)},
+            "cache_batch_idx and cu_seqlens_k exclude each other: packed keys have no batch entries",
+        ),
+        (
+            {"batch_invariant": True, "num_splits": 2},
+            "batch_invariant and num_splits exclude each other: batch_invariant fixes the split itself",
+        ),
+        ({"max_seqlen_q": 6}, "max_seqlen_q is only taken with cu_seqlens_q"),
+        ({"max_seqlen_k": 6}, "max_seqlen_k is only taken with cu_seqlens_k"),
+        (
+            {**VARLEN, "layout": "bhsd"},
+            'layout must be "bshd" with cu_seqlens_q or cu_seqlens_k: packed tensors are',
+        ),
+        (
+            {"q": PACKED["q"], "cu_seqlens_q": CU_Q, "mask": MASK},
+            "mask with packed sequences needs max_seqlen_q: it says how long its rows must be",
+        ),
+        (
+            {"k": PACKED["k"], "v": PACKED["v"], "cu_seqlens_k": CU_K, "bias": torch.zeros(20)},
+            "bias with packed sequences needs max_seqlen_k",
+        ),
+        (
+            {"q": PACKED["q"], "cu_seqlens_q": CU_Q, "block_mask": BLOCKS},
+            "block_mask with packed sequences needs max_seqlen_q",
+        ),
+        ({"window": (-2, 3)}, r"window_left must be -1 \(no limit\) or 0 to 2\*\*29, got -2"),
+        ({"window": (3, 2**29 + 1)}, r"window_right must be -1 \(no limit\) or 0 to 2\*\*29, got 536870913"),
+        ({"softcap": -1.0}, r"softcap must be 0 \(none\) or positive, 2e38 at most, got -1.0"),
+        ({"softcap": math.inf}, r"softcap must be 0 \(none\) or positive, 2e38 at most, got inf"),
+        ({"softcap": math.nan}, r"softcap must be 0 \(none\) or positive, 2e38 at most, got nan"),
+        ({"dropout_p": 1}, "dropout_p must be at least 0 and less than 1, got 1.0"),
+        ({"dropout_p": -0.1}, "dropout_p must be at least 0 and less than 1, got -0.1"),
+        ({"num_splits": 0}, "num_splits must be 1 to 64 or None, got 0"),
+        ({"num_splits": 65}, "num_splits must be 1 to 64 or None, got 65"),
+        (
+            {"dropout_p": 0.1, "dropout_seed": 2**63},
+            "dropout_seed must fit in 64 bits, got 9223372036854775808",
+        ),
+        ({**VARLEN, "max_seqlen_q": -1}, r"max_seqlen_q must be 0 to 2\*\*29, got -1"),
+        (
+            {"cu_seqlens_q": CU_Q},
+            r"q must have 3 dimensions, \[total tokens, num_heads, head_dim\] with cu_seqlens_q, got shape",
+        ),
+        (
+            {"cu_seqlens_k": CU_K},
+            r"k must have 3 dimensions, .* with cu_seqlens_k, got shape \(2, 10, 2, 16\)",
+        ),
+        (
+            {**PACKED, "softcap": 1.0},
+            r"q must have 4 dimensions, \[batch, seqlen, num_heads, head_dim\], got shape",
+        ),
+        (
+            {"v": V[0], "page_table": TABLE, "k": PAGED["k"]},
+            r"v must have 4 dimensions, \[pages, page size, num_heads, head_dim\] with page_table, got shape",
+        ),
+        (
+            {"softcap": 1.0, "layout": "bhsd", "k": K[0]},
+            r"k must have 4 dimensions, \[batch, num_heads, seqlen",
+        ),
+        (
+            {"softcap": 1.0, "q": Q[..., :0]},
+            r"q must have a head_dim \(last dimension\) of at least 1, got 0",
+        ),
+        ({"softcap": 1.0, "k": K[..., :8]}, r"k must have q's head_dim \(last dimension\) 16, got 8"),
+        (
+            {"softcap": 1.0, "v": V[:, :3]},
+            r"v must have k's shape but for the last dimension, \(2, 10, 2\), got",
+        ),
+        ({"softcap": 1.0, "q": Q[:, :, :3]}, "k must have a number of heads that divides q's 3, got 2"),
+        ({"softcap": 1.0, "k": K[:1], "v": V[:1]}, "k must have q's batch size 2, got 1"),
+        (
+            {"q": PACKED["q"], "cu_seqlens_q": ints(0, 5, 6, 12)},
+            "k must have cu_seqlens_q's batch size 3, got 2",
+        ),
+        (
+            {"softcap": 1.0, "v": torch.zeros(2, 10, DIM, 2).mT},
+            r"v must be contiguous in its last dimension, got a stride of 2 there: pass v.contiguous\(\)",
+        ),
+        ({"softcap": 1.0, "k": K.half()}, "k must have q's dtype float32, got float16"),
+        (
+            {**{x: PAGED[x][:, :0] for x in "kv"}, "page_table": TABLE},
+            "k must have pages of a multiple of 16 keys, got 0",
+        ),
+        (
+            {**{x: PAGED[x][:, :10] for x in "kv"}, "page_table": TABLE},
+            "k must have pages of a multiple of 16 keys, got 10",
+        ),
+        ({"seqused_k": ints(1, 2).long()}, "seqused_k must be int32, got int64"),
+        ({"seqused_q": ints(1)}, r"seqused_q must have shape \(2,\), got \(1,\)"),
+        ({"leftpad_k": ints(1, 2, 3)}, r"leftpad_k must have shape \(2,\), got \(3,\)"),
+        ({"prefix_lengths": ints(1, 2).view(2, 1)}, r"prefix_lengths must have shape \(2,\), got \(2, 1\)"),
+        (
+            {"cache_batch_idx": ints(1, 2, 3, 4)[::2]},
+            r"cache_batch_idx must be contiguous: pass cache_batch_idx",
+        ),
+        ({**VARLEN, "cu_seqlens_q": CU_Q.long()}, "cu_seqlens_q must be int32, got int64"),
+        ({**VARLEN, "cu_seqlens_q": ints()}, r"cu_seqlens_q must have shape \[batch \+ 1\], got \(0,\)"),
+        ({**VARLEN, "cu_seqlens_k": ints(0, 20)}, r"cu_seqlens_k must have shape \(3,\), got \(2,\)"),
+        ({**PAGES, "page_table": TABLE.long()}, "page_table must be int32, got int64"),
+        (
+            {**PAGES, "page_table": TABLE[0]},
+            r"page_table must have 2 dimensions, \[batch, pages\], got shape \(2,\)",
+        ),
+        ({**PAGES, "page_table": TABLE.T}, "page_table must be contiguous in its last dimension"),
+        (
+            {**PAGES, "page_table": TABLE[:1]},
+            r"page_table must have a row for each of 2 sequences, got shape \(1, 2\)",
+        ),
+        ({"mask": BIAS}, "mask must be bool, got float32: what is added to scores is a bias"),
+        (
+            {"mask": MASK[:, :9]},
+            r"mask must be broadcastable to \[batch, num_heads, .*\(2, 4, 6, 10\), got shape \(6, 9\)",
+        ),
+        ({"mask": MASK[None, None, None]}, r"mask must be broadcastable to .* got shape \(1, 1, 1, 6, 10\)"),
+        ({"bias": BIAS.half()}, "bias must have q's dtype float32, got float16"),
+        ({"bias": BIAS.expand(3, 1, 6, 10)}, r"bias must be broadcastable to .* got shape \(3, 1, 6, 10\)"),
+        ({"alibi_slopes": torch.ones(4).half()}, "alibi_slopes must be float32, got float16"),
+        ({"alibi_slopes": torch.ones(2)}, r"alibi_slopes must have shape \(4,\) or \(2, 4\), got \(2,\)"),
+        (
+            {"sinks": torch.ones(4).half()},
+            "sinks must be float32 or of the tensors' dtype float32, got float16",
+        ),
+        ({"sinks": torch.ones(2)}, r"sinks must have shape \(4,\), got \(2,\)"),
+        ({"sinks": torch.ones(8)[::2]}, r"sinks must be contiguous: pass sinks.contiguous\(\)"),
+        (
+            {"dropout_p": 0.1, "dropout_seed": ints(3)},
+            r"dropout_seed must be int64 of shape \(1,\), got int32 of shape \(1,\)",
+        ),
+        (
+            {"dropout_p": 0.1, "dropout_seed": torch.tensor(3)},
+            r"dropout_seed must be int64 of shape \(1,\), got int64 of shape \(\)",
+        ),
+        ({"block_mask": (*BLOCKS[:2], (0, 4))}, r"block_mask must have blocks of at least 1 query and 1 key"),
+        ({"block_mask": (BLOCKS[0].long(), *BLOCKS[1:])}, "block_counts must be int32, got int64"),
+        (
+            {"block_mask": (BLOCKS[0][..., :1], *BLOCKS[1:])},
+            r"block_counts must have shape \[batch or 1, num_heads or 1, query blocks\] with batch 2, "
+            r"num_heads 4 and 2 query blocks, got \(1, 1, 1\)",
+        ),
+        (
+            {"block_mask": (BLOCKS[0], BLOCKS[0], (4, 4))},
+            r"block_indices must have shape \[batch or 1, num_heads or 1, query blocks, entries at most\] .*",
+        ),
+        ({"block_mask": (BLOCKS[0].expand(1, 3, 2), *BLOCKS[1:])}, r"block_counts must .* got \(1, 3, 2\)"),
+        ({"causal": ARRAY}, "causal must be .* got ndarray$"),
+        ({"layout": Q}, "layout must be .* got Tensor$"),
+        ({"layout": "b" * 999}, "layout must be"),
+        ({"scale": 10**400}, "scale must be finite .* got inf"),
+        ({"scale": -(10**400)}, "scale must be finite .* got -inf"),
+        ({"softcap": 10**400}, "softcap must be 0 .* got inf"),
+        ({"num_splits": 0}, "num_splits must be 1 to 64 .* None has a number chosen"),
+        ({"num_splits": 2**70}, "num_splits must be 1 to 64"),
+        ({"window": (2**70, 1)}, "window_left must be -1"),
     ],
-    ("attention", {"causal": ARRAY}, ValueError, "causal must be .* got ndarray$"),
-    ("attention", {"layout": Q}, ValueError, "layout must be .* got Tensor$"),
-    (
-        "attention",
-        {"window": torch.tensor([1, 2])},
-        TypeError,
-        "window must be .* got Tensor: pass a mask, or num",
-    ),
-    (
-        "attention",
-        {"window": (torch.tensor(1), 2)},
-        TypeError,
-        "window_left must be an int or None, got Tensor",
-    ),
-    ("attention", {"window": [Q] * 9}, TypeError, r"window must be .* got \[Tensor, .*, \.\.\.\]"),
-    ("attention", {"layout": "b" * 999}, ValueError, "layout must be"),
-    # numbers
-    ("attention", {"scale": 10**400}, ValueError, "scale must be finite .* got inf"),
-    ("attention", {"scale": -(10**400)}, ValueError, "scale must be finite .* got -inf"),
-    ("attention", {"softcap": 10**400}, ValueError, "softcap must be 0 .* got inf"),
-    ("attention", {"num_splits": 0}, ValueError, "num_splits must be 1 to 64 .* None has a number chosen"),
-    ("attention", {"num_splits": 2**70}, ValueError, "num_splits must be 1 to 64"),
-    ("attention", {"window": (2**70, 1)}, ValueError, "window_left must be -1"),
-    ("attention", {"return_lse": 1}, TypeError, "return_lse must be a bool, got int"),
-    ("append", {"cache_seqlens": True}, TypeError, "cache_seqlens must be .* got bool"),
-    ("append", {"cache_seqlens": 2**70}, ValueError, "cache_seqlens must"),
-    ("append", {"cache_seqlens": 3.0}, TypeError, "cache_seqlens must be .* got float"),
-    ("append", {"cache_seqlens": 9}, ValueError, "cache_seqlens must leave room for 2 new rows"),
-    ("append", {"cache_seqlens": torch.tensor([3, 3])}, ValueError, "cache_seqlens must be int32, got int64"),
-    ("append", {"cache_seqlens": ...}, ValueError, "cache_seqlens is None"),
-    ("append", {"v": ...}, ValueError, "k and v go together"),
-    ("append", {"k": torch.tensor(1.0)}, ValueError, "k must have 4 dimensions"),
-    ("append", {"rotary_cos": torch.tensor(1.0)}, ValueError, "rotary_cos must have 2 dimensions"),
-    ("append", {"window": 3}, TypeError, r"window must be a pair \(left, right\) or None, got 3"),
-    ("append", {"window": torch.tensor([1, 2])}, TypeError, "window must be a pair .* got Tensor"),
-    ("append", {"causal": "left"}, ValueError, "causal must be"),
-    ("append", {"rotary_interleaved": "yes"}, TypeError, "rotary_interleaved must be a bool, got str"),
-    (
-        "with_kv_cache",
-        {"cache_seqlens": ints(3)},
-        ValueError,
-        r"cache_seqlens must have shape \(2,\), got \(1,\)",
-    ),
-    ("with_kv_cache", {"k_cache": K.half()}, ValueError, "k_cache must have q's dtype float32, got float16"),
-    ("with_kv_cache", {"v_cache": V[:, :3]}, ValueError, "v_cache must have k_cache's seqlen 10, got 3"),
-    ("with_kv_cache", {"k_cache": K[0]}, ValueError, "k_cache must have 4 dimensions"),
-    ("with_kv_cache", {"return_lse": "yes"}, TypeError, "return_lse must be a bool, got str"),
-    ("with_kv_cache", {"num_splits": 0}, ValueError, "num_splits must be 1 to 64"),
-    ("with_kv_cache", {"rotary_cos": COS}, ValueError, "rotary embedding is of k and v that are appended"),
-    ("with_kv_cache", {"q": Q[0]}, ValueError, "q must have 4 dimensions"),
-    ("with_kv_cache", {"row": "fwd"}, UnsupportedError, "row fwd is a CUDA kernel"),
-    ("cascade", {"k_shared": K}, ValueError, "k_shared must have 3 dimensions"),
-    ("cascade", {"q": Q[0]}, ValueError, "q must have 4 dimensions"),
-    ("cascade", {"window": (3, 0)}, TypeError, "cascade_attention.* 'window': help"),
-    ("cascade", {"return_lse": 1}, TypeError, "return_lse must be a bool, got int"),
-    ("cascade", {"causal": 1}, ValueError, "causal must be"),
-    ("merge_states", {"o_a": torch.tensor(1.0)}, ValueError, r"o_a must have shape .* got \(\)"),
-    ("merge_states", {"o_b": Q.half()}, ValueError, "o_b must have o_a's dtype float32, got float16"),
-    ("merge_states", {"lse_a": LSE.double()}, ValueError, "lse_a must be float32, got float64"),
-    ("merge_states", {"lse_b": LSE[0]}, ValueError, r"lse_b must have shape \(2, 4, 6\)"),
-    ("merge_states", {"lse_b": LSE.to("meta")}, ValueError, "lse_b must be on o_a's device cpu, got meta"),
-    ("rotary", {"interleaved": "yes"}, TypeError, "interleaved must be a bool, got str"),
-    ("rotary", {"positions": None}, TypeError, "positions must be .* got NoneType"),
-    ("rotary", {"positions": 99}, ValueError, "rotary_cos has positions 0 to 11, and a row has position"),
-    (
-        "rotary",
-        {"positions": ints(0, 99)},
-        ValueError,
-        "rotary_cos has positions 0 to 11, and a row has position",
-    ),
-    ("rotary", {"x": Q[0]}, ValueError, "x must have 4 dimensions"),
-    ("rotary", {"x": Q.int()}, ValueError, "x must be float16 or"),
-    # the ops, whose arguments' types torch itself checks
-    ("forward", {"causal": "left"}, ValueError, "causal must be"),
-    ("forward", {"scale": math.nan}, ValueError, "scale must be finite"),
-    ("forward", {"row": "fwd"}, UnsupportedError, "row fwd is a CUDA kernel"),
-    ("forward", {"value": V[:, :3]}, ValueError, "value must have key's seqlen 10, got 3"),
-    ("attend", {"window_left": -5}, ValueError, "window_left must be -1"),
-    ("attend", {"dropout_p": 0.1}, ValueError, "dropout_p is only taken with dropout_seed"),
-    ("attend", {"softcap": math.nan}, ValueError, "softcap must be 0"),
-    ("attend", {"block_counts": BLOCKS[0]}, ValueError, "block_counts is only taken with block_indices"),
-    # explain
-    ("explain", {"shape": (1, 2, 3, 4)}, TypeError, "explain takes tensors or a shape, got both"),
-    ("explain", {"q": ...}, TypeError, "explain needs q, k and v, or a shape"),
-    ("explain", {"k": K.half()}, ValueError, "k must have q's dtype float32, got float16"),
-    ("explain", {"device": "foo"}, ValueError, "device must be cuda"),
-    ("explain", {"device": 99}, ValueError, "device cuda:99 does not exist"),
-    ("explain", {"arch": 75}, ValueError, "arch must be one of"),
-    ("explain", {"is_causal": True}, TypeError, "unexpected keyword argument 'is_causal': pass causal=True"),
-    ("explain", {"window": 3}, TypeError, "window must be a pair"),
-    ("shape", {"shape": (1, 2, 3)}, ValueError, "shape must be four sizes"),
-    ("shape", {"shape": 3}, ValueError, "shape must be four sizes"),
-    ("shape", {"shape": (1, 2, 3, True)}, ValueError, "shape must be four sizes"),
-    ("shape", {"shape": (1, 2, 3, "4")}, ValueError, "shape must be four sizes"),
-    ("shape", {"seqlen_k": "x"}, TypeError, "seqlen_k must be an int or None, got str"),
-    ("shape", {"num_heads_kv": 2.0}, TypeError, "num_heads_kv must be an int or None, got float"),
-    ("shape", {"head_dim_v": "x"}, TypeError, "head_dim_v must be an int or None, got str"),
-    ("shape", {"head_dim_v": 0}, ValueError, "head_dim_v must be at least 1, got 0"),
-    ("shape", {"num_heads_kv": 3}, ValueError, "num_heads_kv must divide"),
-    ("shape", {"features": 3}, TypeError, "features must be names"),
-    ("shape", {"features": ["biases"]}, ValueError, "features must be among"),
-    ("shape", {"window": 3}, TypeError, "window must be a pair"),
-    ("shape", {"window": ("a", 3)}, TypeError, "window_left must be an int or None, got str"),
-    ("shape", {"block_size": 3}, TypeError, "block_size must be a pair"),
-    ("shape", {"block_size": (64, 0)}, ValueError, "block_size must have sides of at least 1"),
-    ("shape", {"page_size": "x"}, TypeError, "page_size must be an int or None, got str"),
-    ("shape", {"num_splits": 1000}, ValueError, "num_splits must be 1 to 64"),
-    ("shape", {"alignment": "x"}, ValueError, "alignment must be"),
-    ("shape", {"dtype": 3}, ValueError, "dtype must be one of"),
-    ("shape", {"causal": 3}, ValueError, "causal must be"),
-    ("shape", {"row": 3}, ValueError, "3 is not a row"),
-    ("shape", {"softcap": 3.0}, TypeError, "explain got 'softcap'"),
-    # what a gradient would need
-    ("attention", {"q": Q.clone().requires_grad_()}, NotImplementedError, "no backward yet"),
-    ("attention", {"sinks": torch.ones(4, requires_grad=True)}, NotImplementedError, "no backward yet"),
-    ("merge_states", {"o_a": Q.clone().requires_grad_()}, NotImplementedError, "no backward yet"),
-    ("rotary", {"x": Q.clone().requires_grad_()}, NotImplementedError, "no backward yet"),
-]
+    ("sdpa", TypeError): [
+        ({"attn_mask": 1}, "attn_mask must be a torch.Tensor or None, got int"),
+        ({"dropout_p": "0.1"}, "dropout_p must be a float, got str"),
+        ({"query": 1}, "query must be a torch.Tensor, got int"),
+        ({"is_causal": 1}, "is_causal must be a bool, got int"),
+        ({"softmax_scale": 1.0}, "softmax_scale"),
+    ],
+    ("sdpa", ValueError): [
+        (
+            {"attn_mask": torch.zeros(5, 5, dtype=torch.float16)},
+            "attn_mask must be bool, or of query's dtype float32 or float32, got float16",
+        ),
+        (
+            {"attn_mask": torch.zeros(2, 1, 4, 5)},
+            r"attn_mask must be broadcastable to \(2, 4, 5, 5\), .* got shape \(2, 1, 4, 5\)",
+        ),
+        (
+            {"attn_mask": torch.zeros(1, 1, 1, 5, 5)},
+            r"attn_mask must be broadcastable to \(2, 4, 5, 5\), .* got shape \(1, 1, 1, 5, 5\)",
+        ),
+        (
+            {"attn_mask": torch.zeros(5, 5), "is_causal": True},
+            "attn_mask and is_causal exclude each other, as in torch: use cutlass_fmha.attention",
+        ),
+        ({"dropout_p": 1.0}, "dropout_p must be at least 0 and less than 1, got 1.0"),
+        ({"key": S.half()}, "key must have query's dtype float32, got float16"),
+        (
+            {"query": S[0, 0, 0]},
+            r"query must have at least 2 dimensions, \[..., seqlen, head_dim\], got shape \(16,\)",
+        ),
+        (
+            {"key": S[0, 0], "enable_gqa": True},
+            r"key must have at least 3 dimensions, \[..., num_heads, seqlen, head_dim\], got shape \(5, 16\)",
+        ),
+        (
+            {"key": S[:, :3], "value": S[:, :3], "enable_gqa": True},
+            "key must have a number of heads that divides query's 4, got 3",
+        ),
+        ({"value": S[:, :2], "enable_gqa": True}, "value must have key's num_heads 4, got 2"),
+        ({"value": S[:, :, :3]}, "value must have key's seqlen 5, got 3"),
+        ({"scale": math.inf}, "scale must be finite"),
+        (
+            {"query": torch.randn(3, 4, 5, 16), "enable_gqa": True},
+            r"dimensions that broadcast, got shapes \(3, 4, 5, 16\), \(2, 4, 5, 16\), \(2, 4, 5, 16\)$",
+        ),
+    ],
+    ("sdpa", NotImplementedError): [
+        ({"query": NESTED}, "query is a nested tensor"),
+        ({"value": JAGGED}, "value is a nested tensor"),
+        ({"query": S.to_sparse()}, "query must be a dense tensor, got the layout sparse_coo"),
+        ({"attn_mask": NESTED}, "attn_mask is a nested tensor"),
+    ],
+    ("attention", NotImplementedError): [
+        ({"q": JAGGED, "k": JAGGED, "v": JAGGED}, "q is a nested tensor"),
+        ({"q": NESTED, "layout": "bhsd", "softcap": 1.0}, "q is a nested tensor"),
+        ({"q": Q.clone().requires_grad_()}, "no backward yet"),
+        ({"sinks": torch.ones(4, requires_grad=True)}, "no backward yet"),
+    ],
+    ("forward", NotImplementedError): [({"key": QUANTIZED}, "key is quant")],
+    ("forward", TypeError): [
+        ({"query": None}, "query must be a torch.Tensor, got NoneType"),
+        ({"query": None, "key": None, "value": None}, "query must be a torch.Tensor"),
+    ],
+    ("attend", TypeError): [({"value": None}, "value must be a torch.Tensor, got NoneType")],
+    ("with_kv_cache", TypeError): [
+        ({"v_cache": None}, "v_cache must be a torch.Tensor, got NoneType"),
+        ({"return_lse": "yes"}, "return_lse must be a bool, got str"),
+    ],
+    ("cascade", TypeError): [
+        ({"k_shared": None}, "k_shared must be a torch.Tensor, got NoneType"),
+        ({"window": (3, 0)}, "cascade_attention.* 'window': help"),
+        ({"return_lse": 1}, "return_lse must be a bool, got int"),
+    ],
+    ("merge_states", TypeError): [({"lse_a": None}, "lse_a must be a torch.Tensor, got NoneType")],
+    ("rotary", TypeError): [
+        ({"x": None}, "x must be a torch.Tensor, got NoneType"),
+        ({"sin": None}, "sin must be a torch.Tensor, got NoneType"),
+        ({"interleaved": "yes"}, "interleaved must be a bool, got str"),
+        ({"positions": None}, "positions must be .* got NoneType"),
+        ({"positions": 1.0}, r"positions must be an int32 tensor \[batch\] or an int, got float"),
+        ({"positions": True}, r"positions must be an int32 tensor \[batch\] or an int, got bool"),
+        ({"positions": [0, 1]}, r"positions must be an int32 tensor \[batch\] or an int, got list"),
+        ({"cos": [1.0]}, "cos must be a torch.Tensor, got list"),
+    ],
+    ("append", TypeError): [
+        ({"cache_seqlens": True}, "cache_seqlens must be .* got bool"),
+        ({"cache_seqlens": 3.0}, "cache_seqlens must be .* got float"),
+        ({"window": 3}, r"window must be a pair \(left, right\) or None, got 3"),
+        ({"window": torch.tensor([1, 2])}, "window must be a pair .* got Tensor"),
+        ({"rotary_interleaved": "yes"}, "rotary_interleaved must be a bool, got str"),
+        (
+            {**TURNED, "cache_seqlens": 5.0},
+            r"cache_seqlens must be an int32 tensor \[batch\] or an int, got float",
+        ),
+        (
+            {**TURNED, "rotary_seqlens": [1]},
+            r"rotary_seqlens must be an int32 tensor \[batch\] or an int, got list",
+        ),
+        ({**TURNED, "page_table": [1]}, "page_table must be a torch.Tensor or None, got list"),
+    ],
+    ("append", ValueError): [
+        ({"cache_seqlens": 2**70}, "cache_seqlens must"),
+        ({"cache_seqlens": 9}, "cache_seqlens must leave room for 2 new rows"),
+        ({"cache_seqlens": torch.tensor([3, 3])}, "cache_seqlens must be int32, got int64"),
+        ({"cache_seqlens": ...}, "cache_seqlens is None"),
+        ({"v": ...}, "k and v go together"),
+        ({"k": torch.tensor(1.0)}, "k must have 4 dimensions"),
+        ({"rotary_cos": torch.tensor(1.0)}, "rotary_cos must have 2 dimensions"),
+        ({"causal": "left"}, "causal must be"),
+        ({"k": None, "v": None, "cache_seqlens": -1}, "leave room for 0 new rows among the 10 .* got -1"),
+        ({**TURNED, "cache_seqlens": 8}, "rotary_cos has positions 0 to 8, and a row has position 9"),
+        ({**TURNED, "rotary_seqlens": 8}, "rotary_cos has positions 0 to 8, and a row has position 9"),
+        ({**TURNED, "rotary_seqlens": -1}, "rotary_cos has positions 0 to 8, and a row has position -1"),
+        (
+            {**TURNED, "cache_seqlens": 4, "causal": True},
+            "rotary_cos has positions 0 to 8, and a row has position 9",
+        ),
+        ({**TURNED, "rotary_seqlens": 2**31}, "rotary_seqlens must fit in 32 bits, got 2147483648"),
+    ],
+    ("with_kv_cache", ValueError): [
+        ({"cache_seqlens": ints(3)}, r"cache_seqlens must have shape \(2,\), got \(1,\)"),
+        ({"k_cache": K.half()}, "k_cache must have q's dtype float32, got float16"),
+        ({"v_cache": V[:, :3]}, "v_cache must have k_cache's seqlen 10, got 3"),
+        ({"k_cache": K[0]}, "k_cache must have 4 dimensions"),
+        ({"num_splits": 0}, "num_splits must be 1 to 64"),
+        ({"rotary_cos": COS}, "rotary embedding is of k and v that are appended"),
+        ({"q": Q[0]}, "q must have 4 dimensions"),
+    ],
+    ("cascade", ValueError): [
+        ({"k_shared": K}, r"k_shared must have 3 dimensions, \[seqlen_shared, num_heads_kv, head_dim\]"),
+        ({"q": Q[0]}, "q must have 4 dimensions"),
+        ({"causal": 1}, "causal must be"),
+    ],
+    ("merge_states", ValueError): [
+        ({"o_a": torch.tensor(1.0)}, r"o_a must have shape .* got \(\)"),
+        ({"o_b": Q.half()}, "o_b must have o_a's dtype float32, got float16"),
+        ({"lse_a": LSE.double()}, "lse_a must be float32, got float64"),
+        ({"lse_b": LSE[0]}, r"lse_b must have shape \(2, 4, 6\)"),
+        ({"o_b": Q[..., :8]}, r"o_b must have o_a's shape \(2, 6, 4, 16\), got \(2, 6, 4, 8\)"),
+        ({"o_a": Q[0, 0, 0], "o_b": Q[0, 0, 0]}, r"o_a must have shape \[batch, .* got \(16,\)"),
+        ({"o_a": Q.int(), "o_b": Q.int()}, "o_a must be float16 or"),
+        ({"lse_a": LSE.mT}, r"lse_a must have shape \(2, 4, 6\), as o_a has it, got \(2, 6, 4\)"),
+        (
+            {"o_a": Q.repeat(1, 1, 1, 2)[..., ::2]},
+            "o_a must be contiguous in its last dimension, got a stride of 2",
+        ),
+    ],
+    ("rotary", ValueError): [
+        ({"positions": 99}, "rotary_cos has positions 0 to 11, and a row has position 104"),
+        ({"x": Q[0]}, "x must have 4 dimensions"),
+        ({"x": Q.int()}, "x must be float16 or"),
+        ({"positions": -1}, "rotary_cos has positions 0 to 11, and a row has position -1"),
+        (
+            {"cos": torch.ones(12, 17), "sin": torch.ones(12, 17)},
+            "half of x's head_dim 16 as columns, got 17",
+        ),
+        ({"cos": COS[:11]}, r"rotary_sin must have rotary_cos's shape \(11, 8\)"),
+        ({"sin": COS.half()}, "rotary_sin must have x's dtype float32 or float32, got float16"),
+        ({"cos": COS[0]}, "rotary_cos must have 2 dimensions"),
+        ({"x": torch.randn(2, 13, 4, 16)}, "rotary_cos must have a position for each of x's 13 rows, got 12"),
+        ({"positions": ints(1)}, r"positions must have shape \(2,\), got \(1,\)"),
+        ({"positions": torch.tensor([0, 1])}, "positions must be int32, got int64"),
+    ],
+    ("forward", ValueError): [
+        ({"causal": "left"}, 'causal must be "none", "top-left" or "bottom-right", got'),
+        ({"scale": math.nan}, "scale must be finite"),
+        ({"value": V[:, :3]}, "value must have key's seqlen 10, got 3"),
+        ({"key": K[..., :8]}, r"key must have query's head_dim \(last dimension\) 16, got 8"),
+        ({"query": Q[:, :, :3]}, "key must have a number of heads that divides query's 3, got 2"),
+        ({"value": V.half()}, "value must have query's dtype float32, got float16"),
+        ({"value": torch.zeros(2, 10, DIM, 2).mT}, "value must be contiguous in its last dimension"),
+    ],
+    ("attend", ValueError): [
+        ({"window_left": -5}, r"window_left must be -1 \(no limit\) or 0 to 2\*\*29, got -5"),
+        ({"dropout_p": 0.1}, "dropout_p is only taken with dropout_seed"),
+        ({"softcap": math.nan}, "softcap must be 0"),
+        ({"block_counts": BLOCKS[0]}, "block_counts is only taken with block_indices"),
+        ({"causal": "left"}, 'causal must be "none", "top-left" or "bottom-right", got'),
+        ({"scale": math.nan}, "scale must be finite"),
+        ({"value": V[:, :3]}, "value must have key's shape but for the last dimension"),
+        (
+            {"block_indices": BLOCKS[1], "block_m": 4, "block_n": 4},
+            "block_indices is only taken with block_counts",
+        ),
+        ({"sinks": torch.ones(4).half()}, "sinks must be float32, got float16"),
+    ],
+    ("explain", TypeError): [
+        ({"shape": (1, 2, 3, 4)}, "explain takes tensors or a shape, got both"),
+        ({"q": ...}, "explain needs q, k and v, or a shape"),
+        ({"is_causal": True}, "unexpected keyword argument 'is_causal': pass causal=True"),
+        ({"window": 3}, "window must be a pair"),
+    ],
+    ("explain", ValueError): [
+        ({"k": K.half()}, "k must have q's dtype float32, got float16"),
+        ({"device": "foo"}, "device must be cuda"),
+        ({"device": 99}, "device cuda:99 does not exist"),
+        ({"arch": 80}, "arch must be one of 89, 90, 120, got 80"),
+    ],
+    ("shape", ValueError): [
+        ({"shape": (1, 2, 3)}, r"four sizes \(batch, seqlen_q, num_heads, head_dim\), got \(1, 2, 3\)"),
+        ({"shape": 3}, "shape must be four sizes"),
+        ({"shape": (1, 2, 3, True)}, "shape must be four sizes"),
+        ({"shape": (1, 2, 3, "4")}, "shape must be four sizes"),
+        ({"head_dim_v": 0}, "head_dim_v must be at least 1, got 0"),
+        ({"num_heads_kv": 3}, "num_heads_kv must divide num_heads 4, got 3"),
+        ({"features": ["biases"]}, "features must be among"),
+        ({"block_size": (64, 0)}, "block_size must have sides of at least 1"),
+        ({"num_splits": 1000}, "num_splits must be 1 to 64"),
+        ({"alignment": 3}, "alignment must be 1, 2, 4, 8 or 16 bytes, got 3"),
+        ({"dtype": "int8"}, "dtype must be one of float16, bfloat16, .*, got 'int8'"),
+        ({"causal": 3}, "causal must be"),
+        ({"row": 3}, "3 is not a row"),
+        ({"shape": (1, 1, 1, -64)}, "shape must be four sizes"),
+        ({"num_heads_kv": 0}, "num_heads_kv must divide num_heads 4, got 0"),
+        ({"seqlen_k": -1}, "seqlen_k must be at least 0, got -1"),
+        ({"seqlen_k": 2**29 + 1}, r"a seqlen must be 2\*\*29 at most, got 536870913"),
+        ({"shape": (1, 1, 4, 0)}, "head_dim must be at least 1, got 0"),
+        ({"layout": "sbhd"}, 'layout must be "bshd" or "bhsd", got'),
+        ({"device": "gtx1080"}, "device must be cuda, .* got 'gtx1080'"),
+        ({"device": "sm_80"}, "device must be cuda, .* got 'sm_80'"),
+        ({"device": "cuda:99"}, r"device cuda:99 does not exist: there are \d+ CUDA devices"),
+        ({"device": ..., "arch": 89, "sm_count": 0}, "sm_count must be at least 1, got 0"),
+    ],
+    ("shape", TypeError): [
+        ({"seqlen_k": "x"}, "seqlen_k must be an int or None, got str"),
+        ({"num_heads_kv": 2.0}, "num_heads_kv must be an int or None, got float"),
+        ({"head_dim_v": "x"}, "head_dim_v must be an int or None, got str"),
+        ({"features": 3}, "features must be names"),
+        ({"window": 3}, "window must be a pair"),
+        ({"window": ("a", 3)}, "window_left must be an int or None, got str"),
+        ({"block_size": 3}, "block_size must be a pair"),
+        ({"page_size": "x"}, "page_size must be an int or None, got str"),
+        ({"softcap": 3.0}, "explain got 'softcap'"),
+        ({"sm_count": 4}, "takes arch with or without sm_count, or device, but not both"),
+        ({"arch": 89}, "but not both"),
+    ],
+    ("merge_states", NotImplementedError): [({"o_a": Q.clone().requires_grad_()}, "no backward yet")],
+    ("append_kv_", NotImplementedError): [({"key": NEW.clone().requires_grad_()}, "no backward yet")],
+    ("rotary", NotImplementedError): [({"x": Q.clone().requires_grad_()}, "no backward yet")],
+    ("append_kv_", ValueError): [
+        ({"v_cache": K[:, :9]}, r"v_cache must have k_cache's shape but for .* \(2, 10, 2\)"),
+        ({"value": NEW[:, :1]}, "value must have key's shape but for the last dimension"),
+        ({"key": NEW[:, :, :1], "value": NEW[:, :, :1]}, r"k_cache's heads and head_dim \(2, 16\)"),
+        ({"value": NEW[..., :8]}, r"v_cache's heads and head_dim \(2, 16\), got \(2, 8\)"),
+        ({"key": NEW.half()}, "key must have k_cache's dtype float32, got float16"),
+        ({"k_cache": K[:1], "v_cache": V[:1]}, "batch size 2 without cache_batch_idx, got 1"),
+        ({"k_cache": K[:1].expand(2, -1, -1, -1)}, "k_cache is written to and must not"),
+        ({"cache_seqlens": ints(1)}, r"cache_seqlens must have shape \(2,\)"),
+        ({"cache_seqlens": torch.tensor([1, 2])}, "cache_seqlens must be int32, got int64"),
+        ({"cache_seqlens": ints(1, 2, 3, 4)[::2]}, "cache_seqlens must be contiguous"),
+        ({"page_table": TABLE[0]}, "page_table must have 2 dimensions"),
+        ({"page_table": TABLE[:1]}, "page_table must be int32 with a row for"),
+        ({"page_table": TABLE}, "k_cache must have pages of a multiple of 16 keys, got 10"),
+        ({"page_table": TABLE, "cache_batch_idx": ints(0, 1)}, "exclude each other"),
+        ({"rotary_cos": COS}, "rotary_cos and rotary_sin go together"),
+        ({"query": Q}, "query and rotary_seqlens are for rotary embedding"),
+        ({"query": Q[..., :8], "rotary_cos": COS, "rotary_sin": COS}, "head_dim 16"),
+        (
+            {"query": torch.randn(2, 13, 4, 16), "rotary_cos": COS, "rotary_sin": COS},
+            "each of query's 13 rows, got 12",
+        ),
+        (
+            {"rotary_cos": COS[:1], "rotary_sin": COS[:1]},
+            "rotary_cos must have a position for each of key's 2 rows, got 1",
+        ),
+    ],
+}
+
+#: By what tensors hold and where they are.
+REFUSED_ON_CPU: Refusals = {
+    ("attention", ValueError): [
+        ({"v": V.to("meta")}, "v must be on q's device cpu, got meta"),
+        (
+            {"q": IMAGINARY, "k": IMAGINARY, "v": IMAGINARY},
+            "q must be float16 or bfloat16 or float32 or float64 on cpu, got complex64",
+        ),
+        ({"seqused_k": ints(1, 2).to("meta")}, "seqused_k must be on q's device cpu, got meta"),
+        (
+            {**VARLEN, "cu_seqlens_q": ints(0, 6, 13)},
+            r"cu_seqlens_q must rise from 0 to 12 at most, got \[0, 6, 13\]",
+        ),
+        (
+            {**VARLEN, "cu_seqlens_k": ints(0, 10, 9)},
+            r"cu_seqlens_k must rise from 0 to 20 at most, got \[0, 10, 9\]",
+        ),
+        ({**VARLEN, "cu_seqlens_q": ints(-1, 6, 12)}, "cu_seqlens_q must rise from 0 to 12 at most"),
+        ({**VARLEN, "max_seqlen_q": 5}, "max_seqlen_q is 5, and cu_seqlens_q has a sequence of 6"),
+        ({"seqused_k": ints(3, -1)}, "seqused_k must hold numbers of 0 or more, got -1"),
+        ({"seqused_q": ints(-3, 1)}, "seqused_q must hold numbers of 0 or more, got -3"),
+        ({"leftpad_k": ints(3, -1)}, "leftpad_k must hold numbers of 0 or more, got -1"),
+        ({"prefix_lengths": ints(3, -1)}, "prefix_lengths must hold numbers of 0 or more, got -1"),
+        ({"cache_batch_idx": ints(0, 2)}, "cache_batch_idx must hold numbers of 0 to 1, got 2"),
+        ({**PAGES, "page_table": TABLE + 1}, "page_table must hold numbers of 0 to 3, got 4"),
+        ({**PAGES, "page_table": TABLE - 1, "seqused_k": ints(5, 5)}, "page_table must hold .* got -1"),
+        ({"block_mask": (BLOCKS[0] * 4, *BLOCKS[1:])}, "block_counts must hold numbers of 0 to 3, got 4"),
+        ({"block_mask": (BLOCKS[0] * 2, *BLOCKS[1:])}, "block_indices must ascend"),
+        (
+            {"block_mask": (BLOCKS[0], BLOCKS[1] - 1, (4, 4))},
+            "block_indices must hold numbers of 0 or more, got -1",
+        ),
+    ],
+    ("attention", UnsupportedError): [
+        ({"row": "fwd"}, "row fwd is a CUDA kernel, and the tensors are on the CPU"),
+        ({"row": "fwd", "softcap": 1.0}, "row fwd is a CUDA kernel, and the tensors are on the CPU"),
+    ],
+    ("with_kv_cache", UnsupportedError): [({"row": "fwd"}, "row fwd is a CUDA kernel")],
+    ("merge_states", ValueError): [
+        ({"lse_b": LSE.to("meta")}, "lse_b must be on o_a's device cpu, got meta")
+    ],
+    ("rotary", ValueError): [
+        ({"positions": ints(0, 99)}, "rotary_cos has positions 0 to 11, and a row has position 104"),
+        ({"positions": ints(0, -1)}, "rotary_cos has positions 0 to 11, and a row has position -1"),
+    ],
+    ("forward", UnsupportedError): [({"row": "fwd"}, "row fwd is a CUDA kernel")],
+    ("append_kv_", ValueError): [
+        ({"cache_seqlens": ints(3, 9)}, "leave room for 2 new rows among the 10 .* got 9"),
+        ({"cache_seqlens": ints(3, -1)}, "leave room for 2 new rows among the 10 .* got -1"),
+        ({**POOL, "page_table": TABLE + 9}, "page_table must name one of the cache's 4"),
+        ({**POOL, "page_table": TABLE - 9}, "page_table must name one of the cache's 4"),
+        ({"cache_batch_idx": ints(0, 2)}, "cache_batch_idx must name one of the cache's 2"),
+    ],
+}
 
 #: Another library's word, and what the sentence tells who uses it.
 WORDS = {
@@ -634,43 +643,105 @@ WORDS = {
     "windows": r"help\(cutlass_fmha.attention\)",
 }
 
+#: What no kernel takes, and what is no tensor: arguments of every function.
+TENSORS = {
+    "attention": "q k mask bias sinks",
+    "with_kv_cache": "q k_cache",
+    "append": "k cache_seqlens rotary_cos",
+    "cascade": "k_shared v",
+    "merge_states": "o_a lse_b",
+    "rotary": "x cos positions",
+    "explain": "q",
+    "forward": "query",
+    "attend": "value",
+}
+STRANGE = [
+    (NESTED, "is a nested tensor, which no kernel takes: pack"),
+    (Q.to_sparse(), "must be a dense tensor, got the layout sparse_coo: pass"),
+    (Q.to_mkldnn(), "must be a dense tensor, got the layout _mkldnn: pass"),
+]
+#: Whose contents are not shown.
+NO_ARRAYS = {
+    "attention": "k bias return_lse scale window",
+    "append": "v cache_seqlens page_table rotary_cos",
+    "cascade": "q",
+    "merge_states": "o_b",
+    "rotary": "cos interleaved",
+    "sdpa": "query is_causal",
+}
+
 CALLS = [
-    *[("attention", *row) for row in ATTENTION],
-    *[("attention", arguments, TypeError, message) for arguments, message in TYPES],
-    *[("attention", arguments, ValueError, message) for arguments, message in VALUES],
-    *[("sdpa", *row) for row in SDPA],
-    *[("attention", {word: None}, TypeError, f"'{word}': .*{told}") for word, told in WORDS.items()],
-    ("with_kv_cache", {"softmax_scale": 1.0}, TypeError, "'softmax_scale': pass scale"),
-    ("with_kv_cache", {"block_table": None}, TypeError, "'block_table': pass page_table"),
-    ("with_kv_cache", {"dropout": 0.1}, TypeError, r"'dropout': help\(cutlass_fmha.with_kv_cache\)"),
-    ("cascade", {"sm_scale": 1.0}, TypeError, "'sm_scale': pass scale"),
-    *OTHERS,
+    *[(name, *row, error) for (name, error), rows in REFUSED.items() for row in rows],
+    *[("attention", {word: None}, f"'{word}': .*{told}", TypeError) for word, told in WORDS.items()],
+    ("with_kv_cache", {"softmax_scale": 1.0}, "'softmax_scale': pass scale", TypeError),
+    ("with_kv_cache", {"block_table": None}, "'block_table': pass page_table", TypeError),
+    ("with_kv_cache", {"dropout": 0.1}, r"'dropout': help\(cutlass_fmha.with_kv_cache\)", TypeError),
+    ("cascade", {"sm_scale": 1.0}, "'sm_scale': pass scale", TypeError),
+]
+CALLS_ON_CPU = [
+    *[(name, *row, error) for (name, error), rows in REFUSED_ON_CPU.items() for row in rows],
+    *[
+        (name, {argument: tensor}, f"^{argument} {sentence}", NotImplementedError)
+        for name, arguments in TENSORS.items()
+        for argument in arguments.split()
+        for tensor, sentence in STRANGE
+    ],
+    *[
+        (name, {argument: ARRAY}, f"{argument} must be .*got ndarray", TypeError)
+        for name, arguments in NO_ARRAYS.items()
+        for argument in arguments.split()
+    ],
 ]
 
 
-def refusal(name: str, arguments: dict[str, Any]) -> Exception:
+def refusal(name: str, arguments: dict[str, Any], place: str) -> Exception:
+    """Nothing that was passed has changed when it comes."""
     function, usual = BAD[name]
     given = {argument: value for argument, value in (usual | arguments).items() if value is not ...}
+    plain = {argument: x for argument, x in given.items() if is_plain(x)}
+    if place == "meta":
+        given = {argument: on_meta(x) for argument, x in given.items()}
+    before = {argument: x.clone() for argument, x in plain.items()}
     try:
         function(**given)
     except Exception as error:
+        assert all(torch.equal(plain[argument], x) for argument, x in before.items())
         return error
     raise AssertionError("it was not refused")
 
 
-@pytest.mark.parametrize(("name", "arguments", "error", "message"), CALLS)
+def on_meta(x: Any) -> Any:
+    if isinstance(x, tuple):
+        return tuple(map(on_meta, x))
+    if not is_plain(x):
+        return x
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta").requires_grad_(
+        x.requires_grad
+    )
+
+
+def is_plain(x: Any) -> bool:
+    usual = isinstance(x, torch.Tensor) and x.layout is torch.strided and x.device.type == "cpu"
+    return usual and not (x.is_nested or x.is_quantized)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message", "error", "place"),
+    [*[(*call, "cpu") for call in CALLS + CALLS_ON_CPU], *[(*call, "meta") for call in CALLS]],
+)
 def test_a_bad_call_is_refused_in_a_sentence(
-    name: str, arguments: dict[str, Any], error: type[Exception], message: str
+    name: str, arguments: dict[str, Any], message: str, error: type[Exception], place: str
 ):
-    found = refusal(name, arguments)
+    found = refusal(name, arguments, place)
     assert type(found) is error, repr(found)
     assert re.search(message, str(found)), str(found)
     assert len(str(found)) <= 600 and "\n" not in str(found)
 
 
 def test_there_are_many_of_them():
-    assert len(CALLS) >= 120 and {name for name, *_ in CALLS} == set(BAD)
-    assert {error for *_, error, _ in CALLS} == {TypeError, ValueError, NotImplementedError, UnsupportedError}
+    calls = CALLS + CALLS_ON_CPU
+    assert len(calls) >= 400 and {name for name, *_ in calls} == set(BAD)
+    assert {error for *_, error in calls} == {TypeError, ValueError, NotImplementedError, UnsupportedError}
 
 
 @pytest.mark.parametrize("more", [(True,), (None, 0.1, True)])

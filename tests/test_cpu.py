@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import oracle
@@ -11,19 +12,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from problems import listed
+from tensors import qkv
 
 from cutlass_fmha import attention
 from cutlass_fmha.cpu import plain
 from cutlass_fmha.dispatch.problem import CAUSAL, mask_diagonal
 
+tensors = functools.partial(qkv, dtype=torch.float32)
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-
-
-def tensors(batch, seqlen_q, seqlen_k, heads, heads_kv, head_dim, dtype=torch.float32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    q = torch.randn(batch, seqlen_q, heads, head_dim, generator=generator)
-    k, v = torch.randn(2, batch, seqlen_k, heads_kv, head_dim, generator=generator)
-    return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
 def check(q, k, v, scale=None, causal="none", exact_scores=False):
@@ -77,7 +73,7 @@ def test_nan_stays_in_its_row():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_both_ways_give_the_same(dtype: torch.dtype, causal: bool):
     compute = torch.float64 if dtype == torch.float64 else torch.float32
-    q, k, v = tensors(2, 300, 280, 3, 3, 32, dtype)
+    q, k, v = tensors(2, 300, 280, 3, 3, 32, dtype=dtype)
     fused = plain._torch_flash(q, k, v, 0.2, causal, compute)
     assert fused is not None
     chunked = plain._online_softmax(q, k, v, 0.2, 0 if causal else None, compute)
@@ -162,7 +158,7 @@ def test_scores_never_exist_as_a_whole(way: str):
     seed=st.integers(0, 1000),
 )
 def test_drawn_problems(batch, seqlen_q, seqlen_k, group, heads_kv, head_dim, causal, dtype, scale, seed):
-    q, k, v = tensors(batch, seqlen_q, seqlen_k, group * heads_kv, heads_kv, head_dim, dtype, seed)
+    q, k, v = tensors(batch, seqlen_q, seqlen_k, group * heads_kv, heads_kv, head_dim, dtype=dtype, seed=seed)
     check(q, k, v, scale, causal)
 
 

@@ -13,6 +13,7 @@ from feature_problems import FeatureProblem, problems
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from listed_problems import GROUPS
+from tensors import ints, randn
 from torch import Tensor
 
 from cutlass_fmha import attention
@@ -21,14 +22,6 @@ from cutlass_fmha.cpu import plain
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 CAUSAL = ["none", "top-left", "bottom-right"]
 HEADS, HEADS_KV = 4, 2
-
-
-def ints(*numbers: int) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int32)
-
-
-def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
 
 
 def tensors(

@@ -6,6 +6,7 @@ from typing import Any, get_type_hints
 
 import pytest
 import torch
+from tensors import ints
 
 from cutlass_fmha import attention, cpu
 from cutlass_fmha.arguments import check_features, op_arguments
@@ -17,12 +18,6 @@ Q = torch.randn(BATCH, SEQLEN_Q, HEADS, DIM)
 K, V = torch.randn(2, BATCH, SEQLEN_K, HEADS_KV, DIM)
 PACKED = {"q": Q.flatten(0, 1), "k": K.flatten(0, 1), "v": V.flatten(0, 1)}
 PAGED = {name: torch.randn(4, 16, HEADS_KV, DIM) for name in "kv"}
-
-
-def ints(*numbers: int) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.int32)
-
-
 CU_Q, CU_K, TABLE = ints(0, 6, 12), ints(0, 10, 20), ints(0, 1, 2, 3).view(2, 2)
 MASK, BIAS = torch.ones(SEQLEN_Q, SEQLEN_K, dtype=torch.bool), torch.zeros(SEQLEN_Q, SEQLEN_K)
 BLOCKS = (torch.ones(1, 1, 2, dtype=torch.int32), torch.zeros(1, 1, 2, 3, dtype=torch.int32), (4, 4))
@@ -50,8 +45,6 @@ def test_attention_takes_the_names_that_its_type_has():
         set(hints) == op_arguments.TENSORS | op_arguments.INTEGERS | op_arguments.FLOATS | op_arguments.OTHERS
     )
     assert all(name in attention.__doc__ for name in hints)
-    with pytest.raises(TypeError, match=r"attention\(\) got an unexpected keyword argument 'windows'"):
-        call(windows=None)
 
 
 def test_what_says_nothing_is_a_plain_call(monkeypatch):
@@ -199,24 +192,6 @@ def test_a_packed_length_beyond_the_kernels_needs_a_bound():
         attention(packed, packed, packed, **arguments)
     out = attention(packed, packed, packed, **arguments, max_seqlen_q=9)
     assert out.shape == packed.shape
-
-
-@pytest.mark.parametrize(
-    ("given", "missing"), [("block_counts", "block_indices"), ("block_indices", "block_counts")]
-)
-def test_the_op_needs_both_block_lists(given: str, missing: str):
-    lists = {"block_counts": BLOCKS[0], "block_indices": BLOCKS[1], "block_m": 4, "block_n": 4}
-    lists.pop(missing)
-    with pytest.raises(ValueError, match=f"{given} is only taken with {missing}"):
-        torch.ops.cutlass_fmha.attend(Q, K, V, 1.0, "none", False, None, **lists)
-
-
-def test_the_op_needs_a_seed_and_converted_sinks():
-    attend = torch.ops.cutlass_fmha.attend
-    with pytest.raises(ValueError, match="dropout_p is only taken with dropout_seed"):
-        attend(Q, K, V, 1.0, "none", False, None, dropout_p=0.1)
-    with pytest.raises(ValueError, match="sinks must be float32, got float16"):
-        attend(Q.half(), K.half(), V.half(), 1.0, "none", False, None, sinks=torch.ones(HEADS).half())
 
 
 def test_contents_of_meta_tensors_are_not_read():

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensors import ints
 
 from cutlass_fmha import _C
 from cutlass_fmha.dispatch import device as devices
@@ -18,10 +19,6 @@ from cutlass_fmha.ops import append_kv, merge_states
 from cutlass_fmha.ops.rotary import _cuda as rotary_on_cuda
 
 HAS_CUDA = bool(_C.build_info()["cuda"])
-
-
-def int32(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 # ---- the table ---------------------------------------------------------------------------------------------
@@ -148,7 +145,7 @@ def test_merge_is_told_addresses_and_strides(told: Told):
 def test_append_is_told_addresses_and_strides(told: Told):
     k_cache, v_cache = torch.zeros(9, 32, 2, 16), torch.zeros(9, 2, 32, 8).transpose(1, 2)
     key, value = torch.zeros(3, 4, 2, 16), torch.zeros(3, 4, 2, 8)
-    query, lengths, pads = torch.zeros(3, 1, 6, 16), int32(1, 2, 3), int32(0, 1, 0)
+    query, lengths, pads = torch.zeros(3, 1, 6, 16), ints(1, 2, 3), ints(0, 1, 0)
     page_table = torch.zeros(3, 7, dtype=torch.int32)[:, :5]
     cos, sin = torch.zeros(50, 4), torch.zeros(50, 8)[:, :4]
     rotated, used = append_kv._cuda(
@@ -175,7 +172,7 @@ def test_append_is_told_addresses_and_strides(told: Told):
     assert fields(rows, "batch", "seqlen", "num_heads", "head_dim", "advance") == (3, 1, 6, 16, False)
     assert (rows.x_stride, rows.out_stride) == ((96, 96, 16), (96, 96, 16))
 
-    first = int32(7, 8, 9)
+    first = ints(7, 8, 9)
     rest = {"rotary_cos": cos, "rotary_sin": sin, "rotary_seqlens": first, "rotary_interleaved": True}
     append_kv._cuda(k_cache[:3], v_cache[:3], key, value, lengths, leftpad_k=pads, **rest)
     p = told.calls[1][1]
@@ -188,12 +185,12 @@ def test_append_is_told_addresses_and_strides(told: Told):
 def test_nothing_to_append_still_gives_lengths(told: Told):
     empty = torch.zeros(3, 0, 2, 16)
     caches = torch.zeros(3, 32, 2, 16), torch.zeros(3, 32, 2, 16)
-    _, used = append_kv._cuda(*caches, empty, empty, int32(1, 2, 3))
+    _, used = append_kv._cuda(*caches, empty, empty, ints(1, 2, 3))
     assert used.tolist() == [1, 2, 3]
 
 
 def test_rotary_is_told_addresses_and_strides(told: Told):
-    x, first = torch.zeros(2, 6, 5, 16).transpose(1, 2), int32(3, 4)
+    x, first = torch.zeros(2, 6, 5, 16).transpose(1, 2), ints(3, 4)
     cos = torch.zeros(50, 4)
     out = rotary_on_cuda(x, cos, cos, first)
     p = told.only(f"rotary_sm{ARCH}_f32")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import oracle_features
 import pytest
 import torch
 import torch._dynamo.testing
+from tensors import ints, qkv
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -27,24 +29,7 @@ attend = torch.ops.cutlass_fmha.attend
 F16 = torch.float16
 
 
-def ints(*numbers: int) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int32)
-
-
-def tensors(
-    batch: int = 2,
-    seqlen_q: int = 33,
-    seqlen_k: int = 65,
-    dim_v: int = 24,
-    dtype: torch.dtype = F16,
-    seed: int = 0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [(seqlen_q, 4, 32), (seqlen_k, 2, 32), (seqlen_k, 2, dim_v)]
-    q, k, v = (torch.randn(batch, *shape, generator=generator).to(dtype) for shape in shapes)
-    return q, k, v
-
-
+tensors = functools.partial(qkv, head_dim_v=24)
 Q, K, V = tensors()
 LISTS = {"block_counts": torch.ones(1, 1, 3, dtype=torch.int32), "block_m": 16, "block_n": 32}
 LISTS["block_indices"] = torch.zeros(1, 1, 3, 2, dtype=torch.int32)
@@ -104,26 +89,6 @@ def test_fake_tensors_have_the_metadata_of_real_ones(name: str, return_lse: bool
     real, fake = (run(name, return_lse=return_lse, place=place) for place in ("cpu", "meta"))
     for a, b in zip(real, fake, strict=True):
         assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
-
-
-@pytest.mark.parametrize("place", ["cpu", "meta"])
-def test_the_op_itself_refuses_with_a_sentence(place: str):
-    q, k, v = (x.to(place) for x in tensors())
-    with pytest.raises(ValueError, match='causal must be "none", "top-left" or "bottom-right", got \'left\''):
-        attend(q, k, v, 0.3, "left", False, None)
-    with pytest.raises(ValueError, match="scale must be finite"):
-        attend(q, k, v, float("nan"), "none", False, None)
-    with pytest.raises(ValueError, match=r"value must have key's shape but for the last dimension"):
-        attend(q, k, v[:, :3], 0.3, "none", False, None)
-    with pytest.raises(ValueError, match=r"window_left must be -1 \(no limit\) or 0 to 2\*\*29, got -5"):
-        attend(q, k, v, 0.3, "none", False, None, window_left=-5)
-
-
-def test_a_named_row_is_of_cuda_tensors():
-    with pytest.raises(
-        cutlass_fmha.UnsupportedError, match="row fwd is a CUDA kernel, and the tensors are on"
-    ):
-        attention(*tensors(), softcap=1.0, row="fwd")
 
 
 # ---- gradients ---------------------------------------------------------------------------------------------
@@ -261,7 +226,7 @@ def test_compile_takes_paged_decoding_with_dynamic_shapes():
 
     function, counter = compiled(step)
     for seed, (batch, pages) in enumerate([(3, 7), (5, 4), (2, 9)]):
-        q, k, v = tensors(batch, 6, pages * 16 * batch, dim_v=32, seed=seed)
+        q, k, v = tensors(batch, 6, pages * 16 * batch, head_dim_v=32, seed=seed)
         k, v = (x[0].reshape(batch * pages, 16, 2, 32) for x in (k, v))
         table = torch.randperm(batch * pages).view(batch, pages).to(torch.int32)
         used = torch.randint(1, pages * 16, (batch,), dtype=torch.int32)
@@ -315,7 +280,7 @@ def test_a_simulator_runs_the_kernels_on_cpu_tensors(monkeypatch):
     monkeypatch.setattr(plan, "launch", launch)
     info = {"simulator": True}
     monkeypatch.setattr(dispatcher._C, "build_info", lambda: info)
-    q, k, v = tensors(dim_v=32)
+    q, k, v = tensors(head_dim_v=32)
     attention(q, k, v, softcap=2.0)
     assert not seen  # only when it is asked to
     monkeypatch.setenv(dispatcher.SIMULATE, "1")

@@ -11,26 +11,11 @@ import math
 import oracle
 import pytest
 import torch
+from tensors import qkv
 from torch import Tensor
 
 DTYPES = [torch.float16, torch.bfloat16]
 LN2 = math.log(2.0)
-
-
-def random_qkv(
-    seqlen_q: int,
-    seqlen_k: int,
-    heads: int = 4,
-    heads_kv: int = 2,
-    head_dim: int = 32,
-    dtype: torch.dtype = torch.float16,
-    batch: int = 2,
-    seed: int = 0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [(seqlen_q, heads), (seqlen_k, heads_kv), (seqlen_k, heads_kv)]
-    q, k, v = (torch.randn(batch, s, h, head_dim, generator=generator).to(dtype) for s, h in shapes)
-    return q, k, v
 
 
 def test_two_keys_by_hand():
@@ -57,7 +42,7 @@ def test_which_keys_are_visible_by_hand():
 
 
 def test_rows_without_a_key_are_zero_with_lse_minus_infinity():
-    q, k, v = random_qkv(5, 2)
+    q, k, v = qkv(2, 5, 2)
     out, lse = oracle.attention(q, k, v, causal="bottom-right")
     assert (out[:, :3] == 0).all()
     assert (lse[:, :, :3] == -math.inf).all()
@@ -71,7 +56,7 @@ def test_rows_without_a_key_are_zero_with_lse_minus_infinity():
 
 
 def test_scores_of_minus_infinity_count_as_masked():
-    q, k, v = random_qkv(3, 6)
+    q, k, v = qkv(2, 3, 6)
     q = q.abs() + 0.5
     k[:, :4, :, 0] = -math.inf
     out, lse = oracle.attention(q, k, v)
@@ -88,7 +73,7 @@ def test_ties_of_huge_scores_share_the_weight():
 
 
 def test_query_heads_of_a_group_share_one_key_head():
-    q, k, v = random_qkv(7, 9, heads=6, heads_kv=2)
+    q, k, v = qkv(2, 7, 9, heads=6, heads_kv=2)
     out, lse = oracle.attention(q, k, v)
     for head in range(6):
         kv = slice(head // 3, head // 3 + 1)
@@ -103,7 +88,7 @@ def test_query_heads_of_a_group_share_one_key_head():
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 1), (17, 113), (113, 17), (64, 64)])
 @pytest.mark.parametrize("scale", [None, -0.7, 0.0])
 def test_agrees_with_torch_in_fp64(causal: str, seqlen_q: int, seqlen_k: int, scale: float | None):
-    q, k, v = (x.double() for x in random_qkv(seqlen_q, seqlen_k))
+    q, k, v = (x.double() for x in qkv(2, seqlen_q, seqlen_k))
     out, lse = oracle.attention(q, k, v, scale, causal)
     mask = oracle.visible(seqlen_q, seqlen_k, causal)
     expected = torch.nn.functional.scaled_dot_product_attention(
@@ -118,7 +103,7 @@ def test_agrees_with_torch_in_fp64(causal: str, seqlen_q: int, seqlen_k: int, sc
 
 
 def test_chunks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch):
-    q, k, v = random_qkv(50, 70)
+    q, k, v = qkv(2, 50, 70)
     whole = (
         *oracle.attention(q, k, v, causal="bottom-right"),
         oracle.unfused(q, k, v, causal="bottom-right"),
@@ -216,7 +201,7 @@ def model_of_the_kernels(
 def test_a_correct_online_softmax_passes(
     dtype: torch.dtype, causal: str, scale: float, limit: float, seqlen_q: int, seqlen_k: int
 ):
-    q, k, v = random_qkv(seqlen_q, seqlen_k, dtype=dtype, seed=seqlen_q + seqlen_k)
+    q, k, v = qkv(2, seqlen_q, seqlen_k, dtype=dtype, seed=seqlen_q + seqlen_k)
     out, lse = model_of_the_kernels(q, k, v, scale, causal, limit=limit)
     errors = oracle.assert_close(out, q, k, v, scale, causal, lse)
     assert errors.worst > 0.0 or seqlen_k == 1
@@ -225,7 +210,7 @@ def test_a_correct_online_softmax_passes(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_a_defect_is_caught(dtype: torch.dtype, defect: str):
-    q, k, v = random_qkv(100, 700, dtype=dtype)
+    q, k, v = qkv(2, 100, 700, dtype=dtype)
     k[:, 300:] *= 2  # later keys score higher, so that the reference has to be raised
     scale = -0.18
     out, lse = model_of_the_kernels(q, k, v, scale, "bottom-right", limit=64.0)
@@ -237,7 +222,7 @@ def test_a_defect_is_caught(dtype: torch.dtype, defect: str):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_error_in_the_smallest_row_is_not_hidden_by_the_largest(dtype: torch.dtype):
-    q, k, v = random_qkv(400, 400, dtype=dtype)
+    q, k, v = qkv(2, 400, 400, dtype=dtype)
     out, _ = model_of_the_kernels(q, k, v, 0.18, "top-left")
     oracle.assert_close(out, q, k, v, 0.18, "top-left")
     small = out.double().abs().amax(dim=(0, 2, 3)).argmin()
@@ -247,7 +232,7 @@ def test_an_error_in_the_smallest_row_is_not_hidden_by_the_largest(dtype: torch.
 
 
 def test_masked_rows_must_be_exactly_zero_and_minus_infinity():
-    q, k, v = random_qkv(6, 2)
+    q, k, v = qkv(2, 6, 2)
     out, lse = model_of_the_kernels(q, k, v, 0.18, "bottom-right")
     oracle.assert_close(out, q, k, v, 0.18, "bottom-right", lse)
     for tensor, index, value in [
@@ -262,7 +247,7 @@ def test_masked_rows_must_be_exactly_zero_and_minus_infinity():
 
 
 def test_nan_belongs_where_the_reference_has_it_and_nowhere_else():
-    q, k, v = random_qkv(6, 20)
+    q, k, v = qkv(2, 6, 20)
     q[0, 2, 1, 3] = math.nan
     out, lse = model_of_the_kernels(q, k, v, 0.18, "none")
     oracle.assert_close(out, q, k, v, 0.18, "none", lse)
@@ -271,7 +256,7 @@ def test_nan_belongs_where_the_reference_has_it_and_nowhere_else():
 
 
 def test_shapes_and_dtypes_are_checked():
-    q, k, v = random_qkv(6, 6)
+    q, k, v = qkv(2, 6, 6)
     out, lse = model_of_the_kernels(q, k, v, 0.18, "none")
     with pytest.raises(AssertionError, match=r"output is \[2, 5, 4, 32\] float16 on cpu, expected"):
         oracle.assert_close(out[:, :5], q, k, v)

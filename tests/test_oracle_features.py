@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 import oracle
 import oracle_features
 import pytest
+import tensors as made
 import torch
+from tensors import ints, qkv
 from torch import Tensor
 
 F = torch.nn.functional
 HALF = [torch.float16, torch.bfloat16]
-
-
-def ints(*numbers: int) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int32)
-
-
-def randn(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
-
-
-def tensors(
-    seqlen_q: int = 20, seqlen_k: int = 50, dtype: torch.dtype = torch.float64
-) -> tuple[Tensor, Tensor, Tensor]:
-    q = randn(2, seqlen_q, 4, 16, dtype=dtype)
-    return q, randn(2, seqlen_k, 2, 16, dtype=dtype, seed=1), randn(2, seqlen_k, 2, 16, dtype=dtype, seed=2)
+randn = functools.partial(made.randn, dtype=torch.float64)
+tensors = functools.partial(qkv, seqlen_q=20, seqlen_k=50, head_dim=16, dtype=torch.float64)
 
 
 def one_row(*scores: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -224,7 +214,7 @@ def a_good_result(
 def problem(dtype: torch.dtype) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
     bias = randn(2, 1, 100, 130).to(dtype)
     lengths = {"seqused_q": ints(60, 100), "seqused_k": ints(130, 70)}
-    return tensors(100, 130, dtype), MIX | lengths | {"bias": bias, "causal": "none"}
+    return tensors(seqlen_q=100, seqlen_k=130, dtype=dtype), MIX | lengths | {"bias": bias, "causal": "none"}
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)

@@ -18,6 +18,7 @@ from feature_tensors import Call
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from listed_problems import GROUPS
+from tensors import qkv
 
 import cutlass_fmha
 from cutlass_fmha import _C
@@ -369,13 +370,6 @@ def test_splits_of_a_launch_are_those_that_its_cost_is_of(kernels: Kernels):
 
 
 # ---- plain calls -------------------------------------------------------------------------------------------
-
-
-def qkv(batch=2, seqlen_q=33, seqlen_k=65, heads=4, heads_kv=2, head_dim=32, dtype=torch.float16, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    q = torch.randn(batch, seqlen_q, heads, head_dim, generator=generator)
-    k, v = torch.randn(2, batch, seqlen_k, heads_kv, head_dim, generator=generator)
-    return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
 def launch(q, k, v, scale=None, causal="none", return_lse=True, row=None, layout="bshd"):

@@ -1,0 +1,36 @@
+"""Tensors that tests begin with: drawn from a seed, the same on every machine."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def ints(*numbers: int) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
+
+
+def qkv(
+    batch: int = 2,
+    seqlen_q: int = 33,
+    seqlen_k: int = 65,
+    heads: int = 4,
+    heads_kv: int = 2,
+    head_dim: int = 32,
+    head_dim_v: int = 0,
+    dtype: torch.dtype = torch.float16,
+    seed: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """[batch, seqlen, heads, head_dim] each; ``head_dim_v`` 0: as head_dim."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (
+        (seqlen_q, heads, head_dim),
+        (seqlen_k, heads_kv, head_dim),
+        (seqlen_k, heads_kv, head_dim_v or head_dim),
+    )
+    q, k, v = (torch.randn(batch, *shape, generator=generator).to(dtype) for shape in shapes)
+    return q, k, v
