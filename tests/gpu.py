@@ -22,7 +22,7 @@ from cutlass_fmha import _C
 from cutlass_fmha.dispatch.blocks import Tail
 from cutlass_fmha.dispatch.table import PLAIN
 
-_INTEGER = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
+_INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 if _C.build_info().get("simulator"):
@@ -178,7 +178,7 @@ class Guarded:
 
     def intact(self) -> Tensor:
         """0-dim bool: nothing outside the view was written."""
-        integer = _INTEGER[self.buffer.dtype]
+        integer = _INTEGER[self.buffer.element_size()]
         bits = self.buffer.view(integer)
         pattern = poison(self.buffer.dtype, 1, self.buffer.device).view(integer)
         outside = torch.ones_like(bits, dtype=torch.bool)

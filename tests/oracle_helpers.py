@@ -41,9 +41,7 @@ def merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return merged, total.transpose(-1, -2)
 
 
-def assert_merged(
-    output: Tensor, lse: Tensor | None, parts: list[tuple[Tensor, Tensor]], relative: float = COMPUTED_IN_FP32
-) -> None:
+def assert_merged(output: Tensor, lse: Tensor | None, parts: list[tuple[Tensor, Tensor]]) -> None:
     """An output and its LSE are those of ``parts``, up to one rounding of the output."""
     expected, expected_lse = merge(parts)
     largest = torch.stack(
@@ -52,7 +50,7 @@ def assert_merged(
             for o, part in parts
         ]
     ).amax(0)
-    _assert_close(output, expected, largest, relative)
+    _assert_close(output, expected, largest)
     if lse is not None:
         finite = expected_lse.isfinite()
         assert torch.equal(lse.double()[~finite], expected_lse[~finite])
@@ -86,7 +84,7 @@ def assert_rotated(
     expected = rotate(x, cos, sin, positions, interleaved)
     dim = 2 * cos.shape[1]
     largest = x.double().abs().amax(-1, keepdim=True).expand(x.shape)
-    _assert_close(out, expected, largest, COMPUTED.get(x.dtype, COMPUTED_IN_FP32))
+    _assert_close(out, expected, largest)
     assert torch.equal(bits(out[..., dim:]), bits(x[..., dim:]))
 
 
@@ -125,8 +123,9 @@ def _indices(x: Tensor) -> list[tuple[int, ...]]:
     return [tuple(index) for index in torch.ones(x.shape).nonzero().tolist()]
 
 
-def _assert_close(out: Tensor, expected: Tensor, largest: Tensor, relative: float) -> None:
+def _assert_close(out: Tensor, expected: Tensor, largest: Tensor) -> None:
     half_ulp, smallest = HALF_ULP[out.dtype]
+    relative = COMPUTED.get(out.dtype, COMPUTED_IN_FP32)
     allowed = half_ulp * expected.abs() + smallest + relative * largest
     error = (out.double() - expected).abs()
     assert not error.isnan().any()

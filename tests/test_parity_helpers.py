@@ -1,4 +1,4 @@
-"""The kernels beside attention against fp64, on this machine's GPU or, in a simulator build, on the CPU.
+"""What is beside attention against fp64: the CPU backend, and the kernels, on a GPU or in a simulator.
 
 Outputs of launches through the binding lie in buffers of NaN, where a stray write is noticed; the rest goes
 through the ops, which pack what the kernels read.
@@ -7,6 +7,7 @@ through the ops, which pack what the kernels read.
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import gpu
@@ -24,22 +25,34 @@ from cutlass_fmha.kv_cache import with_kv_cache
 from cutlass_fmha.launch import helpers
 from cutlass_fmha.rotary import rotary
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+pytestmark = pytest.mark.filterwarnings("default")
 
-DEVICE = gpu.device()
+DEVICE = torch.device("cpu")  # that of the backend under test
+KERNELS = pytest.param("kernels", marks=pytest.mark.gpu)
 INF = math.inf
 HALVES = (torch.float16, torch.bfloat16)
 DTYPES = (*HALVES, torch.float32)
 append_kv_ = torch.ops.cutlass_fmha.append_kv_
 
-by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+by_dtype = pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [
+        *(("cpu", dtype) for dtype in (*DTYPES, torch.float64)),
+        *(pytest.param("kernels", dtype, marks=pytest.mark.gpu) for dtype in DTYPES),
+    ],
+    indirect=["backend"],
+    ids=str,
+)
+kernels_only = pytest.mark.parametrize("backend", [KERNELS], indirect=True)
 
 
-@pytest.fixture(autouse=True)
-def _run_kernels_on_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a simulator build the ops launch them there, too."""
-    if gpu.simulated():
-        monkeypatch.setenv("CUTLASS_FMHA_SIMULATE", "1")
+@pytest.fixture(autouse=True, params=["cpu", KERNELS])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Who computes. In a simulator build the ops launch kernels on CPU tensors where they are asked to."""
+    kernels = request.param == "kernels"
+    monkeypatch.setattr(sys.modules[__name__], "DEVICE", gpu.device() if kernels else torch.device("cpu"))
+    monkeypatch.setenv("CUTLASS_FMHA_SIMULATE", str(int(kernels and gpu.simulated())))
+    return request.param
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -123,6 +136,7 @@ class Combine:
         assert self.out.intact() and self.lse.intact()
 
 
+@kernels_only
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("dim", [1, 7, 8, 36, 64, 96, 128, 160, 250, 256])
 @pytest.mark.parametrize("splits", [1, 2, 5, 16, 33, 64])
@@ -132,6 +146,7 @@ def test_combine(splits: int, dim: int, dtype: torch.dtype):
     launch.check()
 
 
+@kernels_only
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("dim", [40, 128])
 def test_combine_into_any_layout(dim: int, dtype: torch.dtype):
@@ -145,6 +160,7 @@ def test_combine_into_any_layout(dim: int, dtype: torch.dtype):
     launch.check(return_lse=False)
 
 
+@kernels_only
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_combine_of_nothing_and_of_one_part(dtype: torch.dtype):
     launch = Combine(9, (2, 3, 2, 64), dtype, empty=1.0)
@@ -160,6 +176,7 @@ def test_combine_of_nothing_and_of_one_part(dtype: torch.dtype):
     assert torch.equal(launch.out.view, only.to(dtype)) and torch.equal(launch.lse.view, part)
 
 
+@kernels_only
 def test_combine_of_sums_of_two_floats():
     """Log-sum-exps of 2^26, where neighbouring floats are 8 apart."""
     launch = Combine(7, (2, 3, 2, 64), torch.float16, empty=0.2)
@@ -172,6 +189,7 @@ def test_combine_of_sums_of_two_floats():
     assert (launch.lse.view[plain.lse.view > -INF] - 2.0**26).abs().max() <= 32
 
 
+@kernels_only
 def test_combine_passes_nan_on_and_weighs_infinities():
     launch = Combine(6, (1, 4, 1, 64), torch.float16, empty=0.0)
     launch.partial_lse[2, 0] = torch.nan
@@ -185,6 +203,7 @@ def test_combine_passes_nan_on_and_weighs_infinities():
     assert found[3].isfinite().all()
 
 
+@kernels_only
 def test_a_combined_row_has_the_same_bits_in_every_batch():
     launch = Combine(13, (4, 3, 2, 128), torch.bfloat16)
     launch.run()
@@ -204,6 +223,7 @@ def test_a_combined_row_has_the_same_bits_in_every_batch():
         assert torch.equal(bits(alone.out.view[0]), bits(first[b]))
 
 
+@kernels_only
 def test_combine_refuses_what_it_cannot_take():
     launch = Combine(2, (1, 1, 1, 8), torch.float16)
     for name, value, most in (("splits", 65, 64), ("head_dim_v", 257, 256), ("splits", 0, 64)):
@@ -236,7 +256,9 @@ def test_merge(dim: int, dtype: torch.dtype):
         a, b = states(shape, dtype)
         a[1][..., ::3] = -INF
         b[1][..., ::2] = -INF
-        assert_merged(*merge_states(*a, *b), [a, b])
+        output, lse = merge_states(*a, *b)
+        assert output.dtype == dtype and output.is_contiguous() and lse.is_contiguous()
+        assert_merged(output, lse, [a, b])
 
 
 @by_dtype
@@ -248,6 +270,9 @@ def test_merge_from_any_layout(dtype: torch.dtype):
         assert_merged(output, lse, [a, b])
         for one, other in zip(merge_states(*given[2:], *given[:2]), (output, lse), strict=True):
             assert torch.equal(one, other), "the sides can be exchanged"
+    row = a[0][:1, :1].expand(a[0].shape)
+    for one, other in zip(merge_states(row, a[1], *b), merge_states(row.contiguous(), a[1], *b), strict=True):
+        assert torch.equal(one, other)
 
 
 @by_dtype
@@ -265,6 +290,9 @@ def test_merge_passes_bits_on(dim: int, dtype: torch.dtype):
     infinite = a[0], torch.full_like(a[1], INF)
     output, lse = merge_states(*infinite, *b)
     assert torch.equal(output[1], a[0][1]) and (lse == INF).all()
+    output, lse = merge_states(*infinite, b[0], infinite[1])
+    torch.testing.assert_close(output[1], (a[0][1] + b[0][1]) / 2)
+    assert (lse == INF).all()
 
 
 # ---- rotary, appending -------------------------------------------------------------------------------------
@@ -309,7 +337,8 @@ def test_vectors_and_elements_rotate_to_the_same_bits(dtype: torch.dtype):
         assert all(torch.equal(bits(other), bits(found[0])) for other in found)
 
 
-@by_dtype
+@kernels_only
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_position_without_an_angle_becomes_nan(dtype: torch.dtype):
     x, (cos, sin) = randn(2, 3, 4, 64, dtype=dtype), table(9, 32, dtype)
     out = rotary(x, cos, sin, int32(-1, 8))
@@ -389,8 +418,9 @@ KINDS = ("contiguous", "entries", "pages")
 def test_append(dims: tuple[int, int], kind: str, dtype: torch.dtype):
     for layout in ("packed", "odd", "bhsd"):
         append, lengths = Append(kind, dtype, *dims, layout), int32(0, 6, 19)
-        _, used = append.run(lengths)
-        assert used.tolist() == [5, 11, 24]
+        rotated, used = append.run(lengths)
+        assert used.tolist() == [5, 11, 24] and used.dtype == torch.int32
+        assert rotated.shape == (0,) and lengths.tolist() == [0, 6, 19]
         for (b, i), place_of_row in append.check_places(lengths).items():
             assert torch.equal(bits(append.caches[0].view[place_of_row]), bits(append.key[b, i]))
 
@@ -399,17 +429,19 @@ def test_append(dims: tuple[int, int], kind: str, dtype: torch.dtype):
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("head_dim", "dim"), DIMS)
 def test_append_with_rotation(head_dim: int, dim: int, interleaved: bool, dtype: torch.dtype):
-    for kind, layout, seqlen_q, advance in (
-        ("pages", "packed", 5, True),
-        ("contiguous", "odd", 1, False),
-        ("entries", "bhsd", 9, False),
+    for kind, layout, seqlen_q, advance, stand in (
+        ("pages", "packed", 5, True, "cache_seqlens"),
+        ("contiguous", "odd", 1, False, "leftpad_k"),
+        ("entries", "bhsd", 9, False, "rotary_seqlens"),
+        ("pages", "packed", 5, True, "leftpad_k"),
+        ("contiguous", "packed", 5, True, "rotary_seqlens"),
     ):
         append, lengths = Append(kind, dtype, head_dim, 64, layout), int32(1, 6, 19)
         query = laid_out(randn(3, seqlen_q, 6, head_dim, dtype=dtype, seed=6), layout)
         cos, sin = table(40, dim, torch.float32 if layout == "packed" else dtype)
-        pads = {"leftpad_k": int32(1, 0, 7)} if kind == "contiguous" else {}
+        pads = {"leftpad_k": int32(1, 0, 7)} if stand != "cache_seqlens" else {}
         first = lengths - pads["leftpad_k"] if pads else lengths
-        if kind == "entries":
+        if stand == "rotary_seqlens":
             first = pads["rotary_seqlens"] = int32(29, 0, 3)
         rotated, _ = append.run(
             lengths, query=query, advance_query=advance, rotary_cos=cos, rotary_sin=sin,
@@ -424,6 +456,7 @@ def test_append_with_rotation(head_dim: int, dim: int, interleaved: bool, dtype:
         assert_rotated(*(t.cpu() for t in (written, append.key, cos, sin)), positions, interleaved)
 
 
+@kernels_only
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_without_a_place_are_dropped(kind: str):
     capacity = 48 if kind == "pages" else 24
@@ -437,6 +470,7 @@ def test_rows_without_a_place_are_dropped(kind: str):
         append.check_places(lengths)
 
 
+@kernels_only
 @pytest.mark.parametrize("kind", ["entries", "pages"])
 def test_entries_that_the_cache_does_not_have_are_not_written(kind: str):
     append, lengths = Append(kind, torch.float16, 64, 64, "packed"), int32(0, 14, 20)
@@ -501,6 +535,7 @@ def test_cascade_over_a_shared_prefix(dtype: torch.dtype):
 # ---- offsets that need 64 bits -----------------------------------------------------------------------------
 
 
+@kernels_only
 @pytest.mark.usefixtures("much_memory")
 @pytest.mark.parametrize("axis", [0, 1, 2], ids=["batch", "seqlen", "heads"])
 def test_offsets_beyond_31_bits(axis: int):
