@@ -34,7 +34,7 @@ from cutlass_fmha.bench.cases import Case
 from cutlass_fmha.dispatch import table as tables
 
 LARGE = Candidate(64, 256, 64, 8, 1, 2, 1, True, True, "cp_async_16")
-SPLIT = Candidate(128, 32, 32, 8, 4, 1, 1, True, False, "ldg_16")
+FEW_QUERY = Candidate(128, 32, 32, 8, 4, 1, 1, True, False, "ldg_16")
 SMALL = Candidate(32, 64, 16, 4, 1, 1, 2, True, False, "cp_async_16")
 INCUMBENT = Candidate(64, 64, 64, 4, 1, 2, 2, True, False, "cp_async_16")
 ABOUT = {"gpu": "a GPU", "arch": 90, "mma_passes": 1, "shared_kib": 99, "source_hash": "s", "nvcc": "13.0.88"}
@@ -53,7 +53,7 @@ def rows() -> list[_C.Row]:
 def test_every_row_is_in_the_space_and_takes_the_shared_memory_that_is_computed():
     for row in rows():
         c = Candidate.of(row)
-        assert space.objections(c, row.arch, Limits()) == [] and c in Space(row.arch, c.head_dim), row.name
+        assert space.fits(c, row.arch, Limits()), row.name
         assert space.shared_bytes(c) == row.smem_bytes, row.name
     tags = {Candidate.of(row).tag for row in rows()}
     assert len(tags) == len({Candidate.of(row) for row in rows()}) and all(map(str.isidentifier, tags))
@@ -66,39 +66,42 @@ def test_every_row_that_is_searched_for_can_be_drawn():
         assert row.copy == "element" or Candidate.of(row) in drawn[row.arch, row.head_dim], row.name
 
 
+DECODE = replace(FEW_QUERY, dependent_launch=True)
+
+
 @pytest.mark.parametrize(
-    ("candidate", "arch", "expected"),
+    ("candidate", "changes"),
     [
-        (replace(LARGE, tile_m=240), 90, "no multiple of 16 rows"),
-        (replace(LARGE, tile_n=72), 90, "tile_n one of 16"),
-        (replace(LARGE, tile_m=512, warps=16, tile_n=48), 90, "rows of K at a time"),
-        (replace(LARGE, stages=4, q_in_registers=False, tile_n=96), 90, "and a block has 101376"),
-        (replace(LARGE, min_blocks=2), 90, "2 blocks of"),
-        (replace(LARGE, warps=16, ping_pong=True), 90, "turns are between pairs"),
-        (replace(LARGE, tile_n=128), 90, "at least 304 registers, and 1 blocks leave 255"),
-        (replace(LARGE, copy="ldg_16"), 90, "ldg_16 is for rows whose warps share the keys"),
-        (replace(LARGE, copy="tma"), 89, "sm_89 has no tma"),
-        (replace(LARGE, kv_warps=2), 90, "kv_warps 2 needs ldg_16 or tma"),
-        (replace(SPLIT, ping_pong=True), 90, "take no turns"),
-        (replace(SPLIT, stages=3), 90, "at most one block ahead"),
-        (replace(SPLIT, kv_warps=8, tile_m=48), 90, "have at most 32"),
-        (replace(SPLIT, kv_warps=3), 90, "no groups of 3"),
-        (SPLIT, 90, "launches overlap from sm_90 on"),
-        (replace(SPLIT, dependent_launch=True), 89, "launches overlap from sm_90 on"),
-        (replace(LARGE, dependent_launch=True), 90, "where warps share the keys, and nowhere else"),
-        (replace(LARGE, warps=4, tile_m=64, min_blocks=13, tile_n=16, stages=1), 90, "13 blocks of 4 warps"),
+        (LARGE, {"tile_m": 240}),  # 16 rows for a warp
+        (LARGE, {"tile_n": 72}),
+        (LARGE, {"tile_m": 512, "warps": 16, "tile_n": 48}),  # K in whole passes of the threads
+        (LARGE, {"stages": 4, "q_in_registers": False, "tile_n": 96}),  # shared memory of a block
+        (LARGE, {"min_blocks": 2}),  # of an SM
+        (LARGE, {"warps": 16}),  # turns between pairs of 8 warps
+        (LARGE, {"tile_n": 128}),  # registers
+        (LARGE, {"copy": "ldg_16"}),
+        (LARGE, {"kv_warps": 2}),
+        (LARGE, {"dependent_launch": True}),
+        (LARGE, {"copy": "tma", "arch": 89}),
+        (LARGE, {"warps": 4, "tile_m": 64, "min_blocks": 13, "tile_n": 16, "stages": 1}),  # warps of an SM
+        (DECODE, {"ping_pong": True}),
+        (DECODE, {"stages": 3}),
+        (DECODE, {"kv_warps": 8, "tile_m": 48}),  # at most 32 rows a warp
+        (DECODE, {"kv_warps": 3}),
+        (DECODE, {"dependent_launch": False}),
+        (DECODE, {"arch": 89}),
     ],
 )
-def test_what_cannot_be_compiled_is_not_in_the_space(candidate: Candidate, arch: int, expected: str):
-    assert expected in " / ".join(space.objections(candidate, arch, Limits()))
-    assert candidate not in Space(arch, candidate.head_dim)
+def test_what_cannot_be_compiled_is_not_in_the_space(candidate: Candidate, changes: dict[str, Any]):
+    assert space.fits(candidate, 90, Limits())
+    columns = {name: value for name, value in changes.items() if name != "arch"}
+    assert not space.fits(replace(candidate, **columns), changes.get("arch", 90), Limits())
 
 
 @pytest.mark.parametrize("dim", [32, 64, 96, 128, 192, 256])
 def test_a_space_holds_what_its_own_rules_allow_and_each_candidate_once(dim: int):
     candidates = Space(89, dim).all
     assert len(set(candidates)) == len(candidates) > 50
-    assert all(space.objections(candidate, 89, Limits()) == [] for candidate in candidates[::17])
     assert not any(candidate.copy in ("tma", "element") for candidate in candidates)
     larger = Space(90, dim, Limits.with_shared(227)).all
     assert set(Space(90, dim).all) < set(larger)
@@ -146,10 +149,10 @@ def test_evolution_finds_a_planted_optimum_sooner_than_chance():
 # ---- the acceptance rule -----------------------------------------------------------------------------------
 
 
-def sighting(us: tuple[float, ...], incumbents: tuple[tuple[float, ...], ...], **more: bool) -> Sighting:
+def sighting(us: tuple[float, ...], incumbents: tuple[tuple[float, ...], ...]) -> Sighting:
     """Case by case; the rows are "a", "b", ..."""
     of_rows = [dict(zip("abc", times, strict=False)) for times in incumbents]
-    return Sighting(*({f"case{n}": x for n, x in enumerate(side)} for side in (us, of_rows)), **more)
+    return Sighting(*({f"case{n}": x for n, x in enumerate(side)} for side in (us, of_rows)))
 
 
 @pytest.mark.parametrize(
@@ -166,7 +169,6 @@ def test_a_gain_is_three_percent_over_the_fastest_row_with_no_case_one_percent_w
     us: tuple[float, ...], gain: bool
 ):
     assert sighting(us, ((100.0, 200.0), (300.0, 100.0))).is_gain == gain
-    assert not sighting(us, ((100.0,), (100.0,)), quick=True).is_gain
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 0.0, -1.0])
@@ -352,34 +354,23 @@ def test_every_dtype_is_judged_before_anything_is_timed(monkeypatch: pytest.Monk
 
 
 SHORT, LONG = (Case("x", 1, 1, 1, n, n, 64, "float16", causal=n > 64) for n in (64, 128))
-#: Microseconds on the short and on the long case.
-US = {"look": (150, 90), "fine": (95, 95), "a": (100, 130), "b": (180, 100)}
 
 
-@pytest.mark.parametrize(
-    ("tag", "us", "turns"),
-    [  # the short case first; what a first look finds far behind is not timed in turns
-        ("fine", {SHORT.name: {"fine": 95.0, "a": 100.0}, LONG.name: {"fine": 95.0, "b": 100.0}}, 2),
-        ("look", {SHORT.name: {"look": 157.5, "a": 105.0, "b": 189.0}}, 0),
-    ],
-)
-def test_what_is_far_behind_is_not_timed_further(
-    tag: str, us: dict[str, dict[str, float]], turns: int, monkeypatch: pytest.MonkeyPatch
-):
-    def timer(row: str, long: bool) -> SimpleNamespace:  # whose first look is 5 % off
-        return SimpleNamespace(us=US[row][long], calls=10, graph_us=10.5 * US[row][long])
+def test_a_candidate_is_timed_in_turns_with_every_row(monkeypatch: pytest.MonkeyPatch):
+    us = {"x": (95, 90), "a": (100, 130), "b": (180, 100)}  # on the short and on the long case
 
     def interleaved(timers: dict[str, Any], budget_s: float) -> dict[str, Any]:
-        taken.append(sorted(timers))
-        return {name: SimpleNamespace(p50_us=float(timer.us)) for name, timer in timers.items()}
+        return {name: SimpleNamespace(p50_us=float(us[row][long])) for name, (row, long) in timers.items()}
 
-    taken: list[list[str]] = []
     monkeypatch.setattr(judge, "calls", lambda case, device: lambda row: (row, case is LONG))
-    monkeypatch.setattr(judge.timing, "GraphTimer", timer)
+    monkeypatch.setattr(judge.timing, "GraphTimer", lambda row, long: (row, long))
     monkeypatch.setattr(judge.timing, "time_interleaved", interleaved)
-    rows = {(name, "float16"): name for name in US}
-    found = judge.time_candidate(tag, ["a", "b"], [LONG, SHORT], rows, torch.device("cpu"), 0.1)
-    assert found == us and list(found) == list(us) and len(taken) == turns
+    rows = {(name, "float16"): name for name in us}
+    found = judge.time_candidate("x", ["a", "b"], [LONG, SHORT], rows, torch.device("cpu"), 0.1)
+    assert found == {
+        LONG.name: {name: float(times[1]) for name, times in us.items()},
+        SHORT.name: {name: float(times[0]) for name, times in us.items()},
+    }
 
 
 def test_what_is_timed_is_the_case(monkeypatch: pytest.MonkeyPatch):
@@ -503,7 +494,6 @@ def test_each_candidate_meets_the_fate_it_earns(board: Leaderboard):
     assert reasons["parity"] == "q5 k7: 3 times the tolerance"
     assert not any(job.candidate.tile_m in (32, 64) for job in gpu.jobs), "what was dropped must not run"
     assert "x compile: no room for N rows" in board.render()
-    assert "no room for 32 rows" in board.render(everything=True)
 
 
 def test_a_gain_is_accepted_when_two_runs_have_seen_it(board: Leaderboard):
@@ -629,8 +619,6 @@ def test_the_report_and_the_lines_to_take_over(board: Leaderboard, capsys: pytes
     assert "gpu a GPU, arch 90" in text and "21 candidates" in text and "and 9 slower ones" in text
     (first,) = [line for line in text.splitlines() if line.split()[:2] == ["1", "accepted"]]
     assert best.candidate.key in first and " 1.111x " in first
-    assert run_tune("--report", "--all", "--leaderboard", board.path) == 0
-    assert capsys.readouterr().out.count("slower ") == 20
     assert run_tune("--accept", "--leaderboard", board.path) == 0
     shown = capsys.readouterr().out
     assert f"before: {INCUMBENT.key}" in shown and f"replaces, on sm_90: {row.key}" in shown

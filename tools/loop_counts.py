@@ -11,14 +11,9 @@ ALLOWED_SHARE, ALLOWED_COUNT = 0.02, 4  # a class may grow by either, whichever 
 ALLOWED_REGISTERS = 8  # registers are given out in eights
 
 
-def plain(count: float) -> int | float:
-    """A whole number without its ``.0``."""
-    return int(count) if count == int(count) else round(count, 2)
-
-
-def loop_entry(loop: Loop) -> dict[str, int | float]:
+def loop_entry(loop: Loop) -> dict[str, int]:
     """What the report holds of a main loop: its counts by class, without the classes not used."""
-    return {name: plain(count) for name, count in loop.counts.items() if count}
+    return {name: count for name, count in loop.counts.items() if count}
 
 
 def changes(committed: dict[str, Any], built: dict[str, Any]) -> list[str]:
@@ -40,7 +35,7 @@ def grown(name: str, old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     for kind in (*CLASSES, "all classes"):
         was, now = before.get(kind, 0), after.get(kind, 0)
         if kind == "mma" and was != now:
-            lines.append(f"{name}: mma per iteration of the main loop went from {was} to {now}; {advice}")
+            lines.append(f"{name}: mma in the main loop went from {was} to {now}; {advice}")
         elif now > was + max(ALLOWED_COUNT, ALLOWED_SHARE * was):
-            lines.append(f"{name}: {kind} in the main loop grew from {plain(was)} to {plain(now)}; {advice}")
+            lines.append(f"{name}: {kind} in the main loop grew from {was} to {now}; {advice}")
     return lines

@@ -1,11 +1,11 @@
-"""What each row's main loop issues per key block.
+"""What each row's main loop holds: the code for one block of keys.
 
     python tools/sass.py                         the installed build
     python tools/sass.py FILE --rows d128        another extension, object file, fatbin or cubin; some rows
     python tools/sass.py --opcodes --rows NAME   every opcode of the loop, to see what a change added
 
-Counts are of one warp and one block of keys in the steady state (mainloop.py), without the rows whose warps
-share the keys. Needs cuobjdump and nvdisasm, and no GPU.
+Counts are those of mainloop.py, without the rows whose warps divide the keys. Needs cuobjdump and nvdisasm,
+and no GPU.
 """
 
 from __future__ import annotations
@@ -23,11 +23,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from cubin import Kernel, read_kernels
-from loop_counts import plain
 from mainloop import Loop, LoopNotFoundError, main_loop
 from tabulate import tabulate
 
-BYTES_PER_ELEMENT = 2
 #: A program that prints build_info() and the table of kernels of the extension that its argument names.
 PRINT_ROWS = """
 import importlib.util, json, sys
@@ -100,17 +98,12 @@ def read_rows(file: Path, rows: Iterable[Any]) -> list[RowLoop]:
 def loops_of(kernels: Iterable[Kernel], rows: Iterable[Any]) -> list[RowLoop]:
     by_name = {row.name: row for row in rows if is_counted(row)}
     found = [
-        RowLoop(by_name[kernel.name], kernel, main_loop(kernel, copied_bytes(by_name[kernel.name])))
+        RowLoop(by_name[kernel.name], kernel, main_loop(kernel))
         for kernel in kernels
         if kernel.name in by_name
     ]
     order = list(by_name)
     return sorted(found, key=lambda loop: order.index(loop.row.name))
-
-
-def copied_bytes(row: Any) -> float:
-    """What a warp brings per iteration: its share of a tile of K and one of V."""
-    return float(2 * row.tile_n * row.head_dim * BYTES_PER_ELEMENT / row.warps)
 
 
 # ---- tables ------------------------------------------------------------------------------------------------
@@ -119,15 +112,14 @@ SHOWN = ("mma", "mufu", "fp32", "convert", "imad", "alu", "ldsm", "copy", "barri
 
 
 def table(loops: list[RowLoop]) -> str:
-    head = ["row", "regs", "code", *SHOWN, "rest", "others/mma"]
+    head = ["row", "regs", "code", *SHOWN, "rest"]
     lines = []
     for loop in loops:
         counts = loop.loop.counts
-        shown = [plain(counts[name]) for name in SHOWN]
-        others = sum(counts.values()) - counts["mma"] - counts["nop"]
+        shown = [counts[name] for name in SHOWN]
         sizes = [loop.row.name, loop.kernel.registers, len(loop.kernel.code)]
-        lines.append([*sizes, *shown, plain(sum(counts.values()) - sum(shown)), others / counts["mma"]])
-    return tabulate(lines, head, floatfmt=".2f")
+        lines.append([*sizes, *shown, sum(counts.values()) - sum(shown)])
+    return tabulate(lines, head)
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:

@@ -2,7 +2,7 @@
 
     python tools/tune.py --preset dense --head-dim 64 --head-dim 128 --minutes 30
     python tools/tune.py --dry-run --arch 90 ...        candidates, without compiling anything
-    python tools/tune.py --report [--all]               the leaderboard
+    python tools/tune.py --report                       the leaderboard
     python tools/tune.py --accept                       the lines to take over into src/rows.cmake
 
 Candidates are drawn from what can be compiled, built in batches through CMake, dropped when they spill or
@@ -67,7 +67,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--leaderboard", type=Path, metavar="FILE", help="default: one of --work for --arch")
     add("--dry-run", action="store_true", help="print the candidates of the first round as manifest lines")
     add("--report", action="store_true", help="print the leaderboard")
-    add("--all", action="store_true", help="with --report: every candidate")
     add("--accept", action="store_true", help="print the accepted lines for the manifest")
     options = parser.parse_args(arguments)
     if options.mma_passes < 1 or options.mma_passes % 2 == 0:
@@ -208,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             name = f"leaderboard-sm{arch}-passes{options.mma_passes}.json"
             path = options.leaderboard or options.work / name
         if options.report:
-            print(Leaderboard.load(path).render(options.all))
+            print(Leaderboard.load(path).render())
         elif options.accept:
             accept(Leaderboard.load(path))
         elif options.dry_run:

@@ -30,8 +30,6 @@ from cutlass_fmha.bench.cases import Case
 from cutlass_fmha.bench.contenders import make_inputs
 
 LAUNCHES = 3
-FAR = 0.9  # a candidate that slow on one case can't be accepted: it is not timed further
-INCUMBENT_FAR = 0.85  # nor can a row that slow be the incumbent of the case
 Rows = Mapping[tuple[str, str], Any]
 """The scratch build's ``_C.Row`` by its candidate's tag and its dtype."""
 
@@ -71,22 +69,13 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 def time_candidate(
     tag: str, incumbents: Sequence[str], cases: Sequence[Case], rows: Rows, device: Any, budget_s: float
 ) -> dict[str, dict[str, float]]:
-    """Case -> tag -> microseconds (median), the shortest case first.
-
-    A candidate that is far behind on one case is not timed on the others: no gain elsewhere makes up for it.
-    """
+    """Case -> tag -> microseconds (median)."""
     found: dict[str, dict[str, float]] = {}
-    for case in sorted(cases, key=lambda case: case.flop):
+    for case in cases:
         call = calls(case, device)
         timers = {name: timing.GraphTimer(*call(rows[name, case.dtype])) for name in (*incumbents, tag)}
-        us = {name: timer.graph_us / timer.calls for name, timer in timers.items()}
-        best = min(us[name] for name in incumbents)
-        if best / us[tag] >= FAR:
-            near = {name: timer for name, timer in timers.items() if best / us[name] >= INCUMBENT_FAR}
-            us = {name: time.p50_us for name, time in timing.time_interleaved(near, budget_s).items()}
-        found[case.name] = us
-        if min(us[name] for name in us if name != tag) / us[tag] < FAR:
-            break
+        times = timing.time_interleaved(timers, budget_s)
+        found[case.name] = {name: time.p50_us for name, time in times.items()}
     return found
 
 

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import statistics
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -23,7 +24,7 @@ from .space import Candidate
 GAIN = 1.03  # a candidate must be this much faster than the incumbents, as a geometric mean
 WORST = 0.99  # and on no case slower than this
 SIGHTINGS = 2  # in so many timing runs, each in a process of its own
-KIND = "cutlass_fmha tuning leaderboard 3"
+KIND = "cutlass_fmha tuning leaderboard 4"
 #: Fates in the order of the gates. "promising" is not final.
 FATES = (
     "compile",  # nvcc refused it, or took too long
@@ -39,7 +40,7 @@ ROWS = 12  # candidates of a target that are listed: the fastest
 HEAD = ("fate", "candidate", "gain", "worst case", "seen", "registers", "times (us)")
 NOTE = (
     "gain: geometric mean of the incumbents' best time over the candidate's, the least of its timing runs; "
-    "times: candidate/incumbent. *: given up early, far behind on the cases that are shown."
+    "times: candidate/incumbent."
 )
 
 
@@ -58,8 +59,8 @@ def gains(us: Mapping[str, float], incumbents_us: Mapping[str, Mapping[str, floa
     pairs = [(min(incumbents_us[case].values()), time) for case, time in us.items()]
     if not all(0.0 < time < math.inf for pair in pairs for time in pair):
         raise ValueError(f"a time is no positive number: {dict(us)}, {dict(incumbents_us)}")
-    shares = [best / time for best, time in pairs]
-    return math.exp(sum(map(math.log, shares)) / len(shares)), min(shares)
+    speeds = [best / time for best, time in pairs]
+    return statistics.geometric_mean(speeds), min(speeds)
 
 
 @dataclass
@@ -68,14 +69,13 @@ class Sighting:
 
     us: dict[str, float]
     incumbents_us: dict[str, dict[str, float]]
-    quick: bool = False  # a look that was enough to see that it is slower
 
     def __post_init__(self) -> None:
         self.geomean, self.worst = gains(self.us, self.incumbents_us)
 
     @property
     def is_gain(self) -> bool:
-        return self.geomean >= GAIN and self.worst >= WORST and not self.quick
+        return self.geomean >= GAIN and self.worst >= WORST
 
 
 @dataclass
@@ -108,7 +108,7 @@ class Entry:
         """Its line of the table."""
         seen = min(self.sightings, key=lambda s: s.geomean)
         times = [f"{us:.1f}/{min(seen.incumbents_us[case].values()):.1f}" for case, us in seen.us.items()]
-        gain, worst = f"{seen.geomean:.3f}x{'*' * seen.quick}", f"{seen.worst:.3f}x"
+        gain, worst = f"{seen.geomean:.3f}x", f"{seen.worst:.3f}x"
         runs, registers = str(len(self.sightings)), str(self.registers or "")
         return self.fate, self.candidate.key, gain, worst, runs, registers, " ".join(times)
 
@@ -178,7 +178,7 @@ class Leaderboard:
         board.targets |= targets
         return board
 
-    def render(self, everything: bool = False) -> str:
+    def render(self) -> str:
         """What was searched for, where, and what came of it: a table per target, and what was dropped."""
         fates = ", ".join(f"{count} {fate}" for fate, count in self.counts().items()) or "none yet"
         lines = [
@@ -186,23 +186,15 @@ class Leaderboard:
             f"{len(self.entries)} candidates in {self.rounds} rounds: {fates}",
         ]
         for target, cases in self.targets.items():
-            ran = self.best(target)
-            listed = ran if everything else ran[:ROWS]
-            table = tabulate(
-                [entry.row() for entry in listed],
-                HEAD,
-                showindex=range(1, len(listed) + 1),
-                disable_numparse=True,
+            rows = [entry.row() for entry in self.best(target)]
+            numbers = range(1, min(ROWS, len(rows)) + 1)
+            listed = tabulate(rows[:ROWS], HEAD, showindex=numbers, disable_numparse=True)
+            # Without their numbers, so that equal ones are counted together.
+            dropped = Counter(
+                f"{entry.fate}: {re.sub(r'[0-9][0-9.e+-]*', 'N', entry.reason)[:120]}"
+                for entry in self.of(target)
+                if not entry.sightings
             )
-            lines += ["", f"{target}: {', '.join(cases)}", table]
-            if len(ran) > len(listed):
-                lines.append(f"  and {len(ran) - len(listed)} slower ones")
-            dropped = [e for e in self.of(target) if not e.sightings]
-            if everything:
-                lines += [f"  {e.fate:10} {e.candidate.key}: {e.reason}" for e in dropped]
-            else:  # without their numbers, so that equal ones are counted together
-                reasons = Counter((e.fate, re.sub(r"\d[\d.e+-]*", "N", e.reason)[:120]) for e in dropped)
-                lines += [
-                    f"  {count:4} x {fate}: {reason}" for (fate, reason), count in reasons.most_common()
-                ]
+            lines += ["", f"{target}: {', '.join(cases)}", listed, f"  and {len(rows[ROWS:])} slower ones"]
+            lines += [f"  {count:4} x {reason}" for reason, count in dropped.most_common()]
         return "\n".join([*lines, NOTE])

@@ -8,16 +8,17 @@ from __future__ import annotations
 import json
 import math
 import signal
+import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from building import run
 
-from .build import SHORT, Built, Wanted
+from .build import SHORT, Builder
 from .leaderboard import Entry, Leaderboard, Sighting
 from .space import Candidate, Scored, Space, propose
 
@@ -28,7 +29,6 @@ JUDGE = Path(__file__).with_name("judge.py")
 HANG_S = 900.0  # what takes a candidate's process longer will never end
 LOOK_S, CONFIRM_S = 0.05, 0.25  # of GPU time for each row and case: at first, and for acceptance
 ALL_DTYPES = tuple(sorted(SHORT))
-LOST = 0.8  # the standing of an incumbent that was too slow for a case to be timed on it
 
 
 class EvaluationError(RuntimeError):
@@ -70,12 +70,6 @@ class Job:
         }
 
 
-class Builds(Protocol):
-    """What compiles candidates: build.Builder."""
-
-    def build(self, wanted: Wanted, incumbents: Wanted) -> Built: ...
-
-
 Judge = Callable[[Path, Job], "Sighting | tuple[str, str]"]
 """An extension and a job -> a timing run, or (fate, reason)."""
 
@@ -103,7 +97,7 @@ def judge_in_a_process(
         keys = {row.tag: row.key for row in job.target.incumbents}
         own = {case: times.pop(job.candidate.tag) for case, times in us.items()}
         others = {case: {keys[tag]: t for tag, t in times.items()} for case, times in us.items()}
-        return Sighting(own, others, quick=len(own) < len(job.target.cases))
+        return Sighting(own, others)
 
     return judge
 
@@ -120,9 +114,9 @@ class Search:
 
     board: Leaderboard
     targets: Sequence[Target]
-    builder: Builds
+    builder: Builder
     judge: Judge
-    own_builder: Builds | None = None
+    own_builder: Builder | None = None
     seed: int = 0
     per_round: int = 8
     limit: int | None = None
@@ -157,9 +151,9 @@ class Search:
     def parents(self, target: Target) -> list[Scored]:
         """Candidates that ran, and the manifest's rows by the latest times that there are of them."""
         ran = [entry for entry in self.board.of(target.name) if entry.sightings]
-        whole = [entry.sightings[-1] for entry in ran if not entry.sightings[-1].quick]
+        latest = ran[-1].sightings[-1] if ran else None
         scored = [(entry.gain, entry.candidate) for entry in ran]
-        return scored + [(standing(row, whole[-1]) if whole else 1.0, row) for row in target.incumbents]
+        return scored + [(standing(row, latest) if latest else 1.0, row) for row in target.incumbents]
 
     def round(self, target: Target, confirm: Sequence[Entry], drawn: Sequence[Entry]) -> None:
         """What gained once comes again, in all dtypes."""
@@ -194,8 +188,6 @@ class Search:
 
 def standing(row: Candidate, sighting: Sighting) -> float:
     """How a row of the manifest did against the best of them."""
-    shares = [
-        min(times.values()) / times[row.key] if row.key in times else LOST
-        for times in sighting.incumbents_us.values()
-    ]
-    return math.exp(sum(map(math.log, shares)) / len(shares))
+    return statistics.geometric_mean(
+        min(times.values()) / times[row.key] for times in sighting.incumbents_us.values()
+    )

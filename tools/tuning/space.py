@@ -11,7 +11,7 @@ import functools
 import hashlib
 import itertools
 import random
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -146,107 +146,68 @@ def registers(c: Candidate) -> int:
     return output + q + max(kv + scores, scores + probabilities, probabilities + kv)
 
 
-def _shape_objections(c: Candidate, arch: int) -> Iterator[str]:
-    """What is wrong with a candidate whatever its stages, min_blocks and flags."""
-    if c.kv_warps == 1 and c.copy == "ldg_16":
-        yield "ldg_16 is for rows whose warps share the keys"
-    if c.kv_warps > 1 and c.copy not in ("ldg_16", "tma"):
-        yield f"kv_warps {c.kv_warps} needs ldg_16 or tma, not {c.copy}"
-    if c.copy == "tma" and arch < FIRST_TMA:
-        yield f"sm_{arch} has no tma"
+def has_a_shape(c: Candidate, arch: int) -> bool:
+    """Whether the kernels can be made in this shape, whatever its stages, min_blocks and flags."""
+    if c.head_dim % 32 or c.tile_n % 16 or c.warps % c.kv_warps:
+        return False
+    if c.tile_m % (16 * (c.warps // c.kv_warps)) or (c.copy == "tma" and arch < FIRST_TMA):
+        return False
     if c.dependent_launch != (c.kv_warps > 1 and arch >= FIRST_OVERLAP):
-        yield f"launches overlap from sm_{FIRST_OVERLAP} on, where warps share the keys, and nowhere else"
-    if c.head_dim % 32 or c.tile_n % 16:
-        yield "head_dim must be a multiple of 32 and tile_n one of 16"
-    if c.warps % c.kv_warps:
-        yield f"{c.warps} warps are no groups of {c.kv_warps}"
-    elif c.tile_m % (16 * (c.warps // c.kv_warps)):
-        yield f"tile_m {c.tile_m} gives {c.warps // c.kv_warps} groups of warps no multiple of 16 rows"
-    elif c.kv_warps > 1 and c.rows_per_warp > 32:
-        yield f"{c.rows_per_warp} query rows per warp, and warps that share the keys have at most 32"
-    if c.kv_warps == 1 and c.warps % 2:
-        yield "one half of the warps brings K and the other V: their number must be even"
-    if c.kv_warps == 1 and c.copy != "ldg_16":
-        yield from _loader_objections(c)
-
-
-def _loader_objections(c: Candidate) -> Iterator[str]:
-    """TileLoader's: a pass of the threads must keep their swizzle pattern. TMA has its own limit."""
-    parts = [("Q", c.tile_m, c.threads), ("K", c.tile_n, c.threads // 2)]
-    if c.copy == "tma":
-        for operand, rows, _ in parts:
-            if rows > TMA_BOX_ROWS:
-                yield f"a tile of {operand} of {rows} rows, and a box of TMA has at most {TMA_BOX_ROWS}"
-        return
-    chunks = 8 if c.head_dim % 64 == 0 else 4  # of 16 bytes in a row of a panel
-    for operand, rows, threads in parts:
-        rows_per_pass = threads // chunks
-        if rows_per_pass == 0 or rows_per_pass % 8 or rows % rows_per_pass:
-            yield f"{threads} threads copy {rows_per_pass} rows of {operand} at a time, no part of {rows}"
-
-
-def objections(c: Candidate, arch: int, limits: Limits) -> list[str]:
-    """Why a candidate is not in the space of an architecture, one sentence each; empty when it is."""
-    found = list(_shape_objections(c, arch))
+        return False
     if c.kv_warps > 1:
-        if c.ping_pong:
-            found.append("warps that share the keys take no turns")
-        if c.stages > 2 and c.copy == "ldg_16":
-            found.append(f"{c.stages} stages, and loads into registers are at most one block ahead (2)")
-    elif c.ping_pong and c.warps not in (2, 4, 8):
-        found.append(f"turns are between pairs of 2, 4 or 8 warps, not {c.warps}")
-    if c.threads > limits.threads_per_block:
-        found.append(f"{c.threads} threads, and a block has at most {limits.threads_per_block}")
-    if c.min_blocks * c.warps > limits.warps_per_sm:
-        found.append(f"{c.min_blocks} blocks of {c.warps} warps exceed {limits.warps_per_sm}")
+        return c.copy in ("ldg_16", "tma") and c.rows_per_warp <= 32
+    # One half of the warps brings K and the other V.
+    return c.copy != "ldg_16" and c.warps % 2 == 0 and is_copied_in_whole_passes(c)
+
+
+def is_copied_in_whole_passes(c: Candidate) -> bool:
+    """TileLoader's: a pass of the threads must keep their swizzle pattern. TMA has its own limit."""
+    if c.copy == "tma":
+        return max(c.tile_m, c.tile_n) <= TMA_BOX_ROWS
+    chunks = 8 if c.head_dim % 64 == 0 else 4  # of 16 bytes in a row of a panel
+    passes = ((c.tile_m, c.threads // chunks), (c.tile_n, c.threads // 2 // chunks))
+    return all(step >= 8 and step % 8 == 0 and rows % step == 0 for rows, step in passes)
+
+
+def fits(c: Candidate, arch: int, limits: Limits) -> bool:
+    """Whether a candidate has a shape, and its blocks are within the limits."""
+    if not has_a_shape(c, arch):
+        return False
+    if c.ping_pong and (c.kv_warps > 1 or c.warps not in (2, 4, 8)):  # turns are between pairs
+        return False
+    if c.stages > 2 and c.copy == "ldg_16":  # loads into registers are at most one block ahead
+        return False
     shared = shared_bytes(c)
-    if shared > limits.shared_per_block:
-        found.append(f"{shared} bytes of shared memory, and a block has {limits.shared_per_block}")
-    if c.min_blocks * (shared + limits.reserved_shared) > limits.shared_per_sm:
-        found.append(f"{c.min_blocks} blocks of {shared} bytes do not fit an SM's {limits.shared_per_sm}")
-    needed, cap = registers(c) + OTHER_REGISTERS, register_cap(c, limits)
-    if needed > cap:
-        found.append(f"at least {needed} registers, and {c.min_blocks} blocks leave {cap}")
-    return found
+    return (
+        c.threads <= limits.threads_per_block
+        and c.min_blocks * c.warps <= limits.warps_per_sm
+        and shared <= limits.shared_per_block
+        and c.min_blocks * (shared + limits.reserved_shared) <= limits.shared_per_sm
+        and registers(c) + OTHER_REGISTERS <= register_cap(c, limits)
+    )
 
 
 @dataclass(frozen=True)
 class Space:
-    """Every candidate of one architecture and head dim that nothing speaks against."""
+    """Every candidate of one architecture and head dim that fits."""
 
     arch: int
     head_dim: int
     limits: Limits = field(default_factory=Limits)
 
-    def __contains__(self, candidate: object) -> bool:
-        return (
-            isinstance(candidate, Candidate)
-            and candidate.head_dim == self.head_dim
-            and not objections(candidate, self.arch, self.limits)
-        )
-
     @functools.cached_property
     def all(self) -> Sequence[Candidate]:
         """In a fixed order, so that a seed means the same everywhere."""
-        names = ("stages", "min_blocks", "q_in_registers", "ping_pong")
-        values = itertools.product(*(DOMAINS[name] for name in names))
-        rest = [dict(zip(names, chosen, strict=True)) for chosen in values]
-        return tuple(
-            candidate
-            for shape in self._shapes()
-            for candidate in (Candidate(**shape, **columns) for columns in rest)
-            if not objections(candidate, self.arch, self.limits)
-        )
-
-    def _shapes(self) -> Iterator[dict[str, Any]]:
         names = ("tile_m", "tile_n", "warps", "kv_warps")
+        rest = [name for name in DOMAINS if name not in names]
+        found = []
         for copy, *values in itertools.product(COPIES, *(DOMAINS[name] for name in names)):
             shape = {"head_dim": self.head_dim, **dict(zip(names, values, strict=True)), "copy": copy}
             shape["dependent_launch"] = shape["kv_warps"] > 1 and self.arch >= FIRST_OVERLAP
-            smallest = Candidate(**shape, stages=1, min_blocks=1, q_in_registers=False, ping_pong=False)
-            # Nothing that speaks against the smallest one is mended by more stages, blocks or registers.
-            if not objections(smallest, self.arch, self.limits):
-                yield shape
+            if has_a_shape(Candidate(**shape, **{name: DOMAINS[name][0] for name in rest}), self.arch):
+                columns = itertools.product(*(DOMAINS[name] for name in rest))
+                found += [Candidate(**shape, **dict(zip(rest, chosen, strict=True))) for chosen in columns]
+        return tuple(candidate for candidate in found if fits(candidate, self.arch, self.limits))
 
 
 # ---- which to try next -------------------------------------------------------------------------------------
