@@ -1,20 +1,14 @@
-"""Wide rows without a GPU: what the compiler made of them, which problems they take and why not others,
-what a launch is told, and what the binding refuses."""
+"""Wide rows without a GPU: which problems they take and why not others, what a launch is told, and what the
+binding refuses."""
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import cubin
 import pytest
 import torch
-from cubin import RESERVED_SHARED, Kernel
 from fake_kernels import _at, install
-from resources import REGISTERS_PER_SM, SHARED_PER_BLOCK, SHARED_PER_SM, WARPS_PER_SM
 from torch import Tensor
 
 from cutlass_fmha import _C
@@ -29,11 +23,7 @@ from cutlass_fmha.dispatch.problem import FEATURES, Problem
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.features import Features
 
-assert _C.__file__ is not None
-EXTENSION = Path(_C.__file__)
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-#: sm_90 alone has more than the others: bytes per block and per SM (CUDA Programming Guide).
-SHARED = {90: (227 * 1024, 228 * 1024)}
 DEVICES = {89: "rtx4090", 90: "h200", 120: "rtx5090"}
 
 
@@ -65,103 +55,6 @@ def test_every_architecture_has_rows_for_all_that_is_asked_of_them(rows: list[_C
         assert not row.takes_features and repr(row) == f"<Row {row.name}>"
         with pytest.raises(AttributeError, match=f"{row.name} has no copy"):
             row.copy  # noqa: B018
-
-
-# ---- the machine code --------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def kernels(rows: list[_C.Row], request: pytest.FixtureRequest) -> dict[str, list[Kernel]]:
-    if _C.build_info().get("simulator"):
-        pytest.skip("a simulator's build has no machine code")
-    found: dict[str, list[Kernel]] = {row.name: [] for row in rows}
-    for kernel in request.getfixturevalue("machine_code"):
-        if kernel.name.startswith("wide_"):
-            found[kernel.name].append(kernel)
-    return found
-
-
-def compiled_for(row: _C.Row) -> int:
-    proxy = _C.build_info()["proxy"]
-    assert isinstance(proxy, dict)
-    return proxy.get(row.arch, row.arch)
-
-
-def complaints(kernel: Kernel, row: _C.Row) -> Iterator[str]:
-    """What is wrong with a row's machine code."""
-    if spills := kernel.count("LDL", "STL"):
-        yield f"{spills} loads and stores of local memory (spills)"
-    if kernel.stack or kernel.local:
-        yield f"a stack of {kernel.stack} bytes, {kernel.local} bytes of local memory"
-    if traps := kernel.count("BPT"):
-        yield f"{traps} traps"
-    per_thread = -(-kernel.registers // 8) * 8  # given out in eights
-    if per_thread * 32 * row.warps * row.min_blocks > REGISTERS_PER_SM:
-        yield f"{kernel.registers} registers: {row.min_blocks} blocks of {row.warps} warps do not fit"
-    per_block, per_sm = SHARED.get(row.arch, (SHARED_PER_BLOCK, SHARED_PER_SM))
-    shared = kernel.shared + row.smem_bytes
-    if shared > per_block or row.min_blocks * (shared + RESERVED_SHARED) > per_sm:
-        yield f"{shared} bytes of shared memory: {row.min_blocks} blocks do not fit"
-    if row.min_blocks * row.warps > WARPS_PER_SM:
-        yield f"{row.min_blocks} blocks of {row.warps} warps exceed {WARPS_PER_SM}"
-    # What multiplies: one kind of instruction, and nothing else.
-    tensor_core = [opcode for opcode in kernel.opcodes if opcode.startswith("HMMA")]
-    kind = {"tf32x3": "TF32", "m16n8k16": "BF16" if row.dtype == "bfloat16" else "HMMA"}.get(row.mma)
-    if row.mma == "simt" and (tensor_core or kernel.count("FFMA") < 512):
-        yield f"{kernel.count('FFMA')} FMAs and tensor-core instructions {tensor_core}"
-    if kind and not tensor_core:
-        yield "no tensor-core instruction (HMMA)"
-    if kind and any(kind not in opcode or ".F32" not in opcode for opcode in tensor_core):
-        yield f"tensor-core instructions {tensor_core} in a row that multiplies {row.dtype}"
-    if row.mma != "simt" and not kernel.count("LDGSTS"):
-        yield "no cp.async (LDGSTS)"
-
-
-def test_every_row_has_code_for_its_architecture_and_only_that(
-    rows: list[_C.Row], kernels: dict[str, list[Kernel]]
-):
-    for row in rows:
-        assert [kernel.arch for kernel in kernels[row.name]] == [compiled_for(row)], row.name
-
-
-def test_no_row_has_anything_to_complain_about(rows: list[_C.Row], kernels: dict[str, list[Kernel]]):
-    wrong = [
-        f"{row.name}: {sentence}"
-        for row in rows
-        for kernel in kernels[row.name]
-        for sentence in complaints(kernel, row)
-    ]
-    assert not wrong, "\n".join(wrong)
-
-
-def test_sm_89_rows_and_only_they_carry_ptx(rows: list[_C.Row], kernels: dict[str, list[Kernel]]):
-    ptx = {name: arch for name, arch in cubin.read_ptx(EXTENSION).items() if name.startswith("wide_")}
-    assert ptx == {row.name: {89} for row in rows if row.arch == 89}
-
-
-def kernel_of(row: _C.Row, registers: int = 64, **opcodes: int) -> Kernel:
-    names = {"TF32": "HMMA.1688.F32.TF32", "BF16": "HMMA.1688.F32.BF16", "F16": "HMMA.1688.F32"}
-    counted = Counter({names.get(name, name): n for name, n in opcodes.items()})
-    return Kernel(row.name, row.arch, registers, opcodes=counted)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "kernel", "expected"),
-    [
-        ("float32", {"FFMA": 600, "LDL": 2, "STL": 1}, "3 loads and stores of local memory"),
-        ("float32", {"FFMA": 600, "BPT": 1}, "1 traps"),
-        ("float32", {"FFMA": 600, "registers": 255}, "255 registers: 2 blocks of 8 warps do not fit"),
-        ("float32", {"FFMA": 100}, "100 FMAs and tensor-core instructions []"),
-        ("float32", {"FFMA": 600, "TF32": 3}, "600 FMAs and tensor-core instructions ['HMMA.1688.F32.TF32']"),
-        ("float16", {"LDGSTS": 1}, "no tensor-core instruction"),
-        ("bfloat16", {"LDGSTS": 1, "F16": 64}, "tensor-core instructions ['HMMA.1688.F32'] in a row that"),
-        ("bfloat16", {"BF16": 64}, "no cp.async"),
-    ],
-)
-def test_a_planted_defect_is_found(rows: list[_C.Row], dtype: str, kernel: dict[str, int], expected: str):
-    row = row_of(dtype)
-    found = list(complaints(kernel_of(row, **kernel), row))
-    assert len(found) == 1 and found[0].startswith(expected), found
 
 
 # ---- reasons -----------------------------------------------------------------------------------------------

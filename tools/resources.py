@@ -29,8 +29,17 @@ REPORT = ROOT / "tests" / "data" / "resources.json"
 KIND = "cutlass_fmha resource report"
 UPDATE = "make build && .venv/bin/python tools/resources.py --write"
 SIZES = ("arch", "registers", "stack", "local", "shared")
-CONFIG = ("family", "copy", "warps", "kv_warps", "threads", "min_blocks", "smem_bytes")
-JUDGED = ("HMMA", "LDGSTS", "UTMALDG", "UTMASTG", "LDL", "STL", "BPT")  # opcodes that complaints are about
+CONFIG = ("family", "dtype", "mma", "copy", "warps", "kv_warps", "threads", "min_blocks", "smem_bytes")
+JUDGED = (
+    "HMMA",
+    "FFMA",
+    "LDGSTS",
+    "UTMALDG",
+    "UTMASTG",
+    "LDL",
+    "STL",
+    "BPT",
+)  # opcodes that complaints are about
 
 REGISTERS_PER_SM = 64 * 1024
 # What sm_89 and sm_120 have (CUDA Programming Guide, technical specifications), and so every row stays
@@ -40,8 +49,8 @@ SHARED_PER_SM = 100 * 1024
 #: A line for all architectures with launch bounds that suit sm_90: elsewhere one of its blocks fits, and has
 #: fewer registers than it could.
 FEW_QUERIES = "_d128_m16n16w4k4_scored"
-#: What sm_90 has, for its own scored rows and that one.
-SHARED_PER_SM_90 = 228 * 1024
+#: What sm_90 has: an SM for its own scored rows and that one, a block for wide rows too.
+SHARED_PER_BLOCK_90, SHARED_PER_SM_90 = 227 * 1024, 228 * 1024
 WARPS_PER_SM = 48
 HELPER_THREADS_PER_SM = WARPS_PER_SM * 32 // 2  # bound by memory: half of the warps keep it busy
 
@@ -52,11 +61,15 @@ class Row(Protocol):
     @property
     def name(self) -> str: ...
     @property
+    def family(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def mma(self) -> str: ...
+    @property
     def warps(self) -> int: ...
     @property
     def min_blocks(self) -> int: ...
-    @property
-    def copy(self) -> str: ...
     @property
     def smem_bytes(self) -> int: ...
 
@@ -67,31 +80,37 @@ Check = tuple[bool, str]
 
 def complaints(kernel: Kernel, row: Row) -> list[str]:
     """What is wrong with a row's kernel, one sentence each; empty when nothing is."""
-    registers = (
-        -(-kernel.registers // 8) * 8 * row.warps * 32 * row.min_blocks
-    )  # given out in eights per thread
+    registers = -(-kernel.registers // 8) * 8 * row.warps * 32 * row.min_blocks  # given out in eights
     shared = kernel.shared + row.smem_bytes
-    with_features = row.name.endswith(("_ranged", "_scored"))
-    for_sm_90 = with_features and (kernel.arch == 90 or row.name.endswith(FEW_QUERIES))
-    per_sm = SHARED_PER_SM_90 if for_sm_90 else SHARED_PER_SM
+    per_block, per_sm = shared_memory(kernel, row)
+    simt, copy = row.mma == "simt", getattr(row, "copy", "cp_async_16")
+    tensor_core = [opcode for opcode in kernel.opcodes if opcode.startswith("HMMA")]
+    kind = "TF32" if row.mma == "tf32x3" else "BF16" if row.dtype == "bfloat16" else "F32"
+    others = {"TF32", "BF16"} - {kind}
+    right = [o for o in tensor_core if kind in o and ".F32" in o and not any(other in o for other in others)]
+    tma = kernel.count("UTMALDG") > 0 and (kernel.count("UTMASTG") > 0 or getattr(row, "kv_warps", 1) > 1)
     checks = [
         *_of_every_kernel(kernel),
-        (kernel.count("HMMA") > 0, "no tensor-core instruction (HMMA)"),
+        (simt or bool(tensor_core), "no tensor-core instruction (HMMA)"),
         (
-            row.copy != "cp_async_16" or kernel.count("LDGSTS") > 0,
+            right == tensor_core,
+            f"tensor-core instructions {tensor_core} in a row that multiplies {row.dtype}",
+        ),
+        (
+            not simt or (kernel.count("FFMA") >= 512 and not tensor_core),
+            f"{kernel.count('FFMA')} FMAs and tensor-core instructions {tensor_core}",
+        ),
+        (
+            simt or copy != "cp_async_16" or kernel.count("LDGSTS") > 0,
             "no cp.async (LDGSTS) in a row that copies with it",
         ),
-        (
-            row.copy != "tma"
-            or (kernel.count("UTMALDG") > 0 and (row.kv_warps > 1 or kernel.count("UTMASTG") > 0)),
-            "no TMA loads and stores (UTMALDG, UTMASTG) in a row that copies with them",
-        ),
+        (copy != "tma" or tma, "no TMA loads and stores (UTMALDG, UTMASTG) in a row that copies with them"),
         (
             registers <= REGISTERS_PER_SM,
             f"{kernel.registers} registers x {row.warps * 32} threads x {row.min_blocks} blocks exceed "
             f"{REGISTERS_PER_SM}",
         ),
-        (shared <= SHARED_PER_BLOCK, f"{shared} bytes of shared memory, and a block has {SHARED_PER_BLOCK}"),
+        (shared <= per_block, f"{shared} bytes of shared memory, and a block has {per_block}"),
         (
             row.min_blocks * (shared + RESERVED_SHARED) <= per_sm,
             f"{row.min_blocks} blocks of {shared} bytes of shared memory do not fit an SM's {per_sm}",
@@ -102,6 +121,16 @@ def complaints(kernel: Kernel, row: Row) -> list[str]:
         ),
     ]
     return sentences(row.name, kernel, checks)
+
+
+def shared_memory(kernel: Kernel, row: Row) -> tuple[int, int]:
+    """Bytes that a block and an SM have for the row."""
+    if row.family == "wide" and kernel.arch == 90:
+        return SHARED_PER_BLOCK_90, SHARED_PER_SM_90
+    with_features = row.name.endswith(("_ranged", "_scored"))
+    if with_features and (kernel.arch == 90 or row.name.endswith(FEW_QUERIES)):
+        return SHARED_PER_BLOCK, SHARED_PER_SM_90
+    return SHARED_PER_BLOCK, SHARED_PER_SM
 
 
 def helper_complaints(kernel: Kernel, threads: int) -> list[str]:
@@ -207,9 +236,7 @@ def report_complaints(report: dict[str, Any]) -> list[str]:
         sizes = {key: recorded[key] for key in SIZES}
         kernel = Kernel(name, **sizes, opcodes=Counter(recorded["opcodes"]))
         row: Any = SimpleNamespace(name=name, **recorded["config"])
-        if row.family == "wide":  # these have limits of their own: tests/test_wide.py
-            found += sentences(name, kernel, _of_every_kernel(kernel))
-        elif hasattr(row, "warps"):
+        if hasattr(row, "warps"):
             found += complaints(kernel, row)
         else:
             found += helper_complaints(kernel, row.threads)
