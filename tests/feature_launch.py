@@ -13,10 +13,10 @@ import gpu
 import oracle
 import oracle_features
 import torch
-from feature_problems import DEFAULTS, FeatureProblem, fitted
 from feature_tensors import Call
 from gpu import Guarded
-from problems import GUARD, place
+from operands import GUARD, place
+from problems import DEFAULTS, Problem, fitted
 from torch import Tensor
 
 from cutlass_fmha import _C
@@ -41,15 +41,35 @@ LARGEST = 256
 SPLIT_ERROR = 32.0
 
 
-def fit(problem: FeatureProblem, row: _C.Row) -> FeatureProblem:
+def fit(problem: Problem, row: _C.Row) -> Problem:
     """The problem as a row can take it."""
     if row.family == "wide":
         return fit_wide(problem, row)
+    if not row.takes_features:
+        return only_plain(problem, row)
     problem = fitted(problem, row.head_dim, row.head_dim_v, row.tile_m, row.tile_n * row.kv_warps)
     return only_ranges(problem) if row.family == "ranged" else problem
 
 
-def only_ranges(problem: FeatureProblem) -> FeatureProblem:
+def only_plain(problem: Problem, row: _C.Row) -> Problem:
+    """What plain rows know: lengths, heads, a diagonal, a scale, numbers and how they lie."""
+    kept = (
+        "seqlen_q",
+        "seqlen_k",
+        "causal",
+        "batch",
+        "num_heads",
+        "num_heads_kv",
+        "scale",
+        "fill",
+        "return_lse",
+    )
+    layout = problem.layout if problem.runs_on(row.alignment) else "bshd"
+    dims = {"head_dim": row.head_dim, "head_dim_v": row.head_dim, "layout": layout, "seed": problem.seed}
+    return Problem(**{name: getattr(problem, name) for name in kept}, **dims)
+
+
+def only_ranges(problem: Problem) -> Problem:
     """What ranged rows know of a problem: nothing of its scores, and whole vectors."""
 
     def aligned(layout: str) -> str:
@@ -68,7 +88,7 @@ def only_ranges(problem: FeatureProblem) -> FeatureProblem:
     )
 
 
-def fit_wide(p: FeatureProblem, row: _C.Row) -> FeatureProblem:
+def fit_wide(p: Problem, row: _C.Row) -> Problem:
     """The problem without what the row does not know, and with head dims that it is for."""
     dims = [min(dim, row.head_dim) for dim in (p.head_dim, p.head_dim_v)]
     if row.head_dim > LARGEST and max(dims) <= LARGEST and p.seed % 2:
@@ -98,7 +118,7 @@ def fit_wide(p: FeatureProblem, row: _C.Row) -> FeatureProblem:
     )
 
 
-def launch_of(row: _C.Row, problem: FeatureProblem, device: torch.device | str) -> FeatureLaunch:
+def launch_of(row: _C.Row, problem: Problem, device: torch.device | str) -> FeatureLaunch:
     """A launch of a scored or a wide row."""
     return (WideLaunch if row.family == "wide" else FeatureLaunch).of(row, problem, device)
 
@@ -108,7 +128,7 @@ class FeatureLaunch:
     """One call of ``_C.run``, ready to be made any number of times."""
 
     row: _C.Row
-    problem: FeatureProblem
+    problem: Problem
     call: Call
     out: Guarded
     lse: Guarded | None
@@ -118,7 +138,7 @@ class FeatureLaunch:
     product_error: float = 0.0
 
     @classmethod
-    def of(cls, row: _C.Row, problem: FeatureProblem, device: torch.device | str) -> FeatureLaunch:
+    def of(cls, row: _C.Row, problem: Problem, device: torch.device | str) -> FeatureLaunch:
         problem = fit(problem, row)
         call = problem.call(gpu.torch_dtype(row), device)
         out, lse = outputs(problem, call, problem.head_dim_v)
@@ -175,7 +195,7 @@ class WideLaunch(FeatureLaunch):
     """One call of ``wide.run`` into guarded outputs, ready to be made any number of times."""
 
     @classmethod
-    def of(cls, row: _C.Row, problem: FeatureProblem, device: torch.device | str) -> WideLaunch:
+    def of(cls, row: _C.Row, problem: Problem, device: torch.device | str) -> WideLaunch:
         problem = fit_wide(problem, row)
         call = problem.call(gpu.torch_dtype(row), device)
         room = outputs(problem, call, wide.padded(row, call.v.shape[-1]), aligned=True)
@@ -198,7 +218,7 @@ def compare(call: Call, out: Tensor, lse: Tensor | None, product_error: float = 
 
 
 def outputs(
-    problem: FeatureProblem, call: Call, width: int, aligned: bool = False
+    problem: Problem, call: Call, width: int, aligned: bool = False
 ) -> tuple[Guarded, Guarded | None]:
     """Room for O, rows of ``width``, and for the LSE between NaN; ``aligned``: for 16-byte stores."""
     packed = problem.packed_q
@@ -225,7 +245,7 @@ def _strides(x: Tensor) -> tuple[int, int, int]:
     return (0, strides[0], strides[1]) if len(strides) == 2 else (strides[0], strides[1], strides[2])
 
 
-def _params(problem: FeatureProblem, call: Call, out: Tensor, lse: Tensor | None) -> _C.AttentionParams:
+def _params(problem: Problem, call: Call, out: Tensor, lse: Tensor | None) -> _C.AttentionParams:
     p, features = _C.AttentionParams(), call.features
     for name, tensor in (("q", call.q), ("k", call.k), ("v", call.v), ("o", out)):
         setattr(p, name, tensor.data_ptr())
@@ -255,7 +275,7 @@ def _params(problem: FeatureProblem, call: Call, out: Tensor, lse: Tensor | None
     return p
 
 
-def _add_strides(p: _C.AttentionParams, problem: FeatureProblem, features: dict[str, Any]) -> None:
+def _add_strides(p: _C.AttentionParams, problem: Problem, features: dict[str, Any]) -> None:
     """How masks, biases, lists, slopes and tables lie."""
     whole = (problem.batch, problem.num_heads, problem.seqlen_q, problem.capacity)
     for name in ("mask", "bias"):
@@ -276,5 +296,5 @@ def _add_strides(p: _C.AttentionParams, problem: FeatureProblem, features: dict[
             p.block_counts = p.block_indices = 0
 
 
-def without_splits(problem: FeatureProblem) -> FeatureProblem:
+def without_splits(problem: Problem) -> Problem:
     return replace(problem, num_splits=1)

@@ -1,6 +1,6 @@
-"""The tensors of ``feature_problems.FeatureProblem``: their numbers, and how they lie in memory.
+"""The tensors of ``Problem``: their numbers, and how they lie in memory.
 
-As in ``problems.py``, every tensor lies inside a buffer of NaN, or of numbers that would be noticed. Rows of
+Every tensor lies inside a buffer of NaN, or of numbers that would be noticed. Rows of
 a tensor that are no sequence's, that a length leaves out or that pad it, and pages that nobody has, are NaN
 as well: a kernel that lets one of them in can't hide it.
 """
@@ -11,16 +11,15 @@ import ctypes
 import itertools
 import mmap
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import problems
 import torch
-from problems import FILLS, GUARD, place
+from operands import FILLS, GUARD, lay_out_one
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from feature_problems import FeatureProblem, Lengths
+    from problems import Lengths, Problem
 
 #: A number of an int32 vector that stands where nothing is to be read: wrong, but within all tensors.
 NOBODY = 1
@@ -44,7 +43,7 @@ class Call(NamedTuple):
 class Maker:
     """Makes the tensors of one problem, each from the numbers that its seed gives."""
 
-    problem: FeatureProblem
+    problem: Problem
     dtype: torch.dtype
     device: torch.device | str
     chance: random.Random = field(init=False)
@@ -60,7 +59,7 @@ class Maker:
         p = self.problem
         q, k, v = self.contents()
         features: dict[str, Any] = {}
-        q = self.packed(q, self.lengths.rows_q, "q", features) if p.packed_q else lay_out(q, p.layout, 0)
+        q = self.packed(q, self.lengths.rows_q, "q", features) if p.packed_q else lay_out_one(q, p.layout, 0)
         if p.packed_k:
             before = dict(features)
             k = self.packed(k, self.lengths.rows_k, "k", features)
@@ -69,7 +68,7 @@ class Maker:
             k, v = self.paged(k, v, features)
         else:
             k, v = self.entries(k, v, features)
-            k, v = lay_out(k, p.layout, 1), lay_out(v, p.layout, 2)
+            k, v = lay_out_one(k, p.layout, 1), lay_out_one(v, p.layout, 2)
         self.add_lengths(features)
         self.add_masks(features)
         self.add_scores(features)
@@ -83,17 +82,7 @@ class Maker:
         """q, k and v with a batch entry per sequence, NaN where nothing is in use."""
         p = self.problem
         widest = max(p.head_dim, p.head_dim_v)
-        plain = problems.Problem(
-            p.seqlen_q,
-            p.capacity,
-            p.causal,
-            p.batch,
-            p.num_heads,
-            p.num_heads_kv,
-            p.scale,
-            p.fill,
-            seed=p.seed,
-        )
+        plain = replace(p, seqlen_k=p.capacity)
         q, k, v = FILLS[p.fill](plain, self.dtype, widest, self.device)
         q, k, v = q[..., : p.head_dim].clone(), k[..., : p.head_dim].clone(), v[..., : p.head_dim_v].clone()
         lengths = self.lengths
@@ -121,7 +110,7 @@ class Maker:
         features[f"cu_seqlens_{side}"] = self.vector(starts)
         features[f"max_seqlen_{side}"] = self.problem.seqlen_q if side == "q" else self.problem.seqlen_k
         whole = torch.cat(parts) if parts else x.new_zeros(0, *x.shape[2:])
-        return lay_out(whole[None], self.problem.layout, 1 if side == "k" else 0)[0]
+        return lay_out_one(whole[None], self.problem.layout, 1 if side == "k" else 0)[0]
 
     def paged(self, k: Tensor, v: Tensor, features: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Shuffled pages, some of them nobody's. Where a table says nothing, it names one of those."""
@@ -136,7 +125,7 @@ class Maker:
                 (own + 3, p.page_size, *x.shape[2:]), torch.nan, dtype=x.dtype, device=self.device
             )
             pages[table.flatten().long()] = x.reshape(own, p.page_size, *x.shape[2:])
-            found.append(lay_out(pages, p.layout, 1 + number))
+            found.append(lay_out_one(pages, p.layout, 1 + number))
         if p.shares_pages:
             features["page_table"] = self.small(table, -1, dims=1)
             return found[0], found[1]
@@ -324,32 +313,3 @@ class Maker:
 def windows(shape: tuple[int, ...]) -> int:
     """Numbers of a tensor whose rows, and the rows of these, each begin one number after the one before."""
     return sum(shape) - len(shape) + 1
-
-
-def overlapping(x: Tensor) -> Tensor:
-    """x [batch, seqlen, heads, head_dim] inside NaN, rows that begin 8, 16 or 24 elements after others."""
-    strides = (24, 16, 8, 1)
-    count = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, strides, strict=True))
-    numbers = x.flatten().repeat(-(-count // x.numel()))[:count]
-    buffer = problems.poison(x.dtype, count + 2 * GUARD, x.device)
-    buffer[GUARD:-GUARD] = numbers
-    return buffer.as_strided(x.shape, strides, GUARD)
-
-
-def lay_out(x: Tensor, layout: str, which: int) -> Tensor:
-    """x [batch, seqlen, heads, head_dim] inside NaN. ``which``: 0 for q, 1 for k, 2 for v."""
-    if x.dtype == torch.float64:  # for which there is no poison
-        return x
-    if layout in ("bhsd", "sbhd"):
-        return place(x, layout)
-    if layout == "padded":
-        return place(x, row_pad=8 * (1 + which))
-    if layout == "unaligned":
-        return place(x, ("bshd", "bshd", "bhsd")[which], row_pad=(0, 3, 1)[which], offset=GUARD + 1)
-    if layout == "expanded":
-        return place(x[:, :, :1]).expand(x.shape)
-    if layout == "shared":
-        return place(x[:1]).expand(x.shape)
-    if layout == "overlapping" and x.numel():
-        return overlapping(x)
-    return place(x)

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 import oracle
 import torch
-from problems import GUARD, Problem, place, poison
+from operands import GUARD, place, poison
+from problems import Problem
 from torch import Tensor
 
 from cutlass_fmha import _C

@@ -1,12 +1,12 @@
-"""Problems with features that every scored row is run on."""
+"""Problems that every row is run on: those without features, and those with."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from feature_problems import EXACT_FILLS, HEAD_DIMS, LAYOUTS, MEMORY, SMALL_MEMORY
-from feature_problems import FeatureProblem as P
-from problems import CAUSAL, FILLS
+from operands import CAUSAL, FILLS, LAYOUTS, OF_EACH
+from problems import EXACT_FILLS, HEAD_DIMS, MEMORY, SMALL_MEMORY
+from problems import Problem as P
 
 
 def _masks() -> list[P]:
@@ -179,3 +179,70 @@ GROUPS = {
     "decode": _seeded(*_decode()),
     "numbers": _seeded(*_numbers()),
 }
+
+
+# ---- without features --------------------------------------------------------------------------------------
+
+# Around the tiles' sizes (32, 64 and 256), both lengths, each longer than the other by less and by more than
+# a tile.
+LENGTHS = (
+    (1, 1), (1, 17), (17, 1), (17, 113), (113, 17), (63, 65), (64, 64), (65, 63), (128, 32), (33, 96),
+    (113, 113), (255, 257), (256, 256), (257, 255), (1, 1023), (1023, 1), (113, 1023), (1023, 113),
+    (1023, 1023),
+)  # fmt: skip
+
+
+def _plain_lengths() -> list[P]:
+    heads = [(2, 2), (4, 2), (3, 1)]
+    found = []
+    for i, (seqlen_q, seqlen_k) in enumerate(LENGTHS):
+        for j, causal in enumerate(CAUSAL):
+            h, h_kv = heads[(i + j) % 3]
+            found.append(
+                P(seqlen_q, seqlen_k, causal, num_heads=h, num_heads_kv=h_kv, return_lse=(i + j) % 4 > 0)
+            )
+    return found
+
+
+def _plain_empty() -> list[P]:
+    found = [P(q, k, causal) for q, k in ((0, 5), (5, 0), (300, 0), (0, 0)) for causal in CAUSAL]
+    return [*found, P(5, 7, batch=0), P(5, 7, num_heads=0, num_heads_kv=0)]
+
+
+def _plain_numbers() -> list[P]:
+    scales = (0.0, -0.2, 1.0, -3.0, 20.0, 1e-6, 1e-45, -1e-45)
+    found = [P(130, 300, causal, scale=scale) for scale in scales for causal in ("none", "bottom-right")]
+    for fill in FILLS:
+        for lengths, causal in (((130, 300), "none"), ((300, 300), "bottom-right"), ((70, 1023), "none")):
+            scale = 1.0 if fill in ("large", "huge") else None
+            found.append(P(*lengths, causal, fill=fill, scale=scale, num_heads=4))
+    return [
+        *found,
+        P(130, 300, "bottom-right", fill="small", scale=2.0**40),
+        P(200, 500, fill="steep-ramp", scale=-0.1),
+        P(64, 64, "top-left", fill="huge", scale=-1.0),
+    ]
+
+
+def _plain_memory() -> list[P]:
+    found = [
+        P(q, k, causal, batch=3, num_heads=6, num_heads_kv=3, layout=layout)
+        for layout in (*OF_EACH, "packed")
+        for q, k, causal in ((113, 113, "bottom-right"), (65, 300, "none"))
+    ]
+    return [
+        *found,
+        P(3, 5, batch=1, num_heads=64, num_heads_kv=8),
+        P(1, 70, batch=300, num_heads=8, num_heads_kv=1),
+        # More (batch, head) pairs than the y and z dimensions of a grid hold.
+        P(1, 2, batch=70000, num_heads=1, num_heads_kv=1),
+        P(2, 1, batch=1, num_heads=70000, num_heads_kv=1),
+        P(1, 20000, batch=1, num_heads=4, num_heads_kv=1),
+        P(2048, 2048, "bottom-right", batch=1, num_heads=8, num_heads_kv=2),
+    ]
+
+
+def listed() -> list[P]:
+    """The problems every row is run on, without those whose layout it can't take. Each has its own seed."""
+    found = [*_plain_lengths(), *_plain_empty(), *_plain_numbers(), *_plain_memory()]
+    return _seeded(*found)

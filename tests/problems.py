@@ -1,333 +1,266 @@
-"""Attention problems for the parity tests: what is asked, which numbers, and how the tensors lie in memory.
+"""Attention problems: what is asked, which numbers, and how everything lies in memory.
 
 A problem is data, so that the same list runs against every row, a report can name what failed, and hypothesis
-can draw more. Every tensor lies inside a buffer of NaN: an element that a kernel reads outside its operand, a
-padding row included, poisons the result, since even a probability of zero times NaN is NaN.
+can draw more. ``operands.py`` and ``feature_tensors.py`` make its tensors, ``listed_problems.py`` has the
+problems that every row is run on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
+from feature_tensors import Call, Maker
 from hypothesis import strategies as st
+from operands import CAUSAL, FILLS, LAYOUTS, OF_EACH, lay_out
 from torch import Tensor
 
-GUARD = 256  # elements of NaN before and after each tensor: 512 bytes keep the alignment of the allocation
-CAUSAL = ("none", "top-left", "bottom-right")
+EXACT_FILLS = ("large", "huge")
+MEMORY = ("plain", "expanded", "missing", "transposed", "padded", "strided", "overlapping")
+#: Of tables, lists, slopes and seeds. "overlapping": each row begins one number after the one before.
+SMALL_MEMORY = ("plain", "strided", "expanded", "overlapping")
+
+
+class Lengths(NamedTuple):
+    """Of each sequence: rows of q, of them used, rows of k, of them used, and rows before the first key."""
+
+    rows_q: list[int]
+    used_q: list[int]
+    rows_k: list[int]
+    used_k: list[int]
+    padding: list[int]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One call of attention, but for dtype and head_dim, which the row decides."""
+    """One call of attention, but for the dtype. Lengths are those of the longest sequence."""
 
-    seqlen_q: int
-    seqlen_k: int
+    seqlen_q: int = 33
+    seqlen_k: int = 65
     causal: str = "none"
     batch: int = 2
     num_heads: int = 2
     num_heads_kv: int = 2
+    head_dim: int = 64
+    head_dim_v: int = 64
     scale: float | None = None
     fill: str = "normal"
     layout: str = "bshd"
+    out_layout: str = "bshd"
     return_lse: bool = True
+    #: (left, right), -1 without limit.
+    window: tuple[int, int] | None = None
+    #: Which of the dimensions "bhqk" it has a size in, and how it lies in memory (MEMORY).
+    mask: tuple[str, str] | None = None
+    #: The same, and "same" or "float32".
+    bias: tuple[str, str, str] | None = None
+    #: "normal", "minus-inf" (in part) or "huge".
+    bias_fill: str = "normal"
+    prefix: bool = False
+    #: Queries and keys of a block, for which of "bh" there are lists, and whether they go on beyond the keys.
+    blocks: tuple[int, int] | None = None
+    block_dims: str = "bh"
+    blocks_beyond: bool = False
+    softcap: float = 0.0
+    #: "h" or "bh"; "" without.
+    alibi: str = ""
+    #: "normal", "high" or "low"; "" without.
+    sinks: str = ""
+    dropout: float = 0.0
+    #: cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k.
+    packed_q: bool = False
+    packed_k: bool = False
+    used_q: bool = False
+    used_k: bool = False
+    leftpad: bool = False
+    page_size: int = 0
+    #: cache_batch_idx
+    indexed: bool = False
+    num_splits: int | None = None
+    #: How what is small lies (SMALL_MEMORY), so far as it need not be contiguous.
+    memory: str = "plain"
+    #: In a launch around the package: the heads of a group share tiles.
+    pack: bool = False
     seed: int = 0
 
     def __str__(self) -> str:
-        heads = f"{self.num_heads}" + (f"/{self.num_heads_kv}" if self.num_heads_kv != self.num_heads else "")
-        parts = [f"b{self.batch} h{heads} q{self.seqlen_q} k{self.seqlen_k} {self.causal}"]
-        parts += [] if self.scale is None else [f"scale={self.scale:g}"]
-        parts += [x for x in (self.fill, self.layout) if x not in ("normal", "bshd")]
-        parts += [] if self.return_lse else ["no-lse"]
-        return " ".join(parts) + (f" seed={self.seed}" if self.seed else "")
+        """What differs from the defaults, as the call that makes it."""
+        said = (
+            f"{name}={getattr(self, name)!r}"
+            for name, default in DEFAULTS.items()
+            if getattr(self, name) != default
+        )
+        return f"Problem({', '.join(said)})"
+
+    @property
+    def features(self) -> list[str]:
+        """What the problem has, by name, for reports."""
+        found = [name for name in REPORTED if getattr(self, name)]
+        found += [self.causal] if self.causal != "none" else []
+        found += ["scale"] if self.scale is not None else []
+        found += ["splits"] if (self.num_splits or 1) > 1 else []
+        found += ["other head_dim_v"] if self.head_dim_v != self.head_dim else []
+        found += ["odd head dim"] if self.head_dim % 8 or self.head_dim_v % 8 else []
+        found += ["grouped heads"] if self.num_heads != self.num_heads_kv else []
+        found += [f"fill {self.fill}", f"layout {self.layout}", f"memory {self.memory}"]
+        found += [f"mask {self.mask[1]}"] if self.mask else []
+        found += [f"bias {self.bias[2]}"] if self.bias else []
+        return found
+
+    @property
+    def group(self) -> int:
+        return self.num_heads // self.num_heads_kv if self.num_heads_kv else 1
 
     @property
     def exact_scores(self) -> bool:
-        return self.fill in ("large", "huge")
+        return self.fill in EXACT_FILLS
 
     def runs_on(self, alignment: int) -> bool:
         """Whether a row that asks for ``alignment`` bytes can take the problem's memory layout."""
-        return alignment <= 2 or self.layout != "unaligned"
+        return alignment <= 2 or self.layout not in ("unaligned", "overlapping")
 
     def inputs(
         self, dtype: torch.dtype, head_dim: int, device: torch.device | str
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """query, key and value as [batch, seqlen, heads, head_dim] views, surrounded by NaN."""
-        q, k, v = FILLS[self.fill](self, dtype, head_dim, device)
-        return lay_out(q, k, v, self.layout)
+        """query, key and value as [batch, seqlen, heads, head_dim] views between NaN, without features."""
+        return lay_out(*FILLS[self.fill](self, dtype, head_dim, device), self.layout)
+
+    @property
+    def pages(self) -> int:
+        """Pages of a sequence at most."""
+        return -(-self.seqlen_k // self.page_size) if self.page_size else 0
+
+    @property
+    def shares_pages(self) -> bool:
+        """Sequences have pages in common."""
+        return self.page_size > 0 and self.memory in ("expanded", "overlapping")
+
+    @property
+    def capacity(self) -> int:
+        """Keys that a sequence has room for: what masks and biases are as wide as."""
+        return self.pages * self.page_size if self.page_size else self.seqlen_k
+
+    def call(self, dtype: torch.dtype, device: torch.device | str) -> Call:
+        """The tensors, filled and laid out."""
+        return Maker(self, dtype, device).call()
+
+    def lengths(self) -> Lengths:
+        """Drawn from the seed: one sequence is as long as the longest may be, others often empty."""
+        chance = random.Random(self.seed)
+
+        def some(most: int, apply: bool, beyond: int = 0) -> list[int]:
+            if not apply:
+                return [most] * self.batch
+            found = [chance.choice((0, most, chance.randint(0, most + beyond))) for _ in range(self.batch)]
+            if self.batch and not beyond:
+                found[chance.randrange(self.batch)] = most
+            return found
+
+        rows_q = some(self.seqlen_q, self.packed_q)
+        rows_k = some(self.seqlen_k, self.packed_k) if not self.page_size else [self.capacity] * self.batch
+        used_q = [
+            min(rows, used) for rows, used in zip(rows_q, some(self.seqlen_q, self.used_q, 3), strict=True)
+        ]
+        used_k = [
+            min(rows, used) for rows, used in zip(rows_k, some(self.capacity, self.used_k, 3), strict=True)
+        ]
+        padding = [chance.randint(0, chance.choice((3, used + 1))) if self.leftpad else 0 for used in used_k]
+        return Lengths(rows_q, used_q, rows_k, used_k, padding)
 
 
-Fill = Callable[[Problem, torch.dtype, int, torch.device | str], list[Tensor]]
+DEFAULTS = {name: entry.default for name, entry in Problem.__dataclass_fields__.items()}
+REPORTED = (
+    *("window", "mask", "bias", "prefix", "blocks", "blocks_beyond", "softcap", "alibi", "sinks", "dropout"),
+    *("packed_q", "packed_k", "used_q", "used_k", "leftpad", "page_size", "indexed", "pack"),
+)
 
 
-# ---- numbers -----------------------------------------------------------------------------------------------
+# ---- problems ----------------------------------------------------------------------------------------------
+
+HEAD_DIMS = (8, 16, 24, 32, 40, 64, 72, 80, 96, 104, 112, 128, 160, 192, 200, 256, 1, 5, 33, 100, 250)
+FILLS_WITHOUT_A_SCALE = (
+    "normal",
+    "constant",
+    "ramp",
+    "steep-ramp",
+    "outliers",
+    "huge-values",
+    "small",
+    "tiny",
+)
 
 
-def _normal(problem: Problem, dtype: torch.dtype, head_dim: int, device: torch.device | str) -> list[Tensor]:
-    generator = torch.Generator(device=device).manual_seed(problem.seed)
-    p = problem
-    shapes = [(p.seqlen_q, p.num_heads), (p.seqlen_k, p.num_heads_kv), (p.seqlen_k, p.num_heads_kv)]
-    return [
-        torch.randn(p.batch, s, h, head_dim, generator=generator, device=device).to(dtype) for s, h in shapes
-    ]
+def fitted(problem: Problem, head_dim: int, head_dim_v: int, block_m: int, block_n: int) -> Problem:
+    """The problem as a row can take it that has these head dims at most and divides blocks of these sizes."""
+    blocks = problem.blocks
+    if blocks is not None:
+        blocks = (-(-blocks[0] // block_m) * block_m, -(-blocks[1] // block_n) * block_n)
+    dims = min(problem.head_dim, head_dim), min(problem.head_dim_v, head_dim_v)
+    return replace(problem, head_dim=dims[0], head_dim_v=dims[1], blocks=blocks)
 
 
-def _constant(
-    problem: Problem, dtype: torch.dtype, head_dim: int, device: torch.device | str
-) -> list[Tensor]:
-    """Every key weighs the same, and every output is the one value there is."""
-    return [torch.full_like(x, 0.7) for x in _normal(problem, dtype, head_dim, device)]
-
-
-def _ramp(per_key: float) -> Fill:
-    """Scores change by up to 2 * ``per_key`` from one key to the next: up in some rows, down in others."""
-
-    def fill(problem: Problem, dtype: torch.dtype, head_dim: int, device: torch.device | str) -> list[Tensor]:
-        q, k, v = _normal(problem, dtype, head_dim, device)
-        scale = problem.scale or head_dim**-0.5  # a scale of 0 has no ramp to show
-        # The first element of q and k carries the ramp; q's varies by row, in size and sign.
-        slope = q[..., 0].float().clamp(-2, 2)
-        steps = torch.arange(problem.seqlen_k, device=device, dtype=torch.float32) * per_key / scale
-        limit = 60000.0
-        q[..., 0] = slope.to(dtype)
-        k[..., 0] = steps.clamp(-limit, limit).to(dtype)[:, None]
-        return [q, k, v]
-
-    return fill
-
-
-def _outliers(
-    problem: Problem, dtype: torch.dtype, head_dim: int, device: torch.device | str
-) -> list[Tensor]:
-    """A few keys score far above all before them, for some query rows of a warp and not for others."""
-    q, k, v = _normal(problem, dtype, head_dim, device)
-    k[:, 5::37] *= 20
-    return [q, k, v]
-
-
-def _exact(
-    q_unit: float, k_unit: float, half_q_unit: float | None = None, half_k_unit: float | None = None
-) -> Fill:
-    """Scores that are integers up to 12 times the units' product (the latter two: in fp16), exact in fp32 in
-    any order of summation, with frequent ties. Beyond ties the softmax picks one key."""
-
-    def fill(problem: Problem, dtype: torch.dtype, head_dim: int, device: torch.device | str) -> list[Tensor]:
-        q, k, v = _normal(problem, dtype, head_dim, device)
-        half = dtype == torch.float16
-        q[..., 4:] = 0  # sums of four products of small integers and a power of two
-        q = q.float().round().clamp(-1, 1) * ((half and half_q_unit) or q_unit)
-        k = k.float().round().clamp(-3, 3) * ((half and half_k_unit) or k_unit)
-        return [q.to(dtype), k.to(dtype), v]
-
-    return fill
-
-
-def _huge_values(
-    problem: Problem, dtype: torch.dtype, head_dim: int, device: torch.device | str
-) -> list[Tensor]:
-    q, k, v = _normal(problem, dtype, head_dim, device)
-    return [q, k, v.clamp(-4, 4) * (15000.0 if dtype == torch.float16 else 1e30)]
-
-
-def _small(problem: Problem, dtype: torch.dtype, head_dim: int, device: torch.device | str) -> list[Tensor]:
-    """Subnormal numbers in fp16; with a scale of 2^40 the scores are ordinary again."""
-    return [x * 2.0**-20 for x in _normal(problem, dtype, head_dim, device)]
-
-
-def _tiny(problem: Problem, dtype: torch.dtype, head_dim: int, device: torch.device | str) -> list[Tensor]:
-    """The smallest subnormal numbers of fp16; in bf16 numbers whose products underflow to 0."""
-    unit = 2.0**-23 if dtype == torch.float16 else 1e-30
-    return [x * unit for x in _normal(problem, dtype, head_dim, device)]
-
-
-def _minus_infinity(hides: Callable[[Tensor], Tensor]) -> Fill:
-    """Scores of -inf for the keys that ``hides`` names, given their numbers."""
-
-    def fill(problem: Problem, dtype: torch.dtype, head_dim: int, device: torch.device | str) -> list[Tensor]:
-        q, k, v = _normal(problem, dtype, head_dim, device)
-        q[..., 0] = q[..., 0].abs() + 0.5  # positive, so that the scores are -inf and not +inf
-        k[:, hides(torch.arange(problem.seqlen_k, device=device)), :, 0] = -torch.inf
-        return [q, k, v]
-
-    return fill
-
-
-FILLS = {
-    "normal": _normal,
-    "constant": _constant,
-    "ramp": _ramp(0.05),
-    "steep-ramp": _ramp(1.0),
-    "outliers": _outliers,
-    "large": _exact(2.0**10, 2.0**10),
-    "huge": _exact(2.0**50, 2.0**50, 2.0**15, 2.0**14),
-    "huge-values": _huge_values,
-    "small": _small,
-    "tiny": _tiny,
-    "first-keys-minus-inf": _minus_infinity(lambda j: j < 100),
-    "last-keys-minus-inf": _minus_infinity(lambda j: j >= j.numel() - 100),
-    "most-keys-minus-inf": _minus_infinity(lambda j: j % 50 > 0),
-    "all-keys-minus-inf": _minus_infinity(lambda j: j >= 0),
-}
-
-
-# ---- memory ------------------------------------------------------------------------------------------------
-
-
-def poison(dtype: torch.dtype, count: int, device: torch.device | str) -> Tensor:
-    """``count`` elements of NaN, with a bit pattern that no arithmetic makes."""
-    bits = {
-        torch.float16: (torch.int16, 0x7E5A),
-        torch.bfloat16: (torch.int16, 0x7FDA),
-        torch.float32: (torch.int32, 0x7FDA5A5A),
-        torch.float64: (torch.int64, 0x7FFDA5A55A5A5A5A),
-    }
-    integer, pattern = bits[dtype]
-    return torch.full((count,), pattern, dtype=integer, device=device).view(dtype)
-
-
-def place(x: Tensor, order: str = "bshd", row_pad: int = 0, offset: int = GUARD) -> Tensor:
-    """A copy of x [batch, seqlen, heads, head_dim] inside NaN, its dimensions in memory in ``order``, each
-    row followed by ``row_pad`` elements of NaN, the first element at ``offset``."""
-    sizes = dict(zip("bsh", x.shape, strict=False))
-    strides, step = {}, x.shape[3] + row_pad
-    for axis in reversed(order[:3]):
-        strides[axis] = step
-        step *= sizes[axis]
-    buffer = poison(x.dtype, offset + step + GUARD, x.device)
-    view = buffer.as_strided(x.shape, (*(strides[axis] for axis in "bsh"), 1), offset)
-    return view.copy_(x)
-
-
-def _packed(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Slices of one tensor along the heads, as a fused projection leaves them; of two for two lengths."""
-    heads_kv = k.shape[2]
-    if q.shape[1] == k.shape[1]:
-        whole = place(torch.cat([q, k, v], dim=2))
-        q, kv = whole[:, :, : q.shape[2]], whole[:, :, q.shape[2] :]
-    else:
-        q, kv = place(q), place(torch.cat([k, v], dim=2))
-    return q, kv[:, :, :heads_kv], kv[:, :, heads_kv:]
-
-
-def _expanded(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Stride 0 over the batch of q and over the heads of k and v: one copy read by all."""
-    q = place(q[:1]).expand(q.shape)
-    return q, place(k[:, :, :1]).expand(k.shape), place(v[:, :, :1]).expand(v.shape)
-
-
-def lay_out(q: Tensor, k: Tensor, v: Tensor, layout: str) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v in memory as ``layout`` says; "expanded" keeps only the first batch or head of each."""
-    if layout == "bshd":
-        return place(q), place(k), place(v)
-    if layout == "bhsd":
-        return place(q, "bhsd"), place(k, "bhsd"), place(v, "bhsd")
-    if layout == "sbhd":
-        return place(q, "sbhd"), place(k, "sbhd"), place(v, "sbhd")
-    if layout == "padded":
-        return place(q, row_pad=8), place(k, row_pad=24), place(v, "bhsd", row_pad=40)
-    if layout == "packed":
-        return _packed(q, k, v)
-    if layout == "expanded":
-        return _expanded(q, k, v)
-    if layout == "unaligned":
-        return place(q, offset=GUARD + 1), place(k, row_pad=3), place(v, "bhsd", row_pad=1, offset=GUARD + 7)
-    raise ValueError(f"no layout {layout!r}")
-
-
-LAYOUTS = ("bshd", "bhsd", "sbhd", "padded", "packed", "expanded", "unaligned")
-
-
-# ---- the list ----------------------------------------------------------------------------------------------
-
-# Around the tiles' sizes (32, 64 and 256), both lengths, each longer than the other by less and by more than
-# a tile.
-LENGTHS = (
-    (1, 1), (1, 17), (17, 1), (17, 113), (113, 17), (63, 65), (64, 64), (65, 63), (128, 32), (33, 96),
-    (113, 113), (255, 257), (256, 256), (257, 255), (1, 1023), (1023, 1), (113, 1023), (1023, 113),
-    (1023, 1023),
-)  # fmt: skip
-
-
-def _lengths() -> list[Problem]:
-    heads = [(2, 2), (4, 2), (3, 1)]
-    problems = []
-    for i, (seqlen_q, seqlen_k) in enumerate(LENGTHS):
-        for j, causal in enumerate(CAUSAL):
-            h, h_kv = heads[(i + j) % 3]
-            problems.append(
-                Problem(
-                    seqlen_q, seqlen_k, causal, num_heads=h, num_heads_kv=h_kv, return_lse=(i + j) % 4 > 0
-                )
-            )
-    return problems
-
-
-def _empty() -> list[Problem]:
-    problems = [Problem(q, k, causal) for q, k in ((0, 5), (5, 0), (300, 0), (0, 0)) for causal in CAUSAL]
-    return [*problems, Problem(5, 7, batch=0), Problem(5, 7, num_heads=0, num_heads_kv=0)]
-
-
-def _numbers() -> list[Problem]:
-    scales = (0.0, -0.2, 1.0, -3.0, 20.0, 1e-6, 1e-45, -1e-45)
-    problems = [
-        Problem(130, 300, causal, scale=scale) for scale in scales for causal in ("none", "bottom-right")
-    ]
-    for fill in FILLS:
-        for lengths, causal in (((130, 300), "none"), ((300, 300), "bottom-right"), ((70, 1023), "none")):
-            scale = 1.0 if fill in ("large", "huge") else None
-            problems.append(Problem(*lengths, causal, fill=fill, scale=scale, num_heads=4))
-    return [
-        *problems,
-        Problem(130, 300, "bottom-right", fill="small", scale=2.0**40),
-        Problem(200, 500, fill="steep-ramp", scale=-0.1),
-        Problem(64, 64, "top-left", fill="huge", scale=-1.0),
-    ]
-
-
-def _memory() -> list[Problem]:
-    problems = [
-        Problem(q, k, causal, batch=3, num_heads=6, num_heads_kv=3, layout=layout)
-        for layout in LAYOUTS
-        for q, k, causal in ((113, 113, "bottom-right"), (65, 300, "none"))
-    ]
-    return [
-        *problems,
-        Problem(3, 5, batch=1, num_heads=64, num_heads_kv=8),
-        Problem(1, 70, batch=300, num_heads=8, num_heads_kv=1),
-        # More (batch, head) pairs than the y and z dimensions of a grid hold.
-        Problem(1, 2, batch=70000, num_heads=1, num_heads_kv=1),
-        Problem(2, 1, batch=1, num_heads=70000, num_heads_kv=1),
-        Problem(1, 20000, batch=1, num_heads=4, num_heads_kv=1),
-        Problem(2048, 2048, "bottom-right", batch=1, num_heads=8, num_heads_kv=2),
-    ]
-
-
-def listed() -> list[Problem]:
-    """The problems every row is run on, without those whose layout it can't take. Each has its own seed."""
-    problems = [*_lengths(), *_empty(), *_numbers(), *_memory()]
-    return [replace(problem, seed=seed) for seed, problem in enumerate(problems)]
+def sometimes(values: st.SearchStrategy[Any], nothing: Any = None) -> st.SearchStrategy[Any]:
+    """A third of the time ``values``."""
+    return st.sampled_from((False, False, True)).flatmap(lambda there: values if there else st.just(nothing))
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> Problem:
-    """Any problem of moderate size. Shrinks towards one batch, one head and one key."""
-    length = st.one_of(st.integers(0, 40), st.integers(0, 300), st.integers(250, 1100))
-    group, heads_kv = draw(st.integers(1, 4)), draw(st.integers(1, 3))
-    scale = st.one_of(st.none(), st.just(0.0), st.floats(-2.0, 2.0, width=32))
-    # Not those that need a scale of their own: huge scores are exact for powers of two, -inf wants a positive
-    # scale.
-    fills = ("normal", "constant", "ramp", "steep-ramp", "outliers", "huge-values", "small", "tiny")
-    return Problem(
-        seqlen_q=draw(length),
-        seqlen_k=draw(length),
-        causal=draw(st.sampled_from(CAUSAL)),
-        batch=draw(st.integers(1, 3)),
+def problems(draw: st.DrawFn, longest: int = 700) -> Problem:
+    """Any mixture of features, of moderate size. Shrinks towards a plain problem."""
+    length = st.one_of(st.integers(0, 40), st.integers(0, 300), st.integers(0, longest))
+    decode = draw(st.booleans())
+    seqlen_q, seqlen_k = draw(st.integers(1, 16) if decode else length), draw(length)
+    group, heads_kv = draw(st.integers(1, 8 if decode else 4)), draw(st.integers(1, 3))
+    head_dim = draw(st.sampled_from(HEAD_DIMS))
+    page_size = draw(sometimes(st.sampled_from((16, 48, 64, 256)), 0))
+    packed_k = not page_size and draw(sometimes(st.just(True), False))
+    fill = draw(st.sampled_from(FILLS_WITHOUT_A_SCALE))
+    dims = st.sets(st.sampled_from("bhqk")).map(lambda names: "".join(x for x in "bhqk" if x in names))
+    memory = st.sampled_from(MEMORY)
+    side = st.one_of(st.just(-1), st.integers(0, 30), st.integers(0, longest))
+    problem = Problem(
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        batch=draw(st.integers(1, 4)),
         num_heads=group * heads_kv,
         num_heads_kv=heads_kv,
-        scale=draw(scale),
-        fill=draw(st.sampled_from(fills)),
-        layout=draw(st.sampled_from(LAYOUTS)),
+        head_dim=head_dim,
+        head_dim_v=draw(sometimes(st.sampled_from(HEAD_DIMS), head_dim)),
+        causal=draw(st.sampled_from(CAUSAL)),
+        scale=draw(sometimes(st.one_of(st.just(0.0), st.floats(-1.0, 1.0, width=32)))),
+        fill=fill,
+        out_layout=draw(st.sampled_from(("bshd", "bhsd", "padded", "unaligned"))),
         return_lse=draw(st.booleans()),
+        window=draw(sometimes(st.tuples(side, side))),
+        mask=draw(sometimes(st.tuples(dims, memory))),
+        bias=draw(sometimes(st.tuples(dims, st.sampled_from(("same", "float32")), memory))),
+        bias_fill=draw(st.sampled_from(("normal", "minus-inf"))),
+        prefix=draw(sometimes(st.just(True), False)),
+        blocks=draw(sometimes(st.sampled_from(((64, 64), (128, 64), (64, 128), (192, 128))))),
+        block_dims=draw(st.sampled_from(("", "b", "h", "bh"))),
+        blocks_beyond=draw(st.booleans()),
+        softcap=draw(sometimes(st.sampled_from((0.5, 5.0, 30.0)), 0.0)),
+        alibi=draw(sometimes(st.sampled_from(("h", "bh")), "")),
+        sinks=draw(sometimes(st.sampled_from(("normal", "high", "low")), "")),
+        dropout=draw(sometimes(st.sampled_from((0.1, 0.5, 0.9, 0.9999, 1e-6)), 0.0)),
+        packed_q=draw(sometimes(st.just(True), False)),
+        packed_k=packed_k,
+        used_q=draw(sometimes(st.just(True), False)),
+        used_k=draw(sometimes(st.just(True), False)) or (page_size > 0 and draw(st.booleans())),
+        leftpad=draw(sometimes(st.just(True), False)),
+        page_size=page_size,
+        indexed=not page_size and not packed_k and draw(sometimes(st.just(True), False)),
+        num_splits=draw(st.one_of(st.none(), st.integers(1, 7))),
+        memory=draw(sometimes(st.sampled_from(SMALL_MEMORY[1:]), "plain")),
+        pack=draw(st.booleans()),
         seed=draw(st.integers(0, 2**16)),
     )
+    layouts = OF_EACH if has_lengths(problem) else LAYOUTS
+    return replace(problem, layout=draw(st.sampled_from(layouts)))
+
+
+def has_lengths(p: Problem) -> bool:
+    """Whether sequences differ in which of their rows count."""
+    return bool(p.packed_q or p.packed_k or p.used_q or p.used_k or p.leftpad or p.page_size or p.indexed)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from problems import listed
+from listed_problems import listed
 from tensors import qkv
 
 from cutlass_fmha import attention

@@ -9,10 +9,10 @@ import oracle_features
 import pytest
 import torch
 from feature_launch import compare
-from feature_problems import FeatureProblem, problems
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from listed_problems import GROUPS
+from problems import Problem, problems
 from tensors import ints, randn
 from torch import Tensor
 
@@ -249,7 +249,7 @@ def test_dropout_is_a_function_of_the_seed_and_the_place():
 # ---- mixes -------------------------------------------------------------------------------------------------
 
 
-def check_problem(problem: FeatureProblem, dtype: torch.dtype) -> None:
+def check_problem(problem: Problem, dtype: torch.dtype) -> None:
     call = problem.call(dtype, "cpu")
     said = {"scale": call.scale, "causal": call.causal, **call.features}
     out, lse = attention(call.q, call.k, call.v, return_lse=True, **said)
@@ -263,8 +263,8 @@ def test_listed_mixes(group: str):
         check_problem(problem, DTYPES[number % 3])
 
 
-@example(FeatureProblem(1, 1, scale=1.0, fill="constant"), torch.float16)
+@example(Problem(1, 1, scale=1.0, fill="constant"), torch.float16)
 @given(problem=problems(longest=300), dtype=st.sampled_from(DTYPES[:3]))
 @settings(max_examples=200)
-def test_drawn_mixes(problem: FeatureProblem, dtype: torch.dtype):
+def test_drawn_mixes(problem: Problem, dtype: torch.dtype):
     check_problem(problem, dtype)

@@ -12,9 +12,9 @@ import torch
 from fake_build import make_build
 from fake_kernels import FakeKernels
 from feature_launch import FeatureLaunch
-from feature_problems import FeatureProblem, problems
 from hypothesis import given, settings
 from listed_problems import GROUPS
+from problems import Problem, problems
 
 BUILD = make_build((89,))
 ROWS = [row for row in BUILD.rows if row.takes_features and row.dtype == "float16"]
@@ -49,7 +49,7 @@ def test_drawn_problems_are_of_every_kind():
         max_examples=600, derandomize=True, database=None, deadline=None
     )  # the rarest kind is one in 60
     @given(problem=problems())
-    def draw(problem: FeatureProblem) -> None:
+    def draw(problem: Problem) -> None:
         seen.update(problem.features)
         assert eval(str(problem)) == problem  # what is printed can be run again
 
@@ -74,20 +74,20 @@ def test_drawn_problems_are_of_every_kind():
 
 #: A field that a kernel forgets, and a problem that shows it.
 FORGOTTEN = {
-    "window_left": FeatureProblem(40, 60, window=(5, -1)),
-    "bottom_right": FeatureProblem(40, 60, causal="bottom-right"),
-    "mask": FeatureProblem(mask=("bhqk", "plain")),
-    "bias": FeatureProblem(bias=("bhqk", "float32", "plain")),
-    "prefix_lengths": FeatureProblem(60, 60, causal="top-left", prefix=True),
-    "block_counts": FeatureProblem(70, 200, blocks=(64, 64)),
-    "softcap": FeatureProblem(softcap=0.5),
-    "alibi_slopes": FeatureProblem(alibi="h"),
-    "sinks": FeatureProblem(sinks="high"),
-    "dropout_threshold": FeatureProblem(dropout=0.5),
-    "seqused_q": FeatureProblem(used_q=True, seed=3),
-    "seqused_k": FeatureProblem(used_k=True, seed=3),
-    "leftpad_k": FeatureProblem(leftpad=True, seed=3),
-    "batch_index_k": FeatureProblem(indexed=True, batch=4),
+    "window_left": Problem(40, 60, window=(5, -1)),
+    "bottom_right": Problem(40, 60, causal="bottom-right"),
+    "mask": Problem(mask=("bhqk", "plain")),
+    "bias": Problem(bias=("bhqk", "float32", "plain")),
+    "prefix_lengths": Problem(60, 60, causal="top-left", prefix=True),
+    "block_counts": Problem(70, 200, blocks=(64, 64)),
+    "softcap": Problem(softcap=0.5),
+    "alibi_slopes": Problem(alibi="h"),
+    "sinks": Problem(sinks="high"),
+    "dropout_threshold": Problem(dropout=0.5),
+    "seqused_q": Problem(used_q=True, seed=3),
+    "seqused_k": Problem(used_k=True, seed=3),
+    "leftpad_k": Problem(leftpad=True, seed=3),
+    "batch_index_k": Problem(indexed=True, batch=4),
 }
 
 
@@ -102,7 +102,7 @@ def test_a_kernel_that_forgets_a_field_is_noticed(kernels: FakeKernels, name: st
 
 
 def test_outputs_that_nobody_writes_and_stray_writes_are_noticed(kernels: FakeKernels):
-    launch = FeatureLaunch.of(ROW, FeatureProblem(packed_q=True, out_layout="padded"), "cpu")
+    launch = FeatureLaunch.of(ROW, Problem(packed_q=True, out_layout="padded"), "cpu")
     with pytest.raises(AssertionError):
         launch.errors().check()
     launch.check()

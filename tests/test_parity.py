@@ -5,15 +5,16 @@ CUTLASS_FMHA_FORCE_ARCH=89 proves the sm_89 rows through their PTX, =120 the sm_
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import gpu
 import hypothesis
 import oracle
 import pytest
 import torch
+from feature_launch import fit
+from listed_problems import listed
+from operands import CAUSAL, place, poison
 from parity_report import ParityReport
-from problems import CAUSAL, Problem, listed, place, poison, problems
+from problems import Problem, problems
 
 import cutlass_fmha
 from cutlass_fmha import _C
@@ -68,8 +69,7 @@ def test_drawn_problems(row: _C.Row, parity: ParityReport):
     @hypothesis.settings(hypothesis.settings.get_profile("parity"))
     @hypothesis.given(problem=problems())
     def agrees(problem: Problem) -> None:
-        if not problem.runs_on(row.alignment):
-            problem = replace(problem, layout="bshd")
+        problem = fit(problem, row)
         launch = gpu.Launch.of(row, problem, DEVICE)
         launch.run()
         parity.check(launch, problem)

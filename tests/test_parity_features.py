@@ -22,10 +22,10 @@ from feature_launch import (
     fit,
     launch_of,
 )
-from feature_problems import FeatureProblem, problems
 from listed_problems import GROUPS
+from operands import poison
 from parity_report import ParityReport
-from problems import poison
+from problems import Problem, problems
 
 import cutlass_fmha
 from cutlass_fmha import _C
@@ -61,7 +61,7 @@ def test_listed_problems(row: _C.Row, group: str, parity: ParityReport):
 def test_drawn_problems(row: _C.Row, parity: ParityReport):
     @hypothesis.settings(hypothesis.settings.get_profile("parity"))
     @hypothesis.given(problem=problems(longest=300 if row in WIDE else 700))
-    def agrees(problem: FeatureProblem) -> None:
+    def agrees(problem: Problem) -> None:
         check(launch_of(row, problem, DEVICE), parity)
 
     agrees()
@@ -71,7 +71,7 @@ def test_drawn_problems(row: _C.Row, parity: ParityReport):
 
 
 def attend(
-    problem: FeatureProblem, dtype: torch.dtype, row: str | None = None, **more: object
+    problem: Problem, dtype: torch.dtype, row: str | None = None, **more: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """attention() on a problem, compared with the oracle."""
     call = problem.call(dtype, DEVICE)
@@ -106,7 +106,7 @@ def test_attention_runs_the_row_it_is_told_to(row: _C.Row):
 def test_attention_picks_a_row_that_can(dtype: torch.dtype):
     @hypothesis.settings(hypothesis.settings.get_profile("parity"))
     @hypothesis.given(problem=problems())
-    def agrees(problem: FeatureProblem) -> None:
+    def agrees(problem: Problem) -> None:
         if problem.num_heads:
             attend(replace(problem, blocks=None), dtype)
 
@@ -117,7 +117,7 @@ def test_attention_picks_a_row_that_can(dtype: torch.dtype):
 @by_scored_row
 def test_a_plain_problem_may_be_given_to_a_scored_row(row: _C.Row):
     for layout in ("bshd", "unaligned"):
-        problem = fit(FeatureProblem(70, 130, causal="bottom-right", layout=layout, seed=3), row)
+        problem = fit(Problem(70, 130, causal="bottom-right", layout=layout, seed=3), row)
         attend(problem, gpu.torch_dtype(row), row.name)
 
 
@@ -141,9 +141,9 @@ def test_dropout_is_that_of_the_public_mask(row: _C.Row):
 @by_row
 def test_repeats_are_bitwise_equal(row: _C.Row, parity: ParityReport):
     for problem in (
-        FeatureProblem(300, 500, causal="bottom-right", window=(120, 0), softcap=9.0, dropout=0.3, seed=5),
-        FeatureProblem(3, 900, num_heads=8, num_splits=5, pack=True, used_k=True, fill="outliers", seed=6),
-        FeatureProblem(150, 300, causal="bottom-right", fill="outliers", seed=6),
+        Problem(300, 500, causal="bottom-right", window=(120, 0), softcap=9.0, dropout=0.3, seed=5),
+        Problem(3, 900, num_heads=8, num_splits=5, pack=True, used_k=True, fill="outliers", seed=6),
+        Problem(150, 300, causal="bottom-right", fill="outliers", seed=6),
     ):
         launch = launch_of(row, problem, DEVICE)
         check(launch, parity)
@@ -162,15 +162,11 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 def test_batch_invariant_sequences_do_not_notice_the_others(kind: str):
     """Alone, in a batch, and in a batch with longer sequences: the same bits."""
     problem = {
-        "dense": FeatureProblem(65, 130, batch=4, num_heads=4, causal="bottom-right"),
-        "packed": FeatureProblem(
-            70, 130, batch=4, num_heads=4, packed_q=True, packed_k=True, causal="bottom-right"
-        ),
-        "paged": FeatureProblem(2, 300, batch=4, num_heads=4, num_heads_kv=1, page_size=16, used_k=True),
-        "decode": FeatureProblem(1, 700, batch=4, num_heads=8, num_heads_kv=2),
-        "cache": FeatureProblem(
-            3, 400, batch=4, num_heads=4, num_heads_kv=2, used_k=True, causal="bottom-right"
-        ),
+        "dense": Problem(65, 130, batch=4, num_heads=4, causal="bottom-right"),
+        "packed": Problem(70, 130, batch=4, num_heads=4, packed_q=True, packed_k=True, causal="bottom-right"),
+        "paged": Problem(2, 300, batch=4, num_heads=4, num_heads_kv=1, page_size=16, used_k=True),
+        "decode": Problem(1, 700, batch=4, num_heads=8, num_heads_kv=2),
+        "cache": Problem(3, 400, batch=4, num_heads=4, num_heads_kv=2, used_k=True, causal="bottom-right"),
     }[kind]
     problem = replace(problem, seed=17)
     call, lengths = problem.call(torch.bfloat16, DEVICE), problem.lengths()
@@ -201,7 +197,7 @@ def test_batch_invariant_sequences_do_not_notice_the_others(kind: str):
 
 @by_row
 def test_nan_in_a_query_row_stays_in_that_row(row: _C.Row, parity: ParityReport):
-    problem = FeatureProblem(100, 200, num_heads=4, num_heads_kv=2, pack=True, window=(60, 5), seed=3)
+    problem = Problem(100, 200, num_heads=4, num_heads_kv=2, pack=True, window=(60, 5), seed=3)
     launch = launch_of(row, problem, DEVICE)
     launch.call.q[1, 77, 1, 0] = torch.nan
     check(launch, parity)
@@ -211,7 +207,7 @@ def test_nan_in_a_query_row_stays_in_that_row(row: _C.Row, parity: ParityReport)
 @by_scored_row
 def test_keys_beyond_a_window_are_never_touched(row: _C.Row):
     """Tiles that no query sees are not read: their NaN would come through a probability of 0."""
-    problem = fit(FeatureProblem(64, 1000, window=(50, 0), causal="bottom-right", seed=4), row)
+    problem = fit(Problem(64, 1000, window=(50, 0), causal="bottom-right", seed=4), row)
     launch = FeatureLaunch.of(row, problem, DEVICE)
     launch.run()
     before = launch.out.view.clone()
@@ -223,7 +219,7 @@ def test_keys_beyond_a_window_are_never_touched(row: _C.Row):
 
 @by_row
 def test_keys_beyond_the_diagonal_are_never_touched(row: _C.Row):
-    launch = launch_of(row, FeatureProblem(64, 900, causal="top-left", seed=8), DEVICE)
+    launch = launch_of(row, Problem(64, 900, causal="top-left", seed=8), DEVICE)
     launch.run()
     before = launch.out.view.clone()
     beyond = 64 + row.tile_n * getattr(row, "kv_warps", 1)
@@ -240,7 +236,7 @@ def test_keys_beyond_the_diagonal_are_never_touched(row: _C.Row):
 @by_row
 def test_a_graph_reads_lengths_tables_and_the_seed_anew(row: _C.Row, parity: ParityReport):
     decode = {"page_size": 64, "dropout": 0.25, "num_splits": 3, "pack": True}
-    problem = FeatureProblem(2, 600, batch=3, num_heads=8, num_heads_kv=2, used_k=True, **decode)
+    problem = Problem(2, 600, batch=3, num_heads=8, num_heads_kv=2, used_k=True, **decode)
     launch = launch_of(row, replace(problem, seed=21), DEVICE)
     launch.run()
     graph = torch.cuda.CUDAGraph()
@@ -278,7 +274,7 @@ def test_attention_in_a_graph_draws_a_new_seed_each_time():
 def test_offsets_beyond_31_bits(row: _C.Row, axis: int, parity: ParityReport):
     buffer = poison(gpu.torch_dtype(row), gpu.FAR + 4096 + 4 * gpu.REGION, DEVICE)
     dims = {"head_dim": min(64, row.head_dim), "head_dim_v": min(64, row.head_dim_v)}
-    problem = FeatureProblem(65, 65, causal="bottom-right", num_heads=3, num_heads_kv=3, seed=8, **dims)
+    problem = Problem(65, 65, causal="bottom-right", num_heads=3, num_heads_kv=3, seed=8, **dims)
     launch = FeatureLaunch.of(row, problem, DEVICE)
     far = [gpu.far_view(buffer, i, tuple(launch.call.q.shape), axis) for i in range(4)]
     for name, view, x in zip("qkvo", far, (*launch.call[:3], launch.out.view), strict=True):
@@ -300,7 +296,7 @@ def test_offsets_beyond_31_bits(row: _C.Row, axis: int, parity: ParityReport):
 def test_scores_of_minus_zero_are_scores(row: _C.Row, scale: float, parity: ParityReport):
     """The example's maximum takes -0 for less than -inf: kernel.cuh makes none."""
     for seqlen_k in (1, 300):
-        launch = WideLaunch.of(row, FeatureProblem(3, seqlen_k, causal="none", scale=scale), DEVICE)
+        launch = WideLaunch.of(row, Problem(3, seqlen_k, causal="none", scale=scale), DEVICE)
         launch.call.q.zero_()
         launch.call.k.clamp_(max=-0.5)  # a negative sum of products times 0 is -0
         launch.run()
@@ -309,7 +305,7 @@ def test_scores_of_minus_zero_are_scores(row: _C.Row, scale: float, parity: Pari
 
 @by_wide_row
 def test_rows_whose_bias_hides_everything_are_empty(row: _C.Row, parity: ParityReport):
-    problem = FeatureProblem(70, 200, bias=("bhqk", "same", "plain"), num_heads=4, num_heads_kv=2)
+    problem = Problem(70, 200, bias=("bhqk", "same", "plain"), num_heads=4, num_heads_kv=2)
     launch = WideLaunch.of(row, problem, DEVICE)
     bias = launch.call.features["bias"]
     bias[:, :, 5:9] = -torch.inf
@@ -324,14 +320,14 @@ def test_rows_whose_bias_hides_everything_are_empty(row: _C.Row, parity: ParityR
 def test_one_query_is_computed_with_its_group(row: _C.Row, parity: ParityReport):
     for causal in ("none", "top-left", "bottom-right"):
         for heads in ((8, 2), (70, 1), (3, 3)):
-            problem = FeatureProblem(1, 300, causal=causal, num_heads=heads[0], num_heads_kv=heads[1])
+            problem = Problem(1, 300, causal=causal, num_heads=heads[0], num_heads_kv=heads[1])
             bias = ("bhqk", "same", "plain") if causal == "bottom-right" else None
             check(WideLaunch.of(row, replace(problem, bias=bias, used_k=True, seed=2), DEVICE), parity)
-    packed = FeatureProblem(1, 90, batch=4, num_heads=6, num_heads_kv=2, packed_q=True, used_q=True)
+    packed = Problem(1, 90, batch=4, num_heads=6, num_heads_kv=2, packed_q=True, used_q=True)
     check(WideLaunch.of(row, packed, DEVICE), parity)
 
 
-def attend_wide(problem: FeatureProblem, dtype: torch.dtype, row: str | None) -> None:
+def attend_wide(problem: Problem, dtype: torch.dtype, row: str | None) -> None:
     """The op, which a simulator has for problems without features, too, compared with the oracle."""
     call = problem.call(dtype, DEVICE)
     scale = problem.head_dim**-0.5 if call.scale is None else call.scale
@@ -359,7 +355,7 @@ def test_attend_picks_a_wide_row_that_can(dtype: torch.dtype, head_dims: tuple[i
     if dtype != torch.float32:  # with large head dims only
         head_dims = (head_dims[0] + LARGEST, head_dims[1])
     for layout in ("bshd", "unaligned"):
-        problem = FeatureProblem(70, 130, causal="bottom-right", layout=layout, num_heads=4)
+        problem = Problem(70, 130, causal="bottom-right", layout=layout, num_heads=4)
         problem = replace(problem, head_dim=head_dims[0], head_dim_v=head_dims[1])
         attend_wide(problem, dtype, None)
 
@@ -381,7 +377,7 @@ def test_sdpa_takes_what_only_wide_rows_take(dtype: torch.dtype):
 @by_wide_row
 def test_long_sums_are_as_exact_as_unfused_math(row: _C.Row):
     """Tensor cores cut off what they sum, which the simulator does not: rows sum in float32 often enough."""
-    launch = WideLaunch.of(row, FeatureProblem(64, 4000, seed=8), DEVICE)
+    launch = WideLaunch.of(row, Problem(64, 4000, seed=8), DEVICE)
     launch.run()
     launch.product_error = 0.0
     launch.errors().check()
@@ -394,7 +390,7 @@ def test_more_heads_and_batches_than_a_grid_dimension_holds(row: _C.Row, axis: i
     many = {"batch": 70000, "num_heads": 1, "num_heads_kv": 1}
     if axis == 2:
         many = {"batch": 1, "num_heads": 70000, "num_heads_kv": 70000}
-    launch = WideLaunch.of(row, FeatureProblem(2, 3, return_lse=False, **many), DEVICE)
+    launch = WideLaunch.of(row, Problem(2, 3, return_lse=False, **many), DEVICE)
     launch.run()
     out = launch.out.view[..., : launch.problem.head_dim_v]
     assert launch.out.intact() and not out.isnan().any()
@@ -413,7 +409,7 @@ def test_more_heads_and_batches_than_a_grid_dimension_holds(row: _C.Row, axis: i
 @pytest.mark.parametrize("axis", [0, 2], ids=["batch", "heads"])
 def test_batches_and_heads_may_be_far_apart(row: _C.Row, axis: int, parity: ParityReport):
     dims = {"head_dim": min(64, row.head_dim), "head_dim_v": min(64, row.head_dim)}
-    launch = WideLaunch.of(row, FeatureProblem(65, 65, causal="bottom-right", seed=8, **dims), DEVICE)
+    launch = WideLaunch.of(row, Problem(65, 65, causal="bottom-right", seed=8, **dims), DEVICE)
     buffer = poison(gpu.torch_dtype(row), gpu.FAR + 4096 + 3 * gpu.REGION, DEVICE)
     far = [gpu.far_view(buffer, i, tuple(launch.call.q.shape), axis) for i in range(3)]
     for view, x in zip(far, launch.call[:3], strict=True):
@@ -427,7 +423,7 @@ def test_batches_and_heads_may_be_far_apart(row: _C.Row, axis: int, parity: Pari
 @on_a_gpu
 @by_wide_row
 def test_keys_may_not_be_far_apart(row: _C.Row):
-    launch = WideLaunch.of(row, FeatureProblem(65, 65, seed=8), DEVICE)
+    launch = WideLaunch.of(row, Problem(65, 65, seed=8), DEVICE)
     shape = tuple(launch.call.k.shape)
     buffer = poison(gpu.torch_dtype(row), gpu.FAR + 4096 + 3 * gpu.REGION, DEVICE)
     launch.call = launch.call._replace(k=gpu.far_view(buffer, 1, shape, 1))

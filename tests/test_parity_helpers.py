@@ -14,8 +14,8 @@ import gpu
 import oracle_features
 import pytest
 import torch
+from operands import GUARD, place
 from oracle_helpers import assert_merged, assert_rotated, bits, places
-from problems import GUARD, place
 from torch import Tensor
 
 import cutlass_fmha

@@ -9,8 +9,9 @@ import gpu
 import oracle
 import pytest
 import torch
+from operands import poison
 from parity_report import ParityReport
-from problems import Problem, poison
+from problems import Problem
 from torch import Tensor
 
 import cutlass_fmha

@@ -14,8 +14,9 @@ import gpu
 import oracle
 import pytest
 import torch
+from operands import CAUSAL, GUARD, place, poison
 from parity_report import ParityReport
-from problems import CAUSAL, GUARD, Problem, place, poison
+from problems import Problem
 from torch import Tensor
 
 import cutlass_fmha

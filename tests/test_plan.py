@@ -13,11 +13,11 @@ import pytest
 import torch
 from fake_build import L4, make_build
 from fake_kernels import FakeKernels, Launched
-from feature_problems import FeatureProblem, fitted
 from feature_tensors import Call
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from listed_problems import GROUPS
+from problems import Problem, fitted
 from tensors import qkv
 
 import cutlass_fmha
@@ -80,7 +80,7 @@ def attend(
     return plan.launch(*tensors, call.scale, call.causal, return_lse, row, "bshd", NAMES, said)
 
 
-def tensors(problem: FeatureProblem, dtype: torch.dtype = torch.float16) -> Call:
+def tensors(problem: Problem, dtype: torch.dtype = torch.float16) -> Call:
     return problem.call(dtype, "cpu")
 
 
@@ -122,7 +122,7 @@ def test_features_are_what_a_call_says():
     }
     assert set(said) == set(FEATURES)
     for name, fields in said.items():
-        call = tensors(FeatureProblem(**fields))
+        call = tensors(Problem(**fields))
         features = Features(**op_arguments(call.q, call.features))
         found = describe.describe((call.q, call.k, call.v), "none", features)
         assert found.problem.features == (name,)
@@ -148,7 +148,7 @@ def test_a_window_that_is_a_causal_mask_is_one(window, causal, expected):
 
 
 def test_a_call_that_says_nothing_special_takes_a_plain_row(kernels: Kernels):
-    call = tensors(FeatureProblem(70, 130, num_heads=4, num_heads_kv=2))
+    call = tensors(Problem(70, 130, num_heads=4, num_heads_kv=2))
     for more in ({"num_splits": 1}, {"batch_invariant": True}, {"window": (-1, 0)}, {"layout": "bhsd"}):
         more.pop("layout", None)
         out, lse = attend(call, **more)
@@ -163,7 +163,7 @@ def test_what_no_plain_row_takes_goes_to_a_scored_one(
     kernels: Kernels, layout: str, head_dims: tuple[int, int]
 ):
     head_dim, head_dim_v = head_dims
-    call = tensors(FeatureProblem(33, 65, head_dim=head_dim, head_dim_v=head_dim_v, causal="bottom-right"))
+    call = tensors(Problem(33, 65, head_dim=head_dim, head_dim_v=head_dim_v, causal="bottom-right"))
     given = [x.transpose(1, 2) for x in call[:3]] if layout == "bhsd" else call[:3]
     for _ in range(2):
         out, lse = plan.launch(*given, None, "bottom-right", True, None, layout)
@@ -173,7 +173,7 @@ def test_what_no_plain_row_takes_goes_to_a_scored_one(
 
 
 def test_decoding_goes_to_a_scored_row_with_splits(kernels: Kernels):
-    call = tensors(FeatureProblem(1, 4096, num_heads=8, num_heads_kv=2, batch=1))
+    call = tensors(Problem(1, 4096, num_heads=8, num_heads_kv=2, batch=1))
     out, lse = plan.launch(*call[:3], None, "none", True, None)
     check(call, out, lse)
     assert kernels.last.splits > 1 and kernels.last.pack == 4
@@ -181,24 +181,24 @@ def test_decoding_goes_to_a_scored_row_with_splits(kernels: Kernels):
 
 def test_a_scored_row_can_be_named_for_a_plain_problem(kernels: Kernels):
     name = "fwd_sm89_f16_d128_m64n32w4_scored"
-    call = tensors(FeatureProblem(70, 130, causal="bottom-right"))
+    call = tensors(Problem(70, 130, causal="bottom-right"))
     check(call, *plan.launch(*call[:3], None, "bottom-right", True, name))
     check(call, *attend(call, name))
     assert kernels.last_row == name and kernels.plain == []
 
 
 def test_refusals_name_the_feature(kernels: Kernels):
-    call = tensors(FeatureProblem(page_size=16, softcap=2.0))
+    call = tensors(Problem(page_size=16, softcap=2.0))
     with pytest.raises(
         cutlass_fmha.UnsupportedError, match="has no softcap, no paged keys: that takes a scored row"
     ):
         attend(call, "fwd_sm89_f16_d64_m64n64w4")
     with pytest.raises(ValueError, match="key must have pages of a multiple of 16 keys, got 10"):
-        attend(tensors(FeatureProblem(page_size=10)))
+        attend(tensors(Problem(page_size=10)))
     with pytest.raises(
         cutlass_fmha.UnsupportedError, match="blocks that are multiples of 64 x 64, and these are 64 x 32"
     ):
-        attend(tensors(FeatureProblem(blocks=(64, 32))), "fwd_sm89_f16_d64_m64n64w4_scored")
+        attend(tensors(Problem(blocks=(64, 32))), "fwd_sm89_f16_d64_m64n64w4_scored")
     assert kernels.scored == []
 
 
@@ -209,7 +209,7 @@ def test_a_plan_is_made_once(kernels: Kernels, monkeypatch):
     made = []
     original = plan.prepare
     monkeypatch.setattr(plan, "prepare", lambda *said: made.append(said) or original(*said))
-    problem = FeatureProblem(9, 40, softcap=3.0, bias=("bhqk", "same", "plain"), used_k=True, leftpad=True)
+    problem = Problem(9, 40, softcap=3.0, bias=("bhqk", "same", "plain"), used_k=True, leftpad=True)
     for seed in (1, 2):
         call = tensors(replace(problem, seed=seed))
         for return_lse in (False, True):
@@ -234,7 +234,7 @@ def test_a_plan_is_made_once(kernels: Kernels, monkeypatch):
 
 
 def test_threads_do_not_meet_in_a_plan(kernels: Kernels):
-    calls = [tensors(FeatureProblem(20, 50, sinks="normal", num_splits=2, seed=seed)) for seed in range(8)]
+    calls = [tensors(Problem(20, 50, sinks="normal", num_splits=2, seed=seed)) for seed in range(8)]
     failed: list[BaseException] = []
 
     def work(call: Call) -> None:
@@ -253,7 +253,7 @@ def test_threads_do_not_meet_in_a_plan(kernels: Kernels):
 
 
 def test_parts_have_room_in_one_allocation(kernels: Kernels):
-    call = tensors(FeatureProblem(3, 200, num_heads=4, num_heads_kv=1, head_dim_v=33, num_splits=5))
+    call = tensors(Problem(3, 200, num_heads=4, num_heads_kv=1, head_dim_v=33, num_splits=5))
     check(call, *attend(call))
     said = kernels.last
     rows = 2 * 4 * 3
@@ -265,7 +265,7 @@ def test_parts_have_room_in_one_allocation(kernels: Kernels):
 @pytest.mark.parametrize("fields", [{"batch": 0}, {"num_heads": 0, "num_heads_kv": 0}, {"seqlen_q": 0}])
 @pytest.mark.parametrize("softcap", [0.0, 1.0])
 def test_empty_problems_launch_nothing(kernels: Kernels, fields: dict[str, int], softcap: float):
-    call = tensors(FeatureProblem(**{"seqlen_q": 5, "softcap": softcap, **fields}))
+    call = tensors(Problem(**{"seqlen_q": 5, "softcap": softcap, **fields}))
     out, lse = attend(call)
     assert out.shape == call.q.shape and lse is not None and lse.numel() == 0
     assert kernels.launches == []
@@ -278,7 +278,7 @@ def test_empty_tensors_have_no_address(kernels: Kernels):
         {**no_keys, "blocks": (64, 64)},
         {"seqlen_k": 0, "page_size": 16, "used_k": True},
     ):
-        call = tensors(FeatureProblem(5, **fields))
+        call = tensors(Problem(5, **fields))
         out, lse = attend(call)
         assert (out == 0).all() and lse is not None and (lse == -torch.inf).all()
         assert kernels.last.bias == kernels.last.mask == kernels.last.page_table == 0
@@ -287,8 +287,8 @@ def test_empty_tensors_have_no_address(kernels: Kernels):
 def test_slow_copies_are_told_once_per_cause(kernels: Kernels, caplog):
     caplog.set_level(logging.WARNING, logger="cutlass_fmha")
     for seqlen in (33, 20):
-        attend(tensors(FeatureProblem(seqlen, 65, head_dim=20, head_dim_v=20, softcap=1.0)))
-    attend(tensors(FeatureProblem(20, 65, softcap=1.0)))
+        attend(tensors(Problem(seqlen, 65, head_dim=20, head_dim_v=20, softcap=1.0)))
+    attend(tensors(Problem(20, 65, softcap=1.0)))
     (record,) = caplog.records
     assert record.getMessage() == (
         "query's head stride and key's head stride and value's head stride and head_dim 20 are not a "
@@ -312,14 +312,14 @@ def test_batch_invariant_plans_do_not_know_the_batch(kernels: Kernels, fields: d
     kernels.compute = False
     rows, splits, packs = set(), set(), set()
     for batch in (1, 2, 64):
-        attend(tensors(FeatureProblem(batch=batch, **fields)), batch_invariant=True)
+        attend(tensors(Problem(batch=batch, **fields)), batch_invariant=True)
         rows.add(kernels.last_row)
         splits.add(kernels.last.splits)
         packs.add(kernels.last.pack)
     assert len(rows) == len(splits) == len(packs) == 1
     longer = {**fields, "seqlen_k": fields["seqlen_k"] * 3, "seqlen_q": fields["seqlen_q"]}
     if "page_size" in fields or "packed_q" in fields:  # the longest sequence has no say
-        attend(tensors(FeatureProblem(**longer)), batch_invariant=True)
+        attend(tensors(Problem(**longer)), batch_invariant=True)
         assert {kernels.last_row} == rows and {kernels.last.splits} == splits
 
 
@@ -328,7 +328,7 @@ def test_without_it_a_full_gpu_splits_less(kernels: Kernels):
     kernels.compute = False
     found = []
     for batch in (1, 64):
-        attend(tensors(FeatureProblem(batch=batch, **fields)))
+        attend(tensors(Problem(batch=batch, **fields)))
         found.append(kernels.last.splits)
     assert found[0] > found[1] == 1
 
@@ -351,7 +351,7 @@ def test_a_wide_row_is_launched_its_own_way(kernels: Kernels, monkeypatch):
     monkeypatch.setattr(wide, "predicted_us", lambda *_: 1.0)
     seen = []
     monkeypatch.setattr(wide, "launch", lambda *said: seen.append(said) or ("out", "lse"))
-    call = tensors(FeatureProblem(5, 7, head_dim=512, head_dim_v=512))
+    call = tensors(Problem(5, 7, head_dim=512, head_dim_v=512))
     assert plan.launch(*call[:3], None, "none", True, None) == ("out", "lse")
     assert attend(call) == ("out", "lse") and len(seen) == 2
     row, sizes, causal, given, scale, return_lse, said = seen[0]
@@ -360,7 +360,7 @@ def test_a_wide_row_is_launched_its_own_way(kernels: Kernels, monkeypatch):
 
 
 def test_splits_of_a_launch_are_those_that_its_cost_is_of(kernels: Kernels):
-    call = tensors(FeatureProblem(2, 3000, num_heads=8, num_heads_kv=2, softcap=2.0, causal="bottom-right"))
+    call = tensors(Problem(2, 3000, num_heads=8, num_heads_kv=2, softcap=2.0, causal="bottom-right"))
     attend(call)
     features = Features(**op_arguments(call.q, call.features))
     problem = describe.describe(call[:3], call.causal, features).problem

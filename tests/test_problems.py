@@ -11,7 +11,9 @@ import math
 import oracle
 import pytest
 import torch
-from problems import CAUSAL, FILLS, GUARD, LAYOUTS, Problem, listed, place, poison
+from listed_problems import listed
+from operands import CAUSAL, FILLS, GUARD, OF_EACH, place, poison
+from problems import Problem
 
 import cutlass_fmha
 
@@ -26,7 +28,7 @@ def small(problem: Problem) -> bool:
 
 def test_listed_problems_cover_what_they_should():
     assert len({str(problem) for problem in LISTED}) == len(LISTED)
-    assert {problem.layout for problem in LISTED} == set(LAYOUTS)
+    assert {problem.layout for problem in LISTED} == {*OF_EACH, "packed"}
     assert {problem.fill for problem in LISTED} == set(FILLS)
     assert {problem.causal for problem in LISTED} == set(CAUSAL)
     assert any(p.seqlen_q == 0 < p.seqlen_k for p in LISTED)
@@ -53,7 +55,7 @@ def test_the_cpu_backend_solves_the_listed_problems(problem: Problem, dtype: tor
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*OF_EACH, "packed"])
 def test_layouts_hold_the_numbers_and_nan_around_them(layout: str, dtype: torch.dtype):
     for lengths in ((7, 7), (7, 3)):
         problem = Problem(*lengths, num_heads=4, layout=layout)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import multiprocessing
 import os
@@ -20,7 +21,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,11 @@ from cutlass_fmha import _C
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-import feature_problems
 import gpu
 import parity_report
 import problems
 from feature_launch import FeatureLaunch, fit
-from listed_problems import GROUPS
+from listed_problems import GROUPS, listed
 from source_hash import source_hash
 
 KIND = "cutlass_fmha parity run"
@@ -151,11 +151,6 @@ def draw(job: tuple[int, int, int, str]) -> Tally:
 
 def check_drawn(rows: Sequence[Any], count: int, seed: int, longest: int, tally: Tally) -> None:
     """Runs so many problems, each on one of the rows, and stops at the first mismatch."""
-    plain = problems.problems().map(
-        lambda p: replace(p, seqlen_q=min(p.seqlen_q, longest), seqlen_k=min(p.seqlen_k, longest))
-    )
-    kinds = [([row for row in rows if row.scored], feature_problems.problems(longest))]
-    kinds += [([row for row in rows if not row.scored], plain)]
     settings = hypothesis.settings(
         max_examples=count,
         deadline=None,
@@ -166,7 +161,7 @@ def check_drawn(rows: Sequence[Any], count: int, seed: int, longest: int, tally:
 
     @hypothesis.seed(seed)
     @settings
-    @hypothesis.given(st.one_of(st.tuples(st.sampled_from(own), drawn) for own, drawn in kinds if own))
+    @hypothesis.given(st.tuples(st.sampled_from(rows), problems.problems(longest)))
     def agrees(drawn: Any) -> None:
         if not tally.failure and tally.problems < count:
             judge(*drawn, tally, seed + tally.problems)
@@ -176,30 +171,26 @@ def check_drawn(rows: Sequence[Any], count: int, seed: int, longest: int, tally:
 
 def check_listed(row: Any, seed: int, tally: Tally) -> None:
     """Runs the tests' listed problems that take little time, and stops at the first mismatch."""
-    if row.scored:
-        found = list(dict.fromkeys(fit(problem, row) for group in GROUPS.values() for problem in group))
-    else:
-        found = [problem for problem in problems.listed() if problem.runs_on(row.alignment)]
-    for number, p in enumerate(found):
+    made = itertools.chain(*GROUPS.values()) if row.takes_features else listed()
+    for number, p in enumerate(dict.fromkeys(fit(problem, row) for problem in made)):
         blocks = p.batch * p.num_heads
-        short = blocks * p.seqlen_q * p.seqlen_k <= SHORT_SCORES and (row.scored or blocks <= SHORT_BLOCKS)
+        short = blocks * p.seqlen_q * p.seqlen_k <= SHORT_SCORES and (
+            row.takes_features or blocks <= SHORT_BLOCKS
+        )
         if short and not tally.failure:
             judge(row, p, tally, seed + number)
 
 
 def judge(row: Any, problem: Any, tally: Tally, seed: int = 0) -> None:
     """One problem on one row. ``seed``: of every order that a GPU leaves open, where that is a simulator."""
-    if row.scored:
-        problem = fit(problem, row)
-    elif not problem.runs_on(row.alignment):
-        problem = replace(problem, layout="bshd")
+    problem = fit(problem, row)
     line = f"python tools/parity_run.py --rows {row.name} --problem '{json.dumps(asdict(problem))}'"
     if gpu.simulated():
         settings = {"CUTLASS_FMHA_SIMULATED_ARCH": row.arch, "CUTLASS_FMHA_SIMULATOR_SEED": seed}
         os.environ.update({name: str(value) for name, value in settings.items()})
         line = " ".join(f"{name}={value}" for name, value in settings.items()) + f" {line}"
     try:
-        kind: Any = FeatureLaunch if row.scored else gpu.Launch
+        kind: Any = FeatureLaunch if row.takes_features else gpu.Launch
         launch = kind.of(row, problem, gpu.device())
         launch.run()
         errors = launch.errors()
@@ -209,7 +200,7 @@ def judge(row: Any, problem: Any, tally: Tally, seed: int = 0) -> None:
         return
     tally.problems += 1
     tally.rows[row.name] += 1
-    tally.features.update(getattr(problem, "features", None) or ["nothing"])
+    tally.features.update(problem.features)
     if errors.worst > tally.worst:
         tally.worst, tally.worst_line = errors.worst, line
     if errors.complaint or not errors.worst <= 1.0 or not intact:
@@ -223,8 +214,7 @@ def repeat(name: str, text: str) -> int:
     tally = Tally()
     rows = {row.name: row for row in (*_C.rows(), *gpu.scored_rows())}
     if (row := rows.get(name)) is not None:
-        kind: Any = feature_problems.FeatureProblem if row.scored else problems.Problem
-        judge(row, kind(**fields), tally, int(os.environ.get("CUTLASS_FMHA_SIMULATOR_SEED", "0")))
+        judge(row, problems.Problem(**fields), tally, int(os.environ.get("CUTLASS_FMHA_SIMULATOR_SEED", "0")))
     print(tally.failure or f"agrees on {len(tally.rows)} rows, worst ratio {tally.worst:.3f}")
     return 0 if tally.rows and not tally.failure else 1
 

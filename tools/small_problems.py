@@ -24,9 +24,8 @@ from cutlass_fmha.rotary import rotary
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import gpu
 import oracle
-import problems
 from feature_launch import SPLIT_ERROR, compare, fit
-from feature_problems import FeatureProblem
+from problems import Problem
 
 
 def kernels() -> dict[str, Callable[[], None]]:
@@ -47,27 +46,27 @@ def kernels() -> dict[str, Callable[[], None]]:
 # ---- attention ---------------------------------------------------------------------------------------------
 
 
-def plain(row: Any) -> list[FeatureProblem]:
+def plain(row: Any) -> list[Problem]:
     """More than one tile of queries and four of keys, both ragged: every buffer is used again, every mask is
     met, and with keys that grow the softmax must rescale."""
     few, many = row.tile_m + 9, 4 * row.tile_n * row.kv_warps + 5
     dims = {"head_dim": row.head_dim, "head_dim_v": row.head_dim_v}
     return [
-        FeatureProblem(few, many, batch=1, num_heads_kv=1, fill="ramp", **dims),
-        FeatureProblem(many, few, batch=1, num_heads_kv=1, fill="ramp", causal="bottom-right", **dims),
+        Problem(few, many, batch=1, num_heads_kv=1, fill="ramp", **dims),
+        Problem(many, few, batch=1, num_heads_kv=1, fill="ramp", causal="bottom-right", **dims),
     ]
 
 
-def features(row: Any) -> list[FeatureProblem]:
+def features(row: Any) -> list[Problem]:
     """The first of plain rows, and two that have every feature between them."""
     few, many = row.tile_m + 9, 2 * row.tile_n * row.kv_warps + 5
     dims = {"head_dim": row.head_dim, "head_dim_v": row.head_dim_v}
-    prefill = FeatureProblem(
+    prefill = Problem(
         few, many, causal="bottom-right", window=(many // 2, -1), mask=("bhqk", "plain"), prefix=True,
         bias=("hqk", "same", "plain"), softcap=20.0, alibi="h", sinks="normal", dropout=0.2,
         packed_q=True, packed_k=True, used_k=True, seed=3, **dims,
     )  # fmt: skip
-    decode = FeatureProblem(
+    decode = Problem(
         2, 2 * many, num_heads=8, causal="bottom-right", page_size=16, used_k=True, leftpad=True,
         num_splits=3, seed=4, **dims,
     )  # fmt: skip
@@ -75,22 +74,20 @@ def features(row: Any) -> list[FeatureProblem]:
     return [fit(problem, row) for problem in (first, prefill, decode)]
 
 
-def wide(row: Any) -> list[FeatureProblem]:
+def wide(row: Any) -> list[Problem]:
     # Above 256, where they are all that there is.
     dim = min(row.head_dim, 264)
     dims = {"head_dim": dim, "head_dim_v": dim}
     few, many = row.tile_m + 9, 2 * row.tile_n + 5
     bias, mask = ("bhqk", "same", "plain"), ("bqk", "plain")
     return [
-        FeatureProblem(few, many, num_heads_kv=1, causal="bottom-right", used_k=True, **dims),
-        FeatureProblem(few, many, causal="top-left", bias=bias, mask=mask, used_k=True, seed=2, **dims),
-        FeatureProblem(few, many, packed_q=True, packed_k=True, causal="bottom-right", seed=3, **dims),
+        Problem(few, many, num_heads_kv=1, causal="bottom-right", used_k=True, **dims),
+        Problem(few, many, causal="top-left", bias=bias, mask=mask, used_k=True, seed=2, **dims),
+        Problem(few, many, packed_q=True, packed_k=True, causal="bottom-right", seed=3, **dims),
     ]
 
 
-def _run(
-    row: str | None, dtype: torch.dtype, small: list[FeatureProblem], product_error: float = 0.0
-) -> None:
+def _run(row: str | None, dtype: torch.dtype, small: list[Problem], product_error: float = 0.0) -> None:
     for problem in small:
         call = problem.call(dtype, "cpu")
         there = {name: _there(value) for name, value in call.features.items()}
@@ -115,7 +112,7 @@ def _there(value: Any) -> Any:
 
 def combine(dtype: torch.dtype) -> None:
     for dim in (64, 50):
-        problem = FeatureProblem(3, 300, num_heads=4, num_splits=3, head_dim=dim, head_dim_v=dim, used_k=True)
+        problem = Problem(3, 300, num_heads=4, num_splits=3, head_dim=dim, head_dim_v=dim, used_k=True)
         _run(None, dtype, [problem])
 
 
@@ -124,7 +121,7 @@ def merge_tail(dtype: torch.dtype) -> None:
     rows = [row for row in gpu.rows() if row.family == "plain" and row.copy == "tma"]
     own = [row for row in rows if gpu.torch_dtype(row) == dtype]
     for row in own[:1]:
-        problem = problems.Problem(row.tile_m + 9, 4 * row.tile_n + 5, batch=1, num_heads=2, num_heads_kv=1)
+        problem = Problem(row.tile_m + 9, 4 * row.tile_n + 5, batch=1, num_heads=2, num_heads_kv=1)
         launch = gpu.Launch.of(row, problem, gpu.device())
         launch.run(tail=Tail(3, 3, 2, 2))
         out, *inputs = (x.cpu() for x in (launch.out.view, launch.q, launch.k, launch.v))

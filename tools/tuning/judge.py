@@ -23,7 +23,8 @@ if __name__ == "__main__":
 
 import gpu
 import torch
-from problems import Problem, listed
+from listed_problems import listed
+from problems import Problem
 
 from cutlass_fmha.bench import timing
 from cutlass_fmha.bench.cases import Case

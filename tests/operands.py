@@ -1,0 +1,210 @@
+"""The numbers of attention problems, and places between NaN for them.
+
+An element that a kernel reads outside its operand, a padding row included, poisons the result, since even a
+probability of zero times NaN is NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from problems import Problem
+
+GUARD = 256  # elements of NaN before and after each tensor: 512 bytes keep the alignment of the allocation
+CAUSAL = ("none", "top-left", "bottom-right")
+
+
+Fill = Callable[["Problem", torch.dtype, int, torch.device | str], list[Tensor]]
+
+
+# ---- numbers -----------------------------------------------------------------------------------------------
+
+
+def _normal(problem: Problem, dtype: torch.dtype, head_dim: int, device: torch.device | str) -> list[Tensor]:
+    generator = torch.Generator(device=device).manual_seed(problem.seed)
+    p = problem
+    shapes = [(p.seqlen_q, p.num_heads), (p.seqlen_k, p.num_heads_kv), (p.seqlen_k, p.num_heads_kv)]
+    return [
+        torch.randn(p.batch, s, h, head_dim, generator=generator, device=device).to(dtype) for s, h in shapes
+    ]
+
+
+def _constant(
+    problem: Problem, dtype: torch.dtype, head_dim: int, device: torch.device | str
+) -> list[Tensor]:
+    """Every key weighs the same, and every output is the one value there is."""
+    return [torch.full_like(x, 0.7) for x in _normal(problem, dtype, head_dim, device)]
+
+
+def _ramp(per_key: float) -> Fill:
+    """Scores change by up to 2 * ``per_key`` from one key to the next: up in some rows, down in others."""
+
+    def fill(problem: Problem, dtype: torch.dtype, head_dim: int, device: torch.device | str) -> list[Tensor]:
+        q, k, v = _normal(problem, dtype, head_dim, device)
+        scale = problem.scale or head_dim**-0.5  # a scale of 0 has no ramp to show
+        # The first element of q and k carries the ramp; q's varies by row, in size and sign.
+        slope = q[..., 0].float().clamp(-2, 2)
+        steps = torch.arange(problem.seqlen_k, device=device, dtype=torch.float32) * per_key / scale
+        limit = 60000.0
+        q[..., 0] = slope.to(dtype)
+        k[..., 0] = steps.clamp(-limit, limit).to(dtype)[:, None]
+        return [q, k, v]
+
+    return fill
+
+
+def _outliers(
+    problem: Problem, dtype: torch.dtype, head_dim: int, device: torch.device | str
+) -> list[Tensor]:
+    """A few keys score far above all before them, for some query rows of a warp and not for others."""
+    q, k, v = _normal(problem, dtype, head_dim, device)
+    k[:, 5::37] *= 20
+    return [q, k, v]
+
+
+def _exact(
+    q_unit: float, k_unit: float, half_q_unit: float | None = None, half_k_unit: float | None = None
+) -> Fill:
+    """Scores that are integers up to 12 times the units' product (the latter two: in fp16), exact in fp32 in
+    any order of summation, with frequent ties. Beyond ties the softmax picks one key."""
+
+    def fill(problem: Problem, dtype: torch.dtype, head_dim: int, device: torch.device | str) -> list[Tensor]:
+        q, k, v = _normal(problem, dtype, head_dim, device)
+        half = dtype == torch.float16
+        q[..., 4:] = 0  # sums of four products of small integers and a power of two
+        q = q.float().round().clamp(-1, 1) * ((half and half_q_unit) or q_unit)
+        k = k.float().round().clamp(-3, 3) * ((half and half_k_unit) or k_unit)
+        return [q.to(dtype), k.to(dtype), v]
+
+    return fill
+
+
+def _huge_values(
+    problem: Problem, dtype: torch.dtype, head_dim: int, device: torch.device | str
+) -> list[Tensor]:
+    q, k, v = _normal(problem, dtype, head_dim, device)
+    return [q, k, v.clamp(-4, 4) * (15000.0 if dtype == torch.float16 else 1e30)]
+
+
+def _small(problem: Problem, dtype: torch.dtype, head_dim: int, device: torch.device | str) -> list[Tensor]:
+    """Subnormal numbers in fp16; with a scale of 2^40 the scores are ordinary again."""
+    return [x * 2.0**-20 for x in _normal(problem, dtype, head_dim, device)]
+
+
+def _tiny(problem: Problem, dtype: torch.dtype, head_dim: int, device: torch.device | str) -> list[Tensor]:
+    """The smallest subnormal numbers of fp16; in bf16 numbers whose products underflow to 0."""
+    unit = 2.0**-23 if dtype == torch.float16 else 1e-30
+    return [x * unit for x in _normal(problem, dtype, head_dim, device)]
+
+
+def _minus_infinity(hides: Callable[[Tensor], Tensor]) -> Fill:
+    """Scores of -inf for the keys that ``hides`` names, given their numbers."""
+
+    def fill(problem: Problem, dtype: torch.dtype, head_dim: int, device: torch.device | str) -> list[Tensor]:
+        q, k, v = _normal(problem, dtype, head_dim, device)
+        q[..., 0] = q[..., 0].abs() + 0.5  # positive, so that the scores are -inf and not +inf
+        k[:, hides(torch.arange(problem.seqlen_k, device=device)), :, 0] = -torch.inf
+        return [q, k, v]
+
+    return fill
+
+
+FILLS = {
+    "normal": _normal,
+    "constant": _constant,
+    "ramp": _ramp(0.05),
+    "steep-ramp": _ramp(1.0),
+    "outliers": _outliers,
+    "large": _exact(2.0**10, 2.0**10),
+    "huge": _exact(2.0**50, 2.0**50, 2.0**15, 2.0**14),
+    "huge-values": _huge_values,
+    "small": _small,
+    "tiny": _tiny,
+    "first-keys-minus-inf": _minus_infinity(lambda j: j < 100),
+    "last-keys-minus-inf": _minus_infinity(lambda j: j >= j.numel() - 100),
+    "most-keys-minus-inf": _minus_infinity(lambda j: j % 50 > 0),
+    "all-keys-minus-inf": _minus_infinity(lambda j: j >= 0),
+}
+
+
+# ---- memory ------------------------------------------------------------------------------------------------
+
+
+def poison(dtype: torch.dtype, count: int, device: torch.device | str) -> Tensor:
+    """``count`` elements of NaN, with a bit pattern that no arithmetic makes."""
+    bits = {
+        torch.float16: (torch.int16, 0x7E5A),
+        torch.bfloat16: (torch.int16, 0x7FDA),
+        torch.float32: (torch.int32, 0x7FDA5A5A),
+        torch.float64: (torch.int64, 0x7FFDA5A55A5A5A5A),
+    }
+    integer, pattern = bits[dtype]
+    return torch.full((count,), pattern, dtype=integer, device=device).view(dtype)
+
+
+def place(x: Tensor, order: str = "bshd", row_pad: int = 0, offset: int = GUARD) -> Tensor:
+    """A copy of x [batch, seqlen, heads, head_dim] inside NaN, its dimensions in memory in ``order``, each
+    row followed by ``row_pad`` elements of NaN, the first element at ``offset``."""
+    sizes = dict(zip("bsh", x.shape, strict=False))
+    strides, step = {}, x.shape[3] + row_pad
+    for axis in reversed(order[:3]):
+        strides[axis] = step
+        step *= sizes[axis]
+    buffer = poison(x.dtype, offset + step + GUARD, x.device)
+    view = buffer.as_strided(x.shape, (*(strides[axis] for axis in "bsh"), 1), offset)
+    return view.copy_(x)
+
+
+#: Layouts of each tensor by itself; "expanded": one head for all.
+OF_EACH = ("bshd", "bhsd", "sbhd", "padded", "unaligned", "expanded")
+#: And those where no length tells sequences apart: "shared", one batch entry for all; "overlapping", rows
+#: that begin within others.
+LAYOUTS = (*OF_EACH, "shared", "overlapping")
+
+
+def lay_out(q: Tensor, k: Tensor, v: Tensor, layout: str) -> tuple[Tensor, Tensor, Tensor]:
+    """[batch, seqlen, heads, head_dim] each, inside NaN. Some layouts keep only the first entry or head.
+
+    "packed": slices of one tensor along the heads, as a fused projection leaves them; of two for two lengths.
+    """
+    if layout != "packed":
+        return lay_out_one(q, layout, 0), lay_out_one(k, layout, 1), lay_out_one(v, layout, 2)
+    if q.shape[1] != k.shape[1]:
+        kv = place(torch.cat([k, v], dim=2))
+        return place(q), kv[:, :, : k.shape[2]], kv[:, :, k.shape[2] :]
+    q, k, v = place(torch.cat([q, k, v], dim=2)).split([q.shape[2], k.shape[2], v.shape[2]], dim=2)
+    return q, k, v
+
+
+def overlapping(x: Tensor) -> Tensor:
+    """x [batch, seqlen, heads, head_dim] inside NaN, rows that begin 8, 16 or 24 elements after others."""
+    strides = (24, 16, 8, 1)
+    count = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, strides, strict=True))
+    numbers = x.flatten().repeat(-(-count // x.numel()))[:count]
+    buffer = poison(x.dtype, count + 2 * GUARD, x.device)
+    buffer[GUARD:-GUARD] = numbers
+    return buffer.as_strided(x.shape, strides, GUARD)
+
+
+def lay_out_one(x: Tensor, layout: str, which: int) -> Tensor:
+    """x [batch, seqlen, heads, head_dim] inside NaN. ``which``: 0 for q, 1 for k, 2 for v."""
+    if x.dtype == torch.float64:  # for which there is no poison
+        return x
+    if layout in ("bhsd", "sbhd"):
+        return place(x, layout)
+    if layout == "padded":
+        return place(x, row_pad=8 * (1 + which))
+    if layout == "unaligned":
+        return place(x, ("bshd", "bshd", "bhsd")[which], row_pad=(0, 3, 1)[which], offset=GUARD + 1)
+    if layout == "expanded":
+        return place(x[:, :, :1]).expand(x.shape)
+    if layout == "shared":
+        return place(x[:1]).expand(x.shape)
+    if layout == "overlapping" and x.numel():
+        return overlapping(x)
+    return place(x)
