@@ -118,9 +118,10 @@ def fit_wide(p: Problem, row: _C.Row) -> Problem:
     )
 
 
-def launch_of(row: _C.Row, problem: Problem, device: torch.device | str) -> FeatureLaunch:
-    """A launch of a scored or a wide row."""
-    return (WideLaunch if row.family == "wide" else FeatureLaunch).of(row, problem, device)
+def launch_of(row: _C.Row, problem: Problem, device: torch.device) -> FeatureLaunch | gpu.Launch:
+    """A launch of any row."""
+    kind = WideLaunch if row.family == "wide" else FeatureLaunch if row.takes_features else gpu.Launch
+    return kind.of(row, fit(problem, row), device)
 
 
 @dataclass
@@ -136,6 +137,18 @@ class FeatureLaunch:
     partial: list[Tensor] = field(default_factory=list)
     #: Half ulps of fp32 that a product may be off by besides.
     product_error: float = 0.0
+
+    @property
+    def q(self) -> Tensor:
+        return self.call.q
+
+    @property
+    def k(self) -> Tensor:
+        return self.call.k
+
+    @property
+    def v(self) -> Tensor:
+        return self.call.v
 
     @classmethod
     def of(cls, row: _C.Row, problem: Problem, device: torch.device | str) -> FeatureLaunch:

@@ -200,6 +200,7 @@ class Launch:
     scale: float
     causal: str
     exact_scores: bool = False
+    problem: Problem | None = None
 
     @classmethod
     def of(cls, row: _C.Row, problem: Problem, device: torch.device) -> Launch:
@@ -214,7 +215,8 @@ class Launch:
             rows = torch.empty(problem.batch, problem.num_heads, problem.seqlen_q, 1, device=device)
             lse = Guarded.around(place(rows).squeeze(-1))
         scale = row.head_dim**-0.5 if problem.scale is None else problem.scale
-        return cls(row, q, k, v, Guarded.around(out), lse, scale, problem.causal, problem.exact_scores)
+        said = (scale, problem.causal, problem.exact_scores, problem)
+        return cls(row, q, k, v, Guarded.around(out), lse, *said)
 
     def run(self, stream: int | None = None, tail: Tail | None = None) -> None:
         """Launch on ``stream``, or on torch's current one."""

@@ -246,3 +246,9 @@ def listed() -> list[P]:
     """The problems every row is run on, without those whose layout it can't take. Each has its own seed."""
     found = [*_plain_lengths(), *_plain_empty(), *_plain_numbers(), *_plain_memory()]
     return _seeded(*found)
+
+
+def is_short(p: P) -> bool:
+    """Whether a simulator takes tens of milliseconds for it: few scores, and few heads in all batches."""
+    blocks = p.batch * p.num_heads
+    return blocks * p.seqlen_q * p.seqlen_k <= 2**20 and blocks <= 3000

@@ -13,9 +13,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import elf
 import pytest
 import resources
-from elf import Elf
 
 from cutlass_fmha import _C
 from cutlass_fmha.dispatch.table import PLAIN
@@ -369,7 +369,7 @@ def test_the_stubs_arguments_are_those_of_a_launch():
 
 
 def test_it_needs_nothing_but_the_c_and_cpp_runtimes():
-    needed = Elf(EXTENSION).needed()
+    needed = elf.needed(EXTENSION)
     assert "libc.so.6" in needed
     allowed = r"(libc|libm|libpthread|libdl|librt|libgcc_s|libstdc\+\+|ld-linux-x86-64)\.so\.\d+"
     foreign = sorted(name for name in needed if not re.fullmatch(allowed, name))
@@ -396,7 +396,7 @@ def test_it_loads_without_torch_and_without_the_driver():
 
 def test_its_symbols_stay_its_own():
     # torch has a CUDA runtime of its own in the process: one must not be mistaken for the other.
-    exported = Elf(EXTENSION).exported()
+    exported = elf.exported(EXTENSION)
     assert "PyInit__C" in exported
     # Templates of the standard library are weak and the same everywhere.
     foreign = [name for name in exported if re.search("cuda|cutlass|fwd_|nv[A-Z]", name)]

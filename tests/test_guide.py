@@ -1,4 +1,4 @@
-"""The user's guide: its examples run, and it names everything that a call may say."""
+"""The guides: their examples run, and everything is named that a call may say."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 
 from cutlass_fmha.features import FeatureArguments
 
-GUIDE = Path(__file__).resolve().parents[1] / "docs" / "attention.md"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+GUIDE = DOCS / "attention.md"
 TEXT = GUIDE.read_text(encoding="utf-8")
 SETUP, *EXAMPLES = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 
@@ -26,6 +27,16 @@ def test_the_examples_run(example: str):
     names: dict[str, Any] = {}
     exec(compile(SETUP, str(GUIDE), "exec"), names)
     exec(compile("\n" * line_of(example) + example, str(GUIDE), "exec"), names)
+
+
+def test_the_examples_about_caches_run_one_after_the_other():
+    names: dict[str, Any] = {}
+    torch.manual_seed(0)
+    text = (DOCS / "caches.md").read_text()
+    examples = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert len(examples) >= 5
+    for example in examples:
+        exec(compile(example, "docs/caches.md", "exec"), names)
 
 
 def test_every_keyword_is_explained_and_shown():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any
 
 import oracle_features
@@ -222,22 +220,6 @@ def test_decoding_token_by_token_is_causal_attention():
     rows = ints(0)
     whole = cutlass_fmha.attention(rotary(q, cos, sin, rows), rotary(k, cos, sin, rows), v, causal=True)
     torch.testing.assert_close(torch.cat(found, 1), whole)
-
-
-# ---- what is refused ---------------------------------------------------------------------------------------
-
-
-# ---- the guide ---------------------------------------------------------------------------------------------
-
-
-def test_the_examples_of_the_guide_run():
-    guide = (Path(__file__).resolve().parents[1] / "docs" / "caches.md").read_text()
-    examples = re.findall(r"^```python\n(.*?)^```", guide, re.MULTILINE | re.DOTALL)
-    assert len(examples) >= 5
-    names: dict[str, Any] = {}
-    torch.manual_seed(0)
-    for example in examples:
-        exec(compile(example, "docs/caches.md", "exec"), names)
 
 
 # ---- what torch expects of an op ---------------------------------------------------------------------------

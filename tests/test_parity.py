@@ -1,4 +1,6 @@
-"""Every row of this GPU's architecture against dense fp64 attention: ``make parity``.
+"""The package's way to plain rows, and what lies far apart, against dense fp64 attention: ``make parity``.
+
+test_parity_features.py has every row.
 
 CUTLASS_FMHA_FORCE_ARCH=89 proves the sm_89 rows through their PTX, =120 the sm_120 rows of a proxy build.
 """
@@ -6,15 +8,12 @@ CUTLASS_FMHA_FORCE_ARCH=89 proves the sm_89 rows through their PTX, =120 the sm_
 from __future__ import annotations
 
 import gpu
-import hypothesis
 import oracle
 import pytest
 import torch
-from feature_launch import fit
-from listed_problems import listed
 from operands import CAUSAL, place, poison
 from parity_report import ParityReport
-from problems import Problem, problems
+from problems import Problem
 
 import cutlass_fmha
 from cutlass_fmha import _C
@@ -49,34 +48,6 @@ def attend(
     errors.check()
 
 
-@pytest.mark.parametrize(
-    ("row", "problem"),
-    [
-        pytest.param(row, problem, id=f"{row.name}-{problem}")
-        for row in ROWS
-        for problem in listed()
-        if problem.runs_on(row.alignment)
-    ],
-)
-def test_listed_problem(row: _C.Row, problem: Problem, parity: ParityReport):
-    launch = gpu.Launch.of(row, problem, DEVICE)
-    launch.run()
-    parity.check(launch, problem)
-
-
-@by_row
-def test_drawn_problems(row: _C.Row, parity: ParityReport):
-    @hypothesis.settings(hypothesis.settings.get_profile("parity"))
-    @hypothesis.given(problem=problems())
-    def agrees(problem: Problem) -> None:
-        problem = fit(problem, row)
-        launch = gpu.Launch.of(row, problem, DEVICE)
-        launch.run()
-        parity.check(launch, problem)
-
-    agrees()
-
-
 @by_row
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 def test_attention_runs_the_row_it_is_told_to(row: _C.Row, layout: str, parity: ParityReport):
@@ -104,55 +75,6 @@ def test_sdpa_is_top_left_causal():
     )
     ours = cutlass_fmha.scaled_dot_product_attention(q, k, v, is_causal=True)
     oracle.assert_close(ours.transpose(1, 2), *(x.transpose(1, 2) for x in (q, k, v)), causal="top-left")
-
-
-@by_row
-def test_nan_in_a_query_row_stays_in_that_row(row: _C.Row, parity: ParityReport):
-    problem = Problem(200, 300, "bottom-right", seed=3)
-    launch = gpu.Launch.of(row, problem, DEVICE)
-    launch.q[1, 77, 1, 5] = torch.nan
-    launch.run()
-    parity.check(launch, problem)
-    assert launch.out.view[1, 77, 1].isnan().all()
-
-
-@by_row
-def test_values_behind_the_diagonal_are_never_used(row: _C.Row):
-    # A tile whose keys are all hidden must not be touched: its NaN would come through a probability of 0.
-    problem = Problem(512, 512, "bottom-right", seed=4)
-    launch = gpu.Launch.of(row, problem, DEVICE)
-    launch.run()
-    before = launch.out.view[:, :128].clone()
-    beyond = 128 + max(row.tile_m, row.tile_n)
-    launch.k[:, beyond:] = torch.nan
-    launch.v[:, beyond:] = torch.nan
-    launch.run()
-    assert torch.equal(launch.out.view[:, :128], before)
-
-
-@by_row
-def test_repeats_are_bitwise_equal(row: _C.Row, parity: ParityReport):
-    noise = torch.cuda.Stream(DEVICE)
-    load = torch.randn(1024, 1024, device=DEVICE)
-    for problem in (
-        Problem(1023, 1023, "bottom-right", num_heads=4, fill="outliers", seed=5),
-        Problem(300, 2000, "none", num_heads=4, num_heads_kv=1, fill="ramp", seed=6),
-        Problem(17, 113, "none", batch=64, seed=7),
-    ):
-        launch = gpu.Launch.of(row, problem, DEVICE)
-        launch.run()
-        parity.check(launch, problem)
-        assert launch.lse is not None
-        out, lse = launch.out.view.clone(), launch.lse.view.clone()
-        differs = torch.zeros((), dtype=torch.bool, device=DEVICE)
-        for i in range(100):
-            if i % 4 == 0:  # other work on the GPU moves blocks and warps against each other
-                with torch.cuda.stream(noise):
-                    load = load @ load
-                    load /= load.norm()
-            launch.run()
-            differs |= (launch.out.view != out).any() | (launch.lse.view != lse).any()
-        assert not differs.item(), f"{row.name}: {problem}: 100 runs gave more than one result"
 
 
 # ---- offsets that need 64 bits -----------------------------------------------------------------------------

@@ -15,8 +15,8 @@ import sys
 import zipfile
 from pathlib import Path
 
+import elf
 import pytest
-from elf import Elf
 
 import cutlass_fmha
 
@@ -83,7 +83,7 @@ def test_its_extension_needs_the_c_and_cpp_runtimes_only(wheel: Path, names: set
         extension = Path(archive.extract(binary, tmp_path))
     foreign = {
         name
-        for name in Elf(extension).needed()
+        for name in elf.needed(extension)
         if not re.match(r"(lib(c|m|dl|rt|pthread|gcc_s|stdc\+\+)|ld-linux)", name)
     }
     assert not foreign

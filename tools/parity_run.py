@@ -37,16 +37,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import gpu
 import parity_report
 import problems
-from feature_launch import FeatureLaunch, fit
-from listed_problems import GROUPS, listed
+from feature_launch import fit, launch_of
+from listed_problems import GROUPS, is_short, listed
 from source_hash import source_hash
 
 KIND = "cutlass_fmha parity run"
 #: Seeds of the processes that share a run lie so far apart.
 STRIDE = 1_000_003
-#: Scores of a problem, and its heads in all batches, that the short list goes up to: tens of milliseconds in
-#: a simulator.
-SHORT_SCORES, SHORT_BLOCKS = 2**20, 3000
 
 
 @dataclass
@@ -172,13 +169,9 @@ def check_drawn(rows: Sequence[Any], count: int, seed: int, longest: int, tally:
 def check_listed(row: Any, seed: int, tally: Tally) -> None:
     """Runs the tests' listed problems that take little time, and stops at the first mismatch."""
     made = itertools.chain(*GROUPS.values()) if row.takes_features else listed()
-    for number, p in enumerate(dict.fromkeys(fit(problem, row) for problem in made)):
-        blocks = p.batch * p.num_heads
-        short = blocks * p.seqlen_q * p.seqlen_k <= SHORT_SCORES and (
-            row.takes_features or blocks <= SHORT_BLOCKS
-        )
-        if short and not tally.failure:
-            judge(row, p, tally, seed + number)
+    for number, problem in enumerate(dict.fromkeys(fit(problem, row) for problem in made)):
+        if is_short(problem) and not tally.failure:
+            judge(row, problem, tally, seed + number)
 
 
 def judge(row: Any, problem: Any, tally: Tally, seed: int = 0) -> None:
@@ -190,8 +183,7 @@ def judge(row: Any, problem: Any, tally: Tally, seed: int = 0) -> None:
         os.environ.update({name: str(value) for name, value in settings.items()})
         line = " ".join(f"{name}={value}" for name, value in settings.items()) + f" {line}"
     try:
-        kind: Any = FeatureLaunch if row.takes_features else gpu.Launch
-        launch = kind.of(row, problem, gpu.device())
+        launch = launch_of(row, problem, gpu.device())
         launch.run()
         errors = launch.errors()
         intact = launch.intact()

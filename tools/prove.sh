@@ -6,7 +6,7 @@
 # builds the wheel, the sm_120 proxy and the candidates into OUT and runs the steps, each on its own, all by default:
 #
 #     parity90 parity89 parity120   the parity gate: native rows, sm_89's PTX, sm_120's source compiled for sm_90
-#     candidates                    the gate's tests of plain rows with those of src/candidates.cmake, by sm_89's PTX
+#     candidates                    the gate's tests of the rows with those of src/candidates.cmake, by sm_89's PTX
 #     sanitize                      memcheck, racecheck, synccheck and initcheck over every kernel
 #     mixed                         long runs of problems that mix all features, in the three modes of the gate
 #     bench calibrate holdout demo  figures for benchmarks/results and cutlass_fmha/data/costs
@@ -68,7 +68,7 @@ run() {
     parity120) build_proxy && CUTLASS_FMHA_FORCE_ARCH=120 parity proxy ;;
     candidates)
       build candidates -C cmake.define.CUTLASS_FMHA_MANIFEST=src/candidates.cmake \
-        && CUTLASS_FMHA_FORCE_ARCH=89 with candidates "$python" -m pytest -q -m gpu test_parity.py test_parity_runtime.py
+        && CUTLASS_FMHA_FORCE_ARCH=89 with candidates "$python" -m pytest -q -m gpu test_parity.py test_parity_features.py test_parity_runtime.py
       ;;
     sanitize) build native && sanitize native all ;;
     mixed)
