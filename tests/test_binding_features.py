@@ -201,10 +201,7 @@ def test_a_value_of_another_type_is_a_type_error(name: str, value: Any):
         ),
         ({"bias": SOMEWHERE}, "bias and bias_type go together"),
         ({"bias_type": "float32"}, "bias and bias_type go together"),
-        (
-            {"bias": SOMEWHERE + 2, "bias_type": "float32"},
-            "bias must be aligned to 4 bytes",
-        ),
+        ({"bias": SOMEWHERE + 2, "bias_type": "float32"}, "bias must be aligned to 4 bytes"),
         ({"dropout_threshold": 1}, "dropout needs dropout_seed"),
         ({"block_counts": SOMEWHERE}, "block_counts and block_indices go together"),
         ({**BLOCKS, "block_n": 0}, "a block mask needs block_m and block_n"),

@@ -135,12 +135,8 @@ def test_each_reason_is_a_sentence_of_its_own():
     assert reasons(replace(PROBLEM, alignment=2)) == [
         "needs pointers and strides aligned to 16 bytes, and these are aligned to 2"
     ]
-    assert reasons(PROBLEM, PRESETS["rtx5080"]) == [
-        "made for sm_89, and this device takes the sm_120 rows",
-    ]
-    assert reasons(PROBLEM, A100) == [
-        "made for sm_89, and this device takes no row of this build",
-    ]
+    assert reasons(PROBLEM, PRESETS["rtx5080"]) == ["made for sm_89, and this device takes the sm_120 rows"]
+    assert reasons(PROBLEM, A100) == ["made for sm_89, and this device takes no row of this build"]
     assert reasons(PROBLEM, replace(L4, smem_per_block=16 * 1024)) == [
         "needs 24576 bytes of shared memory per block, and this device has 16384"
     ]

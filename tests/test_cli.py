@@ -74,9 +74,7 @@ def test_info_counts_rows_and_names_devices(capsys, build, monkeypatch):
     monkeypatch.setattr(_C, "driver_version", lambda: 13000)
     monkeypatch.setattr(device, "of_index", lambda index: (L4, old)[index])
     monkeypatch.setattr(
-        _C,
-        "build_info",
-        lambda: {"cuda": True, "cuda_version": "13.0", "cutlass_version": "4.2.0"},
+        _C, "build_info", lambda: {"cuda": True, "cuda_version": "13.0", "cutlass_version": "4.2.0"}
     )
     _, out = run(capsys, "info")
     for line in (

@@ -15,15 +15,7 @@ import hypothesis
 import oracle_features
 import pytest
 import torch
-from feature_launch import (
-    LARGEST,
-    SPLIT_ERROR,
-    FeatureLaunch,
-    WideLaunch,
-    compare,
-    fit,
-    launch_of,
-)
+from feature_launch import LARGEST, SPLIT_ERROR, FeatureLaunch, WideLaunch, compare, fit, launch_of
 from listed_problems import GROUPS, is_short, listed
 from operands import poison
 from parity_report import ParityReport
@@ -83,14 +75,7 @@ def attend(
     call = problem.call(dtype, DEVICE)
     features = {**call.features, **more}
     out, lse = cutlass_fmha.attention(
-        call.q,
-        call.k,
-        call.v,
-        scale=call.scale,
-        causal=call.causal,
-        return_lse=True,
-        row=row,
-        **features,
+        call.q, call.k, call.v, scale=call.scale, causal=call.causal, return_lse=True, row=row, **features
     )
     if out.numel():
         compare(call, out, lse).check()

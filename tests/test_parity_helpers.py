@@ -214,10 +214,7 @@ def test_a_combined_row_has_the_same_bits_in_every_batch():
         alone = Combine(13, (1, 3, 2, 128), torch.bfloat16)
         alone.partial_o, alone.partial_lse = (
             x.view(13, 4, 6, -1)[:, b].reshape(alone_x.shape).contiguous()
-            for x, alone_x in (
-                (launch.partial_o, alone.partial_o),
-                (launch.partial_lse, alone.partial_lse),
-            )
+            for x, alone_x in ((launch.partial_o, alone.partial_o), (launch.partial_lse, alone.partial_lse))
         )
         alone.run()
         assert torch.equal(bits(alone.out.view[0]), bits(first[b]))

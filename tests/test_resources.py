@@ -115,11 +115,7 @@ SIMT, WIDE, TF32 = "wide_sm89_f32_dany_m64n128w8_simt", "wide_sm89_bf16_dany_m64
         ("fwd_sm89_f16_d128_m256n64w8", {"opcodes": {"LDL": 1}}, "1 loads and stores of local memory"),
         ("fwd_sm89_f16_d128_m256n64w8", {"opcodes": {}}, "no tensor-core instruction"),
         ("fwd_sm90_f16_d96_m64n32w4_scored", {"stack": 16}, "a stack of 16 bytes"),
-        (
-            "wide_sm90_f16_dany_m32n128w4",
-            {"opcodes": {"STL.64": 2}},
-            "2 loads and stores of local memory",
-        ),
+        ("wide_sm90_f16_dany_m32n128w4", {"opcodes": {"STL.64": 2}}, "2 loads and stores of local memory"),
         ("rotary_sm120_f16", {"registers": 200}, "blocks of 128 threads on an SM"),
         (
             "fwd_sm90_bf16_d64_m64n64w4",

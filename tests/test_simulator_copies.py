@@ -42,8 +42,7 @@ def bits_of(x: np.ndarray, type_name: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("type_name", "depth"),
-    [("f16", 16), ("bf16", 16), ("f16", 8), ("bf16", 8), ("tf32", 8), ("tf32", 4)],
+    ("type_name", "depth"), [("f16", 16), ("bf16", 16), ("f16", 8), ("bf16", 8), ("tf32", 8), ("tf32", 4)]
 )
 def test_matrices_multiply(type_name: str, depth: int):
     a, b = (RNG.integers(-8, 9, shape).astype(np.float32) / 4 for shape in ((16, depth), (8, depth)))

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -118,71 +119,68 @@ def make_report(
     return report.write(directory, {**report.content(True, {"passed": 2}, environment), **changes})
 
 
-def release(reports: Path, sources: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """Release-check with a report of the machine code beside ``reports``, made now where there is none."""
-    machine_code = reports.parent / "resources.json"
-    if not machine_code.exists():
-        resources.write_report({**resources.read_report(), "source_hash": source_hash(sources)}, machine_code)
-    options = ["--reports", str(reports), "--sources", str(sources), "--resources", str(machine_code)]
-    status = release_check.main(options)
-    return status, capsys.readouterr().out
+@pytest.fixture
+def reports(tmp_path: Path, sources: Path) -> Path:
+    """A directory with a report of each architecture."""
+    for arch in MODES:
+        make_report(tmp_path / "reports", sources, arch)
+    return tmp_path / "reports"
 
 
-def test_three_reports_of_these_sources_are_enough(
+@pytest.fixture
+def release(
     tmp_path: Path, sources: Path, capsys: pytest.CaptureFixture[str]
-):
-    names = [make_report(tmp_path / "reports", sources, arch).name for arch in MODES]
-    assert names[1] == "2026-11-20-nvidia-h200-ptx-sm89.json"
-    status, output = release(tmp_path / "reports", sources, capsys)
+) -> Callable[[], tuple[int, str]]:
+    """Release-check of those reports, with one of the machine code, made now where there is none."""
+
+    def check() -> tuple[int, str]:
+        machine_code = tmp_path / "resources.json"
+        if not machine_code.exists():
+            content = {**resources.read_report(), "source_hash": source_hash(sources)}
+            resources.write_report(content, machine_code)
+        options = ["--reports", str(tmp_path / "reports"), "--sources", str(sources)]
+        status = release_check.main([*options, "--resources", str(machine_code)])
+        return status, capsys.readouterr().out
+
+    return check
+
+
+def test_three_reports_of_these_sources_are_enough(reports: Path, release: Any):
+    assert (reports / "2026-11-20-nvidia-h200-ptx-sm89.json").exists()
+    status, output = release()
     assert (status, output.count("\n")) == (0, 1)
     assert "prove the present sources" in output
 
 
 @pytest.mark.parametrize("missing", MODES)
-def test_each_architectures_rows_need_a_report(
-    missing: int, tmp_path: Path, sources: Path, capsys: pytest.CaptureFixture[str]
-):
-    for arch in MODES:
-        if arch != missing:
-            make_report(tmp_path / "reports", sources, arch)
-    status, output = release(tmp_path / "reports", sources, capsys)
-    assert status == 1
-    assert f"the sm_{missing} rows have no parity report" in output
-    assert "make parity" in output
+def test_each_architectures_rows_need_a_report(missing: int, reports: Path, release: Any):
+    for path in reports.glob(f"*-sm{missing}.*"):
+        path.unlink()
+    status, output = release()
+    assert status == 1 and output.count("have no parity report") == 1
+    assert f"the sm_{missing} rows have no parity report" in output and "make parity" in output
 
 
-def test_no_reports_at_all_fail(tmp_path: Path, sources: Path, capsys: pytest.CaptureFixture[str]):
-    status, output = release(tmp_path / "nothing", sources, capsys)
-    assert status == 1
-    assert output.count("have no parity report") == 3
+def test_no_reports_at_all_fail(release: Any):
+    status, output = release()
+    assert status == 1 and output.count("have no parity report") == 3
 
 
-def test_a_report_of_other_sources_fails(tmp_path: Path, sources: Path, capsys: pytest.CaptureFixture[str]):
-    for arch in MODES:
-        make_report(tmp_path / "reports", sources, arch)
+def test_a_report_of_other_sources_fails(sources: Path, reports: Path, release: Any):
     (sources / "a.h").write_text("changed")
-    status, output = release(tmp_path / "reports", sources, capsys)
-    assert status == 1
-    assert output.count("is of other sources") == 3
+    status, output = release()
+    assert status == 1 and output.count("is of other sources") >= 3
 
 
-def test_the_newest_report_counts(tmp_path: Path, sources: Path, capsys: pytest.CaptureFixture[str]):
-    for arch in MODES:
-        make_report(tmp_path / "reports", sources, arch)
+def test_the_newest_report_counts(sources: Path, reports: Path, release: Any):
     # Newer by the clock though not by name: its time zone is another.
-    make_report(
-        tmp_path / "reports",
-        sources,
-        90,
-        "2026-11-20T09:30:00-02:00",
-        source_hash="0" * 64,
-        gpu="NVIDIA H100",
-    )
-    status, output = release(tmp_path / "reports", sources, capsys)
+    newer = {"source_hash": "0" * 64, "gpu": "NVIDIA H100"}
+    make_report(reports, sources, 90, "2026-11-20T09:30:00-02:00", **newer)
+    status, output = release()
     assert status == 1
     assert "2026-11-20-nvidia-h100-native-sm90.json is of other sources (hash 000000000000" in output
-    make_report(tmp_path / "reports", sources, 90, "2026-11-20T12:00:00+00:00")
-    assert release(tmp_path / "reports", sources, capsys)[0] == 0
+    make_report(reports, sources, 90, "2026-11-20T12:00:00+00:00")
+    assert release()[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -194,16 +192,11 @@ def test_the_newest_report_counts(tmp_path: Path, sources: Path, capsys: pytest.
         ({"mode": "proxy"}, "the sm_90 rows have no parity report (native)"),
     ],
 )
-def test_a_report_that_proves_less_fails(
-    changes: dict[str, Any], expected: str, tmp_path: Path, sources: Path, capsys: pytest.CaptureFixture[str]
-):
-    for arch in MODES:
-        path = make_report(tmp_path / "reports", sources, arch)
-        if arch == 90:
-            path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-    status, output = release(tmp_path / "reports", sources, capsys)
-    assert status == 1
-    assert expected in output
+def test_a_report_that_proves_less_fails(changes: dict[str, Any], expected: str, reports: Path, release: Any):
+    (path,) = reports.glob("*-sm90.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    status, output = release()
+    assert status == 1 and expected in output
 
 
 @pytest.mark.parametrize(
@@ -215,31 +208,24 @@ def test_a_report_that_proves_less_fails(
     ],
 )
 def test_the_machine_code_of_every_row_must_be_right(
-    changes: dict[str, Any], expected: str, tmp_path: Path, sources: Path, capsys: pytest.CaptureFixture[str]
+    changes: dict[str, Any], expected: str, reports: Path, release: Any
 ):
-    for arch in MODES:
-        make_report(tmp_path / "reports", sources, arch)
-    assert release(tmp_path / "reports", sources, capsys)[0] == 0
-    report = resources.read_report(tmp_path / "resources.json")
-    (report if changes.keys() <= report.keys() else report["rows"]["fwd_sm90_f16_d32_m64n64w4"]).update(
-        changes
-    )
-    resources.write_report(report, tmp_path / "resources.json")
-    status, output = release(tmp_path / "reports", sources, capsys)
+    assert release()[0] == 0
+    path = reports.parent / "resources.json"
+    report = resources.read_report(path)
+    row = report["rows"]["fwd_sm90_f16_d32_m64n64w4"]
+    (report if changes.keys() <= report.keys() else row).update(changes)
+    resources.write_report(report, path)
+    status, output = release()
     assert status == 1 and output.startswith("release-check: ") and output.count("\n") == 1
     assert expected in output
 
 
 @pytest.mark.parametrize("text", ["{}", "not json", '{"kind": "benchmark"}', "[]"])
-def test_a_file_that_is_no_report_is_named(
-    text: str, tmp_path: Path, sources: Path, capsys: pytest.CaptureFixture[str]
-):
-    (tmp_path / "reports").mkdir()
-    (tmp_path / "reports" / "odd.json").write_text(text)
-    status, output = release(tmp_path / "reports", sources, capsys)
-    assert status == 1
-    assert "odd.json" in output
-    assert output.count("\n") == 1
+def test_a_file_that_is_no_report_is_named(text: str, reports: Path, release: Any):
+    (reports / "odd.json").write_text(text)
+    status, output = release()
+    assert status == 1 and "odd.json" in output and output.count("\n") == 1
 
 
 def test_the_markdown_names_machine_rows_and_errors(tmp_path: Path, sources: Path):

@@ -215,11 +215,7 @@ def test_what_the_machine_code_has_against_a_candidate():
     fine, spills, stack, absent = (replace(SMALL, tile_n=n) for n in (32, 48, 64, 80))
     crowded = replace(fine, min_blocks=5)
     kernels = [kernel(fine), kernel(fine, "bf16", registers=140), kernel(spills, stl=3)]
-    kernels += [
-        kernel(stack, stack=16),
-        kernel(crowded),
-        kernel(SMALL, stl=9),
-    ]  # the last: a row
+    kernels += [kernel(stack, stack=16), kernel(crowded), kernel(SMALL, stl=9)]  # the last: a row
     wanted = {fine: BOTH, **dict.fromkeys((spills, stack, crowded, absent), ("float16",))}
     found, registers = judge_resources(kernels, wanted, Limits())
     assert found[fine] == [] and registers[fine] == 140

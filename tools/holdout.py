@@ -17,6 +17,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from tabulate import tabulate
+
 from cutlass_fmha.bench.runner import CannotMeasure, require_gpu
 from cutlass_fmha.bench.timing import percentile
 from cutlass_fmha.calibrate import measurements, problems, verdict
@@ -127,29 +129,33 @@ def markdown(taken: Measurements, picks: Sequence[Pick], costs: str) -> str:
         f"({REQUIRED:.0%} are required). Costs: {costs}. Seed {taken.seed}, {machine.date[:10]}, "
         f"cutlass_fmha {machine.package}, torch {machine.torch}.",
         "",
-        "| head dim | problems | within 5 % | time lost: median | p95 | worst |",
-        "|---|---|---|---|---|---|",
-    ]
-    for head_dim in sorted({pick.problem.head_dim for pick in picks}):
-        own = [pick for pick in picks if pick.problem.head_dim == head_dim]
-        lines += [_table_line(str(head_dim), own)]
-    lines += [_table_line("all", picks), "", "Quantiles of the time lost: " + _quantiles(picks) + ".", ""]
-    worst = sorted(picks, key=lambda pick: -pick.loss)[:WORST]
-    lines += ["| lost | picked | best | us / us | problem |", "|---|---|---|---|---|"]
-    lines += [
-        f"| {pick.loss:.1%} | {pick.row} | {pick.best_row} | {pick.us:.1f} / {pick.best_us:.1f} "
-        f"| {_short(pick.problem)} |"
-        for pick in worst
+        tabulate([_line(label, own) for label, own in by_head_dim(picks)], HEAD, "github"),
+        *("", f"Quantiles of the time lost: {_quantiles(picks)}.", ""),
+        tabulate(
+            [
+                (f"{p.loss:.1%}", p.row, p.best_row, f"{p.us:.1f} / {p.best_us:.1f}", _short(p.problem))
+                for p in sorted(picks, key=lambda pick: -pick.loss)[:WORST]
+            ],
+            ("lost", "picked", "best", "us / us", "problem"),
+            "github",
+        ),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _table_line(label: str, picks: Sequence[Pick]) -> str:
+HEAD = ("head dim", "problems", "within 5 %", "time lost: median", "p95", "worst")
+
+
+def by_head_dim(picks: Sequence[Pick]) -> list[tuple[str, list[Pick]]]:
+    dims = sorted({pick.problem.head_dim for pick in picks})
+    own = [(str(dim), [pick for pick in picks if pick.problem.head_dim == dim]) for dim in dims]
+    return [*own, ("all", list(picks))]
+
+
+def _line(label: str, picks: Sequence[Pick]) -> tuple[str, ...]:
     lost = losses(picks)
-    return (
-        f"| {label} | {len(picks)} | {verdict.share_right(picks):.1%} | {percentile(lost, 0.5):.1%} "
-        f"| {percentile(lost, 0.95):.1%} | {max(lost):.1%} |"
-    )
+    shares = (verdict.share_right(picks), percentile(lost, 0.5), percentile(lost, 0.95), max(lost))
+    return label, str(len(picks)), *(f"{share:.1%}" for share in shares)
 
 
 def _quantiles(picks: Sequence[Pick]) -> str:
