@@ -1,4 +1,4 @@
-"""The op as torch sees it: schema, fake tensors, gradients, compiling, and the way past the dispatcher."""
+"""The op ``forward`` compiled and exported, the way past the dispatcher, a torch without private names."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from torch.autograd import forward_ad
 
 import cutlass_fmha
 from cutlass_fmha import private_torch
-from cutlass_fmha.dispatch.problem import CAUSAL
 from cutlass_fmha.ops import dispatcher
-from cutlass_fmha.ops.forward import SCHEMA
 
 # Of torch's own making: what its compiler and its forward-mode derivatives use inside.
 pytestmark = [
@@ -28,68 +26,11 @@ forward = torch.ops.cutlass_fmha.forward
 F16 = torch.float16
 
 
-# ---- what torch expects of an op ---------------------------------------------------------------------------
-
-
-def test_the_schema_is_functional_and_of_fixed_arity():
-    schema = forward.default._schema
-    assert str(schema) == f"cutlass_fmha::{SCHEMA}"
-    assert not schema.is_mutable
-
-
-@pytest.mark.parametrize("return_lse", [False, True])
-@pytest.mark.parametrize("causal", CAUSAL)
-def test_opcheck_passes(causal: str, return_lse: bool):
-    transposed = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv()]
-    for inputs in (qkv(), transposed, qkv(seqlen_k=0), qkv(batch=0)):
-        torch.library.opcheck(forward.default, (*inputs, 0.3, causal, return_lse, None))
-
-
-@pytest.mark.parametrize("return_lse", [False, True])
-def test_fake_tensors_have_the_metadata_of_real_ones(return_lse: bool):
-    inputs = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv()]
-    real = forward(*inputs, 0.3, "none", return_lse, None)
-    fake = forward(*(x.to("meta") for x in inputs), 0.3, "none", return_lse, None)
-    for a, b in zip(real, fake, strict=True):
-        assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
-    assert real[1].shape == ((2, 4, 33) if return_lse else (0,))
-
-
-# ---- gradients ---------------------------------------------------------------------------------------------
-
 NO_BACKWARD = "cutlass_fmha has no backward yet"
 
 
 def call(q, k, v):
     return forward(q, k, v, 0.3, "none", False, None)[0]
-
-
-@pytest.mark.parametrize("which", [0, 1, 2])
-@pytest.mark.parametrize("place", ["cpu", "meta"])
-def test_the_op_raises_where_a_gradient_is_needed(place: str, which: int):
-    inputs = [x.to(place) for x in qkv()]
-    inputs[which].requires_grad_()
-    with pytest.raises(NotImplementedError, match=NO_BACKWARD):
-        call(*inputs)
-    inputs[which] = inputs[which] * 2  # not a leaf
-    with pytest.raises(NotImplementedError, match=NO_BACKWARD):
-        call(*inputs)
-    with torch.no_grad():
-        assert not call(*inputs).requires_grad
-    with torch.inference_mode():
-        call(*inputs)
-
-
-def test_other_ways_to_a_derivative_raise_too():
-    q, k, v = qkv(dtype=torch.float32)
-    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=NO_BACKWARD):
-        call(q, forward_ad.make_dual(k, k), v)
-    with forward_ad.dual_level():
-        call(q, k, v)  # nothing dual about it
-    with pytest.raises(NotImplementedError, match=NO_BACKWARD):
-        torch.func.jvp(lambda x: call(x, k, v), (q,), (q,))
-    with pytest.raises(NotImplementedError, match=NO_BACKWARD):
-        torch.func.grad(lambda x: call(x, k, v).sum())(q)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

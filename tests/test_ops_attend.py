@@ -1,4 +1,7 @@
-"""The op ``attend`` as torch sees it: schema, fake tensors, gradients, compiling; and its way to kernels."""
+"""What torch expects of the ops ``forward`` and ``attend``: schema, fake tensors, no gradient dropped.
+
+And ``attend`` compiled, and on its way to kernels.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,9 @@ from torch.autograd import forward_ad
 import cutlass_fmha
 from cutlass_fmha import attention
 from cutlass_fmha.launch import plan
+from cutlass_fmha.ops import attend as attend_op
 from cutlass_fmha.ops import dispatcher
-from cutlass_fmha.ops.attend import SCHEMA
+from cutlass_fmha.ops import forward as forward_op
 
 # Of torch's own making: what its compiler and its forward-mode derivatives use inside.
 pytestmark = [
@@ -25,15 +29,20 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
 ]
 
-attend = torch.ops.cutlass_fmha.attend
+forward, attend = torch.ops.cutlass_fmha.forward, torch.ops.cutlass_fmha.attend
 F16 = torch.float16
+
+
+def heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The same numbers with heads before the sequence in memory."""
+    return tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors)
 
 
 tensors = functools.partial(qkv, head_dim_v=24)
 Q, K, V = tensors()
 LISTS = {"block_counts": torch.ones(1, 1, 3, dtype=torch.int32), "block_m": 16, "block_n": 32}
 LISTS["block_indices"] = torch.zeros(1, 1, 3, 2, dtype=torch.int32)
-CALLS: dict[str, tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]] = {
+CALLS: dict[str, tuple[tuple[Tensor, ...], dict[str, Any]]] = {
     "plain": ((Q, K, V), {}),
     "scores": (
         (Q, K, V),
@@ -58,29 +67,38 @@ CALLS: dict[str, tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]] = {
     ),
     "no keys": ((Q, K[:, :0], V[:, :0]), {"batch_invariant": True}),
     "no batch": ((Q[:0], K[:0], V[:0]), {"seqused_q": ints()}),
+    "forward": (qkv(), {}),
+    "forward, heads first": (heads_first(*qkv()), {}),
+    "forward, no keys": (qkv(seqlen_k=0), {}),
+    "forward, no batch": (qkv(batch=0), {}),
 }
+
+
+def op_of(name: str) -> Any:
+    return forward if name.startswith("forward") else attend
 
 
 def run(name: str, causal: str = "bottom-right", return_lse: bool = True, place: str = "cpu") -> Any:
     inputs, features = CALLS[name]
     moved = {key: x.to(place) if isinstance(x, Tensor) else x for key, x in features.items()}
-    return attend(*(x.to(place) for x in inputs), 0.3, causal, return_lse, None, **moved)
+    return op_of(name)(*(x.to(place) for x in inputs), 0.3, causal, return_lse, None, **moved)
 
 
 # ---- what torch expects of an op ---------------------------------------------------------------------------
 
 
-def test_the_schema_is_functional_and_of_fixed_arity():
-    schema = attend.default._schema
-    assert str(schema) == f"cutlass_fmha::{SCHEMA}"
+@pytest.mark.parametrize(("op", "module"), [(forward, forward_op), (attend, attend_op)])
+def test_the_schema_is_functional_and_of_fixed_arity(op: Any, module: Any):
+    schema = op.default._schema
+    assert str(schema) == f"cutlass_fmha::{module.SCHEMA}"
     assert not schema.is_mutable
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_opcheck_passes(name: str):
     inputs, features = CALLS[name]
-    for causal, return_lse in [("none", False), ("bottom-right", True)]:
-        torch.library.opcheck(attend.default, (*inputs, 0.3, causal, return_lse, None), features)
+    for causal, return_lse in [("none", False), ("bottom-right", True), ("top-left", True)]:
+        torch.library.opcheck(op_of(name).default, (*inputs, 0.3, causal, return_lse, None), features)
 
 
 @pytest.mark.parametrize("return_lse", [False, True])
@@ -89,6 +107,7 @@ def test_fake_tensors_have_the_metadata_of_real_ones(name: str, return_lse: bool
     real, fake = (run(name, return_lse=return_lse, place=place) for place in ("cpu", "meta"))
     for a, b in zip(real, fake, strict=True):
         assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+    assert (real[1].shape == (0,)) != return_lse or "no batch" in name
 
 
 # ---- gradients ---------------------------------------------------------------------------------------------
@@ -98,9 +117,12 @@ DIFFERENTIABLE = {"bias": torch.zeros(33, 65), "alibi_slopes": torch.ones(4), "s
 
 
 @pytest.mark.parametrize("place", ["cpu", "meta"])
-@pytest.mark.parametrize("which", ["q", "k", "v", *DIFFERENTIABLE])
-def test_a_call_that_needs_a_gradient_raises(which: str, place: str):
-    names = dict(zip("qkv", tensors(), strict=True)) | DIFFERENTIABLE
+@pytest.mark.parametrize(
+    ("which", "said"),
+    [*(("qkv"[i], {}) for i in range(3)), *((name, DIFFERENTIABLE) for name in (*"qkv", *DIFFERENTIABLE))],
+)
+def test_a_call_that_needs_a_gradient_raises(which: str, said: dict[str, Tensor], place: str):
+    names = dict(zip("qkv", tensors() if said else qkv(), strict=True)) | said
     arguments = {name: x.to(place) for name, x in names.items()}
     arguments[which] = arguments[which].clone().requires_grad_()
     with pytest.raises(NotImplementedError, match=NO_BACKWARD):
@@ -116,7 +138,15 @@ def test_a_call_that_needs_a_gradient_raises(which: str, place: str):
 
 
 def test_other_ways_to_a_derivative_raise_too():
-    q, k, v = tensors(dtype=torch.float32)
+    q, k, v = qkv(dtype=torch.float32)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=NO_BACKWARD):
+        attention(q, forward_ad.make_dual(k, k), v)
+    with forward_ad.dual_level():
+        attention(q, k, v)  # nothing dual about it
+    with pytest.raises(NotImplementedError, match=NO_BACKWARD):
+        torch.func.jvp(lambda x: attention(x, k, v), (q,), (q,))
+    with pytest.raises(NotImplementedError, match=NO_BACKWARD):
+        torch.func.grad(lambda x: attention(x, k, v).sum())(q)
     bias = torch.zeros(65)
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=NO_BACKWARD):
         attention(q, k, v, bias=forward_ad.make_dual(bias, bias))

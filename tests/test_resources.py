@@ -118,7 +118,7 @@ SIMT, WIDE, TF32 = "wide_sm89_f32_dany_m64n128w8_simt", "wide_sm89_bf16_dany_m64
         ("wide_sm90_f16_dany_m32n128w4", {"opcodes": {"STL.64": 2}}, "2 loads and stores of local memory"),
         ("rotary_sm120_f16", {"registers": 200}, "blocks of 128 threads on an SM"),
         (
-            "fwd_sm90_bf16_d64_m64n64w4",
+            "fwd_sm89_bf16_d64_m64n64w4",
             {"opcodes": {"HMMA.16816.F32": 8, "LDGSTS": 1}},
             "multiplies bfloat16",
         ),

@@ -208,7 +208,8 @@ def test_whose_compiler_said_what():
 
 def test_what_the_machine_code_has_against_a_candidate():
     def kernel(candidate: Candidate, dtype: str = "f16", stl: int = 0, **values: int) -> Kernel:
-        opcodes = Counter({"HMMA.16816.F32": 64, "LDGSTS.E": 8}) + Counter({"STL": stl})
+        mma = "HMMA.16816.F32" + ".BF16" * (dtype == "bf16")
+        opcodes = Counter({mma: 64, "LDGSTS.E": 8}) + Counter({"STL": stl})
         name = f"fwd_sm89_{dtype}_d32_m64n32w4_{candidate.tag}"
         return Kernel(name, 89, **{"registers": 128, **values}, opcodes=opcodes)  # type: ignore[arg-type]
 
@@ -317,7 +318,7 @@ class Defect(FakeKernels):
         ("nothing", None),
         ("sign", "scale=-.*times the tolerance"),
         ("diagonal", "times the tolerance"),
-        ("group", "h4/2.*times the tolerance"),
+        ("group", "num_heads=4.*times the tolerance"),
         ("outside", "wrote outside its outputs"),
         ("race", "3 launches do not agree to the bit"),
     ],

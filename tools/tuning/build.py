@@ -64,7 +64,10 @@ def judge_resources(
         if not match or match[2] not in by_tag:
             continue
         c = by_tag[match[2]]
-        row = SimpleNamespace(**{**vars(c), "name": match[1], "smem_bytes": 0})
+        dtype = next(name for name, short in SHORT.items() if short == match[1])
+        row = SimpleNamespace(
+            **vars(c), name=match[1], family="plain", dtype=dtype, mma="m16n8k16", smem_bytes=0
+        )
         found[c] += resources.complaints(kernel, row)
         registers[c] = max(registers.get(c, 0), kernel.registers)
         missing.discard((c, match[1]))
