@@ -1,10 +1,11 @@
-// What the wide rows' own main loops share: tiles on their way to shared memory, and what becomes of a lane's
-// scores.
+// What the wide rows' own main loops share: tiles on their way to shared memory, and what becomes of a lane's scores
+// and of its part of O.
 #pragma once
 
 #include <cute/arch/copy_sm80.hpp>
 
 #include "../core/online_softmax.cuh"
+#include "config.h"
 #include "tile.h"
 
 namespace cutlass_fmha {
@@ -34,9 +35,35 @@ CUTE_DEVICE void copy_rows(T (&tile)[Rows][Columns], void const* tensor, int64_t
   }
 }
 
+// Of one of the main loops, with its shared memory.
+template <WideConfig C, class Storage>
+CUTE_DEVICE void copy_queries(FeatureParams const& p, Storage& shared) {
+  WideTile const& tile = shared.tile;
+  RowPlace const rows = query_rows(p, tile, p.q_stride);
+  copy_rows<C.head_dim, C.threads()>(shared.q, p.q, rows[tile.first], rows.step, 0, tile.rows, p.head_dim);
+}
+
+template <WideConfig C, class Storage>
+CUTE_DEVICE void copy_keys(FeatureParams const& p, Storage& shared, int begin) {
+  copy_rows<C.head_dim, C.threads()>(shared.k, p.k, shared.first_key, p.k_stride.seqlen, begin, shared.tile.keys,
+                                     p.head_dim);
+}
+
+template <WideConfig C, class Storage>
+CUTE_DEVICE void copy_values(FeatureParams const& p, Storage& shared, int begin) {
+  copy_rows<C.head_dim, C.threads()>(shared.v, p.v, shared.first_value, p.v_stride.seqlen, begin, shared.tile.keys,
+                                     p.head_dim_v);
+}
+
 /// The last key that a row of the tile sees.
 CUTE_DEVICE int last_key(WideTile const& tile, int row) {
   return tile.diagonal == kNoDiagonal ? tile.keys - 1 : smaller(tile.keys - 1, tile.first + row + tile.diagonal);
+}
+
+/// The last key that `rows` from `first` on see; -1 where the tile has none of them.
+CUTE_DEVICE int last_key(WideTile const& tile, int first, int rows) {
+  int const count = smaller(rows, tile.rows - first);
+  return count > 0 ? last_key(tile, first + count - 1) : -1;
 }
 
 /// M x N mma tiles of scores: Q K^T, then in log2 units, then probabilities.
@@ -108,6 +135,19 @@ struct LaneScores {
 /// What was summed relative to the maximum `before`, times this, is relative to `after`.
 CUTE_DEVICE float rescaling(float before, float after) {
   return exp2_approx(before - (after == -INFINITY ? 0.f : after));
+}
+
+/// A lane's part of O times what `rescaling` says, for the rows of each 16 m and 16 m + 8.
+template <int M, int N>
+CUTE_DEVICE void rescale(AccumulatorTile (&output)[M][N], float const (&factor)[M][2]) {
+  CUTE_UNROLL
+  for (int m = 0; m < M; ++m) {
+    CUTE_UNROLL
+    for (int n = 0; n < N; ++n) {
+      CUTE_UNROLL
+      for (int i = 0; i < 4; ++i) output[m][n][i] *= factor[m][i / 2];
+    }
+  }
 }
 
 /// The natural LSE of a row whose probabilities sum to `sum`; -inf where a mask or keys of -inf hid everything.

@@ -41,19 +41,6 @@ struct WholeRows {
   AccumulatorTile output[kRowSteps][kDimSteps] = {};
   float maximum[kRowSteps][2], sum[kRowSteps][2] = {};
 
-  CUTE_DEVICE void copy_queries() const {
-    RowPlace const rows = query_rows(p, tile, p.q_stride);
-    copy_rows<C.head_dim, C.threads()>(shared.q, p.q, rows[tile.first], rows.step, 0, tile.rows, p.head_dim);
-  }
-  CUTE_DEVICE void copy_keys(int begin) const {
-    copy_rows<C.head_dim, C.threads()>(shared.k, p.k, shared.first_key, p.k_stride.seqlen, begin, tile.keys,
-                                       p.head_dim);
-  }
-  CUTE_DEVICE void copy_values(int begin) const {
-    copy_rows<C.head_dim, C.threads()>(shared.v, p.v, shared.first_value, p.v_stride.seqlen, begin, tile.keys,
-                                       p.head_dim_v);
-  }
-
   /// scores = Q K^T, in sums of 32 dimensions. Tensor cores cut off what they sum: dozens of products, one after the
   /// other, would be off by more than float32 is.
   CUTE_DEVICE void multiply_keys() {
@@ -150,30 +137,22 @@ struct WholeRows {
         sum[m][half] = sum[m][half] * factor[m][half] + scores.exponentiate(m, half, after);
       }
     }
-    if (!QuadOfLanes::any(raised)) return;
-    CUTE_UNROLL
-    for (int m = 0; m < kRowSteps; ++m) {
-      CUTE_UNROLL
-      for (int n = 0; n < kDimSteps; ++n) {
-        CUTE_UNROLL
-        for (int i = 0; i < 4; ++i) output[m][n][i] *= factor[m][i / 2];
-      }
-    }
+    if (QuadOfLanes::any(raised)) rescale(output, factor);
   }
 
   CUTE_DEVICE void run() {
     CUTE_UNROLL
     for (int m = 0; m < kRowSteps; ++m) maximum[m][0] = maximum[m][1] = -INFINITY;
-    int const first = threadIdx.y * kRows, count = smaller(kRows, tile.rows - first);
-    int const last = count > 0 ? last_key(tile, first + count - 1) : -1;  // that this warp needs
-    copy_queries();
-    copy_keys(0);
+    int const first = threadIdx.y * kRows;
+    int const last = last_key(tile, first, kRows);  // that this warp needs
+    copy_queries<C>(p, shared);
+    copy_keys<C>(p, shared, 0);
     cute::cp_async_fence();
     CUTE_NO_UNROLL
     for (int begin = 0; begin < tile.keys; begin += C.tile_n) {
       cute::cp_async_wait<0>();
       __syncthreads();  // K has arrived, and everybody is done with V
-      copy_values(begin);
+      copy_values<C>(p, shared, begin);
       cute::cp_async_fence();
       if (begin <= last) {
         multiply_keys();
@@ -182,7 +161,7 @@ struct WholeRows {
       }
       cute::cp_async_wait<0>();
       __syncthreads();  // V has arrived, and everybody is done with K
-      if (begin + C.tile_n < tile.keys) copy_keys(begin + C.tile_n);
+      if (begin + C.tile_n < tile.keys) copy_keys<C>(p, shared, begin + C.tile_n);
       cute::cp_async_fence();
       if (begin <= last) multiply_values();
     }

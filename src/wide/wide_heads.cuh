@@ -57,19 +57,6 @@ struct WideHeads {
   AccumulatorTile output[kRowSteps][kColumnSteps] = {};
   float maximum[kRowSteps][2], sum[kRowSteps][2] = {};
 
-  CUTE_DEVICE void copy_queries() const {
-    RowPlace const rows = query_rows(p, tile, p.q_stride);
-    copy_rows<C.head_dim, C.threads()>(shared.q, p.q, rows[tile.first], rows.step, 0, tile.rows, p.head_dim);
-  }
-  CUTE_DEVICE void copy_keys(int begin) const {
-    copy_rows<C.head_dim, C.threads()>(shared.k, p.k, shared.first_key, p.k_stride.seqlen, begin, tile.keys,
-                                       p.head_dim);
-  }
-  CUTE_DEVICE void copy_values(int begin) const {
-    copy_rows<C.head_dim, C.threads()>(shared.v, p.v, shared.first_value, p.v_stride.seqlen, begin, tile.keys,
-                                       p.head_dim_v);
-  }
-
   CUTE_DEVICE static void multiply(AccumulatorTile& c, uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {
     Mma::fma(c[0], c[1], c[2], c[3], a[0], a[1], a[2], a[3], b0, b1, c[0], c[1], c[2], c[3]);
   }
@@ -193,29 +180,20 @@ struct WideHeads {
             pack<T>(x[2 * half], x[2 * half + 1]);
       }
     });
-    if (!QuadOfLanes::any(raised)) return;
-    CUTE_UNROLL
-    for (int m = 0; m < kRowSteps; ++m) {
-      CUTE_UNROLL
-      for (int n = 0; n < kColumnSteps; ++n) {
-        CUTE_UNROLL
-        for (int i = 0; i < 4; ++i) output[m][n][i] *= factor[m][i / 2];
-      }
-    }
+    if (QuadOfLanes::any(raised)) rescale(output, factor);
   }
 
   CUTE_DEVICE void run() {
     for_each_row([&](int m, int half) { maximum[m][half] = -INFINITY; });
-    int const count = smaller(kRows, tile.rows - warp_row);
-    int const last = count > 0 ? last_key(tile, warp_row + count - 1) : -1;  // that this group needs
-    copy_queries();
-    copy_keys(0);
+    int const last = last_key(tile, warp_row, kRows);  // that this group needs
+    copy_queries<C>(p, shared);
+    copy_keys<C>(p, shared, 0);
     cute::cp_async_fence();
     CUTE_NO_UNROLL
     for (int begin = 0; begin < tile.keys; begin += C.tile_n) {
       cute::cp_async_wait<0>();
       __syncthreads();  // K has arrived, and everybody is done with V and P
-      copy_values(begin);
+      copy_values<C>(p, shared, begin);
       cute::cp_async_fence();
       bool const sees = begin <= last;
       if (sees) {
@@ -230,7 +208,7 @@ struct WideHeads {
       if (sees) exponentiate();
       cute::cp_async_wait<0>();
       __syncthreads();  // V and P have arrived, and everybody is done with K and the maxima
-      if (begin + C.tile_n < tile.keys) copy_keys(begin + C.tile_n);
+      if (begin + C.tile_n < tile.keys) copy_keys<C>(p, shared, begin + C.tile_n);
       cute::cp_async_fence();
       if (sees) multiply_values();
     }
