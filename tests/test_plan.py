@@ -541,11 +541,11 @@ def test_alignment_is_the_largest_power_of_two(value: int, expected: int):
 
 def test_the_cuda_implementation_is_the_launch(kernels):
     q, k, v = qkv()
-    out, lse = forward._cuda(q, k, v, 0.3, "bottom-right", True, None)
+    out, lse = forward.launch(q, k, v, 0.3, "bottom-right", True, None)
     oracle.assert_close(out, q, k, v, 0.3, "bottom-right", lse)
-    assert forward._cuda(q, k, v, 0.3, "none", False, None)[1].shape == (0,)
+    assert forward.launch(q, k, v, 0.3, "none", False, None)[1].shape == (0,)
     with pytest.raises(ValueError, match="scale must be finite"):
-        forward._cuda(q, k, v, float("inf"), "none", True, None)
+        forward.launch(q, k, v, float("inf"), "none", True, None)
 
 
 def test_torchs_attention_asks_a_known_call_nothing(kernels, monkeypatch):

@@ -9,22 +9,35 @@ from torch import Tensor
 
 from cutlass_fmha import autocast, cpu
 from cutlass_fmha.arguments import check, check_features
+from cutlass_fmha.dispatch.problem import CAUSAL
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.features import Features
 from cutlass_fmha.launch import plan
 from cutlass_fmha.ops import dispatcher
-from cutlass_fmha.ops.forward import check_options, no_lse
 
+#: What ``forward`` has, too.
+CALL = "Tensor query, Tensor key, Tensor value, float scale, str causal, bool return_lse, str? row"
+RESULT = "(Tensor output, Tensor softmax_lse)"
 SCHEMA = (
-    "attend(Tensor query, Tensor key, Tensor value, float scale, str causal, bool return_lse, "
-    "str? row, *, SymInt window_left=-1, SymInt window_right=-1, Tensor? mask=None, Tensor? bias=None, "
+    f"attend({CALL}, *, SymInt window_left=-1, SymInt window_right=-1, Tensor? mask=None, Tensor? bias=None, "
     "Tensor? prefix_lengths=None, Tensor? block_counts=None, Tensor? block_indices=None, int block_m=0, "
     "int block_n=0, float softcap=0., Tensor? alibi_slopes=None, Tensor? sinks=None, float dropout_p=0., "
     "Tensor? dropout_seed=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
     "SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None, "
     "Tensor? leftpad_k=None, Tensor? page_table=None, Tensor? cache_batch_idx=None, int? num_splits=None, "
-    "bool batch_invariant=False, Tensor? numbers=None) -> (Tensor output, Tensor softmax_lse)"
+    f"bool batch_invariant=False, Tensor? numbers=None) -> {RESULT}"
 )
+
+
+def check_options(scale: float, causal: str) -> None:
+    check.finite_scale(scale)
+    if causal not in CAUSAL:
+        raise ValueError(f'causal must be "none", "top-left" or "bottom-right", got {causal!r}')
+
+
+def no_lse(query: Tensor) -> Tensor:
+    """The op's arity is fixed: what stands in for an LSE that nobody asked for."""
+    return torch.empty(0, dtype=torch.float32, device=query.device)
 
 
 def _scale_of(scale: float, features: dict[str, Any]) -> float:
@@ -44,7 +57,7 @@ def _scale_of(scale: float, features: dict[str, Any]) -> float:
     return scale
 
 
-def _cuda(
+def launch(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -54,6 +67,7 @@ def _cuda(
     row: str | None,
     **features: Any,
 ) -> tuple[Tensor, Tensor]:
+    """What both ops are on a GPU."""
     scale = _scale_of(scale, features)
     check_options(scale, causal)
     output, lse = plan.launch(
@@ -78,7 +92,7 @@ def _cpu(
     sizes = check_features.check_features((query, key, value), arguments)
     cpu.check_contents(query, key, arguments, sizes)
     if dispatcher.simulated():
-        return _cuda(query, key, value, scale, causal, return_lse, row, **features)
+        return launch(query, key, value, scale, causal, return_lse, row, **features)
     if row is not None:
         raise UnsupportedError(f"row {row} is a CUDA kernel, and the tensors are on the CPU")
     output, lse = cpu.attend(query, key, value, scale, causal, arguments, sizes)
@@ -104,4 +118,4 @@ def _fake(
     return output, query.new_empty(sizes.lse_shape, dtype=torch.float32)
 
 
-dispatcher.register(SCHEMA, {"CUDA": _cuda, "CPU": _cpu, "fake": _fake}, autocast.attention_rule)
+dispatcher.register(SCHEMA, {"CUDA": launch, "CPU": _cpu, "fake": _fake}, autocast.attention_rule)
