@@ -7,6 +7,7 @@
 #include "attention_params.h"
 #include "binding.h"
 #include "fields.h"
+#include "helpers/params.h"
 
 namespace py = pybind11;
 
@@ -17,7 +18,6 @@ using Class = py::class_<AttentionParams>;
 
 constexpr int64_t kMaxSize = kMaxSeqlen;
 constexpr int64_t kMaxPackedRows = int64_t{1} << 30;  // row numbers, those that pad the last tile too, fit an int
-constexpr int kMaxSplits = 64;                        // what their combination takes
 constexpr double kMaxScale = 2e38;
 constexpr int kPageUnit = 16;  // keys that a thread finds on one page
 
@@ -116,7 +116,7 @@ void bind_strides(Class& c) {
   for (auto const& [name, field] :
        {std::pair{"page_table_stride", &P::page_table_stride}, std::pair{"lse_batch_stride", &P::lse_batch_stride},
         std::pair{"lse_head_stride", &P::lse_head_stride}, std::pair{"lse_rows", &P::lse_rows}}) {
-    number(c, name, field, 0, INT64_MAX / 2);
+    stride(c, name, field);
   }
 }
 
@@ -132,7 +132,7 @@ void bind_numbers(Class& c) {
   number(c, "head_dim_v", &P::head_dim_v, 1, kMaxSize);
   number_and_divisor(c, "page_size", &P::page_size, &P::by_page_size, 0);
   number_and_divisor(c, "pack", &P::pack, &P::by_pack, 1);
-  number(c, "splits", &P::splits, 1, kMaxSplits);
+  number(c, "splits", &P::splits, 1, CombineParams::kMaxSplits);
   number(c, "window_left", &P::window_left, -1, kMaxSize);
   number(c, "window_right", &P::window_right, -1, kMaxSize);
   for (auto const& [name, field] : {std::pair{"tail_tiles", &P::tail_tiles}, std::pair{"tail_parts", &P::tail_parts},
@@ -286,9 +286,7 @@ void check(AttentionParams const& p, int element_bytes) {
 }
 
 void bind_attention_params(py::module_& m) {
-  Class params(m, "AttentionParams");
-  params.def(py::init(&nothing_asked));
-  copies(params);
+  auto params = params_class<AttentionParams>(m, "AttentionParams", &nothing_asked);
   params.def("of_call", &of_call, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("o"), py::arg("lse"),
              py::arg("scale"), py::arg("room") = 0);
   params.def(

@@ -18,6 +18,8 @@
 
 namespace cutlass_fmha {
 
+constexpr int64_t kMaxStride = INT64_MAX / 2;
+
 inline void require_range(char const* name, int64_t value, int64_t least, int64_t most) {
   require(value >= least && value <= most, [&] {
     return std::string(name) + " must be between " + std::to_string(least) + " and " + std::to_string(most) + ", got " +
@@ -48,6 +50,12 @@ void number(pybind11::class_<Params>& c, char const* name, Integer Owner::* fiel
       });
 }
 
+/// One stride, or a number of rows that one is as much as.
+template <class Params, class Owner>
+void stride(pybind11::class_<Params>& c, char const* name, int64_t Owner::* field) {
+  number(c, name, field, 0, kMaxStride);
+}
+
 /// The strides of a struct of `Count` int64_t, or of an array of them, as a tuple.
 template <int Count, class Params, class Owner, class Field>
 void strides(pybind11::class_<Params>& c, char const* name, Field Owner::* field) {
@@ -61,15 +69,20 @@ void strides(pybind11::class_<Params>& c, char const* name, Field Owner::* field
         return found;
       },
       [=](Params& p, std::array<int64_t, Count> const& values) {
-        for (int64_t value : values) require_range(name, value, 0, INT64_MAX / 2);
+        for (int64_t value : values) require_range(name, value, 0, kMaxStride);
         std::copy(values.begin(), values.end(), reinterpret_cast<int64_t*>(&(p.*field)));
       });
 }
 
-/// What a copy of is made for one call: threads that share a plan must not meet in its parameters.
+/// Parameters of a kernel, which `make` begins with. A copy of them is made for one call: threads that share a plan
+/// must not meet in its parameters.
 template <class Params>
-void copies(pybind11::class_<Params>& c) {
+pybind11::class_<Params> params_class(
+    pybind11::module_& m, char const* name, Params (*make)() = [] { return Params{}; }) {
+  pybind11::class_<Params> c(m, name);
+  c.def(pybind11::init(make));
   c.def("copy", [](Params const& p) { return p; });
+  return c;
 }
 
 }  // namespace cutlass_fmha

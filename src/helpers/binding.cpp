@@ -20,20 +20,12 @@ void bind_rotary(py::module_& m) {
   c.def(py::init([] { return Rotary{}; }));
   address(c, "cos", &Rotary::cos);
   address(c, "sin", &Rotary::sin);
-  number(c, "cos_stride", &Rotary::cos_stride, 0, INT64_MAX / 2);
-  number(c, "sin_stride", &Rotary::sin_stride, 0, INT64_MAX / 2);
+  stride(c, "cos_stride", &Rotary::cos_stride);
+  stride(c, "sin_stride", &Rotary::sin_stride);
   number(c, "positions", &Rotary::positions);
   number(c, "dim", &Rotary::dim);
   c.def_readwrite("interleaved", &Rotary::interleaved);
   c.def_readwrite("float32", &Rotary::float32);
-}
-
-template <class Params>
-py::class_<Params> params_class(py::module_& m, char const* name) {
-  py::class_<Params> c(m, name);
-  c.def(py::init([] { return Params{}; }));
-  copies(c);
-  return c;
 }
 
 template <class Params>
@@ -50,9 +42,9 @@ void bind_combine(py::module_& m) {
   address(c, "partial_low", &P::partial_low);
   address(c, "o", &P::o);
   address(c, "lse", &P::lse);
-  number(c, "lse_batch_stride", &P::lse_batch_stride, 0, INT64_MAX / 2);
-  number(c, "lse_head_stride", &P::lse_head_stride, 0, INT64_MAX / 2);
-  number(c, "lse_rows", &P::lse_rows, 0, INT64_MAX / 2);
+  stride(c, "lse_batch_stride", &P::lse_batch_stride);
+  stride(c, "lse_head_stride", &P::lse_head_stride);
+  stride(c, "lse_rows", &P::lse_rows);
   strides<3>(c, "o_stride", &P::o_stride);
   number(c, "batch", &P::batch);
   number(c, "seqlen_q", &P::seqlen_q);
@@ -118,7 +110,7 @@ void bind_append(py::module_& m) {
   address(c, "cache_seqlens", &P::cache_seqlens);
   address(c, "cache_batch_idx", &P::cache_batch_idx);
   address(c, "page_table", &P::page_table);
-  number(c, "page_table_stride", &P::page_table_stride, 0, INT64_MAX / 2);
+  stride(c, "page_table_stride", &P::page_table_stride);
   address(c, "seqused_k", &P::seqused_k);
   bind_position(c);
   c.def_readwrite("rotary", &P::rotary);
