@@ -55,25 +55,26 @@ def device() -> torch.device:
     return torch.device("cpu") if simulated() else torch.device("cuda", 0)
 
 
-def rows() -> list[_C.Row]:
-    """The plain rows under test: all of one architecture."""
+def _under_test(*families: str) -> list[_C.Row]:
+    """All of one architecture; none where there is no GPU to test them on."""
     if unusable() is not None:
         return []
-    return [row for row in _C.rows() if row.arch == rows_arch() and row.family in PLAIN]
+    return [row for row in _C.rows() if row.arch == rows_arch() and row.family in families]
+
+
+def rows() -> list[_C.Row]:
+    """The plain rows under test."""
+    return _under_test(*PLAIN)
 
 
 def scored_rows() -> list[_C.Row]:
-    """The scored rows under test, all of one architecture."""
-    if unusable() is not None:
-        return []
-    return [row for row in _C.rows() if row.arch == rows_arch() and row.takes_features]
+    """The scored rows under test, and the ranged ones."""
+    return _under_test("ranged", "scored", "few_query_scored")
 
 
 def wide_rows() -> list[_C.Row]:
-    """The wide rows under test, all of one architecture."""
-    if unusable() is not None:
-        return []
-    return [row for row in _C.rows() if row.arch == rows_arch() and row.family == "wide"]
+    """The wide rows under test."""
+    return _under_test("wide")
 
 
 @contextlib.contextmanager

@@ -125,27 +125,10 @@ def _decode() -> list[P]:
         for splits in (1, 2, 7)
         for pack in (False, True)
     ]
-    found += [
-        P(
-            2,
-            700,
-            num_heads=8,
-            num_heads_kv=2,
-            num_splits=4,
-            pack=True,
-            page_size=size,
-            used_k=True,
-            leftpad=size == 16,
-        )
-        for size in (16, 64, 256)
-    ]
-    scores = {
-        "alibi": "bh",
-        "sinks": "normal",
-        "softcap": 15.0,
-        "bias": ("bhqk", "float32", "transposed"),
-        "dropout": 0.4,
-    }
+    pages = {"num_heads": 8, "num_heads_kv": 2, "num_splits": 4, "pack": True, "used_k": True}
+    found += [P(2, 700, page_size=size, leftpad=size == 16, **pages) for size in (16, 64, 256)]
+    bias = ("bhqk", "float32", "transposed")
+    scores = {"alibi": "bh", "sinks": "normal", "softcap": 15.0, "bias": bias, "dropout": 0.4}
     found += [P(5, 400, num_heads=6, num_heads_kv=2, num_splits=3, pack=True, window=(200, 0), **scores)]
     return [*found, P(4, 20, num_heads=4, num_heads_kv=1, num_splits=7, pack=True), P(1, 5, num_splits=64)]
 
@@ -186,9 +169,9 @@ GROUPS = {
 # Around the tiles' sizes (32, 64 and 256), both lengths, each longer than the other by less and by more than
 # a tile.
 LENGTHS = (
-    (1, 1), (1, 17), (17, 1), (17, 113), (113, 17), (63, 65), (64, 64), (65, 63), (128, 32), (33, 96),
-    (113, 113), (255, 257), (256, 256), (257, 255), (1, 1023), (1023, 1), (113, 1023), (1023, 113),
-    (1023, 1023),
+    (1, 1), (1, 17), (1, 113), (1, 1023), (17, 1), (17, 17), (17, 113), (17, 1023), (33, 96), (63, 65),
+    (64, 64), (65, 63), (113, 1), (113, 17), (113, 113), (113, 1023), (128, 32), (255, 257), (256, 256),
+    (257, 255), (1023, 1), (1023, 17), (1023, 113), (1023, 1023),
 )  # fmt: skip
 
 
@@ -205,7 +188,7 @@ def _plain_lengths() -> list[P]:
 
 
 def _plain_empty() -> list[P]:
-    found = [P(q, k, causal) for q, k in ((0, 5), (5, 0), (300, 0), (0, 0)) for causal in CAUSAL]
+    found = [P(q, k, causal) for q, k in ((0, 5), (1, 0), (5, 0), (300, 0), (0, 0)) for causal in CAUSAL]
     return [*found, P(5, 7, batch=0), P(5, 7, num_heads=0, num_heads_kv=0)]
 
 

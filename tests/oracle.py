@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,35 +82,36 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, causal: str = "none"
 ) -> tuple[Tensor, Tensor]:
     """Attention in fp64: (output, softmax_lse), of the shapes above."""
-    scale = _default_scale(q, scale)
-    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
-    lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=torch.float64, device=q.device)
-    if out.numel() == 0 or k.shape[1] == 0:
-        return out, lse
-    mask = visible(q.shape[1], k.shape[1], causal, q.device)
-    keys = _heads_first(q, k).double().transpose(-1, -2)
-    values = _heads_first(q, v).double()
-    for rows in _chunks(q, k):
-        scores = (q[:, rows].transpose(1, 2).double() @ keys) * scale
-        p, lse[:, :, rows] = _softmax(scores, mask[rows])
-        out[:, rows] = (p @ values).transpose(1, 2)
-    return out, lse
+    return _attention(q, k, v, scale, causal, torch.float64, torch.float64)
 
 
 def unfused(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, causal: str = "none") -> Tensor:
     """The same in the input's dtype: fp32 scores and softmax, P and the output rounded to the dtype."""
+    return _attention(q, k, v, scale, causal, torch.float32, q.dtype)[0]
+
+
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    causal: str,
+    compute: torch.dtype,
+    rounded: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """All in ``compute``, P and the output rounded."""
     scale = _default_scale(q, scale)
-    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    out = torch.zeros(q.shape, dtype=rounded, device=q.device)
+    lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=compute, device=q.device)
     if out.numel() == 0 or k.shape[1] == 0:
-        return out
+        return out, lse
     mask = visible(q.shape[1], k.shape[1], causal, q.device)
-    keys = _heads_first(q, k).float().transpose(-1, -2)
-    values = _heads_first(q, v).float()
+    keys, values = _heads_first(q, k).to(compute).transpose(-1, -2), _heads_first(q, v).to(compute)
     for rows in _chunks(q, k):
-        scores = (q[:, rows].transpose(1, 2).float() @ keys) * scale
-        p, _ = _softmax(scores, mask[rows])
-        out[:, rows] = (p.to(q.dtype).float() @ values).transpose(1, 2).to(q.dtype)
-    return out
+        scores = (q[:, rows].transpose(1, 2).to(compute) @ keys) * scale
+        p, lse[:, :, rows] = _softmax(scores, mask[rows])
+        out[:, rows] = (p.to(rounded).to(compute) @ values).transpose(1, 2).to(rounded)
+    return out, lse
 
 
 def ulp(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
@@ -212,18 +214,9 @@ def compare(
     return Errors(*torch.stack(errors).tolist())  # one synchronisation for everything
 
 
-def assert_close(
-    out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None = None,
-    causal: str = "none",
-    lse: Tensor | None = None,
-    exact_scores: bool = False,
-) -> Errors:
+def assert_close(*arguments: Any, **named: Any) -> Errors:
     """``compare(...).check()``: the errors, or AssertionError."""
-    return compare(out, q, k, v, scale, causal, lse, exact_scores).check()
+    return compare(*arguments, **named).check()
 
 
 def _failed(complaint: str) -> Errors:

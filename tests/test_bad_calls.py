@@ -31,6 +31,7 @@ PAGED = {name: torch.randn(4, 16, HEADS_KV, DIM) for name in "kv"}
 
 CU_Q, CU_K, TABLE = ints(0, 6, 12), ints(0, 10, 20), ints(0, 1, 2, 3).view(2, 2)
 VARLEN = {**PACKED, "cu_seqlens_q": CU_Q, "cu_seqlens_k": CU_K}
+PACKED_Q = {"q": PACKED["q"], "cu_seqlens_q": CU_Q}
 PAGES = {**PAGED, "page_table": TABLE}
 POOL = {f"{name}_cache": pool for name, pool in PAGED.items()}
 MASK, BIAS = torch.ones(SEQLEN_Q, SEQLEN_K, dtype=torch.bool), torch.zeros(SEQLEN_Q, SEQLEN_K)
@@ -158,17 +159,14 @@ REFUSED: Refusals = {
             'layout must be "bshd" with cu_seqlens_q or cu_seqlens_k: packed tensors are',
         ),
         (
-            {"q": PACKED["q"], "cu_seqlens_q": CU_Q, "mask": MASK},
+            {**PACKED_Q, "mask": MASK},
             "mask with packed sequences needs max_seqlen_q: it says how long its rows must be",
         ),
         (
             {"k": PACKED["k"], "v": PACKED["v"], "cu_seqlens_k": CU_K, "bias": torch.zeros(20)},
             "bias with packed sequences needs max_seqlen_k",
         ),
-        (
-            {"q": PACKED["q"], "cu_seqlens_q": CU_Q, "block_mask": BLOCKS},
-            "block_mask with packed sequences needs max_seqlen_q",
-        ),
+        ({**PACKED_Q, "block_mask": BLOCKS}, "block_mask with packed sequences needs max_seqlen_q"),
         ({"window": (-2, 3)}, r"window_left must be -1 \(no limit\) or 0 to 2\*\*29, got -2"),
         ({"window": (3, 2**29 + 1)}, r"window_right must be -1 \(no limit\) or 0 to 2\*\*29, got 536870913"),
         ({"softcap": -1.0}, r"softcap must be 0 \(none\) or positive, 2e38 at most, got -1.0"),
@@ -214,10 +212,7 @@ REFUSED: Refusals = {
         ),
         ({"softcap": 1.0, "q": Q[:, :, :3]}, "k must have a number of heads that divides q's 3, got 2"),
         ({"softcap": 1.0, "k": K[:1], "v": V[:1]}, "k must have q's batch size 2, got 1"),
-        (
-            {"q": PACKED["q"], "cu_seqlens_q": ints(0, 5, 6, 12)},
-            "k must have cu_seqlens_q's batch size 3, got 2",
-        ),
+        ({**PACKED_Q, "cu_seqlens_q": ints(0, 5, 6, 12)}, "k must have cu_seqlens_q's batch size 3, got 2"),
         (
             {"softcap": 1.0, "v": torch.zeros(2, 10, DIM, 2).mT},
             r"v must be contiguous in its last dimension, got a stride of 2 there: pass v.contiguous\(\)",

@@ -11,7 +11,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from listed_problems import listed
+from listed_problems import is_short, listed
+from problems import Problem, problems
 from tensors import qkv
 
 from cutlass_fmha import attention
@@ -33,12 +34,10 @@ def check(q, k, v, scale=None, causal="none", exact_scores=False):
     return out, lse
 
 
-def test_listed_problems():
-    """In float32; test_problems.py has them in half precision."""
-    for problem in listed():
-        if problem.batch * problem.num_heads < 3000:
-            q, k, v = problem.inputs(torch.float32, 24, "cpu")
-            check(q, k, v, problem.scale, problem.causal, problem.exact_scores)
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+@pytest.mark.parametrize("problem", [problem for problem in listed() if is_short(problem)], ids=str)
+def test_listed_problems(problem: Problem, dtype: torch.dtype):
+    check(*problem.inputs(dtype, 24, "cpu"), problem.scale, problem.causal, problem.exact_scores)
 
 
 @pytest.mark.parametrize("seqlen_k", [0, 7])
@@ -145,21 +144,9 @@ def test_scores_never_exist_as_a_whole(way: str):
     assert 0 < largest <= plain.SCORES_PER_CHUNK < 1024 * 1024
 
 
-@given(
-    batch=st.integers(1, 2),
-    seqlen_q=st.integers(0, 70),
-    seqlen_k=st.integers(0, 300),
-    group=st.integers(1, 3),
-    heads_kv=st.integers(1, 2),
-    head_dim=st.integers(1, 40),
-    causal=st.sampled_from(CAUSAL),
-    dtype=st.sampled_from(DTYPES),
-    scale=st.none() | st.floats(-2, 2),
-    seed=st.integers(0, 1000),
-)
-def test_drawn_problems(batch, seqlen_q, seqlen_k, group, heads_kv, head_dim, causal, dtype, scale, seed):
-    q, k, v = tensors(batch, seqlen_q, seqlen_k, group * heads_kv, heads_kv, head_dim, dtype=dtype, seed=seed)
-    check(q, k, v, scale, causal)
+@given(problem=problems(longest=300), dtype=st.sampled_from(DTYPES))
+def test_drawn_problems(problem: Problem, dtype: torch.dtype):
+    check(*problem.inputs(dtype, problem.head_dim, "cpu"), problem.scale, problem.causal)
 
 
 def test_the_mask_of_a_chunk_is_that_of_its_place():

@@ -17,7 +17,7 @@ from feature_tensors import Call
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from listed_problems import GROUPS
-from problems import Problem, fitted
+from problems import Problem, fitted, problems
 from tensors import qkv
 
 import cutlass_fmha
@@ -411,22 +411,11 @@ def test_plain_calls_are_packed_as_the_tensors_hold_them(
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_drawn_problems_are_packed_right(kernels, data):
-    heads_kv = data.draw(st.integers(1, 3))
-    q, k, v = qkv(
-        batch=data.draw(st.integers(0, 3)),
-        seqlen_q=data.draw(st.integers(0, 20)),
-        seqlen_k=data.draw(st.integers(0, 20)),
-        heads=heads_kv * data.draw(st.integers(1, 3)),
-        heads_kv=heads_kv,
-        head_dim=data.draw(st.sampled_from([32, 64, 128])),
-    )
-    q, k, v = (strided(x, data.draw(st.sampled_from(MEMORY))) for x in (q, k, v))
-    causal = data.draw(st.sampled_from(CAUSAL))
-    scale = data.draw(st.none() | st.floats(-1, 1))
-    out, lse = launch(q, k, v, scale, causal)
-    oracle.assert_close(out, q, k, v, scale, causal, lse)
+@given(problem=problems(longest=20), head_dim=st.sampled_from([32, 64, 128]))
+def test_drawn_problems_are_packed_right(kernels, problem: Problem, head_dim: int):
+    q, k, v = problem.inputs(torch.float16, head_dim, "cpu")
+    out, lse = launch(q, k, v, problem.scale, problem.causal)
+    oracle.assert_close(out, q, k, v, problem.scale, problem.causal, lse)
 
 
 def test_sizes_strides_and_pointers_of_a_launch(kernels):
