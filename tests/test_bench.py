@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import visible
+from oracle import CAUSAL, visible
 
 from cutlass_fmha import UnsupportedError, bench
 from cutlass_fmha.bench import cases as bench_cases
@@ -23,11 +23,13 @@ from cutlass_fmha.bench.features import Feature
 SMALL = Case("latency", 2, 4, 2, 48, 48, 32, "float16", causal=True)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(7, 7), (3, 9), (9, 3), (1, 64), (0, 5), (5, 0), (5, 1)])
-def test_visible_pairs_are_counted_as_the_mask_has_them(seqlen_q: int, seqlen_k: int, causal: bool) -> None:
-    mask = visible(seqlen_q, seqlen_k, "bottom-right" if causal else "none")
-    assert visible_pairs(seqlen_q, seqlen_k, causal) == int(mask.sum())
+@pytest.mark.parametrize("causal", CAUSAL)
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k"), [(7, 7), (3, 9), (9, 3), (1, 64), (0, 5), (5, 0), (5, 1), (1, 1), (7, 1)]
+)
+def test_visible_pairs_are_counted_as_the_mask_has_them(seqlen_q: int, seqlen_k: int, causal: str) -> None:
+    diagonal = {"none": None, "top-left": 0, "bottom-right": seqlen_k - seqlen_q}[causal]
+    assert visible_pairs(seqlen_q, seqlen_k, diagonal) == int(visible(seqlen_q, seqlen_k, causal).sum())
 
 
 def test_flop_and_bytes_of_a_known_case() -> None:

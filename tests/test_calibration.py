@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from fake_build import L4, Row
 from fake_calibration import BUILD, KINDS, LIMITS, fake_gpu, hermetic, predicted, true_costs
 
@@ -59,16 +58,6 @@ def test_drawn_problems_are_of_every_kind_and_within_limits():
     assert 32 < lengths[300] < 1024  # log-uniform: the median is about the geometric mean
     assert sum(problem.seqlen_q == problem.seqlen_k for problem in drawn) > 240
     assert sum(problem.seqlen_q <= 16 < problem.seqlen_k for problem in drawn) > 60
-
-
-@pytest.mark.parametrize("causal", CAUSAL)
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 1), (5, 9), (9, 5), (1, 7), (7, 1), (0, 3), (4, 0)])
-def test_pairs_are_counted_as_the_mask_has_them(seqlen_q: int, seqlen_k: int, causal: str):
-    problem = Problem(1, seqlen_q, seqlen_k, 1, 1, 64, "float16", causal)
-    visible = torch.ones(seqlen_q, seqlen_k)
-    if causal != "none":
-        visible = visible.tril(0 if causal == "top-left" else seqlen_k - seqlen_q)
-    assert problems.visible_pairs(problem) == int(visible.sum())
 
 
 def test_designed_problems_grow_with_the_gpu():

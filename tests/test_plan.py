@@ -205,32 +205,47 @@ def test_refusals_name_the_feature(kernels: Kernels):
 # ---- what a plan keeps -------------------------------------------------------------------------------------
 
 
-def test_a_plan_is_made_once(kernels: Kernels, monkeypatch):
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Problem(9, 40, softcap=3.0, bias=("bhqk", "same", "plain"), used_k=True, leftpad=True),
+        Problem(9, 40, num_heads=4),
+    ],
+    ids=["features", "plain"],
+)
+def test_a_plan_is_made_once(kernels: Kernels, monkeypatch, problem: Problem):
     made = []
     original = plan.prepare
     monkeypatch.setattr(plan, "prepare", lambda *said: made.append(said) or original(*said))
-    problem = Problem(9, 40, softcap=3.0, bias=("bhqk", "same", "plain"), used_k=True, leftpad=True)
     for seed in (1, 2):
-        call = tensors(replace(problem, seed=seed))
-        for return_lse in (False, True):
-            out, lse = attend(call, return_lse=return_lse)
-            check(call, out, lse)
-    assert len(made) == 1 and len(kernels.scored) == 4
-    for other in (
-        replace(problem, softcap=4.0),
-        replace(problem, bias=("bhqk", "float32", "plain")),
-        replace(problem, bias=("bhqk", "same", "transposed")),
-        replace(problem, window=(3, -1)),
-        replace(problem, seqlen_k=41),
-        replace(problem, causal="top-left"),
-        replace(problem, layout="unaligned"),
-        replace(problem, num_splits=2),
-        replace(problem, dropout=0.2),
+        for scale in (0.1, 0.2):
+            call = tensors(replace(problem, seed=seed, scale=scale))
+            for return_lse in (False, True):
+                out, lse = attend(call, return_lse=return_lse)
+                check(call, out, lse)
+    assert len(made) == 1 and len(kernels.launches) == 8
+    assert [run.params.scale for run in kernels.launches] == pytest.approx([0.1, 0.1, 0.2, 0.2] * 2)
+    name = next(row.name for row in kernels.build.rows if row.scored and row.head_dim == 64)
+    for other, row in (
+        (replace(problem, softcap=4.0), None),
+        (replace(problem, bias=("bhqk", "float32", "plain")), None),
+        (replace(problem, bias=("bhqk", "same", "transposed")), None),
+        (replace(problem, window=(3, -1)), None),
+        (replace(problem, seqlen_k=41), None),
+        (replace(problem, seqlen_q=8), None),
+        (replace(problem, causal="top-left"), None),
+        (replace(problem, layout="bhsd"), None),
+        (replace(problem, layout="unaligned"), None),
+        (replace(problem, num_splits=2), None),
+        (replace(problem, dropout=0.2), None),
+        (problem, name),
     ):
         count = len(made)
         call = tensors(other)
-        check(call, *attend(call))
+        check(call, *attend(call, row))
         assert len(made) == count + 1, other
+    attend(tensors(problem, torch.bfloat16))
+    assert len(made) == count + 2
 
 
 def test_threads_do_not_meet_in_a_plan(kernels: Kernels):
@@ -475,32 +490,6 @@ def test_a_row_can_be_forced(kernels):
         if row.dtype == "float16" and row.head_dim == 32:
             launch(*qkv(), row=row.name)
             assert kernels.launches[-1].row == row.index
-
-
-def test_a_plan_of_a_plain_call_is_made_once(kernels, monkeypatch):
-    made = []
-    original = plan.prepare
-    monkeypatch.setattr(plan, "prepare", lambda *arguments: made.append(arguments) or original(*arguments))
-    q, k, v = qkv()
-    for scale in (0.1, 0.2):
-        for return_lse in (False, True):
-            launch(q, k, v, scale, return_lse=return_lse)
-    launch(q.clone(), k, v)
-    assert len(made) == 1 and len(kernels.launches) == 5
-    assert [run.params.scale for run in kernels.launches[:4]] == pytest.approx([0.1, 0.1, 0.2, 0.2])
-    for other in (
-        lambda: launch(q, k, v, causal="top-left"),
-        lambda: launch(q, k, v, row=kernels.build.rows[0].name),
-        lambda: launch(q[:, :5], k, v),
-        lambda: launch(strided(q, "bhsd"), k, v),
-        lambda: launch(q, strided(k, "bhsd"), v),
-        lambda: launch(q, k, strided(v, "bhsd")),
-        lambda: launch(q, strided(k, "odd address"), v),
-        lambda: launch(*qkv(dtype=torch.bfloat16)),
-    ):
-        count = len(made)
-        other()
-        assert len(made) == count + 1
 
 
 def test_slow_copies_of_a_plain_row_are_told_once_per_cause(kernels, caplog):

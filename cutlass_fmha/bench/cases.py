@@ -86,8 +86,10 @@ class Case:
             return sum(max(row + 1, PREFIX) for row in range(self.seqlen_q))
         if self.feature == "documents":
             length = self.seqlen_q // DOCUMENTS
-            return DOCUMENTS * visible_pairs(length, length, self.causal)
-        return visible_pairs(self.seqlen_q, self.seqlen_k, self.causal)
+            return DOCUMENTS * visible_pairs(length, length, 0 if self.causal else None)
+        return visible_pairs(
+            self.seqlen_q, self.seqlen_k, self.seqlen_k - self.seqlen_q if self.causal else None
+        )
 
     @property
     def flop(self) -> int:
@@ -126,17 +128,14 @@ class Case:
         }
 
 
-def visible_pairs(seqlen_q: int, seqlen_k: int, causal: bool) -> int:
-    """Number of (query, key) pairs with key <= query + seqlen_k - seqlen_q when causal, else of all pairs.
-
-    Query i sees the clamp of i + 1 + seqlen_k - seqlen_q to [0, seqlen_k] first keys, so the counts of the
-    queries that see at least one key form the arithmetic series first..seqlen_k.
-    """
-    if not causal:
+def visible_pairs(seqlen_q: int, seqlen_k: int, diagonal: int | None) -> int:
+    """Number of (query, key) pairs with key <= query + diagonal; None: of all pairs."""
+    if diagonal is None:
         return seqlen_q * seqlen_k
-    rows = min(seqlen_q, seqlen_k)
-    first = seqlen_k - rows + 1
-    return rows * (first + seqlen_k) // 2
+    first = max(0, -diagonal)  # queries before it see nothing, from `full` on they see every key
+    full = min(seqlen_q, max(first, seqlen_k - 1 - diagonal))
+    rising = full - first
+    return rising * (first + diagonal + 1) + rising * (rising - 1) // 2 + max(0, seqlen_q - full) * seqlen_k
 
 
 def _mha(

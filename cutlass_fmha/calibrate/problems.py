@@ -12,6 +12,7 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from cutlass_fmha.bench.cases import visible_pairs
 from cutlass_fmha.dispatch.problem import CAUSAL, Problem
 
 BYTES_PER_ELEMENT = 2
@@ -44,20 +45,10 @@ class Limits:
         return flop(problem) <= self.max_flop and input_bytes(problem) <= self.max_bytes
 
 
-def visible_pairs(problem: Problem) -> int:
-    """Query-key pairs of one head that the mask leaves, counted exactly."""
-    seqlen_q, seqlen_k, diagonal = problem.seqlen_q, problem.seqlen_k, problem.diagonal
-    if diagonal is None:
-        return seqlen_q * seqlen_k
-    first = max(0, -diagonal)  # queries before it see nothing, from `full` on they see every key
-    full = min(seqlen_q, max(first, seqlen_k - 1 - diagonal))
-    rising = full - first
-    return rising * (first + diagonal + 1) + rising * (rising - 1) // 2 + max(0, seqlen_q - full) * seqlen_k
-
-
 def flop(problem: Problem) -> float:
     """Floating-point operations of Q K^T and P V over the visible pairs."""
-    return 4.0 * problem.batch * problem.num_heads * visible_pairs(problem) * problem.head_dim
+    pairs = visible_pairs(problem.seqlen_q, problem.seqlen_k, problem.diagonal)
+    return 4.0 * problem.batch * problem.num_heads * pairs * problem.head_dim
 
 
 def input_bytes(problem: Problem) -> int:
