@@ -9,6 +9,7 @@ from pathlib import Path
 import oracle
 import pytest
 import torch
+import torch._dynamo.testing
 from tensors import qkv
 from torch.autograd import forward_ad
 
