@@ -93,10 +93,12 @@ def describe(
 
 def _mean(q: Tensor, k: Tensor, features: Features, sizes: Sizes) -> tuple[int, int]:
     """``Problem.mean``, by what shapes tell: how many rows all sequences have."""
-    return (
-        0 if features.cu_seqlens_q is None else mean_length(q.shape[0], sizes.batch, sizes.seqlen_q),
-        0 if features.cu_seqlens_k is None else mean_length(k.shape[0], sizes.batch, sizes.seqlen_k),
-    )
+    total_q = 0 if features.cu_seqlens_q is None else q.shape[0]
+    total_k = 0 if features.cu_seqlens_k is None else k.shape[0]
+    mean_q = mean_length(total_q, sizes.batch, sizes.seqlen_q)
+    if total_q == total_k and sizes.seqlen_q == sizes.seqlen_k:
+        return mean_q, mean_q
+    return mean_q, mean_length(total_k, sizes.batch, sizes.seqlen_k)
 
 
 def _strides(tensor: Tensor, layout: str) -> Strides:

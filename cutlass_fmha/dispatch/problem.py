@@ -16,6 +16,9 @@ CLASS_BITS = 5
 and for all lengths that models are usually trained and timed with."""
 EVEN = (0, 0)
 """``mean`` of sequences that are about as long as the longest, or of which nobody knows."""
+MEAN_BITS, HALF_OCTAVE, SHORT = 3, 2**0.5, 64
+"""Packed lengths vary from batch to batch: their mean is told to the nearest that so many bits and zeros can
+say, the longest in half octaves above it. Where even that is short, neither is asked."""
 MAX_KEY_SPAN = 2**31 - 1
 """Elements: some rows multiply a row's number and its stride in 32 bits, up to the end of a tile."""
 
@@ -182,14 +185,17 @@ class Problem:
 
 def mean_length(total: int, sequences: int, longest: int) -> int:
     """Of ``total`` rows in all, as ``Problem.mean`` has it."""
-    if total == 0 or sequences == 0 or _half_octaves(total, sequences * longest) == 0:
+    if total == 0 or longest < SHORT or _half_octaves(total, sequences * longest) == 0:
         return 0
     return -(-total // sequences)
 
 
 def _half_octaves(mean: int, longest: int) -> int:
-    """How much longer the longest is: 0 up to 1.19 times, so that equal lengths are met exactly."""
-    return round(2 * math.log2(longest / mean)) if longest > mean else 0
+    """How much longer the longest is: 0 up to 1.19 times, 1 up to 1.5 times, then whole octaves."""
+    octaves = math.log2(longest / mean) if longest > mean else 0.0
+    if octaves < 0.25:
+        return 0
+    return 1 if octaves < math.log2(1.5) else 2 * max(1, round(octaves))
 
 
 def typical_length(length: int) -> int:
@@ -212,8 +218,9 @@ def typical(problem: Problem) -> Problem:
 def _typical_lengths(problem: Problem) -> tuple[int, int, tuple[int, int]]:
     if problem.mean == EVEN:
         return typical_length(problem.seqlen_q), typical_length(problem.seqlen_k), EVEN
-    seqlen_q, mean_q = _typical_mean(problem.seqlen_q, problem.mean[0])
-    seqlen_k, mean_k = _typical_mean(problem.seqlen_k, problem.mean[1])
+    of_keys = (problem.seqlen_k, problem.mean[1])
+    seqlen_q, mean_q = found = _typical_mean(*(of_queries := (problem.seqlen_q, problem.mean[0])))
+    seqlen_k, mean_k = found if of_keys == of_queries else _typical_mean(*of_keys)
     return seqlen_q, seqlen_k, (mean_q, mean_k)
 
 
@@ -221,8 +228,10 @@ def _typical_mean(longest: int, mean: int) -> tuple[int, int]:
     """The mean says more than the longest, which is told from it."""
     if not mean:
         return typical_length(longest), 0
-    octaves, mean = _half_octaves(mean, longest) / 2, typical_length(mean)
-    return typical_length(math.ceil(mean * 2**octaves)), mean
+    half_octaves = _half_octaves(mean, longest)
+    unit = 1 << max(0, mean.bit_length() - MEAN_BITS)
+    mean = (mean + unit // 2) // unit * unit
+    return math.ceil(mean * HALF_OCTAVE**half_octaves), mean
 
 
 def _key_span_class(key_span: int) -> int:
