@@ -43,7 +43,7 @@ DEFINITIONS: dict[str, tuple[str, set[str]]] = {
         r"\.(template )?step<",
         {"forward/tile_walk.cuh", "forward/few_query_walk.cuh", "features/mainloop.cuh", "host_model.cpp"},
     ),
-    "where key parts meet": (r"QuadOfLanes::sum\(softmax\.row_sum.*\n.*states", {"core/key_parts.cuh"}),
+    "where key parts meet": (r"softmax\.row_sum.*\n.*Layout::sums", {"core/key_parts.cuh"}),
 }
 
 

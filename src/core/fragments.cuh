@@ -39,21 +39,19 @@ struct ForwardTypes {
 CUTE_DEVICE int accumulator_row(int row, int lane) { return lane / 4 + row % 2 * 8 + row / 2 * 16; }
 
 /// The softmax's row maxima, in shared memory: one lane of the four that share a row writes, all read.
-template <class Row>
-struct MaximaOf {
-  Row* rows;  ///< of this warp; a Row begins with its maximum
+struct RowMaxima {
+  float* rows;  ///< of this warp
 
   CUTE_DEVICE float get(int row) const {
     __syncwarp();
-    return *reinterpret_cast<float const*>(rows + accumulator_row(row, lane_id()));
+    return rows[accumulator_row(row, lane_id())];
   }
   CUTE_DEVICE void set(int row, float maximum) const {
     __syncwarp();
     int const lane = lane_id();
-    if (lane % 4 == 0) *reinterpret_cast<float*>(rows + accumulator_row(row, lane)) = maximum;
+    if (lane % 4 == 0) rows[accumulator_row(row, lane)] = maximum;
   }
 };
-using RowMaxima = MaximaOf<float>;
 
 /// ((2 columns, 2 row halves), row steps, column steps) of an mma accumulator -> (row, column).
 template <class Layout>

@@ -8,22 +8,18 @@
 
 namespace cutlass_fmha {
 
-/// The softmax state of a key part's row: its maximum and l.
-using KeyPartState = float2;
-using KeyPartMaxima = MaximaOf<KeyPartState>;
-
 /// Rows of O, of `RowFloats` each, take the place of what the walk had in shared memory, `TileBytes` in all; their
 /// states stand behind.
 template <ForwardConfig C, int RowFloats, int TileBytes>
 struct KeyPartStates {
   static constexpr int kOutput = C.kv_warps * C.tile_m * RowFloats * int(sizeof(float));
-  static constexpr int kStates = TileBytes > kOutput ? TileBytes : kOutput;
-  static constexpr int kBytes = kStates + C.kv_warps * C.tile_m * int(sizeof(KeyPartState));
+  static constexpr int kMaxima = TileBytes > kOutput ? TileBytes : kOutput;
+  static constexpr int kSums = kMaxima + C.kv_warps * C.tile_m * int(sizeof(float));
+  static constexpr int kBytes = kSums + C.kv_warps * C.tile_m * int(sizeof(float));
   static_assert(kBytes <= 99 * 1024, "sm_89 and sm_120 have no more");
 
-  CUTE_DEVICE static KeyPartState* states(char* smem, int key_part, int row) {
-    return reinterpret_cast<KeyPartState*>(smem + kStates) + key_part * C.tile_m + row;
-  }
+  CUTE_DEVICE static float* maxima(char* smem) { return reinterpret_cast<float*>(smem + kMaxima); }
+  CUTE_DEVICE static float* sums(char* smem) { return reinterpret_cast<float*>(smem + kSums); }
 
  protected:
   CUTE_DEVICE static float* output(char* smem, int key_part, int row) {
@@ -66,7 +62,7 @@ CUTE_DEVICE void write_key_part(char* smem, int key_part, int tile_row,
     int const r = tile_row + accumulator_row(row, lane);
     Layout::write(smem, key_part, r, lane, rows(row, _));
     float const sum = QuadOfLanes::sum(softmax.row_sum[row]);
-    if (lane % 4 == 0) Layout::states(smem, key_part, r)->y = sum;
+    if (lane % 4 == 0) Layout::sums(smem)[key_part * C.tile_m + r] = sum;
   }
 }
 
@@ -78,16 +74,13 @@ struct MergedRow {
   float lse;
 
   CUTE_DEVICE MergedRow(char* smem, int row, float scale_log2) {
-    KeyPartState parts[C.kv_warps];
+    float const* const maxima = Layout::maxima(smem) + row;
+    CUTE_UNROLL
+    for (int key_part = 0; key_part < C.kv_warps; ++key_part) state.see(maxima[key_part * C.tile_m]);
     CUTE_UNROLL
     for (int key_part = 0; key_part < C.kv_warps; ++key_part) {
-      parts[key_part] = *Layout::states(smem, key_part, row);
-      state.see(parts[key_part].x);
-    }
-    CUTE_UNROLL
-    for (int key_part = 0; key_part < C.kv_warps; ++key_part) {
-      weight[key_part] = state.weight(parts[key_part].x, scale_log2);
-      state.add(weight[key_part], parts[key_part].y);
+      weight[key_part] = state.weight(maxima[key_part * C.tile_m], scale_log2);
+      state.add(weight[key_part], Layout::sums(smem)[key_part * C.tile_m + row]);
     }
     lse = state.lse(scale_log2);
   }

@@ -117,7 +117,7 @@ struct FewQueryFeatureKeys {
         k_offset(settled(Product::k_lane(lane))),
         v_offset(settled(Product::v_lane(lane))) {}
 
-  CUTE_DEVICE KeyPartMaxima maxima() const { return {Shared::KeyParts::states(smem, key_part, 0)}; }
+  CUTE_DEVICE RowMaxima maxima() const { return {Shared::KeyParts::maxima(smem) + key_part * C.tile_m}; }
 
   /// Asks for the first steps, each K and each V as a group of copies, and with the first of them for Q.
   CUTE_DEVICE void request_first() {

@@ -11,7 +11,7 @@ namespace cutlass_fmha {
 /// it.
 template <ForwardConfig C>
 CUTE_DEVICE void start_rows(FeatureParams const& p, FeatureTile const& tile, int key_part, int tile_row,
-                            KeyPartMaxima maxima, typename ForwardTypes<C>::Softmax& softmax) {
+                            RowMaxima maxima, typename ForwardTypes<C>::Softmax& softmax) {
   using T = ForwardTypes<C>;
   bool const counts = p.sinks != nullptr && tile.split == 0 && key_part == 0;
   CUTE_UNROLL
@@ -42,7 +42,7 @@ CUTE_DEVICE void scored_rows(FeatureParams const& p, char* smem, Sequence const&
   typename T::OutputFragment output;
   cute::clear(output);
   typename T::Softmax softmax(score_unit(p) * kLog2e);
-  KeyPartMaxima const maxima{FeatureLayout<C>::KeyParts::states(smem, key_part, tile_row)};
+  RowMaxima const maxima{FeatureLayout<C>::KeyParts::maxima(smem) + key_part * C.tile_m + tile_row};
   if (threadIdx.x == 0) new (&FeatureLayout<C>::place(smem)) TilePlace(p, sequence, tile, walk);
   if constexpr (C.kv_warps > 1) {
     FewQueryFeatureKeys<C> keys(p, smem, sequence, tile, walk, key_part);

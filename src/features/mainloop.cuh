@@ -80,7 +80,7 @@ struct FeatureMainloop {
 
   CUTE_DEVICE TilePlace const& place() const { return Shared::place(smem); }
 
-  CUTE_DEVICE KeyPartMaxima maxima() const { return {Shared::KeyParts::states(smem, key_part, tile_row)}; }
+  CUTE_DEVICE RowMaxima maxima() const { return {Shared::KeyParts::maxima(smem) + key_part * C.tile_m + tile_row}; }
 
   /// Leaves the unnormalised O of this warp's part of the keys in `output`, its l in `softmax`.
   CUTE_DEVICE void run(Output& output, typename T::Softmax& softmax) const {

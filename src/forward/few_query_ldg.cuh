@@ -94,13 +94,13 @@ struct LdgKeys {
 
   ForwardParams const& params;
   Word const *q, *k, *v;  ///< of this head
-  KeyPartMaxima row_maxima;
+  RowMaxima row_maxima;
   int row_begin;  ///< the warp's first query row
   int kv_warp;    ///< within its group
   int blocks;     ///< key blocks of which the warp's rows see some key
 
   // What the walk asks for; steps are numbered by their blocks.
-  CUTE_DEVICE KeyPartMaxima maxima() const { return row_maxima; }
+  CUTE_DEVICE RowMaxima maxima() const { return row_maxima; }
   CUTE_DEVICE int start(Held& held) const {
     int const block = kv_warp + (blocks - 1 - kv_warp) / C.kv_warps * C.kv_warps;
     // Besides sparing most problems the arithmetic of the other branch, this one keeps the loads together: ptxas would

@@ -73,7 +73,7 @@ struct FewQueryTmaKeys {
         qv_lane_offset(Product::v_lane(lane_id())),
         k_lane_offset(Product::k_lane(lane_id())) {}
 
-  CUTE_DEVICE KeyPartMaxima maxima() const { return {Layout::KeyParts::states(smem, key_part, tile_row)}; }
+  CUTE_DEVICE RowMaxima maxima() const { return {Layout::KeyParts::maxima(smem) + key_part * C.tile_m + tile_row}; }
   CUTE_DEVICE bool asks() const { return warp < C.kv_warps; }
 
   /// By one warp of each key part.

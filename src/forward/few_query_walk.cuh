@@ -21,7 +21,6 @@
 //   maxima()                      of this warp's rows, for the softmax
 #pragma once
 
-#include "../core/key_parts.cuh"
 #include "../core/mask.cuh"
 #include "../core/product.cuh"
 
@@ -36,7 +35,7 @@ CUTE_DEVICE void hide_unseen(ForwardParams const& p, int row_begin, int key_begi
 
 /// The state of a warp's rows before they have seen a key, which is what those without a step end with.
 template <ForwardConfig C>
-CUTE_DEVICE void start_without_keys(KeyPartMaxima const& maxima, typename ForwardTypes<C>::Softmax& softmax) {
+CUTE_DEVICE void start_without_keys(RowMaxima const& maxima, typename ForwardTypes<C>::Softmax& softmax) {
   CUTE_UNROLL
   for (int row = 0; row < 2 * ForwardTypes<C>::kRowSteps; ++row) softmax.start(row, -INFINITY, false, maxima);
 }

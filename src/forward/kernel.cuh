@@ -118,7 +118,7 @@ CUTE_DEVICE void few_query(ForwardParams const& p) {
       .q = slice(p.q, p.q_stride, tile.head),
       .k = slice(p.k, p.k_stride, head_kv),
       .v = slice(p.v, p.v_stride, head_kv),
-      .row_maxima = {LdgKeyParts<C>::states(smem, kv_warp, tile_row)},
+      .row_maxima = {LdgKeyParts<C>::maxima(smem) + kv_warp * C.tile_m + tile_row},
       .row_begin = row_begin,
       .kv_warp = kv_warp,
       .blocks = key_blocks(p, row_begin, row_begin + T::kRows, C.tile_n),
