@@ -96,28 +96,12 @@ std::vector<std::array<int, 3>> work_tiles(int batch, int num_heads, int seqlen_
                                            int mixed_heads, int long_tiles) {
   ForwardParams p = lengths(seqlen_q, seqlen_q, masked ? std::optional<int>(0) : std::nullopt);
   p.batch = batch;
-  p.num_heads = num_heads;
-  p.order = {mixed_heads, long_tiles};
-  std::vector<std::array<int, 3>> tiles;
-  for (int64_t block = 0; block < grid_size(p, tile_m); ++block) {
-    WorkTile const t = work_tile(p, tile_m, int(block));
-    tiles.push_back({t.batch, t.head, t.m_block});
-  }
-  return tiles;
-}
-
-/// work_tiles() as rows that copy by TMA find them: with divisions by multiplication.
-std::vector<std::array<int, 3>> scheduled_tiles(int batch, int num_heads, int seqlen_q, bool masked, int tile_m,
-                                                int mixed_heads, int long_tiles) {
-  ForwardTmaParams p(lengths(seqlen_q, seqlen_q, masked ? std::optional<int>(0) : std::nullopt));
-  p.batch = batch;
   p.num_heads = p.num_heads_kv = num_heads;
-  p.order = {mixed_heads, long_tiles};
   std::vector<std::array<int, 3>> tiles;
   int64_t const blocks = grid_size(p, tile_m);
-  if (blocks > 0) set_schedule(p, tile_m);
+  if (blocks > 0) set_schedule(p, {mixed_heads, long_tiles}, tile_m);
   for (int64_t block = 0; block < blocks; ++block) {
-    WorkTile const t = scheduled_tile(p, int(block));
+    WorkTile const t = work_tile(p.schedule, int(block));
     tiles.push_back({t.batch, t.head, t.m_block});
   }
   return tiles;
@@ -181,9 +165,6 @@ void bind_host_model(py::module_& module) {
   m.def("work_tiles", &work_tiles, "(batch, head, m_block) of every thread block, in launch order.", py::arg("batch"),
         py::arg("num_heads"), py::arg("seqlen_q"), py::arg("masked"), py::arg("tile_m"), py::arg("mixed_heads"),
         py::arg("long_tiles"));
-  m.def("scheduled_tiles", &scheduled_tiles, "work_tiles() by the arithmetic of rows that copy by TMA.",
-        py::arg("batch"), py::arg("num_heads"), py::arg("seqlen_q"), py::arg("masked"), py::arg("tile_m"),
-        py::arg("mixed_heads"), py::arg("long_tiles"));
   m.def(
       "tile_order",
       [](int sms, int64_t l2_bytes, int warps, int heads, int group, int64_t head_bytes, int tiles, int short_tiles) {

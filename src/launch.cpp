@@ -123,11 +123,10 @@ void launch_plain(Row const& row, AttentionParams const& p, int device, cudaStre
   int64_t const tiles = grid_size(params, c.tile_m);
   Tail const tail = tail_of(p, c, tiles);
   dim3 const grid = grid_of(row, tiles + int64_t(tail.tiles) * std::max(0, tail.parts - 1));
-  params.order = tile_order(params, c, gpu_of(device));
+  set_schedule(params, tile_order(params, c, gpu_of(device)), c.tile_m);
   if (c.copy != Copy::tma) return launch_kernel(row, grid, &params, device, stream);
   ForwardTmaParams prepared(params);
   prepared.tail = tail;
-  set_schedule(prepared, c.tile_m);
   set_tensor_maps(prepared, c);
   launch_kernel(row, grid, &prepared, device, stream);
   if (tail.tiles > 0) {

@@ -20,6 +20,21 @@ struct TileOrder {
   int tiles;  ///< of each: so many are long, the last ones. 1 or more
 };
 
+/// How a thread block finds its tile, without a division: schedule_of() and work_tile() in core/scheduler.h. A head is
+/// one of all batch entries'.
+struct TileSchedule {
+  TileOrder order{};             ///< where tiles are mixed
+  bool mixed = false;            ///< or the tiles of one head follow each other
+  int m_blocks = 0;              ///< tiles of a head
+  int heads = 0, all_heads = 0;  ///< of a batch entry, and of all
+  int last = 0;                  ///< the first of the heads that are mixed last, which may be fewer
+  Divisor by_rank;               ///< by m_blocks, or where tiles are mixed by order.heads
+  Divisor by_share;              ///< by the long tiles of these heads
+  Divisor by_last;               ///< by the heads that are mixed last
+  Divisor by_all;                ///< by all_heads
+  Divisor by_heads;              ///< by heads
+};
+
 struct ForwardParams {
   void const* q;  ///< [batch, seqlen_q, num_heads, head_dim]
   void const* k;  ///< [batch, seqlen_k, num_heads_kv, head_dim]
@@ -33,7 +48,8 @@ struct ForwardParams {
   /// Key j is visible to query i when j <= i + diagonal. Without a causal mask: kNoDiagonal.
   int diagonal;
 
-  TileOrder order;  ///< where there is a diagonal
+  TileSchedule schedule;
+  Divisor by_group;  ///< by the query heads per head of K and V
 
   /// exp(scale * s) is computed as exp2(scale_log2 * s) with scale_log2 > 0, so that the row maximum of the scaled
   /// scores is the scaled maximum. The sign of the scale is moved into Q: its bits are taken & q_and, then ^ q_xor.
@@ -61,17 +77,6 @@ struct alignas(128) TensorMap {
 /// What a launch of a row that copies by TMA reads besides.
 struct ForwardTmaParams : ForwardParams {
   explicit ForwardTmaParams(ForwardParams const& p) : ForwardParams(p) {}
-
-  /// How a thread block finds its tile, set_schedule() in core/scheduler.h: the rows of tiles that a head has, and
-  /// what block numbers are divided by.
-  int m_blocks = 0;
-  Divisor by_rank;   ///< without a diagonal by m_blocks, with one by order.heads
-  Divisor by_share;  ///< by the long tiles of these heads
-  Divisor by_last;   ///< by the heads that are mixed last, which may be fewer
-  Divisor by_all;    ///< by batch * num_heads
-  int last = 0;      ///< the first of the heads that are mixed last
-  Divisor by_heads;  ///< by num_heads
-  Divisor by_group;  ///< by the query heads per head of K and V
 
   Tail tail;
 

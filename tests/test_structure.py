@@ -36,7 +36,7 @@ DEFINITIONS: dict[str, tuple[str, set[str]]] = {
     "turns and rings": (r"struct (Turns|TilePipeline)\b|mbarrier\.", {"core/pipeline.cuh"}),
     "a value that stays where it was computed": (r"shfl\.sync\.idx", {"core/registers.cuh"}),
     "registers to spare": (r"65536 /", {"core/registers.cuh"}),
-    "the order of tiles": (r"RankedTile ranked_tile\(", {"core/scheduler.h"}),
+    "the order of tiles": (r"WorkTile work_tile\(|\.by_share", {"core/scheduler.h"}),
     "a walk with turns": (r"keys\.take\(\)", {"forward/tile_walk.cuh"}),
     # Two: of tiles, and of few queries whose warps share the keys. The host's is for tests.
     "a walk over keys": (

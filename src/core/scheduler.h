@@ -51,41 +51,6 @@ inline int short_tiles(int64_t diagonal, int64_t seqlen_k, int tile_m, int tiles
   return int(count < tiles - 1 ? count : tiles - 1);
 }
 
-/// A tile by its head, counted over all batch entries, and its rank: 0 is the last tile of the head.
-struct RankedTile {
-  int rank, head;
-};
-
-FMHA_HOST_DEVICE inline RankedTile ranked_tile(TileOrder const& order, int heads, int number) {
-  int const long_tiles = heads * order.tiles;
-  if (number >= long_tiles) {
-    int const rank = (number - long_tiles) / heads;
-    return {order.tiles + rank, number - long_tiles - rank * heads};
-  }
-  int const first = order.heads >= heads ? 0 : number / (order.heads * order.tiles) * order.heads;
-  int const count = order.heads < heads - first ? order.heads : heads - first;
-  int const rank = (number - first * order.tiles) / count;
-  return {rank, first + number - first * order.tiles - rank * count};
-}
-
-/// Without a mask, the tiles of one head follow each other, so that its K and V stay in L2.
-/// `Quick`: in a hurry to know, since everything waits for it: where there is one sequence, a division is skipped.
-template <bool Quick = false>
-FMHA_HOST_DEVICE inline WorkTile work_tile(ForwardParams const& p, int tile_m, int block) {
-  int const m_blocks = ceil_div(p.seqlen_q, tile_m);
-  int m_block, sequence;
-  if (p.diagonal == kNoDiagonal) {
-    sequence = block / m_blocks;
-    m_block = block - sequence * m_blocks;
-  } else {
-    RankedTile const tile = ranked_tile(p.order, p.batch * p.num_heads, block);
-    sequence = tile.head;
-    m_block = m_blocks - 1 - tile.rank;
-  }
-  int const batch = Quick && p.batch == 1 ? 0 : sequence / p.num_heads;
-  return {m_block, sequence - batch * p.num_heads, batch};
-}
-
 /// Of a launch. For a problem with at least one tile. On an H200, whose memory is 3 to 16 times as fast as that of GPUs
 /// with sm_89 and sm_120 (`fast_memory`), small tiles, two or more an SM, are 2 to 5 % faster if those of all heads are
 /// mixed.
@@ -97,37 +62,50 @@ inline TileOrder tile_order(ForwardParams const& p, ForwardConfig const& c, Gpu 
                     short_tiles(p.diagonal, p.seqlen_k, c.tile_m, tiles));
 }
 
-/// Prepares scheduled_tile() and kv_head(). For a problem with at least one tile and at most 2^31 - 1.
-inline void set_schedule(ForwardTmaParams& p, int tile_m) {
-  p.m_blocks = ceil_div(p.seqlen_q, tile_m);
-  int const heads = p.batch * p.num_heads;
-  p.by_rank = Divisor(p.diagonal == kNoDiagonal ? p.m_blocks : p.order.heads);
-  p.by_share = Divisor(p.order.heads * p.order.tiles);
-  p.last = (heads - 1) / p.order.heads * p.order.heads;
-  p.by_last = Divisor(heads - p.last);
-  p.by_all = Divisor(heads);
-  p.by_heads = Divisor(p.num_heads);
+/// Of `heads` heads in each of `batch` entries, with `m_blocks` tiles each. There is at least one tile.
+inline TileSchedule schedule_of(TileOrder const& order, bool mixed, int m_blocks, int heads, int batch) {
+  TileSchedule s;
+  s.order = order;
+  s.mixed = mixed;
+  s.m_blocks = m_blocks;
+  s.heads = heads;
+  s.all_heads = heads * batch;
+  s.by_heads = Divisor(heads);
+  s.by_rank = Divisor(mixed ? order.heads : m_blocks);
+  if (!mixed) return s;
+  s.last = (s.all_heads - 1) / order.heads * order.heads;
+  s.by_share = Divisor(order.heads * order.tiles);
+  s.by_last = Divisor(s.all_heads - s.last);
+  s.by_all = Divisor(s.all_heads);
+  return s;
+}
+inline void set_schedule(ForwardParams& p, TileOrder const& order, int tile_m) {
+  p.schedule = schedule_of(order, p.diagonal != kNoDiagonal, ceil_div(p.seqlen_q, tile_m), p.num_heads, p.batch);
   p.by_group = Divisor(p.num_heads / p.num_heads_kv);
 }
 
-/// work_tile() without a division.
-FMHA_HOST_DEVICE inline WorkTile scheduled_tile(ForwardTmaParams const& p, int block) {
-  int m_block, sequence;
-  if (p.diagonal == kNoDiagonal) {
-    sequence = p.by_rank.quotient(block);
-    m_block = block - sequence * p.m_blocks;
+/// The tile of a thread block. Without a diagonal, the tiles of one head follow each other, so that its K and V stay in
+/// L2. Everything waits for this.
+FMHA_HOST_DEVICE inline WorkTile work_tile(TileSchedule const& s, int block) {
+  int m_block, head;
+  if (!s.mixed) {
+    head = s.by_rank.quotient(block);
+    m_block = block - head * s.m_blocks;
   } else {
-    int const heads = p.batch * p.num_heads, long_tiles = heads * p.order.tiles;
+    int const long_tiles = s.all_heads * s.order.tiles;
     bool const is_long = block < long_tiles;
-    int const first = is_long ? p.by_share.quotient(block) * p.order.heads : 0;
-    int const tile = block - (is_long ? first * p.order.tiles : long_tiles);
-    int const rank = (!is_long ? p.by_all : first == p.last ? p.by_last : p.by_rank).quotient(tile);
-    sequence = first + tile - rank * (!is_long ? heads : first == p.last ? heads - first : p.order.heads);
-    m_block = p.m_blocks - 1 - rank - (is_long ? 0 : p.order.tiles);
+    int const first = is_long ? s.by_share.quotient(block) * s.order.heads : 0;
+    int const tile = block - (is_long ? first * s.order.tiles : long_tiles);
+    int const rank = (!is_long ? s.by_all : first == s.last ? s.by_last : s.by_rank).quotient(tile);
+    head = first + tile - rank * (!is_long ? s.all_heads : first == s.last ? s.all_heads - first : s.order.heads);
+    m_block = s.m_blocks - 1 - rank - (is_long ? 0 : s.order.tiles);  // rank 0 is the last one
   }
-  int const batch = p.by_heads.quotient(sequence);
-  return {m_block, sequence - batch * p.num_heads, batch};
+  int const batch = s.by_heads.quotient(head);
+  return {m_block, head - batch * s.heads, batch};
 }
+
+/// The head of K and V that query head `head` attends to.
+FMHA_HOST_DEVICE inline int kv_head(ForwardParams const& p, int head) { return p.by_group.quotient(head); }
 
 /// The keys of a tile that a block walks: key blocks [end - count, end).
 struct KeyPart {
@@ -145,8 +123,5 @@ FMHA_HOST_DEVICE inline KeyPart tail_part(Tail const& t, int tile_m, int key_blo
   int const end = key_blocks - t.first - part * t.rest;
   return {t.begin + tile, end, end < t.rest ? end : t.rest, ((part + 1) * t.tiles + tile) * tile_m};
 }
-
-/// The head of K and V that query head `head` attends to.
-FMHA_HOST_DEVICE inline int kv_head(ForwardTmaParams const& p, int head) { return p.by_group.quotient(head); }
 
 }  // namespace cutlass_fmha

@@ -83,7 +83,7 @@ void launch_features(Row const& row, AttentionParams const& p, int device, cudaS
   FeatureParams params = p;
   find_out(params, c);
   dim3 const grid = grid_of(row, grid_size(params, c.tile_m));
-  params.order = tile_order(params, c.tile_m, c.warps, c.element_bytes(), gpu_of(device));
+  set_schedule(params, tile_order(params, c.tile_m, c.warps, c.element_bytes(), gpu_of(device)), c.tile_m);
   launch_kernel(row, grid, &params, device, stream);
   if (params.splits == 1) return;
   CombineParams const combined = make_combine(params);

@@ -62,12 +62,9 @@ FMHA_HOST_DEVICE inline int64_t grid_size(FeatureParams const& p, int tile_m) {
 
 /// Parts of one tile's keys follow each other.
 FMHA_HOST_DEVICE inline FeatureTile tile_at(FeatureParams const& p, int tile_m, int block) {
-  int const heads = p.num_heads / p.pack;
-  int const tiles = ceil_div(p.seqlen_q * p.pack, tile_m);
-  int const number = block / p.splits;
-  RankedTile const tile = ranked_tile(p.order, heads * p.batch, number);
-  int const batch = tile.head / heads;
-  return {(tiles - 1 - tile.rank) * tile_m, (tile.head - batch * heads) * p.pack, batch, block - number * p.splits};
+  int const number = p.by_splits.quotient(block);
+  WorkTile const tile = work_tile(p.schedule, number);
+  return {tile.m_block * tile_m, tile.head * p.pack, tile.batch, block - number * p.splits};
 }
 
 /// Of a launch whose elements have `bytes`. For a problem with at least one tile.
@@ -78,6 +75,11 @@ inline TileOrder tile_order(FeatureParams const& p, int tile_m, int warps, int b
   return tile_order(gpu, warps, heads * p.batch, p.num_heads / p.num_heads_kv / p.pack,
                     int64_t(p.seqlen_k) * (p.head_dim + p.head_dim_v) * bytes, tiles,
                     grow ? short_tiles(diagonal * p.pack, p.seqlen_k * int64_t(p.pack), tile_m, tiles) : 0);
+}
+
+inline void set_schedule(FeatureParams& p, TileOrder const& order, int tile_m) {
+  p.schedule = schedule_of(order, true, ceil_div(p.seqlen_q * p.pack, tile_m), p.num_heads / p.pack, p.batch);
+  p.by_splits = Divisor(p.splits);
 }
 
 /// Where the rows of k or v that key_row_offset() counts begin, in elements.

@@ -37,13 +37,13 @@ CUTE_DEVICE void forward_rows(ForwardParams const& p) {
   static_assert(C.kv_warps == 1 && C.copy != Copy::ldg_16 && !C.dependent_launch);
   extern __shared__ __align__(1024) char smem[];
 
-  WorkTile const tile = work_tile(p, C.tile_m, blockIdx.x);
+  WorkTile const tile = work_tile(p.schedule, blockIdx.x);
   int const lane = threadIdx.x % 32;
   int const warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // uniform, and the compiler knows it
   bool const second_group = warp >= C.warps / 2;
   int const tile_begin = tile.m_block * C.tile_m;
   int const blocks = key_blocks(p, tile_begin, tile_begin + C.tile_m, C.tile_n);
-  int const head_kv = tile.head / (p.num_heads / p.num_heads_kv);
+  int const head_kv = kv_head(p, tile.head);
 
   auto const offset = [&](void const* tensor, Strides const& s, int head, int row) {
     return static_cast<typename T::Word const*>(tensor) + tile.batch * s.batch + head * s.head + row * s.seqlen;
@@ -103,13 +103,12 @@ CUTE_DEVICE void few_query(ForwardParams const& p) {
   static_assert(!C.dependent_launch || C.architecture().copy_unit);
   extern __shared__ __align__(1024) char smem[];
 
-  WorkTile const tile = work_tile<true>(p, C.tile_m, blockIdx.x);
+  WorkTile const tile = work_tile(p.schedule, blockIdx.x);
   int const warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   int const kv_warp = warp % C.kv_warps;
   int const tile_row = warp / C.kv_warps * T::kRows;
   int const row_begin = tile.m_block * C.tile_m + tile_row;
-  // No division for the common case: all loads wait for this.
-  int const head_kv = p.num_heads == p.num_heads_kv ? tile.head : tile.head / (p.num_heads / p.num_heads_kv);
+  int const head_kv = kv_head(p, tile.head);
   auto const slice = [&](void const* tensor, Strides const& s, int head) {
     return static_cast<typename T::Word const*>(tensor) + tile.batch * s.batch + head * s.head;
   };
@@ -149,7 +148,7 @@ CUTE_DEVICE void few_query_tma(ForwardTmaParams const& p) {
   extern __shared__ __align__(1024) char smem[];
 
   if (threadIdx.x == 0 && p.seqlen_k > 0) fetch_maps(p.q_map, p.k_map, p.v_map);  // without keys there is only o_map
-  WorkTile const tile = scheduled_tile(p, blockIdx.x);
+  WorkTile const tile = work_tile(p.schedule, blockIdx.x);
   int const warp = uniform(threadIdx.x / 32);
   int const tile_begin = tile.m_block * C.tile_m;
   int const blocks = key_blocks(p, tile_begin, tile_begin + C.tile_m, C.tile_n);

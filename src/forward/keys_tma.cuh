@@ -23,7 +23,7 @@ CUTE_DEVICE Work work_at(ForwardTmaParams const& p, int index) {
   bool const divided = index >= p.tail.begin;
   KeyPart part{index, 0, 0, -1};
   if (divided) part = tail_part(p.tail, C.tile_m, ceil_div(p.seqlen_k, C.tile_n), index);
-  WorkTile const tile = scheduled_tile(p, part.tile);
+  WorkTile const tile = work_tile(p.schedule, part.tile);
   int const row_begin = tile.m_block * C.tile_m;
   if (!divided) part.end = part.count = key_blocks(p, row_begin, row_begin + C.tile_m, C.tile_n);
   return {row_begin, part.end, part.count, part.row, tile.head, kv_head(p, tile.head), tile.batch};

@@ -81,7 +81,7 @@ void launch_wide(Row const& row, AttentionParams const& p, int device, cudaStrea
   auto const& c = std::get<WideConfig>(row.config);
   FeatureParams params = p;
   dim3 const grid = grid_of(row, grid_size(params, c.tile_m));
-  params.order = tile_order(params, c.tile_m, c.warps, c.element_bytes(), gpu_of(device));
+  set_schedule(params, tile_order(params, c.tile_m, c.warps, c.element_bytes(), gpu_of(device)), c.tile_m);
   launch_kernel(row, grid, &params, device, stream);
 }
 
