@@ -10,70 +10,73 @@
 namespace cutlass_fmha {
 
 /// Fills tiles of `Rows` rows, 8 or 4 of them at a time, with the lanes of one warp.
-template <int HeadDim, int Rows>
+template <int HeadDim, int Rows, int ElementBytes>
 struct WarpTile {
-  using P = Panels<HeadDim>;
-  static constexpr int kChunks = P::kWidth / 8;
+  using Word = Bits<ElementBytes>;
+  using P = Panels<HeadDim, ElementBytes>;
+  static constexpr int kChunks = P::kChunks;
   static constexpr int kRowsPerPass = 32 / kChunks;
   static constexpr int kPasses = Rows / kRowsPerPass;
-  static constexpr int kBytes = Rows * HeadDim * 2;
+  static constexpr int kBytes = Rows * HeadDim * ElementBytes;
   static_assert(Rows % 8 == 0 && (kRowsPerPass == 4 || kRowsPerPass == 8));
 
   CUTE_DEVICE static int first_row(int lane) { return lane / kChunks; }
-  CUTE_DEVICE static int column(int lane) { return lane % kChunks * 8; }
+  CUTE_DEVICE static int column(int lane) { return lane % kChunks * P::kChunk; }
 
   /// Where a lane's chunk of a pass stands in a tile, by that of the first pass. Four rows on, the swizzle flips one
   /// bit of the chunk's number.
   CUTE_DEVICE static uint32_t offset(uint32_t first, int pass) {
-    return (first ^ (kRowsPerPass == 4 && pass % 2 == 1 ? 64 : 0)) + pass * kRowsPerPass * P::kWidth * 2;
+    return (first ^ (kRowsPerPass == 4 && pass % 2 == 1 ? 64 : 0)) + pass * kRowsPerPass * P::kRowBytes;
   }
   CUTE_DEVICE static uint32_t first_offset(int lane) {
-    return 2 * uint32_t(typename P::template Layout<Rows>{}(first_row(lane), column(lane)));
+    return P::template byte_offset<Rows>(first_row(lane), column(lane));
   }
 
   /// One pass: a lane's chunk of each panel of a row. `dimensions`: how many the row has from the lane's column on; 0
   /// or fewer where the row isn't there, and then nothing is read. The rest of a chunk becomes zeros.
-  CUTE_DEVICE static void load(char* tile, uint32_t offset, uint16_t const* from, int dimensions) {
+  CUTE_DEVICE static void load(char* tile, uint32_t offset, Word const* from, int dimensions) {
     CUTE_UNROLL
     for (int panel = 0; panel < P::kCount; ++panel) {
-      auto& to = *reinterpret_cast<cute::uint128_t*>(tile + offset + panel * Rows * P::kWidth * 2);
+      auto& to = *reinterpret_cast<cute::uint128_t*>(tile + offset + panel * Rows * P::kRowBytes);
       cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(
           *reinterpret_cast<cute::uint128_t const*>(from + panel * P::kWidth), to, dimensions > panel * P::kWidth);
     }
   }
   /// The same of rows of any alignment and any number of dimensions.
-  CUTE_DEVICE static void load_elements(char* tile, uint32_t offset, uint16_t const* from, int dimensions) {
+  CUTE_DEVICE static void load_elements(char* tile, uint32_t offset, Word const* from, int dimensions) {
     CUTE_NO_UNROLL
     for (int panel = 0; panel < P::kCount; ++panel) {
-      auto* const to = reinterpret_cast<uint16_t*>(tile + offset + panel * Rows * P::kWidth * 2);
+      auto* const to = reinterpret_cast<Word*>(tile + offset + panel * Rows * P::kRowBytes);
       CUTE_NO_UNROLL
-      for (int e = 0; e < 8; ++e)
-        to[e] = panel * P::kWidth + e < dimensions ? from[panel * P::kWidth + e] : uint16_t(0);
+      for (int e = 0; e < P::kChunk; ++e)
+        to[e] = panel * P::kWidth + e < dimensions ? from[panel * P::kWidth + e] : Word(0);
     }
   }
 };
 
 /// The rows of k or v that one lane copies.
+template <class Word>
 struct LaneRows {
-  uint16_t const* column;  ///< of the sequence's entry and head
-  int64_t stride;          ///< from row to row
-  uint32_t offset;         ///< of the lane's first chunk in a tile
-  int dimensions;          ///< from that column on
-  uint16_t const* next;    ///< the lane's first row of the next step; where there are pages, of page 0
+  Word const* column;  ///< of the sequence's entry and head
+  int64_t stride;      ///< from row to row
+  uint32_t offset;     ///< of the lane's first chunk in a tile
+  int dimensions;      ///< from that column on
+  Word const* next;    ///< the lane's first row of the next step; where there are pages, of page 0
 };
 
 template <ForwardConfig C>
 struct FewQueryFeatureKeys {
   using T = ForwardTypes<C>;
-  using Element = typename T::Element;
+  using Word = typename T::Word;
+  using Rows = LaneRows<Word>;
   using Shared = FeatureLayout<C>;
   using Product = WarpProduct<C>;
   using Scores = typename Product::Scores;
   using Output = typename Product::Output;
   using Probabilities = typename Product::Probabilities;
   using Held = typename Product::QFragments;
-  using KCopy = WarpTile<C.head_dim, C.tile_n>;
-  using VCopy = WarpTile<C.head_dim_v(), C.tile_n>;
+  using KCopy = WarpTile<C.head_dim, C.tile_n, C.element_bytes()>;
+  using VCopy = WarpTile<C.head_dim_v(), C.tile_n, C.element_bytes()>;
   /// Keys whose rows follow each other wherever a sequence begins with a page: pages are multiples of so many.
   static constexpr int kRun = 16, kRuns = C.tile_n / kRun;
   static constexpr bool kFirstApart = false;         ///< rows may start with a sink
@@ -93,7 +96,7 @@ struct FewQueryFeatureKeys {
   bool const listed;      ///< by a list of blocks
   bool const whole;       ///< step 0 has all of its keys, and then each step
   CommonView const view;  ///< what the tile's queries see
-  LaneRows k, v;
+  Rows k, v;
   uint32_t const k_offset, v_offset;  ///< this lane's for ldmatrix
   int page[kRuns];                    ///< of the runs of the step whose K is loaded next
   int64_t v_first[kRuns];             ///< where those of the step whose V is loaded next begin
@@ -179,10 +182,10 @@ struct FewQueryFeatureKeys {
 
  private:
   template <class Tile>
-  CUTE_DEVICE LaneRows lane_rows(void const* tensor, Strides const& stride, int head_dim) const {
+  CUTE_DEVICE Rows lane_rows(void const* tensor, Strides const& stride, int head_dim) const {
     int const column = Tile::column(lane), head_kv = tile.head / (p.num_heads / p.num_heads_kv);
     auto const* const from =
-        static_cast<uint16_t const*>(tensor) + head_kv * stride.head + key_entry_offset(p, stride, sequence) + column;
+        static_cast<Word const*>(tensor) + head_kv * stride.head + key_entry_offset(p, stride, sequence) + column;
     int const first = (p.page_table == nullptr ? sequence.first_k + last_begin : 0) + Tile::first_row(lane);
     return {from, stride.seqlen, settled(Tile::first_offset(lane)), int(settled(head_dim - column)),
             settled(from + first * stride.seqlen)};
@@ -235,7 +238,7 @@ struct FewQueryFeatureKeys {
 
   /// From the last keys to the first: steps after step 0 are whole, unless a list of blocks says which keys they have.
   template <class Tile>
-  CUTE_DEVICE void copy_tile(uint32_t to, LaneRows& rows, Strides const& stride, int64_t const (&first)[kRuns],
+  CUTE_DEVICE void copy_tile(uint32_t to, Rows& rows, Strides const& stride, int64_t const (&first)[kRuns],
                              int step) const {
     if (!regular) {
       copy_rows<Tile>(to, rows, stride, key_begin(step));
@@ -250,23 +253,23 @@ struct FewQueryFeatureKeys {
     if (p.page_table == nullptr) rows.next -= Shared::kStepKeys * rows.stride;
   }
   /// Rows that follow each other, from the tile's row `first` on.
-  template <class Tile, int Rows>
-  CUTE_DEVICE void copy_run(uint32_t to, uint16_t const* from, int first, LaneRows const& rows) const {
+  template <class Tile, int Count>
+  CUTE_DEVICE void copy_run(uint32_t to, Word const* from, int first, Rows const& rows) const {
     CUTE_UNROLL
-    for (int row = 0; row < Rows; row += Tile::kRowsPerPass) {
+    for (int row = 0; row < Count; row += Tile::kRowsPerPass) {
       Tile::load(smem + to, Tile::offset(rows.offset, (first + row) / Tile::kRowsPerPass), from, rows.dimensions);
       from += Tile::kRowsPerPass * rows.stride;
     }
   }
   /// The same where keys may be missing at the end.
   template <class Tile>
-  CUTE_DEVICE void copy_some_keys(uint32_t to, LaneRows const& rows, Strides const& stride, int begin) const {
+  CUTE_DEVICE void copy_some_keys(uint32_t to, Rows const& rows, Strides const& stride, int begin) const {
     constexpr int kRunPasses = kRun / Tile::kRowsPerPass;
     int const first = Tile::first_row(lane), keys = sequence.keys - begin - first;
     CUTE_UNROLL
     for (int run = 0; run < C.tile_n / kRun; ++run) {
       int const row = sequence.first_k + smaller(begin + run * kRun, sequence.keys - 1);
-      uint16_t const* from = rows.column + key_row_offset(p, stride, sequence, row) + first * rows.stride;
+      Word const* from = rows.column + key_row_offset(p, stride, sequence, row) + first * rows.stride;
       CUTE_UNROLL
       for (int pass = run * kRunPasses; pass < (run + 1) * kRunPasses; ++pass) {
         Tile::load(smem + to, Tile::offset(rows.offset, pass), from,
@@ -277,12 +280,12 @@ struct FewQueryFeatureKeys {
   }
   /// The same where pages end anywhere or rows are not aligned.
   template <class Tile>
-  CUTE_DEVICE void copy_rows(uint32_t to, LaneRows const& rows, Strides const& stride, int begin) const {
+  CUTE_DEVICE void copy_rows(uint32_t to, Rows const& rows, Strides const& stride, int begin) const {
     CUTE_NO_UNROLL
     for (int pass = 0; pass < Tile::kPasses; ++pass) {
       int const key = begin + Tile::first_row(lane) + pass * Tile::kRowsPerPass;
       int const row = sequence.first_k + smaller(key, sequence.keys - 1);  // there may be none; then nothing is read
-      uint16_t const* const from = rows.column + key_row_offset(p, stride, sequence, row);
+      Word const* const from = rows.column + key_row_offset(p, stride, sequence, row);
       int const there = key < sequence.keys ? rows.dimensions : 0;
       if (p.vectors) {
         Tile::load(smem + to, Tile::offset(rows.offset, pass), from, there);
