@@ -545,6 +545,7 @@ REFUSED: Refusals = {
         ({"cache_seqlens": ints(1, 2, 3, 4)[::2]}, "cache_seqlens must be contiguous"),
         ({"page_table": TABLE[0]}, "page_table must have 2 dimensions"),
         ({"page_table": TABLE[:1]}, "page_table must be int32 with a row for"),
+        ({"page_table": TABLE.long()}, "page_table must be int32 .*, got int64"),
         ({"page_table": TABLE}, "k_cache must have pages of a multiple of 16 keys, got 10"),
         ({"page_table": TABLE, "cache_batch_idx": ints(0, 1)}, "exclude each other"),
         ({"rotary_cos": COS}, "rotary_cos and rotary_sin go together"),

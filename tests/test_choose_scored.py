@@ -26,7 +26,7 @@ BUILD = make_build()
 PLAIN = Table(tuple(row for row in BUILD.rows if not row.takes_features))
 PREFILL = Problem(2, 4096, 4096, 16, 16, 64, "float16")
 DECODE = Problem(1, 1, 16384, 32, 8, 128, "float16")
-TILE, SPLIT = (BUILD.by_name(f"fwd_sm89_f16_d64_{tile}_scored") for tile in ("m64n64w4", "m16n16w4k4"))
+TILE, FEW_QUERY = (BUILD.by_name(f"fwd_sm89_f16_d64_{tile}_scored") for tile in ("m64n64w4", "m16n16w4k4"))
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +89,7 @@ def test_a_head_dim_v_like_the_head_dim_says_nothing():
 @pytest.mark.parametrize("group", [1, 4, 7])
 def test_heads_are_packed_where_that_leaves_fewer_tiles(gpu: str, seqlen_q: int, group: int):
     problem = replace(PREFILL, seqlen_q=seqlen_q, num_heads=2 * group, num_heads_kv=2)
-    for row in (TILE, SPLIT):
+    for row in (TILE, FEW_QUERY):
         pack = blocks.packed_heads(row, problem)
         packed, apart = -(-seqlen_q * group // row.tile_m), -(-seqlen_q // row.tile_m) * group
         assert pack == (group if group > 1 and packed <= 0.9 * apart else 1)

@@ -43,15 +43,15 @@ def rows_of(tmp_path: Path, *lines: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-SPLIT = "64 16 32 4 4 2 1 true false ldg_16"
+FEW_QUERY = "64 16 32 4 4 2 1 true false ldg_16"
 
 
 def test_a_13th_column_makes_launches_overlap(tmp_path: Path):
     done = rows_of(
         tmp_path,
-        f'fmha_forward("90" "f16" {SPLIT} true)',
-        f'fmha_forward("90;89" "f16" {SPLIT})',
-        f'fmha_forward("120" "bf16" {SPLIT} false)',
+        f'fmha_forward("90" "f16" {FEW_QUERY} true)',
+        f'fmha_forward("90;89" "f16" {FEW_QUERY})',
+        f'fmha_forward("120" "bf16" {FEW_QUERY} false)',
     )
     assert done.returncode == 0, done.stderr
     configs = dict(line.split(": ", 1) for line in done.stderr.splitlines())
@@ -68,15 +68,15 @@ def test_a_13th_column_makes_launches_overlap(tmp_path: Path):
     ("line", "expected"),
     [
         (
-            f'"89" "f16" {SPLIT} true',
+            f'"89" "f16" {FEW_QUERY} true',
             "fwd_sm89_f16_d64_m16n32w4k4_pdl; only few-query rows from sm_90 on overlap",
         ),
         (
             '"90" "f16" 64 64 64 4 1 2 2 true false cp_async_16 true',
             "only few-query rows from sm_90 on overlap",
         ),
-        (f'"90" "f16" {SPLIT} yes', "too many columns"),
-        (f'"90" "f16" {SPLIT} true true', "too many columns"),
+        (f'"90" "f16" {FEW_QUERY} yes', "too many columns"),
+        (f'"90" "f16" {FEW_QUERY} true true', "too many columns"),
     ],
 )
 def test_a_line_that_asks_for_what_no_kernel_does_is_an_error(line: str, expected: str, tmp_path: Path):
@@ -93,7 +93,7 @@ def kernels(machine_code: list[cubin.Kernel]) -> dict[str, cubin.Kernel]:
     return {kernel.name: kernel for kernel in machine_code if kernel.name in ROWS}
 
 
-def test_the_split_rows_of_architectures_that_can_overlap_do():
+def test_the_few_query_rows_of_architectures_that_can_overlap_do():
     can = {row.name for row in _C.rows() if row.family == "few_query" and row.arch >= 90}
     assert can == set(ROWS)
 
