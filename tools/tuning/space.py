@@ -111,7 +111,7 @@ class Limits:
 
 
 def shared_bytes(c: Candidate) -> int:
-    """Dynamic shared memory of a block: SharedLayout, TmaLayout, FewQueryShared or FewQueryTmaLayout."""
+    """Dynamic shared memory of a block: SharedLayout, TmaLayout, KeyPartLayout or FewQueryTmaLayout."""
     q, tile = 2 * c.tile_m * c.head_dim, 2 * c.tile_n * c.head_dim
     if c.kv_warps > 1 and c.copy == "tma":
         outputs = 4 * c.kv_warps * c.tile_m * (c.head_dim + 8)
