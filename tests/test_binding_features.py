@@ -34,17 +34,8 @@ LSE = {"lse": SOMEWHERE, "lse_batch_stride": 40, "lse_head_stride": 10, "lse_row
 SPLITS = {**LSE, "splits": 3, "partial_o": SOMEWHERE, "partial_lse": SOMEWHERE, "partial_low": SOMEWHERE}
 PAGES = {"page_table": SOMEWHERE, "page_size": 16, "page_table_stride": 2}
 #: Fields that nobody writes.
-DERIVED = {
-    "schedule",
-    "by_page_size",
-    "by_pack",
-    "by_splits",
-    "by_block_tiles",
-    "bias_vectors",
-    "mask_vectors",
-    "raw_scores",
-}
-DERIVED |= {"block_tiles", "key_blocks", "keys_stand", "q_and", "q_xor"}
+DERIVED = {"schedule", "by_page_size", "by_pack", "by_splits", "by_block_tiles", "bias_vectors"}
+DERIVED |= {"mask_vectors", "raw_scores", "block_tiles", "key_blocks", "keys_stand", "q_and", "q_xor"}
 #: What is derived and can be read.
 READ_ONLY = {"vectors", "device_lengths"}
 TAIL = ("tail", "tail_tiles", "tail_parts", "tail_first", "tail_rest")
