@@ -54,20 +54,11 @@ def test_an_unknown_preset_names_the_known_ones() -> None:
         select_cases(["latency", "x"])
 
 
-def test_percentiles_interpolate() -> None:
-    values = [4.0, 1.0, 3.0, 2.0]
-    assert timing.percentile(values, 0.5) == 2.5
-    assert timing.percentile(values, 0.0) == 1.0
-    assert timing.percentile(values, 1.0) == 4.0
-    assert timing.percentile([5.0], 0.9) == 5.0
-    with pytest.raises(ValueError, match="no values"):
-        timing.percentile([], 0.5)
-
-
 def test_a_summary_holds_median_tail_and_counts() -> None:
     summary = timing.summarise([float(value) for value in range(1, 12)], calls_per_sample=3)
     assert (summary.p50_us, summary.p90_us, summary.min_us) == (6.0, 10.0, 1.0)
     assert (summary.samples, summary.calls_per_sample) == (11, 3)
+    assert timing.summarise([4.0, 1.0, 3.0, 2.0], 1).p50_us == 2.5
 
 
 @pytest.mark.parametrize("call_us", [1.0, 8.0, 60.0, 900.0, 6000.0])

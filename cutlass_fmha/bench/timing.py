@@ -35,15 +35,7 @@ class Timing:
 
 def percentile(values: Sequence[float], fraction: float) -> float:
     """The value below which ``fraction`` of the values lie, with linear interpolation between neighbours."""
-    if not values:
-        raise ValueError("percentile of no values")
-    if not 0.0 <= fraction <= 1.0:
-        raise ValueError(f"fraction must lie in [0, 1], got {fraction}")
-    ordered = sorted(values)
-    position = fraction * (len(ordered) - 1)
-    below = math.floor(position)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (position - below) * (ordered[above] - ordered[below])
+    return float(torch.tensor(values, dtype=torch.float64).quantile(fraction))
 
 
 def summarise(samples_us: Sequence[float], calls_per_sample: int) -> Timing:
