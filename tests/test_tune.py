@@ -72,21 +72,22 @@ DECODE = replace(FEW_QUERY, dependent_launch=True)
 @pytest.mark.parametrize(
     ("candidate", "changes"),
     [
-        (LARGE, {"tile_m": 240}),  # 16 rows for a warp
-        (LARGE, {"tile_n": 72}),
-        (LARGE, {"tile_m": 512, "warps": 16, "tile_n": 48}),  # K in whole passes of the threads
+        (DECODE, {"tile_m": 24}),  # 16 rows for a warp
+        (DECODE, {"tile_n": 40}),
+        (LARGE, {"warps": 16, "tile_n": 48, "ping_pong": False}),  # K in whole passes of the threads
         (LARGE, {"stages": 4, "q_in_registers": False, "tile_n": 96}),  # shared memory of a block
-        (LARGE, {"min_blocks": 2}),  # of an SM
+        (LARGE, {"warps": 4, "tile_m": 64, "min_blocks": 2, "stages": 3}),  # of an SM
+        (LARGE, {"warps": 3, "tile_m": 48, "copy": "tma", "ping_pong": False}),  # pairs of warps
         (LARGE, {"warps": 16}),  # turns between pairs of 8 warps
         (LARGE, {"tile_n": 128}),  # registers
         (LARGE, {"copy": "ldg_16"}),
-        (LARGE, {"kv_warps": 2}),
+        (DECODE, {"copy": "cp_async_16"}),
         (LARGE, {"dependent_launch": True}),
         (LARGE, {"copy": "tma", "arch": 89}),
         (LARGE, {"warps": 4, "tile_m": 64, "min_blocks": 13, "tile_n": 16, "stages": 1}),  # warps of an SM
         (DECODE, {"ping_pong": True}),
-        (DECODE, {"stages": 3}),
-        (DECODE, {"kv_warps": 8, "tile_m": 48}),  # at most 32 rows a warp
+        (DECODE, {"stages": 3, "head_dim": 32}),
+        (DECODE, {"kv_warps": 8, "tile_m": 48, "head_dim": 32}),  # at most 32 rows a warp
         (DECODE, {"kv_warps": 3}),
         (DECODE, {"dependent_launch": False}),
         (DECODE, {"arch": 89}),
