@@ -10,7 +10,7 @@ from cutlass_fmha.arguments.check import dtype_name, integer, number_of
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _INCREMENTS = (0x9E3779B9, 0xBB67AE85)
-_ROUNDS = 10
+_ROUNDS = 7
 
 #: Keys whose 16-bit numbers one counter gives.
 KEYS_PER_COUNTER = 8
@@ -107,7 +107,7 @@ def dropout_mask(
 def philox(
     key: tuple[int | Tensor, int | Tensor], counter: tuple[Tensor, Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, ...]:
-    """Philox4x32-10 (Salmon, Moraes, Dror and Shaw 2011): the 32-bit words of each counter, in int64."""
+    """Philox4x32-7 (Salmon, Moraes, Dror and Shaw 2011): the 32-bit words of each counter, in int64."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):

@@ -236,16 +236,23 @@ def _out_tolerance(same_dtype: Tensor, ref: Tensor, v: Tensor, score_error: Tens
     return tolerance + 2.0 * score_error.clamp_max(1.0) * v_max.unsqueeze(-1)
 
 
-def _lse_tolerance(ref_lse: Tensor, seqlen_k: int, score_error: Tensor) -> Tensor:
+def _lse_tolerance(
+    ref_lse: Tensor, seqlen_k: int, score_error: Tensor, start: Tensor | None = None
+) -> Tensor:
     """[batch, num_heads, seqlen_q]. LSE = log(sum of p) + maximum, all in fp32:
 
     - the sum of seqlen_k numbers, each addition rounded by half an ulp at most: seqlen_k * 2^-24 relative,
       which the logarithm makes absolute; exp2 and log2 of the hardware add 2 ulp each (CUDA Programming
       Guide, intrinsics);
-    - the maximum, at most |LSE| + log(seqlen_k) large, is scaled to log2 units and back: 4 roundings;
+    - the maximum, at most |LSE| + log(seqlen_k) large, is scaled to log2 units and back: 4 roundings. Where
+      a row starts at a score, its sink, that stays the reference until a sum of exponentials exceeds 2^20;
     - the error of the scores, which shifts the result by itself.
     """
-    magnitude = ref_lse.abs() + math.log(seqlen_k) + 1.0
+    magnitude = ref_lse.abs() + math.log(seqlen_k)
+    if start is not None:
+        kept = start.abs() * (ref_lse - start < math.log(2**20))
+        magnitude = torch.maximum(magnitude, kept.nan_to_num(0.0))
+    magnitude += 1.0
     return FP32_EPS * (seqlen_k + 8 + 4.0 * magnitude) + score_error
 
 

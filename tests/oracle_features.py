@@ -217,11 +217,11 @@ def dropped_of_65536(dropout_p: float) -> int:
 
 
 def philox(key: tuple[int, int], counter: tuple[Any, Any, Any, Any]) -> tuple[Any, Any, Any, Any]:
-    """Philox4x32-10 (Salmon, Moraes, Dror and Shaw 2011) on arrays of 32-bit words, kept in uint64."""
+    """Philox4x32-7 (Salmon, Moraes, Dror and Shaw 2011) on arrays of 32-bit words, kept in uint64."""
     low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
     c0, c1, c2, c3 = (np.asarray(word, dtype=np.uint64) for word in counter)
     k0, k1 = key
-    for _ in range(10):
+    for _ in range(7):
         a, b = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
         c0, c1 = (b >> half) ^ c1 ^ np.uint64(k0), b & low
         c2, c3 = (a >> half) ^ c3 ^ np.uint64(k1), a & low
@@ -338,7 +338,8 @@ def _errors(s: Sequence, rows: slice, out: Tensor, lse: Tensor | None, granted: 
     errors = [*oracle._worst(oracle._difference(ours, ref).masked_fill(overflow, 0.0).amax(-1), tolerance)]
     if lse is None:
         return torch.stack([*errors, torch.zeros_like(errors[0]), torch.zeros_like(errors[0])])
-    lse_tolerance = oracle._lse_tolerance(ref_lse, len(s.k) + 1, score_error)
+    start = None if s.features.sinks is None else s.features.sinks.double()[:, None]
+    lse_tolerance = oracle._lse_tolerance(ref_lse, len(s.k) + 1, score_error, start)
     difference = oracle._difference(lse[s.lse_place][:, : len(s.q)][:, rows], ref_lse)
     errors += oracle._worst(difference, lse_tolerance.masked_fill(ref_lse == -math.inf, 0.0))
     return torch.stack(errors)
