@@ -59,6 +59,7 @@ struct PartLse {
   CUTE_HOST_DEVICE PartLse(MergedState const& merged, float unit) : high(merged.maximum * unit), low(0.f) {
     constexpr float kLn2 = 0.693147182f, kLn2Low = -1.90465430e-9f;  // whose sum is ln(2)
     if (merged.sum == 0.f) return;
+    if (merged.sum != merged.sum) high = low = merged.sum;  // NaN, which no maximum shows
     // What the softmax subtracted is the rounded product, unless the row is coarse: see OnlineSoftmax.
     float const reference = rounded_product(merged.maximum, unit * kLog2e);
     bool const fine = fabsf(reference) <= kCoarse;
