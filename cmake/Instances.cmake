@@ -11,7 +11,7 @@
 set(FMHA_forward_HEADER "forward/kernel.cuh")
 set(FMHA_forward_PARAMS "cutlass_fmha::KernelParams<@NAME@_config>")
 set(FMHA_features_HEADER "features/kernel.cuh")
-set(FMHA_features_PARAMS "cutlass_fmha::FeatureParams")
+set(FMHA_features_PARAMS "cutlass_fmha::FeatureKernelParams<@NAME@_config>")
 set(FMHA_wide_HEADER "wide/kernel.cuh")
 set(FMHA_wide_PARAMS "cutlass_fmha::FeatureParams")
 
@@ -85,19 +85,26 @@ endfunction()
 function(fmha_scored
     ARCHS DTYPES HEAD_DIM VALUE_DIM TILE_M TILE_N WARPS KV_WARPS STAGES MIN_BLOCKS Q_IN_REGISTERS)
   fmha_add_features(scores scored "${ARCHS}" "${DTYPES}" ${HEAD_DIM} ${VALUE_DIM} ${TILE_M} ${TILE_N} ${WARPS}
-    ${KV_WARPS} ${STAGES} ${MIN_BLOCKS} ${Q_IN_REGISTERS} false ${ARGN})
+    ${KV_WARPS} ${STAGES} ${MIN_BLOCKS} ${Q_IN_REGISTERS} false cp_async_16 ${ARGN})
 endfunction()
 
 # Adds the ranged rows of one manifest line.
 function(fmha_ranged
-    ARCHS DTYPES HEAD_DIM VALUE_DIM TILE_M TILE_N WARPS STAGES MIN_BLOCKS Q_IN_REGISTERS PING_PONG)
+    ARCHS DTYPES HEAD_DIM VALUE_DIM TILE_M TILE_N WARPS STAGES MIN_BLOCKS Q_IN_REGISTERS PING_PONG COPY)
   fmha_add_features(ranges ranged "${ARCHS}" "${DTYPES}" ${HEAD_DIM} ${VALUE_DIM} ${TILE_M} ${TILE_N} ${WARPS}
-    1 ${STAGES} ${MIN_BLOCKS} ${Q_IN_REGISTERS} ${PING_PONG} ${ARGN})
+    1 ${STAGES} ${MIN_BLOCKS} ${Q_IN_REGISTERS} ${PING_PONG} ${COPY} ${ARGN})
+endfunction()
+
+# Adds the score-mod rows of one manifest line.
+function(fmha_score_mod
+    ARCHS DTYPES HEAD_DIM VALUE_DIM TILE_M TILE_N WARPS STAGES MIN_BLOCKS Q_IN_REGISTERS PING_PONG COPY)
+  fmha_add_features(score_mods score_mod "${ARCHS}" "${DTYPES}" ${HEAD_DIM} ${VALUE_DIM} ${TILE_M} ${TILE_N} ${WARPS}
+    1 ${STAGES} ${MIN_BLOCKS} ${Q_IN_REGISTERS} ${PING_PONG} ${COPY} ${ARGN})
 endfunction()
 
 function(fmha_add_features FEATURES SUFFIX
-    ARCHS DTYPES HEAD_DIM VALUE_DIM TILE_M TILE_N WARPS KV_WARPS STAGES MIN_BLOCKS Q_IN_REGISTERS PING_PONG)
-  if(ARGC GREATER 14)
+    ARCHS DTYPES HEAD_DIM VALUE_DIM TILE_M TILE_N WARPS KV_WARPS STAGES MIN_BLOCKS Q_IN_REGISTERS PING_PONG COPY)
+  if(ARGC GREATER 15)
     message(FATAL_ERROR "cutlass_fmha: a line of src/rows.cmake has too many columns: ${ARGV}")
   endif()
   set(dims "d${HEAD_DIM}")
@@ -108,6 +115,10 @@ function(fmha_add_features FEATURES SUFFIX
   if(KV_WARPS GREATER 1)
     set(shared "k${KV_WARPS}")
   endif()
+  set(copied "")
+  if(COPY STREQUAL "tma")
+    set(copied "_tma")
+  endif()
   set(DTYPE_f16 float16)
   set(DTYPE_bf16 bfloat16)
   foreach(arch IN LISTS ARCHS)
@@ -115,7 +126,8 @@ function(fmha_add_features FEATURES SUFFIX
       if(NOT arch IN_LIST FMHA_SUPPORTED_ARCHITECTURES OR NOT DEFINED DTYPE_${dtype})
         message(FATAL_ERROR "cutlass_fmha: src/rows.cmake asks for sm_${arch} ${dtype}, which does not exist")
       endif()
-      set(name "fwd_sm${arch}_${dtype}_${dims}_m${TILE_M}n${TILE_N}w${WARPS}${shared}_${SUFFIX}${FMHA_NAME_SUFFIX}")
+      set(name
+          "fwd_sm${arch}_${dtype}_${dims}_m${TILE_M}n${TILE_N}w${WARPS}${shared}${copied}_${SUFFIX}${FMHA_NAME_SUFFIX}")
       set(dependent_launch false)
       if(KV_WARPS GREATER 1 AND arch GREATER_EQUAL 90)
         set(dependent_launch true)  # where the GPU can: decoding is many short launches
@@ -125,7 +137,7 @@ function(fmha_add_features FEATURES SUFFIX
           ".head_dim = ${HEAD_DIM}, .tile_m = ${TILE_M}, .tile_n = ${TILE_N}, .warps = ${WARPS},"
           ".min_blocks = ${MIN_BLOCKS}, .dependent_launch = ${dependent_launch}},"
           "{.kv_warps = ${KV_WARPS}, .stages = ${STAGES}, .q_in_registers = ${Q_IN_REGISTERS},"
-          ".ping_pong = ${PING_PONG}, .copy = cutlass_fmha::Copy::cp_async_16,"
+          ".ping_pong = ${PING_PONG}, .copy = cutlass_fmha::Copy::${COPY},"
           ".features = cutlass_fmha::Features::${FEATURES}, .value_dim = ${VALUE_DIM}}}")
       list(JOIN config " " config)
       fmha_add_row(features ${arch} ${dtype} ${HEAD_DIM} "sm${arch}_${SUFFIX}" "${name}" "${config}")

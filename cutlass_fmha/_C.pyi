@@ -17,7 +17,8 @@ class Row:
         """What a row is for, which decides what ``run`` takes.
 
         Of attention: ``"plain"``, which knows no more than a diagonal, and ``"few_query"``, the same for few query
-        rows, whose warps divide the keys; ``"ranged"``, for every range of keys; ``"scored"`` and
+        rows, whose warps divide the keys; ``"ranged"``, for every range of keys; ``"score_mod"``,
+        the same where scores are capped, get ALiBi's distances, or are dropped; ``"scored"`` and
         ``"few_query_scored"``, for every mask, score and shape;
         ``"wide"``, for float32 and head dims above 256. Beside it: ``"combine"`` (of split keys), ``"merge_tail"`` (of
         a plain row's tail), ``"merge"`` (of states), ``"append"`` (to caches), ``"rotary"``.
@@ -147,6 +148,8 @@ class AttentionParams:
     num_heads_kv: int
     seqlen_q: int
     seqlen_k: int
+    entries_k: int
+    rows_k: int
     head_dim: int
     head_dim_v: int
     def vectors(self, element_bytes: int) -> bool:

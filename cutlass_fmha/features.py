@@ -89,6 +89,9 @@ class Sizes(NamedTuple):
     total_q: int | None
     #: Keys of a page; 0 without a page table.
     page_size: int
+    #: Batch entries of k and v, or pages, and rows of each.
+    entries_k: int
+    rows_k: int
 
     @property
     def out_shape(self) -> tuple[int, ...]:

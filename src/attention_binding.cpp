@@ -125,7 +125,8 @@ void bind_numbers(Class& c) {
   for (auto const& [name, field] :
        {std::pair{"batch", &P::batch}, std::pair{"num_heads", &P::num_heads},
         std::pair{"num_heads_kv", &P::num_heads_kv}, std::pair{"seqlen_q", &P::seqlen_q},
-        std::pair{"seqlen_k", &P::seqlen_k}, std::pair{"block_m", &P::block_m}, std::pair{"block_n", &P::block_n}}) {
+        std::pair{"seqlen_k", &P::seqlen_k}, std::pair{"entries_k", &P::entries_k}, std::pair{"rows_k", &P::rows_k},
+        std::pair{"block_m", &P::block_m}, std::pair{"block_n", &P::block_n}}) {
     number(c, name, field, 0, kMaxSize);
   }
   number(c, "head_dim", &P::head_dim, 1, kMaxSize);

@@ -50,12 +50,13 @@ constexpr char const* name_of(Copy copy) {
 /// What a row knows beside Q, K, V and a diagonal. Rows that know more than `none` take FeatureParams.
 enum class Features : int {
   none,
-  ranges,  ///< which keys a query sees and where they stand: lengths, packed documents, windows, pages, head dims,
-           ///< sinks
-  scores,  ///< also what becomes of each score: masks, biases, softcap, ALiBi, dropout
+  ranges,      ///< which keys a query sees and where they stand: lengths, packed documents, windows, pages, head dims,
+               ///< sinks
+  score_mods,  ///< also what becomes of a score by itself: softcap, ALiBi, dropout
+  scores,      ///< and masks, biases, lists of blocks, parts of the keys, any alignment
 };
 constexpr char const* name_of(Features features) {
-  constexpr char const* kNames[] = {"none", "ranges", "scores"};
+  constexpr char const* kNames[] = {"none", "ranges", "score_mods", "scores"};
   return kNames[int(features)];
 }
 
@@ -64,6 +65,7 @@ enum class Family : int {
   plain,             ///< attention with no more than a diagonal: each warp walks all keys of its query rows
   few_query,         ///< the same for problems with few query rows: warps share rows and divide the keys
   ranged,            ///< plain rows' tiles and turns, for every range of keys that FeatureParams says
+  score_mod,         ///< the same where scores are capped, get distances by ALiBi, or are dropped
   scored,            ///< every mask, score and shape that it says
   few_query_scored,  ///< the same for few query rows
   wide,              ///< float32, and head dims above 256
@@ -74,9 +76,8 @@ enum class Family : int {
   rotary,
 };
 constexpr char const* name_of(Family family) {
-  constexpr char const* kNames[] = {"plain", "few_query", "ranged",     "scored", "few_query_scored",
-                                    "wide",  "combine",   "merge_tail", "merge",  "append",
-                                    "rotary"};
+  constexpr char const* kNames[] = {"plain", "few_query", "ranged",     "score_mod", "scored", "few_query_scored",
+                                    "wide",  "combine",   "merge_tail", "merge",     "append", "rotary"};
   return kNames[int(family)];
 }
 
@@ -116,11 +117,13 @@ struct ForwardOptions {
 struct ForwardConfig : TileConfig, ForwardOptions {
   constexpr Family family() const {
     if (takes_features() && kv_warps > 1) return Family::few_query_scored;
-    if (takes_features()) return scored() ? Family::scored : Family::ranged;
+    if (takes_features()) return scored() ? Family::scored : modifies_scores() ? Family::score_mod : Family::ranged;
     return kv_warps > 1 ? Family::few_query : Family::plain;
   }
   constexpr bool takes_features() const { return features != Features::none; }
   constexpr bool scored() const { return features == Features::scores; }
+  /// By softcap, ALiBi or dropout alone.
+  constexpr bool modifies_scores() const { return features == Features::score_mods; }
   constexpr int head_dim_v() const { return value_dim ? value_dim : head_dim; }
   /// Each group of kv_warps warps owns this many consecutive query rows.
   constexpr int rows_per_warp() const { return tile_m * kv_warps / warps; }

@@ -172,6 +172,7 @@ void check(Row const& row, AttentionParams const& p) {
       check_plain(row, p);
       break;
     case Family::ranged:
+    case Family::score_mod:
     case Family::scored:
     case Family::few_query_scored:
       check_features(row, p);
@@ -190,6 +191,7 @@ void check(Row const& row, AttentionParams const& p) {
 void launch(Row const& row, AttentionParams const& p, int device, cudaStream_t stream) {
   switch (row.family()) {
     case Family::ranged:
+    case Family::score_mod:
     case Family::scored:
     case Family::few_query_scored:
       return launch_features(row, p, device, stream);

@@ -66,18 +66,44 @@ fmha_forward("${TMA}"  "f16;bf16" 128       32      32     4      4       1     
 
 # For every range of keys (features/params.h): packed documents, lengths, windows, pages, any smaller head dimension that is
 # a multiple of 8. Many queries, and nothing becomes of their scores.
-#            ARCHS     DTYPES     HEAD_DIM VALUE_DIM TILE_M TILE_N WARPS STAGES MIN_BLOCKS Q_IN_REGISTERS PING_PONG
-fmha_ranged("${ALL}"  "f16;bf16"  32       32       256     64     8     2      1          false          true)
-fmha_ranged("${ALL}"  "f16;bf16"  64       64       256     64     8     2      1          false          true)
-fmha_ranged(90        "f16;bf16"  64       64       128     64     8     2      2          true           false)
-fmha_ranged("89;120"  "f16;bf16"  64       64        64     64     4     2      2          true           false)
-fmha_ranged("${ALL}"  "f16;bf16"  96       96       256     64     8     1      1          false          true)
-fmha_ranged("89;90"   "f16;bf16" 128      128       256     64     8     1      1          false          true)
-fmha_ranged(120       "f16;bf16" 128      128       256     48     8     1      1          false          true)
-fmha_ranged(90        "f16;bf16" 128      128       128     64     4     1      2          false          false)
-fmha_ranged("89;120"  "f16;bf16" 128      128        64     64     4     1      2          true           false)
-fmha_ranged("${ALL}"  "f16;bf16" 192      128       128     64     8     1      1          false          true)
-fmha_ranged("${ALL}"  "f16;bf16" 256      256       128     32     8     1      1          false          true)
+#            ARCHS     DTYPES     HEAD_DIM VALUE_DIM TILE_M TILE_N WARPS STAGES MIN_BLOCKS Q_IN_REGISTERS PING_PONG COPY
+fmha_ranged("89"      "f16;bf16"  32       32       256     64     8     2      1          false          true  cp_async_16)
+fmha_ranged("${TMA}"  "f16;bf16"  32       32       256     64     8     2      1          false          true  tma)
+fmha_ranged("89"      "f16;bf16"  64       64       256     64     8     2      1          false          true  cp_async_16)
+fmha_ranged("${TMA}"  "f16;bf16"  64       64       256     64     8     2      1          false          true  tma)
+fmha_ranged("90"      "f16;bf16"  64       64       128     64     8     2      2          true           false tma)
+fmha_ranged("89"      "f16;bf16"  64       64        64     64     4     2      2          true           false cp_async_16)
+fmha_ranged("120"     "f16;bf16"  64       64        64     64     4     2      2          true           false tma)
+fmha_ranged("89"      "f16;bf16"  96       96       256     64     8     1      1          false          true  cp_async_16)
+fmha_ranged("${TMA}"  "f16;bf16"  96       96       256     64     8     1      1          false          true  tma)
+fmha_ranged("89"      "f16;bf16" 128      128       256     64     8     1      1          false          true  cp_async_16)
+fmha_ranged("90"      "f16;bf16" 128      128       256     64     8     1      1          false          true  tma)
+fmha_ranged("120"     "f16;bf16" 128      128       256     48     8     1      1          false          true  tma)
+fmha_ranged("90"      "f16;bf16" 128      128       128     64     4     1      2          false          false tma)
+fmha_ranged("90"      "f16;bf16" 128      128       128     48     4     2      2          false          false tma)
+fmha_ranged("89"      "f16;bf16" 128      128        64     64     4     1      2          true           false cp_async_16)
+fmha_ranged("120"     "f16;bf16" 128      128        64     64     4     1      2          true           false tma)
+fmha_ranged("89"      "f16;bf16" 192      128       128     64     8     1      1          false          true  cp_async_16)
+fmha_ranged("${TMA}"  "f16;bf16" 192      128       128     64     8     1      1          false          true  tma)
+fmha_ranged("89"      "f16;bf16" 256      256       128     32     8     1      1          false          true  cp_async_16)
+fmha_ranged("${TMA}"  "f16;bf16" 256      256       128     32     8     1      1          false          true  tma)
+
+# The same where scores are capped, get ALiBi's distances, or are dropped.
+#              ARCHS     DTYPES     HEAD_DIM VALUE_DIM TILE_M TILE_N WARPS STAGES MIN_BLOCKS Q_IN_REGISTERS PING_PONG COPY
+fmha_score_mod("89"      "f16;bf16"  32       32       256     64     8     2      1          false          true  cp_async_16)
+fmha_score_mod("${TMA}"  "f16;bf16"  32       32       256     64     8     2      1          false          true  tma)
+fmha_score_mod("89"      "f16;bf16"  64       64       256     64     8     2      1          false          true  cp_async_16)
+fmha_score_mod("${TMA}"  "f16;bf16"  64       64       256     64     8     2      1          false          true  tma)
+fmha_score_mod("89"      "f16;bf16"  96       96       256     64     8     1      1          false          true  cp_async_16)
+fmha_score_mod("${TMA}"  "f16;bf16"  96       96       256     64     8     1      1          false          true  tma)
+fmha_score_mod("89"      "f16;bf16" 128      128       256     48     8     1      1          false          true  cp_async_16)
+fmha_score_mod("90"      "f16;bf16" 128      128       256     32     8     2      1          false          true  tma)
+fmha_score_mod("90"      "f16;bf16" 128      128       128     48     4     2      2          false          false tma)
+fmha_score_mod("120"     "f16;bf16" 128      128       256     48     8     1      1          false          true  tma)
+fmha_score_mod("89"      "f16;bf16" 192      128       128     64     8     1      1          false          true  cp_async_16)
+fmha_score_mod("${TMA}"  "f16;bf16" 192      128       128     64     8     1      1          false          true  tma)
+fmha_score_mod("89"      "f16;bf16" 256      256       128     32     8     1      1          false          true  cp_async_16)
+fmha_score_mod("${TMA}"  "f16;bf16" 256      256       128     32     8     1      1          false          true  tma)
 
 # For everything that plain rows don't know (features/params.h): one for many queries and one for few, whose warps share
 # the keys, per head dimension. Any smaller head dimension runs on them too.

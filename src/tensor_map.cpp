@@ -31,11 +31,11 @@ Encode encode_function() {
   return function;
 }
 
-/// What a descriptor describes: everything but the kind of box, which follows from head_dim.
+/// What a descriptor describes: everything but the kind of box, which follows from row_dim, the head dim of the row.
 struct Key {
   void const* tensor;
   int64_t batch_stride, seqlen_stride, head_stride;
-  int batch, seqlen, heads, head_dim, tile_rows, dtype;
+  int batch, seqlen, heads, head_dim, row_dim, tile_rows, dtype, unused;
 
   bool operator==(Key const& other) const { return std::memcmp(this, &other, sizeof(Key)) == 0; }
   size_t slot(size_t slots) const {
@@ -51,7 +51,7 @@ static_assert(std::has_unique_object_representations_v<Key>, "compared byte by b
 TensorMap encode(Key const& key) {
   int const bytes = bytes_of(DType(key.dtype));
   // The panels of the shared-memory tile, see Panels: their rows are as long as the swizzle's span.
-  bool const wide = key.head_dim * bytes % 128 == 0;
+  bool const wide = key.row_dim * bytes % 128 == 0;
   cuuint64_t const extents[] = {cuuint64_t(key.head_dim), cuuint64_t(key.seqlen), cuuint64_t(key.heads),
                                 cuuint64_t(key.batch)};
   cuuint64_t const strides[] = {cuuint64_t(key.seqlen_stride) * bytes, cuuint64_t(key.head_stride) * bytes,
@@ -93,6 +93,7 @@ TensorMap const& cached(Key const& key) {
 
 struct Shape {
   int batch, seqlen, heads;
+  int head_dim, row_dim;  ///< the tensor's, and that of the row, whose rest is read as zeros
 };
 
 TensorMap const& describe(void const* tensor, Strides const& strides, Shape const& shape, int box_rows,
@@ -101,19 +102,29 @@ TensorMap const& describe(void const* tensor, Strides const& strides, Shape cons
   int64_t const unused = 16 / config.element_bytes();
   auto const stride = [=](int64_t value, int extent) { return extent > 1 ? value : unused; };
   return cached({tensor, stride(strides.batch, shape.batch), stride(strides.seqlen, shape.seqlen),
-                 stride(strides.head, shape.heads), shape.batch, shape.seqlen, shape.heads, config.head_dim, box_rows,
-                 int(config.dtype)});
+                 stride(strides.head, shape.heads), shape.batch, shape.seqlen, shape.heads, shape.head_dim,
+                 shape.row_dim, box_rows, int(config.dtype), 0});
 }
 
 }  // namespace
 
 void set_tensor_maps(ForwardTmaParams& p, ForwardConfig const& config) {
-  Shape const queries{p.batch, p.seqlen_q, p.num_heads}, keys{p.batch, p.seqlen_k, p.num_heads_kv};
+  Shape const queries{p.batch, p.seqlen_q, p.num_heads, config.head_dim, config.head_dim};
+  Shape const keys{p.batch, p.seqlen_k, p.num_heads_kv, config.head_dim, config.head_dim};
   p.o_map = describe(p.o, p.o_stride, queries, config.rows_per_warp(), config);
   if (p.seqlen_k == 0) return;  // nothing is read then, and an empty tensor can't be described
   p.q_map = describe(p.q, p.q_stride, queries, config.tile_m, config);
   p.k_map = describe(p.k, p.k_stride, keys, config.tile_n, config);
   p.v_map = describe(p.v, p.v_stride, keys, config.tile_n, config);
+}
+
+void set_tensor_maps(FeatureTmaParams& p, ForwardConfig const& config) {
+  if (p.entries_k == 0 || p.rows_k == 0) return;
+  int const box = p.keys_stand == KeysStand::page_runs ? kPageRun : config.tile_n;
+  Shape const keys{p.entries_k, p.rows_k, p.num_heads_kv, p.head_dim, config.head_dim};
+  Shape const values{p.entries_k, p.rows_k, p.num_heads_kv, p.head_dim_v, config.head_dim_v()};
+  p.k_map = describe(p.k, p.k_stride, keys, box, config);
+  p.v_map = describe(p.v, p.v_stride, values, box, config);
 }
 
 }  // namespace cutlass_fmha

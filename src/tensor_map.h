@@ -3,7 +3,7 @@
 #pragma once
 
 #include "config.h"
-#include "params.h"
+#include "features/params.h"
 
 namespace cutlass_fmha {
 
@@ -11,5 +11,8 @@ namespace cutlass_fmha {
 /// rows of a warp of O. Descriptors are kept per thread and found again by what they describe. Throws
 /// std::runtime_error when the driver refuses one.
 void set_tensor_maps(ForwardTmaParams& params, ForwardConfig const& config);
+
+/// The same of a row with features: boxes of K and V, of a tile's rows, or of so many as follow each other in pages.
+void set_tensor_maps(FeatureTmaParams& params, ForwardConfig const& config);
 
 }  // namespace cutlass_fmha

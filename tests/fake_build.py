@@ -31,17 +31,20 @@ class Row:
     dependent_launch: bool = False
     takes_features: bool = False
     ranged: bool = False
+    score_mod: bool = False
     value_dim: int = 0
     element_bytes: int = 2
 
     @property
     def scored(self) -> bool:
-        return self.takes_features and not self.ranged
+        return self.takes_features and not (self.ranged or self.score_mod)
 
     @property
     def family(self) -> str:
         if self.takes_features:
-            return "ranged" if self.ranged else "few_query_scored" if self.kv_warps > 1 else "scored"
+            if not self.scored:
+                return "ranged" if self.ranged else "score_mod"
+            return "few_query_scored" if self.kv_warps > 1 else "scored"
         return "few_query" if self.kv_warps > 1 else "plain"
 
     @property
@@ -55,7 +58,7 @@ class Row:
         suffix = f"k{self.kv_warps}" if self.kv_warps > 1 else ""
         suffix += f"_{self.copy}" if self.copy in ("element", "tma") else ""
         suffix += "_pdl" if self.dependent_launch else ""
-        suffix += ("_ranged" if self.ranged else "_scored") if self.takes_features else ""
+        suffix += ("_scored" if self.scored else f"_{self.family}") if self.takes_features else ""
         dims = f"d{self.head_dim}" + (f"v{self.value_dim}" if self.value_dim else "")
         return f"fwd_sm{self.arch}_{short}_{dims}_{tile}{suffix}"
 

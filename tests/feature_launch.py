@@ -48,7 +48,11 @@ def fit(problem: Problem, row: _C.Row) -> Problem:
     if not row.takes_features:
         return only_plain(problem, row)
     problem = fitted(problem, row.head_dim, row.head_dim_v, row.tile_m, row.tile_n * row.kv_warps)
-    return only_ranges(problem) if row.family == "ranged" else problem
+    if row.family in ("ranged", "score_mod"):
+        problem = only_ranges(problem, row.family == "score_mod")
+        if row.copy == "tma" and problem.page_size:
+            problem = replace(problem, leftpad=False)
+    return problem
 
 
 def only_plain(problem: Problem, row: _C.Row) -> Problem:
@@ -69,8 +73,8 @@ def only_plain(problem: Problem, row: _C.Row) -> Problem:
     return Problem(**{name: getattr(problem, name) for name in kept}, **dims)
 
 
-def only_ranges(problem: Problem) -> Problem:
-    """What ranged rows know of a problem: nothing of its scores, and whole vectors."""
+def only_ranges(problem: Problem, modified: bool = False) -> Problem:
+    """What ranged rows know of a problem, or where ``modified`` score-mod rows: whole vectors."""
 
     def aligned(layout: str) -> str:
         return "padded" if layout in ("unaligned", "overlapping") else layout
@@ -79,7 +83,8 @@ def only_ranges(problem: Problem) -> Problem:
         problem,
         **{
             name: DEFAULTS[name]
-            for name in ("mask", "bias", "blocks", "softcap", "alibi", "dropout", "num_splits")
+            for name in ("mask", "bias", "blocks", "num_splits")
+            + (() if modified else ("softcap", "alibi", "dropout"))
         },
         head_dim=-(-problem.head_dim // 8) * 8,
         head_dim_v=-(-problem.head_dim_v // 8) * 8,
@@ -264,6 +269,7 @@ def _params(problem: Problem, call: Call, out: Tensor, lse: Tensor | None) -> _C
         setattr(p, name, tensor.data_ptr())
         setattr(p, f"{name}_stride", _strides(tensor))
     p.batch, p.seqlen_q, p.seqlen_k = problem.batch, problem.seqlen_q, problem.capacity
+    p.entries_k, p.rows_k = (1 if call.k.dim() == 3 else call.k.shape[0]), call.k.shape[-3]
     p.num_heads, p.num_heads_kv = problem.num_heads, problem.num_heads_kv
     p.head_dim, p.head_dim_v = problem.head_dim, problem.head_dim_v
     p.scale = problem.head_dim**-0.5 if call.scale is None else call.scale

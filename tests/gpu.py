@@ -237,7 +237,8 @@ class Launch:
             setattr(p, name, x.data_ptr())
             setattr(p, f"{name}_stride", x.stride()[:3])
         p.batch, p.seqlen_q, p.num_heads, p.head_dim = self.q.shape
-        _, p.seqlen_k, p.num_heads_kv, p.head_dim_v = self.k.shape
+        p.entries_k, p.seqlen_k, p.num_heads_kv, p.head_dim_v = self.k.shape
+        p.rows_k = p.seqlen_k
         p.lse = self.lse.view.data_ptr() if self.lse else 0
         p.lse_batch_stride, p.lse_head_stride = p.num_heads * p.seqlen_q, p.seqlen_q
         p.lse_rows = p.batch * p.lse_batch_stride

@@ -57,7 +57,7 @@ def manifest_names(architectures: list[int]) -> list[str]:
     """Names of the rows that src/rows.cmake asks for, in its order, read independently of CMake."""
     names = []
     for line in (ROOT / "src" / "rows.cmake").read_text().splitlines():
-        if match := re.match(r"fmha_(ranged|scored|wide)\((.*)\)", line):
+        if match := re.match(r"fmha_(ranged|score_mod|scored|wide)\((.*)\)", line):
             words = match[2].replace('"', "").split()
             if match[1] == "wide":
                 names += wide_names(words, architectures)
@@ -80,12 +80,13 @@ def manifest_names(architectures: list[int]) -> list[str]:
 
 def feature_names(family: str, words: list[str], architectures: list[int]) -> list[str]:
     archs, dtypes, head_dim, head_dim_v, m, n, warps, kv_warps, *_ = words
-    if family == "ranged":
-        kv_warps = "1"
+    copied = ""
+    if family != "scored":
+        kv_warps, copied = "1", "_tma" if words[-1] == "tma" else ""
     dims = f"d{head_dim}" + ("" if head_dim == head_dim_v else f"v{head_dim_v}")
     tile = f"m{m}n{n}w{warps}" + ("" if kv_warps == "1" else f"k{kv_warps}")
     return [
-        f"fwd_sm{arch}_{dtype}_{dims}_{tile}_{family}"
+        f"fwd_sm{arch}_{dtype}_{dims}_{tile}{copied}_{family}"
         for arch in named(archs, architectures)
         for dtype in dtypes.split(";")
     ]
@@ -131,20 +132,20 @@ def test_a_rows_attributes_agree_with_its_name(row: _C.Row):
     suffix = f"k{row.kv_warps}" if row.kv_warps > 1 else ""
     suffix += {"cp_async_16": "", "ldg_16": "", "element": "_element", "tma": "_tma"}[row.copy]
     suffix += "_pdl" if row.dependent_launch and not row.takes_features else ""
-    suffix += ("_scored" if row.scored else "_ranged") if row.takes_features else ""
+    suffix += ("_scored" if row.scored else f"_{row.family}") if row.takes_features else ""
     dims = f"d{row.head_dim}" + ("" if row.head_dim_v == row.head_dim else f"v{row.head_dim_v}")
     name = f"fwd_sm{row.arch}_{dtype}_{dims}_m{row.tile_m}n{row.tile_n}w{row.warps}{suffix}"
     assert row.name == name
     assert ROWS[row.index].name == row.name
     assert row.family == ("few_query" if row.kv_warps > 1 else "plain") if not row.takes_features else True
     assert row.family == ("few_query_scored" if row.kv_warps > 1 else "scored") if row.scored else True
-    assert not row.takes_features or row.scored or row.family == "ranged"
+    assert not row.takes_features or row.scored or row.family in ("ranged", "score_mod")
     assert (row.mma, row.element_bytes, row.threads) == ("m16n8k16", 2, 32 * row.warps)
     aligned = {"cp_async_16": 16, "ldg_16": 16, "tma": 16, "element": 2}[row.copy]
     assert row.alignment == (2 if row.scored else aligned)
     assert row.warps % row.kv_warps == 0
     assert (
-        row.copy == "cp_async_16"
+        row.copy == "cp_async_16" or (row.copy == "tma" and not row.scored)
         if row.takes_features
         else row.kv_warps == 1 or row.copy in ("ldg_16", "tma")
     )

@@ -13,7 +13,7 @@ from cutlass_fmha import _C
 HEADER = Path(__file__).resolve().parents[1] / "src" / "features" / "params.h"
 WITH_CUDA = bool(_C.build_info()["cuda"])
 ROWS = [row for row in _C.rows() if row.scored]
-RANGED = [row for row in _C.rows() if row.family == "ranged"]
+RANGED = [row for row in _C.rows() if row.family in ("ranged", "score_mod")]
 #: One that takes what is right here; a build without CUDA has none, and asks for none.
 ANY_ROW = max(ROWS, key=lambda row: (row.head_dim_v, row.tile_m)).index if ROWS else 0
 SOMEWHERE = 4096
@@ -276,14 +276,15 @@ class TestRows:
     def test_what_a_ranged_row_does_not_know(self, row: _C.Row):
         some = (
             {"mask": SOMEWHERE},
-            {"softcap": 1.0},
-            {"alibi_slopes": SOMEWHERE},
             BLOCKS,
             {**SPLITS, "splits": 2},
+            {"softcap": 1.0},
+            {"alibi_slopes": SOMEWHERE},
         )
-        for changes, name in zip(
-            some, ("mask", "softcap", "alibi_slopes", "block_counts", "splits"), strict=True
-        ):
+        names = ("mask", "block_counts", "splits", "softcap", "alibi_slopes")
+        for changes, name in zip(some, names, strict=True):
+            if row.family == "score_mod" and name in ("softcap", "alibi_slopes"):
+                continue
             with pytest.raises(ValueError, match=f"{row.name} does not know {name}"):
                 _C.run(row.index, params(**changes), 0, 0)
         for name in ("head_dim", "head_dim_v"):
@@ -293,3 +294,11 @@ class TestRows:
             ValueError, match=f"{row.name} needs addresses, strides and head dims that are multi"
         ):
             _C.run(row.index, params(q=SOMEWHERE + 2), 0, 0)
+
+    @pytest.mark.parametrize("row", [row for row in RANGED if row.copy == "tma"], ids=lambda row: row.name)
+    def test_what_copies_by_tma_ask_for(self, row: _C.Row):
+        with pytest.raises(ValueError, match=f"{row.name} copies by TMA, which asks for entries_k and rows"):
+            _C.run(row.index, params(), 0, 0)
+        pages = {"page_table": SOMEWHERE, "page_size": 16, "leftpad_k": SOMEWHERE}
+        with pytest.raises(ValueError, match=f"{row.name} does not know leftpad_k with a page_table"):
+            _C.run(row.index, params(**pages), 0, 0)

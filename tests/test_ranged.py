@@ -1,4 +1,4 @@
-"""Ranged rows among the others: what they take, how they divide, when they are picked."""
+"""Ranged and score-mod rows among the others: what they take, how they divide, when they are picked."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from fake_build import L4, Row, make_build
 from cutlass_fmha.cost import store
 from cutlass_fmha.dispatch import blocks, choose, eligibility
 from cutlass_fmha.dispatch.describe import describe
+from cutlass_fmha.dispatch.device import Device
 from cutlass_fmha.dispatch.problem import EVEN, Problem, class_of, mean_length, typical
 from cutlass_fmha.dispatch.table import Table
 from cutlass_fmha.features import Features
@@ -19,12 +20,14 @@ from cutlass_fmha.features import Features
 RANGED = Row(
     9999, 89, "bfloat16", 128, 256, 64, 8, "cp_async_16", 98 * 1024, 1, 1, 1, False, True, False, True, True
 )
-BUILD = Table((*make_build((89,)).rows, RANGED))  # type: ignore[arg-type]
+HOPPER = Device("NVIDIA H200", (9, 0), 132, 227 * 1024)
+SCORE_MOD = replace(RANGED, index=9998, tile_n=48, ranged=False, score_mod=True)
+BUILD = Table((*make_build((89,)).rows, RANGED, SCORE_MOD))  # type: ignore[arg-type]
 PACKED = Problem(8, 2048, 2048, 16, 16, 128, "bfloat16", "bottom-right", features=("varlen",))
 
 
-def reasons(problem: Problem) -> list[str]:
-    return eligibility.reasons(RANGED, problem, L4, BUILD)  # type: ignore[arg-type]
+def reasons(problem: Problem, row: Row = RANGED) -> list[str]:
+    return eligibility.reasons(row, problem, L4, BUILD)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -38,6 +41,23 @@ def test_ranges_and_where_keys_stand_are_no_reason(feature: str):
 def test_what_becomes_of_scores_takes_a_scored_row(feature: str):
     (reason,) = reasons(replace(PACKED, features=(feature,)))
     assert reason.startswith("has no ") and reason.endswith(": that takes a scored row")
+
+
+@pytest.mark.parametrize("feature", ["softcap", "alibi", "dropout"])
+def test_score_mod_rows_take_what_becomes_of_a_score_by_itself(feature: str):
+    assert reasons(replace(PACKED, features=("window", feature)), SCORE_MOD) == []
+    (reason,) = reasons(replace(PACKED, features=("mask", feature)), SCORE_MOD)
+    assert reason == "has no boolean mask: that takes a scored row"
+    (reason,) = reasons(PACKED, SCORE_MOD)
+    assert reason.endswith("without them, a ranged row is faster")
+
+
+def test_runs_of_a_page_that_tma_copies():
+    features = ("pages", "leftpad")
+    by_tma = replace(RANGED, arch=90, copy="tma")
+    (reason,) = eligibility.reasons(by_tma, replace(PACKED, features=features), HOPPER, make_build((90,)))  # type: ignore[arg-type]
+    assert reason == "copies whole runs of a page's rows, which left padding doesn't leave"
+    assert reasons(replace(PACKED, features=features)) == []
 
 
 def test_whole_vectors_alone():
@@ -58,7 +78,8 @@ def test_documents_are_for_ranged_rows_and_dense_calls_are_not():
     assert choose.choose(PACKED, L4, table=BUILD, calibration=default) is RANGED
     dense = replace(PACKED, features=())
     assert choose.choose(dense, L4, table=BUILD, calibration=default).family == "plain"
-    assert choose.choose(replace(PACKED, features=("varlen", "softcap")), L4, table=BUILD).family == "scored"
+    assert choose.choose(replace(PACKED, features=("varlen", "softcap")), L4, table=BUILD) is SCORE_MOD
+    assert choose.choose(replace(PACKED, features=("varlen", "mask")), L4, table=BUILD).family == "scored"
 
 
 def test_their_keys_are_not_split():

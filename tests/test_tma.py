@@ -23,7 +23,7 @@ from cutlass_fmha.dispatch.device import Device
 from cutlass_fmha.dispatch.problem import Problem
 
 ROOT = Path(__file__).resolve().parents[1]
-ROWS = {row.name: row for row in _C.rows() if row.family != "wide" and row.copy == "tma"}
+ROWS = {row.name: row for row in _C.rows() if row.family in tables.PLAIN and row.copy == "tma"}
 ARCHS = {90, 120}
 
 

@@ -71,6 +71,8 @@ def features(row: Any) -> list[Problem]:
         num_splits=3, seed=4, **dims,
     )  # fmt: skip
     first = replace(plain(row)[0], used_k=True)
+    if row.family == "score_mod":  # for nothing else
+        first, decode = replace(first, softcap=20.0), replace(decode, alibi="h")
     return [fit(problem, row) for problem in (first, prefill, decode)]
 
 

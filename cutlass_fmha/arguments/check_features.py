@@ -141,6 +141,8 @@ def _check_operands(tensors: tuple[Tensor, Tensor, Tensor], features: Features, 
         head_dim_v=v_shape[-1],
         total_q=None if features.cu_seqlens_q is None else q.shape[0],
         page_size=page_size,
+        entries_k=1 if k.dim() == 3 else k_shape[0],
+        rows_k=k_shape[-3],
     )
 
 

@@ -95,7 +95,7 @@ class Calibration:
 def kind(row: Row) -> str:
     """Rows whose default costs err alike: ``sm90_tile``, ``_few_query``, ``_element``, ``_ranged``, ..."""
     if row.takes_features:
-        return f"sm{row.arch}_{'scored' if row.scored else 'ranged'}"
+        return f"sm{row.arch}_{'scored' if row.scored else row.family}"
     form = "few_query" if row.kv_warps > 1 else "element" if row.copy == "element" else "tile"
     return f"sm{row.arch}_{form}"
 

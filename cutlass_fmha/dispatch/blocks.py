@@ -330,7 +330,7 @@ def tail_of(row: Row, problem: Problem, device: Device) -> Tail | None:
 
 
 def divides_tail(row: Row, device: Device) -> bool:
-    return row.copy == "tma" and row.kv_warps == 1 and resident_blocks(row, device) == 1
+    return row.family == "plain" and row.copy == "tma" and resident_blocks(row, device) == 1
 
 
 @functools.lru_cache(4096)

@@ -36,7 +36,7 @@ _STANDS_FOR = {
     "cu_seqlens_k": "varlen",
     "seqused_q": "lengths",
     "seqused_k": "lengths",
-    "leftpad_k": "lengths",
+    "leftpad_k": "leftpad",
     "page_table": "pages",
     "cache_batch_idx": "cache_batch_idx",
 }
@@ -63,7 +63,7 @@ def describe(
     q, k, v = tensors
     if features is NO_FEATURES and not (q.dim() == v.dim() == 4 and v.shape[3] != q.shape[3]):
         dims = check.check_tensors(tensors, layout, names)
-        sizes = Sizes(*dims, dims.head_dim, None, 0)
+        sizes = Sizes(*dims, dims.head_dim, None, 0, dims.batch, dims.seqlen_k)
     else:
         if layout == "bhsd":
             check.check_dims(tensors, layout, names)  # before they are transposed

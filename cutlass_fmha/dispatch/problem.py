@@ -35,6 +35,7 @@ FEATURES: Mapping[str, str] = {
     "dropout": "dropout",
     "varlen": "packed sequences",
     "lengths": "lengths of each sequence",
+    "leftpad": "left padding",
     "pages": "paged keys",
     "cache_batch_idx": "cache_batch_idx",
     "splits": "split keys",

@@ -60,6 +60,7 @@ def params_of(
     p.q_stride, p.k_stride, p.v_stride = strides
     p.o_stride = _out_strides(sizes)
     p.batch, p.seqlen_q, p.seqlen_k = sizes.batch, sizes.seqlen_q, sizes.seqlen_k
+    p.entries_k, p.rows_k = sizes.entries_k, sizes.rows_k
     p.num_heads, p.num_heads_kv = sizes.num_heads, sizes.num_heads_kv
     p.head_dim, p.head_dim_v = sizes.head_dim, sizes.head_dim_v
     p.bottom_right = causal != "top-left"
@@ -99,6 +100,8 @@ def contiguous_params(row: Row, problem: Problem, device: Device) -> tuple[_C.At
         problem.value_dim,
         None,
         0,
+        problem.batch,
+        problem.seqlen_k,
     )
     shapes = (
         (problem.seqlen_q, problem.num_heads, problem.head_dim),

@@ -38,6 +38,18 @@ struct TmaTile {
     }
   }
 
+  /// The same of the tile's rows from `to_row` on, a multiple of 8, as many as the map's boxes have. `barrier` is told
+  /// to expect kBytes of the whole tile before.
+  CUTE_DEVICE static void load_rows(TensorMap const& map, uint64_t* barrier, char* tile, int to_row, int row, int head,
+                                    int batch) {
+    CUTE_UNROLL
+    for (int panel = 0; panel < P::kCount; ++panel) {
+      cute::SM90_TMA_LOAD_4D::copy(&map, barrier, static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
+                                   tile + panel * kPanelBytes + to_row * P::kRowBytes, panel * P::kWidth, row, head,
+                                   batch);
+    }
+  }
+
   /// By one thread, once every write of the tile is fenced (cute::tma_store_fence). Returns when the tile may be
   /// written again.
   CUTE_DEVICE static void store(TensorMap const& map, char const* tile, int panel_stride, int row, int head,

@@ -1,9 +1,11 @@
-// The end of a thread block of a scored row: the parts of the keys are merged through shared memory, and whole rows
-// of O and the LSE leave, as the caller wants them or as one of several parts.
+// The end of a thread block of a row with features: O and the LSE leave, as the caller wants them or as one of several
+// parts. Few queries' parts of the keys are merged through shared memory before.
 #pragma once
 
 #include "../core/merge.cuh"
+#include "../forward/epilogue.cuh"
 #include "few_query.cuh"
+#include "walk.cuh"
 
 namespace cutlass_fmha {
 
@@ -42,7 +44,7 @@ CUTE_DEVICE void for_merged_pieces(FeatureParams const& p, char* smem, Sequence 
                                    Write const& write) {
   constexpr int kPieces = C.head_dim_v() / Count;
   int const rows = rows_of(p, tile, C.tile_m);
-  float const scale_log2 = score_unit(p) * kLog2e;
+  float const scale_log2 = p.score_unit * kLog2e;
   CUTE_NO_UNROLL
   for (int item = threadIdx.x; item < rows * kPieces; item += C.threads()) {
     int const row = item / kPieces, dimension = item % kPieces * Count;
@@ -64,7 +66,7 @@ CUTE_DEVICE void merge_rows(FeatureParams const& p, char* smem, Sequence const& 
     int64_t const row = tile.split * p.lse_rows + lse_row(p, s, at);
     write_floats(p.partial_o + row * p.head_dim_v + dimension, o, there, p.vectors);
     if (dimension > 0) return;
-    PartLse const lse(merged.state, score_unit(p));
+    PartLse const lse(merged.state, p.score_unit);
     p.partial_lse[row] = at.query < s.queries ? lse.high : -INFINITY;
     p.partial_low[row] = lse.low;
   };
@@ -78,6 +80,67 @@ CUTE_DEVICE void merge_rows(FeatureParams const& p, char* smem, Sequence const& 
   } else {
     for_merged_pieces<C, 8>(p, smem, s, tile, write_output);
   }
+}
+
+// ---- many queries: each warp has rows of its own
+
+/// A row's keys, and the sink of its head where this part of the keys counts it: one more key, whose value is 0.
+struct RowEnd {
+  float factor;  ///< of O
+  float lse;     ///< natural log
+
+  /// `maximum`, `reference`, `sum`: the state of the keys, in units of scores. `unit`: of those, in natural units.
+  CUTE_DEVICE RowEnd(float maximum, float reference, float sum, float unit, float sink) {
+    bool const empty = sum == 0.f;
+    float const r = reference == -INFINITY ? rounded_product(maximum, unit * kLog2e) : reference;
+    float above = 0.f;  // by how much the sink exceeds r, in log2 units; exactly, also where r is coarse
+    float keys = 1.f, total = sum;
+    if (sink != -INFINITY) {
+      above = reference == -INFINITY ? fmaf(-maximum, unit, sink) * kLog2e : fmaf(sink, kLog2e, -reference);
+      keys = empty ? 0.f : exp2_approx(fminf(0.f, -above));
+      total = fmaf(keys, sum, empty ? 1.f : exp2_approx(fminf(0.f, above)));
+    }
+    bool const by_sink = sink != -INFINITY && (empty || above > 0.f);
+    factor = empty ? 0.f : keys / total;
+    lse = by_sink ? log_sum_exp(sink * kLog2e, total) : log_sum_exp(r, total);
+  }
+};
+
+/// O and LSE of this warp's rows.
+template <ForwardConfig C>
+CUTE_DEVICE void write_tile_rows(FeatureParams const& p, char* smem, typename ForwardTypes<C>::OutputFragment& output,
+                                 typename ForwardTypes<C>::Softmax const& softmax, int tile_row) {
+  using namespace cute;
+  using Shared = FeatureTileLayout<C>;
+  static_assert(Panels<C.head_dim>::kWidth == Panels<C.head_dim_v()>::kWidth, "rows of O lie within those of Q");
+  TilePlace const& place = Shared::place(smem);
+  Sequence const& s = place.sequence;
+  FeatureTile const& tile = place.tile;
+  int const lane = lane_id();
+  auto rows = by_row(output);
+  CUTE_UNROLL
+  for (int row = 0; row < size<0>(rows); ++row) {
+    QueryRow const at = query_row(p, tile, tile.row_begin + tile_row + accumulator_row(row, lane));
+    bool const counts = at.query < s.queries;
+    float const sink = p.sinks != nullptr ? p.sinks[at.head] : -INFINITY;
+    RowEnd const end(Shared::maxima(smem, tile_row).get(row), softmax.reference[row],
+                     QuadOfLanes::sum(softmax.row_sum[row]), p.score_unit, sink);
+    float const factor = counts ? end.factor * (C.modifies_scores() ? p.dropout_scale : 1.f) : 0.f;
+    CUTE_UNROLL
+    for (int col = 0; col < size<1>(rows); ++col) rows(row, col) = factor == 0.f ? 0.f : rows(row, col) * factor;
+    if (at.query >= s.rows_q) continue;
+    if (p.lse != nullptr && lane % 4 == 0) p.lse[lse_row(p, s, at)] = counts ? end.lse : -INFINITY;
+  }
+  stage_rows<C>(smem, tile_row, rows, lane);
+  __syncwarp();
+  // What is read of the tile is read before, not anew behind each store.
+  int const row_begin = tile.row_begin + tile_row, there = s.rows_q;
+  uint16_t* const o = output_row(p, s, {0, tile.head});
+  for_staged_chunks<C, 2>(smem, tile_row, lane, [&](int row, int column, uint128_t const& chunk) {
+    int const packed = row_begin + row, query = p.by_pack.quotient(packed), head = packed - query * p.pack;
+    if (query >= there || column >= p.head_dim_v) return;
+    *reinterpret_cast<uint128_t*>(o + query * p.o_stride.seqlen + head * p.o_stride.head + column) = chunk;
+  });
 }
 
 }  // namespace cutlass_fmha

@@ -1,9 +1,8 @@
-// The kernel of the scored rows: any mask, bias, length and place of keys that params.h knows, one tile of query rows
-// and one part of their keys per thread block. The plain rows (forward/kernel.cuh) know none of that and are faster.
+// The kernel of the rows with features: any mask, bias, length and place of keys that params.h knows, one tile of query
+// rows and one part of their keys per thread block. The plain rows (forward/kernel.cuh) know none of that.
 #pragma once
 
-#include "epilogue.cuh"
-#include "ranged.cuh"
+#include "tile_rows.cuh"
 
 namespace cutlass_fmha {
 
@@ -25,12 +24,16 @@ CUTE_DEVICE void start_rows(FeatureParams const& p, FeatureTile const& tile, int
   }
 }
 
+/// What a kernel takes.
+template <ForwardConfig C>
+using FeatureKernelParams = cute::conditional_t<C.copy == Copy::tma, FeatureTmaParams, FeatureParams>;
+
 template <ForwardConfig C>
 constexpr int features_smem_bytes() {
   if constexpr (C.scored()) {
     return FeatureLayout<C>::kBytes;
   } else {
-    return RangedLayout<C>::kBytes;
+    return FeatureTileLayout<C>::kBytes;
   }
 }
 
@@ -41,7 +44,7 @@ CUTE_DEVICE void scored_rows(FeatureParams const& p, char* smem, Sequence const&
   int const key_part = warp % C.kv_warps, tile_row = warp / C.kv_warps * T::kRows;
   typename T::OutputFragment output;
   cute::clear(output);
-  typename T::Softmax softmax(score_unit(p) * kLog2e);
+  typename T::Softmax softmax(p.score_unit * kLog2e);
   RowMaxima const maxima{FeatureLayout<C>::KeyParts::maxima(smem) + key_part * C.tile_m + tile_row};
   if (threadIdx.x == 0) new (&FeatureLayout<C>::place(smem)) TilePlace(p, sequence, tile, walk);
   if constexpr (C.kv_warps > 1) {
@@ -71,8 +74,8 @@ CUTE_DEVICE void scored_rows(FeatureParams const& p, char* smem, Sequence const&
 }
 
 template <ForwardConfig C>
-CUTE_DEVICE void features(FeatureParams const& p) {
-  static_assert(C.takes_features() && C.copy == Copy::cp_async_16);
+CUTE_DEVICE void features(FeatureKernelParams<C> const& p) {
+  static_assert(C.takes_features() && (C.copy == Copy::cp_async_16 || (C.copy == Copy::tma && !C.scored())));
   static_assert(!C.scored() || (C.stages >= 2 && !C.ping_pong));
   static_assert(C.tile_m % (16 * (C.warps / C.kv_warps)) == 0 && C.warps % C.kv_warps == 0 && C.tile_n % 16 == 0);
   extern __shared__ __align__(1024) char smem[];
@@ -87,7 +90,7 @@ CUTE_DEVICE void features(FeatureParams const& p) {
   KeyWalk const walk = walk_of(p, sequence, tile, i_begin, i_end, C.step_keys());
   int const warp = uniform(threadIdx.x / 32);
   if constexpr (!C.scored()) {
-    ranged_rows<C>(p, smem, sequence, tile, walk, warp);
+    tile_rows<C>(p, smem, sequence, tile, walk, warp);
   } else {
     scored_rows<C>(p, smem, sequence, tile, walk, warp);
   }

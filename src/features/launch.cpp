@@ -1,5 +1,5 @@
+#include <algorithm>
 #include <cfloat>
-#include <cmath>
 #include <string>
 
 #include "../core/visibility.h"
@@ -7,9 +7,12 @@
 #include "../helpers/launch.h"
 #include "../launch.h"
 #include "../require.h"
+#include "../tensor_map.h"
 
 namespace cutlass_fmha {
 namespace {
+
+constexpr float kTwiceLog2e = 2.8853901f;  // tanh(x) is a function of 2^(that x)
 
 /// What p.bias_vectors and p.mask_vectors promise, of eight elements of `bytes` each.
 bool score_vectors(void const* tensor, ScoreStrides const& stride, int bytes) {
@@ -18,10 +21,14 @@ bool score_vectors(void const* tensor, ScoreStrides const& stride, int bytes) {
          (stride.batch | stride.head | stride.query) * bytes % unit == 0;
 }
 
-/// What p.raw_scores promises. Where scores get a factor of their own, that of the softmax is positive, and so large
-/// that nothing of it is lost.
+/// What p.raw_scores promises. A factor that the softmax applies is positive, and so large that nothing of it is lost.
 bool raw_scores(FeatureParams const& p) {
-  return p.softcap == 0.f && p.bias_type == BiasType::none && !p.alibi_slopes && !p.sinks && p.scale >= FLT_MIN;
+  return p.softcap == 0.f && p.bias_type == BiasType::none && !p.alibi_slopes && p.scale >= FLT_MIN;
+}
+
+/// Whether scores are c tanh(x) and nothing else.
+bool is_only_capped(FeatureParams const& p) {
+  return p.softcap >= FLT_MIN && p.bias_type == BiasType::none && !p.alibi_slopes;
 }
 
 KeysStand keys_stand(FeatureParams const& p, int step_keys) {
@@ -37,15 +44,19 @@ void find_out(FeatureParams& p, ForwardConfig const& c) {
   p.bias_vectors =
       score_vectors(p.bias, p.bias_stride, p.bias_type == BiasType::float32 ? sizeof(float) : c.element_bytes());
   p.mask_vectors = score_vectors(p.mask, p.mask_stride, sizeof(uint8_t));
-  p.raw_scores = raw_scores(p);
-  if (!c.scored()) {
+  bool const by_softmax = !c.scored() || !p.sinks;  // scored rows start with a sink as a score
+  p.raw_scores = by_softmax && raw_scores(p);
+  p.score_unit = p.raw_scores ? p.scale : by_softmax && is_only_capped(p) ? p.softcap : 1.f;
+  p.cap_scale = p.softcap == 0.f ? 0.f : std::clamp(kTwiceLog2e * p.scale / p.softcap, -FLT_MAX, FLT_MAX);
+  p.keys_before = p.window_right == 0 && !p.prefix_lengths;
+  if (c.features == Features::ranges) {
     SplitScale const split(p.scale);
     p.scale = split.factor;
     p.q_and = split.q_and;
     p.q_xor = split.q_xor;
     p.raw_scores = true;
+    p.score_unit = p.scale;
   }
-  if (std::fabs(p.scale) < FLT_MIN) p.splits = 1;  // what parts say of scores that small was seen to get lost
   p.keys_stand = keys_stand(p, c.step_keys());
   p.device_lengths = device_lengths(p);
   if (p.block_counts) set_blocks(p, c.step_keys());
@@ -62,10 +73,12 @@ void check_features(Row const& row, AttentionParams const& p) {
     refuse(row, {{"mask", p.mask != nullptr},
                  {"block_counts", p.block_counts != nullptr},
                  {"bias", p.bias_type != BiasType::none},
-                 {"softcap", p.softcap != 0.f},
-                 {"alibi_slopes", p.alibi_slopes != nullptr},
-                 {"dropout_threshold", p.dropout_threshold != 0},
                  {"splits", p.splits != 1}});
+  }
+  if (c.features == Features::ranges) {
+    refuse(row, {{"softcap", p.softcap != 0.f},
+                 {"alibi_slopes", p.alibi_slopes != nullptr},
+                 {"dropout_threshold", p.dropout_threshold != 0}});
   }
   require(p.head_dim <= c.head_dim && p.head_dim_v <= c.head_dim_v(), [&] {
     return std::string(row.name) + " takes head dims up to " + std::to_string(c.head_dim) + " and " +
@@ -76,6 +89,12 @@ void check_features(Row const& row, AttentionParams const& p) {
     return std::string(row.name) + " takes blocks of a mask that are multiples of " + std::to_string(c.tile_m) + " x " +
            std::to_string(c.step_keys()) + ", got " + std::to_string(p.block_m) + " x " + std::to_string(p.block_n);
   });
+  if (c.copy == Copy::tma) {
+    refuse(row, {{"leftpad_k with a page_table", p.leftpad_k != nullptr && p.page_table != nullptr}});
+    require(p.empty() || p.seqlen_k == 0 || (p.entries_k > 0 && p.rows_k > 0), [&] {
+      return std::string(row.name) + " copies by TMA, which asks for entries_k and rows_k: how large k and v are";
+    });
+  }
 }
 
 void launch_features(Row const& row, AttentionParams const& p, int device, cudaStream_t stream) {
@@ -84,6 +103,11 @@ void launch_features(Row const& row, AttentionParams const& p, int device, cudaS
   find_out(params, c);
   dim3 const grid = grid_of(row, grid_size(params, c.tile_m));
   set_schedule(params, tile_order(params, c.tile_m, c.warps, c.element_bytes(), gpu_of(device)), c.tile_m);
+  if (c.copy == Copy::tma) {
+    FeatureTmaParams prepared(params);
+    set_tensor_maps(prepared, c);
+    return launch_kernel(row, grid, &prepared, device, stream);
+  }
   launch_kernel(row, grid, &params, device, stream);
   if (params.splits == 1) return;
   CombineParams const combined = make_combine(params);

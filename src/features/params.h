@@ -45,6 +45,7 @@ struct FeatureParams {
 
   int batch, num_heads, num_heads_kv;
   int seqlen_q, seqlen_k;    ///< of each sequence; with cu_seqlens, with lengths or with pages: at most
+  int entries_k, rows_k;     ///< batch entries or pages that k and v have, and rows of each: read by copies by TMA
   int head_dim, head_dim_v;  ///< at most those of the row; their rest is zeros
   bool vectors;  ///< every address and stride of q, k, v and o, and both head dims, are multiples of 16 bytes
 
@@ -102,13 +103,23 @@ struct FeatureParams {
   // What the launch finds out of all that, once for all threads.
   bool bias_vectors;  ///< bias: neighbouring keys are neighbours, and each eight of them aligned to 16 bytes
   bool mask_vectors;  ///< mask: the same, to 8 bytes
-  bool raw_scores;    ///< nothing but masks comes between q k and the softmax, which then applies the scale
+  bool raw_scores;    ///< nothing but masks comes between q k and the softmax
+  float score_unit;   ///< of scores as the softmax gets them, in natural units: it applies that
+  float cap_scale;    ///< 2 log2(e) scale / softcap, finite
+  bool keys_before;   ///< no query sees a key that comes after it
   KeysStand keys_stand;
   uint32_t q_and, q_xor;   ///< of ranged rows, whose scale is positive then: SplitScale
   Divisor by_block_tiles;  ///< by block_tiles
   bool device_lengths;     ///< it is read on the device which rows and keys a tile has
   int block_tiles;         ///< the row's steps of keys in block_n, or in all keys
   int key_blocks;          ///< key blocks of the longest sequence
+};
+
+/// What a launch of a row that copies by TMA reads besides.
+struct FeatureTmaParams : FeatureParams {
+  explicit FeatureTmaParams(FeatureParams const& p) : FeatureParams(p) {}
+
+  TensorMap k_map{}, v_map{};
 };
 
 }  // namespace cutlass_fmha

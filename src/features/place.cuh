@@ -10,23 +10,21 @@ namespace cutlass_fmha {
 /// free.
 struct TilePlace {
   uint16_t const *k, *v;  ///< the first row of the head's keys, or of its first page
+  int head_kv;
   KeyWalk walk;
   Sequence sequence;
   FeatureTile tile;
 
   CUTE_DEVICE TilePlace(FeatureParams const& p, Sequence const& sequence, FeatureTile const& tile, KeyWalk const& walk)
-      : k(first_row(p, sequence, tile, p.k, p.k_stride)),
-        v(first_row(p, sequence, tile, p.v, p.v_stride)),
-        walk(walk),
-        sequence(sequence),
-        tile(tile) {}
+      : head_kv(tile.head / (p.num_heads / p.num_heads_kv)), walk(walk), sequence(sequence), tile(tile) {
+    k = first_row(p, p.k, p.k_stride);
+    v = first_row(p, p.v, p.v_stride);
+  }
 
  private:
-  CUTE_DEVICE static uint16_t const* first_row(FeatureParams const& p, Sequence const& s, FeatureTile const& tile,
-                                               void const* tensor, Strides const& stride) {
-    int const head_kv = tile.head / (p.num_heads / p.num_heads_kv);
-    return static_cast<uint16_t const*>(tensor) + head_kv * stride.head + key_entry_offset(p, stride, s) +
-           (p.page_table == nullptr ? s.first_k * stride.seqlen : 0);
+  CUTE_DEVICE uint16_t const* first_row(FeatureParams const& p, void const* tensor, Strides const& stride) const {
+    return static_cast<uint16_t const*>(tensor) + head_kv * stride.head + key_entry_offset(p, stride, sequence) +
+           (p.page_table == nullptr ? sequence.first_k * stride.seqlen : 0);
   }
 };
 

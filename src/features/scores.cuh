@@ -2,8 +2,6 @@
 // everything that params.h says of a score. All of it is decided at run time, the same way for all lanes of a warp.
 #pragma once
 
-#include <cfloat>
-
 #include "../core/fragments.cuh"
 #include "../core/mask.cuh"
 #include "dropout.h"
@@ -20,60 +18,103 @@ CUTE_DEVICE QueryRow query_row(FeatureParams const& p, FeatureTile const& tile, 
   return {query, tile.head + packed - query * p.pack};
 }
 
+/// 1 / x of a number from 1 on, infinity too.
+CUTE_DEVICE float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+/// tanh(x / (2 log2(e))), by one exponential: 1 - 2 / (1 + 2^x) is off by an ulp of 1 at most, and as softcap scales
+/// what is near 0, that is no more exact than what is near 1.
+CUTE_DEVICE float tanh_of_exp2(float x) { return fmaf(-2.f, reciprocal_approx(1.f + exp2_approx(x)), 1.f); }
+
 /// In which order the keys of a step stand in shared memory, and thus in the columns of its scores. The softmax and P V
 /// don't mind. A lane has columns 2t and 2t + 1 of each eight; in order of lanes, these are keys 8t .. 8t + 7 of each
 /// 32, so that a lane reads what belongs to its scores in pieces of eight. Columns in order are those of the few-query
-/// rows.
+/// rows, and of rows to whose scores nothing belongs.
 template <ForwardConfig C>
 struct KeyOrder {
-  static constexpr bool kByLane = C.scored() && C.kv_warps == 1 && C.tile_n % 32 == 0;
-  static constexpr int kRun = kByLane ? 8 : 2;  ///< keys that follow each other in a lane's columns
+  /// Keys that follow each other in a lane's columns.
+  static constexpr int kRun = C.scored() && C.kv_warps == 1 && C.tile_n % 32 == 0 ? 8 : 2;
+  static constexpr bool kByLane = kRun > 2;
 
   /// The key in a row of the tile. Linear in the bits of the row's number.
   CUTE_HOST_DEVICE static constexpr int of_row(int row) {
-    return kByLane ? row / 32 * 32 + row % 8 / 2 * 8 + row / 8 % 4 * 2 + row % 2 : row;
+    constexpr int kKeys = 4 * kRun;
+    return row / kKeys * kKeys + row % 8 / 2 * kRun + row % kKeys / 8 * 2 + row % 2;
   }
   /// The key in a lane's first column, and how far from it that of another one is.
   CUTE_DEVICE static int first(int lane) { return lane % 4 * kRun; }
-  CUTE_HOST_DEVICE static constexpr int of_column(int col) {
-    return kByLane ? col / 8 * 32 + col % 8 : col / 2 * 8 + col % 2;
+  CUTE_HOST_DEVICE static constexpr int of_column(int col) { return col / kRun * (4 * kRun) + col % kRun; }
+};
+
+CUTE_DEVICE float alibi_slope(FeatureParams const& p, FeatureTile const& tile, int head) {
+  return p.alibi_slopes[tile.batch * p.alibi_stride[0] + head * p.alibi_stride[1]];
+}
+
+// Where the rows of a lane's scores stand: `row` counts those that the lane has of its warp's accumulator.
+
+/// Found anew at each use.
+struct ComputedRows {
+  int row_begin;  ///< of this warp, packed
+
+  CUTE_DEVICE QueryRow at(FeatureParams const& p, FeatureTile const& tile, int row) const {
+    return query_row(p, tile, row_begin + accumulator_row(row, lane_id()));
+  }
+  CUTE_DEVICE float slope(FeatureParams const& p, FeatureTile const& tile, int row) const {
+    return alibi_slope(p, tile, at(p, tile, row).head);
   }
 };
 
-/// The factor that makes natural units of scores as the softmax gets them.
-CUTE_DEVICE float score_unit(FeatureParams const& p) { return p.raw_scores ? p.scale : 1.f; }
+/// The same, but for slopes, which are in shared memory.
+struct StagedRows {
+  int row_begin;
+  float const* slopes;  ///< of this warp's rows
+
+  CUTE_DEVICE QueryRow at(FeatureParams const& p, FeatureTile const& tile, int row) const {
+    return query_row(p, tile, row_begin + accumulator_row(row, lane_id()));
+  }
+  CUTE_DEVICE float slope(FeatureParams const&, FeatureTile const&, int row) const {
+    return slopes[accumulator_row(row, lane_id())];
+  }
+};
 
 /// The scores of one lane: the walk's tile begins at key_begin.
 template <ForwardConfig C>
 struct ScoreBlock {
   using T = ForwardTypes<C>;
   using Order = KeyOrder<C>;
+  using Rows = cute::conditional_t<C.modifies_scores(), StagedRows, ComputedRows>;
 
   FeatureParams const& p;
   Sequence const& sequence;
   FeatureTile const& tile;
-  int row_begin;  ///< of this warp, packed
+  Rows rows;
   int key_begin;
 
-  /// q k -> score, in natural units.
+  /// q k -> score, in units of p.score_unit.
   template <class Scores>
   CUTE_DEVICE void modify(Scores&& scores) const {
     using namespace cute;
     float factor = p.scale;
     if (p.softcap != 0.f) {
-      cap(scores);
-      factor = 1.f;
+      CUTE_UNROLL
+      for (int i = 0; i < size(scores); ++i) scores(i) = tanh_of_exp2(scores(i) * p.cap_scale);
+      factor = p.softcap;
     }
-    if (p.bias_type == BiasType::float32) {
-      add_bias(scores, static_cast<float const*>(p.bias), factor);
-      factor = 1.f;
-    } else if (p.bias_type == BiasType::same_as_q) {
-      add_bias(scores, static_cast<typename T::Element const*>(p.bias), factor);
-      factor = 1.f;
+    if constexpr (C.scored()) {
+      if (p.bias_type == BiasType::float32) {
+        add_bias(scores, static_cast<float const*>(p.bias), factor);
+        factor = 1.f;
+      } else if (p.bias_type == BiasType::same_as_q) {
+        add_bias(scores, static_cast<typename T::Element const*>(p.bias), factor);
+        factor = 1.f;
+      }
     }
     if (p.alibi_slopes != nullptr) {
       add_alibi(scores, factor);
-    } else if (factor != 1.f) {
+    } else if (factor != p.score_unit) {
       CUTE_UNROLL
       for (int i = 0; i < size(scores); ++i) scores(i) *= factor;
     }
@@ -100,9 +141,11 @@ struct ScoreBlock {
   CUTE_DEVICE void hide(Scores&& scores, bool by_range) const {
     if (by_range) hide_by_range(scores);
     if (p.mask == nullptr) return;
-    if (p.mask_vectors && Order::kByLane && key_begin + C.tile_n <= sequence.keys) {
-      hide_by_vectors(scores);
-      return;
+    if constexpr (Order::kByLane) {
+      if (p.mask_vectors && key_begin + C.tile_n <= sequence.keys) {
+        hide_by_vectors(scores);
+        return;
+      }
     }
     one_by_one(scores, p.mask, p.mask_stride,
                [&](float& score, float seen) { score = seen == 0.f ? -INFINITY : score; });
@@ -114,27 +157,65 @@ struct ScoreBlock {
     using namespace cute;
     if (p.dropout_threshold == 0) return;
     uint64_t const seed = *p.dropout_seed;
-    int const lane = lane_id();
-    CUTE_UNROLL
-    for (int row = 0; row < size<0>(pairs); ++row) {
-      QueryRow const q = at(row);
-      PhiloxWords numbers;
+    auto const drop_pair = [&](int row, int pair, uint32_t numbers)
+                               FMHA_INLINE { pairs(row, pair) = drop(pairs(row, pair), numbers, p.dropout_threshold); };
+    constexpr int kRows = decltype(size<0>(pairs))::value, kPairs = decltype(size<1>(pairs))::value;
+    if constexpr (Order::kByLane) {
       CUTE_UNROLL
-      for (int pair = 0; pair < size<1>(pairs); ++pair) {
-        if (!Order::kByLane || pair % 4 == 0) {
-          numbers = dropout_numbers(seed, tile.batch * p.num_heads + q.head, q.query, key(2 * pair) / 8);
+      for (int row = 0; row < kRows; ++row) {
+        CUTE_UNROLL
+        for (int pair = 0; pair < kPairs; pair += 4) {
+          PhiloxWords const numbers = numbers_of(seed, row, key(2 * pair) / 8);
+          CUTE_UNROLL
+          for (int i = 0; i < 4; ++i) drop_pair(row, pair + i, numbers.word[i]);
         }
-        uint32_t const chosen = numbers.word[Order::kByLane ? pair % 4 : 0];
-        uint32_t const other = lane % 4 < 2 ? (lane % 4 == 0 ? numbers.word[0] : numbers.word[1])
-                                            : (lane % 4 == 2 ? numbers.word[2] : numbers.word[3]);
-        pairs(row, pair) = drop(pairs(row, pair), Order::kByLane ? chosen : other, p.dropout_threshold);
+      }
+    } else {
+      // The eight keys that numbers are made for lie in four lanes. Each makes those of one of four rows, or of two
+      // rows and pairs, and gives the others theirs.
+      constexpr int kRowsAtOnce = kRows < 4 ? kRows : 4, kPairsAtOnce = 4 / kRowsAtOnce;
+      static_assert(kRows % kRowsAtOnce == 0 && kPairs % kPairsAtOnce == 0);
+      int const lane = lane_id() % 4;
+      CUTE_UNROLL
+      for (int row = 0; row < kRows; row += kRowsAtOnce) {
+        CUTE_UNROLL
+        for (int pair = 0; pair < kPairs; pair += kPairsAtOnce) {
+          bound_work();
+          int const mine = lane / kRowsAtOnce;  // which pair
+          PhiloxWords const made = numbers_of(seed, row + lane % kRowsAtOnce, (key_begin + 8 * (pair + mine)) / 8);
+          PhiloxWords const given = of_each_lane(made, lane);
+          CUTE_UNROLL
+          for (int i = 0; i < 4; ++i) drop_pair(row + i % kRowsAtOnce, pair + i / kRowsAtOnce, given.word[i]);
+        }
       }
     }
   }
 
  private:
-  CUTE_DEVICE QueryRow at(int row) const { return query_row(p, tile, row_begin + accumulator_row(row, lane_id())); }
+  CUTE_DEVICE QueryRow at(int row) const { return rows.at(p, tile, row); }
   CUTE_DEVICE int key(int col) const { return key_begin + Order::first(lane_id()) + Order::of_column(col); }
+  CUTE_DEVICE PhiloxWords numbers_of(uint64_t seed, int row, int eighth) const {
+    QueryRow const q = at(row);
+    return dropout_numbers(seed, tile.batch * p.num_heads + q.head, q.query, eighth);
+  }
+  /// Of four neighbouring lanes' words: word number `lane` of each, a transposition.
+  CUTE_DEVICE static PhiloxWords of_each_lane(PhiloxWords const& made, int lane) {
+    // Word lane ^ s goes to lane ^ s, whose word number `lane` comes back.
+    auto const swapped = [](PhiloxWords const& words, int bits) {
+      PhiloxWords out = words;
+      CUTE_UNROLL
+      for (int bit = 1; bit < 4; bit *= 2) {
+        PhiloxWords const in = out;
+        CUTE_UNROLL
+        for (int i = 0; i < 4; ++i) out.word[i] = bits & bit ? in.word[i ^ bit] : in.word[i];
+      }
+      return out;  // out[i] = words[i ^ bits]
+    };
+    PhiloxWords mine = swapped(made, lane);
+    CUTE_UNROLL
+    for (int s = 1; s < 4; ++s) mine.word[s] = __shfl_xor_sync(0xffffffffu, mine.word[s], s);
+    return swapped(mine, lane);
+  }
   CUTE_DEVICE bool exists(QueryRow const& q, int key) const {
     return q.query < sequence.queries && key < sequence.keys;
   }
@@ -173,51 +254,36 @@ struct ScoreBlock {
     }
   }
 
-  /// softcap tanh(scale s / softcap), by one exponential. tanh(x) = 1 - 2 / (1 + e^2x) is off by an ulp of 1 at most:
-  /// what is near 0 is no more exact than what is near 1, as softcap scales it.
-  template <class Scores>
-  CUTE_DEVICE void cap(Scores&& scores) const {
-    using namespace cute;
-    float const inverse = fminf(__fdividef(2 * kLog2e, p.softcap), FLT_MAX);
-    float const factor = fmaxf(-FLT_MAX, fminf(p.scale * inverse, FLT_MAX));  // a score of 0 stays one
-    CUTE_UNROLL
-    for (int i = 0; i < size(scores); ++i) {
-      scores(i) = p.softcap - __fdividef(2.f * p.softcap, 1.f + exp2_approx(scores(i) * factor));
-    }
-  }
-
   template <class Scores, class Bias>
   CUTE_DEVICE void add_bias(Scores&& scores, Bias const* bias, float factor) const {
     using namespace cute;
-    if (p.bias_vectors && Order::kByLane && key_begin + C.tile_n <= sequence.keys) {
-      add_bias_by_vectors(scores, bias, factor);
-      return;
+    if constexpr (Order::kByLane) {
+      if (p.bias_vectors && key_begin + C.tile_n <= sequence.keys) {
+        add_bias_by_vectors(scores, bias, factor);
+        return;
+      }
     }
     one_by_one(scores, bias, p.bias_stride, [&](float& score, float value) { score = fmaf(score, factor, value); });
   }
 
-  /// Keeps what is loaded on one side from being asked for on the other: there is room for some 16 registers of it.
-  CUTE_DEVICE static void bound_loads() { __syncwarp(); }
+  /// Keeps what is loaded or computed on one side from being begun on the other: there is room for some 16 registers.
+  CUTE_DEVICE static void bound_work() { __syncwarp(); }
 
-  /// Eight keys at a time, which all exist.
+  /// A lane's keys that follow each other, which all exist, at a time.
   template <class Scores, class Bias>
   CUTE_DEVICE void add_bias_by_vectors(Scores&& scores, Bias const* bias, float factor) const {
     using namespace cute;
+    using Run = cute::array_aligned<Bias, Order::kRun, (sizeof(Bias) * Order::kRun < 16 ? 8 : 16)>;
     CUTE_UNROLL
     for (int row = 0; row < size<0>(scores); ++row) {
-      if (row % 2 == 0) bound_loads();
+      if (row % 2 == 0) bound_work();
       Bias const* const from = bias + offset(p.bias_stride, existing(row)) + key(0);
       CUTE_UNROLL
-      for (int col = 0; col < size<1>(scores); col += 8) {
-        if (sizeof(Bias) == 4 && col == 8) bound_loads();
-        cute::array_aligned<Bias, 8> values;
+      for (int col = 0; col < size<1>(scores); col += Order::kRun) {
+        if (sizeof(Bias) == 4 && col == 8) bound_work();
+        Run const values = *reinterpret_cast<Run const*>(from + Order::of_column(col));
         CUTE_UNROLL
-        for (int part = 0; part < int(sizeof(Bias)) / 2; ++part) {
-          reinterpret_cast<uint4*>(values.data())[part] =
-              reinterpret_cast<uint4 const*>(from + Order::of_column(col))[part];
-        }
-        CUTE_UNROLL
-        for (int i = 0; i < 8; ++i) {
+        for (int i = 0; i < Order::kRun; ++i) {
           scores(row, col + i) = fmaf(scores(row, col + i), factor, float(values[i]));
         }
       }
@@ -227,16 +293,17 @@ struct ScoreBlock {
   template <class Scores>
   CUTE_DEVICE void hide_by_vectors(Scores&& scores) const {
     using namespace cute;
+    using Run = cute::array_aligned<uint32_t, Order::kRun / 4, Order::kRun>;
     CUTE_UNROLL
     for (int row = 0; row < size<0>(scores); ++row) {
-      if (row % 2 == 0) bound_loads();
+      if (row % 2 == 0) bound_work();
       uint8_t const* const from = p.mask + offset(p.mask_stride, existing(row)) + key(0);
       CUTE_UNROLL
-      for (int col = 0; col < size<1>(scores); col += 8) {
-        uint2 const bytes = *reinterpret_cast<uint2 const*>(from + Order::of_column(col));
+      for (int col = 0; col < size<1>(scores); col += Order::kRun) {
+        Run const bytes = *reinterpret_cast<Run const*>(from + Order::of_column(col));
         CUTE_UNROLL
-        for (int i = 0; i < 8; ++i) {
-          if (((i < 4 ? bytes.x : bytes.y) & (0xffu << (i % 4 * 8))) == 0) scores(row, col + i) = -INFINITY;
+        for (int i = 0; i < Order::kRun; ++i) {
+          if ((bytes[i / 4] & (0xffu << (i % 4 * 8))) == 0) scores(row, col + i) = -INFINITY;
         }
       }
     }
@@ -249,13 +316,19 @@ struct ScoreBlock {
     int const first = key(0);
     CUTE_UNROLL
     for (int row = 0; row < size<0>(scores); ++row) {
-      QueryRow const q = at(row);
-      float const slope = p.alibi_slopes[tile.batch * p.alibi_stride[0] + q.head * p.alibi_stride[1]];
-      float const beside = float(q.query + sequence.offset - first);
-      CUTE_UNROLL
-      for (int col = 0; col < size<1>(scores); ++col) {
-        float const distance = fabsf(beside - float(Order::of_column(col)));
-        scores(row, col) = fmaf(scores(row, col), factor, -slope * distance);
+      float const slope = rows.slope(p, tile, row), beside = float(at(row).query + sequence.offset - first);
+      if (p.keys_before) {  // no visible key comes after its query
+        float const last = -slope * beside;
+        CUTE_UNROLL
+        for (int col = 0; col < size<1>(scores); ++col) {
+          scores(row, col) = fmaf(scores(row, col), factor, fmaf(slope, float(Order::of_column(col)), last));
+        }
+      } else {
+        CUTE_UNROLL
+        for (int col = 0; col < size<1>(scores); ++col) {
+          float const distance = fabsf(beside - float(Order::of_column(col)));
+          scores(row, col) = fmaf(scores(row, col), factor, -slope * distance);
+        }
       }
     }
   }

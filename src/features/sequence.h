@@ -92,9 +92,14 @@ FMHA_HOST_DEVICE inline int page_number(FeatureParams const& p, Sequence const& 
   return p.page_table[s.batch * p.page_table_stride + p.by_page_size.quotient(row)];
 }
 
+/// And which of the page's.
+FMHA_HOST_DEVICE inline int row_in_page(FeatureParams const& p, int row) {
+  return row - p.by_page_size.quotient(row) * p.page_size;
+}
+
 /// Where a row of page number `page` stands, in elements.
 FMHA_HOST_DEVICE inline int64_t page_row_offset(FeatureParams const& p, Strides const& stride, int page, int row) {
-  return page * stride.batch + (row - p.by_page_size.quotient(row) * p.page_size) * stride.seqlen;
+  return page * stride.batch + row_in_page(p, row) * stride.seqlen;
 }
 
 /// Where a row of k or v stands from there on, in elements; first_k is the row of the first key.

@@ -24,6 +24,7 @@
 //   maxima()                     of this warp's rows, for the softmax
 #pragma once
 
+#include "../core/mask.cuh"
 #include "../core/pipeline.cuh"
 #include "../core/product.cuh"
 

@@ -8,8 +8,10 @@ from cutlass_fmha.dispatch.families.family import Rule, alignment, has_no, head_
 from cutlass_fmha.dispatch.problem import Problem
 from cutlass_fmha.dispatch.table import Row, Table
 
-#: What becomes of a score, and what only small tiles are for.
-UNKNOWN = frozenset({"mask", "bias", "softcap", "alibi", "dropout", "block_mask", "splits"})
+#: What becomes of a score by itself.
+SCORE_MODS = frozenset({"softcap", "alibi", "dropout"})
+#: That, what is read for each score, and what only small tiles are for.
+UNKNOWN = SCORE_MODS | {"mask", "bias", "block_mask", "splits"}
 
 
 def lacking(problem: Problem) -> tuple[str, ...]:
@@ -20,14 +22,20 @@ def _features(row: Row, problem: Problem, device: Device, table: Table) -> str |
     return f"{has_no(names)}: that takes a scored row" if (names := lacking(problem)) else None
 
 
-def _whole_vectors(row: Row, problem: Problem, device: Device, table: Table) -> str | None:
+def whole_vectors(row: Row, problem: Problem, device: Device, table: Table) -> str | None:
     if (problem.head_dim | problem.value_dim) % 8 == 0:
         return None
     return f"takes head dims that are multiples of 8, and the tensors have {head_dims(problem)}"
 
 
+def page_runs(row: Row, problem: Problem, device: Device, table: Table) -> str | None:
+    if row.copy != "tma" or not {"leftpad", "pages"} <= set(problem.features):
+        return None
+    return "copies whole runs of a page's rows, which left padding doesn't leave"
+
+
 FIXED_RULES = scored.FIXED_RULES
-CALL_RULES: tuple[Rule, ...] = (_features, _whole_vectors, alignment)
+CALL_RULES: tuple[Rule, ...] = (_features, whole_vectors, page_runs, alignment)
 
 other_head_dims = scored.other_head_dims
 offers = scored.offers

@@ -48,7 +48,7 @@ LARGEST_HEAD_DIM = 256
 VECTOR_BYTES = 16
 
 #: Of ``problem.FEATURES``, what these rows know: a mask becomes a bias, and a window may have no left limit.
-KNOWN = frozenset({"window", "mask", "bias", "varlen", "lengths", "cache_batch_idx"})
+KNOWN = frozenset({"window", "mask", "bias", "varlen", "lengths", "leftpad", "cache_batch_idx"})
 
 #: TFLOP/s of one SM in the example's main loop: from datasheets (RTX 4090, RTX 5090), times the share of
 #: issue slots or of the tensor pipe that it leaves to the multiplication; on sm_90 measured (H200).

@@ -1,0 +1,127 @@
+// Keys by cp.async, for ranged and score-mod rows: V by the first half of the warps, K by the second.
+#pragma once
+
+#include "walk.cuh"
+
+namespace cutlass_fmha {
+
+template <ForwardConfig C>
+struct CpAsyncFeatureKeys : FeatureWalk<C> {
+  using Base = FeatureWalk<C>;
+  using Shared = typename Base::Shared;
+  using Order = KeyOrder<C>;
+  using Base::p, Base::smem, Base::blocks, Base::last_begin, Base::k_pipe, Base::v_pipe;
+  using Base::second_group, Base::place, Base::key_begin, Base::looks_ahead;
+  static constexpr int kHalfThreads = C.threads() / 2;
+  static constexpr bool kAsksInTurn = true;
+  static constexpr int kPassAt = ForwardTypes<C>::kKeySteps / 2;
+  /// Whether registers are left for where the next tile of keys in order stands.
+  static constexpr bool kKeepsSource = spare_registers(C) >= 56;
+  using KLoader = RowLoader<C.head_dim, C.tile_n, kHalfThreads>;
+  using VLoader = RowLoader<C.head_dim_v(), C.tile_n, kHalfThreads>;
+  static_assert(KLoader::kRowsPerPass == VLoader::kRowsPerPass && KLoader::P::kWidth == VLoader::P::kWidth,
+                "a thread has the same chunk of K and V");
+
+  uint32_t const destination;          ///< of this thread's chunk in a tile
+  uint16_t const* in_order = nullptr;  ///< its chunk of the next tile to bring, of V or of K, where keys are in order
+
+  CUTE_DEVICE CpAsyncFeatureKeys(FeatureParams const& p, char* smem, int warp, KeyWalk const& walk)
+      : Base(p, smem, warp, walk), destination(settled(KLoader::first_chunk(half_thread()))) {}
+
+  /// By one thread.
+  CUTE_DEVICE void init_pipelines() const {
+    k_pipe.init(kHalfThreads, C.threads());
+    v_pipe.init(kHalfThreads, C.threads());
+  }
+  struct Producer {};  ///< all threads are
+  CUTE_DEVICE Producer make_producer(Sequence const&) const { return {}; }
+  /// Starts the first loads of K and V.
+  CUTE_DEVICE void start(Producer const&) {
+    if constexpr (kKeepsSource) in_order = first_row() + (key_begin(0) + first_key()) * stride().seqlen;
+    CUTE_UNROLL
+    for (int tile = 0; tile < C.stages; ++tile) {
+      refill_k<true>(tile);
+      refill_v<true>(tile);
+    }
+  }
+  CUTE_DEVICE void finish_first() const {}
+  template <bool First = false>
+  CUTE_DEVICE void refill_k(int tile) {
+    if (second_group()) refill<KLoader, First>(k_pipe, Shared::kKOffset, Shared::kKTile, p.k_stride, p.head_dim, tile);
+  }
+  template <bool First = false>
+  CUTE_DEVICE void refill_v(int tile) {
+    if (!second_group())
+      refill<VLoader, First>(v_pipe, Shared::kVOffset, Shared::kVTile, p.v_stride, p.head_dim_v, tile);
+  }
+
+ private:
+  CUTE_DEVICE static int half_thread() { return thread_id() % kHalfThreads; }
+
+  /// Brings a tile of K or of V, the next one of its ring, if there is one. Only the first tile can be a partial one,
+  /// and where pages were not looked up ahead: `First`.
+  template <class Loader, bool First>
+  CUTE_DEVICE void refill(KvPipeline<C> const& pipe, int ring, int tile_bytes, Strides const& stride, int head_dim,
+                          int tile) {
+    if (tile >= blocks) return;
+    pipe.producer_acquire(tile);
+    char* const to = smem + ring + pipe.stage(tile) * tile_bytes + destination;
+    bool const is_in_order = p.keys_stand == KeysStand::in_order;
+    bool const whole = !First || tile > 0 || last_begin + C.tile_n <= place().sequence.keys;
+    if ((is_in_order && whole) || (!First && p.keys_stand == KeysStand::whole_pages)) {
+      uint16_t const* const from = is_in_order ? source(stride, tile) : source_in_page(stride, tile);
+      Loader::template load_dimensions<Order>(to, from, stride.seqlen, dimensions(head_dim));
+    } else {
+      bring_rows<Loader, First>(to, stride, dimensions(head_dim), tile);
+    }
+    if (int const next = tile + C.stages; !is_in_order && looks_ahead() && next < blocks) {
+      ask_for_page<C>(p, smem, !second_group(), next, key_begin(next), half_thread());
+    }
+    if constexpr (kKeepsSource) in_order -= C.tile_n * stride.seqlen;
+    pipe.producer_commit_cp_async(tile);
+  }
+
+  /// From this thread's column on.
+  CUTE_DEVICE static int dimensions(int head_dim) { return head_dim - KLoader::column(half_thread()); }
+
+  /// Of K or of V: whichever this thread copies.
+  CUTE_DEVICE Strides const& stride() const { return second_group() ? p.k_stride : p.v_stride; }
+  /// This thread's chunk of its first row of a tile, where keys are in order.
+  CUTE_DEVICE uint16_t const* source(Strides const& stride, int tile) const {
+    return kKeepsSource ? in_order : first_row() + (key_begin(tile) + first_key()) * stride.seqlen;
+  }
+  /// And where the tile lies in one page.
+  CUTE_DEVICE uint16_t const* source_in_page(Strides const& stride, int tile) const {
+    int const page = Shared::pages(smem, !second_group(), tile)[0];
+    return first_row() + page_row_offset(p, stride, page, place().sequence.first_k + key_begin(tile) + first_key());
+  }
+  /// This thread's chunk of the row that keys are counted from.
+  CUTE_DEVICE uint16_t const* first_row() const {
+    return (second_group() ? place().k : place().v) + KLoader::column(half_thread());
+  }
+  /// Of this thread's rows in a tile, the first one's key.
+  CUTE_DEVICE static int first_key() { return Order::of_row(KLoader::first_row(half_thread())); }
+
+  /// Rows that stand anywhere; keys that don't exist become zeros.
+  template <class Loader, bool First>
+  CUTE_DEVICE void bring_rows(char* to, Strides const& stride, int dimensions, int tile) const {
+    Sequence const& s = place().sequence;
+    int const begin = key_begin(tile);
+    uint16_t const* const from = first_row();
+    CUTE_NO_UNROLL
+    for (int pass = 0; pass < Loader::kPasses; ++pass) {
+      int const key = first_key() + Order::of_row(pass * Loader::kRowsPerPass);
+      int const named = smaller(begin + key, s.keys - 1);  // some row that exists
+      int64_t offset = named * stride.seqlen;
+      if (p.page_table != nullptr) {
+        int const row = s.first_k + named;
+        int const page = !First && looks_ahead() ? Shared::pages(smem, !second_group(), tile)[key / kPageRun]
+                                                 : page_number(p, s, row);
+        offset = page_row_offset(p, stride, page, row);
+      }
+      Loader::load_vectors(to, pass, from + offset, begin + key < s.keys ? dimensions : 0);
+    }
+  }
+};
+
+}  // namespace cutlass_fmha

@@ -1,0 +1,146 @@
+// Ranged and score-mod rows: each warp has query rows of its own and walks all their keys, as plain rows do
+// (forward/tile_walk.cuh), wherever these stand.
+#pragma once
+
+#include "../forward/tile_walk.cuh"
+#include "epilogue.cuh"
+#include "keys_cp_async.cuh"
+#include "keys_tma.cuh"
+
+namespace cutlass_fmha {
+
+template <ForwardConfig C>
+using FeatureKeySource = cute::conditional_t<C.copy == Copy::tma, TmaFeatureKeys<C>, CpAsyncFeatureKeys<C>>;
+
+/// Keys for the walk, what a warp sees of them, and what becomes of their scores, where a row knows that.
+template <ForwardConfig C>
+struct FeatureKeys : FeatureKeySource<C> {
+  using Source = FeatureKeySource<C>;
+  using T = ForwardTypes<C>;
+  using Shared = FeatureTileLayout<C>;
+  using Product = WarpProduct<C>;
+  using Turn = Turns<C.warps, C.ping_pong>;
+  using Source::p, Source::smem, Source::warp, Source::blocks, Source::last_begin;
+  using Source::place;
+  static constexpr bool kEndsEarly = true, kMaskedFirst = false;
+
+  struct Lanes {
+    uint32_t q_offset, k_offset, v_offset;
+
+    CUTE_DEVICE uint32_t q() const { return q_offset; }
+    CUTE_DEVICE uint32_t k() const { return k_offset; }
+    CUTE_DEVICE uint32_t v() const { return v_offset; }
+  };
+
+  int first_phase = 0, seen_until = 0;  ///< WarpPhases
+  uint32_t const qv_lane_offset, k_lane_offset;
+
+  CUTE_DEVICE FeatureKeys(FeatureParams const& p, char* smem, int warp, KeyWalk const& walk)
+      : Source(p, smem, warp, walk),
+        qv_lane_offset(Product::v_lane(lane_id())),
+        k_lane_offset(Product::k_lane(lane_id())) {}
+
+  /// What shared memory holds before anything is copied there.
+  CUTE_DEVICE void init_shared(Sequence const& sequence, FeatureTile const& tile) {
+    if (threadIdx.x == 0) this->init_pipelines();
+    if (threadIdx.x < 32) {
+      reinterpret_cast<uint2*>(smem + Shared::kLanes)[threadIdx.x] = {qv_lane_offset, k_lane_offset};
+    }
+    if constexpr (C.modifies_scores()) {
+      for (int row = threadIdx.x; row < C.tile_m && p.alibi_slopes != nullptr; row += C.threads()) {
+        *Shared::slopes(smem, row) = alibi_slope(p, tile, query_row(p, tile, tile.row_begin + row).head);
+      }
+    }
+    int const begin = tile.row_begin + tile_row();
+    int const i_last = smaller(p.by_pack.quotient(begin + T::kRows - 1), sequence.queries - 1);
+    CommonView const view(p, sequence, p.by_pack.quotient(begin), i_last);
+    WarpPhases const phases(view, begin, blocks, last_begin, C.tile_n);
+    first_phase = uniform(phases.first_phase);
+    seen_until = uniform(phases.end_phase);
+    if (lane_id() == 0) Shared::phases(smem, warp) = phases;
+  }
+
+  // What the walk asks for.
+  CUTE_DEVICE void take() const { Turn::take(warp); }
+  CUTE_DEVICE void pass() const { Turn::pass(warp); }
+  CUTE_DEVICE void before_turn(int phase) {
+    if (phase >= 2) this->refill_v(phase - 2 + C.stages);
+  }
+  CUTE_DEVICE void end_scores(int phase) { this->refill_k(phase + C.stages); }
+  CUTE_DEVICE uint32_t q_lane() const { return qv_lane_offset + tile_row() * Product::kQRowBytes; }
+  CUTE_DEVICE Lanes lanes() const {
+    uint32_t const q = C.q_in_registers ? 0 : tile_row() * Product::kQRowBytes;
+    if constexpr (is_roomy(C)) {
+      return {qv_lane_offset + q, k_lane_offset, qv_lane_offset};
+    } else {
+      uint2 const offsets = reinterpret_cast<uint2 const*>(smem + Shared::kLanes)[lane_id()];
+      return {offsets.x + q, offsets.y, offsets.x};
+    }
+  }
+  CUTE_DEVICE int end_phase() const { return seen_until; }
+  CUTE_DEVICE bool is_masked(int phase) const {
+    return __any_sync(0xffffffffu, !Shared::phases(smem, warp).is_full(phase));
+  }
+  template <class Scores>
+  CUTE_DEVICE void before_softmax(int phase, bool masked, Scores& scores) const {
+    if constexpr (!C.modifies_scores()) {
+      if (masked) block_at(phase).hide_by_range(by_row(scores));
+    } else {
+      ScoreBlock<C> const block = block_at(phase);
+      if (!p.raw_scores) block.modify(by_row(scores));
+      if (masked) block.hide_by_range(by_row(scores));
+    }
+  }
+  template <class Probabilities>
+  CUTE_DEVICE void after_softmax(int phase, Probabilities& probabilities) const {
+    if constexpr (C.modifies_scores()) {
+      if (p.dropout_threshold != 0) block_at(phase).drop_out(pairs_by_row<T>(probabilities));
+    }
+  }
+  CUTE_DEVICE RowMaxima maxima() const { return Shared::maxima(smem, tile_row()); }
+
+  /// This warp's first row within the tile.
+  CUTE_DEVICE int tile_row() const { return tile_row_of<C>(warp); }
+
+ private:
+  CUTE_DEVICE ScoreBlock<C> block_at(int phase) const {
+    WarpPhases const& phases = Shared::phases(smem, warp);
+    int const row_begin = phases.row_begin;
+    int const key = phases.last_begin - phase * C.tile_n;
+    if constexpr (C.modifies_scores()) {
+      return {p, place().sequence, place().tile, {row_begin, Shared::slopes(smem, tile_row())}, key};
+    } else {
+      return {p, place().sequence, place().tile, {row_begin}, key};
+    }
+  }
+};
+
+template <ForwardConfig C>
+CUTE_DEVICE void tile_rows(FeatureParams const& p, char* smem, Sequence const& sequence, FeatureTile const& tile,
+                           KeyWalk const& walk, int warp) {
+  using T = ForwardTypes<C>;
+  using Shared = FeatureTileLayout<C>;
+  if (threadIdx.x == 0) new (&Shared::place(smem)) TilePlace(p, sequence, tile, walk);
+  FeatureKeys<C> keys(p, smem, warp, walk);
+  typename T::OutputFragment output;
+  cute::clear(output);
+  typename T::Softmax softmax(p.score_unit * kLog2e);
+  if (keys.blocks > 0) {
+    keys.init_shared(sequence, tile);
+    load_query_tile<C>(p, smem, sequence, tile);
+    cute::cp_async_fence();
+    __syncthreads();  // the pipelines' barriers exist, and what the block works on is known
+    auto const producer = keys.make_producer(sequence);
+    keys.start(producer);
+    wait_for_committed_cp_async();  // Q, the only committed group: K and V report to their pipelines
+    __syncthreads();
+    keys.finish_first();
+    if constexpr (!C.modifies_scores()) transform_q<C>(p, smem);
+    TileWalk<C, FeatureKeys<C>>{smem, keys}.run(output, softmax);
+  } else {
+    __syncthreads();
+  }
+  write_tile_rows<C>(p, smem, output, softmax, keys.tile_row());
+}
+
+}  // namespace cutlass_fmha
