@@ -35,18 +35,18 @@ CUTE_DEVICE float tanh_of_exp2(float x) { return fmaf(-2.f, reciprocal_approx(1.
 /// rows, and of rows to whose scores nothing belongs.
 template <ForwardConfig C>
 struct KeyOrder {
-  /// Keys that follow each other in a lane's columns.
-  static constexpr int kRun = C.scored() && C.kv_warps == 1 && C.tile_n % 32 == 0 ? 8 : 2;
-  static constexpr bool kByLane = kRun > 2;
+  static constexpr bool kByLane = C.scored() && C.kv_warps == 1 && C.tile_n % 32 == 0;
+  static constexpr int kRun = kByLane ? 8 : 2;  ///< keys that follow each other in a lane's columns
 
   /// The key in a row of the tile. Linear in the bits of the row's number.
   CUTE_HOST_DEVICE static constexpr int of_row(int row) {
-    constexpr int kKeys = 4 * kRun;
-    return row / kKeys * kKeys + row % 8 / 2 * kRun + row % kKeys / 8 * 2 + row % 2;
+    return kByLane ? row / 32 * 32 + row % 8 / 2 * 8 + row / 8 % 4 * 2 + row % 2 : row;
   }
   /// The key in a lane's first column, and how far from it that of another one is.
   CUTE_DEVICE static int first(int lane) { return lane % 4 * kRun; }
-  CUTE_HOST_DEVICE static constexpr int of_column(int col) { return col / kRun * (4 * kRun) + col % kRun; }
+  CUTE_HOST_DEVICE static constexpr int of_column(int col) {
+    return kByLane ? col / 8 * 32 + col % 8 : col / 2 * 8 + col % 2;
+  }
 };
 
 CUTE_DEVICE float alibi_slope(FeatureParams const& p, FeatureTile const& tile, int head) {
@@ -170,6 +170,18 @@ struct ScoreBlock {
           for (int i = 0; i < 4; ++i) drop_pair(row, pair + i, numbers.word[i]);
         }
       }
+    } else if constexpr (!C.modifies_scores()) {
+      int const lane = lane_id() % 4;
+      CUTE_UNROLL
+      for (int row = 0; row < kRows; ++row) {
+        CUTE_UNROLL
+        for (int pair = 0; pair < kPairs; ++pair) {
+          PhiloxWords const numbers = numbers_of(seed, row, key(2 * pair) / 8);
+          drop_pair(row, pair,
+                    lane < 2 ? (lane == 0 ? numbers.word[0] : numbers.word[1])
+                             : (lane == 2 ? numbers.word[2] : numbers.word[3]));
+        }
+      }
     } else {
       // The eight keys that numbers are made for lie in four lanes. Each makes those of one of four rows, or of two
       // rows and pairs, and gives the others theirs.
@@ -276,7 +288,7 @@ struct ScoreBlock {
     using Run = cute::array_aligned<Bias, Order::kRun, (sizeof(Bias) * Order::kRun < 16 ? 8 : 16)>;
     CUTE_UNROLL
     for (int row = 0; row < size<0>(scores); ++row) {
-      if (row % 2 == 0) bound_work();
+      if (row % 2 == 0 || sizeof(Bias) == 4) bound_work();
       Bias const* const from = bias + offset(p.bias_stride, existing(row)) + key(0);
       CUTE_UNROLL
       for (int col = 0; col < size<1>(scores); col += Order::kRun) {
