@@ -36,6 +36,7 @@ PAGES = {"page_table": SOMEWHERE, "page_size": 16, "page_table_stride": 2}
 #: Fields that nobody writes.
 DERIVED = {"schedule", "by_page_size", "by_pack", "by_splits", "by_block_tiles", "bias_vectors"}
 DERIVED |= {"mask_vectors", "raw_scores", "block_tiles", "key_blocks", "keys_stand", "q_and", "q_xor"}
+DERIVED |= {"score_unit", "cap_scale", "keys_before"}
 #: What is derived and can be read.
 READ_ONLY = {"vectors", "device_lengths"}
 TAIL = ("tail", "tail_tiles", "tail_parts", "tail_first", "tail_rest")

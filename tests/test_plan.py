@@ -116,6 +116,7 @@ def test_features_are_what_a_call_says():
         "dropout": {"dropout": 0.1},
         "varlen": {"packed_q": True, "packed_k": True},
         "lengths": {"used_k": True},
+        "leftpad": {"leftpad": True},
         "pages": {"page_size": 16},
         "cache_batch_idx": {"indexed": True},
         "splits": {"num_splits": 2},

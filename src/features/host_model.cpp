@@ -18,8 +18,9 @@ namespace {
 using Tile = std::tuple<int, int, int, int>;  // first packed row, head, batch, part of the keys
 
 std::vector<Tile> feature_tiles(AttentionParams p, int tile_m, int mixed_heads, int long_tiles) {
-  set_schedule(p, {mixed_heads, long_tiles}, tile_m);
   std::vector<Tile> tiles;
+  if (grid_size(p, tile_m) == 0) return tiles;  // nothing to schedule, as a launch knows
+  set_schedule(p, {mixed_heads, long_tiles}, tile_m);
   for (int block = 0; block < grid_size(p, tile_m); ++block) {
     FeatureTile const t = tile_at(p, tile_m, block);
     tiles.emplace_back(t.row_begin, t.head, t.batch, t.split);
