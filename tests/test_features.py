@@ -80,17 +80,21 @@ def test_every_keyword_reaches_the_op(monkeypatch):
     assert features.block_counts is BLOCKS[0] and features.block_indices is BLOCKS[1]
     assert (features.block_m, features.block_n) == BLOCKS[2]
     assert (seen["scale"], seen["causal"]) == (2.0, "top-left")
-    assert seen["sizes"] == Sizes(BATCH, SEQLEN_Q, SEQLEN_K, HEADS, HEADS_KV, DIM, DIM, None, 0)
+    assert seen["sizes"] == Sizes(
+        BATCH, SEQLEN_Q, SEQLEN_K, HEADS, HEADS_KV, DIM, DIM, None, 0, BATCH, SEQLEN_K
+    )
     call(
         **PACKED, cu_seqlens_q=CU_Q, cu_seqlens_k=CU_K, max_seqlen_q=6, max_seqlen_k=11, batch_invariant=True
     )
     features = seen["features"]
     assert (features.max_seqlen_q, features.max_seqlen_k, features.batch_invariant) == (6, 11, True)
     assert features.cu_seqlens_q is CU_Q and features.cu_seqlens_k is CU_K
-    assert seen["sizes"] == Sizes(BATCH, 6, 11, HEADS, HEADS_KV, DIM, DIM, 12, 0)
+    assert seen["sizes"] == Sizes(BATCH, 6, 11, HEADS, HEADS_KV, DIM, DIM, 12, 0, 1, len(PACKED["k"]))
     call(**PAGED, page_table=TABLE)
     assert seen["features"].page_table is TABLE
-    assert seen["sizes"] == Sizes(BATCH, SEQLEN_Q, 32, HEADS, HEADS_KV, DIM, DIM, None, 16)
+    assert seen["sizes"] == Sizes(
+        BATCH, SEQLEN_Q, 32, HEADS, HEADS_KV, DIM, DIM, None, 16, *PAGED["k"].shape[:2]
+    )
 
 
 def test_sinks_of_the_tensors_dtype_are_converted(monkeypatch):
@@ -201,7 +205,7 @@ def test_contents_of_meta_tensors_are_not_read():
 
 
 def test_broadcast_strides():
-    sizes = Sizes(BATCH, SEQLEN_Q, SEQLEN_K, HEADS, HEADS_KV, DIM, DIM, None, 0)
+    sizes = Sizes(BATCH, SEQLEN_Q, SEQLEN_K, HEADS, HEADS_KV, DIM, DIM, None, 0, BATCH, SEQLEN_K)
     for shape in [(6, 10), (1, 10), (6, 1), (4, 1, 10), (2, 1, 6, 10), (1, 4, 1, 1), ()]:
         tensor = torch.empty(shape)
         expanded = tensor.expand(sizes.batch, sizes.num_heads, sizes.seqlen_q, sizes.seqlen_k)
