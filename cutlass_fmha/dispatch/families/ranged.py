@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from cutlass_fmha.dispatch.device import Device
 from cutlass_fmha.dispatch.families import scored
 from cutlass_fmha.dispatch.families.family import Rule, alignment, has_no, head_dims
@@ -14,12 +16,19 @@ SCORE_MODS = frozenset({"softcap", "alibi", "dropout"})
 UNKNOWN = SCORE_MODS | {"mask", "bias", "block_mask", "splits"}
 
 
-def lacking(problem: Problem) -> tuple[str, ...]:
-    return tuple(name for name in problem.features if name in UNKNOWN)
+def without(unknown: frozenset[str]) -> tuple[Callable[[Problem], tuple[str, ...]], Rule]:
+    """What a problem has of these features, and the rule that leaves it to scored rows for them."""
+
+    def lacking(problem: Problem) -> tuple[str, ...]:
+        return tuple(name for name in problem.features if name in unknown)
+
+    def rule(row: Row, problem: Problem, device: Device, table: Table) -> str | None:
+        return f"{has_no(names)}: that takes a scored row" if (names := lacking(problem)) else None
+
+    return lacking, rule
 
 
-def _features(row: Row, problem: Problem, device: Device, table: Table) -> str | None:
-    return f"{has_no(names)}: that takes a scored row" if (names := lacking(problem)) else None
+lacking, _features = without(UNKNOWN)
 
 
 def whole_vectors(row: Row, problem: Problem, device: Device, table: Table) -> str | None:

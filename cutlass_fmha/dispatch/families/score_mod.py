@@ -4,19 +4,11 @@ from __future__ import annotations
 
 from cutlass_fmha.dispatch.device import Device
 from cutlass_fmha.dispatch.families import ranged, scored
-from cutlass_fmha.dispatch.families.family import Rule, alignment, has_no
+from cutlass_fmha.dispatch.families.family import Rule, alignment
 from cutlass_fmha.dispatch.problem import Problem
 from cutlass_fmha.dispatch.table import Row, Table
 
-UNKNOWN = ranged.UNKNOWN - ranged.SCORE_MODS
-
-
-def lacking(problem: Problem) -> tuple[str, ...]:
-    return tuple(name for name in problem.features if name in UNKNOWN)
-
-
-def _features(row: Row, problem: Problem, device: Device, table: Table) -> str | None:
-    return f"{has_no(names)}: that takes a scored row" if (names := lacking(problem)) else None
+lacking, _features = ranged.without(ranged.UNKNOWN - ranged.SCORE_MODS)
 
 
 def _unmodified(row: Row, problem: Problem, device: Device, table: Table) -> str | None:
