@@ -35,6 +35,10 @@ def test_visible_pairs_are_counted_as_the_mask_has_them(seqlen_q: int, seqlen_k:
 def test_flop_and_bytes_of_a_known_case() -> None:
     case = Case("dense", 2, 16, 16, 8192, 8192, 128, "bfloat16")
     assert case.flop == 4 * 2 * 16 * 8192 * 8192 * 128
+    packed = replace(case, batch=3, lengths=(5, 1, 7), seqlen_q=7, seqlen_k=7)
+    assert (packed.flop, packed.input_bytes) == (4 * 16 * (25 + 1 + 49) * 128, 3 * 13 * 16 * 128 * 2)
+    cached = replace(packed, causal=True, seqlen_k=64, used=(5, 9, 8))
+    assert cached.visible_pairs == 5 * 6 // 2 + 9 + (8 * 9 // 2 - 1)
     assert replace(case, causal=True).flop == 4 * 2 * 16 * (8192 * 8193 // 2) * 128
     assert case.moved_bytes == 4 * 2 * 16 * 8192 * 128 * 2
     decode = Case("decode", 8, 32, 8, 1, 8192, 128, "bfloat16")
@@ -197,7 +201,9 @@ def test_a_device_that_a_peer_broke_is_no_refusal(monkeypatch: pytest.MonkeyPatc
 
 
 TIMES = {
-    "ours": 8.0, "paged": 9.0, "flash": 10.0, "cudnn": 5.0, "efficient": 20.0, "causal": 16.0, "copy": 4.0
+    "ours": 8.0,
+    "pages16": 9.5, "paged": 9.0, "pages256": 8.5, "plain": 6.0,
+    "flash": 10.0, "cudnn": 5.0, "efficient": 20.0, "causal": 16.0, "copy": 4.0
 }  # fmt: skip
 
 
@@ -205,6 +211,10 @@ def contenders_of(case: Case) -> list[str]:
     """As line_up has them."""
     if case.group == "wide":
         return ["ours", "efficient"]
+    if case.group in ("ranges", "scores"):
+        return ["ours", "plain"]
+    if case.lengths:
+        return ["ours", *(contenders.PAGES if case.used else ()), "flash"]
     if case.group == "features":
         return ["ours", {"window": "flash", "bias": "efficient"}.get(case.feature, "causal")]
     return ["ours", "flash", "cudnn", "efficient", *(["paged", "copy"] if case.group == "decode" else [])]
@@ -261,25 +271,32 @@ def synthetic(cases: list[Case] | None = None) -> report.Result:
 
 
 def test_the_table_has_times_rates_and_ratios_and_torch_flash_first() -> None:
-    dense, decode, wide, features = report.sections(synthetic())
-    assert dense.headings[:6] == ["case", "ours p50", "p90", "TFLOP/s", "torch flash (FA2)", "ours is"]
+    dense, decode, wide, features, _, plain, _, paged = report.sections(synthetic())
+    assert dense.headings[:6] == [
+        "case", "to torch flash (FA2)", "to cuDNN", "to memory-efficient", "ours p50", "p90"
+    ]  # fmt: skip
     by_case = {row[0]: row for row in dense.rows}
-    first = by_case["B2 H16 S8192 D128 bf16"]
-    assert first[1:3] == ["8.0", "9.0"]
-    assert first[5] == "1.25x"
-    assert first[7] == "0.62x"
-    assert first[-1] == "0.50"
-    assert wide.headings[4:] == ["memory-efficient", "ours is", "error"]
+    assert by_case["B2 H16 S8192 D128 bf16"][1:6] == ["1.25x", "0.62x", "2.50x", "8.0", "9.0"]
+    assert by_case["B2 H16 S8192 D128 bf16"][-1] == "0.50"
+    assert wide.headings == [
+        "case", "to memory-efficient", "ours p50", "p90", "TFLOP/s", "memory-efficient", "error"
+    ]  # fmt: skip
     assert features.contenders == ["ours", "flash", "efficient", "causal"]
     alibi = next(row for row in features.rows if row[0].endswith("ALiBi"))
-    assert alibi[4:8] == ["-", "-", "-", "-"]
-    assert alibi[9] == "2.00x"
+    assert alibi[1:4] == ["-", "-", "2.00x"]
     assert len(decode.rows) == len(select_cases(["decode"]))
+    assert plain.headings[1] == "of cutlass_fmha, plain"
+    assert {row[1] for row in plain.rows} == {"0.75x"}, "rates, not times"
+    assert paged.means == [
+        "paged, geometric mean: cutlass_fmha, pages of 16 1.19x (worst 1.19x); "
+        "cutlass_fmha, pages of 64 1.12x (worst 1.12x); cutlass_fmha, pages of 256 1.06x (worst 1.06x); "
+        "torch flash (FA2) 1.25x (worst 1.25x)."
+    ]
 
 
 def test_decode_is_shown_in_bytes_and_against_a_copy():
     decode = report.sections(synthetic())[1]
-    assert decode.headings[3:6] == ["TB/s", "cutlass_fmha, pages", "ours is"]
+    assert decode.headings[1] == "to cutlass_fmha, pages of 64"
     assert decode.headings[-2:] == ["copy", "error"]
     row = dict(zip(decode.headings, decode.rows[0], strict=True))
     moved = select_cases(["decode"])[0].moved_bytes
@@ -288,12 +305,10 @@ def test_decode_is_shown_in_bytes_and_against_a_copy():
     assert row["copy"] == f"4.0 ({moved / 4e6:.2f})"
 
 
-def test_geometric_means_are_printed_for_each_section_and_peer():
+def test_the_mean_and_the_worst_are_printed_for_each_group_and_peer():
     text = report.text(synthetic())
-    assert (
-        "fp32 and head dims above 256, geometric mean of 'ours is': memory-efficient 2.50x (9 of 12" in text
-    )
-    assert "Decode, one query, geometric mean of 'ours is': cutlass_fmha, pages 1.12x (5 of 5 cases)" in text
+    assert "wide, geometric mean: memory-efficient 2.50x (worst 2.50x, 9 of 12 cases)." in text
+    assert "decode, geometric mean: cutlass_fmha, pages of 64 1.12x (worst 1.12x); torch flash" in text
 
 
 def test_what_is_unsupported_stays_in_the_table_and_its_reason_below() -> None:
@@ -388,7 +403,7 @@ def test_the_picture_shows_every_bar_and_every_refusal(
     monkeypatch.setattr(
         picture.Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k))
     )
-    result = synthetic()
+    result = synthetic(select_cases([panel.group for panel in picture.PANELS]))
     picture.draw(result, tmp_path / "result.png")
     axes = [axis for half in figures[0].subfigs for axis in half.axes]
     assert sum(len(axis.patches) for axis in axes) == sum(len(case["results"]) for case in result["cases"])
@@ -473,14 +488,14 @@ def test_outside_of_a_checkout_there_is_no_commit(tmp_path: Path) -> None:
 @pytest.fixture
 def small_features(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes that suit 64 queries, wherever they are used."""
-    for name, value in (("WINDOW", 9), ("PREFIX", 20)):
+    for name, value in (("WINDOW", 9), ("PREFIX", 20), ("PAD", 5)):
         for module in (bench_cases, sys.modules["cutlass_fmha.bench.features"], lineup):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, value)
 
 
 def featured(name: str) -> Case:
-    return Case("features", 2, 2, 2, 64, 64, 32, "float16", name not in bench_cases.IN_MEMORY, name)
+    return Case("features", 2, 2, 2, 64, 64, 32, "float16", True, name)
 
 
 @pytest.mark.usefixtures("small_features")
@@ -493,15 +508,44 @@ def test_a_feature_means_to_the_check_what_it_means_to_the_package(name: str) ->
     found = lineup.line_up(case, inputs, ["flash", "cudnn", "efficient"], None, feature)
     assert next(iter(found)) == "ours" and len(found) > 1
     assert check(found["ours"].call(0)).within
-    plain = replace(case, feature="")
-    assert not check(contenders.ours(plain)(*inputs[0])).within, "a result without the feature"
-    if name in bench_cases.IN_MEMORY:
-        assert check(found["efficient"].call(0)).within
-    pairs = torch.ones(64, 64, dtype=torch.bool)
-    if case.causal:
+    if name != "topleft":  # which is no other problem where there are as many keys as queries
+        assert not check(contenders.ours(case.plain)(*inputs[0])).within, "a result without the feature"
+    if "mask" not in name:
         rows, keys = torch.arange(64), torch.arange(64)
-        pairs = feature.visible(keys <= rows[:, None], rows, keys)
-    assert case.visible_pairs == int(pairs.sum())
+        pairs = int(feature.visible(keys <= rows[:, None], rows, keys).sum())
+        full = 64 * 65 // 2 if name == "leftpad" else pairs  # of its first sequence
+        assert case.visible_pairs == pairs + full
+
+
+PACKED = Case("packed", 3, 4, 2, 40, 40, 32, "float16", lengths=(7, 33, 40))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        PACKED,
+        replace(PACKED, causal=True),
+        replace(PACKED, group="paged", causal=True, seqlen_k=256, used=(60, 256, 41)),
+        Case("ranges", 2, 4, 2, 40, 40, 32, "float16", True, used=(40, 30)),
+    ],
+)
+@pytest.mark.usefixtures("fake_gpu")
+def test_packed_used_and_paged_sequences_are_measured_and_checked(case: Case) -> None:
+    results: Any = runner.measure_case(case, ["flash"], None, 0.1, 0)["results"]
+    expected = {"packed": [], "paged": ["pages16", "paged", "pages256"], "ranges": ["plain"]}[case.group]
+    if case.group != "ranges":
+        assert results.pop("flash")["status"] == "unsupported", "torch has that op for CUDA alone"
+    assert list(results) == ["ours", *expected]
+    for name, result in results.items():
+        assert name == "plain" or result["error_ratio"] <= 1.0
+    inputs = contenders.make_inputs(case, 1, torch.device("cpu"))
+    check = contenders.ErrorCheck(case, inputs, Feature(case, torch.device("cpu")))
+    wrong = lineup.with_feature(Feature(replace(case, causal=not case.causal), torch.device("cpu")), None)
+    assert not check(wrong(*inputs[0])).within
+    assert case.visible_pairs == sum(
+        int(visible(queries, keys, "bottom-right" if case.causal else "none").sum())
+        for queries, keys in zip(case.lengths or (40, 40), case.used or case.lengths, strict=True)
+    )
 
 
 def test_what_has_no_peer_is_timed_beside_plain_causal_attention() -> None:

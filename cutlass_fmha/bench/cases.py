@@ -6,35 +6,42 @@ that the package can't run yet stay in the list and are reported as unsupported.
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 
 BYTES_PER_ELEMENT = {"float16": 2, "bfloat16": 2, "float32": 4}
+SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 
 WINDOW = 1024
 PREFIX = 2048
-DOCUMENTS = 4
-"""Documents of the same length that a batch entry is divided into."""
+PAD = 500
+"""Left padding grows by so many rows from one sequence of the batch to the next."""
 
 FEATURES: dict[str, str] = {
     "window": f"window {WINDOW}",
     "softcap": "softcap",
     "alibi": "ALiBi",
     "dropout": "dropout 0.1",
-    "documents": f"{DOCUMENTS} documents packed",
     "prefix": f"prefix-LM {PREFIX}",
     "bias": "bias [1, 1, Sq, Sk]",
     "mask": "mask [1, 1, Sq, Sk]",
+    "head_bias": "bias [1, H, Sq, Sk]",
+    "sinks": "sinks",
+    "topleft": "top-left",
+    "leftpad": f"left padding 0, {PAD}, ...",
 }
 """What a case may have besides its shape, as tables print it; features.py knows what each means."""
-IN_MEMORY = ("bias", "mask")
-"""Those that say by themselves which keys are visible: their cases are not causal."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One attention problem. ``causal`` is bottom-right aligned when the lengths differ; no preset is.
+    """One attention problem. ``causal`` is bottom-right aligned when the lengths differ.
 
-    ``feature``: one of FEATURES, or nothing.
+    feature: one of FEATURES, or nothing.
+    lengths: queries of each of ``batch`` sequences, which lie one after the other, as do its keys unless
+        ``used`` says otherwise. seqlen_q and seqlen_k are the longest.
+    used: how many keys of each sequence are in use; k and v are caches of seqlen_k rows each.
     """
 
     group: str
@@ -47,70 +54,108 @@ class Case:
     dtype: str
     causal: bool = False
     feature: str = ""
+    lengths: tuple[int, ...] = ()
+    used: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
         """Short, unique and readable as a shape: ``b1_h32-8_s8192_d128_bf16_causal``."""
-        heads = f"h{self.num_heads}" + (
-            "" if self.num_heads == self.num_heads_kv else f"-{self.num_heads_kv}"
-        )
-        lengths = (
-            f"s{self.seqlen_q}" if self.seqlen_q == self.seqlen_k else f"q{self.seqlen_q}_k{self.seqlen_k}"
-        )
-        dtype = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}[self.dtype]
-        tail = ("_causal" if self.causal else "") + (f"_{self.feature}" if self.feature else "")
-        return f"b{self.batch}_{heads}_{lengths}_d{self.head_dim}_{dtype}{tail}"
+        words = [f"h{self.num_heads}"]
+        if self.num_heads != self.num_heads_kv:
+            words[0] += f"-{self.num_heads_kv}"
+        if self.lengths:
+            words = [f"p{together(self.lengths, 'x', '-')}", *words]
+        else:
+            square = self.seqlen_q == self.seqlen_k
+            words = [f"b{self.batch}", *words]
+            words += [f"s{self.seqlen_q}"] if square else [f"q{self.seqlen_q}", f"k{self.seqlen_k}"]
+        words += [f"u{together(self.used, 'x', '-')}"] if self.used else []
+        words += [f"d{self.head_dim}", SHORT[self.dtype]]
+        words += ["causal"] if self.causal else []
+        words += [self.feature] if self.feature else []
+        return "_".join(words)
 
     @property
     def label(self) -> str:
         """The name as the tables and the picture print it."""
-        heads = f"H{self.num_heads}" + (
-            "" if self.num_heads == self.num_heads_kv else f"/{self.num_heads_kv}"
-        )
-        lengths = (
-            f"S{self.seqlen_q}" if self.seqlen_q == self.seqlen_k else f"Sq{self.seqlen_q} Sk{self.seqlen_k}"
-        )
-        dtype = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}[self.dtype]
-        tail = (" causal" if self.causal else "") + (f" {FEATURES[self.feature]}" if self.feature else "")
-        return f"B{self.batch} {heads} {lengths} D{self.head_dim} {dtype}{tail}"
+        words = [f"H{self.num_heads}"]
+        if self.num_heads != self.num_heads_kv:
+            words[0] += f"/{self.num_heads_kv}"
+        if self.lengths:
+            words = [together(self.lengths, " x ", " + "), *words]
+        else:
+            square = self.seqlen_q == self.seqlen_k
+            words = [f"B{self.batch}", *words]
+            words += [f"S{self.seqlen_q}"] if square else [f"Sq{self.seqlen_q}", f"Sk{self.seqlen_k}"]
+        words += [f"D{self.head_dim}", SHORT[self.dtype]]
+        words += ["causal"] if self.causal else []
+        words += [FEATURES[self.feature]] if self.feature else []
+        words += [f"keys used {together(self.used, ' x ', ' + ')}"] if self.used else []
+        return " ".join(words)
+
+    @property
+    def featured(self) -> bool:
+        """Whether a call of it says more than q, k, v and causal."""
+        return bool(self.feature or self.lengths or self.used)
+
+    @property
+    def plain(self) -> Case:
+        """The same batch of sequences as long as its longest, without a feature."""
+        return replace(self, feature="", lengths=(), used=())
+
+    def pad(self, sequence: int) -> int:
+        """Rows before a sequence's first key."""
+        return sequence * PAD if self.feature == "leftpad" else 0
 
     @property
     def visible_pairs(self) -> int:
-        """Query-key pairs of one head that the mask leaves, counted exactly (not as half of the square).
+        """Query-key pairs of one head, over the batch, that the mask leaves, counted exactly (not as half of
+        the square).
 
         A mask in memory is random: it leaves no part of the work out, and all pairs count.
         """
+        queries = self.lengths or (self.seqlen_q,) * self.batch
+        keys = self.used or self.lengths or (self.seqlen_k,) * self.batch
+        return sum(self._pairs(*each) for each in zip(range(self.batch), queries, keys, strict=True))
+
+    def _pairs(self, sequence: int, queries: int, keys: int) -> int:
+        keys -= self.pad(sequence)
+        if not self.causal:
+            return queries * keys
+        diagonal = 0 if self.feature == "topleft" else keys - queries
+        pairs = visible_pairs(queries, keys, diagonal)
         if self.feature == "window":
-            return sum(min(row + 1, WINDOW + 1) for row in range(self.seqlen_q))
-        if self.feature == "prefix":
-            return sum(max(row + 1, PREFIX) for row in range(self.seqlen_q))
-        if self.feature == "documents":
-            length = self.seqlen_q // DOCUMENTS
-            return DOCUMENTS * visible_pairs(length, length, 0 if self.causal else None)
-        return visible_pairs(
-            self.seqlen_q, self.seqlen_k, self.seqlen_k - self.seqlen_q if self.causal else None
-        )
+            pairs -= visible_pairs(queries, keys, diagonal - WINDOW - 1)
+        if self.feature == "prefix":  # the prefix for all, and what lies behind it as ever
+            prefix = min(PREFIX, keys)
+            pairs = queries * prefix + visible_pairs(queries, keys - prefix, diagonal - prefix)
+        return pairs
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of queries and of keys, but for heads and head_dim: (batch, seqlen), or (rows,) packed."""
+        packed = (sum(self.lengths),)
+        query = packed if self.lengths else (self.batch, self.seqlen_q)
+        return query, packed if self.lengths and not self.used else (self.batch, self.seqlen_k)
 
     @property
     def flop(self) -> int:
         """Floating-point operations of Q K^T and P V over the visible pairs, without the softmax's."""
-        return 4 * self.batch * self.num_heads * self.visible_pairs * self.head_dim
+        return 4 * self.num_heads * self.visible_pairs * self.head_dim
 
     @property
     def input_bytes(self) -> int:
-        """Bytes of one set of Q, K and V."""
-        elements = (
-            self.batch
-            * self.head_dim
-            * (self.seqlen_q * self.num_heads + 2 * self.seqlen_k * self.num_heads_kv)
-        )
+        """Bytes of Q, K and V that a call reads."""
+        queries = sum(self.lengths) or self.batch * self.seqlen_q
+        keys = sum(self.used or self.lengths) or self.batch * self.seqlen_k
+        elements = self.head_dim * (queries * self.num_heads + 2 * keys * self.num_heads_kv)
         return elements * BYTES_PER_ELEMENT[self.dtype]
 
     @property
     def moved_bytes(self) -> int:
         """Bytes that a fused kernel has to move at least: Q, K and V read once, O written once."""
-        output = self.batch * self.head_dim * self.seqlen_q * self.num_heads
-        return self.input_bytes + output * BYTES_PER_ELEMENT[self.dtype]
+        queries = sum(self.lengths) or self.batch * self.seqlen_q
+        return self.input_bytes + queries * self.num_heads * self.head_dim * BYTES_PER_ELEMENT[self.dtype]
 
     @property
     def memory_bound(self) -> bool:
@@ -126,6 +171,15 @@ class Case:
             "flop": self.flop,
             "bytes": self.moved_bytes,
         }
+
+
+def together(lengths: tuple[int, ...], times: str, plus: str) -> str:
+    """Many lengths in few words: 16 x 1024, 4096 + 7001, 24 x 37..2900."""
+    if len(set(lengths)) == 1:
+        return f"{len(lengths)}{times}{lengths[0]}"
+    if len(lengths) <= 4:
+        return plus.join(map(str, lengths))
+    return f"{len(lengths)}{times}{min(lengths)}..{max(lengths)}"
 
 
 def visible_pairs(seqlen_q: int, seqlen_k: int, diagonal: int | None) -> int:
@@ -146,6 +200,36 @@ def _mha(
 
 def _both(case: Case) -> tuple[Case, Case]:
     return case, replace(case, causal=True)
+
+
+def drawn(count: int, shortest: int, longest: int) -> tuple[int, ...]:
+    """So many lengths, always the same ones, the shortest and the longest among them."""
+    draw = random.Random(count)
+    return (shortest, *(draw.randint(shortest, longest) for _ in range(count - 2)), longest)
+
+
+def _packed(
+    group: str, lengths: tuple[int, ...], heads: int, heads_kv: int, head_dim: int, used: tuple[int, ...] = ()
+) -> tuple[Case, Case]:
+    """Caches have rows for the longest of their sequences, in whole pages of 256."""
+    longest = max(lengths)
+    seqlen_k = -(-max(used) // 256) * 256 if used else longest
+    sizes = (len(lengths), heads, heads_kv, longest, seqlen_k, head_dim, "bfloat16")
+    return _both(Case(group, *sizes, lengths=lengths, used=used))
+
+
+RANGES = ("used", "prefix", "sinks", "topleft", "leftpad")
+SCORES = ("alibi", "softcap", "head_bias", "mask", "dropout")
+
+
+def _beside_plain(group: str, head_dim: int, names: Iterable[str]) -> Iterable[Case]:
+    """What the plain row could run if it were not for one feature."""
+    for case in _both(_mha(group, 4, 16, 4096, head_dim, "bfloat16")):
+        for name in names:
+            if name == "used":
+                yield replace(case, used=(case.seqlen_k,) * case.batch)
+            elif case.causal or name not in ("prefix", "topleft"):
+                yield replace(case, feature=name)
 
 
 CASES: tuple[Case, ...] = (
@@ -173,8 +257,29 @@ CASES: tuple[Case, ...] = (
     _mha("wide", 1, 8, 512, 64, "float32"),
     _mha("wide", 32, 16, 512, 128, "float32"),
     *(
-        replace(_mha("features", 2, 16, 8192, 128, "bfloat16", causal=name not in IN_MEMORY), feature=name)
-        for name in FEATURES
+        replace(
+            _mha("features", 2, 16, 8192, 128, "bfloat16", causal=name not in ("bias", "mask")), feature=name
+        )
+        for name in ("window", "softcap", "alibi", "dropout", "prefix", "bias", "mask")
+    ),
+    _packed("features", (2048,) * 8, 16, 16, 128)[1],
+    *(
+        case
+        for heads, heads_kv, head_dim in ((16, 16, 128), (32, 8, 128), (16, 16, 64))
+        for lengths in ((1024,) * 16, drawn(24, 37, 2900), drawn(64, 200, 300), (4096, 7001, 5500))
+        for case in _packed("packed", lengths, heads, heads_kv, head_dim)
+    ),
+    *(case for head_dim in (128, 64) for case in _beside_plain("ranges", head_dim, RANGES)),
+    *(case for head_dim in (128, 64) for case in _beside_plain("scores", head_dim, SCORES)),
+    *(_mha("dims", 2, 16, 2049, head_dim, "bfloat16", causal=True) for head_dim in (72, 80, 88, 112, 120)),
+    *(
+        _packed("paged", lengths, heads, heads_kv, head_dim, used)[1]
+        for heads, heads_kv, head_dim in ((32, 8, 128), (16, 16, 64))
+        for lengths, used in (
+            ((1024,) * 16, (1024,) * 16),  # whole prompts
+            ((512,) * 8, drawn(8, 1000, 8000)),  # chunks behind what is in the cache
+            ((512,) * 4 + (1,) * 28, drawn(32, 1000, 8000)),  # the same among decoding sequences
+        )
     ),
 )
 

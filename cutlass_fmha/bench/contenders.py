@@ -14,8 +14,9 @@ from .cases import Case
 from .features import Feature
 
 OURS = "ours"
-PAGED = "paged"
-OWN = (OURS, PAGED)
+PAGES = {"pages16": 16, "paged": 64, "pages256": 256}
+"""This package with keys and values in pages of so many keys."""
+OWN = (OURS, *PAGES)
 """Contenders whose results must be right."""
 PEERS: dict[str, str] = {
     "flash": "torch flash (FA2)",
@@ -24,21 +25,24 @@ PEERS: dict[str, str] = {
 }
 COPY = "copy"
 CAUSAL = "causal"
+PLAIN = "plain"
 TITLES: dict[str, str] = {
     OURS: "cutlass_fmha",
-    PAGED: "cutlass_fmha, pages",
+    **{name: f"cutlass_fmha, pages of {size}" for name, size in PAGES.items()},
+    PLAIN: "cutlass_fmha, plain",
     **PEERS,
     CAUSAL: "FA2, plain causal",
     COPY: "copy",
 }
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Query, key and value [batch, seqlen, num_heads, head_dim] to an output of query's shape."""
+"""Query, key and value, [batch, seqlen, num_heads, head_dim] or packed, to an output of query's shape."""
 
 
 @dataclass
 class Inputs:
-    """Query, key and value of a case, several sets of each: [sets, batch, seqlen, num_heads, head_dim]."""
+    """Query, key and value of a case, several sets of each: [sets, batch, seqlen, num_heads, head_dim], or
+    [sets, rows, num_heads, head_dim] where they are packed."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -53,19 +57,17 @@ class Inputs:
 
 
 def make_inputs(case: Case, sets: int, device: torch.device, seed: int = 0) -> Inputs:
-    """Normally distributed, contiguous as [batch, seqlen, num_heads, head_dim]; for every contender."""
+    """Normally distributed, contiguous as the case's ``shapes`` say; for every contender."""
     generator = torch.Generator(device=device).manual_seed(seed)
     dtype = getattr(torch, case.dtype)
 
-    def draw(seqlen: int, heads: int) -> torch.Tensor:
-        shape = (sets, case.batch, seqlen, heads, case.head_dim)
-        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+    def draw(shape: tuple[int, ...], heads: int) -> torch.Tensor:
+        size = (sets, *shape, heads, case.head_dim)
+        return torch.randn(size, generator=generator, device=device, dtype=dtype)
 
-    return Inputs(
-        query=draw(case.seqlen_q, case.num_heads),
-        key=draw(case.seqlen_k, case.num_heads_kv),
-        value=draw(case.seqlen_k, case.num_heads_kv),
-    )
+    of_query, of_key = case.shapes
+    query = draw(of_query, case.num_heads)
+    return Inputs(query, key=draw(of_key, case.num_heads_kv), value=draw(of_key, case.num_heads_kv))
 
 
 def ours(case: Case, row: str | None = None) -> Attention:
@@ -139,7 +141,7 @@ def reference(
 
     query [batch, seqlen_q, num_heads, head_dim]; rows: query positions to compute, a 1-d integer tensor.
     Returns [batch, len(rows), num_heads, head_dim], fp64 when ``precise``. The mask is bottom-right aligned.
-    With a feature, tensors are those of the last batch entry and its first heads.
+    With a feature, tensors are those of the last sequence and its first heads. A row without a key is 0.
     """
     if precise:
         query, key, value = query.double(), key.double(), value.double()
@@ -152,7 +154,12 @@ def reference(
     visible = keys <= rows[:, None] + (seqlen_k - seqlen_q) if causal else torch.ones_like(keys) > 0
     if feature is not None:
         scores, visible = feature.scores(scores, rows), feature.visible(visible, rows, keys)
-    weights = torch.softmax(scores.masked_fill(~visible, -math.inf), dim=-1)
+    scores = scores.masked_fill(~visible, -math.inf)
+    if feature is not None and "sinks" in feature.arguments:
+        sinks = feature.arguments["sinks"][: scores.shape[1], None, None].to(scores.dtype)
+        weights = torch.softmax(torch.cat((scores, sinks.expand(*scores.shape[:3], 1)), -1), -1)[..., :-1]
+    else:
+        weights = torch.softmax(scores, dim=-1).masked_fill(~visible.any(-1, keepdim=True), 0.0)
     if feature is not None:
         weights = feature.weights(weights, rows)
     return (weights @ value).transpose(1, 2)
@@ -179,27 +186,33 @@ class ErrorCheck:
     """Compares outputs of one case with fp64 on a sample of rows, so that long sequences stay cheap.
 
     The tolerance is twice the error that unfused math of the same dtype makes on the same rows, plus two ulp
-    of the largest output. The sample is one batch entry, two groups of heads and up to 64 rows, the first and
-    last included.
+    of the largest output. The sample is the last sequence, two groups of heads and up to 64 rows, the first
+    and last included.
     """
 
     MAX_ROWS = 64
 
     def __init__(self, case: Case, inputs: Inputs, feature: Feature | None = None) -> None:
         query, key, value = inputs[0]
-        self.batch = case.batch - 1
-        self.rows = sample_rows(case.seqlen_q, self.MAX_ROWS).to(query.device)
+        self.lengths = case.lengths
+        self.rows = sample_rows(case.lengths[-1] if case.lengths else case.seqlen_q, self.MAX_ROWS)
+        self.rows = self.rows.to(query.device)
         heads_kv = min(2, case.num_heads_kv)
         self.heads = heads_kv * (case.num_heads // case.num_heads_kv)
-        query = query[self.batch :, :, : self.heads]
-        key, value = key[self.batch :, :, :heads_kv], value[self.batch :, :, :heads_kv]
+        query = self._last(query)[:, :, : self.heads]
+        used = case.used[-1] if case.used else None
+        key, value = (self._last(x)[:, :used, :heads_kv] for x in (key, value))
         self.truth = reference(query, key, value, case.causal, self.rows, True, feature)
         unfused = reference(query, key, value, case.causal, self.rows, False, feature)
         rounding = 2.0 * torch.finfo(query.dtype).eps * self.truth.abs().max().item()
         self.tolerance = 2.0 * (unfused.double() - self.truth).abs().max().item() + rounding
 
+    def _last(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[1, seqlen, heads, head_dim] of the last sequence."""
+        return tensor[-1:] if tensor.dim() == 4 else tensor[None, -self.lengths[-1] :]
+
     def __call__(self, output: torch.Tensor) -> Error:
-        sampled = output[self.batch :, self.rows][:, :, : self.heads]
+        sampled = self._last(output)[:, self.rows, : self.heads]
         # A NaN must not vanish: max() of a tensor that holds one is NaN, and NaN is not within any tolerance.
         return Error((sampled.double() - self.truth).abs().max().item(), self.tolerance)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .cases import DOCUMENTS, PREFIX, WINDOW, Case
+from .cases import PREFIX, WINDOW, Case
 
 SOFTCAP = 30.0
 DROPOUT = 0.1
@@ -17,14 +18,16 @@ SEED = 1
 
 @dataclass
 class Feature:
-    """The feature of a case, with its tensors on a device. ``arguments`` are those of attention()."""
+    """What a call of a case says besides q, k and v: ``arguments`` of attention(), tensors on a device."""
 
     case: Case
     device: torch.device
     arguments: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.arguments = getattr(self, f"_{self.case.feature}")()
+        self.arguments = {"causal": self.case.causal, **self._lengths()}
+        if self.case.feature:
+            self.arguments |= getattr(self, f"_{self.case.feature}")()
 
     # ---- arguments ---------------------------------------------------------------------------------------
 
@@ -46,25 +49,42 @@ class Feature:
     def _dropout(self) -> dict[str, Any]:
         return {"dropout_p": DROPOUT, "dropout_seed": SEED}
 
-    def _documents(self) -> dict[str, Any]:
-        length = self.case.seqlen_q // DOCUMENTS
-        ends = torch.arange(self.case.batch * DOCUMENTS + 1, device=self.device, dtype=torch.int32) * length
-        lengths = {"max_seqlen_q": length, "max_seqlen_k": length}
-        return {"cu_seqlens_q": ends, "cu_seqlens_k": ends, **lengths}
+    def _ints(self, *numbers: int) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int32, device=self.device)
+
+    def _lengths(self) -> dict[str, Any]:
+        case = self.case
+        found: dict[str, Any] = {}
+        if case.lengths:
+            ends = self._ints(*accumulate(case.lengths, initial=0))
+            found |= {"cu_seqlens_q": ends, "max_seqlen_q": case.seqlen_q}
+            if not case.used:
+                found |= {"cu_seqlens_k": ends, "max_seqlen_k": case.seqlen_k}
+        return found | ({"seqused_k": self._ints(*case.used)} if case.used else {})
 
     def _prefix(self) -> dict[str, Any]:
-        return {
-            "prefix_lengths": torch.full((self.case.batch,), PREFIX, dtype=torch.int32, device=self.device)
-        }
+        return {"prefix_lengths": self._ints(*[PREFIX] * self.case.batch)}
 
-    def _bias(self) -> dict[str, Any]:
-        shape = (1, 1, self.case.seqlen_q, self.case.seqlen_k)
+    def _sinks(self) -> dict[str, Any]:
+        return {"sinks": self._random(self.case.num_heads)}
+
+    def _topleft(self) -> dict[str, Any]:
+        return {"causal": "top-left"}
+
+    def _leftpad(self) -> dict[str, Any]:
+        return {"leftpad_k": self._ints(*map(self.case.pad, range(self.case.batch)))}
+
+    def _bias(self, heads: int = 1) -> dict[str, Any]:
+        shape = (1, heads, self.case.seqlen_q, self.case.seqlen_k)
         return {"bias": self._random(*shape).to(getattr(torch, self.case.dtype))}
+
+    def _head_bias(self) -> dict[str, Any]:
+        return self._bias(self.case.num_heads)
 
     def _mask(self) -> dict[str, Any]:
         return {"mask": self._random(1, 1, self.case.seqlen_q, self.case.seqlen_k) > 0.0}
 
-    # ---- meaning: of the last batch entry and its first heads --------------------------------------------
+    # ---- meaning: of the last sequence and its first heads ------------------------------------------------
 
     def scores(self, scores: Tensor, rows: Tensor) -> Tensor:
         """[1, heads, rows, keys] to the same, before what is hidden is."""
@@ -72,7 +92,7 @@ class Feature:
         if "softcap" in given:
             return SOFTCAP * torch.tanh(scores / SOFTCAP)
         if "bias" in given:
-            scores = scores + given["bias"][:, :, rows]
+            scores = scores + given["bias"][:, : scores.shape[1], rows]
         if "alibi_slopes" in given:
             distance = (rows[:, None] - torch.arange(scores.shape[-1], device=rows.device)).abs()
             slopes = given["alibi_slopes"][: scores.shape[1], None, None]
@@ -86,12 +106,11 @@ class Feature:
             return visible & (keys >= rows[:, None] - WINDOW)
         if feature == "prefix":
             return visible | (keys < PREFIX)
-        if feature == "documents":
-            length = self.case.seqlen_q // DOCUMENTS
-            return visible & (keys // length == (rows // length)[:, None])
+        if feature == "leftpad":
+            return visible & (keys >= self.case.pad(self.case.batch - 1))
         if feature == "mask":
             mask: Tensor = self.arguments["mask"]
-            return mask[:, :, rows]
+            return visible & mask[:, :, rows]
         return visible
 
     def weights(self, weights: Tensor, rows: Tensor) -> Tensor:

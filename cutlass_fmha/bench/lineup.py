@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .cases import WINDOW, Case
-from .contenders import CAUSAL, COPY, OURS, PAGED, Attention, Inputs, ours, sdpa
+from .contenders import CAUSAL, COPY, OURS, PAGES, PLAIN, Attention, Inputs, ours, sdpa
 from .features import DROPOUT, Feature
-
-PAGE_SIZE = 64
 
 
 @dataclass(frozen=True)
@@ -32,22 +30,28 @@ def line_up(
 ) -> dict[str, Contender]:
     """The contenders of a case by name: ours first."""
 
+    def of(call: Callable[[int], Tensor]) -> Contender:
+        return Contender(call, case.flop, case.moved_bytes)
+
     def contender(attention: Attention, of: Case = case, checked: bool = True) -> Contender:
         return Contender(lambda number: attention(*inputs[number]), of.flop, of.moved_bytes, checked)
 
     if feature is not None:
-        found = {OURS: contender(with_feature(case, feature, row))}
+        found = {OURS: contender(with_feature(feature, row))}
+        if case.group in ("ranges", "scores"):
+            return found | {PLAIN: contender(ours(case.plain), case.plain, checked=False)}
+        if case.group == "paged":
+            found |= {name: of(paged(case, inputs, size, feature)) for name, size in PAGES.items()}
         same = peers_with(case, feature)
         for name in peers:
             if name in same:
                 found[name] = contender(same[name], checked=case.feature != "dropout")
         if not same and "flash" in peers:
-            plain = replace(case, feature="")
-            found[CAUSAL] = contender(flash_op(plain, {}), plain, checked=False)
+            found[CAUSAL] = contender(flash_op(case.plain, {}), case.plain, checked=False)
         return found
     found = {OURS: contender(ours(case, row))}
     if case.memory_bound:
-        found[PAGED] = Contender(paged(inputs), case.flop, case.moved_bytes)
+        found["paged"] = of(paged(case, inputs, PAGES["paged"]))
     # fp32 and large head dims are beyond the other two.
     of_group = ["efficient"] if case.group == "wide" else peers
     found |= {name: contender(sdpa(case)) for name in peers if name in of_group}
@@ -59,16 +63,15 @@ def line_up(
 # ---- features ----------------------------------------------------------------------------------------------
 
 
-def with_feature(case: Case, feature: Feature, row: str | None) -> Attention:
+def with_feature(feature: Feature, row: str | None) -> Attention:
     """This package's public function with the feature's arguments."""
     import cutlass_fmha
 
-    packed = "cu_seqlens_q" in feature.arguments
+    given = {**feature.arguments, **({} if row is None else {"row": row})}
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        given = [x.flatten(0, 1) for x in (query, key, value)] if packed else [query, key, value]
-        output: Any = cutlass_fmha.attention(*given, causal=case.causal, row=row, **feature.arguments)
-        return output.view(query.shape)  # type: ignore[no-any-return]
+        output: Tensor = cutlass_fmha.attention(query, key, value, **given)
+        return output
 
     return attention
 
@@ -80,47 +83,55 @@ def peers_with(case: Case, feature: Feature) -> dict[str, Attention]:
         return {name: sdpa(case, given[case.feature]) for name in ("efficient", "cudnn")}
     if case.feature == "dropout":
         return {name: sdpa(case, dropout_p=DROPOUT) for name in ("flash", "efficient", "cudnn")}
-    if case.feature in ("window", "documents"):
+    if case.feature == "window" or case.lengths:
         return {"flash": flash_op(case, given)}
     return {}
 
 
 def flash_op(case: Case, given: dict[str, Any]) -> Attention:
-    """The op beneath torch's flash backend, which takes windows and packed sequences, too."""
+    """The op beneath torch's flash backend, which takes windows, packed sequences and used lengths, too."""
     op = torch.ops.aten._flash_attention_forward
-    ends, length = given.get("cu_seqlens_q"), given.get("max_seqlen_q", case.seqlen_q)
-    window = {"window_size_left": WINDOW, "window_size_right": 0} if "window" in given else {}
+    begins, begins_k, used = (given.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k"))
+    if used is not None:  # a cache is packed keys of which some are in use
+        begins_k = torch.arange(case.batch + 1, dtype=torch.int32, device=used.device) * case.seqlen_k
+    sizes = (begins, begins_k, case.seqlen_q, case.seqlen_k, 0.0, case.causal, False)
+    more = {"window_size_left": WINDOW, "window_size_right": 0} if "window" in given else {}
+    more |= {} if used is None else {"seqused_k": used}
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        tensors = [query, key, value] if ends is None else [x.flatten(0, 1) for x in (query, key, value)]
-        output: Tensor = op(*tensors, ends, ends, length, length, 0.0, case.causal, False, **window)[0]
-        return output.view(query.shape)
+        if used is not None:
+            key, value = key.flatten(0, 1), value.flatten(0, 1)
+        output: Tensor = op(query, key, value, *sizes, **more)[0]
+        return output
 
     return attention
 
 
-# ---- decoding ----------------------------------------------------------------------------------------------
+# ---- caches ------------------------------------------------------------------------------------------------
 
 
-def paged(inputs: Inputs) -> Callable[[int], Tensor]:
+def paged(
+    case: Case, inputs: Inputs, page_size: int, feature: Feature | None = None
+) -> Callable[[int], Tensor]:
     """This package on the same keys and values in pages, which lie in random order."""
     import cutlass_fmha
 
     sets, batch, seqlen, *rest = inputs.key.shape
-    count = batch * seqlen // PAGE_SIZE
+    count = batch * seqlen // page_size
     generator = torch.Generator(device=inputs.key.device).manual_seed(2)
     order = torch.randperm(count, generator=generator, device=inputs.key.device)
     table = order.to(torch.int32).view(batch, -1)
+    given = {**(feature.arguments if feature else {"causal": case.causal}), "page_table": table}
     caches = []
     for tensor in (inputs.key, inputs.value):
-        pages = torch.empty((sets, count, PAGE_SIZE, *rest), dtype=tensor.dtype, device=tensor.device)
+        pages = torch.empty((sets, count, page_size, *rest), dtype=tensor.dtype, device=tensor.device)
         pages[:, order] = tensor.view(pages.shape)
         caches.append(pages)
 
     def call(number: int) -> Tensor:
         keys, values = (pages[number] for pages in caches)
-        output: Any = cutlass_fmha.attention(inputs.query[number], keys, values, page_table=table)
-        return output  # type: ignore[no-any-return]
+        output: Tensor = cutlass_fmha.attention(inputs.query[number], keys, values, **given)
+        return output
 
     return call
 

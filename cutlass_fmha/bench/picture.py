@@ -10,12 +10,12 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .contenders import CAUSAL, COPY, OURS, PAGED, TITLES
+from .contenders import CAUSAL, COPY, OURS, TITLES
 
 # Ours in strong colours, the fair comparison (FA2, also mma.sync) dark, the others light.
 COLOURS = {
     OURS: "#76b900",
-    PAGED: "#b5d96b",
+    "paged": "#b5d96b",
     "flash": "#3b4252",
     "cudnn": "#8f9bb3",
     "efficient": "#ccd3df",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .contenders import CAUSAL, COPY, OURS, OWN, TITLES
+from .contenders import CAUSAL, COPY, OURS, OWN, PAGES, PLAIN, TITLES
 
 SCHEMA = 3
 """Version of the JSON's layout; a reader refuses others."""
@@ -78,11 +79,20 @@ def wrong_results(result: Result) -> list[str]:
 
 
 def speedup(case: Result, peer: str) -> float | None:
-    """Time of the peer over ours: above 1 we are faster. None when either can't run the case."""
+    """Time of the peer over ours: above 1 we are faster. None when either can't run the case.
+
+    Beside our own plain row, which computes another problem: our rate over its rate.
+    """
     ours, other = case["results"][OURS], case["results"].get(peer, {"status": "absent"})
     if ours["status"] != "ok" or other["status"] != "ok":
         return None
+    if peer == PLAIN:
+        return float(ours["tflops"]) / float(other["tflops"])
     return float(other["p50_us"]) / float(ours["p50_us"])
+
+
+def geometric_mean(ratios: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
 
 def rate(case: Result, entry: Result) -> str:
@@ -110,10 +120,14 @@ class Section:
 
     @property
     def headings(self) -> list[str]:
-        found = ["case", "ours p50", "p90", self.unit]
-        for name in self.contenders[1:]:
-            found += [TITLES[name]] + (["ours is"] if name != COPY else [])
-        return [*found, "error"]
+        ratios = [f"of {TITLES[PLAIN]}" if name == PLAIN else f"to {TITLES[name]}" for name in self.compared]
+        others = [TITLES[name] for name in self.contenders[1:]]
+        return ["case", *ratios, "ours p50", "p90", self.unit, *others, "error"]
+
+    @property
+    def compared(self) -> list[str]:
+        """Those whose ratio to ours says something."""
+        return [name for name in self.contenders[1:] if name != COPY]
 
     @property
     def rows(self) -> list[list[str]]:
@@ -121,29 +135,33 @@ class Section:
 
     def _row(self, case: Result) -> list[str]:
         ours = case["results"][OURS]
-        row = [case["label"]]
+        ratios = [speedup(case, name) for name in self.compared]
+        row = [case["label"], *("-" if ratio is None else f"{ratio:.2f}x" for ratio in ratios)]
         if ours["status"] == "ok":
             row += [microseconds(ours["p50_us"]), microseconds(ours["p90_us"]), rate(case, ours)]
         else:
             row += ["unsupported", "-", "-"]
-        for name in self.contenders[1:]:
-            row.append(_time(case, name))
-            if name != COPY:
-                ratio = speedup(case, name)
-                row.append("-" if ratio is None else f"{ratio:.2f}x")
+        row += [_time(case, name) for name in self.contenders[1:]]
         row.append(f"{float(ours['error_ratio']):.2f}" if ours["status"] == "ok" else "-")
         return row
 
     @property
-    def means(self) -> str | None:
-        """The geometric mean of the peers' times over ours, a sentence; None without any."""
-        found = []
-        for name in self.contenders[1:]:
-            ratios = [ratio for case in self.cases if (ratio := speedup(case, name)) is not None]
-            if ratios and name not in (COPY, CAUSAL):
-                mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-                found.append(f"{TITLES[name]} {mean:.2f}x ({len(ratios)} of {len(self.cases)} cases)")
-        return f"{self.title}, geometric mean of 'ours is': {'; '.join(found)}." if found else None
+    def means(self) -> list[str]:
+        """The geometric mean and the worst of each group's ratios, a sentence for each group that has any."""
+        sentences = []
+        for group in dict.fromkeys(case["group"] for case in self.cases):
+            cases = [case for case in self.cases if case["group"] == group]
+            found = []
+            for name in self.compared:
+                ratios = [ratio for case in cases if (ratio := speedup(case, name)) is not None]
+                if ratios and name != CAUSAL:
+                    mean = geometric_mean(ratios)
+                    worst = max(ratios) if name in PAGES else min(ratios)
+                    among = "" if len(ratios) == len(cases) else f", {len(ratios)} of {len(cases)} cases"
+                    found.append(f"{TITLES[name]} {mean:.2f}x (worst {worst:.2f}x{among})")
+            if found:
+                sentences.append(f"{group}, geometric mean: {'; '.join(found)}.")
+        return sentences
 
 
 def _time(case: Result, name: str) -> str:
@@ -161,6 +179,10 @@ SECTIONS = {
     "Decode, one query": ("decode",),
     "fp32 and head dims above 256": ("wide",),
     "Features": ("features",),
+    "Packed sequences": ("packed",),
+    "One feature beside the plain row: rate per visible pair": ("ranges", "scores"),
+    "Head dims between the rows'": ("dims",),
+    "Packed queries over caches": ("paged",),
 }
 
 
@@ -219,9 +241,9 @@ def footnotes(result: Result) -> list[str]:
         f"driver {machine['driver']}, SM clock after the run {clock or 'not readable'} MHz, "
         f"commit {machine['commit'] or 'unknown'}, {machine['date']}.",
         "Times are microseconds per call, a peer's p50 with its TFLOP/s in brackets (for decode, which "
-        "memory bounds, TB/s and the share of a copy's). 'ours is 1.20x': the peer takes 1.20 times as long. "
-        "An error above 1 is wrong.",
-        *(means for section in sections(result) if (means := section.means) is not None),
+        "memory bounds, TB/s and the share of a copy's). 'to X' 1.20x: X takes 1.20 times as long as ours. "
+        "'of X': our rate over the rate of X, which computes another problem. An error above 1 is wrong.",
+        *(sentence for section in sections(result) for sentence in section.means),
     ]
     for section, times in (result.get("host_us") or {}).items():
         shown = ", ".join(f"{name} {us:.1f}" for name, us in times.items())

@@ -95,7 +95,7 @@ def measure_case(
     """One case's entry: its description and, per contender, times and error, or why there are none."""
     sets = input_sets(case.input_bytes, torch.cuda.get_device_properties(device).L2_cache_size)
     inputs = make_inputs(case, sets, torch.device("cuda", device))
-    feature = Feature(case, inputs.query.device) if case.feature else None
+    feature = Feature(case, inputs.query.device) if case.featured else None
     check = ErrorCheck(case, inputs, feature)
     results: dict[str, dict[str, object]] = {}
     timers: dict[str, GraphTimer] = {}
@@ -163,6 +163,5 @@ def selected_row(case: Case, inputs: Inputs, feature: Feature | None) -> str:
     """Name of the row that selection gives this problem."""
     import cutlass_fmha
 
-    arguments = feature.arguments if feature else {}
-    tensors = [x.flatten(0, 1) if "cu_seqlens_q" in arguments else x for x in inputs[0]]
-    return str(cutlass_fmha.explain(*tensors, causal=case.causal, **arguments).winner)
+    arguments = feature.arguments if feature else {"causal": case.causal}
+    return str(cutlass_fmha.explain(*inputs[0], **arguments).winner)
