@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import sys
@@ -15,8 +16,8 @@ import torch
 from oracle import CAUSAL, visible
 
 from cutlass_fmha import UnsupportedError, bench
+from cutlass_fmha.bench import against, contenders, lineup, machine, report, runner, timing
 from cutlass_fmha.bench import cases as bench_cases
-from cutlass_fmha.bench import contenders, lineup, machine, report, runner, timing
 from cutlass_fmha.bench.cases import CASES, FEATURES, GROUPS, Case, select_cases, visible_pairs
 from cutlass_fmha.bench.features import Feature
 
@@ -573,6 +574,67 @@ def test_only_the_peer_that_can_is_asked_for_fp32() -> None:
     case = select_cases(["wide"])[0]
     inputs = contenders.Inputs(*(torch.empty(1, 1, 1, 1, 1),) * 3)
     assert list(lineup.line_up(case, inputs, list(contenders.PEERS))) == ["ours", "efficient"]
+
+
+# ---- another build -----------------------------------------------------------------------------------------
+
+
+class InProcess(against.Process):
+    """What a process of its own answers, without one."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.sent = name, []
+        self.answers = against.serve((self.sent.pop() for _ in itertools.count()), name, None, 0)
+        self.build = next(self.answers)
+
+    def ask(self, **request: Any) -> Any:
+        self.sent.append(json.loads(json.dumps(request)))
+        return json.loads(json.dumps(next(self.answers)))
+
+
+@pytest.mark.usefixtures("fake_gpu")
+def test_another_build_takes_turns_and_may_not_know_what_this_one_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device", lambda number: contenders.nullcontext())
+    monkeypatch.setattr(against, "select_cases", lambda names: [PACKED])
+    ours, other = InProcess("ours"), InProcess("other")
+    entry: Any = against.measure_case(PACKED, ours, other, 0.1)
+    result = {**synthetic([SMALL]), "cases": [entry], "peers": ["other"]}
+    result["machine"]["other"] = {"package": "0.0", "build": {"source_hash": "abc"}}
+    [section] = report.sections(result)
+    assert section.rows[0][:2] == [PACKED.label, "1.00x"]
+    assert section.means == ["packed, geometric mean: other build 1.00x (worst 1.00x)."]
+    assert "Other build: cutlass_fmha 0.0, sources abc" in report.text(result)
+    assert entry["results"]["ours"]["row"] == "fwd_row"
+
+    def older(*tensors: Any, **arguments: Any) -> Any:
+        raise TypeError("attention() got an unexpected keyword argument 'cu_seqlens_q'")
+
+    monkeypatch.setattr("cutlass_fmha.attention", older)
+    assert other.ask(prepare=PACKED.name)["result"]["reason"].endswith("'cu_seqlens_q'")
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        ours.ask(prepare=PACKED.name)
+
+
+def test_another_build_is_the_package_in_its_directory(tmp_path: Path) -> None:
+    package = tmp_path / "cutlass_fmha"
+    package.mkdir()
+    (package / "__init__.py").write_text("print('noise')\n__version__ = '0.0.1'\n")
+    (package / "_C.py").write_text("def build_info():\n    return {'source_hash': 'abc'}\n")
+    with against.Process("other", str(tmp_path), None, 0) as process:
+        assert process.build == {
+            "directory": str(package),
+            "package": "0.0.1",
+            "build": {"source_hash": "abc"},
+        }
+        with pytest.raises(runner.CannotMeasure, match="build 'other' ended with status 1"):
+            process.ask(done=True)
+
+
+def test_a_directory_without_a_package_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(["--against", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == f"bench: {tmp_path} holds no package cutlass_fmha\n"
 
 
 @pytest.mark.gpu

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from . import cases, report, runner
+from . import against, cases, report, runner
 from .contenders import PEERS
 
 __all__ = ["main"]
@@ -26,6 +26,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--list", action="store_true", help="print the cases and exit")
     parser.add_argument("--peers", default=",".join(PEERS), help="comma-separated; default: %(default)s")
     parser.add_argument("--row", metavar="NAME", help="force one row of _C.rows() instead of selecting")
+    parser.add_argument(
+        "--against", type=Path, metavar="DIR", help="beside another build of the package, which lies in DIR"
+    )
     parser.add_argument("--quick", action="store_true", help="a quarter of the time, for a first look")
     parser.add_argument("--device", type=int, default=0, metavar="N", help="CUDA device number; default: 0")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write everything that was measured")
@@ -68,6 +71,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if arguments.from_json:
             result = report.read_json(arguments.from_json)
+        elif arguments.against:
+            rest = (arguments.row, arguments.quick, arguments.device)
+            result = against.measure(chosen, arguments.against, *rest)
         else:
             result = runner.measure(chosen, peers, arguments.row, arguments.quick, arguments.device)
     except (report.InvalidReport, runner.CannotMeasure, OSError) as error:

@@ -26,12 +26,14 @@ PEERS: dict[str, str] = {
 COPY = "copy"
 CAUSAL = "causal"
 PLAIN = "plain"
+OTHER = "other"
 TITLES: dict[str, str] = {
     OURS: "cutlass_fmha",
     **{name: f"cutlass_fmha, pages of {size}" for name, size in PAGES.items()},
     PLAIN: "cutlass_fmha, plain",
     **PEERS,
     CAUSAL: "FA2, plain causal",
+    OTHER: "other build",
     COPY: "copy",
 }
 

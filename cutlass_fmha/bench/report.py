@@ -248,6 +248,9 @@ def footnotes(result: Result) -> list[str]:
     for section, times in (result.get("host_us") or {}).items():
         shown = ", ".join(f"{name} {us:.1f}" for name, us in times.items())
         notes.append(f"Host time per eager call in microseconds, {section}: {shown}.")
+    if other := machine.get("other"):
+        sources = f"sources {other['build'].get('source_hash', 'unknown')}"
+        notes.append(f"Other build: cutlass_fmha {other['package']}, {sources}, in a process of its own.")
     if machine.get("forced_arch"):
         notes.append(f"Forced: the sm_{machine['forced_arch']} rows (CUTLASS_FMHA_FORCE_ARCH).")
     for arch, compiled_for in ((machine.get("build") or {}).get("proxy") or {}).items():

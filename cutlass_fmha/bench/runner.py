@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 
 import torch
 
 from . import machine
 from .cases import Case
-from .contenders import OURS, OWN, ErrorCheck, Inputs, make_inputs, only
+from .contenders import OTHER, OURS, OWN, ErrorCheck, Inputs, make_inputs, only
 from .features import Feature
 from .host import measure_host
 from .lineup import Contender, line_up
 from .report import SCHEMA
-from .timing import GraphTimer, input_sets, time_interleaved
+from .timing import GraphTimer, Timing, input_sets, time_interleaved
 
 BUDGET_S = 0.45
 """GPU seconds that each contender's replays of one case take."""
@@ -38,10 +39,16 @@ class CannotMeasure(RuntimeError):
 
 
 def measure(
-    cases: list[Case], peers: list[str], row: str | None = None, quick: bool = False, device: int = 0
+    cases: list[Case],
+    peers: list[str],
+    row: str | None = None,
+    quick: bool = False,
+    device: int = 0,
+    in_turns: Callable[[Case, float], dict[str, object]] | None = None,
 ) -> dict[str, object]:
     """Time ``cases`` on a CUDA device against ``peers`` and return the report (see report.SCHEMA).
 
+    in_turns: measures a case within a budget of seconds, in place of ``measure_case``.
     Raises CannotMeasure when there is no GPU, or the package was built without CUDA.
     """
     require_gpu(device)
@@ -49,10 +56,13 @@ def measure(
     budget_s = BUDGET_S / 4 if quick else BUDGET_S
     with torch.cuda.device(device):
         described = machine.describe(device)
-        host_us = measure_host()
+        host_us = measure_host() if in_turns is None else {}
         results = []
         for number, case in enumerate(cases, 1):
             print(f"bench: {number}/{len(cases)} {case.label}", file=sys.stderr, flush=True)
+            if in_turns is not None:
+                results.append(in_turns(case, budget_s))
+                continue
             with torch.inference_mode():
                 results.append(measure_case(case, peers, row, budget_s, device))
             torch.cuda.empty_cache()
@@ -93,10 +103,7 @@ def measure_case(
     case: Case, peers: list[str], row: str | None, budget_s: float, device: int
 ) -> dict[str, object]:
     """One case's entry: its description and, per contender, times and error, or why there are none."""
-    sets = input_sets(case.input_bytes, torch.cuda.get_device_properties(device).L2_cache_size)
-    inputs = make_inputs(case, sets, torch.device("cuda", device))
-    feature = Feature(case, inputs.query.device) if case.featured else None
-    check = ErrorCheck(case, inputs, feature)
+    inputs, feature, check = problem(case, device)
     results: dict[str, dict[str, object]] = {}
     timers: dict[str, GraphTimer] = {}
     contenders = line_up(case, inputs, peers, row, feature)
@@ -105,15 +112,28 @@ def measure_case(
         if timer is not None:
             timers[name] = timer
     for name, timing in time_interleaved(timers, budget_s).items():
-        seconds = timing.p50_us * 1e-6
-        results[name] |= {
-            **{key: round(value, 3) for key, value in asdict(timing).items()},
-            "tflops": round(contenders[name].flop / seconds / 1e12, 2),
-            "tbytes_per_s": round(contenders[name].bytes / seconds / 1e12, 3),
-        }
+        results[name] |= rates(timing, contenders[name].flop, contenders[name].bytes)
     if results[OURS]["status"] == "ok":
         results[OURS]["row"] = row or selected_row(case, inputs, feature)
     return {**case.as_dict(), "input_sets": inputs.sets, "results": results}
+
+
+def problem(case: Case, device: int) -> tuple[Inputs, Feature | None, ErrorCheck]:
+    """A case's tensors on the device, what its calls say besides, and what its results must be."""
+    sets = input_sets(case.input_bytes, torch.cuda.get_device_properties(device).L2_cache_size)
+    inputs = make_inputs(case, sets, torch.device("cuda", device))
+    feature = Feature(case, inputs.query.device) if case.featured else None
+    return inputs, feature, ErrorCheck(case, inputs, feature)
+
+
+def rates(timing: Timing, flop: int, moved_bytes: int) -> dict[str, object]:
+    """A timing's fields, and what was done in that time."""
+    seconds = timing.p50_us * 1e-6
+    return {
+        **{key: round(value, 3) for key, value in asdict(timing).items()},
+        "tflops": round(flop / seconds / 1e12, 2),
+        "tbytes_per_s": round(moved_bytes / seconds / 1e12, 3),
+    }
 
 
 def prepare(
@@ -124,7 +144,7 @@ def prepare(
         try:
             output = contender.call(0)
             error = check(output) if contender.checked else None
-        except (RuntimeError, NotImplementedError, ValueError) as refusal:
+        except (RuntimeError, NotImplementedError, ValueError, TypeError) as refusal:
             if not is_refusal(name, refusal):
                 raise
             return {"status": "unsupported", "reason": first_sentence(refusal)}, None
@@ -142,14 +162,15 @@ def prepare(
 def is_refusal(name: str, error: Exception) -> bool:
     """Whether an error says "not this problem"; everything else is a failure and must surface.
 
-    Ours has an exception for it. torch has many sentences: a peer's counts while the device still works.
+    Ours has an exception for it. torch has many sentences: a peer's counts while the device still works. Another
+    build may not know an argument.
     """
     from cutlass_fmha import UnsupportedError
 
     if name in OWN:
         return isinstance(error, UnsupportedError)
     torch.cuda.synchronize()  # raises when the error was a broken launch
-    return isinstance(error, RuntimeError)
+    return name == OTHER or isinstance(error, RuntimeError)
 
 
 def first_sentence(error: Exception) -> str:
