@@ -1,7 +1,7 @@
 """Another build of the package beside this one: each in a process of its own, taking turns on the same cases.
 
-A process loads this build's benchmark under a name of its own, and the package that it is told. A build from before a
-case's feature refuses it.
+A process loads this build's benchmark under a name of its own, and the package that it is told. A build from
+before a case's feature refuses it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def measure(
         own = str(Path(runner.__file__).parents[1])
         if ours.build["directory"] != own:
             raise runner.CannotMeasure(
-                f"a new process imports {ours.build['directory']} and this one is {own}: put it first in PYTHONPATH"
+                f"a new process imports {ours.build['directory']} and this one is {own}: "
+                "put it first in PYTHONPATH"
             )
 
         def in_turns(case: Case, budget_s: float) -> dict[str, object]:
@@ -143,7 +144,7 @@ def work(name: str, directory: str, row: str, device: str) -> None:
 def serve(
     requests: Iterable[dict[str, Any]], name: str, row: str | None, device: int
 ) -> Iterator[dict[str, Any]]:
-    """First what the package is. Then, of each case, three requests: prepare it, a round of replays, its times."""
+    """First what the package is. Then, of each case: that it is prepared, rounds of replays, its times."""
     import cutlass_fmha
 
     directory = str(Path(cutlass_fmha.__file__).parent)

@@ -162,8 +162,8 @@ def prepare(
 def is_refusal(name: str, error: Exception) -> bool:
     """Whether an error says "not this problem"; everything else is a failure and must surface.
 
-    Ours has an exception for it. torch has many sentences: a peer's counts while the device still works. Another
-    build may not know an argument.
+    Ours has an exception for it. torch has many sentences: a peer's counts while the device still works.
+    Another build may not know an argument.
     """
     from cutlass_fmha import UnsupportedError
 
