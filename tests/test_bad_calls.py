@@ -32,6 +32,7 @@ PAGED = {name: torch.randn(4, 16, HEADS_KV, DIM) for name in "kv"}
 CU_Q, CU_K, TABLE = ints(0, 6, 12), ints(0, 10, 20), ints(0, 1, 2, 3).view(2, 2)
 VARLEN = {**PACKED, "cu_seqlens_q": CU_Q, "cu_seqlens_k": CU_K}
 PACKED_Q = {"q": PACKED["q"], "cu_seqlens_q": CU_Q}
+PACKED_K = {"k": PACKED["k"], "v": PACKED["v"], "cu_seqlens_k": CU_K}
 PAGES = {**PAGED, "page_table": TABLE}
 POOL = {f"{name}_cache": pool for name, pool in PAGED.items()}
 MASK, BIAS = torch.ones(SEQLEN_Q, SEQLEN_K, dtype=torch.bool), torch.zeros(SEQLEN_Q, SEQLEN_K)
@@ -93,10 +94,7 @@ REFUSED: Refusals = {
         ({"window": (1.0, 2)}, "window_left must be an int or None, got float"),
         ({"block_mask": BLOCKS[0]}, r"block_mask must be a triple \(block_counts, .* got Tensor"),
         ({"block_mask": (*BLOCKS[:2], 64)}, r"block_mask must end with a pair \(block_m, block_n\), got 64"),
-        (
-            {"block_mask": (None, BLOCKS[1], (4, 4))},
-            "block_counts must be a torch.Tensor or None, got NoneType",
-        ),
+        ({"block_mask": (None, BLOCKS[1], (4, 4))}, "block_counts must be a torch.Tensor or .* got NoneType"),
         ({"block_mask": (*BLOCKS[:2], (4, "4"))}, "block_n must be an int, got str"),
         ({"q": 1, "softcap": 1.0}, "q must be a torch.Tensor, got int"),
         ({"v": ...}, "'v'"),
@@ -106,14 +104,8 @@ REFUSED: Refusals = {
         ({"return_lse": 1}, "return_lse must be a bool, got int"),
     ],
     ("attention", ValueError): [
-        (
-            {"q": Q[0]},
-            r"q must have 4 dimensions, \[batch, seqlen, num_heads, head_dim\], got shape \(6, 4, 16\)",
-        ),
-        (
-            {"k": K[0], "layout": "bhsd"},
-            r"k must have 4 dimensions, \[batch, num_heads, seqlen, head_dim\], got shape \(10, 2, 16\)",
-        ),
+        ({"q": Q[0]}, r"q must have 4 dimensions, \[batch, .* num_heads, head_dim\], got shape \(6, 4, 16\)"),
+        ({"k": K[0], "layout": "bhsd"}, r"k must have 4 dimensions, \[batch, num_heads, seqlen, head_dim\]"),
         ({"k": K.half()}, "k must have q's dtype float32, got float16"),
         ({"v": V.double()}, "v must have q's dtype float32, got float64"),
         ({"k": K[:1]}, "k must have q's batch size 2, got 1"),
@@ -125,10 +117,7 @@ REFUSED: Refusals = {
         ({"q": Q[:, :, :3]}, "k must have a number of heads that divides q's 3, got 2"),
         ({"k": K[:, :, :0], "v": V[:, :, :0]}, "k must have a number of heads that divides q's 4, got 0"),
         ({"q": Q[..., :0]}, r"q must have a head_dim \(last dimension\) of at least 1, got 0"),
-        (
-            {"k": K.transpose(2, 3).contiguous().transpose(2, 3)},
-            r"k must be contiguous in its last dimension, got a stride of 2 there: pass k.contiguous\(\)",
-        ),
+        ({"k": K.transpose(2, 3).contiguous().transpose(2, 3)}, r"k must be contiguous .* pass k.contig"),
         ({"scale": math.inf}, "scale must be finite and of magnitude 2e38 at most, got inf"),
         ({"scale": math.nan}, "scale must be finite and of magnitude 2e38 at most, got nan"),
         ({"scale": -3e38}, "scale must be finite and of magnitude 2e38 at most, got -3e.38"),
@@ -136,36 +125,15 @@ REFUSED: Refusals = {
         ({"causal": 1}, "causal must be .* got 1"),
         ({"layout": "sbhd"}, 'layout must be "bshd" or "bhsd", got .sbhd'),
         ({"layout": ["bshd"]}, "layout must be .* got \\['bshd'\\]"),
-        (
-            {**PAGES, "cu_seqlens_k": CU_K},
-            "page_table and cu_seqlens_k exclude each other: both say where the keys of a sequence are",
-        ),
-        (
-            {**PAGES, "cache_batch_idx": ints(0, 1)},
-            "page_table and cache_batch_idx exclude each other: a row of the page table already belongs",
-        ),
-        (
-            {**VARLEN, "cache_batch_idx": ints(0, 1)},
-            "cache_batch_idx and cu_seqlens_k exclude each other: packed keys have no batch entries",
-        ),
-        (
-            {"batch_invariant": True, "num_splits": 2},
-            "batch_invariant and num_splits exclude each other: batch_invariant fixes the split itself",
-        ),
+        ({**PAGES, "cu_seqlens_k": CU_K}, "page_table and cu_seqlens_k exclude each other: both"),
+        ({**PAGES, "cache_batch_idx": ints(0, 1)}, "page_table and cache_batch_idx exclude each other"),
+        ({**VARLEN, "cache_batch_idx": ints(0, 1)}, "cache_batch_idx and cu_seqlens_k exclude each"),
+        ({"batch_invariant": True, "num_splits": 2}, "batch_invariant and num_splits exclude each other"),
         ({"max_seqlen_q": 6}, "max_seqlen_q is only taken with cu_seqlens_q"),
         ({"max_seqlen_k": 6}, "max_seqlen_k is only taken with cu_seqlens_k"),
-        (
-            {**VARLEN, "layout": "bhsd"},
-            'layout must be "bshd" with cu_seqlens_q or cu_seqlens_k: packed tensors are',
-        ),
-        (
-            {**PACKED_Q, "mask": MASK},
-            "mask with packed sequences needs max_seqlen_q: it says how long its rows must be",
-        ),
-        (
-            {"k": PACKED["k"], "v": PACKED["v"], "cu_seqlens_k": CU_K, "bias": torch.zeros(20)},
-            "bias with packed sequences needs max_seqlen_k",
-        ),
+        ({**VARLEN, "layout": "bhsd"}, "layout must be .bshd. with cu_seqlens_q or cu_seqlens_k:"),
+        ({**PACKED_Q, "mask": MASK}, "mask with packed sequences needs max_seqlen_q: it says"),
+        ({**PACKED_K, "bias": torch.zeros(20)}, "bias with packed sequences needs max_seqlen_k"),
         ({**PACKED_Q, "block_mask": BLOCKS}, "block_mask with packed sequences needs max_seqlen_q"),
         ({"window": (-2, 3)}, r"window_left must be -1 \(no limit\) or 0 to 2\*\*29, got -2"),
         ({"window": (3, 2**29 + 1)}, r"window_right must be -1 \(no limit\) or 0 to 2\*\*29, got 536870913"),
@@ -176,112 +144,51 @@ REFUSED: Refusals = {
         ({"dropout_p": -0.1}, "dropout_p must be at least 0 and less than 1, got -0.1"),
         ({"num_splits": 0}, "num_splits must be 1 to 64 or None, got 0"),
         ({"num_splits": 65}, "num_splits must be 1 to 64 or None, got 65"),
-        (
-            {"dropout_p": 0.1, "dropout_seed": 2**63},
-            "dropout_seed must fit in 64 bits, got 9223372036854775808",
-        ),
+        ({"dropout_p": 0.1, "dropout_seed": 2**63}, "dropout_seed must fit .* bits, got 9223372036854775808"),
         ({**VARLEN, "max_seqlen_q": -1}, r"max_seqlen_q must be 0 to 2\*\*29, got -1"),
-        (
-            {"cu_seqlens_q": CU_Q},
-            r"q must have 3 dimensions, \[total tokens, num_heads, head_dim\] with cu_seqlens_q, got shape",
-        ),
-        (
-            {"cu_seqlens_k": CU_K},
-            r"k must have 3 dimensions, .* with cu_seqlens_k, got shape \(2, 10, 2, 16\)",
-        ),
-        (
-            {**PACKED, "softcap": 1.0},
-            r"q must have 4 dimensions, \[batch, seqlen, num_heads, head_dim\], got shape",
-        ),
-        (
-            {"v": V[0], "page_table": TABLE, "k": PAGED["k"]},
-            r"v must have 4 dimensions, \[pages, page size, num_heads, head_dim\] with page_table, got shape",
-        ),
-        (
-            {"softcap": 1.0, "layout": "bhsd", "k": K[0]},
-            r"k must have 4 dimensions, \[batch, num_heads, seqlen",
-        ),
-        (
-            {"softcap": 1.0, "q": Q[..., :0]},
-            r"q must have a head_dim \(last dimension\) of at least 1, got 0",
-        ),
+        ({"cu_seqlens_q": CU_Q}, r"q must have 3 dimensions, \[total tokens, .* cu_seqlens_q, got shape"),
+        ({"cu_seqlens_k": CU_K}, r"k must have 3 dimensions, .* cu_seqlens_k, got shape \(2, 10, 2, 16\)"),
+        ({**PACKED, "softcap": 1.0}, r"q .* 4 dimensions, \[batch, seqlen, num_heads, head_dim\], got shape"),
+        ({"v": V[0], "page_table": TABLE, "k": PAGED["k"]}, r"v must have 4 dimensions, \[pages, page size,"),
+        ({"softcap": 1.0, "layout": "bhsd", "k": K[0]}, r"k must .* dimensions, \[batch, num_heads, seqlen"),
+        ({"softcap": 1.0, "q": Q[..., :0]}, r"q must have a head_dim .* of at least 1, got 0"),
         ({"softcap": 1.0, "k": K[..., :8]}, r"k must have q's head_dim \(last dimension\) 16, got 8"),
-        (
-            {"softcap": 1.0, "v": V[:, :3]},
-            r"v must have k's shape but for the last dimension, \(2, 10, 2\), got",
-        ),
+        ({"softcap": 1.0, "v": V[:, :3]}, r"v must have k's shape but for the last dimension, \(2, 10, 2\),"),
         ({"softcap": 1.0, "q": Q[:, :, :3]}, "k must have a number of heads that divides q's 3, got 2"),
         ({"softcap": 1.0, "k": K[:1], "v": V[:1]}, "k must have q's batch size 2, got 1"),
         ({**PACKED_Q, "cu_seqlens_q": ints(0, 5, 6, 12)}, "k must have cu_seqlens_q's batch size 3, got 2"),
-        (
-            {"softcap": 1.0, "v": torch.zeros(2, 10, DIM, 2).mT},
-            r"v must be contiguous in its last dimension, got a stride of 2 there: pass v.contiguous\(\)",
-        ),
+        ({"softcap": 1.0, "v": torch.zeros(2, 10, DIM, 2).mT}, r"v must be contiguous .* pass v.contiguous"),
         ({"softcap": 1.0, "k": K.half()}, "k must have q's dtype float32, got float16"),
-        (
-            {**{x: PAGED[x][:, :0] for x in "kv"}, "page_table": TABLE},
-            "k must have pages of a multiple of 16 keys, got 0",
-        ),
-        (
-            {**{x: PAGED[x][:, :10] for x in "kv"}, "page_table": TABLE},
-            "k must have pages of a multiple of 16 keys, got 10",
-        ),
+        ({**{x: PAGED[x][:, :0] for x in "kv"}, "page_table": TABLE}, "k must .* multiple of 16 keys, got 0"),
+        ({**{x: PAGED[x][:, :10] for x in "kv"}, "page_table": TABLE}, "k .* a multiple of 16 keys, got 10"),
         ({"seqused_k": ints(1, 2).long()}, "seqused_k must be int32, got int64"),
         ({"seqused_q": ints(1)}, r"seqused_q must have shape \(2,\), got \(1,\)"),
         ({"leftpad_k": ints(1, 2, 3)}, r"leftpad_k must have shape \(2,\), got \(3,\)"),
         ({"prefix_lengths": ints(1, 2).view(2, 1)}, r"prefix_lengths must have shape \(2,\), got \(2, 1\)"),
-        (
-            {"cache_batch_idx": ints(1, 2, 3, 4)[::2]},
-            r"cache_batch_idx must be contiguous: pass cache_batch_idx",
-        ),
+        ({"cache_batch_idx": ints(1, 2, 3, 4)[::2]}, "cache_batch_idx .* contiguous: pass cache_batch_idx"),
         ({**VARLEN, "cu_seqlens_q": CU_Q.long()}, "cu_seqlens_q must be int32, got int64"),
         ({**VARLEN, "cu_seqlens_q": ints()}, r"cu_seqlens_q must have shape \[batch \+ 1\], got \(0,\)"),
         ({**VARLEN, "cu_seqlens_k": ints(0, 20)}, r"cu_seqlens_k must have shape \(3,\), got \(2,\)"),
         ({**PAGES, "page_table": TABLE.long()}, "page_table must be int32, got int64"),
-        (
-            {**PAGES, "page_table": TABLE[0]},
-            r"page_table must have 2 dimensions, \[batch, pages\], got shape \(2,\)",
-        ),
+        ({**PAGES, "page_table": TABLE[0]}, r"page_table must have 2 .* \[batch, pages\], got shape \(2,\)"),
         ({**PAGES, "page_table": TABLE.T}, "page_table must be contiguous in its last dimension"),
-        (
-            {**PAGES, "page_table": TABLE[:1]},
-            r"page_table must have a row for each of 2 sequences, got shape \(1, 2\)",
-        ),
+        ({**PAGES, "page_table": TABLE[:1]}, r"page_table must have a .* of 2 sequences, got shape \(1, 2\)"),
         ({"mask": BIAS}, "mask must be bool, got float32: what is added to scores is a bias"),
-        (
-            {"mask": MASK[:, :9]},
-            r"mask must be broadcastable to \[batch, num_heads, .*\(2, 4, 6, 10\), got shape \(6, 9\)",
-        ),
+        ({"mask": MASK[:, :9]}, r"mask must be .* \[batch, num_heads, .*\(2, 4, 6, 10\), got shape \(6, 9\)"),
         ({"mask": MASK[None, None, None]}, r"mask must be broadcastable to .* got shape \(1, 1, 1, 6, 10\)"),
         ({"bias": BIAS.half()}, "bias must have q's dtype float32, got float16"),
         ({"bias": BIAS.expand(3, 1, 6, 10)}, r"bias must be broadcastable to .* got shape \(3, 1, 6, 10\)"),
         ({"alibi_slopes": torch.ones(4).half()}, "alibi_slopes must be float32, got float16"),
         ({"alibi_slopes": torch.ones(2)}, r"alibi_slopes must have shape \(4,\) or \(2, 4\), got \(2,\)"),
-        (
-            {"sinks": torch.ones(4).half()},
-            "sinks must be float32 or of the tensors' dtype float32, got float16",
-        ),
+        ({"sinks": torch.ones(4).half()}, "sinks must be float32 or of the tensors' dtype .* got float16"),
         ({"sinks": torch.ones(2)}, r"sinks must have shape \(4,\), got \(2,\)"),
         ({"sinks": torch.ones(8)[::2]}, r"sinks must be contiguous: pass sinks.contiguous\(\)"),
-        (
-            {"dropout_p": 0.1, "dropout_seed": ints(3)},
-            r"dropout_seed must be int64 of shape \(1,\), got int32 of shape \(1,\)",
-        ),
-        (
-            {"dropout_p": 0.1, "dropout_seed": torch.tensor(3)},
-            r"dropout_seed must be int64 of shape \(1,\), got int64 of shape \(\)",
-        ),
+        ({"dropout_p": 0.1, "dropout_seed": ints(3)}, r"dropout_seed must be int64 .* int32 of shape \(1,\)"),
+        ({"dropout_p": 0.1, "dropout_seed": torch.tensor(3)}, r"dropout_seed must be .* int64 of shape \(\)"),
         ({"block_mask": (*BLOCKS[:2], (0, 4))}, r"block_mask must have blocks of at least 1 query and 1 key"),
         ({"block_mask": (BLOCKS[0].long(), *BLOCKS[1:])}, "block_counts must be int32, got int64"),
-        (
-            {"block_mask": (BLOCKS[0][..., :1], *BLOCKS[1:])},
-            r"block_counts must have shape \[batch or 1, num_heads or 1, query blocks\] with batch 2, "
-            r"num_heads 4 and 2 query blocks, got \(1, 1, 1\)",
-        ),
-        (
-            {"block_mask": (BLOCKS[0], BLOCKS[0], (4, 4))},
-            r"block_indices must have shape \[batch or 1, num_heads or 1, query blocks, entries at most\] .*",
-        ),
+        ({"block_mask": (BLOCKS[0][..., :1], *BLOCKS[1:])}, r"block_counts .* query blocks, got \(1, 1, 1\)"),
+        ({"block_mask": (BLOCKS[0], BLOCKS[0], (4, 4))}, r"block_indices must have .* entries at most\] .*"),
         ({"block_mask": (BLOCKS[0].expand(1, 3, 2), *BLOCKS[1:])}, r"block_counts must .* got \(1, 3, 2\)"),
         ({"causal": ARRAY}, "causal must be .* got ndarray$"),
         ({"layout": Q}, "layout must be .* got Tensor$"),
@@ -301,43 +208,19 @@ REFUSED: Refusals = {
         ({"softmax_scale": 1.0}, "softmax_scale"),
     ],
     ("sdpa", ValueError): [
-        (
-            {"attn_mask": torch.zeros(5, 5, dtype=torch.float16)},
-            "attn_mask must be bool, or of query's dtype float32 or float32, got float16",
-        ),
-        (
-            {"attn_mask": torch.zeros(2, 1, 4, 5)},
-            r"attn_mask must be broadcastable to \(2, 4, 5, 5\), .* got shape \(2, 1, 4, 5\)",
-        ),
-        (
-            {"attn_mask": torch.zeros(1, 1, 1, 5, 5)},
-            r"attn_mask must be broadcastable to \(2, 4, 5, 5\), .* got shape \(1, 1, 1, 5, 5\)",
-        ),
-        (
-            {"attn_mask": torch.zeros(5, 5), "is_causal": True},
-            "attn_mask and is_causal exclude each other, as in torch: use cutlass_fmha.attention",
-        ),
+        ({"attn_mask": torch.zeros(5, 5, dtype=torch.float16)}, "attn_mask must be .* float32, got float16"),
+        ({"attn_mask": torch.zeros(2, 1, 4, 5)}, r"attn_mask must be .* 5, 5\), .* got shape \(2, 1, 4, 5\)"),
+        ({"attn_mask": torch.zeros(1, 1, 1, 5, 5)}, r"attn_mask must .* 5\), .* got shape \(1, 1, 1, 5, 5\)"),
+        ({"attn_mask": torch.zeros(5, 5), "is_causal": True}, "attn_mask and is_causal exclude each other"),
         ({"dropout_p": 1.0}, "dropout_p must be at least 0 and less than 1, got 1.0"),
         ({"key": S.half()}, "key must have query's dtype float32, got float16"),
-        (
-            {"query": S[0, 0, 0]},
-            r"query must have at least 2 dimensions, \[..., seqlen, head_dim\], got shape \(16,\)",
-        ),
-        (
-            {"key": S[0, 0], "enable_gqa": True},
-            r"key must have at least 3 dimensions, \[..., num_heads, seqlen, head_dim\], got shape \(5, 16\)",
-        ),
-        (
-            {"key": S[:, :3], "value": S[:, :3], "enable_gqa": True},
-            "key must have a number of heads that divides query's 4, got 3",
-        ),
+        ({"query": S[0, 0, 0]}, r"query .* least 2 dimensions, \[..., seqlen, head_dim\], got shape \(16,\)"),
+        ({"key": S[0, 0], "enable_gqa": True}, r"key must have at least .* head_dim\], got shape \(5, 16\)"),
+        ({"key": S[:, :3], "value": S[:, :3], "enable_gqa": True}, "heads that divides query's 4, got 3"),
         ({"value": S[:, :2], "enable_gqa": True}, "value must have key's num_heads 4, got 2"),
         ({"value": S[:, :, :3]}, "value must have key's seqlen 5, got 3"),
         ({"scale": math.inf}, "scale must be finite"),
-        (
-            {"query": torch.randn(3, 4, 5, 16), "enable_gqa": True},
-            r"dimensions that broadcast, got shapes \(3, 4, 5, 16\), \(2, 4, 5, 16\), \(2, 4, 5, 16\)$",
-        ),
+        ({"query": torch.randn(3, 4, 5, 16), "enable_gqa": True}, r"dimensions that broadcast, got .* 16\)$"),
     ],
     ("sdpa", NotImplementedError): [
         ({"query": NESTED}, "query is a nested tensor"),
@@ -383,14 +266,8 @@ REFUSED: Refusals = {
         ({"window": 3}, r"window must be a pair \(left, right\) or None, got 3"),
         ({"window": torch.tensor([1, 2])}, "window must be a pair .* got Tensor"),
         ({"rotary_interleaved": "yes"}, "rotary_interleaved must be a bool, got str"),
-        (
-            {**TURNED, "cache_seqlens": 5.0},
-            r"cache_seqlens must be an int32 tensor \[batch\] or an int, got float",
-        ),
-        (
-            {**TURNED, "rotary_seqlens": [1]},
-            r"rotary_seqlens must be an int32 tensor \[batch\] or an int, got list",
-        ),
+        ({**TURNED, "cache_seqlens": 5.0}, r"cache_seqlens must be .* tensor \[batch\] or an int, got float"),
+        ({**TURNED, "rotary_seqlens": [1]}, r"rotary_seqlens must be an int32 tensor .* or an int, got list"),
         ({**TURNED, "page_table": [1]}, "page_table must be a torch.Tensor or None, got list"),
     ],
     ("append", ValueError): [
@@ -406,10 +283,7 @@ REFUSED: Refusals = {
         ({**TURNED, "cache_seqlens": 8}, "rotary_cos has positions 0 to 8, and a row has position 9"),
         ({**TURNED, "rotary_seqlens": 8}, "rotary_cos has positions 0 to 8, and a row has position 9"),
         ({**TURNED, "rotary_seqlens": -1}, "rotary_cos has positions 0 to 8, and a row has position -1"),
-        (
-            {**TURNED, "cache_seqlens": 4, "causal": True},
-            "rotary_cos has positions 0 to 8, and a row has position 9",
-        ),
+        ({**TURNED, "cache_seqlens": 4, "causal": True}, "rotary_cos has positions 0 .* row has position 9"),
         ({**TURNED, "rotary_seqlens": 2**31}, "rotary_seqlens must fit in 32 bits, got 2147483648"),
     ],
     ("with_kv_cache", ValueError): [
@@ -435,20 +309,14 @@ REFUSED: Refusals = {
         ({"o_a": Q[0, 0, 0], "o_b": Q[0, 0, 0]}, r"o_a must have shape \[batch, .* got \(16,\)"),
         ({"o_a": Q.int(), "o_b": Q.int()}, "o_a must be float16 or"),
         ({"lse_a": LSE.mT}, r"lse_a must have shape \(2, 4, 6\), as o_a has it, got \(2, 6, 4\)"),
-        (
-            {"o_a": Q.repeat(1, 1, 1, 2)[..., ::2]},
-            "o_a must be contiguous in its last dimension, got a stride of 2",
-        ),
+        ({"o_a": Q.repeat(1, 1, 1, 2)[..., ::2]}, "o_a must be contiguous in its last .* stride of 2"),
     ],
     ("rotary", ValueError): [
         ({"positions": 99}, "rotary_cos has positions 0 to 11, and a row has position 104"),
         ({"x": Q[0]}, "x must have 4 dimensions"),
         ({"x": Q.int()}, "x must be float16 or"),
         ({"positions": -1}, "rotary_cos has positions 0 to 11, and a row has position -1"),
-        (
-            {"cos": torch.ones(12, 17), "sin": torch.ones(12, 17)},
-            "half of x's head_dim 16 as columns, got 17",
-        ),
+        ({"cos": torch.ones(12, 17), "sin": torch.ones(12, 17)}, "half of x's head_dim 16 .* 17"),
         ({"cos": COS[:11]}, r"rotary_sin must have rotary_cos's shape \(11, 8\)"),
         ({"sin": COS.half()}, "rotary_sin must have x's dtype float32 or float32, got float16"),
         ({"cos": COS[0]}, "rotary_cos must have 2 dimensions"),
@@ -473,10 +341,7 @@ REFUSED: Refusals = {
         ({"causal": "left"}, 'causal must be "none", "top-left" or "bottom-right", got'),
         ({"scale": math.nan}, "scale must be finite"),
         ({"value": V[:, :3]}, "value must have key's shape but for the last dimension"),
-        (
-            {"block_indices": BLOCKS[1], "block_m": 4, "block_n": 4},
-            "block_indices is only taken with block_counts",
-        ),
+        ({"block_indices": BLOCKS[1], "block_m": 4, "block_n": 4}, "block_indices is .* with block_counts"),
         ({"sinks": torch.ones(4).half()}, "sinks must be float32, got float16"),
     ],
     ("explain", TypeError): [
@@ -551,14 +416,8 @@ REFUSED: Refusals = {
         ({"rotary_cos": COS}, "rotary_cos and rotary_sin go together"),
         ({"query": Q}, "query and rotary_seqlens are for rotary embedding"),
         ({"query": Q[..., :8], "rotary_cos": COS, "rotary_sin": COS}, "head_dim 16"),
-        (
-            {"query": torch.randn(2, 13, 4, 16), "rotary_cos": COS, "rotary_sin": COS},
-            "each of query's 13 rows, got 12",
-        ),
-        (
-            {"rotary_cos": COS[:1], "rotary_sin": COS[:1]},
-            "rotary_cos must have a position for each of key's 2 rows, got 1",
-        ),
+        ({"query": torch.randn(2, 13, 4, 16), "rotary_cos": COS, "rotary_sin": COS}, "13 rows, got 12"),
+        ({"rotary_cos": COS[:1], "rotary_sin": COS[:1]}, "rotary_cos must have a position for each .* got 1"),
     ],
 }
 
@@ -566,19 +425,10 @@ REFUSED: Refusals = {
 REFUSED_ON_CPU: Refusals = {
     ("attention", ValueError): [
         ({"v": V.to("meta")}, "v must be on q's device cpu, got meta"),
-        (
-            {"q": IMAGINARY, "k": IMAGINARY, "v": IMAGINARY},
-            "q must be float16 or bfloat16 or float32 or float64 on cpu, got complex64",
-        ),
+        ({"q": IMAGINARY, "k": IMAGINARY, "v": IMAGINARY}, "q must be float16 or bfloat16 .* got complex64"),
         ({"seqused_k": ints(1, 2).to("meta")}, "seqused_k must be on q's device cpu, got meta"),
-        (
-            {**VARLEN, "cu_seqlens_q": ints(0, 6, 13)},
-            r"cu_seqlens_q must rise from 0 to 12 at most, got \[0, 6, 13\]",
-        ),
-        (
-            {**VARLEN, "cu_seqlens_k": ints(0, 10, 9)},
-            r"cu_seqlens_k must rise from 0 to 20 at most, got \[0, 10, 9\]",
-        ),
+        ({**VARLEN, "cu_seqlens_q": ints(0, 6, 13)}, r"cu_seqlens_q must rise from 0 to .* got \[0, 6, 13\]"),
+        ({**VARLEN, "cu_seqlens_k": ints(0, 10, 9)}, r"cu_seqlens_k must rise from 0 to .* got \[0, 10, 9\]"),
         ({**VARLEN, "cu_seqlens_q": ints(-1, 6, 12)}, "cu_seqlens_q must rise from 0 to 12 at most"),
         ({**VARLEN, "max_seqlen_q": 5}, "max_seqlen_q is 5, and cu_seqlens_q has a sequence of 6"),
         ({"seqused_k": ints(3, -1)}, "seqused_k must hold numbers of 0 or more, got -1"),
@@ -590,10 +440,7 @@ REFUSED_ON_CPU: Refusals = {
         ({**PAGES, "page_table": TABLE - 1, "seqused_k": ints(5, 5)}, "page_table must hold .* got -1"),
         ({"block_mask": (BLOCKS[0] * 4, *BLOCKS[1:])}, "block_counts must hold numbers of 0 to 3, got 4"),
         ({"block_mask": (BLOCKS[0] * 2, *BLOCKS[1:])}, "block_indices must ascend"),
-        (
-            {"block_mask": (BLOCKS[0], BLOCKS[1] - 1, (4, 4))},
-            "block_indices must hold numbers of 0 or more, got -1",
-        ),
+        ({"block_mask": (BLOCKS[0], BLOCKS[1] - 1, (4, 4))}, "block_indices .* numbers of 0 or more, got -1"),
     ],
     ("attention", UnsupportedError): [
         ({"row": "fwd"}, "row fwd is a CUDA kernel, and the tensors are on the CPU"),

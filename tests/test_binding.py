@@ -10,38 +10,20 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import elf
 import pytest
 import resources
+from test_binding_features import ANY_ROW, RIGHT
 
 from cutlass_fmha import _C
-from cutlass_fmha.dispatch.table import PLAIN
 
 ROOT = Path(__file__).resolve().parents[1]
 assert _C.__file__ is not None
 EXTENSION = Path(_C.__file__)
 WITH_CUDA = bool(_C.build_info()["cuda"])
 ROWS = _C.rows()
-
-PLAIN_ROWS = [row for row in ROWS if row.family in PLAIN]
-
-#: A call that is right but for there being nothing at its addresses.
-RIGHT: dict[str, Any] = {
-    **dict.fromkeys("qkvo", 4096),
-    **dict.fromkeys(("q_stride", "k_stride", "v_stride", "o_stride"), (64, 64, 64)),
-    **dict.fromkeys(("batch", "seqlen_q", "seqlen_k", "num_heads", "num_heads_kv"), 1),
-}
-
-
-def run(row: _C.Row, **changes: Any) -> None:
-    """A call that is right but for ``changes``."""
-    params = _C.AttentionParams()
-    for name, value in {**RIGHT, "head_dim": row.head_dim, "head_dim_v": row.head_dim, **changes}.items():
-        setattr(params, name, value)
-    _C.run(row.index, params, 0, 0)
 
 
 # ---- the table ---------------------------------------------------------------------------------------------
@@ -186,10 +168,6 @@ def test_there_is_one_launch_one_attribute_cache_and_one_device_guard():
 # ---- arguments ---------------------------------------------------------------------------------------------
 
 
-#: Python's view of a row where the build has none.
-ANY_ROW = PLAIN_ROWS[0] if PLAIN_ROWS else SimpleNamespace(index=0, head_dim=64)
-
-
 @pytest.mark.parametrize(
     "arguments", [(0, None, 0, 0), (0.5, _C.AttentionParams(), 0, 0), (0, _C.Rotary(), 0, 0)]
 )
@@ -198,84 +176,12 @@ def test_a_call_of_another_form_is_a_type_error(arguments: tuple[Any, ...]):
         _C.run(*arguments)
 
 
-#: What plain rows don't know, and a value that says something.
-FEATURES: dict[str, dict[str, Any]] = {
-    **{name: {name: 4096} for name in ("mask", "prefix_lengths", "alibi_slopes", "sinks")},
-    **{name: {name: 4096} for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")},
-    **{name: {name: 4096} for name in ("leftpad_k", "batch_index_k")},
-    "page_table": {"page_table": 4096, "page_size": 16},
-    "block_counts": {"block_counts": 4096, "block_indices": 4096},
-    "bias": {"bias": 4096, "bias_type": "same_as_q"},
-    "window_left": {"window_left": 3},
-    "softcap": {"softcap": 1.0},
-    "dropout_threshold": {"dropout_threshold": 7, "dropout_seed": 4096},
-    "splits": {"splits": 2},
-    "pack": {"pack": 2, "num_heads": 2},
-}
-
-
-@pytest.mark.skipif(not WITH_CUDA, reason="a build without CUDA has no rows")
-class TestRows:
-    """What only a build with kernels can refuse."""
-
-    @pytest.mark.parametrize("row", [-1, len(ROWS) + len(_C.helpers())])
-    def test_a_row_that_is_none(self, row: int):
-        most = len(ROWS) + len(_C.helpers()) - 1
-        for launch, more in ((_C.run, ()), (_C.launch, (*[4096] * 5, 1.0, 0))):
-            with pytest.raises(ValueError, match=f"row must be between 0 and {most}, got {row}"):
-                launch(row, _C.AttentionParams(), 0, 0, *more)
-
-    @pytest.mark.parametrize("operand", "qkvo")
-    def test_misaligned_pointers_and_strides(self, operand: str):
-        aligned = next(row for row in PLAIN_ROWS if row.alignment == 16)
-        with pytest.raises(ValueError, match=f"pointers aligned to 16 bytes, and that of {operand} is not"):
-            run(aligned, **{operand: 4096 + 8})
-        sizes = dict.fromkeys(("batch", "seqlen_q", "seqlen_k", "num_heads", "num_heads_kv"), 2)
-        for dimension in range(3):
-            strides = [64, 64, 64]
-            strides[dimension] += 4
-            with pytest.raises(ValueError, match=f"multiples of 16 bytes, and a stride of {operand} is not"):
-                run(aligned, **sizes, **{f"{operand}_stride": tuple(strides)})
-
-    @pytest.mark.parametrize("name", FEATURES)
-    def test_a_plain_row_takes_no_features(self, name: str):
-        for family in PLAIN:
-            row = next(row for row in ROWS if row.family == family)
-            with pytest.raises(ValueError, match=f"{row.name} does not know {name}"):
-                run(row, **FEATURES[name])
-
-    @pytest.mark.parametrize(
-        ("changes", "sentence"),
-        [
-            ({"head_dim": 40}, "takes a head dim of"),
-            ({"head_dim_v": 40}, "takes a head dim of"),
-            ({"lse": 4096, "lse_head_stride": 2, "lse_batch_stride": 2, "lse_rows": 9}, "a contiguous lse"),
-            ({"tail": 4096, "tail_tiles": 1, "tail_parts": 2}, "no tail here|can't divide 1 of 1 tiles"),
-        ],
-    )
-    def test_what_a_plain_row_can_not_do(self, changes: dict[str, int], sentence: str):
-        for family in PLAIN:
-            row = next(row for row in ROWS if row.family == family)
-            with pytest.raises(ValueError, match=f"{row.name}.* ({sentence})"):
-                run(row, **changes)
-
-    @pytest.mark.parametrize(
-        "sizes", [{"batch": 0}, {"seqlen_q": 0}, {"num_heads": 0, "num_heads_kv": 0}], ids=str
-    )
-    def test_nothing_to_compute_needs_no_gpu(self, sizes: dict[str, int]):
-        for family in {row.family for row in ROWS}:
-            run(next(row for row in ROWS if row.family == family), **sizes)
-
-
-CALL = {**RIGHT, "head_dim": ANY_ROW.head_dim, "head_dim_v": ANY_ROW.head_dim}
-
-
 def test_a_call_without_a_gpu_is_a_runtime_error_with_a_sentence():
     # With the driver out of sight this also holds on a machine with a GPU.
     found = in_a_process_without_gpu(
         "try:\n"
-        f"    params = _C.AttentionParams()\n    for name, value in {CALL!r}.items():\n"
-        f"        setattr(params, name, value)\n    _C.run({ANY_ROW.index}, params, 0, 0)\n"
+        f"    params = _C.AttentionParams()\n    for name, value in {RIGHT!r}.items():\n"
+        f"        setattr(params, name, value)\n    _C.run({ANY_ROW}, params, 0, 0)\n"
         "except RuntimeError as error:\n"
         "    print(error)"
     )

@@ -1,4 +1,5 @@
-"""_C.AttentionParams: every field is there, and what contradicts itself launches nothing."""
+"""_C.AttentionParams: every field is there, and what contradicts itself, or asks of a row what it doesn't do,
+launches nothing."""
 
 from __future__ import annotations
 
@@ -9,38 +10,43 @@ from typing import Any
 import pytest
 
 from cutlass_fmha import _C
+from cutlass_fmha.dispatch.table import PLAIN
 
 HEADER = Path(__file__).resolve().parents[1] / "src" / "features" / "params.h"
 WITH_CUDA = bool(_C.build_info()["cuda"])
-ROWS = [row for row in _C.rows() if row.scored]
-RANGED = [row for row in _C.rows() if row.family in ("ranged", "score_mod")]
-#: One that takes what is right here; a build without CUDA has none, and asks for none.
-ANY_ROW = max(ROWS, key=lambda row: (row.head_dim_v, row.tile_m)).index if ROWS else 0
+ROWS = _C.rows()
 SOMEWHERE = 4096
 
 #: A call that is right but for there being nothing at its addresses.
 RIGHT: dict[str, Any] = {
-    **dict.fromkeys(("q", "k", "v", "o"), SOMEWHERE),
+    **dict.fromkeys("qkvo", SOMEWHERE),
     **dict.fromkeys(("q_stride", "k_stride", "v_stride", "o_stride"), (1024, 64, 8)),
-    "batch": 2,
-    "num_heads": 4,
-    "num_heads_kv": 2,
-    "seqlen_q": 10,
-    "seqlen_k": 20,
-    "head_dim": 16,
+    "batch": 2, "num_heads": 4, "num_heads_kv": 2, "seqlen_q": 10, "seqlen_k": 20, "head_dim": 16,
     "head_dim_v": 8,
-}
+}  # fmt: skip
 LSE = {"lse": SOMEWHERE, "lse_batch_stride": 40, "lse_head_stride": 10, "lse_rows": 80}
 SPLITS = {**LSE, "splits": 3, "partial_o": SOMEWHERE, "partial_lse": SOMEWHERE, "partial_low": SOMEWHERE}
 PAGES = {"page_table": SOMEWHERE, "page_size": 16, "page_table_stride": 2}
+BLOCKS = {"block_counts": SOMEWHERE, "block_indices": SOMEWHERE, "block_m": 512, "block_n": 512}
+#: What says on the device which rows and keys a tile has: a kernel waits before it reads one of these.
+LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k", "batch_index_k")
+LENGTHS += ("prefix_lengths", "block_counts")
+#: What not every row knows, and a value that says something.
+FEATURES: dict[str, dict[str, Any]] = {
+    **{name: {name: SOMEWHERE} for name in ("mask", "alibi_slopes", "sinks", *LENGTHS[:-1])},
+    "page_table": PAGES, "block_counts": BLOCKS, "splits": {**SPLITS, "splits": 2}, "pack": {"pack": 2},
+    "window_left": {"window_left": 3}, "softcap": {"softcap": 1.0},
+    "bias": {"bias": SOMEWHERE, "bias_type": "same_as_q"},
+    "dropout_threshold": {"dropout_threshold": 7, "dropout_seed": SOMEWHERE},
+}  # fmt: skip
 #: Fields that nobody writes.
 DERIVED = {"schedule", "by_page_size", "by_pack", "by_splits", "by_block_tiles", "bias_vectors"}
 DERIVED |= {"mask_vectors", "raw_scores", "block_tiles", "key_blocks", "keys_stand", "q_and", "q_xor"}
 DERIVED |= {"score_unit", "cap_scale", "keys_before"}
 #: What is derived and can be read.
 READ_ONLY = {"vectors", "device_lengths"}
+ONE_TAIL = {"tail": SOMEWHERE, "tail_tiles": 1, "tail_parts": 2}
 TAIL = ("tail", "tail_tiles", "tail_parts", "tail_first", "tail_rest")
-BLOCKS = {"block_counts": SOMEWHERE, "block_indices": SOMEWHERE, "block_m": 512, "block_n": 512}
 
 
 def params(**changes: Any) -> _C.AttentionParams:
@@ -48,6 +54,22 @@ def params(**changes: Any) -> _C.AttentionParams:
     for name, value in {**RIGHT, **changes}.items():
         setattr(made, name, value)
     return made
+
+
+def run(row: _C.Row, **changes: Any) -> None:
+    """A call of a row that is right but for ``changes``."""
+    dims = {"head_dim": row.head_dim, "head_dim_v": row.head_dim} if row.family in PLAIN else {}
+    _C.run(row.index, params(**{**dims, **changes}), 0, 0)
+
+
+def of(*families: str) -> list[_C.Row]:
+    return [row for row in ROWS if row.family in families]
+
+
+SCORED, RANGED = of("scored", "few_query_scored"), of("ranged", "score_mod")
+TMA_RANGED = [row for row in RANGED if row.copy == "tma"]
+#: One that takes what is right here; a build without CUDA has none, and asks for none.
+ANY_ROW = max(SCORED, key=lambda row: (row.head_dim_v, row.tile_m)).index if SCORED else 0
 
 
 def declared_fields() -> dict[str, str]:
@@ -124,13 +146,6 @@ def test_16_byte_copies_are_never_taken_on_trust(changes: dict[str, Any], vector
         made.vectors = True  # type: ignore[assignment,method-assign]
 
 
-#: What says on the device which rows and keys a tile has: a kernel waits before it reads one of these.
-LENGTHS = {
-    "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k", "batch_index_k", "prefix_lengths",
-    "block_counts",
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("name", [name for name, kind in declared_fields().items() if kind.endswith("*")])
 def test_lengths_on_the_device_are_known_to_be_there(name: str):
     made = params(**{name: SOMEWHERE})
@@ -182,10 +197,7 @@ def test_a_value_of_another_type_is_a_type_error(name: str, value: Any):
         ({"num_heads": 3}, "num_heads (3) must be a multiple of num_heads_kv (2)"),
         ({"num_heads_kv": 0}, "num_heads (4) must be a multiple of num_heads_kv (0)"),
         ({"pack": 4}, "pack must be 1 or num_heads / num_heads_kv, got 4 with 4 and 2 heads"),
-        (
-            {"num_heads": 6, "pack": 3, "seqlen_q": 2**29},
-            "seqlen_q times pack must be at most 2**30, got 536870912 times 3",
-        ),
+        ({"num_heads": 6, "pack": 3, "seqlen_q": 2**29}, "must be at most 2**30, got 536870912 times 3"),
         ({"q": 0}, "q and o must be addresses"),
         ({"o": 0}, "q and o must be addresses"),
         ({"v": 0}, "k and v must be addresses"),
@@ -197,10 +209,7 @@ def test_a_value_of_another_type_is_a_type_error(name: str, value: Any):
         ({**PAGES, "page_size": 24}, "page_size must be a multiple of 16, got 24"),
         ({**PAGES, "cu_seqlens_k": SOMEWHERE}, "pages go neither with cu_seqlens_k nor with batch_index_k"),
         ({**PAGES, "batch_index_k": SOMEWHERE}, "pages go neither with cu_seqlens_k nor with batch_index_k"),
-        (
-            {"cu_seqlens_k": SOMEWHERE, "batch_index_k": SOMEWHERE},
-            "cu_seqlens_k and batch_index_k don't go together",
-        ),
+        ({"cu_seqlens_k": SOMEWHERE, "batch_index_k": 4096}, "cu_seqlens_k and batch_index_k don't go toge"),
         ({"bias": SOMEWHERE}, "bias and bias_type go together"),
         ({"bias_type": "float32"}, "bias and bias_type go together"),
         ({"bias": SOMEWHERE + 2, "bias_type": "float32"}, "bias must be aligned to 4 bytes"),
@@ -213,10 +222,7 @@ def test_a_value_of_another_type_is_a_type_error(name: str, value: Any):
         ({**SPLITS, "lse_rows": 79}, "lse_rows (79) must hold the rows that lse_batch_stride and lse_head"),
         ({**LSE, "lse_batch_stride": 2**61, "lse_rows": 2**61}, "must hold the rows"),
         ({**LSE, "cu_seqlens_q": SOMEWHERE}, "with cu_seqlens_q, lse_batch_stride must be 0"),
-        (
-            {**LSE, "lse_batch_stride": 0, "lse_rows": 39, "cu_seqlens_q": SOMEWHERE},
-            "lse_rows (39) must hold the rows",
-        ),
+        ({**LSE, "lse_batch_stride": 0, "lse_rows": 39, "cu_seqlens_q": 4096}, "lse_rows (39) must hold"),
     ],
 )
 def test_fields_that_contradict_each_other_are_a_value_error(changes: dict[str, Any], sentence: str):
@@ -231,75 +237,87 @@ def test_head_dims_must_be_set():
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {},
-        LSE,
-        SPLITS,
-        PAGES,
-        BLOCKS,
-        {"pack": 2},
-        {"cu_seqlens_q": SOMEWHERE, **LSE, "lse_batch_stride": 0, "lse_rows": 40},
-        {"bias": SOMEWHERE, "bias_type": "same_as_q"},
-    ],
+    [{}, LSE, {"cu_seqlens_q": SOMEWHERE, **LSE, "lse_batch_stride": 0, "lse_rows": 40}, *FEATURES.values()],
 )
 def test_what_is_right_goes_on_to_a_device_which_is_not_there(changes: dict[str, Any]):
     with pytest.raises(RuntimeError, match="built without CUDA" if not WITH_CUDA else "cuda[GS]etDevice"):
         _C.run(ANY_ROW, params(**changes), 99, 0)
 
 
-@pytest.mark.skipif(not ROWS, reason="this build has no scored row")
+@pytest.mark.skipif(not WITH_CUDA, reason="a build without CUDA has no rows")
 class TestRows:
     """What only a build with kernels can refuse."""
 
-    @pytest.mark.parametrize("changes", [{}, {"tail": SOMEWHERE, "tail_tiles": 1, "tail_parts": 2}])
-    def test_a_row_of_another_family(self, changes: dict[str, int]):
-        helper = _C.helpers()[0]
-        with pytest.raises(ValueError, match=f"{helper.name} is of family combine"):
-            _C.run(helper.index, params(**changes), 0, 0)
-        if changes:
-            with pytest.raises(ValueError, match="has no tail"):
-                _C.run(ANY_ROW, params(**changes), 0, 0)
+    @pytest.mark.parametrize("row", [-1, len(ROWS) + len(_C.helpers())])
+    def test_a_row_that_is_none(self, row: int):
+        most = len(ROWS) + len(_C.helpers()) - 1
+        for launch, more in ((_C.run, ()), (_C.launch, (*[SOMEWHERE] * 5, 1.0, 0))):
+            with pytest.raises(ValueError, match=f"row must be between 0 and {most}, got {row}"):
+                launch(row, _C.AttentionParams(), 0, 0, *more)
 
-    @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+    @pytest.mark.parametrize(
+        ("family", "name"),
+        [
+            *((family, name) for family in PLAIN for name in FEATURES),
+            *(("ranged", name) for name in ("mask", "block_counts", "splits", "softcap", "alibi_slopes")),
+            *(("score_mod", name) for name in ("mask", "block_counts", "splits")),
+        ],
+    )
+    def test_what_a_family_does_not_know(self, family: str, name: str):
+        for row in of(family):
+            with pytest.raises(ValueError, match=f"{row.name} does not know {name}"):
+                run(row, **FEATURES[name])
+
+    @pytest.mark.parametrize(
+        ("rows", "changes", "sentence"),
+        [
+            (of(*PLAIN), {"head_dim": 40}, "{0.name} takes a head dim of"),
+            (of(*PLAIN), {"head_dim_v": 40}, "{0.name} takes a head dim of"),
+            (of(*PLAIN), {**LSE, "lse_head_stride": 2, "lse_rows": 99}, "{0.name}.* a contiguous lse"),
+            (of(*PLAIN), ONE_TAIL, r"{0.name}.* (no tail here|can't divide 1 of \d tiles)"),
+            (SCORED, ONE_TAIL, "has no tail"),
+            (RANGED, {"q": SOMEWHERE + 2}, "{0.name} needs addresses, strides and head dims that are multi"),
+            (TMA_RANGED, {}, "{0.name} copies by TMA, which asks for entries_k and rows"),
+            (TMA_RANGED, {**PAGES, "leftpad_k": 4096}, "{0.name} does not know leftpad_k with a page_table"),
+        ],
+    )
+    def test_what_a_row_can_not_do(self, rows: list[_C.Row], changes: dict[str, int], sentence: str):
+        for row in rows:
+            with pytest.raises(ValueError, match=sentence.format(row)):
+                run(row, **changes)
+
+    @pytest.mark.parametrize("operand", "qkvo")
+    def test_misaligned_pointers_and_strides(self, operand: str):
+        aligned = next(row for row in of("plain") if row.alignment == 16)
+        with pytest.raises(ValueError, match=f"pointers aligned to 16 bytes, and that of {operand} is not"):
+            run(aligned, **{operand: SOMEWHERE + 8})
+        for dimension in range(3):
+            strides = [64, 64, 64]
+            strides[dimension] += 4
+            with pytest.raises(ValueError, match=f"multiples of 16 bytes, and a stride of {operand} is not"):
+                run(aligned, **{f"{operand}_stride": tuple(strides)})
+
+    @pytest.mark.parametrize("row", [*SCORED, *RANGED], ids=lambda row: row.name)
     def test_head_dims_and_blocks_beyond_a_row(self, row: _C.Row):
         sentence = f"{row.name} takes head dims up to {row.head_dim} and {row.head_dim_v}"
         for name in ("head_dim", "head_dim_v"):
             with pytest.raises(ValueError, match=sentence):
-                _C.run(row.index, params(**{name: getattr(row, name) + 8}), 0, 0)
+                run(row, **{name: getattr(row, name) + 8})
         keys = row.tile_n * row.kv_warps
-        for name, size in (("block_m", row.tile_m), ("block_n", keys)):
-            sentence = f"takes blocks of a mask that are multiples of {row.tile_m} x {keys}"
+        for name, size in (("block_m", row.tile_m), ("block_n", keys)) if row in SCORED else ():
             changes = {**BLOCKS, "block_m": row.tile_m, "block_n": keys, name: size + 8}
-            with pytest.raises(ValueError, match=sentence):
-                _C.run(row.index, params(**changes), 0, 0)
+            with pytest.raises(ValueError, match=f"of a mask that are multiples of {row.tile_m} x {keys}"):
+                run(row, **changes)
 
-    @pytest.mark.parametrize("row", RANGED, ids=lambda row: row.name)
-    def test_what_a_ranged_row_does_not_know(self, row: _C.Row):
-        some = (
-            {"mask": SOMEWHERE},
-            BLOCKS,
-            {**SPLITS, "splits": 2},
-            {"softcap": 1.0},
-            {"alibi_slopes": SOMEWHERE},
-        )
-        names = ("mask", "block_counts", "splits", "softcap", "alibi_slopes")
-        for changes, name in zip(some, names, strict=True):
-            if row.family == "score_mod" and name in ("softcap", "alibi_slopes"):
-                continue
-            with pytest.raises(ValueError, match=f"{row.name} does not know {name}"):
-                _C.run(row.index, params(**changes), 0, 0)
-        for name in ("head_dim", "head_dim_v"):
-            with pytest.raises(ValueError, match=f"{row.name} takes head dims up to {row.head_dim} and"):
-                _C.run(row.index, params(**{name: getattr(row, name) + 8}), 0, 0)
-        with pytest.raises(
-            ValueError, match=f"{row.name} needs addresses, strides and head dims that are multi"
-        ):
-            _C.run(row.index, params(q=SOMEWHERE + 2), 0, 0)
+    @pytest.mark.parametrize("changes", [{}, ONE_TAIL])
+    def test_a_row_of_another_family(self, changes: dict[str, int]):
+        helper = _C.helpers()[0]
+        with pytest.raises(ValueError, match=f"{helper.name} is of family combine"):
+            _C.run(helper.index, params(**changes), 0, 0)
 
-    @pytest.mark.parametrize("row", [row for row in RANGED if row.copy == "tma"], ids=lambda row: row.name)
-    def test_what_copies_by_tma_ask_for(self, row: _C.Row):
-        with pytest.raises(ValueError, match=f"{row.name} copies by TMA, which asks for entries_k and rows"):
-            _C.run(row.index, params(), 0, 0)
-        pages = {"page_table": SOMEWHERE, "page_size": 16, "leftpad_k": SOMEWHERE}
-        with pytest.raises(ValueError, match=f"{row.name} does not know leftpad_k with a page_table"):
-            _C.run(row.index, params(**pages), 0, 0)
+    @pytest.mark.parametrize(
+        "sizes", [{"batch": 0}, {"seqlen_q": 0}, {"num_heads": 0, "num_heads_kv": 0}], ids=str
+    )
+    def test_nothing_to_compute_needs_no_gpu(self, sizes: dict[str, int]):
+        for row in {row.family: row for row in ROWS}.values():
+            run(row, **sizes)
