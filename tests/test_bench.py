@@ -52,9 +52,6 @@ def test_case_names_are_unique_and_every_one_selects_itself() -> None:
     assert [select_cases([name])[0].name for name in names] == names
     assert select_cases(None) == list(CASES)
     assert sum(len(select_cases([group])) for group in GROUPS) == len(CASES)
-
-
-def test_an_unknown_preset_names_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"unknown preset 'x'.*latency, dense, decode, wide"):
         select_cases(["latency", "x"])
 
@@ -189,14 +186,8 @@ def test_a_refusal_is_reported_and_a_failure_surfaces(monkeypatch: pytest.Monkey
     monkeypatch.setattr(lineup, "ours", raising(RuntimeError("CUDA error: invalid argument")))
     with pytest.raises(RuntimeError, match="invalid argument"):
         runner.measure_case(SMALL, [], None, 0.1, 0)
-
-
-@pytest.mark.usefixtures("fake_gpu")
-def test_a_device_that_a_peer_broke_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    monkeypatch.setattr(torch.cuda, "synchronize", broken)
+    # A device that a peer broke is no refusal.
+    monkeypatch.setattr(torch.cuda, "synchronize", raising(RuntimeError("illegal memory access"))())
     with pytest.raises(RuntimeError, match="illegal memory access"):
         runner.is_refusal("flash", RuntimeError("something"))
 
@@ -229,46 +220,31 @@ def synthetic(cases: list[Case] | None = None) -> report.Result:
         for name, microseconds in TIMES.items():
             if name not in contenders_of(case):
                 continue
-            if (name == "ours" and case.head_dim in (96, 256)) or (
-                name == "efficient" and case.num_heads_kv == 8
+            if (
+                case.head_dim in (96, 256)
+                if name == "ours"
+                else name == "efficient" and case.num_heads_kv == 8
             ):
                 results[name] = {"status": "unsupported", "reason": f"{name} has no row for it"}
                 continue
+            rates = {"tflops": case.flop / microseconds / 1e6}
+            rates |= {"tbytes_per_s": case.moved_bytes / microseconds / 1e6}
             times = timing.Timing(microseconds, microseconds + 1, microseconds - 1, 50, 100)
             results[name] = {"status": "ok", "max_abs_error": 1e-3, "tolerance": 2e-3, "error_ratio": 0.5}
-            results[name] |= vars(times)
-            results[name] |= {
-                "tflops": case.flop / microseconds / 1e6,
-                "tbytes_per_s": case.moved_bytes / microseconds / 1e6,
-            }
+            results[name] |= vars(times) | rates
         if results["ours"]["status"] == "ok":
             results["ours"]["row"] = "fwd_sm90_row"
         entries.append({**case.as_dict(), "input_sets": 4, "results": results})
     described = {
-        "gpu": "NVIDIA H200",
-        "capability": "9.0",
-        "driver": "580.1",
-        "cuda": "13.0",
-        "cudnn": "9.19.0",
-        "torch": "2.11.0",
-        "package": "0.1",
-        "build": {"proxy": {"120": 90}},
-        "forced_arch": None,
-        "commit": "0123456",
-        "date": "2026-01-02",
-        "clocks_after": {"sm_clock_mhz": 1980.0},
-    }
+        "gpu": "NVIDIA H200", "capability": "9.0", "driver": "580.1", "cuda": "13.0", "cudnn": "9.19.0",
+        "torch": "2.11.0", "package": "0.1", "build": {"proxy": {"120": 90}}, "forced_arch": None,
+        "commit": "0123456", "date": "2026-01-02", "clocks_after": {"sm_clock_mhz": 1980.0},
+    }  # fmt: skip
     return {
-        "schema": report.SCHEMA,
-        "machine": described,
-        "method": runner.METHOD,
-        "row": None,
-        "quick": False,
-        "peers": ["flash", "cudnn", "efficient"],
+        "schema": report.SCHEMA, "machine": described, "method": runner.METHOD, "row": None, "quick": False,
         "host_us": {"repeated, S128 D64": {"attention": 9.9, "torch SDPA": 15.6}},
-        "cases": entries,
-        "wall_s": 60.0,
-    }
+        "peers": ["flash", "cudnn", "efficient"], "cases": entries, "wall_s": 60.0,
+    }  # fmt: skip
 
 
 def test_the_table_has_times_rates_and_ratios_and_torch_flash_first() -> None:
@@ -306,34 +282,19 @@ def test_decode_is_shown_in_bytes_and_against_a_copy():
     assert row["copy"] == f"4.0 ({moved / 4e6:.2f})"
 
 
-def test_the_mean_and_the_worst_are_printed_for_each_group_and_peer():
-    text = report.text(synthetic())
-    assert "wide, geometric mean: memory-efficient 2.50x (worst 2.50x, 9 of 12 cases)." in text
-    assert "decode, geometric mean: cutlass_fmha, pages of 64 1.12x (worst 1.12x); torch flash" in text
-
-
-def test_what_is_unsupported_stays_in_the_table_and_its_reason_below() -> None:
-    text = report.text(synthetic())
-    line = next(line for line in text.splitlines() if line.startswith("B4 H16 S4096 D96"))
-    assert "unsupported" in line
-    assert "B4 H16 S4096 D96 bf16 causal, cutlass_fmha: unsupported: ours has no row for it" in text
-
-
-def test_the_report_says_where_and_with_what_it_was_measured() -> None:
-    markdown = report.markdown(synthetic())
-    for fact in (
-        "NVIDIA H200",
-        "sm_90",
-        "torch 2.11.0",
-        "cuDNN 9.19.0",
-        "driver 580.1",
-        "1980.0 MHz",
-        "0123456",
+def test_what_is_printed_has_means_refusals_machine_and_method():
+    text, markdown = report.text(synthetic()), report.markdown(synthetic())
+    for line in (
+        "wide, geometric mean: memory-efficient 2.50x (worst 2.50x, 9 of 12 cases).",
+        "decode, geometric mean: cutlass_fmha, pages of 64 1.12x (worst 1.12x); torch flash",
+        "B4 H16 S4096 D96 bf16 causal, cutlass_fmha: unsupported: ours has no row for it",
     ):
-        assert fact in markdown
-    assert "the sm_120 rows are compiled for sm_90" in markdown
-    assert "microseconds, repeated, S128 D64: attention 9.9, torch SDPA 15.6" in markdown
-    assert runner.METHOD in markdown
+        assert line in text
+    assert "unsupported" in next(line for line in text.splitlines() if line.startswith("B4 H16 S4096 D96"))
+    facts = ["NVIDIA H200", "sm_90", "torch 2.11.0", "cuDNN 9.19.0", "driver 580.1", "1980.0 MHz", "0123456"]
+    facts += ["the sm_120 rows are compiled for sm_90", runner.METHOD]
+    facts += ["microseconds, repeated, S128 D64: attention 9.9, torch SDPA 15.6"]
+    assert all(fact in markdown for fact in facts)
 
 
 def test_every_line_of_the_markdown_table_has_the_same_columns() -> None:
@@ -346,21 +307,21 @@ def test_every_line_of_the_markdown_table_has_the_same_columns() -> None:
         assert {line.count("|") for line in lines} == {lines[0].count("|")}
 
 
-def test_json_comes_back_as_it_was_written(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "result.json"
-    result = synthetic()
-    report.write_json(result, path)
-    assert report.read_json(path) == json.loads(json.dumps(result))
-
-
-def test_a_nan_error_survives_the_json_and_stays_wrong(tmp_path: Path) -> None:
+def with_ratio(ratio: float) -> report.Result:
+    """A result of one case, so many times the tolerance off."""
     result = synthetic([SMALL])
-    result["cases"][0]["results"]["ours"]["error_ratio"] = math.nan
-    path = tmp_path / "result.json"
-    report.write_json(result, path)
-    assert "NaN" not in path.read_text(encoding="utf-8")
+    result["cases"][0]["results"]["ours"]["error_ratio"] = ratio
+    return result
+
+
+def test_json_comes_back_as_it_was_written_and_a_nan_stays_wrong(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "result.json"
+    report.write_json(result := synthetic(), path)
+    assert report.read_json(path) == json.loads(json.dumps(result))
+    report.write_json(with_ratio(math.nan), path)
+    assert "NaN" not in path.read_text(encoding="utf-8") and "nan" in report.text(report.read_json(path))
     assert len(report.wrong_results(report.read_json(path))) == 1
-    assert "nan" in report.text(report.read_json(path))
+    assert [len(report.wrong_results(with_ratio(ratio))) for ratio in (0.5, 1.0, 1.01)] == [0, 0, 1]
 
 
 @pytest.mark.parametrize(
@@ -368,17 +329,9 @@ def test_a_nan_error_survives_the_json_and_stays_wrong(tmp_path: Path) -> None:
     [("{", "not JSON"), ("[]", "no benchmark result"), ('{"schema": 3}', "lacks cases")],
 )
 def test_a_file_that_is_no_result_is_refused(tmp_path: Path, content: str, message: str) -> None:
-    path = tmp_path / "result.json"
-    path.write_text(content, encoding="utf-8")
+    (tmp_path / "result.json").write_text(content, encoding="utf-8")
     with pytest.raises(report.InvalidReport, match=message):
-        report.read_json(path)
-
-
-def test_a_result_beyond_the_tolerance_is_wrong() -> None:
-    result = synthetic([SMALL])
-    assert report.wrong_results(result) == []
-    result["cases"][0]["results"]["ours"]["error_ratio"] = 1.01
-    assert len(report.wrong_results(result)) == 1
+        report.read_json(tmp_path / "result.json")
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
@@ -458,9 +411,7 @@ def test_a_recorded_result_is_rendered_anew(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_a_wrong_result_fails_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    result = synthetic([SMALL])
-    result["cases"][0]["results"]["ours"]["error_ratio"] = 7.0
-    report.write_json(result, tmp_path / "result.json")
+    report.write_json(with_ratio(7.0), tmp_path / "result.json")
     assert bench.main(["--from-json", str(tmp_path / "result.json")]) == 1
     assert "wrong result: B2 H4/2 S48 D32 fp16 causal" in capsys.readouterr().err
 
@@ -471,16 +422,12 @@ def test_bad_arguments_are_named(arguments: list[str], capsys: pytest.CaptureFix
     assert "unknown" in capsys.readouterr().err
 
 
-def test_clocks_are_read_from_nvidia_smi_and_gaps_are_none() -> None:
+def test_clocks_are_read_from_nvidia_smi_and_gaps_are_none(tmp_path: Path) -> None:
     read = machine.parse_smi("580.159.03, 1980, 1980, 3201, 112.43, 700.00, [N/A]\n")
     assert (read["driver"], read["sm_clock_mhz"], read["power_w"]) == ("580.159.03", 1980.0, 112.43)
     assert read["temperature_c"] is None
-    assert set(machine.parse_smi("garbage").values()) == {None}
-    assert set(machine.parse_smi("").values()) == {None}
-
-
-def test_outside_of_a_checkout_there_is_no_commit(tmp_path: Path) -> None:
-    assert machine.commit(tmp_path) is None
+    assert {*machine.parse_smi("garbage").values(), *machine.parse_smi("").values()} == {None}
+    assert machine.commit(tmp_path) is None, "outside of a checkout"
 
 
 # ---- features, pages, a copy -------------------------------------------------------------------------------
