@@ -268,7 +268,7 @@ class Rotary:
 class RotaryParams:
     """Rows are rotated into a tensor of their own: src/helpers/params.h.
 
-    The position of a sequence's first row: ``first_position``[batch] - ``before_position``[batch].
+    The position of a sequence's first row: ``first_position``[sequence] - ``before_position``[sequence].
     """
 
     def __init__(self) -> None: ...
@@ -282,6 +282,8 @@ class RotaryParams:
     seqlen: int
     num_heads: int
     head_dim: int
+    cu_seqlens: int
+    sequences: int
     first_position: int
     before_position: int
     advance: bool
@@ -306,6 +308,8 @@ class AppendParams:
     num_heads_kv: int
     head_dim: int
     head_dim_v: int
+    cu_seqlens: int
+    sequences: int
     cache_seqlens: int
     cache_batch_idx: int
     page_table: int

@@ -85,6 +85,8 @@ void bind_rotated(py::module_& m) {
   number(c, "seqlen", &P::seqlen);
   number(c, "num_heads", &P::num_heads);
   number(c, "head_dim", &P::head_dim);
+  address(c, "cu_seqlens", &P::cu_seqlens);
+  number(c, "sequences", &P::sequences);
   bind_position(c);
   c.def_readwrite("advance", &P::advance);
   c.def_readwrite("rotary", &P::rotary);
@@ -112,6 +114,8 @@ void bind_append(py::module_& m) {
   address(c, "page_table", &P::page_table);
   stride(c, "page_table_stride", &P::page_table_stride);
   address(c, "seqused_k", &P::seqused_k);
+  address(c, "cu_seqlens", &P::cu_seqlens);
+  number(c, "sequences", &P::sequences);
   bind_position(c);
   c.def_readwrite("rotary", &P::rotary);
   c.def_readwrite("query", &P::query);

@@ -101,6 +101,23 @@ __device__ inline Row row_of(int number, Divisor const& by_num_heads, int num_he
   return {batch, token - batch * seqlen, number - token * num_heads};
 }
 
+/// The sequence that a row is of, -1 for none, and its number there.
+struct Token {
+  int sequence, position;
+};
+
+__device__ inline Token token_of(int const* cu_seqlens, int sequences, Row const& row) {
+  if (!cu_seqlens) return {row.batch, row.position};
+  int low = 0, high = sequences;  // the row is of none of the sequences before low and from high on
+  while (high - low > 1) {
+    int const middle = (low + high) / 2;
+    (cu_seqlens[middle] <= row.position ? low : high) = middle;
+  }
+  int const begin = cu_seqlens[low];
+  bool const inside = begin <= row.position && row.position < cu_seqlens[low + 1];
+  return {inside ? low : -1, row.position - begin};
+}
+
 /// The part of a row that a thread has where 2^lanes_log2 threads share one: chunks lane, lane + lanes, ...
 struct Lane {
   int64_t row;

@@ -134,11 +134,13 @@ void launch(Row const& row, AppendParams const& params, int device, cudaStream_t
               is_aligned(p.k_cache, p.k_cache_stride, p.head_dim, bytes) &&
               is_aligned(p.v_cache, p.v_cache_stride, p.head_dim_v, bytes) && is_aligned(p.rotary, bytes);
   p.lanes_log2 = lanes_log2(std::max(p.head_dim, p.head_dim_v), p.vectors, bytes);
+  if (!p.cu_seqlens) p.sequences = p.batch;
   p.by_seqlen_new = Divisor(p.seqlen_new);
   p.by_num_heads_kv = Divisor(p.num_heads_kv);
   p.by_page_size = Divisor(p.page_table ? p.page_size : 1);
   dim3 grid = grid_of(rows, p.lanes_log2);
   int64_t const query_rows = prepare(p.query, row.dtype());
+  grid.x = std::max(grid.x, grid_of(p.sequences, 0).x);
   if (query_rows > 0) grid.x = std::max(grid.x, grid_of(query_rows, p.query.lanes_log2).x);
   grid.y = query_rows > 0 ? 3 : 2;  // keys, values, queries
   launch_kernel(row, grid, &p, device, stream);

@@ -91,12 +91,15 @@ struct FirstPosition {
   int const* before;  ///< may be null
 };
 
-/// Rotates rows into a tensor of their own.
+/// Rotates rows into a tensor of their own. Packed: a batch of 1, whose rows cu_seqlens[n] to cu_seqlens[n + 1] are
+/// sequence n; others are of none, and left alone.
 struct RotaryParams {
   void const* x;  ///< [batch, seqlen, num_heads, head_dim]
   void* out;
   Strides x_stride, out_stride;
   int batch, seqlen, num_heads, head_dim;
+  int const* cu_seqlens;  ///< [sequences + 1]; null: each batch entry is a sequence
+  int sequences;
   FirstPosition position;
   bool advance;  ///< each row is one position after the one before it; otherwise all have the first's
   Rotary rotary;
@@ -106,10 +109,10 @@ struct RotaryParams {
   int lanes_log2;
   Divisor by_seqlen, by_num_heads;
 
-  bool empty() const { return !x || batch == 0 || seqlen == 0 || num_heads == 0; }
+  bool empty() const { return !x || batch == 0 || seqlen == 0 || num_heads == 0 || (cu_seqlens && sequences == 0); }
 };
 
-/// Writes new keys and values behind those that a cache holds, the keys rotated.
+/// Writes new keys and values behind those that a cache holds, the keys rotated. Packed as RotaryParams are.
 struct AppendParams {
   void* k_cache;  ///< [batch_cache, seqlen_cache, num_heads_kv, head_dim], or [pages, page_size, ...] with page_table
   void* v_cache;  ///< the same with head_dim_v
@@ -117,24 +120,26 @@ struct AppendParams {
   void const* v;
   Strides k_cache_stride, v_cache_stride, k_stride, v_stride;
   int batch, seqlen_new, num_heads_kv, head_dim, head_dim_v;
-  int const* cache_seqlens;    ///< [batch]: the row that the first new key goes to
-  int const* cache_batch_idx;  ///< [batch]: which entry of the cache is this sequence's; null: its own number
-  int const* page_table;       ///< [batch, pages of a sequence at most]; null: the cache is contiguous
+  int const* cu_seqlens;
+  int sequences;
+  int const* cache_seqlens;    ///< [sequences]: the row that the first new key goes to
+  int const* cache_batch_idx;  ///< [sequences]: which entry of the cache is this one's; null: its own number
+  int const* page_table;       ///< [sequences, pages of one at most]; null: the cache is contiguous
   int64_t page_table_stride;
   int page_size;
   int entries;     ///< batch_cache, or pages: others are not written to
   int capacity;    ///< rows of a sequence in the cache: a new key beyond them is dropped
-  int* seqused_k;  ///< [batch]: becomes cache_seqlens + seqlen_new; may be null
+  int* seqused_k;  ///< [sequences]: becomes cache_seqlens and the new rows; may be null
   FirstPosition position;
   Rotary rotary;
-  RotaryParams query;  ///< of the same batch, rotated in the same launch; x is null where there is none
+  RotaryParams query;  ///< of the same sequences, rotated in the same launch; x is null where there is none
 
   // Set by launch().
   bool vectors;
   int lanes_log2;
   Divisor by_seqlen_new, by_num_heads_kv, by_page_size;
 
-  bool no_keys() const { return batch == 0 || seqlen_new == 0 || num_heads_kv == 0; }
+  bool no_keys() const { return batch == 0 || seqlen_new == 0 || num_heads_kv == 0 || (cu_seqlens && sequences == 0); }
   bool empty() const { return no_keys() && query.empty(); }
 };
 

@@ -78,13 +78,15 @@ __device__ Chunk<T, Width> rotated(T const* row, int column, Rotary const& rotar
   return chunk;
 }
 
-__device__ inline int first_position(FirstPosition const& p, int batch) {
-  return p.first[batch] - (p.before ? p.before[batch] : 0);
+__device__ inline int first_position(FirstPosition const& p, int sequence) {
+  return p.first[sequence] - (p.before ? p.before[sequence] : 0);
 }
 
 template <class T, int Width>
 __device__ void rotate_row(RotaryParams const& p, Row const& row, Lane const& lane) {
-  int const position = first_position(p.position, row.batch) + (p.advance ? row.position : 0);
+  Token const token = token_of(p.cu_seqlens, p.sequences, row);
+  if (token.sequence < 0) return;
+  int const position = first_position(p.position, token.sequence) + (p.advance ? token.position : 0);
   T const* const x = static_cast<T const*>(p.x) + row.offset(p.x_stride);
   T* const out = static_cast<T*>(p.out) + row.offset(p.out_stride);
   for (int column = lane.lane * Width; column < p.head_dim; column += lane.lanes * Width) {
@@ -105,29 +107,29 @@ __device__ void rotary(RotaryParams const& p) {
 }
 
 /// Where a new row goes in the cache: its offset without the head's, -1 when there is no place for it.
-__device__ inline int64_t place_of(AppendParams const& p, Row const& row, int first, Strides const& s) {
-  if (first < 0 || first >= p.capacity - row.position) return -1;
-  int entry = row.batch, at = first + row.position;
+__device__ inline int64_t place_of(AppendParams const& p, Token const& token, Strides const& s) {
+  if (token.sequence < 0) return -1;
+  int const first = p.cache_seqlens[token.sequence];
+  if (first < 0 || first >= p.capacity - token.position) return -1;
+  int entry = token.sequence, at = first + token.position;
   if (p.page_table) {
     int const page = p.by_page_size.quotient(at);
-    entry = p.page_table[row.batch * p.page_table_stride + page];
+    entry = p.page_table[token.sequence * p.page_table_stride + page];
     at -= page * p.page_size;
   } else if (p.cache_batch_idx) {
-    entry = p.cache_batch_idx[row.batch];
+    entry = p.cache_batch_idx[token.sequence];
   }
   return entry < 0 || entry >= p.entries ? -1 : entry * s.batch + at * s.seqlen;
 }
 
 template <class T, int Width>
 __device__ void append_key(AppendParams const& p, Row const& row, Lane const& lane) {
-  int const first = p.cache_seqlens[row.batch];
-  if (p.seqused_k && row.position == 0 && row.head == 0 && lane.lane == 0)
-    p.seqused_k[row.batch] = first + p.seqlen_new;
-  int64_t const place = place_of(p, row, first, p.k_cache_stride);
+  Token const token = token_of(p.cu_seqlens, p.sequences, row);
+  int64_t const place = place_of(p, token, p.k_cache_stride);
   if (place < 0) return;
   T const* const from = static_cast<T const*>(p.k) + row.offset(p.k_stride);
   T* const to = static_cast<T*>(p.k_cache) + place + row.head * p.k_cache_stride.head;
-  int const position = first_position(p.position, row.batch) + row.position;
+  int const position = first_position(p.position, token.sequence) + token.position;
   for (int column = lane.lane * Width; column < p.head_dim; column += lane.lanes * Width) {
     rotated<T, Width>(from, column, p.rotary, position).store(to + column);
   }
@@ -135,13 +137,20 @@ __device__ void append_key(AppendParams const& p, Row const& row, Lane const& la
 
 template <class T, int Width>
 __device__ void append_value(AppendParams const& p, Row const& row, Lane const& lane) {
-  int64_t const place = place_of(p, row, p.cache_seqlens[row.batch], p.v_cache_stride);
+  int64_t const place = place_of(p, token_of(p.cu_seqlens, p.sequences, row), p.v_cache_stride);
   if (place < 0) return;
   T const* const from = static_cast<T const*>(p.v) + row.offset(p.v_stride);
   T* const to = static_cast<T*>(p.v_cache) + place + row.head * p.v_cache_stride.head;
   for (int column = lane.lane * Width; column < p.head_dim_v; column += lane.lanes * Width) {
     Chunk<T, Width>::load(from + column).store(to + column);
   }
+}
+
+/// One thread for each sequence: one may have no new row, whose thread could do it.
+__device__ inline void count_rows(AppendParams const& p) {
+  int64_t const n = int64_t(blockIdx.x) * kHelperThreads + threadIdx.x;
+  if (!p.seqused_k || n >= p.sequences) return;
+  p.seqused_k[n] = p.cache_seqlens[n] + (p.cu_seqlens ? p.cu_seqlens[n + 1] - p.cu_seqlens[n] : p.seqlen_new);
 }
 
 /// What the blocks of a launch do, by blockIdx.y.
@@ -151,6 +160,7 @@ template <class T>
 __device__ void append(AppendParams const& p) {
   int const part = blockIdx.y;
   if (part == kRotateQueries) return rotary<T>(p.query);
+  if (part == kAppendKeys) count_rows(p);
   Lane const lane(p.lanes_log2);
   if (lane.row >= int64_t(p.batch) * p.seqlen_new * p.num_heads_kv) return;
   Row const row = row_of(int(lane.row), p.by_num_heads_kv, p.num_heads_kv, p.by_seqlen_new, p.seqlen_new);
