@@ -104,7 +104,8 @@ def attention(
         cu_seqlens_q: [batch + 1], where sequences begin in a packed q, [total_q, num_heads, head_dim]; the
             output is packed alike, and the LSE [num_heads, total_q].
         cu_seqlens_k: the same for k and v, [total_k, num_heads_kv, head_dim].
-        max_seqlen_q, max_seqlen_k: no sequence is longer; saves work that the device's lengths make moot.
+        max_seqlen_q, max_seqlen_k: no sequence is longer; saves work that the device's lengths make moot. The
+            latter also with seqused_k.
         seqused_q, seqused_k: [batch]: how many rows are in use. Queries beyond have output 0 and LSE -inf.
         leftpad_k: [batch]: rows before the first key, counted among those in use.
         page_table: [batch, pages]: k and v are pages, [pages, page size, num_heads_kv, head_dim], and a row

@@ -45,7 +45,8 @@ class Features(NamedTuple):
     dropout_p: float = 0.0
     #: int64 [1]; there when dropout_p > 0.
     dropout_seed: Tensor | None = None
-    #: int32 [batch + 1]: where the sequences of packed tensors begin; max_seqlen: the longest has no more.
+    #: int32 [batch + 1]: where the sequences of packed tensors begin; max_seqlen: the longest has no more. Of
+    #: keys also where seqused_k is given.
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
     max_seqlen_q: int | None = None

@@ -40,7 +40,7 @@ def rotary(
     check.flag("interleaved", interleaved)
     if not isinstance(positions, Tensor):
         tensors.check_dims("x", x, "batch, seqlen, num_heads, head_dim")
-        first, positions = positions, tensors.vector_of("positions", positions, x)
+        first, positions = positions, tensors.vector_of("positions", positions, x.shape[0], x.device)
         check_positions(cos, first, x.shape[1])
     output: Tensor = torch.ops.cutlass_fmha.rotary(x, cos, sin, positions, interleaved=interleaved)
     return output

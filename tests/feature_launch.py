@@ -268,7 +268,7 @@ def _params(problem: Problem, call: Call, out: Tensor, lse: Tensor | None) -> _C
     for name, tensor in (("q", call.q), ("k", call.k), ("v", call.v), ("o", out)):
         setattr(p, name, tensor.data_ptr())
         setattr(p, f"{name}_stride", _strides(tensor))
-    p.batch, p.seqlen_q, p.seqlen_k = problem.batch, problem.seqlen_q, problem.capacity
+    p.batch, p.seqlen_q, p.seqlen_k = problem.batch, problem.seqlen_q, problem.width
     p.entries_k, p.rows_k = (1 if call.k.dim() == 3 else call.k.shape[0]), call.k.shape[-3]
     p.num_heads, p.num_heads_kv = problem.num_heads, problem.num_heads_kv
     p.head_dim, p.head_dim_v = problem.head_dim, problem.head_dim_v
@@ -296,7 +296,7 @@ def _params(problem: Problem, call: Call, out: Tensor, lse: Tensor | None) -> _C
 
 def _add_strides(p: _C.AttentionParams, problem: Problem, features: dict[str, Any]) -> None:
     """How masks, biases, lists, slopes and tables lie."""
-    whole = (problem.batch, problem.num_heads, problem.seqlen_q, problem.capacity)
+    whole = (problem.batch, problem.num_heads, problem.seqlen_q, problem.width)
     for name in ("mask", "bias"):
         if (tensor := features.get(name)) is not None and tensor.numel():
             setattr(p, f"{name}_stride", tensor.expand(whole).stride())

@@ -163,6 +163,8 @@ class Maker:
             features["seqused_q"] = self.vector(lengths.used_q)
         if p.used_k:
             features["seqused_k"] = self.vector(lengths.used_k)
+        if p.is_bounded:
+            features["max_seqlen_k"] = p.width
         if p.leftpad:
             features["leftpad_k"] = self.vector(lengths.padding)
 
@@ -215,7 +217,7 @@ class Maker:
         """
         p = self.problem
         assert p.blocks is not None
-        most = -(-p.capacity // p.blocks[1])
+        most = -(-p.width // p.blocks[1])
         shape = (p.batch if "b" in p.block_dims else 1, p.num_heads if "h" in p.block_dims else 1)
         lists = (*shape, -(-p.seqlen_q // p.blocks[0]))
         beyond = [most, most + 1, 2**31 - 1] if p.blocks_beyond else []
@@ -249,7 +251,7 @@ class Maker:
 
     def shape(self, dims: str) -> tuple[int, ...]:
         p = self.problem
-        sizes = {"b": p.batch, "h": p.num_heads, "q": p.seqlen_q, "k": p.capacity}
+        sizes = {"b": p.batch, "h": p.num_heads, "q": p.seqlen_q, "k": p.width}
         return tuple(size if name in dims else 1 for name, size in sizes.items())
 
     def placed(self, x: Tensor, memory: str, guard: Any) -> Tensor:

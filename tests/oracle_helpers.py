@@ -90,7 +90,7 @@ def assert_rotated(
 
 def places(
     cache_seqlens: Tensor,
-    seqlen_new: int,
+    seqlen_new: int | list[int],
     rows: int,
     entries: int,
     cache_batch_idx: Tensor | None,
@@ -98,11 +98,11 @@ def places(
 ) -> dict[tuple[int, int], tuple[int, int]]:
     """(batch, new row) -> (entry or page of the cache, row in it), for those that have a place there.
 
-    rows: of an entry or of a page. entries: how many there are.
+    seqlen_new: of all sequences, or of each. rows: of an entry or of a page. entries: how many there are.
     """
     found = {}
     for b, first in enumerate(cache_seqlens.tolist()):
-        for i in range(seqlen_new):
+        for i in range(seqlen_new if isinstance(seqlen_new, int) else seqlen_new[b]):
             at = first + i
             if page_table is not None:
                 entry = int(page_table[b, at // rows]) if 0 <= at < rows * page_table.shape[1] else -1

@@ -78,6 +78,8 @@ class Problem:
     page_size: int = 0
     #: cache_batch_idx
     indexed: bool = False
+    #: max_seqlen_k where seqused_k is what the longest sequence of a cache goes by.
+    bounded: bool = False
     num_splits: int | None = None
     #: How what is small lies (SMALL_MEMORY), so far as it need not be contiguous.
     memory: str = "plain"
@@ -139,8 +141,17 @@ class Problem:
 
     @property
     def capacity(self) -> int:
-        """Keys that a sequence has room for: what masks and biases are as wide as."""
+        """Keys that a sequence has room for."""
         return self.pages * self.page_size if self.page_size else self.seqlen_k
+
+    @property
+    def width(self) -> int:
+        """Keys of the longest sequence, for all that the host knows: what masks and biases are as wide as."""
+        return max(self.lengths().used_k, default=0) if self.is_bounded else self.capacity
+
+    @property
+    def is_bounded(self) -> bool:
+        return self.bounded and self.used_k and not self.packed_k
 
     def call(self, dtype: torch.dtype, device: torch.device | str) -> Call:
         """The tensors, filled and laid out."""
@@ -173,7 +184,7 @@ class Problem:
 DEFAULTS = {name: entry.default for name, entry in Problem.__dataclass_fields__.items()}
 REPORTED = (
     *("window", "mask", "bias", "prefix", "blocks", "blocks_beyond", "softcap", "alibi", "sinks", "dropout"),
-    *("packed_q", "packed_k", "used_q", "used_k", "leftpad", "page_size", "indexed", "pack"),
+    *("packed_q", "packed_k", "used_q", "used_k", "leftpad", "page_size", "indexed", "pack", "bounded"),
 )
 
 
@@ -256,6 +267,7 @@ def problems(draw: st.DrawFn, longest: int = 700) -> Problem:
         memory=draw(sometimes(st.sampled_from(SMALL_MEMORY[1:]), "plain")),
         pack=draw(st.booleans()),
         seed=draw(st.integers(0, 2**16)),
+        bounded=draw(st.booleans()),
     )
     layouts = OF_EACH if has_lengths(problem) else LAYOUTS
     return replace(problem, layout=draw(st.sampled_from(layouts)))

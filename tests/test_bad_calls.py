@@ -49,6 +49,7 @@ ARRAY = np.zeros((BATCH, SEQLEN_Q, HEADS, DIM), dtype=np.float32)
 COS, SHORT_COS = torch.ones(12, DIM // 2), torch.ones(9, DIM // 2)
 TURNED = {"rotary_cos": SHORT_COS, "rotary_sin": SHORT_COS}
 NEW = torch.randn(BATCH, 2, HEADS_KV, DIM)
+PACKED_NEW = NEW.flatten(0, 1)
 LSE = torch.zeros(BATCH, HEADS, SEQLEN_Q)
 
 OPS = torch.ops.cutlass_fmha
@@ -61,6 +62,16 @@ BAD: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "with_kv_cache": (cutlass_fmha.with_kv_cache, {"q": Q, **CACHES}),
     "append": (cutlass_fmha.with_kv_cache, {"q": Q, **CACHES, "k": NEW, "v": NEW, "cache_seqlens": 3}),
     "append_kv_": (OPS.append_kv_, {**CACHES, "key": NEW, "value": NEW, "cache_seqlens": ints(0, 3)}),
+    "packed append": (
+        cutlass_fmha.with_kv_cache,
+        {"q": PACKED["q"][:4], **CACHES, "k": PACKED_NEW, "v": PACKED_NEW, "cache_seqlens": ints(0, 3)}
+        | {"cu_seqlens_q": ints(0, 1, 4)},
+    ),
+    "packed append_kv_": (
+        OPS.append_kv_,
+        {**CACHES, "key": PACKED_NEW, "value": PACKED_NEW, "cache_seqlens": ints(0, 3)}
+        | {"cu_seqlens_q": ints(0, 1, 4)},
+    ),
     "cascade": (cutlass_fmha.cascade_attention, {"q": Q, "k_shared": K[0], "v_shared": V[0], "k": K, "v": V}),
     "merge_states": (cutlass_fmha.merge_states, {"o_a": Q, "lse_a": LSE, "o_b": Q, "lse_b": LSE}),
     "rotary": (cutlass_fmha.rotary, {"x": Q, "cos": COS, "sin": COS, "positions": ints(0, 1)}),
@@ -130,7 +141,7 @@ REFUSED: Refusals = {
         ({**VARLEN, "cache_batch_idx": ints(0, 1)}, "cache_batch_idx and cu_seqlens_k exclude each"),
         ({"batch_invariant": True, "num_splits": 2}, "batch_invariant and num_splits exclude each other"),
         ({"max_seqlen_q": 6}, "max_seqlen_q is only taken with cu_seqlens_q"),
-        ({"max_seqlen_k": 6}, "max_seqlen_k is only taken with cu_seqlens_k"),
+        ({**PAGES, "max_seqlen_k": 6}, "max_seqlen_k is only taken with cu_seqlens_k or seqused_k"),
         ({**VARLEN, "layout": "bhsd"}, "layout must be .bshd. with cu_seqlens_q or cu_seqlens_k:"),
         ({**PACKED_Q, "mask": MASK}, "mask with packed sequences needs max_seqlen_q: it says"),
         ({**PACKED_K, "bias": torch.zeros(20)}, "bias with packed sequences needs max_seqlen_k"),
@@ -286,7 +297,36 @@ REFUSED: Refusals = {
         ({**TURNED, "cache_seqlens": 4, "causal": True}, "rotary_cos has positions 0 .* row has position 9"),
         ({**TURNED, "rotary_seqlens": 2**31}, "rotary_seqlens must fit in 32 bits, got 2147483648"),
     ],
+    ("packed append", TypeError): [
+        ({"cu_seqlens_q": [0, 1, 4]}, "cu_seqlens_q must be a torch.Tensor or None, got list"),
+    ],
+    ("packed append", ValueError): [
+        ({"q": Q}, r"q must have 3 dimensions, \[total_q, num_heads, head_dim\], got shape \(2, 6, 4, 16\)"),
+        ({"k": NEW}, r"k must have 3 dimensions, \[total_q, num_heads_kv, head_dim\], got shape"),
+        ({"k": PACKED_NEW[1:]}, "k must be packed as q, with 4 rows, got 3: cu_seqlens_q is about both"),
+        ({"v": PACKED_NEW[1:]}, "value must have key's shape but for the last dimension"),
+        ({"v": NEW}, r"value must have 3 dimensions, \[total_q, num_heads_kv, head_dim\]"),
+        ({"cu_seqlens_q": ints(0, 1, 4).long()}, "cu_seqlens_q must be int32, got int64"),
+        ({"cu_seqlens_q": CU_Q[None]}, r"cu_seqlens_q must have shape \[batch \+ 1\], got \(1, 3\)"),
+        ({"cu_seqlens_q": ints()}, r"cu_seqlens_q must have shape \[batch \+ 1\], got \(0,\)"),
+        ({"cu_seqlens_q": ints(0, 0, 1, 1, 4)[::2]}, "cu_seqlens_q must be contiguous: pass cu_seqlens_q"),
+        ({"cu_seqlens_q": ints(0, 4)}, r"cache_seqlens must have shape \(1,\), got \(2,\)"),
+        ({"cu_seqlens_q": ints(0, 4), "cache_seqlens": 3}, "k_cache must have cu_seqlens_q's batch size 1"),
+        (
+            {"max_seqlen_k": 4, "cache_seqlens": ..., "k": ..., "v": ...},
+            "max_seqlen_k is only taken with cach",
+        ),
+        ({"cu_seqlens_q": ...}, "q must have 4 dimensions"),
+        ({"cache_seqlens": 11}, "cache_seqlens must leave room for 0 new rows among the 10 .* got 11"),
+        ({**TURNED, "cache_seqlens": 9}, "rotary_cos has positions 0 to 8, and a row has position 9"),
+    ],
+    ("packed append_kv_", ValueError): [
+        ({"key": NEW}, r"key must have 3 dimensions, \[total_q, num_heads_kv, head_dim\]"),
+        ({"query": PACKED["q"], **TURNED}, "query must have key's total_q 4 and head_dim 16, got 12 and 16"),
+        ({"query": Q, **TURNED}, r"query must have 3 dimensions, \[total_q, num_heads, head_dim\]"),
+    ],
     ("with_kv_cache", ValueError): [
+        ({"max_seqlen_q": 4}, "max_seqlen_q is only taken with cu_seqlens_q"),
         ({"cache_seqlens": ints(3)}, r"cache_seqlens must have shape \(2,\), got \(1,\)"),
         ({"k_cache": K.half()}, "k_cache must have q's dtype float32, got float16"),
         ({"v_cache": V[:, :3]}, "v_cache must have k_cache's seqlen 10, got 3"),
@@ -431,6 +471,7 @@ REFUSED_ON_CPU: Refusals = {
         ({**VARLEN, "cu_seqlens_k": ints(0, 10, 9)}, r"cu_seqlens_k must rise from 0 to .* got \[0, 10, 9\]"),
         ({**VARLEN, "cu_seqlens_q": ints(-1, 6, 12)}, "cu_seqlens_q must rise from 0 to 12 at most"),
         ({**VARLEN, "max_seqlen_q": 5}, "max_seqlen_q is 5, and cu_seqlens_q has a sequence of 6"),
+        ({"seqused_k": ints(3, 6), "max_seqlen_k": 5}, "max_seqlen_k is 5, and seqused_k has a sequence of"),
         ({"seqused_k": ints(3, -1)}, "seqused_k must hold numbers of 0 or more, got -1"),
         ({"seqused_q": ints(-3, 1)}, "seqused_q must hold numbers of 0 or more, got -3"),
         ({"leftpad_k": ints(3, -1)}, "leftpad_k must hold numbers of 0 or more, got -1"),
@@ -455,6 +496,19 @@ REFUSED_ON_CPU: Refusals = {
         ({"positions": ints(0, -1)}, "rotary_cos has positions 0 to 11, and a row has position -1"),
     ],
     ("forward", UnsupportedError): [({"row": "fwd"}, "row fwd is a CUDA kernel")],
+    ("packed append", ValueError): [
+        ({"cu_seqlens_q": ints(0, 1, 5)}, r"cu_seqlens_q must rise from 0 to 4 at most, got \[0, 1, 5\]"),
+        ({"cu_seqlens_q": ints(0, 4, 1)}, r"cu_seqlens_q must rise from 0 to 4 at most, got \[0, 4, 1\]"),
+        ({"cu_seqlens_q": ints(-1, 1, 4)}, "cu_seqlens_q must rise from 0 to 4 at most"),
+        ({"cache_seqlens": 8}, "leave room for 3 new rows among the 10 .* got 8"),
+        ({**TURNED, "cache_seqlens": 7}, "rotary_cos has positions 0 to 8, and a row has position 9"),
+    ],
+    ("packed append_kv_", ValueError): [
+        (
+            {"cu_seqlens_q": ints(0, 1, 4).to("meta")},
+            "cu_seqlens_q must be on k_cache's device cpu, got meta",
+        ),
+    ],
     ("append_kv_", ValueError): [
         ({"cache_seqlens": ints(3, 9)}, "leave room for 2 new rows among the 10 .* got 9"),
         ({"cache_seqlens": ints(3, -1)}, "leave room for 2 new rows among the 10 .* got -1"),

@@ -180,6 +180,24 @@ def test_append_is_told_addresses_and_strides(told: Told):
     assert (p.rotary.interleaved, p.rotary.float32, p.query.x) == (True, True, 0)
 
 
+def test_append_is_told_what_packed_rows_are(told: Told):
+    caches = torch.zeros(9, 32, 2, 16), torch.zeros(9, 32, 2, 8)
+    key, value, query = torch.zeros(7, 2, 16), torch.zeros(7, 2, 8), torch.zeros(6, 7, 16).transpose(0, 1)
+    begins, lengths, slots, cos = ints(0, 1, 1, 7), ints(1, 2, 3), ints(5, 0, 7), torch.zeros(50, 8)
+    rotated, used = append_kv._cuda(
+        *caches, key, value, lengths, query=query, rotary_cos=cos, rotary_sin=cos, cache_batch_idx=slots,
+        cu_seqlens_q=begins,
+    )  # fmt: skip
+    p = told.only(f"append_sm{ARCH}_f32")
+    assert rotated.shape == query.shape and rotated.is_contiguous() and used.shape == (3,)
+    assert fields(p, "batch", "seqlen_new", "num_heads_kv", "head_dim", "head_dim_v") == (1, 7, 2, 16, 8)
+    assert (p.k_stride, p.v_stride) == ((0, 32, 16), (0, 16, 8))
+    assert fields(p.query, "batch", "seqlen", "num_heads", "head_dim") == (1, 7, 6, 16)
+    assert (p.query.x_stride, p.query.out_stride) == ((0, 16, 112), (672, 96, 16))
+    for params in (p, p.query):
+        assert fields(params, "cu_seqlens", "sequences") == (begins.data_ptr(), 3)
+
+
 def test_nothing_to_append_still_gives_lengths(told: Told):
     empty = torch.zeros(3, 0, 2, 16)
     caches = torch.zeros(3, 32, 2, 16), torch.zeros(3, 32, 2, 16)

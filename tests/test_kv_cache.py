@@ -7,6 +7,8 @@ from typing import Any
 import oracle_features
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from oracle_helpers import places, rotate
 from tensors import ints, randn
 from torch import Tensor
@@ -139,6 +141,75 @@ def test_a_step_is_attention_over_old_and_new_keys(kind: str, causal: bool, seql
         oracle_features.compare(output[one], lse[one], q[one], k, v, causal=name).check()
 
 
+SIDES = st.one_of(st.none(), st.integers(0, 9))
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 18)), min_size=1, max_size=5),
+    kind=st.sampled_from(KINDS),
+    dtype=st.sampled_from(DTYPES),
+    around=st.tuples(st.integers(0, 2), st.integers(0, 2)),
+    laid=st.sampled_from(("contiguous", "heads first", "wider", "one row for all")),
+    rotated=st.sampled_from((None, "cache_seqlens", "rotary_seqlens")),
+    padded=st.booleans(),
+    appended=st.booleans(),
+    bounded=st.booleans(),
+    options=st.fixed_dictionaries(
+        {"causal": st.sampled_from((False, True, "top-left"))},
+        optional={
+            "window": st.tuples(SIDES, SIDES),
+            "softcap": st.just(3.0),
+            "num_splits": st.integers(1, 4),
+        },
+    ),
+)
+def test_a_packed_step_is_that_of_each_sequence_alone(
+    lengths, kind, dtype, around, laid, rotated, padded, appended, bounded, options
+):
+    """Bit for bit, in the cache and in what is returned. Rows around the sequences are nobody's."""
+    counts, before = zip(*lengths, strict=True)
+    cache, alone = Cache(kind, dtype, 8, len(lengths)), Cache(kind, dtype, 8, len(lengths))
+    begins = ints(around[0], *(around[0] + sum(counts[: b + 1]) for b in range(len(counts))))
+    rows = sum(counts) + sum(around)
+
+    def packed(heads: int, dim: int, seed: int) -> Tensor:
+        if laid == "heads first":
+            return randn(heads, rows, dim, dtype=dtype, seed=seed).transpose(0, 1)
+        if laid == "one row for all":
+            return randn(1, heads, dim, dtype=dtype, seed=seed).expand(rows, -1, -1)
+        return randn(rows, heads, dim + 8 * (laid == "wider"), dtype=dtype, seed=seed)[..., :dim]
+
+    q, k, v = packed(6, 16, 7), packed(2, 16, 8), packed(2, 8, 9)
+    used = ints(*before)
+    vectors = {"cache_seqlens": used}
+    if padded:
+        vectors["leftpad_k"] = ints(*(length // 2 for length in before))
+    if rotated and appended:
+        options |= dict(zip(("rotary_cos", "rotary_sin"), angles(40, 8), strict=True))
+        if rotated == "rotary_seqlens":
+            vectors["rotary_seqlens"] = ints(*(30 - n for n in counts))
+    bounds = {"max_seqlen_q": max(counts)} if bounded else {}
+    if bounded:
+        bounds["max_seqlen_k"] = max(a + b * appended for b, a in lengths)
+    new = (k, v) if appended else ()
+    output, lse = with_kv_cache(
+        q, cache.k_cache, cache.v_cache, *new, **vectors, **cache.places, cu_seqlens_q=begins, **bounds,
+        **options, return_lse=True,
+    )  # fmt: skip
+    assert output.shape == (rows, 6, 8) and lse.shape == (6, rows)
+    places = alone.places or {"cache_batch_idx": torch.arange(len(lengths), dtype=torch.int32)}
+    for b in range(len(lengths)):
+        own = slice(int(begins[b]), int(begins[b + 1]))
+        one = {name: x[b : b + 1] for name, x in (vectors | places).items()}
+        expected = with_kv_cache(
+            q[None, own], alone.k_cache, alone.v_cache, *(x[None, own] for x in new), **one, **options,
+            return_lse=True,
+        )  # fmt: skip
+        assert torch.equal(output[own], expected[0][0]) and torch.equal(lse[:, own], expected[1][0])
+    assert torch.equal(cache.k_cache, alone.k_cache) and torch.equal(cache.v_cache, alone.v_cache)
+
+
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (5, -1)}, {"window": (-1, None)}])
 def test_a_rotated_step(options: dict[str, Any]):
     cache, cos, sin = Cache("contiguous"), *angles(24, 16)
@@ -240,6 +311,9 @@ def test_opcheck_passes():
         torch.library.opcheck(append_kv_.default, tensors, cache.places)
         rotation = {"query": randn(3, 2, 6, 16), "rotary_cos": cos, "rotary_sin": sin}
         torch.library.opcheck(append_kv_.default, tensors, cache.places | rotation)
+        packed = {"cu_seqlens_q": ints(0, 4, 4, 15), "query": randn(15, 6, 16)}
+        tensors = (*tensors[:2], x.flatten(0, 1), randn(15, 2, 16), ints(0, 5, 9))
+        torch.library.opcheck(append_kv_.default, tensors, cache.places | rotation | packed)
 
 
 def test_who_saved_a_cache_is_told_that_it_changed():
@@ -251,14 +325,19 @@ def test_who_saved_a_cache_is_told_that_it_changed():
         product.sum().backward()
 
 
-def test_a_step_compiles_whole_and_writes_the_cache():
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_step_compiles_whole_and_writes_the_cache(packed: bool):
     cache, other, (cos, sin) = Cache("pages"), Cache("pages"), angles(24, 16)
     q, key, value = randn(3, 2, 6, 16, seed=7), randn(3, 2, 2, 16, seed=8), randn(3, 2, 2, 16, seed=9)
+    options = dict(cache.places)
+    if packed:
+        q, key, value = q.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
+        options |= {"cu_seqlens_q": ints(0, 1, 5, 6), "max_seqlen_q": 4, "max_seqlen_k": 21}
 
     def step(k_cache: Tensor, v_cache: Tensor, lengths: Tensor) -> Tensor:
         output = with_kv_cache(
             q, k_cache, v_cache, key, value, rotary_cos=cos, rotary_sin=sin, cache_seqlens=lengths,
-            causal=True, **cache.places,
+            causal=True, **options,
         )  # fmt: skip
         assert isinstance(output, Tensor)
         return output + k_cache.sum()

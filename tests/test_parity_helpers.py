@@ -6,6 +6,7 @@ through the ops, which pack what the kernels read.
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from typing import Any
@@ -349,9 +350,21 @@ def test_a_position_without_an_angle_becomes_nan(dtype: torch.dtype):
 class Append:
     """A cache inside of buffers of NaN, and one call that appends to it."""
 
-    def __init__(self, kind: str, dtype: torch.dtype, head_dim: int, head_dim_v: int, layout: str) -> None:
-        batch, seqlen_new, heads = 3, 5, 2
-        entries, rows = {"contiguous": (batch, 24), "entries": (7, 24), "pages": (11, 16)}[kind]
+    def __init__(
+        self,
+        kind: str,
+        dtype: torch.dtype,
+        head_dim: int,
+        head_dim_v: int,
+        layout: str,
+        begins: tuple[int, ...] | None = None,
+    ) -> None:
+        """begins: where the sequences of packed rows begin, of ROWS rows."""
+        batch, heads = 3 if begins is None else len(begins) - 1, 2
+        self.lengths = [5] * 3 if begins is None else [b - a for a, b in itertools.pairwise(begins)]
+        self.begins = begins
+        sizes = {"contiguous": (batch, 24), "entries": (batch + 4, 24), "pages": (3 * batch + 2, 16)}
+        entries, rows = sizes[kind]
         order = torch.randperm(entries, generator=torch.Generator().manual_seed(3)).to(torch.int32)
         self.places: dict[str, Tensor] = {}
         if kind == "entries":
@@ -364,10 +377,16 @@ class Append:
         self.caches = [
             self._cache(entries, rows, heads, dim, dtype, layout) for dim in (head_dim, head_dim_v)
         ]
-        shapes = (batch, seqlen_new, heads)
-        self.key = laid_out(randn(*shapes, head_dim, dtype=dtype, seed=4), layout)
-        self.value = laid_out(randn(*shapes, head_dim_v, dtype=dtype, seed=5), layout)
+        shape = (batch, 5, heads) if begins is None else (ROWS, heads)
+        self.key = laid_out(randn(*shape, head_dim, dtype=dtype, seed=4), layout)
+        self.value = laid_out(randn(*shape, head_dim_v, dtype=dtype, seed=5), layout)
         self.rows, self.entries = rows, entries
+        if begins is not None:
+            self.places["cu_seqlens_q"] = int32(*begins)
+
+    def at(self, b: int, i: int) -> Any:
+        """Where the new row i of a sequence stands."""
+        return (b, i) if self.begins is None else self.begins[b] + i
 
     @staticmethod
     def _cache(entries: int, rows: int, heads: int, dim: int, dtype: torch.dtype, layout: str) -> gpu.Guarded:
@@ -388,7 +407,7 @@ class Append:
         given = {name: tensor.cpu() for name, tensor in self.places.items()}
         found = places(
             cache_seqlens.cpu(),
-            5,
+            self.lengths,
             self.rows,
             self.entries,
             given.get("cache_batch_idx"),
@@ -402,7 +421,7 @@ class Append:
             is_new = ~cache.view.isnan().all(-1).all(-1)
             assert torch.equal(is_new.cpu(), written)
         for (b, i), (entry, row) in found.items():
-            assert torch.equal(bits(self.caches[1].view[entry, row]), bits(self.value[b, i]))
+            assert torch.equal(bits(self.caches[1].view[entry, row]), bits(self.value[self.at(b, i)]))
         return found
 
 
@@ -420,6 +439,45 @@ def test_append(dims: tuple[int, int], kind: str, dtype: torch.dtype):
         assert rotated.shape == (0,) and lengths.tolist() == [0, 6, 19]
         for (b, i), place_of_row in append.check_places(lengths).items():
             assert torch.equal(bits(append.caches[0].view[place_of_row]), bits(append.key[b, i]))
+
+
+#: Of packed rows.
+ROWS = 13
+#: Sequences of several rows, of one, of none; rows before, behind, and only those.
+PACKED = ((0, 5, 5, 13), (2, 3, 3, 3, 8, 9), (0, 0, 0, 0), tuple(range(14)), (13, 13), (0, 13), (4,))
+
+
+@by_dtype
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dims", [(64, 64), (40, 50)])
+def test_append_packed_rows(dims: tuple[int, int], kind: str, dtype: torch.dtype):
+    for begins, layout in itertools.product(PACKED, ("packed", "odd", "bhsd")):
+        append = Append(kind, dtype, *dims, layout, begins)
+        lengths = int32(*itertools.islice(itertools.cycle((0, 6, 9)), len(begins) - 1))
+        query, (cos, sin) = randn(ROWS, 6, dims[0], dtype=dtype, seed=6), table(40, 24, torch.float32)
+        for advance in (True, False):
+            rotated, used = append.run(
+                lengths, query=laid_out(query, layout), advance_query=advance, rotary_cos=cos, rotary_sin=sin
+            )
+            assert used.tolist() == [a + b for a, b in zip(lengths.tolist(), append.lengths, strict=True)]
+            for (b, i), place_of_row in append.check_places(lengths).items():
+                at, position = append.at(b, i), lengths[b : b + 1].cpu()[:, None]
+                written = append.caches[0].view[place_of_row][None, None]
+                key = append.key[at][None, None]
+                assert_rotated(*(t.cpu() for t in (written, key, cos, sin)), position + i, False)
+                turned = rotated[at][None, None], query[at][None, None]
+                position = position + i if advance else position
+                assert_rotated(*(t.cpu() for t in (*turned, cos, sin)), position, False)
+
+
+@kernels_only
+def test_packed_rows_of_numbers_that_mean_nothing_go_nowhere():
+    """What cu_seqlens holds on a GPU is the caller's; nothing is written outside of the cache."""
+    for begins in ((0, -5, 2**31 - 1, 13), (9, 4, 2, 0), (-(2**31), 2**31 - 1, 7, 3)):
+        append = Append("contiguous", torch.float16, 64, 64, "packed", (0, 5, 5, 13))
+        append.places["cu_seqlens_q"] = int32(*begins)
+        append.run(int32(0, 20, 2**31 - 1))
+        assert all(cache.intact() for cache in append.caches)
 
 
 @by_dtype

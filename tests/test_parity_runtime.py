@@ -216,6 +216,61 @@ def test_autocast_leaves_a_cache_as_it_is(dtype: torch.dtype):
     assert torch.equal(caches[0], caches[2]) and torch.equal(caches[1], caches[3])
 
 
+def test_a_packed_step_in_a_graph_follows_its_lengths():
+    """As serving engines replay it: prompts, parts of them, single tokens, in pages, at most so many rows."""
+    rows, sequences, pages, page_size, heads, heads_kv, dim = 24, 4, 12, 16, 8, 2, 64
+    generator = torch.Generator(DEVICE).manual_seed(3)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=DEVICE).to(torch.bfloat16)
+
+    def ints(numbers: list[int]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
+
+    q, k, v = randn(rows, heads, dim), randn(rows, heads_kv, dim), randn(rows, heads_kv, dim)
+    caches = [randn(pages, page_size, heads_kv, dim) for _ in range(2)]
+    cos, sin = randn(48, dim // 2).float(), randn(48, dim // 2).float()
+    given = {
+        "cu_seqlens_q": ints([0] * (sequences + 1)),
+        "cache_seqlens": ints([0] * sequences),
+        "page_table": ints([0] * pages).view(sequences, -1),
+    }
+
+    def step(k_cache: Tensor, v_cache: Tensor, given: dict[str, Tensor]) -> Tensor:
+        output = cutlass_fmha.with_kv_cache(
+            q, k_cache, v_cache, k, v, rotary_cos=cos, rotary_sin=sin, causal=True, max_seqlen_q=rows,
+            max_seqlen_k=48, **given,
+        )  # fmt: skip
+        assert isinstance(output, Tensor)
+        return output
+
+    step(*caches, given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = step(*caches, given)
+    for begins, used in (([0, 1, 2, 3, 4], [5, 40, 0, 17]), ([0, 20, 20, 21, 24], [0, 3, 33, 44])):
+        order = torch.randperm(pages, generator=generator, device=DEVICE)
+        for tensor, value in zip(given.values(), (ints(begins), ints(used), order.view(4, -1)), strict=True):
+            tensor.copy_(value)
+        expected = [cache.clone() for cache in caches]
+        found = step(*expected, {name: tensor.clone() for name, tensor in given.items()})
+        graph.replay()
+        assert torch.equal(output[: begins[-1]], found[: begins[-1]])
+        assert all(torch.equal(one, other) for one, other in zip(caches, expected, strict=True))
+        for b in range(sequences):
+            own, alone = slice(begins[b], begins[b + 1]), slice(b, b + 1)
+            if begins[b + 1] == begins[b]:
+                continue
+            single = {"cache_seqlens": ints(used[b : b + 1]), "page_table": given["page_table"][alone]}
+            written = [cache.clone() for cache in caches]
+            one = cutlass_fmha.with_kv_cache(
+                q[None, own], *written, k[None, own], v[None, own], rotary_cos=cos, rotary_sin=sin,
+                causal=True, **single,
+            )  # fmt: skip
+            torch.testing.assert_close(output[own], one[0], rtol=2e-2, atol=2e-2)
+            assert all(torch.equal(x, y) for x, y in zip(caches, written, strict=True)), "as it is already"
+
+
 # ---- errors ------------------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ Inputs are made and results compared there, so that next to no kernel but ours r
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -155,16 +156,19 @@ def rotate(dtype: torch.dtype) -> None:
 
 def append(dtype: torch.dtype) -> None:
     op = torch.ops.cutlass_fmha.append_kv_
-    for head_dim, dim in ((64, 64), (50, 22)):
+    for (head_dim, dim), packed in itertools.product(((64, 64), (50, 22)), (False, True)):
         key, value = (_randn(3, 5, 2, head_dim, dtype=dtype, seed=seed) for seed in (4, 5))
         query = _randn(3, 5, 4, head_dim, dtype=dtype, seed=6)
         lengths = torch.tensor([0, 6, 19], dtype=torch.int32)
         table = torch.randperm(9, generator=torch.Generator().manual_seed(3)).to(torch.int32).view(3, 3)
         cos, sin = turns(dtype, dim)
+        begins = {"cu_seqlens_q": torch.tensor([0, 9, 9, 15], dtype=torch.int32)} if packed else {}
+        if packed:
+            key, value, query = (x.flatten(0, 1) for x in (key, value, query))
         results = []
         for where in (_there, lambda x: x):
             caches = [where(torch.zeros(9, 16, 2, head_dim, dtype=dtype)) for _ in range(2)]
-            given = {"query": query, "rotary_cos": cos, "rotary_sin": sin, "page_table": table}
+            given = {"query": query, "rotary_cos": cos, "rotary_sin": sin, "page_table": table, **begins}
             rotated, used = op(
                 *caches, *(where(x) for x in (key, value, lengths)),
                 **{name: where(x) for name, x in given.items()},

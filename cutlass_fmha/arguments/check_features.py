@@ -24,7 +24,6 @@ _CONTRADICTIONS = (
 # An argument that means nothing without another one.
 _NEEDS = (
     ("max_seqlen_q", "cu_seqlens_q"),
-    ("max_seqlen_k", "cu_seqlens_k"),
     ("block_counts", "block_indices"),
     ("block_indices", "block_counts"),
 )
@@ -65,6 +64,8 @@ def _check_combinations(features: Features) -> None:
     for one, other in _NEEDS:
         if getattr(features, one) is not None and getattr(features, other) is None:
             raise ValueError(f"{one} is only taken with {other}")
+    if features.max_seqlen_k is not None and features.cu_seqlens_k is None and features.seqused_k is None:
+        raise ValueError("max_seqlen_k is only taken with cu_seqlens_k or seqused_k")
     if features.batch_invariant and features.num_splits is not None:
         raise ValueError(
             "batch_invariant and num_splits exclude each other: batch_invariant fixes the split itself"
@@ -161,7 +162,7 @@ def _batch(q: Tensor, k: Tensor, features: Features, names: Triple) -> int:
     if cu_seqlens is None:
         batch = q.shape[0]
     else:
-        _check_vector("cu_seqlens_q", cu_seqlens, None)
+        check_vector("cu_seqlens_q", cu_seqlens, None)
         batch = cu_seqlens.shape[0] - 1
     own_rows = features.page_table is None and features.cu_seqlens_k is None
     if own_rows and features.cache_batch_idx is None and k.shape[0] != batch:
@@ -178,9 +179,12 @@ def _seqlens(q: Tensor, k: Tensor, features: Features, names: Triple) -> tuple[i
         _check_table(features.page_table)
         page_size = k.shape[1]
         check.page_size(names[1], page_size)
-        seqlen_k: int | None = features.page_table.shape[1] * page_size
+        capacity: int | None = features.page_table.shape[1] * page_size
     else:
-        seqlen_k = k.shape[1] if features.cu_seqlens_k is None else features.max_seqlen_k
+        capacity = k.shape[1] if features.cu_seqlens_k is None else None
+    seqlen_k, longest = capacity, features.max_seqlen_k
+    if longest is not None:
+        seqlen_k = longest if capacity is None else torch.sym_min(capacity, longest)
     # Without a word about the longest sequence, it has all the rows that there are.
     seqlen_q = q.shape[0] if seqlen_q is None else seqlen_q
     seqlen_k = k.shape[0] if seqlen_k is None else seqlen_k
@@ -195,7 +199,7 @@ def _seqlens(q: Tensor, k: Tensor, features: Features, names: Triple) -> tuple[i
 # ---- lengths, pages ----------------------------------------------------------------------------------------
 
 
-def _check_vector(name: str, vector: Tensor, length: int | None) -> None:
+def check_vector(name: str, vector: Tensor, length: int | None) -> None:
     """int32 [length], contiguous; with ``length`` None, of one element at least."""
     if vector.dtype != torch.int32:
         raise ValueError(f"{name} must be int32, got {dtype_name(vector.dtype)}")
@@ -218,7 +222,7 @@ def _check_table(table: Tensor) -> None:
 def _check_lengths(features: Features, sizes: Sizes) -> None:
     batch = sizes.batch
     if features.cu_seqlens_k is not None:
-        _check_vector("cu_seqlens_k", features.cu_seqlens_k, batch + 1)
+        check_vector("cu_seqlens_k", features.cu_seqlens_k, batch + 1)
     if features.page_table is not None and features.page_table.shape[0] != batch:
         raise ValueError(
             f"page_table must have a row for each of {batch} sequences, got shape "
@@ -226,7 +230,7 @@ def _check_lengths(features: Features, sizes: Sizes) -> None:
         )
     for name in ("seqused_q", "seqused_k", "leftpad_k", "cache_batch_idx", "prefix_lengths"):
         if (vector := getattr(features, name)) is not None:
-            _check_vector(name, vector, batch)
+            check_vector(name, vector, batch)
 
 
 # ---- masks and scores --------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ from cutlass_fmha.arguments import check
 from cutlass_fmha.arguments.check import CPU_DTYPES, CUDA_DTYPES
 
 
-def vector_of(name: str, value: Any, like: Tensor) -> Tensor:
-    """A number for each sequence of ``like``, [batch, ...]: the tensor, or an int32 one of the int."""
+def vector_of(name: str, value: Any, batch: int, device: torch.device) -> Tensor:
+    """A number for each sequence: the tensor, or an int32 one of the int."""
     if isinstance(value, Tensor):
         return value
     number: Any = value
@@ -22,7 +22,7 @@ def vector_of(name: str, value: Any, like: Tensor) -> Tensor:
         raise TypeError(f"{name} must be an int32 tensor [batch] or an int, got {type(value).__name__}")
     if not -(2**31) <= number < 2**31:
         raise ValueError(f"{name} must fit in 32 bits, got {number}")
-    vector: Tensor = torch.full((like.shape[0],), number, dtype=torch.int32, device=like.device)
+    vector: Tensor = torch.full((batch,), number, dtype=torch.int32, device=device)
     return vector
 
 

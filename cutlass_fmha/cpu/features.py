@@ -231,7 +231,13 @@ def check_contents(query: Tensor, key: Tensor, features: Features, sizes: Sizes)
     read."""
     for side, tensor, longest in (("q", query, sizes.seqlen_q), ("k", key, sizes.seqlen_k)):
         if (starts := getattr(features, f"cu_seqlens_{side}")) is not None:
-            _check_starts(f"cu_seqlens_{side}", starts, tensor.shape[0], f"max_seqlen_{side}", longest)
+            check_starts(f"cu_seqlens_{side}", starts, tensor.shape[0])
+            _check_longest(f"max_seqlen_{side}", longest, f"cu_seqlens_{side}", starts.diff())
+    if features.seqused_k is not None and features.cu_seqlens_k is None and features.max_seqlen_k is not None:
+        capacity = (
+            features.page_table.shape[1] * key.shape[1] if features.page_table is not None else key.shape[1]
+        )
+        _check_longest("max_seqlen_k", sizes.seqlen_k, "seqused_k", features.seqused_k.clamp_max(capacity))
     for name in ("seqused_q", "seqused_k", "leftpad_k", "prefix_lengths"):
         _check_range(name, getattr(features, name), None)
     _check_range("cache_batch_idx", features.cache_batch_idx, key.shape[0])
@@ -251,10 +257,12 @@ def check_contents(query: Tensor, key: Tensor, features: Features, sizes: Sizes)
             raise ValueError("block_indices must ascend")
 
 
-def _check_starts(name: str, starts: Tensor, total: int, bound: str, longest: int) -> None:
-    lengths = starts.diff()
-    if starts[0] < 0 or starts[-1] > total or (lengths < 0).any():
+def check_starts(name: str, starts: Tensor, total: int) -> None:
+    if starts[0] < 0 or starts[-1] > total or (starts.diff() < 0).any():
         raise ValueError(f"{name} must rise from 0 to {total} at most, got {starts.tolist()}")
+
+
+def _check_longest(bound: str, longest: int, name: str, lengths: Tensor) -> None:
     if (lengths > longest).any():
         raise ValueError(f"{bound} is {longest}, and {name} has a sequence of {int(lengths.max())}")
 

@@ -87,7 +87,7 @@ def describe(
         else _mean(q, k, features, sizes),
     )
     if features.batch_invariant:
-        problem = for_one_sequence(problem, features)
+        problem = for_one_sequence(problem, features, k)
     return Call(problem, sizes, strides, features, causal)  # type: ignore[arg-type]
 
 
@@ -174,7 +174,7 @@ def _features_of(features: Features, window: tuple[int, int] | None) -> tuple[st
     return tuple(name for name in FEATURES if name in asked)
 
 
-def for_one_sequence(problem: Problem, features: Features) -> Problem:
+def for_one_sequence(problem: Problem, features: Features, k: Tensor) -> Problem:
     """The problem that ``batch_invariant`` is planned by: one sequence, of a length that no batch decides.
 
     A batch's longest sequence must not decide for the others, so that packed queries are planned as one fixed
@@ -186,4 +186,6 @@ def for_one_sequence(problem: Problem, features: Features) -> Problem:
         problem = replace(problem, seqlen_q=INVARIANT_SEQLEN_Q)
     if features.cu_seqlens_k is not None or features.page_table is not None:
         problem = replace(problem, seqlen_k=INVARIANT_SEQLEN_K)
+    elif features.max_seqlen_k is not None:
+        problem = replace(problem, seqlen_k=k.shape[1])
     return problem

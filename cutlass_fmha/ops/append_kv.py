@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from cutlass_fmha import _C, autocast, private_torch
-from cutlass_fmha.arguments import check, tensors
+from cutlass_fmha.arguments import check, check_features, tensors
+from cutlass_fmha.cpu.features import check_starts
 from cutlass_fmha.launch import helpers
 from cutlass_fmha.launch.plan import kept
 from cutlass_fmha.ops import dispatcher
@@ -19,7 +20,8 @@ SCHEMA = (
     "append_kv_(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor key, Tensor value, Tensor cache_seqlens, *, "
     "Tensor? query=None, bool advance_query=True, Tensor? rotary_cos=None, Tensor? rotary_sin=None, "
     "bool rotary_interleaved=False, Tensor? rotary_seqlens=None, Tensor? cache_batch_idx=None, "
-    "Tensor? page_table=None, Tensor? leftpad_k=None) -> (Tensor rotated_query, Tensor seqused_k)"
+    "Tensor? page_table=None, Tensor? leftpad_k=None, Tensor? cu_seqlens_q=None) "
+    "-> (Tensor rotated_query, Tensor seqused_k)"
 )
 
 
@@ -40,7 +42,7 @@ def check_room(cache_seqlens: int, seqlen_new: int, capacity: int) -> None:
 
 
 class Append(NamedTuple):
-    """The arguments of the op ``append_kv_``."""
+    """The arguments of the op ``append_kv_``. With cu_seqlens_q key, value and query are packed alike."""
 
     k_cache: Tensor
     v_cache: Tensor
@@ -56,6 +58,21 @@ class Append(NamedTuple):
     cache_batch_idx: Tensor | None = None
     page_table: Tensor | None = None
     leftpad_k: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+
+    @property
+    def batch(self) -> int:
+        return self.key.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
+
+    @property
+    def seqlen_new(self) -> Tensor | int:
+        """Of each sequence."""
+        return self.key.shape[1] if self.cu_seqlens_q is None else self.cu_seqlens_q.diff()
+
+    @property
+    def axes(self) -> str:
+        """Of new rows, but for the heads."""
+        return "batch, seqlen_new" if self.cu_seqlens_q is None else "total_q"
 
     @property
     def capacity(self) -> int:
@@ -99,7 +116,9 @@ def _check(a: Append) -> None:
         tensors.check_dims(name, cache, f"{axes}, num_heads_kv, head_dim")
     new = {"key": a.key, "value": a.value}
     for name, rows in new.items():
-        tensors.check_dims(name, rows, "batch, seqlen_new, num_heads_kv, head_dim")
+        tensors.check_dims(name, rows, f"{a.axes}, num_heads_kv, head_dim")
+    if a.cu_seqlens_q is not None:
+        check_features.check_vector("cu_seqlens_q", a.cu_seqlens_q, None)
     query = {} if a.query is None else {"query": a.query}
     tensors.check_alike({**caches, **new, **query})
     for name, cache in caches.items():
@@ -115,21 +134,21 @@ def _check_sizes(a: Append) -> None:
         ("v_cache", a.v_cache, "k_cache", a.k_cache),
         ("value", a.value, "key", a.key),
     ):
-        if tensor.shape[:3] != other.shape[:3]:
+        if tensor.shape[:-1] != other.shape[:-1]:
             raise ValueError(
                 f"{name} must have {other_name}'s shape but for the last dimension, "
-                f"{tuple(other.shape[:3])}, got {tuple(tensor.shape[:3])}"
+                f"{tuple(other.shape[:-1])}, got {tuple(tensor.shape[:-1])}"
             )
     for name, rows, cache_name, cache in (
         ("key", a.key, "k_cache", a.k_cache),
         ("value", a.value, "v_cache", a.v_cache),
     ):
-        if rows.shape[2:] != cache.shape[2:]:
+        if rows.shape[-2:] != cache.shape[2:]:
             raise ValueError(
                 f"{name} must have {cache_name}'s heads and head_dim {tuple(cache.shape[2:])}, "
-                f"got {tuple(rows.shape[2:])}"
+                f"got {tuple(rows.shape[-2:])}"
             )
-    if max(a.capacity, a.key.shape[1], a.k_cache.shape[0]) > check.MAX_SEQLEN:
+    if max(a.capacity, a.key.shape[-3], a.k_cache.shape[0]) > check.MAX_SEQLEN:
         raise ValueError(
             f"k_cache must have sizes of 2**29 at most, got {tuple(a.k_cache.shape)} for {a.capacity} rows "
             "of a sequence"
@@ -138,19 +157,21 @@ def _check_sizes(a: Append) -> None:
 
 def _check_places(a: Append) -> None:
     """Which rows of the cache are a sequence's."""
-    batch = a.key.shape[0]
+    batch = a.batch
     vectors = {
         "cache_seqlens": a.cache_seqlens,
         "cache_batch_idx": a.cache_batch_idx,
         "leftpad_k": a.leftpad_k,
         "rotary_seqlens": a.rotary_seqlens,
     }
-    tensors.check_device("k_cache", a.k_cache, {**vectors, "page_table": a.page_table})
+    others = {"page_table": a.page_table, "cu_seqlens_q": a.cu_seqlens_q}
+    tensors.check_device("k_cache", a.k_cache, {**vectors, **others})
     tensors.check_vectors(vectors, batch)
     if a.page_table is None:
         if a.cache_batch_idx is None and a.k_cache.shape[0] != batch:
+            whose = "key" if a.cu_seqlens_q is None else "cu_seqlens_q"
             raise ValueError(
-                f"k_cache must have key's batch size {batch} without cache_batch_idx, "
+                f"k_cache must have {whose}'s batch size {batch} without cache_batch_idx, "
                 f"got {a.k_cache.shape[0]}"
             )
         return
@@ -176,16 +197,18 @@ def _check_rotary(a: Append) -> None:
             raise ValueError("query and rotary_seqlens are for rotary embedding, and rotary_cos is None")
         return
     check_table(a.rotary_cos, a.rotary_sin, "key", a.key)
-    check_rows("key", a.key, a.rotary_cos)
+    packed = a.cu_seqlens_q is not None  # whose longest sequence the host doesn't know
+    if not packed:
+        check_rows("key", a.key, a.rotary_cos)
     if a.query is None:
         return
-    tensors.check_dims("query", a.query, "batch, seqlen_q, num_heads, head_dim")
-    if a.query.shape[0] != a.key.shape[0] or a.query.shape[3] != a.key.shape[3]:
+    tensors.check_dims("query", a.query, f"{a.axes.replace('new', 'q')}, num_heads, head_dim")
+    if a.query.shape[0] != a.key.shape[0] or a.query.shape[-1] != a.key.shape[-1]:
         raise ValueError(
-            f"query must have key's batch size {a.key.shape[0]} and head_dim {a.key.shape[3]}, "
-            f"got {a.query.shape[0]} and {a.query.shape[3]}"
+            f"query must have key's {'total_q' if packed else 'batch size'} {a.key.shape[0]} and head_dim "
+            f"{a.key.shape[-1]}, got {a.query.shape[0]} and {a.query.shape[-1]}"
         )
-    if a.advance_query:
+    if a.advance_query and not packed:
         check_rows("query", a.query, a.rotary_cos)
 
 
@@ -195,6 +218,7 @@ _ADDRESSES = (
     ("v_cache", "v_cache"),
     ("k", "key"),
     ("v", "value"),
+    ("cu_seqlens", "cu_seqlens_q"),
     ("cache_seqlens", "cache_seqlens"),
     ("cache_batch_idx", "cache_batch_idx"),
     ("page_table", "page_table"),
@@ -204,8 +228,8 @@ _ADDRESSES = (
 def _launch(a: Append) -> tuple[Tensor, Tensor]:
     plan = kept("append_kv_", a, lambda: _prepare(a))
     rotated, seqused_k = a.results()
-    if a.key.shape[1] == 0 or a.key.shape[2] == 0:
-        seqused_k = a.cache_seqlens + a.key.shape[1]  # nothing is written, and nobody counts
+    if a.key.shape[-3] == 0 or a.key.shape[-2] == 0:
+        seqused_k = a.cache_seqlens + a.seqlen_new  # nothing is written, and nobody counts
     p = plan.params.copy()
     for field, name in _ADDRESSES:
         if (tensor := getattr(a, name)) is not None:
@@ -217,6 +241,8 @@ def _launch(a: Append) -> tuple[Tensor, Tensor]:
         p.rotary.cos, p.rotary.sin = a.rotary_cos.data_ptr(), a.rotary_sin.data_ptr()
         if a.query is not None:
             set_addresses(p.query, a.query, rotated, first, before, a.rotary_cos, a.rotary_sin)
+            if a.cu_seqlens_q is not None:
+                p.query.cu_seqlens = a.cu_seqlens_q.data_ptr()
     helpers.launch(plan, p)
     return rotated, seqused_k
 
@@ -226,49 +252,72 @@ def _prepare(a: Append) -> helpers.Helper[_C.AppendParams]:
     p = _C.AppendParams()
     p.k_cache_stride, p.v_cache_stride = helpers.strides(a.k_cache), helpers.strides(a.v_cache)
     p.k_stride, p.v_stride = helpers.strides(a.key), helpers.strides(a.value)
-    p.batch, p.seqlen_new, p.num_heads_kv, p.head_dim = a.key.shape
-    p.head_dim_v = a.value.shape[3]
+    p.batch, p.seqlen_new, p.num_heads_kv, p.head_dim = a.key.shape if a.key.dim() == 4 else (1, *a.key.shape)
+    p.head_dim_v = a.value.shape[-1]
+    if a.cu_seqlens_q is not None:
+        p.sequences = a.batch
     p.entries, p.capacity = a.k_cache.shape[0], a.capacity
     if a.page_table is not None:
         p.page_table_stride, p.page_size = a.page_table.stride(0), a.k_cache.shape[1]
     if a.rotary_cos is not None and a.rotary_sin is not None:
         p.rotary = table_of(a.rotary_cos, a.rotary_sin, a.rotary_interleaved)
         if a.query is not None:
-            p.query = rotation(a.query, a.advance_query, p.rotary)
+            query = rotation(a.query, a.advance_query, p.rotary)
+            if a.cu_seqlens_q is not None:
+                query.sequences = a.batch
+            p.query = query
     return helpers.helper("append", p, a.key)
 
 
 def _write(a: Append) -> tuple[Tensor, Tensor]:
     """What a launch does, on CPU tensors."""
     _check(a)
-    seqlen_new = a.key.shape[1]
-    for start in a.cache_seqlens.tolist():
-        check_room(start, seqlen_new, a.capacity)
+    if a.cu_seqlens_q is not None:
+        check_starts("cu_seqlens_q", a.cu_seqlens_q, a.key.shape[0])
+    new = torch.as_tensor(a.seqlen_new).expand(a.batch)
+    for start, count in zip(a.cache_seqlens.tolist(), new.tolist(), strict=True):
+        check_room(start, count, a.capacity)
     # Everything that may raise comes before the first write.
-    key, rotated = a.key, a.results()[0]
+    rows, sequences, numbers = _rows_of(a, a.key)
+    key, rotated = a.key[rows], a.results()[0]
     if a.rotary_cos is not None and a.rotary_sin is not None:
         first, before = a.first_position
-        first = first if before is None else first - before
+        first = first.to(torch.int64) - (0 if before is None else before)
         table = (a.rotary_cos, a.rotary_sin)
-        key = rotate(a.key, *table, first, a.rotary_interleaved, True)
+        key = rotate(key, *table, first[sequences] + numbers, a.rotary_interleaved)
         if a.query is not None:
-            rotated = rotate(a.query, *table, first, a.rotary_interleaved, a.advance_query)
-    rows = a.cache_seqlens.to(torch.int64)[:, None] + torch.arange(seqlen_new)
-    entries = _entries(a, rows)
-    places = (entries, rows if a.page_table is None else rows % a.k_cache.shape[1])
-    a.k_cache[places], a.v_cache[places] = key, a.value
-    return rotated, a.cache_seqlens + seqlen_new
+            own, of, steps = _rows_of(a, a.query)
+            positions = first[of] + (steps if a.advance_query else 0)
+            rotated[own] = rotate(a.query[own], *table, positions, a.rotary_interleaved)
+    at = a.cache_seqlens.to(torch.int64)[sequences] + numbers
+    places = (_entries(a, sequences, at), at if a.page_table is None else at % a.k_cache.shape[1])
+    a.k_cache[places], a.v_cache[places] = key, a.value[rows]
+    return rotated, a.cache_seqlens + a.seqlen_new
 
 
-def _entries(a: Append, rows: Tensor) -> Tensor:
-    """The entry or the page of the cache that each new row [batch, seqlen_new] goes to."""
+def _rows_of(a: Append, x: Tensor) -> tuple[slice, Tensor, Tensor]:
+    """The rows of new keys or of queries that sequences have; of each row its sequence, its number there."""
+    if a.cu_seqlens_q is None:
+        shape = x.shape[:2]
+        return (
+            slice(None),
+            torch.arange(shape[0])[:, None].expand(shape),
+            torch.arange(shape[1]).expand(shape),
+        )
+    begins = a.cu_seqlens_q.to(torch.int64)
+    sequences = torch.repeat_interleave(torch.arange(a.batch), begins.diff())
+    rows = torch.arange(int(begins[0]), int(begins[-1]))
+    return slice(int(begins[0]), int(begins[-1])), sequences, rows - begins[sequences]
+
+
+def _entries(a: Append, sequences: Tensor, at: Tensor) -> Tensor:
+    """The entry or the page of the cache that each new row goes to, row ``at`` of its sequence."""
     name = "cache_batch_idx" if a.page_table is None else "page_table"
+    entries = sequences
     if a.page_table is not None:
-        entries = torch.gather(a.page_table.to(torch.int64), 1, rows // a.k_cache.shape[1])
+        entries = a.page_table.to(torch.int64)[sequences, at // a.k_cache.shape[1]]
     elif a.cache_batch_idx is not None:
-        entries = a.cache_batch_idx.to(torch.int64)[:, None].expand(rows.shape)
-    else:
-        entries = torch.arange(rows.shape[0])[:, None].expand(rows.shape)
+        entries = a.cache_batch_idx.to(torch.int64)[sequences]
     if entries.numel() and not 0 <= int(entries.min()) <= int(entries.max()) < a.k_cache.shape[0]:
         raise ValueError(f"{name} must name one of the cache's {a.k_cache.shape[0]}, got {entries.tolist()}")
     return entries

@@ -64,15 +64,13 @@ def table_of(cos: Tensor, sin: Tensor, interleaved: bool) -> _C.Rotary:
     return table
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, first: Tensor, interleaved: bool, advance: bool) -> Tensor:
-    """What the kernels compute, on CPU tensors. ``first``: int [batch]."""
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
+    """What the kernels compute, on CPU tensors: x [..., num_heads, head_dim] at int64 positions [...]."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    steps = torch.arange(x.shape[1]) if advance else torch.zeros(x.shape[1], dtype=torch.int64)
-    positions = first.to(torch.int64)[:, None] + steps
     if positions.numel():
         least = int(positions.min())
         check_positions(cos, least, int(positions.max()) - least + 1)
-    c, s = (table.to(dtype)[positions].unsqueeze(2) for table in (cos, sin))
+    c, s = (table.to(dtype)[positions].unsqueeze(-2) for table in (cos, sin))
     dim = 2 * cos.shape[1]
     rotated = x[..., :dim].to(dtype)
     halves = rotated[..., : dim // 2], rotated[..., dim // 2 :]
@@ -95,9 +93,10 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
 
 
 def rotation(x: Tensor, advance: bool, table: _C.Rotary) -> _C.RotaryParams:
-    """What the binding wants to know of rows to rotate into a contiguous tensor, but for addresses."""
+    """What the binding wants to know of rows to rotate into a contiguous tensor, but for addresses and what
+    sequences packed ones are."""
     p = _C.RotaryParams()
-    p.batch, p.seqlen, p.num_heads, p.head_dim = x.shape
+    p.batch, p.seqlen, p.num_heads, p.head_dim = x.shape if x.dim() == 4 else (1, *x.shape)
     row = p.num_heads * p.head_dim
     p.x_stride, p.out_stride = helpers.strides(x), (p.seqlen * row, row, p.head_dim)
     p.advance, p.rotary = advance, table
@@ -136,7 +135,8 @@ def _cpu(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, interleaved:
     if dispatcher.simulated():
         return _cuda(x, cos, sin, positions, interleaved=interleaved)
     _check(x, cos, sin, positions)
-    return rotate(x, cos, sin, positions, interleaved, True)
+    following = positions.to(torch.int64)[:, None] + torch.arange(x.shape[1])
+    return rotate(x, cos, sin, following, interleaved)
 
 
 def _fake(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, interleaved: bool = False) -> Tensor:
