@@ -1,8 +1,4 @@
-"""The GPU under test: which rows it takes, whether it can be used at all, and launches through the binding.
-
-Launches here go around the package's Python layer: outputs lie in buffers full of NaN that the kernel must
-overwrite exactly where it is asked to, which torch.empty would not show.
-"""
+"""The GPU under test: which rows it takes, whether it can be used; memory that shows what kernels write."""
 
 from __future__ import annotations
 
@@ -13,14 +9,11 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import oracle
 import torch
-from operands import GUARD, place, poison
-from problems import Problem
+from operands import poison
 from torch import Tensor
 
 from cutlass_fmha import _C
-from cutlass_fmha.dispatch.blocks import Tail
 from cutlass_fmha.dispatch.table import PLAIN
 
 _INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -186,77 +179,6 @@ class Guarded:
         outside = torch.ones_like(bits, dtype=torch.bool)
         outside.as_strided(self.view.shape, self.view.stride(), self.view.storage_offset()).fill_(False)
         return torch.where(outside, bits == pattern, True).all()
-
-
-@dataclass
-class Launch:
-    """One call of ``_C.run``, ready to be made any number of times."""
-
-    row: _C.Row
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Guarded
-    lse: Guarded | None
-    scale: float
-    causal: str
-    exact_scores: bool = False
-    problem: Problem | None = None
-
-    @classmethod
-    def of(cls, row: _C.Row, problem: Problem, device: torch.device) -> Launch:
-        q, k, v = problem.inputs(torch_dtype(row), row.head_dim, device)
-        empty = torch.empty(q.shape, dtype=q.dtype, device=device)
-        if row.alignment <= 2:
-            out = place(empty, row_pad=1, offset=GUARD + 1)
-        else:
-            out = place(empty, order=("bshd", "bhsd")[problem.seed % 2], row_pad=8)
-        lse = None
-        if problem.return_lse:
-            rows = torch.empty(problem.batch, problem.num_heads, problem.seqlen_q, 1, device=device)
-            lse = Guarded.around(place(rows).squeeze(-1))
-        scale = row.head_dim**-0.5 if problem.scale is None else problem.scale
-        said = (scale, problem.causal, problem.exact_scores, problem)
-        return cls(row, q, k, v, Guarded.around(out), lse, *said)
-
-    def run(self, stream: int | None = None, tail: Tail | None = None) -> None:
-        """Launch on ``stream``, or on torch's current one."""
-        device = self.q.device
-        if stream is None:  # a simulator, whose tensors are on the CPU, has but one
-            stream = 0 if device.type == "cpu" else torch.cuda.current_stream(device).cuda_stream
-        params = self.params()
-        if tail is not None:
-            parts = poison(torch.float32, tail.rows(self.row) * (self.row.head_dim + 2), device)
-            params.tail = parts.data_ptr()
-            params.tail_tiles, params.tail_parts, params.tail_first, params.tail_rest = tail
-        _C.run(self.row.index, params, device.index or 0, stream)
-
-    def params(self) -> _C.AttentionParams:
-        p = _C.AttentionParams()
-        for name, x in (("q", self.q), ("k", self.k), ("v", self.v), ("o", self.out.view)):
-            setattr(p, name, x.data_ptr())
-            setattr(p, f"{name}_stride", x.stride()[:3])
-        p.batch, p.seqlen_q, p.num_heads, p.head_dim = self.q.shape
-        p.entries_k, p.seqlen_k, p.num_heads_kv, p.head_dim_v = self.k.shape
-        p.rows_k = p.seqlen_k
-        p.lse = self.lse.view.data_ptr() if self.lse else 0
-        p.lse_batch_stride, p.lse_head_stride = p.num_heads * p.seqlen_q, p.seqlen_q
-        p.lse_rows = p.batch * p.lse_batch_stride
-        p.scale = self.scale
-        if self.causal != "none":
-            p.window_right, p.bottom_right = 0, self.causal == "bottom-right"
-        return p
-
-    def errors(self) -> oracle.Errors:
-        """How far the outputs are from fp64."""
-        lse = self.lse.view if self.lse else None
-        operands = (self.out.view, self.q, self.k, self.v)
-        return oracle.compare(*operands, self.scale, self.causal, lse, self.exact_scores)
-
-    def intact(self) -> bool:
-        """Whether the kernel wrote nothing but its outputs."""
-        checks = [self.out.intact()] + ([self.lse.intact()] if self.lse else [])
-        return bool(torch.stack(checks).all())
 
 
 # ---- offsets that need 64 bits -----------------------------------------------------------------------------

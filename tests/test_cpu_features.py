@@ -8,9 +8,9 @@ from typing import Any
 import oracle_features
 import pytest
 import torch
-from feature_launch import compare
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from launches import compare
 from listed_problems import GROUPS
 from problems import Problem, problems
 from tensors import ints, randn

@@ -11,8 +11,8 @@ import pytest
 import torch
 from fake_build import make_build
 from fake_kernels import FakeKernels
-from feature_launch import FeatureLaunch
 from hypothesis import given, settings
+from launches import Launch
 from listed_problems import GROUPS
 from problems import Problem, problems
 
@@ -36,10 +36,10 @@ def kernels(monkeypatch) -> FakeKernels:
 @pytest.mark.parametrize("group", GROUPS)
 def test_a_launch_packs_what_its_tensors_hold(kernels: FakeKernels, group: str):
     for problem in GROUPS[group]:
-        launch = FeatureLaunch.of(ROW, problem, "cpu")
+        launch = Launch.of(ROW, problem, "cpu")
         launch.check()
-        assert launch.params.splits == (problem.num_splits or 1)
-        assert launch.params.pack == (problem.group if problem.pack and problem.blocks is None else 1)
+        assert launch.plan.splits == (problem.num_splits or 1)
+        assert launch.plan.pack == (problem.group if problem.pack and problem.blocks is None else 1)
 
 
 def test_drawn_problems_are_of_every_kind():
@@ -93,16 +93,16 @@ FORGOTTEN = {
 
 @pytest.mark.parametrize("name", FORGOTTEN)
 def test_a_kernel_that_forgets_a_field_is_noticed(kernels: FakeKernels, name: str):
-    launch = FeatureLaunch.of(ROW, FORGOTTEN[name], "cpu")
+    launch = Launch.of(ROW, FORGOTTEN[name], "cpu")
     launch.check()
-    setattr(launch.params, name, -1 if name.startswith("window") else type(getattr(launch.params, name))(0))
+    setattr(launch.plan, name, -1 if name.startswith("window") else type(getattr(launch.plan, name))(0))
     launch.run()
     with pytest.raises(AssertionError):
         launch.errors().check()
 
 
 def test_outputs_that_nobody_writes_and_stray_writes_are_noticed(kernels: FakeKernels):
-    launch = FeatureLaunch.of(ROW, Problem(packed_q=True, out_layout="padded"), "cpu")
+    launch = Launch.of(ROW, Problem(packed_q=True, out_layout="padded"), "cpu")
     with pytest.raises(AssertionError):
         launch.errors().check()
     launch.check()

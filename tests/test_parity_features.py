@@ -15,7 +15,7 @@ import hypothesis
 import oracle_features
 import pytest
 import torch
-from feature_launch import LARGEST, SPLIT_ERROR, FeatureLaunch, WideLaunch, compare, fit, launch_of
+from launches import LARGEST, SPLIT_ERROR, Launch, compare, fit
 from listed_problems import GROUPS, is_short, listed
 from operands import poison
 from parity_report import ParityReport
@@ -39,7 +39,7 @@ on_a_gpu = pytest.mark.skipif(
 )
 
 
-def check(launch: FeatureLaunch | gpu.Launch, parity: ParityReport) -> None:
+def check(launch: Launch, parity: ParityReport) -> None:
     launch.run()
     parity.check(launch, launch.problem)
 
@@ -52,7 +52,7 @@ def check(launch: FeatureLaunch | gpu.Launch, parity: ParityReport) -> None:
 def test_listed_problems(row: _C.Row, group: str, parity: ParityReport):
     for problem in dict.fromkeys(fit(problem, row) for problem in GROUPS.get(group) or listed()):
         if group != "plain" or is_short(problem) or not gpu.simulated():
-            check(launch_of(row, problem, DEVICE), parity)
+            check(Launch.of(row, problem, DEVICE), parity)
 
 
 @by_row
@@ -60,7 +60,7 @@ def test_drawn_problems(row: _C.Row, parity: ParityReport):
     @hypothesis.settings(hypothesis.settings.get_profile("parity"))
     @hypothesis.given(problem=problems(longest=300 if row in WIDE else 700))
     def agrees(problem: Problem) -> None:
-        check(launch_of(row, problem, DEVICE), parity)
+        check(Launch.of(row, problem, DEVICE), parity)
 
     agrees()
 
@@ -146,7 +146,7 @@ def test_repeats_are_bitwise_equal(row: _C.Row, parity: ParityReport):
     noise = None if gpu.simulated() else torch.cuda.Stream(DEVICE)
     load = torch.randn(1024, 1024, device=DEVICE)
     for problem in MIXED if gpu.simulated() else MIXED + LONG:
-        launch = launch_of(row, problem, DEVICE)
+        launch = Launch.of(row, problem, DEVICE)
         check(launch, parity)
         assert launch.lse is not None
         out, lse = launch.out.view.clone(), launch.lse.view.clone()
@@ -208,7 +208,7 @@ def test_nan_in_a_query_row_stays_in_that_row(row: _C.Row, splits: int | None, p
     problem = Problem(
         100, 200, num_heads=4, num_heads_kv=2, pack=True, window=(60, 5), num_splits=splits, seed=3
     )
-    launch = launch_of(row, problem, DEVICE)
+    launch = Launch.of(row, problem, DEVICE)
     launch.q[1, 77, 1, 0] = torch.nan
     check(launch, parity)
     assert launch.out.view[1, 77, 1].isnan().all()
@@ -218,7 +218,7 @@ def test_nan_in_a_query_row_stays_in_that_row(row: _C.Row, splits: int | None, p
 def test_keys_beyond_a_window_are_never_touched(row: _C.Row):
     """Tiles that no query sees are not read: their NaN would come through a probability of 0."""
     problem = fit(Problem(64, 1000, window=(50, 0), causal="bottom-right", seed=4), row)
-    launch = FeatureLaunch.of(row, problem, DEVICE)
+    launch = Launch.of(row, problem, DEVICE)
     launch.run()
     before = launch.out.view.clone()
     launch.call.k[:, : 1000 - 64 - 50 - 128] = torch.nan
@@ -229,7 +229,7 @@ def test_keys_beyond_a_window_are_never_touched(row: _C.Row):
 
 @by_row
 def test_keys_beyond_the_diagonal_are_never_touched(row: _C.Row):
-    launch = launch_of(row, Problem(64, 900, causal="top-left", seed=8), DEVICE)
+    launch = Launch.of(row, Problem(64, 900, causal="top-left", seed=8), DEVICE)
     launch.run()
     before = launch.out.view.clone()
     beyond = 64 + row.tile_n * getattr(row, "kv_warps", 1)
@@ -247,13 +247,13 @@ def test_keys_beyond_the_diagonal_are_never_touched(row: _C.Row):
 def test_a_graph_reads_lengths_tables_and_the_seed_anew(row: _C.Row, parity: ParityReport):
     decode = {"page_size": 64, "dropout": 0.25, "num_splits": 3, "pack": True}
     problem = Problem(2, 600, batch=3, num_heads=8, num_heads_kv=2, used_k=True, **decode)
-    launch = launch_of(row, replace(problem, seed=21), DEVICE)
+    launch = Launch.of(row, replace(problem, seed=21), DEVICE)
     launch.run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         launch.run()
     for seed in (25, 29):  # of the same head dims
-        other = launch_of(row, replace(problem, seed=seed), DEVICE)
+        other = Launch.of(row, replace(problem, seed=seed), DEVICE)
         for name in ("q", "k", "v"):
             getattr(launch.call, name).copy_(getattr(other.call, name))
         for name in {"seqused_k", "page_table", "dropout_seed"} & launch.call.features.keys():
@@ -279,23 +279,28 @@ def test_attention_in_a_graph_draws_a_new_seed_each_time():
 
 @on_a_gpu
 @pytest.mark.usefixtures("much_memory")
-@by_scored_row
+@by_row
 @pytest.mark.parametrize("axis", [0, 1, 2], ids=["batch", "seqlen", "heads"])
 def test_offsets_beyond_31_bits(row: _C.Row, axis: int, parity: ParityReport):
+    """Operands with strides of 2^31 elements and more lie interleaved in 4.3 GB of NaN."""
     buffer = poison(gpu.torch_dtype(row), gpu.FAR + 4096 + 4 * gpu.REGION, DEVICE)
-    dims = {"head_dim": min(64, row.head_dim), "head_dim_v": min(64, row.head_dim_v)}
+    dims = {name: min(64, getattr(row, name, row.head_dim)) for name in ("head_dim", "head_dim_v")}
     problem = Problem(65, 65, causal="bottom-right", num_heads=3, num_heads_kv=3, seed=8, **dims)
-    launch = FeatureLaunch.of(row, problem, DEVICE)
-    far = [gpu.far_view(buffer, i, tuple(launch.call.q.shape), axis) for i in range(4)]
-    for name, view, x in zip("qkvo", far, (*launch.call[:3], launch.out.view), strict=True):
+    launch = Launch.of(row, problem, DEVICE)
+    far = [gpu.far_view(buffer, i, tuple(launch.q.shape), axis) for i in range(4)]
+    if row in WIDE and axis == 1:
+        launch.k = far[1]
+        with pytest.raises(ValueError, match="its offsets are 32-bit, and k spans"):
+            launch.run()
+        return
+    for view, x in zip(far, (*launch.call[:3], launch.out.view), strict=True):
         view.copy_(x)
-        setattr(launch.params, name, view.data_ptr())
-        setattr(launch.params, f"{name}_stride", view.stride()[:3])
+    launch.q, launch.k, launch.v = far[:3]
+    if row not in WIDE:
+        launch.out.view = far[3]
     launch.run()
-    launch.out.view.copy_(far[3])
-    parity.record(
-        row.name, f"{problem} with a far {('batch', 'seqlen', 'heads')[axis]} stride", launch.errors()
-    )
+    what = f"{problem} with a far {('batch', 'seqlen', 'heads')[axis]} stride"
+    parity.record(row.name, what, launch.errors())
 
 
 # ---- wide rows: what the example does not do by itself, large head dims, far strides -----------------------
@@ -306,7 +311,7 @@ def test_offsets_beyond_31_bits(row: _C.Row, axis: int, parity: ParityReport):
 def test_scores_of_minus_zero_are_scores(row: _C.Row, scale: float, parity: ParityReport):
     """The example's maximum takes -0 for less than -inf: kernel.cuh makes none."""
     for seqlen_k in (1, 300):
-        launch = WideLaunch.of(row, Problem(3, seqlen_k, causal="none", scale=scale), DEVICE)
+        launch = Launch.of(row, Problem(3, seqlen_k, causal="none", scale=scale), DEVICE)
         launch.call.q.zero_()
         launch.call.k.clamp_(max=-0.5)  # a negative sum of products times 0 is -0
         launch.run()
@@ -316,7 +321,7 @@ def test_scores_of_minus_zero_are_scores(row: _C.Row, scale: float, parity: Pari
 @by_wide_row
 def test_rows_whose_bias_hides_everything_are_empty(row: _C.Row, parity: ParityReport):
     problem = Problem(70, 200, bias=("bhqk", "same", "plain"), num_heads=4, num_heads_kv=2)
-    launch = WideLaunch.of(row, problem, DEVICE)
+    launch = Launch.of(row, problem, DEVICE)
     bias = launch.call.features["bias"]
     bias[:, :, 5:9] = -torch.inf
     bias[0, 1, 20, :150] = -torch.inf  # whole steps before the first key that is seen
@@ -332,9 +337,9 @@ def test_one_query_is_computed_with_its_group(row: _C.Row, parity: ParityReport)
         for heads in ((8, 2), (70, 1), (3, 3)):
             problem = Problem(1, 300, causal=causal, num_heads=heads[0], num_heads_kv=heads[1])
             bias = ("bhqk", "same", "plain") if causal == "bottom-right" else None
-            check(WideLaunch.of(row, replace(problem, bias=bias, used_k=True, seed=2), DEVICE), parity)
+            check(Launch.of(row, replace(problem, bias=bias, used_k=True, seed=2), DEVICE), parity)
     packed = Problem(1, 90, batch=4, num_heads=6, num_heads_kv=2, packed_q=True, used_q=True)
-    check(WideLaunch.of(row, packed, DEVICE), parity)
+    check(Launch.of(row, packed, DEVICE), parity)
 
 
 def attend_wide(problem: Problem, dtype: torch.dtype, row: str | None) -> None:
@@ -387,7 +392,7 @@ def test_sdpa_takes_what_only_wide_rows_take(dtype: torch.dtype):
 @by_wide_row
 def test_long_sums_are_as_exact_as_unfused_math(row: _C.Row):
     """Tensor cores cut off what they sum, which the simulator does not: rows sum in float32 often enough."""
-    launch = WideLaunch.of(row, Problem(64, 4000, seed=8), DEVICE)
+    launch = Launch.of(row, Problem(64, 4000, seed=8), DEVICE)
     launch.run()
     launch.product_error = 0.0
     launch.errors().check()
@@ -400,7 +405,7 @@ def test_more_heads_and_batches_than_a_grid_dimension_holds(row: _C.Row, axis: i
     many = {"batch": 70000, "num_heads": 1, "num_heads_kv": 1}
     if axis == 2:
         many = {"batch": 1, "num_heads": 70000, "num_heads_kv": 70000}
-    launch = WideLaunch.of(row, Problem(2, 3, return_lse=False, **many), DEVICE)
+    launch = Launch.of(row, Problem(2, 3, return_lse=False, **many), DEVICE)
     launch.run()
     out = launch.out.view[..., : launch.problem.head_dim_v]
     assert launch.out.intact() and not out.isnan().any()
@@ -411,31 +416,3 @@ def test_more_heads_and_batches_than_a_grid_dimension_holds(row: _C.Row, axis: i
     )
     errors = compare(call, out.index_select(axis, some), None, launch.product_error)
     parity.record(row.name, f"{launch.problem}, five of them", errors)
-
-
-@pytest.mark.usefixtures("much_memory")
-@on_a_gpu
-@by_wide_row
-@pytest.mark.parametrize("axis", [0, 2], ids=["batch", "heads"])
-def test_batches_and_heads_may_be_far_apart(row: _C.Row, axis: int, parity: ParityReport):
-    dims = {"head_dim": min(64, row.head_dim), "head_dim_v": min(64, row.head_dim)}
-    launch = WideLaunch.of(row, Problem(65, 65, causal="bottom-right", seed=8, **dims), DEVICE)
-    buffer = poison(gpu.torch_dtype(row), gpu.FAR + 4096 + 3 * gpu.REGION, DEVICE)
-    far = [gpu.far_view(buffer, i, tuple(launch.call.q.shape), axis) for i in range(3)]
-    for view, x in zip(far, launch.call[:3], strict=True):
-        view.copy_(x)
-    launch.call = launch.call._replace(q=far[0], k=far[1], v=far[2])
-    launch.run()
-    parity.check(launch, f"{launch.problem} with a far {('batch', '', 'heads')[axis]} stride")
-
-
-@pytest.mark.usefixtures("much_memory")
-@on_a_gpu
-@by_wide_row
-def test_keys_may_not_be_far_apart(row: _C.Row):
-    launch = WideLaunch.of(row, Problem(65, 65, seed=8), DEVICE)
-    shape = tuple(launch.call.k.shape)
-    buffer = poison(gpu.torch_dtype(row), gpu.FAR + 4096 + 3 * gpu.REGION, DEVICE)
-    launch.call = launch.call._replace(k=gpu.far_view(buffer, 1, shape, 1))
-    with pytest.raises(ValueError, match="its offsets are 32-bit, and k spans"):
-        launch.run()

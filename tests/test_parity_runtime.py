@@ -9,6 +9,7 @@ import gpu
 import oracle
 import pytest
 import torch
+from launches import Launch
 from operands import poison
 from parity_report import ParityReport
 from problems import Problem
@@ -88,7 +89,7 @@ def test_graph_replays_follow_their_inputs(row: _C.Row, parity: ParityReport):
 
 @by_row
 def test_run_neither_waits_nor_allocates(row: _C.Row, parity: ParityReport):
-    launch = gpu.Launch.of(row, PROBLEM, DEVICE)
+    launch = Launch.of(row, PROBLEM, DEVICE)
     launch.run()
     torch.cuda.synchronize()
     allocations = torch.cuda.memory_stats(DEVICE)["allocation.all.allocated"]
@@ -317,18 +318,18 @@ def test_a_forced_row_that_can_not_run_the_problem_says_why():
             cutlass_fmha.attention(*inputs(gpu.torch_dtype(other), other.head_dim), row=other.name)
 
 
-def unaligned_pointer(launch: gpu.Launch) -> None:
+def unaligned_pointer(launch: Launch) -> None:
     launch.k = launch.k.as_strided(launch.k.shape, launch.k.stride(), launch.k.storage_offset() + 1)
 
 
-def unaligned_stride(launch: gpu.Launch) -> None:
+def unaligned_stride(launch: Launch) -> None:
     batch, seqlen, *rest = launch.v.stride()
     launch.v = launch.v.as_strided(launch.v.shape, (batch, seqlen + 1, *rest))
 
 
 @pytest.mark.parametrize("spoil", [unaligned_pointer, unaligned_stride])
-def test_the_binding_refuses_what_16_byte_copies_can_not_take(spoil: Callable[[gpu.Launch], None]):
-    launch = gpu.Launch.of(aligned_row(), PROBLEM, DEVICE)
+def test_the_binding_refuses_what_16_byte_copies_can_not_take(spoil: Callable[[Launch], None]):
+    launch = Launch.of(aligned_row(), PROBLEM, DEVICE)
     spoil(launch)
     with pytest.raises(ValueError, match="16 bytes"):
         launch.run()
@@ -336,7 +337,7 @@ def test_the_binding_refuses_what_16_byte_copies_can_not_take(spoil: Callable[[g
 
 
 def test_the_binding_reports_what_cuda_refuses():
-    launch = gpu.Launch.of(aligned_row(), PROBLEM, DEVICE)
+    launch = Launch.of(aligned_row(), PROBLEM, DEVICE)
     beyond = torch.cuda.device_count()
     with pytest.raises(RuntimeError, match=rf"cudaSetDevice\({beyond}\)"):
         _C.run(launch.row.index, launch.params(), beyond, 0)

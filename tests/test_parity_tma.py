@@ -14,6 +14,7 @@ import gpu
 import oracle
 import pytest
 import torch
+from launches import Launch
 from operands import GUARD, place, poison
 from parity_report import ParityReport
 from problems import Problem
@@ -75,7 +76,7 @@ def test_the_keys_of_the_last_tiles_may_be_divided(row: _C.Row, beyond: int, par
         Tail(5, 3, keys - 3, 2),
         Tail(tiles, keys, 1, 1),
     ):
-        launch = gpu.Launch.of(row, problem, DEVICE)
+        launch = Launch.of(row, problem, DEVICE)
         launch.run(tail=tail)
         parity.check(launch, f"{problem} {tail}")
 
@@ -85,7 +86,7 @@ def test_parts_that_differ_by_much_are_merged(row: _C.Row, parity: ParityReport)
     """The first keys outweigh all others by 2^1000, or the last ones do."""
     for seed, part in enumerate((slice(0, 7), slice(-7, None))):
         problem = Problem(70, 4 * row.tile_n, batch=1, num_heads=2, seed=41 + seed)
-        launch = gpu.Launch.of(row, problem, DEVICE)
+        launch = Launch.of(row, problem, DEVICE)
         launch.k[:, part] *= 100
         launch.run(tail=Tail(2, 3, 2, 1))
         parity.check(launch, f"{problem} scores of {part}")
@@ -121,7 +122,7 @@ def test_stride_zero(row: _C.Row, which: str, parity: ParityReport):
     must not offer them then."""
     q_dims, kv_dims = STRIDE_ZERO[which]
     problem = Problem(113, 140, "bottom-right", batch=3, num_heads=6, num_heads_kv=3, seed=31)
-    launch = gpu.Launch.of(row, problem, DEVICE)
+    launch = Launch.of(row, problem, DEVICE)
     launch.q = expanded(launch.q, q_dims)
     launch.k, launch.v = expanded(launch.k, kv_dims), expanded(launch.v, kv_dims)
     assert [dim for dim in range(3) if launch.k.stride(dim) == 0] == list(kv_dims)
@@ -146,7 +147,7 @@ def test_a_dimension_of_one_element_may_have_any_stride(row: _C.Row, stride: int
         (Problem(70, 1, batch=2, num_heads=2, seed=35), [], [1]),
         (Problem(1, 1, batch=1, num_heads=1, num_heads_kv=1, seed=36), [0, 1, 2], [0, 1, 2]),
     ):
-        launch = gpu.Launch.of(row, problem, DEVICE)
+        launch = Launch.of(row, problem, DEVICE)
         launch.q = with_strides(launch.q, dict.fromkeys(q_dims, stride))
         launch.k, launch.v = (with_strides(x, dict.fromkeys(kv_dims, stride)) for x in (launch.k, launch.v))
         launch.run()
@@ -193,7 +194,7 @@ MEMORY: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("memory", MEMORY)
 def test_views(row: _C.Row, memory: str, parity: ParityReport):
     problem = Problem(150, 113, "bottom-right", batch=2, num_heads=4, seed=37)
-    launch = gpu.Launch.of(row, problem, DEVICE)
+    launch = Launch.of(row, problem, DEVICE)
     lay = MEMORY[memory]
     launch.q, launch.k, launch.v = lay(launch.q), lay(launch.k), lay(launch.v)
     launch.run()
@@ -204,7 +205,7 @@ def test_views(row: _C.Row, memory: str, parity: ParityReport):
 def test_what_lies_behind_a_sequence_is_not_read(row: _C.Row, parity: ParityReport):
     """The last box of K and V ends in the next batch entry's memory, which is NaN here: it reads as zeros."""
     problem = Problem(64, 70, batch=2, num_heads=2, seed=38)
-    launch = gpu.Launch.of(row, problem, DEVICE)
+    launch = Launch.of(row, problem, DEVICE)
     long = [place(torch.cat([x, torch.full_like(x, torch.nan)], dim=1)) for x in (launch.k, launch.v)]
     launch.k, launch.v = (x[:, :70] for x in long)
     launch.run()
@@ -237,7 +238,7 @@ def test_the_same_addresses_with_other_shapes_and_strides(row: _C.Row, parity: P
     q_buffer, k_buffer, v_buffer, out_buffer = (nan.clone() for _ in range(4))
     for seed, ((batch, seqlen_q, seqlen_k, heads), strides) in enumerate(IN_TURN):
         problem = Problem(seqlen_q, seqlen_k, batch=batch, num_heads=heads, num_heads_kv=heads, seed=seed)
-        launch = gpu.Launch.of(row, problem, DEVICE)
+        launch = Launch.of(row, problem, DEVICE)
         in_elements = (*(width * stride for stride in strides), 1)
 
         def at_home(buffer: Tensor, x: Tensor, in_elements: tuple[int, ...] = in_elements) -> Tensor:
@@ -263,7 +264,7 @@ def test_the_same_addresses_for_rows_of_other_tiles_and_head_dims(dtype: str, pa
     ]
     for row in (*rows, *reversed(rows)):
         problem = Problem(300, 300, "bottom-right", seed=40)
-        launch = gpu.Launch.of(row, problem, DEVICE)
+        launch = Launch.of(row, problem, DEVICE)
         strides = (300 * 2 * width, 2 * width, width, 1)
         launch.q, launch.k, launch.v = (
             buffer.as_strided((2, 300, 2, row.head_dim), strides, GUARD) for buffer in buffers
@@ -276,7 +277,7 @@ def test_the_same_addresses_for_rows_of_other_tiles_and_head_dims(dtype: str, pa
 def test_more_tensors_than_are_kept(row: _C.Row, parity: ParityReport):
     """Descriptors push each other out, and calls come back to all of them."""
     problems = [Problem(65 + i % 5, 70 + i % 7, "none", 1, 2, 2, seed=i) for i in range(CACHED + 10)]
-    launches = [gpu.Launch.of(row, problem, DEVICE) for problem in problems]
+    launches = [Launch.of(row, problem, DEVICE) for problem in problems]
     for launch, problem in zip(launches, problems, strict=True):
         launch.run()
         parity.check(launch, f"{problem} one of many")
@@ -331,7 +332,7 @@ def test_a_graph_keeps_its_descriptors(row: _C.Row, parity: ParityReport):
         shorter = tuple(x[:, :100] for x in inputs)  # at the same addresses
         attend(row, shorter, parity, "between replays")  # type: ignore[arg-type]
         for i in range(CACHED):
-            gpu.Launch.of(row, Problem(20, 30 + i, batch=1, seed=i), DEVICE).run()
+            Launch.of(row, Problem(20, 30 + i, batch=1, seed=i), DEVICE).run()
         for x, y in zip(inputs, replace(problem, seed=seed).inputs(dtype, row.head_dim, DEVICE), strict=True):
             x.copy_(y)
         out.fill_(torch.nan)
@@ -348,7 +349,7 @@ def test_other_threads(row: _C.Row, parity: ParityReport):
     inputs = shared.inputs(gpu.torch_dtype(row), row.head_dim, DEVICE)
     torch.cuda.synchronize(DEVICE)
 
-    def work(worker: int) -> list[tuple[Problem, gpu.Launch, Tensor]]:
+    def work(worker: int) -> list[tuple[Problem, Launch, Tensor]]:
         found = []
         stream = torch.cuda.Stream(DEVICE)
         with torch.cuda.stream(stream):
@@ -356,7 +357,7 @@ def test_other_threads(row: _C.Row, parity: ParityReport):
                 problem = Problem(
                     50 + 10 * worker, 60 + i, "bottom-right", batch=1 + i % 3, seed=100 * worker + i
                 )
-                launch = gpu.Launch.of(row, problem, DEVICE)
+                launch = Launch.of(row, problem, DEVICE)
                 launch.run()
                 out = cutlass_fmha.attention(*inputs, causal=True, row=row.name)
                 found.append((problem, launch, out))
@@ -379,7 +380,7 @@ def test_devices_in_turn(row: _C.Row, parity: ParityReport):
     devices = [DEVICE, torch.device("cuda", torch.cuda.device_count() - 1)]
     torch.cuda.set_device(DEVICE)
     problem = Problem(113, 140, "bottom-right", seed=46)
-    launches = [(device, gpu.Launch.of(row, problem, device)) for device in devices * 3]
+    launches = [(device, Launch.of(row, problem, device)) for device in devices * 3]
     for _, launch in launches:
         launch.run()
     assert torch.cuda.current_device() == DEVICE.index

@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import gpu
 import parity_report
 import problems
-from feature_launch import fit, launch_of
+from launches import Launch, fit
 from listed_problems import GROUPS, is_short, listed
 from source_hash import source_hash
 
@@ -183,7 +183,7 @@ def judge(row: Any, problem: Any, tally: Tally, seed: int = 0) -> None:
         os.environ.update({name: str(value) for name, value in settings.items()})
         line = " ".join(f"{name}={value}" for name, value in settings.items()) + f" {line}"
     try:
-        launch = launch_of(row, problem, gpu.device())
+        launch = Launch.of(row, problem, gpu.device())
         launch.run()
         errors = launch.errors()
         intact = launch.intact()

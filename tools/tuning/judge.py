@@ -23,6 +23,8 @@ if __name__ == "__main__":
 
 import gpu
 import torch
+from feature_tensors import Call
+from launches import Launch
 from listed_problems import listed
 from problems import Problem
 
@@ -48,7 +50,7 @@ def failures(
     Operands and outputs lie in memory full of NaN, and three launches must agree to the bit.
     """
     for problem in problems:
-        launch = gpu.Launch.of(row, problem, device)
+        launch = Launch.of(row, problem, device)
         results = []
         for _ in range(LAUNCHES):
             launch.run(stream)
@@ -88,9 +90,11 @@ def calls(case: Case, device: Any) -> Callable[[Any], tuple[timing.Call, int]]:
     operands = [(*inputs[i], torch.empty_like(inputs[i][0])) for i in range(sets)]
 
     def of(row: Any) -> tuple[timing.Call, int]:
-        causal = "bottom-right" if case.causal else "none"
+        causal, heads = "bottom-right" if case.causal else "none", (case.num_heads, case.num_heads_kv)
+        dims = (case.head_dim, case.head_dim)
+        problem = Problem(case.seqlen_q, case.seqlen_k, causal, case.batch, *heads, *dims, return_lse=False)
         launches = [
-            gpu.Launch(row, q, k, v, gpu.Guarded(o, o), None, case.head_dim**-0.5, causal)
+            Launch(row, problem, Call(q, k, v, None, causal, {}, False), gpu.Guarded(o, o), None)
             for q, k, v, o in operands
         ]
         return lambda number: launches[number].run(), sets

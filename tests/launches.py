@@ -1,7 +1,7 @@
-"""Launches of scored and wide rows around the package's Python layer, on a GPU's tensors or on a simulator's.
+"""Launches of rows around the package's Python layer, on a GPU's tensors or on a simulator's.
 
 Outputs, LSE and the parts of split keys lie in buffers full of NaN that the kernels must overwrite exactly
-where they are asked to.
+where they are asked to, which torch.empty would not show.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ import oracle_features
 import torch
 from feature_tensors import Call
 from gpu import Guarded
-from operands import GUARD, place
+from operands import GUARD, place, poison
 from problems import DEFAULTS, Problem, fitted
 from torch import Tensor
 
 from cutlass_fmha import _C
 from cutlass_fmha.arguments.check_features import check_features
 from cutlass_fmha.arguments.op_arguments import op_arguments
+from cutlass_fmha.dispatch.blocks import Tail
 from cutlass_fmha.dispatch.families import wide
+from cutlass_fmha.dispatch.table import PLAIN
 from cutlass_fmha.features import Features
 
 #: Which field of the parameters takes the address of a feature's tensor.
@@ -32,167 +34,149 @@ ADDRESSES = {
     "page_table": "page_table",
     "cache_batch_idx": "batch_index_k",
 }
-
-
 #: Head dim from which on there are wide rows alone: their problems have such ones every second time.
 LARGEST = 256
 #: In 3xTF32 a factor is a truncated TF32 number and a TF32-rounded rest, off by 2^-21 at most; the product of
 #: two rests, 2^-20 at most, is left out. Together 2^-19, in half ulps of fp32:
 SPLIT_ERROR = 32.0
 
+# ---- what a row can take of a problem ----------------------------------------------------------------------
+
+#: What plain rows know: lengths, heads, a diagonal, a scale, numbers and how they lie.
+OF_PLAIN_ROWS = {"seqlen_q", "seqlen_k", "causal", "batch", "num_heads", "num_heads_kv", "head_dim"}
+OF_PLAIN_ROWS |= {"head_dim_v", "scale", "fill", "return_lse", "layout", "seed"}
+#: Fields of which the rows of a family know nothing.
+UNKNOWN = {
+    **dict.fromkeys(PLAIN, tuple(DEFAULTS.keys() - OF_PLAIN_ROWS)),
+    "score_mod": ("mask", "bias", "blocks", "num_splits"),
+    "ranged": ("mask", "bias", "blocks", "num_splits", "softcap", "alibi", "dropout"),
+    "wide": ("prefix", "blocks", "softcap", "alibi", "sinks", "dropout", "page_size", "num_splits", "pack"),
+}
+
 
 def fit(problem: Problem, row: _C.Row) -> Problem:
     """The problem as a row can take it."""
-    if row.family == "wide":
-        return fit_wide(problem, row)
-    if not row.takes_features:
-        return only_plain(problem, row)
-    problem = fitted(problem, row.head_dim, row.head_dim_v, row.tile_m, row.tile_n * row.kv_warps)
     if row.family in ("ranged", "score_mod"):
         problem = only_ranges(problem, row.family == "score_mod")
-        if row.copy == "tma" and problem.page_size:
-            problem = replace(problem, leftpad=False)
-    return problem
-
-
-def only_plain(problem: Problem, row: _C.Row) -> Problem:
-    """What plain rows know: lengths, heads, a diagonal, a scale, numbers and how they lie."""
-    kept = (
-        "seqlen_q",
-        "seqlen_k",
-        "causal",
-        "batch",
-        "num_heads",
-        "num_heads_kv",
-        "scale",
-        "fill",
-        "return_lse",
-    )
-    layout = problem.layout if problem.runs_on(row.alignment) else "bshd"
-    dims = {"head_dim": row.head_dim, "head_dim_v": row.head_dim, "layout": layout, "seed": problem.seed}
-    return Problem(**{name: getattr(problem, name) for name in kept}, **dims)
+    p = replace(problem, **{name: DEFAULTS[name] for name in UNKNOWN.get(row.family, ())})
+    if row.family in PLAIN:
+        layout = p.layout if p.runs_on(row.alignment) else "bshd"
+        return replace(p, head_dim=row.head_dim, head_dim_v=row.head_dim, layout=layout)
+    if row.family == "wide":
+        return fit_wide(p, row)
+    if row.copy == "tma" and p.page_size:
+        p = replace(p, leftpad=False)
+    return fitted(p, row.head_dim, row.head_dim_v, row.tile_m, row.tile_n * row.kv_warps)
 
 
 def only_ranges(problem: Problem, modified: bool = False) -> Problem:
     """What ranged rows know of a problem, or where ``modified`` score-mod rows: whole vectors."""
-
-    def aligned(layout: str) -> str:
-        return "padded" if layout in ("unaligned", "overlapping") else layout
-
-    return replace(
-        problem,
-        **{
-            name: DEFAULTS[name]
-            for name in ("mask", "bias", "blocks", "num_splits")
-            + (() if modified else ("softcap", "alibi", "dropout"))
-        },
-        head_dim=-(-problem.head_dim // 8) * 8,
-        head_dim_v=-(-problem.head_dim_v // 8) * 8,
-        layout=aligned(problem.layout),
-        out_layout=aligned(problem.out_layout),
-    )
+    unknown = {name: DEFAULTS[name] for name in UNKNOWN["score_mod" if modified else "ranged"]}
+    dims = {name: -(-getattr(problem, name) // 8) * 8 for name in ("head_dim", "head_dim_v")}
+    layouts = {name: getattr(problem, name) for name in ("layout", "out_layout")}
+    odd = {name: "padded" for name, x in layouts.items() if x in ("unaligned", "overlapping")}
+    return replace(problem, **unknown, **dims, **odd)
 
 
 def fit_wide(p: Problem, row: _C.Row) -> Problem:
-    """The problem without what the row does not know, and with head dims that it is for."""
+    """The problem with head dims that the row is for."""
     dims = [min(dim, row.head_dim) for dim in (p.head_dim, p.head_dim_v)]
     if row.head_dim > LARGEST and max(dims) <= LARGEST and p.seed % 2:
         dims = [dim + LARGEST for dim in dims] if p.seed % 4 == 1 else [dims[0], dims[1] + LARGEST]
-    bias = p.bias
-    if bias is not None and row.dtype != "float32":
-        bias = (bias[0], "same", bias[2])
-    fill = p.fill
-    if row.mma == "tf32x3" and fill.endswith("minus-inf"):
-        fill = "normal"  # an infinity has no rest: inf - inf
-    return replace(
-        p,
-        head_dim=dims[0],
-        head_dim_v=dims[1],
-        window=None if p.window is None else (-1, p.window[1]),
-        bias=bias,
-        fill=fill,
-        prefix=False,
-        blocks=None,
-        softcap=0.0,
-        alibi="",
-        sinks="",
-        dropout=0.0,
-        page_size=0,
-        num_splits=None,
-        pack=False,
-    )
+    p = replace(p, head_dim=dims[0], head_dim_v=dims[1])
+    if p.window is not None:
+        p = replace(p, window=(-1, p.window[1]))
+    if p.bias is not None and row.dtype != "float32":
+        p = replace(p, bias=(p.bias[0], "same", p.bias[2]))
+    # An infinity has no rest: inf - inf.
+    return replace(p, fill="normal") if row.mma == "tf32x3" and p.fill.endswith("minus-inf") else p
 
 
-def launch_of(row: _C.Row, problem: Problem, device: torch.device) -> FeatureLaunch | gpu.Launch:
-    """A launch of any row."""
-    kind = WideLaunch if row.family == "wide" else FeatureLaunch if row.takes_features else gpu.Launch
-    return kind.of(row, fit(problem, row), device)
+# ---- launches ----------------------------------------------------------------------------------------------
 
 
 @dataclass
-class FeatureLaunch:
-    """One call of ``_C.run``, ready to be made any number of times."""
+class Launch:
+    """One call of ``_C.run``, ready to be made any number of times, with other tensors, too."""
 
     row: _C.Row
     problem: Problem
     call: Call
     out: Guarded
     lse: Guarded | None
-    params: _C.AttentionParams | None = None
+    #: What it is told besides q, k, v and o.
+    plan: _C.AttentionParams = field(init=False)
     partial: list[Tensor] = field(default_factory=list)
     #: Half ulps of fp32 that a product may be off by besides.
     product_error: float = 0.0
 
-    @property
-    def q(self) -> Tensor:
-        return self.call.q
-
-    @property
-    def k(self) -> Tensor:
-        return self.call.k
-
-    @property
-    def v(self) -> Tensor:
-        return self.call.v
+    q = property(lambda self: self.call.q, lambda self, x: self.put(q=x))
+    k = property(lambda self: self.call.k, lambda self, x: self.put(k=x))
+    v = property(lambda self: self.call.v, lambda self, x: self.put(v=x))
 
     @classmethod
-    def of(cls, row: _C.Row, problem: Problem, device: torch.device | str) -> FeatureLaunch:
-        problem = fit(problem, row)
-        call = problem.call(gpu.torch_dtype(row), device)
-        out, lse = outputs(problem, call, problem.head_dim_v)
-        params = _params(problem, call, out.view, None if lse is None else lse.view)
-        launch = cls(row, problem, call, out, lse, params)
-        launch._add_splits()
-        return launch
+    def of(cls, row: _C.Row, problem: Problem, device: torch.device | str) -> Launch:
+        """A launch of any row, of the problem as the row can take it."""
+        problem, dtype = fit(problem, row), gpu.torch_dtype(row)
+        if row.family == "wide":
+            call = problem.call(dtype, device)
+            room = outputs(problem, call, wide.padded(row, call.v.shape[-1]), aligned=True)
+            error = SPLIT_ERROR if row.mma == "tf32x3" else 0.0
+            return WideLaunch(row, problem, call, *room, product_error=error)
+        if row.family in PLAIN:
+            inputs = problem.inputs(dtype, row.head_dim, device)
+            call = Call(*inputs, problem.scale, problem.causal, {}, problem.exact_scores)
+            layouts = ("unaligned",) if row.alignment <= 2 else ("padded", "bhsd padded")
+            room = outputs(problem, call, problem.head_dim_v, layout=layouts[problem.seed % len(layouts)])
+            return Launch(row, problem, call, *room)
+        call = problem.call(dtype, device)
+        return Launch(row, problem, call, *outputs(problem, call, problem.head_dim_v))
+
+    def __post_init__(self) -> None:
+        self.plan = _plan(self.problem, self.call, self.lse)
+        self._add_splits()
+
+    def put(self, **tensors: Tensor) -> None:
+        """Other tensors for q, k or v."""
+        self.call = self.call._replace(**tensors)
 
     def _add_splits(self) -> None:
         splits = self.problem.num_splits or 1
         if splits == 1:
             return
-        rows, device = self.params.lse_rows, self.call.q.device
-        self.partial = [
-            torch.full((splits * rows * width,), torch.nan, device=device)
-            for width in (self.problem.head_dim_v, 1, 1)
-        ]
-        self.params.splits = splits
+        rows, device = self.plan.lse_rows, self.call.q.device
+        widths = (self.problem.head_dim_v, 1, 1)
+        self.partial = [torch.full((splits * rows * n,), torch.nan, device=device) for n in widths]
+        self.plan.splits = splits
         if rows:
             addresses = [tensor.data_ptr() for tensor in self.partial]
-            self.params.partial_o, self.params.partial_lse, self.params.partial_low = addresses
+            self.plan.partial_o, self.plan.partial_lse, self.plan.partial_low = addresses
 
-    def run(self, stream: int | None = None) -> None:
+    def params(self) -> _C.AttentionParams:
+        p, strides = self.plan.copy(), _strides if self.row.takes_features else lambda x: x.stride()[:3]
+        for name, x in zip("qkvo", (*self.call[:3], self.out.view), strict=True):
+            setattr(p, name, x.data_ptr())
+            setattr(p, f"{name}_stride", strides(x))
+        return p
+
+    def run(self, stream: int | None = None, tail: Tail | None = None) -> None:
         """Launch on ``stream``, or on torch's current one."""
-        device = self.call.q.device
-        if device.type == "cpu":  # a simulator, which has one device
-            _C.run(self.row.index, self.params, 0, 0)
-            return
-        stream = torch.cuda.current_stream(device).cuda_stream if stream is None else stream
-        _C.run(self.row.index, self.params, device.index or 0, stream)
+        p, device = self.params(), self.call.q.device
+        if stream is None:  # a simulator, whose tensors are on the CPU, has but one
+            stream = 0 if device.type == "cpu" else torch.cuda.current_stream(device).cuda_stream
+        if tail is not None:
+            parts = poison(torch.float32, tail.rows(self.row) * (self.row.head_dim + 2), device)
+            p.tail = parts.data_ptr()
+            p.tail_tiles, p.tail_parts, p.tail_first, p.tail_rest = tail
+        _C.run(self.row.index, p, device.index or 0, stream)
 
     def errors(self) -> oracle.Errors:
         """How far the outputs are from fp64."""
         out, lse = self.out.view[..., : self.problem.head_dim_v], None if self.lse is None else self.lse.view
         if out.numel() == 0:
             return oracle.Errors(0.0, 0.0)
+        if self.row.family in PLAIN:
+            return oracle.compare(out, *self.call[:5], lse, self.call.exact_scores)
         return compare(self.call, out, lse, self.product_error)
 
     def intact(self) -> bool:
@@ -208,18 +192,10 @@ class FeatureLaunch:
         return errors
 
 
-@dataclass
-class WideLaunch(FeatureLaunch):
+class WideLaunch(Launch):
     """One call of ``wide.run`` into guarded outputs, ready to be made any number of times."""
 
-    @classmethod
-    def of(cls, row: _C.Row, problem: Problem, device: torch.device | str) -> WideLaunch:
-        problem = fit_wide(problem, row)
-        call = problem.call(gpu.torch_dtype(row), device)
-        room = outputs(problem, call, wide.padded(row, call.v.shape[-1]), aligned=True)
-        return cls(row, problem, call, *room, product_error=SPLIT_ERROR if row.mma == "tf32x3" else 0.0)
-
-    def run(self, stream: int | None = None) -> None:
+    def run(self, stream: int | None = None, tail: Tail | None = None) -> None:
         """Launch on torch's current stream."""
         call, features = self.call, Features(**op_arguments(self.call.q, self.call.features))
         tensors = (call.q, call.k, call.v)
@@ -236,18 +212,19 @@ def compare(call: Call, out: Tensor, lse: Tensor | None, product_error: float = 
 
 
 def outputs(
-    problem: Problem, call: Call, width: int, aligned: bool = False
+    problem: Problem, call: Call, width: int, aligned: bool = False, layout: str = ""
 ) -> tuple[Guarded, Guarded | None]:
     """Room for O, rows of ``width``, and for the LSE between NaN; ``aligned``: for 16-byte stores."""
     packed = problem.packed_q
     shape = (*call.q.shape[:-1], width)
     like = torch.empty((1, *shape) if packed else shape, dtype=call.q.dtype, device=call.q.device)
-    if problem.out_layout == "unaligned" and not aligned:
+    layout = layout or problem.out_layout
+    if layout == "unaligned" and not aligned:
         view = place(like, row_pad=1, offset=GUARD + 1)
-    elif problem.out_layout in ("padded", "unaligned"):
-        view = place(like, row_pad=8)
+    elif layout in ("padded", "unaligned", "bhsd padded"):
+        view = place(like, "bhsd" if layout == "bhsd padded" else "bshd", row_pad=8)
     else:
-        view = place(like, problem.out_layout)
+        view = place(like, layout)
     out = Guarded.around(view[0] if packed else view)
     if not problem.return_lse:
         return out, None
@@ -263,11 +240,9 @@ def _strides(x: Tensor) -> tuple[int, int, int]:
     return (0, strides[0], strides[1]) if len(strides) == 2 else (strides[0], strides[1], strides[2])
 
 
-def _params(problem: Problem, call: Call, out: Tensor, lse: Tensor | None) -> _C.AttentionParams:
+def _plan(problem: Problem, call: Call, lse: Guarded | None) -> _C.AttentionParams:
+    """What a launch is told but for q, k, v and o."""
     p, features = _C.AttentionParams(), call.features
-    for name, tensor in (("q", call.q), ("k", call.k), ("v", call.v), ("o", out)):
-        setattr(p, name, tensor.data_ptr())
-        setattr(p, f"{name}_stride", _strides(tensor))
     p.batch, p.seqlen_q, p.seqlen_k = problem.batch, problem.seqlen_q, problem.width
     p.entries_k, p.rows_k = (1 if call.k.dim() == 3 else call.k.shape[0]), call.k.shape[-3]
     p.num_heads, p.num_heads_kv = problem.num_heads, problem.num_heads_kv
@@ -287,7 +262,7 @@ def _params(problem: Problem, call: Call, out: Tensor, lse: Tensor | None) -> _C
     if problem.pack and problem.group and problem.blocks is None:
         p.pack = problem.group
     rows = call.q.shape[0] if problem.packed_q else problem.seqlen_q
-    p.lse = 0 if lse is None else lse.data_ptr()
+    p.lse = 0 if lse is None else lse.view.data_ptr()
     p.lse_batch_stride = 0 if problem.packed_q else problem.num_heads * rows
     p.lse_head_stride = rows
     p.lse_rows = rows * problem.num_heads * (1 if problem.packed_q else problem.batch)
@@ -313,7 +288,3 @@ def _add_strides(p: _C.AttentionParams, problem: Problem, features: dict[str, An
         p.block_indices, p.block_stride = indices.data_ptr(), indices.expand(*both, -1, -1).stride()
         if counts.numel() == 0:
             p.block_counts = p.block_indices = 0
-
-
-def without_splits(problem: Problem) -> Problem:
-    return replace(problem, num_splits=1)
