@@ -43,6 +43,13 @@ class UsageError(ValueError):
     """The options can't be followed; the message is one sentence."""
 
 
+def variable(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (equals and name.isidentifier()):
+        raise argparse.ArgumentTypeError(f"a CMake variable is given as NAME=VALUE, got {text!r}")
+    return name, value
+
+
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -61,7 +68,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--candidates", type=int, metavar="N", help="stop after so many")
     add("--round", type=int, metavar="N", help="candidates per problem set that are built together")
     add("--jobs", type=int, metavar="N", help="parallel nvcc jobs (default: as many as cores)")
-    partial(add, action="append", default=[])("--define", "-D", metavar="NAME=VALUE", help="for CMake")
+    many = partial(add, action="append", default=[])
+    many("--define", "-D", metavar="NAME=VALUE", type=variable, help="for CMake")
     add = parser.add_argument_group("files, and what to do instead of searching").add_argument
     add("--work", type=Path, default=ROOT / "build" / "tune", metavar="DIR", help="default: build/tune")
     add("--leaderboard", type=Path, metavar="FILE", help="default: one of --work for --arch")
@@ -149,11 +157,14 @@ def tune(options: argparse.Namespace, gpu: str, own: int, arch: int, path: Path)
             raise UsageError(f"another search is at work in {work}: give this one another --work") from None
         # Other code runs in place of the rows' own; sm_89's have PTX.
         stand_in = options.mma_passes != 1 or arch not in (own, 89)
-        defines = list(options.define)
-        if stand_in and arch == 120 and options.mma_passes == 1:
-            defines.append(f"CUTLASS_FMHA_SM120_PROXY={own}")
-        make = partial(Builder, arch=arch, limits=Limits.with_shared(options.smem), jobs=options.jobs)
-        builder = make(work, mma_passes=options.mma_passes, defines=defines)
+        defines: dict[str, object] = dict(options.define)
+        make = partial(Builder, arch=arch, limits=Limits.with_shared(options.smem), jobs=options.jobs or 0)
+        more: dict[str, object] = {}
+        if options.mma_passes != 1:
+            more = {"CUTLASS_FMHA_EMULATION": "ON", "CUTLASS_FMHA_MMA_PASSES": options.mma_passes}
+        elif stand_in and arch == 120:
+            more = {"CUTLASS_FMHA_SM120_PROXY": own}
+        builder = make(work, variables={**more, **defines})
         about = {"gpu": gpu, "arch": arch, "mma_passes": options.mma_passes, "shared_kib": options.smem}
         about |= {"source_hash": source_hash(), "nvcc": builder.nvcc_version()}
         cases = {target.name: [case.name for case in target.cases] for target in targets}
@@ -164,7 +175,7 @@ def tune(options: argparse.Namespace, gpu: str, own: int, arch: int, path: Path)
                 targets,
                 builder,
                 judge_in_a_process(work, options.device),
-                make(work / "own", defines=options.define) if stand_in else None,
+                make(work / "own", variables=defines) if stand_in else None,
                 seed=options.seed,
                 per_round=options.round or max(4, 2 * (os.cpu_count() or 1)),
                 limit=options.candidates,

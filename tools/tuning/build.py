@@ -24,7 +24,6 @@ Wanted = Mapping[Candidate, tuple[str, ...]]
 SHORT = {"float16": "f16", "bfloat16": "bf16"}  # the package's names, and the manifest's
 _ROW_NAME = re.compile(r"fwd_sm\d+_(f16|bf16)_\w+_(t[0-9a-f]{10})")
 _FAILED = re.compile(r"^FAILED: .*?generated/\w+?_(t[0-9a-f]{10})\w*\.cu\.o")
-_DEFINE = re.compile(r"([A-Za-z_]\w*)=(.*)")
 
 
 @dataclass
@@ -55,53 +54,40 @@ def judge_resources(
     Shared memory is the space's business, which may allow more than sm_89 has. A candidate without a kernel
     for one of its dtypes is complained about, too.
     """
-    by_tag = {candidate.tag: candidate for candidate in wanted}
+    missing = {(c.tag, SHORT[dtype]): (c, dtype) for c, dtypes in wanted.items() for dtype in dtypes}
     found: dict[Candidate, list[str]] = {candidate: [] for candidate in wanted}
     registers: dict[Candidate, int] = {}
-    missing = {(candidate, SHORT[dtype]) for candidate, dtypes in wanted.items() for dtype in dtypes}
     for kernel in kernels:
         match = _ROW_NAME.fullmatch(kernel.name)
-        if not match or match[2] not in by_tag:
+        if not match or (match[2], match[1]) not in missing:
             continue
-        c = by_tag[match[2]]
-        dtype = next(name for name, short in SHORT.items() if short == match[1])
-        row = SimpleNamespace(
-            **vars(c), name=match[1], family="plain", dtype=dtype, mma="m16n8k16", smem_bytes=0
-        )
-        found[c] += resources.complaints(kernel, row)
+        c, dtype = missing.pop((match[2], match[1]))
+        config = {"family": "plain", "dtype": dtype, "mma": "m16n8k16", "smem_bytes": 0}
+        found[c] += resources.complaints(kernel, SimpleNamespace(**vars(c), name=match[1], **config))
         registers[c] = max(registers.get(c, 0), kernel.registers)
-        missing.discard((c, match[1]))
         if kernel.shared > limits.shared_per_block:
             found[c].append(f"{kernel.shared} bytes of static shared memory")
-    for candidate, dtype in sorted(missing):
-        found[candidate].append(f"the extension has no {dtype} kernel of it")
+    for c, dtype in missing.values():
+        found[c].append(f"the extension has no {SHORT[dtype]} kernel of it")
     return found, registers
 
 
 def failures(output: str) -> dict[str, str]:
     """Ninja's output -> tag of each candidate that did not compile, and its first error."""
-    words: dict[str, list[str]] = {}
-    current = None
-    for line in output.splitlines():
-        if match := _FAILED.match(line):
-            current = words.setdefault(match[1], [])
-        elif re.match(r"^\[\d+/\d+\]|^FAILED: |^ninja: ", line):
-            current = None
-        elif current is not None and "-gencode" not in line and line.strip():  # its command is no message
-            current.append(line.strip())
-    found = {}
-    for tag, lines in words.items():
-        errors = [line for line in lines if re.search(r"\berror\b|\bfatal\b", line)]
-        first = (errors or lines[-1:] or ["nvcc failed without a word"])[0]
-        found[tag] = re.sub(r"(?:/[\w.+-]+)+/", "", first)[:300]
+    found: dict[str, str] = {}
+    for part in re.split(r"^(?=FAILED: |\[\d+/\d+\]|ninja: )", output, flags=re.MULTILINE):
+        if match := _FAILED.match(part):
+            lines = [x.strip() for x in part.splitlines()[1:] if x.strip() and "-gencode" not in x]
+            errors = [line for line in lines if re.search(r"\berror\b|\bfatal\b", line)]
+            first = (errors or lines[-1:] or ["nvcc failed without a word"])[0]
+            found.setdefault(match[1], re.sub(r"(?:/[\w.+-]+)+/", "", first)[:300])
     return found
 
 
 class Builder:
     """Builds extensions for one architecture in ``directory``, which it owns.
 
-    defines: more CMake variables, as ``NAME=VALUE``. timeout_s: what one build may take; candidates that are
-    not compiled by then fail.
+    variables: more of CMake's. timeout_s: what one build may take; what is not compiled by then fails.
     """
 
     def __init__(
@@ -109,25 +95,13 @@ class Builder:
         directory: Path,
         arch: int,
         limits: Limits,
-        *,
-        mma_passes: int = 1,
+        variables: Mapping[str, object],
         jobs: int | None = None,
-        defines: Iterable[str] = (),
-        timeout_s: float = 1800.0,
     ) -> None:
-        self.directory, self.arch, self.limits, self.timeout_s = directory, arch, limits, timeout_s
+        self.directory, self.arch, self.limits, self.timeout_s = directory, arch, limits, 1800.0
         self.manifest = directory / "manifest.cmake"
-        variables: dict[str, object] = {
-            "CUTLASS_FMHA_MANIFEST": self.manifest,
-            "CMAKE_CUDA_ARCHITECTURES": arch,
-        }
-        if mma_passes != 1:
-            variables |= {"CUTLASS_FMHA_EMULATION": "ON", "CUTLASS_FMHA_MMA_PASSES": mma_passes}
-        for define in defines:
-            if not (match := _DEFINE.fullmatch(define)):
-                raise BuildError(f"a CMake variable is given as NAME=VALUE, got {define!r}")
-            variables[match[1]] = match[2]
-        self.tree = Tree(directory / "tree", variables, **({"jobs": jobs} if jobs else {}))
+        own = {"CUTLASS_FMHA_MANIFEST": self.manifest, "CMAKE_CUDA_ARCHITECTURES": arch}
+        self.tree = Tree(directory / "tree", {**own, **variables}, **({"jobs": jobs} if jobs else {}))
 
     def nvcc_version(self) -> str:
         """The version of the nvcc that builds. Configures an empty tree when there is none yet."""
@@ -146,11 +120,11 @@ class Builder:
             if status == 0:
                 break
             words = failures(output)
-            broken = {c: words[c.tag] for c in left if c.tag in words}
             if status is None:  # Ninja stops before it comes to a file only when it runs out of time
                 late = f"not compiled within {self.timeout_s:.0f} s"
-                broken |= {c: late for c in left if c not in broken and not self._is_compiled(c)}
+                words = {c.tag: late for c in left if not self._is_compiled(c)} | words
                 begin = time.monotonic()  # for the rest, which is there, and the linker
+            broken = {c: words[c.tag] for c in left if c.tag in words}
             if not broken:
                 raise BuildError(f"the extension was not built:\n{tail(output)}")
             if row := next((c for c in broken if c in incumbents), None):

@@ -25,17 +25,8 @@ GAIN = 1.03  # a candidate must be this much faster than the incumbents, as a ge
 WORST = 0.99  # and on no case slower than this
 SIGHTINGS = 2  # in so many timing runs, each in a process of its own
 KIND = "cutlass_fmha tuning leaderboard 4"
-#: Fates in the order of the gates. "promising" is not final.
-FATES = (
-    "compile",  # nvcc refused it, or took too long
-    "resources",  # spills, a stack, or more than an SM has
-    "parity",  # wrong, or not the same twice
-    "crash",  # took its process down, or hung
-    "slower",  # correct, and no gain
-    "promising",  # a gain seen once
-    "unconfirmed",  # a gain that a second run did not see
-    "accepted",
-)
+#: Fates in the order of the gates (docs/tuning.md). "promising", a gain seen once, is not final.
+FATES = ("compile", "resources", "parity", "crash", "slower", "promising", "unconfirmed", "accepted")
 ROWS = 12  # candidates of a target that are listed: the fastest
 HEAD = ("fate", "candidate", "gain", "worst case", "seen", "registers", "times (us)")
 NOTE = (

@@ -125,11 +125,6 @@ def shared_bytes(c: Candidate) -> int:
     return held if c.copy == "tma" else (held + 7) // 8 * 8 + LANE_BYTES + c.warps * WARP_BYTES
 
 
-def register_cap(c: Candidate, limits: Limits) -> int:
-    """Registers that __launch_bounds__(threads, min_blocks) leaves a thread; they are given out in eights."""
-    return min(MAX_REGISTERS, limits.registers_per_sm // (c.threads * c.min_blocks) // 8 * 8)
-
-
 def registers(c: Candidate) -> int:
     """Registers that a thread holds at the worst moment of the main loop at least, OTHER_REGISTERS apart."""
     rows, dim = c.rows_per_warp, c.head_dim
@@ -177,13 +172,16 @@ def fits(c: Candidate, arch: int, limits: Limits) -> bool:
         return False
     if c.stages > 2 and c.copy == "ldg_16":  # loads into registers are at most one block ahead
         return False
-    shared = shared_bytes(c)
+    shared, most = (
+        shared_bytes(c),
+        limits.registers_per_sm // (c.threads * c.min_blocks) // 8 * 8,
+    )  # in eights
     return (
         c.threads <= limits.threads_per_block
         and c.min_blocks * c.warps <= limits.warps_per_sm
         and shared <= limits.shared_per_block
         and c.min_blocks * (shared + limits.reserved_shared) <= limits.shared_per_sm
-        and registers(c) + OTHER_REGISTERS <= register_cap(c, limits)
+        and registers(c) + OTHER_REGISTERS <= min(MAX_REGISTERS, most)
     )
 
 
