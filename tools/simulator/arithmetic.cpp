@@ -47,7 +47,6 @@ void add_integers(Opcodes& ops, std::string const& type) {
   add_elementwise<[](T a, T b) { return high(a, b); }>(ops, {"mul.hi." + type});
   add_elementwise<[](T a, T b, T c) { return static_cast<T>(static_cast<Wide<T>>(a) * b + c); }>(ops,
                                                                                                  {"mad.lo." + type});
-  add_elementwise<[](T a, T b, T c) { return static_cast<T>(high(a, b) + c); }>(ops, {"mad.hi." + type});
   add_elementwise<[](T a, T b) { return quotient(a, b); }>(ops, {"div." + type});
   add_elementwise<[](T a, T b) { return remainder(a, b); }>(ops, {"rem." + type});
   add_elementwise<[](T a, T b) { return a < b ? a : b; }>(ops, {"min." + type});
@@ -59,7 +58,6 @@ void add_integers(Opcodes& ops, std::string const& type) {
   }
   if constexpr (std::is_signed_v<T>) {
     add_elementwise<[](T a) { return static_cast<T>(0 - a); }>(ops, {"neg." + type});
-    add_elementwise<[](T a) { return static_cast<T>(a < 0 ? 0 - a : a); }>(ops, {"abs." + type});
   }
 }
 
@@ -84,7 +82,7 @@ void add_floats(Opcodes& ops) {
   add_elementwise<[](F a, F b) { return result<ftz>(given<ftz>(a) * given<ftz>(b)); }>(
       ops, spell({{"mul"}, {"", ".rn"}, {tail}}));
   add_elementwise<[](F a, F b) { return result<ftz>(given<ftz>(a) / given<ftz>(b)); }>(
-      ops, spell({{"div.rn", "div.full", "div.approx"}, {tail}}));
+      ops, spell({{"div.rn", "div.approx"}, {tail}}));
   add_elementwise<[](F a, F b, F c) { return result<ftz>(std::fma(given<ftz>(a), given<ftz>(b), given<ftz>(c))); }>(
       ops, {"fma.rn" + tail});
   add_elementwise<[](F a) { return result<ftz>(1.f / given<ftz>(a)); }>(ops,
@@ -94,13 +92,8 @@ void add_floats(Opcodes& ops) {
 
   add_elementwise<[](F a, F b) { return result<ftz>(smaller(a, b)); }>(ops, {"min" + tail});
   add_elementwise<[](F a, F b) { return result<ftz>(larger(a, b)); }>(ops, {"max" + tail});
-  std::string const nan = ftz ? ".ftz.NaN.f32" : ".NaN.f32";
-  add_elementwise<[](F a, F b) { return result<ftz>(a == a && b == b ? smaller(a, b) : a + b); }>(ops, {"min" + nan});
-  add_elementwise<[](F a, F b) { return result<ftz>(a == a && b == b ? larger(a, b) : a + b); }>(ops, {"max" + nan});
-  // The hardware's approximations, of which these differ in the last bits.
-  std::string const about = ".approx" + tail;
-  add_elementwise<[](F a) { return result<ftz>(exp2_approximately(given<ftz>(a))); }>(ops, {"ex2" + about});
-  add_elementwise<[](F a) { return result<ftz>(std::log2(given<ftz>(a))); }>(ops, {"lg2" + about});
+  // The hardware's approximation, from which this one differs in the last bits.
+  add_elementwise<[](F a) { return result<ftz>(exp2_approximately(given<ftz>(a))); }>(ops, {"ex2.approx" + tail});
 }
 
 /// a * b + c rounded down. The product of two floats is exact in double, and so is what the sum of doubles rounds off

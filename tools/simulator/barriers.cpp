@@ -93,14 +93,6 @@ void mbarrier_init(Warp& w, Instruction const& i) {
   });
 }
 
-void mbarrier_inval(Warp& w, Instruction const& i) {
-  for_lanes(w.active, [&](int lane) {
-    uint32_t const address = shared_address_of(w, i.address[0], lane);
-    read(w, address);
-    w.block.poison(address, 8);
-  });
-}
-
 /// The state that an arrival results in is good for mbarrier.test_wait with a state only, which is not simulated.
 void mbarrier_arrive(Warp& w, Instruction const& i) {
   for_lanes(w.active, [&](int lane) {
@@ -114,14 +106,6 @@ void mbarrier_arrive_expect_tx(Warp& w, Instruction const& i) {
     uint32_t const address = shared_address_of(w, i.address[0], lane);
     w.block.arrive_at_mbarrier(w, address, 0, w.at<uint32_t>(i.operand[1])[lane]);
     w.block.arrive_at_mbarrier(w, address, 1, 0);
-  });
-}
-
-template <int sign>
-void mbarrier_expect_tx(Warp& w, Instruction const& i) {
-  for_lanes(w.active, [&](int lane) {
-    int64_t const bytes = w.at<uint32_t>(i.operand[0])[lane];
-    w.block.arrive_at_mbarrier(w, shared_address_of(w, i.address[0], lane), 0, sign * bytes);
   });
 }
 
@@ -158,16 +142,11 @@ void add_barriers(Opcodes& opcodes) {
 
   Alternatives const shared{".shared", ".shared::cta"};
   opcodes.add(spell({{"mbarrier.init"}, shared, {".b64"}}), mbarrier_init, {kAddress, value});
-  opcodes.add(spell({{"mbarrier.inval"}, shared, {".b64"}}), mbarrier_inval, {kAddress});
   Alternatives const release{"", ".release.cta"}, acquire{"", ".acquire.cta"};
   opcodes.add(spell({{"mbarrier.arrive"}, release, shared, {".b64"}}), mbarrier_arrive,
               {state, kAddress, value.or_nothing()});
   opcodes.add(spell({{"mbarrier.arrive.expect_tx"}, release, shared, {".b64"}}), mbarrier_arrive_expect_tx,
               {state, kAddress, value});
-  opcodes.add(spell({{"mbarrier.expect_tx"}, {"", ".relaxed.cta"}, shared, {".b64"}}), mbarrier_expect_tx<1>,
-              {kAddress, value});
-  opcodes.add(spell({{"mbarrier.complete_tx"}, {"", ".relaxed.cta"}, shared, {".b64"}}), mbarrier_expect_tx<-1>,
-              {kAddress, value});
   opcodes.add(spell({{"mbarrier.test_wait.parity"}, acquire, shared, {".b64"}}), mbarrier_wait<false>,
               {kPredicateOut, kAddress, value});
   opcodes.add(spell({{"mbarrier.try_wait.parity"}, acquire, shared, {".b64"}}), mbarrier_wait<true>,
@@ -176,8 +155,6 @@ void add_barriers(Opcodes& opcodes) {
   // What is written is seen at once here, so that there is nothing to fence.
   opcodes.add(spell({{"fence.proxy.async"}, {"", ".shared::cta", ".global"}}), do_nothing, {});
   opcodes.add({"fence.mbarrier_init.release.cluster"}, do_nothing, {});
-  opcodes.add(spell({{"fence.sc", "fence.acq_rel"}, {".cta", ".cluster", ".gpu", ".sys"}}), do_nothing, {});
-  opcodes.add({"membar.cta", "membar.gl", "membar.sys"}, do_nothing, {});
 }
 
 }  // namespace simulator

@@ -133,20 +133,14 @@ void wait_group(Warp& w, Instruction const& i) {
 }  // namespace
 
 void add_bulk_copies(Opcodes& ops) {
-  Alternatives const tile{"", ".tile"}, hint{"", ".L2::cache_hint"};
+  Alternatives const hint{"", ".L2::cache_hint"};
   for (uint32_t rank = 1; rank <= 5; ++rank) {
     std::string const tensor = "cp.async.bulk.tensor." + std::to_string(rank) + "d";
-    ops.add(spell({{tensor},
-                   {".shared::cluster", ".shared::cta"},
-                   {".global"},
-                   tile,
-                   {".mbarrier::complete_tx::bytes"},
-                   hint}),
-            load_tensor, {kAddress, kAddress, kAddress, kIgnored.or_nothing()}, rank);
-    ops.add(spell({{tensor}, {".global.shared::cta"}, tile, {".bulk_group"}, hint}), store_tensor,
+    Alternatives const to{".shared::cluster", ".shared::cta"};
+    ops.add(spell({{tensor}, to, {".global.mbarrier::complete_tx::bytes"}, hint}), load_tensor,
+            {kAddress, kAddress, kAddress, kIgnored.or_nothing()}, rank);
+    ops.add(spell({{tensor}, {".global.shared::cta.bulk_group"}, hint}), store_tensor,
             {kAddress, kAddress, kIgnored.or_nothing()}, rank);
-    ops.add(spell({{"cp.async.bulk.prefetch.tensor." + std::to_string(rank) + "d.L2.global"}, tile, hint}), do_nothing,
-            {kAddress, kIgnored.or_nothing()}, rank);
   }
   ops.add({"prefetch.tensormap", "prefetch.param.tensormap"}, prefetch_map, {kAddress});
   ops.add({"cp.async.bulk.commit_group"}, commit_group, {});

@@ -13,11 +13,9 @@ void trap(Warp& w, Instruction const&) { w.fail("the kernel stops itself"); }
 void add_control(Opcodes& ops) {
   ops.add({"bra", "bra.uni"}, branch, {});
   ops.add({"ret", "ret.uni", "exit"}, exit, {});
-  ops.add({"trap", "brkpt"}, trap, {});
-  ops.add({"nanosleep.u32"}, do_nothing, {in<uint32_t>()});
+  ops.add({"trap"}, trap, {});
   // Blocks run one after the other, and what is ahead in the stream is complete.
   ops.add({"griddepcontrol.wait", "griddepcontrol.launch_dependents"}, do_nothing, {});
-  ops.add(spell({{"setmaxnreg"}, {".inc", ".dec"}, {".sync.aligned.u32"}}), do_nothing, {in<uint32_t>()});
 }
 
 }  // namespace simulator

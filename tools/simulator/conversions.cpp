@@ -1,7 +1,5 @@
 // cvt: from one type of number to another. Registers may be wider than the numbers in them.
 #include <cmath>
-#include <limits>
-#include <type_traits>
 
 #include "floats.h"
 #include "opcodes.h"
@@ -72,31 +70,7 @@ void add_integer_conversions(Opcodes& ops) {
   }
 }
 
-// ---- between integers and floats -----------------------------------------------------------------------------------
-
-/// NaN becomes 0, and what is too large the nearest number there is. `x` has been rounded.
-template <class Integer>
-Integer saturated(float x) {
-  using Limits = std::numeric_limits<Integer>;
-  if (x != x) return 0;
-  if (x <= static_cast<float>(Limits::min())) return Limits::min();
-  // The largest integer rounds up to a power of two when it has more bits than the float.
-  if (x >= static_cast<float>(Limits::max())) return Limits::max();
-  return static_cast<Integer>(x);
-}
-
-template <class Integer>
-void add_with_floats(Opcodes& ops, std::string const& type) {
-  using I = Integer;
-  std::string const tail = "." + type + ".f32";
-  add_elementwise<[](I x) { return static_cast<float>(x); }>(ops, {"cvt.rn.f32." + type});
-  add_elementwise<[](float x) { return saturated<I>(std::trunc(x)); }>(ops, spell({{"cvt.rzi"}, {"", ".ftz"}, {tail}}));
-  add_elementwise<[](float x) { return saturated<I>(std::floor(x)); }>(ops, {"cvt.rmi" + tail});
-  add_elementwise<[](float x) { return saturated<I>(std::ceil(x)); }>(ops, {"cvt.rpi" + tail});
-  add_elementwise<[](float x) { return saturated<I>(std::nearbyint(x)); }>(ops, {"cvt.rni" + tail});
-}
-
-// ---- between floats ------------------------------------------------------------------------------------------------
+// ---- floats ---------------------------------------------------------------------------------------------------------
 
 uint32_t pair(uint16_t high, uint16_t low) { return uint32_t(high) << 16 | low; }
 
@@ -115,6 +89,8 @@ void add_float_conversions(Opcodes& ops) {
   add_elementwise<[](float a, float b) { return pair(to_bfloat16(a), to_bfloat16(b)); }>(ops, {"cvt.rn.bf16x2.f32"});
   add_elementwise<[](uint16_t x) { return canonical(from_float16(x)); }>(ops, {"cvt.f32.f16"});
   add_elementwise<[](uint16_t x) { return canonical(from_bfloat16(x)); }>(ops, {"cvt.f32.bf16"});
+  add_elementwise<[](int32_t x) { return static_cast<float>(x); }>(ops, {"cvt.rn.f32.s32"});
+  add_elementwise<[](uint16_t x) { return static_cast<float>(x); }>(ops, {"cvt.rn.f32.u16"});
   add_elementwise<[](float x) { return 0.f < x ? std::fmin(x, 1.f) : 0.f; }>(ops, {"cvt.sat.f32.f32"});
 }
 
@@ -122,12 +98,6 @@ void add_float_conversions(Opcodes& ops) {
 
 void add_conversions(Opcodes& ops) {
   add_integer_conversions(ops);
-  add_with_floats<int16_t>(ops, "s16");
-  add_with_floats<uint16_t>(ops, "u16");
-  add_with_floats<int32_t>(ops, "s32");
-  add_with_floats<uint32_t>(ops, "u32");
-  add_with_floats<int64_t>(ops, "s64");
-  add_with_floats<uint64_t>(ops, "u64");
   add_float_conversions(ops);
 }
 

@@ -183,13 +183,6 @@ class Decoder {
         values["%nctaid" + tail] = [member](Warp const& warp, int) { return warp.block.launch.grid.*member; };
       }
       values["%laneid"] = [](Warp const&, int lane) { return static_cast<uint64_t>(lane); };
-      values["%warpid"] = [](Warp const& warp, int) { return static_cast<uint64_t>(warp.number); };
-      values["%lanemask_eq"] = [](Warp const&, int lane) { return uint64_t(1) << lane; };
-      values["%lanemask_lt"] = [](Warp const&, int lane) { return (uint64_t(1) << lane) - 1; };
-      values["%lanemask_le"] = [](Warp const&, int lane) { return (uint64_t(2) << lane) - 1; };
-      values["%lanemask_ge"] = [](Warp const&, int lane) { return kAllLanes & ~((uint64_t(1) << lane) - 1); };
-      values["%lanemask_gt"] = [](Warp const&, int lane) { return kAllLanes & ~((uint64_t(2) << lane) - 1); };
-      values["%dynamic_smem_size"] = [](Warp const& warp, int) { return warp.block.launch.dynamic_shared; };
       return values;
     }();
     auto const found = all.find(name);

@@ -1,6 +1,4 @@
 // What the lanes of a warp tell each other: shuffles, votes, elections.
-#include <algorithm>
-
 #include "opcodes.h"
 
 namespace simulator {
@@ -14,7 +12,7 @@ void require_members(Warp& w, uint32_t place) {
 
 // ---- shfl ----------------------------------------------------------------------------------------------------------
 
-enum Direction : uint32_t { kUp, kDown, kButterfly, kIndex };
+enum Direction : uint32_t { kButterfly, kIndex };
 
 /// As PTX's reference describes it: c holds a mask that divides the warp into segments, and a bound.
 void shuffle(Warp& w, Instruction const& i) {
@@ -27,22 +25,8 @@ void shuffle(Warp& w, Instruction const& i) {
     uint32_t const c = w.at<uint32_t>(i.operand[4])[lane];
     int const bound = static_cast<int>(c & 31), segment = static_cast<int>(c >> 8 & 31);
     int const last = (lane & segment) | (bound & ~segment), first = lane & segment;
-    int from = lane;
-    bool valid = false;
-    switch (static_cast<Direction>(i.number)) {
-      case kUp:
-        from = lane - b, valid = from >= last;
-        break;
-      case kDown:
-        from = lane + b, valid = from <= last;
-        break;
-      case kButterfly:
-        from = lane ^ b, valid = from <= last;
-        break;
-      case kIndex:
-        from = first | (b & ~segment), valid = from <= last;
-        break;
-    }
+    int from = i.number == kButterfly ? lane ^ b : first | (b & ~segment);
+    bool const valid = from <= last;
     if (!valid) from = lane;
     if (!(w.active >> from & 1)) w.fail("lane " + std::to_string(lane) + " shuffles from one that is not here");
     result[lane] = a[from];
@@ -57,15 +41,6 @@ void shuffle(Warp& w, Instruction const& i) {
 void vote_any(Warp& w, Instruction const& i) {
   require_members(w, i.operand[2]);
   w.set_predicate(i.operand[0], w.predicate(i.operand[1]) & w.active ? kAllLanes : 0);
-}
-void vote_all(Warp& w, Instruction const& i) {
-  require_members(w, i.operand[2]);
-  w.set_predicate(i.operand[0], (w.predicate(i.operand[1]) & w.active) == w.active ? kAllLanes : 0);
-}
-void vote_uniform(Warp& w, Instruction const& i) {
-  require_members(w, i.operand[2]);
-  Mask const votes = w.predicate(i.operand[1]) & w.active;
-  w.set_predicate(i.operand[0], votes == 0 || votes == w.active ? kAllLanes : 0);
 }
 void fill(Warp& w, uint32_t place, uint32_t value) {
   Lanes<uint32_t> result;
@@ -86,45 +61,18 @@ void elect(Warp& w, Instruction const& i) {
   w.set_predicate(i.operand[1], Mask(1) << leader);
 }
 
-template <class T, auto function>
-void reduce(Warp& w, Instruction const& i) {
-  require_members(w, i.operand[2]);
-  Lanes<T> const& values = w.at<T>(i.operand[1]);
-  T result = values[first_lane(w.active)];
-  for_lanes(w.active & (w.active - 1), [&](int lane) { result = function(result, values[lane]); });
-  fill(w, i.operand[0], static_cast<uint32_t>(result));
-}
-
-template <class T, auto function>
-void add_reduction(Opcodes& ops, std::string const& name) {
-  ops.add({"redux.sync." + name}, reduce<T, function>, {out<T>(), in<T>(), in<uint32_t>()});
-}
-
 }  // namespace
 
 void add_exchange(Opcodes& ops) {
   Slot const value = in<uint32_t>(), result = out<uint32_t>();
   std::vector<Slot> const shuffled{result, kPairedPredicateOut, value, value, value, value};
-  ops.add({"shfl.sync.up.b32"}, shuffle, shuffled, kUp);
-  ops.add({"shfl.sync.down.b32"}, shuffle, shuffled, kDown);
   ops.add({"shfl.sync.bfly.b32"}, shuffle, shuffled, kButterfly);
   ops.add({"shfl.sync.idx.b32"}, shuffle, shuffled, kIndex);
 
   ops.add({"vote.sync.any.pred"}, vote_any, {kPredicateOut, kPredicateIn, value});
-  ops.add({"vote.sync.all.pred"}, vote_all, {kPredicateOut, kPredicateIn, value});
-  ops.add({"vote.sync.uni.pred"}, vote_uniform, {kPredicateOut, kPredicateIn, value});
   ops.add({"vote.sync.ballot.b32"}, vote_ballot, {result, kPredicateIn, value});
   ops.add({"activemask.b32"}, active_mask, {result});
   ops.add({"elect.sync"}, elect, {result, kPairedPredicateOut, value});
-
-  add_reduction<uint32_t, [](uint32_t a, uint32_t b) { return a + b; }>(ops, "add.u32");
-  add_reduction<int32_t, [](int32_t a, int32_t b) { return a + b; }>(ops, "add.s32");
-  add_reduction<uint32_t, [](uint32_t a, uint32_t b) { return std::min(a, b); }>(ops, "min.u32");
-  add_reduction<int32_t, [](int32_t a, int32_t b) { return std::min(a, b); }>(ops, "min.s32");
-  add_reduction<uint32_t, [](uint32_t a, uint32_t b) { return std::max(a, b); }>(ops, "max.u32");
-  add_reduction<int32_t, [](int32_t a, int32_t b) { return std::max(a, b); }>(ops, "max.s32");
-  add_reduction<uint32_t, [](uint32_t a, uint32_t b) { return a & b; }>(ops, "and.b32");
-  add_reduction<uint32_t, [](uint32_t a, uint32_t b) { return a | b; }>(ops, "or.b32");
 }
 
 }  // namespace simulator

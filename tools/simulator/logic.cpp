@@ -22,29 +22,18 @@ void move_predicate(Warp& w, Instruction const& i) { w.set_predicate(i.operand[0
 
 // ---- setp ----------------------------------------------------------------------------------------------------------
 
-/// What a comparison is combined with: Instruction::number of setp.
-enum Combination : uint32_t { kAlone, kAnd, kOr, kXor };
-
 template <auto compare, class T>
 void set_predicate(Warp& w, Instruction const& i) {
   Lanes<T> const &a = w.at<T>(i.operand[2]), &b = w.at<T>(i.operand[3]);
   Mask const holds = mask_of([&](int lane) { return compare(a[lane], b[lane]); });
-  Mask const other = i.number == kAlone ? 0 : w.predicate(i.operand[4]);
-  auto const combined = [&](Mask x) {
-    return i.number == kAnd ? x & other : i.number == kOr ? x | other : i.number == kXor ? x ^ other : x;
-  };
-  w.set_predicate(i.operand[0], combined(holds));
-  w.set_predicate(i.operand[1], combined(~holds));
+  w.set_predicate(i.operand[0], holds);
+  w.set_predicate(i.operand[1], ~holds);
 }
 
 template <class T, auto compare>
 void add_comparison(Opcodes& ops, Alternatives const& names, std::string const& type) {
-  std::vector<Slot> slots{kPredicateOut, kPairedPredicateOut, in<T>(), in<T>()};
-  ops.add(spell({{"setp."}, names, {type}}), set_predicate<compare, T>, slots, kAlone);
-  slots.push_back(kPredicateIn);
-  ops.add(spell({{"setp."}, names, {".and" + type}}), set_predicate<compare, T>, slots, kAnd);
-  ops.add(spell({{"setp."}, names, {".or" + type}}), set_predicate<compare, T>, slots, kOr);
-  ops.add(spell({{"setp."}, names, {".xor" + type}}), set_predicate<compare, T>, slots, kXor);
+  ops.add(spell({{"setp."}, names, {type}}), set_predicate<compare, T>,
+          {kPredicateOut, kPairedPredicateOut, in<T>(), in<T>()});
 }
 
 template <class T>
@@ -74,7 +63,6 @@ void add_float_comparisons(Opcodes& ops) {
   add_comparison<T, [](T a, T b) { return !(b < a); }>(ops, {"leu"}, type);
   add_comparison<T, [](T a, T b) { return !(a <= b); }>(ops, {"gtu"}, type);
   add_comparison<T, [](T a, T b) { return !(a < b); }>(ops, {"geu"}, type);
-  add_comparison<T, [](T a, T b) { return a == a && b == b; }>(ops, {"num"}, type);
   add_comparison<T, [](T a, T b) { return a != a || b != b; }>(ops, {"nan"}, type);
 }
 

@@ -1,4 +1,4 @@
-// mma, ldmatrix and stmatrix. In a register of a warp, the 4 bytes of lane l are part l % 4 of row l / 4 of a matrix
+// mma and ldmatrix. In a register of a warp, the 4 bytes of lane l are part l % 4 of row l / 4 of a matrix
 // with 8 rows of 16 bytes: all lanes' one after the other, the matrix lies there row by row.
 #include <immintrin.h>
 
@@ -105,18 +105,6 @@ void load_matrices(Warp& w, Instruction const& i) {
   }
 }
 
-template <bool transposed>
-void store_matrices(Warp& w, Instruction const& i) {
-  w.require_all_lanes();
-  for (uint32_t row = 0; row < 8 * i.number; ++row) {
-    uint16_t matrix[8][8], values[8];
-    std::memcpy(matrix, &w.at<uint32_t>(i.operand[row / 8]), sizeof(matrix));
-    for (uint32_t c = 0; c < 8; ++c) values[c] = transposed ? matrix[c][row % 8] : matrix[row % 8][c];
-    uint32_t const address = shared_address_of(w, i.address[0], static_cast<int>(row));
-    std::memcpy(w.block.shared(w, address, 16), values, 16);
-  }
-}
-
 }  // namespace
 
 void add_matrix(Opcodes& ops) {
@@ -127,21 +115,10 @@ void add_matrix(Opcodes& ops) {
   add_mma<Tfloat32, 1>(ops, "tf32");
   add_mma<Tfloat32, 2>(ops, "tf32");
   for (int n : {1, 2, 4}) {
-    Slot const loaded = out<uint32_t>().of(n), stored = in<uint32_t>().of(n);
-    Alternatives const count{".x" + std::to_string(n)}, spaces{".shared", ".shared::cta", ""};
-    // The order of the modifiers in PTX's reference, and the one that CUTLASS writes.
-    auto const names = [&](char const* op, char const* trans) {
-      Alternatives all = spell({{op}, {".sync.aligned.m8n8"}, count, {trans}, spaces, {".b16"}});
-      for (std::string const& name : spell({{op}, {".sync.aligned"}, count, {trans}, {".m8n8"}, spaces, {".b16"}})) {
-        all.push_back(name);
-      }
-      return all;
-    };
-    auto const matrices = static_cast<uint32_t>(n);
-    ops.add(names("ldmatrix", ""), load_matrices<false>, {loaded, kAddress}, matrices);
-    ops.add(names("ldmatrix", ".trans"), load_matrices<true>, {loaded, kAddress}, matrices);
-    ops.add(names("stmatrix", ""), store_matrices<false>, {kAddress, stored}, matrices);
-    ops.add(names("stmatrix", ".trans"), store_matrices<true>, {kAddress, stored}, matrices);
+    std::string const name = "ldmatrix.sync.aligned.x" + std::to_string(n);
+    std::vector<Slot> const slots{out<uint32_t>().of(n), kAddress};
+    ops.add({name + ".m8n8.shared.b16"}, load_matrices<false>, slots, static_cast<uint32_t>(n));
+    ops.add({name + ".trans.m8n8.shared.b16"}, load_matrices<true>, slots, static_cast<uint32_t>(n));
   }
 }
 

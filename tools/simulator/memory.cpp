@@ -103,17 +103,6 @@ void change(Warp& w, Instruction const& i) {
   });
 }
 
-template <class T>
-void compare_and_swap(Warp& w, Instruction const& i) {
-  for_lanes(w.active, [&](int lane) {
-    std::byte* at = memory(w, static_cast<Space>(i.number), address_of(w, i.address[0], lane), sizeof(T));
-    T old;
-    std::memcpy(&old, at, sizeof(T));
-    if (old == w.at<T>(i.operand[1])[lane]) std::memcpy(at, &w.at<T>(i.operand[2])[lane], sizeof(T));
-    w.at<T>(i.operand[0])[lane] = old;
-  });
-}
-
 Alternatives const kOrders{"", ".relaxed", ".acquire", ".release", ".acq_rel"};
 Alternatives const kScopes{"", ".cta", ".gpu", ".sys"};
 constexpr NamedSpace kAtomicSpaces[] = {{"", kGeneric}, {".global", kOrdinary}, {".shared", kShared}};
@@ -130,23 +119,10 @@ void add_atomic(Opcodes& ops, std::string const& name) {
 
 void add_atomics(Opcodes& ops) {
   add_atomic<uint32_t, [](uint32_t a, uint32_t b) { return a + b; }>(ops, ".add.u32");
-  add_atomic<int32_t, [](int32_t a, int32_t b) { return a + b; }>(ops, ".add.s32");
-  add_atomic<uint64_t, [](uint64_t a, uint64_t b) { return a + b; }>(ops, ".add.u64");
   add_atomic<float, [](float a, float b) { return a + b; }>(ops, ".add.f32");
   add_atomic<uint32_t, [](uint32_t a, uint32_t b) { return std::min(a, b); }>(ops, ".min.u32");
   add_atomic<uint32_t, [](uint32_t a, uint32_t b) { return std::max(a, b); }>(ops, ".max.u32");
-  add_atomic<int32_t, [](int32_t a, int32_t b) { return std::min(a, b); }>(ops, ".min.s32");
   add_atomic<int32_t, [](int32_t a, int32_t b) { return std::max(a, b); }>(ops, ".max.s32");
-  add_atomic<uint32_t, [](uint32_t a, uint32_t b) { return a & b; }>(ops, ".and.b32");
-  add_atomic<uint32_t, [](uint32_t a, uint32_t b) { return a | b; }>(ops, ".or.b32");
-  add_atomic<uint32_t, [](uint32_t a, uint32_t b) { return a >= b ? 0 : a + 1; }>(ops, ".inc.u32");
-  add_atomic<uint32_t, [](uint32_t, uint32_t b) { return b; }>(ops, ".exch.b32");
-  for (auto const& [name, space] : kAtomicSpaces) {
-    ops.add(spell({{"atom"}, kOrders, kScopes, {std::string(name) + ".cas.b32"}}), compare_and_swap<uint32_t>,
-            {out<uint32_t>(), kAddress, in<uint32_t>(), in<uint32_t>()}, space);
-    ops.add(spell({{"atom"}, kOrders, kScopes, {std::string(name) + ".cas.b64"}}), compare_and_swap<uint64_t>,
-            {out<uint64_t>(), kAddress, in<uint64_t>(), in<uint64_t>()}, space);
-  }
 }
 
 // ---- addresses -----------------------------------------------------------------------------------------------------
@@ -182,8 +158,7 @@ void add_memory(Opcodes& ops) {
           {result, address});
   ops.add(spell({{"cvta.shared"}, {".u64"}}), convert_shared_address<1>, {result, address});
   ops.add(spell({{"cvta.to.shared"}, {".u64"}}), convert_shared_address<-1>, {result, address});
-  ops.add({"prefetch.global.L1", "prefetch.global.L2", "prefetch.L1", "prefetch.L2", "prefetchu.L1"}, do_nothing,
-          {kAddress});
+  ops.add({"prefetch.global.L2"}, do_nothing, {kAddress});
 }
 
 }  // namespace simulator
