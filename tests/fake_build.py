@@ -110,14 +110,8 @@ def make_build(
             for head_dim, value_dim, tile_m, tile_n, warps, kv_warps, stages in SCORED if scored else ():
                 loaded = stages * tile_n * kv_warps * (head_dim + (value_dim or head_dim))
                 tile = (
-                    tile_m,
-                    tile_n,
-                    warps,
-                    "cp_async_16",
-                    2 * (tile_m * head_dim + loaded),
-                    kv_warps,
-                    stages,
-                )
+                    tile_m, tile_n, warps, "cp_async_16", 2 * (tile_m * head_dim + loaded), kv_warps, stages,
+                )  # fmt: skip
                 form = {"takes_features": True, "value_dim": value_dim, "q_in_registers": head_dim < 256}
                 rows.append(Row(len(rows), arch, dtype, head_dim, *tile, **form))
     return Table(tuple(rows), tuple((compiled_for or {}).items()))  # type: ignore[arg-type]

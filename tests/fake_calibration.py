@@ -64,14 +64,10 @@ def a_calibration(**changes: object) -> store.Calibration:
         if row.head_dim == 64
     }
     own = {
-        "gpu": L4.name,
-        "sm_count": L4.sm_count,
-        "package": cutlass_fmha.__version__,
+        "gpu": L4.name, "sm_count": L4.sm_count, "package": cutlass_fmha.__version__,
         "source_hash": str(_C.build_info()["source_hash"]),
-        "date": "2026-11-20T00:00:00+00:00",
-        "rows": rows,
-        "scale": {"sm89_tile": 1.25},
-    }
+        "date": "2026-11-20T00:00:00+00:00", "rows": rows, "scale": {"sm89_tile": 1.25},
+    }  # fmt: skip
     return store.Calibration(**{**own, **changes})
 
 

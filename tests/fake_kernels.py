@@ -136,14 +136,9 @@ class FakeKernels:
         )
 
     def rows(
-        self,
-        address: int,
-        dtype: torch.dtype,
-        strides: tuple[int, int, int],
-        entry: int,
-        shape: tuple[int, int, int],
-        first: int,
-    ) -> Tensor:
+        self, address: int, dtype: torch.dtype, strides: tuple[int, int, int], entry: int,
+        shape: tuple[int, int, int], first: int,
+    ) -> Tensor:  # fmt: skip
         """[rows, heads, dim] of a batch entry."""
         begin = address + (entry * strides[0] + first * strides[1]) * dtype.itemsize
         return _at(begin, dtype, shape, (strides[1], strides[2], 1))

@@ -102,15 +102,10 @@ def _lengths() -> list[P]:
     return [
         *found,
         P(
-            40,
-            90,
-            batch=3,
-            packed_q=True,
-            bias=("bhqk", "float32", "plain"),
-            mask=("bqk", "plain"),
+            40, 90, batch=3, packed_q=True, bias=("bhqk", "float32", "plain"), mask=("bqk", "plain"),
             dropout=0.3,
         ),
-    ]
+    ]  # fmt: skip
 
 
 def _decode() -> list[P]:
@@ -155,13 +150,9 @@ def _seeded(*made: P) -> list[P]:
 
 #: Each feature by itself around the tiles' sizes, pairs that meet in a kernel, numbers at the edge.
 GROUPS = {
-    "masks": _seeded(*_masks()),
-    "scores": _seeded(*_scores()),
-    "shapes": _seeded(*_shapes()),
-    "lengths": _seeded(*_lengths()),
-    "decode": _seeded(*_decode()),
-    "numbers": _seeded(*_numbers()),
-}
+    "masks": _seeded(*_masks()), "scores": _seeded(*_scores()), "shapes": _seeded(*_shapes()),
+    "lengths": _seeded(*_lengths()), "decode": _seeded(*_decode()), "numbers": _seeded(*_numbers()),
+}  # fmt: skip
 
 
 # ---- without features --------------------------------------------------------------------------------------

@@ -115,21 +115,15 @@ def _minus_infinity(hides: Callable[[Tensor], Tensor]) -> Fill:
 
 
 FILLS = {
-    "normal": _normal,
-    "constant": _constant,
-    "ramp": _ramp(0.05),
-    "steep-ramp": _ramp(1.0),
-    "outliers": _outliers,
-    "large": _exact(2.0**10, 2.0**10),
+    "normal": _normal, "constant": _constant, "ramp": _ramp(0.05), "steep-ramp": _ramp(1.0),
+    "outliers": _outliers, "large": _exact(2.0**10, 2.0**10),
     "huge": _exact(2.0**50, 2.0**50, 2.0**15, 2.0**14),
-    "huge-values": _huge_values,
-    "small": _small,
-    "tiny": _tiny,
+    "huge-values": _huge_values, "small": _small, "tiny": _tiny,
     "first-keys-minus-inf": _minus_infinity(lambda j: j < 100),
     "last-keys-minus-inf": _minus_infinity(lambda j: j >= j.numel() - 100),
     "most-keys-minus-inf": _minus_infinity(lambda j: j % 50 > 0),
     "all-keys-minus-inf": _minus_infinity(lambda j: j >= 0),
-}
+}  # fmt: skip
 
 
 # ---- memory ------------------------------------------------------------------------------------------------

@@ -91,14 +91,9 @@ def unfused(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, causal:
 
 
 def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None,
-    causal: str,
-    compute: torch.dtype,
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: str, compute: torch.dtype,
     rounded: torch.dtype,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """All in ``compute``, P and the output rounded."""
     scale = _default_scale(q, scale)
     out = torch.zeros(q.shape, dtype=rounded, device=q.device)
@@ -172,15 +167,9 @@ def _row_max(x: Tensor) -> Tensor:
 
 
 def compare(
-    out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None = None,
-    causal: str = "none",
-    lse: Tensor | None = None,
-    exact_scores: bool = False,
-) -> Errors:
+    out: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, causal: str = "none",
+    lse: Tensor | None = None, exact_scores: bool = False,
+) -> Errors:  # fmt: skip
     """Errors of ``out`` and, when given, of ``lse``.
 
     exact_scores: every product and sum of Q K^T is exact in fp32 whatever the order, so no error of the

@@ -272,17 +272,9 @@ class Granted(NamedTuple):
 
 
 def compare(
-    out: Tensor,
-    lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None = None,
-    causal: str = "none",
-    exact_scores: bool = False,
-    product_error: float = 0.0,
-    **features: Any,
-) -> Errors:
+    out: Tensor, lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None,
+    causal: str = "none", exact_scores: bool = False, product_error: float = 0.0, **features: Any,
+) -> Errors:  # fmt: skip
     """Errors of ``out`` and, when given, of ``lse``: ``oracle.compare`` for everything that a call may say.
 
     The tolerance is ``oracle.compare``'s, but for the error of the scores: each key has its own, which

@@ -95,7 +95,7 @@ def places(
     entries: int,
     cache_batch_idx: Tensor | None,
     page_table: Tensor | None,
-) -> dict[tuple[int, int], tuple[int, int]]:
+) -> dict[tuple[int, int], tuple[int, int]]:  # fmt: skip
     """(batch, new row) -> (entry or page of the cache, row in it), for those that have a place there.
 
     seqlen_new: of all sequences, or of each. rows: of an entry or of a page. entries: how many there are.

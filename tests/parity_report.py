@@ -101,14 +101,10 @@ class ParityReport:
         return {
             "kind": "cutlass_fmha parity report",
             "passed": passed and not self.missing and not self.awaited and bool(self.expected),
-            "tests": tests,
-            "processes": max(1, len(self.workers)),
-            "workers_lost": self.awaited,
-            **environment,
-            "rows_expected": self.expected,
-            "rows_missing": self.missing,
+            "tests": tests, "processes": max(1, len(self.workers)), "workers_lost": self.awaited,
+            **environment, "rows_expected": self.expected, "rows_missing": self.missing,
             "rows": {name: asdict(record) for name, record in sorted(self.rows.items())},
-        }
+        }  # fmt: skip
 
     def write(self, directory: Path, content: dict[str, object]) -> Path:
         return write(directory, content, markdown(content))
@@ -132,20 +128,14 @@ def environment(arch: int, mode: str, source_hash: str) -> dict[str, object]:
     major, minor = torch.cuda.get_device_capability(0)
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "gpu": torch.cuda.get_device_name(0),
-        "gpus": torch.cuda.device_count(),
-        "compute_capability": f"{major}.{minor}",
-        "driver": driver_version(),
-        "driver_cuda": _C.driver_version(),
-        "arch": arch,
-        "mode": mode,
-        "python": sys.version.split()[0],
-        "torch": torch.__version__,
-        "torch_cuda": torch.version.cuda,
+        "gpu": torch.cuda.get_device_name(0), "gpus": torch.cuda.device_count(),
+        "compute_capability": f"{major}.{minor}", "driver": driver_version(),
+        "driver_cuda": _C.driver_version(), "arch": arch, "mode": mode, "python": sys.version.split()[0],
+        "torch": torch.__version__, "torch_cuda": torch.version.cuda,
         "cutlass_fmha": importlib.metadata.version("cutlass-fmha"),
         "build": {str(key): _jsonable(value) for key, value in _C.build_info().items()},
         "source_hash": source_hash,
-    }
+    }  # fmt: skip
 
 
 def _jsonable(value: object) -> object:

@@ -192,15 +192,8 @@ REPORTED = (
 
 HEAD_DIMS = (8, 16, 24, 32, 40, 64, 72, 80, 96, 104, 112, 128, 160, 192, 200, 256, 1, 5, 33, 100, 250)
 FILLS_WITHOUT_A_SCALE = (
-    "normal",
-    "constant",
-    "ramp",
-    "steep-ramp",
-    "outliers",
-    "huge-values",
-    "small",
-    "tiny",
-)
+    "normal", "constant", "ramp", "steep-ramp", "outliers", "huge-values", "small", "tiny",
+)  # fmt: skip
 
 
 def fitted(problem: Problem, head_dim: int, head_dim_v: int, block_m: int, block_n: int) -> Problem:
@@ -232,12 +225,8 @@ def problems(draw: st.DrawFn, longest: int = 700) -> Problem:
     memory = st.sampled_from(MEMORY)
     side = st.one_of(st.just(-1), st.integers(0, 30), st.integers(0, longest))
     problem = Problem(
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
-        batch=draw(st.integers(1, 4)),
-        num_heads=group * heads_kv,
-        num_heads_kv=heads_kv,
-        head_dim=head_dim,
+        seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch=draw(st.integers(1, 4)), num_heads=group * heads_kv,
+        num_heads_kv=heads_kv, head_dim=head_dim,
         head_dim_v=draw(sometimes(st.sampled_from(HEAD_DIMS), head_dim)),
         causal=draw(st.sampled_from(CAUSAL)),
         scale=draw(sometimes(st.one_of(st.just(0.0), st.floats(-1.0, 1.0, width=32)))),

@@ -39,13 +39,9 @@ def module(body: str, parameters: int, declarations: str = "") -> str:
 
 
 def run_text(
-    text: str,
-    arguments: Sequence[Any],
-    threads: int | tuple[int, int, int] = 32,
-    blocks: int = 1,
-    shared: int = 0,
-    seed: int = 0,
-) -> None:
+    text: str, arguments: Sequence[Any], threads: int | tuple[int, int, int] = 32, blocks: int = 1,
+    shared: int = 0, seed: int = 0,
+) -> None:  # fmt: skip
     """Launch a program's kernel. Arrays are passed by address, bytes as they are. Raises SimulationError."""
     values = [ctypes.c_uint64(x.ctypes.data) if isinstance(x, np.ndarray) else aligned(x) for x in arguments]
     pointers = (ctypes.c_void_p * max(1, len(values)))(*(ctypes.addressof(value) for value in values))
@@ -56,12 +52,8 @@ def run_text(
         b"kernel",
         (ctypes.c_uint32 * 3)(blocks, 1, 1),
         (ctypes.c_uint32 * 3)(*block),
-        ctypes.c_uint32(shared),
-        pointers,
-        ctypes.c_uint64(seed),
-        error,
-        ctypes.c_size_t(TEXT_BYTES),
-    )
+        ctypes.c_uint32(shared), pointers, ctypes.c_uint64(seed), error, ctypes.c_size_t(TEXT_BYTES),
+    )  # fmt: skip
     if failed:
         raise SimulationError(error.value.decode())
 

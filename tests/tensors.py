@@ -15,16 +15,9 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
 
 
 def qkv(
-    batch: int = 2,
-    seqlen_q: int = 33,
-    seqlen_k: int = 65,
-    heads: int = 4,
-    heads_kv: int = 2,
-    head_dim: int = 32,
-    head_dim_v: int = 0,
-    dtype: torch.dtype = torch.float16,
-    seed: int = 0,
-) -> tuple[Tensor, Tensor, Tensor]:
+    batch: int = 2, seqlen_q: int = 33, seqlen_k: int = 65, heads: int = 4, heads_kv: int = 2,
+    head_dim: int = 32, head_dim_v: int = 0, dtype: torch.dtype = torch.float16, seed: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """[batch, seqlen, heads, head_dim] each; ``head_dim_v`` 0: as head_dim."""
     generator = torch.Generator().manual_seed(seed)
     shapes = (

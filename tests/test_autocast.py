@@ -37,17 +37,9 @@ def drawn(dtype: torch.dtype = F32) -> dict[str, Tensor]:
     """Operands of every call below, of ``dtype``; what is float32 or int always is so."""
     generator = torch.Generator().manual_seed(3)
     shapes = {
-        "q": (2, 9, 4, 32),
-        "k": (2, 17, 2, 32),
-        "v": (2, 17, 2, 32),
-        "bias": (4, 9, 17),
-        "slopes": (4,),
-        "sinks": (4,),
-        "new_k": (2, 3, 2, 32),
-        "new_v": (2, 3, 2, 32),
-        "cos": (40, 8),
-        "sin": (40, 8),
-    }
+        "q": (2, 9, 4, 32), "k": (2, 17, 2, 32), "v": (2, 17, 2, 32), "bias": (4, 9, 17), "slopes": (4,),
+        "sinks": (4,), "new_k": (2, 3, 2, 32), "new_v": (2, 3, 2, 32), "cos": (40, 8), "sin": (40, 8),
+    }  # fmt: skip
     t = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     t = {name: x if name in ("slopes", "sinks") else x.to(dtype) for name, x in t.items()}
     return t | {"used": ints(9, 14), "table": ints(3, 0, 1, 2).view(2, 2), "slots": ints(1, 0)}
@@ -64,25 +56,12 @@ CALLS: dict[str, Callable[[dict[str, Tensor]], Any]] = {
     "plain": lambda t: attention(t["q"], t["k"], t["v"], return_lse=True),
     "flash": lambda t: attention(*heads_first(t), layout="bhsd", causal="top-left", return_lse=True),
     "features": lambda t: attention(
-        t["q"],
-        t["k"],
-        t["v"],
-        causal=True,
-        return_lse=True,
-        softcap=3.0,
-        bias=t["bias"],
-        alibi_slopes=t["slopes"],
-        sinks=t["sinks"],
-        dropout_p=0.3,
-        dropout_seed=5,
+        t["q"], t["k"], t["v"], causal=True, return_lse=True, softcap=3.0, bias=t["bias"],
+        alibi_slopes=t["slopes"], sinks=t["sinks"], dropout_p=0.3, dropout_seed=5,
     ),
     "packed": lambda t: attention(
-        t["q"].flatten(0, 1),
-        t["k"].flatten(0, 1),
-        t["v"].flatten(0, 1),
-        cu_seqlens_q=ints(0, 5, 18),
-        cu_seqlens_k=ints(0, 20, 34),
-        window=(3, 1),
+        t["q"].flatten(0, 1), t["k"].flatten(0, 1), t["v"].flatten(0, 1), cu_seqlens_q=ints(0, 5, 18),
+        cu_seqlens_k=ints(0, 20, 34), window=(3, 1),
     ),
     "other head_dim_v": lambda t: attention(t["q"], t["k"], t["v"].narrow(3, 0, 8)),
     "sdpa": lambda t: sdpa(*heads_first(t), attn_mask=t["bias"]),
@@ -95,7 +74,7 @@ CALLS: dict[str, Callable[[dict[str, Tensor]], Any]] = {
     "attend": lambda t: attend(
         t["q"], t["k"], t["v"], 0.3, "none", True, None, bias=t["bias"], alibi_slopes=t["slopes"]
     ),
-}
+}  # fmt: skip
 every_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 
 
@@ -235,15 +214,9 @@ def test_explain_tells_what_runs():
 def step(t: dict[str, Tensor], **more: Any) -> Tensor:
     """New keys and values into the cache, and attention over what it has then."""
     return with_kv_cache(
-        t["q"].narrow(1, 0, 3),
-        t["k"],
-        t["v"],
-        t["new_k"],
-        t["new_v"],
-        cache_seqlens=t["used"],
-        causal=True,
+        t["q"].narrow(1, 0, 3), t["k"], t["v"], t["new_k"], t["new_v"], cache_seqlens=t["used"], causal=True,
         **more,
-    )
+    )  # fmt: skip
 
 
 def pages(t: dict[str, Tensor]) -> dict[str, Tensor]:

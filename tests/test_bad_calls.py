@@ -520,38 +520,20 @@ REFUSED_ON_CPU: Refusals = {
 
 #: Another library's word, and what the sentence tells who uses it.
 WORDS = {
-    "window_size": "window=",
-    "is_causal": "causal=",
-    "softmax_scale": "scale",
-    "sm_scale": "scale",
-    "attn_mask": "mask",
-    "attention_mask": "bias",
-    "key_padding_mask": "mask=",
-    "deterministic": "leave it out",
-    "dropout": "dropout_p",
-    "block_table": "page_table",
-    "cache_seqlens": "with_kv_cache",
-    "tensor_layout": "layout=",
-    "enable_gqa": "leave it out",
-    "return_attn_probs": "return_lse",
-    "s_aux": "sinks",
-    "score_mod": "softcap",
-    "q_descale": "FP8",
+    "window_size": "window=", "is_causal": "causal=", "softmax_scale": "scale", "sm_scale": "scale",
+    "attn_mask": "mask", "attention_mask": "bias", "key_padding_mask": "mask=",
+    "deterministic": "leave it out", "dropout": "dropout_p", "block_table": "page_table",
+    "cache_seqlens": "with_kv_cache", "tensor_layout": "layout=", "enable_gqa": "leave it out",
+    "return_attn_probs": "return_lse", "s_aux": "sinks", "score_mod": "softcap", "q_descale": "FP8",
     "windows": r"help\(cutlass_fmha.attention\)",
-}
+}  # fmt: skip
 
 #: What no kernel takes, and what is no tensor: arguments of every function.
 TENSORS = {
-    "attention": "q k mask bias sinks",
-    "with_kv_cache": "q k_cache",
-    "append": "k cache_seqlens rotary_cos",
-    "cascade": "k_shared v",
-    "merge_states": "o_a lse_b",
-    "rotary": "x cos positions",
-    "explain": "q",
-    "forward": "query",
-    "attend": "value",
-}
+    "attention": "q k mask bias sinks", "with_kv_cache": "q k_cache", "append": "k cache_seqlens rotary_cos",
+    "cascade": "k_shared v", "merge_states": "o_a lse_b", "rotary": "x cos positions", "explain": "q",
+    "forward": "query", "attend": "value",
+}  # fmt: skip
 STRANGE = [
     (NESTED, "is a nested tensor, which no kernel takes: pack"),
     (Q.to_sparse(), "must be a dense tensor, got the layout sparse_coo: pass"),

@@ -229,18 +229,9 @@ def test_scored_rows_are_timed_where_they_are_in_question(monkeypatch):
 def test_ranged_rows_are_timed_beside_plain_ones(monkeypatch):
     """What they are for, many queries of lengths that the device knows, is not among what is timed."""
     ranged = Row(
-        len(BUILD.rows),
-        89,
-        "float16",
-        64,
-        128,
-        64,
-        8,
-        "cp_async_16",
-        40 << 10,
-        takes_features=True,
+        len(BUILD.rows), 89, "float16", 64, 128, 64, 8, "cp_async_16", 40 << 10, takes_features=True,
         ranged=True,
-    )
+    )  # fmt: skip
     wider = replace(ranged, index=len(BUILD.rows) + 1, head_dim=96)
     build = Table((*BUILD.rows, ranged, wider))  # type: ignore[arg-type]
     gpu = fake_gpu(monkeypatch)

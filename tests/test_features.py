@@ -120,17 +120,12 @@ STRIDED = ("mask", "bias", "alibi_slopes", "dropout_seed", "block_counts", "bloc
 LAID = {
     "mask": torch.rand(BATCH, HEADS, SEQLEN_Q, SEQLEN_K) < 0.7,
     "bias": torch.randn(BATCH, HEADS, SEQLEN_Q, SEQLEN_K),
-    "alibi_slopes": torch.rand(BATCH, HEADS),
-    "sinks": torch.randn(HEADS),
-    "dropout_seed": torch.tensor([3]),
+    "alibi_slopes": torch.rand(BATCH, HEADS), "sinks": torch.randn(HEADS), "dropout_seed": torch.tensor([3]),
     "block_counts": ints(*range(8)).view(BATCH, HEADS, 1) % 3,
     "block_indices": torch.arange(24, dtype=torch.int32).view(BATCH, HEADS, 1, 3),
     **{name: ints(3, 1) for name in ("seqused_q", "seqused_k", "leftpad_k", "prefix_lengths")},
-    "cache_batch_idx": ints(1, 0),
-    "cu_seqlens_q": CU_Q,
-    "cu_seqlens_k": CU_K,
-    "page_table": TABLE,
-}
+    "cache_batch_idx": ints(1, 0), "cu_seqlens_q": CU_Q, "cu_seqlens_k": CU_K, "page_table": TABLE,
+}  # fmt: skip
 
 
 def laid(x: torch.Tensor, how: str) -> torch.Tensor:

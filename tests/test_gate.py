@@ -80,15 +80,11 @@ FORGOTTEN = {
     "bias": Problem(bias=("bhqk", "float32", "plain")),
     "prefix_lengths": Problem(60, 60, causal="top-left", prefix=True),
     "block_counts": Problem(70, 200, blocks=(64, 64)),
-    "softcap": Problem(softcap=0.5),
-    "alibi_slopes": Problem(alibi="h"),
-    "sinks": Problem(sinks="high"),
-    "dropout_threshold": Problem(dropout=0.5),
-    "seqused_q": Problem(used_q=True, seed=3),
-    "seqused_k": Problem(used_k=True, seed=3),
-    "leftpad_k": Problem(leftpad=True, seed=3),
+    "softcap": Problem(softcap=0.5), "alibi_slopes": Problem(alibi="h"), "sinks": Problem(sinks="high"),
+    "dropout_threshold": Problem(dropout=0.5), "seqused_q": Problem(used_q=True, seed=3),
+    "seqused_k": Problem(used_k=True, seed=3), "leftpad_k": Problem(leftpad=True, seed=3),
     "batch_index_k": Problem(indexed=True, batch=4),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FORGOTTEN)

@@ -141,14 +141,9 @@ def run(gate: Path, *arguments: str, workers: int = 2, **environment: str) -> tu
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     kept["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path and Path(path) != TESTS)
     done = subprocess.run(
-        command,
-        cwd=gate,
-        env={**kept, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
+        command, cwd=gate, env={**kept, **environment}, capture_output=True, text=True, check=False,
         timeout=1200,
-    )
+    )  # fmt: skip
     return done.returncode, done.stdout + done.stderr
 
 

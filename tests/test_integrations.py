@@ -22,13 +22,9 @@ def _registered() -> None:
 def bert(**options: Any) -> Any:
     torch.manual_seed(0)
     config = transformers.BertConfig(
-        vocab_size=64,
-        hidden_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=3,
-        intermediate_size=64,
+        vocab_size=64, hidden_size=96, num_hidden_layers=2, num_attention_heads=3, intermediate_size=64,
         **options,
-    )
+    )  # fmt: skip
     return transformers.BertModel(config).eval()
 
 
@@ -36,14 +32,9 @@ def llama() -> Any:
     """A causal decoder with grouped-query attention: 4 heads of query, 2 of key and value."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=64,
-    )
+        vocab_size=64, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=64, max_position_embeddings=64,
+    )  # fmt: skip
     return transformers.LlamaForCausalLM(config).eval()
 
 

@@ -86,13 +86,9 @@ class Cache:
         k_cache, v_cache = self.k_cache.clone(), self.v_cache.clone()
         entries, rows = k_cache.shape[:2]
         found = places(
-            cache_seqlens,
-            key.shape[1],
-            rows,
-            entries,
-            self.places.get("cache_batch_idx"),
+            cache_seqlens, key.shape[1], rows, entries, self.places.get("cache_batch_idx"),
             self.places.get("page_table"),
-        )
+        )  # fmt: skip
         assert len(found) == key.shape[0] * key.shape[1]
         for (b, i), place in found.items():
             k_cache[place], v_cache[place] = key[b, i], value[b, i]

@@ -234,13 +234,9 @@ def test_a_torch_without_a_private_name_serves_every_call(name: str, cuda_like, 
 
 
 LISTENERS = {
-    "_len_torch_function_stack",
-    "_len_torch_dispatch_stack",
-    "_functorch",
-    "_get_tracing_state",
-    "_current_level",
-    "_is_profiler_enabled",
-}
+    "_len_torch_function_stack", "_len_torch_dispatch_stack", "_functorch", "_get_tracing_state",
+    "_current_level", "_is_profiler_enabled",
+}  # fmt: skip
 
 
 def test_private_names_are_looked_up_in_one_place():

@@ -130,28 +130,16 @@ def test_ulp_is_the_distance_to_the_next_number(dtype: torch.dtype):
 # ---- the tolerance -----------------------------------------------------------------------------------------
 
 DEFECTS = (
-    "drops the last key",
-    "sees one key too many",
-    "does not rescale",
-    "pairs heads with the wrong key head",
-    "scale without its sign",
-    "lse in log2 units",
-    "accumulates in the input dtype",
-    "rounds scores to the input dtype",
-    "leaves a row unwritten",
-)
+    "drops the last key", "sees one key too many", "does not rescale", "pairs heads with the wrong key head",
+    "scale without its sign", "lse in log2 units", "accumulates in the input dtype",
+    "rounds scores to the input dtype", "leaves a row unwritten",
+)  # fmt: skip
 
 
 def model_of_the_kernels(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    causal: str,
-    defect: str = "",
-    tile: int = 16,
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: str, defect: str = "", tile: int = 16,
     limit: float = 2.0**15,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Online softmax in fp32 with P rounded to the dtype, whose reference is raised only when a block's p
     exceed ``limit``: the loosest thing a correct kernel does. With ``defect``, one thing is wrong."""
     batch, seqlen_q, heads, head_dim = q.shape

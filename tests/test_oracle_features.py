@@ -162,13 +162,9 @@ def test_sequences_are_found_wherever_they_are():
 
 SLOPES, SINKS = torch.tensor([0.05, 0.2, 0.1, 0.0]), torch.tensor([1.0, -2.0, 4.0, 0.0])
 MIX = {
-    "softcap": 3.0,
-    "alibi_slopes": SLOPES,
-    "sinks": SINKS,
-    "window": (60, 5),
-    "dropout_p": 0.2,
+    "softcap": 3.0, "alibi_slopes": SLOPES, "sinks": SINKS, "window": (60, 5), "dropout_p": 0.2,
     "dropout_seed": 9,
-}
+}  # fmt: skip
 
 DEFECTS = {
     "no softcap": {"softcap": 0.0},

@@ -34,13 +34,9 @@ def attend(
     q, k, v = problem.inputs(dtype, head_dim, device)
     given = [x.transpose(1, 2) for x in (q, k, v)] if layout == "bhsd" else [q, k, v]
     out, lse = cutlass_fmha.attention(
-        *given,
-        scale=problem.scale,
-        causal=problem.causal,
-        return_lse=True,
-        layout=layout,
+        *given, scale=problem.scale, causal=problem.causal, return_lse=True, layout=layout,
         row=row.name if row else None,
-    )
+    )  # fmt: skip
     out = out.transpose(1, 2) if layout == "bhsd" else out
     errors = oracle.compare(out, q, k, v, problem.scale, problem.causal, lse, problem.exact_scores)
     if row:

@@ -412,7 +412,7 @@ class Append:
             self.entries,
             given.get("cache_batch_idx"),
             given.get("page_table"),
-        )
+        )  # fmt: skip
         written = torch.zeros(self.entries, self.rows, dtype=torch.bool)
         for entry, row in found.values():
             written[entry, row] = True

@@ -104,15 +104,11 @@ def expanded(x: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 
 STRIDE_ZERO = {
-    "k and v over batch": ((), (0,)),
-    "k and v over heads": ((), (2,)),
-    "k and v over seqlen": ((), (1,)),
-    "k and v over batch and heads": ((), (0, 2)),
-    "q over batch": ((0,), ()),
-    "q over heads": ((2,), ()),
+    "k and v over batch": ((), (0,)), "k and v over heads": ((), (2,)), "k and v over seqlen": ((), (1,)),
+    "k and v over batch and heads": ((), (0, 2)), "q over batch": ((0,), ()), "q over heads": ((2,), ()),
     "q over seqlen": ((1,), ()),
     "everything over everything": ((0, 1, 2), (0, 1, 2)),
-}
+}  # fmt: skip
 
 
 @by_row

@@ -105,22 +105,14 @@ def test_what_is_packed_is_what_the_tensors_hold(kernels: Kernels, group: str):
 def test_features_are_what_a_call_says():
     """Nothing that a caller says is lost on the way to selection."""
     said = {
-        "window": {"window": (3, 4)},
-        "mask": {"mask": ("bhqk", "plain")},
-        "bias": {"bias": ("k", "same", "plain")},
-        "prefix": {"prefix": True},
-        "block_mask": {"blocks": (64, 64)},
-        "softcap": {"softcap": 2.0},
-        "alibi": {"alibi": "h"},
-        "sinks": {"sinks": "low"},
-        "dropout": {"dropout": 0.1},
+        "window": {"window": (3, 4)}, "mask": {"mask": ("bhqk", "plain")},
+        "bias": {"bias": ("k", "same", "plain")}, "prefix": {"prefix": True},
+        "block_mask": {"blocks": (64, 64)}, "softcap": {"softcap": 2.0}, "alibi": {"alibi": "h"},
+        "sinks": {"sinks": "low"}, "dropout": {"dropout": 0.1},
         "varlen": {"packed_q": True, "packed_k": True},
-        "lengths": {"used_k": True},
-        "leftpad": {"leftpad": True},
-        "pages": {"page_size": 16},
-        "cache_batch_idx": {"indexed": True},
-        "splits": {"num_splits": 2},
-    }
+        "lengths": {"used_k": True}, "leftpad": {"leftpad": True}, "pages": {"page_size": 16},
+        "cache_batch_idx": {"indexed": True}, "splits": {"num_splits": 2},
+    }  # fmt: skip
     assert set(said) == set(FEATURES)
     for name, fields in said.items():
         call = tensors(Problem(**fields))

@@ -303,12 +303,8 @@ extern "C" __global__ void shares_too_much(float* x) {
 def a_row(**changes: Any) -> Any:
     """A row of attention that asks for little."""
     usual = {
-        "name": "planned",
-        "family": "plain",
-        "dtype": "float16",
-        "mma": "m16n8k16",
-        "copy": "cp_async_16",
-    }
+        "name": "planned", "family": "plain", "dtype": "float16", "mma": "m16n8k16", "copy": "cp_async_16",
+    }  # fmt: skip
     return SimpleNamespace(
         **{**usual, "warps": 4, "min_blocks": 2, "kv_warps": 1, "smem_bytes": 4096, **changes}
     )

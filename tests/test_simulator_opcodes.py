@@ -144,14 +144,9 @@ def flush(x: np.ndarray) -> np.ndarray:
 
 def fp32() -> Iterator[Case]:
     models: dict[str, Model] = {
-        "add{}": lambda a, b: a + b,
-        "sub{}": lambda a, b: a - b,
-        "mul{}": lambda a, b: a * b,
-        "div.rn{}": lambda a, b: a / b,
-        "rcp.rn{}": lambda a: 1 / a,
-        "neg{}": lambda a: -a,
-        "abs{}": np.abs,
-    }
+        "add{}": lambda a, b: a + b, "sub{}": lambda a, b: a - b, "mul{}": lambda a, b: a * b,
+        "div.rn{}": lambda a, b: a / b, "rcp.rn{}": lambda a: 1 / a, "neg{}": lambda a: -a, "abs{}": np.abs,
+    }  # fmt: skip
     for name, model in models.items():
         a, b = floats(), floats()
         operands = (a, b)[: 1 if name[:3] in ("rcp", "neg", "abs") else 2]
@@ -278,18 +273,12 @@ def test_approximations(name: str):
 FLOAT_COMPARISONS: dict[str, Model] = {
     "eq": lambda a, b: a == b,
     "ne": lambda a, b: (a != b) & ~np.isnan(a) & ~np.isnan(b),
-    "lt": lambda a, b: a < b,
-    "le": lambda a, b: a <= b,
-    "gt": lambda a, b: a > b,
-    "ge": lambda a, b: a >= b,
+    "lt": lambda a, b: a < b, "le": lambda a, b: a <= b, "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b,
     "equ": lambda a, b: (a == b) | np.isnan(a) | np.isnan(b),
-    "neu": lambda a, b: a != b,
-    "ltu": lambda a, b: ~(a >= b),
-    "leu": lambda a, b: ~(a > b),
-    "gtu": lambda a, b: ~(a <= b),
-    "geu": lambda a, b: ~(a < b),
+    "neu": lambda a, b: a != b, "ltu": lambda a, b: ~(a >= b), "leu": lambda a, b: ~(a > b),
+    "gtu": lambda a, b: ~(a <= b), "geu": lambda a, b: ~(a < b),
     "nan": lambda a, b: np.isnan(a) | np.isnan(b),
-}
+}  # fmt: skip
 
 
 def compare(opcode: str, a: np.ndarray, b: np.ndarray, guard: str = "%p0") -> np.ndarray:

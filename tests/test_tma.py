@@ -164,16 +164,10 @@ def planted(
     probe = [sys.executable, str(ROOT / "build_backend" / "probe.py"), "cutlass"]
     headers = subprocess.run(probe, capture_output=True, text=True, check=True).stdout.strip()
     cubin.run_tool(
-        "nvcc",
-        "-fatbin",
-        "-std=c++20",
+        "nvcc", "-fatbin", "-std=c++20",
         f"-gencode=arch=compute_{request.param},code=sm_{request.param}",
-        "-I",
-        headers,
-        "-o",
-        directory / "planted.fatbin",
-        directory / "planted.cu",
-    )
+        "-I", headers, "-o", directory / "planted.fatbin", directory / "planted.cu",
+    )  # fmt: skip
     found = cubin.read_kernels(directory / "planted.fatbin")
     return request.param, {kernel.name: kernel for kernel in found}
 

@@ -30,15 +30,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return Path(given)
     directory = tmp_path_factory.mktemp("wheel")
     command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--no-deps",
-        "--no-build-isolation",
-        "--wheel-dir",
-        directory,
-    ]
+        sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", directory,
+    ]  # fmt: skip
     command += [
         "--config-settings=cmake.define.CUTLASS_FMHA_CUDA=OFF",
         f"--config-settings=build-dir={directory}/build",

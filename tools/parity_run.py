@@ -231,20 +231,14 @@ def write(arguments: argparse.Namespace, tally: Tally, seconds: float, missing: 
     content = {
         "kind": KIND,
         "passed": not tally.failure and not missing and tally.problems >= arguments.problems,
-        "problems": tally.problems,
-        "wanted": arguments.problems,
-        "seed": arguments.seed,
-        "processes": arguments.processes,
-        "longest": arguments.longest,
-        "seconds": round(seconds, 1),
-        "worst_ratio": round(tally.worst, 4),
-        "worst": tally.worst_line,
-        "failure": tally.failure,
+        "problems": tally.problems, "wanted": arguments.problems, "seed": arguments.seed,
+        "processes": arguments.processes, "longest": arguments.longest, "seconds": round(seconds, 1),
+        "worst_ratio": round(tally.worst, 4), "worst": tally.worst_line, "failure": tally.failure,
         "rows_missing": missing,
         "features": dict(tally.features.most_common()),
         "rows": dict(sorted(tally.rows.items())),
         **environment(),
-    }
+    }  # fmt: skip
     return parity_report.write(arguments.report, content, markdown(content), f"-{arguments.seed}")
 
 

@@ -68,14 +68,10 @@ class Report:
             return cls(
                 file=path.name,
                 date=datetime.datetime.fromisoformat(content["date"]),
-                arch=int(content["arch"]),
-                mode=content["mode"],
-                passed=content["passed"] is True,
-                source_hash=content["source_hash"],
-                gpu=content["gpu"],
-                rows=frozenset(content["rows"]),
+                arch=int(content["arch"]), mode=content["mode"], passed=content["passed"] is True,
+                source_hash=content["source_hash"], gpu=content["gpu"], rows=frozenset(content["rows"]),
                 rows_expected=frozenset(content["rows_expected"]),
-            )
+            )  # fmt: skip
         except (KeyError, TypeError, ValueError) as error:
             raise ReportError(f"{path} is not a parity report: {error!r}") from error
 

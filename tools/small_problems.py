@@ -96,12 +96,8 @@ def _run(row: str | None, dtype: torch.dtype, small: list[Problem], product_erro
         there = {name: _there(value) for name, value in call.features.items()}
         out, lse = cutlass_fmha.attention(
             *(_there(x) for x in (call.q, call.k, call.v)),
-            scale=call.scale,
-            causal=call.causal,
-            return_lse=True,
-            row=row,
-            **there,
-        )
+            scale=call.scale, causal=call.causal, return_lse=True, row=row, **there,
+        )  # fmt: skip
         errors = compare(call, out.cpu(), lse.cpu(), product_error).check()
         print(f"  {problem}: {errors.worst:.3f} of the tolerance", flush=True)
 
@@ -178,12 +174,8 @@ def append(dtype: torch.dtype) -> None:
 
 
 HELPERS: dict[str, Callable[[torch.dtype], None]] = {
-    "combine": combine,
-    "merge_tail": merge_tail,
-    "merge": merge,
-    "append": append,
-    "rotary": rotate,
-}
+    "combine": combine, "merge_tail": merge_tail, "merge": merge, "append": append, "rotary": rotate,
+}  # fmt: skip
 
 
 def _randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

@@ -91,13 +91,9 @@ class Builder:
     """
 
     def __init__(
-        self,
-        directory: Path,
-        arch: int,
-        limits: Limits,
-        variables: Mapping[str, object],
+        self, directory: Path, arch: int, limits: Limits, variables: Mapping[str, object],
         jobs: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.directory, self.arch, self.limits, self.timeout_s = directory, arch, limits, 1800.0
         self.manifest = directory / "manifest.cmake"
         own = {"CUTLASS_FMHA_MANIFEST": self.manifest, "CMAKE_CUDA_ARCHITECTURES": arch}

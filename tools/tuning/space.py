@@ -23,13 +23,9 @@ FIRST_TMA = FIRST_OVERLAP = 90  # from this architecture on: TMA, and launches o
 DOMAINS: dict[str, tuple[Any, ...]] = {
     "tile_m": (16, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 512),
     "tile_n": (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256),
-    "warps": (2, 4, 6, 8, 12, 16),
-    "kv_warps": (1, 2, 4, 8, 16),
-    "stages": (1, 2, 3, 4),
-    "min_blocks": (1, 2, 3, 4, 6, 8),
-    "q_in_registers": (False, True),
-    "ping_pong": (False, True),
-}
+    "warps": (2, 4, 6, 8, 12, 16), "kv_warps": (1, 2, 4, 8, 16), "stages": (1, 2, 3, 4),
+    "min_blocks": (1, 2, 3, 4, 6, 8), "q_in_registers": (False, True), "ping_pong": (False, True),
+}  # fmt: skip
 #: Registers of a thread besides O, S, P and Q: addresses, row sums and references, an operand of K or V.
 OTHER_REGISTERS = 16
 MAX_REGISTERS = 255
