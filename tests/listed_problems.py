@@ -52,19 +52,11 @@ def _scores() -> list[P]:
     ]
     found += [P(70, 200, bias=("bhqk", kind, "plain"), bias_fill="minus-inf") for kind in ("same", "float32")]
     found += [P(113, 257, softcap=softcap, causal="bottom-right") for softcap in (0.5, 20.0, 50.0)]
-    found += [
-        P(113, 257, alibi=alibi, causal=causal, num_heads=4) for alibi in ("h", "bh") for causal in CAUSAL
-    ]
+    found += [P(113, 257, alibi=a, causal=causal, num_heads=4) for a in ("h", "bh") for causal in CAUSAL]
     found += [P(113, 257, alibi="bh", num_heads=4, dropout=0.3, memory=m) for m in SMALL_MEMORY[1:]]
-    found += [
-        P(113, 257, sinks=sinks, causal=causal)
-        for sinks in ("normal", "high", "low")
-        for causal in CAUSAL[::2]
-    ]
+    found += [P(113, 257, sinks=s, causal=c) for s in ("normal", "high", "low") for c in CAUSAL[::2]]
     found += [P(300, 100, sinks="normal", causal="bottom-right"), P(33, 0, sinks="normal")]
-    found += [
-        P(130, 300, dropout=p, causal=causal) for p in (0.1, 0.5, 0.9999, 1e-6) for causal in CAUSAL[::2]
-    ]
+    found += [P(130, 300, dropout=p, causal=c) for p in (0.1, 0.5, 0.9999, 1e-6) for c in CAUSAL[::2]]
     return [
         *found,
         P(130, 300, softcap=10.0, bias=("hqk", "same", "plain"), alibi="h", sinks="normal", dropout=0.2),

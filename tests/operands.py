@@ -26,12 +26,10 @@ Fill = Callable[["Problem", torch.dtype, int, torch.device | str], list[Tensor]]
 
 
 def _normal(problem: Problem, dtype: torch.dtype, head_dim: int, device: torch.device | str) -> list[Tensor]:
-    generator = torch.Generator(device=device).manual_seed(problem.seed)
+    g = torch.Generator(device=device).manual_seed(problem.seed)
     p = problem
     shapes = [(p.seqlen_q, p.num_heads), (p.seqlen_k, p.num_heads_kv), (p.seqlen_k, p.num_heads_kv)]
-    return [
-        torch.randn(p.batch, s, h, head_dim, generator=generator, device=device).to(dtype) for s, h in shapes
-    ]
+    return [torch.randn(p.batch, s, h, head_dim, generator=g, device=device).to(dtype) for s, h in shapes]
 
 
 def _constant(

@@ -56,9 +56,7 @@ def assert_merged(output: Tensor, lse: Tensor | None, parts: list[tuple[Tensor, 
         assert torch.equal(lse.double()[~finite], expected_lse[~finite])
         error = (lse.double() - expected_lse)[finite].abs()
         allowed = 2.0**-22 * (1.0 + expected_lse[finite].abs())
-        assert (error <= allowed).all(), (
-            f"the LSE is off by {float((error - allowed).max())} more than allowed"
-        )
+        assert (error <= allowed).all(), f"the LSE is off by {float((error - allowed).max())} too much"
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:

@@ -171,12 +171,8 @@ class Problem:
 
         rows_q = some(self.seqlen_q, self.packed_q)
         rows_k = some(self.seqlen_k, self.packed_k) if not self.page_size else [self.capacity] * self.batch
-        used_q = [
-            min(rows, used) for rows, used in zip(rows_q, some(self.seqlen_q, self.used_q, 3), strict=True)
-        ]
-        used_k = [
-            min(rows, used) for rows, used in zip(rows_k, some(self.capacity, self.used_k, 3), strict=True)
-        ]
+        used_q = [min(n, used) for n, used in zip(rows_q, some(self.seqlen_q, self.used_q, 3), strict=True)]
+        used_k = [min(n, used) for n, used in zip(rows_k, some(self.capacity, self.used_k, 3), strict=True)]
         padding = [chance.randint(0, chance.choice((3, used + 1))) if self.leftpad else 0 for used in used_k]
         return Lengths(rows_q, used_q, rows_k, used_k, padding)
 

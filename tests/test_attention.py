@@ -143,9 +143,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
-def test_shapes_mean_what_they_mean_to_torch(
-    shapes: tuple[tuple[int, ...], tuple[int, ...]], is_causal: bool
-):
+def test_shapes_mean_what_torch_means(shapes: tuple[tuple[int, ...], tuple[int, ...]], is_causal: bool):
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(shape, generator=generator) for shape in (shapes[0], shapes[1], shapes[1]))
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
@@ -164,9 +162,7 @@ def test_grouped_heads_mean_what_they_mean_to_torch(lead: tuple[int, ...]):
     q, k, v = torch.randn(*lead, 8, 5, 16), torch.randn(*lead, 2, 7, 16), torch.randn(*lead, 2, 7, 16)
     expected = F.scaled_dot_product_attention(q, k, v, scale=0.2, enable_gqa=True)
     torch.testing.assert_close(scaled_dot_product_attention(q, k, v, scale=0.2, enable_gqa=True), expected)
-    with pytest.raises(
-        ValueError, match=r"leading dimensions that broadcast, .*\(enable_gqa=True lets key and value"
-    ):
+    with pytest.raises(ValueError, match=r"dimensions that broadcast, .*\(enable_gqa=True lets key"):
         scaled_dot_product_attention(q, k, v)
 
 

@@ -221,9 +221,7 @@ def step(t: dict[str, Tensor], **more: Any) -> Tensor:
 
 def pages(t: dict[str, Tensor]) -> dict[str, Tensor]:
     """k and v as four pages of 16 rows."""
-    return t | {
-        name: x.repeat(2, 1, 1, 1)[:, :16].contiguous() for name, x in t.items() if name in ("k", "v")
-    }
+    return t | {name: x.repeat(2, 1, 1, 1)[:, :16].contiguous() for name, x in t.items() if name in "kv"}
 
 
 OVER_CACHES: dict[str, Callable[[dict[str, Tensor]], Any]] = {

@@ -65,9 +65,7 @@ def test_a_summary_holds_median_tail_and_counts() -> None:
 
 @pytest.mark.parametrize("call_us", [1.0, 8.0, 60.0, 900.0, 6000.0])
 @pytest.mark.parametrize("input_bytes", [2**17, 2**20, 2**24, 2**28])
-def test_inputs_rotate_past_the_cache_and_graphs_visit_all_sets_alike(
-    call_us: float, input_bytes: int
-) -> None:
+def test_inputs_rotate_past_the_cache_and_graphs_visit_all_sets(call_us: float, input_bytes: int) -> None:
     l2 = 50 * 2**20
     sets = timing.input_sets(input_bytes, l2)
     assert sets * input_bytes > l2 or sets == timing.MAX_CALLS_PER_GRAPH
@@ -220,11 +218,7 @@ def synthetic(cases: list[Case] | None = None) -> report.Result:
         for name, microseconds in TIMES.items():
             if name not in contenders_of(case):
                 continue
-            if (
-                case.head_dim in (96, 256)
-                if name == "ours"
-                else name == "efficient" and case.num_heads_kv == 8
-            ):
+            if {"ours": case.head_dim in (96, 256), "efficient": case.num_heads_kv == 8}.get(name):
                 results[name] = {"status": "unsupported", "reason": f"{name} has no row for it"}
                 continue
             rates = {"tflops": case.flop / microseconds / 1e6}
@@ -346,17 +340,13 @@ def test_the_picture_is_drawn(tmp_path: Path, suffix: str) -> None:
     assert path.read_bytes() == content  # the same result gives the same file
 
 
-def test_the_picture_shows_every_bar_and_every_refusal(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_picture_shows_bars_and_refusals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     from cutlass_fmha.bench import picture
 
     figures = []
     save = picture.Figure.savefig
-    monkeypatch.setattr(
-        picture.Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k))
-    )
+    monkeypatch.setattr(picture.Figure, "savefig", lambda x, *a, **k: (figures.append(x), save(x, *a, **k)))
     result = synthetic(select_cases([panel.group for panel in picture.PANELS]))
     picture.draw(result, tmp_path / "result.png")
     axes = [axis for half in figures[0].subfigs for axis in half.axes]

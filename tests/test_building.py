@@ -53,7 +53,5 @@ def test_what_ends_a_program_ends_all_that_it_started(how: str, tmp_path: Path):
 
 def test_a_missing_program_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
-    with pytest.raises(
-        building.BuildError, match="cmake was not found: pip install -r requirements/build.txt"
-    ):
+    with pytest.raises(building.BuildError, match="cmake was not found: pip install -r requirements/bui"):
         building.find_program("cmake")

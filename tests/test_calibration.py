@@ -80,9 +80,7 @@ def test_calls_rotate_through_inputs_that_exceed_the_cache(monkeypatch):
     for row in rows:
         assert times[row.name].us == pytest.approx(cost.predict(row, problem, L4, true_costs()[row.name]))
         assert timing.MIN_ROUNDS <= times[row.name].rounds <= timing.MAX_ROUNDS
-    inputs = {
-        pointers[:3] for name, timed, pointers in gpu.launches if (name, timed) == (rows[0].name, problem)
-    }
+    inputs = {p[:3] for name, timed, p in gpu.launches if (name, timed) == (rows[0].name, problem)}
     assert problems.input_bytes(problem) * len(inputs) >= 1.5 * gpu.l2_bytes
     q, k, v = min(inputs)
     assert k - q == 2 * 2 * 64 * 4 * 64 and v - k == 2 * 2 * 64 * 2 * 64  # bytes of Q and of K
@@ -248,9 +246,7 @@ def test_ranged_rows_are_timed_beside_plain_ones(monkeypatch):
 def test_a_fit_finds_how_many_blocks_are_resident():
     """Which shared memory and launch bounds don't tell: registers do, and nobody counts them beforehand."""
     found = fitted()
-    tiles = [
-        row for row in BUILD.rows if row.kv_warps == 1 and row.copy != "element" and not row.takes_features
-    ]
+    tiles = [r for r in BUILD.rows if r.kv_warps == 1 and r.copy != "element" and not r.takes_features]
     right = [found.rows[row.name].cost.resident == true_costs()[row.name].resident for row in tiles]
     assert sum(right) >= 0.8 * len(tiles)
 

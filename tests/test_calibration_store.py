@@ -255,9 +255,7 @@ def test_calibrate_measures_fits_and_keeps(cache, monkeypatch, capsys, tmp_path)
     assert found.origin == f"measured on this machine, {path}"
     assert {row.name for row in BUILD.rows if not row.takes_features} <= set(found.rows)
     again = tmp_path / "again.json"
-    assert (
-        __main__.main(["calibrate", "--from-timings", str(tmp_path / "t.json"), "--output", str(again)]) == 0
-    )
+    assert __main__.main(["calibrate", "--from-timings", f"{tmp_path}/t.json", "--output", str(again)]) == 0
     refitted = store.loads(again.read_text(), found.origin)  # from times that were rounded to a nanosecond
     assert replace(refitted, rows={}, scale={}) == replace(found, rows={}, scale={})
     for name, one in refitted.rows.items():

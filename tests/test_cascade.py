@@ -108,9 +108,7 @@ def test_cascade_is_attention_over_both_parts(causal: bool, dim_v: int):
     q, *keys = cascade_inputs(dim_v=dim_v)
     output, lse = cascade_attention(q, *keys, causal=causal, scale=0.3, return_lse=True)
     k, v = whole_keys(*keys)
-    oracle_features.compare(
-        output, lse, q, k, v, scale=0.3, causal="bottom-right" if causal else "none"
-    ).check()
+    oracle_features.compare(output, lse, q, k, v, scale=0.3, causal=("none", "bottom-right")[causal]).check()
     assert torch.equal(cascade_attention(q, *keys, causal=causal, scale=0.3), output)
 
 
@@ -128,10 +126,8 @@ def test_an_empty_part_passes_the_others_bits_on(dtype: torch.dtype):
     q, k_shared, v_shared, k, v = cascade_inputs(dtype=dtype)
     nothing = k_shared[:0], v_shared[:0]
     own = cutlass_fmha.attention(q, k, v, causal=True, return_lse=True)
-    for one, other in zip(
-        cascade_attention(q, *nothing, k, v, causal=True, return_lse=True), own, strict=True
-    ):
-        assert torch.equal(bits(one), bits(other))
+    for a, b in zip(cascade_attention(q, *nothing, k, v, causal=True, return_lse=True), own, strict=True):
+        assert torch.equal(bits(a), bits(b))
 
     rows = q.reshape(1, 15, 4, 16)
     shared, shared_lse = cutlass_fmha.attention(rows, k_shared[None], v_shared[None], return_lse=True)

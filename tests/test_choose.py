@@ -289,9 +289,7 @@ def test_blocks_of_a_launch_are_those_of_the_mask(name: str, seqlen_q: int, seql
     sequences = problem.batch * problem.num_heads
     assert sum(group.blocks for group in found) == len(expected) * sequences
     assert found[0].steps == pytest.approx(max(steps for steps, _, _ in expected), rel=0.05)
-    per_sequence = [
-        sum(getattr(group, name) * group.blocks for group in found) / sequences for name in SUMMED
-    ]
+    per_sequence = [sum(getattr(g, name) * g.blocks for g in found) / sequences for name in SUMMED]
     # Neighbouring tiles may be played as one, and a block's warps see what the middle one sees.
     for total, exact in zip(per_sequence, zip(*expected, strict=True), strict=True):
         assert total == pytest.approx(sum(exact), rel=0.03, abs=0.6 * len(found))

@@ -83,9 +83,7 @@ def test_both_ways_give_the_same(dtype: torch.dtype, causal: bool):
 def test_the_fused_kernel_is_used_where_it_does_the_same_job(monkeypatch):
     used = []
     original = plain._torch_flash
-    monkeypatch.setattr(
-        plain, "_torch_flash", lambda *arguments: used.append(arguments) or original(*arguments)
-    )
+    monkeypatch.setattr(plain, "_torch_flash", lambda *a: used.append(a) or original(*a))
     for expected, shape, causal, scale in [
         (True, (1, 8, 8, 2, 2), "none", None),
         (True, (1, 8, 8, 2, 2), "none", -1.0),

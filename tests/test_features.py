@@ -99,9 +99,7 @@ def test_every_keyword_reaches_the_op(monkeypatch):
 
 def test_sinks_of_the_tensors_dtype_are_converted(monkeypatch):
     seen = []
-    monkeypatch.setattr(
-        cpu, "attend", lambda *arguments: seen.append(arguments[5]) or (arguments[0], torch.empty(0))
-    )
+    monkeypatch.setattr(cpu, "attend", lambda *a: seen.append(a[5]) or (a[0], torch.empty(0)))
     for dtype, given, expected in [
         (torch.float16, torch.float16, torch.float32),
         (torch.bfloat16, torch.float32, torch.float32),
@@ -185,9 +183,7 @@ def test_a_packed_length_beyond_the_kernels_needs_a_bound():
     packed = torch.empty_strided((2**29 + 1, 1, 16), (0, 0, 1), device="meta")
     cu = torch.empty(3, dtype=torch.int32, device="meta")
     arguments = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_k": 9}
-    with pytest.raises(
-        ValueError, match=r"q must have a seqlen of 2\*\*29 at most, got 536870913: pass max_seq"
-    ):
+    with pytest.raises(ValueError, match=r"q must have a seqlen of 2\*\*29 at most, got 536870913: pass"):
         attention(packed, packed, packed, **arguments)
     out = attention(packed, packed, packed, **arguments, max_seqlen_q=9)
     assert out.shape == packed.shape

@@ -199,17 +199,9 @@ def test_a_wrong_row_a_skip_and_a_row_without_a_test_fail_the_gate(gate: Path):
     ("arguments", "environment", "sentence"),
     [
         (["-k", "far"], {}, "a parity report is of the whole gate: 24 of the GPU tests are left out"),
-        (
-            ["test_parity.py"],
-            {},
-            "a parity report is of the whole gate: nothing of test_parity_far.py is run",
-        ),
+        (["test_parity.py"], {}, "parity report is of the whole gate: nothing of test_parity_far.py is run"),
         ([], {"UNUSABLE": "there is none"}, "GPU tests can't run: there is none"),
-        (
-            [],
-            {"OTHER_SOURCES": "the day before"},
-            "a parity report would be of other sources: the day before",
-        ),
+        ([], {"OTHER_SOURCES": "the day before"}, "parity report would be of other sources: the day before"),
         (["-m", "not gpu"], {}, "--parity-report needs the GPU tests: add -m gpu"),
     ],
 )

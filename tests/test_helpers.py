@@ -58,9 +58,7 @@ def kernels(*architectures: int) -> list[Any]:
         ((9, 0), (89,), "", 89),
     ],
 )
-def test_a_device_takes_the_kernels_of_its_rows(
-    capability, built, forced, expected, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_devices_kernels_are_its_rows(capability, built, forced, expected, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_C, "helpers", lambda: kernels(*built))
     monkeypatch.setattr(tables, "this_build", lambda: tables.Table(()))
     monkeypatch.setattr(devices, "of_index", lambda index: Device("a GPU", capability, 100, 99 * 1024))

@@ -175,9 +175,7 @@ def test_block_lists_are_walked_from_the_last_entry_to_the_first(counts, splits)
     p.count_stride, p.block_stride = (0, 0, 1), (0, 0, 3, 1)
     p.block_m, p.block_n = 32, 64
     for row in range(3):
-        parts = [
-            [key for key, _ in _C.host.key_steps(p, (32 * row, 0, 0, part), 32, 32)] for part in range(splits)
-        ]
+        parts = [[key for key, _ in _C.host.key_steps(p, (32 * row, 0, 0, n), 32, 32)] for n in range(splits)]
         whole = [key for part in reversed(parts) for key in part]
         expected = [64 * entry + half for entry in indices[row, : counts[row]].tolist() for half in (0, 32)]
         assert whole == expected[::-1]

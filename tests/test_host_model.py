@@ -172,9 +172,7 @@ MB = 2**20
         (40, 50 * MB, 8, 64, 1, 0, (64, 16)),  # no key at all
     ],
 )
-def test_so_many_heads_are_mixed_as_share_keys_in_l2(
-    sms, l2_bytes, warps, heads, group, head_bytes, expected
-):
+def test_heads_are_mixed_as_share_keys_in_l2(sms, l2_bytes, warps, heads, group, head_bytes, expected):
     order = _C.host.tile_order(sms, l2_bytes, warps, heads, group, head_bytes, 16, 7)
     assert tuple(order) == expected
 

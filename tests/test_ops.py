@@ -164,9 +164,7 @@ def test_listeners_are_heard(cuda_like):
 
     class FunctionMode(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
-            assert not any(x is y for x in args for y in cuda_like), (
-                "the tensors were asked, and the mode saw it"
-            )
+            assert not any(x is y for x in args for y in cuda_like), "the mode saw what was asked"
             return func(*args, **(kwargs or {}))
 
     answers = []

@@ -250,9 +250,7 @@ def test_shapes_and_dtypes_are_checked():
         oracle.assert_close(out[:, :5], q, k, v)
     with pytest.raises(AssertionError, match=r"output is .* float32"):
         oracle.assert_close(out.float(), q, k, v)
-    with pytest.raises(
-        AssertionError, match=r"softmax_lse is \[2, 4, 6\] float64 .*, expected \[2, 4, 6\] float32"
-    ):
+    with pytest.raises(AssertionError, match=r"softmax_lse is \[2, 4, 6\] float64 .*, expected .* float32"):
         oracle.assert_close(out, q, k, v, lse=lse.double())
     with pytest.raises(AssertionError, match="softmax_lse is"):
         oracle.assert_close(out, q, k, v, lse=lse.transpose(1, 2))

@@ -315,9 +315,7 @@ def test_shapes_and_dtypes_are_checked():
     out, lse = a_good_result(q, k, v)
     with pytest.raises(AssertionError, match=r"output is \[2, 19, 4, 16\] float16 on cpu, expected"):
         oracle_features.compare(out[:, :19], lse, q, k, v).check()
-    with pytest.raises(
-        AssertionError, match=r"softmax_lse is \[2, 4, 20\] float64 .* expected \[2, 4, 20\] float32"
-    ):
+    with pytest.raises(AssertionError, match=r"softmax_lse is \[2, 4, 20\] float64 .* expected .* float32"):
         oracle_features.compare(out, lse.double(), q, k, v).check()
     with pytest.raises(TypeError, match="windows"):
         oracle_features.compare(out, lse, q, k, v, windows=(1, 1))

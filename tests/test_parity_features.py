@@ -34,9 +34,7 @@ WIDE_DTYPES = sorted({gpu.torch_dtype(row) for row in WIDE}, key=str)
 by_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 by_scored_row = pytest.mark.parametrize("row", SCORED, ids=lambda row: row.name)
 by_wide_row = pytest.mark.parametrize("row", WIDE, ids=lambda row: row.name)
-on_a_gpu = pytest.mark.skipif(
-    gpu.simulated(), reason="a simulator has no graphs, no far strides and no plain calls"
-)
+on_a_gpu = pytest.mark.skipif(gpu.simulated(), reason="no graphs, far strides and plain calls in a simulator")
 
 
 def check(launch: Launch, parity: ParityReport) -> None:
@@ -411,8 +409,6 @@ def test_more_heads_and_batches_than_a_grid_dimension_holds(row: _C.Row, axis: i
     assert launch.out.intact() and not out.isnan().any()
     # The oracle takes sequence by sequence: some of them.
     some = torch.tensor([0, 1, 65535, 65536, 69999], device=DEVICE)
-    call = launch.call._replace(
-        **{x: getattr(launch.call, x).index_select(axis, some) for x in ("q", "k", "v")}
-    )
+    call = launch.call._replace(**{x: getattr(launch, x).index_select(axis, some) for x in "qkv"})
     errors = compare(call, out.index_select(axis, some), None, launch.product_error)
     parity.record(row.name, f"{launch.problem}, five of them", errors)

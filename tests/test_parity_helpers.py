@@ -575,9 +575,7 @@ def test_cascade_over_a_shared_prefix(dtype: torch.dtype):
     q, (k_shared, v_shared) = randn(3, 5, 4, 64, dtype=dtype), randn(2, 40, 2, 64, dtype=dtype, seed=1)
     k, v = randn(2, 3, 12, 2, 64, dtype=dtype, seed=2)
     output, lse = cascade_attention(q, k_shared, v_shared, k, v, causal=True, return_lse=True)
-    whole = [
-        torch.cat((shared.expand(3, 40, 2, 64), own), 1) for shared, own in ((k_shared, k), (v_shared, v))
-    ]
+    whole = [torch.cat((x.expand(3, 40, 2, 64), own), 1) for x, own in ((k_shared, k), (v_shared, v))]
     # Each part is rounded before they merge: as much again as attention alone may be off.
     errors = oracle_features.compare(output, lse, q, *whole, causal="bottom-right")
     assert errors.worst <= 2.0, errors

@@ -152,9 +152,7 @@ def test_a_call_that_says_nothing_special_takes_a_plain_row(kernels: Kernels):
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 @pytest.mark.parametrize("head_dims", [(40, 40), (64, 128), (64, 33)])
-def test_what_no_plain_row_takes_goes_to_a_scored_one(
-    kernels: Kernels, layout: str, head_dims: tuple[int, int]
-):
+def test_what_no_plain_row_takes_is_scored(kernels: Kernels, layout: str, head_dims: tuple[int, int]):
     head_dim, head_dim_v = head_dims
     call = tensors(Problem(33, 65, head_dim=head_dim, head_dim_v=head_dim_v, causal="bottom-right"))
     given = [x.transpose(1, 2) for x in call[:3]] if layout == "bhsd" else call[:3]
@@ -182,9 +180,7 @@ def test_a_scored_row_can_be_named_for_a_plain_problem(kernels: Kernels):
 
 def test_refusals_name_the_feature(kernels: Kernels):
     call = tensors(Problem(page_size=16, softcap=2.0))
-    with pytest.raises(
-        cutlass_fmha.UnsupportedError, match="has no softcap, no paged keys: that takes a scored row"
-    ):
+    with pytest.raises(cutlass_fmha.UnsupportedError, match="no softcap, no paged keys: that takes a scored"):
         attend(call, "fwd_sm89_f16_d64_m64n64w4")
     with pytest.raises(ValueError, match="key must have pages of a multiple of 16 keys, got 10"):
         attend(tensors(Problem(page_size=10)))
@@ -404,9 +400,7 @@ MEMORY = ["plain", "bhsd", "padded", "odd stride", "odd address"]
 @pytest.mark.parametrize("memory", MEMORY)
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_plain_calls_are_packed_as_the_tensors_hold_them(
-    kernels, dtype, layout: str, memory: str, causal: str
-):
+def test_plain_calls_are_packed_as_tensors_hold(kernels, dtype, layout: str, memory: str, causal: str):
     q, k, v = (strided(x, memory) for x in qkv(dtype=dtype))
     views = [x.transpose(1, 2) for x in (q, k, v)] if layout == "bhsd" else [q, k, v]
     out, lse = launch(*views, causal=causal, layout=layout)

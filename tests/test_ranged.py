@@ -112,9 +112,7 @@ def test_packed_documents_count_as_long_as_they_are(
     alone = (replace(packed, batch=1, seqlen_q=each, seqlen_k=each, mean=EVEN) for each in lengths)
     expected = [group for each in alone for group in blocks.groups(row, each, L4)]
     for name in ("block", "steps", "warp_steps"):
-        total, exact = (
-            sum(group.blocks * getattr(group, name) for group in groups) for groups in (found, expected)
-        )
+        total, exact = (sum(g.blocks * getattr(g, name) for g in groups) for groups in (found, expected))
         assert total == pytest.approx(exact, rel=0.12)
     assert packed.elements_written == pytest.approx(sum(lengths) * 16 * 128, rel=0.12)
     assert packed.elements_read == pytest.approx(3 * sum(lengths) * 16 * 128, rel=0.12)

@@ -262,11 +262,7 @@ def warning(access: str, kernel: str, level: str = "Warning") -> str:
         (0, "========= ERROR SUMMARY: 1 error\n", "reports 1 errors"),
         (1, "========= ERROR SUMMARY: 12 errors\n", "reports 12 errors"),
         (0, "== RACECHECK SUMMARY: 3 hazards displayed (0 errors, 3 warnings)\n", "reports 3 errors or haz"),
-        (
-            0,
-            "== RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)\n",
-            "reports 1 errors or hazards",
-        ),
+        (0, "== RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)\n", "reports 1 errors or"),
         (0, warning("Write", "wide_sm90_bf16_dany_m32n128w4"), None),
         (0, warning("Write", "wide_sm90_bf16_dany_m32n128w4").replace(" 1 ", " 2 "), "reports 1 errors"),
         (0, warning("Write", "wide_sm90_f32_dany_m32n128w4_tf32x3"), "reports 1 errors or hazards"),

@@ -124,9 +124,7 @@ def test_another_devices_rows_have_a_reason(rows: list[_C.Row]):
         assert any(sentence.startswith(f"made for sm_{row.arch}") for sentence in found)
 
 
-def test_the_smallest_row_that_takes_a_head_dim_is_predicted_to_be_the_fastest_of_long_problems(
-    rows: list[_C.Row],
-):
+def test_the_smallest_row_that_takes_a_head_dim_is_the_fastest_of_long_problems(rows: list[_C.Row]):
     for arch in {row.arch for row in rows}:
         device = devices.named(DEVICES[arch])
         for head_dim in (32, 64, 80, 128, 200, 512):
@@ -257,9 +255,7 @@ def test_sixteen_bit_rows_get_room_to_accumulate(launches: Launches):
         assert launches.params[-1].partial_o != 0
 
 
-def test_what_is_not_aligned_is_copied_with_zeros_and_a_word(
-    launches: Launches, caplog: pytest.LogCaptureFixture
-):
+def test_what_is_not_aligned_is_copied_and_told(launches: Launches, caplog: pytest.LogCaptureFixture):
     row = row_of("float16")
     q, k = made(torch.float16, 3, 2, 264), made(torch.float16, 5, 2, 300)[..., 1:265]
     with caplog.at_level(logging.WARNING, "cutlass_fmha"):
@@ -373,9 +369,7 @@ def valid() -> _C.AttentionParams:
         ({"partial_o": 0}, "needs partial_o: float32, as many elements as o"),
     ],
 )
-def test_the_binding_refuses_what_a_row_can_not_take(
-    rows: list[_C.Row], fields: dict[str, Any], expected: str
-):
+def test_the_binding_refuses_what_a_row_can_not(rows: list[_C.Row], fields: dict[str, Any], expected: str):
     row = row_of("float16", rows[0].arch)
     params = valid()
     for name, value in fields.items():

@@ -62,9 +62,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--problems", type=int, default=240, metavar="N", help="default: %(default)s")
     result.add_argument("--seed", type=int, default=1, metavar="N", help="of the draw (default: %(default)s)")
     result.add_argument("--output", type=Path, metavar="FILE", help="measure; all timings go there, as JSON")
-    result.add_argument(
-        "--evaluate", type=Path, metavar="FILE", help="judge by stored timings, measure nothing"
-    )
+    result.add_argument("--evaluate", type=Path, metavar="FILE", help="judge by stored timings alone")
     result.add_argument("--markdown", type=Path, metavar="FILE", help="write the verdict there as well")
     result.add_argument("--device", type=int, default=0, metavar="N", help="CUDA device (default: 0)")
     result.add_argument(

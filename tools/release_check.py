@@ -119,16 +119,10 @@ def machine_code_complaints(report: dict[str, Any], current: str) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--reports", type=Path, default=REPORTS, help="directory of the reports' JSON files")
-    parser.add_argument(
-        "--sources", type=Path, default=SOURCES, help="directory whose hash the reports must carry"
-    )
-    parser.add_argument(
-        "--resources", type=Path, default=resources.REPORT, help="the report of tools/resources.py"
-    )
+    parser.add_argument("--sources", type=Path, default=SOURCES, help="whose hash the reports must carry")
+    parser.add_argument("--resources", type=Path, default=resources.REPORT, help="that of tools/resources.py")
     options = parser.parse_args(arguments)
     try:
         reports = read_reports(options.reports)

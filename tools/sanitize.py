@@ -93,9 +93,7 @@ def run_tool(tool: str, parts: Sequence[str]) -> str | None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add = parser.add_argument
     add("--tool", choices=(*TOOLS, "all"), help="run under this tool of compute-sanitizer")
     add("--rows", nargs="*", default=[], metavar="PART", help="only kernels with PART in their name")

@@ -51,9 +51,7 @@ def variable(text: str) -> tuple[str, str]:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add = parser.add_argument_group("what to tune for").add_argument
     many = partial(add, action="append", default=[])
     many("--preset", metavar="NAME", help="a group of the benchmark's cases, or a case (default: dense)")
