@@ -14,7 +14,7 @@ import building
 import cubin
 import pytest
 import resources
-from test_resources import PlannedRow
+from test_resources import a_row
 
 from cutlass_fmha import _C
 from cutlass_fmha.dispatch import choose, eligibility
@@ -173,7 +173,7 @@ def planted(
 
 
 def complaints(kernels: dict[str, cubin.Kernel], name: str, copy: str = "tma") -> list[str]:
-    found = resources.complaints(kernels[name], PlannedRow(name, copy=copy))
+    found = resources.complaints(kernels[name], a_row(name=name, copy=copy))
     return [line.partition(": ")[2] for line in found]
 
 
