@@ -67,13 +67,6 @@ def run(body: str, *arrays: np.ndarray, declarations: str = "", **options: Any) 
     run_text(module(body, len(arrays), declarations), arrays, **options)
 
 
-def complaints(text: str) -> str:
-    """What the simulator does not know about a program."""
-    found = ctypes.create_string_buffer(TEXT_BYTES)
-    library().simulator_complaints(text.encode(), found, ctypes.c_size_t(TEXT_BYTES))
-    return found.value.decode()
-
-
 # ---- an opcode for each element of arrays ------------------------------------------------------------------
 
 REGISTERS = {2: ".b16", 4: ".b32", 8: ".b64"}

@@ -149,13 +149,9 @@ void Block::report_deadlock() {
 
 /// A block must not leave while the copy unit still uses its shared memory.
 void Block::check_end() {
-  while (!bulk_copies_.empty()) {
-    BulkCopy const copy = bulk_copies_.back();
-    bulk_copies_.pop_back();
-    if (copy.load)
-      throw Error(launch.kernel.name + ": block " + text() + " ends before a copy by TMA to its shared memory");
-    throw Error(launch.kernel.name + ": block " + text() + " ends before a copy by TMA has read its shared memory");
-  }
+  if (bulk_copies_.empty()) return;
+  char const* const what = bulk_copies_.back().load ? " to its shared memory" : " has read its shared memory";
+  throw Error(launch.kernel.name + ": block " + text() + " ends before a copy by TMA" + what);
 }
 
 }  // namespace simulator

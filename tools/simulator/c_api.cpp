@@ -1,21 +1,10 @@
 // The simulator for programs that bring PTX of their own: what its tests, in Python, load.
-#include <algorithm>
-#include <cstring>
+#include <string>
 
 #include "launch.h"
 #include "tensor_map.h"
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
-
-namespace {
-
-void copy_text(std::string const& from, char* to, size_t bytes) {
-  size_t const size = std::min(from.size(), bytes - 1);
-  std::memcpy(to, from.data(), size);
-  to[size] = '\0';
-}
-
-}  // namespace
 
 /// Runs a kernel; arguments[i] points to its parameter i. 0, or 1 and what went wrong in `error`.
 EXPORTED int simulator_run(char const* ptx, char const* kernel, uint32_t const* grid, uint32_t const* block,
@@ -27,14 +16,10 @@ EXPORTED int simulator_run(char const* ptx, char const* kernel, uint32_t const* 
                    arguments, seed);
     return 0;
   } catch (simulator::Error const& failure) {
-    copy_text(failure.what(), error, error_bytes);
+    std::string const text = failure.what();
+    error[text.copy(error, error_bytes - 1)] = '\0';
     return 1;
   }
-}
-
-/// What the simulator does not know about the program, a line each, in `text`.
-EXPORTED void simulator_complaints(char const* ptx, char* text, size_t bytes) {
-  copy_text(simulator::Program(ptx).complaints(), text, bytes);
 }
 
 /// A tensor map of 16-bit floats, as the driver's cuTensorMapEncodeTiled makes them; its CUresult.

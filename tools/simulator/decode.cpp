@@ -63,20 +63,6 @@ class Decoder {
     return std::move(kernel_);
   }
 
-  std::vector<std::string> complaints() {
-    std::map<std::string, std::string> by_opcode;
-    for (Statement const& statement : entry_.statements) {
-      try {
-        instruction(statement);
-      } catch (Error const& error) {
-        by_opcode.try_emplace(statement.opcode, error.what());
-      }
-    }
-    std::vector<std::string> result;
-    for (auto const& [opcode, complaint] : by_opcode) result.push_back(complaint);
-    return result;
-  }
-
  private:
   [[noreturn]] void fail(std::string const& what) const {
     throw Error(entry_.name + ", PTX line " + std::to_string(statement_->line) + ": " + what + " in " +
@@ -352,10 +338,6 @@ class Decoder {
 
 Kernel decode(Module const& module, Entry const& entry, Globals const& globals) {
   return Decoder(module, entry, globals).kernel();
-}
-
-std::vector<std::string> unknown_statements(Module const& module, Entry const& entry, Globals const& globals) {
-  return Decoder(module, entry, globals).complaints();
 }
 
 Opcodes const& Opcodes::all() {

@@ -74,9 +74,6 @@ using Globals = std::map<std::string, uint64_t>;
 /// Raises Error for an opcode or an operand that the simulator does not know, with the line.
 Kernel decode(Module const& module, Entry const& entry, Globals const& globals);
 
-/// What decode() complains about, all of it, each opcode once.
-std::vector<std::string> unknown_statements(Module const& module, Entry const& entry, Globals const& globals);
-
 /// For each statement that branches: the statement where the paths of its lanes first meet, or the count of statements
 /// when they only meet at the end. kNowhere for all others.
 std::vector<uint32_t> find_joins(std::vector<Statement> const& statements);

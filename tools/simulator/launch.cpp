@@ -43,19 +43,6 @@ Kernel const& Program::kernel(std::string const& name) {
   return *kernel;
 }
 
-std::string Program::complaints() {
-  std::string text;
-  try {
-    parse();
-  } catch (Error const& error) {
-    return error.what();
-  }
-  for (Entry const& entry : module_.entries) {
-    for (std::string const& complaint : unknown_statements(module_, entry, globals_)) text += complaint + "\n";
-  }
-  return text;
-}
-
 namespace {
 
 /// A launch's parameters, one after the other as the kernel expects them.

@@ -34,8 +34,6 @@ class Program {
 
   /// Decoded once, and kept. Raises Error.
   Kernel const& kernel(std::string const& name);
-  /// What the simulator does not know about the kernels, a line each; empty when they can run.
-  std::string complaints();
 
  private:
   void parse();

@@ -93,11 +93,10 @@ class Parser {
     std::string const text = next().text;
     size_t used = 0;
     uint64_t value = 0;
-    if (text.size() > 1 && text[0] == '0' && (text[1] == 'f' || text[1] == 'F' || text[1] == 'd' || text[1] == 'D')) {
+    if (text.size() > 1 && text[0] == '0' && (text[1] == 'f' || text[1] == 'F')) {
       value = std::stoull(text.substr(2), &used, 16), used += 2;
     } else {
       value = std::stoull(text, &used, 0);
-      if (used < text.size() && text[used] == 'U') ++used;
     }
     if (used != text.size()) fail("did not understand the number " + text + " before");
     return negative ? 0 - value : value;
@@ -105,29 +104,16 @@ class Parser {
 
   // ---- of a module -----------------------------------------------------------------------------------------------
 
-  void skip_line() {
-    for (int const line = peek().line; peek().line == line && peek().kind != Token::Kind::end;) next();
-  }
-
   void declaration() {
-    if (accept(".version") || accept(".address_size") || accept(".file")) return skip_rest();
+    if (accept(".version") || accept(".address_size")) return skip_rest();
     if (accept(".target")) {
       module_.target = word();
       return skip_rest();
-    }
-    if (accept(".section")) {
-      while (!accept("}")) next();
-      return;
     }
     if (accept(".visible") || accept(".extern") || accept(".weak")) return;
     if (accept(".entry")) return entry();
     if (at(".global") || at(".const") || at(".shared")) {
       module_.variables.push_back(variable());
-      return expect(";");
-    }
-    if (accept(".func")) {  // of __assertfail, which only a failing assert() calls
-      while (!at(";") && !at("{")) next();
-      if (at("{")) fail("functions are not simulated; found one");
       return expect(";");
     }
     fail("unknown declaration");
@@ -211,8 +197,6 @@ class Parser {
         expect(";");
       } else if (accept(".pragma")) {
         while (!accept(";")) next();
-      } else if (at(".loc") || at(".file")) {
-        skip_line();
       } else if (peek(1).text == ":") {
         labels_[{self, word()}] = static_cast<int>(entry_->statements.size());
         expect(":");
@@ -281,12 +265,6 @@ class Parser {
       address(result, scope);
     } else if (accept("_")) {
       result.kind = Operand::Kind::sink;
-    } else if (accept("(")) {  // of a call
-      result.kind = Operand::Kind::group;
-      while (!accept(")")) {
-        result.parts.push_back(operand(scope));
-        accept(",");
-      }
     } else if (peek().kind == Token::Kind::number || at("-")) {
       result.kind = Operand::Kind::immediate;
       result.bits = integer();

@@ -5,23 +5,6 @@
 namespace simulator {
 namespace {
 
-uint16_t bytes_of(CUtensorMapDataType type) {
-  switch (type) {
-    case CU_TENSOR_MAP_DATA_TYPE_UINT8:
-      return 1;
-    case CU_TENSOR_MAP_DATA_TYPE_UINT16:
-    case CU_TENSOR_MAP_DATA_TYPE_FLOAT16:
-    case CU_TENSOR_MAP_DATA_TYPE_BFLOAT16:
-      return 2;
-    case CU_TENSOR_MAP_DATA_TYPE_UINT32:
-    case CU_TENSOR_MAP_DATA_TYPE_INT32:
-    case CU_TENSOR_MAP_DATA_TYPE_FLOAT32:
-      return 4;
-    default:
-      return 0;  // not simulated
-  }
-}
-
 int span_of(CUtensorMapSwizzle swizzle) {
   switch (swizzle) {
     case CU_TENSOR_MAP_SWIZZLE_NONE:
@@ -47,7 +30,9 @@ CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t ran
   result.mark = kTensorMapMark;
   result.address = reinterpret_cast<uint64_t>(address);
   result.rank = static_cast<uint16_t>(rank);
-  result.element_bytes = bytes_of(type);
+  // Of other types there are none.
+  bool const is_half = type == CU_TENSOR_MAP_DATA_TYPE_FLOAT16 || type == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  result.element_bytes = is_half ? 2 : 0;
   int const span = span_of(swizzle);
   if (rank < 1 || rank > 5 || result.element_bytes == 0 || span < 0 || interleave != CU_TENSOR_MAP_INTERLEAVE_NONE ||
       fill != CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) {
