@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 from building import find_program
 from cubin import RESERVED_SHARED, Kernel, read_compilers, read_kernels
@@ -30,16 +30,8 @@ KIND = "cutlass_fmha resource report"
 UPDATE = "make build && .venv/bin/python tools/resources.py --write"
 SIZES = ("arch", "registers", "stack", "local", "shared")
 CONFIG = ("family", "dtype", "mma", "copy", "warps", "kv_warps", "threads", "min_blocks", "smem_bytes")
-JUDGED = (
-    "HMMA",
-    "FFMA",
-    "LDGSTS",
-    "UTMALDG",
-    "UTMASTG",
-    "LDL",
-    "STL",
-    "BPT",
-)  # opcodes that complaints are about
+#: Opcodes that complaints are about.
+JUDGED = ("HMMA", "FFMA", "LDGSTS", "UTMALDG", "UTMASTG", "LDL", "STL", "BPT")
 
 REGISTERS_PER_SM = 64 * 1024
 # What sm_89 and sm_120 have (CUDA Programming Guide, technical specifications), and so every row stays
@@ -55,76 +47,44 @@ WARPS_PER_SM = 48
 HELPER_THREADS_PER_SM = WARPS_PER_SM * 32 // 2  # bound by memory: half of the warps keep it busy
 
 
-class Row(Protocol):
-    """The part of ``_C.Row`` that a kernel's resources are held against."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def family(self) -> str: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def mma(self) -> str: ...
-    @property
-    def warps(self) -> int: ...
-    @property
-    def min_blocks(self) -> int: ...
-    @property
-    def smem_bytes(self) -> int: ...
-
-
 Check = tuple[bool, str]
 """Whether something is fine, and the sentence that says what is wrong when it isn't."""
 
 
-def complaints(kernel: Kernel, row: Row) -> list[str]:
-    """What is wrong with a row's kernel, one sentence each; empty when nothing is."""
-    registers = -(-kernel.registers // 8) * 8 * row.warps * 32 * row.min_blocks  # given out in eights
+def complaints(kernel: Kernel, row: Any) -> list[str]:
+    """What is wrong with the kernel of a row, a ``_C.Row``, one sentence each; empty when nothing is."""
+    count, threads, blocks = kernel.count, row.warps * 32, row.min_blocks
+    registers = -(-kernel.registers // 8) * 8 * threads * blocks  # given out in eights
     shared = kernel.shared + row.smem_bytes
     per_block, per_sm = shared_memory(kernel, row)
     simt, copy = row.mma == "simt", getattr(row, "copy", "cp_async_16")
-    tensor_core = [opcode for opcode in kernel.opcodes if opcode.startswith("HMMA")]
+    mma = [opcode for opcode in kernel.opcodes if opcode.startswith("HMMA")]
     kind = "TF32" if row.mma == "tf32x3" else "BF16" if row.dtype == "bfloat16" else "F32"
     others = {"TF32", "BF16"} - {kind}
-    right = [o for o in tensor_core if kind in o and ".F32" in o and not any(other in o for other in others)]
+    right = [o for o in mma if kind in o and ".F32" in o and not any(other in o for other in others)]
     stores = row.family == "plain" and row.kv_warps == 1  # the others' rows of O are not all there
-    tma = kernel.count("UTMALDG") > 0 and (kernel.count("UTMASTG") > 0 or not stores)
+    tma = count("UTMALDG") > 0 and (count("UTMASTG") > 0 or not stores)
+    cp_async, fma = count("LDGSTS") > 0, count("FFMA")
+    fits = blocks * (shared + RESERVED_SHARED) <= per_sm
     checks = [
         *_of_every_kernel(kernel),
-        (simt or bool(tensor_core), "no tensor-core instruction (HMMA)"),
-        (
-            right == tensor_core,
-            f"tensor-core instructions {tensor_core} in a row that multiplies {row.dtype}",
-        ),
-        (
-            not simt or (kernel.count("FFMA") >= 512 and not tensor_core),
-            f"{kernel.count('FFMA')} FMAs and tensor-core instructions {tensor_core}",
-        ),
-        (
-            simt or copy != "cp_async_16" or kernel.count("LDGSTS") > 0,
-            "no cp.async (LDGSTS) in a row that copies with it",
-        ),
+        (simt or bool(mma), "no tensor-core instruction (HMMA)"),
+        (right == mma, f"tensor-core instructions {mma} in a row that multiplies {row.dtype}"),
+        (not simt or (fma >= 512 and not mma), f"{fma} FMAs and tensor-core instructions {mma}"),
+        (simt or copy != "cp_async_16" or cp_async, "no cp.async (LDGSTS) in a row that copies with it"),
         (copy != "tma" or tma, "no TMA loads and stores (UTMALDG, UTMASTG) in a row that copies with them"),
         (
             registers <= REGISTERS_PER_SM,
-            f"{kernel.registers} registers x {row.warps * 32} threads x {row.min_blocks} blocks exceed "
-            f"{REGISTERS_PER_SM}",
+            f"{kernel.registers} registers x {threads} threads x {blocks} blocks exceed {REGISTERS_PER_SM}",
         ),
         (shared <= per_block, f"{shared} bytes of shared memory, and a block has {per_block}"),
-        (
-            row.min_blocks * (shared + RESERVED_SHARED) <= per_sm,
-            f"{row.min_blocks} blocks of {shared} bytes of shared memory do not fit an SM's {per_sm}",
-        ),
-        (
-            row.min_blocks * row.warps <= WARPS_PER_SM,
-            f"{row.min_blocks} blocks of {row.warps} warps exceed {WARPS_PER_SM}",
-        ),
+        (fits, f"{blocks} blocks of {shared} bytes of shared memory do not fit an SM's {per_sm}"),
+        (blocks * row.warps <= WARPS_PER_SM, f"{blocks} blocks of {row.warps} warps exceed {WARPS_PER_SM}"),
     ]
     return sentences(row.name, kernel, checks)
 
 
-def shared_memory(kernel: Kernel, row: Row) -> tuple[int, int]:
+def shared_memory(kernel: Kernel, row: Any) -> tuple[int, int]:
     """Bytes that a block and an SM have for the row."""
     if row.family == "wide" and kernel.arch == 90:
         return SHARED_PER_BLOCK_90, SHARED_PER_SM_90
@@ -154,17 +114,12 @@ def sentences(name: str, kernel: Kernel, checks: Iterable[Check]) -> list[str]:
 
 
 def _of_every_kernel(kernel: Kernel) -> list[Check]:
+    spills, traps = kernel.count("LDL", "STL"), kernel.count("BPT")
     return [
-        (
-            kernel.count("LDL", "STL") == 0,
-            f"{kernel.count('LDL', 'STL')} loads and stores of local memory (spills)",
-        ),
+        (spills == 0, f"{spills} loads and stores of local memory (spills)"),
         (kernel.stack == 0, f"a stack of {kernel.stack} bytes"),
         (kernel.local == 0, f"{kernel.local} bytes of local memory"),
-        (
-            kernel.count("BPT") == 0,
-            f"{kernel.count('BPT')} BPT.TRAP: an instruction this architecture does not have",
-        ),
+        (traps == 0, f"{traps} BPT.TRAP: an instruction this architecture does not have"),
         (kernel.registers <= 255, f"{kernel.registers} registers"),
     ]
 
