@@ -58,11 +58,8 @@ def fake_gpu(monkeypatch, noise: float = 0.01, seed: int = 0) -> FakeGpu:
 
 
 def a_calibration(**changes: object) -> store.Calibration:
-    rows = {
-        row.name: store.Fit(datasheet.row_cost(row, L4).scaled(1.25), 0.01, 0.05, 20)
-        for row in BUILD.rows
-        if row.head_dim == 64
-    }
+    kept = [row for row in BUILD.rows if row.head_dim == 64]
+    rows = {x.name: store.Fit(datasheet.row_cost(x, L4).scaled(1.25), 0.01, 0.05, 20) for x in kept}
     own = {
         "gpu": L4.name, "sm_count": L4.sm_count, "package": cutlass_fmha.__version__,
         "source_hash": str(_C.build_info()["source_hash"]),

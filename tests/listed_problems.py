@@ -15,10 +15,8 @@ def _masks() -> list[P]:
         for causal in CAUSAL
         for window in ((0, 0), (5, -1), (-1, 7), (64, 0), (300, 300), (33, 70))
     ]
-    found += [
-        P(70, 200, mask=(dims, memory))
-        for dims, memory in zip(("bhqk", "qk", "k", "bk", "", "bqk", "hqk"), MEMORY, strict=True)
-    ]
+    dims = ("bhqk", "qk", "k", "bk", "", "bqk", "hqk")
+    found += [P(70, 200, mask=mask) for mask in zip(dims, MEMORY, strict=True)]
     found += [P(200, 130, causal=causal, prefix=True, num_heads=4) for causal in CAUSAL]
     found += [P(150, 300, causal=causal, window=(20, -1), prefix=True) for causal in CAUSAL[1:]]
     found += [
@@ -36,10 +34,8 @@ def _masks() -> list[P]:
         common = {"blocks": (64, 64), "blocks_beyond": True, "page_size": page_size}
         found += [P(q, 160, **common, used_k=used) for q in (5, 150) for used in (False, True)]
         found += [P(70, 160, **common, leftpad=True, head_dim=40, head_dim_v=33)]
-    return [
-        *found,
-        P(300, 300, causal="bottom-right", blocks=(64, 64), window=(100, 0), mask=("hqk", "plain")),
-    ]
+    all_three = {"blocks": (64, 64), "window": (100, 0), "mask": ("hqk", "plain")}
+    return [*found, P(300, 300, causal="bottom-right", **all_three)]
 
 
 def _scores() -> list[P]:
@@ -57,18 +53,14 @@ def _scores() -> list[P]:
     found += [P(113, 257, sinks=s, causal=c) for s in ("normal", "high", "low") for c in CAUSAL[::2]]
     found += [P(300, 100, sinks="normal", causal="bottom-right"), P(33, 0, sinks="normal")]
     found += [P(130, 300, dropout=p, causal=c) for p in (0.1, 0.5, 0.9999, 1e-6) for c in CAUSAL[::2]]
-    return [
-        *found,
-        P(130, 300, softcap=10.0, bias=("hqk", "same", "plain"), alibi="h", sinks="normal", dropout=0.2),
-    ]
+    bias = ("hqk", "same", "plain")
+    return [*found, P(130, 300, softcap=10.0, bias=bias, alibi="h", sinks="normal", dropout=0.2)]
 
 
 def _shapes() -> list[P]:
     found = [P(70, 130, head_dim=d, head_dim_v=d, causal="bottom-right") for d in HEAD_DIMS]
-    found += [
-        P(70, 130, head_dim=d, head_dim_v=v)
-        for d, v in ((192, 128), (64, 256), (128, 8), (16, 100), (40, 33))
-    ]
+    others = ((192, 128), (64, 256), (128, 8), (16, 100), (40, 33))
+    found += [P(70, 130, head_dim=d, head_dim_v=v) for d, v in others]
     found += [
         P(65, 113, num_heads=6, num_heads_kv=3, batch=3, layout=layout, out_layout=out, causal="bottom-right")
         for layout in LAYOUTS
@@ -124,16 +116,11 @@ def _numbers() -> list[P]:
     found = []
     for fill in FILLS:
         scale = 1.0 if fill in EXACT_FILLS else None
-        found += [
-            P(130, 300, fill=fill, scale=scale),
-            P(70, 600, fill=fill, scale=scale, num_splits=3, causal="bottom-right"),
-        ]
+        found += [P(130, 300, fill=fill, scale=scale)]
+        found += [P(70, 600, fill=fill, scale=scale, num_splits=3, causal="bottom-right")]
     found += [P(130, 300, scale=scale, window=(90, 0)) for scale in (0.0, -0.2, 3.0, 1e-6, 1e-45)]
-    return [
-        *found,
-        P(70, 200, scale=-0.3, softcap=3.0, sinks="high"),
-        P(70, 200, fill="huge", scale=-1.0, causal="top-left"),
-    ]
+    found += [P(70, 200, scale=-0.3, softcap=3.0, sinks="high")]
+    return [*found, P(70, 200, fill="huge", scale=-1.0, causal="top-left")]
 
 
 def _seeded(*made: P) -> list[P]:

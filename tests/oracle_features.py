@@ -286,7 +286,8 @@ def compare(
     if list(out.shape) != shape or out.dtype != q.dtype or out.device != q.device:
         return oracle._failed(f"output is {oracle._describe(out)}, expected {shape} {q.dtype} on {q.device}")
     if lse is not None and (tuple(lse.shape) != _lse_shape(q) or lse.dtype != torch.float32):
-        return oracle._failed(f"LSE is {oracle._describe(lse)}, expected {list(_lse_shape(q))} float32")
+        expected = list(_lse_shape(q))
+        return oracle._failed(f"softmax_lse is {oracle._describe(lse)}, expected {expected} float32")
     granted = Granted(exact_scores, product_error)
     worst = [0.0] * 4
     for s in sequences(q, k, v, scale, causal, Features(**features)):

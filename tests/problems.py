@@ -89,11 +89,8 @@ class Problem:
 
     def __str__(self) -> str:
         """What differs from the defaults, as the call that makes it."""
-        said = (
-            f"{name}={getattr(self, name)!r}"
-            for name, default in DEFAULTS.items()
-            if getattr(self, name) != default
-        )
+        values = {name: getattr(self, name) for name in DEFAULTS}
+        said = (f"{name}={x!r}" for name, x in values.items() if x != DEFAULTS[name])
         return f"Problem({', '.join(said)})"
 
     @property
@@ -250,10 +247,8 @@ def problems(draw: st.DrawFn, longest: int = 700) -> Problem:
         indexed=not page_size and not packed_k and draw(sometimes(st.just(True), False)),
         num_splits=draw(st.one_of(st.none(), st.integers(1, 7))),
         memory=draw(sometimes(st.sampled_from(SMALL_MEMORY[1:]), "plain")),
-        pack=draw(st.booleans()),
-        seed=draw(st.integers(0, 2**16)),
-        bounded=draw(st.booleans()),
-    )
+        pack=draw(st.booleans()), seed=draw(st.integers(0, 2**16)), bounded=draw(st.booleans()),
+    )  # fmt: skip
     layouts = OF_EACH if has_lengths(problem) else LAYOUTS
     return replace(problem, layout=draw(st.sampled_from(layouts)))
 

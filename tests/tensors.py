@@ -20,10 +20,7 @@ def qkv(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """[batch, seqlen, heads, head_dim] each; ``head_dim_v`` 0: as head_dim."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = (
-        (seqlen_q, heads, head_dim),
-        (seqlen_k, heads_kv, head_dim),
-        (seqlen_k, heads_kv, head_dim_v or head_dim),
-    )
+    keys = (seqlen_k, heads_kv, head_dim)
+    shapes = ((seqlen_q, heads, head_dim), keys, (*keys[:2], head_dim_v or head_dim))
     q, k, v = (torch.randn(batch, *shape, generator=generator).to(dtype) for shape in shapes)
     return q, k, v

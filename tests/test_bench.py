@@ -560,11 +560,8 @@ def test_another_build_is_the_package_in_its_directory(tmp_path: Path) -> None:
     (package / "__init__.py").write_text("print('noise')\n__version__ = '0.0.1'\n")
     (package / "_C.py").write_text("def build_info():\n    return {'source_hash': 'abc'}\n")
     with against.Process("other", str(tmp_path), None, 0) as process:
-        assert process.build == {
-            "directory": str(package),
-            "package": "0.0.1",
-            "build": {"source_hash": "abc"},
-        }
+        described = {"directory": str(package), "package": "0.0.1", "build": {"source_hash": "abc"}}
+        assert process.build == described
         with pytest.raises(runner.CannotMeasure, match="build 'other' ended with status 1"):
             process.ask(done=True)
 

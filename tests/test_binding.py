@@ -67,11 +67,8 @@ def feature_names(family: str, words: list[str], architectures: list[int]) -> li
         kv_warps, copied = "1", "_tma" if words[-1] == "tma" else ""
     dims = f"d{head_dim}" + ("" if head_dim == head_dim_v else f"v{head_dim_v}")
     tile = f"m{m}n{n}w{warps}" + ("" if kv_warps == "1" else f"k{kv_warps}")
-    return [
-        f"fwd_sm{arch}_{dtype}_{dims}_{tile}{copied}_{family}"
-        for arch in named(archs, architectures)
-        for dtype in dtypes.split(";")
-    ]
+    rows = [(arch, dtype) for arch in named(archs, architectures) for dtype in dtypes.split(";")]
+    return [f"fwd_sm{arch}_{dtype}_{dims}_{tile}{copied}_{family}" for arch, dtype in rows]
 
 
 def wide_names(words: list[str], architectures: list[int]) -> list[str]:

@@ -157,10 +157,8 @@ def test_least_squares_are_least_and_not_negative():
         targets = [generator.uniform(-0.5, 1) for _ in rows]
 
         def loss(x: list[float], rows=rows, targets=targets) -> float:
-            return sum(
-                (sum(a * b for a, b in zip(row, x, strict=True)) - target) ** 2
-                for row, target in zip(rows, targets, strict=True)
-            )
+            pairs = zip(rows, targets, strict=True)
+            return sum((sum(a * b for a, b in zip(row, x, strict=True)) - y) ** 2 for row, y in pairs)
 
         found = fit.nonnegative_least_squares(rows, targets)
         assert min(found) >= 0

@@ -84,22 +84,16 @@ def cascade_inputs(
 ):
     generator = torch.Generator().manual_seed(4)
     q = torch.randn(batch, seqlen_q, heads, dim, generator=generator).to(dtype)
-    shapes = (
-        (shared, heads_kv, dim),
-        (shared, heads_kv, dim_v),
-        (batch, own, heads_kv, dim),
-        (batch, own, heads_kv, dim_v),
-    )
+    dims = (heads_kv, dim), (heads_kv, dim_v)
+    shapes = (*((shared, *x) for x in dims), *((batch, own, *x) for x in dims))
     return q, *(torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
 
 
 def whole_keys(k_shared: Tensor, v_shared: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """The shared keys before each sequence's own."""
     batch = k.shape[0]
-    return (
-        torch.cat((k_shared.expand(batch, *k_shared.shape), k), 1),
-        torch.cat((v_shared.expand(batch, *v_shared.shape), v), 1),
-    )
+    pairs = ((k_shared, k), (v_shared, v))
+    return tuple(torch.cat((first.expand(batch, *first.shape), x), 1) for first, x in pairs)
 
 
 @pytest.mark.parametrize("causal", [False, True])

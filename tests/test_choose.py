@@ -270,10 +270,8 @@ def test_registers_are_told_from_the_tile(changes: dict, registers: int):
 def test_blocks_of_a_launch_are_those_of_the_mask(name: str, seqlen_q: int, seqlen_k: int, causal: str):
     row = BUILD.by_name(f"fwd_sm89_f16_d64_{name}")
     problem = replace(PROBLEM, causal=causal, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
-    visible = [
-        max(0, min(seqlen_k, seqlen_k if problem.diagonal is None else i + problem.diagonal + 1))
-        for i in range(seqlen_q)
-    ]
+    seen = [seqlen_k if problem.diagonal is None else i + problem.diagonal + 1 for i in range(seqlen_q)]
+    visible = [max(0, min(seqlen_k, count)) for count in seen]
     key_tiles = [-(-keys // row.tile_n) for keys in visible]
     rows = row.tile_m * row.kv_warps // row.warps
     expected = []  # of one sequence, last tile first

@@ -151,19 +151,11 @@ def test_a_second_launch_has_its_price():
 @pytest.mark.parametrize("gpu", PRESETS)
 def test_plain_problems_keep_their_plain_rows(gpu: str):
     """What scored rows cost has no say, wherever a plain row takes the problem and it is no decoding."""
-    free = {
-        row.name: store.Fit(cost.RowCost(0.01, 0, 0, 0, 0, 0, 0, 0), 0, 0, 9)
-        for row in BUILD.rows
-        if row.takes_features
-    }
+    free_fit = store.Fit(cost.RowCost(0.01, 0, 0, 0, 0, 0, 0, 0), 0, 0, 9)
+    free = {row.name: free_fit for row in BUILD.rows if row.takes_features}
     tempted = replace(store.for_device(PRESETS[gpu]), rows={**store.for_device(PRESETS[gpu]).rows, **free})
-    for seqlen_q, seqlen_k, alignment in (
-        (4096, 4096, 16),
-        (65, 100, 16),
-        (64, 511, 16),
-        (65, 8192, 16),
-        (300, 300, 2),
-    ):
+    lengths = ((4096, 4096, 16), (65, 100, 16), (64, 511, 16), (65, 8192, 16), (300, 300, 2))
+    for seqlen_q, seqlen_k, alignment in lengths:
         problem = Problem(2, seqlen_q, seqlen_k, 8, 8, 64, "float16", alignment=alignment)
         assert not problem.is_decode
         chosen = choose.choose(problem, PRESETS[gpu], table=BUILD, calibration=tempted)
@@ -196,12 +188,8 @@ def test_a_row_that_nobody_timed_has_to_be_clearly_better():
 
 
 def test_head_dims_that_nothing_else_has_take_the_scored_row_of_the_least_head_dims():
-    for head_dim, head_dim_v, dims in (
-        (40, None, "d64"),
-        (72, None, "d128"),
-        (192, 128, "d192v128"),
-        (200, 8, "d256"),
-    ):
+    cases = ((40, None, "d64"), (72, None, "d128"), (192, 128, "d192v128"), (200, 8, "d256"))
+    for head_dim, head_dim_v, dims in cases:
         problem = replace(PREFILL, head_dim=head_dim, head_dim_v=head_dim_v)
         assert f"_{dims}_" in choose.choose(problem, L4, table=BUILD).name
 
@@ -213,11 +201,8 @@ def test_many_queries_take_large_tiles():
 
 
 def test_timings_without_scored_rows_judge_the_others():
-    rows = {
-        row.name: RowTime(10.0, 10.0, 5)
-        for row in PLAIN.rows
-        if not eligibility.reasons(row, DECODE, L4, PLAIN)
-    }
+    able = [row for row in PLAIN.rows if not eligibility.reasons(row, DECODE, L4, PLAIN)]
+    rows = {row.name: RowTime(10.0, 10.0, 5) for row in able}
     (pick,) = verdict.judge([Sample(DECODE, rows)], L4, BUILD)
     assert pick.right and not BUILD.by_name(pick.row).scored
     split = choose.choose(DECODE, L4, table=BUILD).name
@@ -246,11 +231,8 @@ def test_explain_takes_features_of_a_shape(monkeypatch):
     shape = {"shape": (2, 1, 32, 128), "seqlen_k": 8192, "num_heads_kv": 8, "device": "h200"}
     found = cutlass_fmha.explain(**shape, page_size=64, num_splits=3, window=(-1, 0), features=("sinks",))
     assert found.problem.features == ("sinks", "pages", "splits")
-    assert (found.problem.page_size, found.problem.num_splits, found.problem.causal) == (
-        64,
-        3,
-        "bottom-right",
-    )
+    p = found.problem
+    assert (p.page_size, p.num_splits, p.causal) == (64, 3, "bottom-right")
     assert found.winner.endswith("_scored")
     found = cutlass_fmha.explain(**shape, head_dim_v=64, block_size=(64, 64))
     assert found.problem.value_dim == 64 and found.problem.block_mask == (64, 64)

@@ -40,12 +40,8 @@ def number_of(sequence: int, head: int, query: int, key: int) -> int:
 def test_numbers_by_hand():
     """The first known answer is the counter of sequence, head and query 0 and of the first eight keys."""
     words = ANSWERS[0][2]
-    for key, number in [
-        (0, words[0] & 0xFFFF),
-        (1, words[0] >> 16),
-        (2, words[1] & 0xFFFF),
-        (7, words[3] >> 16),
-    ]:
+    halves = [(0, words[0] & 0xFFFF), (1, words[0] >> 16), (2, words[1] & 0xFFFF), (7, words[3] >> 16)]
+    for key, number in halves:
         assert number_of(0, 0, 0, key) == number
     # Every eight keys, query, head and sequence have a counter of their own.
     places = [(0, 0, 0, 0), (0, 0, 0, 8), (0, 0, 0, 32), (0, 0, 1, 0), (0, 1, 0, 0), (1, 0, 0, 0)]

@@ -54,18 +54,8 @@ def test_drawn_problems_are_of_every_kind():
         assert eval(str(problem)) == problem  # what is printed can be run again
 
     draw()
-    for name in (
-        "window",
-        "mask",
-        "bias",
-        "prefix",
-        "blocks",
-        "softcap",
-        "alibi",
-        "sinks",
-        "dropout",
-        "splits",
-    ):
+    names = ("window", "mask", "bias", "prefix", "blocks", "softcap", "alibi", "sinks", "dropout", "splits")
+    for name in names:
         assert name in seen
     for name in ("packed_q", "packed_k", "used_q", "used_k", "leftpad", "page_size", "indexed", "pack"):
         assert name in seen

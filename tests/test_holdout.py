@@ -93,11 +93,8 @@ def test_timings_are_kept_even_when_they_can_not_be_judged(tmp_path, monkeypatch
 
 def test_a_pick_is_judged_against_the_best_row():
     chosen = choose.choose(PROBLEM, L4, table=BUILD).name
-    other = next(
-        row.name
-        for row in BUILD.rows
-        if row.name != chosen and not eligibility.reasons(row, PROBLEM, L4, BUILD)
-    )
+    able = [row.name for row in BUILD.rows if not eligibility.reasons(row, PROBLEM, L4, BUILD)]
+    other = next(name for name in able if name != chosen)
     for chosen_us, right in ((10.4, True), (10.6, False)):
         (pick,) = verdict.judge([sample({chosen: chosen_us, other: 10.0})], L4, BUILD)
         assert (pick.row, pick.best_row, pick.right) == (chosen, other, right)

@@ -203,10 +203,8 @@ def test_block_lists_lie_anywhere_and_name_what_is_not_there():
 def test_block_lists_have_a_transpose(data):
     """Lists as long as they may be, ascending, any stride, with blocks of no keys at their end."""
     rows, step = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 3))
-    lists = [
-        sorted(data.draw(st.sets(st.one_of(st.integers(0, 9), st.just(2**31 - 1)), max_size=8)))
-        for _ in range(rows)
-    ]
+    entry = st.one_of(st.integers(0, 9), st.just(2**31 - 1))
+    lists = [sorted(data.draw(st.sets(entry, max_size=8))) for _ in range(rows)]
     indices = torch.full((rows, 8 * step), 7, dtype=torch.int32)
     for row, entries in enumerate(lists):
         indices[row, : len(entries) * step : step] = torch.tensor(entries, dtype=torch.int32)

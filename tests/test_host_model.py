@@ -107,14 +107,7 @@ def test_visible_keys_counts_the_keys_under_the_diagonal(row, seqlen_k, diagonal
 
 
 @settings(deadline=None)
-@given(
-    st.integers(0, 10),
-    st.sampled_from([16, 32, 64]),
-    st.sampled_from([16, 32, 64]),
-    lengths,
-    lengths,
-    diagonals,
-)
+@given(st.integers(0, 10), *[st.sampled_from([16, 32, 64])] * 2, lengths, lengths, diagonals)
 def test_key_blocks_are_exactly_those_with_a_visible_key(tile, rows, tile_n, seqlen_q, seqlen_k, diagonal):
     begin, end = tile * rows, (tile + 1) * rows
     walked, full = _C.host.key_blocks(begin, end, tile_n, seqlen_q, seqlen_k, diagonal)

@@ -104,16 +104,11 @@ def test_agrees_with_torch_in_fp64(causal: str, seqlen_q: int, seqlen_k: int, sc
 
 def test_chunks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch):
     q, k, v = qkv(2, 50, 70)
-    whole = (
-        *oracle.attention(q, k, v, causal="bottom-right"),
-        oracle.unfused(q, k, v, causal="bottom-right"),
-    )
+    both = oracle.attention, oracle.unfused
+    whole = [*both[0](q, k, v, causal="bottom-right"), both[1](q, k, v, causal="bottom-right")]
     monkeypatch.setitem(oracle._CHUNK_ELEMENTS, "cpu", 70 * 8 * 7)
     assert len(list(oracle._chunks(q, k))) == 8
-    parts = (
-        *oracle.attention(q, k, v, causal="bottom-right"),
-        oracle.unfused(q, k, v, causal="bottom-right"),
-    )
+    parts = [*both[0](q, k, v, causal="bottom-right"), both[1](q, k, v, causal="bottom-right")]
     for a, b in zip(whole, parts, strict=True):
         assert torch.allclose(a.double(), b.double(), rtol=1e-3)
 
@@ -223,11 +218,8 @@ def test_masked_rows_must_be_exactly_zero_and_minus_infinity():
     q, k, v = qkv(2, 6, 2)
     out, lse = model_of_the_kernels(q, k, v, 0.18, "bottom-right")
     oracle.assert_close(out, q, k, v, 0.18, "bottom-right", lse)
-    for tensor, index, value in [
-        (out, (0, 0, 0, 0), 1e-7),
-        (lse, (0, 0, 0), -1e30),
-        (lse, (0, 0, 5), -math.inf),
-    ]:
+    wrong = [(out, (0, 0, 0, 0), 1e-7), (lse, (0, 0, 0), -1e30), (lse, (0, 0, 5), -math.inf)]
+    for tensor, index, value in wrong:
         wrong = {"out": out.clone(), "lse": lse.clone()}
         wrong["out" if tensor is out else "lse"][index] = value
         with pytest.raises(AssertionError, match="times the tolerance"):

@@ -65,10 +65,8 @@ def test_attention_picks_a_row_that_can(layout: str, memory: str, parity: Parity
 
 
 def test_sdpa_is_top_left_causal():
-    q, k, v = (
-        x.transpose(1, 2)
-        for x in Problem(50, 90, num_heads=4, num_heads_kv=4).inputs(torch.float16, 64, DEVICE)
-    )
+    inputs = Problem(50, 90, num_heads=4, num_heads_kv=4).inputs(torch.float16, 64, DEVICE)
+    q, k, v = (x.transpose(1, 2) for x in inputs)
     ours = cutlass_fmha.scaled_dot_product_attention(q, k, v, is_causal=True)
     oracle.assert_close(ours.transpose(1, 2), *(x.transpose(1, 2) for x in (q, k, v)), causal="top-left")
 

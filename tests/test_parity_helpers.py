@@ -126,10 +126,8 @@ class Combine:
     def parts(self) -> list[tuple[Tensor, Tensor]]:
         """As states [batch, seqlen_q, heads, dim] and [batch, heads, seqlen_q]."""
         shape = (self.batch, self.heads, self.seqlen_q)
-        return [
-            (o.view(*shape, -1).transpose(1, 2), lse.view(shape))
-            for o, lse in zip(self.partial_o, self.partial_lse, strict=True)
-        ]
+        parts = zip(self.partial_o, self.partial_lse, strict=True)
+        return [(o.view(*shape, -1).transpose(1, 2), lse.view(shape)) for o, lse in parts]
 
     def check(self, return_lse: bool = True) -> None:
         lse = self.lse.view.view(self.batch, self.heads, self.seqlen_q) if return_lse else None
@@ -316,11 +314,8 @@ DIMS = ((64, 64), (128, 32), (96, 80), (64, 24), (64, 6), (40, 4), (50, 22), (25
 @pytest.mark.parametrize(("head_dim", "dim"), DIMS)
 def test_rotary(head_dim: int, dim: int, interleaved: bool, dtype: torch.dtype):
     first = int32(0, 31, 7)
-    for layout, table_dtype, odd in (
-        ("packed", dtype, False),
-        ("odd", torch.float32, False),
-        ("bhsd", dtype, True),
-    ):
+    cases = (("packed", dtype, False), ("odd", torch.float32, False), ("bhsd", dtype, True))
+    for layout, table_dtype, odd in cases:
         x = randn(3, 5, 4, head_dim, dtype=dtype)
         cos, sin = table(40, dim, table_dtype, odd)
         out = rotary(laid_out(x, layout), cos, sin, first, interleaved=interleaved)
@@ -351,14 +346,9 @@ class Append:
     """A cache inside of buffers of NaN, and one call that appends to it."""
 
     def __init__(
-        self,
-        kind: str,
-        dtype: torch.dtype,
-        head_dim: int,
-        head_dim_v: int,
-        layout: str,
+        self, kind: str, dtype: torch.dtype, head_dim: int, head_dim_v: int, layout: str,
         begins: tuple[int, ...] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """begins: where the sequences of packed rows begin, of ROWS rows."""
         batch, heads = 3 if begins is None else len(begins) - 1, 2
         self.lengths = [5] * 3 if begins is None else [b - a for a, b in itertools.pairwise(begins)]
@@ -515,11 +505,8 @@ def test_append_with_rotation(head_dim: int, dim: int, interleaved: bool, dtype:
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_without_a_place_are_dropped(kind: str):
     capacity = 48 if kind == "pages" else 24
-    for lengths in (
-        int32(capacity - 3, capacity, 2),
-        int32(-2, 2**31 - 1, -(2**31)),
-        int32(capacity - 5, capacity + 1, 0),
-    ):
+    beyond = (capacity - 3, capacity, 2), (-2, 2**31 - 1, -(2**31)), (capacity - 5, capacity + 1, 0)
+    for lengths in (int32(*numbers) for numbers in beyond):
         append = Append(kind, torch.float16, 64, 64, "packed")
         append.run(lengths)
         append.check_places(lengths)

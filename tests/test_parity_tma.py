@@ -70,12 +70,8 @@ def test_the_keys_of_the_last_tiles_may_be_divided(row: _C.Row, beyond: int, par
         row.tile_m + 17, 5 * row.tile_n + beyond, batch=2, num_heads=4, num_heads_kv=2, scale=-0.3, seed=40
     )
     tiles, keys = 2 * 2 * 4, 5 + bool(beyond)
-    for tail in (
-        Tail(1, 2, keys - 1, 1),
-        Tail(3, 3, 1, keys // 2),
-        Tail(5, 3, keys - 3, 2),
-        Tail(tiles, keys, 1, 1),
-    ):
+    tails = (1, 2, keys - 1, 1), (3, 3, 1, keys // 2), (5, 3, keys - 3, 2), (tiles, keys, 1, 1)
+    for tail in (Tail(*numbers) for numbers in tails):
         launch = Launch.of(row, problem, DEVICE)
         launch.run(tail=tail)
         parity.check(launch, f"{problem} {tail}")

@@ -277,11 +277,8 @@ def test_empty_problems_launch_nothing(kernels: Kernels, fields: dict[str, int],
 
 def test_empty_tensors_have_no_address(kernels: Kernels):
     no_keys = {"seqlen_k": 0, "bias": ("bhqk", "float32", "plain"), "mask": ("bhqk", "plain")}
-    for fields in (
-        no_keys,
-        {**no_keys, "blocks": (64, 64)},
-        {"seqlen_k": 0, "page_size": 16, "used_k": True},
-    ):
+    no_tables = {"seqlen_k": 0, "page_size": 16, "used_k": True}
+    for fields in (no_keys, {**no_keys, "blocks": (64, 64)}, no_tables):
         call = tensors(Problem(5, **fields))
         out, lse = attend(call)
         assert (out == 0).all() and lse is not None and (lse == -torch.inf).all()

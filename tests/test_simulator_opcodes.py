@@ -20,11 +20,8 @@ RNG = np.random.default_rng(1)
 FLOATS = np.float32(
     [0, -0.0, 1, -1, 0.5, 1.5, 2.5, -2.5, 3e38, -3e38, 1e-38, 1e-40, -1e-45, math.inf, -math.inf, math.nan]
 )
-TYPES = {
-    f"{sign}{bits}": getattr(np, f"{'int' if sign == 's' else 'uint'}{bits}")
-    for bits in (16, 32, 64)
-    for sign in "su"
-}
+TYPES = {f"s{bits}": getattr(np, f"int{bits}") for bits in (16, 32, 64)}
+TYPES |= {f"u{bits}": getattr(np, f"uint{bits}") for bits in (16, 32, 64)}
 
 
 def integers(dtype: type, count: int = 256) -> np.ndarray:

@@ -32,10 +32,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [
         sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", directory,
     ]  # fmt: skip
-    command += [
-        "--config-settings=cmake.define.CUTLASS_FMHA_CUDA=OFF",
-        f"--config-settings=build-dir={directory}/build",
-    ]
+    settings = ("cmake.define.CUTLASS_FMHA_CUDA=OFF", f"build-dir={directory}/build")
+    command += [f"--config-settings={setting}" for setting in settings]
     result = subprocess.run([*command, ROOT], capture_output=True, text=True, check=False, cwd=directory)
     assert result.returncode == 0, f"pip wheel failed:\n{result.stdout[-2000:]}{result.stderr[-2000:]}"
     (built,) = directory.glob("*.whl")
@@ -74,11 +72,8 @@ def test_its_extension_needs_the_c_and_cpp_runtimes_only(wheel: Path, names: set
     (binary,) = (name for name in names if name.endswith(".so"))
     with zipfile.ZipFile(wheel) as archive:
         extension = Path(archive.extract(binary, tmp_path))
-    foreign = {
-        name
-        for name in elf.needed(extension)
-        if not re.match(r"(lib(c|m|dl|rt|pthread|gcc_s|stdc\+\+)|ld-linux)", name)
-    }
+    known = r"(lib(c|m|dl|rt|pthread|gcc_s|stdc\+\+)|ld-linux)"
+    foreign = {name for name in elf.needed(extension) if not re.match(known, name)}
     assert not foreign
 
 

@@ -97,11 +97,7 @@ def read_rows(file: Path, rows: Iterable[Any]) -> list[RowLoop]:
 
 def loops_of(kernels: Iterable[Kernel], rows: Iterable[Any]) -> list[RowLoop]:
     by_name = {row.name: row for row in rows if is_counted(row)}
-    found = [
-        RowLoop(by_name[kernel.name], kernel, main_loop(kernel))
-        for kernel in kernels
-        if kernel.name in by_name
-    ]
+    found = [RowLoop(by_name[x.name], x, main_loop(x)) for x in kernels if x.name in by_name]
     order = list(by_name)
     return sorted(found, key=lambda loop: order.index(loop.row.name))
 

@@ -93,10 +93,9 @@ def calls(case: Case, device: Any) -> Callable[[Any], tuple[timing.Call, int]]:
         causal, heads = "bottom-right" if case.causal else "none", (case.num_heads, case.num_heads_kv)
         dims = (case.head_dim, case.head_dim)
         problem = Problem(case.seqlen_q, case.seqlen_k, causal, case.batch, *heads, *dims, return_lse=False)
-        launches = [
-            Launch(row, problem, Call(q, k, v, None, causal, {}, False), gpu.Guarded(o, o), None)
-            for q, k, v, o in operands
-        ]
+        outs = [gpu.Guarded(o, o) for *_, o in operands]
+        inputs = [Call(q, k, v, None, causal, {}, False) for q, k, v, _ in operands]
+        launches = [Launch(row, problem, *each, None) for each in zip(inputs, outs, strict=True)]
         return lambda number: launches[number].run(), sets
 
     return of
