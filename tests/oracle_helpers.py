@@ -45,10 +45,7 @@ def assert_merged(output: Tensor, lse: Tensor | None, parts: list[tuple[Tensor, 
     """An output and its LSE are those of ``parts``, up to one rounding of the output."""
     expected, expected_lse = merge(parts)
     largest = torch.stack(
-        [
-            o.double().abs().masked_fill((part == -math.inf).transpose(-1, -2)[..., None], 0.0)
-            for o, part in parts
-        ]
+        [o.double().abs().masked_fill((x == -math.inf).transpose(-1, -2)[..., None], 0.0) for o, x in parts]
     ).amax(0)
     _assert_close(output, expected, largest)
     if lse is not None:

@@ -86,9 +86,7 @@ def test_strides_are_free_but_for_the_last():
     assert all(x.stride(-1) == 1 and not x.is_contiguous() for x in odd)
     torch.testing.assert_close(attention(*odd), expected)
     broadcast = k[:1].expand(2, -1, -1, -1)
-    torch.testing.assert_close(
-        attention(q, broadcast, broadcast), attention(q, broadcast.clone(), broadcast.clone())
-    )
+    torch.testing.assert_close(attention(q, *[broadcast] * 2), attention(q, *[broadcast.clone()] * 2))
 
 
 def test_a_length_beyond_the_kernels_is_refused():

@@ -312,10 +312,7 @@ REFUSED: Refusals = {
         ({"cu_seqlens_q": ints(0, 0, 1, 1, 4)[::2]}, "cu_seqlens_q must be contiguous: pass cu_seqlens_q"),
         ({"cu_seqlens_q": ints(0, 4)}, r"cache_seqlens must have shape \(1,\), got \(2,\)"),
         ({"cu_seqlens_q": ints(0, 4), "cache_seqlens": 3}, "k_cache must have cu_seqlens_q's batch size 1"),
-        (
-            {"max_seqlen_k": 4, "cache_seqlens": ..., "k": ..., "v": ...},
-            "max_seqlen_k is only taken with cach",
-        ),
+        ({"max_seqlen_k": 4, "cache_seqlens": ..., "k": ..., "v": ...}, "max_seqlen_k is only taken with"),
         ({"cu_seqlens_q": ...}, "q must have 4 dimensions"),
         ({"cache_seqlens": 11}, "cache_seqlens must leave room for 0 new rows among the 10 .* got 11"),
         ({**TURNED, "cache_seqlens": 9}, "rotary_cos has positions 0 to 8, and a row has position 9"),
@@ -502,10 +499,7 @@ REFUSED_ON_CPU: Refusals = {
         ({**TURNED, "cache_seqlens": 7}, "rotary_cos has positions 0 to 8, and a row has position 9"),
     ],
     ("packed append_kv_", ValueError): [
-        (
-            {"cu_seqlens_q": ints(0, 1, 4).to("meta")},
-            "cu_seqlens_q must be on k_cache's device cpu, got meta",
-        ),
+        ({"cu_seqlens_q": ints(0, 1, 4).to("meta")}, "cu_seqlens_q must be on k_cache's device cpu, got"),
     ],
     ("append_kv_", ValueError): [
         ({"cache_seqlens": ints(3, 9)}, "leave room for 2 new rows among the 10 .* got 9"),
@@ -592,9 +586,8 @@ def on_meta(x: Any) -> Any:
         return tuple(map(on_meta, x))
     if not is_plain(x):
         return x
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta").requires_grad_(
-        x.requires_grad
-    )
+    empty = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    return empty.requires_grad_(x.requires_grad)
 
 
 def is_plain(x: Any) -> bool:

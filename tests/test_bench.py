@@ -148,9 +148,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "GraphTimer", FakeTimer)
     monkeypatch.setattr(runner, "only", lambda name: contenders.nullcontext())
     make_inputs = contenders.make_inputs
-    monkeypatch.setattr(
-        runner, "make_inputs", lambda case, sets, device: make_inputs(case, sets, torch.device("cpu"))
-    )
+    monkeypatch.setattr(runner, "make_inputs", lambda case, sets, _: make_inputs(case, sets, "cpu"))
     monkeypatch.setattr(runner, "selected_row", lambda *problem: "fwd_row")
 
 
@@ -530,9 +528,7 @@ class InProcess(against.Process):
 
 
 @pytest.mark.usefixtures("fake_gpu")
-def test_another_build_takes_turns_and_may_not_know_what_this_one_does(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_another_build_takes_turns_and_may_not_know_what_this_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device", lambda number: contenders.nullcontext())
     monkeypatch.setattr(against, "select_cases", lambda names: [PACKED])
     ours, other = InProcess("ours"), InProcess("other")

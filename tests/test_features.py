@@ -41,9 +41,8 @@ def test_attention_takes_the_names_that_its_type_has():
     import typing
 
     hints = get_type_hints(FeatureArguments, vars(typing) | {"Tensor": torch.Tensor})
-    assert (
-        set(hints) == op_arguments.TENSORS | op_arguments.INTEGERS | op_arguments.FLOATS | op_arguments.OTHERS
-    )
+    known = op_arguments.TENSORS | op_arguments.INTEGERS | op_arguments.FLOATS | op_arguments.OTHERS
+    assert set(hints) == known
     assert all(name in attention.__doc__ for name in hints)
 
 
@@ -80,9 +79,8 @@ def test_every_keyword_reaches_the_op(monkeypatch):
     assert features.block_counts is BLOCKS[0] and features.block_indices is BLOCKS[1]
     assert (features.block_m, features.block_n) == BLOCKS[2]
     assert (seen["scale"], seen["causal"]) == (2.0, "top-left")
-    assert seen["sizes"] == Sizes(
-        BATCH, SEQLEN_Q, SEQLEN_K, HEADS, HEADS_KV, DIM, DIM, None, 0, BATCH, SEQLEN_K
-    )
+    dims = (HEADS, HEADS_KV, DIM, DIM)
+    assert seen["sizes"] == Sizes(BATCH, SEQLEN_Q, SEQLEN_K, *dims, None, 0, BATCH, SEQLEN_K)
     call(
         **PACKED, cu_seqlens_q=CU_Q, cu_seqlens_k=CU_K, max_seqlen_q=6, max_seqlen_k=11, batch_invariant=True
     )
@@ -92,9 +90,7 @@ def test_every_keyword_reaches_the_op(monkeypatch):
     assert seen["sizes"] == Sizes(BATCH, 6, 11, HEADS, HEADS_KV, DIM, DIM, 12, 0, 1, len(PACKED["k"]))
     call(**PAGED, page_table=TABLE)
     assert seen["features"].page_table is TABLE
-    assert seen["sizes"] == Sizes(
-        BATCH, SEQLEN_Q, 32, HEADS, HEADS_KV, DIM, DIM, None, 16, *PAGED["k"].shape[:2]
-    )
+    assert seen["sizes"] == Sizes(BATCH, SEQLEN_Q, 32, *dims, None, 16, *PAGED["k"].shape[:2])
 
 
 def test_sinks_of_the_tensors_dtype_are_converted(monkeypatch):
@@ -209,9 +205,7 @@ def test_the_dispatcher_is_skipped_only_where_no_tensor_listens(monkeypatch):
     plain = BIAS.as_subclass(LooksLikeCuda)
     assert dispatcher.others_can_skip_dispatcher({"bias": plain, "softcap": 1.0, "window_left": 3})
     assert dispatcher.others_can_skip_dispatcher({})
-    assert not dispatcher.others_can_skip_dispatcher(
-        {"bias": plain, "sinks": plain.detach().requires_grad_()}
-    )
+    assert not dispatcher.others_can_skip_dispatcher({"bias": plain, "sinks": plain.clone().requires_grad_()})
     with torch.no_grad():
         assert dispatcher.others_can_skip_dispatcher({"sinks": plain.detach().requires_grad_()})
     assert not dispatcher.others_can_skip_dispatcher({"bias": torch._neg_view(plain)})

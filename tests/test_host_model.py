@@ -26,6 +26,10 @@ def dense_row(
     return p @ torch.tensor(values[:visible], dtype=torch.float64).reshape(visible, 4), lse
 
 
+def assert_near(out: list[float], expected: torch.Tensor, rtol: float, atol: float) -> None:
+    torch.testing.assert_close(torch.tensor(out, dtype=torch.float64), expected, rtol=rtol, atol=atol)
+
+
 def visible_count(row: int, seqlen_k: int, diagonal: int | None) -> int:
     return sum(diagonal is None or key <= row + diagonal for key in range(seqlen_k))
 
@@ -50,9 +54,7 @@ def test_online_softmax_is_the_softmax(scores, scale, row, diagonal, dtype, orde
     if visible == 0:
         assert out == [0.0] * 4 and lse == -math.inf
         return
-    torch.testing.assert_close(
-        torch.tensor(out, dtype=torch.float64), expected, rtol=0, atol=4 * NEAREST[dtype] + 1e-5
-    )
+    assert_near(out, expected, rtol=0, atol=4 * NEAREST[dtype] + 1e-5)
     assert lse == pytest.approx(expected_lse.item(), abs=1e-4 + 1e-6 * 60 * abs(scale))
 
 
@@ -64,9 +66,7 @@ def test_reference_is_raised_before_a_probability_overflows(jump, dtype):
     values = [[1.0, 0.0, 0.0, 0.0]] + [[0.0, 1.0, 0.0, 0.0]] * 31
     out, lse = _C.host.online_softmax(scores, values, 1.0, 0, None, dtype)
     expected, expected_lse = dense_row(scores, values, 1.0, 32)
-    torch.testing.assert_close(
-        torch.tensor(out, dtype=torch.float64), expected, rtol=0, atol=2 * NEAREST[dtype]
-    )
+    assert_near(out, expected, rtol=0, atol=2 * NEAREST[dtype])
     assert lse == pytest.approx(expected_lse.item(), rel=1e-6)
 
 
@@ -88,9 +88,7 @@ def test_scores_beyond_what_one_fma_resolves(exponent, dtype):
     values = [[float(key % 5), 1.0, -float(key % 2), float(key % 3)] for key in range(100)]
     out, lse = _C.host.online_softmax(scores, values, 1.0, 0, None, dtype)
     expected, expected_lse = dense_row(scores, values, 1.0, 100)
-    torch.testing.assert_close(
-        torch.tensor(out, dtype=torch.float64), expected, rtol=2 * NEAREST[dtype], atol=0
-    )
+    assert_near(out, expected, rtol=2 * NEAREST[dtype], atol=0)
     assert lse == pytest.approx(expected_lse.item(), rel=1e-6)
 
 

@@ -96,9 +96,7 @@ def test_the_guards_notice_a_stray_write():
         assert guarded.intact()
         guarded.buffer[guarded.view.storage_offset() + offset] = 0.0
         assert not guarded.intact()
-    guarded = gpu.Guarded.around(
-        place(torch.zeros(2, 3, 8, 64, device=DEVICE, dtype=torch.float16), row_pad=8)
-    )
+    guarded = gpu.Guarded.around(place(torch.zeros(2, 3, 8, 64, device=DEVICE).half(), row_pad=8))
     guarded.view.fill_(0.0)
     assert guarded.intact()
     guarded.buffer[guarded.view.storage_offset() + 64] = torch.nan

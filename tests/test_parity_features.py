@@ -376,9 +376,8 @@ def test_sdpa_takes_what_only_wide_rows_take(dtype: torch.dtype):
     q, k, v = (torch.randn(shape, device=DEVICE).to(dtype) for _ in range(3))
     ours = cutlass_fmha.scaled_dot_product_attention(q, k, v, is_causal=True)
     bshd = [x.transpose(1, 2) for x in (q, k, v)]
-    errors = oracle_features.compare(
-        ours.transpose(1, 2), None, *bshd, causal="top-left", product_error=SPLIT_ERROR
-    )
+    about = {"causal": "top-left", "product_error": SPLIT_ERROR}
+    errors = oracle_features.compare(ours.transpose(1, 2), None, *bshd, **about)
     errors.check()
 
 

@@ -66,9 +66,8 @@ def attend(row: _C.Row, inputs: tuple[Tensor, Tensor, Tensor], parity: ParityRep
 @pytest.mark.parametrize("beyond", [0, 5])
 def test_the_keys_of_the_last_tiles_may_be_divided(row: _C.Row, beyond: int, parity: ParityReport):
     """From one tile in two parts to all of them in as many as there are key tiles, the last one cut short."""
-    problem = Problem(
-        row.tile_m + 17, 5 * row.tile_n + beyond, batch=2, num_heads=4, num_heads_kv=2, scale=-0.3, seed=40
-    )
+    heads = {"batch": 2, "num_heads": 4, "num_heads_kv": 2}
+    problem = Problem(row.tile_m + 17, 5 * row.tile_n + beyond, scale=-0.3, seed=40, **heads)
     tiles, keys = 2 * 2 * 4, 5 + bool(beyond)
     tails = (1, 2, keys - 1, 1), (3, 3, 1, keys // 2), (5, 3, keys - 3, 2), (tiles, keys, 1, 1)
     for tail in (Tail(*numbers) for numbers in tails):

@@ -186,9 +186,7 @@ def test_a_report_that_proves_less_fails(changes: dict[str, Any], expected: str,
         ({"kind": "parity"}, "resources.json is no resource report: make build"),
     ],
 )
-def test_the_machine_code_of_every_row_must_be_right(
-    changes: dict[str, Any], expected: str, reports: Path, release: Any
-):
+def test_machine_code_must_be_right(changes: dict[str, Any], expected: str, reports: Path, release: Any):
     assert release()[0] == 0
     path = reports.parent / "resources.json"
     report = resources.read_report(path)

@@ -356,10 +356,7 @@ def valid() -> _C.AttentionParams:
         ({"k": 4104}, "needs k to be a multiple of 16 bytes"),
         ({"q_stride": (768, 252, 64)}, "needs q to be a multiple of 16 bytes"),
         ({"head_dim": 60}, "needs head_dim and head_dim_v to be a multiple of 16 bytes"),
-        (
-            {"bias": 4104, "bias_type": "same_as_q", "bias_stride": (0, 0, 0, 1)},
-            "needs bias to be a multiple",
-        ),
+        ({"bias": 4104, "bias_type": "same_as_q", "bias_stride": (0, 0, 0, 1)}, "needs bias to be a multi"),
         ({"bias": 4096, "bias_type": "same_as_q", "bias_stride": (0, 0, 8, 8)}, "bias must be contiguous"),
         ({"seqlen_k": 1 << 24}, "its offsets are 32-bit, and k spans 16777344 rows with a stride of 128"),
         ({"v_stride": (0, 1 << 31, 64)}, "its offsets are 32-bit, and v spans 133 rows"),
