@@ -5,25 +5,33 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cutlass_fmha.arguments import check, tensors
-from cutlass_fmha.ops.rotary import check_positions
+from cutlass_fmha.arguments import check, check_features, tensors
+from cutlass_fmha.ops.rotary import check_positions, sequences_of
 
 
 def rotary(
-    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | int, *, interleaved: bool = False
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | int,
+    *,
+    interleaved: bool = False,
+    cu_seqlens: Tensor | None = None,
 ) -> Tensor:
     """Rotates queries or keys: the pair (a, b) number r becomes (a cos - b sin, a sin + b cos).
 
     ``with_kv_cache`` does it to new keys and queries by itself.
 
     Args:
-        x: [batch, seqlen, num_heads, head_dim], float16, bfloat16 or float32 (on the CPU also float64), any
-            strides with a contiguous last dimension.
+        x: [batch, seqlen, num_heads, head_dim], or with cu_seqlens [total, num_heads, head_dim]; float16,
+            bfloat16 or float32 (on the CPU also float64), any strides with a contiguous last dimension.
         cos, sin: [positions, rotary_dim / 2] of x's dtype or float32: row p is for position p, column r for
             pair r. rotary_dim, any even number up to head_dim, is how many elements of a row are rotated.
         positions: int32 [batch], the position of each sequence's first row; those of the others follow it. An
             int is that of all sequences.
         interleaved: pairs are elements 2r and 2r + 1; otherwise r and r + rotary_dim / 2.
+        cu_seqlens: int32 [batch + 1], where the sequences of a packed x begin. Rows of none are undefined in
+            the output.
 
     Returns:
         A new contiguous tensor, computed in float32 and rounded once. The host does not read ``positions`` on
@@ -36,11 +44,18 @@ def rotary(
             int or a tensor on the CPU, and cos and sin do not have; the sentence says which.
         NotImplementedError: an input requires a gradient.
     """
-    check.check_tensors_given({"x": x, "cos": cos, "sin": sin})
+    check.check_tensors_given({"x": x, "cos": cos, "sin": sin}, {"cu_seqlens": cu_seqlens})
     check.flag("interleaved", interleaved)
+    if cu_seqlens is not None:
+        check_features.check_vector("cu_seqlens", cu_seqlens, None)
     if not isinstance(positions, Tensor):
-        tensors.check_dims("x", x, "batch, seqlen, num_heads, head_dim")
-        first, positions = positions, tensors.vector_of("positions", positions, x.shape[0], x.device)
-        check_positions(cos, first, x.shape[1])
-    output: Tensor = torch.ops.cutlass_fmha.rotary(x, cos, sin, positions, interleaved=interleaved)
+        tensors.check_dims(
+            "x", x, f"{'batch, seqlen' if cu_seqlens is None else 'total'}, num_heads, head_dim"
+        )
+        sequences = sequences_of(x, cu_seqlens)
+        first, positions = positions, tensors.vector_of("positions", positions, sequences, x.device)
+        check_positions(cos, first, x.shape[1] if cu_seqlens is None else min(1, x.shape[0]))
+    output: Tensor = torch.ops.cutlass_fmha.rotary(
+        x, cos, sin, positions, interleaved=interleaved, cu_seqlens=cu_seqlens
+    )
     return output

@@ -75,6 +75,10 @@ BAD: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "cascade": (cutlass_fmha.cascade_attention, {"q": Q, "k_shared": K[0], "v_shared": V[0], "k": K, "v": V}),
     "merge_states": (cutlass_fmha.merge_states, {"o_a": Q, "lse_a": LSE, "o_b": Q, "lse_b": LSE}),
     "rotary": (cutlass_fmha.rotary, {"x": Q, "cos": COS, "sin": COS, "positions": ints(0, 1)}),
+    "packed rotary": (
+        cutlass_fmha.rotary,
+        {"x": PACKED["q"], "cos": COS, "sin": COS, "positions": ints(0, 1), "cu_seqlens": CU_Q},
+    ),
     "explain": (cutlass_fmha.explain, {"q": Q, "k": K, "v": V}),
     "shape": (cutlass_fmha.explain, {"shape": (1, 8, 4, 64), "device": "l4"}),
     "forward": (OPS.forward, OP),
@@ -270,6 +274,18 @@ REFUSED: Refusals = {
         ({"positions": True}, r"positions must be an int32 tensor \[batch\] or an int, got bool"),
         ({"positions": [0, 1]}, r"positions must be an int32 tensor \[batch\] or an int, got list"),
         ({"cos": [1.0]}, "cos must be a torch.Tensor, got list"),
+    ],
+    ("packed rotary", TypeError): [
+        ({"cu_seqlens": [0, 4]}, "cu_seqlens must be a torch.Tensor or None, got l")
+    ],
+    ("packed rotary", ValueError): [
+        ({"x": Q}, r"x must have 3 dimensions, \[total, num_heads, head_dim\], got shape"),
+        ({"x": Q, "positions": 0}, r"x must have 3 dimensions, \[total, num_heads, head_dim\], got shape"),
+        ({"cu_seqlens": CU_Q.long()}, "cu_seqlens must be int32, got int64"),
+        ({"cu_seqlens": torch.tensor(3), "positions": 0}, "cu_seqlens must be int32, got int64"),
+        ({"cu_seqlens": CU_K[0], "positions": 0}, r"cu_seqlens must have shape \[batch \+ 1\], got \(\)"),
+        ({"cu_seqlens": ints(0, 12)}, r"positions must have shape \(1,\), got \(2,\)"),
+        ({"positions": 12}, "rotary_cos has positions 0 to 11, and a row has position 12"),
     ],
     ("append", TypeError): [
         ({"cache_seqlens": True}, "cache_seqlens must be .* got bool"),
@@ -489,6 +505,11 @@ REFUSED_ON_CPU: Refusals = {
     ("rotary", ValueError): [
         ({"positions": ints(0, 99)}, "rotary_cos has positions 0 to 11, and a row has position 104"),
         ({"positions": ints(0, -1)}, "rotary_cos has positions 0 to 11, and a row has position -1"),
+    ],
+    ("packed rotary", ValueError): [
+        ({"cu_seqlens": ints(0, 6, 13)}, r"cu_seqlens must rise from 0 to 12 at most, got \[0, 6, 13\]"),
+        ({"positions": ints(0, 7)}, "rotary_cos has positions 0 to 11, and a row has position 12"),
+        ({"cu_seqlens": CU_Q.to("meta")}, "cu_seqlens must be on x's device cpu, got meta"),
     ],
     ("forward", UnsupportedError): [({"row": "fwd"}, "row fwd is a CUDA kernel")],
     ("packed append", ValueError): [

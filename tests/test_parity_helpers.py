@@ -309,6 +309,12 @@ def following(first: Tensor, seqlen: int) -> Tensor:
 DIMS = ((64, 64), (128, 32), (96, 80), (64, 24), (64, 6), (40, 4), (50, 22), (256, 256), (320, 64))
 
 
+#: Of packed rows.
+ROWS = 13
+#: Sequences of several rows, of one, of none; rows before, behind, and only those.
+PACKED = ((0, 5, 5, 13), (2, 3, 3, 3, 8, 9), (0, 0, 0, 0), tuple(range(14)), (13, 13), (0, 13), (4,))
+
+
 @by_dtype
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("head_dim", "dim"), DIMS)
@@ -320,6 +326,17 @@ def test_rotary(head_dim: int, dim: int, interleaved: bool, dtype: torch.dtype):
         cos, sin = table(40, dim, table_dtype, odd)
         out = rotary(laid_out(x, layout), cos, sin, first, interleaved=interleaved)
         assert_rotated(*(t.cpu() for t in (out, x, cos, sin)), following(first, 5), interleaved)
+
+
+@by_dtype
+def test_rotary_of_packed_rows(dtype: torch.dtype):
+    x, (cos, sin) = randn(ROWS, 4, 64, dtype=dtype), table(40, 32, torch.float32)
+    for begins, layout in itertools.product(PACKED, ("packed", "odd", "bhsd")):
+        first = torch.arange(len(begins) - 1, dtype=torch.int32) * 2
+        out = rotary(laid_out(x, layout), cos, sin, first.to(DEVICE), cu_seqlens=int32(*begins))
+        for b, (begin, end) in enumerate(itertools.pairwise(begins)):
+            own = (t[None, begin:end].cpu() for t in (out, x))
+            assert_rotated(*own, cos.cpu(), sin.cpu(), following(first[b : b + 1], end - begin), False)
 
 
 @by_dtype
@@ -429,12 +446,6 @@ def test_append(dims: tuple[int, int], kind: str, dtype: torch.dtype):
         assert rotated.shape == (0,) and lengths.tolist() == [0, 6, 19]
         for (b, i), place_of_row in append.check_places(lengths).items():
             assert torch.equal(bits(append.caches[0].view[place_of_row]), bits(append.key[b, i]))
-
-
-#: Of packed rows.
-ROWS = 13
-#: Sequences of several rows, of one, of none; rows before, behind, and only those.
-PACKED = ((0, 5, 5, 13), (2, 3, 3, 3, 8, 9), (0, 0, 0, 0), tuple(range(14)), (13, 13), (0, 13), (4,))
 
 
 @by_dtype

@@ -13,7 +13,16 @@ from cutlass_fmha.cpu.features import check_starts
 from cutlass_fmha.launch import helpers
 from cutlass_fmha.launch.plan import kept
 from cutlass_fmha.ops import dispatcher
-from cutlass_fmha.ops.rotary import check_rows, check_table, rotate, rotation, set_addresses, table_of
+from cutlass_fmha.ops.rotary import (
+    check_rows,
+    check_table,
+    rotate,
+    rotation,
+    rows_of,
+    sequences_of,
+    set_addresses,
+    table_of,
+)
 
 # One launch does everything around attention: it also rotates the queries and adds up the lengths.
 SCHEMA = (
@@ -62,7 +71,7 @@ class Append(NamedTuple):
 
     @property
     def batch(self) -> int:
-        return self.key.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
+        return sequences_of(self.key, self.cu_seqlens_q)
 
     @property
     def seqlen_new(self) -> Tensor | int:
@@ -240,9 +249,8 @@ def _launch(a: Append) -> tuple[Tensor, Tensor]:
     if a.rotary_cos is not None and a.rotary_sin is not None:
         p.rotary.cos, p.rotary.sin = a.rotary_cos.data_ptr(), a.rotary_sin.data_ptr()
         if a.query is not None:
-            set_addresses(p.query, a.query, rotated, first, before, a.rotary_cos, a.rotary_sin)
-            if a.cu_seqlens_q is not None:
-                p.query.cu_seqlens = a.cu_seqlens_q.data_ptr()
+            table = (a.rotary_cos, a.rotary_sin)
+            set_addresses(p.query, a.query, rotated, first, before, *table, a.cu_seqlens_q)
     helpers.launch(plan, p)
     return rotated, seqused_k
 
@@ -262,10 +270,7 @@ def _prepare(a: Append) -> helpers.Helper[_C.AppendParams]:
     if a.rotary_cos is not None and a.rotary_sin is not None:
         p.rotary = table_of(a.rotary_cos, a.rotary_sin, a.rotary_interleaved)
         if a.query is not None:
-            query = rotation(a.query, a.advance_query, p.rotary)
-            if a.cu_seqlens_q is not None:
-                query.sequences = a.batch
-            p.query = query
+            p.query = rotation(a.query, a.advance_query, p.rotary, a.cu_seqlens_q)
     return helpers.helper("append", p, a.key)
 
 
@@ -278,7 +283,7 @@ def _write(a: Append) -> tuple[Tensor, Tensor]:
     for start, count in zip(a.cache_seqlens.tolist(), new.tolist(), strict=True):
         check_room(start, count, a.capacity)
     # Everything that may raise comes before the first write.
-    rows, sequences, numbers = _rows_of(a, a.key)
+    rows, sequences, numbers = rows_of(a.key, a.cu_seqlens_q)
     key, rotated = a.key[rows], a.results()[0]
     if a.rotary_cos is not None and a.rotary_sin is not None:
         first, before = a.first_position
@@ -286,28 +291,13 @@ def _write(a: Append) -> tuple[Tensor, Tensor]:
         table = (a.rotary_cos, a.rotary_sin)
         key = rotate(key, *table, first[sequences] + numbers, a.rotary_interleaved)
         if a.query is not None:
-            own, of, steps = _rows_of(a, a.query)
+            own, of, steps = rows_of(a.query, a.cu_seqlens_q)
             positions = first[of] + (steps if a.advance_query else 0)
             rotated[own] = rotate(a.query[own], *table, positions, a.rotary_interleaved)
     at = a.cache_seqlens.to(torch.int64)[sequences] + numbers
     places = (_entries(a, sequences, at), at if a.page_table is None else at % a.k_cache.shape[1])
     a.k_cache[places], a.v_cache[places] = key, a.value[rows]
     return rotated, a.cache_seqlens + a.seqlen_new
-
-
-def _rows_of(a: Append, x: Tensor) -> tuple[slice, Tensor, Tensor]:
-    """The rows of new keys or of queries that sequences have; of each row its sequence, its number there."""
-    if a.cu_seqlens_q is None:
-        shape = x.shape[:2]
-        return (
-            slice(None),
-            torch.arange(shape[0])[:, None].expand(shape),
-            torch.arange(shape[1]).expand(shape),
-        )
-    begins = a.cu_seqlens_q.to(torch.int64)
-    sequences = torch.repeat_interleave(torch.arange(a.batch), begins.diff())
-    rows = torch.arange(int(begins[0]), int(begins[-1]))
-    return slice(int(begins[0]), int(begins[-1])), sequences, rows - begins[sequences]
 
 
 def _entries(a: Append, sequences: Tensor, at: Tensor) -> Tensor:

@@ -6,12 +6,16 @@ import torch
 from torch import Tensor
 
 from cutlass_fmha import _C
-from cutlass_fmha.arguments import check, tensors
+from cutlass_fmha.arguments import check, check_features, tensors
+from cutlass_fmha.cpu.features import check_starts
 from cutlass_fmha.launch import helpers
 from cutlass_fmha.launch.plan import kept
 from cutlass_fmha.ops import dispatcher
 
-SCHEMA = "rotary(Tensor x, Tensor cos, Tensor sin, Tensor positions, *, bool interleaved=False) -> Tensor"
+SCHEMA = (
+    "rotary(Tensor x, Tensor cos, Tensor sin, Tensor positions, *, bool interleaved=False, "
+    "Tensor? cu_seqlens=None) -> Tensor"
+)
 
 
 def check_table(cos: Tensor, sin: Tensor, name: str, x: Tensor) -> None:
@@ -83,23 +87,48 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: 
 # ---- the op ------------------------------------------------------------------------------------------------
 
 
-def _check(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
-    tensors.check_dims("x", x, "batch, seqlen, num_heads, head_dim")
+def _check(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, cu_seqlens: Tensor | None) -> None:
+    axes = "batch, seqlen" if cu_seqlens is None else "total"
+    tensors.check_dims("x", x, f"{axes}, num_heads, head_dim")
     tensors.check_alike({"x": x})
     check_table(cos, sin, "x", x)
-    check_rows("x", x, cos)
-    tensors.check_device("x", x, {"positions": positions})
-    tensors.check_vectors({"positions": positions}, x.shape[0])
+    tensors.check_device("x", x, {"positions": positions, "cu_seqlens": cu_seqlens})
+    if cu_seqlens is None:
+        check_rows("x", x, cos)
+    else:
+        check_features.check_vector("cu_seqlens", cu_seqlens, None)
+    tensors.check_vectors({"positions": positions}, sequences_of(x, cu_seqlens))
 
 
-def rotation(x: Tensor, advance: bool, table: _C.Rotary) -> _C.RotaryParams:
-    """What the binding wants to know of rows to rotate into a contiguous tensor, but for addresses and what
-    sequences packed ones are."""
+def sequences_of(x: Tensor, cu_seqlens: Tensor | None) -> int:
+    """How many sequences rows are of: entries of the batch, or packed ones."""
+    return x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+
+def rows_of(x: Tensor, cu_seqlens: Tensor | None) -> tuple[slice, Tensor, Tensor]:
+    """On the CPU: the rows of x that sequences have; of each row its sequence, its number there."""
+    if cu_seqlens is None:
+        shape = x.shape[:2]
+        return (
+            slice(None),
+            torch.arange(shape[0])[:, None].expand(shape),
+            torch.arange(shape[1]).expand(shape),
+        )
+    begins = cu_seqlens.to(torch.int64)
+    sequences = torch.repeat_interleave(torch.arange(len(begins) - 1), begins.diff())
+    rows = torch.arange(int(begins[0]), int(begins[-1]))
+    return slice(int(begins[0]), int(begins[-1])), sequences, rows - begins[sequences]
+
+
+def rotation(x: Tensor, advance: bool, table: _C.Rotary, cu_seqlens: Tensor | None) -> _C.RotaryParams:
+    """What the binding wants to know of rows to rotate into a contiguous tensor, but for addresses."""
     p = _C.RotaryParams()
     p.batch, p.seqlen, p.num_heads, p.head_dim = x.shape if x.dim() == 4 else (1, *x.shape)
     row = p.num_heads * p.head_dim
     p.x_stride, p.out_stride = helpers.strides(x), (p.seqlen * row, row, p.head_dim)
     p.advance, p.rotary = advance, table
+    if cu_seqlens is not None:
+        p.sequences = sequences_of(x, cu_seqlens)
     return p
 
 
@@ -111,36 +140,67 @@ def set_addresses(
     before: Tensor | None,
     cos: Tensor,
     sin: Tensor,
+    cu_seqlens: Tensor | None,
 ) -> None:
-    """Those of a ``rotation``. The rows' first positions: first - before."""
+    """Those of a ``rotation``. The sequences' first positions: first - before."""
     p.x, p.out = x.data_ptr(), out.data_ptr()
     p.first_position, p.before_position = first.data_ptr(), helpers.address(before)
     p.rotary.cos, p.rotary.sin = cos.data_ptr(), sin.data_ptr()
+    if cu_seqlens is not None:
+        p.cu_seqlens = cu_seqlens.data_ptr()
 
 
-def _cuda(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, interleaved: bool = False) -> Tensor:
+def _cuda(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    *,
+    interleaved: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
     def prepare() -> helpers.Helper[_C.RotaryParams]:
-        _check(x, cos, sin, positions)
-        return helpers.helper("rotary", rotation(x, True, table_of(cos, sin, interleaved)), x)
+        _check(x, cos, sin, positions, cu_seqlens)
+        return helpers.helper("rotary", rotation(x, True, table_of(cos, sin, interleaved), cu_seqlens), x)
 
-    plan = kept("rotary", (x, cos, sin, positions, interleaved), prepare)
+    plan = kept("rotary", (x, cos, sin, positions, interleaved, cu_seqlens), prepare)
     out = x.new_empty(x.shape)
     p = plan.params.copy()
-    set_addresses(p, x, out, positions, None, cos, sin)
+    set_addresses(p, x, out, positions, None, cos, sin, cu_seqlens)
     helpers.launch(plan, p)
     return out
 
 
-def _cpu(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, interleaved: bool = False) -> Tensor:
+def _cpu(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    *,
+    interleaved: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
     if dispatcher.simulated():
-        return _cuda(x, cos, sin, positions, interleaved=interleaved)
-    _check(x, cos, sin, positions)
-    following = positions.to(torch.int64)[:, None] + torch.arange(x.shape[1])
-    return rotate(x, cos, sin, following, interleaved)
+        return _cuda(x, cos, sin, positions, interleaved=interleaved, cu_seqlens=cu_seqlens)
+    _check(x, cos, sin, positions, cu_seqlens)
+    if cu_seqlens is not None:
+        check_starts("cu_seqlens", cu_seqlens, x.shape[0])
+    rows, sequences, numbers = rows_of(x, cu_seqlens)
+    out = x.new_empty(x.shape)
+    out[rows] = rotate(x[rows], cos, sin, positions.to(torch.int64)[sequences] + numbers, interleaved)
+    return out
 
 
-def _fake(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, interleaved: bool = False) -> Tensor:
-    _check(x, cos, sin, positions)
+def _fake(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    *,
+    interleaved: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    _check(x, cos, sin, positions, cu_seqlens)
     return x.new_empty(x.shape)
 
 
