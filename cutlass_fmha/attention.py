@@ -203,7 +203,7 @@ def scaled_dot_product_attention(
         check.check_types((query, key, value))
         lead, (query, key, value) = _broadcast(query, key, value, enable_gqa)
         layout = "bhsd"
-    rows = tuple(map(_contiguous_rows, check.NAMES, (query, key, value)))
+    rows = tuple(map(contiguous_rows, check.NAMES, (query, key, value)))
     if any(one is not other for one, other in zip(rows, (query, key, value), strict=True)):
         layout, (query, key, value) = "bhsd", rows
     arguments: Mapping[str, Any] = NOTHING
@@ -386,11 +386,12 @@ def _of_scores(attn_mask: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) ->
     return attn_mask.expand(*shape[:-3], *attn_mask.shape[-3:]).flatten(0, len(shape) - 4)
 
 
-def _contiguous_rows(name: str, tensor: Tensor) -> Tensor:
+def contiguous_rows(name: str, tensor: Tensor) -> Tensor:
+    """The tensor, copied where its last dimension is not contiguous."""
     try:
         if tensor.stride(-1) == 1:
             return tensor
     except RuntimeError:  # a sparse tensor has no strides
         pass
     check.check_tensor(name, tensor)
-    return tensor.contiguous()
+    return tensor.clone(memory_format=torch.contiguous_format)  # contiguous() leaves an empty one as it is

@@ -171,6 +171,12 @@ def test_is_causal_is_top_left_when_lengths_differ(lengths: tuple[int, int]):
     torch.testing.assert_close(scaled_dot_product_attention(q, k, v, is_causal=True), expected)
 
 
+def test_no_rows_lie_anywhere():
+    """contiguous() leaves an empty tensor as it is, strides and all."""
+    empty = torch.empty(1, 2, 0, 16, 2)[..., 0]
+    assert scaled_dot_product_attention(empty, empty, empty).shape == empty.shape
+
+
 def test_a_last_dimension_that_is_not_contiguous_is_copied():
     q, k, v = (torch.randn(2, 4, 16, s).transpose(2, 3) for s in (5, 7, 7))
     torch.testing.assert_close(scaled_dot_product_attention(q, k, v), F.scaled_dot_product_attention(q, k, v))
