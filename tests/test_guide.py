@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from cutlass_fmha import flash_attn
 from cutlass_fmha.features import FeatureArguments
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -29,14 +30,19 @@ def test_the_examples_run(example: str):
     exec(compile("\n" * line_of(example) + example, str(GUIDE), "exec"), names)
 
 
-def test_the_examples_about_caches_run_one_after_the_other():
+@pytest.mark.parametrize(("page", "least"), [("caches.md", 6), ("flash_attn.md", 2)])
+def test_the_examples_of_other_pages_run_one_after_the_other(page: str, least: int):
     names: dict[str, Any] = {}
     torch.manual_seed(0)
-    text = (DOCS / "caches.md").read_text()
+    text = (DOCS / page).read_text()
     examples = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    assert len(examples) >= 5
-    for example in examples:
-        exec(compile(example, "docs/caches.md", "exec"), names)
+    assert len(examples) >= least
+    try:
+        for example in examples:
+            exec(compile(example, f"docs/{page}", "exec"), names)
+    finally:
+        if "flash_attn.md" in page:
+            flash_attn.uninstall()
 
 
 def test_every_keyword_is_explained_and_shown():

@@ -1,0 +1,385 @@
+"""flash_attn.flash_attn_interface: its functions, in its order, with its defaults and return values."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from cutlass_fmha.arguments.op_arguments import SEEDS
+from cutlass_fmha.attention import attention, contiguous_rows
+from cutlass_fmha.dropout import dropout_mask
+from cutlass_fmha.kv_cache import with_kv_cache
+from cutlass_fmha.ops.dispatcher import NO_BACKWARD
+
+Side = int | Tensor
+Found = Tensor | tuple[Tensor, Tensor, Tensor]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[Side] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Found:
+    """Attention over [batch, seqlen, num_heads, head_dim]: ``cutlass_fmha.attention`` in flash_attn's words.
+
+    window_size: (left, right), negative for no limit. deterministic: every call is.
+
+    Returns:
+        The output, or with return_attn_probs a triple: the output; the LSE, float32 [batch, num_heads,
+        seqlen_q], +inf for a row without keys; and which probabilities dropout keeps, 1 and -1 for those that
+        it drops, [batch, num_heads, seqlen_q, seqlen_k] with the last two rounded up to 128 (flash_attn has
+        probabilities in place of the 1); an empty tensor without dropout.
+    """
+    given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    return _attend(q, k, v, *given)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[Side] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Found:
+    """``flash_attn_func`` of [batch, seqlen, 3, num_heads, head_dim]."""
+    given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    q, k, v = _parts("qkv", qkv, 2, 3)
+    return _attend(q, k, v, *given)
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[Side] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Found:
+    """``flash_attn_func`` with keys and values of [batch, seqlen_k, 2, num_heads_kv, head_dim]."""
+    given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    k, v = _parts("kv", kv, 2, 2)
+    return _attend(q, k, v, *given)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: Side,
+    max_seqlen_k: Side,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[Side] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Found:
+    """Attention of packed sequences, [total, num_heads, head_dim]. LSEs are [num_heads, total_q].
+
+    block_table: int32 [batch, pages]: k and v are pages, [pages, page_size, num_heads_kv, head_dim], of any
+    multiple of 16 rows, and cu_seqlens_k says how many keys each sequence has in them.
+    """
+    given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    lengths = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table)
+    return _attend(q, k, v, *given, **lengths)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: Side,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[Side] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Found:
+    """``flash_attn_varlen_func`` of [total, 3, num_heads, head_dim]."""
+    given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    lengths = _packed(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    q, k, v = _parts("qkv", qkv, 1, 3)
+    return _attend(q, k, v, *given, **lengths)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: Side,
+    max_seqlen_k: Side,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[Side] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Found:
+    """``flash_attn_varlen_func`` with keys and values of [total_k, 2, num_heads_kv, head_dim]."""
+    given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    lengths = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    k, v = _parts("kv", kv, 1, 2)
+    return _attend(q, k, v, *given, **lengths)
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[Side] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``cutlass_fmha.with_kv_cache`` in flash_attn's words: the cache is written in place.
+
+    As there, positions of rotary embedding count left padding, pairs are neighbours unless told otherwise,
+    and num_splits 0 has a number chosen.
+    """
+    said: dict[str, Any] = {}
+    if rotary_cos is not None:
+        said = {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "rotary_interleaved": rotary_interleaved}
+        if cache_leftpad is not None:
+            said["rotary_seqlens"] = cache_seqlens
+    output, lse = with_kv_cache(
+        contiguous_rows("q", q),
+        k_cache,
+        v_cache,
+        None if k is None else contiguous_rows("k", k),
+        None if v is None else contiguous_rows("v", v),
+        cache_seqlens=cache_seqlens,
+        cache_batch_idx=cache_batch_idx,
+        page_table=block_table,
+        leftpad_k=cache_leftpad,
+        scale=softmax_scale,
+        causal=bool(causal),
+        window=_window(window_size),
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        num_splits=num_splits or None,
+        return_lse=True,
+        **said,
+    )
+    return (output, _their_lse(lse)) if return_softmax_lse else output
+
+
+# ---- what other libraries import beside them ---------------------------------------------------------------
+
+
+def _flash_attn_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    return_softmax: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output, LSE, the dropout mask (empty unless return_softmax) and int64 [2] that begins with the seed."""
+    window = (window_size_left, window_size_right)
+    given = (dropout_p, softmax_scale, causal, window, softcap, alibi_slopes)
+    return _with_state(q, k, v, *given, return_softmax)
+
+
+def _flash_attn_varlen_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    return_softmax: bool = False,
+    block_table: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    zero_tensors: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As ``_flash_attn_forward``, of packed sequences."""
+    window = (window_size_left, window_size_right)
+    given = (dropout_p, softmax_scale, causal, window, softcap, alibi_slopes)
+    lengths = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, seqused_k)
+    return _with_state(q, k, v, *given, return_softmax, leftpad_k=leftpad_k, **lengths)
+
+
+def _flash_attn_backward(*args: Any, **kwargs: Any) -> NoReturn:
+    raise NotImplementedError(NO_BACKWARD)
+
+
+_flash_attn_varlen_backward = _flash_attn_backward
+_wrapped_flash_attn_forward = _flash_attn_forward
+_wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
+_wrapped_flash_attn_backward = _flash_attn_backward
+_wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
+
+
+# ---- their words to ours -----------------------------------------------------------------------------------
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Sequence[Side],
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    return_attn_probs: bool,
+    **lengths: Any,
+) -> Found:
+    if return_attn_probs:
+        given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
+        return _with_state(q, k, v, *given, True, **lengths)[:3]
+    output: Tensor = attention(
+        contiguous_rows("q", q),
+        contiguous_rows("k", k),
+        contiguous_rows("v", v),
+        scale=softmax_scale,
+        causal=bool(causal),
+        window=_window(window_size),
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        dropout_p=dropout_p,
+        **lengths,
+    )
+    return output
+
+
+def _with_state(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Sequence[Side],
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    wants_mask: bool,
+    **lengths: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output, LSE, the dropout mask and the seed's tensor, which both are made from."""
+    state = torch.zeros(2, dtype=torch.int64, device=q.device)
+    if dropout_p > 0.0:
+        state[:1].random_(SEEDS)
+    output, lse = attention(
+        contiguous_rows("q", q),
+        contiguous_rows("k", k),
+        contiguous_rows("v", v),
+        scale=softmax_scale,
+        causal=bool(causal),
+        return_lse=True,
+        window=_window(window_size),
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        dropout_p=dropout_p,
+        dropout_seed=state[:1],
+        **lengths,
+    )
+    mask = q.new_empty(0)
+    if wants_mask and dropout_p > 0.0:
+        batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
+        if "cu_seqlens_q" in lengths:
+            batch = lengths["cu_seqlens_q"].shape[0] - 1
+            seqlen_q, seqlen_k = lengths["max_seqlen_q"], lengths["max_seqlen_k"]
+        seqlen_q, seqlen_k = (-(-seqlen // 128) * 128 for seqlen in (seqlen_q, seqlen_k))
+        kept = dropout_mask(state[:1], batch, q.shape[-2], seqlen_q, seqlen_k, dropout_p)
+        mask = kept.to(q.dtype) * 2 - 1
+    return output, _their_lse(lse), mask, state
+
+
+def _packed(
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: Side,
+    max_seqlen_k: Side,
+    block_table: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+) -> dict[str, Any]:
+    found = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": _number(max_seqlen_q)}
+    found["max_seqlen_k"] = _number(max_seqlen_k)
+    if block_table is None:
+        found["cu_seqlens_k"] = cu_seqlens_k
+    else:
+        found["page_table"] = block_table
+        seqused_k = cu_seqlens_k.diff() if seqused_k is None else seqused_k
+    return found | ({} if seqused_k is None else {"seqused_k": seqused_k})
+
+
+def _parts(name: str, packed: Tensor, dim: int, count: int) -> Any:
+    if not isinstance(packed, Tensor) or packed.dim() != dim + 3 or packed.shape[dim] != count:
+        axes = "batch, seqlen" if dim == 2 else "total"
+        shape = tuple(packed.shape) if isinstance(packed, Tensor) else type(packed).__name__
+        raise ValueError(f"{name} must be [{axes}, {count}, num_heads, head_dim], got {shape}")
+    return packed.unbind(dim)
+
+
+def _number(side: Side) -> Any:
+    """An int that may be a tensor's only element."""
+    return operator.index(side) if isinstance(side, Tensor) else side
+
+
+def _window(window_size: Sequence[Side]) -> tuple[int, int] | None:
+    left, right = map(_number, window_size)
+    return None if left < 0 and right < 0 else (max(left, -1), max(right, -1))
+
+
+def _their_lse(lse: Tensor) -> Tensor:
+    """A row without keys has +inf there."""
+    return lse.masked_fill(lse == -math.inf, math.inf)

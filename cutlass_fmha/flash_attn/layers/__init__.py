@@ -1,0 +1,1 @@
+"""flash_attn.layers, as far as it is offered here: rotary."""
