@@ -41,8 +41,7 @@ def test_the_examples_of_other_pages_run_one_after_the_other(page: str, least: i
         for example in examples:
             exec(compile(example, f"docs/{page}", "exec"), names)
     finally:
-        if "flash_attn.md" in page:
-            flash_attn.uninstall()
+        flash_attn.uninstall()
 
 
 def test_every_keyword_is_explained_and_shown():
