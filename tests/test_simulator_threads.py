@@ -316,6 +316,10 @@ def test_atomics():
     total = np.zeros(1, dtype=np.float32)
     ptx.run(BEGIN + "ld.param.u64 %o, [p0]; red.relaxed.gpu.global.add.f32 [%o], 0f3F000000; ret;", total)
     assert total[0] == 16
+    four = np.zeros(4, dtype=np.float32)
+    numbers = "0f3F800000, 0f40000000, 0f40400000, 0f40800000"
+    ptx.run(BEGIN + "ld.param.u64 %o, [p0]; red.global.add.v4.f32 [%o], {" + numbers + "}; ret;", four)
+    assert tuple(four) == (32, 64, 96, 128)
 
 
 def test_blocks_are_told_apart():

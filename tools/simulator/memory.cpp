@@ -103,6 +103,18 @@ void change(Warp& w, Instruction const& i) {
   });
 }
 
+/// Neighbouring floats, each on its own.
+void add_vector(Warp& w, Instruction const& i) {
+  uint32_t const n = i.elements;
+  for_lanes(w.active, [&](int lane) {
+    std::byte* const at = memory(w, kOrdinary, address_of(w, i.address[0], lane), sizeof(float) * n);
+    float sums[4];
+    std::memcpy(sums, at, sizeof(float) * n);
+    for (uint32_t e = 0; e < n; ++e) sums[e] += w.at<float>(i.operand[e])[lane];
+    std::memcpy(at, sums, sizeof(float) * n);
+  });
+}
+
 Alternatives const kOrders{"", ".relaxed", ".acquire", ".release", ".acq_rel"};
 Alternatives const kScopes{"", ".cta", ".gpu", ".sys"};
 constexpr NamedSpace kAtomicSpaces[] = {{"", kGeneric}, {".global", kOrdinary}, {".shared", kShared}};
@@ -120,6 +132,10 @@ void add_atomic(Opcodes& ops, std::string const& name) {
 void add_atomics(Opcodes& ops) {
   add_atomic<uint32_t, [](uint32_t a, uint32_t b) { return a + b; }>(ops, ".add.u32");
   add_atomic<float, [](float a, float b) { return a + b; }>(ops, ".add.f32");
+  for (int n : {2, 4}) {
+    ops.add(spell({{"red"}, kOrders, kScopes, {".global.add.v" + std::to_string(n) + ".f32"}}), add_vector,
+            {kAddress, in<float>().of(n)});
+  }
   add_atomic<uint32_t, [](uint32_t a, uint32_t b) { return std::min(a, b); }>(ops, ".min.u32");
   add_atomic<uint32_t, [](uint32_t a, uint32_t b) { return std::max(a, b); }>(ops, ".max.u32");
   add_atomic<int32_t, [](int32_t a, int32_t b) { return std::max(a, b); }>(ops, ".max.s32");
