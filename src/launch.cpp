@@ -44,23 +44,6 @@ ForwardParams forward_params(FeatureParams const& g) {
   return p;
 }
 
-void check_alignment(Row const& row, ForwardConfig const& c, FeatureParams const& p) {
-  int const bytes = c.alignment();
-  for (Operand const& x : operands(p)) {
-    require(reinterpret_cast<uintptr_t>(x.address) % bytes == 0, [&] {
-      return std::string(row.name) + " needs pointers aligned to " + std::to_string(bytes) + " bytes, and that of " +
-             x.name + " is not";
-    });
-    // The stride of a dimension of size 1 is never used.
-    int64_t const used =
-        (p.batch > 1 ? x.stride.batch : 0) | (x.seqlen > 1 ? x.stride.seqlen : 0) | (x.heads > 1 ? x.stride.head : 0);
-    require(used * c.element_bytes() % bytes == 0, [&] {
-      return std::string(row.name) + " needs strides that are multiples of " + std::to_string(bytes) +
-             " bytes, and a stride of " + x.name + " is not";
-    });
-  }
-}
-
 void check_tail(Row const& row, ForwardConfig const& c, AttentionParams const& p) {
   require(c.copy == Copy::tma && c.kv_warps == 1 && diagonal_of(p) == kNoDiagonal,
           [&] { return std::string(row.name) + " has no tail here: rows that copy by TMA have one, without a mask"; });
@@ -111,7 +94,7 @@ void check_plain(Row const& row, AttentionParams const& p) {
     return std::string(row.name) + " takes a head dim of " + std::to_string(c.head_dim) + ", got " +
            std::to_string(p.head_dim) + " and " + std::to_string(p.head_dim_v);
   });
-  check_alignment(row, c, p);
+  for (Operand const& x : operands(p)) check_aligned(row, x, p.batch, c.alignment(), c.element_bytes());
   require(!p.lse || (p.lse_head_stride == p.seqlen_q && p.lse_batch_stride == int64_t(p.num_heads) * p.seqlen_q),
           [&] { return std::string(row.name) + " writes a contiguous lse: [batch, num_heads, seqlen_q]"; });
   if (p.tail) check_tail(row, c, p);
@@ -144,6 +127,20 @@ dim3 grid_of(Row const& row, int64_t blocks) {
            " thread blocks for this problem; a grid holds at most 2147483647";
   });
   return dim3(unsigned(blocks));
+}
+
+void check_aligned(Row const& row, Operand const& x, int batch, int bytes, int element_bytes) {
+  require(reinterpret_cast<uintptr_t>(x.address) % bytes == 0, [&] {
+    return std::string(row.name) + " needs pointers aligned to " + std::to_string(bytes) + " bytes, and that of " +
+           x.name + " is not";
+  });
+  // The stride of a dimension of size 1 is never used.
+  int64_t const used =
+      (batch > 1 ? x.stride.batch : 0) | (x.seqlen > 1 ? x.stride.seqlen : 0) | (x.heads > 1 ? x.stride.head : 0);
+  require(used * element_bytes % bytes == 0, [&] {
+    return std::string(row.name) + " needs strides that are multiples of " + std::to_string(bytes) +
+           " bytes, and a stride of " + x.name + " is not";
+  });
 }
 
 void refuse(Row const& row, std::initializer_list<Given> features) {

@@ -44,6 +44,9 @@ inline std::array<Operand, 4> operands(FeatureParams const& p) {
            {"o", p.o, p.o_stride, p.seqlen_q, p.num_heads}}};
 }
 
+/// Throws where an operand of `batch` entries isn't aligned to so many bytes.
+void check_aligned(Row const& row, Operand const& x, int batch, int bytes, int element_bytes);
+
 struct Given {
   char const* name;
   bool given;

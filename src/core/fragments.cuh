@@ -11,28 +11,36 @@
 
 namespace cutlass_fmha {
 
-template <ForwardConfig C>
-struct ForwardTypes {
-  static constexpr bool kHalf = C.dtype == DType::float16;
+/// What a warp multiplies: A operands of `Rows` rows.
+template <DType kType, int Rows>
+struct MmaTypes {
+  static constexpr bool kHalf = kType == DType::float16;
   using Element = cute::conditional_t<kHalf, cutlass::half_t, cutlass::bfloat16_t>;
-  using Word = Bits<C.element_bytes()>;  ///< an Element where nothing is computed with it
-  using P = Panels<C.head_dim, C.element_bytes()>;
-  using OutputPanels = Panels<C.head_dim_v(), C.element_bytes()>;
+  using Word = Bits<bytes_of(kType)>;  ///< an Element where nothing is computed with it
   using Mma = cute::TiledMMA<cute::MMA_Atom<cute::conditional_t<kHalf, cute::SM80_16x8x16_F32F16F16F32_TN,
                                                                 cute::SM80_16x8x16_F32BF16BF16F32_TN>>,
                              cute::Layout<cute::Shape<cute::_1, cute::_1, cute::_1>>>;  // one warp: each has its rows
+  static constexpr int kRows = Rows;
+  static constexpr int kRowSteps = Rows / 16;  // mma tiles along a warp's rows
+  template <int Columns>
+  using Accumulator = decltype(cute::partition_fragment_C(Mma{}, cute::Shape<cute::Int<Rows>, cute::Int<Columns>>{}));
+};
 
-  static constexpr int kRows = C.rows_per_warp();
-  static constexpr int kRowSteps = kRows / 16;       // mma tiles along a warp's rows
+template <ForwardConfig C>
+struct ForwardTypes : MmaTypes<C.dtype, C.rows_per_warp()> {
+  using Base = MmaTypes<C.dtype, C.rows_per_warp()>;
+  using typename Base::Element;
+  using P = Panels<C.head_dim, C.element_bytes()>;
+  using OutputPanels = Panels<C.head_dim_v(), C.element_bytes()>;
+
+  using Base::kRowSteps;
   static constexpr int kDimSteps = C.head_dim / 16;  // 16-wide steps along the head dimension
   static constexpr int kValueSteps = C.head_dim_v() / 16;
   static constexpr int kKeySteps = C.tile_n / 16;  // 16-wide steps along a block of keys
 
   using Softmax = OnlineSoftmax<2 * kRowSteps, Element>;
-  using ScoresFragment =
-      decltype(cute::partition_fragment_C(Mma{}, cute::Shape<cute::Int<kRows>, cute::Int<C.tile_n>>{}));
-  using OutputFragment =
-      decltype(cute::partition_fragment_C(Mma{}, cute::Shape<cute::Int<kRows>, cute::Int<C.head_dim_v()>>{}));
+  using ScoresFragment = typename Base::template Accumulator<C.tile_n>;
+  using OutputFragment = typename Base::template Accumulator<C.head_dim_v()>;
 };
 
 /// Where a lane's rows lie within the warp's tile of an mma accumulator: rows r and r + 8 of each 16.

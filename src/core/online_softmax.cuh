@@ -57,6 +57,19 @@ CUTE_DEVICE uint4 pack_chunk(float const (&x)[8]) {
                     pack<Element>(x[6], x[7]));
 }
 
+/// The floats that pack() made a register of.
+template <class Element>
+CUTE_HOST_DEVICE float2 unpack(uint32_t pair) {
+  if constexpr (cute::is_same_v<Element, cutlass::half_t>) {
+    return {float(Element::bitcast(uint16_t(pair))), float(Element::bitcast(uint16_t(pair >> 16)))};
+  } else {
+    uint32_t const words[] = {pair << 16, pair & 0xffff0000u};
+    float values[2];
+    std::memcpy(values, words, sizeof(values));
+    return {values[0], values[1]};
+  }
+}
+
 /// LSE (natural log) of a row whose probabilities relative to 2^r sum up to l; -inf where no key was visible.
 CUTE_HOST_DEVICE float log_sum_exp(float r, float l) {
   constexpr float kLn2 = 0.6931471805599453f;

@@ -40,6 +40,33 @@ CUTE_DEVICE void multiply(A const& a, B const& b, Accumulator& accumulator, int 
   }
 }
 
+/// A 16 x 16 piece of the tile that begins at `tile`, as it lies there or transposed. `lane`: Tile::lane_offset().
+template <class Tile, bool Transposed = false, class Fragment>
+CUTE_DEVICE void load_piece(char const* smem, uint32_t tile, uint32_t lane, int row_step, int column_step,
+                            Fragment&& fragment) {
+  using Copy = cute::conditional_t<Transposed, cute::SM75_U16x8_LDSM_T, cute::SM75_U32x4_LDSM_N>;
+  load_matrix<Copy>(smem, tile + Tile::piece(lane, row_step, column_step), fragment);
+}
+
+/// accumulator += A B, over `Steps` 16-wide steps and `Count` n16. read_a(step, fragment) is asked once a step, for all
+/// rows of the warp, read_b(step, n, fragment) for each piece.
+template <class T, int Steps, int Count, class ReadA, class ReadB, class Accumulator>
+CUTE_DEVICE void add_product(ReadA const& read_a, ReadB const& read_b, Accumulator& accumulator) {
+  using namespace cute;
+  CUTE_UNROLL
+  for (int step = 0; step < Steps; ++step) {
+    OperandA<T, 1> a;
+    read_a(step, a(_, _, 0));
+    CUTE_UNROLL
+    for (int n = 0; n < Count; ++n) {
+      OperandsB<T, 1> b;
+      read_b(step, n, b(_, _, 0));
+      multiply<T>(a(_, _, 0), b(_, _, 0), accumulator, n);
+    }
+    repeat_mma_passes<typename T::Mma>(accumulator);
+  }
+}
+
 /// Where operands come from tiles of shared memory: Q of C.tile_m rows, K and V of `KeyRows`.
 template <ForwardConfig C, int KeyRows = C.tile_n>
 struct WarpProduct {
@@ -76,16 +103,16 @@ struct WarpProduct {
   CUTE_DEVICE static void load_q(char const* smem, uint32_t lane, int step, Fragment&& fragment) {
     CUTE_UNROLL
     for (int m = 0; m < T::kRowSteps; ++m) {
-      load_matrix<cute::SM75_U32x4_LDSM_N>(smem, QTile::piece(lane, m, step), fragment(cute::_, m));
+      load_piece<QTile>(smem, 0, lane, m, step, fragment(cute::_, m));
     }
   }
   template <class Fragment>
   CUTE_DEVICE static void load_k(char const* smem, uint32_t tile, uint32_t lane, int step, int n, Fragment&& fragment) {
-    load_matrix<cute::SM75_U32x4_LDSM_N>(smem, tile + KTile::piece(lane, n, step), fragment);
+    load_piece<KTile>(smem, tile, lane, n, step, fragment);
   }
   template <class Fragment>
   CUTE_DEVICE static void load_v(char const* smem, uint32_t tile, uint32_t lane, int step, int n, Fragment&& fragment) {
-    load_matrix<cute::SM75_U16x8_LDSM_T>(smem, tile + VTile::piece(lane, step, n), fragment);
+    load_piece<VTile, true>(smem, tile, lane, step, n, fragment);
   }
 
   /// Q for the whole walk, where it is kept in registers.

@@ -27,10 +27,11 @@ struct RowLoader {
   /// row_at(row): where the row's first element stands, null for one that isn't there. `any`: an address that may be
   /// named, not read, for those. `vectors`: rows are aligned to 16 bytes and head_dim is a multiple of 8.
   template <class RowAt>
-  CUTE_DEVICE static void load(char* tile, uint16_t const* any, int head_dim, bool vectors, RowAt const& row_at) {
-    int const first_row = threadIdx.x / kChunks;
-    int const column = threadIdx.x % kChunks * 8;
-    char* const to = tile + first_chunk(threadIdx.x);
+  CUTE_DEVICE static void load(char* tile, uint16_t const* any, int head_dim, bool vectors, RowAt const& row_at,
+                               int thread = threadIdx.x) {
+    int const first_row = thread / kChunks;
+    int const column = thread % kChunks * 8;
+    char* const to = tile + first_chunk(thread);
     CUTE_UNROLL
     for (int pass = 0; pass < kPasses; ++pass) {
       int const row = first_row + pass * kRowsPerPass;
