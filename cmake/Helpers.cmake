@@ -7,7 +7,9 @@ set(FMHA_HELPER_KERNELS
   "merge_tail TailParams f16 bf16"
   "merge MergeParams f16 bf16 f32"
   "append AppendParams f16 bf16 f32"
-  "rotary RotaryParams f16 bf16 f32")
+  "rotary RotaryParams f16 bf16 f32"
+  "backward_before BackwardParams f16 bf16"
+  "backward_after BackwardParams f16 bf16")
 set(FMHA_ELEMENT_f16 "__half float16")
 set(FMHA_ELEMENT_bf16 "__nv_bfloat16 bfloat16")
 set(FMHA_ELEMENT_f32 "float float32")
@@ -16,7 +18,7 @@ set(FMHA_ELEMENT_f32 "float float32")
 # architecture: one binary holds all of them.
 function(fmha_write_helper_unit arch)
   set(UNIT_HEADERS
-    "#include \"helpers/rotary.cuh\"\n#include \"helpers/combine.cuh\"\n#include \"helpers/merge_tail.cuh\"")
+    "#include \"helpers/rotary.cuh\"\n#include \"helpers/combine.cuh\"\n#include \"helpers/merge_tail.cuh\"\n#include \"backward/rows.cuh\"")
   set(UNIT_KERNELS "")
   foreach(line IN LISTS FMHA_HELPER_KERNELS)
     separate_arguments(types UNIX_COMMAND "${line}")

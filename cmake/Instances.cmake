@@ -12,6 +12,8 @@ set(FMHA_forward_HEADER "forward/kernel.cuh")
 set(FMHA_forward_PARAMS "cutlass_fmha::KernelParams<@NAME@_config>")
 set(FMHA_features_HEADER "features/kernel.cuh")
 set(FMHA_features_PARAMS "cutlass_fmha::FeatureKernelParams<@NAME@_config>")
+set(FMHA_backward_HEADER "backward/kernel.cuh")
+set(FMHA_backward_PARAMS "cutlass_fmha::BackwardParams")
 set(FMHA_wide_HEADER "wide/kernel.cuh")
 set(FMHA_wide_PARAMS "cutlass_fmha::FeatureParams")
 
@@ -145,6 +147,33 @@ function(fmha_add_features FEATURES SUFFIX
   endforeach()
 endfunction()
 
+# Adds the rows of one manifest line that compute gradients: the columns are BackwardConfig's fields.
+function(fmha_backward ARCHS DTYPES HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS)
+  if(ARGC GREATER 8)
+    message(FATAL_ERROR "cutlass_fmha: a line of src/rows.cmake has too many columns: ${ARGV}")
+  endif()
+  set(DTYPE_f16 float16)
+  set(DTYPE_bf16 bfloat16)
+  foreach(arch IN LISTS ARCHS)
+    foreach(dtype IN LISTS DTYPES)
+      if(NOT arch IN_LIST FMHA_SUPPORTED_ARCHITECTURES OR NOT DEFINED DTYPE_${dtype})
+        message(FATAL_ERROR "cutlass_fmha: src/rows.cmake asks for sm_${arch} ${dtype}, which does not exist")
+      endif()
+      set(name "bwd_sm${arch}_${dtype}_d${HEAD_DIM}_m${TILE_M}n${TILE_N}w${WARPS}")
+      if(GROUPS)
+        string(APPEND name "_groups")
+      endif()
+      string(APPEND name "${FMHA_NAME_SUFFIX}")
+      set(config
+          "cutlass_fmha::BackwardConfig{{.arch = ${arch}, .dtype = cutlass_fmha::DType::${DTYPE_${dtype}},"
+          ".head_dim = ${HEAD_DIM}, .tile_m = ${TILE_M}, .tile_n = ${TILE_N}, .warps = ${WARPS}, .min_blocks = 1},"
+          "{.chunk = ${CHUNK}, .groups = ${GROUPS}}}")
+      list(JOIN config " " config)
+      fmha_add_row(backward ${arch} ${dtype} ${HEAD_DIM} "sm${arch}_backward" "${name}" "${config}")
+    endforeach()
+  endforeach()
+endfunction()
+
 function(fmha_check_subset)
   if(NOT CUTLASS_FMHA_SUBSET MATCHES "^(ci)?$")
     message(FATAL_ERROR "cutlass_fmha: CUTLASS_FMHA_SUBSET must be empty or ci, and it is \"${CUTLASS_FMHA_SUBSET}\"")
@@ -162,7 +191,7 @@ function(fmha_is_in_subset dtype head_dim out)
 endfunction()
 
 # Files a row under its group and in the table. A name is also the kernel's symbol and the key of every tool: two are an
-# error. `kind`: forward, features or wide, the function that the kernel calls.
+# error. `kind`: forward, features, backward or wide, the function that the kernel calls.
 function(fmha_add_row kind arch dtype head_dim group name config)
   get_property(names GLOBAL PROPERTY FMHA_ROW_NAMES)
   if(name IN_LIST names)
@@ -269,7 +298,7 @@ function(fmha_add_kernels target)
   foreach(arch IN LISTS FMHA_ARCHITECTURES)
     set(sources "")
     set(count 0)
-    foreach(kind forward features)
+    foreach(kind forward features backward)
       get_property(groups GLOBAL PROPERTY FMHA_GROUPS_${kind}_${arch})
       foreach(group IN LISTS groups)
         get_property(rows GLOBAL PROPERTY FMHA_ROWS_${group})

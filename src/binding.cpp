@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "attention_params.h"
+#include "backward/params.h"
 #include "binding.h"
 #include "build_config.h"  // generated
 #include "config.h"
@@ -17,6 +18,7 @@
 #if CUTLASS_FMHA_CUDA
 #include <cuda_runtime.h>
 
+#include "backward/launch.h"
 #include "device_guard.h"
 #include "helpers/launch.h"
 #include "host_model.h"
@@ -55,12 +57,13 @@ struct RowView : Row {
   int index;
 };
 
-/// The rows of attention, or those beside it.
-std::vector<RowView> views(bool helpers) {
+/// The rows of which configuration, in their order.
+template <class... Configs>
+std::vector<RowView> views() {
   std::vector<RowView> found;
   for (Row const& row : rows()) {
     int const number = static_cast<int>(&row - rows().data());
-    if (std::holds_alternative<HelperConfig>(row.config) == helpers) found.push_back({row, number});
+    if ((... || std::holds_alternative<Configs>(row.config))) found.push_back({row, number});
   }
   return found;
 }
@@ -117,7 +120,7 @@ cudaDeviceProp device_properties(int device) {
 struct RowView {
   int index;
   char const* name;
-  std::variant<ForwardConfig, WideConfig, HelperConfig> config;
+  std::variant<ForwardConfig, WideConfig, BackwardConfig, HelperConfig> config;
   int smem_bytes;
 };
 struct NoDeviceProperties {
@@ -127,12 +130,18 @@ struct NoDeviceProperties {
 };
 using cudaDeviceProp = NoDeviceProperties;
 
-std::vector<RowView> views(bool) { return {}; }
+template <class... Configs>
+std::vector<RowView> views() {
+  return {};
+}
 
-void check_params(AttentionParams const& p) { check(p, bytes_of(DType::float16)); }
 template <class Params>
 void check_params(Params const& p) {
-  check(p);
+  if constexpr (std::is_base_of_v<AttentionParams, Params>) {
+    check(p, bytes_of(DType::float16));
+  } else {
+    check(p);
+  }
 }
 
 template <class Params>
@@ -191,6 +200,9 @@ void bind_rows(py::module_& m) {
   attribute(c, "ping_pong", [](ForwardConfig const& config) { return config.ping_pong; });
   attribute(c, "copy", [](ForwardConfig const& config) { return name_of(config.copy); });
 
+  attribute(c, "chunk", [](BackwardConfig const& config) { return config.chunk; });
+  attribute(c, "groups", [](BackwardConfig const& config) { return config.groups; });
+
   attribute(c, "accumulates", [](WideConfig const& config) { return config.accumulates(); });
   attribute(c, "example", [](WideConfig const& config) { return config.example(); });
 }
@@ -228,10 +240,13 @@ PYBIND11_MODULE(_C, m) {
   bind_rows(m);
   bind_device(m);
   bind_attention_params(m);
+  bind_backward_params(m);
   bind_helper_params(m);
-  m.def("rows", [] { return views(false); });
-  m.def("helpers", [] { return views(true); });
-  bind_run<AttentionParams>(m);  // the first is tried first
+  m.def("rows", [] { return views<ForwardConfig, WideConfig>(); });
+  m.def("backward_rows", [] { return views<BackwardConfig>(); });
+  m.def("helpers", [] { return views<HelperConfig>(); });
+  bind_run<BackwardParams>(m);  // before what it is derived from
+  bind_run<AttentionParams>(m);
   bind_run<CombineParams>(m);
   bind_run<MergeParams>(m);
   bind_run<RotaryParams>(m);

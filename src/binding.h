@@ -18,6 +18,9 @@ namespace cutlass_fmha {
 /// AttentionParams.
 void bind_attention_params(pybind11::module_& module);
 
+/// BackwardParams.
+void bind_backward_params(pybind11::module_& module);
+
 /// The parameters of the kernels beside attention.
 void bind_helper_params(pybind11::module_& module);
 

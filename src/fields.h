@@ -28,8 +28,8 @@ inline void require_range(char const* name, int64_t value, int64_t least, int64_
 }
 
 /// A pointer as an int, 0 where nothing is given. `field`: a member, or a function that finds a reference to it.
-template <class Params, class Field>
-void address(pybind11::class_<Params>& c, char const* name, Field field) {
+template <class Params, class... Base, class Field>
+void address(pybind11::class_<Params, Base...>& c, char const* name, Field field) {
   c.def_property(
       name, [=](Params& p) { return reinterpret_cast<uintptr_t>(std::invoke(field, p)); },
       [=](Params& p, uintptr_t value) {
@@ -57,8 +57,8 @@ void stride(pybind11::class_<Params>& c, char const* name, int64_t Owner::* fiel
 }
 
 /// The strides of a struct of `Count` int64_t, or of an array of them, as a tuple.
-template <int Count, class Params, class Owner, class Field>
-void strides(pybind11::class_<Params>& c, char const* name, Field Owner::* field) {
+template <int Count, class Params, class... Base, class Owner, class Field>
+void strides(pybind11::class_<Params, Base...>& c, char const* name, Field Owner::* field) {
   static_assert(sizeof(Field) == Count * sizeof(int64_t));
   c.def_property(
       name,

@@ -14,7 +14,7 @@ namespace cutlass_fmha {
 
 struct Row {
   char const* name;  ///< also the kernel's symbol
-  std::variant<ForwardConfig, WideConfig, HelperConfig> config;
+  std::variant<ForwardConfig, WideConfig, BackwardConfig, HelperConfig> config;
   int smem_bytes;  ///< dynamic shared memory of a launch
   void const* kernel;
 
@@ -35,7 +35,8 @@ struct Row {
   }
 };
 
-/// The rows of attention in the manifest's order, then those beside it. A row's number is its index here.
+/// The rows of attention and of its backward in the manifest's order, then those beside them. A row's number is its
+/// index here.
 std::vector<Row> const& rows();
 
 /// Throws std::invalid_argument where there is none.

@@ -153,7 +153,7 @@ def build_report(module: Any, loops: dict[str, dict[str, Any]]) -> dict[str, Any
     Raises ReportError for one that lacks rows of the present manifest, or is of other sources.
     """
     info, file = module.build_info(), Path(module.__file__)
-    rows = {row.name: row for row in module.rows()}
+    rows = {row.name: row for row in (*module.rows(), *module.backward_rows())}
     if info["source_hash"] != source_hash() or info["proxy"] or rows.keys() != manifest_rows().keys():
         raise ReportError(f"{file} is no build of all rows of these sources: {UPDATE}")
     table = rows | {row.name: row for row in module.helpers()}

@@ -1,0 +1,113 @@
+// The backward kernel: dK and dV of one tile of keys of one head, and what they add to dQ.
+#pragma once
+
+#include "../core/scheduler.h"
+#include "two_groups.cuh"
+#include "walk.cuh"
+
+namespace cutlass_fmha {
+
+template <BackwardConfig C>
+constexpr int backward_smem_bytes() {
+  return BackwardLayout<C>::kBytes;
+}
+
+/// Which queries see a tile of keys, some and all of them.
+template <BackwardConfig C>
+CUTE_DEVICE void find_queries(BackwardParams const& p, KeyTile& tile) {
+  Sequence const& s = tile.sequence;
+  int const last = smaller(tile.key_begin + C.tile_n, s.keys) - 1;
+  VisibleQueries const of_first = visible_queries(p, s, tile.key_begin), of_last = visible_queries(p, s, last);
+  tile.all_begin = tile.all_end = 0;
+  if (last == tile.key_begin + C.tile_n - 1) {
+    // Between the keys of a prefix, which all queries see, and others stand those with the least of all ends.
+    bool const in_prefix = p.prefix_lengths != nullptr && last < p.prefix_lengths[s.batch];
+    bool const prefix_ends = p.prefix_lengths != nullptr && !in_prefix && tile.key_begin < p.prefix_lengths[s.batch];
+    tile.all_begin = of_last.begin;
+    // Rows beyond the last query count as seeing all: their P is 0 by their LSE.
+    tile.all_end = of_first.end < s.queries || prefix_ends ? (prefix_ends ? 0 : of_first.end) : INT_MAX;
+  }
+  tile.walk = query_walk(of_first, of_last, C.tile_m);
+}
+
+/// Writes a gradient of this warp's keys. `dimensions`: of the tensor.
+template <BackwardConfig C>
+CUTE_DEVICE void write_gradient(KeyTile const& tile, void* tensor, Strides const& stride, int dimensions, int warp,
+                                float factor, KeyGradient<C>& gradient) {
+  using T = MmaTypes<C.dtype, C.keys_per_warp()>;
+  Sequence const& s = tile.sequence;
+  auto* const to = static_cast<uint16_t*>(tensor) + s.entry_k * stride.batch + tile.head_kv * stride.head;
+  auto rows = by_row(gradient);
+  CUTE_UNROLL
+  for (int row = 0; row < 2 * T::kRowSteps; ++row) {
+    int const key = tile.key_begin + warp * C.keys_per_warp() + accumulator_row(row, lane_id());
+    if (key >= s.keys) continue;
+    uint16_t* const at = to + int64_t(s.first_k + key) * stride.seqlen + lane_id() % 4 * 2;
+    CUTE_UNROLL
+    for (int n = 0; n < C.head_dim / 8; ++n) {
+      if (8 * n >= dimensions) break;
+      *reinterpret_cast<uint32_t*>(at + 8 * n) =
+          pack<typename T::Element>(rows(row, 2 * n) * factor, rows(row, 2 * n + 1) * factor);
+    }
+  }
+}
+
+template <BackwardConfig C>
+CUTE_DEVICE void backward(BackwardParams const& p) {
+  static_assert(C.tile_n % (16 * C.group_warps()) == 0 && C.head_dim % 32 == 0);
+  extern __shared__ __align__(1024) char smem[];
+  WorkTile const work = work_tile(p.schedule, blockIdx.x);
+  int const head_kv = work.head;
+  Sequence const sequence = sequence_at(p, work.batch);
+  // Under a diagonal, the first keys are seen by most queries: they come first.
+  int const key_begin = (p.schedule.mixed ? p.schedule.m_blocks - 1 - work.m_block : work.m_block) * C.tile_n;
+  if (key_begin >= sequence.keys) return;  // seqlen_k is that of the longest sequence
+  KeyTile tile;
+  tile.sequence = sequence;
+  tile.key_begin = key_begin;
+  tile.head_kv = head_kv;
+  find_queries<C>(p, tile);
+  int const steps = tile.steps = tile.walk.tiles * (p.num_heads / p.num_heads_kv);
+  int const warp = uniform(threadIdx.x / 32);
+  if (threadIdx.x == 0) {
+    int const head = head_kv * (p.num_heads / p.num_heads_kv);
+    auto const first = [&](void const* tensor, Strides const& stride) {
+      return static_cast<uint16_t const*>(tensor) + sequence.entry_q * stride.batch + head * stride.head +
+             sequence.first_q * stride.seqlen;
+    };
+    int64_t const number = head * p.head_tiles + first_query_tile(p, sequence, C.tile_m);
+    tile.q = first(p.q, p.q_stride);
+    tile.dout = first(p.dout, p.dout_stride);
+    tile.sums = p.dq_sums + number * (C.tile_m * C.head_dim);
+    tile.terms = p.row_terms + number * (2 * C.tile_m);
+    BackwardLayout<C>::place(smem) = tile;
+  }
+  __syncthreads();
+  if constexpr (C.groups) {
+    // A group has one of the gradients.
+    bool const second = warp >= C.warps / 2;
+    int const of_group = warp % (C.warps / 2);
+    TwoGroupWalk<C> const walk(p, smem, steps, of_group);
+    KeyGradient<C> gradient;
+    cute::clear(gradient);
+    typename TwoGroupWalk<C>::Values values;
+    if (steps > 0) walk.start(values);
+    if (second) {
+      if (steps > 0) walk.run_b(values, gradient);
+      write_gradient<C>(BackwardLayout<C>::place(smem), p.dk, p.dk_stride, p.head_dim, of_group, p.scale, gradient);
+    } else {
+      if (steps > 0) walk.run_a(gradient);
+      write_gradient<C>(BackwardLayout<C>::place(smem), p.dv, p.dv_stride, p.head_dim_v, of_group, 1.f, gradient);
+    }
+  } else {
+    KeyGradient<C> dk, dv;
+    cute::clear(dk);
+    cute::clear(dv);
+    if (steps > 0) BackwardWalk<C>(p, smem, steps, warp).run(dk, dv);
+    KeyTile const& place = BackwardLayout<C>::place(smem);
+    write_gradient<C>(place, p.dk, p.dk_stride, p.head_dim, warp, p.scale, dk);
+    write_gradient<C>(place, p.dv, p.dv_stride, p.head_dim_v, warp, 1.f, dv);
+  }
+}
+
+}  // namespace cutlass_fmha

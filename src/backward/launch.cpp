@@ -1,0 +1,105 @@
+#include "launch.h"
+
+#include <algorithm>
+#include <string>
+
+#include "../core/visibility.h"
+#include "../device_guard.h"
+#include "../launch.h"
+#include "../require.h"
+
+namespace cutlass_fmha {
+namespace {
+
+std::array<Operand, 8> all_operands(BackwardParams const& p) {
+  auto const [q, k, v, o] = operands(p);
+  auto const gradient = [](char const* name, void const* address, Strides const& stride, Operand const& of) {
+    return Operand{name, address, stride, of.seqlen, of.heads};
+  };
+  return {q,
+          k,
+          v,
+          o,
+          gradient("dout", p.dout, p.dout_stride, o),
+          gradient("dq", p.dq, p.dq_stride, q),
+          gradient("dk", p.dk, p.dk_stride, k),
+          gradient("dv", p.dv, p.dv_stride, v)};
+}
+
+/// Of a head of keys, the tiles that at most half as many queries see as the first.
+int short_key_tiles(BackwardParams const& p, int tile_n, int tiles) {
+  if (p.window_right < 0 || p.window_left >= 0) return 0;
+  int64_t const diagonal = int64_t(p.bottom_right ? p.seqlen_k - p.seqlen_q : 0) + p.window_right;
+  int64_t const most = std::min<int64_t>(p.seqlen_q, p.seqlen_q + diagonal);
+  int64_t const begin = p.seqlen_q + diagonal - most / 2;  // a key from there on has at most half
+  int64_t const count = tiles - (std::max<int64_t>(begin, 0) + tile_n - 1) / tile_n;
+  return int(std::clamp<int64_t>(count, 0, tiles - 1));
+}
+
+/// Without a diagonal, the tiles of one head follow each other, so that its Q, dO and dQ's sums stay in L2.
+TileSchedule key_tile_schedule(BackwardParams const& p, BackwardConfig const& c, int device) {
+  int const tiles = ceil_div(p.seqlen_k, c.tile_n), group = p.num_heads / p.num_heads_kv;
+  int64_t const row_bytes = (p.head_dim + p.head_dim_v) * c.element_bytes() + c.head_dim * int(sizeof(float));
+  TileOrder const order =
+      tile_order(gpu_of(device), c.warps, p.num_heads_kv * p.batch, 1, int64_t(p.seqlen_q) * group * row_bytes, tiles,
+                 short_key_tiles(p, c.tile_n, tiles));
+  return schedule_of(order, p.window_right >= 0, tiles, p.num_heads_kv, p.batch);
+}
+
+}  // namespace
+
+void check(Row const& row, BackwardParams const& p) {
+  auto const* c = std::get_if<BackwardConfig>(&row.config);
+  require(c != nullptr, [&] {
+    return std::string(row.name) + " is of family " + name_of(row.family()) +
+           ", and these are parameters of a backward";
+  });
+  check(p, c->element_bytes());
+  refuse(row, {{"page_table", p.page_table != nullptr},
+               {"mask", p.mask != nullptr},
+               {"block_counts", p.block_counts != nullptr},
+               {"bias", p.bias != nullptr},
+               {"softcap", p.softcap != 0.f},
+               {"alibi_slopes", p.alibi_slopes != nullptr},
+               {"sinks", p.sinks != nullptr},
+               {"dropout_threshold", p.dropout_threshold != 0},
+               {"batch_index_k", p.batch_index_k != nullptr},
+               {"pack", p.pack != 1},
+               {"splits", p.splits != 1},
+               {"tail", p.tail != nullptr}});
+  require(p.head_dim <= c->head_dim && p.head_dim_v <= c->head_dim, [&] {
+    return std::string(row.name) + " takes head dims up to " + std::to_string(c->head_dim) + ", got " +
+           std::to_string(p.head_dim) + " and " + std::to_string(p.head_dim_v);
+  });
+  require(p.head_dim % 8 == 0 && p.head_dim_v % 8 == 0,
+          [&] { return std::string(row.name) + " needs head dims that are multiples of 8"; });
+  for (Operand const& x : all_operands(p)) check_aligned(row, x, p.batch, c->alignment(), c->element_bytes());
+}
+
+void launch(Row const& row, BackwardParams const& params, int device, cudaStream_t stream) {
+  auto const& c = std::get<BackwardConfig>(row.config);
+  BackwardParams p = params;
+  p.vectors = true;
+  p.device_lengths = device_lengths(p);
+  p.tile_m = c.tile_m;
+  p.row_dim = c.head_dim;
+  p.head_tiles = workspace_tiles(p, c.tile_m);
+  p.dq_sums = p.workspace;
+  p.row_terms = p.workspace + p.num_heads * p.head_tiles * c.tile_m * c.head_dim;
+  int64_t const sequences = int64_t(p.batch) * p.num_heads;
+  if (p.seqlen_q > 0) {
+    Row const& before = helper(Family::backward_before, c.dtype, c.arch);
+    launch_kernel(before, grid_of(before, sequences * ceil_div(p.seqlen_q, c.tile_m)), &p, device, stream);
+  }
+  if (p.seqlen_k > 0) {
+    int64_t const tiles = int64_t(p.batch) * p.num_heads_kv * ceil_div(p.seqlen_k, c.tile_n);
+    p.schedule = key_tile_schedule(p, c, device);
+    launch_kernel(row, grid_of(row, tiles), &p, device, stream);
+  }
+  if (p.seqlen_q > 0) {
+    Row const& after = helper(Family::backward_after, c.dtype, c.arch);
+    launch_kernel(after, grid_of(after, sequences * ceil_div(p.seqlen_q, kRowsAfter)), &p, device, stream);
+  }
+}
+
+}  // namespace cutlass_fmha

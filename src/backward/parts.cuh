@@ -1,0 +1,274 @@
+// What the warps of a backward do, in whatever order: tiles that come to shared memory, the five products, and what
+// becomes of scores.
+#pragma once
+
+#include "../features/loader.cuh"
+#include "layout.cuh"
+
+namespace cutlass_fmha {
+
+/// Tiles of queries in the order of the walk: those of a query head after those of the one before.
+struct QueryCursor {
+  int tile, head;  ///< head: of those that share the block's keys
+
+  CUTE_DEVICE QueryCursor next(QueryWalk const& walk) const {
+    bool const last = tile + 1 == walk.first + walk.tiles;
+    return {last ? walk.first : tile + 1, last ? head + 1 : head};
+  }
+};
+
+template <BackwardConfig C>
+struct BackwardParts {
+  template <int Chunk>
+  using Types = BackwardTypes<C, Chunk>;
+  using T = Types<16>;  ///< what doesn't depend on the queries
+  using Q = QueryGradientTypes<C>;
+  using Layout = BackwardLayout<C>;
+  using Gradient = KeyGradient<C>;
+  using Values = OperandA<T, T::kDimSteps>;
+  using KTile = LdmatrixTile<C.head_dim, C.tile_n>;
+  using QTile = LdmatrixTile<C.head_dim, C.tile_m>;
+  using DoutTile = LdmatrixTile<C.head_dim, C.unit()>;
+  using ScoresTile = LdmatrixTile<C.tile_m, C.tile_n>;
+  using KeyLoader = RowLoader<C.head_dim, C.tile_n, C.threads()>;
+  static_assert(C.unit() % C.chunk == 0 && C.chunk % 16 == 0 && C.keys_per_warp() % 16 == 0);
+
+  BackwardParams const& params;
+  char* const smem;
+  int const warp;  ///< of its group
+  // Where a lane reads a piece of a tile, in bytes: A operands and transposed B operands; B operands; dS, transposed.
+  uint32_t rows_first, columns_first, scores_columns_first;
+  uint32_t scores_lane;  ///< where a lane's elements of an accumulator stand in a tile of dS
+
+  CUTE_DEVICE BackwardParts(BackwardParams const& p, char* smem, int warp) : params(p), smem(smem), warp(warp) {
+    find_lanes();
+  }
+
+  CUTE_DEVICE void find_lanes() {
+    int const lane = lane_id();
+    rows_first = QTile::lane_offset(MatrixLane::rows_first(lane));
+    columns_first = QTile::lane_offset(MatrixLane::columns_first(lane));
+    scores_columns_first = ScoresTile::lane_offset(MatrixLane::columns_first(lane));
+    scores_lane = ScoresTile::lane_offset(lane / 4, lane % 4 * 2);
+  }
+
+  CUTE_DEVICE uint32_t barriers() const { return cute::cast_smem_ptr_to_uint(smem + Layout::kBarriers); }
+  CUTE_DEVICE KeyTile const& place() const { return Layout::place(smem); }
+
+  // ---- what comes to shared memory
+
+  CUTE_DEVICE void load_keys(void const* tensor, Strides const& stride, int tile, int head_dim) const {
+    Sequence const& s = place().sequence;
+    auto const* const from = static_cast<uint16_t const*>(tensor) + s.entry_k * stride.batch +
+                             place().head_kv * stride.head + int64_t(s.first_k + place().key_begin) * stride.seqlen;
+    int const there = s.keys - place().key_begin;
+    KeyLoader::load(smem + tile, from, head_dim, true,
+                    [&](int row) { return row < there ? from + row * stride.seqlen : nullptr; });
+  }
+
+  /// `Rows` queries from row `row` of a tile on, by `Threads` threads.
+  template <int Rows, int Threads>
+  CUTE_DEVICE void load_queries(uint16_t const* first, Strides const& stride, QueryCursor const& at, int row,
+                                uint32_t tile, int head_dim) const {
+    int const begin = at.tile * C.tile_m + row, there = place().sequence.queries - begin;
+    auto const* const from = first + at.head * stride.head + begin * stride.seqlen;
+    RowLoader<C.head_dim, Rows, Threads>::load(
+        smem + tile, from, head_dim, true, [&](int r) { return r < there ? from + r * stride.seqlen : nullptr; },
+        threadIdx.x % Threads);
+  }
+  /// The terms of a tile's rows.
+  template <int Threads>
+  CUTE_DEVICE void load_terms(QueryCursor const& at, uint32_t to) const {
+    int const thread = threadIdx.x % Threads;
+    if (thread >= Layout::kTerms / 16) return;
+    cute::SM80_CP_ASYNC_CACHEGLOBAL<cute::uint128_t>::copy(
+        *reinterpret_cast<cute::uint128_t const*>(place().terms + tile_number(at) * (2 * C.tile_m) + thread * 4),
+        *reinterpret_cast<cute::uint128_t*>(smem + to + thread * 16));
+  }
+
+  /// Of a query tile in the workspace, counted from the sequence's first of the first head on.
+  CUTE_DEVICE int64_t tile_number(QueryCursor const& at) const { return at.head * params.head_tiles + at.tile; }
+
+  // ---- operands
+
+  template <class Fragment>
+  CUTE_DEVICE void read_keys(uint32_t tile, int step, Fragment&& fragment) const {
+    CUTE_UNROLL
+    for (int m = 0; m < T::kRowSteps; ++m) {
+      load_piece<KTile>(smem, tile + warp * C.keys_per_warp() * KTile::P::kRowBytes, rows_first, m, step,
+                        fragment(cute::_, m));
+    }
+  }
+  /// V for the whole walk, from where it stands before.
+  CUTE_DEVICE void keep_values(Values& values) const {
+    CUTE_UNROLL
+    for (int step = 0; step < T::kDimSteps; ++step) read_keys(Layout::kV, step, values(cute::_, cute::_, step));
+  }
+  /// Dimensions 16 * step of queries 16 * row_step of a tile.
+  template <class Tile, class Fragment>
+  CUTE_DEVICE void read_queries(uint32_t tile, int row_step, int step, Fragment&& fragment) const {
+    load_piece<Tile>(smem, tile, columns_first, row_step, step, fragment);
+  }
+
+  /// scores += (K or V) (Q or dO)^T, of the queries from 16 * row_step on of a tile.
+  template <class Tile, class Types, class ReadKeys>
+  CUTE_DEVICE void add_scores(ReadKeys const& read, uint32_t tile, int row_step, typename Types::Scores& scores) const {
+    add_product<Types, T::kDimSteps, Types::kKeySteps>(
+        read, [&](int i, int n, auto&& q) FMHA_INLINE { read_queries<Tile>(tile, row_step + n, i, q); }, scores);
+  }
+
+  /// gradient += P^T dO, or dS^T Q.
+  template <class Tile, class Types>
+  CUTE_DEVICE void add_queries(typename Types::Probabilities const& factors, uint32_t tile, int row_step,
+                               Gradient& gradient) const {
+    using namespace cute;
+    CUTE_UNROLL
+    for (int step = 0; step < Types::kKeySteps; ++step) {
+      CUTE_UNROLL
+      for (int n = 0; n < T::kDimSteps; ++n) {
+        OperandsB<T, 1> b;
+        load_piece<Tile, true>(smem, tile, rows_first, row_step + step, n, b(_, _, 0));
+        multiply<T>(factors(_, _, step), b(_, _, 0), gradient, n);
+      }
+      repeat_mma_passes<typename T::Mma>(gradient);
+    }
+  }
+
+  // ---- scores
+
+  CUTE_DEVICE float2 terms_at(uint32_t terms, int pair) const {
+    return *reinterpret_cast<float2 const*>(smem + terms + pair * 32 + lane_id() % 4 * 8);
+  }
+
+  /// Whether some query of a tile doesn't see all keys.
+  CUTE_DEVICE bool is_masked(QueryCursor const& at) const {
+    KeyTile const& tile = place();
+    return at.tile * C.tile_m < tile.all_begin || (at.tile + 1) * C.tile_m > tile.all_end;
+  }
+
+  /// P^T of a chunk, in pairs. `query_begin`: of the chunk.
+  template <bool Masked, class Types>
+  CUTE_DEVICE void exponentiate(typename Types::Scores const& scores, typename Types::Probabilities& probabilities,
+                                uint32_t terms, int query_begin) const {
+    using namespace cute;
+    auto rows = by_row(scores);
+    auto pairs = pairs_by_row<Types>(probabilities);
+    float const scale_log2 = params.scale * kLog2e;
+    VisibleQueries seen[2 * T::kRowSteps];
+    if constexpr (Masked) {
+      int const first = query_begin + lane_id() % 4 * 2;
+      CUTE_UNROLL
+      for (int row = 0; row < 2 * T::kRowSteps; ++row) {
+        int const key = place().key_begin + warp * C.keys_per_warp() + accumulator_row(row, lane_id());
+        seen[row] = visible_queries(params, place().sequence, key);
+        seen[row].begin -= first, seen[row].end -= first;
+      }
+    }
+    CUTE_UNROLL
+    for (int pair = 0; pair < Types::kQueries / 8; ++pair) {
+      float2 const lse = terms_at(terms, pair);
+      CUTE_UNROLL
+      for (int row = 0; row < 2 * T::kRowSteps; ++row) {
+        float p0 = exp2_approx(fmaf(rows(row, 2 * pair), scale_log2, -lse.x));
+        float p1 = exp2_approx(fmaf(rows(row, 2 * pair + 1), scale_log2, -lse.y));
+        if constexpr (Masked) {
+          if (!seen[row].sees(8 * pair)) p0 = 0.f;
+          if (!seen[row].sees(8 * pair + 1)) p1 = 0.f;
+        }
+        pairs(row, pair) = pack<typename T::Element>(p0, p1);
+      }
+    }
+  }
+
+  template <class Types>
+  CUTE_DEVICE void exponentiate(bool masked, typename Types::Scores const& scores,
+                                typename Types::Probabilities& probabilities, uint32_t terms, int query_begin) const {
+    if (masked) {
+      exponentiate<true, Types>(scores, probabilities, terms, query_begin);
+    } else {
+      exponentiate<false, Types>(scores, probabilities, terms, query_begin);
+    }
+  }
+
+  /// Where dP begins: -D.
+  template <class Types>
+  CUTE_DEVICE void start_with_terms(typename Types::Scores& scores, uint32_t terms) const {
+    auto rows = by_row(scores);
+    CUTE_UNROLL
+    for (int pair = 0; pair < Types::kQueries / 8; ++pair) {
+      float2 const term = terms_at(terms, pair);
+      CUTE_UNROLL
+      for (int row = 0; row < 2 * T::kRowSteps; ++row) {
+        rows(row, 2 * pair) = -term.x;
+        rows(row, 2 * pair + 1) = -term.y;
+      }
+    }
+  }
+
+  /// P -> dS = P (dP - D).
+  template <class Types>
+  CUTE_DEVICE static void differentiate(typename Types::Probabilities& probabilities,
+                                        typename Types::Scores const& scores) {
+    auto rows = by_row(scores);
+    auto pairs = pairs_by_row<Types>(probabilities);
+    CUTE_UNROLL
+    for (int pair = 0; pair < Types::kQueries / 8; ++pair) {
+      CUTE_UNROLL
+      for (int row = 0; row < 2 * T::kRowSteps; ++row) {
+        float2 const p = unpack<typename T::Element>(pairs(row, pair));
+        pairs(row, pair) = pack<typename T::Element>(p.x * rows(row, 2 * pair), p.y * rows(row, 2 * pair + 1));
+      }
+    }
+  }
+
+  /// dS^T to [key, query], queries 16 * column_step and on.
+  template <class Types>
+  CUTE_DEVICE void store_scores(int column_step, typename Types::Probabilities& factors) const {
+    auto pairs = pairs_by_row<Types>(factors);
+    CUTE_UNROLL
+    for (int row = 0; row < 2 * T::kRowSteps; ++row) {
+      CUTE_UNROLL
+      for (int pair = 0; pair < Types::kQueries / 8; ++pair) {
+        // A step of 8 columns flips a bit of the chunk number, one of 8 rows leaves the swizzle as it is.
+        uint32_t const piece = ScoresTile::piece(scores_lane ^ (pair % 2 * 16), row / 2, column_step + pair / 2);
+        uint32_t const rows_before = (warp * C.keys_per_warp() + row % 2 * 8) * ScoresTile::P::kRowBytes;
+        *reinterpret_cast<uint32_t*>(smem + Layout::kScores + rows_before + piece) = pairs(row, pair);
+      }
+    }
+  }
+
+  // ---- dQ
+
+  /// Of the unit that begins with query `row` of a tile. read() is called when nothing is read of dS any more.
+  template <class Read>
+  CUTE_DEVICE void add_query_gradient(QueryCursor const& at, int row, Read const& read) const {
+    using namespace cute;
+    typename Q::Gradient dq;
+    clear(dq);
+    int const row_begin = Q::row_begin(warp), column_begin = Q::column_begin(warp);
+    add_product<Q, C.tile_n / 16, Q::kColumns / 16>(
+        [&](int step, auto&& ds) FMHA_INLINE {
+          CUTE_UNROLL
+          for (int m = 0; m < Q::kRowSteps; ++m) {
+            load_piece<ScoresTile, true>(smem, Layout::kScores, scores_columns_first, step, (row + row_begin) / 16 + m,
+                                         ds(_, m));
+          }
+        },
+        [&](int step, int n, auto&& k)
+            FMHA_INLINE { load_piece<KTile, true>(smem, 0, rows_first, step, column_begin / 16 + n, k); },
+        dq);
+    read();
+    float* const to = place().sums + tile_number(at) * (C.tile_m * C.head_dim) +
+                      sum_offset(C.head_dim, row + row_begin, column_begin);
+    CUTE_UNROLL
+    for (int m = 0; m < Q::kRowSteps; ++m) {
+      CUTE_UNROLL
+      for (int n = 0; n < Q::kColumns / 8; ++n) {
+        auto const piece = dq(_, m, n);
+        add_to_sums(to + sum_offset(C.head_dim, 16 * m, 8 * n), lane_id(), piece(0), piece(1), piece(2), piece(3));
+      }
+    }
+  }
+};
+
+}  // namespace cutlass_fmha

@@ -1,0 +1,106 @@
+// What stands before and after the backward's main kernel: what it wants of each query row, with dQ's sums at zero, and
+// what becomes of these.
+#pragma once
+
+#include "../helpers/elements.cuh"
+#include "layout.cuh"
+
+namespace cutlass_fmha {
+
+/// Some query rows of a head: block `number` of those that have so many `rows` each.
+struct QueryRows {
+  int head, begin;
+  Sequence sequence;
+
+  __device__ QueryRows(BackwardParams const& p, int rows, int number) {
+    int const blocks = ceil_div(p.seqlen_q, rows), sequence_head = number / blocks;
+    int const batch = sequence_head / p.num_heads;
+    head = sequence_head - batch * p.num_heads;
+    begin = (number - sequence_head * blocks) * rows;
+    sequence = sequence_at(p, batch);
+  }
+  /// Where row `row` of the sequence stands.
+  __device__ int64_t offset(Strides const& stride, int row) const {
+    return sequence.entry_q * stride.batch + head * stride.head + int64_t(sequence.first_q + row) * stride.seqlen;
+  }
+  /// Of a query tile of the sequence, in the workspace.
+  __device__ int64_t tile_number(BackwardParams const& p, int tile) const {
+    return head * p.head_tiles + first_query_tile(p, sequence, p.tile_m) + tile;
+  }
+};
+
+/// The sum of eight products.
+template <class T>
+__device__ float dot(Chunk<T, 8> const& a, Chunk<T, 8> const& b) {
+  float x[8], y[8], sum = 0.f;
+  a.read(x);
+  b.read(y);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) sum = fmaf(x[i], y[i], sum);
+  return sum;
+}
+
+/// A block has a tile of queries.
+template <class T>
+__device__ void backward_before(BackwardParams const& p) {
+  constexpr int kLanes = 8;  // of a row
+  QueryRows const rows(p, p.tile_m, blockIdx.x);
+  Sequence const& s = rows.sequence;
+  if (rows.begin >= s.rows_q) return;
+  int64_t const tile = rows.tile_number(p, rows.begin / p.tile_m);
+  auto* const sums = reinterpret_cast<float4*>(p.dq_sums + tile * p.tile_m * p.row_dim);
+  for (int i = threadIdx.x; i < p.tile_m * p.row_dim / 4; i += kHelperThreads) sums[i] = {0.f, 0.f, 0.f, 0.f};
+  float* const terms = p.row_terms + tile * 2 * p.tile_m;
+  int const lane = threadIdx.x % kLanes;
+  for (int row = threadIdx.x / kLanes; row < p.tile_m; row += kHelperThreads / kLanes) {
+    int const query = rows.begin + row;
+    float lse = INFINITY, sum = 0.f;
+    if (query < s.queries) {
+      auto const* const o = static_cast<T const*>(p.o) + rows.offset(p.o_stride, query);
+      auto const* const dout = static_cast<T const*>(p.dout) + rows.offset(p.dout_stride, query);
+      for (int at = lane * 8; at < p.head_dim_v; at += kLanes * 8) {
+        sum += dot(Chunk<T, 8>::load(o + at), Chunk<T, 8>::load(dout + at));
+      }
+      int64_t const place = s.batch * p.lse_batch_stride + rows.head * p.lse_head_stride + s.first_q + query;
+      lse = p.lse[place] * kLog2e;
+      if (lse == -INFINITY) lse = INFINITY;
+      if (p.dlse != nullptr && lane == 0 && lse != INFINITY) sum -= p.dlse[place];
+    }
+#pragma unroll
+    for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+    if (lane == 0) {
+      terms[row] = lse;
+      terms[p.tile_m + row] = sum;
+    }
+  }
+}
+
+/// A block has kRowsAfter queries.
+template <class T>
+__device__ void backward_after(BackwardParams const& p) {
+  constexpr int kMaxDim = 256, kPadding = 8;
+  __shared__ __align__(16) T staged[kRowsAfter][kMaxDim + kPadding];
+  QueryRows const rows(p, kRowsAfter, blockIdx.x);
+  Sequence const& s = rows.sequence;
+  if (rows.begin >= s.rows_q) return;
+  int const tile = rows.begin / p.tile_m, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  float const* const sums = p.dq_sums + rows.tile_number(p, tile) * p.tile_m * p.row_dim;
+  for (int column = 8 * warp; column < p.head_dim; column += 8 * (kHelperThreads / 32)) {
+    float4 const x = read_sums(sums + sum_offset(p.row_dim, rows.begin - tile * p.tile_m, column), lane);
+    int const row = lane / 4, at = column + lane % 4 * 2;
+    staged[row][at] = rounded<T>(x.x * p.scale);
+    staged[row][at + 1] = rounded<T>(x.y * p.scale);
+    staged[row + 8][at] = rounded<T>(x.z * p.scale);
+    staged[row + 8][at + 1] = rounded<T>(x.w * p.scale);
+  }
+  __syncthreads();
+  int const chunks = p.head_dim / 8;
+  for (int i = threadIdx.x; i < kRowsAfter * chunks; i += kHelperThreads) {
+    int const row = i / chunks, column = i % chunks * 8;
+    if (rows.begin + row >= s.rows_q) break;
+    Chunk<T, 8>::load(&staged[row][column])
+        .store(static_cast<T*>(p.dq) + rows.offset(p.dq_stride, rows.begin + row) + column);
+  }
+}
+
+}  // namespace cutlass_fmha

@@ -1,0 +1,191 @@
+// The walk of walk.cuh with the work of a pair of warps divided between two groups: A has S, P and dV of its keys and
+// all of dQ, B has dP, dS and dK. A warp keeps one gradient instead of two, so that it owns twice as many keys, and
+// each B fragment from shared memory feeds twice as many mma.
+//
+// Units of half a tile are handed over: P by a warp of A to its partner in B, in registers' order, at the place where
+// dS of the same scores comes afterwards; dS by all of B to dQ, which A computes a unit late. B asks for tiles: it has
+// less to do.
+#pragma once
+
+#include "parts.cuh"
+
+namespace cutlass_fmha {
+
+template <BackwardConfig C>
+struct TwoGroupWalk : BackwardParts<C> {
+  using Parts = BackwardParts<C>;
+  using typename Parts::DoutTile;
+  using typename Parts::Gradient;
+  using typename Parts::Layout;
+  using typename Parts::QTile;
+  using typename Parts::ScoresTile;
+  using typename Parts::Values;
+  using Barriers = TwoGroupBarriers;
+  using Parts::barriers, Parts::params, Parts::place, Parts::smem, Parts::warp;
+  using Unit = typename Parts::template Types<C.unit()>;
+  using Chunk = typename Parts::template Types<C.chunk>;
+  static constexpr int kThreads = C.threads() / 2;  ///< of a group
+  static constexpr int kUnit = C.unit();
+  static constexpr int kDoutUnit = Layout::kDoutTile / 2;
+  static_assert(C.warps == 8);
+
+  int const steps;                    ///< of all heads
+  TilePipeline<2> const q_pipe;       ///< tiles; what A has read, B has, which gets its P afterwards
+  TilePipeline<2> const dout_pipe;    ///< units
+  TilePipeline<2> const scores_pipe;  ///< units: P on its way from A to B, dS from B to A
+
+  CUTE_DEVICE TwoGroupWalk(BackwardParams const& p, char* smem, int steps, int warp)
+      : Parts(p, smem, warp),
+        steps(steps),
+        q_pipe{barriers() + Barriers::kQ},
+        dout_pipe{barriers() + Barriers::kDout},
+        scores_pipe{barriers() + Barriers::kScores} {}
+
+  /// Brings the block's keys; returns V of this warp's.
+  CUTE_DEVICE void start(Values& values) const {
+    if (threadIdx.x == 0) {
+      q_pipe.init(kThreads, kThreads);
+      dout_pipe.init(kThreads, C.threads());
+      scores_pipe.init(kThreads, kThreads);
+      for (int i = 0; i < 8; ++i) mbarrier_init(barriers() + Barriers::kProbabilities + 8 * i, 32);
+    }
+    this->load_keys(params.k, params.k_stride, 0, params.head_dim);
+    this->load_keys(params.v, params.v_stride, Layout::kV, params.head_dim_v);
+    cute::cp_async_wait<0>();
+    __syncthreads();
+    this->keep_values(values);
+    __syncthreads();  // where V stood, Q comes
+  }
+
+  /// Group A: dV, and what the block adds to dQ.
+  CUTE_DEVICE void run_a(Gradient& dv) const {
+    QueryCursor at{place().walk.first, 0}, before = at;
+    CUTE_NO_UNROLL
+    for (int step = 0; step < steps; ++step) {
+      bool const masked = this->is_masked(at);
+      uint32_t const q_tile = Layout::kQ + q_pipe.stage(step) * Layout::kQTile;
+      uint32_t const terms = Layout::kRowTerms + q_pipe.stage(step) * Layout::kTerms;
+      q_pipe.consumer_wait(step);
+      CUTE_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        int const unit = 2 * step + half;
+        typename Unit::Scores scores;
+        typename Unit::Probabilities probabilities;
+        cute::clear(scores);
+        this->template add_scores<QTile, Unit>([&](int i, auto&& k) FMHA_INLINE { this->read_keys(0, i, k); }, q_tile,
+                                               half * kUnit / 16, scores);
+        this->template exponentiate<Unit>(masked, scores, probabilities, terms + half * kUnit * 4,
+                                          at.tile * C.tile_m + half * kUnit);
+        scores_pipe.producer_acquire(unit);
+        hand_over(half, probabilities);
+        mbarrier_arrive(probabilities_barrier(half));
+        dout_pipe.consumer_wait(unit);
+        this->template add_queries<DoutTile, Unit>(probabilities, Layout::kDout + half * kDoutUnit, 0, dv);
+        dout_pipe.consumer_release(unit);
+        if (unit > 0) finish(unit - 1, half == 0 ? before : at);
+      }
+      before = at;
+      at = at.next(place().walk);
+    }
+    finish(2 * steps - 1, before);
+  }
+
+  /// Group B: dK.
+  CUTE_DEVICE void run_b(Values const& values, Gradient& dk) const {
+    QueryCursor at{place().walk.first, 0};
+    load_q(0, at);
+    load_dout(0, at);
+    load_dout(1, at);
+    if (steps > 1) load_q(1, at.next(place().walk));
+    CUTE_NO_UNROLL
+    for (int step = 0; step < steps; ++step) {
+      uint32_t const q_tile = Layout::kQ + q_pipe.stage(step) * Layout::kQTile;
+      uint32_t const terms = Layout::kRowTerms + q_pipe.stage(step) * Layout::kTerms;
+      at = at.next(place().walk);
+      q_pipe.consumer_wait(step);
+      CUTE_UNROLL
+      for (int begin = 0; begin < C.tile_m; begin += C.chunk) {
+        int const half = begin / kUnit, unit = 2 * step + half, row = begin % kUnit;
+        bool const first = row == 0, last = row + C.chunk == kUnit;
+        typename Chunk::Scores scores;
+        typename Chunk::Probabilities probabilities;
+        if (first) dout_pipe.consumer_wait(unit);
+        this->template start_with_terms<Chunk>(scores, terms + (C.tile_m + begin) * 4);
+        this->template add_scores<DoutTile, Chunk>([&](int i, auto&& v)
+                                                       FMHA_INLINE { cute::copy(values(cute::_, cute::_, i), v); },
+                                                   Layout::kDout + half * kDoutUnit, row / 16, scores);
+        if (last) dout_pipe.consumer_release(unit);
+        if (first) mbarrier_wait(probabilities_barrier(half), step & 1);
+        take_over(begin / 16, probabilities);
+        this->template differentiate<Chunk>(probabilities, scores);
+        __syncwarp();  // all lanes have their P: dS may take its place
+        this->template store_scores<Chunk>(begin / 16, probabilities);
+        if (last) scores_pipe.producer_commit(unit);
+        if (last && step + 1 < steps && half == 1) load_dout(unit + 1, at);
+        this->template add_queries<QTile, Chunk>(probabilities, q_tile, begin / 16, dk);
+      }
+      q_pipe.consumer_release(step);
+      if (step + 1 < steps) load_dout(2 * step + 3, at);
+      if (step + 2 < steps) load_q(step + 2, at.next(place().walk));
+    }
+  }
+
+ private:
+  CUTE_DEVICE uint32_t probabilities_barrier(int half) const {
+    return barriers() + Barriers::kProbabilities + 8 * (2 * warp + half);
+  }
+  /// dQ of a unit, whose tile is `at`.
+  CUTE_DEVICE void finish(int unit, QueryCursor const& at) const {
+    scores_pipe.consumer_wait(unit);
+    // Where it lies in its tile is known to the compiler by who calls.
+    if (unit % 2 == 0) {
+      this->add_query_gradient(at, 0, [&] { scores_pipe.consumer_release(unit); });
+    } else {
+      this->add_query_gradient(at, kUnit, [&] { scores_pipe.consumer_release(unit); });
+    }
+  }
+
+  /// Where a lane's four words of an operand stand, 16 bytes in the 16 keys x 16 queries that they belong to.
+  CUTE_DEVICE uint4* operand_at(int m, int column_step) const {
+    uint32_t const lane = ScoresTile::lane_offset(MatrixLane::rows_first(lane_id()));
+    return reinterpret_cast<uint4*>(smem + Layout::kScores + warp * C.keys_per_warp() * ScoresTile::P::kRowBytes +
+                                    ScoresTile::piece(lane, m, column_step));
+  }
+  CUTE_DEVICE void hand_over(int half, typename Unit::Probabilities& probabilities) const {
+    CUTE_UNROLL
+    for (int step = 0; step < Unit::kKeySteps; ++step) {
+      CUTE_UNROLL
+      for (int m = 0; m < Unit::kRowSteps; ++m) {
+        auto const words = cute::recast<uint32_t>(probabilities(cute::_, m, step));
+        *operand_at(m, half * Unit::kKeySteps + step) = {words(0), words(1), words(2), words(3)};
+      }
+    }
+  }
+  CUTE_DEVICE void take_over(int column_step, typename Chunk::Probabilities& probabilities) const {
+    CUTE_UNROLL
+    for (int step = 0; step < Chunk::kKeySteps; ++step) {
+      CUTE_UNROLL
+      for (int m = 0; m < Chunk::kRowSteps; ++m) {
+        uint4 const from = *operand_at(m, column_step + step);
+        auto words = cute::recast<uint32_t>(probabilities(cute::_, m, step));
+        words(0) = from.x, words(1) = from.y, words(2) = from.z, words(3) = from.w;
+      }
+    }
+  }
+
+  CUTE_DEVICE void load_q(int step, QueryCursor const& at) const {
+    q_pipe.producer_acquire(step);
+    this->template load_queries<C.tile_m, kThreads>(place().q, params.q_stride, at, 0,
+                                                    Layout::kQ + q_pipe.stage(step) * Layout::kQTile, params.head_dim);
+    this->template load_terms<kThreads>(at, Layout::kRowTerms + q_pipe.stage(step) * Layout::kTerms);
+    q_pipe.producer_commit_cp_async(step);
+  }
+  CUTE_DEVICE void load_dout(int unit, QueryCursor const& at) const {
+    dout_pipe.producer_acquire(unit);
+    this->template load_queries<kUnit, kThreads>(place().dout, params.dout_stride, at, unit % 2 * kUnit,
+                                                 Layout::kDout + unit % 2 * kDoutUnit, params.head_dim_v);
+    dout_pipe.producer_commit_cp_async(unit);
+  }
+};
+
+}  // namespace cutlass_fmha

@@ -1,0 +1,120 @@
+// One thread block's walk over the queries that see its keys, with warp-level mma (m16n8k16).
+//
+// Each warp owns some keys: V in registers, dK and dV too. A step takes tile_m queries, `chunk` of them at a time:
+// S^T = K Q^T becomes P^T, dP^T = V dO^T becomes dS^T, and both are operands of dV and dK without leaving registers. dS
+// also goes to shared memory, where all warps meet: dQ += dS K is a product over all keys of the block.
+#pragma once
+
+#include "parts.cuh"
+
+namespace cutlass_fmha {
+
+template <BackwardConfig C>
+struct BackwardWalk : BackwardParts<C> {
+  using Parts = BackwardParts<C>;
+  using T = typename Parts::template Types<C.chunk>;
+  using typename Parts::Gradient;
+  using typename Parts::Layout;
+  using typename Parts::QTile;
+  using typename Parts::Values;
+  using Barriers = OneGroupBarriers;
+  using Parts::barriers, Parts::params, Parts::place, Parts::smem, Parts::warp;
+  static constexpr int kChunks = C.tile_m / C.chunk;
+  // What ptxas spills unless a step finds it anew: what is known of the walk, and where lanes read. With it, others
+  // spill.
+  static constexpr bool kReadsWalk = C.arch != 120 || C.head_dim != 128;
+  static constexpr bool kFindsLanes = (C.arch == 120) != (C.head_dim == 128);
+
+  QueryWalk const walk;
+  int const steps;  ///< of all heads
+  TilePipeline<2> const q_pipe;
+  TilePipeline<1> const dout_pipe, scores_pipe;
+
+  CUTE_DEVICE BackwardWalk(BackwardParams const& p, char* smem, int steps, int warp)
+      : Parts(p, smem, warp),
+        walk(place().walk),
+        steps(steps),
+        q_pipe{barriers() + Barriers::kQ},
+        dout_pipe{barriers() + Barriers::kDout},
+        scores_pipe{barriers() + Barriers::kScores} {}
+
+  /// The sums of all that the block's queries say of dK, without the scale, and dV.
+  CUTE_DEVICE void run(Gradient& dk, Gradient& dv) {
+    if (threadIdx.x == 0) {
+      q_pipe.init(C.threads(), C.threads());
+      dout_pipe.init(C.threads(), C.threads());
+      scores_pipe.init(C.threads(), C.threads());
+    }
+    QueryCursor at{walk.first, 0};
+    this->load_keys(params.k, params.k_stride, 0, params.head_dim);
+    this->load_keys(params.v, params.v_stride, Layout::kV, params.head_dim_v);
+    cute::cp_async_fence();
+    __syncthreads();  // the barriers exist
+    load_q(0, at);
+    cute::cp_async_wait<0>();
+    __syncthreads();
+    Values values;
+    this->keep_values(values);
+    __syncthreads();  // where V stood, dO comes
+    load_dout(0, at);
+    CUTE_NO_UNROLL
+    for (int step = 0; step < all_steps(); ++step) {
+      if constexpr (kFindsLanes) this->find_lanes();
+      bool const masked = this->is_masked(at);
+      q_pipe.consumer_wait(step);
+      uint32_t const q_tile = Layout::kQ + q_pipe.stage(step) * Layout::kQTile;
+      uint32_t const terms = Layout::kRowTerms + q_pipe.stage(step) * Layout::kTerms;
+      CUTE_UNROLL
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        typename T::Scores scores;
+        typename T::Probabilities probabilities;
+        int const begin = chunk * C.chunk;
+        cute::clear(scores);
+        this->template add_scores<QTile, T>([&](int i, auto&& k) FMHA_INLINE { this->read_keys(0, i, k); }, q_tile,
+                                            begin / 16, scores);
+        this->template exponentiate<T>(masked, scores, probabilities, terms + begin * 4, at.tile * C.tile_m + begin);
+        if (chunk == 0) dout_pipe.consumer_wait(step);
+        this->template start_with_terms<T>(scores, terms + (C.tile_m + begin) * 4);
+        this->template add_scores<QTile, T>([&](int i, auto&& v)
+                                                FMHA_INLINE { cute::copy(values(cute::_, cute::_, i), v); },
+                                            Layout::kDout, begin / 16, scores);
+        this->template add_queries<QTile, T>(probabilities, Layout::kDout, begin / 16, dv);
+        this->template differentiate<T>(probabilities, scores);
+        if (chunk == 0) scores_pipe.producer_acquire(step);
+        this->template store_scores<T>(begin / 16, probabilities);
+        if (chunk == kChunks - 1) {
+          scores_pipe.producer_commit(step);
+          dout_pipe.consumer_release(step);
+        }
+        if (chunk == 0 && step + 1 < all_steps()) load_q(step + 1, next(at));
+        this->template add_queries<QTile, T>(probabilities, q_tile, begin / 16, dk);
+      }
+      q_pipe.consumer_release(step);
+      scores_pipe.consumer_wait(step);
+      if (step + 1 < all_steps()) load_dout(step + 1, next(at));
+      this->add_query_gradient(at, 0, [&] { scores_pipe.consumer_release(step); });
+      at = next(at);
+    }
+  }
+
+ private:
+  CUTE_DEVICE int all_steps() const { return kReadsWalk ? place().steps : steps; }
+  CUTE_DEVICE QueryCursor next(QueryCursor const& at) const { return at.next(kReadsWalk ? place().walk : walk); }
+
+  /// Q and the terms of its rows, for a step.
+  CUTE_DEVICE void load_q(int step, QueryCursor const& at) const {
+    q_pipe.producer_acquire(step);
+    this->template load_queries<C.tile_m, C.threads()>(
+        place().q, params.q_stride, at, 0, Layout::kQ + q_pipe.stage(step) * Layout::kQTile, params.head_dim);
+    this->template load_terms<C.threads()>(at, Layout::kRowTerms + q_pipe.stage(step) * Layout::kTerms);
+    q_pipe.producer_commit_cp_async(step);
+  }
+  CUTE_DEVICE void load_dout(int step, QueryCursor const& at) const {
+    dout_pipe.producer_acquire(step);
+    this->template load_queries<C.tile_m, C.threads()>(place().dout, params.dout_stride, at, 0, Layout::kDout,
+                                                       params.head_dim_v);
+    dout_pipe.producer_commit_cp_async(step);
+  }
+};
+
+}  // namespace cutlass_fmha
