@@ -21,7 +21,8 @@ class Row:
         the same where scores are capped, get ALiBi's distances, or are dropped; ``"scored"`` and
         ``"few_query_scored"``, for every mask, score and shape;
         ``"wide"``, for float32 and head dims above 256. Beside it: ``"combine"`` (of split keys), ``"merge_tail"`` (of
-        a plain row's tail), ``"merge"`` (of states), ``"append"`` (to caches), ``"rotary"``.
+        a plain row's tail), ``"merge"`` (of states), ``"append"`` (to caches), ``"rotary"``; ``"backward"``, with
+        ``"backward_before"`` and ``"backward_after"``, for gradients.
         """
     @property
     def arch(self) -> int:
@@ -87,6 +88,15 @@ class Row:
     def copy(self) -> str:
         """``"cp_async_16"``, ``"element"``, ``"tma"`` or ``"ldg_16"``."""
 
+    # Of those that compute gradients, whose tile_n is the keys of a thread block and tile_m the queries of a step:
+
+    @property
+    def chunk(self) -> int:
+        """Queries whose scores a warp holds at a time."""
+    @property
+    def groups(self) -> bool:
+        """Whether two groups of warps divide the products."""
+
     # Of wide ones:
 
     @property
@@ -112,6 +122,9 @@ class DeviceProperties:
 
 def rows() -> list[Row]:
     """Every row of attention in this build, in the manifest's order; empty when it was built without CUDA."""
+
+def backward_rows() -> list[Row]:
+    """Every row that computes gradients, numbered among those of attention."""
 
 def helpers() -> list[Row]:
     """The rows beside attention, whose numbers follow."""
@@ -206,6 +219,24 @@ class AttentionParams:
     tail_parts: int
     tail_first: int
     tail_rest: int
+
+class BackwardParams(AttentionParams):
+    """What a launch of a backward is asked: src/backward/params.h."""
+
+    def __init__(self, forward: AttentionParams) -> None: ...
+    def workspace_floats(self, tile_m: int, row_dim: int) -> int:
+        """Of a row with such a tile and head dim."""
+
+    dout: int
+    dlse: int
+    dq: int
+    dk: int
+    dv: int
+    workspace: int
+    dout_stride: tuple[int, int, int]
+    dq_stride: tuple[int, int, int]
+    dk_stride: tuple[int, int, int]
+    dv_stride: tuple[int, int, int]
 
 class CombineParams:
     """The parts of split keys become one output, as a scored row with splits does by itself: src/helpers/params.h."""
@@ -340,7 +371,7 @@ def launch(
 
 def run(
     row: int,
-    params: AttentionParams | CombineParams | MergeParams | RotaryParams | AppendParams,
+    params: AttentionParams | BackwardParams | CombineParams | MergeParams | RotaryParams | AppendParams,
     device: int,
     stream: int,
 ) -> None:

@@ -75,6 +75,8 @@ CALLS: dict[str, Callable[[dict[str, Tensor]], Any]] = {
         t["q"], t["k"], t["v"], 0.3, "none", True, None, bias=t["bias"], alibi_slopes=t["slopes"]
     ),
 }  # fmt: skip
+#: Those that autograd knows a gradient of.
+DIFFERENTIABLE = ("plain", "flash", "packed", "other head_dim_v", "sdpa broadcast", "forward")
 every_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 
 
@@ -172,9 +174,15 @@ def test_no_cast_outlives_what_it_was_made_of(cache_enabled: bool):
 
 
 @every_call
-def test_a_gradient_is_refused_all_the_same(call: Callable[..., Any]):
-    with cpu(), pytest.raises(NotImplementedError, match="no backward"):
-        call({name: x.requires_grad_() if name == "k" else x for name, x in drawn().items()})
+def test_a_gradient_is_kept_or_refused_all_the_same(call: Callable[..., Any]):
+    given = {name: x.requires_grad_() if name == "k" else x for name, x in drawn().items()}
+    with cpu():
+        if call in map(CALLS.get, DIFFERENTIABLE):
+            found = call(given)
+            assert (found if isinstance(found, Tensor) else found[0]).requires_grad
+            return
+        with pytest.raises(NotImplementedError, match="no backward yet"):
+            call(given)
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16, F32, F64])

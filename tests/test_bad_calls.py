@@ -246,7 +246,7 @@ REFUSED: Refusals = {
     ("attention", NotImplementedError): [
         ({"q": JAGGED, "k": JAGGED, "v": JAGGED}, "q is a nested tensor"),
         ({"q": NESTED, "layout": "bhsd", "softcap": 1.0}, "q is a nested tensor"),
-        ({"q": Q.clone().requires_grad_()}, "no backward yet"),
+        ({"q": Q.clone().requires_grad_(), "softcap": 3.0}, "no backward yet"),
         ({"sinks": torch.ones(4, requires_grad=True)}, "no backward yet"),
     ],
     ("forward", NotImplementedError): [({"key": QUANTIZED}, "key is quant")],

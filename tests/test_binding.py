@@ -39,10 +39,12 @@ def manifest_names(architectures: list[int]) -> list[str]:
     """Names of the rows that src/rows.cmake asks for, in its order, read independently of CMake."""
     names = []
     for line in (ROOT / "src" / "rows.cmake").read_text().splitlines():
-        if match := re.match(r"fmha_(ranged|score_mod|scored|wide)\((.*)\)", line):
+        if match := re.match(r"fmha_(ranged|score_mod|scored|wide|backward)\((.*)\)", line):
             words = match[2].replace('"', "").split()
             if match[1] == "wide":
                 names += wide_names(words, architectures)
+            elif match[1] == "backward":
+                names += backward_names(words, architectures)
             else:
                 names += feature_names(match[1], words, architectures)
             continue
@@ -80,17 +82,27 @@ def wide_names(words: list[str], architectures: list[int]) -> list[str]:
     ]
 
 
+def backward_names(words: list[str], architectures: list[int]) -> list[str]:
+    archs, dtypes, head_dim, m, n, warps, _, groups = words
+    return [
+        f"bwd_sm{arch}_{dtype}_d{head_dim}_m{m}n{n}w{warps}" + ("_groups" if groups == "true" else "")
+        for arch in named(archs, architectures)
+        for dtype in dtypes.split(";")
+    ]
+
+
 def test_the_build_holds_the_manifests_rows_for_its_architectures():
     architectures = _C.build_info()["architectures"]
     assert isinstance(architectures, list)
-    names = [row.name for row in ROWS]
+    table = (*ROWS, *_C.backward_rows())
+    names = [row.name for row in table]
     assert len(set(names)) == len(names)
     in_subset = resources.manifest_rows()
     assert list(in_subset) == manifest_names([89, 90, 120])
     subset = str(_C.build_info()["source_hash"]).endswith("+subset")
     assert names == [name for name in manifest_names(architectures) if in_subset[name] or not subset]
     assert bool(names) == WITH_CUDA
-    assert [row.index for row in (*ROWS, *_C.helpers())] == list(range(len(names) + len(_C.helpers())))
+    assert [row.index for row in (*table, *_C.helpers())] == list(range(len(names) + len(_C.helpers())))
 
 
 def test_every_architecture_has_every_dtype_and_head_dim_aligned_and_not():

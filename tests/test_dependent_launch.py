@@ -93,7 +93,7 @@ def test_the_few_query_rows_of_architectures_that_can_overlap_do():
 
 
 def test_of_the_others_decoding_rows_and_what_follows_them_overlap():
-    rows = [row for row in (*_C.rows(), *_C.helpers()) if row.family != "few_query"]
+    rows = [row for row in (*_C.rows(), *_C.backward_rows(), *_C.helpers()) if row.family != "few_query"]
     can = {row.name for row in rows if row.family in ("few_query_scored", "combine") and row.arch >= 90}
     assert can == {row.name for row in rows if row.dependent_launch}
 

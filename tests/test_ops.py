@@ -27,9 +27,6 @@ forward = torch.ops.cutlass_fmha.forward
 F16 = torch.float16
 
 
-NO_BACKWARD = "cutlass_fmha has no backward yet"
-
-
 def call(q, k, v):
     return forward(q, k, v, 0.3, "none", False, None)[0]
 
@@ -37,19 +34,16 @@ def call(q, k, v):
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_call_never_drops_a_gradient(backend: str):
     torch._dynamo.reset()
-    q, k, v = qkv()
+    q, k, v = (x.float() for x in qkv())
     compiled = torch.compile(lambda q, k, v: cutlass_fmha.attention(q * 2, k, v), backend=backend)
-    with pytest.raises(NotImplementedError, match=NO_BACKWARD):
-        compiled(q.clone().requires_grad_(), k, v)
-    with pytest.raises(Exception, match="NotImplementedError"):
-        torch.compile(call, backend=backend, fullgraph=True)(q.clone().requires_grad_(), k, v)
-    # What was compiled without gradients is not reused with them.
-    torch._dynamo.reset()
-    compiled(q, k, v)
-    with pytest.raises(NotImplementedError, match=NO_BACKWARD):
-        compiled(q.clone().requires_grad_(), k, v)
+    compiled(q, k, v)  # is not reused where a gradient is wanted
+    wanted = q.clone().requires_grad_()
+    compiled(wanted, k, v).sum().backward()
+    other = q.clone().requires_grad_()
+    cutlass_fmha.attention(other * 2, k, v).sum().backward()
+    torch.testing.assert_close(wanted.grad, other.grad)
     with torch.no_grad():
-        compiled(q.clone().requires_grad_(), k, v)
+        compiled(wanted, k, v)
 
 
 # ---- compiling ---------------------------------------------------------------------------------------------
@@ -218,7 +212,7 @@ def test_a_torch_without_a_private_name_serves_every_call(name: str, cuda_like, 
     monkeypatch.setattr(dispatcher, "Tensor", torch.Tensor)  # the calls below are real ones
     q, k, v = qkv(heads_kv=4)
     oracle.assert_close(cutlass_fmha.attention(q, k, v, causal="top-left"), q, k, v, causal="top-left")
-    with pytest.raises(NotImplementedError, match=NO_BACKWARD):
+    with pytest.raises(NotImplementedError, match="no backward yet"):
         cutlass_fmha.attention(q, k.clone().requires_grad_(), v, softcap=1.0)
     lengths = torch.tensor([3, 5], dtype=torch.int32)
     product = v * torch.ones(1, requires_grad=True)

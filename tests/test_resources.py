@@ -34,14 +34,14 @@ def pinned_nvcc() -> str:
 
 @pytest.fixture(scope="module")
 def rows() -> list[_C.Row]:
-    rows = _C.rows()
+    rows = [*_C.rows(), *_C.backward_rows()]
     assert rows, "this build has no CUDA kernels to inspect: build with CUTLASS_FMHA_CUDA=ON, as make does"
     return rows
 
 
 def made_for() -> dict[str, int]:
     """Every kernel that the build is to hold, and the architecture whose GPUs take it."""
-    return {kernel.name: kernel.arch for kernel in (*_C.rows(), *_C.helpers())}
+    return {kernel.name: kernel.arch for kernel in (*_C.rows(), *_C.backward_rows(), *_C.helpers())}
 
 
 def compiled_for(arch: int) -> int:

@@ -308,5 +308,5 @@ def test_every_kernel_has_problems_for_the_sanitizer(monkeypatch: pytest.MonkeyP
 
     for arch in (89, 90, 120):
         monkeypatch.setenv("CUTLASS_FMHA_FORCE_ARCH", str(arch))
-        rows = (*_C.rows(), *_C.helpers())
+        rows = (*_C.rows(), *_C.backward_rows(), *_C.helpers())
         assert set(small_problems.kernels()) == {row.name for row in rows if row.arch == arch}

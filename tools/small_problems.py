@@ -38,6 +38,9 @@ def kernels() -> dict[str, Callable[[], None]]:
             small = wide(row) if row.family == "wide" else features(row) if row.takes_features else plain(row)
             error = SPLIT_ERROR if row.mma == "tf32x3" else 0.0
             found[row.name] = partial(_run, row.name, getattr(torch, row.dtype), small, error)
+    for row in _C.backward_rows():
+        if row.arch == arch:
+            found[row.name] = partial(gradients, getattr(torch, row.dtype), row.head_dim)
     for helper in _C.helpers():
         if helper.arch == arch:
             found[helper.name] = partial(HELPERS[helper.family], getattr(torch, helper.dtype))
@@ -104,6 +107,19 @@ def _run(row: str | None, dtype: torch.dtype, small: list[Problem], product_erro
 
 def _there(value: Any) -> Any:
     return value.to(gpu.device()) if isinstance(value, Tensor) else value
+
+
+def gradients(dtype: torch.dtype, dim: int = 64) -> None:
+    """More than one tile of keys and of queries, ragged, by the row of a head dim. P and dS are rounded."""
+    for n_q, n_k in ((300, 700), (700, 300)):
+        q, dout = (_randn(1, n_q, 2, dim, dtype=dtype, seed=n) for n in (0, 1))
+        k, v = (_randn(1, n_k, 1, dim, dtype=dtype, seed=n) for n in (2, 3))
+        output, lse = torch.ops.cutlass_fmha.forward(q, k, v, dim**-0.5, "bottom-right", True, None)
+        given = (dout, q, k, v, output, lse, torch.ones_like(lse), dim**-0.5, "bottom-right")
+        found = torch.ops.cutlass_fmha.attend_backward(*map(_there, given))
+        for one, other in zip(found, torch.ops.cutlass_fmha.attend_backward(*given), strict=True):
+            error = (one.cpu().float() - other.float()).abs().max() / other.float().abs().max()
+            assert error <= 8 * torch.finfo(dtype).eps, f"{n_q} queries, {n_k} keys: {error:.1e}"
 
 
 # ---- the kernels beside it ---------------------------------------------------------------------------------
@@ -175,6 +191,7 @@ def append(dtype: torch.dtype) -> None:
 
 HELPERS: dict[str, Callable[[torch.dtype], None]] = {
     "combine": combine, "merge_tail": merge_tail, "merge": merge, "append": append, "rotary": rotate,
+    "backward_before": gradients, "backward_after": gradients,
 }  # fmt: skip
 
 

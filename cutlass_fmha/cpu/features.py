@@ -31,7 +31,7 @@ def attend(
     lse = torch.full(sizes.lse_shape, -math.inf, dtype=torch.float32)
     if output.numel() == 0:
         return output, lse
-    for sequence, rows in _sequences(query, key, value, scale, causal, features, sizes):
+    for sequence, rows in sequences(query, key, value, scale, causal, features, sizes):
         # Views of the sequence's rows: [rows, num_heads, head_dim_v] and [num_heads, rows].
         own_output = output[sequence.number] if sizes.total_q is None else output[rows]
         own_lse = lse[sequence.number] if sizes.total_q is None else lse[:, rows]
@@ -41,9 +41,9 @@ def attend(
     return output, lse
 
 
-def _sequences(
+def sequences(
     query: Tensor, key: Tensor, value: Tensor, scale: float, causal: str, features: Features, sizes: Sizes
-) -> Iterator[tuple[_Sequence, slice]]:
+) -> Iterator[tuple[Sequence, slice]]:
     """The sequences, and which rows of a packed query they are."""
     cu_seqlens = None if features.cu_seqlens_q is None else features.cu_seqlens_q.tolist()
     right = features.window_right
@@ -54,12 +54,12 @@ def _sequences(
         q = query[b] if cu_seqlens is None else query[rows]
         if features.seqused_q is not None:
             q = q[: int(features.seqused_q[b])]
-        k, v = _keys(key, b, features), _keys(value, b, features)
+        k, v = keys_of(key, b, features), keys_of(value, b, features)
         offset = 0 if causal == "top-left" else len(k) - len(q)
-        yield _Sequence(b, q, k, v, scale, offset, features.window_left, right, features, sizes), rows
+        yield Sequence(b, q, k, v, scale, offset, features.window_left, right, features, sizes), rows
 
 
-def _keys(tensor: Tensor, b: int, features: Features) -> Tensor:
+def keys_of(tensor: Tensor, b: int, features: Features) -> Tensor:
     """The sequence's rows of key or value: [n_k, num_heads_kv, head_dim]."""
     used = None if features.seqused_k is None else int(features.seqused_k[b])
     if features.page_table is not None:
@@ -76,7 +76,7 @@ def _keys(tensor: Tensor, b: int, features: Features) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Sequence:
+class Sequence:
     """The queries [n_q, num_heads, head_dim] and the keys [n_k, num_heads_kv, head_dim] of one sequence."""
 
     number: int

@@ -86,10 +86,19 @@ class Table:
         )
 
 
+def _table(rows: list[_C.Row]) -> Table:
+    compiled_for = _C.build_info().get("compiled_for", {})
+    assert isinstance(compiled_for, dict)
+    return Table(tuple(map(Row, rows)), tuple(compiled_for.items()))
+
+
 @functools.cache
 def this_build() -> Table:
-    """The rows of this build."""
-    info = _C.build_info()
-    compiled_for = info.get("compiled_for", {})
-    assert isinstance(compiled_for, dict)
-    return Table(tuple(map(Row, _C.rows())), tuple(compiled_for.items()))
+    """The rows of attention in this build."""
+    return _table(_C.rows())
+
+
+@functools.cache
+def backward() -> Table:
+    """The rows that compute gradients."""
+    return _table(_C.backward_rows())

@@ -40,7 +40,7 @@ def no_lse(query: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.float32, device=query.device)
 
 
-def _scale_of(scale: float, features: dict[str, Any]) -> float:
+def scale_of(scale: float, features: dict[str, Any]) -> float:
     """The scale of a call of ``attend``, whose features become those of ``Features``.
 
     ``numbers``, float64 [3] on the CPU, are scale, softcap and dropout_p in place of those: a compiled graph
@@ -68,7 +68,7 @@ def launch(
     **features: Any,
 ) -> tuple[Tensor, Tensor]:
     """What both ops are on a GPU."""
-    scale = _scale_of(scale, features)
+    scale = scale_of(scale, features)
     check_options(scale, causal)
     output, lse = plan.launch(
         query, key, value, scale, causal, return_lse, row, "bshd", check.NAMES, features
@@ -86,7 +86,7 @@ def _cpu(
     row: str | None,
     **features: Any,
 ) -> tuple[Tensor, Tensor]:
-    scale = _scale_of(scale, features)
+    scale = scale_of(scale, features)
     check_options(scale, causal)
     arguments = Features(**features)
     sizes = check_features.check_features((query, key, value), arguments)

@@ -22,9 +22,15 @@ SIMULATE = "CUTLASS_FMHA_SIMULATE"
 library = torch.library.Library("cutlass_fmha", "DEF")
 
 NO_BACKWARD = (
-    "cutlass_fmha has no backward yet, and an input of this call requires a gradient: call it under "
-    "torch.no_grad() or with detached inputs, or train with torch's scaled_dot_product_attention"
+    "cutlass_fmha has no backward yet of this op, and an input of this call requires a gradient: call it "
+    "under torch.no_grad() or with detached inputs"
 )
+NO_FORWARD_MODE = (
+    "cutlass_fmha has no backward yet in forward mode and under torch.func: use torch.autograd.grad or "
+    "Tensor.backward"
+)
+#: Ops whose gradients autograd knows: they say what happens where one may be wanted.
+DIFFERENTIABLE = ("forward", "attend", "attend_backward")
 
 
 def register(
@@ -40,7 +46,8 @@ def register(
             torch.library.register_fake(f"cutlass_fmha::{name}", implementation, lib=library)
         else:
             library.impl(name, implementation, key)
-    library.impl(name, functools.partial(_refuse_gradients, name), "Autograd", with_keyset=True)
+    if name not in DIFFERENTIABLE:
+        register_gradients(name, functools.partial(_refuse_gradients, name))
     autocast.register(library, name, casts)
 
 
@@ -49,8 +56,13 @@ def register_writes(name: str, implementation: Callable[..., Any]) -> None:
     library.impl(name, implementation, "ADInplaceOrView", with_keyset=True)
 
 
+def register_gradients(name: str, implementation: Callable[..., Any]) -> None:
+    """What autograd does for an op, called with the keyset first."""
+    library.impl(name, implementation, "Autograd", with_keyset=True)
+
+
 def _refuse_gradients(name: str, keyset: Any, *args: Any, **kwargs: Any) -> Any:
-    """Nothing here has a backward: a call whose gradient would silently be missing raises."""
+    """The op has no backward: a call whose gradient would silently be missing raises."""
     given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     if needs_gradient(*given):
         raise NotImplementedError(NO_BACKWARD)
@@ -63,6 +75,11 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
     """Whether autograd, in reverse or forward mode, would want a derivative of a call on these tensors."""
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         return True
+    return has_tangent(*tensors)
+
+
+def has_tangent(*tensors: Tensor | None) -> bool:
+    """Whether autograd is in forward mode, and has a derivative of one of these."""
     if private_torch.forward_ad._current_level < 0:
         return False
     return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)

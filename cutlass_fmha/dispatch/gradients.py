@@ -1,0 +1,62 @@
+"""Which row computes the gradients of a call."""
+
+from __future__ import annotations
+
+from cutlass_fmha.dispatch import table as tables
+from cutlass_fmha.dispatch.device import Device
+from cutlass_fmha.dispatch.families.family import (
+    Rule,
+    alignment,
+    dtype,
+    has_no,
+    head_dims,
+    made_for_device,
+    shared_memory,
+)
+from cutlass_fmha.dispatch.problem import FEATURES, Problem
+from cutlass_fmha.dispatch.table import Row, Table
+from cutlass_fmha.errors import UnsupportedError
+
+#: What a call may say beyond a causal mask and be differentiable: which keys a query sees. Names of FEATURES.
+KNOWN = frozenset({"window", "prefix", "varlen", "lengths"})
+
+
+def lacking(problem: Problem) -> tuple[str, ...]:
+    return tuple(name for name in problem.features if name not in KNOWN)
+
+
+def _features(row: Row, problem: Problem, device: Device, table: Table) -> str | None:
+    return has_no(names) if (names := lacking(problem)) else None
+
+
+def _head_dim(row: Row, problem: Problem, device: Device, table: Table) -> str | None:
+    if max(problem.head_dim, problem.value_dim) <= row.head_dim:
+        return None
+    return f"made for head dims up to {row.head_dim}, and the tensors have {head_dims(problem)}"
+
+
+RULES: tuple[Rule, ...] = (made_for_device, dtype, _head_dim, _features, shared_memory, alignment)
+
+
+def reasons(row: Row, problem: Problem, device: Device, table: Table) -> list[str]:
+    """Why a row can't compute the gradients of a problem; empty when it can."""
+    return [sentence for rule in RULES if (sentence := rule(row, problem, device, table)) is not None]
+
+
+def choose(problem: Problem, device: Device) -> Row:
+    """The row with the least head dim among those that can. Raises UnsupportedError."""
+    table = tables.backward()
+    against = {row: reasons(row, problem, device, table) for row in table.rows}
+    if possible := [row for row, sentences in against.items() if not sentences]:
+        return min(possible, key=lambda row: (row.head_dim, row.index))
+    if not table.rows:
+        raise UnsupportedError("this build of cutlass_fmha has no kernels that compute gradients")
+    nearest = sorted(against.items(), key=lambda entry: len(entry[1]))[:3]
+    lines = [f"  {row.name}: {'; '.join(sentences)}" for row, sentences in nearest]
+    raise UnsupportedError(
+        f"no kernel of this build computes the gradients of {problem}:\n" + "\n".join(lines)
+    )
+
+
+def names_of(features: tuple[str, ...]) -> str:
+    return ", ".join(FEATURES[name] for name in features)

@@ -1,0 +1,268 @@
+"""The op ``attend_backward``: gradients of a call of ``forward`` or ``attend``; and what autograd does."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from cutlass_fmha import cpu, private_torch
+from cutlass_fmha.arguments import check, check_features, tensors
+from cutlass_fmha.dispatch.describe import problem_of
+from cutlass_fmha.dispatch.gradients import lacking, names_of
+from cutlass_fmha.dispatch.problem import FULL_ALIGNMENT
+from cutlass_fmha.features import NO_LIMIT, Features, Sizes
+from cutlass_fmha.launch import gradients
+from cutlass_fmha.ops import dispatcher
+from cutlass_fmha.ops.attend import check_options, no_lse, scale_of
+
+#: What a call may say and still be differentiable: keyword arguments of ``attend``.
+SAID = (
+    ("SymInt", "window_left", "-1"),
+    ("SymInt", "window_right", "-1"),
+    ("Tensor?", "prefix_lengths", "None"),
+    ("Tensor?", "cu_seqlens_q", "None"),
+    ("Tensor?", "cu_seqlens_k", "None"),
+    ("SymInt?", "max_seqlen_q", "None"),
+    ("SymInt?", "max_seqlen_k", "None"),
+    ("Tensor?", "seqused_q", "None"),
+    ("Tensor?", "seqused_k", "None"),
+    ("Tensor?", "leftpad_k", "None"),
+)
+SCHEMA = (
+    "attend_backward(Tensor dout, Tensor query, Tensor key, Tensor value, Tensor output, Tensor softmax_lse, "
+    "Tensor? dlse, float scale, str causal, *, "
+    + ", ".join(f"{kind} {name}={default}" for kind, name, default in SAID)
+    + ", Tensor? numbers=None) -> (Tensor dquery, Tensor dkey, Tensor dvalue)"
+)
+
+
+def _checked(
+    dout: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    softmax_lse: Tensor,
+    dlse: Tensor | None,
+    scale: float,
+    causal: str,
+    said: dict[str, Any],
+) -> tuple[float, Features, Sizes]:
+    """The arguments as the implementations want them. Raises TypeError or ValueError, naming the fault."""
+    scale = scale_of(scale, said)
+    check_options(scale, causal)
+    features = Features(**said)
+    sizes = check_features.check_features((query, key, value), features)
+    same = {"dout": dout, "output": output}
+    check.check_tensors_given({**same, "softmax_lse": softmax_lse}, {"dlse": dlse})
+    tensors.check_device("query", query, {**same, "softmax_lse": softmax_lse, "dlse": dlse})
+    for name, tensor in same.items():
+        if tensor.dtype != query.dtype:
+            raise ValueError(
+                f"{name} must have query's dtype {check.dtype_name(query.dtype)}, "
+                f"got {check.dtype_name(tensor.dtype)}"
+            )
+        if tuple(tensor.shape) != sizes.out_shape:
+            raise ValueError(f"{name} must have shape {sizes.out_shape}, got {tuple(tensor.shape)}")
+    for name, lse in (("softmax_lse", softmax_lse), ("dlse", dlse)):
+        if lse is not None and tuple(lse.shape) != sizes.lse_shape:
+            raise ValueError(f"{name} must have shape {sizes.lse_shape}, got {tuple(lse.shape)}")
+    return scale, features, sizes
+
+
+def _cuda(
+    dout: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    softmax_lse: Tensor,
+    dlse: Tensor | None,
+    scale: float,
+    causal: str,
+    **said: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    scale, _, _ = _checked(dout, query, key, value, output, softmax_lse, dlse, scale, causal, said)
+    asked = {name: x for name, x in said.items() if isinstance(x, Tensor) or x not in (None, NO_LIMIT)}
+    return gradients.launch(dout, (query, key, value), output, softmax_lse, dlse, scale, causal, asked)
+
+
+def _cpu(
+    dout: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    softmax_lse: Tensor,
+    dlse: Tensor | None,
+    scale: float,
+    causal: str,
+    **said: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    scale, features, sizes = _checked(dout, query, key, value, output, softmax_lse, dlse, scale, causal, said)
+    cpu.check_contents(query, key, features, sizes)
+    if dispatcher.simulated():
+        return _cuda(dout, query, key, value, output, softmax_lse, dlse, scale, causal, **said)
+    return cpu.attend_backward(dout, dlse, query, key, value, scale, causal, features, sizes)
+
+
+def _fake(
+    dout: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    softmax_lse: Tensor,
+    dlse: Tensor | None,
+    scale: float,
+    causal: str,
+    **said: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    said.pop("numbers", None)  # known when the graph runs
+    _checked(dout, query, key, value, output, softmax_lse, dlse, scale, causal, said)
+    dq, dk, dv = (x.new_empty(x.shape) for x in (query, key, value))
+    return dq, dk, dv
+
+
+dispatcher.register(SCHEMA, {"CUDA": _cuda, "CPU": _cpu, "fake": _fake})
+
+
+# ---- autograd ----------------------------------------------------------------------------------------------
+
+_NAMES = tuple(name for _, name, _ in SAID)
+
+
+class _Attend(torch.autograd.Function):
+    """``forward`` or ``attend``, whose LSE is kept: no probability is."""
+
+    @staticmethod
+    def forward(
+        name: str,
+        keyset: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        causal: str,
+        row: str | None,
+        features: Mapping[str, Any],
+        *given: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        op = getattr(torch.ops.cutlass_fmha, name).default
+        # An LSE that nobody asked for is wanted here.
+        found: tuple[Tensor, Tensor] = private_torch.after_autograd(
+            op, keyset, query, key, value, scale, causal, True, row, **features
+        )
+        return found
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
+        _, _, query, key, value, ctx.scale, ctx.causal, _, features, *given = inputs
+        out, lse = output
+        ctx.save_for_backward(query, key, value, out, lse, *given)
+        ctx.names = tuple(name for name, x in features.items() if isinstance(x, Tensor))
+        ctx.said = {name: x for name, x in features.items() if not isinstance(x, Tensor) and name in _NAMES}
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
+        query, key, value, out, lse, *given = ctx.saved_tensors
+        found: tuple[Tensor | None, ...] = (None, None, None)
+        if dout is not None or dlse is not None:
+            said = {**ctx.said, **dict(zip(ctx.names, given, strict=True))}
+            dout = torch.zeros_like(out) if dout is None else dout
+            found = torch.ops.cutlass_fmha.attend_backward(
+                dout, query, key, value, out, lse, dlse, ctx.scale, ctx.causal, **said
+            )
+        wanted = ctx.needs_input_grad[2:5]
+        gradients = (x if needed else None for x, needed in zip(found, wanted, strict=True))
+        return (None, None, *gradients, None, None, None, None, *(None for _ in given))
+
+
+def _refusal(
+    query: Tensor, key: Tensor, value: Tensor, causal: str, features: Mapping[str, Any]
+) -> str | None:
+    """Why a call has no gradient; None where it has one."""
+    others = [name for name, x in features.items() if isinstance(x, Tensor) and x.requires_grad]
+    if others:
+        return f"cutlass_fmha has no backward yet for {', '.join(others)}: pass it detached"
+    said = {name: x for name, x in features.items() if name != "numbers"}
+    call = Features(**said)
+    sizes = check_features.check_features((query, key, value), call)
+    problem = problem_of(sizes, call, check.dtype_name(query.dtype), causal, FULL_ALIGNMENT)
+    if names := lacking(problem):
+        return f"cutlass_fmha has no backward yet with {names_of(names)}"
+    if query.device.type == "cuda":
+        return gradients.refusal(problem, query.get_device())
+    return None
+
+
+def _autograd(
+    name: str,
+    keyset: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    causal: str,
+    return_lse: bool,
+    row: str | None,
+    **features: Any,
+) -> tuple[Tensor, Tensor]:
+    """What ``forward`` and ``attend`` do where a gradient may be wanted."""
+    given = [x for x in features.values() if isinstance(x, Tensor)]
+    op = getattr(torch.ops.cutlass_fmha, name).default
+    if not dispatcher.needs_gradient(query, key, value, *given):
+        found: tuple[Tensor, Tensor] = private_torch.after_autograd(
+            op, keyset, query, key, value, scale, causal, return_lse, row, **features
+        )
+        return found
+    if private_torch.peek_interpreter_stack() is not None or dispatcher.has_tangent(
+        query, key, value, *given
+    ):
+        raise NotImplementedError(dispatcher.NO_FORWARD_MODE)
+    if refusal := _refusal(query, key, value, causal, features):
+        raise NotImplementedError(refusal)
+    out, lse = _Attend.apply(  # type: ignore[no-untyped-call]
+        name, keyset, query, key, value, scale, causal, row, features, *given
+    )
+    return out, lse if return_lse else no_lse(query)
+
+
+class _AttendBackward(torch.autograd.Function):
+    """``attend_backward``, which can't be differentiated again: who asks for that is told."""
+
+    @staticmethod
+    def forward(keyset: Any, said: Mapping[str, Any], *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        op = torch.ops.cutlass_fmha.attend_backward.default
+        found: tuple[Tensor, Tensor, Tensor] = private_torch.after_autograd(op, keyset, *given, **said)
+        return found
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> NoReturn:
+        raise NotImplementedError(
+            "cutlass_fmha has no backward yet of its backward: attention can be differentiated once"
+        )
+
+
+def _autograd_of_backward(keyset: Any, *given: Any, **said: Any) -> tuple[Tensor, Tensor, Tensor]:
+    found: tuple[Tensor, Tensor, Tensor]
+    if dispatcher.needs_gradient(*(x for x in given if isinstance(x, Tensor))):
+        found = _AttendBackward.apply(keyset, said, *given)  # type: ignore[no-untyped-call]
+    else:
+        op = torch.ops.cutlass_fmha.attend_backward.default
+        found = private_torch.after_autograd(op, keyset, *given, **said)
+    return found
+
+
+dispatcher.register_gradients("attend_backward", _autograd_of_backward)
+for _name in ("forward", "attend"):
+    dispatcher.register_gradients(_name, functools.partial(_autograd, _name))

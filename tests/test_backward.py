@@ -1,0 +1,244 @@
+"""Gradients on CPU tensors, and what autograd and torch's other machinery make of the ops."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import Tensor
+
+import cutlass_fmha
+from cutlass_fmha import attention
+
+F64 = torch.float64
+
+
+def int32(*numbers: int) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def drawn(*shape: int, dtype: torch.dtype = F64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=F64).to(dtype)
+
+
+def tensors(seqlen_q: int = 7, seqlen_k: int = 9, dtype: torch.dtype = F64) -> list[Tensor]:
+    """Four query heads that share two of keys."""
+    shapes = ((2, seqlen_q, 4, 8), (2, seqlen_k, 2, 8), (2, seqlen_k, 2, 8))
+    return [drawn(*shape, dtype=dtype).mul(1 + n / 8).requires_grad_() for n, shape in enumerate(shapes)]
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "top-left": {"causal": "top-left"},
+    "window": {"window": (3, 1)},
+    "prefix": {"causal": True, "prefix_lengths": int32(2, 9)},
+    "seqused_q": {"causal": True, "seqused_q": int32(4, 0)},
+    "seqused_k": {"causal": True, "seqused_k": int32(5, 0)},
+    "leftpad_k": {"leftpad_k": int32(3, 9)},
+    "scale": {"scale": -0.7},
+    "layout": {"layout": "bhsd"},
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_gradients_are_those_of_finite_differences(name: str):
+    q, k, v = tensors()
+    if name == "layout":
+        q, k, v = (x.detach().transpose(1, 2).contiguous().requires_grad_() for x in (q, k, v))
+    assert torch.autograd.gradcheck(lambda *x: attention(*x, **CALLS[name]), (q, k, v))
+
+
+def test_gradients_of_packed_documents_are_those_of_finite_differences():
+    q, k, v = (drawn(11, heads, 8).requires_grad_() for heads in (4, 2, 2))
+    starts = int32(0, 3, 3, 11)
+    said = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 8, "max_seqlen_k": 8}
+    assert torch.autograd.gradcheck(lambda *x: attention(*x, causal=True, **said), (q, k, v))
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, diagonal: int) -> tuple[Tensor, Tensor]:
+    """Output and LSE by torch's own maths; of queries that see no key 0."""
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
+    visible = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(diagonal)
+    scores = scores.masked_fill(~visible, -math.inf)
+    p = scores.softmax(-1).masked_fill(~visible, 0.0)
+    lse = scores.logsumexp(-1)
+    return torch.einsum("bhqk,bkhd->bqhd", p, v), lse.masked_fill(~visible.any(-1), 0.0)
+
+
+@pytest.mark.parametrize("seqlen_k", [5, 9])
+def test_the_gradient_of_the_lse_flows(seqlen_k: int):
+    inputs = tensors(7, seqlen_k)
+    weights = torch.arange(7.0, dtype=F64)
+
+    def loss(out: Tensor, lse: Tensor) -> Tensor:
+        return out.sin().sum() + (lse.masked_fill(lse == -math.inf, 0.0) * weights).sum()
+
+    found = torch.autograd.grad(loss(*attention(*inputs, causal=True, return_lse=True)), inputs)
+    expected = torch.autograd.grad(loss(*dense(*inputs, seqlen_k - 7)), inputs)
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)
+    # Of the LSE alone: nothing depends on v.
+    lse = attention(*inputs, return_lse=True)[1]
+    assert torch.count_nonzero(torch.autograd.grad(lse.sum(), inputs[2])[0]) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_gradients_have_their_inputs_dtype_and_are_close(dtype: torch.dtype):
+    inputs = tensors(33, 65, dtype)
+    out = attention(*inputs, causal=True)
+    found = torch.autograd.grad(out, inputs, drawn(*out.shape, dtype=dtype))
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    expected = torch.autograd.grad(dense(*wide, 32)[0], wide, drawn(*out.shape, dtype=dtype).double())
+    for x, y in zip(found, expected, strict=True):
+        assert x.dtype == dtype
+        assert (x.double() - y).abs().max() <= 4 * torch.finfo(dtype).eps * y.abs().max()
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_a_gradient_of_one_input_alone(which: int):
+    inputs = [x.detach() for x in tensors()]
+    inputs[which].requires_grad_()
+    (found,) = torch.autograd.grad(attention(*inputs).sum(), inputs[which])
+    expected = torch.autograd.grad(attention(*(all_ := tensors())).sum(), all_)[which]
+    torch.testing.assert_close(found, expected)
+
+
+def test_broadcast_and_strided_gradients_of_the_output():
+    inputs = tensors()
+    out = attention(*inputs)
+    whole = torch.autograd.grad(out, inputs, torch.ones_like(out), retain_graph=True)
+    for dout in (
+        torch.ones(1, dtype=F64).expand_as(out),
+        torch.ones(2, 4, 8, 7, dtype=F64).permute(0, 3, 1, 2),
+    ):
+        for x, y in zip(torch.autograd.grad(out, inputs, dout, retain_graph=True), whole, strict=True):
+            torch.testing.assert_close(x, y)
+
+
+def test_sequences_without_keys_or_queries():
+    for seqlen_q, seqlen_k in ((0, 5), (5, 0)):
+        inputs = tensors(seqlen_q, seqlen_k)
+        for x in torch.autograd.grad(attention(*inputs).sum(), inputs):
+            assert torch.count_nonzero(x) == 0
+
+
+def test_nothing_is_saved_but_what_the_backward_reads():
+    inputs = tensors(64, 64, torch.float32)
+    sizes = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
+        out = attention(*inputs, causal=True)
+    assert sum(sizes) == sum(x.numel() for x in inputs) + out.numel() + 2 * 4 * 64
+
+
+# ---- what there is no gradient of --------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "softcap": ({"softcap": 3.0}, "no backward yet with softcap"),
+    "bias": ({"bias": torch.zeros(7, 9, dtype=F64)}, "no backward yet with bias"),
+    "mask": ({"mask": torch.ones(7, 9, dtype=torch.bool)}, "no backward yet with boolean mask"),
+    "ALiBi": ({"alibi_slopes": torch.ones(4)}, "no backward yet with ALiBi slopes"),
+    "sinks": ({"sinks": torch.ones(4, dtype=F64)}, "no backward yet with sinks"),
+    "dropout": ({"dropout_p": 0.5, "dropout_seed": 3}, "no backward yet with dropout"),
+    "a bias that requires one": (
+        {"bias": torch.zeros(9, dtype=F64, requires_grad=True)},
+        "no backward yet for bias: pass it detached",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_call_without_a_gradient_raises_before_it_computes(name: str):
+    said, sentence = REFUSED[name]
+    inputs = tensors()
+    with pytest.raises(NotImplementedError, match=sentence):
+        attention(*inputs, **said)
+    with torch.no_grad():
+        attention(*inputs, **said)
+
+
+def test_a_second_derivative_is_refused():
+    q, k, v = tensors()
+    (dq,) = torch.autograd.grad(attention(q, k, v).sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="attention can be differentiated once"):
+        torch.autograd.grad(dq.sum(), q)
+
+
+# ---- torch's machinery -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_with_dynamic_shapes(backend: str):
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    call = torch.compile(
+        lambda *x: attention(*x, causal=True).sin().sum(), fullgraph=True, dynamic=True, backend=counter
+    )
+    for seqlen_q, seqlen_k in ((7, 9), (12, 10), (16, 33)):
+        inputs = tensors(seqlen_q, seqlen_k, torch.float32)
+        found = torch.autograd.grad(call(*inputs), inputs)
+        expected = torch.autograd.grad(attention(*inputs, causal=True).sin().sum(), inputs)
+        for x, y in zip(found, expected, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+    assert counter.frame_count == 1
+
+
+def test_under_autocast_gradients_have_the_inputs_dtype():
+    inputs = tensors(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attention(*inputs)
+    assert out.dtype == torch.bfloat16
+    for x in torch.autograd.grad(out.float().sum(), inputs):
+        assert x.dtype == torch.float32 and x.isfinite().all()
+
+
+def test_the_op_is_what_torch_expects():
+    q, k, v = (x.detach() for x in tensors(dtype=torch.float32))
+    out, lse = attention(q, k, v, causal=True, return_lse=True)
+    op = torch.ops.cutlass_fmha.attend_backward.default
+    torch.library.opcheck(op, (out, q, k, v, out, lse, lse, 0.3, "bottom-right"), {"window_left": 3})
+    grads = [x.requires_grad_() for x in (q, k, v)]
+    torch.library.opcheck(
+        torch.ops.cutlass_fmha.forward.default, (*grads, 0.3, "none", True, None), test_utils="test_schema"
+    )
+
+
+BAD: list[tuple[str, Any, str]] = [
+    (
+        "dout",
+        torch.zeros(2, 7, 4, 8, dtype=torch.float32),
+        "dout must have query's dtype float64, got float32",
+    ),
+    ("dout", torch.zeros(2, 7, 2, 8, dtype=F64), r"dout must have shape \(2, 7, 4, 8\)"),
+    ("output", torch.zeros(2, 7, 4, dtype=F64), r"output must have shape \(2, 7, 4, 8\)"),
+    ("softmax_lse", torch.zeros(2, 7, 4), r"softmax_lse must have shape \(2, 4, 7\)"),
+    ("dlse", torch.zeros(2, 4, 8), r"dlse must have shape \(2, 4, 7\)"),
+    ("dlse", torch.zeros(2, 4, 7, device="meta"), "dlse must be on query's device cpu, got meta"),
+    ("scale", math.inf, "scale must be finite"),
+    ("causal", "left", "causal must be"),
+    ("key", torch.zeros(2, 9, 3, 8, dtype=F64), "value must have key's"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "sentence"), BAD, ids=[f"{name}: {text}" for name, _, text in BAD])
+def test_a_bad_argument_of_the_op_gets_a_sentence(name: str, value: Any, sentence: str):
+    q, k, v = (x.detach() for x in tensors())
+    out, lse = attention(q, k, v, return_lse=True)
+    names = ("dout", "query", "key", "value", "output", "softmax_lse", "dlse", "scale", "causal")
+    arguments = dict(zip(names, (out, q, k, v, out, lse, None, 0.3, "none"), strict=True)) | {name: value}
+    with pytest.raises(ValueError, match=sentence):
+        torch.ops.cutlass_fmha.attend_backward(*arguments.values())
+
+
+def test_sdpa_has_gradients_too():
+    q, k, v = (x.detach().transpose(1, 2).requires_grad_() for x in tensors(7, 7))
+    call = cutlass_fmha.scaled_dot_product_attention
+    found = torch.autograd.grad(call(q, k, v, is_causal=True, enable_gqa=True).sum(), (q, k, v))
+    reference = torch.nn.functional.scaled_dot_product_attention
+    expected = torch.autograd.grad(reference(q, k, v, is_causal=True, enable_gqa=True).sum(), (q, k, v))
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y)
