@@ -125,7 +125,7 @@ def attention(
             sentence names them.
         UnsupportedError: no kernel of this build runs the problem on the device; the message says what to
             change and why the nearest rows don't.
-        NotImplementedError: an input requires a gradient: there is no backward yet.
+        NotImplementedError: a gradient is wanted of a call that has none (docs/attention.md, "Gradients").
     """
     if rest:
         refuse_positions("attention", "q, k and v", 3 + len(rest))
@@ -170,7 +170,7 @@ def scaled_dot_product_attention(
         -inf, has output 0.
 
     Raises:
-        NotImplementedError: a gradient is asked for: nothing is silently dropped.
+        NotImplementedError: a gradient is wanted with attn_mask or dropout_p, or in forward mode.
         TypeError, ValueError, UnsupportedError: as ``attention``; also for attn_mask together with is_causal.
     """
     causal = "none" if is_causal is False else "top-left"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +15,10 @@ from torch import Tensor
 
 import cutlass_fmha
 from cutlass_fmha import attention
+from cutlass_fmha.dispatch import gradients
+from cutlass_fmha.dispatch import table as tables
+from cutlass_fmha.dispatch.device import Device
+from cutlass_fmha.dispatch.problem import Problem
 
 F64 = torch.float64
 
@@ -166,6 +173,47 @@ def test_a_second_derivative_is_refused():
     (dq,) = torch.autograd.grad(attention(q, k, v).sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match="attention can be differentiated once"):
         torch.autograd.grad(dq.sum(), q)
+
+
+# ---- which row ---------------------------------------------------------------------------------------------
+
+L4 = Device(name="L4", capability=(8, 9), sm_count=58, smem_per_block=101376)
+
+
+@pytest.fixture
+def four_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Head dims 64 and 128 for two architectures."""
+    made = {"dtype": "float16", "smem_bytes": 99000, "alignment": 16}
+    rows = [
+        SimpleNamespace(index=i, name=f"bwd_sm{arch}_d{dim}", arch=arch, head_dim=dim, **made)
+        for i, (arch, dim) in enumerate((a, d) for a in (89, 90) for d in (128, 64))
+    ]
+    monkeypatch.setattr(tables, "backward", lambda: tables.Table(tuple(rows)))  # type: ignore[arg-type]
+    monkeypatch.delenv("CUTLASS_FMHA_FORCE_ARCH", raising=False)
+
+
+@pytest.mark.usefixtures("four_rows")
+@pytest.mark.parametrize(
+    ("dims", "expected"), [((32, None), 64), ((64, 64), 64), ((40, 72), 128), ((128, 64), 128)]
+)
+def test_the_least_head_dim_that_holds_both_is_chosen(dims: tuple[int, int | None], expected: int):
+    problem = Problem(1, 64, 64, 4, 2, dims[0], "float16", head_dim_v=dims[1], features=("window", "varlen"))
+    assert gradients.choose(problem, L4).name == f"bwd_sm89_d{expected}"
+
+
+@pytest.mark.usefixtures("four_rows")
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"head_dim": 136}, "bwd_sm89_d64: made for head dims up to 64, and the tensors have 136"),
+        ({"dtype": "float32"}, "bwd_sm89_d128: computes float16, and the tensors are float32"),
+        ({"features": ("softcap",)}, "bwd_sm89_d128: has no softcap"),
+    ],
+)
+def test_where_no_row_can_the_nearest_say_why(change: dict[str, Any], sentence: str):
+    problem = replace(Problem(1, 64, 64, 4, 2, 64, "float16"), **change)
+    with pytest.raises(cutlass_fmha.UnsupportedError, match=re.escape(sentence)):
+        gradients.choose(problem, L4)
 
 
 # ---- torch's machinery -------------------------------------------------------------------------------------

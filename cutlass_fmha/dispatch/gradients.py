@@ -46,12 +46,12 @@ def reasons(row: Row, problem: Problem, device: Device, table: Table) -> list[st
 def choose(problem: Problem, device: Device) -> Row:
     """The row with the least head dim among those that can. Raises UnsupportedError."""
     table = tables.backward()
-    against = {row: reasons(row, problem, device, table) for row in table.rows}
-    if possible := [row for row, sentences in against.items() if not sentences]:
+    against = [(row, reasons(row, problem, device, table)) for row in table.rows]
+    if possible := [row for row, sentences in against if not sentences]:
         return min(possible, key=lambda row: (row.head_dim, row.index))
     if not table.rows:
         raise UnsupportedError("this build of cutlass_fmha has no kernels that compute gradients")
-    nearest = sorted(against.items(), key=lambda entry: len(entry[1]))[:3]
+    nearest = sorted(against, key=lambda entry: len(entry[1]))[:3]
     lines = [f"  {row.name}: {'; '.join(sentences)}" for row, sentences in nearest]
     raise UnsupportedError(
         f"no kernel of this build computes the gradients of {problem}:\n" + "\n".join(lines)

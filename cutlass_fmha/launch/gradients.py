@@ -78,13 +78,17 @@ def launch(
     return dq, dk, dv
 
 
-def refusal(problem: Problem, index: int) -> str | None:
-    """Why no kernel computes the gradients of a problem on CUDA device ``index``; None where one does."""
-    try:
-        gradients.choose(problem, devices.of_index(index))
-    except UnsupportedError as error:
-        return f"cutlass_fmha has no backward yet here: {error}"
-    return None
+def refusal(problem: Problem, index: int) -> str:
+    """Why no kernel computes the gradients of a problem on CUDA device ``index``; empty where one does."""
+
+    def ask() -> str:
+        try:
+            gradients.choose(problem, devices.of_index(index))
+        except UnsupportedError as error:
+            return f"cutlass_fmha has no backward yet here: {error}"
+        return ""
+
+    return kept("refusal of gradients", (problem, index), ask)
 
 
 def _prepare(tensors: Operands, causal: str, said: Mapping[str, Any]) -> Plan:

@@ -183,10 +183,8 @@ class _Attend(torch.autograd.Function):
         return (None, None, *gradients, None, None, None, None, *(None for _ in given))
 
 
-def _refusal(
-    query: Tensor, key: Tensor, value: Tensor, causal: str, features: Mapping[str, Any]
-) -> str | None:
-    """Why a call has no gradient; None where it has one."""
+def _refusal(query: Tensor, key: Tensor, value: Tensor, causal: str, features: Mapping[str, Any]) -> str:
+    """Why a call has no gradient; empty where it has one."""
     others = [name for name, x in features.items() if isinstance(x, Tensor) and x.requires_grad]
     if others:
         return f"cutlass_fmha has no backward yet for {', '.join(others)}: pass it detached"
@@ -198,7 +196,7 @@ def _refusal(
         return f"cutlass_fmha has no backward yet with {names_of(names)}"
     if query.device.type == "cuda":
         return gradients.refusal(problem, query.get_device())
-    return None
+    return ""
 
 
 def _autograd(
