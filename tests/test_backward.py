@@ -14,7 +14,7 @@ import torch._dynamo.testing
 from torch import Tensor
 
 import cutlass_fmha
-from cutlass_fmha import attention
+from cutlass_fmha import _C, attention
 from cutlass_fmha.dispatch import gradients
 from cutlass_fmha.dispatch import table as tables
 from cutlass_fmha.dispatch.device import Device
@@ -214,6 +214,51 @@ def test_where_no_row_can_the_nearest_say_why(change: dict[str, Any], sentence: 
     problem = replace(Problem(1, 64, 64, 4, 2, 64, "float16"), **change)
     with pytest.raises(cutlass_fmha.UnsupportedError, match=re.escape(sentence)):
         gradients.choose(problem, L4)
+
+
+# ---- the binding -------------------------------------------------------------------------------------------
+
+SOMEWHERE = 4096
+
+
+def params(**changes: Any) -> _C.BackwardParams:
+    """Three queries and four keys of two heads; addresses that nothing reads before all is checked."""
+    forward = _C.AttentionParams()
+    sizes = {"batch": 1, "num_heads": 2, "num_heads_kv": 1, "seqlen_q": 3, "seqlen_k": 4}
+    sizes |= {"head_dim": 64, "head_dim_v": 64, "lse_head_stride": 3, "lse_batch_stride": 6, "lse_rows": 6}
+    for name, value in (sizes | dict.fromkeys(("q", "k", "v", "o", "lse"), SOMEWHERE)).items():
+        setattr(forward, name, value)
+    found = _C.BackwardParams(forward)
+    for name, value in (dict.fromkeys(("dout", "dq", "dk", "dv", "workspace"), SOMEWHERE) | changes).items():
+        setattr(found, name, value)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"dout": 0}, "dout must be an address"),
+        ({"lse": 0}, "lse must be an address"),
+        ({"dv": 0}, "dv must be an address"),
+        ({"workspace": SOMEWHERE + 8}, "workspace must be aligned to 16 bytes"),
+        ({"dlse": SOMEWHERE + 2}, "dlse must be aligned to 4 bytes"),
+        ({"num_heads": 3, "num_heads_kv": 2}, "must be a multiple of num_heads_kv"),
+        ({"head_dim_v": 0}, "head_dim_v must be between 1 and"),
+        ({"dq_stride": (-1, 0, 0)}, "dq_stride must be between 0 and"),
+    ],
+)
+def test_parameters_that_contradict_each_other(changes: dict[str, Any], sentence: str):
+    row = next((row.index for row in _C.backward_rows()), 0)
+    with pytest.raises(ValueError, match=sentence):
+        _C.run(row, params(**changes), 0, 0)
+
+
+def test_the_workspace_holds_whole_tiles():
+    assert params().workspace_floats(64, 128) == 2 * 64 * (128 + 2)
+    assert params(batch=3, seqlen_q=65).workspace_floats(64, 128) == 2 * 3 * 128 * (128 + 2)
+    # Packed sequences begin with a tile each; beyond 2^31 elements, too.
+    packed = params(batch=3, cu_seqlens_q=SOMEWHERE, lse_head_stride=2**28, lse_batch_stride=0)
+    assert packed.workspace_floats(64, 128) == 2 * (2**28 + 3 * 64) * (128 + 2)
 
 
 # ---- torch's machinery -------------------------------------------------------------------------------------
