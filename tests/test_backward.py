@@ -168,6 +168,22 @@ def test_a_call_without_a_gradient_raises_before_it_computes(name: str):
         attention(*inputs, **said)
 
 
+def test_numbers_of_a_graph_take_the_scales_place_and_refuse_too():
+    q, k, v = (x.detach() for x in tensors())
+    out, lse = attention(q, k, v, scale=0.3, return_lse=True)
+    call = torch.ops.cutlass_fmha.attend_backward
+    expected = call(out, q, k, v, out, lse, None, 0.3, "none")
+    for numbers in ((0.3, 0.0, 0.0), (0.3, 2.0, 0.0), (0.3, 0.0, 0.5)):
+        given = {"numbers": torch.tensor(numbers, dtype=F64)}
+        if numbers[1:] == (0.0, 0.0):
+            assert all(map(torch.equal, call(out, q, k, v, out, lse, None, 1.0, "none", **given), expected))
+            continue
+        with pytest.raises(
+            (NotImplementedError, ValueError), match="no backward yet with softcap|dropout_seed"
+        ):
+            call(out, q, k, v, out, lse, None, 1.0, "none", **given)
+
+
 def test_a_second_derivative_is_refused():
     q, k, v = tensors()
     (dq,) = torch.autograd.grad(attention(q, k, v).sum(), q, create_graph=True)

@@ -71,7 +71,15 @@ def _checked(
     for name, lse in (("softmax_lse", softmax_lse), ("dlse", dlse)):
         if lse is not None and tuple(lse.shape) != sizes.lse_shape:
             raise ValueError(f"{name} must have shape {sizes.lse_shape}, got {tuple(lse.shape)}")
+    if names := _unknown(query, features, sizes, causal):
+        raise NotImplementedError(f"cutlass_fmha has no backward yet with {names}")
     return scale, features, sizes
+
+
+def _unknown(query: Tensor, features: Features, sizes: Sizes, causal: str) -> str:
+    """What a call says that gradients don't know; ``numbers`` tell of it when a graph runs."""
+    dtype = check.dtype_name(query.dtype)
+    return names_of(lacking(problem_of(sizes, features, dtype, causal, FULL_ALIGNMENT)))
 
 
 def _cuda(
@@ -191,10 +199,12 @@ def _refusal(query: Tensor, key: Tensor, value: Tensor, causal: str, features: M
     said = {name: x for name, x in features.items() if name != "numbers"}
     call = Features(**said)
     sizes = check_features.check_features((query, key, value), call)
-    problem = problem_of(sizes, call, check.dtype_name(query.dtype), causal, FULL_ALIGNMENT)
-    if names := lacking(problem):
-        return f"cutlass_fmha has no backward yet with {names_of(names)}"
+    if names := _unknown(query, call, sizes, causal):
+        return f"cutlass_fmha has no backward yet with {names}"
+    if "dropout_seed" in features and features["dropout_seed"] is not None:
+        return "cutlass_fmha has no backward yet with dropout_seed"  # numbers say whether anything is dropped
     if query.device.type == "cuda":
+        problem = problem_of(sizes, call, check.dtype_name(query.dtype), causal, FULL_ALIGNMENT)
         return gradients.refusal(problem, query.get_device())
     return ""
 
