@@ -371,7 +371,7 @@ def launch(
 
 def run(
     row: int,
-    params: AttentionParams | BackwardParams | CombineParams | MergeParams | RotaryParams | AppendParams,
+    params: BackwardParams | AttentionParams | CombineParams | MergeParams | RotaryParams | AppendParams,
     device: int,
     stream: int,
 ) -> None:

@@ -18,7 +18,7 @@ from cutlass_fmha.dispatch.table import Row, Table
 from cutlass_fmha.errors import UnsupportedError
 
 #: What a call may say beyond a causal mask and be differentiable: which keys a query sees. Names of FEATURES.
-KNOWN = frozenset({"window", "prefix", "varlen", "lengths"})
+KNOWN = frozenset({"window", "prefix", "varlen", "lengths", "leftpad"})
 
 
 def lacking(problem: Problem) -> tuple[str, ...]:

@@ -55,10 +55,9 @@ def launch(
     )
     lse = lse.contiguous()
     dlse = None if dlse is None else dlse.to(torch.float32).contiguous()
-    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     # Rows that are no sequence's, or are not in use, are not written.
     new = torch.zeros_like if plan.addresses else torch.empty_like
-    dk, dv = (new(x, memory_format=torch.contiguous_format) for x in (k, v))
+    dq, dk, dv = (new(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     workspace = torch.empty(plan.workspace, dtype=torch.float32, device=q.device)
     params = _C.BackwardParams(
         plan.params.of_call(
