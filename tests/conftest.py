@@ -111,7 +111,7 @@ def refusal(session: pytest.Session) -> str | None:
         return "a parity report is of a GPU, and this build is a simulator"
     if reporting and (reason := gpu.other_sources()) is not None:
         return f"a parity report would be of other sources: {reason}"
-    under_test = (*gpu.rows(), *gpu.scored_rows(), *gpu.wide_rows())
+    under_test = (*gpu.rows(), *gpu.scored_rows(), *gpu.wide_rows(), *gpu.backward_rows())
     session.config.stash[REPORT].expected = [row.name for row in under_test]
     return None
 

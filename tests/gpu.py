@@ -70,6 +70,11 @@ def wide_rows() -> list[_C.Row]:
     return _under_test("wide")
 
 
+def backward_rows() -> list[_C.Row]:
+    """The rows under test that compute gradients."""
+    return [] if unusable() else [row for row in _C.backward_rows() if row.arch == rows_arch()]
+
+
 @contextlib.contextmanager
 def held(stream: torch.cuda.Stream) -> Iterator[None]:
     """The stream stands still in the block; what it was asked meanwhile is done at the end.

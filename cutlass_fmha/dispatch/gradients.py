@@ -43,9 +43,17 @@ def reasons(row: Row, problem: Problem, device: Device, table: Table) -> list[st
     return [sentence for rule in RULES if (sentence := rule(row, problem, device, table)) is not None]
 
 
-def choose(problem: Problem, device: Device) -> Row:
-    """The row with the least head dim among those that can. Raises UnsupportedError."""
+def choose(problem: Problem, device: Device, name: str | None = None) -> Row:
+    """The row with the least head dim among those that can, or the one of a name.
+
+    Raises UnsupportedError, and ValueError for a name that no row has.
+    """
     table = tables.backward()
+    if name is not None:
+        row = table.by_name(name)
+        if why := reasons(row, problem, device, table):
+            raise UnsupportedError(f"row {name} can't compute the gradients of {problem}: {'; '.join(why)}")
+        return row
     against = [(row, reasons(row, problem, device, table)) for row in table.rows]
     if possible := [row for row, sentences in against if not sentences]:
         return min(possible, key=lambda row: (row.head_dim, row.index))

@@ -43,15 +43,19 @@ def launch(
     scale: float,
     causal: str,
     said: Mapping[str, Any],
+    row: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value, new tensors of their shapes, on the current stream.
 
-    ``said``: what ``Features`` are made of. Raises UnsupportedError.
+    ``said``: what ``Features`` are made of. ``row``: its name; None: chosen. Raises UnsupportedError, and
+    ValueError for a name that no row has.
     """
     head_dims = [x.shape[-1] for x in tensors]
     q, k, v, output, dout = (_whole_vectors(x) for x in (*tensors, output, dout))
     plan: Plan = kept(
-        "attend_backward", (q, k, v, causal, *said, *said.values()), lambda: _prepare((q, k, v), causal, said)
+        "attend_backward",
+        (q, k, v, causal, row, *said, *said.values()),
+        lambda: _prepare((q, k, v), causal, said, row),
     )
     lse = lse.contiguous()
     dlse = None if dlse is None else dlse.to(torch.float32).contiguous()
@@ -90,13 +94,13 @@ def refusal(problem: Problem, index: int) -> str:
     return kept("refusal of gradients", (problem, index), ask)
 
 
-def _prepare(tensors: Operands, causal: str, said: Mapping[str, Any]) -> Plan:
+def _prepare(tensors: Operands, causal: str, said: Mapping[str, Any], name: str | None) -> Plan:
     features = Features(**said) if said else NO_FEATURES
     call = describe(tensors, causal, features)
     index = tensors[0].get_device()
     table = tables.backward()
     device = devices.of_index(index) if index >= 0 else devices.simulated(table.architectures)
-    row = gradients.choose(call.problem, device)
+    row = gradients.choose(call.problem, device, name)
     params = params_of(call.sizes, call.features, call.causal, call.strides)
     floats = _C.BackwardParams(_sized(params, call.sizes)).workspace_floats(row.tile_m, row.head_dim)
     return Plan(row.index, params, floats, addresses_of(features) if said else ())

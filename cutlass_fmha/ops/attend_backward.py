@@ -14,6 +14,7 @@ from cutlass_fmha.arguments import check, check_features, tensors
 from cutlass_fmha.dispatch.describe import problem_of
 from cutlass_fmha.dispatch.gradients import lacking, names_of
 from cutlass_fmha.dispatch.problem import FULL_ALIGNMENT
+from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.features import NO_LIMIT, Features, Sizes
 from cutlass_fmha.launch import gradients
 from cutlass_fmha.ops import dispatcher
@@ -36,7 +37,7 @@ SCHEMA = (
     "attend_backward(Tensor dout, Tensor query, Tensor key, Tensor value, Tensor output, Tensor softmax_lse, "
     "Tensor? dlse, float scale, str causal, *, "
     + ", ".join(f"{kind} {name}={default}" for kind, name, default in SAID)
-    + ", Tensor? numbers=None) -> (Tensor dquery, Tensor dkey, Tensor dvalue)"
+    + ", Tensor? numbers=None, str? row=None) -> (Tensor dquery, Tensor dkey, Tensor dvalue)"
 )
 
 
@@ -92,11 +93,12 @@ def _cuda(
     dlse: Tensor | None,
     scale: float,
     causal: str,
+    row: str | None = None,
     **said: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     scale, _, _ = _checked(dout, query, key, value, output, softmax_lse, dlse, scale, causal, said)
     asked = {name: x for name, x in said.items() if isinstance(x, Tensor) or x not in (None, NO_LIMIT)}
-    return gradients.launch(dout, (query, key, value), output, softmax_lse, dlse, scale, causal, asked)
+    return gradients.launch(dout, (query, key, value), output, softmax_lse, dlse, scale, causal, asked, row)
 
 
 def _cpu(
@@ -109,12 +111,15 @@ def _cpu(
     dlse: Tensor | None,
     scale: float,
     causal: str,
+    row: str | None = None,
     **said: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     scale, features, sizes = _checked(dout, query, key, value, output, softmax_lse, dlse, scale, causal, said)
     cpu.check_contents(query, key, features, sizes)
     if dispatcher.simulated():
-        return _cuda(dout, query, key, value, output, softmax_lse, dlse, scale, causal, **said)
+        return _cuda(dout, query, key, value, output, softmax_lse, dlse, scale, causal, row, **said)
+    if row is not None:
+        raise UnsupportedError(f"row {row} is a CUDA kernel, and the tensors are on the CPU")
     return cpu.attend_backward(dout, dlse, query, key, value, scale, causal, features, sizes)
 
 
@@ -128,6 +133,7 @@ def _fake(
     dlse: Tensor | None,
     scale: float,
     causal: str,
+    row: str | None = None,
     **said: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     said.pop("numbers", None)  # known when the graph runs

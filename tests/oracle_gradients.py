@@ -1,0 +1,232 @@
+"""Gradients in dense fp64, and what a kernel's may differ from them. Shares nothing with the package.
+
+The reference is what autograd makes of the formula of attention. ``unfused`` are the same gradients step by
+step, with the roundings to the input's dtype that can't be avoided: of P and dS as operands, of the output
+that the backward reads, and of the gradients. The tolerance is set per row of a head, of queries or keys:
+
+    max |found - ref|  <=  2 max |unfused - ref|  +  2 ulp(max |ref|)  +  score term
+
+or, in place of the first two, 4 standard deviations of what these roundings cost: the largest of many is
+never small by accident.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import oracle
+import oracle_features
+import torch
+from feature_tensors import Call
+from oracle import FP32_EPS, Errors
+from oracle_features import DEVIATIONS, Features, Granted, Sequence
+from torch import Tensor
+
+#: Tensors of a call that may have gradients.
+NAMES = ("q", "k", "v", "bias", "sinks")
+
+
+def sequences(call: Call, **changed: Tensor) -> Iterator[Sequence]:
+    """Those of a call, some of whose tensors are others."""
+    q, k, v = (changed.pop(name, getattr(call, name)) for name in "qkv")
+    yield from oracle_features.sequences(
+        q, k, v, call.scale, call.causal, Features(**{**call.features, **changed})
+    )
+
+
+def lse_shape(call: Call) -> tuple[int, ...]:
+    return oracle_features._lse_shape(call.q)
+
+
+def reference(call: Call, dout: Tensor, dlse: Tensor | None) -> dict[str, Tensor]:
+    """The gradients in fp64; 0 of what is nobody's. dout: as the output; dlse: as the LSE."""
+    given = {name: getattr(call, name) for name in "qkv"}
+    given |= {name: call.features[name] for name in NAMES[3:] if name in call.features}
+    leaves = {name: x.detach().double().requires_grad_() for name, x in given.items()}
+    loss = torch.zeros((), dtype=torch.float64, device=dout.device)
+    for s in sequences(call, **leaves):
+        own_dout = dout[s.out_place][: len(s.q)].double()
+        for rows in s.chunks() if len(s.q) else ():
+            out, lse, some = _attention(s, rows)
+            loss = loss + (out.transpose(0, 1) * own_dout[rows]).sum()
+            if dlse is not None:
+                loss = loss + (lse * dlse[s.lse_place][:, : len(s.q)][:, rows].masked_fill(~some, 0.0)).sum()
+    if not loss.requires_grad:
+        return {name: torch.zeros_like(x) for name, x in leaves.items()}
+    found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    return {
+        name: torch.zeros_like(x) if gradient is None else gradient
+        for (name, x), gradient in zip(leaves.items(), found, strict=True)
+    }
+
+
+def _attention(s: Sequence, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+    """Output and LSE of rows, heads first, and which of them see a key or a sink; the others' are 0."""
+    scores, sinks = s.scores(rows, torch.float64), s.features.sinks
+    scores = scores.masked_fill(~s.visible(rows), -math.inf)
+    if sinks is not None:
+        scores = torch.cat([sinks.double()[:, None, None].expand(*scores.shape[:2], 1), scores], dim=-1)
+    some = (scores > -math.inf).any(-1)
+    scores = scores.masked_fill(~some[..., None], 0.0)
+    p = scores.softmax(-1) * some[..., None] if scores.shape[-1] else scores
+    p = p[..., p.shape[-1] - len(s.k) :]
+    out = s.dropped(p, rows) @ s.per_query_head(s.v).double() * s.factor
+    lse = scores.logsumexp(-1) if scores.shape[-1] else scores.sum(-1)
+    return out, lse * some, some
+
+
+class Terms(NamedTuple):
+    """Of one sequence, heads first. [num_heads, queries, keys], but for those of a query."""
+
+    p: Tensor
+    kept: Tensor  # dropout's factor
+    slope: Tensor  # of the softcap
+    dp: Tensor
+    term: Tensor  # [num_heads, queries, 1]: D
+    ds: Tensor  # of the scores that bias is added to
+
+
+def terms(s: Sequence, dout: Tensor, dlse: Tensor | None, rounded: torch.dtype | None) -> Terms:
+    """In fp64, or in fp32 with P, dS and the output rounded."""
+    dtype = torch.float64 if rounded is None else torch.float32
+    rows = slice(0, len(s.q))
+
+    def round_(x: Tensor) -> Tensor:
+        return x if rounded is None else x.to(rounded).to(dtype)
+
+    p, lse = s.probabilities(rows, dtype)
+    kept = torch.ones_like(p) if s.kept is None else s.kept.to(dtype) * s.factor
+    slope = torch.ones_like(p)
+    if s.features.softcap:
+        plain = s.q.transpose(0, 1).to(dtype) @ s.per_query_head(s.k).to(dtype).transpose(1, 2) * s.scale
+        slope = 1.0 - torch.tanh(plain / s.features.softcap) ** 2
+    values = s.per_query_head(s.v).to(dtype)
+    p = round_(p)
+    out = round_((p * kept) @ values)
+    dp = dout @ values.transpose(1, 2)
+    term = (out * dout).sum(-1, keepdim=True)
+    if dlse is not None:
+        term = term - dlse.to(dtype).masked_fill(lse == -math.inf, 0.0)[..., None]
+    return Terms(p, kept, slope, dp, term, round_(p * (dp * kept - term)))
+
+
+def compare(call: Call, found: dict[str, Tensor], dout: Tensor, dlse: Tensor | None) -> Errors:
+    """The worst of the gradients ``found``, in the shapes of what they are of, by ratio to its tolerance."""
+    exact = reference(call, dout, dlse)
+    worst = Errors(0.0, 0.0)
+    for name, x in found.items():
+        like = exact[name]
+        if x.shape != like.shape or x.device != like.device:
+            return oracle._failed(f"d{name} is {oracle._describe(x)}, expected {list(like.shape)}")
+        if not x.isfinite().all():
+            return oracle._failed(f"d{name} has numbers that are not finite")
+    # What is nobody's is 0.
+    nobodys = {name: torch.ones_like(exact[name], dtype=torch.bool) for name in "qkv"}
+    for s, mine in zip(sequences(call), sequences(call, **nobodys), strict=True):
+        for name in "qkv":
+            getattr(mine, name).zero_()
+        if len(s.q) == 0 or len(s.k) == 0:
+            continue
+        errors = _errors(call, s, found, exact, dout, dlse)
+        worst = max((worst, *errors), key=lambda e: e.out_ratio if e.out_ratio == e.out_ratio else math.inf)
+    for name, mask in nobodys.items():
+        if (found[name].masked_fill(~mask, 0.0) != 0.0).any():
+            return oracle._failed(f"d{name} of rows that are nobody's is not 0")
+    return worst
+
+
+def _errors(
+    call: Call,
+    s: Sequence,
+    found: dict[str, Tensor],
+    exact: dict[str, Tensor],
+    dout: Tensor,
+    dlse: Tensor | None,
+) -> list[Errors]:
+    """Of q, k and v of a sequence."""
+    dtype, group = s.q.dtype, s.q.shape[1] // s.k.shape[1]
+    own_dout = dout[s.out_place][: len(s.q)].transpose(0, 1)
+    own_dlse = None if dlse is None else dlse[s.lse_place][:, : len(s.q)]
+    t = terms(s, own_dout.double(), own_dlse, None)
+    low = terms(s, own_dout.float(), own_dlse, dtype)
+    q, k = s.q.transpose(0, 1), s.per_query_head(s.k)
+
+    def summed(x: Tensor) -> Tensor:
+        """Over the query heads that share a head of keys."""
+        return x.unflatten(0, (-1, group)).sum(1)
+
+    def products(ds: Tensor, p: Tensor, of: Callable[[Tensor], Tensor], scale: float) -> dict[str, Tensor]:
+        """What dS and P say of the gradients, heads first, of ``of`` operands."""
+        return {
+            "q": ds @ of(k) * scale,
+            "k": summed(ds.transpose(1, 2) @ of(q)) * scale,
+            "v": summed(p.transpose(1, 2) @ of(own_dout)),
+        }
+
+    unfused = products(
+        (low.ds * low.slope).to(dtype).float(), (low.p * low.kept), lambda x: x.float(), s.scale
+    )
+    # Roundings of P and dS, independent of each other; that of the output, alike for all keys of a query.
+    eps = torch.finfo(dtype).eps
+    least = torch.finfo(dtype).smallest_normal * eps / 2
+    ds, weights = t.ds * t.slope, t.p * t.kept
+    ds_variance = (eps / 2 * math.sqrt(3.0) * ds) ** 2 + (ds != 0.0) * least**2
+    p_variance = (eps / 2 * weights) ** 2 + (weights != 0.0) * (least * t.kept) ** 2
+    out = weights @ s.per_query_head(s.v).double()
+    term_variance = ((eps / 2 * out * own_dout.double()) ** 2).sum(-1, keepdim=True)
+    term_variance = term_variance + (p_variance * t.dp**2).sum(-1, keepdim=True)
+    variance = products(ds_variance, p_variance, lambda x: x.double() ** 2, s.scale**2)
+    slopes = t.p * t.slope
+    variance["q"] = variance["q"] + term_variance * (slopes @ k.double() * s.scale) ** 2
+    variance["k"] = (
+        variance["k"] + summed((slopes**2 * term_variance).transpose(1, 2) @ q.double() ** 2) * s.scale**2
+    )
+    # An error of a score, of the LSE or of a sum in fp32, of either sign.
+    score = oracle_features._score_error(s, slice(0, len(s.q)), t.p, Granted(False, 0.0))[..., None]
+    score = 2 * score + 16 * FP32_EPS
+    _, lse = s.probabilities(slice(0, len(s.q)), torch.float64)
+    score = score + 4 * FP32_EPS * lse.abs().masked_fill(lse == -math.inf, 0.0)[..., None]
+    norms = (
+        own_dout.double().norm(dim=-1, keepdim=True) * s.per_query_head(s.v).double().norm(dim=-1)[:, None]
+    )
+    sums = (own_dout.shape[-1] / 4 + 8) * FP32_EPS
+    wrong = t.p * (
+        score * ((t.dp * t.kept).abs() + t.term.abs())
+        + sums * (norms * t.kept + (t.p * norms).sum(-1, keepdim=True))
+    )
+    if s.features.softcap:
+        wrong = wrong + t.p * 16 * FP32_EPS * ((t.dp * t.kept).abs() + t.term.abs())
+    allowed = products(wrong, weights * score, lambda x: x.double().abs(), abs(s.scale))
+
+    errors = []
+    for name, place in (("q", s.q), ("k", s.k), ("v", s.v)):
+        mine = own(call, s, name, found[name]).transpose(0, 1).double()
+        ref = own(call, s, name, exact[name]).transpose(0, 1)
+        assert mine.shape == ref.shape == place.transpose(0, 1).shape
+        tolerance = 2.0 * _largest(unfused[name].to(dtype).double() - ref)
+        tolerance += oracle.ULPS * oracle.ulp(_largest(ref), dtype)
+        tolerance = torch.maximum(tolerance, DEVIATIONS * _largest(variance[name].sqrt()))
+        tolerance += _largest(allowed[name])
+        difference = _largest(mine - ref)
+        ratio = torch.where(difference == 0.0, 0.0, difference / tolerance)
+        errors.append(Errors(float(difference.max()), float(ratio.max())))
+    return errors
+
+
+def own(call: Call, s: Sequence, name: str, x: Tensor) -> Tensor:
+    """What of a gradient is the sequence's: as its q, k or v."""
+    like = {"q": call.q, "k": call.k, "v": call.v} | {name: x}
+    for other in oracle_features.sequences(
+        *like.values(), call.scale, call.causal, Features(**call.features)
+    ):
+        if other.number == s.number:
+            found: Tensor = getattr(other, name)
+            return found
+    raise AssertionError(f"there is no sequence {s.number}")
+
+
+def _largest(x: Tensor) -> Tensor:
+    """Of each row."""
+    return x.abs().amax(-1)

@@ -1,0 +1,72 @@
+"""The oracle of gradients: its two ways agree; right gradients are within its tolerance, wrong ones not."""
+
+from __future__ import annotations
+
+import hypothesis
+import oracle_gradients
+import pytest
+import torch
+from backward_launch import BackwardLaunch, fit
+from problems import Problem, problems
+
+MIXED = [
+    Problem(40, 70, "bottom-right", num_heads=4, window=(20, 3), seed=1),
+    Problem(33, 50, num_heads=4, batch=3, packed_q=True, packed_k=True, used_q=True, seed=3),
+    Problem(20, 30, "top-left", softcap=2.0, dropout=0.3, bias=("hqk", "same", "plain"), alibi="h", seed=5),
+    Problem(20, 30, "bottom-right", sinks="normal", mask=("bqk", "plain"), dropout=0.5, prefix=True, seed=6),
+]
+
+
+class Row:
+    """What a problem is fitted to, and the CPU backend computes."""
+
+    name = None
+    head_dim = 64
+
+    def __init__(self, dtype: str) -> None:
+        self.dtype = dtype
+
+
+@pytest.mark.parametrize("problem", MIXED, ids=str)
+def test_formulas_are_what_autograd_makes_of_attention(problem: Problem):
+    call = problem.call(torch.float64, "cpu")
+    dout, dlse = torch.randn(*call.q.shape[:-1], 64).double(), torch.randn(*oracle_gradients.lse_shape(call))
+    exact = oracle_gradients.reference(call, dout, dlse.double())
+    for s in oracle_gradients.sequences(call):
+        if len(s.q) == 0 or len(s.k) == 0:
+            continue
+        own_dlse = dlse[s.lse_place][:, : len(s.q)]
+        t = oracle_gradients.terms(s, dout[s.out_place][: len(s.q)].transpose(0, 1), own_dlse, None)
+        group = s.q.shape[1] // s.k.shape[1]
+        dq = t.ds * t.slope @ s.per_query_head(s.k) * s.scale
+        dv = (t.p * t.kept).transpose(1, 2) @ dout[s.out_place][: len(s.q)].transpose(0, 1)
+        for name, found in (("q", dq), ("v", dv.unflatten(0, (-1, group)).sum(1))):
+            expected = oracle_gradients.own(call, s, name, exact[name])
+            torch.testing.assert_close(found.transpose(0, 1), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_cpu_backend_is_within_the_tolerance(dtype: str):
+    @hypothesis.settings(max_examples=60)
+    @hypothesis.given(problem=problems(longest=120))
+    def agrees(problem: Problem) -> None:
+        if problem.num_heads:
+            launch = BackwardLaunch.of(Row(dtype), problem, "cpu")  # type: ignore[arg-type]
+            launch.run()
+            launch.errors().check()
+
+    agrees()
+
+
+@pytest.mark.parametrize("name", "qkv")
+def test_a_wrong_gradient_is_not(name: str):
+    launch = BackwardLaunch.of(Row("bfloat16"), MIXED[0], "cpu")  # type: ignore[arg-type]
+    launch.run()
+    right = launch.found[name].clone()
+    for row in (30, -1):
+        for wrong in (right[:, row].roll(1, -1), right[:, row] * 1.1, right[:, row] * torch.nan):
+            launch.found[name] = right.clone()
+            launch.found[name][:, row] = wrong
+            errors = launch.errors()
+            assert errors.complaint or errors.out_ratio > 1, f"{name}, row {row}"
+    assert fit(MIXED[0], launch.row) == launch.problem

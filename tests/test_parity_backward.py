@@ -1,0 +1,177 @@
+"""Gradients by every row of this GPU's architecture, against dense fp64: ``make parity``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import gpu
+import hypothesis
+import pytest
+import torch
+from backward_launch import BackwardLaunch, listed
+from parity_report import ParityReport
+from problems import Problem, problems
+
+import cutlass_fmha
+from cutlass_fmha import _C
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+
+DEVICE = gpu.device()
+ROWS = gpu.backward_rows()
+by_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+on_a_gpu = pytest.mark.skipif(gpu.simulated(), reason="a simulator has no graphs and no far strides")
+
+
+def check(row: _C.Row, problem: Problem, parity: ParityReport) -> BackwardLaunch:
+    launch = BackwardLaunch.of(row, problem, DEVICE)
+    launch.run()
+    parity.check(launch, launch.problem)
+    return launch
+
+
+@by_row
+def test_listed_problems(row: _C.Row, parity: ParityReport):
+    for problem in listed(row):
+        check(row, problem, parity)
+
+
+@by_row
+def test_drawn_problems(row: _C.Row, parity: ParityReport):
+    @hypothesis.settings(hypothesis.settings.get_profile("parity"))
+    @hypothesis.given(problem=problems())
+    def agrees(problem: Problem) -> None:
+        if problem.num_heads:
+            check(row, problem, parity)
+
+    agrees()
+
+
+@by_row
+def test_memory_of_whatever_contents_becomes_gradients(row: _C.Row, parity: ParityReport):
+    """NaN in what torch.empty returns: gradients, sums of dQ and terms of rows."""
+    torch.use_deterministic_algorithms(True)  # then torch.utils.deterministic fills it
+    try:
+        for problem in listed(row)[::5]:
+            check(row, problem, parity)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@by_row
+def test_gradients_of_keys_and_values_have_the_same_bits_each_time(row: _C.Row, parity: ParityReport):
+    launch = check(row, Problem(700, 700, "bottom-right", num_heads=8, num_heads_kv=2, seed=5), parity)
+    first = launch.found
+    for _ in range(100 if not gpu.simulated() else 1):
+        launch.run()
+        assert torch.equal(launch.found["k"], first["k"]) and torch.equal(launch.found["v"], first["v"])
+
+
+@by_row
+def test_nan_in_a_query_stays_with_it_and_its_keys(row: _C.Row):
+    """Under a diagonal, a query's NaN reaches its own gradient and those of the keys it sees."""
+    launch = BackwardLaunch.of(row, Problem(200, 200, "bottom-right", seed=4), DEVICE)
+    launch.dout[1, 60, 1] = torch.nan
+    launch.run()
+    assert not launch.found["q"][1, :60].isnan().any() and not launch.found["q"][1, 61:].isnan().any()
+    assert launch.found["q"][1, 60, 1].isnan().all()
+    assert not launch.found["k"][1, 61:].isnan().any() and not launch.found["v"][1, 61:].isnan().any()
+    assert not launch.found["v"][0].isnan().any()
+
+
+# ---- through autograd --------------------------------------------------------------------------------------
+
+
+@on_a_gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_autograd_finds_the_gradients_of_the_op(dtype: torch.dtype, compiled: bool):
+    def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out, lse = cutlass_fmha.attention(q, k, v, causal=True, return_lse=True)
+        return out.float().square().sum() + lse.sum()
+
+    for heads, kv, n, dim in ((4, 4, 100, 64), (8, 2, 333, 128), (2, 1, 64, 40)):
+        inputs = [
+            torch.randn(2, n, h, dim, device=DEVICE, dtype=dtype, requires_grad=True) for h in (heads, kv, kv)
+        ]
+        call = torch.compile(loss, fullgraph=True) if compiled else loss
+        found = torch.autograd.grad(call(*inputs), inputs)
+        wide = [x.detach().cpu().double().requires_grad_() for x in inputs]
+        expected = torch.autograd.grad(loss(*wide), wide)
+        for x, y in zip(found, expected, strict=True):
+            error = (x.cpu().double() - y).abs().max() / y.abs().max()
+            assert error <= 8 * torch.finfo(dtype).eps
+
+
+@on_a_gpu
+@by_row
+def test_a_graph_computes_new_gradients(row: _C.Row, parity: ParityReport):
+    problem = Problem(130, 260, "bottom-right", batch=3, used_k=True, num_heads=4, seed=21)
+    launch = BackwardLaunch.of(row, problem, DEVICE)
+    launch.run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch.run()
+    for seed in (25, 29):
+        other = BackwardLaunch.of(row, replace(problem, seed=seed), DEVICE)
+        for to, x in zip(
+            (*launch.call[:3], launch.dout, *launch.forward),
+            (*other.call[:3], other.dout, *other.forward),
+            strict=True,
+        ):
+            to.copy_(x)
+        launch.call.features["seqused_k"].copy_(other.call.features["seqused_k"])
+        if launch.dlse is not None and other.dlse is not None:
+            launch.dlse.copy_(other.dlse)
+        graph.replay()
+        parity.check(launch, f"{problem} replayed, seed {seed}")
+
+
+# ---- offsets that need 64 bits -----------------------------------------------------------------------------
+
+
+@on_a_gpu
+@pytest.mark.usefixtures("much_memory")
+@by_row
+@pytest.mark.parametrize("axis", [0, 1, 2], ids=["batch", "seqlen", "heads"])
+def test_offsets_beyond_31_bits(row: _C.Row, axis: int, parity: ParityReport):
+    dtype = gpu.torch_dtype(row)
+    buffer = torch.full((gpu.FAR + 4096 + 4 * gpu.REGION,), torch.nan, dtype=dtype, device=DEVICE)
+    dim = min(64, row.head_dim)
+    problem = Problem(
+        65, 65, "bottom-right", num_heads=3, num_heads_kv=3, head_dim=dim, head_dim_v=dim, seed=8
+    )
+    launch = BackwardLaunch.of(row, problem, DEVICE)
+    far = [gpu.far_view(buffer, i, tuple(launch.call.q.shape), axis) for i in range(4)]
+    for view, x in zip(far, (*launch.call[:3], launch.dout), strict=True):
+        view.copy_(x)
+    launch.call, launch.dout = launch.call._replace(q=far[0], k=far[1], v=far[2]), far[3]
+    launch.run()
+    parity.check(launch, f"{problem} with a far {('batch', 'seqlen', 'heads')[axis]} stride")
+
+
+@on_a_gpu
+@pytest.mark.usefixtures("much_memory")
+@pytest.mark.parametrize("row", [row for row in ROWS if row.head_dim == 64][:1], ids=lambda row: row.name)
+def test_a_workspace_of_more_than_two_to_the_31_elements(row: _C.Row):
+    """Packed documents of few rows, each of which has a whole tile."""
+    dtype, length, heads = gpu.torch_dtype(row), 8, 8
+    count = gpu.FAR // (heads * row.tile_m * row.head_dim) + 2
+    shape = (count * length, heads, 64)
+    q, dout = (torch.randn(shape, device=DEVICE, dtype=dtype) for _ in range(2))
+    k, v = (torch.randn(count * length, 1, 64, device=DEVICE, dtype=dtype).expand(shape) for _ in range(2))
+    starts = torch.arange(count + 1, dtype=torch.int32, device=DEVICE) * length
+    said = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": length, "max_seqlen_k": length}
+    call = torch.ops.cutlass_fmha
+    out, lse = call.attend(q, k, v, 0.125, "none", True, None, **said)
+    found = call.attend_backward(dout, q, k, v, out, lse, None, 0.125, "none", row=row.name, **said)
+    for number in (0, count // 2, count - 1):
+        own = slice(number * length, (number + 1) * length)
+        wide = [x[own].double().cpu()[None].requires_grad_() for x in (q, k, v)]
+        expected = torch.autograd.grad(
+            cutlass_fmha.attention(*wide, scale=0.125), wide, dout[own].double().cpu()[None]
+        )
+        for x, y in zip(found, expected, strict=True):
+            error = (x[own].double().cpu() - y[0]).abs().max() / y.abs().max()
+            assert error <= 8 * torch.finfo(dtype).eps, f"document {number}"
