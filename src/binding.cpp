@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "attention_params.h"
+#include "backward/config.h"
 #include "backward/params.h"
 #include "binding.h"
 #include "build_config.h"  // generated

@@ -7,6 +7,7 @@
 #include <variant>
 #include <vector>
 
+#include "backward/config.h"
 #include "config.h"
 #include "wide/config.h"
 

@@ -4,6 +4,7 @@
 #include "../core/pipeline.cuh"
 #include "../core/product.cuh"
 #include "../core/visibility.h"
+#include "config.h"
 #include "params.h"
 
 namespace cutlass_fmha {

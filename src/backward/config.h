@@ -1,0 +1,33 @@
+// The compile-time description of a row that computes gradients.
+#pragma once
+
+#include "../config.h"
+
+namespace cutlass_fmha {
+
+/// How a row of the backward is made. tile_m: queries per step of the main loop; tile_n: keys of a thread block.
+struct BackwardOptions {
+  int chunk;    ///< queries whose scores a warp holds at a time; of two groups, one of the second
+  bool groups;  ///< one half of the warps has S, P, dV and dQ, the other dP, dS and dK of the same keys
+};
+
+struct BackwardConfig : TileConfig, BackwardOptions {
+  constexpr Family family() const { return Family::backward; }
+  constexpr int head_dim_v() const { return head_dim; }
+  constexpr int alignment() const { return 16; }
+  constexpr int group_warps() const { return groups ? warps / 2 : warps; }
+  /// Each warp of a group owns this many consecutive keys.
+  constexpr int keys_per_warp() const { return tile_n / group_warps(); }
+  /// Queries that are handed over at once, between groups and to dQ.
+  constexpr int unit() const { return groups ? tile_m / 2 : tile_m; }
+
+  // dQ of a unit is cut into rectangles, one per warp of the (first) group: 32 queries high, so that a B fragment feeds
+  // two mma, where the columns can be divided then.
+  constexpr int query_warps() const {
+    int along = unit() >= 32 ? unit() / 32 : 1;
+    while (head_dim / 16 % (group_warps() / along) != 0) along *= 2;
+    return along;
+  }
+};
+
+}  // namespace cutlass_fmha
