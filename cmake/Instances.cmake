@@ -148,8 +148,8 @@ function(fmha_add_features FEATURES SUFFIX
 endfunction()
 
 # Adds the rows of one manifest line that compute gradients: the columns are BackwardConfig's fields.
-function(fmha_backward ARCHS DTYPES HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS)
-  if(ARGC GREATER 8)
+function(fmha_backward ARCHS DTYPES HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS FEATURES)
+  if(ARGC GREATER 9 OR NOT FEATURES MATCHES "^(ranges|scores)$")
     message(FATAL_ERROR "cutlass_fmha: a line of src/rows.cmake has too many columns: ${ARGV}")
   endif()
   set(DTYPE_f16 float16)
@@ -163,11 +163,14 @@ function(fmha_backward ARCHS DTYPES HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS)
       if(GROUPS)
         string(APPEND name "_groups")
       endif()
+      if(FEATURES STREQUAL "scores")
+        string(APPEND name "_scored")
+      endif()
       string(APPEND name "${FMHA_NAME_SUFFIX}")
       set(config
           "cutlass_fmha::BackwardConfig{{.arch = ${arch}, .dtype = cutlass_fmha::DType::${DTYPE_${dtype}},"
           ".head_dim = ${HEAD_DIM}, .tile_m = ${TILE_M}, .tile_n = ${TILE_N}, .warps = ${WARPS}, .min_blocks = 1},"
-          "{.chunk = ${CHUNK}, .groups = ${GROUPS}}}")
+          "{.chunk = ${CHUNK}, .groups = ${GROUPS}, .features = cutlass_fmha::Features::${FEATURES}}}")
       list(JOIN config " " config)
       fmha_add_row(backward ${arch} ${dtype} ${HEAD_DIM} "sm${arch}_backward" "${name}" "${config}")
     endforeach()

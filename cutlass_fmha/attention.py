@@ -114,6 +114,7 @@ def attention(
     Work:
         num_splits: how many parts the keys are divided into, 1 to 64; chosen when None.
         batch_invariant: a sequence's result has the same bits in every batch.
+        deterministic: gradients have the same bits each time.
 
     Returns:
         The output, a new tensor of q's shape (with v's head_dim), dtype and layout. With ``return_lse`` a

@@ -63,6 +63,8 @@ class Features(NamedTuple):
     num_splits: int | None = None
     #: The result of a sequence does not depend on what else is in the batch.
     batch_invariant: bool = False
+    #: The gradients have the same bits each time. Those of keys and values, and the result, have them anyway.
+    deterministic: bool = False
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that are there, by name."""
@@ -131,3 +133,4 @@ class FeatureArguments(TypedDict, total=False):
     cache_batch_idx: Tensor | None
     num_splits: int | None
     batch_invariant: bool | None
+    deterministic: bool | None

@@ -2,7 +2,7 @@
 # pair, all from the same source and the same configuration. See config.h for what a column means.
 #
 # A row's name is made from its line: fwd_sm<arch>_<f16|bf16>_d<head_dim>_m<tile_m>n<tile_n>w<warps>[k<kv_warps>][_element|_tma][_pdl|_ranged|_scored],
-# or bwd_sm...w<warps>[_groups].
+# or bwd_sm...w<warps>[_groups][_scored].
 # Selection, tests and tools read the compiled table (_C.rows()): no other file lists kernels.
 
 # Copies by TMA and overlapping launches (`_pdl`) begin with sm_90. There, rows by cp.async are left out that were slower
@@ -144,11 +144,19 @@ fmha_wide("89;120"  "f16;bf16" any       64    128    8     1          m16n8k16)
 fmha_wide(90        "f16;bf16" 512       64     64    8     1          m16n8k16)
 fmha_wide(90        "f16;bf16" any       32    128    4     2          m16n8k16)
 
-# Gradients of Q, K and V: TILE_N keys per thread block, TILE_M queries per step, CHUNK of them at a time.
-#             ARCHS     DTYPES     HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS
-fmha_backward("${ALL}"  "f16;bf16"  32       64     256    8     32    false)
-fmha_backward("${ALL}"  "f16;bf16"  64       64     256    8     16    false)
-fmha_backward("${ALL}"  "f16;bf16"  96       64     128    8     64    false)
-fmha_backward("89;120"  "f16;bf16" 128       64     128    8     64    false)
-fmha_backward("90"      "f16;bf16" 128       64     128    8     16    true)
-fmha_backward("${ALL}"  "f16;bf16" 256       32      64    8     16    true)
+# Gradients of Q, K and V: TILE_N keys per thread block, TILE_M queries per step, CHUNK of them at a time. Where ptxas would
+# spill in one architecture, it has another tile there.
+#             ARCHS     DTYPES     HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS FEATURES
+fmha_backward("${ALL}"  "f16;bf16"  32       64     256    8     32    false  ranges)
+fmha_backward("${ALL}"  "f16;bf16"  64       64     256    8     16    false  ranges)
+fmha_backward("${ALL}"  "f16;bf16"  96       64     128    8     64    false  ranges)
+fmha_backward("89;120"  "f16;bf16" 128       64     128    8     64    false  ranges)
+fmha_backward("90"      "f16;bf16" 128       64     128    8     16    true   ranges)
+fmha_backward("${ALL}"  "f16;bf16" 256       32      64    8     16    true   ranges)
+fmha_backward("${ALL}"  "f16;bf16"  32       64     256    8     32    false  scores)
+fmha_backward("89;90"   "f16;bf16"  64       64     256    8     16    false  scores)
+fmha_backward("120"     "f16;bf16"  64       64     128    8     64    false  scores)
+fmha_backward("${ALL}"  "f16;bf16"  96       64     128    8     64    false  scores)
+fmha_backward("89;120"  "f16;bf16" 128       64     128    8     64    false  scores)
+fmha_backward("90"      "f16;bf16" 128       64     128    8     32    false  scores)
+fmha_backward("${ALL}"  "f16;bf16" 256       32      64    8     16    true   scores)

@@ -13,7 +13,7 @@ import torch
 from feature_launch import only_ranges
 from feature_tensors import Call
 from operands import CAUSAL
-from problems import Problem
+from problems import MEMORY, Problem
 from torch import Tensor
 
 from cutlass_fmha import _C, ops
@@ -46,10 +46,36 @@ LISTED = [
 ]
 
 
+#: What becomes of scores, for rows that know it.
+SCORED = [
+    *(Problem(100, 150, causal, softcap=cap, num_heads=4) for cap in (0.5, 20.0) for causal in CAUSAL),
+    *(Problem(100, 150, causal, alibi=alibi, num_heads=4) for alibi in ("h", "bh") for causal in CAUSAL),
+    *(Problem(150, 330, causal, dropout=p, num_heads=4, seed=4) for p in (0.1, 0.5, 0.9999) for causal in CAUSAL),
+    *(
+        Problem(70, 200, mask=(dims, memory), num_heads=4)
+        for dims, memory in zip(("bhqk", "qk", "k", "bk", "", "hqk"), MEMORY, strict=False)
+    ),
+    *(
+        Problem(70, 200, "bottom-right", bias=(dims, kind, "plain"), bias_fill=fill, num_heads=4, num_heads_kv=2)
+        for dims in ("bhqk", "hqk", "k", "q", "", "bh")
+        for kind, fill in (("same", "normal"), ("float32", "minus-inf"))
+    ),
+    Problem(130, 200, batch=3, packed_q=True, used_k=True, softcap=5.0, dropout=0.3, bias=("hqk", "same", "plain")),
+    Problem(150, 300, "top-left", window=(30, 5), prefix=True, dropout=0.2, alibi="bh", num_heads=4, num_heads_kv=1),
+    Problem(150, 300, "bottom-right", leftpad=True, used_k=True, dropout=0.5, mask=("bqk", "plain"), sinks="normal"),
+]
+SINKS = [
+    *(Problem(100, 150, causal, sinks=sinks, num_heads=4) for sinks in ("normal", "high", "low") for causal in CAUSAL),
+    Problem(300, 100, "bottom-right", sinks="normal"),
+    Problem(33, 0, sinks="normal"),
+    Problem(130, 200, batch=5, packed_q=True, packed_k=True, used_q=True, sinks="normal", seed=3),
+]
+
+
 def listed(row: _C.Row) -> list[Problem]:
-    """LISTED as a row can take them, every second one with its head dims."""
+    """Problems as a row can take them, every second one with its head dims."""
     found = []
-    for number, problem in enumerate(LISTED):
+    for number, problem in enumerate([*LISTED, *SINKS, *(SCORED if row.scored else [])]):
         if number % 2 and problem.head_dim == problem.head_dim_v == 64:
             problem = replace(problem, head_dim=row.head_dim, head_dim_v=row.head_dim)
         found.append(fit(problem, row))
@@ -58,19 +84,14 @@ def listed(row: _C.Row) -> list[Problem]:
 
 def fit(problem: Problem, row: _C.Row) -> Problem:
     """The problem as a row can take it: with scores that a gradient of the row's dtype can be computed of."""
-    problem = only_ranges(problem)
+    bias, mask = problem.bias, problem.mask
+    problem = only_ranges(problem, modified=row.scored)
     dims = (min(problem.head_dim, row.head_dim), min(problem.head_dim_v, row.head_dim))
     fill = "normal" if problem.fill in ("huge-values", "steep-ramp", "outliers") else problem.fill
-    return replace(
-        problem,
-        head_dim=dims[0],
-        head_dim_v=dims[1],
-        fill=fill,
-        sinks="",
-        page_size=0,
-        indexed=False,
-        pack=False,
-    )
+    problem = replace(problem, head_dim=dims[0], head_dim_v=dims[1], fill=fill)
+    if row.scored:
+        problem = replace(problem, bias=bias, mask=mask)
+    return replace(problem, page_size=0, indexed=False, pack=False)
 
 
 @dataclass
@@ -84,6 +105,7 @@ class BackwardLaunch:
     dlse: Tensor | None
     forward: tuple[Tensor, Tensor]
     said: dict[str, Any]
+    deterministic: bool = False
     found: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -110,14 +132,32 @@ class BackwardLaunch:
     def _scale(problem: Problem, call: Call) -> float:
         return problem.head_dim**-0.5 if call.scale is None else call.scale
 
+    @property
+    def _names(self) -> list[str]:
+        """Of the gradients. A bias has none beside a softcap, nor one in a fixed order where it is broadcast."""
+        problem = self.problem
+        bias = self.said.get("bias") if not problem.softcap else None
+        whole = (problem.batch, problem.num_heads, problem.seqlen_q, problem.capacity)
+        if self.deterministic and bias is not None and tuple(bias.shape) != whole:
+            bias = None
+        return [*"qkv"] + ["bias"] * (bias is not None) + ["sinks"] * ("sinks" in self.said)
+
     def run(self) -> None:
         call = self.call
+        wanted = [name in self._names for name in ("q", "k", "v", "bias", "sinks")]
         with _simulated(gpu.simulated()):
             arguments = (self.dout, call.q, call.k, call.v, *self.forward, self.dlse)
             found = torch.ops.cutlass_fmha.attend_backward(
-                *arguments, self._scale(self.problem, call), call.causal, row=self.row.name, **self.said
+                *arguments,
+                self._scale(self.problem, call),
+                call.causal,
+                row=self.row.name,
+                wanted=wanted,
+                deterministic=self.deterministic,
+                **self.said,
             )
-        self.found = dict(zip("qkv", found, strict=True))
+        found = [x for x, need in zip(found, wanted, strict=True) if need]
+        self.found = dict(zip(self._names, found, strict=True))
 
     def errors(self) -> oracle.Errors:
         return oracle_gradients.compare(self.call, self.found, self.dout, self.dlse)

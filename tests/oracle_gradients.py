@@ -116,6 +116,7 @@ def compare(call: Call, found: dict[str, Tensor], dout: Tensor, dlse: Tensor | N
     """The worst of the gradients ``found``, in the shapes of what they are of, by ratio to its tolerance."""
     exact = reference(call, dout, dlse)
     worst = Errors(0.0, 0.0)
+    summed = {name: torch.zeros_like(exact[name]) for name in NAMES[3:] if name in found}
     for name, x in found.items():
         like = exact[name]
         if x.shape != like.shape or x.device != like.device:
@@ -127,10 +128,19 @@ def compare(call: Call, found: dict[str, Tensor], dout: Tensor, dlse: Tensor | N
     for s, mine in zip(sequences(call), sequences(call, **nobodys), strict=True):
         for name in "qkv":
             getattr(mine, name).zero_()
+        if "sinks" in summed and dlse is not None:  # what no key gets of the LSE, a sum in fp32
+            own_dlse = dlse[s.lse_place][:, : len(s.q)]
+            summed["sinks"] += 16 * FP32_EPS * own_dlse.double().abs().sum(-1)
         if len(s.q) == 0 or len(s.k) == 0:
             continue
-        errors = _errors(call, s, found, exact, dout, dlse)
+        errors = _errors(call, s, found, exact, dout, dlse, summed)
         worst = max((worst, *errors), key=lambda e: e.out_ratio if e.out_ratio == e.out_ratio else math.inf)
+    for name, tolerance in summed.items():
+        tolerance = tolerance + oracle.ULPS * oracle.ulp(exact[name].abs(), found[name].dtype)
+        difference = (found[name].double() - exact[name]).abs()
+        ratio = torch.where(difference == 0.0, 0.0, difference / tolerance)
+        if ratio.numel() and not float(ratio.max()) <= worst.out_ratio:
+            worst = Errors(float(difference.max()), float(ratio.max()))
     for name, mask in nobodys.items():
         if (found[name].masked_fill(~mask, 0.0) != 0.0).any():
             return oracle._failed(f"d{name} of rows that are nobody's is not 0")
@@ -144,8 +154,9 @@ def _errors(
     exact: dict[str, Tensor],
     dout: Tensor,
     dlse: Tensor | None,
+    summed_up: dict[str, Tensor],
 ) -> list[Errors]:
-    """Of q, k and v of a sequence."""
+    """Of q, k and v of a sequence; adds what those of bias and sinks may be off by to ``summed_up``."""
     dtype, group = s.q.dtype, s.q.shape[1] // s.k.shape[1]
     own_dout = dout[s.out_place][: len(s.q)].transpose(0, 1)
     own_dlse = None if dlse is None else dlse[s.lse_place][:, : len(s.q)]
@@ -199,6 +210,13 @@ def _errors(
     if s.features.softcap:
         wrong = wrong + t.p * 16 * FP32_EPS * ((t.dp * t.kept).abs() + t.term.abs())
     allowed = products(wrong, weights * score, lambda x: x.double().abs(), abs(s.scale))
+    off = DEVIATIONS * term_variance.sqrt()
+    if "bias" in summed_up:
+        _add_broadcast(summed_up["bias"], s.number, eps * t.ds.abs() + t.p * off + wrong)
+    if "sinks" in summed_up:
+        of_sink = 1.0 - t.p.sum(-1, keepdim=True)
+        error = off + (score + sums) * (t.term.abs() + norms.amax(-1, keepdim=True))
+        summed_up["sinks"] += (of_sink * error).sum((1, 2))
 
     errors = []
     for name, place in (("q", s.q), ("k", s.k), ("v", s.v)):
@@ -213,6 +231,15 @@ def _errors(
         ratio = torch.where(difference == 0.0, 0.0, difference / tolerance)
         errors.append(Errors(float(difference.max()), float(ratio.max())))
     return errors
+
+
+def _add_broadcast(total: Tensor, b: int, share: Tensor) -> None:
+    """Adds [num_heads, queries, keys] of sequence ``b`` to what is broadcast to [batch, num_heads, ...]."""
+    total = total[(None,) * (4 - total.dim())]
+    total = total[b if total.shape[0] > 1 else 0]
+    total = total[:, : share.shape[1]] if total.shape[1] > 1 else total
+    total = total[..., : share.shape[2]] if total.shape[2] > 1 else total
+    total += share.sum_to_size(total.shape)
 
 
 def own(call: Call, s: Sequence, name: str, x: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from dataclasses import replace
@@ -47,6 +48,12 @@ CALLS: dict[str, dict[str, Any]] = {
     "seqused_k": {"causal": True, "seqused_k": int32(5, 0)},
     "leftpad_k": {"leftpad_k": int32(3, 9)},
     "scale": {"scale": -0.7},
+    "softcap": {"softcap": 1.5, "causal": True},
+    "ALiBi": {"alibi_slopes": torch.tensor((0.5, 0.1, 0.02, 0.0)), "window": (4, 2)},
+    "ALiBi by batch": {"alibi_slopes": torch.rand(2, 4, generator=torch.Generator().manual_seed(0))},
+    "dropout": {"dropout_p": 0.4, "dropout_seed": 7, "causal": True},
+    "mask": {"mask": torch.rand(2, 1, 7, 9, generator=torch.Generator().manual_seed(0)) > 0.4},
+    "all": {"softcap": 1.5, "dropout_p": 0.2, "dropout_seed": 5, "alibi_slopes": torch.ones(4), "causal": True},
     "layout": {"layout": "bhsd"},
 }
 
@@ -56,7 +63,28 @@ def test_gradients_are_those_of_finite_differences(name: str):
     q, k, v = tensors()
     if name == "layout":
         q, k, v = (x.detach().transpose(1, 2).contiguous().requires_grad_() for x in (q, k, v))
-    assert torch.autograd.gradcheck(lambda *x: attention(*x, **CALLS[name]), (q, k, v))
+    assert torch.autograd.gradcheck(lambda *x: attention(*x, **CALLS[name]), (q, k, v), fast_mode=True)
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 7, 9), (1, 4, 7, 9), (2, 1, 7, 9), (7, 9), (4, 1, 9), (4, 7, 1), (9,), ()])
+def test_gradients_of_a_bias_are_those_of_finite_differences(shape: tuple[int, ...]):
+    inputs = [*tensors(), drawn(*shape).requires_grad_()]
+    said = {"causal": True, "dropout_p": 0.3, "dropout_seed": 3, "softcap": 2.0}
+
+    def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Any:
+        return attention(q, k, v, bias=bias, **said)
+
+    assert torch.autograd.gradcheck(call, inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("seqlen_k", [0, 5, 9])
+def test_gradients_of_sinks_are_those_of_finite_differences(seqlen_k: int):
+    sinks = drawn(4).requires_grad_()
+
+    def call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Any:
+        return attention(q, k, v, sinks=sinks, causal=True, dropout_p=0.3, dropout_seed=3)
+
+    assert torch.autograd.gradcheck(call, [*tensors(7, seqlen_k), sinks], fast_mode=True)
 
 
 def test_gradients_of_packed_documents_are_those_of_finite_differences():
@@ -145,15 +173,14 @@ def test_nothing_is_saved_but_what_the_backward_reads():
 # ---- what there is no gradient of --------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "softcap": ({"softcap": 3.0}, "no backward yet with softcap"),
-    "bias": ({"bias": torch.zeros(7, 9, dtype=F64)}, "no backward yet with bias"),
-    "mask": ({"mask": torch.ones(7, 9, dtype=torch.bool)}, "no backward yet with boolean mask"),
-    "ALiBi": ({"alibi_slopes": torch.ones(4)}, "no backward yet with ALiBi slopes"),
-    "sinks": ({"sinks": torch.ones(4, dtype=F64)}, "no backward yet with sinks"),
-    "dropout": ({"dropout_p": 0.5, "dropout_seed": 3}, "no backward yet with dropout"),
-    "a bias that requires one": (
-        {"bias": torch.zeros(9, dtype=F64, requires_grad=True)},
-        "no backward yet for bias: pass it detached",
+    "block mask": (
+        {"block_mask": (torch.ones(1, 1, 1).int(), torch.zeros(1, 1, 1, 1).int(), (64, 64))},
+        "no backward yet with block mask",
+    ),
+    "entries": ({"cache_batch_idx": int32(1, 0)}, "no backward yet with cache_batch_idx"),
+    "slopes that require one": (
+        {"alibi_slopes": torch.zeros(4, requires_grad=True)},
+        "no backward yet for alibi_slopes: pass it detached",
     ),
 }
 
@@ -168,20 +195,26 @@ def test_a_call_without_a_gradient_raises_before_it_computes(name: str):
         attention(*inputs, **said)
 
 
-def test_numbers_of_a_graph_take_the_scales_place_and_refuse_too():
+@pytest.mark.parametrize("numbers", [(0.3, 0.0, 0.0), (0.3, 2.0, 0.0), (0.3, 0.0, 0.5)])
+def test_numbers_of_a_graph_take_the_place_of_scale_softcap_and_dropout(numbers: tuple[float, float, float]):
     q, k, v = (x.detach() for x in tensors())
     out, lse = attention(q, k, v, scale=0.3, return_lse=True)
+    call, seed = torch.ops.cutlass_fmha.attend_backward, torch.tensor([3])
+    said = {"softcap": numbers[1], "dropout_p": numbers[2], "dropout_seed": seed}
+    expected = call(out, q, k, v, out, lse, None, numbers[0], "none", **said)
+    given = {"numbers": torch.tensor(numbers, dtype=F64), "dropout_seed": seed}
+    assert all(map(torch.equal, call(out, q, k, v, out, lse, None, 1.0, "none", **given), expected))
+
+
+def test_a_gradient_that_nobody_wants_is_empty():
+    q, k, v = (x.detach() for x in tensors())
+    out, lse = attention(q, k, v, return_lse=True)
     call = torch.ops.cutlass_fmha.attend_backward
-    expected = call(out, q, k, v, out, lse, None, 0.3, "none")
-    for numbers in ((0.3, 0.0, 0.0), (0.3, 2.0, 0.0), (0.3, 0.0, 0.5)):
-        given = {"numbers": torch.tensor(numbers, dtype=F64)}
-        if numbers[1:] == (0.0, 0.0):
-            assert all(map(torch.equal, call(out, q, k, v, out, lse, None, 1.0, "none", **given), expected))
-            continue
-        with pytest.raises(
-            (NotImplementedError, ValueError), match="no backward yet with softcap|dropout_seed"
-        ):
-            call(out, q, k, v, out, lse, None, 1.0, "none", **given)
+    every = call(out, q, k, v, out, lse, None, 0.3, "none")
+    for wanted in itertools.product((False, True), repeat=3):
+        found = call(out, q, k, v, out, lse, None, 0.3, "none", wanted=[*wanted, False, False])
+        for x, y, need in zip(found, every, (*wanted, False, False), strict=True):
+            assert torch.equal(x, y) if need else x.numel() == 0
 
 
 def test_a_second_derivative_is_refused():
@@ -199,7 +232,7 @@ L4 = Device(name="L4", capability=(8, 9), sm_count=58, smem_per_block=101376)
 @pytest.fixture
 def four_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Head dims 64 and 128 for two architectures."""
-    made = {"dtype": "float16", "smem_bytes": 99000, "alignment": 16}
+    made = {"dtype": "float16", "smem_bytes": 99000, "alignment": 16, "scored": False}
     rows = [
         SimpleNamespace(index=i, name=f"bwd_sm{arch}_d{dim}", arch=arch, head_dim=dim, **made)
         for i, (arch, dim) in enumerate((a, d) for a in (89, 90) for d in (128, 64))

@@ -83,9 +83,10 @@ def wide_names(words: list[str], architectures: list[int]) -> list[str]:
 
 
 def backward_names(words: list[str], architectures: list[int]) -> list[str]:
-    archs, dtypes, head_dim, m, n, warps, _, groups = words
+    archs, dtypes, head_dim, m, n, warps, _, groups, features = words
+    tail = ("_groups" if groups == "true" else "") + ("_scored" if features == "scores" else "")
     return [
-        f"bwd_sm{arch}_{dtype}_d{head_dim}_m{m}n{n}w{warps}" + ("_groups" if groups == "true" else "")
+        f"bwd_sm{arch}_{dtype}_d{head_dim}_m{m}n{n}w{warps}{tail}"
         for arch in named(archs, architectures)
         for dtype in dtypes.split(";")
     ]

@@ -22,6 +22,7 @@ class Row:
 
     name = None
     head_dim = 64
+    scored = True
 
     def __init__(self, dtype: str) -> None:
         self.dtype = dtype

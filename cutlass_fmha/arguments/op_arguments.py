@@ -31,7 +31,7 @@ TENSORS = frozenset(
 )
 INTEGERS = frozenset({"max_seqlen_q", "max_seqlen_k", "num_splits"})
 FLOATS = frozenset({"softcap", "dropout_p"})
-OTHERS = frozenset({"window", "block_mask", "dropout_seed", "batch_invariant"})
+OTHERS = frozenset({"window", "block_mask", "dropout_seed", "batch_invariant", "deterministic"})
 
 #: torch.randint's upper end for int64: all numbers that are not negative but the last.
 SEEDS = 2**63 - 1
@@ -61,9 +61,9 @@ def op_arguments(query: Tensor, keywords: Mapping[str, Any], query_name: str = "
         arguments["sinks"] = _sinks(query, arguments["sinks"])
     arguments |= window_sides(keywords.get("window"))
     arguments |= _block_mask(keywords.get("block_mask"))
-    invariant = keywords.get("batch_invariant")
-    if invariant is not None and flag("batch_invariant", invariant):
-        arguments["batch_invariant"] = True
+    for name in ("batch_invariant", "deterministic"):
+        if (said := keywords.get(name)) is not None and flag(name, said):
+            arguments[name] = True
     if "dropout_p" in arguments:
         arguments["dropout_seed"] = _seed(query, keywords.get("dropout_seed"))
     return arguments

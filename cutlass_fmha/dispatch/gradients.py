@@ -17,16 +17,18 @@ from cutlass_fmha.dispatch.problem import FEATURES, Problem
 from cutlass_fmha.dispatch.table import Row, Table
 from cutlass_fmha.errors import UnsupportedError
 
-#: What a call may say beyond a causal mask and be differentiable: which keys a query sees. Names of FEATURES.
-KNOWN = frozenset({"window", "prefix", "varlen", "lengths", "leftpad"})
+#: What a call may say beyond a causal mask and be differentiable by every row: which keys a query sees, and sinks,
+#: which the LSE knows; and by rows that know scores. Names of FEATURES.
+KNOWN = frozenset({"window", "prefix", "varlen", "lengths", "leftpad", "sinks"})
+SCORED = KNOWN | {"mask", "bias", "softcap", "alibi", "dropout"}
 
 
-def lacking(problem: Problem) -> tuple[str, ...]:
-    return tuple(name for name in problem.features if name not in KNOWN)
+def lacking(problem: Problem, known: frozenset[str] = SCORED) -> tuple[str, ...]:
+    return tuple(name for name in problem.features if name not in known)
 
 
 def _features(row: Row, problem: Problem, device: Device, table: Table) -> str | None:
-    return has_no(names) if (names := lacking(problem)) else None
+    return has_no(names) if (names := lacking(problem, SCORED if row.scored else KNOWN)) else None
 
 
 def _head_dim(row: Row, problem: Problem, device: Device, table: Table) -> str | None:
@@ -38,25 +40,28 @@ def _head_dim(row: Row, problem: Problem, device: Device, table: Table) -> str |
 RULES: tuple[Rule, ...] = (made_for_device, dtype, _head_dim, _features, shared_memory, alignment)
 
 
-def reasons(row: Row, problem: Problem, device: Device, table: Table) -> list[str]:
+def reasons(
+    row: Row, problem: Problem, device: Device, table: Table, deterministic: bool = False
+) -> list[str]:
     """Why a row can't compute the gradients of a problem; empty when it can."""
-    return [sentence for rule in RULES if (sentence := rule(row, problem, device, table)) is not None]
+    found = [sentence for rule in RULES if (sentence := rule(row, problem, device, table)) is not None]
+    return [*found, "sums dQ in no fixed order"] if deterministic and not row.scored else found
 
 
-def choose(problem: Problem, device: Device, name: str | None = None) -> Row:
-    """The row with the least head dim among those that can, or the one of a name.
+def choose(problem: Problem, device: Device, name: str | None = None, deterministic: bool = False) -> Row:
+    """The row with the least head dim among those that can, which knows no more than it must; or that of a name.
 
     Raises UnsupportedError, and ValueError for a name that no row has.
     """
     table = tables.backward()
     if name is not None:
         row = table.by_name(name)
-        if why := reasons(row, problem, device, table):
+        if why := reasons(row, problem, device, table, deterministic):
             raise UnsupportedError(f"row {name} can't compute the gradients of {problem}: {'; '.join(why)}")
         return row
-    against = [(row, reasons(row, problem, device, table)) for row in table.rows]
+    against = [(row, reasons(row, problem, device, table, deterministic)) for row in table.rows]
     if possible := [row for row, sentences in against if not sentences]:
-        return min(possible, key=lambda row: (row.head_dim, row.index))
+        return min(possible, key=lambda row: (row.head_dim, row.scored, row.index))
     if not table.rows:
         raise UnsupportedError("this build of cutlass_fmha has no kernels that compute gradients")
     nearest = sorted(against, key=lambda entry: len(entry[1]))[:3]

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from cutlass_fmha import _C
 from cutlass_fmha.arguments import check
+from cutlass_fmha.arguments.check_features import broadcast_strides
 from cutlass_fmha.dispatch import device as devices
 from cutlass_fmha.dispatch import gradients
 from cutlass_fmha.dispatch import table as tables
@@ -32,6 +33,7 @@ class Plan(NamedTuple):
     params: _C.AttentionParams  # complete but for addresses, the scale and strides, and never written to
     workspace: int  # floats
     addresses: tuple[tuple[str, str], ...]
+    bias_stride: tuple[int, int, int, int]  # of its gradient, which is contiguous
 
 
 def launch(
@@ -43,25 +45,36 @@ def launch(
     scale: float,
     causal: str,
     said: Mapping[str, Any],
+    wanted: tuple[bool, ...],
     row: str | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value, new tensors of their shapes, on the current stream.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of query, key, value, bias and sinks, new tensors, on the current stream.
 
-    ``said``: what ``Features`` are made of. ``row``: its name; None: chosen. Raises UnsupportedError, and
-    ValueError for a name that no row has.
+    ``said``: what ``Features`` are made of. ``wanted``: which of the gradients; another one is empty. ``row``: its
+    name; None: chosen. Raises UnsupportedError, and ValueError for a name that no row has.
     """
     head_dims = [x.shape[-1] for x in tensors]
     q, k, v, output, dout = (_whole_vectors(x) for x in (*tensors, output, dout))
     plan: Plan = kept(
         "attend_backward",
-        (q, k, v, causal, row, *said, *said.values()),
-        lambda: _prepare((q, k, v), causal, said, row),
+        (q, k, v, causal, row, wanted, *said, *said.values()),
+        lambda: _prepare((q, k, v), causal, said, wanted, row),
     )
     lse = lse.contiguous()
     dlse = None if dlse is None else dlse.to(torch.float32).contiguous()
     # Rows that are no sequence's, or are not in use, are not written.
     new = torch.zeros_like if plan.addresses else torch.empty_like
-    dq, dk, dv = (new(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    found = [
+        new(x, memory_format=torch.contiguous_format) if need else q.new_empty(0)
+        for x, need in zip((q, k, v), wanted[:3], strict=True)
+    ]
+    # Added to, or of heads without queries.
+    bias, sinks = (
+        torch.zeros_like(said[name], dtype=torch.float32, memory_format=torch.contiguous_format)
+        if need and name in said
+        else q.new_empty(0)
+        for name, need in zip(("bias", "sinks"), wanted[3:], strict=True)
+    )
     workspace = torch.empty(plan.workspace, dtype=torch.float32, device=q.device)
     params = _C.BackwardParams(
         plan.params.of_call(
@@ -71,14 +84,25 @@ def launch(
     for name, field in plan.addresses:
         setattr(params, field, said[name].data_ptr())
     params.o_stride, params.dout_stride = strides(output), strides(dout)
-    params.dq_stride, params.dk_stride, params.dv_stride = strides(dq), strides(dk), strides(dv)
+    for name, x in zip(("dq", "dk", "dv"), found, strict=True):
+        if x.numel():
+            setattr(params, name, x.data_ptr())
+            setattr(params, f"{name}_stride", strides(x))
+    if bias.numel():
+        params.dbias, params.dbias_stride = bias.data_ptr(), plan.bias_stride
+    if sinks.numel():
+        params.dsinks = sinks.data_ptr()
+    params.ordered = said.get("deterministic", False)
     params.dout, params.dlse, params.workspace = dout.data_ptr(), address(dlse), workspace.data_ptr()
-    params.dq, params.dk, params.dv = dq.data_ptr(), dk.data_ptr(), dv.data_ptr()
     index = q.get_device()
     _C.run(plan.row, params, max(index, 0), current_stream(index))
-    found = zip((dq, dk, dv), head_dims, strict=True)
-    dq, dk, dv = (x if x.shape[-1] == dim else x[..., :dim] for x, dim in found)
-    return dq, dk, dv
+    dq, dk, dv = (
+        x if x.dim() == 1 or x.shape[-1] == dim else x[..., :dim]
+        for x, dim in zip(found, head_dims, strict=True)
+    )
+    if bias.numel():
+        bias = bias.to(said["bias"].dtype)
+    return dq, dk, dv, bias, sinks
 
 
 def refusal(problem: Problem, index: int) -> str:
@@ -94,16 +118,35 @@ def refusal(problem: Problem, index: int) -> str:
     return kept("refusal of gradients", (problem, index), ask)
 
 
-def _prepare(tensors: Operands, causal: str, said: Mapping[str, Any], name: str | None) -> Plan:
+def _prepare(
+    tensors: Operands, causal: str, said: Mapping[str, Any], wanted: tuple[bool, ...], name: str | None
+) -> Plan:
     features = Features(**said) if said else NO_FEATURES
     call = describe(tensors, causal, features)
     index = tensors[0].get_device()
     table = tables.backward()
     device = devices.of_index(index) if index >= 0 else devices.simulated(table.architectures)
-    row = gradients.choose(call.problem, device, name)
-    params = params_of(call.sizes, call.features, call.causal, call.strides)
-    floats = _C.BackwardParams(_sized(params, call.sizes)).workspace_floats(row.tile_m, row.head_dim)
-    return Plan(row.index, params, floats, addresses_of(features) if said else ())
+    row = gradients.choose(call.problem, device, name, features.deterministic)
+    bias = (0, 0, 0, 0)
+    if wanted[3] and features.bias is not None:
+        bias = broadcast_strides(features.bias.new_empty(features.bias.shape), call.sizes)
+        _check_bias(features, bias, call.sizes)
+    params = _C.BackwardParams(
+        _sized(params_of(call.sizes, call.features, call.causal, call.strides), call.sizes)
+    )
+    params.ordered, params.dsinks = features.deterministic, 4 * wanted[4]
+    floats = params.workspace_floats(row.tile_m, row.head_dim)
+    plan = params_of(call.sizes, call.features, call.causal, call.strides)
+    return Plan(row.index, plan, floats, addresses_of(features) if said else (), bias)
+
+
+def _check_bias(features: Features, stride: tuple[int, ...], sizes: Sizes) -> None:
+    """Raises UnsupportedError."""
+    if features.softcap:
+        raise UnsupportedError("no kernel computes the gradient of a bias beside a softcap")
+    shape = (sizes.batch, sizes.num_heads, sizes.seqlen_q, sizes.seqlen_k)
+    if features.deterministic and any(n > 1 and s == 0 for n, s in zip(shape, stride, strict=True)):
+        raise UnsupportedError("the gradient of a bias that is broadcast is summed in no fixed order")
 
 
 def _sized(params: _C.AttentionParams, sizes: Sizes) -> _C.AttentionParams:

@@ -25,7 +25,7 @@ SCHEMA = (
     "Tensor? dropout_seed=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
     "SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None, "
     "Tensor? leftpad_k=None, Tensor? page_table=None, Tensor? cache_batch_idx=None, int? num_splits=None, "
-    f"bool batch_invariant=False, Tensor? numbers=None) -> {RESULT}"
+    f"bool batch_invariant=False, bool deterministic=False, Tensor? numbers=None) -> {RESULT}"
 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -24,7 +24,14 @@ from cutlass_fmha.ops.attend import check_options, no_lse, scale_of
 SAID = (
     ("SymInt", "window_left", "-1"),
     ("SymInt", "window_right", "-1"),
+    ("Tensor?", "mask", "None"),
+    ("Tensor?", "bias", "None"),
     ("Tensor?", "prefix_lengths", "None"),
+    ("float", "softcap", "0."),
+    ("Tensor?", "alibi_slopes", "None"),
+    ("Tensor?", "sinks", "None"),
+    ("float", "dropout_p", "0."),
+    ("Tensor?", "dropout_seed", "None"),
     ("Tensor?", "cu_seqlens_q", "None"),
     ("Tensor?", "cu_seqlens_k", "None"),
     ("SymInt?", "max_seqlen_q", "None"),
@@ -32,13 +39,20 @@ SAID = (
     ("Tensor?", "seqused_q", "None"),
     ("Tensor?", "seqused_k", "None"),
     ("Tensor?", "leftpad_k", "None"),
+    ("bool", "deterministic", "False"),
 )
 SCHEMA = (
     "attend_backward(Tensor dout, Tensor query, Tensor key, Tensor value, Tensor output, Tensor softmax_lse, "
     "Tensor? dlse, float scale, str causal, *, "
     + ", ".join(f"{kind} {name}={default}" for kind, name, default in SAID)
-    + ", Tensor? numbers=None, str? row=None) -> (Tensor dquery, Tensor dkey, Tensor dvalue)"
+    + ", Tensor? numbers=None, bool[5] wanted=[True, True, True, False, False], str? row=None) "
+    "-> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dbias, Tensor dsinks)"
 )
+#: What has gradients, in the order of ``wanted`` and of the results; one that nobody wants is empty.
+DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks")
+QKV = (True, True, True, False, False)
+
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def _checked(
@@ -93,12 +107,16 @@ def _cuda(
     dlse: Tensor | None,
     scale: float,
     causal: str,
+    wanted: Sequence[bool] = QKV,
     row: str | None = None,
     **said: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Gradients:
     scale, _, _ = _checked(dout, query, key, value, output, softmax_lse, dlse, scale, causal, said)
-    asked = {name: x for name, x in said.items() if isinstance(x, Tensor) or x not in (None, NO_LIMIT)}
-    return gradients.launch(dout, (query, key, value), output, softmax_lse, dlse, scale, causal, asked, row)
+    asked = {name: x for name, x in said.items() if isinstance(x, Tensor) or x not in (None, NO_LIMIT, 0.0)}
+    tensors = (query, key, value)
+    return gradients.launch(
+        dout, tensors, output, softmax_lse, dlse, scale, causal, asked, tuple(wanted), row
+    )
 
 
 def _cpu(
@@ -111,16 +129,24 @@ def _cpu(
     dlse: Tensor | None,
     scale: float,
     causal: str,
+    wanted: Sequence[bool] = QKV,
     row: str | None = None,
     **said: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Gradients:
     scale, features, sizes = _checked(dout, query, key, value, output, softmax_lse, dlse, scale, causal, said)
     cpu.check_contents(query, key, features, sizes)
     if dispatcher.simulated():
-        return _cuda(dout, query, key, value, output, softmax_lse, dlse, scale, causal, row, **said)
+        return _cuda(dout, query, key, value, output, softmax_lse, dlse, scale, causal, wanted, row, **said)
     if row is not None:
         raise UnsupportedError(f"row {row} is a CUDA kernel, and the tensors are on the CPU")
-    return cpu.attend_backward(dout, dlse, query, key, value, scale, causal, features, sizes)
+    found = cpu.attend_backward(dout, dlse, query, key, value, scale, causal, features, sizes)
+    return _five(x if need else None for x, need in zip(found, wanted, strict=True))
+
+
+def _five(found: Iterable[Tensor | None]) -> Gradients:
+    """The op's arity is fixed."""
+    a, b, c, d, e = (torch.empty(0) if x is None else x for x in found)
+    return a, b, c, d, e
 
 
 def _fake(
@@ -133,13 +159,17 @@ def _fake(
     dlse: Tensor | None,
     scale: float,
     causal: str,
+    wanted: Sequence[bool] = QKV,
     row: str | None = None,
     **said: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Gradients:
     said.pop("numbers", None)  # known when the graph runs
     _checked(dout, query, key, value, output, softmax_lse, dlse, scale, causal, said)
-    dq, dk, dv = (x.new_empty(x.shape) for x in (query, key, value))
-    return dq, dk, dv
+    given = (query, key, value, said.get("bias"), said.get("sinks"))
+    return _five(
+        x.new_empty(x.shape) if need and x is not None else query.new_empty(0)
+        for x, need in zip(given, wanted, strict=True)
+    )
 
 
 dispatcher.register(SCHEMA, {"CUDA": _cuda, "CPU": _cpu, "fake": _fake})
@@ -185,31 +215,34 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
         query, key, value, out, lse, *given = ctx.saved_tensors
-        found: tuple[Tensor | None, ...] = (None, None, None)
+        needs = dict(zip(("query", "key", "value"), ctx.needs_input_grad[2:5], strict=True))
+        needs |= dict(zip(ctx.names, ctx.needs_input_grad[9:], strict=True))
+        found: dict[str, Tensor] = {}
         if dout is not None or dlse is not None:
             said = {**ctx.said, **dict(zip(ctx.names, given, strict=True))}
             dout = torch.zeros_like(out) if dout is None else dout
-            found = torch.ops.cutlass_fmha.attend_backward(
-                dout, query, key, value, out, lse, dlse, ctx.scale, ctx.causal, **said
+            wanted = [needs.get(name, False) for name in DIFFERENTIABLE]
+            gradients = torch.ops.cutlass_fmha.attend_backward(
+                dout, query, key, value, out, lse, dlse, ctx.scale, ctx.causal, **said, wanted=wanted
             )
-        wanted = ctx.needs_input_grad[2:5]
-        gradients = (x if needed else None for x, needed in zip(found, wanted, strict=True))
-        return (None, None, *gradients, None, None, None, None, *(None for _ in given))
+            found = {name: x for name, x, need in zip(DIFFERENTIABLE, gradients, wanted, strict=True) if need}
+        of_given = (found.get(name) for name in ctx.names)
+        return (None, None, *map(found.get, DIFFERENTIABLE[:3]), None, None, None, None, *of_given)
 
 
 def _refusal(query: Tensor, key: Tensor, value: Tensor, causal: str, features: Mapping[str, Any]) -> str:
     """Why a call has no gradient; empty where it has one."""
-    others = [name for name, x in features.items() if isinstance(x, Tensor) and x.requires_grad]
-    if others:
+    wanted = [name for name, x in features.items() if isinstance(x, Tensor) and x.requires_grad]
+    if others := [name for name in wanted if name not in DIFFERENTIABLE]:
         return f"cutlass_fmha has no backward yet for {', '.join(others)}: pass it detached"
     said = {name: x for name, x in features.items() if name != "numbers"}
     call = Features(**said)
     sizes = check_features.check_features((query, key, value), call)
     if names := _unknown(query, call, sizes, causal):
         return f"cutlass_fmha has no backward yet with {names}"
-    if "dropout_seed" in features and features["dropout_seed"] is not None:
-        return "cutlass_fmha has no backward yet with dropout_seed"  # numbers say whether anything is dropped
     if query.device.type == "cuda":
+        if "bias" in wanted and (call.softcap or "numbers" in features):
+            return "cutlass_fmha has no backward yet for a bias beside a softcap: pass it detached"
         problem = problem_of(sizes, call, check.dtype_name(query.dtype), causal, FULL_ALIGNMENT)
         return gradients.refusal(problem, query.get_device())
     return ""
@@ -251,9 +284,9 @@ class _AttendBackward(torch.autograd.Function):
     """``attend_backward``, which can't be differentiated again: who asks for that is told."""
 
     @staticmethod
-    def forward(keyset: Any, said: Mapping[str, Any], *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(keyset: Any, said: Mapping[str, Any], *given: Any) -> Gradients:
         op = torch.ops.cutlass_fmha.attend_backward.default
-        found: tuple[Tensor, Tensor, Tensor] = private_torch.after_autograd(op, keyset, *given, **said)
+        found: Gradients = private_torch.after_autograd(op, keyset, *given, **said)
         return found
 
     @staticmethod
@@ -267,9 +300,9 @@ class _AttendBackward(torch.autograd.Function):
         )
 
 
-def _autograd_of_backward(keyset: Any, *given: Any, **said: Any) -> tuple[Tensor, Tensor, Tensor]:
-    found: tuple[Tensor, Tensor, Tensor]
-    if dispatcher.needs_gradient(*(x for x in given if isinstance(x, Tensor))):
+def _autograd_of_backward(keyset: Any, *given: Any, **said: Any) -> Gradients:
+    found: Gradients
+    if dispatcher.needs_gradient(*(x for x in (*given, *said.values()) if isinstance(x, Tensor))):
         found = _AttendBackward.apply(keyset, said, *given)  # type: ignore[no-untyped-call]
     else:
         op = torch.ops.cutlass_fmha.attend_backward.default

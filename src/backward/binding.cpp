@@ -16,13 +16,15 @@ void check(BackwardParams const& p, int element_bytes) {
     bool wanted;
     int bytes;
   };
-  bool const queries = p.seqlen_q > 0, keys = p.seqlen_k > 0;
+  bool const queries = p.seqlen_q > 0;
   for (Address const& a : {Address{"lse", p.lse, queries, 4},
                            {"dout", p.dout, queries, element_bytes},
                            {"dlse", p.dlse, false, 4},
-                           {"dq", p.dq, queries, element_bytes},
-                           {"dk", p.dk, keys, element_bytes},
-                           {"dv", p.dv, keys, element_bytes},
+                           {"dq", p.dq, false, element_bytes},
+                           {"dk", p.dk, false, element_bytes},
+                           {"dv", p.dv, false, element_bytes},
+                           {"dbias", p.dbias, false, 4},
+                           {"dsinks", p.dsinks, false, 4},
                            {"workspace", p.workspace, queries, 16}}) {
     require(!a.wanted || a.value, [&] { return std::string(a.name) + " must be an address"; });
     require(reinterpret_cast<uintptr_t>(a.value) % a.bytes == 0,
@@ -44,11 +46,15 @@ void bind_backward_params(py::module_& m) {
   address(c, "dq", &P::dq);
   address(c, "dk", &P::dk);
   address(c, "dv", &P::dv);
+  address(c, "dbias", &P::dbias);
+  address(c, "dsinks", &P::dsinks);
+  c.def_readwrite("ordered", &P::ordered);
   address(c, "workspace", &P::workspace);
   strides<3>(c, "dout_stride", &P::dout_stride);
   strides<3>(c, "dq_stride", &P::dq_stride);
   strides<3>(c, "dk_stride", &P::dk_stride);
   strides<3>(c, "dv_stride", &P::dv_stride);
+  strides<4>(c, "dbias_stride", &P::dbias_stride);
   c.def("workspace_floats", &workspace_floats, py::arg("tile_m"), py::arg("row_dim"));
 }
 

@@ -9,10 +9,12 @@ namespace cutlass_fmha {
 struct BackwardOptions {
   int chunk;    ///< queries whose scores a warp holds at a time; of two groups, one of the second
   bool groups;  ///< one half of the warps has S, P, dV and dQ, the other dP, dS and dK of the same keys
+  Features features = Features::ranges;  ///< `scores`: all but lists of blocks; and dQ in a fixed order
 };
 
 struct BackwardConfig : TileConfig, BackwardOptions {
   constexpr Family family() const { return Family::backward; }
+  constexpr bool scored() const { return features == Features::scores; }
   constexpr int head_dim_v() const { return head_dim; }
   constexpr int alignment() const { return 16; }
   constexpr int group_warps() const { return groups ? warps / 2 : warps; }

@@ -35,6 +35,7 @@ template <BackwardConfig C>
 CUTE_DEVICE void write_gradient(KeyTile const& tile, void* tensor, Strides const& stride, int dimensions, int warp,
                                 float factor, KeyGradient<C>& gradient) {
   using T = MmaTypes<C.dtype, C.keys_per_warp()>;
+  if (tensor == nullptr) return;
   Sequence const& s = tile.sequence;
   auto* const to = static_cast<uint16_t*>(tensor) + s.entry_k * stride.batch + tile.head_kv * stride.head;
   auto rows = by_row(gradient);
@@ -50,6 +51,12 @@ CUTE_DEVICE void write_gradient(KeyTile const& tile, void* tensor, Strides const
           pack<typename T::Element>(rows(row, 2 * n) * factor, rows(row, 2 * n + 1) * factor);
     }
   }
+}
+
+/// What dropout multiplies probabilities by that it keeps.
+template <BackwardConfig C>
+CUTE_DEVICE float kept_scale(BackwardParams const& p) {
+  return C.scored() ? p.dropout_scale : 1.f;
 }
 
 template <BackwardConfig C>
@@ -78,8 +85,11 @@ CUTE_DEVICE void backward(BackwardParams const& p) {
     int64_t const number = head * p.head_tiles + first_query_tile(p, sequence, C.tile_m);
     tile.q = first(p.q, p.q_stride);
     tile.dout = first(p.dout, p.dout_stride);
-    tile.sums = p.dq_sums + number * (C.tile_m * C.head_dim);
+    tile.sums = p.dq == nullptr ? nullptr : p.dq_sums + number * (C.tile_m * C.head_dim);
     tile.terms = p.row_terms + number * (2 * C.tile_m);
+    tile.turns = p.turns == nullptr ? nullptr : p.turns + number * kTurns;
+    // Before a window, those of a prefix have met all queries.
+    tile.least_before = p.prefix_lengths != nullptr && p.window_left >= 0 ? 0 : larger(0, key_begin / C.tile_n - 1);
     BackwardLayout<C>::place(smem) = tile;
   }
   __syncthreads();
@@ -97,7 +107,8 @@ CUTE_DEVICE void backward(BackwardParams const& p) {
       write_gradient<C>(BackwardLayout<C>::place(smem), p.dk, p.dk_stride, p.head_dim, of_group, p.scale, gradient);
     } else {
       if (steps > 0) walk.run_a(gradient);
-      write_gradient<C>(BackwardLayout<C>::place(smem), p.dv, p.dv_stride, p.head_dim_v, of_group, 1.f, gradient);
+      write_gradient<C>(BackwardLayout<C>::place(smem), p.dv, p.dv_stride, p.head_dim_v, of_group, kept_scale<C>(p),
+                        gradient);
     }
   } else {
     KeyGradient<C> dk, dv;
@@ -106,7 +117,7 @@ CUTE_DEVICE void backward(BackwardParams const& p) {
     if (steps > 0) BackwardWalk<C>(p, smem, steps, warp).run(dk, dv);
     KeyTile const& place = BackwardLayout<C>::place(smem);
     write_gradient<C>(place, p.dk, p.dk_stride, p.head_dim, warp, p.scale, dk);
-    write_gradient<C>(place, p.dv, p.dv_stride, p.head_dim_v, warp, 1.f, dv);
+    write_gradient<C>(place, p.dv, p.dv_stride, p.head_dim_v, warp, kept_scale<C>(p), dv);
   }
 }
 

@@ -1,6 +1,7 @@
 #include "launch.h"
 
 #include <algorithm>
+#include <cfloat>
 #include <string>
 
 #include "../core/visibility.h"
@@ -64,17 +65,22 @@ void check(Row const& row, BackwardParams const& p) {
   });
   check(p, c->element_bytes());
   refuse(row, {{"page_table", p.page_table != nullptr},
-               {"mask", p.mask != nullptr},
                {"block_counts", p.block_counts != nullptr},
-               {"bias", p.bias != nullptr},
-               {"softcap", p.softcap != 0.f},
-               {"alibi_slopes", p.alibi_slopes != nullptr},
-               {"sinks", p.sinks != nullptr},
-               {"dropout_threshold", p.dropout_threshold != 0},
                {"batch_index_k", p.batch_index_k != nullptr},
                {"pack", p.pack != 1},
                {"splits", p.splits != 1},
                {"tail", p.tail != nullptr}});
+  if (!c->scored()) {
+    refuse(row, {{"mask", p.mask != nullptr},
+                 {"bias", p.bias != nullptr},
+                 {"softcap", p.softcap != 0.f},
+                 {"alibi_slopes", p.alibi_slopes != nullptr},
+                 {"dropout_threshold", p.dropout_threshold != 0},
+                 {"ordered", p.ordered}});
+  }
+  require(p.dbias == nullptr || (p.bias != nullptr && p.softcap == 0.f),
+          [] { return "dbias needs a bias, and no softcap: what the softcap leaves of dS is all that is kept"; });
+  require(p.dsinks == nullptr || p.sinks != nullptr, [] { return "dsinks needs sinks"; });
   require(p.head_dim <= c->head_dim && p.head_dim_v <= c->head_dim, [&] {
     return std::string(row.name) + " takes head dims up to " + std::to_string(c->head_dim) + ", got " +
            std::to_string(p.head_dim) + " and " + std::to_string(p.head_dim_v);
@@ -93,7 +99,18 @@ void launch(Row const& row, BackwardParams const& params, int device, cudaStream
   p.row_dim = c.head_dim;
   p.head_tiles = workspace_tiles(p, c.tile_m);
   p.dq_sums = p.workspace;
-  p.row_terms = p.workspace + p.num_heads * p.head_tiles * c.tile_m * c.head_dim;
+  int64_t const head_tiles = p.num_heads * p.head_tiles;
+  p.row_terms = p.workspace + head_tiles * c.tile_m * c.head_dim;
+  float* end = p.row_terms + head_tiles * 2 * c.tile_m;
+  p.turns = nullptr;
+  if (p.ordered) {
+    p.turns = reinterpret_cast<int*>(end);
+    end += head_tiles * kTurns;
+  }
+  p.sink_sums = end;
+  constexpr float kTwiceLog2e = 2 * 1.4426950408889634f;
+  p.cap_scale = p.softcap == 0.f ? 0.f : std::clamp(kTwiceLog2e * p.scale / p.softcap, -FLT_MAX, FLT_MAX);
+  if (p.dropout_threshold == 0) p.dropout_scale = 1.f;
   int64_t const sequences = int64_t(p.batch) * p.num_heads;
   if (p.seqlen_q > 0) {
     Row const& before = helper(Family::backward_before, c.dtype, c.arch);
@@ -104,7 +121,7 @@ void launch(Row const& row, BackwardParams const& params, int device, cudaStream
     p.schedule = key_tile_schedule(p, c, device);
     launch_kernel(row, grid_of(row, tiles), &p, device, stream);
   }
-  if (p.seqlen_q > 0) {
+  if (p.seqlen_q > 0 && (p.dq != nullptr || p.dsinks != nullptr)) {
     Row const& after = helper(Family::backward_after, c.dtype, c.arch);
     launch_kernel(after, grid_of(after, sequences * ceil_div(p.seqlen_q, kRowsAfter)), &p, device, stream);
   }

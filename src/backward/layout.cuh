@@ -76,12 +76,15 @@ CUTE_DEVICE float4 read_sums(float const* piece, int lane) {
 /// What a thread block works on, read again where it is needed: registers are scarce.
 struct KeyTile {
   uint16_t const *q, *dout;  ///< row 0 of the sequence, of the first query head
-  float* sums;               ///< of its first query tile
+  float* sums;               ///< of its first query tile; null where nobody wants dQ
   float const* terms;
+  int* turns;
   Sequence sequence;
   QueryWalk walk;  ///< of each query head
   int key_begin, head_kv;
   int steps;  ///< of the walks of all heads
+  /// Tiles of keys whose walks may have met a query tile before: least_before .. this one - 1.
+  int least_before;
   /// Queries from all_begin on and before all_end see all keys of the tile; so do none where it isn't full.
   int all_begin, all_end;
 };

@@ -16,10 +16,15 @@ struct BackwardParams : AttentionParams {
   // What AttentionParams says is as the forward had it; o and lse are only read.
   void const* dout;   ///< as o
   float const* dlse;  ///< as lse; null where LSE has no gradient
-  void* dq;           ///< as q
-  void* dk;           ///< as k; rows that are no sequence's, and keys beyond those in use, are not written
-  void* dv;           ///< as v
+  // What nobody wants is null, and not computed, so far as nothing else needs it.
+  void* dq;       ///< as q
+  void* dk;       ///< as k; rows that are no sequence's, and keys beyond those in use, are not written
+  void* dv;       ///< as v
+  float* dbias;   ///< added to; by dbias_stride, 0 where bias is broadcast
+  float* dsinks;  ///< as sinks
+  bool ordered;   ///< the sums of dQ have the same bits each time
   Strides dout_stride, dq_stride, dk_stride, dv_stride;
+  ScoreStrides dbias_stride;
 
   float* workspace;  ///< workspace_floats() of them, 16-byte aligned; what stands there means nothing
 
@@ -27,6 +32,8 @@ struct BackwardParams : AttentionParams {
   // a head: first_query_tile() is where a sequence's begin.
   float* dq_sums;       ///< [num_heads, tiles, tile_m * row_dim], in the order of sum_offset()
   float* row_terms;     ///< [num_heads, tiles, 2, tile_m]: LSE in units of log2, D. Rows that see nothing: +inf, 0
+  int* turns;           ///< [num_heads, tiles, kTurns]: tiles of keys whose part of dQ is in; null where not ordered
+  float* sink_sums;     ///< [num_heads, tiles]: of a tile, what dsinks sums
   int tile_m, row_dim;  ///< of the row
   int64_t head_tiles;   ///< query tiles of a head in the workspace
 
@@ -42,9 +49,13 @@ inline int64_t workspace_tiles(FeatureParams const& p, int tile_m) {
   return p.cu_seqlens_q ? p.lse_head_stride / tile_m + p.batch : int64_t(p.batch) * ceil_div(p.seqlen_q, tile_m);
 }
 
+/// Parts of dQ of a tile that are summed by one warp each.
+constexpr int kTurns = 8;
+
 /// Of a row with such tiles and such a head dim.
 inline int64_t workspace_floats(BackwardParams const& p, int tile_m, int row_dim) {
-  return p.num_heads * workspace_tiles(p, tile_m) * tile_m * (row_dim + 2);
+  return p.num_heads * workspace_tiles(p, tile_m) *
+         (tile_m * (row_dim + 2) + (p.ordered ? kTurns : 0) + (p.dsinks != nullptr ? 1 : 0));
 }
 
 /// Query rows that a block of the last kernel turns into dQ.

@@ -4,6 +4,7 @@
 
 #include "../features/loader.cuh"
 #include "layout.cuh"
+#include "scores.cuh"
 
 namespace cutlass_fmha {
 
@@ -190,6 +191,40 @@ struct BackwardParts {
     }
   }
 
+  template <class Types>
+  CUTE_DEVICE ScoredChunk<C, Types> scored_chunk(QueryCursor const& at, int query_begin) const {
+    int const group = params.num_heads / params.num_heads_kv;
+    return {params, place().sequence, place().head_kv * group + at.head,
+            place().key_begin + warp * C.keys_per_warp() + lane_id() / 4, query_begin + lane_id() % 4 * 2};
+  }
+  /// exponentiate() of a scored row: P, and what dS is made of.
+  template <class Types>
+  CUTE_DEVICE void score(bool masked, typename Types::Scores const& scores,
+                         typename Types::Probabilities& probabilities, typename Types::Probabilities& factors,
+                         uint32_t terms, QueryCursor const& at, int query_begin) const {
+    ScoredChunk<C, Types> const chunk = scored_chunk<Types>(at, query_begin);
+    VisibleQueries seen[2 * T::kRowSteps];
+    if (masked) {
+      CUTE_UNROLL
+      for (int row = 0; row < 2 * T::kRowSteps; ++row) {
+        seen[row] = visible_queries(params, place().sequence, chunk.key + 8 * row);
+        seen[row].begin -= chunk.query, seen[row].end -= chunk.query;
+      }
+    }
+    auto const lse = [&](int pair) { return terms_at(terms, pair); };
+    bool const capped = params.softcap != 0.f;
+    if (masked && capped) {
+      chunk.template exponentiate<true, true>(scores, probabilities, factors, seen, lse);
+    } else if (masked) {
+      chunk.template exponentiate<true, false>(scores, probabilities, factors, seen, lse);
+    } else if (capped) {
+      chunk.template exponentiate<false, true>(scores, probabilities, factors, seen, lse);
+    } else {
+      chunk.template exponentiate<false, false>(scores, probabilities, factors, seen, lse);
+    }
+    chunk.drop_out(probabilities, factors);
+  }
+
   /// Where dP begins: -D.
   template <class Types>
   CUTE_DEVICE void start_with_terms(typename Types::Scores& scores, uint32_t terms) const {
@@ -239,6 +274,35 @@ struct BackwardParts {
 
   // ---- dQ
 
+  /// The walk of a tile of keys.
+  CUTE_DEVICE QueryWalk walk_of(int tile) const {
+    Sequence const& s = place().sequence;
+    int const first = tile * C.tile_n, last = smaller(first + C.tile_n, s.keys) - 1;
+    return query_walk(visible_queries(params, s, first), visible_queries(params, s, last), C.tile_m);
+  }
+  /// Waits until the tiles of keys before this one have added theirs to dQ of a query tile: their blocks began earlier.
+  CUTE_DEVICE void await_turn(int const* turn, int query_tile) const {
+    KeyTile const& mine = place();
+    for (int before = mine.key_begin / C.tile_n - 1; before >= mine.least_before; --before) {
+      QueryWalk const walk = walk_of(before);
+      if (query_tile < walk.first || query_tile >= walk.first + walk.tiles) continue;
+      int done;
+      do {
+        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(done) : "l"(turn) : "memory");
+      } while (done != before + 1);
+      break;
+    }
+    __syncwarp();
+  }
+  CUTE_DEVICE void pass_turn(int* turn) const {
+    __threadfence();
+    __syncwarp();
+    if (lane_id() == 0) {
+      int const done = place().key_begin / C.tile_n + 1;
+      asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(turn), "r"(done) : "memory");
+    }
+  }
+
   /// Of the unit that begins with query `row` of a tile. read() is called when nothing is read of dS any more.
   template <class Read>
   CUTE_DEVICE void add_query_gradient(QueryCursor const& at, int row, Read const& read) const {
@@ -258,6 +322,13 @@ struct BackwardParts {
             FMHA_INLINE { load_piece<KTile, true>(smem, 0, rows_first, step, column_begin / 16 + n, k); },
         dq);
     read();
+    int* turn = nullptr;
+    if constexpr (C.scored()) {
+      if (params.turns != nullptr) {
+        turn = place().turns + tile_number(at) * kTurns + row / C.unit() * C.group_warps() + warp;
+        await_turn(turn, at.tile);
+      }
+    }
     float* const to = place().sums + tile_number(at) * (C.tile_m * C.head_dim) +
                       sum_offset(C.head_dim, row + row_begin, column_begin);
     CUTE_UNROLL
@@ -267,6 +338,9 @@ struct BackwardParts {
         auto const piece = dq(_, m, n);
         add_to_sums(to + sum_offset(C.head_dim, 16 * m, 8 * n), lane_id(), piece(0), piece(1), piece(2), piece(3));
       }
+    }
+    if constexpr (C.scored()) {
+      if (turn != nullptr) pass_turn(turn);
     }
   }
 };

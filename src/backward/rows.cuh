@@ -40,6 +40,18 @@ __device__ float dot(Chunk<T, 8> const& a, Chunk<T, 8> const& b) {
   return sum;
 }
 
+/// The sum of what the threads of a block have, in a fixed order, known to the first.
+__device__ inline float block_sum(float x) {
+  __shared__ float sums[kHelperThreads / 32];
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
+  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = x;
+  __syncthreads();
+  float sum = 0.f;
+  for (int warp = 0; warp < kHelperThreads / 32; ++warp) sum += sums[warp];
+  return sum;
+}
+
 /// A block has a tile of queries.
 template <class T>
 __device__ void backward_before(BackwardParams const& p) {
@@ -49,9 +61,14 @@ __device__ void backward_before(BackwardParams const& p) {
   if (rows.begin >= s.rows_q) return;
   int64_t const tile = rows.tile_number(p, rows.begin / p.tile_m);
   auto* const sums = reinterpret_cast<float4*>(p.dq_sums + tile * p.tile_m * p.row_dim);
-  for (int i = threadIdx.x; i < p.tile_m * p.row_dim / 4; i += kHelperThreads) sums[i] = {0.f, 0.f, 0.f, 0.f};
+  int const count = p.dq == nullptr ? 0 : p.tile_m * p.row_dim / 4;
+  for (int i = threadIdx.x; i < count; i += kHelperThreads) sums[i] = {0.f, 0.f, 0.f, 0.f};
+  if (p.turns != nullptr && threadIdx.x < kTurns) p.turns[tile * kTurns + threadIdx.x] = 0;
   float* const terms = p.row_terms + tile * 2 * p.tile_m;
   int const lane = threadIdx.x % kLanes;
+  // A sink is a key without a value: dS of it is -P D.
+  float const sink = p.dsinks == nullptr ? 0.f : p.sinks[rows.head] * kLog2e;
+  float of_sink = 0.f;
   for (int row = threadIdx.x / kLanes; row < p.tile_m; row += kHelperThreads / kLanes) {
     int const query = rows.begin + row;
     float lse = INFINITY, sum = 0.f;
@@ -71,8 +88,24 @@ __device__ void backward_before(BackwardParams const& p) {
     if (lane == 0) {
       terms[row] = lse;
       terms[p.tile_m + row] = sum;
+      of_sink -= exp2_approx(sink - lse) * sum;
     }
   }
+  if (p.dsinks == nullptr) return;
+  of_sink = block_sum(of_sink);
+  if (threadIdx.x == 0) p.sink_sums[tile] = of_sink;
+}
+
+/// dSink of a head.
+__device__ inline void sum_sinks(BackwardParams const& p, int head) {
+  float sum = 0.f;
+  for (int batch = 0; batch < p.batch; ++batch) {
+    Sequence const s = sequence_at(p, batch);
+    float const* const from = p.sink_sums + head * p.head_tiles + first_query_tile(p, s, p.tile_m);
+    for (int tile = threadIdx.x; tile < ceil_div(s.rows_q, p.tile_m); tile += kHelperThreads) sum += from[tile];
+  }
+  sum = block_sum(sum);
+  if (threadIdx.x == 0) p.dsinks[head] = sum;
 }
 
 /// A block has kRowsAfter queries.
@@ -80,6 +113,8 @@ template <class T>
 __device__ void backward_after(BackwardParams const& p) {
   constexpr int kMaxDim = 256, kPadding = 8;
   __shared__ __align__(16) T staged[kRowsAfter][kMaxDim + kPadding];
+  if (p.dsinks != nullptr && blockIdx.x < p.num_heads) sum_sinks(p, blockIdx.x);
+  if (p.dq == nullptr) return;
   QueryRows const rows(p, kRowsAfter, blockIdx.x);
   Sequence const& s = rows.sequence;
   if (rows.begin >= s.rows_q) return;

@@ -74,13 +74,22 @@ struct TwoGroupWalk : BackwardParts<C> {
         cute::clear(scores);
         this->template add_scores<QTile, Unit>([&](int i, auto&& k) FMHA_INLINE { this->read_keys(0, i, k); }, q_tile,
                                                half * kUnit / 16, scores);
-        this->template exponentiate<Unit>(masked, scores, probabilities, terms + half * kUnit * 4,
-                                          at.tile * C.tile_m + half * kUnit);
-        scores_pipe.producer_acquire(unit);
-        hand_over(half, probabilities);
+        if constexpr (C.scored()) {
+          typename Unit::Probabilities factors;
+          this->template score<Unit>(masked, scores, probabilities, factors, terms + half * kUnit * 4, at,
+                                     at.tile * C.tile_m + half * kUnit);
+          scores_pipe.producer_acquire(unit);
+          hand_over(half, factors);
+        } else {
+          this->template exponentiate<Unit>(masked, scores, probabilities, terms + half * kUnit * 4,
+                                            at.tile * C.tile_m + half * kUnit);
+          scores_pipe.producer_acquire(unit);
+          hand_over(half, probabilities);
+        }
         mbarrier_arrive(probabilities_barrier(half));
         dout_pipe.consumer_wait(unit);
-        this->template add_queries<DoutTile, Unit>(probabilities, Layout::kDout + half * kDoutUnit, 0, dv);
+        if (!C.scored() || params.dv != nullptr)
+          this->template add_queries<DoutTile, Unit>(probabilities, Layout::kDout + half * kDoutUnit, 0, dv);
         dout_pipe.consumer_release(unit);
         if (unit > 0) finish(unit - 1, half == 0 ? before : at);
       }
@@ -101,6 +110,7 @@ struct TwoGroupWalk : BackwardParts<C> {
     for (int step = 0; step < steps; ++step) {
       uint32_t const q_tile = Layout::kQ + q_pipe.stage(step) * Layout::kQTile;
       uint32_t const terms = Layout::kRowTerms + q_pipe.stage(step) * Layout::kTerms;
+      QueryCursor const here = at;
       at = at.next(place().walk);
       q_pipe.consumer_wait(step);
       CUTE_UNROLL
@@ -110,19 +120,30 @@ struct TwoGroupWalk : BackwardParts<C> {
         typename Chunk::Scores scores;
         typename Chunk::Probabilities probabilities;
         if (first) dout_pipe.consumer_wait(unit);
-        this->template start_with_terms<Chunk>(scores, terms + (C.tile_m + begin) * 4);
+        if constexpr (C.scored()) {
+          cute::clear(scores);
+        } else {
+          this->template start_with_terms<Chunk>(scores, terms + (C.tile_m + begin) * 4);
+        }
         this->template add_scores<DoutTile, Chunk>([&](int i, auto&& v)
                                                        FMHA_INLINE { cute::copy(values(cute::_, cute::_, i), v); },
                                                    Layout::kDout + half * kDoutUnit, row / 16, scores);
         if (last) dout_pipe.consumer_release(unit);
         if (first) mbarrier_wait(probabilities_barrier(half), step & 1);
         take_over(begin / 16, probabilities);
-        this->template differentiate<Chunk>(probabilities, scores);
+        if constexpr (C.scored()) {
+          this->template scored_chunk<Chunk>(here, here.tile * C.tile_m + begin)
+              .differentiate(probabilities, scores,
+                             [&](int pair) { return this->terms_at(terms + (C.tile_m + begin) * 4, pair); });
+        } else {
+          this->template differentiate<Chunk>(probabilities, scores);
+        }
         __syncwarp();  // all lanes have their P: dS may take its place
         this->template store_scores<Chunk>(begin / 16, probabilities);
         if (last) scores_pipe.producer_commit(unit);
         if (last && step + 1 < steps && half == 1) load_dout(unit + 1, at);
-        this->template add_queries<QTile, Chunk>(probabilities, q_tile, begin / 16, dk);
+        if (!C.scored() || params.dk != nullptr)
+          this->template add_queries<QTile, Chunk>(probabilities, q_tile, begin / 16, dk);
       }
       q_pipe.consumer_release(step);
       if (step + 1 < steps) load_dout(2 * step + 3, at);
@@ -137,6 +158,10 @@ struct TwoGroupWalk : BackwardParts<C> {
   /// dQ of a unit, whose tile is `at`.
   CUTE_DEVICE void finish(int unit, QueryCursor const& at) const {
     scores_pipe.consumer_wait(unit);
+    if (place().sums == nullptr) {
+      scores_pipe.consumer_release(unit);
+      return;
+    }
     // Where it lies in its tile is known to the compiler by who calls.
     if (unit % 2 == 0) {
       this->add_query_gradient(at, 0, [&] { scores_pipe.consumer_release(unit); });

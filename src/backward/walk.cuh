@@ -72,14 +72,27 @@ struct BackwardWalk : BackwardParts<C> {
         cute::clear(scores);
         this->template add_scores<QTile, T>([&](int i, auto&& k) FMHA_INLINE { this->read_keys(0, i, k); }, q_tile,
                                             begin / 16, scores);
-        this->template exponentiate<T>(masked, scores, probabilities, terms + begin * 4, at.tile * C.tile_m + begin);
-        if (chunk == 0) dout_pipe.consumer_wait(step);
-        this->template start_with_terms<T>(scores, terms + (C.tile_m + begin) * 4);
-        this->template add_scores<QTile, T>([&](int i, auto&& v)
-                                                FMHA_INLINE { cute::copy(values(cute::_, cute::_, i), v); },
-                                            Layout::kDout, begin / 16, scores);
-        this->template add_queries<QTile, T>(probabilities, Layout::kDout, begin / 16, dv);
-        this->template differentiate<T>(probabilities, scores);
+        auto const values_of = [&](int i, auto&& v) FMHA_INLINE { cute::copy(values(cute::_, cute::_, i), v); };
+        if constexpr (C.scored()) {
+          typename T::Probabilities factors;
+          this->template score<T>(masked, scores, probabilities, factors, terms + begin * 4, at,
+                                  at.tile * C.tile_m + begin);
+          if (chunk == 0) dout_pipe.consumer_wait(step);
+          if (params.dv != nullptr) this->template add_queries<QTile, T>(probabilities, Layout::kDout, begin / 16, dv);
+          cute::clear(scores);
+          this->template add_scores<QTile, T>(values_of, Layout::kDout, begin / 16, scores);
+          this->template scored_chunk<T>(at, at.tile * C.tile_m + begin).differentiate(factors, scores, [&](int pair) {
+            return this->terms_at(terms + (C.tile_m + begin) * 4, pair);
+          });
+          cute::copy(factors, probabilities);
+        } else {
+          this->template exponentiate<T>(masked, scores, probabilities, terms + begin * 4, at.tile * C.tile_m + begin);
+          if (chunk == 0) dout_pipe.consumer_wait(step);
+          this->template start_with_terms<T>(scores, terms + (C.tile_m + begin) * 4);
+          this->template add_scores<QTile, T>(values_of, Layout::kDout, begin / 16, scores);
+          this->template add_queries<QTile, T>(probabilities, Layout::kDout, begin / 16, dv);
+          this->template differentiate<T>(probabilities, scores);
+        }
         if (chunk == 0) scores_pipe.producer_acquire(step);
         this->template store_scores<T>(begin / 16, probabilities);
         if (chunk == kChunks - 1) {
@@ -87,12 +100,17 @@ struct BackwardWalk : BackwardParts<C> {
           dout_pipe.consumer_release(step);
         }
         if (chunk == 0 && step + 1 < all_steps()) load_q(step + 1, next(at));
-        this->template add_queries<QTile, T>(probabilities, q_tile, begin / 16, dk);
+        if (!C.scored() || params.dk != nullptr)
+          this->template add_queries<QTile, T>(probabilities, q_tile, begin / 16, dk);
       }
       q_pipe.consumer_release(step);
       scores_pipe.consumer_wait(step);
       if (step + 1 < all_steps()) load_dout(step + 1, next(at));
-      this->add_query_gradient(at, 0, [&] { scores_pipe.consumer_release(step); });
+      if (place().sums != nullptr) {
+        this->add_query_gradient(at, 0, [&] { scores_pipe.consumer_release(step); });
+      } else {
+        scores_pipe.consumer_release(step);
+      }
       at = next(at);
     }
   }
