@@ -50,22 +50,53 @@ LISTED = [
 SCORED = [
     *(Problem(100, 150, causal, softcap=cap, num_heads=4) for cap in (0.5, 20.0) for causal in CAUSAL),
     *(Problem(100, 150, causal, alibi=alibi, num_heads=4) for alibi in ("h", "bh") for causal in CAUSAL),
-    *(Problem(150, 330, causal, dropout=p, num_heads=4, seed=4) for p in (0.1, 0.5, 0.9999) for causal in CAUSAL),
+    *(
+        Problem(150, 330, causal, dropout=p, num_heads=4, seed=4)
+        for p in (0.1, 0.5, 0.9999)
+        for causal in CAUSAL
+    ),
     *(
         Problem(70, 200, mask=(dims, memory), num_heads=4)
         for dims, memory in zip(("bhqk", "qk", "k", "bk", "", "hqk"), MEMORY, strict=False)
     ),
     *(
-        Problem(70, 200, "bottom-right", bias=(dims, kind, "plain"), bias_fill=fill, num_heads=4, num_heads_kv=2)
+        Problem(
+            70, 200, "bottom-right", bias=(dims, kind, "plain"), bias_fill=fill, num_heads=4, num_heads_kv=2
+        )
         for dims in ("bhqk", "hqk", "k", "q", "", "bh")
         for kind, fill in (("same", "normal"), ("float32", "minus-inf"))
     ),
-    Problem(130, 200, batch=3, packed_q=True, used_k=True, softcap=5.0, dropout=0.3, bias=("hqk", "same", "plain")),
-    Problem(150, 300, "top-left", window=(30, 5), prefix=True, dropout=0.2, alibi="bh", num_heads=4, num_heads_kv=1),
-    Problem(150, 300, "bottom-right", leftpad=True, used_k=True, dropout=0.5, mask=("bqk", "plain"), sinks="normal"),
+    Problem(
+        130, 200, batch=3, packed_q=True, used_k=True, softcap=5.0, dropout=0.3, bias=("hqk", "same", "plain")
+    ),
+    Problem(
+        150,
+        300,
+        "top-left",
+        window=(30, 5),
+        prefix=True,
+        dropout=0.2,
+        alibi="bh",
+        num_heads=4,
+        num_heads_kv=1,
+    ),
+    Problem(
+        150,
+        300,
+        "bottom-right",
+        leftpad=True,
+        used_k=True,
+        dropout=0.5,
+        mask=("bqk", "plain"),
+        sinks="normal",
+    ),
 ]
 SINKS = [
-    *(Problem(100, 150, causal, sinks=sinks, num_heads=4) for sinks in ("normal", "high", "low") for causal in CAUSAL),
+    *(
+        Problem(100, 150, causal, sinks=sinks, num_heads=4)
+        for sinks in ("normal", "high", "low")
+        for causal in CAUSAL
+    ),
     Problem(300, 100, "bottom-right", sinks="normal"),
     Problem(33, 0, sinks="normal"),
     Problem(130, 200, batch=5, packed_q=True, packed_k=True, used_q=True, sinks="normal", seed=3),
@@ -134,7 +165,7 @@ class BackwardLaunch:
 
     @property
     def _names(self) -> list[str]:
-        """Of the gradients. A bias has none beside a softcap, nor one in a fixed order where it is broadcast."""
+        """Of the gradients. A bias has none beside a softcap, nor in a fixed order where it is broadcast."""
         problem = self.problem
         bias = self.said.get("bias") if not problem.softcap else None
         whole = (problem.batch, problem.num_heads, problem.seqlen_q, problem.capacity)

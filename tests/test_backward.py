@@ -53,7 +53,13 @@ CALLS: dict[str, dict[str, Any]] = {
     "ALiBi by batch": {"alibi_slopes": torch.rand(2, 4, generator=torch.Generator().manual_seed(0))},
     "dropout": {"dropout_p": 0.4, "dropout_seed": 7, "causal": True},
     "mask": {"mask": torch.rand(2, 1, 7, 9, generator=torch.Generator().manual_seed(0)) > 0.4},
-    "all": {"softcap": 1.5, "dropout_p": 0.2, "dropout_seed": 5, "alibi_slopes": torch.ones(4), "causal": True},
+    "all": {
+        "softcap": 1.5,
+        "dropout_p": 0.2,
+        "dropout_seed": 5,
+        "alibi_slopes": torch.ones(4),
+        "causal": True,
+    },
     "layout": {"layout": "bhsd"},
 }
 
@@ -66,7 +72,9 @@ def test_gradients_are_those_of_finite_differences(name: str):
     assert torch.autograd.gradcheck(lambda *x: attention(*x, **CALLS[name]), (q, k, v), fast_mode=True)
 
 
-@pytest.mark.parametrize("shape", [(2, 4, 7, 9), (1, 4, 7, 9), (2, 1, 7, 9), (7, 9), (4, 1, 9), (4, 7, 1), (9,), ()])
+@pytest.mark.parametrize(
+    "shape", [(2, 4, 7, 9), (1, 4, 7, 9), (2, 1, 7, 9), (7, 9), (4, 1, 9), (4, 7, 1), (9,), ()]
+)
 def test_gradients_of_a_bias_are_those_of_finite_differences(shape: tuple[int, ...]):
     inputs = [*tensors(), drawn(*shape).requires_grad_()]
     said = {"causal": True, "dropout_p": 0.3, "dropout_seed": 3, "softcap": 2.0}

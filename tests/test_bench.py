@@ -16,7 +16,7 @@ import torch
 from oracle import CAUSAL, visible
 
 from cutlass_fmha import UnsupportedError, bench
-from cutlass_fmha.bench import against, contenders, lineup, machine, report, runner, timing
+from cutlass_fmha.bench import against, contenders, gradients, lineup, machine, report, runner, timing
 from cutlass_fmha.bench import cases as bench_cases
 from cutlass_fmha.bench.cases import CASES, FEATURES, GROUPS, Case, select_cases, visible_pairs
 from cutlass_fmha.bench.features import Feature
@@ -240,7 +240,7 @@ def synthetic(cases: list[Case] | None = None) -> report.Result:
 
 
 def test_the_table_has_times_rates_and_ratios_and_torch_flash_first() -> None:
-    dense, decode, wide, features, _, plain, _, paged = report.sections(synthetic())
+    dense, decode, wide, features, _, plain, _, paged, _ = report.sections(synthetic())
     assert dense.headings[:6] == [
         "case", "to torch flash (FA2)", "to cuDNN", "to memory-efficient", "ours p50", "p90"
     ]  # fmt: skip
@@ -576,3 +576,19 @@ def test_a_captured_call_is_timed_on_the_gpu() -> None:
         assert result["min_us"] > 0.0
         assert result["min_us"] <= result["p50_us"] <= result["p90_us"]
         assert result["error_ratio"] <= 1.0
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lengths", [(), (16, 40)])
+def test_gradients_are_checked_and_a_wrong_one_is_found(causal: bool, lengths: tuple[int, ...]) -> None:
+    case = Case("backward", 2, 4, 2, 40, 40, 32, "float16", causal=causal, lengths=lengths)
+    inputs = contenders.make_inputs(case, 2, torch.device("cpu"))
+    call, check = gradients.ours(case, inputs), gradients.GradientCheck(case, inputs)
+    found = call(0)
+    assert check(found).within
+    assert not check(call(1)).within
+    for x in found:
+        x[-1, -1, -1] += 0.1
+        assert not check(found).within
+        x[-1, -1, -1] -= 0.1
+    assert case.name.endswith("_backward") and case.flop == 10 * 4 * case.visible_pairs * 32

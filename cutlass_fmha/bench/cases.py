@@ -73,6 +73,7 @@ class Case:
         words += [f"d{self.head_dim}", SHORT[self.dtype]]
         words += ["causal"] if self.causal else []
         words += [self.feature] if self.feature else []
+        words += ["backward"] if self.backward else []
         return "_".join(words)
 
     @property
@@ -90,8 +91,14 @@ class Case:
         words += [f"D{self.head_dim}", SHORT[self.dtype]]
         words += ["causal"] if self.causal else []
         words += [FEATURES[self.feature]] if self.feature else []
+        words += ["backward"] if self.backward else []
         words += [f"keys used {together(self.used, ' x ', ' + ')}"] if self.used else []
         return " ".join(words)
+
+    @property
+    def backward(self) -> bool:
+        """Whether its gradients are computed, from what the forward left."""
+        return self.group == "backward"
 
     @property
     def featured(self) -> bool:
@@ -140,8 +147,10 @@ class Case:
 
     @property
     def flop(self) -> int:
-        """Floating-point operations of Q K^T and P V over the visible pairs, without the softmax's."""
-        return 4 * self.num_heads * self.visible_pairs * self.head_dim
+        """Floating-point operations of Q K^T and P V over the visible pairs, without the softmax's; of a
+        backward those of its five products."""
+        products = 5 if self.backward else 2
+        return 2 * products * self.num_heads * self.visible_pairs * self.head_dim
 
     @property
     def input_bytes(self) -> int:
@@ -281,6 +290,14 @@ CASES: tuple[Case, ...] = (
             ((512,) * 4 + (1,) * 28, drawn(32, 1000, 8000)),  # the same among decoding sequences
         )
     ),
+    *_both(_mha("backward", 2, 16, 8192, 128, "bfloat16")),
+    *_both(_mha("backward", 4, 32, 4096, 64, "bfloat16")),
+    *_both(_mha("backward", 4, 16, 4096, 96, "bfloat16")),
+    *_both(_mha("backward", 4, 8, 4096, 256, "bfloat16")),
+    *_both(Case("backward", 1, 32, 8, 8192, 8192, 128, "bfloat16")),
+    *_both(_mha("backward", 8, 16, 2048, 128, "bfloat16")),
+    *_packed("backward", (2048,) * 8, 16, 16, 128),
+    *_packed("backward", (4096, 7001, 5500), 16, 16, 128),
 )
 
 GROUPS: tuple[str, ...] = tuple(dict.fromkeys(case.group for case in CASES))

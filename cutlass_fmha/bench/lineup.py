@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import gradients
 from .cases import WINDOW, Case
-from .contenders import CAUSAL, COPY, OURS, PAGES, PLAIN, Attention, Inputs, ours, sdpa
+from .contenders import CAUSAL, COPY, OURS, PAGES, PLAIN, Attention, Inputs, make_inputs, ours, sdpa
 from .features import DROPOUT, Feature
 
 
@@ -19,7 +20,7 @@ class Contender:
     """``call`` takes the number of an input set. Not ``checked``: what it computes is another problem, or
     depends on random numbers of its own. ``flop`` and ``bytes`` are what it does, in a call."""
 
-    call: Callable[[int], Tensor]
+    call: Callable[[int], Any]
     flop: int
     bytes: int
     checked: bool = True
@@ -30,12 +31,17 @@ def line_up(
 ) -> dict[str, Contender]:
     """The contenders of a case by name: ours first."""
 
-    def of(call: Callable[[int], Tensor]) -> Contender:
+    def of(call: Callable[[int], Any]) -> Contender:
         return Contender(call, case.flop, case.moved_bytes)
 
     def contender(attention: Attention, of: Case = case, checked: bool = True) -> Contender:
         return Contender(lambda number: attention(*inputs[number]), of.flop, of.moved_bytes, checked)
 
+    if case.backward:
+        found = {OURS: of(gradients.ours(case, inputs, row))}
+        if case.lengths:
+            found[PLAIN] = dense_backward(case, inputs)
+        return found | ({"flash": of(gradients.flash(case, inputs))} if "flash" in peers else {})
     if feature is not None:
         found = {OURS: contender(with_feature(feature, row))}
         if case.group in ("ranges", "scores"):
@@ -58,6 +64,13 @@ def line_up(
     if case.memory_bound:
         found[COPY] = Contender(copy(case, inputs), case.flop, case.moved_bytes, checked=False)
     return found
+
+
+def dense_backward(case: Case, inputs: Inputs) -> Contender:
+    """Ours where all sequences are as long as the longest."""
+    plain = make_inputs(case.plain, 1, inputs.query.device)
+    call = gradients.ours(case.plain, plain)
+    return Contender(lambda _: call(0), case.plain.flop, case.plain.moved_bytes, checked=False)
 
 
 # ---- features ----------------------------------------------------------------------------------------------

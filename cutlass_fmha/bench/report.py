@@ -183,6 +183,7 @@ SECTIONS = {
     "One feature beside the plain row: rate per visible pair": ("ranges", "scores"),
     "Head dims between the rows'": ("dims",),
     "Packed queries over caches": ("paged",),
+    "Backward": ("backward",),
 }
 
 

@@ -6,13 +6,15 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from typing import Any
 
 import torch
 
-from . import machine
+from . import gradients, machine
 from .cases import Case
-from .contenders import OTHER, OURS, OWN, ErrorCheck, Inputs, make_inputs, only
+from .contenders import OTHER, OURS, OWN, Error, ErrorCheck, Inputs, make_inputs, only
 from .features import Feature
+from .gradients import GradientCheck
 from .host import measure_host
 from .lineup import Contender, line_up
 from .report import SCHEMA
@@ -25,12 +27,12 @@ METHOD = (
     "Time of one call = time of a CUDA graph of many calls, between two CUDA events, over the number of "
     "calls; p50 and p90 over the graph's replays, the contenders taking turns. The calls rotate through sets "
     "of inputs that together exceed the L2 cache. Inputs are normally distributed and lie as [batch, seqlen, "
-    "num_heads, head_dim]; SDPA gets them as transposed views. FLOP = 4 * batch * num_heads * visible "
-    "query-key pairs * head_dim, the pairs of a causal mask, a window, a prefix or documents counted exactly "
-    "and all pairs under a mask in memory. Bytes of decode are those of Q, K, V and O, each once; the copy, "
-    "within device memory, reads half as many and writes the other half. Error: worst difference from dense "
-    "fp64 attention on a sample of rows, relative to twice the error of unfused math in the same dtype plus "
-    "two ulp."
+    "num_heads, head_dim]; SDPA gets them as transposed views. FLOP = 4 * batch * num_heads * visible query-"
+    "key pairs * head_dim, 10 of a backward, the pairs of a causal mask, a window, a prefix or documents "
+    "counted exactly and all pairs under a mask in memory. Bytes of decode are those of Q, K, V and O, each "
+    "once; the copy, within device memory, reads half as many and writes the other half. Error: worst "
+    "difference from dense fp64 attention on a sample of rows, relative to twice the error of unfused math in"
+    " the same dtype plus two ulp."
 )
 
 
@@ -118,10 +120,12 @@ def measure_case(
     return {**case.as_dict(), "input_sets": inputs.sets, "results": results}
 
 
-def problem(case: Case, device: int) -> tuple[Inputs, Feature | None, ErrorCheck]:
+def problem(case: Case, device: int) -> tuple[Inputs, Feature | None, ErrorCheck | GradientCheck]:
     """A case's tensors on the device, what its calls say besides, and what its results must be."""
     sets = input_sets(case.input_bytes, torch.cuda.get_device_properties(device).L2_cache_size)
     inputs = make_inputs(case, sets, torch.device("cuda", device))
+    if case.backward:
+        return inputs, None, GradientCheck(case, inputs)
     feature = Feature(case, inputs.query.device) if case.featured else None
     return inputs, feature, ErrorCheck(case, inputs, feature)
 
@@ -137,7 +141,7 @@ def rates(timing: Timing, flop: int, moved_bytes: int) -> dict[str, object]:
 
 
 def prepare(
-    name: str, contender: Contender, sets: int, check: ErrorCheck
+    name: str, contender: Contender, sets: int, check: Callable[[Any], Error]
 ) -> tuple[dict[str, object], GraphTimer | None]:
     """Check one contender's result and capture its graph; the reason and no timer if it refuses."""
     with only(name):
@@ -184,5 +188,7 @@ def selected_row(case: Case, inputs: Inputs, feature: Feature | None) -> str:
     """Name of the row that selection gives this problem."""
     import cutlass_fmha
 
+    if case.backward:
+        return gradients.row_of(case, inputs)
     arguments = feature.arguments if feature else {"causal": case.causal}
     return str(cutlass_fmha.explain(*inputs[0], **arguments).winner)

@@ -124,7 +124,7 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _add_broadcast(total: Tensor, b: int, queries: range, share: Tensor) -> None:
-    """Adds [num_heads, queries, keys] of sequence ``b`` to a tensor that is broadcast to all four dimensions."""
+    """Adds [num_heads, queries, keys] of sequence ``b`` to a tensor that is broadcast to four dimensions."""
     total = total[(None,) * (4 - total.dim())]
     total = total[b if total.shape[0] > 1 else 0]
     if total.shape[1] > 1:

@@ -17,8 +17,8 @@ from cutlass_fmha.dispatch.problem import FEATURES, Problem
 from cutlass_fmha.dispatch.table import Row, Table
 from cutlass_fmha.errors import UnsupportedError
 
-#: What a call may say beyond a causal mask and be differentiable by every row: which keys a query sees, and sinks,
-#: which the LSE knows; and by rows that know scores. Names of FEATURES.
+#: What a call may say beyond a causal mask and be differentiable by every row: which keys a query sees, and
+#: sinks, which the LSE knows; and by rows that know scores. Names of FEATURES.
 KNOWN = frozenset({"window", "prefix", "varlen", "lengths", "leftpad", "sinks"})
 SCORED = KNOWN | {"mask", "bias", "softcap", "alibi", "dropout"}
 
@@ -49,7 +49,7 @@ def reasons(
 
 
 def choose(problem: Problem, device: Device, name: str | None = None, deterministic: bool = False) -> Row:
-    """The row with the least head dim among those that can, which knows no more than it must; or that of a name.
+    """The row with the least head dim among those that can, which knows no more than it must; or that named.
 
     Raises UnsupportedError, and ValueError for a name that no row has.
     """

@@ -50,8 +50,8 @@ def launch(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of query, key, value, bias and sinks, new tensors, on the current stream.
 
-    ``said``: what ``Features`` are made of. ``wanted``: which of the gradients; another one is empty. ``row``: its
-    name; None: chosen. Raises UnsupportedError, and ValueError for a name that no row has.
+    ``said``: what ``Features`` are made of. ``wanted``: which of the gradients; another one is empty.
+    ``row``: its name; None: chosen. Raises UnsupportedError, and ValueError for a name that no row has.
     """
     head_dims = [x.shape[-1] for x in tensors]
     q, k, v, output, dout = (_whole_vectors(x) for x in (*tensors, output, dout))

@@ -1,0 +1,146 @@
+"""The backward: who computes the gradients of a case, and what they must be.
+
+Timed is what follows the forward: from q, k, v, the output, its LSE and its gradient to those of q, k and v.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .cases import Case
+from .contenders import Error, Inputs
+
+Call = Callable[[int], tuple[Tensor, ...]]
+CHUNK = 1024
+"""Queries whose dense scores are computed at once."""
+
+
+def packing(case: Case, device: torch.device) -> dict[str, Any]:
+    """What a call of packed sequences says."""
+    if not case.lengths:
+        return {}
+    ends = torch.tensor((0, *case.lengths)).cumsum(0).to(device, torch.int32)
+    longest = {"max_seqlen_q": case.seqlen_q, "max_seqlen_k": case.seqlen_k}
+    return {"cu_seqlens_q": ends, "cu_seqlens_k": ends, **longest}
+
+
+def gradients_of(inputs: Inputs) -> Tensor:
+    """Of the output, for all sets, whoever made it."""
+    generator = torch.Generator(device=inputs.query.device).manual_seed(3)
+    shape = (*inputs.query.shape[:-1], inputs.value.shape[-1])
+    return torch.randn(shape, generator=generator, device=inputs.query.device, dtype=inputs.query.dtype)
+
+
+def ours(case: Case, inputs: Inputs, row: str | None = None) -> Call:
+    scale, causal = case.head_dim**-0.5, "bottom-right" if case.causal else "none"
+    said = packing(case, inputs.query.device)
+    op = torch.ops.cutlass_fmha
+    dout = gradients_of(inputs)
+    found = [op.attend(*inputs[n], scale, causal, True, None, **said) for n in range(inputs.sets)]
+
+    def call(number: int) -> tuple[Tensor, ...]:
+        arguments = (dout[number], *inputs[number], *found[number], None, scale, causal)
+        gradients: tuple[Tensor, ...] = op.attend_backward(*arguments, row=row, **said)[:3]
+        return gradients
+
+    return call
+
+
+def row_of(case: Case, inputs: Inputs) -> str:
+    """Name of the row that selection gives this problem."""
+    from cutlass_fmha.dispatch import device as devices
+    from cutlass_fmha.dispatch import gradients
+    from cutlass_fmha.dispatch.describe import describe
+    from cutlass_fmha.features import Features
+
+    features = Features(**packing(case, inputs.query.device))
+    call = describe(inputs[0], "bottom-right" if case.causal else "none", features)
+    return gradients.choose(call.problem, devices.of_index(inputs.query.get_device())).name
+
+
+def flash(case: Case, inputs: Inputs) -> Call:
+    """FlashAttention-2's, which torch has. It knows no shared heads: keys and values are repeated before."""
+    group = case.num_heads // case.num_heads_kv
+    ends = packing(case, inputs.query.device).get("cu_seqlens_q")
+    sizes = (ends, ends, case.seqlen_q, case.seqlen_k, 0.0, case.causal)
+    dout = gradients_of(inputs)
+    forward, backward = torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward
+    kept = []
+    for number in range(inputs.sets):
+        query, key, value = inputs[number]
+        key, value = key.repeat_interleave(group, -2), value.repeat_interleave(group, -2)
+        output, lse, seed, offset, _ = forward(query, key, value, *sizes, False)
+        kept.append((query, key, value, output, lse, *sizes, seed, offset))
+
+    def call(number: int) -> tuple[Tensor, ...]:
+        dq, dk, dv = backward(dout[number], *kept[number])
+        return dq, dk, dv
+
+    return call
+
+
+class GradientCheck:
+    """Compares the gradients of one case with dense fp64: of the last sequence and its last head of keys.
+
+    The tolerance is twice the error that unfused math of the same dtype makes, plus two ulp of the largest.
+    """
+
+    def __init__(self, case: Case, inputs: Inputs) -> None:
+        self.lengths, self.group = case.lengths, case.num_heads // case.num_heads_kv
+        tensors = [*inputs[0], gradients_of(inputs)[0]]
+        heads = (self.group, 1, 1, self.group)
+        q, k, v, dout = (self._last(x, n) for x, n in zip(tensors, heads, strict=True))
+        self.truth = dense(q, k, v, dout, case.causal, None)
+        self.tolerance = []
+        unfused = dense(q, k, v, dout, case.causal, q.dtype)
+        for low, exact in zip(unfused, self.truth, strict=True):
+            rounding = 2.0 * torch.finfo(q.dtype).eps * exact.abs().max().item()
+            self.tolerance.append(2.0 * (low.double() - exact).abs().max().item() + rounding)
+
+    def _last(self, x: Tensor, heads: int) -> Tensor:
+        """[heads, seqlen, head_dim]"""
+        own = x[-1] if x.dim() == 4 else x[-self.lengths[-1] :]
+        return own[:, -heads:].transpose(0, 1)
+
+    def __call__(self, found: tuple[Tensor, ...]) -> Error:
+        errors = []
+        for x, exact, tolerance in zip(found, self.truth, self.tolerance, strict=True):
+            own = self._last(x, exact.shape[0]).double()
+            errors.append(Error((own - exact).abs().max().item(), tolerance))
+        return max(errors, key=lambda error: error.ratio if error.ratio == error.ratio else math.inf)
+
+
+def dense(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool, rounded: torch.dtype | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ, dK and dV of heads that share keys, in fp64, or in fp32 with what must be rounded to a dtype.
+
+    q, dout: [heads, seqlen_q, head_dim]; k, v: [1, seqlen_k, head_dim].
+    """
+    dtype = torch.float64 if rounded is None else torch.float32
+
+    def round_(x: Tensor) -> Tensor:
+        return x if rounded is None else x.to(rounded).to(dtype)
+
+    q, k, v, dout = (x.to(dtype) for x in (q, k, v, dout))
+    scale, dq = q.shape[-1] ** -0.5, torch.empty_like(q)
+    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    keys = torch.arange(k.shape[1], device=q.device)
+    for begin in range(0, q.shape[1], CHUNK):
+        rows = slice(begin, begin + CHUNK)
+        scores = q[:, rows] @ k.transpose(1, 2) * scale
+        if causal:
+            queries = keys.new_tensor(range(begin, begin + scores.shape[1])) + k.shape[1] - q.shape[1]
+            scores = scores.masked_fill(keys > queries[:, None], -math.inf)
+        p = round_(scores.softmax(-1))
+        term = (round_(p @ v) * dout[:, rows]).sum(-1, keepdim=True)
+        ds = round_(p * (dout[:, rows] @ v.transpose(1, 2) - term))
+        dq[:, rows] = ds @ k * scale
+        dk += (ds.transpose(1, 2) @ q[:, rows]).sum(0, keepdim=True) * scale
+        dv += (p.transpose(1, 2) @ dout[:, rows]).sum(0, keepdim=True)
+    return round_(dq), round_(dk), round_(dv)
