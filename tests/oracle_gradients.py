@@ -131,6 +131,9 @@ def compare(call: Call, found: dict[str, Tensor], dout: Tensor, dlse: Tensor | N
         if "sinks" in summed and dlse is not None:  # what no key gets of the LSE, a sum in fp32
             own_dlse = dlse[s.lse_place][:, : len(s.q)]
             summed["sinks"] += 16 * FP32_EPS * own_dlse.double().abs().sum(-1)
+            if len(s.k) == 0 and s.features.sinks is not None:
+                size = s.features.sinks.double().abs().nan_to_num(0.0, 0.0, 0.0)
+                summed["sinks"] += 4 * FP32_EPS * size * own_dlse.double().abs().sum(-1)
         if len(s.q) == 0 or len(s.k) == 0:
             continue
         errors = _errors(call, s, found, exact, dout, dlse, summed)
@@ -183,10 +186,12 @@ def _errors(
     eps = torch.finfo(dtype).eps
     least = torch.finfo(dtype).smallest_normal * eps / 2
     ds, weights = t.ds * t.slope, t.p * t.kept
-    ds_variance = (eps / 2 * math.sqrt(3.0) * ds) ** 2 + (ds != 0.0) * least**2
+    of_p = (t.p != 0.0) * (t.dp * t.kept - t.term) ** 2
+    ds_variance = (eps / 2 * math.sqrt(3.0) * ds) ** 2 + (ds != 0.0) * least**2 + 2 * least**2 * of_p
     p_variance = (eps / 2 * weights) ** 2 + (weights != 0.0) * (least * t.kept) ** 2
     out = weights @ s.per_query_head(s.v).double()
-    term_variance = ((eps / 2 * out * own_dout.double()) ** 2).sum(-1, keepdim=True)
+    of_output = (eps / 2 * out) ** 2 + (out != 0.0) * least**2
+    term_variance = (of_output * own_dout.double() ** 2).sum(-1, keepdim=True)
     term_variance = term_variance + (p_variance * t.dp**2).sum(-1, keepdim=True)
     variance = products(ds_variance, p_variance, lambda x: x.double() ** 2, s.scale**2)
     slopes = t.p * t.slope
@@ -212,7 +217,8 @@ def _errors(
     allowed = products(wrong, weights * score, lambda x: x.double().abs(), abs(s.scale))
     off = DEVIATIONS * term_variance.sqrt()
     if "bias" in summed_up:
-        _add_broadcast(summed_up["bias"], s.number, eps * t.ds.abs() + t.p * off + wrong)
+        share = eps * t.ds.abs() + least * of_p.sqrt() + t.p * off + wrong
+        _add_broadcast(summed_up["bias"], s.number, share)
     if "sinks" in summed_up:
         of_sink = 1.0 - t.p.sum(-1, keepdim=True)
         error = off + (score + sums) * (t.term.abs() + norms.amax(-1, keepdim=True))

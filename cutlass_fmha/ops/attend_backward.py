@@ -15,7 +15,7 @@ from cutlass_fmha.dispatch.describe import problem_of
 from cutlass_fmha.dispatch.gradients import lacking, names_of
 from cutlass_fmha.dispatch.problem import FULL_ALIGNMENT
 from cutlass_fmha.errors import UnsupportedError
-from cutlass_fmha.features import NO_LIMIT, Features, Sizes
+from cutlass_fmha.features import NO_FEATURES, Features, Sizes
 from cutlass_fmha.launch import gradients
 from cutlass_fmha.ops import dispatcher
 from cutlass_fmha.ops.attend import check_options, no_lse, scale_of
@@ -112,7 +112,8 @@ def _cuda(
     **said: Any,
 ) -> Gradients:
     scale, _, _ = _checked(dout, query, key, value, output, softmax_lse, dlse, scale, causal, said)
-    asked = {name: x for name, x in said.items() if isinstance(x, Tensor) or x not in (None, NO_LIMIT, 0.0)}
+    nothing = NO_FEATURES._asdict()
+    asked = {name: x for name, x in said.items() if isinstance(x, Tensor) or x != nothing[name]}
     tensors = (query, key, value)
     return gradients.launch(
         dout, tensors, output, softmax_lse, dlse, scale, causal, asked, tuple(wanted), row

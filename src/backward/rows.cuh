@@ -67,11 +67,11 @@ __device__ void backward_before(BackwardParams const& p) {
   float* const terms = p.row_terms + tile * 2 * p.tile_m;
   int const lane = threadIdx.x % kLanes;
   // A sink is a key without a value: dS of it is -P D.
-  float const sink = p.dsinks == nullptr ? 0.f : p.sinks[rows.head] * kLog2e;
+  float const sink = p.dsinks == nullptr ? 0.f : p.sinks[rows.head];
   float of_sink = 0.f;
   for (int row = threadIdx.x / kLanes; row < p.tile_m; row += kHelperThreads / kLanes) {
     int const query = rows.begin + row;
-    float lse = INFINITY, sum = 0.f;
+    float natural = INFINITY, lse = INFINITY, sum = 0.f;
     if (query < s.queries) {
       auto const* const o = static_cast<T const*>(p.o) + rows.offset(p.o_stride, query);
       auto const* const dout = static_cast<T const*>(p.dout) + rows.offset(p.dout_stride, query);
@@ -79,7 +79,8 @@ __device__ void backward_before(BackwardParams const& p) {
         sum += dot(Chunk<T, 8>::load(o + at), Chunk<T, 8>::load(dout + at));
       }
       int64_t const place = s.batch * p.lse_batch_stride + rows.head * p.lse_head_stride + s.first_q + query;
-      lse = p.lse[place] * kLog2e;
+      natural = p.lse[place];
+      lse = natural * kLog2e;
       if (lse == -INFINITY) lse = INFINITY;
       if (p.dlse != nullptr && lane == 0 && lse != INFINITY) sum -= p.dlse[place];
     }
@@ -88,7 +89,7 @@ __device__ void backward_before(BackwardParams const& p) {
     if (lane == 0) {
       terms[row] = lse;
       terms[p.tile_m + row] = sum;
-      of_sink -= exp2_approx(sink - lse) * sum;
+      of_sink -= lse == INFINITY ? 0.f : exp2_approx((sink - natural) * kLog2e) * sum;
     }
   }
   if (p.dsinks == nullptr) return;
