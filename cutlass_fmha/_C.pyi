@@ -229,14 +229,21 @@ class BackwardParams(AttentionParams):
 
     dout: int
     dlse: int
+    # 0: nobody wants it.
     dq: int
     dk: int
     dv: int
+    #: float32, added to; and as sinks.
+    dbias: int
+    dsinks: int
+    #: The sums of dQ have the same bits each time.
+    ordered: bool
     workspace: int
     dout_stride: tuple[int, int, int]
     dq_stride: tuple[int, int, int]
     dk_stride: tuple[int, int, int]
     dv_stride: tuple[int, int, int]
+    dbias_stride: tuple[int, int, int, int]
 
 class CombineParams:
     """The parts of split keys become one output, as a scored row with splits does by itself: src/helpers/params.h."""

@@ -265,12 +265,32 @@ def test_the_least_head_dim_that_holds_both_is_chosen(dims: tuple[int, int | Non
         ({"head_dim": 136}, "bwd_sm89_d64: made for head dims up to 64, and the tensors have 136"),
         ({"dtype": "float32"}, "bwd_sm89_d128: computes float16, and the tensors are float32"),
         ({"features": ("softcap",)}, "bwd_sm89_d128: has no softcap"),
+        ({"features": ("pages",)}, "bwd_sm89_d128: has no paged keys"),
     ],
 )
 def test_where_no_row_can_the_nearest_say_why(change: dict[str, Any], sentence: str):
     problem = replace(Problem(1, 64, 64, 4, 2, 64, "float16"), **change)
     with pytest.raises(cutlass_fmha.UnsupportedError, match=re.escape(sentence)):
         gradients.choose(problem, L4)
+
+
+@pytest.mark.usefixtures("four_rows")
+def test_explain_says_which_row_computes_gradients_and_why_not_the_others():
+    found = cutlass_fmha.explain(shape=(1, 64, 4, 40), dtype="float16", device=L4, backward=True)
+    assert found.winner == "bwd_sm89_d64" and "of the least head dim" in found.note
+    assert [verdict.row.name for verdict in found.rows if verdict.eligible] == [
+        "bwd_sm89_d64",
+        "bwd_sm89_d128",
+    ]
+    refused = cutlass_fmha.explain(
+        shape=(1, 64, 4, 64), dtype="float16", device=L4, backward=True, deterministic=True
+    )
+    assert refused.winner is None and "bwd_sm89_d64" in str(refused)
+    assert "sums dQ in no fixed order" in str(refused)
+    q, k, v = (x.detach() for x in tensors())
+    assert "CPU backend" in cutlass_fmha.explain(q, k, v, softcap=3.0, backward=True).note
+    with pytest.raises(ValueError, match="explain measures no backward"):
+        cutlass_fmha.explain(q, k, v, backward=True, measure=True)
 
 
 # ---- the binding -------------------------------------------------------------------------------------------
@@ -296,7 +316,7 @@ def params(**changes: Any) -> _C.BackwardParams:
     [
         ({"dout": 0}, "dout must be an address"),
         ({"lse": 0}, "lse must be an address"),
-        ({"dv": 0}, "dv must be an address"),
+        ({"dsinks": SOMEWHERE + 2}, "dsinks must be aligned to 4 bytes"),
         ({"workspace": SOMEWHERE + 8}, "workspace must be aligned to 16 bytes"),
         ({"dlse": SOMEWHERE + 2}, "dlse must be aligned to 4 bytes"),
         ({"num_heads": 3, "num_heads_kv": 2}, "must be a multiple of num_heads_kv"),
@@ -313,6 +333,8 @@ def test_parameters_that_contradict_each_other(changes: dict[str, Any], sentence
 def test_the_workspace_holds_whole_tiles():
     assert params().workspace_floats(64, 128) == 2 * 64 * (128 + 2)
     assert params(batch=3, seqlen_q=65).workspace_floats(64, 128) == 2 * 3 * 128 * (128 + 2)
+    more = params(batch=3, seqlen_q=65, ordered=True, dsinks=SOMEWHERE)
+    assert more.workspace_floats(64, 128) == 2 * 3 * 2 * (64 * (128 + 2) + 8 + 1)
     # Packed sequences begin with a tile each; beyond 2^31 elements, too.
     packed = params(batch=3, cu_seqlens_q=SOMEWHERE, lse_head_stride=2**28, lse_batch_stride=0)
     assert packed.workspace_floats(64, 128) == 2 * (2**28 + 3 * 64) * (128 + 2)

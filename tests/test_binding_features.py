@@ -248,9 +248,9 @@ def test_what_is_right_goes_on_to_a_device_which_is_not_there(changes: dict[str,
 class TestRows:
     """What only a build with kernels can refuse."""
 
-    @pytest.mark.parametrize("row", [-1, len(ROWS) + len(_C.helpers())])
+    @pytest.mark.parametrize("row", [-1, len(ROWS) + len(_C.backward_rows()) + len(_C.helpers())])
     def test_a_row_that_is_none(self, row: int):
-        most = len(ROWS) + len(_C.helpers()) - 1
+        most = len(ROWS) + len(_C.backward_rows()) + len(_C.helpers()) - 1
         for launch, more in ((_C.run, ()), (_C.launch, (*[SOMEWHERE] * 5, 1.0, 0))):
             with pytest.raises(ValueError, match=f"row must be between 0 and {most}, got {row}"):
                 launch(row, _C.AttentionParams(), 0, 0, *more)

@@ -64,7 +64,8 @@ def attend_backward(
                 _add_broadcast(found.bias, b, queries, terms.bias)
             if found.sinks is not None and terms.sinks is not None:
                 found.sinks.add_(terms.sinks)
-    return Gradients(*(x if x is None else x.to(of.dtype) for x, of in zip(found, given, strict=True)))  # type: ignore[union-attr]
+    pairs = zip(found, given, strict=True)
+    return Gradients(*(None if x is None or of is None else x.to(of.dtype) for x, of in pairs))  # type: ignore[arg-type]
 
 
 def _chunks(sequence: Sequence) -> Iterator[range]:

@@ -19,6 +19,7 @@ from cutlass_fmha.arguments.op_arguments import op_arguments, window_sides
 from cutlass_fmha.cost import store
 from cutlass_fmha.cost.store import Calibration
 from cutlass_fmha.dispatch import device as devices
+from cutlass_fmha.dispatch import gradients
 from cutlass_fmha.dispatch import table as tables
 from cutlass_fmha.dispatch.choose import choose, contenders, predicted_us, price
 from cutlass_fmha.dispatch.describe import describe, window_of
@@ -137,6 +138,7 @@ def explain(
     all_rows: bool = False,
     head_dim_v: int | None = None,
     features: Sequence[str] = (),
+    backward: bool = False,
     **keywords: Any,
 ) -> Explanation:
     """Which kernel runs a problem on a device, and what speaks against each of the others.
@@ -156,6 +158,7 @@ def explain(
         arch, sm_count: the same as ``device="sm_<arch>:<sm_count>"``.
         measure: also time every eligible row, on the CUDA device of this machine that ``device`` says: random
             inputs of the problem's sizes, contiguous as [batch, seqlen, num_heads, head_dim].
+        backward: which kernel computes the gradients; with ``deterministic`` as ``attention`` takes it.
         all_rows: print the rows for other architectures, dtypes and head dims one by one, too.
 
     Raises TypeError or ValueError, in a sentence, for arguments that describe no problem or no device.
@@ -166,6 +169,7 @@ def explain(
         if q is not None or k is not None or v is not None:
             raise TypeError("explain takes tensors or a shape, got both")
         problem = _problem_of_shape(shape, seqlen_k, num_heads_kv, dtype, causal_name, alignment)
+        deterministic = backward and bool(keywords.pop("deterministic", False))
         problem = _with_features(problem, head_dim_v, features, keywords)
         default: str | torch.device | None = None
     else:
@@ -176,6 +180,7 @@ def explain(
                 "features and head_dim_v describe a shape: with tensors, pass what attention takes"
             )
         problem = _problem_of_tensors((q, k, v), causal_name, layout, keywords)
+        deterministic = bool(keywords.get("deterministic"))
         default = q.device
     if arch is not None or sm_count is not None:
         if device is not None or arch is None:
@@ -183,6 +188,13 @@ def explain(
         device = devices.of_arch(arch, sm_count)
     if device is None:  # the driver is asked only now: it may be too old to answer
         device = default or ("cuda" if _C.device_count() else "cpu")
+    if backward:
+        if measure:
+            raise ValueError(
+                "explain measures no backward: python -m cutlass_fmha bench --preset backward does"
+            )
+        found = explain_gradients(problem, resolve(device), row, deterministic)
+        return replace(found, all_rows=all_rows)
     found = replace(explain_problem(problem, resolve(device), row), all_rows=all_rows)
     return with_times(found, cuda_index(device)) if measure else found
 
@@ -334,6 +346,40 @@ def explain_problem(
         return Explanation(problem, device, verdicts, None, note, calibration.origin)
     how = "forced by name" if row is not None else "the cheapest eligible row by predicted cost"
     return Explanation(problem, device, verdicts, winner.name, f"{winner.name}, {how}", calibration.origin)
+
+
+def explain_gradients(
+    problem: Problem, device: Device | None, row: str | None = None, deterministic: bool = False
+) -> Explanation:
+    """The same of the rows that compute a problem's gradients, whose costs are not predicted."""
+    table = tables.backward()
+    if device is None:
+        return Explanation(problem, None, (), None, "the CPU backend, which needs no row")
+
+    def irrelevant(other: Row) -> tuple[str, str] | None:
+        if other.arch != devices.rows_arch(device, table.architectures):
+            return "another architecture", f"sm_{other.arch}"
+        return ("another dtype", other.dtype) if other.dtype != problem.dtype else None
+
+    verdicts = [
+        Verdict(
+            other,
+            tuple(gradients.reasons(other, problem, device, table, deterministic)),
+            None,
+            irrelevance=irrelevant(other),
+        )
+        for other in table.rows
+    ]
+    verdicts.sort(key=lambda verdict: (len(verdict.reasons), verdict.row.head_dim, verdict.row.scored))
+    try:
+        winner = gradients.choose(problem, device, row, deterministic).name
+    except UnsupportedError as error:
+        note = f"nothing, because {str(error).partition(chr(10))[0].removesuffix(':')}"
+        return Explanation(problem, device, tuple(verdicts), None, note)
+    how = (
+        "forced by name" if row is not None else "of the least head dim that holds both, and no more features"
+    )
+    return Explanation(problem, device, tuple(verdicts), winner, f"{winner}, {how}")
 
 
 def _verdicts(
