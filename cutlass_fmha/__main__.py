@@ -14,7 +14,7 @@ from cutlass_fmha.cost import store
 from cutlass_fmha.dispatch import device as devices
 from cutlass_fmha.dispatch.eligibility import no_rows
 from cutlass_fmha.dispatch.problem import FEATURES
-from cutlass_fmha.dispatch.table import this_build
+from cutlass_fmha.dispatch.table import backward, this_build
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -92,6 +92,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
         help="what comes with the problem, separated by commas: " + ", ".join(FEATURES),
     )
     explain.add_argument("--row", metavar="ROW", help="force this row")
+    explain.add_argument("--backward", action="store_true", help="which kernel computes the gradients")
     explain.add_argument(
         "--all",
         action="store_true",
@@ -133,6 +134,7 @@ def _explain(arguments: argparse.Namespace) -> int:
         all_rows=arguments.all,
         head_dim_v=arguments.head_dim_v,
         features=arguments.features,
+        backward=arguments.backward,
     )
     print(explanation)
     runs = explanation.winner is not None or (explanation.device is None and arguments.row is None)
@@ -151,7 +153,7 @@ def _info(arguments: argparse.Namespace) -> int:
     for arch, compiled_for in build.architectures.items():
         print(f"sm_{arch}: {counts[arch]} rows, compiled for sm_{compiled_for}")
     if arguments.rows:
-        for row in build.rows:
+        for row in (*build.rows, *backward().rows):
             print(f"  {row.name}: {row.smem_bytes} bytes of shared memory, {row.alignment}-byte alignment")
     _print_devices()
     return 0

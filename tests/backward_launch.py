@@ -137,6 +137,8 @@ class BackwardLaunch:
     forward: tuple[Tensor, Tensor]
     said: dict[str, Any]
     deterministic: bool = False
+    #: Names of ``found``; all where it is empty.
+    wanted: tuple[str, ...] = ()
     found: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -171,24 +173,30 @@ class BackwardLaunch:
         whole = (problem.batch, problem.num_heads, problem.seqlen_q, problem.capacity)
         if self.deterministic and bias is not None and tuple(bias.shape) != whole:
             bias = None
-        return [*"qkv"] + ["bias"] * (bias is not None) + ["sinks"] * ("sinks" in self.said)
+        found = [*"qkv"] + ["bias"] * (bias is not None) + ["sinks"] * ("sinks" in self.said)
+        return [name for name in found if name in (self.wanted or found)]
 
-    def run(self) -> None:
-        call = self.call
-        wanted = [name in self._names for name in ("q", "k", "v", "bias", "sinks")]
+    def run(self, device: torch.device | None = None) -> None:
+        """On copies of the tensors on ``device``, where it is given."""
+
+        def there(x: Any) -> Any:
+            return x if device is None or not isinstance(x, Tensor) else x.to(device)
+
+        call, names = self.call, self._names
+        wanted = [name in names for name in ("q", "k", "v", "bias", "sinks")]
+        given = (self.dout, call.q, call.k, call.v, *self.forward, self.dlse)
         with _simulated(gpu.simulated()):
-            arguments = (self.dout, call.q, call.k, call.v, *self.forward, self.dlse)
             found = torch.ops.cutlass_fmha.attend_backward(
-                *arguments,
+                *map(there, given),
                 self._scale(self.problem, call),
                 call.causal,
                 row=self.row.name,
                 wanted=wanted,
                 deterministic=self.deterministic,
-                **self.said,
+                **{name: there(x) for name, x in self.said.items()},
             )
-        found = [x for x, need in zip(found, wanted, strict=True) if need]
-        self.found = dict(zip(self._names, found, strict=True))
+        asked = (x.to(call.q.device) for x, need in zip(found, wanted, strict=True) if need)
+        self.found = dict(zip(names, asked, strict=True))
 
     def errors(self) -> oracle.Errors:
         return oracle_gradients.compare(self.call, self.found, self.dout, self.dlse)

@@ -25,6 +25,7 @@ from cutlass_fmha.rotary import rotary
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import gpu
 import oracle
+from backward_launch import BackwardLaunch
 from launches import SPLIT_ERROR, Launch, compare, fit
 from problems import Problem
 
@@ -40,7 +41,7 @@ def kernels() -> dict[str, Callable[[], None]]:
             found[row.name] = partial(_run, row.name, getattr(torch, row.dtype), small, error)
     for row in _C.backward_rows():
         if row.arch == arch:
-            found[row.name] = partial(gradients, getattr(torch, row.dtype), row.head_dim)
+            found[row.name] = partial(gradients, row)
     for helper in _C.helpers():
         if helper.arch == arch:
             found[helper.name] = partial(HELPERS[helper.family], getattr(torch, helper.dtype))
@@ -109,17 +110,24 @@ def _there(value: Any) -> Any:
     return value.to(gpu.device()) if isinstance(value, Tensor) else value
 
 
-def gradients(dtype: torch.dtype, dim: int = 64) -> None:
-    """More than one tile of keys and of queries, ragged, by the row of a head dim. P and dS are rounded."""
+def gradients(row: Any) -> None:
+    """More than one tile of keys and of queries, ragged; all that becomes of scores, dQ in turns."""
+    scored = {"softcap": 9.0, "alibi": "h", "dropout": 0.3, "mask": ("qk", "plain"), "sinks": "normal"}
     for n_q, n_k in ((300, 700), (700, 300)):
-        q, dout = (_randn(1, n_q, 2, dim, dtype=dtype, seed=n) for n in (0, 1))
-        k, v = (_randn(1, n_k, 1, dim, dtype=dtype, seed=n) for n in (2, 3))
-        output, lse = torch.ops.cutlass_fmha.forward(q, k, v, dim**-0.5, "bottom-right", True, None)
-        given = (dout, q, k, v, output, lse, torch.ones_like(lse), dim**-0.5, "bottom-right")
-        found = torch.ops.cutlass_fmha.attend_backward(*map(_there, given))
-        for one, other in zip(found, torch.ops.cutlass_fmha.attend_backward(*given), strict=True):
-            error = (one.cpu().float() - other.float()).abs().max() / other.float().abs().max()
-            assert error <= 8 * torch.finfo(dtype).eps, f"{n_q} queries, {n_k} keys: {error:.1e}"
+        dims = {"head_dim": row.head_dim, "head_dim_v": row.head_dim}
+        problem = Problem(n_q, n_k, "bottom-right", batch=1, num_heads_kv=1, seed=n_q, **dims)
+        more = [problem, replace(problem, bias=("hqk", "same", "plain"))] if row.scored else []
+        for one in (problem, *(replace(each, **scored) for each in more[:1]), *more[1:]):
+            launch = BackwardLaunch.of(row, one, "cpu")
+            launch.deterministic = one is not problem
+            launch.run(gpu.device())
+            launch.errors().check()
+
+
+def _gradients_of(dtype: torch.dtype) -> None:
+    """What stands before and after the backward's rows."""
+    rows = (row for row in _C.backward_rows() if row.arch == gpu.rows_arch())
+    gradients(next(row for row in rows if getattr(torch, row.dtype) == dtype))
 
 
 # ---- the kernels beside it ---------------------------------------------------------------------------------
@@ -191,7 +199,7 @@ def append(dtype: torch.dtype) -> None:
 
 HELPERS: dict[str, Callable[[torch.dtype], None]] = {
     "combine": combine, "merge_tail": merge_tail, "merge": merge, "append": append, "rotary": rotate,
-    "backward_before": gradients, "backward_after": gradients,
+    "backward_before": _gradients_of, "backward_after": _gradients_of,
 }  # fmt: skip
 
 
