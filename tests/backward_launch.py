@@ -10,8 +10,8 @@ import gpu
 import oracle
 import oracle_gradients
 import torch
-from feature_launch import only_ranges
 from feature_tensors import Call
+from launches import only_ranges
 from operands import CAUSAL
 from problems import MEMORY, Problem
 from torch import Tensor

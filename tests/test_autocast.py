@@ -76,7 +76,8 @@ CALLS: dict[str, Callable[[dict[str, Tensor]], Any]] = {
     ),
 }  # fmt: skip
 #: Those that autograd knows a gradient of.
-DIFFERENTIABLE = ("plain", "flash", "packed", "other head_dim_v", "sdpa broadcast", "forward")
+DIFFERENTIABLE = ("plain", "features", "flash", "packed", "other head_dim_v", "forward", "attend")
+DIFFERENTIABLE += ("sdpa", "sdpa gqa", "sdpa broadcast")
 every_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 
 

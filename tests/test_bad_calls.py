@@ -246,8 +246,8 @@ REFUSED: Refusals = {
     ("attention", NotImplementedError): [
         ({"q": JAGGED, "k": JAGGED, "v": JAGGED}, "q is a nested tensor"),
         ({"q": NESTED, "layout": "bhsd", "softcap": 1.0}, "q is a nested tensor"),
-        ({"q": Q.clone().requires_grad_(), "softcap": 3.0}, "no backward yet"),
-        ({"sinks": torch.ones(4, requires_grad=True)}, "no backward yet"),
+        ({"q": Q.clone().requires_grad_(), "cache_batch_idx": ints(0, 1)}, "no backward yet"),
+        ({"alibi_slopes": torch.ones(4, requires_grad=True)}, "no backward yet"),
     ],
     ("forward", NotImplementedError): [({"key": QUANTIZED}, "key is quant")],
     ("forward", TypeError): [
@@ -535,7 +535,7 @@ REFUSED_ON_CPU: Refusals = {
 WORDS = {
     "window_size": "window=", "is_causal": "causal=", "softmax_scale": "scale", "sm_scale": "scale",
     "attn_mask": "mask", "attention_mask": "bias", "key_padding_mask": "mask=",
-    "deterministic": "leave it out", "dropout": "dropout_p", "block_table": "page_table",
+    "dropout": "dropout_p", "block_table": "page_table",
     "cache_seqlens": "with_kv_cache", "tensor_layout": "layout=", "enable_gqa": "leave it out",
     "return_attn_probs": "return_lse", "s_aux": "sinks", "score_mod": "softcap", "q_descale": "FP8",
     "windows": r"help\(cutlass_fmha.attention\)",

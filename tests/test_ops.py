@@ -212,8 +212,9 @@ def test_a_torch_without_a_private_name_serves_every_call(name: str, cuda_like, 
     monkeypatch.setattr(dispatcher, "Tensor", torch.Tensor)  # the calls below are real ones
     q, k, v = qkv(heads_kv=4)
     oracle.assert_close(cutlass_fmha.attention(q, k, v, causal="top-left"), q, k, v, causal="top-left")
+    slopes = torch.ones(q.shape[2], requires_grad=True)
     with pytest.raises(NotImplementedError, match="no backward yet"):
-        cutlass_fmha.attention(q, k.clone().requires_grad_(), v, softcap=1.0)
+        cutlass_fmha.attention(q, k, v, alibi_slopes=slopes)
     lengths = torch.tensor([3, 5], dtype=torch.int32)
     product = v * torch.ones(1, requires_grad=True)
     torch.ops.cutlass_fmha.append_kv_(k, v, q[:, :2], q[:, :2], lengths)

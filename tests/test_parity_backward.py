@@ -91,7 +91,7 @@ def test_a_gradient_is_the_same_without_the_others(row: _C.Row, parity: ParityRe
 
 @by_row
 def test_nan_in_a_query_stays_with_it_and_its_keys(row: _C.Row):
-    """Under a diagonal, a query's NaN reaches its own gradient and those of keys in the tiles that it sees."""
+    """Under a diagonal, a query's NaN reaches its own gradient and those of keys in tiles that it sees."""
     launch = BackwardLaunch.of(row, Problem(600, 600, "bottom-right", seed=4), DEVICE)
     launch.dout[1, 60, 1] = torch.nan
     launch.run()

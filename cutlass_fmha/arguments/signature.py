@@ -9,7 +9,6 @@ from typing import Any, NoReturn, TypeVar
 
 from cutlass_fmha.features import FeatureArguments
 
-_ALWAYS = "leave it out: the same call gives the same bits every time"
 _CAUSAL = 'pass causal=True (the last query sees the last key) or causal="top-left" (torch\'s is_causal)'
 _DROPOUT = "pass dropout_p, and dropout_seed for the same numbers again"
 _KV_LENGTHS = "pass seqused_k, or call with_kv_cache, which takes cache_seqlens"
@@ -40,7 +39,6 @@ FOREIGN = {
     "cu_seq_lens_q": "pass cu_seqlens_q",
     "cu_seqlens": "pass cu_seqlens_q and cu_seqlens_k",
     "cu_seqlens_kv": "pass cu_seqlens_k",
-    "deterministic": _ALWAYS,
     "dropout": _DROPOUT,
     "dropout_rate": _DROPOUT,
     "enable_gqa": "leave it out: k and v may have fewer heads, a divisor of q's",
