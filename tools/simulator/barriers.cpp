@@ -154,7 +154,7 @@ void add_barriers(Opcodes& opcodes) {
 
   // What is written is seen at once here, so that there is nothing to fence.
   opcodes.add(spell({{"fence.proxy.async"}, {"", ".shared::cta", ".global"}}), do_nothing, {});
-  opcodes.add({"fence.mbarrier_init.release.cluster"}, do_nothing, {});
+  opcodes.add({"fence.mbarrier_init.release.cluster", "membar.gl"}, do_nothing, {});
 }
 
 }  // namespace simulator
