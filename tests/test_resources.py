@@ -152,7 +152,7 @@ def test_a_report_of_a_build_that_is_not_whole_is_refused(lacks: str, monkeypatc
     monkeypatch.setattr(resources, "read_kernels", lambda file: pytest.fail("read though refused"))
     build = type("Build", (), {"__file__": "_C.so"})()
     build.build_info = lambda: info
-    build.rows = lambda: named[lacks == "row" :]
+    build.rows, build.backward_rows = lambda: named[lacks == "row" :], list
     with pytest.raises(resources.ReportError, match="no build of all rows of these sources: make build"):
         resources.build_report(build, {})
 
@@ -177,7 +177,7 @@ def test_the_subset_has_every_tile_and_both_builds_are_within_their_budget():
 
 def test_this_build_is_the_subset_or_more():
     """What the tests of this directory judge is no smaller than what ``make test`` compiles."""
-    built = {row.name for row in _C.rows()}
+    built = {row.name for row in (*_C.rows(), *_C.backward_rows())}
     architectures = {f"sm{arch}" for arch in _C.build_info()["architectures"]}  # type: ignore[union-attr]
     expected = {name for name, in_subset in resources.manifest_rows().items() if in_subset}
     assert {name for name in expected if name.split("_")[1] in architectures} <= built

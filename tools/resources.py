@@ -245,7 +245,7 @@ def main() -> int:
     from cutlass_fmha import _C
 
     assert _C.__file__ is not None
-    rows = {row.name: row for row in _C.rows()}
+    rows = {row.name: row for row in (*_C.rows(), *_C.backward_rows())}
     helpers = {kernel.name: kernel.threads for kernel in _C.helpers()}
     bad = 0
     for kernel in read_kernels(Path(sys.argv[1] if len(sys.argv) > 1 else _C.__file__)):
