@@ -254,6 +254,25 @@ def test_a_ring_that_begins_with_the_wrong_parity_locks_up(ask: str):
         results(body, threads=64, shared=256, declarations=SHARED)
 
 
+@pytest.mark.parametrize(("others", "outcome"), [("arrive_drop", "ends"), ("arrive", "deadlock")])
+def test_who_drops_out_of_an_mbarrier_is_not_expected_again(others: str, outcome: str):
+    wait = "mbarrier.test_wait.parity.shared.b64 %q, [%y], {}; @!%q bra PHASE{};"
+    body = f"""
+        mov.u32 %y, memory; setp.eq.u32 %p, %n, 0; @%p mbarrier.init.shared.b64 [%y], 32; bar.sync 0;
+        @%p mbarrier.arrive.shared.b64 _, [%y]; @!%p mbarrier.{others}.shared.b64 _, [%y];
+    PHASE0: {wait.format(0, 0)}
+        @%p mbarrier.arrive.shared.b64 _, [%y];
+    PHASE1: {wait.format(1, 1)}
+        add.u32 %x, %n, 7;
+    """
+    if outcome == "ends":
+        found = results(body, shared=16, declarations=SHARED)
+        assert np.array_equal(found, of_each(lambda n: n + 7, 32))
+    else:
+        with pytest.raises(ptx.SimulationError, match=outcome):
+            results(body, shared=16, declarations=SHARED)
+
+
 @pytest.mark.parametrize(
     ("body", "complaint"),
     [

@@ -53,7 +53,8 @@ void Block::arrive_at_barrier(Warp& warp, uint32_t number, uint32_t threads, boo
   }
 }
 
-void Block::arrive_at_mbarrier(Warp const& warp, uint32_t address, int64_t arrivals, int64_t expected_bytes) {
+void Block::arrive_at_mbarrier(Warp const& warp, uint32_t address, int64_t arrivals, int64_t expected_bytes,
+                               int64_t dropped) {
   vain_turns_ = 0;
   Mbarrier m = read(warp, address);
   if (arrivals > m.pending) {
@@ -62,6 +63,7 @@ void Block::arrive_at_mbarrier(Warp const& warp, uint32_t address, int64_t arriv
   if (std::abs(m.bytes + expected_bytes) > kMostBytes) warp.fail("too many bytes for an mbarrier");
   m.bytes += static_cast<int32_t>(expected_bytes);
   m.pending -= static_cast<uint32_t>(arrivals);
+  m.expected -= static_cast<uint32_t>(dropped);
   if (m.pending == 0 && m.bytes == 0) {
     m.parity ^= 1;
     m.pending = m.expected;
@@ -94,10 +96,11 @@ void mbarrier_init(Warp& w, Instruction const& i) {
 }
 
 /// The state that an arrival results in is good for mbarrier.test_wait with a state only, which is not simulated.
+template <bool drops>
 void mbarrier_arrive(Warp& w, Instruction const& i) {
   for_lanes(w.active, [&](int lane) {
     int64_t const arrivals = i.count == 3 ? w.at<uint32_t>(i.operand[1])[lane] : 1;
-    w.block.arrive_at_mbarrier(w, shared_address_of(w, i.address[0], lane), arrivals, 0);
+    w.block.arrive_at_mbarrier(w, shared_address_of(w, i.address[0], lane), arrivals, 0, drops ? arrivals : 0);
   });
 }
 
@@ -143,7 +146,9 @@ void add_barriers(Opcodes& opcodes) {
   Alternatives const shared{".shared", ".shared::cta"};
   opcodes.add(spell({{"mbarrier.init"}, shared, {".b64"}}), mbarrier_init, {kAddress, value});
   Alternatives const release{"", ".release.cta"}, acquire{"", ".acquire.cta"};
-  opcodes.add(spell({{"mbarrier.arrive"}, release, shared, {".b64"}}), mbarrier_arrive,
+  opcodes.add(spell({{"mbarrier.arrive"}, release, shared, {".b64"}}), mbarrier_arrive<false>,
+              {state, kAddress, value.or_nothing()});
+  opcodes.add(spell({{"mbarrier.arrive_drop"}, release, shared, {".b64"}}), mbarrier_arrive<true>,
               {state, kAddress, value.or_nothing()});
   opcodes.add(spell({{"mbarrier.arrive.expect_tx"}, release, shared, {".b64"}}), mbarrier_arrive_expect_tx,
               {state, kAddress, value});

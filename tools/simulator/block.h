@@ -56,7 +56,9 @@ class Block {
   /// bar.sync and bar.arrive by a whole warp; `threads` is how many the barrier expects.
   void arrive_at_barrier(Warp& warp, uint32_t number, uint32_t threads, bool waits);
   /// Arrivals of `count` threads, or bytes of a copy, at the mbarrier at a shared address.
-  void arrive_at_mbarrier(Warp const& warp, uint32_t address, int64_t arrivals, int64_t expected_bytes);
+  /// `dropped`: so many arrivals less are expected from the next phase on.
+  void arrive_at_mbarrier(Warp const& warp, uint32_t address, int64_t arrivals, int64_t expected_bytes,
+                          int64_t dropped = 0);
   bool phase_is_over(Warp const& warp, uint32_t address, uint32_t parity);
 
   // ---- TMA, bulk_copy.cpp ------------------------------------------------------------------------------------------
