@@ -116,9 +116,9 @@ int quotient(int n, int divisor) {
 template <int HeadDim>
 std::array<uint32_t, 2> tile_offsets(int row, int column) {
   constexpr int kRows = 64;
-  using Tile = LdmatrixTile<HeadDim, kRows>;
+  using Tile = LdmatrixTile<HeadDim, kRows, 2>;
   uint32_t const lane = Tile::lane_offset(row % 16, column % 16 / 8 * 8);
-  return {Panels<HeadDim>::template byte_offset<kRows>(row, column),
+  return {Panels<HeadDim, 2>::template byte_offset<kRows>(row, column),
           Tile::piece(lane, row / 16, column / 16) + 2 * (column % 8)};
 }
 

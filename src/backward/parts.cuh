@@ -27,11 +27,11 @@ struct BackwardParts {
   using Layout = BackwardLayout<C>;
   using Gradient = KeyGradient<C>;
   using Values = OperandA<T, T::kDimSteps>;
-  using KTile = LdmatrixTile<C.head_dim, C.tile_n>;
-  using QTile = LdmatrixTile<C.head_dim, C.tile_m>;
-  using DoutTile = LdmatrixTile<C.head_dim, C.unit()>;
-  using ScoresTile = LdmatrixTile<C.tile_m, C.tile_n>;
-  using KeyLoader = RowLoader<C.head_dim, C.tile_n, C.threads()>;
+  using KTile = LdmatrixTile<C.head_dim, C.tile_n, C.element_bytes()>;
+  using QTile = LdmatrixTile<C.head_dim, C.tile_m, C.element_bytes()>;
+  using DoutTile = LdmatrixTile<C.head_dim, C.unit(), C.element_bytes()>;
+  using ScoresTile = LdmatrixTile<C.tile_m, C.tile_n, C.element_bytes()>;
+  using KeyLoader = RowLoader<C.head_dim, C.tile_n, C.threads(), C.element_bytes()>;
   static_assert(C.unit() % C.chunk == 0 && C.chunk % 16 == 0 && C.keys_per_warp() % 16 == 0);
 
   BackwardParams const& params;
@@ -73,7 +73,7 @@ struct BackwardParts {
                                 uint32_t tile, int head_dim) const {
     int const begin = at.tile * C.tile_m + row, there = place().sequence.queries - begin;
     auto const* const from = first + at.head * stride.head + begin * stride.seqlen;
-    RowLoader<C.head_dim, Rows, Threads>::load(
+    RowLoader<C.head_dim, Rows, Threads, C.element_bytes()>::load(
         smem + tile, from, head_dim, true, [&](int r) { return r < there ? from + r * stride.seqlen : nullptr; },
         threadIdx.x % Threads);
   }

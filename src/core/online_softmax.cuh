@@ -179,16 +179,16 @@ struct OnlineSoftmax {
     for (int row = 0; row < Rows; ++row) row_sum[row] += block_sum[row];
   }
 
-  /// O /= l in place; returns LSE (natural log) per row: -inf, and O = 0, where no key was visible. Rows with none are
-  /// rare, and this code runs once: an instruction per element less counts more than the branch for them.
+  /// O *= factor / l in place; returns LSE (natural log) per row: -inf, and O = 0, where no key was visible. Rows with
+  /// none are rare, and this code runs once: an instruction per element less counts more than the branch for them.
   template <class Output, class Maxima>
-  CUTE_HOST_DEVICE PerRow finalize(Output&& output, Maxima&& maxima) const {
+  CUTE_HOST_DEVICE PerRow finalize(Output&& output, Maxima&& maxima, float factor = 1.f) const {
     PerRow lse;
     CUTE_UNROLL
     for (int row = 0; row < Rows; ++row) {
       float const sum = Exchange::sum(row_sum[row]);
       bool const empty = sum == 0.f;
-      float const inverse = reciprocal(sum);
+      float const inverse = reciprocal(sum) * factor;
       CUTE_UNROLL
       for (int col = 0; col < cute::size<1>(output); ++col) output(row, col) *= inverse;
       if (Exchange::any(empty)) {

@@ -21,6 +21,11 @@ CUTE_DEVICE void mbarrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
+/// And from the next phase on, one arrival less is expected.
+CUTE_DEVICE void mbarrier_arrive_and_drop(uint32_t barrier) {
+  asm volatile("{ .reg .b64 state; mbarrier.arrive_drop.shared.b64 state, [%0]; }" ::"r"(barrier) : "memory");
+}
+
 CUTE_DEVICE void mbarrier_arrive(uint32_t barrier) {
   asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier) : "memory");
 }
@@ -68,18 +73,22 @@ struct TilePipeline {
   /// Where a tile lies.
   CUTE_HOST_DEVICE static Number stage(int tile) { return Number(tile) % Stages; }
 
-  CUTE_DEVICE void init(int producers, int consumers) const {
+  /// `first`: producers of tile 0.
+  CUTE_DEVICE void init(int producers, int consumers, int first) const {
     CUTE_UNROLL
     for (int stage = 0; stage < Stages; ++stage) {
-      mbarrier_init(full(stage), producers);
+      mbarrier_init(full(stage), stage == 0 ? first : producers);
       mbarrier_init(empty(stage), consumers);
     }
   }
+  CUTE_DEVICE void init(int producers, int consumers) const { init(producers, consumers, producers); }
   CUTE_DEVICE void producer_acquire(int tile) const {
     if (tile >= Stages) mbarrier_wait(empty(tile), (Number(tile) / Stages - 1) & 1);
   }
   CUTE_DEVICE void producer_commit_cp_async(int tile) const { mbarrier_arrive_after_cp_async(full(tile)); }
   CUTE_DEVICE void producer_commit(int tile) const { mbarrier_arrive(full(tile)); }
+  /// By one of those that fill only this tile of its stage.
+  CUTE_DEVICE void producer_commit_once(int tile) const { mbarrier_arrive_and_drop(full(tile)); }
   CUTE_DEVICE void consumer_wait(int tile) const { mbarrier_wait(full(tile), Number(tile) / Stages & 1); }
   CUTE_DEVICE void consumer_release(int tile) const { mbarrier_arrive(empty(tile)); }
 

@@ -11,6 +11,12 @@
 
 namespace cutlass_fmha {
 
+/// In place of where a block's shared memory begins: offsets are addresses there already.
+struct SharedWindow {};
+CUTE_DEVICE cute::uint128_t const& shared_at(SharedWindow, uint32_t address) {
+  return *static_cast<cute::uint128_t const*>(__cvta_shared_to_generic(address));
+}
+
 /// The A operand of `Steps` 16-wide steps over all rows of a warp, and B operands of `Count` n16.
 template <class T, int Steps>
 using OperandA = decltype(cute::make_tensor<typename T::Element>(
@@ -41,8 +47,8 @@ CUTE_DEVICE void multiply(A const& a, B const& b, Accumulator& accumulator, int 
 }
 
 /// A 16 x 16 piece of the tile that begins at `tile`, as it lies there or transposed. `lane`: Tile::lane_offset().
-template <class Tile, bool Transposed = false, class Fragment>
-CUTE_DEVICE void load_piece(char const* smem, uint32_t tile, uint32_t lane, int row_step, int column_step,
+template <class Tile, bool Transposed = false, class Memory, class Fragment>
+CUTE_DEVICE void load_piece(Memory smem, uint32_t tile, uint32_t lane, int row_step, int column_step,
                             Fragment&& fragment) {
   using Copy = cute::conditional_t<Transposed, cute::SM75_U16x8_LDSM_T, cute::SM75_U32x4_LDSM_N>;
   load_matrix<Copy>(smem, tile + Tile::piece(lane, row_step, column_step), fragment);
@@ -98,20 +104,20 @@ struct WarpProduct {
   }
 
   // 16 x 16 pieces by those: dimensions 16 * step of all rows of Q; the same and keys 16 * n of K; keys 16 * step and
-  // dimensions 16 * n of V. `tile`: where it begins.
-  template <class Fragment>
-  CUTE_DEVICE static void load_q(char const* smem, uint32_t lane, int step, Fragment&& fragment) {
+  // dimensions 16 * n of V. `tile`: where it begins. `Memory`: char const*, or SharedWindow.
+  template <class Memory, class Fragment>
+  CUTE_DEVICE static void load_q(Memory smem, uint32_t lane, int step, Fragment&& fragment) {
     CUTE_UNROLL
     for (int m = 0; m < T::kRowSteps; ++m) {
       load_piece<QTile>(smem, 0, lane, m, step, fragment(cute::_, m));
     }
   }
-  template <class Fragment>
-  CUTE_DEVICE static void load_k(char const* smem, uint32_t tile, uint32_t lane, int step, int n, Fragment&& fragment) {
+  template <class Memory, class Fragment>
+  CUTE_DEVICE static void load_k(Memory smem, uint32_t tile, uint32_t lane, int step, int n, Fragment&& fragment) {
     load_piece<KTile>(smem, tile, lane, n, step, fragment);
   }
-  template <class Fragment>
-  CUTE_DEVICE static void load_v(char const* smem, uint32_t tile, uint32_t lane, int step, int n, Fragment&& fragment) {
+  template <class Memory, class Fragment>
+  CUTE_DEVICE static void load_v(Memory smem, uint32_t tile, uint32_t lane, int step, int n, Fragment&& fragment) {
     load_piece<VTile, true>(smem, tile, lane, step, n, fragment);
   }
 

@@ -16,7 +16,7 @@ using Bits = cute::uint_bit_t<8 * ElementBytes>;
 
 /// Columns are cut into panels, so that a row of a panel is 128 (or 64) bytes and the XOR swizzle spreads the same
 /// 16-byte chunk of eight rows over all banks: ldmatrix and 16-byte copies are free of conflicts.
-template <int HeadDim, int ElementBytes = 2>
+template <int HeadDim, int ElementBytes>
 struct Panels {
   static constexpr int kRowBytes = HeadDim * ElementBytes % 128 == 0 ? 128 : 64;
   static constexpr int kWidth = kRowBytes / ElementBytes;  ///< columns of a panel
@@ -64,7 +64,7 @@ struct MatrixLane {
 /// address for the piece at (0, 0), and those of all others follow from it. A step of 32 bytes only flips bits of the
 /// chunk number, a step of 16 rows (and the tile's own start, a multiple of 128 bytes) is a uniform addend: one
 /// register per lane instead of one per piece, which is what the main loop has room for.
-template <int HeadDim, int Rows, int ElementBytes = 2>
+template <int HeadDim, int Rows, int ElementBytes>
 struct LdmatrixTile {
   using P = Panels<HeadDim, ElementBytes>;
   static constexpr int kStepsPerPanel = P::kChunks / 2;
@@ -79,17 +79,20 @@ struct LdmatrixTile {
   }
 };
 
+CUTE_DEVICE cute::uint128_t const& shared_at(char const* smem, uint32_t offset) {
+  return *reinterpret_cast<cute::uint128_t const*>(smem + offset);
+}
+
 /// One ldmatrix.x4 into a fragment of four registers.
-template <class CopyOp, class Fragment>
-CUTE_DEVICE void load_matrix(char const* smem, uint32_t offset, Fragment&& fragment) {
+template <class CopyOp, class Memory, class Fragment>
+CUTE_DEVICE void load_matrix(Memory smem, uint32_t offset, Fragment&& fragment) {
   auto registers = cute::make_tensor(cute::recast<uint32_t>(fragment).data(), cute::Layout<cute::_4>{});
-  CopyOp::copy(*reinterpret_cast<cute::uint128_t const*>(smem + offset), registers(0), registers(1), registers(2),
-               registers(3));
+  CopyOp::copy(shared_at(smem, offset), registers(0), registers(1), registers(2), registers(3));
 }
 
 /// Copies a tile of up to `Rows` rows from global to shared memory with `Threads` threads, 16 bytes at a time. Each
 /// thread has one chunk column and steps through rows; a warp reads whole 128-byte (64-byte) row segments.
-template <int HeadDim, int Rows, int Threads, Copy kCopy, int ElementBytes = 2>
+template <int HeadDim, int Rows, int Threads, Copy kCopy, int ElementBytes>
 struct TileLoader {
   using Element = Bits<ElementBytes>;
   using P = Panels<HeadDim, ElementBytes>;

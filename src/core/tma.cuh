@@ -21,7 +21,7 @@ CUTE_DEVICE void fetch_maps(Maps const&... maps) {
 /// `Rows` rows of a [batch, seqlen, head, HeadDim] tensor as they lie in shared memory (see Panels), one box of the
 /// copy unit per panel. Rows beyond the tensor's end are read as zeros, which keeps what the mma sees finite, and are
 /// not written. `panel_stride`: bytes from one panel to the next.
-template <int HeadDim, int Rows, int ElementBytes = 2>
+template <int HeadDim, int Rows, int ElementBytes>
 struct TmaTile {
   using P = Panels<HeadDim, ElementBytes>;
   static constexpr int kPanelBytes = Rows * P::kRowBytes;

@@ -9,9 +9,9 @@
 
 namespace cutlass_fmha {
 
-/// Eight neighbouring numbers of a row of O: `there` of them exist.
+/// Neighbouring numbers of a row of O, 16 bytes of elements: `there` of them exist.
 template <class Element>
-CUTE_DEVICE void write_elements(uint16_t* to, float const (&o)[8], int there, bool vectors) {
+CUTE_DEVICE void write_elements(Element* to, float const (&o)[16 / sizeof(Element)], int there, bool vectors) {
   uint32_t packed[4];
   CUTE_UNROLL
   for (int i = 0; i < 4; ++i) packed[i] = pack<Element>(o[2 * i], o[2 * i + 1]);
@@ -20,8 +20,8 @@ CUTE_DEVICE void write_elements(uint16_t* to, float const (&o)[8], int there, bo
     return;
   }
   CUTE_UNROLL
-  for (int i = 0; i < 8; ++i) {
-    if (i < there) to[i] = uint16_t(packed[i / 2] >> (i % 2 * 16));
+  for (int i = 0; i < 16 / int(sizeof(Element)); ++i) {
+    if (i < there) to[i] = reinterpret_cast<Element const*>(packed)[i];
   }
 }
 
@@ -62,6 +62,7 @@ CUTE_DEVICE void for_merged_pieces(FeatureParams const& p, char* smem, Sequence 
 
 template <ForwardConfig C>
 CUTE_DEVICE void merge_rows(FeatureParams const& p, char* smem, Sequence const& s, FeatureTile const& tile) {
+  using Element = typename ForwardTypes<C>::Element;
   auto const write_part = [&](int dimension, int there, auto const& at, auto const& merged, auto const& o) {
     int64_t const row = tile.split * p.lse_rows + lse_row(p, s, at);
     write_floats(p.partial_o + row * p.head_dim_v + dimension, o, there, p.vectors);
@@ -71,14 +72,13 @@ CUTE_DEVICE void merge_rows(FeatureParams const& p, char* smem, Sequence const& 
     p.partial_low[row] = lse.low;
   };
   auto const write_output = [&](int dimension, int there, auto const& at, auto const& merged, auto const& o) {
-    uint16_t* const to = output_row(p, s, at) + dimension;
-    write_elements<typename ForwardTypes<C>::Element>(to, o, there, p.vectors);
+    write_elements(output_row<Element>(p, s, at) + dimension, o, there, p.vectors);
     if (p.lse != nullptr && dimension == 0) p.lse[lse_row(p, s, at)] = at.query < s.queries ? merged.lse : -INFINITY;
   };
   if (p.splits > 1) {
     for_merged_pieces<C, 4>(p, smem, s, tile, write_part);
   } else {
-    for_merged_pieces<C, 8>(p, smem, s, tile, write_output);
+    for_merged_pieces<C, 16 / int(sizeof(Element))>(p, smem, s, tile, write_output);
   }
 }
 
@@ -112,34 +112,47 @@ CUTE_DEVICE void write_tile_rows(FeatureParams const& p, char* smem, typename Fo
                                  typename ForwardTypes<C>::Softmax const& softmax, int tile_row) {
   using namespace cute;
   using Shared = FeatureTileLayout<C>;
-  static_assert(Panels<C.head_dim>::kWidth == Panels<C.head_dim_v()>::kWidth, "rows of O lie within those of Q");
-  TilePlace const& place = Shared::place(smem);
-  Sequence const& s = place.sequence;
-  FeatureTile const& tile = place.tile;
+  using Word = typename ForwardTypes<C>::Word;
+  static_assert(ForwardTypes<C>::P::kWidth == ForwardTypes<C>::OutputPanels::kWidth, "rows of O lie within those of Q");
+  // What is read of the tile is read before, not anew behind each store.
+  Sequence const s = Shared::place(smem).sequence;
+  FeatureTile const tile = Shared::place(smem).tile;
+  RowMaxima const maxima = Shared::maxima(smem, tile_row);
+  float const kept = C.modifies_scores() ? p.dropout_scale : 1.f;
   int const lane = lane_id();
   auto rows = by_row(output);
-  CUTE_UNROLL
-  for (int row = 0; row < size<0>(rows); ++row) {
-    QueryRow const at = query_row(p, tile, tile.row_begin + tile_row + accumulator_row(row, lane));
-    bool const counts = at.query < s.queries;
-    float const sink = p.sinks != nullptr ? p.sinks[at.head] : -INFINITY;
-    RowEnd const end(Shared::maxima(smem, tile_row).get(row), softmax.reference[row],
-                     QuadOfLanes::sum(softmax.row_sum[row]), p.score_unit, sink);
-    float const factor = counts ? end.factor * (C.modifies_scores() ? p.dropout_scale : 1.f) : 0.f;
+  typename ForwardTypes<C>::Softmax::PerRow lse;
+  if (p.sinks == nullptr) {
+    lse = softmax.finalize(rows, maxima, kept);
+  } else {
     CUTE_UNROLL
-    for (int col = 0; col < size<1>(rows); ++col) rows(row, col) = factor == 0.f ? 0.f : rows(row, col) * factor;
-    if (at.query >= s.rows_q) continue;
-    if (p.lse != nullptr && lane % 4 == 0) p.lse[lse_row(p, s, at)] = counts ? end.lse : -INFINITY;
+    for (int row = 0; row < size<0>(rows); ++row) {
+      float const sink = p.sinks[query_row(p, tile, tile.row_begin + tile_row + accumulator_row(row, lane)).head];
+      RowEnd const end(maxima.get(row), softmax.reference[row], QuadOfLanes::sum(softmax.row_sum[row]), p.score_unit,
+                       sink);
+      float const factor = end.factor * kept;
+      CUTE_UNROLL
+      for (int col = 0; col < size<1>(rows); ++col) rows(row, col) = factor == 0.f ? 0.f : rows(row, col) * factor;
+      lse[row] = end.lse;
+    }
   }
   stage_rows<C>(smem, tile_row, rows, lane);
   __syncwarp();
-  // What is read of the tile is read before, not anew behind each store.
-  int const row_begin = tile.row_begin + tile_row, there = s.rows_q;
-  uint16_t* const o = output_row(p, s, {0, tile.head});
-  for_staged_chunks<C, 2>(smem, tile_row, lane, [&](int row, int column, uint128_t const& chunk) {
-    int const packed = row_begin + row, query = p.by_pack.quotient(packed), head = packed - query * p.pack;
-    if (query >= there || column >= p.head_dim_v) return;
-    *reinterpret_cast<uint128_t*>(o + query * p.o_stride.seqlen + head * p.o_stride.head + column) = chunk;
+  with_query_rows<C>(p, tile, [&](auto const& at) {
+    if (p.lse != nullptr && lane % 4 == 0) {
+      CUTE_UNROLL
+      for (int row = 0; row < size<0>(rows); ++row) {
+        QueryRow const here = at(tile_row + accumulator_row(row, lane));
+        if (here.query < s.rows_q) p.lse[lse_row(p, s, here)] = here.query < s.queries ? lse[row] : -INFINITY;
+      }
+    }
+    Word* const o = output_row<Word>(p, s, {0, tile.head});
+    for_staged_chunks<C, 1>(smem, tile_row, lane, [&](int row, int column, uint128_t const& chunk) {
+      QueryRow const here = at(tile_row + row);
+      if (here.query >= s.rows_q || column >= p.head_dim_v) return;
+      Word* const to = o + uint32_t(here.query) * p.o_stride.seqlen + (here.head - tile.head) * p.o_stride.head;
+      *reinterpret_cast<uint128_t*>(to + column) = here.query < s.queries ? chunk : uint128_t{};
+    });
   });
 }
 

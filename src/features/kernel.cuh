@@ -46,7 +46,8 @@ CUTE_DEVICE void scored_rows(FeatureParams const& p, char* smem, Sequence const&
   cute::clear(output);
   typename T::Softmax softmax(p.score_unit * kLog2e);
   RowMaxima const maxima{FeatureLayout<C>::KeyParts::maxima(smem) + key_part * C.tile_m + tile_row};
-  if (threadIdx.x == 0) new (&FeatureLayout<C>::place(smem)) TilePlace(p, sequence, tile, walk);
+  using Place = typename FeatureLayout<C>::Place;
+  if (threadIdx.x == 0) new (&FeatureLayout<C>::place(smem)) Place(p, sequence, tile, walk);
   if constexpr (C.kv_warps > 1) {
     FewQueryFeatureKeys<C> keys(p, smem, sequence, tile, walk, key_part);
     if (C.dependent_launch && !p.device_lengths) wait_for_kernels_ahead();
@@ -69,7 +70,7 @@ CUTE_DEVICE void scored_rows(FeatureParams const& p, char* smem, Sequence const&
   int const rows = C.kv_warps > 1 ? rows_of(p, tile, C.tile_m) : C.tile_m;
   write_key_part<C, typename FeatureLayout<C>::KeyParts>(smem, key_part, tile_row, output, softmax, rows);
   __syncthreads();
-  TilePlace const& place = FeatureLayout<C>::place(smem);
+  Place const& place = FeatureLayout<C>::place(smem);
   merge_rows<C>(p, smem, place.sequence, place.tile);
 }
 

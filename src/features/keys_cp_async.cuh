@@ -10,6 +10,7 @@ struct CpAsyncFeatureKeys : FeatureWalk<C> {
   using Base = FeatureWalk<C>;
   using Shared = typename Base::Shared;
   using Order = KeyOrder<C>;
+  using Word = typename ForwardTypes<C>::Word;
   using Base::p, Base::smem, Base::blocks, Base::last_begin, Base::k_pipe, Base::v_pipe;
   using Base::second_group, Base::place, Base::key_begin, Base::looks_ahead;
   static constexpr int kHalfThreads = C.threads() / 2;
@@ -17,13 +18,13 @@ struct CpAsyncFeatureKeys : FeatureWalk<C> {
   static constexpr int kPassAt = ForwardTypes<C>::kKeySteps / 2;
   /// Whether registers are left for where the next tile of keys in order stands.
   static constexpr bool kKeepsSource = spare_registers(C) >= 56;
-  using KLoader = RowLoader<C.head_dim, C.tile_n, kHalfThreads>;
-  using VLoader = RowLoader<C.head_dim_v(), C.tile_n, kHalfThreads>;
+  using KLoader = RowLoader<C.head_dim, C.tile_n, kHalfThreads, C.element_bytes()>;
+  using VLoader = RowLoader<C.head_dim_v(), C.tile_n, kHalfThreads, C.element_bytes()>;
   static_assert(KLoader::kRowsPerPass == VLoader::kRowsPerPass && KLoader::P::kWidth == VLoader::P::kWidth,
                 "a thread has the same chunk of K and V");
 
-  uint32_t const destination;          ///< of this thread's chunk in a tile
-  uint16_t const* in_order = nullptr;  ///< its chunk of the next tile to bring, of V or of K, where keys are in order
+  uint32_t const destination;      ///< of this thread's chunk in a tile
+  Word const* in_order = nullptr;  ///< its chunk of the next tile to bring, of V or of K, where keys are in order
 
   CUTE_DEVICE CpAsyncFeatureKeys(FeatureParams const& p, char* smem, int warp, KeyWalk const& walk)
       : Base(p, smem, warp, walk), destination(settled(KLoader::first_chunk(half_thread()))) {}
@@ -69,7 +70,7 @@ struct CpAsyncFeatureKeys : FeatureWalk<C> {
     bool const is_in_order = p.keys_stand == KeysStand::in_order;
     bool const whole = !First || tile > 0 || last_begin + C.tile_n <= place().sequence.keys;
     if ((is_in_order && whole) || (!First && p.keys_stand == KeysStand::whole_pages)) {
-      uint16_t const* const from = is_in_order ? source(stride, tile) : source_in_page(stride, tile);
+      Word const* const from = is_in_order ? source(stride, tile) : source_in_page(stride, tile);
       Loader::template load_dimensions<Order>(to, from, stride.seqlen, dimensions(head_dim));
     } else {
       bring_rows<Loader, First>(to, stride, dimensions(head_dim), tile);
@@ -87,16 +88,16 @@ struct CpAsyncFeatureKeys : FeatureWalk<C> {
   /// Of K or of V: whichever this thread copies.
   CUTE_DEVICE Strides const& stride() const { return second_group() ? p.k_stride : p.v_stride; }
   /// This thread's chunk of its first row of a tile, where keys are in order.
-  CUTE_DEVICE uint16_t const* source(Strides const& stride, int tile) const {
+  CUTE_DEVICE Word const* source(Strides const& stride, int tile) const {
     return kKeepsSource ? in_order : first_row() + (key_begin(tile) + first_key()) * stride.seqlen;
   }
   /// And where the tile lies in one page.
-  CUTE_DEVICE uint16_t const* source_in_page(Strides const& stride, int tile) const {
+  CUTE_DEVICE Word const* source_in_page(Strides const& stride, int tile) const {
     int const page = Shared::pages(smem, !second_group(), tile)[0];
     return first_row() + page_row_offset(p, stride, page, place().sequence.first_k + key_begin(tile) + first_key());
   }
   /// This thread's chunk of the row that keys are counted from.
-  CUTE_DEVICE uint16_t const* first_row() const {
+  CUTE_DEVICE Word const* first_row() const {
     return (second_group() ? place().k : place().v) + KLoader::column(half_thread());
   }
   /// Of this thread's rows in a tile, the first one's key.
@@ -107,7 +108,7 @@ struct CpAsyncFeatureKeys : FeatureWalk<C> {
   CUTE_DEVICE void bring_rows(char* to, Strides const& stride, int dimensions, int tile) const {
     Sequence const& s = place().sequence;
     int const begin = key_begin(tile);
-    uint16_t const* const from = first_row();
+    Word const* const from = first_row();
     CUTE_NO_UNROLL
     for (int pass = 0; pass < Loader::kPasses; ++pass) {
       int const key = first_key() + Order::of_row(pass * Loader::kRowsPerPass);

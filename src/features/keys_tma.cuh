@@ -19,9 +19,16 @@ struct TmaFeatureProducer {
   char* const smem;
   int const warp, blocks;
   int const row;  ///< of the tensor, where phase 0 has its first key
+  int const head, entry;
 
   CUTE_DEVICE TmaFeatureProducer(FeatureTmaParams const& p, char* smem, int warp, int blocks, int first_row)
-      : p(p), smem(smem), warp(warp), blocks(blocks), row(uniform(first_row)) {}
+      : p(p),
+        smem(smem),
+        warp(warp),
+        blocks(blocks),
+        row(uniform(first_row)),
+        head(uniform(Shared::place(smem).head_kv)),
+        entry(uniform(Shared::place(smem).sequence.entry_k)) {}
 
   /// Starts the first loads of K and V. `there`: keys of the first tile that exist; all other tiles' do.
   CUTE_DEVICE void start(Pipe const& k_pipe, Pipe const& v_pipe, int there) const {
@@ -44,8 +51,12 @@ struct TmaFeatureProducer {
       if (row >= there) reinterpret_cast<uint4*>(smem + Shared::kVOffset)[chunk] = make_uint4(0, 0, 0, 0);
     }
     cute::tma_store_fence();  // what the copy unit brings here next comes after these
-    __syncwarp();
-    if (lane_id() == 0) v_pipe.producer_commit(0);
+    // Each lane for what it wrote: racecheck can't follow a __syncwarp.
+    if (lane_id() == 0) {
+      v_pipe.producer_commit(0);
+    } else {
+      v_pipe.producer_commit_once(0);
+    }
   }
   template <bool First = false>
   CUTE_DEVICE void refill_k(Pipe const& pipe, int tile) const {
@@ -72,8 +83,6 @@ struct TmaFeatureProducer {
     char* const to = smem + ring + pipe.stage(tile) * tile_bytes;
     if (First && partial) barrier = Shared::partial_barrier(smem);
     if (p.keys_stand == KeysStand::in_order) {
-      TilePlace const& at = Shared::place(smem);
-      int const head = at.head_kv, entry = at.sequence.entry_k;
       if (cute::elect_one_sync()) Tile::load(map, barrier, to, Tile::kPanelBytes, row - tile * C.tile_n, head, entry);
       return;
     }
@@ -90,7 +99,7 @@ struct TmaFeatureProducer {
   /// By one thread. A tile that lies in one page comes at once, another one in runs of rows that follow each other.
   template <class Tile, bool First>
   CUTE_DEVICE void request_pages(TensorMap const& map, uint64_t* barrier, char* to, bool values, int tile) const {
-    TilePlace const& at = Shared::place(smem);
+    auto const& at = Shared::place(smem);
     cute::set_barrier_transaction_bytes(*barrier, Tile::kBytes);
     CUTE_NO_UNROLL
     for (int run = 0; run < (p.keys_stand == KeysStand::page_runs ? Shared::kRuns : 1); ++run) {
@@ -122,7 +131,7 @@ struct TmaFeatureKeys : FeatureWalk<C> {
     auto const& maps = static_cast<FeatureTmaParams const&>(p);
     fetch_maps(maps.k_map, maps.v_map);
     k_pipe.init(1, C.threads());
-    v_pipe.init(1, C.threads());
+    v_pipe.init(1, C.threads(), keys_of_first() < C.tile_n ? 32 : 1);
     mbarrier_init(cute::cast_smem_ptr_to_uint(Shared::partial_barrier(smem)), 1);
     cutlass::arch::fence_barrier_init();
   }

@@ -13,20 +13,21 @@ namespace cutlass_fmha {
 /// to the key parts' O.
 template <ForwardConfig C>
 struct FeatureLayout {
+  using Place = TilePlace<typename ForwardTypes<C>::Word>;
   static constexpr int kStepKeys = C.tile_n * C.kv_warps;
-  static constexpr int kQ = C.tile_m * C.head_dim * 2;
-  static constexpr int kK = kStepKeys * C.head_dim * 2;
-  static constexpr int kV = kStepKeys * C.head_dim_v() * 2;
+  static constexpr int kQ = C.tile_m * C.head_dim * C.element_bytes();
+  static constexpr int kK = kStepKeys * C.head_dim * C.element_bytes();
+  static constexpr int kV = kStepKeys * C.head_dim_v() * C.element_bytes();
   static constexpr int kKOffset = kQ;
   static constexpr int kVOffset = kKOffset + C.stages * kK;
   static constexpr int kTiles = kVOffset + C.stages * kV;
   using KeyParts = KeyPartLayout<C, kTiles>;
   static constexpr int kPlace = KeyParts::kBytes;
-  static constexpr int kViews = cute::ceil_div(kPlace + int(sizeof(TilePlace)), 16) * 16;
+  static constexpr int kViews = cute::ceil_div(kPlace + int(sizeof(Place)), 16) * 16;
   static constexpr int kBytes = kViews + C.warps * int(sizeof(CommonView));
   static_assert(kBytes <= 99 * 1024, "sm_89 and sm_120 have no more");
 
-  CUTE_DEVICE static TilePlace& place(char* smem) { return *reinterpret_cast<TilePlace*>(smem + kPlace); }
+  CUTE_DEVICE static Place& place(char* smem) { return *reinterpret_cast<Place*>(smem + kPlace); }
   /// What a warp's queries see.
   CUTE_DEVICE static CommonView& view(char* smem, int warp) {
     return reinterpret_cast<CommonView*>(smem + kViews)[warp];
@@ -36,7 +37,7 @@ struct FeatureLayout {
 template <ForwardConfig C>
 struct FeatureMainloop {
   using T = ForwardTypes<C>;
-  using Element = typename T::Element;
+  using Word = typename T::Word;
   using Shared = FeatureLayout<C>;
   using Order = KeyOrder<C>;
   using Product = WarpProduct<C, Shared::kStepKeys>;
@@ -45,8 +46,8 @@ struct FeatureMainloop {
   using Probabilities = typename Product::Probabilities;
   using QFragments = typename Product::QFragments;
 
-  using KLoader = RowLoader<C.head_dim, Shared::kStepKeys, C.threads()>;
-  using VLoader = RowLoader<C.head_dim_v(), Shared::kStepKeys, C.threads()>;
+  using KLoader = RowLoader<C.head_dim, Shared::kStepKeys, C.threads(), C.element_bytes()>;
+  using VLoader = RowLoader<C.head_dim_v(), Shared::kStepKeys, C.threads(), C.element_bytes()>;
 
   /// Whether registers are left, beside the fragments, for what can be computed anew in each step.
   static constexpr bool kRoomy = spare_registers(C) >= 56;
@@ -78,7 +79,7 @@ struct FeatureMainloop {
       Shared::view(smem, thread_id() / 32) = CommonView(p, sequence, p.by_pack.quotient(begin), i_last);
   }
 
-  CUTE_DEVICE TilePlace const& place() const { return Shared::place(smem); }
+  CUTE_DEVICE typename Shared::Place const& place() const { return Shared::place(smem); }
 
   CUTE_DEVICE RowMaxima maxima() const { return {Shared::KeyParts::maxima(smem) + key_part * C.tile_m + tile_row}; }
 
@@ -95,7 +96,7 @@ struct FeatureMainloop {
     // This thread's chunks of the step that is loaded next, where steps are in order. Only the first step of a walk can
     // be cut by the end of the keys.
     uint32_t const to = settled(KLoader::first_chunk(thread_id()));
-    uint16_t const *k = nullptr, *v = nullptr;
+    Word const *k = nullptr, *v = nullptr;
     if (in_order) {
       int const begin = key_begin(left - C.stages + 1);
       k = first_chunk<KLoader>(place().k, p.k_stride, begin);
@@ -133,7 +134,7 @@ struct FeatureMainloop {
       if (!seen) continue;
       Scores scores;
       compute_scores(left, kRoomy ? kept : LaneOffsets(), q_fragments, scores);
-      TilePlace const& at = place();
+      auto const& at = place();
       ScoreBlock<C> const block{p, at.sequence, at.tile, at.tile.row_begin + tile_row, begin};
       if (!p.raw_scores) block.modify(by_row(scores));
       if (by_range || p.mask != nullptr) block.hide(by_row(scores), by_range);
@@ -186,9 +187,9 @@ struct FeatureMainloop {
   }
 
   template <class Loader>
-  CUTE_DEVICE uint16_t const* first_chunk(uint16_t const* first_row, Strides const& stride, int begin) const {
+  CUTE_DEVICE Word const* first_chunk(Word const* first_row, Strides const& stride, int begin) const {
     int const thread = thread_id(), row = Order::of_row(Loader::first_row(thread));
-    uint16_t const* const from = first_row + Loader::column(thread);
+    Word const* const from = first_row + Loader::column(thread);
     // The rows of a page follow each other.
     return p.page_table == nullptr ? from + (begin + row) * stride.seqlen
                                    : from + key_offset(stride, begin) + row * stride.seqlen;
@@ -197,8 +198,8 @@ struct FeatureMainloop {
   /// Copies of rows that stand anywhere. A thread has the same rows of K and V.
   CUTE_DEVICE void load_rows(char* k_to, char* v_to, int thread, int begin) const {
     static_assert(KLoader::kRowsPerPass == VLoader::kRowsPerPass && KLoader::P::kWidth == VLoader::P::kWidth);
-    uint16_t const* const k = place().k + KLoader::column(thread);
-    uint16_t const* const v = place().v + VLoader::column(thread);
+    Word const* const k = place().k + KLoader::column(thread);
+    Word const* const v = place().v + VLoader::column(thread);
     CUTE_NO_UNROLL
     for (int pass = 0; pass < KLoader::kPasses; ++pass) {
       int const key = begin + Order::of_row(KLoader::first_row(thread)) + Order::of_row(pass * KLoader::kRowsPerPass);
@@ -219,7 +220,7 @@ struct FeatureMainloop {
   /// scores = Q K^T of this warp's keys of a step.
   CUTE_DEVICE void compute_scores(int left, LaneOffsets lanes, QFragments const& q_fragments, Scores& scores) const {
     uint32_t const lane =
-        lanes.k + key_part * (C.tile_n * 2 * Product::KTile::P::kWidth) + Shared::kKOffset + stage(left) * Shared::kK;
+        lanes.k + key_part * (C.tile_n * Product::KTile::P::kRowBytes) + Shared::kKOffset + stage(left) * Shared::kK;
     Product::query_keys(
         q_fragments, [&](int d, auto&& q) FMHA_INLINE { load_q(d, q); },
         [&](int d, int n, auto&& k) FMHA_INLINE { Product::load_k(smem, 0, lane, d, n, k); },
@@ -229,7 +230,7 @@ struct FeatureMainloop {
   /// output += P V of this warp's keys of a step.
   CUTE_DEVICE void accumulate(int left, LaneOffsets lanes, Probabilities const& probabilities, Output& output) const {
     uint32_t const lane =
-        lanes.v + key_part * (C.tile_n * 2 * Product::VTile::P::kWidth) + Shared::kVOffset + stage(left) * Shared::kV;
+        lanes.v + key_part * (C.tile_n * Product::VTile::P::kRowBytes) + Shared::kVOffset + stage(left) * Shared::kV;
     Product::template add_values<false>(
         probabilities, [&](int n, int d, auto&& v) FMHA_INLINE { Product::load_v(smem, 0, lane, n, d, v); },
         []() FMHA_INLINE {}, output);

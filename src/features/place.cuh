@@ -8,8 +8,9 @@ namespace cutlass_fmha {
 
 /// What a block works on. Kept in shared memory and read again where it is needed: the main loop leaves no register
 /// free.
+template <class Element>
 struct TilePlace {
-  uint16_t const *k, *v;  ///< the first row of the head's keys, or of its first page
+  Element const *k, *v;  ///< the first row of the head's keys, or of its first page
   int head_kv;
   KeyWalk walk;
   Sequence sequence;
@@ -22,8 +23,8 @@ struct TilePlace {
   }
 
  private:
-  CUTE_DEVICE uint16_t const* first_row(FeatureParams const& p, void const* tensor, Strides const& stride) const {
-    return static_cast<uint16_t const*>(tensor) + head_kv * stride.head + key_entry_offset(p, stride, sequence) +
+  CUTE_DEVICE Element const* first_row(FeatureParams const& p, void const* tensor, Strides const& stride) const {
+    return static_cast<Element const*>(tensor) + head_kv * stride.head + key_entry_offset(p, stride, sequence) +
            (p.page_table == nullptr ? sequence.first_k * stride.seqlen : 0);
   }
 };
@@ -32,13 +33,16 @@ struct TilePlace {
 template <ForwardConfig C>
 CUTE_DEVICE void load_query_tile(FeatureParams const& p, char* smem, Sequence const& sequence,
                                  FeatureTile const& tile) {
-  auto const* const q = static_cast<uint16_t const*>(p.q);
-  RowLoader<C.head_dim, C.tile_m, C.threads()>::load(smem, q, p.head_dim, !C.scored() || p.vectors, [&](int row) {
-    QueryRow const at = query_row(p, tile, tile.row_begin + row);
-    return at.query < sequence.queries
-               ? q + sequence.entry_q * p.q_stride.batch + int64_t(sequence.first_q + at.query) * p.q_stride.seqlen +
-                     at.head * p.q_stride.head
-               : nullptr;
+  using Word = typename ForwardTypes<C>::Word;
+  auto const* const q = static_cast<Word const*>(p.q) + sequence.entry_q * p.q_stride.batch +
+                        sequence.first_q * p.q_stride.seqlen + tile.head * p.q_stride.head;
+  with_query_rows<C>(p, tile, [&](auto const& at) {
+    RowLoader<C.head_dim, C.tile_m, C.threads(), C.element_bytes()>::load(
+        smem, q, p.head_dim, !C.scored() || p.vectors, [&](int row) {
+          QueryRow const here = at(row);
+          Word const* const from = q + uint32_t(here.query) * p.q_stride.seqlen;
+          return here.query < sequence.queries ? from + (here.head - tile.head) * p.q_stride.head : nullptr;
+        });
   });
 }
 
@@ -47,9 +51,10 @@ CUTE_DEVICE int64_t lse_row(FeatureParams const& p, Sequence const& s, QueryRow 
   return s.batch * p.lse_batch_stride + at.head * p.lse_head_stride + s.first_q + at.query;
 }
 /// And in o.
-CUTE_DEVICE uint16_t* output_row(FeatureParams const& p, Sequence const& s, QueryRow const& at) {
-  return static_cast<uint16_t*>(p.o) + s.entry_q * p.o_stride.batch +
-         int64_t(s.first_q + at.query) * p.o_stride.seqlen + at.head * p.o_stride.head;
+template <class Element>
+CUTE_DEVICE Element* output_row(FeatureParams const& p, Sequence const& s, QueryRow const& at) {
+  return static_cast<Element*>(p.o) + s.entry_q * p.o_stride.batch + int64_t(s.first_q + at.query) * p.o_stride.seqlen +
+         at.head * p.o_stride.head;
 }
 
 }  // namespace cutlass_fmha

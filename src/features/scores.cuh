@@ -18,6 +18,17 @@ CUTE_DEVICE QueryRow query_row(FeatureParams const& p, FeatureTile const& tile, 
   return {query, tile.head + packed - query * p.pack};
 }
 
+/// run(at): at(row) is what a row of the tile stands for, without a division where each row is a query. What runs once
+/// in a block costs by its length.
+template <ForwardConfig C, class Run>
+CUTE_DEVICE void with_query_rows(FeatureParams const& p, FeatureTile const& tile, Run const& run) {
+  if (!C.scored() && p.pack == 1) {
+    run([&](int row) { return QueryRow{tile.row_begin + row, tile.head}; });
+  } else {
+    run([&](int row) { return query_row(p, tile, tile.row_begin + row); });
+  }
+}
+
 /// 1 / x of a number from 1 on, infinity too.
 CUTE_DEVICE float reciprocal_approx(float x) {
   float y;
@@ -68,13 +79,9 @@ struct ComputedRows {
 };
 
 /// The same, but for slopes, which are in shared memory.
-struct StagedRows {
-  int row_begin;
+struct StagedRows : ComputedRows {
   float const* slopes;  ///< of this warp's rows
 
-  CUTE_DEVICE QueryRow at(FeatureParams const& p, FeatureTile const& tile, int row) const {
-    return query_row(p, tile, row_begin + accumulator_row(row, lane_id()));
-  }
   CUTE_DEVICE float slope(FeatureParams const&, FeatureTile const&, int row) const {
     return slopes[accumulator_row(row, lane_id())];
   }

@@ -72,7 +72,8 @@ inline TileOrder tile_order(FeatureParams const& p, int tile_m, int warps, int b
   int const heads = p.num_heads / p.pack, tiles = ceil_div(p.seqlen_q * p.pack, tile_m);
   bool const grow = p.window_left < 0 && p.window_right >= 0;
   int64_t const diagonal = int64_t(p.bottom_right ? p.seqlen_k - p.seqlen_q : 0) + p.window_right;
-  return tile_order(gpu, warps, heads * p.batch, p.num_heads / p.num_heads_kv / p.pack,
+  // Tiles that are alike follow each other: what leaves some of each head to run at a time is for those that are not.
+  return tile_order(grow ? gpu : Gpu{0, gpu.l2_bytes}, warps, heads * p.batch, p.num_heads / p.num_heads_kv / p.pack,
                     int64_t(p.seqlen_k) * (p.head_dim + p.head_dim_v) * bytes, tiles,
                     grow ? short_tiles(diagonal * p.pack, p.seqlen_k * int64_t(p.pack), tile_m, tiles) : 0);
 }

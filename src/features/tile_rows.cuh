@@ -32,13 +32,13 @@ struct FeatureKeys : FeatureKeySource<C> {
     CUTE_DEVICE uint32_t v() const { return v_offset; }
   };
 
-  int first_phase = 0, seen_until = 0;  ///< WarpPhases
-  uint32_t const qv_lane_offset, k_lane_offset;
+  int first_phase = 0, seen_until = 0;           ///< WarpPhases
+  uint32_t const qv_lane_offset, k_lane_offset;  ///< addresses: in a tile that begins where shared memory does
 
   CUTE_DEVICE FeatureKeys(FeatureParams const& p, char* smem, int warp, KeyWalk const& walk)
       : Source(p, smem, warp, walk),
-        qv_lane_offset(Product::v_lane(lane_id())),
-        k_lane_offset(Product::k_lane(lane_id())) {}
+        qv_lane_offset(cute::cast_smem_ptr_to_uint(smem) + Product::v_lane(lane_id())),
+        k_lane_offset(cute::cast_smem_ptr_to_uint(smem) + Product::k_lane(lane_id())) {}
 
   /// What shared memory holds before anything is copied there.
   CUTE_DEVICE void init_shared(Sequence const& sequence, FeatureTile const& tile) {
@@ -54,7 +54,8 @@ struct FeatureKeys : FeatureKeySource<C> {
     int const begin = tile.row_begin + tile_row();
     int const i_last = smaller(p.by_pack.quotient(begin + T::kRows - 1), sequence.queries - 1);
     CommonView const view(p, sequence, p.by_pack.quotient(begin), i_last);
-    WarpPhases const phases(view, begin, blocks, last_begin, C.tile_n);
+    WarpPhases phases(view, begin, blocks, last_begin, C.tile_n);
+    phases.q_begin = tile_row() * Product::kQRowBytes;
     first_phase = uniform(phases.first_phase);
     seen_until = uniform(phases.end_phase);
     if (lane_id() == 0) Shared::phases(smem, warp) = phases;
@@ -67,9 +68,10 @@ struct FeatureKeys : FeatureKeySource<C> {
     if (phase >= 2) this->refill_v(phase - 2 + C.stages);
   }
   CUTE_DEVICE void end_scores(int phase) { this->refill_k(phase + C.stages); }
-  CUTE_DEVICE uint32_t q_lane() const { return qv_lane_offset + tile_row() * Product::kQRowBytes; }
+  CUTE_DEVICE uint32_t q_lane() const { return Product::q_lane(lane_id(), tile_row()); }
+  CUTE_DEVICE SharedWindow memory() const { return {}; }
   CUTE_DEVICE Lanes lanes() const {
-    uint32_t const q = C.q_in_registers ? 0 : tile_row() * Product::kQRowBytes;
+    uint32_t const q = C.q_in_registers ? 0 : Shared::phases(smem, warp).q_begin;
     if constexpr (is_roomy(C)) {
       return {qv_lane_offset + q, k_lane_offset, qv_lane_offset};
     } else {
@@ -120,7 +122,7 @@ CUTE_DEVICE void tile_rows(FeatureParams const& p, char* smem, Sequence const& s
                            KeyWalk const& walk, int warp) {
   using T = ForwardTypes<C>;
   using Shared = FeatureTileLayout<C>;
-  if (threadIdx.x == 0) new (&Shared::place(smem)) TilePlace(p, sequence, tile, walk);
+  if (threadIdx.x == 0) new (&Shared::place(smem)) typename Shared::Place(p, sequence, tile, walk);
   FeatureKeys<C> keys(p, smem, warp, walk);
   typename T::OutputFragment output;
   cute::clear(output);

@@ -14,6 +14,7 @@ struct alignas(16) WarpPhases {
   int prefix_begin = 0;                ///< and so they do from this one on
   int row_begin = 0;                   ///< its first packed row
   int last_begin = 0;                  ///< FeatureWalk::last_begin
+  uint32_t q_begin = 0;                ///< where its rows begin in the tile of Q, in bytes
 
   WarpPhases() = default;
   /// Of `blocks` phases, the first of which has the keys from `last_begin` on.
@@ -38,6 +39,7 @@ struct alignas(16) WarpPhases {
 /// next tiles are in, what warps and lanes read anew in each phase.
 template <ForwardConfig C>
 struct FeatureTileLayout {
+  using Place = TilePlace<typename ForwardTypes<C>::Word>;
   static constexpr int kQ = C.tile_m * C.head_dim * C.element_bytes();
   static constexpr int kKTile = C.tile_n * C.head_dim * C.element_bytes();
   static constexpr int kVTile = C.tile_n * C.head_dim_v() * C.element_bytes();
@@ -47,7 +49,7 @@ struct FeatureTileLayout {
   static constexpr int kBarriers = kVOffset + C.stages * kVTile;
   static constexpr int kPartial = kBarriers + 2 * KvPipeline<C>::kBytes;
   static constexpr int kPlace = kPartial + int(sizeof(uint64_t));
-  static constexpr int kWarps = cute::ceil_div(kPlace + int(sizeof(TilePlace)), 16) * 16;
+  static constexpr int kWarps = cute::ceil_div(kPlace + int(sizeof(Place)), 16) * 16;
   static constexpr int kPages = kWarps + C.warps * int(sizeof(WarpPhases));
   static constexpr int kLanes = kPages + 4 * C.stages * kRuns * int(sizeof(int));
   static constexpr int kMaxima = kLanes + 32 * int(sizeof(uint2));
@@ -57,7 +59,7 @@ struct FeatureTileLayout {
 
   /// What completes when a tile has arrived of which not all keys exist.
   CUTE_DEVICE static uint64_t* partial_barrier(char* smem) { return reinterpret_cast<uint64_t*>(smem + kPartial); }
-  CUTE_DEVICE static TilePlace& place(char* smem) { return *reinterpret_cast<TilePlace*>(smem + kPlace); }
+  CUTE_DEVICE static Place& place(char* smem) { return *reinterpret_cast<Place*>(smem + kPlace); }
   CUTE_DEVICE static WarpPhases& phases(char* smem, int warp) {
     return reinterpret_cast<WarpPhases*>(smem + kWarps)[warp];
   }
@@ -107,7 +109,7 @@ struct FeatureWalk {
         v_pipe{cute::cast_smem_ptr_to_uint(smem + Shared::kBarriers) + KvPipeline<C>::kBytes} {}
 
   CUTE_DEVICE bool second_group() const { return warp >= C.warps / 2; }
-  CUTE_DEVICE TilePlace const& place() const { return Shared::place(smem); }
+  CUTE_DEVICE typename Shared::Place const& place() const { return Shared::place(smem); }
   CUTE_DEVICE int key_begin(int phase) const { return last_begin - phase * C.tile_n; }
 
   /// Whether pages are looked up ahead.

@@ -2,6 +2,7 @@
 // it (and leaves out what lies beyond the end of the queries), and LSE.
 #pragma once
 
+#include "epilogue.cuh"
 #include "keys_tma.cuh"
 
 namespace cutlass_fmha {
@@ -45,18 +46,7 @@ CUTE_DEVICE void tma_epilogue(ForwardTmaParams const& p, char* smem, Work const&
   auto const lse = softmax.finalize(rows, TmaLayout<C>::maxima(smem, tile_row));
   int const row_begin = work.row_begin + tile_row;
 
-  // As in LdmatrixTile: a chunk of 8 columns only flips bits of the lane's address.
-  uint32_t const lane_offset = P::template byte_offset<C.tile_m>(lane / 4, lane % 4 * 2);
-  CUTE_UNROLL
-  for (int chunk = 0; chunk < C.head_dim / 8; ++chunk) {
-    char* const to =
-        smem + ((lane_offset ^ (chunk % P::kChunks * 16)) + (chunk / P::kChunks * C.tile_m + tile_row) * P::kRowBytes);
-    CUTE_UNROLL
-    for (int row = 0; row < size<0>(rows); ++row) {
-      *reinterpret_cast<uint32_t*>(to + accumulator_row(row, 0) * P::kRowBytes) =
-          pack<typename T::Element>(rows(row, 2 * chunk), rows(row, 2 * chunk + 1));
-    }
-  }
+  stage_rows<C>(smem, tile_row, rows, lane);
   if (p.lse != nullptr && lane % 4 == 0) {
     float* const to = p.lse + (int64_t(work.batch) * p.num_heads + work.head) * p.seqlen_q;
     CUTE_UNROLL

@@ -119,6 +119,7 @@ struct CpAsyncKeys {
   CUTE_DEVICE void end_scores(int phase) { refill_k<false>(phase + C.stages); }
   CUTE_DEVICE uint32_t q_lane() const { return qv_lane_offset + constants().q_begin; }
   /// Where registers are scarce, they hold this for the length of a turn only: read anew before each.
+  CUTE_DEVICE char const* memory() const { return smem; }
   CUTE_DEVICE Lanes lanes() const {
     uint32_t const q = C.q_in_registers ? 0 : constants().q_begin;
     if constexpr (kRoomy || !C.ping_pong || C.head_dim < 64) {

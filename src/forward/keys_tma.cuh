@@ -159,6 +159,7 @@ struct TmaKeys {
   }
   CUTE_DEVICE void end_scores(int phase) const { producer->refill_k(k_pipe, phase + C.stages); }
   CUTE_DEVICE uint32_t q_lane() const { return qv_lane_offset + tile_row * Product::kQRowBytes; }
+  CUTE_DEVICE char const* memory() const { return smem; }
   CUTE_DEVICE Lanes lanes() const { return {qv_lane_offset, k_lane_offset, tile_row * Product::kQRowBytes}; }
   CUTE_DEVICE int end_phase() const { return blocks; }
   CUTE_DEVICE int masked_end() const { return min(all_see_from, blocks); }

@@ -12,8 +12,9 @@
 //   blocks                       phases of the thread block
 //   first_phase, end_phase()     before and from which on no key is visible to this warp; kEndsEarly: not only to the
 //                                warps of tiles that have no more blocks
-//   lanes()                      where a lane reads, asked for before each turn: q(), k() and v(), in bytes from the
-//                                beginning of a tile
+//   memory(), lanes()            where a lane reads: from where on, and, asked for before each turn, how many bytes
+//   from
+//                                the beginning of a tile, q(), k() and v()
 //   take(), pass()               turns; second_group(): whether this warp comes second
 //   before_turn(p), end_scores(p)  bring what finds room by then: V after phase p - 2, K after the scores of phase p
 //   is_masked(p), masked_end()   whether some row doesn't see all keys of a block; from that phase on, all rows do,
@@ -185,15 +186,16 @@ struct TileWalk {
   CUTE_DEVICE void read_ahead(int phase, Lanes const& lanes, Ahead& ahead) const {
     if (kAhead > 0) keys.v_pipe.consumer_wait(phase);
     CUTE_UNROLL
-    for (int n = 0; n < kAhead; ++n) Product::load_v(smem, v_tile(phase), lanes.v(), 0, n, ahead(cute::_, cute::_, n));
+    for (int n = 0; n < kAhead; ++n)
+      Product::load_v(keys.memory(), v_tile(phase), lanes.v(), 0, n, ahead(cute::_, cute::_, n));
   }
   CUTE_DEVICE void read_ahead(int phase, Lanes const& lanes, FirstOperands& first) const {
     if constexpr (kAhead == 0) return;
-    if constexpr (!C.q_in_registers) Product::load_q(smem, lanes.q(), 0, first.q(cute::_, cute::_, 0));
+    if constexpr (!C.q_in_registers) Product::load_q(keys.memory(), lanes.q(), 0, first.q(cute::_, cute::_, 0));
     keys.k_pipe.consumer_wait(phase);
     CUTE_UNROLL
     for (int n = 0; n < kAhead; ++n)
-      Product::load_k(smem, k_tile(phase), lanes.k(), 0, n, first.k(cute::_, cute::_, n));
+      Product::load_k(keys.memory(), k_tile(phase), lanes.k(), 0, n, first.k(cute::_, cute::_, n));
   }
 
   /// scores = Q K(phase)^T, during which the turn is passed on. Asks whether they need a mask, where that is asked
@@ -209,14 +211,14 @@ struct TileWalk {
           if (kAhead > 0 && step == 0) {
             copy(first.q(_, _, 0), q);
           } else {
-            Product::load_q(smem, lanes.q(), step, q);
+            Product::load_q(keys.memory(), lanes.q(), step, q);
           }
         },
         [&](int step, int n, auto&& k) FMHA_INLINE {
           if (step == 0 && n < kAhead) {
             copy(first.k(_, _, n), k);
           } else {
-            Product::load_k(smem, k_tile(phase), lanes.k(), step, n, k);
+            Product::load_k(keys.memory(), k_tile(phase), lanes.k(), step, n, k);
           }
         },
         [&](int step, int n) FMHA_INLINE {
@@ -241,7 +243,7 @@ struct TileWalk {
           if (step == 0 && n < kAhead) {
             copy(ahead(_, _, n), v);
           } else {
-            Product::load_v(smem, v_tile(phase), lanes.v(), step, n, v);
+            Product::load_v(keys.memory(), v_tile(phase), lanes.v(), step, n, v);
           }
         },
         [&]() FMHA_INLINE {
