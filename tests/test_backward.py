@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch._dynamo.testing
 from torch import Tensor
+from torch._dynamo.source import ConstantSource
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import cutlass_fmha
 from cutlass_fmha import _C, attention
@@ -20,6 +22,7 @@ from cutlass_fmha.dispatch import gradients
 from cutlass_fmha.dispatch import table as tables
 from cutlass_fmha.dispatch.device import Device
 from cutlass_fmha.dispatch.problem import Problem
+from cutlass_fmha.launch import gradients as launch
 
 F64 = torch.float64
 
@@ -272,6 +275,21 @@ def test_where_no_row_can_the_nearest_say_why(change: dict[str, Any], sentence: 
     problem = replace(Problem(1, 64, 64, 4, 2, 64, "float16"), **change)
     with pytest.raises(cutlass_fmha.UnsupportedError, match=re.escape(sentence)):
         gradients.choose(problem, L4)
+
+
+@pytest.mark.usefixtures("four_rows")
+@pytest.mark.parametrize(("head_dim", "sentence"), [(64, ""), (4096, "made for head dims up to")])
+def test_a_row_is_asked_for_while_sizes_are_symbols(
+    head_dim: int, sentence: str, monkeypatch: pytest.MonkeyPatch
+):
+    """As in a graph of dynamic shapes, where they can't be hashed."""
+    shapes = ShapeEnv()
+    symbol = shapes.create_symbol(head_dim, ConstantSource("head_dim"))
+    size = shapes.create_symintnode(symbol, hint=head_dim)
+    monkeypatch.setattr(launch.devices, "of_index", lambda index: L4)
+    problem = Problem(2, 100, 100, 4, 4, size, "float16")
+    assert sentence in launch.refusal(problem, 0)
+    assert bool(launch.refusal(problem, 0)) == bool(sentence)
 
 
 @pytest.mark.usefixtures("four_rows")

@@ -196,6 +196,6 @@ def test_a_workspace_of_more_than_two_to_the_31_elements(row: _C.Row):
         expected = torch.autograd.grad(
             cutlass_fmha.attention(*wide, scale=0.125), wide, dout[own].double().cpu()[None]
         )
-        for x, y in zip(found, expected, strict=True):
+        for x, y in zip(found[:3], expected, strict=True):
             error = (x[own].double().cpu() - y[0]).abs().max() / y.abs().max()
             assert error <= 8 * torch.finfo(dtype).eps, f"document {number}"

@@ -115,7 +115,9 @@ def refusal(problem: Problem, index: int) -> str:
             return f"cutlass_fmha has no backward yet here: {error}"
         return ""
 
-    return kept("refusal of gradients", (problem, index), ask)
+    # While a graph is traced, sizes may be symbols, which are compared but not hashed.
+    symbolic = any(isinstance(size, torch.SymInt) for size in vars(problem).values())
+    return ask() if symbolic else kept("refusal of gradients", (problem, index), ask)
 
 
 def _prepare(
