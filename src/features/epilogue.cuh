@@ -3,7 +3,7 @@
 #pragma once
 
 #include "../core/merge.cuh"
-#include "../forward/epilogue.cuh"
+#include "../forward/staging.cuh"
 #include "few_query.cuh"
 #include "walk.cuh"
 
@@ -147,7 +147,7 @@ CUTE_DEVICE void write_tile_rows(FeatureParams const& p, char* smem, typename Fo
       }
     }
     Word* const o = output_row<Word>(p, s, {0, tile.head});
-    for_staged_chunks<C, 1>(smem, tile_row, lane, [&](int row, int column, uint128_t const& chunk) {
+    for_staged_rows<C>(smem, tile_row, lane, [&](int row, int column, uint128_t const& chunk) {
       QueryRow const here = at(tile_row + row);
       if (here.query >= s.rows_q || column >= p.head_dim_v) return;
       Word* const to = o + uint32_t(here.query) * p.o_stride.seqlen + (here.head - tile.head) * p.o_stride.head;

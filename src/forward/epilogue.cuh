@@ -5,62 +5,49 @@
 
 namespace cutlass_fmha {
 
+// Not as staging.cuh does it: with that, sm_120's 256x64 at head dim 128 spills.
+
 /// Leaves the warp's rows of O in the swizzled tile that begins at `tile`, from row `tile_row` on, as elements.
 template <ForwardConfig C, class Rows>
-CUTE_DEVICE void stage_rows(char* tile, int tile_row, Rows const& rows, int lane) {
+CUTE_DEVICE void stage_elements(char* tile, int tile_row, Rows const& rows, int lane) {
   using namespace cute;
-  using P = typename ForwardTypes<C>::OutputPanels;
-  // As in LdmatrixTile: a chunk of 8 columns only flips bits of the lane's address.
-  uint32_t const lane_offset = P::template byte_offset<C.tile_m>(lane / 4, lane % 4 * 2);
+  using T = ForwardTypes<C>;
+  auto coordinates =
+      typename T::Mma{}.get_slice(lane).partition_C(make_identity_tensor(Shape<Int<T::kRows>, Int<C.head_dim_v()>>{}));
+  auto coordinate = by_row(coordinates);
+  using P = typename T::OutputPanels;
   CUTE_UNROLL
-  for (int chunk = 0; chunk < C.head_dim_v() / 8; ++chunk) {
-    char* const to =
-        tile + ((lane_offset ^ (chunk % P::kChunks * 16)) + (chunk / P::kChunks * C.tile_m + tile_row) * P::kRowBytes);
+  for (int row = 0; row < size<0>(rows); ++row) {
     CUTE_UNROLL
-    for (int row = 0; row < size<0>(rows); ++row) {
-      *reinterpret_cast<uint32_t*>(to + accumulator_row(row, 0) * P::kRowBytes) =
-          pack<typename ForwardTypes<C>::Element>(rows(row, 2 * chunk), rows(row, 2 * chunk + 1));
+    for (int col = 0; col < size<1>(rows); col += 2) {
+      auto const at = coordinate(row, col);
+      *reinterpret_cast<uint32_t*>(tile + P::template byte_offset<C.tile_m>(tile_row + get<0>(at), get<1>(at))) =
+          pack<typename T::Element>(rows(row, col), rows(row, col + 1));
     }
   }
 }
 
-/// write(row, column, chunk) for each 16 bytes of elements that stage_rows() left, a panel's rows at a time. So many
-/// times eight rows are read before the first is written: `EightsAtOnce`, 0: all, so that nothing waits for shared
-/// memory twice.
-template <ForwardConfig C, int EightsAtOnce = 0, class Write>
+/// write(row, column, chunk) for each 16 bytes of elements that stage_elements() left, by whole rows. `AtOnce`: so
+/// many of a lane's are read before the first is written, 0: all of them, so that nothing waits for shared memory
+/// twice.
+template <ForwardConfig C, int AtOnce = 0, class Write>
 CUTE_DEVICE void for_staged_chunks(char const* tile, int tile_row, int lane, Write const& write) {
   using namespace cute;
   using P = typename ForwardTypes<C>::OutputPanels;
-  constexpr int kEights = C.rows_per_warp() / 8, kAtOnce = EightsAtOnce == 0 ? kEights : EightsAtOnce;
-  constexpr int kPasses = P::kChunks / 4;  // that a warp takes for eight rows of a panel
-  int const lane_row = lane / P::kChunks, lane_column = lane % P::kChunks * P::kChunk;
-  auto const row_of = [&](int eight, int pass) { return 8 * eight + pass * (8 / kPasses) + lane_row; };
+  constexpr int kChunks = C.head_dim_v() / P::kChunk, kCount = C.rows_per_warp() * kChunks / 32;
+  constexpr int kAtOnce = AtOnce == 0 ? kCount : AtOnce;
+  auto const place = [&](int i) { return (i * 32 + lane) / kChunks; };
+  auto const column = [&](int i) { return (i * 32 + lane) % kChunks * P::kChunk; };
   CUTE_NO_UNROLL
-  for (int begin = 0; begin < kEights; begin += kAtOnce) {
-    uint128_t chunks[kAtOnce][kPasses][P::kCount];
+  for (int begin = 0; begin < kCount; begin += kAtOnce) {
+    uint128_t chunks[kAtOnce];
     CUTE_UNROLL
-    for (int eight = 0; eight < kAtOnce; ++eight) {
-      CUTE_UNROLL
-      for (int pass = 0; pass < kPasses; ++pass) {
-        // The swizzle of a row is that of its number within eight.
-        char const* const from = tile + P::template byte_offset<C.tile_m>(row_of(0, pass), lane_column) +
-                                 (tile_row + 8 * (begin + eight)) * P::kRowBytes;
-        CUTE_UNROLL
-        for (int panel = 0; panel < P::kCount; ++panel) {
-          chunks[eight][pass][panel] = *reinterpret_cast<uint128_t const*>(from + panel * (C.tile_m * P::kRowBytes));
-        }
-      }
+    for (int i = 0; i < kAtOnce; ++i) {
+      uint32_t const from = P::template byte_offset<C.tile_m>(tile_row + place(begin + i), column(begin + i));
+      chunks[i] = *reinterpret_cast<uint128_t const*>(tile + from);
     }
     CUTE_UNROLL
-    for (int eight = 0; eight < kAtOnce; ++eight) {
-      CUTE_UNROLL
-      for (int pass = 0; pass < kPasses; ++pass) {
-        CUTE_UNROLL
-        for (int panel = 0; panel < P::kCount; ++panel) {
-          write(row_of(begin + eight, pass), lane_column + panel * P::kWidth, chunks[eight][pass][panel]);
-        }
-      }
-    }
+    for (int i = 0; i < kAtOnce; ++i) write(place(begin + i), column(begin + i), chunks[i]);
   }
 }
 
@@ -73,7 +60,7 @@ CUTE_DEVICE void epilogue(ForwardParams const& p, char* smem, typename ForwardTy
   auto const lse = softmax.finalize(rows, SharedLayout<C>::maxima(smem, tile_row));
   TilePosition const at = SharedLayout<C>::position(smem);
   int const row_begin = at.row_begin + tile_row;
-  stage_rows<C>(smem, tile_row, rows, lane);
+  stage_elements<C>(smem, tile_row, rows, lane);
   CUTE_UNROLL
   for (int row = 0; row < size<0>(rows); ++row) {
     int const r = accumulator_row(row, lane);

@@ -2,8 +2,8 @@
 // it (and leaves out what lies beyond the end of the queries), and LSE.
 #pragma once
 
-#include "epilogue.cuh"
 #include "keys_tma.cuh"
+#include "staging.cuh"
 
 namespace cutlass_fmha {
 
