@@ -60,6 +60,7 @@ import parity_report
 def rows(): return [SimpleNamespace(name=name) for name in os.environ.get("ROWS", "one two").split()]
 def scored_rows(): return []
 def wide_rows(): return []
+def backward_rows(): return []
 def rows_arch(): return 90
 def mode(): return "native"
 def simulated(): return False
