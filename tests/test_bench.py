@@ -396,6 +396,8 @@ def test_a_recorded_result_is_rendered_anew(tmp_path: Path, capsys: pytest.Captu
     assert bench.main(["--from-json", str(source), "--markdown", str(target)]) == 0
     assert "B2 H16 S8192 D128 bf16" in capsys.readouterr().out
     assert target.read_text(encoding="utf-8").startswith("# cutlass_fmha 0.1 on NVIDIA H200")
+    assert bench.main(["--from-json", str(source), "--preset", "decode"]) == 0
+    assert "B2 H16 S8192 D128 bf16" not in capsys.readouterr().out
 
 
 def test_a_wrong_result_fails_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

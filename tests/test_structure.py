@@ -85,9 +85,30 @@ def paths_of(text: str) -> list[str]:
     return [path for path in words if re.search(r"\w\*?\.(py|pyi|cuh|h|cpp|cmake|sh)$|^\w[\w/]*/$", path)]
 
 
+READ_FIRST = [ROOT / "CONTRIBUTING.md", ROOT / "README.md"]
+
+
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize(
-    "guide", [*GUIDES, ROOT / "CONTRIBUTING.md", ROOT / "README.md"], ids=lambda g: g.stem
+    "guide", [*GUIDES, *READ_FIRST, ROOT / "docs/performance-log.md"], ids=lambda g: g.stem
 )
+def test_every_link_of_a_guide_leads_somewhere(guide: Path):
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", guide.read_text()):
+        path, _, anchor = link.partition("#")
+        target = guide.parent / path if path else guide
+        assert target.exists() and (not anchor or anchor in anchors(target)), link
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+@pytest.mark.parametrize("guide", [*GUIDES, *READ_FIRST], ids=lambda g: g.stem)
 def test_every_file_that_a_guide_names_exists(guide: Path):
     there = ["/" + str(f.relative_to(ROOT)) for folder in FOLDERS for f in (ROOT / folder).rglob("*")]
     there += [f"/{folder}" for folder in FOLDERS] + [f"/{f.name}" for f in ROOT.iterdir()]

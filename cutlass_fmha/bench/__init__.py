@@ -37,7 +37,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--plot", type=Path, metavar="PATH", help="write a picture (.png or .svg); needs matplotlib"
     )
     parser.add_argument(
-        "--from-json", type=Path, metavar="PATH", help="render a recorded result, measure nothing"
+        "--from-json",
+        type=Path,
+        metavar="PATH",
+        help="render a recorded result (of it, the cases of --preset), measure nothing",
     )
     return parser
 
@@ -71,6 +74,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if arguments.from_json:
             result = report.read_json(arguments.from_json)
+            names = {case.name for case in chosen} if arguments.preset else None
+            result["cases"] = [c for c in result["cases"] if names is None or c["name"] in names]
         elif arguments.against:
             rest = (arguments.row, arguments.quick, arguments.device)
             result = against.measure(chosen, arguments.against, *rest)
