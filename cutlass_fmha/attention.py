@@ -171,8 +171,8 @@ def scaled_dot_product_attention(
         -inf, has output 0.
 
     Raises:
-        NotImplementedError: a gradient is wanted with attn_mask or dropout_p, or in forward mode.
-        TypeError, ValueError, UnsupportedError: as ``attention``; also for attn_mask together with is_causal.
+        NotImplementedError, TypeError, ValueError, UnsupportedError: as ``attention``; ValueError also for
+            attn_mask together with is_causal.
     """
     causal = "none" if is_causal is False else "top-left"
     if is_causal is not False and is_causal is not True:

@@ -105,6 +105,12 @@ def launch(
     return dq, dk, dv, bias, sinks
 
 
+def empty_like(x: Tensor) -> Tensor:
+    """A tensor that lies as the gradient of ``x`` that ``launch`` makes: rows end with whole vectors."""
+    head_dim = x.shape[-1]
+    return x.new_empty((*x.shape[:-1], head_dim + -head_dim % VECTOR)).narrow(-1, 0, head_dim)
+
+
 def refusal(problem: Problem, index: int) -> str:
     """Why no kernel computes the gradients of a problem on CUDA device ``index``; empty where one does."""
 

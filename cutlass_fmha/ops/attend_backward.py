@@ -141,12 +141,12 @@ def _cpu(
     if row is not None:
         raise UnsupportedError(f"row {row} is a CUDA kernel, and the tensors are on the CPU")
     found = cpu.attend_backward(dout, dlse, query, key, value, scale, causal, features, sizes)
-    return _five(x if need else None for x, need in zip(found, wanted, strict=True))
+    return _five(query, (x if need else None for x, need in zip(found, wanted, strict=True)))
 
 
-def _five(found: Iterable[Tensor | None]) -> Gradients:
+def _five(query: Tensor, found: Iterable[Tensor | None]) -> Gradients:
     """The op's arity is fixed."""
-    a, b, c, d, e = (torch.empty(0) if x is None else x for x in found)
+    a, b, c, d, e = (query.new_empty(0) if x is None else x for x in found)
     return a, b, c, d, e
 
 
@@ -167,10 +167,13 @@ def _fake(
     said.pop("numbers", None)  # known when the graph runs
     _checked(dout, query, key, value, output, softmax_lse, dlse, scale, causal, said)
     given = (query, key, value, said.get("bias"), said.get("sinks"))
-    return _five(
-        x.new_empty(x.shape) if need and x is not None else query.new_empty(0)
+    found = [
+        x.new_empty(x.shape) if need and x is not None else None
         for x, need in zip(given, wanted, strict=True)
-    )
+    ]
+    if query.is_cuda:
+        found[:3] = [None if x is None else gradients.empty_like(x) for x in found[:3]]
+    return _five(query, found)
 
 
 dispatcher.register(SCHEMA, {"CUDA": _cuda, "CPU": _cpu, "fake": _fake})
@@ -211,6 +214,8 @@ class _Attend(torch.autograd.Function):
         ctx.save_for_backward(query, key, value, out, lse, *given)
         ctx.names = tuple(name for name, x in features.items() if isinstance(x, Tensor))
         ctx.said = {name: x for name, x in features.items() if not isinstance(x, Tensor) and name in _NAMES}
+        if torch.get_deterministic_debug_mode() == 2:  # what is not deterministic is an error
+            ctx.said["deterministic"] = True
         ctx.set_materialize_grads(False)
 
     @staticmethod
