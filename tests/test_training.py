@@ -1,0 +1,354 @@
+"""The gradient in the settings of training: what torch wraps around a layer must not change it."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from cutlass_fmha import attention
+
+HEADS, HEADS_KV, HEAD_DIM = 4, 2, 8
+WIDTH = HEADS * HEAD_DIM
+OPS = torch.ops.cutlass_fmha
+
+
+def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return attention(q, k, v, causal=True)
+
+
+def dropped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return attention(q, k, v, causal=True, dropout_p=0.3)
+
+
+def theirs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    heads_first = (x.transpose(1, 2) for x in (q, k, v))
+    sdpa = functional.scaled_dot_product_attention
+    return sdpa(*heads_first, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
+class Layer(nn.Module):
+    """Attention with its projections; ``around`` is put around attention itself."""
+
+    def __init__(
+        self, attend: Callable[..., Tensor] = ours, around: Callable[..., Any] | None = None
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.o = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        # A bias of keys moves all scores of a query alike: its gradient is 0.
+        self.k, self.v = (nn.Linear(WIDTH, HEADS_KV * HEAD_DIM, bias=name == "v") for name in "kv")
+        self.attend = attend if around is None else functools.partial(around, attend)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part(x).unflatten(-1, (-1, HEAD_DIM)) for part in (self.q, self.k, self.v))
+        return self.o(self.attend(q, k, v).flatten(-2))
+
+
+def tokens(seqlen: int = 9, batch: int = 4) -> Tensor:
+    return torch.randn(batch, seqlen, WIDTH, generator=torch.Generator().manual_seed(seqlen)).requires_grad_()
+
+
+def loss_of(out: Tensor) -> Tensor:
+    return out.float().square().mean()
+
+
+def gradients(layer: nn.Module) -> dict[str, Tensor | None]:
+    return {name: None if p.grad is None else p.grad.clone() for name, p in layer.named_parameters()}
+
+
+def trained(x: Tensor, attend: Callable[..., Tensor] = theirs) -> dict[str, Tensor | None]:
+    """The gradients that nothing comes between."""
+    layer = Layer(attend)
+    loss_of(layer(x)).backward()
+    return gradients(layer)
+
+
+def assert_close(found: dict[str, Any], expected: dict[str, Any], share: float = 1e-5) -> None:
+    """To a share of the largest element."""
+    assert found.keys() == expected.keys()
+    for name, grad in expected.items():
+        error = (found[name].double() - grad.double()).abs().max()
+        assert error <= share * grad.abs().max(), f"{name} is off by {error}, of {grad.abs().max()}"
+
+
+# ---- one process -------------------------------------------------------------------------------------------
+
+BF16 = functools.partial(torch.autocast, "cpu", torch.bfloat16)
+AGAIN = functools.partial(checkpoint, use_reentrant=False)
+SAVED = functools.partial(
+    AGAIN, context_fn=functools.partial(create_selective_checkpoint_contexts, [OPS.forward.default])
+)
+
+
+def compiled(layer: nn.Module, x: Tensor) -> Tensor:
+    torch._dynamo.reset()
+    call = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        call(tokens(11, 3))
+        return call(x)
+
+
+def under(context: Callable[[], Any], layer: nn.Module, x: Tensor) -> Tensor:
+    with context():
+        return layer(x)
+
+
+def shared_memory(layer: nn.Module, x: Tensor) -> Tensor:
+    return under(torch.autograd.graph.save_on_cpu, layer, x)
+
+
+SETTINGS: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], Callable[..., Any] | None, float]] = {
+    "plain": (lambda layer, x: layer(x), None, 1e-5),
+    "reentrant checkpoint": (functools.partial(checkpoint, use_reentrant=True), None, 1e-5),
+    "checkpoint": (AGAIN, None, 1e-5),
+    "checkpoint inside": (lambda layer, x: layer(x), AGAIN, 1e-5),
+    "selective checkpoint": (lambda layer, x: layer(x), SAVED, 1e-5),
+    "offloaded": (shared_memory, None, 1e-5),
+    "compiled": (compiled, None, 1e-5),
+    "compiled, checkpoint inside": (compiled, AGAIN, 1e-5),
+    "autocast": (functools.partial(under, BF16), None, 2e-2),
+    "autocast, checkpoint": (functools.partial(under, BF16), AGAIN, 2e-2),
+    "autocast, compiled": (lambda layer, x: under(BF16, functools.partial(compiled, layer), x), None, 2e-2),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_gradient_is_that_of_torchs_sdpa(name: str):
+    run, around, share = SETTINGS[name]
+    layer, x = Layer(ours, around), tokens()
+    loss_of(run(layer, x)).backward()
+    assert_close(gradients(layer), trained(tokens()), share)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_is_computed_again_drops_the_same(reentrant: bool):
+    found = []
+    for around in (None, functools.partial(checkpoint, use_reentrant=reentrant)):
+        layer, x = Layer(dropped, around), tokens()
+        torch.manual_seed(7)
+        loss_of(layer(x)).backward()
+        found.append(gradients(layer))
+    assert_close(*found, share=0.0)
+
+
+def test_micro_batches_add_up():
+    layer = Layer()
+    for part in tokens().detach().chunk(4):
+        (loss_of(layer(part)) / 4).backward()
+    assert_close(gradients(layer), trained(tokens()))
+
+
+@pytest.mark.parametrize(("scale", "steps"), [(2.0**10, True), (2.0**40, False)])
+def test_a_scaler_finds_what_overflows(scale: float, steps: bool):
+    layer = Layer()
+    before = {name: p.clone() for name, p in layer.named_parameters()}
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    with torch.autocast("cpu", torch.float16):
+        loss = loss_of(layer(tokens()))
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    if steps:
+        assert_close(gradients(layer), trained(tokens()), 5e-3)
+    scaler.step(optimizer)
+    scaler.update()
+    assert all(torch.equal(p, before[name]) != steps for name, p in layer.named_parameters())
+    assert scaler.get_scale() == (scale if steps else scale / 2)
+
+
+class Backwards(TorchDispatchMode):
+    """What calls of the backward were asked for: keywords that are not the default."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[dict[str, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is OPS.attend_backward.default:
+            self.said.append(kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def wanted(self) -> list[list[bool]]:
+        return [list(said.get("wanted", (True, True, True, False, False))) for said in self.said]
+
+
+@pytest.mark.parametrize("frozen", ["", "q", "kv", "v", "qk", "qkv"])
+def test_of_frozen_parameters_nothing_is_computed(frozen: str):
+    layer, x = Layer(), tokens().detach()
+    for name in frozen:
+        getattr(layer, name).requires_grad_(False)
+    with Backwards() as calls:
+        loss_of(layer(x)).backward()
+    assert calls.wanted == ([] if frozen == "qkv" else [[name not in frozen for name in "qkv"] + [False] * 2])
+    expected = trained(x)
+    for name, grad in gradients(layer).items():
+        assert (grad is None) == (name[0] in frozen)
+        if grad is not None:
+            assert_close({name: grad}, {name: expected[name]})
+
+
+def test_only_a_bias_is_trained():
+    q, k, v = (tokens().detach().unflatten(-1, (HEADS, HEAD_DIM)) for _ in range(3))
+    bias = torch.zeros(HEADS, 9, 9, requires_grad=True)
+    with Backwards() as calls:
+        attention(q, k, v, bias=bias).square().sum().backward()
+    assert calls.wanted == [[False, False, False, True, False]]
+    again = bias.detach().clone().requires_grad_()
+    heads_first = (x.transpose(1, 2) for x in (q, k, v))
+    functional.scaled_dot_product_attention(*heads_first, attn_mask=again).square().sum().backward()
+    assert_close({"bias": bias.grad}, {"bias": again.grad})
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("default", False), ("warn", False), ("error", True)])
+def test_torchs_deterministic_mode_is_obeyed(mode: str, expected: bool):
+    torch.set_deterministic_debug_mode(mode)
+    try:
+        with Backwards() as calls:
+            loss_of(Layer()(tokens())).backward()
+    finally:
+        torch.set_deterministic_debug_mode("default")
+    assert [said.get("deterministic", False) for said in calls.said] == [expected]
+
+
+def test_inference_between_the_steps_of_training():
+    layer, x = Layer(), tokens()
+    out = layer(x)
+    with torch.inference_mode():
+        seen = layer(x)
+    assert seen.is_inference() and torch.equal(seen, out)
+    loss_of(out).backward()
+    assert_close(gradients(layer), trained(tokens()))
+    # torch keeps nothing from inference for a backward, and says so; a copy it does.
+    with torch.inference_mode():
+        keys = torch.ones(4, 9, HEADS_KV, HEAD_DIM)
+    q = x.unflatten(-1, (HEADS, HEAD_DIM))
+    with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
+        attention(q, keys, keys)
+    assert attention(q, keys.clone(), keys.clone()).requires_grad
+
+
+# ---- transforms --------------------------------------------------------------------------------------------
+
+TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
+    "grad": lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
+    "vjp": lambda f, x: torch.func.vjp(f, x),
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    "jacfwd": lambda f, x: torch.func.jacfwd(f)(x),
+    "hessian": lambda f, x: torch.func.hessian(lambda x: f(x).sum())(x),
+    "linearize": lambda f, x: torch.func.linearize(f, x),
+    "vmap of grad": lambda f, x: torch.vmap(torch.func.grad(lambda x: f(x).sum()))(x[None]),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_that_differentiate_are_refused(name: str):
+    q, k, v = heads()
+    with pytest.raises(NotImplementedError, match=r"under torch\.func: use torch\.autograd\.grad or Tensor"):
+        TRANSFORMS[name](lambda q: attention(q, k, v), q)
+
+
+def heads(batch: int = 2) -> list[Tensor]:
+    shapes = ((batch, 7, HEADS, HEAD_DIM), (batch, 7, HEADS_KV, HEAD_DIM), (batch, 7, HEADS_KV, HEAD_DIM))
+    generator = torch.Generator().manual_seed(batch)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize(
+    "said", [{}, {"softcap": 2.0, "causal": True}, {"dropout_p": 0.5, "dropout_seed": 3}]
+)
+def test_vmap_is_a_loop_forwards_and_backwards(said: dict[str, Any]):
+    stacks = [torch.stack([x, 0.5 - x]).requires_grad_() for x in heads()]
+    mapped = torch.vmap(lambda *x: attention(*x, **said))(*stacks)
+    looped = torch.stack([attention(*x, **said) for x in zip(*stacks, strict=True)])
+    torch.testing.assert_close(mapped, looped)
+    found, expected = (torch.autograd.grad(x.square().sum(), stacks) for x in (mapped, looped))
+    torch.testing.assert_close(found, expected)
+    # Several gradients of one output at once are a vmap of the backward.
+    q, k, v = (x.requires_grad_() for x in heads())
+    out = attention(q, k, v, **said)
+    douts = torch.stack([torch.ones_like(out), out.detach()])
+    (mapped,) = torch.autograd.grad(out, q, douts, is_grads_batched=True, retain_graph=True)
+    looped = torch.stack([torch.autograd.grad(out, q, dout, retain_graph=True)[0] for dout in douts])
+    torch.testing.assert_close(mapped, looped)
+
+
+@pytest.mark.parametrize("of", ["q", "bias", "sinks"])
+def test_a_derivative_of_a_derivative_is_refused(of: str):
+    q, k, v = heads()
+    given = {"q": q, "bias": torch.zeros(7, 7), "sinks": torch.zeros(HEADS)}
+    x = given[of].requires_grad_()
+    out = attention(q, k, v, bias=given["bias"], sinks=given["sinks"])
+    (once,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="attention can be differentiated once"):
+        torch.autograd.grad(once.sum(), x)
+
+
+# ---- two processes -----------------------------------------------------------------------------------------
+
+#: Seconds after which two processes that wait for each other have failed.
+PATIENCE = 120
+
+
+def fsdp(dtype: torch.dtype | None, layer: nn.Module) -> nn.Module:
+    from torch.distributed import fsdp
+
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    return fsdp.fully_shard(layer, mesh=torch.distributed.init_device_mesh("cpu", (2,)), mp_policy=policy)
+
+
+WRAPPED: tuple[tuple[Callable[[nn.Module], nn.Module], float], ...] = (
+    (nn.parallel.DistributedDataParallel, 1e-5),
+    (functools.partial(fsdp, None), 1e-5),
+    (functools.partial(fsdp, torch.bfloat16), 2e-2),
+)
+
+
+def one_of_two(rank: int, meeting: str) -> None:
+    """Half of the batch; gradients are averaged."""
+    limit = datetime.timedelta(seconds=PATIENCE // 2)
+    torch.distributed.init_process_group("gloo", f"file://{meeting}", limit, 2, rank)
+    x = tokens().detach()
+    expected = trained(x)
+    for wrap, share in WRAPPED:
+        for around in (None, AGAIN):
+            layer = Layer(ours, around)
+            wrapped = wrap(layer)  # its reducer lives as long as it does
+            loss_of(wrapped(x[rank::2])).backward()
+            whole = {n: getattr(g, "full_tensor", lambda g=g: g)() for n, g in gradients(layer).items()}
+            assert_close(whole, expected, share)
+    torch.distributed.destroy_process_group()
+
+
+def test_two_processes_average_their_gradients(tmp_path: Path):
+    code = "import sys, test_training; test_training.one_of_two(int(sys.argv[1]), sys.argv[2])"
+    meeting, folder = str(tmp_path / "meeting"), str(Path(__file__).parent)
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}
+    logs = [tmp_path / f"{rank}.txt" for rank in (0, 1)]
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank, log in enumerate(logs):
+            command = [sys.executable, "-c", code, str(rank), meeting]
+            with log.open("w") as output:
+                processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
+        statuses = [process.wait(PATIENCE) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert statuses == [0, 0], "\n".join(log.read_text()[-2000:] for log in logs)
