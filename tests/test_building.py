@@ -29,9 +29,21 @@ def test_a_failed_build_ends_with_its_errors(tmp_path: Path, monkeypatch: pytest
         building.Tree(tmp_path / "tree", {"WRONG": 0, "OTHER": 1}).configure()
 
 
-@pytest.mark.parametrize("how", ["timeout", "interrupt"])
-def test_what_ends_a_program_ends_all_that_it_started(how: str, tmp_path: Path):
+class InterruptedPopen(subprocess.Popen[bytes]):
+    """The interrupt comes when the process runs and its number is not yet anyone's."""
+
+    def __init__(self, *arguments: object, **options: object):
+        super().__init__(*arguments, **options)  # type: ignore[call-overload]
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("how", ["timeout", "interrupt", "interrupt at the start"])
+def test_what_ends_a_program_ends_all_that_it_started(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """A child and its child hold a lock until they are dead."""
+    if how == "interrupt at the start":
+        monkeypatch.setattr(subprocess, "Popen", InterruptedPopen)
     script = (
         "import fcntl, os, signal\nlock = open('lock', 'w'); fcntl.flock(lock, fcntl.LOCK_EX)\n"
         "if os.fork() == 0: signal.pause()\n"
@@ -47,7 +59,8 @@ def test_what_ends_a_program_ends_all_that_it_started(how: str, tmp_path: Path):
                 building.run(command, tmp_path / "log")
     finally:
         signal.signal(signal.SIGINT, before)
-    waiting = ["flock", "--timeout", "1200", str(tmp_path / "lock"), "true"]
+        monkeypatch.undo()
+    waiting = ["flock", "--timeout", "300", str(tmp_path / "lock"), "true"]
     assert subprocess.run(waiting, check=False).returncode == 0, "one of both is alive"
 
 

@@ -10,8 +10,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,19 +50,38 @@ def run(command: list[str], log: Path, timeout_s: float | None = None) -> tuple[
 
     Whatever ends the wait, an interrupt too, ends all that the command has started.
     """
+    process: subprocess.Popen[bytes] | None = None
     with log.open("w") as out:
-        process = subprocess.Popen(
-            command, stdout=out, stderr=out, stdin=subprocess.DEVNULL, start_new_session=True
-        )
         try:
+            with interrupts_later():
+                process = subprocess.Popen(
+                    command, stdout=out, stderr=out, stdin=subprocess.DEVNULL, start_new_session=True
+                )
             status: int | None = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             status = None
         finally:
-            if process.poll() is None:
+            if process is not None and process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     return status, log.read_text(errors="replace")
+
+
+@contextmanager
+def interrupts_later() -> Iterator[None]:
+    """An interrupt that comes in this block is raised at its end: within Popen it would lose a process that
+    runs already. (A mask that holds it back would be inherited by that process.)"""
+    if threading.current_thread() is not threading.main_thread():  # which alone is interrupted
+        yield
+        return
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 @dataclass(frozen=True)
