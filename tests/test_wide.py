@@ -11,7 +11,7 @@ import torch
 from fake_kernels import _at, install
 from torch import Tensor
 
-from cutlass_fmha import _C
+from cutlass_fmha import _C, log
 from cutlass_fmha.arguments.check_features import check_features
 from cutlass_fmha.dispatch import device as devices
 from cutlass_fmha.dispatch import eligibility
@@ -171,7 +171,7 @@ class Launches:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch, rows: list[_C.Row]) -> Launches:
-    monkeypatch.setattr(wide, "_warned", set())
+    log.forget()
     return Launches(monkeypatch)
 
 

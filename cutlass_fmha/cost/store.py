@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import logging
 import math
 import os
 import re
@@ -27,7 +26,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cutlass_fmha import _C
+from cutlass_fmha import _C, log
 from cutlass_fmha.cost import datasheet
 from cutlass_fmha.cost.model import PRICES, RowCost
 from cutlass_fmha.dispatch.device import Device
@@ -36,8 +35,6 @@ if TYPE_CHECKING:
     from importlib.abc import Traversable
 
     from cutlass_fmha.dispatch.table import Row
-
-logger = logging.getLogger("cutlass_fmha")
 
 SCHEMA = "cutlass_fmha-costs-2"
 WHICH = "CUTLASS_FMHA_CALIBRATION"
@@ -297,7 +294,7 @@ def _users(device: Device) -> Calibration | None:
         return None
     except (OSError, UnicodeDecodeError, InvalidCalibration) as error:
         renew = "`python -m cutlass_fmha calibrate` renews it"
-        logger.warning("calibration %s is ignored: %s; %s", path, error, renew)
+        log.logger.warning("calibration %s is ignored: %s; %s", path, error, renew)
         return None
     return found
 

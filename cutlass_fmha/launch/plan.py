@@ -7,14 +7,13 @@ lookup.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor
 
-from cutlass_fmha import _C, private_torch
+from cutlass_fmha import _C, log, private_torch
 from cutlass_fmha.arguments import check
 from cutlass_fmha.dispatch import device as devices
 from cutlass_fmha.dispatch import table as tables
@@ -29,8 +28,6 @@ from cutlass_fmha.features import NO_FEATURES, Features, Sizes
 from cutlass_fmha.launch.params import addresses_of
 from cutlass_fmha.launch.recent import MAX_PLANS, Recent
 from cutlass_fmha.launch.streams import current_stream
-
-logger = logging.getLogger("cutlass_fmha")
 
 T = TypeVar("T")
 
@@ -61,13 +58,12 @@ class Plan(NamedTuple):
 
 #: Of every op: what is prepared for calls of the same metadata.
 _plans: Recent[Any, Any] = Recent(MAX_PLANS)
-_warned: set[tuple[str, ...]] = set()
 
 
 def clear() -> None:
     """Forgets every plan: for tests, and for a process that changes CUTLASS_FMHA_FORCE_ARCH."""
     _plans.clear()
-    _warned.clear()
+    log.forget()
 
 
 #: How a call's layout lies in the tensors. torch's SDPA has rules of its own about shapes; a plan that is
@@ -285,10 +281,10 @@ def _warn_of_element_copies(row: Row, tensors: Operands, sizes: Sizes, names: Na
     for name, size in (("head_dim", sizes.head_dim), ("head_dim_v", sizes.head_dim_v)):
         if size % 8 and (name == "head_dim" or size != sizes.head_dim):
             causes.append(f"{name} {size}")
-    if not causes or tuple(causes) in _warned:
+    if not causes:
         return
-    _warned.add(tuple(causes))
-    logger.warning(
+    log.warn_once(
+        tuple(causes),
         "%s %s not a multiple of 16 bytes: %s copies element by element, which is slower",
         " and ".join(causes),
         "is" if len(causes) == 1 else "are",

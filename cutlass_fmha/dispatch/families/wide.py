@@ -8,7 +8,6 @@ that are a multiple of ``alignment``, and rows of a bias that are whole vectors.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutlass_fmha import _C
+from cutlass_fmha import _C, log
 from cutlass_fmha.arguments import check
 from cutlass_fmha.arguments.check_features import broadcast_strides
 from cutlass_fmha.cost.store import Calibration
@@ -37,8 +36,6 @@ from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.features import Features, Sizes
 from cutlass_fmha.launch.params import addresses_of, params_of
 from cutlass_fmha.launch.streams import current_stream
-
-logger = logging.getLogger("cutlass_fmha")
 
 Operands = tuple[Tensor, Tensor, Tensor]
 
@@ -68,8 +65,6 @@ _OWN_SM_TFLOPS: Mapping[tuple[int, str], float] = {
 #: What a warp of 16 query rows does of that; it has twice as many or more otherwise.
 _FEW_ROWS = 0.9
 _LAUNCH_US = 2.0
-
-_warned: set[tuple[str, ...]] = set()
 
 
 # ---- selection ---------------------------------------------------------------------------------------------
@@ -284,10 +279,8 @@ def _aligned(row: Row, tensor: Tensor) -> Tensor:
 
 def _warn_of_copies(row: Row, copied: list[str]) -> None:
     """One warning per distinct cause."""
-    if (row.name, *copied) in _warned:
-        return
-    _warned.add((row.name, *copied))
-    logger.warning(
+    log.warn_once(
+        (row.name, *copied),
         "%s %s an address, a stride or a head dim that is not a multiple of %d bytes: "
         "%s runs on a padded copy, which takes time and memory",
         " and ".join(copied),
