@@ -23,6 +23,7 @@ from cutlass_fmha.dropout import dropout_mask
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.kv_cache import with_kv_cache
 from cutlass_fmha.rotary import rotary
+from cutlass_fmha.torch_sdpa import sdpa
 
 __all__ = [
     "UnsupportedError",
@@ -34,6 +35,7 @@ __all__ = [
     "merge_states",
     "rotary",
     "scaled_dot_product_attention",
+    "sdpa",
     "with_kv_cache",
 ]
 

@@ -13,7 +13,17 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "src"
-FOLDERS = ("src", "cutlass_fmha", "tests", "tools", "docs", "cmake", "build_backend", "benchmarks")
+FOLDERS = (
+    "src",
+    "cutlass_fmha",
+    "tests",
+    "tools",
+    "docs",
+    "cmake",
+    "build_backend",
+    "benchmarks",
+    "examples",
+)
 GUIDES = [
     file for file in (ROOT / "docs").glob("*.md") if file.stem != "performance-log"
 ]  # that tells of the past

@@ -1,0 +1,93 @@
+"""``aten::scaled_dot_product_attention`` itself: every call of it, before torch has chosen a backend.
+
+That is what nn.functional, nn.MultiheadAttention, compilers and torch's own C++ call. It is the only place
+where masks, float32, other devices' tensors and values of another head dim still are one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from cutlass_fmha import private_torch
+from cutlass_fmha.attention import scaled_dot_product_attention
+from cutlass_fmha.launch.recent import Recent
+from cutlass_fmha.ops.dispatcher import has_tangent
+from cutlass_fmha.torch_sdpa import tally
+
+NAME = "scaled_dot_product_attention"
+
+_KNOWN_TYPES = (Tensor, Parameter)
+#: Of a tensor that is made of others, such as DTensor.
+_is_made_of_others: Callable[[Any], bool] = is_traceable_wrapper_subclass
+
+#: Calls that were refused, by what they say of themselves, so that the next one costs no search for a row.
+refused: Recent[Hashable, str] = Recent(1024)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """The kernel that stands in torch's dispatcher, for a device type and for its autograd key."""
+    reason = _reason(query, key, value, attn_mask)
+    known = None
+    if reason is None and refused:
+        known = _metadata(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        reason = None if known is None else refused.get(known)
+    if reason is None:
+        try:
+            output = scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+            )
+        except tally.REFUSALS as error:
+            reason = tally.sentence(error)
+            known = _metadata(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            if known is not None:
+                refused.put(known, reason)
+        else:
+            tally.count(NAME)
+            return output
+    tally.decline(NAME, reason)
+    theirs: Tensor = torch.ops.aten.scaled_dot_product_attention.default.decompose(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+    return theirs
+
+
+def _reason(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> str | None:
+    """Why a call is torch's whatever its tensors are; None: it is not."""
+    if not torch.backends.cuda.flash_sdp_enabled():
+        return "torch's backend FLASH_ATTENTION, whose place it takes, is switched off (sdpa_kernel)"
+    if private_torch.peek_interpreter_stack() is not None:
+        return "torch.func transforms the call"
+    tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+    for tensor in tensors:
+        # A sharded tensor's sequences may lie on several devices, in an order that only torch knows.
+        if type(tensor) not in _KNOWN_TYPES and _is_made_of_others(tensor):
+            return f"a tensor is a {type(tensor).__name__}, which torch takes apart first"
+    return "gradients are in forward mode" if has_tangent(*tensors) else None
+
+
+def _metadata(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *rest: Any) -> Hashable | None:
+    """All that a refusal may be about; None where a compiler's symbols are in it."""
+    tensors = (query, key, value) if mask is None else (query, key, value, mask)
+    if any(type(tensor) not in _KNOWN_TYPES for tensor in tensors):
+        return None
+    wanted = torch.is_grad_enabled()
+    return (
+        *rest,
+        *((x.shape, x.stride(), x.dtype, x.device, wanted and x.requires_grad) for x in tensors),
+    )

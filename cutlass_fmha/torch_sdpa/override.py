@@ -1,0 +1,153 @@
+"""``cutlass_fmha.sdpa``: has torch's scaled_dot_product_attention come to this package, and back."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+
+import torch
+from torch.backends import mha
+from torch.library import Library
+from torch.nn import attention
+
+from cutlass_fmha.torch_sdpa import composite, flash, tally
+
+NAME = "cutlass_fmha"
+"""What torch.nn.attention's registry knows this package as."""
+
+DEVICE_TYPES = {"cuda": "CUDA", "cpu": "CPU"}
+
+#: torch 2.11 and newer can hand a call back to the kernel that stood there before.
+_HAS_REGISTRY = hasattr(attention, "register_flash_attention_impl") and hasattr(torch.library, "get_kernel")
+
+
+class _Kernels:
+    """Our kernels in torch's dispatcher, from when it is made to ``remove``: torch's FlashAttentionHandle."""
+
+    def __init__(self, device_types: tuple[str, ...]) -> None:
+        composite.refused.clear()
+        self.device_types = device_types
+        self._library: Library | None = Library("aten", "IMPL")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
+            for key in (DEVICE_TYPES[each] for each in device_types):
+                self._library.impl(composite.NAME, composite.attend, key)
+                self._library.impl(composite.NAME, composite.attend, f"Autograd{key}")
+                for name in flash.OPS if _HAS_REGISTRY else ():
+                    self._library.impl(name, flash.kernel(name, key), key, with_keyset=True)
+        # nn.MultiheadAttention's and nn.TransformerEncoder's fast path is a kernel that calls no attention
+        # where there is a mask, and on the CPU never.
+        self._fast_path = mha.get_fastpath_enabled()
+        mha.set_fastpath_enabled(False)
+
+    def remove(self) -> None:
+        if self._library is not None:
+            self._library, self.device_types = None, ()  # a library without an owner takes its kernels out
+            mha.set_fastpath_enabled(self._fast_path)
+
+
+class Override:
+    """torch's scaled_dot_product_attention by this package, for the whole process.
+
+        cutlass_fmha.sdpa.enable()          # until disable()
+        with cutlass_fmha.sdpa(): ...       # for a block
+
+    What the package declines goes on to torch, with one line in the log ``cutlass_fmha`` for each reason. See
+    docs/sdpa.md.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._kernels: _Kernels | None = None
+        self._wanted: tuple[str, ...] = ("cuda",)  # of who activates by the registry's name
+        self._before: str | None = None  # the flash implementation that another package had activated
+        if _HAS_REGISTRY:
+            attention.register_flash_attention_impl(NAME, register_fn=self._take_over)
+
+    @property
+    def enabled(self) -> tuple[str, ...]:
+        """The device types whose calls come here; none when disabled."""
+        return () if self._kernels is None else self._kernels.device_types
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """How many calls of each of torch's ops this package has computed, since ``reset_counts``.
+
+        A call in a compiled graph is counted when it is traced; running the graph counts nothing.
+        """
+        return MappingProxyType(tally.counts)
+
+    @property
+    def declined(self) -> Mapping[str, int]:
+        """How many calls went on to torch, by the reason, since ``reset_counts``."""
+        return MappingProxyType(tally.declined)
+
+    def reset_counts(self) -> None:
+        tally.clear()
+
+    def enable(self, device_types: Sequence[str] = ("cuda",)) -> None:
+        """Has calls on tensors of these device types, "cuda" and "cpu", come here, in place of any before.
+
+        Raises ValueError for another device type.
+        """
+        given = (device_types,) if isinstance(device_types, str) else tuple(device_types)
+        for each in given:
+            if each not in DEVICE_TYPES:
+                raise ValueError(f'device_types must be of "cuda" and "cpu", got {each!r}')
+        if not given:
+            raise ValueError("device_types must name at least one: disable() is for none")
+        with self._lock:
+            if set(given) == set(self.enabled):
+                return
+            self._wanted, others = given, self._wanted
+            try:
+                if _HAS_REGISTRY:
+                    active = attention.current_flash_attention_impl()
+                    self._before = self._before if active == NAME else active
+                    attention.activate_flash_attention_impl(NAME)
+                else:
+                    self._take_over()
+            finally:
+                self._wanted = others
+
+    def disable(self) -> None:
+        """Gives the calls back to torch, or to the implementation that was active before."""
+        with self._lock:
+            if not self.enabled:
+                return
+            if not _HAS_REGISTRY:
+                self._leave()
+                return
+            attention.restore_flash_attention_impl()
+            before, self._before = self._before, None
+            if before is not None:
+                attention.activate_flash_attention_impl(before)
+
+    @contextlib.contextmanager
+    def __call__(self, device_types: Sequence[str] = ("cuda",)) -> Iterator[Override]:
+        """``enable`` for a block; after it, all is as before, also inside another block."""
+        before = self.enabled
+        self.enable(device_types)
+        try:
+            yield self
+        finally:
+            if before:
+                self.enable(before)
+            else:
+                self.disable()
+
+    def _take_over(self) -> _Kernels:
+        self._leave()
+        self._kernels = _Kernels(self._wanted)
+        return self._kernels
+
+    def _leave(self) -> None:
+        if self._kernels is not None:
+            self._kernels.remove()
+            self._kernels = None
+
+
+sdpa = Override()

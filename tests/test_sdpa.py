@@ -1,0 +1,401 @@
+"""``cutlass_fmha.sdpa``: torch's attention comes here and gives the same, or goes on to torch aloud."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tensors import ints, randn
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import cutlass_fmha
+from cutlass_fmha import log, sdpa
+from cutlass_fmha.torch_sdpa import composite, flash
+from cutlass_fmha.torch_sdpa.override import _HAS_REGISTRY
+
+NAME = "scaled_dot_product_attention"
+with_registry = pytest.mark.skipif(not _HAS_REGISTRY, reason="torch < 2.11 has no registry of flash kernels")
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    sdpa.reset_counts()
+    log.forget()
+    yield
+    assert sdpa.enabled == (), "a test left torch's attention with us"
+
+
+def leaves(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [randn(*shape, dtype=dtype, seed=n).requires_grad_() for n, shape in enumerate(shapes)]
+
+
+def results(call: Callable[..., Tensor], tensors: list[Tensor]) -> list[Tensor]:
+    """The output and the gradient of each tensor."""
+    out = call(*tensors)
+    return [out, *torch.autograd.grad(out, tensors, randn(*out.shape, seed=9).to(out.dtype))]
+
+
+Q, K = (2, 4, 9, 32), (2, 4, 13, 32)
+CALLS: dict[str, tuple[list[tuple[int, ...]], dict[str, Any]]] = {
+    "plain": ([Q, K, K], {}),
+    "top-left causal": ([Q, K, K], {"is_causal": True}),
+    "scale": ([Q, K, K], {"scale": 0.3}),
+    "grouped heads": ([Q, (2, 2, 13, 32), (2, 2, 13, 32)], {"enable_gqa": True, "is_causal": True}),
+    "another value dim": ([Q, K, (2, 4, 13, 48)], {}),
+    "no heads": ([(2, 9, 32), (2, 13, 32), (2, 13, 32)], {}),
+    "mask": ([Q, K, K], {"attn_mask": torch.arange(13) < ints(13, 5)[:, None, None, None]}),
+    "bias with a gradient": ([Q, K, K, (4, 9, 13)], {}),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_and_gradients_are_ours_and_torchs_numbers(name: str):
+    shapes, options = CALLS[name]
+    tensors = leaves(*shapes)
+    want = results(lambda *x: F.scaled_dot_product_attention(*x, **options), tensors)
+    with sdpa("cpu"):
+        found = results(lambda *x: F.scaled_dot_product_attention(*x, **options), tensors)
+    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
+    assert sdpa.counts == {NAME: 1} and not sdpa.declined
+    F.scaled_dot_product_attention(*tensors, **options)
+    assert sdpa.counts == {NAME: 1}, "after the block torch's own runs"
+
+
+def test_dropout_draws_from_our_generator_and_a_gradient_outlives_the_block():
+    tensors = leaves(Q, K, K)
+
+    def seeded(call: Callable[..., Tensor]) -> Tensor:
+        torch.manual_seed(0)
+        return call(*tensors, dropout_p=0.5)
+
+    with sdpa("cpu"):
+        out = seeded(F.scaled_dot_product_attention)
+    want = results(lambda *_: seeded(cutlass_fmha.scaled_dot_product_attention), tensors)
+    assert all(map(torch.equal, results(lambda *_: out, tensors), want))
+    assert not torch.equal(out, F.scaled_dot_product_attention(*tensors))
+
+
+def test_autocast_casts_and_inference_mode_has_its_own_key():
+    q = randn(*Q)
+    with sdpa("cpu"), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        assert F.scaled_dot_product_attention(q + 1, q, q).dtype == torch.bfloat16
+    assert sdpa.counts == {NAME: 1}
+
+
+# ---- compiled graphs, modules ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_a_compiled_graph_holds_our_op(mode: Callable[[], Any]):
+    torch.compiler.reset()
+    graphs: list[str] = []
+
+    def keep(module: Any, example: Any) -> Any:
+        graphs.append(str(module.graph))
+        return module.forward
+
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    def boxed(module: Any, example: Any) -> Any:
+        return make_boxed_func(keep(module, example))
+
+    backend = aot_autograd(fw_compiler=boxed, bw_compiler=boxed, inference_compiler=boxed)
+    call = torch.compile(F.scaled_dot_product_attention, fullgraph=True, dynamic=True, backend=backend)
+    tensors = leaves(Q, K, K)
+    want = results(F.scaled_dot_product_attention, tensors)
+    with sdpa("cpu"):
+        if mode is torch.enable_grad:
+            found = results(call, tensors)
+            torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
+        else:
+            with mode():
+                out = call(*(x.detach() * 1 for x in tensors))
+            torch.testing.assert_close(out, want[0], rtol=1e-4, atol=1e-5)
+    assert "cutlass_fmha.forward" in graphs[0] or "cutlass_fmha.attend" in graphs[0]
+    assert all("scaled_dot_product" not in graph for graph in graphs)
+    assert mode is not torch.enable_grad or "cutlass_fmha.attend_backward" in graphs[1]
+
+
+def encoder() -> nn.Module:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(64, 4, dim_feedforward=32, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 2)
+
+
+def self_attention() -> nn.Module:
+    torch.manual_seed(0)
+
+    class Module(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.MultiheadAttention(64, 4, batch_first=True)
+
+        def forward(self, x: Tensor, src_key_padding_mask: Tensor | None = None) -> Tensor:
+            found = self.inner(x, x, x, key_padding_mask=src_key_padding_mask, need_weights=False)[0]
+            assert isinstance(found, Tensor)
+            return found
+
+    return Module()
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(("make", "layers"), [(encoder, 2), (self_attention, 1)])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_torchs_modules_run_ours(make: Callable[[], nn.Module], layers: int, training: bool, padded: bool):
+    module = make().train(training)
+    x = randn(2, 7, 64)
+    mask = torch.arange(7) >= ints(7, 4)[:, None] if padded else None
+    counted = ~mask if mask is not None else torch.ones(2, 7, dtype=torch.bool)
+    with torch.set_grad_enabled(training):
+        want = module(x, src_key_padding_mask=mask)
+        with sdpa("cpu"):
+            found = module(x, src_key_padding_mask=mask)
+    torch.testing.assert_close(found[counted], want[counted], rtol=1e-4, atol=1e-5)
+    assert sdpa.counts == {NAME: layers} and not sdpa.declined
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+# ---- what goes on to torch ---------------------------------------------------------------------------------
+
+
+def gradient_of_func(q: Tensor) -> Tensor:
+    found = torch.func.grad(lambda x: F.scaled_dot_product_attention(x, x, x).sum())(q)
+    assert isinstance(found, Tensor)
+    return found
+
+
+def by_math(q: Tensor) -> Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(q, q, q)
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (gradient_of_func, "torch.func transforms the call"),
+        (by_math, "FLASH_ATTENTION, whose place it takes, is switched off"),
+        (lambda q: F.scaled_dot_product_attention(q, q, q, dropout_p=1.0), "dropout_p must be at least 0"),
+        (lambda q: F.scaled_dot_product_attention(q, q, q, torch.zeros(9, dtype=torch.float64)), "attn_mask"),
+    ],
+)
+def test_what_is_declined_is_torchs_with_one_line_in_the_log(
+    call: Callable[[Tensor], Tensor], reason: str, caplog: pytest.LogCaptureFixture
+):
+    def outcome() -> Any:
+        try:
+            return call(randn(*Q))
+        except RuntimeError as error:
+            return str(error)
+
+    want = outcome()
+    with caplog.at_level(logging.WARNING, "cutlass_fmha"), sdpa("cpu"):
+        torch.testing.assert_close(outcome(), want) if isinstance(want, Tensor) else outcome()
+        assert str(outcome()) == str(want)
+    (line,) = caplog.messages
+    assert reason in line and "torch's own scaled_dot_product_attention runs" in line
+    ((told, times),) = sdpa.declined.items()
+    assert reason in told and times >= 2 and NAME not in sdpa.counts
+
+
+def test_a_call_that_was_refused_is_not_tried_again_and_others_are(monkeypatch: pytest.MonkeyPatch):
+    tried: list[float] = []
+    real = composite.scaled_dot_product_attention
+    monkeypatch.setattr(composite, NAME, lambda *given: tried.append(given[4]) or real(*given))
+    q = randn(*Q)
+    with sdpa("cpu"):
+        for dropout_p in (1.0, 1.0, 0.0, 1.0):
+            F.scaled_dot_product_attention(q, q, q, dropout_p=dropout_p)
+        F.scaled_dot_product_attention(q[:, :2], q[:, :2], q[:, :2], dropout_p=1.0)
+    assert tried == [1.0, 0.0, 1.0]
+
+
+# ---- on and off --------------------------------------------------------------------------------------------
+
+
+def has(name: str, key: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)
+
+
+def test_blocks_nest_and_leave_torch_as_it_was():
+    with sdpa():
+        assert sdpa.enabled == ("cuda",) and has(NAME, "CUDA") and not has(NAME, "CPU")
+        with sdpa(("cpu", "cuda")):
+            assert has(NAME, "CUDA") and has(NAME, "AutogradCUDA") and has(NAME, "CPU")
+        assert sdpa.enabled == ("cuda",) and not has(NAME, "CPU")
+        assert not torch.backends.mha.get_fastpath_enabled()
+    assert not has(NAME, "CUDA") and torch.backends.mha.get_fastpath_enabled()
+    sdpa.enable("cpu")
+    sdpa.enable(["cpu"])
+    sdpa.disable()
+    sdpa.disable()
+    for wrong in ("xpu", ()):
+        with pytest.raises(ValueError, match="device_types must"):
+            sdpa.enable(wrong)
+
+
+def test_tensors_of_a_gpu_reach_us():
+    with sdpa(), FakeTensorMode():
+        q = torch.empty(2, 4, 9, 64, device="cuda", dtype=torch.float16)
+        assert F.scaled_dot_product_attention(q, q, q).stride() == (9 * 4 * 64, 64, 4 * 64, 1)
+        assert sdpa.counts == {NAME: 1}
+
+
+@with_registry
+def test_torchs_registry_knows_us_and_who_was_active_before_is_again():
+    class Other:
+        alive = False
+
+        def remove(self) -> None:
+            self.alive = False
+
+    other = Other()
+
+    def activate() -> Other:
+        other.alive = True
+        return other
+
+    from torch.nn import attention
+
+    attention.register_flash_attention_impl("other", register_fn=activate)
+    attention.activate_flash_attention_impl("other")
+    with sdpa("cpu"):
+        assert attention.current_flash_attention_impl() == "cutlass_fmha" and not other.alive
+    assert attention.current_flash_attention_impl() == "other" and other.alive
+    attention.activate_flash_attention_impl("cutlass_fmha")
+    assert sdpa.enabled == ("cuda",) and has("_flash_attention_forward", "CUDA")
+    attention.restore_flash_attention_impl()
+    assert sdpa.enabled == () and not has("_flash_attention_forward", "CUDA")
+    attention._registry._FLASH_ATTENTION_IMPLS.pop("other")
+
+
+# ---- the ops of torch's flash backend ----------------------------------------------------------------------
+
+
+def transposed(*shape: int) -> Tensor:
+    batch, heads, seqlen, dim = shape
+    return randn(batch, seqlen, heads, dim).transpose(1, 2)
+
+
+@with_registry
+@pytest.mark.parametrize("make", [randn, transposed])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_flash_op_gives_attention_its_gradients_and_torchs_layout(
+    make: Callable[..., Tensor], causal: bool
+):
+    q, k, v = (make(*shape).requires_grad_() for shape in (Q, K, K))
+    bias = torch.zeros(9, 13).masked_fill(~torch.ones(9, 13).bool().tril(4), -math.inf) if causal else None
+    want = results(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, bias), [q, k, v])
+    op = torch.ops.aten._scaled_dot_product_flash_attention.default
+    with sdpa("cpu"):
+        whole = op(q, k, v, 0.0, causal)
+        found = [whole[0], *torch.autograd.grad(whole[0], (q, k, v), randn(*Q, seed=9))]
+    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
+    assert whole[1].shape == (2, 4, 9) and whole[2:6] == (None, None, 9, 13)
+    mode = FakeTensorMode()
+    fake = op(*(mode.from_tensor(x.detach()) for x in (q, k, v)), 0.0, causal)
+    for one, other in zip(whole, fake, strict=True):
+        if isinstance(one, Tensor):
+            assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+    assert [x.stride() for x in found[1:]] == [torch.empty_like(x).stride() for x in (q, k, v)]
+    assert {*sdpa.counts} == {"_scaled_dot_product_flash_attention", op.name()[6:] + "_backward"}
+
+
+@with_registry
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (3, 1)])
+def test_packed_sequences_of_torchs_varlen_attn_are_ours(window: tuple[int, int]):
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn, varlen_attn_out
+
+    tensors = leaves((10, 4, 32), (12, 2, 32), (12, 2, 32))
+    cu_q, cu_k = ints(0, 4, 10), ints(0, 5, 12)
+    given = (cu_q, cu_k, 6, 7)
+    options: dict[str, Any] = {"window_size": window, "enable_gqa": True}
+    causal = window == (-1, 0)
+    ours = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "window": window, "causal": causal}
+    want = results(lambda *x: cutlass_fmha.attention(*x, **ours), tensors)
+    with sdpa("cpu"):
+        found = results(lambda *x: varlen_attn(*x, *given, **options), tensors)
+        out = torch.empty(10, 4, 32)
+        plain = [x.detach() for x in tensors]
+        _, lse = varlen_attn_out(out, *plain, *given, return_aux=AuxRequest(lse=True), **options)
+    torch.testing.assert_close(found, want)
+    torch.testing.assert_close(out, want[0])
+    torch.testing.assert_close(lse, cutlass_fmha.attention(*plain, return_lse=True, **ours)[1])
+    assert sdpa.counts == {
+        "_flash_attention_forward": 1,
+        "_flash_attention_backward": 1,
+        "_flash_attention_forward_no_dropout_inplace": 1,
+    }
+
+
+@with_registry
+def test_pages_of_varlen_attn_are_ours():
+    from torch.nn.attention.varlen import varlen_attn
+
+    q, k, v = randn(3, 4, 32), randn(4, 16, 2, 32, seed=1), randn(4, 16, 2, 32, seed=2)
+    cu, used, table = ints(0, 1, 3), ints(20, 5), ints(2, 0, 1, 3).view(2, 2)
+    with sdpa("cpu"):
+        found = varlen_attn(
+            q, k, v, cu, None, 2, 32, enable_gqa=True, seqused_k=used, block_table=table, num_splits=1
+        )
+    want = cutlass_fmha.attention(q, k, v, cu_seqlens_q=cu, page_table=table, seqused_k=used)
+    torch.testing.assert_close(found, want)
+
+
+@with_registry
+def test_a_flash_op_that_is_declined_is_whose_it_was():
+    """Torch has no such kernel for the CPU: one of the test's stands in for what a GPU build has."""
+    name, given = "_flash_attention_backward", []
+    library = torch.library.Library("aten", "IMPL")
+
+    def theirs(*args: Any, **kwargs: Any) -> Any:
+        given.append((args, kwargs))
+        return args[1], args[2], args[3]
+
+    library.impl(name, theirs, "CPU")
+    library.impl("_flash_attention_forward", lambda *args, **kwargs: theirs(*args) + args[:2], "CPU")
+    q, lse = randn(2, 9, 4, 32), torch.tensor([[-math.inf, 1.0]])
+    unused = torch.empty(0)
+    with sdpa("cpu"):
+        op = torch.ops.aten._flash_attention_backward
+        op(q, q, q, q, q, lse, None, None, 9, 9, 0.1, True, unused, unused, scale=0.5, window_size_left=3)
+        torch.ops.aten._flash_attention_forward(q, q, q, None, None, 9, 9, 0.1, True, False)
+        value = randn(2, 9, 4, 16)
+        torch.ops.aten._flash_attention_forward(q, q, value, None, None, 9, 9, 0.0, True, True, scale=1.0)
+    (args, kwargs), *_ = given
+    assert torch.equal(args[5], torch.tensor([[math.inf, 1.0]])), "torch's own LSE of a row without keys"
+    assert args[6:12] == (None, None, 9, 9, 0.1, True) and kwargs == {"scale": 0.5, "window_size_left": 3}
+    assert len(given) == 3 and [*sdpa.declined] == [flash._DROPOUT, flash._DEBUG_MASK] and not sdpa.counts
+    del library
+    with sdpa("cpu"), pytest.raises(NotImplementedError, match="dropout_p here"):
+        torch.ops.aten._flash_attention_forward(q, q, q, None, None, 9, 9, 0.1, True, False)
+
+
+@with_registry
+def test_an_lse_of_torchs_forward_is_understood(monkeypatch: pytest.MonkeyPatch):
+    """A query without keys has +inf there, and -inf here."""
+    seen: list[Tensor] = []
+    real = torch.ops.cutlass_fmha.attend_backward
+
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        seen.append(args[5])
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(torch.ops.cutlass_fmha, "attend_backward", backward)
+    q, k = randn(1, 5, 2, 32), randn(1, 3, 2, 32)
+    out, lse = cutlass_fmha.attention(q, k, k, causal=True, return_lse=True)
+    theirs = lse.masked_fill(lse == -math.inf, math.inf)
+    assert (theirs == math.inf).sum() == 4
+    unused = torch.empty(0)
+    with sdpa("cpu"):
+        op = torch.ops.aten._flash_attention_backward
+        op(q, q, k, k, out, theirs, None, None, 5, 3, 0.0, True, unused, unused)
+    assert torch.equal(seen[0], lse)
