@@ -22,6 +22,7 @@ from cutlass_fmha.dispatch.explain import explain
 from cutlass_fmha.dropout import dropout_mask
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.kv_cache import with_kv_cache
+from cutlass_fmha.memory.plan import memory_plan
 from cutlass_fmha.rotary import rotary
 from cutlass_fmha.torch_sdpa import sdpa
 
@@ -32,6 +33,7 @@ __all__ = [
     "cascade_attention",
     "dropout_mask",
     "explain",
+    "memory_plan",
     "merge_states",
     "rotary",
     "scaled_dot_product_attention",

@@ -37,6 +37,10 @@ def main(argv: list[str] | None = None) -> int:
         from cutlass_fmha.calibrate import command
 
         return command.main(argv[1:])
+    if argv[0] == "memory":
+        from cutlass_fmha.memory import command as memory
+
+        return memory.main(argv[1:])
     arguments = parser.parse_args(argv)
     try:
         return _info(arguments) if arguments.command == "info" else _explain(arguments)
@@ -103,6 +107,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     )
 
     commands.add_parser("calibrate", help="measure what the rows cost on this GPU (calibrate --help)")
+    commands.add_parser("memory", help="what attention allocates (memory --help for its options)")
     commands.add_parser("bench", help="time the kernels against torch's (bench --help for its options)")
     commands.add_parser("demo", help="sentence embeddings on real text (demo --help for its options)")
     return parser, {"info": info, "explain": explain}

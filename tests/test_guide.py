@@ -30,7 +30,10 @@ def test_the_examples_run(example: str):
     exec(compile("\n" * line_of(example) + example, str(GUIDE), "exec"), names)
 
 
-@pytest.mark.parametrize(("page", "least"), [("caches.md", 6), ("flash_attn.md", 2), ("sdpa.md", 1)])
+PAGES = [("caches.md", 6), ("flash_attn.md", 2), ("memory.md", 1), ("sdpa.md", 1)]
+
+
+@pytest.mark.parametrize(("page", "least"), PAGES)
 def test_the_examples_of_other_pages_run_one_after_the_other(page: str, least: int):
     names: dict[str, Any] = {}
     torch.manual_seed(0)

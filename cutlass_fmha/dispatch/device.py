@@ -59,6 +59,17 @@ PRESETS: Mapping[str, Device] = {
     "rtxpro6000": _preset("NVIDIA RTX PRO 6000", 120, 188),
 }
 
+#: GB of their memory, by the same names.
+MEMORY_GB: Mapping[str, int] = {
+    "l4": 24,
+    "l40s": 48,
+    "rtx4090": 24,
+    "h200": 141,
+    "rtx5080": 16,
+    "rtx5090": 32,
+    "rtxpro6000": 96,
+}
+
 # The GPU that an architecture without an SM count stands for.
 _TYPICAL = {89: "rtx4090", 90: "h200", 120: "rtx5090"}
 

@@ -168,7 +168,7 @@ def explain(
     if shape is not None:
         if q is not None or k is not None or v is not None:
             raise TypeError("explain takes tensors or a shape, got both")
-        problem = _problem_of_shape(shape, seqlen_k, num_heads_kv, dtype, causal_name, alignment)
+        problem = problem_of_shape(shape, seqlen_k, num_heads_kv, dtype, causal_name, alignment)
         deterministic = backward and bool(keywords.pop("deterministic", False))
         problem = _with_features(problem, head_dim_v, features, keywords)
         default: str | torch.device | None = None
@@ -211,14 +211,15 @@ def _problem_of_tensors(
     ).problem
 
 
-def _problem_of_shape(
+def problem_of_shape(
     shape: Sequence[int],
     seqlen_k: int | None,
     num_heads_kv: int | None,
     dtype: str | torch.dtype,
     causal: str,
-    alignment: int,
+    alignment: int = FULL_ALIGNMENT,
 ) -> Problem:
+    """Raises ValueError or TypeError for what is no size."""
     if not isinstance(shape, Sequence) or len(shape) != 4 or not all(map(_is_size, shape)):
         got = check.shown(shape)
         raise ValueError(f"shape must be four sizes (batch, seqlen_q, num_heads, head_dim), got {got}")

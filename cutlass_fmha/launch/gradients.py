@@ -16,6 +16,7 @@ from cutlass_fmha.dispatch import device as devices
 from cutlass_fmha.dispatch import gradients
 from cutlass_fmha.dispatch import table as tables
 from cutlass_fmha.dispatch.describe import Operands, describe
+from cutlass_fmha.dispatch.device import Device
 from cutlass_fmha.dispatch.problem import FULL_ALIGNMENT, Problem
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.features import NO_FEATURES, Features, Sizes
@@ -47,18 +48,20 @@ def launch(
     said: Mapping[str, Any],
     wanted: tuple[bool, ...],
     row: str | None = None,
+    device: Device | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of query, key, value, bias and sinks, new tensors, on the current stream.
 
     ``said``: what ``Features`` are made of. ``wanted``: which of the gradients; another one is empty.
-    ``row``: its name; None: chosen. Raises UnsupportedError, and ValueError for a name that no row has.
+    ``row``: its name; None: chosen. ``device``: that which meta tensors stand for, of which all is done but
+    the launch. Raises UnsupportedError, and ValueError for a name that no row has.
     """
     head_dims = [x.shape[-1] for x in tensors]
     q, k, v, output, dout = (_whole_vectors(x) for x in (*tensors, output, dout))
     plan: Plan = kept(
         "attend_backward",
-        (q, k, v, causal, row, wanted, *said, *said.values()),
-        lambda: _prepare((q, k, v), causal, said, wanted, row),
+        (q, k, v, causal, row, wanted, device, *said, *said.values()),
+        lambda: _prepare((q, k, v), causal, said, wanted, row, device),
     )
     lse = lse.contiguous()
     dlse = None if dlse is None else dlse.to(torch.float32).contiguous()
@@ -94,8 +97,9 @@ def launch(
         params.dsinks = sinks.data_ptr()
     params.ordered = said.get("deterministic", False)
     params.dout, params.dlse, params.workspace = dout.data_ptr(), address(dlse), workspace.data_ptr()
-    index = q.get_device()
-    _C.run(plan.row, params, max(index, 0), current_stream(index))
+    if not q.is_meta:
+        index = q.get_device()
+        _C.run(plan.row, params, max(index, 0), current_stream(index))
     dq, dk, dv = (
         x if x.dim() == 1 or x.shape[-1] == dim else x[..., :dim]
         for x, dim in zip(found, head_dims, strict=True)
@@ -127,13 +131,19 @@ def refusal(problem: Problem, index: int) -> str:
 
 
 def _prepare(
-    tensors: Operands, causal: str, said: Mapping[str, Any], wanted: tuple[bool, ...], name: str | None
+    tensors: Operands,
+    causal: str,
+    said: Mapping[str, Any],
+    wanted: tuple[bool, ...],
+    name: str | None,
+    device: Device | None,
 ) -> Plan:
     features = Features(**said) if said else NO_FEATURES
     call = describe(tensors, causal, features)
     index = tensors[0].get_device()
-    table = tables.backward()
-    device = devices.of_index(index) if index >= 0 else devices.simulated(table.architectures)
+    if device is None:
+        built = tables.backward().architectures
+        device = devices.of_index(index) if index >= 0 else devices.simulated(built)
     row = gradients.choose(call.problem, device, name, features.deterministic)
     bias = (0, 0, 0, 0)
     if wanted[3] and features.bias is not None:

@@ -19,6 +19,7 @@ from cutlass_fmha.dispatch import device as devices
 from cutlass_fmha.dispatch import table as tables
 from cutlass_fmha.dispatch.choose import choose
 from cutlass_fmha.dispatch.describe import Names, Operands, describe
+from cutlass_fmha.dispatch.device import Device
 from cutlass_fmha.dispatch.eligibility import family
 from cutlass_fmha.dispatch.families.family import Launch
 from cutlass_fmha.dispatch.problem import FULL_ALIGNMENT
@@ -145,7 +146,7 @@ def launch(
         _plans.put(key, plan)
     scale = plan.scale if scale is None else scale
     if plan.launch is not None:
-        return _launch_by(plan.launch, (q, k, v), scale, return_lse, layout, said)
+        return launch_by(plan.launch, (q, k, v), scale, return_lse, layout, said)
 
     lse = parts = None
     if plan.device_index == private_torch.current_device():
@@ -200,7 +201,7 @@ def kept(op: str, arguments: Sequence[Any], prepare: Callable[[], T]) -> T:
     return found
 
 
-def _launch_by(
+def launch_by(
     launch: Launch,
     tensors: Operands,
     scale: float,
@@ -225,15 +226,20 @@ def prepare(
     layout: str = "bshd",
     names: Names = check.NAMES,
     said: Mapping[str, Any] = NOTHING,
+    device: Device | None = None,
 ) -> Plan:
-    """Checks the arguments, picks the row, packs what is known. Reads metadata and addresses, no element."""
+    """Checks the arguments, picks the row, packs what is known. Reads metadata and addresses, no element.
+
+    ``device``: that which meta tensors stand for; None: that of the tensors.
+    """
     features = Features(**said) if said else NO_FEATURES
     call = describe(tensors, causal, features, names, layout)
     table = tables.this_build()
     if not table.rows:  # before the device is asked about itself: there may be no driver either
         raise UnsupportedError(tables.NO_KERNELS)
     index = tensors[0].get_device()
-    device = devices.of_index(index) if index >= 0 else devices.simulated(table.architectures)
+    if device is None:
+        device = devices.of_index(index) if index >= 0 else devices.simulated(table.architectures)
     chosen = choose(call.problem, device, row)
     prepared, sizes = family(chosen).prepare(chosen, call, device), call.sizes
     if prepared.launch is None and (call.problem.alignment < FULL_ALIGNMENT or _is_odd(chosen, sizes)):

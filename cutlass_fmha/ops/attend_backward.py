@@ -181,7 +181,7 @@ dispatcher.register(SCHEMA, {"CUDA": _cuda, "CPU": _cpu, "fake": _fake})
 
 # ---- autograd ----------------------------------------------------------------------------------------------
 
-_NAMES = tuple(name for _, name, _ in SAID)
+NAMES = tuple(name for _, name, _ in SAID)
 
 
 class _Attend(torch.autograd.Function):
@@ -213,7 +213,7 @@ class _Attend(torch.autograd.Function):
         out, lse = output
         ctx.save_for_backward(query, key, value, out, lse, *given)
         ctx.names = tuple(name for name, x in features.items() if isinstance(x, Tensor))
-        ctx.said = {name: x for name, x in features.items() if not isinstance(x, Tensor) and name in _NAMES}
+        ctx.said = {name: x for name, x in features.items() if not isinstance(x, Tensor) and name in NAMES}
         if torch.get_deterministic_debug_mode() == 2:  # what is not deterministic is an error
             ctx.said["deterministic"] = True
         ctx.set_materialize_grads(False)
@@ -236,7 +236,7 @@ class _Attend(torch.autograd.Function):
         return (None, None, *map(found.get, DIFFERENTIABLE[:3]), None, None, None, None, *of_given)
 
 
-def _refusal(query: Tensor, key: Tensor, value: Tensor, causal: str, features: Mapping[str, Any]) -> str:
+def refusal(query: Tensor, key: Tensor, value: Tensor, causal: str, features: Mapping[str, Any]) -> str:
     """Why a call has no gradient; empty where it has one."""
     wanted = [name for name, x in features.items() if isinstance(x, Tensor) and x.requires_grad]
     if others := [name for name in wanted if name not in DIFFERENTIABLE]:
@@ -278,8 +278,8 @@ def _autograd(
         query, key, value, *given
     ):
         raise NotImplementedError(dispatcher.NO_FORWARD_MODE)
-    if refusal := _refusal(query, key, value, causal, features):
-        raise NotImplementedError(refusal)
+    if sentence := refusal(query, key, value, causal, features):
+        raise NotImplementedError(sentence)
     out, lse = _Attend.apply(  # type: ignore[no-untyped-call]
         name, keyset, query, key, value, scale, causal, row, features, *given
     )

@@ -218,7 +218,7 @@ def run(
 ) -> None:
     """Fills ``out``, of the ``padded`` head dim and any strides that fill whole vectors, and ``lse``.
 
-    Operands that don't are copied, which a warning says.
+    Operands that don't are copied, which a warning says. Of meta tensors all is done but the launch.
     """
     bias = _bias(row, features, sizes, out.dtype)
     if 0 in (sizes.batch, sizes.seqlen_q, sizes.num_heads):
@@ -243,6 +243,8 @@ def run(
     if row.accumulates and not _can_accumulate_in(out, params):
         sums = torch.empty(out.shape, dtype=torch.float32, device=out.device)
         params.partial_o = sums.data_ptr()
+    if out.is_meta:
+        return
     index, lse_address = out.get_device(), 0 if lse is None else lse.data_ptr()
     addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse_address)
     _C.launch(row.index, params, max(index, 0), current_stream(index), *addresses, scale, 0)

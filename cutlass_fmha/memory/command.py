@@ -1,0 +1,124 @@
+"""``python -m cutlass_fmha memory``: what a problem takes, or the longest sequences that fit on each GPU."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+
+from cutlass_fmha.dispatch import device as devices
+from cutlass_fmha.memory.plan import STAND_INS, MemoryPlan, memory_plan
+
+#: Heads, heads of key and value, head dim of a model's attention.
+MODELS: Mapping[str, tuple[int, int, int]] = {
+    "GPT-2": (12, 12, 64),
+    "Llama 3 8B": (32, 8, 128),
+    "Gemma 2 9B": (16, 8, 256),
+}
+GPUS = ("l4", "l40s", "rtx4090", "rtx5080", "rtx5090", "rtxpro6000")
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+STEP = 1024
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m cutlass_fmha memory",
+        description="Print what attention allocates on a GPU, which needn't be here.",
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "--shape",
+        type=sizes,
+        metavar="B,S,H,D",
+        help="batch, seqlen_q, num_heads, head_dim",
+    )
+    what.add_argument(
+        "--table", action="store_true", help="the longest sequences of usual models on usual GPUs"
+    )
+    parser.add_argument("--seqlen-k", type=int, metavar="S", help="number of keys (default: seqlen_q)")
+    parser.add_argument(
+        "--kv-heads", type=int, metavar="H", help="heads of key and value (default: num_heads)"
+    )
+    parser.add_argument("--head-dim-v", type=int, metavar="D", help="of value and output, if another one")
+    parser.add_argument("--dtype", default="bfloat16", help="default: %(default)s")
+    parser.add_argument("--causal", action="store_true", help="a causal mask, bottom-right")
+    parser.add_argument("--backward", action="store_true", help="and gradients")
+    parser.add_argument(
+        "--features",
+        type=lambda text: tuple(text.split(",")),
+        default=(),
+        metavar="NAMES",
+        help="what comes with the problem, separated by commas: " + ", ".join(STAND_INS),
+    )
+    parser.add_argument("--device", metavar="NAME", help="as explain takes it (default: cuda:0)")
+    arguments = parser.parse_args(argv)
+    try:
+        print(tables() if arguments.table else _plan(arguments))
+    except (TypeError, ValueError, RuntimeError) as error:  # no row; an old driver
+        parser.error(str(error))
+    return 0
+
+
+def sizes(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
+
+
+def _plan(arguments: argparse.Namespace) -> MemoryPlan:
+    return memory_plan(
+        shape=arguments.shape,
+        seqlen_k=arguments.seqlen_k,
+        num_heads_kv=arguments.kv_heads,
+        head_dim_v=arguments.head_dim_v,
+        dtype=arguments.dtype,
+        causal=arguments.causal,
+        backward=arguments.backward,
+        features=arguments.features,
+        device=arguments.device,
+    )
+
+
+def of_model(model: str, seqlen: int, device: str, backward: bool) -> MemoryPlan:
+    """One layer's attention of a sequence, causal, in bfloat16."""
+    heads, heads_kv, head_dim = MODELS[model]
+    shape = (1, seqlen, heads, head_dim)
+    return memory_plan(shape=shape, num_heads_kv=heads_kv, causal=True, device=device, backward=backward)
+
+
+def longest(model: str, device: str, room: int, unfused: bool) -> int:
+    """The longest sequence that is trained in ``room`` bytes, in steps of STEP."""
+
+    def fits(steps: int) -> bool:
+        plan = of_model(model, steps * STEP, device, backward=True)
+        return (plan.unfused if unfused else plan.total) <= room
+
+    least, most = 0, 1
+    while fits(most):
+        least, most = most, 2 * most
+    while most - least > 1:
+        middle = (least + most) // 2
+        least, most = (middle, most) if fits(middle) else (least, middle)
+    return least * STEP
+
+
+def tables() -> str:
+    """Markdown: what is saved by length, and what fits where."""
+    names = list(MODELS)
+    lines = [_row("tokens", *names), _row("---", *["---:"] * len(names))]
+    for seqlen in LENGTHS:
+        plans = [[of_model(name, seqlen, "l4", backward) for backward in (False, True)] for name in names]
+        lines.append(
+            _row(f"{seqlen:,}", *(" / ".join(f"{p.share_saved:.0%}" for p in both) for both in plans))
+        )
+    lines += ["", _row("GPU", "GB", *names), _row("---", *["---:"] * (1 + len(names)))]
+    for gpu in GPUS:
+        room = devices.MEMORY_GB[gpu] * 10**9
+        cells = [
+            f"{longest(name, gpu, room, False):,} / {longest(name, gpu, room, True):,}" for name in names
+        ]
+        lines.append(
+            _row(devices.PRESETS[gpu].name.removeprefix("NVIDIA "), str(devices.MEMORY_GB[gpu]), *cells)
+        )
+    return "\n".join(lines)
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,217 @@
+"""``memory_plan`` against what a call allocates whose kernels do nothing, with tensors on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_build import L4
+from torch import Tensor
+
+import cutlass_fmha
+from cutlass_fmha import _C, attention, memory_plan
+from cutlass_fmha.__main__ import main
+from cutlass_fmha.dispatch import device as devices
+from cutlass_fmha.dispatch.problem import Problem
+from cutlass_fmha.features import FeatureArguments
+from cutlass_fmha.launch import gradients
+from cutlass_fmha.launch import plan as launches
+from cutlass_fmha.memory import command
+from cutlass_fmha.memory.ledger import Ledger, unfused
+from cutlass_fmha.memory.plan import STAND_INS
+from cutlass_fmha.ops import dispatcher
+
+BF16 = torch.bfloat16
+MEMORY = Path(__file__).resolve().parents[1] / "docs" / "memory.md"
+
+
+@pytest.fixture
+def kernels_do_nothing(monkeypatch: pytest.MonkeyPatch):
+    """The ops launch on CPU tensors, as on an L4."""
+    for name in ("run", "launch"):
+        monkeypatch.setattr(_C, name, lambda *launched: None)
+    monkeypatch.setattr(dispatcher, "simulated", lambda: True)
+    monkeypatch.setattr(devices, "simulated", lambda built: L4)
+    monkeypatch.delenv(devices.FORCE_ARCH, raising=False)
+    launches.clear()
+    yield
+    launches.clear()
+
+
+@pytest.fixture
+def ledger(kernels_do_nothing: None, monkeypatch: pytest.MonkeyPatch) -> Ledger:
+    """One that sees what the ops allocate inside: torch calls them without the mode."""
+    ledger = Ledger()
+
+    def seen(launch: Any) -> Any:
+        def launched(*args: Any, **kwargs: Any) -> Any:
+            with ledger:
+                return launch(*args, **kwargs)
+
+        return launched
+
+    for module in (launches, gradients):
+        monkeypatch.setattr(module, "launch", seen(module.launch))
+    return ledger
+
+
+def starts(sequences: int, length: int) -> Tensor:
+    return torch.arange(sequences + 1, dtype=torch.int32) * length
+
+
+#: Sizes (batch, seqlen_q, seqlen_k, heads, heads of keys, head dims), the dtype, what is said, and which
+#: tensors require gradients.
+CASES: dict[str, tuple[tuple[int, ...], torch.dtype, dict[str, Any], str]] = {
+    "causal": ((2, 300, 300, 4, 2, 64, 64), BF16, {"causal": True}, "q k v"),
+    "long": ((1, 5000, 5000, 8, 8, 128, 128), BF16, {"causal": True}, ""),
+    "inference": ((2, 300, 300, 4, 2, 64, 64), BF16, {}, ""),
+    "LSE": ((2, 300, 300, 4, 2, 64, 64), BF16, {"return_lse": True}, "q k v"),
+    "LSE alone": ((2, 300, 300, 4, 2, 64, 64), BF16, {"return_lse": True}, ""),
+    "bhsd": ((2, 300, 300, 4, 2, 64, 64), BF16, {"layout": "bhsd"}, "q k v"),
+    "frozen keys": ((2, 300, 300, 4, 2, 64, 64), BF16, {}, "q v"),
+    "value's head dim": ((1, 300, 500, 4, 2, 192, 128), BF16, {}, "q k v"),
+    "odd head dim": ((1, 300, 500, 4, 2, 20, 20), BF16, {}, "q k v"),
+    "split keys": ((1, 1, 9000, 8, 2, 128, 128), BF16, {}, ""),
+    "splits that are said": ((1, 3, 2000, 8, 2, 64, 64), BF16, {"num_splits": 7}, ""),
+    "deterministic": ((1, 300, 300, 4, 2, 64, 64), BF16, {"deterministic": True}, "q k v"),
+    "dropout": ((1, 300, 300, 4, 2, 64, 64), BF16, {"dropout_p": 0.1, "dropout_seed": 3}, "q k v"),
+    "softcap": ((1, 300, 300, 4, 2, 64, 64), BF16, {"softcap": 30.0}, "q k v"),
+    "bias": ((2, 300, 300, 4, 2, 64, 64), BF16, {"bias": torch.zeros(4, 300, 300, dtype=BF16)}, "q k v bias"),
+    "sinks": ((2, 300, 300, 4, 2, 64, 64), BF16, {"sinks": torch.zeros(4)}, "q k v sinks"),
+    "packed": (
+        (1, 900, 900, 4, 2, 64, 64), BF16,
+        {**{f"cu_seqlens_{x}": starts(3, 300) for x in "qk"}, "max_seqlen_q": 300, "max_seqlen_k": 300},
+        "q k v",
+    ),
+    "float32": ((1, 300, 300, 4, 2, 64, 64), torch.float32, {"causal": True}, ""),
+    "large head dim": ((1, 300, 300, 4, 2, 320, 320), BF16, {}, ""),
+    "copies": ((1, 300, 301, 4, 2, 300, 300), BF16, {"mask": torch.ones(300, 301, dtype=torch.bool)}, ""),
+}  # fmt: skip
+
+
+def inputs(name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """New tensors, with a gradient where one is wanted, and the rest of what is said."""
+    (batch, seqlen_q, seqlen_k, heads, heads_kv, *dims), dtype, said, wanted = CASES[name]
+    shapes = {
+        "q": (seqlen_q, heads, dims[0]),
+        "k": (seqlen_k, heads_kv, dims[0]),
+        "v": (seqlen_k, heads_kv, dims[1]),
+    }
+    given = {
+        x: torch.zeros(*([] if name == "packed" else [batch]), *shape, dtype=dtype)
+        for x, shape in shapes.items()
+    }
+    if said.get("layout") == "bhsd":
+        given = {x: tensor.transpose(1, 2) for x, tensor in given.items()}
+    given |= {x: tensor.clone() for x, tensor in said.items() if isinstance(tensor, Tensor)}
+    return (
+        {x: tensor.requires_grad_(x in wanted.split()) for x, tensor in given.items()},
+        {x: value for x, value in said.items() if not isinstance(value, Tensor)},
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_plan_is_what_is_allocated(name: str, ledger: Ledger):
+    kept: dict[int, int] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.nbytes
+        return x
+
+    with ledger:
+        given, said = inputs(name)
+        wanted = [x for x in given.values() if x.requires_grad]
+        before = ledger.now
+        if wanted:
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+                found = attention(**given, **said)
+            found = found if isinstance(found, tuple) else (found,)
+            torch.autograd.grad(found, wanted, [torch.empty_like(x) for x in found])
+        else:  # a plain call is computed on the CPU, whatever is simulated
+            q, k, v, *_ = given.values()
+            features = {x: y for x, y in (given | said).items() if x in FeatureArguments.__annotations__}
+            options = said.get("causal", False), said.get("return_lse", False)
+            launches.launch(
+                q, k, v, None, "bottom-right" if options[0] else "none", options[1], None, said=features
+            )
+    given, said = inputs(name)
+    meta = {x: tensor.to("meta").requires_grad_(tensor.requires_grad) for x, tensor in given.items()}
+    if said.get("layout") == "bhsd":
+        meta |= {x: meta[x].transpose(1, 2).contiguous().transpose(1, 2) for x in "qkv"}
+    plan = memory_plan(**meta, **said, device="l4")
+    assert plan.total == pytest.approx(ledger.peak, abs=100)
+    assert plan.saved == pytest.approx(sum(kept.values()), abs=100)
+    if not wanted:
+        assert plan.forward == ledger.peak - before
+        assert plan.backward == 0
+
+
+SHAPE = {"shape": (2, 300, 4, 64), "num_heads_kv": 2, "causal": True, "device": "l4", "backward": True}
+
+
+def meta(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def test_a_shape_is_planned_as_its_tensors_are():
+    tensors = meta(2, 300, 4, 64), meta(2, 300, 2, 64), meta(2, 300, 2, 64)
+    said = {"causal": True, "bias": meta(4, 300, 300), "dropout_p": 0.1, "backward": True, "device": "l4"}
+    assert memory_plan(**SHAPE, features=("bias", "dropout")) == memory_plan(*tensors, **said)
+    for name in STAND_INS:
+        assert name in memory_plan(**SHAPE, features=(name,)).problem.features
+    # Asking for gradients of tensors that want none is asking for those of q, k and v; those that do say so.
+    wanting = [x.requires_grad_() for x in tensors]
+    assert memory_plan(*tensors, **{**said, "backward": None}) == memory_plan(*wanting, **said)
+
+
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"device": "cpu"}, ValueError, "memory is planned of a GPU: name one, as device='l4'"),
+    ({"device": "h1000"}, ValueError, "device must be cuda, "),
+    ({"shape": (2, 300, 4)}, ValueError, "shape must be four sizes"),
+    (
+        {"features": ("pages",)},
+        ValueError,
+        "features must be among mask, .* pass others as attention takes them",
+    ),
+    ({"features": "bias"}, TypeError, "features must be names"),
+    ({"dtype": "float32"}, cutlass_fmha.UnsupportedError, "no kernel of this build computes the gradients"),
+    ({"q": meta(2, 300, 4, 64)}, TypeError, "takes tensors or a shape, got both"),
+    ({"shape": None}, TypeError, "needs q, k and v, or a shape"),
+    ({"softcaps": 3.0}, TypeError, "softcaps"),
+    (
+        {"alibi_slopes": meta(4, dtype=torch.float32).requires_grad_()},
+        NotImplementedError,
+        "no backward yet for alibi_slopes",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "sentence"), BAD, ids=[sentence for _, _, sentence in BAD])
+def test_what_can_not_be_planned_gets_a_sentence(change: dict[str, Any], error: Any, sentence: str):
+    with pytest.raises(error, match=sentence):
+        memory_plan(**{**SHAPE, **change})
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_unfused_attention_has_two_or_three_times_its_scores_in_memory(backward: bool):
+    scores = 2 * 32 * 8192**2
+    found = unfused(Problem(1, 8192, 8192, 32, 8, 128, "bfloat16", "bottom-right"), backward)
+    assert scores * (2 + backward) <= found <= 1.1 * scores * (2 + backward)
+
+
+def test_the_guide_has_the_tables_that_are_computed():
+    text = MEMORY.read_text()
+    assert all(table in text for table in command.tables().split("\n\n"))
+    # Gradients included, from 2048 tokens on, of all three models.
+    assert all(command.of_model(name, 2048, "l4", True).share_saved >= 0.7 for name in command.MODELS)
+
+
+def test_the_command_prints_the_plan(capsys: pytest.CaptureFixture[str]):
+    asked = ["--shape", "2,300,4,64", "--kv-heads", "2", "--causal", "--device", "l4", "--backward"]
+    assert main(["memory", *asked]) == 0
+    assert capsys.readouterr().out == f"{memory_plan(**SHAPE)}\n"
+    with pytest.raises(SystemExit) as left:
+        main(["memory", "--shape", "2,300,4"])
+    assert left.value.code == 2 and "four sizes" in capsys.readouterr().err
