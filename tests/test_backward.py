@@ -36,9 +36,11 @@ def drawn(*shape: int, dtype: torch.dtype = F64) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=F64).to(dtype)
 
 
-def tensors(seqlen_q: int = 7, seqlen_k: int = 9, dtype: torch.dtype = F64) -> list[Tensor]:
+def tensors(
+    seqlen_q: int = 7, seqlen_k: int = 9, dtype: torch.dtype = F64, head_dim: int = 8
+) -> list[Tensor]:
     """Four query heads that share two of keys."""
-    shapes = ((2, seqlen_q, 4, 8), (2, seqlen_k, 2, 8), (2, seqlen_k, 2, 8))
+    shapes = ((2, seqlen_q, 4, head_dim), (2, seqlen_k, 2, head_dim), (2, seqlen_k, 2, head_dim))
     return [drawn(*shape, dtype=dtype).mul(1 + n / 8).requires_grad_() for n, shape in enumerate(shapes)]
 
 
@@ -46,17 +48,17 @@ CALLS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"causal": True},
     "top-left": {"causal": "top-left"},
-    "window": {"window": (3, 1)},
-    "prefix": {"causal": True, "prefix_lengths": int32(2, 9)},
-    "seqused_q": {"causal": True, "seqused_q": int32(4, 0)},
-    "seqused_k": {"causal": True, "seqused_k": int32(5, 0)},
-    "leftpad_k": {"leftpad_k": int32(3, 9)},
+    "window": {"window": (2, 1)},
+    "prefix": {"causal": True, "prefix_lengths": int32(2, 5)},
+    "seqused_q": {"causal": True, "seqused_q": int32(3, 0)},
+    "seqused_k": {"causal": True, "seqused_k": int32(4, 0)},
+    "leftpad_k": {"leftpad_k": int32(2, 5)},
     "scale": {"scale": -0.7},
     "softcap": {"softcap": 1.5, "causal": True},
-    "ALiBi": {"alibi_slopes": torch.tensor((0.5, 0.1, 0.02, 0.0)), "window": (4, 2)},
+    "ALiBi": {"alibi_slopes": torch.tensor((0.5, 0.1, 0.02, 0.0)), "window": (3, 2)},
     "ALiBi by batch": {"alibi_slopes": torch.rand(2, 4, generator=torch.Generator().manual_seed(0))},
     "dropout": {"dropout_p": 0.4, "dropout_seed": 7, "causal": True},
-    "mask": {"mask": torch.rand(2, 1, 7, 9, generator=torch.Generator().manual_seed(0)) > 0.4},
+    "mask": {"mask": torch.rand(2, 1, 4, 5, generator=torch.Generator().manual_seed(0)) > 0.4},
     "all": {
         "softcap": 1.5,
         "dropout_p": 0.2,
@@ -68,41 +70,45 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
+#: Each of whose elements is moved, there and back.
+FEW = {"seqlen_q": 4, "seqlen_k": 5, "head_dim": 2}
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_gradients_are_those_of_finite_differences(name: str):
-    q, k, v = tensors()
+    q, k, v = tensors(**FEW)
     if name == "layout":
         q, k, v = (x.detach().transpose(1, 2).contiguous().requires_grad_() for x in (q, k, v))
-    assert torch.autograd.gradcheck(lambda *x: attention(*x, **CALLS[name]), (q, k, v), fast_mode=True)
+    assert torch.autograd.gradcheck(lambda *x: attention(*x, **CALLS[name]), (q, k, v))
 
 
 @pytest.mark.parametrize(
-    "shape", [(2, 4, 7, 9), (1, 4, 7, 9), (2, 1, 7, 9), (7, 9), (4, 1, 9), (4, 7, 1), (9,), ()]
+    "shape", [(2, 4, 4, 5), (1, 4, 4, 5), (2, 1, 4, 5), (4, 5), (4, 1, 5), (4, 4, 1), (5,), ()]
 )
 def test_gradients_of_a_bias_are_those_of_finite_differences(shape: tuple[int, ...]):
-    inputs = [*tensors(), drawn(*shape).requires_grad_()]
+    inputs = [*tensors(**FEW), drawn(*shape).requires_grad_()]
     said = {"causal": True, "dropout_p": 0.3, "dropout_seed": 3, "softcap": 2.0}
 
     def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Any:
         return attention(q, k, v, bias=bias, **said)
 
-    assert torch.autograd.gradcheck(call, inputs, fast_mode=True)
+    assert torch.autograd.gradcheck(call, inputs)
 
 
-@pytest.mark.parametrize("seqlen_k", [0, 5, 9])
+@pytest.mark.parametrize("seqlen_k", [0, 3, 5])
 def test_gradients_of_sinks_are_those_of_finite_differences(seqlen_k: int):
     sinks = drawn(4).requires_grad_()
 
     def call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Any:
         return attention(q, k, v, sinks=sinks, causal=True, dropout_p=0.3, dropout_seed=3)
 
-    assert torch.autograd.gradcheck(call, [*tensors(7, seqlen_k), sinks], fast_mode=True)
+    assert torch.autograd.gradcheck(call, [*tensors(4, seqlen_k, head_dim=2), sinks])
 
 
 def test_gradients_of_packed_documents_are_those_of_finite_differences():
-    q, k, v = (drawn(11, heads, 8).requires_grad_() for heads in (4, 2, 2))
-    starts = int32(0, 3, 3, 11)
-    said = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 8, "max_seqlen_k": 8}
+    q, k, v = (drawn(7, heads, 2).requires_grad_() for heads in (4, 2, 2))
+    starts = int32(0, 3, 3, 7)
+    said = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 4, "max_seqlen_k": 4}
     assert torch.autograd.gradcheck(lambda *x: attention(*x, causal=True, **said), (q, k, v))
 
 
