@@ -5,19 +5,22 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import gpu
 import oracle
 import oracle_gradients
 import torch
 from feature_tensors import Call
+from gpu import Guarded
 from launches import only_ranges
-from operands import CAUSAL
+from operands import CAUSAL, GUARD, poison
 from problems import MEMORY, Problem
 from torch import Tensor
 
 from cutlass_fmha import _C, ops
 from cutlass_fmha.arguments.op_arguments import op_arguments
+from cutlass_fmha.launch import gradients
 
 #: What broke others' kernels, and an edge of each mask that crosses a tile.
 LISTED = [
@@ -140,6 +143,8 @@ class BackwardLaunch:
     #: Names of ``found``; all where it is empty.
     wanted: tuple[str, ...] = ()
     found: dict[str, Tensor] = field(default_factory=dict)
+    #: What the launch allocated.
+    room: Room = field(default_factory=lambda: Room())
 
     @classmethod
     def of(cls, row: _C.Row, problem: Problem, device: torch.device | str) -> BackwardLaunch:
@@ -185,7 +190,8 @@ class BackwardLaunch:
         call, names = self.call, self._names
         wanted = [name in names for name in ("q", "k", "v", "bias", "sinks")]
         given = (self.dout, call.q, call.k, call.v, *self.forward, self.dlse)
-        with _simulated(gpu.simulated()):
+        self.room = Room()
+        with _simulated(gpu.simulated()), mock.patch.object(gradients, "torch", self.room):
             found = torch.ops.cutlass_fmha.attend_backward(
                 *map(there, given),
                 self._scale(self.problem, call),
@@ -202,8 +208,29 @@ class BackwardLaunch:
         return oracle_gradients.compare(self.call, self.found, self.dout, self.dlse)
 
     def intact(self) -> bool:
-        """The gradients are new tensors: the sanitizer sees what is written beside them."""
-        return True
+        """Whether the kernels wrote nothing but gradients and workspace."""
+        return bool(torch.stack([guarded.intact() for guarded in self.room.made]).all())
+
+
+class Room:
+    """In place of ``torch`` for a launch: what it allocates lies between NaN, and is NaN where not 0."""
+
+    def __init__(self) -> None:
+        self.made: list[Guarded] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def empty(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        buffer = poison(dtype, size + 2 * GUARD, device)
+        self.made.append(Guarded(buffer, buffer[GUARD : GUARD + size]))
+        return self.made[-1].view
+
+    def empty_like(self, x: Tensor, dtype: torch.dtype | None = None, **_: torch.memory_format) -> Tensor:
+        return self.empty(x.numel(), dtype or x.dtype, x.device).view(x.shape)
+
+    def zeros_like(self, x: Tensor, **said: Any) -> Tensor:
+        return self.empty_like(x, **said).zero_()
 
 
 class _simulated:

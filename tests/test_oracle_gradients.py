@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+from typing import Any
+
 import hypothesis
 import oracle_gradients
 import pytest
 import torch
 from backward_launch import BackwardLaunch, fit
 from problems import Problem, problems
+
+from cutlass_fmha import _C
 
 MIXED = [
     Problem(40, 70, "bottom-right", num_heads=4, window=(20, 3), seed=1),
@@ -39,7 +44,7 @@ def test_formulas_are_what_autograd_makes_of_attention(problem: Problem):
         own_dlse = dlse[s.lse_place][:, : len(s.q)]
         t = oracle_gradients.terms(s, dout[s.out_place][: len(s.q)].transpose(0, 1), own_dlse, None)
         group = s.q.shape[1] // s.k.shape[1]
-        dq = t.ds * t.slope @ s.per_query_head(s.k) * s.scale
+        dq = t.ds @ s.per_query_head(s.k) * s.scale
         dv = (t.p * t.kept).transpose(1, 2) @ dout[s.out_place][: len(s.q)].transpose(0, 1)
         for name, found in (("q", dq), ("v", dv.unflatten(0, (-1, group)).sum(1))):
             expected = oracle_gradients.own(call, s, name, exact[name])
@@ -65,9 +70,31 @@ def test_a_wrong_gradient_is_not(name: str):
     launch.run()
     right = launch.found[name].clone()
     for row in (30, -1):
-        for wrong in (right[:, row].roll(1, -1), right[:, row] * 1.1, right[:, row] * torch.nan):
+        for wrong in (right[:, row].roll(1, -1), right[:, row] * 1.03, right[:, row] * torch.nan):
             launch.found[name] = right.clone()
             launch.found[name][:, row] = wrong
             errors = launch.errors()
             assert errors.complaint or errors.out_ratio > 1, f"{name}, row {row}"
     assert fit(MIXED[0], launch.row) == launch.problem
+
+
+@pytest.mark.parametrize(
+    ("field", "at", "intact"),
+    [("dq", 0, True), ("dq", -2, False), ("dk", 512, False), ("dv", 514, False), ("workspace", -1, False)],
+)
+def test_what_a_kernel_writes_beside_gradients_and_workspace_is_seen(
+    field: str, at: int, intact: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """In place of a kernel, one byte ``at`` bytes from an address; a gradient has 512."""
+    row = next(row for row in _C.backward_rows() if row.dtype == "float16")
+    launch = BackwardLaunch.of(row, Problem(4, 4, batch=1, num_heads=2, head_dim=32, head_dim_v=32), "cpu")
+
+    def kernel(index: int, params: Any, device: int, stream: int) -> None:
+        ctypes.memset(getattr(params, field) + at, 1, 1)
+
+    simulator = _C.build_info() | {"simulator": True}
+    monkeypatch.setattr(_C, "build_info", lambda: simulator)
+    monkeypatch.setattr(_C, "run", kernel)
+    launch.run()
+    assert launch.intact() == intact
+    assert all(launch.found[name].isnan().any() for name in "qkv")  # no memory is taken as it was

@@ -62,8 +62,10 @@ def main(extension: str, name: str) -> int:
         launch.deterministic = row.scored and len(problem.features) % 2 == 0
         launch.run()
         errors = launch.errors()
-        bad += not errors.worst <= 1 or bool(errors.complaint)
-        print(f"{problem}: {errors.worst:.3f} of what is allowed {errors.complaint}", flush=True)
+        intact = launch.intact()
+        bad += not errors.worst <= 1 or bool(errors.complaint) or not intact
+        what = errors.complaint or ("" if intact else "wrote elsewhere")
+        print(f"{problem}: {errors.worst:.3f} of what is allowed {what}", flush=True)
     return int(bad > 0)
 
 

@@ -122,6 +122,7 @@ def gradients(row: Any) -> None:
             launch.deterministic = one is not problem
             launch.run(gpu.device())
             launch.errors().check()
+            assert launch.intact(), f"{row.name}: {one}: wrote beside its gradients"
 
 
 def _gradients_of(dtype: torch.dtype) -> None:
