@@ -100,6 +100,15 @@ def _tiny(problem: Problem, dtype: torch.dtype, head_dim: int, device: torch.dev
     return [x * unit for x in _normal(problem, dtype, head_dim, device)]
 
 
+def _near_minus_120(
+    problem: Problem, dtype: torch.dtype, head_dim: int, device: torch.device | str
+) -> list[Tensor]:
+    """All scores near -120: where no key is, a score of 0 would weigh e^120, which is infinite in fp32."""
+    q, k, v = _normal(problem, dtype, head_dim, device)
+    offset = (120.0 / problem.head_dim**0.5) ** 0.5
+    return [q / 4 + offset, k / 4 - offset, v]
+
+
 def _minus_infinity(hides: Callable[[Tensor], Tensor]) -> Fill:
     """Scores of -inf for the keys that ``hides`` names, given their numbers."""
 
@@ -120,7 +129,7 @@ FILLS = {
     "first-keys-minus-inf": _minus_infinity(lambda j: j < 100),
     "last-keys-minus-inf": _minus_infinity(lambda j: j >= j.numel() - 100),
     "most-keys-minus-inf": _minus_infinity(lambda j: j % 50 > 0),
-    "all-keys-minus-inf": _minus_infinity(lambda j: j >= 0),
+    "all-keys-minus-inf": _minus_infinity(lambda j: j >= 0), "near-minus-120": _near_minus_120,
 }  # fmt: skip
 
 

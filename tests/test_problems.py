@@ -64,7 +64,7 @@ def test_poison_is_nan_in_every_dtype():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_fills_do_what_they_are_named_for(dtype: torch.dtype):
     def lse_and_scores(fill: str, seqlen_k: int = 300) -> tuple[torch.Tensor, torch.Tensor]:
-        problem = Problem(50, seqlen_k, fill=fill, scale=1.0 if fill == "huge" else None)
+        problem = Problem(50, seqlen_k, fill=fill, scale=1.0 if fill == "huge" else None, head_dim=32)
         q, k, v = problem.inputs(dtype, 32, "cpu")
         assert not any(x.isnan().any() for x in (q, k, v))
         scores = torch.einsum("bihd,bjhd->bhij", q.double(), k.double()) * (problem.scale or 32**-0.5)
@@ -83,6 +83,8 @@ def test_fills_do_what_they_are_named_for(dtype: torch.dtype):
     lse, scores = lse_and_scores("first-keys-minus-inf")
     assert lse.isfinite().all()
     assert (scores[..., :100] == -math.inf).all()
+    scores = lse_and_scores("near-minus-120")[1]
+    assert scores.min() > -135 and scores.max() < -105
     scores = lse_and_scores("huge")[1]
     assert scores.max() > 2.0**31
     assert torch.equal(scores, scores.float().double())
