@@ -36,7 +36,7 @@ LISTED = [
     ),
     *(Problem(n, n, causal, num_heads=4) for n in (64, 192, 320) for causal in CAUSAL),
     *(Problem(n, n, causal, fill="near-minus-120", num_heads=4) for n in (33, 192, 300) for causal in CAUSAL),
-    *(Problem(100, 150, causal, fill=fill) for fill in OFTEN_FAR for causal in CAUSAL),
+    *(Problem(100, 150, "bottom-right", fill=fill) for fill in OFTEN_FAR),
     *(Problem(129, 300, causal, window=(40, 30), num_heads=6, num_heads_kv=2) for causal in CAUSAL),
     *(Problem(200, 330, causal, prefix=True, num_heads=4, num_heads_kv=1) for causal in CAUSAL),
     *(Problem(200, 330, causal, prefix=True, window=(20, -1)) for causal in CAUSAL[1:]),
