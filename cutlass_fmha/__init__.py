@@ -5,26 +5,54 @@
 >>> print(cutlass_fmha.explain(q, k, v, causal=True))   # which kernel ran, and why
 """
 
+import sys as _sys
 from importlib import import_module as _import_module
+from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
 from importlib.metadata import version as _version
+from pathlib import Path as _Path
 
 try:
-    _import_module("cutlass_fmha._C")
-except ModuleNotFoundError as error:  # the sources, found before the installed package
-    raise ImportError(
-        f"the compiled extension cutlass_fmha._C is not in {__path__[0]}: install the package with "
-        "`pip install .`, and start Python outside the source tree or with -P"
-    ) from error
+    __version__ = _version("cutlass-fmha")
+except _PackageNotFoundError:  # the sources, found before the installed package: the next import says so
+    __version__ = "of the sources"
 
-from cutlass_fmha.attention import attention, scaled_dot_product_attention
-from cutlass_fmha.cascade import cascade_attention, merge_states
-from cutlass_fmha.dispatch.explain import explain
-from cutlass_fmha.dropout import dropout_mask
-from cutlass_fmha.errors import UnsupportedError
-from cutlass_fmha.kv_cache import with_kv_cache
-from cutlass_fmha.memory.plan import memory_plan
-from cutlass_fmha.rotary import rotary
-from cutlass_fmha.torch_sdpa import sdpa
+#: Why the package can't be used, for the command line, whose `info` says so. Others get it raised.
+import_error: Exception | None = None
+
+
+def _runs_as_a_command() -> bool:
+    """Whether the package is imported for `python -m cutlass_fmha` or `cutlass-fmha`."""
+    program = _sys.argv[0] if _sys.argv else ""
+    if program == "-m":  # while Python looks for the module that -m names, which imports the package of it
+        return _sys.orig_argv[-len(_sys.argv)].endswith("cutlass_fmha")
+    return _Path(program).stem == "cutlass-fmha"
+
+
+try:
+    try:
+        _import_module("cutlass_fmha._C")
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"the compiled extension cutlass_fmha._C is not in {__path__[0]}: install the package with "
+            "`pip install .`, and start Python outside the source tree or with -P"
+        ) from error
+
+    from cutlass_fmha.attention import attention, scaled_dot_product_attention
+    from cutlass_fmha.cascade import cascade_attention, merge_states
+    from cutlass_fmha.dispatch.explain import explain
+    from cutlass_fmha.dropout import dropout_mask
+    from cutlass_fmha.errors import UnsupportedError
+    from cutlass_fmha.kv_cache import with_kv_cache
+    from cutlass_fmha.log import configure as _configure_log
+    from cutlass_fmha.memory.plan import memory_plan
+    from cutlass_fmha.rotary import rotary
+    from cutlass_fmha.torch_sdpa import sdpa
+
+    _configure_log()
+except Exception as _error:  # whatever a torch that doesn't fit here makes of it
+    if not _runs_as_a_command():
+        raise
+    import_error = _error
 
 __all__ = [
     "UnsupportedError",
@@ -40,5 +68,3 @@ __all__ = [
     "sdpa",
     "with_kv_cache",
 ]
-
-__version__ = _version("cutlass-fmha")

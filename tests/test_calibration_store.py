@@ -17,7 +17,7 @@ from fake_build import L4, make_build
 from fake_calibration import BUILD, a_calibration, fake_gpu, hermetic, predicted, true_costs
 
 import cutlass_fmha
-from cutlass_fmha import _C, __main__, cost
+from cutlass_fmha import _C, cli, cost
 from cutlass_fmha.calibrate import command, problems
 from cutlass_fmha.cost import PRICES, datasheet, store
 from cutlass_fmha.dispatch import choose, device
@@ -245,7 +245,7 @@ def test_the_shipped_costs_find_the_row_that_was_measured_to_be_the_fastest(
 def test_calibrate_measures_fits_and_keeps(cache, monkeypatch, capsys, tmp_path):
     gpu = fake_gpu(monkeypatch)
     monkeypatch.setattr(problems, "DRAWN", 4)
-    assert __main__.main(["calibrate", "--report", "--timings", str(tmp_path / "t.json")]) == 0
+    assert cli.main(["calibrate", "--report", "--timings", str(tmp_path / "t.json")]) == 0
     out, err = capsys.readouterr()
     path = store.user_file(L4.name, cutlass_fmha.__version__)
     assert f"kept in {path}" in out and "calibrate: " in err and gpu.launches
@@ -255,7 +255,7 @@ def test_calibrate_measures_fits_and_keeps(cache, monkeypatch, capsys, tmp_path)
     assert found.origin == f"measured on this machine, {path}"
     assert {row.name for row in BUILD.rows if not row.takes_features} <= set(found.rows)
     again = tmp_path / "again.json"
-    assert __main__.main(["calibrate", "--from-timings", f"{tmp_path}/t.json", "--output", str(again)]) == 0
+    assert cli.main(["calibrate", "--from-timings", f"{tmp_path}/t.json", "--output", str(again)]) == 0
     refitted = store.loads(again.read_text(), found.origin)  # from times that were rounded to a nanosecond
     assert replace(refitted, rows={}, scale={}) == replace(found, rows={}, scale={})
     for name, one in refitted.rows.items():
@@ -304,7 +304,7 @@ def test_explain_measures_every_eligible_row(monkeypatch, capsys):
     found = cutlass_fmha.explain(shape=(1, 512, 8, 64), dtype="float16", measure=True)
     assert found.winner != slow and found.lost == pytest.approx(1 / 3)
     assert str(found).endswith(f"measured: {slow} is the fastest; the row that runs takes 33.3% longer")
-    assert __main__.main(["explain", "--shape", "1,512,8,64", "--dtype", "float16", "--measure"]) == 0
+    assert cli.main(["explain", "--shape", "1,512,8,64", "--dtype", "float16", "--measure"]) == 0
     text = capsys.readouterr().out
     assert "  measured\n" in text and "       40.0 us  eligible\n" in text
     forced = cutlass_fmha.explain(shape=(1, 512, 8, 64), dtype="float16", row=slow, measure=True)

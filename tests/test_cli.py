@@ -1,27 +1,40 @@
-"""The command line: ``python -m cutlass_fmha``."""
+"""The command line: ``cutlass-fmha`` and ``python -m cutlass_fmha``."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import os
 import re
 import subprocess
 import sys
-import types
+from functools import partial
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 from fake_build import L4, make_build
+from fake_calibration import a_calibration
 
 import cutlass_fmha
-from cutlass_fmha import _C, __main__
+from cutlass_fmha import _C, cli
+from cutlass_fmha.bench.contenders import make_inputs
+from cutlass_fmha.calibrate import command as command_of_calibrate
+from cutlass_fmha.calibrate import fit, measurements
+from cutlass_fmha.cli import output, parity
 from cutlass_fmha.cost import store
+from cutlass_fmha.demo import session
 from cutlass_fmha.dispatch import device
 from cutlass_fmha.dispatch import table as tables
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture
 def build(monkeypatch):
     build = make_build(compiled_for={120: "120f"})
     monkeypatch.setattr(tables, "this_build", lambda: build)
-    monkeypatch.setattr(__main__, "this_build", lambda: build)
     monkeypatch.delenv(device.FORCE_ARCH, raising=False)
     monkeypatch.delenv(store.WHICH, raising=False)
     monkeypatch.setenv(store.CACHE_DIR, "/nowhere")
@@ -29,13 +42,13 @@ def build(monkeypatch):
 
 
 def run(capsys, *arguments: str) -> tuple[int, str]:
-    status = __main__.main(list(arguments))
+    status = cli.main(list(arguments))
     return status, capsys.readouterr().out
 
 
 def refuse(capsys, *arguments: str) -> str:
     with pytest.raises(SystemExit) as error:
-        __main__.main(list(arguments))
+        cli.main(list(arguments))
     assert error.value.code == 2
     return capsys.readouterr().err
 
@@ -43,8 +56,7 @@ def refuse(capsys, *arguments: str) -> str:
 def test_without_arguments_it_prints_help(capsys):
     status, out = run(capsys)
     assert status == 0
-    for command in ("info", "explain", "calibrate", "bench", "demo"):
-        assert re.search(rf"\n    {command}\s", out)
+    assert all(re.search(rf"\n    {command}\s", out) for command in cli.COMMANDS)
 
 
 def test_it_runs_as_a_module():
@@ -64,7 +76,7 @@ def test_info_says_what_this_build_is(capsys):
     else:
         assert "built without CUDA (CUTLASS_FMHA_CUDA=OFF): the CPU backend only" in out
     rows = _C.rows()
-    assert all(f"  {row.name}: {row.smem_bytes} bytes" in out for row in rows)
+    assert all(re.search(rf"\n{row.name} +{row.smem_bytes} ", out) for row in rows)
     assert "driver: " in out
 
 
@@ -79,14 +91,14 @@ def test_info_counts_rows_and_names_devices(capsys, build, monkeypatch):
     _, out = run(capsys, "info")
     for line in (
         "built with CUDA 13.0 and CUTLASS 4.2.0",
-        "sm_89: 42 rows, compiled for sm_89",
-        "sm_120: 42 rows, compiled for sm_120f",
         "driver: supports CUDA 13.0",
         "cuda:0: NVIDIA L4 (capability 8.9, 58 SMs), takes the sm_89 rows",
         "        costs of rows: the default for GPUs that were never measured",
         "cuda:1: NVIDIA A100 (capability 8.0, 108 SMs), NVIDIA A100 (capability 8.0, 108 SMs) is older than",
     ):
         assert line in out
+    assert re.search(r"sm_89: 42 rows, \d+ of the backward, compiled for sm_89\n", out)
+    assert re.search(r"sm_120: 42 rows, \d+ of the backward, compiled for sm_120f\n", out)
 
 
 def test_info_survives_a_driver_that_is_too_old(capsys, monkeypatch):
@@ -168,28 +180,154 @@ def test_mistakes_get_a_sentence_and_status_2(capsys, build, arguments: list[str
     assert message in refuse(capsys, *arguments)
 
 
-def test_calibrate_gets_its_own_arguments(monkeypatch):
-    from cutlass_fmha.calibrate import command
+# ---- every command ----------------------------------------------------------------------------------------
 
-    monkeypatch.setattr(command, "main", lambda argv: (argv == ["--report"]) * 3)
-    assert __main__.main(["calibrate", "--report"]) == 3
+#: What answers quickly where there is no GPU, and what the answer has.
+JSON = {
+    "info": ((), {"cutlass_fmha", "torch", "runs"}),
+    "explain": (("--shape", "1,256,8,64", "--device", "l4"), {"winner", "rows", "problem"}),
+    "bench": (("--from-json", str(ROOT / "benchmarks/results/backward-h200.json")), {"machine", "cases"}),
+    "calibrate": (("--from-timings", "t.json", "--output", "costs.json"), {"gpu", "rows", "quality"}),
+    "memory": (("--shape", "1,256,8,64", "--device", "l4", "--backward"), {"total", "share_saved", "inputs"}),
+    "parity": (("--device", "cpu", "--case", "b2_h4-2_s257_d64_bf16"), {"passed", "results"}),
+    "demo": ((), {"row", "problems"}),
+}
 
 
-@pytest.mark.parametrize("command", ["bench", "demo"])
-def test_bench_and_demo_get_their_own_arguments(monkeypatch, command: str):
-    seen = []
-    module = types.ModuleType(f"cutlass_fmha.{command}")
-    module.main = lambda argv: seen.append(argv) or 3
-    monkeypatch.setitem(sys.modules, f"cutlass_fmha.{command}", module)
-    monkeypatch.setattr(cutlass_fmha, command, module, raising=False)
-    assert __main__.main([command, "--help", "x"]) == 3
-    assert seen == [["--help", "x"]]
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_every_command_has_help_under_its_own_name(command: str, capsys):
+    with pytest.raises(SystemExit) as done:
+        cli.main([command, "--help"])
+    out = capsys.readouterr().out
+    assert done.value.code == 0 and out.startswith(f"usage: cutlass-fmha {command} ") and "--json" in out
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_json_is_all_of_stdout_or_goes_to_a_file(command: str, capsys, tmp_path, monkeypatch):
+    arguments, keys = JSON[command]
+    if command == "calibrate":
+        machine = SimpleNamespace(gpu=L4.name, package="1", device=L4)
+        monkeypatch.setattr(measurements, "load", lambda _: SimpleNamespace(machine=machine, calibration=()))
+        monkeypatch.setattr(fit, "fit", lambda *_: a_calibration())
+        monkeypatch.setattr(command_of_calibrate, "_quality", lambda *_: "good")
+    if command == "demo":  # tests/test_demo.py has a run of it
+        fake = session.Report(["hello"], found={"row": None})
+        monkeypatch.setattr(session, "run", lambda quiet, **_: (quiet or print("hello"), fake)[1])
+    given = [command, *arguments, "--json"]
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(given) == 0
+    assert keys <= set(json.loads(capsys.readouterr().out))
+    assert cli.main([*given, str(tmp_path / "new" / "answer.json")]) == 0
+    text = capsys.readouterr().out
+    assert text and not text.startswith("{")
+    assert keys <= set(json.loads((tmp_path / "new" / "answer.json").read_text()))
+
+
+def test_a_file_that_cannot_be_written_is_a_sentence(capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert cli.main(["info", "--json", str(tmp_path / "file" / "x.json")]) == 1
+    assert capsys.readouterr().err.startswith("info: [Errno")
+
+
+def test_parity_fails_on_a_wrong_result(capsys, monkeypatch):
+    monkeypatch.setattr(parity, "ours", lambda case, row: lambda q, k, v: torch.zeros_like(q))
+    assert cli.main(["parity", "--device", "cpu", "--case", "d64_bf16"]) == 1
+    out, err = capsys.readouterr()
+    assert "problems, " in out and "parity: wrong result: b2_h4-2_s257_d64_bf16, the CPU backend" in err
+    assert "no case has that in its name" in refuse(capsys, "parity", "--case", "no such")
+    assert "--device nowhere: " in refuse(capsys, "parity", "--device", "nowhere")
+
+
+def test_parity_takes_every_row_that_can_run_a_case(build, monkeypatch):
+    monkeypatch.setattr(parity, "explain", partial(parity.explain, device="l4"))
+    for case, family in (("parity", "fwd_sm89_bf16_d64"), ("backward", "bwd_sm89_bf16_d64")):
+        first = next(each for each in parity.cases() if each.group == case)
+        rows, refused = parity.rows_for(first, make_inputs(first, 1, torch.device("cpu")), None)
+        assert refused is None and any(row.startswith(family) for row in rows)
+
+
+def test_tables_are_drawn_by_rich_on_a_terminal_and_plain_elsewhere(capsys, monkeypatch):
+    table = output.Table(["row", "us"], [["a [b]", "12.5"]])
+    output.show(["what:", table])
+    plain = capsys.readouterr().out
+    assert plain == "what:\nrow      us\n-----  ----\na [b]  12.5\n"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    output.show(["what: [1]", table])
+    drawn = capsys.readouterr().out
+    assert "what: [1]" in drawn and "a [b]" in drawn and "----" not in drawn
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    output.show(["what:", table])
+    assert capsys.readouterr().out == plain
+
+
+def test_a_reader_that_leaves_early_is_no_error(monkeypatch, tmp_path):
+    def leave(_):
+        raise BrokenPipeError
+
+    module = ModuleType("leaving")
+    module.main = leave
+    monkeypatch.setitem(sys.modules, "leaving", module)
+    monkeypatch.setitem(cli.COMMANDS, "info", cli.Command("leaving", ""))
+    with (tmp_path / "stdout").open("w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert cli.main(["info"]) == 1
+        print("goes nowhere", flush=True)
+    assert not (tmp_path / "stdout").read_text()
+
+
+# ---- an installation that is broken ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("absent", "said"),
+    [
+        (("torch",), "import of torch halted"),
+        (("cutlass_fmha._C",), "the compiled extension cutlass_fmha._C is not in"),
+        (("torch", "cutlass_fmha._C"), "the compiled extension cutlass_fmha._C is not in"),
+    ],
+)
+def test_info_answers_where_the_package_cannot_be_imported(tmp_path, absent: tuple[str, ...], said: str):
+    (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({absent!r}))\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": "1"}
+
+    def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+    done = python("-m", "cutlass_fmha", "info", "--json")
+    found = json.loads(done.stdout)
+    assert done.returncode == 1 and said in found["import_error"] and found["runs"] == {}
+    assert ("architectures" in found) == ("cutlass_fmha._C" not in absent)
+    text = python("-m", "cutlass_fmha", "info")
+    assert text.returncode == 1 and f"the package can't be imported: {found['import_error']}" in text.stdout
+    other = python("-m", "cutlass_fmha", "bench")
+    assert other.returncode == 1 and other.stderr.startswith("bench: cutlass_fmha can't be imported here: ")
+    assert other.stderr.count("\n") == 1
+    assert python("-c", "import cutlass_fmha").returncode == 1  # for everybody else it is an error
+
+
+@pytest.mark.parametrize(
+    ("argv", "original", "runs"),
+    [
+        (["-m", "info"], ["python", "-P", "-m", "cutlass_fmha", "info"], True),
+        (["-m"], ["python", "-Pmcutlass_fmha"], True),
+        (["-m", "x.py"], ["python", "-m", "pytest", "x.py"], False),
+        (["-m", "cutlass_fmha"], ["python", "-m", "pdb", "cutlass_fmha"], False),
+        (["/opt/bin/cutlass-fmha", "info"], ["python", "/opt/bin/cutlass-fmha", "info"], True),
+        (["train.py"], ["python", "train.py"], False),
+        ([], ["python"], False),
+    ],
+)
+def test_who_imports_the_package(monkeypatch, argv: list[str], original: list[str], runs: bool):
+    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setattr(sys, "orig_argv", original)
+    assert cutlass_fmha._runs_as_a_command() == runs
 
 
 def test_importing_the_package_imports_no_command():
     code = (
         "import sys, cutlass_fmha.__main__\n"
-        "late = ('cutlass_fmha.bench', 'cutlass_fmha.demo', 'transformers')\n"
+        "late = ('cutlass_fmha.bench', 'cutlass_fmha.demo', 'cutlass_fmha.cli.', 'transformers', 'rich')\n"
         "print([name for name in sys.modules if name.startswith(late)])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -215,7 +216,8 @@ def two_works(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_whole_demo_runs_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "new" / "demo.md"
     queries = ["--query", "How do new species come into being?", "--query", "Push a stone."]
-    status = demo.main(["--device", "cpu", "--no-inspect", "--top", "1", "--output", str(output), *queries])
+    arguments = ["--device", "cpu", "--no-inspect", "--top", "1", "--output", str(output)]
+    status = demo.main([*arguments, "--json", str(tmp_path / "demo.json"), *queries])
     printed = capsys.readouterr()
     assert status == 0, printed.err
     assert output.read_text(encoding="utf-8") == printed.out
@@ -225,6 +227,9 @@ def test_the_whole_demo_runs_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFi
     assert "*Mathematical Principles of Natural Philosophy*" in stone
     assert "calls of torch.ops.cutlass_fmha.forward: 6 layers" in printed.out
     assert "runs: the CPU backend" in printed.out
+    found = json.loads((tmp_path / "demo.json").read_text())
+    assert found["why"].startswith("the CPU backend") and found["problems"] == []
+    assert {"device", "nearest", "agreement", "microseconds"} <= set(found)
 
 
 @needs_model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from dataclasses import replace
 from typing import Any
@@ -21,7 +22,7 @@ from problems import Problem, fitted, problems
 from tensors import qkv
 
 import cutlass_fmha
-from cutlass_fmha import _C
+from cutlass_fmha import _C, log
 from cutlass_fmha.arguments.check import NAMES, alignment
 from cutlass_fmha.arguments.op_arguments import op_arguments
 from cutlass_fmha.dispatch import blocks, describe, device
@@ -29,7 +30,7 @@ from cutlass_fmha.dispatch import table as tables
 from cutlass_fmha.dispatch.families import wide
 from cutlass_fmha.dispatch.problem import CAUSAL, FEATURES
 from cutlass_fmha.features import Features
-from cutlass_fmha.launch import plan
+from cutlass_fmha.launch import gradients, plan
 from cutlass_fmha.ops import dispatcher, forward
 
 
@@ -492,6 +493,46 @@ def test_slow_copies_of_a_plain_row_are_told_once_per_cause(kernels, caplog):
     caplog.clear()
     launch(q, k, v, row="fwd_sm89_f16_d32_m64n64w4_element")  # asked for, so no surprise
     assert caplog.records == []
+
+
+# ---- CUTLASS_FMHA_LOG --------------------------------------------------------------------------------------
+
+
+def test_a_decision_is_a_line_when_its_plan_is_made(kernels, caplog):
+    """And none without a level, or when the plan is there."""
+    launch(*qkv())
+    assert caplog.records == []
+    plan.clear()
+    caplog.set_level(logging.INFO, logger="cutlass_fmha")
+    q, k, v = qkv()
+    for _ in range(2):
+        launch(q, k, v)
+    ran = kernels.build.rows[kernels.launches[-1].row].name
+    (record,) = caplog.records
+    line = rf"batch .*, float16, .* on NVIDIA L4 \(.*\): {ran}, [\d.]+ us predicted"
+    assert re.fullmatch(line, record.getMessage())
+    caplog.clear()
+    caplog.set_level(logging.DEBUG, logger="cutlass_fmha")
+    launch(q, k, v, row="fwd_sm89_f16_d32_m64n64w4")
+    gradients._prepare((q, k, v), "none", {}, (True,) * 5, None, None)
+    forced, backward = (record.getMessage() for record in caplog.records)
+    assert ": fwd_sm89_f16_d32_m64n64w4, forced by name, " in forced
+    assert re.search(r"; the default for GPUs .*; others: fwd_sm89_f16_d32_\w+ [\d.]+ us, fwd_", forced)
+    assert re.fullmatch(r"backward of batch .* on NVIDIA L4 \(.*\): bwd_sm89_f16_d32_\w+", backward)
+
+
+def test_the_environment_says_what_is_logged(monkeypatch, capsys, caplog):
+    """On stderr where the program has no handlers; its own get it alone."""
+    logger = logging.Logger("cutlass_fmha")
+    monkeypatch.setattr(log, "logger", logger)
+    for asked, level, handlers in (("", logging.NOTSET, 0), ("verbose", logging.NOTSET, 0), ("Debug", 10, 1)):
+        monkeypatch.setenv(log.WHICH, asked)
+        log.configure()
+        assert logger.level == level and len(logger.handlers) == handlers
+    for its_own, printed in (([logging.NullHandler()], ""), ([], "cutlass_fmha: hello\n")):
+        monkeypatch.setattr(logging.getLogger(), "handlers", its_own)
+        logger.info("hello")
+        assert capsys.readouterr().err.endswith(printed) and bool(printed) == (not its_own)
 
 
 @pytest.mark.parametrize(("value", "expected"), [(0, 16), (2, 2), (6, 2), (8, 8), (24, 8), (48, 16), (1, 1)])

@@ -11,7 +11,7 @@ from fake_build import make_build
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from cutlass_fmha import __main__
+from cutlass_fmha import cli
 from cutlass_fmha.arguments import refusal
 from cutlass_fmha.dispatch import choose, device, eligibility
 from cutlass_fmha.dispatch import table as tables
@@ -118,6 +118,6 @@ def test_the_command_that_a_refusal_names_lists_every_row(capsys, monkeypatch):
     with pytest.raises(UnsupportedError, match=r"all_rows=True; or `python -m .* explain` with --all$"):
         choose.choose(Problem(1, 128, 128, 8, 8, 320, "bfloat16", features=("softcap",)), PRESETS["l4"])
     arguments = ["explain", "--shape", "1,128,8,320", "--features", "softcap", "--device", "l4", "--all"]
-    assert __main__.main(arguments) == 1
+    assert cli.main(arguments) == 1
     out = capsys.readouterr().out
     assert all(f" {row.name} " in out for row in build.rows)

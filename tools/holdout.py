@@ -25,8 +25,8 @@ from cutlass_fmha.calibrate import measurements, problems, verdict
 from cutlass_fmha.calibrate.measurements import InvalidTimings, Measurements
 from cutlass_fmha.calibrate.verdict import Pick
 from cutlass_fmha.cost import store
-from cutlass_fmha.dispatch import eligibility
 from cutlass_fmha.dispatch import table as tables
+from cutlass_fmha.dispatch.any_rows import no_rows
 from cutlass_fmha.dispatch.problem import Problem
 
 REQUIRED = 0.95
@@ -80,7 +80,7 @@ def measure(arguments: argparse.Namespace) -> Measurements:
     require_gpu(arguments.device)
     build = tables.this_build()
     machine = measurements.this_machine(arguments.device)
-    if (nothing := eligibility.no_rows(machine.device, build)) is not None:
+    if (nothing := no_rows(machine.device, build)) is not None:
         raise CannotMeasure(nothing)
     kinds = measurements.kinds(machine.device, build)
     grid = problems.calibration(kinds, machine.sm_count, machine.limits, arguments.with_calibration)

@@ -13,8 +13,10 @@ __all__ = ["main"]
 
 
 def build_parser() -> argparse.ArgumentParser:
+    from cutlass_fmha.cli import output  # not above: another build's benchmark is this one (``against``)
+
     parser = argparse.ArgumentParser(
-        prog="python -m cutlass_fmha bench",
+        prog="cutlass-fmha bench",
         description="Time cutlass_fmha and torch's flash, cuDNN and memory-efficient attention.",
     )
     parser.add_argument(
@@ -31,7 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--quick", action="store_true", help="a quarter of the time, for a first look")
     parser.add_argument("--device", type=int, default=0, metavar="N", help="CUDA device number; default: 0")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write everything that was measured")
+    output.add_json(parser)
     parser.add_argument("--markdown", type=Path, metavar="PATH", help="write the table as Markdown")
     parser.add_argument(
         "--plot", type=Path, metavar="PATH", help="write a picture (.png or .svg); needs matplotlib"
@@ -56,6 +58,8 @@ def parse_peers(text: str) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark. Returns 1 for a wrong result or nothing to measure with, 2 for a bad argument."""
+    from cutlass_fmha.cli import output
+
     arguments = build_parser().parse_args(argv)
     try:
         chosen = cases.select_cases(arguments.preset)
@@ -66,9 +70,11 @@ def main(argv: list[str] | None = None) -> int:
         print(f"bench: {error}", file=sys.stderr)
         return 2
     if arguments.list:
-        for case in chosen:
-            gflop, megabytes = case.flop / 1e9, case.moved_bytes / 1e6
-            print(f"{case.group:8} {case.name:42} {gflop:10.2f} GFLOP {megabytes:8.1f} MB")
+        lines = [
+            f"{case.group:8} {case.name:42} {case.flop / 1e9:10.2f} GFLOP {case.moved_bytes / 1e6:8.1f} MB"
+            for case in chosen
+        ]
+        output.emit([case.as_dict() for case in chosen], lines, arguments.json)
         return 0
 
     try:
@@ -84,11 +90,9 @@ def main(argv: list[str] | None = None) -> int:
     except (report.InvalidReport, runner.CannotMeasure, OSError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1
-    print(report.text(result))
-    if arguments.json:
-        report.write_json(result, arguments.json)
+    output.emit(result, report.parts(result), arguments.json)
     if arguments.markdown:
-        report.write_text(report.markdown(result), arguments.markdown)
+        output.write_text(report.markdown(result), arguments.markdown)
     if arguments.plot:
         report.plot(result, arguments.plot)
     wrong = report.wrong_results(result)

@@ -7,9 +7,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .contenders import CAUSAL, COPY, OURS, OWN, PAGES, PLAIN, TITLES
+
+if TYPE_CHECKING:
+    from cutlass_fmha.cli.output import Table
 
 SCHEMA = 3
 """Version of the JSON's layout; a reader refuses others."""
@@ -32,23 +35,9 @@ class MissingMatplotlib(RuntimeError):
 
 
 def write_json(result: Result, path: Path) -> None:
-    write_text(json.dumps(finite(result), indent=1, allow_nan=False) + "\n", path)
+    from cutlass_fmha.cli import output  # not above: another build's benchmark is this one (``against``)
 
-
-def finite(value: Any) -> Any:
-    """The value with NaN and infinities, which JSON lacks, as the strings "nan", "inf" and "-inf"."""
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
-
-
-def write_text(text: str, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    output.write_text(output.to_json(result), path)
 
 
 def read_json(path: Path) -> Result:
@@ -201,16 +190,17 @@ def sections(result: Result) -> list[Section]:
 
 def text(result: Result) -> str:
     """The tables, aligned for a terminal, with the machine above and the refusals below."""
-    lines = [heading(result), ""]
+    return "\n".join(map(str, parts(result)))
+
+
+def parts(result: Result) -> list[str | Table]:
+    """What ``text`` is made of."""
+    from cutlass_fmha.cli.output import Table
+
+    tables: list[str | Table] = []
     for section in sections(result):
-        headings, rows = section.headings, section.rows
-        widths = [max(len(row[column]) for row in (headings, *rows)) for column in range(len(headings))]
-        lines += [section.title, ""]
-        for row in (headings, ["-" * width for width in widths], *rows):
-            cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-            lines.append("  ".join([row[0].ljust(widths[0]), *cells]))
-        lines.append("")
-    return "\n".join([*lines, *footnotes(result)])
+        tables += [section.title, "", Table(section.headings, section.rows), ""]
+    return [heading(result), "", *tables, *footnotes(result)]
 
 
 def markdown(result: Result) -> str:

@@ -5,20 +5,22 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 from cutlass_fmha import _C
 from cutlass_fmha.bench.runner import CannotMeasure, require_gpu
 from cutlass_fmha.calibrate import fit, measurements, problems, verdict
+from cutlass_fmha.cli import output
 from cutlass_fmha.cost import PRICES, store
 from cutlass_fmha.dispatch import device as devices
-from cutlass_fmha.dispatch import eligibility
 from cutlass_fmha.dispatch import table as tables
+from cutlass_fmha.dispatch.any_rows import no_rows
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m cutlass_fmha calibrate",
+        prog="cutlass-fmha calibrate",
         description="Time the rows of this build on this machine's GPU and keep what they cost, for "
         "selection to go by. Takes about a minute, and the GPU should have nothing else to do.",
     )
@@ -31,6 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--from-timings", type=Path, metavar="FILE", help="fit timings that were kept, measure nothing"
     )
     parser.add_argument("--report", action="store_true", help="print how well each row's timings are met")
+    output.add_json(parser)
     return parser
 
 
@@ -54,10 +57,17 @@ def main(argv: list[str] | None = None) -> int:
         print(f"calibrate: {error}", file=sys.stderr)
         return 1
     store.forget()
-    if arguments.report:
-        print(report(calibration))
-    print(f"{len(calibration.rows)} rows of {taken.machine.device}: {_quality(taken, build, calibration)}")
-    print(f"kept in {path}")
+    quality = _quality(taken, build, calibration)
+    parts: list[str | output.Table] = report(calibration) if arguments.report else []
+    parts += [f"{len(calibration.rows)} rows of {taken.machine.device}: {quality}", f"kept in {path}"]
+    content = {
+        "gpu": taken.machine.gpu,
+        "file": str(path),
+        "quality": quality,
+        "rows": {name: asdict(found) for name, found in sorted(calibration.rows.items())},
+        "measured_over_default": calibration.scale,
+    }
+    output.emit(content, parts, arguments.json)
     return 0
 
 
@@ -90,7 +100,7 @@ def measure(index: int, elsewhere: bool) -> measurements.Measurements:
         )
     device = devices.of_index(index)
     build = tables.this_build()
-    if (nothing := eligibility.no_rows(device, build)) is not None:
+    if (nothing := no_rows(device, build)) is not None:
         raise CannotMeasure(nothing)
     machine = measurements.this_machine(index)
     kinds = measurements.kinds(device, build)
@@ -108,14 +118,19 @@ def require_rows(calibration: store.Calibration) -> None:
         raise store.InvalidCalibration("the timings fit no row of this build")
 
 
-def report(calibration: store.Calibration) -> str:
+def report(calibration: store.Calibration) -> list[str | output.Table]:
     """A line per row: its costs in microseconds, and median and worst error of what they predict."""
-    width = max(len(name) for name in calibration.rows)
-    columns = (*PRICES, "resident", "timings", "error", "worst")
-    lines = [f"{'row':<{width}}" + "".join(f"{column:>11}" for column in columns)]
-    for name, found in sorted(calibration.rows.items()):
-        prices = "".join(f"{getattr(found.cost, price):11.3f}" for price in PRICES)
-        quality = f"{found.samples:11}{found.error:11.1%}{found.worst:11.1%}"
-        lines.append(f"{name:<{width}}{prices}{found.cost.resident:11}{quality}")
+    rows = [
+        [
+            name,
+            *(f"{getattr(found.cost, price):.3f}" for price in PRICES),
+            str(found.cost.resident),
+            str(found.samples),
+            f"{found.error:.1%}",
+            f"{found.worst:.1%}",
+        ]
+        for name, found in sorted(calibration.rows.items())
+    ]
+    headings = ["row", *PRICES, "resident", "timings", "error", "worst"]
     scales = ", ".join(f"{kind} {scale:.2f}" for kind, scale in sorted(calibration.scale.items()))
-    return "\n".join([*lines, f"measured over default: {scales}"])
+    return [output.Table(headings, rows), f"measured over default: {scales}"]

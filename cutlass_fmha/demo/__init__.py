@@ -11,6 +11,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from cutlass_fmha.cli import output
+
 __all__ = ["main"]
 
 QUERIES = (
@@ -24,7 +26,7 @@ QUERIES = (
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m cutlass_fmha demo",
+        prog="cutlass-fmha demo",
         description="Search a few pages of text with MiniLM-L6, its attention computed by cutlass_fmha.",
     )
     parser.add_argument("--query", action="append", metavar="TEXT", help="what to look for; may be repeated")
@@ -49,6 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--no-inspect", action="store_true", help="without a GPU: don't read the kernels' machine code"
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write what is printed, as Markdown")
+    output.add_json(parser)
     return parser
 
 
@@ -67,13 +70,15 @@ def main(argv: list[str] | None = None) -> int:
             tokens=arguments.tokens,
             directory=arguments.model,
             inspect_binary=not arguments.no_inspect,
+            quiet=arguments.json == output.STDOUT,
         )
     except (model.CannotLoad, session.CannotRun, binary.WrongCode) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
     if arguments.output:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(report.text(), encoding="utf-8")
+        output.write_text(report.text(), arguments.output)
+    if arguments.json:
+        output.emit({**report.found, "problems": report.problems}, [], arguments.json)
     for problem in report.problems:
         print(f"demo: {problem}", file=sys.stderr)
     return 1 if report.problems else 0

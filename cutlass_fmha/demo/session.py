@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import platform
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,13 +29,18 @@ class CannotRun(RuntimeError):
 
 @dataclass
 class Report:
-    """What was printed, as lines of Markdown, and what is wrong with the result, empty when nothing is."""
+    """What was printed, as lines of Markdown, and what is wrong with the result, empty when nothing is.
+
+    ``found``: the same for programs. ``quiet``: print nothing.
+    """
 
     lines: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    found: dict[str, Any] = field(default_factory=dict)
+    quiet: bool = False
 
     def say(self, *lines: str) -> None:
-        for line in lines:
+        for line in () if self.quiet else lines:
             print(line, flush=True)
         self.lines += lines
 
@@ -69,6 +75,7 @@ def run(
     tokens: int,
     directory: Path | None,
     inspect_binary: bool,
+    quiet: bool = False,
 ) -> Report:
     """Run every step and return the report. Raises CannotRun, CannotLoad or binary.WrongCode."""
     chosen = choose_device(device)
@@ -81,7 +88,7 @@ def run(
         raise CannotRun(f"--tokens must lie between 8 and 512, which is what the model reads, got {tokens}.")
     if top < 1:
         raise CannotRun(f"--top must be at least 1, got {top}.")
-    report = Report()
+    report = Report(quiet=quiet)
     search = load(report, queries, chosen, data_type, tokens, directory)
     ours = embed(report, search)
     show_nearest(report, search, ours, top)
@@ -137,6 +144,7 @@ def load(
     works = corpus.load_works()
     passages = [passage for work in works for passage in corpus.cut(work, encoder.tokenise, limit)]
     dtype_title = str(dtype).removeprefix("torch.")
+    report.found |= {"device": device_title(device), "dtype": dtype_title, "passages": len(passages)}
     words = sum(len(work.text.split()) for work in works)
     report.say(
         f"# cutlass_fmha {cutlass_fmha.__version__}: semantic search with our attention",
@@ -179,8 +187,10 @@ def show_nearest(report: Report, search: Search, vectors: torch.Tensor, top: int
     for query, scores in zip(search.queries, queries @ passages.T, strict=True):
         report.say(f"**{query}**", "")
         best = scores.topk(min(top, len(search.passages)))
+        nearest = report.found.setdefault("nearest", {}).setdefault(query, [])
         for score, number in zip(best.values.tolist(), best.indices.tolist(), strict=True):
             passage = search.passages[number]
+            nearest.append({"score": score, "title": passage.work.title, "text": passage.text})
             report.say(f"- {score:.3f} *{passage.work.title}*: {shorten(passage.text)}")
         report.say("")
 
@@ -219,6 +229,7 @@ def compare(report: Report, search: Search, ours: torch.Tensor) -> None:
     )
     for title, (one, other) in pairs.items():
         found = Agreement.of(one, other)
+        report.found.setdefault("agreement", {})[title] = asdict(found)
         report.say(f"| {title} | {found.max_abs:.2e} | {found.mean_abs:.2e} | {found.min_cosine:.7f} |")
         if not found.good(encoder.dtype):
             least = MIN_COSINE[encoder.dtype]
@@ -241,6 +252,7 @@ def explain(report: Report, search: Search) -> None:
     """Which row ran the biggest batch, and why; on a CPU also what a GPU would run."""
     query, key, value = search.encoder.first_layer_heads(search.biggest_batch)
     found = cutlass_fmha.explain(query, key, value)
+    report.found |= {"row": found.winner, "why": found.note}
     report.say(
         "## What ran, and why", "", f"- problem: {found.problem}", f"- device: {found.device or 'CPU'}"
     )
@@ -273,6 +285,7 @@ def show_times(report: Report, search: Search) -> None:
     model = wall_times(
         {"cutlass_fmha": lambda: whole_text(OURS), "torch SDPA": lambda: whole_text(STOCK)}, device, 1.0
     )
+    report.found["microseconds"] = {"attention": attention, "model": model}
     batch, seqlen, heads, head_dim = query.shape
     how = "replays of CUDA graphs" if device == "cuda" else "eager calls"
     where = "on the GPU" if device == "cuda" else f"on {torch.get_num_threads()} CPU threads"

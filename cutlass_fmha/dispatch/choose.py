@@ -11,8 +11,9 @@ from cutlass_fmha.cost import predict, store
 from cutlass_fmha.cost.store import Calibration
 from cutlass_fmha.dispatch import device as devices
 from cutlass_fmha.dispatch import table as tables
+from cutlass_fmha.dispatch.any_rows import no_rows
 from cutlass_fmha.dispatch.device import Device
-from cutlass_fmha.dispatch.eligibility import eligible_rows, family, no_rows, reasons
+from cutlass_fmha.dispatch.eligibility import eligible_rows, family, reasons
 from cutlass_fmha.dispatch.families.family import Offer, Offers
 from cutlass_fmha.dispatch.problem import MAX_KEY_SPAN, Problem, class_of, typical
 from cutlass_fmha.dispatch.table import Row, Table

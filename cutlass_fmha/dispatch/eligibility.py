@@ -75,30 +75,3 @@ def _made_for(problem: Problem, device: Device, table: Table) -> tuple[Row, ...]
         )
         table.made_for[key] = rows
     return rows
-
-
-def no_rows(device: Device, table: Table | None = None) -> str | None:
-    """Why a device takes no row of a build at all, and what to do about it; None when it takes some."""
-    table = table or tables.this_build()
-    if not table.rows:
-        return tables.NO_KERNELS
-    if devices.rows_arch(device, table.architectures) is not None:
-        return None
-    held = ", ".join(f"sm_{arch}" for arch in table.architectures)
-    if (forced := devices.forced_arch()) is not None:
-        return (
-            f"{devices.FORCE_ARCH}={forced} asks for sm_{forced} rows, "
-            f"and this build holds rows for {held} only"
-        )
-    if device.capability < (8, 9):
-        return (
-            f"{device} is older than every kernel of cutlass_fmha: compute capability 8.9 or newer is needed"
-        )
-    way_out = "with its own architecture"
-    if (own := devices.own_arch(device)) in table.architectures:
-        held += f" (compiled for sm_{table.architectures[own]})"
-        way_out = "with nvcc 12.9 or newer, which compiles for the whole family"
-    return (
-        f"this build of cutlass_fmha holds rows for {held} only, none of which {device} takes: rebuild it "
-        f"with `pip install . -C cmake.define.CMAKE_CUDA_ARCHITECTURES=89`, or {way_out}"
-    )

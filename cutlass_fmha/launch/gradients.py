@@ -12,8 +12,8 @@ from torch.nn import functional
 from cutlass_fmha import _C
 from cutlass_fmha.arguments import check
 from cutlass_fmha.arguments.check_features import broadcast_strides
+from cutlass_fmha.dispatch import decisions, gradients
 from cutlass_fmha.dispatch import device as devices
-from cutlass_fmha.dispatch import gradients
 from cutlass_fmha.dispatch import table as tables
 from cutlass_fmha.dispatch.describe import Operands, describe
 from cutlass_fmha.dispatch.device import Device
@@ -145,6 +145,7 @@ def _prepare(
         built = tables.backward().architectures
         device = devices.of_index(index) if index >= 0 else devices.simulated(built)
     row = gradients.choose(call.problem, device, name, features.deterministic)
+    decisions.decision_of_gradients(call.problem, device, row, name is not None)
     bias = (0, 0, 0, 0)
     if wanted[3] and features.bias is not None:
         bias = broadcast_strides(features.bias.new_empty(features.bias.shape), call.sizes)

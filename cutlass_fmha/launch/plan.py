@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cutlass_fmha import _C, log, private_torch
 from cutlass_fmha.arguments import check
+from cutlass_fmha.dispatch import decisions
 from cutlass_fmha.dispatch import device as devices
 from cutlass_fmha.dispatch import table as tables
 from cutlass_fmha.dispatch.choose import choose
@@ -241,6 +242,7 @@ def prepare(
     if device is None:
         device = devices.of_index(index) if index >= 0 else devices.simulated(table.architectures)
     chosen = choose(call.problem, device, row)
+    decisions.decision(call.problem, device, chosen, row is not None)
     prepared, sizes = family(chosen).prepare(chosen, call, device), call.sizes
     if prepared.launch is None and (call.problem.alignment < FULL_ALIGNMENT or _is_odd(chosen, sizes)):
         _warn_of_element_copies(chosen, tensors, sizes, names, layout)

@@ -1,10 +1,13 @@
-"""``python -m cutlass_fmha memory``: what a problem takes, or the longest sequences that fit on each GPU."""
+"""``cutlass-fmha memory``: what a problem takes, or the longest sequences that fit on each GPU."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
 
+from cutlass_fmha.cli import output
 from cutlass_fmha.dispatch import device as devices
 from cutlass_fmha.memory.plan import STAND_INS, MemoryPlan, memory_plan
 
@@ -17,17 +20,18 @@ MODELS: Mapping[str, tuple[int, int, int]] = {
 GPUS = ("l4", "l40s", "rtx4090", "rtx5080", "rtx5090", "rtxpro6000")
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 STEP = 1024
+TOTALS = ("forward", "backward", "saved", "total", "unfused", "share_saved")
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m cutlass_fmha memory",
+        prog="cutlass-fmha memory",
         description="Print what attention allocates on a GPU, which needn't be here.",
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(
         "--shape",
-        type=sizes,
+        type=output.sizes,
         metavar="B,S,H,D",
         help="batch, seqlen_q, num_heads, head_dim",
     )
@@ -50,16 +54,20 @@ def main(argv: list[str] | None = None) -> int:
         help="what comes with the problem, separated by commas: " + ", ".join(STAND_INS),
     )
     parser.add_argument("--device", metavar="NAME", help="as explain takes it (default: cuda:0)")
+    output.add_json(parser)
     arguments = parser.parse_args(argv)
     try:
-        print(tables() if arguments.table else _plan(arguments))
+        if arguments.table:
+            text = tables()
+            content: dict[str, Any] = {"markdown": text}
+        else:
+            plan = _plan(arguments)
+            content, text = asdict(plan), str(plan)
+            content |= {name: getattr(plan, name) for name in TOTALS}
     except (TypeError, ValueError, RuntimeError) as error:  # no row; an old driver
         parser.error(str(error))
+    output.emit(content, [text], arguments.json)
     return 0
-
-
-def sizes(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split(",")))
 
 
 def _plan(arguments: argparse.Namespace) -> MemoryPlan:

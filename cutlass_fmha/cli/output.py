@@ -1,0 +1,111 @@
+"""What commands share: how they take sizes, and answer: as text, or with ``--json`` as one JSON document."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+STDOUT = "-"
+
+
+class Table(NamedTuple):
+    """Cells as text; the first ``left`` columns begin where their heading does, the others end there."""
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    left: int = 1
+
+    def __str__(self) -> str:
+        widths = [max(map(len, column)) for column in zip(self.headings, *self.rows, strict=True)]
+        lines = [self.headings, ["-" * width for width in widths], *self.rows]
+        return "\n".join(self._line(cells, widths) for cells in lines)
+
+    def _line(self, cells: Sequence[str], widths: Sequence[int]) -> str:
+        padded = (
+            cell.ljust(width) if column < self.left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        )
+        return "  ".join(padded).rstrip()
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        const=STDOUT,
+        metavar="FILE",
+        help="write JSON to FILE besides, or to stdout in place of the text when no FILE is named",
+    )
+
+
+def sizes(text: str) -> tuple[int, ...]:
+    """The type of an argument ``--shape B,S,H,D``."""
+    try:
+        found = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        found = ()
+    if len(found) != 4 or min(found) < 0:
+        raise argparse.ArgumentTypeError(
+            f"four sizes batch,seqlen_q,num_heads,head_dim are needed, got {text!r}"
+        )
+    return found
+
+
+def to_json(content: Any) -> str:
+    return json.dumps(finite(content), indent=1, allow_nan=False) + "\n"
+
+
+def finite(value: Any) -> Any:
+    """The value with NaN and infinities, which JSON lacks, as the strings "nan", "inf" and "-inf"."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def write_text(text: str, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def emit(content: Any, parts: Iterable[str | Table], where: str | None) -> None:
+    """Prints text, or writes JSON where ``--json`` said."""
+    if where == STDOUT:
+        sys.stdout.write(to_json(content))
+        return
+    show(parts)
+    if where is not None:
+        write_text(to_json(content), Path(where))
+
+
+def show(parts: Iterable[str | Table]) -> None:
+    """Tables by rich where it is installed and somebody looks; what goes to a file or a pipe is plain."""
+    if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
+        for part in parts:
+            print(part)
+        return
+    import rich.box
+    import rich.console
+    import rich.table
+    import rich.text
+
+    console = rich.console.Console(highlight=False)
+    for part in parts:
+        if isinstance(part, str):
+            console.print(part, markup=False)
+            continue
+        drawn = rich.table.Table(box=rich.box.SIMPLE_HEAD)
+        for column, heading in enumerate(part.headings):
+            drawn.add_column(rich.text.Text(heading), justify="left" if column < part.left else "right")
+        for row in part.rows:
+            drawn.add_row(*map(rich.text.Text, row))
+        console.print(drawn)
