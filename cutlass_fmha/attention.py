@@ -298,6 +298,8 @@ def _dispatch(
     """The call through torch's dispatcher, checked before: the op would use names of its own."""
     check.check_types((q, k, v), names)
     compiling = torch.compiler.is_compiling()
+    if type(q) is not Tensor and not compiling and type(q).__name__ == "DTensor":
+        from cutlass_fmha.ops import sharding  # noqa: F401  torch.distributed is there, and now knows the ops
     changes = compiling and not (scale is None or private_torch.has_static_value(scale))
     short = not arguments and not changes and not (q.dim() == v.dim() == 4 and v.shape[3] != q.shape[3])
     if short:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import datetime
 import functools
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import two_processes
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -301,9 +298,6 @@ def test_a_derivative_of_a_derivative_is_refused(of: str):
 
 # ---- two processes -----------------------------------------------------------------------------------------
 
-#: Seconds after which two processes that wait for each other have failed.
-PATIENCE = 120
-
 
 def fsdp(dtype: torch.dtype | None, layer: nn.Module) -> nn.Module:
     from torch.distributed import fsdp
@@ -321,8 +315,7 @@ WRAPPED: tuple[tuple[Callable[[nn.Module], nn.Module], float], ...] = (
 
 def one_of_two(rank: int, meeting: str) -> None:
     """Half of the batch; gradients are averaged."""
-    limit = datetime.timedelta(seconds=PATIENCE // 2)
-    torch.distributed.init_process_group("gloo", f"file://{meeting}", limit, 2, rank)
+    two_processes.meet(rank, meeting)
     x = tokens().detach()
     expected = trained(x)
     for wrap, share in WRAPPED:
@@ -336,19 +329,4 @@ def one_of_two(rank: int, meeting: str) -> None:
 
 
 def test_two_processes_average_their_gradients(tmp_path: Path):
-    code = "import sys, test_training; test_training.one_of_two(int(sys.argv[1]), sys.argv[2])"
-    meeting, folder = str(tmp_path / "meeting"), str(Path(__file__).parent)
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}
-    logs = [tmp_path / f"{rank}.txt" for rank in (0, 1)]
-    processes: list[subprocess.Popen[bytes]] = []
-    try:
-        for rank, log in enumerate(logs):
-            command = [sys.executable, "-c", code, str(rank), meeting]
-            with log.open("w") as output:
-                processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
-        statuses = [process.wait(PATIENCE) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert statuses == [0, 0], "\n".join(log.read_text()[-2000:] for log in logs)
+    two_processes.run(one_of_two, tmp_path)

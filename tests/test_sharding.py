@@ -1,0 +1,108 @@
+"""DTensors: each device computes shards of batch and heads, and together they have what one would have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import two_processes
+from tensors import ints, randn
+from torch import Tensor
+
+from cutlass_fmha import attention
+
+Q, K = (2, 9, 4, 32), (2, 13, 2, 32)
+#: Shapes of query and of key and value, features (with a gradient where they are of that kind).
+MASK = torch.arange(13) < ints(13, 5)[:, None, None, None]
+CALLS: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
+    "causal": (Q, K, {"causal": True}),
+    "one head of keys": (Q, (2, 13, 1, 32), {"window": (4, 0)}),
+    "3 heads of keys for 2 devices": ((2, 9, 6, 32), (2, 13, 3, 32), {}),
+    "mask, a bias of heads, sinks": (
+        Q, K, {"mask": MASK, "bias": randn(4, 9, 13), "sinks": randn(4)},
+    ),
+    "lengths, slopes, a bias of all": (
+        Q, K, {"seqused_k": ints(13, 5), "alibi_slopes": randn(2, 4).abs(), "bias": randn(2, 1, 9, 13)},
+    ),
+    "block lists": (
+        Q, K, {"block_mask": (ints(1, 1).view(2, 1, 1), ints(0, 0).view(2, 1, 1, 1), (128, 128))},
+    ),
+    "packed": ((10, 4, 32), (12, 2, 32), {"cu_seqlens_q": ints(0, 4, 10), "cu_seqlens_k": ints(0, 5, 12)}),
+}  # fmt: skip
+LEARNED = ("bias", "sinks")
+
+
+def results(q: Tensor, k: Tensor, v: Tensor, features: dict[str, Any], of_output: Any) -> list[Tensor]:
+    """Output, LSE and gradients, of features too."""
+    differentiable = "block_mask" not in features
+    with torch.set_grad_enabled(differentiable):
+        out, lse = attention(q, k, v, return_lse=True, **features)
+    wanted = [q, k, v, *(features[name] for name in LEARNED if name in features)]
+    if not differentiable:
+        return [out, lse]
+    loss = (out * of_output).sum() + lse.nan_to_num(neginf=0.0).sum()
+    return [out, lse, *torch.autograd.grad(loss, wanted)]
+
+
+def one_of_two(rank: int, meeting: str) -> None:
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    two_processes.meet(rank, meeting)
+    mesh = torch.distributed.init_device_mesh("cpu", (2, 1))
+
+    def spread(x: Any, placement: Any) -> Any:
+        """Over the first dimension of the mesh, where the tensor has such an axis."""
+        if not isinstance(x, Tensor):
+            return x
+        whole = isinstance(placement, Shard) and x.dim() <= placement.dim
+        found = distribute_tensor(x.detach(), mesh, [Replicate() if whole else placement, Replicate()])
+        return found.requires_grad_(x.requires_grad)
+
+    for name, (shape_q, shape_k, features) in CALLS.items():
+        shapes = (shape_q, shape_k, shape_k)
+        tensors = [randn(*shape, seed=n).requires_grad_() for n, shape in enumerate(shapes)]
+        features = {n: x.requires_grad_() if n in LEARNED else x for n, x in features.items()}
+        of_output = randn(*shape_q, seed=7)
+        want = results(*tensors, features, of_output)
+        heads = len(shape_q) - 2
+        for axis in (0, 1, 2, None):
+            if axis not in (0, heads) and name != "causal":
+                continue  # a sequence is not divided, and nothing sharded
+            placement = Replicate() if axis is None else Shard(axis)
+            divided = shape_k[heads] != 3 if axis == heads else axis == 0 and len(shape_q) == 4
+            kv = Replicate() if divided and shape_k[heads] == 1 and axis == heads else placement
+            given = [spread(x, p) for x, p in zip(tensors, (placement, kv, kv), strict=True)]
+            said = {n: spread(x, Replicate()) if n in LEARNED else x for n, x in features.items()}
+            with CommDebugMode() as sent, torch.no_grad():
+                out, _ = attention(*given, return_lse=True, **said)
+            assert sent.get_total_counts() == (0 if divided or axis is None else 3), (name, axis)
+            assert out.placements[0] == (placement if divided else Replicate()), (name, axis)
+            found = results(*given, said, spread(of_output, Replicate()))
+            assert all(isinstance(x, DTensor) for x in found)
+            if name.startswith("one head") and axis == heads:
+                assert found[3].placements[0] == Partial(), (
+                    "each device has a part of the shared head's gradient"
+                )
+            whole = [x.full_tensor() for x in found]
+            torch.testing.assert_close(
+                whole, want, rtol=1e-4, atol=1e-4, msg=lambda m, at=(name, axis): f"{at}: {m}"
+            )
+
+    q = spread(randn(*Q), Shard(0))
+    with torch.inference_mode():
+        out = attention(q, q, q)
+    assert out.placements[0] == Shard(0)
+    for said, why in (
+        ({"dropout_p": 0.5}, "dropout_p would draw the same numbers"),
+        ({"cache_batch_idx": ints(0, 1)}, "cache_batch_idx has no shards where query is sharded"),
+    ):
+        with pytest.raises(NotImplementedError, match=why):
+            attention(q, q, q, **said)
+    torch.distributed.destroy_process_group()
+
+
+def test_shards_of_two_processes_are_what_one_computes(tmp_path: Path):
+    two_processes.run(one_of_two, tmp_path)

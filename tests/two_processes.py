@@ -1,0 +1,40 @@
+"""A test in two processes that know each other, by gloo on the CPU."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+#: Seconds after which two processes that wait for each other have failed.
+PATIENCE = 120
+
+
+def meet(rank: int, meeting: str) -> None:
+    limit = datetime.timedelta(seconds=PATIENCE // 2)
+    torch.distributed.init_process_group("gloo", f"file://{meeting}", limit, 2, rank)
+
+
+def run(one: Callable[[int, str], None], folder: Path) -> None:
+    """``one(rank, meeting)`` of a module of tests, in each: it meets the other, and must not raise."""
+    module, tests = one.__module__.rpartition(".")[2], str(Path(__file__).parent)
+    code = f"import sys, {module}; {module}.{one.__name__}(int(sys.argv[1]), sys.argv[2])"
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": tests, "OMP_NUM_THREADS": "1"}
+    logs = [folder / f"{rank}.txt" for rank in (0, 1)]
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank, log in enumerate(logs):
+            command = [sys.executable, "-c", code, str(rank), str(folder / "meeting")]
+            with log.open("w") as output:
+                processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
+        statuses = [process.wait(PATIENCE) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert statuses == [0, 0], "\n".join(log.read_text()[-2000:] for log in logs)
