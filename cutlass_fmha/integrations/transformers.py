@@ -2,58 +2,99 @@
 
     from cutlass_fmha.integrations import transformers
     transformers.register()
-    model = AutoModel.from_pretrained(path, attn_implementation="cutlass_fmha")
+    model = AutoModel.from_pretrained(path, attn_implementation="cutlass_fmha_flash")
 
-A name is registered for the attention function and for the mask function: without the second, transformers
-hands every attention function a mask of None and padding is silently attended to.
+Two names, each for an attention function and a mask function: "cutlass_fmha" takes the masks that
+transformers makes for SDPA, "cutlass_fmha_flash" says padding by lengths and windows by windows.
+docs/transformers.md tells which is for what.
 
-Works with transformers 5.x, which is imported by ``register`` only.
+Works with transformers 5.4 and newer, which is imported by ``register`` only.
 """
 
 from __future__ import annotations
 
-import math
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from cutlass_fmha.attention import attention
+from cutlass_fmha.integrations.padding import SAID, Said, padding
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 NAME = "cutlass_fmha"
-"""The ``attn_implementation`` that ``register`` adds."""
+"""The ``attn_implementation`` that takes masks as SDPA does. With "_flash" behind it, lengths and windows."""
 
-# What a model may pass and SDPA honours or an eager forward would: dropping one changes the result without a
-# word.
+_HAS_FLASH = "_supports_flash_attn"  # transformers' word for models whose windows and padding lengths can say
+
+# What a model may pass and that changes the result, and we have no word for.
 _UNSUPPORTED = {
-    "position_bias": "a position bias",
-    "softcap": "a soft cap of the scores",
-    "s_aux": "attention sinks",
     "head_mask": "a head mask",
-    "cu_seq_lens_q": "packed sequences (cu_seq_lens)",
-    "cu_seq_lens_k": "packed sequences (cu_seq_lens)",
+    "sinks": "sinks of each query",
+    "block_indices": "block-sparse attention",
+    "cache": "continuous batching (paged caches)",
+    "block_table": "continuous batching (paged caches)",
 }
 
 
 def register(name: str = NAME) -> str:
-    """Make ``attn_implementation=name`` available to every transformers model; returns the name.
+    """Make ``attn_implementation=name``, and that name with "_flash", available to models; returns the name.
 
-    Raises ImportError when transformers is missing or too old to have both registries.
+    A model of transformers that would not use one as it is meant raises ValueError when it is told to: one
+    that computes its attention itself and, for the second, one that has no flash attention in transformers.
+
+    Raises ImportError when transformers is missing or older than 5.4.
     """
     try:
-        from transformers import AttentionInterface
+        from transformers import AttentionInterface, PreTrainedModel
         from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+        from cutlass_fmha.integrations.transformers_masks import flash_mask
     except ImportError as error:
         raise ImportError(
-            f"this integration needs transformers 5 or newer (pip install transformers): {error}"
+            f"this integration needs transformers 5.4 or newer (pip install transformers): {error}"
         ) from error
-    AttentionInterface.register(name, attention_forward)
     # sdpa_mask answers None exactly where SDPA's is_causal flag, or no mask at all, says the same: see
     # attention_forward.
-    AttentionMaskInterface.register(name, sdpa_mask)
+    models: Any = PreTrainedModel
+    for each, forward, mask in (
+        (name, attention_forward, sdpa_mask),
+        (f"{name}_flash", flash_forward, flash_mask),
+    ):
+        AttentionInterface.register(each, forward)
+        AttentionMaskInterface.register(each, mask)
+        check = models._check_and_adjust_attn_implementation
+        models._check_and_adjust_attn_implementation = _checked(check, each)
     return name
+
+
+def _checked(check: Callable[..., str], name: str) -> Callable[..., str]:
+    """transformers' check of a name, but for ours.
+
+    For names with "flash" in them it looks for a module of flash_attn's functions, as if nothing were
+    registered, and some models (gpt-oss) exchange those that they don't know for one from the hub.
+    """
+    if name in getattr(check, "names", ()):
+        return check
+
+    @functools.wraps(check)
+    def checked(self: Any, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
+        if attn_implementation != name:
+            return check(self, attn_implementation, *args, **kwargs)
+        kind = type(self)
+        if kind.__module__.startswith("transformers.models.") and not self._can_set_attn_implementation():
+            raise ValueError(f"{kind.__name__} computes its attention itself: {name} would never be called")
+        if name.endswith("_flash") and not getattr(self, _HAS_FLASH):
+            raise ValueError(
+                f"{kind.__name__} has no flash attention in transformers: use {name.removesuffix('_flash')}"
+            )
+        return str(self.get_correct_attn_implementation(name))
+
+    vars(checked)["names"] = (name, *getattr(check, "names", ()))
+    return checked
 
 
 def attention_forward(
@@ -67,21 +108,97 @@ def attention_forward(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The function that transformers calls in every attention layer.
+    """What transformers calls in every attention layer of a model with "cutlass_fmha".
 
     query [batch, num_heads, seqlen_q, head_dim], key and value [batch, num_heads_kv, seqlen_k, head_dim];
-    returns ([batch, seqlen_q, num_heads, head_dim], None): there are no attention weights to return. scaling:
-    softmax scale, 1/sqrt(head_dim) when None. is_causal: ``module.is_causal`` when None.
+    returns ([batch, seqlen_q, num_heads, head_dim_v], None): there are no attention weights to return.
+    scaling: softmax scale, 1/sqrt(head_dim) when None. is_causal: ``module.is_causal`` when None.
 
-    attention_mask: bool, False hides a key, or numbers to add to the scores; with one, is_causal has no say,
-    as it is part of the mask.
+    attention_mask: bool, False hides a key, or numbers to add to the scores; with one, is_causal and windows
+    have no say, as they are part of the mask. Passed on: softcap, s_aux (sinks), position_bias and
+    deterministic.
 
-    Raises NotImplementedError for dropout, and for anything else that is not passed on.
+    Raises NotImplementedError for what would have to be dropped.
     """
-    if dropout:
+    if kwargs.get("cu_seq_lens_q") is not None:
         raise NotImplementedError(
-            f"cutlass_fmha has no backward, and dropout ({dropout}) is for training: call model.eval() first."
+            "cutlass_fmha takes no packed sequences (cu_seq_lens): use cutlass_fmha_flash, without a mask."
         )
+    said = _said_of_scores(attention_mask, dropout, kwargs)
+    if attention_mask is not None:
+        # Masks of a static cache are longer than the keys.
+        seen = attention_mask[..., : key.shape[2]]
+        if seen.dtype == torch.bool:
+            said["mask"] = seen
+        else:
+            said["bias"] = seen + said["bias"] if "bias" in said else seen
+        return _attend(query, key, value, False, scaling, said)
+    # No mask means what it means to SDPA: is_causal aligned top-left, except that a single query (a decoding
+    # step) sees every key.
+    causal = _is_causal(module, is_causal) and query.shape[2] > 1
+    return _attend(query, key, value, "top-left" if causal else False, scaling, said)
+
+
+def flash_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls in every attention layer of a model with "cutlass_fmha_flash".
+
+    As ``attention_forward``, but the last query stands at the last key, and attention_mask may also be one of
+    padding, [batch, seqlen_k seen], 1 (True) for a token, which is passed on as lengths. sliding_window: so
+    many keys a query sees on either side, itself included. Passed on, too: cu_seq_lens_q, cu_seq_lens_k,
+    max_length_q and max_length_k. No position_bias.
+    """
+    if attention_mask is not None and attention_mask.dim() == 4:
+        return attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    for argument, title in (("position_bias", "a position bias"), ("indices", "sparse attention")):
+        if kwargs.get(argument) is not None:
+            raise NotImplementedError(f"cutlass_fmha_flash does not support {title}: use cutlass_fmha.")
+    found = None if attention_mask is None else getattr(attention_mask, SAID, None)
+    if found is None:
+        found = _read(attention_mask, query, key, _is_causal(module, is_causal), sliding_window)
+    arguments = found.arguments
+    if kwargs.get("cu_seq_lens_q") is not None:
+        if arguments.keys() & {"mask", "leftpad_k", "seqused_k"}:
+            raise ValueError("cu_seq_lens_q and an attention_mask with padding exclude each other.")
+        arguments = arguments | _packed(kwargs)
+    if found.seen < key.shape[2] and (query.shape[2] > 1 or "seqused_k" not in arguments):
+        key, value = key[:, :, : found.seen], value[:, :, : found.seen]
+    causal = found.causal and (query.shape[2] > 1 or "cu_seqlens_q" in arguments)
+    said = _said_of_scores(None, dropout, kwargs)
+    return _attend(query, key, value, causal, scaling, {**said, **arguments})
+
+
+def _read(mask: Tensor | None, query: Tensor, key: Tensor, causal: bool, window: int | None) -> Said:
+    """What a mask says that ``flash_mask`` did not make, and the layer's own window."""
+    arguments: dict[str, Any] = {}
+    if window is not None and key.shape[2] > window:
+        arguments["window"] = (window - 1, window - 1)
+    if mask is None:
+        return Said(causal, key.shape[2], arguments)
+    mask = mask[:, : key.shape[2]].bool()
+    if torch.compiler.is_compiling():
+        arguments["mask"] = mask[:, None, None, :]
+    else:
+        arguments |= padding(mask, query.shape[2], causal or "window" in arguments)
+    return Said(causal, mask.shape[1], arguments)
+
+
+def _is_causal(module: torch.nn.Module, is_causal: bool | None) -> bool:
+    return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+
+
+def _said_of_scores(mask: Tensor | None, dropout: float, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of ``attention`` that a model gave, but for which keys are seen."""
     if kwargs.get("output_attentions"):
         raise NotImplementedError(
             "cutlass_fmha never forms the attention weights: attn_implementation='eager' returns them."
@@ -91,20 +208,43 @@ def attention_forward(
             raise NotImplementedError(
                 f"cutlass_fmha does not support {title} yet, and this model passes {argument}."
             )
+    if kwargs.get("indices") is not None and mask is None:
+        raise NotImplementedError("cutlass_fmha does not support sparse attention but by a mask.")
+    said = {
+        "dropout_p": dropout or None,
+        "softcap": kwargs.get("softcap"),
+        "sinks": kwargs.get("s_aux"),
+        "bias": kwargs.get("position_bias"),
+        "deterministic": kwargs.get("deterministic") or None,
+    }
+    return {name: value for name, value in said.items() if value is not None}
 
-    if is_causal is None:
-        is_causal = getattr(module, "is_causal", True)
-    # A mask of None means what it means to SDPA: is_causal aligned top-left, except that a single query (a
-    # decoding step) sees every key.
-    causal = "top-left" if is_causal and query.shape[2] > 1 else "none"
-    scale = 1.0 / math.sqrt(query.shape[-1]) if scaling is None else float(scaling)
-    if attention_mask is not None:
-        # Masks of a static cache are longer than the keys.
-        seen = attention_mask[..., : key.shape[2]]
-        mask, bias = (seen, None) if seen.dtype == torch.bool else (None, seen)
-        masked = attention(query, key, value, scale=scale, layout="bhsd", mask=mask, bias=bias)
-        return masked.transpose(1, 2), None
-    output, _ = torch.ops.cutlass_fmha.forward(
-        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), scale, causal, False, None
-    )
-    return output, None
+
+def _packed(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """transformers' words for packed sequences in ours. A longest length on the device is waited for."""
+    said = {}
+    for side in "qk":
+        starts, longest = kwargs.get(f"cu_seq_lens_{side}"), kwargs.get(f"max_length_{side}")
+        if starts is None:
+            raise ValueError("cu_seq_lens_q is only taken with cu_seq_lens_k.")
+        said[f"cu_seqlens_{side}"] = starts.int()
+        if longest is not None:
+            said[f"max_seqlen_{side}"] = int(longest)
+    return said
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    causal: bool | str,
+    scaling: float | None,
+    said: dict[str, Any],
+) -> tuple[Tensor, None]:
+    """The one call: [batch, num_heads, seqlen, head_dim] in, [batch, seqlen, num_heads, head_dim] out."""
+    if "cu_seqlens_q" not in said:
+        out: Tensor = attention(query, key, value, causal=causal, scale=scaling, layout="bhsd", **said)
+        return out.transpose(1, 2), None  # which is how its memory lies
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    rows = attention(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), causal=causal, scale=scaling, **said)
+    return rows.view(*q.shape[:3], -1), None

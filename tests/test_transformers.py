@@ -1,0 +1,465 @@
+"""transformers' models through the package's attention: eager's numbers, and nothing dropped that matters."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import cutlass_fmha
+from cutlass_fmha.demo.measure import CountCalls
+from cutlass_fmha.integrations import transformers as integration
+
+transformers = pytest.importorskip("transformers", reason="requirements/demo.txt is not installed")
+
+MASKS, FLASH = integration.NAME, f"{integration.NAME}_flash"
+TOLERANCE, MATTERS = 1e-4, 1e-3  # of the largest number of eager's; forwards are within 3e-5
+STEPS = 3
+
+COMMON = {
+    "vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 64, "max_position_embeddings": 64, "initializer_range": 0.2,
+}  # fmt: skip
+GROUPED = {**COMMON, "num_key_value_heads": 2, "head_dim": 16}
+WINDOW = {**GROUPED, "sliding_window": 4}
+SLIDING = {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+GEMMA = {**SLIDING, "query_pre_attn_scalar": 16}
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 63}
+DROPOUT, PROBS = "attention_dropout", "attention_probs_dropout_prob"
+
+#: Class, config, the name of its attention's dropout, and what its result is known to depend on.
+MODELS: dict[str, tuple[str, dict[str, Any], str, set[str]]] = {
+    "Llama": ("LlamaForCausalLM", GROUPED, DROPOUT, {"causal"}),
+    "Mistral": ("MistralForCausalLM", WINDOW, DROPOUT, {"causal", "window"}),
+    "Qwen3": ("Qwen3ForCausalLM", GROUPED, DROPOUT, {"causal"}),
+    "Gemma2": (
+        "Gemma2ForCausalLM", {**GEMMA, "attn_logit_softcapping": 2.0}, DROPOUT,
+        {"causal", "window", "softcap"},
+    ),
+    "Gemma3": ("Gemma3ForCausalLM", GEMMA, DROPOUT, {"causal", "window"}),
+    "GptOss": (
+        "GptOssForCausalLM", {**SLIDING, "num_local_experts": 2, "num_experts_per_tok": 1}, DROPOUT,
+        {"causal", "window", "sinks"},
+    ),
+    "DeepseekV3": (
+        "DeepseekV3ForCausalLM",
+        {
+            **COMMON, "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2,
+            "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+        },
+        DROPOUT, {"causal"},
+    ),
+    "Bert": ("BertModel", {**COMMON, "hidden_dropout_prob": 0.0}, PROBS, set()),
+    "ModernBert": (
+        "ModernBertModel",
+        {
+            **COMMON, **SPECIAL, "local_attention": 4, "layer_types": SLIDING["layer_types"],
+            "cls_token_id": 1, "sep_token_id": 2,
+        },
+        DROPOUT, {"window"},
+    ),
+    "ViT": (
+        "ViTModel", {**COMMON, "image_size": 12, "patch_size": 4, "hidden_dropout_prob": 0.0}, PROBS, set(),
+    ),
+    "Whisper": (
+        "WhisperForConditionalGeneration",
+        {
+            **SPECIAL, "vocab_size": 64, "d_model": 64, "encoder_layers": 2, "decoder_layers": 2,
+            "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64,
+            "decoder_ffn_dim": 64, "max_source_positions": 8, "max_target_positions": 32, "num_mel_bins": 8,
+            "init_std": 0.2, "decoder_start_token_id": 1, "begin_suppress_tokens": None, "dropout": 0.0,
+        },
+        DROPOUT, {"causal"},
+    ),
+    "T5": (
+        "T5ForConditionalGeneration",
+        {
+            "vocab_size": 64, "d_model": 64, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 4,
+            "initializer_factor": 1.0, "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 63,
+        },
+        "dropout_rate", {"bias"},
+    ),
+}  # fmt: skip
+ENCODERS, TWO_SIDED = ("Bert", "ModernBert", "ViT"), ("Whisper", "T5")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered() -> None:
+    assert integration.register() == integration.register() == MASKS  # twice is once
+
+
+@functools.lru_cache
+def model(name: str, dropout: float) -> Any:
+    torch.manual_seed(0)
+    kind, config, dropout_name, _ = MODELS[name]
+    kind = getattr(transformers, kind)
+    made = kind(kind.config_class(**config, **{dropout_name: dropout})).eval()
+    made.generation_config = transformers.GenerationConfig(pad_token_id=0, decoder_start_token_id=1)
+    with torch.no_grad():
+        for key, weight in made.named_parameters():
+            if "relative_attention_bias" in key or "sinks" in key:
+                weight.normal_()
+    return made
+
+
+def tokens(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(2, 63, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def padding(side: str, batch: int = 2, length: int = 9) -> torch.Tensor:
+    mask = torch.ones(batch, length, dtype=torch.long)
+    if side == "left":
+        mask[1, :3] = 0
+    elif side == "right":
+        mask[1, 6:] = 0
+    elif side == "holes":
+        mask[1, 2:4] = 0
+    return mask
+
+
+def inputs(name: str, side: str) -> tuple[dict[str, Any], torch.Tensor]:
+    """What the model is called with, and which rows of its result count."""
+    mask = padding(side)
+    if name == "ViT":
+        return {"pixel_values": torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(3))}, mask[
+            :, :1
+        ]
+    said: dict[str, Any] = {"input_ids": tokens(2, 9), "attention_mask": mask}
+    if name == "Whisper":
+        return {
+            "input_features": torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(3)),
+            "decoder_input_ids": said["input_ids"], "decoder_attention_mask": mask,
+        }, mask  # fmt: skip
+    if name == "T5":
+        said |= {"decoder_input_ids": tokens(2, 7, seed=2)}
+        return said, torch.ones(2, 7)
+    return said, mask
+
+
+def forward(name: str, side: str) -> torch.Tensor:
+    said, rows = inputs(name, side)
+    with torch.no_grad():
+        result = model(name, 0.0)(**said)[0]
+    return result[:, : rows.shape[1]][rows.bool()]
+
+
+def generate(name: str, cache: str) -> torch.Tensor:
+    """Logits of each step after a prompt that is padded on the left (of T5's encoder; Whisper's is not)."""
+    said, _ = inputs(name, "left")
+    if name in TWO_SIDED:
+        said = {key: value for key, value in said.items() if not key.startswith("decoder")}
+    options = {
+        "max_new_tokens": STEPS,
+        "min_new_tokens": STEPS,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+    }
+    with torch.no_grad():
+        found = transformers.GenerationMixin.generate(
+            model(name, 0.0), **said, **options, output_logits=True,
+            cache_implementation=None if cache == "dynamic" else cache, disable_compile=True,
+        )  # fmt: skip
+    return torch.stack(found.logits)
+
+
+def train(name: str, side: str) -> torch.Tensor:
+    """All gradients of a training step. With dropout, the attention's own alone."""
+    network = model(name, 0.3 if side == "dropout" else 0.0).train()
+    said, rows = inputs(name, "left" if side == "left" else "none")
+    network.zero_grad()
+    result = network(**said)[0]
+    result = result[:, : rows.shape[1]][rows.bool()]
+    # An odd function: one that a layer norm at the end makes constant would have no gradient.
+    torch.tanh(result).pow(3).sum().backward()
+    network.eval()
+    gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in network.parameters()]
+    # Each by its own size, but for those that are 0 but for rounding, as that of a bias of keys.
+    largest = max(x.abs().max() for x in gradients)
+    gradients = [(x / (x.abs().max() + 0.01 * largest)).flatten() for x in gradients]
+    return torch.cat([result.detach().flatten() / result.abs().max(), *gradients])
+
+
+MODES: dict[str, Any] = {
+    "prefill": functools.partial(forward, side="none"),
+    "left padding": functools.partial(forward, side="left"),
+    "right padding": functools.partial(forward, side="right"),
+    "padding in between": functools.partial(forward, side="holes"),
+    "generate": functools.partial(generate, cache="dynamic"),
+    "generate, static cache": functools.partial(generate, cache="static"),
+    "training": functools.partial(train, side="left"),
+    "training, dropout": functools.partial(train, side="dropout"),
+}
+
+
+@contextmanager
+def same_dropout() -> Iterator[None]:
+    """Eager's attention drops what ours does: of each call that which a seed of its own says."""
+    seeds = iter(range(1000)), iter(range(1000))
+
+    def seed(*_: Any) -> torch.Tensor:
+        return torch.tensor([next(seeds[1])])
+
+    def dropout(
+        x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> torch.Tensor:
+        if x.dim() != 4 or not training or p == 0.0:
+            return x
+        return x * cutlass_fmha.dropout_mask(next(seeds[0]), *x.shape, p) / (1 - p)
+
+    with (
+        mock.patch("torch.nn.functional.dropout", dropout),
+        mock.patch("cutlass_fmha.arguments.op_arguments._seed", seed),
+    ):
+        yield
+
+
+@contextmanager
+def attention(name: str, seen: set[str], drop: str = "") -> Iterator[list[int]]:
+    """The model's attention is ours; of each call one argument is dropped. Gives the number of calls."""
+    calls = [0]
+
+    def spied(*operands: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        calls[0] += 1
+        if drop == "causal":
+            arguments["causal"] = False
+        elif drop:
+            arguments.pop(drop, None)
+        seen.update(
+            arguments.keys() - {"scale", "layout"} - ({"causal"} if arguments["causal"] is False else set())
+        )
+        return cutlass_fmha.attention(*operands, **arguments)
+
+    with mock.patch.object(integration, "attention", spied):
+        yield calls
+
+
+@functools.lru_cache
+def eager(name: str, mode: str) -> torch.Tensor:
+    for dropout in (0.0, 0.3):
+        model(name, dropout).set_attn_implementation("eager")
+    with same_dropout():
+        return MODES[mode](name)
+
+
+def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    assert found.shape == wanted.shape
+    return ((found - wanted).abs().max() / wanted.abs().max()).item()
+
+
+CASES = [
+    pytest.param(name, mode, implementation, id=f"{name}-{mode}-{implementation}")
+    for name in MODELS
+    for mode in MODES
+    for implementation in (MASKS, FLASH)
+    if not (name in ENCODERS and "generate" in mode)
+    and not (name == "ViT" and "padding" in mode)
+    and not (
+        name == "T5" and implementation == FLASH
+    )  # refused: test_a_model_that_would_not_use_it_is_refused
+]
+
+
+@pytest.mark.parametrize(("name", "mode", "implementation"), CASES)
+def test_a_model_computes_what_it_does_eagerly(name: str, mode: str, implementation: str) -> None:
+    wanted = eager(name, mode)
+    for dropout in (0.0, 0.3):
+        model(name, dropout).set_attn_implementation(implementation)
+    said: set[str] = set()
+    with same_dropout(), attention(name, said) as calls, CountCalls() as counter:
+        found = MODES[mode](name)
+    passes = STEPS if "generate" in mode else 1
+    layers = 2 * (1 + 2 * passes) if name in TWO_SIDED else 2 * passes
+    assert counter.calls == calls[0] == layers
+    assert error(found, wanted) <= TOLERANCE
+    # What was passed on was needed: without any one of these the result is another.
+    for argument in said:
+        with same_dropout(), attention(name, set(), drop=argument):
+            changed = error(MODES[mode](name), wanted)
+        assert not changed <= MATTERS, f"{argument} could be dropped"
+    known = MODELS[name][3]
+    if implementation == FLASH:
+        assert known <= said | ({"causal", "window"} if "generate" in mode else set())
+        assert "mask" not in said or "in between" in mode  # lengths, wherever they can say it
+    else:
+        assert known - {"causal", "window"} <= said
+
+
+# ---- what the matrix above does not say --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral"])
+@pytest.mark.parametrize("implementation", [MASKS, FLASH, "starts"])
+def test_packed_sequences_do_not_see_each_other(name: str, implementation: str) -> None:
+    network, ids = model(name, 0.0), tokens(1, 11)
+    said: dict[str, Any] = {"position_ids": torch.tensor([[*range(6), *range(5)]]), "use_cache": False}
+    network.set_attn_implementation("eager")
+    with torch.no_grad():
+        wanted = torch.cat([network(part).logits for part in ids.split([6, 5], dim=1)], dim=1)
+        if implementation == "starts":  # as DataCollatorWithFlattening gives them; masks know nothing of them
+            starts = torch.tensor([0, 6, 11])
+            said |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 6, "max_length_k": 6}
+            said["use_cache"] = True
+            network.set_attn_implementation(MASKS)
+            with pytest.raises(NotImplementedError, match="use cutlass_fmha_flash"):
+                network(ids, **said)
+        network.set_attn_implementation(MASKS if implementation == MASKS else FLASH)
+        seen: set[str] = set()
+        with attention(name, seen):
+            found = network(ids, **said).logits
+    assert error(found, wanted) <= TOLERANCE
+    assert ("cu_seqlens_q" in seen) == (implementation != MASKS)
+
+
+@pytest.mark.parametrize("implementation", [MASKS, FLASH])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_a_second_chunk_of_a_prompt_sees_the_first(implementation: str, cache: str) -> None:
+    network, ids = model("Gemma3", 0.0), tokens(2, 9)
+
+    def chunks(name: str) -> torch.Tensor:
+        network.set_attn_implementation(name)
+        kept = transformers.StaticCache(network.config, max_cache_len=16) if cache == "static" else None
+        with torch.no_grad():
+            first = network(ids[:, :5], past_key_values=kept, use_cache=True)
+            rest = network(ids[:, 5:], past_key_values=first.past_key_values).logits
+        return torch.cat([first.logits, rest], dim=1)
+
+    assert error(chunks(implementation), chunks("eager")) <= TOLERANCE
+
+
+@pytest.mark.parametrize("implementation", [MASKS, FLASH])
+def test_a_graph_without_breaks_gives_the_same(implementation: str) -> None:
+    network, mask = model("Mistral", 0.0), padding("left")
+    network.set_attn_implementation(implementation)
+    compiled = torch.compile(network, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        for arguments in ({}, {"attention_mask": mask}):
+            wanted = network(tokens(2, 9), **arguments, use_cache=False).logits[mask.bool()]
+            found = compiled(tokens(2, 9), **arguments, use_cache=False).logits[mask.bool()]
+            assert error(found, wanted) <= TOLERANCE
+    torch.compiler.reset()
+
+
+def test_patterns_that_lengths_and_windows_can_not_say_stay_masks() -> None:
+    from transformers import masking_utils as masks
+
+    from cutlass_fmha.integrations.transformers_masks import flash_mask
+
+    def made(function: Any, **arguments: Any) -> torch.Tensor | None:
+        return flash_mask(2, 6, 6, mask_function=function, attention_mask=None, **arguments)
+
+    assert made(masks.causal_mask_function) is None
+    assert made(masks.bidirectional_mask_function) is None
+    assert made(masks.sliding_window_causal_mask_function(6)) is None  # hides nothing
+    for window in (
+        masks.sliding_window_causal_mask_function(3),
+        masks.sliding_window_bidirectional_mask_function(3),
+    ):
+        assert made(window).shape == (2, 6)
+    blocks = masks.blockwise_overlay(torch.tensor([[-1, 0, 0, -1, 1, 1]] * 2))
+    for other in (
+        masks.chunked_causal_mask_function(3, torch.zeros(2, dtype=torch.int)),
+        masks.or_masks(masks.causal_mask_function, blocks),
+        masks.and_masks(masks.sliding_window_overlay(3), masks.bidirectional_mask_function),
+        lambda batch, head, q, kv: kv <= q,
+    ):
+        dense = made(other)
+        assert torch.equal(dense, masks.sdpa_mask(2, 6, 6, mask_function=other, allow_is_causal_skip=False))
+
+
+GPTJ = {"n_embd": 32, "n_layer": 1, "n_head": 2, "rotary_dim": 8}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "implementation", "sentence"),
+    [
+        ("GPTJModel", GPTJ, MASKS, "computes its attention itself"),
+        ("GPTJModel", GPTJ, FLASH, "computes its attention itself"),
+        ("T5Model", MODELS["T5"][1], FLASH, "use cutlass_fmha"),
+    ],
+)  # fmt: skip
+def test_a_model_that_would_not_use_it_is_refused(
+    kind: str, config: dict[str, Any], implementation: str, sentence: str
+) -> None:
+    kind = getattr(transformers, kind)
+    with pytest.raises(ValueError, match=sentence):
+        kind(kind.config_class(**config, attn_implementation=implementation))
+
+
+def call(module: Any = None, forward: Any = integration.attention_forward, **options: Any) -> torch.Tensor:
+    """attention_forward, or flash_forward, on [1, 2, 4, 32] tensors."""
+    query, key, value = torch.randn(3, 1, 2, 4, 32, generator=torch.Generator().manual_seed(2))
+    module = torch.nn.Module() if module is None else module
+    return forward(module, query, key, value, options.pop("attention_mask", None), **options)[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"output_attentions": True}, "never forms the attention weights"),
+        ({"head_mask": torch.ones(2)}, "head mask"),
+        ({"cache": object()}, "continuous batching"),
+        ({"sinks": torch.zeros(2)}, "sinks of each query"),
+        ({"cu_seq_lens_q": torch.zeros(2)}, "use cutlass_fmha_flash"),
+        ({"block_indices": torch.zeros(2)}, "block-sparse"),
+        ({"indices": torch.zeros(2)}, "sparse attention"),
+        ({"forward": integration.flash_forward, "position_bias": torch.zeros(1)}, "use cutlass_fmha"),
+        ({"forward": integration.flash_forward, "indices": torch.zeros(1)}, "use cutlass_fmha"),
+    ],
+)
+def test_what_would_have_to_be_dropped_raises(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(NotImplementedError, match=message):
+        call(is_causal=False, **options)
+
+
+def test_packed_sequences_need_both_starts_and_no_padding() -> None:
+    cu = torch.tensor([0, 1, 4])
+    with pytest.raises(ValueError, match="only taken with cu_seq_lens_k"):
+        call(forward=integration.flash_forward, cu_seq_lens_q=cu)
+    with pytest.raises(ValueError, match="exclude each other"):
+        call(
+            forward=integration.flash_forward, cu_seq_lens_q=cu, cu_seq_lens_k=cu,
+            attention_mask=torch.tensor([[0, 1, 1, 1]]),
+        )  # fmt: skip
+
+
+def test_what_a_layer_says_without_a_mask_of_ours() -> None:
+    """Modules of other models: causality of the module, scale, windows and 2-D masks that nobody prepared."""
+    module = torch.nn.Module()
+    causal, full = call(is_causal=True), call(is_causal=False)
+    assert torch.equal(call(), causal) and not torch.equal(full, causal)
+    module.is_causal = False
+    assert torch.equal(call(module), full) and torch.equal(call(module, is_causal=True), causal)
+    assert torch.equal(call(scaling=32**-0.5), causal) and not torch.equal(call(scaling=1.0), causal)
+    flash = functools.partial(call, forward=integration.flash_forward)
+    band = torch.ones(4, 4).tril().triu(-1).bool()
+    for mask in (torch.tensor([[0, 1, 1, 1]]), torch.tensor([[1, 1, 0, 0]]), torch.tensor([[1, 0, 0, 1]])):
+        rows = mask[0].bool()
+        wanted = call(attention_mask=(band & rows)[None, None])
+        torch.testing.assert_close(flash(attention_mask=mask, sliding_window=2)[:, rows], wanted[:, rows])
+    additive = torch.zeros(1, 1, 4, 4).masked_fill(~band, float("-inf"))
+    torch.testing.assert_close(call(attention_mask=additive), flash(sliding_window=2))
+
+
+def test_importing_the_package_imports_none_of_those_it_plugs_into() -> None:
+    code = (
+        "import sys, cutlass_fmha, cutlass_fmha.flash_attn, cutlass_fmha.integrations.transformers\n"
+        "sys.exit(str({'transformers', 'diffusers', 'kernels'} & set(sys.modules)))"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert told.stderr.strip() == "set()"
+
+
+def test_without_transformers_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match="pip install transformers"):
+        integration.register()
