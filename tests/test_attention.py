@@ -23,7 +23,7 @@ tensors = functools.partial(qkv, dtype=torch.bfloat16)
 def test_the_public_names():
     assert set(cutlass_fmha.__all__) == {
         "UnsupportedError", "__version__", "attention", "cascade_attention", "dropout_mask", "explain",
-        "merge_states", "rotary", "scaled_dot_product_attention", "with_kv_cache",
+        "merge_states", "rotary", "scaled_dot_product_attention", "sdpa", "with_kv_cache",
     }  # fmt: skip
     assert all(hasattr(cutlass_fmha, name) for name in cutlass_fmha.__all__)
     assert cutlass_fmha.__version__[0].isdecimal()
