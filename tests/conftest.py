@@ -51,7 +51,10 @@ def pytest_configure(config: pytest.Config) -> None:
     # A first launch loads or even compiles code, and the machine may be busy.
     patient: dict[str, Any] = {
         "deadline": None,
-        "suppress_health_check": [hypothesis.HealthCheck.too_slow],
+        "suppress_health_check": [
+            hypothesis.HealthCheck.too_slow,
+            hypothesis.HealthCheck.function_scoped_fixture,  # which say what is the same for every example
+        ],
         "print_blob": True,
     }
     hypothesis.settings.register_profile("fmha", **patient)
@@ -149,6 +152,20 @@ def pytest_testnodedown(node: Any, error: object) -> None:
 def parity(pytestconfig: pytest.Config) -> ParityReport:
     """Where tests record the errors of each row."""
     return pytestconfig.stash[REPORT]
+
+
+@pytest.fixture
+def hermetic(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Nothing of the user's settings; the cache directory, which is the test's own."""
+    from cutlass_fmha.cost import store
+    from cutlass_fmha.dispatch import device
+
+    for name in (store.WHICH, device.FORCE_ARCH, "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(store.CACHE_DIR, str(tmp_path / "cache"))
+    store.forget()
+    yield tmp_path / "cache"
+    store.forget()
 
 
 @pytest.fixture

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
-import pytest
 import torch
 from fake_build import L4, make_build
 from fake_cuda import FakeGpu
@@ -14,21 +12,11 @@ import cutlass_fmha
 from cutlass_fmha import _C, cost
 from cutlass_fmha.calibrate import fit, measurements, problems
 from cutlass_fmha.cost import PRICES, RowCost, datasheet, store
-from cutlass_fmha.dispatch import device
 from cutlass_fmha.dispatch.problem import Problem
 
 BUILD = make_build((89,))
 LIMITS = problems.Limits.of_device(L4.sm_count, 24 << 30)
 KINDS = measurements.kinds(L4, BUILD)
-
-
-def hermetic(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Nothing of the user's settings; the cache directory, which is the test's own."""
-    for name in (store.WHICH, device.FORCE_ARCH, "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv(store.CACHE_DIR, str(tmp_path / "cache"))
-    store.forget()
-    return tmp_path / "cache"
 
 
 def true_costs(seed: int = 0) -> dict[str, RowCost]:

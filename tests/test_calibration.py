@@ -7,11 +7,10 @@ import json
 import math
 import random
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from fake_build import L4, Row
-from fake_calibration import BUILD, KINDS, LIMITS, fake_gpu, hermetic, predicted, true_costs
+from fake_calibration import BUILD, KINDS, LIMITS, fake_gpu, predicted, true_costs
 
 from cutlass_fmha import cost
 from cutlass_fmha.calibrate import fit, measurements, problems, progress, timing, verdict
@@ -20,11 +19,7 @@ from cutlass_fmha.dispatch import choose, eligibility
 from cutlass_fmha.dispatch.problem import CAUSAL, Problem
 from cutlass_fmha.dispatch.table import Table
 
-
-@pytest.fixture(autouse=True)
-def cache(monkeypatch, tmp_path) -> Path:
-    yield hermetic(monkeypatch, tmp_path)
-    store.forget()
+pytestmark = pytest.mark.usefixtures("hermetic")
 
 
 # ---- problems ----------------------------------------------------------------------------------------------

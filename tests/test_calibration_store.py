@@ -14,7 +14,7 @@ import pytest
 import resources
 import torch
 from fake_build import L4, make_build
-from fake_calibration import BUILD, a_calibration, fake_gpu, hermetic, predicted, true_costs
+from fake_calibration import BUILD, a_calibration, fake_gpu, predicted, true_costs
 
 import cutlass_fmha
 from cutlass_fmha import _C, cli, cost
@@ -24,11 +24,7 @@ from cutlass_fmha.dispatch import choose, device
 from cutlass_fmha.dispatch import table as tables
 from cutlass_fmha.dispatch.problem import Problem
 
-
-@pytest.fixture(autouse=True)
-def cache(monkeypatch, tmp_path) -> Path:
-    yield hermetic(monkeypatch, tmp_path)
-    store.forget()
+pytestmark = pytest.mark.usefixtures("hermetic")
 
 
 # ---- the file ----------------------------------------------------------------------------------------------
@@ -91,7 +87,7 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize(("text", "message"), DAMAGES, ids=[message for _, message in DAMAGES])
-def test_a_damaged_or_stale_file_is_ignored_with_one_warning(cache, caplog, text: str, message: str):
+def test_a_damaged_or_stale_file_is_ignored_with_one_warning(hermetic, caplog, text: str, message: str):
     caplog.set_level(logging.WARNING, logger="cutlass_fmha")
     path = store.user_file(L4.name, cutlass_fmha.__version__)
     path.parent.mkdir(parents=True)
@@ -124,7 +120,7 @@ def test_a_cache_that_is_no_directory_holds_no_calibration(tmp_path, monkeypatch
     assert not caplog.records
 
 
-def test_a_file_that_can_not_be_read_is_ignored_with_one_warning(cache, caplog):
+def test_a_file_that_can_not_be_read_is_ignored_with_one_warning(hermetic, caplog):
     path = store.user_file(L4.name, cutlass_fmha.__version__)
     path.mkdir(parents=True)
     assert store.for_device(L4) == store.default(L4)
@@ -134,10 +130,10 @@ def test_a_file_that_can_not_be_read_is_ignored_with_one_warning(cache, caplog):
 # ---- which one counts --------------------------------------------------------------------------------------
 
 
-def test_the_users_calibration_counts_and_says_so(cache):
+def test_the_users_calibration_counts_and_says_so(hermetic):
     assert store.for_device(L4) == store.default(L4)
     path = store.user_file(L4.name, cutlass_fmha.__version__)
-    assert path == cache / f"costs-nvidia-l4-{cutlass_fmha.__version__}.json"
+    assert path == hermetic / f"costs-nvidia-l4-{cutlass_fmha.__version__}.json"
     store.save(a_calibration(), path)
     assert store.for_device(L4) == store.default(L4)  # looked for once
     store.forget()
@@ -152,7 +148,7 @@ def test_the_users_calibration_counts_and_says_so(cache):
     assert store.for_device(device.PRESETS["rtx4090"]).rows == {}
 
 
-def test_the_shipped_calibration_counts_after_the_users(cache, tmp_path, monkeypatch):
+def test_the_shipped_calibration_counts_after_the_users(hermetic, tmp_path, monkeypatch):
     shipped = a_calibration(source_hash="of the release", package="the same")
     path = tmp_path / "shipped.json"
     store.save(shipped, path)
@@ -164,7 +160,7 @@ def test_the_shipped_calibration_counts_after_the_users(cache, tmp_path, monkeyp
     assert "measured on this machine" in store.for_device(L4).origin
 
 
-def test_the_environment_turns_files_off_or_names_one(cache, tmp_path, monkeypatch):
+def test_the_environment_turns_files_off_or_names_one(hermetic, tmp_path, monkeypatch):
     store.save(a_calibration(), store.user_file(L4.name, cutlass_fmha.__version__))
     monkeypatch.setenv(store.WHICH, "off")
     assert store.for_device(L4) == store.default(L4)
@@ -242,7 +238,7 @@ def test_the_shipped_costs_find_the_row_that_was_measured_to_be_the_fastest(
 # ---- the command -------------------------------------------------------------------------------------------
 
 
-def test_calibrate_measures_fits_and_keeps(cache, monkeypatch, capsys, tmp_path):
+def test_calibrate_measures_fits_and_keeps(hermetic, monkeypatch, capsys, tmp_path):
     gpu = fake_gpu(monkeypatch)
     monkeypatch.setattr(problems, "DRAWN", 4)
     assert cli.main(["calibrate", "--report", "--timings", str(tmp_path / "t.json")]) == 0

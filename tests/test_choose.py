@@ -31,11 +31,7 @@ B200 = Device("NVIDIA B200", (10, 0), 148, 227 * 1024)
 SPARK = Device("NVIDIA GB10", (12, 1), 48, 99 * 1024)
 
 
-@pytest.fixture(autouse=True)
-def _no_settings_of_the_users(monkeypatch, tmp_path):
-    monkeypatch.delenv(device.FORCE_ARCH, raising=False)
-    monkeypatch.delenv(store.WHICH, raising=False)
-    monkeypatch.setenv(store.CACHE_DIR, str(tmp_path))
+pytestmark = pytest.mark.usefixtures("hermetic")
 
 
 def eligible(problem: Problem, gpu: Device, build: Table = BUILD) -> list[str]:

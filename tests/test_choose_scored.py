@@ -14,7 +14,7 @@ from cutlass_fmha.calibrate import verdict
 from cutlass_fmha.calibrate.measurements import Sample
 from cutlass_fmha.calibrate.timing import RowTime
 from cutlass_fmha.cost import store
-from cutlass_fmha.dispatch import blocks, choose, device, eligibility
+from cutlass_fmha.dispatch import blocks, choose, eligibility
 from cutlass_fmha.dispatch import explain as explanation
 from cutlass_fmha.dispatch import table as tables
 from cutlass_fmha.dispatch.device import PRESETS
@@ -29,11 +29,7 @@ DECODE = Problem(1, 1, 16384, 32, 8, 128, "float16")
 TILE, FEW_QUERY = (BUILD.by_name(f"fwd_sm89_f16_d64_{tile}_scored") for tile in ("m64n64w4", "m16n16w4k4"))
 
 
-@pytest.fixture(autouse=True)
-def _no_settings_of_the_users(monkeypatch, tmp_path):
-    monkeypatch.delenv(device.FORCE_ARCH, raising=False)
-    monkeypatch.delenv(store.WHICH, raising=False)
-    monkeypatch.setenv(store.CACHE_DIR, str(tmp_path))
+pytestmark = pytest.mark.usefixtures("hermetic")
 
 
 def reasons(problem: Problem, name: str) -> list[str]:

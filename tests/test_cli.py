@@ -23,7 +23,6 @@ from cutlass_fmha.bench.contenders import make_inputs
 from cutlass_fmha.calibrate import command as command_of_calibrate
 from cutlass_fmha.calibrate import fit, measurements
 from cutlass_fmha.cli import output, parity
-from cutlass_fmha.cost import store
 from cutlass_fmha.demo import session
 from cutlass_fmha.dispatch import device
 from cutlass_fmha.dispatch import table as tables
@@ -32,12 +31,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture
-def build(monkeypatch):
+def build(monkeypatch, hermetic):
     build = make_build(compiled_for={120: "120f"})
     monkeypatch.setattr(tables, "this_build", lambda: build)
-    monkeypatch.delenv(device.FORCE_ARCH, raising=False)
-    monkeypatch.delenv(store.WHICH, raising=False)
-    monkeypatch.setenv(store.CACHE_DIR, "/nowhere")
     return build
 
 

@@ -7,20 +7,31 @@ from typing import Any, get_type_hints
 import pytest
 import torch
 from tensors import ints
+from test_bad_calls import (
+    BATCH,
+    BIAS,
+    BLOCKS,
+    CU_K,
+    CU_Q,
+    DIM,
+    HEADS,
+    HEADS_KV,
+    MASK,
+    PACKED,
+    PAGED,
+    SEQLEN_K,
+    SEQLEN_Q,
+    TABLE,
+    K,
+    Q,
+    V,
+)  # fmt: skip
+from test_ops import LooksLikeCuda
 
 from cutlass_fmha import attention, cpu
 from cutlass_fmha.arguments import check_features, op_arguments
 from cutlass_fmha.features import FeatureArguments, Features, Sizes
 from cutlass_fmha.ops import dispatcher
-
-BATCH, SEQLEN_Q, SEQLEN_K, HEADS, HEADS_KV, DIM = 2, 6, 10, 4, 2, 16
-Q = torch.randn(BATCH, SEQLEN_Q, HEADS, DIM)
-K, V = torch.randn(2, BATCH, SEQLEN_K, HEADS_KV, DIM)
-PACKED = {"q": Q.flatten(0, 1), "k": K.flatten(0, 1), "v": V.flatten(0, 1)}
-PAGED = {name: torch.randn(4, 16, HEADS_KV, DIM) for name in "kv"}
-CU_Q, CU_K, TABLE = ints(0, 6, 12), ints(0, 10, 20), ints(0, 1, 2, 3).view(2, 2)
-MASK, BIAS = torch.ones(SEQLEN_Q, SEQLEN_K, dtype=torch.bool), torch.zeros(SEQLEN_Q, SEQLEN_K)
-BLOCKS = (torch.ones(1, 1, 2, dtype=torch.int32), torch.zeros(1, 1, 2, 3, dtype=torch.int32), (4, 4))
 
 
 def call(**arguments: Any) -> Any:
@@ -198,9 +209,6 @@ def test_broadcast_strides():
 
 
 def test_the_dispatcher_is_skipped_only_where_no_tensor_listens(monkeypatch):
-    class LooksLikeCuda(torch.Tensor):
-        is_cuda = True
-
     monkeypatch.setattr(dispatcher, "Tensor", LooksLikeCuda)
     plain = BIAS.as_subclass(LooksLikeCuda)
     assert dispatcher.others_can_skip_dispatcher({"bias": plain, "softcap": 1.0, "window_left": 3})

@@ -10,7 +10,7 @@ import holdout
 import pytest
 import torch
 from fake_build import L4
-from fake_calibration import BUILD, fake_gpu, hermetic
+from fake_calibration import BUILD, fake_gpu
 from fake_cuda import FakeGpu
 
 import cutlass_fmha
@@ -24,11 +24,9 @@ PROBLEM = Problem(1, 512, 512, 8, 8, 64, "float16")
 
 
 @pytest.fixture(autouse=True)
-def gpu(monkeypatch, tmp_path) -> FakeGpu:
+def gpu(monkeypatch, hermetic) -> FakeGpu:
     """An L4 whose rows cost what the default says, give or take half."""
-    hermetic(monkeypatch, tmp_path)
-    yield fake_gpu(monkeypatch, noise=0.0, seed=3)
-    store.forget()
+    return fake_gpu(monkeypatch, noise=0.0, seed=3)
 
 
 def run(*arguments: object) -> int:

@@ -9,7 +9,6 @@ from pathlib import Path
 import oracle
 import pytest
 import torch
-import torch._dynamo.testing
 from tensors import qkv
 from torch.autograd import forward_ad
 
@@ -49,24 +48,6 @@ def test_a_compiled_call_never_drops_a_gradient(backend: str):
 # ---- compiling ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-def test_compile_takes_the_whole_graph_with_dynamic_shapes(backend: str):
-    torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
-
-    @torch.compile(fullgraph=True, dynamic=True, backend=counter)
-    def block(q, k, v):
-        out, lse = cutlass_fmha.attention(q + 1, k, v, causal=True, return_lse=True)
-        return out * 2, lse
-
-    # All sizes of the first call differ: torch takes equal ones for the same variable.
-    for seed, (batch, seqlen_q, seqlen_k) in enumerate([(5, 33, 65), (3, 17, 40), (7, 50, 51)]):
-        q, k, v = qkv(batch, seqlen_q, seqlen_k, seed=seed)
-        out, lse = block(q, k, v)
-        oracle.assert_close(out / 2, q + 1, k, v, causal="bottom-right", lse=lse)
-    assert counter.frame_count == 1  # one graph for all lengths
-
-
 def test_compile_takes_every_way_to_call():
     torch._dynamo.reset()
     q, k, v = qkv(heads_kv=4)
@@ -88,21 +69,6 @@ def test_a_scale_may_be_an_argument_of_a_compiled_function():
     compiled = torch.compile(scaled, fullgraph=True, backend="aot_eager")
     for scale in (0.25, 0.5, -1.0):
         torch.testing.assert_close(compiled(q, k, v, scale), cutlass_fmha.attention(q, k, v, scale=scale))
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_export_keeps_the_op(strict: bool):
-    class Block(torch.nn.Module):
-        def forward(self, q, k, v):
-            return cutlass_fmha.attention(q, k, v, causal=True)
-
-    batch = torch.export.Dim("batch", max=64)
-    lengths = [torch.export.Dim(name, min=2, max=4096) for name in ("seqlen_q", "seqlen_k")]
-    shapes = [{0: batch, 1: lengths[0]}, {0: batch, 1: lengths[1]}, {0: batch, 1: lengths[1]}]
-    program = torch.export.export(Block(), qkv(), dynamic_shapes=tuple(shapes), strict=strict)
-    assert "cutlass_fmha.forward.default" in str(program.graph)
-    other = qkv(3, 9, 7, seed=1)
-    torch.testing.assert_close(program.module()(*other), Block()(*other))
 
 
 # ---- past the dispatcher -----------------------------------------------------------------------------------

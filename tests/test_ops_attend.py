@@ -166,19 +166,20 @@ def compiled(function: Any, backend: str = "aot_eager") -> tuple[Any, Any]:
     return torch.compile(function, fullgraph=True, dynamic=True, backend=counter), counter
 
 
+@pytest.mark.parametrize("op", ["forward", "attend"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-def test_compile_takes_masks_and_scores_with_dynamic_shapes(backend: str):
+def test_compile_takes_the_whole_graph_with_dynamic_shapes(op: str, backend: str):
     def block(q, k, v, mask, slopes, sinks):
         scores = {"bias": slopes[:, None, None] * 2, "alibi_slopes": slopes, "sinks": sinks, "softcap": 3.0}
-        out, lse = attention(
-            q + 1, k, v, causal=True, mask=mask, window=(20, None), **scores, return_lse=True
-        )
+        said = {**scores, "mask": mask, "window": (20, None)} if op == "attend" else {}
+        out, lse = attention(q + 1, k, v, causal=True, **said, return_lse=True)
         return out * 2, lse
 
     function, counter = compiled(block, backend)
     slopes, sinks = torch.rand(4), torch.randn(4)
+    # All sizes of the first call differ: torch takes equal ones for the same variable.
     for seed, (batch, seqlen_q, seqlen_k) in enumerate([(5, 33, 65), (3, 17, 40), (7, 50, 51)]):
-        q, k, v = tensors(batch, seqlen_q, seqlen_k, seed=seed)
+        q, k, v = qkv(batch, seqlen_q, seqlen_k, seed=seed, head_dim_v=24 if op == "attend" else 0)
         mask = torch.randn(batch, 1, seqlen_q, seqlen_k) > -1
         arguments = (q, k, v, mask, slopes, sinks)
         for ours, expected in zip(function(*arguments), block(*arguments), strict=True):
@@ -282,18 +283,20 @@ def test_compile_takes_dropout_and_sdpa():
     assert torch.equal(drawn(q, k, v), first) and not torch.equal(first, second)
 
 
-def test_export_keeps_the_op():
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("op", ["forward", "attend"])
+def test_export_keeps_the_op(op: str, strict: bool):
     class Block(torch.nn.Module):
         def forward(self, q, k, v, lengths):
-            return attention(q, k, v, causal=True, seqused_k=lengths, softcap=2.0)
+            said = {"seqused_k": lengths, "softcap": 2.0} if op == "attend" else {}
+            return attention(q, k, v, causal=True, **said)
 
-    inputs = (*tensors(3), ints(3, 40, 65))
     batch = torch.export.Dim("batch", max=64)
     seqlen_q, seqlen_k = (torch.export.Dim(name, min=2, max=4096) for name in ("seqlen_q", "seqlen_k"))
     shapes = ({0: batch, 1: seqlen_q}, {0: batch, 1: seqlen_k}, {0: batch, 1: seqlen_k}, {0: batch})
-    program = torch.export.export(Block(), inputs, dynamic_shapes=shapes)
-    assert "cutlass_fmha.attend.default" in str(program.graph)
-    other = (*tensors(2, 9, 7, seed=1), ints(3, 7))
+    program = torch.export.export(Block(), (*qkv(3), ints(3, 40, 65)), dynamic_shapes=shapes, strict=strict)
+    assert f"cutlass_fmha.{op}.default" in str(program.graph)
+    other = (*qkv(2, 9, 7, seed=1), ints(3, 7))
     torch.testing.assert_close(program.module()(*other), Block()(*other))
 
 
@@ -339,3 +342,5 @@ def test_features_reach_the_launch_past_the_dispatcher(monkeypatch):
     assert torch.equal(seen[0][9]["sinks"], torch.ones(4))
     attention(q, k, v, softcap=1.0)
     assert seen[1][3] is None  # the default scale is the launch's
+    attention(q, k, v, scale=2, causal="top-left", return_lse=True, layout="bhsd", row="row")
+    assert seen[2] == (q, k, v, 2.0, "top-left", True, "row", "bhsd", ("q", "k", "v"), {})

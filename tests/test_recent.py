@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cutlass_fmha.cost import store
-from cutlass_fmha.dispatch import choose, device, eligibility
+from cutlass_fmha.dispatch import choose, eligibility
 from cutlass_fmha.dispatch import table as tables
 from cutlass_fmha.dispatch.device import PRESETS
 from cutlass_fmha.dispatch.problem import CAUSAL, EVEN, FEATURES, MAX_KEY_SPAN, Problem, typical
@@ -33,11 +33,7 @@ def test_what_was_used_last_is_there_and_no_more_than_there_is_room_for(keys, si
     assert len(cache) == 0
 
 
-@pytest.fixture(autouse=True)
-def _no_settings_of_the_users(monkeypatch, tmp_path):
-    monkeypatch.delenv(device.FORCE_ARCH, raising=False)
-    monkeypatch.delenv(store.WHICH, raising=False)
-    monkeypatch.setenv(store.CACHE_DIR, str(tmp_path))
+pytestmark = pytest.mark.usefixtures("hermetic")
 
 
 def consistent(problem: Problem) -> Problem:

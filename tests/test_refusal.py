@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import resources
 from fake_build import make_build
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cutlass_fmha import cli
@@ -26,9 +26,7 @@ BUILDS = [make_build(), *([OURS] if OURS.rows else [])]
 MOST_LINES, MOST_BYTES, MOST_BYTES_OF_A_SENTENCE = 15, 2500, 600
 
 
-@pytest.fixture(autouse=True)
-def _no_settings_of_the_users(monkeypatch):
-    monkeypatch.delenv(device.FORCE_ARCH, raising=False)
+pytestmark = pytest.mark.usefixtures("hermetic")
 
 
 @st.composite
@@ -56,7 +54,7 @@ def problems(draw: st.DrawFn) -> Problem:
 
 
 @pytest.mark.parametrize("gpu", PRESETS)
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40)
 @given(problem=problems(), build=st.sampled_from(BUILDS))
 def test_a_refusal_is_short_counts_every_row_and_its_advice_works(gpu: str, problem: Problem, build: Table):
     gpu = PRESETS[gpu]
