@@ -6,8 +6,10 @@
 #   make bench           us against torch's attention on this machine's GPU; ARGS="--preset ..." goes to it
 #   make parity          the GPU tests, with a report; fails without a GPU
 #   make release-check   is the newest parity report of these sources?
-#   make wheel           a wheel in dist/
-#   make lint            ruff, mypy and clang-format; "make format" mends
+#   make sass            the tests of the machine code of what is built
+#   make sdist           the sources as a release has them, in dist/
+#   make wheel           a wheel in dist/, checked; its parts as CycloneDX, and SHA256SUMS
+#   make lint            "make style" (ruff, clang-format; "make format" mends) and "make types" (mypy)
 #   make clean           forget the build; "make distclean": .venv too
 #
 # Variables: PYTHON3   the Python that .venv is made with (default: python3)
@@ -48,7 +50,7 @@ BUILD_INPUTS := pyproject.toml CMakeLists.txt tools/source_hash.py requirements/
 RUN := PYTHONSAFEPATH=1 $(if $(PYTHON),$(PYTHON),$(VENV_PYTHON))
 READY := $(if $(PYTHON),,build)
 
-.PHONY: demo test build bench parity release-check wheel lint format clean distclean setup
+.PHONY: demo test build sass bench parity release-check sdist wheel lint style types format clean distclean setup
 .DEFAULT_GOAL := test
 
 setup: $(STAMPS)/torch $(STAMPS)/tools
@@ -109,6 +111,9 @@ test: $(STAMPS)/demo
 	@workers=$$($(VENV_PYTHON) -c 'import xdist' 2>/dev/null && echo '-n $(TEST_WORKERS) --dist loadfile' || true) \
 	  && $(VENV_PYTHON) -m pytest $$workers $(ARGS)
 
+sass: build
+	@$(VENV_PYTHON) -m pytest tests/test_resources.py tests/test_sass_counts.py $(ARGS)
+
 bench: $(READY)
 	@$(RUN) -m cutlass_fmha bench $(ARGS)
 
@@ -123,18 +128,29 @@ parity: $(READY)
 release-check: $(if $(PYTHON),,$(STAMPS)/venv)
 	@$(if $(PYTHON),$(PYTHON),$(VENV_PYTHON)) tools/release_check.py $(ARGS)
 
+sdist: $(STAMPS)/tools
+	@echo '==> packing the sources in dist/' && rm -f dist/cutlass_fmha-*.tar.gz
+	@PYTHONPATH=build_backend $(VENV_PYTHON) -c 'import backend; print(backend.build_sdist("dist"))'
+
 wheel: $(STAMPS)/torch $(STAMPS)/tools
 	@echo '==> building a wheel in dist/' && rm -f dist/cutlass_fmha-*.whl
 	@CUDACXX="$$($(VENV_PYTHON) build_backend/probe.py nvcc)" $(VENV_PYTHON) -m pip wheel --no-deps --no-build-isolation --wheel-dir dist \
 	  --config-settings=build-dir=build --config-settings='cmake.define.CMAKE_CUDA_ARCHITECTURES=$(ARCHS)' \
 	  --config-settings='cmake.define.CUTLASS_FMHA_JOBS=$(JOBS)' --config-settings='cmake.define.CUTLASS_FMHA_SUBSET=$(SUBSET)' .
 	@$(VENV_PYTHON) .ci/check_wheel.py dist/cutlass_fmha-*.whl
+	@$(VENV_PYTHON) -m auditwheel show dist/cutlass_fmha-*.whl
+	@$(VENV_PYTHON) .ci/sbom.py --output dist/cutlass_fmha.cdx.json dist/cutlass_fmha-*.whl
+	@cd dist && sha256sum cutlass_fmha-*.whl cutlass_fmha.cdx.json > SHA256SUMS
 
 CXX_SOURCES = $(shell find src tools/simulator -name '*.h' -o -name '*.cpp' -o -name '*.cuh')
-lint: $(STAMPS)/lint $(STAMPS)/torch
+lint: style types
+
+style: $(STAMPS)/lint
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/clang-format --dry-run --Werror $(CXX_SOURCES)
+
+types: $(STAMPS)/lint $(STAMPS)/torch
 	@$(VENV)/bin/mypy
 
 format: $(STAMPS)/lint

@@ -400,6 +400,47 @@ def test_a_recorded_result_is_rendered_anew(tmp_path: Path, capsys: pytest.Captu
     assert "B2 H16 S8192 D128 bf16" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("factors", "said"),
+    [
+        ({}, None),
+        ({0: 1.04, 1: 0.9}, None),  # within the band
+        ({3: 1.06}, "takes 1.060 of its time"),
+        (dict.fromkeys(range(len(CASES)), 1.04), "all cases take 1.040 of their time on average"),
+        ({2: None}, "no longer runs: why"),
+    ],
+)
+def test_what_is_slower_than_noise_fails(
+    factors: dict[int, float | None], said: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report.write_json(synthetic(), tmp_path / "before.json")
+    result = synthetic()
+    ran = [case["results"]["ours"] for case in result["cases"] if case["results"]["ours"]["status"] == "ok"]
+    for number, factor in factors.items():
+        if factor is None:
+            ran[number] |= {"status": "unsupported", "reason": "why"}
+        elif number < len(ran):
+            ran[number]["p50_us"] *= factor
+    report.write_json(result, tmp_path / "now.json")
+    asked = ["--from-json", str(tmp_path / "now.json"), "--compare", str(tmp_path / "before.json")]
+    assert bench.main(asked) == (said is not None)
+    assert (said or "nothing is slower") in capsys.readouterr().out
+    assert bench.main([*asked, "--band", "50"]) == (said is not None and "no longer" in said)
+
+
+def test_results_that_cannot_be_compared_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report.write_json(synthetic(), tmp_path / "a.json")
+    other = synthetic()
+    other["machine"]["gpu"] = "NVIDIA L4"
+    report.write_json(other, tmp_path / "b.json")
+    assert bench.main(["--from-json", str(tmp_path / "a.json"), "--compare", str(tmp_path / "b.json")]) == 1
+    assert "results of NVIDIA L4 and of NVIDIA H200 say nothing" in capsys.readouterr().err
+    assert bench.main(["--compare", str(tmp_path / "b.json")]) == 2
+    assert "name the other with --from-json" in capsys.readouterr().err
+
+
 def test_a_wrong_result_fails_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report.write_json(with_ratio(7.0), tmp_path / "result.json")
     assert bench.main(["--from-json", str(tmp_path / "result.json")]) == 1

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from . import against, cases, report, runner
+from . import against, cases, regression, report, runner
 from .contenders import PEERS
 
 __all__ = ["main"]
@@ -44,6 +44,19 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="PATH",
         help="render a recorded result (of it, the cases of --preset), measure nothing",
     )
+    parser.add_argument(
+        "--compare",
+        type=Path,
+        metavar="PATH",
+        help="with --from-json: exit with 1 when anything of ours is slower than in that earlier result",
+    )
+    parser.add_argument(
+        "--band",
+        type=float,
+        default=regression.BAND,
+        metavar="PERCENT",
+        help="of a case, what is noise; of the mean, half of it; default: %(default)s",
+    )
     return parser
 
 
@@ -66,6 +79,8 @@ def main(argv: list[str] | None = None) -> int:
         peers = parse_peers(arguments.peers)
         if arguments.plot:
             report.require_matplotlib()
+        if arguments.compare and not arguments.from_json:
+            raise ValueError("--compare takes two recorded results: name the other with --from-json")
     except (ValueError, report.MissingMatplotlib) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
@@ -82,6 +97,10 @@ def main(argv: list[str] | None = None) -> int:
             result = report.read_json(arguments.from_json)
             names = {case.name for case in chosen} if arguments.preset else None
             result["cases"] = [c for c in result["cases"] if names is None or c["name"] in names]
+            if arguments.compare:
+                found = regression.compare(report.read_json(arguments.compare), result, arguments.band)
+                output.emit(found, regression.parts(found), arguments.json)
+                return 1 if found["slower"] else 0
         elif arguments.against:
             rest = (arguments.row, arguments.quick, arguments.device)
             result = against.measure(chosen, arguments.against, *rest)
