@@ -11,10 +11,12 @@ import pytest
 
 #: What examples need besides, which requirements/demo.txt has "make test" install.
 NEEDS = {"transformers_generate": "transformers"}
+#: What takes a minute: tests of their own run it with less.
+LONG = ("train_gpt",)
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
-@pytest.mark.parametrize("name", [path.stem for path in sorted(EXAMPLES.glob("*.py"))])
+@pytest.mark.parametrize("name", sorted({path.stem for path in EXAMPLES.glob("*.py")} - set(LONG)))
 def test_an_example_runs(name: str):
     if name in NEEDS:
         pytest.importorskip(NEEDS[name], reason="requirements/demo.txt is not installed")
