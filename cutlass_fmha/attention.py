@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
-from cutlass_fmha import autocast, private_torch
+from cutlass_fmha import arrays, autocast, private_torch
 from cutlass_fmha.arguments import check, check_features
 from cutlass_fmha.arguments.op_arguments import op_arguments
 from cutlass_fmha.arguments.signature import lists_features, refuse_positions
@@ -21,6 +21,7 @@ from cutlass_fmha.ops import dispatcher
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from cutlass_fmha.arrays import Array
     from cutlass_fmha.features import FeatureArguments
 
 
@@ -50,12 +51,25 @@ def attention(
     row: str | None = ...,
     **features: Unpack[FeatureArguments],
 ) -> tuple[Tensor, Tensor]: ...
-# The features are not named here: twenty more defaults would cost every call a quarter of a microsecond.
-@lists_features
+@overload
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    scale: float | None = ...,
+    causal: bool | str | None = ...,
+    return_lse: bool = ...,
+    layout: str = ...,
+    row: str | None = ...,
+    **features: Any,
+) -> Any: ...
+# The features are not named here: twenty more defaults would cost every call a quarter of a microsecond.
+@lists_features  # type: ignore[misc]  # features of the third kind may be arrays
+def attention(
+    q: Tensor | Any,
+    k: Tensor | Any,
+    v: Tensor | Any,
     *rest: object,
     scale: float | None = None,
     causal: bool | str | None = False,
@@ -68,7 +82,8 @@ def attention(
 
     Args:
         q: [batch, seqlen_q, num_heads, head_dim], float16, bfloat16 or float32 (on the CPU also float64). Any
-            strides, as long as the last dimension is contiguous.
+            strides, as long as the last dimension is contiguous. Or, with k and v, an array of a library that
+            has DLPack (NumPy, CuPy, JAX), and then so is the result; features may be either.
         k, v: [batch, seqlen_k, num_heads_kv, head_dim], of q's dtype and device; v may have another head_dim.
             num_heads_kv divides num_heads: each head of k and v serves num_heads / num_heads_kv consecutive
             heads of q (GQA; MQA when it is 1).
@@ -130,6 +145,10 @@ def attention(
     """
     if rest:
         refuse_positions("attention", "q, k and v", 3 + len(rest))
+    if not isinstance(q, Tensor) and arrays.is_array(q):
+        options = {"scale": scale, "causal": causal, "return_lse": return_lse, "layout": layout, "row": row}
+        found_as_arrays: Any = arrays.through(attention, q, k, v, {**options, **features})
+        return found_as_arrays  # type: ignore[no-any-return]
     if layout != "bshd":
         check.layout_name(layout)
     causal = "none" if causal is False else "bottom-right" if causal is True else check.causal_name(causal)

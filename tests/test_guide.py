@@ -30,7 +30,14 @@ def test_the_examples_run(example: str):
     exec(compile("\n" * line_of(example) + example, str(GUIDE), "exec"), names)
 
 
-PAGES = [("caches.md", 6), ("flash_attn.md", 2), ("memory.md", 1), ("sdpa.md", 1), ("transformers.md", 1)]
+PAGES = [
+    ("caches.md", 6),
+    ("flash_attn.md", 2),
+    ("memory.md", 1),
+    ("sdpa.md", 1),
+    ("arrays.md", 1),
+    ("transformers.md", 1),
+]
 
 
 @pytest.mark.parametrize(("page", "least"), PAGES)

@@ -58,7 +58,7 @@ def _forward(
     said |= _lengths(cum_seq_q, None if block_table is not None else cum_seq_k, max_q, max_k)
     if block_table is not None and seqused_k is not None:
         said["max_seqlen_k"] = max_k
-    return attention(
+    found: tuple[Tensor, Tensor] = attention(
         contiguous_rows("query", query),
         contiguous_rows("key", key),
         contiguous_rows("value", value),
@@ -68,6 +68,7 @@ def _forward(
         window=(window_size_left, window_size_right),
         **said,
     )
+    return found
 
 
 def _lengths(cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int, max_k: int) -> dict[str, Any]:

@@ -1,0 +1,136 @@
+"""Arrays of other libraries: tensors' numbers, shared memory, and the stream that the protocol wants."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from tensors import ints, qkv, randn
+from torch import Tensor
+
+from cutlass_fmha import arrays, attention
+
+
+class Recorder:
+    """An array like CuPy's: on CUDA device 1 by its own account, of a library that is this module."""
+
+    def __init__(self, tensor: Tensor, device: tuple[int, int] = (2, 1)) -> None:
+        self.tensor, self.device, self.asked = tensor, device, []
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.device
+
+    def __dlpack__(self, *, stream: int | None = None) -> Any:
+        self.asked.append(stream)
+        return self.tensor.__dlpack__()
+
+    def __array_namespace__(self) -> Any:
+        return Recorder
+
+    @staticmethod
+    def from_dlpack(tensor: Tensor) -> Recorder:
+        return Recorder(tensor)
+
+
+LIBRARIES = ["numpy", *(["jax.numpy"] if importlib.util.find_spec("jax") else [])]
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_arrays_in_arrays_out(library: str, dtype: torch.dtype):
+    namespace = importlib.import_module(library)
+    tensors = qkv(dtype=dtype)
+    said: dict[str, Any] = {
+        "mask": torch.arange(65) < ints(65, 20)[:, None, None, None],
+        "sinks": randn(4),
+        "seqused_k": ints(65, 30),
+        "block_mask": (ints(1).view(1, 1, 1), ints(0).view(1, 1, 1, 1), (128, 128)),
+    }
+    want = attention(*tensors, causal=True, return_lse=True, scale=0.2, **said)
+
+    def array(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(array, value))
+        return namespace.from_dlpack(value) if isinstance(value, Tensor) else value
+
+    given = [array(x) for x in tensors]
+    out, lse = attention(
+        *given, causal=True, return_lse=True, scale=0.2, **{n: array(x) for n, x in said.items()}
+    )
+    assert type(out) is type(lse) is type(given[0]) and out.shape == tuple(tensors[0].shape)
+    assert torch.equal(torch.from_dlpack(out), want[0]) and torch.equal(torch.from_dlpack(lse), want[1])
+    assert type(attention(*given)) is type(out)
+
+
+def test_memory_is_shared_both_ways(monkeypatch: pytest.MonkeyPatch):
+    seen: list[Tensor] = []
+    q, k, v = (x.numpy() for x in qkv())
+
+    def call(*given: Tensor, **said: Any) -> Tensor:
+        seen.extend((*given, torch.zeros(3)))
+        return seen[-1]
+
+    out = arrays.through(call, q, k, v, {})
+    addresses = [x.__array_interface__["data"][0] for x in (q, k, v, out)]
+    assert [x.data_ptr() for x in seen] == addresses
+
+
+@pytest.mark.parametrize(("current", "asked"), [(0, 1), (2, 2), (77, 77)])
+def test_the_stream_that_the_kernel_runs_on_is_handed_over(
+    monkeypatch: pytest.MonkeyPatch, current: int, asked: int
+):
+    """1 is CUDA's default stream, which has no number; another one is known by its address."""
+    devices: list[Any] = []
+
+    class Stream:
+        cuda_stream = current
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: devices.append(device) or Stream())
+    given = [Recorder(x) for x in qkv()]
+    length = Recorder(ints(65, 20))
+    out = attention(*given, seqused_k=length)
+    # torch first offers versions of the protocol, which this one does not know.
+    assert [x.asked for x in (*given, length)] == [[asked]] * 4 and set(devices) == {"cuda:1"}
+    assert isinstance(out, Recorder)
+    assert torch.equal(out.tensor, attention(*qkv(), seqused_k=ints(65, 20)))
+    host = [Recorder(x, (1, 0)) for x in qkv()]
+    attention(*host)
+    assert [x.asked for x in host] == [[None]] * 3
+
+
+class Opaque:
+    """An array of a library that takes nothing."""
+
+    def __dlpack__(self) -> Any:
+        raise BufferError("this memory is not for others")
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0
+
+
+class Closed(Recorder):
+    def __array_namespace__(self) -> Any:
+        return object()
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"k": [1.0]}, "k must be a torch.Tensor, got list"),
+        (
+            {"k": Opaque()},
+            "k, a .*Opaque, can't be shared by DLPack: this memory is not for others",
+        ),
+        ({"q": Closed(randn(1))}, "whose library has no from_dlpack to take the result with"),
+        ({"k": randn(2, 65, 2, 32, dtype=torch.float16).requires_grad_()}, "k requires a gradient, and q is"),
+        ({"k": qkv()[1].numpy()[:, ::-1]}, "k, a numpy.ndarray, has a negative stride"),
+        ({"q": numpy.zeros((2, 33, 4, 32), "U1")}, "q, a numpy.ndarray, can't be shared by DLPack: "),
+    ],
+)
+def test_what_cannot_be_shared_is_said(change: dict[str, Any], sentence: str):
+    given = {**dict(zip("qkv", (x.numpy() for x in qkv()), strict=True)), **change}
+    with pytest.raises(TypeError, match=sentence):
+        attention(given["q"], given["k"], given["v"])
