@@ -79,6 +79,10 @@ $(STAMPS)/demo: $(DEMO) | $(STAMPS)/torch
 	@$(DEVELOP) requirements $(DEMO)
 	@touch $@
 
+$(STAMPS)/integrations: requirements/integrations.txt | $(STAMPS)/torch
+	@$(DEVELOP) requirements $^
+	@touch $@
+
 # The package as it is installed for a list of architectures. Only the last one built is there, so its stamp alone is.
 STAMP = build/.built-$(subst ;,-,$(ARCHS))
 BUILT := $(STAMP)$(SUBSET:%=-%)
@@ -103,10 +107,10 @@ demo: $(if $(PYTHON),,$(STAMPS)/demo demo-build)
 demo-build:
 	@$(MAKE) build ARCHS='$(DEMO_ARCHS)'
 
-# Where all kernels were built, they are tested and stay; else the subset is enough. The demo is tested too, so that its
-# packages are needed. Tests of a file share what they prepare, so that one worker takes them.
+# Where all kernels were built, they are tested and stay; else the subset is enough. Demo and integrations are tested too,
+# so that their packages are needed. Tests of a file share what they prepare, so that one worker takes them.
 TEST_SUBSET = $(if $(filter-out file,$(origin SUBSET)),$(SUBSET),$(if $(wildcard $(STAMP)),,ci))
-test: $(STAMPS)/demo
+test: $(STAMPS)/demo $(STAMPS)/integrations
 	@$(MAKE) build SUBSET='$(TEST_SUBSET)'
 	@workers=$$($(VENV_PYTHON) -c 'import xdist' 2>/dev/null && echo '-n $(TEST_WORKERS) --dist loadfile' || true) \
 	  && $(VENV_PYTHON) -m pytest $$workers $(ARGS)

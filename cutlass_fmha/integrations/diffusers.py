@@ -1,0 +1,92 @@
+"""Attention of Hugging Face diffusers models through this package.
+
+    from cutlass_fmha.integrations import diffusers
+    diffusers.register()
+    pipeline.transformer.set_attention_backend("cutlass_fmha")
+
+The names of diffusers' backends are an Enum, which ``register`` adds a member to. See docs/diffusers.md.
+
+Works with diffusers 0.42, which is imported by ``register`` only.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cutlass_fmha.attention import attention
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NAME = "cutlass_fmha"
+"""The backend that ``register`` adds."""
+
+
+def register() -> str:
+    """Make "cutlass_fmha" a backend of diffusers' dispatcher, as "flash" or "sage" is; returns the name.
+
+    Then ``model.set_attention_backend("cutlass_fmha")``, ``with attention_backend("cutlass_fmha"):`` and
+    ``dispatch_attention_fn(..., backend="cutlass_fmha")`` take it. Raises ImportError when diffusers is
+    missing or has no such dispatcher.
+    """
+    try:
+        from diffusers.models import attention_dispatch
+    except ImportError as error:
+        raise ImportError(
+            f"this integration needs diffusers 0.42 or newer (pip install diffusers): {error}"
+        ) from error
+    names: Any = attention_dispatch.AttentionBackendName
+    if NAME not in names._value2member_map_:
+        member = str.__new__(names, NAME)
+        member._name_, member._value_ = NAME.upper(), NAME
+        names._member_names_.append(NAME.upper())
+        names._member_map_[NAME.upper()] = names._value2member_map_[NAME] = member
+        type.__setattr__(names, NAME.upper(), member)
+    attention_dispatch._AttentionBackendRegistry.register(names(NAME))(attention_forward)
+    return NAME
+
+
+# The dispatcher passes on what is named here, and drops the rest.
+def attention_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    return_lse: bool = False,
+    _parallel_config: Any = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """What the dispatcher calls.
+
+    query [batch, seqlen_q, num_heads, head_dim], key and value [batch, seqlen_k, num_heads_kv, head_dim], of
+    fewer heads only with enable_gqa. Returns the output, [batch, seqlen_q, num_heads, head_dim_v], and with
+    return_lse the LSE, float32 [batch, num_heads, seqlen_q].
+
+    attn_mask: bool, False hides a key, or numbers to add to the scores: [batch, seqlen_k] as the native
+    backend has it, or broadcastable to [batch, num_heads, seqlen_q, seqlen_k]. is_causal: top-left.
+    window_size: keys to the left and right, -1 for all.
+
+    Raises NotImplementedError for context parallelism.
+    """
+    if _parallel_config is not None:
+        raise NotImplementedError(
+            "cutlass_fmha has no context parallelism in diffusers: use another backend."
+        )
+    if key.shape[2] != query.shape[2] and not enable_gqa:
+        raise ValueError(f"key has {key.shape[2]} heads and query {query.shape[2]}: pass enable_gqa=True.")
+    said: dict[str, Any] = {"dropout_p": dropout_p} if dropout_p else {}
+    if tuple(window_size) != (-1, -1):
+        said["window"] = window_size
+    if attn_mask is not None:
+        if tuple(attn_mask.shape) == (query.shape[0], key.shape[1]):
+            attn_mask = attn_mask[:, None, None, :]
+        said["mask" if attn_mask.dtype == torch.bool else "bias"] = attn_mask
+    said |= {"causal": "top-left" if is_causal else False, "scale": scale, "return_lse": return_lse}
+    found: Tensor | tuple[Tensor, Tensor] = attention(query, key, value, **said)
+    return found

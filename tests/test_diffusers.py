@@ -1,0 +1,150 @@
+"""diffusers' models and its dispatcher through the package's attention, beside its native backend."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from cutlass_fmha.demo.measure import CountCalls
+from cutlass_fmha.integrations import diffusers as integration
+
+diffusers = pytest.importorskip("diffusers", minversion="0.42", reason="needs Python 3.11 or newer")
+dispatch = pytest.importorskip("diffusers.models.attention_dispatch")
+
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=GENERATOR)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered() -> None:
+    assert integration.register() == integration.register() == integration.NAME
+    assert [x.value for x in dispatch.AttentionBackendName].count(integration.NAME) == 1
+
+
+def call(backend: str, heads_kv: int = 4, **said: Any) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    query, key, value = (
+        torch.randn(2, 7, heads, 32, generator=generator) for heads in (4, heads_kv, heads_kv)
+    )
+    return dispatch.dispatch_attention_fn(query, key, value, **said, backend=backend)
+
+
+PADDING = torch.arange(7) < torch.tensor([[7], [4]])
+CALLS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "scale": {"scale": 0.5},
+    "padding": {"attn_mask": PADDING},
+    "padding to add": {"attn_mask": torch.zeros(2, 7).masked_fill(~PADDING, float("-inf"))},
+    "mask": {"attn_mask": torch.rand(2, 1, 7, 7, generator=GENERATOR) > 0.3},
+    "bias": {"attn_mask": randn(4, 7, 7)},
+    "grouped": {"heads_kv": 2, "enable_gqa": True},
+}
+
+
+@pytest.mark.parametrize("said", CALLS.values(), ids=CALLS)
+def test_a_call_of_the_dispatcher_is_what_its_native_backend_computes(said: dict[str, Any]) -> None:
+    with CountCalls() as counter:
+        found = call(integration.NAME, **said)
+    assert counter.calls == 1
+    torch.testing.assert_close(found, call("native", **said), rtol=1e-5, atol=1e-5)
+    if "heads_kv" not in said and said:
+        assert (found - call("native")).abs().max() > 1e-2  # what was said matters
+
+
+def test_what_the_native_backend_lacks() -> None:
+    band = torch.ones(7, 7, dtype=torch.bool).tril(1).triu(-2)
+    found, lse = call(integration.NAME, attention_kwargs={"window_size": (2, 1), "return_lse": True})
+    torch.testing.assert_close(found, call("native", attn_mask=band), rtol=1e-5, atol=1e-5)
+    assert lse.shape == (2, 4, 7)
+    torch.manual_seed(0)
+    dropped = call(integration.NAME, dropout_p=0.5)
+    torch.manual_seed(0)
+    assert torch.equal(call(integration.NAME, dropout_p=0.5), dropped)
+    assert not torch.equal(dropped, call(integration.NAME))
+
+
+def test_what_would_have_to_be_dropped_raises() -> None:
+    with pytest.raises(NotImplementedError, match="context parallelism"):
+        call(integration.NAME, parallel_config=object())
+    with pytest.raises(ValueError, match="enable_gqa"):
+        call(integration.NAME, heads_kv=2)
+
+
+def flux() -> tuple[Any, dict[str, Any]]:
+    model = diffusers.FluxTransformer2DModel(
+        in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(4, 4, 8),
+    )  # fmt: skip
+    said = {"hidden_states": randn(2, 16, 4), "encoder_hidden_states": randn(2, 5, 32)}
+    said |= {"pooled_projections": randn(2, 32), "timestep": torch.tensor([0.5, 0.5])}
+    return model, said | {"img_ids": torch.zeros(16, 3), "txt_ids": torch.zeros(5, 3)}
+
+
+def wan() -> tuple[Any, dict[str, Any]]:
+    model = diffusers.WanTransformer3DModel(
+        num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=16, freq_dim=16,
+        ffn_dim=32, num_layers=1, cross_attn_norm=True, rope_max_seq_len=32,
+    )  # fmt: skip
+    said = {"hidden_states": randn(1, 4, 1, 8, 8), "encoder_hidden_states": randn(1, 6, 16)}
+    return model, said | {"timestep": torch.tensor([5])}
+
+
+def qwen() -> tuple[Any, dict[str, Any]]:
+    """Text with padding, whose mask is joined with the image's."""
+    model = diffusers.QwenImageTransformer2DModel(
+        in_channels=16, out_channels=4, num_layers=1, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=16, axes_dims_rope=(8, 4, 4),
+    )  # fmt: skip
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    said = {
+        "hidden_states": randn(2, 16, 16),
+        "encoder_hidden_states": randn(2, 5, 16),
+        "img_shapes": [(1, 4, 4)] * 2,
+    }
+    return model, said | {"encoder_hidden_states_mask": mask, "timestep": torch.tensor([0.5, 0.5])}
+
+
+@pytest.mark.parametrize(("make", "layers"), [(flux, 2), (wan, 2), (qwen, 1)])
+def test_a_model_computes_what_its_native_backend_does(make: Any, layers: int) -> None:
+    torch.manual_seed(0)
+    model, said = make()
+    try:
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.uniform_(-0.3, 0.3)
+            wanted = model(**said)[0]
+            model.set_attention_backend(integration.NAME)
+            with CountCalls() as counter:
+                found = model(**said)[0]
+        assert counter.calls == layers
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+        with torch.no_grad(), mock.patch.object(integration, "attention", lambda q, *_, **__: 0 * q):
+            assert (model(**said)[0] - wanted).abs().max() > 1e-2  # it depends on the attention
+        # A training step, too.
+        model(**said)[0].square().mean().backward()
+        assert all(weight.grad.isfinite().all() for weight in model.parameters() if weight.grad is not None)
+    finally:
+        model.reset_attention_backend()
+        dispatch._AttentionBackendRegistry.set_active_backend(dispatch.AttentionBackendName.NATIVE)
+
+
+def test_a_block_goes_back_to_the_backend_before() -> None:
+    with dispatch.attention_backend(integration.NAME), CountCalls() as inside:
+        call(None)
+    with CountCalls() as behind:
+        call(None)
+    assert (inside.calls, behind.calls) == (1, 0)
+
+
+def test_without_diffusers_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "diffusers.models", None)
+    with pytest.raises(ImportError, match="pip install diffusers"):
+        integration.register()
