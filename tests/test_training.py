@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from cutlass_fmha import attention
+from cutlass_fmha import attention, flash_attn
 
 HEADS, HEADS_KV, HEAD_DIM = 4, 2, 8
 WIDTH = HEADS * HEAD_DIM
@@ -219,6 +219,22 @@ def test_torchs_deterministic_mode_is_obeyed(mode: str, expected: bool):
     finally:
         torch.set_deterministic_debug_mode("default")
     assert [said.get("deterministic", False) for said in calls.said] == [expected]
+
+
+@pytest.mark.parametrize("packed", ["", "kvpacked_", "qkvpacked_"])
+@pytest.mark.parametrize("varlen", ["", "varlen_"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_flash_attns_functions_pass_deterministic_on(packed: str, varlen: str, deterministic: bool):
+    parts = torch.randn(2, 5, 3, HEADS, HEAD_DIM).requires_grad_()
+    parts, starts = (parts.flatten(0, 1), torch.arange(0, 15, 5).int()) if varlen else (parts, None)
+    q, kv = parts.select(-3, 0), parts.narrow(-3, 1, 2)
+    given = {"": [q, *kv.unbind(-3)], "kvpacked_": [q, kv], "qkvpacked_": [parts]}[packed]
+    if varlen:
+        given += [starts, 5] if packed == "qkvpacked_" else [starts, starts, 5, 5]
+    function = getattr(flash_attn, f"flash_attn_{varlen}{packed}func")
+    with Backwards() as calls:
+        function(*given, causal=True, deterministic=deterministic).sum().backward()
+    assert [said.get("deterministic", False) for said in calls.said] == [deterministic]
 
 
 def test_inference_between_the_steps_of_training():

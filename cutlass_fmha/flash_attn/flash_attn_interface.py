@@ -35,7 +35,7 @@ def flash_attn_func(
 ) -> Found:
     """Attention over [batch, seqlen, num_heads, head_dim]: ``cutlass_fmha.attention`` in flash_attn's words.
 
-    window_size: (left, right), negative for no limit. deterministic: every call is.
+    window_size: (left, right), negative for no limit. deterministic: of the gradients; every call is.
 
     Returns:
         The output, or with return_attn_probs a triple: the output; the LSE, float32 [batch, num_heads,
@@ -44,7 +44,7 @@ def flash_attn_func(
         probabilities in place of the 1); an empty tensor without dropout.
     """
     given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
-    return _attend(q, k, v, *given)
+    return _attend(q, k, v, *given, deterministic=deterministic)
 
 
 def flash_attn_qkvpacked_func(
@@ -61,7 +61,7 @@ def flash_attn_qkvpacked_func(
     """``flash_attn_func`` of [batch, seqlen, 3, num_heads, head_dim]."""
     given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
     q, k, v = _parts("qkv", qkv, 2, 3)
-    return _attend(q, k, v, *given)
+    return _attend(q, k, v, *given, deterministic=deterministic)
 
 
 def flash_attn_kvpacked_func(
@@ -79,7 +79,7 @@ def flash_attn_kvpacked_func(
     """``flash_attn_func`` with keys and values of [batch, seqlen_k, 2, num_heads_kv, head_dim]."""
     given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
     k, v = _parts("kv", kv, 2, 2)
-    return _attend(q, k, v, *given)
+    return _attend(q, k, v, *given, deterministic=deterministic)
 
 
 def flash_attn_varlen_func(
@@ -107,7 +107,7 @@ def flash_attn_varlen_func(
     """
     given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
     lengths = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table)
-    return _attend(q, k, v, *given, **lengths)
+    return _attend(q, k, v, *given, deterministic=deterministic, **lengths)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -127,7 +127,7 @@ def flash_attn_varlen_qkvpacked_func(
     given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
     lengths = _packed(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     q, k, v = _parts("qkv", qkv, 1, 3)
-    return _attend(q, k, v, *given, **lengths)
+    return _attend(q, k, v, *given, deterministic=deterministic, **lengths)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -150,7 +150,7 @@ def flash_attn_varlen_kvpacked_func(
     given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
     lengths = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     k, v = _parts("kv", kv, 1, 2)
-    return _attend(q, k, v, *given, **lengths)
+    return _attend(q, k, v, *given, deterministic=deterministic, **lengths)
 
 
 def flash_attn_with_kvcache(
@@ -281,11 +281,11 @@ def _attend(
     softcap: float,
     alibi_slopes: Tensor | None,
     return_attn_probs: bool,
-    **lengths: Any,
+    **others: Any,
 ) -> Found:
     if return_attn_probs:
         given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
-        return _with_state(q, k, v, *given, True, **lengths)[:3]
+        return _with_state(q, k, v, *given, True, **others)[:3]
     output: Tensor = attention(
         contiguous_rows("q", q),
         contiguous_rows("k", k),
@@ -296,7 +296,7 @@ def _attend(
         softcap=softcap,
         alibi_slopes=alibi_slopes,
         dropout_p=dropout_p,
-        **lengths,
+        **others,
     )
     return output
 
@@ -312,7 +312,7 @@ def _with_state(
     softcap: float,
     alibi_slopes: Tensor | None,
     wants_mask: bool,
-    **lengths: Any,
+    **others: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output, LSE, the dropout mask and the seed's tensor, which both are made from."""
     state = torch.zeros(2, dtype=torch.int64, device=q.device)
@@ -330,14 +330,14 @@ def _with_state(
         alibi_slopes=alibi_slopes,
         dropout_p=dropout_p,
         dropout_seed=state[:1],
-        **lengths,
+        **others,
     )
     mask = q.new_empty(0)
     if wants_mask and dropout_p > 0.0:
         batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
-        if "cu_seqlens_q" in lengths:
-            batch = lengths["cu_seqlens_q"].shape[0] - 1
-            seqlen_q, seqlen_k = lengths["max_seqlen_q"], lengths["max_seqlen_k"]
+        if "cu_seqlens_q" in others:
+            batch = others["cu_seqlens_q"].shape[0] - 1
+            seqlen_q, seqlen_k = others["max_seqlen_q"], others["max_seqlen_k"]
         seqlen_q, seqlen_k = (-(-seqlen // 128) * 128 for seqlen in (seqlen_q, seqlen_k))
         kept = dropout_mask(state[:1], batch, q.shape[-2], seqlen_q, seqlen_k, dropout_p)
         mask = kept.to(q.dtype) * 2 - 1
