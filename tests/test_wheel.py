@@ -1,41 +1,62 @@
 """What a wheel holds, and what the installed distribution says of itself.
 
 The wheel is the one that WHEEL names, or else one built here without CUDA, which takes seconds and differs in
-the contents of _C only.
+the contents of _C only: from an sdist alone, which has to be enough.
 """
 
 from __future__ import annotations
 
 import email
+import hashlib
 import importlib.metadata
+import json
 import os
 import re
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 import elf
 import pytest
+import torch
 
 import cutlass_fmha
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 40 * 2**20  # bytes
+LEFT_OUT = re.compile(r"__pycache__|\.so$|\.py[cod]$|/\.")
+
+
+def run(command: list[str], directory: Path, **environment: str) -> str:
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=directory, env={**os.environ, **environment}
+    )
+    assert done.returncode == 0, f"{command} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("sdist")
+    code = f"import backend; print(backend.build_sdist({str(directory)!r}))"
+    name = run([sys.executable, "-c", code], ROOT, PYTHONPATH=str(ROOT / "build_backend")).split()[-1]
+    return directory / name
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory, sdist: Path) -> Path:
     if given := os.environ.get("WHEEL"):
         return Path(given)
     directory = tmp_path_factory.mktemp("wheel")
-    command = [
-        sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", directory,
-    ]  # fmt: skip
+    run(["tar", "-xzf", str(sdist)], directory)
+    (sources,) = directory.glob("cutlass_fmha-*")
     settings = ("cmake.define.CUTLASS_FMHA_CUDA=OFF", f"build-dir={directory}/build")
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
     command += [f"--config-settings={setting}" for setting in settings]
-    result = subprocess.run([*command, ROOT], capture_output=True, text=True, check=False, cwd=directory)
-    assert result.returncode == 0, f"pip wheel failed:\n{result.stdout[-2000:]}{result.stderr[-2000:]}"
+    # A compiler cache sees the same files each time, wherever they lie.
+    run([*command, str(sources)], directory, CCACHE_BASEDIR=str(directory), CCACHE_NOHASHDIR="1")
     (built,) = directory.glob("*.whl")
     return built
 
@@ -49,8 +70,17 @@ def names(wheel: Path) -> set[str]:
 def package_files() -> set[str]:
     """What the repository tracks, or would, below the package's directory."""
     files = (path for path in (ROOT / "cutlass_fmha").rglob("*") if path.is_file())
-    left_out = re.compile(r"__pycache__|\.so$|\.py[cod]$|/\.")
-    return {name for path in files if not left_out.search(name := path.relative_to(ROOT).as_posix())}
+    return {name for path in files if not LEFT_OUT.search(name := path.relative_to(ROOT).as_posix())}
+
+
+def test_the_sdist_has_all_that_a_build_and_its_tests_read(sdist: Path):
+    with tarfile.open(sdist) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    folders = ("src", "cmake", "build_backend", "requirements", "third_party", "cutlass_fmha", "tests", ".ci")
+    ours = {file.relative_to(ROOT).as_posix() for folder in folders for file in (ROOT / folder).rglob("*")}
+    wanted = {name for name in ours if (ROOT / name).is_file() and not LEFT_OUT.search(name)}
+    assert wanted | {"CMakeLists.txt", "pyproject.toml", "LICENSE", "Makefile"} <= packed
+    assert not [name for name in packed if name.startswith((".venv", "build/", "benchmarks/results"))]
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(names: set[str]):
@@ -75,6 +105,65 @@ def test_its_extension_needs_the_c_and_cpp_runtimes_only(wheel: Path, names: set
     known = r"(lib(c|m|dl|rt|pthread|gcc_s|stdc\+\+)|ld-linux)"
     foreign = {name for name in elf.needed(extension) if not re.match(known, name)}
     assert not foreign
+
+
+def test_its_symbols_are_those_that_its_tag_promises(wheel: Path):
+    """A wheel of manylinux_2_28 is built in that image; one of this machine names what it needs instead."""
+    said = run([sys.executable, "-m", "auditwheel", "show", str(wheel)], wheel.parent)
+    found = re.search(r'platform tag:\s+"manylinux_2_(\d+)_x86_64"', said)
+    assert found, f"more than the libraries that every Linux has is needed:\n{said}"
+    promised = re.search(r"manylinux_2_(\d+)_x86_64\.whl$", wheel.name)
+    assert promised is None or int(found[1]) <= int(promised[1])
+
+
+SESSION = """
+import torch, cutlass_fmha
+from cutlass_fmha import cli
+q, k, v = torch.randn(3, 1, 64, 4, 32).unbind()
+out = cutlass_fmha.attention(q, k, v, causal=True)
+heads_first = (x.transpose(1, 2) for x in (q, k, v))
+expected = torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True).transpose(1, 2)
+torch.testing.assert_close(out, expected)
+print(cutlass_fmha.explain(q, k, v, causal=True))
+raise SystemExit(cli.main(["parity", "--device", "cpu", "--case", "d64_bf16"]))
+"""
+
+
+def test_a_new_user_installs_it_and_calls_it(wheel: Path, tmp_path: Path):
+    """In an empty environment: install, info without torch, then with one a call, its explanation, parity."""
+    run([sys.executable, "-m", "venv", "--without-pip", "new"], tmp_path)
+    bin_directory = tmp_path / "new" / "bin"
+    python, command = str(bin_directory / "python"), str(bin_directory / "cutlass-fmha")
+    run([sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", str(wheel)], tmp_path)
+    clean = {**os.environ, "PYTHONPATH": "", "PYTHONSAFEPATH": "1"}
+    info = subprocess.run([command, "info", "--json"], capture_output=True, text=True, check=False, env=clean)
+    found = json.loads(info.stdout)
+    assert info.returncode == 1 and found["import_error"] == "No module named 'torch'" and found["build"]
+    (site,) = (tmp_path / "new").glob("lib/python*/site-packages")
+    assert found["path"] == str(site / "cutlass_fmha")
+    # torch, and what it needs, from here; behind the new environment's own packages.
+    (site / "torch.pth").write_text(str(Path(torch.__file__).parents[1]) + "\n")
+    printed = run([python, "-c", SESSION], tmp_path, **clean)
+    assert "\nruns: the CPU backend, which needs no row\n" in printed and "problems, none wrong\n" in printed
+
+
+def test_what_a_wheel_is_made_of_is_told(wheel: Path, tmp_path: Path):
+    output = tmp_path / "new" / "sbom.json"
+    command = [sys.executable, str(ROOT / ".ci" / "sbom.py"), "--cuda", "12.9", "--output", str(output)]
+    run([*command, str(wheel)], tmp_path)
+    told = json.loads(output.read_text())
+    assert (told["bomFormat"], told["specVersion"]) == ("CycloneDX", "1.6")
+    own = told["metadata"]["component"]
+    assert own["version"] == cutlass_fmha.__version__ and own["components"][0]["name"] == wheel.name
+    (digest,) = own["components"][0]["hashes"]
+    assert digest == {"alg": "SHA-256", "content": hashlib.sha256(wheel.read_bytes()).hexdigest()}
+    parts = {part["name"]: part for part in told["components"]}
+    assert parts["nvidia-cuda-runtime"]["version"] == "12.9"
+    assert parts["nvidia-cutlass"]["version"] == "4.2.0.0" and "version" not in parts["torch"]
+    assert all(part["licenses"] for part in parts.values())
+    (depends,) = told["dependencies"]
+    assert depends["ref"] == own["bom-ref"]
+    assert set(depends["dependsOn"]) == {part["bom-ref"] for part in parts.values()}
 
 
 def test_its_metadata_and_licences(wheel: Path, names: set[str]):
