@@ -22,6 +22,8 @@ FOLDERS = (
     "cmake",
     "build_backend",
     "benchmarks",
+    ".ci",
+    ".github",
     "examples",
 )
 GUIDES = [
