@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from cutlass_fmha import private_torch
+from cutlass_fmha import private_torch, tally
 from cutlass_fmha.attention import scaled_dot_product_attention
 from cutlass_fmha.launch.recent import Recent
 from cutlass_fmha.ops.dispatcher import has_tangent
-from cutlass_fmha.torch_sdpa import tally
+from cutlass_fmha.torch_sdpa.calls import calls
 
 NAME = "scaled_dot_product_attention"
 
@@ -58,9 +58,9 @@ def attend(
             if known is not None:
                 refused.put(known, reason)
         else:
-            tally.count(NAME)
+            calls.count(NAME)
             return output
-    tally.decline(NAME, reason)
+    calls.decline(NAME, reason)
     theirs: Tensor = torch.ops.aten.scaled_dot_product_attention.default.decompose(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )

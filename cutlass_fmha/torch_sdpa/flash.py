@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutlass_fmha import autocast, private_torch
+from cutlass_fmha import autocast, private_torch, tally
 from cutlass_fmha.attention import attention, contiguous_rows
 from cutlass_fmha.features import NO_LIMIT
-from cutlass_fmha.torch_sdpa import tally
+from cutlass_fmha.torch_sdpa.calls import calls
 
 #: Where dropout's numbers come from is not written in a call, and the two halves of one would have to agree.
 _DROPOUT = "dropout_p here would have a backward elsewhere draw other numbers"
@@ -200,9 +200,9 @@ def kernel(name: str, device_key: str) -> Callable[..., Any]:
         except tally.REFUSALS as error:
             if theirs is None:  # torch has none for this device type
                 raise
-            tally.decline(name, tally.sentence(error))
+            calls.decline(name, tally.sentence(error))
             return theirs.call_boxed(keyset, *_with_their_lse(name, args), **kwargs)
-        tally.count(name)
+        calls.count(name)
         return found
 
     return call

@@ -13,7 +13,8 @@ from torch.backends import mha
 from torch.library import Library
 from torch.nn import attention
 
-from cutlass_fmha.torch_sdpa import composite, flash, tally
+from cutlass_fmha.torch_sdpa import composite, flash
+from cutlass_fmha.torch_sdpa.calls import calls
 
 NAME = "cutlass_fmha"
 """What torch.nn.attention's registry knows this package as."""
@@ -78,15 +79,15 @@ class Override:
 
         A call in a compiled graph is counted when it is traced; running the graph counts nothing.
         """
-        return MappingProxyType(tally.counts)
+        return MappingProxyType(calls.counts)
 
     @property
     def declined(self) -> Mapping[str, int]:
         """How many calls went on to torch, by the reason, since ``reset_counts``."""
-        return MappingProxyType(tally.declined)
+        return MappingProxyType(calls.declined)
 
     def reset_counts(self) -> None:
-        tally.clear()
+        calls.clear()
 
     def enable(self, device_types: Sequence[str] = ("cuda",)) -> None:
         """Has calls on tensors of these device types, "cuda" and "cpu", come here, in place of any before.

@@ -1,0 +1,117 @@
+"""The node for ComfyUI, called as its functions are: the same numbers and shapes, or its own function."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tensors import randn
+from torch import Tensor
+
+from cutlass_fmha import log
+from cutlass_fmha.integrations import comfyui
+
+HEADS, DIM = 4, 32
+MASKS: dict[str, Tensor | None] = {
+    "none": None,
+    "queries and keys": torch.arange(13) < torch.arange(9)[:, None] + 3,
+    "of the batch": torch.arange(13).expand(2, 1, 13) < torch.tensor([13, 5])[:, None, None],
+    "numbers of the heads": randn(2, HEADS, 9, 13),
+}
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    comfyui.calls.clear()
+    log.forget()
+
+
+def theirs(
+    q: Tensor, k: Tensor, v: Tensor, heads: int, mask: Tensor | None = None, attn_precision: Any = None,
+    skip_reshape: bool = False, skip_output_reshape: bool = False, **kwargs: Any,
+) -> Tensor:  # fmt: skip
+    """What ComfyUI's function for torch's attention means, parameters in its order (0.38.1)."""
+    if not skip_reshape:
+        dim = q.shape[-1] // heads
+        q, k, v = (x.view(*x.shape[:2], -1, dim).transpose(1, 2) for x in (q, k, v))
+    if mask is not None and mask.dim() < 4:
+        mask = mask[(None,) * (3 - mask.dim())].unsqueeze(1)
+    extra = {name: kwargs[name] for name in ("scale", "enable_gqa") if name in kwargs}
+    out = F.scaled_dot_product_attention(q, k, v, mask, **extra)
+    return out if skip_output_reshape else out.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("stay", [False, True])
+@pytest.mark.parametrize("heads_kv", [HEADS, 2])
+def test_shapes_masks_and_heads_are_as_there(mask: str, split: bool, stay: bool, heads_kv: int):
+    q, k, v = (randn(2, heads, seqlen, DIM) for heads, seqlen in ((HEADS, 9), (heads_kv, 13), (heads_kv, 13)))
+    if not split:
+        q, k, v = (x.transpose(1, 2).flatten(2) for x in (q, k, v))
+    said: dict[str, Any] = {"skip_reshape": split, "skip_output_reshape": stay, "transformer_options": {}}
+    said |= {"enable_gqa": heads_kv != HEADS, "_inside_attn_wrapper": True, "mask": MASKS[mask]}
+    for scale in ({}, {"scale": 0.3}):
+        want = theirs(q, k, v, HEADS, **said, **scale)
+        found = comfyui.attention(q, k, v, HEADS, **said, **scale)
+        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
+    assert comfyui.calls.counts == {"attention": 2}
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ({"is_causal": True}, "ComfyUI says is_causal, which is unknown here"),
+        ({"mask": torch.zeros(9, 13, dtype=torch.float64)}, "bias must"),
+    ],
+)
+def test_what_is_declined_is_comfyuis_with_a_line(
+    said: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
+):
+    given = (randn(2, 9, HEADS * DIM), randn(2, 13, HEADS * DIM), randn(2, 13, HEADS * DIM), HEADS)
+    seen: list[Any] = []
+    with caplog.at_level(logging.WARNING, "cutlass_fmha"):
+        for _ in range(2):
+            comfyui.or_else(lambda *args, **kwargs: seen.append((args, kwargs)) or randn(1), *given, **said)
+    assert len(seen) == 2 and seen[0][0] == given and seen[0][1].keys() == said.keys()
+    assert len(caplog.messages) == 1 and reason in caplog.text and not comfyui.calls.counts
+
+
+def test_the_node_changes_a_clone_and_refuses_to_undo_another_node():
+    def model(**options: Any) -> Any:
+        made = SimpleNamespace(model_options={"transformer_options": options})
+        made.clone = lambda: SimpleNamespace(model_options=copy.deepcopy(made.model_options))
+        return made
+
+    before = model(patches={})
+    (node,) = comfyui.NODE_CLASS_MAPPINGS.values()
+    assert node.INPUT_TYPES()["required"] == {"model": ("MODEL",)} and node.RETURN_TYPES == ("MODEL",)
+    (after,) = getattr(node(), node.FUNCTION)(before)
+    options = after.model_options["transformer_options"]
+    assert options == {"patches": {}, "optimized_attention_override": comfyui.or_else}
+    assert before.model_options == {"transformer_options": {"patches": {}}}
+    node().patch(model(optimized_attention_override=comfyui.or_else))
+    with pytest.raises(ValueError, match="another node changes this model's attention, too"):
+        node().patch(model(optimized_attention_override=print))
+
+
+def test_the_registry_gets_a_wrapped_function_that_falls_back_to_torchs():
+    registry: dict[str, Any] = {}
+    there = SimpleNamespace(
+        attention_pytorch=theirs,
+        wrap_attn=lambda function: ("wrapped", function),
+        register_attention_function=registry.__setitem__,
+    )
+    comfyui.register(there)
+    (wrapped, function) = registry.pop("cutlass_fmha")
+    given = [randn(2, 9, HEADS * DIM)] * 3
+    want = theirs(*given, HEADS)
+    torch.testing.assert_close(function(*given, HEADS), want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(function(*given, HEADS, window=3), want)
+    assert wrapped == "wrapped" and not registry
+    assert comfyui.calls.counts == {"attention": 1} and sum(comfyui.calls.declined.values()) == 1
