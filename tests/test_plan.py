@@ -15,7 +15,7 @@ import torch
 from fake_build import L4, make_build
 from fake_kernels import FakeKernels, Launched
 from feature_tensors import Call
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from listed_problems import GROUPS
 from problems import Problem, fitted, problems
@@ -28,7 +28,7 @@ from cutlass_fmha.arguments.op_arguments import op_arguments
 from cutlass_fmha.dispatch import blocks, describe, device
 from cutlass_fmha.dispatch import table as tables
 from cutlass_fmha.dispatch.families import wide
-from cutlass_fmha.dispatch.problem import CAUSAL, FEATURES
+from cutlass_fmha.dispatch.problem import FEATURES
 from cutlass_fmha.features import Features
 from cutlass_fmha.launch import gradients, plan
 from cutlass_fmha.ops import dispatcher, forward
@@ -284,18 +284,6 @@ def test_empty_tensors_have_no_address(kernels: Kernels):
         assert kernels.last.bias == kernels.last.mask == kernels.last.page_table == 0
 
 
-def test_slow_copies_are_told_once_per_cause(kernels: Kernels, caplog):
-    caplog.set_level(logging.WARNING, logger="cutlass_fmha")
-    for seqlen in (33, 20):
-        attend(tensors(Problem(seqlen, 65, head_dim=20, head_dim_v=20, softcap=1.0)))
-    attend(tensors(Problem(20, 65, softcap=1.0)))
-    (record,) = caplog.records
-    assert record.getMessage() == (
-        "query's head stride and key's head stride and value's head stride and head_dim 20 are not a "
-        f"multiple of 16 bytes: {kernels.last_row} copies element by element, which is slower"
-    )
-
-
 # ---- batch_invariant ---------------------------------------------------------------------------------------
 
 
@@ -376,49 +364,30 @@ def launch(q, k, v, scale=None, causal="none", return_lse=True, row=None, layout
     return plan.launch(q, k, v, scale, causal, return_lse, row, layout)
 
 
-def strided(x: torch.Tensor, memory: str) -> torch.Tensor:
-    """The same numbers in another place: heads before the sequence, padded rows, off the 16-byte grid."""
-    if memory == "bhsd":
-        return x.transpose(1, 2).contiguous().transpose(1, 2)
-    if memory == "padded":
-        return torch.nn.functional.pad(x, (0, 8))[..., :-8]
-    if memory == "odd stride":
-        return torch.nn.functional.pad(x, (0, 3))[..., :-3]
-    if memory == "odd address":
-        return torch.nn.functional.pad(x.flatten(), (1, 0))[1:].view(x.shape)
-    return x.contiguous()
-
-
-MEMORY = ["plain", "bhsd", "padded", "odd stride", "odd address"]
-
-
-@pytest.mark.parametrize("causal", CAUSAL)
-@pytest.mark.parametrize("memory", MEMORY)
-@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_plain_calls_are_packed_as_tensors_hold(kernels, dtype, layout: str, memory: str, causal: str):
-    q, k, v = (strided(x, memory) for x in qkv(dtype=dtype))
+@settings(max_examples=120)
+@given(
+    problem=problems(longest=40),
+    head_dim=st.sampled_from([32, 64, 128]),
+    layout=st.sampled_from(["bshd", "bhsd"]),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16]),
+)
+def test_drawn_problems_are_packed_right(kernels, problem: Problem, head_dim: int, layout: str, dtype):
+    kernels.launches.clear()
+    q, k, v = problem.inputs(dtype, head_dim, "cpu")
     views = [x.transpose(1, 2) for x in (q, k, v)] if layout == "bhsd" else [q, k, v]
-    out, lse = launch(*views, causal=causal, layout=layout)
+    out, lse = launch(*views, problem.scale, problem.causal, layout=layout)
     out = out.transpose(1, 2) if layout == "bhsd" else out
     assert out.is_contiguous() and lse.is_contiguous()
-    oracle.assert_close(out, q, k, v, causal=causal, lse=lse)
-    (run,) = kernels.launches
-    assert (kernels.build.rows[run.row].copy == "element") == ("odd" in memory)
-    assert (run.device, run.stream) == (0, 4711)  # the tensors' device and its current stream
-
-
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(problem=problems(longest=20), head_dim=st.sampled_from([32, 64, 128]))
-def test_drawn_problems_are_packed_right(kernels, problem: Problem, head_dim: int):
-    q, k, v = problem.inputs(torch.float16, head_dim, "cpu")
-    out, lse = launch(q, k, v, problem.scale, problem.causal)
     oracle.assert_close(out, q, k, v, problem.scale, problem.causal, lse)
+    for run in kernels.launches:
+        assert (run.device, run.stream) == (0, 4711)  # the tensors' device and its current stream
+    for run in kernels.plain:
+        assert (kernels.build.rows[run.row].copy == "element") != problem.runs_on(16)
 
 
 def test_sizes_strides_and_pointers_of_a_launch(kernels):
     q, k, v = qkv(2, 33, 65, 4, 2, 32)
-    k = strided(k, "bhsd")
+    k = k.transpose(1, 2).contiguous().transpose(1, 2)
     out, lse = launch(q, k, v, 0.25, "bottom-right")
     row, p, *_ = kernels.launches[0]
     assert (p.q, p.k, p.v, p.o, p.lse) == tuple(x.data_ptr() for x in (q, k, v, out, lse))
@@ -475,24 +444,31 @@ def test_a_row_can_be_forced(kernels):
             assert kernels.launches[-1].row == row.index
 
 
-def test_slow_copies_of_a_plain_row_are_told_once_per_cause(kernels, caplog):
+def test_slow_copies_are_told_once_per_cause(kernels, caplog):
     caplog.set_level(logging.WARNING, logger="cutlass_fmha")
     q, k, v = qkv()
-    for seqlen in (33, 20):
-        launch(q[:, :seqlen], strided(k, "odd stride"), v)
-    (record,) = caplog.records
-    assert record.getMessage() == (
-        "key's batch stride and key's seqlen stride and key's head stride are not a multiple of 16 bytes: "
-        "fwd_sm89_f16_d32_m64n64w4_element copies element by element, which is slower"
-    )
-    caplog.clear()
-    launch(q, k, strided(v, "odd address"))
-    assert [record.getMessage()[:39] for record in caplog.records] == [
-        "value's address is not a multiple of 16"
-    ]
-    caplog.clear()
-    launch(q, k, v, row="fwd_sm89_f16_d32_m64n64w4_element")  # asked for, so no surprise
-    assert caplog.records == []
+    odd_stride = torch.nn.functional.pad(k, (0, 3))[..., :-3]
+    odd_address = torch.nn.functional.pad(v.flatten(), (1, 0))[1:].view(v.shape)
+    of_strides = "{0}'s batch stride and {0}'s seqlen stride and {0}'s head stride are"
+    for calls, told in (
+        ([lambda n=n: launch(q[:, :n], odd_stride, v) for n in (33, 20)], of_strides.format("key")),
+        ([lambda: launch(q, k, odd_address)], "value's address is"),
+        (
+            [
+                lambda n=n: attend(tensors(Problem(n, 65, head_dim=20, head_dim_v=20, softcap=1.0)))
+                for n in (33, 20)
+            ],
+            "query's head stride and key's head stride and value's head stride and head_dim 20 are",
+        ),
+        ([lambda: attend(tensors(Problem(20, 65, softcap=1.0)))], ""),
+        ([lambda: launch(q, k, v, row="fwd_sm89_f16_d32_m64n64w4_element")], ""),  # asked for, so no surprise
+    ):
+        caplog.clear()
+        for call in calls:
+            call()
+        row = kernels.build.rows[kernels.launches[-1].row].name
+        copies = f" not a multiple of 16 bytes: {row} copies element by element, which is slower"
+        assert [record.getMessage() for record in caplog.records] == [told + copies] * bool(told)
 
 
 # ---- CUTLASS_FMHA_LOG --------------------------------------------------------------------------------------
