@@ -98,7 +98,14 @@ class FakeKernels:
 
     def __call__(self, index: int, params: _C.AttentionParams, device: int, stream: int) -> None:
         row = self.build.rows[index]
-        if row.takes_features:
+        if row.family == "wide":
+            assert max(params.head_dim, params.head_dim_v) <= row.head_dim
+            steps = [stride * row.element_bytes for stride in params.bias_stride[:3]]
+            assert not params.bias or all(n % 16 == 0 for n in (params.bias, *steps))
+            if row.accumulates and params.partial_o:
+                count = params.lse_rows * params.head_dim_v
+                _at(params.partial_o, torch.float32, (count,), (1,)).fill_(torch.nan)
+        elif row.takes_features:
             assert params.head_dim <= row.head_dim and params.head_dim_v <= row.head_dim_v
         else:
             nothing = _C.AttentionParams()
