@@ -101,6 +101,7 @@ def test_no_kernel_of_the_report_has_anything_to_complain_about(report: dict[str
     assert not resources.report_complaints(report)
 
 
+TMA, NO_TMA = "fwd_sm120_f16_d32_m256n128w8_tma", "no TMA loads and stores (UTMALDG, UTMASTG) in a row"
 SIMT, WIDE, TF32 = "wide_sm89_f32_dany_m64n128w8_simt", "wide_sm89_bf16_dany_m64n128w8", "HMMA.1688.F32.TF32"
 
 
@@ -113,6 +114,10 @@ SIMT, WIDE, TF32 = "wide_sm89_f32_dany_m64n128w8_simt", "wide_sm89_bf16_dany_m64
         ("wide_sm90_f16_dany_m32n128w4", {"opcodes": {"STL.64": 2}}, "2 loads and stores of local memory"),
         ("rotary_sm120_f16", {"registers": 200}, "blocks of 128 threads on an SM"),
         ("fwd_sm89_bf16_d64_m64n64w4", {"opcodes": {"HMMA.16816.F32": 8, "LDGSTS": 1}}, "plies bfloat16"),
+        *(
+            (TMA, {"opcodes": {"HMMA.16816.F32": 8, **x}}, NO_TMA)
+            for x in ({"UTMALDG": 1}, {"UTMASTG": 1}, {})
+        ),
         (SIMT, {"opcodes": {"FFMA": 600, "BPT": 1}}, "1 BPT.TRAP"),
         (SIMT, {"opcodes": {"FFMA": 600}, "registers": 255}, "255 registers x 256 threads x 2 blocks exceed"),
         (SIMT, {"opcodes": {"FFMA": 100}}, "100 FMAs and tensor-core instructions []"),

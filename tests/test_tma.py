@@ -5,7 +5,6 @@ What they compute is test_parity_tma.py's business.
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -114,83 +113,28 @@ def test_sm_120_is_compiled_as_what_has_tma(version: str, copy: str, target: str
     assert pairs == f'{{120, "{target}"}}'
 
 
-# ---- the check, on kernels that are known to be wrong ------------------------------------------------------
+# ---- what plain sm_120 makes of a copy ---------------------------------------------------------------------
 
 PLANTED = r"""
-#include <cuda_fp16.h>
-#include <mma.h>
 #include <cute/arch/copy_sm90_tma.hpp>
 
-__device__ void multiply(char* tile, float* c) {
-  using namespace nvcuda::wmma;
-  fragment<matrix_a, 16, 16, 16, half, row_major> x;
-  fragment<matrix_b, 16, 16, 16, half, col_major> y;
-  fragment<accumulator, 16, 16, 16, float> z;
-  fill_fragment(z, 0.f);
-  load_matrix_sync(x, reinterpret_cast<half const*>(tile), 16);
-  load_matrix_sync(y, reinterpret_cast<half const*>(tile), 16);
-  mma_sync(z, x, y, z);
-  store_matrix_sync(c, z, 16, mem_row_major);
+extern "C" __global__ void copies(void const* map) {
+  __shared__ uint64_t barrier;
+  extern __shared__ __align__(1024) char tile[];
+  cute::SM90_TMA_LOAD_4D::copy(map, &barrier, 0, tile, 0, 0, 0, 0);
+  cute::SM90_TMA_STORE_4D::copy(map, tile, 0, 0, 0, 0);
 }
-
-__device__ void load(void const* map, uint64_t* barrier, char* tile) {
-  cute::SM90_TMA_LOAD_4D::copy(map, barrier, 0, tile, 0, 0, 0, 0);
-}
-
-__device__ void store(void const* map, char* tile) { cute::SM90_TMA_STORE_4D::copy(map, tile, 0, 0, 0, 0); }
-
-#define KERNEL(NAME, BODY)                                                  \
-  extern "C" __global__ void NAME(void const* map, half const* a, float* c) { \
-    __shared__ uint64_t barrier;                                            \
-    extern __shared__ __align__(1024) char tile[];                          \
-    BODY;                                                                   \
-    multiply(tile, c);                                                      \
-  }
-
-KERNEL(loads_and_stores, load(map, &barrier, tile); store(map, tile))
-KERNEL(only_loads, load(map, &barrier, tile))
-KERNEL(only_stores, store(map, tile))
-KERNEL(copies_by_thread, tile[threadIdx.x] = reinterpret_cast<char const*>(a)[threadIdx.x])
 """
-MISSING = "no TMA loads and stores (UTMALDG, UTMASTG) in a row that copies with them"
 
 
-@pytest.fixture(scope="module", params=["90", "120f", "120"])
-def planted(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[str, dict[str, cubin.Kernel]]:
-    directory = tmp_path_factory.mktemp("planted")
-    (directory / "planted.cu").write_text(PLANTED)
+@pytest.mark.parametrize("target", ["90", "120f", "120"])
+def test_a_trap_in_place_of_a_copy_is_found(target: str, tmp_path: Path):
+    """CuTe compiles one for plain sm_120, without a word: so rows are built for 120f or 120a."""
+    (tmp_path / "planted.cu").write_text(PLANTED)
     probe = [sys.executable, str(ROOT / "build_backend" / "probe.py"), "cutlass"]
     headers = subprocess.run(probe, capture_output=True, text=True, check=True).stdout.strip()
-    cubin.run_tool(
-        "nvcc", "-fatbin", "-std=c++20",
-        f"-gencode=arch=compute_{request.param},code=sm_{request.param}",
-        "-I", headers, "-o", directory / "planted.fatbin", directory / "planted.cu",
-    )  # fmt: skip
-    found = cubin.read_kernels(directory / "planted.fatbin")
-    return request.param, {kernel.name: kernel for kernel in found}
-
-
-def complaints(kernels: dict[str, cubin.Kernel], name: str, copy: str = "tma") -> list[str]:
-    found = resources.complaints(kernels[name], a_row(name=name, copy=copy))
-    return [line.partition(": ")[2] for line in found]
-
-
-def test_a_kernel_without_its_copies_is_found(planted: tuple[str, dict[str, cubin.Kernel]]):
-    target, kernels = planted
-    assert complaints(kernels, "copies_by_thread") == [MISSING]
-    assert complaints(kernels, "copies_by_thread", "ldg_16") == []
-    if target == "120":
-        return  # the next test's
-    assert complaints(kernels, "loads_and_stores") == []
-    assert complaints(kernels, "only_loads") == [MISSING]
-    assert complaints(kernels, "only_stores") == [MISSING]
-
-
-def test_what_plain_sm_120_makes_of_it_is_found(planted: tuple[str, dict[str, cubin.Kernel]]):
-    """CuTe compiles a trap in place of the copy, without a word: so rows are built for 120f or 120a."""
-    target, kernels = planted
-    found = " ".join(complaints(kernels, "loads_and_stores"))
-    assert bool(re.search(r"BPT\.TRAP", found)) == (target == "120"), (target, found)
-    assert (MISSING in found) == (target == "120")
+    flags = ["-fatbin", "-std=c++20", f"-gencode=arch=compute_{target},code=sm_{target}", "-I", headers]
+    cubin.run_tool("nvcc", *flags, "-o", tmp_path / "planted.fatbin", tmp_path / "planted.cu")
+    (kernel,) = cubin.read_kernels(tmp_path / "planted.fatbin")
+    found = " ".join(resources.complaints(kernel, a_row(copy="tma")))
+    assert ("BPT.TRAP" in found) == ("no TMA loads and stores" in found) == (target == "120"), found

@@ -262,6 +262,8 @@ def test_a_bias_that_is_right_is_not_copied(launches: Launches):
     launch(row_of(), q, k, k, bias=bias)
     (p,) = launches.params
     assert p.bias == bias.data_ptr() and p.bias_stride == (0, 8, 0, 1)
+    launch(row_of(), q, k, k, bias=torch.randn(33)[1:].view(1, 4, 1, 8))
+    assert launches.params[-1].bias % 16 == 0
 
 
 def test_a_bias_of_another_dtype_is_refused(launches: Launches):
