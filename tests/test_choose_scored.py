@@ -239,19 +239,3 @@ def test_explain_says_which_rows_are_a_last_resort(monkeypatch):
     resorts = [row for row in found.rows if row.eligible and not row.contender]
     assert resorts and {v.row.copy == "element" or v.row.takes_features for v in resorts} == {True}
     assert str(found).count("eligible, as a last resort") == len(resorts)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"features": ("windows",)}, "features must be among window, mask, .*, got 'windows'"),
-        ({"softcap": 1.0}, "explain got 'softcap', which says nothing of a shape"),
-        ({"page_size": 24}, "a problem must have pages of a multiple of 16 keys, got 24"),
-    ],
-)
-def test_explain_refuses_what_describes_nothing(arguments: dict, message: str):
-    with pytest.raises((TypeError, ValueError), match=message):
-        cutlass_fmha.explain(shape=(1, 1, 1, 64), device="l4", **arguments)
-    q = torch.empty(1, 5, 1, 64, dtype=torch.float16)
-    with pytest.raises(TypeError, match="features and head_dim_v describe a shape"):
-        cutlass_fmha.explain(q, q, q, features=("bias",))

@@ -98,23 +98,6 @@ def test_packed_sequences_are_numbered_by_themselves():
         assert torch.equal(kept, mask[b, :, : queries.stop - queries.start])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ((1, 1, 1, 1, 1, 1.0), ValueError, "dropout_p must be at least 0 and less than 1, got 1.0"),
-        ((1, 1, 1, 1, 1, "0.5"), TypeError, "dropout_p must be a float, got str"),
-        ((1, 1, -1, 1, 1, 0.5), ValueError, "num_heads must be 0 or more, got -1"),
-        ((1, 1, 1, 2.0, 1, 0.5), TypeError, "seqlen_q must be an int, got float"),
-        ((None, 1, 1, 1, 1, 0.5), TypeError, "dropout_seed must be an int or a torch.Tensor, got NoneType"),
-        ((2**63, 1, 1, 1, 1, 0.5), ValueError, "dropout_seed must fit in 64 bits, got 9223372036854775808"),
-        ((torch.tensor(3), 1, 1, 1, 1, 0.5), ValueError, r"dropout_seed must be int64 of shape \(1,\), got"),
-    ],
-)
-def test_what_is_no_mask_is_refused(arguments: tuple, error: type[Exception], message: str):
-    with pytest.raises(error, match=message):
-        dropout_mask(*arguments)
-
-
 def test_a_seed_is_drawn_where_none_is_given():
     q, k, v = torch.randn(3, 1, 64, 2, 16).unbind(0)
     state = torch.get_rng_state()

@@ -115,31 +115,16 @@ def blocks_per_sm(smem: int, warps: int, smem_per_sm: int, warps_per_sm: int, mo
     return min(smem_per_sm // allocated, warps_per_sm // warps, most)
 
 
-@pytest.mark.parametrize(
-    ("smem", "warps", "blocks"),
-    [
-        (97 * KIB, 8, 1),  # one block by shared memory
-        (99 * KIB, 8, 1),  # the largest one
-        (49 * KIB, 4, 2),  # exactly half of an SM
-        (49 * KIB + 1, 4, 1),
-        (33 * KIB, 8, 2),
-        (24 * KIB, 4, 4),
-        (4 * KIB, 16, 3),  # by warps: an sm_90 has room for four
-        (4 * KIB, 4, 12),
-        (0, 1, 24),  # by the number of blocks
-    ],
-)
-def test_an_sm_90_holds_as_many_padded_blocks_as_the_target(padding: Any, smem: int, warps: int, blocks: int):
-    assert blocks_per_sm(smem, warps, 100 * KIB, 48, 24) == blocks
-    (padded,) = map(int, padding([(smem, warps)]))
-    assert padded >= smem and padded <= 227 * KIB
-    assert blocks_per_sm(padded, warps, 228 * KIB, 64, 32) == blocks
-
-
 def test_padding_is_right_for_every_block_that_fits(padding: Any):
+    """An sm_90 holds as many as the GPU that it stands in for: by shared memory, by warps, and by number."""
     asked = [(smem, warps) for warps in (1, 2, 4, 8, 9, 12, 16, 48) for smem in range(0, 99 * KIB + 1, 1008)]
+    asked += [(49 * KIB, 4), (49 * KIB + 1, 4), (99 * KIB, 8)]  # half of an SM, a byte more, the largest
+    assert [blocks_per_sm(*one, 100 * KIB, 48, 24) for one in [*asked[-3:], (4 * KIB, 16), (0, 1)]] == [
+        *(2, 1, 1, 3, 24)
+    ]
     for (smem, warps), padded in zip(asked, map(int, padding(asked)), strict=True):
         expected = blocks_per_sm(smem, warps, 100 * KIB, 48, 24)
+        assert smem <= padded <= 227 * KIB
         assert blocks_per_sm(padded, warps, 228 * KIB, 64, 32) == expected, (smem, warps, padded)
 
 

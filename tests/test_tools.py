@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -63,22 +62,6 @@ def test_this_repositorys_sources_are_hashed():
     assert subprocess.check_output(command, text=True).strip() == source_hash()
     with pytest.raises(FileNotFoundError, match="no sources under"):
         source_hash(ROOT / "no-such-directory")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["-k", "sdpa", "."], r"\d+ of the GPU tests are left out"),
-        (["test_parity.py"], r"nothing of [\w. ]*test_parity_runtime.py [\w. ]*is run"),
-    ],
-)
-def test_a_part_of_the_gate_makes_no_report(arguments: list[str], sentence: str, tmp_path: Path):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", *arguments]
-    command += ["--parity-report", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT / "tests")
-    assert done.returncode == 1
-    assert re.search(f"a parity report is of the whole gate: {sentence}", done.stdout + done.stderr)
-    assert list(tmp_path.iterdir()) == []
 
 
 # ---- reports -----------------------------------------------------------------------------------------------
