@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
+import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -15,6 +19,8 @@ import torch
 
 import cutlass_fmha
 from cutlass_fmha.demo.measure import CountCalls
+from cutlass_fmha.flash_attn import flash_attn_interface
+from cutlass_fmha.integrations import hub
 from cutlass_fmha.integrations import transformers as integration
 
 transformers = pytest.importorskip("transformers", reason="requirements/demo.txt is not installed")
@@ -222,7 +228,7 @@ def same_dropout() -> Iterator[None]:
 
 
 @contextmanager
-def attention(name: str, seen: set[str], drop: str = "") -> Iterator[list[int]]:
+def attention(seen: set[str], drop: str = "", caller: Any = integration) -> Iterator[list[int]]:
     """The model's attention is ours; of each call one argument is dropped. Gives the number of calls."""
     calls = [0]
 
@@ -232,12 +238,12 @@ def attention(name: str, seen: set[str], drop: str = "") -> Iterator[list[int]]:
             arguments["causal"] = False
         elif drop:
             arguments.pop(drop, None)
-        seen.update(
-            arguments.keys() - {"scale", "layout"} - ({"causal"} if arguments["causal"] is False else set())
-        )
+        empty = {name for name, x in arguments.items() if not torch.is_tensor(x) and x in (None, False, 0.0)}
+        given = arguments.keys() - empty
+        seen.update(given - {"scale", "layout"})
         return cutlass_fmha.attention(*operands, **arguments)
 
-    with mock.patch.object(integration, "attention", spied):
+    with mock.patch.object(caller, "attention", spied):
         yield calls
 
 
@@ -273,7 +279,7 @@ def test_a_model_computes_what_it_does_eagerly(name: str, mode: str, implementat
     for dropout in (0.0, 0.3):
         model(name, dropout).set_attn_implementation(implementation)
     said: set[str] = set()
-    with same_dropout(), attention(name, said) as calls, CountCalls() as counter:
+    with same_dropout(), attention(said) as calls, CountCalls() as counter:
         found = MODES[mode](name)
     passes = STEPS if "generate" in mode else 1
     layers = 2 * (1 + 2 * passes) if name in TWO_SIDED else 2 * passes
@@ -281,7 +287,7 @@ def test_a_model_computes_what_it_does_eagerly(name: str, mode: str, implementat
     assert error(found, wanted) <= TOLERANCE
     # What was passed on was needed: without any one of these the result is another.
     for argument in said:
-        with same_dropout(), attention(name, set(), drop=argument):
+        with same_dropout(), attention(set(), drop=argument):
             changed = error(MODES[mode](name), wanted)
         assert not changed <= MATTERS, f"{argument} could be dropped"
     known = MODELS[name][3]
@@ -312,7 +318,7 @@ def test_packed_sequences_do_not_see_each_other(name: str, implementation: str) 
                 network(ids, **said)
         network.set_attn_implementation(MASKS if implementation == MASKS else FLASH)
         seen: set[str] = set()
-        with attention(name, seen):
+        with attention(seen):
             found = network(ids, **said).logits
     assert error(found, wanted) <= TOLERANCE
     assert ("cu_seqlens_q" in seen) == (implementation != MASKS)
@@ -448,9 +454,48 @@ def test_what_a_layer_says_without_a_mask_of_ours() -> None:
     torch.testing.assert_close(call(attention_mask=additive), flash(sliding_window=2))
 
 
+def load_as_kernels_does(name: str, **_: Any) -> Any:
+    """For where there is no ``kernels`` that transformers takes: LOCAL_KERNELS, metadata, a module."""
+    paths = dict(entry.split("=", 1) for entry in os.environ["LOCAL_KERNELS"].split(":"))
+    metadata = json.loads((Path(paths[name]) / "metadata.json").read_text())
+    assert metadata["id"] not in sys.modules
+    spec = importlib.util.spec_from_file_location(metadata["id"], Path(paths[name]) / "__init__.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("side", ["none", "left"])
+@pytest.mark.parametrize(
+    ("name", "repository"),
+    [("Mistral", hub.NAME), ("Gemma2", hub.NAME), ("GptOss", "kernels-community/vllm-flash-attn3")],
+)
+def test_a_model_runs_by_the_kernel_of_the_hub(
+    name: str, repository: str, side: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under the name that a model insists on, too. Nothing is fetched."""
+    loader = pytest.importorskip("transformers.integrations.hub_kernels")
+    if not loader.is_kernels_available():
+        monkeypatch.setattr(loader, "is_kernels_available", lambda: True)
+        monkeypatch.setattr(loader, "get_kernel", load_as_kernels_does)
+    monkeypatch.setenv("LOCAL_KERNELS", f"a/b=/nowhere:{repository}=/elsewhere")
+    assert hub.use(repository) == repository and os.environ["LOCAL_KERNELS"].startswith(
+        f"a/b=/nowhere:{repository}="
+    )
+    wanted = eager(name, "prefill" if side == "none" else "left padding")
+    model(name, 0.0).set_attn_implementation(repository)
+    said: set[str] = set()
+    with attention(said, caller=flash_attn_interface) as calls:
+        assert error(forward(name, side), wanted) <= TOLERANCE
+    assert calls == [2] and MODELS[name][3] <= said
+    for argument in MODELS[name][3]:
+        with attention(set(), drop=argument, caller=flash_attn_interface):
+            assert error(forward(name, side), wanted) > MATTERS, f"{argument} could be dropped"
+
+
 def test_importing_the_package_imports_none_of_those_it_plugs_into() -> None:
     code = (
-        "import sys, cutlass_fmha, cutlass_fmha.flash_attn, cutlass_fmha.integrations.transformers\n"
+        "import sys; from cutlass_fmha.integrations import diffusers, hub, transformers\n"
         "sys.exit(str({'transformers', 'diffusers', 'kernels'} & set(sys.modules)))"
     )
     told = subprocess.run(

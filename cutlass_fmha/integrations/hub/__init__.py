@@ -1,0 +1,76 @@
+"""flash_attn's functions as a kernel of Hugging Face's ``kernels`` package, which needs no registry.
+
+    from cutlass_fmha.integrations import hub
+    model = AutoModel.from_pretrained(path, attn_implementation=hub.use())
+
+or without a line of Python: LOCAL_KERNELS="cutlass-fmha/flash-attn=<this directory>". Programs and models
+that take only names they know get it under one of these: hub.use("kernels-community/flash-attn2").
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from cutlass_fmha.flash_attn.flash_attn_interface import Found, Side, _attend, _packed
+
+NAME = "cutlass-fmha/flash-attn"
+"""For transformers: with a slash, as repositories have, and "flash", for flash attention's masks."""
+
+__all__ = ["NAME", "flash_attn_func", "flash_attn_varlen_func", "use"]
+
+
+def use(name: str = NAME) -> str:
+    """Have ``kernels`` load this directory under ``name``, here and in child processes; returns the name."""
+    entries = [entry for entry in os.environ.get("LOCAL_KERNELS", "").split(":") if entry]
+    kept = [entry for entry in entries if entry.partition("=")[0] != name]
+    os.environ["LOCAL_KERNELS"] = ":".join([*kept, f"{name}={Path(__file__).parent}"])
+    return name
+
+
+# transformers drops what a function has no parameter for: flash_attn's own have none for sinks.
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[Side] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    s_aux: Tensor | None = None,
+) -> Found:
+    """``cutlass_fmha.flash_attn.flash_attn_func``, and s_aux: sinks, float32 or q's dtype, [num_heads]."""
+    given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    return _attend(q, k, v, *given, sinks=s_aux, deterministic=deterministic)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: Side,
+    max_seqlen_k: Side,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[Side] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+    s_aux: Tensor | None = None,
+) -> Found:
+    """``cutlass_fmha.flash_attn.flash_attn_varlen_func``, and s_aux as above."""
+    given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    lengths = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table)
+    return _attend(q, k, v, *given, sinks=s_aux, deterministic=deterministic, **lengths)
