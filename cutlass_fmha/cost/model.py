@@ -133,19 +133,18 @@ class Launch:
         self._even = not problem.is_ranged and problem.mean == EVEN
         self._most = MAX_WAVES if self._even else MAX_MASKED_WAVES
         self._may_divide = of.divides_keys or (self._even and of.divides_tail)
-        self._undivided = 0.0
+        self._undivided: tuple[Kind, Kind] | None = None
         self._divided: Division | None = None
         self._found: list[Kind] | None = None
 
     def bound(self) -> float:
         """Microseconds at least, before it is known what is divided, in a tenth of the time."""
         row, problem = self._of.row, self._problem
-        found = totals(row, problem, packed_heads(row, problem))
+        found = self._undivided = totals(row, problem, packed_heads(row, problem))
         if found is None:
             return 0.0
         first, sums = found
-        self._undivided = self._at_least(first, sums, 1, 0)
-        return self._at_least(None, sums, 1, 0) if self._may_divide else self._undivided
+        return self._at_least(None if self._may_divide else first, sums, 1, 0)
 
     def least(self, bound: float) -> float:
         """The same, which was ``bound``, when it is known what is divided."""
@@ -153,7 +152,7 @@ class Launch:
             return bound
         _, splits, tail = self._division()
         if splits == 1 and not tail:
-            return self._undivided
+            return self._at_least(*self._undivided, 1, 0) if self._undivided else bound
         if not (kinds := self._kinds()):
             return 0.0
         total = 0
