@@ -224,6 +224,36 @@ def test_numbers_of_a_graph_take_the_place_of_scale_softcap_and_dropout(numbers:
     assert all(map(torch.equal, call(out, q, k, v, out, lse, None, 1.0, "none", **given), expected))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("said", [{}, {"softcap": 1.5}])
+def test_shares_of_the_keys_add_up_to_the_whole(said: dict[str, Any], packed: bool, dtype: torch.dtype):
+    """As in ring attention: parts of the keys, with output and LSE of all of them."""
+    q, k, v = (x.detach() for x in tensors(dtype=dtype))
+    dout, dlse = drawn(*q.shape, dtype=dtype), drawn(2, 4, 7, dtype=dtype).float()
+
+    def call(first: int, last: int, *result: Tensor) -> tuple[Tensor, ...]:
+        given, features = [x[:, first:last] for x in (k, v)], dict(said)
+        rows = [dout, q, *given, *result[:1]]
+        lses = [*result[1:], dlse]
+        if packed:
+            rows = [x.flatten(0, 1) for x in rows]
+            lses = [x.transpose(0, 1).flatten(1) for x in lses]
+            features |= {
+                "cu_seqlens_q": int32(0, 7, 14),
+                "cu_seqlens_k": int32(0, last - first, 2 * (last - first)),
+            }
+        op = torch.ops.cutlass_fmha.attend_backward
+        found = op(rows[0], *rows[1:5], *lses, 0.3, "none", **features)[:3]
+        return tuple(x.unflatten(0, (2, -1)) if packed else x for x in found)
+
+    result = attention(q, k, v, scale=0.3, return_lse=True, **said)
+    whole, one, other = (call(*part, *result) for part in ((0, 9), (0, 4), (4, 9)))
+    torch.testing.assert_close(one[0] + other[0], whole[0], rtol=1e-5, atol=1e-6)
+    for n in (1, 2):
+        torch.testing.assert_close(torch.cat([one[n], other[n]], 1), whole[n], rtol=1e-5, atol=1e-6)
+
+
 def test_a_gradient_that_nobody_wants_is_empty():
     q, k, v = (x.detach() for x in tensors())
     out, lse = attention(q, k, v, return_lse=True)

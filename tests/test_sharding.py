@@ -11,7 +11,8 @@ import two_processes
 from tensors import ints, randn
 from torch import Tensor
 
-from cutlass_fmha import attention
+from cutlass_fmha import attention, scaled_dot_product_attention, sdpa
+from cutlass_fmha.torch_sdpa.override import _HAS_REGISTRY
 
 Q, K = (2, 9, 4, 32), (2, 13, 2, 32)
 #: Shapes of query and of key and value, features (with a gradient where they are of that kind).
@@ -46,12 +47,32 @@ def results(q: Tensor, k: Tensor, v: Tensor, features: dict[str, Any], of_output
     return [out, lse, *torch.autograd.grad(loss, wanted)]
 
 
+def ring_attention(mesh: Any) -> None:
+    """torch's context parallelism: its flash op on pairs of shards of queries and keys, merged by LSEs."""
+    from torch.distributed.tensor import DTensor, Shard, experimental
+    from torch.distributed.tensor.experimental._attention import context_parallel_unshard
+
+    shape = (2, 4, 16, 32)
+    whole = [randn(*shape, seed=n) for n in range(4)]
+    q, k, v = (x.clone().requires_grad_() for x in whole[:3])
+    out = scaled_dot_product_attention(q, k, v, is_causal=True)
+    want = [out.detach(), *torch.autograd.grad(out, (q, k, v), whole[3])]
+    with sdpa("cpu"), experimental.context_parallel(mesh, buffers=whole, buffer_seq_dims=[2] * 4):
+        *given, dout = (DTensor.from_local(x, mesh, [Shard(2)]) for x in whole)
+        given = [x.requires_grad_() for x in given]
+        found = torch.ops.aten._scaled_dot_product_flash_attention(*given, 0.0, True)[0]
+        results = [found, *torch.autograd.grad(found, given, dout)]
+        full = context_parallel_unshard(mesh, [x.to_local() for x in results], [2] * 4)
+    torch.testing.assert_close(list(full), want, rtol=1e-4, atol=1e-5)
+    assert sdpa.counts["_scaled_dot_product_flash_attention_backward"] == 2 and not sdpa.declined
+
+
 def one_of_two(rank: int, meeting: str) -> None:
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.debug import CommDebugMode
 
     two_processes.meet(rank, meeting)
-    mesh = torch.distributed.init_device_mesh("cpu", (2, 1))
+    mesh = torch.distributed.init_device_mesh("cpu", (2, 1), mesh_dim_names=("ring", "one"))
 
     def spread(x: Any, placement: Any) -> Any:
         """Over the first dimension of the mesh, where the tensor has such an axis."""
@@ -101,6 +122,8 @@ def one_of_two(rank: int, meeting: str) -> None:
     ):
         with pytest.raises(NotImplementedError, match=why):
             attention(q, q, q, **said)
+    if _HAS_REGISTRY:
+        ring_attention(mesh["ring"])
     torch.distributed.destroy_process_group()
 
 

@@ -18,6 +18,9 @@ from cutlass_fmha.cpu import plain
 from cutlass_fmha.cpu.features import Sequence, keys_of, sequences
 from cutlass_fmha.features import Features, Sizes
 
+#: How far, relatively, the LSE that a forward gave may be from the same one computed anew: it is float32.
+SAME_LSE = 1e-5
+
 
 class Gradients(NamedTuple):
     """Of query, key and value, of bias and sinks where these are given."""
@@ -35,6 +38,8 @@ def attend_backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    output: Tensor,
+    lse: Tensor,
     scale: float,
     causal: str,
     features: Features,
@@ -42,7 +47,8 @@ def attend_backward(
 ) -> Gradients:
     """The gradients in the shapes and dtypes of what they are of; of rows that are nobody's, 0.
 
-    ``dout`` is that of the output, ``dlse`` that of the LSE, None: there is none.
+    ``dout`` is that of the output, ``dlse`` that of the LSE, None: there is none. ``output`` and ``lse`` may
+    be of more keys than these: then the gradients are these keys' share of theirs.
     """
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     given = (query, key, value, features.bias, features.sinks)
@@ -50,13 +56,13 @@ def attend_backward(
     for sequence, rows in sequences(query, key, value, scale, causal, features, sizes):
         b = sequence.number
         place = rows if sizes.total_q is not None else b
-        own_dlse = None
-        if dlse is not None:
-            own_dlse = dlse[:, rows] if sizes.total_q is not None else dlse[b]
+        columns = (slice(None), rows) if sizes.total_q is not None else (b,)
+        own_dlse = None if dlse is None else dlse[columns]
         own_dk, own_dv = keys_of(found.key, b, features), keys_of(found.value, b, features)
         for queries in _chunks(sequence):
             chunk = slice(queries.start, queries.stop)
-            terms = _terms(sequence, queries, dout[place][chunk], own_dlse)
+            result = output[place][chunk], lse[columns][:, chunk]
+            terms = _terms(sequence, queries, dout[place][chunk], own_dlse, result)
             found.query[place][chunk] = terms.query
             own_dk += terms.key
             own_dv += terms.value
@@ -77,11 +83,14 @@ def _chunks(sequence: Sequence) -> Iterator[range]:
         yield range(start, min(start + step, len(sequence.q)))
 
 
-def _terms(sequence: Sequence, queries: range, dout: Tensor, dlse: Tensor | None) -> Gradients:
+def _terms(
+    sequence: Sequence, queries: range, dout: Tensor, dlse: Tensor | None, result: tuple[Tensor, Tensor]
+) -> Gradients:
     """dQ of a chunk of queries, [queries, num_heads, head_dim], and its share of the others.
 
-    That of the bias is [num_heads, queries, keys].
+    That of the bias is [num_heads, queries, keys]. ``result``: the chunk's output and its LSE.
     """
+    output, lse = result
     keys, values = sequence.heads_first  # [num_heads_kv, keys, head_dim]
     heads, heads_kv, count = sequence.sizes.num_heads, sequence.sizes.num_heads_kv, len(queries)
     f, every = sequence.features, range(keys.shape[1])
@@ -94,10 +103,14 @@ def _terms(sequence: Sequence, queries: range, dout: Tensor, dlse: Tensor | None
     scores = torch.bmm(q, keys.transpose(1, 2)).view(heads, count, len(sequence.k))
     slope = 1.0 - (scores * (sequence.scale / f.softcap)).tanh().square() if f.softcap > 0.0 else None
     sinks = None if f.sinks is None else f.sinks.to(keys.dtype)
-    p, of_sink = _softmax(sequence.finish_scores(scores, queries, every), sinks)
+    p, of_sink, own_lse = _softmax(sequence.finish_scores(scores, queries, every), sinks)
+    share = _share(own_lse, lse)
+    p, of_sink = p * share.unsqueeze(-1), of_sink * share
     kept = sequence.drop(torch.full_like(p, dropout.scale(f.dropout_p)), queries, every)
     ds = torch.bmm(dout, values.transpose(1, 2)).view_as(p).mul_(kept)
-    term = (p * ds).sum(-1)
+    # What is computed anew is more exact than the output, but it knows these keys alone.
+    whole = (dout.view(heads, count, -1) * output.to(dout.dtype).transpose(0, 1)).sum(-1)
+    term = torch.where(share == 1, (p * ds).sum(-1), whole)
     if dlse is not None:
         term = term - dlse[:, queries.start : queries.stop]
     ds = ds.sub_(term.unsqueeze(-1)).mul_(p)
@@ -111,8 +124,15 @@ def _terms(sequence: Sequence, queries: range, dout: Tensor, dlse: Tensor | None
     return Gradients(dq, dk, dv, dbias, None if sinks is None else -(of_sink * term).sum(-1))
 
 
-def _softmax(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """[num_heads, queries, keys] and of a sink, [num_heads, queries]; 0 where a query sees nothing."""
+def _share(own: Tensor, lse: Tensor) -> Tensor:
+    """What these keys, by their own LSE, are of all that another is of: 1 but for rounding."""
+    lse = lse.to(own.dtype)
+    same = (own == lse) | ((own - lse).abs() <= SAME_LSE * lse.abs().clamp(min=1.0))
+    return torch.exp((own - lse).masked_fill(same, 0.0))
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """[num_heads, queries, keys]; a sink's and the LSE, [num_heads, queries]; 0 if a query sees nothing."""
     if sinks is None:
         sinks = scores.new_full((scores.shape[0],), -math.inf)
     column = sinks[:, None, None].expand(*scores.shape[:2], 1)
@@ -121,7 +141,7 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     p = torch.exp(scores - largest.masked_fill(largest == -math.inf, 0.0))
     total = p.sum(-1, keepdim=True)
     p = (p / total).masked_fill(total == 0, 0.0)
-    return p[..., 1:].contiguous(), p[..., 0]
+    return p[..., 1:].contiguous(), p[..., 0], (largest + total.log()).squeeze(-1)
 
 
 def _add_broadcast(total: Tensor, b: int, queries: range, share: Tensor) -> None:

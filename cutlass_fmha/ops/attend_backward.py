@@ -140,7 +140,9 @@ def _cpu(
         return _cuda(dout, query, key, value, output, softmax_lse, dlse, scale, causal, wanted, row, **said)
     if row is not None:
         raise UnsupportedError(f"row {row} is a CUDA kernel, and the tensors are on the CPU")
-    found = cpu.attend_backward(dout, dlse, query, key, value, scale, causal, features, sizes)
+    found = cpu.attend_backward(
+        dout, dlse, query, key, value, output, softmax_lse, scale, causal, features, sizes
+    )
     return _five(query, (x if need else None for x, need in zip(found, wanted, strict=True)))
 
 
