@@ -324,6 +324,24 @@ def test_packed_sequences_do_not_see_each_other(name: str, implementation: str) 
     assert ("cu_seqlens_q" in seen) == (implementation != MASKS)
 
 
+@pytest.mark.parametrize(("implementation", "passes"), [(MASKS, 2 + 7), (FLASH, 1 + 1)])
+def test_images_of_many_sizes_are_one_call_of_a_layer(implementation: str, passes: int) -> None:
+    """A vision tower: a layer attends within windows, one within images; without flash, to each alone."""
+    kind = transformers.models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel
+    config = {"patch_size": 4, "window_size": 16, "fullatt_block_indexes": [1], "out_hidden_size": 64}
+    sizes = {"depth": 2, "hidden_size": 64, "num_heads": 4, "intermediate_size": 64, "initializer_range": 0.2}
+    torch.manual_seed(0)
+    network, grid = kind(kind.config_class(**config, **sizes)).eval(), torch.tensor([[1, 8, 8], [1, 4, 12]])
+    patches = torch.randn(int(grid.prod(1).sum()), 3 * 2 * 4 * 4)
+    with torch.no_grad():
+        network.set_attn_implementation("eager")
+        wanted = network(patches, grid_thw=grid).pooler_output
+        network.set_attn_implementation(implementation)
+        with attention(set()) as calls:
+            assert error(network(patches, grid_thw=grid).pooler_output, wanted) <= TOLERANCE
+    assert calls == [passes]
+
+
 @pytest.mark.parametrize("implementation", [MASKS, FLASH])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_a_second_chunk_of_a_prompt_sees_the_first(implementation: str, cache: str) -> None:
@@ -409,7 +427,7 @@ def call(module: Any = None, forward: Any = integration.attention_forward, **opt
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"output_attentions": True}, "never forms the attention weights"),
+        ({"output_attentions": True}, "attention weights"),
         ({"head_mask": torch.ones(2)}, "head mask"),
         ({"cache": object()}, "continuous batching"),
         ({"sinks": torch.zeros(2)}, "sinks of each query"),

@@ -30,14 +30,25 @@ NAME = "cutlass_fmha"
 
 _HAS_FLASH = "_supports_flash_attn"  # transformers' word for models whose windows and padding lengths can say
 
-# What a model may pass and that changes the result, and we have no word for.
-_UNSUPPORTED = {
+# What a model may pass and that changes the result: ours, or what we have no word for.
+_PASSED = {
+    "softcap": "softcap",
+    "s_aux": "sinks",
+    "position_bias": "bias",
+    "deterministic": "deterministic",
+}
+_REFUSED = {
+    "output_attentions": "attention weights, which are never formed: attn_implementation='eager' has them",
     "head_mask": "a head mask",
     "sinks": "sinks of each query",
     "block_indices": "block-sparse attention",
     "cache": "continuous batching (paged caches)",
     "block_table": "continuous batching (paged caches)",
 }
+_NO_INDICES = {"indices": "sparse attention but by a mask: use cutlass_fmha"}
+_BY_MASKS = {**_REFUSED, "cu_seq_lens_q": "packed sequences with masks: use cutlass_fmha_flash, without one"}
+_WITHOUT_MASK = {**_BY_MASKS, **_NO_INDICES}
+_BY_LENGTHS = {**_REFUSED, **_NO_INDICES, "position_bias": "a position bias with lengths: use cutlass_fmha"}
 
 
 def register(name: str = NAME) -> str:
@@ -120,11 +131,7 @@ def attention_forward(
 
     Raises NotImplementedError for what would have to be dropped.
     """
-    if kwargs.get("cu_seq_lens_q") is not None:
-        raise NotImplementedError(
-            "cutlass_fmha takes no packed sequences (cu_seq_lens): use cutlass_fmha_flash, without a mask."
-        )
-    said = _said_of_scores(attention_mask, dropout, kwargs)
+    said = _said_of_scores(dropout, kwargs, _WITHOUT_MASK if attention_mask is None else _BY_MASKS)
     if attention_mask is not None:
         # Masks of a static cache are longer than the keys.
         seen = attention_mask[..., : key.shape[2]]
@@ -160,9 +167,7 @@ def flash_forward(
     """
     if attention_mask is not None and attention_mask.dim() == 4:
         return attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    for argument, title in (("position_bias", "a position bias"), ("indices", "sparse attention")):
-        if kwargs.get(argument) is not None:
-            raise NotImplementedError(f"cutlass_fmha_flash does not support {title}: use cutlass_fmha.")
+    said = _said_of_scores(dropout, kwargs, _BY_LENGTHS)
     found = None if attention_mask is None else getattr(attention_mask, SAID, None)
     if found is None:
         found = _read(attention_mask, query, key, _is_causal(module, is_causal), sliding_window)
@@ -174,7 +179,6 @@ def flash_forward(
     if found.seen < key.shape[2] and (query.shape[2] > 1 or "seqused_k" not in arguments):
         key, value = key[:, :, : found.seen], value[:, :, : found.seen]
     causal = found.causal and (query.shape[2] > 1 or "cu_seqlens_q" in arguments)
-    said = _said_of_scores(None, dropout, kwargs)
     return _attend(query, key, value, causal, scaling, {**said, **arguments})
 
 
@@ -197,27 +201,19 @@ def _is_causal(module: torch.nn.Module, is_causal: bool | None) -> bool:
     return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
 
 
-def _said_of_scores(mask: Tensor | None, dropout: float, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _said_of_scores(dropout: float, kwargs: dict[str, Any], refused: dict[str, str]) -> dict[str, Any]:
     """The arguments of ``attention`` that a model gave, but for which keys are seen."""
-    if kwargs.get("output_attentions"):
-        raise NotImplementedError(
-            "cutlass_fmha never forms the attention weights: attn_implementation='eager' returns them."
-        )
-    for argument, title in _UNSUPPORTED.items():
-        if kwargs.get(argument) is not None:
+    said: dict[str, Any] = {"dropout_p": dropout} if dropout else {}
+    for name, value in kwargs.items():
+        if value is None or value is False:
+            continue
+        if name in refused:
             raise NotImplementedError(
-                f"cutlass_fmha does not support {title} yet, and this model passes {argument}."
+                f"cutlass_fmha does not support {refused[name]} (this model passes {name})."
             )
-    if kwargs.get("indices") is not None and mask is None:
-        raise NotImplementedError("cutlass_fmha does not support sparse attention but by a mask.")
-    said = {
-        "dropout_p": dropout or None,
-        "softcap": kwargs.get("softcap"),
-        "sinks": kwargs.get("s_aux"),
-        "bias": kwargs.get("position_bias"),
-        "deterministic": kwargs.get("deterministic") or None,
-    }
-    return {name: value for name, value in said.items() if value is not None}
+        if name in _PASSED:
+            said[_PASSED[name]] = value
+    return said
 
 
 def _packed(kwargs: dict[str, Any]) -> dict[str, Any]:
