@@ -4,11 +4,9 @@ parts that count them do what they say. Needs no GPU."""
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import cubin
-import loop_counts
 import mainloop
 import pytest
 import resources
@@ -16,13 +14,10 @@ import sass
 
 from cutlass_fmha import _C
 
-assert _C.__file__ is not None
-EXTENSION = Path(_C.__file__)
-
 
 @pytest.fixture(scope="module")
 def loops(machine_code: list[cubin.Kernel]) -> list[sass.RowLoop]:
-    rows = sass.rows_of(None)[1]
+    rows = sass.installed()[1]
     assert rows, "this build has no CUDA kernels to inspect: build with CUTLASS_FMHA_CUDA=ON, as make does"
     return sass.loops_of(machine_code, rows)
 
@@ -33,13 +28,13 @@ def loops(machine_code: list[cubin.Kernel]) -> list[sass.RowLoop]:
 def test_no_main_loop_has_grown(loops: list[sass.RowLoop]):
     """Of the rows in this build, without a proxy's, which are compiled for another architecture."""
     own = {
-        loop.row.name: {"registers": loop.kernel.registers, "loop": loop_counts.loop_entry(loop.loop)}
+        loop.row.name: {"registers": loop.kernel.registers, "loop": sass.loop_entry(loop.loop)}
         for loop in loops
         if loop.kernel.arch == loop.row.arch
     }
     assert own
     committed = resources.read_report()["rows"]
-    lines = loop_counts.changes({name: row for name, row in committed.items() if "loop" in row}, own)
+    lines = sass.changes({name: row for name, row in committed.items() if "loop" in row}, own)
     assert not lines, "\n".join(lines)
 
 
@@ -111,32 +106,32 @@ def committed() -> dict[str, Any]:
 def test_growth_is_told(committed: dict[str, Any], kind: str, count: float, found: str | None):
     new = copy.deepcopy(committed)
     new[ROW]["loop"][kind] = count
-    lines = loop_counts.changes(committed, new)
+    lines = sass.changes(committed, new)
     assert bool(lines) == (found is not None)
     if found is not None:
         assert lines[0].startswith(f"{ROW}: {found}; ")
-        assert loop_counts.UPDATE in lines[0]
+        assert sass.UPDATE in lines[0]
 
 
 def test_a_little_of_everything_is_told_by_the_sum(committed: dict[str, Any]):
     new = copy.deepcopy(committed)
     new[ROW]["loop"] = {"mma": 64, "mufu": 36, "fp32": 504, "alu": 44, "move": 4}
-    (line,) = loop_counts.changes(committed, new)
+    (line,) = sass.changes(committed, new)
     assert "all classes in the main loop grew from 636 to 652" in line
 
 
 def test_registers_may_grow_within_their_step(committed: dict[str, Any]):
     new = copy.deepcopy(committed)
     new[ROW]["registers"] = 136
-    assert loop_counts.changes(committed, new) == []
+    assert sass.changes(committed, new) == []
     new[ROW]["registers"] = 137
-    (line,) = loop_counts.changes(committed, new)
+    (line,) = sass.changes(committed, new)
     assert line.startswith(f"{ROW}: registers grew from 128 to 137; ")
 
 
 def test_rows_that_one_side_lacks_are_left_to_release_check(committed: dict[str, Any]):
     both = {**committed, ROW + "_element": committed[ROW]}
-    assert loop_counts.changes(committed, both) == loop_counts.changes(both, committed) == []
+    assert sass.changes(committed, both) == sass.changes(both, committed) == []
 
 
 # ---- finding the loop --------------------------------------------------------------------------------------
@@ -241,21 +236,17 @@ def test_a_kernel_without_a_loop_is_an_error():
 # ---- the command -------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def one_file(loops: list[sass.RowLoop], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The machine code of the first row and its neighbours alone, which is soon read."""
-    directory = tmp_path_factory.mktemp("cubins")
-    cubin.run_tool("cuobjdump", "-xelf", "all", EXTENSION, cwd=directory)
-    symbol = f".text.{loops[0].row.name}\0".encode()
-    (found,) = (file for file in directory.iterdir() if symbol in file.read_bytes())
-    return found
+@pytest.fixture
+def read_already(machine_code: list[cubin.Kernel], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sass, "read_kernels", lambda file: machine_code)
 
 
+@pytest.mark.usefixtures("read_already")
 def test_the_command_prints_a_rows_counts_and_opcodes(
-    loops: list[sass.RowLoop], one_file: Path, capsys: pytest.CaptureFixture[str]
+    loops: list[sass.RowLoop], capsys: pytest.CaptureFixture[str]
 ):
     row, loop = loops[0].row.name, loops[0].loop
-    assert sass.main([str(one_file), "--rows", f"^{row}$", "--opcodes"]) == 0
+    assert sass.main(["--rows", f"^{row}$", "--opcodes"]) == 0
     head, _, line, _, opcodes = capsys.readouterr().out.splitlines()
     cells = dict(zip(head.split(), line.split(), strict=True))
     assert cells["row"] == row and float(cells["mma"]) == loop.counts["mma"]
@@ -263,16 +254,12 @@ def test_the_command_prints_a_rows_counts_and_opcodes(
     assert opcodes.startswith(f"{row}: ") and f"HMMA {loop.opcodes['HMMA']}" in opcodes
 
 
-def test_an_emulation_build_is_refused():
-    sass.refuse_repeated_mma({}, EXTENSION)
-    with pytest.raises(ValueError, match="runs each mma pass 3 times .an emulation build.: take one that"):
-        sass.refuse_repeated_mma({"mma_passes": 3}, EXTENSION)
-
-
-def test_a_name_that_no_row_has_and_a_file_that_is_not_there_are_told(
-    one_file: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.usefixtures("read_already")
+def test_a_name_that_no_row_has_and_an_emulation_build_are_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    assert sass.main([str(one_file), "--rows", "no-such-row"]) == 1
+    assert sass.main(["--rows", "no-such-row"]) == 1
     assert "whose name holds 'no-such-row'" in capsys.readouterr().err
-    assert sass.main(["nowhere.cubin"]) == 1
-    assert "nowhere.cubin is no file" in capsys.readouterr().err
+    monkeypatch.setattr(_C, "build_info", lambda: {"mma_passes": 3})
+    assert sass.main([]) == 1
+    assert "this build runs each mma pass 3 times, to emulate a GPU" in capsys.readouterr().err

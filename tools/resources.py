@@ -221,13 +221,12 @@ def read_report(path: Path = REPORT) -> dict[str, Any]:
 def write() -> int:
     """Writes REPORT from the installed build. Exit status 1, and nothing written, when a kernel is wrong."""
     import sass
-    from loop_counts import loop_entry
 
     from cutlass_fmha import _C
 
     try:
         loops = sass.read_rows(Path(str(_C.__file__)), _C.rows())
-        report = build_report(_C, {loop.row.name: loop_entry(loop.loop) for loop in loops})
+        report = build_report(_C, {loop.row.name: sass.loop_entry(loop.loop) for loop in loops})
     except ReportError as error:
         print(error, file=sys.stderr)
         return 1

@@ -1,7 +1,6 @@
-"""What each row's main loop holds: the code for one block of keys.
+"""What each row's main loop holds: the code for one block of keys; and what has grown since it was committed.
 
-    python tools/sass.py                         the installed build
-    python tools/sass.py FILE --rows d128        another extension, object file, fatbin or cubin; some rows
+    python tools/sass.py --rows d128             the installed build, some rows
     python tools/sass.py --opcodes --rows NAME   every opcode of the loop, to see what a change added
 
 Counts are those of mainloop.py, without the rows whose warps divide the keys. Needs cuobjdump and nvdisasm,
@@ -11,31 +10,17 @@ and no GPU.
 from __future__ import annotations
 
 import argparse
-import json
 import re
-import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from cubin import Kernel, read_kernels
-from mainloop import Loop, LoopNotFoundError, main_loop
+from mainloop import CLASSES, Loop, LoopNotFoundError, main_loop
+from resources import UPDATE
 from tabulate import tabulate
-
-#: A program that prints build_info() and the table of kernels of the extension that its argument names.
-PRINT_ROWS = """
-import importlib.util, json, sys
-spec = importlib.util.spec_from_file_location("_C", sys.argv[1])
-module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-names = [name for name in vars(module.Row) if not name.startswith("_")]
-rows = [{name: getattr(row, name) for name in names if hasattr(row, name)} for row in module.rows()]
-print(json.dumps([module.build_info(), rows]))
-"""
 
 
 @dataclass(frozen=True)
@@ -47,34 +32,15 @@ class RowLoop:
     loop: Loop
 
 
-def rows_of(file: Path | None) -> tuple[Path, list[Any]]:
-    """The file to read and its table of kernels: ``_C.rows()``, or the like of it.
+def installed() -> tuple[Path, list[Any]]:
+    """The extension and its rows. Raises ValueError for one of whose mma not all are useful."""
+    from cutlass_fmha import _C
 
-    The installed extension's table serves for a file that this Python can't import. Raises ValueError for an
-    extension whose table can't be had, and for one that repeats its mma.
-    """
-    if file is None or not any(file.name.endswith(suffix) for suffix in EXTENSION_SUFFIXES):
-        from cutlass_fmha import _C
-
-        refuse_repeated_mma(_C.build_info(), file or Path(str(_C.__file__)))
-        return file or Path(str(_C.__file__)), list(_C.rows())
-    # In a process of its own: one process holds one _C.
-    command = [sys.executable, "-c", PRINT_ROWS, str(file.resolve())]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False)
-    if answer.returncode:
-        raise ValueError(f"{file} can't be imported: {answer.stderr.strip().splitlines()[-1]}")
-    build, rows = json.loads(answer.stdout)
-    refuse_repeated_mma(build, file)
-    return file, [SimpleNamespace(**row) for row in rows]
-
-
-def refuse_repeated_mma(build: dict[str, Any], file: Path) -> None:
-    """Raises ValueError for an emulation build, of whose loops the mma are not all useful."""
-    passes = build.get("mma_passes", 1)
-    if passes != 1:
+    if (passes := _C.build_info()["mma_passes"]) != 1:
         raise ValueError(
-            f"{file} runs each mma pass {passes} times (an emulation build): take one that doesn't"
+            f"this build runs each mma pass {passes} times, to emulate a GPU: take one that doesn't"
         )
+    return Path(str(_C.__file__)), list(_C.rows())
 
 
 def is_counted(row: Any) -> bool:
@@ -102,6 +68,42 @@ def loops_of(kernels: Iterable[Kernel], rows: Iterable[Any]) -> list[RowLoop]:
     return sorted(found, key=lambda loop: order.index(loop.row.name))
 
 
+# ---- what has grown since the committed counts (tests/data/resources.json) --------------------------------
+
+ALLOWED_SHARE, ALLOWED_COUNT = 0.02, 4  # a class may grow by either, whichever is more
+ALLOWED_REGISTERS = 8  # registers are given out in eights
+
+
+def loop_entry(loop: Loop) -> dict[str, int]:
+    """What the report holds of a main loop: its counts by class, without the classes not used."""
+    return {name: count for name, count in loop.counts.items() if count}
+
+
+def changes(committed: dict[str, Any], built: dict[str, Any]) -> list[str]:
+    """A sentence for each count that has grown too far. Both: row -> its registers and its loop.
+
+    Of rows that both have: ``make release-check`` tells whether the committed ones are all there are.
+    """
+    return [line for name in built if name in committed for line in grown(name, committed[name], built[name])]
+
+
+def grown(name: str, old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """What a row has more of than its committed counts allow. The number of mma must not change at all."""
+    advice = f"look for the cause (python tools/sass.py --opcodes --rows {name}), or accept it: {UPDATE}"
+    lines = []
+    if new["registers"] > old["registers"] + ALLOWED_REGISTERS:
+        lines.append(f"{name}: registers grew from {old['registers']} to {new['registers']}; {advice}")
+    before = {**old["loop"], "all classes": sum(old["loop"].values())}
+    after = {**new["loop"], "all classes": sum(new["loop"].values())}
+    for kind in (*CLASSES, "all classes"):
+        was, now = before.get(kind, 0), after.get(kind, 0)
+        if kind == "mma" and was != now:
+            lines.append(f"{name}: mma in the main loop went from {was} to {now}; {advice}")
+        elif now > was + max(ALLOWED_COUNT, ALLOWED_SHARE * was):
+            lines.append(f"{name}: {kind} in the main loop grew from {was} to {now}; {advice}")
+    return lines
+
+
 # ---- tables ------------------------------------------------------------------------------------------------
 
 SHOWN = ("mma", "mufu", "fp32", "convert", "imad", "alu", "ldsm", "copy", "barrier", "uniform", "nop")
@@ -120,12 +122,6 @@ def table(loops: list[RowLoop]) -> str:
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "file",
-        nargs="?",
-        type=Path,
-        help="extension, object file, fatbin or cubin (default: the installed one)",
-    )
     parser.add_argument("--rows", default="", metavar="REGEX", help="only rows whose name it is found in")
     parser.add_argument("--opcodes", action="store_true", help="list the loop's opcodes per row")
     return parser.parse_args(arguments)
@@ -134,7 +130,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     try:
-        file, rows = rows_of(options.file)
+        file, rows = installed()
         loops = read_rows(file, [row for row in rows if re.search(options.rows, row.name)])
         if not loops:
             print(f"no row with a counted loop in {file} whose name holds {options.rows!r}", file=sys.stderr)
