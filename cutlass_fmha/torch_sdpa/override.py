@@ -25,6 +25,11 @@ DEVICE_TYPES = {"cuda": "CUDA", "cpu": "CPU"}
 _HAS_REGISTRY = hasattr(attention, "register_flash_attention_impl") and hasattr(torch.library, "get_kernel")
 
 
+def _is_op(name: str) -> bool:
+    """Whether this torch has an op of its flash backend, and can hand its calls back."""
+    return _HAS_REGISTRY and hasattr(torch.ops.aten, name)
+
+
 class _Kernels:
     """Our kernels in torch's dispatcher, from when it is made to ``remove``: torch's FlashAttentionHandle."""
 
@@ -37,7 +42,7 @@ class _Kernels:
             for key in (DEVICE_TYPES[each] for each in device_types):
                 self._library.impl(composite.NAME, composite.attend, key)
                 self._library.impl(composite.NAME, composite.attend, f"Autograd{key}")
-                for name in flash.OPS if _HAS_REGISTRY else ():
+                for name in filter(_is_op, flash.OPS):
                     self._library.impl(name, flash.kernel(name, key), key, with_keyset=True)
         # nn.MultiheadAttention's and nn.TransformerEncoder's fast path is a kernel that calls no attention
         # where there is a mask, and on the CPU never.
