@@ -39,57 +39,32 @@ def manifest_names(architectures: list[int]) -> list[str]:
     """Names of the rows that src/rows.cmake asks for, in its order, read independently of CMake."""
     names = []
     for line in (ROOT / "src" / "rows.cmake").read_text().splitlines():
-        if match := re.match(r"fmha_(ranged|score_mod|scored|wide|backward)\((.*)\)", line):
-            words = match[2].replace('"', "").split()
-            if match[1] == "wide":
-                names += wide_names(words, architectures)
-            elif match[1] == "backward":
-                names += backward_names(words, architectures)
-            else:
-                names += feature_names(match[1], words, architectures)
-            continue
-        if not (match := re.match(r"fmha_forward\((.*)\)", line)):
-            continue
-        archs, dtypes, head_dim, m, n, warps, kv_warps, *_, copy, overlaps = (
-            match[1].replace('"', "") + ("" if match[1].endswith("true") else " false")
-        ).split()
-        for arch in named(archs, architectures):
-            for dtype in dtypes.split(";"):
-                suffix = "" if kv_warps == "1" else f"k{kv_warps}"
-                suffix += f"_{copy}" if copy in ("element", "tma") else ""
-                suffix += "_pdl" if overlaps == "true" else ""
-                names.append(f"fwd_sm{arch}_{dtype}_d{head_dim}_m{m}n{n}w{warps}{suffix}")
+        if match := re.match(r"fmha_(forward|ranged|score_mod|scored|wide|backward)\((.*)\)", line):
+            archs, dtypes, *columns = match[2].replace('"', "").split()
+            begin = {"wide": "wide", "backward": "bwd"}.get(match[1], "fwd")
+            for arch in named(archs, architectures):
+                kinds = [(dtype, name_of_tile(match[1], dtype, columns)) for dtype in dtypes.split(";")]
+                names += [f"{begin}_sm{arch}_{dtype}_{tile}" for dtype, tile in kinds]
     return [name for name in names if int(name.split("_")[1][2:]) in architectures]
 
 
-def feature_names(family: str, words: list[str], architectures: list[int]) -> list[str]:
-    archs, dtypes, head_dim, head_dim_v, m, n, warps, kv_warps, *_ = words
-    copied = ""
-    if family != "scored":
-        kv_warps, copied = "1", "_tma" if words[-1] == "tma" else ""
-    dims = f"d{head_dim}" + ("" if head_dim == head_dim_v else f"v{head_dim_v}")
-    tile = f"m{m}n{n}w{warps}" + ("" if kv_warps == "1" else f"k{kv_warps}")
-    rows = [(arch, dtype) for arch in named(archs, architectures) for dtype in dtypes.split(";")]
-    return [f"fwd_sm{arch}_{dtype}_{dims}_{tile}{copied}_{family}" for arch, dtype in rows]
-
-
-def wide_names(words: list[str], architectures: list[int]) -> list[str]:
-    archs, dtypes, head_dim, m, n, warps, _, mma = words
-    return [
-        f"wide_sm{arch}_{dtype}_d{head_dim}_m{m}n{n}w{warps}" + (f"_{mma}" if dtype == "f32" else "")
-        for arch in named(archs, architectures)
-        for dtype in dtypes.split(";")
-    ]
-
-
-def backward_names(words: list[str], architectures: list[int]) -> list[str]:
-    archs, dtypes, head_dim, m, n, warps, _, groups, features = words
-    tail = ("_groups" if groups == "true" else "") + ("_scored" if features == "scores" else "")
-    return [
-        f"bwd_sm{arch}_{dtype}_d{head_dim}_m{m}n{n}w{warps}{tail}"
-        for arch in named(archs, architectures)
-        for dtype in dtypes.split(";")
-    ]
+def name_of_tile(family: str, dtype: str, columns: list[str]) -> str:
+    """What a name says of head dims, tile and copy: the columns behind architectures and dtypes."""
+    if family in ("wide", "backward"):
+        head_dim, m, n, warps, _, *rest = columns
+        tail = f"_{rest[0]}" if dtype == "f32" else ""
+        if family == "backward":
+            tail = "_groups" * (rest[0] == "true") + "_scored" * (rest[1] == "scores")
+        return f"d{head_dim}_m{m}n{n}w{warps}{tail}"
+    copy = next((f"_{name}" for name in ("element", "tma") if name in columns), "")
+    if family == "forward":
+        head_dim, m, n, warps, kv_warps, *_ = columns
+        tail = copy + "_pdl" * (columns[-1] == "true")
+    else:
+        head_dim, head_dim_v, m, n, warps, kv_warps, *_ = columns
+        kv_warps = kv_warps if family == "scored" else "1"
+        tail, head_dim = f"{copy}_{family}", head_dim + f"v{head_dim_v}" * (head_dim != head_dim_v)
+    return f"d{head_dim}_m{m}n{n}w{warps}" + f"k{kv_warps}" * (kv_warps != "1") + tail
 
 
 def test_the_build_holds_the_manifests_rows_for_its_architectures():
