@@ -19,6 +19,7 @@ from cutlass_fmha import private_torch
 
 #: The dispatch keys, and the device types that they are of.
 KEYS = {"AutocastCUDA": "cuda", "AutocastCPU": "cpu"}
+DEVICE_TYPES = tuple(KEYS.values())
 
 #: What is cast, and what to.
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -43,7 +44,7 @@ def dtype_of(tensor: object) -> torch.dtype | None:
     if not isinstance(tensor, Tensor):
         return None
     kind = tensor.device.type
-    if kind not in KEYS.values() or not torch.is_autocast_enabled(kind):
+    if kind not in DEVICE_TYPES or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)
 

@@ -33,7 +33,6 @@ def test_the_examples_run(example: str):
 PAGES = [
     ("caches.md", 6),
     ("flash_attn.md", 2),
-    ("memory.md", 1),
     ("sdpa.md", 1),
     ("arrays.md", 1),
     ("transformers.md", 1),

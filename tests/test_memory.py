@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -201,8 +203,11 @@ def test_unfused_attention_has_two_or_three_times_its_scores_in_memory(backward:
     assert scores * (2 + backward) <= found <= 1.1 * scores * (2 + backward)
 
 
-def test_the_guide_has_the_tables_that_are_computed():
+def test_the_guide_has_what_is_computed():
     text = MEMORY.read_text()
+    (example,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    exec(compile(example, str(MEMORY), "exec"), names := {})
+    assert textwrap.indent(f"{names['plan']}", "    ") in text
     assert all(table in text for table in command.tables().split("\n\n"))
     # Gradients included, from 2048 tokens on, of all three models.
     assert all(command.of_model(name, 2048, "l4", True).share_saved >= 0.7 for name in command.MODELS)
