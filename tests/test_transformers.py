@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import cutlass_fmha
+from cutlass_fmha.bench import models
 from cutlass_fmha.demo.measure import CountCalls
 from cutlass_fmha.flash_attn import flash_attn_interface
 from cutlass_fmha.integrations import hub
@@ -509,6 +510,16 @@ def test_a_model_runs_by_the_kernel_of_the_hub(
     for argument in MODELS[name][3]:
         with attention(set(), drop=argument, caller=flash_attn_interface):
             assert error(forward(name, side), wanted) > MATTERS, f"{argument} could be dropped"
+
+
+def test_the_benchmark_of_models_computes_what_eager_attention_does(tmp_path: Path) -> None:
+    result = tmp_path / "models.json"
+    assert models.main(["--seqlens", "24", "--budget", "0", "--json", str(result)]) == 0
+    found = json.loads(result.read_text())["results"]
+    assert len(found) == len(models.MODELS) * len(models.MODES)
+    for each in found:
+        assert set(each["us"]) == set(each["error"]) >= {"eager", *models.OURS}
+        assert max(each["error"].values()) < 1e-5, each
 
 
 def test_importing_the_package_imports_none_of_those_it_plugs_into() -> None:

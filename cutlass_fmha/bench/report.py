@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -208,12 +208,19 @@ def markdown(result: Result) -> str:
     lines = [f"# {heading(result)}", ""]
     for section in sections(result):
         headings = section.headings
-        lines += [f"## {section.title}", "", "| " + " | ".join(headings) + " |"]
-        lines.append("|" + "|".join(["---", *["---:"] * (len(headings) - 1)]) + "|")
-        lines += ["| " + " | ".join(row) + " |" for row in section.rows]
+        lines += [f"## {section.title}", "", *table(headings, section.rows)]
         lines.append("")
     lines += [*(f"- {note}" for note in footnotes(result)), "", result["method"], ""]
     return "\n".join(lines)
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of Markdown; all columns but the first are numbers."""
+    lines = [
+        "| " + " | ".join(headings) + " |",
+        "|" + "|".join(["---", *["---:"] * (len(headings) - 1)]) + "|",
+    ]
+    return lines + ["| " + " | ".join(row) + " |" for row in rows]
 
 
 def heading(result: Result) -> str:

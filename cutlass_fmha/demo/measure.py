@@ -68,11 +68,15 @@ def attention_times(
     def sdpa() -> object:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale)
 
-    calls = {"cutlass_fmha": op, "torch SDPA": sdpa}
-    if query.is_cuda:
+    return times_in_turns({"cutlass_fmha": op, "torch SDPA": sdpa}, query.device.type, budget_s)
+
+
+def times_in_turns(calls: dict[str, Callable[[], object]], device: str, budget_s: float) -> dict[str, float]:
+    """Median microseconds of each call: on a GPU its own, of graphs that are replayed; else by the wall."""
+    if device == "cuda":
         timers = {name: GraphTimer(partial(_ignore_number, call), sets=1) for name, call in calls.items()}
         return {name: timing.p50_us for name, timing in time_interleaved(timers, budget_s).items()}
-    return wall_times(calls, "cpu", budget_s)
+    return wall_times(calls, device, budget_s)
 
 
 def _ignore_number(call: Callable[[], object], number: int) -> object:

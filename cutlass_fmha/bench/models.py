@@ -1,0 +1,191 @@
+"""``python -m cutlass_fmha.bench.models``: an attention call as transformers models make it, by each of four.
+
+Masks are made by transformers' own functions, outside of what is timed. Errors are those of one sequence and
+key head, its tokens alone, against fp64; times are the GPU's (CUDA graphs), on the CPU those of the wall.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cutlass_fmha.demo.measure import times_in_turns
+from cutlass_fmha.integrations import transformers as integration
+
+from . import machine
+from .report import table
+
+OURS = (integration.NAME, f"{integration.NAME}_flash")
+CONTENDERS = ("eager", "sdpa", *OURS)
+
+
+class Model(NamedTuple):
+    """The attention of a model: of one GPU where eight share it (DeepSeek-V3)."""
+
+    name: str
+    #: transformers.models.<module>, whose eager attention is asked.
+    module: str
+    num_heads: int
+    num_heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    causal: bool = True
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+
+    def contenders(self) -> list[str]:
+        """SDPA has no softcap and no sinks."""
+        return [name for name in CONTENDERS if name != "sdpa" or not (self.softcap or self.sinks)]
+
+
+MODELS = (
+    Model("BERT large", "bert", 16, 16, 64, 64, causal=False),
+    Model("Llama 3.1 8B", "llama", 32, 8, 128, 128),
+    Model("Mistral 7B", "mistral", 32, 8, 128, 128, window=4096),
+    Model("Gemma 2 9B", "gemma2", 16, 8, 256, 256, softcap=50.0),
+    Model("Gemma 2 9B, window", "gemma2", 16, 8, 256, 256, window=4096, softcap=50.0),
+    Model("gpt-oss 20B, window", "gpt_oss", 64, 8, 64, 64, window=128, sinks=True),
+    Model("DeepSeek-V3 / 8", "deepseek_v3", 16, 16, 192, 128),
+)
+#: Of four sequences, the part of each that is tokens; half of "half padding" is not.
+MODES = {"full": (1.0, 1.0, 1.0, 1.0), "half padding": (1.0, 0.5, 0.25, 0.25)}
+
+
+class Problem:
+    """Tensors of a model's layer, and what each contender computes of them."""
+
+    def __init__(self, model: Model, mode: str, seqlen: int, device: torch.device) -> None:
+        self.model, self.seqlen = model, seqlen
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        generator = torch.Generator(device).manual_seed(1)
+
+        def drawn(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, device=device, dtype=dtype)
+
+        batch, sizes = len(MODES[mode]), (model.head_dim, model.head_dim, model.head_dim_v)
+        heads = (model.num_heads, model.num_heads_kv, model.num_heads_kv)
+        shapes = [(batch, seqlen, *each) for each in zip(heads, sizes, strict=True)]
+        self.operands = [drawn(*shape).transpose(1, 2) for shape in shapes]
+        begins = torch.tensor([round(seqlen * (1 - part)) for part in MODES[mode]], device=device)
+        self.tokens = torch.arange(seqlen, device=device) >= begins[:, None]  # padding is on the left
+        self.padded = not bool(self.tokens.all())
+        sinks = drawn(model.num_heads) if model.sinks else None
+        self.layer = self._layer(sinks)
+        name = f"transformers.models.{model.module}.modeling_{model.module}"
+        self.eager = importlib.import_module(name).eager_attention_forward
+
+    def _layer(self, sinks: Tensor | None) -> Any:
+        model = self.model
+        groups = {"num_key_value_groups": model.num_heads // model.num_heads_kv, "head_dim": model.head_dim}
+        return SimpleNamespace(is_causal=model.causal, training=False, sinks=sinks, **groups)
+
+    def mask(self, name: str) -> Tensor | None:
+        from transformers import masking_utils
+
+        model, like = self.model, self.operands[0]
+        kind = "causal" if model.causal else "bidirectional"
+        function = getattr(masking_utils, f"{kind}_mask_function")
+        if model.window is not None:
+            function = getattr(masking_utils, f"sliding_window_{kind}_mask_function")(model.window)
+        made: Tensor | None = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[name](
+            len(self.tokens), self.seqlen, self.seqlen, mask_function=function, local_size=model.window,
+            attention_mask=self.tokens if self.padded else None, allow_is_causal_skip=model.causal,
+            allow_is_bidirectional_skip=not model.causal, dtype=like.dtype, device=like.device,
+        )  # fmt: skip
+        return made
+
+    def call(self, name: str) -> Callable[[], Any]:
+        from transformers import AttentionInterface
+
+        model = self.model
+        interface: Any = AttentionInterface
+        function = interface().get_interface(name, self.eager)
+        said = {"softcap": model.softcap, "s_aux": self.layer.sinks, "sliding_window": model.window}
+        said |= {"scaling": model.head_dim**-0.5, "dropout": 0.0}
+        mask = self.mask(name)
+        return lambda: function(self.layer, *self.operands, mask, **said)[0]
+
+    def errors(self, calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
+        """Largest difference of the last sequence's tokens under the first key head."""
+        model, heads = self.model, self.model.num_heads // self.model.num_heads_kv
+        q, k, v = (x[-1:, :n].double() for x, n in zip(self.operands, (heads, 1, 1), strict=True))
+        mask = self.mask("eager")
+        sinks = None if self.layer.sinks is None else self.layer.sinks[:heads].double()
+        said = {"softcap": model.softcap, "scaling": model.head_dim**-0.5, "dropout": 0.0}
+        seen = None if mask is None else mask[-1:].double()
+        wanted = self.eager(self._layer(sinks), q, k, v, seen, **said)[0][0, self.tokens[-1]]
+        return {
+            name: (call()[-1, self.tokens[-1], :heads].double() - wanted).abs().max().item()
+            for name, call in calls.items()
+        }
+
+
+def measure(seqlens: list[int], device: torch.device, budget_s: float) -> list[dict[str, Any]]:
+    """Of each model, mode and length the contenders' errors and microseconds; None where memory is short."""
+    found = []
+    for model in MODELS:
+        for mode in MODES:
+            for seqlen in seqlens:
+                problem = Problem(model, mode, seqlen, device)
+                calls = {name: problem.call(name) for name in model.contenders()}
+                short = [name for name, call in calls.items() if not _fits(call)]
+                calls = {name: call for name, call in calls.items() if name not in short}
+                errors, times = problem.errors(calls), times_in_turns(calls, device.type, budget_s)
+                case = {"model": model.name, "mode": mode, "seqlen": seqlen}
+                found.append({**case, "error": errors, "us": times})
+                print(*_row(found[-1]), sep="  ", file=sys.stderr)
+    return found
+
+
+def _fits(call: Callable[[], object]) -> bool:
+    try:
+        call()
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return False
+    return True
+
+
+def _row(result: dict[str, Any]) -> list[str]:
+    def cell(values: dict[str, float], name: str, form: str) -> str:
+        return format(values[name], form) if name in values else "-"
+
+    cells = [result["model"], result["mode"], str(result["seqlen"])]
+    cells += [cell(result["error"], name, ".1e") for name in CONTENDERS]
+    return cells + [cell(result["us"], name, ".1f") for name in CONTENDERS]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m cutlass_fmha.bench.models", description=__doc__)
+    parser.add_argument("--seqlens", type=int, nargs="+", default=[2048, 8192])
+    parser.add_argument("--budget", type=float, default=0.3, help="seconds of each contender and case")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results")
+    parser.add_argument("--markdown", type=Path, metavar="PATH", help="write the table")
+    arguments = parser.parse_args(argv)
+    integration.register()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with torch.no_grad():
+        found = measure(arguments.seqlens, device, arguments.budget)
+    columns = [f"{what}, {name}" for what in ("worst error", "us") for name in CONTENDERS]
+    text = "\n".join(table(["model", "mode", "seqlen", *columns], map(_row, found))) + "\n"
+    print(text)
+    if arguments.markdown:
+        arguments.markdown.write_text(text)
+    if arguments.json:
+        described = machine.describe(0) if device.type == "cuda" else {"gpu": None}
+        arguments.json.write_text(json.dumps({"machine": described, "results": found}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
