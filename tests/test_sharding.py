@@ -9,7 +9,7 @@ import pytest
 import torch
 import two_processes
 from tensors import ints, randn
-from torch import Tensor
+from torch import Tensor, nn
 
 from cutlass_fmha import attention, scaled_dot_product_attention, sdpa
 from cutlass_fmha.torch_sdpa.override import _HAS_REGISTRY
@@ -67,12 +67,43 @@ def ring_attention(mesh: Any) -> None:
     assert sdpa.counts["_scaled_dot_product_flash_attention_backward"] == 2 and not sdpa.declined
 
 
+class Layer(nn.Module):
+    """Four heads of queries that share two of keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        for name, width in (("q", 128), ("k", 64), ("v", 64)):
+            setattr(self, name, nn.Linear(64, width, bias=False))
+        self.out = nn.Linear(128, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = (part(x).unflatten(-1, (-1, 32)) for part in (self.q, self.k, self.v))
+        found: Tensor = self.out(attention(*heads, causal=True).flatten(2))
+        return found
+
+
+def tensor_parallel(mesh: Any) -> None:
+    """A layer's heads, divided by torch's plan for its projections."""
+    from torch.distributed.tensor import parallel
+
+    x = randn(2, 9, 64)
+    alone, shared = Layer(), Layer()
+    heads = parallel.ColwiseParallel(use_local_output=False)
+    plan = {"q": heads, "k": heads, "v": heads, "out": parallel.RowwiseParallel()}
+    parallel.parallelize_module(shared, mesh, plan)
+    for layer in (alone, shared):
+        layer(x).square().sum().backward()
+    for one, part in zip(alone.parameters(), shared.parameters(), strict=True):
+        torch.testing.assert_close(part.grad.full_tensor(), one.grad, rtol=1e-4, atol=1e-4)
+
+
 def one_of_two(rank: int, meeting: str) -> None:
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.debug import CommDebugMode
 
     two_processes.meet(rank, meeting)
-    mesh = torch.distributed.init_device_mesh("cpu", (2, 1), mesh_dim_names=("ring", "one"))
+    mesh = torch.distributed.init_device_mesh("cpu", (2, 1), mesh_dim_names=("two", "one"))
 
     def spread(x: Any, placement: Any) -> Any:
         """Over the first dimension of the mesh, where the tensor has such an axis."""
@@ -122,8 +153,9 @@ def one_of_two(rank: int, meeting: str) -> None:
     ):
         with pytest.raises(NotImplementedError, match=why):
             attention(q, q, q, **said)
+    tensor_parallel(mesh["two"])
     if _HAS_REGISTRY:
-        ring_attention(mesh["ring"])
+        ring_attention(mesh["two"])
     torch.distributed.destroy_process_group()
 
 
