@@ -10,6 +10,7 @@
 #     sanitize                      memcheck, racecheck, synccheck and initcheck over every kernel
 #     mixed                         long runs of problems that mix all features, in the three modes of the gate
 #     bench calibrate holdout demo  figures for benchmarks/results and cutlass_fmha/data/costs
+#     examples                      those that need torch alone: its own modules with our attention, and a GPT's training
 #
 # Results lie in OUT/results as they are committed, a log of each step in OUT/logs; the last lines say which steps passed.
 # PYTHON is an interpreter with torch, pytest, hypothesis, scikit-build-core and pybind11 (default python3). The native
@@ -20,7 +21,7 @@ cd "$(dirname "$0")/.."
 out=$(realpath -m "${1:?tools/prove.sh OUT [STEP...]}")
 shift
 steps=("$@")
-[ ${#steps[@]} -gt 0 ] || steps=(parity90 parity89 parity120 candidates sanitize mixed bench calibrate holdout demo)
+[ ${#steps[@]} -gt 0 ] || steps=(parity90 parity89 parity120 candidates sanitize mixed bench calibrate holdout demo examples)
 python=${PYTHON:-python3}
 results=$out/results
 mkdir -p "$results" "$out/logs"
@@ -87,6 +88,7 @@ run() {
         --output "$results/holdout.json" --markdown "$results/holdout.md"
       ;;
     demo) build native && with native "$python" -m cutlass_fmha demo > "$results/demo.md" ;;
+    examples) build native && with native "$python" ../examples/sdpa.py && with native "$python" ../examples/train_gpt.py ;;
     *) echo "tools/prove.sh: there is no step $1" >&2; return 2 ;;
   esac
 }
