@@ -4,6 +4,7 @@ parts that count them do what they say. Needs no GPU."""
 from __future__ import annotations
 
 import copy
+import json
 from typing import Any
 
 import cubin
@@ -248,6 +249,9 @@ def test_the_command_prints_a_rows_counts_and_opcodes(
     row, loop = loops[0].row.name, loops[0].loop
     assert sass.main(["--rows", f"^{row}$", "--opcodes"]) == 0
     head, _, line, _, opcodes = capsys.readouterr().out.splitlines()
+    assert sass.main(["--rows", f"^{row}$", "--json"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)
+    assert told["row"] == row and told["loop"]["mma"] == loop.counts["mma"]
     cells = dict(zip(head.split(), line.split(), strict=True))
     assert cells["row"] == row and float(cells["mma"]) == loop.counts["mma"]
     assert sum(float(cells[name]) for name in (*sass.SHOWN, "rest")) == sum(loop.counts.values())

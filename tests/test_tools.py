@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import parity_report
@@ -21,6 +24,27 @@ from source_hash import SOURCES, source_files, source_hash
 from cutlass_fmha import _C
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+TOOLS = [file.stem for file in (ROOT / "tools").glob("*.py") if "def main(" in file.read_text()]
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_every_tool_tells_what_it_does(name: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as left:
+        importlib.import_module(name).main(["--help"])
+    assert left.value.code == 0 and capsys.readouterr().out.startswith("usage: ")
+
+
+def test_resources_of_a_file_are_told_as_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
+):
+    kernel = SimpleNamespace(name="k", arch=89, registers=40, shared=1, opcodes=Counter(HMMA=2, LDL=1))
+    kernel.count = lambda *names: sum(kernel.opcodes[name] for name in names)
+    monkeypatch.setattr(resources, "read_kernels", lambda file: [kernel])
+    assert resources.main(["some.cubin", "--json"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)
+    assert (told["kernel"], told["spills"], told["HMMA"], told["code"]) == ("k", 1, 2, 3)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ The report is committed: tests hold the rows that they have compiled, which are 
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 import subprocess
@@ -238,28 +239,39 @@ def write() -> int:
     return 0
 
 
-def main() -> int:
-    if sys.argv[1:] == ["--write"]:
+def main(arguments: list[str] | None = None) -> int:
+    from cutlass_fmha.cli import output  # not above: release_check.py reads reports where no package is
+
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("file", nargs="?", type=Path, help="extension, object file or fatbin (default: ours)")
+    parser.add_argument("--write", action="store_true", help=f"write {REPORT.relative_to(ROOT)}")
+    output.add_json(parser)
+    options = parser.parse_args(arguments)
+    if options.write:
         return write()
     from cutlass_fmha import _C
 
-    assert _C.__file__ is not None
     rows = {row.name: row for row in (*_C.rows(), *_C.backward_rows())}
     helpers = {kernel.name: kernel.threads for kernel in _C.helpers()}
-    bad = 0
-    for kernel in read_kernels(Path(sys.argv[1] if len(sys.argv) > 1 else _C.__file__)):
+    found, lines = [], []
+    for kernel in read_kernels(options.file or Path(str(_C.__file__))):
         dynamic = rows[kernel.name].smem_bytes if kernel.name in rows else 0
-        print(
-            f"{kernel.name:40} sm_{kernel.arch:<4} {kernel.registers:3} registers "
-            f"{kernel.shared + dynamic:6} B shared {kernel.count('LDL', 'STL'):4} spills "
-            f"{kernel.count('HMMA'):5} of {kernel.opcodes.total():6} HMMA"
-        )
-        found = complaints(kernel, rows[kernel.name]) if kernel.name in rows else []
-        found += helper_complaints(kernel, helpers[kernel.name]) if kernel.name in helpers else []
-        for sentence in found:
-            bad += 1
-            print(f"    {sentence}")
-    return 1 if bad else 0
+        against = complaints(kernel, rows[kernel.name]) if kernel.name in rows else []
+        against += helper_complaints(kernel, helpers[kernel.name]) if kernel.name in helpers else []
+        entry = {
+            "kernel": kernel.name,
+            "arch": kernel.arch,
+            "registers": kernel.registers,
+            "shared": kernel.shared + dynamic,
+            "spills": kernel.count("LDL", "STL"),
+            "HMMA": kernel.count("HMMA"),
+            "code": kernel.opcodes.total(),
+        }
+        found.append({**entry, "complaints": against})
+        lines.append([*map(str, entry.values()), "; ".join(against)])
+    headings = [*list(found[0])[:-1], "complaints"] if found else ["kernel"]
+    output.emit(found, [output.Table(headings, lines)], options.json)
+    return 1 if any(entry["complaints"] for entry in found) else 0
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ from typing import Any
 from cubin import Kernel, read_kernels
 from mainloop import CLASSES, Loop, LoopNotFoundError, main_loop
 from resources import UPDATE
-from tabulate import tabulate
+
+from cutlass_fmha.cli import output
 
 
 @dataclass(frozen=True)
@@ -109,21 +110,34 @@ def grown(name: str, old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 SHOWN = ("mma", "mufu", "fp32", "convert", "imad", "alu", "ldsm", "copy", "barrier", "uniform", "nop")
 
 
-def table(loops: list[RowLoop]) -> str:
+def table(loops: list[RowLoop]) -> output.Table:
     head = ["row", "regs", "code", *SHOWN, "rest"]
     lines = []
     for loop in loops:
-        counts = loop.loop.counts
-        shown = [counts[name] for name in SHOWN]
-        sizes = [loop.row.name, loop.kernel.registers, len(loop.kernel.code)]
-        lines.append([*sizes, *shown, sum(counts.values()) - sum(shown)])
-    return tabulate(lines, head)
+        found = entry(loop)
+        sizes = [found["row"], found["registers"], found["code"]]
+        lines.append([*map(str, sizes), *map(str, found["loop"].values())])
+    return output.Table(head, lines)
+
+
+def entry(loop: RowLoop) -> dict[str, Any]:
+    """What the table has of a row, and the opcodes."""
+    counts = {name: loop.loop.counts[name] for name in SHOWN}
+    counts["rest"] = sum(loop.loop.counts.values()) - sum(counts.values())
+    return {
+        "row": loop.row.name,
+        "registers": loop.kernel.registers,
+        "code": len(loop.kernel.code),
+        "loop": counts,
+        "opcodes": dict(loop.loop.opcodes.most_common()),
+    }
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rows", default="", metavar="REGEX", help="only rows whose name it is found in")
     parser.add_argument("--opcodes", action="store_true", help="list the loop's opcodes per row")
+    output.add_json(parser)
     return parser.parse_args(arguments)
 
 
@@ -138,11 +152,11 @@ def main(arguments: list[str] | None = None) -> int:
     except (LoopNotFoundError, OSError, RuntimeError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
-    print(table(loops))
-    if options.opcodes:
-        for loop in loops:
-            listed = ", ".join(f"{name} {n}" for name, n in loop.loop.opcodes.most_common())
-            print(f"\n{loop.row.name}: {listed}")
+    parts: list[str | output.Table] = [table(loops)]
+    for loop in loops if options.opcodes else ():
+        listed = ", ".join(f"{name} {n}" for name, n in loop.loop.opcodes.most_common())
+        parts.append(f"\n{loop.row.name}: {listed}")
+    output.emit([entry(loop) for loop in loops], parts, options.json)
     return 0
 
 
