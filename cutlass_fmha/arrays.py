@@ -64,6 +64,8 @@ def tensors(name: str, value: Any) -> Any:
 
 def _from_dlpack(array: Any) -> Callable[[Tensor], Any]:
     """What makes arrays of this one's kind."""
+    if type(array).__module__ == "numpy":
+        return Tensor.numpy  # whose from_dlpack makes them read-only, where torch or NumPy is older
     if hasattr(array, "__array_namespace__"):
         library = array.__array_namespace__()
     else:

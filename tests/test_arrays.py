@@ -54,14 +54,14 @@ def test_arrays_in_arrays_out(library: str, dtype: torch.dtype):
     def array(value: Any) -> Any:
         if isinstance(value, tuple):
             return tuple(map(array, value))
-        return namespace.from_dlpack(value) if isinstance(value, Tensor) else value
+        return namespace.asarray(value.numpy()) if isinstance(value, Tensor) else value
 
     given = [array(x) for x in tensors]
     out, lse = attention(
         *given, causal=True, return_lse=True, scale=0.2, **{n: array(x) for n, x in said.items()}
     )
     assert type(out) is type(lse) is type(given[0]) and out.shape == tuple(tensors[0].shape)
-    assert torch.equal(torch.from_dlpack(out), want[0]) and torch.equal(torch.from_dlpack(lse), want[1])
+    assert numpy.array_equal(out, want[0].numpy()) and numpy.array_equal(lse, want[1].numpy())
     assert type(attention(*given)) is type(out)
 
 
