@@ -1,7 +1,7 @@
 """A ``_C.run`` that computes in Python, from nothing but what ``src/features/params.h`` says.
 
-It reads and writes plain memory, one sequence after the other, so that what Python packs is tested against
-what the tensors hold. Dropout's random numbers are the oracle's.
+It reads plain memory as tensors and has the oracle compute on them, so that what Python packs is tested
+against what the tensors hold.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import oracle_features
 import pytest
 import torch
-from oracle_features import kept
 from torch import Tensor
 
 from cutlass_fmha import _C
@@ -30,30 +29,8 @@ def _at(address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple
     return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
 
 
-def integers(address: int, count: int, first: int = 0) -> list[int]:
-    return list((ctypes.c_int32 * (first + count)).from_address(address))[first:] if count else []
-
-
-@dataclass
-class Sequence:
-    """Which rows are a sequence's."""
-
-    number: int
-    entry_q: int
-    first_q: int
-    rows_q: int
-    queries: int
-    entry_k: int
-    first_k: int
-    keys: int
-
-
-def _softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Probabilities, zeros in rows of -inf, and the log-sum-exp."""
-    largest = scores.amax(-1, keepdim=True)
-    p = (scores - largest.masked_fill(largest == -torch.inf, 0.0)).exp()
-    total = p.sum(-1, keepdim=True)
-    return p / total.masked_fill(total == 0.0, 1.0), (largest + total.log()).squeeze(-1)
+def vector(address: int, count: int) -> Tensor | None:
+    return _at(address, torch.int32, (count,), (1,)) if address else None
 
 
 class Launched(NamedTuple):
@@ -114,8 +91,8 @@ class FakeKernels:
         self.launches.append(Launched(index, params.copy(), device, stream))
         if params.splits > 1:
             self.touch_parts(params)
-        for b in range(params.batch if self.compute and params.num_heads else 0):
-            self.sequence(params, getattr(torch, row.dtype), self.locate(params, b))
+        if self.compute and params.batch and params.num_heads:
+            self.attend(params, getattr(torch, row.dtype))
 
     def touch_parts(self, p: _C.AttentionParams) -> None:
         """Whoever allocated too little for the parts of split keys loses something else."""
@@ -123,111 +100,64 @@ class FakeKernels:
             count = p.splits * p.lse_rows * width
             _at(address, torch.float32, (count,), (1,)).fill_(torch.nan)
 
-    def locate(self, p: _C.AttentionParams, b: int) -> Sequence:
-        entry_q, first_q, rows_q = b, 0, p.seqlen_q
-        entry_k, first_k, end_k = b, 0, p.seqlen_k
-        if p.cu_seqlens_q:
-            entry_q, (first_q, end) = 0, integers(p.cu_seqlens_q, 2, b)
-            rows_q = end - first_q
-        if p.cu_seqlens_k:
-            entry_k, (first_k, end) = 0, integers(p.cu_seqlens_k, 2, b)
-            end_k = end - first_k
-        if p.batch_index_k:
-            entry_k = integers(p.batch_index_k, 1, b)[0]
-        queries = min(rows_q, integers(p.seqused_q, 1, b)[0]) if p.seqused_q else rows_q
-        if p.seqused_k:
-            end_k = min(end_k, integers(p.seqused_k, 1, b)[0])
-        padding = integers(p.leftpad_k, 1, b)[0] if p.leftpad_k else 0
-        return Sequence(
-            b, entry_q, first_q, rows_q, queries, entry_k, first_k + padding, max(0, end_k - padding)
+    def attend(self, p: _C.AttentionParams, dtype: torch.dtype) -> None:
+        starts_q, starts_k = (vector(x, p.batch + 1) for x in (p.cu_seqlens_q, p.cu_seqlens_k))
+        said, entries, rows = self.features(p, dtype), p.batch, p.seqlen_k
+        if (named := said.get("page_table", said.get("cache_batch_idx"))) is not None:
+            entries = int(named.max()) + 1 if named.numel() else 0
+            rows = p.page_size if p.page_table else rows
+
+        def operand(name: str, starts: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+            strides = (*getattr(p, f"{name}_stride"), 1)
+            if starts is not None:
+                shape, strides = (int(starts[-1]), *shape[2:]), strides[1:]
+            return _at(getattr(p, name), dtype, shape, strides)
+
+        q = operand("q", starts_q, (p.batch, p.seqlen_q, p.num_heads, p.head_dim))
+        k = operand("k", starts_k, (entries, rows, p.num_heads_kv, p.head_dim))
+        v = operand("v", starts_k, (entries, rows, p.num_heads_kv, p.head_dim_v))
+        causal = "none" if p.bottom_right else "top-left"
+        out, lse = oracle_features.attention(
+            q, k, v, p.scale, causal, **said, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k
         )
+        to = operand("o", starts_q, (p.batch, p.seqlen_q, p.num_heads, p.head_dim_v))
+        shape, strides = (p.batch, p.num_heads, p.seqlen_q), (p.lse_batch_stride, p.lse_head_stride, 1)
+        if starts_q is not None:
+            shape, strides = (p.num_heads, len(q)), strides[1:]
+        lse_to = _at(p.lse, torch.float32, shape, strides) if p.lse else torch.empty(shape)
+        for b in range(p.batch):  # rows around the sequences are nobody's
+            own = b if starts_q is None else slice(int(starts_q[b]), int(starts_q[b + 1]))
+            place = b if starts_q is None else (slice(None), own)
+            to[own], lse_to[place] = out[own].to(dtype), lse[place].float()
 
-    def rows(
-        self, address: int, dtype: torch.dtype, strides: tuple[int, int, int], entry: int,
-        shape: tuple[int, int, int], first: int,
-    ) -> Tensor:  # fmt: skip
-        """[rows, heads, dim] of a batch entry."""
-        begin = address + (entry * strides[0] + first * strides[1]) * dtype.itemsize
-        return _at(begin, dtype, shape, (strides[1], strides[2], 1))
-
-    def key_rows(self, p: _C.AttentionParams, dtype: torch.dtype, s: Sequence, value: bool) -> Tensor:
-        address, strides = (p.v, p.v_stride) if value else (p.k, p.k_stride)
-        width = p.head_dim_v if value else p.head_dim
-        if not p.page_table:
-            shape = (s.keys, p.num_heads_kv, width)
-            return self.rows(address, dtype, strides, s.entry_k, shape, s.first_k).double()
-        found = []
-        for row in range(s.first_k, s.first_k + s.keys):
-            place = s.number * p.page_table_stride + row // p.page_size
-            page = integers(p.page_table, 1, place)[0]
-            shape = (1, p.num_heads_kv, width)
-            found.append(self.rows(address, dtype, strides, page, shape, row % p.page_size))
-        return torch.cat(found).double() if found else torch.empty(0, p.num_heads_kv, width).double()
-
-    def sequence(self, p: _C.AttentionParams, dtype: torch.dtype, s: Sequence) -> None:
-        heads, group = p.num_heads, p.num_heads // p.num_heads_kv
-        q = self.rows(p.q, dtype, p.q_stride, s.entry_q, (s.queries, heads, p.head_dim), s.first_q).double()
-        k, v = (self.key_rows(p, dtype, s, value).repeat_interleave(group, dim=1) for value in (False, True))
-        scores = self.scores(p, dtype, s, torch.einsum("qhd,khd->hqk", q, k))
-        sinks = _at(p.sinks, torch.float32, (heads,), (1,)) if p.sinks else torch.full((heads,), -torch.inf)
-        column = sinks.double()[:, None, None].expand(*scores.shape[:2], 1)
-        weights, lse = _softmax(torch.cat([scores, column], dim=-1))
-        weights = weights[..., :-1]
-        if p.dropout_threshold:
-            seed = ctypes.c_uint64.from_address(p.dropout_seed).value
-            keep = kept(seed, p.dropout_threshold, s.number, heads, s.queries, s.keys)
-            weights = weights * torch.from_numpy(keep) * p.dropout_scale
-        out = self.rows(p.o, dtype, p.o_stride, s.entry_q, (s.rows_q, heads, p.head_dim_v), s.first_q)
-        out[s.queries :] = 0
-        out[: s.queries] = torch.einsum("hqk,khd->qhd", weights, v).to(dtype)
-        if p.lse:
-            begin = p.lse + 4 * (s.number * p.lse_batch_stride + s.first_q)
-            rows = _at(begin, torch.float32, (heads, s.rows_q), (p.lse_head_stride, 1))
-            rows[:, s.queries :] = -torch.inf
-            rows[:, : s.queries] = lse
-
-    def scores(self, p: _C.AttentionParams, dtype: torch.dtype, s: Sequence, products: Tensor) -> Tensor:
-        """[heads, queries, keys]: everything that becomes of q k, -inf where a key is hidden."""
-        scores = products * p.scale
-        if p.softcap:
-            scores = p.softcap * (scores / p.softcap).tanh()
-        i, j = torch.arange(s.queries)[:, None], torch.arange(s.keys)
-        beside = i + (s.keys - s.queries if p.bottom_right else 0)
+    def features(self, p: _C.AttentionParams, dtype: torch.dtype) -> dict[str, Any]:
+        """What ``p`` says, as the oracle takes it."""
+        whole = (p.batch, p.num_heads, p.seqlen_q, p.seqlen_k)
+        names = ("seqused_q", "seqused_k", "leftpad_k", "prefix_lengths")
+        said: dict[str, Any] = {name: vector(getattr(p, name), p.batch) for name in names}
+        said["window"] = (p.window_left, p.window_right)
+        if p.batch_index_k:
+            said["cache_batch_idx"] = vector(p.batch_index_k, p.batch)
+        if p.page_table:
+            shape = (p.batch, -(-p.seqlen_k // p.page_size))
+            said["page_table"] = _at(p.page_table, torch.int32, shape, (p.page_table_stride, 1))
+        if p.mask:
+            said["mask"] = _at(p.mask, torch.bool, whole, p.mask_stride)
         if p.bias:
             kind = torch.float32 if p.bias_type == "float32" else dtype
-            scores = scores + self.broadcast(p.bias, kind, p.bias_stride, s, p.num_heads).double()
+            said["bias"] = _at(p.bias, kind, whole, p.bias_stride)
         if p.alibi_slopes:
-            begin = p.alibi_slopes + 4 * s.number * p.alibi_stride[0]
-            slopes = _at(begin, torch.float32, (p.num_heads,), (p.alibi_stride[1],))
-            scores = scores - slopes[:, None, None] * (beside - j).abs()
-        seen = torch.ones(s.queries, s.keys, dtype=torch.bool)
-        if p.window_left >= 0:
-            seen &= j >= beside - p.window_left
-        if p.window_right >= 0:
-            seen &= j <= beside + p.window_right
-        if p.prefix_lengths:
-            seen |= j < integers(p.prefix_lengths, 1, s.number)[0]
-        if p.mask:
-            seen = seen & (self.broadcast(p.mask, torch.uint8, p.mask_stride, s, p.num_heads) != 0)
+            said["alibi_slopes"] = _at(p.alibi_slopes, torch.float32, whole[:2], p.alibi_stride)
+        if p.sinks:
+            said["sinks"] = _at(p.sinks, torch.float32, whole[1:2], (1,))
         if p.block_counts:
-            seen = seen & self.blocks(p, s)
-        return scores.masked_fill(~seen, -torch.inf)
-
-    def broadcast(
-        self, address: int, dtype: torch.dtype, strides: tuple[int, int, int, int], s: Sequence, heads: int
-    ) -> Tensor:
-        begin = address + s.number * strides[0] * dtype.itemsize
-        return _at(begin, dtype, (heads, s.queries, s.keys), strides[1:])
-
-    def blocks(self, p: _C.AttentionParams, s: Sequence) -> Tensor:
-        seen = torch.zeros(p.num_heads, s.queries, s.keys, dtype=torch.bool)
-        for head in range(p.num_heads):
-            for block in range(-(-s.queries // p.block_m)):
-                place = (s.number, head, block)
-                count = integers(p.block_counts, 1, sum(map(int.__mul__, place, p.count_stride)))[0]
-                begin = sum(map(int.__mul__, place, p.block_stride[:3]))
-                for entry in range(count):
-                    key = integers(p.block_indices, 1, begin + entry * p.block_stride[3])[0]
-                    rows = slice(block * p.block_m, (block + 1) * p.block_m)
-                    seen[head, rows, key * p.block_n : (key + 1) * p.block_n] = True
-        return seen
+            lists = (*whole[:2], -(-p.seqlen_q // p.block_m))
+            counts = _at(p.block_counts, torch.int32, lists, p.count_stride)
+            longest = int(counts.max()) if counts.numel() else 0
+            indices = _at(p.block_indices, torch.int32, (*lists, longest), p.block_stride)
+            said["block_mask"] = (counts, indices, (p.block_m, p.block_n))
+        if p.dropout_threshold:
+            said["dropout_p"] = p.dropout_threshold / 65536
+            said["dropout_seed"] = ctypes.c_int64.from_address(p.dropout_seed).value
+            assert p.dropout_scale == pytest.approx(1 / (1 - said["dropout_p"]))
+        return said | {"softcap": p.softcap}

@@ -116,19 +116,19 @@ def test_a_long_run_counts_what_it_drew(kernels: FakeKernels, tmp_path, capsys):
 
 
 def test_a_mismatch_ends_a_run_with_the_line_that_repeats_it(kernels: FakeKernels, monkeypatch, capsys):
-    right = kernels.scores
+    right = kernels.features
 
-    def wrong(params, dtype, sequence, products):
-        found = right(params, dtype, sequence, products)
-        return found * 1.5 if params.softcap else found
+    def wrong(params, dtype):
+        found = right(params, dtype)
+        return found | {"softcap": found["softcap"] * 1.5}
 
-    monkeypatch.setattr(kernels, "scores", wrong)
+    monkeypatch.setattr(kernels, "features", wrong)
     assert parity_run.main(["--problems", "100", "--processes", "1", "--longest", "60"]) == 1
     failure = capsys.readouterr().err
     line = re.search(r"python tools/parity_run.py --rows (\S+) --problem '(.*)'", failure)
     assert line is not None and '"softcap": 0.0' not in line[2]
     assert parity_run.main(["--rows", line[1], "--problem", line[2]]) == 1
-    monkeypatch.setattr(kernels, "scores", right)
+    monkeypatch.setattr(kernels, "features", right)
     assert parity_run.main(["--rows", line[1], "--problem", line[2]]) == 0
     assert "agrees on 1 rows" in capsys.readouterr().out
 

@@ -316,8 +316,7 @@ class Defect(FakeKernels):
 )
 def test_the_gate_sees(what: str, expected: str | None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(launches._C, "run", Defect(what))
-    # Scores of 1e30 are beyond a kernel that computes softmax from its LSE; large problems take it long.
-    listed = [p for p in judge.problems(ROW) if not p.exact_scores and p.batch < 9]
+    listed = [p for p in judge.problems(ROW) if p.batch < 9]  # the fake takes long for large ones
     problems = [p for p in listed if p.batch * p.num_heads * p.seqlen_q * p.seqlen_k < 2**18]
     found = "\n".join(judge.failures(ROW, problems, torch.device("cpu"), stream=0))
     assert (found == "") if expected is None else re.search(expected, found)
