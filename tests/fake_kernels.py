@@ -69,6 +69,10 @@ class FakeKernels:
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         install(monkeypatch, self)
 
+    @property
+    def last(self) -> _C.AttentionParams:
+        return self.launches[-1].params
+
     def of(self, scored: bool) -> list[Launched]:
         """The launches of scored rows, or of the others."""
         return [x for x in self.launches if self.build.rows[x.row].takes_features == scored]

@@ -7,9 +7,10 @@ import itertools
 import logging
 from typing import Any
 
+import oracle_features
 import pytest
 import torch
-from fake_kernels import FakeKernels, _at, install
+from fake_kernels import FakeKernels
 from launches import Launch
 from listed_problems import GROUPS
 from torch import Tensor
@@ -142,36 +143,13 @@ def test_the_smallest_row_that_takes_a_head_dim_is_the_fastest_of_long_problems(
 # ---- what a launch is told ---------------------------------------------------------------------------------
 
 
-class Launches:
-    """Stands in for ``_C.run``: keeps what it was called with, and what lay there at that time."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.rows: list[int] = []
-        self.params: list[_C.AttentionParams] = []
-        self.read: list[dict[str, Tensor]] = []
-        install(monkeypatch, self)
-
-    def __call__(self, row: int, p: _C.AttentionParams, device: int, stream: int) -> None:
-        assert device == 0 and stream == 0
-        self.rows.append(row)
-        self.params.append(p.copy())
-        dtype = DTYPES[_C.rows()[row].dtype]
-        shapes = {
-            "q": (p.batch, p.seqlen_q, p.num_heads, p.head_dim),
-            "k": (p.batch, p.seqlen_k, p.num_heads_kv, p.head_dim),
-            "v": (p.batch, p.seqlen_k, p.num_heads_kv, p.head_dim_v),
-        }
-        found = {} if p.cu_seqlens_q else {
-            name: _at(getattr(p, name), dtype, shape, (*getattr(p, f"{name}_stride"), 1)).clone()
-            for name, shape in shapes.items()
-        }  # fmt: skip
-        self.read.append(found)
-
-
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch, rows: list[_C.Row]) -> Launches:
+def kernels(monkeypatch: pytest.MonkeyPatch, rows: list[_C.Row]) -> FakeKernels:
+    """What a kernel would read is read in its place."""
     log.forget()
-    return Launches(monkeypatch)
+    found = FakeKernels(tables.this_build())
+    found.install(monkeypatch)
+    return found
 
 
 def launch(
@@ -185,12 +163,10 @@ def made(dtype: torch.dtype, seqlen: int, heads: int, head_dim: int) -> Tensor:
     return torch.randn(2, seqlen, heads, head_dim).to(dtype)
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("group", GROUPS)
-def test_a_launch_packs_what_its_tensors_hold(
-    group: str, rows: list[_C.Row], monkeypatch: pytest.MonkeyPatch
-):
-    """By every dtype's row for any head dim; what a kernel would read is read in its place."""
-    FakeKernels(tables.this_build()).install(monkeypatch)
+def test_a_launch_packs_what_its_tensors_hold(group: str):
+    """By every dtype's row for any head dim."""
     for problem, dtype in zip(GROUPS[group], itertools.cycle(DTYPES), strict=False):
         Launch.of(row_of(dtype), problem, "cpu").check()
 
@@ -200,7 +176,7 @@ FIELDS = [name for name, kind in vars(_C.AttentionParams).items() if isinstance(
 
 @pytest.mark.parametrize("seqlen_q", [1, 3])
 @pytest.mark.parametrize("packed", [False, True])
-def test_what_is_planned_is_what_a_call_is_told(launches: Launches, seqlen_q: int, packed: bool):
+def test_what_is_planned_is_what_a_call_is_told(kernels: FakeKernels, seqlen_q: int, packed: bool):
     """Where no operand is copied, a call needs nothing but its plan and addresses."""
     q, k = made(torch.float32, seqlen_q, 4, 40), made(torch.float32, 5, 2, 40)
     said: dict[str, Any] = {"window_right": 1}
@@ -208,7 +184,8 @@ def test_what_is_planned_is_what_a_call_is_told(launches: Launches, seqlen_q: in
         q, k, cu = q[0], k[0], torch.tensor([0, 1], dtype=torch.int32)
         said |= {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": seqlen_q, "max_seqlen_k": 5}
     launch(row_of(), q, k, k, **said)
-    (told,) = launches.params
+    told = kernels.last
+    assert kernels.launches[-1][2:] == (0, 0)  # the device and its stream
     prepared = wide.prepare(row_of(), describe((q, k, k), "none", Features(**said)), PRESETS["l4"])
     assert prepared.launch is None and prepared.room == 0
     of_a_call = {"q", "k", "v", "o", "lse", "scale", "cu_seqlens_q", "cu_seqlens_k", "device_lengths"}
@@ -218,30 +195,28 @@ def test_what_is_planned_is_what_a_call_is_told(launches: Launches, seqlen_q: in
     assert wide.prepare(row_of(), biased, PRESETS["l4"]).launch is not None
 
 
-def test_the_heads_of_a_group_are_packed_for_one_query(launches: Launches):
+def test_the_heads_of_a_group_are_packed_for_one_query(kernels: FakeKernels):
     launch(row_of(), made(torch.float32, 1, 6, 32), *(made(torch.float32, 9, 2, 32) for _ in range(2)))
-    (p,) = launches.params
+    p = kernels.last
     assert p.pack == 3
 
 
-def test_sixteen_bit_rows_get_room_to_accumulate(launches: Launches):
+def test_sixteen_bit_rows_get_room_to_accumulate(kernels: FakeKernels):
     for dtype in ("float16", "bfloat16"):
         q = made(DTYPES[dtype], 3, 2, 264)
         launch(row_of(dtype), q, q, q)
-        assert launches.params[-1].partial_o != 0
+        assert kernels.last.partial_o != 0
 
 
-def test_what_is_not_aligned_is_copied_and_told(launches: Launches, caplog: pytest.LogCaptureFixture):
+def test_what_is_not_aligned_is_copied_and_told(kernels: FakeKernels, caplog: pytest.LogCaptureFixture):
     row = row_of("float16")
     q, k = made(torch.float16, 3, 2, 264), made(torch.float16, 5, 2, 300)[..., 1:265]
     with caplog.at_level(logging.WARNING, "cutlass_fmha"):
         for _ in range(2):
-            out, _ = launch(row, q, k, k[..., :261])
-    assert out.shape == (2, 3, 2, 261) and out.is_contiguous()
-    read = launches.read[0]
-    assert torch.equal(read["q"], q) and launches.params[0].q == q.data_ptr()
-    assert torch.equal(read["k"], k) and launches.params[0].k % 16 == 0
-    assert torch.equal(read["v"][..., :261], k[..., :261]) and not read["v"][..., 261:].any()
+            out, lse = launch(row, q, k, k[..., :261])
+    assert out.is_contiguous() and kernels.last.q == q.data_ptr()
+    assert all(address % 16 == 0 for address in (kernels.last.k, kernels.last.v, kernels.last.o))
+    oracle_features.compare(out, lse, q, k, k[..., :261], 0.5).check()
     (record,) = caplog.records
     assert record.getMessage() == (
         "k and v have an address, a stride or a head dim that is not a multiple of 16 bytes: "
@@ -249,35 +224,35 @@ def test_what_is_not_aligned_is_copied_and_told(launches: Launches, caplog: pyte
     )
 
 
-def test_rows_of_fmas_take_any_alignment(launches: Launches):
+def test_rows_of_fmas_take_any_alignment(kernels: FakeKernels):
     q, k = made(torch.float32, 3, 2, 33), made(torch.float32, 5, 2, 50)[..., 1:34]
     launch(row_of(), q, k, k)
-    (p,) = launches.params
+    p = kernels.last
     assert (p.q, p.k, p.head_dim) == (q.data_ptr(), k.data_ptr(), 33)
 
 
-def test_a_bias_that_is_right_is_not_copied(launches: Launches):
+def test_a_bias_that_is_right_is_not_copied(kernels: FakeKernels):
     q, k = made(torch.float32, 3, 4, 32), made(torch.float32, 8, 2, 32)
     bias = torch.randn(1, 4, 1, 8)
     launch(row_of(), q, k, k, bias=bias)
-    (p,) = launches.params
+    p = kernels.last
     assert p.bias == bias.data_ptr() and p.bias_stride == (0, 8, 0, 1)
     launch(row_of(), q, k, k, bias=torch.randn(33)[1:].view(1, 4, 1, 8))
-    assert launches.params[-1].bias % 16 == 0
+    assert kernels.last.bias % 16 == 0
 
 
-def test_a_bias_of_another_dtype_is_refused(launches: Launches):
+def test_a_bias_of_another_dtype_is_refused(kernels: FakeKernels):
     q = made(torch.float16, 3, 2, 264)
     with pytest.raises(UnsupportedError, match=r"this one is float32: pass bias.to\(torch.float16\)"):
         launch(row_of("float16"), q, q, q, bias=torch.zeros(3, 3))
 
 
 @pytest.mark.parametrize(("batch", "seqlen", "heads"), [(0, 3, 2), (2, 0, 2), (2, 3, 0)])
-def test_nothing_is_launched_for_nothing(launches: Launches, batch: int, seqlen: int, heads: int):
+def test_nothing_is_launched_for_nothing(kernels: FakeKernels, batch: int, seqlen: int, heads: int):
     q = torch.randn(batch, seqlen, heads, 32)
     out, lse = launch(row_of(), q, q, q)
     assert lse is not None and out.shape == q.shape and lse.shape == (batch, heads, seqlen)
-    assert launches.rows == []
+    assert kernels.launches == []
 
 
 # ---- what the binding refuses ------------------------------------------------------------------------------
