@@ -81,8 +81,10 @@ class FakeKernels:
         row = self.build.rows[index]
         if row.family == "wide":
             assert max(params.head_dim, params.head_dim_v) <= row.head_dim
-            steps = [stride * row.element_bytes for stride in params.bias_stride[:3]]
-            assert not params.bias or all(n % 16 == 0 for n in (params.bias, *steps))
+            for name in ("q", "k", "v", "o", *(["bias"] if params.bias else [])):
+                steps = [step * row.element_bytes for step in getattr(params, f"{name}_stride")[:3]]
+                least = 16 if name == "bias" else row.alignment
+                assert all(n % least == 0 for n in (getattr(params, name), *steps)), name
             if row.accumulates and params.partial_o:
                 count = params.lse_rows * params.head_dim_v
                 _at(params.partial_o, torch.float32, (count,), (1,)).fill_(torch.nan)
