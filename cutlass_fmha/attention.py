@@ -397,8 +397,10 @@ def _of_scores(attn_mask: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) ->
             f"attn_mask must be bool, or of query's dtype {check.dtype_name(dtype)} or float32, "
             f"got {check.dtype_name(attn_mask.dtype)}"
         )
-    sides = zip(reversed(attn_mask.shape), reversed(shape), strict=False)
-    if attn_mask.dim() > len(shape) or any(size != 1 and size != want for size, want in sides):
+    own = shape[max(0, len(shape) - attn_mask.dim()) :]
+    if len(own) < attn_mask.dim() or any(
+        size != 1 and size != want for size, want in zip(attn_mask.shape, own, strict=True)
+    ):
         raise ValueError(
             f"attn_mask must be broadcastable to {shape}, [..., seqlen_q, seqlen_k], "
             f"got shape {tuple(attn_mask.shape)}"

@@ -258,7 +258,7 @@ def _check_broadcasts(name: str, tensor: Tensor, features: Features, sizes: Size
     )
 
     _require(tensor.dim() <= 4, sentence)
-    for size, want in zip(reversed(tensor.shape), reversed(wanted), strict=False):
+    for size, want in zip(tensor.shape, wanted[4 - tensor.dim() :], strict=True):
         _require(size == 1 or size == want, sentence)
 
 

@@ -59,8 +59,8 @@ def op_arguments(query: Tensor, keywords: Mapping[str, Any], query_name: str = "
             refuse_name("attention", name)
     if "sinks" in arguments:
         arguments["sinks"] = _sinks(query, arguments["sinks"])
-    arguments |= window_sides(keywords.get("window"))
-    arguments |= _block_mask(keywords.get("block_mask"))
+    arguments.update(window_sides(keywords.get("window")))  # torch 2.6 compiles no |=
+    arguments.update(_block_mask(keywords.get("block_mask")))
     for name in ("batch_invariant", "deterministic"):
         if (said := keywords.get(name)) is not None and flag(name, said):
             arguments[name] = True

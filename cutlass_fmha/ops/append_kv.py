@@ -109,7 +109,8 @@ def append(a: Append) -> tuple[Tensor, Tensor]:
         or not dispatcher.others_can_skip_dispatcher(a._asdict())
     ):
         rotated, seqused_k = torch.ops.cutlass_fmha.append_kv_(
-            *a[:5], **dict(zip(a._fields[5:], a[5:], strict=True))
+            *[getattr(a, name) for name in Append._fields[:5]],
+            **{name: getattr(a, name) for name in Append._fields[5:]},
         )
         return rotated, seqused_k
     found = _launch(a)
