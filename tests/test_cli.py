@@ -288,7 +288,8 @@ def test_info_answers_where_the_package_cannot_be_imported(tmp_path, absent: tup
 
     def python(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        told = {"capture_output": True, "text": True, "env": environment, "timeout": 300}
+        return subprocess.run(command, check=False, **told)
 
     done = python("-m", "cutlass_fmha", "info", "--json")
     found = json.loads(done.stdout)

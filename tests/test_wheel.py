@@ -31,7 +31,13 @@ LEFT_OUT = re.compile(r"__pycache__|\.so$|\.py[cod]$|/\.")
 
 def run(command: list[str], directory: Path, **environment: str) -> str:
     done = subprocess.run(
-        command, capture_output=True, text=True, check=False, cwd=directory, env={**os.environ, **environment}
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=directory,
+        env={**os.environ, **environment},
+        timeout=1200,
     )
     assert done.returncode == 0, f"{command} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
     return done.stdout
@@ -136,7 +142,9 @@ def test_a_new_user_installs_it_and_calls_it(wheel: Path, tmp_path: Path):
     python, command = str(bin_directory / "python"), str(bin_directory / "cutlass-fmha")
     run([sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", str(wheel)], tmp_path)
     clean = {**os.environ, "PYTHONPATH": "", "PYTHONSAFEPATH": "1"}
-    info = subprocess.run([command, "info", "--json"], capture_output=True, text=True, check=False, env=clean)
+    info = subprocess.run(
+        [command, "info", "--json"], capture_output=True, text=True, check=False, env=clean, timeout=300
+    )
     found = json.loads(info.stdout)
     assert info.returncode == 1 and found["import_error"] == "No module named 'torch'" and found["build"]
     (site,) = (tmp_path / "new").glob("lib/python*/site-packages")
