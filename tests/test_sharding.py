@@ -103,14 +103,14 @@ def one_of_two(rank: int, meeting: str) -> None:
     from torch.distributed.tensor.debug import CommDebugMode
 
     two_processes.meet(rank, meeting)
-    mesh = torch.distributed.init_device_mesh("cpu", (2, 1), mesh_dim_names=("two", "one"))
+    mesh = torch.distributed.init_device_mesh("cpu", (1, 2), mesh_dim_names=("one", "two"))
 
     def spread(x: Any, placement: Any) -> Any:
-        """Over the first dimension of the mesh, where the tensor has such an axis."""
+        """Over the last dimension of the mesh, where the tensor has such an axis."""
         if not isinstance(x, Tensor):
             return x
         whole = isinstance(placement, Shard) and x.dim() <= placement.dim
-        found = distribute_tensor(x.detach(), mesh, [Replicate() if whole else placement, Replicate()])
+        found = distribute_tensor(x.detach(), mesh, [Replicate(), Replicate() if whole else placement])
         return found.requires_grad_(x.requires_grad)
 
     for name, (shape_q, shape_k, features) in CALLS.items():
@@ -131,11 +131,11 @@ def one_of_two(rank: int, meeting: str) -> None:
             with CommDebugMode() as sent, torch.no_grad():
                 out, _ = attention(*given, return_lse=True, **said)
             assert sent.get_total_counts() == (0 if divided or axis is None else 3), (name, axis)
-            assert out.placements[0] == (placement if divided else Replicate()), (name, axis)
+            assert out.placements[1] == (placement if divided else Replicate()), (name, axis)
             found = results(*given, said, spread(of_output, Replicate()))
             assert all(isinstance(x, DTensor) for x in found)
             if name.startswith("one head") and axis == heads:
-                assert found[3].placements[0] == Partial(), (
+                assert found[3].placements[1] == Partial(), (
                     "each device has a part of the shared head's gradient"
                 )
             whole = [x.full_tensor() for x in found]
@@ -146,7 +146,7 @@ def one_of_two(rank: int, meeting: str) -> None:
     q = spread(randn(*Q), Shard(0))
     with torch.inference_mode():
         out = attention(q, q, q)
-    assert out.placements[0] == Shard(0)
+    assert out.placements[1] == Shard(0)
     for said, why in (
         ({"dropout_p": 0.5}, "dropout_p would draw the same numbers"),
         ({"cache_batch_idx": ints(0, 1)}, "cache_batch_idx has no shards where query is sharded"),

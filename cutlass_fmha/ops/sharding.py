@@ -101,7 +101,8 @@ class _Shards:
             return value
         if not isinstance(value, DTensor):
             value = DTensor.from_local(value, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
-        return value.redistribute(self.mesh, self.of(name, value.shape)).to_local()
+        # Detached: below autograd, an older torch can't redistribute what requires a gradient.
+        return value.detach().redistribute(self.mesh, self.of(name, value.shape)).to_local()
 
     def whole(self, local: Tensor, shape: Sequence[int], placements: Sequence[Placement]) -> DTensor:
         """The DTensor of a result, of whose devices this one has ``local``."""
