@@ -11,7 +11,8 @@ by accident. What can't be avoided: P is rounded once, as dV's operand; dS twice
 multiple of (times a softcap's slope, before that product is rounded) and as operand of dQ and dK; the output
 once, for D. A deviation is taken as half an ulp of each, 1.7 times that of a rounding that is as likely
 anywhere within it: beyond 4 of them is one of 10^10 such sums (Hoeffding), and 10,000 problems compare about
-so many. Kernels on the simulator come to half of the tolerance, and 3 % more of a gradient is beyond it.
+so many. Kernels on the simulator come to half of the tolerance, and 3 % more of a gradient is beyond it. An
+element of a bias's gradient may be off by the worst that P's rounding can do, which some elements meet.
 """
 
 from __future__ import annotations
