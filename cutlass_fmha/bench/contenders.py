@@ -169,10 +169,11 @@ def reference(
 
 @dataclass(frozen=True)
 class Error:
-    """Worst absolute difference from fp64 over the sampled rows, and the tolerance that the dtype allows."""
+    """Worst and mean absolute difference from fp64 over the sampled rows, and how much the worst may be."""
 
     max_abs: float
     tolerance: float
+    mean_abs: float
 
     @property
     def ratio(self) -> float:
@@ -216,7 +217,8 @@ class ErrorCheck:
     def __call__(self, output: torch.Tensor) -> Error:
         sampled = self._last(output)[:, self.rows, : self.heads]
         # A NaN must not vanish: max() of a tensor that holds one is NaN, and NaN is not within any tolerance.
-        return Error((sampled.double() - self.truth).abs().max().item(), self.tolerance)
+        difference = (sampled.double() - self.truth).abs()
+        return Error(difference.max().item(), self.tolerance, difference.mean().item())
 
 
 def sample_rows(seqlen_q: int, count: int) -> torch.Tensor:

@@ -110,8 +110,8 @@ class GradientCheck:
     def __call__(self, found: tuple[Tensor, ...]) -> Error:
         errors = []
         for x, exact, tolerance in zip(found, self.truth, self.tolerance, strict=True):
-            own = self._last(x, exact.shape[0]).double()
-            errors.append(Error((own - exact).abs().max().item(), tolerance))
+            difference = (self._last(x, exact.shape[0]).double() - exact).abs()
+            errors.append(Error(difference.max().item(), tolerance, difference.mean().item()))
         return max(errors, key=lambda error: error.ratio if error.ratio == error.ratio else math.inf)
 
 

@@ -21,9 +21,8 @@ Result = dict[str, Any]
 """schema, machine, method, row, quick, peers, host_us (section -> contender or percentile -> us), wall_s
 and cases: per case its description,
 ``input_sets`` and ``results``: contender -> status ("ok" or "unsupported"), then reason, or p50_us, p90_us,
-min_us,
-samples, calls_per_sample, tflops, tbytes_per_s, where the result was checked max_abs_error, tolerance and
-error_ratio, and, for ours, row."""
+min_us, samples, calls_per_sample, tflops, tbytes_per_s, where the result was checked max_abs_error,
+mean_abs_error, tolerance and error_ratio, and, for ours, row."""
 
 
 class InvalidReport(ValueError):

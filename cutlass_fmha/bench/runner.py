@@ -158,6 +158,7 @@ def prepare(
     return {
         "status": "ok",
         "max_abs_error": error.max_abs,
+        "mean_abs_error": error.mean_abs,
         "tolerance": error.tolerance,
         "error_ratio": error.ratio,
     }, timer
