@@ -13,7 +13,6 @@ the leaderboard says what has been tried. docs/tuning.md has the rules.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import os
 import signal
 import sys
@@ -25,16 +24,16 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT / "tools") not in sys.path:  # Python can be told to leave a script's directory out
     sys.path.insert(0, str(ROOT / "tools"))
 
-from building import BuildError, find_program  # noqa: E402
+from building import BuildError  # noqa: E402
 from cubin import ToolMissingError, find_tool  # noqa: E402
 from source_hash import source_hash  # noqa: E402
 from tuning.build import Builder  # noqa: E402
-from tuning.leaderboard import Leaderboard  # noqa: E402
-from tuning.session import EvaluationError, Search, Target, judge_in_a_process  # noqa: E402
-from tuning.space import Candidate, Limits, Space, propose, registers, shared_bytes  # noqa: E402
+from tuning.search import EvaluationError, Leaderboard, Search, Target, judge_in_a_process  # noqa: E402
+from tuning.space import Candidate, candidates, propose, registers, shared_bytes  # noqa: E402
 
 from cutlass_fmha import _C  # noqa: E402
 from cutlass_fmha.bench.cases import select_cases  # noqa: E402
+from cutlass_fmha.cli import output  # noqa: E402
 from cutlass_fmha.dispatch import device as devices  # noqa: E402
 from cutlass_fmha.dispatch import table as tables  # noqa: E402
 
@@ -96,6 +95,10 @@ def gpu_at_hand(index: int) -> tuple[str, int]:
     return device.name, own if own in devices.ARCHITECTURES else 89
 
 
+def plain_rows(arch: int) -> list[_C.Row]:
+    return [row for row in _C.rows() if row.arch == arch and row.family in tables.PLAIN]
+
+
 def make_targets(options: argparse.Namespace, arch: int) -> list[Target]:
     """Sets of the benchmark's cases by head dim and group, with the rows of this build to beat.
 
@@ -111,16 +114,13 @@ def make_targets(options: argparse.Namespace, arch: int) -> list[Target]:
     targets = []
     for head_dim, group in dict.fromkeys((case.head_dim, case.group) for case in cases):
         own = tuple(case for case in cases if (case.head_dim, case.group) == (head_dim, group))
-        rows = [
-            Candidate.of(row)
-            for row in _C.rows()
-            if (row.arch, row.head_dim) == (arch, head_dim) and row.family in tables.PLAIN
-            if row.copy != "element" and row.dtype in {case.dtype for case in own}
-        ]
-        if not rows:
+        rows = [row for row in plain_rows(arch) if row.head_dim == head_dim and row.copy != "element"]
+        dtypes = {case.dtype for case in own}
+        incumbents = tuple(dict.fromkeys(Candidate.of(row) for row in rows if row.dtype in dtypes))
+        if not incumbents:
             raise UsageError(f"this build has no sm_{arch} row of head dim {head_dim} to compare with")
-        space = Space(arch, head_dim, Limits.with_shared(options.smem))
-        targets.append(Target(f"d{head_dim}-{group}", own, space, tuple(dict.fromkeys(rows))))
+        space = candidates(arch, head_dim, options.smem)
+        targets.append(Target(f"d{head_dim}-{group}", own, arch, space, incumbents))
     return targets
 
 
@@ -131,57 +131,45 @@ def dry_run(options: argparse.Namespace, arch: int) -> None:
     for target in make_targets(options, arch):
         rows = target.incumbents
         print(f"# {target.name}: {', '.join(case.name for case in target.cases)}")
-        print(f"# {len(target.space.all)} candidates; {len(rows)} rows of the manifest to beat")
+        print(f"# {len(target.space)} candidates; {len(rows)} rows of the manifest to beat")
         parents = [(1.0, row) for row in rows]
-        seed = f"{options.seed} {target.name} 1"
-        for c in propose(target.space, rows, parents, options.round or 8, seed):
+        for c in propose(
+            target.space, rows, parents, options.round or 8, f"{options.seed} {target.name}", arch
+        ):
             print(f"{c.line(arch)}  # {shared_bytes(c)} B shared, {registers(c)}+ registers")
 
 
 def tune(options: argparse.Namespace, gpu: str, own: int, arch: int, path: Path) -> None:
     targets = make_targets(options, arch)
-    if _C.build_info()["source_hash"] != source_hash():
+    info = _C.build_info()
+    if info["source_hash"] != source_hash():
         raise UsageError("the installed build, whose rows are to be beaten, is of other sources: make build")
-    for program in ("cmake", "ninja"):
-        find_program(program)
     for program in ("cuobjdump", "nvdisasm"):
         find_tool(program)
     work = Path(options.work).resolve() / f"sm{arch}-passes{options.mma_passes}"
-    work.mkdir(parents=True, exist_ok=True)
-    with (work / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UsageError(f"another search is at work in {work}: give this one another --work") from None
-        # Other code runs in place of the rows' own; sm_89's have PTX.
-        stand_in = options.mma_passes != 1 or arch not in (own, 89)
-        defines: dict[str, object] = dict(options.define)
-        make = partial(Builder, arch=arch, limits=Limits.with_shared(options.smem), jobs=options.jobs or 0)
-        more: dict[str, object] = {}
-        if options.mma_passes != 1:
-            more = {"CUTLASS_FMHA_EMULATION": "ON", "CUTLASS_FMHA_MMA_PASSES": options.mma_passes}
-        elif stand_in and arch == 120:
-            more = {"CUTLASS_FMHA_SM120_PROXY": own}
-        builder = make(work, variables={**more, **defines})
-        about = {"gpu": gpu, "arch": arch, "mma_passes": options.mma_passes, "shared_kib": options.smem}
-        about |= {"source_hash": source_hash(), "nvcc": builder.nvcc_version()}
-        cases = {target.name: [case.name for case in target.cases] for target in targets}
-        board = Leaderboard.resume(path, about, cases)
-        try:
-            Search(
-                board,
-                targets,
-                builder,
-                judge_in_a_process(work, options.device),
-                make(work / "own", variables=defines) if stand_in else None,
-                seed=options.seed,
-                per_round=options.round or max(4, 2 * (os.cpu_count() or 1)),
-                limit=options.candidates,
-                limit_s=60.0 * options.minutes,
-                say=partial(print, file=sys.stderr, flush=True),
-            ).run()
-        finally:
-            print(board.render())
+    variables: dict[str, object] = {}
+    if options.mma_passes != 1:
+        variables = {"CUTLASS_FMHA_EMULATION": "ON", "CUTLASS_FMHA_MMA_PASSES": options.mma_passes}
+    elif arch == 120 != own:
+        variables = {"CUTLASS_FMHA_SM120_PROXY": own}
+    about = {"gpu": gpu, "arch": arch, "mma_passes": options.mma_passes, "shared_kib": options.smem}
+    about |= {"source_hash": source_hash(), "nvcc": info["nvcc_version"], "defines": dict(options.define)}
+    board = Leaderboard.resume(path, about, {t.name: [case.name for case in t.cases] for t in targets})
+    search = Search(
+        board,
+        targets,
+        Builder(work, arch, options.smem, {**variables, **dict(options.define)}, options.jobs),
+        judge_in_a_process(work, options.device),
+        seed=options.seed,
+        per_round=options.round or max(4, 2 * (os.cpu_count() or 1)),
+        limit=options.candidates,
+        limit_s=60.0 * options.minutes,
+        say=partial(print, file=sys.stderr, flush=True),
+    )
+    try:
+        search.run()
+    finally:
+        output.show(board.render())
 
 
 def accept(board: Leaderboard) -> None:
@@ -190,7 +178,7 @@ def accept(board: Leaderboard) -> None:
         found = str(board.about["source_hash"])[:12]
         raise UsageError(f"{board.path} is about sources {found}, and src/ has {now[:12]}: tune again")
     arch = int(board.about["arch"])
-    rows = {Candidate.of(row) for row in _C.rows() if row.arch == arch and row.family in tables.PLAIN}
+    rows = {Candidate.of(row) for row in plain_rows(arch)}
     for target in board.targets:
         best = next((entry for entry in board.best(target) if entry.fate == "accepted"), None)
         if best is None:
@@ -205,18 +193,15 @@ def accept(board: Leaderboard) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    search = not (options.dry_run or options.report or options.accept)
     try:
-        if options.leaderboard and (options.report or options.accept):
-            arch, path = 0, options.leaderboard
-        else:
-            search = not (options.dry_run or options.report or options.accept)
-            gpu, own = gpu_at_hand(options.device) if search or not options.arch else ("", 0)
-            arch = options.arch or own
-            name = f"leaderboard-sm{arch}-passes{options.mma_passes}.json"
-            path = options.leaderboard or options.work / name
+        named = options.leaderboard and (options.report or options.accept)
+        gpu, own = gpu_at_hand(options.device) if search or not (options.arch or named) else ("", 0)
+        arch = options.arch or own
+        name = f"leaderboard-sm{arch}-passes{options.mma_passes}.json"
+        path = options.leaderboard or options.work / name
         if options.report:
-            print(Leaderboard.load(path).render())
+            output.show(Leaderboard.load(path).render())
         elif options.accept:
             accept(Leaderboard.load(path))
         elif options.dry_run:
@@ -229,10 +214,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, BuildError, EvaluationError, ToolMissingError) as error:
         print(f"tune: {error}", file=sys.stderr)
         return 1
-    finally:
-        signal.signal(signal.SIGTERM, previous)
     return 0
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was started ends, too
     raise SystemExit(main())

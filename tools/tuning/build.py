@@ -7,7 +7,6 @@ serves a whole search: what was compiled before stays as it is.
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,7 @@ import resources
 from building import BuildError, Tree, tail
 from cubin import Kernel, read_kernels
 
-from .space import Candidate, Limits
+from .space import KIB, Candidate
 
 Wanted = Mapping[Candidate, tuple[str, ...]]
 """Candidates and the dtypes (float16, bfloat16) that each is compiled for."""
@@ -28,11 +27,10 @@ _FAILED = re.compile(r"^FAILED: .*?generated/\w+?_(t[0-9a-f]{10})\w*\.cu\.o")
 
 @dataclass
 class Built:
-    """An extension, why candidates are not in it, and what the compiler made of the rest."""
+    """An extension; (fate, reason) of what must not run; registers of the largest kernel of what may."""
 
     extension: Path
-    failed: dict[Candidate, str] = field(default_factory=dict)
-    complaints: dict[Candidate, list[str]] = field(default_factory=dict)
+    dropped: dict[Candidate, tuple[str, str]] = field(default_factory=dict)
     registers: dict[Candidate, int] = field(default_factory=dict)
 
 
@@ -46,17 +44,14 @@ def scratch(wanted: Wanted, arch: int) -> str:
     return text
 
 
-def judge_resources(
-    kernels: Iterable[Kernel], wanted: Wanted, limits: Limits
-) -> tuple[dict[Candidate, list[str]], dict[Candidate, int]]:
-    """What tools/resources.py has against each candidate's kernels, and the registers of its largest one.
+def judge_resources(kernels: Iterable[Kernel], wanted: Wanted, shared_kib: int, built: Built) -> None:
+    """Adds what tools/resources.py has against each candidate's kernels, and their registers.
 
     Shared memory is the space's business, which may allow more than sm_89 has. A candidate without a kernel
-    for one of its dtypes is complained about, too.
+    for one of its dtypes is dropped, too.
     """
     missing = {(c.tag, SHORT[dtype]): (c, dtype) for c, dtypes in wanted.items() for dtype in dtypes}
     found: dict[Candidate, list[str]] = {candidate: [] for candidate in wanted}
-    registers: dict[Candidate, int] = {}
     for kernel in kernels:
         match = _ROW_NAME.fullmatch(kernel.name)
         if not match or (match[2], match[1]) not in missing:
@@ -64,12 +59,12 @@ def judge_resources(
         c, dtype = missing.pop((match[2], match[1]))
         config = {"family": "plain", "dtype": dtype, "mma": "m16n8k16", "smem_bytes": 0}
         found[c] += resources.complaints(kernel, SimpleNamespace(**vars(c), name=match[1], **config))
-        registers[c] = max(registers.get(c, 0), kernel.registers)
-        if kernel.shared > limits.shared_per_block:
+        built.registers[c] = max(built.registers.get(c, 0), kernel.registers)
+        if kernel.shared > shared_kib * KIB:
             found[c].append(f"{kernel.shared} bytes of static shared memory")
     for c, dtype in missing.values():
         found[c].append(f"the extension has no {SHORT[dtype]} kernel of it")
-    return found, registers
+    built.dropped |= {c: ("resources", "; ".join(words)) for c, words in found.items() if words}
 
 
 def failures(output: str) -> dict[str, str]:
@@ -84,60 +79,39 @@ def failures(output: str) -> dict[str, str]:
     return found
 
 
+@dataclass
 class Builder:
-    """Builds extensions for one architecture in ``directory``, which it owns.
+    """Builds extensions for one architecture in ``directory``, which it owns. variables: more of CMake's."""
 
-    variables: more of CMake's. timeout_s: what one build may take; what is not compiled by then fails.
-    """
-
-    def __init__(
-        self, directory: Path, arch: int, limits: Limits, variables: Mapping[str, object],
-        jobs: int | None = None,
-    ) -> None:  # fmt: skip
-        self.directory, self.arch, self.limits, self.timeout_s = directory, arch, limits, 1800.0
-        self.manifest = directory / "manifest.cmake"
-        own = {"CUTLASS_FMHA_MANIFEST": self.manifest, "CMAKE_CUDA_ARCHITECTURES": arch}
-        self.tree = Tree(directory / "tree", {**own, **variables}, **({"jobs": jobs} if jobs else {}))
-
-    def nvcc_version(self) -> str:
-        """The version of the nvcc that builds. Configures an empty tree when there is none yet."""
-        config = self.tree.directory / "generated" / "build_config.h"
-        if not config.exists():
-            self._configure({})
-        match = re.search(r'NVCC_VERSION "([^"]*)"', config.read_text())
-        return match[1] if match else ""
+    directory: Path
+    arch: int
+    shared_kib: int
+    variables: Mapping[str, object]
+    jobs: int | None = None
 
     def build(self, wanted: Wanted, incumbents: Wanted) -> Built:
         """One extension of all that compiles. Raises BuildError."""
-        left, failed, begin = {**incumbents, **wanted}, {}, time.monotonic()
+        manifest = self.directory / "manifest.cmake"
+        own = {"CUTLASS_FMHA_MANIFEST": manifest, "CMAKE_CUDA_ARCHITECTURES": self.arch}
+        jobs = {"jobs": self.jobs} if self.jobs else {}
+        tree = Tree(self.directory / "tree", {**own, **self.variables}, **jobs)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        left, broken = {**incumbents, **wanted}, {}
         while True:
-            self._configure(left)
-            status, output = self.tree.compile("_C", max(1.0, self.timeout_s - (time.monotonic() - begin)))
+            manifest.write_text(scratch(left, self.arch))
+            tree.configure()
+            status, output = tree.compile("_C")
             if status == 0:
                 break
             words = failures(output)
-            if status is None:  # Ninja stops before it comes to a file only when it runs out of time
-                late = f"not compiled within {self.timeout_s:.0f} s"
-                words = {c.tag: late for c in left if not self._is_compiled(c)} | words
-                begin = time.monotonic()  # for the rest, which is there, and the linker
-            broken = {c: words[c.tag] for c in left if c.tag in words}
-            if not broken:
+            new = {c: words[c.tag] for c in left if c.tag in words}
+            if not new:
                 raise BuildError(f"the extension was not built:\n{tail(output)}")
-            if row := next((c for c in broken if c in incumbents), None):
-                raise BuildError(f"a row of src/rows.cmake does not compile ({row.key}): {broken[row]}")
-            failed |= broken
-            left = {c: dtypes for c, dtypes in left.items() if c not in broken}
-        extension = self.tree.file("_C*.so")
-        kept = {c: dtypes for c, dtypes in wanted.items() if c not in failed}
-        return Built(extension, failed, *judge_resources(read_kernels(extension), kept, self.limits))
-
-    def _configure(self, wanted: Wanted) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self.manifest.write_text(scratch(wanted, self.arch))
-        self.tree.configure()
-
-    def _is_compiled(self, candidate: Candidate) -> bool:
-        objects = self.tree.directory / "CMakeFiles" / f"fmha_sm{self.arch}.dir" / "generated"
-        sources = (self.tree.directory / "generated").glob(f"*_{candidate.tag}*.cu")
-        compiled = [objects / f"{source.name}.o" for source in sources]
-        return bool(compiled) and all(o.exists() and o.stat().st_size > 0 for o in compiled)
+            if row := next((c for c in new if c in incumbents), None):
+                raise BuildError(f"a row of src/rows.cmake does not compile ({row.key}): {new[row]}")
+            broken |= new
+            left = {c: dtypes for c, dtypes in left.items() if c not in new}
+        built = Built(tree.file("_C*.so"), {c: ("compile", words) for c, words in broken.items()})
+        kept = {c: dtypes for c, dtypes in wanted.items() if c not in broken}
+        judge_resources(read_kernels(built.extension), kept, self.shared_kib, built)
+        return built

@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import random
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 KIB = 1024
@@ -20,12 +20,19 @@ TMA_BOX_ROWS = 256
 COPIES = ("cp_async_16", "tma", "ldg_16")  # what is searched; element rows are for unaligned tensors only
 FIRST_TMA = FIRST_OVERLAP = 90  # from this architecture on: TMA, and launches of few-query rows that overlap
 # Values that are drawn from, in the order in which a mutation walks.
-DOMAINS: dict[str, tuple[Any, ...]] = {
+SHAPE: dict[str, tuple[Any, ...]] = {
     "tile_m": (16, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 512),
     "tile_n": (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256),
-    "warps": (2, 4, 6, 8, 12, 16), "kv_warps": (1, 2, 4, 8, 16), "stages": (1, 2, 3, 4),
-    "min_blocks": (1, 2, 3, 4, 6, 8), "q_in_registers": (False, True), "ping_pong": (False, True),
+    "warps": (2, 4, 6, 8, 12, 16), "kv_warps": (1, 2, 4, 8, 16),
 }  # fmt: skip
+REST: dict[str, tuple[Any, ...]] = {
+    "stages": (1, 2, 3, 4), "min_blocks": (1, 2, 3, 4, 6, 8),
+    "q_in_registers": (False, True), "ping_pong": (False, True),
+}  # fmt: skip
+DOMAINS = SHAPE | REST
+#: What sm_89 and sm_120 have, which every row keeps to, but for a block's shared memory.
+SMALLEST_SHARED_KIB, WARPS_PER_SM, REGISTERS_PER_SM, THREADS_PER_BLOCK = 99, 48, 64 * KIB, 1024
+RESERVED_SHARED = KIB  # what CUDA takes of the SM's for each block
 #: Registers of a thread besides O, S, P and Q: addresses, row sums and references, an operand of K or V.
 OTHER_REGISTERS = 16
 MAX_REGISTERS = 255
@@ -55,7 +62,7 @@ class Candidate:
     @classmethod
     def of(cls, row: Any) -> Candidate:
         """The columns of a ``_C.Row``."""
-        return cls(**{name: getattr(row, name) for name in COLUMNS})
+        return cls(**{field.name: getattr(row, field.name) for field in fields(cls)})
 
     @property
     def rows_per_warp(self) -> int:
@@ -84,26 +91,6 @@ class Candidate:
     def line(self, arch: int, dtypes: str = "f16;bf16") -> str:
         """Its line of the manifest."""
         return f'fmha_forward("{arch}" "{dtypes}" {self.key})'
-
-
-COLUMNS: tuple[str, ...] = tuple(field.name for field in fields(Candidate))
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a thread block and an SM have: by default those of sm_89 and sm_120, which every row keeps to."""
-
-    shared_per_block: int = 99 * KIB
-    shared_per_sm: int = 100 * KIB
-    reserved_shared: int = KIB  # what CUDA takes of the SM's for each block
-    warps_per_sm: int = 48
-    registers_per_sm: int = 64 * KIB
-    threads_per_block: int = 1024
-
-    @classmethod
-    def with_shared(cls, kib: int) -> Limits:
-        """For GPUs whose blocks may have ``kib`` KiB of shared memory (227 on an H200)."""
-        return cls(shared_per_block=kib * KIB, shared_per_sm=(kib + 1) * KIB)
 
 
 def shared_bytes(c: Candidate) -> int:
@@ -148,60 +135,46 @@ def has_a_shape(c: Candidate, arch: int) -> bool:
     if c.kv_warps > 1:
         return c.copy in ("ldg_16", "tma") and c.rows_per_warp <= 32
     # One half of the warps brings K and the other V.
-    return c.copy != "ldg_16" and c.warps % 2 == 0 and is_copied_in_whole_passes(c)
-
-
-def is_copied_in_whole_passes(c: Candidate) -> bool:
-    """TileLoader's: a pass of the threads must keep their swizzle pattern. TMA has its own limit."""
+    if c.copy == "ldg_16" or c.warps % 2:
+        return False
     if c.copy == "tma":
         return max(c.tile_m, c.tile_n) <= TMA_BOX_ROWS
+    # TileLoader's: a pass of the threads must keep their swizzle pattern.
     chunks = 8 if c.head_dim % 64 == 0 else 4  # of 16 bytes in a row of a panel
     passes = ((c.tile_m, c.threads // chunks), (c.tile_n, c.threads // 2 // chunks))
     return all(step >= 8 and step % 8 == 0 and rows % step == 0 for rows, step in passes)
 
 
-def fits(c: Candidate, arch: int, limits: Limits) -> bool:
-    """Whether a candidate has a shape, and its blocks are within the limits."""
+def fits(c: Candidate, arch: int, shared_kib: int = SMALLEST_SHARED_KIB) -> bool:
+    """Whether a candidate has a shape, and its blocks are within limits; ``shared_kib``: of a block."""
     if not has_a_shape(c, arch):
         return False
     if c.ping_pong and (c.kv_warps > 1 or c.warps not in (2, 4, 8)):  # turns are between pairs
         return False
     if c.stages > 2 and c.copy == "ldg_16":  # loads into registers are at most one block ahead
         return False
-    shared, most = (
-        shared_bytes(c),
-        limits.registers_per_sm // (c.threads * c.min_blocks) // 8 * 8,
-    )  # in eights
+    shared = shared_bytes(c)
+    most = REGISTERS_PER_SM // (c.threads * c.min_blocks) // 8 * 8  # they are given out in eights
     return (
-        c.threads <= limits.threads_per_block
-        and c.min_blocks * c.warps <= limits.warps_per_sm
-        and shared <= limits.shared_per_block
-        and c.min_blocks * (shared + limits.reserved_shared) <= limits.shared_per_sm
+        c.threads <= THREADS_PER_BLOCK
+        and c.min_blocks * c.warps <= WARPS_PER_SM
+        and shared <= shared_kib * KIB
+        and c.min_blocks * (shared + RESERVED_SHARED) <= (shared_kib + 1) * KIB
         and registers(c) + OTHER_REGISTERS <= min(MAX_REGISTERS, most)
     )
 
 
-@dataclass(frozen=True)
-class Space:
-    """Every candidate of one architecture and head dim that fits."""
-
-    arch: int
-    head_dim: int
-    limits: Limits = field(default_factory=Limits)
-
-    @functools.cached_property
-    def all(self) -> Sequence[Candidate]:
-        """In a fixed order, so that a seed means the same everywhere."""
-        names = ("tile_m", "tile_n", "warps", "kv_warps")
-        rest = [name for name in DOMAINS if name not in names]
-        found = []
-        for copy, *values in itertools.product(COPIES, *(DOMAINS[name] for name in names)):
-            shape = {"head_dim": self.head_dim, **dict(zip(names, values, strict=True)), "copy": copy}
-            shape["dependent_launch"] = shape["kv_warps"] > 1 and self.arch >= FIRST_OVERLAP
-            if has_a_shape(Candidate(**shape, **{name: DOMAINS[name][0] for name in rest}), self.arch):
-                columns = itertools.product(*(DOMAINS[name] for name in rest))
-                found += [Candidate(**shape, **dict(zip(rest, chosen, strict=True))) for chosen in columns]
-        return tuple(candidate for candidate in found if fits(candidate, self.arch, self.limits))
+@functools.cache
+def candidates(arch: int, head_dim: int, shared_kib: int = SMALLEST_SHARED_KIB) -> Sequence[Candidate]:
+    """Every one of an architecture and head dim that fits, in a fixed order, as a seed means the same."""
+    found = []
+    for copy, *values in itertools.product(COPIES, *SHAPE.values()):
+        shape = {"head_dim": head_dim, **dict(zip(SHAPE, values, strict=True)), "copy": copy}
+        shape["dependent_launch"] = shape["kv_warps"] > 1 and arch >= FIRST_OVERLAP
+        if has_a_shape(Candidate(**shape, **{name: domain[0] for name, domain in REST.items()}), arch):
+            rest = itertools.product(*REST.values())
+            found += [Candidate(**shape, **dict(zip(REST, chosen, strict=True))) for chosen in rest]
+    return tuple(candidate for candidate in found if fits(candidate, arch, shared_kib))
 
 
 # ---- which to try next -------------------------------------------------------------------------------------
@@ -216,14 +189,15 @@ Scored = tuple[float, Candidate]
 
 
 def propose(
-    space: Space, known: Collection[Candidate], best: Sequence[Scored], count: int, seed: str
-) -> list[Candidate]:
+    space: Sequence[Candidate], known: Collection[Candidate], best: Sequence[Scored], count: int, seed: str,
+    arch: int,
+) -> list[Candidate]:  # fmt: skip
     """``count`` candidates of the space that are not ``known``; fewer when no more are left.
 
     best: what may become a parent; empty for a random draw. The same arguments propose the same.
     """
     rng = random.Random(seed)
-    left = [candidate for candidate in space.all if candidate not in known]
+    left = [candidate for candidate in space if candidate not in known]
     rng.shuffle(left)
     ranked = sorted(best, reverse=True)[:PARENTS]
     parents = [candidate for gain, candidate in ranked if gain >= CLOSE * ranked[0][0]]
@@ -232,22 +206,20 @@ def propose(
     for _ in range(count - round(count * RANDOM_SHARE) if parents else 0):
         for _ in range(TRIES):
             better = min(rng.randrange(len(parents)), rng.randrange(len(parents)))
-            child = mutate(parents[better], space.arch, rng)
+            child = mutate(parents[better], arch, rng)
             if child in allowed and child not in chosen:
                 chosen[child] = None
                 break
-    for candidate in left:
-        if len(chosen) >= count:
-            break
-        chosen.setdefault(candidate)
+    chosen |= dict.fromkeys(
+        [candidate for candidate in left if candidate not in chosen][: count - len(chosen)]
+    )
     return list(chosen)
 
 
 def mutate(candidate: Candidate, arch: int, rng: random.Random) -> Candidate:
     """One to three columns changed: a flag turned, a number moved one step along its domain, or anywhere."""
     for name in rng.sample(list(DOMAINS), rng.choice((1, 1, 2, 3))):
-        domain = DOMAINS[name]
-        value = getattr(candidate, name)
+        domain, value = DOMAINS[name], getattr(candidate, name)
         others = [other for other in domain if other != value]
         at = domain.index(value) if value in domain else -9
         near = [*domain[max(0, at - 1) : max(0, at)], *domain[max(0, at + 1) : max(0, at + 2)]]
