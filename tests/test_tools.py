@@ -6,12 +6,14 @@ import importlib
 import json
 import subprocess
 import sys
+import zipfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import check_engines
 import parity_report
 import pytest
 import release_check
@@ -317,3 +319,20 @@ def test_every_kernel_has_problems_for_the_sanitizer(monkeypatch: pytest.MonkeyP
         monkeypatch.setenv("CUTLASS_FMHA_FORCE_ARCH", str(arch))
         rows = (*_C.rows(), *_C.backward_rows(), *_C.helpers())
         assert set(small_problems.kernels()) == {row.name for row in rows if row.arch == arch}
+
+
+def test_a_release_that_calls_otherwise_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    wheel, module = tmp_path / "vllm-0.whl", "vllm/v1/attention/backend.py"
+    changes = {"causal: Any = True": "causal: Any = None", "blk_table": "table", "def get_name": "def name"}
+    for changed in (False, True):
+        with zipfile.ZipFile(wheel, "w") as release:
+            for file in check_engines.STAND_INS.glob("vllm/**/*.py"):
+                name, text = file.relative_to(check_engines.STAND_INS).as_posix(), file.read_text()
+                for old, new in changes.items() if changed and name == module else ():
+                    assert old in text
+                    text = text.replace(old, new)
+                release.writestr(name, text)
+        assert check_engines.main([str(wheel)]) == changed
+    told = capsys.readouterr().out
+    assert "CommonAttentionMetadata.causal is None, not True" in told
+    assert f"{module}.AttentionBackend has no get_name" in told and "takes self, metadata, table" in told

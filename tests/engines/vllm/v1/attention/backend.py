@@ -1,0 +1,210 @@
+"""Stands in for the module of vLLM 0.33, whose names, parameters, fields and defaults these are."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, ClassVar
+
+import torch
+
+
+class AttentionType(str, Enum):
+    DECODER = "decoder"
+    ENCODER = "encoder"
+    ENCODER_ONLY = "encoder_only"
+    ENCODER_DECODER = "encoder_decoder"
+
+
+@dataclass(frozen=True)
+class MultipleOf:
+    base: int
+
+
+class AttentionBackend(ABC):
+    supported_dtypes: ClassVar[list] = [torch.float16, torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list] = ["auto", "float16", "bfloat16"]
+    forward_includes_kv_cache_update: bool = True
+    supports_kv_cache_update_bypass: bool = False
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec=None):
+        return [MultipleOf(1)]
+
+    @staticmethod
+    @abstractmethod
+    def get_name() -> str: ...
+
+    @staticmethod
+    @abstractmethod
+    def get_impl_cls(): ...
+
+    @staticmethod
+    @abstractmethod
+    def get_builder_cls(): ...
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return True
+
+    @classmethod
+    def supports_kv_cache_dtype(cls, kv_cache_dtype) -> bool:
+        return kv_cache_dtype is None or kv_cache_dtype in cls.supported_kv_cache_dtypes
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type == AttentionType.DECODER
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        device_capability,
+    ) -> str | None:
+        return None
+
+    @classmethod
+    def validate_configuration(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        use_per_head_quant_scales: bool,
+        device_capability,
+        attn_type: str,
+        has_sliding_window: bool = False,
+        use_non_causal: bool = False,
+        use_batch_invariant: bool = False,
+        use_kv_connector: bool = False,
+        use_pcp: bool = False,
+        use_adaptive_verification: bool = False,
+        use_dcp: bool = False,
+        use_rswa: bool = False,
+    ) -> list[str]:
+        (block_unit,) = cls.get_supported_kernel_block_sizes()
+        asked = {
+            "head_size not supported": cls.supports_head_size(head_size),
+            "dtype not supported": dtype in cls.supported_dtypes,
+            "kv_cache_dtype not supported": cls.supports_kv_cache_dtype(kv_cache_dtype),
+            "block_size not supported": block_size is None or block_size % block_unit.base == 0,
+            "MLA not supported": not use_mla,
+            "attention sinks not supported": not has_sink or cls.supports_sink(),
+            f"attention type {attn_type} not supported": cls.supports_attn_type(attn_type),
+            "sliding window not supported": not has_sliding_window or cls.supports_sliding_window(),
+            "non-causal attention not supported": not use_non_causal or cls.supports_non_causal(),
+            "batch invariance not supported": not use_batch_invariant or cls.supports_batch_invariance(),
+            "PCP, DCP, R-SWA not supported": not (use_pcp or use_dcp or use_rswa),
+            "partial multimodal token full attention not supported": not use_mm_prefix,
+        }
+        combination = cls.supports_combination(
+            head_size, dtype, kv_cache_dtype, block_size, use_mla, has_sink, use_sparse, use_mm_prefix,
+            device_capability,
+        )  # fmt: skip
+        reasons = [reason for reason, supported in asked.items() if not supported]
+        return reasons if combination is None else [*reasons, combination]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls):
+        return None
+
+
+@dataclass
+class CommonAttentionMetadata:
+    query_start_loc: torch.Tensor
+    query_start_loc_cpu: torch.Tensor
+    seq_lens: torch.Tensor
+    num_reqs: int
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    block_table_tensor: torch.Tensor
+    slot_mapping: torch.Tensor
+    causal: Any = True
+    mm_req_doc_ranges: Any = None
+
+
+class AttentionCGSupport(Enum):
+    ALWAYS = 3
+    UNIFORM_BATCH = 2
+    UNIFORM_SINGLE_TOKEN_DECODE = 1
+    NEVER = 0
+
+
+class AttentionMetadataBuilder(ABC):
+    _cudagraph_support = AttentionCGSupport.NEVER
+    supports_update_block_table: bool = False
+
+    @abstractmethod
+    def __init__(self, kv_cache_spec, layer_names: list[str], vllm_config, device: torch.device):
+        self.device = device
+
+    @abstractmethod
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ): ...
+
+    def update_block_table(self, metadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor):
+        raise NotImplementedError
+
+
+class AttentionImplBase:
+    def process_weights_after_loading(self, act_dtype: torch.dtype):
+        pass
+
+
+class AttentionImpl(AttentionImplBase, ABC):
+    @abstractmethod
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+    ) -> None: ...
+
+    @abstractmethod
+    def forward(
+        self,
+        layer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...

@@ -1,0 +1,22 @@
+"""Stands in for the module of vLLM 0.33: what the layer passes besides, and calls beyond the base class."""
+
+from vllm.v1.attention.backend import AttentionImpl, AttentionType
+
+
+class FlashAttentionImpl(AttentionImpl):
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes,
+        sliding_window,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None = None,
+        attn_type: AttentionType = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks=None,
+    ) -> None: ...
+
+    def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping) -> None: ...

@@ -1,0 +1,293 @@
+"""vLLM's backend, called as vLLM 0.33 calls it, beside each request's attention alone in fp64."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import pkgutil
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import serving
+import torch
+from serving import DECODE, DIM, HEADS, HEADS_KV, MIXED, PAGE, Requests
+from tensors import ints, randn
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from cutlass_fmha import log
+from cutlass_fmha.integrations import vllm as integration
+
+SLOPES = [2.0 ** -(i + 1) for i in range(HEADS)]
+#: What vLLM says to a layer, and what ``attention`` calls that.
+SAID: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "nothing": ({}, {}),
+    "window": ({"sliding_window": 9}, {"window": (8, None)}),
+    "softcap": ({"logits_soft_cap": 2.0}, {"softcap": 2.0}),
+    "sinks": ({"sinks": randn(HEADS)}, {"sinks": randn(HEADS)}),
+    "alibi": ({"alibi_slopes": SLOPES}, {"alibi_slopes": torch.tensor(SLOPES)}),
+}
+
+
+@pytest.fixture(scope="module")
+def there() -> Iterator[SimpleNamespace]:
+    with serving.stand_ins("vllm"):
+        from vllm.v1.attention import backend
+        from vllm.v1.attention.backends import flash_attn, registry
+
+        from cutlass_fmha.integrations import vllm_backend as ours
+
+        yield SimpleNamespace(base=backend, registry=registry, flash=flash_attn, ours=ours)
+
+
+class Step(NamedTuple):
+    requests: Requests
+    cache: Tensor
+    common: Any
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+def step(there: Any, lengths: tuple[tuple[int, int], ...], order: str = "NHD", **changed: Any) -> Step:
+    """A batch as vLLM's runner has it, padded to more tokens and requests, as in its graphs."""
+    r, spare = Requests(lengths), 3
+    shape = (r.pages, PAGE, HEADS_KV, 2 * DIM) if order == "NHD" else (r.pages, HEADS_KV, PAGE, 2 * DIM)
+    cache = randn(*shape)
+    cache = cache.transpose(1, 2) if order == "NHD" else cache  # [blocks, heads, block_size, 2 * head_size]
+    rows = [slice(old, used) for old, used in zip(r.old, r.used, strict=True)]
+    for i, old in enumerate(r.old):
+        slot = r.slots(i, 0, old)
+        cache[slot // PAGE, :, slot % PAGE] = torch.cat((r.k[i][:old], r.v[i][:old]), -1)
+    new = [r.slots(i, part.start, part.stop) for i, part in enumerate(rows)]
+    tokens = int(r.starts[-1])
+    query, key, value = (
+        torch.cat([*own, randn(spare, heads, DIM)])
+        for own, heads in (
+            (r.q, HEADS),
+            ([k[part] for k, part in zip(r.k, rows, strict=True)], HEADS_KV),
+            ([v[part] for v, part in zip(r.v, rows, strict=True)], HEADS_KV),
+        )
+    )
+    common = there.base.CommonAttentionMetadata(
+        query_start_loc=torch.cat((r.starts, ints(tokens, tokens))),
+        query_start_loc_cpu=r.starts,
+        seq_lens=ints(*r.used, 0, 0),
+        num_reqs=len(lengths) + 2,
+        num_actual_tokens=tokens,
+        max_query_len=max(r.new),
+        max_seq_len=max(r.used),
+        block_table_tensor=torch.cat((r.table, torch.full_like(r.table[:2], -7))),
+        slot_mapping=torch.cat((*new, torch.full((spare,), -1))),
+        **changed,
+    )
+    return Step(r, cache, common, query, key, value)
+
+
+def run(there: Any, s: Step, metadata: Any = None, **said: Any) -> Tensor:
+    """A layer's call: first the cache, then attention, into memory that is there."""
+    Backend = there.ours.Backend
+    said = {"sliding_window": None, "kv_cache_dtype": "auto", "alibi_slopes": None, **said}
+    impl = Backend.get_impl_cls()(HEADS, DIM, DIM**-0.5, HEADS_KV, **said)
+    impl.process_weights_after_loading(torch.float32)
+    if metadata is None:
+        builder = Backend.get_builder_cls()(None, ["layer"], None, torch.device("cpu"))
+        metadata = builder.build(0, s.common)
+    layer = SimpleNamespace(_k_scale=torch.ones(()), _v_scale=torch.ones(()))
+    impl.do_kv_cache_update(layer, s.key, s.value, s.cache, metadata.slot_mapping)
+    output = torch.full_like(s.query, math.inf)
+    assert impl.forward(layer, s.query, s.key, s.value, s.cache, metadata, output=output) is output
+    tokens = metadata.num_actual_tokens
+    assert (output[tokens:] == math.inf).all(), "rows behind the tokens were written to"
+    return output[:tokens]
+
+
+@pytest.mark.parametrize("lengths", [MIXED, DECODE], ids=["mixed", "decode"])
+@pytest.mark.parametrize("order", ["NHD", "HND"])
+@pytest.mark.parametrize("what", SAID)
+def test_a_batch_is_each_request_alone(there: Any, what: str, order: str, lengths: Any):
+    theirs, ours = SAID[what]
+    there.ours.calls.clear()
+    s = step(there, lengths, order)
+    expected = s.requests.expected(**ours)
+    assert serving.is_close(run(there, s, **theirs), expected)
+    assert there.ours.calls.counts == {"decoder": 1}
+    if ours:
+        assert not serving.is_close(run(there, s), expected), f"{what} changes nothing here"
+    for i, used in enumerate(s.requests.used):  # new rows went where the cache has room for them
+        slot = s.requests.slots(i, 0, used)
+        rows = torch.cat((s.requests.k[i], s.requests.v[i]), -1)
+        assert torch.equal(s.cache[slot // PAGE, :, slot % PAGE], rows)
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_encoders_see_both_sides(there: Any, window: int | None):
+    """Without a cache: packed queries, keys and values, whatever the metadata says of causality."""
+    lengths = tuple((0, new) for _, new in MIXED)
+    s, said = step(there, lengths), {} if window is None else {"window": (window - 1, window - 1)}
+    for kind in ("encoder", "encoder_only"):
+        before = s.cache.clone()
+        found = run(there, s, attn_type=kind, sliding_window=window)
+        assert serving.is_close(found, s.requests.expected("none", **said)) and torch.equal(s.cache, before)
+
+
+def test_a_decoder_sees_all_that_the_encoder_left(there: Any):
+    """Cross attention, and decoders that aren't causal; their windows have two sides."""
+    s = step(there, MIXED, causal=False)
+    assert serving.is_close(run(there, s, attn_type="encoder_decoder"), s.requests.expected("none"))
+    both = s.requests.expected("none", window=(8, 8))
+    assert serving.is_close(run(there, s, sliding_window=9), both)
+    keys = [min(20, used) for used in s.requests.used]
+    s.common.seq_lens[: len(keys)] = ints(*keys)
+    s.common.max_seq_len = 20
+    found = run(there, s, attn_type="encoder_decoder")
+    assert serving.is_close(found, s.requests.expected("none", keys=keys))
+
+
+def test_lengths_that_grow_in_place_are_seen(there: Any):
+    """As a replayed graph has it: the metadata of its capture, whose tensors hold the lengths of now."""
+    s = step(there, DECODE)
+    builder = there.ours.Backend.get_builder_cls()(None, [], None, torch.device("cpu"))
+    metadata = builder.build(0, s.common)
+    whole = run(there, s, metadata)
+    used = s.requests.used.copy()
+    metadata.seq_lens[: len(used)] -= 5
+    shorter = run(there, s, metadata)
+    assert serving.is_close(shorter, s.requests.expected("none", keys=[n - 5 for n in used]))
+    assert not serving.is_close(shorter, whole.double())
+    other = builder.update_block_table(metadata, metadata.block_table.flip(0), metadata.slot_mapping)
+    assert torch.equal(other.block_table[0], metadata.block_table[-1]) and other.seq_lens is metadata.seq_lens
+    assert there.ours.Builder._cudagraph_support is there.base.AttentionCGSupport.UNIFORM_BATCH
+
+
+def test_nothing_asks_what_a_tensor_holds(there: Any):
+    """Fake tensors hold nothing: one look at a length would raise, and in a graph of CUDA it would, too."""
+    s = step(there, MIXED)
+    impl = there.ours.Impl(HEADS, DIM, 0.1, HEADS_KV, None, 9, "auto", 3.0, sinks=randn(HEADS))
+    metadata = there.ours.Builder(None, [], None, torch.device("cpu")).build(0, s.common)
+    with FakeTensorMode() as mode:
+        names = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
+        for name in names:
+            setattr(metadata, name, mode.from_tensor(getattr(metadata, name)))
+        impl._said = {
+            name: mode.from_tensor(x) if isinstance(x, Tensor) else x for name, x in impl._said.items()
+        }
+        q, k, v, cache = map(mode.from_tensor, (s.query, s.key, s.value, s.cache))
+        output = torch.empty_like(q)
+        assert impl.forward(None, q, k, v, cache, metadata, output) is output
+
+
+def test_batch_invariance_and_the_run_that_measures_memory(there: Any, monkeypatch: pytest.MonkeyPatch):
+    import vllm.envs
+
+    monkeypatch.setattr(vllm.envs, "VLLM_BATCH_INVARIANT", True)
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(there.ours, "attend", lambda *args, **said: asked.append(said))
+    run(there, step(there, ((3, 0),)))
+    assert asked[0]["batch_invariant"] is True
+    output = randn(2, HEADS, DIM)
+    impl = there.ours.Impl(HEADS, DIM, 1.0)
+    assert impl.forward(None, output, output, output, torch.empty(0), None, output) is output
+    assert (output == 0).all() and impl.num_kv_heads == HEADS
+    with pytest.raises(NotImplementedError, match="does not quantize its output"):
+        impl.forward(None, output, output, output, output, None, output, output_scale=output)
+
+
+PLAIN: dict[str, Any] = {
+    "head_size": 128, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": None, "use_mla": False,
+    "has_sink": False, "use_sparse": False, "use_mm_prefix": False, "use_per_head_quant_scales": False,
+    "device_capability": SimpleNamespace(major=8, minor=9), "attn_type": "decoder",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({}, None),
+        ({"device_capability": SimpleNamespace(major=12, minor=0), "block_size": 48, "head_size": 64}, None),
+        ({"attn_type": "encoder_decoder", "has_sliding_window": True, "use_non_causal": True}, None),
+        ({"has_sink": True, "use_batch_invariant": True, "kv_cache_dtype": "bfloat16"}, None),
+        (
+            {"device_capability": SimpleNamespace(major=8, minor=0)},
+            "compute capability 8.9 or newer is needed",
+        ),
+        ({"head_size": 320}, "use head dims of at most 256"),
+        ({"dtype": torch.float32}, "use bfloat16"),
+        ({"block_size": 8}, "pages of a multiple of 16 keys, got 8"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, "cutlass_fmha has no fp8_e4m3 cache of keys and values"),
+        ({"kv_cache_dtype": "float16"}, "needs queries in the cache's dtype float16, got bfloat16"),
+        ({"use_mla": True}, "cutlass_fmha has no cache of latents: MLA is computed by another backend"),
+        ({"use_dcp": True}, "DCP"),
+        ({"use_mm_prefix": True}, "partial multimodal token full attention not supported"),
+    ],
+)
+def test_a_model_is_taken_or_refused_with_the_reason(there: Any, asked: dict[str, Any], reason: str | None):
+    reasons = there.ours.Backend.validate_configuration(**{**PLAIN, **asked})
+    assert reasons == [] if reason is None else reason in reasons[-1], reasons
+
+
+def test_what_only_a_batch_tells_is_refused_there(there: Any):
+    for changed, reason in (
+        ({"causal": torch.ones(8, dtype=torch.int32)}, "causality that differs within a batch"),
+        ({"mm_req_doc_ranges": {0: [(1, 5)]}}, "tokens of images that see each other"),
+    ):
+        with pytest.raises(NotImplementedError, match=reason):
+            run(there, step(there, DECODE, **changed))
+    with pytest.raises(NotImplementedError, match="no fp8 cache"):
+        run(there, step(there, DECODE), kv_cache_dtype="fp8")
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ("Impl.__init__", "flash.FlashAttentionImpl.__init__"),
+        ("Impl.do_kv_cache_update", "flash.FlashAttentionImpl.do_kv_cache_update"),
+        ("Impl.forward", "base.AttentionImpl.forward"),
+        ("Impl.process_weights_after_loading", "base.AttentionImplBase.process_weights_after_loading"),
+        ("Builder.__init__", "base.AttentionMetadataBuilder.__init__"),
+        ("Builder.build", "base.AttentionMetadataBuilder.build"),
+        ("Builder.update_block_table", "base.AttentionMetadataBuilder.update_block_table"),
+        ("Backend.supports_combination", "base.AttentionBackend.supports_combination"),
+        (
+            "Backend.get_supported_kernel_block_sizes",
+            "base.AttentionBackend.get_supported_kernel_block_sizes",
+        ),
+    ],
+)
+def test_parameters_are_vllms_in_its_order(there: Any, ours: str, theirs: str):
+    def names(where: Any, path: str) -> list[str]:
+        for name in path.split("."):
+            where = getattr(where, name)
+        return list(inspect.signature(where).parameters)
+
+    assert names(there.ours, ours) == names(there, theirs)
+
+
+def test_the_plugin_registers_and_leaves_anothers_alone(there: Any, caplog: pytest.LogCaptureFixture):
+    log.forget()
+    custom = there.registry.AttentionBackendEnum.CUSTOM
+    integration.register()
+    integration.register()  # in each of vLLM's processes, perhaps twice
+    assert custom.get_path() == integration.BACKEND and custom.get_class() is there.ours.Backend
+    assert there.ours.Backend.get_name() == custom.name
+    with caplog.at_level(logging.WARNING, "cutlass_fmha"):
+        there.registry.register_backend(custom, "another.Backend")
+        integration.register()
+    assert custom.get_path() == "another.Backend" and "VLLM_PLUGINS says which" in caplog.text
+
+
+def test_an_installed_plugin_does_not_stop_another_vllm(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    (target,) = re.findall(r'\[project.entry-points."vllm.general_plugins"\]\ncutlass_fmha = "(.*)"', text)
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with caplog.at_level(logging.WARNING, "cutlass_fmha"):
+        pkgutil.resolve_name(target)()
+    assert "backend CUSTOM is not cutlass_fmha: this integration needs vLLM 0.33 or newer" in caplog.text
