@@ -1,7 +1,7 @@
 """Options, the parity report, and the rule that GPU tests without a GPU are a failure, not a skip.
 
-Under pytest-xdist tests are collected and run in workers. Each sends what it recorded, or why it refused to
-run, to the controller, which merges the records and writes the report.
+What a test recorded is among the properties of its report, which pytest-xdist brings to the process that
+writes. Workers also tell that why they refused to run.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hypothesis
+import parity_report
 import pytest
 from parity_report import ParityReport
 
@@ -46,6 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("markexpr") != "gpu":
         use_one_thread()
     config.stash[REPORT] = ParityReport()
+    config.pluginmanager.register(config.stash[REPORT])
     config.stash[LEFT_OUT] = 0
     config.stash[WITHOUT_TMA] = None
     # A first launch loads or even compiles code, and the machine may be busy.
@@ -114,8 +116,6 @@ def refusal(session: pytest.Session) -> str | None:
         return "a parity report is of a GPU, and this build is a simulator"
     if reporting and (reason := gpu.other_sources()) is not None:
         return f"a parity report would be of other sources: {reason}"
-    under_test = (*gpu.rows(), *gpu.scored_rows(), *gpu.wide_rows(), *gpu.backward_rows())
-    session.config.stash[REPORT].expected = [row.name for row in under_test]
     return None
 
 
@@ -133,25 +133,19 @@ def is_worker(config: pytest.Config) -> bool:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node: Any) -> None:
-    node.config.stash[REPORT].started(node.gateway.id)
-
-
-@pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
-    """Takes what a worker found. One that crashed sends nothing, and stays awaited."""
     output = getattr(node, "workeroutput", {})
     if "refusal" in output:
         pytest.exit(output["refusal"], returncode=1)
-    if "parity" in output:
-        node.config.stash[REPORT].merge(node.gateway.id, output["parity"])
-        node.config.stash[WITHOUT_TMA] = output["without_tma"]
+    node.config.stash[WITHOUT_TMA] = output.get("without_tma")
 
 
-@pytest.fixture(scope="session")
-def parity(pytestconfig: pytest.Config) -> ParityReport:
-    """Where tests record the errors of each row."""
-    return pytestconfig.stash[REPORT]
+@pytest.fixture
+def parity(request: pytest.FixtureRequest) -> Iterator[ParityReport]:
+    """Where a test records the errors of each row."""
+    found = ParityReport()
+    yield found
+    request.node.user_properties.append((parity_report.RECORDS, found.data()))
 
 
 @pytest.fixture
@@ -205,35 +199,30 @@ def machine_code(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     directory: Path | None = session.config.getoption("--parity-report")
-    report = session.config.stash[REPORT]
     if is_worker(session.config):
-        sent = {"parity": report.data(), "without_tma": session.config.stash[WITHOUT_TMA]}
-        session.config.workeroutput |= sent  # type: ignore[attr-defined]
+        session.config.workeroutput["without_tma"] = session.config.stash[WITHOUT_TMA]  # type: ignore[attr-defined]
         return
-    if directory is None:
-        return
-    if not report.expected:  # refused, or no worker lived long enough to say what it would run
-        session.exitstatus = exitstatus or pytest.ExitCode.TESTS_FAILED
-        return
-    import gpu
-    from parity_report import environment
-    from source_hash import source_hash
-
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     outcomes = ("passed", "failed", "error", "skipped")
     tests = {name: len(reporter.stats.get(name, ())) for name in outcomes if reporter.stats.get(name)}
+    if directory is None:
+        return
+    if not tests:  # refused, or no worker lived long enough to run any
+        session.exitstatus = exitstatus or pytest.ExitCode.TESTS_FAILED
+        return
+    import gpu
+    from source_hash import source_hash
+
+    report = session.config.stash[REPORT]
+    under_test = (*gpu.rows(), *gpu.scored_rows(), *gpu.wide_rows(), *gpu.backward_rows())
+    report.expected = [row.name for row in under_test]
+    report.processes = session.config.getoption("numprocesses", None) or 1
     arch = gpu.rows_arch()
     assert arch is not None
-    machine = environment(arch, gpu.mode(), source_hash())
+    machine = parity_report.environment(arch, gpu.mode(), source_hash())
     content = report.content(exitstatus == 0 and "skipped" not in tests, tests, machine)
-    path = report.write(directory, content)
-    session.config.stash[WRITTEN] = "".join(
-        (
-            f"parity report: {path}",
-            f"; rows that nothing covered: {', '.join(report.missing)}" if report.missing else "",
-            f"; workers whose records are lost: {', '.join(report.awaited)}" if report.awaited else "",
-        )
-    )
+    missing = f"; rows that nothing covered: {', '.join(report.missing)}" if report.missing else ""
+    session.config.stash[WRITTEN] = f"parity report: {report.write(directory, content)}{missing}"
     if not content["passed"]:
         session.exitstatus = exitstatus or pytest.ExitCode.TESTS_FAILED
 

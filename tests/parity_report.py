@@ -1,6 +1,6 @@
 """What a parity run showed, as JSON and Markdown: the machine, the versions, each row's worst errors.
 
-A run is one process, or several under pytest-xdist, whose records are merged into one report.
+Each test has records of its own, which its report brings to the process that writes: under pytest-xdist, too.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from oracle import Errors
 
-ROOT = Path(__file__).resolve().parents[1]
+#: The name of a test's records among its properties.
+RECORDS = "parity"
 
 
 @dataclass
@@ -50,13 +52,11 @@ class RowRecord:
 
 @dataclass
 class ParityReport:
-    """Collects errors while the tests run; writes the report when they are done."""
+    """Errors of a test, or of all when they are done; a plugin of pytest, which takes those of each."""
 
     expected: list[str] = field(default_factory=list)
     rows: dict[str, RowRecord] = field(default_factory=dict)
-    #: Worker processes that were started, and those among them whose records have not come.
-    workers: list[str] = field(default_factory=list)
-    awaited: list[str] = field(default_factory=list)
+    processes: int = 1
 
     def record(self, row: str, problem: object, errors: Errors) -> None:
         """Note the errors of one problem, then fail when they are beyond the tolerance."""
@@ -71,23 +71,15 @@ class ParityReport:
         self.record(launch.row.name, problem, launch.errors())
         assert launch.intact(), f"{launch.row.name}: {problem}: wrote outside its outputs"
 
-    def started(self, worker: str) -> None:
-        """A worker's records have to come: without them there is no telling what they would show."""
-        self.workers.append(worker)
-        self.awaited.append(worker)
+    def data(self) -> dict[str, dict[str, Any]]:
+        """What a test's report has: builtin types only."""
+        return {name: asdict(row) for name, row in self.rows.items()}
 
-    def data(self) -> dict[str, object]:
-        """What a worker sends: builtin types only."""
-        return {"expected": self.expected, "rows": {name: asdict(row) for name, row in self.rows.items()}}
-
-    def merge(self, worker: str, data: dict[str, Any]) -> None:
-        """Take a worker's records, once."""
-        if worker not in self.awaited:
-            return
-        self.expected += [name for name in data["expected"] if name not in self.expected]
-        for name, row in data["rows"].items():
-            self.rows.setdefault(name, RowRecord()).merge(RowRecord(**row))
-        self.awaited.remove(worker)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Adds a test's records to those of all, once."""
+        for name, rows in report.user_properties if report.when == "teardown" else ():
+            for row, record in rows.items() if name == RECORDS else ():  # type: ignore[attr-defined]
+                self.rows.setdefault(row, RowRecord()).merge(RowRecord(**record))
 
     @property
     def missing(self) -> list[str]:
@@ -97,13 +89,13 @@ class ParityReport:
     def content(
         self, passed: bool, tests: dict[str, int], environment: dict[str, object]
     ) -> dict[str, object]:
-        """The report as JSON data. It passes only when every row was covered and no worker was lost."""
+        """The report as JSON data. It passes only when every row was covered."""
         return {
             "kind": "cutlass_fmha parity report",
-            "passed": passed and not self.missing and not self.awaited and bool(self.expected),
-            "tests": tests, "processes": max(1, len(self.workers)), "workers_lost": self.awaited,
-            **environment, "rows_expected": self.expected, "rows_missing": self.missing,
-            "rows": {name: asdict(record) for name, record in sorted(self.rows.items())},
+            "passed": passed and not self.missing and bool(self.expected),
+            "tests": tests, "processes": self.processes, **environment,
+            "rows_expected": self.expected, "rows_missing": self.missing,
+            "rows": dict(sorted(self.data().items())),
         }  # fmt: skip
 
     def write(self, directory: Path, content: dict[str, object]) -> Path:
@@ -176,7 +168,6 @@ def markdown(content: dict[str, object]) -> str:
         + ". Tests: "
         + ", ".join(f"{count} {outcome}" for outcome, count in content["tests"].items())  # type: ignore[attr-defined]
         + f", in {content['processes']} process(es)"
-        + (f"; lost: {', '.join(content['workers_lost'])}" if content["workers_lost"] else "")  # type: ignore[arg-type]
         + ".",
         "",
         "Errors are against dense fp64 attention; ratios are to the tolerance of tests/oracle.py: 1 at most.",
