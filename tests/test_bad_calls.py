@@ -85,6 +85,10 @@ BAD: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     ),
     "explain": (cutlass_fmha.explain, {"q": Q, "k": K, "v": V}),
     "shape": (cutlass_fmha.explain, {"shape": (1, 8, 4, 64), "device": "l4"}),
+    "backward": (
+        OPS.attend_backward,
+        {"dout": Q, **OP, "output": Q, "softmax_lse": LSE, "dlse": None, "return_lse": ...},
+    ),
     "forward": (OPS.forward, OP),
     "attend": (OPS.attend, OP),
 }
@@ -250,8 +254,9 @@ REFUSED: Refusals = {
     ("attention", NotImplementedError): [
         ({"q": JAGGED, "k": JAGGED, "v": JAGGED}, "q is a nested tensor"),
         ({"q": NESTED, "layout": "bhsd", "softcap": 1.0}, "q is a nested tensor"),
-        ({"q": Q.clone().requires_grad_(), "cache_batch_idx": ints(0, 1)}, "no backward yet"),
-        ({"alibi_slopes": torch.ones(4, requires_grad=True)}, "no backward yet"),
+        ({"q": Q.clone().requires_grad_(), "cache_batch_idx": ints(0, 1)}, "no backward yet with cache_b"),
+        ({"q": Q.clone().requires_grad_(), "block_mask": BLOCKS}, "no backward yet with block mask"),
+        ({"alibi_slopes": torch.ones(4, requires_grad=True)}, "no backward yet for alibi_slopes: pass it de"),
     ],
     ("forward", NotImplementedError): [({"key": QUANTIZED}, "key is quant")],
     ("forward", TypeError): [
@@ -390,6 +395,16 @@ REFUSED: Refusals = {
         ({"value": V.half()}, "value must have query's dtype float32, got float16"),
         ({"value": torch.zeros(2, 10, DIM, 2).mT}, "value must be contiguous in its last dimension"),
     ],
+    ("backward", ValueError): [
+        ({"dout": Q.double()}, "dout must have query's dtype float32, got float64"),
+        ({"dout": Q[:, :, :2]}, r"dout must have shape \(2, 6, 4, 16\)"),
+        ({"output": Q[..., 0]}, r"output must have shape \(2, 6, 4, 16\)"),
+        ({"softmax_lse": LSE.mT}, r"softmax_lse must have shape \(2, 4, 6\)"),
+        ({"dlse": LSE[..., :5]}, r"dlse must have shape \(2, 4, 6\)"),
+        ({"scale": math.inf}, "scale must be finite"),
+        ({"causal": "left"}, "causal must be"),
+        ({"key": K[:, :, :1]}, "value must have key's"),
+    ],
     ("attend", ValueError): [
         ({"window_left": -5}, r"window_left must be -1 \(no limit\) or 0 to 2\*\*29, got -5"),
         ({"dropout_p": 0.1}, "dropout_p is only taken with dropout_seed"),
@@ -518,6 +533,7 @@ REFUSED_ON_CPU: Refusals = {
         ({"row": "fwd", "softcap": 1.0}, "row fwd is a CUDA kernel, and the tensors are on the CPU"),
     ],
     ("with_kv_cache", UnsupportedError): [({"row": "fwd"}, "row fwd is a CUDA kernel")],
+    ("backward", ValueError): [({"dlse": LSE.to("meta")}, "dlse must be on query's device cpu, got meta")],
     ("merge_states", ValueError): [({"lse_b": LSE.to("meta")}, "lse_b must be on o_a's device cpu, got")],
     ("rotary", ValueError): [
         ({"positions": ints(0, 99)}, "rotary_cos has positions 0 to 11, and a row has position 104"),

@@ -319,13 +319,3 @@ def test_who_imports_the_package(monkeypatch, argv: list[str], original: list[st
     monkeypatch.setattr(sys, "argv", argv)
     monkeypatch.setattr(sys, "orig_argv", original)
     assert cutlass_fmha._runs_as_a_command() == runs
-
-
-def test_importing_the_package_imports_no_command():
-    code = (
-        "import sys, cutlass_fmha.__main__\n"
-        "late = ('cutlass_fmha.bench', 'cutlass_fmha.demo', 'cutlass_fmha.cli.', 'transformers', 'rich')\n"
-        "print([name for name in sys.modules if name.startswith(late)])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

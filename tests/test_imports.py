@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,3 +76,20 @@ def test_no_module_imports_one_that_imports_it():
 def test_the_problem_and_the_table_know_nothing_of_the_rest():
     edges = graph()
     assert edges["dispatch.problem"] == set() and edges["dispatch.table"] == set()
+
+
+LATE = """
+import sys, torch
+before = {*sys.modules}
+import cutlass_fmha.__main__
+others = ("transformers", "diffusers", "comfy", "jax", "numpy", "flash_attn", "rich")
+own = tuple(f"cutlass_fmha.{part}" for part in ("bench", "demo", "flash_attn", "cli."))
+print([name for name in {*sys.modules} - before if name.split(".")[0] in others or name.startswith(own)])
+print("torch.distributed.tensor" in sys.modules, cutlass_fmha.sdpa.enabled)
+print(torch.backends.mha.get_fastpath_enabled())
+"""
+
+
+def test_importing_the_package_imports_no_command_and_no_surface_and_changes_nothing():
+    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, timeout=300)
+    assert done.stdout == "[]\nFalse ()\nTrue\n", done.stderr
