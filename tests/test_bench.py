@@ -16,7 +16,7 @@ import torch
 from oracle import CAUSAL, visible
 
 from cutlass_fmha import UnsupportedError, bench
-from cutlass_fmha.bench import against, contenders, gradients, lineup, machine, report, runner, timing
+from cutlass_fmha.bench import against, contenders, gradients, lineup, machine, memory, report, runner, timing
 from cutlass_fmha.bench import cases as bench_cases
 from cutlass_fmha.bench.cases import CASES, FEATURES, GROUPS, Case, select_cases, visible_pairs
 from cutlass_fmha.bench.features import Feature
@@ -146,6 +146,8 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(runner, "GraphTimer", FakeTimer)
+    monkeypatch.setattr(runner.memory, "peak", lambda call: 4096)
+    monkeypatch.setattr(runner.memory, "planned", lambda *problem: 3072)
     monkeypatch.setattr(runner, "only", lambda name: contenders.nullcontext())
     make_inputs = contenders.make_inputs
     monkeypatch.setattr(runner, "make_inputs", lambda case, sets, _: make_inputs(case, sets, "cpu"))
@@ -159,6 +161,8 @@ def test_a_measured_case_holds_times_rates_errors_and_the_row() -> None:
     assert set(entry["results"]) == {"ours", "flash"}  # type: ignore[call-overload]
     assert ours["status"] == "ok"
     assert (ours["p50_us"], ours["samples"], ours["row"]) == (10.0, 40, "fwd_row")
+    assert (ours["peak_bytes"], ours["planned_bytes"]) == (4096, 3072)
+    assert 0.0 < ours["mean_abs_error"] < ours["max_abs_error"]
     assert ours["tflops"] == round(SMALL.flop / 10e-6 / 1e12, 2)
     assert 0.0 <= ours["error_ratio"] <= 1.0
     assert "row" not in entry["results"]["flash"]  # type: ignore[index]
@@ -287,6 +291,24 @@ def test_what_is_printed_has_means_refusals_machine_and_method():
     facts += ["the sm_120 rows are compiled for sm_90", runner.METHOD]
     facts += ["microseconds, repeated, S128 D64: attention 9.9, torch SDPA 15.6"]
     assert all(fact in markdown for fact in facts)
+
+
+def test_memory_is_shown_beside_the_plan_where_it_was_measured() -> None:
+    result = synthetic(select_cases(["latency"]))
+    assert "Memory" not in report.text(result)
+    for size, name in enumerate(("ours", "flash"), 1):
+        result["cases"][0]["results"][name]["peak_bytes"] = size * 2**20
+    result["cases"][0]["results"]["ours"]["planned_bytes"] = 2**19
+    assert "| B1 H8 S256 D64 fp16 | 0.50 | 1.00 | 2.00 |" in report.markdown(result)
+
+
+@pytest.mark.parametrize(("group", "buffers"), [("dense", 1), ("backward", 3)])
+def test_the_plan_of_a_case_is_that_of_its_call(group: str, buffers: int) -> None:
+    case = Case(group, 2, 4, 4, 512, 512, 64, "bfloat16", causal=True)
+    inputs = contenders.make_inputs(case, 1, torch.device("cpu"))
+    rest = memory.planned(case, inputs, None, device="l4") - buffers * case.moved_bytes // 4
+    workspace = 4 * 2 * 4 * 512 * (64 + 2) if case.backward else 0  # dQ in fp32, 8 bytes a row
+    assert rest == workspace
 
 
 def test_every_line_of_the_markdown_table_has_the_same_columns() -> None:

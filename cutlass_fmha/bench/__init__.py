@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from . import against, cases, regression, report, runner
-from .contenders import PEERS
+from .contenders import INSTALLED, PEERS
 
 __all__ = ["main"]
 
@@ -17,7 +17,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     parser = argparse.ArgumentParser(
         prog="cutlass-fmha bench",
-        description="Time cutlass_fmha and torch's flash, cuDNN and memory-efficient attention.",
+        description="Time cutlass_fmha beside torch's attention and that of other packages found here.",
     )
     parser.add_argument(
         "--preset",
@@ -26,7 +26,11 @@ def build_parser() -> argparse.ArgumentParser:
         help=f"groups ({', '.join(cases.GROUPS)}) or case names; default: all",
     )
     parser.add_argument("--list", action="store_true", help="print the cases and exit")
-    parser.add_argument("--peers", default=",".join(PEERS), help="comma-separated; default: %(default)s")
+    parser.add_argument(
+        "--peers",
+        metavar="NAMES",
+        help=f"comma-separated, of {', '.join((*PEERS, *INSTALLED))}; default: all that are installed",
+    )
     parser.add_argument("--row", metavar="NAME", help="force one row of _C.rows() instead of selecting")
     parser.add_argument(
         "--against", type=Path, metavar="DIR", help="beside another build of the package, which lies in DIR"
@@ -60,12 +64,14 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def parse_peers(text: str) -> list[str]:
+def parse_peers(text: str | None) -> list[str] | None:
     """Names of peers from a comma-separated list; ValueError for an unknown one."""
+    if text is None:
+        return None
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
-        if name not in PEERS:
-            raise ValueError(f"unknown peer {name!r}: take from {', '.join(PEERS)}")
+        if name not in PEERS and name not in INSTALLED:
+            raise ValueError(f"unknown peer {name!r}: take from {', '.join((*PEERS, *INSTALLED))}")
     return names
 
 

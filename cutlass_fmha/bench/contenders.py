@@ -23,6 +23,17 @@ PEERS: dict[str, str] = {
     "cudnn": "cuDNN",
     "efficient": "memory-efficient",
 }
+INSTALLED: dict[str, str] = {
+    "flex": "FlexAttention",
+    "flash_attn": "flash_attn (FA2)",
+    "fa3": "FlashAttention-3",
+    "fa4": "FlashAttention-4",
+    "cudnn_fe": "cuDNN-frontend",
+    "cudnn_dsl": "cuDNN-frontend, CuTe DSL",
+    "flashinfer": "FlashInfer",
+    "sage": "SageAttention",
+}
+"""Peers of other packages, where they are found (peers.py)."""
 COPY = "copy"
 CAUSAL = "causal"
 PLAIN = "plain"
@@ -32,6 +43,7 @@ TITLES: dict[str, str] = {
     **{name: f"cutlass_fmha, pages of {size}" for name, size in PAGES.items()},
     PLAIN: "cutlass_fmha, plain",
     **PEERS,
+    **INSTALLED,
     CAUSAL: "FA2, plain causal",
     OTHER: "other build",
     COPY: "copy",

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from . import gradients
+from . import peers as packages
 from .cases import WINDOW, Case
-from .contenders import CAUSAL, COPY, OURS, PAGES, PLAIN, Attention, Inputs, make_inputs, ours, sdpa
+from .contenders import CAUSAL, COPY, OURS, PAGES, PEERS, PLAIN, Attention, Inputs, make_inputs, ours, sdpa
 from .features import DROPOUT, Feature
 
 
@@ -49,9 +50,9 @@ def line_up(
         if case.group == "paged":
             found |= {name: of(paged(case, inputs, size, feature)) for name, size in PAGES.items()}
         same = peers_with(case, feature)
-        for name in peers:
-            if name in same:
-                found[name] = contender(same[name], checked=case.feature != "dropout")
+        for name, attention in (same | packages.line_up(case, inputs, peers, feature)).items():
+            if name in peers:
+                found[name] = contender(attention, checked=case.feature != "dropout")
         if not same and "flash" in peers:
             found[CAUSAL] = contender(flash_op(case.plain, {}), case.plain, checked=False)
         return found
@@ -60,7 +61,8 @@ def line_up(
         found["paged"] = of(paged(case, inputs, PAGES["paged"]))
     # fp32 and large head dims are beyond the other two.
     of_group = ["efficient"] if case.group == "wide" else peers
-    found |= {name: contender(sdpa(case)) for name in peers if name in of_group}
+    found |= {name: contender(sdpa(case)) for name in peers if name in of_group and name in PEERS}
+    found |= {name: contender(call) for name, call in packages.line_up(case, inputs, peers, None).items()}
     if case.memory_bound:
         found[COPY] = Contender(copy(case, inputs), case.flop, case.moved_bytes, checked=False)
     return found

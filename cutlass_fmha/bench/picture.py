@@ -22,6 +22,7 @@ COLOURS = {
     CAUSAL: "#6b7489",
     COPY: "#e8d9b0",
 }
+OF_OTHERS = "#e6d5e0"
 BAR_HEIGHT = 0.84
 INCHES_PER_CASE = 0.52
 
@@ -99,7 +100,7 @@ def draw_panel(axis: Axes, cases: list[dict[str, Any]], value: str) -> dict[str,
         for place, name in enumerate(present):
             entry = case["results"][name]
             position, length = number + (place - (len(present) - 1) / 2) * height, bar_length(entry, value)
-            drawn[name] = axis.barh(position, length, height=height * 0.9, color=COLOURS[name])
+            drawn[name] = axis.barh(position, length, height=height * 0.9, color=COLOURS.get(name, OF_OTHERS))
             supported = entry["status"] == "ok"
             note = (f"{length:.0f}" if length >= 100 else f"{length:.1f}") if supported else "unsupported"
             weight = "bold" if name == OURS and supported else "normal"

@@ -17,12 +17,15 @@ if TYPE_CHECKING:
 SCHEMA = 3
 """Version of the JSON's layout; a reader refuses others."""
 
+MIB = 1 << 20
+
 Result = dict[str, Any]
 """schema, machine, method, row, quick, peers, host_us (section -> contender or percentile -> us), wall_s
 and cases: per case its description,
 ``input_sets`` and ``results``: contender -> status ("ok" or "unsupported"), then reason, or p50_us, p90_us,
 min_us, samples, calls_per_sample, tflops, tbytes_per_s, where the result was checked max_abs_error,
-mean_abs_error, tolerance and error_ratio, and, for ours, row."""
+mean_abs_error, tolerance and error_ratio, of newer results peak_bytes, and, for ours, row and
+planned_bytes."""
 
 
 class InvalidReport(ValueError):
@@ -187,6 +190,21 @@ def sections(result: Result) -> list[Section]:
     return found
 
 
+def tables(result: Result) -> list[tuple[str, list[str], list[list[str]]]]:
+    """Title, headings and rows of each table: the sections', and what calls allocate, where known."""
+    found = [(section.title, section.headings, section.rows) for section in sections(result)]
+    cases = [case for case in result["cases"] if "planned_bytes" in case["results"][OURS]]
+    present = {name for case in cases for name, entry in case["results"].items() if "peak_bytes" in entry}
+    names = [name for name in TITLES if name in present]
+    rows = []
+    for case in cases:
+        entries = (case["results"].get(name, {}) for name in names)
+        sizes = [case["results"][OURS]["planned_bytes"], *(entry.get("peak_bytes") for entry in entries)]
+        rows.append([case["label"], *("-" if size is None else f"{size / MIB:,.2f}" for size in sizes)])
+    headings = ["MiB that a call allocates", "ours planned", *(TITLES[name] for name in names)]
+    return [*found, ("Memory", headings, rows)] if rows else found
+
+
 def text(result: Result) -> str:
     """The tables, aligned for a terminal, with the machine above and the refusals below."""
     return "\n".join(map(str, parts(result)))
@@ -196,19 +214,17 @@ def parts(result: Result) -> list[str | Table]:
     """What ``text`` is made of."""
     from cutlass_fmha.cli.output import Table
 
-    tables: list[str | Table] = []
-    for section in sections(result):
-        tables += [section.title, "", Table(section.headings, section.rows), ""]
-    return [heading(result), "", *tables, *footnotes(result)]
+    lines: list[str | Table] = []
+    for title, headings, rows in tables(result):
+        lines += [title, "", Table(headings, rows), ""]
+    return [heading(result), "", *lines, *footnotes(result)]
 
 
 def markdown(result: Result) -> str:
     """The same as a Markdown document."""
     lines = [f"# {heading(result)}", ""]
-    for section in sections(result):
-        headings = section.headings
-        lines += [f"## {section.title}", "", *table(headings, section.rows)]
-        lines.append("")
+    for title, headings, rows in tables(result):
+        lines += [f"## {title}", "", *table(headings, rows), ""]
     lines += [*(f"- {note}" for note in footnotes(result)), "", result["method"], ""]
     return "\n".join(lines)
 
@@ -257,11 +273,23 @@ def footnotes(result: Result) -> list[str]:
     if result.get("row"):
         notes.append(f"Row forced: {result['row']}.")
     notes += [f"Row {row}: {', '.join(labels)}." for row, labels in rows_used(result).items()]
+    notes += inexact(result)
     for case in result["cases"]:
         for name, entry in case["results"].items():
             if entry["status"] != "ok":
                 notes.append(f"{case['label']}, {TITLES[name]}: unsupported: {entry['reason']}")
     return notes
+
+
+def inexact(result: Result) -> list[str]:
+    """Whose errors are beyond the tolerance, ours aside (``wrong_results``): who quantises, or is wrong."""
+    worst: dict[str, float] = {}
+    for case in result["cases"]:
+        for name, entry in case["results"].items():
+            ratio = float(entry.get("error_ratio", 0.0))
+            if name not in OWN and not ratio <= max(1.0, worst.get(name, 0.0)):
+                worst[name] = ratio
+    return [f"{TITLES[name]}: not exact, errors up to {x:.1f} of the tolerance." for name, x in worst.items()]
 
 
 def rows_used(result: Result) -> dict[str, list[str]]:

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
-from . import gradients, machine
+from . import gradients, machine, memory
 from .cases import Case
-from .contenders import OTHER, OURS, OWN, Error, ErrorCheck, Inputs, make_inputs, only
+from .contenders import INSTALLED, OTHER, OURS, OWN, PEERS, Error, ErrorCheck, Inputs, make_inputs, only
 from .features import Feature
 from .gradients import GradientCheck
 from .host import measure_host
 from .lineup import Contender, line_up
+from .peers import installed
 from .report import SCHEMA
 from .timing import GraphTimer, Timing, input_sets, time_interleaved
 
@@ -32,7 +33,8 @@ METHOD = (
     "counted exactly and all pairs under a mask in memory. Bytes of decode are those of Q, K, V and O, each "
     "once; the copy, within device memory, reads half as many and writes the other half. Error: worst "
     "difference from dense fp64 attention on a sample of rows, relative to twice the error of unfused math in"
-    " the same dtype plus two ulp."
+    " the same dtype plus two ulp. Memory: the most that a call held of torch's allocator at once, besides "
+    "its inputs and what a package keeps between calls."
 )
 
 
@@ -42,7 +44,7 @@ class CannotMeasure(RuntimeError):
 
 def measure(
     cases: list[Case],
-    peers: list[str],
+    peers: list[str] | None,
     row: str | None = None,
     quick: bool = False,
     device: int = 0,
@@ -50,11 +52,13 @@ def measure(
 ) -> dict[str, object]:
     """Time ``cases`` on a CUDA device against ``peers`` and return the report (see report.SCHEMA).
 
+    peers: names; None: torch's, and those of other packages that are installed.
     in_turns: measures a case within a budget of seconds, in place of ``measure_case``.
     Raises CannotMeasure when there is no GPU, or the package was built without CUDA.
     """
     require_gpu(device)
     begin = time.perf_counter()
+    peers = [*PEERS, *installed()] if peers is None else peers
     budget_s = BUDGET_S / 4 if quick else BUDGET_S
     with torch.cuda.device(device):
         described = machine.describe(device)
@@ -117,6 +121,7 @@ def measure_case(
         results[name] |= rates(timing, contenders[name].flop, contenders[name].bytes)
     if results[OURS]["status"] == "ok":
         results[OURS]["row"] = row or selected_row(case, inputs, feature)
+        results[OURS]["planned_bytes"] = memory.planned(case, inputs, feature, row)
     return {**case.as_dict(), "input_sets": inputs.sets, "results": results}
 
 
@@ -148,15 +153,17 @@ def prepare(
         try:
             output = contender.call(0)
             error = check(output) if contender.checked else None
-        except (RuntimeError, NotImplementedError, ValueError, TypeError) as refusal:
+            peak = memory.peak(lambda: contender.call(0))
+            timer = GraphTimer(contender.call, sets)
+        except Exception as refusal:
             if not is_refusal(name, refusal):
                 raise
             return {"status": "unsupported", "reason": first_sentence(refusal)}, None
-        timer = GraphTimer(contender.call, sets)
+    allocated = {"status": "ok", "peak_bytes": peak}
     if error is None:
-        return {"status": "ok"}, timer
+        return allocated, timer
     return {
-        "status": "ok",
+        **allocated,
         "max_abs_error": error.max_abs,
         "mean_abs_error": error.mean_abs,
         "tolerance": error.tolerance,
@@ -168,14 +175,14 @@ def is_refusal(name: str, error: Exception) -> bool:
     """Whether an error says "not this problem"; everything else is a failure and must surface.
 
     Ours has an exception for it. torch has many sentences: a peer's counts while the device still works.
-    Another build may not know an argument.
+    Another build may not know an argument, and what another package raises is up to it.
     """
     from cutlass_fmha import UnsupportedError
 
     if name in OWN:
         return isinstance(error, UnsupportedError)
     torch.cuda.synchronize()  # raises when the error was a broken launch
-    return name == OTHER or isinstance(error, RuntimeError)
+    return name == OTHER or name in INSTALLED or isinstance(error, RuntimeError)
 
 
 def first_sentence(error: Exception) -> str:

@@ -1,0 +1,288 @@
+"""Attention of other packages: who is installed, and how each computes a case. None of them is required.
+
+A package's part is built at its first call, so that what it can't do is told with its reason, as any refusal.
+Names and arguments are those of flash-attn 2.8, FlashAttention-3's ``flash_attn_interface``, flash-attn-4
+4.0.0b36, nvidia-cudnn-frontend 1.32, flashinfer-python 0.7.2 and sageattention 1.0.6 and 2.2.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Iterable
+from functools import cache
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .cases import PREFIX, WINDOW, Case
+from .contenders import Attention, Inputs
+from .features import DROPOUT, SOFTCAP, Feature
+
+PAGE = 64
+WORKSPACE = 128 << 20
+"""Bytes that FlashInfer's examples give it."""
+CUDNN_ENGINES, OWN_ENGINES = range(10_000), range(20_000, 30_000)
+"""Ids of cuDNN's engines, and of cuDNN-frontend's own, written in CuTe DSL."""
+
+
+class Problem(NamedTuple):
+    """A case as a package is asked for it: its tensors are those of input set 0, but for their values."""
+
+    case: Case
+    inputs: Inputs
+    given: dict[str, Any]
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.inputs[0]
+
+
+class Package(NamedTuple):
+    """``function`` tells the package from a namesake; ``features``: those of cases that it has, too."""
+
+    module: str
+    function: str
+    build: Callable[[ModuleType, Problem], Attention]
+    features: tuple[str, ...] = ()
+    packed: bool = False
+
+
+def installed() -> list[str]:
+    """Names of the packages that are here, broken ones included."""
+    return [name for name in PACKAGES if found(name) is not None]
+
+
+@cache
+def found(name: str) -> ModuleType | Exception | None:
+    """A package's module, what importing it raised, or None where it is not installed."""
+    package = PACKAGES[name]
+    try:
+        module = importlib.import_module(package.module)
+    except ModuleNotFoundError as error:
+        absent = f"{package.module}.".startswith(f"{error.name}.")
+        return None if absent else error
+    except Exception as error:
+        return error
+    # This package answers to flash_attn's name, too, and flash-attn-4 lies in a namespace of that name.
+    ours = module.__name__.startswith("cutlass_fmha")
+    return module if hasattr(module, package.function) and not ours else None
+
+
+def line_up(
+    case: Case, inputs: Inputs, names: Iterable[str], feature: Feature | None
+) -> dict[str, Attention]:
+    """Those of the packages that have the case's problem."""
+    return {
+        name: deferred(name, Problem(case, inputs, feature.arguments if feature else {}))
+        for name in names
+        if name in PACKAGES and has(PACKAGES[name], case)
+    }
+
+
+def has(package: Package, case: Case) -> bool:
+    if case.backward or case.used or case.group == "wide":
+        return False
+    return package.packed if case.lengths else case.feature in ("", *package.features)
+
+
+def deferred(name: str, problem: Problem) -> Attention:
+    """The package's attention, built when it is first called."""
+    built: list[Attention] = []
+
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if not built:
+            module = found(name)
+            if isinstance(module, Exception):
+                raise module
+            if module is None:
+                raise RuntimeError(f"{PACKAGES[name].module} is not installed")
+            built.append(PACKAGES[name].build(module, problem))
+        return built[0](query, key, value)
+
+    return attention
+
+
+# ---- each ------------------------------------------------------------------------------------------------
+
+
+def flash(module: ModuleType, problem: Problem) -> Attention:
+    """flash_attn_func and flash_attn_varlen_func, whose names all of FlashAttention's releases share."""
+    case, given = problem.case, problem.given
+    of_features: dict[str, dict[str, Any]] = {
+        "window": {"window_size": (WINDOW, 0)},
+        "softcap": {"softcap": SOFTCAP},
+        "alibi": {"alibi_slopes": given.get("alibi_slopes")},
+        "dropout": {"dropout_p": DROPOUT},
+    }
+    function, said = module.flash_attn_func, of_features.get(case.feature, {})
+    if case.lengths:
+        function = module.flash_attn_varlen_func
+        said = {x: given[x] for x in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")}
+
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        found = function(query, key, value, causal=case.causal, **said)
+        output: Tensor = found[0] if isinstance(found, tuple) else found  # with the LSE in some releases
+        return output
+
+    return attention
+
+
+def flex(module: ModuleType, problem: Problem) -> Attention:
+    """FlexAttention, compiled for the case's shape alone."""
+    case, given = problem.case, problem.given
+    query = problem.tensors[0]
+    score_mod = {"softcap": _softcap, "alibi": _alibi(given.get("alibi_slopes"))}.get(case.feature)
+    mask = None
+    if case.causal:
+        visible = {"window": _in_window, "prefix": _in_prefix}.get(case.feature, _causal)
+        sizes = (None, None, case.seqlen_q, case.seqlen_k)
+        mask = module.create_block_mask(visible, *sizes, device=query.device)
+    # Or the shapes of other cases would count towards its limit.
+    torch.compiler.reset()
+    compiled: Any = torch.compile(module.flex_attention, dynamic=False, fullgraph=True)
+    grouped = case.num_heads != case.num_heads_kv
+
+    def attention(*tensors: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in tensors)
+        output: Tensor = compiled(q, k, v, score_mod=score_mod, block_mask=mask, enable_gqa=grouped)
+        return output.transpose(1, 2)
+
+    return attention
+
+
+def _causal(batch: Any, head: Any, q: Any, k: Any) -> Any:
+    return q >= k
+
+
+def _in_window(batch: Any, head: Any, q: Any, k: Any) -> Any:
+    return (q >= k) & (q - k <= WINDOW)
+
+
+def _in_prefix(batch: Any, head: Any, q: Any, k: Any) -> Any:
+    return (q >= k) | (k < PREFIX)
+
+
+def _softcap(score: Any, batch: Any, head: Any, q: Any, k: Any) -> Any:
+    return SOFTCAP * torch.tanh(score / SOFTCAP)
+
+
+def _alibi(slopes: Tensor | None) -> Callable[..., Any] | None:
+    return None if slopes is None else lambda score, batch, head, q, k: score - slopes[head] * (q - k).abs()
+
+
+def flashinfer(module: ModuleType, problem: Problem) -> Attention:
+    """Batch prefill over ragged keys; of one query a sequence, batch decode over pages that lie in order."""
+    case = problem.case
+    query, key, _ = problem.tensors
+    workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=query.device)
+    heads = (case.num_heads, case.num_heads_kv, case.head_dim)
+    dtypes = {"q_data_type": query.dtype, "kv_data_type": key.dtype}
+
+    def ends(step: int, count: int = case.batch) -> Tensor:
+        return torch.arange(count + 1, dtype=torch.int32, device=query.device) * step
+
+    if case.memory_bound:
+        pages = case.seqlen_k // PAGE
+        last = torch.full((case.batch,), PAGE, dtype=torch.int32, device=query.device)
+        decode = module.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
+        decode.plan(ends(pages), ends(1, case.batch * pages)[:-1], last, *heads, PAGE, **dtypes)
+
+        def one(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            caches = tuple(x.reshape(-1, PAGE, *x.shape[2:]) for x in (key, value))
+            output: Tensor = decode.run(query[:, 0], caches)
+            return output[:, None]
+
+        return one
+    of_queries, of_keys = (problem.given.get(f"cu_seqlens_{name}") for name in "qk")
+    of_queries = ends(case.seqlen_q) if of_queries is None else of_queries
+    of_keys = ends(case.seqlen_k) if of_keys is None else of_keys
+    said: dict[str, dict[str, Any]] = {
+        "window": {"window_left": WINDOW},
+        "softcap": {"logits_soft_cap": SOFTCAP},
+    }
+    prefill = module.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
+    prefill.plan(of_queries, of_keys, *heads, causal=case.causal, **said.get(case.feature, {}), **dtypes)
+
+    def many(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        packed = (x.reshape(-1, *x.shape[-2:]) for x in (query, key, value))
+        output: Tensor = prefill.run(*packed)
+        return output.view(query.shape)
+
+    return many
+
+
+def sage(module: ModuleType, problem: Problem) -> Attention:
+    """SageAttention, which quantises: its error is shown, it is no bar for ours."""
+    causal = problem.case.causal
+    return lambda q, k, v: module.sageattn(q, k, v, tensor_layout="NHD", is_causal=causal)
+
+
+def cudnn(module: ModuleType, problem: Problem, own_engines: bool) -> Attention:
+    """A graph of cuDNN-frontend's: by cuDNN's engines, or by the frontend's own."""
+    case = problem.case
+    query, key, value = (x.transpose(1, 2) for x in problem.tensors)
+    kinds, modes = module.data_type, module.heur_mode
+    kind = {"float16": kinds.HALF, "bfloat16": kinds.BFLOAT16}[case.dtype]
+    handle = module.create_handle()
+    graph = module.pygraph(
+        handle=handle, io_data_type=kind, intermediate_data_type=kinds.FLOAT, compute_data_type=kinds.FLOAT
+    )
+    named = {"q": query, "k": key, "v": value}
+    tensors = {
+        name: graph.tensor(name=name, dim=list(x.shape), stride=list(x.stride()), data_type=kind)
+        for name, x in named.items()
+    }
+    masked: dict[str, Any] = {"use_causal_mask": True} if case.causal else {}
+    output, _ = graph.sdpa(
+        name="sdpa", **tensors, generate_stats=False, attn_scale=1.0 / math.sqrt(case.head_dim), **masked
+    )
+    strides = list(torch.empty_like(problem.tensors[0], device="meta").transpose(1, 2).stride())
+    output.set_output(True).set_dim(list(query.shape)).set_stride(strides).set_data_type(kind)
+    graph.validate()
+    graph.build_operation_graph()
+    graph.create_execution_plans([modes.OPENSOURCE] if own_engines else [modes.A, modes.FALLBACK])
+    ids, whose = (OWN_ENGINES, "cuDNN-frontend's own") if own_engines else (CUDNN_ENGINES, "cuDNN's")
+    plans: Any = getattr(graph, "plans", [])
+    fit = [index for index, plan in enumerate(plans) if plan.engine_id in ids]
+    if fit:
+        graph.build_plan_at_index(fit[0])
+    elif own_engines or plans:
+        raise RuntimeError(f"none of {whose} engines takes this problem")
+    else:  # a frontend from before it had engines
+        graph.check_support()
+        graph.build_plans()
+    workspace = torch.empty(max(1, graph.get_workspace_size()), dtype=torch.uint8, device=query.device)
+
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        result = torch.empty_like(query)
+        module.set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
+        views = {name: x.transpose(1, 2) for name, x in zip(named, (query, key, value), strict=True)}
+        bound = {tensors[name]: view for name, view in views.items()}
+        graph.execute({**bound, output: result.transpose(1, 2)}, workspace, handle=handle)
+        return result
+
+    return attention
+
+
+PACKAGES: dict[str, Package] = {
+    "flex": Package(
+        "torch.nn.attention.flex_attention",
+        "flex_attention",
+        flex,
+        features=("window", "prefix", "softcap", "alibi"),
+    ),
+    "flash_attn": Package(
+        "flash_attn", "flash_attn_func", flash, ("window", "softcap", "alibi", "dropout"), packed=True
+    ),
+    "fa3": Package("flash_attn_interface", "flash_attn_func", flash, ("window", "softcap"), packed=True),
+    "fa4": Package("flash_attn.cute", "flash_attn_func", flash, ("window", "softcap"), packed=True),
+    "cudnn_fe": Package("cudnn", "pygraph", lambda module, problem: cudnn(module, problem, False)),
+    "cudnn_dsl": Package("cudnn", "pygraph", lambda module, problem: cudnn(module, problem, True)),
+    "flashinfer": Package(
+        "flashinfer", "BatchPrefillWithRaggedKVCacheWrapper", flashinfer, ("window", "softcap"), packed=True
+    ),
+    "sage": Package("sageattention", "sageattn", sage),
+}

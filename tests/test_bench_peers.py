@@ -1,0 +1,260 @@
+"""Other packages in the benchmark: found by import, asked as their releases want it; stand-ins play them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_bench import FakeTimer, synthetic
+
+import cutlass_fmha
+import cutlass_fmha.flash_attn
+from cutlass_fmha.bench import contenders, lineup, peers, report, runner
+from cutlass_fmha.bench.cases import Case
+from cutlass_fmha.bench.features import Feature
+
+CASE = Case("dense", 2, 4, 2, 64, 64, 32, "float16", causal=True)
+PACKED = replace(CASE, batch=3, seqlen_q=40, seqlen_k=40, lengths=(7, 33, 40))
+DECODE = Case("decode", 2, 4, 2, 1, 128, 32, "float16")
+EXACT = cutlass_fmha.attention
+
+
+def fa3(
+    q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None,
+    window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False,
+    sm_margin=0, return_attn_probs=False,
+):  # fmt: skip
+    window = None if window_size == (-1, -1) else window_size
+    return EXACT(q, k, v, causal=causal, window=window, softcap=softcap)
+
+
+def fa4_varlen(
+    q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
+    min_seqlen_k=None, seqused_q=None, seqused_k=None, causal=False, window_size=(None, None), softcap=0.0,
+):  # fmt: skip
+    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    lengths |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    return EXACT(q, k, v, causal=causal, **lengths), None
+
+
+class Ragged:
+    """flashinfer.BatchPrefillWithRaggedKVCacheWrapper"""
+
+    def __init__(self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False) -> None:
+        assert float_workspace_buffer.dtype == torch.uint8 and kv_layout == "NHD"
+
+    def plan(
+        self, qo_indptr, kv_indptr, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo=None,
+        custom_mask=None, packed_custom_mask=None, causal=False, pos_encoding_mode="NONE",
+        use_fp16_qk_reduction=False, window_left=-1, logits_soft_cap=None, sm_scale=None, rope_scale=None,
+        rope_theta=None, q_data_type="float16", kv_data_type=None,
+    ) -> None:  # fmt: skip
+        self.said = {"cu_seqlens_q": qo_indptr, "cu_seqlens_k": kv_indptr, "causal": causal}
+        self.said |= {
+            "softcap": logits_soft_cap or 0.0,
+            "window": (window_left, 0) if window_left >= 0 else None,
+        }
+        self.said |= {"max_seqlen_q": 64, "max_seqlen_k": 64}
+        self.shape = (num_qo_heads, head_dim_qk), (num_kv_heads, head_dim_qk)
+
+    def run(self, q, k, v, *args):
+        assert (q.shape[1:], k.shape[1:]) == self.shape
+        return EXACT(q, k, v, **self.said)
+
+
+class Paged:
+    """flashinfer.BatchDecodeWithPagedKVCacheWrapper"""
+
+    def __init__(self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, use_tensor_cores=False):
+        assert kv_layout == "NHD"
+
+    def plan(
+        self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, *,
+        q_data_type, kv_data_type,
+    ) -> None:  # fmt: skip
+        self.table = indices.view(len(indptr) - 1, -1)
+        assert indptr[-1] == len(indices) and set(last_page_len.tolist()) == {page_size}
+
+    def run(self, q, paged_kv_cache, *args):
+        return EXACT(q[:, None], *paged_kv_cache, page_table=self.table)[:, 0]
+
+
+def sageattn(q, k, v, tensor_layout="HND", is_causal=False, sm_scale=None, smooth_k=True, **kwargs):
+    assert tensor_layout == "NHD" and not kwargs
+    return EXACT(q, k, v, causal=is_causal) + 0.5
+
+
+class Graph:
+    """cudnn.pygraph, whose plans are cuDNN's engine 7 and the frontend's 20505."""
+
+    def __init__(self, *, handle, io_data_type, intermediate_data_type, compute_data_type) -> None:
+        self.handle, self.built = handle, None
+
+    def tensor(self, dim, stride=None, data_type=None, name=""):
+        return SimpleNamespaceHashable(dim=dim, stride=stride, name=name)
+
+    def sdpa(self, name, q, k, v, generate_stats, attn_scale, use_causal_mask=False):
+        self.inputs, self.causal = (q, k, v), use_causal_mask
+        self.output = SimpleNamespaceHashable()
+        for setter in ("set_output", "set_dim", "set_stride", "set_data_type"):
+            setattr(self.output, setter, lambda value: self.output)
+        return self.output, None
+
+    validate = build_operation_graph = check_support = lambda self: None
+
+    def create_execution_plans(self, modes) -> None:
+        of = {"A": 7, "FALLBACK": 7, "OPENSOURCE": 20_505}
+        self.plans = [SimpleNamespace(engine_id=of[mode]) for mode in ("OPENSOURCE", *modes)]
+
+    def build_plan_at_index(self, index) -> None:
+        self.built = self.plans[index].engine_id
+        BUILT.append(self.built)
+
+    def get_workspace_size(self) -> int:
+        return 0
+
+    def execute(self, tensor_dict, workspace=None, handle=None) -> None:
+        assert handle == self.handle and self.built
+        for tensor in self.inputs:
+            assert tensor_dict[tensor].stride() == tuple(tensor.stride)
+        views = (tensor_dict[tensor].transpose(1, 2) for tensor in self.inputs)
+        tensor_dict[self.output].copy_(EXACT(*views, causal=self.causal).transpose(1, 2))
+
+
+class SimpleNamespaceHashable(SimpleNamespace):
+    __hash__ = object.__hash__
+
+
+BUILT: list[int] = []
+KINDS = SimpleNamespace(HALF="half", BFLOAT16="bf16", FLOAT="float")
+MODES = SimpleNamespace(A="A", B="B", FALLBACK="FALLBACK", OPENSOURCE="OPENSOURCE")
+#: Module -> what of it is called.
+STAND_INS: dict[str, dict[str, Any]] = {
+    "flash_attn": {
+        name: getattr(cutlass_fmha.flash_attn, name) for name in ("flash_attn_func", "flash_attn_varlen_func")
+    },
+    "flash_attn_interface": {"flash_attn_func": fa3, "flash_attn_varlen_func": fa4_varlen},
+    "flash_attn.cute": {
+        "flash_attn_func": lambda *tensors, **said: (fa3(*tensors, **said), None),
+        "flash_attn_varlen_func": fa4_varlen,
+    },
+    "cudnn": {
+        "data_type": KINDS, "heur_mode": MODES, "pygraph": Graph, "create_handle": lambda: "handle",
+        "set_stream": lambda handle, stream: None,
+    },
+    "flashinfer": {
+        "BatchPrefillWithRaggedKVCacheWrapper": Ragged, "BatchDecodeWithPagedKVCacheWrapper": Paged
+    },
+    "sageattention": {"sageattn": sageattn},
+}  # fmt: skip
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name, content in STAND_INS.items():
+        module = ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    for module in (peers, sys.modules["cutlass_fmha.bench.features"]):
+        monkeypatch.setattr(module, "WINDOW", 9, raising=False)
+        monkeypatch.setattr(module, "PREFIX", 20, raising=False)
+    peers.found.cache_clear()
+    BUILT.clear()
+    yield
+    peers.found.cache_clear()
+
+
+def named(*features: str) -> list[Case]:
+    return [replace(CASE, group="features", feature=feature) for feature in features]
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize(
+    ("name", "cases"),
+    [
+        ("flex", named("window", "prefix", "softcap", "alibi")),
+        ("flash_attn", [PACKED, DECODE, *named("window", "softcap", "alibi")]),
+        ("fa3", [PACKED, *named("window", "softcap")]),
+        ("fa4", [PACKED, *named("window", "softcap")]),
+        ("cudnn_fe", [DECODE]),
+        ("cudnn_dsl", []),
+        ("flashinfer", [PACKED, DECODE, *named("window", "softcap")]),
+    ],
+)
+def test_a_package_is_asked_for_the_same_problem(name: str, cases: list[Case]) -> None:
+    for case in (CASE, replace(CASE, causal=False), *cases):
+        inputs = contenders.make_inputs(case, 2, torch.device("cpu"))
+        feature = Feature(case, torch.device("cpu")) if case.featured else None
+        found = lineup.line_up(case, inputs, [name], None, feature)[name]
+        check = contenders.ErrorCheck(case, inputs, feature)
+        assert check(found.call(0)).within, case.name
+        assert not check(found.call(1)).within, "other inputs"
+    assert not name.startswith("cudnn") or set(BUILT) == {7 if name == "cudnn_fe" else 20_505}
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_who_is_installed_is_found_by_import_and_a_broken_one_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert peers.installed() == list(peers.PACKAGES) == list(contenders.INSTALLED)
+    peers.found.cache_clear()
+    absent = {"flashinfer", "sageattention", "flash_attn.cute"}
+    load = peers.importlib.import_module
+
+    def imported(name: str) -> ModuleType:
+        if name in absent:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        if name == "cudnn":
+            raise ImportError("libcudnn.so.9: cannot open shared object file")
+        return cutlass_fmha.flash_attn if name == "flash_attn" else load(name)  # as after its install()
+
+    monkeypatch.setattr(peers.importlib, "import_module", imported)
+    assert peers.installed() == ["flex", "fa3", "cudnn_fe", "cudnn_dsl"]
+    with pytest.raises(ImportError, match="libcudnn"):
+        peers.deferred("cudnn_fe", peers.Problem(CASE, None, {}))(*[torch.empty(0)] * 3)  # type: ignore[arg-type]
+    absent.clear()
+    peers.found.cache_clear()
+    monkeypatch.setattr(peers.importlib, "import_module", lambda name: load("no_such_dependency"))
+    assert isinstance(peers.found("fa4"), ModuleNotFoundError), "what is missing is another module"
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("where", ["call", "capture"])
+def test_a_package_that_fails_is_shown_with_its_reason_and_one_that_is_not_exact_named(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: Any, **said: Any) -> Any:
+        raise AssertionError("head_dim must be 64 or 128")
+
+    class Timer(FakeTimer):
+        def __init__(self, call: Callable[[int], Any], sets: int) -> None:
+            if "fa3" in str(call(0)):
+                raise AssertionError("head_dim must be 64 or 128")
+            super().__init__(call, sets)
+
+    class Output(torch.Tensor):
+        def __str__(self) -> str:
+            return "of fa3"
+
+    wrapped = broken if where == "call" else lambda *t, **said: fa3(*t, **said).as_subclass(Output)
+    monkeypatch.setattr(sys.modules["flash_attn_interface"], "flash_attn_func", wrapped)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(runner, "GraphTimer", Timer)
+    monkeypatch.setattr(runner.memory, "peak", lambda call: 0)
+    monkeypatch.setattr(runner.memory, "planned", lambda *problem: 0)
+    inputs = contenders.make_inputs(CASE, 1, torch.device("cpu"))
+    check = contenders.ErrorCheck(CASE, inputs)
+    monkeypatch.setattr(runner, "problem", lambda case, device: (inputs, None, check))
+    monkeypatch.setattr(runner, "selected_row", lambda *problem: "row")
+    entry: Any = runner.measure_case(CASE, ["fa3", "sage"], None, 0.1, 0)
+    assert entry["results"]["fa3"] == {"status": "unsupported", "reason": "head_dim must be 64 or 128"}
+    assert entry["results"]["sage"]["error_ratio"] > 1
+    text = report.text({**synthetic([CASE]), "cases": [entry], "peers": ["fa3", "sage"]})
+    assert "FlashAttention-3: unsupported: head_dim must be" in text and "SageAttention: not exact" in text
