@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from . import against, cases, regression, report, runner
+from . import against, cases, export, regression, report, runner
 from .contenders import INSTALLED, PEERS
 
 __all__ = ["main"]
@@ -49,6 +49,13 @@ def build_parser() -> argparse.ArgumentParser:
         help="render a recorded result (of it, the cases of --preset), measure nothing",
     )
     parser.add_argument(
+        "--export",
+        nargs=2,
+        metavar=("FORMAT", "DIR"),
+        help=f"write the cases for another benchmark ({', '.join(export.FORMATS)}), with the results of "
+        "--from-json where the format has room; measure nothing",
+    )
+    parser.add_argument(
         "--compare",
         type=Path,
         metavar="PATH",
@@ -87,6 +94,10 @@ def main(argv: list[str] | None = None) -> int:
             report.require_matplotlib()
         if arguments.compare and not arguments.from_json:
             raise ValueError("--compare takes two recorded results: name the other with --from-json")
+        if arguments.export and arguments.export[0] not in export.FORMATS:
+            raise ValueError(
+                f"unknown format {arguments.export[0]!r}: take one of {', '.join(export.FORMATS)}"
+            )
     except (ValueError, report.MissingMatplotlib) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
@@ -107,6 +118,15 @@ def main(argv: list[str] | None = None) -> int:
                 found = regression.compare(report.read_json(arguments.compare), result, arguments.band)
                 output.emit(found, regression.parts(found), arguments.json)
                 return 1 if found["slower"] else 0
+        if arguments.export:
+            name, directory = arguments.export
+            files, left = export.write(name, chosen, result if arguments.from_json else None, Path(directory))
+            lines = [f"wrote {len(files)} files in {directory}", *files]
+            lines += [f"{len(left)} cases have no place in {name}: {', '.join(left)}"] if left else []
+            output.emit({"directory": directory, "files": files, "left_out": left}, lines, arguments.json)
+            return 0
+        if arguments.from_json:
+            pass
         elif arguments.against:
             rest = (arguments.row, arguments.quick, arguments.device)
             result = against.measure(chosen, arguments.against, *rest)
