@@ -93,7 +93,7 @@ class Graph:
     """cudnn.pygraph, whose plans are cuDNN's engine 7 and the frontend's 20505."""
 
     def __init__(self, *, handle, io_data_type, intermediate_data_type, compute_data_type) -> None:
-        self.handle, self.built = handle, None
+        self.handle, self.built, self.plans = handle, None, []
 
     def tensor(self, dim, stride=None, data_type=None, name=""):
         return SimpleNamespaceHashable(dim=dim, stride=stride, name=name)
@@ -105,10 +105,10 @@ class Graph:
             setattr(self.output, setter, lambda value: self.output)
         return self.output, None
 
-    validate = build_operation_graph = check_support = lambda self: None
+    validate = build_operation_graph = lambda self: None
 
     def create_execution_plans(self, modes) -> None:
-        of = {"A": 7, "FALLBACK": 7, "OPENSOURCE": 20_505}
+        of = {"A": 7, "OPENSOURCE": 20_505}
         self.plans = [SimpleNamespace(engine_id=of[mode]) for mode in ("OPENSOURCE", *modes)]
 
     def build_plan_at_index(self, index) -> None:
@@ -126,13 +126,25 @@ class Graph:
         tensor_dict[self.output].copy_(EXACT(*views, causal=self.causal).transpose(1, 2))
 
 
+class OlderGraph(Graph):
+    """Of a cudnn-frontend without engines of its own."""
+
+    def __init__(self, **said) -> None:
+        super().__init__(**said)
+        del self.plans
+
+    def build(self, modes) -> None:
+        assert modes == ["A"]
+        self.built = "all"
+
+
 class SimpleNamespaceHashable(SimpleNamespace):
     __hash__ = object.__hash__
 
 
 BUILT: list[int] = []
 KINDS = SimpleNamespace(HALF="half", BFLOAT16="bf16", FLOAT="float")
-MODES = SimpleNamespace(A="A", B="B", FALLBACK="FALLBACK", OPENSOURCE="OPENSOURCE")
+MODES = SimpleNamespace(A="A", B="B", OPENSOURCE="OPENSOURCE")
 #: Module -> what of it is called.
 STAND_INS: dict[str, dict[str, Any]] = {
     "flash_attn": {
@@ -197,6 +209,16 @@ def test_a_package_is_asked_for_the_same_problem(name: str, cases: list[Case]) -
         assert check(found.call(0)).within, case.name
         assert not check(found.call(1)).within, "other inputs"
     assert not name.startswith("cudnn") or set(BUILT) == {7 if name == "cudnn_fe" else 20_505}
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_an_older_cudnn_frontend_has_no_engines_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["cudnn"], "pygraph", OlderGraph)
+    inputs = contenders.make_inputs(CASE, 1, torch.device("cpu"))
+    found = lineup.line_up(CASE, inputs, ["cudnn_fe", "cudnn_dsl"])
+    assert contenders.ErrorCheck(CASE, inputs)(found["cudnn_fe"].call(0)).within
+    with pytest.raises(RuntimeError, match="has no engines of its own"):
+        found["cudnn_dsl"].call(0)
 
 
 @pytest.mark.usefixtures("stand_ins")

@@ -241,19 +241,21 @@ def cudnn(module: ModuleType, problem: Problem, own_engines: bool) -> Attention:
     )
     strides = list(torch.empty_like(problem.tensors[0], device="meta").transpose(1, 2).stride())
     output.set_output(True).set_dim(list(query.shape)).set_stride(strides).set_data_type(kind)
-    graph.validate()
-    graph.build_operation_graph()
-    graph.create_execution_plans([modes.OPENSOURCE] if own_engines else [modes.A, modes.FALLBACK])
     ids, whose = (OWN_ENGINES, "cuDNN-frontend's own") if own_engines else (CUDNN_ENGINES, "cuDNN's")
-    plans: Any = getattr(graph, "plans", [])
-    fit = [index for index, plan in enumerate(plans) if plan.engine_id in ids]
-    if fit:
+    if hasattr(graph, "plans"):
+        graph.validate()
+        graph.build_operation_graph()
+        graph.create_execution_plans([modes.OPENSOURCE if own_engines else modes.A])
+        fit = [index for index, plan in enumerate(graph.plans) if plan.engine_id in ids]
+        if not fit:
+            raise RuntimeError(f"none of {whose} engines takes this problem")
         graph.build_plan_at_index(fit[0])
-    elif own_engines or plans:
-        raise RuntimeError(f"none of {whose} engines takes this problem")
-    else:  # a frontend from before it had engines
-        graph.check_support()
-        graph.build_plans()
+    elif own_engines:
+        raise RuntimeError(
+            f"this cuDNN-frontend, {getattr(module, '__version__', '')}, has no engines of its own"
+        )
+    else:
+        graph.build([modes.A])
     workspace = torch.empty(max(1, graph.get_workspace_size()), dtype=torch.uint8, device=query.device)
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
