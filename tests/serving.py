@@ -60,7 +60,7 @@ class Requests:
     def expected(self, causal: str = "bottom-right", keys: list[int] | None = None, **said: Any) -> Tensor:
         """[total tokens, num_heads, head_dim] in fp64. keys: so many of each request are seen, for all."""
         of_each = [
-            oracle_features.attention(q[None], k[None, :used], v[None, :used], None, causal, **said)[0][0]
+            oracle_features.attention(q[None], k[None, :used], v[None, :used], causal=causal, **said)[0][0]
             for q, k, v, used in zip(self.q, self.k, self.v, keys or self.used, strict=True)
         ]
         return torch.cat(of_each)

@@ -18,7 +18,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    output: Tensor,
+    output: Tensor | None = None,
     *,
     scale: float,
     causal: bool,
@@ -26,7 +26,7 @@ def attend(
     max_seqlen_k: int,
     **said: Any,
 ) -> Tensor:
-    """``attention`` of packed queries [total_q, num_heads, head_dim], written to ``output``, the result.
+    """``attention`` of packed queries [total_q, num_heads, head_dim], written to ``output`` if there is one.
 
     The longest lengths change with each step and a call of new numbers is prepared anew, so that they are
     rounded up to those that stand for their class. Nothing waits for the device.
@@ -41,7 +41,7 @@ def attend(
         max_seqlen_k=typical_length(max_seqlen_k),
         **said,
     )
-    return output.copy_(found)
+    return found if output is None else output.copy_(found)
 
 
 def why_not(

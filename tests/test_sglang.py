@@ -1,0 +1,321 @@
+"""SGLang's backend, called as SGLang 0.5.23 calls it, beside each request's attention alone in fp64."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import serving
+import torch
+from serving import DECODE, DIM, HEADS, HEADS_KV, MIXED, PAGE, Requests
+from tensors import randn
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from cutlass_fmha.integrations import sglang as integration
+
+#: What a layer says, what its call says, and what ``attention`` calls that.
+SAID: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "nothing": ({}, {}, {}),
+    "window": ({"sliding_window_size": 8}, {}, {"window": (8, None)}),
+    "softcap": ({"logit_cap": 2.0}, {}, {"softcap": 2.0}),
+    "sinks": ({}, {"sinks": randn(HEADS)}, {"sinks": randn(HEADS)}),
+    "scale": ({"scaling": 0.5}, {}, {"scale": 0.5}),
+}
+CONTEXT = 10 * PAGE + 4  # SGLang's table has some columns more than a context
+
+
+@pytest.fixture(scope="module")
+def there() -> Iterator[SimpleNamespace]:
+    with serving.stand_ins("sglang"):
+        from sglang.srt import runtime_context
+        from sglang.srt.arg_groups import choices
+        from sglang.srt.layers import radix_attention
+        from sglang.srt.layers.attention import attention_registry, base_attn_backend
+        from sglang.srt.mem_cache import memory_pool, swa_memory_pool
+        from sglang.srt.model_executor import forward_batch_info
+
+        from cutlass_fmha.integrations import sglang_backend as ours
+
+        yield SimpleNamespace(
+            ours=ours, base=base_attn_backend, registry=attention_registry, choices=choices,
+            radix=radix_attention, memory=memory_pool, swa=swa_memory_pool,
+            batch=forward_batch_info, context=runtime_context,
+        )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 9))
+
+
+def runner(pool: Any = None, **changed: Any) -> SimpleNamespace:
+    given = {
+        "model_config": SimpleNamespace(is_encoder_decoder=False, dtype=torch.bfloat16, head_dim=64),
+        "kv_cache_dtype": torch.bfloat16,
+        "use_mla_backend": False,
+        "spec_algorithm": SimpleNamespace(is_speculative=lambda: False),
+        "kv_index_translator": SimpleNamespace(is_translating=False),
+        "page_size": PAGE,
+        "gpu_id": 0,
+        "token_to_kv_pool": pool,
+        "req_to_token_pool": SimpleNamespace(
+            size=8, req_to_token=torch.full((9, CONTEXT), 5, dtype=torch.int32)
+        ),
+    }
+    return SimpleNamespace(**{**given, **changed})
+
+
+class Serving:
+    """A runner's pool with what is cached of some requests, the backend, and their batch."""
+
+    def __init__(self, there: Any, lengths: tuple[tuple[int, int], ...], order: str = "rows") -> None:
+        self.there, self.requests = there, Requests(lengths)
+        r = self.requests
+        rows = r.pages * PAGE
+        pool = self.plain = there.memory.MHATokenToKVPool()
+        pool.k, pool.v = randn(rows, HEADS_KV, DIM, seed=1), randn(rows, HEADS_KV, DIM, seed=2)
+        self.slots = [r.slots(i, 0, used) for i, used in enumerate(r.used)]
+        if order == "window pool":  # rows of layer 1 lie elsewhere, the oldest nowhere
+            pool = there.swa.SWAKVPool()
+            pool.full_kv_pool, pool.swa_kv_pool, pool.swa_layer_nums = (
+                self.plain,
+                there.memory.MHATokenToKVPool(),
+                1,
+            )
+            pool.swa_kv_pool.k, pool.swa_kv_pool.v = (
+                randn(rows, HEADS_KV, DIM),
+                randn(rows, HEADS_KV, DIM, seed=3),
+            )
+            pages = torch.cat((torch.zeros(1).long(), torch.randperm(r.pages - 1) + 1))
+            pool.full_to_swa_index_mapping = (pages[:, None] * PAGE + torch.arange(PAGE)).flatten()
+            for own, old in zip(self.slots, r.old, strict=True):
+                pool.full_to_swa_index_mapping[own[: max(0, old - 8) // PAGE * PAGE]] = -1
+        self.runner = runner(pool)
+        self.places = torch.randperm(8)[: len(lengths)] + 1
+        for i, own in enumerate(self.slots):
+            self.runner.req_to_token_pool.req_to_token[self.places[i], : len(own)] = own.int()
+            old = own[: r.old[i]]
+            self._write(pool, old, r.k[i][: len(old)], r.v[i][: len(old)])
+        self.backend = there.ours.Backend(self.runner)
+        if order == "heads first":  # as pages of [heads, page_size, head_dim]
+            self.view = [x.view(-1, PAGE, HEADS_KV, DIM).transpose(1, 2) for x in (pool.k, pool.v)]
+            pool.get_kv_buffer = lambda layer_id: tuple(self.view)
+
+    def _write(self, pool: Any, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        for own, at in (
+            ((pool, slots),)
+            if pool is self.plain
+            else ((self.plain, slots), (pool.swa_kv_pool, pool.translate_loc_from_full_to_swa(slots)))
+        ):
+            own.k[at[at >= 0]], own.v[at[at >= 0]] = k[at >= 0], v[at >= 0]
+
+    def batch(self, mode: str, padded: int = 0) -> Any:
+        r = self.requests
+        new = [own[old:] for own, old in zip(self.slots, r.old, strict=True)]
+        nobody = torch.zeros(padded, dtype=torch.int64)
+        return self.there.batch.ForwardBatch(
+            forward_mode=self.there.batch.ForwardMode[mode],
+            batch_size=len(r.used) + padded,
+            input_ids=torch.zeros(0),
+            req_pool_indices=torch.cat((self.places, nobody)),
+            seq_lens=torch.cat((torch.tensor(r.used), nobody + 1)),
+            out_cache_loc=torch.cat((*new, nobody)),
+            seq_lens_sum=sum(r.used),
+            extend_seq_lens=torch.tensor(r.new),
+            extend_prefix_lens_cpu=r.old,
+            extend_seq_lens_cpu=r.new,
+        )
+
+    def inputs(self, padded: int = 0) -> list[Tensor]:
+        """q [tokens, heads * head_dim], k and v [tokens, heads, head_dim] of the new rows."""
+        r = self.requests
+        rows = ([k[old:] for k, old in zip(x, r.old, strict=True)] for x in (r.k, r.v))
+        q, k, v = (torch.cat((*own, randn(padded, *own[0].shape[1:]))) for own in (r.q, *rows))
+        return [q.flatten(1), k, v]
+
+    def layer(self, **said: Any) -> Any:
+        given = {"scaling": DIM**-0.5, "layer_id": 0, **said}
+        return self.there.radix.RadixAttention(HEADS, DIM, num_kv_heads=HEADS_KV, **given)
+
+    def run(self, batch: Any, layer: Any, padded: int = 0, **kwargs: Any) -> Tensor:
+        found: Tensor = self.backend.forward(*self.inputs(padded), layer, batch, **kwargs)
+        assert found.shape == (sum(self.requests.new) + padded, HEADS * DIM)
+        return found.view(-1, HEADS, DIM)[: sum(self.requests.new)]
+
+
+@pytest.mark.parametrize(("lengths", "mode"), [(MIXED, "MIXED"), (MIXED, "EXTEND"), (DECODE, "DECODE")])
+@pytest.mark.parametrize("order", ["rows", "heads first"])
+@pytest.mark.parametrize("what", SAID)
+def test_a_batch_is_each_request_alone(there: Any, what: str, order: str, lengths: Any, mode: str):
+    layer, kwargs, ours = SAID[what]
+    there.ours.calls.clear()
+    s = Serving(there, lengths, order)
+    batch, expected = s.batch(mode), s.requests.expected(**ours)
+    s.backend.init_forward_metadata(batch)
+    assert serving.is_close(s.run(batch, s.layer(**layer), **kwargs), expected)
+    assert there.ours.calls.counts == {"decoder": 1}
+    if ours:
+        assert not serving.is_close(s.run(batch, s.layer()), expected), f"{what} changes nothing here"
+    for own, k, v in zip(s.slots, s.requests.k, s.requests.v, strict=True):
+        assert torch.equal(s.plain.k[own], k) and torch.equal(s.plain.v[own], v)
+    again = s.run(batch, s.layer(**layer), save_kv_cache=False, **kwargs)  # layers that share a cache
+    assert serving.is_close(again, expected)
+
+
+@pytest.mark.parametrize(("lengths", "mode"), [(MIXED, "EXTEND"), (DECODE, "DECODE")])
+def test_layers_with_windows_have_a_pool_of_their_own(there: Any, lengths: Any, mode: str):
+    s = Serving(there, lengths, "window pool")
+    batch = s.batch(mode)
+    s.backend.init_forward_metadata(batch)
+    found = s.run(batch, s.layer(layer_id=1, sliding_window_size=8))
+    assert serving.is_close(found, s.requests.expected(window=(8, None)))
+    assert serving.is_close(s.run(batch, s.layer()), s.requests.expected())
+
+
+@pytest.mark.parametrize("order", ["rows", "window pool"])
+def test_a_replayed_graph_reads_the_lengths_and_pages_of_now(there: Any, order: str):
+    """Captured for six sequences of nothing; what the graph recorded of the preparation runs again."""
+    s, padded = Serving(there, DECODE, order), 2
+    s.backend.init_cuda_graph_state(8, 8)
+    now = s.batch("DECODE", padded)
+    static = s.batch("DECODE", padded)
+    static.seq_lens.fill_(s.backend.get_cuda_graph_seq_len_fill_value())
+    for x in (static.req_pool_indices, static.out_cache_loc):
+        x.zero_()
+    s.backend.init_forward_metadata_out_graph(static, in_capture=True)
+    s.backend.init_forward_metadata_in_graph(static)
+    captured = s.backend.forward_metadata
+    addresses = [x.data_ptr() for x in vars(captured).values() if isinstance(x, Tensor)]
+    for name in ("seq_lens", "req_pool_indices", "out_cache_loc"):
+        getattr(static, name).copy_(getattr(now, name))
+    s.backend.init_forward_metadata_out_graph(static)
+    s.backend.init_forward_metadata_in_graph(static)
+    assert s.backend.forward_metadata is captured
+    assert addresses == [x.data_ptr() for x in vars(captured).values() if isinstance(x, Tensor)]
+    layer = {"layer_id": 1, "sliding_window_size": 8} if order == "window pool" else {}
+    said = {"window": (8, None)} if layer else {}
+    assert serving.is_close(s.run(static, s.layer(**layer), padded), s.requests.expected(**said))
+
+
+@pytest.mark.parametrize("kind", ["ENCODER_ONLY", "DECODER_BIDIRECTIONAL"])
+def test_prompts_that_see_both_sides(there: Any, kind: str):
+    s = Serving(there, tuple((0, new) for _, new in MIXED))
+    batch, attn_type = s.batch("EXTEND"), there.radix.AttentionType[kind]
+    s.backend.init_forward_metadata(batch)
+    for window, said in ((-1, {}), (8, {"window": (8, 8)})):
+        found = s.run(batch, s.layer(attn_type=attn_type, sliding_window_size=window))
+        assert serving.is_close(found, s.requests.expected("none", **said))
+
+
+def test_nothing_asks_what_a_tensor_holds(there: Any):
+    """Fake tensors hold nothing: one look at a length would raise, and in a graph of CUDA it would, too."""
+    s = Serving(there, DECODE, "window pool")
+    s.backend.init_cuda_graph_state(4, 4)
+    batch, inputs, layer = s.batch("DECODE"), s.inputs(), s.layer(layer_id=1, sliding_window_size=8)
+    s.backend.init_forward_metadata_out_graph(batch, in_capture=True)
+    with FakeTensorMode() as mode:
+        for where in (
+            batch,
+            s.backend,
+            s.backend.forward_metadata,
+            s.backend.pool,
+            s.backend.pool.swa_kv_pool,
+        ):
+            for name, x in vars(where).items():
+                if isinstance(x, Tensor):
+                    setattr(where, name, mode.from_tensor(x))
+        s.backend.init_forward_metadata_in_graph(batch)
+        q, k, v = map(mode.from_tensor, inputs)
+        found = s.backend.forward(q, k, v, layer, batch, save_kv_cache=False, sinks=None, q_rope=None)
+        assert found.shape == inputs[0].shape
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"use_mla_backend": True}, "has no cache of latents"),
+        ({"page_size": 1}, "needs pages of a multiple of 16 rows, got --page-size 1"),
+        ({"kv_cache_dtype": torch.float8_e4m3fn}, "needs a cache in the model's dtype, float16 or bfloat16"),
+        ({"kv_cache_dtype": torch.float16}, "got float16 of a model in bfloat16"),
+        ({"spec_algorithm": SimpleNamespace(is_speculative=lambda: True)}, "has no speculative decoding"),
+        ({"kv_index_translator": SimpleNamespace(is_translating=True)}, "has no unified pool"),
+        (
+            {"model_config": SimpleNamespace(is_encoder_decoder=True, dtype=torch.bfloat16, head_dim=64)},
+            "has no cross attention",
+        ),
+        (
+            {"model_config": SimpleNamespace(is_encoder_decoder=False, dtype=torch.bfloat16, head_dim=320)},
+            "use head dims of at most 256",
+        ),
+    ],
+)
+def test_a_model_is_refused_with_the_reason(there: Any, changed: dict[str, Any], reason: str):
+    assert integration.create(runner()).needs_cpu_seq_lens is False
+    with pytest.raises(NotImplementedError, match=reason):
+        integration.create(runner(**changed))
+
+
+@pytest.mark.parametrize(
+    ("layer", "kwargs", "said"),
+    [
+        ({"is_cross_attention": True}, {}, "is_cross_attention"),
+        ({"use_irope": True}, {}, "use_irope"),
+        ({"logit_cap": 1.0, "logit_capping_method": "other"}, {}, "logit_capping_method"),
+        ({}, {"q_rope": torch.zeros(1), "return_lse": False}, "q_rope"),
+        ({}, {"return_lse": True, "k_rope": None}, "return_lse"),
+    ],
+)
+def test_a_layer_that_says_more_is_refused(there: Any, layer: Any, kwargs: Any, said: str):
+    s = Serving(there, DECODE)
+    batch = s.batch("DECODE")
+    s.backend.init_forward_metadata(batch)
+    with pytest.raises(NotImplementedError, match=f"does not know what {said} says in SGLang"):
+        s.run(batch, s.layer(**layer), **kwargs)
+
+
+def test_batches_of_other_kinds_are_refused(there: Any):
+    s = Serving(there, DECODE)
+    for begin in (s.backend.init_forward_metadata, s.backend.init_forward_metadata_out_graph):
+        with pytest.raises(NotImplementedError, match="of TARGET_VERIFY in SGLang"):
+            begin(s.batch("TARGET_VERIFY"))
+
+
+def test_deterministic_inference_is_batch_invariant(there: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(there.context.get_exec().deterministic, "enable_deterministic_inference", True)
+    s, asked = Serving(there, DECODE), []
+    monkeypatch.setattr(there.ours, "attend", lambda q, *_, **said: asked.append(said) or q)
+    batch = s.batch("DECODE")
+    s.backend.init_forward_metadata(batch)
+    s.run(batch, s.layer())
+    assert asked[0]["batch_invariant"] is True
+
+
+def test_parameters_are_sglangs_in_its_order(there: Any):
+    ours, base = there.ours.Backend, there.base.AttentionBackend
+    for name in {*vars(ours)} & {*vars(base)}:
+        if inspect.isfunction(theirs := getattr(base, name)) and name != "__init__":
+            own = list(inspect.signature(getattr(ours, name)).parameters)
+            assert own == list(inspect.signature(theirs).parameters), name
+    assert {"forward_extend", "forward_decode", "init_forward_metadata_in_graph"} <= {*vars(ours)}
+
+
+def test_the_plugin_adds_a_name(there: Any, monkeypatch: pytest.MonkeyPatch):
+    text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    (target,) = re.findall(r'\[project.entry-points."sglang.srt.plugins"\]\ncutlass_fmha = "(.*)"', text)
+    assert target == f"{integration.register.__module__}:{integration.register.__name__}"
+    for _ in range(2):
+        assert integration.register() == "cutlass_fmha"
+    assert there.choices.ATTENTION_BACKEND_CHOICES == ["cutlass_fmha"]
+    assert there.choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES == ["cutlass_fmha"]
+    made = there.registry.ATTENTION_BACKENDS["cutlass_fmha"](runner())
+    assert isinstance(made, there.base.AttentionBackend)
+    monkeypatch.setitem(sys.modules, "sglang.srt.arg_groups", None)
+    with pytest.raises(ImportError, match="needs SGLang 0.5.23 or newer"):
+        integration.register()
