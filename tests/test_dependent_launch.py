@@ -28,19 +28,15 @@ GLOBAL_ACCESSES = {"LD", "LDG", "LDGSTS", "ST", "STG", "ATOM", "ATOMG", "RED", "
 def rows_of(tmp_path: Path, *lines: str) -> subprocess.CompletedProcess[str]:
     """CMake's rows of some manifest lines, a "name: configuration" each, without compiling any."""
     (tmp_path / "manifest.cmake").write_text("\n".join(lines))
-    (tmp_path / "list.cmake").write_text(
-        "cmake_minimum_required(VERSION 3.26)\n"
-        "set(FMHA_SUPPORTED_ARCHITECTURES 89 90 120)\nset(FMHA_ARCHITECTURES 89 90 120)\n"
-        f'set(CUTLASS_FMHA_MANIFEST "{tmp_path}/manifest.cmake")\n'
-        f'include("{ROOT}/cmake/Instances.cmake")\nfmha_include_manifest()\n'
-        "get_property(names GLOBAL PROPERTY FMHA_ROW_NAMES)\n"
-        "foreach(name IN LISTS names)\n"
-        "  get_property(config GLOBAL PROPERTY FMHA_CONFIG_${name})\n"
-        '  string(REPLACE "\\n" "" config "${config}")\n'
-        '  message("${name}: ${config}")\nendforeach()\n'
+    return building.script(
+        tmp_path,
+        "set(FMHA_SUPPORTED_ARCHITECTURES 89 90 120)\nset(FMHA_ARCHITECTURES 89 90 120)",
+        f'set(CUTLASS_FMHA_MANIFEST "{tmp_path}/manifest.cmake")',
+        f'include("{ROOT}/cmake/Instances.cmake")\nfmha_include_manifest()',
+        "get_property(names GLOBAL PROPERTY FMHA_ROW_NAMES)\nforeach(name IN LISTS names)",
+        "  get_property(config GLOBAL PROPERTY FMHA_CONFIG_${name})",
+        '  string(REPLACE "\\n" "" config "${config}")\n  message("${name}: ${config}")\nendforeach()',
     )
-    command = [building.find_program("cmake"), "-P", str(tmp_path / "list.cmake")]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 FEW_QUERY = "64 16 32 4 4 2 1 true false ldg_16"

@@ -26,14 +26,15 @@ KIB = 1024
 
 def configure(tmp_path: Path, **cache: str) -> subprocess.CompletedProcess[str]:
     """The part of CMake's configuration that judges an emulation's options; prints what follows from them."""
-    settings = "\n".join(f'set({name} "{value}")' for name, value in cache.items())
-    (tmp_path / "options.cmake").write_text(
-        f'set(CUTLASS_FMHA_MMA_PASSES 1)\n{settings}\ninclude("{ROOT}/cmake/Architectures.cmake")\n'
-        "fmha_check_emulation()\nforeach(arch 89 90 120)\n  fmha_code_flags(${arch} flags)\n"
-        '  message("${arch}: ${flags}")\nendforeach()\nmessage("${FMHA_EMULATION_DEFINITIONS}")\n'
+    settings = (f'set({name} "{value}")' for name, value in {"CUTLASS_FMHA_MMA_PASSES": "1", **cache}.items())
+    return building.script(
+        tmp_path,
+        *settings,
+        f'include("{ROOT}/cmake/Architectures.cmake")\nfmha_check_emulation()',
+        "foreach(arch 89 90 120)",
+        'fmha_code_flags(${arch} flags)\nmessage("${arch}: ${flags}")\nendforeach()',
+        'message("${FMHA_EMULATION_DEFINITIONS}")',
     )
-    command = [building.find_program("cmake"), "-P", str(tmp_path / "options.cmake")]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("passes", ["0", "2", "-1", "03", "three", "1.5", ""])

@@ -22,10 +22,9 @@ FOLDERS = (
     "cmake",
     "build_backend",
     "benchmarks",
-    ".ci",
-    ".github",
     "examples",
 )
+FOLDERS += (".ci", ".github")
 GUIDES = [
     file for file in (ROOT / "docs").glob("*.md") if file.stem != "performance-log"
 ]  # that tells of the past

@@ -26,15 +26,6 @@ ROWS = {row.name: row for row in _C.rows() if row.family in tables.PLAIN and row
 ARCHS = {90, 120}
 
 
-def configure(tree: Path, **defines: str) -> subprocess.CompletedProcess[str]:
-    command = [building.find_program("cmake"), "-S", str(ROOT), "-B", str(tree), "-G", "Ninja"]
-    if pybind11 := building.pybind11_directory():
-        command.append(f"-Dpybind11_DIR={pybind11}")
-    defines = {"CMAKE_BUILD_TYPE": "Release", "Python_EXECUTABLE": sys.executable, **defines}
-    command += [f"-D{name}={value}" for name, value in defines.items()]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-
-
 # ---- the rows of this build --------------------------------------------------------------------------------
 
 
@@ -79,10 +70,9 @@ COLUMNS_OF_A_TILE = "64 64 64 4 1 2 2 true false"
 def test_sm_89_has_no_tma(archs: str, tmp_path: Path):
     manifest = tmp_path / "manifest.cmake"
     manifest.write_text(f'fmha_forward("{archs}" "bf16" {COLUMNS_OF_A_TILE} tma)\n')
-    done = configure(tmp_path / "tree", CUTLASS_FMHA_MANIFEST=str(manifest))
-    assert done.returncode != 0
-    words = " ".join((done.stdout + done.stderr).split())
-    assert "asks for fwd_sm89_bf16_d64_m64n64w4_tma, and sm_89 has no TMA" in words, words[-1000:]
+    words = "asks for fwd_sm89_bf16_d64_m64n64w4_tma, and sm_89 has no TMA"
+    with pytest.raises(building.BuildError, match=words):
+        building.Tree(tmp_path / "tree", {"CUTLASS_FMHA_MANIFEST": manifest}).configure()
     assert not list((tmp_path / "tree").glob("generated/*.cu")), "written before the manifest was checked"
 
 
@@ -97,17 +87,14 @@ def test_sm_89_has_no_tma(archs: str, tmp_path: Path):
     ],
 )
 def test_sm_120_is_compiled_as_what_has_tma(version: str, copy: str, target: str, tmp_path: Path):
-    script = tmp_path / "flags.cmake"
-    script.write_text(
-        "cmake_minimum_required(VERSION 3.26)\n"
-        f"include({ROOT}/cmake/Architectures.cmake)\ninclude({ROOT}/cmake/Instances.cmake)\n"
-        f"set(FMHA_NVCC_VERSION {version})\nset(FMHA_ARCHITECTURES 120)\n"
-        f'fmha_forward(120 "bf16" {COLUMNS_OF_A_TILE} {copy})\n'
-        'fmha_code_flags(120 found)\nmessage("${found}")\n'
-        'fmha_set_compiled_for()\nmessage("${FMHA_COMPILED_FOR_CXX}")\n'
+    done = building.script(
+        tmp_path,
+        f"include({ROOT}/cmake/Architectures.cmake)\ninclude({ROOT}/cmake/Instances.cmake)",
+        f"set(FMHA_NVCC_VERSION {version})\nset(FMHA_ARCHITECTURES 120)",
+        f'fmha_forward(120 "bf16" {COLUMNS_OF_A_TILE} {copy})',
+        'fmha_code_flags(120 found)\nmessage("${found}")',
+        'fmha_set_compiled_for()\nmessage("${FMHA_COMPILED_FOR_CXX}")',
     )
-    command = [building.find_program("cmake"), "-P", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
     flags, pairs = done.stderr.strip().split("\n")
     assert flags == f"-gencode=arch=compute_{target},code=sm_{target}"
     assert pairs == f'{{120, "{target}"}}'

@@ -18,7 +18,7 @@ import gpu as launches
 import pytest
 import torch
 import tune
-from building import ROOT, find_program
+from building import ROOT, script
 from cubin import Kernel
 from fake_build import make_build
 from fake_kernels import FakeKernels, _at
@@ -233,18 +233,16 @@ def test_cmake_reads_a_scratch_manifest_as_it_was_meant(tmp_path: Path):
     """CMake's own idea of a scratch manifest's rows: names and files, without compiling any."""
     same_name = (LARGE, replace(LARGE, stages=1))
     (tmp_path / "scratch.cmake").write_text(build.scratch(dict.fromkeys(same_name, BOTH), 90))
-    (tmp_path / "list.cmake").write_text(
-        "cmake_minimum_required(VERSION 3.26)\n"
-        "set(FMHA_SUPPORTED_ARCHITECTURES 89 90 120)\nset(FMHA_ARCHITECTURES 90)\n"
-        f'set(CUTLASS_FMHA_MANIFEST "{tmp_path}/scratch.cmake")\n'
-        f'include("{ROOT}/cmake/Instances.cmake")\nfmha_include_manifest()\n'
-        + "".join(
-            f'get_property(rows GLOBAL PROPERTY FMHA_ROWS_sm90_d64_{c.tag})\nmessage("${{rows}}")\n'
+    done = script(
+        tmp_path,
+        "set(FMHA_SUPPORTED_ARCHITECTURES 89 90 120)\nset(FMHA_ARCHITECTURES 90)",
+        f'set(CUTLASS_FMHA_MANIFEST "{tmp_path}/scratch.cmake")',
+        f'include("{ROOT}/cmake/Instances.cmake")\nfmha_include_manifest()',
+        *(
+            f'get_property(rows GLOBAL PROPERTY FMHA_ROWS_sm90_d64_{c.tag})\nmessage("${{rows}}")'
             for c in same_name
-        )
+        ),
     )
-    command = [find_program("cmake"), "-P", str(tmp_path / "list.cmake")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
     names = [f"fwd_sm90_{dtype}_d64_m256n64w8_{c.tag}" for c in same_name for dtype in ("bf16", "f16")]
     assert done.stderr.replace(";", "\n").split() == names
 

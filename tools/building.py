@@ -84,6 +84,14 @@ def interrupts_later() -> Iterator[None]:
             signal.raise_signal(signal.SIGINT)
 
 
+def script(directory: Path, *lines: str) -> subprocess.CompletedProcess[str]:
+    """What CMake says to a script of these lines, without a tree; its messages are on stderr."""
+    file = directory / "script.cmake"
+    file.write_text("\n".join(("cmake_minimum_required(VERSION 3.26)", *lines)))
+    command = [find_program("cmake"), "-P", str(file)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
 @dataclass(frozen=True)
 class Tree:
     """A build directory and what is built there. ``variables``: CMake's; a list is joined by semicolons."""
