@@ -9,6 +9,8 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.utils import dlpack
 
+from cutlass_fmha.arguments.results import RESULTS
+
 
 class Array(Protocol):
     """What NumPy, CuPy and JAX have: https://dmlc.github.io/dlpack/latest/python_spec.html."""
@@ -32,6 +34,8 @@ def through(function: Callable[..., Any], q: Any, k: Any, v: Any, keywords: Mapp
     its own stream wait when it takes the result. Raises TypeError for what can't be shared.
     """
     from_dlpack = _from_dlpack(q)
+    if to := [name for name in RESULTS if keywords.get(name) is not None]:
+        raise TypeError(f"{to[0]} is not taken where q is a {_name(q)}: its library gets a new array")
     said = {name: tensors(name, value) for name, value in keywords.items()}
     given = {name: tensors(name, value) for name, value in (("q", q), ("k", k), ("v", v))}
     for name, value in {**given, **said}.items():

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from cutlass_fmha import arrays, autocast, private_torch
-from cutlass_fmha.arguments import check, check_features
+from cutlass_fmha.arguments import check, check_features, results
 from cutlass_fmha.arguments.op_arguments import op_arguments
+from cutlass_fmha.arguments.results import OUT, RESULTS
 from cutlass_fmha.arguments.signature import lists_features, refuse_positions
 from cutlass_fmha.dispatch.describe import Names
 from cutlass_fmha.features import Features
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from cutlass_fmha.arrays import Array
-    from cutlass_fmha.features import FeatureArguments
+    from cutlass_fmha.features import CallArguments
 
 
 @overload
@@ -36,7 +37,7 @@ def attention(
     return_lse: Literal[False] = ...,
     layout: str = ...,
     row: str | None = ...,
-    **features: Unpack[FeatureArguments],
+    **features: Unpack[CallArguments],
 ) -> Tensor: ...
 @overload
 def attention(
@@ -49,7 +50,7 @@ def attention(
     return_lse: Literal[True],
     layout: str = ...,
     row: str | None = ...,
-    **features: Unpack[FeatureArguments],
+    **features: Unpack[CallArguments],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention(
@@ -76,7 +77,7 @@ def attention(
     return_lse: bool = False,
     layout: str = "bshd",
     row: str | None = None,
-    **features: Unpack[FeatureArguments],
+    **features: Unpack[CallArguments],
 ) -> Tensor | tuple[Tensor, Tensor | None]:
     """Exact attention, ``softmax(scale * q @ k^T + ...) @ v``, in one kernel (FlashAttention-2, Dao 2023).
 
@@ -126,15 +127,19 @@ def attention(
         page_table: [batch, pages]: k and v are pages, [pages, page size, num_heads_kv, head_dim], and a row
             of the table names those of a sequence. A page has a multiple of 16 keys.
         cache_batch_idx: [batch]: which batch entry of k and v is a sequence's.
+    Results:
+        out: of the output's shape, dtype and device, any strides with a contiguous last dimension: it is
+            written to and returned. It shares no memory with another tensor of the call.
+        lse: float32, contiguous: the same for the LSE, with ``return_lse``.
     Work:
         num_splits: how many parts the keys are divided into, 1 to 64; chosen when None.
         batch_invariant: a sequence's result has the same bits in every batch.
         deterministic: gradients have the same bits each time.
 
     Returns:
-        The output, a new tensor of q's shape (with v's head_dim), dtype and layout. With ``return_lse`` a
-        pair of it and the natural-log LSE, float32 [batch, num_heads, seqlen_q]. A query that sees no key has
-        output 0 and LSE -inf (with a sink, that one).
+        The output, a new tensor or ``out``, of q's shape (with v's head_dim), dtype and layout. With
+        ``return_lse`` a pair of it and the natural-log LSE, float32 [batch, num_heads, seqlen_q]. A query
+        that sees no key has output 0 and LSE -inf (with a sink, that one).
 
     Raises:
         TypeError, ValueError: an argument is not what is described above, or two exclude each other; the
@@ -142,6 +147,7 @@ def attention(
         UnsupportedError: no kernel of this build runs the problem on the device; the message says what to
             change and why the nearest rows don't.
         NotImplementedError: a gradient is wanted of a call that has none (docs/attention.md, "Gradients").
+            One with out or lse has none.
     """
     if rest:
         refuse_positions("attention", "q, k and v", 3 + len(rest))
@@ -157,7 +163,7 @@ def attention(
     said: Mapping[str, Any] = features
     if private_torch.any_autocast_enabled():
         q, k, v, said = autocast.operands(q, k, v, features)
-    arguments = op_arguments(q, said, "q") if said else NOTHING
+    arguments = op_arguments(q, said, "q", RESULTS if return_lse else OUT) if said else NOTHING
     found = _call(q, k, v, scale, causal, return_lse, layout, row, ("q", "k", "v"), arguments)
     return found if return_lse else found[0]
 
@@ -171,6 +177,8 @@ def scaled_dot_product_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """``torch.nn.functional.scaled_dot_product_attention`` with its signature and semantics, where supported.
 
@@ -184,10 +192,12 @@ def scaled_dot_product_attention(
         is_causal: key j is visible to query i when j <= i, also when the lengths differ ("top-left").
         scale: 1/sqrt(head_dim) when None.
         enable_gqa: key and value may have fewer heads, a divisor of query's.
+        out: where the output is written to, which is returned; as ``attention``, but that leading dimensions
+            beyond the batch must lie in memory as one. torch has no such argument.
 
     Returns:
-        The output, [..., num_heads, seqlen_q, head_dim of value]. A query that sees no key, or only scores of
-        -inf, has output 0.
+        The output, a new tensor or ``out``, [..., num_heads, seqlen_q, head_dim of value]. A query that sees
+        no key, or only scores of -inf, has output 0.
 
     Raises:
         NotImplementedError, TypeError, ValueError, UnsupportedError: as ``attention``; ValueError also for
@@ -199,7 +209,7 @@ def scaled_dot_product_attention(
     if private_torch.any_autocast_enabled():
         query, key, value, said = autocast.operands(query, key, value, {"bias": attn_mask})
         attn_mask = said["bias"]
-    plain = attn_mask is None and dropout_p == 0.0
+    plain = attn_mask is None and dropout_p == 0.0 and out is None
     layout = "sdpa" if enable_gqa is False else "sdpa, gqa" if enable_gqa is True else "bhsd"
     if (
         plain
@@ -228,7 +238,9 @@ def scaled_dot_product_attention(
         layout, (query, key, value) = "bhsd", rows
     arguments: Mapping[str, Any] = NOTHING
     if not plain:
-        features: FeatureArguments = {"dropout_p": dropout_p}
+        features: CallArguments = {"dropout_p": dropout_p}
+        if out is not None:
+            features["out"] = _four_dims(out, query, value, lead)
         if attn_mask is not None:
             if is_causal:
                 raise ValueError(
@@ -238,8 +250,10 @@ def scaled_dot_product_attention(
             leading = query.shape[:2] if lead is None else lead
             scores = _of_scores(attn_mask, query.dtype, (*leading, query.shape[2], key.shape[2]))
             features["mask" if scores.dtype == torch.bool else "bias"] = scores
-        arguments = op_arguments(query, features)
+        arguments = op_arguments(query, features, results=OUT)
     output = _call(query, key, value, scale, causal, False, layout, None, check.NAMES, arguments)[0]
+    if out is not None:
+        return out
     return output if lead is None else output.reshape(*lead, *output.shape[-2:])
 
 
@@ -261,7 +275,8 @@ def attend_cache(
             return attend_cache(q, k_cache, v_cache, scale, causal, return_lse, row, cast)
     names = ("q", "k_cache", "v_cache")
     rest = (scale, check.causal_name(causal), check.flag("return_lse", return_lse), "bshd", row, names)
-    return _call(q, k_cache, v_cache, *rest, op_arguments(q, features, "q"))
+    arguments = op_arguments(q, features, "q", RESULTS if return_lse else OUT)
+    return _call(q, k_cache, v_cache, *rest, arguments)
 
 
 def _call(
@@ -327,6 +342,9 @@ def _dispatch(
         check.check_dims((q, k, v), layout, names)  # before they are transposed; the rest comes later
     if layout == "bhsd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    given = {name: arguments[name] for name in RESULTS if name in arguments}
+    if given:
+        return _dispatch_into(given, q, k, v, scale, causal, return_lse, layout, row, names, arguments)
     if not short and not compiling:
         check_features.check_features((q, k, v), Features(**arguments), names)
     scale = float(q.shape[-1]) ** -0.5 if scale is None else scale
@@ -337,6 +355,43 @@ def _dispatch(
             scale, arguments = _numbers_that_change(scale, arguments)
         output, lse = torch.ops.cutlass_fmha.attend(q, k, v, scale, causal, return_lse, row, **arguments)
     return (output.transpose(1, 2) if layout == "bhsd" else output), lse
+
+
+def _dispatch_into(
+    given: Mapping[str, Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    causal: str,
+    return_lse: bool,
+    layout: str,
+    row: str | None,
+    names: Names,
+    arguments: Mapping[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """The rest of ``_dispatch`` where there is something to write to. The layout is ``given``'s alone."""
+    if type(q).__name__ == "DTensor":
+        raise NotImplementedError("out and lse are not taken with DTensors: leave them out")
+    said: Mapping[str, Any] = {name: x for name, x in arguments.items() if name not in given}
+    compiling, out, lse = torch.compiler.is_compiling(), given.get("out"), given.get("lse")
+    if not compiling or out is None or (lse is None and return_lse):
+        sizes = check_features.check_features((q, k, v), Features(**said), names)
+        if not compiling:
+            results.check_results(given, sizes, layout, (names[0], q))
+            tensors = {name: x for name, x in said.items() if isinstance(x, Tensor)}
+            results.check_apart_before(given, dict(zip(names, (q, k, v), strict=True)) | tensors)
+        if out is None:
+            out = q.new_empty(sizes.out_shape)
+            out = out.transpose(1, 2) if layout == "bhsd" else out
+        if lse is None and return_lse:
+            lse = q.new_empty(sizes.lse_shape, dtype=torch.float32)
+    scale = float(q.shape[-1]) ** -0.5 if scale is None else scale
+    if compiling:
+        scale, said = _numbers_that_change(scale, said)
+    to = out.transpose(1, 2) if layout == "bhsd" else out
+    torch.ops.cutlass_fmha.attend_out(q, k, v, to, lse, scale, causal, row, **said)
+    return out, lse
 
 
 def _numbers_that_change(scale: float, arguments: Mapping[str, Any]) -> tuple[float, Mapping[str, Any]]:
@@ -387,6 +442,22 @@ def _broadcast(
         expanded = [tensor.unsqueeze(0) for tensor in expanded]
     q, k, v = (tensor.flatten(0, tensor.dim() - 4) for tensor in expanded)
     return (*lead, query.shape[-3]) if enable_gqa else tuple(lead), (q, k, v)
+
+
+def _four_dims(out: Tensor, query: Tensor, value: Tensor, lead: tuple[int, ...] | None) -> Tensor:
+    """``scaled_dot_product_attention``'s ``out`` as [batch, num_heads, seqlen_q, head_dim], a view of it."""
+    check.check_tensor("out", out)
+    if lead is None:
+        return out
+    shape = (*lead, query.shape[-2], value.shape[-1])
+    if tuple(out.shape) != shape:
+        raise ValueError(f"out must have shape {shape}, got {tuple(out.shape)}")
+    try:
+        return out.view(*query.shape[:-1], value.shape[-1])
+    except RuntimeError:
+        raise ValueError(
+            f"out must have leading dimensions that lie in memory as one, got strides {tuple(out.stride())}"
+        ) from None
 
 
 def _of_scores(attn_mask: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

@@ -14,12 +14,20 @@ import torch
 from torch import Tensor
 
 from cutlass_fmha import autocast, private_torch
-from cutlass_fmha.arguments import check, tensors
+from cutlass_fmha.arguments import check, results, tensors
 from cutlass_fmha.arguments.signature import lists_features, refuse_name
 from cutlass_fmha.attention import attention
 
 
-def merge_states(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+def merge_states(
+    o_a: Tensor,
+    lse_a: Tensor,
+    o_b: Tensor,
+    lse_b: Tensor,
+    *,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """The state over two sets of keys, from those over each: ``softmax([s_a, s_b]) @ [v_a; v_b]``.
 
     Args:
@@ -28,19 +36,29 @@ def merge_states(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tupl
             dimension.
         lse_a, lse_b: float32 [batch, num_heads, seqlen_q] or [num_heads, total_q], any strides: natural logs,
             as ``attention`` returns them.
+        out, lse: of o_a's and lse_a's shape and dtype, contiguous in their last dimension: written to and
+            returned. They share no memory with another tensor of the call.
 
     Returns:
-        The merged output, contiguous, of o_a's shape and dtype, computed in float32 and rounded once, and its
-        LSE. A side whose LSE is -inf saw no key: the other one's bits are passed on. Where both are, the
-        output is 0 and the LSE -inf. An LSE of +inf outweighs every finite one; two of them weigh the same.
+        The merged output, ``out`` or contiguous, of o_a's shape and dtype, computed in float32 and rounded
+        once, and its LSE. A side whose LSE is -inf saw no key: the other one's bits are passed on. Where both
+        are, the output is 0 and the LSE -inf. An LSE of +inf outweighs every finite one; two of them weigh
+        the same.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit; the sentence says which.
         NotImplementedError: an input requires a gradient.
     """
-    check.check_tensors_given({"o_a": o_a, "lse_a": lse_a, "o_b": o_b, "lse_b": lse_b})
-    output, lse = torch.ops.cutlass_fmha.merge_states(o_a, lse_a, o_b, lse_b)
-    return output, lse
+    check.check_tensors_given(
+        {"o_a": o_a, "lse_a": lse_a, "o_b": o_b, "lse_b": lse_b}, {"out": out, "lse": lse}
+    )
+    if out is None and lse is None:
+        output, softmax_lse = torch.ops.cutlass_fmha.merge_states(o_a, lse_a, o_b, lse_b)
+        return output, softmax_lse
+    out = o_a.new_empty(o_a.shape) if out is None else out
+    lse = lse_a.new_empty(lse_a.shape) if lse is None else lse
+    torch.ops.cutlass_fmha.merge_states_out(o_a, lse_a, o_b, lse_b, out, lse)
+    return out, lse
 
 
 @lists_features
@@ -66,6 +84,8 @@ def cascade_attention(
     num_splits: int | None = None,
     batch_invariant: bool = False,
     return_lse: bool = False,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
     **unknown: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over keys that all sequences of a batch share, such as a system prompt, and over their own.
@@ -84,6 +104,7 @@ def cascade_attention(
             cache_batch_idx: as ``attention``, of the own keys. Windows and ALiBi, which count keys across
             both parts, are not taken.
         return_lse: also return the LSE over all keys.
+        out, lse: as ``attention``, but that lse may have any strides with a contiguous last dimension.
 
     Returns:
         As ``attention`` over both. Either part may be empty: the other's result is passed on bit for bit.
@@ -94,6 +115,9 @@ def cascade_attention(
     if unknown:
         refuse_name("cascade_attention", min(unknown))
     check.flag("return_lse", return_lse)
+    check.check_tensors_given({}, {"out": out, "lse": lse})
+    if lse is not None and not return_lse:
+        raise TypeError(results.LSE_ALONE)
     axes = "batch, seqlen_q, num_heads, head_dim" if cu_seqlens_q is None else "total_q, num_heads, head_dim"
     tensors.check_dims("q", q, axes)
     for name, tensor in (("k_shared", k_shared), ("v_shared", v_shared)):
@@ -122,10 +146,10 @@ def cascade_attention(
         q, k, v, said = autocast.operands(q, k, v, own)
         k_shared, v_shared = autocast.cast(k_shared, q.dtype), autocast.cast(v_shared, q.dtype)
         with autocast.off(q.device.type):
-            output, lse = _both_parts(q, k_shared, v_shared, k, v, both, said)
+            output, softmax_lse = _both_parts(q, k_shared, v_shared, k, v, both, said, (out, lse))
     else:
-        output, lse = _both_parts(q, k_shared, v_shared, k, v, both, own)
-    return (output, lse) if return_lse else output
+        output, softmax_lse = _both_parts(q, k_shared, v_shared, k, v, both, own, (out, lse))
+    return (output, softmax_lse) if return_lse else output
 
 
 def _both_parts(
@@ -136,8 +160,10 @@ def _both_parts(
     v: Tensor,
     both: Mapping[str, Any],
     own: Mapping[str, Any],
+    to: tuple[Tensor | None, Tensor | None],
 ) -> tuple[Tensor, Tensor]:
-    """The merged state. ``both`` and ``own``: what ``attention`` is told of both parts, of the own one."""
+    """The merged state. ``both`` and ``own``: what ``attention`` is told of both parts, of the own one;
+    ``to``: out and lse."""
     rows = q.reshape(1, math.prod(q.shape[:-2]), *q.shape[-2:])
     shared, shared_lse = attention(rows, k_shared.unsqueeze(0), v_shared.unsqueeze(0), **both)
     found, found_lse = attention(q, k, v, **own, **both)
@@ -145,4 +171,4 @@ def _both_parts(
     shared_lse = shared_lse.view(q.shape[-2], *q.shape[:-2])
     if q.dim() == 4:
         shared_lse = shared_lse.transpose(0, 1)
-    return merge_states(shared.view(found.shape), shared_lse, found, found_lse)
+    return merge_states(shared.view(found.shape), shared_lse, found, found_lse, out=to[0], lse=to[1])

@@ -134,3 +134,10 @@ class FeatureArguments(TypedDict, total=False):
     num_splits: int | None
     batch_invariant: bool | None
     deterministic: bool | None
+
+
+class CallArguments(FeatureArguments, total=False):
+    """Those, and the tensors that ``attention`` writes its results to."""
+
+    out: Tensor | None
+    lse: Tensor | None

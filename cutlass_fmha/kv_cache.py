@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cutlass_fmha.arguments import check, check_features, tensors
+from cutlass_fmha.arguments import check, check_features, results, tensors
 from cutlass_fmha.arguments.op_arguments import window_sides
 from cutlass_fmha.arguments.signature import lists_features, refuse_name
 from cutlass_fmha.attention import attend_cache
@@ -44,6 +44,8 @@ def with_kv_cache(
     batch_invariant: bool = False,
     return_lse: bool = False,
     row: str | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
     **unknown: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over the keys and values in a cache, after new ones were appended: decoding, or a prompt.
@@ -75,7 +77,7 @@ def with_kv_cache(
         causal, window: as ``attention``. With one of them query i is rotated to the position of new key i,
             otherwise every query to that of the first one.
         scale, mask, bias, prefix_lengths, softcap, alibi_slopes, sinks, num_splits, batch_invariant,
-            return_lse, row: as ``attention``.
+            return_lse, row, out, lse: as ``attention``.
 
     Returns:
         As ``attention``. Under torch.autocast the cache is not cast: q, k and v are, to its dtype.
@@ -142,6 +144,8 @@ def with_kv_cache(
     if k is not None and rotary_cos is not None and first is not None and not isinstance(first, Tensor):
         rows = min(1, q.shape[0]) if packed else max(k.shape[1], q.shape[1] if advance_query else 0)
         check_positions(rotary_cos, first, rows)
+    if out is not None or lse is not None:
+        _check_results(q, k_cache, v_cache, {"k": k, "v": v}, out, lse)
     if k is not None and v is not None:
         if cache_seqlens is None:
             raise ValueError("k and v are appended behind cache_seqlens rows, and cache_seqlens is None")
@@ -184,9 +188,32 @@ def with_kv_cache(
         "max_seqlen_k": max_seqlen_k,
         "num_splits": num_splits,
         "batch_invariant": batch_invariant,
+        "out": out,
+        "lse": lse,
     }
-    output, lse = attend_cache(q, k_cache, v_cache, scale, causal, return_lse, row, call)
-    return output if lse is None or not return_lse else (output, lse)
+    output, softmax_lse = attend_cache(q, k_cache, v_cache, scale, causal, return_lse, row, call)
+    return output if softmax_lse is None or not return_lse else (output, softmax_lse)
+
+
+def _check_results(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    new: dict[str, Tensor | None],
+    out: Tensor | None,
+    lse: Tensor | None,
+) -> None:
+    """What ``attention`` asks of ``out`` and ``lse``, before the cache is written to."""
+    check.check_tensors_given({}, {"out": out, "lse": lse})
+    *batch, seqlen, heads, _ = q.shape
+    if out is not None:
+        shape = (*q.shape[:-1], v_cache.shape[-1])
+        results.check_result("out", out, shape, k_cache.dtype, ("q", q))
+    if lse is not None:
+        results.check_lse(lse, (*batch, heads, seqlen), ("q", q))
+    results.check_apart_before(
+        {"out": out, "lse": lse}, {"q": q, "k_cache": k_cache, "v_cache": v_cache, **new}
+    )
 
 
 def _is_limited(window: tuple[int | None, int | None] | None) -> bool:

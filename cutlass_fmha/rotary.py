@@ -17,6 +17,7 @@ def rotary(
     *,
     interleaved: bool = False,
     cu_seqlens: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Rotates queries or keys: the pair (a, b) number r becomes (a cos - b sin, a sin + b cos).
 
@@ -32,11 +33,13 @@ def rotary(
         interleaved: pairs are elements 2r and 2r + 1; otherwise r and r + rotary_dim / 2.
         cu_seqlens: int32 [batch + 1], where the sequences of a packed x begin. Rows of none are undefined in
             the output.
+        out: of x's shape and dtype, contiguous in its last dimension: written to and returned. It shares no
+            memory with another tensor of the call, x included.
 
     Returns:
-        A new contiguous tensor, computed in float32 and rounded once. The host does not read ``positions`` on
-        a GPU: a row whose position cos and sin do not have becomes NaN as far as it is rotated, and nothing
-        outside of them is read.
+        ``out``, or a new contiguous tensor, computed in float32 and rounded once. The host does not read
+        ``positions`` on a GPU: a row whose position cos and sin do not have becomes NaN as far as it is
+        rotated, and nothing outside of them is read.
 
     Raises:
         TypeError: an argument is of another type.
@@ -44,7 +47,7 @@ def rotary(
             int or a tensor on the CPU, and cos and sin do not have; the sentence says which.
         NotImplementedError: an input requires a gradient.
     """
-    check.check_tensors_given({"x": x, "cos": cos, "sin": sin}, {"cu_seqlens": cu_seqlens})
+    check.check_tensors_given({"x": x, "cos": cos, "sin": sin}, {"cu_seqlens": cu_seqlens, "out": out})
     check.flag("interleaved", interleaved)
     if cu_seqlens is not None:
         check_features.check_vector("cu_seqlens", cu_seqlens, None)
@@ -55,6 +58,11 @@ def rotary(
         sequences = sequences_of(x, cu_seqlens)
         first, positions = positions, tensors.vector_of("positions", positions, sequences, x.device)
         check_positions(cos, first, x.shape[1] if cu_seqlens is None else min(1, x.shape[0]))
+    if out is not None:
+        torch.ops.cutlass_fmha.rotary_out(
+            x, cos, sin, positions, out, interleaved=interleaved, cu_seqlens=cu_seqlens
+        )
+        return out
     output: Tensor = torch.ops.cutlass_fmha.rotary(
         x, cos, sin, positions, interleaved=interleaved, cu_seqlens=cu_seqlens
     )

@@ -114,7 +114,9 @@ def test_the_signature_is_torchs():
         ("is_causal", False),
         ("scale", None),
         ("enable_gqa", False),
+        ("out", None),  # ours alone
     ]
+    assert ours["out"].kind == inspect.Parameter.KEYWORD_ONLY
 
 
 SHAPES = {

@@ -51,6 +51,8 @@ TURNED = {"rotary_cos": SHORT_COS, "rotary_sin": SHORT_COS}
 NEW = torch.randn(BATCH, 2, HEADS_KV, DIM)
 PACKED_NEW = NEW.flatten(0, 1)
 LSE = torch.zeros(BATCH, HEADS, SEQLEN_Q)
+OUT = torch.zeros_like(Q)
+SIDE_BY_SIDE = torch.zeros(2, 3, 2, 4, 5, 16).transpose(0, 1)
 
 OPS = torch.ops.cutlass_fmha
 CACHES = {"k_cache": K, "v_cache": V}
@@ -99,6 +101,8 @@ Refusals = dict[tuple[str, type[Exception]], list[tuple[dict[str, Any], str]]]
 REFUSED: Refusals = {
     ("attention", TypeError): [
         ({"q": 3}, "q must be a torch.Tensor, got int"),
+        ({"out": 3}, "out must be a torch.Tensor or None, got int"),
+        ({"lse": LSE}, "lse is only taken with return_lse=True"),
         ({"k": None}, "k must be a torch.Tensor, got NoneType"),
         ({"v": [1.0]}, "v must be a torch.Tensor, got list"),
         ({"scale": "1"}, "scale must be a float or None, got str"),
@@ -127,6 +131,30 @@ REFUSED: Refusals = {
         ({"return_lse": 1}, "return_lse must be a bool, got int"),
     ],
     ("attention", ValueError): [
+        ({"out": OUT.half()}, "out must be float32, as the result is, got float16"),
+        ({"out": OUT[:1]}, r"out must have shape \(2, 6, 4, 16\), got \(1, 6, 4, 16\)"),
+        (
+            {"out": OUT, "layout": "bhsd", "q": Q.mT.mT, "k": Q, "v": Q[..., :8]},
+            r"out must have shape \(2, 6, 4, 8",
+        ),
+        (
+            {"out": torch.zeros(2, 6, 16, 4).mT},
+            "out must be contiguous in its last .* a stride of 4 there",
+        ),
+        (
+            {"out": OUT[:, :1].expand(OUT.shape)},
+            r"out .* neither be expanded .* strides \(384, 0, 16, 1",
+        ),
+        (
+            {"out": OUT.as_strided(Q.shape, (64, 64, 16, 1))},
+            "out is written to, .* that share memory",
+        ),
+        ({"lse": LSE.double(), "return_lse": True}, "lse must be float32, as the result is, got float64"),
+        ({"lse": LSE.mT, "return_lse": True}, r"lse must have shape \(2, 4, 6\), got \(2, 6, 4\)"),
+        (
+            {"lse": torch.zeros(2, 4, 7)[..., :6], "return_lse": True, "softcap": 1.0},
+            r"lse must be contiguous, got strides \(28, 7, 1\)",
+        ),
         ({"q": Q[0]}, r"q must have 4 dimensions, \[batch, .* num_heads, head_dim\], got shape \(6, 4, 16\)"),
         ({"k": K[0], "layout": "bhsd"}, r"k must have 4 dimensions, \[batch, num_heads, seqlen, head_dim\]"),
         ({"k": K.half()}, "k must have q's dtype float32, got float16"),
@@ -231,6 +259,12 @@ REFUSED: Refusals = {
         ({"softmax_scale": 1.0}, "softmax_scale"),
     ],
     ("sdpa", ValueError): [
+        ({"out": S[0]}, r"out must have shape \(2, 4, 5, 16\), got \(4, 5, 16\)"),
+        ({"query": SIDE_BY_SIDE, "out": S}, r"out must have shape \(3, 2, 2, 4, 5, 16\), got \(2, 4, 5, 16"),
+        (
+            {"query": SIDE_BY_SIDE, "out": SIDE_BY_SIDE},
+            "out .* leading .* in memory as one, got strides",
+        ),
         ({"attn_mask": torch.zeros(5, 5, dtype=torch.float16)}, "attn_mask must be .* float32, got float16"),
         ({"attn_mask": torch.zeros(2, 1, 4, 5)}, r"attn_mask must be .* 5, 5\), .* got shape \(2, 1, 4, 5\)"),
         ({"attn_mask": torch.zeros(1, 1, 1, 5, 5)}, r"attn_mask must .* 5\), .* got shape \(1, 1, 1, 5, 5\)"),
@@ -307,6 +341,8 @@ REFUSED: Refusals = {
         ({**TURNED, "page_table": [1]}, "page_table must be a torch.Tensor or None, got list"),
     ],
     ("append", ValueError): [
+        ({"out": OUT.half()}, "out must be float32, as the result is, got float16"),
+        ({"lse": LSE[:1], "return_lse": True}, r"lse must have shape \(2, 4, 6\), got \(1, 4, 6\)"),
         ({"cache_seqlens": 2**70}, "cache_seqlens must"),
         ({"cache_seqlens": 9}, "cache_seqlens must leave room for 2 new rows"),
         ({"cache_seqlens": torch.tensor([3, 3])}, "cache_seqlens must be int32, got int64"),
@@ -358,11 +394,14 @@ REFUSED: Refusals = {
         ({"q": Q[0]}, "q must have 4 dimensions"),
     ],
     ("cascade", ValueError): [
+        ({"out": OUT.half()}, "out must be float32, as the result is, got float16"),
         ({"k_shared": K}, r"k_shared must have 3 dimensions, \[seqlen_shared, num_heads_kv, head_dim\]"),
         ({"q": Q[0]}, "q must have 4 dimensions"),
         ({"causal": 1}, "causal must be"),
     ],
     ("merge_states", ValueError): [
+        ({"out": OUT[..., :8]}, r"out must have shape \(2, 6, 4, 16\), got \(2, 6, 4, 8\)"),
+        ({"lse": LSE.mT.contiguous().mT}, "lse must be contiguous in its last dimension, got a stride of 4"),
         ({"o_a": torch.tensor(1.0)}, r"o_a must have shape .* got \(\)"),
         ({"o_b": Q.half()}, "o_b must have o_a's dtype float32, got float16"),
         ({"lse_a": LSE.double()}, "lse_a must be float32, got float64"),
@@ -374,6 +413,7 @@ REFUSED: Refusals = {
         ({"o_a": Q.repeat(1, 1, 1, 2)[..., ::2]}, "o_a must be contiguous in its last .* stride of 2"),
     ],
     ("rotary", ValueError): [
+        ({"out": OUT.half()}, "out must be float32, as the result is, got float16"),
         ({"positions": 99}, "rotary_cos has positions 0 to 11, and a row has position 104"),
         ({"x": Q[0]}, "x must have 4 dimensions"),
         ({"x": Q.int()}, "x must be float16 or"),
@@ -417,6 +457,7 @@ REFUSED: Refusals = {
         ({"sinks": torch.ones(4).half()}, "sinks must be float32, got float16"),
     ],
     ("explain", TypeError): [
+        ({"out": OUT}, "out is where a call writes to, which is none of its problem: leave it out"),
         ({"features": ("bias",)}, "features and head_dim_v describe a shape"),
         ({"shape": (1, 2, 3, 4)}, "explain takes tensors or a shape, got both"),
         ({"q": ...}, "explain needs q, k and v, or a shape"),
@@ -534,8 +575,17 @@ REFUSED_ON_CPU: Refusals = {
     ],
     ("with_kv_cache", UnsupportedError): [({"row": "fwd"}, "row fwd is a CUDA kernel")],
     ("backward", ValueError): [({"dlse": LSE.to("meta")}, "dlse must be on query's device cpu, got meta")],
-    ("merge_states", ValueError): [({"lse_b": LSE.to("meta")}, "lse_b must be on o_a's device cpu, got")],
+    ("merge_states", ValueError): [
+        ({"lse_b": LSE.to("meta")}, "lse_b must be on o_a's device cpu, got"),
+        ({"out": Q}, "out must not share memory with o_a, which is read or written in the same call"),
+        ({"out": OUT, "lse": OUT.flatten()[:48].view(LSE.shape)}, "lse must not share memory with out"),
+    ],
+    ("append", ValueError): [
+        ({"out": Q}, "out must not share memory with q, which"),
+        ({"q": torch.zeros(2, 4, 4, 16), "out": K[:, :8].view(2, 4, 4, 16)}, "out .* with k_cache"),
+    ],
     ("rotary", ValueError): [
+        ({"out": Q}, "out must not share memory with x, which is read or written in the same call"),
         ({"positions": ints(0, 99)}, "rotary_cos has positions 0 to 11, and a row has position 104"),
         ({"positions": ints(0, -1)}, "rotary_cos has positions 0 to 11, and a row has position -1"),
     ],
@@ -587,7 +637,7 @@ STRANGE = [
 ]
 #: Whose contents are not shown.
 NO_ARRAYS = {
-    "attention": "k bias return_lse scale window",
+    "attention": "k bias return_lse scale window out",
     "append": "v cache_seqlens page_table rotary_cos",
     "cascade": "q",
     "merge_states": "o_b",
@@ -684,7 +734,7 @@ def test_what_has_no_shape_is_refused_past_the_dispatcher(tensor: torch.Tensor, 
 
 def test_signatures_list_the_features():
     listed = inspect.signature(attention).parameters
-    said = set(features.FeatureArguments.__annotations__)
+    said = set(features.CallArguments.__annotations__)
     assert set(listed) == {"q", "k", "v", "scale", "causal", "return_lse", "layout", "row"} | said
     assert [name for name, each in listed.items() if each.kind != each.KEYWORD_ONLY] == ["q", "k", "v"]
     assert listed["window"].annotation == "tuple[int | None, int | None] | None"

@@ -30,7 +30,8 @@ from test_ops import LooksLikeCuda
 
 from cutlass_fmha import attention, cpu
 from cutlass_fmha.arguments import check_features, op_arguments
-from cutlass_fmha.features import FeatureArguments, Features, Sizes
+from cutlass_fmha.arguments.results import RESULTS
+from cutlass_fmha.features import CallArguments, FeatureArguments, Features, Sizes
 from cutlass_fmha.ops import dispatcher
 
 
@@ -54,7 +55,8 @@ def test_attention_takes_the_names_that_its_type_has():
     hints = get_type_hints(FeatureArguments, vars(typing) | {"Tensor": torch.Tensor})
     known = op_arguments.TENSORS | op_arguments.INTEGERS | op_arguments.FLOATS | op_arguments.OTHERS
     assert set(hints) == known
-    assert all(name in attention.__doc__ for name in hints)
+    assert set(CallArguments.__annotations__) == {*hints, *RESULTS}
+    assert all(name in attention.__doc__ for name in CallArguments.__annotations__)
 
 
 def test_what_says_nothing_is_a_plain_call(monkeypatch):

@@ -16,7 +16,7 @@ from cutlass_fmha.dispatch.device import Device
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.launch import helpers, plan
 from cutlass_fmha.ops import append_kv, merge_states
-from cutlass_fmha.ops.rotary import _cuda as rotary_on_cuda
+from cutlass_fmha.ops import rotary as rotary_op
 
 HAS_CUDA = bool(_C.build_info()["cuda"])
 WITHOUT_FLOAT32 = ("combine", "merge_tail", "backward_before", "backward_after")
@@ -132,6 +132,17 @@ def test_merge_is_told_addresses_and_strides(told: Told):
     assert (p.o_a_stride, p.o_b_stride, p.o_stride) == ((360, 24, 120), (240, 48, 16), (240, 48, 16))
     assert (p.lse_a_stride, p.lse_b_stride, p.lse_stride) == ((15, 1, 3), (15, 5, 1), (15, 5, 1))
 
+    out, lse = torch.zeros(2, 3, 5, 24)[..., :16].transpose(1, 2), torch.zeros(2, 3, 9)[..., :5]
+    merge_states._cuda_out(o_a, lse_a, o_b, lse_b, out, lse)
+    p = told.calls.pop()[1]
+    assert fields(p, "o", "lse", "o_stride", "lse_stride") == (
+        *addresses(out, lse),
+        (360, 24, 120),
+        (27, 9, 1),
+    )
+    with pytest.raises(ValueError, match="lse must not share memory with lse_b"):
+        merge_states._cuda_out(o_a, lse_a, o_b, lse_b, out, lse_b)
+
     merge_states._cuda(o_a[0], lse_a[0], o_b[0], lse_b[0])
     p = told.calls[1][1]
     assert fields(p, "batch", "seqlen_q", "num_heads", "head_dim_v") == (1, 5, 3, 16)
@@ -207,12 +218,17 @@ def test_nothing_to_append_still_gives_lengths(told: Told):
 def test_rotary_is_told_addresses_and_strides(told: Told):
     x, first = torch.zeros(2, 6, 5, 16).transpose(1, 2), ints(3, 4)
     cos = torch.zeros(50, 4)
-    out = rotary_on_cuda(x, cos, cos, first)
+    out = rotary_op._cuda(x, cos, cos, first)
     p = told.only(f"rotary_sm{ARCH}_f32")
     assert fields(p, "x", "out", "first_position", "before_position") == addresses(x, out, first, None)
     assert fields(p, "batch", "seqlen", "num_heads", "head_dim", "advance") == (2, 5, 6, 16, True)
     assert (p.x_stride, p.out_stride) == ((480, 16, 80), (480, 96, 16))
     assert fields(p.rotary, "cos_stride", "sin_stride", "positions", "dim") == (4, 4, 50, 8)
+    rotary_op._cuda_out(x, cos, cos, first, out := torch.zeros(2, 5, 6, 32)[..., :16])
+    p = told.calls[1][1]
+    assert (p.out, p.out_stride, p.x_stride) == (out.data_ptr(), (960, 192, 32), (480, 16, 80))
+    with pytest.raises(ValueError, match="out must not share memory with x"):
+        rotary_op._cuda_out(x, cos, cos, first, x)
 
 
 # ---- what the binding refuses ------------------------------------------------------------------------------

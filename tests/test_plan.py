@@ -17,6 +17,7 @@ from fake_kernels import FakeKernels, Launched
 from feature_tensors import Call
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launches import outputs
 from listed_problems import GROUPS
 from problems import Problem, fitted, problems
 from tensors import qkv
@@ -26,6 +27,7 @@ import cutlass_fmha
 from cutlass_fmha import _C, log
 from cutlass_fmha.arguments.check import NAMES, alignment
 from cutlass_fmha.arguments.op_arguments import op_arguments
+from cutlass_fmha.arguments.results import RESULTS
 from cutlass_fmha.dispatch import blocks, describe, device
 from cutlass_fmha.dispatch import table as tables
 from cutlass_fmha.dispatch.families import wide
@@ -77,7 +79,7 @@ def kernels(monkeypatch):
 def attend(
     call: Call, row: str | None = None, return_lse: bool = True, **more: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    said = op_arguments(call.q, {**call.features, **more})
+    said = op_arguments(call.q, {**call.features, **more}, results=RESULTS)
     tensors = (call.q, call.k, call.v)
     return plan.launch(*tensors, call.scale, call.causal, return_lse, row, "bshd", NAMES, said)
 
@@ -101,6 +103,11 @@ def test_what_is_packed_is_what_the_tensors_hold(kernels: Kernels, group: str):
         assert out.is_contiguous() and lse is not None and lse.is_contiguous()
         if out.numel():
             check(call, out, lse)
+        rooms = outputs(replace(problem, return_lse=True), call, problem.head_dim_v)
+        found = attend(call, out=rooms[0].view, lse=rooms[1].view)
+        assert all(x is room.view and room.intact() for x, room in zip(found, rooms, strict=True))
+        if out.numel():
+            check(call, *found)
     assert kernels.scored
 
 
@@ -361,8 +368,8 @@ def test_splits_of_a_launch_are_those_that_its_cost_is_of(kernels: Kernels):
 # ---- plain calls -------------------------------------------------------------------------------------------
 
 
-def launch(q, k, v, scale=None, causal="none", return_lse=True, row=None, layout="bshd"):
-    return plan.launch(q, k, v, scale, causal, return_lse, row, layout)
+def launch(q, k, v, scale=None, causal="none", return_lse=True, row=None, layout="bshd", said=plan.NOTHING):
+    return plan.launch(q, k, v, scale, causal, return_lse, row, layout, said=said)
 
 
 @settings(max_examples=120)
@@ -371,19 +378,30 @@ def launch(q, k, v, scale=None, causal="none", return_lse=True, row=None, layout
     head_dim=st.sampled_from([32, 64, 128]),
     layout=st.sampled_from(["bshd", "bhsd"]),
     dtype=st.sampled_from([torch.float16, torch.bfloat16]),
+    given=st.booleans(),
 )
-def test_drawn_problems_are_packed_right(kernels, problem: Problem, head_dim: int, layout: str, dtype):
+def test_drawn_problems_are_packed_right(
+    kernels, problem: Problem, head_dim: int, layout: str, dtype, given: bool
+):
     kernels.launches.clear()
     q, k, v = problem.inputs(dtype, head_dim, "cpu")
     views = [x.transpose(1, 2) for x in (q, k, v)] if layout == "bhsd" else [q, k, v]
-    out, lse = launch(*views, problem.scale, problem.causal, layout=layout)
+    problem = replace(problem, return_lse=True, packed_q=False)
+    rooms = outputs(problem, Call(q, k, v, None, "none", {}, None), head_dim)
+    to = {}
+    if given:
+        view = rooms[0].view
+        to = {"out": view.transpose(1, 2) if layout == "bhsd" else view, "lse": rooms[1].view}
+    out, lse = launch(*views, problem.scale, problem.causal, layout=layout, said=to)
+    assert not given or (out is to["out"] and lse is to["lse"] and all(x.intact() for x in rooms))
     out = out.transpose(1, 2) if layout == "bhsd" else out
-    assert out.is_contiguous() and lse.is_contiguous()
+    assert given or (out.is_contiguous() and lse.is_contiguous())
     oracle.assert_close(out, q, k, v, problem.scale, problem.causal, lse)
     for run in kernels.launches:
         assert (run.device, run.stream) == (0, 4711)  # the tensors' device and its current stream
     for run in kernels.plain:
-        assert (kernels.build.rows[run.row].copy == "element") != all(map(is_aligned, (q, k, v)))
+        read = (q, k, v, *([out] if given else []))
+        assert (kernels.build.rows[run.row].copy == "element") != all(map(is_aligned, read))
 
 
 def is_aligned(x: Tensor) -> bool:
@@ -456,10 +474,12 @@ def test_slow_copies_are_told_once_per_cause(kernels, caplog):
     q, k, v = qkv()
     odd_stride = torch.nn.functional.pad(k, (0, 3))[..., :-3]
     odd_address = torch.nn.functional.pad(v.flatten(), (1, 0))[1:].view(v.shape)
+    odd_out = torch.nn.functional.pad(q.flatten(), (1, 0))[1:].view(q.shape)
     of_strides = "{0}'s batch stride and {0}'s seqlen stride and {0}'s head stride are"
     for calls, told in (
         ([lambda n=n: launch(q[:, :n], odd_stride, v) for n in (33, 20)], of_strides.format("key")),
         ([lambda: launch(q, k, odd_address)], "value's address is"),
+        ([lambda: launch(q, k, v, said={"out": odd_out})], "out's address is"),
         (
             [
                 lambda n=n: attend(tensors(Problem(n, 65, head_dim=20, head_dim_v=20, softcap=1.0)))

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from cutlass_fmha import _C, log
 from cutlass_fmha.arguments.check_features import check_features
+from cutlass_fmha.arguments.results import RESULTS
 from cutlass_fmha.dispatch import device as devices
 from cutlass_fmha.dispatch import eligibility
 from cutlass_fmha.dispatch import table as tables
@@ -155,7 +156,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch, rows: list[_C.Row]) -> FakeKernels:
 def launch(
     row: _C.Row, q: Tensor, k: Tensor, v: Tensor, causal: str = "none", **features: Any
 ) -> tuple[Tensor, Tensor | None]:
-    sizes = check_features((q, k, v), Features(**features))
+    said = {name: x for name, x in features.items() if name not in RESULTS}
+    sizes = check_features((q, k, v), Features(**said))
     return wide.launch(row, sizes, causal, (q, k, v), 0.5, True, features)
 
 
@@ -222,6 +224,23 @@ def test_what_is_not_aligned_is_copied_and_told(kernels: FakeKernels, caplog: py
         "k and v have an address, a stride or a head dim that is not a multiple of 16 bytes: "
         f"{row.name} runs on a padded copy, which takes time and memory"
     )
+
+
+@pytest.mark.parametrize("dim", [264, 261])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_a_result_that_is_given_is_written_to_or_copied_to(kernels: FakeKernels, dim: int, queries: int):
+    row = row_of("float16")
+    q, k = made(torch.float16, queries, 2, 264), made(torch.float16, 5, 2, 264)
+    v = k[..., :dim]
+    for pad in (8, 9):
+        room = torch.full((2, queries, 2, 264 + pad), torch.nan, dtype=torch.float16)
+        given, lse = room[..., :dim], torch.full((2, 2, queries), torch.nan)
+        for view in (given, given.as_strided(given.shape, (given.stride(0), 7, *given.stride()[2:]))[:, :1]):
+            asked = q[:, : view.shape[1]]
+            out, found = launch(row, asked, k, v, out=view, lse=lse[..., : view.shape[1]].contiguous())
+            assert out is view and (kernels.last.o == view.data_ptr()) == (dim == 264 and pad == 8)
+            oracle_features.compare(out, found, asked, k, v, 0.5).check()
+        assert room[..., dim:].isnan().all()
 
 
 def test_rows_of_fmas_take_any_alignment(kernels: FakeKernels):

@@ -260,7 +260,7 @@ def operand(tensor: Tensor, layout: str = "bshd") -> Operand:
     )
 
 
-def misaligned(operands: list[Operand], names: tuple[str, str, str] = NAMES) -> list[str]:
+def misaligned(operands: list[Operand], names: tuple[str, ...] = NAMES) -> list[str]:
     """What keeps 16-byte copies from being used: "query's seqlen stride", "key's address"."""
     found = []
     for name, operand in zip(names, operands, strict=True):

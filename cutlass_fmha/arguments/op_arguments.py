@@ -22,6 +22,7 @@ from cutlass_fmha.arguments.check import (
     number_of,
     shown,
 )
+from cutlass_fmha.arguments.results import LSE_ALONE, RESULTS
 from cutlass_fmha.arguments.signature import refuse_name
 from cutlass_fmha.features import NO_LIMIT
 
@@ -37,8 +38,10 @@ OTHERS = frozenset({"window", "block_mask", "dropout_seed", "batch_invariant", "
 SEEDS = 2**63 - 1
 
 
-def op_arguments(query: Tensor, keywords: Mapping[str, Any], query_name: str = "query") -> dict[str, Any]:
-    """The op's keyword arguments; empty when nothing is said.
+def op_arguments(
+    query: Tensor, keywords: Mapping[str, Any], query_name: str = "query", results: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """The op's keyword arguments; empty when nothing is said. ``results``: those of ``RESULTS`` to take.
 
     Raises TypeError for a name or a type that ``attention`` does not take, ValueError for some wrong values.
     """
@@ -55,6 +58,16 @@ def op_arguments(query: Tensor, keywords: Mapping[str, Any], query_name: str = "
         elif name in FLOATS:
             if value is not None and (number := number_of(name, value)) != 0.0:
                 arguments[name] = number
+        elif name in RESULTS:
+            if value is None:
+                continue
+            if name not in results:
+                raise TypeError(
+                    LSE_ALONE
+                    if results
+                    else f"{name} is where a call writes to, which is none of its problem: leave it out"
+                )
+            arguments[name] = _tensor(name, value)
         elif name not in OTHERS:
             refuse_name("attention", name)
     if "sinks" in arguments:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
-from cutlass_fmha.features import FeatureArguments
+from cutlass_fmha.features import CallArguments
 
 _CAUSAL = 'pass causal=True (the last query sees the last key) or causal="top-left" (torch\'s is_causal)'
 _DROPOUT = "pass dropout_p, and dropout_seed for the same numbers again"
@@ -56,7 +56,6 @@ FOREIGN = {
     "max_seqlen": _MAX,
     "max_seqlen_kv": "pass max_seqlen_k",
     "need_weights": _LSE,
-    "out": "leave it out: the output is a new tensor",
     "output_attentions": _LSE,
     "p": _DROPOUT,
     "pack_gqa": "leave it out: heads are packed where that is faster",
@@ -102,7 +101,7 @@ def lists_features(function: Function) -> Function:
     catch_all = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = [each for each in own.parameters.values() if each.kind not in catch_all]
     if "features" in own.parameters and own.parameters["features"].kind == inspect.Parameter.VAR_KEYWORD:
-        for name, hint in FeatureArguments.__annotations__.items():
+        for name, hint in CallArguments.__annotations__.items():
             annotation = getattr(hint, "__forward_arg__", hint)
             parameters.append(
                 inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)

@@ -50,6 +50,8 @@ class Call(NamedTuple):
     strides: tuple[Strides, Strides, Strides]
     features: Features
     causal: str
+    #: Of an output that is given; None: a contiguous one will be made.
+    out_strides: Strides | None = None
 
 
 def describe(
@@ -89,6 +91,15 @@ def describe(
     if features.batch_invariant:
         problem = for_one_sequence(problem, features, k)
     return Call(problem, sizes, strides, features, causal)  # type: ignore[arg-type]
+
+
+def with_output(call: Call, out: Tensor, layout: str) -> Call:
+    """The call, whose output goes where the caller says: its alignment has a say in the choice of rows."""
+    strides = _strides(out, layout)
+    batch, seqlen, head = strides
+    bits = out.data_ptr() | (batch | seqlen | head) * out.element_size()
+    alignment = min(call.problem.alignment, check.alignment(bits))
+    return call._replace(problem=replace(call.problem, alignment=alignment), out_strides=strides)
 
 
 def _mean(q: Tensor, k: Tensor, features: Features, sizes: Sizes) -> tuple[int, int]:

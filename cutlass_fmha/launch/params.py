@@ -49,6 +49,8 @@ def _is_read(tensor: Tensor | None) -> bool:
 def prepare_attention(row: Row, call: Call, device: Device) -> tuple[_C.AttentionParams, int]:
     """All parameters but addresses and the scale, and the floats that the parts of a launch leave."""
     params = params_of(call.sizes, call.features, call.causal, call.strides)
+    if call.out_strides is not None:
+        params.o_stride = call.out_strides
     return params, divide(params, row, call.problem, device)
 
 

@@ -8,18 +8,19 @@ lookup.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor
 
 from cutlass_fmha import _C, log, private_torch
-from cutlass_fmha.arguments import check
+from cutlass_fmha.arguments import check, results
 from cutlass_fmha.dispatch import decisions
 from cutlass_fmha.dispatch import device as devices
 from cutlass_fmha.dispatch import table as tables
 from cutlass_fmha.dispatch.choose import choose
-from cutlass_fmha.dispatch.describe import Names, Operands, describe
+from cutlass_fmha.dispatch.describe import Names, Operands, describe, with_output
 from cutlass_fmha.dispatch.device import Device
 from cutlass_fmha.dispatch.eligibility import family
 from cutlass_fmha.dispatch.families.family import Launch
@@ -36,12 +37,27 @@ T = TypeVar("T")
 NOTHING: Mapping[str, Any] = {}
 
 
+class Given(NamedTuple):
+    """Of a call that is given its results: names, and bytes that are spanned, of all tensors of a launch."""
+
+    written: tuple[tuple[str, int], ...]
+    operands: tuple[tuple[str, int], ...]
+    others: tuple[tuple[str, int], ...]
+
+    def check(self, tensors: Operands, said: Mapping[str, Any]) -> None:
+        """Raises ValueError where a result shares memory with another tensor."""
+        written = [(name, said[name], size) for name, size in self.written]
+        read = [(name, x, size) for (name, size), x in zip(self.operands, tensors, strict=True)]
+        results.check_apart(written, read + [(name, said[name], size) for name, size in self.others])
+        results.count_writes(x for _, x, _ in written)
+
+
 class Plan(NamedTuple):
     """What a launch and the allocation of its outputs need, for every call with the same metadata."""
 
     row: int
     params: _C.AttentionParams  # complete but for addresses and the scale, and never written to
-    launch: Launch | None  # where the row's family launches it
+    launch: Launch | None  # where the row's family launches it, or it is given its results
     #: Of the output, in the call's layout: the rows of a query's heads are neighbours in memory.
     out_shape: tuple[int, ...]
     out_strides: tuple[int, ...]
@@ -52,7 +68,7 @@ class Plan(NamedTuple):
     device: torch.device
     device_index: int
     cuda_index: int  # the same, 0 for the CPU, whose tensors a simulator takes
-    empty: bool
+    given: Given | None
     room: int  # floats that the parts of split keys or of a tail leave
     #: (name in Features, field) of the tensors that are read.
     addresses: tuple[tuple[str, str], ...]
@@ -138,7 +154,9 @@ def launch(
         row,
     )
     if said:
-        key = (key, *said, *[_metadata(value) for value in said.values()])
+        key = (key, *said, *map(_metadata, said.values()))
+        if "out" in said:
+            key = (key, said["out"].data_ptr() & 15)
     plan: Plan | None = _plans.get(key) or _plans.revive(key)
     if plan is None:
         if known_only:
@@ -147,10 +165,14 @@ def launch(
         _plans.put(key, plan)
     scale = plan.scale if scale is None else scale
     if plan.launch is not None:
-        return launch_by(plan.launch, (q, k, v), scale, return_lse, layout, said)
+        return plan.launch((q, k, v), scale, return_lse, said)
 
     lse = parts = None
-    if plan.device_index == private_torch.current_device():
+    if plan.given is not None:
+        out, lse = _results(plan, (q, k, v), return_lse, said)
+        if plan.room:
+            parts = torch.empty(plan.room, dtype=torch.float32, device=plan.device)
+    elif plan.device_index == private_torch.current_device():
         empty = private_torch.empty_strided_cuda
         out = empty(plan.out_shape, plan.out_strides, plan.dtype)
         if return_lse:
@@ -163,8 +185,6 @@ def launch(
             lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=plan.device)
         if plan.room:
             parts = torch.empty(plan.room, dtype=torch.float32, device=plan.device)
-    if plan.empty:
-        return out, lse
     params = plan.params
     if plan.addresses:
         params = params.copy()  # threads that share a plan must not meet in its parameters
@@ -202,19 +222,45 @@ def kept(op: str, arguments: Sequence[Any], prepare: Callable[[], T]) -> T:
     return found
 
 
-def launch_by(
-    launch: Launch,
-    tensors: Operands,
-    scale: float,
-    return_lse: bool,
-    layout: str,
-    said: Mapping[str, Any],
+def _heads_first(
+    launch: Launch, tensors: Operands, scale: float, return_lse: bool, said: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
-    if LAYOUTS[layout] == "bshd":
-        return launch(tensors, scale, return_lse, said)
-    q, k, v = tensors
-    out, lse = launch((q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)), scale, return_lse, said)
+    """A family's own launch, which knows "bshd", of tensors that are "bhsd"."""
+    q, k, v = (x.transpose(1, 2) for x in tensors)
+    if "out" in said:
+        said = {**said, "out": said["out"].transpose(1, 2)}
+    out, lse = launch((q, k, v), scale, return_lse, said)
     return out.transpose(1, 2), lse
+
+
+def _checked(
+    given: Given, launch: Launch, tensors: Operands, scale: float, return_lse: bool, said: Mapping[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    """A family's own launch of a call that is given its results."""
+    given.check(tensors, said)
+    out, lse = launch(tensors, scale, return_lse, said)
+    return said.get("out", out), lse
+
+
+def _nothing(
+    plan: Plan, tensors: Operands, scale: float, return_lse: bool, said: Mapping[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    """A call without a query."""
+    return _results(plan, tensors, return_lse, said)
+
+
+def _results(
+    plan: Plan, tensors: Operands, return_lse: bool, said: Mapping[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    """Output and LSE to write to: what the call is given of them, and new ones."""
+    if plan.given is not None:
+        plan.given.check(tensors, said)
+    out, lse = said.get("out"), said.get("lse")
+    if out is None:
+        out = torch.empty_strided(plan.out_shape, plan.out_strides, dtype=plan.dtype, device=plan.device)
+    if lse is None and return_lse:
+        lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=plan.device)
+    return out, lse
 
 
 # ---- a plan ------------------------------------------------------------------------------------------------
@@ -233,8 +279,15 @@ def prepare(
 
     ``device``: that which meta tensors stand for; None: that of the tensors.
     """
+    to = {name: said[name] for name in results.RESULTS if name in said}
+    if to:
+        said = {name: x for name, x in said.items() if name not in to}
     features = Features(**said) if said else NO_FEATURES
     call = describe(tensors, causal, features, names, layout)
+    if to:
+        results.check_results(to, call.sizes, layout, (names[0], tensors[0]))
+    if "out" in to:
+        call = with_output(call, to["out"], layout)
     table = tables.this_build()
     if not table.rows:  # before the device is asked about itself: there may be no driver either
         raise UnsupportedError(tables.NO_KERNELS)
@@ -245,16 +298,25 @@ def prepare(
     decisions.decision(call.problem, device, chosen, row is not None)
     prepared, sizes = family(chosen).prepare(chosen, call, device), call.sizes
     if prepared.launch is None and (call.problem.alignment < FULL_ALIGNMENT or _is_odd(chosen, sizes)):
-        _warn_of_element_copies(chosen, tensors, sizes, names, layout)
+        _warn_of_element_copies(chosen, tensors, sizes, names, layout, to.get("out"))
     out_shape, lse_shape = sizes.out_shape, sizes.lse_shape
     out_strides = _contiguous(out_shape)
     if layout == "bhsd":
         (batch, seqlen, heads, dim), (by_batch, by_seqlen, by_head, _) = out_shape, out_strides
         out_shape, out_strides = (batch, heads, seqlen, dim), (by_batch, by_head, by_seqlen, 1)
-    return Plan(
+    addresses = addresses_of(features) if said else ()
+    launch, given = prepared.launch, None
+    if to:
+        read = {name: said[name] for name, _ in addresses}
+        groups = (to, dict(zip(names, tensors, strict=True)), read)
+        given = Given(*(tuple((name, results.extent(x)) for name, x in group.items()) for group in groups))
+    if launch is not None:
+        launch = launch if layout == "bshd" else partial(_heads_first, launch)
+        launch = launch if given is None else partial(_checked, given, launch)
+    plan = Plan(
         chosen.index,
         prepared.params,
-        prepared.launch,
+        launch,
         out_shape,
         out_strides,
         lse_shape,
@@ -264,10 +326,13 @@ def prepare(
         tensors[0].device,
         index,
         max(index, 0),
-        0 in (sizes.batch, sizes.seqlen_q, sizes.num_heads),
+        given,
         prepared.room,
-        addresses_of(features) if said else (),
+        addresses,
     )
+    if 0 in (sizes.batch, sizes.seqlen_q, sizes.num_heads):
+        plan = plan._replace(launch=partial(_nothing, plan))
+    return plan
 
 
 def _is_odd(row: Row, sizes: Sizes) -> bool:
@@ -282,10 +347,13 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(strides[::-1])
 
 
-def _warn_of_element_copies(row: Row, tensors: Operands, sizes: Sizes, names: Names, layout: str) -> None:
+def _warn_of_element_copies(
+    row: Row, tensors: Operands, sizes: Sizes, names: Names, layout: str, out: Tensor | None
+) -> None:
     """One warning per distinct cause. A row that was forced with everything aligned is nobody's surprise."""
-    operands = [check.operand(x if x.dim() == 4 else x.unsqueeze(0), layout) for x in tensors]
-    causes = check.misaligned(operands, names)
+    named = dict(zip(names, tensors, strict=True)) | ({} if out is None else {"out": out})
+    operands = [check.operand(x if x.dim() == 4 else x.unsqueeze(0), layout) for x in named.values()]
+    causes = check.misaligned(operands, tuple(named))
     for name, size in (("head_dim", sizes.head_dim), ("head_dim_v", sizes.head_dim_v)):
         if size % 8 and (name == "head_dim" or size != sizes.head_dim):
             causes.append(f"{name} {size}")

@@ -222,7 +222,7 @@ def _plan(
     elif not any(wanted):
         wanted = attend_backward.QKV
     plan = launches.prepare(tensors, causal, row, layout, ("q", "k", "v"), said, device)
-    of_forward = _forward(plan, tensors, layout, said, return_lse or backward)
+    of_forward = _forward(plan, tensors, said, return_lse or backward)
     if layout == "bhsd":
         tensors = tuple(x.transpose(1, 2) for x in tensors)  # type: ignore[assignment]
     call = describe(tensors, causal, Features(**said) if said else NO_FEATURES)
@@ -245,9 +245,7 @@ def _plan(
     )
 
 
-def _forward(
-    plan: launches.Plan, tensors: Operands, layout: str, said: Mapping[str, Any], lse: bool
-) -> Parts:
+def _forward(plan: launches.Plan, tensors: Operands, said: Mapping[str, Any], lse: bool) -> Parts:
     """What ``launch.plan.launch`` allocates."""
     found = {"output": math.prod(plan.out_shape) * plan.dtype.itemsize}
     if lse:
@@ -255,7 +253,7 @@ def _forward(
     found["workspace"] = 4 * plan.room
     if plan.launch is not None:
         with Ledger() as ledger, torch.no_grad():
-            launches.launch_by(plan.launch, tensors, 1.0, lse, layout, said)
+            plan.launch(tensors, 1.0, lse, said)
         found["workspace"] = ledger.peak - sum(found.values())
     return found
 

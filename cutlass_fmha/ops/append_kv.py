@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cutlass_fmha import _C, autocast, private_torch
-from cutlass_fmha.arguments import check, check_features, tensors
+from cutlass_fmha.arguments import check, check_features, results, tensors
 from cutlass_fmha.cpu.features import check_starts
 from cutlass_fmha.launch import helpers
 from cutlass_fmha.launch.plan import kept
@@ -114,8 +114,7 @@ def append(a: Append) -> tuple[Tensor, Tensor]:
         )
         return rotated, seqused_k
     found = _launch(a)
-    if not (a.k_cache.is_inference() or a.v_cache.is_inference()):
-        torch.autograd.graph.increment_version((a.k_cache, a.v_cache))
+    results.count_writes((a.k_cache, a.v_cache))
     return found
 
 
@@ -350,14 +349,5 @@ def _casts(
     return (k_cache, v_cache, *new, *rest), others
 
 
-def _count_writes(keyset: Any, k_cache: Tensor, v_cache: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Autograd's rule for ops that write in place: whoever saved a cache for a backward is told."""
-    found = private_torch.after_writes(
-        torch.ops.cutlass_fmha.append_kv_.default, keyset, k_cache, v_cache, *args, **kwargs
-    )
-    torch.autograd.graph.increment_version((k_cache, v_cache))
-    return found
-
-
 dispatcher.register(SCHEMA, {"CUDA": _cuda, "CPU": _cpu, "fake": _fake}, _casts)
-dispatcher.register_writes("append_kv_", _count_writes)
+dispatcher.register_writes("append_kv_", ("k_cache", "v_cache"))

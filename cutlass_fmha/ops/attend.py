@@ -18,15 +18,17 @@ from cutlass_fmha.ops import dispatcher
 #: What ``forward`` has, too.
 CALL = "Tensor query, Tensor key, Tensor value, float scale, str causal, bool return_lse, str? row"
 RESULT = "(Tensor output, Tensor softmax_lse)"
-SCHEMA = (
-    f"attend({CALL}, *, SymInt window_left=-1, SymInt window_right=-1, Tensor? mask=None, Tensor? bias=None, "
+#: What a call may say besides.
+FEATURES = (
+    "SymInt window_left=-1, SymInt window_right=-1, Tensor? mask=None, Tensor? bias=None, "
     "Tensor? prefix_lengths=None, Tensor? block_counts=None, Tensor? block_indices=None, int block_m=0, "
     "int block_n=0, float softcap=0., Tensor? alibi_slopes=None, Tensor? sinks=None, float dropout_p=0., "
     "Tensor? dropout_seed=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
     "SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None, "
     "Tensor? leftpad_k=None, Tensor? page_table=None, Tensor? cache_batch_idx=None, int? num_splits=None, "
-    f"bool batch_invariant=False, bool deterministic=False, Tensor? numbers=None) -> {RESULT}"
+    "bool batch_invariant=False, bool deterministic=False, Tensor? numbers=None"
 )
+SCHEMA = f"attend({CALL}, *, {FEATURES}) -> {RESULT}"
 
 
 def check_options(scale: float, causal: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from cutlass_fmha import _C, autocast, private_torch
-from cutlass_fmha.arguments import check
+from cutlass_fmha.arguments import check, results
 
 #: In a build whose kernels run on the CPU (tools/simulator), 1 has ops launch them on CPU tensors.
 SIMULATE = "CUTLASS_FMHA_SIMULATE"
@@ -51,9 +51,18 @@ def register(
     autocast.register(library, name, casts)
 
 
-def register_writes(name: str, implementation: Callable[..., Any]) -> None:
-    """What an op that writes to its arguments does besides, called with the keyset first."""
-    library.impl(name, implementation, "ADInplaceOrView", with_keyset=True)
+def register_writes(name: str, written: Sequence[str]) -> None:
+    """Autograd's rule for ops that write to arguments: whoever saved one of these for a backward is told."""
+    op = getattr(torch.ops.cutlass_fmha, name).default
+    names = [each.name for each in op._schema.arguments]
+
+    def count(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        found = private_torch.after_writes(op, keyset, *args, **kwargs)
+        given = dict(zip(names, args, strict=False)) | kwargs
+        results.count_writes(given[each] for each in written if given.get(each) is not None)
+        return found
+
+    library.impl(name, count, "ADInplaceOrView", with_keyset=True)
 
 
 def register_gradients(name: str, implementation: Callable[..., Any]) -> None:
@@ -65,7 +74,7 @@ def _refuse_gradients(name: str, keyset: Any, *args: Any, **kwargs: Any) -> Any:
     """The op has no backward: a call whose gradient would silently be missing raises."""
     given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     if needs_gradient(*given):
-        raise NotImplementedError(NO_BACKWARD)
+        raise NotImplementedError(results.NO_GRADIENT if name.endswith("_out") else NO_BACKWARD)
     return private_torch.after_autograd(
         getattr(torch.ops.cutlass_fmha, name).default, keyset, *args, **kwargs
     )

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from cutlass_fmha import _C, autocast
-from cutlass_fmha.arguments import check, tensors
+from cutlass_fmha.arguments import check, results, tensors
 from cutlass_fmha.launch import helpers
 from cutlass_fmha.launch.plan import kept
 from cutlass_fmha.ops import dispatcher
 
-SCHEMA = (
-    "merge_states(Tensor o_a, Tensor lse_a, Tensor o_b, Tensor lse_b) -> (Tensor output, Tensor softmax_lse)"
-)
+STATES = "Tensor o_a, Tensor lse_a, Tensor o_b, Tensor lse_b"
+SCHEMA = f"merge_states({STATES}) -> (Tensor output, Tensor softmax_lse)"
+SCHEMA_OUT = f"merge_states_out({STATES}, Tensor(a!) out, Tensor(b!) lse) -> ()"
 
 
 def _check(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> None:
@@ -39,7 +39,14 @@ def _check(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> None:
             raise ValueError(f"{name} must have shape {tuple(wanted)}, as o_a has it, got {tuple(lse.shape)}")
 
 
-def _empty(o_a: Tensor, lse_a: Tensor) -> tuple[Tensor, Tensor]:
+def check_states(o_a: Tensor, lse_a: Tensor, out: Tensor | None, lse: Tensor | None) -> None:
+    """What is given to write a state to; what may be of metadata alone."""
+    for name, tensor, like in (("out", out, o_a), ("lse", lse, lse_a)):
+        if tensor is not None:
+            results.check_result(name, tensor, tuple(like.shape), like.dtype, ("o_a", o_a))
+
+
+def empty(o_a: Tensor, lse_a: Tensor) -> tuple[Tensor, Tensor]:
     return o_a.new_empty(o_a.shape), lse_a.new_empty(lse_a.shape)
 
 
@@ -52,17 +59,50 @@ def _lse_strides(lse: Tensor) -> tuple[int, int, int]:
 def _cuda(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     tensors = (o_a, lse_a, o_b, lse_b)
     plan = kept("merge_states", tensors, lambda: _prepare(*tensors))
-    output, lse = _empty(o_a, lse_a)
+    state = empty(o_a, lse_a)
+    _launch(plan, *tensors, *state)
+    return state
+
+
+def _cuda_out(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor) -> None:
+    tensors = (o_a, lse_a, o_b, lse_b, out, lse)
+    plan = kept("merge_states_out", tensors, lambda: _prepare(*tensors))
+    _check_apart(*tensors)
+    _launch(plan, *tensors)
+
+
+def _launch(
+    plan: helpers.Helper[_C.MergeParams],
+    o_a: Tensor,
+    lse_a: Tensor,
+    o_b: Tensor,
+    lse_b: Tensor,
+    output: Tensor,
+    lse: Tensor,
+) -> None:
     p = plan.params.copy()
     p.o_a, p.o_b, p.o = o_a.data_ptr(), o_b.data_ptr(), output.data_ptr()
     p.lse_a, p.lse_b, p.lse = lse_a.data_ptr(), lse_b.data_ptr(), lse.data_ptr()
     helpers.launch(plan, p)
-    return output, lse
 
 
-def _prepare(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> helpers.Helper[_C.MergeParams]:
+def _check_apart(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor) -> None:
+    states = {"o_a": o_a, "lse_a": lse_a, "o_b": o_b, "lse_b": lse_b}
+    results.check_apart(results.placed({"out": out, "lse": lse}), results.placed(states))
+
+
+def _prepare(
+    o_a: Tensor,
+    lse_a: Tensor,
+    o_b: Tensor,
+    lse_b: Tensor,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> helpers.Helper[_C.MergeParams]:
     _check(o_a, lse_a, o_b, lse_b)
-    output, lse = (torch.empty(x.shape, dtype=x.dtype, device="meta") for x in (o_a, lse_a))
+    check_states(o_a, lse_a, out, lse)
+    output = torch.empty(o_a.shape, device="meta") if out is None else out
+    lse = torch.empty(lse_a.shape, device="meta") if lse is None else lse
     p = _C.MergeParams()
     p.o_a_stride, p.o_b_stride, p.o_stride = (helpers.strides(x) for x in (o_a, o_b, output))
     p.lse_a_stride, p.lse_b_stride, p.lse_stride = (_lse_strides(x) for x in (lse_a, lse_b, lse))
@@ -94,16 +134,36 @@ def _cpu(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tensor
     return output.contiguous(), lse.contiguous()
 
 
+def _cpu_out(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor) -> None:
+    if dispatcher.simulated():
+        return _cuda_out(o_a, lse_a, o_b, lse_b, out, lse)
+    _check(o_a, lse_a, o_b, lse_b)
+    check_states(o_a, lse_a, out, lse)
+    _check_apart(o_a, lse_a, o_b, lse_b, out, lse)
+    for to, found in zip((out, lse), _cpu(o_a, lse_a, o_b, lse_b), strict=True):
+        to.copy_(found)
+    return None
+
+
 def _fake(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     _check(o_a, lse_a, o_b, lse_b)
-    return _empty(o_a, lse_a)
+    return empty(o_a, lse_a)
 
 
-def _casts(dtype: torch.dtype, o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> autocast.Arguments:
+def _fake_out(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor) -> None:
+    _check(o_a, lse_a, o_b, lse_b)
+    check_states(o_a, lse_a, out, lse)
+
+
+def _casts(
+    dtype: torch.dtype, o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor, *to: Tensor
+) -> autocast.Arguments:
     """Autocast's rule for sums: the wider of two dtypes, and nothing is cast where they are the same."""
     if torch.float32 in (o_a.dtype, o_b.dtype):
         o_a, o_b = autocast.cast(o_a, torch.float32), autocast.cast(o_b, torch.float32)
-    return (o_a, lse_a, o_b, lse_b), {}
+    return (o_a, lse_a, o_b, lse_b, *to), {}
 
 
 dispatcher.register(SCHEMA, {"CUDA": _cuda, "CPU": _cpu, "fake": _fake}, _casts)
+dispatcher.register(SCHEMA_OUT, {"CUDA": _cuda_out, "CPU": _cpu_out, "fake": _fake_out}, _casts)
+dispatcher.register_writes("merge_states_out", ("out", "lse"))

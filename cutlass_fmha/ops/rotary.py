@@ -6,15 +6,16 @@ import torch
 from torch import Tensor
 
 from cutlass_fmha import _C
-from cutlass_fmha.arguments import check, check_features, tensors
+from cutlass_fmha.arguments import check, check_features, results, tensors
 from cutlass_fmha.cpu.features import check_starts
 from cutlass_fmha.launch import helpers
 from cutlass_fmha.launch.plan import kept
 from cutlass_fmha.ops import dispatcher
 
-SCHEMA = (
-    "rotary(Tensor x, Tensor cos, Tensor sin, Tensor positions, *, bool interleaved=False, "
-    "Tensor? cu_seqlens=None) -> Tensor"
+OPTIONS = "*, bool interleaved=False, Tensor? cu_seqlens=None"
+SCHEMA = f"rotary(Tensor x, Tensor cos, Tensor sin, Tensor positions, {OPTIONS}) -> Tensor"
+SCHEMA_OUT = (
+    f"rotary_out(Tensor x, Tensor cos, Tensor sin, Tensor positions, Tensor(a!) out, {OPTIONS}) -> ()"
 )
 
 
@@ -171,6 +172,74 @@ def _cuda(
     return out
 
 
+def _check_out(x: Tensor, out: Tensor) -> None:
+    results.check_result("out", out, tuple(x.shape), x.dtype, ("x", x))
+
+
+def _check_apart(
+    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, out: Tensor, cu_seqlens: Tensor | None
+) -> None:
+    read = {"x": x, "cos": cos, "sin": sin, "positions": positions, "cu_seqlens": cu_seqlens}
+    results.check_apart(results.placed({"out": out}), results.placed(read))
+
+
+def _cuda_out(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    out: Tensor,
+    *,
+    interleaved: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> None:
+    def prepare() -> helpers.Helper[_C.RotaryParams]:
+        _check(x, cos, sin, positions, cu_seqlens)
+        _check_out(x, out)
+        p = rotation(x, True, table_of(cos, sin, interleaved), cu_seqlens)
+        p.out_stride = helpers.strides(out)
+        return helpers.helper("rotary", p, x)
+
+    plan = kept("rotary_out", (x, cos, sin, positions, out, interleaved, cu_seqlens), prepare)
+    _check_apart(x, cos, sin, positions, out, cu_seqlens)
+    p = plan.params.copy()
+    set_addresses(p, x, out, positions, None, cos, sin, cu_seqlens)
+    helpers.launch(plan, p)
+
+
+def _cpu_out(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    out: Tensor,
+    *,
+    interleaved: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> None:
+    if dispatcher.simulated():
+        return _cuda_out(x, cos, sin, positions, out, interleaved=interleaved, cu_seqlens=cu_seqlens)
+    _check(x, cos, sin, positions, cu_seqlens)
+    _check_out(x, out)
+    _check_apart(x, cos, sin, positions, out, cu_seqlens)
+    out.copy_(_cpu(x, cos, sin, positions, interleaved=interleaved, cu_seqlens=cu_seqlens))
+    return None
+
+
+def _fake_out(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    out: Tensor,
+    *,
+    interleaved: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> None:
+    _check(x, cos, sin, positions, cu_seqlens)
+    _check_out(x, out)
+
+
 def _cpu(
     x: Tensor,
     cos: Tensor,
@@ -205,3 +274,5 @@ def _fake(
 
 
 dispatcher.register(SCHEMA, {"CUDA": _cuda, "CPU": _cpu, "fake": _fake})
+dispatcher.register(SCHEMA_OUT, {"CUDA": _cuda_out, "CPU": _cpu_out, "fake": _fake_out})
+dispatcher.register_writes("rotary_out", ("out",))

@@ -34,7 +34,8 @@ class Offer(Protocol):
 
 Offers = Callable[[Problem], Offer]
 
-#: Runs a call by itself: its tensors, scale, whether its LSE is wanted, what its features are made of.
+#: Runs a call by itself: its tensors, scale, whether its LSE is wanted, what its features are made of, and
+#: what it is given of ``RESULTS``.
 Launch = Callable[
     [tuple[Tensor, Tensor, Tensor], float, bool, Mapping[str, Any]], tuple[Tensor, Tensor | None]
 ]

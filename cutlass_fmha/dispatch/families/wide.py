@@ -18,6 +18,7 @@ from torch import Tensor
 from cutlass_fmha import _C, log
 from cutlass_fmha.arguments import check
 from cutlass_fmha.arguments.check_features import broadcast_strides
+from cutlass_fmha.arguments.results import RESULTS
 from cutlass_fmha.cost.store import Calibration
 from cutlass_fmha.dispatch.describe import Call
 from cutlass_fmha.dispatch.device import Device
@@ -139,7 +140,8 @@ def prepare(row: Row, call: Call, device: Device) -> Prepared:
         sizes.head_dim % multiple or sizes.head_dim_v % multiple
     )
     needs_room = row.accumulates and row.dtype != "float32"
-    if not fits or needs_room or features.mask is not None or features.bias is not None:
+    given = call.out_strides is not None
+    if not fits or needs_room or given or features.mask is not None or features.bias is not None:
         return Prepared(_C.AttentionParams(), launch=partial(launch, row, sizes, call.causal))
     params = params_of(sizes, features, call.causal, call.strides)
     params.pack = _packed_heads(sizes)
@@ -190,13 +192,20 @@ def launch(
 ) -> tuple[Tensor, Tensor | None]:
     """One call by a row that has no reason against it, on the current stream: output and LSE.
 
-    ``said``: what ``Features`` are made of. Raises UnsupportedError for a bias of another dtype than theirs.
+    ``said``: what ``Features`` are made of, and ``RESULTS``, of which an LSE is contiguous. Raises
+    UnsupportedError for a bias of another dtype than theirs.
     """
-    like = tensors[0]
-    head_dim_v = padded(row, sizes.head_dim_v)
-    out = torch.empty((*sizes.out_shape[:-1], head_dim_v), dtype=like.dtype, device=like.device)
-    lse = torch.empty(sizes.lse_shape, dtype=torch.float32, device=like.device) if return_lse else None
-    run(row, tensors, out, lse, scale, causal, Features(**said), sizes)
+    like, given, lse = tensors[0], said.get("out"), said.get("lse")
+    features = Features(**{name: x for name, x in said.items() if name not in RESULTS})
+    out = given
+    if out is None or not _fits(row, out):
+        head_dim_v = padded(row, sizes.head_dim_v)
+        out = torch.empty((*sizes.out_shape[:-1], head_dim_v), dtype=like.dtype, device=like.device)
+    if return_lse and lse is None:
+        lse = torch.empty(sizes.lse_shape, dtype=torch.float32, device=like.device)
+    run(row, tensors, out, lse, scale, causal, features, sizes)
+    if given is not None:
+        return given if out is given else given.copy_(out[..., : sizes.head_dim_v]), lse
     return out[..., : sizes.head_dim_v].contiguous(), lse
 
 
@@ -230,8 +239,7 @@ def run(
     params = params_of(
         sizes._replace(head_dim=q.shape[-1], head_dim_v=v.shape[-1]), features, causal, strides
     )
-    batch, seqlen, head = (0, *out.stride())[-4:-1]
-    params.o_stride, params.pack = (batch, seqlen, head), _packed_heads(sizes)
+    params.o_stride, params.pack = _own_strides(out), _packed_heads(sizes)
     for name, field in addresses_of(features):
         if name not in ("mask", "bias"):
             setattr(params, field, getattr(features, name).data_ptr())
@@ -258,6 +266,17 @@ def _can_accumulate_in(out: Tensor, p: _C.AttentionParams) -> bool:
     return out.dtype == torch.float32 and from_query_to_query == p.num_heads * p.head_dim_v
 
 
+def _own_strides(out: Tensor) -> tuple[int, int, int]:
+    """(batch, seqlen, head); of a dimension of one, which is never used, what a contiguous tensor has."""
+    seqlen, heads, dim = out.shape[-3:]
+    contiguous = (seqlen * heads * dim if out.dim() == 4 else 0, heads * dim, dim)
+    sizes, strides = (1, *out.shape)[-4:-1], (0, *out.stride())[-4:-1]
+    batch, query, head = (
+        own if size == 1 else stride for size, stride, own in zip(sizes, strides, contiguous, strict=True)
+    )
+    return batch, query, head
+
+
 def _strides(tensor: Tensor) -> tuple[int, int, int]:
     """(batch, seqlen, head) in elements; 0 for a dimension of one, and for the batch of packed sequences."""
     return check.operand(tensor if tensor.dim() == 4 else tensor.unsqueeze(0)).strides
@@ -268,11 +287,17 @@ def _multiple(row: Row) -> int:
     return max(1, row.alignment // row.element_bytes)
 
 
+def _fits(row: Row, tensor: Tensor) -> bool:
+    """Whether address, strides and head dim fill whole vectors."""
+    multiple = _multiple(row)
+    strides_fit = all(stride % multiple == 0 for stride in _strides(tensor))
+    return tensor.shape[-1] % multiple == 0 and strides_fit and tensor.data_ptr() % row.alignment == 0
+
+
 def _aligned(row: Row, tensor: Tensor) -> Tensor:
     """The tensor, or a contiguous copy with zeros up to the ``padded`` head dim."""
-    head_dim, multiple = tensor.shape[-1], _multiple(row)
-    strides_fit = all(stride % multiple == 0 for stride in _strides(tensor))
-    if head_dim % multiple == 0 and strides_fit and tensor.data_ptr() % row.alignment == 0:
+    head_dim = tensor.shape[-1]
+    if _fits(row, tensor):
         return tensor
     copy = tensor.new_zeros((*tensor.shape[:-1], padded(row, head_dim)))
     copy[..., :head_dim] = tensor

@@ -1,0 +1,187 @@
+"""``out`` and ``lse``: what a call writes to where it is given it, and what it refuses to write to."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from gpu import Guarded
+from operands import GUARD
+from tensors import ints, qkv, randn
+from torch import Tensor
+
+from cutlass_fmha import attention, cascade_attention, merge_states, rotary, with_kv_cache
+from cutlass_fmha import scaled_dot_product_attention as sdpa
+from cutlass_fmha.arguments import results
+
+Q, K, V = qkv(2, 33, 65, 4, 2, 32, head_dim_v=24)
+LSE_A, LSE_B = randn(2, 4, 33, seed=1), randn(2, 4, 33, seed=2)
+COS = randn(100, 8)
+HEADS_FIRST = tuple(x.transpose(1, 2) for x in (Q, K, V))
+PACKED = tuple(x.flatten(0, 1) for x in (Q, K, V))
+CU = {"cu_seqlens_q": ints(0, 20, 66), "cu_seqlens_k": ints(0, 100, 130)}
+NEW = {"k": K[:, :1].clone(), "v": V[:, :1].clone(), "cache_seqlens": ints(5, 9)}
+
+Call = Callable[..., Any]
+#: Calls that return an output, or one and its LSE.
+CALLS: dict[str, Call] = {
+    "plain": functools.partial(attention, *qkv(), return_lse=True),
+    "features": functools.partial(attention, Q, K, V, softcap=2.0, causal=True, return_lse=True),
+    "without an LSE": functools.partial(attention, Q, K, V, window=(5, 0)),
+    "heads first": functools.partial(attention, *HEADS_FIRST, layout="bhsd", return_lse=True),
+    "packed": functools.partial(attention, *PACKED, **CU, return_lse=True),
+    "float64": functools.partial(attention, *(x.double() for x in (Q, K, V)), return_lse=True),
+    "no queries": functools.partial(attention, Q[:, :0], K, V, return_lse=True),
+    "SDPA": functools.partial(sdpa, *HEADS_FIRST, enable_gqa=True),
+    "SDPA, broadcast": functools.partial(sdpa, randn(3, 1, 2, 5, 16), randn(4, 1, 7, 16), randn(4, 1, 7, 8)),
+    "SDPA, two dimensions": functools.partial(sdpa, randn(5, 16), randn(7, 16), randn(7, 8)),
+    "a cache": functools.partial(with_kv_cache, Q[:, :1], K.clone(), V.clone(), **NEW, return_lse=True),
+    "cascade": functools.partial(cascade_attention, Q, K[0], V[0], K, V, causal=True, return_lse=True),
+    "states": functools.partial(merge_states, Q, LSE_A, Q * 2, LSE_B),
+    "rotary": functools.partial(rotary, Q, COS, COS, 3),
+    "packed rotary": functools.partial(rotary, PACKED[0], COS, COS, ints(1, 2), cu_seqlens=ints(0, 20, 66)),
+}  # fmt: skip
+STATES = ("cascade", "states")  # whose LSE may lie anyhow
+
+
+def pair(found: Any) -> tuple[Tensor, ...]:
+    return found if isinstance(found, tuple) else (found,)
+
+
+def poisoned(like: Tensor, strided: bool) -> Guarded:
+    """A tensor of that shape in NaN: contiguous, or rows of 8 elements more."""
+    *lead, width = like.shape
+    strides = torch.empty(*lead, width + 8 * strided, device="meta").stride()
+    buffer = torch.empty(2 * GUARD + math.prod(lead) * (width + 8), dtype=like.dtype)
+    return Guarded.around(buffer.as_strided(like.shape, strides, GUARD))
+
+
+@pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_given_is_what_a_call_would_return(name: str, strided: bool):
+    call = CALLS[name]
+    expected = pair(call())
+    for given in (("out", "lse"), ("out",), ("lse",)):
+        to = {
+            word: poisoned(x, strided and (word == "out" or name in STATES))
+            for word, x in zip(("out", "lse"), expected, strict=False)
+            if word in given
+        }
+        if not to:
+            continue
+        found = pair(call(**{word: x.view for word, x in to.items()}))
+        for word, x, y in zip(("out", "lse"), found, expected, strict=False):
+            assert torch.equal(x, y) and (word not in to or x is to[word].view)
+        assert all(x.intact() for x in to.values())
+
+
+def test_memory_is_shared_or_not():
+    """By the addresses of all bytes: views of one tensor that alternate, touch or overlap."""
+    x = torch.zeros(4 * 6 * 8)
+    draw = torch.Generator().manual_seed(0)
+    found = set()
+    for _ in range(2000):
+        views, places = [], []
+        for _ in range(2):
+            sizes = torch.randint(1, 4, (3,), generator=draw).tolist()
+            strides = [int(torch.randint(0, 25, (1,), generator=draw)) for _ in range(2)] + [1]
+            view = x.as_strided(sizes, strides, int(torch.randint(0, 40, (1,), generator=draw)))
+            views.append(view)
+            places.append(torch.arange(len(x)).as_strided(sizes, strides, view.storage_offset()).flatten())
+        shared = bool(set(places[0].tolist()) & set(places[1].tolist()))
+        own = len(set(places[0].tolist())) < places[0].numel()
+        assert results._overlaps_itself(views[0]) or not own
+        try:
+            results.check_apart(results.placed({"out": views[0]}), results.placed({"q": views[1]}))
+            said = ""
+        except ValueError as error:
+            said = str(error)
+        assert said or not shared
+        found.add((shared, said))
+    sentence = "out must not share memory with q, which is read or written in the same call"
+    assert found == {
+        (True, sentence),
+        (False, ""),
+        (False, sentence),
+    }  # the last: may, for all that strides tell
+
+
+def test_results_may_lie_between_operands():
+    both = torch.randn(2, 33, 4, 4, 32)  # queries, keys, values and outputs of a token side by side
+    q, k, v, out = both.unbind(2)
+    expected = attention(q, k, v)
+    assert torch.equal(attention(q, k, v, out=out), expected)
+    cache = torch.randn(2, 4, 33, 64)
+    assert attention(q, k, v, out=cache[..., :32].transpose(1, 2)).data_ptr() == cache.data_ptr()
+    with pytest.raises(ValueError, match="out must not share memory with q,"):
+        attention(q, k, v, out=both.view(2, 33, 4, 128)[..., 16:48])
+
+
+@pytest.mark.parametrize("name", ["features", "states", "rotary", "SDPA", "a cache"])
+def test_a_gradient_is_refused(name: str):
+    call = CALLS[name]
+    out = pair(call())[0].clone()
+    first = call.args[0].detach().clone().requires_grad_()
+    call = functools.partial(call.func, first, *call.args[1:], **call.keywords)
+    with pytest.raises(NotImplementedError, match="out and lse are not taken where a gradient is wanted"):
+        call(out=out)
+    with torch.no_grad():
+        assert call(out=out) is out or isinstance(pair(call(out=out))[0], Tensor)
+    with pytest.raises(NotImplementedError, match="out and lse are not taken"):
+        CALLS[name](out=out.requires_grad_())
+
+
+def test_who_saved_a_result_is_told_that_it_changed():
+    for name in ("plain", "states", "rotary"):
+        out = pair(CALLS[name]())[0].clone()
+        kept = (torch.ones_like(out, requires_grad=True) * out).sum()
+        CALLS[name](out=out)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            kept.backward()
+    with torch.inference_mode():  # whose tensors have no version
+        CALLS["plain"](out=torch.empty_like(pair(CALLS["plain"]())[0]))
+
+
+def test_a_compiled_call_writes_there():
+    q, k, v = qkv()
+
+    def step(out: Tensor, lse: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:
+        rotary(q, COS, COS, ints(3, 4), out=turned)
+        attention(turned, k, v, causal=True, out=out, lse=lse, return_lse=True)
+        merged = merge_states(out, lse, out * 2, lse, out=turned)
+        first = attention(
+            *(x.transpose(1, 2) for x in (q, k, v)), layout="bhsd", softcap=2.0, out=out.transpose(1, 2)
+        )
+        return merged[1] * 2, first + 1
+
+    rooms = [[poisoned(q, True), poisoned(randn(2, 4, 33), False), poisoned(q, False)] for _ in range(2)]
+    expected = step(*(x.view for x in rooms[0]))
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
+    found = compiled(*(x.view for x in rooms[1]))
+    pairs = [*zip(found, expected, strict=True), *((b.view, a.view) for a, b in zip(*rooms, strict=True))]
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours, theirs)
+    assert all(x.intact() for x in rooms[1])
+
+
+def test_opcheck_passes():
+    ops = torch.ops.cutlass_fmha
+    check = functools.partial(torch.library.opcheck, test_utils=("test_schema", "test_faketensor"))
+    strided, lse = torch.empty(2, 33, 4, 32, dtype=Q.dtype)[..., :24], torch.empty(2, 4, 33)
+    for to, said in (((strided, None), {}), ((strided, lse), {"softcap": 2.0})):
+        check(ops.attend_out.default, (Q, K, V, *to, 0.3, "none", None), said)
+    check(ops.merge_states_out.default, (Q, LSE_A, Q * 2, LSE_B, torch.empty_like(Q), LSE_A.clone()))
+    check(ops.rotary_out.default, (Q, COS, COS, ints(3, 4), torch.empty_like(Q)))
+
+
+def test_autocasts_dtype_is_that_of_the_result():
+    q, k, v = (x.float() for x in (Q, K, V))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = attention(q, k, v)
+        assert torch.equal(attention(q, k, v, out=torch.empty_like(expected)), expected)
+        with pytest.raises(ValueError, match="out must be bfloat16, as the result is, got float32"):
+            attention(q, k, v, out=torch.empty_like(expected, dtype=torch.float32))
