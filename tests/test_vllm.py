@@ -115,6 +115,9 @@ def test_a_batch_is_each_request_alone(there: Any, what: str, order: str, length
     theirs, ours = SAID[what]
     there.ours.calls.clear()
     s = step(there, lengths, order)
+    if what == "window":  # vLLM gives up blocks that it has left behind, and block 0 stands for them
+        for row, old in zip(s.common.block_table_tensor, s.requests.old, strict=False):
+            row[: max(0, old - 8) // PAGE] = 0
     expected = s.requests.expected(**ours)
     assert serving.is_close(run(there, s, **theirs), expected)
     assert there.ours.calls.counts == {"decoder": 1}
@@ -161,8 +164,10 @@ def test_lengths_that_grow_in_place_are_seen(there: Any):
     shorter = run(there, s, metadata)
     assert serving.is_close(shorter, s.requests.expected("none", keys=[n - 5 for n in used]))
     assert not serving.is_close(shorter, whole.double())
+    metadata.of_another_builder = True  # chunked attention hangs a function there
     other = builder.update_block_table(metadata, metadata.block_table.flip(0), metadata.slot_mapping)
     assert torch.equal(other.block_table[0], metadata.block_table[-1]) and other.seq_lens is metadata.seq_lens
+    assert other.of_another_builder and other.block_table is not metadata.block_table
     assert there.ours.Builder._cudagraph_support is there.base.AttentionCGSupport.UNIFORM_BATCH
 
 

@@ -236,7 +236,7 @@ def _refuse(layer: Any, kwargs: dict[str, Any]) -> None:
         said.add("is_cross_attention")
     if layer.logit_cap and layer.logit_capping_method != "tanh":
         said.add("logit_capping_method")
-    if layer.xai_temperature_len > 0:
+    if (layer.xai_temperature_len or 0) > 0:
         said.add("xai_temperature_len")
     if layer.use_irope:
         said.add("use_irope")

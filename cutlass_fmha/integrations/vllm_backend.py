@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any, ClassVar
 
@@ -70,7 +71,9 @@ class Builder(AttentionMetadataBuilder):  # type: ignore[misc]  # vLLM isn't the
         )
 
     def update_block_table(self, metadata: Metadata, blk_table: Tensor, slot_mapping: Tensor) -> Metadata:
-        return dataclasses.replace(metadata, block_table=blk_table, slot_mapping=slot_mapping)
+        found = copy.copy(metadata)  # with what vLLM's own builders have hung on it
+        found.block_table, found.slot_mapping = blk_table, slot_mapping
+        return found
 
 
 class Impl(AttentionImpl):  # type: ignore[misc]
