@@ -46,7 +46,7 @@ def differences(ours: ast.AST, theirs: ast.AST, where: str) -> Iterator[str]:
 
 
 def members(tree: ast.AST) -> dict[str, ast.AST]:
-    """Classes, functions and fields by name, as a module or a class has them; not what is private to it."""
+    """Classes, functions and fields by name, as a module or a class has them."""
     found: dict[str, ast.AST] = {}
     for node in getattr(tree, "body", []):
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
@@ -57,7 +57,7 @@ def members(tree: ast.AST) -> dict[str, ast.AST]:
             found[node.targets[0].id] = ast.AnnAssign(node.targets[0], node.targets[0], node.value, 1)
         elif isinstance(node, ast.If):  # for type checkers alone
             found |= members(node)
-    return {name: node for name, node in found.items() if not name.startswith("_") or name.endswith("__")}
+    return found
 
 
 def parameters(function: ast.AST) -> str:

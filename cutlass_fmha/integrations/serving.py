@@ -31,7 +31,7 @@ def attend(
     The longest lengths change with each step and a call of new numbers is prepared anew, so that they are
     rounded up to those that stand for their class. Nothing waits for the device.
     """
-    found = attention(
+    found: Tensor = attention(
         query,
         key,
         value,
@@ -39,9 +39,10 @@ def attend(
         causal=causal,
         max_seqlen_q=typical_length(max_seqlen_q),
         max_seqlen_k=typical_length(max_seqlen_k),
+        out=output,
         **said,
     )
-    return found if output is None else output.copy_(found)
+    return found
 
 
 def why_not(

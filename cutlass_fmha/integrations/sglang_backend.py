@@ -170,10 +170,14 @@ class Backend(AttentionBackend):  # type: ignore[misc]  # SGLang isn't there for
             # As many keys before a query's own.
             said["window"] = (layer.sliding_window_size, None if causal else layer.sliding_window_size)
             table = table if meta.window_table is None else meta.window_table
+        output = forward_batch._attn_output  # where a graph of a prompt has room
+        if output is not None:
+            output = output.view(-1, layer.tp_q_head_num, layer.v_head_dim)
         found = attend(
             q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),
             keys,
             values,
+            output,
             scale=layer.scaling,
             causal=causal,
             max_seqlen_q=meta.max_seqlen_q,

@@ -2,8 +2,13 @@
 
 from types import SimpleNamespace
 
-_EXEC = SimpleNamespace(deterministic=SimpleNamespace(enable_deterministic_inference=False))
-_PARALLEL = SimpleNamespace(attn_dcp_size=1)
+
+class ParallelContext:
+    def __getattr__(self, name):
+        return {"attn_dcp_size": 1}[name]
+
+
+_PARALLEL = ParallelContext()
 
 
 def get_parallel():
@@ -11,4 +16,7 @@ def get_parallel():
 
 
 def get_exec():
-    return _EXEC
+    return get_exec.bag
+
+
+get_exec.bag = SimpleNamespace(deterministic=SimpleNamespace(enable_deterministic_inference=False))

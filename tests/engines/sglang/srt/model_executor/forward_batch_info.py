@@ -32,3 +32,4 @@ class ForwardBatch:
     extend_seq_lens: torch.Tensor | None = None
     extend_prefix_lens_cpu: list[int] | None = None
     extend_seq_lens_cpu: list[int] | None = None
+    _attn_output: torch.Tensor | None = None
