@@ -29,11 +29,7 @@ LOSS_SCALE = 2.0**-12
 
 #: What broke others' kernels, and an edge of each mask that crosses a tile.
 LISTED = [
-    *(
-        Problem(q, k, causal)
-        for q, k in ((1, 1), (17, 113), (113, 17), (1, 300), (0, 5), (5, 0))
-        for causal in CAUSAL
-    ),
+    *(Problem(*n, c) for n in ((1, 1), (17, 113), (113, 17), (1, 300), (0, 5), (5, 0)) for c in CAUSAL),
     *(Problem(n, n, causal, num_heads=4) for n in (64, 192, 320) for causal in CAUSAL),
     *(Problem(n, n, causal, fill="near-minus-120", num_heads=4) for n in (33, 192, 300) for causal in CAUSAL),
     *(Problem(100, 150, "bottom-right", fill=fill) for fill in OFTEN_FAR),
@@ -55,15 +51,13 @@ LISTED = [
 ]
 
 
+WHOLE_HEADS, MASK = ("hqk", "same", "plain"), ("bqk", "plain")
+GROUPED: dict[str, int] = {"num_heads": 4, "num_heads_kv": 1}
 #: What becomes of scores, for rows that know it.
 SCORED = [
     *(Problem(100, 150, causal, softcap=cap, num_heads=4) for cap in (0.5, 20.0) for causal in CAUSAL),
     *(Problem(100, 150, causal, alibi=alibi, num_heads=4) for alibi in ("h", "bh") for causal in CAUSAL),
-    *(
-        Problem(150, 330, causal, dropout=p, num_heads=4, seed=4)
-        for p in (0.1, 0.5, 0.9999)
-        for causal in CAUSAL
-    ),
+    *(Problem(150, 330, c, dropout=p, num_heads=4, seed=4) for p in (0.1, 0.5, 0.9999) for c in CAUSAL),
     *(
         Problem(70, 200, mask=(dims, memory), num_heads=4)
         for dims, memory in zip(("bhqk", "qk", "k", "bk", "", "hqk"), MEMORY, strict=False)
@@ -75,37 +69,12 @@ SCORED = [
         for dims in ("bhqk", "hqk", "k", "q", "", "bh")
         for kind, fill in (("same", "normal"), ("float32", "minus-inf"))
     ),
-    Problem(
-        130, 200, batch=3, packed_q=True, used_k=True, softcap=5.0, dropout=0.3, bias=("hqk", "same", "plain")
-    ),
-    Problem(
-        150,
-        300,
-        "top-left",
-        window=(30, 5),
-        prefix=True,
-        dropout=0.2,
-        alibi="bh",
-        num_heads=4,
-        num_heads_kv=1,
-    ),
-    Problem(
-        150,
-        300,
-        "bottom-right",
-        leftpad=True,
-        used_k=True,
-        dropout=0.5,
-        mask=("bqk", "plain"),
-        sinks="normal",
-    ),
+    Problem(130, 200, batch=3, packed_q=True, used_k=True, softcap=5.0, dropout=0.3, bias=WHOLE_HEADS),
+    Problem(150, 300, "top-left", window=(30, 5), prefix=True, dropout=0.2, alibi="bh", **GROUPED),
+    Problem(150, 300, "bottom-right", leftpad=True, used_k=True, dropout=0.5, mask=MASK, sinks="normal"),
 ]
 SINKS = [
-    *(
-        Problem(100, 150, causal, sinks=sinks, num_heads=4)
-        for sinks in ("normal", "high", "low")
-        for causal in CAUSAL
-    ),
+    *(Problem(100, 150, c, sinks=x, num_heads=4) for x in ("normal", "high", "low") for c in CAUSAL),
     Problem(300, 100, "bottom-right", sinks="normal"),
     Problem(33, 0, sinks="normal"),
     Problem(130, 200, batch=5, packed_q=True, packed_k=True, used_q=True, sinks="normal", seed=3),

@@ -101,16 +101,6 @@ def test_the_fused_kernel_is_used_where_it_does_the_same_job(monkeypatch):
         assert bool(used) == expected, (shape, causal, scale)
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 16, 1000])
-def test_chunk_borders_change_nothing(monkeypatch, chunk: int):
-    q, k, v = tensors(1, 37, 53, 4, 2, 8)
-    monkeypatch.setattr(plain, "KEYS_PER_CHUNK", chunk)
-    monkeypatch.setattr(plain, "SCORES_PER_CHUNK", 0)
-    monkeypatch.setattr(plain, "MIN_QUERIES_PER_CHUNK", chunk)
-    for causal in CAUSAL:
-        check(q, k, v, causal=causal)
-
-
 LONG = {
     "plain": lambda: plain.forward(*tensors(1, 4096, 4096, 2, 1, 8), 1.0, -1),
     "features": lambda: attention(

@@ -94,6 +94,8 @@ def test_chunk_borders_change_nothing(monkeypatch, chunk: int):
     monkeypatch.setattr(plain, "KEYS_PER_CHUNK", chunk)
     monkeypatch.setattr(plain, "SCORES_PER_CHUNK", 0)
     monkeypatch.setattr(plain, "MIN_QUERIES_PER_CHUNK", chunk)
+    for causal in CAUSAL:  # without features, which another function computes
+        check_problem(Problem(37, 53, causal, num_heads=4, head_dim=8, head_dim_v=8), torch.float32)
     every = {"sinks": "normal", "alibi": "h", "num_heads": 4, "num_heads_kv": 2, "head_dim": 16}
     for said in (
         {"window": (9, 4)}, {"mask": ("hqk", "plain")}, {"dropout": 0.3}, {"prefix": True},

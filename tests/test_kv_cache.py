@@ -106,14 +106,6 @@ class Cache:
 KINDS = ("contiguous", "entries", "pages")
 
 
-def test_nothing_new_changes_nothing():
-    cache = Cache("contiguous")
-    before = cache.k_cache.clone()
-    key, value = randn(3, 0, 2, 16), randn(3, 0, 2, 16)
-    _, used = append_kv_(cache.k_cache, cache.v_cache, key, value, ints(1, 2, 24))
-    assert used.tolist() == [1, 2, 24] and torch.equal(cache.k_cache, before)
-
-
 # ---- attention over a cache --------------------------------------------------------------------------------
 
 
