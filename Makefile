@@ -3,7 +3,8 @@
 #   make demo            semantic search over real text with our attention; compiles one architecture's kernels
 #   make test            every test that needs no GPU, on a subset of the kernels or, where all are built, on all
 #   make build           all kernels, installed in .venv (editable)
-#   make bench           us against torch's attention on this machine's GPU; ARGS="--preset ..." goes to it
+#   make bench           us against everybody found on this machine's GPU; ARGS="--preset ..." goes to it;
+#                        RESULT=benchmarks/results/NAME keeps it: JSON, Markdown, both pictures
 #   make parity          the GPU tests, with a report; fails without a GPU
 #   make release-check   is the newest parity report of these sources?
 #   make sass            the tests of the machine code of what is built
@@ -37,6 +38,7 @@ REPORTS ?= benchmarks/results/parity
 TEST_WORKERS ?= auto
 PARITY_WORKERS ?= 4
 ARGS ?=
+RESULT ?=
 JOBS ?=
 
 VENV := .venv
@@ -119,7 +121,8 @@ sass: build
 	@$(VENV_PYTHON) -m pytest tests/test_resources.py tests/test_sass_counts.py $(ARGS)
 
 bench: $(READY)
-	@$(RUN) -m cutlass_fmha bench $(ARGS)
+	@$(RUN) -m cutlass_fmha bench $(if $(RESULT),--json '$(RESULT).json' --markdown '$(RESULT).md' --plot '$(RESULT).png') $(ARGS)
+	@$(if $(RESULT),$(RUN) -m cutlass_fmha bench --from-json '$(RESULT).json' --preset dense latency decode --plot '$(RESULT)-overview.png' >/dev/null)
 
 # From tests/, so that "python -m" finds no package in the working directory. Workers take turns on the GPU, and changing
 # from one to the next costs: on an H200 four were the fastest, twelve no faster than one.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -276,6 +277,14 @@ def test_decode_is_shown_in_bytes_and_against_a_copy():
     assert row["TB/s"] == f"{moved / 8e6:.2f}, 50%"
     assert row["torch flash (FA2)"] == f"10.0 ({moved / 10e6:.2f}, 40%)"
     assert row["copy"] == f"4.0 ({moved / 4e6:.2f})"
+
+
+def test_one_command_makes_what_is_committed_of_a_run() -> None:
+    root = Path(__file__).resolve().parents[1]
+    command = ["make", "-n", "bench", "PYTHON=py", "RESULT=out/h200"]
+    lines = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
+    assert "bench --json 'out/h200.json' --markdown 'out/h200.md' --plot 'out/h200.png'" in lines
+    assert "--from-json 'out/h200.json' --preset dense latency decode --plot 'out/h200-overview.png'" in lines
 
 
 def test_what_is_printed_has_means_refusals_machine_and_method():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.metadata import version
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from test_bench import FakeTimer, synthetic
 
 import cutlass_fmha
 import cutlass_fmha.flash_attn
-from cutlass_fmha.bench import contenders, lineup, peers, report, runner
+from cutlass_fmha.bench import contenders, gradients, lineup, peers, report, runner
 from cutlass_fmha.bench.cases import Case
 from cutlass_fmha.bench.features import Feature
 
@@ -30,16 +31,59 @@ def fa3(
     sm_margin=0, return_attn_probs=False,
 ):  # fmt: skip
     window = None if window_size == (-1, -1) else window_size
-    return EXACT(q, k, v, causal=causal, window=window, softcap=softcap)
+    return EXACT(q, k, v, causal=causal, window=window, softcap=softcap, return_lse=return_attn_probs)
 
 
 def fa4_varlen(
     q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
     min_seqlen_k=None, seqused_q=None, seqused_k=None, causal=False, window_size=(None, None), softcap=0.0,
+    return_lse=False,
 ):  # fmt: skip
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     lengths |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
-    return EXACT(q, k, v, causal=causal, **lengths), None
+    return EXACT(q, k, v, causal=causal, **lengths, return_lse=True)
+
+
+def gradients_of(dout, tensors, out, lse, scale, causal, lengths):
+    said = {name: x for name, x in lengths.items() if x is not None}
+    alignment = "bottom-right" if causal else "none"
+    op = torch.ops.cutlass_fmha.attend_backward
+    return op(dout, *tensors, out, lse, None, scale, alignment, **said)[:3]
+
+
+def into(made, found) -> None:
+    for target, x in zip(made, found, strict=True):
+        target.copy_(x)
+
+
+def fa2_backward(
+    dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left,
+    window_size_right, softcap, alibi_slopes, deterministic, rng_state=None, **lengths,
+):  # fmt: skip
+    assert (dropout_p, window_size_left, window_size_right, softcap, alibi_slopes) == (0.0, -1, -1, 0.0, None)
+    into((dq, dk, dv), gradients_of(dout, (q, k, v), out, softmax_lse, softmax_scale, causal, lengths))
+
+
+def fa2_varlen_backward(
+    dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+    max_seqlen_k, **said,
+):  # fmt: skip
+    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    lengths |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    fa2_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, **said, **lengths)
+
+
+def fa3_backward(
+    dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, sequed_q=None, sequed_k=None,
+    max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False,
+):  # fmt: skip
+    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    lengths |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    into((dq, dk, dv), gradients_of(dout, (q, k, v), out, softmax_lse, softmax_scale, is_causal, lengths))
+
+
+def fa4_backward(q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, **lengths):
+    return *gradients_of(dout, (q, k, v), out, lse, softmax_scale, causal, lengths), None
 
 
 class Ragged:
@@ -148,12 +192,21 @@ MODES = SimpleNamespace(A="A", B="B", OPENSOURCE="OPENSOURCE")
 #: Module -> what of it is called.
 STAND_INS: dict[str, dict[str, Any]] = {
     "flash_attn": {
-        name: getattr(cutlass_fmha.flash_attn, name) for name in ("flash_attn_func", "flash_attn_varlen_func")
+        "flash_attn_func": cutlass_fmha.flash_attn.flash_attn_func,
+        "flash_attn_varlen_func": cutlass_fmha.flash_attn.flash_attn_varlen_func,
+        "flash_attn_interface": SimpleNamespace(
+            _flash_attn_backward=fa2_backward, _flash_attn_varlen_backward=fa2_varlen_backward
+        ),
     },
-    "flash_attn_interface": {"flash_attn_func": fa3, "flash_attn_varlen_func": fa4_varlen},
+    "flash_attn_interface": {
+        "flash_attn_func": fa3,
+        "flash_attn_varlen_func": lambda *t, return_attn_probs=False, **said: fa4_varlen(*t, **said),
+        "_flash_attn_backward": fa3_backward,
+    },
     "flash_attn.cute": {
-        "flash_attn_func": lambda *tensors, **said: (fa3(*tensors, **said), None),
+        "flash_attn_func": lambda *t, return_lse=False, **said: fa3(*t, return_attn_probs=True, **said),
         "flash_attn_varlen_func": fa4_varlen,
+        "interface": SimpleNamespace(_flash_attn_bwd=fa4_backward),
     },
     "cudnn": {
         "data_type": KINDS, "heur_mode": MODES, "pygraph": Graph, "create_handle": lambda: "handle",
@@ -212,6 +265,18 @@ def test_a_package_is_asked_for_the_same_problem(name: str, cases: list[Case]) -
 
 
 @pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("name", ["flash_attn", "fa3", "fa4"])
+@pytest.mark.parametrize("case", [CASE, replace(CASE, causal=False), PACKED], ids=lambda case: case.name)
+def test_a_package_is_asked_for_the_same_gradients(name: str, case: Case) -> None:
+    case = replace(case, group="backward")
+    inputs = contenders.make_inputs(case, 2, torch.device("cpu"))
+    found = lineup.line_up(case, inputs, [name, "flex", "sage"])
+    assert list(found)[1 + bool(case.lengths) :] == [name]
+    check = gradients.GradientCheck(case, inputs)
+    assert check(found[name].call(0)).within and not check(found[name].call(1)).within
+
+
+@pytest.mark.usefixtures("stand_ins")
 def test_an_older_cudnn_frontend_has_no_engines_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["cudnn"], "pygraph", OlderGraph)
     inputs = contenders.make_inputs(CASE, 1, torch.device("cpu"))
@@ -226,6 +291,7 @@ def test_who_is_installed_is_found_by_import_and_a_broken_one_says_why(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert peers.installed() == list(peers.PACKAGES) == list(contenders.INSTALLED)
+    assert peers.versions(["flash", "flex", "fa3"]) == {"flex": version("torch"), "fa3": None}
     peers.found.cache_clear()
     absent = {"flashinfer", "sageattention", "flash_attn.cute"}
     load = peers.importlib.import_module
@@ -278,5 +344,8 @@ def test_a_package_that_fails_is_shown_with_its_reason_and_one_that_is_not_exact
     entry: Any = runner.measure_case(CASE, ["fa3", "sage"], None, 0.1, 0)
     assert entry["results"]["fa3"] == {"status": "unsupported", "reason": "head_dim must be 64 or 128"}
     assert entry["results"]["sage"]["error_ratio"] > 1
-    text = report.text({**synthetic([CASE]), "cases": [entry], "peers": ["fa3", "sage"]})
+    result = {**synthetic([CASE]), "cases": [entry], "peers": ["fa3", "sage"]}
+    result["machine"]["packages"] = {"fa3": "3.0.0b1", "sage": None}
+    text = report.text(result)
+    assert "Versions: FlashAttention-3 3.0.0b1, SageAttention unknown." in text
     assert "FlashAttention-3: unsupported: head_dim must be" in text and "SageAttention: not exact" in text

@@ -42,7 +42,9 @@ def line_up(
         found = {OURS: of(gradients.ours(case, inputs, row))}
         if case.lengths:
             found[PLAIN] = dense_backward(case, inputs)
-        return found | ({"flash": of(gradients.flash(case, inputs))} if "flash" in peers else {})
+        if "flash" in peers:
+            found["flash"] = of(gradients.flash(case, inputs))
+        return found | {name: of(x) for name, x in packages.line_up(case, inputs, peers, None).items()}
     if feature is not None:
         found = {OURS: contender(with_feature(feature, row))}
         if case.group in ("ranges", "scores"):

@@ -8,9 +8,10 @@ Names and arguments are those of flash-attn 2.8, FlashAttention-3's ``flash_attn
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import math
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from .cases import PREFIX, WINDOW, Case
 from .contenders import Attention, Inputs
 from .features import DROPOUT, SOFTCAP, Feature
+from .gradients import Call, gradients_of, packing
 
 PAGE = 64
 WORKSPACE = 128 << 20
@@ -43,16 +45,30 @@ class Problem(NamedTuple):
 class Package(NamedTuple):
     """``function`` tells the package from a namesake; ``features``: those of cases that it has, too."""
 
+    distribution: str
     module: str
     function: str
     build: Callable[[ModuleType, Problem], Attention]
     features: tuple[str, ...] = ()
     packed: bool = False
+    gradients: Callable[[ModuleType, Problem], Call] | None = None
 
 
 def installed() -> list[str]:
     """Names of the packages that are here, broken ones included."""
     return [name for name in PACKAGES if found(name) is not None]
+
+
+def versions(names: Iterable[str]) -> dict[str, str | None]:
+    """Of those of the packages that are here; None where it has none."""
+    return {name: _version(PACKAGES[name].distribution) for name in names if name in installed()}
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 @cache
@@ -71,10 +87,8 @@ def found(name: str) -> ModuleType | Exception | None:
     return module if hasattr(module, package.function) and not ours else None
 
 
-def line_up(
-    case: Case, inputs: Inputs, names: Iterable[str], feature: Feature | None
-) -> dict[str, Attention]:
-    """Those of the packages that have the case's problem."""
+def line_up(case: Case, inputs: Inputs, names: Iterable[str], feature: Feature | None) -> dict[str, Any]:
+    """Those of the packages that have the case's problem: an Attention each, of a backward a Call."""
     return {
         name: deferred(name, Problem(case, inputs, feature.arguments if feature else {}))
         for name in names
@@ -83,26 +97,31 @@ def line_up(
 
 
 def has(package: Package, case: Case) -> bool:
-    if case.backward or case.used or case.group == "wide":
+    if case.backward:
+        return package.gradients is not None
+    if case.used or case.group == "wide":
         return False
     return package.packed if case.lengths else case.feature in ("", *package.features)
 
 
-def deferred(name: str, problem: Problem) -> Attention:
-    """The package's attention, built when it is first called."""
-    built: list[Attention] = []
+def deferred(name: str, problem: Problem) -> Callable[..., Any]:
+    """The package's attention or gradients, built when it is first called."""
+    built: list[Callable[..., Any]] = []
 
-    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def call(*given: Any) -> Any:
         if not built:
             module = found(name)
             if isinstance(module, Exception):
                 raise module
             if module is None:
                 raise RuntimeError(f"{PACKAGES[name].module} is not installed")
-            built.append(PACKAGES[name].build(module, problem))
-        return built[0](query, key, value)
+            package = PACKAGES[name]
+            build = package.gradients if problem.case.backward else package.build
+            assert build is not None
+            built.append(build(module, problem))
+        return built[0](*given)
 
-    return attention
+    return call
 
 
 # ---- each ------------------------------------------------------------------------------------------------
@@ -128,6 +147,45 @@ def flash(module: ModuleType, problem: Problem) -> Attention:
         return output
 
     return attention
+
+
+def flash_gradients(module: ModuleType, problem: Problem, step: Callable[..., Any], **with_lse: bool) -> Call:
+    """Of what a release of FlashAttention found before, by the function beneath its autograd (``step``)."""
+    case, inputs = problem.case, problem.inputs
+    said, dout, scale = packing(case, inputs.query.device), gradients_of(inputs), case.head_dim**-0.5
+    forward = module.flash_attn_varlen_func if said else module.flash_attn_func
+    kept = [forward(*inputs[n], causal=case.causal, **said, **with_lse)[:2] for n in range(inputs.sets)]
+
+    def call(number: int) -> tuple[Tensor, ...]:
+        made: tuple[Tensor, ...] = step(
+            module, dout[number], inputs[number], kept[number], scale, case.causal, said
+        )
+        return made
+
+    return call
+
+
+def _step2(module: Any, dout: Tensor, qkv: Any, kept: Any, scale: float, causal: bool, said: Any) -> Any:
+    made, of = tuple(map(torch.empty_like, qkv)), module.flash_attn_interface
+    function = of._flash_attn_varlen_backward if said else of._flash_attn_backward
+    rest = {"window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "alibi_slopes": None}
+    rest |= {"dropout_p": 0.0, "softmax_scale": scale, "causal": causal, "deterministic": False}
+    function(dout, *qkv, *kept, *made, **said, **rest)
+    return made
+
+
+def _step3(module: Any, dout: Tensor, qkv: Any, kept: Any, scale: float, causal: bool, said: Any) -> Any:
+    made = tuple(map(torch.empty_like, qkv))
+    ends = (said.get("cu_seqlens_q"), said.get("cu_seqlens_k"))
+    longest = (said.get("max_seqlen_q"), said.get("max_seqlen_k"))
+    module._flash_attn_backward(dout, *qkv, *kept, *ends, None, None, *longest, *made, scale, causal)
+    return made
+
+
+def _step4(module: Any, dout: Tensor, qkv: Any, kept: Any, scale: float, causal: bool, said: Any) -> Any:
+    output, lse = kept
+    function = module.interface._flash_attn_bwd
+    return function(*qkv, output, dout, lse, softmax_scale=scale, causal=causal, **said)[:3]
 
 
 def flex(module: ModuleType, problem: Problem) -> Attention:
@@ -271,20 +329,52 @@ def cudnn(module: ModuleType, problem: Problem, own_engines: bool) -> Attention:
 
 PACKAGES: dict[str, Package] = {
     "flex": Package(
+        "torch",
         "torch.nn.attention.flex_attention",
         "flex_attention",
         flex,
         features=("window", "prefix", "softcap", "alibi"),
     ),
     "flash_attn": Package(
-        "flash_attn", "flash_attn_func", flash, ("window", "softcap", "alibi", "dropout"), packed=True
+        "flash-attn",
+        "flash_attn",
+        "flash_attn_func",
+        flash,
+        features=("window", "softcap", "alibi", "dropout"),
+        packed=True,
+        gradients=partial(flash_gradients, step=_step2, return_attn_probs=True),
     ),
-    "fa3": Package("flash_attn_interface", "flash_attn_func", flash, ("window", "softcap"), packed=True),
-    "fa4": Package("flash_attn.cute", "flash_attn_func", flash, ("window", "softcap"), packed=True),
-    "cudnn_fe": Package("cudnn", "pygraph", lambda module, problem: cudnn(module, problem, False)),
-    "cudnn_dsl": Package("cudnn", "pygraph", lambda module, problem: cudnn(module, problem, True)),
+    "fa3": Package(
+        "flash-attn-3",
+        "flash_attn_interface",
+        "flash_attn_func",
+        flash,
+        features=("window", "softcap"),
+        packed=True,
+        gradients=partial(flash_gradients, step=_step3, return_attn_probs=True),
+    ),
+    "fa4": Package(
+        "flash-attn-4",
+        "flash_attn.cute",
+        "flash_attn_func",
+        flash,
+        features=("window", "softcap"),
+        packed=True,
+        gradients=partial(flash_gradients, step=_step4, return_lse=True),
+    ),
+    "cudnn_fe": Package(
+        "nvidia-cudnn-frontend", "cudnn", "pygraph", lambda module, problem: cudnn(module, problem, False)
+    ),
+    "cudnn_dsl": Package(
+        "nvidia-cudnn-frontend", "cudnn", "pygraph", lambda module, problem: cudnn(module, problem, True)
+    ),
     "flashinfer": Package(
-        "flashinfer", "BatchPrefillWithRaggedKVCacheWrapper", flashinfer, ("window", "softcap"), packed=True
+        "flashinfer-python",
+        "flashinfer",
+        "BatchPrefillWithRaggedKVCacheWrapper",
+        flashinfer,
+        ("window", "softcap"),
+        packed=True,
     ),
-    "sage": Package("sageattention", "sageattn", sage),
+    "sage": Package("sageattention", "sageattention", "sageattn", sage),
 }

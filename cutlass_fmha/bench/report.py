@@ -261,6 +261,9 @@ def footnotes(result: Result) -> list[str]:
     for section, times in (result.get("host_us") or {}).items():
         shown = ", ".join(f"{name} {us:.1f}" for name, us in times.items())
         notes.append(f"Host time per eager call in microseconds, {section}: {shown}.")
+    if packages := machine.get("packages"):
+        shown = ", ".join(f"{TITLES[name]} {version or 'unknown'}" for name, version in packages.items())
+        notes.append(f"Versions: {shown}.")
     if other := machine.get("other"):
         sources = f"sources {other['build'].get('source_hash', 'unknown')}"
         notes.append(f"Other build: cutlass_fmha {other['package']}, {sources}, in a process of its own.")

@@ -17,7 +17,7 @@ from .features import Feature
 from .gradients import GradientCheck
 from .host import measure_host
 from .lineup import Contender, line_up
-from .peers import installed
+from .peers import installed, versions
 from .report import SCHEMA
 from .timing import GraphTimer, Timing, input_sets, time_interleaved
 
@@ -74,7 +74,7 @@ def measure(
             torch.cuda.empty_cache()
         return {
             "schema": SCHEMA,
-            "machine": {**described, "clocks_after": machine.read_smi(device)},
+            "machine": {**described, "clocks_after": machine.read_smi(device), "packages": versions(peers)},
             "method": METHOD,
             "row": row,
             "quick": quick,
