@@ -130,17 +130,18 @@ class Impl(AttentionImpl):  # type: ignore[misc]
 
         query, output [tokens, num_heads, head_size]; kv_cache [blocks, num_kv_heads, block_size,
         2 * head_size] in any order in memory, read as it lies; key, value [tokens, num_kv_heads, head_size],
-        which ``do_kv_cache_update`` has written there. An encoder, which has no cache, attends to them.
+        which ``do_kv_cache_update`` has written there. An encoder, which has no cache, attends to them. Rows
+        that pad a batch belong to no request, and stay undefined.
         """
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("cutlass_fmha does not quantize its output")
         if attn_metadata is None:  # vLLM finds out how much memory is left
             return output.fill_(0)
-        meta, tokens = attn_metadata, attn_metadata.num_actual_tokens
+        meta = attn_metadata
         said = {**self._said, "cu_seqlens_q": meta.query_start_loc}
         causal, longest = meta.causal, meta.max_seq_len
         if self.attn_type in _ENCODERS:
-            keys, values, causal, longest = key[:tokens], value[:tokens], False, meta.max_query_len
+            keys, values, causal, longest = key, value, False, meta.max_query_len
             said["cu_seqlens_k"] = meta.query_start_loc
         else:
             keys, values = self._pages(kv_cache)
@@ -148,10 +149,10 @@ class Impl(AttentionImpl):  # type: ignore[misc]
         if self._window is not None:
             said["window"] = (self._window, None if causal else self._window)
         attend(
-            query[:tokens],
+            query,
             keys,
             values,
-            output[:tokens],
+            output,
             scale=self.scale,
             causal=causal,
             max_seqlen_q=meta.max_query_len,
