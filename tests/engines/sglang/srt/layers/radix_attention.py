@@ -11,24 +11,12 @@ class AttentionType(Enum):
 
 class RadixAttention:
     def __init__(
-        self,
-        num_heads: int,
-        head_dim: int,
-        scaling: float,
-        num_kv_heads: int,
-        layer_id: int,
-        logit_cap: float = 0.0,
-        v_head_dim: int = -1,
-        sliding_window_size: int = -1,
-        is_cross_attention: bool = False,
-        pos_encoding_mode: str = "NONE",
-        logit_capping_method: str = "tanh",
-        quant_config=None,
-        attn_type: AttentionType = AttentionType.DECODER,
-        use_irope: bool = False,
-        prefix: str = "",
-        use_prefill_attention_wrapper: bool = True,
-    ):
+        self, num_heads: int, head_dim: int, scaling: float, num_kv_heads: int, layer_id: int,
+        logit_cap: float = 0.0, v_head_dim: int = -1, sliding_window_size: int = -1,
+        is_cross_attention: bool = False, pos_encoding_mode: str = "NONE", logit_capping_method: str = "tanh",
+        quant_config=None, attn_type: AttentionType = AttentionType.DECODER, use_irope: bool = False,
+        prefix: str = "", use_prefill_attention_wrapper: bool = True,
+    ):  # fmt: skip
         self.tp_q_head_num = num_heads
         self.tp_k_head_num = self.tp_v_head_num = num_kv_heads
         self.head_dim = self.qk_head_dim = head_dim

@@ -23,14 +23,8 @@ class MHATokenToKVPool:
         return self.k, self.v
 
     def set_kv_buffer(
-        self,
-        layer,
-        loc_info,
-        cache_k: torch.Tensor,
-        cache_v: torch.Tensor,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
-        layer_id_override: int | None = None,
+        self, layer, loc_info, cache_k: torch.Tensor, cache_v: torch.Tensor, k_scale: float | None = None,
+        v_scale: float | None = None, layer_id_override: int | None = None,
         dcp_kv_mask: torch.Tensor | None = None,
-    ):
+    ):  # fmt: skip
         self.k[loc_info.loc], self.v[loc_info.loc] = cache_k, cache_v

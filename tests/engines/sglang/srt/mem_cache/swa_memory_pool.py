@@ -11,14 +11,9 @@ class SWAKVPool:
         return self.full_to_swa_index_mapping[kv_indices]
 
     def set_kv_buffer(
-        self,
-        layer,
-        loc_info,
-        cache_k: torch.Tensor,
-        cache_v: torch.Tensor,
-        k_scale: float = 1.0,
+        self, layer, loc_info, cache_k: torch.Tensor, cache_v: torch.Tensor, k_scale: float = 1.0,
         v_scale: float = 1.0,
-    ):
+    ):  # fmt: skip
         of_window = type(loc_info)(loc_info.swa_loc)
         pool, where = (self.swa_kv_pool, of_window) if layer.layer_id else (self.full_kv_pool, loc_info)
         pool.set_kv_buffer(layer, where, cache_k, cache_v)

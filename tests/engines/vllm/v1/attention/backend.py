@@ -72,42 +72,19 @@ class AttentionBackend(ABC):
 
     @classmethod
     def supports_combination(
-        cls,
-        head_size: int,
-        dtype: torch.dtype,
-        kv_cache_dtype,
-        block_size: int | None,
-        use_mla: bool,
-        has_sink: bool,
-        use_sparse: bool,
-        use_mm_prefix: bool,
-        device_capability,
-    ) -> str | None:
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype, block_size: int | None, use_mla: bool,
+        has_sink: bool, use_sparse: bool, use_mm_prefix: bool, device_capability,
+    ) -> str | None:  # fmt: skip
         return None
 
     @classmethod
     def validate_configuration(
-        cls,
-        head_size: int,
-        dtype: torch.dtype,
-        kv_cache_dtype,
-        block_size: int | None,
-        use_mla: bool,
-        has_sink: bool,
-        use_sparse: bool,
-        use_mm_prefix: bool,
-        use_per_head_quant_scales: bool,
-        device_capability,
-        attn_type: str,
-        has_sliding_window: bool = False,
-        use_non_causal: bool = False,
-        use_batch_invariant: bool = False,
-        use_kv_connector: bool = False,
-        use_pcp: bool = False,
-        use_adaptive_verification: bool = False,
-        use_dcp: bool = False,
-        use_rswa: bool = False,
-    ) -> list[str]:
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype, block_size: int | None, use_mla: bool,
+        has_sink: bool, use_sparse: bool, use_mm_prefix: bool, use_per_head_quant_scales: bool,
+        device_capability, attn_type: str, has_sliding_window: bool = False, use_non_causal: bool = False,
+        use_batch_invariant: bool = False, use_kv_connector: bool = False, use_pcp: bool = False,
+        use_adaptive_verification: bool = False, use_dcp: bool = False, use_rswa: bool = False,
+    ) -> list[str]:  # fmt: skip
         (block_unit,) = cls.get_supported_kernel_block_sizes()
         asked = {
             "head_size not supported": cls.supports_head_size(head_size),
@@ -182,29 +159,15 @@ class AttentionImplBase:
 class AttentionImpl(AttentionImplBase, ABC):
     @abstractmethod
     def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: str = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None,
-    ) -> None: ...
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None, sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto", logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER, kv_sharing_target_layer_name: str | None = None,
+    ) -> None: ...  # fmt: skip
 
     @abstractmethod
     def forward(
-        self,
-        layer,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata,
-        output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
+        self, layer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
+        attn_metadata, output: torch.Tensor, output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor: ...
+    ) -> torch.Tensor: ...  # fmt: skip

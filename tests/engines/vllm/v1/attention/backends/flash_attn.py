@@ -5,18 +5,10 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 class FlashAttentionImpl(AttentionImpl):
     def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes,
-        sliding_window,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None = None,
-        attn_type: AttentionType = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None,
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, alibi_slopes, sliding_window,
+        kv_cache_dtype: str, logits_soft_cap: float | None = None,
+        attn_type: AttentionType = AttentionType.DECODER, kv_sharing_target_layer_name: str | None = None,
         sinks=None,
-    ) -> None: ...
+    ) -> None: ...  # fmt: skip
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping) -> None: ...
