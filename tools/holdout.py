@@ -17,8 +17,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tabulate import tabulate
-
+from cutlass_fmha.bench.report import table
 from cutlass_fmha.bench.runner import CannotMeasure, require_gpu
 from cutlass_fmha.bench.timing import percentile
 from cutlass_fmha.calibrate import measurements, problems, verdict
@@ -27,7 +26,6 @@ from cutlass_fmha.calibrate.verdict import Pick
 from cutlass_fmha.cost import store
 from cutlass_fmha.dispatch import table as tables
 from cutlass_fmha.dispatch.any_rows import no_rows
-from cutlass_fmha.dispatch.problem import Problem
 
 REQUIRED = 0.95
 QUANTILES = (0.5, 0.9, 0.95, 0.99, 1.0)
@@ -120,6 +118,7 @@ def markdown(taken: Measurements, picks: Sequence[Pick], costs: str) -> str:
     """The verdict as text that is also Markdown."""
     machine = taken.machine
     share = verdict.share_right(picks)
+    worst = sorted(picks, key=lambda pick: -pick.loss)[:WORST]
     lines = [
         f"# Hold-out: what selection picks on {machine.gpu}",
         "",
@@ -127,16 +126,9 @@ def markdown(taken: Measurements, picks: Sequence[Pick], costs: str) -> str:
         f"({REQUIRED:.0%} are required). Costs: {costs}. Seed {taken.seed}, {machine.date[:10]}, "
         f"cutlass_fmha {machine.package}, torch {machine.torch}.",
         "",
-        tabulate([_line(label, own) for label, own in by_head_dim(picks)], HEAD, "github"),
+        *table(HEAD, [_line(label, own) for label, own in by_head_dim(picks)]),
         *("", f"Quantiles of the time lost: {_quantiles(picks)}.", ""),
-        tabulate(
-            [
-                (f"{p.loss:.1%}", p.row, p.best_row, f"{p.us:.1f} / {p.best_us:.1f}", _short(p.problem))
-                for p in sorted(picks, key=lambda pick: -pick.loss)[:WORST]
-            ],
-            ("lost", "picked", "best", "us / us", "problem"),
-            "github",
-        ),
+        *table(("lost", "picked", "best", "us / us", "problem"), map(_row, worst)),
     ]
     return "\n".join(lines) + "\n"
 
@@ -160,10 +152,11 @@ def _quantiles(picks: Sequence[Pick]) -> str:
     return ", ".join(f"{q:.0%} {percentile(losses(picks), q):.1%}" for q in QUANTILES)
 
 
-def _short(problem: Problem) -> str:
-    heads = f"{problem.num_heads}/{problem.num_heads_kv}"
-    lengths = f"Sq{problem.seqlen_q} Sk{problem.seqlen_k}"
-    return f"B{problem.batch} H{heads} {lengths} D{problem.head_dim} {problem.dtype} {problem.causal}"
+def _row(pick: Pick) -> tuple[str, ...]:
+    p = pick.problem
+    shape = f"B{p.batch} H{p.num_heads}/{p.num_heads_kv} Sq{p.seqlen_q} Sk{p.seqlen_k} D{p.head_dim}"
+    times = f"{pick.us:.1f} / {pick.best_us:.1f}"
+    return f"{pick.loss:.1%}", pick.row, pick.best_row, times, f"{shape} {p.dtype} {p.causal}"
 
 
 if __name__ == "__main__":

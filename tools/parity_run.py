@@ -27,7 +27,6 @@ from typing import Any
 
 import hypothesis
 from hypothesis import strategies as st
-from tabulate import tabulate
 
 from cutlass_fmha import _C
 
@@ -242,8 +241,14 @@ def write(arguments: argparse.Namespace, tally: Tally, seconds: float, missing: 
     return parity_report.write(arguments.report, content, markdown(content), f"-{arguments.seed}")
 
 
+def numbered(counts: dict[str, int]) -> list[tuple[str, str]]:
+    return [(name, str(count)) for name, count in counts.items()]
+
+
 def markdown(content: dict[str, Any]) -> str:
     """The report for people: a paragraph, a table of features, one of rows."""
+    from cutlass_fmha.bench.report import table  # not of a simulator's bare package
+
     verdict = "passed" if content["passed"] else "FAILED"
     lines = [
         f"# Mixed features on the sm_{content['arch']} rows, {content['gpu']}: {verdict}",
@@ -252,8 +257,8 @@ def markdown(content: dict[str, Any]) -> str:
         f"seed {content['seed']} in {content['processes']} processes, {content['seconds']} s. "
         f"Hash of src/: `{content['source_hash']}`.",
         f"Worst ratio to the tolerance of tests/oracle_features.py: {content['worst_ratio']} (1 at most).",
-        *("", tabulate(content["features"].items(), ["feature", "problems"], "github")),
-        *("", tabulate(content["rows"].items(), ["row", "problems"], "github")),
+        *("", *table(("feature", "problems"), numbered(content["features"]))),
+        *("", *table(("row", "problems"), numbered(content["rows"]))),
     ]
     if content["failure"]:
         lines += ["", "```", content["failure"], "```"]
