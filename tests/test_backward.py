@@ -381,13 +381,3 @@ def test_the_op_is_what_torch_expects():
     torch.library.opcheck(
         torch.ops.cutlass_fmha.forward.default, (*grads, 0.3, "none", True, None), test_utils="test_schema"
     )
-
-
-def test_sdpa_has_gradients_too():
-    q, k, v = (x.detach().transpose(1, 2).requires_grad_() for x in tensors(7, 7))
-    call = cutlass_fmha.scaled_dot_product_attention
-    found = torch.autograd.grad(call(q, k, v, is_causal=True, enable_gqa=True).sum(), (q, k, v))
-    reference = torch.nn.functional.scaled_dot_product_attention
-    expected = torch.autograd.grad(reference(q, k, v, is_causal=True, enable_gqa=True).sum(), (q, k, v))
-    for x, y in zip(found, expected, strict=True):
-        torch.testing.assert_close(x, y)

@@ -210,7 +210,7 @@ def test_a_row_can_be_forced_or_says_why_not():
 @pytest.mark.parametrize(
     ("gpu", "build", "sentence"),
     [
-        (L4, Table(()), "no CUDA kernels (CUTLASS_FMHA_CUDA=OFF)"),
+        (L4, Table(()), "no CUDA kernels (CUTLASS_FMHA_CUDA=OFF): install a wheel with CUDA"),
         (A100, BUILD, "compute capability 8.9 or newer is needed"),
         (L4, make_build((90, 120)), "holds rows for sm_90, sm_120 only, none of which NVIDIA L4"),
     ],
