@@ -31,6 +31,7 @@ def fa3(
     window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False,
     sm_margin=0, return_attn_probs=False,
 ):  # fmt: skip
+    assert num_splits == int(q.shape[1] > 1), "of one query, as many as the release thinks best"
     window = None if window_size == (-1, -1) else window_size
     return EXACT(q, k, v, causal=causal, window=window, softcap=softcap, return_lse=return_attn_probs)
 
@@ -242,7 +243,7 @@ def named(*features: str) -> list[Case]:
     [
         ("flex", named("window", "prefix", "softcap", "alibi")),
         ("flash_attn", [PACKED, DECODE, *named("window", "softcap", "alibi")]),
-        ("fa3", [PACKED, *named("window", "softcap")]),
+        ("fa3", [PACKED, DECODE, *named("window", "softcap")]),
         ("fa4", [PACKED, *named("window", "softcap")]),
         ("cudnn_fe", [DECODE]),
         ("cudnn_dsl", []),

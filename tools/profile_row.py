@@ -223,6 +223,7 @@ def measure(case: Case, row: str | None, device: int) -> dict[str, Any]:
     runner.require_gpu(device)
     with torch.cuda.device(device), torch.inference_mode():
         results: Any = runner.measure_case(case, [], row, runner.BUDGET_S, device)["results"]
+    torch.cuda.empty_cache()  # the process under ncu has the same tensors
     if results[lineup.OURS]["status"] != "ok":
         raise NcuError(f"nothing runs it: {results[lineup.OURS]['reason']}")
     return {"gpu": torch.cuda.get_device_name(device), **results[lineup.OURS]}

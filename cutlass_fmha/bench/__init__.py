@@ -1,4 +1,4 @@
-"""``python -m cutlass_fmha bench``: this package against torch's fused attention kernels, in one run."""
+"""``python -m cutlass_fmha bench``: this package against torch's attention and others', in one run."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import inspect
 import math
 from collections.abc import Callable, Iterable
 from functools import cache, partial
@@ -140,6 +141,8 @@ def flash(module: ModuleType, problem: Problem) -> Attention:
     if case.lengths:
         function = module.flash_attn_varlen_func
         said = {x: given[x] for x in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")}
+    elif case.memory_bound and "num_splits" in inspect.signature(function).parameters:
+        said = {"num_splits": 0}  # as many as they think best; their default is one
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         found = function(query, key, value, causal=case.causal, **said)
@@ -245,7 +248,8 @@ def flashinfer(module: ModuleType, problem: Problem) -> Attention:
     if case.memory_bound:
         pages = case.seqlen_k // PAGE
         last = torch.full((case.batch,), PAGE, dtype=torch.int32, device=query.device)
-        decode = module.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
+        grouped = case.num_heads >= 4 * case.num_heads_kv
+        decode = module.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=grouped)
         decode.plan(ends(pages), ends(1, case.batch * pages)[:-1], last, *heads, PAGE, **dtypes)
 
         def one(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

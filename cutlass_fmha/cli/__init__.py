@@ -22,7 +22,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "info": Command("cutlass_fmha.cli.info", "versions, GPUs, kernels, and what would run here"),
     "explain": Command("cutlass_fmha.cli.explain", "which kernel runs a problem, and why"),
-    "bench": Command("cutlass_fmha.bench", "time the kernels against torch's"),
+    "bench": Command("cutlass_fmha.bench", "time the kernels against torch's and other packages'"),
     "calibrate": Command("cutlass_fmha.calibrate.command", "measure what the rows cost on this GPU"),
     "memory": Command("cutlass_fmha.memory.command", "what attention allocates on a GPU, before the call"),
     "parity": Command("cutlass_fmha.cli.parity", "hold this installation's results against fp64"),
