@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import subprocess
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -320,13 +318,3 @@ def test_explain_measures_only_what_is_there(monkeypatch, arguments: dict, messa
     fake_gpu(monkeypatch)
     with pytest.raises(ValueError, match=message):
         cutlass_fmha.explain(**{"shape": (1, 512, 8, 64), "measure": True, **arguments})
-
-
-def test_what_measures_is_imported_when_it_is_needed_only():
-    code = (
-        "import sys, cutlass_fmha.__main__\n"
-        "late = ('cutlass_fmha.calibrate.fit', 'cutlass_fmha.calibrate.timing')\n"
-        "print([name for name in sys.modules if name.startswith(late)])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

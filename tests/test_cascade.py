@@ -174,17 +174,6 @@ def test_paged_own_keys():
     torch.testing.assert_close(found, cascade_attention(q, k_shared, v_shared, k, v, causal=True))
 
 
-# ---- what is refused ---------------------------------------------------------------------------------------
-
-
-def test_a_gradient_is_refused():
-    a, b = states()
-    with pytest.raises(NotImplementedError, match="no backward yet"):
-        merged((a[0].requires_grad_(), a[1]), b)
-    with torch.no_grad():
-        merged(a, b)
-
-
 # ---- what torch expects of an op ---------------------------------------------------------------------------
 
 

@@ -83,7 +83,8 @@ import sys, torch
 before = {*sys.modules}
 import cutlass_fmha.__main__
 others = ("transformers", "diffusers", "comfy", "jax", "numpy", "flash_attn", "rich")
-own = tuple(f"cutlass_fmha.{part}" for part in ("bench", "demo", "flash_attn", "cli."))
+parts = ("bench", "demo", "flash_attn", "cli.", "calibrate.fit", "calibrate.timing")
+own = tuple(f"cutlass_fmha.{part}" for part in parts)
 print([name for name in {*sys.modules} - before if name.split(".")[0] in others or name.startswith(own)])
 print("torch.distributed.tensor" in sys.modules, cutlass_fmha.sdpa.enabled)
 print(torch.backends.mha.get_fastpath_enabled())
