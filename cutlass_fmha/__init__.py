@@ -43,6 +43,7 @@ try:
     from cutlass_fmha.dropout import dropout_mask
     from cutlass_fmha.errors import UnsupportedError
     from cutlass_fmha.kv_cache import with_kv_cache
+    from cutlass_fmha.launch.workspace import Workspace
     from cutlass_fmha.log import configure as _configure_log
     from cutlass_fmha.memory.plan import memory_plan
     from cutlass_fmha.rotary import rotary
@@ -56,6 +57,7 @@ except Exception as _error:  # whatever a torch that doesn't fit here makes of i
 
 __all__ = [
     "UnsupportedError",
+    "Workspace",
     "__version__",
     "attention",
     "cascade_attention",

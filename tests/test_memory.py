@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,17 @@ from fake_build import L4
 from torch import Tensor
 
 import cutlass_fmha
-from cutlass_fmha import _C, attention, memory_plan
+from cutlass_fmha import _C, Workspace, attention, memory_plan
 from cutlass_fmha.__main__ import main
 from cutlass_fmha.dispatch import device as devices
 from cutlass_fmha.dispatch.problem import Problem
 from cutlass_fmha.features import FeatureArguments
 from cutlass_fmha.launch import gradients
 from cutlass_fmha.launch import plan as launches
+from cutlass_fmha.launch import workspace as workspaces
 from cutlass_fmha.memory import command
 from cutlass_fmha.memory.ledger import Ledger, unfused
-from cutlass_fmha.memory.plan import STAND_INS
+from cutlass_fmha.memory.plan import STAND_INS, MemoryPlan
 from cutlass_fmha.ops import dispatcher
 
 BF16 = torch.bfloat16
@@ -114,6 +116,28 @@ def inputs(name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     )
 
 
+def call(given: dict[str, Tensor], said: dict[str, Any], keep: Any = lambda x: x, **to: Tensor) -> Any:
+    """The call, into ``to``, and its gradients where a tensor requires one."""
+    if wanted := [x for x in given.values() if x.requires_grad]:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            found = attention(**given, **said)
+        found = found if isinstance(found, tuple) else (found,)
+        return torch.autograd.grad(found, wanted, [torch.empty_like(x) for x in found])
+    # A plain call is computed on the CPU, whatever is simulated.
+    q, k, v, *_ = given.values()
+    features = {x: y for x, y in (given | said).items() if x in FeatureArguments.__annotations__} | to
+    causal = "bottom-right" if said.get("causal", False) else "none"
+    return launches.launch(q, k, v, None, causal, said.get("return_lse", False), None, said=features)
+
+
+def planned(name: str) -> MemoryPlan:
+    given, said = inputs(name)
+    meta = {x: tensor.to("meta").requires_grad_(tensor.requires_grad) for x, tensor in given.items()}
+    if said.get("layout") == "bhsd":
+        meta |= {x: meta[x].transpose(1, 2).contiguous().transpose(1, 2) for x in "qkv"}
+    return memory_plan(**meta, **said, device="l4")
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_the_plan_is_what_is_allocated(name: str, ledger: Ledger):
     kept: dict[int, int] = {}
@@ -124,30 +148,146 @@ def test_the_plan_is_what_is_allocated(name: str, ledger: Ledger):
 
     with ledger:
         given, said = inputs(name)
-        wanted = [x for x in given.values() if x.requires_grad]
+        wanted = any(x.requires_grad for x in given.values())
         before = ledger.now
-        if wanted:
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-                found = attention(**given, **said)
-            found = found if isinstance(found, tuple) else (found,)
-            torch.autograd.grad(found, wanted, [torch.empty_like(x) for x in found])
-        else:  # a plain call is computed on the CPU, whatever is simulated
-            q, k, v, *_ = given.values()
-            features = {x: y for x, y in (given | said).items() if x in FeatureArguments.__annotations__}
-            options = said.get("causal", False), said.get("return_lse", False)
-            launches.launch(
-                q, k, v, None, "bottom-right" if options[0] else "none", options[1], None, said=features
-            )
-    given, said = inputs(name)
-    meta = {x: tensor.to("meta").requires_grad_(tensor.requires_grad) for x, tensor in given.items()}
-    if said.get("layout") == "bhsd":
-        meta |= {x: meta[x].transpose(1, 2).contiguous().transpose(1, 2) for x in "qkv"}
-    plan = memory_plan(**meta, **said, device="l4")
+        call(given, said, keep)
+    plan = planned(name)
     assert plan.total == pytest.approx(ledger.peak, abs=100)
     assert plan.saved == pytest.approx(sum(kept.values()), abs=100)
     if not wanted:
         assert plan.forward == ledger.peak - before
         assert plan.backward == 0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_workspace_of_the_plans_size_is_all_that_is_taken(name: str, ledger: Ledger):
+    plan = planned(name)
+    workspace = Workspace(plan.workspace, "cpu")
+    given, said = inputs(name)
+    found, to = call(given, said), {}  # a first call makes a plan
+    if not any(x.requires_grad for x in given.values()):
+        to = {x: torch.empty_like(y) for x, y in zip(("out", "lse"), found, strict=True) if y is not None}
+    del found
+    with ledger:
+        before = {x: y.clone().requires_grad_(y.requires_grad) for x, y in given.items()}
+        ledger.peak = started = ledger.now
+        with workspace:
+            call(before, said, **to)
+    assert workspace.high_water == plan.workspace
+    results = plan.forward - plan.of_forward["workspace"]
+    if to:
+        assert ledger.peak == started  # nothing
+    else:
+        gradients = plan.backward - plan.of_backward["workspace"]
+        assert ledger.peak == pytest.approx(sum(plan.inputs.values()) + results + gradients, abs=100)
+    if plan.workspace:
+        sentence = (
+            f"of {plan.workspace - 1} bytes is too small: this launch needs {plan.workspace}, which memory"
+        )
+        with pytest.raises(RuntimeError, match=sentence), Workspace(plan.workspace - 1, "cpu"):
+            call(given, said, **to)
+    with workspace:  # whose turn came to its end, and which is none of the next one's
+        call(given, said, **to)
+
+
+# ---- who takes from a workspace ----------------------------------------------------------------------------
+
+SPLIT = "split keys"
+
+
+def test_the_innermost_workspace_of_the_device_serves(kernels_do_nothing: None):
+    outer, inner, elsewhere = Workspace(1 << 22, "cpu"), Workspace(1 << 22, "cpu"), Workspace(9, "meta")
+    with outer:
+        with inner, elsewhere:
+            call(*inputs(SPLIT))
+        assert (outer.high_water, inner.high_water, elsewhere.high_water) == (0, planned(SPLIT).workspace, 0)
+        call(*inputs(SPLIT))
+        assert outer.high_water == inner.high_water
+        with outer:  # once more
+            call(*inputs(SPLIT))
+    assert (
+        not workspaces.IN_USE
+        and repr(inner) == f"Workspace({1 << 22}, device='cpu', high_water={inner.high_water})"
+    )
+
+
+def in_a_thread(work: Any) -> Any:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(work()), daemon=True)
+    thread.start()
+    thread.join(60)
+    assert found, "the thread has not come to its end, or not to a good one"
+    return found[0]
+
+
+def test_other_threads_take_from_it_what_is_a_calls_gradients(kernels_do_nothing: None):
+    given, said = inputs("softcap")
+    with Workspace(1 << 24, "cpu") as workspace:
+        in_a_thread(lambda: call(*inputs(SPLIT)))
+        assert workspace.high_water == 0
+        found = attention(**given, **said)
+    assert workspace.high_water == 0
+    in_a_thread(lambda: torch.autograd.grad(found.sum(), given["q"]))  # as autograd's own threads do it
+    assert workspace.high_water > 0 and not workspaces.IN_USE
+
+
+def test_one_stream_at_a_time(kernels_do_nothing: None, monkeypatch: pytest.MonkeyPatch):
+    now, waits, capturing = [7], [], [False]
+
+    class Stream:
+        def __init__(self, index: int) -> None:
+            self.number = now[0]
+
+        def wait_stream(self, other: Stream) -> None:
+            waits.append((self.number, other.number))
+
+    monkeypatch.setattr(workspaces, "current_stream", lambda index: now[0])
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    workspace = Workspace(1 << 22, "cpu")
+    workspace._last = Stream(0)
+    monkeypatch.setattr(workspace, "_memory", MemoryOfAGpu(workspace._memory))
+    with workspace:
+        call(*inputs(SPLIT))
+        now[0] = 8
+        with pytest.raises(RuntimeError, match="one stream at a time, .*: launch on that one, or make"):
+            call(*inputs(SPLIT))
+        with (
+            pytest.raises(RuntimeError, match="one stream at a time, .*: enter it on that one, or make a"),
+            workspace,
+        ):
+            pass
+    assert waits == []
+    for capturing[0], now[0] in ((False, 8), (False, 8), (True, 9), (False, 7)):
+        with workspace:
+            call(*inputs(SPLIT))
+    assert waits == [(8, 7), (7, 9)] and workspace._memory.recorded == [8, 9, 7]
+
+
+class MemoryOfAGpu:
+    """As much of a tensor as a workspace needs; who uses it is recorded."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory, self.recorded = memory, []
+
+    def data_ptr(self) -> int:
+        return self.memory.data_ptr()
+
+    def record_stream(self, stream: Any) -> None:
+        self.recorded.append(stream.number)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "sentence"),
+    [
+        ((1.5,), TypeError, "size must be an int, got float"),
+        ((-1,), ValueError, "size must be 0 bytes or more, got -1"),
+        ((5, "mps"), ValueError, "device must be a CUDA device or the CPU, got mps"),
+    ],
+)
+def test_what_is_no_workspace_gets_a_sentence(arguments: Any, error: type[Exception], sentence: str):
+    with pytest.raises(error, match=sentence):
+        Workspace(*arguments)
 
 
 SHAPE = {"shape": (2, 300, 4, 64), "num_heads_kv": 2, "causal": True, "device": "l4", "backward": True}
@@ -205,9 +345,10 @@ def test_unfused_attention_has_two_or_three_times_its_scores_in_memory(backward:
 
 def test_the_guide_has_what_is_computed():
     text = MEMORY.read_text()
-    (example,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    example, loop = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     exec(compile(example, str(MEMORY), "exec"), names := {})
     assert textwrap.indent(f"{names['plan']}", "    ") in text
+    exec(compile(loop, str(MEMORY), "exec"), names)
     assert all(table in text for table in command.tables().split("\n\n"))
     # Gradients included, from 2048 tokens on, of all three models.
     assert all(command.of_model(name, 2048, "l4", True).share_saved >= 0.7 for name in command.MODELS)

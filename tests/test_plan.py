@@ -24,7 +24,7 @@ from tensors import qkv
 from torch import Tensor
 
 import cutlass_fmha
-from cutlass_fmha import _C, log
+from cutlass_fmha import _C, Workspace, log
 from cutlass_fmha.arguments.check import NAMES, alignment
 from cutlass_fmha.arguments.op_arguments import op_arguments
 from cutlass_fmha.arguments.results import RESULTS
@@ -104,7 +104,8 @@ def test_what_is_packed_is_what_the_tensors_hold(kernels: Kernels, group: str):
         if out.numel():
             check(call, out, lse)
         rooms = outputs(replace(problem, return_lse=True), call, problem.head_dim_v)
-        found = attend(call, out=rooms[0].view, lse=rooms[1].view)
+        with Workspace(1 << 22, "cpu"):
+            found = attend(call, out=rooms[0].view, lse=rooms[1].view)
         assert all(x is room.view and room.intact() for x, room in zip(found, rooms, strict=True))
         if out.numel():
             check(call, *found)
@@ -268,6 +269,12 @@ def test_parts_have_room_in_one_allocation(kernels: Kernels):
     check(call, *attend(call))
     said = kernels.last
     rows = 2 * 4 * 3
+    workspace = Workspace(4 * 5 * rows * 35, "cpu")
+    with workspace:
+        for _ in range(2):
+            check(call, *attend(call))
+            assert kernels.last.partial_o == workspace._memory.data_ptr()
+    assert workspace.high_water == workspace.size
     assert said.splits == 5 and said.lse_rows == rows
     assert said.partial_o % 16 == 0 and said.partial_lse - said.partial_o == 4 * 5 * rows * 33
     assert said.partial_low - said.partial_lse == 4 * 5 * rows

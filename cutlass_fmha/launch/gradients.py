@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from cutlass_fmha import _C
 from cutlass_fmha.arguments import check
@@ -24,6 +23,7 @@ from cutlass_fmha.launch.helpers import address, strides
 from cutlass_fmha.launch.params import addresses_of, params_of
 from cutlass_fmha.launch.plan import kept
 from cutlass_fmha.launch.streams import current_stream
+from cutlass_fmha.launch.workspace import Scratch
 
 VECTOR = 8
 """Elements of a 16-byte copy: head dims that are no multiple are filled up with zeros."""
@@ -56,57 +56,65 @@ def launch(
     ``row``: its name; None: chosen. ``device``: that which meta tensors stand for, of which all is done but
     the launch. Raises UnsupportedError, and ValueError for a name that no row has.
     """
-    head_dims = [x.shape[-1] for x in tensors]
-    q, k, v, output, dout = (_whole_vectors(x) for x in (*tensors, output, dout))
-    plan: Plan = kept(
-        "attend_backward",
-        (q, k, v, causal, row, wanted, device, *said, *said.values()),
-        lambda: _prepare((q, k, v), causal, said, wanted, row, device),
-    )
-    lse = lse.contiguous()
-    dlse = None if dlse is None else dlse.to(torch.float32).contiguous()
-    # Rows that are no sequence's, or are not in use, are not written.
-    new = torch.zeros_like if plan.addresses else torch.empty_like
-    found = [
-        new(x, memory_format=torch.contiguous_format) if need else q.new_empty(0)
-        for x, need in zip((q, k, v), wanted[:3], strict=True)
-    ]
-    # Added to, or of heads without queries.
-    bias, sinks = (
-        torch.zeros_like(said[name], dtype=torch.float32, memory_format=torch.contiguous_format)
-        if need and name in said
-        else q.new_empty(0)
-        for name, need in zip(("bias", "sinks"), wanted[3:], strict=True)
-    )
-    workspace = torch.empty(plan.workspace, dtype=torch.float32, device=q.device)
-    params = _C.BackwardParams(
-        plan.params.of_call(
-            q.data_ptr(), k.data_ptr(), v.data_ptr(), output.data_ptr(), lse.data_ptr(), scale
+    with Scratch(tensors[0].device) as scratch:
+        head_dims = [x.shape[-1] for x in tensors]
+        q, k, v, output, dout = (_whole_vectors(x, scratch) for x in (*tensors, output, dout))
+        plan: Plan = kept(
+            "attend_backward",
+            (q, k, v, causal, row, wanted, device, *said, *said.values()),
+            lambda: _prepare((q, k, v), causal, said, wanted, row, device),
         )
-    )
-    for name, field in plan.addresses:
-        setattr(params, field, said[name].data_ptr())
-    params.o_stride, params.dout_stride = strides(output), strides(dout)
-    for name, x in zip(("dq", "dk", "dv"), found, strict=True):
-        if x.numel():
-            setattr(params, name, x.data_ptr())
-            setattr(params, f"{name}_stride", strides(x))
-    if bias.numel():
-        params.dbias, params.dbias_stride = bias.data_ptr(), plan.bias_stride
-    if sinks.numel():
-        params.dsinks = sinks.data_ptr()
-    params.ordered = said.get("deterministic", False)
-    params.dout, params.dlse, params.workspace = dout.data_ptr(), address(dlse), workspace.data_ptr()
-    if not q.is_meta:
-        index = q.get_device()
-        _C.run(plan.row, params, max(index, 0), current_stream(index))
-    dq, dk, dv = (
-        x if x.dim() == 1 or x.shape[-1] == dim else x[..., :dim]
-        for x, dim in zip(found, head_dims, strict=True)
-    )
-    if bias.numel():
-        bias = bias.to(said["bias"].dtype)
-    return dq, dk, dv, bias, sinks
+        lse = lse if lse.is_contiguous() else scratch.copy(lse)
+        if dlse is not None and not (dlse.dtype == torch.float32 and dlse.is_contiguous()):
+            dlse = scratch.copy(dlse, torch.float32)
+        # Rows that are no sequence's, or are not in use, are not written.
+        new = torch.zeros_like if plan.addresses else torch.empty_like
+        found = [
+            new(x, memory_format=torch.contiguous_format) if need else q.new_empty(0)
+            for x, need in zip((q, k, v), wanted[:3], strict=True)
+        ]
+        # Added to, or of heads without queries.
+        bias, sinks = (
+            _zeros(said[name], scratch) if need and name in said else q.new_empty(0)
+            for name, need in zip(("bias", "sinks"), wanted[3:], strict=True)
+        )
+        workspace = scratch.empty((plan.workspace,), torch.float32)
+        params = _C.BackwardParams(
+            plan.params.of_call(
+                q.data_ptr(), k.data_ptr(), v.data_ptr(), output.data_ptr(), lse.data_ptr(), scale
+            )
+        )
+        for name, field in plan.addresses:
+            setattr(params, field, said[name].data_ptr())
+        params.o_stride, params.dout_stride = strides(output), strides(dout)
+        for name, x in zip(("dq", "dk", "dv"), found, strict=True):
+            if x.numel():
+                setattr(params, name, x.data_ptr())
+                setattr(params, f"{name}_stride", strides(x))
+        if bias.numel():
+            params.dbias, params.dbias_stride = bias.data_ptr(), plan.bias_stride
+        if sinks.numel():
+            params.dsinks = sinks.data_ptr()
+        params.ordered = said.get("deterministic", False)
+        params.dout, params.dlse, params.workspace = dout.data_ptr(), address(dlse), workspace.data_ptr()
+        scratch.check()
+        if not q.is_meta:
+            index = q.get_device()
+            _C.run(plan.row, params, max(index, 0), current_stream(index))
+        dq, dk, dv = (
+            x if x.dim() == 1 or x.shape[-1] == dim else x[..., :dim]
+            for x, dim in zip(found, head_dims, strict=True)
+        )
+        if bias.numel():
+            bias = bias.to(said["bias"].dtype)
+        return dq, dk, dv, bias, sinks
+
+
+def _zeros(x: Tensor, scratch: Scratch) -> Tensor:
+    """Where the gradient of ``x`` is summed, in float32: itself, or what it is rounded from."""
+    if x.dtype == torch.float32:
+        return torch.zeros_like(x, memory_format=torch.contiguous_format)
+    return scratch.empty(x.shape, torch.float32).zero_()
 
 
 def empty_like(x: Tensor) -> Tensor:
@@ -148,7 +156,7 @@ def _prepare(
     decisions.decision_of_gradients(call.problem, device, row, name is not None)
     bias = (0, 0, 0, 0)
     if wanted[3] and features.bias is not None:
-        bias = broadcast_strides(features.bias.new_empty(features.bias.shape), call.sizes)
+        bias = broadcast_strides(torch.empty(features.bias.shape, device="meta"), call.sizes)
         _check_bias(features, bias, call.sizes)
     params = _C.BackwardParams(
         _sized(params_of(call.sizes, call.features, call.causal, call.strides), call.sizes)
@@ -176,15 +184,19 @@ def _sized(params: _C.AttentionParams, sizes: Sizes) -> _C.AttentionParams:
     return sized
 
 
-def _whole_vectors(x: Tensor) -> Tensor:
+def _whole_vectors(x: Tensor, scratch: Scratch) -> Tensor:
     """A tensor that 16-byte copies can read: itself, or a copy."""
-    if odd := x.shape[-1] % VECTOR:
-        x = functional.pad(x, (0, VECTOR - odd))
-    if x.shape[-1] > 1 and x.stride(-1) != 1:
-        x = x.contiguous()
+    head_dim = x.shape[-1]
+    if odd := head_dim % VECTOR:
+        copy = scratch.empty((*x.shape[:-1], head_dim + VECTOR - odd), x.dtype)
+        copy[..., :head_dim] = x
+        copy[..., head_dim:] = 0
+        return copy
+    if head_dim > 1 and x.stride(-1) != 1:
+        return scratch.copy(x)
     bits = x.data_ptr()
     for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
         bits |= 0 if size == 1 else stride * x.element_size()
     if check.alignment(bits) == FULL_ALIGNMENT:
         return x
-    return x.clone(memory_format=torch.contiguous_format)
+    return scratch.copy(x)

@@ -31,6 +31,7 @@ from cutlass_fmha.features import NO_FEATURES, Features, Sizes
 from cutlass_fmha.launch.params import addresses_of
 from cutlass_fmha.launch.recent import MAX_PLANS, Recent
 from cutlass_fmha.launch.streams import current_stream
+from cutlass_fmha.launch.workspace import IN_USE, Scratch
 
 T = TypeVar("T")
 
@@ -167,42 +168,44 @@ def launch(
     if plan.launch is not None:
         return plan.launch((q, k, v), scale, return_lse, said)
 
-    lse = parts = None
+    lse = parts = scratch = None
     if plan.given is not None:
         out, lse = _results(plan, (q, k, v), return_lse, said)
-        if plan.room:
-            parts = torch.empty(plan.room, dtype=torch.float32, device=plan.device)
     elif plan.device_index == private_torch.current_device():
         empty = private_torch.empty_strided_cuda
         out = empty(plan.out_shape, plan.out_strides, plan.dtype)
         if return_lse:
             lse = empty(plan.lse_shape, plan.lse_strides, torch.float32)
-        if plan.room:
+        if plan.room and not IN_USE:  # what a Scratch would do, sooner
             parts = empty((plan.room,), (1,), torch.float32)
     else:
         out = torch.empty_strided(plan.out_shape, plan.out_strides, dtype=plan.dtype, device=plan.device)
         if return_lse:
             lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=plan.device)
-        if plan.room:
-            parts = torch.empty(plan.room, dtype=torch.float32, device=plan.device)
+    if plan.room and parts is None:
+        scratch = Scratch(plan.device).begin()
     params = plan.params
     if plan.addresses:
         params = params.copy()  # threads that share a plan must not meet in its parameters
         for name, field in plan.addresses:
             setattr(params, field, said[name].data_ptr())
-    _C.launch(
-        plan.row,
-        params,
-        plan.cuda_index,
-        current_stream(plan.device_index),
-        q_address,
-        k_address,
-        v_address,
-        out.data_ptr(),
-        0 if lse is None else lse.data_ptr(),
-        scale,
-        0 if parts is None else parts.data_ptr(),
-    )
+    try:
+        _C.launch(
+            plan.row,
+            params,
+            plan.cuda_index,
+            current_stream(plan.device_index),
+            q_address,
+            k_address,
+            v_address,
+            out.data_ptr(),
+            0 if lse is None else lse.data_ptr(),
+            scale,
+            parts.data_ptr() if parts is not None else 0 if scratch is None else scratch.floats(plan.room),
+        )
+    finally:
+        if scratch is not None:
+            scratch.end()
     return out, lse
 
 

@@ -25,10 +25,12 @@ from cutlass_fmha.dispatch.problem import FULL_ALIGNMENT, Problem
 from cutlass_fmha.features import NO_FEATURES, Features
 from cutlass_fmha.launch import gradients
 from cutlass_fmha.launch import plan as launches
+from cutlass_fmha.launch.workspace import Workspace
 from cutlass_fmha.memory.ledger import Ledger, unfused
 from cutlass_fmha.ops import attend_backward
 
 MIB = 1 << 20
+EVERYTHING = 1 << 60  # bytes, of memory that there is not
 Parts = Mapping[str, int]
 
 
@@ -48,6 +50,8 @@ class MemoryPlan:
     inputs: Parts
     of_forward: Parts
     of_backward: Parts
+    #: What a ``Workspace`` needs for the call and its gradients.
+    workspace: int
 
     @property
     def forward(self) -> int:
@@ -222,7 +226,7 @@ def _plan(
     elif not any(wanted):
         wanted = attend_backward.QKV
     plan = launches.prepare(tensors, causal, row, layout, ("q", "k", "v"), said, device)
-    of_forward = _forward(plan, tensors, said, return_lse or backward)
+    of_forward, workspace = _forward(plan, tensors, said, return_lse or backward)
     if layout == "bhsd":
         tensors = tuple(x.transpose(1, 2) for x in tensors)  # type: ignore[assignment]
     call = describe(tensors, causal, Features(**said) if said else NO_FEATURES)
@@ -233,7 +237,10 @@ def _plan(
             raise NotImplementedError(sentence)
         aligned = replace(call.problem, alignment=FULL_ALIGNMENT)  # what isn't is copied
         backward_row = dispatch_gradients.choose(aligned, device, None, call.features.deterministic).name
-        of_backward = _backward(tensors, call.sizes.out_shape, causal, said, wanted, return_lse, plan, device)
+        of_backward, more = _backward(
+            tensors, call.sizes.out_shape, causal, said, wanted, return_lse, plan, device
+        )
+        workspace = max(workspace, more)
     return MemoryPlan(
         call.problem,
         device,
@@ -242,20 +249,29 @@ def _plan(
         {name: _size(x) for name, x in inputs.items()},
         of_forward,
         of_backward,
+        workspace,
     )
 
 
-def _forward(plan: launches.Plan, tensors: Operands, said: Mapping[str, Any], lse: bool) -> Parts:
-    """What ``launch.plan.launch`` allocates."""
+def _of_a_workspace(launch: Callable[[], object]) -> int:
+    """Bytes that a launch of meta tensors takes of one."""
+    with Workspace(EVERYTHING, "meta") as workspace, torch.no_grad():
+        launch()
+    return workspace.high_water
+
+
+def _forward(plan: launches.Plan, tensors: Operands, said: Mapping[str, Any], lse: bool) -> tuple[Parts, int]:
+    """What ``launch.plan.launch`` allocates, and what of it a workspace may have."""
     found = {"output": math.prod(plan.out_shape) * plan.dtype.itemsize}
     if lse:
         found["softmax_lse"] = 4 * math.prod(plan.lse_shape)
-    found["workspace"] = 4 * plan.room
-    if plan.launch is not None:
+    found["workspace"] = workspace = 4 * plan.room
+    if (launch := plan.launch) is not None:
         with Ledger() as ledger, torch.no_grad():
-            plan.launch(tensors, 1.0, lse, said)
+            launch(tensors, 1.0, lse, said)
         found["workspace"] = ledger.peak - sum(found.values())
-    return found
+        workspace = _of_a_workspace(lambda: launch(tensors, 1.0, lse, said))
+    return found, workspace
 
 
 def _backward(
@@ -267,14 +283,17 @@ def _backward(
     return_lse: bool,
     plan: launches.Plan,
     device: Device,
-) -> Parts:
-    """What ``launch.gradients.launch`` allocates, and what it is given."""
+) -> tuple[Parts, int]:
+    """What ``launch.gradients.launch`` allocates, and what it is given; what of it a workspace may have."""
     output, dout = (torch.empty(out_shape, dtype=plan.dtype, device="meta") for _ in range(2))
     lse = torch.empty(plan.lse_shape, dtype=torch.float32, device="meta")
     dlse = lse if return_lse else None
     said = {name: x for name, x in said.items() if name in attend_backward.NAMES}
+    launch = functools.partial(
+        gradients.launch, dout, tensors, output, lse, dlse, 1.0, causal, said, wanted, device=device
+    )
     with Ledger() as ledger, torch.no_grad():
-        found = gradients.launch(dout, tensors, output, lse, dlse, 1.0, causal, said, wanted, device=device)
+        found = launch()
     parts = {"output's gradient": _size(dout)} | (
         {"softmax_lse's gradient": _size(lse)} if return_lse else {}
     )
@@ -283,7 +302,8 @@ def _backward(
         for name, x, need in zip(attend_backward.DIFFERENTIABLE, found, wanted, strict=True)
         if need
     }
-    return {**parts, **results, "workspace": ledger.peak - sum(results.values())}
+    own = ledger.peak - sum(results.values())
+    return {**parts, **results, "workspace": own}, _of_a_workspace(launch)
 
 
 # ---- a shape -----------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -16,7 +17,7 @@ from cutlass_fmha.dispatch.gradients import lacking, names_of
 from cutlass_fmha.dispatch.problem import FULL_ALIGNMENT
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.features import NO_FEATURES, Features, Sizes
-from cutlass_fmha.launch import gradients
+from cutlass_fmha.launch import gradients, workspace
 from cutlass_fmha.ops import dispatcher
 from cutlass_fmha.ops.attend import check_options, no_lse, scale_of
 
@@ -219,6 +220,7 @@ class _Attend(torch.autograd.Function):
         if torch.get_deterministic_debug_mode() == 2:  # what is not deterministic is an error
             ctx.said["deterministic"] = True
         ctx.set_materialize_grads(False)
+        ctx.workspace = workspace.in_use(query.device)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
@@ -230,9 +232,10 @@ class _Attend(torch.autograd.Function):
             said = {**ctx.said, **dict(zip(ctx.names, given, strict=True))}
             dout = torch.zeros_like(out) if dout is None else dout
             wanted = [needs.get(name, False) for name in DIFFERENTIABLE]
-            gradients = torch.ops.cutlass_fmha.attend_backward(
-                dout, query, key, value, out, lse, dlse, ctx.scale, ctx.causal, **said, wanted=wanted
-            )
+            with nullcontext() if ctx.workspace is None else ctx.workspace:  # whichever thread this is
+                gradients = torch.ops.cutlass_fmha.attend_backward(
+                    dout, query, key, value, out, lse, dlse, ctx.scale, ctx.causal, **said, wanted=wanted
+                )
             found = {name: x for name, x, need in zip(DIFFERENTIABLE, gradients, wanted, strict=True) if need}
         of_given = (found.get(name) for name in ctx.names)
         return (None, None, *map(found.get, DIFFERENTIABLE[:3]), None, None, None, None, *of_given)

@@ -37,6 +37,7 @@ from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.features import Features, Sizes
 from cutlass_fmha.launch.params import addresses_of, params_of
 from cutlass_fmha.launch.streams import current_stream
+from cutlass_fmha.launch.workspace import Scratch
 
 Operands = tuple[Tensor, Tensor, Tensor]
 
@@ -198,15 +199,18 @@ def launch(
     like, given, lse = tensors[0], said.get("out"), said.get("lse")
     features = Features(**{name: x for name, x in said.items() if name not in RESULTS})
     out = given
-    if out is None or not _fits(row, out):
-        head_dim_v = padded(row, sizes.head_dim_v)
-        out = torch.empty((*sizes.out_shape[:-1], head_dim_v), dtype=like.dtype, device=like.device)
+    if out is None:
+        out = torch.empty(sizes.out_shape, dtype=like.dtype, device=like.device)
     if return_lse and lse is None:
         lse = torch.empty(sizes.lse_shape, dtype=torch.float32, device=like.device)
-    run(row, tensors, out, lse, scale, causal, features, sizes)
-    if given is not None:
-        return given if out is given else given.copy_(out[..., : sizes.head_dim_v]), lse
-    return out[..., : sizes.head_dim_v].contiguous(), lse
+    with Scratch(like.device) as scratch:
+        to = out
+        if not _fits(row, out):
+            to = scratch.empty((*sizes.out_shape[:-1], padded(row, sizes.head_dim_v)), out.dtype)
+        _run(row, tensors, to, lse, scale, causal, features, sizes, scratch)
+        if to is not out:
+            out.copy_(to[..., : sizes.head_dim_v])
+    return out, lse
 
 
 def padded(row: Row, head_dim: int) -> int:
@@ -229,10 +233,25 @@ def run(
 
     Operands that don't are copied, which a warning says. Of meta tensors all is done but the launch.
     """
-    bias = _bias(row, features, sizes, out.dtype)
+    with Scratch(out.device) as scratch:
+        _run(row, tensors, out, lse, scale, causal, features, sizes, scratch)
+
+
+def _run(
+    row: Row,
+    tensors: Operands,
+    out: Tensor,
+    lse: Tensor | None,
+    scale: float,
+    causal: str,
+    features: Features,
+    sizes: Sizes,
+    scratch: Scratch,
+) -> None:
+    bias = _bias(row, features, sizes, out.dtype, scratch)
     if 0 in (sizes.batch, sizes.seqlen_q, sizes.num_heads):
         return
-    q, k, v = (_aligned(row, tensor) for tensor in tensors)
+    q, k, v = (_aligned(row, tensor, scratch) for tensor in tensors)
     if copied := [name for name, a, b in zip("qkv", tensors, (q, k, v), strict=True) if a is not b]:
         _warn_of_copies(row, copied)
     strides = (_strides(q), _strides(k), _strides(v))
@@ -249,8 +268,9 @@ def run(
         params.bias_stride = broadcast_strides(bias, sizes)
     sums = None
     if row.accumulates and not _can_accumulate_in(out, params):
-        sums = torch.empty(out.shape, dtype=torch.float32, device=out.device)
+        sums = scratch.empty(out.shape, torch.float32)
         params.partial_o = sums.data_ptr()
+    scratch.check()
     if out.is_meta:
         return
     index, lse_address = out.get_device(), 0 if lse is None else lse.data_ptr()
@@ -294,13 +314,14 @@ def _fits(row: Row, tensor: Tensor) -> bool:
     return tensor.shape[-1] % multiple == 0 and strides_fit and tensor.data_ptr() % row.alignment == 0
 
 
-def _aligned(row: Row, tensor: Tensor) -> Tensor:
+def _aligned(row: Row, tensor: Tensor, scratch: Scratch) -> Tensor:
     """The tensor, or a contiguous copy with zeros up to the ``padded`` head dim."""
     head_dim = tensor.shape[-1]
     if _fits(row, tensor):
         return tensor
-    copy = tensor.new_zeros((*tensor.shape[:-1], padded(row, head_dim)))
+    copy = scratch.empty((*tensor.shape[:-1], padded(row, head_dim)), tensor.dtype)
     copy[..., :head_dim] = tensor
+    copy[..., head_dim:] = 0
     return copy
 
 
@@ -317,7 +338,7 @@ def _warn_of_copies(row: Row, copied: list[str]) -> None:
     )
 
 
-def _bias(row: Row, features: Features, sizes: Sizes, dtype: torch.dtype) -> Tensor | None:
+def _bias(row: Row, features: Features, sizes: Sizes, dtype: torch.dtype, scratch: Scratch) -> Tensor | None:
     """Bias and mask as one tensor of four dimensions, whose rows of keys are whole vectors."""
     bias, mask = features.bias, features.mask
     if bias is not None and bias.dtype != dtype:
@@ -327,14 +348,17 @@ def _bias(row: Row, features: Features, sizes: Sizes, dtype: torch.dtype) -> Ten
             f"{check.dtype_name(bias.dtype)}: pass bias.to(torch.{own})"
         )
     if mask is not None:
-        hidden = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
-        bias = hidden if bias is None else bias + hidden
+        hidden = scratch.empty(mask.shape, dtype).fill_(-torch.inf).masked_fill_(mask, 0.0)
+        if bias is not None:
+            shape = torch.broadcast_shapes(bias.shape, mask.shape)
+            hidden = torch.add(bias, hidden, out=scratch.empty(shape, dtype))
+        bias = hidden
     if bias is None or sizes.seqlen_k == 0:
         return None
-    return _whole_vectors(bias[(None,) * (4 - bias.dim())], sizes)
+    return _whole_vectors(bias[(None,) * (4 - bias.dim())], sizes, scratch)
 
 
-def _whole_vectors(bias: Tensor, sizes: Sizes) -> Tensor:
+def _whole_vectors(bias: Tensor, sizes: Sizes, scratch: Scratch) -> Tensor:
     """The bias, or a copy with longer rows. What they are longer by is read and not used."""
     multiple = VECTOR_BYTES // bias.itemsize
     *strides, from_key_to_key = broadcast_strides(bias, sizes)
@@ -347,6 +371,6 @@ def _whole_vectors(bias: Tensor, sizes: Sizes) -> Tensor:
     ):
         return bias
     keys = -(-sizes.seqlen_k // multiple) * multiple
-    rows = torch.empty((*bias.shape[:3], keys), dtype=bias.dtype, device=bias.device)
+    rows = scratch.empty((*bias.shape[:3], keys), bias.dtype)
     rows[..., : sizes.seqlen_k] = bias
     return rows
