@@ -16,11 +16,13 @@ import pytest
 import torch
 from oracle import CAUSAL, visible
 
+import cutlass_fmha
 from cutlass_fmha import UnsupportedError, bench
 from cutlass_fmha.bench import against, contenders, gradients, lineup, machine, memory, report, runner, timing
 from cutlass_fmha.bench import cases as bench_cases
 from cutlass_fmha.bench.cases import CASES, FEATURES, GROUPS, Case, select_cases, visible_pairs
 from cutlass_fmha.bench.features import Feature
+from cutlass_fmha.launch import workspace as workspaces
 
 SMALL = Case("latency", 2, 4, 2, 48, 48, 32, "float16", causal=True)
 
@@ -240,6 +242,9 @@ def synthetic(cases: list[Case] | None = None) -> report.Result:
     return {
         "schema": report.SCHEMA, "machine": described, "method": runner.METHOD, "row": None, "quick": False,
         "host_us": {"repeated, S128 D64": {"attention": 9.9, "torch SDPA": 15.6}},
+        "loop": {
+            "torch": {"calls": 9, "us": 9.94, "reserved_mib": 64.0, "never_used": 0.25, "allocations": 12}
+        },
         "peers": ["flash", "cudnn", "efficient"], "cases": entries, "wall_s": 60.0,
     }  # fmt: skip
 
@@ -300,6 +305,43 @@ def test_what_is_printed_has_means_refusals_machine_and_method():
     facts += ["the sm_120 rows are compiled for sm_90", runner.METHOD]
     facts += ["microseconds, repeated, S128 D64: attention 9.9, torch SDPA 15.6"]
     assert all(fact in markdown for fact in facts)
+
+
+def test_a_loop_is_by_torchs_allocator_and_by_a_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPU tensors, which take nothing of it: what is counted is this test's."""
+    shown = (
+        "9 calls of drawn lengths, by torch: 9.9 us each, 64.0 MiB more reserved, 25% of it never in use, "
+    )
+    assert shown + "12 allocations." in report.footnotes(synthetic())
+    counts = iter([1, 5, 7, 7])
+    names = {"reserved_bytes.all": 8 << 20, "allocated_bytes.all": 6 << 20}
+    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(
+        torch.cuda,
+        "memory_stats",
+        lambda: (
+            {f"{name}.peak": x for name, x in names.items()}
+            | {f"{name}.current": 4 << 20 for name in names}
+            | {"allocation.all.allocated": next(counts)}
+        ),
+    )
+    used: list[bool] = []
+    attention = cutlass_fmha.attention
+
+    def seen(*tensors: Any, **said: Any) -> Any:
+        used.append(bool(workspaces.IN_USE) and said["out"] is not None)
+        return attention(*tensors, **said)
+
+    monkeypatch.setattr(cutlass_fmha, "attention", seen)
+    found = memory.loop(calls=6, longest=(5, 40), device="cpu", planned_for="l4")
+    assert used[-12:] == [False] * 6 + [True] * 6
+    for name, allocations in (("torch's allocator", 4), ("a Workspace of 0.0 MiB and out", 0)):
+        took = found[name].pop("us")
+        assert took > 0
+        assert found[name] == {
+            "calls": 6, "reserved_mib": 4.0, "never_used": 0.5, "allocations": allocations
+        }  # fmt: skip
 
 
 def test_memory_is_shown_beside_the_plan_where_it_was_measured() -> None:

@@ -20,8 +20,8 @@ SCHEMA = 3
 MIB = 1 << 20
 
 Result = dict[str, Any]
-"""schema, machine, method, row, quick, peers, host_us (section -> contender or percentile -> us), wall_s
-and cases: per case its description,
+"""schema, machine, method, row, quick, peers, host_us (section -> contender or percentile -> us), of newer
+results loop (``memory.loop``), wall_s and cases: per case its description,
 ``input_sets`` and ``results``: contender -> status ("ok" or "unsupported"), then reason, or p50_us, p90_us,
 min_us, samples, calls_per_sample, tflops, tbytes_per_s, where the result was checked max_abs_error,
 mean_abs_error, tolerance and error_ratio, of newer results peak_bytes, and, for ours, row and
@@ -264,6 +264,12 @@ def footnotes(result: Result) -> list[str]:
     if packages := machine.get("packages"):
         shown = ", ".join(f"{TITLES[name]} {version or 'unknown'}" for name, version in packages.items())
         notes.append(f"Versions: {shown}.")
+    for name, x in (result.get("loop") or {}).items():
+        notes.append(
+            f"{x['calls']:,} calls of drawn lengths, by {name}: {x['us']:.1f} us each, "
+            f"{x['reserved_mib']:.1f} MiB more reserved, {x['never_used']:.0%} of it never in use, "
+            f"{x['allocations']:,} allocations."
+        )
     if other := machine.get("other"):
         sources = f"sources {other['build'].get('source_hash', 'unknown')}"
         notes.append(f"Other build: cutlass_fmha {other['package']}, {sources}, in a process of its own.")

@@ -63,6 +63,7 @@ def measure(
     with torch.cuda.device(device):
         described = machine.describe(device)
         host_us = measure_host() if in_turns is None else {}
+        loop = memory.loop() if in_turns is None else {}
         results = []
         for number, case in enumerate(cases, 1):
             print(f"bench: {number}/{len(cases)} {case.label}", file=sys.stderr, flush=True)
@@ -80,6 +81,7 @@ def measure(
             "quick": quick,
             "peers": peers,
             "host_us": host_us,
+            "loop": loop,
             "cases": results,
             "wall_s": round(time.perf_counter() - begin, 1),
         }
