@@ -36,8 +36,8 @@ class Workspace:
 
     One stream at a time: a launch on another one is refused, and so is who enters there meanwhile. Who enters
     later on another stream waits for the one before. A CUDA graph is captured by ``with
-    torch.cuda.graph(graph), workspace:``, and reads and writes the workspace whenever it is replayed: keep the
-    workspace as long, and replay where nothing else uses it.
+    torch.cuda.graph(graph), workspace:``, and reads and writes the workspace whenever it is replayed: keep
+    the workspace as long, and replay where nothing else uses it.
 
     Args:
         size: bytes. ``memory_plan(...).workspace`` is what a call and its gradients need; of several calls
