@@ -73,13 +73,17 @@ REGISTERS = {2: ".b16", 4: ".b32", 8: ".b64"}
 
 
 def apply(opcode: str, result: np.dtype, *operands: np.ndarray | int | str) -> np.ndarray:
-    """``opcode`` on arrays of equal length, element by element; an int or str is written as it is."""
+    """``opcode`` on arrays of equal length, element by element; an int or str is written as it is.
+
+    Or statements that make %out of %in0, %in1, ...; %p1 holds in the first ten lanes.
+    """
     arrays = [x for x in operands if isinstance(x, np.ndarray)]
     count = len(arrays[0])
     lines = [".reg .b32 %index; .reg .b64 %a<16>; .reg .pred %p<4>;"]
     lines += [f".reg {REGISTERS[np.dtype(result).itemsize]} %out;"]
     lines += ["mov.u32 %index, %ctaid.x; mov.u32 %t, %tid.x; mad.lo.u32 %index, %index, 32, %t;"]
     lines[0] += " .reg .b32 %t;"
+    lines += ["setp.lt.u32 %p1, %t, 10;"]
     names: list[str] = []
     for number, operand in enumerate(operands):
         if not isinstance(operand, np.ndarray):
@@ -92,7 +96,7 @@ def apply(opcode: str, result: np.dtype, *operands: np.ndarray | int | str) -> n
         names.append(f"%in{number}")
     out = np.zeros(count, dtype=result)
     place = len(arrays)
-    lines += [f"{opcode} %out, {', '.join(names)};"]
+    lines += [opcode if "%out" in opcode else f"{opcode} %out, {', '.join(names)};"]
     lines += [
         f"ld.param.u64 %a{place}, [p{place}]; mad.wide.u32 %a{place}, %index, {out.itemsize}, %a{place};"
     ]

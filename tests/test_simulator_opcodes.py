@@ -280,26 +280,15 @@ FLOAT_COMPARISONS: dict[str, Model] = {
 
 
 def compare(opcode: str, a: np.ndarray, b: np.ndarray, guard: str = "%p0") -> np.ndarray:
-    """Where a comparison of two arrays of 32-bit elements holds. The body may use %p1 and %n, the lane."""
-    out = np.zeros(len(a), dtype=np.uint32)
-    assert len(a) == 32
-    ptx.run(
-        ".reg .b64 %a<4>; .reg .b32 %x, %y, %n, %r; .reg .pred %p<4>; mov.u32 %n, %tid.x;"
-        + "".join(f"ld.param.u64 %a{i}, [p{i}]; mad.wide.u32 %a{i}, %n, 4, %a{i};" for i in range(3))
-        + "ld.global.b32 %x, [%a0]; ld.global.b32 %y, [%a1]; setp.lt.u32 %p1, %n, 10;"
-        + f"{opcode}; selp.u32 %r, 1, 0, {guard}; st.global.u32 [%a2], %r; ret;",
-        np.ascontiguousarray(a),
-        np.ascontiguousarray(b),
-        out,
-    )
-    return out == 1
+    """Where a comparison of two arrays holds. The body may use %p1, the first ten lanes."""
+    return ptx.apply(f"{opcode}; selp.u32 %out, 1, 0, {guard};", np.dtype(np.uint32), a, b) == 1
 
 
 @pytest.mark.parametrize("name", FLOAT_COMPARISONS)
 def test_float_comparisons(name: str):
     a, b = floats(32), floats(32)
     a[::5] = b[::5]
-    same(compare(f"setp.{name}.f32 %p0, %x, %y", a, b), FLOAT_COMPARISONS[name](a, b))
+    same(compare(f"setp.{name}.f32 %p0, %in0, %in1", a, b), FLOAT_COMPARISONS[name](a, b))
 
 
 @pytest.mark.parametrize("name", ["eq", "ne", "lt", "le", "gt", "ge"])
@@ -307,49 +296,33 @@ def test_integer_comparisons(name: str):
     for type_name, dtype in (("s32", np.int32), ("u32", np.uint32)):
         a, b = integers(dtype, 32), integers(dtype, 32)
         a[::5] = b[::5]
-        same(compare(f"setp.{name}.{type_name} %p0, %x, %y", a, b), FLOAT_COMPARISONS[name](a, b))
+        same(compare(f"setp.{name}.{type_name} %p0, %in0, %in1", a, b), FLOAT_COMPARISONS[name](a, b))
 
 
 def test_predicates_combine():
     a, b = integers(np.int32, 32), integers(np.int32, 32)
     first, less = np.arange(32) < 10, a < b
-    same(compare("setp.lt.s32 %p2|%p0, %x, %y", a, b), ~less)
-    same(compare("setp.lt.s32 %p0, %x, %y; and.pred %p0, %p0, %p1", a, b), less & first)
-    same(compare("setp.lt.s32 %p0, %x, %y; or.pred %p0, %p0, %p1", a, b), less | first)
-    same(compare("setp.lt.s32 %p0, %x, %y; xor.pred %p0, %p0, %p1", a, b), less ^ first)
-    same(compare("setp.lt.s32 %p0, %x, %y; not.pred %p0, %p0", a, b), ~less)
+    same(compare("setp.lt.s32 %p2|%p0, %in0, %in1", a, b), ~less)
+    same(compare("setp.lt.s32 %p0, %in0, %in1; and.pred %p0, %p0, %p1", a, b), less & first)
+    same(compare("setp.lt.s32 %p0, %in0, %in1; or.pred %p0, %p0, %p1", a, b), less | first)
+    same(compare("setp.lt.s32 %p0, %in0, %in1; xor.pred %p0, %p0, %p1", a, b), less ^ first)
+    same(compare("setp.lt.s32 %p0, %in0, %in1; not.pred %p0, %p0", a, b), ~less)
     same(compare("mov.pred %p0, %p1", a, b), first)
-    same(compare("mov.pred %p0, -1; @%p1 setp.lt.s32 %p0, %x, %y", a, b), less | ~first)
+    same(compare("mov.pred %p0, -1; @%p1 setp.lt.s32 %p0, %in0, %in1", a, b), less | ~first)
 
 
 def test_halves_are_packed_and_unpacked():
     a = integers(np.uint32, 32)
-    out = np.zeros(32, dtype=np.uint32)
-    ptx.run(
-        ".reg .b64 %a<2>, %w; .reg .b32 %x, %n, %l, %h; .reg .b16 %s<4>; mov.u32 %n, %tid.x;"
-        "ld.param.u64 %a0, [p0]; mad.wide.u32 %a0, %n, 4, %a0;"
-        "ld.param.u64 %a1, [p1]; mad.wide.u32 %a1, %n, 4, %a1;"
-        "ld.global.b32 %x, [%a0]; mov.b32 {%s0, %s1}, %x; mov.b32 %l, {%s1, %s0};"
-        "mov.b64 %w, {%l, %x}; mov.b64 {_, %h}, %w; add.u32 %l, %l, %h; st.global.u32 [%a1], %l; ret;",
-        a,
-        out,
-    )
-    same(out, (a >> 16 | a << 16) + a)
+    swapped = "mov.b32 {%s0, %s1}, %in0; mov.b32 %l, {%s1, %s0};"
+    upper = "mov.b64 %w, {%l, %in0}; mov.b64 {_, %h}, %w; add.u32 %out, %l, %h;"
+    registers = ".reg .b64 %w; .reg .b32 %l, %h; .reg .b16 %s<2>;"
+    same(ptx.apply(registers + swapped + upper, np.dtype(np.uint32), a), (a >> 16 | a << 16) + a)
 
 
 def test_selections():
     a, b = integers(np.uint64, 32), integers(np.uint64, 32)
-    out = np.zeros(32, dtype=np.uint64)
-    ptx.run(
-        ".reg .b64 %a<3>, %x, %y; .reg .b32 %n; .reg .pred %p; mov.u32 %n, %tid.x;"
-        + "".join(f"ld.param.u64 %a{i}, [p{i}]; mad.wide.u32 %a{i}, %n, 8, %a{i};" for i in range(3))
-        + "ld.global.b64 %x, [%a0]; ld.global.b64 %y, [%a1]; setp.lt.u32 %p, %n, 7;"
-        "selp.b64 %x, %x, %y, %p; st.global.b64 [%a2], %x; ret;",
-        a,
-        b,
-        out,
-    )
-    same(out, np.where(np.arange(32) < 7, a, b))
+    found = ptx.apply("selp.b64 %out, %in0, %in1, %p1;", np.dtype(np.uint64), a, b)
+    same(found, np.where(np.arange(32) < 10, a, b))
 
 
 # ---- what is not known -------------------------------------------------------------------------------------

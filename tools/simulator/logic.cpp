@@ -1,5 +1,6 @@
 // Bits, comparisons, selections and moves.
 #include <algorithm>
+#include <functional>
 
 #include "opcodes.h"
 
@@ -8,14 +9,9 @@ namespace {
 
 // ---- predicates ----------------------------------------------------------------------------------------------------
 
-void and_predicates(Warp& w, Instruction const& i) {
-  w.set_predicate(i.operand[0], w.predicate(i.operand[1]) & w.predicate(i.operand[2]));
-}
-void or_predicates(Warp& w, Instruction const& i) {
-  w.set_predicate(i.operand[0], w.predicate(i.operand[1]) | w.predicate(i.operand[2]));
-}
-void xor_predicates(Warp& w, Instruction const& i) {
-  w.set_predicate(i.operand[0], w.predicate(i.operand[1]) ^ w.predicate(i.operand[2]));
+template <auto function>
+void combine_predicates(Warp& w, Instruction const& i) {
+  w.set_predicate(i.operand[0], function(w.predicate(i.operand[1]), w.predicate(i.operand[2])));
 }
 void not_predicate(Warp& w, Instruction const& i) { w.set_predicate(i.operand[0], ~w.predicate(i.operand[1])); }
 void move_predicate(Warp& w, Instruction const& i) { w.set_predicate(i.operand[0], w.predicate(i.operand[1])); }
@@ -162,9 +158,9 @@ void add_fields(Opcodes& ops) {
 }  // namespace
 
 void add_logic(Opcodes& ops) {
-  ops.add({"and.pred"}, and_predicates, {kPredicateOut, kPredicateIn, kPredicateIn});
-  ops.add({"or.pred"}, or_predicates, {kPredicateOut, kPredicateIn, kPredicateIn});
-  ops.add({"xor.pred"}, xor_predicates, {kPredicateOut, kPredicateIn, kPredicateIn});
+  ops.add({"and.pred"}, combine_predicates<std::bit_and<Mask>{}>, {kPredicateOut, kPredicateIn, kPredicateIn});
+  ops.add({"or.pred"}, combine_predicates<std::bit_or<Mask>{}>, {kPredicateOut, kPredicateIn, kPredicateIn});
+  ops.add({"xor.pred"}, combine_predicates<std::bit_xor<Mask>{}>, {kPredicateOut, kPredicateIn, kPredicateIn});
   ops.add({"not.pred"}, not_predicate, {kPredicateOut, kPredicateIn});
   ops.add({"mov.pred"}, move_predicate, {kPredicateOut, kPredicateIn});
 
