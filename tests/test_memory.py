@@ -264,6 +264,14 @@ def test_one_stream_at_a_time(kernels_do_nothing: None, monkeypatch: pytest.Monk
     assert waits == [(8, 7), (7, 9)] and workspace._memory.recorded == [8, 9, 7]
 
 
+def test_a_compiled_call_takes_from_it(kernels_do_nothing: None):
+    given, said = inputs("splits that are said")
+    compiled = torch.compile(attention, fullgraph=True, backend="eager")
+    with Workspace(1 << 24, "cpu") as workspace:
+        compiled(**given, **said)
+    assert workspace.high_water == planned("splits that are said").workspace > 0
+
+
 class MemoryOfAGpu:
     """As much of a tensor as a workspace needs; who uses it is recorded."""
 
