@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from cutlass_fmha import _C, ops
 from cutlass_fmha.arguments.op_arguments import op_arguments
-from cutlass_fmha.launch import gradients
+from cutlass_fmha.launch import gradients, workspace
 
 #: Numbers whose probabilities, values or gradients lie far from 1.
 OFTEN_FAR = ("ramp", "steep-ramp", "outliers", "huge-values", "small", "tiny")
@@ -169,7 +170,8 @@ class BackwardLaunch:
         wanted = [name in names for name in ("q", "k", "v", "bias", "sinks")]
         given = (self.dout, call.q, call.k, call.v, *self.forward, self.dlse)
         self.room = Room()
-        with _simulated(gpu.simulated()), mock.patch.object(gradients, "torch", self.room):
+        memory = [mock.patch.object(module, "torch", self.room) for module in (gradients, workspace)]
+        with _simulated(gpu.simulated()), memory[0], memory[1]:
             found = torch.ops.cutlass_fmha.attend_backward(
                 *map(there, given),
                 self._scale(self.problem, call),
@@ -199,13 +201,14 @@ class Room:
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
-    def empty(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        size = math.prod(shape)
         buffer = poison(dtype, size + 2 * GUARD, device)
-        self.made.append(Guarded(buffer, buffer[GUARD : GUARD + size]))
+        self.made.append(Guarded(buffer, buffer[GUARD : GUARD + size].view(shape)))
         return self.made[-1].view
 
     def empty_like(self, x: Tensor, dtype: torch.dtype | None = None, **_: torch.memory_format) -> Tensor:
-        return self.empty(x.numel(), dtype or x.dtype, x.device).view(x.shape)
+        return self.empty(tuple(x.shape), dtype or x.dtype, x.device)
 
     def zeros_like(self, x: Tensor, **said: Any) -> Tensor:
         return self.empty_like(x, **said).zero_()
