@@ -114,7 +114,7 @@ demo-build:
 TEST_SUBSET = $(if $(filter-out file,$(origin SUBSET)),$(SUBSET),$(if $(wildcard $(STAMP)),,ci))
 test: $(STAMPS)/demo $(STAMPS)/integrations
 	@$(MAKE) build SUBSET='$(TEST_SUBSET)'
-	@workers=$$($(VENV_PYTHON) -c 'import xdist' 2>/dev/null && echo '-n $(TEST_WORKERS) --dist loadfile' || true) \
+	@workers=$$($(VENV_PYTHON) -c 'import xdist' 2>/dev/null && echo '-n $(TEST_WORKERS) --dist loadfile --max-worker-restart=0' || true) \
 	  && $(VENV_PYTHON) -m pytest $$workers $(ARGS)
 
 sass: build
