@@ -201,14 +201,16 @@ class Room:
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    def empty(self, shape: tuple[int, ...], *, device: Any, dtype: torch.dtype = torch.float32) -> Tensor:
+        if str(device) == "meta":  # only its strides are asked for
+            return torch.empty(shape, dtype=dtype, device=device)
         size = math.prod(shape)
         buffer = poison(dtype, size + 2 * GUARD, device)
         self.made.append(Guarded(buffer, buffer[GUARD : GUARD + size].view(shape)))
         return self.made[-1].view
 
     def empty_like(self, x: Tensor, dtype: torch.dtype | None = None, **_: torch.memory_format) -> Tensor:
-        return self.empty(tuple(x.shape), dtype or x.dtype, x.device)
+        return self.empty(tuple(x.shape), dtype=dtype or x.dtype, device=x.device)
 
     def zeros_like(self, x: Tensor, **said: Any) -> Tensor:
         return self.empty_like(x, **said).zero_()
