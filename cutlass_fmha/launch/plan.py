@@ -171,7 +171,7 @@ def launch(
     lse = parts = scratch = None
     if plan.given is not None:
         out, lse = _results(plan, (q, k, v), return_lse, said)
-    elif plan.device_index == private_torch.current_device():
+    elif 0 <= plan.device_index == private_torch.current_device():  # which needs a driver
         empty = private_torch.empty_strided_cuda
         out = empty(plan.out_shape, plan.out_strides, plan.dtype)
         if return_lse:
