@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import hypothesis
 from hypothesis import strategies as st
@@ -177,13 +178,14 @@ def judge(row: Any, problem: Any, tally: Tally, seed: int = 0) -> None:
     """One problem on one row. ``seed``: of every order that a GPU leaves open, where that is a simulator."""
     problem = fit(problem, row)
     line = f"python tools/parity_run.py --rows {row.name} --problem '{json.dumps(asdict(problem))}'"
+    settings: dict[str, str] = {}
     if gpu.simulated():
-        settings = {"CUTLASS_FMHA_SIMULATED_ARCH": row.arch, "CUTLASS_FMHA_SIMULATOR_SEED": seed}
-        os.environ.update({name: str(value) for name, value in settings.items()})
+        settings = {"CUTLASS_FMHA_SIMULATED_ARCH": str(row.arch), "CUTLASS_FMHA_SIMULATOR_SEED": str(seed)}
         line = " ".join(f"{name}={value}" for name, value in settings.items()) + f" {line}"
     try:
-        launch = Launch.of(row, problem, gpu.device())
-        launch.run()
+        with mock.patch.dict(os.environ, settings):
+            launch = Launch.of(row, problem, gpu.device())
+            launch.run()
         errors = launch.errors()
         intact = launch.intact()
     except Exception as error:  # a sticky CUDA error, too: nothing can be trusted after it
