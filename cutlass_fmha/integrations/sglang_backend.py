@@ -194,18 +194,8 @@ class Backend(AttentionBackend):  # type: ignore[misc]  # SGLang isn't there for
         """[pages, page_size, num_heads_kv, head_dim] of rows, or of pages whose heads come first."""
         return rows.transpose(1, 2) if rows.dim() == 4 else rows.unflatten(0, (-1, self.page_size))
 
-    def forward_decode(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        **kwargs: Any,
-    ) -> Tensor:
-        """As ``forward_extend``: single tokens are a batch like any other."""
-        return self.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+    #: Single tokens are a batch like any other.
+    forward_decode = forward_extend
 
 
 def _refusal(runner: Any) -> str | None:
