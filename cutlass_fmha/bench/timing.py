@@ -79,6 +79,8 @@ class GraphTimer:
 
     def __init__(self, call: Call, sets: int) -> None:
         self.samples_us: list[float] = []
+        # A graph keeps neither the tensors that it reads nor the modules that torch.compile loaded.
+        self.keeps_alive = call
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
