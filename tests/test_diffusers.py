@@ -28,11 +28,13 @@ def _registered() -> None:
     assert [x.value for x in dispatch.AttentionBackendName].count(integration.NAME) == 1
 
 
-def call(backend: str, heads_kv: int = 4, **said: Any) -> torch.Tensor:
+def call(backend: str, heads_kv: int = 4, place: Any = (), wide: bool = False, **said: Any) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
     query, key, value = (
-        torch.randn(2, 7, heads, 32, generator=generator) for heads in (4, heads_kv, heads_kv)
+        torch.randn(2, 7, heads, 32, generator=generator).to(*place) for heads in (4, heads_kv, heads_kv)
     )
+    if wide:
+        query, key, value = (x.double() for x in (query, key, value))
     return dispatch.dispatch_attention_fn(query, key, value, **said, backend=backend)
 
 
@@ -47,6 +49,21 @@ CALLS: dict[str, dict[str, Any]] = {
     "bias": {"attn_mask": randn(4, 7, 7)},
     "grouped": {"heads_kv": 2, "enable_gqa": True},
 }
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("said", CALLS.values(), ids=CALLS)
+def test_a_call_on_a_gpu_is_as_exact_as_its_native_backend(said: dict[str, Any]) -> None:
+    place = (torch.device("cuda"), torch.float16)
+    said = {key: x.cuda() if isinstance(x, torch.Tensor) else x for key, x in said.items()}
+    said |= {key: x.half() for key, x in said.items() if key == "attn_mask" and x.is_floating_point()}
+    with CountCalls() as counter:
+        found = call(integration.NAME, place=place, **said)
+    assert counter.calls == 1
+    wide = {key: x.double() if key == "attn_mask" and x.is_floating_point() else x for key, x in said.items()}
+    wanted = call("native", place=place, wide=True, **wide)
+    errors = [(x.double() - wanted).abs().max() for x in (found, call("native", place=place, **said))]
+    assert errors[0] <= 2 * errors[1] + torch.finfo(place[1]).eps
 
 
 @pytest.mark.parametrize("said", CALLS.values(), ids=CALLS)

@@ -68,6 +68,27 @@ def test_calls_and_gradients_are_ours_and_torchs_numbers(name: str):
     assert sdpa.counts == {NAME: 1}, "after the block torch's own runs"
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_and_gradients_on_a_gpu_are_as_exact_as_torchs(name: str):
+    shapes, options = CALLS[name]
+    placed = {key: x.cuda() if isinstance(x, Tensor) else x for key, x in options.items()}
+    half = [x.detach().cuda().requires_grad_() for x in leaves(*shapes, dtype=torch.float16)]
+    exact = [x.detach().cpu().double().requires_grad_() for x in half]
+
+    def call(*x: Tensor, **said: Any) -> list[Tensor]:
+        out = F.scaled_dot_product_attention(*x, **said)
+        weights = randn(*out.shape, seed=9).half().to(out)
+        return [y.double().cpu() for y in (out, *torch.autograd.grad(out, x, weights))]
+
+    want, theirs = call(*exact, **options), call(*half, **placed)
+    with sdpa():
+        found = call(*half, **placed)
+    assert sdpa.counts == {NAME: 1} and not sdpa.declined
+    for x, y, z in zip(found, theirs, want, strict=True):
+        assert (x - z).abs().max() <= 2 * (y - z).abs().max() + torch.finfo(torch.float16).eps * z.abs().max()
+
+
 def test_dropout_draws_from_our_generator_and_a_gradient_outlives_the_block():
     tensors = leaves(Q, K, K)
 

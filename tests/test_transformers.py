@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib.util
 import json
@@ -18,7 +19,7 @@ import pytest
 import torch
 
 import cutlass_fmha
-from cutlass_fmha.bench import models
+from cutlass_fmha.bench import models, surfaces
 from cutlass_fmha.demo.measure import CountCalls
 from cutlass_fmha.flash_attn import flash_attn_interface
 from cutlass_fmha.integrations import hub
@@ -29,6 +30,9 @@ transformers = pytest.importorskip("transformers", reason="requirements/demo.txt
 MASKS, FLASH = integration.NAME, f"{integration.NAME}_flash"
 TOLERANCE, MATTERS = 1e-4, 1e-3  # of the largest number of eager's; forwards are within 3e-5
 STEPS = 3
+HOST = (torch.device("cpu"), torch.float32)
+GPU = (torch.device("cuda"), torch.float16)
+Place = tuple[torch.device, torch.dtype]
 
 COMMON = {
     "vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -104,7 +108,9 @@ def _registered() -> None:
 
 
 @functools.lru_cache
-def model(name: str, dropout: float) -> Any:
+def model(name: str, dropout: float, place: Place = HOST) -> Any:
+    if place != HOST:
+        return copy.deepcopy(model(name, dropout)).to(*place)
     torch.manual_seed(0)
     kind, config, dropout_name, _ = MODELS[name]
     kind = getattr(transformers, kind)
@@ -132,9 +138,13 @@ def padding(side: str, batch: int = 2, length: int = 9) -> torch.Tensor:
     return mask
 
 
-def inputs(name: str, side: str) -> tuple[dict[str, Any], torch.Tensor]:
+def inputs(name: str, side: str, place: Place = HOST) -> tuple[dict[str, Any], torch.Tensor]:
     """What the model is called with, and which rows of its result count."""
-    mask = padding(side)
+    said, mask = _inputs(name, padding(side))
+    return {key: x.to(place[0], place[1] if x.is_floating_point() else None) for key, x in said.items()}, mask
+
+
+def _inputs(name: str, mask: torch.Tensor) -> tuple[dict[str, Any], torch.Tensor]:
     if name == "ViT":
         images = torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(3))
         return {"pixel_values": images}, mask[:, :1]
@@ -150,38 +160,38 @@ def inputs(name: str, side: str) -> tuple[dict[str, Any], torch.Tensor]:
     return said, mask
 
 
-def forward(name: str, side: str) -> torch.Tensor:
-    said, rows = inputs(name, side)
+def forward(name: str, place: Place = HOST, *, side: str) -> torch.Tensor:
+    said, rows = inputs(name, side, place)
     with torch.no_grad():
-        result = model(name, 0.0)(**said)[0]
-    return result[:, : rows.shape[1]][rows.bool()]
+        result = model(name, 0.0, place)(**said)[0]
+    return result[:, : rows.shape[1]][rows.bool()].to(*HOST)
 
 
-def generate(name: str, cache: str) -> torch.Tensor:
+def generate(name: str, place: Place = HOST, *, cache: str) -> torch.Tensor:
     """Logits of each step after a prompt that is padded on the left (of T5's encoder; Whisper's is not)."""
-    said, _ = inputs(name, "left")
+    said, _ = inputs(name, "left", place)
     if name in TWO_SIDED:
         said = {key: value for key, value in said.items() if not key.startswith("decoder")}
     with torch.no_grad():
         found = transformers.GenerationMixin.generate(
-            model(name, 0.0), **said, max_new_tokens=STEPS, min_new_tokens=STEPS, do_sample=False,
+            model(name, 0.0, place), **said, max_new_tokens=STEPS, min_new_tokens=STEPS, do_sample=False,
             return_dict_in_generate=True, output_logits=True, disable_compile=True,
             cache_implementation=None if cache == "dynamic" else cache,
         )  # fmt: skip
-    return torch.stack(found.logits)
+    return torch.stack(found.logits).to(*HOST)
 
 
-def train(name: str, side: str) -> torch.Tensor:
+def train(name: str, place: Place = HOST, *, side: str) -> torch.Tensor:
     """All gradients of a training step. With dropout, the attention's own alone."""
-    network = model(name, 0.3 if side == "dropout" else 0.0).train()
-    said, rows = inputs(name, "left" if side == "left" else "none")
+    network = model(name, 0.3 if side == "dropout" else 0.0, place).train()
+    said, rows = inputs(name, "left" if side == "left" else "none", place)
     network.zero_grad()
     result = network(**said)[0]
-    result = result[:, : rows.shape[1]][rows.bool()]
+    result = result[:, : rows.shape[1]][rows.bool()].to(*HOST)
     # An odd function: one that a layer norm at the end makes constant would have no gradient.
     torch.tanh(result).pow(3).sum().backward()
     network.eval()
-    gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in network.parameters()]
+    gradients = [(torch.zeros_like(x) if x.grad is None else x.grad).to(*HOST) for x in network.parameters()]
     # Each by its own size, but for those that are 0 but for rounding, as that of a bias of keys.
     largest = max(x.abs().max() for x in gradients)
     gradients = [(x / (x.abs().max() + 0.01 * largest)).flatten() for x in gradients]
@@ -205,13 +215,13 @@ def same_dropout() -> Iterator[None]:
     """Eager's attention drops what ours does: of each call that which a seed of its own says."""
     seeds = iter(range(1000)), iter(range(1000))
 
-    def seed(*_: Any) -> torch.Tensor:
-        return torch.tensor([next(seeds[1])])
+    def seed(query: torch.Tensor, *_: Any) -> torch.Tensor:
+        return torch.tensor([next(seeds[1])], device=query.device)
 
     def dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, *_: Any, **__: Any) -> torch.Tensor:
         if x.dim() != 4 or not training or p == 0.0:
             return x
-        return x * cutlass_fmha.dropout_mask(next(seeds[0]), *x.shape, p) / (1 - p)
+        return x * cutlass_fmha.dropout_mask(next(seeds[0]), *x.shape, p, device=x.device) / (1 - p)
 
     with (
         mock.patch("torch.nn.functional.dropout", dropout),
@@ -241,11 +251,15 @@ def attention(seen: set[str], drop: str = "", caller: Any = integration) -> Iter
 
 
 @functools.lru_cache
-def eager(name: str, mode: str) -> torch.Tensor:
-    for dropout in (0.0, 0.3):
-        model(name, dropout).set_attn_implementation("eager")
+def eager(name: str, mode: str, place: Place = HOST) -> torch.Tensor:
+    use("eager", name, place)
     with same_dropout():
-        return MODES[mode](name)
+        return MODES[mode](name, place)
+
+
+def use(implementation: str, name: str, place: Place = HOST) -> None:
+    for dropout in (0.0, 0.3):
+        model(name, dropout, place).set_attn_implementation(implementation)
 
 
 def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -264,17 +278,31 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "mode", "implementation"), CASES)
-def test_a_model_computes_what_it_does_eagerly(name: str, mode: str, implementation: str) -> None:
-    wanted = eager(name, mode)
-    for dropout in (0.0, 0.3):
-        model(name, dropout).set_attn_implementation(implementation)
+def ours(name: str, mode: str, implementation: str, place: Place = HOST) -> tuple[torch.Tensor, set[str]]:
+    """The result, and what was said to attention(), whose op each layer called."""
+    use(implementation, name, place)
     said: set[str] = set()
     with same_dropout(), attention(said) as calls, CountCalls() as counter:
-        found = MODES[mode](name)
+        found = MODES[mode](name, place)
     passes = STEPS if "generate" in mode else 1
     layers = 2 * (1 + 2 * passes) if name in TWO_SIDED else 2 * passes
     assert counter.calls == calls[0] == layers
+    return found, said
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "mode", "implementation"), CASES)
+def test_a_model_on_a_gpu_is_as_exact_as_eagerly(name: str, mode: str, implementation: str) -> None:
+    """Beside float32: in half precision as far off as eager attention is, or a rounding further."""
+    wanted = eager(name, mode)
+    found, _ = ours(name, mode, implementation, GPU)
+    assert error(found, wanted) <= 2 * error(eager(name, mode, GPU), wanted) + torch.finfo(GPU[1]).eps
+
+
+@pytest.mark.parametrize(("name", "mode", "implementation"), CASES)
+def test_a_model_computes_what_it_does_eagerly(name: str, mode: str, implementation: str) -> None:
+    wanted = eager(name, mode)
+    found, said = ours(name, mode, implementation)
     assert error(found, wanted) <= TOLERANCE
     # What was passed on was needed: without any one of these the result is another.
     for argument in said:
@@ -512,6 +540,21 @@ def test_the_benchmark_of_models_computes_what_eager_attention_does(tmp_path: Pa
     for each in found:
         assert set(each["us"]) == set(each["error"]) >= {"eager", *models.OURS}
         assert max(each["error"].values()) < 1e-5, each
+
+
+def test_host_times_are_of_calls_that_compute_the_same() -> None:
+    with torch.no_grad(), cutlass_fmha.sdpa("cpu"), CountCalls() as counter:
+        for said, calls in surfaces.sections(torch.device("cpu")).items():
+            found = {}
+            for name, timed in calls.items():
+                out, before = timed(), counter.calls
+                out = out[0] if isinstance(out, tuple) else out
+                heads_first = out.shape[1:3] == (surfaces.HEADS, surfaces.SEQLEN)
+                found[name] = (out.transpose(1, 2) if heads_first else out).flatten()
+                timed()
+                assert counter.calls == before + 1, (said, name)
+            first, *rest = found.values()
+            assert rest and all(torch.equal(x, first) for x in rest), said
 
 
 def test_importing_the_package_imports_none_of_those_it_plugs_into() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from .surfaces import measure_surfaces
 from .timing import percentile, time_host
 
 Call = Callable[[], object]
@@ -24,7 +25,7 @@ DOCUMENTS = 16
 
 def measure_host() -> dict[str, dict[str, float]]:
     """Microseconds on the host, by section: of a repeated call by contender, of a loop its p50 and p99."""
-    return {**repeated(), **new_lengths()}
+    return {**repeated(), **measure_surfaces(), **new_lengths()}
 
 
 def repeated() -> dict[str, dict[str, float]]:

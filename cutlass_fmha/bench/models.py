@@ -2,6 +2,7 @@
 
 Masks are made by transformers' own functions, outside of what is timed. Errors are those of one sequence and
 key head, its tokens alone, against fp64; times are the GPU's (CUDA graphs), on the CPU those of the wall.
+On a GPU the host time of a call through each surface is added.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from cutlass_fmha.integrations import transformers as integration
 
 from . import machine
 from .report import table
+from .surfaces import measure_surfaces
 
 OURS = (integration.NAME, f"{integration.NAME}_flash")
 CONTENDERS = ("eager", "sdpa", *OURS)
@@ -138,7 +140,7 @@ def measure(seqlens: list[int], device: torch.device, budget_s: float) -> list[d
             for seqlen in seqlens:
                 problem = Problem(model, mode, seqlen, device)
                 calls = {name: problem.call(name) for name in model.contenders()}
-                short = [name for name, call in calls.items() if not _fits(call)]
+                short = [name for name, call in calls.items() if not _fits(call, device.type == "cuda")]
                 calls = {name: call for name, call in calls.items() if name not in short}
                 errors, times = problem.errors(calls), times_in_turns(calls, device.type, budget_s)
                 case = {"model": model.name, "mode": mode, "seqlen": seqlen}
@@ -147,13 +149,17 @@ def measure(seqlens: list[int], device: torch.device, budget_s: float) -> list[d
     return found
 
 
-def _fits(call: Callable[[], object]) -> bool:
+def _fits(call: Callable[[], object], cuda: bool) -> bool:
+    """Whether a call's graph will have room, which keeps all that the call takes."""
+    if not cuda:
+        return True
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
     try:
         call()
     except torch.OutOfMemoryError:
-        torch.cuda.empty_cache()
         return False
-    return True
+    return torch.cuda.max_memory_allocated() < 0.7 * torch.cuda.get_device_properties(0).total_memory
 
 
 def _row(result: dict[str, Any]) -> list[str]:
@@ -162,7 +168,9 @@ def _row(result: dict[str, Any]) -> list[str]:
 
     cells = [result["model"], result["mode"], str(result["seqlen"])]
     cells += [cell(result["error"], name, ".1e") for name in CONTENDERS]
-    return cells + [cell(result["us"], name, ".1f") for name in CONTENDERS]
+    cells += [cell(result["us"], name, ".1f") for name in CONTENDERS]
+    us = result["us"]
+    return [*cells, *(f"{us[name] / us[OURS[1]]:.2f}x" if name in us else "-" for name in CONTENDERS[:2])]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -177,13 +185,20 @@ def main(argv: list[str] | None = None) -> int:
     with torch.no_grad():
         found = measure(arguments.seqlens, device, arguments.budget)
     columns = [f"{what}, {name}" for what in ("worst error", "us") for name in CONTENDERS]
-    text = "\n".join(table(["model", "mode", "seqlen", *columns], map(_row, found))) + "\n"
+    columns += [f"{name} takes, of {OURS[1]}" for name in CONTENDERS[:2]]
+    lines = table(["model", "mode", "seqlen", *columns], map(_row, found))
+    host = measure_surfaces() if device.type == "cuda" else {}
+    times = [(said, name, f"{us:.2f}") for said, calls in host.items() for name, us in calls.items()]
+    lines += ["", *table(["host time", "call", "us"], times)] if times else []
+    text = "\n".join(lines) + "\n"
     print(text)
     if arguments.markdown:
         arguments.markdown.write_text(text)
     if arguments.json:
         described = machine.describe(0) if device.type == "cuda" else {"gpu": None}
-        arguments.json.write_text(json.dumps({"machine": described, "results": found}, indent=1) + "\n")
+        arguments.json.write_text(
+            json.dumps({"machine": described, "results": found, "host_us": host}, indent=1) + "\n"
+        )
     return 0
 
 
