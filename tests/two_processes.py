@@ -1,4 +1,4 @@
-"""A test in two processes that know each other, by gloo on the CPU."""
+"""A test in two processes that know each other."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ import torch
 PATIENCE = 120
 
 
-def meet(rank: int, meeting: str) -> None:
+def meet(rank: int, meeting: str, backend: str = "gloo") -> None:
     limit = datetime.timedelta(seconds=PATIENCE // 2)
-    torch.distributed.init_process_group("gloo", f"file://{meeting}", limit, 2, rank)
+    torch.distributed.init_process_group(backend, f"file://{meeting}", limit, 2, rank)
 
 
 def run(one: Callable[[int, str], None], folder: Path) -> None:
     """``one(rank, meeting)`` of a module of tests, in each: it meets the other, and must not raise."""
     module, tests = one.__module__.rpartition(".")[2], str(Path(__file__).parent)
     code = f"import sys, {module}; {module}.{one.__name__}(int(sys.argv[1]), sys.argv[2])"
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": tests, "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([tests, *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     logs = [folder / f"{rank}.txt" for rank in (0, 1)]
     processes: list[subprocess.Popen[bytes]] = []
     try:
