@@ -343,6 +343,21 @@ def test_packed_sequences_do_not_see_each_other(name: str, implementation: str) 
     assert ("cu_seqlens_q" in seen) == (implementation != MASKS)
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "Bert"])
+def test_checkpoints_hand_on_what_masks_mean(name: str, reentrant: bool) -> None:
+    wanted, network = eager(name, "training"), model(name, 0.0)
+    for implementation in (MASKS, FLASH):
+        network.set_attn_implementation(implementation)
+        network.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        try:
+            with CountCalls() as counter:
+                found = train(name, "left")
+        finally:
+            network.gradient_checkpointing_disable()
+        assert counter.calls == 2 * 2 and error(found, wanted) <= TOLERANCE
+
+
 @pytest.mark.parametrize(("implementation", "passes"), [(MASKS, 2 + 7), (FLASH, 1 + 1)])
 def test_images_of_many_sizes_are_one_call_of_a_layer(implementation: str, passes: int) -> None:
     """A vision tower: a layer attends within windows, one within images; without flash, to each alone."""
