@@ -21,6 +21,7 @@ from torch import Tensor
 
 from cutlass_fmha import _C, ops
 from cutlass_fmha.arguments.op_arguments import op_arguments
+from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.launch import gradients, workspace
 
 #: Numbers whose probabilities, values or gradients lie far from 1.
@@ -137,9 +138,9 @@ class BackwardLaunch:
         said = op_arguments(call.q, call.features)
         # Of rows that are not in use, NaN would be noticed.
         assert ops  # importing them registered them
+        arguments = (call.q, call.k, call.v, cls._scale(problem, call), call.causal)
         with _simulated(False):
-            arguments = (call.q, call.k, call.v, cls._scale(problem, call), call.causal)
-            forward = torch.ops.cutlass_fmha.attend(*arguments, True, None, **said)
+            forward = _forward(*arguments, True, None, **said)
         dlse = None
         if problem.return_lse:
             dlse = torch.randn(forward[1].shape, generator=generator, device=device)
@@ -190,6 +191,17 @@ class BackwardLaunch:
     def intact(self) -> bool:
         """Whether the kernels wrote nothing but gradients and workspace."""
         return bool(torch.stack([guarded.intact() for guarded in self.room.made]).all())
+
+
+def _forward(*arguments: Any, **said: Any) -> tuple[Tensor, Tensor]:
+    """The output and the LSE; of the CPU backend where the GPU has gradients of what no row of its forward computes."""
+    try:
+        return torch.ops.cutlass_fmha.attend(*arguments, **said)
+    except UnsupportedError:
+        on_cpu = [x.cpu() if isinstance(x, Tensor) else x for x in arguments]
+        said = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in said.items()}
+        out, lse = torch.ops.cutlass_fmha.attend(*on_cpu, **said)
+        return out.to(arguments[0].device), lse.to(arguments[0].device)
 
 
 class Room:
