@@ -194,7 +194,7 @@ class BackwardLaunch:
 
 
 def _forward(*arguments: Any, **said: Any) -> tuple[Tensor, Tensor]:
-    """The output and the LSE; of the CPU backend where the GPU has gradients of what no row of its forward computes."""
+    """The output and the LSE; by the CPU backend where the GPU has no row but for the gradients."""
     try:
         return torch.ops.cutlass_fmha.attend(*arguments, **said)
     except UnsupportedError:
