@@ -49,8 +49,9 @@ def launch(
     wanted: tuple[bool, ...],
     row: str | None = None,
     device: Device | None = None,
+    into: tuple[Tensor | None, ...] = (None,) * 5,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of query, key, value, bias and sinks, new tensors, on the current stream.
+    """The gradients of query, key, value, bias and sinks, on the current stream: new tensors, or ``into``.
 
     ``said``: what ``Features`` are made of. ``wanted``: which of the gradients; another one is empty.
     ``row``: its name; None: chosen. ``device``: that which meta tensors stand for, of which all is done but
@@ -70,13 +71,17 @@ def launch(
         # Rows that are no sequence's, or are not in use, are not written.
         new = torch.zeros_like if plan.addresses else torch.empty_like
         found = [
-            new(x, memory_format=torch.contiguous_format) if need else q.new_empty(0)
-            for x, need in zip((q, k, v), wanted[:3], strict=True)
+            q.new_empty(0)
+            if not need
+            else new(x, memory_format=torch.contiguous_format)
+            if to is None
+            else _room(x, to, scratch, bool(plan.addresses))
+            for x, need, to in zip((q, k, v), wanted[:3], into[:3], strict=True)
         ]
         # Added to, or of heads without queries.
         bias, sinks = (
-            _zeros(said[name], scratch) if need and name in said else q.new_empty(0)
-            for name, need in zip(("bias", "sinks"), wanted[3:], strict=True)
+            _zeros(said[name], scratch, to) if need and name in said else q.new_empty(0)
+            for name, need, to in zip(("bias", "sinks"), wanted[3:], into[3:], strict=True)
         )
         workspace = scratch.empty((plan.workspace,), torch.float32)
         params = _C.BackwardParams(
@@ -106,14 +111,24 @@ def launch(
             for x, dim in zip(found, head_dims, strict=True)
         )
         if bias.numel():
-            bias = bias.to(said["bias"].dtype)
-        return dq, dk, dv, bias, sinks
+            bias = bias.to(said["bias"].dtype) if into[3] is None else bias
+        results = (dq, dk, dv, bias, sinks)
+        for x, to in zip(results, into, strict=True):
+            if to is not None and x.numel() and x.data_ptr() != to.data_ptr():
+                to.copy_(x)
+        return results
 
 
-def _zeros(x: Tensor, scratch: Scratch) -> Tensor:
+def _room(x: Tensor, to: Tensor, scratch: Scratch, zero: bool) -> Tensor:
+    """Where the gradient of ``x`` is written: what is given, unless its rows end within a vector."""
+    found = to if to.shape == x.shape else scratch.empty(x.shape, x.dtype)
+    return found.zero_() if zero else found
+
+
+def _zeros(x: Tensor, scratch: Scratch, to: Tensor | None) -> Tensor:
     """Where the gradient of ``x`` is summed, in float32: itself, or what it is rounded from."""
     if x.dtype == torch.float32:
-        return torch.zeros_like(x, memory_format=torch.contiguous_format)
+        return torch.zeros_like(x, memory_format=torch.contiguous_format) if to is None else to.zero_()
     return scratch.empty(x.shape, torch.float32).zero_()
 
 

@@ -59,9 +59,19 @@ class Workspace:
         where = torch.device("cuda" if device is None else device)
         if where.type not in ("cuda", "cpu", "meta"):
             raise ValueError(f"device must be a CUDA device or the CPU, got {where}")
-        self._memory = torch.empty(size, dtype=torch.uint8, device=where)
+        self._take(torch.empty(size, dtype=torch.uint8, device=where))
+
+    @classmethod
+    def within(cls, memory: Tensor) -> Workspace:
+        """One in memory that somebody has, uint8 [size], for the current stream."""
+        found = cls.__new__(cls)
+        found._take(memory)
+        return found
+
+    def _take(self, memory: Tensor) -> None:
+        self._memory = memory
         self.device = self._memory.device
-        self.size = size
+        self.size = memory.numel()
         self.high_water = 0
         self._index = self._memory.get_device() if self._memory.is_cuda else -1
         self._turn = threading.RLock()

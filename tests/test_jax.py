@@ -1,0 +1,240 @@
+"""``cutlass_fmha.jax``: attention of JAX arrays under jit, grad and vmap, beside torch's in fp64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from fake_build import L4, make_build
+from fake_kernels import FakeKernels
+from tensors import ints, qkv, randn
+from torch import Tensor
+
+import cutlass_fmha
+from cutlass_fmha.dispatch import device as devices
+from cutlass_fmha.dispatch import table as tables
+
+jax = pytest.importorskip("jax", reason="requirements/jax.txt is not installed")
+fmha = pytest.importorskip("cutlass_fmha.jax")
+jnp = jax.numpy
+
+HEADS = [2.0 ** -(i + 1) for i in range(4)]
+#: Of a call its operands and what it says, as ``cutlass_fmha.attention`` takes it.
+CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "nothing": ({}, {}),
+    "causal": ({"head_dim": 64}, {"causal": True}),
+    "top-left, scale": ({"head_dim": 128}, {"causal": "top-left", "scale": 0.2}),
+    "other head dims": ({"head_dim": 20, "head_dim_v": 44}, {"causal": True}),
+    "window": ({}, {"window": (9, 3)}),
+    "softcap, ALiBi": ({}, {"softcap": 2.0, "alibi_slopes": torch.tensor(HEADS)}),
+    "mask": ({}, {"mask": randn(2, 1, 33, 65) > -1.0}),
+    "bias": ({}, {"bias": randn(4, 33, 65)}),
+    "sinks": ({}, {"sinks": randn(4), "causal": True}),
+    "dropout": ({}, {"dropout_p": 0.25, "dropout_seed": 7 << 40 | 11}),
+    "lengths": ({}, {"seqused_k": ints(65, 20), "leftpad_k": ints(0, 3), "causal": True}),
+    "prefixes": ({"heads_kv": 4}, {"prefix_lengths": ints(30, 5), "causal": True}),
+    "blocks": ({}, {"block_mask": (ints(1, 1).view(2, 1, 1), ints(0, 0).view(2, 1, 1, 1), (128, 64))}),
+    "packed": (
+        {"batch": 1}, {"cu_seqlens_q": ints(0, 20, 33), "cu_seqlens_k": ints(0, 40, 65), "max_seqlen_q": 20,
+                       "max_seqlen_k": 40, "causal": True},
+    ),
+}  # fmt: skip
+on_gpu = pytest.param("gpu", marks=pytest.mark.gpu)
+
+
+def array(x: Any) -> Any:
+    if isinstance(x, tuple):
+        return tuple(map(array, x))
+    return jnp.asarray(x.numpy()) if isinstance(x, Tensor) else x
+
+
+def problem(name: str, where: str) -> tuple[list[Any], dict[str, Any], list[Tensor], dict[str, Any]]:
+    """q, k, v and what is said, as arrays, and as tensors in fp64 that want gradients."""
+    sizes, said = CASES[name]
+    tensors = list(qkv(**sizes, dtype=torch.float32 if where == "cpu" else torch.float16))
+    if name == "packed":
+        tensors = [x[0] for x in tensors]
+    given = [array(x) for x in tensors]
+    exact = [x.double().requires_grad_() for x in tensors]
+    wide = {key: x.double().requires_grad_() if key in ("bias", "sinks") else x for key, x in said.items()}
+    return given, {key: array(x) for key, x in said.items()}, exact, wide
+
+
+def close(found: Any, want: Tensor, where: str) -> None:
+    want = want.detach()
+    finite = torch.where(want.isinf(), 0.0, want)
+    got = torch.from_numpy(numpy.array(found, numpy.float64))
+    assert torch.equal(got.isinf(), want.isinf())
+    off = (torch.where(got.isinf(), 0.0, got) - finite).abs().max()
+    assert off <= (2e-5 if where == "cpu" else 4e-3) * max(1.0, finite.abs().max().item())
+
+
+@pytest.mark.parametrize("where", ["cpu", on_gpu])
+@pytest.mark.parametrize("name", CASES)
+def test_results_and_gradients_are_the_packages(name: str, where: str):
+    given, said, exact, wide = problem(name, where)
+    arrays = {key: x for key, x in said.items() if isinstance(x, jax.Array)}
+    numbers = {key: x for key, x in said.items() if key not in arrays}
+
+    @jax.jit
+    def call(q: Any, k: Any, v: Any, arrays: Any) -> Any:
+        return fmha.attention(q * 2, k, v, return_lse=True, **arrays, **numbers)
+
+    out, lse = cutlass_fmha.attention(2 * exact[0], *exact[1:], return_lse=True, **wide)
+    found, found_lse = call(*given, arrays)
+    assert found.dtype == given[0].dtype and found_lse.dtype == jnp.float32
+    close(found, out, where)
+    close(found_lse, lse, where)
+    # Some rows see no key, and a gradient of their LSE is of nothing.
+    weights = randn(*out.shape, seed=3), torch.where(lse.isinf(), 0.0, randn(*lse.shape, seed=4))
+    learned = [key for key in arrays if key in ("bias", "sinks")]
+    wanted = torch.autograd.grad(
+        (out, lse),
+        [*exact, *(wide[key] for key in learned)],
+        [x.double() for x in weights],
+        allow_unused=True,
+    )
+
+    @jax.jit
+    def gradients(*x: Any) -> Any:
+        back = jax.vjp(lambda *x: call(*x[:3], arrays | dict(zip(learned, x[3:], strict=True))), *x)[1]
+        return back((array(weights[0]).astype(found.dtype), array(weights[1])))
+
+    for x, want in zip(gradients(*given, *(arrays[key] for key in learned)), wanted, strict=True):
+        close(x, want, where)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float16", 2.0**-11), ("bfloat16", 2.0**-8)])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", [(2, 1024, 8, 128), (1, 1, 8, 64), (3, 333, 4, 256)])
+def test_as_exact_as_jaxs_own_on_a_gpu(shape: Any, causal: bool, dtype: str, tolerance: float):
+    batch, seqlen, heads, dim = shape
+    q, k, v = (x.numpy() for x in qkv(batch, seqlen, seqlen, heads, heads // 2, dim, dtype=torch.float32))
+    given = [jnp.asarray(x, dtype) for x in (q, k, v)]
+
+    def loss(attend: Any) -> Any:
+        return jax.jit(
+            jax.value_and_grad(
+                lambda *x: (f := attend(*x)).astype(jnp.float32).var() + 0 * f.sum(), (0, 1, 2)
+            )
+        )
+
+    def results(attend: Any) -> list[Any]:
+        return [jax.jit(attend)(*given), *loss(attend)(*given)[1]]
+
+    found = results(lambda *x: fmha.attention(*x, causal=causal))
+    theirs = results(lambda *x: jax.nn.dot_product_attention(*x, is_causal=causal))
+    exact = [torch.from_numpy(numpy.array(x, numpy.float64)).requires_grad_() for x in given]
+    out = cutlass_fmha.attention(*exact, causal=causal)
+    want = [out.detach(), *torch.autograd.grad(out.var(correction=0), exact)]
+    for x, y, z in zip(found, theirs, want, strict=True):
+        ours, jaxs = (abs(numpy.array(each, numpy.float64) - z.numpy()).max() for each in (x, y))
+        assert ours <= 2 * jaxs + tolerance * z.abs().max().item()
+
+
+# ---- transformations ---------------------------------------------------------------------------------------
+
+MAPPED: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
+    "all": ({}, (0, 0, 0)),
+    "queries": ({"causal": True}, (0, None, None)),
+    "lengths and a mask": ({"seqused_k": ints(65, 20), "mask": randn(33, 65) > -1.0}, (1, None, 0)),
+    "a mapped mask": ({"mask": randn(3, 1, 33, 65) > -1.0}, (None, 0, None)),
+    "sinks, in a loop": ({"sinks": randn(3, 4)}, (0, None, None)),
+    "packed, in a loop": (
+        {name: x for name, x in CASES["packed"][1].items() if name != "causal"},
+        (0, 0, None),
+    ),
+    "dropout, in a loop": ({"dropout_p": 0.5, "dropout_seed": 3}, (0, None, None)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MAPPED)
+def test_vmap_is_each_call_alone(name: str):
+    said, axes = MAPPED[name]
+    given = [array(x) for x in qkv(dtype=torch.float32)]
+    given = [x[0] for x in given] if "packed" in name else given
+    given = [
+        x if axis is None else jnp.stack([x, -x, 2 * x], axis) for x, axis in zip(given, axes, strict=True)
+    ]
+    numbers = {key: x for key, x in said.items() if not isinstance(x, Tensor)}
+    arrays = {key: array(x) for key, x in said.items() if key not in numbers}
+    mapped = {key: 0 if x.shape[0] == 3 and key in ("mask", "sinks") else None for key, x in arrays.items()}
+
+    def loss(q: Any, k: Any, v: Any, arrays: Any) -> Any:
+        return (fmha.attention(q, k, v, **arrays, **numbers) ** 2).sum()
+
+    both = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
+    found = jax.jit(jax.vmap(both, (*axes, mapped)))(*given, arrays)
+    for i in range(3):
+        own = [x if axis is None else jnp.take(x, i, axis) for x, axis in zip(given, axes, strict=True)]
+        want = both(*own, {key: x if mapped[key] is None else x[i] for key, x in arrays.items()})
+        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+            assert jnp.allclose(x[i], y, rtol=1e-4, atol=1e-4 * jnp.abs(y).max())
+    summed = jax.jit(jax.grad(lambda q: jax.vmap(loss, (*axes, mapped))(q, *given[1:], arrays).sum()))(
+        given[0]
+    )
+    want = found[1][0] if axes[0] is not None else found[1][0].sum(0)
+    assert jnp.allclose(summed, jnp.moveaxis(want, 0, axes[0]) if axes[0] else want, rtol=1e-4, atol=1e-3)
+
+
+def test_layers_under_scan_and_checkpoint_have_the_same_gradients():
+    q, k, v = (array(x) for x in qkv(seqlen_q=17, seqlen_k=17, heads_kv=4, dtype=torch.float32))
+
+    def layer(x: Any, weight: Any) -> tuple[Any, None]:
+        return x + fmha.attention(x * weight, k, v, causal=True), None
+
+    def scanned(weights: Any) -> Any:
+        return (jax.lax.scan(jax.checkpoint(layer), q, weights)[0] ** 2).sum()
+
+    def unrolled(weights: Any) -> Any:
+        x = q
+        for weight in weights:
+            x = layer(x, weight)[0]
+        return (x**2).sum()
+
+    weights = jnp.array([0.5, -1.0, 2.0])
+    found, want = (jax.jit(jax.grad(f))(weights) for f in (scanned, unrolled))
+    assert jnp.allclose(found, want, rtol=1e-4) and jnp.abs(want).min() > 0
+
+
+# ---- the launch --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeKernels:
+    """JAX's CPU takes what it would say to a GPU, number 3, whose kernels compute in Python on stream 77."""
+    from cutlass_fmha.jax import calls, traced
+
+    kernels = FakeKernels(make_build((89,)))
+    kernels.install(monkeypatch)
+    monkeypatch.setattr(tables, "this_build", lambda: kernels.build)
+    monkeypatch.setattr(devices, "of_index", lambda index: L4)
+    monkeypatch.delenv(devices.FORCE_ARCH, raising=False)
+    monkeypatch.setattr(traced, "_cuda_device", lambda: 3)
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *x, cpu, cuda: cuda(*x))
+    monkeypatch.setattr(calls, "_on_host", lambda call: calls.run(call._replace(where=(77, 3))))
+    for kept in (calls.workspace_bytes, calls._prepared, jax):
+        getattr(kept, "clear_caches" if kept is jax else "cache_clear")()
+    return kernels
+
+
+@pytest.mark.parametrize(("seqlen_k", "splits"), [(65, 1), (4096, 2)])
+@pytest.mark.parametrize(
+    "said", [{}, {"causal": True}, {"seqused_k": ints(60, 20)}, {"sinks": randn(4)}], ids=str
+)
+def test_a_launch_is_on_xlas_stream_with_xlas_memory(gpu: Any, said: Any, seqlen_k: int, splits: int):
+    tensors = qkv(seqlen_q=3, seqlen_k=seqlen_k, head_dim=64)
+    call = jax.jit(lambda *x: fmha.attention(*x, return_lse=True, **{n: array(y) for n, y in said.items()}))
+    out, lse = call(*map(array, tensors))
+    want = cutlass_fmha.attention(*(x.double() for x in tensors), return_lse=True, **said)
+    close(out, want[0], "gpu")
+    close(lse, want[1], "gpu")
+    [launch] = gpu.launches
+    assert (launch.device, launch.stream) == (3, 77) and (
+        launch.params.splits >= splits or "seqused_k" not in said
+    )
+    text = call.lower(*map(array, tensors)).as_text()
+    assert ("ui8>" in text) == (launch.params.partial_o != 0)
