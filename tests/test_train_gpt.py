@@ -33,7 +33,7 @@ def run(module: ModuleType, output: Path) -> tuple[int, dict[str, Any]]:
     return status, json.loads(output.with_suffix(".json").read_text())
 
 
-def test_all_ways_learn_the_same(train_gpt: ModuleType, tmp_path: Path):
+def test_all_ways_learn_the_same(train_gpt: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     status, found = run(train_gpt, tmp_path / "result")
     assert status == 0
     assert [(each["seed"], each["way"]) for each in found["runs"]] == [
@@ -43,7 +43,12 @@ def test_all_ways_learn_the_same(train_gpt: ModuleType, tmp_path: Path):
         assert len(each["losses"]) == 40 and each["tokens_per_s"] > 0
         assert each["final"] < each["losses"][0] - 1.5  # a byte at random is 5.5 nats
     assert found["between_ways"] < 1e-4 < found["between_seeds"]
-    assert (tmp_path / "result.png").stat().st_size > 10_000
+    picture = tmp_path / "result.png"
+    assert picture.stat().st_size > 10_000
+    picture.unlink()
+    table = capsys.readouterr().out.partition("\n\n")[2]
+    assert train_gpt.main(["--from-json", str(picture.with_suffix(".json"))]) == 0 and picture.exists()
+    assert capsys.readouterr().out.strip() == table.strip()
 
 
 def test_a_wrong_kernel_is_noticed(train_gpt: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
