@@ -85,10 +85,10 @@ def worst(found: dict[str, Any], expected: dict[str, Any]) -> float:
     """The largest difference, as a share of the largest element."""
     assert found.keys() == expected.keys()
     shares = [
-        ((found[name].double() - grad.double()).abs().max() / grad.double().abs().max()).nan_to_num(torch.inf)
+        ((found[name].detach().double() - grad.double()).abs().max() / grad.abs().max()).nan_to_num(torch.inf)
         for name, grad in expected.items()
     ]
-    return float(torch.stack(shares).max())
+    return torch.stack(shares).max().item()
 
 
 def assert_close(found: dict[str, Any], expected: dict[str, Any], share: float = 1e-5) -> None:
