@@ -173,32 +173,41 @@ def _row(result: dict[str, Any]) -> list[str]:
     return [*cells, *(f"{us[name] / us[OURS[1]]:.2f}x" if name in us else "-" for name in CONTENDERS[:2])]
 
 
+def text(result: dict[str, Any]) -> str:
+    """The tables of a result, as Markdown."""
+    columns = [f"{what}, {name}" for what in ("worst error", "us") for name in CONTENDERS]
+    columns += [f"{name} takes, of {OURS[1]}" for name in CONTENDERS[:2]]
+    lines = table(["model", "mode", "seqlen", *columns], map(_row, result["results"]))
+    host = [
+        (said, name, f"{us:.2f}") for said, calls in result["host_us"].items() for name, us in calls.items()
+    ]
+    lines += ["", *table(["host time", "call", "us"], host)] if host else []
+    return "\n".join(lines) + "\n"
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m cutlass_fmha.bench.models", description=__doc__)
     parser.add_argument("--seqlens", type=int, nargs="+", default=[2048, 8192])
     parser.add_argument("--budget", type=float, default=0.3, help="seconds of each contender and case")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results")
     parser.add_argument("--markdown", type=Path, metavar="PATH", help="write the table")
+    parser.add_argument("--from-json", type=Path, metavar="PATH", help="the tables of kept results")
     arguments = parser.parse_args(argv)
-    integration.register()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with torch.no_grad():
-        found = measure(arguments.seqlens, device, arguments.budget)
-    columns = [f"{what}, {name}" for what in ("worst error", "us") for name in CONTENDERS]
-    columns += [f"{name} takes, of {OURS[1]}" for name in CONTENDERS[:2]]
-    lines = table(["model", "mode", "seqlen", *columns], map(_row, found))
-    host = measure_surfaces() if device.type == "cuda" else {}
-    times = [(said, name, f"{us:.2f}") for said, calls in host.items() for name, us in calls.items()]
-    lines += ["", *table(["host time", "call", "us"], times)] if times else []
-    text = "\n".join(lines) + "\n"
-    print(text)
+    if arguments.from_json:
+        result = json.loads(arguments.from_json.read_text())
+    else:
+        integration.register()
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        with torch.no_grad():
+            found = measure(arguments.seqlens, device, arguments.budget)
+        cuda = device.type == "cuda"
+        result = {"machine": machine.describe(0) if cuda else {"gpu": None}, "results": found}
+        result["host_us"] = measure_surfaces() if cuda else {}
+    print(text(result))
     if arguments.markdown:
-        arguments.markdown.write_text(text)
+        arguments.markdown.write_text(text(result))
     if arguments.json:
-        described = machine.describe(0) if device.type == "cuda" else {"gpu": None}
-        arguments.json.write_text(
-            json.dumps({"machine": described, "results": found, "host_us": host}, indent=1) + "\n"
-        )
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 
