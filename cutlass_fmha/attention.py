@@ -233,9 +233,10 @@ def scaled_dot_product_attention(
         check.check_types((query, key, value))
         lead, (query, key, value) = _broadcast(query, key, value, enable_gqa)
         layout = "bhsd"
-    rows = tuple(map(contiguous_rows, check.NAMES, (query, key, value)))
-    if any(one is not other for one, other in zip(rows, (query, key, value), strict=True)):
-        layout, (query, key, value) = "bhsd", rows
+    if not _have_contiguous_rows(query, key, value):
+        rows = tuple(map(contiguous_rows, check.NAMES, (query, key, value)))
+        if any(one is not other for one, other in zip(rows, (query, key, value), strict=True)):
+            layout, (query, key, value) = "bhsd", rows
     arguments: Mapping[str, Any] = NOTHING
     if not plain:
         features: CallArguments = {"dropout_p": dropout_p}
@@ -468,9 +469,10 @@ def _of_scores(attn_mask: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) ->
             f"attn_mask must be bool, or of query's dtype {check.dtype_name(dtype)} or float32, "
             f"got {check.dtype_name(attn_mask.dtype)}"
         )
-    own = shape[max(0, len(shape) - attn_mask.dim()) :]
-    if len(own) < attn_mask.dim() or any(
-        size != 1 and size != want for size, want in zip(attn_mask.shape, own, strict=True)
+    sizes = tuple(attn_mask.shape)
+    own = shape[max(0, len(shape) - len(sizes)) :]
+    if sizes != own and (
+        len(own) < len(sizes) or any(size not in (1, want) for size, want in zip(sizes, own, strict=True))
     ):
         raise ValueError(
             f"attn_mask must be broadcastable to {shape}, [..., seqlen_q, seqlen_k], "
@@ -479,6 +481,13 @@ def _of_scores(attn_mask: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) ->
     if len(shape) < 5 or attn_mask.dim() < 4:
         return attn_mask
     return attn_mask.expand(*shape[:-3], *attn_mask.shape[-3:]).flatten(0, len(shape) - 4)
+
+
+def _have_contiguous_rows(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    try:
+        return query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
+    except RuntimeError:  # a sparse tensor has no strides
+        return False
 
 
 def contiguous_rows(name: str, tensor: Tensor) -> Tensor:

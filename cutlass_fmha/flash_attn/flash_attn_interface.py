@@ -184,7 +184,7 @@ def flash_attn_with_kvcache(
         said = {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "rotary_interleaved": rotary_interleaved}
         if cache_leftpad is not None:
             said["rotary_seqlens"] = cache_seqlens
-    output, lse = with_kv_cache(
+    found = with_kv_cache(
         contiguous_rows("q", q),
         k_cache,
         v_cache,
@@ -200,10 +200,13 @@ def flash_attn_with_kvcache(
         softcap=softcap,
         alibi_slopes=alibi_slopes,
         num_splits=num_splits or None,
-        return_lse=True,
+        return_lse=bool(return_softmax_lse),
         **said,
     )
-    return (output, _their_lse(lse)) if return_softmax_lse else output
+    if isinstance(found, Tensor):
+        return found
+    output, lse = found
+    return output, _their_lse(lse)
 
 
 # ---- what other libraries import beside them ---------------------------------------------------------------
