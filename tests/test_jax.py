@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import numpy
@@ -139,7 +141,7 @@ def test_as_exact_as_jaxs_own_on_a_gpu(shape: Any, causal: bool, dtype: str, tol
 
 MAPPED: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "all": ({}, (0, 0, 0)),
-    "queries": ({"causal": True}, (0, None, None)),
+    "queries of a batch of one": ({"causal": True, "mask": randn(33, 65) > -1.0}, (0, None, None)),
     "lengths and a mask": ({"seqused_k": ints(65, 20), "mask": randn(33, 65) > -1.0}, (1, None, 0)),
     "a mapped mask": ({"mask": randn(3, 1, 33, 65) > -1.0}, (None, 0, None)),
     "sinks, in a loop": ({"sinks": randn(3, 4)}, (0, None, None)),
@@ -155,7 +157,7 @@ MAPPED: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
 def test_vmap_is_each_call_alone(name: str):
     said, axes = MAPPED[name]
     given = [array(x) for x in qkv(dtype=torch.float32)]
-    given = [x[0] for x in given] if "packed" in name else given
+    given = [x[0] for x in given] if "packed" in name else [x[:1] for x in given] if "one" in name else given
     given = [
         x if axis is None else jnp.stack([x, -x, 2 * x], axis) for x, axis in zip(given, axes, strict=True)
     ]
@@ -238,3 +240,75 @@ def test_a_launch_is_on_xlas_stream_with_xlas_memory(gpu: Any, said: Any, seqlen
     )
     text = call.lower(*map(array, tensors)).as_text()
     assert ("ui8>" in text) == (launch.params.partial_o != 0)
+
+
+# ---- what is refused ---------------------------------------------------------------------------------------
+
+SHORT: dict[str, Any] = {"seqlen_q": 3, "seqlen_k": 4, "dtype": torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("said", "error", "sentence"),
+    [
+        ({"q": [1.0]}, TypeError, "q must be an array of JAX or NumPy, got list"),
+        ({"v": numpy.zeros((2, 4, 2, 32), int)}, ValueError, "v must be of float16, .*, got int"),
+        ({"k": numpy.zeros((2, 4, 3, 32), "f")}, ValueError, "v must have k.s shape"),
+        ({"bias": randn(2, 1, 7, 1)}, ValueError, "bias must be broadcastable"),
+        ({"out": randn(2)}, TypeError, "has no out: XLA says where results lie"),
+        ({"layout": "bhsd"}, TypeError, "has no layout"),
+        ({"windows": (1, 1)}, TypeError, "windows"),
+        ({"causal": "diagonal"}, ValueError, "causal must be"),
+        ({"softcap": "traced"}, TypeError, "softcap must be known when the function is traced"),
+        ({"scale": "traced"}, TypeError, "scale must be known when the function is traced"),
+        ({"dropout_p": 0.5}, TypeError, "needs a dropout_seed: an int, or uint32"),
+        ({"dropout_p": 0.5, "dropout_seed": ints(1)}, TypeError, "needs a dropout_seed: an int, or uint32"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said_when_it_is_traced(said: dict[str, Any], error: type[Exception], sentence: str):
+    said = dict(zip("qkv", qkv(**SHORT), strict=True)) | said
+
+    def call(number: Any) -> Any:
+        given = {
+            name: number if isinstance(x, str) and x == "traced" else array(x) for name, x in said.items()
+        }
+        return fmha.attention(**given)
+
+    with pytest.raises(error, match=sentence):
+        jax.jit(call)(2.0)
+
+
+def test_gradients_there_are_not():
+    q, k, v = map(array, qkv(**SHORT))
+    pages = [x.reshape(1, 4 * 2, 2, 32).repeat(2, 1) for x in (k, v)]
+    table = {"page_table": jnp.zeros((2, 1), jnp.int32), "seqused_k": jnp.full(2, 4, jnp.int32)}
+    with pytest.raises(NotImplementedError, match="no backward yet with .*page"):
+        jax.grad(lambda x: fmha.attention(x, *pages, **table).sum())(q)
+    slopes = jnp.ones(4)
+    with pytest.raises(NotImplementedError, match="for alibi_slopes: pass jax.lax.stop_gradient of it"):
+        jax.grad(lambda x: fmha.attention(q, k, v, alibi_slopes=x).sum())(slopes)
+    with pytest.raises(Exception, match="differentiat"):
+        jax.grad(lambda x: jax.grad(lambda q: fmha.attention(q, k, v).sum())(x).sum())(q)
+
+
+def test_what_is_wrong_in_an_array_is_said_when_it_runs():
+    q, k, v = (array(x)[0] for x in qkv(batch=1, **SHORT))
+    said = {"cu_seqlens_q": jnp.array([0, 3, 2]), "cu_seqlens_k": jnp.array([0, 2, 4])}
+    call = jax.jit(lambda *x: fmha.attention(*x, max_seqlen_q=3, max_seqlen_k=2, **said))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="ValueError: .*cu_seqlens_q"):
+        call(q, k, v).block_until_ready()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_results_have_the_tensors_dtype(dtype: str):
+    given = [array(x).astype(dtype) for x in qkv(dtype=torch.float32)]
+    out, lse = jax.jit(lambda *x: fmha.attention(*x, return_lse=True))(*given)
+    assert (out.dtype, lse.dtype) == (dtype, jnp.float32)
+    gradients = jax.grad(lambda *x: fmha.attention(*x).astype(jnp.float32).var(), (0, 1, 2))(*given)
+    assert [x.dtype for x in gradients] == [dtype] * 3 and all(jnp.abs(x).max() > 0 for x in gradients)
+
+
+def test_the_package_is_imported_without_jax():
+    code = "import sys, cutlass_fmha; assert 'jax' not in sys.modules; sys.modules['jax'] = None\n"
+    code += "try: import cutlass_fmha.jax\nexcept ImportError as error: print(error)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert "pip install jax" in found.stdout, found.stderr

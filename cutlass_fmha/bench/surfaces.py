@@ -45,26 +45,25 @@ def sections(device: torch.device) -> dict[str, dict[str, Call]]:
     step = [rows[0][:, :1], rows[1], rows[2], rows[1][:, :1], rows[2][:, :1]]
     used = {"cache_seqlens": torch.full((BATCH,), SEQLEN // 2, dtype=torch.int32, device=device)}
 
+    bind: Callable[..., Call] = partial  # whose arguments mypy would know by name
     found: dict[str, dict[str, Call]] = {
         "nothing": {
-            "attention": partial(cutlass_fmha.attention, *rows),
-            "flash_attn_func": partial(flash.flash_attn_func, *rows),
-            "torch SDPA": partial(torch_sdpa, q, k, v),
-            "comfyui": partial(
-                comfyui.attention, q, k, v, HEADS, skip_reshape=True, skip_output_reshape=True
-            ),
+            "attention": bind(cutlass_fmha.attention, *rows),
+            "flash_attn_func": bind(flash.flash_attn_func, *rows),
+            "torch SDPA": bind(torch_sdpa, q, k, v),
+            "comfyui": bind(comfyui.attention, q, k, v, HEADS, skip_reshape=True, skip_output_reshape=True),
         },
         "a mask": {
-            "attention": partial(cutlass_fmha.attention, *rows, mask=mask),
-            "torch SDPA": partial(torch_sdpa, q, k, v, attn_mask=mask),
+            "attention": bind(cutlass_fmha.attention, *rows, mask=mask),
+            "torch SDPA": bind(torch_sdpa, q, k, v, attn_mask=mask),
         },
         "packed sequences": {
-            "attention": partial(cutlass_fmha.attention, *packed, **sides),
-            "flash_attn_varlen_func": partial(flash.flash_attn_varlen_func, *packed, **sides),
+            "attention": bind(cutlass_fmha.attention, *packed, **sides),
+            "flash_attn_varlen_func": bind(flash.flash_attn_varlen_func, *packed, **sides),
         },
         "a key appended to a cache": {
-            "with_kv_cache": partial(cutlass_fmha.with_kv_cache, *step, causal=True, **used),
-            "flash_attn_with_kvcache": partial(flash.flash_attn_with_kvcache, *step, causal=True, **used),
+            "with_kv_cache": bind(cutlass_fmha.with_kv_cache, *step, causal=True, **used),
+            "flash_attn_with_kvcache": bind(flash.flash_attn_with_kvcache, *step, causal=True, **used),
         },
     }
     for said, calls in (*_of_transformers(q, k, v, mask, starts), *_of_diffusers(rows, mask)):

@@ -133,18 +133,18 @@ def run(call: Call) -> None:
         return
     stream, index = call.where
     problem, launch = _prepared(call.text, index)
-    addresses = call.arguments
-    if launch is None or any(address & 15 for address in (*addresses[:3], call.results[0])):
+    (q, k, v, *given), (out, *_) = call.arguments, call.results
+    if launch is None or (q | k | v | out) & 15:
         _on_device(call, problem)
         return
-    room = call.results[-1] if launch.room else 0
     params = launch.params
     if launch.addresses:
-        params, given = params.copy(), dict(zip(problem.given, addresses[3:], strict=True))
+        params, addresses = params.copy(), dict(zip(problem.given, given, strict=True))
         for name, field in launch.addresses:
-            setattr(params, field, given[name])
+            setattr(params, field, addresses[name])
     lse = call.results[1] if problem.lse else 0
-    _C.launch(launch.row, params, index, stream, *addresses[:3], call.results[0], lse, problem.scale, room)
+    room = call.results[-1] if launch.room else 0
+    _C.launch(launch.row, params, index, stream, q, k, v, out, lse, problem.scale, room)
 
 
 @functools.lru_cache(1024)
@@ -187,11 +187,10 @@ def _on_host(call: Call) -> None:
                 q, k, v, out, lse, problem.scale, problem.causal, problem.row, **problem.said(given)
             )
             return
-        operands, said = _operands(problem, operands)
-        found = ops.attend_backward(*operands, problem.scale, problem.causal, **said, wanted=problem.wanted)
-        for to, x in zip(
-            results, (x for x, need in zip(found, problem.wanted, strict=True) if need), strict=True
-        ):
+        arguments, said = _operands(problem, operands)
+        found = ops.attend_backward(*arguments, problem.scale, problem.causal, **said, wanted=problem.wanted)
+        wanted = (x for x, need in zip(found, problem.wanted, strict=True) if need)
+        for to, x in zip(results, wanted, strict=True):
             to.copy_(x)
 
 
@@ -203,7 +202,7 @@ def _on_device(call: Call, problem: Problem) -> None:
         [_device_tensor(*each, address, device) for each, address in zip(arrays, addresses, strict=True)]
         for arrays, addresses in ((problem.operands, call.arguments), (problem.results, call.results))
     )
-    on = torch.cuda.stream(torch.cuda.ExternalStream(stream, device))  # type: ignore[no-untyped-call]
+    on = torch.cuda.stream(torch.cuda.ExternalStream(stream, device))
     with torch.cuda.device(index), on, torch.no_grad():
         memory = (
             results.pop() if len(results) > len(_own(problem)) else _device_tensor("uint8", (0,), 0, device)
@@ -219,10 +218,10 @@ def _on_device(call: Call, problem: Problem) -> None:
             )
 
 
-def _operands(problem: Problem, operands: Sequence[Tensor]) -> tuple[list[Tensor | None], dict[str, Any]]:
+def _operands(problem: Problem, operands: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
     """Those of ``attend_backward`` by position, and what is said."""
     count = 7 if problem.lse else 6
-    found = [*operands[:count], *(() if problem.lse else (None,))]
+    found = [*operands[:count], *([] if problem.lse else [None])]
     return found, {n: x for n, x in problem.said(operands[count:]).items() if n in attend_backward.NAMES}
 
 
@@ -233,19 +232,9 @@ def _gradients(
     places = iter(results)
     into = tuple(next(places) if need else None for need in problem.wanted)
     gradients.launch(
-        dout,
-        (q, k, v),
-        out,
-        lse,
-        dlse,
-        problem.scale,
-        problem.causal,
-        said,
-        problem.wanted,
-        problem.row,
-        device,
-        into,
-    )
+        dout, (q, k, v), out, lse, dlse, problem.scale, problem.causal, said, problem.wanted, device=device,
+        into=into,
+    )  # fmt: skip
 
 
 def _host_tensor(dtype: str, shape: tuple[int, ...], address: int) -> Tensor:

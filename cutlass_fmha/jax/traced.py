@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -228,7 +228,7 @@ def _forward(call: _Said, lse: bool, q: Any, k: Any, v: Any, given: tuple[Any, .
     return _mapped(call, None, lse)(q, k, v, *given)  # type: ignore[no-any-return]
 
 
-def _mapped(call: _Said, wanted: _Wanted | None, lse: bool) -> Callable[..., Any]:
+def _mapped(call: _Said, wanted: _Wanted | None, lse: bool) -> Any:
     """The call, or with ``wanted`` that of gradients, which ``vmap`` makes one batch of where it can."""
 
     def run(*operands: Any) -> tuple[Any, ...]:
@@ -239,7 +239,7 @@ def _mapped(call: _Said, wanted: _Wanted | None, lse: bool) -> Callable[..., Any
     found = custom_vmap(run)
     rows = 3 if wanted is None else 7 if lse else 6  # operands that have a batch
 
-    @found.def_vmap
+    @found.def_vmap  # type: ignore[untyped-decorator]
     def mapped(size: int, is_mapped: Sequence[bool], *operands: Any) -> tuple[tuple[Any, ...], Any]:
         given = dict(zip(call.given, is_mapped[rows:], strict=True))
         foldable = all(name in _BY_SEQUENCE or not each for name, each in given.items())
@@ -248,9 +248,10 @@ def _mapped(call: _Said, wanted: _Wanted | None, lse: bool) -> Callable[..., Any
             ranks = [operands[i].ndim - each for i, each in enumerate(is_mapped[:rows])]
             ranks += [_BY_SEQUENCE.get(name, 0) for name in call.given]
             batch = operands[1].shape[is_mapped[1]]
+            may_be_one = [False] * rows + [name in ("mask", "bias") for name in call.given]
             folded = [
-                _fold(x, each, size, batch, rank)
-                for x, each, rank in zip(operands, is_mapped, ranks, strict=True)
+                _fold(x, each, size, batch, rank, may)
+                for x, each, rank, may in zip(operands, is_mapped, ranks, may_be_one, strict=True)
             ]
             results = tuple(x.reshape(size, batch, *x.shape[1:]) for x in _mapped(call, wanted, lse)(*folded))
         else:
@@ -258,9 +259,9 @@ def _mapped(call: _Said, wanted: _Wanted | None, lse: bool) -> Callable[..., Any
 
             def one(mapped_operands: list[Any]) -> tuple[Any, ...]:
                 several = iter(mapped_operands)
-                return run(
-                    *(next(several) if each else x for x, each in zip(operands, is_mapped, strict=True))
-                )
+                own = (next(several) if each else x for x, each in zip(operands, is_mapped, strict=True))
+                found: tuple[Any, ...] = _mapped(call, wanted, lse)(*own)
+                return found
 
             results = jax.lax.map(one, loop)
         return results, tuple(True for _ in results)
@@ -268,13 +269,13 @@ def _mapped(call: _Said, wanted: _Wanted | None, lse: bool) -> Callable[..., Any
     return found
 
 
-def _fold(x: Any, is_mapped: bool, size: int, batch: int, rank: int) -> Any:
+def _fold(x: Any, is_mapped: bool, size: int, batch: int, rank: int, may_be_one: bool) -> Any:
     """[size * batch, ...] of what has ``rank`` dimensions, the first of which is of sequences or 1."""
     if rank == 0:  # the same for all
         return x
     x = x if is_mapped else x[None]
     x = x.reshape(x.shape[0], *(1,) * (rank + 1 - x.ndim), *x.shape[1:])
-    if x.shape[:2] == (1, 1):
+    if may_be_one and x.shape[:2] == (1, 1):
         return x[0]
     return jnp.broadcast_to(x, (size, batch, *x.shape[2:])).reshape(size * batch, *x.shape[2:])
 
