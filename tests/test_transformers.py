@@ -107,10 +107,15 @@ def _registered() -> None:
     assert integration.register() == integration.register() == MASKS  # twice is once
 
 
-@functools.lru_cache
 def model(name: str, dropout: float, place: Place = HOST) -> Any:
+    """One for all who name it, however they do."""
+    return _model(name, dropout, place)
+
+
+@functools.lru_cache
+def _model(name: str, dropout: float, place: Place) -> Any:
     if place != HOST:
-        return copy.deepcopy(model(name, dropout)).to(*place)
+        return copy.deepcopy(_model(name, dropout, HOST)).to(*place)
     torch.manual_seed(0)
     kind, config, dropout_name, _ = MODELS[name]
     kind = getattr(transformers, kind)
@@ -352,7 +357,7 @@ def test_checkpoints_hand_on_what_masks_mean(name: str, reentrant: bool) -> None
         network.gradient_checkpointing_enable({"use_reentrant": reentrant})
         try:
             with CountCalls() as counter:
-                found = train(name, "left")
+                found = train(name, side="left")
         finally:
             network.gradient_checkpointing_disable()
         assert counter.calls == 2 * 2 and error(found, wanted) <= TOLERANCE
@@ -540,11 +545,11 @@ def test_a_model_runs_by_the_kernel_of_the_hub(
     model(name, 0.0).set_attn_implementation(repository)
     said: set[str] = set()
     with attention(said, caller=flash_attn_interface) as calls:
-        assert error(forward(name, side), wanted) <= TOLERANCE
+        assert error(forward(name, side=side), wanted) <= TOLERANCE
     assert calls == [2] and MODELS[name][3] <= said
     for argument in MODELS[name][3]:
         with attention(set(), drop=argument, caller=flash_attn_interface):
-            assert error(forward(name, side), wanted) > MATTERS, f"{argument} could be dropped"
+            assert error(forward(name, side=side), wanted) > MATTERS, f"{argument} could be dropped"
 
 
 def test_the_benchmark_of_models_computes_what_eager_attention_does(tmp_path: Path) -> None:

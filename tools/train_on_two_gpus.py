@@ -8,6 +8,7 @@ one GPU. Writes each setting's largest error, as a share of the largest element;
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import tempfile
@@ -23,10 +24,10 @@ import two_processes
 from cutlass_fmha.bench import machine
 
 
-def main(argv: list[str]) -> int:
-    if len(argv) != 1 or argv[0].startswith("-"):
-        print((__doc__ or "").strip())
-        return 2
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("result", type=Path, metavar="OUT.json")
+    options = parser.parse_args(argv)
     if torch.cuda.device_count() < 2:
         print(f"two GPUs are needed, and there are {torch.cuda.device_count()}")
         return 1
@@ -37,7 +38,7 @@ def main(argv: list[str]) -> int:
     errors = {name: max(of_one[name] for of_one in both) for name in both[0]}
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     content = {"machine": machine.describe(0), "gpus": 2, "nccl": nccl, "errors": errors}
-    Path(argv[0]).write_text(json.dumps(content, indent=1) + "\n")
+    options.result.write_text(json.dumps(content, indent=1) + "\n")
     for name, error in errors.items():
         print(f"{name:<32} {error:.1e}")
     print(f"NCCL {nccl}, {time.perf_counter() - begin:.0f} s")
@@ -45,4 +46,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
