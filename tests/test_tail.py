@@ -108,6 +108,7 @@ def test_a_call_brings_the_memory_of_its_parts(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tables, "this_build", lambda: build)
     monkeypatch.setattr(plan.devices, "of_index", lambda index: L4)
     monkeypatch.setattr(plan, "current_stream", lambda index: 0)
+    monkeypatch.setattr(plan.private_torch, "current_device", lambda: -2)  # a CUDA build asks the driver
     monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
     plan.clear()
     for heads, seqlen_q in ((59, 64), (58, 64)):
