@@ -13,7 +13,7 @@ set(FMHA_forward_PARAMS "cutlass_fmha::KernelParams<@NAME@_config>")
 set(FMHA_features_HEADER "features/kernel.cuh")
 set(FMHA_features_PARAMS "cutlass_fmha::FeatureKernelParams<@NAME@_config>")
 set(FMHA_backward_HEADER "backward/kernel.cuh")
-set(FMHA_backward_PARAMS "cutlass_fmha::BackwardParams")
+set(FMHA_backward_PARAMS "cutlass_fmha::BackwardKernelParams<@NAME@_config>")
 set(FMHA_wide_HEADER "wide/kernel.cuh")
 set(FMHA_wide_PARAMS "cutlass_fmha::FeatureParams")
 
@@ -148,8 +148,8 @@ function(fmha_add_features FEATURES SUFFIX
 endfunction()
 
 # Adds the rows of one manifest line that compute gradients: the columns are BackwardConfig's fields.
-function(fmha_backward ARCHS DTYPES HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS FEATURES)
-  if(ARGC GREATER 9 OR NOT FEATURES MATCHES "^(ranges|scores)$")
+function(fmha_backward ARCHS DTYPES HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS FEATURES COPY)
+  if(ARGC GREATER 10 OR NOT FEATURES MATCHES "^(ranges|scores)$" OR NOT COPY MATCHES "^(cp_async_16|tma)$")
     message(FATAL_ERROR "cutlass_fmha: a line of src/rows.cmake has too many columns: ${ARGV}")
   endif()
   set(DTYPE_f16 float16)
@@ -163,6 +163,9 @@ function(fmha_backward ARCHS DTYPES HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS FE
       if(GROUPS)
         string(APPEND name "_groups")
       endif()
+      if(COPY STREQUAL "tma")
+        string(APPEND name "_tma")
+      endif()
       if(FEATURES STREQUAL "scores")
         string(APPEND name "_scored")
       endif()
@@ -170,7 +173,8 @@ function(fmha_backward ARCHS DTYPES HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS FE
       set(config
           "cutlass_fmha::BackwardConfig{{.arch = ${arch}, .dtype = cutlass_fmha::DType::${DTYPE_${dtype}},"
           ".head_dim = ${HEAD_DIM}, .tile_m = ${TILE_M}, .tile_n = ${TILE_N}, .warps = ${WARPS}, .min_blocks = 1},"
-          "{.chunk = ${CHUNK}, .groups = ${GROUPS}, .features = cutlass_fmha::Features::${FEATURES}}}")
+          "{.chunk = ${CHUNK}, .groups = ${GROUPS}, .features = cutlass_fmha::Features::${FEATURES},"
+          ".copy = cutlass_fmha::Copy::${COPY}}}")
       list(JOIN config " " config)
       fmha_add_row(backward ${arch} ${dtype} ${HEAD_DIM} "sm${arch}_backward" "${name}" "${config}")
     endforeach()

@@ -7,6 +7,10 @@
 
 namespace cutlass_fmha {
 
+/// What a kernel takes.
+template <BackwardConfig C>
+using BackwardKernelParams = cute::conditional_t<C.copy == Copy::tma, BackwardTmaParams, BackwardParams>;
+
 template <BackwardConfig C>
 constexpr int backward_smem_bytes() {
   return BackwardLayout<C>::kBytes;
@@ -77,7 +81,7 @@ CUTE_DEVICE void backward(BackwardParams const& p) {
   int const steps = tile.steps = tile.walk.tiles * (p.num_heads / p.num_heads_kv);
   int const warp = uniform(threadIdx.x / 32);
   if (threadIdx.x == 0) {
-    int const head = head_kv * (p.num_heads / p.num_heads_kv);
+    int const head = tile.head = head_kv * (p.num_heads / p.num_heads_kv);
     auto const first = [&](void const* tensor, Strides const& stride) {
       return static_cast<uint16_t const*>(tensor) + sequence.entry_q * stride.batch + head * stride.head +
              sequence.first_q * stride.seqlen;

@@ -8,6 +8,7 @@
 #include "../device_guard.h"
 #include "../launch.h"
 #include "../require.h"
+#include "../tensor_map.h"
 
 namespace cutlass_fmha {
 namespace {
@@ -120,7 +121,13 @@ void launch(Row const& row, BackwardParams const& params, int device, cudaStream
   if (p.seqlen_k > 0) {
     int64_t const tiles = int64_t(p.batch) * p.num_heads_kv * ceil_div(p.seqlen_k, c.tile_n);
     p.schedule = key_tile_schedule(p, c, device);
-    launch_kernel(row, grid_of(row, tiles), &p, device, stream);
+    if (c.copy == Copy::tma) {
+      BackwardTmaParams prepared(p);
+      set_tensor_maps(prepared, c);
+      launch_kernel(row, grid_of(row, tiles), &prepared, device, stream);
+    } else {
+      launch_kernel(row, grid_of(row, tiles), &p, device, stream);
+    }
   }
   if (p.seqlen_q > 0 && (p.dq != nullptr || p.dsinks != nullptr)) {
     Row const& after = helper(Family::backward_after, c.dtype, c.arch);

@@ -40,6 +40,13 @@ struct BackwardParams : AttentionParams {
   bool empty() const { return batch == 0 || num_heads == 0 || (seqlen_q == 0 && seqlen_k == 0); }
 };
 
+/// What a launch of a row that copies by TMA reads besides.
+struct BackwardTmaParams : BackwardParams {
+  explicit BackwardTmaParams(BackwardParams const& p) : BackwardParams(p) {}
+
+  TensorMap q_map{}, dout_map{};
+};
+
 /// Throws std::invalid_argument for numbers that contradict each other, whatever the row.
 void check(BackwardParams const& p, int element_bytes);
 

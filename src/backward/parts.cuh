@@ -2,6 +2,7 @@
 // becomes of scores.
 #pragma once
 
+#include "../core/tma.cuh"
 #include "../features/loader.cuh"
 #include "layout.cuh"
 #include "scores.cuh"
@@ -77,6 +78,25 @@ struct BackwardParts {
         smem + tile, from, head_dim, true, [&](int r) { return r < there ? from + r * stride.seqlen : nullptr; },
         threadIdx.x % Threads);
   }
+  /// Whether the copy unit brings a tile: not one with rows behind the sequence, whatever stands there.
+  CUTE_DEVICE bool comes_by_tma(QueryCursor const& at) const {
+    return C.copy == Copy::tma && (at.tile + 1) * C.tile_m <= place().sequence.queries;
+  }
+  /// By one thread, which then counts as `producers`. `Rows` queries from row `row` of such a tile on.
+  template <int Rows, int Stages>
+  CUTE_DEVICE void request_queries(TensorMap const& map, TilePipeline<Stages> const& pipe, int barriers, int number,
+                                   int producers, QueryCursor const& at, int row, uint32_t tile) const {
+    using Tile = TmaTile<C.head_dim, Rows, C.element_bytes()>;
+    KeyTile const& here = place();
+    // What other tiles left there by cp.async comes before.
+    if (here.sequence.queries % C.tile_m != 0) cute::tma_store_fence();
+    auto* const barrier = reinterpret_cast<uint64_t*>(smem + Layout::kBarriers + barriers + pipe.full_offset(number));
+    Tile::load(map, barrier, smem + tile, Tile::kPanelBytes, here.sequence.first_q + at.tile * C.tile_m + row,
+               here.head + at.head, here.sequence.entry_q);
+    pipe.producer_commit(number, producers - 1);
+  }
+  CUTE_DEVICE BackwardTmaParams const& maps() const { return static_cast<BackwardTmaParams const&>(params); }
+
   /// The terms of a tile's rows.
   template <int Threads>
   CUTE_DEVICE void load_terms(QueryCursor const& at, uint32_t to) const {

@@ -54,6 +54,7 @@ struct TwoGroupWalk : BackwardParts<C> {
     cute::cp_async_wait<0>();
     __syncthreads();
     this->keep_values(values);
+    if constexpr (C.copy == Copy::tma) cute::tma_store_fence();
     __syncthreads();  // where V stood, Q comes
   }
 
@@ -199,6 +200,19 @@ struct TwoGroupWalk : BackwardParts<C> {
   }
 
   CUTE_DEVICE void load_q(int step, QueryCursor const& at) const {
+    if constexpr (C.copy == Copy::tma) {
+      if (this->comes_by_tma(at)) {
+        if (warp != 0) return;
+        q_pipe.producer_acquire(step);
+        if (cute::elect_one_sync()) {
+          this->template request_queries<C.tile_m>(this->maps().q_map, q_pipe, Barriers::kQ, step, kThreads - 32, at, 0,
+                                                   Layout::kQ + q_pipe.stage(step) * Layout::kQTile);
+        }
+        this->template load_terms<kThreads>(at, Layout::kRowTerms + q_pipe.stage(step) * Layout::kTerms);
+        q_pipe.producer_commit_cp_async(step);
+        return;
+      }
+    }
     q_pipe.producer_acquire(step);
     this->template load_queries<C.tile_m, kThreads>(place().q, params.q_stride, at, 0,
                                                     Layout::kQ + q_pipe.stage(step) * Layout::kQTile, params.head_dim);
@@ -206,6 +220,17 @@ struct TwoGroupWalk : BackwardParts<C> {
     q_pipe.producer_commit_cp_async(step);
   }
   CUTE_DEVICE void load_dout(int unit, QueryCursor const& at) const {
+    if constexpr (C.copy == Copy::tma) {
+      if (this->comes_by_tma(at)) {
+        if (warp != 0) return;
+        dout_pipe.producer_acquire(unit);
+        if (cute::elect_one_sync()) {
+          this->template request_queries<kUnit>(this->maps().dout_map, dout_pipe, Barriers::kDout, unit, kThreads, at,
+                                                unit % 2 * kUnit, Layout::kDout + unit % 2 * kDoutUnit);
+        }
+        return;
+      }
+    }
     dout_pipe.producer_acquire(unit);
     this->template load_queries<kUnit, kThreads>(place().dout, params.dout_stride, at, unit % 2 * kUnit,
                                                  Layout::kDout + unit % 2 * kDoutUnit, params.head_dim_v);

@@ -55,6 +55,7 @@ struct BackwardWalk : BackwardParts<C> {
     __syncthreads();
     Values values;
     this->keep_values(values);
+    if constexpr (C.copy == Copy::tma) cute::tma_store_fence();
     __syncthreads();  // where V stood, dO comes
     load_dout(0, at);
     CUTE_NO_UNROLL
@@ -121,6 +122,19 @@ struct BackwardWalk : BackwardParts<C> {
 
   /// Q and the terms of its rows, for a step.
   CUTE_DEVICE void load_q(int step, QueryCursor const& at) const {
+    if constexpr (C.copy == Copy::tma) {
+      if (this->comes_by_tma(at)) {
+        if (warp != 0) return;
+        q_pipe.producer_acquire(step);
+        if (cute::elect_one_sync()) {
+          this->template request_queries<C.tile_m>(this->maps().q_map, q_pipe, Barriers::kQ, step, C.threads() - 32, at,
+                                                   0, Layout::kQ + q_pipe.stage(step) * Layout::kQTile);
+        }
+        this->template load_terms<C.threads()>(at, Layout::kRowTerms + q_pipe.stage(step) * Layout::kTerms);
+        q_pipe.producer_commit_cp_async(step);
+        return;
+      }
+    }
     q_pipe.producer_acquire(step);
     this->template load_queries<C.tile_m, C.threads()>(
         place().q, params.q_stride, at, 0, Layout::kQ + q_pipe.stage(step) * Layout::kQTile, params.head_dim);
@@ -128,6 +142,17 @@ struct BackwardWalk : BackwardParts<C> {
     q_pipe.producer_commit_cp_async(step);
   }
   CUTE_DEVICE void load_dout(int step, QueryCursor const& at) const {
+    if constexpr (C.copy == Copy::tma) {
+      if (this->comes_by_tma(at)) {
+        if (warp != 0) return;
+        dout_pipe.producer_acquire(step);
+        if (cute::elect_one_sync()) {
+          this->template request_queries<C.tile_m>(this->maps().dout_map, dout_pipe, Barriers::kDout, step, C.threads(),
+                                                   at, 0, Layout::kDout);
+        }
+        return;
+      }
+    }
     dout_pipe.producer_acquire(step);
     this->template load_queries<C.tile_m, C.threads()>(place().dout, params.dout_stride, at, 0, Layout::kDout,
                                                        params.head_dim_v);
