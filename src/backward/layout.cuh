@@ -95,8 +95,9 @@ struct OneGroupBarriers {
   static constexpr int kQ = 0, kDout = kQ + TilePipeline<2>::kBytes, kScores = kDout + TilePipeline<1>::kBytes;
   static constexpr int kBytes = kScores + TilePipeline<1>::kBytes;
 };
+template <int DoutUnits>
 struct TwoGroupBarriers {
-  static constexpr int kQ = 0, kDout = kQ + TilePipeline<2>::kBytes, kScores = kDout + TilePipeline<2>::kBytes;
+  static constexpr int kQ = 0, kDout = kQ + TilePipeline<2>::kBytes, kScores = kDout + TilePipeline<DoutUnits>::kBytes;
   static constexpr int kProbabilities = kScores + TilePipeline<2>::kBytes;  ///< 2 of each pair of warps
   static constexpr int kBytes = kProbabilities + 4 * 2 * int(sizeof(uint64_t));
 };
@@ -108,11 +109,14 @@ struct BackwardLayout {
   static constexpr int kScoresTile = C.tile_n * C.tile_m * 2, kTerms = 2 * C.tile_m * int(sizeof(float));
   static constexpr int kQ = kKTile;
   static constexpr int kDout = kQ + kQStages * kQTile;
-  static constexpr int kScores = kDout + kDoutTile;  ///< dS, [key, query]
+  /// Of two groups, two tiles where there is room for them beside the rest.
+  static constexpr int kDoutTiles = C.groups && kDout + 2 * kDoutTile + kScoresTile <= 96 * 1024 ? 2 : 1;
+  static constexpr int kDoutUnits = 2 * kDoutTiles;
+  static constexpr int kScores = kDout + kDoutTiles * kDoutTile;  ///< dS, [key, query]
   static constexpr int kRowTerms = kScores + kScoresTile;
   static constexpr int kPlace = kRowTerms + kQStages * kTerms;
   static constexpr int kBarriers = kPlace + (int(sizeof(KeyTile)) + 15) / 16 * 16;
-  static constexpr int kBytes = kBarriers + (C.groups ? TwoGroupBarriers::kBytes : OneGroupBarriers::kBytes);
+  static constexpr int kBytes = kBarriers + (C.groups ? TwoGroupBarriers<kDoutUnits>::kBytes : OneGroupBarriers::kBytes);
   static_assert(kBytes <= 99 * 1024, "sm_89 and sm_120 have no more");
 
   /// V stands there before the walk, on its way to registers.

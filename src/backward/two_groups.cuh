@@ -20,18 +20,21 @@ struct TwoGroupWalk : BackwardParts<C> {
   using typename Parts::QTile;
   using typename Parts::ScoresTile;
   using typename Parts::Values;
-  using Barriers = TwoGroupBarriers;
+  using Barriers = TwoGroupBarriers<Layout::kDoutUnits>;
   using Parts::barriers, Parts::params, Parts::place, Parts::smem, Parts::warp;
   using Unit = typename Parts::template Types<C.unit()>;
   using Chunk = typename Parts::template Types<C.chunk>;
   static constexpr int kThreads = C.threads() / 2;  ///< of a group
   static constexpr int kUnit = C.unit();
   static constexpr int kDoutUnit = Layout::kDoutTile / 2;
+  static constexpr int kAhead = Layout::kDoutUnits / 2;  ///< tiles of dO
+  /// ptxas spills where dO of 128 dimensions comes so, too.
+  static constexpr bool kDoutByTma = C.copy == Copy::tma && C.head_dim != 128;
   static_assert(C.warps == 8);
 
   int const steps;                    ///< of all heads
   TilePipeline<2> const q_pipe;       ///< tiles; what A has read, B has, which gets its P afterwards
-  TilePipeline<2> const dout_pipe;    ///< units
+  TilePipeline<Layout::kDoutUnits> const dout_pipe;  ///< units
   TilePipeline<2> const scores_pipe;  ///< units: P on its way from A to B, dS from B to A
 
   CUTE_DEVICE TwoGroupWalk(BackwardParams const& p, char* smem, int steps, int warp)
@@ -90,7 +93,7 @@ struct TwoGroupWalk : BackwardParts<C> {
         mbarrier_arrive(probabilities_barrier(half));
         dout_pipe.consumer_wait(unit);
         if (!C.scored() || params.dv != nullptr)
-          this->template add_queries<DoutTile, Unit>(probabilities, Layout::kDout + half * kDoutUnit, 0, dv);
+          this->template add_queries<DoutTile, Unit>(probabilities, dout_at(step, half), 0, dv);
         dout_pipe.consumer_release(unit);
         if (unit > 0) finish(unit - 1, half == 0 ? before : at);
       }
@@ -106,7 +109,14 @@ struct TwoGroupWalk : BackwardParts<C> {
     load_q(0, at);
     load_dout(0, at);
     load_dout(1, at);
-    if (steps > 1) load_q(1, at.next(place().walk));
+    if (steps > 1) {
+      QueryCursor const second = at.next(place().walk);
+      load_q(1, second);
+      if constexpr (kAhead > 1) {
+        load_dout(2, second);
+        load_dout(3, second);
+      }
+    }
     CUTE_NO_UNROLL
     for (int step = 0; step < steps; ++step) {
       uint32_t const q_tile = Layout::kQ + q_pipe.stage(step) * Layout::kQTile;
@@ -128,7 +138,7 @@ struct TwoGroupWalk : BackwardParts<C> {
         }
         this->template add_scores<DoutTile, Chunk>([&](int i, auto&& v)
                                                        FMHA_INLINE { cute::copy(values(cute::_, cute::_, i), v); },
-                                                   Layout::kDout + half * kDoutUnit, row / 16, scores);
+                                                   dout_at(step, half), row / 16, scores);
         if (last) dout_pipe.consumer_release(unit);
         if (first) mbarrier_wait(probabilities_barrier(half), step & 1);
         take_over(begin / 16, probabilities);
@@ -142,17 +152,22 @@ struct TwoGroupWalk : BackwardParts<C> {
         __syncwarp();  // all lanes have their P: dS may take its place
         this->template store_scores<Chunk>(begin / 16, probabilities);
         if (last) scores_pipe.producer_commit(unit);
-        if (last && step + 1 < steps && half == 1) load_dout(unit + 1, at);
+        if (last && step + kAhead < steps && half == 1) load_dout(unit + 2 * kAhead - 1, ahead(at));
         if (!C.scored() || params.dk != nullptr)
           this->template add_queries<QTile, Chunk>(probabilities, q_tile, begin / 16, dk);
       }
       q_pipe.consumer_release(step);
-      if (step + 1 < steps) load_dout(2 * step + 3, at);
+      if (step + kAhead < steps) load_dout(2 * step + 2 * kAhead + 1, ahead(at));
       if (step + 2 < steps) load_q(step + 2, at.next(place().walk));
     }
   }
 
  private:
+  /// What is asked for while the tile before `at` is read.
+  CUTE_DEVICE QueryCursor ahead(QueryCursor const& at) const { return kAhead > 1 ? at.next(place().walk) : at; }
+  CUTE_DEVICE static uint32_t dout_at(int step, int half) {
+    return Layout::kDout + half * kDoutUnit + (kAhead > 1 ? step % 2 * Layout::kDoutTile : 0);
+  }
   CUTE_DEVICE uint32_t probabilities_barrier(int half) const {
     return barriers() + Barriers::kProbabilities + 8 * (2 * warp + half);
   }
@@ -220,20 +235,20 @@ struct TwoGroupWalk : BackwardParts<C> {
     q_pipe.producer_commit_cp_async(step);
   }
   CUTE_DEVICE void load_dout(int unit, QueryCursor const& at) const {
-    if constexpr (C.copy == Copy::tma) {
+    if constexpr (kDoutByTma) {
       if (this->comes_by_tma(at)) {
         if (warp != 0) return;
         dout_pipe.producer_acquire(unit);
         if (cute::elect_one_sync()) {
           this->template request_queries<kUnit>(this->maps().dout_map, dout_pipe, Barriers::kDout, unit, kThreads, at,
-                                                unit % 2 * kUnit, Layout::kDout + unit % 2 * kDoutUnit);
+                                                unit % 2 * kUnit, dout_at(unit / 2, unit % 2));
         }
         return;
       }
     }
     dout_pipe.producer_acquire(unit);
     this->template load_queries<kUnit, kThreads>(place().dout, params.dout_stride, at, unit % 2 * kUnit,
-                                                 Layout::kDout + unit % 2 * kDoutUnit, params.head_dim_v);
+                                                 dout_at(unit / 2, unit % 2), params.head_dim_v);
     dout_pipe.producer_commit_cp_async(unit);
   }
 };
