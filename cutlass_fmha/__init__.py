@@ -42,10 +42,12 @@ try:
     from cutlass_fmha.dispatch.explain import explain
     from cutlass_fmha.dropout import dropout_mask
     from cutlass_fmha.errors import UnsupportedError
+    from cutlass_fmha.gates import explain_swiglu_mlp, geglu, gelu_and_mul, silu_and_mul, swiglu, swiglu_mlp
     from cutlass_fmha.kv_cache import with_kv_cache
     from cutlass_fmha.launch.workspace import Workspace
     from cutlass_fmha.log import configure as _configure_log
     from cutlass_fmha.memory.plan import memory_plan
+    from cutlass_fmha.norm import rms_norm
     from cutlass_fmha.rotary import rotary
     from cutlass_fmha.torch_sdpa import sdpa
 
@@ -63,10 +65,17 @@ __all__ = [
     "cascade_attention",
     "dropout_mask",
     "explain",
+    "explain_swiglu_mlp",
+    "geglu",
+    "gelu_and_mul",
     "memory_plan",
     "merge_states",
+    "rms_norm",
     "rotary",
     "scaled_dot_product_attention",
     "sdpa",
+    "silu_and_mul",
+    "swiglu",
+    "swiglu_mlp",
     "with_kv_cache",
 ]

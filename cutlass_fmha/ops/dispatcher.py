@@ -30,7 +30,7 @@ NO_FORWARD_MODE = (
     "Tensor.backward"
 )
 #: Ops whose gradients autograd knows: they say what happens where one may be wanted.
-DIFFERENTIABLE = ("forward", "attend", "attend_backward")
+DIFFERENTIABLE = ("forward", "attend", "attend_backward", "rms_norm", "gated")
 
 
 def register(
