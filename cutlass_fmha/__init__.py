@@ -46,7 +46,8 @@ try:
     from cutlass_fmha.launch.workspace import Workspace
     from cutlass_fmha.log import configure as _configure_log
     from cutlass_fmha.memory.plan import memory_plan
-    from cutlass_fmha.rotary import rotary
+    from cutlass_fmha.qk_norm_rope import qk_norm_rope
+    from cutlass_fmha.rotary import rotary, rotary_qk
     from cutlass_fmha.torch_sdpa import sdpa
 
     _configure_log()
@@ -65,7 +66,9 @@ __all__ = [
     "explain",
     "memory_plan",
     "merge_states",
+    "qk_norm_rope",
     "rotary",
+    "rotary_qk",
     "scaled_dot_product_attention",
     "sdpa",
     "with_kv_cache",
