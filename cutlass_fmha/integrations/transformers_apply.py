@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from cutlass_fmha.glu import geglu, swiglu
+from cutlass_fmha.gates import geglu, swiglu
 from cutlass_fmha.norm import rms_norm
 from cutlass_fmha.qk_norm_rope import qk_norm_rope
 from cutlass_fmha.rotary import rotary_qk
