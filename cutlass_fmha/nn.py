@@ -58,7 +58,9 @@ class RMSNorm(nn.RMSNorm):
         said = {"eps": eps, "weight_offset": self.weight_offset if self.elementwise_affine else 0.0}
         if len(self.normalized_shape) == 1:
             return rms_norm(x, self.weight, residual=residual, **said)
-        rows, weight = (None if y is None else y.flatten(-len(self.normalized_shape)) for y in (x, self.weight))
+        rows, weight = (
+            None if y is None else y.flatten(-len(self.normalized_shape)) for y in (x, self.weight)
+        )
         if residual is None:
             return rms_norm(rows, weight, **said).view(x.shape)
         other = residual.flatten(-len(self.normalized_shape))
@@ -72,7 +74,9 @@ class _Joined(nn.Module):
         super().__init__()
         self._parts: dict[str, dict[str, int]] = {}
 
-    def _join(self, name: str, parts: dict[str, int], in_features: int, bias: bool, like: dict[str, Any]) -> None:
+    def _join(
+        self, name: str, parts: dict[str, int], in_features: int, bias: bool, like: dict[str, Any]
+    ) -> None:
         rows = sum(parts.values())
         self._parts[name] = parts
         self.register_parameter(f"{name}_weight", nn.Parameter(torch.empty(rows, in_features, **like)))
@@ -101,7 +105,14 @@ class _Joined(nn.Module):
             destination.update(zip(parts, destination.pop(name).split([*parts.values()]), strict=True))
 
     def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: Any, errors: Any
+        self,
+        state_dict: Any,
+        prefix: str,
+        metadata: Any,
+        strict: bool,
+        missing: Any,
+        unexpected: Any,
+        errors: Any,
     ) -> None:
         names = self._names(prefix)
         for name, parts in names:
@@ -117,7 +128,9 @@ class _Joined(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, absent, unexpected, errors)
         parts_of = dict(names)
         for name in absent:
-            missing.extend(part for part in parts_of.get(name, (name,)) if part not in (*state_dict, *missing))
+            missing.extend(
+                part for part in parts_of.get(name, (name,)) if part not in (*state_dict, *missing)
+            )
 
 
 class SwiGLU(_Joined):
@@ -196,15 +209,15 @@ class KVCache:
         self.lengths = torch.zeros(batch, device=device, dtype=torch.int32)
 
 
-def rotary_table(
-    positions: int, rotary_dim: int, base: float = 10000.0, *, device: Any = None
-) -> Table:
+def rotary_table(positions: int, rotary_dim: int, base: float = 10000.0, *, device: Any = None) -> Table:
     """cos and sin, float32 [positions, rotary_dim / 2], of angles p / base^(2r / rotary_dim).
 
     Scaled frequencies (Llama 3.1, YaRN) are the caller's to make: any two tables of this shape do.
     """
     pairs = torch.arange(0, rotary_dim, 2, device=device, dtype=torch.float32)
-    angles = torch.arange(positions, device=device, dtype=torch.float32)[:, None] / base ** (pairs / rotary_dim)
+    angles = torch.arange(positions, device=device, dtype=torch.float32)[:, None] / base ** (
+        pairs / rotary_dim
+    )
     return angles.cos(), angles.sin()
 
 
@@ -252,7 +265,9 @@ class Attention(_Joined):
         if num_heads % heads_kv:
             raise ValueError(f"num_heads must be a multiple of num_heads_kv {heads_kv}, got {num_heads}")
         if head_dim is None and embed_dim % num_heads:
-            raise ValueError(f"embed_dim must be a multiple of num_heads {num_heads}, or head_dim given, got {embed_dim}")
+            raise ValueError(
+                f"embed_dim must be a multiple of num_heads {num_heads}, or head_dim given, got {embed_dim}"
+            )
         like = {"device": device, "dtype": dtype}
         self.num_heads, self.num_heads_kv = num_heads, heads_kv
         self.head_dim = size = embed_dim // num_heads if head_dim is None else head_dim
@@ -277,7 +292,9 @@ class Attention(_Joined):
         rows = functional.linear(x, self.qkv_weight, self.qkv_bias).unflatten(-1, (-1, self.head_dim))
         q, k, v = rows.split([self.num_heads, self.num_heads_kv, self.num_heads_kv], -2)
         said = {**self.said, **said}
-        out = self._attend(q, k, v, rotary, said) if cache is None else self._step(q, k, v, rotary, cache, said)
+        out = (
+            self._attend(q, k, v, rotary, said) if cache is None else self._step(q, k, v, rotary, cache, said)
+        )
         result: Tensor = self.o_proj(out.flatten(-2))
         return result
 
@@ -285,7 +302,13 @@ class Attention(_Joined):
         cos, sin = rotary or (None, None)
         q_norm, k_norm = self.q_norm, self.k_norm
         assert q_norm is not None and k_norm is not None
-        return {"q_weight": q_norm.weight, "k_weight": k_norm.weight, "eps": q_norm.eps, "cos": cos, "sin": sin}
+        return {
+            "q_weight": q_norm.weight,
+            "k_weight": k_norm.weight,
+            "eps": q_norm.eps,
+            "cos": cos,
+            "sin": sin,
+        }
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, rotary: Table | None, said: dict[str, Any]) -> Tensor:
         if self.q_norm is not None:

@@ -38,11 +38,15 @@ def test_swiglu_takes_and_gives_a_checkpoints_names(activation: str, bias: bool)
     torch.manual_seed(0)
     made, other = (nn.SwiGLU(16, 24, 8, bias, activation=activation) for _ in range(2))
     parts = made.state_dict()
-    assert {*parts} == {f"{p}_proj.{k}" for p in ("gate", "up", "down") for k in ("weight", "bias")[: 1 + bias]}
+    assert {*parts} == {
+        f"{p}_proj.{k}" for p in ("gate", "up", "down") for k in ("weight", "bias")[: 1 + bias]
+    }
     assert parts["gate_proj.weight"].data_ptr() == made.gate_up_weight.data_ptr()
     other.load_state_dict(parts)
     x = torch.randn(2, 5, 16, requires_grad=True)
-    gate, up = (functional.linear(x, parts[f"{p}_proj.weight"], parts.get(f"{p}_proj.bias")) for p in ("gate", "up"))
+    gate, up = (
+        functional.linear(x, parts[f"{p}_proj.weight"], parts.get(f"{p}_proj.bias")) for p in ("gate", "up")
+    )
     gates = {"silu": functional.silu, "gelu": functional.gelu}
     gated = gates.get(activation, lambda g: functional.gelu(g, approximate="tanh"))(gate) * up
     wanted = functional.linear(gated, parts["down_proj.weight"], parts.get("down_proj.bias"))
@@ -112,7 +116,7 @@ def test_attention_is_dense_attention_whole_and_step_by_step(qk_norm: bool, bias
     found = layer(x, table)
     close(found, wanted)
     close(*(torch.autograd.grad(y.square().sum(), x)[0] for y in (found, wanted)))
-    found.sum().backward()
+    layer(x, table).sum().backward()
     assert all(weight.grad is not None for weight in layer.parameters())
     cache = nn.KVCache(2, 16, 2, 16)
     with torch.no_grad():
@@ -127,4 +131,5 @@ def test_dropout_is_for_training_and_arguments_go_on():
     close(layer.eval()(x), layer(x))
     assert not torch.equal(layer.train()(x), layer(x))
     wide, narrow = layer.eval()(x), layer(x, window=(3, 0))
-    assert torch.equal(wide[:, :4], narrow[:, :4]) and not torch.equal(wide, narrow)
+    close(wide[:, :4], narrow[:, :4])
+    assert (wide - narrow)[:, 4:].abs().max() > 1e-3

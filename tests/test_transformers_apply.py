@@ -64,7 +64,9 @@ def step(network: Any, checkpointing: bool = False) -> torch.Tensor:
     if checkpointing:
         network.gradient_checkpointing_enable()
     positions = (MASK.cumsum(-1) - 1).clamp(min=0)
-    logits = network(input_ids=TOKENS, attention_mask=MASK, position_ids=positions, use_cache=False).logits[MASK.bool()]
+    logits = network(input_ids=TOKENS, attention_mask=MASK, position_ids=positions, use_cache=False).logits[
+        MASK.bool()
+    ]
     gradients = torch.autograd.grad(logits.tanh().pow(3).sum(), [*network.parameters()])
     network.eval()
     return torch.cat([x.flatten() / x.abs().max() for x in (logits.detach(), *gradients)])

@@ -194,13 +194,12 @@ def _norm(kind: type, family: Family) -> Forward:
         weight, x = self.weight, hidden_states
         # Gemma answers in its input's dtype, the others in what weight and input have in common.
         dtype = x.dtype if offset else torch.promote_types(x.dtype, weight.dtype)
+        if residual is not None and residual.dtype != x.dtype:  # under autocast a sum has another dtype
+            total = residual + x
+            return forward(self, total), total
         said = {"eps": eps, "weight_offset": offset, "out_dtype": None if dtype == x.dtype else dtype}
-        if residual is None or residual.dtype != x.dtype:  # under autocast a sum has another dtype
-            total = x if residual is None else residual + x
-            if total.dtype != x.dtype and not offset:
-                said["out_dtype"] = torch.promote_types(total.dtype, weight.dtype)
-            normed = rms_norm(total, weight, **said)
-            return normed if residual is None else (normed, total)
+        if weight.dtype not in (x.dtype, torch.float32):
+            weight = weight.to(x.dtype)
         return rms_norm(x, weight, residual=residual, **said)
 
     return forward
