@@ -8,6 +8,8 @@ set(FMHA_HELPER_KERNELS
   "merge MergeParams f16 bf16 f32"
   "append AppendParams f16 bf16 f32"
   "rotary RotaryParams f16 bf16 f32"
+  "rope RopeParams f16 bf16 f32"
+  "rope_backward RopeBackwardParams f16 bf16 f32"
   "backward_before BackwardParams f16 bf16"
   "backward_after BackwardParams f16 bf16")
 set(FMHA_ELEMENT_f16 "__half float16")
@@ -18,7 +20,7 @@ set(FMHA_ELEMENT_f32 "float float32")
 # architecture: one binary holds all of them.
 function(fmha_write_helper_unit arch)
   set(UNIT_HEADERS
-    "#include \"helpers/rotary.cuh\"\n#include \"helpers/combine.cuh\"\n#include \"helpers/merge_tail.cuh\"\n#include \"backward/rows.cuh\"")
+    "#include \"beside/rope.cuh\"\n#include \"helpers/rotary.cuh\"\n#include \"helpers/combine.cuh\"\n#include \"helpers/merge_tail.cuh\"\n#include \"backward/rows.cuh\"")
   set(UNIT_KERNELS "")
   foreach(line IN LISTS FMHA_HELPER_KERNELS)
     separate_arguments(types UNIX_COMMAND "${line}")

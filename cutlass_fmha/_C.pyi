@@ -361,6 +361,65 @@ class AppendParams:
     rotary: Rotary
     query: RotaryParams
 
+class RopeRows:
+    """Queries, keys or values of a launch: src/beside/rope_params.h."""
+
+    def __init__(self) -> None: ...
+
+    x: int
+    out: int
+    weight: int
+    gradient: int
+    partial: int
+    x_stride: tuple[int, int, int]
+    out_stride: tuple[int, int, int]
+    gradient_stride: tuple[int, int, int]
+    num_heads: int
+    head_dim: int
+    weight_float32: bool
+
+class RopeParams:
+    """Queries and keys are normed and rotated, keys and values go to a cache: src/beside/rope_params.h."""
+
+    def __init__(self) -> None: ...
+    def copy(self) -> RopeParams: ...
+
+    q: RopeRows
+    k: RopeRows
+    v: RopeRows
+    batch: int
+    seqlen: int
+    head_dim: int
+    cu_seqlens: int
+    sequences: int
+    first_position: int
+    before_position: int
+    start: int
+    positions: int
+    positions_stride: tuple[int, int]
+    rotary: Rotary
+    inv_freq: int
+    inverse: bool
+    norm: bool
+    eps: float
+    weight_offset: float
+    cache_seqlens: int
+    cache_batch_idx: int
+    page_table: int
+    page_table_stride: int
+    page_size: int
+    entries: int
+    capacity: int
+    seqused_k: int
+
+class RopeBackwardParams(RopeParams):
+    """The gradients of that; ``parts`` blocks sum those of weights."""
+
+    def __init__(self) -> None: ...
+    def copy(self) -> RopeBackwardParams: ...
+    @property
+    def parts(self) -> int: ...
+
 def launch(
     row: int,
     plan: AttentionParams,
@@ -378,7 +437,13 @@ def launch(
 
 def run(
     row: int,
-    params: BackwardParams | AttentionParams | CombineParams | MergeParams | RotaryParams | AppendParams,
+    params: BackwardParams
+    | AttentionParams
+    | CombineParams
+    | MergeParams
+    | RotaryParams
+    | AppendParams
+    | RopeParams,
     device: int,
     stream: int,
 ) -> None:

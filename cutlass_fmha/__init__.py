@@ -48,7 +48,8 @@ try:
     from cutlass_fmha.log import configure as _configure_log
     from cutlass_fmha.memory.plan import memory_plan
     from cutlass_fmha.norm import rms_norm
-    from cutlass_fmha.rotary import rotary
+    from cutlass_fmha.qk_norm_rope import qk_norm_rope
+    from cutlass_fmha.rotary import rotary, rotary_qk
     from cutlass_fmha.torch_sdpa import sdpa
 
     _configure_log()
@@ -70,8 +71,10 @@ __all__ = [
     "gelu_and_mul",
     "memory_plan",
     "merge_states",
+    "qk_norm_rope",
     "rms_norm",
     "rotary",
+    "rotary_qk",
     "scaled_dot_product_attention",
     "sdpa",
     "silu_and_mul",

@@ -8,6 +8,8 @@ Two names, each for an attention function and a mask function: "cutlass_fmha" ta
 transformers makes for SDPA, "cutlass_fmha_flash" says padding by lengths and windows by windows.
 docs/transformers.md tells which is for what.
 
+``apply(model)`` has what is beside attention computed by this package, too: norms, rotary embedding, MLPs.
+
 Works with transformers 5.4 and newer, which is imported by ``register`` only.
 """
 
@@ -21,9 +23,12 @@ import torch
 
 from cutlass_fmha.attention import attention
 from cutlass_fmha.integrations.padding import SAID, Said, padding
+from cutlass_fmha.integrations.transformers_apply import Applied, apply
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+__all__ = ["NAME", "Applied", "apply", "attention_forward", "flash_forward", "register"]
 
 NAME = "cutlass_fmha"
 """The ``attn_implementation`` that takes masks as SDPA does. With "_flash" behind it, lengths and windows."""

@@ -13,7 +13,15 @@ from cutlass_fmha.dispatch import table as tables
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.launch.streams import current_stream
 
-Params = TypeVar("Params", _C.CombineParams, _C.MergeParams, _C.RotaryParams, _C.AppendParams)
+Params = TypeVar(
+    "Params",
+    _C.CombineParams,
+    _C.MergeParams,
+    _C.RotaryParams,
+    _C.AppendParams,
+    _C.RopeParams,
+    _C.RopeBackwardParams,
+)
 
 
 class Helper(NamedTuple, Generic[Params]):

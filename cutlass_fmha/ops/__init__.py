@@ -8,8 +8,10 @@ from cutlass_fmha.ops import (
     forward,
     gated,
     merge_states,
+    qk_norm_rope,
     rms_norm,
     rotary,
+    rotary_qk,
 )
 
 __all__ = [
@@ -20,6 +22,8 @@ __all__ = [
     "forward",
     "gated",
     "merge_states",
+    "qk_norm_rope",
     "rms_norm",
     "rotary",
+    "rotary_qk",
 ]

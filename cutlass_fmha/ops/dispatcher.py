@@ -30,7 +30,17 @@ NO_FORWARD_MODE = (
     "Tensor.backward"
 )
 #: Ops whose gradients autograd knows: they say what happens where one may be wanted.
-DIFFERENTIABLE = ("forward", "attend", "attend_backward", "rms_norm", "gated")
+DIFFERENTIABLE = (
+    "forward",
+    "attend",
+    "attend_backward",
+    "rotary_qk",
+    "rotary_qk_",
+    "qk_norm_rope",
+    "qk_norm_rope_backward",
+    "rms_norm",
+    "gated",
+)
 
 
 def register(
@@ -78,6 +88,25 @@ def _refuse_gradients(name: str, keyset: Any, *args: Any, **kwargs: Any) -> Any:
     return private_torch.after_autograd(
         getattr(torch.ops.cutlass_fmha, name).default, keyset, *args, **kwargs
     )
+
+
+def tensors_of(said: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {name: x for name, x in said.items() if isinstance(x, Tensor)}
+
+
+def check_differentiable(inputs: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> None:
+    """Gradients of ``inputs`` are known, in reverse mode alone; of ``others`` they are not."""
+    if private_torch.peek_interpreter_stack() is not None or has_tangent(*inputs.values(), *others.values()):
+        raise NotImplementedError(NO_FORWARD_MODE)
+    if names := [name for name, x in others.items() if x.requires_grad]:
+        raise NotImplementedError(
+            f"cutlass_fmha has no backward yet for {', '.join(names)}: pass it detached"
+        )
+
+
+def rows_of_gradient(x: Tensor) -> Tensor:
+    """A gradient as kernels read it: one of a sum has strides of 0."""
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
