@@ -84,8 +84,12 @@ SCORED = [
         )
     ),
     *(Problem(150, 400, blocks=(64, 64), memory=memory, num_heads_kv=1) for memory in SMALL_MEMORY[1:]),
-    Problem(200, 300, batch=4, packed_q=True, packed_k=True, blocks=(32, 64), dropout=0.2, softcap=5.0, seed=3),
-    Problem(150, 300, leftpad=True, used_q=True, used_k=True, blocks=(64, 32), bias=WHOLE_HEADS, window=(90, 0)),
+    Problem(
+        200, 300, batch=4, packed_q=True, packed_k=True, blocks=(32, 64), dropout=0.2, softcap=5.0, seed=3
+    ),
+    Problem(
+        150, 300, leftpad=True, used_q=True, used_k=True, blocks=(64, 32), bias=WHOLE_HEADS, window=(90, 0)
+    ),
     Problem(150, 300, "top-left", window=(30, 5), prefix=True, dropout=0.2, alibi="bh", **GROUPED),
     Problem(150, 300, "bottom-right", leftpad=True, used_k=True, dropout=0.5, mask=MASK, sinks="normal"),
 ]

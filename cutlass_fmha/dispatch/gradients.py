@@ -21,9 +21,9 @@ from cutlass_fmha.errors import UnsupportedError
 #: What a call may say beyond a causal mask and be differentiable by every row: which keys a query sees, and
 #: sinks, which the LSE knows; and by rows that know scores. Names of FEATURES.
 KNOWN = frozenset({"window", "prefix", "varlen", "lengths", "leftpad", "sinks"})
-BLOCK = (16, 32)
-"""Queries and keys of a piece of a tile: blocks of lists are multiples of it, as all rows of the forward ask."""
 SCORED = KNOWN | {"mask", "bias", "block_mask", "softcap", "alibi", "dropout"}
+#: Queries and keys of a piece of a tile: blocks of lists are multiples of it, as all rows of the forward ask.
+BLOCK = (16, 32)
 
 
 def lacking(problem: Problem, known: frozenset[str] = SCORED) -> tuple[str, ...]:

@@ -80,9 +80,10 @@ inline int64_t listing_tiles(FeatureParams const& p, int tile_n) { return listin
 
 /// Of a row with such tiles and such a head dim. There are block lists where there is block_m.
 inline int64_t workspace_floats(BackwardParams const& p, int tile_m, int tile_n, int row_dim) {
-  int64_t const listed = p.block_m == 0 || p.num_heads == 0
-                             ? 0
-                             : listing_tiles(p, tile_n) * (listed_room(p, tile_m) * int64_t(sizeof(ListedTile) / 4) + 1);
+  int64_t const listed =
+      p.block_m == 0 || p.num_heads == 0
+          ? 0
+          : listing_tiles(p, tile_n) * (listed_room(p, tile_m) * int64_t(sizeof(ListedTile) / 4) + 1);
   return p.num_heads * workspace_tiles(p, tile_m) *
              (tile_m * (row_dim + 2) + (p.ordered ? kTurns : 0) + (p.dsinks != nullptr ? 1 : 0)) +
          listed;

@@ -69,13 +69,15 @@ struct ScoredChunk {
   /// Hides what block lists don't name. `pieces`: of the warp's keys, from query piece 0 of the tile on; `first`: the
   /// chunk's first.
   CUTE_DEVICE void hide_pieces(uint32_t pieces, int first, Probabilities& probabilities, Probabilities& factors) const {
-    static_assert(C.keys_per_warp() <= kListedKeys && kListedQueries == 16);
+    static_assert(kListedQueries == 16);
     auto pairs = pairs_by_row<Types>(probabilities), others = pairs_by_row<Types>(factors);
     CUTE_UNROLL
     for (int pair = 0; pair < kPairs; ++pair) {
-      if (pieces >> ((first + pair / 2) * (C.tile_n / kListedKeys)) & 1) continue;
       CUTE_UNROLL
-      for (int row = 0; row < kRows; ++row) pairs(row, pair) = others(row, pair) = 0;
+      for (int row = 0; row < kRows; ++row) {
+        if (pieces >> ((first + pair / 2) * (C.tile_n / kListedKeys) + 8 * row / kListedKeys) & 1) continue;
+        pairs(row, pair) = others(row, pair) = 0;
+      }
     }
   }
 

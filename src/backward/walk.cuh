@@ -117,7 +117,9 @@ struct BackwardWalk : BackwardParts<C> {
 
  private:
   CUTE_DEVICE int all_steps() const { return kReadsWalk ? place().steps : steps; }
-  CUTE_DEVICE QueryCursor next(QueryCursor const& at) const { return this->after(at, kReadsWalk ? place().walk : walk); }
+  CUTE_DEVICE QueryCursor next(QueryCursor const& at) const {
+    return this->after(at, kReadsWalk ? place().walk : walk);
+  }
 
   /// Q and the terms of its rows, for a step.
   CUTE_DEVICE void load_q(int step, QueryCursor const& at) const {
