@@ -11,7 +11,8 @@ set(FMHA_HELPER_KERNELS
   "rope RopeParams f16 bf16 f32"
   "rope_backward RopeBackwardParams f16 bf16 f32"
   "backward_before BackwardParams f16 bf16"
-  "backward_after BackwardParams f16 bf16")
+  "backward_after BackwardParams f16 bf16"
+  "backward_lists BackwardParams f16 bf16")
 set(FMHA_ELEMENT_f16 "__half float16")
 set(FMHA_ELEMENT_bf16 "__nv_bfloat16 bfloat16")
 set(FMHA_ELEMENT_f32 "float float32")

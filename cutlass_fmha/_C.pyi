@@ -22,7 +22,7 @@ class Row:
         ``"few_query_scored"``, for every mask, score and shape;
         ``"wide"``, for float32 and head dims above 256. Beside it: ``"combine"`` (of split keys), ``"merge_tail"`` (of
         a plain row's tail), ``"merge"`` (of states), ``"append"`` (to caches), ``"rotary"``; ``"backward"``, with
-        ``"backward_before"`` and ``"backward_after"``, for gradients.
+        ``"backward_before"``, ``"backward_after"`` and ``"backward_lists"``, for gradients.
         """
     @property
     def arch(self) -> int:
@@ -224,7 +224,7 @@ class BackwardParams(AttentionParams):
     """What a launch of a backward is asked: src/backward/params.h."""
 
     def __init__(self, forward: AttentionParams) -> None: ...
-    def workspace_floats(self, tile_m: int, row_dim: int) -> int:
+    def workspace_floats(self, tile_m: int, tile_n: int, row_dim: int) -> int:
         """Of a row with such a tile and head dim."""
 
     dout: int

@@ -16,11 +16,12 @@ from feature_tensors import Call
 from gpu import Guarded
 from launches import only_ranges
 from operands import CAUSAL, GUARD, poison
-from problems import MEMORY, Problem
+from problems import MEMORY, SMALL_MEMORY, Problem, fitted
 from torch import Tensor
 
 from cutlass_fmha import _C, ops
 from cutlass_fmha.arguments.op_arguments import op_arguments
+from cutlass_fmha.dispatch.gradients import BLOCK
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.launch import gradients, workspace
 
@@ -72,6 +73,23 @@ SCORED = [
         for kind, fill in (("same", "normal"), ("float32", "minus-inf"))
     ),
     Problem(130, 200, batch=3, packed_q=True, used_k=True, softcap=5.0, dropout=0.3, bias=WHOLE_HEADS),
+    *(
+        Problem(200, 500, causal, blocks=blocks, block_dims=dims, blocks_beyond=dims == "h", **GROUPED)
+        for blocks, dims, causal in (
+            ((16, 32), "bh", "none"),
+            ((64, 64), "bh", "bottom-right"),
+            ((48, 96), "h", "top-left"),
+            ((128, 512), "b", "none"),
+            ((192, 128), "", "bottom-right"),
+        )
+    ),
+    *(Problem(150, 400, blocks=(64, 64), memory=memory, num_heads_kv=1) for memory in SMALL_MEMORY[1:]),
+    Problem(
+        200, 300, batch=4, packed_q=True, packed_k=True, blocks=(32, 64), dropout=0.2, softcap=5.0, seed=3
+    ),
+    Problem(
+        150, 300, leftpad=True, used_q=True, used_k=True, blocks=(64, 32), bias=WHOLE_HEADS, window=(90, 0)
+    ),
     Problem(150, 300, "top-left", window=(30, 5), prefix=True, dropout=0.2, alibi="bh", **GROUPED),
     Problem(150, 300, "bottom-right", leftpad=True, used_k=True, dropout=0.5, mask=MASK, sinks="normal"),
 ]
@@ -95,12 +113,11 @@ def listed(row: _C.Row) -> list[Problem]:
 
 def fit(problem: Problem, row: _C.Row) -> Problem:
     """The problem as a row can take it: with an output that is a number in the row's dtype."""
-    bias, mask = problem.bias, problem.mask
+    bias, mask, blocks = problem.bias, problem.mask, problem.blocks
     problem = only_ranges(problem, modified=row.scored)
-    dims = (min(problem.head_dim, row.head_dim), min(problem.head_dim_v, row.head_dim))
-    problem = replace(problem, head_dim=dims[0], head_dim_v=dims[1])
     if row.scored:
-        problem = replace(problem, bias=bias, mask=mask)
+        problem = replace(problem, bias=bias, mask=mask, blocks=blocks)
+    problem = fitted(problem, row.head_dim, row.head_dim, *BLOCK)
     if problem.fill == "huge-values" and row.dtype == "float16":  # which dropout scales up
         problem = replace(problem, dropout=0.0)
     return replace(problem, page_size=0, indexed=False, pack=False)

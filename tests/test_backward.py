@@ -59,6 +59,10 @@ CALLS: dict[str, dict[str, Any]] = {
     "mask": {"mask": torch.rand(2, 1, 4, 5, generator=torch.Generator().manual_seed(0)) > 0.4},
     "all": {"softcap": 1.5, "alibi_slopes": torch.ones(4), **DROPPED},
     "layout": {"layout": "bhsd"},
+    "blocks": {
+        "block_mask": (ints(1, 2).view(1, 1, 2), ints(0, 0, 1, 2).view(1, 1, 2, 2), (2, 2)),
+        **DROPPED,
+    },
     **{
         f"bias {shape}": {"bias": drawn(*shape).requires_grad_(), "softcap": 2.0, **DROPPED}
         for shape in ((2, 4, 4, 5), (1, 4, 4, 5), (2, 1, 4, 5), (4, 5), (4, 1, 5), (4, 4, 1), (5,), ())
@@ -340,14 +344,29 @@ def test_parameters_that_contradict_each_other(changes: dict[str, Any], sentence
         _C.run(row, params(**changes), 0, 0)
 
 
+def test_blocks_of_a_mask_are_whole_pieces_of_tiles():
+    row = next((row for row in _C.backward_rows() if row.scored), None)
+    if row is None:
+        pytest.skip("this build has no row that knows block masks")
+    lists = {"block_counts": SOMEWHERE, "block_indices": SOMEWHERE, "block_m": 16, "block_n": 48}
+    with pytest.raises(ValueError, match="blocks of a mask that are multiples of 16 x 32, got 16 x 48"):
+        _C.run(row.index, params(**lists), 0, 0)
+    problem = Problem(1, 64, 64, 4, 2, 64, row.dtype, features=("block_mask",), block_mask=(8, 64))
+    with pytest.raises(cutlass_fmha.UnsupportedError, match="multiples of 16 x 32, and these are 8 x 64"):
+        gradients.choose(problem, L4, row.name)
+
+
 def test_the_workspace_holds_whole_tiles():
-    assert params().workspace_floats(64, 128) == 2 * 64 * (128 + 2)
-    assert params(batch=3, seqlen_q=65).workspace_floats(64, 128) == 2 * 3 * 128 * (128 + 2)
+    assert params().workspace_floats(64, 256, 128) == 2 * 64 * (128 + 2)
+    assert params(batch=3, seqlen_q=65).workspace_floats(64, 256, 128) == 2 * 3 * 128 * (128 + 2)
     more = params(batch=3, seqlen_q=65, ordered=True, dsinks=SOMEWHERE)
-    assert more.workspace_floats(64, 128) == 2 * 3 * 2 * (64 * (128 + 2) + 8 + 1)
+    assert more.workspace_floats(64, 256, 128) == 2 * 3 * 2 * (64 * (128 + 2) + 8 + 1)
+    # Of block lists, 16 bytes of each tile of queries, and one more, and a count, for each tile of keys.
+    lists = params(batch=3, seqlen_q=65, seqlen_k=600, block_m=64, block_n=64)
+    assert lists.workspace_floats(64, 256, 128) == 2 * 3 * 128 * (128 + 2) + 3 * 3 * (4 * (2 * 2 + 1) + 1)
     # Packed sequences begin with a tile each; beyond 2^31 elements, too.
     packed = params(batch=3, cu_seqlens_q=SOMEWHERE, lse_head_stride=2**28, lse_batch_stride=0)
-    assert packed.workspace_floats(64, 128) == 2 * (2**28 + 3 * 64) * (128 + 2)
+    assert packed.workspace_floats(64, 256, 128) == 2 * (2**28 + 3 * 64) * (128 + 2)
 
 
 # ---- torch's machinery -------------------------------------------------------------------------------------

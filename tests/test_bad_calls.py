@@ -289,7 +289,6 @@ REFUSED: Refusals = {
         ({"q": JAGGED, "k": JAGGED, "v": JAGGED}, "q is a nested tensor"),
         ({"q": NESTED, "layout": "bhsd", "softcap": 1.0}, "q is a nested tensor"),
         ({"q": Q.clone().requires_grad_(), "cache_batch_idx": ints(0, 1)}, "no backward yet with cache_b"),
-        ({"q": Q.clone().requires_grad_(), "block_mask": BLOCKS}, "no backward yet with block mask"),
         ({"alibi_slopes": torch.ones(4, requires_grad=True)}, "no backward yet for alibi_slopes: pass it de"),
     ],
     ("forward", NotImplementedError): [({"key": QUANTIZED}, "key is quant")],

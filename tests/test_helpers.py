@@ -19,7 +19,7 @@ from cutlass_fmha.ops import append_kv, merge_states
 from cutlass_fmha.ops import rotary as rotary_op
 
 HAS_CUDA = bool(_C.build_info()["cuda"])
-WITHOUT_FLOAT32 = ("combine", "merge_tail", "backward_before", "backward_after")
+WITHOUT_FLOAT32 = ("combine", "merge_tail", "backward_before", "backward_after", "backward_lists")
 
 
 # ---- the table ---------------------------------------------------------------------------------------------

@@ -116,7 +116,8 @@ def gradients(row: Any) -> None:
     for n_q, n_k in ((300, 700), (700, 300)):
         dims = {"head_dim": row.head_dim, "head_dim_v": row.head_dim}
         problem = Problem(n_q, n_k, "bottom-right", batch=1, num_heads_kv=1, seed=n_q, **dims)
-        more = [problem, replace(problem, bias=("hqk", "same", "plain"))] if row.scored else []
+        lists = {"bias": ("hqk", "same", "plain"), "blocks": (64, 64)}
+        more = [problem, replace(problem, **lists)] if row.scored else []
         for one in (problem, *(replace(each, **scored) for each in more[:1]), *more[1:]):
             launch = BackwardLaunch.of(row, one, "cpu")
             launch.deterministic = one is not problem
@@ -126,8 +127,8 @@ def gradients(row: Any) -> None:
 
 
 def _gradients_of(dtype: torch.dtype) -> None:
-    """What stands before and after the backward's rows."""
-    rows = (row for row in _C.backward_rows() if row.arch == gpu.rows_arch())
+    """What stands before and after the backward's rows that know most."""
+    rows = (row for row in _C.backward_rows() if row.arch == gpu.rows_arch() and row.scored)
     gradients(next(row for row in rows if getattr(torch, row.dtype) == dtype))
 
 
@@ -201,6 +202,7 @@ def append(dtype: torch.dtype) -> None:
 HELPERS: dict[str, Callable[[torch.dtype], None]] = {
     "combine": combine, "merge_tail": merge_tail, "merge": merge, "append": append, "rotary": rotate,
     "backward_before": _gradients_of, "backward_after": _gradients_of,
+    "backward_lists": _gradients_of,
 }  # fmt: skip
 
 

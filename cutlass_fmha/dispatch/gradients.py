@@ -12,6 +12,7 @@ from cutlass_fmha.dispatch.families.family import (
     head_dims,
     made_for_device,
     shared_memory,
+    whole_blocks,
 )
 from cutlass_fmha.dispatch.problem import FEATURES, Problem
 from cutlass_fmha.dispatch.table import Row, Table
@@ -20,7 +21,9 @@ from cutlass_fmha.errors import UnsupportedError
 #: What a call may say beyond a causal mask and be differentiable by every row: which keys a query sees, and
 #: sinks, which the LSE knows; and by rows that know scores. Names of FEATURES.
 KNOWN = frozenset({"window", "prefix", "varlen", "lengths", "leftpad", "sinks"})
-SCORED = KNOWN | {"mask", "bias", "softcap", "alibi", "dropout"}
+SCORED = KNOWN | {"mask", "bias", "block_mask", "softcap", "alibi", "dropout"}
+#: Queries and keys of a piece of a tile: blocks of lists are multiples of it, as all rows of the forward ask.
+BLOCK = (16, 32)
 
 
 def lacking(problem: Problem, known: frozenset[str] = SCORED) -> tuple[str, ...]:
@@ -37,7 +40,13 @@ def _head_dim(row: Row, problem: Problem, device: Device, table: Table) -> str |
     return f"made for head dims up to {row.head_dim}, and the tensors have {head_dims(problem)}"
 
 
-RULES: tuple[Rule, ...] = (made_for_device, dtype, _head_dim, _features, shared_memory, alignment)
+def _block_mask(row: Row, problem: Problem, device: Device, table: Table) -> str | None:
+    return whole_blocks(problem, *BLOCK) if row.scored else None
+
+
+RULES: tuple[Rule, ...] = (
+    made_for_device, dtype, _head_dim, _features, _block_mask, shared_memory, alignment
+)  # fmt: skip
 
 
 def reasons(

@@ -177,7 +177,7 @@ def _prepare(
         _sized(params_of(call.sizes, call.features, call.causal, call.strides), call.sizes)
     )
     params.ordered, params.dsinks = features.deterministic, 4 * wanted[4]
-    floats = params.workspace_floats(row.tile_m, row.head_dim)
+    floats = params.workspace_floats(row.tile_m, row.tile_n, row.head_dim)
     plan = params_of(call.sizes, call.features, call.causal, call.strides)
     return Plan(row.index, plan, floats, addresses_of(features) if said else (), bias)
 

@@ -55,7 +55,7 @@ void bind_backward_params(py::module_& m) {
   strides<3>(c, "dk_stride", &P::dk_stride);
   strides<3>(c, "dv_stride", &P::dv_stride);
   strides<4>(c, "dbias_stride", &P::dbias_stride);
-  c.def("workspace_floats", &workspace_floats, py::arg("tile_m"), py::arg("row_dim"));
+  c.def("workspace_floats", &workspace_floats, py::arg("tile_m"), py::arg("tile_n"), py::arg("row_dim"));
 }
 
 }  // namespace cutlass_fmha

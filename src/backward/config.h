@@ -9,7 +9,7 @@ namespace cutlass_fmha {
 struct BackwardOptions {
   int chunk;    ///< queries whose scores a warp holds at a time; of two groups, one of the second
   bool groups;  ///< one half of the warps has S, P, dV and dQ, the other dP, dS and dK of the same keys
-  Features features = Features::ranges;  ///< `scores`: all but lists of blocks; and dQ in a fixed order
+  Features features = Features::ranges;  ///< `scores`: and dQ in a fixed order
   Copy copy = Copy::cp_async_16;         ///< of Q and dO; tma: of tiles all of whose rows are the sequence's
 };
 

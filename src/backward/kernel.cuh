@@ -34,6 +34,16 @@ CUTE_DEVICE void find_queries(BackwardParams const& p, KeyTile& tile) {
   tile.walk = query_walk(of_first, of_last, C.tile_m);
 }
 
+/// The queries whose block lists name a tile of keys.
+template <BackwardConfig C>
+CUTE_DEVICE void find_listed(BackwardParams const& p, ScoredKeyTile& tile) {
+  tile.listed = nullptr;
+  if (p.listed == nullptr) return;
+  int64_t const number = listing_tile(p, tile.sequence.batch, tile.head_kv, tile.key_begin / C.tile_n, C.tile_n);
+  tile.listed = p.listed + number * listed_room(p, C.tile_m);
+  tile.steps = p.listed_tiles[number];
+}
+
 /// Writes a gradient of this warp's keys. `dimensions`: of the tensor.
 template <BackwardConfig C>
 CUTE_DEVICE void write_gradient(KeyTile const& tile, void* tensor, Strides const& stride, int dimensions, int warp,
@@ -73,12 +83,14 @@ CUTE_DEVICE void backward(BackwardParams const& p) {
   // Under a diagonal, the first keys are seen by most queries: they come first.
   int const key_begin = (p.schedule.mixed ? p.schedule.m_blocks - 1 - work.m_block : work.m_block) * C.tile_n;
   if (key_begin >= sequence.keys) return;  // seqlen_k is that of the longest sequence
-  KeyTile tile;
+  typename BackwardLayout<C>::Place tile;
   tile.sequence = sequence;
   tile.key_begin = key_begin;
   tile.head_kv = head_kv;
   find_queries<C>(p, tile);
-  int const steps = tile.steps = tile.walk.tiles * (p.num_heads / p.num_heads_kv);
+  tile.steps = tile.walk.tiles * (p.num_heads / p.num_heads_kv);
+  if constexpr (C.scored()) find_listed<C>(p, tile);
+  int const steps = tile.steps;
   int const warp = uniform(threadIdx.x / 32);
   if (threadIdx.x == 0) {
     int const head = tile.head = head_kv * (p.num_heads / p.num_heads_kv);

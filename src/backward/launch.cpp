@@ -67,19 +67,24 @@ void check(Row const& row, BackwardParams const& p) {
   });
   check(p, c->element_bytes());
   refuse(row, {{"page_table", p.page_table != nullptr},
-               {"block_counts", p.block_counts != nullptr},
                {"batch_index_k", p.batch_index_k != nullptr},
                {"pack", p.pack != 1},
                {"splits", p.splits != 1},
                {"tail", p.tail != nullptr}});
   if (!c->scored()) {
     refuse(row, {{"mask", p.mask != nullptr},
+                 {"block_counts", p.block_counts != nullptr},
                  {"bias", p.bias != nullptr},
                  {"softcap", p.softcap != 0.f},
                  {"alibi_slopes", p.alibi_slopes != nullptr},
                  {"dropout_threshold", p.dropout_threshold != 0},
                  {"ordered", p.ordered}});
   }
+  require(!p.block_counts || (p.block_m % kListedQueries == 0 && p.block_n % kListedKeys == 0), [&] {
+    return std::string(row.name) + " takes blocks of a mask that are multiples of " + std::to_string(kListedQueries) +
+           " x " + std::to_string(kListedKeys) + ", got " + std::to_string(p.block_m) + " x " +
+           std::to_string(p.block_n);
+  });
   require(p.dbias == nullptr || (p.bias != nullptr && p.softcap == 0.f),
           [] { return "dbias needs a bias, and no softcap: what the softcap leaves of dS is all that is kept"; });
   require(p.dsinks == nullptr || p.sinks != nullptr, [] { return "dsinks needs sinks"; });
@@ -98,6 +103,7 @@ void launch(Row const& row, BackwardParams const& params, int device, cudaStream
   p.vectors = true;
   p.device_lengths = device_lengths(p);
   p.tile_m = c.tile_m;
+  p.tile_n = c.tile_n;
   p.row_dim = c.head_dim;
   p.head_tiles = workspace_tiles(p, c.tile_m);
   p.dq_sums = p.workspace;
@@ -109,6 +115,13 @@ void launch(Row const& row, BackwardParams const& params, int device, cudaStream
     p.turns = reinterpret_cast<int*>(end);
     end += head_tiles * kTurns;
   }
+  p.listed = nullptr;
+  int64_t const listing = listing_tiles(p, c.tile_n);
+  if (p.block_counts != nullptr) {
+    p.listed = reinterpret_cast<ListedTile*>(end);
+    p.listed_tiles = reinterpret_cast<int*>(p.listed + listing * listed_room(p, c.tile_m));
+    end = reinterpret_cast<float*>(p.listed_tiles + listing);
+  }
   p.sink_sums = end;
   constexpr float kTwiceLog2e = 2 * 1.4426950408889634f;
   p.cap_scale = p.softcap == 0.f ? 0.f : std::clamp(kTwiceLog2e * p.scale / p.softcap, -FLT_MAX, FLT_MAX);
@@ -118,15 +131,18 @@ void launch(Row const& row, BackwardParams const& params, int device, cudaStream
     Row const& before = helper(Family::backward_before, c.dtype, c.arch);
     launch_kernel(before, grid_of(before, sequences * ceil_div(p.seqlen_q, c.tile_m)), &p, device, stream);
   }
+  if (p.seqlen_k > 0 && p.listed != nullptr) {
+    Row const& lists = helper(Family::backward_lists, c.dtype, c.arch);
+    launch_kernel(lists, grid_of(lists, listing), &p, device, stream);
+  }
   if (p.seqlen_k > 0) {
-    int64_t const tiles = int64_t(p.batch) * p.num_heads_kv * ceil_div(p.seqlen_k, c.tile_n);
     p.schedule = key_tile_schedule(p, c, device);
     if (c.copy == Copy::tma) {
       BackwardTmaParams prepared(p);
       set_tensor_maps(prepared, c);
-      launch_kernel(row, grid_of(row, tiles), &prepared, device, stream);
+      launch_kernel(row, grid_of(row, listing), &prepared, device, stream);
     } else {
-      launch_kernel(row, grid_of(row, tiles), &p, device, stream);
+      launch_kernel(row, grid_of(row, listing), &p, device, stream);
     }
   }
   if (p.seqlen_q > 0 && (p.dq != nullptr || p.dsinks != nullptr)) {

@@ -90,6 +90,11 @@ struct KeyTile {
   int all_begin, all_end;
 };
 
+/// Under block lists: the tiles that the block walks, in place of `walk`.
+struct ScoredKeyTile : KeyTile {
+  ListedTile const* listed;  ///< null without lists
+};
+
 /// In bytes, in the order in which they stand.
 struct OneGroupBarriers {
   static constexpr int kQ = 0, kDout = kQ + TilePipeline<2>::kBytes, kScores = kDout + TilePipeline<1>::kBytes;
@@ -104,6 +109,7 @@ struct TwoGroupBarriers {
 
 template <BackwardConfig C>
 struct BackwardLayout {
+  using Place = std::conditional_t<C.scored(), ScoredKeyTile, KeyTile>;
   static constexpr int kQStages = 2;
   static constexpr int kKTile = C.tile_n * C.head_dim * 2, kQTile = C.tile_m * C.head_dim * 2, kDoutTile = kQTile;
   static constexpr int kScoresTile = C.tile_n * C.tile_m * 2, kTerms = 2 * C.tile_m * int(sizeof(float));
@@ -115,15 +121,16 @@ struct BackwardLayout {
   static constexpr int kScores = kDout + kDoutTiles * kDoutTile;  ///< dS, [key, query]
   static constexpr int kRowTerms = kScores + kScoresTile;
   static constexpr int kPlace = kRowTerms + kQStages * kTerms;
-  static constexpr int kBarriers = kPlace + (int(sizeof(KeyTile)) + 15) / 16 * 16;
-  static constexpr int kBytes = kBarriers + (C.groups ? TwoGroupBarriers<kDoutUnits>::kBytes : OneGroupBarriers::kBytes);
+  static constexpr int kBarriers = kPlace + (int(sizeof(Place)) + 15) / 16 * 16;
+  static constexpr int kBytes =
+      kBarriers + (C.groups ? TwoGroupBarriers<kDoutUnits>::kBytes : OneGroupBarriers::kBytes);
   static_assert(kBytes <= 99 * 1024, "sm_89 and sm_120 have no more");
 
   /// V stands there before the walk, on its way to registers.
   static constexpr int kV = C.groups ? kQ : kDout;
   static_assert(kV + kKTile <= kRowTerms);
 
-  CUTE_DEVICE static KeyTile& place(char* smem) { return *reinterpret_cast<KeyTile*>(smem + kPlace); }
+  CUTE_DEVICE static Place& place(char* smem) { return *reinterpret_cast<Place*>(smem + kPlace); }
 };
 
 }  // namespace cutlass_fmha

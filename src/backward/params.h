@@ -4,13 +4,23 @@
 //     dV = P^T dO        dP = dO V^T        dS = P (dP - D)        dK = scale dS^T Q        dQ = scale dS K
 // A thread block owns tile_n keys of a head of K and V and walks the query tiles that see some of them, of all query
 // heads that share it, one head after the other: dK and dV are sums in a fixed order. dQ is summed in fp32 by the
-// blocks of all keys, in whatever order they come.
+// blocks of all keys, in whatever order they come. Under block lists it walks those tiles that they name it with.
 #pragma once
 
 #include "../attention_params.h"
 #include "../features/sequence.h"
 
 namespace cutlass_fmha {
+
+/// A tile of queries whose block lists name keys of a tile of keys: an entry of the lists' transpose.
+struct alignas(16) ListedTile {
+  int tile, head;   ///< head: of those that share the keys
+  int before;       ///< the last tile of keys before this one that the same lists name; -1: none
+  uint32_t pieces;  ///< which are named: kListedQueries x kListedKeys each, those of the same queries follow each other
+};
+
+/// Blocks of lists are multiples of such pieces, in all rows of the forward.
+constexpr int kListedQueries = 16, kListedKeys = 32;
 
 struct BackwardParams : AttentionParams {
   // What AttentionParams says is as the forward had it; o and lse are only read.
@@ -37,6 +47,11 @@ struct BackwardParams : AttentionParams {
   int tile_m, row_dim;  ///< of the row
   int64_t head_tiles;   ///< query tiles of a head in the workspace
 
+  // The transpose of block lists: of each tile of keys, in the order of heads and then of tiles.
+  ListedTile* listed;  ///< [batch, num_heads_kv, key tiles, listed_room()]; null without lists
+  int* listed_tiles;   ///< [batch, num_heads_kv, key tiles]: how many
+  int tile_n;          ///< of the row
+
   bool empty() const { return batch == 0 || num_heads == 0 || (seqlen_q == 0 && seqlen_k == 0); }
 };
 
@@ -59,10 +74,26 @@ inline int64_t workspace_tiles(FeatureParams const& p, int tile_m) {
 /// Parts of dQ of a tile that are summed by one warp each.
 constexpr int kTurns = 8;
 
-/// Of a row with such tiles and such a head dim.
-inline int64_t workspace_floats(BackwardParams const& p, int tile_m, int row_dim) {
+/// Entries of a tile of keys in the transpose of block lists, with one behind the last.
+FMHA_HOST_DEVICE inline int64_t listed_room(FeatureParams const& p, int tile_m) {
+  return int64_t(p.num_heads / p.num_heads_kv) * ceil_div(p.seqlen_q, tile_m) + 1;
+}
+/// Which of the tiles of keys that have such entries one is.
+FMHA_HOST_DEVICE inline int64_t listing_tile(FeatureParams const& p, int batch, int head_kv, int tile, int tile_n) {
+  return (int64_t(batch) * p.num_heads_kv + head_kv) * ceil_div(p.seqlen_k, tile_n) + tile;
+}
+/// How many these are.
+inline int64_t listing_tiles(FeatureParams const& p, int tile_n) { return listing_tile(p, p.batch, 0, 0, tile_n); }
+
+/// Of a row with such tiles and such a head dim. There are block lists where there is block_m.
+inline int64_t workspace_floats(BackwardParams const& p, int tile_m, int tile_n, int row_dim) {
+  int64_t const listed =
+      p.block_m == 0 || p.num_heads == 0
+          ? 0
+          : listing_tiles(p, tile_n) * (listed_room(p, tile_m) * int64_t(sizeof(ListedTile) / 4) + 1);
   return p.num_heads * workspace_tiles(p, tile_m) *
-         (tile_m * (row_dim + 2) + (p.ordered ? kTurns : 0) + (p.dsinks != nullptr ? 1 : 0));
+             (tile_m * (row_dim + 2) + (p.ordered ? kTurns : 0) + (p.dsinks != nullptr ? 1 : 0)) +
+         listed;
 }
 
 /// Query rows that a block of the last kernel turns into dQ.

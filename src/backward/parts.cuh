@@ -12,10 +12,11 @@ namespace cutlass_fmha {
 /// Tiles of queries in the order of the walk: those of a query head after those of the one before.
 struct QueryCursor {
   int tile, head;  ///< head: of those that share the block's keys
+  int number = 0;  ///< of steps
 
   CUTE_DEVICE QueryCursor next(QueryWalk const& walk) const {
     bool const last = tile + 1 == walk.first + walk.tiles;
-    return {last ? walk.first : tile + 1, last ? head + 1 : head};
+    return {last ? walk.first : tile + 1, last ? head + 1 : head, number + 1};
   }
 };
 
@@ -55,7 +56,27 @@ struct BackwardParts {
   }
 
   CUTE_DEVICE uint32_t barriers() const { return cute::cast_smem_ptr_to_uint(smem + Layout::kBarriers); }
-  CUTE_DEVICE KeyTile const& place() const { return Layout::place(smem); }
+  CUTE_DEVICE typename Layout::Place const& place() const { return Layout::place(smem); }
+
+  // ---- the walk: lists of its tiles, or all of a range
+
+  CUTE_DEVICE QueryCursor listed(int number) const {
+    ListedTile const& entry = place().listed[number];
+    return {entry.tile, entry.head, number};
+  }
+  CUTE_DEVICE QueryCursor first(QueryWalk const& walk) const {
+    if constexpr (C.scored()) {
+      if (params.listed != nullptr) return listed(0);
+    }
+    return {walk.first, 0};
+  }
+  /// Behind the last, a tile that means nothing.
+  CUTE_DEVICE QueryCursor after(QueryCursor const& at, QueryWalk const& walk) const {
+    if constexpr (C.scored()) {
+      if (params.listed != nullptr) return listed(at.number + 1);
+    }
+    return at.next(walk);
+  }
 
   // ---- what comes to shared memory
 
@@ -242,6 +263,10 @@ struct BackwardParts {
     } else {
       chunk.template exponentiate<false, false>(scores, probabilities, factors, seen, lse);
     }
+    if (params.listed != nullptr) {
+      chunk.hide_pieces(place().listed[at.number].pieces >> (warp * C.keys_per_warp() / kListedKeys),
+                        (query_begin - at.tile * C.tile_m) / kListedQueries, probabilities, factors);
+    }
     chunk.drop_out(probabilities, factors);
   }
 
@@ -301,15 +326,23 @@ struct BackwardParts {
     return query_walk(visible_queries(params, s, first), visible_queries(params, s, last), C.tile_m);
   }
   /// Waits until the tiles of keys before this one have added theirs to dQ of a query tile: their blocks began earlier.
-  CUTE_DEVICE void await_turn(int const* turn, int query_tile) const {
-    KeyTile const& mine = place();
-    for (int before = mine.key_begin / C.tile_n - 1; before >= mine.least_before; --before) {
-      QueryWalk const walk = walk_of(before);
-      if (query_tile < walk.first || query_tile >= walk.first + walk.tiles) continue;
+  CUTE_DEVICE void await_turn(int const* turn, QueryCursor const& at) const {
+    auto const& mine = place();
+    auto const await = [&](int before) {
       int done;
       do {
         asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(done) : "l"(turn) : "memory");
       } while (done != before + 1);
+    };
+    if (params.listed != nullptr) {
+      await(mine.listed[at.number].before);
+      __syncwarp();
+      return;
+    }
+    for (int before = mine.key_begin / C.tile_n - 1; before >= mine.least_before; --before) {
+      QueryWalk const walk = walk_of(before);
+      if (at.tile < walk.first || at.tile >= walk.first + walk.tiles) continue;
+      await(before);
       break;
     }
     __syncwarp();
@@ -346,7 +379,7 @@ struct BackwardParts {
     if constexpr (C.scored()) {
       if (params.turns != nullptr) {
         turn = place().turns + tile_number(at) * kTurns + row / C.unit() * C.group_warps() + warp;
-        await_turn(turn, at.tile);
+        await_turn(turn, at);
       }
     }
     float* const to = place().sums + tile_number(at) * (C.tile_m * C.head_dim) +

@@ -63,7 +63,7 @@ struct TwoGroupWalk : BackwardParts<C> {
 
   /// Group A: dV, and what the block adds to dQ.
   CUTE_DEVICE void run_a(Gradient& dv) const {
-    QueryCursor at{place().walk.first, 0}, before = at;
+    QueryCursor at = this->first(place().walk), before = at;
     CUTE_NO_UNROLL
     for (int step = 0; step < steps; ++step) {
       bool const masked = this->is_masked(at);
@@ -98,19 +98,19 @@ struct TwoGroupWalk : BackwardParts<C> {
         if (unit > 0) finish(unit - 1, half == 0 ? before : at);
       }
       before = at;
-      at = at.next(place().walk);
+      at = this->after(at, place().walk);
     }
     finish(2 * steps - 1, before);
   }
 
   /// Group B: dK.
   CUTE_DEVICE void run_b(Values const& values, Gradient& dk) const {
-    QueryCursor at{place().walk.first, 0};
+    QueryCursor at = this->first(place().walk);
     load_q(0, at);
     load_dout(0, at);
     load_dout(1, at);
     if (steps > 1) {
-      QueryCursor const second = at.next(place().walk);
+      QueryCursor const second = this->after(at, place().walk);
       load_q(1, second);
       if constexpr (kAhead > 1) {
         load_dout(2, second);
@@ -122,7 +122,7 @@ struct TwoGroupWalk : BackwardParts<C> {
       uint32_t const q_tile = Layout::kQ + q_pipe.stage(step) * Layout::kQTile;
       uint32_t const terms = Layout::kRowTerms + q_pipe.stage(step) * Layout::kTerms;
       QueryCursor const here = at;
-      at = at.next(place().walk);
+      at = this->after(at, place().walk);
       q_pipe.consumer_wait(step);
       CUTE_UNROLL
       for (int begin = 0; begin < C.tile_m; begin += C.chunk) {
@@ -158,13 +158,13 @@ struct TwoGroupWalk : BackwardParts<C> {
       }
       q_pipe.consumer_release(step);
       if (step + kAhead < steps) load_dout(2 * step + 2 * kAhead + 1, ahead(at));
-      if (step + 2 < steps) load_q(step + 2, at.next(place().walk));
+      if (step + 2 < steps) load_q(step + 2, this->after(at, place().walk));
     }
   }
 
  private:
   /// What is asked for while the tile before `at` is read.
-  CUTE_DEVICE QueryCursor ahead(QueryCursor const& at) const { return kAhead > 1 ? at.next(place().walk) : at; }
+  CUTE_DEVICE QueryCursor ahead(QueryCursor const& at) const { return kAhead > 1 ? this->after(at, place().walk) : at; }
   CUTE_DEVICE static uint32_t dout_at(int step, int half) {
     return Layout::kDout + half * kDoutUnit + (kAhead > 1 ? step % 2 * Layout::kDoutTile : 0);
   }

@@ -45,7 +45,7 @@ struct BackwardWalk : BackwardParts<C> {
       dout_pipe.init(C.threads(), C.threads());
       scores_pipe.init(C.threads(), C.threads());
     }
-    QueryCursor at{walk.first, 0};
+    QueryCursor at = this->first(walk);
     this->load_keys(params.k, params.k_stride, 0, params.head_dim);
     this->load_keys(params.v, params.v_stride, Layout::kV, params.head_dim_v);
     cute::cp_async_fence();
@@ -118,7 +118,9 @@ struct BackwardWalk : BackwardParts<C> {
 
  private:
   CUTE_DEVICE int all_steps() const { return kReadsWalk ? place().steps : steps; }
-  CUTE_DEVICE QueryCursor next(QueryCursor const& at) const { return at.next(kReadsWalk ? place().walk : walk); }
+  CUTE_DEVICE QueryCursor next(QueryCursor const& at) const {
+    return this->after(at, kReadsWalk ? place().walk : walk);
+  }
 
   /// Q and the terms of its rows, for a step.
   CUTE_DEVICE void load_q(int step, QueryCursor const& at) const {

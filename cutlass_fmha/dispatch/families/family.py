@@ -112,6 +112,19 @@ def alignment(row: Row, problem: Problem, device: Device, table: Table) -> str |
     )
 
 
+def whole_blocks(problem: Problem, queries: int, keys: int) -> str | None:
+    """Why a row whose tiles have so many can't walk the blocks of a mask."""
+    if problem.block_mask is None:
+        return None
+    block_m, block_n = problem.block_mask
+    if block_m % queries == 0 and block_n % keys == 0:
+        return None
+    return (
+        f"takes block masks of blocks that are multiples of {queries} x {keys}, "
+        f"and these are {block_m} x {block_n}"
+    )
+
+
 def head_dims(problem: Problem) -> str:
     return f"{problem.head_dim}" + ("" if problem.head_dim_v is None else f", value {problem.head_dim_v}")
 
