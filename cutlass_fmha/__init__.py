@@ -40,6 +40,7 @@ try:
     from cutlass_fmha.attention import attention, scaled_dot_product_attention
     from cutlass_fmha.cascade import cascade_attention, merge_states
     from cutlass_fmha.dispatch.explain import explain
+    from cutlass_fmha.dispatch.gradients import set_deterministic_workspace
     from cutlass_fmha.dropout import dropout_mask
     from cutlass_fmha.errors import UnsupportedError
     from cutlass_fmha.kv_cache import with_kv_cache
@@ -68,5 +69,6 @@ __all__ = [
     "rotary",
     "scaled_dot_product_attention",
     "sdpa",
+    "set_deterministic_workspace",
     "with_kv_cache",
 ]
