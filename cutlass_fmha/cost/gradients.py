@@ -15,11 +15,12 @@ PRODUCTS = 5
 
 @dataclass(frozen=True)
 class GradientParameters:
-    """Shares of the tensor rate and of memory's, measured on an H200."""
+    """Shares of the tensor rate and of memory's, of an H200: the ordered sums' were measured."""
 
     #: Of a row whose blocks add to dQ as they come.
     efficiency: float = 0.6
-    #: Times as long: of rows that know scores, and where tiles of a head's keys await each other, by head dim.
+    #: Times as long: of rows that know scores, and where tiles of a head's keys await each other; of the
+    #: latter, head dims up to 64.
     scored: float = 2.0
     waiting: float = 2.56
     waiting_narrow: float = 4.0
@@ -59,9 +60,7 @@ def product_us(row: Row, problem: Problem, device: Device, turns: int) -> float:
     idle = math.ceil(blocks / device.sm_count) * device.sm_count / blocks if turns > 1 else 1.0
     traffic = 2 * 2 * visible_scores(problem) / (PARAMETERS.dram_tbytes[row.arch] * 1e6)
     launches = 2 * turns * PARAMETERS.launch_us
-    return (
-        _products_us(row, problem, device) * idle + PARAMETERS_OF_GRADIENTS.exposed * traffic + launches
-    )
+    return _products_us(row, problem, device) * idle + PARAMETERS_OF_GRADIENTS.exposed * traffic + launches
 
 
 def _products_us(row: Row, problem: Problem, device: Device) -> float:

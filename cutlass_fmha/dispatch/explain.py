@@ -378,8 +378,12 @@ def explain_gradients(
         )
         for other in table.rows
     ]
-    verdicts.sort(key=lambda verdict: (
-            len(verdict.reasons), verdict.row.head_dim, verdict.row.scored, verdict.row.writes_scores
+    verdicts.sort(
+        key=lambda verdict: (
+            len(verdict.reasons),
+            verdict.row.head_dim,
+            verdict.row.scored,
+            verdict.row.writes_scores,
         )
     )
     try:

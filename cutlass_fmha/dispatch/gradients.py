@@ -50,10 +50,10 @@ _workspace = DEFAULT_WORKSPACE
 
 
 def set_deterministic_workspace(size: int | None) -> int:
-    """Bytes of memory that ``deterministic=True`` may take for dS, of calls that don't say; what it was before.
+    """Sets the bytes of dS that ``deterministic=True`` may have where a call doesn't say; returns those before.
 
-    None: 1 GiB, as it is at first. 0: none, and gradients of q are summed in order. Of all threads, from the
-    next backward on, whenever its forward was.
+    ``size`` None: 1 GiB, as it is at first. 0: gradients of q are summed in order. It holds for all threads,
+    from the next backward on, whenever its forward was.
 
     Raises TypeError or ValueError for what is no size.
     """
@@ -69,8 +69,8 @@ def deterministic_workspace() -> int:
 
 
 class Route(NamedTuple):
-    """How gradients are computed: by which row; of one that writes dS, of how many heads of keys at a time, which
-    takes so many bytes; and why so, where there were two ways."""
+    """How gradients are computed, and why so, where there were two ways. ``heads``: of keys, whose dS is in
+    memory at a time, and takes ``scores`` bytes there; 0 of a row that writes none."""
 
     row: Row
     heads: int = 0
@@ -109,7 +109,9 @@ def reasons(
             found.append("writes dS, and this build has no row that makes dQ of it")
         most = _workspace if workspace is None else workspace
         if not found and (one := scores_of_a_head(row, problem)) > most:
-            found.append(f"writes {one} bytes of dS for a head of keys, and deterministic_workspace is {most}")
+            found.append(
+                f"writes {one} bytes of dS for a head of keys, and deterministic_workspace is {most}"
+            )
     elif deterministic and not row.scored:
         found.append("sums dQ in no fixed order")
     return found
@@ -134,9 +136,7 @@ def choose(
         if why := reasons(row, problem, device, table, deterministic, workspace):
             raise UnsupportedError(f"row {name} can't compute the gradients of {problem}: {'; '.join(why)}")
         return _route(row, problem, workspace)
-    against = [
-        (row, reasons(row, problem, device, table, deterministic, workspace)) for row in table.rows
-    ]
+    against = [(row, reasons(row, problem, device, table, deterministic, workspace)) for row in table.rows]
     possible = sorted(
         (row for row, sentences in against if not sentences),
         key=lambda row: (row.head_dim, row.scored, row.writes_scores, row.index),

@@ -196,8 +196,16 @@ def _prepare(
     params.ordered, params.dsinks = features.deterministic and row.scored, 4 * wanted[4]
     floats = params.workspace_floats(row.tile_m, 0 if row.writes_scores else row.head_dim)
     plan = params_of(call.sizes, call.features, call.causal, call.strides)
-    return Plan(row.index, plan, floats, addresses_of(features) if said else (), bias,
-                params.ordered, route.heads, route.scores)
+    return Plan(
+        row.index,
+        plan,
+        floats,
+        addresses_of(features) if said else (),
+        bias,
+        params.ordered,
+        route.heads,
+        route.scores,
+    )
 
 
 def _check_bias(features: Features, stride: tuple[int, ...], sizes: Sizes) -> None:

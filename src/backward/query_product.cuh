@@ -32,7 +32,7 @@ struct QueryProductTypes : MmaTypes<C.dtype, C.tile_m / C.query_warps()> {
 /// What a thread brings of dS: chunks of the same eight queries.
 template <QueryProductConfig C>
 struct ScoresLoader {
-  static constexpr int kEights = C.tile_m / 8;                  ///< of the block's queries
+  static constexpr int kEights = C.tile_m / 8;                 ///< of the block's queries
   static constexpr int kAtOnce = C.threads() / (8 * kEights);  ///< eights of keys
   static_assert(C.threads() == 8 * kEights * kAtOnce && C.tile_n % (8 * kAtOnce) == 0);
 
@@ -60,8 +60,7 @@ struct ScoresLoader {
       QueryWalk const walk = query_walk(visible_queries(p, s, first), visible_queries(p, s, last), p.tile_m);
       bool const written = query_tile >= walk.first && query_tile < walk.first + walk.tiles;
       int const steps = walk.tiles * (p.num_heads / p.num_heads_kv);
-      int64_t const number =
-          first_scores_tile(p, head_kv, tile, steps) + head * walk.tiles + query_tile - walk.first;
+      int64_t const number = first_scores_tile(p, head_kv, tile, steps) + head * walk.tiles + query_tile - walk.first;
       there = written ? p.scores + number * (p.tile_m * p.scores_tile_n) + offset : nullptr;
     }
     int const eights = (begin - tile * p.scores_tile_n) / 8;
@@ -131,13 +130,12 @@ CUTE_DEVICE void query_product(BackwardParams const& p) {
         [&](int i, auto&& ds) FMHA_INLINE {
           CUTE_UNROLL
           for (int m = 0; m < T::kRowSteps; ++m) {
-            load_matrix<SM75_U16x8_LDSM_T>(
-                smem, tile + of_scores + (2 * i * ScoresLoader<C>::kEights + 2 * m) * 128, ds(_, m));
+            load_matrix<SM75_U16x8_LDSM_T>(smem, tile + of_scores + (2 * i * ScoresLoader<C>::kEights + 2 * m) * 128,
+                                           ds(_, m));
           }
         },
-        [&](int i, int n, auto&& k) FMHA_INLINE {
-          load_piece<KTile, true>(smem, tile + L::kScoresStep, of_keys, i, column_begin / 16 + n, k);
-        },
+        [&](int i, int n, auto&& k)
+            FMHA_INLINE { load_piece<KTile, true>(smem, tile + L::kScoresStep, of_keys, i, column_begin / 16 + n, k); },
         dq);
     pipe.consumer_release(step);
   }

@@ -80,7 +80,8 @@ struct BackwardWalk : BackwardParts<C> {
           this->template score<T>(masked, scores, probabilities, factors, terms + begin * 4, at,
                                   at.tile * C.tile_m + begin);
           if (chunk == 0) dout_pipe.consumer_wait(step);
-          if (params.dv != nullptr) this->template add_queries<QTile, T>(probabilities, dout_tile(step), begin / 16, dv);
+          if (params.dv != nullptr)
+            this->template add_queries<QTile, T>(probabilities, dout_tile(step), begin / 16, dv);
           cute::clear(scores);
           this->template add_scores<QTile, T>(values_of, dout_tile(step), begin / 16, scores);
           this->template scored_chunk<T>(at, at.tile * C.tile_m + begin).differentiate(factors, scores, [&](int pair) {
