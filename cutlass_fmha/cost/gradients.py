@@ -1,4 +1,4 @@
-"""What gradients in a fixed order cost by either route: dQ's sums in turn, or dS in memory and a product of it."""
+"""What gradients in a fixed order cost: by dQ's sums in turn, or by dS in memory and a product of it."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ _workspace = DEFAULT_WORKSPACE
 
 
 def set_deterministic_workspace(size: int | None) -> int:
-    """Sets the bytes of dS that ``deterministic=True`` may have where a call doesn't say; returns those before.
+    """Sets the bytes of dS that ``deterministic=True`` may have where no call says; returns those before.
 
     ``size`` None: 1 GiB, as it is at first. 0: gradients of q are summed in order. It holds for all threads,
     from the next backward on, whenever its forward was.

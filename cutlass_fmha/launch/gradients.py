@@ -105,7 +105,7 @@ def launch(
             params.dsinks = sinks.data_ptr()
         params.ordered = plan.ordered
         if plan.heads:
-            scores = scratch.empty((plan.scores,), torch.uint8)
+            scores = scratch.empty((plan.scores // 4,), torch.float32)
             params.scores, params.scores_turn = scores.data_ptr(), plan.heads
         params.dout, params.dlse, params.workspace = dout.data_ptr(), address(dlse), workspace.data_ptr()
         scratch.check()
@@ -126,9 +126,7 @@ def launch(
 
 
 def workspace_cap(said: Mapping[str, Any]) -> int:
-    """Bytes that a call may have of dS in memory; 0 where it doesn't ask for a fixed order."""
-    if not said.get("deterministic", False):
-        return 0
+    """Bytes that a call may have of dS in memory."""
     most: int | None = said.get("deterministic_workspace")
     return gradients.deterministic_workspace() if most is None else most
 
@@ -181,9 +179,9 @@ def _prepare(
     if device is None:
         built = tables.backward().architectures
         device = devices.of_index(index) if index >= 0 else devices.simulated(built)
-    most = workspace_cap(said) if features.deterministic else None
     # What nobody wants of q is summed in no order.
-    route = gradients.choose(call.problem, device, name, features.deterministic and wanted[0], most)
+    ordered = features.deterministic and wanted[0]
+    route = gradients.choose(call.problem, device, name, ordered, workspace_cap(said))
     row = route.row
     decisions.decision_of_gradients(call.problem, device, route, name is not None)
     bias = (0, 0, 0, 0)
