@@ -29,10 +29,24 @@ struct QueryProductTypes : MmaTypes<C.dtype, C.tile_m / C.query_warps()> {
   using Gradient = typename MmaTypes<C.dtype, C.tile_m / C.query_warps()>::template Accumulator<C.columns()>;
 };
 
+/// How a step of dS stands in shared memory, [key, query]: as in memory, but for queries of all the block's tiles
+/// beside each other. It is transposed as it is read.
+template <QueryProductConfig C>
+struct ScoresStep {
+  static constexpr int kEights = C.tile_m / 8;
+
+  CUTE_DEVICE static uint32_t lane_offset(MatrixLane at, int query_begin) {
+    return ((at.row / 8 * kEights + (query_begin + at.column) / 8) * 8 + at.row % 8) * 16;
+  }
+  CUTE_DEVICE static uint32_t piece(uint32_t lane_offset, int row_step, int column_step) {
+    return lane_offset + (2 * row_step * kEights + 2 * column_step) * 128;
+  }
+};
+
 /// What a thread brings of dS: chunks of the same eight queries.
 template <QueryProductConfig C>
 struct ScoresLoader {
-  static constexpr int kEights = C.tile_m / 8;                 ///< of the block's queries
+  static constexpr int kEights = ScoresStep<C>::kEights;       ///< of the block's queries
   static constexpr int kAtOnce = C.threads() / (8 * kEights);  ///< eights of keys
   static_assert(C.threads() == 8 * kEights * kAtOnce && C.tile_n % (8 * kAtOnce) == 0);
 
@@ -114,9 +128,7 @@ CUTE_DEVICE void query_product(BackwardParams const& p) {
 
   int const warp = uniform(threadIdx.x / 32), lane = lane_id();
   int const row_begin = warp % C.query_warps() * 32, column_begin = warp / C.query_warps() * C.columns();
-  // dS is transposed as it is read: of four matrices, the second has other queries, the third other keys.
-  uint32_t const of_scores =
-      ((lane / 16 * ScoresLoader<C>::kEights + lane / 8 % 2 + row_begin / 8) * 8 + lane % 8) * 16;
+  uint32_t const of_scores = ScoresStep<C>::lane_offset(MatrixLane::columns_first(lane), row_begin);
   uint32_t const of_keys = KTile::lane_offset(MatrixLane::rows_first(lane));
   typename T::Gradient dq;
   clear(dq);
@@ -130,8 +142,7 @@ CUTE_DEVICE void query_product(BackwardParams const& p) {
         [&](int i, auto&& ds) FMHA_INLINE {
           CUTE_UNROLL
           for (int m = 0; m < T::kRowSteps; ++m) {
-            load_matrix<SM75_U16x8_LDSM_T>(smem, tile + of_scores + (2 * i * ScoresLoader<C>::kEights + 2 * m) * 128,
-                                           ds(_, m));
+            load_piece<ScoresStep<C>, true>(smem, tile, of_scores, i, m, ds(_, m));
           }
         },
         [&](int i, int n, auto&& k)
