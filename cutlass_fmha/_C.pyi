@@ -22,7 +22,8 @@ class Row:
         ``"few_query_scored"``, for every mask, score and shape;
         ``"wide"``, for float32 and head dims above 256. Beside it: ``"combine"`` (of split keys), ``"merge_tail"`` (of
         a plain row's tail), ``"merge"`` (of states), ``"append"`` (to caches), ``"rotary"``; ``"backward"``, with
-        ``"backward_before"``, ``"backward_after"`` and ``"backward_lists"``, for gradients.
+        ``"backward_before"``, ``"backward_after"`` and ``"backward_lists"``, for gradients, and ``"query_product"``,
+        dQ of dS in memory.
         """
     @property
     def arch(self) -> int:
@@ -67,6 +68,9 @@ class Row:
     @property
     def scored(self) -> bool:
         """Whether it takes masks, biases and whatever else becomes of scores, too."""
+    @property
+    def writes_scores(self) -> bool:
+        """Whether a row of the backward writes dS to memory, of which a row of ``"query_product"`` makes dQ."""
     @property
     def alignment(self) -> int:
         """Bytes that every pointer and every stride must be a multiple of; of a wide row, also the head dims."""
@@ -239,6 +243,12 @@ class BackwardParams(AttentionParams):
     #: The sums of dQ have the same bits each time.
     ordered: bool
     workspace: int
+    #: Where rows that write dS have it, of so many heads of keys at a time.
+    scores: int
+    scores_turn: int
+    def scores_bytes(self, tile_m: int, tile_n: int) -> int:
+        """Of a head of keys, of a row with such tiles."""
+
     dout_stride: tuple[int, int, int]
     dq_stride: tuple[int, int, int]
     dk_stride: tuple[int, int, int]

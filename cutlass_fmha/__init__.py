@@ -40,6 +40,7 @@ try:
     from cutlass_fmha.attention import attention, scaled_dot_product_attention
     from cutlass_fmha.cascade import cascade_attention, merge_states
     from cutlass_fmha.dispatch.explain import explain
+    from cutlass_fmha.dispatch.gradients import set_deterministic_workspace
     from cutlass_fmha.dropout import dropout_mask
     from cutlass_fmha.errors import UnsupportedError
     from cutlass_fmha.gates import explain_swiglu_mlp, geglu, gelu_and_mul, silu_and_mul, swiglu, swiglu_mlp
@@ -78,6 +79,7 @@ __all__ = [
     "scaled_dot_product_attention",
     "sdpa",
     "silu_and_mul",
+    "set_deterministic_workspace",
     "swiglu",
     "swiglu_mlp",
     "with_kv_cache",

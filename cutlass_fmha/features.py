@@ -65,6 +65,8 @@ class Features(NamedTuple):
     batch_invariant: bool = False
     #: The gradients have the same bits each time. Those of keys and values, and the result, have them anyway.
     deterministic: bool = False
+    #: Bytes that deterministic gradients may have of dS in memory; None: ``set_deterministic_workspace``'s.
+    deterministic_workspace: int | None = None
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that are there, by name."""
@@ -134,6 +136,7 @@ class FeatureArguments(TypedDict, total=False):
     num_splits: int | None
     batch_invariant: bool | None
     deterministic: bool | None
+    deterministic_workspace: int | None
 
 
 class CallArguments(FeatureArguments, total=False):

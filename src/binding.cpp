@@ -123,7 +123,7 @@ cudaDeviceProp device_properties(int device) {
 struct RowView {
   int index;
   char const* name;
-  std::variant<ForwardConfig, WideConfig, BackwardConfig, HelperConfig> config;
+  std::variant<ForwardConfig, WideConfig, BackwardConfig, QueryProductConfig, HelperConfig> config;
   int smem_bytes;
 };
 struct NoDeviceProperties {
@@ -198,13 +198,14 @@ void bind_rows(py::module_& m) {
   attribute(c, "element_bytes", [](TileConfig const& config) { return config.element_bytes(); });
 
   attribute(c, "kv_warps", [](ForwardConfig const& config) { return config.kv_warps; });
-  attribute(c, "stages", [](ForwardConfig const& config) { return config.stages; });
+  attribute(c, "stages", [](auto const& config) -> decltype(config.stages + 0) { return config.stages; });
   attribute(c, "q_in_registers", [](ForwardConfig const& config) { return config.q_in_registers; });
   attribute(c, "ping_pong", [](ForwardConfig const& config) { return config.ping_pong; });
   attribute(c, "copy", [](ForwardConfig const& config) { return name_of(config.copy); });
 
   attribute(c, "chunk", [](BackwardConfig const& config) { return config.chunk; });
   attribute(c, "groups", [](BackwardConfig const& config) { return config.groups; });
+  attribute(c, "writes_scores", [](BackwardConfig const& config) { return config.writes_scores; });
 
   attribute(c, "accumulates", [](WideConfig const& config) { return config.accumulates(); });
   attribute(c, "example", [](WideConfig const& config) { return config.example(); });
@@ -247,7 +248,7 @@ PYBIND11_MODULE(_C, m) {
   bind_helper_params(m);
   bind_rope_params(m);
   m.def("rows", [] { return views<ForwardConfig, WideConfig>(); });
-  m.def("backward_rows", [] { return views<BackwardConfig>(); });
+  m.def("backward_rows", [] { return views<BackwardConfig, QueryProductConfig>(); });
   m.def("helpers", [] { return views<HelperConfig>(); });
   bind_run<BackwardParams>(m);  // before what it is derived from
   bind_run<AttentionParams>(m);

@@ -80,12 +80,13 @@ enum class Family : int {
   backward_before,  ///< what those rows want of each query row, and dQ's sums at zero
   backward_after,   ///< dQ's sums become dQ
   backward_lists,   ///< the transpose of block lists
+  query_product,    ///< dQ of dS, which a row of the backward wrote
 };
 constexpr char const* name_of(Family family) {
   constexpr char const* kNames[] = {
-      "plain",      "few_query", "ranged", "score_mod",     "scored",   "few_query_scored", "wide",            "combine",
-      "merge_tail", "merge",     "append", "rotary",        "rope",     "rope_backward",    "backward",        "backward_before",
-      "backward_after", "backward_lists"};
+      "plain",  "few_query", "ranged", "score_mod", "scored",        "few_query_scored", "wide",           "combine",        "merge_tail",
+      "merge",  "append",    "rotary", "rope",      "rope_backward", "backward",         "backward_before", "backward_after", "backward_lists",
+      "query_product"};
   return kNames[int(family)];
 }
 

@@ -2,7 +2,7 @@
 # pair, all from the same source and the same configuration. See config.h for what a column means.
 #
 # A row's name is made from its line: fwd_sm<arch>_<f16|bf16>_d<head_dim>_m<tile_m>n<tile_n>w<warps>[k<kv_warps>][_element|_tma][_pdl|_ranged|_scored],
-# or bwd_sm...w<warps>[_groups][_scored].
+# or bwd_sm...w<warps>[_groups][_scored][_ds], or bwd_sm...w<warps>_dq.
 # Selection, tests and tools read the compiled table (_C.rows()): no other file lists kernels.
 
 # Copies by TMA and overlapping launches (`_pdl`) begin with sm_90. There, rows by cp.async are left out that were slower
@@ -168,3 +168,19 @@ fmha_backward("${ALL}"  "f16;bf16"  96       64     128    8     64    false  sc
 fmha_backward("89;120"  "f16;bf16" 128       64     128    8     64    false  scores   cp_async_16)
 fmha_backward("90"      "f16;bf16" 128       64     128    8     32    false  scores   cp_async_16)
 fmha_backward("${ALL}"  "f16;bf16" 256       32      64    8     16    true   scores   cp_async_16)
+
+# The same with dS written to memory, for gradients that have the same bits each time; and dQ of it: TILE_M queries per
+# thread block, TILE_N keys per step, STAGES of them.
+#             ARCHS     DTYPES     HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS FEATURES COPY         WRITES_SCORES
+fmha_backward("${ALL}"  "f16;bf16"  32       64     256    8     32    false  ranges   cp_async_16  true)
+fmha_backward("${ALL}"  "f16;bf16"  64       64     256    8     16    false  ranges   cp_async_16  true)
+fmha_backward("${ALL}"  "f16;bf16"  96       64     128    8     64    false  ranges   cp_async_16  true)
+fmha_backward("89;120"  "f16;bf16" 128       64     128    8     64    false  ranges   cp_async_16  true)
+fmha_backward("90"      "f16;bf16" 128       64     128    8     16    true   ranges   cp_async_16  true)
+fmha_backward("${ALL}"  "f16;bf16" 256       32      64    8     16    true   ranges   cp_async_16  true)
+#                  ARCHS     DTYPES     HEAD_DIM TILE_M TILE_N WARPS STAGES
+fmha_query_product("${ALL}"  "f16;bf16"  32      256     32    8     4)
+fmha_query_product("${ALL}"  "f16;bf16"  64      256     32    8     4)
+fmha_query_product("${ALL}"  "f16;bf16"  96      256     32    8     4)
+fmha_query_product("${ALL}"  "f16;bf16" 128      256     32    8     4)
+fmha_query_product("${ALL}"  "f16;bf16" 256      128     32    8     4)

@@ -15,7 +15,7 @@ namespace cutlass_fmha {
 
 struct Row {
   char const* name;  ///< also the kernel's symbol
-  std::variant<ForwardConfig, WideConfig, BackwardConfig, HelperConfig> config;
+  std::variant<ForwardConfig, WideConfig, BackwardConfig, QueryProductConfig, HelperConfig> config;
   int smem_bytes;  ///< dynamic shared memory of a launch
   void const* kernel;
 

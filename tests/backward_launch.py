@@ -21,8 +21,10 @@ from torch import Tensor
 
 from cutlass_fmha import _C, ops
 from cutlass_fmha.arguments.op_arguments import op_arguments
-from cutlass_fmha.dispatch.gradients import BLOCK
+from cutlass_fmha.dispatch.describe import describe
+from cutlass_fmha.dispatch.gradients import BLOCK, scores_of_a_head
 from cutlass_fmha.errors import UnsupportedError
+from cutlass_fmha.features import Features
 from cutlass_fmha.launch import gradients, workspace
 
 #: Numbers whose probabilities, values or gradients lie far from 1.
@@ -135,6 +137,8 @@ class BackwardLaunch:
     forward: tuple[Tensor, Tensor]
     said: dict[str, Any]
     deterministic: bool = False
+    #: Of keys, whose dS has memory, where the row writes it.
+    heads_at_once: int = 1
     #: Names of ``found``; all where it is empty.
     wanted: tuple[str, ...] = ()
     found: dict[str, Tensor] = field(default_factory=dict)
@@ -187,6 +191,10 @@ class BackwardLaunch:
         call, names = self.call, self._names
         wanted = [name in names for name in ("q", "k", "v", "bias", "sinks")]
         given = (self.dout, call.q, call.k, call.v, *self.forward, self.dlse)
+        most = None
+        if self.row.writes_scores:
+            problem = describe((call.q, call.k, call.v), call.causal, Features(**self.said)).problem
+            most = self.heads_at_once * scores_of_a_head(self.row, problem)
         self.room = Room()
         memory = [mock.patch.object(module, "torch", self.room) for module in (gradients, workspace)]
         with _simulated(gpu.simulated()), memory[0], memory[1]:
@@ -197,6 +205,7 @@ class BackwardLaunch:
                 row=self.row.name,
                 wanted=wanted,
                 deterministic=self.deterministic,
+                deterministic_workspace=most,
                 **{name: there(x) for name, x in self.said.items()},
             )
         asked = (x.to(call.q.device) for x, need in zip(found, wanted, strict=True) if need)

@@ -72,7 +72,9 @@ def wide_rows() -> list[_C.Row]:
 
 def backward_rows() -> list[_C.Row]:
     """The rows under test that compute gradients."""
-    return [] if unusable() else [row for row in _C.backward_rows() if row.arch == rows_arch()]
+    if unusable():
+        return []
+    return [row for row in _C.backward_rows() if row.arch == rows_arch() and row.family == "backward"]
 
 
 @contextlib.contextmanager

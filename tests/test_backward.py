@@ -229,7 +229,7 @@ L4 = Device(name="L4", capability=(8, 9), sm_count=58, smem_per_block=101376)
 @pytest.fixture
 def four_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Head dims 64 and 128 for two architectures."""
-    made = {"dtype": "float16", "smem_bytes": 99000, "alignment": 16, "scored": False}
+    made = {"dtype": "float16", "smem_bytes": 99000, "alignment": 16, "scored": False, "writes_scores": False}
     rows = [
         SimpleNamespace(index=i, name=f"bwd_sm{arch}_d{dim}", arch=arch, head_dim=dim, **made)
         for i, (arch, dim) in enumerate((a, d) for a in (89, 90) for d in (128, 64))
@@ -244,7 +244,7 @@ def four_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_the_least_head_dim_that_holds_both_is_chosen(dims: tuple[int, int | None], expected: int):
     problem = Problem(1, 64, 64, 4, 2, dims[0], "float16", head_dim_v=dims[1], features=("window", "varlen"))
-    assert gradients.choose(problem, L4).name == f"bwd_sm89_d{expected}"
+    assert gradients.choose(problem, L4).row.name == f"bwd_sm89_d{expected}"
 
 
 @pytest.mark.usefixtures("four_rows")
@@ -292,6 +292,87 @@ def test_explain_says_which_row_computes_gradients_and_why_not_the_others():
     assert "CPU backend" in cutlass_fmha.explain(q, k, v, softcap=3.0, backward=True).note
     with pytest.raises(ValueError, match="explain measures no backward"):
         cutlass_fmha.explain(q, k, v, backward=True, measure=True)
+
+
+H200 = Device(name="H200", capability=(9, 0), sm_count=132, smem_per_block=232448)
+LONG = Problem(2, 4096, 4096, 16, 4, 128, "float16")
+#: dS of a head of keys of LONG, and its four heads of queries: 64 x 32 tiles of 64 x 128 x 2 bytes each.
+WHOLE = 4 * 64 * 32 * 64 * 128 * 2
+
+
+@pytest.fixture
+def two_routes(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = {"dtype": "float16", "arch": 90, "head_dim": 128, "tile_m": 64, "tile_n": 128, "smem_bytes": 99000}
+    made |= {"alignment": 16, "min_blocks": 1}
+    kinds = {"plain": (False, False), "scored": (True, False), "ds": (False, True)}
+    rows = [
+        SimpleNamespace(index=i, name=name, scored=scored, writes_scores=writes, **made)
+        for i, (name, (scored, writes)) in enumerate(kinds.items())
+    ]
+    monkeypatch.setattr(tables, "backward", lambda: tables.Table(tuple(rows)))  # type: ignore[arg-type]
+    monkeypatch.setattr(tables, "query_products", lambda: {(90, "float16", 128)})
+    monkeypatch.delenv("CUTLASS_FMHA_FORCE_ARCH", raising=False)
+
+
+@pytest.mark.usefixtures("two_routes")
+@pytest.mark.parametrize(
+    ("change", "workspace", "row", "heads"),
+    [
+        ({}, None, "ds", 8),  # 128 MiB each
+        ({}, 5 * WHOLE, "ds", 4),  # turns are alike
+        ({}, WHOLE, "scored", 0),  # 32 blocks at a time leave 100 SMs idle
+        ({}, WHOLE - 1, "scored", 0),
+        ({}, 0, "scored", 0),
+        ({"causal": "bottom-right"}, 4 * (WHOLE // 2 + WHOLE // 16), "ds", 4),  # two tiles share a row
+        ({"causal": "bottom-right", "features": ("prefix",)}, 4 * WHOLE, "ds", 4),
+        ({"window": (128, 0), "features": ("window",)}, WHOLE, "ds", 8),
+        ({"features": ("softcap",)}, None, "scored", 0),
+        ({"seqlen_q": 64, "seqlen_k": 64}, None, "scored", 0),  # a tile of keys awaits nobody
+    ],
+)
+def test_the_cheaper_route_within_the_cap_is_chosen(
+    change: dict[str, Any], workspace: int | None, row: str, heads: int
+):
+    route = gradients.choose(replace(LONG, **change), H200, None, True, workspace)
+    assert (route.row.name, route.heads) == (row, heads)
+    assert route.scores <= (workspace or gradients.DEFAULT_WORKSPACE) and bool(route.scores) == bool(heads)
+
+
+@pytest.mark.usefixtures("two_routes")
+def test_explain_says_which_route_deterministic_gradients_take_and_why():
+    given: dict[str, Any] = {
+        "shape": (2, 4096, 16, 128),
+        "num_heads_kv": 4,
+        "dtype": "float16",
+        "device": H200,
+    }
+    given |= {"backward": True, "deterministic": True}
+    found = cutlass_fmha.explain(**given, deterministic_workspace=2 * WHOLE)
+    assert found.winner == "ds"
+    assert f"dS is written, {2 * WHOLE} bytes in 4 turns: " in found.note
+    assert "us predicted" in found.note
+    less = cutlass_fmha.explain(**given, deterministic_workspace=9)
+    assert less.winner == "scored"
+    assert f"writes {WHOLE} bytes of dS for a head of keys, and deterministic_workspace is 9" in str(less)
+    before = cutlass_fmha.set_deterministic_workspace(9)
+    try:
+        assert before == gradients.DEFAULT_WORKSPACE
+        assert cutlass_fmha.explain(**given).winner == "scored"
+    finally:
+        assert cutlass_fmha.set_deterministic_workspace(None) == 9
+    assert cutlass_fmha.explain(**given).winner == "ds"
+
+
+def test_a_size_that_is_none_is_refused():
+    q, k, v = tensors()
+    for size, error, sentence in (
+        (-1, ValueError, "deterministic_workspace must be 0 bytes or more, or None, got -1"),
+        (1.5, TypeError, "deterministic_workspace must be an int"),
+    ):
+        with pytest.raises(error, match=sentence):
+            cutlass_fmha.attention(q, k, v, deterministic=True, deterministic_workspace=size)
+    with pytest.raises(ValueError, match="size must be 0 bytes or more, or None, got -2"):
+        cutlass_fmha.set_deterministic_workspace(-2)
 
 
 @pytest.mark.parametrize("head_dim", [20, 64])

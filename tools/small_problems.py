@@ -41,7 +41,7 @@ def kernels() -> dict[str, Callable[[], None]]:
             found[row.name] = partial(_run, row.name, getattr(torch, row.dtype), small, error)
     for row in _C.backward_rows():
         if row.arch == arch:
-            found[row.name] = partial(gradients, row)
+            found[row.name] = partial(gradients, row if row.family == "backward" else _writer(row))
     for helper in _C.helpers():
         if helper.arch == arch:
             found[helper.name] = partial(HELPERS[helper.family], getattr(torch, helper.dtype))
@@ -120,10 +120,17 @@ def gradients(row: Any) -> None:
         more = [problem, replace(problem, **lists)] if row.scored else []
         for one in (problem, *(replace(each, **scored) for each in more[:1]), *more[1:]):
             launch = BackwardLaunch.of(row, one, "cpu")
-            launch.deterministic = one is not problem
+            launch.deterministic = row.writes_scores or one is not problem
             launch.run(gpu.device())
             launch.errors().check()
             assert launch.intact(), f"{row.name}: {one}: wrote beside its gradients"
+
+
+def _writer(product: Any) -> Any:
+    """The row that writes dS for one that makes dQ of it."""
+    same = ("arch", "dtype", "head_dim")
+    rows = (row for row in gpu.backward_rows() if row.writes_scores)
+    return next(row for row in rows if all(getattr(row, x) == getattr(product, x) for x in same))
 
 
 def _gradients_of(dtype: torch.dtype) -> None:

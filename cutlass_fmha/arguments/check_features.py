@@ -85,6 +85,8 @@ def check_numbers(features: Features) -> None:
     if features.num_splits is not None and not 1 <= features.num_splits <= MAX_SPLITS:
         hint = ": None has a number chosen" if features.num_splits == 0 else ""
         raise ValueError(f"num_splits must be 1 to {MAX_SPLITS} or None, got {features.num_splits}{hint}")
+    if (most := features.deterministic_workspace) is not None and most < 0:
+        raise ValueError(f"deterministic_workspace must be 0 bytes or more, or None, got {most}")
     for name in ("max_seqlen_q", "max_seqlen_k"):
         length = getattr(features, name)
         if length is not None:

@@ -30,7 +30,7 @@ TENSORS = frozenset(
     {"mask", "bias", "prefix_lengths", "alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k", "seqused_q"}
     | {"seqused_k", "leftpad_k", "page_table", "cache_batch_idx"}
 )
-INTEGERS = frozenset({"max_seqlen_q", "max_seqlen_k", "num_splits"})
+INTEGERS = frozenset({"max_seqlen_q", "max_seqlen_k", "num_splits", "deterministic_workspace"})
 FLOATS = frozenset({"softcap", "dropout_p"})
 OTHERS = frozenset({"window", "block_mask", "dropout_seed", "batch_invariant", "deterministic"})
 

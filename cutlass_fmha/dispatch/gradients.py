@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+from cutlass_fmha import _C
+from cutlass_fmha.arguments.check import integer
+from cutlass_fmha.cost import gradients as cost
 from cutlass_fmha.dispatch import table as tables
 from cutlass_fmha.dispatch.device import Device
 from cutlass_fmha.dispatch.families.family import (
@@ -48,29 +53,107 @@ RULES: tuple[Rule, ...] = (
     made_for_device, dtype, _head_dim, _features, _block_mask, shared_memory, alignment
 )  # fmt: skip
 
+#: Bytes of dS that deterministic gradients may have in memory, where a call says nothing.
+DEFAULT_WORKSPACE = 1 << 30
+_workspace = DEFAULT_WORKSPACE
+
+
+def set_deterministic_workspace(size: int | None) -> int:
+    """Sets the bytes of dS that ``deterministic=True`` may have where no call says; returns those before.
+
+    ``size`` None: 1 GiB, as it is at first. 0: gradients of q are summed in order. It holds for all threads,
+    from the next backward on, whenever its forward was.
+
+    Raises TypeError or ValueError for what is no size.
+    """
+    global _workspace
+    if size is not None and integer("size", size, "") < 0:
+        raise ValueError(f"size must be 0 bytes or more, or None, got {size}")
+    before, _workspace = _workspace, DEFAULT_WORKSPACE if size is None else size
+    return before
+
+
+def deterministic_workspace() -> int:
+    return _workspace
+
+
+class Route(NamedTuple):
+    """How gradients are computed, and why so, where there were two ways. ``heads``: of keys, whose dS is in
+    memory at a time, and takes ``scores`` bytes there; 0 of a row that writes none."""
+
+    row: Row
+    heads: int = 0
+    scores: int = 0
+    why: str = ""
+
+
+def scores_of_a_head(row: Row, problem: Problem) -> int:
+    """Bytes of dS that a row writes of a head of keys, with all heads of queries that share it."""
+    p = _C.AttentionParams()
+    p.batch, p.seqlen_q, p.seqlen_k = problem.batch, problem.seqlen_q, problem.seqlen_k
+    p.num_heads, p.num_heads_kv = problem.num_heads, problem.num_heads_kv
+    p.bottom_right = problem.causal != "top-left"
+    p.window_left, right = problem.window
+    p.window_right = right if problem.causal == "none" else 0
+    if "prefix" in problem.features:
+        p.prefix_lengths = 4  # there is one: nothing reads it
+    return _C.BackwardParams(p).scores_bytes(row.tile_m, row.tile_n)
+
 
 def reasons(
-    row: Row, problem: Problem, device: Device, table: Table, deterministic: bool = False
+    row: Row,
+    problem: Problem,
+    device: Device,
+    table: Table,
+    deterministic: bool = False,
+    workspace: int | None = None,
 ) -> list[str]:
-    """Why a row can't compute the gradients of a problem; empty when it can."""
+    """Why a row can't compute the gradients of a problem; empty when it can.
+
+    ``workspace``: the bytes of dS that it may write; None: as many as are set.
+    """
     found = [sentence for rule in RULES if (sentence := rule(row, problem, device, table)) is not None]
-    return [*found, "sums dQ in no fixed order"] if deterministic and not row.scored else found
+    if row.writes_scores:
+        if (row.arch, row.dtype, row.head_dim) not in tables.query_products():
+            found.append("writes dS, and this build has no row that makes dQ of it")
+        most = _workspace if workspace is None else workspace
+        if not found and (one := scores_of_a_head(row, problem)) > most:
+            found.append(
+                f"writes {one} bytes of dS for a head of keys, and deterministic_workspace is {most}"
+            )
+    elif deterministic and not row.scored:
+        found.append("sums dQ in no fixed order")
+    return found
 
 
-def choose(problem: Problem, device: Device, name: str | None = None, deterministic: bool = False) -> Row:
+def choose(
+    problem: Problem,
+    device: Device,
+    name: str | None = None,
+    deterministic: bool = False,
+    workspace: int | None = None,
+) -> Route:
     """The row with the least head dim among those that can, which knows no more than it must; or that named.
+
+    Of deterministic gradients the cheaper of two such: one that sums dQ in order, one that writes dS.
 
     Raises UnsupportedError, and ValueError for a name that no row has.
     """
     table = tables.backward()
     if name is not None:
         row = table.by_name(name)
-        if why := reasons(row, problem, device, table, deterministic):
+        if why := reasons(row, problem, device, table, deterministic, workspace):
             raise UnsupportedError(f"row {name} can't compute the gradients of {problem}: {'; '.join(why)}")
-        return row
-    against = [(row, reasons(row, problem, device, table, deterministic)) for row in table.rows]
-    if possible := [row for row, sentences in against if not sentences]:
-        return min(possible, key=lambda row: (row.head_dim, row.scored, row.index))
+        return _route(row, problem, workspace)
+    against = [(row, reasons(row, problem, device, table, deterministic, workspace)) for row in table.rows]
+    possible = sorted(
+        (row for row, sentences in against if not sentences),
+        key=lambda row: (row.head_dim, row.scored, row.writes_scores, row.index),
+    )
+    if possible and deterministic:
+        return _cheaper(possible, problem, device, workspace)
+    if possible:
+        return _route(possible[0], problem, workspace)
     if not table.rows:
         raise UnsupportedError("this build of cutlass_fmha has no kernels that compute gradients")
     nearest = sorted(against, key=lambda entry: len(entry[1]))[:3]
@@ -78,6 +161,39 @@ def choose(problem: Problem, device: Device, name: str | None = None, determinis
     raise UnsupportedError(
         f"no kernel of this build computes the gradients of {problem}:\n" + "\n".join(lines)
     )
+
+
+def _cheaper(possible: list[Row], problem: Problem, device: Device, workspace: int | None) -> Route:
+    sums = next((row for row in possible if not row.writes_scores), None)
+    product = next((row for row in possible if row.writes_scores), None)
+    if product is None:
+        assert sums is not None
+        return _route(sums, problem, workspace)
+    by_product = _route(product, problem, workspace)
+    if sums is None:
+        return by_product
+    turns = -(-problem.batch * problem.num_heads_kv // max(1, by_product.heads))
+    written = cost.product_us(product, problem, device, turns)
+    summed = cost.sums_us(sums, problem, device)
+    if written <= summed:
+        return by_product._replace(
+            why=f"dS is written, {by_product.scores} bytes in {turns} turn{'s' * (turns != 1)}: "
+            f"{written:.0f} us predicted, {summed:.0f} for sums of dQ in order"
+        )
+    return Route(
+        sums, why=f"dQ is summed in order: {summed:.0f} us predicted, {written:.0f} where dS is written"
+    )
+
+
+def _route(row: Row, problem: Problem, workspace: int | None) -> Route:
+    if not row.writes_scores:
+        return Route(row)
+    one, all_heads = scores_of_a_head(row, problem), problem.batch * problem.num_heads_kv
+    most = _workspace if workspace is None else workspace
+    at_once = max(1, all_heads if one == 0 else min(all_heads, most // one))
+    turns = -(-all_heads // at_once)
+    heads = max(1, -(-all_heads // max(1, turns)))  # turns are alike
+    return Route(row, heads, heads * one)
 
 
 def names_of(features: tuple[str, ...]) -> str:

@@ -39,6 +39,7 @@ class Row:
     mma: str
     takes_features: bool
     scored: bool
+    writes_scores: bool
     alignment: int
     element_bytes: int
     kv_warps: int
@@ -101,4 +102,11 @@ def this_build() -> Table:
 @functools.cache
 def backward() -> Table:
     """The rows that compute gradients."""
-    return _table(_C.backward_rows())
+    return _table([row for row in _C.backward_rows() if row.family == "backward"])
+
+
+@functools.cache
+def query_products() -> frozenset[tuple[int, str, int]]:
+    """(arch, dtype, head dim) of the rows that make dQ of what others write of dS."""
+    rows = (row for row in _C.backward_rows() if row.family == "query_product")
+    return frozenset((row.arch, row.dtype, row.head_dim) for row in rows)

@@ -45,6 +45,7 @@ SAID = (
     ("Tensor?", "seqused_k", "None"),
     ("Tensor?", "leftpad_k", "None"),
     ("bool", "deterministic", "False"),
+    ("int?", "deterministic_workspace", "None"),
 )
 SCHEMA = (
     "attend_backward(Tensor dout, Tensor query, Tensor key, Tensor value, Tensor output, Tensor softmax_lse, "

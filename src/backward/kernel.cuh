@@ -78,8 +78,12 @@ CUTE_DEVICE void backward(BackwardParams const& p) {
   static_assert(C.tile_n % (16 * C.group_warps()) == 0 && C.head_dim % 32 == 0);
   extern __shared__ __align__(1024) char smem[];
   WorkTile const work = work_tile(p.schedule, blockIdx.x);
-  int const head_kv = work.head;
-  Sequence const sequence = sequence_at(p, work.batch);
+  int head_kv = work.head, batch = work.batch;
+  if constexpr (C.writes_scores) {  // those of all batch entries have numbers
+    batch = (p.scores_first + work.head) / p.num_heads_kv;
+    head_kv = p.scores_first + work.head - batch * p.num_heads_kv;
+  }
+  Sequence const sequence = sequence_at(p, batch);
   // Under a diagonal, the first keys are seen by most queries: they come first.
   int const key_begin = (p.schedule.mixed ? p.schedule.m_blocks - 1 - work.m_block : work.m_block) * C.tile_n;
   if (key_begin >= sequence.keys) return;  // seqlen_k is that of the longest sequence
@@ -101,7 +105,12 @@ CUTE_DEVICE void backward(BackwardParams const& p) {
     int64_t const number = head * p.head_tiles + first_query_tile(p, sequence, C.tile_m);
     tile.q = first(p.q, p.q_stride);
     tile.dout = first(p.dout, p.dout_stride);
-    tile.sums = p.dq == nullptr ? nullptr : p.dq_sums + number * (C.tile_m * C.head_dim);
+    if constexpr (C.writes_scores) {
+      int64_t const at = first_scores_tile(p, work.head, key_begin / C.tile_n, steps);
+      tile.sums = reinterpret_cast<float*>(p.scores + at * (C.tile_m * C.tile_n));
+    } else {
+      tile.sums = p.dq == nullptr ? nullptr : p.dq_sums + number * (C.tile_m * C.head_dim);
+    }
     tile.terms = p.row_terms + number * (2 * C.tile_m);
     tile.turns = p.turns == nullptr ? nullptr : p.turns + number * kTurns;
     // Before a window, those of a prefix have met all queries.

@@ -76,7 +76,7 @@ CUTE_DEVICE float4 read_sums(float const* piece, int lane) {
 /// What a thread block works on, read again where it is needed: registers are scarce.
 struct KeyTile {
   uint16_t const *q, *dout;  ///< row 0 of the sequence, of the first query head
-  float* sums;               ///< of its first query tile; null where nobody wants dQ
+  float* sums;               ///< of its first query tile; null where nobody wants dQ. Of rows that write dS: where to
   float const* terms;
   int* turns;
   Sequence sequence;
@@ -96,6 +96,7 @@ struct ScoredKeyTile : KeyTile {
 };
 
 /// In bytes, in the order in which they stand.
+// Rows that write dS have a second stage of dO where the others have dS, and its barriers.
 struct OneGroupBarriers {
   static constexpr int kQ = 0, kDout = kQ + TilePipeline<2>::kBytes, kScores = kDout + TilePipeline<1>::kBytes;
   static constexpr int kBytes = kScores + TilePipeline<1>::kBytes;

@@ -317,6 +317,21 @@ struct BackwardParts {
     }
   }
 
+  /// The same to memory, of the steps of the walk. `eights`: queries before, by 8.
+  template <class Types>
+  CUTE_DEVICE void write_scores(int step, int eights, typename Types::Probabilities& factors) const {
+    auto pairs = pairs_by_row<Types>(factors);
+    auto* const tile = reinterpret_cast<uint32_t*>(place().sums) + int64_t(step) * (C.tile_m * C.tile_n / 2) +
+                       scores_matrix(C.tile_m, warp * C.keys_per_warp() / 8, eights) / 2 + lane_id();
+    CUTE_UNROLL
+    for (int row = 0; row < 2 * T::kRowSteps; ++row) {
+      CUTE_UNROLL
+      for (int pair = 0; pair < Types::kQueries / 8; ++pair) {
+        tile[scores_matrix(C.tile_m, row, pair) / 2] = pairs(row, pair);
+      }
+    }
+  }
+
   // ---- dQ
 
   /// The walk of a tile of keys.

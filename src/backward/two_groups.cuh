@@ -35,7 +35,7 @@ struct TwoGroupWalk : BackwardParts<C> {
   int const steps;                    ///< of all heads
   TilePipeline<2> const q_pipe;       ///< tiles; what A has read, B has, which gets its P afterwards
   TilePipeline<Layout::kDoutUnits> const dout_pipe;  ///< units
-  TilePipeline<2> const scores_pipe;  ///< units: P on its way from A to B, dS from B to A
+  TilePipeline<2> const scores_pipe;  ///< units: P on its way from A to B, dS from B to A, or to memory
 
   CUTE_DEVICE TwoGroupWalk(BackwardParams const& p, char* smem, int steps, int warp)
       : Parts(p, smem, warp),
@@ -95,12 +95,14 @@ struct TwoGroupWalk : BackwardParts<C> {
         if (!C.scored() || params.dv != nullptr)
           this->template add_queries<DoutTile, Unit>(probabilities, dout_at(step, half), 0, dv);
         dout_pipe.consumer_release(unit);
-        if (unit > 0) finish(unit - 1, half == 0 ? before : at);
+        if constexpr (!C.writes_scores) {
+          if (unit > 0) finish(unit - 1, half == 0 ? before : at);
+        }
       }
       before = at;
       at = this->after(at, place().walk);
     }
-    finish(2 * steps - 1, before);
+    if constexpr (!C.writes_scores) finish(2 * steps - 1, before);
   }
 
   /// Group B: dK.
@@ -149,9 +151,14 @@ struct TwoGroupWalk : BackwardParts<C> {
         } else {
           this->template differentiate<Chunk>(probabilities, scores);
         }
-        __syncwarp();  // all lanes have their P: dS may take its place
-        this->template store_scores<Chunk>(begin / 16, probabilities);
-        if (last) scores_pipe.producer_commit(unit);
+        if constexpr (C.writes_scores) {
+          if (last) scores_pipe.consumer_release(unit);
+          this->template write_scores<Chunk>(step, begin / 8, probabilities);
+        } else {
+          __syncwarp();  // all lanes have their P: dS may take its place
+          this->template store_scores<Chunk>(begin / 16, probabilities);
+          if (last) scores_pipe.producer_commit(unit);
+        }
         if (last && step + kAhead < steps && half == 1) load_dout(unit + 2 * kAhead - 1, ahead(at));
         if (!C.scored() || params.dk != nullptr)
           this->template add_queries<QTile, Chunk>(probabilities, q_tile, begin / 16, dk);
