@@ -41,4 +41,18 @@ FMHA_HOST_DEVICE inline uint32_t drop(uint32_t pair, uint32_t numbers, uint32_t 
   return pair & (low | high);
 }
 
+/// Which numbers of such a word are kept: the highest bits of its halves say so, the others nothing.
+struct KeptHalves {
+  uint32_t subtracted, both;  ///< both: of numbers from 2^15 on it takes more to be kept
+
+  FMHA_HOST_DEVICE explicit KeptHalves(uint32_t threshold)
+      : subtracted((threshold & 0x7fffu) * 0x10001u), both(threshold & 0x8000u ? 0u : 0xffffffffu) {}
+
+  FMHA_HOST_DEVICE uint32_t operator()(uint32_t numbers) const {
+    // The difference of the lower 15 bits, which borrows from a bit of its own.
+    uint32_t const difference = (numbers | 0x80008000u) - subtracted;
+    return (numbers & difference) | ((numbers | difference) & both);
+  }
+};
+
 }  // namespace cutlass_fmha

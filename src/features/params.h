@@ -35,6 +35,9 @@ enum class KeysStand : int {
   anyhow,
 };
 
+/// Coefficients of the polynomial for tanh: see CapOnTrial.
+constexpr int kCapTerms = 6;
+
 struct FeatureParams {
   void const* q;  ///< [batch, seqlen_q, num_heads, head_dim], or [total_q, num_heads, head_dim]
   void const* k;  ///< [batch, seqlen_k, num_heads_kv, head_dim], [total_k, ...], or pages: [pages, page_size, ...]
@@ -106,6 +109,9 @@ struct FeatureParams {
   bool raw_scores;    ///< nothing but masks comes between q k and the softmax
   float score_unit;   ///< of scores as the softmax gets them, in natural units: it applies that
   float cap_scale;    ///< 2 log2(e) scale / softcap, finite
+  /// Of score-mod rows: scores are c tanh(x) and nothing else, and the softmax's trial takes tanh(x) by a polynomial.
+  bool cap_on_trial;
+  float cap_terms[kCapTerms];  ///< its coefficients, in q k
   bool keys_before;   ///< no query sees a key that comes after it
   KeysStand keys_stand;
   uint32_t q_and, q_xor;   ///< of ranged rows, whose scale is positive then: SplitScale

@@ -85,13 +85,11 @@ struct FeatureKeys : FeatureKeySource<C> {
   }
   template <class Scores>
   CUTE_DEVICE void before_softmax(int phase, bool masked, Scores& scores) const {
-    if constexpr (!C.modifies_scores()) {
-      if (masked) block_at(phase).hide_by_range(by_row(scores));
-    } else {
-      ScoreBlock<C> const block = block_at(phase);
-      if (!p.raw_scores) block.modify(by_row(scores));
-      if (masked) block.hide_by_range(by_row(scores));
-    }
+    if (masked) block_at(phase).hide_by_range(by_row(scores));
+  }
+  /// Of rows that modify scores, in place of before_softmax.
+  CUTE_DEVICE ScoreTerms<C> terms(int phase, bool masked) const {
+    return {block_at(phase), masked, Shared::phases(smem, warp).large};
   }
   template <class Probabilities>
   CUTE_DEVICE void after_softmax(int phase, Probabilities& probabilities) const {

@@ -15,6 +15,7 @@ struct alignas(16) WarpPhases {
   int row_begin = 0;                   ///< its first packed row
   int last_begin = 0;                  ///< FeatureWalk::last_begin
   uint32_t q_begin = 0;                ///< where its rows begin in the tile of Q, in bytes
+  bool large = false;                  ///< see ScoreTerms
 
   WarpPhases() = default;
   /// Of `blocks` phases, the first of which has the keys from `last_begin` on.
