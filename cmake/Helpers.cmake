@@ -8,7 +8,7 @@ set(FMHA_HELPER_KERNELS
   "merge MergeParams f16 bf16 f32"
   "append AppendParams f16 bf16 f32"
   "rotary RotaryParams f16 bf16 f32"
-  "backward_before BackwardParams f16 bf16"
+  "backward_before BackwardParams f16 bf16 f32"
   "backward_after BackwardParams f16 bf16")
 set(FMHA_ELEMENT_f16 "__half float16")
 set(FMHA_ELEMENT_bf16 "__nv_bfloat16 bfloat16")

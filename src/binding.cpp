@@ -10,6 +10,7 @@
 #include "attention_params.h"
 #include "backward/config.h"
 #include "backward/params.h"
+#include "backward_wide/config.h"
 #include "binding.h"
 #include "build_config.h"  // generated
 #include "config.h"
@@ -121,7 +122,7 @@ cudaDeviceProp device_properties(int device) {
 struct RowView {
   int index;
   char const* name;
-  std::variant<ForwardConfig, WideConfig, BackwardConfig, HelperConfig> config;
+  std::variant<ForwardConfig, WideConfig, BackwardConfig, WideBackwardConfig, HelperConfig> config;
   int smem_bytes;
 };
 struct NoDeviceProperties {
@@ -244,7 +245,7 @@ PYBIND11_MODULE(_C, m) {
   bind_backward_params(m);
   bind_helper_params(m);
   m.def("rows", [] { return views<ForwardConfig, WideConfig>(); });
-  m.def("backward_rows", [] { return views<BackwardConfig>(); });
+  m.def("backward_rows", [] { return views<BackwardConfig, WideBackwardConfig>(); });
   m.def("helpers", [] { return views<HelperConfig>(); });
   bind_run<BackwardParams>(m);  // before what it is derived from
   bind_run<AttentionParams>(m);

@@ -77,11 +77,12 @@ enum class Family : int {
   backward,         ///< gradients of Q, K and V: a thread block owns keys and walks the queries that see them
   backward_before,  ///< what those rows want of each query row, and dQ's sums at zero
   backward_after,   ///< dQ's sums become dQ
+  backward_wide,    ///< gradients of float32, and of head dims above 256: a block owns rows of one of them
 };
 constexpr char const* name_of(Family family) {
   constexpr char const* kNames[] = {
-      "plain",      "few_query", "ranged", "score_mod", "scored",   "few_query_scored", "wide",          "combine",
-      "merge_tail", "merge",     "append", "rotary",    "backward", "backward_before",  "backward_after"};
+      "plain",      "few_query", "ranged", "score_mod", "scored",   "few_query_scored", "wide",           "combine",
+      "merge_tail", "merge",     "append", "rotary",    "backward", "backward_before",  "backward_after", "backward_wide"};
   return kNames[int(family)];
 }
 

@@ -2,7 +2,7 @@
 # pair, all from the same source and the same configuration. See config.h for what a column means.
 #
 # A row's name is made from its line: fwd_sm<arch>_<f16|bf16>_d<head_dim>_m<tile_m>n<tile_n>w<warps>[k<kv_warps>][_element|_tma][_pdl|_ranged|_scored],
-# or bwd_sm...w<warps>[_groups][_scored].
+# or bwd_sm...w<warps>[_groups][_scored], or widebwd_sm...w<warps>.
 # Selection, tests and tools read the compiled table (_C.rows()): no other file lists kernels.
 
 # Copies by TMA and overlapping launches (`_pdl`) begin with sm_90. There, rows by cp.async are left out that were slower
@@ -161,3 +161,12 @@ fmha_backward("${ALL}"  "f16;bf16"  96       64     128    8     64    false  sc
 fmha_backward("89;120"  "f16;bf16" 128       64     128    8     64    false  scores)
 fmha_backward("90"      "f16;bf16" 128       64     128    8     32    false  scores)
 fmha_backward("${ALL}"  "f16;bf16" 256       32      64    8     16    true   scores)
+
+# Gradients of float32, and of head dims above 256: a thread block owns TILE rows of one of them. On all architectures
+# float32 is multiplied on tensor cores. See src/backward_wide/config.h.
+#                  ARCHS     DTYPES     HEAD_DIM TILE WARPS MIN_BLOCKS MMA
+fmha_backward_wide("${ALL}"  f32         64       64  8     2          tf32x3)
+fmha_backward_wide("${ALL}"  f32        128       64  8     1          tf32x3)
+fmha_backward_wide("${ALL}"  f32        256       64  8     1          tf32x3)
+fmha_backward_wide("${ALL}"  f32        512       64  8     1          tf32x3)
+fmha_backward_wide("${ALL}"  "f16;bf16" 512       64  8     1          m16n8k16)
