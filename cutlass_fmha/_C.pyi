@@ -22,7 +22,7 @@ class Row:
         ``"few_query_scored"``, for every mask, score and shape;
         ``"wide"``, for float32 and head dims above 256. Beside it: ``"combine"`` (of split keys), ``"merge_tail"`` (of
         a plain row's tail), ``"merge"`` (of states), ``"append"`` (to caches), ``"rotary"``; ``"backward"``, with
-        ``"backward_before"`` and ``"backward_after"``, for gradients.
+        ``"backward_before"`` and ``"backward_after"``, for gradients; ``"backward_wide"``.
         """
     @property
     def arch(self) -> int:

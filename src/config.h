@@ -81,8 +81,9 @@ enum class Family : int {
 };
 constexpr char const* name_of(Family family) {
   constexpr char const* kNames[] = {
-      "plain",      "few_query", "ranged", "score_mod", "scored",   "few_query_scored", "wide",           "combine",
-      "merge_tail", "merge",     "append", "rotary",    "backward", "backward_before",  "backward_after", "backward_wide"};
+      "plain",    "few_query",       "ranged",         "score_mod",    "scored", "few_query_scored",
+      "wide",     "combine",         "merge_tail",     "merge",        "append", "rotary",
+      "backward", "backward_before", "backward_after", "backward_wide"};
   return kNames[int(family)];
 }
 

@@ -165,7 +165,7 @@ fmha_backward("${ALL}"  "f16;bf16" 256       32      64    8     16    true   sc
 # Gradients of float32, and of head dims above 256: a thread block owns TILE rows of one of them. On all architectures
 # float32 is multiplied on tensor cores. See src/backward_wide/config.h.
 #                  ARCHS     DTYPES     HEAD_DIM TILE WARPS MIN_BLOCKS MMA
-fmha_backward_wide("${ALL}"  f32         64       64  8     2          tf32x3)
+fmha_backward_wide("${ALL}"  f32         64       64  8     1          tf32x3)
 fmha_backward_wide("${ALL}"  f32        128       64  8     1          tf32x3)
 fmha_backward_wide("${ALL}"  f32        256       64  8     1          tf32x3)
 fmha_backward_wide("${ALL}"  f32        512       64  8     1          tf32x3)

@@ -39,9 +39,11 @@ def manifest_names(architectures: list[int]) -> list[str]:
     """Names of the rows that src/rows.cmake asks for, in its order, read independently of CMake."""
     names = []
     for line in (ROOT / "src" / "rows.cmake").read_text().splitlines():
-        if match := re.match(r"fmha_(forward|ranged|score_mod|scored|wide|backward)\((.*)\)", line):
+        if match := re.match(
+            r"fmha_(forward|ranged|score_mod|scored|wide|backward|backward_wide)\((.*)\)", line
+        ):
             archs, dtypes, *columns = match[2].replace('"', "").split()
-            begin = {"wide": "wide", "backward": "bwd"}.get(match[1], "fwd")
+            begin = {"wide": "wide", "backward": "bwd", "backward_wide": "widebwd"}.get(match[1], "fwd")
             for arch in named(archs, architectures):
                 kinds = [(dtype, name_of_tile(match[1], dtype, columns)) for dtype in dtypes.split(";")]
                 names += [f"{begin}_sm{arch}_{dtype}_{tile}" for dtype, tile in kinds]
@@ -50,6 +52,9 @@ def manifest_names(architectures: list[int]) -> list[str]:
 
 def name_of_tile(family: str, dtype: str, columns: list[str]) -> str:
     """What a name says of head dims, tile and copy: the columns behind architectures and dtypes."""
+    if family == "backward_wide":
+        head_dim, tile, warps, *_ = columns
+        return f"d{head_dim}_m{tile}n{tile}w{warps}"
     if family in ("wide", "backward"):
         head_dim, m, n, warps, _, *rest = columns
         tail = f"_{rest[0]}" if dtype == "f32" else ""

@@ -24,6 +24,8 @@ ROWS = (
     "bwd_sm120_f16_d64_m64n128w8_scored",
     "bwd_sm90_bf16_d128_m64n128w8_scored",
     "bwd_sm120_bf16_d256_m32n64w8_groups_scored",
+    "widebwd_sm89_f32_d128_m64n64w8",
+    "widebwd_sm90_f16_d512_m64n64w8",
 )
 
 

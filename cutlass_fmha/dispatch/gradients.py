@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cutlass_fmha.dispatch import table as tables
 from cutlass_fmha.dispatch.device import Device
+from cutlass_fmha.dispatch.families import wide
 from cutlass_fmha.dispatch.families.family import (
     Rule,
     alignment,
@@ -21,6 +22,8 @@ from cutlass_fmha.errors import UnsupportedError
 #: sinks, which the LSE knows; and by rows that know scores. Names of FEATURES.
 KNOWN = frozenset({"window", "prefix", "varlen", "lengths", "leftpad", "sinks"})
 SCORED = KNOWN | {"mask", "bias", "softcap", "alibi", "dropout"}
+#: By rows for float32 and head dims above 256: what their forward knows.
+WIDE = wide.KNOWN & SCORED
 
 
 def lacking(problem: Problem, known: frozenset[str] = SCORED) -> tuple[str, ...]:
@@ -28,7 +31,12 @@ def lacking(problem: Problem, known: frozenset[str] = SCORED) -> tuple[str, ...]
 
 
 def _features(row: Row, problem: Problem, device: Device, table: Table) -> str | None:
-    return has_no(names) if (names := lacking(problem, SCORED if row.scored else KNOWN)) else None
+    known = WIDE if row.family == "backward_wide" else SCORED if row.scored else KNOWN
+    return has_no(names) if (names := lacking(problem, known)) else None
+
+
+def _left_window(row: Row, problem: Problem, device: Device, table: Table) -> str | None:
+    return wide.left_window(row, problem, device, table) if row.family == "backward_wide" else None
 
 
 def _head_dim(row: Row, problem: Problem, device: Device, table: Table) -> str | None:
@@ -37,7 +45,15 @@ def _head_dim(row: Row, problem: Problem, device: Device, table: Table) -> str |
     return f"made for head dims up to {row.head_dim}, and the tensors have {head_dims(problem)}"
 
 
-RULES: tuple[Rule, ...] = (made_for_device, dtype, _head_dim, _features, shared_memory, alignment)
+RULES: tuple[Rule, ...] = (
+    made_for_device,
+    dtype,
+    _head_dim,
+    _features,
+    _left_window,
+    shared_memory,
+    alignment,
+)
 
 
 def reasons(

@@ -176,8 +176,10 @@ def _prepare(
     params = _C.BackwardParams(
         _sized(params_of(call.sizes, call.features, call.causal, call.strides), call.sizes)
     )
-    params.ordered, params.dsinks = features.deterministic, 4 * wanted[4]
-    floats = params.workspace_floats(row.tile_m, row.head_dim)
+    # A wide row sums dQ in registers, in a fixed order.
+    sums = row.family != "backward_wide"
+    params.ordered, params.dsinks = sums and features.deterministic, 4 * wanted[4]
+    floats = params.workspace_floats(row.tile_m, row.head_dim * sums)
     plan = params_of(call.sizes, call.features, call.causal, call.strides)
     return Plan(row.index, plan, floats, addresses_of(features) if said else (), bias)
 

@@ -1,6 +1,6 @@
-// Gradients of float32 and of head dims above 256. A thread block owns tile_m rows of one gradient: of dQ, and walks the
-// keys that its queries see; or of dK or dV, and walks the queries, of all heads that share the keys, one head after the
-// other. So every sum has one order, and no two blocks write to the same place.
+// Gradients of float32 and of head dims above 256. A thread block owns tile_m rows of one gradient: of dQ, and walks
+// the keys that its queries see; or of dK or dV, and walks the queries, of all heads that share the keys, one head
+// after the other. So every sum has one order, and no two blocks write to the same place.
 //
 // The three are one computation. With X what is owned and Y what is walked, [Q, dO] and [K, V] or the other way around,
 //     S = X0 Y0^T      dP = X1 Y1^T      dS = P (dP - D)      dX0 = scale dS Y0      dV = P dO
@@ -174,8 +174,8 @@ struct WideBackward {
 
   template <int Dim, class Tile>
   CUTE_DEVICE void copy(Tile& to, WideOperand const& from, int64_t head, int begin, int end, int dim) const {
-    copy_rows<Dim, C.threads()>(to, from.tensor, from.first + head * from.head_stride + dim, from.row_stride, begin, end,
-                                from.dims - dim);
+    copy_rows<Dim, C.threads()>(to, from.tensor, from.first + head * from.head_stride + dim, from.row_stride, begin,
+                                end, from.dims - dim);
   }
 
   /// Asks for what a step multiplies.
@@ -224,9 +224,8 @@ struct WideBackward {
     int const head = tile.head + walked_head(number), begin = walked_begin(number);
     float const unit = p.scale * kLog2e;
     if (p.bias == nullptr) {
-      for_each(weights, begin, [&](float& score, int, int, int row) {
-        score = exp2_approx(fmaf(score, unit, -shared.terms[0][row]));
-      });
+      for_each(weights, begin,
+               [&](float& score, int, int, int row) { score = exp2_approx(fmaf(score, unit, -shared.terms[0][row])); });
     } else {
       for_each(weights, begin, [&](float& score, int query, int key, int row) {
         float added = 0.f;
@@ -238,7 +237,8 @@ struct WideBackward {
         score = exp2_approx(fmaf(score, unit, fmaf(added, kLog2e, -shared.terms[0][row])));
       });
     }
-    int const first_query = tile.has_queries() ? tile.begin : begin, first_key = tile.has_queries() ? begin : tile.begin;
+    int const first_query = tile.has_queries() ? tile.begin : begin,
+              first_key = tile.has_queries() ? begin : tile.begin;
     if (p.mask == nullptr && visible_keys(p, s, first_query).end >= first_key + C.tile_n) return;
     for_each(weights, begin, [&](float& score, int query, int key, int) {
       bool seen = key < visible_keys(p, s, query).end;
@@ -325,8 +325,9 @@ struct WideBackward {
     Strides const& stride = queries ? p.dq_stride : tile.of == GradientOf::key ? p.dk_stride : p.dv_stride;
     Sequence const& s = tile.sequence;
     int const group = p.num_heads / p.num_heads_kv, dims = tile.factor().dims;
-    int64_t const first = queries ? s.entry_q * stride.batch + s.first_q * stride.seqlen + tile.head * stride.head
-                                  : s.entry_k * stride.batch + s.first_k * stride.seqlen + tile.head / group * stride.head;
+    int64_t const first = queries
+                              ? s.entry_q * stride.batch + s.first_q * stride.seqlen + tile.head * stride.head
+                              : s.entry_k * stride.batch + s.first_k * stride.seqlen + tile.head / group * stride.head;
     float const factor = tile.of == GradientOf::value ? 1.f : p.scale;
     int const rows = queries ? s.rows_q : s.keys;
     CUTE_UNROLL

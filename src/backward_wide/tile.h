@@ -23,11 +23,11 @@ struct WideOperand {
 struct WideBackwardTile {
   Sequence sequence;
   GradientOf of;
-  int head;            ///< of queries or of keys, as `of` says; of the first queries that it meets, where it has keys
-  int begin, end;      ///< rows of X
-  int walked;          ///< rows of Y
-  int first, tiles;    ///< of Y: those that a head has
-  int heads;           ///< of Y
+  int head;          ///< of queries or of keys, as `of` says; of the first queries that it meets, where it has keys
+  int begin, end;    ///< rows of X
+  int walked;        ///< rows of Y
+  int first, tiles;  ///< of Y: those that a head has
+  int heads;         ///< of Y
   int score_steps, all_score_steps, steps;  ///< of a tile: of S, of S and dP, and with those of the gradient
   WideOperand x[2], y[2];
   float const* terms;  ///< LSE and D of the first query tile of the head
@@ -41,7 +41,7 @@ struct WideBackwardTile {
 /// Blocks that a gradient has.
 FMHA_HOST_DEVICE inline int64_t wide_blocks(BackwardParams const& p, GradientOf of, int tile) {
   bool const queries = of == GradientOf::query;
-  bool const wanted = queries                  ? p.dq != nullptr || p.dbias != nullptr
+  bool const wanted = queries                 ? p.dq != nullptr || p.dbias != nullptr
                       : of == GradientOf::key ? p.dk != nullptr
                                               : p.dv != nullptr;
   int const length = queries ? p.seqlen_q : p.seqlen_k, heads = queries ? p.num_heads : p.num_heads_kv;
@@ -50,11 +50,13 @@ FMHA_HOST_DEVICE inline int64_t wide_blocks(BackwardParams const& p, GradientOf 
 
 /// Whose walk is longest comes first: keys, and of them the first; of queries the last.
 FMHA_HOST_DEVICE inline void find_tile(BackwardParams const& p, WideBackwardConfig c, int number, WideBackwardTile& t) {
-  int const keys = int(wide_blocks(p, GradientOf::key, c.tile_m)), values = int(wide_blocks(p, GradientOf::value, c.tile_m));
+  int const keys = int(wide_blocks(p, GradientOf::key, c.tile_m)),
+            values = int(wide_blocks(p, GradientOf::value, c.tile_m));
   t.of = number < keys ? GradientOf::key : number < keys + values ? GradientOf::value : GradientOf::query;
   number -= t.of == GradientOf::key ? 0 : t.of == GradientOf::value ? keys : keys + values;
   bool const queries = t.has_queries();
-  int const tiles = ceil_div(queries ? p.seqlen_q : p.seqlen_k, c.tile_m), heads = queries ? p.num_heads : p.num_heads_kv;
+  int const tiles = ceil_div(queries ? p.seqlen_q : p.seqlen_k, c.tile_m),
+            heads = queries ? p.num_heads : p.num_heads_kv;
   int const place = number / tiles, batch = place / heads, head = place - batch * heads;
   int const rank = number - place * tiles, group = p.num_heads / p.num_heads_kv;
   Sequence const s = sequence_at(p, batch);

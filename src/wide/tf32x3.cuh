@@ -54,8 +54,8 @@ CUTE_DEVICE void multiply_part(AccumulatorTile* const (&accumulator)[M], Tf32Pai
   }
 }
 
-/// A of M mma from rows of floats: row 16 m and row 16 m + 8 of `rows`, this lane's. Its columns `column` and + 1 of eight
-/// are A's columns lane % 4 and + 4.
+/// A of M mma from rows of floats: row 16 m and row 16 m + 8 of `rows`, this lane's. Its columns `column` and + 1 of
+/// eight are A's columns lane % 4 and + 4.
 template <int M, int Columns>
 CUTE_DEVICE void read_rows(float const (*rows)[Columns], int column, Tf32PairsOfA (&a)[M]) {
   CUTE_UNROLL

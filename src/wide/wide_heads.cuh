@@ -127,8 +127,7 @@ struct WideHeads {
     for (int m = 0; m < kRowSteps; ++m) {
       CUTE_UNROLL
       for (int key = 0; key < kSteps; ++key) {
-        read_rows(shared.probabilities[warp_row + 16 * m + at.row][16 * key + at.column],
-                                               a[m][key]);
+        read_rows(shared.probabilities[warp_row + 16 * m + at.row][16 * key + at.column], a[m][key]);
       }
     }
     T const* v = &shared.v[at.row][at.column];
