@@ -56,8 +56,8 @@ struct WideProducts<C, float> {
     for (int dim = 0; dim < C.step_dims(); dim += 8) {
       Tf32PairsOfA a[1];
       Tf32PairsOfB b[kScores];
-      read_rows(step.x + row + group, dim + 2 * quad, a);
-      read_rows(step.y + column + group, dim + 2 * quad, b);
+      read_rows(step.x, row + group, dim + 2 * quad, a);
+      read_rows(step.y, column + group, dim + 2 * quad, b);
       multiply(rows, a, b);
     }
     CUTE_UNROLL
@@ -74,7 +74,7 @@ struct WideProducts<C, float> {
       for (int i = y; i < y + 16; i += 8) {
         Tf32PairsOfA a[1];
         Tf32PairsOfB b[kColumns];
-        read_rows(shared.weights + row + group, i + 2 * quad, a);
+        read_rows(shared.weights, row + group, i + 2 * quad, a);
         read_columns<C.step_columns() + 4>(&step.y[i + 2 * quad][column + 4 * group], b);
         multiply(rows, a, b);
       }

@@ -61,9 +61,9 @@ struct WholeRows {
   /// 8 dimensions of those. This lane's two of them are A's columns and B's rows quad and + 4.
   CUTE_DEVICE void multiply_keys(int dim, AccumulatorTile* const (&part)[kRowSteps]) const {
     Tf32PairsOfA a[kRowSteps];
-    read_rows(shared.q + first_row, dim, a);
+    read_rows(shared.q, first_row, dim, a);
     Tf32PairsOfB b[kKeySteps];
-    read_rows(shared.k + group, dim, b);
+    read_rows(shared.k, group, dim, b);
     multiply(part, a, b);
   }
 
