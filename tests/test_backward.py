@@ -358,7 +358,7 @@ def test_parameters_that_contradict_each_other(changes: dict[str, Any], sentence
         _C.run(row, params(**changes), 0, 0)
 
 
-UNKNOWN = {name: SOMEWHERE for name in ("prefix_lengths", "alibi_slopes", "sinks")}
+UNKNOWN = dict.fromkeys(("prefix_lengths", "alibi_slopes", "sinks"), SOMEWHERE)
 UNKNOWN |= {"window_left": 3, "softcap": 1.0}
 
 
