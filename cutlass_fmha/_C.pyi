@@ -22,8 +22,8 @@ class Row:
         ``"few_query_scored"``, for every mask, score and shape;
         ``"wide"``, for float32 and head dims above 256. Beside it: ``"combine"`` (of split keys), ``"merge_tail"`` (of
         a plain row's tail), ``"merge"`` (of states), ``"append"`` (to caches), ``"rotary"``; ``"backward"``, with
-        ``"backward_before"``, ``"backward_after"`` and ``"backward_lists"``, for gradients, and ``"query_product"``,
-        dQ of dS in memory.
+        ``"backward_before"``, ``"backward_after"`` and ``"backward_lists"``, for gradients, ``"query_product"``, dQ of
+        dS in memory, and ``"backward_wide"``.
         """
     @property
     def arch(self) -> int:

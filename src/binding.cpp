@@ -10,6 +10,7 @@
 #include "attention_params.h"
 #include "backward/config.h"
 #include "backward/params.h"
+#include "backward_wide/config.h"
 #include "binding.h"
 #include "build_config.h"  // generated
 #include "beside/rope_params.h"
@@ -123,7 +124,7 @@ cudaDeviceProp device_properties(int device) {
 struct RowView {
   int index;
   char const* name;
-  std::variant<ForwardConfig, WideConfig, BackwardConfig, QueryProductConfig, HelperConfig> config;
+  std::variant<ForwardConfig, WideConfig, BackwardConfig, QueryProductConfig, WideBackwardConfig, HelperConfig> config;
   int smem_bytes;
 };
 struct NoDeviceProperties {
@@ -248,7 +249,7 @@ PYBIND11_MODULE(_C, m) {
   bind_helper_params(m);
   bind_rope_params(m);
   m.def("rows", [] { return views<ForwardConfig, WideConfig>(); });
-  m.def("backward_rows", [] { return views<BackwardConfig, QueryProductConfig>(); });
+  m.def("backward_rows", [] { return views<BackwardConfig, QueryProductConfig, WideBackwardConfig>(); });
   m.def("helpers", [] { return views<HelperConfig>(); });
   bind_run<BackwardParams>(m);  // before what it is derived from
   bind_run<AttentionParams>(m);

@@ -81,12 +81,13 @@ enum class Family : int {
   backward_after,   ///< dQ's sums become dQ
   backward_lists,   ///< the transpose of block lists
   query_product,    ///< dQ of dS, which a row of the backward wrote
+  backward_wide,    ///< gradients of float32, and of head dims above 256: a block owns rows of one of them
 };
 constexpr char const* name_of(Family family) {
   constexpr char const* kNames[] = {
       "plain",  "few_query", "ranged", "score_mod", "scored",        "few_query_scored", "wide",           "combine",        "merge_tail",
       "merge",  "append",    "rotary", "rope",      "rope_backward", "backward",         "backward_before", "backward_after", "backward_lists",
-      "query_product"};
+      "query_product", "backward_wide"};
   return kNames[int(family)];
 }
 

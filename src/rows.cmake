@@ -2,7 +2,7 @@
 # pair, all from the same source and the same configuration. See config.h for what a column means.
 #
 # A row's name is made from its line: fwd_sm<arch>_<f16|bf16>_d<head_dim>_m<tile_m>n<tile_n>w<warps>[k<kv_warps>][_element|_tma][_pdl|_ranged|_scored],
-# or bwd_sm...w<warps>[_groups][_scored][_ds], or bwd_sm...w<warps>_dq.
+# or bwd_sm...w<warps>[_groups][_tma][_scored][_ds], bwd_sm...w<warps>_dq, or widebwd_sm...w<warps>.
 # Selection, tests and tools read the compiled table (_C.rows()): no other file lists kernels.
 
 # Copies by TMA and overlapping launches (`_pdl`) begin with sm_90. There, rows by cp.async are left out that were slower
@@ -184,3 +184,12 @@ fmha_query_product("${ALL}"  "f16;bf16"  64      256     32    8     4)
 fmha_query_product("${ALL}"  "f16;bf16"  96      256     32    8     4)
 fmha_query_product("${ALL}"  "f16;bf16" 128      256     32    8     4)
 fmha_query_product("${ALL}"  "f16;bf16" 256      128     32    8     4)
+
+# Gradients of float32, and of head dims above 256: a thread block owns TILE rows of one of them. On all architectures
+# float32 is multiplied on tensor cores. See src/backward_wide/config.h.
+#                  ARCHS     DTYPES     HEAD_DIM TILE WARPS MIN_BLOCKS MMA
+fmha_backward_wide("${ALL}"  f32         64       64  8     1          tf32x3)
+fmha_backward_wide("${ALL}"  f32        128       64  8     1          tf32x3)
+fmha_backward_wide("${ALL}"  f32        256       64  8     1          tf32x3)
+fmha_backward_wide("${ALL}"  f32        512       64  8     1          tf32x3)
+fmha_backward_wide("${ALL}"  "f16;bf16" 512       64  8     1          m16n8k16)

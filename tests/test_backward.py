@@ -229,7 +229,8 @@ L4 = Device(name="L4", capability=(8, 9), sm_count=58, smem_per_block=101376)
 @pytest.fixture
 def four_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Head dims 64 and 128 for two architectures."""
-    made = {"dtype": "float16", "smem_bytes": 99000, "alignment": 16, "scored": False, "writes_scores": False}
+    made = {"family": "backward", "dtype": "float16", "smem_bytes": 99000, "alignment": 16}
+    made |= {"scored": False, "writes_scores": False}
     rows = [
         SimpleNamespace(index=i, name=f"bwd_sm{arch}_d{dim}", arch=arch, head_dim=dim, **made)
         for i, (arch, dim) in enumerate((a, d) for a in (89, 90) for d in (128, 64))
@@ -261,6 +262,24 @@ def test_where_no_row_can_the_nearest_say_why(change: dict[str, Any], sentence: 
     problem = replace(Problem(1, 64, 64, 4, 2, 64, "float16"), **change)
     with pytest.raises(cutlass_fmha.UnsupportedError, match=re.escape(sentence)):
         gradients.choose(problem, L4)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"features": ("softcap", "mask")}, "has no softcap"),
+        ({"features": ("cache_batch_idx",)}, "has no cache_batch_idx"),
+        ({"features": ("window",), "window": (3, -1)}, "has no window with a left limit"),
+        ({"head_dim_v": 513}, "made for head dims up to 512, and the tensors have 300, value 513"),
+    ],
+)
+def test_wide_rows_have_gradients_of_what_their_forward_knows(change: dict[str, Any], sentence: str):
+    row: Any = SimpleNamespace(family="backward_wide", arch=89, dtype="float32", head_dim=512, scored=True)
+    row.smem_bytes, row.alignment = 60000, 16
+    asked = Problem(1, 64, 64, 4, 2, 300, "float32", features=("window", "bias", "varlen"), window=(-1, 5))
+    table = tables.Table((row,))
+    assert gradients.reasons(row, asked, L4, table, deterministic=True) == []
+    assert gradients.reasons(row, replace(asked, **change), L4, table) == [sentence]
 
 
 @pytest.mark.usefixtures("four_rows")
@@ -435,6 +454,16 @@ def test_blocks_of_a_mask_are_whole_pieces_of_tiles():
     problem = Problem(1, 64, 64, 4, 2, 64, row.dtype, features=("block_mask",), block_mask=(8, 64))
     with pytest.raises(cutlass_fmha.UnsupportedError, match="multiples of 16 x 32, and these are 8 x 64"):
         gradients.choose(problem, L4, row.name)
+UNKNOWN = dict.fromkeys(("prefix_lengths", "alibi_slopes", "sinks"), SOMEWHERE)
+UNKNOWN |= {"window_left": 3, "softcap": 1.0}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_parameters_that_a_wide_row_does_not_know(name: str):
+    wide = [row.index for row in _C.backward_rows() if row.family == "backward_wide"]
+    for row in wide[:1]:
+        with pytest.raises(ValueError, match=f"does not know {name}"):
+            _C.run(row, params(**{name: UNKNOWN[name]}), 0, 0)
 
 
 def test_the_workspace_holds_whole_tiles():

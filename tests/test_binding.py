@@ -40,10 +40,11 @@ def manifest_names(architectures: list[int]) -> list[str]:
     names = []
     for line in (ROOT / "src" / "rows.cmake").read_text().splitlines():
         if match := re.match(
-            r"fmha_(forward|ranged|score_mod|scored|wide|backward|query_product)\((.*)\)", line
+            r"fmha_(forward|ranged|score_mod|scored|wide|backward|query_product|backward_wide)\((.*)\)", line
         ):
             archs, dtypes, *columns = match[2].replace('"', "").split()
-            begin = {"wide": "wide", "backward": "bwd", "query_product": "bwd"}.get(match[1], "fwd")
+            begins = {"wide": "wide", "backward": "bwd", "query_product": "bwd", "backward_wide": "widebwd"}
+            begin = begins.get(match[1], "fwd")
             for arch in named(archs, architectures):
                 kinds = [(dtype, name_of_tile(match[1], dtype, columns)) for dtype in dtypes.split(";")]
                 names += [f"{begin}_sm{arch}_{dtype}_{tile}" for dtype, tile in kinds]
@@ -52,12 +53,15 @@ def manifest_names(architectures: list[int]) -> list[str]:
 
 def name_of_tile(family: str, dtype: str, columns: list[str]) -> str:
     """What a name says of head dims, tile and copy: the columns behind architectures and dtypes."""
+    if family == "backward_wide":
+        head_dim, tile, warps, *_ = columns
+        return f"d{head_dim}_m{tile}n{tile}w{warps}"
     if family in ("wide", "backward", "query_product"):
         head_dim, m, n, warps, _, *rest = columns
         tail = f"_{rest[0]}" if dtype == "f32" else ""
         if family == "backward":
-            tail = "_groups" * (rest[0] == "true") + "_scored" * (rest[1] == "scores")
-            tail += "_ds" * (rest[2:] == ["true"])
+            tail = "_groups" * (rest[0] == "true") + "_tma" * (rest[2] == "tma")
+            tail += "_scored" * (rest[1] == "scores") + "_ds" * (rest[3:] == ["true"])
         elif family == "query_product":
             tail = "_dq"
         return f"d{head_dim}_m{m}n{n}w{warps}{tail}"

@@ -91,6 +91,10 @@ CASES: dict[str, tuple[tuple[int, ...], torch.dtype, dict[str, Any], str]] = {
     ),
     "float32": ((1, 300, 300, 4, 2, 64, 64), torch.float32, {"causal": True}, ""),
     "large head dim": ((1, 300, 300, 4, 2, 320, 320), BF16, {}, ""),
+    "gradients of float32": (
+        (2, 300, 300, 4, 2, 64, 64), torch.float32, {"bias": torch.zeros(4, 300, 300)}, "q k v bias"
+    ),
+    "gradients of a large head dim": ((1, 300, 300, 4, 2, 64, 320), BF16, {"return_lse": True}, "q k v"),
     "copies": ((1, 300, 301, 4, 2, 300, 300), BF16, {"mask": torch.ones(300, 301, dtype=torch.bool)}, ""),
 }  # fmt: skip
 
@@ -345,7 +349,11 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
         "features must be among mask, .* pass others as attention takes them",
     ),
     ({"features": "bias"}, TypeError, "features must be names"),
-    ({"dtype": "float32"}, cutlass_fmha.UnsupportedError, "no kernel of this build computes the gradients"),
+    (
+        {"shape": (2, 300, 4, 520)},
+        cutlass_fmha.UnsupportedError,
+        "no kernel of this build computes the gradients",
+    ),
     ({"q": meta(2, 300, 4, 64)}, TypeError, "takes tensors or a shape, got both"),
     ({"shape": None}, TypeError, "needs q, k and v, or a shape"),
     ({"softcaps": 3.0}, TypeError, "softcaps"),

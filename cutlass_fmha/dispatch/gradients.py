@@ -9,6 +9,7 @@ from cutlass_fmha.arguments.check import integer
 from cutlass_fmha.cost import gradients as cost
 from cutlass_fmha.dispatch import table as tables
 from cutlass_fmha.dispatch.device import Device
+from cutlass_fmha.dispatch.families import wide
 from cutlass_fmha.dispatch.families.family import (
     Rule,
     alignment,
@@ -29,6 +30,8 @@ KNOWN = frozenset({"window", "prefix", "varlen", "lengths", "leftpad", "sinks"})
 SCORED = KNOWN | {"mask", "bias", "block_mask", "softcap", "alibi", "dropout"}
 #: Queries and keys of a piece of a tile: blocks of lists are multiples of it, as all rows of the forward ask.
 BLOCK = (16, 32)
+#: By rows for float32 and head dims above 256: what their forward knows.
+WIDE = wide.KNOWN & SCORED
 
 
 def lacking(problem: Problem, known: frozenset[str] = SCORED) -> tuple[str, ...]:
@@ -36,7 +39,12 @@ def lacking(problem: Problem, known: frozenset[str] = SCORED) -> tuple[str, ...]
 
 
 def _features(row: Row, problem: Problem, device: Device, table: Table) -> str | None:
-    return has_no(names) if (names := lacking(problem, SCORED if row.scored else KNOWN)) else None
+    known = WIDE if row.family == "backward_wide" else SCORED if row.scored else KNOWN
+    return has_no(names) if (names := lacking(problem, known)) else None
+
+
+def _left_window(row: Row, problem: Problem, device: Device, table: Table) -> str | None:
+    return wide.left_window(row, problem, device, table) if row.family == "backward_wide" else None
 
 
 def _head_dim(row: Row, problem: Problem, device: Device, table: Table) -> str | None:
@@ -50,8 +58,15 @@ def _block_mask(row: Row, problem: Problem, device: Device, table: Table) -> str
 
 
 RULES: tuple[Rule, ...] = (
-    made_for_device, dtype, _head_dim, _features, _block_mask, shared_memory, alignment
-)  # fmt: skip
+    made_for_device,
+    dtype,
+    _head_dim,
+    _features,
+    _left_window,
+    _block_mask,
+    shared_memory,
+    alignment,
+)
 
 #: Bytes of dS that deterministic gradients may have in memory, where a call says nothing.
 DEFAULT_WORKSPACE = 1 << 30

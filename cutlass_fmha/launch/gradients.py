@@ -191,8 +191,10 @@ def _prepare(
     params = _C.BackwardParams(
         _sized(params_of(call.sizes, call.features, call.causal, call.strides), call.sizes)
     )
-    params.ordered, params.dsinks = features.deterministic and row.scored, 4 * wanted[4]
-    floats = params.workspace_floats(row.tile_m, row.tile_n, 0 if row.writes_scores else row.head_dim)
+    # A wide row sums dQ in registers, in a fixed order.
+    sums = row.family != "backward_wide" and not row.writes_scores
+    params.ordered, params.dsinks = sums and features.deterministic and row.scored, 4 * wanted[4]
+    floats = params.workspace_floats(row.tile_m, row.tile_n, row.head_dim * sums)
     plan = params_of(call.sizes, call.features, call.causal, call.strides)
     return Plan(
         row.index,

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "../backward_wide/launch.h"
 #include "../core/visibility.h"
 #include "../device_guard.h"
 #include "../launch.h"
@@ -102,23 +103,27 @@ void launch_turns(Row const& row, BackwardConfig const& c, BackwardParams& p, in
 }  // namespace
 
 void check(Row const& row, BackwardParams const& p) {
-  auto const* c = std::get_if<BackwardConfig>(&row.config);
-  require(c != nullptr, [&] {
+  auto const* const own = std::get_if<BackwardConfig>(&row.config);
+  auto const* const wide = std::get_if<WideBackwardConfig>(&row.config);
+  require(own != nullptr || wide != nullptr, [&] {
     return std::string(row.name) + " is of family " + name_of(row.family()) +
            ", and these are parameters of a backward";
   });
-  check(p, c->element_bytes());
+  TileConfig const& c = own != nullptr ? static_cast<TileConfig const&>(*own) : *wide;
+  check(p, c.element_bytes());
+  bool const writes_scores = own != nullptr && own->writes_scores;
   bool const any = p.seqlen_q > 0 && p.seqlen_k > 0 && !p.empty();
-  require(!c->writes_scores || (p.scores_turn > 0 && (p.scores != nullptr || !any)), [&] {
+  require(!writes_scores || (p.scores_turn > 0 && (p.scores != nullptr || !any)), [&] {
     return std::string(row.name) + " writes dS: it needs scores, and scores_turn heads of keys at a time";
   });
-  if (!c->writes_scores) refuse(row, {{"scores", p.scores != nullptr}});
+  if (!writes_scores) refuse(row, {{"scores", p.scores != nullptr}});
   refuse(row, {{"page_table", p.page_table != nullptr},
                {"batch_index_k", p.batch_index_k != nullptr},
                {"pack", p.pack != 1},
                {"splits", p.splits != 1},
                {"tail", p.tail != nullptr}});
-  if (!c->scored()) {
+  if (wide != nullptr) check_backward_wide(row, p);
+  if (own != nullptr && !own->scored()) {
     refuse(row, {{"mask", p.mask != nullptr},
                  {"block_counts", p.block_counts != nullptr},
                  {"bias", p.bias != nullptr},
@@ -135,16 +140,17 @@ void check(Row const& row, BackwardParams const& p) {
   require(p.dbias == nullptr || (p.bias != nullptr && p.softcap == 0.f),
           [] { return "dbias needs a bias, and no softcap: what the softcap leaves of dS is all that is kept"; });
   require(p.dsinks == nullptr || p.sinks != nullptr, [] { return "dsinks needs sinks"; });
-  require(p.head_dim <= c->head_dim && p.head_dim_v <= c->head_dim, [&] {
-    return std::string(row.name) + " takes head dims up to " + std::to_string(c->head_dim) + ", got " +
+  require(p.head_dim <= c.head_dim && p.head_dim_v <= c.head_dim, [&] {
+    return std::string(row.name) + " takes head dims up to " + std::to_string(c.head_dim) + ", got " +
            std::to_string(p.head_dim) + " and " + std::to_string(p.head_dim_v);
   });
   require(p.head_dim % 8 == 0 && p.head_dim_v % 8 == 0,
           [&] { return std::string(row.name) + " needs head dims that are multiples of 8"; });
-  for (Operand const& x : all_operands(p)) check_aligned(row, x, p.batch, c->alignment(), c->element_bytes());
+  for (Operand const& x : all_operands(p)) check_aligned(row, x, p.batch, 16, c.element_bytes());
 }
 
 void launch(Row const& row, BackwardParams const& params, int device, cudaStream_t stream) {
+  if (row.family() == Family::backward_wide) return launch_backward_wide(row, params, device, stream);
   auto const& c = std::get<BackwardConfig>(row.config);
   BackwardParams p = params;
   p.vectors = true;
