@@ -6,7 +6,8 @@
 namespace cutlass_fmha {
 
 void check_backward_wide(Row const& row, BackwardParams const& p) {
-  refuse(row, {{"window_left", p.window_left >= 0},
+  refuse(row, {{"block_counts", p.block_counts != nullptr},
+               {"window_left", p.window_left >= 0},
                {"prefix_lengths", p.prefix_lengths != nullptr},
                {"softcap", p.softcap != 0.f},
                {"alibi_slopes", p.alibi_slopes != nullptr},
