@@ -112,7 +112,7 @@ def test_results_and_gradients_are_the_packages(name: str, where: str):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float16", 2.0**-11), ("bfloat16", 2.0**-8)])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("shape", [(2, 1024, 8, 128), (1, 1, 8, 64), (3, 333, 4, 256)])
+@pytest.mark.parametrize("shape", [(2, 1024, 8, 128), (1, 17, 8, 64), (3, 333, 4, 256)])
 def test_as_exact_as_jaxs_own_on_a_gpu(shape: Any, causal: bool, dtype: str, tolerance: float):
     batch, seqlen, heads, dim = shape
     q, k, v = (x.numpy() for x in qkv(batch, seqlen, seqlen, heads, heads // 2, dim, dtype=torch.float32))
