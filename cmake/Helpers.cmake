@@ -10,6 +10,7 @@ set(FMHA_HELPER_KERNELS
   "rotary RotaryParams f16 bf16 f32"
   "rope RopeParams f16 bf16 f32"
   "rope_backward RopeBackwardParams f16 bf16 f32"
+  "rope_weights RopeBackwardParams f16 bf16 f32"
   "backward_before BackwardParams f16 bf16"
   "backward_after BackwardParams f16 bf16")
 set(FMHA_ELEMENT_f16 "__half float16")
