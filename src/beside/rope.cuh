@@ -250,7 +250,7 @@ __device__ void rope_vectors(RopeParams const& p, RopeRows const& rows, RopeBloc
       Item<Width> x = packed[n].read(runs);
       if (norm) {
         float const squares = sum_over_lanes(mine ? dot(x, x) : 0.f, lanes);
-        float const factor = rsqrtf(squares / float(rows.head_dim) + p.eps);
+        float const factor = rsqrtf(fmaf(squares, p.per_element, p.eps));
         if (mine) {
           Item<Width> const w = read_weight<T>(p, rows, runs);
 #pragma unroll
@@ -291,7 +291,7 @@ __device__ void rope_elements(RopeParams const& p, RopeRows const& rows, RopeBlo
       Item<1> const x = packed.read(runs);
       squares += dot(x, x);
     }
-    factor = rsqrtf(sum_over_lanes(squares, lanes) / float(rows.head_dim) + p.eps);
+    factor = rsqrtf(fmaf(sum_over_lanes(squares, lanes), p.per_element, p.eps));
   }
   for (int item = lane; item < items; item += lanes) {
     Runs<1> const runs(item, rows, dim, p.rotary.interleaved);
@@ -333,9 +333,9 @@ __device__ void rope(RopeParams const& p) {
 /// (g w - n mean(g w n)) / |x|, which becomes g; of w, g n, which is added to `sums`. `squares`, `product`: of the row.
 template <int Width>
 __device__ void norm_gradient(Item<Width> const& x, Item<Width>& g, Item<Width> const& w, float squares, float product,
-                              int head_dim, float eps, Item<Width>& sums) {
-  float const factor = rsqrtf(squares / float(head_dim) + eps);
-  float const mean = product / float(head_dim) * factor;
+                              float per_element, float eps, Item<Width>& sums) {
+  float const factor = rsqrtf(fmaf(squares, per_element, eps));
+  float const mean = product * per_element * factor;
   auto const one = [&](float x, float& g, float w, float& sum) {
     float const n = x * factor;
     sum = fmaf(g, n, sum);
@@ -402,7 +402,7 @@ __device__ void rope_backward_vectors(RopeParams const& p, RopeRows const& rows,
         }
         float const squares = sum_over_lanes(dot(x, x), lanes), product = sum_over_lanes(dot(x, g, w), lanes);
         if (!mine) continue;
-        if (!zero) norm_gradient(x, g, w, squares, product, rows.head_dim, p.eps, sums);
+        if (!zero) norm_gradient(x, g, w, squares, product, p.per_element, p.eps, sums);
         store(out + own * rows.out_stride.head, runs, g);
       }
     }
@@ -459,7 +459,7 @@ __device__ void rope_backward_elements(RopeParams const& p, RopeRows const& rows
         if (u.token.sequence < 0) {
           g = Item<1>{};
         } else {
-          norm_gradient(x, g, w, squares, product, rows.head_dim, p.eps, sums);
+          norm_gradient(x, g, w, squares, product, p.per_element, p.eps, sums);
         }
         store(out, runs, g);
         if (!partial) continue;

@@ -48,6 +48,7 @@ void prepare(RopeParams& p, int bytes, int width) {
   for (RopeRows const* rows : {&p.q, &p.k, &p.v}) {
     if (rows->there() && items_of(p, *rows, rows == &p.v, width) > kMaxLanes) p.vectors = false;
   }
+  p.per_element = 1.f / float(std::max(1, p.head_dim));
   p.by_seqlen = Divisor(std::max(1, p.seqlen));
   p.by_page_size = Divisor(p.page_table ? p.page_size : 1);
   if (!p.cu_seqlens) p.sequences = p.batch;

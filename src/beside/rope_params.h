@@ -54,6 +54,7 @@ struct RopeParams : CachePlaces {  // cache_seqlens is null: there is no cache, 
 
   // Set by launch().
   bool vectors;
+  float per_element;  ///< 1 / head_dim
   Divisor by_seqlen;
 
   bool empty() const { return batch == 0 || seqlen == 0 || !(q.there() || k.there() || v.there()); }
