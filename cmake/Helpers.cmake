@@ -12,7 +12,8 @@ set(FMHA_HELPER_KERNELS
   "rope_backward RopeBackwardParams f16 bf16 f32"
   "backward_before BackwardParams f16 bf16 f32"
   "backward_after BackwardParams f16 bf16"
-  "backward_lists BackwardParams f16 bf16")
+  "backward_lists BackwardParams f16 bf16"
+  "rope_weights RopeBackwardParams f16 bf16 f32")
 set(FMHA_ELEMENT_f16 "__half float16")
 set(FMHA_ELEMENT_bf16 "__nv_bfloat16 bfloat16")
 set(FMHA_ELEMENT_f32 "float float32")

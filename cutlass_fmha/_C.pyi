@@ -381,6 +381,7 @@ class RopeRows:
     weight: int
     gradient: int
     partial: int
+    weight_gradient: int
     x_stride: tuple[int, int, int]
     out_stride: tuple[int, int, int]
     gradient_stride: tuple[int, int, int]
@@ -423,12 +424,13 @@ class RopeParams:
     seqused_k: int
 
 class RopeBackwardParams(RopeParams):
-    """The gradients of that; ``parts`` blocks sum those of weights."""
+    """The gradients of that; those of weights are summed in ``parts_of`` q or k parts, ``parts`` in all at most."""
+
+    parts: int
 
     def __init__(self) -> None: ...
     def copy(self) -> RopeBackwardParams: ...
-    @property
-    def parts(self) -> int: ...
+    def parts_of(self, rows: RopeRows) -> int: ...
 
 def launch(
     row: int,

@@ -76,6 +76,7 @@ enum class Family : int {
   rotary,
   rope,           ///< of queries and keys together, with their norms and a cache's new rows
   rope_backward,  ///< of that with norms
+  rope_weights,   ///< what those rows leave of the gradients of weights
   backward,         ///< gradients of Q, K and V: a thread block owns keys and walks the queries that see them
   backward_before,  ///< what those rows want of each query row, and dQ's sums at zero
   backward_after,   ///< dQ's sums become dQ
@@ -84,10 +85,7 @@ enum class Family : int {
   backward_wide,    ///< gradients of float32, and of head dims above 256: a block owns rows of one of them
 };
 constexpr char const* name_of(Family family) {
-  constexpr char const* kNames[] = {
-      "plain",  "few_query", "ranged", "score_mod", "scored",        "few_query_scored", "wide",           "combine",        "merge_tail",
-      "merge",  "append",    "rotary", "rope",      "rope_backward", "backward",         "backward_before", "backward_after", "backward_lists",
-      "query_product", "backward_wide"};
+  constexpr char const* kNames[] = {"plain", "few_query", "ranged", "score_mod", "scored", "few_query_scored", "wide", "combine", "merge_tail", "merge", "append", "rotary", "rope", "rope_backward", "rope_weights", "backward", "backward_before", "backward_after", "backward_lists", "query_product", "backward_wide"};
   return kNames[int(family)];
 }
 

@@ -66,7 +66,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: 
         first, second = (
             (row[:, :dim:2], row[:, 1:dim:2]) if interleaved else (row[:, : dim // 2], row[:, dim // 2 : dim])
         )
-        turned = torch.complex(first, second) * angle
+        turned = torch.complex(first.clone(), second.clone()) * angle
         first.copy_(turned.real)
         second.copy_(turned.imag)
     return rotated
@@ -125,3 +125,19 @@ def _assert_close(out: Tensor, expected: Tensor, largest: Tensor) -> None:
     error = (out.double() - expected).abs()
     assert not error.isnan().any()
     assert (error <= allowed).all(), f"off by {float((error / allowed).max())} times what is allowed"
+
+
+def normalized(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
+    """Each row by itself, in fp64."""
+    x = x.double()
+    x = x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+    return x if weight is None else x * (weight.double() + offset)
+
+
+def assert_within(out: Tensor, expected: Tensor, scale: Tensor) -> None:
+    """One rounding, and what sums in fp32 lose of ``scale``."""
+    half_ulp, smallest = HALF_ULP[out.dtype]
+    relative = 2.0**-40 if out.dtype == torch.float64 else 2.0**-18
+    error, allowed = (out.double() - expected).abs(), half_ulp * expected.abs() + smallest + relative * scale
+    assert not error.isnan().any()
+    assert (error <= allowed).all(), f"off by {float((error / allowed).nan_to_num().max())} times the allowed"

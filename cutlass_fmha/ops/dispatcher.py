@@ -106,7 +106,7 @@ def check_differentiable(inputs: Mapping[str, Tensor], others: Mapping[str, Tens
 
 def rows_of_gradient(x: Tensor) -> Tensor:
     """A gradient as kernels read it: one of a sum has strides of 0."""
-    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.clone(memory_format=torch.contiguous_format)
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cutlass_fmha import _C, autocast, private_torch
 from cutlass_fmha.arguments import check, results, tensors
+from cutlass_fmha.dispatch import device as devices
 from cutlass_fmha.launch import helpers
 from cutlass_fmha.launch.plan import kept
 from cutlass_fmha.ops import angles, append_kv, dispatcher
@@ -32,6 +33,9 @@ NO_BACKWARD_WITH_CACHE = (
     "cutlass_fmha has no backward of qk_norm_rope with a cache, and an input of this call requires a gradient: "
     "call it without k_cache and v_cache, or under torch.no_grad()"
 )
+
+#: Blocks of the backward that an SM has at a time: 80 registers to a thread.
+BLOCKS_OF_SM = 6
 
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -203,27 +207,26 @@ def _cuda_backward(
         for rows, x, dy in ((p.q, q, dq_out), (p.k, k, dk_out)):
             angles.describe_rows(rows, x, x.new_empty(x.shape, device="meta"))
             rows.gradient_stride = helpers.strides(dy)
+        p.parts = BLOCKS_OF_SM * devices.of_index(q.get_device()).sm_count if q.is_cuda else BLOCKS_OF_SM
         return helpers.helper("rope_backward", p, q)
 
     plan = kept("qk_norm_rope_backward", (dq_out, dk_out, q, k, *n, *a.key), prepare)
     angles.check_start(q, a)
     p = plan.params.copy()
     _set_norm(p, n, a)
-    dq, dk = q.new_empty(q.shape), k.new_empty(k.shape)
-    p.q.x, p.k.x, p.q.out, p.k.out = q.data_ptr(), k.data_ptr(), dq.data_ptr(), dk.data_ptr()
+    found = _gradients(q, k, n)
+    p.q.x, p.k.x, p.q.out, p.k.out = q.data_ptr(), k.data_ptr(), found[0].data_ptr(), found[1].data_ptr()
     p.q.gradient, p.k.gradient = dq_out.data_ptr(), dk_out.data_ptr()
-    # Each block of the launch sums its rows in an order of their own, then torch the blocks.
-    of_weights = []
-    for rows, weight in ((p.q, q_weight), (p.k, k_weight)):
-        parts = weight.new_zeros((p.parts, q.shape[-1]), dtype=torch.float32) if weight is not None else None
-        rows.partial = helpers.address(parts)
-        of_weights.append(parts)
+    kept_alive = []
+    for rows, weight, gradient in ((p.q, q_weight, found[2]), (p.k, k_weight, found[3])):
+        if weight is not None:
+            kept_alive.append(q.new_empty((p.parts_of(rows), q.shape[-1]), dtype=torch.float32))
+            rows.partial, rows.weight_gradient = kept_alive[-1].data_ptr(), gradient.data_ptr()
+    if q.numel() == 0 and k.numel() == 0:
+        for gradient in found:
+            gradient.zero_()  # there are no rows, and nothing is launched
     helpers.launch(plan, p)
-    found = [
-        q.new_empty(0) if w is None or parts is None else parts.sum(0).to(w.dtype)
-        for w, parts in zip((q_weight, k_weight), of_weights, strict=True)
-    ]
-    return dq, dk, found[0], found[1]
+    return found
 
 
 def _cpu_backward(
@@ -282,10 +285,6 @@ def _fake_backward(
 
 
 # ---- with a cache ------------------------------------------------------------------------------------------
-
-#: Of ``Append``, keyword arguments of the op.
-PLACES = ("cache_batch_idx", "page_table", "leftpad_k")
-
 
 class _Call(NamedTuple):
     """The arguments of the op ``qk_norm_rope_append_``."""

@@ -17,6 +17,7 @@ void bind_rows(py::module_& m) {
   address(c, "weight", &P::weight);
   address(c, "gradient", &P::gradient);
   address(c, "partial", &P::partial);
+  address(c, "weight_gradient", &P::weight_gradient);
   strides<3>(c, "x_stride", &P::x_stride);
   strides<3>(c, "out_stride", &P::out_stride);
   strides<3>(c, "gradient_stride", &P::gradient_stride);
@@ -63,7 +64,8 @@ void bind_rope_params(py::module_& m) {
   bind_rows(m);
   bind<RopeParams>(m, "RopeParams");
   auto backward = bind<RopeBackwardParams>(m, "RopeBackwardParams");
-  backward.def_property_readonly("parts", [](RopeBackwardParams const&) { return RopeBackwardParams::kParts; });
+  number(backward, "parts", &RopeBackwardParams::parts, 1);
+  backward.def("parts_of", [](RopeBackwardParams const& p, RopeRows const& rows) { return p.parts_of(rows); });
 }
 
 }  // namespace cutlass_fmha

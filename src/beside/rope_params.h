@@ -2,6 +2,8 @@
 // no CUDA needed. Strides are in elements; the head dimension itself is contiguous everywhere.
 #pragma once
 
+#include <algorithm>
+
 #include "../helpers/params.h"
 
 namespace cutlass_fmha {
@@ -18,11 +20,12 @@ struct RopeRows {
   // Of the backward alone.
   void const* gradient;  ///< of what x became
   Strides gradient_stride;
-  float* partial;  ///< [parts, head_dim], zeros: what becomes of the weight's gradient in each block; null: none
+  float* partial;         ///< [parts_of(rows), head_dim], the weight's gradient by parts of the rows; null: none
+  void* weight_gradient;  ///< of the weight's type
 
   // Set by launch(). 2^lanes_log2 threads share a row: each has an item of it, two runs of elements whose pairs it has
   // whole (with one element to a run it may have several). They go through every `slots`-th head of a token.
-  int items, lanes_log2, slots, steps, blocks;
+  int items, lanes_log2, slots, steps, units, blocks, parts;
   Divisor by_slots;
 
   bool there() const { return x && num_heads > 0 && head_dim > 0; }
@@ -32,6 +35,8 @@ struct RopeRows {
 /// or its own of `positions`. Packed: a batch of 1, whose rows cu_seqlens[n] to cu_seqlens[n + 1] are sequence n; others
 /// become 0, or are left alone where out is x, and go to no cache.
 struct RopeParams : CachePlaces {  // cache_seqlens is null: there is no cache, and no v
+  static constexpr int kWidth = 4;  ///< elements of a run, where rows are made of vectors
+
   RopeRows q, k, v;
   int batch, seqlen, head_dim;
   int const* cu_seqlens;  ///< [sequences + 1]; null: each batch entry is a sequence
@@ -49,14 +54,30 @@ struct RopeParams : CachePlaces {  // cache_seqlens is null: there is no cache, 
 
   // Set by launch().
   bool vectors;
+  float per_element;  ///< 1 / head_dim
   Divisor by_seqlen;
 
   bool empty() const { return batch == 0 || seqlen == 0 || !(q.there() || k.there() || v.there()); }
 };
 
-/// The gradients of q, k and the weights, from those of what q and k became.
+/// The gradients of q, k and the weights, from those of what q and k became. Each block sums what its rows give for the
+/// weight, in an order of its own; a second launch sums the blocks.
 struct RopeBackwardParams : RopeParams {
-  static constexpr int kParts = 1056;  ///< blocks that sum gradients of a weight: 8 on each SM of a large GPU
+  /// The same, by bytes of an element: a thread has a sum for each element.
+  template <int Bytes>
+  static constexpr int kWidthOf = Bytes == 4 ? 2 : 4;
+  static constexpr int kRowsOfPart = 16;  ///< at least
+  static constexpr int kColumns = 8;      ///< of a block of the second launch
+
+  int parts;  ///< of q and k together, about: as many blocks as the device runs at once
+
+  int64_t tokens() const { return int64_t(batch) * seqlen; }
+  int parts_of(RopeRows const& rows) const {
+    int64_t const own = tokens() * rows.num_heads, all = tokens() * (int64_t(q.num_heads) + k.num_heads);
+    if (own == 0) return 1;
+    int64_t const share = std::max<int64_t>(1, parts * own / all);
+    return int(std::min(share, (own + kRowsOfPart - 1) / kRowsOfPart));
+  }
 };
 
 /// Throws std::invalid_argument for numbers that contradict each other.
