@@ -23,5 +23,6 @@ void bind_backward_params(pybind11::module_& module);
 
 /// The parameters of the kernels beside attention.
 void bind_helper_params(pybind11::module_& module);
+void bind_beside_params(pybind11::module_& module);
 
 }  // namespace cutlass_fmha
