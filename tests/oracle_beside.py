@@ -45,7 +45,9 @@ class RmsNorm:
     ) -> None:
         total = x.cpu() if residual is None else (x.cpu().double() + residual.cpu().double()).to(x.dtype)
         self.sum = total
-        leaves = [None if t is None else t.detach().cpu().double().requires_grad_() for t in (total, weight, bias)]
+        leaves = [
+            None if t is None else t.detach().cpu().double().requires_grad_() for t in (total, weight, bias)
+        ]
         s, w, b = leaves
         assert s is not None
         out = rms_norm(s, w, b, eps, weight_offset)

@@ -33,16 +33,28 @@ BAD: list[tuple[type[Exception], Callable[[], object], str]] = [
     (TypeError, lambda: rms_norm(X, eps="1"), "eps must be a float, got str"),  # type: ignore[call-overload]
     (ValueError, lambda: rms_norm(X, eps=-1.0), "eps must be 0 or more, and finite, got -1.0"),
     (ValueError, lambda: rms_norm(torch.tensor(1.0)), "x must have at least one dimension"),
-    (ValueError, lambda: rms_norm(X[..., :0]), "x must have rows of 1 to 65536 elements, got shape (2, 3, 0)"),
+    (
+        ValueError,
+        lambda: rms_norm(X[..., :0]),
+        "x must have rows of 1 to 65536 elements, got shape (2, 3, 0)",
+    ),
     (ValueError, lambda: rms_norm(torch.empty(1, 65537)), "x must have rows of 1 to 65536 elements"),
     (ValueError, lambda: rms_norm(X.int()), "x must be float16 or bfloat16 or float32 or float64 on cpu"),
     (ValueError, lambda: rms_norm(X.transpose(1, 2)), "x must be contiguous in its last dimension"),
     (ValueError, lambda: rms_norm(X, W[:7]), "weight must have shape (8,), as x's rows, got (7,)"),
     (ValueError, lambda: rms_norm(X, W.half()), "weight must have x's dtype float32 or float32, got float16"),
-    (ValueError, lambda: rms_norm(X.half(), W.half(), W), "bias must have weight's dtype float16, got float32"),
+    (
+        ValueError,
+        lambda: rms_norm(X.half(), W.half(), W),
+        "bias must have weight's dtype float16, got float32",
+    ),
     (ValueError, lambda: rms_norm(X, W, residual=X[0]), "residual must have x's shape (2, 3, 8), got (3, 8)"),
     (ValueError, lambda: rms_norm(X, residual=X.half()), "residual must have x's dtype float32, got float16"),
-    (ValueError, lambda: rms_norm(X, weight_offset=1.0), "weight_offset is added to weight, and there is none"),
+    (
+        ValueError,
+        lambda: rms_norm(X, weight_offset=1.0),
+        "weight_offset is added to weight, and there is none",
+    ),
     (ValueError, lambda: rms_norm(X, W, weight_offset=float("nan")), "weight_offset must be finite, got nan"),
     (
         ValueError,
@@ -75,13 +87,29 @@ BAD: list[tuple[type[Exception], Callable[[], object], str]] = [
     (TypeError, lambda: swiglu(X, None), "up must be a torch.Tensor, got NoneType"),  # type: ignore[arg-type]
     (ValueError, lambda: swiglu(X, X[0]), "up must have gate's shape (2, 3, 8), got (3, 8)"),
     (ValueError, lambda: swiglu(X, X.half()), "up must have gate's dtype float32, got float16"),
-    (ValueError, lambda: silu_and_mul(X[..., :7]), "x must have rows of gate and up, an even number of elements"),
+    (
+        ValueError,
+        lambda: silu_and_mul(X[..., :7]),
+        "x must have rows of gate and up, an even number of elements",
+    ),
     (ValueError, lambda: silu_and_mul(X, out=X[..., :4]), "out must not share memory with x"),
     (ValueError, lambda: geglu(X, X, "erf"), 'approximate must be "none" or "tanh", got \'erf\''),
-    (ValueError, lambda: OPS.gated(X, None, "relu"), "activation must be one of silu, gelu, gelu_tanh, got 'relu'"),
-    (ValueError, lambda: OPS.gated_backward(X, X, None, "silu"), "dout must have shape (2, 3, 4), got (2, 3, 8)"),
+    (
+        ValueError,
+        lambda: OPS.gated(X, None, "relu"),
+        "activation must be one of silu, gelu, gelu_tanh, got 'relu'",
+    ),
+    (
+        ValueError,
+        lambda: OPS.gated_backward(X, X, None, "silu"),
+        "dout must have shape (2, 3, 4), got (2, 3, 8)",
+    ),
     (ValueError, lambda: swiglu_mlp(X, UP[:, :7], DOWN), "x must have rows of w_gate_up's 7 columns"),
-    (ValueError, lambda: swiglu_mlp(X, UP[:10], DOWN), "w_gate_up must have two rows for each of w_down's 6 columns"),
+    (
+        ValueError,
+        lambda: swiglu_mlp(X, UP[:10], DOWN),
+        "w_gate_up must have two rows for each of w_down's 6 columns",
+    ),
     (ValueError, lambda: swiglu_mlp(X, UP, DOWN[0]), "w_down must have 2 dimensions, [dim_out, dim]"),
     (TypeError, lambda: swiglu_mlp(X, UP, DOWN, recompute=1), "recompute must be a bool, got int"),  # type: ignore[arg-type]
 ]

@@ -310,7 +310,11 @@ def rows_of(params: Any, *addresses: str) -> Any:
             "dweight needs parts, and partial for them",
         ),
         ("gated", rows_of(_C.GatedParams(), "gate", "out"), "gate, up and out must be addresses"),
-        ("gated_backward", rows_of(_C.GatedBackwardParams(), "gate", "up"), "dgate and dup must be addresses"),
+        (
+            "gated_backward",
+            rows_of(_C.GatedBackwardParams(), "gate", "up"),
+            "dgate and dup must be addresses",
+        ),
     ],
 )
 def test_rows_are_checked(family: str, params: Any, message: str):

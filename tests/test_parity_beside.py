@@ -39,7 +39,8 @@ HOW = ("packed", "padded", "odd", "swapped")
 
 def run_norm(
     shape: tuple[int, ...], dtype: torch.dtype, how: str = "packed", *, weighted: torch.dtype | None = None,
-    biased: bool = False, summed: bool = False, out_dtype: torch.dtype | None = None, seed: int = 0, **options: Any,
+    biased: bool = False, summed: bool = False, out_dtype: torch.dtype | None = None, seed: int = 0,
+    **options: Any,
 ) -> None:  # fmt: skip
     """One call and its gradients, against the oracle."""
     x, residual = (placed(randn(*shape, dtype=dtype, seed=seed + n), how).requires_grad_() for n in (0, 1))
@@ -57,7 +58,9 @@ def run_norm(
     expected = RmsNorm(x.detach(), *factors, given, eps, offset, dout, dsum)
     expected.out.check(out)
     inputs = [t for t in (x, *factors, given) if t is not None]
-    gradients = torch.autograd.grad((out, *(() if total is None else (total,))), inputs, [d for d in (dout, dsum) if d is not None])
+    gradients = torch.autograd.grad(
+        (out, *(() if total is None else (total,))), inputs, [d for d in (dout, dsum) if d is not None]
+    )
     wanted = [expected.dx, *(e for e in (expected.dweight, expected.dbias) if e is not None)]
     if total is not None:
         assert torch.equal(total.cpu(), expected.sum)
@@ -116,9 +119,13 @@ def test_rms_norm_of_large_launches(dtype: torch.dtype):
 def test_rms_norm_of_anything(backend: str, data: Any):  # noqa: F811
     draw = data.draw
     dtype = draw(st.sampled_from(DTYPES))
-    shape = (*draw(st.lists(st.integers(0, 4), max_size=4)), draw(st.one_of(st.integers(1, 80), st.integers(1, 3000))))
+    shape = (
+        *draw(st.lists(st.integers(0, 4), max_size=4)),
+        draw(st.one_of(st.integers(1, 80), st.integers(1, 3000))),
+    )
     run_norm(
-        shape, dtype, draw(st.sampled_from(HOW)), weighted=draw(st.sampled_from((None, dtype, torch.float32))),
+        shape, dtype, draw(st.sampled_from(HOW)),
+        weighted=draw(st.sampled_from((None, dtype, torch.float32))),
         biased=draw(st.booleans()), summed=draw(st.booleans()), seed=draw(st.integers(0, 99)),
         out_dtype=draw(st.sampled_from((None, torch.float32))), eps=draw(st.sampled_from((0.0, 1e-6, 0.5))),
     )  # fmt: skip
@@ -126,7 +133,9 @@ def test_rms_norm_of_anything(backend: str, data: Any):  # noqa: F811
 
 @by_dtype
 def test_rms_norm_writes_where_it_is_told(dtype: torch.dtype):
-    x, residual, weight = (randn(*s, dtype=dtype, seed=n) for n, s in enumerate(((3, 4, 72), (3, 4, 72), (72,))))
+    x, residual, weight = (
+        randn(*s, dtype=dtype, seed=n) for n, s in enumerate(((3, 4, 72), (3, 4, 72), (72,)))
+    )
     out, total = (placed(torch.zeros_like(x), how) for how in ("padded", "odd"))
     plain = rms_norm(x, weight, residual=residual)
     found = rms_norm(x, weight, residual=residual, out=(out, total))
@@ -163,7 +172,9 @@ UNITS = {
 }
 
 
-def run_gated(shape: tuple[int, ...], dtype: torch.dtype, name: str, how: str = "packed", seed: int = 0) -> None:
+def run_gated(
+    shape: tuple[int, ...], dtype: torch.dtype, name: str, how: str = "packed", seed: int = 0
+) -> None:
     """Both forms of a unit and their gradients, the product in the same pass too."""
     dim = shape[-1]
     x = placed(4 * randn(*shape[:-1], 2 * dim, dtype=dtype, seed=seed), how).requires_grad_()
@@ -215,7 +226,9 @@ def test_gated_writes_where_it_is_told(dtype: torch.dtype):
 
 @by_dtype
 def test_gated_of_extremes(dtype: torch.dtype):
-    gate = torch.tensor([0.0, -60000.0, 60000.0, -800.0, math.nan], dtype=dtype, device=test_parity_helpers.DEVICE)
+    gate = torch.tensor(
+        [0.0, -60000.0, 60000.0, -800.0, math.nan], dtype=dtype, device=test_parity_helpers.DEVICE
+    )
     for name, (apart, _) in UNITS.items():
         out = apart(gate, torch.ones_like(gate))
         assert out[:2].tolist() == [0.0, 0.0] and out[2] == gate[2] and out[3] == 0 and out[4].isnan(), name
@@ -229,7 +242,8 @@ def test_gated_of_extremes(dtype: torch.dtype):
 @by_dtype
 def test_swiglu_mlp(dtype: torch.dtype):
     x, w_gate_up, w_down = (
-        (randn(*s, dtype=dtype, seed=n) / 4).requires_grad_() for n, s in enumerate(((3, 5, 48), (64, 48), (24, 32)))
+        (randn(*s, dtype=dtype, seed=n) / 4).requires_grad_()
+        for n, s in enumerate(((3, 5, 48), (64, 48), (24, 32)))
     )
     leaves = [t.detach().cpu().double().requires_grad_() for t in (x, w_gate_up, w_down)]
     gate, up = (leaves[0] @ leaves[1].mT).chunk(2, -1)

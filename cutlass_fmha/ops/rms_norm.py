@@ -43,7 +43,9 @@ def _check_factors(x: Tensor, weight: Tensor | None, bias: Tensor | None, weight
         if factor is None:
             continue
         if factor.shape != x.shape[-1:]:
-            raise ValueError(f"{name} must have shape ({x.shape[-1]},), as x's rows, got {tuple(factor.shape)}")
+            raise ValueError(
+                f"{name} must have shape ({x.shape[-1]},), as x's rows, got {tuple(factor.shape)}"
+            )
         tensors.check_rows(name, factor)
         if factor.dtype not in (x.dtype, torch.float32):
             raise ValueError(
@@ -52,7 +54,8 @@ def _check_factors(x: Tensor, weight: Tensor | None, bias: Tensor | None, weight
             )
     if weight is not None and bias is not None and weight.dtype != bias.dtype:
         raise ValueError(
-            f"bias must have weight's dtype {check.dtype_name(weight.dtype)}, got {check.dtype_name(bias.dtype)}"
+            f"bias must have weight's dtype {check.dtype_name(weight.dtype)}, "
+            f"got {check.dtype_name(bias.dtype)}"
         )
     if weight is None and weight_offset != 0.0:
         raise ValueError("weight_offset is added to weight, and there is none: pass weight")
@@ -327,9 +330,7 @@ def _check_backward(
         )
 
 
-def _empty_gradients(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, wanted: Sequence[bool]
-) -> Three:
+def _empty_gradients(x: Tensor, weight: Tensor | None, bias: Tensor | None, wanted: Sequence[bool]) -> Three:
     """Of weight and bias, empty where nobody wants them."""
     dweight, dbias = (
         torch.empty_like(factor, memory_format=torch.contiguous_format)
@@ -441,9 +442,7 @@ def _fake_backward(
 dispatcher.register(SCHEMA, {"CUDA": _cuda, "CPU": _cpu, "fake": _fake})
 dispatcher.register(SCHEMA_OUT, {"CUDA": _cuda_out, "CPU": _cpu_out, "fake": _fake_out})
 dispatcher.register_writes("rms_norm_out", ("out", "sum"))
-dispatcher.register(
-    SCHEMA_BACKWARD, {"CUDA": _cuda_backward, "CPU": _cpu_backward, "fake": _fake_backward}
-)
+dispatcher.register(SCHEMA_BACKWARD, {"CUDA": _cuda_backward, "CPU": _cpu_backward, "fake": _fake_backward})
 
 
 # ---- autograd ----------------------------------------------------------------------------------------------

@@ -118,7 +118,8 @@ void bind_gated(py::module_& m) {
 void check_rows(RowsParams const& p, char const* names, std::initializer_list<void const*> addresses) {
   int64_t rows = 1;
   for (int64_t size : p.sizes) {
-    require(size <= INT_MAX && (size == 0 || rows <= INT_MAX / size), [] { return "at most 2147483647 rows can be taken"; });
+    require(size <= INT_MAX && (size == 0 || rows <= INT_MAX / size),
+            [] { return "at most 2147483647 rows can be taken"; });
     rows *= size;
   }
   if (rows == 0) return;

@@ -53,8 +53,8 @@ struct RmsNormParams : RowsParams {
   float per_dim;  ///< 1 / dim
 };
 
-/// With g = dout (weight + weight_offset) and y = x rstd: dx = rstd (g - y mean(g y)) + dsum, dweight = sum over rows of
-/// dout y, whose terms are added in a fixed order: thread blocks leave partial sums, which a second kernel adds up.
+/// With g = dout (weight + weight_offset) and y = x rstd: dx = rstd (g - y mean(g y)) + dsum, dweight = sum over rows
+/// of dout y, whose terms are added in a fixed order: thread blocks leave partial sums, which a second kernel adds up.
 struct RmsNormBackwardParams : RowsParams {
   static constexpr int kThreads = 512, kMaxVectors = 2;
   static constexpr int kColumns = 32;  ///< of dweight, that a block adds up
