@@ -11,6 +11,7 @@
 #include "backward/config.h"
 #include "backward/params.h"
 #include "backward_wide/config.h"
+#include "beside/params.h"
 #include "binding.h"
 #include "build_config.h"  // generated
 #include "beside/rope_params.h"
@@ -23,6 +24,7 @@
 
 #include "backward/launch.h"
 #include "beside/rope_launch.h"
+#include "beside/launch.h"
 #include "device_guard.h"
 #include "helpers/launch.h"
 #include "host_model.h"
@@ -248,6 +250,7 @@ PYBIND11_MODULE(_C, m) {
   bind_backward_params(m);
   bind_helper_params(m);
   bind_rope_params(m);
+  bind_beside_params(m);
   m.def("rows", [] { return views<ForwardConfig, WideConfig>(); });
   m.def("backward_rows", [] { return views<BackwardConfig, QueryProductConfig, WideBackwardConfig>(); });
   m.def("helpers", [] { return views<HelperConfig>(); });
@@ -259,6 +262,10 @@ PYBIND11_MODULE(_C, m) {
   bind_run<AppendParams>(m);
   bind_run<RopeBackwardParams>(m);  // before what it is derived from
   bind_run<RopeParams>(m);
+  bind_run<RmsNormParams>(m);
+  bind_run<RmsNormBackwardParams>(m);
+  bind_run<GatedBackwardParams>(m);  // before what it is derived from
+  bind_run<GatedParams>(m);
   m.def("launch", &launch_planned, py::arg("row"), py::arg("plan"), py::arg("device"), py::arg("stream"), py::arg("q"),
         py::arg("k"), py::arg("v"), py::arg("o"), py::arg("lse"), py::arg("scale"), py::arg("room"));
   m.def("build_info", &build_info);

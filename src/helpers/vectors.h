@@ -15,10 +15,10 @@
 namespace cutlass_fmha {
 
 constexpr int kVectorBytes = 16;
-constexpr int kMaxLanesLog2 = 5;    // a warp
+constexpr int kMaxLanesLog2 = 5;  // a warp
 
 /// The stride of a dimension of size 1 is never used, and may be anything: 0.
-inline Strides used(Strides s, int batch, int seqlen, int heads) {
+inline Strides used(Strides s, int64_t batch, int64_t seqlen, int64_t heads) {
   return {batch > 1 ? s.batch : 0, seqlen > 1 ? s.seqlen : 0, heads > 1 ? s.head : 0};
 }
 
