@@ -101,7 +101,10 @@ def register() -> None:
 
     integration.register()
     interface: Any = AttentionInterface
-    interface.register(REGISTERED, sdpa_attention_forward)
+    interface.register(
+        REGISTERED,
+        lambda *tensors, softcap=None, sliding_window=None, **said: sdpa_attention_forward(*tensors, **said),
+    )
     AttentionMaskInterface.register(REGISTERED, lambda *said, **named: None)
 
 
@@ -196,6 +199,7 @@ def _measure(
         optimizer.step()
         optimizer.zero_grad()
 
+    model.config.use_cache = False
     found: dict[str, dict[str, Any]] = {name: {} for name in names}
     samples: dict[str, list[float]] = {name: [] for name in names}
     fits = True

@@ -121,7 +121,9 @@ def _check_out(gate: Tensor, shape: tuple[int, ...], out: Tensor, name: str) -> 
 
 def _check_apart(gate: Tensor, up: Tensor | None, out: Tensor) -> None:
     first, second = _names(up)
-    results.check_apart(results.placed({"out": out}), results.placed({first: gate, second: gate if up is None else up}))
+    results.check_apart(
+        results.placed({"out": out}), results.placed({first: gate, second: gate if up is None else up})
+    )
 
 
 def _cuda_out(gate: Tensor, up: Tensor | None, out: Tensor, activation: str) -> None:
@@ -254,9 +256,7 @@ def _casts(dtype: torch.dtype, gate: Tensor, up: Tensor | None, *rest: Any) -> a
 dispatcher.register(SCHEMA, {"CUDA": _cuda, "CPU": _cpu, "fake": _fake}, _casts)
 dispatcher.register(SCHEMA_OUT, {"CUDA": _cuda_out, "CPU": _cpu_out, "fake": _fake_out}, _casts)
 dispatcher.register_writes("gated_out", ("out",))
-dispatcher.register(
-    SCHEMA_BACKWARD, {"CUDA": _cuda_backward, "CPU": _cpu_backward, "fake": _fake_backward}
-)
+dispatcher.register(SCHEMA_BACKWARD, {"CUDA": _cuda_backward, "CPU": _cpu_backward, "fake": _fake_backward})
 
 
 # ---- autograd ----------------------------------------------------------------------------------------------

@@ -40,7 +40,9 @@ def _check_factors(x: Tensor, weight: Tensor | None, bias: Tensor | None, weight
         if factor is None:
             continue
         if factor.shape != x.shape[-1:]:
-            raise ValueError(f"{name} must have shape ({x.shape[-1]},), as x's rows, got {tuple(factor.shape)}")
+            raise ValueError(
+                f"{name} must have shape ({x.shape[-1]},), as x's rows, got {tuple(factor.shape)}"
+            )
         tensors.check_rows(name, factor)
         if factor.dtype not in (x.dtype, torch.float32):
             raise ValueError(
@@ -324,9 +326,7 @@ def _check_backward(
         )
 
 
-def _empty_gradients(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, wanted: Sequence[bool]
-) -> Three:
+def _empty_gradients(x: Tensor, weight: Tensor | None, bias: Tensor | None, wanted: Sequence[bool]) -> Three:
     """Of weight and bias, empty where nobody wants them."""
     dweight, dbias = (
         torch.empty_like(factor, memory_format=torch.contiguous_format)
@@ -435,9 +435,7 @@ def _fake_backward(
 dispatcher.register(SCHEMA, {"CUDA": _cuda, "CPU": _cpu, "fake": _fake})
 dispatcher.register(SCHEMA_OUT, {"CUDA": _cuda_out, "CPU": _cpu_out, "fake": _fake_out})
 dispatcher.register_writes("rms_norm_out", ("out", "sum"))
-dispatcher.register(
-    SCHEMA_BACKWARD, {"CUDA": _cuda_backward, "CPU": _cpu_backward, "fake": _fake_backward}
-)
+dispatcher.register(SCHEMA_BACKWARD, {"CUDA": _cuda_backward, "CPU": _cpu_backward, "fake": _fake_backward})
 
 
 # ---- autograd ----------------------------------------------------------------------------------------------

@@ -107,5 +107,3 @@ def differentiable(
         return Differentiable.apply(keyset, *with_gradient(given))  # type: ignore[no-untyped-call]
 
     dispatcher.register_gradients(name, autograd)
-
-
