@@ -1,4 +1,4 @@
-"""``python -m cutlass_fmha.bench.beside``: norms, gated units and rotary beside torch's, torch.compile's and others.
+"""``python -m cutlass_fmha.bench.beside``: norms, gated units and rotary beside torch's and others'.
 
 The share is the time of a copy that moves as many bytes as the call must, in the same run, over the call's. A
 backward's time is that of both passes less the forward's, in a graph each. Append: against three launches of
@@ -140,7 +140,7 @@ OPS = {
     "rotary_qk": Op(_heads(False), cutlass_fmha.rotary_qk, _torch_rotary, _of_rotary(2, 2), {}),
     "qk_norm_rope": Op(
         _heads(True),
-        lambda q, k, wq, wk, cos, sin: cutlass_fmha.qk_norm_rope(q, k, None, wq, wk, cos=cos, sin=sin, eps=EPS),
+        lambda q, k, *w, **_: cutlass_fmha.qk_norm_rope(q, k, None, *w[:2], cos=w[2], sin=w[3], eps=EPS),
         _torch_norm_rotary, _of_rotary(2, 3), {},
     ),
 }  # fmt: skip
@@ -150,17 +150,26 @@ def functions(op: Op) -> tuple[dict[str, Function], dict[str, str]]:
     """By name, ours first, and why a peer that is here has none."""
     found: dict[str, Function] = {OURS: op.ours, TORCH: op.torch}
     if torch.cuda.is_available():
-        torch.compiler.reset()  # each size is its own kernel, and there may be no more than eight of a function
+        torch.compiler.reset()  # a kernel for each size, and torch makes no more than eight of a function
         found[COMPILED] = torch.compile(op.torch, fullgraph=True, dynamic=False)
     refused = {}
-    for name, (module, build) in op.peers.items():
-        try:
-            found[name] = build(importlib.import_module(module))
-        except ModuleNotFoundError:
-            continue
-        except Exception as error:  # what a broken package raises is up to it
-            refused[name] = first_sentence(error)
+    for name, peer in op.peers.items():
+        function = _peer(*peer)
+        if isinstance(function, str):
+            refused[name] = function
+        elif function is not None:
+            found[name] = function
     return found, refused
+
+
+def _peer(module: str, build: Callable[[Any], Function]) -> Function | str | None:
+    """None where it is not installed, and a reason where it is broken."""
+    try:
+        return build(importlib.import_module(module))
+    except ModuleNotFoundError:
+        return None
+    except Exception as error:  # what a package raises is up to it
+        return first_sentence(error)
 
 
 def times(
@@ -169,17 +178,20 @@ def times(
     """Microseconds of a call, by contender in turns, and why there are none."""
     if not cuda:
         return wall_times({name: partial(call, 0) for name, call in calls.items()}, "cpu", budget_s), {}
-    timers, refused = {}, {}
-    for name, call in calls.items():
-        try:
-            timers[name] = GraphTimer(call, sets)
-        except Exception as error:
-            if name == OURS:
-                raise
-            torch.cuda.synchronize()  # raises where the device is broken
-            refused[name] = first_sentence(error)
+    made = {name: _timer(name, call, sets) for name, call in calls.items()}
+    timers = {name: timer for name, timer in made.items() if isinstance(timer, GraphTimer)}
     found = {name: timing.p50_us for name, timing in time_interleaved(timers, budget_s).items()}
-    return found, refused
+    return found, {name: why for name, why in made.items() if isinstance(why, str)}
+
+
+def _timer(name: str, call: Callable[[int], object], sets: int) -> GraphTimer | str:
+    try:
+        return GraphTimer(call, sets)
+    except Exception as error:
+        if name == OURS:
+            raise
+        torch.cuda.synchronize()  # raises where the device is broken
+        return first_sentence(error)
 
 
 def _copy(moved: int, sets: int, device: torch.device) -> Callable[[int], object]:
@@ -258,8 +270,8 @@ def append(batch: int, device: torch.device, budget_s: float) -> dict[str, Any]:
     cos, sin = torch.randn(2, keys, HEAD_DIM // 2, device=device)
     caches = [torch.zeros(batch, keys, HEADS_KV, HEAD_DIM, device=device, dtype=dtype) for _ in range(2)]
     lengths = torch.full((batch,), keys // 2, dtype=torch.int32, device=device)
-    weights = {"q_weight": wq, "k_weight": wk, "cos": cos, "sin": sin, "eps": EPS}
-    cache = {"k_cache": caches[0], "v_cache": caches[1], "cache_seqlens": lengths}
+    weights: dict[str, Any] = {"q_weight": wq, "k_weight": wk, "cos": cos, "sin": sin, "eps": EPS}
+    cache: dict[str, Any] = {"k_cache": caches[0], "v_cache": caches[1], "cache_seqlens": lengths}
     table_of = {"query": q, "rotary_cos": cos, "rotary_sin": sin}
     append_kv = torch.ops.cutlass_fmha.append_kv_
 
