@@ -22,7 +22,8 @@ class Row:
         ``"few_query_scored"``, for every mask, score and shape;
         ``"wide"``, for float32 and head dims above 256. Beside it: ``"combine"`` (of split keys), ``"merge_tail"`` (of
         a plain row's tail), ``"merge"`` (of states), ``"append"`` (to caches), ``"rotary"``; ``"backward"``, with
-        ``"backward_before"`` and ``"backward_after"``, for gradients.
+        ``"backward_before"`` and ``"backward_after"``, for gradients; ``"rms_norm"`` and ``"gated"`` (units), whose
+        gradients are ``"rms_norm_backward"``, ``"rms_norm_columns"``, ``"rms_norm_weights"``, ``"gated_backward"``.
         """
     @property
     def arch(self) -> int:
@@ -420,6 +421,94 @@ class RopeBackwardParams(RopeParams):
     @property
     def parts(self) -> int: ...
 
+class RmsNormParams:
+    """Rows are normalised, or their sums with others: src/beside/params.h."""
+
+    def __init__(self) -> None: ...
+    def copy(self) -> RmsNormParams: ...
+
+    dim: int
+    x: int
+    residual: int
+    sum: int
+    weight: int
+    bias: int
+    out: int
+    rstd: int
+    sizes: tuple[int, int, int]
+    x_stride: tuple[int, int, int]
+    residual_stride: tuple[int, int, int]
+    sum_stride: tuple[int, int, int]
+    out_stride: tuple[int, int, int]
+    eps: float
+    weight_offset: float
+    out_type: str
+    weight_type: str
+
+class RmsNormBackwardParams:
+    """Gradients of that: src/beside/params.h."""
+
+    def __init__(self) -> None: ...
+    def copy(self) -> RmsNormBackwardParams: ...
+    def partial_floats(self) -> int: ...
+
+    dim: int
+    dout: int
+    dsum: int
+    x: int
+    weight: int
+    rstd: int
+    dx: int
+    dweight: int
+    partial: int
+    parts: int
+    sizes: tuple[int, int, int]
+    dout_stride: tuple[int, int, int]
+    dsum_stride: tuple[int, int, int]
+    x_stride: tuple[int, int, int]
+    dx_stride: tuple[int, int, int]
+    weight_offset: float
+    out_type: str
+    weight_type: str
+
+class GatedParams:
+    """An activation of one tensor times another: src/beside/params.h."""
+
+    def __init__(self) -> None: ...
+    def copy(self) -> GatedParams: ...
+
+    dim: int
+    gate: int
+    up: int
+    out: int
+    sizes: tuple[int, int, int]
+    gate_stride: tuple[int, int, int]
+    up_stride: tuple[int, int, int]
+    out_stride: tuple[int, int, int]
+    activation: str
+
+class GatedBackwardParams:
+    """Gradients of that: src/beside/params.h."""
+
+    def __init__(self) -> None: ...
+    def copy(self) -> GatedBackwardParams: ...
+
+    dim: int
+    gate: int
+    up: int
+    out: int
+    dout: int
+    dgate: int
+    dup: int
+    sizes: tuple[int, int, int]
+    gate_stride: tuple[int, int, int]
+    up_stride: tuple[int, int, int]
+    out_stride: tuple[int, int, int]
+    activation: str
+    dout_stride: tuple[int, int, int]
+    dgate_stride: tuple[int, int, int]
+    dup_stride: tuple[int, int, int]
+
 def launch(
     row: int,
     plan: AttentionParams,
@@ -443,7 +532,11 @@ def run(
     | MergeParams
     | RotaryParams
     | AppendParams
-    | RopeParams,
+    | RopeParams
+    | RmsNormParams
+    | RmsNormBackwardParams
+    | GatedParams
+    | GatedBackwardParams,
     device: int,
     stream: int,
 ) -> None:

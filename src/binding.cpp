@@ -10,6 +10,7 @@
 #include "attention_params.h"
 #include "backward/config.h"
 #include "backward/params.h"
+#include "beside/params.h"
 #include "binding.h"
 #include "build_config.h"  // generated
 #include "beside/rope_params.h"
@@ -22,6 +23,7 @@
 
 #include "backward/launch.h"
 #include "beside/rope_launch.h"
+#include "beside/launch.h"
 #include "device_guard.h"
 #include "helpers/launch.h"
 #include "host_model.h"
@@ -246,6 +248,7 @@ PYBIND11_MODULE(_C, m) {
   bind_backward_params(m);
   bind_helper_params(m);
   bind_rope_params(m);
+  bind_beside_params(m);
   m.def("rows", [] { return views<ForwardConfig, WideConfig>(); });
   m.def("backward_rows", [] { return views<BackwardConfig>(); });
   m.def("helpers", [] { return views<HelperConfig>(); });
@@ -257,6 +260,10 @@ PYBIND11_MODULE(_C, m) {
   bind_run<AppendParams>(m);
   bind_run<RopeBackwardParams>(m);  // before what it is derived from
   bind_run<RopeParams>(m);
+  bind_run<RmsNormParams>(m);
+  bind_run<RmsNormBackwardParams>(m);
+  bind_run<GatedBackwardParams>(m);  // before what it is derived from
+  bind_run<GatedParams>(m);
   m.def("launch", &launch_planned, py::arg("row"), py::arg("plan"), py::arg("device"), py::arg("stream"), py::arg("q"),
         py::arg("k"), py::arg("v"), py::arg("o"), py::arg("lse"), py::arg("scale"), py::arg("room"));
   m.def("build_info", &build_info);

@@ -79,11 +79,37 @@ enum class Family : int {
   backward,         ///< gradients of Q, K and V: a thread block owns keys and walks the queries that see them
   backward_before,  ///< what those rows want of each query row, and dQ's sums at zero
   backward_after,   ///< dQ's sums become dQ
+  rms_norm,
+  rms_norm_backward,  ///< gradients of its rows, and of its weights partial sums
+  rms_norm_columns,   ///< those sums by themselves, for rows that are not kept in registers
+  rms_norm_weights,   ///< of the sums
+  gated,              ///< units: an activation of one tensor times another
+  gated_backward,
 };
 constexpr char const* name_of(Family family) {
-  constexpr char const* kNames[] = {
-      "plain",      "few_query", "ranged", "score_mod", "scored",   "few_query_scored", "wide",          "combine",
-      "merge_tail", "merge",     "append", "rotary", "rope", "rope_backward",   "backward", "backward_before",  "backward_after"};
+  constexpr char const* kNames[] = {"plain",
+                                    "few_query",
+                                    "ranged",
+                                    "score_mod",
+                                    "scored",
+                                    "few_query_scored",
+                                    "wide",
+                                    "combine",
+                                    "merge_tail",
+                                    "merge",
+                                    "append",
+                                    "rotary",
+                                    "rope",
+                                    "rope_backward",
+                                    "backward",
+                                    "backward_before",
+                                    "backward_after",
+                                    "rms_norm",
+                                    "rms_norm_backward",
+                                    "rms_norm_columns",
+                                    "rms_norm_weights",
+                                    "gated",
+                                    "gated_backward"};
   return kNames[int(family)];
 }
 
@@ -145,10 +171,11 @@ struct HelperConfig {
   int arch;
   DType dtype;
   bool dependent_launch = false;
+  int block = kThreads;
 
   static constexpr int kThreads = 128;
   constexpr Family family() const { return kind; }
-  constexpr int threads() const { return kThreads; }
+  constexpr int threads() const { return block; }
 };
 
 }  // namespace cutlass_fmha

@@ -47,7 +47,7 @@ def assert_merged(output: Tensor, lse: Tensor | None, parts: list[tuple[Tensor, 
     largest = torch.stack(
         [o.double().abs().masked_fill((x == -math.inf).transpose(-1, -2)[..., None], 0.0) for o, x in parts]
     ).amax(0)
-    _assert_close(output, expected, largest)
+    assert_close(output, expected, largest)
     if lse is not None:
         finite = expected_lse.isfinite()
         assert torch.equal(lse.double()[~finite], expected_lse[~finite])
@@ -79,7 +79,7 @@ def assert_rotated(
     expected = rotate(x, cos, sin, positions, interleaved)
     dim = 2 * cos.shape[1]
     largest = x.double().abs().amax(-1, keepdim=True).expand(x.shape)
-    _assert_close(out, expected, largest)
+    assert_close(out, expected, largest)
     assert torch.equal(bits(out[..., dim:]), bits(x[..., dim:]))
 
 
@@ -118,7 +118,7 @@ def _indices(x: Tensor) -> list[tuple[int, ...]]:
     return [tuple(index) for index in torch.ones(x.shape).nonzero().tolist()]
 
 
-def _assert_close(out: Tensor, expected: Tensor, largest: Tensor) -> None:
+def assert_close(out: Tensor, expected: Tensor, largest: Tensor) -> None:
     half_ulp, smallest = HALF_ULP[out.dtype]
     relative = COMPUTED.get(out.dtype, COMPUTED_IN_FP32)
     allowed = half_ulp * expected.abs() + smallest + relative * largest

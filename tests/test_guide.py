@@ -32,6 +32,7 @@ def test_the_examples_run(example: str):
 
 PAGES = [
     ("caches.md", 6),
+    ("beside.md", 4),
     ("flash_attn.md", 2),
     ("sdpa.md", 1),
     ("arrays.md", 1),

@@ -253,6 +253,7 @@ APPROXIMATIONS: dict[str, Model] = {
     "ex2.approx.ftz.f32": np.exp2,
     "ex2.approx.f32": np.exp2,
     "rcp.approx.ftz.f32": np.reciprocal,
+    "rsqrt.approx.f32": lambda a: 1 / np.sqrt(a),
 }
 
 

@@ -30,6 +30,9 @@ SCHEMA_BACKWARD = (
 #: Elements of a row.
 MAX_DIM = 65536
 
+#: Thread blocks of the backward that an SM has room for.
+BLOCKS_PER_SM = 2
+
 Three = tuple[Tensor, Tensor, Tensor]
 
 
@@ -51,7 +54,8 @@ def _check_factors(x: Tensor, weight: Tensor | None, bias: Tensor | None, weight
             )
     if weight is not None and bias is not None and weight.dtype != bias.dtype:
         raise ValueError(
-            f"bias must have weight's dtype {check.dtype_name(weight.dtype)}, got {check.dtype_name(bias.dtype)}"
+            f"bias must have weight's dtype {check.dtype_name(weight.dtype)}, "
+            f"got {check.dtype_name(bias.dtype)}"
         )
     if weight is None and weight_offset != 0.0:
         raise ValueError("weight_offset is added to weight, and there is none: pass weight")
@@ -349,7 +353,7 @@ def _prepare_backward(
     p.weight_offset = weight_offset
     p.out_type = check.dtype_name(dout.dtype)
     p.weight_type = check.dtype_name(x.dtype if weight is None else weight.dtype)
-    p.parts = helpers.blocks(x) if wanted else 0
+    p.parts = helpers.resident_blocks(x, BLOCKS_PER_SM) if wanted else 0
     return helpers.helper("rms_norm_backward", p, x)
 
 
@@ -376,6 +380,9 @@ def _cuda_backward(
     if dbias.numel():
         dims = list(range(dout.dim() - 1))
         dbias.copy_(torch.sum(dout, dims, dtype=torch.float32) if dims else dout)
+    if x.numel() == 0:
+        dweight.zero_()
+        return found
     if x.dim() > rows.LEADING + 1:
         dout, x = rows.as_rows(dout), rows.as_rows(x)
         dsum = None if dsum is None else rows.as_rows(dsum)

@@ -6,27 +6,14 @@
 #include <stdexcept>
 #include <string>
 
+#include "layout.h"
+
 namespace cutlass_fmha {
 namespace {
 
-constexpr int kVectorBytes = 16;
 constexpr int kMaxLanesLog2 = 5;    // a warp
 constexpr int kBlockLanesLog2 = 7;  // a whole block
 static_assert(1 << kBlockLanesLog2 == kHelperThreads);
-
-/// The stride of a dimension of size 1 is never used, and may be anything: 0.
-Strides used(Strides s, int batch, int seqlen, int heads) {
-  return {batch > 1 ? s.batch : 0, seqlen > 1 ? s.seqlen : 0, heads > 1 ? s.head : 0};
-}
-
-bool aligned(void const* pointer, int64_t strides_in_bytes = 0) {
-  return (int64_t(reinterpret_cast<uintptr_t>(pointer)) | strides_in_bytes) % kVectorBytes == 0;
-}
-
-/// Whether the rows of a tensor are made of whole, aligned vectors.
-bool is_aligned(void const* pointer, Strides const& s, int head_dim, int bytes) {
-  return aligned(pointer, (s.batch | s.seqlen | s.head | head_dim) * bytes);
-}
 
 /// Whether a vector of a row is rotated with whole vectors, or with halves of them, and has no pair's half of another.
 bool is_aligned(Rotary const& rotary, int bytes) {
