@@ -55,7 +55,7 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
         """x [..., *normalized_shape]; with a residual of that shape (norm(x + residual), x + residual)."""
         eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
-        said = {"eps": eps, "weight_offset": self.weight_offset if self.elementwise_affine else 0.0}
+        said: Any = {"eps": eps, "weight_offset": self.weight_offset if self.elementwise_affine else 0.0}
         if len(self.normalized_shape) == 1:
             return rms_norm(x, self.weight, residual=residual, **said)
         rows, weight = (
@@ -149,6 +149,9 @@ class SwiGLU(_Joined):
     Raises ValueError for another activation.
     """
 
+    gate_up_weight: nn.Parameter
+    gate_up_bias: nn.Parameter | None
+
     def __init__(
         self,
         in_features: int,
@@ -172,25 +175,24 @@ class SwiGLU(_Joined):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features]; returns [..., out_features]."""
-        bias: Tensor | None = self.gate_up_bias
+        bias = self.gate_up_bias
         if self.activation == "silu" and bias is None:
-            result: Tensor = swiglu_mlp(x, self.gate_up_weight, self.down_proj.weight)
-            return result
+            return swiglu_mlp(x, self.gate_up_weight, self.down_proj.weight)
         rows = functional.linear(x, self.gate_up_weight, bias)
         if self.activation == "silu":
-            gated: Tensor = silu_and_mul(rows)
+            gated = silu_and_mul(rows)
         else:
             gated = gelu_and_mul(rows, approximate="none" if self.activation == "gelu" else "tanh")
-        result = self.down_proj(gated)
+        result: Tensor = self.down_proj(gated)
         return result
 
 
 class KVCache:
-    """Keys and values of a layer, one behind the other: what ``Attention`` appends to.
+    """Keys and values of a layer, to which ``Attention`` appends.
 
     Attributes:
         k, v: [batch, capacity, num_heads_kv, head_dim].
-        lengths: int32 [batch], rows in use, on the device; a call of the layer adds its tokens to it in place.
+        lengths: int32 [batch], rows in use, on the device; a call of the layer adds its tokens in place.
     """
 
     def __init__(
@@ -240,6 +242,9 @@ class Attention(_Joined):
 
     Raises ValueError for heads that don't divide.
     """
+
+    qkv_weight: nn.Parameter
+    qkv_bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -325,7 +330,7 @@ class Attention(_Joined):
     ) -> Tensor:
         lengths, seqlen = cache.lengths, q.shape[1]
         if self.q_norm is not None:
-            new = {"v": v, "k_cache": cache.k, "v_cache": cache.v, "cache_seqlens": lengths}
+            new: Any = {"v": v, "k_cache": cache.k, "v_cache": cache.v, "cache_seqlens": lengths}
             q, used = qk_norm_rope(q, k, **self._norms(rotary), **new)
             out = with_kv_cache(q, cache.k, cache.v, cache_seqlens=used, **said)
         else:

@@ -36,7 +36,8 @@ PAGES = [
     ("flash_attn.md", 2),
     ("sdpa.md", 1),
     ("arrays.md", 1),
-    ("transformers.md", 1),
+    ("transformers.md", 2),
+    ("nn.md", 2),
     ("diffusers.md", 1),
     ("jax.md", 1),
 ]

@@ -1,4 +1,4 @@
-"""transformers' norms, rotary embeddings and MLPs by this package: eager's numbers, and undone as if never."""
+"""Norms, rotary and MLPs of transformers by this package: eager's numbers, and undone as if never."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ transformers = pytest.importorskip("transformers", reason="requirements/demo.txt
 
 TOLERANCE = 1e-4  # of the largest number
 COMMON = {
-    "vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 96, "head_dim": 16, "max_position_embeddings": 64, "initializer_range": 0.2,
+    "vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 96, "head_dim": 16, "max_position_embeddings": 64,
+    "initializer_range": 0.2,
 }  # fmt: skip
 WINDOW = {"sliding_window": 4}
 SLIDING = {**WINDOW, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 16}

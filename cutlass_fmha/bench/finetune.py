@@ -1,9 +1,9 @@
-"""``python -m cutlass_fmha.bench.finetune``: a training step of transformers models, by our attention and torch's.
+"""``python -m cutlass_fmha.bench.finetune``: a training step of transformers models, ours and torch's.
 
 A step is forward, loss, backward and AdamW, on random tokens from random weights in bf16 (on a CPU fp32). All
 contenders share one model, and take turns. Where memory is short for one of them, all are measured with
 activation checkpointing. Gradients are held against eager's, on small models, before anything is timed.
-torch's SDPA has no softcap and its flash backend no windows: of Gemma 2 it computes less, or more, than asked.
+torch's SDPA has no softcap and its flash backend no windows: of Gemma 2 it computes something else.
 """
 
 from __future__ import annotations
@@ -101,7 +101,10 @@ def register() -> None:
 
     integration.register()
     interface: Any = AttentionInterface
-    interface.register(REGISTERED, sdpa_attention_forward)
+    interface.register(
+        REGISTERED,
+        lambda *tensors, softcap=None, sliding_window=None, **said: sdpa_attention_forward(*tensors, **said),
+    )
     AttentionMaskInterface.register(REGISTERED, lambda *said, **named: None)
 
 
@@ -132,11 +135,11 @@ def tokens(model: Any, batch: int, seqlen: int) -> Tensor:
 
 
 def gradients(model: Any, name: str, ids: Tensor) -> Tensor:
-    """All of them, each over the largest of its own, on the host."""
+    """All of them, one behind the other, on the host."""
     with contender(model, name):
         loss = model(input_ids=ids, labels=ids).loss
-        found = torch.autograd.grad(loss, [*model.parameters()], allow_unused=True)
-    return torch.cat([x.float().flatten().cpu() for x in found if x is not None])
+        found = torch.autograd.grad(loss, [*model.parameters()], allow_unused=True, materialize_grads=True)
+    return torch.cat([x.float().flatten().cpu() for x in found])
 
 
 def agreement(names: list[str], device: torch.device) -> list[dict[str, Any]]:
@@ -153,7 +156,7 @@ def agreement(names: list[str], device: torch.device) -> list[dict[str, Any]]:
         wanted = gradients(model.float(), "eager", ids)
 
         def off(x: Tensor, wanted: Tensor = wanted) -> float:
-            return ((x - wanted).norm() / wanted.norm()).item()
+            return float((x - wanted).norm() / wanted.norm())
 
         bound = 2 * off(eager) + 1e-4
         # torch's SDPA has no softcap: it computes something else of Gemma 2.
@@ -196,6 +199,7 @@ def _measure(
         optimizer.step()
         optimizer.zero_grad()
 
+    model.config.use_cache = False
     found: dict[str, dict[str, Any]] = {name: {} for name in names}
     samples: dict[str, list[float]] = {name: [] for name in names}
     fits = True

@@ -89,8 +89,8 @@ class Applied:
         for module, kind in self._modules:
             if vars(type(module)).get(OURS) is not kind:
                 raise RuntimeError(
-                    f"{type(module).__name__} is not what apply made of {kind.__name__}: undo first what came "
-                    "after it"
+                    f"{type(module).__name__} is not what apply made of {kind.__name__}: undo first what "
+                    "came after it"
                 )
         for module, kind in self._modules:
             module.__class__ = kind
@@ -108,12 +108,12 @@ class Applied:
 def apply(model: nn.Module, *, norm: bool = True, rotary: bool = True, mlp: bool = True) -> Applied:
     """Have a model's RMSNorms, rotary embeddings and gated MLPs computed by this package, in place.
 
-    For Llama, Mistral, Qwen 2 and 3, Gemma 1 to 3, and what has their layers inside. Parameters stay the very
-    tensors, names of the state dict stay, training and inference work on. Attention is another matter:
+    For Llama, Mistral, Qwen 2 and 3, Gemma 1 to 3, and what has their layers inside. Parameters and names of
+    the state dict stay what they are, training and inference work on. Attention is another matter:
     ``register``.
 
     Args:
-        model: any module; those of the families' classes within it are swapped.
+        model: any module; what is of the families' classes within it is swapped.
         norm: RMSNorm, and, where a norm's input is a sum, that sum in the same launch.
         rotary: queries and keys rotated in one launch; where they are normed (Qwen 3, Gemma 3), that too.
         mlp: the activation of the gate times up, in one launch, where the activation is SiLU or GELU.
@@ -146,7 +146,7 @@ def apply(model: nn.Module, *, norm: bool = True, rotary: bool = True, mlp: bool
             f"transformers' {families}"
         )
     for module, kind, family, part in found:
-        module.__class__ = _swapped(kind, family, part)
+        module.__class__ = _swapped(kind, family, part)  # type: ignore[arg-type]
     return Applied(name_of_model, [(module, kind) for module, kind, *_ in found], left)
 
 
@@ -197,7 +197,7 @@ def _norm(kind: type, family: Family) -> Forward:
         if residual is not None and residual.dtype != x.dtype:  # under autocast a sum has another dtype
             total = residual + x
             return forward(self, total), total
-        said = {"eps": eps, "weight_offset": offset, "out_dtype": None if dtype == x.dtype else dtype}
+        said: Any = {"eps": eps, "weight_offset": offset, "out_dtype": None if dtype == x.dtype else dtype}
         if weight.dtype not in (x.dtype, torch.float32):
             weight = weight.to(x.dtype)
         return rms_norm(x, weight, residual=residual, **said)
