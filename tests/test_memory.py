@@ -142,6 +142,22 @@ def planned(name: str, times: int = 1, device: str = "l4") -> MemoryPlan:
     return memory_plan(**given, **said, device=device)
 
 
+def test_block_lists_take_their_transpose():
+    """16 bytes of each tile of queries, and one more, and a count, for each tile of keys."""
+    lists = (_meta(1, 1, 5), _meta(1, 1, 5, 2), (64, 128))
+    said: tuple[dict[str, Any], ...] = ({"block_mask": lists}, {"features": ("mask",)})
+    shape = {"shape": (2, 300, 4, 64), "num_heads_kv": 2, "device": "l4", "backward": True}
+    with_lists, without = (memory_plan(**shape, **each) for each in said)
+    assert with_lists.backward_row == without.backward_row
+    tiles = 2 * 2 * 2
+    more = with_lists.backward - without.backward
+    assert more == tiles * (16 * (2 * 5 + 1) + 4)
+
+
+def _meta(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.int32, device="meta")
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_the_plan_is_what_is_allocated(name: str, ledger: Ledger):
     kept: dict[int, int] = {}
