@@ -85,6 +85,17 @@ inline int64_t workspace_tiles(FeatureParams const& p, int tile_m) {
 /// Parts of dQ of a tile that are summed by one warp each.
 constexpr int kTurns = 8;
 
+/// Entries of a tile of keys in the transpose of block lists, with one behind the last.
+FMHA_HOST_DEVICE inline int64_t listed_room(FeatureParams const& p, int tile_m) {
+  return int64_t(p.num_heads / p.num_heads_kv) * ceil_div(p.seqlen_q, tile_m) + 1;
+}
+/// Which of the tiles of keys that have such entries one is.
+FMHA_HOST_DEVICE inline int64_t listing_tile(FeatureParams const& p, int batch, int head_kv, int tile, int tile_n) {
+  return (int64_t(batch) * p.num_heads_kv + head_kv) * ceil_div(p.seqlen_k, tile_n) + tile;
+}
+/// How many these are.
+inline int64_t listing_tiles(FeatureParams const& p, int tile_n) { return listing_tile(p, p.batch, 0, 0, tile_n); }
+
 /// Of a row with such tiles; row_dim: of its sums of dQ, 0 where it has none. There are block lists where there is block_m.
 inline int64_t workspace_floats(BackwardParams const& p, int tile_m, int tile_n, int row_dim) {
   int64_t const listed =
