@@ -107,9 +107,9 @@ struct TwoGroupWalk : BackwardParts<C> {
     load_q(0, at);
     load_dout(0, at);
     load_dout(1, at);
-    if (steps > 1) load_q(1, at.next(place().walk));
+    if (all_steps() > 1) load_q(1, at.next(place().walk));
     CUTE_NO_UNROLL
-    for (int step = 0; step < steps; ++step) {
+    for (int step = 0; step < all_steps(); ++step) {
       uint32_t const q_tile = Layout::kQ + q_pipe.stage(step) * Layout::kQTile;
       uint32_t const terms = Layout::kRowTerms + q_pipe.stage(step) * Layout::kTerms;
       QueryCursor const here = at;
@@ -148,17 +148,19 @@ struct TwoGroupWalk : BackwardParts<C> {
           this->template store_scores<Chunk>(begin / 16, probabilities);
           if (last) scores_pipe.producer_commit(unit);
         }
-        if (last && step + 1 < steps && half == 1) load_dout(unit + 1, at);
+        if (last && step + 1 < all_steps() && half == 1) load_dout(unit + 1, at);
         if (!C.scored() || params.dk != nullptr)
           this->template add_queries<QTile, Chunk>(probabilities, q_tile, begin / 16, dk);
       }
       q_pipe.consumer_release(step);
-      if (step + 1 < steps) load_dout(2 * step + 3, at);
-      if (step + 2 < steps) load_q(step + 2, at.next(place().walk));
+      if (step + 1 < all_steps()) load_dout(2 * step + 3, at);
+      if (step + 2 < all_steps()) load_q(step + 2, at.next(place().walk));
     }
   }
 
  private:
+  /// Of B, which has a register less where it writes dS.
+  CUTE_DEVICE int all_steps() const { return C.writes_scores ? place().steps : steps; }
   CUTE_DEVICE uint32_t probabilities_barrier(int half) const {
     return barriers() + Barriers::kProbabilities + 8 * (2 * warp + half);
   }
