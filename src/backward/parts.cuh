@@ -321,8 +321,10 @@ struct BackwardParts {
   template <class Types>
   CUTE_DEVICE void write_scores(int step, int eights, typename Types::Probabilities& factors) const {
     auto pairs = pairs_by_row<Types>(factors);
+    // The thread's number is read anew: registers that would be kept for it are spilled.
+    int const thread = thread_id() % (32 * C.group_warps());
     auto* const tile = reinterpret_cast<uint32_t*>(place().sums) + int64_t(step) * (C.tile_m * C.tile_n / 2) +
-                       scores_matrix(C.tile_m, warp * C.keys_per_warp() / 8, eights) / 2 + lane_id();
+                       scores_matrix(C.tile_m, thread / 32 * (C.keys_per_warp() / 8), eights) / 2 + thread % 32;
     CUTE_UNROLL
     for (int row = 0; row < 2 * T::kRowSteps; ++row) {
       CUTE_UNROLL

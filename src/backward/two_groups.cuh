@@ -111,7 +111,7 @@ struct TwoGroupWalk : BackwardParts<C> {
     load_q(0, at);
     load_dout(0, at);
     load_dout(1, at);
-    if (steps > 1) {
+    if (all_steps() > 1) {
       QueryCursor const second = this->after(at, place().walk);
       load_q(1, second);
       if constexpr (kAhead > 1) {
@@ -120,7 +120,7 @@ struct TwoGroupWalk : BackwardParts<C> {
       }
     }
     CUTE_NO_UNROLL
-    for (int step = 0; step < steps; ++step) {
+    for (int step = 0; step < all_steps(); ++step) {
       uint32_t const q_tile = Layout::kQ + q_pipe.stage(step) * Layout::kQTile;
       uint32_t const terms = Layout::kRowTerms + q_pipe.stage(step) * Layout::kTerms;
       QueryCursor const here = at;
@@ -159,13 +159,13 @@ struct TwoGroupWalk : BackwardParts<C> {
           this->template store_scores<Chunk>(begin / 16, probabilities);
           if (last) scores_pipe.producer_commit(unit);
         }
-        if (last && step + kAhead < steps && half == 1) load_dout(unit + 2 * kAhead - 1, ahead(at));
+        if (last && step + kAhead < all_steps() && half == 1) load_dout(unit + 2 * kAhead - 1, ahead(at));
         if (!C.scored() || params.dk != nullptr)
           this->template add_queries<QTile, Chunk>(probabilities, q_tile, begin / 16, dk);
       }
       q_pipe.consumer_release(step);
-      if (step + kAhead < steps) load_dout(2 * step + 2 * kAhead + 1, ahead(at));
-      if (step + 2 < steps) load_q(step + 2, this->after(at, place().walk));
+      if (step + kAhead < all_steps()) load_dout(2 * step + 2 * kAhead + 1, ahead(at));
+      if (step + 2 < all_steps()) load_q(step + 2, this->after(at, place().walk));
     }
   }
 
@@ -175,6 +175,8 @@ struct TwoGroupWalk : BackwardParts<C> {
   CUTE_DEVICE static uint32_t dout_at(int step, int half) {
     return Layout::kDout + half * kDoutUnit + (kAhead > 1 ? step % 2 * Layout::kDoutTile : 0);
   }
+  /// Of B, which has a register less where it writes dS.
+  CUTE_DEVICE int all_steps() const { return C.writes_scores ? place().steps : steps; }
   CUTE_DEVICE uint32_t probabilities_barrier(int half) const {
     return barriers() + Barriers::kProbabilities + 8 * (2 * warp + half);
   }

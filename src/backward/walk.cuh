@@ -23,7 +23,7 @@ struct BackwardWalk : BackwardParts<C> {
   static constexpr int kChunks = C.tile_m / C.chunk;
   // What ptxas spills unless a step finds it anew: what is known of the walk, and where lanes read. With it, others
   // spill.
-  static constexpr bool kReadsWalk = C.arch != 120 || C.head_dim != 128;
+  static constexpr bool kReadsWalk = C.arch != 120 || C.head_dim != 128 || C.writes_scores;
   static constexpr bool kFindsLanes = (C.arch == 120) != (C.head_dim == 128);
 
   QueryWalk const walk;
