@@ -117,8 +117,8 @@ def _check_mlp(x: Tensor, w_gate_up: Tensor, w_down: Tensor) -> None:
         )
     if w_gate_up.shape[0] != 2 * w_down.shape[1]:
         raise ValueError(
-            f"w_gate_up must have two rows for each of w_down's {w_down.shape[1]} columns, gate's before up's, "
-            f"got shape {tuple(w_gate_up.shape)}"
+            f"w_gate_up must have two rows for each of w_down's {w_down.shape[1]} columns, gate's before "
+            f"up's, got shape {tuple(w_gate_up.shape)}"
         )
 
 
@@ -144,7 +144,7 @@ class _GatedProduct(torch.autograd.Function):
 
 
 def explain_swiglu_mlp(x: Tensor, w_gate_up: Tensor, w_down: Tensor) -> str:
-    """What ``swiglu_mlp`` runs for a call, and why, a line each. Runs nothing; raises what the call raises."""
+    """What ``swiglu_mlp`` runs for a call, and why, a line each. Runs nothing; raises what that does."""
     _check_mlp(x, w_gate_up, w_down)
     rows_of_x, dim_in = x.numel() // max(1, x.shape[-1]), x.shape[-1]
     dim, dim_out = w_down.shape[1], w_down.shape[0]
@@ -154,8 +154,8 @@ def explain_swiglu_mlp(x: Tensor, w_gate_up: Tensor, w_down: Tensor) -> str:
             f"gate and up: one product [{rows_of_x}, {dim_in}] x [{dim_in}, {2 * dim}] by {library}",
             f"silu(gate) * up: the kernel gated, [{rows_of_x}, {2 * dim}] to [{rows_of_x}, {dim}]",
             f"down: a product [{rows_of_x}, {dim}] x [{dim}, {dim_out}] by {library}",
-            "why: a CUTLASS product with SwiGLU in its epilogue had 0.58 to 0.84 of cuBLAS's speed on an H200, "
-            "which costs more than the elementwise pass, so none is built; on sm_89 and sm_120 this was not "
-            "measured",
+            "why: a CUTLASS product with SwiGLU in its epilogue had 0.58 to 0.84 of cuBLAS's speed on an "
+            "H200, which costs more than the elementwise pass, so none is built; on sm_89 and sm_120 this "
+            "was not measured",
         )
     )

@@ -76,15 +76,16 @@ def rms_norm(
         found = torch.ops.cutlass_fmha.rms_norm(x, weight, bias, residual, eps, weight_offset, out_dtype)
         output: Tensor = found[0]
         return output if residual is None else (output, found[1])
+    sum = None
     if residual is None:
         check.check_optional_tensor("out", out)
-        output, sum = out, None
+        output = out  # type: ignore[assignment]
     elif isinstance(out, tuple) and len(out) == 2:
         output, sum = out
         check.check_tensors_given({"out[0]": output, "out[1]": sum})
     else:
         raise TypeError(f"out must be a tuple (out, sum) with a residual, got {check.shown(out)}")
-    if out_dtype not in (None, output.dtype):  # type: ignore[union-attr]
+    if out_dtype not in (None, output.dtype):
         raise ValueError("out_dtype must be None or out's dtype where out is given")
     torch.ops.cutlass_fmha.rms_norm_out(x, weight, bias, residual, output, sum, eps, weight_offset)
     return out

@@ -20,6 +20,8 @@ import cutlass_fmha
 from cutlass_fmha import _C
 from cutlass_fmha.cascade import merge_states
 from cutlass_fmha.dispatch.blocks import Tail
+from cutlass_fmha.gates import gelu_and_mul, silu_and_mul
+from cutlass_fmha.norm import rms_norm
 from cutlass_fmha.rotary import rotary
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
@@ -206,10 +208,35 @@ def append(dtype: torch.dtype) -> None:
         _agree(*results)
 
 
+def norm(dtype: torch.dtype) -> None:
+    for dim in (64, 50, 16384 + 8):
+        given = _randn(9, dim, dtype=dtype), _randn(dim, dtype=dtype), _randn(9, dim, dtype=dtype, seed=1)
+        _differentiate(lambda x, weight, residual: rms_norm(x, weight, residual=residual), given)
+
+
+def units(dtype: torch.dtype) -> None:
+    for dim, unit in itertools.product((64, 50), (silu_and_mul, gelu_and_mul)):
+        _differentiate(unit, (_randn(9, 2 * dim, dtype=dtype),))
+
+
+def _differentiate(call: Callable[..., Any], given: tuple[Tensor, ...]) -> None:
+    """Results and gradients, on the device and on the CPU."""
+    results = []
+    for where in (_there, lambda x: x):
+        inputs = [where(x).detach().requires_grad_() for x in given]
+        found = call(*inputs)
+        found = found if isinstance(found, tuple) else (found,)
+        gradients = torch.autograd.grad(found, inputs, [torch.ones_like(x) for x in found])
+        results.append((*(x.detach() for x in found), *gradients))
+    _agree(*results)
+
+
 HELPERS: dict[str, Callable[[torch.dtype], None]] = {
     "combine": combine, "merge_tail": merge_tail, "merge": merge, "append": append, "rotary": rotate,
     "backward_before": _gradients_of, "backward_after": _gradients_of,
     "backward_lists": _gradients_of,
+    "rms_norm": norm, "gated": units, "gated_backward": units,
+    **{f"rms_norm_{name}": norm for name in ("backward", "columns", "weights")},
 }  # fmt: skip
 
 
