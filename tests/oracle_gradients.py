@@ -234,6 +234,9 @@ def _errors(
     off = DEVIATIONS * term_variance.sqrt()
     if "bias" in summed_up:
         share = eps / 2 * t.p * of_p.sqrt() + least * of_p.sqrt() + t.p * off + wrong
+        # Of an element the score's own error, not the average.
+        dot = q.double().norm(dim=-1, keepdim=True) * k.double().norm(dim=-1)[:, None]
+        share = share + product * abs(s.scale) * dot * t.p * ((t.dp * t.kept).abs() + t.term.abs())
         _add_broadcast(summed_up["bias"], s.number, share)
     if "sinks" in summed_up:
         sinks = s.features.sinks.double()[:, None, None]
