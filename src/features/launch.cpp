@@ -67,7 +67,7 @@ void find_out(FeatureParams& p, ForwardConfig const& c) {
   p.score_unit = p.raw_scores ? p.scale : by_softmax && is_only_capped(p) ? p.softcap : 1.f;
   p.cap_scale = p.softcap == 0.f ? 0.f : std::clamp(kTwiceLog2e * p.scale / p.softcap, -FLT_MAX, FLT_MAX);
   p.cap_on_trial = false;
-  if (c.modifies_scores() && is_only_capped(p)) set_cap_on_trial(p);
+  if (tries_caps(c) && is_only_capped(p)) set_cap_on_trial(p);
   p.keys_before = p.window_right == 0 && !p.prefix_lengths;
   if (c.features == Features::ranges) {
     SplitScale const split(p.scale);

@@ -80,14 +80,25 @@ struct ComputedRows {
   }
 };
 
+/// What a warp asks for in every phase about its scores.
+struct alignas(16) WarpScores {
+  float slope;  ///< ALiBi's, where its rows are of one head
+  int beside;   ///< the key beside its first query then
+  int large;    ///< see ScoreTerms
+};
+
 /// The same, but for slopes, which are in shared memory.
 struct StagedRows : ComputedRows {
   float const* slopes;  ///< of this warp's rows
+  WarpScores& warp;
 
   CUTE_DEVICE float slope(FeatureParams const&, FeatureTile const&, int row) const {
     return slopes[accumulator_row(row, lane_id())];
   }
 };
+
+/// Whether what ALiBi adds to all scores of a row goes into the softmax's reference: a register or two for each row.
+constexpr bool shifts_scores(ForwardConfig const& c) { return is_roomy(c); }
 
 /// The scores of one lane: the walk's tile begins at key_begin.
 template <ForwardConfig C>
@@ -137,7 +148,9 @@ struct ScoreBlock {
   CUTE_DEVICE void cap(Scores&& scores) const {
     float const factor = p.softcap / p.score_unit;
     CUTE_UNROLL
-    for (int i = 0; i < cute::size(scores); ++i) scores(i) = factor * tanh_of_exp2(scores(i) * p.cap_scale);
+    for (int i = 0; i < cute::size(scores); ++i) {
+      scores(i) = fmaf(-2.f * factor, reciprocal_approx(1.f + exp2_approx(scores(i) * p.cap_scale)), factor);
+    }
   }
 
   /// Hides the keys that a query doesn't see by ranges.
@@ -224,10 +237,10 @@ struct ScoreBlock {
     constexpr int kRowsAtOnce = kRows < 4 ? kRows : 4, kPairsAtOnce = 4 / kRowsAtOnce;
     constexpr int kCalls = kPairs / kPairsAtOnce;  // of a lane
     static_assert(kRows == kRowsAtOnce && kPairs % kPairsAtOnce == 0);
-    int const lane = lane_id() % 4;
+    uint32_t const lane = lane_id() & 3;
     QueryRow const q = at(lane % kRowsAtOnce);
     int const sequence_head = tile.batch * p.num_heads + q.head;
-    int const eighth = key_begin / 8 + lane / kRowsAtOnce;
+    int const eighth = (key_begin >> 3) + int(lane) / kRowsAtOnce;
     KeptHalves const kept_halves(p.dropout_threshold);
     // A lane's own: halves of word `lane`, each a byte of two words' bytes, which are `lane / 2` bits lower.
     uint32_t const own_bytes = lane % 2 ? 0xbbaau : 0x9988u;
@@ -236,7 +249,8 @@ struct ScoreBlock {
       uint32_t kept = 0;
       CUTE_UNROLL
       for (int call = first; call < first + 4 && call < kCalls; ++call) {
-        PhiloxWords const made = dropout_numbers(seed, sequence_head, q.query, eighth + call * kPairsAtOnce);
+        PhiloxWords const made = 
+            dropout_numbers(seed, sequence_head, q.query, eighth + call * kPairsAtOnce, WideProduct{});
         CUTE_UNROLL
         for (int i = 0; i < 2; ++i) {
           uint32_t const bytes = signs_of_bytes(kept_halves(made.word[2 * i]), kept_halves(made.word[2 * i + 1]), 0xfdb9);
@@ -360,19 +374,23 @@ struct ScoreBlock {
   CUTE_DEVICE bool add_alibi_line(Scores&& scores, Shifts&& shifts, float factor) const {
     using namespace cute;
     if (p.pack != 1) return false;
-    int const begin = rows.row_begin + sequence.offset, middle = key_begin + C.tile_n / 2;
+    int const begin = uniform(rows.warp.beside);
+    float const upwards = rows.warp.slope;
     bool const before = p.keys_before || key_begin + C.tile_n - 1 <= begin;
     if (!before && key_begin < begin + T::kRows - 1) return false;
-    float const unsigned_slope = rows.slope(p, tile, 0), slope = before ? unsigned_slope : -unsigned_slope;
+    float const slope = before ? upwards : -upwards;
     float const last = slope * float(Order::first(lane_id()) - C.tile_n / 2);
-    float const beside = float(middle - begin - accumulator_row(0, lane_id()));
+    float const from_first = slope * float(key_begin + C.tile_n / 2 - begin - accumulator_row(0, lane_id()));
     CUTE_UNROLL
-    for (int row = 0; row < size<0>(scores); ++row) shifts[row] = slope * (beside - float(accumulator_row(row, 0)));
-    CUTE_UNROLL
-    for (int col = 0; col < size<1>(scores); ++col) {
-      float const added = fmaf(slope, float(Order::of_column(col)), last);
+    for (int row = 0; row < size<0>(scores); ++row) {
+      float const of_row = fmaf(slope, -float(accumulator_row(row, 0)), from_first);
+      if constexpr (shifts_scores(C)) shifts[row] = of_row;
       CUTE_UNROLL
-      for (int row = 0; row < size<0>(scores); ++row) scores(row, col) = fmaf(scores(row, col), factor, added);
+      for (int col = 0; col < size<1>(scores); ++col) {
+        float const added =
+            fmaf(slope, float(Order::of_column(col)), shifts_scores(C) ? last : last + of_row);
+        scores(row, col) = fmaf(scores(row, col), factor, added);
+      }
     }
     return true;
   }
@@ -419,43 +437,47 @@ struct CapOnTrial {
   CUTE_DEVICE bool holds() const { return (common & 0xbf800000u) == 0xbf800000u; }
 };
 
-/// What a phase's scores lack for the softmax of a score-mod row: OnlineSoftmax's terms. `large`: this warp's scores
-/// were too large for the polynomial, and so will others be.
-template <ForwardConfig C>
+/// What a phase's scores lack for the softmax of a score-mod row: OnlineSoftmax's terms. WarpScores::large: some were
+/// too large for the polynomial, and so will others be. What is known of the block is asked for anew where a trial
+/// failed, since no register is left to keep it meanwhile.
+template <ForwardConfig C, class Keys>
 struct ScoreTerms {
-  static constexpr bool kShifted = true;
+  static constexpr int kRows = 2 * ForwardTypes<C>::kRowSteps;
+  static constexpr bool kShifted = shifts_scores(C);
 
-  ScoreBlock<C> block;
+  Keys const& keys;
+  int phase;
   bool masked;
-  bool& large;
-  float shifts[2 * ForwardTypes<C>::kRowSteps];
+  float shifts[kShifted ? kRows : 1];
 
   /// All that a trial doesn't.
   template <class Scores>
   CUTE_DEVICE void prepare(Scores&& scores) {
     CUTE_UNROLL
     for (float& shift : shifts) shift = 0.f;
-    if (block.p.cap_on_trial) return;
-    if (!block.p.raw_scores) block.modify(scores, shifts);
+    if (tries_caps(C) && keys.p.cap_on_trial) return;
+    ScoreBlock<C> const block = keys.block_at(phase);
+    if (!keys.p.raw_scores) block.modify(scores, shifts);
     if (masked) block.hide_by_range(scores);
   }
 
   template <class Trial>
   CUTE_DEVICE bool fails(Trial const& trial) {
-    if (!block.p.cap_on_trial) return trial(ScoreItself{});
-    if (masked || __any_sync(0xffffffffu, large)) return true;
-    CapOnTrial value{block.p};
+    if (!tries_caps(C) || !keys.p.cap_on_trial) return trial(ScoreItself{});
+    if (masked || __any_sync(0xffffffffu, keys.warp_scores().large)) return true;
+    CapOnTrial value{keys.p};
     bool const failed = trial(value);
-    if (failed) large = __any_sync(0xffffffffu, !value.holds());
+    if (failed) keys.warp_scores().large = __any_sync(0xffffffffu, !value.holds());
     return failed;
   }
   template <class Scores>
   CUTE_DEVICE void settle(Scores&& scores) const {
-    if (!block.p.cap_on_trial) return;
+    if (!tries_caps(C) || !keys.p.cap_on_trial) return;
+    ScoreBlock<C> const block = keys.block_at(phase);
     block.cap(scores);
-    if (masked) block.hide_by_range(scores);
+    if (keys.is_masked(phase)) block.hide_by_range(scores);
   }
-  CUTE_DEVICE float shift(int row) const { return shifts[row]; }
+  CUTE_DEVICE float shift(int row) const { return kShifted ? shifts[row] : 0.f; }
 };
 
 }  // namespace cutlass_fmha
