@@ -78,6 +78,15 @@ Row const& query_product_of(BackwardConfig const& c) {
                               " on sm_" + std::to_string(c.arch));
 }
 
+/// A block walks the queries of each of so many tiles of keys.
+void launch_walks(Row const& row, BackwardConfig const& c, BackwardParams const& p, int64_t tiles, int device,
+                  cudaStream_t stream) {
+  if (c.copy != Copy::tma) return launch_kernel(row, grid_of(row, tiles), &p, device, stream);
+  BackwardTmaParams prepared(p);
+  set_tensor_maps(prepared, c);
+  launch_kernel(row, grid_of(row, tiles), &prepared, device, stream);
+}
+
 /// Writes dS of some heads of keys, and makes dQ of it, until all had their turn.
 void launch_turns(Row const& row, BackwardConfig const& c, BackwardParams& p, int device, cudaStream_t stream) {
   Row const& product = query_product_of(c);
@@ -91,7 +100,7 @@ void launch_turns(Row const& row, BackwardConfig const& c, BackwardParams& p, in
     p.scores_turn = std::min(turn, heads - p.scores_first);
     if (p.seqlen_k > 0) {
       p.schedule = key_tile_schedule(p, c, p.scores_turn, 1, device);
-      launch_kernel(row, grid_of(row, int64_t(p.scores_turn) * p.scores_tiles), &p, device, stream);
+      launch_walks(row, c, p, int64_t(p.scores_turn) * p.scores_tiles, device, stream);
     }
     if (p.seqlen_q > 0 && p.dq != nullptr) {
       int64_t const of_turn = int64_t(p.scores_turn) * (p.num_heads / p.num_heads_kv);
@@ -193,13 +202,7 @@ void launch(Row const& row, BackwardParams const& params, int device, cudaStream
     p.dq = nullptr;  // is written
   } else if (p.seqlen_k > 0) {
     p.schedule = key_tile_schedule(p, c, p.num_heads_kv, p.batch, device);
-    if (c.copy == Copy::tma) {
-      BackwardTmaParams prepared(p);
-      set_tensor_maps(prepared, c);
-      launch_kernel(row, grid_of(row, listing), &prepared, device, stream);
-    } else {
-      launch_kernel(row, grid_of(row, listing), &p, device, stream);
-    }
+    launch_walks(row, c, p, listing, device, stream);
   }
   if (p.seqlen_q > 0 && (p.dq != nullptr || p.dsinks != nullptr)) {
     Row const& after = helper(Family::backward_after, c.dtype, c.arch);
