@@ -33,7 +33,7 @@ ROWS = (
     "widebwd_sm89_f32_d128_m64n64w8",
     "widebwd_sm90_f16_d512_m64n64w8",
 )
-#: What makes dQ of those's dS.
+#: What makes dQ of their dS.
 PRODUCTS = "bwd_sm(89_f16_d64|120_bf16_d96|90_bf16_d64|90_bf16_d128|90_f16_d256)_.*_dq"
 
 
