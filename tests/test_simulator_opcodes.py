@@ -159,6 +159,8 @@ def fp32() -> Iterator[Case]:
     powers, exact = (np.resize(x, 32) for x in (powers, exact))
     yield "ex2.approx.f32", np.float32, (powers,), exact
     yield "ex2.approx.ftz.f32", np.float32, (powers,), flush(exact)
+    a, b = floats(), floats()
+    yield "copysign.f32", np.float32, (a, b), np.copysign(b, a)
     yield "cvt.sat.f32.f32", np.float32, ((x := floats()),), np.where(x > 0, np.minimum(x, 1), 0)
 
 

@@ -5,7 +5,8 @@
 
 namespace cutlass_fmha {
 
-/// Whole rows in registers: all of a row's loads are on their way at once, those of the weights too.
+/// Whole rows in registers: all of a row's loads are on their way at once; those of the weights are while it is
+/// summed up.
 template <class T, class W, int Vectors>
 __device__ void norm_kept(RmsNormParams const& p, float* shared) {
   constexpr int kElements = kWidth<T>;
@@ -25,18 +26,10 @@ __device__ void norm_kept(RmsNormParams const& p, float* shared) {
     x[n] = Values{};
     if (first + n * step < end) x[n] = load_once<T, kElements>(from + n * step);
   }
-  if constexpr (kEarly) {
-#pragma unroll
-    for (int n = 0; n < Vectors; ++n) {
-      if (p.weight && first + n * step < end) {
-        weight[n] = Factors::load(static_cast<W const*>(p.weight) + first + n * step);
-      }
-    }
-  }
   if (p.residual) {
     T const* const other = static_cast<T const*>(p.residual) + row.offset(p.residual_stride) + first;
     T* const to = static_cast<T*>(p.sum) + row.offset(p.sum_stride) + first;
-    constexpr int kAtOnce = Vectors < 4 ? Vectors : 4;  // as many registers as there are
+    constexpr int kAtOnce = Vectors < 2 ? Vectors : 2;  // as many registers as there are
 #pragma unroll
     for (int begin = 0; begin < Vectors; begin += kAtOnce) {
       if (begin > 0) asm volatile("" ::: "memory");
@@ -61,6 +54,15 @@ __device__ void norm_kept(RmsNormParams const& p, float* shared) {
     }
   }
 
+  if constexpr (kEarly) {
+#pragma unroll
+    for (int n = 0; n < Vectors; ++n) {
+      if (p.weight && first + n * step < end) {
+        weight[n] = Factors::load(static_cast<W const*>(p.weight) + first + n * step);
+      }
+    }
+  }
+
   float squares = 0.f;
 #pragma unroll
   for (int n = 0; n < Vectors; ++n) {
@@ -76,12 +78,12 @@ __device__ void norm_kept(RmsNormParams const& p, float* shared) {
 #pragma unroll
   for (int n = 0; n < Vectors; ++n) {
     if (first + n * step >= end) continue;
+    if constexpr (Vectors > 2) asm volatile("" ::: "memory");  // one at a time: there are no registers for more
     float a[kElements], w[kElements];
     x[n].read(a);
 #pragma unroll
     for (int k = 0; k < kElements; ++k) a[k] *= rstd;
     if (p.weight) {
-      if constexpr (!kEarly) asm volatile("" ::: "memory");  // one at a time
       if constexpr (!kEarly) weight[n] = Factors::load(static_cast<W const*>(p.weight) + first + n * step);
       weight[n].read(w);
 #pragma unroll

@@ -39,7 +39,7 @@ __device__ void norm_backward_kept(RmsNormBackwardParams const& p, RmsNormBackwa
   for (int begin = blockIdx.x * at.groups; begin < p.rows; begin += gridDim.x * at.groups, turn ^= 1) {
     int const number = begin + at.group;
     bool const there = number < p.rows;  // lanes without a row go along
-    Row const row = row_of(p, there ? number : 0);
+    Row row = row_of(p, there ? number : 0);
     int const end = there ? p.dim : 0;
     T const* const from = static_cast<T const*>(p.x) + row.offset(p.x_stride) + first;
     T const* const gradient = static_cast<T const*>(p.dout) + row.offset(p.dout_stride) + first;
@@ -65,6 +65,7 @@ __device__ void norm_backward_kept(RmsNormBackwardParams const& p, RmsNormBackwa
     float product = 0.f;
 #pragma unroll
     for (int n = 0; n < Vectors; ++n) {
+      if constexpr (Vectors > 1) asm volatile("" ::: "memory");
       float a[kElements], g[kElements];
       x[n].read(a);
       scaled(n, g);
@@ -74,6 +75,9 @@ __device__ void norm_backward_kept(RmsNormBackwardParams const& p, RmsNormBackwa
     product = sum_over_lanes<RmsNormBackwardShared::kThreads>(product, p.lanes_log2, shared.sums[turn]);
     float const mean = product * rstd * p.per_dim;
 
+    int again = number;
+    asm volatile("" : "+r"(again));  // found anew: what it takes would want registers meanwhile
+    row = row_of(p, there ? again : 0);
     T* const to = static_cast<T*>(p.dx) + row.offset(p.dx_stride) + first;
     T const* const other = static_cast<T const*>(p.dsum) + row.offset(p.dsum_stride) + first;
 #pragma unroll

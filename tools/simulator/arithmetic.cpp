@@ -118,6 +118,7 @@ void add_arithmetic(Opcodes& ops) {
   add_integers<uint64_t>(ops, "u64");
   add_floats<false>(ops);
   add_floats<true>(ops);
+  add_elementwise<[](float a, float b) { return std::copysign(b, a); }>(ops, {"copysign.f32"});
   add_elementwise<[](float a, float b, float c) { return fma_down(a, b, c); }>(ops, {"fma.rm.f32"});
 }
 
