@@ -31,7 +31,7 @@ def test_every_architecture_has_every_kernel():
     expected = {
         (f"{kind}_sm{arch}_{short}", kind, arch, dtype)
         for arch in architectures
-        for kind in (*WITHOUT_FLOAT32, "merge", "append", "rotary")
+        for kind in (*WITHOUT_FLOAT32, "merge", "append", "rotary", "rope", "rope_backward", "rope_weights")
         for short, dtype in (("f16", "float16"), ("bf16", "bfloat16"), ("f32", "float32"))
         if dtype != "float32" or kind not in WITHOUT_FLOAT32
     }

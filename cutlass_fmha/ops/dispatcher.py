@@ -38,6 +38,7 @@ DIFFERENTIABLE = (
     "rotary_qk_",
     "qk_norm_rope",
     "qk_norm_rope_backward",
+    "qk_norm_rope_append_",
 )
 
 
