@@ -170,9 +170,9 @@ def check_rotary(p: Problem) -> None:
         a is b for a, b in zip(cutlass_fmha.rotary_qk(*in_place, inplace=True, **said), in_place, strict=True)
     )
     there = p.positions(said) >= 0
-    for x, out, given in zip(in_place, found, (q, k), strict=True):
+    for x, out, before in zip(in_place, found, (q, k), strict=True):
         assert torch.equal(bits(x.cpu()[there]), bits(out.cpu()[there]))
-        assert torch.equal(bits(x.cpu()[~there]), bits(given.cpu()[~there]))
+        assert torch.equal(bits(x.cpu()[~there]), bits(before.cpu()[~there]))
 
 
 def check_norm(p: Problem) -> None:
@@ -185,9 +185,9 @@ def check_norm(p: Problem) -> None:
     for out, right in zip(found, expected, strict=True):
         assert_within(out.detach().cpu(), right.detach(), largest(right.detach()))
     douts = [randn(*x.shape, dtype=p.dtype, seed=5) for x in found]
-    given = [x for x in leaves if x is not None]
-    gradients = torch.autograd.grad(found, given, douts, retain_graph=True)
-    again = torch.autograd.grad(found, given, douts)
+    inputs = [x for x in leaves if x is not None]
+    gradients = torch.autograd.grad(found, inputs, douts, retain_graph=True)
+    again = torch.autograd.grad(found, inputs, douts)
     right = torch.autograd.grad(
         expected, [x for x in exact if x is not None], [x.cpu().double() for x in douts]
     )

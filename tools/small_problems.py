@@ -22,7 +22,8 @@ from cutlass_fmha.cascade import merge_states
 from cutlass_fmha.dispatch.blocks import Tail
 from cutlass_fmha.gates import gelu_and_mul, silu_and_mul
 from cutlass_fmha.norm import rms_norm
-from cutlass_fmha.rotary import rotary
+from cutlass_fmha.qk_norm_rope import qk_norm_rope
+from cutlass_fmha.rotary import rotary, rotary_qk
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import gpu
@@ -231,8 +232,24 @@ def _differentiate(call: Callable[..., Any], given: tuple[Tensor, ...]) -> None:
     _agree(*results)
 
 
+def norm_and_turn(dtype: torch.dtype) -> None:
+    """With its gradients."""
+    for head_dim, dim in ((64, 64), (50, 22)):
+        q, k = (_randn(3, 5, heads, head_dim, dtype=dtype, seed=heads) for heads in (4, 2))
+        weights = [_randn(head_dim, dtype=dtype, seed=seed) for seed in (7, 8)]
+        results = []
+        for where in (_there, lambda x: x):
+            given = [where(x).requires_grad_() for x in (q, k, *weights)]
+            cos, sin = map(where, turns(dtype, dim))
+            found = qk_norm_rope(given[0], given[1], None, *given[2:], cos=cos, sin=sin)
+            turned = rotary_qk(*(x.detach() for x in given[:2]), cos, sin)
+            results.append((*turned, *found, *torch.autograd.grad(sum(x.sum() for x in found), given)))
+        _agree(*([x.detach() for x in result] for result in results))
+
+
 HELPERS: dict[str, Callable[[torch.dtype], None]] = {
     "combine": combine, "merge_tail": merge_tail, "merge": merge, "append": append, "rotary": rotate,
+    "rope": norm_and_turn, "rope_backward": norm_and_turn, "rope_weights": norm_and_turn,
     "backward_before": _gradients_of, "backward_after": _gradients_of,
     "backward_lists": _gradients_of,
     "rms_norm": norm, "gated": units, "gated_backward": units,

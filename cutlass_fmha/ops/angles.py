@@ -85,16 +85,13 @@ def sequences_of(x: Tensor, cu_seqlens: Tensor | None) -> int:
 def check_qk(q: Tensor, k: Tensor, a: Angles) -> None:
     """Raises TypeError or ValueError, naming what is at fault."""
     check.check_tensors_given({"q": q, "k": k})
-    packed = q.dim() == 3
-    for name, x in (("q", q), ("k", k)):
-        if x.dim() != (3 if packed else 4):
-            alone = "" if name == "q" else ", as q is"
-            wanted = "[total, num_heads, head_dim]"
-            if not packed:
-                wanted = "[batch, seqlen, num_heads, head_dim]"
-            elif name == "q":
-                wanted = f"[batch, seqlen, num_heads, head_dim] or {wanted}"
-            raise ValueError(f"{name} must have shape {wanted}{alone}, got {tuple(x.shape)}")
+    if q.dim() not in (3, 4):
+        raise ValueError(
+            "q must have shape [batch, seqlen, num_heads, head_dim] or [total, num_heads, head_dim], "
+            f"got {tuple(q.shape)}"
+        )
+    if k.dim() != q.dim():
+        raise ValueError(f"k must have q's {q.dim()} dimensions, got shape {tuple(k.shape)}")
     tensors.check_alike({"q": q, "k": k})
     if q.shape[:-2] != k.shape[:-2] or q.shape[-1] != k.shape[-1]:
         raise ValueError(

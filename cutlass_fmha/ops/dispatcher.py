@@ -40,6 +40,7 @@ DIFFERENTIABLE = (
     "qk_norm_rope_backward",
     "rms_norm",
     "gated",
+    "qk_norm_rope_append_",
 )
 
 

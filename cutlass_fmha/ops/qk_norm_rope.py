@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cutlass_fmha import _C, autocast, private_torch
-from cutlass_fmha.arguments import check, results, tensors
+from cutlass_fmha.arguments import check, tensors
 from cutlass_fmha.dispatch import device as devices
 from cutlass_fmha.launch import helpers
 from cutlass_fmha.launch.plan import kept
@@ -287,6 +287,7 @@ def _fake_backward(
 
 # ---- with a cache ------------------------------------------------------------------------------------------
 
+
 class _Call(NamedTuple):
     """The arguments of the op ``qk_norm_rope_append_``."""
 
@@ -509,5 +510,14 @@ def _autograd_of_backward(keyset: Any, *given: Any, **said: Any) -> Four:
     return found
 
 
+def _autograd_of_append(keyset: Any, *given: Any, **said: Any) -> tuple[Tensor, Tensor]:
+    if dispatcher.needs_gradient(*(x for x in (*given, *said.values()) if isinstance(x, Tensor))):
+        raise NotImplementedError(NO_BACKWARD_WITH_CACHE)
+    op = torch.ops.cutlass_fmha.qk_norm_rope_append_.default
+    found: tuple[Tensor, Tensor] = private_torch.after_autograd(op, keyset, *given, **said)
+    return found
+
+
 dispatcher.register_gradients("qk_norm_rope", _autograd)
+dispatcher.register_gradients("qk_norm_rope_append_", _autograd_of_append)
 dispatcher.register_gradients("qk_norm_rope_backward", _autograd_of_backward)
