@@ -10,9 +10,9 @@
 #include "attention_params.h"
 #include "backward/config.h"
 #include "backward/params.h"
+#include "beside/rope_params.h"
 #include "binding.h"
 #include "build_config.h"  // generated
-#include "beside/rope_params.h"
 #include "config.h"
 #include "helpers/params.h"
 #include "wide/config.h"

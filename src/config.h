@@ -74,17 +74,18 @@ enum class Family : int {
   merge,             ///< of two states
   append,            ///< to caches
   rotary,
-  rope,           ///< of queries and keys together, with their norms and a cache's new rows
-  rope_backward,  ///< of that with norms
-  rope_weights,   ///< what those rows leave of the gradients of weights
+  rope,             ///< of queries and keys together, with their norms and a cache's new rows
+  rope_backward,    ///< of that with norms
+  rope_weights,     ///< what those rows leave of the gradients of weights
   backward,         ///< gradients of Q, K and V: a thread block owns keys and walks the queries that see them
   backward_before,  ///< what those rows want of each query row, and dQ's sums at zero
   backward_after,   ///< dQ's sums become dQ
 };
 constexpr char const* name_of(Family family) {
   constexpr char const* kNames[] = {
-      "plain",      "few_query", "ranged", "score_mod", "scored",   "few_query_scored", "wide",          "combine",
-      "merge_tail", "merge",     "append", "rotary", "rope", "rope_backward", "rope_weights",   "backward", "backward_before",  "backward_after"};
+      "plain", "few_query",     "ranged",       "score_mod", "scored",          "few_query_scored",
+      "wide",  "combine",       "merge_tail",   "merge",     "append",          "rotary",
+      "rope",  "rope_backward", "rope_weights", "backward",  "backward_before", "backward_after"};
   return kNames[int(family)];
 }
 

@@ -159,6 +159,11 @@ def fp32() -> Iterator[Case]:
     powers, exact = (np.resize(x, 32) for x in (powers, exact))
     yield "ex2.approx.f32", np.float32, (powers,), exact
     yield "ex2.approx.ftz.f32", np.float32, (powers,), flush(exact)
+    x = floats()
+    with np.errstate(all="ignore"):
+        yield "cvt.rni.f32.f32", np.float32, (x,), np.rint(x)
+        positive = np.abs(x)
+        yield "rsqrt.approx.f32", np.float32, (positive,), np.float32(1) / np.sqrt(positive)
     yield "cvt.sat.f32.f32", np.float32, ((x := floats()),), np.where(x > 0, np.minimum(x, 1), 0)
 
 

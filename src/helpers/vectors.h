@@ -15,7 +15,7 @@
 namespace cutlass_fmha {
 
 constexpr int kVectorBytes = 16;
-constexpr int kMaxLanesLog2 = 5;    // a warp
+constexpr int kMaxLanesLog2 = 5;  // a warp
 
 /// The stride of a dimension of size 1 is never used, and may be anything: 0.
 inline Strides used(Strides s, int batch, int seqlen, int heads) {

@@ -87,6 +87,7 @@ void add_floats(Opcodes& ops) {
       ops, {"fma.rn" + tail});
   add_elementwise<[](F a) { return result<ftz>(1.f / given<ftz>(a)); }>(ops,
                                                                         spell({{"rcp"}, {".rn", ".approx"}, {tail}}));
+  add_elementwise<[](F a) { return result<ftz>(1.f / std::sqrt(given<ftz>(a))); }>(ops, {"rsqrt.approx" + tail});
   add_elementwise<[](F a) { return -given<ftz>(a); }>(ops, {"neg" + tail});
   add_elementwise<[](F a) { return std::fabs(given<ftz>(a)); }>(ops, {"abs" + tail});
 
