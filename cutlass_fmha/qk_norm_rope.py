@@ -1,4 +1,4 @@
-"""RMSNorm of queries and keys, rotary embedding, and a cache's new rows: what is between projections and attention."""
+"""RMSNorm of queries and keys, rotary embedding, and a cache's new rows, in one launch."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def qk_norm_rope(
         k: the same rows, with num_heads_kv heads.
         v: [..., num_heads_kv, head_dim_v], with a cache only, to which it goes as it is.
         q_weight, k_weight: [head_dim] of q's dtype or float32; None: 1, without weight_offset.
-        cos, sin, inv_freq, interleaved, offsets, positions, cu_seqlens: as ``rotary_qk``. Without cos, sin and
-            inv_freq nothing is rotated. With a cache a key's position is by default its number in its own
-            sequence, cache_seqlens - leftpad_k and up.
+        cos, sin, inv_freq, interleaved, offsets, positions, cu_seqlens: as ``rotary_qk``. Without
+            cos, sin and inv_freq nothing is rotated. With a cache a key's position is by default its number
+            in its own sequence, cache_seqlens - leftpad_k and up.
         eps: x becomes x / sqrt(mean(x^2) + eps) (weight + weight_offset), computed in float32.
         weight_offset: 1 where weights are stored as their distance to 1, as Gemma's.
         k_cache, v_cache, cache_seqlens, cache_batch_idx, page_table, leftpad_k: as ``with_kv_cache``: k and v

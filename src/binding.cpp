@@ -12,9 +12,9 @@
 #include "backward/params.h"
 #include "backward_wide/config.h"
 #include "beside/params.h"
+#include "beside/rope_params.h"
 #include "binding.h"
 #include "build_config.h"  // generated
-#include "beside/rope_params.h"
 #include "config.h"
 #include "helpers/params.h"
 #include "wide/config.h"

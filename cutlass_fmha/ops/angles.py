@@ -1,4 +1,4 @@
-"""What ops on queries and keys together share: which rows there are, and the angles that each is turned by."""
+"""What ops on queries and keys share: which rows there are, and the angles that each is turned by."""
 
 from __future__ import annotations
 

@@ -30,8 +30,8 @@ SCHEMA_APPEND = (
 )
 
 NO_BACKWARD_WITH_CACHE = (
-    "cutlass_fmha has no backward of qk_norm_rope with a cache, and an input of this call requires a gradient: "
-    "call it without k_cache and v_cache, or under torch.no_grad()"
+    "cutlass_fmha has no backward of qk_norm_rope with a cache, and an input of this call requires a "
+    "gradient: call it without k_cache and v_cache, or under torch.no_grad()"
 )
 
 #: Blocks of the backward that an SM has at a time: 80 registers to a thread.

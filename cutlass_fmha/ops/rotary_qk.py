@@ -1,4 +1,4 @@
-"""The ops ``rotary_qk`` and ``rotary_qk_``: queries and keys rotated by one launch, into new tensors or in place."""
+"""The ops ``rotary_qk`` and ``rotary_qk_``: queries and keys rotated by one launch, or in place."""
 
 from __future__ import annotations
 

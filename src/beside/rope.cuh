@@ -1,6 +1,6 @@
-// Queries and keys between their projections and attention: the norm of each head, rotary embedding, a cache's new rows;
-// and the gradients of that. A thread has both elements of a pair, so that each is read once and rows may be turned in
-// place; threads that share a row go on to other heads of its token, with the same angles.
+// Queries and keys between their projections and attention: the norm of each head, rotary embedding, a cache's new
+// rows; and the gradients of that. A thread has both elements of a pair, so that each is read once and rows may be
+// turned in place; threads that share a row go on to other heads of its token, with the same angles.
 #pragma once
 
 #include <cmath>
@@ -88,11 +88,11 @@ __device__ inline void sin_and_cos(float angle, float& sin, float& cos) {
   x = fmaf(quarters, 4.37113883e-8f, x);
   x = fmaf(quarters, 1.71512451e-15f, x);
   float const y = x * x;
-  float const s = fmaf(x * y, fmaf(y, fmaf(y, fmaf(y, 2.75573192e-6f, -1.98412698e-4f), 8.33333333e-3f), -1.66666667e-1f),
-                       x);
-  float const c =
-      fmaf(y, fmaf(y, fmaf(y, fmaf(y, fmaf(y, -2.75573192e-7f, 2.48015873e-5f), -1.38888889e-3f), 4.16666667e-2f), -0.5f),
-           1.f);
+  float const s =
+      fmaf(x * y, fmaf(y, fmaf(y, fmaf(y, 2.75573192e-6f, -1.98412698e-4f), 8.33333333e-3f), -1.66666667e-1f), x);
+  float const c = fmaf(
+      y, fmaf(y, fmaf(y, fmaf(y, fmaf(y, -2.75573192e-7f, 2.48015873e-5f), -1.38888889e-3f), 4.16666667e-2f), -0.5f),
+      1.f);
   int const n = int(quarters);
   sin = n & 1 ? c : s;
   cos = n & 1 ? s : c;
@@ -177,8 +177,9 @@ __device__ inline Unit unit_of(RopeParams const& p, RopeRows const& rows, uint32
   if (!u.there) u.token.sequence = -1;
   u.position = 0;
   if (u.token.sequence < 0) return u;
-  u.position = p.positions ? p.positions[u.row.batch * p.positions_stride[0] + u.row.position * p.positions_stride[1]]
-                           : p.start + u.token.position + (p.position.first ? first_position(p.position, u.token.sequence) : 0);
+  u.position = p.positions
+                   ? p.positions[u.row.batch * p.positions_stride[0] + u.row.position * p.positions_stride[1]]
+                   : p.start + u.token.position + (p.position.first ? first_position(p.position, u.token.sequence) : 0);
   return u;
 }
 
@@ -230,8 +231,8 @@ __device__ void rope_vectors(RopeParams const& p, RopeRows const& rows, RopeBloc
   bool const has_item = lane < rows.items && to.offset >= 0;
   Turn<Width> turn;
   if (has_item && runs.turned && !to.zero) turn.template read<T>(p, runs, u.position);
-  T const* const from = static_cast<T const*>(rows.x) + u.row.batch * rows.x_stride.batch +
-                        u.row.position * rows.x_stride.seqlen;
+  T const* const from =
+      static_cast<T const*>(rows.x) + u.row.batch * rows.x_stride.batch + u.row.position * rows.x_stride.seqlen;
   T* const out = static_cast<T*>(rows.out) + to.offset;
 
   for (int step = 0; step < rows.steps; step += kRowsTogether) {  // the same for all lanes of a warp
@@ -373,12 +374,12 @@ __device__ void rope_backward_vectors(RopeParams const& p, RopeRows const& rows,
     bool const has_item = is_item && u.there, zero = u.token.sequence < 0;
     Turn<Width> turn;
     if (has_item && runs.turned && !zero) turn.template read<T>(p, runs, u.position);
-    T const* const from = static_cast<T const*>(rows.x) + u.row.batch * rows.x_stride.batch +
-                          u.row.position * rows.x_stride.seqlen;
+    T const* const from =
+        static_cast<T const*>(rows.x) + u.row.batch * rows.x_stride.batch + u.row.position * rows.x_stride.seqlen;
     T const* const gradient = static_cast<T const*>(rows.gradient) + u.row.batch * rows.gradient_stride.batch +
                               u.row.position * rows.gradient_stride.seqlen;
-    T* const out = static_cast<T*>(rows.out) + u.row.batch * rows.out_stride.batch +
-                   u.row.position * rows.out_stride.seqlen;
+    T* const out =
+        static_cast<T*>(rows.out) + u.row.batch * rows.out_stride.batch + u.row.position * rows.out_stride.seqlen;
     for (int step = 0; step < rows.steps; step += kRowsTogether) {
       Packed<T, Width> packed_x[kRowsTogether], packed_g[kRowsTogether];
       int const head = u.row.head + step * rows.slots;
@@ -496,7 +497,8 @@ __device__ void rope_weights(RopeBackwardParams const& p) {
   float sum = 0.f;
   if (column < rows.head_dim) {
 #pragma unroll 8
-    for (int part = strip; part < rows.parts; part += kStrips) sum += rows.partial[int64_t(part) * rows.head_dim + column];
+    for (int part = strip; part < rows.parts; part += kStrips)
+      sum += rows.partial[int64_t(part) * rows.head_dim + column];
   }
   sums[strip][own] = sum;
   __syncthreads();

@@ -12,7 +12,8 @@ constexpr int kMaxHeads = 8;           // of a thread: each needs the angles tha
 /// Whether all rows are made of whole runs of `width` elements, aligned as such, and all pairs are in two.
 bool vectors(RopeParams const& p, int bytes, int width) {
   auto const aligned = [&](void const* pointer, int64_t strides, int bytes) {
-    return (int64_t(reinterpret_cast<uintptr_t>(pointer)) | strides * bytes) % std::min(kVectorBytes, width * bytes) == 0;
+    return (int64_t(reinterpret_cast<uintptr_t>(pointer)) | strides * bytes) % std::min(kVectorBytes, width * bytes) ==
+           0;
   };
   for (RopeRows const* rows : {&p.q, &p.k, &p.v}) {
     auto const strides = [](Strides const& s) { return s.batch | s.seqlen | s.head; };

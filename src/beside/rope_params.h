@@ -31,10 +31,10 @@ struct RopeRows {
   bool there() const { return x && num_heads > 0 && head_dim > 0; }
 };
 
-/// RMSNorm of each row of q and k, then its rotation. Row i of sequence n has position start + first[n] - before[n] + i,
-/// or its own of `positions`. Packed: a batch of 1, whose rows cu_seqlens[n] to cu_seqlens[n + 1] are sequence n; others
-/// become 0, or are left alone where out is x, and go to no cache.
-struct RopeParams : CachePlaces {  // cache_seqlens is null: there is no cache, and no v
+/// RMSNorm of each row of q and k, then its rotation. Row i of sequence n has position start + first[n] - before[n] +
+/// i, or its own of `positions`. Packed: a batch of 1, whose rows cu_seqlens[n] to cu_seqlens[n + 1] are sequence n;
+/// others become 0, or are left alone where out is x, and go to no cache.
+struct RopeParams : CachePlaces {   // cache_seqlens is null: there is no cache, and no v
   static constexpr int kWidth = 4;  ///< elements of a run, where rows are made of vectors
 
   RopeRows q, k, v;
