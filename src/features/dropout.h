@@ -32,7 +32,7 @@ struct WideProduct {
 template <class Multiply = Product64>
 FMHA_HOST_DEVICE inline PhiloxWords philox(uint64_t seed, PhiloxWords counter, Multiply multiply = {}) {
   uint32_t key0 = uint32_t(seed), key1 = uint32_t(seed >> 32);
-  uint32_t(&c)[4] = counter.word;
+  uint32_t (&c)[4] = counter.word;
   for (int round = 0; round < 7; ++round) {
     uint64_t const product0 = multiply(c[0], 0xD2511F53u), product1 = multiply(c[2], 0xCD9E8D57u);
     c[0] = uint32_t(product1 >> 32) ^ c[1] ^ key0;
