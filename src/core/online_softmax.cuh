@@ -260,7 +260,8 @@ struct OnlineSoftmax {
   }
 
   /// Raises r to the running maximum m and rescales what was accumulated against the old one. Returns what a row
-  /// without r must subtract from its scores: m, without their shift, and 0 where nothing is visible yet, for 2^(-inf - 0) = 0.
+  /// without r must subtract from its scores: m, without their shift, and 0 where nothing is visible yet, for
+  /// 2^(-inf - 0) = 0.
   template <bool First, class Scores, class Output, class Maxima, class Terms>
   CUTE_HOST_DEVICE float raise_reference(Scores const& scores, Output&& output, Maxima&& maxima, int row,
                                          Terms const& terms) {

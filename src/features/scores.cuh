@@ -249,11 +249,12 @@ struct ScoreBlock {
       uint32_t kept = 0;
       CUTE_UNROLL
       for (int call = first; call < first + 4 && call < kCalls; ++call) {
-        PhiloxWords const made = 
+        PhiloxWords const made =
             dropout_numbers(seed, sequence_head, q.query, eighth + call * kPairsAtOnce, WideProduct{});
         CUTE_UNROLL
         for (int i = 0; i < 2; ++i) {
-          uint32_t const bytes = signs_of_bytes(kept_halves(made.word[2 * i]), kept_halves(made.word[2 * i + 1]), 0xfdb9);
+          uint32_t const bytes =
+              signs_of_bytes(kept_halves(made.word[2 * i]), kept_halves(made.word[2 * i + 1]), 0xfdb9);
           kept |= bytes & 0x80808080u >> (2 * (call - first) + i);
         }
       }
@@ -387,8 +388,7 @@ struct ScoreBlock {
       if constexpr (shifts_scores(C)) shifts[row] = of_row;
       CUTE_UNROLL
       for (int col = 0; col < size<1>(scores); ++col) {
-        float const added =
-            fmaf(slope, float(Order::of_column(col)), shifts_scores(C) ? last : last + of_row);
+        float const added = fmaf(slope, float(Order::of_column(col)), shifts_scores(C) ? last : last + of_row);
         scores(row, col) = fmaf(scores(row, col), factor, added);
       }
     }
@@ -420,8 +420,8 @@ struct ScoreBlock {
   }
 };
 
-/// tanh(x) / x by a polynomial in x^2, negative, and from -1 to -2 up to x = 1, where it is right: outside, and for what
-/// is no number, another bit of its exponent or its sign differs. In units of p.score_unit.
+/// tanh(x) / x by a polynomial in x^2, negative, and from -1 to -2 up to x = 1, where it is right: outside, and for
+/// what is no number, another bit of its exponent or its sign differs. In units of p.score_unit.
 struct CapOnTrial {
   FeatureParams const& p;
   uint32_t common = 0xffffffffu;  ///< of all values

@@ -104,7 +104,6 @@ struct FeatureKeys : FeatureKeySource<C> {
   /// This warp's first row within the tile.
   CUTE_DEVICE int tile_row() const { return tile_row_of<C>(warp); }
 
-
   CUTE_DEVICE WarpScores& warp_scores() const { return Shared::scores(smem, warp); }
   CUTE_DEVICE ScoreBlock<C> block_at(int phase) const {
     WarpPhases const& phases = Shared::phases(smem, warp);
