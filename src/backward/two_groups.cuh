@@ -3,7 +3,8 @@
 // each B fragment from shared memory feeds twice as many mma.
 //
 // Units of half a tile are handed over: P by a warp of A to its partner in B, in registers' order, at the place where
-// dS of the same scores comes afterwards; dS by all of B to dQ, which A computes a unit late. B asks for tiles: it has
+// dS of the same scores comes afterwards; dS by all of B to dQ, which A computes a unit late,
+// or copies to memory. B asks for tiles: it has
 // less to do.
 #pragma once
 
@@ -35,7 +36,7 @@ struct TwoGroupWalk : BackwardParts<C> {
   int const steps;                    ///< of all heads
   TilePipeline<2> const q_pipe;       ///< tiles; what A has read, B has, which gets its P afterwards
   TilePipeline<Layout::kDoutUnits> const dout_pipe;  ///< units
-  TilePipeline<2> const scores_pipe;  ///< units: P on its way from A to B, dS from B to A, or to memory
+  TilePipeline<2> const scores_pipe;  ///< units: P on its way from A to B, dS from B to A
 
   CUTE_DEVICE TwoGroupWalk(BackwardParams const& p, char* smem, int steps, int warp)
       : Parts(p, smem, warp),
@@ -95,14 +96,12 @@ struct TwoGroupWalk : BackwardParts<C> {
         if (!C.scored() || params.dv != nullptr)
           this->template add_queries<DoutTile, Unit>(probabilities, dout_at(step, half), 0, dv);
         dout_pipe.consumer_release(unit);
-        if constexpr (!C.writes_scores) {
-          if (unit > 0) finish(unit - 1, half == 0 ? before : at);
-        }
+        if (unit > 0) finish(unit - 1, half == 0 ? before : at);
       }
       before = at;
       at = this->after(at, place().walk);
     }
-    if constexpr (!C.writes_scores) finish(2 * steps - 1, before);
+    finish(2 * steps - 1, before);
   }
 
   /// Group B: dK.
@@ -111,7 +110,7 @@ struct TwoGroupWalk : BackwardParts<C> {
     load_q(0, at);
     load_dout(0, at);
     load_dout(1, at);
-    if (all_steps() > 1) {
+    if (steps > 1) {
       QueryCursor const second = this->after(at, place().walk);
       load_q(1, second);
       if constexpr (kAhead > 1) {
@@ -120,7 +119,7 @@ struct TwoGroupWalk : BackwardParts<C> {
       }
     }
     CUTE_NO_UNROLL
-    for (int step = 0; step < all_steps(); ++step) {
+    for (int step = 0; step < steps; ++step) {
       uint32_t const q_tile = Layout::kQ + q_pipe.stage(step) * Layout::kQTile;
       uint32_t const terms = Layout::kRowTerms + q_pipe.stage(step) * Layout::kTerms;
       QueryCursor const here = at;
@@ -151,21 +150,16 @@ struct TwoGroupWalk : BackwardParts<C> {
         } else {
           this->template differentiate<Chunk>(probabilities, scores);
         }
-        if constexpr (C.writes_scores) {
-          if (last) scores_pipe.consumer_release(unit);
-          this->template write_scores<Chunk>(step, begin / 8, probabilities);
-        } else {
-          __syncwarp();  // all lanes have their P: dS may take its place
-          this->template store_scores<Chunk>(begin / 16, probabilities);
-          if (last) scores_pipe.producer_commit(unit);
-        }
-        if (last && step + kAhead < all_steps() && half == 1) load_dout(unit + 2 * kAhead - 1, ahead(at));
+        __syncwarp();  // all lanes have their P: dS may take its place
+        this->template store_scores<Chunk>(begin / 16, probabilities);
+        if (last) scores_pipe.producer_commit(unit);
+        if (last && step + kAhead < steps && half == 1) load_dout(unit + 2 * kAhead - 1, ahead(at));
         if (!C.scored() || params.dk != nullptr)
           this->template add_queries<QTile, Chunk>(probabilities, q_tile, begin / 16, dk);
       }
       q_pipe.consumer_release(step);
-      if (step + kAhead < all_steps()) load_dout(2 * step + 2 * kAhead + 1, ahead(at));
-      if (step + 2 < all_steps()) load_q(step + 2, this->after(at, place().walk));
+      if (step + kAhead < steps) load_dout(2 * step + 2 * kAhead + 1, ahead(at));
+      if (step + 2 < steps) load_q(step + 2, this->after(at, place().walk));
     }
   }
 
@@ -175,14 +169,17 @@ struct TwoGroupWalk : BackwardParts<C> {
   CUTE_DEVICE static uint32_t dout_at(int step, int half) {
     return Layout::kDout + half * kDoutUnit + (kAhead > 1 ? step % 2 * Layout::kDoutTile : 0);
   }
-  /// Of B, which has a register less where it writes dS.
-  CUTE_DEVICE int all_steps() const { return C.writes_scores ? place().steps : steps; }
   CUTE_DEVICE uint32_t probabilities_barrier(int half) const {
     return barriers() + Barriers::kProbabilities + 8 * (2 * warp + half);
   }
   /// dQ of a unit, whose tile is `at`.
   CUTE_DEVICE void finish(int unit, QueryCursor const& at) const {
     scores_pipe.consumer_wait(unit);
+    if constexpr (C.writes_scores) {
+      copy_scores(unit / 2, unit % 2 * kUnit);
+      scores_pipe.consumer_release(unit);
+      return;
+    }
     if (place().sums == nullptr) {
       scores_pipe.consumer_release(unit);
       return;
@@ -192,6 +189,19 @@ struct TwoGroupWalk : BackwardParts<C> {
       this->add_query_gradient(at, 0, [&] { scores_pipe.consumer_release(unit); });
     } else {
       this->add_query_gradient(at, kUnit, [&] { scores_pipe.consumer_release(unit); });
+    }
+  }
+
+  /// dS of a unit, which begins with query `row` of a step's tile, to memory: B has no register for it.
+  CUTE_DEVICE void copy_scores(int step, int row) const {
+    constexpr int kEights = kUnit / 8;
+    auto* const tile = reinterpret_cast<uint16_t*>(place().sums) + int64_t(step) * (C.tile_m * C.tile_n);
+    CUTE_UNROLL
+    for (int first = 0; first < C.tile_n * kEights; first += kThreads) {
+      int const i = first + threadIdx.x % kThreads, keys = i / (8 * kEights), queries = row / 8 + i / 8 % kEights;
+      *reinterpret_cast<uint4*>(tile + scores_matrix(C.tile_m, keys, queries) + i % 8 * 8) =
+          *reinterpret_cast<uint4 const*>(smem + Layout::kScores +
+                                          ScoresTile::lane_offset(8 * keys + i % 8, 8 * queries));
     }
   }
 
