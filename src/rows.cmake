@@ -175,9 +175,10 @@ fmha_backward("${ALL}"  "f16;bf16" 256       32      64    8     16    true   sc
 fmha_backward("${ALL}"  "f16;bf16"  32       64     256    8     32    false  ranges   cp_async_16  true)
 fmha_backward("89;120"  "f16;bf16"  64       64     256    8     16    false  ranges   cp_async_16  true)
 fmha_backward("90"      "f16;bf16"  64       64     192    8     16    true   ranges   tma          true)
-fmha_backward("${ALL}"  "f16;bf16"  96       64     128    8     64    false  ranges   cp_async_16  true)
+fmha_backward("89;120"  "f16;bf16"  96       64     128    8     64    false  ranges   cp_async_16  true)
+fmha_backward("90"      "f16;bf16"  96       64     128    8     32    true   ranges   tma          true)
 fmha_backward("89;120"  "f16;bf16" 128       64     128    8     64    false  ranges   cp_async_16  true)
-fmha_backward("90"      "f16;bf16" 128       64     128    8     64    false  ranges   tma          true)
+fmha_backward("90"      "f16;bf16" 128       64     128    8     16    true   ranges   tma          true)
 fmha_backward("${ALL}"  "f16;bf16" 256       32      64    8     16    true   ranges   cp_async_16  true)
 #                  ARCHS     DTYPES     HEAD_DIM TILE_M TILE_N WARPS STAGES
 fmha_query_product("${ALL}"  "f16;bf16"  32      256     32    8     4)
