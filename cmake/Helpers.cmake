@@ -22,8 +22,8 @@ set(FMHA_HELPER_KERNELS
   "backward_lists BackwardParams f16 bf16")
 # Threads of a block, and blocks that registers must leave room for on an SM, where nvcc is told: memory is busy while
 # enough bytes are on their way.
-set(FMHA_BLOCK_rms_norm 128 6)
-set(FMHA_BLOCK_rms_norm_backward 512 2)  # RmsNormBackwardParams::kThreads
+set(FMHA_BLOCK_rms_norm 128 5)
+set(FMHA_BLOCK_rms_norm_backward 512 1)  # RmsNormBackwardParams::kThreads
 set(FMHA_ELEMENT_f16 "__half float16")
 set(FMHA_ELEMENT_bf16 "__nv_bfloat16 bfloat16")
 set(FMHA_ELEMENT_f32 "float float32")
