@@ -64,8 +64,8 @@ def _check(gate: Tensor, up: Tensor | None, activation: str) -> tuple[int, ...]:
 
 
 def _one_row(shape: Sequence[int], *given: Tensor) -> bool:
-    """Whether tensors of this shape are so many elements one after the other."""
-    return math.prod(shape) < 2**31 and all(x.is_contiguous() for x in given)
+    """Whether tensors of this shape are some elements one after the other."""
+    return 0 < math.prod(shape) < 2**31 and all(x.is_contiguous() for x in given)
 
 
 def _describe(p: Any, gate: Tensor, up: Tensor, others: dict[str, Tensor], activation: str) -> None:
