@@ -322,6 +322,9 @@ function(fmha_add_kernel_library library arch sources)
   add_library(${library} OBJECT ${sources})
   fmha_code_flags(${arch} code_flags)
   separate_arguments(extra_flags UNIX_COMMAND "${CUTLASS_FMHA_CUDA_FLAGS}")
+  if(FMHA_NVCC_VERSION VERSION_GREATER_EQUAL 12.9)
+    list(PREPEND extra_flags --compress-mode=size)  # half the bytes of machine code and PTX
+  endif()
   target_compile_features(${library} PRIVATE cuda_std_20)
   target_compile_options(${library} PRIVATE
     ${code_flags} --expt-relaxed-constexpr "$<$<BOOL:${CUTLASS_FMHA_PTXAS_VERBOSE}>:-Xptxas=-v>" ${extra_flags})

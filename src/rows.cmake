@@ -165,7 +165,8 @@ fmha_backward("${ALL}"  "f16;bf16"  32       64     256    8     32    false  sc
 fmha_backward("89;90"   "f16;bf16"  64       64     256    8     16    false  scores   cp_async_16)
 fmha_backward("120"     "f16;bf16"  64       64     128    8     64    false  scores   cp_async_16)
 fmha_backward("${ALL}"  "f16;bf16"  96       64     128    8     64    false  scores   cp_async_16)
-fmha_backward("89;120"  "f16;bf16" 128       64     128    8     64    false  scores   cp_async_16)
+fmha_backward("89"      "f16;bf16" 128       64     128    8     64    false  scores   cp_async_16)
+fmha_backward("120"     "f16;bf16" 128       64     128    8     32    false  scores   cp_async_16)
 fmha_backward("90"      "f16;bf16" 128       64     128    8     32    false  scores   cp_async_16)
 fmha_backward("${ALL}"  "f16;bf16" 256       32      64    8     16    true   scores   cp_async_16)
 
