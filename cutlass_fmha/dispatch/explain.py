@@ -383,7 +383,7 @@ def explain_gradients(
             len(verdict.reasons),
             verdict.row.head_dim,
             verdict.row.scored,
-            verdict.row.writes_scores,
+            gradients.writes_scores(verdict.row),
         )
     )
     try:

@@ -115,6 +115,11 @@ def scores_of_a_head(row: Row, problem: Problem) -> int:
     return _C.BackwardParams(p).scores_bytes(row.tile_m, row.tile_n)
 
 
+def writes_scores(row: Row) -> bool:
+    """Whether a row leaves dS in memory, of which another makes dQ."""
+    return row.family == "backward" and row.writes_scores
+
+
 def reasons(
     row: Row,
     problem: Problem,
@@ -128,7 +133,7 @@ def reasons(
     ``workspace``: the bytes of dS that it may write; None: as many as are set.
     """
     found = [sentence for rule in RULES if (sentence := rule(row, problem, device, table)) is not None]
-    if row.writes_scores:
+    if writes_scores(row):
         if (row.arch, row.dtype, row.head_dim) not in tables.query_products():
             found.append("writes dS, and this build has no row that makes dQ of it")
         most = _workspace if workspace is None else workspace
@@ -163,7 +168,7 @@ def choose(
     against = [(row, reasons(row, problem, device, table, deterministic, workspace)) for row in table.rows]
     possible = sorted(
         (row for row, sentences in against if not sentences),
-        key=lambda row: (row.head_dim, row.scored, row.writes_scores, row.index),
+        key=lambda row: (row.head_dim, row.scored, writes_scores(row), row.index),
     )
     if possible and deterministic:
         return _cheaper(possible, problem, device, workspace)
@@ -179,8 +184,8 @@ def choose(
 
 
 def _cheaper(possible: list[Row], problem: Problem, device: Device, workspace: int | None) -> Route:
-    sums = next((row for row in possible if not row.writes_scores), None)
-    product = next((row for row in possible if row.writes_scores), None)
+    sums = next((row for row in possible if not writes_scores(row)), None)
+    product = next((row for row in possible if writes_scores(row)), None)
     if product is None:
         assert sums is not None
         return _route(sums, problem, workspace)
@@ -201,7 +206,7 @@ def _cheaper(possible: list[Row], problem: Problem, device: Device, workspace: i
 
 
 def _route(row: Row, problem: Problem, workspace: int | None) -> Route:
-    if not row.writes_scores:
+    if not writes_scores(row):
         return Route(row)
     one, all_heads = scores_of_a_head(row, problem), problem.batch * problem.num_heads_kv
     most = _workspace if workspace is None else workspace

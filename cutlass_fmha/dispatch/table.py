@@ -102,7 +102,7 @@ def this_build() -> Table:
 @functools.cache
 def backward() -> Table:
     """The rows that compute gradients."""
-    return _table([row for row in _C.backward_rows() if row.family == "backward"])
+    return _table([row for row in _C.backward_rows() if row.family != "query_product"])
 
 
 @functools.cache

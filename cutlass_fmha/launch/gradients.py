@@ -192,7 +192,7 @@ def _prepare(
         _sized(params_of(call.sizes, call.features, call.causal, call.strides), call.sizes)
     )
     # A wide row sums dQ in registers, in a fixed order.
-    sums = row.family != "backward_wide" and not row.writes_scores
+    sums = row.family != "backward_wide" and not gradients.writes_scores(row)
     params.ordered, params.dsinks = sums and features.deterministic and row.scored, 4 * wanted[4]
     floats = params.workspace_floats(row.tile_m, row.tile_n, row.head_dim * sums)
     plan = params_of(call.sizes, call.features, call.causal, call.strides)
