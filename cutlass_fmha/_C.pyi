@@ -428,6 +428,33 @@ class RopeBackwardParams(RopeParams):
     """The gradients of that; those of weights are summed in ``parts_of`` q or k parts, ``parts`` in all at most."""
 
     parts: int
+    q: RopeRows
+    k: RopeRows
+    v: RopeRows
+    batch: int
+    seqlen: int
+    head_dim: int
+    cu_seqlens: int
+    sequences: int
+    first_position: int
+    before_position: int
+    start: int
+    positions: int
+    positions_stride: tuple[int, int]
+    rotary: Rotary
+    inv_freq: int
+    inverse: bool
+    norm: bool
+    eps: float
+    weight_offset: float
+    cache_seqlens: int
+    cache_batch_idx: int
+    page_table: int
+    page_table_stride: int
+    page_size: int
+    entries: int
+    capacity: int
+    seqused_k: int
 
     def __init__(self) -> None: ...
     def copy(self) -> RopeBackwardParams: ...
@@ -544,11 +571,12 @@ def run(
     | MergeParams
     | RotaryParams
     | AppendParams
+    | RopeBackwardParams
     | RopeParams
     | RmsNormParams
     | RmsNormBackwardParams
-    | GatedParams
-    | GatedBackwardParams,
+    | GatedBackwardParams
+    | GatedParams,
     device: int,
     stream: int,
 ) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from cutlass_fmha import _C, ops
 from cutlass_fmha.arguments.op_arguments import op_arguments
 from cutlass_fmha.dispatch.describe import describe
-from cutlass_fmha.dispatch.gradients import BLOCK, scores_of_a_head
+from cutlass_fmha.dispatch.gradients import BLOCK, scores_of_a_head, writes_scores
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.features import Features
 from cutlass_fmha.launch import gradients, workspace
@@ -195,7 +195,7 @@ class BackwardLaunch:
         wanted = [name in names for name in ("q", "k", "v", "bias", "sinks")]
         given = (self.dout, call.q, call.k, call.v, *self.forward, self.dlse)
         most = None
-        if self.row.writes_scores:
+        if writes_scores(self.row):
             problem = describe((call.q, call.k, call.v), call.causal, Features(**self.said)).problem
             most = self.heads_at_once * scores_of_a_head(self.row, problem)
         self.room = Room()

@@ -22,6 +22,7 @@ from parity_report import ParityReport
 if TYPE_CHECKING:
     from cubin import Kernel
 
+os.environ.setdefault("CUTLASS_FMHA_WIDE_GRADIENTS", "1")  # which the gate is to prove
 REPORT = pytest.StashKey[ParityReport]()
 LEFT_OUT = pytest.StashKey[int]()
 TMA_TESTS = "test_parity_tma.py"

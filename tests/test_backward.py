@@ -322,7 +322,7 @@ WHOLE = 4 * 64 * 32 * 64 * 128 * 2
 @pytest.fixture
 def two_routes(monkeypatch: pytest.MonkeyPatch) -> None:
     made = {"dtype": "float16", "arch": 90, "head_dim": 128, "tile_m": 64, "tile_n": 128, "smem_bytes": 99000}
-    made |= {"alignment": 16, "min_blocks": 1}
+    made |= {"alignment": 16, "min_blocks": 1, "family": "backward"}
     kinds = {"plain": (False, False), "scored": (True, False), "ds": (False, True)}
     rows = [
         SimpleNamespace(index=i, name=name, scored=scored, writes_scores=writes, **made)

@@ -67,11 +67,13 @@ def main(extension: str, name: str) -> int:
     import gpu
     from backward_launch import BackwardLaunch, listed
 
+    from cutlass_fmha.dispatch.gradients import writes_scores
+
     (row,) = (row for row in gpu.backward_rows() if row.name == name)
     bad = 0
     for number, problem in enumerate(listed(row)):
         launch = BackwardLaunch.of(row, problem, "cpu")
-        launch.deterministic = row.writes_scores or (row.scored and len(problem.features) % 2 == 0)
+        launch.deterministic = writes_scores(row) or (row.scored and len(problem.features) % 2 == 0)
         launch.heads_at_once = 1 + number % 3
         launch.run()
         errors = launch.errors()

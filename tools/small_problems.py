@@ -20,6 +20,7 @@ import cutlass_fmha
 from cutlass_fmha import _C
 from cutlass_fmha.cascade import merge_states
 from cutlass_fmha.dispatch.blocks import Tail
+from cutlass_fmha.dispatch.gradients import writes_scores
 from cutlass_fmha.gates import gelu_and_mul, silu_and_mul
 from cutlass_fmha.norm import rms_norm
 from cutlass_fmha.qk_norm_rope import qk_norm_rope
@@ -123,7 +124,7 @@ def gradients(row: Any) -> None:
         more = [problem, replace(problem, **lists)] if row.scored else []
         for one in (problem, *(replace(each, **scored) for each in more[:1]), *more[1:]):
             launch = BackwardLaunch.of(row, one, "cpu")
-            launch.deterministic = row.writes_scores or one is not problem
+            launch.deterministic = writes_scores(row) or one is not problem
             launch.run(gpu.device())
             launch.errors().check()
             assert launch.intact(), f"{row.name}: {one}: wrote beside its gradients"
@@ -132,7 +133,7 @@ def gradients(row: Any) -> None:
 def _writer(product: Any) -> Any:
     """The row that writes dS for one that makes dQ of it."""
     same = ("arch", "dtype", "head_dim")
-    rows = (row for row in gpu.backward_rows() if row.writes_scores)
+    rows = (row for row in gpu.backward_rows() if writes_scores(row))
     return next(row for row in rows if all(getattr(row, x) == getattr(product, x) for x in same))
 
 
