@@ -29,6 +29,7 @@ class Row:
     family, mma = "backward", "m16n8k16"
     head_dim = 64
     scored = True
+    writes_scores = False
 
     def __init__(self, dtype: str) -> None:
         self.dtype = dtype

@@ -133,7 +133,7 @@ def gradients(row: Any) -> None:
 def _writer(product: Any) -> Any:
     """The row that writes dS for one that makes dQ of it."""
     same = ("arch", "dtype", "head_dim")
-    rows = (row for row in gpu.backward_rows() if writes_scores(row))
+    rows = (row for row in _C.backward_rows() if writes_scores(row))
     return next(row for row in rows if all(getattr(row, x) == getattr(product, x) for x in same))
 
 
