@@ -45,7 +45,7 @@ def kernels() -> dict[str, Callable[[], None]]:
             found[row.name] = partial(_run, row.name, getattr(torch, row.dtype), small, error)
     for row in _C.backward_rows():
         if row.arch == arch:
-            found[row.name] = partial(gradients, row if row.family == "backward" else _writer(row))
+            found[row.name] = partial(gradients, _writer(row) if row.family == "query_product" else row)
     for helper in _C.helpers():
         if helper.arch == arch:
             found[helper.name] = partial(HELPERS[helper.family], getattr(torch, helper.dtype))
@@ -121,7 +121,7 @@ def gradients(row: Any) -> None:
         dims = {"head_dim": row.head_dim, "head_dim_v": row.head_dim}
         problem = Problem(n_q, n_k, "bottom-right", batch=1, num_heads_kv=1, seed=n_q, **dims)
         lists = {"bias": ("hqk", "same", "plain"), "blocks": (64, 64)}
-        more = [problem, replace(problem, **lists)] if row.scored else []
+        more = [problem, replace(problem, **lists)] if row.scored and row.family == "backward" else []
         for one in (problem, *(replace(each, **scored) for each in more[:1]), *more[1:]):
             launch = BackwardLaunch.of(row, one, "cpu")
             launch.deterministic = writes_scores(row) or one is not problem
