@@ -170,6 +170,14 @@ class BackwardLaunch:
             dlse = torch.randn(forward[1].shape, generator=generator, device=device)
         return cls(row, problem, call, dout, dlse, forward, said)
 
+    @classmethod
+    def drawn(cls, row: _C.Row, problem: Problem, device: torch.device | str) -> BackwardLaunch:
+        """In a fixed order or not, as the problem's seed says."""
+        launch = cls.of(row, problem, device)
+        launch.deterministic = writes_scores(row) or (row.scored and problem.seed % 3 == 0)
+        launch.heads_at_once = 1 + problem.seed % 4
+        return launch
+
     @staticmethod
     def _scale(problem: Problem, call: Call) -> float:
         return problem.head_dim**-0.5 if call.scale is None else call.scale

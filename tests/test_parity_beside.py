@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import test_parity_helpers
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from operands import poison
 from oracle_beside import Gated, RmsNorm
-from test_parity_helpers import DTYPES, backend, by_dtype, kernels_only, randn  # noqa: F401
+from test_parity_helpers import DTYPES, backend, by_dtype, drawn, kernels_only, randn  # noqa: F401
 from torch import Tensor
 
 from cutlass_fmha.gates import geglu, gelu_and_mul, silu_and_mul, swiglu, swiglu_mlp
@@ -114,7 +114,7 @@ def test_rms_norm_of_large_launches(dtype: torch.dtype):
         run_norm((2**22 // (dim * bytes_of) + 1, dim), dtype, weighted=dtype)
 
 
-@settings(max_examples=40, deadline=None, database=None, derandomize=True)
+@drawn
 @given(st.data())
 def test_rms_norm_of_anything(backend: str, data: Any):  # noqa: F811
     draw = data.draw
@@ -208,7 +208,7 @@ def test_gated_of_large_launches(dtype: torch.dtype):
     run_gated((2**22 // (11 * 64) // (torch.finfo(dtype).bits // 8) + 1, 11 * 64), dtype, "silu")
 
 
-@settings(max_examples=40, deadline=None, database=None, derandomize=True)
+@drawn
 @given(st.data())
 def test_gated_of_anything(backend: str, data: Any):  # noqa: F811
     draw = data.draw

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracle_helpers import assert_within, bits, normalized, rotate
 from test_parity_helpers import (  # its fixture says where kernels run
@@ -19,6 +19,7 @@ from test_parity_helpers import (  # its fixture says where kernels run
     LAYOUTS,
     Append,
     backend,  # noqa: F401
+    drawn,
     int32,
     kernels_only,
     laid_out,
@@ -147,14 +148,6 @@ def problems(draw: Any) -> Problem:
         draw(st.booleans()), draw(st.sampled_from(("own", "float32", "none"))),
         draw(st.sampled_from((1e-6, 1e-2))), draw(st.sampled_from((0.0, 1.0))),
     )  # fmt: skip
-
-
-drawn = settings(
-    max_examples=60,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
 
 
 def check_rotary(p: Problem) -> None:

@@ -55,15 +55,37 @@ def test_row_agrees_with_fp64(row: str):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_a_long_run_draws_gradients():
+    said = [
+        "--gradients",
+        "--problems",
+        "6",
+        "--processes",
+        "1",
+        "--longest",
+        "60",
+        "--rows",
+        "d32_.*_scored",
+    ]
+    command = [sys.executable, str(Path(__file__)), str(extension()), *said]
+    environment = os.environ | {"CUTLASS_FMHA_FORCE_ARCH": "89"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert "6 problems on 1 rows" in done.stdout, done.stdout + done.stderr
+
+
 # ---- in a process of its own, with the simulator's extension -----------------------------------------------
 
 
-def main(extension: str, name: str) -> int:
-    """Exit status 1 where a listed problem's gradients are off."""
+def main(extension: str, name: str, *said: str) -> int:
+    """Exit status 1 where a listed problem's gradients are off, or a drawn one's."""
     sys.path.insert(0, str(ROOT / "tools"))
     from building import load_extension
 
     load_extension(Path(extension))
+    if said:
+        import parity_run
+
+        return parity_run.main([name, *said])
     import gpu
     from backward_launch import BackwardLaunch, listed
 

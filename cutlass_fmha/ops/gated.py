@@ -213,10 +213,10 @@ def _cuda_backward(
 
     plan, shape = kept("gated_backward", (dout, gate, up, activation), prepare)
     found = _empty_gradients(gate, up, shape, product)
-    first, second = _as_rows(gate, up)
+    (first, second), upstream = _as_rows(gate, up), rows.as_rows(dout)  # may be copies: kept until the launch
     dgate, dup = _halves(found[0], None if up is None else found[1])
     p = plan.params.copy()
-    p.dout, p.gate, p.up = rows.as_rows(dout).data_ptr(), first.data_ptr(), second.data_ptr()
+    p.dout, p.gate, p.up = upstream.data_ptr(), first.data_ptr(), second.data_ptr()
     p.dgate, p.dup, p.out = dgate.data_ptr(), dup.data_ptr(), found[2].data_ptr() if product else 0
     helpers.launch(plan, p)
     return found
