@@ -5,8 +5,9 @@
 
 Every problem is drawn together with the row that runs it, of the architecture at hand: a scored one, or one
 of those that compute gradients. The first mismatch ends the run with the line that repeats it alone. The
-report counts problems by feature and by row. Runs on a GPU, or on the rows of a simulator build, which tools/simulate.py makes, plain ones too. The same
-seed and number of processes draw the same problems.
+report counts problems by feature and by row. Runs on a GPU, or on the rows of a
+simulator build, which tools/simulate.py makes, plain ones too. The same seed and number of processes draw the
+same problems.
 """
 
 from __future__ import annotations
