@@ -216,7 +216,8 @@ def _cuda_backward(
     first, second = _as_rows(gate, up)
     dgate, dup = _halves(found[0], None if up is None else found[1])
     p = plan.params.copy()
-    p.dout, p.gate, p.up = rows.as_rows(dout).data_ptr(), first.data_ptr(), second.data_ptr()
+    dout = rows.as_rows(dout)  # perhaps a copy, which the launch reads
+    p.dout, p.gate, p.up = dout.data_ptr(), first.data_ptr(), second.data_ptr()
     p.dgate, p.dup, p.out = dgate.data_ptr(), dup.data_ptr(), found[2].data_ptr() if product else 0
     helpers.launch(plan, p)
     return found
