@@ -509,6 +509,7 @@ REFUSED: Refusals = {
         ({"dout": Q[:, :, :2]}, r"dout must have shape \(2, 6, 4, 16\)"),
         ({"output": Q[..., 0]}, r"output must have shape \(2, 6, 4, 16\)"),
         ({"softmax_lse": LSE.mT}, r"softmax_lse must have shape \(2, 4, 6\)"),
+        ({"softmax_lse": LSE.half()}, "softmax_lse must be float32, got float16"),
         ({"dlse": LSE[..., :5]}, r"dlse must have shape \(2, 4, 6\)"),
         ({"scale": math.inf}, "scale must be finite"),
         ({"causal": "left"}, "causal must be"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import gpu
 import pytest
 import test_parity_helpers
 import torch
@@ -206,6 +207,16 @@ def test_gated(how: str, name: str, dtype: torch.dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gated_of_large_launches(dtype: torch.dtype):
     run_gated((2**22 // (11 * 64) // (torch.finfo(dtype).bits // 8) + 1, 11 * 64), dtype, "silu")
+
+
+@kernels_only
+@pytest.mark.skipif(gpu.simulated(), reason="gigabytes")
+@pytest.mark.parametrize(("rows", "dtype"), [(2**17, torch.float16), (2**17 + 8, torch.float32)], ids=str)
+def test_gated_of_more_bytes_than_an_int_counts(rows: int, dtype: torch.dtype, much_memory: None):
+    gate = torch.zeros(rows, 2**13, dtype=dtype, device=gpu.device())
+    gate[-1] = 3.0
+    out = OPS.gated(gate, gate, "silu")
+    assert (out[-1] > 8.5).all() and out.count_nonzero() == 2**13
 
 
 @drawn

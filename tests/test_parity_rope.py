@@ -278,13 +278,19 @@ def test_rows_without_an_angle_or_a_place():
 
 def test_nothing_is_a_call_as_well():
     weight = randn(64).requires_grad_()
-    for shape in ((0, 5, 4, 64), (2, 0, 4, 64)):
-        q, k = randn(*shape).requires_grad_(), randn(*shape)
+    for shape in ((0, 5, 4, 64), (2, 0, 4, 64), (2, 5, 0, 64)):
+        q, k = randn(*shape).requires_grad_(), randn(*shape[:2], 4, 64)
         cos, sin = table(9, 64, torch.float32)
         out, _ = cutlass_fmha.qk_norm_rope(q, k, None, weight, cos=cos, sin=sin)
         dq, dw = torch.autograd.grad(out.sum(), (q, weight))
         assert dq.shape == shape and (dw == 0).all()
         assert cutlass_fmha.rotary_qk(q, k, cos, sin, inplace=False)[0].shape == shape
+    x, rows, one = randn(7, 2, 64), randn(2, 0, 4, 64), table(9, 64, torch.float32)
+    for out in cutlass_fmha.rotary_qk(x, x, *one, cu_seqlens=int32(0, 7)[:1]):
+        assert (out == 0).all()
+    caches = {name: randn(2, 16, 4, 64) for name in ("k_cache", "v_cache")}
+    _, used = cutlass_fmha.qk_norm_rope(rows, rows, rows, cache_seqlens=int32(3, 5), **caches)
+    assert used.tolist() == [3, 5]
 
 
 def test_large_angles_are_those_of_float32():

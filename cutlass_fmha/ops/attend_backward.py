@@ -92,6 +92,8 @@ def _checked(
     for name, lse in (("softmax_lse", softmax_lse), ("dlse", dlse)):
         if lse is not None and tuple(lse.shape) != sizes.lse_shape:
             raise ValueError(f"{name} must have shape {sizes.lse_shape}, got {tuple(lse.shape)}")
+    if softmax_lse.dtype != torch.float32 and query.dtype != torch.float64:
+        raise ValueError(f"softmax_lse must be float32, got {check.dtype_name(softmax_lse.dtype)}")
     if names := _unknown(query, features, sizes, causal):
         raise NotImplementedError(f"cutlass_fmha has no backward yet with {names}")
     return scale, features, sizes

@@ -219,13 +219,12 @@ def _cuda_backward(
     p.q.x, p.k.x, p.q.out, p.k.out = q.data_ptr(), k.data_ptr(), found[0].data_ptr(), found[1].data_ptr()
     p.q.gradient, p.k.gradient = dq_out.data_ptr(), dk_out.data_ptr()
     kept_alive = []
-    for rows, weight, gradient in ((p.q, q_weight, found[2]), (p.k, k_weight, found[3])):
-        if weight is not None:
+    for rows, x, weight, gradient in ((p.q, q, q_weight, found[2]), (p.k, k, k_weight, found[3])):
+        if x.numel() == 0:
+            gradient.zero_()  # there are no rows that leave parts
+        elif weight is not None:
             kept_alive.append(q.new_empty((p.parts_of(rows), q.shape[-1]), dtype=torch.float32))
             rows.partial, rows.weight_gradient = kept_alive[-1].data_ptr(), gradient.data_ptr()
-    if q.numel() == 0 and k.numel() == 0:
-        for gradient in found:
-            gradient.zero_()  # there are no rows, and nothing is launched
     helpers.launch(plan, p)
     return found
 
@@ -352,6 +351,8 @@ def _launch(c: _Call) -> tuple[Tensor, Tensor]:
 
     plan = kept("qk_norm_rope_append_", (*rows, c.q, *c.norm, *a.key), prepare)
     out, seqused_k = c.q.new_empty(c.q.shape), rows.cache_seqlens.new_empty(rows.cache_seqlens.shape)
+    if c.q.numel() == 0 and rows.key.numel() == 0:
+        seqused_k = rows.cache_seqlens + rows.seqlen_new  # nothing is launched, and nobody counts
     p = plan.params.copy()
     _set_norm(p, c.norm, a)
     if a.offsets is None:

@@ -46,6 +46,7 @@ struct BackwardWalk : BackwardParts<C> {
       q_pipe.init(C.threads(), C.threads());
       dout_pipe.init(C.threads(), C.threads());
       if constexpr (!C.writes_scores) scores_pipe.init(C.threads(), C.threads());
+      if constexpr (C.copy == Copy::tma) cutlass::arch::fence_barrier_init();  // the copy unit completes them
     }
     QueryCursor at = this->first(walk);
     this->load_keys(params.k, params.k_stride, 0, params.head_dim);

@@ -56,7 +56,7 @@ int64_t blocks_of(int64_t rows, int lanes_log2, int threads) { return ((rows << 
 template <class Params>
 void prepare_gated(Params& p, bool aligned, int bytes) {
   p.aligned = aligned;
-  p.chunks = aligned ? p.dim * bytes / kVectorBytes : p.dim;
+  p.chunks = aligned ? p.dim / (kVectorBytes / bytes) : p.dim;
   require(int64_t(p.rows) * p.chunks <= INT_MAX - 4096, [&] {
     return "gated units have " + std::to_string(p.rows) + " rows of " + std::to_string(p.dim) +
            " elements; at most 2147479551 vectors of 16 bytes can be multiplied, or elements where a tensor isn't " +
