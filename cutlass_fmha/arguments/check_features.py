@@ -45,11 +45,10 @@ def check_features(
     check.check_types(tensors, names)
     _check_combinations(features)
     check_numbers(features)
-    for name, tensor in features.tensors().items():
-        if tensor.device != tensors[0].device:
-            raise ValueError(
-                f"{name} must be on {names[0]}'s device {tensors[0].device}, got {tensor.device}"
-            )
+    device = tensors[0].device
+    for name, tensor in features.tensors.items():
+        if tensor.device != device:
+            raise ValueError(f"{name} must be on {names[0]}'s device {device}, got {tensor.device}")
     sizes = _check_operands(tensors, features, names)
     _check_lengths(features, sizes)
     _check_scores(features, sizes, tensors[0].dtype, names[0])

@@ -303,7 +303,7 @@ def prepare(
     elif packed:
         out_shape = (given_shape[0], given_shape[2], *out_shape[1:])
         out_strides = _contiguous(out_shape)
-    addresses = addresses_of(features) if said else ()
+    addresses = addresses_of(features)
     launch, given = prepared.launch, None
     if to:
         read = {name: said[name] for name, _ in addresses}
