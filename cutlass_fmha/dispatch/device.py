@@ -30,6 +30,13 @@ class Device:
     sm_count: int
     smem_per_block: int
 
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.name, self.capability, self.sm_count, self.smem_per_block))
+
+    def __hash__(self) -> int:  # what dataclass makes takes three times as long, and each call asks
+        return self._hash
+
     @property
     def smem_per_sm(self) -> int:
         """Bytes an SM shares among its blocks: one block's most, and the 1 KiB that CUDA keeps per block."""

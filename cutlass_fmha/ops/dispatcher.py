@@ -183,11 +183,10 @@ def can_skip_dispatcher(query: Any, key: Any, value: Any) -> bool:
 def others_can_skip_dispatcher(arguments: Mapping[str, Any]) -> bool:
     """What ``can_skip_dispatcher`` asks of query, key and value, of the other tensors of a call."""
     gradients = torch.is_grad_enabled()
-    return all(
-        type(value) is Tensor
-        and value.is_cuda
-        and not (gradients and value.requires_grad)
-        and not value.is_neg()
-        for value in arguments.values()
-        if isinstance(value, Tensor)
-    )
+    for value in arguments.values():
+        if type(value) is Tensor:
+            if not value.is_cuda or (gradients and value.requires_grad) or value.is_neg():
+                return False
+        elif isinstance(value, Tensor):
+            return False
+    return True
