@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 
 from cutlass_fmha import autocast
 from cutlass_fmha.arguments import check, tensors
-from cutlass_fmha.ops import rows
+from cutlass_fmha.ops import dispatcher
 
 _APPROXIMATE = {"none": "gelu", "tanh": "gelu_tanh"}
 
@@ -111,6 +111,11 @@ def _check_mlp(x: Tensor, w_gate_up: Tensor, w_down: Tensor) -> None:
     tensors.check_dims("w_gate_up", w_gate_up, "2 * dim, dim_in")
     tensors.check_dims("w_down", w_down, "dim_out, dim")
     tensors.check_device("x", x, {"w_gate_up": w_gate_up, "w_down": w_down})
+    for name, weight in (("w_gate_up", w_gate_up), ("w_down", w_down)):
+        if weight.dtype != x.dtype and autocast.dtype_of(x) is None:
+            raise ValueError(
+                f"{name} must have x's dtype {check.dtype_name(x.dtype)}, got {check.dtype_name(weight.dtype)}"
+            )
     if x.dim() < 1 or x.shape[-1] != w_gate_up.shape[1]:
         raise ValueError(
             f"x must have rows of w_gate_up's {w_gate_up.shape[1]} columns, got shape {tuple(x.shape)}"
@@ -137,9 +142,12 @@ class _GatedProduct(torch.autograd.Function):
         of_both, of_weight = ctx.needs_input_grad
         dproduct = dout @ w_down
         dboth, _, product = torch.ops.cutlass_fmha.gated_backward(
-            rows.with_rows(dproduct), both, None, "silu", of_weight
+            dispatcher.rows_of_gradient(dproduct), both, None, "silu", of_weight
         )
-        dweight = dout.flatten(0, -2).mT @ product.flatten(0, -2) if of_weight else None
+        dweight = None
+        if of_weight:
+            dout, product = (torch.atleast_2d(x).flatten(0, -2) for x in (dout, product))
+            dweight = dout.mT @ product
         return dboth if of_both else None, dweight
 
 
