@@ -113,9 +113,8 @@ def _check_mlp(x: Tensor, w_gate_up: Tensor, w_down: Tensor) -> None:
     tensors.check_device("x", x, {"w_gate_up": w_gate_up, "w_down": w_down})
     for name, weight in (("w_gate_up", w_gate_up), ("w_down", w_down)):
         if weight.dtype != x.dtype and autocast.dtype_of(x) is None:
-            raise ValueError(
-                f"{name} must have x's dtype {check.dtype_name(x.dtype)}, got {check.dtype_name(weight.dtype)}"
-            )
+            own, got = check.dtype_name(x.dtype), check.dtype_name(weight.dtype)
+            raise ValueError(f"{name} must have x's dtype {own}, got {got}")
     if x.dim() < 1 or x.shape[-1] != w_gate_up.shape[1]:
         raise ValueError(
             f"x must have rows of w_gate_up's {w_gate_up.shape[1]} columns, got shape {tuple(x.shape)}"

@@ -151,7 +151,10 @@ def test_gradients_by_differences():
     for recompute in (False, True):
         for rows in (x, x[0, 0], x[:0]):
             assert gradcheck(lambda *t: swiglu_mlp(*t, recompute=recompute), (rows, w_gate_up, w_down))  # noqa: B023
-    for call in (rms_norm, silu_and_mul):  # a sum's gradient is expanded, and stays so where there are no rows
+    for call in (
+        rms_norm,
+        silu_and_mul,
+    ):  # a sum's gradient is expanded, and stays so where there are no rows
         assert torch.autograd.grad(call(x[:0]).sum(), x)[0].abs().max() == 0
 
 
