@@ -454,6 +454,8 @@ def test_blocks_of_a_mask_are_whole_pieces_of_tiles():
     problem = Problem(1, 64, 64, 4, 2, 64, row.dtype, features=("block_mask",), block_mask=(8, 64))
     with pytest.raises(cutlass_fmha.UnsupportedError, match="multiples of 16 x 32, and these are 8 x 64"):
         gradients.choose(problem, L4, row.name)
+
+
 UNKNOWN = dict.fromkeys(("prefix_lengths", "alibi_slopes", "sinks"), SOMEWHERE)
 UNKNOWN |= {"window_left": 3, "softcap": 1.0}
 
