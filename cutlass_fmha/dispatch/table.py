@@ -113,6 +113,12 @@ def backward() -> Table:
 
 
 @functools.cache
+def backward_wide() -> Table:
+    """Those of them that have to be asked for."""
+    return _table([row for row in _C.backward_rows() if row.family == "backward_wide"])
+
+
+@functools.cache
 def query_products() -> frozenset[tuple[int, str, int]]:
     """(arch, dtype, head dim) of the rows that make dQ of what others write of dS."""
     rows = (row for row in _C.backward_rows() if row.family == "query_product")
