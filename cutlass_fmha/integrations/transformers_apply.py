@@ -195,7 +195,8 @@ def _swapped(kind: type, family: Family, part: str) -> type:
 
 def _reduce(module: Any, protocol: int) -> tuple[Any, ...]:
     """How a module is pickled and copied: what its class was is said by name, and swapped again."""
-    _, _, *state = object.__reduce_ex__(module, max(2, protocol))
+    reduced: Any = object.__reduce_ex__(module, max(2, protocol))
+    _, _, *state = reduced
     return _made, (vars(type(module))[OURS],), *state
 
 
