@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from cutlass_fmha import autocast
+from cutlass_fmha import autocast, private_torch
 from cutlass_fmha.arguments import check, tensors
 from cutlass_fmha.ops import dispatcher
 
@@ -98,7 +98,9 @@ def swiglu_mlp(x: Tensor, w_gate_up: Tensor, w_down: Tensor, *, recompute: bool 
     _check_mlp(x, w_gate_up, w_down)
     check.flag("recompute", recompute)
     both = linear(x, w_gate_up)
-    if recompute and torch.is_grad_enabled() and (both.requires_grad or w_down.requires_grad):
+    wanted = torch.is_grad_enabled() and (both.requires_grad or w_down.requires_grad)
+    # Under torch.func the op has its say.
+    if recompute and wanted and (torch.compiler.is_compiling() or not private_torch.peek_interpreter_stack()):
         if autocast.dtype_of(x) is not None:
             w_down = autocast.cast(w_down, both.dtype)
         output: Tensor = _GatedProduct.apply(both, w_down)  # type: ignore[no-untyped-call]
@@ -135,10 +137,10 @@ class _GatedProduct(torch.autograd.Function):
         return linear(silu_and_mul(both), w_down)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, Tensor | None]:
         both, w_down = ctx.saved_tensors
         of_both, of_weight = ctx.needs_input_grad
+        # Who wants a derivative of this is told by the op: once_differentiable looks at dout alone.
         dproduct = dout @ w_down
         dboth, _, product = torch.ops.cutlass_fmha.gated_backward(
             dispatcher.rows_of_gradient(dproduct), both, None, "silu", of_weight

@@ -125,7 +125,8 @@ def test_bad_calls_are_refused(error: type[Exception], call: Callable[[], object
 
 def test_no_second_derivative_and_no_forward_mode():
     x = double(3, 4)
-    for call in (rms_norm, silu_and_mul):
+    up, down = double(6, 4), double(5, 3)
+    for call in (rms_norm, silu_and_mul, lambda x: swiglu_mlp(x, up, down, recompute=True)):
         with pytest.raises(NotImplementedError, match="no backward yet of this op"):
             torch.autograd.grad(call(x).sum(), x, create_graph=True)
         with pytest.raises(NotImplementedError, match="forward mode"):
