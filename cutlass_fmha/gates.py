@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from cutlass_fmha import autocast
+from cutlass_fmha import autocast, private_torch
 from cutlass_fmha.arguments import check, tensors
-from cutlass_fmha.ops import rows
+from cutlass_fmha.ops import dispatcher
 
 _APPROXIMATE = {"none": "gelu", "tanh": "gelu_tanh"}
 
@@ -98,7 +98,9 @@ def swiglu_mlp(x: Tensor, w_gate_up: Tensor, w_down: Tensor, *, recompute: bool 
     _check_mlp(x, w_gate_up, w_down)
     check.flag("recompute", recompute)
     both = linear(x, w_gate_up)
-    if recompute and torch.is_grad_enabled() and (both.requires_grad or w_down.requires_grad):
+    wanted = torch.is_grad_enabled() and (both.requires_grad or w_down.requires_grad)
+    # Under torch.func the op has its say.
+    if recompute and wanted and (torch.compiler.is_compiling() or not private_torch.peek_interpreter_stack()):
         if autocast.dtype_of(x) is not None:
             w_down = autocast.cast(w_down, both.dtype)
         output: Tensor = _GatedProduct.apply(both, w_down)  # type: ignore[no-untyped-call]
@@ -111,6 +113,10 @@ def _check_mlp(x: Tensor, w_gate_up: Tensor, w_down: Tensor) -> None:
     tensors.check_dims("w_gate_up", w_gate_up, "2 * dim, dim_in")
     tensors.check_dims("w_down", w_down, "dim_out, dim")
     tensors.check_device("x", x, {"w_gate_up": w_gate_up, "w_down": w_down})
+    for name, weight in (("w_gate_up", w_gate_up), ("w_down", w_down)):
+        if weight.dtype != x.dtype and autocast.dtype_of(x) is None:
+            own, got = check.dtype_name(x.dtype), check.dtype_name(weight.dtype)
+            raise ValueError(f"{name} must have x's dtype {own}, got {got}")
     if x.dim() < 1 or x.shape[-1] != w_gate_up.shape[1]:
         raise ValueError(
             f"x must have rows of w_gate_up's {w_gate_up.shape[1]} columns, got shape {tuple(x.shape)}"
@@ -131,15 +137,18 @@ class _GatedProduct(torch.autograd.Function):
         return linear(silu_and_mul(both), w_down)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, Tensor | None]:
         both, w_down = ctx.saved_tensors
         of_both, of_weight = ctx.needs_input_grad
+        # Who wants a derivative of this is told by the op: once_differentiable looks at dout alone.
         dproduct = dout @ w_down
         dboth, _, product = torch.ops.cutlass_fmha.gated_backward(
-            rows.with_rows(dproduct), both, None, "silu", of_weight
+            dispatcher.rows_of_gradient(dproduct), both, None, "silu", of_weight
         )
-        dweight = dout.flatten(0, -2).mT @ product.flatten(0, -2) if of_weight else None
+        dweight = None
+        if of_weight:
+            dout, product = (torch.atleast_2d(x).flatten(0, -2) for x in (dout, product))
+            dweight = dout.mT @ product
         return dboth if of_both else None, dweight
 
 

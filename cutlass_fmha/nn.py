@@ -14,16 +14,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from cutlass_fmha.arguments import check, tensors
 from cutlass_fmha.attention import attention
 from cutlass_fmha.gates import gelu_and_mul, silu_and_mul, swiglu_mlp
 from cutlass_fmha.kv_cache import with_kv_cache
 from cutlass_fmha.norm import rms_norm
+from cutlass_fmha.ops.rows import check_like
 from cutlass_fmha.qk_norm_rope import qk_norm_rope
 from cutlass_fmha.rotary import rotary_qk
 
 __all__ = ["Attention", "KVCache", "RMSNorm", "SwiGLU", "rotary_table"]
 
 Table = tuple[Tensor, Tensor]
+
+#: Of ``attention``, but not of a layer; and of ``with_kv_cache``, where an append's rows go.
+_RESULTS = frozenset({"layout", "return_lse", "out", "lse"})
+_PLACES = frozenset({"cache_batch_idx", "page_table", "leftpad_k"})
 
 
 class RMSNorm(nn.RMSNorm):
@@ -54,17 +60,33 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
         """x [..., *normalized_shape]; with a residual of that shape (norm(x + residual), x + residual)."""
-        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
-        said: Any = {"eps": eps, "weight_offset": self.weight_offset if self.elementwise_affine else 0.0}
-        if len(self.normalized_shape) == 1:
+        count = len(self.normalized_shape)
+        check.check_tensor("x", x)
+        if x.shape[-count:] != self.normalized_shape:
+            raise ValueError(
+                f"x must end in {self.normalized_shape}, the normalized shape, got {tuple(x.shape)}"
+            )
+        said: Any = {
+            "eps": self._eps(x),
+            "weight_offset": self.weight_offset if self.elementwise_affine else 0.0,
+        }
+        if count == 1:
             return rms_norm(x, self.weight, residual=residual, **said)
-        rows, weight = (
-            None if y is None else y.flatten(-len(self.normalized_shape)) for y in (x, self.weight)
-        )
+        rows, weight = (None if y is None else y.flatten(-count) for y in (x, self.weight))
         if residual is None:
             return rms_norm(rows, weight, **said).view(x.shape)
-        other = residual.flatten(-len(self.normalized_shape))
+        check_like("residual", residual, "x", x)
+        other = residual.flatten(-count)
         return tuple(y.view(x.shape) for y in rms_norm(rows, weight, residual=other, **said))
+
+    def _eps(self, x: Tensor) -> float:
+        """For an input; of one that has no epsilon, the op says what it thinks."""
+        if self.eps is not None:
+            return self.eps
+        return torch.finfo(x.dtype).eps if x.is_floating_point() else 0.0
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + f", weight_offset={self.weight_offset}" * bool(self.weight_offset)
 
 
 class _Joined(nn.Module):
@@ -102,7 +124,8 @@ class _Joined(nn.Module):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, parts in self._names(prefix):
-            destination.update(zip(parts, destination.pop(name).split([*parts.values()]), strict=True))
+            if name in destination:  # which it is not where it is parametrized or pruned
+                destination.update(zip(parts, destination.pop(name).split([*parts.values()]), strict=True))
 
     def _load_from_state_dict(
         self,
@@ -114,23 +137,29 @@ class _Joined(nn.Module):
         unexpected: Any,
         errors: Any,
     ) -> None:
-        names = self._names(prefix)
-        for name, parts in names:
-            if parts.keys() <= state_dict.keys():
-                given = {part: state_dict.pop(part) for part in parts}
-                if wrong := [part for part, x in given.items() if len(x) != parts[part]]:
-                    sizes = ", ".join(f"{part} {len(given[part])} rows, not {parts[part]}" for part in wrong)
-                    errors.append(f"size mismatch: the checkpoint gives {sizes}")
-                    missing.extend(wrong)
-                else:
-                    state_dict[name] = torch.cat([*given.values()])
-        absent: list[str] = []
-        super()._load_from_state_dict(state_dict, prefix, metadata, strict, absent, unexpected, errors)
-        parts_of = dict(names)
-        for name in absent:
-            missing.extend(
-                part for part in parts_of.get(name, (name,)) if part not in (*state_dict, *missing)
-            )
+        for name, parts in self._names(prefix):
+            given = {part: state_dict.pop(part) for part in parts if part in state_dict}
+            if not given:
+                continue
+            own = getattr(self, name.removeprefix(prefix)).detach()
+            wanted = {part: (rows, *own.shape[1:]) for part, rows in parts.items()}
+            if wrong := [part for part, x in given.items() if tuple(x.shape) != wanted[part]]:
+                sizes = ", ".join(f"{part} {tuple(given[part].shape)}, not {wanted[part]}" for part in wrong)
+                errors.append(f"size mismatch: the checkpoint gives {sizes}")
+            absent = [part for part in parts if part not in given]
+            missing.extend(absent)
+            if absent and own.is_meta:
+                errors.append(f"{absent[0]} is needed with {next(iter(given))}: what is joined is on meta")
+            if wrong or (absent and own.is_meta):
+                state_dict[name] = own  # which is not what is missing
+            else:  # parts may come one by one, as shards of checkpoints have them
+                device = next(iter(given.values())).device
+                all_parts = dict(zip(parts, own.split([*parts.values()]), strict=True)) | given
+                state_dict[name] = torch.cat([x.to(device) for x in all_parts.values()])
+        lacking: list[str] = []
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, lacking, unexpected, errors)
+        parts_of = dict(self._names(prefix))
+        missing.extend(part for name in lacking for part in parts_of.get(name, (name,)))
 
 
 class SwiGLU(_Joined):
@@ -267,7 +296,7 @@ class Attention(_Joined):
     ) -> None:
         super().__init__()
         heads_kv = num_heads if num_heads_kv is None else num_heads_kv
-        if num_heads % heads_kv:
+        if min(num_heads, heads_kv) < 1 or num_heads % heads_kv:
             raise ValueError(f"num_heads must be a multiple of num_heads_kv {heads_kv}, got {num_heads}")
         if head_dim is None and embed_dim % num_heads:
             raise ValueError(
@@ -292,8 +321,13 @@ class Attention(_Joined):
 
         rotary: cos and sin, as ``rotary_table`` has them. cache: x's tokens are appended, and see what is in
         it; nothing of a cache has a gradient. said: further arguments of ``attention``, or with a cache of
-        ``with_kv_cache``.
+        ``with_kv_cache``, but for those of layouts and results. With cu_seqlens_q and no cache x is packed,
+        [total, embed_dim], and positions are those in a sequence.
         """
+        if found := _RESULTS.intersection(said):
+            raise TypeError(f"{min(found)} is not for a layer, which returns its input's shape")
+        packed = cache is None and said.get("cu_seqlens_q") is not None
+        tensors.check_dims("x", x, f"{'total' if packed else 'batch, seqlen'}, embed_dim")
         rows = functional.linear(x, self.qkv_weight, self.qkv_bias).unflatten(-1, (-1, self.head_dim))
         q, k, v = rows.split([self.num_heads, self.num_heads_kv, self.num_heads_kv], -2)
         said = {**self.said, **said}
@@ -303,23 +337,24 @@ class Attention(_Joined):
         result: Tensor = self.o_proj(out.flatten(-2))
         return result
 
-    def _norms(self, rotary: Table | None) -> dict[str, Any]:
+    def _norms(self, q: Tensor, rotary: Table | None) -> dict[str, Any]:
         cos, sin = rotary or (None, None)
         q_norm, k_norm = self.q_norm, self.k_norm
         assert q_norm is not None and k_norm is not None
         return {
             "q_weight": q_norm.weight,
             "k_weight": k_norm.weight,
-            "eps": q_norm.eps,
+            "eps": q_norm._eps(q),
             "cos": cos,
             "sin": sin,
         }
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, rotary: Table | None, said: dict[str, Any]) -> Tensor:
+        starts = said.get("cu_seqlens_q")
         if self.q_norm is not None:
-            q, k = qk_norm_rope(q, k, **self._norms(rotary))
+            q, k = qk_norm_rope(q, k, **self._norms(q, rotary), cu_seqlens=starts)
         elif rotary is not None:
-            q, k = rotary_qk(q, k, *rotary)
+            q, k = rotary_qk(q, k, *rotary, cu_seqlens=starts)
         if self.dropout and self.training:
             said = {"dropout_p": self.dropout, **said}
         out: Tensor = attention(q, k, v, **said)
@@ -331,7 +366,8 @@ class Attention(_Joined):
         lengths, seqlen = cache.lengths, q.shape[1]
         if self.q_norm is not None:
             new: Any = {"v": v, "k_cache": cache.k, "v_cache": cache.v, "cache_seqlens": lengths}
-            q, used = qk_norm_rope(q, k, **self._norms(rotary), **new)
+            new |= {name: said[name] for name in _PLACES.intersection(said)}
+            q, used = qk_norm_rope(q, k, **self._norms(q, rotary), **new)
             out = with_kv_cache(q, cache.k, cache.v, cache_seqlens=used, **said)
         else:
             if rotary is not None:

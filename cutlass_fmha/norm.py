@@ -53,7 +53,7 @@ def rms_norm(
             one, x is copied first.
         weight, bias: [dim], both of x's dtype or both float32; None: 1 and 0.
         residual: of x's shape and dtype: x + residual, rounded to their dtype, takes the place of x, and is
-            returned too.
+            returned too. Under autocast they may have two dtypes: both become float32.
         eps: 0 or more.
         weight_offset: added to weight in float32: 1.0 where weights are kept as their distance from one.
         out_dtype: x's, which is the default, or float32; of a float32 x also float16 and bfloat16.
@@ -72,6 +72,8 @@ def rms_norm(
     """
     check.check_tensors_given({"x": x}, {"weight": weight, "bias": bias, "residual": residual})
     eps, weight_offset = check.number_of("eps", eps), check.number_of("weight_offset", weight_offset)
+    if not (out_dtype is None or isinstance(out_dtype, torch.dtype)):
+        raise TypeError(f"out_dtype must be a torch.dtype or None, got {type(out_dtype).__name__}")
     if out is None:
         found = torch.ops.cutlass_fmha.rms_norm(x, weight, bias, residual, eps, weight_offset, out_dtype)
         output: Tensor = found[0]

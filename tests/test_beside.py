@@ -30,6 +30,7 @@ STRIDED = torch.randn(3, 2).T[:, :2]
 BAD: list[tuple[type[Exception], Callable[[], object], str]] = [
     (TypeError, lambda: rms_norm([1.0]), "x must be a torch.Tensor, got list"),  # type: ignore[call-overload]
     (TypeError, lambda: rms_norm(X, 3.0), "weight must be a torch.Tensor or None, got float"),  # type: ignore[call-overload]
+    (TypeError, lambda: rms_norm(X, out_dtype="half"), "out_dtype must be a torch.dtype or None, got str"),  # type: ignore[call-overload]
     (TypeError, lambda: rms_norm(X, eps="1"), "eps must be a float, got str"),  # type: ignore[call-overload]
     (ValueError, lambda: rms_norm(X, eps=-1.0), "eps must be 0 or more, and finite, got -1.0"),
     (ValueError, lambda: rms_norm(torch.tensor(1.0)), "x must have at least one dimension"),
@@ -110,6 +111,7 @@ BAD: list[tuple[type[Exception], Callable[[], object], str]] = [
         lambda: swiglu_mlp(X, UP[:10], DOWN),
         "w_gate_up must have two rows for each of w_down's 6 columns",
     ),
+    (ValueError, lambda: swiglu_mlp(X, UP, DOWN.half()), "w_down must have x's dtype float32, got float16"),
     (ValueError, lambda: swiglu_mlp(X, UP, DOWN[0]), "w_down must have 2 dimensions, [dim_out, dim]"),
     (TypeError, lambda: swiglu_mlp(X, UP, DOWN, recompute=1), "recompute must be a bool, got int"),  # type: ignore[arg-type]
 ]
@@ -123,7 +125,8 @@ def test_bad_calls_are_refused(error: type[Exception], call: Callable[[], object
 
 def test_no_second_derivative_and_no_forward_mode():
     x = double(3, 4)
-    for call in (rms_norm, silu_and_mul):
+    up, down = double(6, 4), double(5, 3)
+    for call in (rms_norm, silu_and_mul, lambda x: swiglu_mlp(x, up, down, recompute=True)):
         with pytest.raises(NotImplementedError, match="no backward yet of this op"):
             torch.autograd.grad(call(x).sum(), x, create_graph=True)
         with pytest.raises(NotImplementedError, match="forward mode"):
@@ -147,7 +150,13 @@ def test_gradients_by_differences():
     assert gradcheck(swiglu, (x, residual)) and gradcheck(silu_and_mul, (x,))
     w_gate_up, w_down = double(8, 6), double(5, 4)
     for recompute in (False, True):
-        assert gradcheck(lambda *t: swiglu_mlp(*t, recompute=recompute), (x, w_gate_up, w_down))  # noqa: B023
+        for rows in (x, x[0, 0], x[:0]):
+            assert gradcheck(lambda *t: swiglu_mlp(*t, recompute=recompute), (rows, w_gate_up, w_down))  # noqa: B023
+    for call in (
+        rms_norm,
+        silu_and_mul,
+    ):  # a sum's gradient is expanded, and stays so where there are no rows
+        assert torch.autograd.grad(call(x[:0]).sum(), x)[0].abs().max() == 0
 
 
 def test_nothing_is_kept_but_what_the_guide_says():
@@ -197,6 +206,8 @@ def test_autocast_leaves_rows_alone_and_casts_products():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert rms_norm(X, W).dtype == torch.float32
         assert swiglu(X, X.bfloat16()).dtype == torch.float32
+        mixed = rms_norm(X.bfloat16(), W.bfloat16(), residual=X)
+        torch.testing.assert_close(mixed, rms_norm(X.bfloat16().float(), W.bfloat16().float(), residual=X))
         found = [swiglu_mlp(X, w_gate_up, w_down, recompute=recompute) for recompute in (False, True)]
     assert found[0].dtype == torch.bfloat16 and torch.equal(*found)
     for out in found:

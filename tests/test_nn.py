@@ -66,8 +66,22 @@ def test_a_checkpoint_that_does_not_fit_is_refused():
     with pytest.raises(RuntimeError, match='Unexpected key.*"mlp.q_proj.weight"'):
         made.load_state_dict(state | {"mlp.q_proj.weight": state["mlp.up_proj.weight"]})
     swapped = state | {"attn.q_proj.weight": state["attn.k_proj.weight"]}
-    with pytest.raises(RuntimeError, match="attn.q_proj.weight 4 rows, not 8"):
+    with pytest.raises(RuntimeError, match=r"attn.q_proj.weight \(4, 8\), not \(8, 8\)"):
         made.load_state_dict(swapped)
+    wide = state | {"mlp.up_proj.weight": torch.zeros(6, 5), "mlp.gate_proj.weight": torch.tensor(1.0)}
+    with pytest.raises(
+        RuntimeError, match=r"gate_proj.weight \(\), not \(6, 4\), mlp.up_proj.weight \(6, 5\)"
+    ):
+        made.load_state_dict(wide)
+    shard = {"mlp.up_proj.weight": torch.ones(6, 4)}
+    kept = state["mlp.gate_proj.weight"].clone()
+    assert "mlp.up_proj.weight" not in copy.deepcopy(made).load_state_dict(shard, strict=False).missing_keys
+    made.load_state_dict(shard, strict=False)  # a part alone, as in one of a checkpoint's files
+    assert torch.equal(made.mlp.gate_up_weight, torch.cat([kept, shard["mlp.up_proj.weight"]]))
+    with pytest.raises(RuntimeError, match="mlp.gate_proj.weight is needed with mlp.up_proj.weight"):
+        copy.deepcopy(made).to("meta").load_state_dict(shard, strict=False, assign=True)
+    normed = torch.nn.utils.parametrizations.weight_norm(nn.SwiGLU(4, 6), "gate_up_weight")
+    normed.load_state_dict(normed.state_dict())
     made.load_state_dict(state, assign=True)
     copy.deepcopy(made).to(torch.float64).load_state_dict(state)
 
@@ -77,8 +91,51 @@ def test_bad_constructors_are_refused():
         nn.SwiGLU(4, 4, activation="relu")
     with pytest.raises(ValueError, match="num_heads must be a multiple of num_heads_kv 3, got 4"):
         nn.Attention(16, 4, 3)
+    with pytest.raises(ValueError, match="num_heads must be a multiple of num_heads_kv 0, got 4"):
+        nn.Attention(16, 4, 0)
     with pytest.raises(ValueError, match="embed_dim must be a multiple of num_heads 4"):
         nn.Attention(15, 4)
+
+
+def test_bad_inputs_are_refused():
+    with pytest.raises(ValueError, match=r"x must end in \(3, 8\), the normalized shape, got \(2, 8, 3\)"):
+        nn.RMSNorm((3, 8), None, False)(torch.randn(2, 8, 3))
+    with pytest.raises(ValueError, match="x must be float16"):
+        nn.RMSNorm(8)(torch.ones(2, 8, dtype=torch.int32))
+    layer, x = nn.Attention(16, 2), torch.randn(2, 4, 16)
+    with pytest.raises(TypeError, match="layout is not for a layer"):
+        layer(x, layout="bhsd")
+    with pytest.raises(ValueError, match=r"x must have 3 dimensions, \[batch, seqlen, embed_dim\]"):
+        layer(x[0])
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_packed_rows_have_positions_of_their_own_and_a_cache_its_padding(qk_norm: bool):
+    layer, table = (
+        nn.Attention(32, 4, 2, qk_norm=qk_norm, eps=None if qk_norm else 1e-6),
+        nn.rotary_table(8, 8),
+    )
+    x, starts = torch.randn(5, 32), torch.tensor([0, 2, 5], dtype=torch.int32)
+    packed = layer(x, table, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=3, max_seqlen_k=3)
+    close(packed, torch.cat([layer(part[None], table)[0] for part in x.split([2, 3])]))
+    cache, found = nn.KVCache(1, 8, 2, 8), []
+    for pad in (0, 2):
+        cache.lengths.fill_(pad)
+        with torch.no_grad():
+            found.append(layer(x[None], table, cache, leftpad_k=torch.tensor([pad], dtype=torch.int32)))
+    close(*found)
+
+
+def test_a_block_under_autocast():
+    norm, layer, x = (
+        nn.RMSNorm(32),
+        nn.Attention(32, 4, qk_norm=True),
+        torch.randn(1, 5, 32, requires_grad=True),
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        normed, total = norm(layer(x), residual=x)
+    assert normed.dtype == total.dtype == torch.float32
+    torch.autograd.grad(normed.sum(), [x, *layer.parameters()])
 
 
 def dense(layer: nn.Attention, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

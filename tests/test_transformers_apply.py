@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import pickle
 from typing import Any
 from unittest import mock
 
@@ -131,6 +132,34 @@ def test_parts_alone_and_what_is_left():
     with pytest.raises(RuntimeError, match="Identity is not what apply made of LlamaRMSNorm"):
         applied.undo()
     assert type(network.model.layers[0]) is not transformers.models.llama.modeling_llama.LlamaDecoderLayer
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3"])
+def test_norms_that_are_hooked_patched_or_another_are_called(name: str):
+    network = model(name)
+    layers, seen = network.model.layers, mock.Mock(return_value=None)
+    hooked = layers[0].post_attention_layernorm
+    hooked.register_forward_hook(lambda module, given, out: out * 2)
+    if name == "Qwen3":
+        layers[0].self_attn.k_norm.register_forward_pre_hook(seen)
+        layers[1].self_attn.q_norm = torch.nn.LayerNorm(16)
+    patched = layers[1].post_attention_layernorm
+    patched.forward = functools.partial(type(patched).forward, patched)  # as accelerate does
+    wanted = step(network)
+    seen.reset_mock()
+    with integration.apply(network) as applied:
+        assert same(step(network), wanted) and seen.called == (name == "Qwen3")
+        assert "not model.layers.1.post_attention_layernorm: somebody put another forward" in str(applied)
+
+
+def test_a_swapped_model_is_pickled():
+    network = model("Llama")
+    with integration.apply(network):
+        again = pickle.loads(pickle.dumps(network))
+    assert type(again.model.norm) is not type(network.model.norm)
+    assert same(step(again), step(model("Llama")))
+    with pytest.raises(ValueError, match="before: undo"):
+        integration.apply(again)
 
 
 def test_a_model_that_is_not_known_is_refused():

@@ -9,6 +9,7 @@ torch's SDPA has no softcap and its flash backend no windows: of Gemma 2 it comp
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -273,11 +274,19 @@ def _errors(case: dict[str, Any]) -> dict[str, float]:
     return {"eager": case["eager"], **case["errors"]}
 
 
+def _shape(text: str) -> str:
+    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", text):
+        raise argparse.ArgumentTypeError(f"{text} is no batch and length such as 4x4096")
+    return text
+
+
 def main(argv: list[str] | None = None) -> int:
     """Returns 1 where gradients are wrong."""
     parser = argparse.ArgumentParser(prog="python -m cutlass_fmha.bench.finetune", description=__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS], metavar="NAME")
-    parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="BxS", help="default: %(default)s")
+    parser.add_argument(
+        "--shapes", nargs="+", type=_shape, default=SHAPES, metavar="BxS", help="default: %(default)s"
+    )
     parser.add_argument("--size", choices=("full", "small"), help="small is for a CPU, and its default")
     parser.add_argument("--rounds", type=int, default=2, help="turns of each contender, of five steps")
     kept.add_options(parser)

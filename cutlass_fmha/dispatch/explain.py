@@ -195,6 +195,8 @@ def explain(
             raise ValueError(
                 "explain measures no backward: python -m cutlass_fmha bench --preset backward does"
             )
+        if most is not None:
+            integer("deterministic_workspace", most)
         check_numbers(NO_FEATURES._replace(deterministic_workspace=most))
         found = explain_gradients(problem, resolve(device), row, deterministic, most)
         return replace(found, all_rows=all_rows)

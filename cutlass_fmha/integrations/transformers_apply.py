@@ -171,6 +171,12 @@ def _obstacle(module: Any, family: Family, part: str) -> str | None:
     return None
 
 
+def _whole(norm: Any) -> bool:
+    """Whether nobody put another forward in a norm's place, or a hook, which a fused call would pass by."""
+    hooks = norm._forward_pre_hooks, norm._forward_hooks, norm._backward_pre_hooks, norm._backward_hooks
+    return "forward" not in vars(norm) and not any(hooks)
+
+
 def _activation(module: Any) -> str:
     config = module.config
     return str(getattr(config, "hidden_activation", None) or config.hidden_act)
@@ -183,7 +189,21 @@ def _swapped(kind: type, family: Family, part: str) -> type:
         "RMSNorm": _norm, "Attention": _attention, "MLP": _mlp, "DecoderLayer": _layer
     }  # fmt: skip
     said = {"forward": make[part](kind, family), OURS: kind, "__module__": kind.__module__}
+    said["__reduce_ex__"] = _reduce
     return type(kind.__name__, (kind,), {**said, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__})
+
+
+def _reduce(module: Any, protocol: int) -> tuple[Any, ...]:
+    """How a module is pickled and copied: what its class was is said by name, and swapped again."""
+    reduced: Any = object.__reduce_ex__(module, max(2, protocol))
+    _, _, *state = reduced
+    return _made, (vars(type(module))[OURS],), *state
+
+
+def _made(kind: type) -> Any:
+    known = _known(kind)
+    assert known is not None
+    return object.__new__(_swapped(kind, *known))
 
 
 def _norm(kind: type, family: Family) -> Forward:
@@ -217,6 +237,10 @@ def _mlp(kind: type, family: Family) -> Forward:
 def _attention(kind: type, family: Family) -> Forward:
     module = sys.modules[kind.__module__]
     functions, eager = vars(module)["ALL_ATTENTION_FUNCTIONS"], vars(module)["eager_attention_forward"]
+    its_norm = vars(module)[f"{family.prefix}RMSNorm"]
+
+    def fuses(norm: Any) -> bool:
+        return getattr(type(norm), OURS, type(norm)) is its_norm and _whole(norm)
 
     def forward(
         self: Any,
@@ -230,12 +254,15 @@ def _attention(kind: type, family: Family) -> Forward:
         heads = (*shape, -1, self.head_dim)
         q, k, v = (x(hidden_states).view(heads) for x in (self.q_proj, self.k_proj, self.v_proj))
         cos, sin, said = _table(*position_embeddings)
-        if (norm := getattr(self, "q_norm", None)) is not None:
+        norm = getattr(self, "q_norm", None)
+        if norm is not None and fuses(norm) and fuses(self.k_norm):
             eps = norm.eps if family.weight_offset else norm.variance_epsilon
             weights = norm.weight, self.k_norm.weight
             said |= {"eps": eps, "weight_offset": family.weight_offset}
             q, k = qk_norm_rope(q, k, None, *weights, cos=cos, sin=sin, **said)[:2]
         else:
+            if norm is not None:
+                q, k = norm(q), self.k_norm(k)
             q, k = rotary_qk(q, k, cos, sin, **said)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         if past_key_values is not None:
@@ -262,6 +289,12 @@ def _table(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
 def _layer(kind: type, family: Family) -> Forward:
     its_own: Forward = vars(kind)["forward"]
 
+    def sum_and_norm(norm: Any, x: Tensor, residual: Tensor) -> Any:
+        if hasattr(norm, OURS) and _whole(norm):
+            return norm(x, residual=residual)
+        total = residual + x
+        return norm(total), total
+
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if args:  # whose order differs between models, which say all by name
             return its_own(self, hidden_states, *args, **kwargs)
@@ -269,9 +302,9 @@ def _layer(kind: type, family: Family) -> Forward:
         x, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
         if family.norms_results:
             x = self.post_attention_layernorm(x)
-            x, residual = self.pre_feedforward_layernorm(x, residual=residual)
+            x, residual = sum_and_norm(self.pre_feedforward_layernorm, x, residual)
             return residual + self.post_feedforward_layernorm(self.mlp(x))
-        x, residual = self.post_attention_layernorm(x, residual=residual)
+        x, residual = sum_and_norm(self.post_attention_layernorm, x, residual)
         return residual + self.mlp(x)
 
     return forward

@@ -201,8 +201,8 @@ def describe(p: _C.RopeParams, q: Tensor, a: Angles) -> None:
     if a.cu_seqlens is not None:
         p.sequences = sequences_of(q, a.cu_seqlens)
     if a.positions is not None:
-        outer, inner = a.positions.stride() if q.dim() == 4 else (0, *a.positions.stride())
-        p.positions_stride = outer, inner
+        of_batch, of_row = a.positions.stride() if q.dim() == 4 else (0, *a.positions.stride())
+        p.positions_stride = of_batch, of_row
     if a.cos is not None and a.sin is not None:
         p.rotary = table_of(a.cos, a.sin, a.interleaved)
     elif a.inv_freq is not None:

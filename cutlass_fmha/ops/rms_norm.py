@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutlass_fmha import _C
+from cutlass_fmha import _C, autocast
 from cutlass_fmha.arguments import check, results, tensors
 from cutlass_fmha.launch import helpers
 from cutlass_fmha.launch.plan import kept
@@ -439,7 +439,22 @@ def _fake_backward(
     return _empty_gradients(x, weight, bias, wanted)
 
 
-dispatcher.register(SCHEMA, {"CUDA": _cuda, "CPU": _cpu, "fake": _fake})
+def _casts(
+    dtype: torch.dtype,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    *rest: Any,
+) -> autocast.Arguments:
+    """Autocast's rule for sums, as of ``gated``: nothing is cast where x and residual have one dtype."""
+    given = x, weight, bias, residual
+    if residual is not None and residual.dtype != x.dtype:
+        given = tuple(autocast.cast(each, torch.float32) for each in given)  # type: ignore[assignment]
+    return (*given, *rest), {}
+
+
+dispatcher.register(SCHEMA, {"CUDA": _cuda, "CPU": _cpu, "fake": _fake}, _casts)
 dispatcher.register(SCHEMA_OUT, {"CUDA": _cuda_out, "CPU": _cpu_out, "fake": _fake_out})
 dispatcher.register_writes("rms_norm_out", ("out", "sum"))
 dispatcher.register(SCHEMA_BACKWARD, {"CUDA": _cuda_backward, "CPU": _cpu_backward, "fake": _fake_backward})
@@ -466,8 +481,8 @@ def _gradients(
     if dout is None:  # the sum alone was used
         dout = torch.zeros(x.shape, dtype=ctx.dtype, device=x.device)
     dx, dweight, dbias = torch.ops.cutlass_fmha.rms_norm_backward(
-        rows.with_rows(dout),
-        None if dsum is None else rows.with_rows(dsum),
+        dispatcher.rows_of_gradient(dout),
+        None if dsum is None else dispatcher.rows_of_gradient(dsum),
         x,
         weight,
         bias,

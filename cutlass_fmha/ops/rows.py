@@ -58,11 +58,6 @@ def check_like(name: str, x: Tensor, first_name: str, first: Tensor) -> None:
         raise ValueError(f"{name} must have {first_name}'s shape {tuple(first.shape)}, got {tuple(x.shape)}")
 
 
-def with_rows(x: Tensor) -> Tensor:
-    """A gradient as the kernels read it: autograd's may be expanded."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
 def differentiable(
     name: str,
     setup: Callable[[Any, Sequence[Any], Any], None],
