@@ -144,8 +144,9 @@ def unusable() -> str | None:
     compiled_for = _proxies().get(arch, arch)
     if compiled_for not in (89, own_arch()):
         return f"this build's sm_{arch} rows are code for sm_{compiled_for}, and this GPU is sm_{own_arch()}"
-    if not can_execute(_targets()[arch], torch.cuda.get_device_capability(0)):
-        return f"this build's sm_{arch} rows are compiled for sm_{_targets()[arch]}, which this GPU can't execute"
+    target = _targets()[arch]
+    if not can_execute(target, torch.cuda.get_device_capability(0)):
+        return f"this build's sm_{arch} rows are compiled for sm_{target}, which this GPU can't execute"
     return None
 
 

@@ -81,12 +81,16 @@ class Parameters:
     element_factor: float = 3.0
     #: Where no thread copies, fewer instructions stand between the mma of a main loop.
     tma_factor: float = 0.95
-    #: Dense TFLOP/s of one SM by mma.sync with fp32 accumulation: the datasheets of A100, A40 (RTX 3090: half of
-    #: it), AGX Orin, L4 and RTX 5090, measured on an H200.
+    #: Dense TFLOP/s of one SM by mma.sync with fp32 accumulation: the datasheets of A100, A40 (RTX 3090:
+    #: half of it), AGX Orin, L4 and RTX 5090, measured on an H200.
     sm_tflops: Mapping[int, float] = field(
         default_factory=lambda: {
-            **{80: 312 / 108, 86: 149.7 / 84, 87: 42.5 / 16},
-            **{89: 121 / 58, 90: 642 / 132, 120: 209.5 / 170},
+            80: 312 / 108,
+            86: 149.7 / 84,
+            87: 42.5 / 16,
+            89: 121 / 58,
+            90: 642 / 132,
+            120: 209.5 / 170,
         }
     )
     #: TB/s of DRAM: A100 80GB, RTX 3090, AGX Orin, RTX 4090, H200, RTX 5090.
@@ -182,7 +186,9 @@ def _few_query_row(row: Row, device: Device, parameters: Parameters) -> tuple[fl
     return block, step, few_query.merge * merged / 1024, work
 
 
-def _scored_row(row: Row, resident: int, device: Device, parameters: Parameters) -> tuple[float, float, float, float]:
+def _scored_row(
+    row: Row, resident: int, device: Device, parameters: Parameters
+) -> tuple[float, float, float, float]:
     """block, step, warp_block and warp_step."""
     scored = parameters.scored
     keys = row.tile_n * row.kv_warps

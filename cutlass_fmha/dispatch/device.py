@@ -168,8 +168,9 @@ def own_arch(device: Device) -> int:
 def rows_arch(device: Device, built: Mapping[int, str]) -> int | None:
     """Which architecture's rows a device takes, of those that are built; None when there are none for it.
 
-    A device takes the rows made for it, or for its family. One that has none, or none that it can execute, takes
-    the sm_89 rows, whose PTX the driver compiles for it. ``built``: what each architecture's rows were compiled for.
+    A device takes the rows made for it, or for its family. One that has none, or none that it can execute,
+    takes the sm_89 rows, whose PTX the driver compiles for it. ``built``: what each architecture's rows were
+    compiled for.
     """
     if (forced := forced_arch()) is not None:
         return forced if forced in built else None
