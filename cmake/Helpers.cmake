@@ -24,6 +24,7 @@ set(FMHA_HELPER_KERNELS
 # enough bytes are on their way.
 set(FMHA_BLOCK_rms_norm 128 5)
 set(FMHA_BLOCK_rms_norm_backward 512 1)  # RmsNormBackwardParams::kThreads
+set(FMHA_BLOCK_OF_80_backward_lists 128 8)  # in a build for sm_80, which otherwise spills a register of it
 set(FMHA_ELEMENT_f16 "__half float16")
 set(FMHA_ELEMENT_bf16 "__nv_bfloat16 bfloat16")
 set(FMHA_ELEMENT_f32 "float float32")
@@ -44,6 +45,8 @@ function(fmha_write_helper_unit arch)
     set(bounds cutlass_fmha::HelperConfig::kThreads)
     if(FMHA_BLOCK_${kind})
       set(bounds ${FMHA_BLOCK_${kind}})
+    elseif(arch EQUAL 89 AND 80 IN_LIST FMHA_TARGETS_89 AND FMHA_BLOCK_OF_80_${kind})
+      set(bounds ${FMHA_BLOCK_OF_80_${kind}})
     endif()
     list(GET bounds 0 block)
     list(JOIN bounds ", " bounds)

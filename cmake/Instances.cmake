@@ -327,7 +327,7 @@ function(fmha_add_kernel_library library arch sources)
   endif()
   target_compile_features(${library} PRIVATE cuda_std_20)
   target_compile_options(${library} PRIVATE
-    ${code_flags} --expt-relaxed-constexpr "$<$<BOOL:${CUTLASS_FMHA_PTXAS_VERBOSE}>:-Xptxas=-v>" ${extra_flags})
+    ${code_flags} --expt-relaxed-constexpr ${FMHA_HOST_FLAGS} "$<$<BOOL:${CUTLASS_FMHA_PTXAS_VERBOSE}>:-Xptxas=-v>" ${extra_flags})
   target_compile_definitions(${library} PRIVATE ${FMHA_EMULATION_DEFINITIONS})
   target_include_directories(${library} PRIVATE "${PROJECT_SOURCE_DIR}/src")
   target_include_directories(${library} SYSTEM PRIVATE "${FMHA_CUTLASS_INCLUDE}")

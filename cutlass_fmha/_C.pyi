@@ -598,7 +598,8 @@ def build_info() -> dict[str, object]:
 
     ``cuda`` (bool), ``cuda_version`` ("13.0"), ``nvcc_version`` ("13.0.88"), ``cutlass_version``, ``source_hash``
     (of src/, as tools/source_hash.py prints it), ``architectures`` (list of int), ``compiled_for``: nvcc's name of each
-    one's target, {89: "89", 90: "90", 120: "120f"} or, with nvcc 12.8, 120: "120a"; ``proxy``: {120: 90} when the
+    one's target, {89: "89", 90: "90", 120: "120f"} or, with nvcc 12.8, 120: "120a", and 89: "80,89" where older GPUs
+    have code, too; ``proxy``: {120: 90} when the
     sm_120 rows of this build were compiled for sm_90, else {}; ``emulation`` (bool) and ``mma_passes`` (int, 1 unless
     it is one): a build that makes an sm_90 GPU resemble others, in which each mma pass runs that often.
     """

@@ -6,7 +6,7 @@ writes. Workers also tell that why they refused to run.
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import os
 import pickle
 import sys
@@ -18,6 +18,9 @@ import hypothesis
 import parity_report
 import pytest
 from parity_report import ParityReport
+
+with contextlib.suppress(ImportError):  # Windows has none
+    import fcntl
 
 if TYPE_CHECKING:
     from cubin import Kernel

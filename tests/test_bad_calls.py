@@ -538,7 +538,7 @@ REFUSED: Refusals = {
         ({"k": K.half()}, "k must have q's dtype float32, got float16"),
         ({"device": "foo"}, "device must be cuda"),
         ({"device": 99}, "device cuda:99 does not exist"),
-        ({"arch": 80}, "arch must be one of 89, 90, 120, got 80"),
+        ({"arch": 75}, "arch must be one of 80, 86, 87, 89, 90, 120, 121, got 75"),
     ],
     ("shape", ValueError): [
         ({"shape": (1, 2, 3)}, r"four sizes \(batch, seqlen_q, num_heads, head_dim\), got \(1, 2, 3\)"),
@@ -562,7 +562,7 @@ REFUSED: Refusals = {
         ({"shape": (1, 1, 4, 0)}, "head_dim must be at least 1, got 0"),
         ({"layout": "sbhd"}, 'layout must be "bshd" or "bhsd", got'),
         ({"device": "gtx1080"}, "device must be cuda, .* got 'gtx1080'"),
-        ({"device": "sm_80"}, "device must be cuda, .* got 'sm_80'"),
+        ({"device": "sm_75"}, "device must be cuda, .* got 'sm_75'"),
         ({"device": "cuda:99"}, r"device cuda:99 does not exist: there are \d+ CUDA devices"),
         ({"device": ..., "arch": 89, "sm_count": 0}, "sm_count must be at least 1, got 0"),
     ],

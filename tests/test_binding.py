@@ -144,7 +144,8 @@ def test_build_info():
     assert {"cuda", "cuda_version", "nvcc_version", "cutlass_version", "architectures", "proxy"} <= set(info)
     assert info["architectures"] == sorted({row.arch for row in ROWS})
     assert info["proxy"] in ({}, {120: 90})
-    targets = {89: {"89"}, 90: {"90"}, 120: {"120", "120a", "120f", "90"}}
+    older = {f"{older}{own}" for older in ("80", "86", "80,86") for own in ("", ",89")}
+    targets = {89: {"89"} | older, 90: {"90"}, 120: {"120", "120a", "120f", "90"}}
     compiled_for = info["compiled_for"]
     assert isinstance(compiled_for, dict) and list(compiled_for) == info["architectures"]
     assert all(target in targets[arch] for arch, target in compiled_for.items())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from cutlass_fmha.cost.datasheet import PARAMETERS
+from cutlass_fmha.cost.datasheet import PARAMETERS, figure
 from cutlass_fmha.dispatch.device import Device
 from cutlass_fmha.dispatch.problem import Problem
 from cutlass_fmha.dispatch.table import Row
@@ -58,12 +58,12 @@ def product_us(row: Row, problem: Problem, device: Device, turns: int) -> float:
     blocks = max(1, math.ceil(blocks / turns))
     # The blocks of a launch end together or leave SMs idle, each time.
     idle = math.ceil(blocks / device.sm_count) * device.sm_count / blocks if turns > 1 else 1.0
-    traffic = 2 * 2 * visible_scores(problem) / (PARAMETERS.dram_tbytes[row.arch] * 1e6)
+    traffic = 2 * 2 * visible_scores(problem) / (figure(PARAMETERS.dram_tbytes, row, device) * 1e6)
     launches = 2 * turns * PARAMETERS.launch_us
     return _products_us(row, problem, device) * idle + PARAMETERS_OF_GRADIENTS.exposed * traffic + launches
 
 
 def _products_us(row: Row, problem: Problem, device: Device) -> float:
     flop = 2.0 * PRODUCTS * visible_scores(problem) * row.head_dim
-    rate = device.sm_count * PARAMETERS.sm_tflops[row.arch] * PARAMETERS_OF_GRADIENTS.efficiency
+    rate = device.sm_count * figure(PARAMETERS.sm_tflops, row, device) * PARAMETERS_OF_GRADIENTS.efficiency
     return flop / (rate * 1e6)

@@ -79,7 +79,8 @@ def made_for_device(row: Row, problem: Problem, device: Device, table: Table) ->
         if not devices.can_execute(compiled_for, device.capability):
             major, minor = device.capability
             return (
-                f"compiled for sm_{compiled_for}, which a device of capability {major}.{minor} can't execute"
+                f"compiled for {devices.described(compiled_for)}, "
+                f"which a device of capability {major}.{minor} can't execute"
             )
     if arch == row.arch:
         return None
