@@ -23,8 +23,8 @@
 #include <cuda_runtime.h>
 
 #include "backward/launch.h"
-#include "beside/rope_launch.h"
 #include "beside/launch.h"
+#include "beside/rope_launch.h"
 #include "device_guard.h"
 #include "helpers/launch.h"
 #include "host_model.h"

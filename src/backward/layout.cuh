@@ -82,7 +82,7 @@ struct KeyTile {
   Sequence sequence;
   QueryWalk walk;  ///< of each query head
   int key_begin, head_kv;
-  int head;  ///< the first query head
+  int head;   ///< the first query head
   int steps;  ///< of the walks of all heads
   /// Tiles of keys whose walks may have met a query tile before: least_before .. this one - 1.
   int least_before;

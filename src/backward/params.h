@@ -96,7 +96,8 @@ FMHA_HOST_DEVICE inline int64_t listing_tile(FeatureParams const& p, int batch, 
 /// How many these are.
 inline int64_t listing_tiles(FeatureParams const& p, int tile_n) { return listing_tile(p, p.batch, 0, 0, tile_n); }
 
-/// Of a row with such tiles; row_dim: of its sums of dQ, 0 where it has none. There are block lists where there is block_m.
+/// Of a row with such tiles; row_dim: of its sums of dQ, 0 where it has none. There are block lists where there is
+/// block_m.
 inline int64_t workspace_floats(BackwardParams const& p, int tile_m, int tile_n, int row_dim) {
   int64_t const listed =
       p.block_m == 0 || p.num_heads == 0

@@ -33,10 +33,10 @@ struct TwoGroupWalk : BackwardParts<C> {
   static constexpr bool kDoutByTma = C.copy == Copy::tma && C.head_dim != 128;
   static_assert(C.warps == 8);
 
-  int const steps;                    ///< of all heads
-  TilePipeline<2> const q_pipe;       ///< tiles; what A has read, B has, which gets its P afterwards
+  int const steps;                                   ///< of all heads
+  TilePipeline<2> const q_pipe;                      ///< tiles; what A has read, B has, which gets its P afterwards
   TilePipeline<Layout::kDoutUnits> const dout_pipe;  ///< units
-  TilePipeline<2> const scores_pipe;  ///< units: P on its way from A to B, dS from B to A
+  TilePipeline<2> const scores_pipe;                 ///< units: P on its way from A to B, dS from B to A
 
   CUTE_DEVICE TwoGroupWalk(BackwardParams const& p, char* smem, int steps, int warp)
       : Parts(p, smem, warp),

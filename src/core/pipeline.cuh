@@ -32,7 +32,8 @@ CUTE_DEVICE void mbarrier_arrive(uint32_t barrier) {
 
 /// As so many threads. From sm_90 on.
 CUTE_DEVICE void mbarrier_arrive(uint32_t barrier, int count) {
-  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0], %1; }" ::"r"(barrier), "r"(count) : "memory");
+  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0], %1; }" ::"r"(barrier), "r"(count)
+               : "memory");
 }
 
 /// Arrives once all cp.async that this thread has issued so far have landed.
