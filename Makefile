@@ -10,6 +10,7 @@
 #   make sass            the tests of the machine code of what is built
 #   make sdist           the sources as a release has them, in dist/
 #   make wheel           a wheel in dist/, checked; its parts as CycloneDX, and SHA256SUMS
+#   make aarch64         the extension of sm_120's kernels (or ARCHS) for aarch64, cross-compiled: does it compile and link?
 #   make lint            "make style" (ruff, clang-format; "make format" mends) and "make types" (mypy)
 #   make clean           forget the build; "make distclean": .venv too
 #
@@ -52,7 +53,7 @@ BUILD_INPUTS := pyproject.toml CMakeLists.txt tools/source_hash.py requirements/
 RUN := PYTHONSAFEPATH=1 $(if $(PYTHON),$(PYTHON),$(VENV_PYTHON))
 READY := $(if $(PYTHON),,build)
 
-.PHONY: demo test build sass bench parity release-check sdist wheel lint style types format clean distclean setup
+.PHONY: demo test build sass bench parity release-check sdist wheel aarch64 lint style types format clean distclean setup
 .DEFAULT_GOAL := test
 
 setup: $(STAMPS)/torch $(STAMPS)/tools
@@ -148,6 +149,20 @@ wheel: $(STAMPS)/torch $(STAMPS)/tools
 	@$(VENV_PYTHON) -m auditwheel show dist/cutlass_fmha-*.whl
 	@$(VENV_PYTHON) .ci/sbom.py --output dist/cutlass_fmha.cdx.json dist/cutlass_fmha-*.whl
 	@cd dist && sha256sum cutlass_fmha-*.whl cutlass_fmha.cdx.json > SHA256SUMS
+
+# nvcc links aarch64's CUDA runtime, of the same package; Python's headers are this machine's.
+ARM_CUDA := build/aarch64-cuda
+ARM_LIBRARIES := $(CURDIR)/$(ARM_CUDA)/nvidia/cu13/lib
+ARM_ARCHS = $(if $(filter-out file,$(origin ARCHS)),$(ARCHS),120)
+aarch64: $(STAMPS)/tools
+	@command -v aarch64-linux-gnu-g++ >/dev/null || { echo "cutlass_fmha: aarch64-linux-gnu-g++ was not found; apt install g++-aarch64-linux-gnu" >&2; exit 1; }
+	@test -d $(ARM_LIBRARIES) || { $(VENV_PYTHON) -m pip --disable-pip-version-check download -q --no-deps --only-binary :all: --platform manylinux2014_aarch64 \
+	  --dest $(ARM_CUDA) "$$(grep ^nvidia-cuda-runtime== requirements/nvcc.txt)" && $(VENV_PYTHON) -m zipfile -e $(ARM_CUDA)/*.whl $(ARM_CUDA); }
+	@export PATH="$(CURDIR)/$(VENV)/bin:$$PATH" CUDACXX="$$($(VENV_PYTHON) build_backend/probe.py nvcc)" NVCC_APPEND_FLAGS=-L$(ARM_LIBRARIES) \
+	  && cmake -S . -B build/aarch64 -G Ninja --toolchain cmake/aarch64-linux-gnu.cmake '-DCMAKE_CUDA_ARCHITECTURES=$(ARM_ARCHS)' \
+	    -DFMHA_CUDART=$(ARM_LIBRARIES)/libcudart_static.a -DPython_EXECUTABLE=$(CURDIR)/$(VENV_PYTHON) "-Dpybind11_DIR=$$(python -m pybind11 --cmakedir)" \
+	    '-DCUTLASS_FMHA_JOBS=$(JOBS)' '-DCUTLASS_FMHA_SUBSET=$(SUBSET)' $(ARGS) \
+	  && cmake --build build/aarch64 --target _C && readelf -h build/aarch64/_C.*.so | grep Machine
 
 CXX_SOURCES = $(shell find src tools/simulator -name '*.h' -o -name '*.cpp' -o -name '*.cuh')
 lint: style types

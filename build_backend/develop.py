@@ -110,8 +110,10 @@ def this_gpu() -> str:
         answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     except (OSError, subprocess.CalledProcessError):
         return DEFAULT_ARCHITECTURE
-    major = answer[0].partition(".")[0].strip() if answer else ""
-    return {"9": "90", "12": "120"}.get(major, DEFAULT_ARCHITECTURE)
+    capability = answer[0].strip() if answer else ""
+    older = {"8.0": "80", "8.6": "86", "8.7": "86"}  # sm_89's rows
+    major = capability.partition(".")[0]
+    return older.get(capability) or {"9": "90", "12": "120"}.get(major, DEFAULT_ARCHITECTURE)
 
 
 def build(architectures: str, jobs: str, subset: str) -> None:

@@ -60,6 +60,8 @@ def installed_nvcc(cmake_cuda_compiler: str | None = None) -> str | None:
 
 def available_bytes() -> int:
     """Memory that can be used without swapping; a container's limit counts."""
+    if sys.platform == "win32":  # not asked: what a runner of GitHub has
+        return 16 * 10**9
     meminfo = Path("/proc/meminfo").read_text()
     available = int(re.search(r"MemAvailable:\s+(\d+) kB", meminfo)[1]) * 1024  # type: ignore[index]
     for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
@@ -71,7 +73,7 @@ def available_bytes() -> int:
 
 def cores() -> int:
     """CPUs this process may use; a container's quota counts."""
-    count = len(os.sched_getaffinity(0))
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota_file = Path("/sys/fs/cgroup/cpu.max")
     if quota_file.is_file():
         quota, period = quota_file.read_text().split()

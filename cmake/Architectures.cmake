@@ -1,10 +1,13 @@
 # Which architectures are compiled, and nvcc's flags for each.
 
 set(FMHA_SUPPORTED_ARCHITECTURES 89 90 120)
+# What sm_89's rows may be compiled for, too: nothing in them is newer than sm_80. A cubin runs on all of 8.x that follow.
+set(FMHA_OLDER_TARGETS 80 86)
 
-# Reads CMAKE_CUDA_ARCHITECTURES (or the environment's CUDAARCHS, as CMake itself does) into FMHA_ARCHITECTURES, in the
-# supported list's order, and takes the variable away from CMake: each kernel library gets flags of its own, because a
-# target's CUDA_ARCHITECTURES can say "120f" only in the newest CMake.
+# Reads CMAKE_CUDA_ARCHITECTURES (or the environment's CUDAARCHS, as CMake itself does) into FMHA_ARCHITECTURES, those
+# whose rows are built, in the supported list's order, and FMHA_TARGETS_89, what sm_89's are compiled for, ascending. Takes
+# the variable away from CMake: each kernel library gets flags of its own, because a target's CUDA_ARCHITECTURES can say
+# "120f" only in the newest CMake.
 function(fmha_set_architectures)
   set(requested "${CMAKE_CUDA_ARCHITECTURES}")
   if(NOT requested)
@@ -14,22 +17,30 @@ function(fmha_set_architectures)
     set(requested "${FMHA_SUPPORTED_ARCHITECTURES}")
   endif()
   foreach(arch IN LISTS requested)
-    if(NOT arch IN_LIST FMHA_SUPPORTED_ARCHITECTURES)
+    if(NOT arch IN_LIST FMHA_SUPPORTED_ARCHITECTURES AND NOT arch IN_LIST FMHA_OLDER_TARGETS)
       list(JOIN FMHA_SUPPORTED_ARCHITECTURES ", " known)
-      message(FATAL_ERROR "cutlass_fmha: CMAKE_CUDA_ARCHITECTURES contains \"${arch}\", and there are kernels for ${known} only")
+      list(JOIN FMHA_OLDER_TARGETS ", " older)
+      message(FATAL_ERROR "cutlass_fmha: CMAKE_CUDA_ARCHITECTURES contains \"${arch}\", and there are kernels for ${older}, ${known} only")
     endif()
   endforeach()
   if(NOT CUTLASS_FMHA_SM120_PROXY MATCHES "^(90)?$")
     message(FATAL_ERROR "cutlass_fmha: CUTLASS_FMHA_SM120_PROXY must be empty or 90, and it is \"${CUTLASS_FMHA_SM120_PROXY}\"")
   endif()
 
+  set(targets "")
+  foreach(target IN LISTS FMHA_OLDER_TARGETS ITEMS 89)
+    if(target IN_LIST requested)
+      list(APPEND targets ${target})
+    endif()
+  endforeach()
   set(chosen "")
   foreach(arch IN LISTS FMHA_SUPPORTED_ARCHITECTURES)
-    if(arch IN_LIST requested)
+    if(arch IN_LIST requested OR (arch EQUAL 89 AND targets))
       list(APPEND chosen ${arch})
     endif()
   endforeach()
   list(JOIN chosen ", " text)
+  set(FMHA_TARGETS_89 "${targets}" PARENT_SCOPE)
   set(FMHA_ARCHITECTURES "${chosen}" PARENT_SCOPE)
   set(FMHA_ARCHITECTURES_CXX "${text}" PARENT_SCOPE)
   set(CMAKE_CUDA_ARCHITECTURES OFF PARENT_SCOPE)
@@ -57,11 +68,13 @@ function(fmha_check_emulation)
     "CUTLASS_FMHA_MMA_PASSES=${passes}" PARENT_SCOPE)
 endfunction()
 
-# What the rows made for `arch` are compiled for, by nvcc's name. Asked once the manifest was read.
+# What the rows made for `arch` are compiled for, by nvcc's name: of sm_89 a list. Asked once the manifest was read.
 function(fmha_target_of arch out)
   set(target ${arch})
   if(arch IN_LIST FMHA_PROXIED)
     set(target 90)
+  elseif(arch EQUAL 89 AND FMHA_TARGETS_89)
+    set(target ${FMHA_TARGETS_89})
   elseif(arch EQUAL 120 AND FMHA_NVCC_VERSION VERSION_GREATER_EQUAL 12.9)
     set(target 120f)  # the family: sm_120 and sm_121
   elseif(arch EQUAL 120)
@@ -70,28 +83,33 @@ function(fmha_target_of arch out)
       set(target 120a)  # plain sm_120 has none, and CuTe's copies become traps
     endif()
   endif()
-  set(${out} ${target} PARENT_SCOPE)
+  set(${out} "${target}" PARENT_SCOPE)
 endfunction()
 
 # nvcc's code generation flags for the rows made for `arch`.
 function(fmha_code_flags arch out)
-  fmha_target_of(${arch} target)
-  set(code sm_${target})
-  if(target EQUAL 89)
-    set(code "[sm_89,compute_89]")  # PTX too: through it a GPU without rows of its own runs these
-  endif()
-  set(flags -gencode=arch=compute_${target},code=${code})
+  fmha_target_of(${arch} targets)
+  list(GET targets 0 least)
+  set(flags "")
+  foreach(target IN LISTS targets)
+    set(code sm_${target})
+    if(arch EQUAL 89 AND target EQUAL least AND NOT target EQUAL 90)
+      set(code "[sm_${target},compute_${target}]")  # PTX too: through it a GPU without code of its own runs these
+    endif()
+    list(APPEND flags -gencode=arch=compute_${target},code=${code})
+  endforeach()
   if(CUTLASS_FMHA_SIMULATOR)
-    fmha_simulated_code_flags(${arch} flags)
+    fmha_simulated_code_flags(${least} flags)
   endif()
   set(${out} "${flags}" PARENT_SCOPE)
 endfunction()
 
-# Sets FMHA_COMPILED_FOR_CXX: pairs of an architecture and its target.
+# Sets FMHA_COMPILED_FOR_CXX: pairs of an architecture and its target, or its targets with commas between them.
 function(fmha_set_compiled_for)
   set(pairs "")
   foreach(arch IN LISTS FMHA_ARCHITECTURES)
     fmha_target_of(${arch} target)
+    list(JOIN target "," target)
     list(APPEND pairs "{${arch}, \"${target}\"}")
   endforeach()
   list(JOIN pairs ", " text)

@@ -1,4 +1,4 @@
-# The kernels beside attention (src/helpers): one generated .cu and one object library per architecture of the build.
+# The kernels beside attention (src/helpers, src/beside): one generated .cu and one object library per architecture of the build.
 
 # Kind, its parameters, and the element types that it is compiled for. Attention rows that split their keys have no
 # float32, so their combination has none.
@@ -8,8 +8,23 @@ set(FMHA_HELPER_KERNELS
   "merge MergeParams f16 bf16 f32"
   "append AppendParams f16 bf16 f32"
   "rotary RotaryParams f16 bf16 f32"
-  "backward_before BackwardParams f16 bf16"
-  "backward_after BackwardParams f16 bf16")
+  "rope RopeParams f16 bf16 f32"
+  "rope_backward RopeBackwardParams f16 bf16 f32"
+  "rope_weights RopeBackwardParams f16 bf16 f32"
+  "rms_norm RmsNormParams f16 bf16 f32"
+  "rms_norm_backward RmsNormBackwardParams f16 bf16 f32"
+  "rms_norm_columns RmsNormBackwardParams f16 bf16 f32"
+  "rms_norm_weights RmsNormBackwardParams f16 bf16 f32"
+  "gated GatedParams f16 bf16 f32"
+  "gated_backward GatedBackwardParams f16 bf16 f32"
+  "backward_before BackwardParams f16 bf16 f32"
+  "backward_after BackwardParams f16 bf16"
+  "backward_lists BackwardParams f16 bf16")
+# Threads of a block, and blocks that registers must leave room for on an SM, where nvcc is told: memory is busy while
+# enough bytes are on their way.
+set(FMHA_BLOCK_rms_norm 128 5)
+set(FMHA_BLOCK_rms_norm_backward 512 1)  # RmsNormBackwardParams::kThreads
+set(FMHA_BLOCK_OF_80_backward_lists 128 8)  # in a build for sm_80, which otherwise spills a register of it
 set(FMHA_ELEMENT_f16 "__half float16")
 set(FMHA_ELEMENT_bf16 "__nv_bfloat16 bfloat16")
 set(FMHA_ELEMENT_f32 "float float32")
@@ -18,7 +33,7 @@ set(FMHA_ELEMENT_f32 "float float32")
 # architecture: one binary holds all of them.
 function(fmha_write_helper_unit arch)
   set(UNIT_HEADERS
-    "#include \"helpers/rotary.cuh\"\n#include \"helpers/combine.cuh\"\n#include \"helpers/merge_tail.cuh\"\n#include \"backward/rows.cuh\"")
+    "#include \"beside/rope.cuh\"\n#include \"helpers/rotary.cuh\"\n#include \"helpers/combine.cuh\"\n#include \"helpers/merge_tail.cuh\"\n#include \"backward/rows.cuh\"\n#include \"beside/rms_norm.cuh\"\n#include \"beside/rms_norm_backward.cuh\"\n#include \"beside/gated.cuh\"")
   set(UNIT_KERNELS "")
   foreach(line IN LISTS FMHA_HELPER_KERNELS)
     separate_arguments(types UNIX_COMMAND "${line}")
@@ -27,19 +42,27 @@ function(fmha_write_helper_unit arch)
     if(kind STREQUAL "combine" AND arch GREATER_EQUAL 90)
       set(dependent_launch true)  # as the rows that it follows
     endif()
+    set(bounds cutlass_fmha::HelperConfig::kThreads)
+    if(FMHA_BLOCK_${kind})
+      set(bounds ${FMHA_BLOCK_${kind}})
+    elseif(arch EQUAL 89 AND 80 IN_LIST FMHA_TARGETS_89 AND FMHA_BLOCK_OF_80_${kind})
+      set(bounds ${FMHA_BLOCK_OF_80_${kind}})
+    endif()
+    list(GET bounds 0 block)
+    list(JOIN bounds ", " bounds)
     foreach(type IN LISTS types)
       separate_arguments(element UNIX_COMMAND "${FMHA_ELEMENT_${type}}")
       list(GET element 0 cuda_type)
       list(GET element 1 dtype)
       set(name "${kind}_sm${arch}_${type}")
       string(APPEND UNIT_KERNELS
-        "extern \"C\" __global__ void __launch_bounds__(cutlass_fmha::HelperConfig::kThreads)\n"
+        "extern \"C\" __global__ void __launch_bounds__(${bounds})\n"
         "    ${name}(__grid_constant__ cutlass_fmha::${params} const params) {\n"
         "  cutlass_fmha::${kind}<${cuda_type}>(params);\n"
         "}\n\n")
       string(CONCAT config
         "cutlass_fmha::HelperConfig{.kind = cutlass_fmha::Family::${kind}, .arch = ${arch}, "
-        ".dtype = cutlass_fmha::DType::${dtype}, .dependent_launch = ${dependent_launch}}")
+        ".dtype = cutlass_fmha::DType::${dtype}, .dependent_launch = ${dependent_launch}, .block = ${block}}")
       fmha_add_to_table("${name}" "${config}" 0)
     endforeach()
   endforeach()

@@ -13,7 +13,11 @@ set(FMHA_forward_PARAMS "cutlass_fmha::KernelParams<@NAME@_config>")
 set(FMHA_features_HEADER "features/kernel.cuh")
 set(FMHA_features_PARAMS "cutlass_fmha::FeatureKernelParams<@NAME@_config>")
 set(FMHA_backward_HEADER "backward/kernel.cuh")
-set(FMHA_backward_PARAMS "cutlass_fmha::BackwardParams")
+set(FMHA_backward_PARAMS "cutlass_fmha::BackwardKernelParams<@NAME@_config>")
+set(FMHA_query_product_HEADER "backward/query_product.cuh")
+set(FMHA_query_product_PARAMS "cutlass_fmha::BackwardParams")
+set(FMHA_backward_wide_HEADER "backward_wide/kernel.cuh")
+set(FMHA_backward_wide_PARAMS "cutlass_fmha::BackwardParams")
 set(FMHA_wide_HEADER "wide/kernel.cuh")
 set(FMHA_wide_PARAMS "cutlass_fmha::FeatureParams")
 
@@ -147,9 +151,15 @@ function(fmha_add_features FEATURES SUFFIX
   endforeach()
 endfunction()
 
-# Adds the rows of one manifest line that compute gradients: the columns are BackwardConfig's fields.
-function(fmha_backward ARCHS DTYPES HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS FEATURES)
-  if(ARGC GREATER 9 OR NOT FEATURES MATCHES "^(ranges|scores)$")
+# Adds the rows of one manifest line that compute gradients: the columns are BackwardConfig's fields; an 11th one,
+# WRITES_SCORES, may be left out where it is false.
+function(fmha_backward ARCHS DTYPES HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS FEATURES COPY)
+  set(WRITES_SCORES false)
+  if(ARGC GREATER 10)
+    set(WRITES_SCORES "${ARGV10}")
+  endif()
+  if(ARGC GREATER 11 OR NOT FEATURES MATCHES "^(ranges|scores)$" OR NOT COPY MATCHES "^(cp_async_16|tma)$" OR
+     NOT WRITES_SCORES MATCHES "^(true|false)$" OR (WRITES_SCORES AND FEATURES STREQUAL "scores"))
     message(FATAL_ERROR "cutlass_fmha: a line of src/rows.cmake has too many columns: ${ARGV}")
   endif()
   set(DTYPE_f16 float16)
@@ -163,16 +173,47 @@ function(fmha_backward ARCHS DTYPES HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS FE
       if(GROUPS)
         string(APPEND name "_groups")
       endif()
+      if(COPY STREQUAL "tma")
+        string(APPEND name "_tma")
+      endif()
       if(FEATURES STREQUAL "scores")
         string(APPEND name "_scored")
+      endif()
+      if(WRITES_SCORES)
+        string(APPEND name "_ds")
       endif()
       string(APPEND name "${FMHA_NAME_SUFFIX}")
       set(config
           "cutlass_fmha::BackwardConfig{{.arch = ${arch}, .dtype = cutlass_fmha::DType::${DTYPE_${dtype}},"
           ".head_dim = ${HEAD_DIM}, .tile_m = ${TILE_M}, .tile_n = ${TILE_N}, .warps = ${WARPS}, .min_blocks = 1},"
-          "{.chunk = ${CHUNK}, .groups = ${GROUPS}, .features = cutlass_fmha::Features::${FEATURES}}}")
+          "{.chunk = ${CHUNK}, .groups = ${GROUPS}, .features = cutlass_fmha::Features::${FEATURES},"
+          ".copy = cutlass_fmha::Copy::${COPY}, .writes_scores = ${WRITES_SCORES}}}")
       list(JOIN config " " config)
       fmha_add_row(backward ${arch} ${dtype} ${HEAD_DIM} "sm${arch}_backward" "${name}" "${config}")
+    endforeach()
+  endforeach()
+endfunction()
+
+# Adds the rows of one manifest line that make dQ of what rows with WRITES_SCORES wrote: the columns are
+# QueryProductConfig's fields.
+function(fmha_query_product ARCHS DTYPES HEAD_DIM TILE_M TILE_N WARPS STAGES)
+  if(ARGC GREATER 7)
+    message(FATAL_ERROR "cutlass_fmha: a line of src/rows.cmake has too many columns: ${ARGV}")
+  endif()
+  set(DTYPE_f16 float16)
+  set(DTYPE_bf16 bfloat16)
+  foreach(arch IN LISTS ARCHS)
+    foreach(dtype IN LISTS DTYPES)
+      if(NOT arch IN_LIST FMHA_SUPPORTED_ARCHITECTURES OR NOT DEFINED DTYPE_${dtype})
+        message(FATAL_ERROR "cutlass_fmha: src/rows.cmake asks for sm_${arch} ${dtype}, which does not exist")
+      endif()
+      set(name "bwd_sm${arch}_${dtype}_d${HEAD_DIM}_m${TILE_M}n${TILE_N}w${WARPS}_dq${FMHA_NAME_SUFFIX}")
+      set(config
+          "cutlass_fmha::QueryProductConfig{{.arch = ${arch}, .dtype = cutlass_fmha::DType::${DTYPE_${dtype}},"
+          ".head_dim = ${HEAD_DIM}, .tile_m = ${TILE_M}, .tile_n = ${TILE_N}, .warps = ${WARPS}, .min_blocks = 1},"
+          "${STAGES}}")
+      list(JOIN config " " config)
+      fmha_add_row(query_product ${arch} ${dtype} ${HEAD_DIM} "sm${arch}_query_product" "${name}" "${config}")
     endforeach()
   endforeach()
 endfunction()
@@ -194,7 +235,7 @@ function(fmha_is_in_subset dtype head_dim out)
 endfunction()
 
 # Files a row under its group and in the table. A name is also the kernel's symbol and the key of every tool: two are an
-# error. `kind`: forward, features, backward or wide, the function that the kernel calls.
+# error. `kind`: forward, features, backward, backward_wide or wide, the function that the kernel calls.
 function(fmha_add_row kind arch dtype head_dim group name config)
   get_property(names GLOBAL PROPERTY FMHA_ROW_NAMES)
   if(name IN_LIST names)
@@ -281,9 +322,12 @@ function(fmha_add_kernel_library library arch sources)
   add_library(${library} OBJECT ${sources})
   fmha_code_flags(${arch} code_flags)
   separate_arguments(extra_flags UNIX_COMMAND "${CUTLASS_FMHA_CUDA_FLAGS}")
+  if(FMHA_NVCC_VERSION VERSION_GREATER_EQUAL 12.9)
+    list(PREPEND extra_flags --compress-mode=size)  # half the bytes of machine code and PTX
+  endif()
   target_compile_features(${library} PRIVATE cuda_std_20)
   target_compile_options(${library} PRIVATE
-    ${code_flags} --expt-relaxed-constexpr "$<$<BOOL:${CUTLASS_FMHA_PTXAS_VERBOSE}>:-Xptxas=-v>" ${extra_flags})
+    ${code_flags} --expt-relaxed-constexpr ${FMHA_HOST_FLAGS} "$<$<BOOL:${CUTLASS_FMHA_PTXAS_VERBOSE}>:-Xptxas=-v>" ${extra_flags})
   target_compile_definitions(${library} PRIVATE ${FMHA_EMULATION_DEFINITIONS})
   target_include_directories(${library} PRIVATE "${PROJECT_SOURCE_DIR}/src")
   target_include_directories(${library} SYSTEM PRIVATE "${FMHA_CUTLASS_INCLUDE}")
@@ -301,7 +345,7 @@ function(fmha_add_kernels target)
   foreach(arch IN LISTS FMHA_ARCHITECTURES)
     set(sources "")
     set(count 0)
-    foreach(kind forward features backward)
+    foreach(kind forward features backward query_product backward_wide)
       get_property(groups GLOBAL PROPERTY FMHA_GROUPS_${kind}_${arch})
       foreach(group IN LISTS groups)
         get_property(rows GLOBAL PROPERTY FMHA_ROWS_${group})

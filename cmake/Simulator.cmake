@@ -23,10 +23,10 @@ function(fmha_add_simulator cuda_include)
   set_target_properties(simulator_ptx PROPERTIES CXX_VISIBILITY_PRESET hidden VISIBILITY_INLINES_HIDDEN ON)
 endfunction()
 
-# nvcc's flags for the rows made for `arch`: PTX, as it is, and no machine code.
-function(fmha_simulated_code_flags arch out)
-  set(virtual ${arch})
-  if(arch EQUAL 120)
+# nvcc's flags for the rows compiled for `target`: PTX, as it is, and no machine code.
+function(fmha_simulated_code_flags target out)
+  set(virtual ${target})
+  if(target MATCHES "^120")
     set(virtual 120f)  # what has TMA; nvcc 12.8 knows no family
     if(FMHA_NVCC_VERSION VERSION_LESS 12.9)
       set(virtual 120a)

@@ -43,6 +43,24 @@ function(fmha_wide ARCHS DTYPES HEAD_DIM TILE_M TILE_N WARPS MIN_BLOCKS MMA)
   endforeach()
 endfunction()
 
+# Adds the rows of one manifest line that compute gradients of such tensors: TILE rows are owned, and as many walked at a
+# time. They need no header of the example.
+function(fmha_backward_wide ARCHS DTYPES HEAD_DIM TILE WARPS MIN_BLOCKS MMA)
+  set(DTYPE_f16 float16)
+  set(DTYPE_bf16 bfloat16)
+  set(DTYPE_f32 float32)
+  foreach(arch IN LISTS ARCHS)
+    foreach(dtype IN LISTS DTYPES)
+      set(name "widebwd_sm${arch}_${dtype}_d${HEAD_DIM}_m${TILE}n${TILE}w${WARPS}")
+      string(CONCAT config
+        "cutlass_fmha::WideBackwardConfig{{.arch = ${arch}, .dtype = cutlass_fmha::DType::${DTYPE_${dtype}}, "
+        ".head_dim = ${HEAD_DIM}, .tile_m = ${TILE}, .tile_n = ${TILE}, .warps = ${WARPS}, "
+        ".min_blocks = ${MIN_BLOCKS}, .mma = cutlass_fmha::MmaKind::${MMA}}}")
+      fmha_add_row(backward_wide ${arch} ${dtype} ${HEAD_DIM} "sm${arch}_backward_wide" "${name}" "${config}")
+    endforeach()
+  endforeach()
+endfunction()
+
 # Generates the units and links them into `target`.
 function(fmha_add_wide target)
   fmha_find_example(example)

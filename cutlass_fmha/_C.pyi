@@ -22,7 +22,9 @@ class Row:
         ``"few_query_scored"``, for every mask, score and shape;
         ``"wide"``, for float32 and head dims above 256. Beside it: ``"combine"`` (of split keys), ``"merge_tail"`` (of
         a plain row's tail), ``"merge"`` (of states), ``"append"`` (to caches), ``"rotary"``; ``"backward"``, with
-        ``"backward_before"`` and ``"backward_after"``, for gradients.
+        ``"backward_before"``, ``"backward_after"`` and ``"backward_lists"``, for gradients, ``"query_product"``, dQ of
+        dS in memory, and ``"backward_wide"``; ``"rms_norm"`` and ``"gated"`` (units), whose gradients are
+        ``"rms_norm_backward"``, ``"rms_norm_columns"``, ``"rms_norm_weights"``, ``"gated_backward"``.
         """
     @property
     def arch(self) -> int:
@@ -67,6 +69,9 @@ class Row:
     @property
     def scored(self) -> bool:
         """Whether it takes masks, biases and whatever else becomes of scores, too."""
+    @property
+    def writes_scores(self) -> bool:
+        """Whether a row of the backward writes dS to memory, of which a row of ``"query_product"`` makes dQ."""
     @property
     def alignment(self) -> int:
         """Bytes that every pointer and every stride must be a multiple of; of a wide row, also the head dims."""
@@ -224,7 +229,7 @@ class BackwardParams(AttentionParams):
     """What a launch of a backward is asked: src/backward/params.h."""
 
     def __init__(self, forward: AttentionParams) -> None: ...
-    def workspace_floats(self, tile_m: int, row_dim: int) -> int:
+    def workspace_floats(self, tile_m: int, tile_n: int, row_dim: int) -> int:
         """Of a row with such a tile and head dim."""
 
     dout: int
@@ -239,6 +244,12 @@ class BackwardParams(AttentionParams):
     #: The sums of dQ have the same bits each time.
     ordered: bool
     workspace: int
+    #: Where rows that write dS have it, of so many heads of keys at a time.
+    scores: int
+    scores_turn: int
+    def scores_bytes(self, tile_m: int, tile_n: int) -> int:
+        """Of a head of keys, of a row with such tiles."""
+
     dout_stride: tuple[int, int, int]
     dq_stride: tuple[int, int, int]
     dk_stride: tuple[int, int, int]
@@ -361,6 +372,182 @@ class AppendParams:
     rotary: Rotary
     query: RotaryParams
 
+class RopeRows:
+    """Queries, keys or values of a launch: src/beside/rope_params.h."""
+
+    def __init__(self) -> None: ...
+
+    x: int
+    out: int
+    weight: int
+    gradient: int
+    partial: int
+    weight_gradient: int
+    x_stride: tuple[int, int, int]
+    out_stride: tuple[int, int, int]
+    gradient_stride: tuple[int, int, int]
+    num_heads: int
+    head_dim: int
+    weight_float32: bool
+
+class RopeParams:
+    """Queries and keys are normed and rotated, keys and values go to a cache: src/beside/rope_params.h."""
+
+    def __init__(self) -> None: ...
+    def copy(self) -> RopeParams: ...
+
+    q: RopeRows
+    k: RopeRows
+    v: RopeRows
+    batch: int
+    seqlen: int
+    head_dim: int
+    cu_seqlens: int
+    sequences: int
+    first_position: int
+    before_position: int
+    start: int
+    positions: int
+    positions_stride: tuple[int, int]
+    rotary: Rotary
+    inv_freq: int
+    inverse: bool
+    norm: bool
+    eps: float
+    weight_offset: float
+    cache_seqlens: int
+    cache_batch_idx: int
+    page_table: int
+    page_table_stride: int
+    page_size: int
+    entries: int
+    capacity: int
+    seqused_k: int
+
+class RopeBackwardParams(RopeParams):
+    """The gradients of that; those of weights are summed in ``parts_of`` q or k parts, ``parts`` in all at most."""
+
+    parts: int
+    q: RopeRows
+    k: RopeRows
+    v: RopeRows
+    batch: int
+    seqlen: int
+    head_dim: int
+    cu_seqlens: int
+    sequences: int
+    first_position: int
+    before_position: int
+    start: int
+    positions: int
+    positions_stride: tuple[int, int]
+    rotary: Rotary
+    inv_freq: int
+    inverse: bool
+    norm: bool
+    eps: float
+    weight_offset: float
+    cache_seqlens: int
+    cache_batch_idx: int
+    page_table: int
+    page_table_stride: int
+    page_size: int
+    entries: int
+    capacity: int
+    seqused_k: int
+
+    def __init__(self) -> None: ...
+    def copy(self) -> RopeBackwardParams: ...
+    def parts_of(self, rows: RopeRows) -> int: ...
+
+class RmsNormParams:
+    """Rows are normalised, or their sums with others: src/beside/params.h."""
+
+    def __init__(self) -> None: ...
+    def copy(self) -> RmsNormParams: ...
+
+    dim: int
+    x: int
+    residual: int
+    sum: int
+    weight: int
+    bias: int
+    out: int
+    rstd: int
+    sizes: tuple[int, int, int]
+    x_stride: tuple[int, int, int]
+    residual_stride: tuple[int, int, int]
+    sum_stride: tuple[int, int, int]
+    out_stride: tuple[int, int, int]
+    eps: float
+    weight_offset: float
+    out_type: str
+    weight_type: str
+
+class RmsNormBackwardParams:
+    """Gradients of that: src/beside/params.h."""
+
+    def __init__(self) -> None: ...
+    def copy(self) -> RmsNormBackwardParams: ...
+    def partial_floats(self) -> int: ...
+
+    dim: int
+    dout: int
+    dsum: int
+    x: int
+    weight: int
+    rstd: int
+    dx: int
+    dweight: int
+    partial: int
+    parts: int
+    sizes: tuple[int, int, int]
+    dout_stride: tuple[int, int, int]
+    dsum_stride: tuple[int, int, int]
+    x_stride: tuple[int, int, int]
+    dx_stride: tuple[int, int, int]
+    weight_offset: float
+    out_type: str
+    weight_type: str
+
+class GatedParams:
+    """An activation of one tensor times another: src/beside/params.h."""
+
+    def __init__(self) -> None: ...
+    def copy(self) -> GatedParams: ...
+
+    dim: int
+    gate: int
+    up: int
+    out: int
+    sizes: tuple[int, int, int]
+    gate_stride: tuple[int, int, int]
+    up_stride: tuple[int, int, int]
+    out_stride: tuple[int, int, int]
+    activation: str
+
+class GatedBackwardParams:
+    """Gradients of that: src/beside/params.h."""
+
+    def __init__(self) -> None: ...
+    def copy(self) -> GatedBackwardParams: ...
+
+    dim: int
+    gate: int
+    up: int
+    out: int
+    dout: int
+    dgate: int
+    dup: int
+    sizes: tuple[int, int, int]
+    gate_stride: tuple[int, int, int]
+    up_stride: tuple[int, int, int]
+    out_stride: tuple[int, int, int]
+    activation: str
+    dout_stride: tuple[int, int, int]
+    dgate_stride: tuple[int, int, int]
+    dup_stride: tuple[int, int, int]
+
 def launch(
     row: int,
     plan: AttentionParams,
@@ -378,7 +565,18 @@ def launch(
 
 def run(
     row: int,
-    params: BackwardParams | AttentionParams | CombineParams | MergeParams | RotaryParams | AppendParams,
+    params: BackwardParams
+    | AttentionParams
+    | CombineParams
+    | MergeParams
+    | RotaryParams
+    | AppendParams
+    | RopeBackwardParams
+    | RopeParams
+    | RmsNormParams
+    | RmsNormBackwardParams
+    | GatedBackwardParams
+    | GatedParams,
     device: int,
     stream: int,
 ) -> None:
@@ -400,7 +598,8 @@ def build_info() -> dict[str, object]:
 
     ``cuda`` (bool), ``cuda_version`` ("13.0"), ``nvcc_version`` ("13.0.88"), ``cutlass_version``, ``source_hash``
     (of src/, as tools/source_hash.py prints it), ``architectures`` (list of int), ``compiled_for``: nvcc's name of each
-    one's target, {89: "89", 90: "90", 120: "120f"} or, with nvcc 12.8, 120: "120a"; ``proxy``: {120: 90} when the
+    one's target, {89: "89", 90: "90", 120: "120f"} or, with nvcc 12.8, 120: "120a", and 89: "80,89" where older GPUs
+    have code, too; ``proxy``: {120: 90} when the
     sm_120 rows of this build were compiled for sm_90, else {}; ``emulation`` (bool) and ``mma_passes`` (int, 1 unless
     it is one): a build that makes an sm_90 GPU resemble others, in which each mma pass runs that often.
     """

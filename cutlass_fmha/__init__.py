@@ -40,13 +40,17 @@ try:
     from cutlass_fmha.attention import attention, scaled_dot_product_attention
     from cutlass_fmha.cascade import cascade_attention, merge_states
     from cutlass_fmha.dispatch.explain import explain
+    from cutlass_fmha.dispatch.gradients import set_deterministic_workspace
     from cutlass_fmha.dropout import dropout_mask
     from cutlass_fmha.errors import UnsupportedError
+    from cutlass_fmha.gates import explain_swiglu_mlp, geglu, gelu_and_mul, silu_and_mul, swiglu, swiglu_mlp
     from cutlass_fmha.kv_cache import with_kv_cache
     from cutlass_fmha.launch.workspace import Workspace
     from cutlass_fmha.log import configure as _configure_log
     from cutlass_fmha.memory.plan import memory_plan
-    from cutlass_fmha.rotary import rotary
+    from cutlass_fmha.norm import rms_norm
+    from cutlass_fmha.qk_norm_rope import qk_norm_rope
+    from cutlass_fmha.rotary import rotary, rotary_qk
     from cutlass_fmha.torch_sdpa import sdpa
 
     _configure_log()
@@ -63,10 +67,20 @@ __all__ = [
     "cascade_attention",
     "dropout_mask",
     "explain",
+    "explain_swiglu_mlp",
+    "geglu",
+    "gelu_and_mul",
     "memory_plan",
     "merge_states",
+    "qk_norm_rope",
+    "rms_norm",
     "rotary",
+    "rotary_qk",
     "scaled_dot_product_attention",
     "sdpa",
+    "set_deterministic_workspace",
+    "silu_and_mul",
+    "swiglu",
+    "swiglu_mlp",
     "with_kv_cache",
 ]

@@ -135,6 +135,7 @@ def attention(
         num_splits: how many parts the keys are divided into, 1 to 64; chosen when None.
         batch_invariant: a sequence's result has the same bits in every batch.
         deterministic: gradients have the same bits each time.
+        deterministic_workspace: bytes that they may take for dS; ``set_deterministic_workspace``'s when None.
 
     Returns:
         The output, a new tensor or ``out``, of q's shape (with v's head_dim), dtype and layout. With
@@ -211,22 +212,13 @@ def scaled_dot_product_attention(
         attn_mask = said["bias"]
     plain = attn_mask is None and dropout_p == 0.0 and out is None
     layout = "sdpa" if enable_gqa is False else "sdpa, gqa" if enable_gqa is True else "bhsd"
-    if (
-        plain
-        and layout != "bhsd"
-        and not torch.compiler.is_compiling()
-        and dispatcher.can_skip_dispatcher(query, key, value)
-    ):
-        # Where a call like this one went well, its tensors need not be asked again what they are.
-        try:
-            number = None if scale is None else check.finite_scale(scale)
-            known = plan.launch(
-                query, key, value, number, causal, False, None, layout, check.NAMES, NOTHING, True
-            )
-            if known is not None:
-                return known[0]
-        except RuntimeError:  # a nested or a sparse tensor; what CUDA refuses, it does again
-            pass
+    # Where a call like this one went well, its tensors need not be asked again what they are.
+    if layout != "bhsd" and (plain or (type(attn_mask) is Tensor and dropout_p == 0.0 and out is None)):
+        said = NOTHING
+        if attn_mask is not None:
+            said = {"mask" if attn_mask.dtype is torch.bool else "bias": attn_mask}
+        if (known := _known(query, key, value, scale, causal, layout, check.NAMES, said)) is not None:
+            return known
     lead = None
     if not _same_leading(query, key, value, enable_gqa):
         check.flag("enable_gqa", enable_gqa)
@@ -280,6 +272,57 @@ def attend_cache(
     return _call(q, k_cache, v_cache, *rest, arguments)
 
 
+def packed_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, causal: bool | str, **features: Any
+) -> Tensor:
+    """``attention`` of packed sequences in tensors [batch, num_heads, seqlen, head_dim], where the tokens of
+    an entry follow those of the one before: [batch, seqlen_q, num_heads, head_dim]. Not for ``out``."""
+    word = check.causal_name(causal)
+    said: Mapping[str, Any] = features
+    if private_torch.any_autocast_enabled():
+        q, k, v, said = autocast.operands(q, k, v, features)
+    arguments = op_arguments(q, said, "q")
+    if (known := _known(q, k, v, scale, word, "packed", ("q", "k", "v"), arguments)) is not None:
+        return known
+    tensors, layout = (q, k, v), "packed"
+    rows = plan.packed_rows(q), plan.packed_rows(k), plan.packed_rows(v)
+    if not _passes_dispatcher(tensors, arguments) or any(
+        row.data_ptr() != x.data_ptr() for row, x in zip(rows, tensors, strict=True)
+    ):
+        layout, tensors = "bshd", rows
+    out = _call(*tensors, scale, word, False, layout, None, ("q", "k", "v"), arguments)[0]
+    return out if layout == "packed" else out.view(q.shape[0], q.shape[2], *out.shape[1:])
+
+
+def _known(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    causal: str,
+    layout: str,
+    names: Names,
+    arguments: Mapping[str, Any],
+) -> Tensor | None:
+    """The output of a call that there is a plan for; else None, with nothing done."""
+    if not _passes_dispatcher((q, k, v), arguments):
+        return None
+    try:
+        number = None if scale is None else check.finite_scale(scale)
+        known = plan.launch(q, k, v, number, causal, False, None, layout, names, arguments, True)
+    except RuntimeError:  # a nested or a sparse tensor; what CUDA refuses, it does again
+        return None
+    return known and known[0]  # type: ignore[no-any-return]
+
+
+def _passes_dispatcher(tensors: tuple[Any, Any, Any], arguments: Mapping[str, Any]) -> bool:
+    return (
+        not torch.compiler.is_compiling()
+        and dispatcher.can_skip_dispatcher(*tensors)
+        and (not arguments or dispatcher.others_can_skip_dispatcher(arguments))
+    )
+
+
 def _call(
     q: Tensor,
     k: Tensor,
@@ -300,18 +343,20 @@ def _call(
         scale = check.finite_scale(scale)
     if row is not None:
         check.row_name(row)
-    if arguments and layout != "bshd" and ("cu_seqlens_q" in arguments or "cu_seqlens_k" in arguments):
+    if (
+        arguments
+        and layout not in ("bshd", "packed")
+        and ("cu_seqlens_q" in arguments or "cu_seqlens_k" in arguments)
+    ):
         raise ValueError(
             'layout must be "bshd" with cu_seqlens_q or cu_seqlens_k: '
             "packed tensors are [total tokens, num_heads, head_dim]"
         )
-    if (
-        not torch.compiler.is_compiling()
-        and dispatcher.can_skip_dispatcher(q, k, v)
-        and (not arguments or dispatcher.others_can_skip_dispatcher(arguments))
-    ):
+    if _passes_dispatcher((q, k, v), arguments):
         try:
-            return plan.launch(q, k, v, scale, causal, return_lse, row, layout, names, arguments)
+            found: tuple[Tensor, Tensor | None]
+            found = plan.launch(q, k, v, scale, causal, return_lse, row, layout, names, arguments)
+            return found
         except RuntimeError:
             check.check_types((q, k, v), names)  # nested and sparse tensors have no shape or address
             raise

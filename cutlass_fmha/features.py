@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from operator import itemgetter
 from typing import NamedTuple, TypedDict
 
 from torch import Tensor
@@ -10,7 +12,7 @@ from torch import Tensor
 NO_LIMIT = -1
 
 
-class Features(NamedTuple):
+class _Fields(NamedTuple):
     """The keyword arguments of the op ``attend``, by the same names. The defaults say nothing.
 
     All tensors are on query's device. The contents of those on a GPU are never read by the host. A tuple,
@@ -65,13 +67,23 @@ class Features(NamedTuple):
     batch_invariant: bool = False
     #: The gradients have the same bits each time. Those of keys and values, and the result, have them anyway.
     deterministic: bool = False
+    #: Bytes that deterministic gradients may have of dS in memory; None: ``set_deterministic_workspace``'s.
+    deterministic_workspace: int | None = None
 
+
+class Features(_Fields):
+    """All of a call that is beyond query, key, value, scale and causal."""
+
+    @functools.cached_property
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that are there, by name."""
-        return {
-            name: value for name, value in zip(self._fields, self, strict=True) if isinstance(value, Tensor)
-        }
+        found = zip(TENSORS, _tensors_of(self), strict=True)
+        return {name: x for name, x in found if x is not None}
 
+
+#: The fields that are tensors.
+TENSORS = tuple(name for name, hint in _Fields.__annotations__.items() if "Tensor" in str(hint))
+_tensors_of = itemgetter(*map(_Fields._fields.index, TENSORS))
 
 #: Those of a call that says nothing.
 NO_FEATURES = Features()
@@ -134,6 +146,7 @@ class FeatureArguments(TypedDict, total=False):
     num_splits: int | None
     batch_invariant: bool | None
     deterministic: bool | None
+    deterministic_workspace: int | None
 
 
 class CallArguments(FeatureArguments, total=False):

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cutlass_fmha.arguments import check, check_features, tensors
+from cutlass_fmha.ops import angles
 from cutlass_fmha.ops.rotary import check_positions, sequences_of
 
 
@@ -67,3 +68,54 @@ def rotary(
         x, cos, sin, positions, interleaved=interleaved, cu_seqlens=cu_seqlens
     )
     return output
+
+
+def rotary_qk(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    *,
+    inv_freq: Tensor | None = None,
+    interleaved: bool = False,
+    offsets: Tensor | int | None = None,
+    positions: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    inplace: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Rotates queries and keys as ``rotary`` does, in one launch.
+
+    Args:
+        q: [batch, seqlen, num_heads, head_dim] or packed, [total, num_heads, head_dim]; float16, bfloat16 or
+            float32 (on the CPU also float64), any strides with a contiguous last dimension.
+        k: the same rows, with num_heads_kv heads: any number.
+        cos, sin: as ``rotary``.
+        inv_freq: float32 [rotary_dim / 2], in place of cos and sin: the angle of pair r is position *
+            inv_freq[r], rounded to float32 as in tables that are made so, which is good to positions of 2^24.
+            Scalings of frequencies are the caller's.
+        interleaved: as ``rotary``.
+        offsets: int32 [batch] or an int, the position of each sequence's first row; None: 0. Those of the
+            others follow it.
+        positions: int32 [batch, seqlen] or [total], the position of each row, in place of offsets.
+        cu_seqlens: int32 [batch + 1], where the sequences of packed rows begin; None: they are one.
+        inplace: q and k are written to and returned; no two of their elements may share memory.
+
+    Returns:
+        (q, k), new contiguous tensors without ``inplace``, computed in float32 and rounded once. Rows of no
+        sequence become 0; in place they are left alone. The host does not read offsets and positions on a
+        GPU: a row whose position cos and sin do not have becomes NaN as far as it is rotated.
+
+    Gradients of q and k, in reverse mode, of any order; not in place.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: shapes, dtypes or devices that do not fit, or a row whose position the host knows and cos
+            and sin do not have; the sentence says which.
+        NotImplementedError: a gradient that there is not is wanted.
+    """
+    a = angles.given(q, k, cos, sin, inv_freq, interleaved, offsets, positions, cu_seqlens)
+    if check.flag("inplace", inplace):
+        torch.ops.cutlass_fmha.rotary_qk_(q, k, **a._asdict())
+        return q, k
+    one, other = torch.ops.cutlass_fmha.rotary_qk(q, k, **a._asdict())
+    return one, other

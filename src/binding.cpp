@@ -10,6 +10,9 @@
 #include "attention_params.h"
 #include "backward/config.h"
 #include "backward/params.h"
+#include "backward_wide/config.h"
+#include "beside/params.h"
+#include "beside/rope_params.h"
 #include "binding.h"
 #include "build_config.h"  // generated
 #include "config.h"
@@ -20,6 +23,8 @@
 #include <cuda_runtime.h>
 
 #include "backward/launch.h"
+#include "beside/launch.h"
+#include "beside/rope_launch.h"
 #include "device_guard.h"
 #include "helpers/launch.h"
 #include "host_model.h"
@@ -121,7 +126,7 @@ cudaDeviceProp device_properties(int device) {
 struct RowView {
   int index;
   char const* name;
-  std::variant<ForwardConfig, WideConfig, BackwardConfig, HelperConfig> config;
+  std::variant<ForwardConfig, WideConfig, BackwardConfig, QueryProductConfig, WideBackwardConfig, HelperConfig> config;
   int smem_bytes;
 };
 struct NoDeviceProperties {
@@ -196,13 +201,14 @@ void bind_rows(py::module_& m) {
   attribute(c, "element_bytes", [](TileConfig const& config) { return config.element_bytes(); });
 
   attribute(c, "kv_warps", [](ForwardConfig const& config) { return config.kv_warps; });
-  attribute(c, "stages", [](ForwardConfig const& config) { return config.stages; });
+  attribute(c, "stages", [](auto const& config) -> decltype(config.stages + 0) { return config.stages; });
   attribute(c, "q_in_registers", [](ForwardConfig const& config) { return config.q_in_registers; });
   attribute(c, "ping_pong", [](ForwardConfig const& config) { return config.ping_pong; });
   attribute(c, "copy", [](ForwardConfig const& config) { return name_of(config.copy); });
 
   attribute(c, "chunk", [](BackwardConfig const& config) { return config.chunk; });
   attribute(c, "groups", [](BackwardConfig const& config) { return config.groups; });
+  attribute(c, "writes_scores", [](BackwardConfig const& config) { return config.writes_scores; });
 
   attribute(c, "accumulates", [](WideConfig const& config) { return config.accumulates(); });
   attribute(c, "example", [](WideConfig const& config) { return config.example(); });
@@ -243,8 +249,10 @@ PYBIND11_MODULE(_C, m) {
   bind_attention_params(m);
   bind_backward_params(m);
   bind_helper_params(m);
+  bind_rope_params(m);
+  bind_beside_params(m);
   m.def("rows", [] { return views<ForwardConfig, WideConfig>(); });
-  m.def("backward_rows", [] { return views<BackwardConfig>(); });
+  m.def("backward_rows", [] { return views<BackwardConfig, QueryProductConfig, WideBackwardConfig>(); });
   m.def("helpers", [] { return views<HelperConfig>(); });
   bind_run<BackwardParams>(m);  // before what it is derived from
   bind_run<AttentionParams>(m);
@@ -252,6 +260,12 @@ PYBIND11_MODULE(_C, m) {
   bind_run<MergeParams>(m);
   bind_run<RotaryParams>(m);
   bind_run<AppendParams>(m);
+  bind_run<RopeBackwardParams>(m);  // before what it is derived from
+  bind_run<RopeParams>(m);
+  bind_run<RmsNormParams>(m);
+  bind_run<RmsNormBackwardParams>(m);
+  bind_run<GatedBackwardParams>(m);  // before what it is derived from
+  bind_run<GatedParams>(m);
   m.def("launch", &launch_planned, py::arg("row"), py::arg("plan"), py::arg("device"), py::arg("stream"), py::arg("q"),
         py::arg("k"), py::arg("v"), py::arg("o"), py::arg("lse"), py::arg("scale"), py::arg("room"));
   m.def("build_info", &build_info);

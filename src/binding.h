@@ -23,5 +23,9 @@ void bind_backward_params(pybind11::module_& module);
 
 /// The parameters of the kernels beside attention.
 void bind_helper_params(pybind11::module_& module);
+void bind_beside_params(pybind11::module_& module);
+
+/// RopeParams and RopeBackwardParams.
+void bind_rope_params(pybind11::module_& module);
 
 }  // namespace cutlass_fmha

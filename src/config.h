@@ -74,14 +74,50 @@ enum class Family : int {
   merge,             ///< of two states
   append,            ///< to caches
   rotary,
+  rope,             ///< of queries and keys together, with their norms and a cache's new rows
+  rope_backward,    ///< of that with norms
+  rope_weights,     ///< what those rows leave of the gradients of weights
   backward,         ///< gradients of Q, K and V: a thread block owns keys and walks the queries that see them
   backward_before,  ///< what those rows want of each query row, and dQ's sums at zero
   backward_after,   ///< dQ's sums become dQ
+  backward_lists,   ///< the transpose of block lists
+  query_product,    ///< dQ of dS, which a row of the backward wrote
+  backward_wide,    ///< gradients of float32, and of head dims above 256: a block owns rows of one of them
+  rms_norm,
+  rms_norm_backward,  ///< gradients of its rows, and of its weights partial sums
+  rms_norm_columns,   ///< those sums by themselves, for rows that are not kept in registers
+  rms_norm_weights,   ///< of the sums
+  gated,              ///< units: an activation of one tensor times another
+  gated_backward,
 };
 constexpr char const* name_of(Family family) {
-  constexpr char const* kNames[] = {
-      "plain",      "few_query", "ranged", "score_mod", "scored",   "few_query_scored", "wide",          "combine",
-      "merge_tail", "merge",     "append", "rotary",    "backward", "backward_before",  "backward_after"};
+  constexpr char const* kNames[] = {"plain",
+                                    "few_query",
+                                    "ranged",
+                                    "score_mod",
+                                    "scored",
+                                    "few_query_scored",
+                                    "wide",
+                                    "combine",
+                                    "merge_tail",
+                                    "merge",
+                                    "append",
+                                    "rotary",
+                                    "rope",
+                                    "rope_backward",
+                                    "rope_weights",
+                                    "backward",
+                                    "backward_before",
+                                    "backward_after",
+                                    "backward_lists",
+                                    "query_product",
+                                    "backward_wide",
+                                    "rms_norm",
+                                    "rms_norm_backward",
+                                    "rms_norm_columns",
+                                    "rms_norm_weights",
+                                    "gated",
+                                    "gated_backward"};
   return kNames[int(family)];
 }
 
@@ -137,16 +173,28 @@ struct ForwardConfig : TileConfig, ForwardOptions {
   constexpr int alignment() const { return copy == Copy::element || scored() ? element_bytes() : 16; }
 };
 
+/// Registers of a thread that its warp's fragments of O, S and P, and Q where it is kept, leave free.
+constexpr int spare_registers(ForwardConfig const& c) {
+  int const per_thread = 65536 / (c.threads() * c.min_blocks), most = per_thread < 255 ? per_thread : 255;
+  int const halves = 2 * c.head_dim_v() + 3 * c.tile_n + (c.q_in_registers ? c.head_dim : 0);
+  return most - c.rows_per_warp() * halves / 64;
+}
+
+/// Whether so many are left that phases that need a mask have a loop of their own, so that the long one need not ask,
+/// and what can be computed before it is.
+constexpr bool is_roomy(ForwardConfig const& c) { return spare_registers(c) >= 90; }
+
 /// A kernel that computes no attention.
 struct HelperConfig {
   Family kind;
   int arch;
   DType dtype;
   bool dependent_launch = false;
+  int block = kThreads;
 
   static constexpr int kThreads = 128;
   constexpr Family family() const { return kind; }
-  constexpr int threads() const { return kThreads; }
+  constexpr int threads() const { return block; }
 };
 
 }  // namespace cutlass_fmha

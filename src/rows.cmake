@@ -2,7 +2,7 @@
 # pair, all from the same source and the same configuration. See config.h for what a column means.
 #
 # A row's name is made from its line: fwd_sm<arch>_<f16|bf16>_d<head_dim>_m<tile_m>n<tile_n>w<warps>[k<kv_warps>][_element|_tma][_pdl|_ranged|_scored],
-# or bwd_sm...w<warps>[_groups][_scored].
+# or bwd_sm...w<warps>[_groups][_tma][_scored][_ds], bwd_sm...w<warps>_dq, or widebwd_sm...w<warps>.
 # Selection, tests and tools read the compiled table (_C.rows()): no other file lists kernels.
 
 # Copies by TMA and overlapping launches (`_pdl`) begin with sm_90. There, rows by cp.async are left out that were slower
@@ -147,17 +147,52 @@ fmha_wide(90        "f16;bf16" any       32    128    4     2          m16n8k16)
 
 # Gradients of Q, K and V: TILE_N keys per thread block, TILE_M queries per step, CHUNK of them at a time. Where ptxas would
 # spill in one architecture, it has another tile there.
-#             ARCHS     DTYPES     HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS FEATURES
-fmha_backward("${ALL}"  "f16;bf16"  32       64     256    8     32    false  ranges)
-fmha_backward("${ALL}"  "f16;bf16"  64       64     256    8     16    false  ranges)
-fmha_backward("${ALL}"  "f16;bf16"  96       64     128    8     64    false  ranges)
-fmha_backward("89;120"  "f16;bf16" 128       64     128    8     64    false  ranges)
-fmha_backward("90"      "f16;bf16" 128       64     128    8     16    true   ranges)
-fmha_backward("${ALL}"  "f16;bf16" 256       32      64    8     16    true   ranges)
-fmha_backward("${ALL}"  "f16;bf16"  32       64     256    8     32    false  scores)
-fmha_backward("89;90"   "f16;bf16"  64       64     256    8     16    false  scores)
-fmha_backward("120"     "f16;bf16"  64       64     128    8     64    false  scores)
-fmha_backward("${ALL}"  "f16;bf16"  96       64     128    8     64    false  scores)
-fmha_backward("89;120"  "f16;bf16" 128       64     128    8     64    false  scores)
-fmha_backward("90"      "f16;bf16" 128       64     128    8     32    false  scores)
-fmha_backward("${ALL}"  "f16;bf16" 256       32      64    8     16    true   scores)
+#             ARCHS     DTYPES     HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS FEATURES COPY
+fmha_backward("89"      "f16;bf16"  32       64     256    8     32    false  ranges   cp_async_16)
+fmha_backward("${TMA}"  "f16;bf16"  32       64     256    8     32    false  ranges   tma)
+fmha_backward("89"      "f16;bf16"  64       64     256    8     16    false  ranges   cp_async_16)
+fmha_backward("90"      "f16;bf16"  64       64     192    8     16    true   ranges   tma)
+fmha_backward("120"     "f16;bf16"  64       64     256    8     16    false  ranges   tma)
+fmha_backward("89"      "f16;bf16"  96       64     128    8     64    false  ranges   cp_async_16)
+fmha_backward("90"      "f16;bf16"  96       64     128    8     32    true   ranges   tma)
+fmha_backward("120"     "f16;bf16"  96       64     128    8     64    false  ranges   tma)
+fmha_backward("89"      "f16;bf16" 128       64     128    8     64    false  ranges   cp_async_16)
+fmha_backward("90"      "f16;bf16" 128       64     128    8     16    true   ranges   tma)
+fmha_backward("120"     "f16;bf16" 128       64     128    8     64    false  ranges   tma)
+fmha_backward("89"      "f16;bf16" 256       32      64    8     16    true   ranges   cp_async_16)
+fmha_backward("${TMA}"  "f16;bf16" 256       32      64    8     16    true   ranges   tma)
+fmha_backward("${ALL}"  "f16;bf16"  32       64     256    8     32    false  scores   cp_async_16)
+fmha_backward("89;90"   "f16;bf16"  64       64     256    8     16    false  scores   cp_async_16)
+fmha_backward("120"     "f16;bf16"  64       64     128    8     64    false  scores   cp_async_16)
+fmha_backward("${ALL}"  "f16;bf16"  96       64     128    8     64    false  scores   cp_async_16)
+fmha_backward("89"      "f16;bf16" 128       64     128    8     64    false  scores   cp_async_16)
+fmha_backward("120"     "f16;bf16" 128       64     128    8     32    false  scores   cp_async_16)
+fmha_backward("90"      "f16;bf16" 128       64     128    8     32    false  scores   cp_async_16)
+fmha_backward("${ALL}"  "f16;bf16" 256       32      64    8     16    true   scores   cp_async_16)
+
+# The same with dS written to memory, for gradients that have the same bits each time; and dQ of it: TILE_M queries per
+# thread block, TILE_N keys per step, STAGES of them.
+#             ARCHS     DTYPES     HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS FEATURES COPY         WRITES_SCORES
+fmha_backward("${ALL}"  "f16;bf16"  32       64     256    8     32    false  ranges   cp_async_16  true)
+fmha_backward("89;120"  "f16;bf16"  64       64     256    8     16    false  ranges   cp_async_16  true)
+fmha_backward("90"      "f16;bf16"  64       64     192    8     16    true   ranges   tma          true)
+fmha_backward("89;120"  "f16;bf16"  96       64     128    8     64    false  ranges   cp_async_16  true)
+fmha_backward("90"      "f16;bf16"  96       64     128    8     32    true   ranges   tma          true)
+fmha_backward("89;120"  "f16;bf16" 128       64     128    8     64    false  ranges   cp_async_16  true)
+fmha_backward("90"      "f16;bf16" 128       64     128    8     16    true   ranges   tma          true)
+fmha_backward("${ALL}"  "f16;bf16" 256       32      64    8     16    true   ranges   cp_async_16  true)
+#                  ARCHS     DTYPES     HEAD_DIM TILE_M TILE_N WARPS STAGES
+fmha_query_product("${ALL}"  "f16;bf16"  32      256     32    8     4)
+fmha_query_product("${ALL}"  "f16;bf16"  64      256     32    8     4)
+fmha_query_product("${ALL}"  "f16;bf16"  96      256     32    8     4)
+fmha_query_product("${ALL}"  "f16;bf16" 128      256     32    8     4)
+fmha_query_product("${ALL}"  "f16;bf16" 256      128     32    8     4)
+
+# Gradients of float32, and of head dims above 256: a thread block owns TILE rows of one of them. On all architectures
+# float32 is multiplied on tensor cores. See src/backward_wide/config.h.
+#                  ARCHS     DTYPES     HEAD_DIM TILE WARPS MIN_BLOCKS MMA
+fmha_backward_wide("${ALL}"  f32         64       64  8     1          tf32x3)
+fmha_backward_wide("${ALL}"  f32        128       64  8     1          tf32x3)
+fmha_backward_wide("${ALL}"  f32        256       64  8     1          tf32x3)
+fmha_backward_wide("${ALL}"  f32        512       64  8     1          tf32x3)
+fmha_backward_wide("${ALL}"  "f16;bf16" 512       64  8     1          m16n8k16)

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "backward/config.h"
+#include "backward_wide/config.h"
 #include "config.h"
 #include "wide/config.h"
 
@@ -15,7 +16,7 @@ namespace cutlass_fmha {
 
 struct Row {
   char const* name;  ///< also the kernel's symbol
-  std::variant<ForwardConfig, WideConfig, BackwardConfig, HelperConfig> config;
+  std::variant<ForwardConfig, WideConfig, BackwardConfig, QueryProductConfig, WideBackwardConfig, HelperConfig> config;
   int smem_bytes;  ///< dynamic shared memory of a launch
   void const* kernel;
 

@@ -97,7 +97,7 @@ struct Shape {
 };
 
 TensorMap const& describe(void const* tensor, Strides const& strides, Shape const& shape, int box_rows,
-                          ForwardConfig const& config) {
+                          TileConfig const& config) {
   // The stride of a dimension with one element may be anything, and TMA wants multiples of 16 bytes.
   int64_t const unused = 16 / config.element_bytes();
   auto const stride = [=](int64_t value, int extent) { return extent > 1 ? value : unused; };
@@ -125,6 +125,17 @@ void set_tensor_maps(FeatureTmaParams& p, ForwardConfig const& config) {
   Shape const values{p.entries_k, p.rows_k, p.num_heads_kv, p.head_dim_v, config.head_dim_v()};
   p.k_map = describe(p.k, p.k_stride, keys, box, config);
   p.v_map = describe(p.v, p.v_stride, values, box, config);
+}
+
+void set_tensor_maps(BackwardTmaParams& p, BackwardConfig const& config) {
+  // Packed sequences are one entry, with the rows of all.
+  bool const packed = p.cu_seqlens_q != nullptr;
+  int const entries = packed ? 1 : p.batch, rows = packed ? int(p.lse_head_stride) : p.seqlen_q;
+  Shape const queries{entries, rows, p.num_heads, p.head_dim, config.head_dim};
+  Shape const outputs{entries, rows, p.num_heads, p.head_dim_v, config.head_dim};
+  if (rows == 0) return;
+  p.q_map = describe(p.q, p.q_stride, queries, config.tile_m, config);
+  p.dout_map = describe(p.dout, p.dout_stride, outputs, config.unit(), config);
 }
 
 }  // namespace cutlass_fmha

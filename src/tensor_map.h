@@ -2,6 +2,8 @@
 // captured launch keeps its own.
 #pragma once
 
+#include "backward/config.h"
+#include "backward/params.h"
 #include "config.h"
 #include "features/params.h"
 
@@ -14,5 +16,8 @@ void set_tensor_maps(ForwardTmaParams& params, ForwardConfig const& config);
 
 /// The same of a row with features: boxes of K and V, of a tile's rows, or of so many as follow each other in pages.
 void set_tensor_maps(FeatureTmaParams& params, ForwardConfig const& config);
+
+/// The same of a backward: boxes of a tile of Q, and of the rows of dO that are asked for at once.
+void set_tensor_maps(BackwardTmaParams& params, BackwardConfig const& config);
 
 }  // namespace cutlass_fmha

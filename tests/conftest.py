@@ -6,7 +6,7 @@ writes. Workers also tell that why they refused to run.
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import os
 import pickle
 import sys
@@ -19,9 +19,13 @@ import parity_report
 import pytest
 from parity_report import ParityReport
 
+with contextlib.suppress(ImportError):  # Windows has none
+    import fcntl
+
 if TYPE_CHECKING:
     from cubin import Kernel
 
+os.environ.setdefault("CUTLASS_FMHA_WIDE_GRADIENTS", "1")  # which the gate is to prove
 REPORT = pytest.StashKey[ParityReport]()
 LEFT_OUT = pytest.StashKey[int]()
 TMA_TESTS = "test_parity_tma.py"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cutlass_fmha.dispatch.device import Device
+from cutlass_fmha.dispatch.device import PRESETS, Device
 from cutlass_fmha.dispatch.table import Table
 
+#: Those that the default build has code for.
+GPUS = [name for name, gpu in PRESETS.items() if gpu.capability >= (8, 9)]
 L4 = Device("NVIDIA L4", (8, 9), 58, 99 * 1024)
 
 
@@ -114,4 +116,5 @@ def make_build(
                 )  # fmt: skip
                 form = {"takes_features": True, "value_dim": value_dim, "q_in_registers": head_dim < 256}
                 rows.append(Row(len(rows), arch, dtype, head_dim, *tile, **form))
-    return Table(tuple(rows), tuple((compiled_for or {}).items()))  # type: ignore[arg-type]
+    targets = {89: "80,89"} if compiled_for is None else compiled_for
+    return Table(tuple(rows), tuple(targets.items()))  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ from operands import poison
 from torch import Tensor
 
 from cutlass_fmha import _C
+from cutlass_fmha.dispatch.device import can_execute, code_for
 from cutlass_fmha.dispatch.table import PLAIN
 
 _INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -34,7 +35,7 @@ def rows_arch() -> int | None:
         return None
     major, minor = torch.cuda.get_device_capability(0)
     built = {row.arch for row in _C.rows()}
-    own = 120 if major == 12 else 10 * major + minor
+    own = {8: 89, 12: 120}.get(major, 10 * major + minor)
     return own if own in built else 89
 
 
@@ -72,7 +73,9 @@ def wide_rows() -> list[_C.Row]:
 
 def backward_rows() -> list[_C.Row]:
     """The rows under test that compute gradients."""
-    return [] if unusable() else [row for row in _C.backward_rows() if row.arch == rows_arch()]
+    if unusable():
+        return []
+    return [row for row in _C.backward_rows() if row.arch == rows_arch() and row.family != "query_product"]
 
 
 @contextlib.contextmanager
@@ -95,16 +98,25 @@ def held(stream: torch.cuda.Stream) -> Iterator[None]:
 
 
 def mode() -> str:
-    """How the rows run: ``native``, ``ptx`` (sm_89 rows on another GPU) or ``proxy`` (compiled for it)."""
+    """How the rows run: ``native``, ``ptx`` (sm_89 rows on another GPU) or ``proxy`` (compiled for it); with
+    ``80`` or ``86`` behind it where it is what they are compiled for there that runs."""
     arch = rows_arch()
     if arch in _proxies():
         return "proxy"
-    return "native" if arch == own_arch() else "ptx"
+    code = code_for(_targets()[arch], torch.cuda.get_device_capability(0))
+    how, number = ("ptx" if code.startswith("compute") else "native"), code.partition("_")[2]
+    return how + (number if number in ("80", "86") else "")
 
 
 def own_arch() -> int:
     major, minor = torch.cuda.get_device_capability(0)
-    return 120 if major == 12 else 10 * major + minor
+    return {8: 89, 12: 120}.get(major, 10 * major + minor)
+
+
+def _targets() -> dict[int | None, str]:
+    targets = _C.build_info()["compiled_for"]
+    assert isinstance(targets, dict)
+    return targets
 
 
 def _proxies() -> dict[int, int]:
@@ -123,8 +135,8 @@ def unusable() -> str | None:
         return f"torch {torch.__version__} was built without CUDA, so it can make no tensor on a GPU"
     if not torch.cuda.is_available():
         return "no CUDA device can be used: there is no NVIDIA GPU, or no driver for torch's CUDA"
-    if torch.cuda.get_device_capability(0) < (8, 9):
-        return f"{torch.cuda.get_device_name(0)} is older than compute capability 8.9"
+    if torch.cuda.get_device_capability(0) < (8, 0):
+        return f"{torch.cuda.get_device_name(0)} is older than compute capability 8.0"
     arch = rows_arch()
     if not any(row.arch == arch for row in _C.rows()):
         return f"this build of cutlass_fmha has no sm_{arch} rows"
@@ -132,6 +144,9 @@ def unusable() -> str | None:
     compiled_for = _proxies().get(arch, arch)
     if compiled_for not in (89, own_arch()):
         return f"this build's sm_{arch} rows are code for sm_{compiled_for}, and this GPU is sm_{own_arch()}"
+    target = _targets()[arch]
+    if not can_execute(target, torch.cuda.get_device_capability(0)):
+        return f"this build's sm_{arch} rows are compiled for sm_{target}, which this GPU can't execute"
     return None
 
 

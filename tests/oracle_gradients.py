@@ -121,8 +121,13 @@ def terms(s: Sequence, dout: Tensor, dlse: Tensor | None, rounded: torch.dtype |
     return Terms(p, kept, slope, dp, term, round_(factors * (dp * kept - term)))
 
 
-def compare(call: Call, found: dict[str, Tensor], dout: Tensor, dlse: Tensor | None) -> Errors:
-    """The worst of the gradients ``found``, in the shapes of what they are of, by ratio to its tolerance."""
+def compare(
+    call: Call, found: dict[str, Tensor], dout: Tensor, dlse: Tensor | None, product_error: float = 0.0
+) -> Errors:
+    """The worst of the gradients ``found``, in the shapes of what they are of, by ratio to its tolerance.
+
+    product_error: half ulps of fp32 that each product may be off by besides, relative.
+    """
     exact = reference(call, dout, dlse)
     worst = Errors(0.0, 0.0)
     summed = {name: torch.zeros_like(exact[name]) for name in NAMES[3:] if name in found}
@@ -145,7 +150,7 @@ def compare(call: Call, found: dict[str, Tensor], dout: Tensor, dlse: Tensor | N
                 summed["sinks"] += 4 * FP32_EPS * size * own_dlse.double().abs().sum(-1)
         if len(s.q) == 0 or len(s.k) == 0:
             continue
-        errors = _errors(call, s, found, exact, dout, dlse, summed)
+        errors = _errors(call, s, found, exact, dout, dlse, summed, product_error)
         worst = max((worst, *errors), key=lambda e: e.out_ratio if e.out_ratio == e.out_ratio else math.inf)
     for name, tolerance in summed.items():
         tolerance = tolerance + oracle.ULPS * oracle.ulp(exact[name].abs(), found[name].dtype)
@@ -167,6 +172,7 @@ def _errors(
     dout: Tensor,
     dlse: Tensor | None,
     summed_up: dict[str, Tensor],
+    product_error: float,
 ) -> list[Errors]:
     """Of q, k and v of a sequence; adds what those of bias and sinks may be off by to ``summed_up``."""
     dtype, group = s.q.dtype, s.q.shape[1] // s.k.shape[1]
@@ -207,24 +213,30 @@ def _errors(
         variance["k"] + summed((slopes**2 * term_variance).transpose(1, 2) @ q.double() ** 2) * s.scale**2
     )
     # An error of a score, of the LSE or of a sum in fp32, of either sign.
-    score = oracle_features._score_error(s, slice(0, len(s.q)), t.p, Granted(False, 0.0))[..., None]
+    score = oracle_features._score_error(s, slice(0, len(s.q)), t.p, Granted(False, product_error))[..., None]
     score = 2 * score + 16 * FP32_EPS
     _, lse = s.probabilities(slice(0, len(s.q)), torch.float64)
     score = score + 4 * FP32_EPS * lse.abs().masked_fill(lse == -math.inf, 0.0)[..., None]
     norms = (
         own_dout.double().norm(dim=-1, keepdim=True) * s.per_query_head(s.v).double().norm(dim=-1)[:, None]
     )
-    sums = (own_dout.shape[-1] / 4 + 8) * FP32_EPS
+    product = product_error * FP32_EPS
+    sums = (own_dout.shape[-1] / 4 + 8) * FP32_EPS + product
     wrong = t.p * (
         score * ((t.dp * t.kept).abs() + t.term.abs())
         + sums * (norms * t.kept + (t.p * norms).sum(-1, keepdim=True))
     )
     if s.features.softcap:
         wrong = wrong + t.p * 16 * FP32_EPS * ((t.dp * t.kept).abs() + t.term.abs())
-    allowed = products(wrong, weights * score, lambda x: x.double().abs(), abs(s.scale))
+    allowed = products(
+        wrong + product * t.ds.abs(), weights * (score + product), lambda x: x.double().abs(), abs(s.scale)
+    )
     off = DEVIATIONS * term_variance.sqrt()
     if "bias" in summed_up:
         share = eps / 2 * t.p * of_p.sqrt() + least * of_p.sqrt() + t.p * off + wrong
+        # Of an element the score's own error, not the average.
+        dot = q.double().norm(dim=-1, keepdim=True) * k.double().norm(dim=-1)[:, None]
+        share = share + product * abs(s.scale) * dot * t.p * ((t.dp * t.kept).abs() + t.term.abs())
         _add_broadcast(summed_up["bias"], s.number, share)
     if "sinks" in summed_up:
         sinks = s.features.sinks.double()[:, None, None]

@@ -47,7 +47,7 @@ def assert_merged(output: Tensor, lse: Tensor | None, parts: list[tuple[Tensor, 
     largest = torch.stack(
         [o.double().abs().masked_fill((x == -math.inf).transpose(-1, -2)[..., None], 0.0) for o, x in parts]
     ).amax(0)
-    _assert_close(output, expected, largest)
+    assert_close(output, expected, largest)
     if lse is not None:
         finite = expected_lse.isfinite()
         assert torch.equal(lse.double()[~finite], expected_lse[~finite])
@@ -66,7 +66,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: 
         first, second = (
             (row[:, :dim:2], row[:, 1:dim:2]) if interleaved else (row[:, : dim // 2], row[:, dim // 2 : dim])
         )
-        turned = torch.complex(first, second) * angle
+        turned = torch.complex(first.clone(), second.clone()) * angle
         first.copy_(turned.real)
         second.copy_(turned.imag)
     return rotated
@@ -79,7 +79,7 @@ def assert_rotated(
     expected = rotate(x, cos, sin, positions, interleaved)
     dim = 2 * cos.shape[1]
     largest = x.double().abs().amax(-1, keepdim=True).expand(x.shape)
-    _assert_close(out, expected, largest)
+    assert_close(out, expected, largest)
     assert torch.equal(bits(out[..., dim:]), bits(x[..., dim:]))
 
 
@@ -118,10 +118,26 @@ def _indices(x: Tensor) -> list[tuple[int, ...]]:
     return [tuple(index) for index in torch.ones(x.shape).nonzero().tolist()]
 
 
-def _assert_close(out: Tensor, expected: Tensor, largest: Tensor) -> None:
+def assert_close(out: Tensor, expected: Tensor, largest: Tensor) -> None:
     half_ulp, smallest = HALF_ULP[out.dtype]
     relative = COMPUTED.get(out.dtype, COMPUTED_IN_FP32)
     allowed = half_ulp * expected.abs() + smallest + relative * largest
     error = (out.double() - expected).abs()
     assert not error.isnan().any()
     assert (error <= allowed).all(), f"off by {float((error / allowed).max())} times what is allowed"
+
+
+def normalized(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
+    """Each row by itself, in fp64."""
+    x = x.double()
+    x = x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+    return x if weight is None else x * (weight.double() + offset)
+
+
+def assert_within(out: Tensor, expected: Tensor, scale: Tensor) -> None:
+    """One rounding, and what sums in fp32 lose of ``scale``."""
+    half_ulp, smallest = HALF_ULP[out.dtype]
+    relative = 2.0**-40 if out.dtype == torch.float64 else 2.0**-18
+    error, allowed = (out.double() - expected).abs(), half_ulp * expected.abs() + smallest + relative * scale
+    assert not error.isnan().any()
+    assert (error <= allowed).all(), f"off by {float((error / allowed).nan_to_num().max())} times the allowed"

@@ -146,6 +146,10 @@ def driver_version() -> str:
 MODES = {
     "native": "compiled for this GPU's architecture",
     "ptx": "the sm_89 rows, through their PTX and the driver's compiler",
+    "ptx80": "the sm_89 rows compiled for sm_80, through their PTX and the driver's compiler",
+    "ptx86": "the sm_89 rows compiled for sm_86, through their PTX and the driver's compiler",
+    "native80": "the sm_89 rows, compiled for sm_80",
+    "native86": "the sm_89 rows, compiled for sm_86",
     "proxy": "the sm_120 rows' source and configuration, compiled for this GPU",
 }
 

@@ -21,8 +21,9 @@ tensors = functools.partial(qkv, dtype=torch.bfloat16)
 def test_the_public_names():
     assert set(cutlass_fmha.__all__) == {
         "UnsupportedError", "Workspace", "__version__", "attention", "cascade_attention", "dropout_mask",
-        "explain", "memory_plan", "merge_states", "rotary", "scaled_dot_product_attention", "sdpa",
-        "with_kv_cache",
+        "explain", "explain_swiglu_mlp", "geglu", "gelu_and_mul", "memory_plan", "merge_states",
+        "qk_norm_rope", "rms_norm", "rotary", "rotary_qk", "scaled_dot_product_attention", "sdpa",
+        "set_deterministic_workspace", "silu_and_mul", "swiglu", "swiglu_mlp", "with_kv_cache",
     }  # fmt: skip
     assert all(hasattr(cutlass_fmha, name) for name in cutlass_fmha.__all__)
     assert cutlass_fmha.__version__[0].isdecimal()

@@ -59,6 +59,10 @@ CALLS: dict[str, dict[str, Any]] = {
     "mask": {"mask": torch.rand(2, 1, 4, 5, generator=torch.Generator().manual_seed(0)) > 0.4},
     "all": {"softcap": 1.5, "alibi_slopes": torch.ones(4), **DROPPED},
     "layout": {"layout": "bhsd"},
+    "blocks": {
+        "block_mask": (ints(1, 2).view(1, 1, 2), ints(0, 0, 1, 2).view(1, 1, 2, 2), (2, 2)),
+        **DROPPED,
+    },
     **{
         f"bias {shape}": {"bias": drawn(*shape).requires_grad_(), "softcap": 2.0, **DROPPED}
         for shape in ((2, 4, 4, 5), (1, 4, 4, 5), (2, 1, 4, 5), (4, 5), (4, 1, 5), (4, 4, 1), (5,), ())
@@ -225,7 +229,8 @@ L4 = Device(name="L4", capability=(8, 9), sm_count=58, smem_per_block=101376)
 @pytest.fixture
 def four_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Head dims 64 and 128 for two architectures."""
-    made = {"dtype": "float16", "smem_bytes": 99000, "alignment": 16, "scored": False}
+    made = {"family": "backward", "dtype": "float16", "smem_bytes": 99000, "alignment": 16}
+    made |= {"scored": False, "writes_scores": False}
     rows = [
         SimpleNamespace(index=i, name=f"bwd_sm{arch}_d{dim}", arch=arch, head_dim=dim, **made)
         for i, (arch, dim) in enumerate((a, d) for a in (89, 90) for d in (128, 64))
@@ -240,7 +245,7 @@ def four_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_the_least_head_dim_that_holds_both_is_chosen(dims: tuple[int, int | None], expected: int):
     problem = Problem(1, 64, 64, 4, 2, dims[0], "float16", head_dim_v=dims[1], features=("window", "varlen"))
-    assert gradients.choose(problem, L4).name == f"bwd_sm89_d{expected}"
+    assert gradients.choose(problem, L4).row.name == f"bwd_sm89_d{expected}"
 
 
 @pytest.mark.usefixtures("four_rows")
@@ -257,6 +262,32 @@ def test_where_no_row_can_the_nearest_say_why(change: dict[str, Any], sentence: 
     problem = replace(Problem(1, 64, 64, 4, 2, 64, "float16"), **change)
     with pytest.raises(cutlass_fmha.UnsupportedError, match=re.escape(sentence)):
         gradients.choose(problem, L4)
+
+
+@pytest.mark.usefixtures("four_rows")
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"features": ("softcap", "mask")}, "has no softcap"),
+        ({"features": ("cache_batch_idx",)}, "has no cache_batch_idx"),
+        ({"features": ("window",), "window": (3, -1)}, "has no window with a left limit"),
+        ({"head_dim_v": 513}, "made for head dims up to 512, and the tensors have 300, value 513"),
+    ],
+)
+def test_wide_rows_have_gradients_of_what_their_forward_knows(
+    change: dict[str, Any], sentence: str, monkeypatch: pytest.MonkeyPatch
+):
+    row: Any = SimpleNamespace(family="backward_wide", arch=89, dtype="float32", head_dim=512, scored=True)
+    row.smem_bytes, row.alignment = 60000, 16
+    asked = Problem(1, 64, 64, 4, 2, 300, "float32", features=("window", "bias", "varlen"), window=(-1, 5))
+    table = tables.Table((row,))
+    assert gradients.reasons(row, asked, L4, table, deterministic=True) == []
+    assert gradients.reasons(row, replace(asked, **change), L4, table) == [sentence]
+    monkeypatch.setattr(tables, "backward_wide", lambda: table)
+    for problem in (asked, replace(asked, **change)):
+        with pytest.raises(cutlass_fmha.UnsupportedError) as refused:
+            gradients.choose(problem, L4)
+        assert ("unless CUTLASS_FMHA_WIDE_GRADIENTS=1 asks" in str(refused.value)) == (problem is asked)
 
 
 @pytest.mark.usefixtures("four_rows")
@@ -288,6 +319,89 @@ def test_explain_says_which_row_computes_gradients_and_why_not_the_others():
     assert "CPU backend" in cutlass_fmha.explain(q, k, v, softcap=3.0, backward=True).note
     with pytest.raises(ValueError, match="explain measures no backward"):
         cutlass_fmha.explain(q, k, v, backward=True, measure=True)
+
+
+H200 = Device(name="H200", capability=(9, 0), sm_count=132, smem_per_block=232448)
+LONG = Problem(2, 4096, 4096, 16, 4, 128, "float16")
+#: dS of a head of keys of LONG, and its four heads of queries: 64 x 32 tiles of 64 x 128 x 2 bytes each.
+WHOLE = 4 * 64 * 32 * 64 * 128 * 2
+
+
+@pytest.fixture
+def two_routes(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = {"dtype": "float16", "arch": 90, "head_dim": 128, "tile_m": 64, "tile_n": 128, "smem_bytes": 99000}
+    made |= {"alignment": 16, "min_blocks": 1, "family": "backward"}
+    kinds = {"plain": (False, False), "scored": (True, False), "ds": (False, True)}
+    rows = [
+        SimpleNamespace(index=i, name=name, scored=scored, writes_scores=writes, **made)
+        for i, (name, (scored, writes)) in enumerate(kinds.items())
+    ]
+    monkeypatch.setattr(tables, "backward", lambda: tables.Table(tuple(rows)))  # type: ignore[arg-type]
+    monkeypatch.setattr(tables, "query_products", lambda: {(90, "float16", 128)})
+    monkeypatch.delenv("CUTLASS_FMHA_FORCE_ARCH", raising=False)
+
+
+@pytest.mark.usefixtures("two_routes")
+@pytest.mark.parametrize(
+    ("change", "workspace", "row", "heads"),
+    [
+        ({}, None, "ds", 8),  # 128 MiB each
+        ({}, 5 * WHOLE, "ds", 4),  # turns are alike
+        ({}, WHOLE, "scored", 0),  # 32 blocks at a time leave 100 SMs idle
+        ({}, WHOLE - 1, "scored", 0),
+        ({}, 0, "scored", 0),
+        ({"causal": "bottom-right"}, 4 * (WHOLE // 2 + WHOLE // 16), "ds", 4),  # two tiles share a row
+        ({"causal": "bottom-right", "features": ("prefix",)}, 4 * WHOLE, "ds", 4),
+        ({"window": (128, 0), "features": ("window",)}, WHOLE, "ds", 8),
+        ({"features": ("softcap",)}, None, "scored", 0),
+        ({"seqlen_q": 64, "seqlen_k": 64}, None, "scored", 0),  # a tile of keys awaits nobody
+    ],
+)
+def test_the_cheaper_route_within_the_cap_is_chosen(
+    change: dict[str, Any], workspace: int | None, row: str, heads: int
+):
+    route = gradients.choose(replace(LONG, **change), H200, None, True, workspace)
+    assert (route.row.name, route.heads) == (row, heads)
+    assert route.scores <= (workspace or gradients.DEFAULT_WORKSPACE) and bool(route.scores) == bool(heads)
+
+
+@pytest.mark.usefixtures("two_routes")
+def test_explain_says_which_route_deterministic_gradients_take_and_why():
+    given: dict[str, Any] = {
+        "shape": (2, 4096, 16, 128),
+        "num_heads_kv": 4,
+        "dtype": "float16",
+        "device": H200,
+    }
+    given |= {"backward": True, "deterministic": True}
+    found = cutlass_fmha.explain(**given, deterministic_workspace=2 * WHOLE)
+    assert found.winner == "ds"
+    assert f"dS is written, {2 * WHOLE} bytes in 4 turns: " in found.note
+    assert "us predicted" in found.note
+    less = cutlass_fmha.explain(**given, deterministic_workspace=9)
+    assert less.winner == "scored"
+    assert f"writes {WHOLE} bytes of dS for a head of keys, and deterministic_workspace is 9" in str(less)
+    before = cutlass_fmha.set_deterministic_workspace(9)
+    try:
+        assert before == gradients.DEFAULT_WORKSPACE
+        assert cutlass_fmha.explain(**given).winner == "scored"
+    finally:
+        assert cutlass_fmha.set_deterministic_workspace(None) == 9
+    assert cutlass_fmha.explain(**given).winner == "ds"
+    with pytest.raises(TypeError, match="deterministic_workspace must be an int or None, got str"):
+        cutlass_fmha.explain(**given, deterministic_workspace="1")
+
+
+def test_a_size_that_is_none_is_refused():
+    q, k, v = tensors()
+    for size, error, sentence in (
+        (-1, ValueError, "deterministic_workspace must be 0 bytes or more, or None, got -1"),
+        (1.5, TypeError, "deterministic_workspace must be an int"),
+    ):
+        with pytest.raises(error, match=sentence):
+            cutlass_fmha.attention(q, k, v, deterministic=True, deterministic_workspace=size)
+    with pytest.raises(ValueError, match="size must be 0 bytes or more, or None, got -2"):
+        cutlass_fmha.set_deterministic_workspace(-2)
 
 
 @pytest.mark.parametrize("head_dim", [20, 64])
@@ -340,14 +454,41 @@ def test_parameters_that_contradict_each_other(changes: dict[str, Any], sentence
         _C.run(row, params(**changes), 0, 0)
 
 
+def test_blocks_of_a_mask_are_whole_pieces_of_tiles():
+    row = next((row for row in _C.backward_rows() if row.scored), None)
+    if row is None:
+        pytest.skip("this build has no row that knows block masks")
+    lists = {"block_counts": SOMEWHERE, "block_indices": SOMEWHERE, "block_m": 16, "block_n": 48}
+    with pytest.raises(ValueError, match="blocks of a mask that are multiples of 16 x 32, got 16 x 48"):
+        _C.run(row.index, params(**lists), 0, 0)
+    problem = Problem(1, 64, 64, 4, 2, 64, row.dtype, features=("block_mask",), block_mask=(8, 64))
+    with pytest.raises(cutlass_fmha.UnsupportedError, match="multiples of 16 x 32, and these are 8 x 64"):
+        gradients.choose(problem, L4, row.name)
+
+
+UNKNOWN = dict.fromkeys(("prefix_lengths", "alibi_slopes", "sinks"), SOMEWHERE)
+UNKNOWN |= {"window_left": 3, "softcap": 1.0}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_parameters_that_a_wide_row_does_not_know(name: str):
+    wide = [row.index for row in _C.backward_rows() if row.family == "backward_wide"]
+    for row in wide[:1]:
+        with pytest.raises(ValueError, match=f"does not know {name}"):
+            _C.run(row, params(**{name: UNKNOWN[name]}), 0, 0)
+
+
 def test_the_workspace_holds_whole_tiles():
-    assert params().workspace_floats(64, 128) == 2 * 64 * (128 + 2)
-    assert params(batch=3, seqlen_q=65).workspace_floats(64, 128) == 2 * 3 * 128 * (128 + 2)
+    assert params().workspace_floats(64, 256, 128) == 2 * 64 * (128 + 2)
+    assert params(batch=3, seqlen_q=65).workspace_floats(64, 256, 128) == 2 * 3 * 128 * (128 + 2)
     more = params(batch=3, seqlen_q=65, ordered=True, dsinks=SOMEWHERE)
-    assert more.workspace_floats(64, 128) == 2 * 3 * 2 * (64 * (128 + 2) + 8 + 1)
+    assert more.workspace_floats(64, 256, 128) == 2 * 3 * 2 * (64 * (128 + 2) + 8 + 1)
+    # Of block lists, 16 bytes of each tile of queries, and one more, and a count, for each tile of keys.
+    lists = params(batch=3, seqlen_q=65, seqlen_k=600, block_m=64, block_n=64)
+    assert lists.workspace_floats(64, 256, 128) == 2 * 3 * 128 * (128 + 2) + 3 * 3 * (4 * (2 * 2 + 1) + 1)
     # Packed sequences begin with a tile each; beyond 2^31 elements, too.
     packed = params(batch=3, cu_seqlens_q=SOMEWHERE, lse_head_stride=2**28, lse_batch_stride=0)
-    assert packed.workspace_floats(64, 128) == 2 * (2**28 + 3 * 64) * (128 + 2)
+    assert packed.workspace_floats(64, 256, 128) == 2 * (2**28 + 3 * 64) * (128 + 2)
 
 
 # ---- torch's machinery -------------------------------------------------------------------------------------

@@ -50,6 +50,7 @@ COS, SHORT_COS = torch.ones(12, DIM // 2), torch.ones(9, DIM // 2)
 TURNED = {"rotary_cos": SHORT_COS, "rotary_sin": SHORT_COS}
 NEW = torch.randn(BATCH, 2, HEADS_KV, DIM)
 PACKED_NEW = NEW.flatten(0, 1)
+NEW6, WEIGHT = torch.randn(BATCH, SEQLEN_Q, HEADS_KV, DIM), torch.randn(DIM)
 LSE = torch.zeros(BATCH, HEADS, SEQLEN_Q)
 OUT = torch.zeros_like(Q)
 SIDE_BY_SIDE = torch.zeros(2, 3, 2, 4, 5, 16).transpose(0, 1)
@@ -80,6 +81,15 @@ BAD: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "packed rotary": (
         cutlass_fmha.rotary,
         {"x": PACKED["q"], "cos": COS, "sin": COS, "positions": ints(0, 1), "cu_seqlens": CU_Q},
+    ),
+    "rotary_qk": (cutlass_fmha.rotary_qk, {"q": Q, "k": NEW6, "cos": COS, "sin": COS}),
+    "qk_norm_rope": (
+        cutlass_fmha.qk_norm_rope,
+        {"q": Q, "k": NEW6, "cos": COS, "sin": COS, "q_weight": WEIGHT},
+    ),
+    "norm append": (
+        cutlass_fmha.qk_norm_rope,
+        {"q": Q, "k": NEW6, "v": NEW6, "cos": COS, "sin": COS, **CACHES, "cache_seqlens": ints(0, 3)},
     ),
     "dropout_mask": (
         cutlass_fmha.dropout_mask,
@@ -289,7 +299,6 @@ REFUSED: Refusals = {
         ({"q": JAGGED, "k": JAGGED, "v": JAGGED}, "q is a nested tensor"),
         ({"q": NESTED, "layout": "bhsd", "softcap": 1.0}, "q is a nested tensor"),
         ({"q": Q.clone().requires_grad_(), "cache_batch_idx": ints(0, 1)}, "no backward yet with cache_b"),
-        ({"q": Q.clone().requires_grad_(), "block_mask": BLOCKS}, "no backward yet with block mask"),
         ({"alibi_slopes": torch.ones(4, requires_grad=True)}, "no backward yet for alibi_slopes: pass it de"),
     ],
     ("forward", NotImplementedError): [({"key": QUANTIZED}, "key is quant")],
@@ -317,6 +326,66 @@ REFUSED: Refusals = {
         ({"positions": True}, r"positions must be an int32 tensor \[batch\] or an int, got bool"),
         ({"positions": [0, 1]}, r"positions must be an int32 tensor \[batch\] or an int, got list"),
         ({"cos": [1.0]}, "cos must be a torch.Tensor, got list"),
+    ],
+    ("rotary_qk", TypeError): [
+        ({"k": None}, "k must be a torch.Tensor, got NoneType"),
+        ({"inplace": 1}, "inplace must be a bool, got int"),
+        ({"interleaved": "yes"}, "interleaved must be a bool, got str"),
+        ({"offsets": 1.0}, "offsets must be an int, an int32 tensor .* got float"),
+        ({"positions": 3}, "positions must be a torch.Tensor or None, got int"),
+    ],
+    ("rotary_qk", ValueError): [
+        ({"q": Q[0, 0]}, r"q must have shape \[batch, .*\] or \[total, .* got \(4, 16\)"),
+        ({"k": NEW6[0]}, r"k must have q's 4 dimensions, got shape \(6, 2, 16\)"),
+        ({"k": NEW}, r"k must have q's shape but for the heads, \(2, 6\) and head_dim 16"),
+        ({"k": NEW6.half()}, "k must have q's dtype float32, got float16"),
+        ({"sin": None}, "cos and sin go together"),
+        ({"inv_freq": WEIGHT[:8]}, "pass one of the two"),
+        ({"cos": None, "sin": None}, "nothing to rotate by: pass cos and sin, or inv_freq"),
+        ({"cos": None, "sin": None, "inv_freq": WEIGHT}, "inv_freq must be float32, of at most half of q's"),
+        ({"cos": None, "sin": None, "inv_freq": COS}, r"inv_freq must have 1 dimensions"),
+        ({"offsets": 7}, "rotary_cos has positions 0 to 11, and a row has position 12"),
+        ({"offsets": -1}, "rotary_cos has positions 0 to 11, and a row has position -1"),
+        ({"offsets": 2**31}, "offsets must fit in 32 bits, got 2147483648"),
+        ({"offsets": ints(0)}, r"offsets must have shape \(2,\), got \(1,\)"),
+        ({"offsets": 1, "positions": ints(*range(12)).view(2, 6)}, "offsets and positions exclude"),
+        ({"offsets": ints(0, 1), "positions": ints(*range(12)).view(2, 6)}, "exclude each other"),
+        ({"positions": ints(0, 1)}, r"positions must be int32 with a number for each row, \(2, 6\)"),
+        ({"cu_seqlens": CU_Q}, "q must be packed"),
+        ({"k": NEW6[..., :1, :].expand_as(NEW6), "inplace": True}, "k is written to, and must neither be"),
+    ],
+    ("qk_norm_rope", TypeError): [
+        ({"eps": "0"}, "eps must be a float, got str"),
+        ({"k_weight": 1.0}, "k_weight must be a torch.Tensor or None, got float"),
+    ],
+    ("qk_norm_rope", ValueError): [
+        ({"eps": -1.0}, "eps must be 0 or more, and finite, got -1.0"),
+        ({"weight_offset": math.inf}, "weight_offset must be finite, got inf"),
+        ({"q_weight": WEIGHT[:8]}, r"q_weight must have shape \(16,\), as q's heads, got \(8,\)"),
+        ({"q_weight": WEIGHT.half()}, "q_weight must have q's dtype float32 or float32, got float16"),
+        ({"v": NEW6}, "v is for a cache: k_cache, v_cache, v and cache_seqlens go together"),
+        ({"cos": None, "sin": None, "offsets": 1}, "offsets and positions are for angles"),
+    ],
+    ("norm append", ValueError): [
+        ({"v": None}, "v is None, and k_cache, v_cache, v and cache_seqlens go together"),
+        ({"cache_seqlens": None}, "cache_seqlens is None, and k_cache"),
+        ({"cache_seqlens": 5}, "leave room for 6 new rows among the 10 .* got 5"),
+        ({"v": NEW6[..., :8]}, r"value must have v_cache's heads and head_dim \(2, 16\)"),
+        ({"cos": COS[:9], "sin": COS[:9], "cache_seqlens": 4}, "rotary_cos has positions 0 to 8, and"),
+        ({"page_table": TABLE, "cache_batch_idx": ints(0, 1)}, "page_table and cache_batch_idx exclude"),
+    ],
+    ("norm append", NotImplementedError): [
+        ({"q": Q.clone().requires_grad_()}, "no backward of qk_norm_rope with a")
+    ],
+    ("rotary_qk", NotImplementedError): [
+        (
+            {"q": Q.clone().requires_grad_(), "inplace": True},
+            "inplace is not taken where a gradient is wanted",
+        ),
+        (
+            {"q": Q.clone().requires_grad_(), "sin": COS.clone().requires_grad_()},
+            "no backward yet for sin: pass it",
+        ),
     ],
     ("packed rotary", TypeError): [
         ({"cu_seqlens": [0, 4]}, "cu_seqlens must be a torch.Tensor or None, got l")
@@ -440,6 +509,7 @@ REFUSED: Refusals = {
         ({"dout": Q[:, :, :2]}, r"dout must have shape \(2, 6, 4, 16\)"),
         ({"output": Q[..., 0]}, r"output must have shape \(2, 6, 4, 16\)"),
         ({"softmax_lse": LSE.mT}, r"softmax_lse must have shape \(2, 4, 6\)"),
+        ({"softmax_lse": LSE.half()}, "softmax_lse must be float32, got float16"),
         ({"dlse": LSE[..., :5]}, r"dlse must have shape \(2, 4, 6\)"),
         ({"scale": math.inf}, "scale must be finite"),
         ({"causal": "left"}, "causal must be"),
@@ -468,7 +538,7 @@ REFUSED: Refusals = {
         ({"k": K.half()}, "k must have q's dtype float32, got float16"),
         ({"device": "foo"}, "device must be cuda"),
         ({"device": 99}, "device cuda:99 does not exist"),
-        ({"arch": 80}, "arch must be one of 89, 90, 120, got 80"),
+        ({"arch": 75}, "arch must be one of 80, 86, 87, 89, 90, 120, 121, got 75"),
     ],
     ("shape", ValueError): [
         ({"shape": (1, 2, 3)}, r"four sizes \(batch, seqlen_q, num_heads, head_dim\), got \(1, 2, 3\)"),
@@ -492,7 +562,7 @@ REFUSED: Refusals = {
         ({"shape": (1, 1, 4, 0)}, "head_dim must be at least 1, got 0"),
         ({"layout": "sbhd"}, 'layout must be "bshd" or "bhsd", got'),
         ({"device": "gtx1080"}, "device must be cuda, .* got 'gtx1080'"),
-        ({"device": "sm_80"}, "device must be cuda, .* got 'sm_80'"),
+        ({"device": "sm_75"}, "device must be cuda, .* got 'sm_75'"),
         ({"device": "cuda:99"}, r"device cuda:99 does not exist: there are \d+ CUDA devices"),
         ({"device": ..., "arch": 89, "sm_count": 0}, "sm_count must be at least 1, got 0"),
     ],

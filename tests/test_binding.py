@@ -39,9 +39,12 @@ def manifest_names(architectures: list[int]) -> list[str]:
     """Names of the rows that src/rows.cmake asks for, in its order, read independently of CMake."""
     names = []
     for line in (ROOT / "src" / "rows.cmake").read_text().splitlines():
-        if match := re.match(r"fmha_(forward|ranged|score_mod|scored|wide|backward)\((.*)\)", line):
+        if match := re.match(
+            r"fmha_(forward|ranged|score_mod|scored|wide|backward|query_product|backward_wide)\((.*)\)", line
+        ):
             archs, dtypes, *columns = match[2].replace('"', "").split()
-            begin = {"wide": "wide", "backward": "bwd"}.get(match[1], "fwd")
+            begins = {"wide": "wide", "backward": "bwd", "query_product": "bwd", "backward_wide": "widebwd"}
+            begin = begins.get(match[1], "fwd")
             for arch in named(archs, architectures):
                 kinds = [(dtype, name_of_tile(match[1], dtype, columns)) for dtype in dtypes.split(";")]
                 names += [f"{begin}_sm{arch}_{dtype}_{tile}" for dtype, tile in kinds]
@@ -50,11 +53,17 @@ def manifest_names(architectures: list[int]) -> list[str]:
 
 def name_of_tile(family: str, dtype: str, columns: list[str]) -> str:
     """What a name says of head dims, tile and copy: the columns behind architectures and dtypes."""
-    if family in ("wide", "backward"):
+    if family == "backward_wide":
+        head_dim, tile, warps, *_ = columns
+        return f"d{head_dim}_m{tile}n{tile}w{warps}"
+    if family in ("wide", "backward", "query_product"):
         head_dim, m, n, warps, _, *rest = columns
         tail = f"_{rest[0]}" if dtype == "f32" else ""
         if family == "backward":
-            tail = "_groups" * (rest[0] == "true") + "_scored" * (rest[1] == "scores")
+            tail = "_groups" * (rest[0] == "true") + "_tma" * (rest[2] == "tma")
+            tail += "_scored" * (rest[1] == "scores") + "_ds" * (rest[3:] == ["true"])
+        elif family == "query_product":
+            tail = "_dq"
         return f"d{head_dim}_m{m}n{n}w{warps}{tail}"
     copy = next((f"_{name}" for name in ("element", "tma") if name in columns), "")
     if family == "forward":
@@ -135,7 +144,8 @@ def test_build_info():
     assert {"cuda", "cuda_version", "nvcc_version", "cutlass_version", "architectures", "proxy"} <= set(info)
     assert info["architectures"] == sorted({row.arch for row in ROWS})
     assert info["proxy"] in ({}, {120: 90})
-    targets = {89: {"89"}, 90: {"90"}, 120: {"120", "120a", "120f", "90"}}
+    older = {f"{older}{own}" for older in ("80", "86", "80,86") for own in ("", ",89")}
+    targets = {89: {"89"} | older, 90: {"90"}, 120: {"120", "120a", "120f", "90"}}
     compiled_for = info["compiled_for"]
     assert isinstance(compiled_for, dict) and list(compiled_for) == info["architectures"]
     assert all(target in targets[arch] for arch, target in compiled_for.items())

@@ -42,7 +42,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 #: Fields that nobody writes.
 DERIVED = {"schedule", "by_page_size", "by_pack", "by_splits", "by_block_tiles", "bias_vectors"}
 DERIVED |= {"mask_vectors", "raw_scores", "block_tiles", "key_blocks", "keys_stand", "q_and", "q_xor"}
-DERIVED |= {"score_unit", "cap_scale", "keys_before"}
+DERIVED |= {"score_unit", "cap_scale", "cap_on_trial", "cap_terms", "keys_before"}
 #: What is derived and can be read.
 READ_ONLY = {"vectors", "device_lengths"}
 ONE_TAIL = {"tail": SOMEWHERE, "tail_tiles": 1, "tail_parts": 2}

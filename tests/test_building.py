@@ -68,3 +68,29 @@ def test_a_missing_program_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
     with pytest.raises(building.BuildError, match="cmake was not found: pip install -r requirements/bui"):
         building.find_program("cmake")
+
+
+@pytest.mark.parametrize(
+    ("asked", "compiled_for", "code"),
+    [
+        ("89", "89", "89,code=[sm_89,compute_89]"),
+        ("80", "80", "80,code=[sm_80,compute_80]"),
+        ("89;86", "86,89", "86,code=[sm_86,compute_86];89,code=sm_89"),
+        ("75", None, "contains \"75\", and there are kernels for 80, 86, 89, 90, 120 only"),
+    ],
+)  # fmt: skip
+def test_rows_of_sm_89_are_compiled_for_older_gpus_too(
+    asked: str, compiled_for: str | None, code: str, tmp_path: Path
+):
+    """The least target has PTX: it is what runs on every GPU that none of the machine code runs on."""
+    done = building.script(
+        tmp_path,
+        f'include({building.ROOT}/cmake/Architectures.cmake)\nset(CUTLASS_FMHA_SM120_PROXY "")',
+        f'set(CMAKE_CUDA_ARCHITECTURES "{asked}")\nfmha_set_architectures()\nfmha_set_compiled_for()',
+        'fmha_code_flags(89 found)\nmessage("${FMHA_ARCHITECTURES} ${FMHA_COMPILED_FOR_CXX} ${found}")',
+    )
+    if compiled_for is None:
+        assert done.returncode and code in " ".join(done.stderr.split())
+        return
+    flags = ";".join(f"-gencode=arch=compute_{each}" for each in code.split(";"))
+    assert done.stderr.strip() == f'89 {{89, "{compiled_for}"}} {flags}'

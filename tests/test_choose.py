@@ -26,9 +26,10 @@ from cutlass_fmha.errors import UnsupportedError
 
 BUILD = make_build()
 PROBLEM = Problem(2, 4096, 4096, 16, 16, 64, "float16")
-A100 = Device("NVIDIA A100", (8, 0), 108, 163 * 1024)
+A100 = PRESETS["a100"]
+TURING = Device("NVIDIA T4", (7, 5), 40, 64 * 1024)
 B200 = Device("NVIDIA B200", (10, 0), 148, 227 * 1024)
-SPARK = Device("NVIDIA GB10", (12, 1), 48, 99 * 1024)
+SPARK = PRESETS["gb10"]
 
 
 pytestmark = pytest.mark.usefixtures("hermetic")
@@ -47,7 +48,10 @@ def reasons(problem: Problem, gpu: Device = L4, name: str = "fwd_sm89_f16_d64_m6
 
 @pytest.mark.parametrize(
     ("gpu", "arch"),
-    [(L4, 89), (PRESETS["h200"], 90), (PRESETS["rtx5090"], 120), (SPARK, 120), (B200, 89), (A100, None)],
+    [
+        *[(L4, 89), (PRESETS["h200"], 90), (PRESETS["rtx5090"], 120), (SPARK, 120), (B200, 89), (A100, 89)],
+        *[(TURING, None), (PRESETS["orin"], 89)],
+    ],
 )
 def test_a_device_takes_its_own_rows_or_the_ptx_of_sm_89(gpu: Device, arch: int | None):
     assert device.rows_arch(gpu, BUILD.architectures) == arch
@@ -83,10 +87,44 @@ def test_a_device_takes_rows_of_its_own_that_it_can_execute(compiled_for: str, g
     assert reason == (sentence if arch == 89 else "")
 
 
-def test_a_build_without_code_for_a_device_says_how_to_get_some():
-    build = make_build((120,), {120: "120a"})
-    with pytest.raises(UnsupportedError, match=r"sm_120 \(compiled for sm_120a\) only, none .*nvcc 12.9"):
-        choose.choose(PROBLEM, SPARK, table=build)
+@pytest.mark.parametrize(
+    ("compiled_for", "gpu", "code"),
+    [
+        ("89", A100, None),
+        ("86", A100, None),
+        ("80", A100, "sm_80"),
+        ("80,89", PRESETS["rtx3090"], "sm_80"),
+        ("80,86,89", PRESETS["rtx3090"], "sm_86"),
+        ("80,86,89", L4, "sm_89"),
+        ("80", L4, "sm_80"),
+        ("80,89", PRESETS["orin"], "compute_80"),
+        ("89", PRESETS["orin"], None),
+        ("80,89", PRESETS["h200"], "compute_80"),
+        ("89", B200, "compute_89"),
+        ("120f", SPARK, "sm_120f"),
+    ],
+)
+def test_code_of_one_gpu_runs_on_others(compiled_for: str, gpu: Device, code: str | None):
+    """A cubin on later GPUs of its generation; on an SoC's and on other generations PTX."""
+    assert device.can_execute(compiled_for, gpu.capability) == (code is not None)
+    assert code is None or device.code_for(compiled_for, gpu.capability) == code
+
+
+@pytest.mark.parametrize(
+    ("gpu", "compiled_for", "sentence"),
+    [
+        (SPARK, {120: "120a"}, r"sm_120 \(sm_120's compiled for sm_120a\) only, none .*nvcc 12.9"),
+        (A100, {89: "89"}, r"sm_89 \(sm_89's compiled for sm_89\) only, none .*ARCHITECTURES=80`$"),
+        (A100, {89: "86,89"}, r"compiled for sm_86 and sm_89\) only, none .*ARCHITECTURES=80`$"),
+        (PRESETS["rtx3090"], {90: "90"}, r"rows for sm_90 only, none of .*ARCHITECTURES=86`$"),
+        (TURING, {89: "80"}, "is older than every kernel of cutlass_fmha: compute capability 8.0"),
+    ],
+)
+def test_a_build_without_code_for_a_device_says_how_to_get_some(
+    gpu: Device, compiled_for: dict[int, str], sentence: str
+):
+    with pytest.raises(UnsupportedError, match=sentence):
+        choose.choose(PROBLEM, gpu, table=make_build(tuple(compiled_for), compiled_for))
 
 
 def test_an_architecture_can_be_forced(monkeypatch):
@@ -130,14 +168,14 @@ def test_each_reason_is_a_sentence_of_its_own():
         "needs pointers and strides aligned to 16 bytes, and these are aligned to 2"
     ]
     assert reasons(PROBLEM, PRESETS["rtx5080"]) == ["made for sm_89, and this device takes the sm_120 rows"]
-    assert reasons(PROBLEM, A100) == ["made for sm_89, and this device takes no row of this build"]
+    assert reasons(PROBLEM, TURING) == ["made for sm_89, and this device takes no row of this build"]
     assert reasons(PROBLEM, replace(L4, smem_per_block=16 * 1024)) == [
         "needs 24576 bytes of shared memory per block, and this device has 16384"
     ]
 
 
 def test_reasons_accumulate():
-    assert len(reasons(replace(PROBLEM, dtype="float32", head_dim=256, alignment=4), A100)) == 4
+    assert len(reasons(replace(PROBLEM, dtype="float32", head_dim=256, alignment=4), TURING)) == 4
 
 
 def test_unaligned_operands_leave_the_element_row_and_scored_ones():
@@ -211,7 +249,7 @@ def test_a_row_can_be_forced_or_says_why_not():
     ("gpu", "build", "sentence"),
     [
         (L4, Table(()), "no CUDA kernels (CUTLASS_FMHA_CUDA=OFF): install a wheel with CUDA"),
-        (A100, BUILD, "compute capability 8.9 or newer is needed"),
+        (TURING, BUILD, "compute capability 8.0 or newer is needed"),
         (L4, make_build((90, 120)), "holds rows for sm_90, sm_120 only, none of which NVIDIA L4"),
     ],
     ids=["no-cuda", "too-old", "trimmed"],
@@ -494,6 +532,8 @@ def test_explain_takes_a_shape(monkeypatch):
         ("rtx-5090", 170, (12, 0)),
         ("RTX PRO 6000", 188, (12, 0)),
         ("h200", 132, (9, 0)),
+        ("A100 40GB", 108, (8, 0)),
+        ("sm_86", 82, (8, 6)),
         ("sm_89:58", 58, (8, 9)),
         ("sm_120", 170, (12, 0)),
         ("90", 132, (9, 0)),
@@ -521,7 +561,7 @@ def test_every_row_runs_something_on_its_architecture(monkeypatch):
     assert {row.name for row in tables.this_build().rows} <= {row.name for row in build.rows}
     for row in build.rows:
         monkeypatch.setenv(device.FORCE_ARCH, str(row.arch))
-        gpu = device.of_arch(int(build.architectures[row.arch].rstrip("af")))
+        gpu = device.of_arch(int(build.architectures[row.arch].partition(",")[0].rstrip("af")))
         problem = Problem(1, 128, 128, 8, 8, row.head_dim, row.dtype, alignment=row.alignment)
         problem = replace(problem, head_dim_v=row.head_dim_v)
         if row.family == "score_mod":

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fake_build import L4, make_build
+from fake_build import GPUS, L4, make_build
 
 import cutlass_fmha
 from cutlass_fmha import cost
@@ -80,7 +80,7 @@ def test_a_head_dim_v_like_the_head_dim_says_nothing():
 # ---- how a scored row cuts a problem ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("gpu", PRESETS)
+@pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("seqlen_q", [1, 2, 16, 17, 64, 100, 1000])
 @pytest.mark.parametrize("group", [1, 4, 7])
 def test_heads_are_packed_where_that_leaves_fewer_tiles(gpu: str, seqlen_q: int, group: int):
@@ -93,7 +93,7 @@ def test_heads_are_packed_where_that_leaves_fewer_tiles(gpu: str, seqlen_q: int,
     assert blocks.packed_heads(BUILD.by_name("fwd_sm89_f16_d64_m64n64w4"), problem) == 1
 
 
-@pytest.mark.parametrize("gpu", PRESETS)
+@pytest.mark.parametrize("gpu", GPUS)
 def test_keys_are_split_where_that_fills_the_gpu(gpu: str):
     many = PRESETS[gpu]
     row = next(row for row in BUILD.rows if row.name.endswith("f16_d128_m16n16w4k4_scored"))
@@ -144,7 +144,7 @@ def test_a_second_launch_has_its_price():
 # ---- the choice --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("gpu", PRESETS)
+@pytest.mark.parametrize("gpu", GPUS)
 def test_plain_problems_keep_their_plain_rows(gpu: str):
     """What scored rows cost has no say, wherever a plain row takes the problem and it is no decoding."""
     free_fit = store.Fit(cost.RowCost(0.01, 0, 0, 0, 0, 0, 0, 0), 0, 0, 9)
@@ -158,7 +158,7 @@ def test_plain_problems_keep_their_plain_rows(gpu: str):
         assert chosen.name == choose.choose(problem, PRESETS[gpu], table=PLAIN).name
 
 
-@pytest.mark.parametrize("gpu", PRESETS)
+@pytest.mark.parametrize("gpu", GPUS)
 def test_long_decoding_takes_a_scored_row_and_short_does_not(gpu: str):
     default = store.default(PRESETS[gpu])  # a shipped file has timings of some of these rows only
     assert choose.choose(DECODE, PRESETS[gpu], table=BUILD, calibration=default).takes_features

@@ -77,10 +77,10 @@ def test_info_says_what_this_build_is(capsys):
 
 
 def test_info_counts_rows_and_names_devices(capsys, build, monkeypatch):
-    old = device.Device("NVIDIA A100", (8, 0), 108, 163 * 1024)
-    monkeypatch.setattr(_C, "device_count", lambda: 2)
+    gpus = (L4, device.Device("NVIDIA T4", (7, 5), 40, 64 * 1024), *map(device.PRESETS.get, ("h200", "gb10")))
+    monkeypatch.setattr(_C, "device_count", lambda: 4)
     monkeypatch.setattr(_C, "driver_version", lambda: 13000)
-    monkeypatch.setattr(device, "of_index", lambda index: (L4, old)[index])
+    monkeypatch.setattr(device, "of_index", lambda index: gpus[index])
     monkeypatch.setattr(
         _C, "build_info", lambda: {"cuda": True, "cuda_version": "13.0", "cutlass_version": "4.2.0"}
     )
@@ -90,7 +90,9 @@ def test_info_counts_rows_and_names_devices(capsys, build, monkeypatch):
         "driver: supports CUDA 13.0",
         "cuda:0: NVIDIA L4 (capability 8.9, 58 SMs), takes the sm_89 rows",
         "        costs of rows: the default for GPUs that were never measured",
-        "cuda:1: NVIDIA A100 (capability 8.0, 108 SMs), NVIDIA A100 (capability 8.0, 108 SMs) is older than",
+        "cuda:1: NVIDIA T4 (capability 7.5, 40 SMs), NVIDIA T4 (capability 7.5, 40 SMs) is older than",
+        "cuda:2: NVIDIA H200 (capability 9.0, 132 SMs), takes the sm_90 rows\n",
+        "cuda:3: NVIDIA GB10 (capability 12.1, 48 SMs), takes the sm_120 rows, as sm_120f\n",
     ):
         assert line in out
     assert re.search(r"sm_89: 42 rows, \d+ of the backward, compiled for sm_89\n", out)

@@ -32,10 +32,14 @@ def test_the_examples_run(example: str):
 
 PAGES = [
     ("caches.md", 6),
+    ("beside.md", 4),
+    ("beside-rope.md", 1),
+    ("memory.md", 2),
     ("flash_attn.md", 2),
     ("sdpa.md", 1),
     ("arrays.md", 1),
-    ("transformers.md", 1),
+    ("transformers.md", 2),
+    ("nn.md", 2),
     ("diffusers.md", 1),
     ("jax.md", 1),
 ]

@@ -19,7 +19,11 @@ from cutlass_fmha.ops import append_kv, merge_states
 from cutlass_fmha.ops import rotary as rotary_op
 
 HAS_CUDA = bool(_C.build_info()["cuda"])
-WITHOUT_FLOAT32 = ("combine", "merge_tail", "backward_before", "backward_after")
+WITH_FLOAT32 = (
+    "merge", "append", "rotary", "rope", "rope_backward", "rope_weights", "gated", "gated_backward",
+    "backward_before", "rms_norm", "rms_norm_backward", "rms_norm_columns", "rms_norm_weights",
+)  # fmt: skip
+WITHOUT_FLOAT32 = ("combine", "merge_tail", "backward_after", "backward_lists")
 
 
 # ---- the table ---------------------------------------------------------------------------------------------
@@ -31,14 +35,15 @@ def test_every_architecture_has_every_kernel():
     expected = {
         (f"{kind}_sm{arch}_{short}", kind, arch, dtype)
         for arch in architectures
-        for kind in (*WITHOUT_FLOAT32, "merge", "append", "rotary")
+        for kind in (*WITHOUT_FLOAT32, *WITH_FLOAT32)
         for short, dtype in (("f16", "float16"), ("bf16", "bfloat16"), ("f32", "float32"))
         if dtype != "float32" or kind not in WITHOUT_FLOAT32
     }
     found = _C.helpers()
     assert {(row.name, row.family, row.arch, row.dtype) for row in found} == expected
     assert len(found) == len(expected)
-    assert all(row.threads == 128 and row.smem_bytes == 0 and row.name in repr(row) for row in found)
+    assert all(row.smem_bytes == 0 and row.name in repr(row) for row in found)
+    assert all(row.threads == (512 if row.family == "rms_norm_backward" else 128) for row in found)
     for row in found:
         with pytest.raises(AttributeError, match=f"{row.name} has no head_dim"):
             row.head_dim  # noqa: B018
@@ -248,6 +253,10 @@ def row_of(family: str) -> int:
         (_C.AppendParams, "capacity", 2**30, "capacity must be between"),
         (_C.Rotary, "positions", -1, "positions must be between"),
         (_C.CombineParams, "splits", 65, "splits must be between 1 and 64, got 65"),
+        (_C.RmsNormParams, "dim", 65537, "dim must be between 1 and 65536, got 65537"),
+        (_C.RmsNormParams, "eps", float("inf"), "eps must be a finite float, got inf"),
+        (_C.RmsNormParams, "out_type", "int8", "out_type is none of those that there are: int8"),
+        (_C.GatedParams, "activation", "relu", "activation is none of those that there are: relu"),
     ],
 )
 def test_sizes_are_checked(make: Any, name: str, value: Any, message: str):
@@ -283,12 +292,49 @@ def test_append_is_checked():
         _C.run(row_of("append"), p, 0, 0)
 
 
+def rows_of(params: Any, *addresses: str) -> Any:
+    params.sizes, params.dim = (1, 2, 3), 8
+    for name in addresses:
+        setattr(params, name, 4096)
+    return params
+
+
+@pytest.mark.parametrize(
+    ("family", "params", "message"),
+    [
+        ("rms_norm", rows_of(_C.RmsNormParams(), "x"), "x and out must be addresses"),
+        ("rms_norm", rows_of(_C.RmsNormParams(), "x", "out", "sum"), "residual and sum go together"),
+        (
+            "rms_norm_backward",
+            rows_of(_C.RmsNormBackwardParams(), "x", "dout", "rstd", "dx", "dweight"),
+            "dweight needs parts, and partial for them",
+        ),
+        ("gated", rows_of(_C.GatedParams(), "gate", "out"), "gate, up and out must be addresses"),
+        (
+            "gated_backward",
+            rows_of(_C.GatedBackwardParams(), "gate", "up"),
+            "dgate and dup must be addresses",
+        ),
+    ],
+)
+def test_rows_are_checked(family: str, params: Any, message: str):
+    with pytest.raises(ValueError, match=message):
+        _C.run(row_of(family), params, 0, 0)
+    params.sizes = (2**20, 2**20, 1)
+    with pytest.raises(ValueError, match="at most 2147483647 rows can be taken"):
+        _C.run(row_of(family), params, 0, 0)
+
+
 def test_a_launch_without_rows_needs_no_gpu_and_one_without_cuda_says_so():
     for family, params in (
         ("combine", _C.CombineParams()),
         ("merge", _C.MergeParams()),
         ("append", _C.AppendParams()),
         ("rotary", _C.RotaryParams()),
+        ("rms_norm", _C.RmsNormParams()),
+        ("rms_norm_backward", _C.RmsNormBackwardParams()),
+        ("gated", _C.GatedParams()),
+        ("gated_backward", _C.GatedBackwardParams()),
     ):
         if HAS_CUDA:
             _C.run(row_of(family), params, 0, 0)  # type: ignore[arg-type]

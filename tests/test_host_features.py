@@ -199,26 +199,6 @@ def test_block_lists_lie_anywhere_and_name_what_is_not_there():
     del held
 
 
-@settings(deadline=None, max_examples=100)
-@given(st.data())
-def test_block_lists_have_a_transpose(data):
-    """Lists as long as they may be, ascending, any stride, with blocks of no keys at their end."""
-    rows, step = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 3))
-    entry = st.one_of(st.integers(0, 9), st.just(2**31 - 1))
-    lists = [sorted(data.draw(st.sets(entry, max_size=8))) for _ in range(rows)]
-    indices = torch.full((rows, 8 * step), 7, dtype=torch.int32)
-    for row, entries in enumerate(lists):
-        indices[row, : len(entries) * step : step] = torch.tensor(entries, dtype=torch.int32)
-    number = torch.tensor([len(entries) for entries in lists], dtype=torch.int32)
-    p, _ = Case(1, 32 * rows, 640).params()
-    p.block_counts, p.block_indices = number.data_ptr(), indices.data_ptr()
-    p.count_stride, p.block_stride = (0, 0, 1), (0, 0, 8 * step, step)
-    p.block_m, p.block_n = 32, 64
-    for key_block in range(10):
-        expected = [row for row, entries in enumerate(lists) if key_block in entries]
-        assert _C.host.query_blocks_naming(p, 0, 0, rows, key_block) == expected
-
-
 def test_pages_and_batch_entries_lead_to_the_rows():
     p, _ = Case(2, 1, 96).params()
     p.k_stride = (1000, 10, 1)

@@ -83,7 +83,7 @@ import sys, torch
 before = {*sys.modules}
 import cutlass_fmha.__main__
 others = ("transformers", "diffusers", "comfy", "jax", "numpy", "flash_attn", "rich")
-parts = ("bench", "demo", "flash_attn", "cli.", "calibrate.fit", "calibrate.timing")
+parts = ("bench", "demo", "flash_attn", "cli.", "calibrate.fit", "calibrate.timing", "nn")
 own = tuple(f"cutlass_fmha.{part}" for part in parts)
 print([name for name in {*sys.modules} - before if name.split(".")[0] in others or name.startswith(own)])
 print("torch.distributed.tensor" in sys.modules, cutlass_fmha.sdpa.enabled)

@@ -92,6 +92,8 @@ CASES: dict[str, tuple[tuple[int, ...], torch.dtype, dict[str, Any], str]] = {
     ),
     "float32": ((1, 300, 300, 4, 2, 64, 64), torch.float32, {"causal": True}, ""),
     "large head dim": ((1, 300, 300, 4, 2, 320, 320), BF16, {}, ""),
+    "gradients of float32": ((2, 300, 300, 4, 2, 64, 64), torch.float32, {"causal": True}, "q k v"),
+    "gradients of a large head dim": ((1, 300, 300, 4, 2, 64, 320), BF16, {"return_lse": True}, "q k v"),
     "copies": ((1, 300, 301, 4, 2, 300, 300), BF16, {"mask": torch.ones(300, 301, dtype=torch.bool)}, ""),
 }  # fmt: skip
 
@@ -137,6 +139,22 @@ def call(given: dict[str, Tensor], said: dict[str, Any], keep: Any = lambda x: x
 def planned(name: str, times: int = 1, device: str = "l4") -> MemoryPlan:
     given, said = inputs(name, times, "meta")
     return memory_plan(**given, **said, device=device)
+
+
+def test_block_lists_take_their_transpose():
+    """16 bytes of each tile of queries, and one more, and a count, for each tile of keys."""
+    lists = (_meta(1, 1, 5), _meta(1, 1, 5, 2), (64, 128))
+    said: tuple[dict[str, Any], ...] = ({"block_mask": lists}, {"features": ("mask",)})
+    shape = {"shape": (2, 300, 4, 64), "num_heads_kv": 2, "device": "l4", "backward": True}
+    with_lists, without = (memory_plan(**shape, **each) for each in said)
+    assert with_lists.backward_row == without.backward_row
+    tiles = 2 * 2 * 2
+    more = with_lists.backward - without.backward
+    assert more == tiles * (16 * (2 * 5 + 1) + 4)
+
+
+def _meta(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.int32, device="meta")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -347,7 +365,11 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
         "features must be among mask, .* pass others as attention takes them",
     ),
     ({"features": "bias"}, TypeError, "features must be names"),
-    ({"dtype": "float32"}, cutlass_fmha.UnsupportedError, "no kernel of this build computes the gradients"),
+    (
+        {"shape": (2, 300, 4, 520)},
+        cutlass_fmha.UnsupportedError,
+        "no kernel of this build computes the gradients",
+    ),
     ({"q": meta(2, 300, 4, 64)}, TypeError, "takes tensors or a shape, got both"),
     ({"shape": None}, TypeError, "needs q, k and v, or a shape"),
     ({"softcaps": 3.0}, TypeError, "softcaps"),

@@ -26,8 +26,10 @@ class Row:
     """What a problem is fitted to, and the CPU backend computes."""
 
     name = None
+    family, mma = "backward", "m16n8k16"
     head_dim = 64
     scored = True
+    writes_scores = False
 
     def __init__(self, dtype: str) -> None:
         self.dtype = dtype
@@ -51,7 +53,7 @@ def test_formulas_are_what_autograd_makes_of_attention(problem: Problem):
             torch.testing.assert_close(found.transpose(0, 1), expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_the_cpu_backend_is_within_the_tolerance(dtype: str):
     @hypothesis.settings(max_examples=60)
     @hypothesis.given(problem=problems(longest=120))

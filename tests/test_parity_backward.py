@@ -25,8 +25,7 @@ on_a_gpu = pytest.mark.skipif(gpu.simulated(), reason="a simulator has no graphs
 
 
 def check(row: _C.Row, problem: Problem, parity: ParityReport) -> BackwardLaunch:
-    launch = BackwardLaunch.of(row, problem, DEVICE)
-    launch.deterministic = row.scored and problem.seed % 3 == 0
+    launch = BackwardLaunch.drawn(row, problem, DEVICE)
     launch.run()
     parity.check(launch, launch.problem)
     return launch
@@ -77,7 +76,7 @@ def test_gradients_have_the_same_bits_each_time(row: _C.Row, causal: str, parity
 def test_a_gradient_is_the_same_without_the_others(row: _C.Row, parity: ParityReport):
     launch = check(row, Problem(200, 330, "bottom-right", num_heads=4, sinks="normal", seed=4), parity)
     every = launch.found
-    for alone in ("q", "k", "v", "sinks"):
+    for alone in every:
         launch.wanted = (alone,)
         launch.run()
         assert list(launch.found) == [alone]
@@ -107,14 +106,14 @@ def test_nan_in_a_query_stays_with_it_and_its_keys(row: _C.Row):
 
 
 @on_a_gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_autograd_finds_the_gradients_of_the_op(dtype: torch.dtype, compiled: bool):
     def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         out, lse = cutlass_fmha.attention(q, k, v, causal=True, return_lse=True)
         return out.float().square().sum() + lse.sum()
 
-    for heads, kv, n, dim in ((4, 4, 100, 64), (8, 2, 333, 128), (2, 1, 64, 40)):
+    for heads, kv, n, dim in ((4, 4, 100, 64), (8, 2, 333, 128), (2, 1, 64, 40), (2, 1, 99, 320)):
         inputs = [
             torch.randn(2, n, h, dim, device=DEVICE, dtype=dtype, requires_grad=True) for h in (heads, kv, kv)
         ]
@@ -124,7 +123,8 @@ def test_autograd_finds_the_gradients_of_the_op(dtype: torch.dtype, compiled: bo
         expected = torch.autograd.grad(loss(*wide), wide)
         for x, y in zip(found, expected, strict=True):
             error = (x.cpu().double() - y).abs().max() / y.abs().max()
-            assert error <= 8 * torch.finfo(dtype).eps
+            # float32's products may be off by SPLIT_ERROR half ulps.
+            assert error <= (8 if dtype != torch.float32 else 64) * torch.finfo(dtype).eps
 
 
 @on_a_gpu

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import sys
 from typing import Any
 
@@ -15,6 +16,7 @@ import gpu
 import oracle_features
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from operands import GUARD, place
 from oracle_helpers import assert_merged, assert_rotated, bits, places
 from torch import Tensor
@@ -43,6 +45,14 @@ by_dtype = pytest.mark.parametrize(
     ],
     indirect=["backend"],
     ids=str,
+)
+#: For problems of ops beside attention: the same ones each time, in a long run more.
+drawn = settings(
+    max_examples=int(os.environ.get("CUTLASS_FMHA_DRAWN", "50")),
+    deadline=None,
+    database=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 kernels_only = pytest.mark.parametrize("backend", [KERNELS], indirect=True)
 

@@ -6,6 +6,7 @@ import logging
 import re
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import oracle
@@ -28,9 +29,11 @@ from cutlass_fmha import _C, Workspace, log
 from cutlass_fmha.arguments.check import NAMES, alignment
 from cutlass_fmha.arguments.op_arguments import op_arguments
 from cutlass_fmha.arguments.results import RESULTS
+from cutlass_fmha.attention import packed_attention
 from cutlass_fmha.dispatch import blocks, describe, device
 from cutlass_fmha.dispatch import table as tables
 from cutlass_fmha.dispatch.families import wide
+from cutlass_fmha.dispatch.families.family import Prepared
 from cutlass_fmha.dispatch.problem import FEATURES
 from cutlass_fmha.features import Features
 from cutlass_fmha.launch import gradients, plan
@@ -549,16 +552,50 @@ def test_the_cuda_implementation_is_the_launch(kernels):
 
 def test_torchs_attention_asks_a_known_call_nothing(kernels, monkeypatch):
     """A plan is kept under the rules that it was made by: it serves no call that breaks others."""
-    monkeypatch.setattr(dispatcher, "can_skip_dispatcher", lambda *tensors: True)
+    skip_dispatcher(monkeypatch)
     q, k, v = qkv(heads=4, heads_kv=2)
     heads_first = [x.transpose(1, 2) for x in (q, k, v)]
     attend = cutlass_fmha.scaled_dot_product_attention
+    masks = {"mask": torch.ones(33, 65, dtype=torch.bool).tril(20), "bias": torch.randn(2, 1, 1, 65)}
     for _ in range(2):
         out = attend(*heads_first, enable_gqa=True).transpose(1, 2)
         oracle.assert_close(out, q, k, v)
+        for name, mask in masks.items():
+            out = attend(*heads_first, mask, enable_gqa=True).transpose(1, 2)
+            oracle_features.compare(out, None, q, k, v, **{name: mask}).check()
         monkeypatch.setattr(plan, "prepare", None)
-    assert len(kernels.launches) == 2
+    assert len(kernels.launches) == 6
+    with pytest.raises(ValueError, match="attn_mask and is_causal exclude each other"):
+        attend(*heads_first, masks["mask"], is_causal=True, enable_gqa=True)
     with pytest.raises(ValueError, match="leading dimensions that broadcast"):
         attend(*heads_first)
     with pytest.raises(TypeError, match="enable_gqa must be a bool, got int"):
         attend(*heads_first, enable_gqa=0)
+
+
+@pytest.mark.parametrize("how", ["views", "copies", "a family's own launch"])
+def test_packed_sequences_of_heads_first_are_read_where_they_are(kernels, monkeypatch, how: str):
+    skip_dispatcher(monkeypatch)
+    tensors = [x.transpose(1, 2) for x in qkv(seqlen_k=33)]
+    if how == "copies":
+        tensors = [x.contiguous() for x in tensors]
+    elif how != "views":
+        own = Prepared(
+            _C.AttentionParams(),
+            launch=lambda x, scale, lse, said: (oracle_features.attention(*x, scale, **said)[0].half(), None),
+        )
+        monkeypatch.setattr(plan, "family", lambda row: SimpleNamespace(prepare=lambda *_: own))
+    said = {f"cu_seqlens_{x}": torch.tensor([0, 5, 40, 66], dtype=torch.int32) for x in "qk"}
+    rows = [x.transpose(1, 2).flatten(0, 1) for x in tensors]
+    for _ in range(2):
+        out = packed_attention(*tensors, scale=None, causal=False, **said)
+        assert out.shape == (2, 33, 4, 32) and out.is_contiguous()
+        oracle_features.compare(out.flatten(0, 1), None, *rows, **said).check()
+        monkeypatch.setattr(plan, "prepare", None)
+    read = {x.params.q for x in kernels.launches}
+    assert not read if how.startswith("a family") else (read == {tensors[0].data_ptr()}) == (how == "views")
+
+
+def skip_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("can_skip_dispatcher", "others_can_skip_dispatcher"):
+        monkeypatch.setattr(dispatcher, name, lambda *tensors: True)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import resources
-from fake_build import make_build
+from fake_build import GPUS, make_build
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -53,7 +53,7 @@ def problems(draw: st.DrawFn) -> Problem:
     )
 
 
-@pytest.mark.parametrize("gpu", PRESETS)
+@pytest.mark.parametrize("gpu", GPUS)
 @settings(max_examples=40)
 @given(problem=problems(), build=st.sampled_from(BUILDS))
 def test_a_refusal_is_short_counts_every_row_and_its_advice_works(gpu: str, problem: Problem, build: Table):

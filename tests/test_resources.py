@@ -44,10 +44,11 @@ def made_for() -> dict[str, int]:
     return {kernel.name: kernel.arch for kernel in (*_C.rows(), *_C.backward_rows(), *_C.helpers())}
 
 
-def compiled_for(arch: int) -> int:
-    proxy = _C.build_info()["proxy"]
-    assert isinstance(proxy, dict)
-    return proxy.get(arch, arch)
+def compiled_for(arch: int) -> list[int]:
+    """Ascending; of sm_89's rows there may be several."""
+    targets = _C.build_info()["compiled_for"]
+    assert isinstance(targets, dict)
+    return [int(target.rstrip("af")) for target in targets[arch].split(",")]
 
 
 def test_the_extension_was_built_with_the_pinned_nvcc(rows: list[_C.Row]):
@@ -64,17 +65,19 @@ def test_every_kernel_has_code_for_its_architecture_and_only_that(machine_code: 
     found: dict[str, set[int]] = {}
     for kernel in machine_code:
         found.setdefault(kernel.name, set()).add(kernel.arch)
-    assert found == {name: {compiled_for(arch)} for name, arch in made_for().items()}
+    assert found == {name: set(compiled_for(arch)) for name, arch in made_for().items()}
 
 
 def test_sm_89_kernels_and_only_they_carry_ptx(rows: list[_C.Row]):
-    assert cubin.read_ptx(EXTENSION) == {name: {89} for name, arch in made_for().items() if arch == 89}
+    assert cubin.read_ptx(EXTENSION) == {
+        name: {compiled_for(arch)[0]} for name, arch in made_for().items() if arch == 89
+    }
 
 
 def test_no_row_has_anything_to_complain_about(rows: list[_C.Row], machine_code: list[cubin.Kernel]):
     by_name = {row.name: row for row in rows}
     found = [kernel for kernel in machine_code if kernel.name in by_name]
-    assert len(found) == len(rows)
+    assert len(found) == sum(len(compiled_for(row.arch)) for row in rows)
     wrong = [line for kernel in found for line in resources.complaints(kernel, by_name[kernel.name])]
     assert not wrong, "\n".join(wrong)
 
@@ -82,7 +85,7 @@ def test_no_row_has_anything_to_complain_about(rows: list[_C.Row], machine_code:
 def test_no_kernel_beside_attention_has_anything_to_complain_about(machine_code: list[cubin.Kernel]):
     threads = {kernel.name: kernel.threads for kernel in _C.helpers()}
     found = [kernel for kernel in machine_code if kernel.name in threads]
-    assert len(found) == len(threads) > 0
+    assert len(found) == sum(len(compiled_for(kernel.arch)) for kernel in _C.helpers()) > 0
     wrong = [line for kernel in found for line in resources.helper_complaints(kernel, threads[kernel.name])]
     assert not wrong, "\n".join(wrong)
 
@@ -246,7 +249,7 @@ def test_a_wheel_has_all_rows_whatever_its_build_directory_remembers(tree: Path)
 
 def test_an_extension_takes_less_than_60_mib_even_with_every_row(report: dict[str, Any]):
     """Installed: a build of one architecture alone takes less still."""
-    assert report["extension_bytes"] < 60 * MIB
+    assert report.get("extension_bytes", 0) < 60 * MIB  # not there where the report is of several builds
     assert EXTENSION.stat().st_size < 60 * MIB
 
 

@@ -37,12 +37,8 @@ LEARNED = ("bias", "sinks")
 
 def results(q: Tensor, k: Tensor, v: Tensor, features: dict[str, Any], of_output: Any) -> list[Tensor]:
     """Output, LSE and gradients, of features too."""
-    differentiable = "block_mask" not in features
-    with torch.set_grad_enabled(differentiable):
-        out, lse = attention(q, k, v, return_lse=True, **features)
+    out, lse = attention(q, k, v, return_lse=True, **features)
     wanted = [q, k, v, *(features[name] for name in LEARNED if name in features)]
-    if not differentiable:
-        return [out, lse]
     loss = (out * of_output).sum() + lse.nan_to_num(neginf=0.0).sum()
     return [out, lse, *torch.autograd.grad(loss, wanted)]
 

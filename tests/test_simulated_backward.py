@@ -16,15 +16,25 @@ ROOT = Path(__file__).resolve().parents[1]
 ROWS = (
     "bwd_sm89_bf16_d32_m64n256w8",
     "bwd_sm89_f16_d64_m64n256w8",
-    "bwd_sm120_bf16_d96_m64n128w8",
-    "bwd_sm120_f16_d128_m64n128w8",
-    "bwd_sm90_bf16_d128_m64n128w8_groups",
-    "bwd_sm90_f16_d256_m32n64w8_groups",
+    "bwd_sm120_bf16_d96_m64n128w8_tma",
+    "bwd_sm120_f16_d128_m64n128w8_tma",
+    "bwd_sm90_bf16_d64_m64n192w8_groups_tma",
+    "bwd_sm90_bf16_d128_m64n128w8_groups_tma",
+    "bwd_sm90_f16_d256_m32n64w8_groups_tma",
     "bwd_sm89_bf16_d32_m64n256w8_scored",
     "bwd_sm120_f16_d64_m64n128w8_scored",
     "bwd_sm90_bf16_d128_m64n128w8_scored",
     "bwd_sm120_bf16_d256_m32n64w8_groups_scored",
+    "bwd_sm89_f16_d64_m64n256w8_ds",
+    "bwd_sm120_bf16_d96_m64n128w8_ds",
+    "bwd_sm90_bf16_d64_m64n192w8_groups_tma_ds",
+    "bwd_sm90_bf16_d128_m64n128w8_groups_tma_ds",
+    "bwd_sm90_f16_d256_m32n64w8_groups_ds",
+    "widebwd_sm89_f32_d128_m64n64w8",
+    "widebwd_sm90_f16_d512_m64n64w8",
 )
+#: What makes dQ of their dS.
+PRODUCTS = "bwd_sm(89_f16_d64|120_bf16_d96|90_bf16_d64|90_bf16_d128|90_f16_d256)_.*_dq"
 
 
 @functools.cache
@@ -32,7 +42,7 @@ def extension() -> Path:
     """The build with ROWS, made when it is not there or older than its sources."""
     from simulator import DIRECTORY, build_extension
 
-    return build_extension("^(" + "|".join(ROWS) + ")$", DIRECTORY / "backward")
+    return build_extension("^(" + "|".join((*ROWS, PRODUCTS)) + ")$", DIRECTORY / "backward")
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -45,23 +55,48 @@ def test_row_agrees_with_fp64(row: str):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_a_long_run_draws_gradients():
+    said = [
+        "--gradients",
+        "--problems",
+        "6",
+        "--processes",
+        "1",
+        "--longest",
+        "60",
+        "--rows",
+        "d32_.*_scored",
+    ]
+    command = [sys.executable, str(Path(__file__)), str(extension()), *said]
+    environment = os.environ | {"CUTLASS_FMHA_FORCE_ARCH": "89"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert "6 problems on 1 rows" in done.stdout, done.stdout + done.stderr
+
+
 # ---- in a process of its own, with the simulator's extension -----------------------------------------------
 
 
-def main(extension: str, name: str) -> int:
-    """Exit status 1 where a listed problem's gradients are off."""
+def main(extension: str, name: str, *said: str) -> int:
+    """Exit status 1 where a listed problem's gradients are off, or a drawn one's."""
     sys.path.insert(0, str(ROOT / "tools"))
     from building import load_extension
 
     load_extension(Path(extension))
+    if said:
+        import parity_run
+
+        return parity_run.main([name, *said])
     import gpu
     from backward_launch import BackwardLaunch, listed
 
+    from cutlass_fmha.dispatch.gradients import writes_scores
+
     (row,) = (row for row in gpu.backward_rows() if row.name == name)
     bad = 0
-    for problem in listed(row):
+    for number, problem in enumerate(listed(row)):
         launch = BackwardLaunch.of(row, problem, "cpu")
-        launch.deterministic = row.scored and len(problem.features) % 2 == 0
+        launch.deterministic = writes_scores(row) or (row.scored and len(problem.features) % 2 == 0)
+        launch.heads_at_once = 1 + number % 3
         launch.run()
         errors = launch.errors()
         intact = launch.intact()

@@ -159,6 +159,14 @@ def fp32() -> Iterator[Case]:
     powers, exact = (np.resize(x, 32) for x in (powers, exact))
     yield "ex2.approx.f32", np.float32, (powers,), exact
     yield "ex2.approx.ftz.f32", np.float32, (powers,), flush(exact)
+    a, b = floats(), floats()
+    yield "copysign.f32", np.float32, (a, b), np.copysign(b, a)
+    x = floats()
+    x = np.where(np.isfinite(x), x, np.float32(2.5))
+    with np.errstate(all="ignore"):
+        yield "cvt.rni.f32.f32", np.float32, (x,), np.rint(x)
+        positive = np.abs(x)
+        yield "rsqrt.approx.f32", np.float32, (positive,), np.float32(1) / np.sqrt(positive)
     yield "cvt.sat.f32.f32", np.float32, ((x := floats()),), np.where(x > 0, np.minimum(x, 1), 0)
 
 
@@ -253,6 +261,7 @@ APPROXIMATIONS: dict[str, Model] = {
     "ex2.approx.ftz.f32": np.exp2,
     "ex2.approx.f32": np.exp2,
     "rcp.approx.ftz.f32": np.reciprocal,
+    "rsqrt.approx.f32": lambda a: 1 / np.sqrt(a),
 }
 
 

@@ -46,7 +46,7 @@ DEFINITIONS: dict[str, tuple[str, set[str]]] = {
     "a walk over key blocks": (r"struct (Key|Query)Walk\b", {"core/visibility.h"}),
     "turns and rings": (r"struct (Turns|TilePipeline)\b|mbarrier\.", {"core/pipeline.cuh"}),
     "a value that stays where it was computed": (r"shfl\.sync\.idx", {"core/registers.cuh"}),
-    "registers to spare": (r"65536 /", {"core/registers.cuh"}),
+    "registers to spare": (r"65536 /", {"config.h"}),
     "the order of tiles": (r"WorkTile work_tile\(|\.by_share", {"core/scheduler.h"}),
     "a walk with turns": (r"keys\.take\(\)", {"forward/tile_walk.cuh"}),
     # Two: of tiles, and of few queries whose warps share the keys. The host's is for tests.

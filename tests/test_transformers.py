@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import cutlass_fmha
+from cutlass_fmha.attention import packed_attention
 from cutlass_fmha.bench import models, surfaces
 from cutlass_fmha.demo.measure import CountCalls
 from cutlass_fmha.flash_attn import flash_attn_interface
@@ -240,7 +241,7 @@ def attention(seen: set[str], drop: str = "", caller: Any = integration) -> Iter
     """The model's attention is ours; of each call one argument is dropped. Gives the number of calls."""
     calls = [0]
 
-    def spied(*operands: torch.Tensor, **arguments: Any) -> torch.Tensor:
+    def spied(*operands: torch.Tensor, of: Any = cutlass_fmha.attention, **arguments: Any) -> torch.Tensor:
         calls[0] += 1
         if drop == "causal":
             arguments["causal"] = False
@@ -249,9 +250,14 @@ def attention(seen: set[str], drop: str = "", caller: Any = integration) -> Iter
         empty = {name for name, x in arguments.items() if not torch.is_tensor(x) and x in (None, False, 0.0)}
         given = arguments.keys() - empty
         seen.update(given - {"scale", "layout"})
-        return cutlass_fmha.attention(*operands, **arguments)
+        found: torch.Tensor = of(*operands, **arguments)
+        return found
 
-    with mock.patch.object(caller, "attention", spied):
+    packed = functools.partial(spied, of=packed_attention)
+    with (
+        mock.patch.object(caller, "attention", spied),
+        mock.patch.object(caller, "packed_attention", packed, create=True),
+    ):
         yield calls
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import importlib.util
 import os
 import re
@@ -17,6 +17,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+with contextlib.suppress(ImportError):  # Windows has none
+    import fcntl
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -98,7 +101,7 @@ class Tree:
 
     directory: Path
     variables: Mapping[str, object] = field(default_factory=dict)
-    jobs: int = len(os.sched_getaffinity(0))
+    jobs: int = os.cpu_count() or 1 if sys.platform == "win32" else len(os.sched_getaffinity(0))
 
     @property
     def configuration(self) -> list[str]:

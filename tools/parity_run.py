@@ -1,11 +1,13 @@
 """A long, repeatable parity run of the rows at hand: problems drawn by hypothesis, each compared with fp64.
 
     python tools/parity_run.py --problems 20000 --seed 1 --report benchmarks/results/mixed
+    python tools/parity_run.py --gradients --problems 10000 --report benchmarks/results/mixed-gradients
 
-Every problem is drawn together with the scored row that runs it, of the architecture at hand. The first
-mismatch ends the run with the line that repeats it alone. The report counts problems by feature and by row.
-Runs on a GPU, or on the rows of a simulator build, which tools/simulate.py makes, plain ones too. The same
-seed and number of processes draw the same problems.
+Every problem is drawn together with the row that runs it, of the architecture at hand: a scored one, or one
+of those that compute gradients. The first mismatch ends the run with the line that repeats it alone. The
+report counts problems by feature and by row. Runs on a GPU, or on the rows of a
+simulator build, which tools/simulate.py makes, plain ones too. The same seed and number of processes draw the
+same problems.
 """
 
 from __future__ import annotations
@@ -34,10 +36,11 @@ from cutlass_fmha import _C
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
+import backward_launch
 import gpu
+import launches
 import parity_report
 import problems
-from launches import Launch, fit
 from listed_problems import GROUPS, is_short, listed
 from source_hash import source_hash
 
@@ -82,6 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--processes", type=int, default=8, metavar="N", help="that share the work; default: %(default)s")
     add("--longest", type=int, default=700, metavar="N", help="sequences at most; default: %(default)s")
     add("--rows", default="", metavar="REGEX", help="only rows in whose name it is found")
+    add("--gradients", action="store_true", help="rows that compute them, in place of scored ones")
     add("--report", type=Path, metavar="DIR", help="for <date>-<gpu>-<mode>-<arch>-<seed>.json and .md")
     add("--problem", metavar="JSON", help="run this one problem, on the row that --rows names")
     return parser
@@ -90,9 +94,10 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Returns 0 when nothing failed, 1 with the line that repeats a mismatch, 2 when nothing can run."""
     arguments = build_parser().parse_args(argv)
-    rows = [row.name for row in scored_rows(arguments.rows)]
+    rows = [row.name for row in rows_named(arguments.rows, arguments.gradients)]
     if (reason := gpu.unusable()) is not None or not (rows or arguments.problem):
-        reason = reason or f"no scored row under test has {arguments.rows!r} in its name"
+        kind = "row of gradients" if arguments.gradients else "scored row"
+        reason = reason or f"no {kind} under test has {arguments.rows!r} in its name"
         print(f"parity_run: {reason}", file=sys.stderr)
         return 2
     if arguments.problem:
@@ -116,8 +121,9 @@ def main(argv: list[str] | None = None) -> int:
 # ---- drawing -----------------------------------------------------------------------------------------------
 
 
-def scored_rows(expression: str) -> list[Any]:
-    return [row for row in gpu.scored_rows() if re.search(expression, row.name)]
+def rows_named(expression: str, gradients: bool) -> list[Any]:
+    rows = gpu.backward_rows() if gradients else gpu.scored_rows()
+    return [row for row in rows if re.search(expression, row.name)]
 
 
 def run(arguments: argparse.Namespace) -> Tally:
@@ -125,7 +131,7 @@ def run(arguments: argparse.Namespace) -> Tally:
     processes = arguments.processes
     shares = [len(range(number, arguments.problems, processes)) for number in range(processes)]
     jobs = [
-        (share, arguments.seed + number * STRIDE, arguments.longest, arguments.rows)
+        (share, arguments.seed + number * STRIDE, arguments.longest, arguments.rows, arguments.gradients)
         for number, share in enumerate(shares)
     ]
     total = Tally()
@@ -138,11 +144,11 @@ def run(arguments: argparse.Namespace) -> Tally:
     return total
 
 
-def draw(job: tuple[int, int, int, str]) -> Tally:
+def draw(job: tuple[int, int, int, str, bool]) -> Tally:
     """Runs so many problems of a seed, and stops at the first mismatch."""
-    count, seed, longest, expression = job
+    count, seed, longest, expression, gradients = job
     tally = Tally()
-    check_drawn(scored_rows(expression), count, seed, longest, tally)
+    check_drawn(rows_named(expression, gradients), count, seed, longest, tally)
     return tally
 
 
@@ -160,7 +166,7 @@ def check_drawn(rows: Sequence[Any], count: int, seed: int, longest: int, tally:
     @settings
     @hypothesis.given(st.tuples(st.sampled_from(rows), problems.problems(longest)))
     def agrees(drawn: Any) -> None:
-        if not tally.failure and tally.problems < count:
+        if not tally.failure and tally.problems < count and drawn[1].num_heads:
             judge(*drawn, tally, seed + tally.problems)
 
     agrees()
@@ -169,22 +175,26 @@ def check_drawn(rows: Sequence[Any], count: int, seed: int, longest: int, tally:
 def check_listed(row: Any, seed: int, tally: Tally) -> None:
     """Runs the tests' listed problems that take little time, and stops at the first mismatch."""
     made = itertools.chain(*GROUPS.values()) if row.takes_features else listed()
-    for number, problem in enumerate(dict.fromkeys(fit(problem, row) for problem in made)):
+    for number, problem in enumerate(dict.fromkeys(launches.fit(problem, row) for problem in made)):
         if is_short(problem) and not tally.failure:
             judge(row, problem, tally, seed + number)
 
 
 def judge(row: Any, problem: Any, tally: Tally, seed: int = 0) -> None:
     """One problem on one row. ``seed``: of every order that a GPU leaves open, where that is a simulator."""
-    problem = fit(problem, row)
+    gradients = row.family.startswith("backward")
+    problem = (backward_launch if gradients else launches).fit(problem, row)
     line = f"python tools/parity_run.py --rows {row.name} --problem '{json.dumps(asdict(problem))}'"
     settings: dict[str, str] = {}
     if gpu.simulated():
+        if gradients:  # sums in a fixed order await blocks before, which another seed runs afterwards
+            seed = 0
         settings = {"CUTLASS_FMHA_SIMULATED_ARCH": str(row.arch), "CUTLASS_FMHA_SIMULATOR_SEED": str(seed)}
         line = " ".join(f"{name}={value}" for name, value in settings.items()) + f" {line}"
     try:
         with mock.patch.dict(os.environ, settings):
-            launch = Launch.of(row, problem, gpu.device())
+            make = backward_launch.BackwardLaunch.drawn if gradients else launches.Launch.of
+            launch = make(row, problem, gpu.device())
             launch.run()
         errors = launch.errors()
         intact = launch.intact()
@@ -205,7 +215,7 @@ def repeat(name: str, text: str) -> int:
     """The one problem of a line that a run printed."""
     fields = {key: tuple(x) if isinstance(x, list) else x for key, x in json.loads(text).items()}
     tally = Tally()
-    rows = {row.name: row for row in (*_C.rows(), *gpu.scored_rows())}
+    rows = {row.name: row for row in (*_C.rows(), *gpu.scored_rows(), *gpu.backward_rows())}
     if (row := rows.get(name)) is not None:
         judge(row, problems.Problem(**fields), tally, int(os.environ.get("CUTLASS_FMHA_SIMULATOR_SEED", "0")))
     print(tally.failure or f"agrees on {len(tally.rows)} rows, worst ratio {tally.worst:.3f}")
@@ -231,6 +241,7 @@ def write(arguments: argparse.Namespace, tally: Tally, seconds: float, missing: 
     """Writes the report as JSON and Markdown; returns the former's path."""
     content = {
         "kind": KIND,
+        "gradients": arguments.gradients,
         "passed": not tally.failure and not missing and tally.problems >= arguments.problems,
         "problems": tally.problems, "wanted": arguments.problems, "seed": arguments.seed,
         "processes": arguments.processes, "longest": arguments.longest, "seconds": round(seconds, 1),
@@ -253,12 +264,13 @@ def markdown(content: dict[str, Any]) -> str:
 
     verdict = "passed" if content["passed"] else "FAILED"
     lines = [
-        f"# Mixed features on the sm_{content['arch']} rows, {content['gpu']}: {verdict}",
+        f"# {'Gradients of mixed' if content['gradients'] else 'Mixed'} features on the sm_{content['arch']} "
+        f"rows, {content['gpu']}: {verdict}",
         "",
         f"{content['problems']} of {content['wanted']} problems, {content['date']}, mode {content['mode']}, "
         f"seed {content['seed']} in {content['processes']} processes, {content['seconds']} s. "
         f"Hash of src/: `{content['source_hash']}`.",
-        f"Worst ratio to the tolerance of tests/oracle_features.py: {content['worst_ratio']} (1 at most).",
+        f"Worst ratio to the tolerance of the tests' oracle: {content['worst_ratio']} (1 at most).",
         *("", *table(("feature", "problems"), numbered(content["features"]))),
         *("", *table(("row", "problems"), numbered(content["rows"]))),
     ]

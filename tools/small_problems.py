@@ -20,7 +20,11 @@ import cutlass_fmha
 from cutlass_fmha import _C
 from cutlass_fmha.cascade import merge_states
 from cutlass_fmha.dispatch.blocks import Tail
-from cutlass_fmha.rotary import rotary
+from cutlass_fmha.dispatch.gradients import writes_scores
+from cutlass_fmha.gates import gelu_and_mul, silu_and_mul
+from cutlass_fmha.norm import rms_norm
+from cutlass_fmha.qk_norm_rope import qk_norm_rope
+from cutlass_fmha.rotary import rotary, rotary_qk
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import gpu
@@ -41,7 +45,7 @@ def kernels() -> dict[str, Callable[[], None]]:
             found[row.name] = partial(_run, row.name, getattr(torch, row.dtype), small, error)
     for row in _C.backward_rows():
         if row.arch == arch:
-            found[row.name] = partial(gradients, row)
+            found[row.name] = partial(gradients, _writer(row) if row.family == "query_product" else row)
     for helper in _C.helpers():
         if helper.arch == arch:
             found[helper.name] = partial(HELPERS[helper.family], getattr(torch, helper.dtype))
@@ -116,18 +120,26 @@ def gradients(row: Any) -> None:
     for n_q, n_k in ((300, 700), (700, 300)):
         dims = {"head_dim": row.head_dim, "head_dim_v": row.head_dim}
         problem = Problem(n_q, n_k, "bottom-right", batch=1, num_heads_kv=1, seed=n_q, **dims)
-        more = [problem, replace(problem, bias=("hqk", "same", "plain"))] if row.scored else []
+        lists = {"bias": ("hqk", "same", "plain"), "blocks": (64, 64)}
+        more = [problem, replace(problem, **lists)] if row.scored and row.family == "backward" else []
         for one in (problem, *(replace(each, **scored) for each in more[:1]), *more[1:]):
             launch = BackwardLaunch.of(row, one, "cpu")
-            launch.deterministic = one is not problem
+            launch.deterministic = writes_scores(row) or one is not problem
             launch.run(gpu.device())
             launch.errors().check()
             assert launch.intact(), f"{row.name}: {one}: wrote beside its gradients"
 
 
+def _writer(product: Any) -> Any:
+    """The row that writes dS for one that makes dQ of it."""
+    same = ("arch", "dtype", "head_dim")
+    rows = (row for row in _C.backward_rows() if writes_scores(row))
+    return next(row for row in rows if all(getattr(row, x) == getattr(product, x) for x in same))
+
+
 def _gradients_of(dtype: torch.dtype) -> None:
-    """What stands before and after the backward's rows."""
-    rows = (row for row in _C.backward_rows() if row.arch == gpu.rows_arch())
+    """What stands before and after the backward's rows that know most."""
+    rows = (row for row in _C.backward_rows() if row.arch == gpu.rows_arch() and row.scored)
     gradients(next(row for row in rows if getattr(torch, row.dtype) == dtype))
 
 
@@ -198,9 +210,51 @@ def append(dtype: torch.dtype) -> None:
         _agree(*results)
 
 
+def norm(dtype: torch.dtype) -> None:
+    for dim in (64, 50, 16384 + 8):
+        given = _randn(9, dim, dtype=dtype), _randn(dim, dtype=dtype), _randn(9, dim, dtype=dtype, seed=1)
+        _differentiate(lambda x, weight, residual: rms_norm(x, weight, residual=residual), given)
+
+
+def units(dtype: torch.dtype) -> None:
+    for dim, unit in itertools.product((64, 50), (silu_and_mul, gelu_and_mul)):
+        _differentiate(unit, (_randn(9, 2 * dim, dtype=dtype),))
+
+
+def _differentiate(call: Callable[..., Any], given: tuple[Tensor, ...]) -> None:
+    """Results and gradients, on the device and on the CPU."""
+    results = []
+    for where in (_there, lambda x: x):
+        inputs = [where(x).detach().requires_grad_() for x in given]
+        found = call(*inputs)
+        found = found if isinstance(found, tuple) else (found,)
+        gradients = torch.autograd.grad(found, inputs, [torch.ones_like(x) for x in found])
+        results.append((*(x.detach() for x in found), *gradients))
+    _agree(*results)
+
+
+def norm_and_turn(dtype: torch.dtype) -> None:
+    """With its gradients."""
+    for head_dim, dim in ((64, 64), (50, 22)):
+        q, k = (_randn(3, 5, heads, head_dim, dtype=dtype, seed=heads) for heads in (4, 2))
+        weights = [_randn(head_dim, dtype=dtype, seed=seed) for seed in (7, 8)]
+        results = []
+        for where in (_there, lambda x: x):
+            given = [where(x).requires_grad_() for x in (q, k, *weights)]
+            cos, sin = map(where, turns(dtype, dim))
+            found = qk_norm_rope(given[0], given[1], None, *given[2:], cos=cos, sin=sin)
+            turned = rotary_qk(*(x.detach() for x in given[:2]), cos, sin)
+            results.append((*turned, *found, *torch.autograd.grad(sum(x.sum() for x in found), given)))
+        _agree(*([x.detach() for x in result] for result in results))
+
+
 HELPERS: dict[str, Callable[[torch.dtype], None]] = {
     "combine": combine, "merge_tail": merge_tail, "merge": merge, "append": append, "rotary": rotate,
+    "rope": norm_and_turn, "rope_backward": norm_and_turn, "rope_weights": norm_and_turn,
     "backward_before": _gradients_of, "backward_after": _gradients_of,
+    "backward_lists": _gradients_of,
+    "rms_norm": norm, "gated": units, "gated_backward": units,
+    **{f"rms_norm_{name}": norm for name in ("backward", "columns", "weights")},
 }  # fmt: skip
 
 

@@ -78,6 +78,8 @@ def number_of(name: str, value: Any, or_else: str = "") -> float:
 
 def integer(name: str, value: Any, or_else: str = " or None") -> Any:
     """``value``, when it is an int; a compiler's symbolic one stays symbolic."""
+    if type(value) is int:  # asking the others takes longer
+        return value
     if isinstance(value, bool) or not isinstance(value, (numbers.Integral, torch.SymInt)):
         raise TypeError(f"{name} must be an int{or_else}, got {type(value).__name__}")
     return value
@@ -153,23 +155,24 @@ def check_optional_tensor(name: str, tensor: object) -> None:
 def check_types(tensors: tuple[Tensor, Tensor, Tensor], names: tuple[str, str, str] = NAMES) -> None:
     """Tensors, of one dtype and device that the op has an implementation for."""
     for name, tensor in zip(names, tensors, strict=True):
-        check_tensor(name, tensor)
-    first = tensors[0]
+        if type(tensor) is not Tensor or tensor.is_nested or tensor.layout is not torch.strided:
+            check_tensor(name, tensor)
+    dtype, device = tensors[0].dtype, tensors[0].device
     for name, tensor in zip(names[1:], tensors[1:], strict=True):
-        if tensor.dtype != first.dtype:
+        if tensor.dtype != dtype:
             raise ValueError(
-                f"{name} must have {names[0]}'s dtype {dtype_name(first.dtype)}, "
-                f"got {dtype_name(tensor.dtype)}"
+                f"{name} must have {names[0]}'s dtype {dtype_name(dtype)}, got {dtype_name(tensor.dtype)}"
             )
-        if tensor.device != first.device:
-            raise ValueError(f"{name} must be on {names[0]}'s device {first.device}, got {tensor.device}")
-    if first.device.type not in ("cuda", "cpu", "meta"):
-        raise ValueError(f"{names[0]} must be on a CUDA device or the CPU, got {first.device}")
-    allowed = CUDA_DTYPES if first.device.type == "cuda" else CPU_DTYPES
-    if first.dtype not in allowed:
+        if tensor.device != device:
+            raise ValueError(f"{name} must be on {names[0]}'s device {device}, got {tensor.device}")
+    first = tensors[0]
+    if not (first.is_cuda or first.is_cpu or first.is_meta):  # a device's type takes ten times as long
+        raise ValueError(f"{names[0]} must be on a CUDA device or the CPU, got {device}")
+    allowed = CUDA_DTYPES if first.is_cuda else CPU_DTYPES
+    if dtype not in allowed:
         raise ValueError(
-            f"{names[0]} must be {' or '.join(map(dtype_name, allowed))} on {first.device.type}, "
-            f"got {dtype_name(first.dtype)}"
+            f"{names[0]} must be {' or '.join(map(dtype_name, allowed))} on {device.type}, "
+            f"got {dtype_name(dtype)}"
         )
 
 

@@ -45,11 +45,10 @@ def check_features(
     check.check_types(tensors, names)
     _check_combinations(features)
     check_numbers(features)
-    for name, tensor in features.tensors().items():
-        if tensor.device != tensors[0].device:
-            raise ValueError(
-                f"{name} must be on {names[0]}'s device {tensors[0].device}, got {tensor.device}"
-            )
+    device = tensors[0].device
+    for name, tensor in features.tensors.items():
+        if tensor.device != device:
+            raise ValueError(f"{name} must be on {names[0]}'s device {device}, got {tensor.device}")
     sizes = _check_operands(tensors, features, names)
     _check_lengths(features, sizes)
     _check_scores(features, sizes, tensors[0].dtype, names[0])
@@ -85,9 +84,11 @@ def check_numbers(features: Features) -> None:
     if features.num_splits is not None and not 1 <= features.num_splits <= MAX_SPLITS:
         hint = ": None has a number chosen" if features.num_splits == 0 else ""
         raise ValueError(f"num_splits must be 1 to {MAX_SPLITS} or None, got {features.num_splits}{hint}")
+    if (most := features.deterministic_workspace) is not None and most < 0:
+        raise ValueError(f"deterministic_workspace must be 0 bytes or more, or None, got {most}")
     for name in ("max_seqlen_q", "max_seqlen_k"):
         length = getattr(features, name)
-        if length is not None:
+        if length is not None and not (type(length) is int and 0 <= length <= MAX_SEQLEN):
             sentence = f"{name} must be 0 to 2**29, got {length}"
             _require(length >= 0, sentence)
             _require(length <= MAX_SEQLEN, sentence)
@@ -111,7 +112,7 @@ def _check_operands(tensors: tuple[Tensor, Tensor, Tensor], features: Features, 
     for name, tensor, shape in zip(names, tensors, shapes, strict=True):
         if shape[-1] < 1:
             raise ValueError(f"{name} must have a head_dim (last dimension) of at least 1, got 0")
-        if tensor.stride(-1) != 1 and shape[-1] > 1:
+        if tensor.stride()[-1] != 1 and shape[-1] > 1:
             raise ValueError(
                 f"{name} must be contiguous in its last dimension, got a stride of {tensor.stride(-1)} "
                 f"there: pass {name}.contiguous()"
@@ -132,19 +133,10 @@ def _check_operands(tensors: tuple[Tensor, Tensor, Tensor], features: Features, 
         )
     batch = _batch(q, k, features, names)
     seqlen_q, seqlen_k, page_size = _seqlens(q, k, features, names)
-    return Sizes(
-        batch=batch,
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
-        num_heads=heads,
-        num_heads_kv=heads_kv,
-        head_dim=q_shape[-1],
-        head_dim_v=v_shape[-1],
-        total_q=None if features.cu_seqlens_q is None else q.shape[0],
-        page_size=page_size,
-        entries_k=1 if k.dim() == 3 else k_shape[0],
-        rows_k=k_shape[-3],
-    )
+    lengths, heads_and_dims = (batch, seqlen_q, seqlen_k), (heads, heads_kv, q_shape[-1], v_shape[-1])
+    total_q = None if features.cu_seqlens_q is None else q_shape[0]
+    entries_k = 1 if len(k_shape) == 3 else k_shape[0]
+    return Sizes(*lengths, *heads_and_dims, total_q, page_size, entries_k, k_shape[-3])
 
 
 def _check_layout(
@@ -221,7 +213,7 @@ def _check_table(table: Tensor) -> None:
 
 def _check_lengths(features: Features, sizes: Sizes) -> None:
     batch = sizes.batch
-    if features.cu_seqlens_k is not None:
+    if features.cu_seqlens_k is not None and features.cu_seqlens_k is not features.cu_seqlens_q:
         check_vector("cu_seqlens_k", features.cu_seqlens_k, batch + 1)
     if features.page_table is not None and features.page_table.shape[0] != batch:
         raise ValueError(

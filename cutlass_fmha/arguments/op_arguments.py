@@ -30,7 +30,7 @@ TENSORS = frozenset(
     {"mask", "bias", "prefix_lengths", "alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k", "seqused_q"}
     | {"seqused_k", "leftpad_k", "page_table", "cache_batch_idx"}
 )
-INTEGERS = frozenset({"max_seqlen_q", "max_seqlen_k", "num_splits"})
+INTEGERS = frozenset({"max_seqlen_q", "max_seqlen_k", "num_splits", "deterministic_workspace"})
 FLOATS = frozenset({"softcap", "dropout_p"})
 OTHERS = frozenset({"window", "block_mask", "dropout_seed", "batch_invariant", "deterministic"})
 
@@ -48,10 +48,12 @@ def op_arguments(
     if not isinstance(query, Tensor):
         check_tensor(query_name, query)  # type: ignore[unreachable]
     arguments: dict[str, Any] = {}
+    others = False
     for name, value in keywords.items():
         if name in TENSORS:
             if value is not None:
-                arguments[name] = _tensor(name, value)
+                check_optional_tensor(name, value)
+                arguments[name] = value
         elif name in INTEGERS:
             if value is not None:
                 arguments[name] = integer(name, value)
@@ -68,15 +70,18 @@ def op_arguments(
                     else f"{name} is where a call writes to, which is none of its problem: leave it out"
                 )
             arguments[name] = _tensor(name, value)
-        elif name not in OTHERS:
+        elif name in OTHERS:
+            others = True
+        else:
             refuse_name("attention", name)
     if "sinks" in arguments:
         arguments["sinks"] = _sinks(query, arguments["sinks"])
-    arguments.update(window_sides(keywords.get("window")))  # torch 2.6 compiles no |=
-    arguments.update(_block_mask(keywords.get("block_mask")))
-    for name in ("batch_invariant", "deterministic"):
-        if (said := keywords.get(name)) is not None and flag(name, said):
-            arguments[name] = True
+    if others:
+        arguments.update(window_sides(keywords.get("window")))  # torch 2.6 compiles no |=
+        arguments.update(_block_mask(keywords.get("block_mask")))
+        for name in ("batch_invariant", "deterministic"):
+            if (said := keywords.get(name)) is not None and flag(name, said):
+                arguments[name] = True
     if "dropout_p" in arguments:
         arguments["dropout_seed"] = _seed(query, keywords.get("dropout_seed"))
     return arguments

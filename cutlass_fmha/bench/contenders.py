@@ -16,7 +16,9 @@ from .features import Feature
 OURS = "ours"
 PAGES = {"pages16": 16, "paged": 64, "pages256": 256}
 """This package with keys and values in pages of so many keys."""
-OWN = (OURS, *PAGES)
+DETERMINISTIC = "deterministic"
+"""This package's gradients in a fixed order, by the route that is chosen."""
+OWN = (OURS, DETERMINISTIC, *PAGES)
 """Contenders whose results must be right."""
 PEERS: dict[str, str] = {
     "flash": "torch flash (FA2)",
@@ -40,6 +42,7 @@ PLAIN = "plain"
 OTHER = "other"
 TITLES: dict[str, str] = {
     OURS: "cutlass_fmha",
+    DETERMINISTIC: "cutlass_fmha, deterministic",
     **{name: f"cutlass_fmha, pages of {size}" for name, size in PAGES.items()},
     PLAIN: "cutlass_fmha, plain",
     **PEERS,

@@ -36,7 +36,7 @@ def gradients_of(inputs: Inputs) -> Tensor:
     return torch.randn(shape, generator=generator, device=inputs.query.device, dtype=inputs.query.dtype)
 
 
-def ours(case: Case, inputs: Inputs, row: str | None = None) -> Call:
+def ours(case: Case, inputs: Inputs, row: str | None = None, deterministic: bool = False) -> Call:
     scale, causal = case.head_dim**-0.5, "bottom-right" if case.causal else "none"
     said = packing(case, inputs.query.device)
     op = torch.ops.cutlass_fmha
@@ -45,7 +45,9 @@ def ours(case: Case, inputs: Inputs, row: str | None = None) -> Call:
 
     def call(number: int) -> tuple[Tensor, ...]:
         arguments = (dout[number], *inputs[number], *found[number], None, scale, causal)
-        gradients: tuple[Tensor, ...] = op.attend_backward(*arguments, row=row, **said)[:3]
+        gradients: tuple[Tensor, ...] = op.attend_backward(
+            *arguments, row=row, deterministic=deterministic, **said
+        )[:3]
         return gradients
 
     return call
@@ -60,7 +62,7 @@ def row_of(case: Case, inputs: Inputs) -> str:
 
     features = Features(**packing(case, inputs.query.device))
     call = describe(inputs[0], "bottom-right" if case.causal else "none", features)
-    return gradients.choose(call.problem, devices.of_index(inputs.query.get_device())).name
+    return gradients.choose(call.problem, devices.of_index(inputs.query.get_device())).row.name
 
 
 def flash(case: Case, inputs: Inputs) -> Call:

@@ -12,7 +12,20 @@ from torch import Tensor
 from . import gradients
 from . import peers as packages
 from .cases import WINDOW, Case
-from .contenders import CAUSAL, COPY, OURS, PAGES, PEERS, PLAIN, Attention, Inputs, make_inputs, ours, sdpa
+from .contenders import (
+    CAUSAL,
+    COPY,
+    DETERMINISTIC,
+    OURS,
+    PAGES,
+    PEERS,
+    PLAIN,
+    Attention,
+    Inputs,
+    make_inputs,
+    ours,
+    sdpa,
+)
 from .features import DROPOUT, Feature
 
 
@@ -40,6 +53,8 @@ def line_up(
 
     if case.backward:
         found = {OURS: of(gradients.ours(case, inputs, row))}
+        if row is None:
+            found[DETERMINISTIC] = of(gradients.ours(case, inputs, deterministic=True))
         if case.lengths:
             found[PLAIN] = dense_backward(case, inputs)
         if "flash" in peers:

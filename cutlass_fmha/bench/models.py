@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -22,7 +20,7 @@ from torch import Tensor
 from cutlass_fmha.demo.measure import times_in_turns
 from cutlass_fmha.integrations import transformers as integration
 
-from . import machine
+from . import kept
 from .report import table
 from .surfaces import measure_surfaces
 
@@ -189,25 +187,16 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m cutlass_fmha.bench.models", description=__doc__)
     parser.add_argument("--seqlens", type=int, nargs="+", default=[2048, 8192])
     parser.add_argument("--budget", type=float, default=0.3, help="seconds of each contender and case")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results")
-    parser.add_argument("--markdown", type=Path, metavar="PATH", help="write the table")
-    parser.add_argument("--from-json", type=Path, metavar="PATH", help="the tables of kept results")
+    kept.add_options(parser)
     arguments = parser.parse_args(argv)
-    if arguments.from_json:
-        result = json.loads(arguments.from_json.read_text())
-    else:
+
+    def found(device: torch.device) -> dict[str, Any]:
         integration.register()
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         with torch.no_grad():
-            found = measure(arguments.seqlens, device, arguments.budget)
-        cuda = device.type == "cuda"
-        result = {"machine": machine.describe(0) if cuda else {"gpu": None}, "results": found}
-        result["host_us"] = measure_surfaces() if cuda else {}
-    print(text(result))
-    if arguments.markdown:
-        arguments.markdown.write_text(text(result))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+            results = measure(arguments.seqlens, device, arguments.budget)
+        return {"results": results, "host_us": measure_surfaces() if device.type == "cuda" else {}}
+
+    kept.run(arguments, found, text)
     return 0
 
 

@@ -104,6 +104,7 @@ def driver_of_smi() -> str | None:
 def of_the_extension(with_rows: bool) -> dict[str, Any]:
     """What _C knows: the build, its rows, the driver and the devices. Raises what importing it does."""
     from cutlass_fmha import _C
+    from cutlass_fmha.dispatch import device as devices
     from cutlass_fmha.dispatch.table import backward, this_build
 
     build, gradients = this_build(), backward()
@@ -115,7 +116,7 @@ def of_the_extension(with_rows: bool) -> dict[str, Any]:
             f"sm_{arch}": {
                 "rows": forward[arch],
                 "backward_rows": sum(row.arch == arch for row in gradients.rows),
-                "compiled_for": f"sm_{compiled_for}",
+                "compiled_for": devices.described(compiled_for),
             }
             for arch, compiled_for in build.architectures.items()
         },
@@ -141,8 +142,13 @@ def describe(index: int) -> dict[str, Any]:
     device = devices.of_index(index)
     nothing = no_rows(device)
     found = {"name": f"cuda:{index}", "gpu": str(device), "takes": None, "why_not": nothing, "costs": None}
+    found["code"] = None
     if nothing is None:
-        found["takes"] = f"sm_{devices.rows_arch(device, this_build().architectures)}"
+        built = this_build().architectures
+        arch = devices.rows_arch(device, built)
+        assert arch is not None
+        found["takes"] = f"sm_{arch}"
+        found["code"] = devices.code_for(built[arch], device.capability)
         if cutlass_fmha.import_error is None:
             found["costs"] = store.for_device(device).origin
     return found
@@ -191,6 +197,8 @@ def as_text(found: dict[str, Any]) -> list[str | output.Table]:
         lines.append("devices: none; CPU tensors are computed by the CPU backend")
     for device in found.get("devices", []):
         takes = device["why_not"] or f"takes the {device['takes']} rows"
+        if (code := device["code"]) not in (None, device["takes"]):
+            takes += f", as {code}" + ("'s PTX" if code.startswith("compute") else "")
         lines.append(f"{device['name']}: {device['gpu']}, {takes}")
         if device["costs"] is not None:
             lines.append(f"        costs of rows: {device['costs']}")

@@ -81,13 +81,22 @@ class Parameters:
     element_factor: float = 3.0
     #: Where no thread copies, fewer instructions stand between the mma of a main loop.
     tma_factor: float = 0.95
-    #: Dense TFLOP/s of one SM by mma.sync with fp32 accumulation: the datasheets of L4 and RTX 5090, measured
-    #: on an H200.
+    #: Dense TFLOP/s of one SM by mma.sync with fp32 accumulation: the datasheets of A100, A40 (RTX 3090:
+    #: half of it), AGX Orin, L4 and RTX 5090, measured on an H200.
     sm_tflops: Mapping[int, float] = field(
-        default_factory=lambda: {89: 121 / 58, 90: 642 / 132, 120: 209.5 / 170}
+        default_factory=lambda: {
+            80: 312 / 108,
+            86: 149.7 / 84,
+            87: 42.5 / 16,
+            89: 121 / 58,
+            90: 642 / 132,
+            120: 209.5 / 170,
+        }
     )
-    #: TB/s of DRAM: RTX 4090, H200, RTX 5090.
-    dram_tbytes: Mapping[int, float] = field(default_factory=lambda: {89: 1.0, 90: 4.3, 120: 1.8})
+    #: TB/s of DRAM: A100 80GB, RTX 3090, AGX Orin, RTX 4090, H200, RTX 5090.
+    dram_tbytes: Mapping[int, float] = field(
+        default_factory=lambda: {80: 2.0, 86: 0.94, 87: 0.2, 89: 1.0, 90: 4.3, 120: 1.8}
+    )
     #: Of the time that moving inputs and outputs takes, what the main loop doesn't hide.
     exposed_traffic: float = 0.6
     #: Share of the tensor rate by architecture and schedule, the softmax left out: measured on an H200, on
@@ -108,22 +117,29 @@ class Parameters:
 PARAMETERS = Parameters()
 
 
+def figure(figures: Mapping[int, float], row: Row, device: Device) -> float:
+    """That of the architecture that a row is made for, or of an older GPU that takes it."""
+    major, minor = device.capability
+    older = row.arch == 89 and major == 8
+    return figures.get(10 * major + minor if older else row.arch, figures[row.arch])
+
+
 def row_cost(row: Row, device: Device, parameters: Parameters = PARAMETERS) -> RowCost:
     """What a row should cost on a device."""
     resident = max(1, resident_blocks(row, device))
     if row.scored:
-        block, step, warp_block, warp_step = _scored_row(row, resident, parameters)
+        block, step, warp_block, warp_step = _scored_row(row, resident, device, parameters)
     elif row.kv_warps > 1:
-        block, step, warp_block, warp_step = _few_query_row(row, parameters)
+        block, step, warp_block, warp_step = _few_query_row(row, device, parameters)
     else:
         block = parameters.block_us + parameters.block_us_per_warp * row.warps
         warp_block = parameters.work_us_per_warp * row.warps
-        step, warp_step = _step(row, resident, parameters)
+        step, warp_step = _step(row, resident, device, parameters)
     start = parameters.few_query.overlapped if row.dependent_launch else 1.0
     return RowCost(
         launch=parameters.scored.launch if row.scored else start * parameters.launch_us,
         cold=start * parameters.cold_us,
-        traffic=parameters.exposed_traffic / parameters.dram_tbytes[row.arch],
+        traffic=parameters.exposed_traffic / figure(parameters.dram_tbytes, row, device),
         again=0.0,
         block=block,
         step=step,
@@ -133,9 +149,9 @@ def row_cost(row: Row, device: Device, parameters: Parameters = PARAMETERS) -> R
     )
 
 
-def _step(row: Row, resident: int, parameters: Parameters) -> tuple[float, float]:
+def _step(row: Row, resident: int, device: Device, parameters: Parameters) -> tuple[float, float]:
     """step and warp_step: together they make the time that a full SM takes for a step of a block."""
-    full_us = tensor_us(row, parameters)
+    full_us = tensor_us(row, device, parameters)
     if row.copy == "element":
         full_us *= parameters.element_factor
     elif row.copy == "tma":
@@ -145,16 +161,16 @@ def _step(row: Row, resident: int, parameters: Parameters) -> tuple[float, float
     return step, math.sqrt(max(full_us**2 - (step / resident) ** 2, full_us**2 / 2))
 
 
-def tensor_us(row: Row, parameters: Parameters) -> float:
+def tensor_us(row: Row, device: Device, parameters: Parameters) -> float:
     """Microseconds that an SM with enough warps needs for a step of a block."""
     schedule = (row.tile_m * row.kv_warps // row.warps >= 32, row.ping_pong)
-    rate = parameters.sm_tflops[row.arch] * parameters.efficiency[row.arch][schedule]
+    rate = figure(parameters.sm_tflops, row, device) * parameters.efficiency[row.arch][schedule]
     scores = row.tile_m * row.tile_n * row.kv_warps
     flop = 2e-6 * (row.head_dim + row.head_dim_v)
     return scores * (flop / rate + parameters.softmax_us)
 
 
-def _few_query_row(row: Row, parameters: Parameters) -> tuple[float, float, float, float]:
+def _few_query_row(row: Row, device: Device, parameters: Parameters) -> tuple[float, float, float, float]:
     """block, step, warp_block and warp_step."""
     few_query = parameters.few_query
     rows = row.tile_m * row.kv_warps // row.warps
@@ -165,17 +181,19 @@ def _few_query_row(row: Row, parameters: Parameters) -> tuple[float, float, floa
     warp_us = few_query.load * load_kib + few_query.exponentials * rows * row.tile_n / 1024
     hidden = row.stages > 1 or row.copy == "tma"
     step = few_query.step + (0.0 if hidden else few_query.unhidden_latency)
-    work = max(row.warps * warp_us, tensor_us(row, parameters) / few_query.tensor_share)
+    work = max(row.warps * warp_us, tensor_us(row, device, parameters) / few_query.tensor_share)
     block = few_query.block + (few_query.start_by_tma if row.copy == "tma" else 0.0)
     return block, step, few_query.merge * merged / 1024, work
 
 
-def _scored_row(row: Row, resident: int, parameters: Parameters) -> tuple[float, float, float, float]:
+def _scored_row(
+    row: Row, resident: int, device: Device, parameters: Parameters
+) -> tuple[float, float, float, float]:
     """block, step, warp_block and warp_step."""
     scored = parameters.scored
     keys = row.tile_n * row.kv_warps
     load_kib = keys * (row.head_dim + row.head_dim_v) * BYTES_PER_ELEMENT / KIB
-    tensor = scored.tensor_factor * tensor_us(row, parameters)
+    tensor = scored.tensor_factor * tensor_us(row, device, parameters)
     work = max(tensor, scored.load * load_kib)
     output = scored.output * row.tile_m * row.head_dim_v * row.kv_warps / 1024
     # Alone on an SM, a block has its pipes to itself and hides little.

@@ -242,10 +242,8 @@ def _count(value: Any) -> int:
 
 
 def for_device(device: Device) -> Calibration:
-    """The calibration that selection uses for a device. Looked for once per device and setting."""
-    return _for(
-        device, os.environ.get(WHICH, ""), os.environ.get(CACHE_DIR), os.environ.get("XDG_CACHE_HOME")
-    )
+    """The calibration that selection uses for a device. Looked for once per device and ``WHICH``."""
+    return _for(device, os.environ.get(WHICH, ""))
 
 
 def forget() -> None:
@@ -254,7 +252,7 @@ def forget() -> None:
 
 
 @functools.cache
-def _for(device: Device, which: str, *_where: str | None) -> Calibration:
+def _for(device: Device, which: str) -> Calibration:
     if which == "off":
         return default(device)
     if which:

@@ -13,6 +13,7 @@ import torch
 
 import cutlass_fmha
 from cutlass_fmha import _C
+from cutlass_fmha.dispatch import table as tables
 from cutlass_fmha.integrations import transformers as integration
 
 from . import binary, corpus
@@ -325,7 +326,8 @@ def show_kernels(report: Report) -> None:
     names = {row.name for row in rows if row.arch == arch and row.family != "wide"}
     others = {row.name for row in (*rows, *_C.helpers()) if row.arch == arch} - names
     try:
-        kernels = binary.inspect(Path(_C.__file__), arch)
+        target = tables.this_build().architectures[arch].split(",")[-1].rstrip("af")
+        kernels = binary.inspect(Path(_C.__file__), int(target))
     except binary.CannotInspect as error:
         report.say(f"Not inspected: {error}", "")
         return

@@ -21,15 +21,17 @@ def no_rows(device: Device, table: Table | None = None) -> str | None:
             f"{devices.FORCE_ARCH}={forced} asks for sm_{forced} rows, "
             f"and this build holds rows for {held} only"
         )
-    if device.capability < (8, 9):
+    if device.capability < (8, 0):
         return (
-            f"{device} is older than every kernel of cutlass_fmha: compute capability 8.9 or newer is needed"
+            f"{device} is older than every kernel of cutlass_fmha: compute capability 8.0 or newer is needed"
         )
-    way_out = "with its own architecture"
-    if (own := devices.own_arch(device)) in table.architectures:
-        held += f" (compiled for sm_{table.architectures[own]})"
-        way_out = "with nvcc 12.9 or newer, which compiles for the whole family"
+    own, target, way_out = devices.own_arch(device), 89, ", or with its own architecture"
+    if own in table.architectures:
+        held += f" (sm_{own}'s compiled for {devices.described(table.architectures[own])})"
+        way_out = ", or with nvcc 12.9 or newer, which compiles for the whole family"
+    if device.capability < (8, 9):
+        target, way_out = 86 if device.capability >= (8, 6) else 80, ""
     return (
         f"this build of cutlass_fmha holds rows for {held} only, none of which {device} takes: rebuild it "
-        f"with `pip install . -C cmake.define.CMAKE_CUDA_ARCHITECTURES=89`, or {way_out}"
+        f"with `pip install . -C cmake.define.CMAKE_CUDA_ARCHITECTURES={target}`{way_out}"
     )

@@ -12,6 +12,7 @@ from cutlass_fmha.dispatch import table as tables
 from cutlass_fmha.dispatch.choose import contenders, predicted_us
 from cutlass_fmha.dispatch.device import Device
 from cutlass_fmha.dispatch.eligibility import eligible_rows
+from cutlass_fmha.dispatch.gradients import Route
 from cutlass_fmha.dispatch.problem import Problem
 from cutlass_fmha.dispatch.table import Row
 from cutlass_fmha.log import logger
@@ -33,7 +34,8 @@ def decision(problem: Problem, device: Device, row: Row, forced: bool) -> None:
     logger.info("%s", line)
 
 
-def decision_of_gradients(problem: Problem, device: Device, row: Row, forced: bool) -> None:
-    """The same of a backward, whose costs are not predicted."""
+def decision_of_gradients(problem: Problem, device: Device, route: Route, forced: bool) -> None:
+    """The same of a backward, whose costs are predicted where there are two routes."""
     if logger.isEnabledFor(logging.INFO):
-        logger.info("backward of %s on %s: %s%s", problem, device, row.name, ", forced by name" * forced)
+        why = ", forced by name" * forced + f"; {route.why}" * bool(route.why)
+        logger.info("backward of %s on %s: %s%s", problem, device, route.row.name, why)

@@ -169,11 +169,7 @@ def problem_of(
 
 def _features_of(features: Features, window: tuple[int, int] | None) -> tuple[str, ...]:
     """Names of ``FEATURES``, in that order."""
-    asked = {
-        _STANDS_FOR.get(name)
-        for name, value in zip(features._fields, features, strict=True)
-        if value is not None
-    }
+    asked = {_STANDS_FOR[name] for name in features.tensors if name in _STANDS_FOR}
     if window is not None:
         asked.add("window")
     if features.softcap > 0:
@@ -182,7 +178,7 @@ def _features_of(features: Features, window: tuple[int, int] | None) -> tuple[st
         asked.add("dropout")
     if (features.num_splits or 1) > 1:
         asked.add("splits")
-    return tuple(name for name in FEATURES if name in asked)
+    return tuple(asked) if len(asked) < 2 else tuple(name for name in FEATURES if name in asked)
 
 
 def for_one_sequence(problem: Problem, features: Features, k: Tensor) -> Problem:

@@ -158,7 +158,8 @@ def explain(
         arch, sm_count: the same as ``device="sm_<arch>:<sm_count>"``.
         measure: also time every eligible row, on the CUDA device of this machine that ``device`` says: random
             inputs of the problem's sizes, contiguous as [batch, seqlen, num_heads, head_dim].
-        backward: which kernel computes the gradients; with ``deterministic`` as ``attention`` takes it.
+        backward: which kernel computes the gradients; with ``deterministic`` and ``deterministic_workspace``
+            as ``attention`` takes them.
         all_rows: print the rows for other architectures, dtypes and head dims one by one, too.
 
     Raises TypeError or ValueError, in a sentence, for arguments that describe no problem or no device.
@@ -170,6 +171,7 @@ def explain(
             raise TypeError("explain takes tensors or a shape, got both")
         problem = problem_of_shape(shape, seqlen_k, num_heads_kv, dtype, causal_name, alignment)
         deterministic = backward and bool(keywords.pop("deterministic", False))
+        most = keywords.pop("deterministic_workspace", None) if backward else None
         problem = _with_features(problem, head_dim_v, features, keywords)
         default: str | torch.device | None = None
     else:
@@ -180,7 +182,7 @@ def explain(
                 "features and head_dim_v describe a shape: with tensors, pass what attention takes"
             )
         problem = _problem_of_tensors((q, k, v), causal_name, layout, keywords)
-        deterministic = bool(keywords.get("deterministic"))
+        deterministic, most = bool(keywords.get("deterministic")), keywords.get("deterministic_workspace")
         default = q.device
     if arch is not None or sm_count is not None:
         if device is not None or arch is None:
@@ -193,7 +195,10 @@ def explain(
             raise ValueError(
                 "explain measures no backward: python -m cutlass_fmha bench --preset backward does"
             )
-        found = explain_gradients(problem, resolve(device), row, deterministic)
+        if most is not None:
+            integer("deterministic_workspace", most)
+        check_numbers(NO_FEATURES._replace(deterministic_workspace=most))
+        found = explain_gradients(problem, resolve(device), row, deterministic, most)
         return replace(found, all_rows=all_rows)
     found = replace(explain_problem(problem, resolve(device), row), all_rows=all_rows)
     return with_times(found, cuda_index(device)) if measure else found
@@ -350,9 +355,13 @@ def explain_problem(
 
 
 def explain_gradients(
-    problem: Problem, device: Device | None, row: str | None = None, deterministic: bool = False
+    problem: Problem,
+    device: Device | None,
+    row: str | None = None,
+    deterministic: bool = False,
+    workspace: int | None = None,
 ) -> Explanation:
-    """The same of the rows that compute a problem's gradients, whose costs are not predicted."""
+    """The same of the rows that compute a problem's gradients, whose costs are not predicted one by one."""
     table = tables.backward()
     if device is None:
         return Explanation(problem, None, (), None, "the CPU backend, which needs no row")
@@ -365,22 +374,31 @@ def explain_gradients(
     verdicts = [
         Verdict(
             other,
-            tuple(gradients.reasons(other, problem, device, table, deterministic)),
+            tuple(gradients.reasons(other, problem, device, table, deterministic, workspace)),
             None,
             irrelevance=irrelevant(other),
         )
         for other in table.rows
     ]
-    verdicts.sort(key=lambda verdict: (len(verdict.reasons), verdict.row.head_dim, verdict.row.scored))
+    verdicts.sort(
+        key=lambda verdict: (
+            len(verdict.reasons),
+            verdict.row.head_dim,
+            verdict.row.scored,
+            gradients.writes_scores(verdict.row),
+        )
+    )
     try:
-        winner = gradients.choose(problem, device, row, deterministic).name
+        route = gradients.choose(problem, device, row, deterministic, workspace)
     except UnsupportedError as error:
         note = f"nothing, because {str(error).partition(chr(10))[0].removesuffix(':')}"
         return Explanation(problem, device, tuple(verdicts), None, note)
     how = (
         "forced by name" if row is not None else "of the least head dim that holds both, and no more features"
     )
-    return Explanation(problem, device, tuple(verdicts), winner, f"{winner}, {how}")
+    winner = route.row.name
+    note = f"{winner}, {how}" + f"; {route.why}" * bool(route.why)
+    return Explanation(problem, device, tuple(verdicts), winner, note)
 
 
 def _verdicts(

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+from cutlass_fmha import _C
+from cutlass_fmha.arguments.check import integer
+from cutlass_fmha.cost import gradients as cost
 from cutlass_fmha.dispatch import table as tables
 from cutlass_fmha.dispatch.device import Device
+from cutlass_fmha.dispatch.families import wide
 from cutlass_fmha.dispatch.families.family import (
     Rule,
     alignment,
@@ -12,6 +18,7 @@ from cutlass_fmha.dispatch.families.family import (
     head_dims,
     made_for_device,
     shared_memory,
+    whole_blocks,
 )
 from cutlass_fmha.dispatch.problem import FEATURES, Problem
 from cutlass_fmha.dispatch.table import Row, Table
@@ -20,7 +27,11 @@ from cutlass_fmha.errors import UnsupportedError
 #: What a call may say beyond a causal mask and be differentiable by every row: which keys a query sees, and
 #: sinks, which the LSE knows; and by rows that know scores. Names of FEATURES.
 KNOWN = frozenset({"window", "prefix", "varlen", "lengths", "leftpad", "sinks"})
-SCORED = KNOWN | {"mask", "bias", "softcap", "alibi", "dropout"}
+SCORED = KNOWN | {"mask", "bias", "block_mask", "softcap", "alibi", "dropout"}
+#: Queries and keys of a piece of a tile: blocks of lists are multiples of it, as all rows of the forward ask.
+BLOCK = (16, 32)
+#: By rows for float32 and head dims above 256: what their forward knows.
+WIDE = wide.KNOWN & SCORED
 
 
 def lacking(problem: Problem, known: frozenset[str] = SCORED) -> tuple[str, ...]:
@@ -28,7 +39,12 @@ def lacking(problem: Problem, known: frozenset[str] = SCORED) -> tuple[str, ...]
 
 
 def _features(row: Row, problem: Problem, device: Device, table: Table) -> str | None:
-    return has_no(names) if (names := lacking(problem, SCORED if row.scored else KNOWN)) else None
+    known = WIDE if row.family == "backward_wide" else SCORED if row.scored else KNOWN
+    return has_no(names) if (names := lacking(problem, known)) else None
+
+
+def _left_window(row: Row, problem: Problem, device: Device, table: Table) -> str | None:
+    return wide.left_window(row, problem, device, table) if row.family == "backward_wide" else None
 
 
 def _head_dim(row: Row, problem: Problem, device: Device, table: Table) -> str | None:
@@ -37,38 +53,173 @@ def _head_dim(row: Row, problem: Problem, device: Device, table: Table) -> str |
     return f"made for head dims up to {row.head_dim}, and the tensors have {head_dims(problem)}"
 
 
-RULES: tuple[Rule, ...] = (made_for_device, dtype, _head_dim, _features, shared_memory, alignment)
+def _block_mask(row: Row, problem: Problem, device: Device, table: Table) -> str | None:
+    return whole_blocks(problem, *BLOCK) if row.scored else None
+
+
+RULES: tuple[Rule, ...] = (
+    made_for_device,
+    dtype,
+    _head_dim,
+    _features,
+    _left_window,
+    _block_mask,
+    shared_memory,
+    alignment,
+)
+
+NOT_ASKED = ", unless CUTLASS_FMHA_WIDE_GRADIENTS=1 asks for those that have run on no GPU"
+#: Bytes of dS that deterministic gradients may have in memory, where a call says nothing.
+DEFAULT_WORKSPACE = 1 << 30
+_workspace = DEFAULT_WORKSPACE
+
+
+def set_deterministic_workspace(size: int | None) -> int:
+    """Sets the bytes of dS that ``deterministic=True`` may have where no call says; returns those before.
+
+    ``size`` None: 1 GiB, as it is at first. 0: gradients of q are summed in order. It holds for all threads,
+    from the next backward on, whenever its forward was.
+
+    Raises TypeError or ValueError for what is no size.
+    """
+    global _workspace
+    if size is not None and integer("size", size, "") < 0:
+        raise ValueError(f"size must be 0 bytes or more, or None, got {size}")
+    before, _workspace = _workspace, DEFAULT_WORKSPACE if size is None else size
+    return before
+
+
+def deterministic_workspace() -> int:
+    return _workspace
+
+
+class Route(NamedTuple):
+    """How gradients are computed, and why so, where there were two ways. ``heads``: of keys, whose dS is in
+    memory at a time, and takes ``scores`` bytes there; 0 of a row that writes none."""
+
+    row: Row
+    heads: int = 0
+    scores: int = 0
+    why: str = ""
+
+
+def scores_of_a_head(row: Row, problem: Problem) -> int:
+    """Bytes of dS that a row writes of a head of keys, with all heads of queries that share it."""
+    p = _C.AttentionParams()
+    p.batch, p.seqlen_q, p.seqlen_k = problem.batch, problem.seqlen_q, problem.seqlen_k
+    p.num_heads, p.num_heads_kv = problem.num_heads, problem.num_heads_kv
+    p.bottom_right = problem.causal != "top-left"
+    p.window_left, right = problem.window
+    p.window_right = right if problem.causal == "none" else 0
+    if "prefix" in problem.features:
+        p.prefix_lengths = 4  # there is one: nothing reads it
+    return _C.BackwardParams(p).scores_bytes(row.tile_m, row.tile_n)
+
+
+def writes_scores(row: Row) -> bool:
+    """Whether a row leaves dS in memory, of which another makes dQ."""
+    return row.family == "backward" and row.writes_scores
 
 
 def reasons(
-    row: Row, problem: Problem, device: Device, table: Table, deterministic: bool = False
+    row: Row,
+    problem: Problem,
+    device: Device,
+    table: Table,
+    deterministic: bool = False,
+    workspace: int | None = None,
 ) -> list[str]:
-    """Why a row can't compute the gradients of a problem; empty when it can."""
+    """Why a row can't compute the gradients of a problem; empty when it can.
+
+    ``workspace``: the bytes of dS that it may write; None: as many as are set.
+    """
     found = [sentence for rule in RULES if (sentence := rule(row, problem, device, table)) is not None]
-    return [*found, "sums dQ in no fixed order"] if deterministic and not row.scored else found
+    if writes_scores(row):
+        if (row.arch, row.dtype, row.head_dim) not in tables.query_products():
+            found.append("writes dS, and this build has no row that makes dQ of it")
+        most = _workspace if workspace is None else workspace
+        if not found and (one := scores_of_a_head(row, problem)) > most:
+            found.append(
+                f"writes {one} bytes of dS for a head of keys, and deterministic_workspace is {most}"
+            )
+    elif deterministic and not row.scored:
+        found.append("sums dQ in no fixed order")
+    return found
 
 
-def choose(problem: Problem, device: Device, name: str | None = None, deterministic: bool = False) -> Row:
+def choose(
+    problem: Problem,
+    device: Device,
+    name: str | None = None,
+    deterministic: bool = False,
+    workspace: int | None = None,
+) -> Route:
     """The row with the least head dim among those that can, which knows no more than it must; or that named.
+
+    Of deterministic gradients the cheaper of two such: one that sums dQ in order, one that writes dS.
 
     Raises UnsupportedError, and ValueError for a name that no row has.
     """
     table = tables.backward()
     if name is not None:
         row = table.by_name(name)
-        if why := reasons(row, problem, device, table, deterministic):
+        if why := reasons(row, problem, device, table, deterministic, workspace):
             raise UnsupportedError(f"row {name} can't compute the gradients of {problem}: {'; '.join(why)}")
-        return row
-    against = [(row, reasons(row, problem, device, table, deterministic)) for row in table.rows]
-    if possible := [row for row, sentences in against if not sentences]:
-        return min(possible, key=lambda row: (row.head_dim, row.scored, row.index))
+        return _route(row, problem, workspace)
+    against = [(row, reasons(row, problem, device, table, deterministic, workspace)) for row in table.rows]
+    possible = sorted(
+        (row for row, sentences in against if not sentences),
+        key=lambda row: (row.head_dim, row.scored, writes_scores(row), row.index),
+    )
+    if possible and deterministic:
+        return _cheaper(possible, problem, device, workspace)
+    if possible:
+        return _route(possible[0], problem, workspace)
     if not table.rows:
         raise UnsupportedError("this build of cutlass_fmha has no kernels that compute gradients")
     nearest = sorted(against, key=lambda entry: len(entry[1]))[:3]
     lines = [f"  {row.name}: {'; '.join(sentences)}" for row, sentences in nearest]
+    hint = NOT_ASKED * any(_asked_for(row, problem, device) for row in tables.backward_wide().rows)
     raise UnsupportedError(
-        f"no kernel of this build computes the gradients of {problem}:\n" + "\n".join(lines)
+        f"no kernel of this build computes the gradients of {problem}{hint}:\n" + "\n".join(lines)
     )
+
+
+def _asked_for(row: Row, problem: Problem, device: Device) -> bool:
+    return not reasons(row, problem, device, tables.backward_wide())
+
+
+def _cheaper(possible: list[Row], problem: Problem, device: Device, workspace: int | None) -> Route:
+    sums = next((row for row in possible if not writes_scores(row)), None)
+    product = next((row for row in possible if writes_scores(row)), None)
+    if product is None:
+        assert sums is not None
+        return _route(sums, problem, workspace)
+    by_product = _route(product, problem, workspace)
+    if sums is None:
+        return by_product
+    turns = -(-problem.batch * problem.num_heads_kv // max(1, by_product.heads))
+    written = cost.product_us(product, problem, device, turns)
+    summed = cost.sums_us(sums, problem, device)
+    if written <= summed:
+        return by_product._replace(
+            why=f"dS is written, {by_product.scores} bytes in {turns} turn{'s' * (turns != 1)}: "
+            f"{written:.0f} us predicted, {summed:.0f} for sums of dQ in order"
+        )
+    return Route(
+        sums, why=f"dQ is summed in order: {summed:.0f} us predicted, {written:.0f} where dS is written"
+    )
+
+
+def _route(row: Row, problem: Problem, workspace: int | None) -> Route:
+    if not writes_scores(row):
+        return Route(row)
+    one, all_heads = scores_of_a_head(row, problem), problem.batch * problem.num_heads_kv
+    most = _workspace if workspace is None else workspace
+    at_once = max(1, all_heads if one == 0 else min(all_heads, most // one))
+    turns = -(-all_heads // at_once)
+    heads = max(1, -(-all_heads // max(1, turns)))  # turns are alike
+    return Route(row, heads, heads * one)
 
 
 def names_of(features: tuple[str, ...]) -> str:

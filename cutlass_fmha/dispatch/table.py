@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -39,6 +40,7 @@ class Row:
     mma: str
     takes_features: bool
     scored: bool
+    writes_scores: bool
     alignment: int
     element_bytes: int
     kv_warps: int
@@ -100,5 +102,24 @@ def this_build() -> Table:
 
 @functools.cache
 def backward() -> Table:
-    """The rows that compute gradients."""
-    return _table(_C.backward_rows())
+    """The rows that compute gradients.
+
+    Those of float32 and of head dims above 256 were simulated and have run on no GPU: they are among them
+    where the environment says CUTLASS_FMHA_WIDE_GRADIENTS=1.
+    """
+    asked = os.environ.get("CUTLASS_FMHA_WIDE_GRADIENTS") == "1"
+    families = ("backward", "backward_wide") if asked else ("backward",)
+    return _table([row for row in _C.backward_rows() if row.family in families])
+
+
+@functools.cache
+def backward_wide() -> Table:
+    """Those of them that have to be asked for."""
+    return _table([row for row in _C.backward_rows() if row.family == "backward_wide"])
+
+
+@functools.cache
+def query_products() -> frozenset[tuple[int, str, int]]:
+    """(arch, dtype, head dim) of the rows that make dQ of what others write of dS."""
+    rows = (row for row in _C.backward_rows() if row.family == "query_product")
+    return frozenset((row.arch, row.dtype, row.head_dim) for row in rows)

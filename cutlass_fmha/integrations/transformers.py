@@ -8,6 +8,8 @@ Two names, each for an attention function and a mask function: "cutlass_fmha" ta
 transformers makes for SDPA, "cutlass_fmha_flash" says padding by lengths and windows by windows.
 docs/transformers.md tells which is for what.
 
+``apply(model)`` has what is beside attention computed by this package, too: norms, rotary embedding, MLPs.
+
 Works with transformers 5.4 and newer, which is imported by ``register`` only.
 """
 
@@ -19,11 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cutlass_fmha.attention import attention
+from cutlass_fmha.attention import attention, packed_attention
 from cutlass_fmha.integrations.padding import SAID, Said, padding
+from cutlass_fmha.integrations.transformers_apply import Applied, apply
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+__all__ = ["NAME", "Applied", "apply", "attention_forward", "flash_forward", "register"]
 
 NAME = "cutlass_fmha"
 """The ``attn_implementation`` that takes masks as SDPA does. With "_flash" behind it, lengths and windows."""
@@ -45,6 +50,7 @@ _REFUSED = {
     "cache": "continuous batching (paged caches)",
     "block_table": "continuous batching (paged caches)",
 }
+_SIDES = tuple((f"cu_seq_lens_{x}", f"cu_seqlens_{x}", f"max_length_{x}", f"max_seqlen_{x}") for x in "qk")
 _NO_INDICES = {"indices": "sparse attention but by a mask: use cutlass_fmha"}
 _BY_MASKS = {**_REFUSED, "cu_seq_lens_q": "packed sequences with masks: use cutlass_fmha_flash, without one"}
 _WITHOUT_MASK = {**_BY_MASKS, **_NO_INDICES}
@@ -173,7 +179,7 @@ def flash_forward(
         found = _read(attention_mask, query, key, _is_causal(module, is_causal), sliding_window)
     arguments = found.arguments
     if kwargs.get("cu_seq_lens_q") is not None:
-        if arguments.keys() & {"mask", "leftpad_k", "seqused_k"}:
+        if arguments and arguments.keys() & {"mask", "leftpad_k", "seqused_k"}:
             raise ValueError("cu_seq_lens_q and an attention_mask with padding exclude each other.")
         arguments = arguments | _packed(kwargs)
     if found.seen < key.shape[2] and (query.shape[2] > 1 or "seqused_k" not in arguments):
@@ -218,14 +224,13 @@ def _said_of_scores(dropout: float, kwargs: dict[str, Any], refused: dict[str, s
 
 def _packed(kwargs: dict[str, Any]) -> dict[str, Any]:
     """transformers' words for packed sequences in ours. A longest length on the device is waited for."""
-    said = {}
-    for side in "qk":
-        starts, longest = kwargs.get(f"cu_seq_lens_{side}"), kwargs.get(f"max_length_{side}")
-        if starts is None:
+    said: dict[str, Any] = {}
+    for their_starts, starts, their_longest, longest in _SIDES:
+        if (tensor := kwargs.get(their_starts)) is None:
             raise ValueError("cu_seq_lens_q is only taken with cu_seq_lens_k.")
-        said[f"cu_seqlens_{side}"] = starts.int()
-        if longest is not None:
-            said[f"max_seqlen_{side}"] = int(longest)
+        said[starts] = tensor if tensor.dtype is torch.int32 else tensor.int()
+        if (number := kwargs.get(their_longest)) is not None:
+            said[longest] = int(number)
     return said
 
 
@@ -241,6 +246,4 @@ def _attend(
     if "cu_seqlens_q" not in said:
         out: Tensor = attention(query, key, value, causal=causal, scale=scaling, layout="bhsd", **said)
         return out.transpose(1, 2), None  # which is how its memory lies
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    rows = attention(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), causal=causal, scale=scaling, **said)
-    return rows.view(*q.shape[:3], -1), None
+    return packed_attention(query, key, value, causal=causal, scale=scaling, **said), None

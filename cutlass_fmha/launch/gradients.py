@@ -35,6 +35,9 @@ class Plan(NamedTuple):
     workspace: int  # floats
     addresses: tuple[tuple[str, str], ...]
     bias_stride: tuple[int, int, int, int]  # of its gradient, which is contiguous
+    ordered: bool
+    heads: int  # of keys whose dS is in memory at a time
+    scores: int  # bytes of it
 
 
 def launch(
@@ -62,7 +65,7 @@ def launch(
         q, k, v, output, dout = (_whole_vectors(x, scratch) for x in (*tensors, output, dout))
         plan: Plan = kept(
             "attend_backward",
-            (q, k, v, causal, row, wanted, device, *said, *said.values()),
+            (q, k, v, causal, row, wanted, device, workspace_cap(said), *said, *said.values()),
             lambda: _prepare((q, k, v), causal, said, wanted, row, device),
         )
         lse = lse if lse.is_contiguous() else scratch.copy(lse)
@@ -100,7 +103,10 @@ def launch(
             params.dbias, params.dbias_stride = bias.data_ptr(), plan.bias_stride
         if sinks.numel():
             params.dsinks = sinks.data_ptr()
-        params.ordered = said.get("deterministic", False)
+        params.ordered = plan.ordered
+        if plan.heads:
+            scores = scratch.empty((plan.scores // 4,), torch.float32)
+            params.scores, params.scores_turn = scores.data_ptr(), plan.heads
         params.dout, params.dlse, params.workspace = dout.data_ptr(), address(dlse), workspace.data_ptr()
         scratch.check()
         if not q.is_meta:
@@ -117,6 +123,12 @@ def launch(
             if to is not None and x.numel() and x.data_ptr() != to.data_ptr():
                 to.copy_(x)
         return results
+
+
+def workspace_cap(said: Mapping[str, Any]) -> int:
+    """Bytes that a call may have of dS in memory."""
+    most: int | None = said.get("deterministic_workspace")
+    return gradients.deterministic_workspace() if most is None else most
 
 
 def _room(x: Tensor, to: Tensor, scratch: Scratch, zero: bool) -> Tensor:
@@ -167,8 +179,11 @@ def _prepare(
     if device is None:
         built = tables.backward().architectures
         device = devices.of_index(index) if index >= 0 else devices.simulated(built)
-    row = gradients.choose(call.problem, device, name, features.deterministic)
-    decisions.decision_of_gradients(call.problem, device, row, name is not None)
+    # What nobody wants of q is summed in no order.
+    ordered = features.deterministic and wanted[0]
+    route = gradients.choose(call.problem, device, name, ordered, workspace_cap(said))
+    row = route.row
+    decisions.decision_of_gradients(call.problem, device, route, name is not None)
     bias = (0, 0, 0, 0)
     if wanted[3] and features.bias is not None:
         bias = broadcast_strides(torch.empty(features.bias.shape, device="meta"), call.sizes)
@@ -176,10 +191,21 @@ def _prepare(
     params = _C.BackwardParams(
         _sized(params_of(call.sizes, call.features, call.causal, call.strides), call.sizes)
     )
-    params.ordered, params.dsinks = features.deterministic, 4 * wanted[4]
-    floats = params.workspace_floats(row.tile_m, row.head_dim)
+    # A wide row sums dQ in registers, in a fixed order.
+    sums = row.family != "backward_wide" and not gradients.writes_scores(row)
+    params.ordered, params.dsinks = sums and features.deterministic and row.scored, 4 * wanted[4]
+    floats = params.workspace_floats(row.tile_m, row.tile_n, row.head_dim * sums)
     plan = params_of(call.sizes, call.features, call.causal, call.strides)
-    return Plan(row.index, plan, floats, addresses_of(features) if said else (), bias)
+    return Plan(
+        row.index,
+        plan,
+        floats,
+        addresses_of(features) if said else (),
+        bias,
+        params.ordered,
+        route.heads,
+        route.scores,
+    )
 
 
 def _check_bias(features: Features, stride: tuple[int, ...], sizes: Sizes) -> None:

@@ -13,7 +13,19 @@ from cutlass_fmha.dispatch import table as tables
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.launch.streams import current_stream
 
-Params = TypeVar("Params", _C.CombineParams, _C.MergeParams, _C.RotaryParams, _C.AppendParams)
+Params = TypeVar(
+    "Params",
+    _C.CombineParams,
+    _C.MergeParams,
+    _C.RotaryParams,
+    _C.AppendParams,
+    _C.RopeParams,
+    _C.RopeBackwardParams,
+    _C.RmsNormParams,
+    _C.RmsNormBackwardParams,
+    _C.GatedParams,
+    _C.GatedBackwardParams,
+)
 
 
 class Helper(NamedTuple, Generic[Params]):
@@ -51,6 +63,12 @@ def _arch(index: int) -> int:
         names = ", ".join(f"sm_{each}" for each in sorted(built))
         raise UnsupportedError(f"this build has kernels for {names}, and none of them runs on {device}")
     return arch
+
+
+def resident_blocks(tensor: Tensor, per_sm: int) -> int:
+    """How many thread blocks the tensor's device has room for at once, where an SM has for ``per_sm``."""
+    index = tensor.get_device()
+    return per_sm * (devices.of_index(index).sm_count if index >= 0 else 2)
 
 
 def strides(tensor: Tensor) -> tuple[int, int, int]:

@@ -14,29 +14,15 @@ from cutlass_fmha.dispatch.problem import Problem
 from cutlass_fmha.dispatch.table import Row
 from cutlass_fmha.features import NO_FEATURES, Features, Sizes
 
-#: Tensors of ``Features`` and where their addresses go.
-_ADDRESSES = (
-    ("mask", "mask"),
-    ("bias", "bias"),
-    ("prefix_lengths", "prefix_lengths"),
-    ("block_counts", "block_counts"),
-    ("block_indices", "block_indices"),
-    ("alibi_slopes", "alibi_slopes"),
-    ("sinks", "sinks"),
-    ("dropout_seed", "dropout_seed"),
-    ("cu_seqlens_q", "cu_seqlens_q"),
-    ("cu_seqlens_k", "cu_seqlens_k"),
-    ("seqused_q", "seqused_q"),
-    ("seqused_k", "seqused_k"),
-    ("leftpad_k", "leftpad_k"),
-    ("page_table", "page_table"),
-    ("cache_batch_idx", "batch_index_k"),
-)
+#: Where addresses of ``Features``' tensors go, if not to the field of the same name.
+_FIELDS = {"cache_batch_idx": "batch_index_k"}
 
 
 def addresses_of(features: Features) -> tuple[tuple[str, str], ...]:
     """(name, field) of the tensors that are read: an empty one has no address to speak of."""
-    found = tuple((name, field) for name, field in _ADDRESSES if _is_read(getattr(features, name)))
+    if features is NO_FEATURES:
+        return ()
+    found = tuple((name, _FIELDS.get(name, name)) for name, x in features.tensors.items() if x.numel() > 0)
     if _is_read(features.block_counts) and not _is_read(features.block_indices):
         return (*found, ("block_counts", "block_indices"))  # lists without room for an entry: nothing is read
     return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -86,37 +86,15 @@ def clear() -> None:
 
 
 #: How a call's layout lies in the tensors. torch's SDPA has rules of its own about shapes; a plan that is
-#: kept under its name has seen them obeyed.
-LAYOUTS = {"bshd": "bshd", "bhsd": "bhsd", "sdpa": "bhsd", "sdpa, gqa": "bhsd"}
+#: kept under its name has seen them obeyed. "packed" is "bhsd" whose ``packed_rows`` are views.
+LAYOUTS = {"bshd": "bshd", "bhsd": "bhsd", "sdpa": "bhsd", "sdpa, gqa": "bhsd", "packed": "packed"}
 
 
-@overload
-def launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None,
-    causal: str,
-    return_lse: bool,
-    row: str | None,
-    layout: str = ...,
-    names: Names = ...,
-    said: Mapping[str, Any] = ...,
-) -> tuple[Tensor, Tensor | None]: ...
-@overload
-def launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None,
-    causal: str,
-    return_lse: bool,
-    row: str | None,
-    layout: str,
-    names: Names,
-    said: Mapping[str, Any],
-    known_only: Literal[True],
-) -> tuple[Tensor, Tensor | None] | None: ...
+def packed_rows(x: Tensor) -> Tensor:
+    """Of [batch, num_heads, seqlen, head_dim] all tokens, [batch * seqlen, num_heads, head_dim]."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
 def launch(
     q: Tensor,
     k: Tensor,
@@ -129,11 +107,14 @@ def launch(
     names: Names = check.NAMES,
     said: Mapping[str, Any] = NOTHING,
     known_only: bool = False,
-) -> tuple[Tensor, Tensor | None] | None:
+) -> Any:
     """Runs one call on the current stream of the tensors' device: output in the layout, and the LSE.
 
-    ``scale`` None is 1/sqrt(head_dim). ``said``: what ``Features`` are made of. ``known_only``: return None,
-    with nothing done, without a plan. Raises what ``describe`` and ``choose`` raise, under ``names``.
+    ``scale`` None is 1/sqrt(head_dim). ``said``: what ``Features`` are made of. ``known_only``: return None
+    without a plan, with nothing done. Raises what ``describe`` and ``choose`` raise, under ``names``.
+
+    Returns:
+        Output and LSE, None where it is not wanted; None in place of both with ``known_only``.
     """
     q_address, k_address, v_address = q.data_ptr(), k.data_ptr(), v.data_ptr()
     key: Any = (
@@ -225,6 +206,15 @@ def kept(op: str, arguments: Sequence[Any], prepare: Callable[[], T]) -> T:
     return found
 
 
+def _of_packed(
+    launch: Launch, tensors: Operands, scale: float, return_lse: bool, said: Mapping[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    """A family's own launch, which knows "bshd", of tensors that are "packed"."""
+    q, k, v = tensors
+    out, lse = launch((packed_rows(q), packed_rows(k), packed_rows(v)), scale, return_lse, said)
+    return out.view(q.shape[0], q.shape[2], *out.shape[1:]), lse
+
+
 def _heads_first(
     launch: Launch, tensors: Operands, scale: float, return_lse: bool, said: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
@@ -286,6 +276,9 @@ def prepare(
     if to:
         said = {name: x for name, x in said.items() if name not in to}
     features = Features(**said) if said else NO_FEATURES
+    given_shape, packed = tensors[0].shape, layout == "packed"
+    if packed:
+        tensors, layout = (packed_rows(tensors[0]), packed_rows(tensors[1]), packed_rows(tensors[2])), "bshd"
     call = describe(tensors, causal, features, names, layout)
     if to:
         results.check_results(to, call.sizes, layout, (names[0], tensors[0]))
@@ -307,14 +300,18 @@ def prepare(
     if layout == "bhsd":
         (batch, seqlen, heads, dim), (by_batch, by_seqlen, by_head, _) = out_shape, out_strides
         out_shape, out_strides = (batch, heads, seqlen, dim), (by_batch, by_head, by_seqlen, 1)
-    addresses = addresses_of(features) if said else ()
+    elif packed:
+        out_shape = (given_shape[0], given_shape[2], *out_shape[1:])
+        out_strides = _contiguous(out_shape)
+    addresses = addresses_of(features)
     launch, given = prepared.launch, None
     if to:
         read = {name: said[name] for name, _ in addresses}
         groups = (to, dict(zip(names, tensors, strict=True)), read)
         given = Given(*(tuple((name, results.extent(x)) for name, x in group.items()) for group in groups))
     if launch is not None:
-        launch = launch if layout == "bshd" else partial(_heads_first, launch)
+        if packed or layout == "bhsd":
+            launch = partial(_of_packed if packed else _heads_first, launch)
         launch = launch if given is None else partial(_checked, given, launch)
     plan = Plan(
         chosen.index,

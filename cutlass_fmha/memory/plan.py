@@ -236,7 +236,9 @@ def _plan(
         if sentence := attend_backward.refusal(*tensors, causal, said):
             raise NotImplementedError(sentence)
         aligned = replace(call.problem, alignment=FULL_ALIGNMENT)  # what isn't is copied
-        backward_row = dispatch_gradients.choose(aligned, device, None, call.features.deterministic).name
+        backward_row = dispatch_gradients.choose(
+            aligned, device, None, call.features.deterministic and wanted[0], gradients.workspace_cap(said)
+        ).row.name
         of_backward, more = _backward(
             tensors, call.sizes.out_shape, causal, said, wanted, return_lse, plan, device
         )

@@ -118,7 +118,7 @@ def append(a: Append) -> tuple[Tensor, Tensor]:
     return found
 
 
-def _check(a: Append) -> None:
+def check_append(a: Append) -> None:
     caches = {"k_cache": a.k_cache, "v_cache": a.v_cache}
     for name, cache in caches.items():
         axes = "batch_cache, seqlen_cache" if a.page_table is None else "pages, page_size"
@@ -221,17 +221,19 @@ def _check_rotary(a: Append) -> None:
         check_rows("query", a.query, a.rotary_cos)
 
 
-#: Fields of ``_C.AppendParams`` and of ``Append`` that are addresses of one another.
-_ADDRESSES = (
-    ("k_cache", "k_cache"),
-    ("v_cache", "v_cache"),
-    ("k", "key"),
-    ("v", "value"),
-    ("cu_seqlens", "cu_seqlens_q"),
-    ("cache_seqlens", "cache_seqlens"),
-    ("cache_batch_idx", "cache_batch_idx"),
-    ("page_table", "page_table"),
-)
+def set_places(p: _C.AppendParams | _C.RopeParams, a: Append) -> None:
+    """Where a call's new rows go: addresses."""
+    p.cache_seqlens = a.cache_seqlens.data_ptr()
+    for name in ("cache_batch_idx", "page_table"):
+        if (tensor := getattr(a, name)) is not None:
+            setattr(p, name, tensor.data_ptr())
+
+
+def describe_places(p: _C.AppendParams | _C.RopeParams, a: Append) -> None:
+    """Where new rows go, but for addresses."""
+    p.entries, p.capacity = a.k_cache.shape[0], a.capacity
+    if a.page_table is not None:
+        p.page_table_stride, p.page_size = a.page_table.stride(0), a.k_cache.shape[1]
 
 
 def _launch(a: Append) -> tuple[Tensor, Tensor]:
@@ -240,9 +242,9 @@ def _launch(a: Append) -> tuple[Tensor, Tensor]:
     if a.key.shape[-3] == 0 or a.key.shape[-2] == 0:
         seqused_k = a.cache_seqlens + a.seqlen_new  # nothing is written, and nobody counts
     p = plan.params.copy()
-    for field, name in _ADDRESSES:
-        if (tensor := getattr(a, name)) is not None:
-            setattr(p, field, tensor.data_ptr())
+    p.k_cache, p.v_cache = a.k_cache.data_ptr(), a.v_cache.data_ptr()
+    p.k, p.v, p.cu_seqlens = a.key.data_ptr(), a.value.data_ptr(), helpers.address(a.cu_seqlens_q)
+    set_places(p, a)
     p.seqused_k = seqused_k.data_ptr()
     first, before = a.first_position
     p.first_position, p.before_position = first.data_ptr(), helpers.address(before)
@@ -256,7 +258,7 @@ def _launch(a: Append) -> tuple[Tensor, Tensor]:
 
 
 def _prepare(a: Append) -> helpers.Helper[_C.AppendParams]:
-    _check(a)
+    check_append(a)
     p = _C.AppendParams()
     p.k_cache_stride, p.v_cache_stride = helpers.strides(a.k_cache), helpers.strides(a.v_cache)
     p.k_stride, p.v_stride = helpers.strides(a.key), helpers.strides(a.value)
@@ -264,9 +266,7 @@ def _prepare(a: Append) -> helpers.Helper[_C.AppendParams]:
     p.head_dim_v = a.value.shape[-1]
     if a.cu_seqlens_q is not None:
         p.sequences = a.batch
-    p.entries, p.capacity = a.k_cache.shape[0], a.capacity
-    if a.page_table is not None:
-        p.page_table_stride, p.page_size = a.page_table.stride(0), a.k_cache.shape[1]
+    describe_places(p, a)
     if a.rotary_cos is not None and a.rotary_sin is not None:
         p.rotary = table_of(a.rotary_cos, a.rotary_sin, a.rotary_interleaved)
         if a.query is not None:
@@ -274,9 +274,9 @@ def _prepare(a: Append) -> helpers.Helper[_C.AppendParams]:
     return helpers.helper("append", p, a.key)
 
 
-def _write(a: Append) -> tuple[Tensor, Tensor]:
+def write(a: Append) -> tuple[Tensor, Tensor]:
     """What a launch does, on CPU tensors."""
-    _check(a)
+    check_append(a)
     if a.cu_seqlens_q is not None:
         check_starts("cu_seqlens_q", a.cu_seqlens_q, a.key.shape[0])
     new = torch.as_tensor(a.seqlen_new).expand(a.batch)
@@ -319,12 +319,12 @@ def _cuda(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
 
 def _cpu(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     arguments = Append(*args, **kwargs)
-    return _launch(arguments) if dispatcher.simulated() else _write(arguments)
+    return _launch(arguments) if dispatcher.simulated() else write(arguments)
 
 
 def _fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     arguments = Append(*args, **kwargs)
-    _check(arguments)
+    check_append(arguments)
     return arguments.results()
 
 

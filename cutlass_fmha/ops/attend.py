@@ -26,7 +26,8 @@ FEATURES = (
     "Tensor? dropout_seed=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
     "SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None, "
     "Tensor? leftpad_k=None, Tensor? page_table=None, Tensor? cache_batch_idx=None, int? num_splits=None, "
-    "bool batch_invariant=False, bool deterministic=False, Tensor? numbers=None"
+    "bool batch_invariant=False, bool deterministic=False, "
+    "int? deterministic_workspace=None, Tensor? numbers=None"
 )
 SCHEMA = f"attend({CALL}, *, {FEATURES}) -> {RESULT}"
 

@@ -28,6 +28,10 @@ SAID = (
     ("Tensor?", "mask", "None"),
     ("Tensor?", "bias", "None"),
     ("Tensor?", "prefix_lengths", "None"),
+    ("Tensor?", "block_counts", "None"),
+    ("Tensor?", "block_indices", "None"),
+    ("int", "block_m", "0"),
+    ("int", "block_n", "0"),
     ("float", "softcap", "0."),
     ("Tensor?", "alibi_slopes", "None"),
     ("Tensor?", "sinks", "None"),
@@ -41,6 +45,7 @@ SAID = (
     ("Tensor?", "seqused_k", "None"),
     ("Tensor?", "leftpad_k", "None"),
     ("bool", "deterministic", "False"),
+    ("int?", "deterministic_workspace", "None"),
 )
 SCHEMA = (
     "attend_backward(Tensor dout, Tensor query, Tensor key, Tensor value, Tensor output, Tensor softmax_lse, "
@@ -87,6 +92,8 @@ def _checked(
     for name, lse in (("softmax_lse", softmax_lse), ("dlse", dlse)):
         if lse is not None and tuple(lse.shape) != sizes.lse_shape:
             raise ValueError(f"{name} must have shape {sizes.lse_shape}, got {tuple(lse.shape)}")
+    if softmax_lse.dtype != torch.float32 and query.dtype != torch.float64:
+        raise ValueError(f"softmax_lse must be float32, got {check.dtype_name(softmax_lse.dtype)}")
     if names := _unknown(query, features, sizes, causal):
         raise NotImplementedError(f"cutlass_fmha has no backward yet with {names}")
     return scale, features, sizes

@@ -68,7 +68,7 @@ def _cpu(
     scale = scale_of(scale, features)
     check_options(scale, causal)
     sizes = _check(query, key, value, out, lse, features)
-    tensors = {"query": query, "key": key, "value": value} | Features(**features).tensors()
+    tensors = {"query": query, "key": key, "value": value} | Features(**features).tensors
     results.check_apart(results.placed(_given(out, lse)), results.placed(tensors))
     if dispatcher.simulated():
         return _cuda(query, key, value, out, lse, scale, causal, row, **features)

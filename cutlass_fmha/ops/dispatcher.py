@@ -30,7 +30,18 @@ NO_FORWARD_MODE = (
     "Tensor.backward"
 )
 #: Ops whose gradients autograd knows: they say what happens where one may be wanted.
-DIFFERENTIABLE = ("forward", "attend", "attend_backward")
+DIFFERENTIABLE = (
+    "forward",
+    "attend",
+    "attend_backward",
+    "rotary_qk",
+    "rotary_qk_",
+    "qk_norm_rope",
+    "qk_norm_rope_backward",
+    "rms_norm",
+    "gated",
+    "qk_norm_rope_append_",
+)
 
 
 def register(
@@ -78,6 +89,25 @@ def _refuse_gradients(name: str, keyset: Any, *args: Any, **kwargs: Any) -> Any:
     return private_torch.after_autograd(
         getattr(torch.ops.cutlass_fmha, name).default, keyset, *args, **kwargs
     )
+
+
+def tensors_of(said: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {name: x for name, x in said.items() if isinstance(x, Tensor)}
+
+
+def check_differentiable(inputs: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> None:
+    """Gradients of ``inputs`` are known, in reverse mode alone; of ``others`` they are not."""
+    if private_torch.peek_interpreter_stack() is not None or has_tangent(*inputs.values(), *others.values()):
+        raise NotImplementedError(NO_FORWARD_MODE)
+    if names := [name for name, x in others.items() if x.requires_grad]:
+        raise NotImplementedError(
+            f"cutlass_fmha has no backward yet for {', '.join(names)}: pass it detached"
+        )
+
+
+def rows_of_gradient(x: Tensor) -> Tensor:
+    """A gradient as kernels read it: one of a sum has strides of 0."""
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.clone(memory_format=torch.contiguous_format)
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
@@ -153,11 +183,10 @@ def can_skip_dispatcher(query: Any, key: Any, value: Any) -> bool:
 def others_can_skip_dispatcher(arguments: Mapping[str, Any]) -> bool:
     """What ``can_skip_dispatcher`` asks of query, key and value, of the other tensors of a call."""
     gradients = torch.is_grad_enabled()
-    return all(
-        type(value) is Tensor
-        and value.is_cuda
-        and not (gradients and value.requires_grad)
-        and not value.is_neg()
-        for value in arguments.values()
-        if isinstance(value, Tensor)
-    )
+    for value in arguments.values():
+        if type(value) is Tensor:
+            if not value.is_cuda or (gradients and value.requires_grad) or value.is_neg():
+                return False
+        elif isinstance(value, Tensor):
+            return False
+    return True

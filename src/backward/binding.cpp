@@ -25,6 +25,7 @@ void check(BackwardParams const& p, int element_bytes) {
                            {"dv", p.dv, false, element_bytes},
                            {"dbias", p.dbias, false, 4},
                            {"dsinks", p.dsinks, false, 4},
+                           {"scores", p.scores, false, 16},
                            {"workspace", p.workspace, queries, 16}}) {
     require(!a.wanted || a.value, [&] { return std::string(a.name) + " must be an address"; });
     require(reinterpret_cast<uintptr_t>(a.value) % a.bytes == 0,
@@ -55,7 +56,15 @@ void bind_backward_params(py::module_& m) {
   strides<3>(c, "dk_stride", &P::dk_stride);
   strides<3>(c, "dv_stride", &P::dv_stride);
   strides<4>(c, "dbias_stride", &P::dbias_stride);
-  c.def("workspace_floats", &workspace_floats, py::arg("tile_m"), py::arg("row_dim"));
+  c.def("workspace_floats", &workspace_floats, py::arg("tile_m"), py::arg("tile_n"), py::arg("row_dim"));
+  address(c, "scores", &P::scores);
+  c.def_property(
+      "scores_turn", [](P const& p) { return p.scores_turn; },
+      [](P& p, int64_t heads) {
+        require_range("scores_turn", heads, 0, INT32_MAX);
+        p.scores_turn = int(heads);
+      });
+  c.def("scores_bytes", &scores_bytes, py::arg("tile_m"), py::arg("tile_n"));
 }
 
 }  // namespace cutlass_fmha

@@ -9,7 +9,9 @@ namespace cutlass_fmha {
 struct BackwardOptions {
   int chunk;    ///< queries whose scores a warp holds at a time; of two groups, one of the second
   bool groups;  ///< one half of the warps has S, P, dV and dQ, the other dP, dS and dK of the same keys
-  Features features = Features::ranges;  ///< `scores`: all but lists of blocks; and dQ in a fixed order
+  Features features = Features::ranges;  ///< `scores`: and dQ in a fixed order
+  Copy copy = Copy::cp_async_16;         ///< of Q and dO; tma: of tiles all of whose rows are the sequence's
+  bool writes_scores = false;            ///< dS goes to memory, of which a row of QueryProductConfig makes dQ
 };
 
 struct BackwardConfig : TileConfig, BackwardOptions {
@@ -30,6 +32,17 @@ struct BackwardConfig : TileConfig, BackwardOptions {
     while (head_dim / 16 % (group_warps() / along) != 0) along *= 2;
     return along;
   }
+};
+
+/// How a row is made that multiplies dS by K. tile_m: queries of a thread block; tile_n: keys per step.
+struct QueryProductConfig : TileConfig {
+  int stages;  ///< steps in shared memory
+
+  constexpr Family family() const { return Family::query_product; }
+  constexpr int alignment() const { return 16; }
+  /// Each warp has 32 queries, and the columns are divided where there are more warps than that.
+  constexpr int query_warps() const { return tile_m / 32; }
+  constexpr int columns() const { return head_dim / (warps / query_warps()); }
 };
 
 }  // namespace cutlass_fmha

@@ -7,6 +7,10 @@
 
 namespace cutlass_fmha {
 
+/// What a kernel takes.
+template <BackwardConfig C>
+using BackwardKernelParams = cute::conditional_t<C.copy == Copy::tma, BackwardTmaParams, BackwardParams>;
+
 template <BackwardConfig C>
 constexpr int backward_smem_bytes() {
   return BackwardLayout<C>::kBytes;
@@ -28,6 +32,16 @@ CUTE_DEVICE void find_queries(BackwardParams const& p, KeyTile& tile) {
     tile.all_end = of_first.end < s.queries || prefix_ends ? (prefix_ends ? 0 : of_first.end) : INT_MAX;
   }
   tile.walk = query_walk(of_first, of_last, C.tile_m);
+}
+
+/// The queries whose block lists name a tile of keys.
+template <BackwardConfig C>
+CUTE_DEVICE void find_listed(BackwardParams const& p, ScoredKeyTile& tile) {
+  tile.listed = nullptr;
+  if (p.listed == nullptr) return;
+  int64_t const number = listing_tile(p, tile.sequence.batch, tile.head_kv, tile.key_begin / C.tile_n, C.tile_n);
+  tile.listed = p.listed + number * listed_room(p, C.tile_m);
+  tile.steps = p.listed_tiles[number];
 }
 
 /// Writes a gradient of this warp's keys. `dimensions`: of the tensor.
@@ -64,20 +78,26 @@ CUTE_DEVICE void backward(BackwardParams const& p) {
   static_assert(C.tile_n % (16 * C.group_warps()) == 0 && C.head_dim % 32 == 0);
   extern __shared__ __align__(1024) char smem[];
   WorkTile const work = work_tile(p.schedule, blockIdx.x);
-  int const head_kv = work.head;
-  Sequence const sequence = sequence_at(p, work.batch);
+  int head_kv = work.head, batch = work.batch;
+  if constexpr (C.writes_scores) {  // those of all batch entries have numbers
+    batch = (p.scores_first + work.head) / p.num_heads_kv;
+    head_kv = p.scores_first + work.head - batch * p.num_heads_kv;
+  }
+  Sequence const sequence = sequence_at(p, batch);
   // Under a diagonal, the first keys are seen by most queries: they come first.
   int const key_begin = (p.schedule.mixed ? p.schedule.m_blocks - 1 - work.m_block : work.m_block) * C.tile_n;
   if (key_begin >= sequence.keys) return;  // seqlen_k is that of the longest sequence
-  KeyTile tile;
+  typename BackwardLayout<C>::Place tile;
   tile.sequence = sequence;
   tile.key_begin = key_begin;
   tile.head_kv = head_kv;
   find_queries<C>(p, tile);
-  int const steps = tile.steps = tile.walk.tiles * (p.num_heads / p.num_heads_kv);
+  tile.steps = tile.walk.tiles * (p.num_heads / p.num_heads_kv);
+  if constexpr (C.scored()) find_listed<C>(p, tile);
+  int const steps = tile.steps;
   int const warp = uniform(threadIdx.x / 32);
   if (threadIdx.x == 0) {
-    int const head = head_kv * (p.num_heads / p.num_heads_kv);
+    int const head = tile.head = head_kv * (p.num_heads / p.num_heads_kv);
     auto const first = [&](void const* tensor, Strides const& stride) {
       return static_cast<uint16_t const*>(tensor) + sequence.entry_q * stride.batch + head * stride.head +
              sequence.first_q * stride.seqlen;
@@ -85,7 +105,12 @@ CUTE_DEVICE void backward(BackwardParams const& p) {
     int64_t const number = head * p.head_tiles + first_query_tile(p, sequence, C.tile_m);
     tile.q = first(p.q, p.q_stride);
     tile.dout = first(p.dout, p.dout_stride);
-    tile.sums = p.dq == nullptr ? nullptr : p.dq_sums + number * (C.tile_m * C.head_dim);
+    if constexpr (C.writes_scores) {
+      int64_t const at = first_scores_tile(p, work.head, key_begin / C.tile_n, steps);
+      tile.sums = reinterpret_cast<float*>(p.scores + at * (C.tile_m * C.tile_n));
+    } else {
+      tile.sums = p.dq == nullptr ? nullptr : p.dq_sums + number * (C.tile_m * C.head_dim);
+    }
     tile.terms = p.row_terms + number * (2 * C.tile_m);
     tile.turns = p.turns == nullptr ? nullptr : p.turns + number * kTurns;
     // Before a window, those of a prefix have met all queries.

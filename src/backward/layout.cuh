@@ -76,12 +76,13 @@ CUTE_DEVICE float4 read_sums(float const* piece, int lane) {
 /// What a thread block works on, read again where it is needed: registers are scarce.
 struct KeyTile {
   uint16_t const *q, *dout;  ///< row 0 of the sequence, of the first query head
-  float* sums;               ///< of its first query tile; null where nobody wants dQ
+  float* sums;               ///< of its first query tile; null where nobody wants dQ. Of rows that write dS: where to
   float const* terms;
   int* turns;
   Sequence sequence;
   QueryWalk walk;  ///< of each query head
   int key_begin, head_kv;
+  int head;   ///< the first query head
   int steps;  ///< of the walks of all heads
   /// Tiles of keys whose walks may have met a query tile before: least_before .. this one - 1.
   int least_before;
@@ -89,36 +90,48 @@ struct KeyTile {
   int all_begin, all_end;
 };
 
+/// Under block lists: the tiles that the block walks, in place of `walk`.
+struct ScoredKeyTile : KeyTile {
+  ListedTile const* listed;  ///< null without lists
+};
+
 /// In bytes, in the order in which they stand.
+// Rows that write dS have a second stage of dO where the others have dS, and its barriers.
 struct OneGroupBarriers {
   static constexpr int kQ = 0, kDout = kQ + TilePipeline<2>::kBytes, kScores = kDout + TilePipeline<1>::kBytes;
   static constexpr int kBytes = kScores + TilePipeline<1>::kBytes;
 };
+template <int DoutUnits>
 struct TwoGroupBarriers {
-  static constexpr int kQ = 0, kDout = kQ + TilePipeline<2>::kBytes, kScores = kDout + TilePipeline<2>::kBytes;
+  static constexpr int kQ = 0, kDout = kQ + TilePipeline<2>::kBytes, kScores = kDout + TilePipeline<DoutUnits>::kBytes;
   static constexpr int kProbabilities = kScores + TilePipeline<2>::kBytes;  ///< 2 of each pair of warps
   static constexpr int kBytes = kProbabilities + 4 * 2 * int(sizeof(uint64_t));
 };
 
 template <BackwardConfig C>
 struct BackwardLayout {
+  using Place = std::conditional_t<C.scored(), ScoredKeyTile, KeyTile>;
   static constexpr int kQStages = 2;
   static constexpr int kKTile = C.tile_n * C.head_dim * 2, kQTile = C.tile_m * C.head_dim * 2, kDoutTile = kQTile;
   static constexpr int kScoresTile = C.tile_n * C.tile_m * 2, kTerms = 2 * C.tile_m * int(sizeof(float));
   static constexpr int kQ = kKTile;
   static constexpr int kDout = kQ + kQStages * kQTile;
-  static constexpr int kScores = kDout + kDoutTile;  ///< dS, [key, query]
+  /// Of two groups, two tiles where there is room for them beside the rest.
+  static constexpr int kDoutTiles = C.groups && kDout + 2 * kDoutTile + kScoresTile <= 96 * 1024 ? 2 : 1;
+  static constexpr int kDoutUnits = 2 * kDoutTiles;
+  static constexpr int kScores = kDout + kDoutTiles * kDoutTile;  ///< dS, [key, query]
   static constexpr int kRowTerms = kScores + kScoresTile;
   static constexpr int kPlace = kRowTerms + kQStages * kTerms;
-  static constexpr int kBarriers = kPlace + (int(sizeof(KeyTile)) + 15) / 16 * 16;
-  static constexpr int kBytes = kBarriers + (C.groups ? TwoGroupBarriers::kBytes : OneGroupBarriers::kBytes);
+  static constexpr int kBarriers = kPlace + (int(sizeof(Place)) + 15) / 16 * 16;
+  static constexpr int kBytes =
+      kBarriers + (C.groups ? TwoGroupBarriers<kDoutUnits>::kBytes : OneGroupBarriers::kBytes);
   static_assert(kBytes <= 99 * 1024, "sm_89 and sm_120 have no more");
 
   /// V stands there before the walk, on its way to registers.
   static constexpr int kV = C.groups ? kQ : kDout;
   static_assert(kV + kKTile <= kRowTerms);
 
-  CUTE_DEVICE static KeyTile& place(char* smem) { return *reinterpret_cast<KeyTile*>(smem + kPlace); }
+  CUTE_DEVICE static Place& place(char* smem) { return *reinterpret_cast<Place*>(smem + kPlace); }
 };
 
 }  // namespace cutlass_fmha

@@ -2,6 +2,7 @@
 // becomes of scores.
 #pragma once
 
+#include "../core/tma.cuh"
 #include "../features/loader.cuh"
 #include "layout.cuh"
 #include "scores.cuh"
@@ -11,10 +12,11 @@ namespace cutlass_fmha {
 /// Tiles of queries in the order of the walk: those of a query head after those of the one before.
 struct QueryCursor {
   int tile, head;  ///< head: of those that share the block's keys
+  int number = 0;  ///< of steps
 
   CUTE_DEVICE QueryCursor next(QueryWalk const& walk) const {
     bool const last = tile + 1 == walk.first + walk.tiles;
-    return {last ? walk.first : tile + 1, last ? head + 1 : head};
+    return {last ? walk.first : tile + 1, last ? head + 1 : head, number + 1};
   }
 };
 
@@ -54,7 +56,27 @@ struct BackwardParts {
   }
 
   CUTE_DEVICE uint32_t barriers() const { return cute::cast_smem_ptr_to_uint(smem + Layout::kBarriers); }
-  CUTE_DEVICE KeyTile const& place() const { return Layout::place(smem); }
+  CUTE_DEVICE typename Layout::Place const& place() const { return Layout::place(smem); }
+
+  // ---- the walk: lists of its tiles, or all of a range
+
+  CUTE_DEVICE QueryCursor listed(int number) const {
+    ListedTile const& entry = place().listed[number];
+    return {entry.tile, entry.head, number};
+  }
+  CUTE_DEVICE QueryCursor first(QueryWalk const& walk) const {
+    if constexpr (C.scored()) {
+      if (params.listed != nullptr) return listed(0);
+    }
+    return {walk.first, 0};
+  }
+  /// Behind the last, a tile that means nothing.
+  CUTE_DEVICE QueryCursor after(QueryCursor const& at, QueryWalk const& walk) const {
+    if constexpr (C.scored()) {
+      if (params.listed != nullptr) return listed(at.number + 1);
+    }
+    return at.next(walk);
+  }
 
   // ---- what comes to shared memory
 
@@ -77,6 +99,25 @@ struct BackwardParts {
         smem + tile, from, head_dim, true, [&](int r) { return r < there ? from + r * stride.seqlen : nullptr; },
         threadIdx.x % Threads);
   }
+  /// Whether the copy unit brings a tile: not one with rows behind the sequence, whatever stands there.
+  CUTE_DEVICE bool comes_by_tma(QueryCursor const& at) const {
+    return C.copy == Copy::tma && (at.tile + 1) * C.tile_m <= place().sequence.queries;
+  }
+  /// By one thread, which then counts as `producers`. `Rows` queries from row `row` of such a tile on.
+  template <int Rows, int Stages>
+  CUTE_DEVICE void request_queries(TensorMap const& map, TilePipeline<Stages> const& pipe, int barriers, int number,
+                                   int producers, QueryCursor const& at, int row, uint32_t tile) const {
+    using Tile = TmaTile<C.head_dim, Rows, C.element_bytes()>;
+    KeyTile const& here = place();
+    // What other tiles left there by cp.async comes before.
+    if (here.sequence.queries % C.tile_m != 0) cute::tma_store_fence();
+    auto* const barrier = reinterpret_cast<uint64_t*>(smem + Layout::kBarriers + barriers + pipe.full_offset(number));
+    Tile::load(map, barrier, smem + tile, Tile::kPanelBytes, here.sequence.first_q + at.tile * C.tile_m + row,
+               here.head + at.head, here.sequence.entry_q);
+    pipe.producer_commit(number, producers - 1);
+  }
+  CUTE_DEVICE BackwardTmaParams const& maps() const { return static_cast<BackwardTmaParams const&>(params); }
+
   /// The terms of a tile's rows.
   template <int Threads>
   CUTE_DEVICE void load_terms(QueryCursor const& at, uint32_t to) const {
@@ -222,6 +263,10 @@ struct BackwardParts {
     } else {
       chunk.template exponentiate<false, false>(scores, probabilities, factors, seen, lse);
     }
+    if (params.listed != nullptr) {
+      chunk.hide_pieces(place().listed[at.number].pieces >> (warp * C.keys_per_warp() / kListedKeys),
+                        (query_begin - at.tile * C.tile_m) / kListedQueries, probabilities, factors);
+    }
     chunk.drop_out(probabilities, factors);
   }
 
@@ -272,6 +317,23 @@ struct BackwardParts {
     }
   }
 
+  /// The same to memory, of the steps of the walk. `eights`: queries before, by 8.
+  template <class Types>
+  CUTE_DEVICE void write_scores(int step, int eights, typename Types::Probabilities& factors) const {
+    auto pairs = pairs_by_row<Types>(factors);
+    // The thread's number is read anew: registers that would be kept for it are spilled.
+    int const thread = thread_id() % (32 * C.group_warps());
+    auto* const tile = reinterpret_cast<uint32_t*>(place().sums) + int64_t(step) * (C.tile_m * C.tile_n / 2) +
+                       scores_matrix(C.tile_m, thread / 32 * (C.keys_per_warp() / 8), eights) / 2 + thread % 32;
+    CUTE_UNROLL
+    for (int row = 0; row < 2 * T::kRowSteps; ++row) {
+      CUTE_UNROLL
+      for (int pair = 0; pair < Types::kQueries / 8; ++pair) {
+        tile[scores_matrix(C.tile_m, row, pair) / 2] = pairs(row, pair);
+      }
+    }
+  }
+
   // ---- dQ
 
   /// The walk of a tile of keys.
@@ -281,15 +343,23 @@ struct BackwardParts {
     return query_walk(visible_queries(params, s, first), visible_queries(params, s, last), C.tile_m);
   }
   /// Waits until the tiles of keys before this one have added theirs to dQ of a query tile: their blocks began earlier.
-  CUTE_DEVICE void await_turn(int const* turn, int query_tile) const {
-    KeyTile const& mine = place();
-    for (int before = mine.key_begin / C.tile_n - 1; before >= mine.least_before; --before) {
-      QueryWalk const walk = walk_of(before);
-      if (query_tile < walk.first || query_tile >= walk.first + walk.tiles) continue;
+  CUTE_DEVICE void await_turn(int const* turn, QueryCursor const& at) const {
+    auto const& mine = place();
+    auto const await = [&](int before) {
       int done;
       do {
         asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(done) : "l"(turn) : "memory");
       } while (done != before + 1);
+    };
+    if (params.listed != nullptr) {
+      await(mine.listed[at.number].before);
+      __syncwarp();
+      return;
+    }
+    for (int before = mine.key_begin / C.tile_n - 1; before >= mine.least_before; --before) {
+      QueryWalk const walk = walk_of(before);
+      if (at.tile < walk.first || at.tile >= walk.first + walk.tiles) continue;
+      await(before);
       break;
     }
     __syncwarp();
@@ -326,7 +396,7 @@ struct BackwardParts {
     if constexpr (C.scored()) {
       if (params.turns != nullptr) {
         turn = place().turns + tile_number(at) * kTurns + row / C.unit() * C.group_warps() + warp;
-        await_turn(turn, at.tile);
+        await_turn(turn, at);
       }
     }
     float* const to = place().sums + tile_number(at) * (C.tile_m * C.head_dim) +

@@ -97,6 +97,68 @@ __device__ void backward_before(BackwardParams const& p) {
   if (threadIdx.x == 0) p.sink_sums[tile] = of_sink;
 }
 
+/// What a warp's queries' lists name of a tile of keys: those of tile `tile` of a query head, found together.
+__device__ inline ListedTile listed_tile(BackwardParams const& p, Sequence const& s, int head_kv, int head, int tile,
+                                         int key_begin) {
+  ListedTile found{tile, head, -1, 0};
+  int const query_head = head_kv * (p.num_heads / p.num_heads_kv) + head, width = p.tile_n / kListedKeys;
+  int const begin = tile * p.tile_m, end = smaller(begin + p.tile_m, s.queries);
+  for (int block = begin / p.block_m; block * p.block_m < end; ++block) {
+    NamedKeys named;
+    int const count = block_count(p, s.batch, query_head, block);
+    int const* const list = block_list(p, s.batch, query_head, block);
+    for (int i = threadIdx.x % 32; i < count; i += 32) {
+      named.add(p, s, uint32_t(list[i * p.block_stride.key]), key_begin, p.tile_n, kListedKeys);
+    }
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) {
+      named.pieces |= __shfl_xor_sync(0xffffffffu, named.pieces, step);
+      named.tile_before = larger(named.tile_before, __shfl_xor_sync(0xffffffffu, named.tile_before, step));
+    }
+    found.before = larger(found.before, named.tile_before);
+    int const first = larger(block * p.block_m - begin, 0), last = smaller((block + 1) * p.block_m, end) - begin;
+    for (int at = first; at < last; at += kListedQueries) found.pieces |= named.pieces << at / kListedQueries * width;
+  }
+  return found;
+}
+
+/// The transpose of block lists: a block has a tile of keys, of which it lists the tiles of queries.
+template <class T>
+__device__ void backward_lists(BackwardParams const& p) {
+  __shared__ int of_warps[kHelperThreads / 32];
+  int const key_tiles = ceil_div(p.seqlen_k, p.tile_n), sequence_head = blockIdx.x / key_tiles;
+  int const batch = sequence_head / p.num_heads_kv, head_kv = sequence_head - batch * p.num_heads_kv;
+  int const key_begin = (blockIdx.x - sequence_head * key_tiles) * p.tile_n;
+  Sequence const s = sequence_at(p, batch);
+  if (key_begin >= s.keys) return;
+  ListedTile* const listed = p.listed + blockIdx.x * listed_room(p, p.tile_m);
+  int const tiles = ceil_div(s.queries, p.tile_m), all = p.num_heads / p.num_heads_kv * tiles;
+  int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  int count = 0;
+  for (int begin = 0; begin < all; begin += kHelperThreads) {
+    ListedTile mine{};
+    for (int i = 0; i < 32; ++i) {
+      int const number = begin + warp * 32 + i, head = number / tiles;
+      if (number >= all) break;
+      ListedTile const found = listed_tile(p, s, head_kv, head, number - head * tiles, key_begin);
+      if (i == lane) mine = found;
+    }
+    uint32_t const there = __ballot_sync(0xffffffffu, mine.pieces != 0);
+    if (lane == 0) of_warps[warp] = __popc(there);
+    __syncthreads();
+    int at = count + __popc(there & ((1u << lane) - 1));
+    for (int i = 0; i < kHelperThreads / 32; ++i) {
+      if (i < warp) at += of_warps[i];
+      count += of_warps[i];
+    }
+    if (mine.pieces != 0) listed[at] = mine;
+    __syncthreads();
+  }
+  if (threadIdx.x > 0) return;
+  listed[count] = {};
+  p.listed_tiles[blockIdx.x] = count;
+}
+
 /// dSink of a head.
 __device__ inline void sum_sinks(BackwardParams const& p, int head) {
   float sum = 0.f;

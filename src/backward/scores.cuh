@@ -66,6 +66,21 @@ struct ScoredChunk {
     }
   }
 
+  /// Hides what block lists don't name. `pieces`: of the warp's keys, from query piece 0 of the tile on; `first`: the
+  /// chunk's first.
+  CUTE_DEVICE void hide_pieces(uint32_t pieces, int first, Probabilities& probabilities, Probabilities& factors) const {
+    static_assert(kListedQueries == 16);
+    auto pairs = pairs_by_row<Types>(probabilities), others = pairs_by_row<Types>(factors);
+    CUTE_UNROLL
+    for (int pair = 0; pair < kPairs; ++pair) {
+      CUTE_UNROLL
+      for (int row = 0; row < kRows; ++row) {
+        if (pieces >> ((first + pair / 2) * (C.tile_n / kListedKeys) + 8 * row / kListedKeys) & 1) continue;
+        pairs(row, pair) = others(row, pair) = 0;
+      }
+    }
+  }
+
   /// Takes what dropout drops from P, and marks it in the other operand. Numbers are made for eight neighbouring keys
   /// of a query, which lie in eight lanes: each makes those of one of four rows and pairs, for one query of the pair,
   /// and gives the others theirs.

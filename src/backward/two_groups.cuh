@@ -3,7 +3,8 @@
 // each B fragment from shared memory feeds twice as many mma.
 //
 // Units of half a tile are handed over: P by a warp of A to its partner in B, in registers' order, at the place where
-// dS of the same scores comes afterwards; dS by all of B to dQ, which A computes a unit late. B asks for tiles: it has
+// dS of the same scores comes afterwards; dS by all of B to dQ, which A computes a unit late,
+// or copies to memory. B asks for tiles: it has
 // less to do.
 #pragma once
 
@@ -20,19 +21,22 @@ struct TwoGroupWalk : BackwardParts<C> {
   using typename Parts::QTile;
   using typename Parts::ScoresTile;
   using typename Parts::Values;
-  using Barriers = TwoGroupBarriers;
+  using Barriers = TwoGroupBarriers<Layout::kDoutUnits>;
   using Parts::barriers, Parts::params, Parts::place, Parts::smem, Parts::warp;
   using Unit = typename Parts::template Types<C.unit()>;
   using Chunk = typename Parts::template Types<C.chunk>;
   static constexpr int kThreads = C.threads() / 2;  ///< of a group
   static constexpr int kUnit = C.unit();
   static constexpr int kDoutUnit = Layout::kDoutTile / 2;
+  static constexpr int kAhead = Layout::kDoutUnits / 2;  ///< tiles of dO
+  /// ptxas spills where dO of 128 dimensions comes so, too.
+  static constexpr bool kDoutByTma = C.copy == Copy::tma && C.head_dim != 128;
   static_assert(C.warps == 8);
 
-  int const steps;                    ///< of all heads
-  TilePipeline<2> const q_pipe;       ///< tiles; what A has read, B has, which gets its P afterwards
-  TilePipeline<2> const dout_pipe;    ///< units
-  TilePipeline<2> const scores_pipe;  ///< units: P on its way from A to B, dS from B to A
+  int const steps;                                   ///< of all heads
+  TilePipeline<2> const q_pipe;                      ///< tiles; what A has read, B has, which gets its P afterwards
+  TilePipeline<Layout::kDoutUnits> const dout_pipe;  ///< units
+  TilePipeline<2> const scores_pipe;                 ///< units: P on its way from A to B, dS from B to A
 
   CUTE_DEVICE TwoGroupWalk(BackwardParams const& p, char* smem, int steps, int warp)
       : Parts(p, smem, warp),
@@ -54,12 +58,13 @@ struct TwoGroupWalk : BackwardParts<C> {
     cute::cp_async_wait<0>();
     __syncthreads();
     this->keep_values(values);
+    if constexpr (C.copy == Copy::tma) cute::tma_store_fence();
     __syncthreads();  // where V stood, Q comes
   }
 
   /// Group A: dV, and what the block adds to dQ.
   CUTE_DEVICE void run_a(Gradient& dv) const {
-    QueryCursor at{place().walk.first, 0}, before = at;
+    QueryCursor at = this->first(place().walk), before = at;
     CUTE_NO_UNROLL
     for (int step = 0; step < steps; ++step) {
       bool const masked = this->is_masked(at);
@@ -89,29 +94,36 @@ struct TwoGroupWalk : BackwardParts<C> {
         mbarrier_arrive(probabilities_barrier(half));
         dout_pipe.consumer_wait(unit);
         if (!C.scored() || params.dv != nullptr)
-          this->template add_queries<DoutTile, Unit>(probabilities, Layout::kDout + half * kDoutUnit, 0, dv);
+          this->template add_queries<DoutTile, Unit>(probabilities, dout_at(step, half), 0, dv);
         dout_pipe.consumer_release(unit);
         if (unit > 0) finish(unit - 1, half == 0 ? before : at);
       }
       before = at;
-      at = at.next(place().walk);
+      at = this->after(at, place().walk);
     }
     finish(2 * steps - 1, before);
   }
 
   /// Group B: dK.
   CUTE_DEVICE void run_b(Values const& values, Gradient& dk) const {
-    QueryCursor at{place().walk.first, 0};
+    QueryCursor at = this->first(place().walk);
     load_q(0, at);
     load_dout(0, at);
     load_dout(1, at);
-    if (steps > 1) load_q(1, at.next(place().walk));
+    if (steps > 1) {
+      QueryCursor const second = this->after(at, place().walk);
+      load_q(1, second);
+      if constexpr (kAhead > 1) {
+        load_dout(2, second);
+        load_dout(3, second);
+      }
+    }
     CUTE_NO_UNROLL
     for (int step = 0; step < steps; ++step) {
       uint32_t const q_tile = Layout::kQ + q_pipe.stage(step) * Layout::kQTile;
       uint32_t const terms = Layout::kRowTerms + q_pipe.stage(step) * Layout::kTerms;
       QueryCursor const here = at;
-      at = at.next(place().walk);
+      at = this->after(at, place().walk);
       q_pipe.consumer_wait(step);
       CUTE_UNROLL
       for (int begin = 0; begin < C.tile_m; begin += C.chunk) {
@@ -127,7 +139,7 @@ struct TwoGroupWalk : BackwardParts<C> {
         }
         this->template add_scores<DoutTile, Chunk>([&](int i, auto&& v)
                                                        FMHA_INLINE { cute::copy(values(cute::_, cute::_, i), v); },
-                                                   Layout::kDout + half * kDoutUnit, row / 16, scores);
+                                                   dout_at(step, half), row / 16, scores);
         if (last) dout_pipe.consumer_release(unit);
         if (first) mbarrier_wait(probabilities_barrier(half), step & 1);
         take_over(begin / 16, probabilities);
@@ -141,23 +153,33 @@ struct TwoGroupWalk : BackwardParts<C> {
         __syncwarp();  // all lanes have their P: dS may take its place
         this->template store_scores<Chunk>(begin / 16, probabilities);
         if (last) scores_pipe.producer_commit(unit);
-        if (last && step + 1 < steps && half == 1) load_dout(unit + 1, at);
+        if (last && step + kAhead < steps && half == 1) load_dout(unit + 2 * kAhead - 1, ahead(at));
         if (!C.scored() || params.dk != nullptr)
           this->template add_queries<QTile, Chunk>(probabilities, q_tile, begin / 16, dk);
       }
       q_pipe.consumer_release(step);
-      if (step + 1 < steps) load_dout(2 * step + 3, at);
-      if (step + 2 < steps) load_q(step + 2, at.next(place().walk));
+      if (step + kAhead < steps) load_dout(2 * step + 2 * kAhead + 1, ahead(at));
+      if (step + 2 < steps) load_q(step + 2, this->after(at, place().walk));
     }
   }
 
  private:
+  /// What is asked for while the tile before `at` is read.
+  CUTE_DEVICE QueryCursor ahead(QueryCursor const& at) const { return kAhead > 1 ? this->after(at, place().walk) : at; }
+  CUTE_DEVICE static uint32_t dout_at(int step, int half) {
+    return Layout::kDout + half * kDoutUnit + (kAhead > 1 ? step % 2 * Layout::kDoutTile : 0);
+  }
   CUTE_DEVICE uint32_t probabilities_barrier(int half) const {
     return barriers() + Barriers::kProbabilities + 8 * (2 * warp + half);
   }
   /// dQ of a unit, whose tile is `at`.
   CUTE_DEVICE void finish(int unit, QueryCursor const& at) const {
     scores_pipe.consumer_wait(unit);
+    if constexpr (C.writes_scores) {
+      copy_scores(unit / 2, unit % 2 * kUnit);
+      scores_pipe.consumer_release(unit);
+      return;
+    }
     if (place().sums == nullptr) {
       scores_pipe.consumer_release(unit);
       return;
@@ -167,6 +189,19 @@ struct TwoGroupWalk : BackwardParts<C> {
       this->add_query_gradient(at, 0, [&] { scores_pipe.consumer_release(unit); });
     } else {
       this->add_query_gradient(at, kUnit, [&] { scores_pipe.consumer_release(unit); });
+    }
+  }
+
+  /// dS of a unit, which begins with query `row` of a step's tile, to memory: B has no register for it.
+  CUTE_DEVICE void copy_scores(int step, int row) const {
+    constexpr int kEights = kUnit / 8;
+    auto* const tile = reinterpret_cast<uint16_t*>(place().sums) + int64_t(step) * (C.tile_m * C.tile_n);
+    CUTE_UNROLL
+    for (int first = 0; first < C.tile_n * kEights; first += kThreads) {
+      int const i = first + threadIdx.x % kThreads, keys = i / (8 * kEights), queries = row / 8 + i / 8 % kEights;
+      *reinterpret_cast<uint4*>(tile + scores_matrix(C.tile_m, keys, queries) + i % 8 * 8) =
+          *reinterpret_cast<uint4 const*>(smem + Layout::kScores +
+                                          ScoresTile::lane_offset(8 * keys + i % 8, 8 * queries));
     }
   }
 
@@ -199,6 +234,19 @@ struct TwoGroupWalk : BackwardParts<C> {
   }
 
   CUTE_DEVICE void load_q(int step, QueryCursor const& at) const {
+    if constexpr (C.copy == Copy::tma) {
+      if (this->comes_by_tma(at)) {
+        if (warp != 0) return;
+        q_pipe.producer_acquire(step);
+        if (cute::elect_one_sync()) {
+          this->template request_queries<C.tile_m>(this->maps().q_map, q_pipe, Barriers::kQ, step, kThreads - 32, at, 0,
+                                                   Layout::kQ + q_pipe.stage(step) * Layout::kQTile);
+        }
+        this->template load_terms<kThreads>(at, Layout::kRowTerms + q_pipe.stage(step) * Layout::kTerms);
+        q_pipe.producer_commit_cp_async(step);
+        return;
+      }
+    }
     q_pipe.producer_acquire(step);
     this->template load_queries<C.tile_m, kThreads>(place().q, params.q_stride, at, 0,
                                                     Layout::kQ + q_pipe.stage(step) * Layout::kQTile, params.head_dim);
@@ -206,9 +254,20 @@ struct TwoGroupWalk : BackwardParts<C> {
     q_pipe.producer_commit_cp_async(step);
   }
   CUTE_DEVICE void load_dout(int unit, QueryCursor const& at) const {
+    if constexpr (kDoutByTma) {
+      if (this->comes_by_tma(at)) {
+        if (warp != 0) return;
+        dout_pipe.producer_acquire(unit);
+        if (cute::elect_one_sync()) {
+          this->template request_queries<kUnit>(this->maps().dout_map, dout_pipe, Barriers::kDout, unit, kThreads, at,
+                                                unit % 2 * kUnit, dout_at(unit / 2, unit % 2));
+        }
+        return;
+      }
+    }
     dout_pipe.producer_acquire(unit);
     this->template load_queries<kUnit, kThreads>(place().dout, params.dout_stride, at, unit % 2 * kUnit,
-                                                 Layout::kDout + unit % 2 * kDoutUnit, params.head_dim_v);
+                                                 dout_at(unit / 2, unit % 2), params.head_dim_v);
     dout_pipe.producer_commit_cp_async(unit);
   }
 };

@@ -2,7 +2,8 @@
 //
 // Each warp owns some keys: V in registers, dK and dV too. A step takes tile_m queries, `chunk` of them at a time:
 // S^T = K Q^T becomes P^T, dP^T = V dO^T becomes dS^T, and both are operands of dV and dK without leaving registers. dS
-// also goes to shared memory, where all warps meet: dQ += dS K is a product over all keys of the block.
+// also goes to shared memory, where all warps meet: dQ += dS K is a product over all keys of the block. Or it goes to
+// memory, and warps only meet for what they read.
 #pragma once
 
 #include "parts.cuh"
@@ -22,13 +23,14 @@ struct BackwardWalk : BackwardParts<C> {
   static constexpr int kChunks = C.tile_m / C.chunk;
   // What ptxas spills unless a step finds it anew: what is known of the walk, and where lanes read. With it, others
   // spill.
-  static constexpr bool kReadsWalk = C.arch != 120 || C.head_dim != 128;
+  static constexpr bool kReadsWalk = C.arch != 120 || C.head_dim != 128 || C.writes_scores;
   static constexpr bool kFindsLanes = (C.arch == 120) != (C.head_dim == 128);
 
   QueryWalk const walk;
   int const steps;  ///< of all heads
   TilePipeline<2> const q_pipe;
-  TilePipeline<1> const dout_pipe, scores_pipe;
+  TilePipeline<C.writes_scores ? 2 : 1> const dout_pipe;
+  TilePipeline<1> const scores_pipe;
 
   CUTE_DEVICE BackwardWalk(BackwardParams const& p, char* smem, int steps, int warp)
       : Parts(p, smem, warp),
@@ -43,9 +45,10 @@ struct BackwardWalk : BackwardParts<C> {
     if (threadIdx.x == 0) {
       q_pipe.init(C.threads(), C.threads());
       dout_pipe.init(C.threads(), C.threads());
-      scores_pipe.init(C.threads(), C.threads());
+      if constexpr (!C.writes_scores) scores_pipe.init(C.threads(), C.threads());
+      if constexpr (C.copy == Copy::tma) cutlass::arch::fence_barrier_init();  // the copy unit completes them
     }
-    QueryCursor at{walk.first, 0};
+    QueryCursor at = this->first(walk);
     this->load_keys(params.k, params.k_stride, 0, params.head_dim);
     this->load_keys(params.v, params.v_stride, Layout::kV, params.head_dim_v);
     cute::cp_async_fence();
@@ -55,6 +58,7 @@ struct BackwardWalk : BackwardParts<C> {
     __syncthreads();
     Values values;
     this->keep_values(values);
+    if constexpr (C.copy == Copy::tma) cute::tma_store_fence();
     __syncthreads();  // where V stood, dO comes
     load_dout(0, at);
     CUTE_NO_UNROLL
@@ -78,9 +82,10 @@ struct BackwardWalk : BackwardParts<C> {
           this->template score<T>(masked, scores, probabilities, factors, terms + begin * 4, at,
                                   at.tile * C.tile_m + begin);
           if (chunk == 0) dout_pipe.consumer_wait(step);
-          if (params.dv != nullptr) this->template add_queries<QTile, T>(probabilities, Layout::kDout, begin / 16, dv);
+          if (params.dv != nullptr)
+            this->template add_queries<QTile, T>(probabilities, dout_tile(step), begin / 16, dv);
           cute::clear(scores);
-          this->template add_scores<QTile, T>(values_of, Layout::kDout, begin / 16, scores);
+          this->template add_scores<QTile, T>(values_of, dout_tile(step), begin / 16, scores);
           this->template scored_chunk<T>(at, at.tile * C.tile_m + begin).differentiate(factors, scores, [&](int pair) {
             return this->terms_at(terms + (C.tile_m + begin) * 4, pair);
           });
@@ -89,27 +94,34 @@ struct BackwardWalk : BackwardParts<C> {
           this->template exponentiate<T>(masked, scores, probabilities, terms + begin * 4, at.tile * C.tile_m + begin);
           if (chunk == 0) dout_pipe.consumer_wait(step);
           this->template start_with_terms<T>(scores, terms + (C.tile_m + begin) * 4);
-          this->template add_scores<QTile, T>(values_of, Layout::kDout, begin / 16, scores);
-          this->template add_queries<QTile, T>(probabilities, Layout::kDout, begin / 16, dv);
+          this->template add_scores<QTile, T>(values_of, dout_tile(step), begin / 16, scores);
+          this->template add_queries<QTile, T>(probabilities, dout_tile(step), begin / 16, dv);
           this->template differentiate<T>(probabilities, scores);
         }
-        if (chunk == 0) scores_pipe.producer_acquire(step);
-        this->template store_scores<T>(begin / 16, probabilities);
-        if (chunk == kChunks - 1) {
-          scores_pipe.producer_commit(step);
-          dout_pipe.consumer_release(step);
+        if constexpr (C.writes_scores) {
+          this->template write_scores<T>(step, begin / 8, probabilities);
+        } else {
+          if (chunk == 0) scores_pipe.producer_acquire(step);
+          this->template store_scores<T>(begin / 16, probabilities);
+          if (chunk == kChunks - 1) scores_pipe.producer_commit(step);
         }
-        if (chunk == 0 && step + 1 < all_steps()) load_q(step + 1, next(at));
+        if (chunk == kChunks - 1) dout_pipe.consumer_release(step);
+        if (chunk == 0 && step + 1 < all_steps()) {
+          load_q(step + 1, next(at));
+          if constexpr (C.writes_scores) load_dout(step + 1, next(at));
+        }
         if (!C.scored() || params.dk != nullptr)
           this->template add_queries<QTile, T>(probabilities, q_tile, begin / 16, dk);
       }
       q_pipe.consumer_release(step);
-      scores_pipe.consumer_wait(step);
-      if (step + 1 < all_steps()) load_dout(step + 1, next(at));
-      if (place().sums != nullptr) {
-        this->add_query_gradient(at, 0, [&] { scores_pipe.consumer_release(step); });
-      } else {
-        scores_pipe.consumer_release(step);
+      if constexpr (!C.writes_scores) {
+        scores_pipe.consumer_wait(step);
+        if (step + 1 < all_steps()) load_dout(step + 1, next(at));
+        if (place().sums != nullptr) {
+          this->add_query_gradient(at, 0, [&] { scores_pipe.consumer_release(step); });
+        } else {
+          scores_pipe.consumer_release(step);
+        }
       }
       at = next(at);
     }
@@ -117,10 +129,26 @@ struct BackwardWalk : BackwardParts<C> {
 
  private:
   CUTE_DEVICE int all_steps() const { return kReadsWalk ? place().steps : steps; }
-  CUTE_DEVICE QueryCursor next(QueryCursor const& at) const { return at.next(kReadsWalk ? place().walk : walk); }
+  CUTE_DEVICE uint32_t dout_tile(int step) const { return Layout::kDout + dout_pipe.stage(step) * Layout::kDoutTile; }
+  CUTE_DEVICE QueryCursor next(QueryCursor const& at) const {
+    return this->after(at, kReadsWalk ? place().walk : walk);
+  }
 
   /// Q and the terms of its rows, for a step.
   CUTE_DEVICE void load_q(int step, QueryCursor const& at) const {
+    if constexpr (C.copy == Copy::tma) {
+      if (this->comes_by_tma(at)) {
+        if (warp != 0) return;
+        q_pipe.producer_acquire(step);
+        if (cute::elect_one_sync()) {
+          this->template request_queries<C.tile_m>(this->maps().q_map, q_pipe, Barriers::kQ, step, C.threads() - 32, at,
+                                                   0, Layout::kQ + q_pipe.stage(step) * Layout::kQTile);
+        }
+        this->template load_terms<C.threads()>(at, Layout::kRowTerms + q_pipe.stage(step) * Layout::kTerms);
+        q_pipe.producer_commit_cp_async(step);
+        return;
+      }
+    }
     q_pipe.producer_acquire(step);
     this->template load_queries<C.tile_m, C.threads()>(
         place().q, params.q_stride, at, 0, Layout::kQ + q_pipe.stage(step) * Layout::kQTile, params.head_dim);
@@ -128,8 +156,19 @@ struct BackwardWalk : BackwardParts<C> {
     q_pipe.producer_commit_cp_async(step);
   }
   CUTE_DEVICE void load_dout(int step, QueryCursor const& at) const {
+    if constexpr (C.copy == Copy::tma) {
+      if (this->comes_by_tma(at)) {
+        if (warp != 0) return;
+        dout_pipe.producer_acquire(step);
+        if (cute::elect_one_sync()) {
+          this->template request_queries<C.tile_m>(this->maps().dout_map, dout_pipe, Barriers::kDout, step, C.threads(),
+                                                   at, 0, dout_tile(step));
+        }
+        return;
+      }
+    }
     dout_pipe.producer_acquire(step);
-    this->template load_queries<C.tile_m, C.threads()>(place().dout, params.dout_stride, at, 0, Layout::kDout,
+    this->template load_queries<C.tile_m, C.threads()>(place().dout, params.dout_stride, at, 0, dout_tile(step),
                                                        params.head_dim_v);
     dout_pipe.producer_commit_cp_async(step);
   }

@@ -18,6 +18,9 @@
 #include <cutlass/half.h>
 #include <cute/tensor.hpp>
 
+/// Of lambdas: inlined before the loops around them are unrolled, which gives ptxas a better order.
+#define FMHA_INLINE __attribute__((always_inline))
+
 namespace cutlass_fmha {
 
 constexpr float kLog2e = 1.4426950408889634f;
@@ -104,6 +107,25 @@ struct SingleThread {
   CUTE_HOST_DEVICE static bool any(bool x) { return x; }
 };
 
+/// What a trial makes of a score on its way to the exponent: itself.
+struct ScoreItself {
+  CUTE_HOST_DEVICE float operator()(float score) const { return score; }
+  CUTE_HOST_DEVICE bool holds() const { return true; }
+};
+
+/// Scores that are what the softmax takes: see OnlineSoftmax::step.
+struct ScoresAsTheyAre {
+  static constexpr bool kShifted = false;
+
+  template <class Trial>
+  CUTE_HOST_DEVICE bool fails(Trial const& trial) const {
+    return trial(ScoreItself{});
+  }
+  template <class Scores>
+  CUTE_HOST_DEVICE void settle(Scores const&) const {}
+  CUTE_HOST_DEVICE float shift(int) const { return 0.f; }
+};
+
 /// State of `Rows` query rows of one thread. P is stored as `Element`, which bounds how far a trial may overshoot.
 ///
 /// Scores whose magnitude in log2 units exceeds kCoarse get careful treatment: there, r = fl(c m) for a maximum m is
@@ -141,36 +163,44 @@ struct OnlineSoftmax {
 
   /// Turns a block of scores into probabilities. scores: (row, column); pairs: (row, column / 2) of two packed
   /// Elements; output: (row, column) of the accumulator of O. `First`: nothing was accumulated yet.
-  template <bool First, class Scores, class Pairs, class Output, class Maxima>
-  CUTE_HOST_DEVICE void step(Scores const& scores, Pairs&& pairs, Output&& output, Maxima&& maxima) {
+  /// `terms`: what scores still lack. fails(trial) calls trial(value), where value(score) is what the exponent takes
+  /// and value.holds() says whether all of those were right, or says that no trial is worth it. Where one failed,
+  /// settle(scores) makes them so. And with kShifted, shift(row) is to be added to all scores of a row.
+  template <bool First, class Scores, class Pairs, class Output, class Maxima, class Terms = ScoresAsTheyAre>
+  CUTE_HOST_DEVICE void step(Scores const& scores, Pairs&& pairs, Output&& output, Maxima&& maxima,
+                             Terms&& terms = {}) {
     PerRow block_sum;
     bool raise = true;
     if constexpr (!First) {
-      CUTE_UNROLL
-      for (int row = 0; row < Rows; ++row) block_sum[row] = 0.f;
-      CUTE_UNROLL
-      for (int pair = 0; pair < cute::size<1>(pairs); ++pair) {
+      raise = terms.fails([&](auto&& value) FMHA_INLINE {
+        PerRow subtracted;
         CUTE_UNROLL
-        for (int row = 0; row < Rows; ++row) {
-          block_sum[row] += exponentiate(scores, pairs, row, pair,
-                                         [&](float score) { return fmaf(score, scale_log2, -reference[row]); });
+        for (int row = 0; row < Rows; ++row) subtracted[row] = shifted(terms, row), block_sum[row] = 0.f;
+        CUTE_UNROLL
+        for (int pair = 0; pair < cute::size<1>(pairs); ++pair) {
+          CUTE_UNROLL
+          for (int row = 0; row < Rows; ++row) {
+            block_sum[row] += exponentiate(scores, pairs, row, pair, [&](float score) {
+              return fmaf(value(score), scale_log2, -subtracted[row]);
+            });
+          }
         }
-      }
-      float all = block_sum[0];  // a sum, not a maximum: fmaxf would drop a NaN
-      CUTE_UNROLL
-      for (int row = 1; row < Rows; ++row) all += block_sum[row];
-      raise = Exchange::any(!(all <= kTrialLimit));
+        float all = block_sum[0];  // a sum, not a maximum: fmaxf would drop a NaN
+        CUTE_UNROLL
+        for (int row = 1; row < Rows; ++row) all += block_sum[row];
+        return Exchange::any(!(all <= kTrialLimit) || !value.holds());
+      });
     }
     if (raise) {
+      terms.settle(scores);
       CUTE_UNROLL
       for (int row = 0; row < Rows; ++row) {
-        float const maximum = raise_reference<First>(scores, output, maxima, row);
+        float const maximum = raise_reference<First>(scores, output, maxima, row, terms), r = shifted(terms, row);
         block_sum[row] = 0.f;
         CUTE_UNROLL
         for (int pair = 0; pair < cute::size<1>(pairs); ++pair) {
           block_sum[row] += exponentiate(scores, pairs, row, pair, [&](float score) {
-            return reference[row] == -INFINITY ? (score - maximum) * scale_log2
-                                               : fmaf(score, scale_log2, -reference[row]);
+            return r == -INFINITY ? (score - maximum) * scale_log2 : fmaf(score, scale_log2, -r);
           });
         }
       }
@@ -212,6 +242,13 @@ struct OnlineSoftmax {
 #endif
   }
 
+  /// A row's reference, for scores without their shift.
+  template <class Terms>
+  CUTE_HOST_DEVICE float shifted(Terms const& terms, int row) const {
+    if constexpr (cute::remove_cvref_t<Terms>::kShifted) return fmaf(-terms.shift(row), scale_log2, reference[row]);
+    return reference[row];
+  }
+
   /// Two neighbouring probabilities of a row, stored as a pair; returns their sum before rounding.
   template <class Scores, class Pairs, class Exponent>
   CUTE_HOST_DEVICE static float exponentiate(Scores const& scores, Pairs&& pairs, int row, int pair,
@@ -223,14 +260,18 @@ struct OnlineSoftmax {
   }
 
   /// Raises r to the running maximum m and rescales what was accumulated against the old one. Returns what a row
-  /// without r must subtract from its scores: m, and 0 where nothing is visible yet, for 2^(-inf - 0) = 0.
-  template <bool First, class Scores, class Output, class Maxima>
-  CUTE_HOST_DEVICE float raise_reference(Scores const& scores, Output&& output, Maxima&& maxima, int row) {
+  /// without r must subtract from its scores: m, without their shift, and 0 where nothing is visible yet, for
+  /// 2^(-inf - 0) = 0.
+  template <bool First, class Scores, class Output, class Maxima, class Terms>
+  CUTE_HOST_DEVICE float raise_reference(Scores const& scores, Output&& output, Maxima&& maxima, int row,
+                                         Terms const& terms) {
     float block = scores(row, 0);
     CUTE_UNROLL
     for (int col = 1; col < cute::size<1>(scores); ++col) block = fmaxf(block, scores(row, col));
     float const old = First ? -INFINITY : maxima.get(row);
-    float const m = fmaxf(old, Exchange::max(block));
+    block = Exchange::max(block);
+    if constexpr (Terms::kShifted) block += terms.shift(row);
+    float const m = fmaxf(old, block);
     maxima.set(row, m);
     bool const fine = fabsf(m * scale_log2) <= kCoarse;
     float const raised = fine ? m * scale_log2 : -INFINITY;
@@ -242,6 +283,7 @@ struct OnlineSoftmax {
       for (int col = 0; col < cute::size<1>(output); ++col) output(row, col) *= factor;
     }
     reference[row] = raised;
+    if constexpr (Terms::kShifted) return m == -INFINITY ? 0.f : m - terms.shift(row);
     return m == -INFINITY ? 0.f : m;
   }
 };

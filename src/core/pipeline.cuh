@@ -30,6 +30,12 @@ CUTE_DEVICE void mbarrier_arrive(uint32_t barrier) {
   asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier) : "memory");
 }
 
+/// As so many threads. From sm_90 on.
+CUTE_DEVICE void mbarrier_arrive(uint32_t barrier, int count) {
+  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0], %1; }" ::"r"(barrier), "r"(count)
+               : "memory");
+}
+
 /// Arrives once all cp.async that this thread has issued so far have landed.
 CUTE_DEVICE void mbarrier_arrive_after_cp_async(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
@@ -87,6 +93,8 @@ struct TilePipeline {
   }
   CUTE_DEVICE void producer_commit_cp_async(int tile) const { mbarrier_arrive_after_cp_async(full(tile)); }
   CUTE_DEVICE void producer_commit(int tile) const { mbarrier_arrive(full(tile)); }
+  /// For so many of the producers.
+  CUTE_DEVICE void producer_commit(int tile, int producers) const { mbarrier_arrive(full(tile), producers); }
   /// By one of those that fill only this tile of its stage.
   CUTE_DEVICE void producer_commit_once(int tile) const { mbarrier_arrive_and_drop(full(tile)); }
   CUTE_DEVICE void consumer_wait(int tile) const { mbarrier_wait(full(tile), Number(tile) / Stages & 1); }

@@ -6,9 +6,6 @@
 #include "mma_passes.cuh"
 #include "tile.cuh"
 
-/// Of lambdas that a product calls: inlined before its loops are unrolled, which gives ptxas a better order.
-#define FMHA_INLINE __attribute__((always_inline))
-
 namespace cutlass_fmha {
 
 /// In place of where a block's shared memory begins: offsets are addresses there already.

@@ -40,15 +40,4 @@ CUTE_DEVICE T* settled(T* x) {
   return reinterpret_cast<T*>(uint64_t{settled(uint32_t(bits >> 32))} << 32 | settled(uint32_t(bits)));
 }
 
-/// Registers of a thread that its warp's fragments of O, S and P, and Q where it is kept, leave free.
-constexpr int spare_registers(ForwardConfig const& c) {
-  int const per_thread = 65536 / (c.threads() * c.min_blocks), most = per_thread < 255 ? per_thread : 255;
-  int const halves = 2 * c.head_dim_v() + 3 * c.tile_n + (c.q_in_registers ? c.head_dim : 0);
-  return most - c.rows_per_warp() * halves / 64;
-}
-
-/// Whether so many are left that phases that need a mask have a loop of their own, so that the long one need not ask,
-/// and what can be computed before it is.
-constexpr bool is_roomy(ForwardConfig const& c) { return spare_registers(c) >= 90; }
-
 }  // namespace cutlass_fmha

@@ -57,6 +57,15 @@ inline void set_blocks(FeatureParams& p, int tile_keys) {
   p.key_blocks = ceil_div(tiles, p.block_tiles);
 }
 
+/// The list of a block of queries: how many entries count, and the first.
+FMHA_HOST_DEVICE inline int block_count(FeatureParams const& p, int batch, int head, int query_block) {
+  return p.block_counts[batch * p.count_stride[0] + head * p.count_stride[1] + query_block * p.count_stride[2]];
+}
+FMHA_HOST_DEVICE inline int const* block_list(FeatureParams const& p, int batch, int head, int query_block) {
+  return p.block_indices + batch * p.block_stride.batch + head * p.block_stride.head +
+         query_block * p.block_stride.query;
+}
+
 /// The key tiles that a thread block walks, numbered 0 .. tiles - 1 from the last to the first, and which keys a tile
 /// holds: those from key_begin() on, perhaps none.
 struct KeyWalk {
@@ -86,10 +95,8 @@ FMHA_HOST_DEVICE inline KeyWalk whole_walk(FeatureParams const& p, Sequence cons
   KeyWalk walk;
   if (p.block_counts != nullptr) {
     int const row = i_begin / p.block_m;
-    walk.tiles = p.block_tiles *
-                 p.block_counts[s.batch * p.count_stride[0] + head * p.count_stride[1] + row * p.count_stride[2]];
-    walk.blocks =
-        p.block_indices + s.batch * p.block_stride.batch + head * p.block_stride.head + row * p.block_stride.query;
+    walk.tiles = p.block_tiles * block_count(p, s.batch, head, row);
+    walk.blocks = block_list(p, s.batch, head, row);
     return walk;
   }
   // Both ends of what a query sees grow with its number.
@@ -174,30 +181,25 @@ FMHA_HOST_DEVICE inline QueryWalk query_walk(VisibleQueries const& of_first, Vis
   return {first, ceil_div(end, tile_queries) - first};
 }
 
-/// Whether the list of a block of queries names a block of keys: block lists are ascending.
-FMHA_HOST_DEVICE inline bool names_block(FeatureParams const& p, int batch, int head, int query_block, int key_block) {
-  int const* const list =
-      p.block_indices + batch * p.block_stride.batch + head * p.block_stride.head + query_block * p.block_stride.query;
-  int begin = 0;
-  int end = p.block_counts[batch * p.count_stride[0] + head * p.count_stride[1] + query_block * p.count_stride[2]];
-  while (begin < end) {
-    int const middle = (begin + end) / 2, named = list[middle * p.block_stride.key];
-    if (named == key_block) return true;
-    if (named < key_block) {
-      begin = middle + 1;
-    } else {
-      end = middle;
-    }
-  }
-  return false;
-}
+// ---- block lists transposed
 
-/// The block lists transposed: the first block of queries from `query_block` on whose list names a block of keys, or
-/// `query_blocks`, of which there are so many.
-FMHA_HOST_DEVICE inline int next_naming(FeatureParams const& p, int batch, int head, int query_block, int query_blocks,
-                                        int key_block) {
-  while (query_block < query_blocks && !names_block(p, batch, head, query_block, key_block)) ++query_block;
-  return query_block;
-}
+/// What a list names of a tile of keys, in pieces of so many: a bit of each. And before it.
+struct NamedKeys {
+  uint32_t pieces = 0;
+  int tile_before = -1;  ///< the last tile of keys with some; -1: none
+
+  /// An entry of the list: the number of a block, perhaps beyond all keys.
+  FMHA_HOST_DEVICE void add(FeatureParams const& p, Sequence const& s, uint32_t block, int key_begin, int tile_keys,
+                            int piece_keys) {
+    if (block >= uint32_t(ceil_div(s.keys, p.block_n))) return;
+    int const begin = int(block) * p.block_n, end = begin + smaller(p.block_n, s.keys - begin);
+    int const first = larger(begin - key_begin, 0), last = smaller(end - key_begin, tile_keys);
+    if (first < last) pieces |= low_bits(ceil_div(last, piece_keys)) & ~low_bits(first / piece_keys);
+    if (begin < key_begin) tile_before = larger(tile_before, (smaller(end, key_begin) - 1) / tile_keys);
+  }
+
+ private:
+  FMHA_HOST_DEVICE static uint32_t low_bits(int count) { return (1u << count) - 1; }
+};
 
 }  // namespace cutlass_fmha

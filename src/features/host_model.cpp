@@ -94,18 +94,6 @@ void bind_feature_host_model(py::module_& host) {
       "(first, how many) of the tiles of queries that a tile of keys is walked with.", py::arg("params"),
       py::arg("batch"), py::arg("key_begin"), py::arg("key_end"), py::arg("tile_queries"));
   host.def(
-      "query_blocks_naming",
-      [](AttentionParams const& p, int batch, int head, int query_blocks, int key_block) {
-        std::vector<int> found;
-        for (int block = 0; (block = next_naming(p, batch, head, block, query_blocks, key_block)) < query_blocks;
-             ++block) {
-          found.push_back(block);
-        }
-        return found;
-      },
-      "Blocks of queries whose list names a block of keys.", py::arg("params"), py::arg("batch"), py::arg("head"),
-      py::arg("query_blocks"), py::arg("key_block"));
-  host.def(
       "key_row_offset",
       [](AttentionParams const& p, int batch, int key) {
         Sequence const s = sequence_at(p, batch);

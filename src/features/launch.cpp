@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cfloat>
+#include <cmath>
 #include <string>
 
 #include "../core/visibility.h"
@@ -31,6 +32,23 @@ bool is_only_capped(FeatureParams const& p) {
   return p.softcap >= FLT_MIN && p.bias_type == BiasType::none && !p.alibi_slopes;
 }
 
+/// tanh(x) / (x tanh(1)) in powers of x^2, to 6e-7 of itself up to x = 1, where it is 1. It falls all the way.
+constexpr double kCapSeries[kCapTerms] = {0.999999413596981,   -0.33329042367377376, 0.1328143379266095,
+                                          -0.0516056715581516, 0.016743112289158223, -0.0030670592223828487};
+constexpr double kTanhOf1 = 0.7615941559557649;
+
+/// What p.cap_on_trial promises, where all of the polynomial is a number that no flush to zero takes away.
+void set_cap_on_trial(FeatureParams& p) {
+  double const ratio = double(p.scale) / p.softcap;
+  double power = -1. / kTanhOf1, least = 1e30;
+  for (int n = 0; n < kCapTerms; ++n, power *= ratio * ratio) {
+    p.cap_terms[n] = float(kCapSeries[n] * power);
+    least = std::min(least, std::abs(kCapSeries[n] * power));
+  }
+  p.cap_on_trial = p.scale > 0.f && least >= FLT_MIN && std::max(ratio, double(p.scale)) < 1e6;
+  if (p.cap_on_trial) p.score_unit = float(p.scale * kTanhOf1);
+}
+
 KeysStand keys_stand(FeatureParams const& p, int step_keys) {
   if (!p.vectors || p.block_counts) return KeysStand::anyhow;
   if (!p.page_table) return KeysStand::in_order;
@@ -48,6 +66,8 @@ void find_out(FeatureParams& p, ForwardConfig const& c) {
   p.raw_scores = by_softmax && raw_scores(p);
   p.score_unit = p.raw_scores ? p.scale : by_softmax && is_only_capped(p) ? p.softcap : 1.f;
   p.cap_scale = p.softcap == 0.f ? 0.f : std::clamp(kTwiceLog2e * p.scale / p.softcap, -FLT_MAX, FLT_MAX);
+  p.cap_on_trial = false;
+  if (tries_caps(c) && is_only_capped(p)) set_cap_on_trial(p);
   p.keys_before = p.window_right == 0 && !p.prefix_lengths;
   if (c.features == Features::ranges) {
     SplitScale const split(p.scale);

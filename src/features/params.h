@@ -12,6 +12,7 @@
 
 #include <cstdint>
 
+#include "../config.h"
 #include "../divisor.h"
 #include "../params.h"
 
@@ -34,6 +35,11 @@ enum class KeysStand : int {
   page_runs,    ///< so do kPageRun of them, wherever these begin
   anyhow,
 };
+
+/// Coefficients of the polynomial for tanh: see CapOnTrial. It makes a second trial in the loop, which spills where
+/// fragments leave few registers.
+constexpr int kCapTerms = 6;
+constexpr bool tries_caps(ForwardConfig const& c) { return c.modifies_scores() && is_roomy(c); }
 
 struct FeatureParams {
   void const* q;  ///< [batch, seqlen_q, num_heads, head_dim], or [total_q, num_heads, head_dim]
@@ -113,6 +119,9 @@ struct FeatureParams {
   bool device_lengths;     ///< it is read on the device which rows and keys a tile has
   int block_tiles;         ///< the row's steps of keys in block_n, or in all keys
   int key_blocks;          ///< key blocks of the longest sequence
+  /// Of score-mod rows: scores are c tanh(x) and nothing else, and the softmax's trial takes tanh(x) by a polynomial.
+  bool cap_on_trial;
+  float cap_terms[kCapTerms];  ///< its coefficients, in q k
 };
 
 /// What a launch of a row that copies by TMA reads besides.

@@ -2,6 +2,8 @@
 // everything that params.h says of a score. All of it is decided at run time, the same way for all lanes of a warp.
 #pragma once
 
+#include <cstddef>
+
 #include "../core/fragments.cuh"
 #include "../core/mask.cuh"
 #include "dropout.h"
@@ -78,14 +80,25 @@ struct ComputedRows {
   }
 };
 
+/// What a warp asks for in every phase about its scores.
+struct alignas(16) WarpScores {
+  float slope;  ///< ALiBi's, where its rows are of one head
+  int beside;   ///< the key beside its first query then
+  int large;    ///< see ScoreTerms
+};
+
 /// The same, but for slopes, which are in shared memory.
 struct StagedRows : ComputedRows {
   float const* slopes;  ///< of this warp's rows
+  WarpScores& warp;
 
   CUTE_DEVICE float slope(FeatureParams const&, FeatureTile const&, int row) const {
     return slopes[accumulator_row(row, lane_id())];
   }
 };
+
+/// Whether what ALiBi adds to all scores of a row goes into the softmax's reference: a register or two for each row.
+constexpr bool shifts_scores(ForwardConfig const& c) { return is_roomy(c); }
 
 /// The scores of one lane: the walk's tile begins at key_begin.
 template <ForwardConfig C>
@@ -100,9 +113,9 @@ struct ScoreBlock {
   Rows rows;
   int key_begin;
 
-  /// q k -> score, in units of p.score_unit.
-  template <class Scores>
-  CUTE_DEVICE void modify(Scores&& scores) const {
+  /// q k -> score, in units of p.score_unit. `shifts`: where given, of a row, what all of its scores still lack.
+  template <class Scores, class Shifts = std::nullptr_t>
+  CUTE_DEVICE void modify(Scores&& scores, Shifts&& shifts = nullptr) const {
     using namespace cute;
     float factor = p.scale;
     if (p.softcap != 0.f) {
@@ -120,10 +133,23 @@ struct ScoreBlock {
       }
     }
     if (p.alibi_slopes != nullptr) {
+      if constexpr (C.modifies_scores()) {
+        if (add_alibi_line(scores, shifts, factor)) return;
+      }
       add_alibi(scores, factor);
     } else if (factor != p.score_unit) {
       CUTE_UNROLL
       for (int i = 0; i < size(scores); ++i) scores(i) *= factor;
+    }
+  }
+
+  /// q k -> score, in units of p.score_unit, where scores are only capped.
+  template <class Scores>
+  CUTE_DEVICE void cap(Scores&& scores) const {
+    float const factor = p.softcap / p.score_unit;
+    CUTE_UNROLL
+    for (int i = 0; i < cute::size(scores); ++i) {
+      scores(i) = fmaf(-2.f * factor, reciprocal_approx(1.f + exp2_approx(scores(i) * p.cap_scale)), factor);
     }
   }
 
@@ -177,7 +203,9 @@ struct ScoreBlock {
           for (int i = 0; i < 4; ++i) drop_pair(row, pair + i, numbers.word[i]);
         }
       }
-    } else if constexpr (!C.modifies_scores()) {
+    } else if constexpr (C.modifies_scores()) {
+      drop_out_by_quads(pairs, seed);
+    } else {
       int const lane = lane_id() % 4;
       CUTE_UNROLL
       for (int row = 0; row < kRows; ++row) {
@@ -187,24 +215,6 @@ struct ScoreBlock {
           drop_pair(row, pair,
                     lane < 2 ? (lane == 0 ? numbers.word[0] : numbers.word[1])
                              : (lane == 2 ? numbers.word[2] : numbers.word[3]));
-        }
-      }
-    } else {
-      // The eight keys that numbers are made for lie in four lanes. Each makes those of one of four rows, or of two
-      // rows and pairs, and gives the others theirs.
-      constexpr int kRowsAtOnce = kRows < 4 ? kRows : 4, kPairsAtOnce = 4 / kRowsAtOnce;
-      static_assert(kRows % kRowsAtOnce == 0 && kPairs % kPairsAtOnce == 0);
-      int const lane = lane_id() % 4;
-      CUTE_UNROLL
-      for (int row = 0; row < kRows; row += kRowsAtOnce) {
-        CUTE_UNROLL
-        for (int pair = 0; pair < kPairs; pair += kPairsAtOnce) {
-          bound_work();
-          int const mine = lane / kRowsAtOnce;  // which pair
-          PhiloxWords const made = numbers_of(seed, row + lane % kRowsAtOnce, (key_begin + 8 * (pair + mine)) / 8);
-          PhiloxWords const given = of_each_lane(made, lane);
-          CUTE_UNROLL
-          for (int i = 0; i < 4; ++i) drop_pair(row + i % kRowsAtOnce, pair + i / kRowsAtOnce, given.word[i]);
         }
       }
     }
@@ -217,23 +227,53 @@ struct ScoreBlock {
     QueryRow const q = at(row);
     return dropout_numbers(seed, tile.batch * p.num_heads + q.head, q.query, eighth);
   }
-  /// Of four neighbouring lanes' words: word number `lane` of each, a transposition.
-  CUTE_DEVICE static PhiloxWords of_each_lane(PhiloxWords const& made, int lane) {
-    // Word lane ^ s goes to lane ^ s, whose word number `lane` comes back.
-    auto const swapped = [](PhiloxWords const& words, int bits) {
-      PhiloxWords out = words;
-      CUTE_UNROLL
-      for (int bit = 1; bit < 4; bit *= 2) {
-        PhiloxWords const in = out;
-        CUTE_UNROLL
-        for (int i = 0; i < 4; ++i) out.word[i] = bits & bit ? in.word[i ^ bit] : in.word[i];
-      }
-      return out;  // out[i] = words[i ^ bits]
-    };
-    PhiloxWords mine = swapped(made, lane);
+
+  /// The eight keys that numbers are made for lie in four lanes. Each makes those of one of four rows, or of two rows
+  /// and pairs, and finds out which are kept; the others get that, four times eight in a word, and take theirs.
+  template <class Pairs>
+  CUTE_DEVICE void drop_out_by_quads(Pairs&& pairs, uint64_t seed) const {
+    using namespace cute;
+    constexpr int kRows = decltype(size<0>(pairs))::value, kPairs = decltype(size<1>(pairs))::value;
+    constexpr int kRowsAtOnce = kRows < 4 ? kRows : 4, kPairsAtOnce = 4 / kRowsAtOnce;
+    constexpr int kCalls = kPairs / kPairsAtOnce;  // of a lane
+    static_assert(kRows == kRowsAtOnce && kPairs % kPairsAtOnce == 0);
+    uint32_t const lane = lane_id() & 3;
+    QueryRow const q = at(lane % kRowsAtOnce);
+    int const sequence_head = tile.batch * p.num_heads + q.head;
+    int const eighth = (key_begin >> 3) + int(lane) / kRowsAtOnce;
+    KeptHalves const kept_halves(p.dropout_threshold);
+    // A lane's own: halves of word `lane`, each a byte of two words' bytes, which are `lane / 2` bits lower.
+    uint32_t const own_bytes = lane % 2 ? 0xbbaau : 0x9988u;
     CUTE_UNROLL
-    for (int s = 1; s < 4; ++s) mine.word[s] = __shfl_xor_sync(0xffffffffu, mine.word[s], s);
-    return swapped(mine, lane);
+    for (int first = 0; first < kCalls; first += 4) {
+      uint32_t kept = 0;
+      CUTE_UNROLL
+      for (int call = first; call < first + 4 && call < kCalls; ++call) {
+        PhiloxWords const made =
+            dropout_numbers(seed, sequence_head, q.query, eighth + call * kPairsAtOnce, WideProduct{});
+        CUTE_UNROLL
+        for (int i = 0; i < 2; ++i) {
+          uint32_t const bytes =
+              signs_of_bytes(kept_halves(made.word[2 * i]), kept_halves(made.word[2 * i + 1]), 0xfdb9);
+          kept |= bytes & 0x80808080u >> (2 * (call - first) + i);
+        }
+      }
+      CUTE_UNROLL
+      for (int maker = 0; maker < 4; ++maker) {
+        uint32_t const given = __shfl_sync(0xffffffffu, kept, maker, 4) << lane / 2;
+        CUTE_UNROLL
+        for (int call = first; call < first + 4 && call < kCalls; ++call) {
+          pairs(maker % kRowsAtOnce, call * kPairsAtOnce + maker / kRowsAtOnce) &=
+              signs_of_bytes(given << 2 * (call - first), 0, own_bytes);
+        }
+      }
+    }
+  }
+  /// Four bytes of two words, each number with its highest bit eight times: `which` names them with 8 added.
+  CUTE_DEVICE static uint32_t signs_of_bytes(uint32_t low, uint32_t high, uint32_t which) {
+    uint32_t y;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(y) : "r"(low), "r"(high), "r"(which));
+    return y;
   }
   CUTE_DEVICE bool exists(QueryRow const& q, int key) const {
     return q.query < sequence.queries && key < sequence.keys;
@@ -328,6 +368,33 @@ struct ScoreBlock {
     }
   }
 
+  /// The same where a lane's rows are of one head and no key that they see comes after its query, or none before: a
+  /// line in j, which is that of all rows but for what is the same for all keys of a row. It is 0 in the middle of the
+  /// block, so that little of a score is rounded off. False elsewhere.
+  template <class Scores, class Shifts>
+  CUTE_DEVICE bool add_alibi_line(Scores&& scores, Shifts&& shifts, float factor) const {
+    using namespace cute;
+    if (p.pack != 1) return false;
+    int const begin = uniform(rows.warp.beside);
+    float const upwards = rows.warp.slope;
+    bool const before = p.keys_before || key_begin + C.tile_n - 1 <= begin;
+    if (!before && key_begin < begin + T::kRows - 1) return false;
+    float const slope = before ? upwards : -upwards;
+    float const last = slope * float(Order::first(lane_id()) - C.tile_n / 2);
+    float const from_first = slope * float(key_begin + C.tile_n / 2 - begin - accumulator_row(0, lane_id()));
+    CUTE_UNROLL
+    for (int row = 0; row < size<0>(scores); ++row) {
+      float const of_row = fmaf(slope, -float(accumulator_row(row, 0)), from_first);
+      if constexpr (shifts_scores(C)) shifts[row] = of_row;
+      CUTE_UNROLL
+      for (int col = 0; col < size<1>(scores); ++col) {
+        float const added = fmaf(slope, float(Order::of_column(col)), shifts_scores(C) ? last : last + of_row);
+        scores(row, col) = fmaf(scores(row, col), factor, added);
+      }
+    }
+    return true;
+  }
+
   /// scores * factor - slope |i + offset - j|
   template <class Scores>
   CUTE_DEVICE void add_alibi(Scores&& scores, float factor) const {
@@ -336,7 +403,7 @@ struct ScoreBlock {
     CUTE_UNROLL
     for (int row = 0; row < size<0>(scores); ++row) {
       float const slope = rows.slope(p, tile, row), beside = float(at(row).query + sequence.offset - first);
-      if (p.keys_before) {  // no visible key comes after its query
+      if (C.scored() && p.keys_before) {  // no visible key comes after its query; other rows have a line then
         float const last = -slope * beside;
         CUTE_UNROLL
         for (int col = 0; col < size<1>(scores); ++col) {
@@ -351,6 +418,66 @@ struct ScoreBlock {
       }
     }
   }
+};
+
+/// tanh(x) / x by a polynomial in x^2, negative, and from -1 to -2 up to x = 1, where it is right: outside, and for
+/// what is no number, another bit of its exponent or its sign differs. In units of p.score_unit.
+struct CapOnTrial {
+  FeatureParams const& p;
+  uint32_t common = 0xffffffffu;  ///< of all values
+
+  CUTE_DEVICE float operator()(float score) {
+    float const square = score * score;
+    float value = p.cap_terms[kCapTerms - 1];
+    CUTE_UNROLL
+    for (int n = kCapTerms - 2; n >= 0; --n) value = fmaf(value, square, p.cap_terms[n]);
+    common &= __float_as_uint(value);
+    return -value * score;
+  }
+  CUTE_DEVICE bool holds() const { return (common & 0xbf800000u) == 0xbf800000u; }
+};
+
+/// What a phase's scores lack for the softmax of a score-mod row: OnlineSoftmax's terms. WarpScores::large: some were
+/// too large for the polynomial, and so will others be. What is known of the block is asked for anew where a trial
+/// failed, since no register is left to keep it meanwhile.
+template <ForwardConfig C, class Keys>
+struct ScoreTerms {
+  static constexpr int kRows = 2 * ForwardTypes<C>::kRowSteps;
+  static constexpr bool kShifted = shifts_scores(C);
+
+  Keys const& keys;
+  int phase;
+  bool masked;
+  float shifts[kShifted ? kRows : 1];
+
+  /// All that a trial doesn't.
+  template <class Scores>
+  CUTE_DEVICE void prepare(Scores&& scores) {
+    CUTE_UNROLL
+    for (float& shift : shifts) shift = 0.f;
+    if (tries_caps(C) && keys.p.cap_on_trial) return;
+    ScoreBlock<C> const block = keys.block_at(phase);
+    if (!keys.p.raw_scores) block.modify(scores, shifts);
+    if (masked) block.hide_by_range(scores);
+  }
+
+  template <class Trial>
+  CUTE_DEVICE bool fails(Trial const& trial) {
+    if (!tries_caps(C) || !keys.p.cap_on_trial) return trial(ScoreItself{});
+    if (masked || __any_sync(0xffffffffu, keys.warp_scores().large)) return true;
+    CapOnTrial value{keys.p};
+    bool const failed = trial(value);
+    if (failed) keys.warp_scores().large = __any_sync(0xffffffffu, !value.holds());
+    return failed;
+  }
+  template <class Scores>
+  CUTE_DEVICE void settle(Scores&& scores) const {
+    if (!tries_caps(C) || !keys.p.cap_on_trial) return;
+    ScoreBlock<C> const block = keys.block_at(phase);
+    block.cap(scores);
+    if (keys.is_masked(phase)) block.hide_by_range(scores);
+  }
+  CUTE_DEVICE float shift(int row) const { return kShifted ? shifts[row] : 0.f; }
 };
 
 }  // namespace cutlass_fmha

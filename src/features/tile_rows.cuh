@@ -59,6 +59,10 @@ struct FeatureKeys : FeatureKeySource<C> {
     first_phase = uniform(phases.first_phase);
     seen_until = uniform(phases.end_phase);
     if (lane_id() == 0) Shared::phases(smem, warp) = phases;
+    if constexpr (C.modifies_scores()) {
+      float const slope = p.alibi_slopes != nullptr ? alibi_slope(p, tile, tile.head) : 0.f;
+      if (lane_id() == 0) Shared::scores(smem, warp) = {slope, begin + sequence.offset, 0};
+    }
   }
 
   // What the walk asks for.
@@ -85,14 +89,10 @@ struct FeatureKeys : FeatureKeySource<C> {
   }
   template <class Scores>
   CUTE_DEVICE void before_softmax(int phase, bool masked, Scores& scores) const {
-    if constexpr (!C.modifies_scores()) {
-      if (masked) block_at(phase).hide_by_range(by_row(scores));
-    } else {
-      ScoreBlock<C> const block = block_at(phase);
-      if (!p.raw_scores) block.modify(by_row(scores));
-      if (masked) block.hide_by_range(by_row(scores));
-    }
+    if (masked) block_at(phase).hide_by_range(by_row(scores));
   }
+  /// Of rows that modify scores, in place of before_softmax.
+  CUTE_DEVICE ScoreTerms<C, FeatureKeys> terms(int phase, bool masked) const { return {*this, phase, masked}; }
   template <class Probabilities>
   CUTE_DEVICE void after_softmax(int phase, Probabilities& probabilities) const {
     if constexpr (C.modifies_scores()) {
@@ -104,13 +104,13 @@ struct FeatureKeys : FeatureKeySource<C> {
   /// This warp's first row within the tile.
   CUTE_DEVICE int tile_row() const { return tile_row_of<C>(warp); }
 
- private:
+  CUTE_DEVICE WarpScores& warp_scores() const { return Shared::scores(smem, warp); }
   CUTE_DEVICE ScoreBlock<C> block_at(int phase) const {
     WarpPhases const& phases = Shared::phases(smem, warp);
     int const row_begin = phases.row_begin;
     int const key = phases.last_begin - phase * C.tile_n;
     if constexpr (C.modifies_scores()) {
-      return {p, place().sequence, place().tile, {row_begin, Shared::slopes(smem, tile_row())}, key};
+      return {p, place().sequence, place().tile, {{row_begin}, Shared::slopes(smem, tile_row()), warp_scores()}, key};
     } else {
       return {p, place().sequence, place().tile, {row_begin}, key};
     }

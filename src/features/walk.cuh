@@ -54,7 +54,9 @@ struct FeatureTileLayout {
   static constexpr int kLanes = kPages + 4 * C.stages * kRuns * int(sizeof(int));
   static constexpr int kMaxima = kLanes + 32 * int(sizeof(uint2));
   static constexpr int kSlopes = kMaxima + C.tile_m * int(sizeof(float));
-  static constexpr int kBytes = kSlopes + (C.modifies_scores() ? C.tile_m * int(sizeof(float)) : 0);
+  static constexpr int kWarpScores = kSlopes + C.tile_m * int(sizeof(float));
+  static constexpr int kBytes = C.modifies_scores() ? kWarpScores + C.warps * int(sizeof(WarpScores)) : kSlopes;
+  static_assert(kWarpScores % alignof(WarpScores) == 0);
   static_assert(kBytes <= 99 * 1024, "sm_89 and sm_120 have no more");
 
   /// What completes when a tile has arrived of which not all keys exist.
@@ -70,6 +72,9 @@ struct FeatureTileLayout {
   }
   CUTE_DEVICE static float* slopes(char* smem, int tile_row) {
     return reinterpret_cast<float*>(smem + kSlopes) + tile_row;
+  }
+  CUTE_DEVICE static WarpScores& scores(char* smem, int warp) {
+    return reinterpret_cast<WarpScores*>(smem + kWarpScores)[warp];
   }
   CUTE_DEVICE static RowMaxima maxima(char* smem, int tile_row) {
     return {reinterpret_cast<float*>(smem + kMaxima) + tile_row};

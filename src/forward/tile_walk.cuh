@@ -21,7 +21,8 @@
 //                                where kMaskedFirst says that there is such a phase
 //   kAsksInTurn, kPassAt         whether is_masked() is asked during a turn; before which n16 of the last step of
 //                                Q K^T the turn is passed on: by the time the other warp's first mma issues, ours are
-//   before_softmax(p, masked, scores), after_softmax(p, probabilities)  masks, and whatever else becomes of them
+//   before_softmax(p, masked, scores), after_softmax(p, probabilities)  masks, and whatever else becomes of them;
+//   terms(p, masked)             in place of the first where scores are modified: ScoreTerms
 //   maxima()                     of this warp's rows, for the softmax
 #pragma once
 
@@ -258,8 +259,15 @@ struct TileWalk {
   template <bool First>
   CUTE_DEVICE void update(int phase, bool masked, Scores& scores, Probabilities& probabilities, Output& output,
                           typename T::Softmax& softmax) const {
-    keys.before_softmax(phase, masked, scores);
-    softmax.template step<First>(by_row(scores), pairs_by_row<T>(probabilities), by_row(output), keys.maxima());
+    if constexpr (C.modifies_scores()) {
+      auto terms = keys.terms(phase, masked);
+      terms.prepare(by_row(scores));
+      softmax.template step<First>(by_row(scores), pairs_by_row<T>(probabilities), by_row(output), keys.maxima(),
+                                   terms);
+    } else {
+      keys.before_softmax(phase, masked, scores);
+      softmax.template step<First>(by_row(scores), pairs_by_row<T>(probabilities), by_row(output), keys.maxima());
+    }
     keys.after_softmax(phase, probabilities);
   }
 };

@@ -1,19 +1,13 @@
 // The Python side of what the kernels beside attention read: objects whose fields are those of params.h.
 #include "../binding.h"
 #include "../fields.h"
+#include "bind_fields.h"
 #include "params.h"
 
 namespace py = pybind11;
 
 namespace cutlass_fmha {
 namespace {
-
-void check(Rotary const& rotary, int head_dim) {
-  require(!rotary.cos || (rotary.dim % 2 == 0 && rotary.dim <= head_dim), [&] {
-    return "rotary dim must be even and at most head_dim " + std::to_string(head_dim) + ", got " +
-           std::to_string(rotary.dim);
-  });
-}
 
 void bind_rotary(py::module_& m) {
   py::class_<Rotary> c(m, "Rotary");
@@ -26,12 +20,6 @@ void bind_rotary(py::module_& m) {
   number(c, "dim", &Rotary::dim);
   c.def_readwrite("interleaved", &Rotary::interleaved);
   c.def_readwrite("float32", &Rotary::float32);
-}
-
-template <class Params>
-void bind_position(py::class_<Params>& c) {
-  address(c, "first_position", [](Params& p) -> auto& { return p.position.first; });
-  address(c, "before_position", [](Params& p) -> auto& { return p.position.before; });
 }
 
 void bind_combine(py::module_& m) {
@@ -105,14 +93,10 @@ void bind_append(py::module_& m) {
   strides<3>(c, "v_stride", &P::v_stride);
   for (auto const& [name, field] : {std::pair{"batch", &P::batch}, std::pair{"seqlen_new", &P::seqlen_new},
                                     std::pair{"num_heads_kv", &P::num_heads_kv}, std::pair{"head_dim", &P::head_dim},
-                                    std::pair{"head_dim_v", &P::head_dim_v}, std::pair{"page_size", &P::page_size},
-                                    std::pair{"entries", &P::entries}, std::pair{"capacity", &P::capacity}}) {
+                                    std::pair{"head_dim_v", &P::head_dim_v}}) {
     number(c, name, field);
   }
-  address(c, "cache_seqlens", &P::cache_seqlens);
-  address(c, "cache_batch_idx", &P::cache_batch_idx);
-  address(c, "page_table", &P::page_table);
-  stride(c, "page_table_stride", &P::page_table_stride);
+  bind_places(c);
   address(c, "seqused_k", &P::seqused_k);
   address(c, "cu_seqlens", &P::cu_seqlens);
   number(c, "sequences", &P::sequences);
@@ -129,11 +113,11 @@ void check(CombineParams const& p) {
 
 void check(MergeParams const&) {}
 
-void check(RotaryParams const& p) { check(p.rotary, p.head_dim); }
+void check(RotaryParams const& p) { check_rotary(p.rotary, p.head_dim); }
 
 void check(AppendParams const& p) {
   require(!p.page_table || p.page_size > 0, [] { return "page_table needs page_size"; });
-  check(p.rotary, p.head_dim);
+  check_rotary(p.rotary, p.head_dim);
   require(p.query.empty() || p.query.rotary.cos, [] { return "a query is rotated: it needs a rotary"; });
   check(p.query);
 }

@@ -114,7 +114,7 @@ __device__ inline Token token_of(int const* cu_seqlens, int sequences, Row const
     (cu_seqlens[middle] <= row.position ? low : high) = middle;
   }
   int const begin = cu_seqlens[low];
-  bool const inside = begin <= row.position && row.position < cu_seqlens[low + 1];
+  bool const inside = sequences > 0 && begin <= row.position && row.position < cu_seqlens[low + 1];
   return {inside ? low : -1, row.position - begin};
 }
 

@@ -112,8 +112,22 @@ struct RotaryParams {
   bool empty() const { return !x || batch == 0 || seqlen == 0 || num_heads == 0 || (cu_seqlens && sequences == 0); }
 };
 
+/// Where a cache has its rows. An entry is of a sequence, or with page_table a page.
+struct CachePlaces {
+  int const* cache_seqlens;    ///< [sequences]: the row that the first new key goes to
+  int const* cache_batch_idx;  ///< [sequences]: which entry of the cache is this one's; null: its own number
+  int const* page_table;       ///< [sequences, pages of one at most]; null: the cache is contiguous
+  int64_t page_table_stride;
+  int page_size;
+  int entries;   ///< batch_cache, or pages: others are not written to
+  int capacity;  ///< rows of a sequence in the cache: a new key beyond them is dropped
+
+  // Set by launch().
+  Divisor by_page_size;
+};
+
 /// Writes new keys and values behind those that a cache holds, the keys rotated. Packed as RotaryParams are.
-struct AppendParams {
+struct AppendParams : CachePlaces {
   void* k_cache;  ///< [batch_cache, seqlen_cache, num_heads_kv, head_dim], or [pages, page_size, ...] with page_table
   void* v_cache;  ///< the same with head_dim_v
   void const* k;  ///< [batch, seqlen_new, num_heads_kv, head_dim]
@@ -122,13 +136,6 @@ struct AppendParams {
   int batch, seqlen_new, num_heads_kv, head_dim, head_dim_v;
   int const* cu_seqlens;
   int sequences;
-  int const* cache_seqlens;    ///< [sequences]: the row that the first new key goes to
-  int const* cache_batch_idx;  ///< [sequences]: which entry of the cache is this one's; null: its own number
-  int const* page_table;       ///< [sequences, pages of one at most]; null: the cache is contiguous
-  int64_t page_table_stride;
-  int page_size;
-  int entries;     ///< batch_cache, or pages: others are not written to
-  int capacity;    ///< rows of a sequence in the cache: a new key beyond them is dropped
   int* seqused_k;  ///< [sequences]: becomes cache_seqlens and the new rows; may be null
   FirstPosition position;
   Rotary rotary;
@@ -137,7 +144,7 @@ struct AppendParams {
   // Set by launch().
   bool vectors;
   int lanes_log2;
-  Divisor by_seqlen_new, by_num_heads_kv, by_page_size;
+  Divisor by_seqlen_new, by_num_heads_kv;
 
   bool no_keys() const { return batch == 0 || seqlen_new == 0 || num_heads_kv == 0 || (cu_seqlens && sequences == 0); }
   bool empty() const { return no_keys() && query.empty(); }

@@ -107,7 +107,7 @@ __device__ void rotary(RotaryParams const& p) {
 }
 
 /// Where a new row goes in the cache: its offset without the head's, -1 when there is no place for it.
-__device__ inline int64_t place_of(AppendParams const& p, Token const& token, Strides const& s) {
+__device__ inline int64_t place_of(CachePlaces const& p, Token const& token, Strides const& s) {
   if (token.sequence < 0) return -1;
   int const first = p.cache_seqlens[token.sequence];
   if (first < 0 || first >= p.capacity - token.position) return -1;
@@ -146,11 +146,13 @@ __device__ void append_value(AppendParams const& p, Row const& row, Lane const& 
   }
 }
 
-/// One thread for each sequence: one may have no new row, whose thread could do it.
-__device__ inline void count_rows(AppendParams const& p) {
+/// One thread for each sequence: one may have no new row, whose thread could do it. `seqlen`: of each, where rows are
+/// not packed.
+__device__ inline void count_rows(int* seqused_k, int const* cache_seqlens, int const* cu_seqlens, int sequences,
+                                  int seqlen) {
   int64_t const n = int64_t(blockIdx.x) * kHelperThreads + threadIdx.x;
-  if (!p.seqused_k || n >= p.sequences) return;
-  p.seqused_k[n] = p.cache_seqlens[n] + (p.cu_seqlens ? p.cu_seqlens[n + 1] - p.cu_seqlens[n] : p.seqlen_new);
+  if (!seqused_k || n >= sequences) return;
+  seqused_k[n] = cache_seqlens[n] + (cu_seqlens ? cu_seqlens[n + 1] - cu_seqlens[n] : seqlen);
 }
 
 /// What the blocks of a launch do, by blockIdx.y.
@@ -160,7 +162,7 @@ template <class T>
 __device__ void append(AppendParams const& p) {
   int const part = blockIdx.y;
   if (part == kRotateQueries) return rotary<T>(p.query);
-  if (part == kAppendKeys) count_rows(p);
+  if (part == kAppendKeys) count_rows(p.seqused_k, p.cache_seqlens, p.cu_seqlens, p.sequences, p.seqlen_new);
   Lane const lane(p.lanes_log2);
   if (lane.row >= int64_t(p.batch) * p.seqlen_new * p.num_heads_kv) return;
   Row const row = row_of(int(lane.row), p.by_num_heads_kv, p.num_heads_kv, p.by_seqlen_new, p.seqlen_new);

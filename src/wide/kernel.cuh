@@ -15,21 +15,6 @@
 
 namespace cutlass_fmha {
 
-template <DType E>
-struct WideScalar;
-template <>
-struct WideScalar<DType::float32> {
-  using type = float;
-};
-template <>
-struct WideScalar<DType::float16> {
-  using type = cutlass::half_t;
-};
-template <>
-struct WideScalar<DType::bfloat16> {
-  using type = cutlass::bfloat16_t;
-};
-
 /// For the example, float32 on Sm75 means FMAs, and on Sm80 three TF32 products. A bias costs little, and with one the
 /// scale is applied before masks, so that 0 and negative ones are right.
 template <WideConfig C>

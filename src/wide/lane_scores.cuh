@@ -10,6 +10,21 @@
 
 namespace cutlass_fmha {
 
+template <DType E>
+struct WideScalar;
+template <>
+struct WideScalar<DType::float32> {
+  using type = float;
+};
+template <>
+struct WideScalar<DType::float16> {
+  using type = cutlass::half_t;
+};
+template <>
+struct WideScalar<DType::bfloat16> {
+  using type = cutlass::bfloat16_t;
+};
+
 /// A lane's part of what mma.m16n8 sums: row, column (0, 0), (0, 1), (8, 0), (8, 1) from (lane / 4, 2 (lane % 4)) on.
 using AccumulatorTile = float[4];
 

@@ -54,6 +54,37 @@ CUTE_DEVICE void multiply_part(AccumulatorTile* const (&accumulator)[M], Tf32Pai
   }
 }
 
+/// A of M mma from a tile: its rows row + 16 m, and 8 more, this lane's. Columns `column` and + 1 of eight are A's
+/// columns lane % 4 and + 4.
+template <int M, int Rows, int Columns>
+CUTE_DEVICE void read_rows(float const (&tile)[Rows][Columns], int row, int column, Tf32PairsOfA (&a)[M]) {
+  CUTE_UNROLL
+  for (int m = 0; m < M; ++m) {
+    Pair const x[2] = {*reinterpret_cast<Pair const*>(&tile[row + 16 * m][column]),
+                       *reinterpret_cast<Pair const*>(&tile[row + 16 * m + 8][column])};
+    a[m] = {Tf32Pair::of(x[0].x[0]), Tf32Pair::of(x[1].x[0]), Tf32Pair::of(x[0].x[1]), Tf32Pair::of(x[1].x[1])};
+  }
+}
+
+/// B of N mma whose columns are rows 8 n + row of a tile; B's rows as A's columns above.
+template <int N, int Rows, int Columns>
+CUTE_DEVICE void read_rows(float const (&tile)[Rows][Columns], int row, int column, Tf32PairsOfB (&b)[N]) {
+  CUTE_UNROLL
+  for (int n = 0; n < N; ++n) {
+    Pair const x = *reinterpret_cast<Pair const*>(&tile[8 * n + row][column]);
+    b[n] = {Tf32Pair::of(x.x[0]), Tf32Pair::of(x.x[1])};
+  }
+}
+
+/// B of four mma from four neighbouring columns of two neighbouring rows, the first of which begins at `even`: column n
+/// is that of mma n.
+template <int Columns>
+CUTE_DEVICE void read_columns(float const* even, Tf32PairsOfB (&b)[4]) {
+  Vector const x[2] = {*reinterpret_cast<Vector const*>(even), *reinterpret_cast<Vector const*>(even + Columns)};
+  CUTE_UNROLL
+  for (int n = 0; n < 4; ++n) b[n] = {Tf32Pair::of(x[0].x[n]), Tf32Pair::of(x[1].x[n])};
+}
+
 /// accumulator[m][n] += A[m] B[n], the small products first.
 template <int M, int N>
 CUTE_DEVICE void multiply(AccumulatorTile* const (&accumulator)[M], Tf32PairsOfA const (&a)[M],

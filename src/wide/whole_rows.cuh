@@ -61,18 +61,9 @@ struct WholeRows {
   /// 8 dimensions of those. This lane's two of them are A's columns and B's rows quad and + 4.
   CUTE_DEVICE void multiply_keys(int dim, AccumulatorTile* const (&part)[kRowSteps]) const {
     Tf32PairsOfA a[kRowSteps];
-    CUTE_UNROLL
-    for (int m = 0; m < kRowSteps; ++m) {
-      Pair const q[2] = {*reinterpret_cast<Pair const*>(&shared.q[first_row + 16 * m][dim]),
-                         *reinterpret_cast<Pair const*>(&shared.q[first_row + 16 * m + 8][dim])};
-      a[m] = {Tf32Pair::of(q[0].x[0]), Tf32Pair::of(q[1].x[0]), Tf32Pair::of(q[0].x[1]), Tf32Pair::of(q[1].x[1])};
-    }
+    read_rows(shared.q, first_row, dim, a);
     Tf32PairsOfB b[kKeySteps];
-    CUTE_UNROLL
-    for (int n = 0; n < kKeySteps; ++n) {
-      Pair const k = *reinterpret_cast<Pair const*>(&shared.k[8 * n + group][dim]);
-      b[n] = {Tf32Pair::of(k.x[0]), Tf32Pair::of(k.x[1])};
-    }
+    read_rows(shared.k, group, dim, b);
     multiply(part, a, b);
   }
 
@@ -109,12 +100,8 @@ struct WholeRows {
   /// 8 keys of those.
   CUTE_DEVICE void multiply_values(int n, int d, Tf32PairsOfA const (&a)[kRowSteps],
                                    AccumulatorTile (&part)[kRowSteps][4]) {
-    float const* const even = &shared.v[8 * n + 2 * quad][8 * d + 4 * group];
-    Vector const v[2] = {*reinterpret_cast<Vector const*>(even),
-                         *reinterpret_cast<Vector const*>(even + C.head_dim + 4)};
     Tf32PairsOfB b[4];
-    CUTE_UNROLL
-    for (int i = 0; i < 4; ++i) b[i] = {Tf32Pair::of(v[0].x[i]), Tf32Pair::of(v[1].x[i])};
+    read_columns<C.head_dim + 4>(&shared.v[8 * n + 2 * quad][8 * d + 4 * group], b);
     AccumulatorTile* rows[kRowSteps];
     CUTE_UNROLL
     for (int m = 0; m < kRowSteps; ++m) rows[m] = part[m];

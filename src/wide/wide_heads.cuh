@@ -35,10 +35,28 @@ CUTE_DEVICE void read_matrices(T const& row, uint32_t (&x)[4]) {
   Copy::copy(reinterpret_cast<cute::uint128_t const&>(row), x[0], x[1], x[2], x[3]);
 }
 
+/// Of A, and of B whose columns are rows of the tile, for which a lane is MatrixLane::columns_first().
+template <class T>
+CUTE_DEVICE void read_rows(T const& row, uint32_t (&x)[4]) {
+  read_matrices<cute::SM75_U32x4_LDSM_N>(row, x);
+}
+
+/// Of B whose columns are the tile's.
+template <class T>
+CUTE_DEVICE void read_columns(T const& row, uint32_t (&x)[4]) {
+  read_matrices<cute::SM75_U16x8_LDSM_T>(row, x);
+}
+
+/// c += A B, of 16 bits.
+template <class T>
+CUTE_DEVICE void multiply(AccumulatorTile& c, uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {
+  constexpr bool kHalf = std::is_same_v<T, cutlass::half_t>;
+  using Mma = std::conditional_t<kHalf, cute::SM80_16x8x16_F32F16F16F32_TN, cute::SM80_16x8x16_F32BF16BF16F32_TN>;
+  Mma::fma(c[0], c[1], c[2], c[3], a[0], a[1], a[2], a[3], b0, b1, c[0], c[1], c[2], c[3]);
+}
+
 template <WideConfig C, class T>
 struct WideHeads {
-  static constexpr bool kHalf = C.dtype == DType::float16;
-  using Mma = std::conditional_t<kHalf, cute::SM80_16x8x16_F32F16F16F32_TN, cute::SM80_16x8x16_F32BF16BF16F32_TN>;
   static constexpr int kRows = C.tile_m * kGroupWarps / C.warps;  ///< of a warp
   static constexpr int kKeys = C.tile_n / kGroupWarps;
   static constexpr int kColumns = C.head_dim / kGroupWarps;
@@ -56,10 +74,6 @@ struct WideHeads {
   LaneScores<kRowSteps, kKeySteps> scores;
   AccumulatorTile output[kRowSteps][kColumnSteps] = {};
   float maximum[kRowSteps][2], sum[kRowSteps][2] = {};
-
-  CUTE_DEVICE static void multiply(AccumulatorTile& c, uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {
-    Mma::fma(c[0], c[1], c[2], c[3], a[0], a[1], a[2], a[3], b0, b1, c[0], c[1], c[2], c[3]);
-  }
 
   /// Scores of this warp's rows and keys. Two sums of each, so that a multiplication need not wait for the last one.
   CUTE_DEVICE void multiply_keys() {
@@ -87,16 +101,16 @@ struct WideHeads {
     uint32_t a[kRowSteps][4];
     CUTE_UNROLL
     for (int m = 0; m < kRowSteps; ++m) {
-      read_matrices<cute::SM75_U32x4_LDSM_N>(shared.q[warp_row + 16 * m + q_at.row][dim + q_at.column], a[m]);
+      read_rows(shared.q[warp_row + 16 * m + q_at.row][dim + q_at.column], a[m]);
     }
     CUTE_UNROLL
     for (int n = 0; n < kKeySteps; n += 2) {
       uint32_t b[4];
-      read_matrices<cute::SM75_U32x4_LDSM_N>(shared.k[member * kKeys + 8 * n + k_at.row][dim + k_at.column], b);
+      read_rows(shared.k[member * kKeys + 8 * n + k_at.row][dim + k_at.column], b);
       CUTE_UNROLL
       for (int m = 0; m < kRowSteps; ++m) {
-        multiply(sums.x[m][n], a[m], b[0], b[1]);
-        multiply(sums.x[m][n + 1], a[m], b[2], b[3]);
+        multiply<T>(sums.x[m][n], a[m], b[0], b[1]);
+        multiply<T>(sums.x[m][n + 1], a[m], b[2], b[3]);
       }
     }
   }
@@ -113,8 +127,7 @@ struct WideHeads {
     for (int m = 0; m < kRowSteps; ++m) {
       CUTE_UNROLL
       for (int key = 0; key < kSteps; ++key) {
-        read_matrices<cute::SM75_U32x4_LDSM_N>(shared.probabilities[warp_row + 16 * m + at.row][16 * key + at.column],
-                                               a[m][key]);
+        read_rows(shared.probabilities[warp_row + 16 * m + at.row][16 * key + at.column], a[m][key]);
       }
     }
     T const* v = &shared.v[at.row][at.column];
@@ -124,11 +137,11 @@ struct WideHeads {
       CUTE_UNROLL
       for (int key = 0; key < kSteps; ++key) {
         uint32_t b[4];
-        read_matrices<cute::SM75_U16x8_LDSM_T>(v[16 * key * (C.head_dim + 8) + column(n)], b);
+        read_columns(v[16 * key * (C.head_dim + 8) + column(n)], b);
         CUTE_UNROLL
         for (int m = 0; m < kRowSteps; ++m) {
-          multiply(output[m][n], a[m][key], b[0], b[1]);
-          multiply(output[m][n + 1], a[m][key], b[2], b[3]);
+          multiply<T>(output[m][n], a[m][key], b[0], b[1]);
+          multiply<T>(output[m][n + 1], a[m][key], b[2], b[3]);
         }
       }
     }

@@ -87,6 +87,7 @@ void add_floats(Opcodes& ops) {
       ops, {"fma.rn" + tail});
   add_elementwise<[](F a) { return result<ftz>(1.f / given<ftz>(a)); }>(ops,
                                                                         spell({{"rcp"}, {".rn", ".approx"}, {tail}}));
+  add_elementwise<[](F a) { return result<ftz>(1.f / std::sqrt(given<ftz>(a))); }>(ops, {"rsqrt.approx" + tail});
   add_elementwise<[](F a) { return -given<ftz>(a); }>(ops, {"neg" + tail});
   add_elementwise<[](F a) { return std::fabs(given<ftz>(a)); }>(ops, {"abs" + tail});
 
@@ -117,6 +118,7 @@ void add_arithmetic(Opcodes& ops) {
   add_integers<uint64_t>(ops, "u64");
   add_floats<false>(ops);
   add_floats<true>(ops);
+  add_elementwise<[](float a, float b) { return std::copysign(b, a); }>(ops, {"copysign.f32"});
   add_elementwise<[](float a, float b, float c) { return fma_down(a, b, c); }>(ops, {"fma.rm.f32"});
 }
 

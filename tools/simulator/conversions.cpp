@@ -1,4 +1,5 @@
 // cvt: from one type of number to another. Registers may be wider than the numbers in them.
+#include <algorithm>
 #include <cmath>
 
 #include "floats.h"
@@ -80,6 +81,12 @@ float to_tfloat32(float x) {
   return std::bit_cast<float>((std::bit_cast<uint32_t>(x) + 0x1000) & ~0x1fffu);
 }
 
+/// Cut off, what there is no int for becomes the nearest; NaN 0.
+int32_t to_int32(float x) {
+  if (std::isnan(x)) return 0;
+  return static_cast<int32_t>(std::clamp(double(x), -2147483648.0, 2147483647.0));
+}
+
 void add_float_conversions(Opcodes& ops) {
   add_elementwise<[](float x) { return to_tfloat32(x); }>(ops, {"cvt.rna.tf32.f32"});
   add_elementwise<[](float x) { return to_float16(x); }>(ops, {"cvt.rn.f16.f32"});
@@ -91,6 +98,8 @@ void add_float_conversions(Opcodes& ops) {
   add_elementwise<[](uint16_t x) { return canonical(from_bfloat16(x)); }>(ops, {"cvt.f32.bf16"});
   add_elementwise<[](int32_t x) { return static_cast<float>(x); }>(ops, {"cvt.rn.f32.s32"});
   add_elementwise<[](uint16_t x) { return static_cast<float>(x); }>(ops, {"cvt.rn.f32.u16"});
+  add_elementwise<[](float x) { return std::nearbyint(x); }>(ops, {"cvt.rni.f32.f32"});
+  add_elementwise<[](float x) { return to_int32(x); }>(ops, {"cvt.rzi.s32.f32", "cvt.rzi.ftz.s32.f32"});
   add_elementwise<[](float x) { return 0.f < x ? std::fmin(x, 1.f) : 0.f; }>(ops, {"cvt.sat.f32.f32"});
 }
 

@@ -79,7 +79,8 @@ def made_for_device(row: Row, problem: Problem, device: Device, table: Table) ->
         if not devices.can_execute(compiled_for, device.capability):
             major, minor = device.capability
             return (
-                f"compiled for sm_{compiled_for}, which a device of capability {major}.{minor} can't execute"
+                f"compiled for {devices.described(compiled_for)}, "
+                f"which a device of capability {major}.{minor} can't execute"
             )
     if arch == row.arch:
         return None
@@ -109,6 +110,19 @@ def alignment(row: Row, problem: Problem, device: Device, table: Table) -> str |
     return (
         f"needs pointers and strides aligned to {row.alignment} bytes, "
         f"and these are aligned to {problem.alignment}"
+    )
+
+
+def whole_blocks(problem: Problem, queries: int, keys: int) -> str | None:
+    """Why a row whose tiles have so many can't walk the blocks of a mask."""
+    if problem.block_mask is None:
+        return None
+    block_m, block_n = problem.block_mask
+    if block_m % queries == 0 and block_n % keys == 0:
+        return None
+    return (
+        f"takes block masks of blocks that are multiples of {queries} x {keys}, "
+        f"and these are {block_m} x {block_n}"
     )
 
 

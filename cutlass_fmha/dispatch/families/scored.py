@@ -15,6 +15,7 @@ from cutlass_fmha.dispatch.families.family import (
     head_dims,
     made_for_device,
     shared_memory,
+    whole_blocks,
 )
 from cutlass_fmha.dispatch.problem import Problem
 from cutlass_fmha.dispatch.table import Row, Table
@@ -34,16 +35,7 @@ def _head_dim(row: Row, problem: Problem, device: Device, table: Table) -> str |
 
 
 def _block_mask(row: Row, problem: Problem, device: Device, table: Table) -> str | None:
-    if problem.block_mask is None:
-        return None
-    block_m, block_n = problem.block_mask
-    keys = row.tile_n * row.kv_warps
-    if block_m % row.tile_m == 0 and block_n % keys == 0:
-        return None
-    return (
-        f"takes block masks of blocks that are multiples of {row.tile_m} x {keys}, "
-        f"and these are {block_m} x {block_n}"
-    )
+    return whole_blocks(problem, row.tile_m, row.tile_n * row.kv_warps)
 
 
 FIXED_RULES: tuple[Rule, ...] = (made_for_device, dtype, _head_dim, shared_memory)

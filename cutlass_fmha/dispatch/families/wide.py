@@ -99,12 +99,12 @@ def _features(row: Row, problem: Problem, device: Device, table: Table) -> str |
     return has_no(names) if names else None
 
 
-def _left_window(row: Row, problem: Problem, device: Device, table: Table) -> str | None:
+def left_window(row: Row, problem: Problem, device: Device, table: Table) -> str | None:
     return "has no window with a left limit" if problem.window[0] >= 0 else None
 
 
 FIXED_RULES: tuple[Rule, ...] = (made_for_device, _purpose, dtype, _head_dim, shared_memory)
-CALL_RULES: tuple[Rule, ...] = (_offsets, _features, _left_window)
+CALL_RULES: tuple[Rule, ...] = (_offsets, _features, left_window)
 
 
 def lacking(problem: Problem) -> tuple[str, ...]:

@@ -1,0 +1,40 @@
+"""A benchmark's result as a file: written, read again, told as Markdown."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import machine
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results")
+    parser.add_argument("--markdown", type=Path, metavar="PATH", help="write the table")
+    parser.add_argument("--from-json", type=Path, metavar="PATH", help="the tables of kept results")
+
+
+def run(
+    arguments: argparse.Namespace,
+    measure: Callable[[torch.device], dict[str, Any]],
+    text: Callable[[dict[str, Any]], str],
+) -> dict[str, Any]:
+    """What was kept, or what ``measure`` finds on the GPU, if there is one; printed and written as asked."""
+    result: dict[str, Any]
+    if arguments.from_json:
+        result = json.loads(arguments.from_json.read_text())
+    else:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        cuda = device.type == "cuda"
+        result = {"machine": machine.describe(0) if cuda else {"gpu": None}, **measure(device)}
+    print(text(result))
+    if arguments.markdown:
+        arguments.markdown.write_text(text(result))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    return result

@@ -1,0 +1,524 @@
+"""The op ``qk_norm_rope``: RMSNorm of each head of queries and keys, rotary, in one launch; its backward; and
+``qk_norm_rope_append_``, which writes keys and values into a cache by the same launch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from cutlass_fmha import _C, autocast, private_torch
+from cutlass_fmha.arguments import check, tensors
+from cutlass_fmha.dispatch import device as devices
+from cutlass_fmha.launch import helpers
+from cutlass_fmha.launch.plan import kept
+from cutlass_fmha.ops import angles, append_kv, dispatcher
+from cutlass_fmha.ops.angles import Angles
+
+NORM = "Tensor? q_weight=None, Tensor? k_weight=None, *, float eps=1e-06, float weight_offset=0., "
+SCHEMA = f"qk_norm_rope(Tensor q, Tensor k, {NORM}{angles.SCHEMA}) -> (Tensor q, Tensor k)"
+SCHEMA_BACKWARD = (
+    f"qk_norm_rope_backward(Tensor dq_out, Tensor dk_out, Tensor q, Tensor k, {NORM}{angles.SCHEMA}) "
+    "-> (Tensor dq, Tensor dk, Tensor dq_weight, Tensor dk_weight)"
+)
+SCHEMA_APPEND = (
+    "qk_norm_rope_append_(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor q, Tensor k, Tensor v, "
+    f"Tensor cache_seqlens, {NORM}Tensor? cache_batch_idx=None, Tensor? page_table=None, "
+    f"Tensor? leftpad_k=None, {angles.SCHEMA}) -> (Tensor q, Tensor seqused_k)"
+)
+
+NO_BACKWARD_WITH_CACHE = (
+    "cutlass_fmha has no backward of qk_norm_rope with a cache, and an input of this call requires a "
+    "gradient: call it without k_cache and v_cache, or under torch.no_grad()"
+)
+
+#: Blocks of the backward that an SM has at a time: 80 registers to a thread.
+BLOCKS_OF_SM = 6
+
+Four = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+class Norm(NamedTuple):
+    """x becomes x / sqrt(mean(x^2) + eps) (weight + weight_offset), each head by itself; no weight: 1."""
+
+    q_weight: Tensor | None = None
+    k_weight: Tensor | None = None
+    eps: float = 1e-6
+    weight_offset: float = 0.0
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        named = {"q_weight": self.q_weight, "k_weight": self.k_weight}
+        return {name: x for name, x in named.items() if x is not None}
+
+
+def _check_norm(q: Tensor, n: Norm) -> None:
+    if not (0.0 <= n.eps < math.inf):
+        raise ValueError(f"eps must be 0 or more, and finite, got {n.eps}")
+    if not math.isfinite(n.weight_offset):
+        raise ValueError(f"weight_offset must be finite, got {n.weight_offset}")
+    tensors.check_device("q", q, n.weights)
+    for name, weight in n.weights.items():
+        check.check_tensor(name, weight)
+        if tuple(weight.shape) != (q.shape[-1],):
+            raise ValueError(
+                f"{name} must have shape ({q.shape[-1]},), as q's heads, got {tuple(weight.shape)}"
+            )
+        if weight.dtype not in (q.dtype, torch.float32):
+            raise ValueError(
+                f"{name} must have q's dtype {check.dtype_name(q.dtype)} or float32, "
+                f"got {check.dtype_name(weight.dtype)}"
+            )
+        tensors.check_rows(name, weight)
+
+
+def _check(q: Tensor, k: Tensor, n: Norm, a: Angles) -> None:
+    angles.check_qk(q, k, a)
+    _check_norm(q, n)
+
+
+def _describe(p: _C.RopeParams, q: Tensor, n: Norm, a: Angles) -> None:
+    angles.describe(p, q, a)
+    p.norm, p.eps, p.weight_offset = True, n.eps, n.weight_offset
+    for rows, weight in ((p.q, n.q_weight), (p.k, n.k_weight)):
+        rows.weight_float32 = weight is not None and weight.dtype == torch.float32
+
+
+def _set_norm(p: _C.RopeParams, n: Norm, a: Angles) -> None:
+    angles.set_angles(p, a)
+    p.q.weight, p.k.weight = helpers.address(n.q_weight), helpers.address(n.k_weight)
+
+
+def _normalized(x: Tensor, weight: Tensor | None, n: Norm) -> Tensor:
+    """In float32 (of float64: that), not rounded."""
+    x = x.to(angles.computed_in(x))
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + n.eps)
+    return x if weight is None else x * (weight.to(x.dtype) + n.weight_offset)
+
+
+# ---- without a cache ---------------------------------------------------------------------------------------
+
+
+def _cuda(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    **said: Any,
+) -> tuple[Tensor, Tensor]:
+    n, a = Norm(q_weight, k_weight, eps, weight_offset), Angles(**said)
+
+    def prepare() -> helpers.Helper[_C.RopeParams]:
+        _check(q, k, n, a)
+        p = _C.RopeParams()
+        _describe(p, q, n, a)
+        for rows, x in ((p.q, q), (p.k, k)):
+            angles.describe_rows(rows, x, x.new_empty(x.shape, device="meta"))
+        return helpers.helper("rope", p, q)
+
+    plan = kept("qk_norm_rope", (q, k, *n, *a.key), prepare)
+    angles.check_start(q, a)
+    out = q.new_empty(q.shape), k.new_empty(k.shape)
+    p = plan.params.copy()
+    _set_norm(p, n, a)
+    p.q.x, p.k.x, p.q.out, p.k.out = q.data_ptr(), k.data_ptr(), out[0].data_ptr(), out[1].data_ptr()
+    helpers.launch(plan, p)
+    return out
+
+
+def _cpu(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    **said: Any,
+) -> tuple[Tensor, Tensor]:
+    if dispatcher.simulated():
+        return _cuda(q, k, q_weight, k_weight, eps=eps, weight_offset=weight_offset, **said)
+    n, a = Norm(q_weight, k_weight, eps, weight_offset), Angles(**said)
+    _check(q, k, n, a)
+    angles.check_start(q, a)
+    rows, positions = angles.rows_and_positions(q, a)
+    out = q.new_zeros(q.shape), k.new_zeros(k.shape)
+    for x, weight, to in ((q, q_weight, out[0]), (k, k_weight, out[1])):
+        to[rows] = angles.turn(_normalized(x[rows], weight, n), positions, a).to(x.dtype)
+    return out
+
+
+def _fake(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    **said: Any,
+) -> tuple[Tensor, Tensor]:
+    a = Angles(**said)
+    _check(q, k, Norm(q_weight, k_weight, eps, weight_offset), a)
+    angles.check_start(q, a)
+    return q.new_empty(q.shape), k.new_empty(k.shape)
+
+
+# ---- backward ----------------------------------------------------------------------------------------------
+
+
+def _check_backward(dq_out: Tensor, dk_out: Tensor, q: Tensor, k: Tensor, n: Norm, a: Angles) -> None:
+    _check(q, k, n, a)
+    tensors.check_alike({"q": q, "dq_out": dq_out, "dk_out": dk_out})
+    for name, x, like in (("dq_out", dq_out, q), ("dk_out", dk_out, k)):
+        if x.shape != like.shape:
+            raise ValueError(f"{name} must have shape {tuple(like.shape)}, got {tuple(x.shape)}")
+
+
+def _gradients(q: Tensor, k: Tensor, n: Norm) -> Four:
+    """To be written; of a weight that there is not, an empty one."""
+    weights = [q.new_empty(0) if w is None else w.new_empty(w.shape) for w in (n.q_weight, n.k_weight)]
+    return q.new_empty(q.shape), k.new_empty(k.shape), weights[0], weights[1]
+
+
+def _cuda_backward(
+    dq_out: Tensor,
+    dk_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    **said: Any,
+) -> Four:
+    n, a = Norm(q_weight, k_weight, eps, weight_offset), Angles(**said)
+
+    def prepare() -> helpers.Helper[_C.RopeBackwardParams]:
+        _check_backward(dq_out, dk_out, q, k, n, a)
+        p = _C.RopeBackwardParams()
+        _describe(p, q, n, a)
+        p.inverse = True
+        for rows, x, dy in ((p.q, q, dq_out), (p.k, k, dk_out)):
+            angles.describe_rows(rows, x, x.new_empty(x.shape, device="meta"))
+            rows.gradient_stride = helpers.strides(dy)
+        p.parts = BLOCKS_OF_SM * devices.of_index(q.get_device()).sm_count if q.is_cuda else BLOCKS_OF_SM
+        return helpers.helper("rope_backward", p, q)
+
+    plan = kept("qk_norm_rope_backward", (dq_out, dk_out, q, k, *n, *a.key), prepare)
+    angles.check_start(q, a)
+    p = plan.params.copy()
+    _set_norm(p, n, a)
+    found = _gradients(q, k, n)
+    p.q.x, p.k.x, p.q.out, p.k.out = q.data_ptr(), k.data_ptr(), found[0].data_ptr(), found[1].data_ptr()
+    p.q.gradient, p.k.gradient = dq_out.data_ptr(), dk_out.data_ptr()
+    kept_alive = []
+    for rows, x, weight, gradient in ((p.q, q, q_weight, found[2]), (p.k, k, k_weight, found[3])):
+        if x.numel() == 0:
+            gradient.zero_()  # there are no rows that leave parts
+        elif weight is not None:
+            kept_alive.append(q.new_empty((p.parts_of(rows), q.shape[-1]), dtype=torch.float32))
+            rows.partial, rows.weight_gradient = kept_alive[-1].data_ptr(), gradient.data_ptr()
+    helpers.launch(plan, p)
+    return found
+
+
+def _cpu_backward(
+    dq_out: Tensor,
+    dk_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    **said: Any,
+) -> Four:
+    if dispatcher.simulated():
+        return _cuda_backward(
+            dq_out, dk_out, q, k, q_weight, k_weight, eps=eps, weight_offset=weight_offset, **said
+        )
+    n, a = Norm(q_weight, k_weight, eps, weight_offset), Angles(**said)
+    _check_backward(dq_out, dk_out, q, k, n, a)
+    angles.check_start(q, a)
+    rows, positions = angles.rows_and_positions(q, a)
+    found = _gradients(q, k, n)
+    for x, dy, weight, dx, dw in (
+        (q, dq_out, q_weight, found[0], found[2]),
+        (k, dk_out, k_weight, found[1], found[3]),
+    ):
+        dtype = angles.computed_in(x)
+        own = x[rows].to(dtype)
+        turned = angles.turn(dy[rows].to(dtype), positions, a, inverse=True)
+        per_norm = torch.rsqrt(own.square().mean(-1, keepdim=True) + eps)
+        normal = own * per_norm
+        by_weight = turned if weight is None else turned * (weight.to(dtype) + weight_offset)
+        dx.zero_()
+        dx[rows] = (per_norm * (by_weight - normal * (by_weight * normal).mean(-1, keepdim=True))).to(x.dtype)
+        if weight is not None:
+            dw.copy_((turned * normal).flatten(0, -2).sum(0))
+    return found
+
+
+def _fake_backward(
+    dq_out: Tensor,
+    dk_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    **said: Any,
+) -> Four:
+    n = Norm(q_weight, k_weight, eps, weight_offset)
+    _check_backward(dq_out, dk_out, q, k, n, Angles(**said))
+    return _gradients(q, k, n)
+
+
+# ---- with a cache ------------------------------------------------------------------------------------------
+
+
+class _Call(NamedTuple):
+    """The arguments of the op ``qk_norm_rope_append_``."""
+
+    append: append_kv.Append
+    q: Tensor
+    norm: Norm
+    angles: Angles
+
+
+def _call(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache_seqlens: Tensor,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    cache_batch_idx: Tensor | None = None,
+    page_table: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    **said: Any,
+) -> _Call:
+    a = Angles(**said)
+    places = append_kv.Append(
+        k_cache,
+        v_cache,
+        k,
+        v,
+        cache_seqlens,
+        cache_batch_idx=cache_batch_idx,
+        page_table=page_table,
+        leftpad_k=leftpad_k,
+        cu_seqlens_q=a.cu_seqlens,
+    )
+    return _Call(places, q, Norm(q_weight, k_weight, eps, weight_offset), a)
+
+
+def _check_append(c: _Call) -> None:
+    if c.append.key.dim() == 3 and c.angles.cu_seqlens is None:
+        raise ValueError("cu_seqlens is None, and packed rows that go to a cache are those of its sequences")
+    check.check_tensors_given({"q": c.q, "k": c.append.key, "v": c.append.value})
+    _check(c.q, c.append.key, c.norm, c.angles)
+    append_kv.check_append(c.append)
+
+
+def _launch(c: _Call) -> tuple[Tensor, Tensor]:
+    a, rows = c.angles, c.append
+
+    def prepare() -> helpers.Helper[_C.RopeParams]:
+        _check_append(c)
+        p = _C.RopeParams()
+        _describe(p, c.q, c.norm, a)
+        angles.describe_rows(p.q, c.q, c.q.new_empty(c.q.shape, device="meta"))
+        angles.describe_rows(p.k, rows.key, rows.k_cache)
+        angles.describe_rows(p.v, rows.value, rows.v_cache)
+        append_kv.describe_places(p, rows)
+        return helpers.helper("rope", p, c.q)
+
+    plan = kept("qk_norm_rope_append_", (*rows, c.q, *c.norm, *a.key), prepare)
+    out, seqused_k = c.q.new_empty(c.q.shape), rows.cache_seqlens.new_empty(rows.cache_seqlens.shape)
+    if c.q.numel() == 0 and rows.key.numel() == 0:
+        seqused_k = rows.cache_seqlens + rows.seqlen_new  # nothing is launched, and nobody counts
+    p = plan.params.copy()
+    _set_norm(p, c.norm, a)
+    if a.offsets is None:
+        p.first_position, p.before_position = rows.cache_seqlens.data_ptr(), helpers.address(rows.leftpad_k)
+    p.q.x, p.k.x, p.v.x = c.q.data_ptr(), rows.key.data_ptr(), rows.value.data_ptr()
+    p.q.out, p.k.out, p.v.out = out.data_ptr(), rows.k_cache.data_ptr(), rows.v_cache.data_ptr()
+    append_kv.set_places(p, rows)
+    p.seqused_k = seqused_k.data_ptr()
+    helpers.launch(plan, p)
+    return out, seqused_k
+
+
+def _write(c: _Call) -> tuple[Tensor, Tensor]:
+    """What a launch does, on CPU tensors."""
+    _check_append(c)
+    a, rows = c.angles, c.append
+    out, keys = c.q.new_zeros(c.q.shape), rows.key.new_zeros(rows.key.shape)
+    if a.offsets is None:
+        first = rows.cache_seqlens if rows.leftpad_k is None else rows.cache_seqlens - rows.leftpad_k
+        a = a._replace(offsets=first)
+    own, positions = angles.rows_and_positions(c.q, a)
+    for x, weight, to in ((c.q, c.norm.q_weight, out), (rows.key, c.norm.k_weight, keys)):
+        to[own] = angles.turn(_normalized(x[own], weight, c.norm), positions, a).to(x.dtype)
+    _, seqused_k = append_kv.write(rows._replace(key=keys))
+    return out, seqused_k
+
+
+def _cuda_append(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    return _launch(_call(*args, **kwargs))
+
+
+def _cpu_append(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    c = _call(*args, **kwargs)
+    return _launch(c) if dispatcher.simulated() else _write(c)
+
+
+def _fake_append(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    c = _call(*args, **kwargs)
+    _check_append(c)
+    return c.q.new_empty(c.q.shape), c.append.cache_seqlens.new_empty(c.append.cache_seqlens.shape)
+
+
+def _casts_append(
+    dtype: torch.dtype,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *rest: Any,
+    **said: Any,
+) -> autocast.Arguments:
+    """What is new becomes what the cache is."""
+    new = (autocast.cast(x, k_cache.dtype) for x in (q, k, v))
+    _, said = angles.casts(dtype, k_cache, **said)
+    return (k_cache, v_cache, *new, *rest), said
+
+
+dispatcher.register(SCHEMA, {"CUDA": _cuda, "CPU": _cpu, "fake": _fake}, angles.casts)
+dispatcher.register(
+    SCHEMA_BACKWARD, {"CUDA": _cuda_backward, "CPU": _cpu_backward, "fake": _fake_backward}, angles.casts
+)
+dispatcher.register(
+    SCHEMA_APPEND, {"CUDA": _cuda_append, "CPU": _cpu_append, "fake": _fake_append}, _casts_append
+)
+dispatcher.register_writes("qk_norm_rope_append_", ("k_cache", "v_cache"))
+
+
+# ---- autograd ----------------------------------------------------------------------------------------------
+
+
+class _QKNormRope(torch.autograd.Function):
+    """Keeps what came in: the norms are computed anew."""
+
+    @staticmethod
+    def forward(
+        keyset: Any,
+        said: dict[str, Any],
+        q: Tensor,
+        k: Tensor,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        op = torch.ops.cutlass_fmha.qk_norm_rope.default
+        found: tuple[Tensor, Tensor] = private_torch.after_autograd(
+            op, keyset, q, k, q_weight, k_weight, **said
+        )
+        return found
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _, said, *operands = inputs
+        given = dispatcher.tensors_of(said)
+        ctx.save_for_backward(*operands, *given.values())
+        ctx.names, ctx.said = tuple(given), {name: x for name, x in said.items() if name not in given}
+
+    @staticmethod
+    def backward(ctx: Any, dq: Tensor, dk: Tensor) -> Any:
+        q, k, q_weight, k_weight, *given = ctx.saved_tensors
+        said = {**ctx.said, **dict(zip(ctx.names, given, strict=True))}
+        out = map(dispatcher.rows_of_gradient, (dq, dk))
+        dq, dk, *of_weights = torch.ops.cutlass_fmha.qk_norm_rope_backward(
+            *out, q, k, q_weight, k_weight, **said
+        )
+        of_weights = [None if w is None else x for w, x in zip((q_weight, k_weight), of_weights, strict=True)]
+        return None, None, dq, dk, *of_weights
+
+
+def _autograd(
+    keyset: Any,
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    **said: Any,
+) -> tuple[Tensor, Tensor]:
+    others = dispatcher.tensors_of(said)
+    found: tuple[Tensor, Tensor]
+    if not dispatcher.needs_gradient(q, k, q_weight, k_weight, *others.values()):
+        op = torch.ops.cutlass_fmha.qk_norm_rope.default
+        found = private_torch.after_autograd(op, keyset, q, k, q_weight, k_weight, **said)
+        return found
+    given = {"q": q, "k": k} | Norm(q_weight, k_weight).weights
+    dispatcher.check_differentiable(given, others)
+    found = _QKNormRope.apply(keyset, said, q, k, q_weight, k_weight)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Backward(torch.autograd.Function):
+    """Who asks to differentiate the backward is told."""
+
+    @staticmethod
+    def forward(keyset: Any, said: dict[str, Any], *given: Any) -> Four:
+        op = torch.ops.cutlass_fmha.qk_norm_rope_backward.default
+        found: Four = private_torch.after_autograd(op, keyset, *given, **said)
+        return found
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> NoReturn:
+        raise NotImplementedError(
+            "cutlass_fmha has no backward yet of its backward: qk_norm_rope can be differentiated once"
+        )
+
+
+def _autograd_of_backward(keyset: Any, *given: Any, **said: Any) -> Four:
+    found: Four
+    if dispatcher.needs_gradient(*(x for x in (*given, *said.values()) if isinstance(x, Tensor))):
+        found = _Backward.apply(keyset, said, *given)  # type: ignore[no-untyped-call]
+    else:
+        op = torch.ops.cutlass_fmha.qk_norm_rope_backward.default
+        found = private_torch.after_autograd(op, keyset, *given, **said)
+    return found
+
+
+def _autograd_of_append(keyset: Any, *given: Any, **said: Any) -> tuple[Tensor, Tensor]:
+    if dispatcher.needs_gradient(*(x for x in (*given, *said.values()) if isinstance(x, Tensor))):
+        raise NotImplementedError(NO_BACKWARD_WITH_CACHE)
+    op = torch.ops.cutlass_fmha.qk_norm_rope_append_.default
+    found: tuple[Tensor, Tensor] = private_torch.after_autograd(op, keyset, *given, **said)
+    return found
+
+
+dispatcher.register_gradients("qk_norm_rope", _autograd)
+dispatcher.register_gradients("qk_norm_rope_append_", _autograd_of_append)
+dispatcher.register_gradients("qk_norm_rope_backward", _autograd_of_backward)

@@ -1,0 +1,368 @@
+// Gradients of float32 and of head dims above 256. A thread block owns tile_m rows of one gradient: of dQ, and walks
+// the keys that its queries see; or of dK or dV, and walks the queries, of all heads that share the keys, one head
+// after the other. So every sum has one order, and no two blocks write to the same place.
+//
+// The three are one computation. With X what is owned and Y what is walked, [Q, dO] and [K, V] or the other way around,
+//     S = X0 Y0^T      dP = X1 Y1^T      dS = P (dP - D)      dX0 = scale dS Y0      dV = P dO
+// Scores are computed again for each, so that a thread keeps one gradient in registers. Operands pass through shared
+// memory in steps, some dimensions at a time: one is on its way while the other is multiplied.
+#pragma once
+
+#include "../wide/tf32x3.cuh"
+#include "../wide/wide_heads.cuh"
+#include "tile.h"
+
+namespace cutlass_fmha {
+
+/// Padding as in whole_rows.cuh and wide_heads.cuh: of float32, 8 where lanes read two neighbours, 4 where four.
+template <WideBackwardConfig C, class T>
+struct WideBackwardStorage {
+  static constexpr int kRows = C.tile_m;
+  struct Scores {
+    alignas(16) T x[kRows][C.step_dims() + 8];
+    alignas(16) T y[kRows][C.step_dims() + 8];
+  };
+  struct Factor {
+    alignas(16) T y[kRows][C.step_columns() + (sizeof(T) == 4 ? 4 : 8)];
+  };
+  union Step {
+    Scores scores;
+    Factor factor;
+  };
+  Step steps[2];
+  alignas(16) T weights[kRows][kRows + 8];  ///< P or dS
+  alignas(16) float terms[2][kRows];        ///< LSE in units of log2, and D, of the queries
+  WideBackwardTile tile;
+};
+
+/// How a step's operands are multiplied: of 16 of the block's rows, by two warps.
+template <WideBackwardConfig C, class T>
+struct WideProducts;
+
+template <WideBackwardConfig C>
+struct WideProducts<C, float> {
+  using Storage = WideBackwardStorage<C, float>;
+  static constexpr int kScores = C.tile_n / 2 / 8, kColumns = C.step_columns() / 2 / 8;
+  using Scores = LaneScores<1, kScores>;
+  using Gradient = AccumulatorTile[kColumns];
+  static_assert(C.step_dims() == 32 && kColumns == 4);
+  int const group = threadIdx.x / 4, quad = threadIdx.x % 4;
+
+  /// Tensor cores cut off what they sum: not more than 32 dimensions, or 16 rows of Y, one after the other.
+  CUTE_DEVICE void add_scores(typename Storage::Scores const& step, int row, int column, Scores& scores) const {
+    AccumulatorTile part[kScores] = {};
+    AccumulatorTile* const rows[] = {part};
+    CUTE_UNROLL
+    for (int dim = 0; dim < C.step_dims(); dim += 8) {
+      Tf32PairsOfA a[1];
+      Tf32PairsOfB b[kScores];
+      read_rows(step.x, row + group, dim + 2 * quad, a);
+      read_rows(step.y, column + group, dim + 2 * quad, b);
+      multiply(rows, a, b);
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < 4 * kScores; ++i) scores.x[0][i / 4][i % 4] += part[i / 4][i % 4];
+  }
+
+  CUTE_DEVICE void add_gradient(Storage const& shared, typename Storage::Factor const& step, int row, int column,
+                                Gradient& gradient) const {
+    CUTE_NO_UNROLL
+    for (int y = 0; y < C.tile_n; y += 16) {
+      AccumulatorTile part[kColumns] = {};
+      AccumulatorTile* const rows[] = {part};
+      CUTE_UNROLL
+      for (int i = y; i < y + 16; i += 8) {
+        Tf32PairsOfA a[1];
+        Tf32PairsOfB b[kColumns];
+        read_rows(shared.weights, row + group, i + 2 * quad, a);
+        read_columns<C.step_columns() + 4>(&step.y[i + 2 * quad][column + 4 * group], b);
+        multiply(rows, a, b);
+      }
+      CUTE_UNROLL
+      for (int i = 0; i < 4 * kColumns; ++i) gradient[i / 4][i % 4] += part[i / 4][i % 4];
+    }
+  }
+
+  CUTE_DEVICE static void store(float* to, float a, float b) { *reinterpret_cast<Pair*>(to) = {a, b}; }
+
+  /// Of a row, a lane has eight neighbouring columns.
+  CUTE_DEVICE void write(float* row, int half, int columns, float factor, Gradient const& gradient) const {
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      int const at = 8 * quad + 4 * i;
+      Vector vector;
+      CUTE_UNROLL
+      for (int j = 0; j < 4; ++j) vector.x[j] = gradient[j][2 * half + i] * factor;
+      if (at < columns) *reinterpret_cast<Vector*>(row + at) = vector;
+    }
+  }
+};
+
+/// Of 16 bits.
+template <WideBackwardConfig C, class T>
+struct WideProducts {
+  using Storage = WideBackwardStorage<C, T>;
+  static constexpr int kScores = C.tile_n / 2 / 8, kColumns = C.step_columns() / 2 / 8;
+  using Scores = LaneScores<1, kScores>;
+  using Gradient = AccumulatorTile[kColumns];
+  int const quad = threadIdx.x % 4;
+  MatrixLane const a_at = MatrixLane::rows_first(threadIdx.x), b_at = MatrixLane::columns_first(threadIdx.x);
+
+  CUTE_DEVICE void add_scores(typename Storage::Scores const& step, int row, int column, Scores& scores) const {
+    CUTE_UNROLL
+    for (int dim = 0; dim < C.step_dims(); dim += 16) {
+      uint32_t a[4];
+      read_rows(step.x[row + a_at.row][dim + a_at.column], a);
+      CUTE_UNROLL
+      for (int n = 0; n < kScores; n += 2) {
+        uint32_t b[4];
+        read_rows(step.y[column + 8 * n + b_at.row][dim + b_at.column], b);
+        multiply<T>(scores.x[0][n], a, b[0], b[1]);
+        multiply<T>(scores.x[0][n + 1], a, b[2], b[3]);
+      }
+    }
+  }
+
+  CUTE_DEVICE void add_gradient(Storage const& shared, typename Storage::Factor const& step, int row, int column,
+                                Gradient& gradient) const {
+    CUTE_UNROLL
+    for (int y = 0; y < C.tile_n; y += 16) {
+      uint32_t a[4];
+      read_rows(shared.weights[row + a_at.row][y + a_at.column], a);
+      CUTE_UNROLL
+      for (int n = 0; n < kColumns; n += 2) {
+        uint32_t b[4];
+        read_columns(step.y[y + a_at.row][column + 8 * n + a_at.column], b);
+        multiply<T>(gradient[n], a, b[0], b[1]);
+        multiply<T>(gradient[n + 1], a, b[2], b[3]);
+      }
+    }
+  }
+
+  CUTE_DEVICE static void store(T* to, float a, float b) { *reinterpret_cast<uint32_t*>(to) = pack<T>(a, b); }
+
+  CUTE_DEVICE void write(T* row, int half, int columns, float factor, Gradient const& gradient) const {
+    CUTE_UNROLL
+    for (int n = 0; n < kColumns; ++n) {
+      int const at = 8 * n + 2 * quad;
+      if (at < columns) store(row + at, gradient[n][2 * half] * factor, gradient[n][2 * half + 1] * factor);
+    }
+  }
+};
+
+template <WideBackwardConfig C, class T>
+struct WideBackward {
+  using Products = WideProducts<C, T>;
+  using Storage = WideBackwardStorage<C, T>;
+  static constexpr int kSteps = C.head_dim / C.step_columns();
+  static_assert(C.tile_m == C.tile_n && C.tile_m == 8 * C.warps && C.head_dim % C.step_columns() == 0);
+
+  BackwardParams const& p;
+  Storage& shared;
+  WideBackwardTile const& tile = shared.tile;
+  Products const products{};
+  int const warp_row = static_cast<int>(threadIdx.y) / 2 * 16, half = static_cast<int>(threadIdx.y) % 2;
+  int turn = 0;  ///< which step's memory holds what is multiplied next
+  typename Products::Scores weights, other;
+  typename Products::Gradient gradient[kSteps] = {};
+
+  /// The first row of Y of the tile of that number, and its head, counted from the block's first.
+  CUTE_DEVICE int walked_head(int number) const { return number / tile.tiles; }
+  CUTE_DEVICE int walked_begin(int number) const {
+    return (tile.first + number - walked_head(number) * tile.tiles) * C.tile_n;
+  }
+
+  template <int Dim, class Tile>
+  CUTE_DEVICE void copy(Tile& to, WideOperand const& from, int64_t head, int begin, int end, int dim) const {
+    copy_rows<Dim, C.threads()>(to, from.tensor, from.first + head * from.head_stride + dim, from.row_stride, begin,
+                                end, from.dims - dim);
+  }
+
+  /// Asks for what a step multiplies.
+  CUTE_DEVICE void load(int number, int step) const {
+    typename Storage::Step& to = shared.steps[turn];
+    int const head = walked_head(number), begin = walked_begin(number);
+    if (step >= tile.all_score_steps) {
+      int const column = (step - tile.all_score_steps) * C.step_columns();
+      return copy<C.step_columns()>(to.factor.y, tile.factor(), head, begin, tile.walked, column);
+    }
+    bool const second = step >= tile.score_steps;
+    int const dim = (step - (second ? tile.score_steps : 0)) * C.step_dims();
+    copy<C.step_dims()>(to.scores.x, tile.x[second], 0, tile.begin, tile.end, dim);
+    copy<C.step_dims()>(to.scores.y, tile.y[second], head, begin, tile.walked, dim);
+    // Nobody reads these any more: since the last tile's were used, everybody has come to another step.
+    int const thread = threadIdx.y * 32 + threadIdx.x;
+    if (step > 0 || thread >= 2 * C.tile_m / 4) return;
+    int const query = tile.has_queries() ? tile.begin : begin;
+    float const* const from = tile.terms + head * tile.terms_stride + query / C.tile_m * (2 * C.tile_m);
+    cute::SM80_CP_ASYNC_CACHEGLOBAL<cute::uint128_t>::copy(
+        reinterpret_cast<cute::uint128_t const*>(from)[thread],
+        reinterpret_cast<cute::uint128_t*>(&shared.terms[0][0])[thread]);
+  }
+
+  /// Calls f(score, query, key, query's row in the tile) for each of this lane's.
+  template <class Function>
+  CUTE_DEVICE void for_each(typename Products::Scores& scores, int begin, Function&& f) {
+    int const lane = threadIdx.x;
+    bool const queries = tile.has_queries();
+    scores.for_each(warp_row + lane / 4, half * (C.tile_n / 2) + lane % 4 * 2, [&](float& score, int row, int column) {
+      int const query = queries ? row : column, key = queries ? column : row;
+      f(score, (queries ? tile.begin : begin) + query, (queries ? begin : tile.begin) + key, query);
+    });
+  }
+
+  CUTE_DEVICE static int64_t offset(ScoreStrides const& stride, Sequence const& s, int head, int query, int key) {
+    return s.batch * stride.batch + head * stride.head + query * stride.query + key * stride.key;
+  }
+  CUTE_DEVICE bool exists(int query, int key) const {
+    return query < tile.sequence.queries && key < tile.sequence.keys;
+  }
+
+  /// S -> P, in `weights`. LSE is +inf of queries that see nothing and of those that don't exist.
+  CUTE_DEVICE void exponentiate(int number) {
+    Sequence const& s = tile.sequence;
+    int const head = tile.head + walked_head(number), begin = walked_begin(number);
+    float const unit = p.scale * kLog2e;
+    if (p.bias == nullptr) {
+      for_each(weights, begin,
+               [&](float& score, int, int, int row) { score = exp2_approx(fmaf(score, unit, -shared.terms[0][row])); });
+    } else {
+      for_each(weights, begin, [&](float& score, int query, int key, int row) {
+        float added = 0.f;
+        if (exists(query, key)) {
+          int64_t const at = offset(p.bias_stride, s, head, query, key);
+          added = p.bias_type == BiasType::float32 ? static_cast<float const*>(p.bias)[at]
+                                                   : static_cast<float>(static_cast<T const*>(p.bias)[at]);
+        }
+        score = exp2_approx(fmaf(score, unit, fmaf(added, kLog2e, -shared.terms[0][row])));
+      });
+    }
+    int const first_query = tile.has_queries() ? tile.begin : begin,
+              first_key = tile.has_queries() ? begin : tile.begin;
+    if (p.mask == nullptr && visible_keys(p, s, first_query).end >= first_key + C.tile_n) return;
+    for_each(weights, begin, [&](float& score, int query, int key, int) {
+      bool seen = key < visible_keys(p, s, query).end;
+      if (seen && p.mask != nullptr) seen = p.mask[offset(p.mask_stride, s, head, query, key)] != 0;
+      if (!seen) score = 0.f;
+    });
+  }
+
+  /// P and dP -> dS, in `weights`. What a mask hides stays 0, whatever dP is.
+  CUTE_DEVICE void differentiate(int number) {
+    CUTE_UNROLL
+    for (int i = 0; i < 4 * Products::kScores; ++i) {
+      int const row = tile.has_queries() ? warp_row + int(threadIdx.x) / 4 + i % 4 / 2 * 8
+                                         : half * (C.tile_n / 2) + int(threadIdx.x) % 4 * 2 + i / 4 * 8 + i % 2;
+      float& weight = weights.x[0][i / 4][i % 4];
+      float const ds = weight * (other.x[0][i / 4][i % 4] - shared.terms[1][row]);
+      weight = weight == 0.f ? 0.f : ds;
+    }
+    if (p.dbias == nullptr || !tile.has_queries()) return;
+    for_each(weights, walked_begin(number), [&](float& ds, int query, int key, int) {
+      if (ds == 0.f) return;
+      float* const at = p.dbias + offset(p.dbias_stride, tile.sequence, tile.head, query, key);
+      asm volatile("red.global.add.f32 [%0], %1;" ::"l"(at), "f"(ds) : "memory");
+    });
+  }
+
+  CUTE_DEVICE void store_weights() {
+    int const row = warp_row + threadIdx.x / 4, column = half * (C.tile_n / 2) + threadIdx.x % 4 * 2;
+    CUTE_UNROLL
+    for (int n = 0; n < Products::kScores; ++n) {
+      float const(&x)[4] = weights.x[0][n];
+      Products::store(&shared.weights[row][column + 8 * n], x[0], x[1]);
+      Products::store(&shared.weights[row + 8][column + 8 * n], x[2], x[3]);
+    }
+  }
+
+  CUTE_DEVICE void multiply(int number, int step, typename Storage::Step const& from) {
+    if (step >= tile.all_score_steps) {
+      CUTE_UNROLL
+      for (int i = 0; i < kSteps; ++i) {
+        if (i == step - tile.all_score_steps) {
+          products.add_gradient(shared, from.factor, warp_row, half * (C.step_columns() / 2), gradient[i]);
+        }
+      }
+      return;
+    }
+    int const column = half * (C.tile_n / 2);
+    if (step < tile.score_steps) {
+      if (step == 0) weights.clear();
+      products.add_scores(from.scores, warp_row, column, weights);
+      if (step == tile.score_steps - 1) exponentiate(number);
+    } else {
+      if (step == tile.score_steps) other.clear();
+      products.add_scores(from.scores, warp_row, column, other);
+      if (step == tile.all_score_steps - 1) differentiate(number);
+    }
+    if (step == tile.all_score_steps - 1) store_weights();
+  }
+
+  CUTE_DEVICE void run() {
+    int const numbers = tile.tiles * tile.heads;
+    if (numbers == 0) return;
+    load(0, 0);
+    cute::cp_async_fence();
+    int number = 0, step = 0;
+    while (number < numbers) {
+      cute::cp_async_wait<0>();
+      __syncthreads();  // the step's operands have arrived, as have weights; everybody is done with those before
+      typename Storage::Step const& from = shared.steps[turn];
+      bool const ends = step + 1 == tile.steps;
+      int const next = ends ? number + 1 : number, next_step = ends ? 0 : step + 1;
+      turn ^= 1;
+      if (next < numbers) load(next, next_step);
+      cute::cp_async_fence();
+      multiply(number, step, from);
+      number = next, step = next_step;
+    }
+  }
+
+  CUTE_DEVICE void write() const {
+    bool const queries = tile.has_queries();
+    void* const to = queries ? p.dq : tile.of == GradientOf::key ? p.dk : p.dv;
+    if (to == nullptr) return;  // the block had a bias's
+    Strides const& stride = queries ? p.dq_stride : tile.of == GradientOf::key ? p.dk_stride : p.dv_stride;
+    Sequence const& s = tile.sequence;
+    int const group = p.num_heads / p.num_heads_kv, dims = tile.factor().dims;
+    int64_t const first = queries
+                              ? s.entry_q * stride.batch + s.first_q * stride.seqlen + tile.head * stride.head
+                              : s.entry_k * stride.batch + s.first_k * stride.seqlen + tile.head / group * stride.head;
+    float const factor = tile.of == GradientOf::value ? 1.f : p.scale;
+    int const rows = queries ? s.rows_q : s.keys;
+    CUTE_UNROLL
+    for (int i = 0; i < kSteps; ++i) {
+      int const column = i * C.step_columns() + half * (C.step_columns() / 2);
+      CUTE_UNROLL
+      for (int below = 0; below < 2; ++below) {
+        int const row = tile.begin + warp_row + static_cast<int>(threadIdx.x) / 4 + 8 * below;
+        if (row >= rows) continue;
+        products.write(static_cast<T*>(to) + first + row * stride.seqlen + column, below, dims - column, factor,
+                       gradient[i]);
+      }
+    }
+  }
+};
+
+template <WideBackwardConfig C>
+using WideBackwardMemory = WideBackwardStorage<C, typename WideScalar<C.dtype>::type>;
+
+template <WideBackwardConfig C>
+CUTE_DEVICE void backward_wide(BackwardParams const& p) {
+  extern __shared__ __align__(16) char smem_of_gradients[];
+  auto& shared = *reinterpret_cast<WideBackwardMemory<C>*>(smem_of_gradients);
+  if (threadIdx.x == 0 && threadIdx.y == 0) find_tile(p, C, blockIdx.x, shared.tile);
+  __syncthreads();
+  if (shared.tile.begin >= (shared.tile.has_queries() ? shared.tile.sequence.rows_q : shared.tile.end)) return;
+  WideBackward<C, typename WideScalar<C.dtype>::type> block{p, shared};
+  block.run();
+  block.write();
+}
+
+template <WideBackwardConfig C>
+constexpr int backward_wide_smem_bytes() {
+  static_assert(sizeof(WideBackwardMemory<C>) <= 99 * 1024, "sm_89 and sm_120 have no more");
+  return sizeof(WideBackwardMemory<C>);
+}
+
+}  // namespace cutlass_fmha

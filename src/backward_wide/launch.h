@@ -1,0 +1,14 @@
+// Launching rows of the family backward_wide: called by backward/launch.cpp.
+#pragma once
+
+#include "../backward/params.h"
+#include "../table.h"
+
+namespace cutlass_fmha {
+
+/// Throws std::invalid_argument for what such a row knows less of than backward rows do.
+void check_backward_wide(Row const& row, BackwardParams const& p);
+
+void launch_backward_wide(Row const& row, BackwardParams const& p, int device, cudaStream_t stream);
+
+}  // namespace cutlass_fmha

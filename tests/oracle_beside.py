@@ -1,0 +1,96 @@
+"""What the kernels on rows compute, in fp64: results, gradients by autograd, and how large the terms are."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from oracle_helpers import assert_close
+from torch import Tensor
+
+
+class Expected(NamedTuple):
+    """A tensor in fp64, and what rounding errors of its computation are relative to."""
+
+    value: Tensor
+    largest: Tensor
+
+    def check(self, found: Tensor) -> None:
+        assert_close(found.cpu(), self.value, self.largest)
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, weight_offset: float
+) -> Tensor:
+    """Of rows in fp64."""
+    y = x / torch.sqrt((x**2).sum(-1, keepdim=True) / x.shape[-1] + eps)
+    y = y if weight is None else y * (weight + weight_offset)
+    return y if bias is None else y + bias
+
+
+class RmsNorm:
+    """All of a call and of its gradients. The sum is rounded to x's dtype, as it is kept."""
+
+    def __init__(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        eps: float,
+        weight_offset: float,
+        dout: Tensor,
+        dsum: Tensor | None,
+    ) -> None:
+        total = x.cpu() if residual is None else (x.cpu().double() + residual.cpu().double()).to(x.dtype)
+        self.sum = total
+        leaves = [
+            None if t is None else t.detach().cpu().double().requires_grad_() for t in (total, weight, bias)
+        ]
+        s, w, b = leaves
+        assert s is not None
+        out = rms_norm(s, w, b, eps, weight_offset)
+        dout = dout.detach().cpu().double()
+        wanted = [t for t in leaves if t is not None]
+        gradients = iter(torch.autograd.grad(out, wanted, dout))
+        with torch.no_grad():
+            factor = torch.ones(x.shape[-1], dtype=torch.float64) if w is None else w + weight_offset
+            y = rms_norm(s, None, None, eps, 0.0)
+            rstd = 1 / torch.sqrt((s**2).sum(-1, keepdim=True) / x.shape[-1] + eps)
+            scaled = (dout * factor).abs()
+            term = rstd * (scaled + y.abs() * (scaled * y.abs()).mean(-1, keepdim=True))
+            self.out = Expected(out.detach(), (y * factor).abs() + (0 if b is None else b.abs()))
+            dx = next(gradients)
+            if dsum is not None:
+                dx, term = dx + dsum.detach().cpu().double(), term + dsum.detach().cpu().double().abs()
+            self.dx = Expected(dx, term)
+            rows = list(range(x.dim() - 1))
+
+            def summed(terms: Tensor) -> Tensor:
+                return terms.abs().sum(rows) if rows else terms.abs()
+
+            self.dweight = None if w is None else Expected(next(gradients), summed(dout * y))
+            self.dbias = None if b is None else Expected(next(gradients), summed(dout))
+
+
+def activation(x: Tensor, name: str) -> Tensor:
+    if name == "silu":
+        return x / (1 + torch.exp(-x))
+    if name == "gelu":
+        return x * torch.special.ndtr(x)
+    return x / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+class Gated:
+    """A gated unit and its gradients."""
+
+    def __init__(self, gate: Tensor, up: Tensor, name: str, dout: Tensor) -> None:
+        g, u = (t.detach().cpu().double().requires_grad_() for t in (gate, up))
+        d = dout.detach().cpu().double()
+        out = activation(g, name) * u
+        dgate, dup = torch.autograd.grad(out, (g, u), d)
+        with torch.no_grad():
+            self.out = Expected(out.detach(), (g * u).abs())
+            self.dgate = Expected(dgate, (d * u).abs() * (1 + g.abs()) ** (4 if name == "gelu_tanh" else 2))
+            self.dup = Expected(dup, (d * g).abs())

@@ -1,0 +1,192 @@
+"""cutlass_fmha.nn: torch's conventions, Llama's names, and torch's numbers."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.nn import functional
+
+from cutlass_fmha import nn
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("shape", "offset"), [((24,), 0.0), ((24,), 1.0), ((3, 8), 0.0)])
+def test_rms_norm_is_torchs(shape: tuple[int, ...], offset: float):
+    ours = nn.RMSNorm(shape, weight_offset=offset, dtype=torch.float32)
+    theirs = torch.nn.RMSNorm(shape)
+    x, residual = torch.randn(2, 2, 5, *shape).unbind()
+    close(ours(x), theirs(x))  # as they are made
+    with torch.no_grad():
+        theirs.weight.normal_()
+        ours.weight.copy_(theirs.weight - offset)
+    close(ours(x), theirs(x))
+    out, total = ours(x, residual)
+    close(total, x + residual)
+    close(out, theirs(x + residual))
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    close(nn.RMSNorm(shape, 1e-5, False)(x), torch.nn.RMSNorm(shape, 1e-5, False)(x))
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_swiglu_takes_and_gives_a_checkpoints_names(activation: str, bias: bool):
+    torch.manual_seed(0)
+    made, other = (nn.SwiGLU(16, 24, 8, bias, activation=activation) for _ in range(2))
+    parts = made.state_dict()
+    assert {*parts} == {
+        f"{p}_proj.{k}" for p in ("gate", "up", "down") for k in ("weight", "bias")[: 1 + bias]
+    }
+    assert parts["gate_proj.weight"].data_ptr() == made.gate_up_weight.data_ptr()
+    other.load_state_dict(parts)
+    x = torch.randn(2, 5, 16, requires_grad=True)
+    gate, up = (
+        functional.linear(x, parts[f"{p}_proj.weight"], parts.get(f"{p}_proj.bias")) for p in ("gate", "up")
+    )
+    gates = {"silu": functional.silu, "gelu": functional.gelu}
+    gated = gates.get(activation, lambda g: functional.gelu(g, approximate="tanh"))(gate) * up
+    wanted = functional.linear(gated, parts["down_proj.weight"], parts.get("down_proj.bias"))
+    close(other(x), wanted)
+    one, two = (torch.autograd.grad(y.square().sum(), x)[0] for y in (other(x), wanted))
+    close(one, two)
+    other(x).sum().backward()
+    assert all(weight.grad is not None for weight in other.parameters())
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused():
+    made = torch.nn.ModuleDict({"mlp": nn.SwiGLU(4, 6), "attn": nn.Attention(8, 4, 2)})
+    state = made.state_dict()
+    assert [*state][:3] == ["mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight"]
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "mlp.up_proj.weight"'):
+        made.load_state_dict({key: x for key, x in state.items() if "up_proj" not in key})
+    with pytest.raises(RuntimeError, match='Unexpected key.*"mlp.q_proj.weight"'):
+        made.load_state_dict(state | {"mlp.q_proj.weight": state["mlp.up_proj.weight"]})
+    swapped = state | {"attn.q_proj.weight": state["attn.k_proj.weight"]}
+    with pytest.raises(RuntimeError, match=r"attn.q_proj.weight \(4, 8\), not \(8, 8\)"):
+        made.load_state_dict(swapped)
+    wide = state | {"mlp.up_proj.weight": torch.zeros(6, 5), "mlp.gate_proj.weight": torch.tensor(1.0)}
+    with pytest.raises(
+        RuntimeError, match=r"gate_proj.weight \(\), not \(6, 4\), mlp.up_proj.weight \(6, 5\)"
+    ):
+        made.load_state_dict(wide)
+    shard = {"mlp.up_proj.weight": torch.ones(6, 4)}
+    kept = state["mlp.gate_proj.weight"].clone()
+    assert "mlp.up_proj.weight" not in copy.deepcopy(made).load_state_dict(shard, strict=False).missing_keys
+    made.load_state_dict(shard, strict=False)  # a part alone, as in one of a checkpoint's files
+    assert torch.equal(made.mlp.gate_up_weight, torch.cat([kept, shard["mlp.up_proj.weight"]]))
+    with pytest.raises(RuntimeError, match="mlp.gate_proj.weight is needed with mlp.up_proj.weight"):
+        copy.deepcopy(made).to("meta").load_state_dict(shard, strict=False, assign=True)
+    normed = torch.nn.utils.parametrizations.weight_norm(nn.SwiGLU(4, 6), "gate_up_weight")
+    normed.load_state_dict(normed.state_dict())
+    made.load_state_dict(state, assign=True)
+    copy.deepcopy(made).to(torch.float64).load_state_dict(state)
+
+
+def test_bad_constructors_are_refused():
+    with pytest.raises(ValueError, match="activation must be 'silu'"):
+        nn.SwiGLU(4, 4, activation="relu")
+    with pytest.raises(ValueError, match="num_heads must be a multiple of num_heads_kv 3, got 4"):
+        nn.Attention(16, 4, 3)
+    with pytest.raises(ValueError, match="num_heads must be a multiple of num_heads_kv 0, got 4"):
+        nn.Attention(16, 4, 0)
+    with pytest.raises(ValueError, match="embed_dim must be a multiple of num_heads 4"):
+        nn.Attention(15, 4)
+
+
+def test_bad_inputs_are_refused():
+    with pytest.raises(ValueError, match=r"x must end in \(3, 8\), the normalized shape, got \(2, 8, 3\)"):
+        nn.RMSNorm((3, 8), None, False)(torch.randn(2, 8, 3))
+    with pytest.raises(ValueError, match="x must be float16"):
+        nn.RMSNorm(8)(torch.ones(2, 8, dtype=torch.int32))
+    layer, x = nn.Attention(16, 2), torch.randn(2, 4, 16)
+    with pytest.raises(TypeError, match="layout is not for a layer"):
+        layer(x, layout="bhsd")
+    with pytest.raises(ValueError, match=r"x must have 3 dimensions, \[batch, seqlen, embed_dim\]"):
+        layer(x[0])
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_packed_rows_have_positions_of_their_own_and_a_cache_its_padding(qk_norm: bool):
+    layer, table = (
+        nn.Attention(32, 4, 2, qk_norm=qk_norm, eps=None if qk_norm else 1e-6),
+        nn.rotary_table(8, 8),
+    )
+    x, starts = torch.randn(5, 32), torch.tensor([0, 2, 5], dtype=torch.int32)
+    packed = layer(x, table, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=3, max_seqlen_k=3)
+    close(packed, torch.cat([layer(part[None], table)[0] for part in x.split([2, 3])]))
+    cache, found = nn.KVCache(1, 8, 2, 8), []
+    for pad in (0, 2):
+        cache.lengths.fill_(pad)
+        with torch.no_grad():
+            found.append(layer(x[None], table, cache, leftpad_k=torch.tensor([pad], dtype=torch.int32)))
+    close(*found)
+
+
+def test_a_block_under_autocast():
+    norm, layer, x = (
+        nn.RMSNorm(32),
+        nn.Attention(32, 4, qk_norm=True),
+        torch.randn(1, 5, 32, requires_grad=True),
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        normed, total = norm(layer(x), residual=x)
+    assert normed.dtype == total.dtype == torch.float32
+    torch.autograd.grad(normed.sum(), [x, *layer.parameters()])
+
+
+def dense(layer: nn.Attention, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """The same in torch's words, over the names of a checkpoint."""
+    state = layer.state_dict()
+
+    def heads(name: str) -> torch.Tensor:
+        y = functional.linear(x, state[f"{name}_proj.weight"], state.get(f"{name}_proj.bias"))
+        y = y.unflatten(-1, (-1, layer.head_dim)).transpose(1, 2)
+        if f"{name}_norm.weight" in state:
+            y = functional.rms_norm(y, (layer.head_dim,), state[f"{name}_norm.weight"], 1e-6)
+        if name == "v":
+            return y
+        a, b = y.chunk(2, -1)
+        c, s = cos[: x.shape[1]], sin[: x.shape[1]]
+        return torch.cat((a * c - b * s, a * s + b * c), -1)
+
+    q, k, v = map(heads, "qkv")
+    out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return functional.linear(out.transpose(1, 2).flatten(2), state["o_proj.weight"], state.get("o_proj.bias"))
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_attention_is_dense_attention_whole_and_step_by_step(qk_norm: bool, bias: bool):
+    torch.manual_seed(0)
+    layer = nn.Attention(32, 4, 2, 16, bias, out_bias=False, qk_norm=qk_norm)
+    if qk_norm:
+        torch.nn.init.normal_(layer.q_norm.weight)
+    names = {"q_proj", "k_proj", "v_proj", "o_proj"} | ({"q_norm", "k_norm"} if qk_norm else set())
+    assert {key.partition(".")[0] for key in layer.state_dict()} == names
+    table = nn.rotary_table(16, 16, 100.0)
+    x = torch.randn(2, 7, 32, requires_grad=True)
+    wanted = dense(layer, x, *table)
+    found = layer(x, table)
+    close(found, wanted)
+    close(*(torch.autograd.grad(y.square().sum(), x)[0] for y in (found, wanted)))
+    layer(x, table).sum().backward()
+    assert all(weight.grad is not None for weight in layer.parameters())
+    cache = nn.KVCache(2, 16, 2, 16)
+    with torch.no_grad():
+        steps = [layer(part, table, cache) for part in x.split([4, 1, 1, 1], 1)]
+    close(torch.cat(steps, 1), wanted)
+    assert cache.lengths.tolist() == [7, 7] and cache.lengths.dtype == torch.int32
+
+
+def test_dropout_is_for_training_and_arguments_go_on():
+    layer = nn.Attention(32, 4, dropout=0.5)
+    x = torch.randn(1, 64, 32)
+    close(layer.eval()(x), layer(x))
+    assert not torch.equal(layer.train()(x), layer(x))
+    wide, narrow = layer.eval()(x), layer(x, window=(3, 0))
+    close(wide[:, :4], narrow[:, :4])
+    assert (wide - narrow)[:, 4:].abs().max() > 1e-3

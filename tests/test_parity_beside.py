@@ -1,0 +1,270 @@
+"""RMSNorm and gated units against fp64: the CPU backend, and the kernels, on a GPU or in a simulator."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import gpu
+import pytest
+import test_parity_helpers
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from operands import poison
+from oracle_beside import Gated, RmsNorm
+from test_parity_helpers import DTYPES, backend, by_dtype, drawn, kernels_only, randn  # noqa: F401
+from torch import Tensor
+
+from cutlass_fmha.gates import geglu, gelu_and_mul, silu_and_mul, swiglu, swiglu_mlp
+from cutlass_fmha.norm import rms_norm
+
+OPS = torch.ops.cutlass_fmha
+
+
+def placed(x: Tensor, how: str) -> Tensor:
+    """The same numbers amid NaN: "packed", rows apart by 16 bytes ("padded"), or by elements ("odd"), or with
+    the first two dimensions the other way round ("swapped")."""
+    if how == "swapped" and x.dim() > 2:
+        return placed(x.transpose(0, 1), "packed").transpose(0, 1)
+    before, after = {"padded": (16, 16), "odd": (1, 2)}.get(how, (16, 0))
+    wide = (*x.shape[:-1], before + x.shape[-1] + after)
+    if how == "packed" or how == "swapped":
+        return poison(x.dtype, 16 + x.numel(), x.device)[16:].view(x.shape).copy_(x)
+    view = poison(x.dtype, math.prod(wide), x.device).view(wide)[..., before : before + x.shape[-1]]
+    return view.copy_(x)
+
+
+HOW = ("packed", "padded", "odd", "swapped")
+
+
+def run_norm(
+    shape: tuple[int, ...], dtype: torch.dtype, how: str = "packed", *, weighted: torch.dtype | None = None,
+    biased: bool = False, summed: bool = False, out_dtype: torch.dtype | None = None, seed: int = 0,
+    **options: Any,
+) -> None:  # fmt: skip
+    """One call and its gradients, against the oracle."""
+    x, residual = (placed(randn(*shape, dtype=dtype, seed=seed + n), how).requires_grad_() for n in (0, 1))
+    factors = [
+        randn(shape[-1], dtype=weighted, seed=seed + n).requires_grad_() if weighted and there else None
+        for n, there in ((2, True), (3, biased))
+    ]
+    given = residual if summed else None
+    found = rms_norm(x, *factors, residual=given, out_dtype=out_dtype, **options)
+    out, total = found if summed else (found, None)
+    assert out.dtype == (out_dtype or dtype) and out.is_contiguous()
+    dout = placed(randn(*shape, dtype=out.dtype, seed=seed + 4), how)
+    dsum = placed(randn(*shape, dtype=dtype, seed=seed + 5), how) if summed else None
+    eps, offset = options.get("eps", 1e-6), options.get("weight_offset", 0.0)
+    expected = RmsNorm(x.detach(), *factors, given, eps, offset, dout, dsum)
+    expected.out.check(out)
+    inputs = [t for t in (x, *factors, given) if t is not None]
+    gradients = torch.autograd.grad(
+        (out, *(() if total is None else (total,))), inputs, [d for d in (dout, dsum) if d is not None]
+    )
+    wanted = [expected.dx, *(e for e in (expected.dweight, expected.dbias) if e is not None)]
+    if total is not None:
+        assert torch.equal(total.cpu(), expected.sum)
+        wanted.append(expected.dx)
+    for gradient, each, like in zip(gradients, wanted, inputs, strict=True):
+        assert gradient.dtype == like.dtype
+        each.check(gradient)
+
+
+# ---- RMSNorm -----------------------------------------------------------------------------------------------
+
+#: Lanes of a part of a warp, a warp, several; 1 to 8 vectors; rows that are read twice; odd ones.
+DIMS = (1, 7, 8, 40, 64, 128, 520, 1000, 1024, 2056, 4096, 8192, 8200, 16384, 20001, 65536)
+
+
+@by_dtype
+@pytest.mark.parametrize("dim", DIMS)
+def test_rms_norm(dim: int, dtype: torch.dtype):
+    run_norm((3, dim), dtype, weighted=dtype)
+    run_norm((2, dim), dtype, weighted=torch.float32 if dtype != torch.float64 else dtype, summed=True)
+
+
+@by_dtype
+@pytest.mark.parametrize("how", HOW)
+def test_rms_norm_from_any_layout(how: str, dtype: torch.dtype):
+    for shape in ((3, 5, 64), (2, 3, 2, 96), (2, 3, 1, 2, 40), (24,)):
+        run_norm(shape, dtype, how, weighted=dtype, biased=True, summed=True, weight_offset=1.0)
+
+
+@by_dtype
+def test_rms_norm_of_many_rows(dtype: torch.dtype):
+    """Several rows of each group of lanes, and the last groups without one; partial sums of all blocks."""
+    run_norm((301, 64), dtype, weighted=dtype)
+    run_norm((37, 1536), dtype, weighted=dtype, summed=True)
+
+
+@by_dtype
+def test_rms_norm_into_another_dtype(dtype: torch.dtype):
+    others = DTYPES if dtype == torch.float32 else (dtype, torch.float32)
+    for out_dtype in others if dtype != torch.float64 else ():
+        run_norm((5, 1000), dtype, weighted=torch.float32, out_dtype=out_dtype, biased=True)
+        run_norm((5, 36), dtype, "odd", out_dtype=out_dtype)
+
+
+@kernels_only
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rms_norm_of_large_launches(dtype: torch.dtype):
+    """From 4 MiB on: fewer lanes, more vectors of each."""
+    bytes_of = torch.finfo(dtype).bits // 8
+    for dim in (64, 768):
+        run_norm((2**22 // (dim * bytes_of) + 1, dim), dtype, weighted=dtype)
+
+
+@drawn
+@given(st.data())
+def test_rms_norm_of_anything(backend: str, data: Any):  # noqa: F811
+    draw = data.draw
+    dtype = draw(st.sampled_from(DTYPES))
+    shape = (
+        *draw(st.lists(st.integers(0, 4), max_size=4)),
+        draw(st.one_of(st.integers(1, 80), st.integers(1, 3000))),
+    )
+    run_norm(
+        shape, dtype, draw(st.sampled_from(HOW)),
+        weighted=draw(st.sampled_from((None, dtype, torch.float32))),
+        biased=draw(st.booleans()), summed=draw(st.booleans()), seed=draw(st.integers(0, 99)),
+        out_dtype=draw(st.sampled_from((None, torch.float32))), eps=draw(st.sampled_from((0.0, 1e-6, 0.5))),
+    )  # fmt: skip
+
+
+@by_dtype
+def test_rms_norm_writes_where_it_is_told(dtype: torch.dtype):
+    x, residual, weight = (
+        randn(*s, dtype=dtype, seed=n) for n, s in enumerate(((3, 4, 72), (3, 4, 72), (72,)))
+    )
+    out, total = (placed(torch.zeros_like(x), how) for how in ("padded", "odd"))
+    plain = rms_norm(x, weight, residual=residual)
+    found = rms_norm(x, weight, residual=residual, out=(out, total))
+    assert found[0] is out and found[1] is total
+    for one, other in zip(found, plain, strict=True):
+        torch.testing.assert_close(one, other)
+    assert torch.equal(total, plain[1])
+    alone = rms_norm(x, weight, out=torch.empty_like(x))
+    assert torch.equal(alone, rms_norm(x, weight))
+
+
+@kernels_only
+def test_weight_gradients_have_the_same_bits_each_time():
+    x, weight = randn(700, 512, dtype=torch.bfloat16), randn(512, dtype=torch.bfloat16).requires_grad_()
+    found = [torch.autograd.grad(rms_norm(x, weight), weight, x)[0] for _ in range(2)]
+    assert torch.equal(*found)
+
+
+@by_dtype
+def test_rms_norm_of_extremes(dtype: torch.dtype):
+    x = torch.zeros(4, 64, dtype=dtype, device=test_parity_helpers.DEVICE)
+    x[1], x[2, 5], x[3, 7] = 2.0**-14, torch.nan, torch.inf
+    out = rms_norm(x, eps=1e-6)
+    assert (out[0] == 0).all() and out[2].isnan().all() and out[1].isfinite().all()
+    assert out[3].isnan().sum() == 1 and (out[3] == 0).sum() == 63
+
+
+# ---- gated units -------------------------------------------------------------------------------------------
+
+UNITS = {
+    "silu": (swiglu, silu_and_mul),
+    "gelu": (geglu, gelu_and_mul),
+    "gelu_tanh": (lambda g, u: geglu(g, u, "tanh"), lambda x: gelu_and_mul(x, "tanh")),
+}
+
+
+def run_gated(
+    shape: tuple[int, ...], dtype: torch.dtype, name: str, how: str = "packed", seed: int = 0
+) -> None:
+    """Both forms of a unit and their gradients, the product in the same pass too."""
+    dim = shape[-1]
+    x = placed(4 * randn(*shape[:-1], 2 * dim, dtype=dtype, seed=seed), how).requires_grad_()
+    gate, up = (placed(t, how).requires_grad_() for t in x.detach().chunk(2, -1))
+    dout = placed(randn(*shape, dtype=dtype, seed=seed + 1), how)
+    expected = Gated(gate, up, name, dout)
+    apart, packed = UNITS[name]
+    for out, inputs in ((apart(gate, up), (gate, up)), (packed(x), (x,))):
+        assert out.is_contiguous() and out.dtype == dtype
+        expected.out.check(out)
+        found = torch.autograd.grad(out, inputs, dout)
+        dgate, dup = found if len(found) == 2 else found[0].chunk(2, -1)
+        expected.dgate.check(dgate)
+        expected.dup.check(dup)
+    dx, _, product = OPS.gated_backward(dout, x.detach(), None, name, True)
+    expected.out.check(product)
+    expected.dup.check(dx.chunk(2, -1)[1])
+
+
+@by_dtype
+@pytest.mark.parametrize("name", UNITS)
+@pytest.mark.parametrize("how", HOW)
+def test_gated(how: str, name: str, dtype: torch.dtype):
+    for shape in ((5, 64), (2, 3, 129), (3, 2, 2, 40), (2, 1, 3, 2, 24), (7,), (1,)):
+        run_gated(shape, dtype, name, how)
+
+
+@kernels_only
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gated_of_large_launches(dtype: torch.dtype):
+    run_gated((2**22 // (11 * 64) // (torch.finfo(dtype).bits // 8) + 1, 11 * 64), dtype, "silu")
+
+
+@kernels_only
+@pytest.mark.skipif(gpu.simulated(), reason="gigabytes")
+@pytest.mark.parametrize(("rows", "dtype"), [(2**17, torch.float16), (2**17 + 8, torch.float32)], ids=str)
+def test_gated_of_more_bytes_than_an_int_counts(rows: int, dtype: torch.dtype, much_memory: None):
+    gate = torch.zeros(rows, 2**13, dtype=dtype, device=gpu.device())
+    gate[-1] = 3.0
+    out = OPS.gated(gate, gate, "silu")
+    assert (out[-1] > 8.5).all() and out.count_nonzero() == 2**13
+
+
+@drawn
+@given(st.data())
+def test_gated_of_anything(backend: str, data: Any):  # noqa: F811
+    draw = data.draw
+    shape = (*draw(st.lists(st.integers(0, 4), max_size=4)), draw(st.integers(1, 300)))
+    name, how = draw(st.sampled_from(list(UNITS))), draw(st.sampled_from(HOW))
+    run_gated(shape, draw(st.sampled_from(DTYPES)), name, how, draw(st.integers(0, 99)))
+
+
+@by_dtype
+def test_gated_writes_where_it_is_told(dtype: torch.dtype):
+    x = randn(3, 4, 144, dtype=dtype)
+    out = placed(torch.zeros(3, 4, 72, dtype=dtype, device=x.device), "odd")
+    assert silu_and_mul(x, out=out) is out and torch.equal(out, silu_and_mul(x))
+
+
+@by_dtype
+def test_gated_of_extremes(dtype: torch.dtype):
+    gate = torch.tensor(
+        [0.0, -60000.0, 60000.0, -800.0, math.nan], dtype=dtype, device=test_parity_helpers.DEVICE
+    )
+    for name, (apart, _) in UNITS.items():
+        out = apart(gate, torch.ones_like(gate))
+        assert out[:2].tolist() == [0.0, 0.0] and out[2] == gate[2] and out[3] == 0 and out[4].isnan(), name
+        dgate, dup, _ = OPS.gated_backward(torch.ones_like(gate), gate, torch.ones_like(gate), name)
+        assert dgate[[1, 2, 3]].tolist() == [0.0, 1.0, 0.0] and dup[3] == 0, name
+
+
+# ---- the MLP -----------------------------------------------------------------------------------------------
+
+
+@by_dtype
+def test_swiglu_mlp(dtype: torch.dtype):
+    x, w_gate_up, w_down = (
+        (randn(*s, dtype=dtype, seed=n) / 4).requires_grad_()
+        for n, s in enumerate(((3, 5, 48), (64, 48), (24, 32)))
+    )
+    leaves = [t.detach().cpu().double().requires_grad_() for t in (x, w_gate_up, w_down)]
+    gate, up = (leaves[0] @ leaves[1].mT).chunk(2, -1)
+    expected = gate / (1 + torch.exp(-gate)) * up @ leaves[2].mT
+    dout = randn(3, 5, 24, dtype=dtype, seed=3)
+    tolerance = {torch.float16: 5e-3, torch.bfloat16: 4e-2, torch.float32: 1e-5, torch.float64: 1e-12}[dtype]
+    for recompute in (False, True):
+        out = swiglu_mlp(x, w_gate_up, w_down, recompute=recompute)
+        found = torch.autograd.grad(out, (x, w_gate_up, w_down), dout)
+        wanted = torch.autograd.grad(expected, leaves, dout.cpu().double(), retain_graph=True)
+        for one, other in zip((out, *found), (expected, *wanted), strict=True):
+            error = (one.detach().cpu().double() - other.detach()).abs().max()
+            assert error <= tolerance * float(other.detach().abs().max())

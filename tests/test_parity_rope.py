@@ -1,0 +1,304 @@
+"""rotary_qk and qk_norm_rope against fp64: the CPU backend, and the kernels, on a GPU or in a simulator.
+
+What ops allocate is NaN before it is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle_helpers import assert_within, bits, normalized, rotate
+from test_parity_helpers import (  # its fixture says where kernels run
+    DTYPES,
+    KINDS,
+    LAYOUTS,
+    Append,
+    backend,  # noqa: F401
+    drawn,
+    int32,
+    kernels_only,
+    laid_out,
+    randn,
+    table,
+)
+from torch import Tensor
+
+import cutlass_fmha
+
+pytestmark = pytest.mark.filterwarnings("default")
+POSITIONS = 40
+STARTS = ("none", "int", "offsets", "positions", "packed", "packed positions")
+
+
+@pytest.fixture(autouse=True)
+def poisoned() -> Iterator[None]:
+    """New memory is NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+class Problem(NamedTuple):
+    heads: tuple[int, int] = (4, 2)
+    head_dim: int = 64
+    dim: int = 64
+    seqlen: int = 5
+    dtype: torch.dtype = torch.float32
+    layout: str = "packed"
+    start: str = "none"
+    angles: str = "table"  # "float32": a table of that; "inv_freq"; for qk_norm_rope "no angles"
+    interleaved: bool = False
+    weight: str = "own"  # "float32", "none"
+    eps: float = 1e-6
+    offset: float = 0.0
+
+    @property
+    def begins(self) -> tuple[int, ...]:
+        """Of packed rows: one before, a sequence, one of nothing, another, one behind."""
+        return (1, self.seqlen + 1, self.seqlen + 1, 2 * self.seqlen)
+
+    def operands(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        rows = (2 * self.seqlen + 1,) if self.start.startswith("packed") else (2, self.seqlen)
+        q, k = (
+            laid_out(randn(*rows, h, self.head_dim, dtype=self.dtype, seed=h), self.layout)
+            for h in self.heads
+        )
+        weight_dtype = torch.float32 if self.weight == "float32" else self.dtype
+        weights = [
+            None if self.weight == "none" else randn(self.head_dim, dtype=weight_dtype, seed=n)
+            for n in (7, 8)
+        ]
+        return q, k, weights[0], weights[1]
+
+    def said(self) -> dict[str, Any]:
+        """Arguments that say angles and positions."""
+        found: dict[str, Any] = {"interleaved": self.interleaved}
+        if self.angles == "no angles":
+            return {
+                **found,
+                **({"cu_seqlens": int32(*self.begins)} if self.start.startswith("packed") else {}),
+            }
+        if self.angles == "inv_freq":
+            found["inv_freq"] = 100.0 ** -(torch.arange(self.dim // 2) / max(1, self.dim // 2)).to(
+                int32(0).device
+            )
+        else:
+            odd, dtype = self.layout == "odd", torch.float32 if self.angles == "float32" else self.dtype
+            found["cos"], found["sin"] = table(POSITIONS, self.dim, dtype, odd)
+        if self.start.startswith("packed"):
+            found["cu_seqlens"] = int32(*self.begins)
+        if self.start.endswith("positions"):
+            total = 2 * self.seqlen + self.start.startswith("packed")
+            numbers = torch.randperm(POSITIONS, generator=torch.Generator().manual_seed(1))[:total]
+            numbers = numbers if self.start.startswith("packed") else numbers.view(2, self.seqlen)
+            found["positions"] = numbers.to(torch.int32).to(int32(0).device)
+        elif self.start in ("offsets", "packed"):
+            found["offsets"] = int32(*((7, 2, 0) if self.start == "packed" else (7, 2)))
+        elif self.start == "int":
+            found["offsets"] = 9
+        return found
+
+    def positions(self, said: dict[str, Any]) -> Tensor:
+        """Of each row; -1: it is of no sequence."""
+        if not self.start.startswith("packed"):
+            first = torch.as_tensor(said.get("offsets", 0)).cpu().expand(2)
+            own = first[:, None] + torch.arange(self.seqlen)
+            return said["positions"].cpu().long() if "positions" in said else own
+        found = torch.full((2 * self.seqlen + 1,), -1)
+        firsts = said["offsets"].tolist() if "offsets" in said else [0] * 3
+        for begin, end, first in zip(self.begins[:-1], self.begins[1:], firsts, strict=True):
+            found[begin:end] = first + torch.arange(end - begin)
+            if "positions" in said:
+                found[begin:end] = said["positions"].cpu()[begin:end].long()
+        return found
+
+    def turned(self, x: Tensor, said: dict[str, Any]) -> Tensor:
+        """In fp64, on the CPU; rows of no sequence are 0."""
+        positions = self.positions(said)
+        there = (positions >= 0).double()[..., None, None]
+        x, positions = x.cpu().double() * there, positions.clamp(min=0)
+        if self.angles == "no angles":
+            return x
+        if "inv_freq" in said:
+            angles = (torch.arange(POSITIONS).float()[:, None] * said["inv_freq"].cpu()).double()
+            cos, sin = angles.cos(), angles.sin()
+        else:
+            cos, sin = said["cos"].cpu(), said["sin"].cpu()
+        batched = x if x.dim() == 4 else x[None]
+        return rotate(batched, cos, sin, positions.view(batched.shape[:2]), self.interleaved).view(x.shape)
+
+
+def largest(x: Tensor) -> Tensor:
+    return x.double().abs().amax(-1, keepdim=True)
+
+
+@st.composite
+def problems(draw: Any) -> Problem:
+    head_dim = draw(st.sampled_from((8, 16, 40, 50, 64, 96, 128, 160, 256, 257, 320)))
+    dim = 2 * draw(st.integers(1, head_dim // 2)) if draw(st.booleans()) else head_dim // 16 * 16 or head_dim
+    return Problem(
+        (draw(st.sampled_from((1, 3, 8, 13))), draw(st.sampled_from((1, 2, 8)))), head_dim, dim,
+        draw(st.integers(1, 9)), draw(st.sampled_from(DTYPES)), draw(st.sampled_from(LAYOUTS)),
+        draw(st.sampled_from(STARTS)), draw(st.sampled_from(("table", "float32", "inv_freq", "no angles"))),
+        draw(st.booleans()), draw(st.sampled_from(("own", "float32", "none"))),
+        draw(st.sampled_from((1e-6, 1e-2))), draw(st.sampled_from((0.0, 1.0))),
+    )  # fmt: skip
+
+
+def check_rotary(p: Problem) -> None:
+    if p.angles == "no angles":
+        p = p._replace(angles="table")
+    (q, k, _, _), said = p.operands(), p.said()
+    found = cutlass_fmha.rotary_qk(q, k, **said)
+    for x, out in zip((q, k), found, strict=True):
+        assert out.is_contiguous()
+        assert_within(out.cpu(), p.turned(x, said), 0.25 * largest(x.cpu()))
+    in_place = [laid_out(x.clone(), p.layout) for x in (q, k)]
+    assert all(
+        a is b for a, b in zip(cutlass_fmha.rotary_qk(*in_place, inplace=True, **said), in_place, strict=True)
+    )
+    there = p.positions(said) >= 0
+    for x, out, before in zip(in_place, found, (q, k), strict=True):
+        assert torch.equal(bits(x.cpu()[there]), bits(out.cpu()[there]))
+        assert torch.equal(bits(x.cpu()[~there]), bits(before.cpu()[~there]))
+
+
+def check_norm(p: Problem) -> None:
+    operands, said = p.operands(), p.said()
+    norm = {"eps": p.eps, "weight_offset": p.offset, **said}
+    leaves = [None if x is None else x.detach().requires_grad_() for x in operands]
+    found = cutlass_fmha.qk_norm_rope(leaves[0], leaves[1], None, leaves[2], leaves[3], **norm)
+    exact = [None if x is None else x.detach().cpu().double().requires_grad_() for x in operands]
+    expected = [p.turned(normalized(exact[n], exact[2 + n], p.eps, p.offset), said) for n in (0, 1)]
+    for out, right in zip(found, expected, strict=True):
+        assert_within(out.detach().cpu(), right.detach(), largest(right.detach()))
+    douts = [randn(*x.shape, dtype=p.dtype, seed=5) for x in found]
+    inputs = [x for x in leaves if x is not None]
+    gradients = torch.autograd.grad(found, inputs, douts, retain_graph=True)
+    again = torch.autograd.grad(found, inputs, douts)
+    right = torch.autograd.grad(
+        expected, [x for x in exact if x is not None], [x.cpu().double() for x in douts]
+    )
+    for n, (dx, other, exact_dx) in enumerate(zip(gradients, again, right, strict=True)):
+        assert torch.equal(bits(dx), bits(other)), "the same bits in each run"
+        if n < 2:
+            weight = 1.0 if exact[2 + n] is None else float((exact[2 + n].detach() + p.offset).abs().max())
+            scale = (
+                weight
+                * largest(douts[n].cpu())
+                / (exact[n].detach().square().mean(-1, keepdim=True) + p.eps).sqrt()
+            )
+        else:
+            scale = torch.tensor(4.0 * douts[n - 2].numel() ** 0.5 + 4.0)
+        assert_within(dx.cpu(), exact_dx, 2 * scale)
+
+
+FIXED = (
+    Problem((32, 8), 128, 128, 9, torch.bfloat16),
+    Problem((5, 1), 128, 128, 9, torch.float16, "bhsd", "packed", interleaved=True),
+    Problem((3, 3), 72, 24, 3, torch.bfloat16, "padded", "offsets", "float32"),
+    Problem((8, 2), 256, 256, 3, torch.float32, "packed", "int", "inv_freq"),
+)
+
+
+@pytest.mark.parametrize("p", FIXED, ids=str)
+def test_rotary_qk(p: Problem):
+    check_rotary(p)
+
+
+@pytest.mark.parametrize("p", FIXED, ids=str)
+def test_qk_norm_rope(p: Problem):
+    check_norm(p)
+
+
+@drawn
+@given(problems())
+def test_drawn_rotary_qk(p: Problem):
+    check_rotary(p)
+
+
+@drawn
+@given(problems())
+def test_drawn_qk_norm_rope(p: Problem):
+    check_norm(p)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("dtype", "dims", "layout"),
+    [
+        (torch.bfloat16, (64, 64), "packed"),
+        (torch.float16, (40, 50), "odd"),
+        (torch.float32, (128, 32), "bhsd"),
+    ],
+)
+def test_a_cache_gets_the_rows(kind: str, dtype: torch.dtype, dims: tuple[int, int], layout: str):
+    for begins in (None, (0, 5, 5, 13), (2, 3, 9, 12)):
+        lengths, pads = int32(1, 6, 9), {"leftpad_k": int32(1, 0, 7)}
+        append = Append(kind, dtype, *dims, layout, begins)
+        places = {"cu_seqlens" if name == "cu_seqlens_q" else name: x for name, x in append.places.items()}
+        q = laid_out(randn(*append.key.shape[:-2], 6, dims[0], dtype=dtype, seed=6), layout)
+        weights = [randn(dims[0], dtype=dtype, seed=n) for n in (1, 2)]
+        cos, sin = table(40, dims[0], torch.float32)
+        k_cache, v_cache = (cache.view for cache in append.caches)
+        out, used = cutlass_fmha.qk_norm_rope(
+            q, append.key, append.value, *weights, cos=cos, sin=sin, k_cache=k_cache, v_cache=v_cache,
+            cache_seqlens=lengths, **pads, **places,
+        )  # fmt: skip
+        assert used.tolist() == [n + new for n, new in zip(lengths.tolist(), append.lengths, strict=True)]
+        own = {name: x for name, x in places.items() if name == "cu_seqlens"}
+        one, other = cutlass_fmha.qk_norm_rope(
+            q, append.key, None, *weights, cos=cos, sin=sin, offsets=lengths - pads["leftpad_k"], **own
+        )
+        assert torch.equal(bits(out), bits(one))
+        for (b, i), (entry, row) in append.check_places(lengths).items():
+            assert torch.equal(bits(k_cache[entry, row]), bits(other[append.at(b, i)]))
+
+
+@kernels_only
+def test_rows_without_an_angle_or_a_place():
+    append, lengths = Append("pages", torch.float16, 64, 64, "packed"), int32(46, -2, 2**31 - 1)
+    q, (cos, sin) = randn(3, 5, 6, 64, dtype=torch.float16), table(40, 32, torch.float32)
+    k_cache, v_cache = (cache.view for cache in append.caches)
+    out, _ = cutlass_fmha.qk_norm_rope(
+        q, append.key, append.value, cos=cos, sin=sin, k_cache=k_cache, v_cache=v_cache,
+        cache_seqlens=lengths, offsets=int32(0, 38, -1), **append.places,
+    )  # fmt: skip
+    assert all(cache.intact() for cache in append.caches)
+    assert {b for b, _ in append.check_places(lengths)} == {0}
+    outside = torch.zeros(3, 5, 6, 64, dtype=torch.bool)
+    outside[1, 2:, :, :32] = outside[2, :1, :, :32] = True
+    assert torch.equal(out.isnan().cpu(), outside)
+
+
+def test_nothing_is_a_call_as_well():
+    weight = randn(64).requires_grad_()
+    for shape in ((0, 5, 4, 64), (2, 0, 4, 64), (2, 5, 0, 64)):
+        q, k = randn(*shape).requires_grad_(), randn(*shape[:2], 4, 64)
+        cos, sin = table(9, 64, torch.float32)
+        out, _ = cutlass_fmha.qk_norm_rope(q, k, None, weight, cos=cos, sin=sin)
+        dq, dw = torch.autograd.grad(out.sum(), (q, weight))
+        assert dq.shape == shape and (dw == 0).all()
+        assert cutlass_fmha.rotary_qk(q, k, cos, sin, inplace=False)[0].shape == shape
+    x, rows, one = randn(7, 2, 64), randn(2, 0, 4, 64), table(9, 64, torch.float32)
+    for out in cutlass_fmha.rotary_qk(x, x, *one, cu_seqlens=int32(0, 7)[:1]):
+        assert (out == 0).all()
+    caches = {name: randn(2, 16, 4, 64) for name in ("k_cache", "v_cache")}
+    _, used = cutlass_fmha.qk_norm_rope(rows, rows, rows, cache_seqlens=int32(3, 5), **caches)
+    assert used.tolist() == [3, 5]
+
+
+def test_large_angles_are_those_of_float32():
+    inv_freq = torch.tensor([1.0, 0.37, 1e-3, 1e-4]).to(int32(0).device)
+    positions = int32(0, 1, 3, 1000, 131071, 999983, 2**24 - 1)[:, None]
+    x = torch.zeros(7, 1, 1, 8, device=positions.device)
+    x[..., :4] = 1.0
+    out, _ = cutlass_fmha.rotary_qk(x, x, inv_freq=inv_freq, positions=positions)
+    angles = (positions.float() * inv_freq).double().cpu()
+    assert (out[:, 0, 0, :4].cpu() - angles.cos()).abs().max() < 2.0**-21
+    assert (out[:, 0, 0, 4:].cpu() - angles.sin()).abs().max() < 2.0**-21
