@@ -12,20 +12,7 @@ from cutlass_fmha.cost import store
 from cutlass_fmha.dispatch import choose, eligibility
 from cutlass_fmha.dispatch import table as tables
 from cutlass_fmha.dispatch.device import PRESETS
-<<<<<<< HEAD
-from cutlass_fmha.dispatch.problem import (
-    CAUSAL,
-    CLASSES_AHEAD,
-    EVEN,
-    FEATURES,
-    MAX_KEY_SPAN,
-    Problem,
-    following,
-    typical,
-)  # fmt: skip
-=======
 from cutlass_fmha.dispatch.problem import CAUSAL, EVEN, FEATURES, MAX_KEY_SPAN, Problem, following, typical
->>>>>>> host
 from cutlass_fmha.launch.recent import Recent
 
 
