@@ -158,7 +158,11 @@ function(fmha_backward ARCHS DTYPES HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS FE
   if(ARGC GREATER 10)
     set(WRITES_SCORES "${ARGV10}")
   endif()
-  if(ARGC GREATER 11 OR NOT FEATURES MATCHES "^(ranges|scores)$" OR NOT COPY MATCHES "^(cp_async_16|tma)$" OR
+  set(TUNING 0)
+  if(ARGC GREATER 11)
+    set(TUNING "${ARGV11}")
+  endif()
+  if(ARGC GREATER 12 OR NOT FEATURES MATCHES "^(ranges|scores)$" OR NOT COPY MATCHES "^(cp_async_16|tma)$" OR
      NOT WRITES_SCORES MATCHES "^(true|false)$" OR (WRITES_SCORES AND FEATURES STREQUAL "scores"))
     message(FATAL_ERROR "cutlass_fmha: a line of src/rows.cmake has too many columns: ${ARGV}")
   endif()
@@ -182,12 +186,15 @@ function(fmha_backward ARCHS DTYPES HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS FE
       if(WRITES_SCORES)
         string(APPEND name "_ds")
       endif()
+      if(TUNING)
+        string(APPEND name "_t${TUNING}c${CHUNK}")
+      endif()
       string(APPEND name "${FMHA_NAME_SUFFIX}")
       set(config
           "cutlass_fmha::BackwardConfig{{.arch = ${arch}, .dtype = cutlass_fmha::DType::${DTYPE_${dtype}},"
           ".head_dim = ${HEAD_DIM}, .tile_m = ${TILE_M}, .tile_n = ${TILE_N}, .warps = ${WARPS}, .min_blocks = 1},"
           "{.chunk = ${CHUNK}, .groups = ${GROUPS}, .features = cutlass_fmha::Features::${FEATURES},"
-          ".copy = cutlass_fmha::Copy::${COPY}, .writes_scores = ${WRITES_SCORES}}}")
+          ".copy = cutlass_fmha::Copy::${COPY}, .tuning = ${TUNING}, .writes_scores = ${WRITES_SCORES}}}")
       list(JOIN config " " config)
       fmha_add_row(backward ${arch} ${dtype} ${HEAD_DIM} "sm${arch}_backward" "${name}" "${config}")
     endforeach()

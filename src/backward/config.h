@@ -11,6 +11,7 @@ struct BackwardOptions {
   bool groups;  ///< one half of the warps has S, P, dV and dQ, the other dP, dS and dK of the same keys
   Features features = Features::ranges;  ///< `scores`: and dQ in a fixed order
   Copy copy = Copy::cp_async_16;         ///< of Q and dO; tma: of tiles all of whose rows are the sequence's
+  int tuning = 0;
   bool writes_scores = false;            ///< dS goes to memory, of which a row of QueryProductConfig makes dQ
 };
 

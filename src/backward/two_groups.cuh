@@ -30,8 +30,11 @@ struct TwoGroupWalk : BackwardParts<C> {
   static constexpr int kDoutUnit = Layout::kDoutTile / 2;
   static constexpr int kAhead = Layout::kDoutUnits / 2;  ///< tiles of dO
   /// ptxas spills where dO of 128 dimensions comes so, too.
-  static constexpr bool kDoutByTma = C.copy == Copy::tma && C.head_dim != 128;
+  static constexpr bool kDoutByTma = C.copy == Copy::tma && (C.head_dim != 128 || (C.tuning & 8));
   static_assert(C.warps == 8);
+  static constexpr bool kFindsLanes = C.tuning & 16, kFindsLanesOften = C.tuning & 32;
+  /// dQ of every second unit is B's.
+  static constexpr bool kSharesDq = (C.tuning & 4) && !C.scored() && !C.writes_scores;
 
   int const steps;                    ///< of all heads
   TilePipeline<2> const q_pipe;       ///< tiles; what A has read, B has, which gets its P afterwards
@@ -63,10 +66,11 @@ struct TwoGroupWalk : BackwardParts<C> {
   }
 
   /// Group A: dV, and what the block adds to dQ.
-  CUTE_DEVICE void run_a(Gradient& dv) const {
+  CUTE_DEVICE void run_a(Gradient& dv) {
     QueryCursor at = this->first(place().walk), before = at;
     CUTE_NO_UNROLL
     for (int step = 0; step < steps; ++step) {
+      if constexpr (kFindsLanes) this->find_lanes();
       bool const masked = this->is_masked(at);
       uint32_t const q_tile = Layout::kQ + q_pipe.stage(step) * Layout::kQTile;
       uint32_t const terms = Layout::kRowTerms + q_pipe.stage(step) * Layout::kTerms;
@@ -74,6 +78,7 @@ struct TwoGroupWalk : BackwardParts<C> {
       CUTE_UNROLL
       for (int half = 0; half < 2; ++half) {
         int const unit = 2 * step + half;
+        if constexpr (kFindsLanesOften) this->find_lanes();
         typename Unit::Scores scores;
         typename Unit::Probabilities probabilities;
         cute::clear(scores);
@@ -96,16 +101,16 @@ struct TwoGroupWalk : BackwardParts<C> {
         if (!C.scored() || params.dv != nullptr)
           this->template add_queries<DoutTile, Unit>(probabilities, dout_at(step, half), 0, dv);
         dout_pipe.consumer_release(unit);
-        if (unit > 0) finish(unit - 1, half == 0 ? before : at);
+        if (unit > 0 && !(kSharesDq && half == 0)) finish(unit - 1, half == 0 ? before : at);
       }
       before = at;
       at = this->after(at, place().walk);
     }
-    finish(2 * steps - 1, before);
+    if constexpr (!kSharesDq) finish(2 * steps - 1, before);
   }
 
   /// Group B: dK.
-  CUTE_DEVICE void run_b(Values const& values, Gradient& dk) const {
+  CUTE_DEVICE void run_b(Values const& values, Gradient& dk) {
     QueryCursor at = this->first(place().walk);
     load_q(0, at);
     load_dout(0, at);
@@ -118,16 +123,20 @@ struct TwoGroupWalk : BackwardParts<C> {
         load_dout(3, second);
       }
     }
+    QueryCursor here = at;
     CUTE_NO_UNROLL
     for (int step = 0; step < steps; ++step) {
       uint32_t const q_tile = Layout::kQ + q_pipe.stage(step) * Layout::kQTile;
       uint32_t const terms = Layout::kRowTerms + q_pipe.stage(step) * Layout::kTerms;
-      QueryCursor const here = at;
+      if constexpr (kFindsLanes) this->find_lanes();
+      QueryCursor const last_tile = here;
+      here = at;
       at = this->after(at, place().walk);
       q_pipe.consumer_wait(step);
       CUTE_UNROLL
       for (int begin = 0; begin < C.tile_m; begin += C.chunk) {
         int const half = begin / kUnit, unit = 2 * step + half, row = begin % kUnit;
+        if constexpr (kFindsLanesOften) this->find_lanes();
         bool const first = row == 0, last = row + C.chunk == kUnit;
         typename Chunk::Scores scores;
         typename Chunk::Probabilities probabilities;
@@ -156,11 +165,13 @@ struct TwoGroupWalk : BackwardParts<C> {
         if (last && step + kAhead < steps && half == 1) load_dout(unit + 2 * kAhead - 1, ahead(at));
         if (!C.scored() || params.dk != nullptr)
           this->template add_queries<QTile, Chunk>(probabilities, q_tile, begin / 16, dk);
+        if (kSharesDq && last && half == 0 && step > 0) finish(unit - 1, last_tile);
       }
       q_pipe.consumer_release(step);
       if (step + kAhead < steps) load_dout(2 * step + 2 * kAhead + 1, ahead(at));
       if (step + 2 < steps) load_q(step + 2, this->after(at, place().walk));
     }
+    if constexpr (kSharesDq) finish(2 * steps - 1, here);
   }
 
  private:
@@ -205,19 +216,13 @@ struct TwoGroupWalk : BackwardParts<C> {
     }
   }
 
-  /// Where a lane's four words of an operand stand, 16 bytes in the 16 keys x 16 queries that they belong to.
-  CUTE_DEVICE uint4* operand_at(int m, int column_step) const {
-    uint32_t const lane = ScoresTile::lane_offset(MatrixLane::rows_first(lane_id()));
-    return reinterpret_cast<uint4*>(smem + Layout::kScores + warp * C.keys_per_warp() * ScoresTile::P::kRowBytes +
-                                    ScoresTile::piece(lane, m, column_step));
-  }
   CUTE_DEVICE void hand_over(int half, typename Unit::Probabilities& probabilities) const {
     CUTE_UNROLL
     for (int step = 0; step < Unit::kKeySteps; ++step) {
       CUTE_UNROLL
       for (int m = 0; m < Unit::kRowSteps; ++m) {
         auto const words = cute::recast<uint32_t>(probabilities(cute::_, m, step));
-        *operand_at(m, half * Unit::kKeySteps + step) = {words(0), words(1), words(2), words(3)};
+        *this->template scores_operand<uint4>(m, half * Unit::kKeySteps + step) = {words(0), words(1), words(2), words(3)};
       }
     }
   }
@@ -226,7 +231,7 @@ struct TwoGroupWalk : BackwardParts<C> {
     for (int step = 0; step < Chunk::kKeySteps; ++step) {
       CUTE_UNROLL
       for (int m = 0; m < Chunk::kRowSteps; ++m) {
-        uint4 const from = *operand_at(m, column_step + step);
+        uint4 const from = *this->template scores_operand<uint4>(m, column_step + step);
         auto words = cute::recast<uint32_t>(probabilities(cute::_, m, step));
         words(0) = from.x, words(1) = from.y, words(2) = from.z, words(3) = from.w;
       }
