@@ -122,7 +122,7 @@ CUTE_DEVICE void backward(BackwardParams const& p) {
     // A group has one of the gradients.
     bool const second = warp >= C.warps / 2;
     int const of_group = warp % (C.warps / 2);
-    TwoGroupWalk<C> walk(p, smem, steps, of_group);
+    TwoGroupWalk<C> const walk(p, smem, steps, of_group);
     KeyGradient<C> gradient;
     cute::clear(gradient);
     typename TwoGroupWalk<C>::Values values;

@@ -34,9 +34,9 @@ struct BackwardParts {
   using DoutTile = LdmatrixTile<C.head_dim, C.unit(), C.element_bytes()>;
   using ScoresTile = LdmatrixTile<C.tile_m, C.tile_n, C.element_bytes()>;
   using KeyLoader = RowLoader<C.head_dim, C.tile_n, C.threads(), C.element_bytes()>;
-  /// dS leaves registers by stmatrix, and is a product of rounded pairs.
-  static constexpr bool kStoresMatrices = C.arch >= 90 && C.groups && (C.tuning & 1);
-  static constexpr bool kMultipliesPairs = C.arch >= 90 && C.groups && C.dtype == DType::bfloat16 && (C.tuning & 2);
+  static constexpr bool kStoresMatrices = C.groups && C.arch >= 90;  ///< dS, by stmatrix
+  static constexpr bool kMultipliesPairs = C.rounded_pairs && C.dtype == DType::bfloat16;
+  static_assert(!C.rounded_pairs || C.arch >= 90, "mul.bf16x2 begins there");
   static_assert(C.unit() % C.chunk == 0 && C.chunk % 16 == 0 && C.keys_per_warp() % 16 == 0);
 
   BackwardParams const& params;
@@ -344,9 +344,8 @@ struct BackwardParts {
   /// 16 bytes a lane, those that ldmatrix.x4 and stmatrix.x4 ask of it, of 16 of the warp's keys and 16 queries of dS.
   template <class Word>
   CUTE_DEVICE Word* scores_operand(int m, int column_step) const {
-    uint32_t lane = rows_first;  // the same there, where rows are as long
-    if constexpr (!kStoresMatrices || ScoresTile::P::kRowBytes != QTile::P::kRowBytes)
-      lane = ScoresTile::lane_offset(MatrixLane::rows_first(lane_id()));
+    constexpr bool kKnown = kStoresMatrices && ScoresTile::P::kRowBytes == QTile::P::kRowBytes;
+    uint32_t const lane = kKnown ? rows_first : ScoresTile::lane_offset(MatrixLane::rows_first(lane_id()));
     return reinterpret_cast<Word*>(smem + Layout::kScores + warp * C.keys_per_warp() * ScoresTile::P::kRowBytes +
                                    ScoresTile::piece(lane, m, column_step));
   }

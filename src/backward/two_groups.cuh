@@ -29,12 +29,8 @@ struct TwoGroupWalk : BackwardParts<C> {
   static constexpr int kUnit = C.unit();
   static constexpr int kDoutUnit = Layout::kDoutTile / 2;
   static constexpr int kAhead = Layout::kDoutUnits / 2;  ///< tiles of dO
-  /// ptxas spills where dO of 128 dimensions comes so, too.
-  static constexpr bool kDoutByTma = C.copy == Copy::tma && (C.head_dim != 128 || (C.tuning & 8));
   static_assert(C.warps == 8);
-  static constexpr bool kFindsLanes = C.tuning & 16, kFindsLanesOften = C.tuning & 32;
-  /// dQ of every second unit is B's.
-  static constexpr bool kSharesDq = (C.tuning & 4) && !C.scored() && !C.writes_scores;
+  static_assert(!C.shares_dq || (!C.scored() && !C.writes_scores), "only A awaits turns, and copies dS");
 
   int const steps;                    ///< of all heads
   TilePipeline<2> const q_pipe;       ///< tiles; what A has read, B has, which gets its P afterwards
@@ -66,11 +62,10 @@ struct TwoGroupWalk : BackwardParts<C> {
   }
 
   /// Group A: dV, and what the block adds to dQ.
-  CUTE_DEVICE void run_a(Gradient& dv) {
+  CUTE_DEVICE void run_a(Gradient& dv) const {
     QueryCursor at = this->first(place().walk), before = at;
     CUTE_NO_UNROLL
     for (int step = 0; step < steps; ++step) {
-      if constexpr (kFindsLanes) this->find_lanes();
       bool const masked = this->is_masked(at);
       uint32_t const q_tile = Layout::kQ + q_pipe.stage(step) * Layout::kQTile;
       uint32_t const terms = Layout::kRowTerms + q_pipe.stage(step) * Layout::kTerms;
@@ -78,7 +73,6 @@ struct TwoGroupWalk : BackwardParts<C> {
       CUTE_UNROLL
       for (int half = 0; half < 2; ++half) {
         int const unit = 2 * step + half;
-        if constexpr (kFindsLanesOften) this->find_lanes();
         typename Unit::Scores scores;
         typename Unit::Probabilities probabilities;
         cute::clear(scores);
@@ -101,16 +95,16 @@ struct TwoGroupWalk : BackwardParts<C> {
         if (!C.scored() || params.dv != nullptr)
           this->template add_queries<DoutTile, Unit>(probabilities, dout_at(step, half), 0, dv);
         dout_pipe.consumer_release(unit);
-        if (unit > 0 && !(kSharesDq && half == 0)) finish(unit - 1, half == 0 ? before : at);
+        if (unit > 0 && !(C.shares_dq && half == 0)) finish(unit - 1, half == 0 ? before : at);
       }
       before = at;
       at = this->after(at, place().walk);
     }
-    if constexpr (!kSharesDq) finish(2 * steps - 1, before);
+    if constexpr (!C.shares_dq) finish(2 * steps - 1, before);
   }
 
   /// Group B: dK.
-  CUTE_DEVICE void run_b(Values const& values, Gradient& dk) {
+  CUTE_DEVICE void run_b(Values const& values, Gradient& dk) const {
     QueryCursor at = this->first(place().walk);
     load_q(0, at);
     load_dout(0, at);
@@ -128,7 +122,6 @@ struct TwoGroupWalk : BackwardParts<C> {
     for (int step = 0; step < steps; ++step) {
       uint32_t const q_tile = Layout::kQ + q_pipe.stage(step) * Layout::kQTile;
       uint32_t const terms = Layout::kRowTerms + q_pipe.stage(step) * Layout::kTerms;
-      if constexpr (kFindsLanes) this->find_lanes();
       QueryCursor const last_tile = here;
       here = at;
       at = this->after(at, place().walk);
@@ -136,7 +129,6 @@ struct TwoGroupWalk : BackwardParts<C> {
       CUTE_UNROLL
       for (int begin = 0; begin < C.tile_m; begin += C.chunk) {
         int const half = begin / kUnit, unit = 2 * step + half, row = begin % kUnit;
-        if constexpr (kFindsLanesOften) this->find_lanes();
         bool const first = row == 0, last = row + C.chunk == kUnit;
         typename Chunk::Scores scores;
         typename Chunk::Probabilities probabilities;
@@ -165,13 +157,13 @@ struct TwoGroupWalk : BackwardParts<C> {
         if (last && step + kAhead < steps && half == 1) load_dout(unit + 2 * kAhead - 1, ahead(at));
         if (!C.scored() || params.dk != nullptr)
           this->template add_queries<QTile, Chunk>(probabilities, q_tile, begin / 16, dk);
-        if (kSharesDq && last && half == 0 && step > 0) finish(unit - 1, last_tile);
+        if (C.shares_dq && last && half == 0 && step > 0) finish(unit - 1, last_tile);
       }
       q_pipe.consumer_release(step);
       if (step + kAhead < steps) load_dout(2 * step + 2 * kAhead + 1, ahead(at));
       if (step + 2 < steps) load_q(step + 2, this->after(at, place().walk));
     }
-    if constexpr (kSharesDq) finish(2 * steps - 1, here);
+    if constexpr (C.shares_dq) finish(2 * steps - 1, here);
   }
 
  private:
@@ -259,7 +251,7 @@ struct TwoGroupWalk : BackwardParts<C> {
     q_pipe.producer_commit_cp_async(step);
   }
   CUTE_DEVICE void load_dout(int unit, QueryCursor const& at) const {
-    if constexpr (kDoutByTma) {
+    if constexpr (C.copy == Copy::tma) {
       if (this->comes_by_tma(at)) {
         if (warp != 0) return;
         dout_pipe.producer_acquire(unit);
