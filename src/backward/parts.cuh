@@ -37,6 +37,7 @@ struct BackwardParts {
   static constexpr bool kStoresMatrices = C.groups && C.arch >= 90;  ///< dS, by stmatrix
   static constexpr bool kMultipliesPairs = C.rounded_pairs && C.dtype == DType::bfloat16;
   static_assert(!C.rounded_pairs || C.arch >= 90, "mul.bf16x2 begins there");
+  static_assert(!C.shares_dq || C.groups);
   static_assert(C.unit() % C.chunk == 0 && C.chunk % 16 == 0 && C.keys_per_warp() % 16 == 0);
 
   BackwardParams const& params;
@@ -92,6 +93,11 @@ struct BackwardParts {
                     [&](int row) { return row < there ? from + row * stride.seqlen : nullptr; });
   }
 
+  /// The number of a thread of `Threads`. Rows that have no register to keep it in read it anew.
+  template <int Threads>
+  CUTE_DEVICE static int thread_of() {
+    return (kStoresMatrices ? thread_id() : threadIdx.x) % Threads;
+  }
   /// `Rows` queries from row `row` of a tile on, by `Threads` threads.
   template <int Rows, int Threads>
   CUTE_DEVICE void load_queries(uint16_t const* first, Strides const& stride, QueryCursor const& at, int row,
@@ -100,7 +106,7 @@ struct BackwardParts {
     auto const* const from = first + at.head * stride.head + begin * stride.seqlen;
     RowLoader<C.head_dim, Rows, Threads, C.element_bytes()>::load(
         smem + tile, from, head_dim, true, [&](int r) { return r < there ? from + r * stride.seqlen : nullptr; },
-        int(thread_id() % Threads));
+        thread_of<Threads>());
   }
   /// Whether the copy unit brings a tile: not one with rows behind the sequence, whatever stands there.
   CUTE_DEVICE bool comes_by_tma(QueryCursor const& at) const {
@@ -124,7 +130,7 @@ struct BackwardParts {
   /// The terms of a tile's rows.
   template <int Threads>
   CUTE_DEVICE void load_terms(QueryCursor const& at, uint32_t to) const {
-    int const thread = int(thread_id() % Threads);
+    int const thread = thread_of<Threads>();
     if (thread >= Layout::kTerms / 16) return;
     cute::SM80_CP_ASYNC_CACHEGLOBAL<cute::uint128_t>::copy(
         *reinterpret_cast<cute::uint128_t const*>(place().terms + tile_number(at) * (2 * C.tile_m) + thread * 4),
@@ -299,8 +305,8 @@ struct BackwardParts {
       CUTE_UNROLL
       for (int row = 0; row < 2 * T::kRowSteps; ++row) {
         if constexpr (kMultipliesPairs) {
-          pairs(row, pair) = multiply_pairs(pairs(row, pair),
-                                            pack<typename T::Element>(rows(row, 2 * pair), rows(row, 2 * pair + 1)));
+          pairs(row, pair) =
+              multiply_pairs(pairs(row, pair), pack<typename T::Element>(rows(row, 2 * pair), rows(row, 2 * pair + 1)));
         } else {
           float2 const p = unpack<typename T::Element>(pairs(row, pair));
           pairs(row, pair) = pack<typename T::Element>(p.x * rows(row, 2 * pair), p.y * rows(row, 2 * pair + 1));

@@ -1,11 +1,10 @@
 // The walk of walk.cuh with the work of a pair of warps divided between two groups: A has S, P and dV of its keys and
-// all of dQ, B has dP, dS and dK. A warp keeps one gradient instead of two, so that it owns twice as many keys, and
-// each B fragment from shared memory feeds twice as many mma.
+// dQ, B has dP, dS and dK. A warp keeps one gradient instead of two, so that it owns twice as many keys, and each B
+// fragment from shared memory feeds twice as many mma.
 //
 // Units of half a tile are handed over: P by a warp of A to its partner in B, in registers' order, at the place where
-// dS of the same scores comes afterwards; dS by all of B to dQ, which A computes a unit late,
-// or copies to memory. B asks for tiles: it has
-// less to do.
+// dS of the same scores comes afterwards; dS by all of B to dQ, which is computed a unit late, or copied to memory. All
+// of dQ is A's, or B has that of every second unit: then each has 2.5 of the five products. B asks for tiles.
 #pragma once
 
 #include "parts.cuh"
@@ -32,10 +31,10 @@ struct TwoGroupWalk : BackwardParts<C> {
   static_assert(C.warps == 8);
   static_assert(!C.shares_dq || (!C.scored() && !C.writes_scores), "only A awaits turns, and copies dS");
 
-  int const steps;                    ///< of all heads
-  TilePipeline<2> const q_pipe;       ///< tiles; what A has read, B has, which gets its P afterwards
+  int const steps;                                   ///< of all heads
+  TilePipeline<2> const q_pipe;                      ///< tiles; what A has read, B has, which gets its P afterwards
   TilePipeline<Layout::kDoutUnits> const dout_pipe;  ///< units
-  TilePipeline<2> const scores_pipe;  ///< units: P on its way from A to B, dS from B to A
+  TilePipeline<2> const scores_pipe;                 ///< units: P on its way from A to B, dS from B to A
 
   CUTE_DEVICE TwoGroupWalk(BackwardParams const& p, char* smem, int steps, int warp)
       : Parts(p, smem, warp),
@@ -61,7 +60,7 @@ struct TwoGroupWalk : BackwardParts<C> {
     __syncthreads();  // where V stood, Q comes
   }
 
-  /// Group A: dV, and what the block adds to dQ.
+  /// Group A: dV, and what the block adds to dQ, or half of that.
   CUTE_DEVICE void run_a(Gradient& dv) const {
     QueryCursor at = this->first(place().walk), before = at;
     CUTE_NO_UNROLL
@@ -103,7 +102,7 @@ struct TwoGroupWalk : BackwardParts<C> {
     if constexpr (!C.shares_dq) finish(2 * steps - 1, before);
   }
 
-  /// Group B: dK.
+  /// Group B: dK, and the other half.
   CUTE_DEVICE void run_b(Values const& values, Gradient& dk) const {
     QueryCursor at = this->first(place().walk);
     load_q(0, at);
@@ -214,7 +213,8 @@ struct TwoGroupWalk : BackwardParts<C> {
       CUTE_UNROLL
       for (int m = 0; m < Unit::kRowSteps; ++m) {
         auto const words = cute::recast<uint32_t>(probabilities(cute::_, m, step));
-        *this->template scores_operand<uint4>(m, half * Unit::kKeySteps + step) = {words(0), words(1), words(2), words(3)};
+        *this->template scores_operand<uint4>(m, half * Unit::kKeySteps + step) = {words(0), words(1), words(2),
+                                                                                   words(3)};
       }
     }
   }
