@@ -61,7 +61,7 @@ def name_of_tile(family: str, dtype: str, columns: list[str]) -> str:
         tail = f"_{rest[0]}" if dtype == "f32" else ""
         if family == "backward":
             tail = "_groups" * (rest[0] == "true") + "_tma" * (rest[2] == "tma")
-            tail += "_scored" * (rest[1] == "scores") + "_ds" * (rest[3:] == ["true"])
+            tail += "_scored" * (rest[1] == "scores") + "_ds" * (rest[3:4] == ["true"])
         elif family == "query_product":
             tail = "_dq"
         return f"d{head_dim}_m{m}n{n}w{warps}{tail}"

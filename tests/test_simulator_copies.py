@@ -91,6 +91,20 @@ def test_matrices_are_loaded(trans: str):
     assert np.array_equal(loaded, expected)
 
 
+def test_matrices_are_stored():
+    registers = RNG.integers(0, 2**32, (32, 4), dtype=np.uint32)
+    stored = np.zeros((4, 8, 4), dtype=np.uint32)
+    ptx.run(
+        BEGIN + addresses(16, 16) + "ld.global.v4.b32 {%x0, %x1, %x2, %x3}, [%a0]; mad.lo.u32 %m, %n, 16, %m;"
+        "stmatrix.sync.aligned.x4.m8n8.shared.b16 [%m], {%x0, %x1, %x2, %x3}; bar.sync 0;"
+        "ld.shared.v4.b32 {%x0, %x1, %x2, %x3}, [%m]; st.global.v4.b32 [%a1], {%x0, %x1, %x2, %x3}; ret;",
+        *(registers, stored),
+        shared=512,
+        declarations=SHARED,
+    )
+    assert np.array_equal(stored, registers.T.reshape(4, 8, 4))
+
+
 # ---- cp.async ----------------------------------------------------------------------------------------------
 
 COPY = """

@@ -204,6 +204,10 @@ def conversions() -> Iterator[Case]:
     halves = (h.astype(np.float16).view(np.uint16).astype(np.uint32) for h in (a, b))
     yield "cvt.rn.f16x2.f32", np.uint32, (a, b), next(halves) << 16 | next(halves)
     yield "cvt.rn.bf16x2.f32", np.uint32, (a, b), to_bfloat16(a).astype(np.uint32) << 16 | to_bfloat16(b)
+    pairs = [to_bfloat16(h).astype(np.uint32) << 16 | to_bfloat16(g) for h, g in ((a, b), (b, b))]
+    halves = [((h & 0xFFFF0000).view(np.float32), (h << 16).view(np.float32)) for h in pairs]
+    upper, lower = (to_bfloat16(g * h).astype(np.uint32) for g, h in zip(*halves, strict=True))
+    yield "mul.rn.bf16x2", np.uint32, tuple(pairs), upper << 16 | lower
     ties = (np.arange(64, dtype=np.uint32) * 0x1000 + 0x3F800000).view(np.float32)
     yield "cvt.rna.tf32.f32", np.uint32, (ties,), (ties.view(np.uint32) + 0x1000) & 0xFFFFE000
 
