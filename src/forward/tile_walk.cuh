@@ -113,10 +113,10 @@ struct TileWalk {
     keys.before_turn(phase);
     bool masked = asked_before_turn<Mask>(phase);
     Lanes const lanes = keys.lanes();
+    auto const asked = ask_for_masks(phase);
     Ahead ahead;
     FirstOperands first;
     read_ahead(phase - 1, lanes, ahead);
-    auto const asked = ask_for_masks(phase);
     keys.take();
     accumulate(phase - 1, lanes, ahead, probabilities, output, [&] { read_ahead(phase, lanes, first); });
     compute_scores<Mask>(phase, lanes, first, q_fragments, scores, masked);
