@@ -60,7 +60,7 @@ def fit(problem: Problem, row: _C.Row) -> Problem:
     if row.family in ("ranged", "score_mod", "masked"):
         problem = only_ranges(problem, row.family)
     if row.family == "masked":
-        problem = only_runs(problem, row)
+        problem = only_runs(problem)
     p = replace(problem, **{name: DEFAULTS[name] for name in UNKNOWN.get(row.family, ())})
     if row.family in PLAIN:
         layout = p.layout if p.runs_on(row.alignment) else "bshd"
@@ -72,10 +72,10 @@ def fit(problem: Problem, row: _C.Row) -> Problem:
     return fitted(p, row.head_dim, row.head_dim_v, row.tile_m, row.tile_n * row.kv_warps)
 
 
-def only_runs(p: Problem, row: _C.Row) -> Problem:
-    """The problem with a mask or a bias that can be read four keys at once; both, where the row takes them."""
+def only_runs(p: Problem) -> Problem:
+    """The problem with a mask or a bias that can be read four keys at once; not both."""
     mask, bias = p.mask and (p.mask[0], "plain"), p.bias and (p.bias[0], "same", "plain")
-    if row.head_dim > 64 and mask and bias:
+    if mask and bias:
         mask, bias = (None, bias) if p.seed % 2 else (mask, None)
     return replace(p, mask=mask, bias=bias, seqlen_k=-(-p.seqlen_k // 4) * 4, bounded=False)
 

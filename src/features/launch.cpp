@@ -106,7 +106,7 @@ void check_features(Row const& row, AttentionParams const& p) {
   }
   if (c.reads_masks()) {
     refuse(row, {{"a float32 bias", p.bias_type == BiasType::float32}, {"packed heads", p.pack != 1},
-                 {"a mask beside a bias", p.mask && p.bias_type != BiasType::none && !reads_both(c)}});
+                 {"a mask beside a bias", p.mask && p.bias_type != BiasType::none}});
     require(runs_of_four(p, c.element_bytes()), [&] {
       return std::string(row.name) +
              " reads masks and biases by four keys: seqlen_k, their addresses and strides must be multiples of that";

@@ -1,4 +1,4 @@
-// What masked rows read for each score: a mask, a 16-bit bias. A lane has four keys of each 16 in its scores
+// What masked rows read for each score: a mask or a 16-bit bias. A lane has four keys of each 16 in its scores
 // (MaskedOrder), asks for what belongs to them before the turn in which they are computed, and gets it in registers.
 #pragma once
 
@@ -40,34 +40,33 @@ template <ForwardConfig C>
 struct MaskFragment {
   using T = ForwardTypes<C>;
   static constexpr int kRows = 2 * T::kRowSteps;
-  static constexpr int kMask = reads_both(C) ? 2 : 0;  ///< which word of a run's is the mask's
-  using Words = uint32_t[kRows][T::kKeySteps][kMask == 0 ? 2 : 3];
-
-  Words words;
+  uint32_t words[kRows][T::kKeySteps][2];  ///< a mask's run is one word
 
   /// For rows from `tile_row` on and keys from `key` on.
   CUTE_DEVICE void ask(FeatureParams const& p, MaskSource const& source, int tile_row, int key) {
     if (p.bias_type != BiasType::none) {
-      ask<2, 0>(p, source.bias, p.bias_stride, source.rows_left, tile_row, key);
-      if (kMask == 0) return;
+      ask<2>(p, source.bias, p.bias_stride, source.rows_left, tile_row, key);
+    } else if (p.mask != nullptr) {
+      ask<1>(p, source.mask, p.mask_stride, source.rows_left, tile_row, key);
     }
-    if (p.mask != nullptr) ask<1, kMask>(p, source.mask, p.mask_stride, source.rows_left, tile_row, key);
   }
 
   template <class Scores>
   CUTE_DEVICE void apply(FeatureParams const& p, Scores&& scores) const {
     if (p.bias_type != BiasType::none) {
       add_bias(scores, p.scale);
-    } else if (!p.raw_scores) {
+      return;
+    }
+    if (!p.raw_scores) {
       CUTE_UNROLL
       for (int i = 0; i < cute::size(scores); ++i) scores(i) *= p.scale;
     }
-    if (p.mask != nullptr && (kMask > 0 || p.bias_type == BiasType::none)) hide(scores);
+    if (p.mask != nullptr) hide(scores);
   }
 
  private:
   /// Rows that don't exist read the last one's, and keys beyond the tensor its last ones'.
-  template <int Count, int First>
+  template <int Count>
   CUTE_DEVICE void ask(FeatureParams const& p, char const* tensor, ScoreStrides const& stride, int rows_left,
                        int tile_row, int key) {
     constexpr int bytes = Count * 4 / kMaskRun;
@@ -83,14 +82,14 @@ struct MaskFragment {
       CUTE_UNROLL
       for (int row = 0; row < kRows; ++row) {
         CUTE_UNROLL
-        for (int step = 0; step < T::kKeySteps; ++step) ask_for<Count>(rows[row] + step * 16 * bytes, words[row][step] + First);
+        for (int step = 0; step < T::kKeySteps; ++step) ask_for<Count>(rows[row] + step * 16 * bytes, words[row][step]);
       }
     } else {
       CUTE_UNROLL
       for (int step = 0; step < T::kKeySteps; ++step) {
         int const beyond = smaller(16 * step, p.seqlen_k - kMaskRun - key - in_run) * bytes;
         CUTE_UNROLL
-        for (int row = 0; row < kRows; ++row) ask_for<Count>(rows[row] + beyond, words[row][step] + First);
+        for (int row = 0; row < kRows; ++row) ask_for<Count>(rows[row] + beyond, words[row][step]);
       }
     }
   }
@@ -122,15 +121,15 @@ struct MaskFragment {
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) {
       CUTE_UNROLL
-      for (int step = 0; step < T::kKeySteps; ++step) all &= words[row][step][kMask];
+      for (int step = 0; step < T::kKeySteps; ++step) all &= words[row][step][0];
     }
-    if (__all_sync(0xffffffffu, all == 0x01010101u)) return;
+    if (!__any_sync(0xffffffffu, all != 0x01010101u)) return;
     uint32_t const order = upper_first() ? 0x1032 : 0x3210;
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) {
       CUTE_UNROLL
       for (int step = 0; step < T::kKeySteps; ++step) {
-        uint32_t const run = __byte_perm(words[row][step][kMask], 0, order);
+        uint32_t const run = __byte_perm(words[row][step][0], 0, order);
         CUTE_UNROLL
         for (int i = 0; i < kMaskRun; ++i) {
           if ((run & (0xffu << 8 * i)) == 0) scores(row, 4 * step + i) = -INFINITY;

@@ -23,8 +23,6 @@ constexpr int kPageRun = 16;
 
 /// Keys of which a lane of a masked row reads a mask or a bias at once.
 constexpr int kMaskRun = 4;
-/// Whether a masked row has registers for a mask and a bias at once.
-constexpr bool reads_both(ForwardConfig const& c) { return is_roomy(c); }
 
 /// [batch, head, query, key], in elements; 0 where the tensor is broadcast.
 struct ScoreStrides {

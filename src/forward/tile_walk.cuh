@@ -52,7 +52,8 @@ struct TileWalk {
 
   // n16 operands that are read ahead, so that no mma of a turn waits for them: of V before the turn, of Q K^T while the
   // last of P V are multiplied. Without turns it only delays what is needed.
-  static constexpr int kAhead = C.ping_pong && C.head_dim >= 64 ? 2 : 0;
+  static constexpr bool kRoomAhead = !C.reads_masks() || is_roomy(C) || C.architecture().fast_memory;
+  static constexpr int kAhead = C.ping_pong && C.head_dim >= 64 && kRoomAhead ? 2 : 0;
   using Ahead = OperandsB<T, kAhead + 1>;
   struct FirstOperands {
     typename Product::QStep q;
