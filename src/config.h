@@ -161,11 +161,16 @@ struct ForwardConfig : TileConfig, ForwardOptions {
   constexpr Family family() const {
     if (takes_features() && kv_warps > 1) return Family::few_query_scored;
     switch (features) {
-      case Features::ranges: return Family::ranged;
-      case Features::score_mods: return Family::score_mod;
-      case Features::masks: return Family::masked;
-      case Features::scores: return Family::scored;
-      case Features::none: break;
+      case Features::ranges:
+        return Family::ranged;
+      case Features::score_mods:
+        return Family::score_mod;
+      case Features::masks:
+        return Family::masked;
+      case Features::scores:
+        return Family::scored;
+      case Features::none:
+        break;
     }
     return kv_warps > 1 ? Family::few_query : Family::plain;
   }

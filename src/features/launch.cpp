@@ -105,7 +105,8 @@ void check_features(Row const& row, AttentionParams const& p) {
                  {"splits", p.splits != 1}});
   }
   if (c.reads_masks()) {
-    refuse(row, {{"a float32 bias", p.bias_type == BiasType::float32}, {"packed heads", p.pack != 1},
+    refuse(row, {{"a float32 bias", p.bias_type == BiasType::float32},
+                 {"packed heads", p.pack != 1},
                  {"a mask beside a bias", p.mask && p.bias_type != BiasType::none}});
     require(runs_of_four(p, c.element_bytes()), [&] {
       return std::string(row.name) +

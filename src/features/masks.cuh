@@ -18,7 +18,8 @@ struct alignas(16) MaskSource {
         rows_left(larger(0, sequence.queries - 1 - tile.row_begin)) {}
 
  private:
-  CUTE_DEVICE static char const* at(void const* tensor, ScoreStrides const& stride, FeatureTile const& tile, int bytes) {
+  CUTE_DEVICE static char const* at(void const* tensor, ScoreStrides const& stride, FeatureTile const& tile,
+                                    int bytes) {
     return static_cast<char const*>(tensor) +
            (tile.batch * stride.batch + tile.head * stride.head + tile.row_begin * stride.query) * bytes;
   }

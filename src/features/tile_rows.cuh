@@ -43,8 +43,8 @@ struct FeatureKeys : FeatureKeySource<C> {
         k_lane_offset(cute::cast_smem_ptr_to_uint(smem) + k_lane()),
         v_lane_offset{} {
     if constexpr (C.reads_masks()) {
-      v_lane_offset = cute::cast_smem_ptr_to_uint(smem) +
-                      Product::VTile::lane_offset(by_runs(MatrixLane::rows_first(lane_id())));
+      v_lane_offset =
+          cute::cast_smem_ptr_to_uint(smem) + Product::VTile::lane_offset(by_runs(MatrixLane::rows_first(lane_id())));
     }
   }
 

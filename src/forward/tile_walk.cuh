@@ -270,8 +270,8 @@ struct TileWalk {
 
   /// Softmax of a phase: turns scores into probabilities.
   template <bool First, class Asked>
-  CUTE_DEVICE void update(int phase, bool masked, Asked const& asked, Scores& scores, Probabilities& probabilities, Output& output,
-                          typename T::Softmax& softmax) const {
+  CUTE_DEVICE void update(int phase, bool masked, Asked const& asked, Scores& scores, Probabilities& probabilities,
+                          Output& output, typename T::Softmax& softmax) const {
     if constexpr (C.modifies_scores()) {
       auto terms = keys.terms(phase, masked);
       terms.prepare(by_row(scores));
