@@ -74,7 +74,8 @@ def fit(problem: Problem, row: _C.Row) -> Problem:
 
 def only_runs(p: Problem) -> Problem:
     """The problem with a mask or a bias that can be read four keys at once; not both."""
-    mask, bias = p.mask and (p.mask[0], "plain"), p.bias and (p.bias[0], "same", "plain")
+    mask = p.mask and (p.mask[0].rstrip("k") + "k", "plain")
+    bias = p.bias and (p.bias[0].rstrip("k") + "k", "same", "plain")
     if mask and bias:
         mask, bias = (None, bias) if p.seed % 2 else (mask, None)
     return replace(p, mask=mask, bias=bias, seqlen_k=-(-p.seqlen_k // 4) * 4, bounded=False)
