@@ -108,6 +108,13 @@ function(fmha_score_mod
     1 ${STAGES} ${MIN_BLOCKS} ${Q_IN_REGISTERS} ${PING_PONG} ${COPY} ${ARGN})
 endfunction()
 
+# Adds the masked rows of one manifest line.
+function(fmha_masked
+    ARCHS DTYPES HEAD_DIM VALUE_DIM TILE_M TILE_N WARPS STAGES MIN_BLOCKS Q_IN_REGISTERS PING_PONG COPY)
+  fmha_add_features(masks masked "${ARCHS}" "${DTYPES}" ${HEAD_DIM} ${VALUE_DIM} ${TILE_M} ${TILE_N} ${WARPS}
+    1 ${STAGES} ${MIN_BLOCKS} ${Q_IN_REGISTERS} ${PING_PONG} ${COPY} ${ARGN})
+endfunction()
+
 function(fmha_add_features FEATURES SUFFIX
     ARCHS DTYPES HEAD_DIM VALUE_DIM TILE_M TILE_N WARPS KV_WARPS STAGES MIN_BLOCKS Q_IN_REGISTERS PING_PONG COPY)
   if(ARGC GREATER 15)

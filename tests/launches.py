@@ -49,6 +49,7 @@ OF_PLAIN_ROWS |= {"head_dim_v", "scale", "fill", "return_lse", "layout", "seed"}
 UNKNOWN = {
     **dict.fromkeys(PLAIN, tuple(DEFAULTS.keys() - OF_PLAIN_ROWS)),
     "score_mod": ("mask", "bias", "blocks", "num_splits"),
+    "masked": ("blocks", "num_splits", "softcap", "alibi", "dropout", "pack"),
     "ranged": ("mask", "bias", "blocks", "num_splits", "softcap", "alibi", "dropout"),
     "wide": ("prefix", "blocks", "softcap", "alibi", "sinks", "dropout", "page_size", "num_splits", "pack"),
 }
@@ -56,8 +57,10 @@ UNKNOWN = {
 
 def fit(problem: Problem, row: _C.Row) -> Problem:
     """The problem as a row can take it."""
-    if row.family in ("ranged", "score_mod"):
-        problem = only_ranges(problem, row.family == "score_mod")
+    if row.family in ("ranged", "score_mod", "masked"):
+        problem = only_ranges(problem, row.family)
+    if row.family == "masked":
+        problem = only_runs(problem)
     p = replace(problem, **{name: DEFAULTS[name] for name in UNKNOWN.get(row.family, ())})
     if row.family in PLAIN:
         layout = p.layout if p.runs_on(row.alignment) else "bshd"
@@ -69,9 +72,18 @@ def fit(problem: Problem, row: _C.Row) -> Problem:
     return fitted(p, row.head_dim, row.head_dim_v, row.tile_m, row.tile_n * row.kv_warps)
 
 
-def only_ranges(problem: Problem, modified: bool = False) -> Problem:
-    """What ranged rows know of a problem, or where ``modified`` score-mod rows: whole vectors."""
-    unknown = {name: DEFAULTS[name] for name in UNKNOWN["score_mod" if modified else "ranged"]}
+def only_runs(p: Problem) -> Problem:
+    """The problem with a mask or a bias that can be read four keys at once; not both."""
+    mask = p.mask and (p.mask[0].rstrip("k") + "k", "plain")
+    bias = p.bias and (p.bias[0].rstrip("k") + "k", "same", "plain")
+    if mask and bias:
+        mask, bias = (None, bias) if p.seed % 2 else (mask, None)
+    return replace(p, mask=mask, bias=bias, seqlen_k=-(-p.seqlen_k // 4) * 4, bounded=False)
+
+
+def only_ranges(problem: Problem, family: str = "ranged") -> Problem:
+    """What ranged rows know of a problem, or the others of their kind: whole vectors."""
+    unknown = {name: DEFAULTS[name] for name in UNKNOWN[family]}
     dims = {name: -(-getattr(problem, name) // 8) * 8 for name in ("head_dim", "head_dim_v")}
     layouts = {name: getattr(problem, name) for name in ("layout", "out_layout")}
     odd = {name: "padded" for name, x in layouts.items() if x in ("unaligned", "overlapping")}

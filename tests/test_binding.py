@@ -40,7 +40,8 @@ def manifest_names(architectures: list[int]) -> list[str]:
     names = []
     for line in (ROOT / "src" / "rows.cmake").read_text().splitlines():
         if match := re.match(
-            r"fmha_(forward|ranged|score_mod|scored|wide|backward|query_product|backward_wide)\((.*)\)", line
+            r"fmha_(forward|ranged|score_mod|masked|scored|wide|backward|query_product|backward_wide)\((.*)\)",
+            line,
         ):
             archs, dtypes, *columns = match[2].replace('"', "").split()
             begins = {"wide": "wide", "backward": "bwd", "query_product": "bwd", "backward_wide": "widebwd"}
@@ -115,7 +116,7 @@ def test_a_rows_attributes_agree_with_its_name(row: _C.Row):
     assert ROWS[row.index].name == row.name
     assert row.family == ("few_query" if row.kv_warps > 1 else "plain") if not row.takes_features else True
     assert row.family == ("few_query_scored" if row.kv_warps > 1 else "scored") if row.scored else True
-    assert not row.takes_features or row.scored or row.family in ("ranged", "score_mod")
+    assert not row.takes_features or row.scored or row.family in ("ranged", "score_mod", "masked")
     assert (row.mma, row.element_bytes, row.threads) == ("m16n8k16", 2, 32 * row.warps)
     aligned = {"cp_async_16": 16, "ldg_16": 16, "tma": 16, "element": 2}[row.copy]
     assert row.alignment == (2 if row.scored else aligned)

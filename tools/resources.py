@@ -89,7 +89,7 @@ def shared_memory(kernel: Kernel, row: Any) -> tuple[int, int]:
     """Bytes that a block and an SM have for the row."""
     if row.family == "wide" and kernel.arch == 90:
         return SHARED_PER_BLOCK_90, SHARED_PER_SM_90
-    with_features = row.name.endswith(("_ranged", "_score_mod", "_scored"))
+    with_features = row.name.endswith(("_ranged", "_score_mod", "_masked", "_scored"))
     if with_features and (kernel.arch == 90 or row.name.endswith(FEW_QUERIES)):
         return SHARED_PER_BLOCK, SHARED_PER_SM_90
     return SHARED_PER_BLOCK, SHARED_PER_SM

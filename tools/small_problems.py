@@ -82,6 +82,9 @@ def features(row: Any) -> list[Problem]:
     first = replace(plain(row)[0], used_k=True)
     if row.family == "score_mod":  # for nothing else
         first, decode = replace(first, softcap=20.0), replace(decode, alibi="h")
+    if row.family == "masked":
+        mask = ("bhqk", "plain")
+        first, decode = replace(first, mask=mask), replace(decode, mask=mask)
     return [fit(problem, row) for problem in (first, prefill, decode)]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from cutlass_fmha.dispatch import device as devices
 from cutlass_fmha.dispatch import table as tables
 from cutlass_fmha.dispatch.device import Device
-from cutlass_fmha.dispatch.families import plain, ranged, score_mod, scored, wide
+from cutlass_fmha.dispatch.families import masked, plain, ranged, score_mod, scored, wide
 from cutlass_fmha.dispatch.families.family import Family
 from cutlass_fmha.dispatch.problem import Problem
 from cutlass_fmha.dispatch.table import Row, Table
@@ -17,10 +17,15 @@ FAMILIES: Mapping[str, Family] = {
     "few_query": plain,
     "ranged": ranged,
     "score_mod": score_mod,
+    "masked": masked,
     "scored": scored,
     "few_query_scored": scored,
     "wide": wide,
 }
+
+
+#: The family whose rows run where they are named alone: no GPU has run them.
+ASKED_FOR = "masked"
 
 
 def family(row: Row) -> Family:
@@ -71,7 +76,8 @@ def _made_for(problem: Problem, device: Device, table: Table) -> tuple[Row, ...]
         rows = tuple(
             row
             for row in table.rows
-            if not any(rule(row, problem, device, table) for rule in family(row).FIXED_RULES)
+            if row.family != ASKED_FOR
+            and not any(rule(row, problem, device, table) for rule in family(row).FIXED_RULES)
         )
         table.made_for[key] = rows
     return rows

@@ -52,7 +52,8 @@ struct TileWalk {
 
   // n16 operands that are read ahead, so that no mma of a turn waits for them: of V before the turn, of Q K^T while the
   // last of P V are multiplied. Without turns it only delays what is needed.
-  static constexpr int kAhead = C.ping_pong && C.head_dim >= 64 ? 2 : 0;
+  static constexpr bool kRoomAhead = !C.reads_masks() || is_roomy(C) || C.architecture().fast_memory;
+  static constexpr int kAhead = C.ping_pong && C.head_dim >= 64 && kRoomAhead ? 2 : 0;
   using Ahead = OperandsB<T, kAhead + 1>;
   struct FirstOperands {
     typename Product::QStep q;
@@ -80,12 +81,13 @@ struct TileWalk {
       bool masked = asked_before_turn<Masked::ask>(phase);
       Lanes const lanes = keys.lanes();
       FirstOperands first;
+      auto const asked = ask_for_masks(phase);
       keys.take();
       if (phase > 0) release_unused(keys.v_pipe, phase - 1);
       read_ahead(phase, lanes, first);
       compute_scores<Masked::ask>(phase, lanes, first, q_fragments, scores, masked);
       keys.end_scores(phase);
-      update<true>(phase, masked, scores, probabilities, output, softmax);
+      update<true>(phase, masked, asked, scores, probabilities, output, softmax);
       ++phase;
       if constexpr (kMaskedLoop) {
         CUTE_NO_UNROLL
@@ -112,6 +114,7 @@ struct TileWalk {
     keys.before_turn(phase);
     bool masked = asked_before_turn<Mask>(phase);
     Lanes const lanes = keys.lanes();
+    auto const asked = ask_for_masks(phase);
     Ahead ahead;
     FirstOperands first;
     read_ahead(phase - 1, lanes, ahead);
@@ -119,7 +122,7 @@ struct TileWalk {
     accumulate(phase - 1, lanes, ahead, probabilities, output, [&] { read_ahead(phase, lanes, first); });
     compute_scores<Mask>(phase, lanes, first, q_fragments, scores, masked);
     keys.end_scores(phase);
-    update<false>(phase, masked, scores, probabilities, output, softmax);
+    update<false>(phase, masked, asked, scores, probabilities, output, softmax);
   }
 
   /// What is left after the last phase of which this warp sees keys.
@@ -173,6 +176,16 @@ struct TileWalk {
   CUTE_DEVICE void release_unused(Pipeline const& pipe, int tile) const {
     pipe.consumer_wait(tile);
     pipe.consumer_release(tile);
+  }
+
+  /// What is read for the scores of a phase, where a row does that: on its way while the turn is waited for, and during
+  /// it.
+  CUTE_DEVICE auto ask_for_masks(int phase) const {
+    if constexpr (C.reads_masks()) {
+      return keys.ask_for_masks(phase);
+    } else {
+      return nullptr;
+    }
   }
 
   template <Masked Mask>
@@ -256,16 +269,20 @@ struct TileWalk {
   }
 
   /// Softmax of a phase: turns scores into probabilities.
-  template <bool First>
-  CUTE_DEVICE void update(int phase, bool masked, Scores& scores, Probabilities& probabilities, Output& output,
-                          typename T::Softmax& softmax) const {
+  template <bool First, class Asked>
+  CUTE_DEVICE void update(int phase, bool masked, Asked const& asked, Scores& scores, Probabilities& probabilities,
+                          Output& output, typename T::Softmax& softmax) const {
     if constexpr (C.modifies_scores()) {
       auto terms = keys.terms(phase, masked);
       terms.prepare(by_row(scores));
       softmax.template step<First>(by_row(scores), pairs_by_row<T>(probabilities), by_row(output), keys.maxima(),
                                    terms);
     } else {
-      keys.before_softmax(phase, masked, scores);
+      if constexpr (C.reads_masks()) {
+        keys.before_softmax(phase, masked, asked, scores);
+      } else {
+        keys.before_softmax(phase, masked, scores);
+      }
       softmax.template step<First>(by_row(scores), pairs_by_row<T>(probabilities), by_row(output), keys.maxima());
     }
     keys.after_softmax(phase, probabilities);
