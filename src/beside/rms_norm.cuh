@@ -5,6 +5,11 @@
 
 namespace cutlass_fmha {
 
+/// Keeps the compiler from having made floats of it before.
+__device__ inline void packed(uint4& words) {
+  asm volatile("" : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w)::"memory");
+}
+
 /// Whole rows in registers: all of a row's loads are on their way at once. Few registers make room for many rows on an
 /// SM, which is what keeps memory busy.
 template <class T, class W, int Vectors>
@@ -12,7 +17,7 @@ __device__ void norm_kept(RmsNormParams const& p, float* shared) {
   constexpr int kElements = kWidth<T>;
   using Values = Chunk<T, kElements>;
   using Factors = Chunk<W, kElements>;
-  constexpr bool kEarly = Vectors * int(sizeof(Factors)) <= 32;  // where there are registers for the weights meanwhile
+  constexpr bool kEarly = Vectors * int(sizeof(Factors)) <= 32 && sizeof(T) == 2;  // registers for weights meanwhile
   constexpr int kAtOnce = Vectors < 2 ? Vectors : 2;             // and for the residual
   Lane const lane(p.lanes_log2, int(blockDim.x));
   bool const there = lane.row < p.rows;  // lanes without a row go along
@@ -38,6 +43,7 @@ __device__ void norm_kept(RmsNormParams const& p, float* shared) {
   if (p.residual) {
     T const* const other = static_cast<T const*>(p.residual) + offset_of(p, row, p.residual_stride) + first;
     T* const to = static_cast<T*>(p.sum) + offset_of(p, row, p.sum_stride) + first;
+    if (Vectors == 1) load_weights();  // with more, registers come free with the residual's
 #pragma unroll
     for (int begin = 0; begin < Vectors; begin += kAtOnce) {
       if (begin > 0) asm volatile("" ::: "memory");
@@ -47,7 +53,6 @@ __device__ void norm_kept(RmsNormParams const& p, float* shared) {
         int const column = (begin + n) * step;
         if (first + column < end) residual[n] = load_once<T, kElements>(other + column);
       }
-      if (begin + kAtOnce >= Vectors) load_weights();
 #pragma unroll
       for (int n = 0; n < kAtOnce; ++n) {
         int const column = (begin + n) * step;
@@ -61,9 +66,8 @@ __device__ void norm_kept(RmsNormParams const& p, float* shared) {
         x[begin + n].store(to + column);
       }
     }
-  } else {
-    load_weights();
   }
+  if (Vectors > 1 || !p.residual) load_weights();
 
   float squares = 0.f;
 #pragma unroll
@@ -80,7 +84,10 @@ __device__ void norm_kept(RmsNormParams const& p, float* shared) {
 #pragma unroll
   for (int n = 0; n < Vectors; ++n) {
     if (first + n * step >= end) continue;
-    if constexpr (Vectors > 2) asm volatile("" ::: "memory");  // one at a time: there are no registers for more
+    if constexpr (Vectors > 1) {  // one at a time, from what is packed: there are no registers for more
+      packed(x[n].words[0]);
+      if constexpr (kEarly) packed(weight[n].words[0]);
+    }
     float a[kElements], w[kElements];
     x[n].read(a);
 #pragma unroll
