@@ -29,8 +29,8 @@ __device__ ValueAndSlope activate(float x) {
     constexpr float kTwice = 1.5957691f, kCube = 0.044715f;  // 2 sqrt(2 / pi)
     float inner = x, step = 1.f;
     if constexpr (Kind == Activation::gelu_tanh) {
-      inner = kTwice * fmaf(kCube * x * x, x, x);
-      step = kTwice * fmaf(3.f * kCube * x, x, 1.f);
+      inner = x * fmaf(kTwice * kCube, x * x, kTwice);
+      step = fmaf(3.f * kTwice * kCube, x * x, kTwice);
     }
     float const s = sigmoid<T>(inner);
     return {x * s, s * fmaf(x * (1.f - s), step, 1.f)};
