@@ -57,8 +57,8 @@ bool prepare(RowsParams& p, std::initializer_list<Tensor> tensors) {
 
 int log2_up(int64_t n) { return int(std::bit_width(uint64_t(std::max<int64_t>(n, 1) - 1))); }
 
-/// How lanes share rows of p.dim elements: 2^lanes_log2 of them, `threads` at most, with up to `most` vectors of 16 bytes
-/// each where that is enough, and one where there is little to do. Returns the vectors of a lane.
+/// How lanes share rows of p.dim elements: 2^lanes_log2 of them, `threads` at most, with up to `most` vectors of 16
+/// bytes each where that is enough, and one where there is little to do. Returns the vectors of a lane.
 template <class Params>
 int share(Params& p, bool aligned, int bytes, int threads, int most) {
   int const chunks = ceil_div(p.dim, kVectorBytes / bytes), block_log2 = log2_up(threads);

@@ -18,7 +18,7 @@ struct RowsParams {
 
   // Set by launch().
   int rows;
-  bool flat;  ///< one leading dimension is all that counts: rows are their strides' `head` apart
+  bool flat;                    ///< one leading dimension is all that counts: rows are their strides' `head` apart
   Divisor by_middle, by_inner;  ///< by sizes[1] and sizes[2]
 
   int64_t count() const { return sizes[0] * sizes[1] * sizes[2]; }
@@ -58,7 +58,7 @@ struct RmsNormParams : RowsParams {
 /// of dout y, whose terms are added in a fixed order: thread blocks leave partial sums, which a second kernel adds up.
 struct RmsNormBackwardParams : RowsParams {
   static constexpr int kThreads = 512, kMaxThreads = 1024;  ///< more where a row has more vectors
-  static constexpr int kColumns = 32;  ///< of dweight, that a block adds up
+  static constexpr int kColumns = 32;                       ///< of dweight, that a block adds up
 
   void const* dout;
   void const* dsum;  ///< gradient of the sum, of x's type; may be null

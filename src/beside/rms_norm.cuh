@@ -18,7 +18,7 @@ __device__ void norm_kept(RmsNormParams const& p, float* shared) {
   using Values = Chunk<T, kElements>;
   using Factors = Chunk<W, kElements>;
   constexpr bool kEarly = Vectors * int(sizeof(Factors)) <= 32 && sizeof(T) == 2;  // registers for weights meanwhile
-  constexpr int kAtOnce = Vectors < 2 ? Vectors : 2;             // and for the residual
+  constexpr int kAtOnce = Vectors < 2 ? Vectors : 2;                               // and for the residual
   Lane const lane(p.lanes_log2, int(blockDim.x));
   bool const there = lane.row < p.rows;  // lanes without a row go along
   int const row = there ? int(lane.row) : 0, end = there ? p.dim : 0;

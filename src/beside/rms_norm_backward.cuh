@@ -52,7 +52,8 @@ __device__ void norm_backward_kept(RmsNormBackwardParams const& p, RmsNormBackwa
     Loaded found{};
     if (!there(row)) return found;
     found.x = load_once<T, kElements>(static_cast<T const*>(p.x) + offset_of(p, int(row), p.x_stride) + column);
-    found.dout = load_once<T, kElements>(static_cast<T const*>(p.dout) + offset_of(p, int(row), p.dout_stride) + column);
+    found.dout =
+        load_once<T, kElements>(static_cast<T const*>(p.dout) + offset_of(p, int(row), p.dout_stride) + column);
     found.rstd = p.rstd[row];
     return found;
   };
