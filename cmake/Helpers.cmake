@@ -22,8 +22,12 @@ set(FMHA_HELPER_KERNELS
   "backward_lists BackwardParams f16 bf16")
 # Threads of a block, and blocks that registers must leave room for on an SM, where nvcc is told: memory is busy while
 # enough bytes are on their way.
-set(FMHA_BLOCK_rms_norm 128 5)
-set(FMHA_BLOCK_rms_norm_backward 512 1)  # RmsNormBackwardParams::kThreads
+set(FMHA_BLOCK_rms_norm 512 3)             # RmsNormParams::kMaxThreads
+set(FMHA_BLOCK_rms_norm_backward 1024 1)   # RmsNormBackwardParams::kMaxThreads
+set(FMHA_BLOCK_gated 256)
+set(FMHA_BLOCK_gated_backward 256)
+# Kernels that wait by themselves for what is ahead in their stream (core/dependents.cuh), from sm_90 on.
+set(FMHA_DEPENDENT combine rms_norm rms_norm_backward rms_norm_columns rms_norm_weights gated gated_backward)
 set(FMHA_BLOCK_OF_80_backward_lists 128 8)  # in a build for sm_80, which otherwise spills a register of it
 set(FMHA_ELEMENT_f16 "__half float16")
 set(FMHA_ELEMENT_bf16 "__nv_bfloat16 bfloat16")
@@ -39,8 +43,8 @@ function(fmha_write_helper_unit arch)
     separate_arguments(types UNIX_COMMAND "${line}")
     list(POP_FRONT types kind params)
     set(dependent_launch false)
-    if(kind STREQUAL "combine" AND arch GREATER_EQUAL 90)
-      set(dependent_launch true)  # as the rows that it follows
+    if(kind IN_LIST FMHA_DEPENDENT AND arch GREATER_EQUAL 90)
+      set(dependent_launch true)
     endif()
     set(bounds cutlass_fmha::HelperConfig::kThreads)
     if(FMHA_BLOCK_${kind})

@@ -103,11 +103,11 @@ Row const& helper(Family family, DType dtype, int arch) {
                               name_of(dtype) + " on sm_" + std::to_string(arch));
 }
 
-void launch_kernel(Row const& row, dim3 grid, void const* params, int device, cudaStream_t stream) {
+void launch_kernel(Row const& row, dim3 grid, void const* params, int device, cudaStream_t stream, int threads) {
   allow_shared_memory(row, device);
   void* arguments[] = {const_cast<void*>(params)};
   int const smem_bytes = spreads(row) ? spreading_smem_bytes(row, grid.x, device) : row.smem_bytes;
-  dim3 const block = block_of(row);
+  dim3 const block = threads ? dim3(unsigned(threads)) : block_of(row);
   cudaError_t const status = row.dependent_launch()
                                  ? launch_dependent(row.kernel, grid, block, arguments, smem_bytes, stream)
                                  : cudaLaunchKernel(row.kernel, grid, block, arguments, smem_bytes, stream);

@@ -10,8 +10,8 @@
 namespace cutlass_fmha {
 namespace {
 
-/// Vectors of a tensor from which on a thread takes several of them: fewer threads fill a GPU then, and more bytes are
-/// on their way. Below, a launch is as fast as its slowest thread.
+/// Vectors of a tensor from which on a thread takes several of a row: more bytes are on their way then. Below, a launch
+/// is as fast as its slowest thread.
 constexpr int64_t kMany = 1 << 18;
 
 /// A tensor of a launch, whose strides become those that count.
@@ -21,33 +21,53 @@ struct Tensor {
   int bytes;  ///< of an element
 };
 
+/// How far it is from each row to the next, where all leading dimensions are as one: into the last stride.
+bool flatten(Strides& s, int64_t const (&sizes)[3]) {
+  int64_t const strides[] = {s.batch, s.seqlen, s.head};
+  int64_t step = 0, count = 1;
+  for (int n = 2; n >= 0; --n) {
+    if (sizes[n] == 1) continue;
+    if (count == 1) step = strides[n];
+    if (strides[n] != step * count) return false;
+    count *= sizes[n];
+  }
+  s = {0, 0, step};
+  return true;
+}
+
 /// Sets what all launches on rows want; whether every tensor that is there has rows of whole, aligned vectors.
 bool prepare(RowsParams& p, std::initializer_list<Tensor> tensors) {
   p.rows = int(p.count());
   p.by_middle = Divisor(int(p.sizes[1]));
   p.by_inner = Divisor(int(p.sizes[2]));
   bool vectors = true;
+  p.flat = true;
   for (Tensor const& x : tensors) {
     if (!x.address) continue;
     x.stride = used(x.stride, p.sizes[0], p.sizes[1], p.sizes[2]);
     vectors = vectors && is_aligned(x.address, x.stride, p.dim, x.bytes);
+    Strides alone = x.stride;
+    p.flat = p.flat && flatten(alone, p.sizes);
+  }
+  for (Tensor const& x : tensors) {
+    if (p.flat) flatten(x.stride, p.sizes);
   }
   return vectors;
 }
 
 int log2_up(int64_t n) { return int(std::bit_width(uint64_t(std::max<int64_t>(n, 1) - 1))); }
 
-/// How lanes share rows of p.dim elements: 2^lanes_log2 of them, each with `vectors` of 16 bytes, where that is
-/// possible, otherwise the whole block. `most`: vectors of a lane.
+/// How lanes share rows of p.dim elements: 2^lanes_log2 of them, `threads` at most, with up to `most` vectors of 16
+/// bytes each where that is enough, and one where there is little to do. Returns the vectors of a lane.
 template <class Params>
-void share(Params& p, bool aligned, int bytes, int threads, int most) {
+int share(Params& p, bool aligned, int bytes, int threads, int most) {
   int const chunks = ceil_div(p.dim, kVectorBytes / bytes), block_log2 = log2_up(threads);
   bool const many = int64_t(p.rows) * chunks >= kMany;
-  p.lanes_log2 = std::min(block_log2, log2_up(many ? ceil_div(chunks, std::min(most, 4)) : chunks));
-  p.vectors = 1 << log2_up(ceil_div(chunks, 1 << p.lanes_log2));
-  p.walk = !aligned ? Walk::elements : p.vectors <= most ? Walk::kept : Walk::vectors;
-  if (p.walk == Walk::elements) p.lanes_log2 = std::min(block_log2, log2_up(p.dim));
+  p.lanes_log2 = std::min(block_log2, log2_up(aligned ? ceil_div(chunks, many ? most : 1) : p.dim));
   p.per_dim = 1.f / float(p.dim);
+  int const vectors = 1 << log2_up(ceil_div(chunks, 1 << p.lanes_log2));
+  p.walk = !aligned ? Walk::elements : vectors <= most ? Walk::kept : Walk::vectors;
+  return vectors;
 }
 
 /// Blocks of `threads` for rows that 2^lanes_log2 lanes share.
@@ -62,13 +82,12 @@ void prepare_gated(Params& p, bool aligned, int bytes) {
            " elements; at most 2147479551 vectors of 16 bytes can be multiplied, or elements where a tensor isn't " +
            "aligned to 16 bytes";
   });
-  p.many = !aligned || int64_t(p.rows) * p.chunks >= kMany;
   p.by_chunks = Divisor(p.chunks);
 }
 
 template <class Params>
-dim3 grid_of_gated(Params const& p) {
-  int const each = kHelperThreads * (p.many ? Params::kVectors : 1);
+dim3 grid_of_gated(Params const& p, int threads) {
+  int const each = threads * (p.aligned ? Params::kVectors : Params::kElements);
   return dim3(unsigned((int64_t(p.rows) * p.chunks + each - 1) / each));
 }
 
@@ -82,12 +101,12 @@ void launch(Row const& row, RmsNormParams const& params, int device, cudaStream_
                                    {p.sum, p.sum_stride, bytes},
                                    {p.out, p.out_stride, bytes_of(p.out_type)}}) &&
                        aligned(p.weight) && aligned(p.bias) && int64_t(p.dim) * factor_bytes % kVectorBytes == 0;
-  share(p, vectors, bytes, kHelperThreads, RmsNormParams::kMaxVectors);
-  launch_kernel(row, dim3(unsigned(blocks_of(p.rows, p.lanes_log2, kHelperThreads))), &p, device, stream);
+  p.vectors = share(p, vectors, bytes, row.threads(), RmsNormParams::kMaxVectors);
+  int const threads = std::max(kHelperThreads, 1 << p.lanes_log2);
+  launch_kernel(row, dim3(unsigned(blocks_of(p.rows, p.lanes_log2, threads))), &p, device, stream, threads);
 }
 
 void launch(Row const& row, RmsNormBackwardParams const& params, int device, cudaStream_t stream) {
-  constexpr int kThreads = RmsNormBackwardParams::kThreads;
   RmsNormBackwardParams p = params;
   int const bytes = bytes_of(row.dtype());
   bool const vectors = prepare(p, {{p.x, p.x_stride, bytes},
@@ -95,14 +114,15 @@ void launch(Row const& row, RmsNormBackwardParams const& params, int device, cud
                                    {p.dsum, p.dsum_stride, bytes},
                                    {p.dx, p.dx_stride, bytes}}) &&
                        aligned(p.weight) && int64_t(p.dim) * bytes_of(p.weight_type) % kVectorBytes == 0;
-  // Weights of another type leave registers for one vector, and gradients of another for none.
-  bool const same_weight = p.weight_type == row.dtype(), same_out = p.out_type == row.dtype();
-  share(p, vectors, bytes, kThreads, same_weight ? RmsNormBackwardParams::kMaxVectors : 1);
-  if (p.walk == Walk::kept && !same_out) p.walk = Walk::vectors;
-  bool const sums = p.dweight && p.walk == Walk::kept;
-  int64_t const blocks = blocks_of(p.rows, p.lanes_log2, kThreads);
-  p.parts = int(std::min<int64_t>(p.parts, sums ? blocks : p.rows));
-  launch_kernel(row, dim3(unsigned(sums ? p.parts : blocks)), &p, device, stream);
+  constexpr int kThreads = RmsNormBackwardParams::kThreads;
+  share(p, vectors, bytes, row.threads(), 1);
+  if (p.walk == Walk::kept && p.out_type != row.dtype()) p.walk = Walk::vectors;  // no registers for its gradients
+  bool const kept = p.walk == Walk::kept, sums = p.dweight && kept;
+  if (!kept) p.lanes_log2 = std::min(p.lanes_log2, log2_up(kThreads));
+  int const threads = std::max(kThreads, 1 << p.lanes_log2);
+  int64_t const blocks = blocks_of(p.rows, p.lanes_log2, threads);
+  p.parts = int(std::min<int64_t>(sums ? ceil_div(p.parts * kThreads, threads) : p.parts, sums ? blocks : p.rows));
+  launch_kernel(row, dim3(unsigned(sums ? p.parts : blocks)), &p, device, stream, threads);
   if (!p.dweight) return;
 
   auto const next = [&](Family family, dim3 grid) {
@@ -121,7 +141,7 @@ void launch(Row const& row, GatedParams const& params, int device, cudaStream_t 
   bool const vectors =
       prepare(p, {{p.gate, p.gate_stride, bytes}, {p.up, p.up_stride, bytes}, {p.out, p.out_stride, bytes}});
   prepare_gated(p, vectors, bytes);
-  launch_kernel(row, grid_of_gated(p), &p, device, stream);
+  launch_kernel(row, grid_of_gated(p, row.threads()), &p, device, stream);
 }
 
 void launch(Row const& row, GatedBackwardParams const& params, int device, cudaStream_t stream) {
@@ -134,7 +154,7 @@ void launch(Row const& row, GatedBackwardParams const& params, int device, cudaS
                                    {p.dgate, p.dgate_stride, bytes},
                                    {p.dup, p.dup_stride, bytes}});
   prepare_gated(p, vectors, bytes);
-  launch_kernel(row, grid_of_gated(p), &p, device, stream);
+  launch_kernel(row, grid_of_gated(p, row.threads()), &p, device, stream);
 }
 
 }  // namespace cutlass_fmha

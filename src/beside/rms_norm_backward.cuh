@@ -6,11 +6,11 @@
 namespace cutlass_fmha {
 
 struct RmsNormBackwardShared {
-  static constexpr int kThreads = RmsNormBackwardParams::kThreads;
+  static constexpr int kMaxWarps = RmsNormBackwardParams::kMaxThreads / 32;
   /// Rows that share a block are of half of its vectors at most.
-  static constexpr int kColumns = kThreads * RmsNormBackwardParams::kMaxVectors * 8 / 2;
+  static constexpr int kColumns = RmsNormBackwardParams::kThreads * 8 / 2;
 
-  float sums[2][kThreads / 32];         ///< by turns, so that one barrier a row is enough
+  float sums[2][kMaxWarps];             ///< by turns, so that one barrier a row is enough
   alignas(16) float columns[kColumns];  ///< where groups meet
 };
 
@@ -22,108 +22,87 @@ struct Group {
       : lanes(1 << lanes_log2),
         lane(int(threadIdx.x) & (lanes - 1)),
         group(int(threadIdx.x) >> lanes_log2),
-        groups(RmsNormBackwardShared::kThreads >> lanes_log2) {}
+        groups(int(blockDim.x) >> lanes_log2) {}
 };
 
-/// Whole rows in registers. A block goes through its rows, the same each time, with its sums of dweight in registers.
-template <class T, class W, int Vectors>
+/// Whole rows in registers, a vector in each lane. A block goes through its rows, the same each time, with its sums of
+/// dweight in registers, and the next row's loads are on their way while one is computed.
+template <class T, class W>
 __device__ void norm_backward_kept(RmsNormBackwardParams const& p, RmsNormBackwardShared& shared) {
   constexpr int kElements = kWidth<T>;
   using Values = Chunk<T, kElements>;
-  using Factors = Chunk<W, kElements>;
   Group const at(p.lanes_log2);
-  int const first = at.lane * kElements, step = at.lanes * kElements;
-  float dweight[Vectors][kElements] = {};
-
-  int turn = 0;
-  for (int begin = blockIdx.x * at.groups; begin < p.rows; begin += gridDim.x * at.groups, turn ^= 1) {
-    int const number = begin + at.group;
-    bool const there = number < p.rows;  // lanes without a row go along
-    Row row = row_of(p, there ? number : 0);
-    int const end = there ? p.dim : 0;
-    T const* const from = static_cast<T const*>(p.x) + row.offset(p.x_stride) + first;
-    T const* const gradient = static_cast<T const*>(p.dout) + row.offset(p.dout_stride) + first;
-    Values x[Vectors], dout[Vectors];
+  int const column = at.lane * kElements;
+  bool const mine = column < p.dim;
+  float weight[kElements], dweight[kElements] = {};
 #pragma unroll
-    for (int n = 0; n < Vectors; ++n) {
-      x[n] = dout[n] = Values{};
-      if (first + n * step >= end) continue;
-      x[n] = load_once<T, kElements>(from + n * step);
-      dout[n] = load_once<T, kElements>(gradient + n * step);
+  for (int k = 0; k < kElements; ++k) weight[k] = 1.f;
+  if (p.weight && mine) {
+    Chunk<W, kElements>::load(static_cast<W const*>(p.weight) + column).read(weight);
+#pragma unroll
+    for (int k = 0; k < kElements; ++k) weight[k] += p.weight_offset;
+  }
+
+  struct Loaded {
+    Values x, dout;
+    float rstd;
+  };
+  auto const there = [&](unsigned row) { return mine && row < unsigned(p.rows); };  // other lanes go along
+  auto const load = [&](unsigned row) {
+    Loaded found{};
+    if (!there(row)) return found;
+    found.x = load_once<T, kElements>(static_cast<T const*>(p.x) + offset_of(p, int(row), p.x_stride) + column);
+    found.dout =
+        load_once<T, kElements>(static_cast<T const*>(p.dout) + offset_of(p, int(row), p.dout_stride) + column);
+    found.rstd = p.rstd[row];
+    return found;
+  };
+  unsigned const step = gridDim.x * at.groups;
+  unsigned row = blockIdx.x * at.groups + at.group;
+  Loaded next = load(row);
+  for (unsigned begin = blockIdx.x * at.groups, turn = 0; begin < unsigned(p.rows); begin += step, turn ^= 1) {
+    Loaded const now = next;
+    next = load(row + step);
+    Values other{};
+    if (p.dsum && there(row)) {
+      other = load_once<T, kElements>(static_cast<T const*>(p.dsum) + offset_of(p, int(row), p.dsum_stride) + column);
     }
-    float const rstd = there ? p.rstd[number] : 0.f;
-
-    // dout and its factor. The weights are in L1, and have no registers.
-    auto scaled = [&](int n, float (&g)[kElements]) {
-      dout[n].read(g);
-      if (!p.weight || first + n * step >= end) return;
-      float w[kElements];
-      Factors::load(static_cast<W const*>(p.weight) + first + n * step).read(w);
+    float y[kElements], g[kElements], product = 0.f;
+    now.x.read(y);
+    now.dout.read(g);
 #pragma unroll
-      for (int k = 0; k < kElements; ++k) g[k] *= w[k] + p.weight_offset;
-    };
-    float product = 0.f;
-#pragma unroll
-    for (int n = 0; n < Vectors; ++n) {
-      if constexpr (Vectors > 1) asm volatile("" ::: "memory");
-      float a[kElements], g[kElements];
-      x[n].read(a);
-      scaled(n, g);
-#pragma unroll
-      for (int k = 0; k < kElements; ++k) product = fmaf(a[k], g[k], product);
+    for (int k = 0; k < kElements; ++k) {
+      y[k] *= now.rstd;
+      dweight[k] = fmaf(g[k], y[k], dweight[k]);
+      g[k] *= weight[k];
+      product = fmaf(y[k], g[k], product);
     }
-    product = sum_over_lanes<RmsNormBackwardShared::kThreads>(product, p.lanes_log2, shared.sums[turn]);
-    float const mean = product * rstd * p.per_dim;
-
-    int again = number;
-    asm volatile("" : "+r"(again));  // found anew: what it takes would want registers meanwhile
-    row = row_of(p, there ? again : 0);
-    T* const to = static_cast<T*>(p.dx) + row.offset(p.dx_stride) + first;
-    T const* const other = static_cast<T const*>(p.dsum) + row.offset(p.dsum_stride) + first;
+    float const mean = sum_over_lanes(product, p.lanes_log2, shared.sums[turn]) * p.per_dim;
+    if (there(row)) {
+      float d[kElements];
+      other.read(d);
 #pragma unroll
-    for (int n = 0; n < Vectors; ++n) {
-      if (first + n * step >= end) continue;
-      asm volatile("" ::: "memory");  // loads of the next vector would want registers that there are not
-      float a[kElements], g[kElements], d[kElements];
-      x[n].read(a);
-      dout[n].read(d);
-#pragma unroll
-      for (int k = 0; k < kElements; ++k) a[k] *= rstd;
-#pragma unroll
-      for (int k = 0; k < kElements; ++k) dweight[n][k] = fmaf(d[k], a[k], dweight[n][k]);
-      scaled(n, g);
-#pragma unroll
-      for (int k = 0; k < kElements; ++k) g[k] = rstd * fmaf(-a[k], mean, g[k]);
-      if (p.dsum) {
-        load_once<T, kElements>(other + n * step).read(d);
-#pragma unroll
-        for (int k = 0; k < kElements; ++k) g[k] += d[k];
+      for (int k = 0; k < kElements; ++k) {
+        g[k] = now.rstd * fmaf(-y[k], mean, g[k]);
+        if (p.dsum) g[k] += d[k];
       }
-      Values found;
-      found.write(g);
-      found.store(to + n * step);
+      store_rounded<T>(p.dx, offset_of(p, int(row), p.dx_stride) + column, g);
     }
+    row += step;
   }
   if (!p.dweight) return;
 
   float* const partial = p.partial + blockIdx.x * p.pitch();
   for (int group = 0; group < at.groups; ++group) {  // one after the other: the terms' order is theirs
     bool const last = group == at.groups - 1;
-    if (at.group == group) {
+    if (at.group == group && mine) {
+      if (group > 0) {
+        float before[kElements];
+        Chunk<float, kElements>::load(shared.columns + column).read(before);
 #pragma unroll
-      for (int n = 0; n < Vectors; ++n) {
-        int const column = first + n * step;
-        if (column >= p.dim) continue;
-        Chunk<float, kElements> chunk;
-        if (group > 0) {
-          float before[kElements];
-          Chunk<float, kElements>::load(shared.columns + column).read(before);
-#pragma unroll
-          for (int k = 0; k < kElements; ++k) dweight[n][k] += before[k];
-        }
-        chunk.write(dweight[n]);
-        chunk.store((last ? partial : shared.columns) + column);
+        for (int k = 0; k < kElements; ++k) dweight[k] += before[k];
       }
+      store_rounded<float>(last ? partial : shared.columns, column, dweight);
     }
     if (!last) __syncthreads();
   }
@@ -135,10 +114,10 @@ __device__ void norm_backward_long(RmsNormBackwardParams const& p, RmsNormBackwa
   Group const at(p.lanes_log2);
   int const number = int(blockIdx.x) * at.groups + at.group;
   bool const there = number < p.rows;
-  Row const row = row_of(p, there ? number : 0);
-  int const first = at.lane * Width, step = at.lanes * Width, end = there ? p.dim : 0;
-  T const* const x = static_cast<T const*>(p.x) + row.offset(p.x_stride);
-  int64_t const gradient = row.offset(p.dout_stride);
+  int const row = there ? number : 0, end = there ? p.dim : 0;
+  int const first = at.lane * Width, step = at.lanes * Width;
+  T const* const x = static_cast<T const*>(p.x) + offset_of(p, row, p.x_stride);
+  int64_t const gradient = offset_of(p, row, p.dout_stride);
   float const rstd = there ? p.rstd[number] : 0.f;
   auto scaled = [&](int column, float (&g)[Width]) {
     read_as<T>(p.out_type, p.dout, gradient + column, g);
@@ -158,11 +137,11 @@ __device__ void norm_backward_long(RmsNormBackwardParams const& p, RmsNormBackwa
 #pragma unroll
     for (int k = 0; k < Width; ++k) product = fmaf(a[k], g[k], product);
   }
-  product = sum_over_lanes<RmsNormBackwardShared::kThreads>(product, p.lanes_log2, shared.sums[0]);
+  product = sum_over_lanes(product, p.lanes_log2, shared.sums[0]);
   float const mean = product * rstd * p.per_dim;
 
-  T* const to = static_cast<T*>(p.dx) + row.offset(p.dx_stride);
-  T const* const other = static_cast<T const*>(p.dsum) + row.offset(p.dsum_stride);
+  T* const to = static_cast<T*>(p.dx) + offset_of(p, row, p.dx_stride);
+  T const* const other = static_cast<T const*>(p.dsum) + offset_of(p, row, p.dsum_stride);
 #pragma unroll 2
   for (int column = first; column < end; column += step) {
     float a[Width], g[Width];
@@ -182,25 +161,25 @@ __device__ void norm_backward_long(RmsNormBackwardParams const& p, RmsNormBackwa
 template <class T>
 __device__ void rms_norm_backward(RmsNormBackwardParams const& p) {
   __shared__ RmsNormBackwardShared shared;
+  begin_rows();
   if (p.walk == Walk::vectors) return norm_backward_long<T, kWidth<T>>(p, shared);
   if (p.walk == Walk::elements) return norm_backward_long<T, 1>(p, shared);
-  if (p.vectors > 1) return norm_backward_kept<T, T, RmsNormBackwardParams::kMaxVectors>(p, shared);
-  if (p.weight_type == kTypeOf<T>) return norm_backward_kept<T, T, 1>(p, shared);
-  if constexpr (!std::is_same_v<T, float>) norm_backward_kept<T, float, 1>(p, shared);
+  if (p.weight_type == kTypeOf<T>) return norm_backward_kept<T, T>(p, shared);
+  if constexpr (!std::is_same_v<T, float>) norm_backward_kept<T, float>(p, shared);
 }
 
 /// Partial sums of dweight where rows are not kept: a thread has its columns, and every gridDim.y-th row.
 template <class T, int Width>
 __device__ void norm_columns(RmsNormBackwardParams const& p) {
   int const column = (int(blockIdx.x) * kHelperThreads + int(threadIdx.x)) * Width;
+  begin_rows();
   if (column >= p.dim) return;
   float sum[Width] = {};
 #pragma unroll 4
   for (int number = blockIdx.y; number < p.rows; number += gridDim.y) {
-    Row const row = row_of(p, number);
     float a[Width], d[Width];
-    Chunk<T, Width>::load(static_cast<T const*>(p.x) + row.offset(p.x_stride) + column).read(a);
-    read_as<T>(p.out_type, p.dout, row.offset(p.dout_stride) + column, d);
+    Chunk<T, Width>::load(static_cast<T const*>(p.x) + offset_of(p, number, p.x_stride) + column).read(a);
+    read_as<T>(p.out_type, p.dout, offset_of(p, number, p.dout_stride) + column, d);
     float const rstd = p.rstd[number];
 #pragma unroll
     for (int k = 0; k < Width; ++k) sum[k] = fmaf(d[k], a[k] * rstd, sum[k]);
@@ -221,6 +200,7 @@ __device__ void rms_norm_weights(RmsNormBackwardParams const& p) {
   int const group = int(threadIdx.x) / kLanes, lane = int(threadIdx.x) % kLanes;
   int const first = int(blockIdx.x) * kColumns, column = first + lane * 4;
   float sum[4] = {};
+  begin_rows();
   if (column < p.dim) {
 #pragma unroll 8
     for (int part = group; part < p.parts; part += kGroups) {

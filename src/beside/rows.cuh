@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "../core/dependents.cuh"
 #include "../helpers/elements.cuh"
 #include "params.h"
 
@@ -60,23 +61,34 @@ __device__ void write_as(DType type, void* to, int64_t at, float const (&x)[Widt
   }
 }
 
-__device__ inline Row row_of(RowsParams const& p, int number) {
-  return row_of(number, p.by_inner, int(p.sizes[2]), p.by_middle, int(p.sizes[1]));
+/// Where row `number` of a tensor begins.
+__device__ inline int64_t offset_of(RowsParams const& p, int number, Strides const& s) {
+  if (p.flat) return number * s.head;
+  return row_of(number, p.by_inner, int(p.sizes[2]), p.by_middle, int(p.sizes[1])).offset(s);
+}
+
+/// What a kernel on rows begins with, before it reads or writes anything: the next one may get ready while it runs.
+__device__ inline void begin_rows() {
+  start_dependents();
+  wait_for_kernels_ahead();
 }
 
 /// The same sum in all of the 2^lanes_log2 lanes that share a row, in a fixed order. Those beyond a warp meet in
-/// `shared`, [Threads / 32], which nobody reads any more.
-template <int Threads>
-__device__ float sum_over_lanes(float x, int lanes_log2, float* shared) {
-  for (int other = (1 << min(lanes_log2, 5)) / 2; other > 0; other /= 2) x += __shfl_xor_sync(~0u, x, other);
-  if (lanes_log2 <= 5) return x;
-  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = x;
-  __syncthreads();
-  int const warps = 1 << (lanes_log2 - 5), first = int(threadIdx.x) / 32 / warps * warps;
-  float sum = 0.f;
+/// `shared`, a float for each of the block's warps, which nobody reads any more.
+__device__ inline float sum_over_lanes(float x, int lanes_log2, float* shared) {
+  if (lanes_log2 < 5) {
+    for (int other = (1 << lanes_log2) / 2; other > 0; other /= 2) x += __shfl_xor_sync(~0u, x, other);
+    return x;
+  }
 #pragma unroll
-  for (int n = 0; n < Threads / 32; ++n) sum += n < warps ? shared[first + n] : 0.f;
-  return sum;
+  for (int other = 16; other > 0; other /= 2) x += __shfl_xor_sync(~0u, x, other);
+  if (lanes_log2 == 5) return x;
+  int const warps = 1 << (lanes_log2 - 5), warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
+  if (lane == 0) shared[warp] = x;
+  __syncthreads();
+  x = shared[(warp & -warps) + (lane & (warps - 1))];
+  for (int other = warps / 2; other > 0; other /= 2) x += __shfl_xor_sync(~0u, x, other);
+  return x;
 }
 
 }  // namespace cutlass_fmha

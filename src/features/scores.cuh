@@ -31,13 +31,6 @@ CUTE_DEVICE void with_query_rows(FeatureParams const& p, FeatureTile const& tile
   }
 }
 
-/// 1 / x of a number from 1 on, infinity too.
-CUTE_DEVICE float reciprocal_approx(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 /// tanh(x / (2 log2(e))), by one exponential: 1 - 2 / (1 + 2^x) is off by an ulp of 1 at most, and as softcap scales
 /// what is near 0, that is no more exact than what is near 1.
 CUTE_DEVICE float tanh_of_exp2(float x) { return fmaf(-2.f, reciprocal_approx(1.f + exp2_approx(x)), 1.f); }
