@@ -164,7 +164,7 @@ fmha_backward("89"      "f16;bf16"  64       64     256    8     16    false  ra
 fmha_backward("90"      "f16;bf16"  64       64     192    8     32    true   ranges   tma          false         true      true)
 fmha_backward("120"     "f16;bf16"  64       64     256    8     16    false  ranges   tma)
 fmha_backward("89"      "f16;bf16"  96       64     128    8     64    false  ranges   cp_async_16)
-fmha_backward("90"      "f16;bf16"  96       64     128    8     32    true   ranges   tma          false         true      true)
+fmha_backward("90"      "f16;bf16"  96       64     128    8     32    true   ranges   tma          false         false     true)
 fmha_backward("120"     "f16;bf16"  96       64     128    8     64    false  ranges   tma)
 fmha_backward("89"      "f16;bf16" 128       64     128    8     64    false  ranges   cp_async_16)
 fmha_backward("90"      "f16;bf16" 128       64     128    8     16    true   ranges   tma)

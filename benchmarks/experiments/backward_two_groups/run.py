@@ -1,6 +1,6 @@
 """Rows of the backward by two groups: errors against fp32 on small problems, rates beside torch's flash one.
 
-PYTHONPATH=BUILD_OF_ROWS_CMAKE python run.py [--library NAME=FILE ...]; it takes 50 s on an H200.
+PYTHONPATH=BUILD_OF_ROWS_CMAKE python run.py [--library NAME=FILE ...] [--kernels]; it takes 70 s on an H200.
 
 A library has `bwd_run(q, k, v, o, dout, lse, dq, dk, dv, sums, lse2, delta, heads, seqlen, causal, what,
 stream)` over [heads, seqlen, head_dim] tensors, and stands beside rows of the head dim its NAME begins with.
@@ -93,8 +93,17 @@ def library_call(file: str, tensors: Tensors, lse: torch.Tensor, causal: bool) -
     return call
 
 
+def kernel_times(call: Callable[[], Any]) -> str:
+    """Microseconds of each kernel of a call."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    found = (event for event in profile.key_averages() if event.device_time_total > 0)
+    return ", ".join(f"{event.key.split('(')[0][-24:]} {event.device_time_total:.0f}" for event in found)
+
+
 def compare(
-    rows: list[Any], libraries: dict[str, str], case: tuple[int, int, int, int], causal: bool
+    rows: list[Any], libraries: dict[str, str], case: tuple[int, int, int, int], causal: bool, kernels: bool
 ) -> None:
     head_dim, batch, heads, seqlen = case
     torch.manual_seed(0)
@@ -121,12 +130,23 @@ def compare(
     for name, call in calls.items():
         took = seconds(call)
         print(f"  {name:62s} {tera / took:4.0f} {of_flash / took:.3f}x", flush=True)
+    # Rows of a head behind each other, as libraries have them.
+    q, k, v, o, dout = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, o, dout))
+    for row in rows:
+        if row.head_dim == head_dim and row.name.endswith("_now"):
+            took = seconds(lambda row=row: gradients_of(row, (q, k, v), dout, o, lse, causal))
+            print(f"  {row.name + ', tensors by heads':62s} {tera / took:4.0f} {of_flash / took:.3f}x", flush=True)
+    if kernels:
+        for name, call in calls.items():
+            print(f"  {name:62s} {kernel_times(call)}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--library", action="append", default=[], metavar="NAME=FILE")
-    libraries = dict(text.split("=", 1) for text in parser.parse_args().library)
+    parser.add_argument("--kernels", action="store_true", help="and the time of each kernel of a call")
+    arguments = parser.parse_args()
+    libraries = dict(text.split("=", 1) for text in arguments.library)
     rows = [
         row for row in _C.backward_rows() if "_groups_tma_" in row.name + "_" and not row.name.endswith("_ds")
     ]
@@ -135,7 +155,7 @@ def main() -> None:
         print(f"{row.name:62s} {worst:.4f}{'' if worst < 0.012 else ' WRONG'}", flush=True)
     for case in TIMED:
         for causal in (False, True):
-            compare(rows, libraries, case, causal)
+            compare(rows, libraries, case, causal, arguments.kernels)
 
 
 if __name__ == "__main__":
