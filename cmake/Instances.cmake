@@ -158,7 +158,7 @@ function(fmha_add_features FEATURES SUFFIX
   endforeach()
 endfunction()
 
-# Adds the rows of one manifest line that compute gradients: the columns are BackwardConfig's fields; the last three,
+# Adds the rows of one manifest line that compute gradients: the columns are BackwardConfig's fields; those
 # from WRITES_SCORES on, may be left out where they are false.
 function(fmha_backward ARCHS DTYPES HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS FEATURES COPY)
   list(APPEND ARGN false false false false false false)
