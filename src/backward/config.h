@@ -30,8 +30,8 @@ struct BackwardConfig : TileConfig, BackwardOptions {
   /// Queries that are handed over at once, between groups and to dQ.
   constexpr int unit() const { return groups ? tile_m / 2 : tile_m; }
 
-  /// Of two groups, the steps of V that the second can't keep in registers, so that 32 are left beside its dK, the rest of
-  /// V, dP and P: it reads them from shared memory.
+  /// Of two groups, the steps of V that the second can't keep in registers, so that 32 are left beside its dK, the rest
+  /// of V, dP and P: it reads them from shared memory.
   constexpr int shared_value_steps() const {
     int const of_step = keys_per_warp() / 4, all = keys_per_warp() / 16 * (head_dim / 4 * 3 + chunk / 4 * 3);
     return groups && !scored() && all > 224 ? (all - 224 + of_step - 1) / of_step : 0;

@@ -115,8 +115,8 @@ struct TwoGroupBarriers {
 
 template <BackwardConfig C>
 struct BackwardLayout {
-  using Place = std::conditional_t<C.scored(), ScoredKeyTile,
-                                   std::conditional_t<C.staggered, StaggeredKeyTile, KeyTile>>;
+  using Place =
+      std::conditional_t<C.scored(), ScoredKeyTile, std::conditional_t<C.staggered, StaggeredKeyTile, KeyTile>>;
   static constexpr int kQStages = 2;
   static constexpr int kKTile = C.tile_n * C.head_dim * 2, kQTile = C.tile_m * C.head_dim * 2, kDoutTile = kQTile;
   static constexpr int kScoresTile = C.tile_n * C.tile_m * 2, kTerms = 2 * C.tile_m * int(sizeof(float));

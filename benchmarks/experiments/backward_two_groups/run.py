@@ -45,9 +45,15 @@ def seconds(call: Callable[[], Any], runs: int = 8, inner: int = 3) -> float:
 
 
 def gradients_of(
-    row: Any, tensors: Tensors, dout: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, causal: bool
+    row: Any,
+    tensors: Tensors,
+    dout: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+    dq: bool = True,
 ) -> Tensors:
-    mask, wanted = "bottom-right" if causal else "none", (True, True, True, False, False)
+    mask, wanted = "bottom-right" if causal else "none", (dq, True, True, False, False)
     scale = tensors[0].shape[-1] ** -0.5
     return gradients.launch(dout, tensors, o, lse, None, scale, mask, {}, wanted, row=row.name)[:3]
 
@@ -130,12 +136,21 @@ def compare(
     for name, call in calls.items():
         took = seconds(call)
         print(f"  {name:62s} {tera / took:4.0f} {of_flash / took:.3f}x", flush=True)
-    # Rows of a head behind each other, as libraries have them.
-    q, k, v, o, dout = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, o, dout))
+    # Without dQ, counted as with it, and with rows of a head behind each other, as libraries have them.
+    by_heads = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, o, dout)]
     for row in rows:
-        if row.head_dim == head_dim and row.name.endswith("_now"):
-            took = seconds(lambda row=row: gradients_of(row, (q, k, v), dout, o, lse, causal))
-            print(f"  {row.name + ', tensors by heads':62s} {tera / took:4.0f} {of_flash / took:.3f}x", flush=True)
+        if row.head_dim != head_dim or not row.name.endswith(("_now", "_apart")):
+            continue
+        for what, (x, y, z, out, grad), dq in (
+            ("no dQ", (q, k, v, o, dout), False),
+            ("by heads", by_heads, True),
+        ):
+            took = seconds(
+                lambda row=row, x=x, y=y, z=z, out=out, grad=grad, dq=dq: gradients_of(
+                    row, (x, y, z), grad, out, lse, causal, dq
+                )
+            )
+            print(f"  {row.name + ', ' + what:62s} {tera / took:4.0f} {of_flash / took:.3f}x", flush=True)
     if kernels:
         for name, call in calls.items():
             print(f"  {name:62s} {kernel_times(call)}", flush=True)
