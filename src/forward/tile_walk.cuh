@@ -65,7 +65,7 @@ struct TileWalk {
   // Rows that read a mask or a bias meanwhile have room for less.
   static constexpr int kRoomAhead = !C.reads_masks() || is_roomy(C) ? 2 : C.architecture().fast_memory ? 1 : 0;
   static constexpr int kAheadV = C.ping_pong && C.head_dim >= 64 ? kRoomAhead : 0;
-  static constexpr int kAheadK = kRoomAhead < 2 && reads_pairs<Asked>() ? 0 : kAheadV;
+  static constexpr int kAheadK = reads_pairs<Asked>() && (kRoomAhead < 2 || C.copy != Copy::tma) ? 0 : kAheadV;
   using Ahead = OperandsB<T, kAheadV + 1>;
   struct FirstOperands {
     typename Product::QStep q;
