@@ -17,7 +17,7 @@ struct CpAsyncFeatureKeys : FeatureWalk<C> {
   static constexpr bool kAsksInTurn = true;
   static constexpr int kPassAt = ForwardTypes<C>::kKeySteps / 2;
   /// Whether registers are left for where the next tile of keys in order stands.
-  static constexpr bool kKeepsSource = spare_registers(C) >= 56 && !C.reads_masks();
+  static constexpr bool kKeepsSource = spare_registers(C) >= 56;
   using KLoader = RowLoader<C.head_dim, C.tile_n, kHalfThreads, C.element_bytes()>;
   using VLoader = RowLoader<C.head_dim_v(), C.tile_n, kHalfThreads, C.element_bytes()>;
   static_assert(KLoader::kRowsPerPass == VLoader::kRowsPerPass && KLoader::P::kWidth == VLoader::P::kWidth,

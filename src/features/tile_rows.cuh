@@ -181,7 +181,8 @@ CUTE_DEVICE void tile_rows(FeatureParams const& p, char* smem, Sequence const& s
     __syncthreads();
     keys.finish_first();
     if constexpr (C.features == Features::ranges) transform_q<C>(p, smem);
-    auto const walk_as = [&]<class Asked>() FMHA_INLINE { TileWalk<C, FeatureKeys<C>, Asked>{smem, keys}.run(output, softmax); };
+    auto const walk_as = [&]<class Asked>()
+                             FMHA_INLINE { TileWalk<C, FeatureKeys<C>, Asked>{smem, keys}.run(output, softmax); };
     if constexpr (!C.reads_masks()) {
       walk_as.template operator()<std::nullptr_t>();
     } else if (p.bias_type != BiasType::none) {

@@ -63,9 +63,11 @@ struct TileWalk {
   // n16 operands that are read ahead, so that no mma of a turn waits for them: of V before the turn, of Q K^T while the
   // last of P V are multiplied. Without turns it only delays what is needed.
   // Rows that read a mask or a bias meanwhile have room for less.
-  static constexpr int kRoomAhead = !C.reads_masks() || is_roomy(C) ? 2 : C.architecture().fast_memory ? 1 : 0;
+  static constexpr int kRoomAhead = !C.reads_masks() || (is_roomy(C) && C.copy == Copy::tma) ? 2
+                                    : C.architecture().fast_memory                           ? 1
+                                                                                             : 0;
   static constexpr int kAheadV = C.ping_pong && C.head_dim >= 64 ? kRoomAhead : 0;
-  static constexpr int kAheadK = reads_pairs<Asked>() && (kRoomAhead < 2 || C.copy != Copy::tma) ? 0 : kAheadV;
+  static constexpr int kAheadK = reads_pairs<Asked>() && kRoomAhead < 2 ? 0 : kAheadV;
   using Ahead = OperandsB<T, kAheadV + 1>;
   struct FirstOperands {
     typename Product::QStep q;
