@@ -23,8 +23,10 @@ struct FeatureKeys : FeatureKeySource<C> {
   using Source::p, Source::smem, Source::warp, Source::blocks, Source::last_begin;
   using Source::place;
   static constexpr bool kEndsEarly = true, kMaskedFirst = false;
-  /// Of masked rows: without turns, other warps compute meanwhile, and at D128 there is no room for it.
-  static constexpr bool kHidesInRead = C.ping_pong || is_roomy(C);
+  /// Of masked rows: whether there is room to hide keys where they are read. All by cp.async have none in a bias.
+  static constexpr bool hides_first(bool bias) {
+    return (C.ping_pong || is_roomy(C)) && (C.copy == Copy::tma || !bias);
+  }
 
   struct Lanes {
     uint32_t q_offset, k_offset, v_offset;
@@ -118,8 +120,9 @@ struct FeatureKeys : FeatureKeySource<C> {
   }
   template <class Asked, class Scores>
   CUTE_DEVICE void before_softmax(int phase, bool masked, Asked& asked, Scores& scores) const {
-    asked.apply(p, by_row(scores), masked && kHidesInRead, [&](int row) { return block_at(phase).visible(row); });
-    if constexpr (!kHidesInRead) {
+    asked.apply(p, by_row(scores), masked && hides_first(Asked::kBias),
+                [&](int row) { return block_at(phase).visible(row); });
+    if constexpr (!hides_first(Asked::kBias)) {
       __syncwarp();
       before_softmax(phase, masked, scores);
     }
