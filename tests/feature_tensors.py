@@ -270,6 +270,10 @@ class Maker:
             wide = torch.full((*x.shape[:3], x.shape[3] + 5), guard, dtype=x.dtype, device=self.device)
             wide[..., 2:-3] = x
             return wide[..., 2:-3]
+        if memory == "padded by runs":
+            batch, heads, queries, keys = x.shape
+            wide = torch.full((queries, heads, batch, keys + 12), guard, dtype=x.dtype, device=self.device)
+            return wide.transpose(0, 2)[..., 4:-8].copy_(x)
         x = self.guarded(x, guard)
         if memory == "expanded":
             return x.expand(self.shape("bhqk"))

@@ -72,12 +72,18 @@ def fit(problem: Problem, row: _C.Row) -> Problem:
     return fitted(p, row.head_dim, row.head_dim_v, row.tile_m, row.tile_n * row.kv_warps)
 
 
+#: Of the ways in which a mask or a bias may lie in memory, those that masked rows read, and what is nearest.
+RUNS = {"expanded": "expanded", "missing": "missing", "padded": "padded by runs", "strided": "padded by runs"}
+
+
 def only_runs(p: Problem) -> Problem:
-    """The problem with a mask or a bias that can be read four keys at once; not both."""
-    mask = p.mask and (p.mask[0].rstrip("k") + "k", "plain")
-    bias = p.bias and (p.bias[0].rstrip("k") + "k", "same", "plain")
+    """The problem with a mask or a bias that can be read four keys at once; not both, and not neither."""
+    mask = p.mask and (p.mask[0].rstrip("k") + "k", RUNS.get(p.mask[1], "plain"))
+    bias = p.bias and (p.bias[0].rstrip("k") + "k", "same", RUNS.get(p.bias[2], "plain"))
     if mask and bias:
         mask, bias = (None, bias) if p.seed % 2 else (mask, None)
+    if not mask and not bias:
+        bias = ("bhqk", "same", "plain")
     return replace(p, mask=mask, bias=bias, seqlen_k=-(-p.seqlen_k // 4) * 4, bounded=False)
 
 

@@ -283,6 +283,7 @@ class TestRows:
                 {"mask": SOMEWHERE, "mask_stride": (0, 0, 0, 2)},
                 "{0.name} reads masks and biases by four",
             ),
+            (of("masked"), {"entries_k": 9, "rows_k": 999}, "{0.name} asks for a mask or a bias"),
             (TMA_RANGED, {}, "{0.name} copies by TMA, which asks for entries_k and rows"),
             (TMA_RANGED, {**PAGES, "leftpad_k": 4096}, "{0.name} does not know leftpad_k with a page_table"),
         ],

@@ -566,6 +566,8 @@ def test_every_row_runs_something_on_its_architecture(monkeypatch):
         problem = replace(problem, head_dim_v=row.head_dim_v)
         if row.family == "score_mod":
             problem = replace(problem, features=("softcap",))
+        if row.family == "masked":
+            problem = replace(problem, features=("mask",))
         assert eligibility.reasons(row, problem, gpu, build) == []
         assert 0 < choose.predicted_us(row, problem, gpu) < 1e4
 

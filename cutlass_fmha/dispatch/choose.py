@@ -97,6 +97,7 @@ def in_question(
         problem.window[0] >= 0,
         problem.block_mask,
         problem.key_span <= MAX_KEY_SPAN,
+        problem.score_runs,
         problem.is_decode,
     )
     if (found := _in_question.get(key) or _in_question.revive(key)) is not None:

@@ -24,10 +24,6 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
-#: The family whose rows run where they are named alone: no GPU has run them.
-ASKED_FOR = "masked"
-
-
 def family(row: Row) -> Family:
     return FAMILIES[row.family]
 
@@ -76,8 +72,7 @@ def _made_for(problem: Problem, device: Device, table: Table) -> tuple[Row, ...]
         rows = tuple(
             row
             for row in table.rows
-            if row.family != ASKED_FOR
-            and not any(rule(row, problem, device, table) for rule in family(row).FIXED_RULES)
+            if not any(rule(row, problem, device, table) for rule in family(row).FIXED_RULES)
         )
         table.made_for[key] = rows
     return rows

@@ -21,6 +21,8 @@ EVEN = (0, 0)
 MEAN_BITS, HALF_OCTAVE, SHORT = 3, 2**0.5, 64
 """Packed lengths vary from batch to batch: their mean is told to the nearest that so many bits and zeros can
 say, the longest in half octaves above it. Where even that is short, neither is asked."""
+SCORE_RUN = 4
+"""Keys of which some rows read a mask or a bias at once."""
 MAX_KEY_SPAN = 2**31 - 1
 """Elements: some rows multiply a row's number and its stride in 32 bits, up to the end of a tile."""
 
@@ -55,6 +57,7 @@ class Problem:
     ``num_splits``: parts of the keys that the caller asks for. ``key_span``: elements that the keys or values
     of a sequence lie apart at most, 0 where any row's offsets hold them. ``mean``: the average length
     of packed sequences, of queries and of keys; 0 where they are about as long as the longest.
+    ``score_runs``: mask and bias can be read by ``SCORE_RUN`` keys at once, a bias in 16 bits.
     """
 
     batch: int
@@ -74,6 +77,7 @@ class Problem:
     num_splits: int | None = None
     key_span: int = 0
     mean: tuple[int, int] = EVEN
+    score_runs: bool = True
 
     def __post_init__(self) -> None:
         if self.head_dim_v == self.head_dim:
@@ -101,6 +105,7 @@ class Problem:
             self.num_splits,
             key_span,
             mean,
+            self.score_runs,
         )
 
     @property
@@ -281,6 +286,7 @@ def class_of(problem: Problem) -> tuple[object, ...]:
         problem.page_size,
         problem.num_splits,
         _key_span_class(problem.key_span),
+        problem.score_runs,
         problem.is_decode,
     )
 

@@ -133,6 +133,8 @@ void check_features(Row const& row, AttentionParams const& p) {
       return std::string(row.name) + " copies by TMA, which asks for entries_k and rows_k: how large k and v are";
     });
   }
+  require(!c.reads_masks() || p.mask || p.bias_type != BiasType::none || p.empty() || p.seqlen_k == 0,
+          [&] { return std::string(row.name) + " asks for a mask or a bias"; });
 }
 
 void launch_features(Row const& row, AttentionParams const& p, int device, cudaStream_t stream) {

@@ -36,74 +36,105 @@ CUTE_DEVICE void ask_for(char const* from, uint32_t* run) {
   }
 }
 
+/// What a launch reads: the walk is compiled for each, so that nothing is asked between scores and exponentials.
+enum class ReadsScores { mask, bias };
+
 /// What belongs to a lane's scores of a phase.
-template <ForwardConfig C>
+template <ForwardConfig C, ReadsScores Kind>
 struct MaskFragment {
   using T = ForwardTypes<C>;
+  using Order = KeyOrder<C>;
+  static constexpr bool kBias = Kind == ReadsScores::bias;
   static constexpr int kRows = 2 * T::kRowSteps;
-  uint32_t words[kRows][T::kKeySteps][2];  ///< a mask's run is one word
+  static constexpr int kWords = kBias ? 2 : 1;  ///< of a run of kMaskRun keys
+  uint32_t words[kRows][T::kKeySteps][kWords];
 
-  /// For rows from `tile_row` on and keys from `key` on.
+  /// For rows from `tile_row` on and keys from `key` on. Rows that don't exist read the last one's, and keys beyond the
+  /// tensor its last ones'.
   CUTE_DEVICE void ask(FeatureParams const& p, MaskSource const& source, int tile_row, int key) {
-    if (p.bias_type != BiasType::none) {
-      ask<2>(p, source.bias, p.bias_stride, source.rows_left, tile_row, key);
-    } else if (p.mask != nullptr) {
-      ask<1>(p, source.mask, p.mask_stride, source.rows_left, tile_row, key);
-    }
-  }
-
-  template <class Scores>
-  CUTE_DEVICE void apply(FeatureParams const& p, Scores&& scores) const {
-    if (p.bias_type != BiasType::none) {
-      add_bias(scores, p.scale);
-      return;
-    }
-    if (!p.raw_scores) {
-      CUTE_UNROLL
-      for (int i = 0; i < cute::size(scores); ++i) scores(i) *= p.scale;
-    }
-    if (p.mask != nullptr) hide(scores);
-  }
-
- private:
-  /// Rows that don't exist read the last one's, and keys beyond the tensor its last ones'.
-  template <int Count>
-  CUTE_DEVICE void ask(FeatureParams const& p, char const* tensor, ScoreStrides const& stride, int rows_left,
-                       int tile_row, int key) {
-    constexpr int bytes = Count * 4 / kMaskRun;
+    constexpr int bytes = kWords * 4 / kMaskRun;
     int const lane = lane_id(), in_run = lane % 4 * kMaskRun;
-    char const* const from = tensor + int64_t(key + in_run) * bytes;
+    char const* const from = (kBias ? source.bias : source.mask) + int64_t(key + in_run) * bytes;
+    uint32_t const stride = (kBias ? p.bias_stride : p.mask_stride).query * bytes;
     char const* rows[kRows];
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) {
-      uint32_t const named = smaller(tile_row + accumulator_row(row, lane), rows_left);
-      rows[row] = from + uint64_t(named) * uint32_t(stride.query * bytes);
+      uint32_t const named = smaller(tile_row + accumulator_row(row, lane), source.rows_left);
+      rows[row] = from + uint64_t(named) * stride;
     }
     if (key + C.tile_n <= p.seqlen_k) {
       CUTE_UNROLL
       for (int row = 0; row < kRows; ++row) {
         CUTE_UNROLL
-        for (int step = 0; step < T::kKeySteps; ++step) ask_for<Count>(rows[row] + step * 16 * bytes, words[row][step]);
+        for (int step = 0; step < T::kKeySteps; ++step)
+          ask_for<kWords>(rows[row] + step * 16 * bytes, words[row][step]);
       }
     } else {
       CUTE_UNROLL
       for (int step = 0; step < T::kKeySteps; ++step) {
         int const beyond = smaller(16 * step, p.seqlen_k - kMaskRun - key - in_run) * bytes;
         CUTE_UNROLL
-        for (int row = 0; row < kRows; ++row) ask_for<Count>(rows[row] + beyond, words[row][step]);
+        for (int row = 0; row < kRows; ++row) ask_for<kWords>(rows[row] + beyond, words[row][step]);
       }
     }
   }
 
+  /// q k -> score. `by_range`: some keys are hidden besides, `seen(row)` tells which (VisibleKeys, from the tile on).
+  /// What is rare comes first: all else is then one run of instructions with the exponentials.
+  template <class Scores, class Seen>
+  CUTE_DEVICE void apply(FeatureParams const& p, Scores&& scores, bool by_range, Seen const& seen) {
+    if constexpr (!kBias) {
+      if (!p.raw_scores) {
+        CUTE_UNROLL
+        for (int i = 0; i < cute::size(scores); ++i) scores(i) *= p.scale;
+      }
+    }
+    if (by_range) hide_by_range(scores, seen);
+    if constexpr (kBias) {
+      add(scores, p.scale);
+    } else {
+      hide(scores);
+    }
+  }
+
+ private:
+  /// Whether a lane's columns of every other n8 tile are those of a run's upper keys: MaskedOrder.
   CUTE_DEVICE static bool upper_first() { return lane_id() & 2; }
 
-  template <class Scores>
-  CUTE_DEVICE void add_bias(Scores& scores, float scale) const {
-    bool const swapped = upper_first();
+  /// Of a bias, -inf in place of what is read, and 0 for what may be no number and has a factor still.
+  template <class Scores, class Seen>
+  CUTE_DEVICE void hide_by_range(Scores& scores, Seen const& seen) {
+    constexpr uint32_t infinities = C.dtype == DType::float16 ? 0xfc00fc00u : 0xff80ff80u;
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) {
+      VisibleKeys const visible = seen(row);
       CUTE_UNROLL
       for (int step = 0; step < T::kKeySteps; ++step) {
+        uint32_t hidden[2] = {};
+        CUTE_UNROLL
+        for (int i = 0; i < kMaskRun; ++i) {
+          int const col = 4 * step + i;
+          if (!visible.sees(Order::first(lane_id(), i / 2) + Order::of_column(col))) {
+            scores(row, col) = kBias ? 0.f : -INFINITY;
+            hidden[i / 2] |= 0xffffu << 16 * (i % 2);
+          }
+        }
+        CUTE_UNROLL
+        for (int i = 0; i < (kBias ? 2 : 0); ++i) {
+          uint32_t const of_pair = upper_first() ? hidden[1 - i] : hidden[i];
+          words[row][step][i] = (words[row][step][i] & ~of_pair) | (infinities & of_pair);
+        }
+      }
+    }
+  }
+
+  template <class Scores>
+  CUTE_DEVICE void add(Scores& scores, float scale) const {
+    bool const swapped = upper_first();
+    CUTE_UNROLL
+    for (int step = 0; step < T::kKeySteps; ++step) {
+      CUTE_UNROLL
+      for (int row = 0; row < kRows; ++row) {
         auto const& run = words[row][step];
         uint32_t const pairs[] = {swapped ? run[1] : run[0], swapped ? run[0] : run[1]};
         CUTE_UNROLL
@@ -118,22 +149,16 @@ struct MaskFragment {
 
   template <class Scores>
   CUTE_DEVICE void hide(Scores& scores) const {
-    uint32_t all = 0x01010101u;
-    CUTE_UNROLL
-    for (int row = 0; row < kRows; ++row) {
-      CUTE_UNROLL
-      for (int step = 0; step < T::kKeySteps; ++step) all &= words[row][step][0];
-    }
-    if (!__any_sync(0xffffffffu, all != 0x01010101u)) return;
     uint32_t const order = upper_first() ? 0x1032 : 0x3210;
     CUTE_UNROLL
-    for (int row = 0; row < kRows; ++row) {
+    for (int step = 0; step < T::kKeySteps; ++step) {
       CUTE_UNROLL
-      for (int step = 0; step < T::kKeySteps; ++step) {
+      for (int row = 0; row < kRows; ++row) {
         uint32_t const run = __byte_perm(words[row][step][0], 0, order);
         CUTE_UNROLL
         for (int i = 0; i < kMaskRun; ++i) {
-          if ((run & (0xffu << 8 * i)) == 0) scores(row, 4 * step + i) = -INFINITY;
+          float& score = scores(row, 4 * step + i);
+          score = run & 0xffu << 8 * i ? score : -INFINITY;
         }
       }
     }

@@ -163,6 +163,13 @@ struct ScoreBlock {
     }
   }
 
+  /// Which keys a row's query sees by ranges, from the tile's first one on.
+  CUTE_DEVICE VisibleKeys visible(int row) const {
+    VisibleKeys visible = visible_keys(p, sequence, at(row).query);
+    visible.begin -= key_begin, visible.end -= key_begin, visible.prefix -= key_begin;
+    return visible;
+  }
+
   /// Hides the keys that a query doesn't see by ranges.
   template <class Scores>
   CUTE_DEVICE void hide_by_range(Scores&& scores) const {

@@ -23,6 +23,10 @@ struct FeatureKeys : FeatureKeySource<C> {
   using Source::p, Source::smem, Source::warp, Source::blocks, Source::last_begin;
   using Source::place;
   static constexpr bool kEndsEarly = true, kMaskedFirst = false;
+  /// Of masked rows: whether there is room to hide keys where they are read. All by cp.async have none in a bias.
+  static constexpr bool hides_first(bool bias) {
+    return (C.ping_pong || is_roomy(C)) && (C.copy == Copy::tma || !bias);
+  }
 
   struct Lanes {
     uint32_t q_offset, k_offset, v_offset;
@@ -89,7 +93,7 @@ struct FeatureKeys : FeatureKeySource<C> {
   CUTE_DEVICE SharedWindow memory() const { return {}; }
   CUTE_DEVICE Lanes lanes() const {
     uint32_t const q = C.q_in_registers ? 0 : Shared::phases(smem, warp).q_begin;
-    if constexpr (is_roomy(C)) {
+    if constexpr (is_roomy(C) && !C.reads_masks()) {
       return {qv_lane_offset + q, k_lane_offset, uint32_t(v_lane(qv_lane_offset, v_lane_offset))};
     } else {
       auto const offsets = reinterpret_cast<typename Shared::Lane const*>(smem + Shared::kLanes)[lane_id()];
@@ -109,16 +113,19 @@ struct FeatureKeys : FeatureKeySource<C> {
     if (masked) block_at(phase).hide_by_range(by_row(scores));
   }
   /// Of masked rows: what is read for the scores of a phase, asked for before its turn, and added to them after it.
-  CUTE_DEVICE MaskFragment<C> ask_for_masks(int phase) const {
+  template <class Asked>
+  CUTE_DEVICE void ask_for_masks(int phase, Asked& asked) const {
     WarpPhases const& phases = Shared::phases(smem, warp);
-    MaskFragment<C> asked;
     asked.ask(p, Shared::masks(smem), tile_row(), phases.last_begin - phase * C.tile_n);
-    return asked;
   }
-  template <class Scores>
-  CUTE_DEVICE void before_softmax(int phase, bool masked, MaskFragment<C> const& asked, Scores& scores) const {
-    asked.apply(p, by_row(scores));
-    before_softmax(phase, masked, scores);
+  template <class Asked, class Scores>
+  CUTE_DEVICE void before_softmax(int phase, bool masked, Asked& asked, Scores& scores) const {
+    asked.apply(p, by_row(scores), masked && hides_first(Asked::kBias),
+                [&](int row) { return block_at(phase).visible(row); });
+    if constexpr (!hides_first(Asked::kBias)) {
+      __syncwarp();
+      before_softmax(phase, masked, scores);
+    }
   }
   /// Of rows that modify scores, in place of before_softmax.
   CUTE_DEVICE ScoreTerms<C, FeatureKeys> terms(int phase, bool masked) const { return {*this, phase, masked}; }
@@ -177,7 +184,15 @@ CUTE_DEVICE void tile_rows(FeatureParams const& p, char* smem, Sequence const& s
     __syncthreads();
     keys.finish_first();
     if constexpr (C.features == Features::ranges) transform_q<C>(p, smem);
-    TileWalk<C, FeatureKeys<C>>{smem, keys}.run(output, softmax);
+    auto const walk_as = [&]<class Asked>()
+                             FMHA_INLINE { TileWalk<C, FeatureKeys<C>, Asked>{smem, keys}.run(output, softmax); };
+    if constexpr (!C.reads_masks()) {
+      walk_as.template operator()<std::nullptr_t>();
+    } else if (p.bias_type != BiasType::none) {
+      walk_as.template operator()<MaskFragment<C, ReadsScores::bias>>();
+    } else {
+      walk_as.template operator()<MaskFragment<C, ReadsScores::mask>>();
+    }
   } else {
     __syncthreads();
   }

@@ -2,7 +2,7 @@
 # ruff: noqa: B007, B023, E401, E731, F821, I001
 
 import time, torch
-from cutlass_fmha import _C, attention
+from cutlass_fmha import _C, attention, explain
 
 T0 = time.time()
 torch.manual_seed(0)
@@ -71,6 +71,28 @@ for row in [r for r in rows if r.endswith("_masked")]:
                 if bad < 8:
                     print("BAD", row, (B, H, Hk, Sq, Sk, causal), kind, eo, el)
     print(f"{row}: worst {worst:.2e}")
+
+# As it is called, of masks and biases that masked rows can read and others
+taken = {}
+for d in (64, 128, 40):
+    for Sk in (1, 17, 113, 1023, 1024, 2052):
+        for kind in ("mask", "bias"):
+            for cut in (0, 1, 4):
+                for causal in (False, True):
+                    q, k, v = mk(2, 300, 4, d), mk(2, Sk, 2, d), mk(2, Sk, 2, d)
+                    x = mk(2, 1, 300, Sk + 8)[..., cut : cut + Sk]
+                    x = mk(2, 1, 300, Sk + 8).gt(-0.3)[..., cut : cut + Sk] if kind == "mask" else x
+                    o, lse = attention(q, k, v, causal=causal, return_lse=True, **{kind: x})
+                    ro, rl = ref(q, k, v, *((x, None) if kind == "mask" else (None, x)), causal, d**-0.5)
+                    eo = (o.double() - ro).abs().max().item() / max(1.0, ro.abs().max().item())
+                    same = torch.isinf(rl) & (rl == lse)
+                    el = torch.where(same, 0.0, (lse.double() - rl).abs()).max().item()
+                    if not (eo < 1e-2 and el < 1e-3):
+                        bad += 1
+                        print("BAD as called", d, Sk, kind, cut, causal)
+                    name = explain(q, k, v, causal=causal, **{kind: x}).winner
+                    taken[name] = taken.get(name, 0) + 1
+print("taken:", taken)
 print("bad:", bad, f"{time.time() - T0:.0f} s")
 
 
@@ -136,6 +158,8 @@ for d, B, H, S in ((128, 2, 16, 4096), (64, 4, 16, 4096)):
         for row in of("_masked") + of("_scored"):
             us = bench([lambda s=s: attention(*s, causal=causal, row=row, **{what: x}) for s in sets])
             line.append(f"{row.split('_', 4)[4][:20]} {us:.0f} us {base / us:.3f}")
+        us = bench([lambda s=s: attention(*s, causal=causal, **{what: x}) for s in sets])
+        line.append(f"as called {us:.0f} us {base / us:.3f}")
         print(f"  {kind:16}", " | ".join(line), flush=True)
         del x
 print(f"{time.time() - T0:.0f} s")
