@@ -14,20 +14,6 @@ constexpr DType kTypeOf = std::is_same_v<T, float>    ? DType::float32
                           : std::is_same_v<T, __half> ? DType::float16
                                                       : DType::bfloat16;
 
-/// What is read once, and need not stay in a cache.
-template <class T, int Width>
-__device__ Chunk<T, Width> load_once(T const* from) {
-  using Values = Chunk<T, Width>;
-  if constexpr (sizeof(typename Values::Words) == 16) {
-    Values chunk;
-#pragma unroll
-    for (int n = 0; n < Values::kCount; ++n) chunk.words[n] = __ldcs(reinterpret_cast<uint4 const*>(from) + n);
-    return chunk;
-  } else {
-    return Values::load(from);
-  }
-}
-
 /// Elements at, at + 1, ... of a tensor whose type only the launch knows: T or float, where T is float any.
 template <class T, int Width>
 __device__ void read_as(DType type, void const* from, int64_t at, float (&x)[Width]) {
@@ -72,6 +58,58 @@ __device__ inline void begin_rows() {
   start_dependents();
   wait_for_kernels_ahead();
 }
+
+/// Lanes that share a row, one of the block's groups of them.
+struct Group {
+  int lanes, lane, group, groups;
+
+  __device__ explicit Group(int lanes_log2)
+      : lanes(1 << lanes_log2),
+        lane(int(threadIdx.x) & (lanes - 1)),
+        group(int(threadIdx.x) >> lanes_log2),
+        groups(int(blockDim.x) >> lanes_log2) {}
+};
+
+/// Vectors on their way to a thread, so that memory is busy while a block adds up a row: a turn has `Vectors` of them,
+/// and p.stages turns are asked for ahead. Each thread has places of its own, so nobody waits for anybody's copies.
+template <int Vectors>
+struct Ahead {
+  int stage = 0;
+
+  /// Vector n of the turn that is read next, or, once that was read, asked for next.
+  __device__ uint4& place(int n) const {
+    extern __shared__ uint4 ring[];
+    return ring[(stage * Vectors + n) * int(blockDim.x) + int(threadIdx.x)];
+  }
+
+  /// Asks for a vector; zeros if it isn't there.
+  __device__ void ask(int n, void const* from, bool there) const {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(uint32_t(__cvta_generic_to_shared(&place(n)))),
+                 "l"(from), "r"(there ? 16 : 0)
+                 : "memory");
+  }
+
+  /// All of a turn are asked for.
+  __device__ void next(int stages) {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+    stage = stage + 1 == stages ? 0 : stage + 1;
+  }
+
+  /// Until the oldest of the turns asked for is there.
+  __device__ static void wait(int stages) {
+    if (stages == 12) return wait_but<11>();  // the numbers that launch() comes to
+    if (stages == 6) return wait_but<5>();
+    if (stages == 4) return wait_but<3>();
+    if (stages == 3) return wait_but<2>();
+    if (stages == 2) return wait_but<1>();
+    wait_but<0>();
+  }
+
+  template <int Pending>
+  __device__ static void wait_but() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+  }
+};
 
 /// The same sum in all of the 2^lanes_log2 lanes that share a row, in a fixed order. Those beyond a warp meet in
 /// `shared`, a float for each of the block's warps, which nobody reads any more.
