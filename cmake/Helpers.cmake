@@ -22,14 +22,15 @@ set(FMHA_HELPER_KERNELS
 # Threads of a block, and blocks that registers must leave room for on an SM, where nvcc is told: memory is busy while
 # enough bytes are on their way.
 set(FMHA_BLOCK_rms_norm 512 2)             # RmsNormParams::kMaxThreads
-set(FMHA_BLOCK_rms_norm_backward 1024 1)   # RmsNormBackwardParams::kMaxThreads
+set(FMHA_BLOCK_rms_norm_backward 512 1)    # RmsNormBackwardParams::kThreads
 set(FMHA_BLOCK_gated 256)
 set(FMHA_BLOCK_gated_backward 256)
-# Vectors of 16 bytes that a thread asks for ahead, in dynamic shared memory (beside/rows.cuh). 1024 threads an SM: from
-# sm_90 on as many as there is room for; without HBM less is enough.
-set(FMHA_AHEAD_KERNELS rms_norm rms_norm_backward)
-set(FMHA_AHEAD 5)
-set(FMHA_AHEAD_90 12)
+# Vectors of 16 bytes that a thread of such kernels asks for ahead, in dynamic shared memory (beside/rows.cuh): on sm_90
+# as many as there is room for; without HBM less is enough.
+set(FMHA_AHEAD_rms_norm 5)
+set(FMHA_AHEAD_90_rms_norm 12)
+set(FMHA_AHEAD_rms_norm_backward 10)
+set(FMHA_AHEAD_90_rms_norm_backward 24)
 # Kernels that wait by themselves for what is ahead in their stream (core/dependents.cuh), from sm_90 on.
 set(FMHA_DEPENDENT combine rms_norm rms_norm_backward rms_norm_weights gated gated_backward)
 set(FMHA_BLOCK_OF_80_backward_lists 128 8)  # in a build for sm_80, which otherwise spills a register of it
@@ -43,10 +44,6 @@ function(fmha_write_helper_unit arch)
   set(UNIT_HEADERS
     "#include \"beside/rope.cuh\"\n#include \"helpers/rotary.cuh\"\n#include \"helpers/combine.cuh\"\n#include \"helpers/merge_tail.cuh\"\n#include \"backward/rows.cuh\"\n#include \"beside/rms_norm.cuh\"\n#include \"beside/rms_norm_backward.cuh\"\n#include \"beside/gated.cuh\"")
   set(UNIT_KERNELS "")
-  set(ahead ${FMHA_AHEAD})
-  if(FMHA_AHEAD_${arch})
-    set(ahead ${FMHA_AHEAD_${arch}})
-  endif()
   foreach(line IN LISTS FMHA_HELPER_KERNELS)
     separate_arguments(types UNIX_COMMAND "${line}")
     list(POP_FRONT types kind params)
@@ -76,8 +73,10 @@ function(fmha_write_helper_unit arch)
         "cutlass_fmha::HelperConfig{.kind = cutlass_fmha::Family::${kind}, .arch = ${arch}, "
         ".dtype = cutlass_fmha::DType::${dtype}, .dependent_launch = ${dependent_launch}, .block = ${block}}")
       set(smem_bytes 0)
-      if(kind IN_LIST FMHA_AHEAD_KERNELS)
-        math(EXPR smem_bytes "16 * ${block} * ${ahead}")
+      if(FMHA_AHEAD_${arch}_${kind})
+        math(EXPR smem_bytes "16 * ${block} * ${FMHA_AHEAD_${arch}_${kind}}")
+      elseif(FMHA_AHEAD_${kind})
+        math(EXPR smem_bytes "16 * ${block} * ${FMHA_AHEAD_${kind}}")
       endif()
       fmha_add_to_table("${name}" "${config}" ${smem_bytes})
     endforeach()

@@ -127,21 +127,19 @@ void launch(Row const& row, RmsNormBackwardParams const& params, int device, cud
                                    {p.dsum, p.dsum_stride, bytes},
                                    {p.dx, p.dx_stride, bytes}}) &&
                        aligned(p.weight) && int64_t(p.dim) * bytes_of(p.weight_type) % kVectorBytes == 0;
-  constexpr int kThreads = RmsNormBackwardParams::kThreads;
-  share(p, vectors, bytes, row.threads(), 1);
+  constexpr int kVectors = RmsNormBackwardParams::kVectors;
+  share(p, vectors, bytes, row.threads(), kVectors);
   if (p.walk == Walk::kept && p.out_type != row.dtype()) p.walk = Walk::vectors;  // no registers for its gradients
   bool const kept = p.walk == Walk::kept;
-  if (!kept) p.lanes_log2 = std::min(p.lanes_log2, log2_up(kThreads));
-  int const threads = std::max(kThreads, 1 << p.lanes_log2), columns = ceil_div(p.dim, RmsNormBackwardParams::kColumns);
-  int const resident = std::max(1, p.parts * kThreads / threads);
-  int64_t const blocks = blocks_of(p.rows, p.lanes_log2, threads);
+  int const columns = ceil_div(p.dim, RmsNormBackwardParams::kColumns), resident = std::max(1, p.parts);
+  int64_t const blocks = blocks_of(p.rows, p.lanes_log2, row.threads());
   bool const sums = p.dweight && kept && blocks > 2 * resident;
   p.row_blocks = int(kept ? std::min<int64_t>(blocks, resident) : blocks);
   p.parts = sums ? p.row_blocks : 0;
   int64_t const grid = int64_t(p.row_blocks) + (p.dweight && !sums ? columns : 0);
   require(grid <= INT_MAX, [] { return "rms_norm_backward takes fewer rows"; });
-  launch_kernel(row, dim3(unsigned(grid)), &p, device, stream, threads,
-                kept ? ask_ahead(p, row, threads, p.dsum ? 3 : 2) : 0);
+  int const smem_bytes = kept ? ask_ahead(p, row, row.threads(), kVectors * (p.dsum ? 3 : 2)) : 0;
+  launch_kernel(row, dim3(unsigned(grid)), &p, device, stream, row.threads(), smem_bytes);
   if (!sums) return;
   launch_kernel(helper(Family::rms_norm_weights, row.dtype(), row.arch()), dim3(unsigned(columns)), &p, device, stream);
 }

@@ -60,8 +60,8 @@ struct RmsNormParams : RowsParams {
 /// of dout y, whose terms are added in a fixed order: thread blocks leave partial sums, which a second kernel adds up;
 /// or, of few rows, blocks beside those of dx add up columns.
 struct RmsNormBackwardParams : RowsParams {
-  static constexpr int kThreads = 512, kMaxThreads = 1024;  ///< more where a row has more vectors
-  static constexpr int kColumns = 32;                       ///< of dweight, that a block adds up at once
+  static constexpr int kThreads = 512, kVectors = 2;  ///< vectors of a lane at most
+  static constexpr int kColumns = 32;                 ///< of dweight, that a block adds up at once
 
   void const* dout;
   void const* dsum;  ///< gradient of the sum, of x's type; may be null

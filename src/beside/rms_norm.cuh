@@ -120,11 +120,9 @@ __device__ void norm_ahead(RmsNormParams const& p, float (*shared)[RmsNormParams
     float squares = 0.f;
 #pragma unroll
     for (int n = 0; n < Vectors; ++n) {
-      x[n].words[0] = ahead.place(n);
+      x[n] = ahead.template values<T>(n);
       if constexpr (Summed) {
-        Values residual;
-        residual.words[0] = ahead.place(Vectors + n);
-        add(x[n], residual);
+        add(x[n], ahead.template values<T>(Vectors + n));
         if (first + n * step < end) {
           x[n].store(static_cast<T*>(p.sum) + offset_of(p, int(row), p.sum_stride) + first + n * step);
         }

@@ -6,38 +6,42 @@
 namespace cutlass_fmha {
 
 struct RmsNormBackwardShared {
-  static constexpr int kMaxWarps = RmsNormBackwardParams::kMaxThreads / 32;
+  static constexpr int kWarps = RmsNormBackwardParams::kThreads / 32;
   /// Rows that share a block are of half of its vectors at most.
-  static constexpr int kColumns = RmsNormBackwardParams::kThreads * 8 / 2;
+  static constexpr int kColumns = RmsNormBackwardParams::kThreads * RmsNormBackwardParams::kVectors * 8 / 2;
 
-  float sums[2][kMaxWarps];             ///< by turns, so that one barrier a row is enough
+  float sums[2][kWarps];                ///< by turns, so that one barrier a row is enough
   alignas(16) float columns[kColumns];  ///< where groups meet
 };
 
-/// A vector of a row in each lane. A block goes from row to row, with weights and sums of dweight in registers and the
-/// next rows on their way.
-template <class T, class W, bool Summed>
+/// Whole rows, up to `Vectors` vectors of each in a lane. A block goes from row to row, with weights and sums of dweight
+/// in registers and the next rows on their way. Several vectors: what a row costs besides its elements is shared.
+template <class T, class W, int Vectors, bool Summed>
 __device__ void norm_backward_ahead(RmsNormBackwardParams const& p, RmsNormBackwardShared& shared) {
   constexpr int kElements = kWidth<T>;
   using Values = Chunk<T, kElements>;
+  using Floats = float[Vectors][kElements];
   Group const at(p.lanes_log2);
-  int const column = at.lane * kElements;
-  bool const mine = column < p.dim;
-  float weight[kElements], dweight[kElements] = {};
+  int const first = at.lane * kElements, step = at.lanes * kElements;
+  Floats weight, dweight;
 #pragma unroll
-  for (int k = 0; k < kElements; ++k) weight[k] = 1.f;
-  if (p.weight && mine) {
-    Chunk<W, kElements>::load(static_cast<W const*>(p.weight) + column).read(weight);
+  for (int n = 0; n < Vectors; ++n) {
 #pragma unroll
-    for (int k = 0; k < kElements; ++k) weight[k] += p.weight_offset;
+    for (int k = 0; k < kElements; ++k) weight[n][k] = 1.f, dweight[n][k] = 0.f;
+    if (!p.weight || first + n * step >= p.dim) continue;
+    Chunk<W, kElements>::load(static_cast<W const*>(p.weight) + first + n * step).read(weight[n]);
+#pragma unroll
+    for (int k = 0; k < kElements; ++k) weight[n][k] += p.weight_offset;
   }
 
-  Ahead<Summed ? 3 : 2> ahead;
+  Ahead<Vectors*(Summed ? 3 : 2)> ahead;
   auto const ask = [&](unsigned number) {
-    bool const there = mine && number < unsigned(p.rows);  // other lanes go along
-    int const row = there ? int(number) : 0;
-    auto const one = [&](int n, void const* from, Strides const& s) {
-      ahead.ask(n, static_cast<T const*>(from) + offset_of(p, row, s) + column, there);
+    bool const there = number < unsigned(p.rows);
+    int const row = there ? int(number) : 0, end = there ? p.dim : 0;
+    auto const one = [&](int tensor, void const* from, Strides const& s) {
+      T const* const begin = static_cast<T const*>(from) + offset_of(p, row, s) + first;
+#pragma unroll
+      for (int n = 0; n < Vectors; ++n) ahead.ask(tensor * Vectors + n, begin + n * step, first + n * step < end);
     };
     one(0, p.x, p.x_stride);
     one(1, p.dout, p.dout_stride);
@@ -54,32 +58,40 @@ __device__ void norm_backward_ahead(RmsNormBackwardParams const& p, RmsNormBackw
     float const rstd = next;
     next = rstd_of(row + turn);
     ahead.wait(p.stages);
-    float y[kElements], g[kElements], d[kElements], product = 0.f;
-    auto const read = [&](int n, float (&to)[kElements]) {
-      Values values;
-      values.words[0] = ahead.place(n);
-      values.read(to);
-    };
-    read(0, y);
-    read(1, g);
-    if constexpr (Summed) read(2, d);
+    Floats x, g;
+    Values other[Vectors];
+    float product = 0.f;
 #pragma unroll
-    for (int k = 0; k < kElements; ++k) {
-      y[k] *= rstd;
-      dweight[k] = fmaf(g[k], y[k], dweight[k]);
-      g[k] *= weight[k];
-      product = fmaf(y[k], g[k], product);
+    for (int n = 0; n < Vectors; ++n) {
+      ahead.template values<T>(n).read(x[n]);
+      ahead.template values<T>(Vectors + n).read(g[n]);
+      if constexpr (Summed) other[n] = ahead.template values<T>(2 * Vectors + n);
+#pragma unroll
+      for (int k = 0; k < kElements; ++k) {
+        g[n][k] *= rstd;
+        dweight[n][k] = fmaf(g[n][k], x[n][k], dweight[n][k]);
+        g[n][k] *= weight[n][k];
+        product = fmaf(g[n][k], x[n][k], product);
+      }
     }
     ask(asked);
-    float const mean = sum_over_lanes(product, p.lanes_log2, shared.sums[odd]) * p.per_dim;
+    float const mean = sum_over_lanes(product, p.lanes_log2, shared.sums[odd]) * p.per_dim, slope = rstd * mean * rstd;
     odd = !odd;
-    if (!mine || row >= unsigned(p.rows)) continue;
+    int const end = row < unsigned(p.rows) ? p.dim : 0;
+    int64_t const to = offset_of(p, end ? int(row) : 0, p.dx_stride) + first;
 #pragma unroll
-    for (int k = 0; k < kElements; ++k) {
-      g[k] = rstd * fmaf(-y[k], mean, g[k]);
-      if constexpr (Summed) g[k] += d[k];
+    for (int n = 0; n < Vectors; ++n) {
+      if (first + n * step >= end) continue;
+#pragma unroll
+      for (int k = 0; k < kElements; ++k) g[n][k] = fmaf(-x[n][k], slope, g[n][k]);
+      if constexpr (Summed) {
+        float d[kElements];
+        other[n].read(d);
+#pragma unroll
+        for (int k = 0; k < kElements; ++k) g[n][k] += d[k];
+      }
+      store_rounded<T>(p.dx, to + n * step, g[n]);
     }
-    store_rounded<T>(p.dx, offset_of(p, int(row), p.dx_stride) + column, g);
   }
   ahead.template wait_but<0>();
   if (!p.dweight || p.parts == 0) return;
@@ -87,14 +99,17 @@ __device__ void norm_backward_ahead(RmsNormBackwardParams const& p, RmsNormBackw
   float* const partial = p.partial + blockIdx.x * p.pitch();
   for (int group = 0; group < at.groups; ++group) {  // one after the other: the terms' order is theirs
     bool const last = group == at.groups - 1;
-    if (at.group == group && mine) {
+#pragma unroll
+    for (int n = 0; n < Vectors; ++n) {
+      int const column = first + n * step;
+      if (at.group != group || column >= p.dim) continue;
       if (group > 0) {
         float before[kElements];
         Chunk<float, kElements>::load(shared.columns + column).read(before);
 #pragma unroll
-        for (int k = 0; k < kElements; ++k) dweight[k] += before[k];
+        for (int k = 0; k < kElements; ++k) dweight[n][k] += before[k];
       }
-      store_rounded<float>(last ? partial : shared.columns, column, dweight);
+      store_rounded<float>(last ? partial : shared.columns, column, dweight[n]);
     }
     if (!last) __syncthreads();
   }
@@ -183,12 +198,12 @@ __device__ void norm_columns(RmsNormBackwardParams const& p, RmsNormBackwardShar
   write_as<T>(p.weight_type, p.dweight, first + thread, total);
 }
 
-template <class T, class W>
+template <class T, class W, int Vectors>
 __device__ void norm_backward_by_rows(RmsNormBackwardParams const& p, RmsNormBackwardShared& shared) {
-  p.dsum ? norm_backward_ahead<T, W, true>(p, shared) : norm_backward_ahead<T, W, false>(p, shared);
+  p.dsum ? norm_backward_ahead<T, W, Vectors, true>(p, shared) : norm_backward_ahead<T, W, Vectors, false>(p, shared);
 }
 
-template <class T>
+template <class T, int Vectors = RmsNormBackwardParams::kVectors>
 __device__ void rms_norm_backward(RmsNormBackwardParams const& p) {
   __shared__ RmsNormBackwardShared shared;
   begin_rows();
@@ -196,8 +211,8 @@ __device__ void rms_norm_backward(RmsNormBackwardParams const& p) {
   if (p.walk == Walk::elements) return columns ? norm_columns<T, 1>(p, shared) : norm_backward_long<T, 1>(p, shared);
   if (columns) return norm_columns<T, kWidth<T>>(p, shared);
   if (p.walk == Walk::vectors) return norm_backward_long<T, kWidth<T>>(p, shared);
-  if (p.weight_type == kTypeOf<T>) return norm_backward_by_rows<T, T>(p, shared);
-  if constexpr (!std::is_same_v<T, float>) norm_backward_by_rows<T, float>(p, shared);
+  if (p.weight_type == kTypeOf<T>) return norm_backward_by_rows<T, T, Vectors>(p, shared);
+  if constexpr (!std::is_same_v<T, float>) norm_backward_by_rows<T, float, Vectors>(p, shared);
 }
 
 /// dweight of its partial sums: a block has 32 columns, and each of its 16 groups of threads every 16th sum.

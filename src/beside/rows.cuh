@@ -82,6 +82,14 @@ struct Ahead {
     return ring[(stage * Vectors + n) * int(blockDim.x) + int(threadIdx.x)];
   }
 
+  /// The same as elements, once they were waited for.
+  template <class T>
+  __device__ Chunk<T, kWidth<T>> values(int n) const {
+    Chunk<T, kWidth<T>> found;
+    found.words[0] = place(n);
+    return found;
+  }
+
   /// Asks for a vector; zeros if it isn't there.
   __device__ void ask(int n, void const* from, bool there) const {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(uint32_t(__cvta_generic_to_shared(&place(n)))),
@@ -97,11 +105,11 @@ struct Ahead {
 
   /// Until the oldest of the turns asked for is there.
   __device__ static void wait(int stages) {
-    if (stages == 12) return wait_but<11>();  // the numbers that launch() comes to
-    if (stages == 6) return wait_but<5>();
+    if (stages == 6) return wait_but<5>();  // the numbers that launch() comes to
     if (stages == 4) return wait_but<3>();
     if (stages == 3) return wait_but<2>();
     if (stages == 2) return wait_but<1>();
+    if (stages == 12) return wait_but<11>();
     wait_but<0>();
   }
 

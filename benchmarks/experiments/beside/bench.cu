@@ -17,11 +17,12 @@ using bf = __nv_bfloat16;
 using GP = GatedParams; using GB = GatedBackwardParams; using RP = RmsNormParams; using RB = RmsNormBackwardParams;
 #ifdef BEFORE
 K(r4, rms_norm, RP, (256, 4), bf, 4) K(r2, rms_norm, RP, (512, 3), bf, 2)
+K(rb1, rms_norm_backward, RB, (1024, 1), bf)
 #else
 K(g1, gated, GP, (256), bf, 1) K(gb1, gated_backward, GB, (256), bf, 1)
 K(r1, rms_norm, RP, (512, 2), bf, 1) K(r2, rms_norm, RP, (512, 2), bf, 2) K(r4, rms_norm, RP, (256, 4), bf, 4)
+K(rb1, rms_norm_backward, RB, (512, 2), bf, 1) K(rb2, rms_norm_backward, RB, (512, 1), bf, 2)
 #endif
-K(rb1, rms_norm_backward, RB, (1024, 1), bf)
 K(rw, rms_norm_weights, RB, (128), bf)
 
 // ---- reference, naive
@@ -194,10 +195,10 @@ void rms_line(char const* op, void (*k)(RP), int dim, int v, int ahead, int bloc
 }
 // direct: dweight by blocks beside those of dx; two: by a second launch; none
 enum Weights { none, two, direct, as_launched };
-void rms_b_line(char const* op, int dim, int ahead, int blocks_of_sm, bool sum, Weights weights, Modes modes) {
-  int const chunks = dim / 8, lanes_log2 = log2_up(chunks), block = std::max(512, 1 << lanes_log2);
+void rms_b_line(char const* op, void (*k)(RB), int dim, int v, int ahead, int blocks_of_sm, bool sum, Weights weights, Modes modes) {
+  int const chunks = dim / 8, lanes_log2 = log2_up(chunks / v), block = 512;
   char const* const kNames[] = {" no dw", " two", " direct", ""};
-  std::string const name = "a" + std::to_string(ahead) + "b" + std::to_string(blocks_of_sm) + kNames[weights];
+  std::string const name = "v" + std::to_string(v) + " a" + std::to_string(ahead) + "b" + std::to_string(blocks_of_sm) + kNames[weights];
   line(op, name, sum ? 4 : 3, [=](int64_t b) -> Launch {
     return [=](int64_t at) {
       RB p{}; int64_t rows = b / 2 / dim; describe(p, rows, dim);
@@ -211,11 +212,11 @@ void rms_b_line(char const* op, int dim, int ahead, int blocks_of_sm, bool sum, 
 #ifdef BEFORE
       two_launches = weights != none;
 #else
-      int turn = sum ? 3 : 2; p.row_blocks = int(grid); p.stages = std::max(1, ahead / turn); smem = p.stages * turn * block * 16;
+      int turn = v * (sum ? 3 : 2); p.row_blocks = int(grid); p.stages = std::max(1, ahead / turn); smem = p.stages * turn * block * 16;
       if (!two_launches) p.parts = 0;
       if (weights && !two_launches) grid += dim / 32;
 #endif
-      go(rb1, grid, block, p, smem);
+      go(k, grid, block, p, smem);
       if (two_launches) go(rw, dim / 32, 128, p);
     }; }, [=](int64_t b) { int rows = int(b / 2 / dim); ref_rms_b<<<rows, 32>>>(A[0], A[1], sum ? A[3] : nullptr, W, rstd, A[2], dim);
       if (weights) ref_rms_w<<<dim / 32, 32>>>(A[0], A[1], rstd, DW, rows, dim); }, modes);
@@ -228,7 +229,7 @@ int main() {
 #ifdef BEFORE
   printf("## before, with plain loads; columns: 64 KiB, 1 MiB, 64 MiB, 256 MiB of a tensor: us, share of the copy\n");
   rms_line("rms4096", r4, 4096, 4, 0, 0, false, overlapped); rms_line("rms4096", r2, 4096, 2, 0, 0, false, overlapped);
-  rms_line("res4096", r4, 4096, 4, 0, 0, true, overlapped); rms_b_line("rms_b4096", 4096, 0, 2, false, two, overlapped);
+  rms_line("res4096", r4, 4096, 4, 0, 0, true, overlapped); rms_b_line("rms_b4096", rb1, 4096, 1, 0, 2, false, two, overlapped);
 #else
   printf("## vNxM: vectors of a lane, threads; aNbM: vectors asked for ahead by a thread, blocks of an SM\n");
   gated_line("swiglu", "v1x256", g1, 256, 1, 0, false, both); gated_line("silu_mul", "v1x256", g1, 256, 1, 0, true, overlapped);
@@ -244,11 +245,13 @@ int main() {
   }
   rms_line("rms1024", r1, 1024, 1, 0, 0, false, overlapped); rms_line("rms1024", r2, 1024, 2, 12, 8, false, overlapped);
   rms_line("rms8192", r2, 8192, 2, 12, 2, false, overlapped); rms_line("rms8192", r4, 8192, 4, 12, 4, false, overlapped);
-  rms_b_line("rms_b4096", 4096, 12, 2, false, two, both); rms_b_line("rms_b4096", 4096, 12, 2, false, direct, both);
-  for (int ahead : {8, 6, 4, 2}) rms_b_line("rms_b4096", 4096, ahead, 2, false, two, overlapped);
-  rms_b_line("rms_b4096", 4096, 24, 1, false, two, overlapped); rms_b_line("rms_b4096", 4096, 12, 2, false, none, overlapped);
-  rms_b_line("rms_b1024", 1024, 12, 2, false, as_launched, overlapped);
-  for (int ahead : {12, 6, 4}) rms_b_line("rms_b8192", 8192, ahead, 1, false, as_launched, overlapped);
-  for (int ahead : {12, 9, 6}) rms_b_line("res_b4096", 4096, ahead, 2, true, as_launched, overlapped);
+  rms_b_line("rms_b4096", rb2, 4096, 2, 24, 1, false, two, both); rms_b_line("rms_b4096", rb2, 4096, 2, 24, 1, false, direct, both);
+  for (int ahead : {16, 12, 8}) rms_b_line("rms_b4096", rb2, 4096, 2, ahead, 1, false, two, overlapped);
+  for (int ahead : {12, 8, 4}) rms_b_line("rms_b4096", rb1, 4096, 1, ahead, 2, false, two, overlapped);
+  rms_b_line("rms_b4096", rb1, 4096, 1, 12, 2, false, direct, overlapped); rms_b_line("rms_b4096", rb2, 4096, 2, 24, 1, false, none, overlapped);
+  rms_b_line("rms_b1024", rb2, 1024, 2, 24, 1, false, as_launched, overlapped); rms_b_line("rms_b1024", rb1, 1024, 1, 12, 2, false, as_launched, overlapped);
+  for (int ahead : {24, 12}) rms_b_line("rms_b8192", rb2, 8192, 2, ahead, 1, false, as_launched, overlapped);
+  for (int ahead : {24, 18, 12}) rms_b_line("res_b4096", rb2, 4096, 2, ahead, 1, true, as_launched, overlapped);
+  rms_b_line("res_b4096", rb1, 4096, 1, 12, 2, true, as_launched, overlapped);
 #endif
 }

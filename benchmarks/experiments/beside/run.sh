@@ -12,7 +12,7 @@ if [ "$what" != run ]; then
   git -C "$root" archive "$BEFORE" src | tar x -C "$work/old" || echo "no sources of $BEFORE: the new ones alone"
   sed -i 's/= __ldcs(\(reinterpret_cast<uint4 const\*>(from) + n\))/= *(\1)/' "$work/old/src/beside/rows.cuh" || true
   toolkit=$(dirname "$(readlink -f "$(command -v nvcc)")")/../lib # of one from PyPI
-  compile="nvcc -std=c++20 -O3 -arch=sm_90 --expt-relaxed-constexpr -L$toolkit bench.cu"
+  compile="nvcc -std=c++20 -O3 -arch=sm_90 --expt-relaxed-constexpr -Xptxas -v -L$toolkit bench.cu"
   $compile -DBEFORE -I"$work/old/src" -o "$work/before" >"$work/before.log" 2>&1 &
   $compile -I"$root/src" -o "$work/now" >"$work/now.log" 2>&1 &
   wait
