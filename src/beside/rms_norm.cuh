@@ -11,11 +11,11 @@ __device__ void norm_vector(RmsNormParams const& p, Chunk<T, kWidth<T>> const& x
                             float rstd, int64_t to, int column) {
   constexpr int kElements = kWidth<T>;
   float a[kElements], w[kElements];
-  x.read(a);
+  read(x, a);
 #pragma unroll
   for (int k = 0; k < kElements; ++k) a[k] *= rstd;
   if (p.weight) {
-    weight.read(w);
+    read(weight, w);
 #pragma unroll
     for (int k = 0; k < kElements; ++k) a[k] *= w[k] + p.weight_offset;
   }
@@ -31,8 +31,8 @@ __device__ void norm_vector(RmsNormParams const& p, Chunk<T, kWidth<T>> const& x
 template <class T>
 __device__ void add(Chunk<T, kWidth<T>>& x, Chunk<T, kWidth<T>> const& residual) {
   float a[kWidth<T>], b[kWidth<T>];
-  x.read(a);
-  residual.read(b);
+  read(x, a);
+  read(residual, b);
 #pragma unroll
   for (int k = 0; k < kWidth<T>; ++k) a[k] += b[k];
   x.write(a);
@@ -41,7 +41,7 @@ __device__ void add(Chunk<T, kWidth<T>>& x, Chunk<T, kWidth<T>> const& residual)
 template <class T>
 __device__ float squares_of(Chunk<T, kWidth<T>> const& x, float sum) {
   float a[kWidth<T>];
-  x.read(a);
+  read(x, a);
 #pragma unroll
   for (int k = 0; k < kWidth<T>; ++k) sum = fmaf(a[k], a[k], sum);
   return sum;

@@ -63,8 +63,8 @@ __device__ void norm_backward_ahead(RmsNormBackwardParams const& p, RmsNormBackw
     float product = 0.f;
 #pragma unroll
     for (int n = 0; n < Vectors; ++n) {
-      ahead.template values<T>(n).read(x[n]);
-      ahead.template values<T>(Vectors + n).read(g[n]);
+      read(ahead.template values<T>(n), x[n]);
+      read(ahead.template values<T>(Vectors + n), g[n]);
       if constexpr (Summed) other[n] = ahead.template values<T>(2 * Vectors + n);
 #pragma unroll
       for (int k = 0; k < kElements; ++k) {
@@ -86,7 +86,7 @@ __device__ void norm_backward_ahead(RmsNormBackwardParams const& p, RmsNormBackw
       for (int k = 0; k < kElements; ++k) g[n][k] = fmaf(-x[n][k], slope, g[n][k]);
       if constexpr (Summed) {
         float d[kElements];
-        other[n].read(d);
+        read(other[n], d);
 #pragma unroll
         for (int k = 0; k < kElements; ++k) g[n][k] += d[k];
       }

@@ -20,7 +20,7 @@ K(r4, rms_norm, RP, (256, 4), bf, 4) K(r2, rms_norm, RP, (512, 3), bf, 2)
 K(rb1, rms_norm_backward, RB, (1024, 1), bf)
 #else
 K(g1, gated, GP, (256), bf, 1) K(gb1, gated_backward, GB, (256), bf, 1)
-K(r1, rms_norm, RP, (512, 2), bf, 1) K(r2, rms_norm, RP, (512, 2), bf, 2) K(r4, rms_norm, RP, (256, 4), bf, 4)
+K(r1, rms_norm, RP, (512, 2), bf, 1) K(r2, rms_norm, RP, (512, 2), bf, 2) K(r4, rms_norm, RP, (256, 3), bf, 4)
 K(rb1, rms_norm_backward, RB, (512, 2), bf, 1) K(rb2, rms_norm_backward, RB, (512, 1), bf, 2)
 #endif
 K(rw, rms_norm_weights, RB, (128), bf)
@@ -239,12 +239,12 @@ int main() {
     rms_line(op, r1, 4096, 1, 0, 0, res, both);
     rms_line(op, r2, 4096, 2, 12, 4, res, both);
     rms_line(op, r2, 4096, 2, 8, 4, res, overlapped); rms_line(op, r2, 4096, 2, 4, 4, res, overlapped);
-    rms_line(op, r4, 4096, 4, 12, 8, res, overlapped); rms_line(op, r4, 4096, 4, 24, 4, res, overlapped);
+    rms_line(op, r4, 4096, 4, 16, 6, res, overlapped); rms_line(op, r4, 4096, 4, 24, 4, res, overlapped);
     rms_line(op, r1, 4096, 1, 12, 2, res, overlapped);
     rms_line(op, r2, 4096, 2, res ? 4 : 2, 9999, res, overlapped);  // a turn a block
   }
   rms_line("rms1024", r1, 1024, 1, 0, 0, false, overlapped); rms_line("rms1024", r2, 1024, 2, 12, 8, false, overlapped);
-  rms_line("rms8192", r2, 8192, 2, 12, 2, false, overlapped); rms_line("rms8192", r4, 8192, 4, 12, 4, false, overlapped);
+  rms_line("rms8192", r2, 8192, 2, 12, 2, false, overlapped); rms_line("rms8192", r4, 8192, 4, 16, 3, false, overlapped);
   rms_b_line("rms_b4096", rb2, 4096, 2, 24, 1, false, two, both); rms_b_line("rms_b4096", rb2, 4096, 2, 24, 1, false, direct, both);
   for (int ahead : {16, 12, 8}) rms_b_line("rms_b4096", rb2, 4096, 2, ahead, 1, false, two, overlapped);
   for (int ahead : {12, 8, 4}) rms_b_line("rms_b4096", rb1, 4096, 1, ahead, 2, false, two, overlapped);
