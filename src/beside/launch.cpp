@@ -67,11 +67,11 @@ void share(Params& p, bool aligned, int bytes, int threads, int vectors) {
   p.walk = !aligned ? Walk::elements : chunks <= vectors << p.lanes_log2 ? Walk::kept : Walk::vectors;
 }
 
-/// Sets how many turns of `vectors` a thread asks for ahead. Returns the shared memory that a block of `threads` has
-/// for them.
-int ask_ahead(RowsParams& p, Row const& row, int threads, int vectors) {
+/// Sets how many of its `turns`, of `vectors` each, a thread asks for ahead. Returns the shared memory that a block of
+/// `threads` has for them.
+int ask_ahead(RowsParams& p, Row const& row, int threads, int vectors, int64_t turns) {
   int const room = row.smem_bytes / row.threads() / kVectorBytes;
-  p.stages = std::max(1, room / vectors);
+  p.stages = int(std::clamp<int64_t>(room / vectors, 1, std::max<int64_t>(turns, 1)));
   return p.stages * vectors * threads * kVectorBytes;
 }
 
@@ -113,8 +113,10 @@ void launch(Row const& row, RmsNormParams const& params, int device, cudaStream_
   int64_t blocks = blocks_of(p.rows, p.lanes_log2, threads);
   int smem_bytes = 0;
   if (many && p.walk == Walk::kept) {
-    smem_bytes = ask_ahead(p, row, threads, RmsNormParams::kVectors * (p.residual ? 2 : 1));
+    int64_t const all = blocks;
     blocks = std::min<int64_t>(blocks, int64_t(std::max(p.blocks, 1)) * row.threads() / threads);
+    int const turn = RmsNormParams::kVectors * (p.residual ? 2 : 1);
+    smem_bytes = ask_ahead(p, row, threads, turn, (all + blocks - 1) / blocks);
   }
   launch_kernel(row, dim3(unsigned(blocks)), &p, device, stream, threads, smem_bytes);
 }
@@ -131,17 +133,20 @@ void launch(Row const& row, RmsNormBackwardParams const& params, int device, cud
   share(p, vectors, bytes, row.threads(), kVectors);
   if (p.walk == Walk::kept && p.out_type != row.dtype()) p.walk = Walk::vectors;  // no registers for its gradients
   bool const kept = p.walk == Walk::kept;
-  int const columns = ceil_div(p.dim, RmsNormBackwardParams::kColumns), resident = std::max(1, p.parts);
+  int const resident = std::max(1, p.parts);
+  int const beside = p.walk == Walk::elements ? RmsNormBackwardParams::kColumns : RmsNormBackwardParams::kColumnsBeside;
   int64_t const blocks = blocks_of(p.rows, p.lanes_log2, row.threads());
-  bool const sums = p.dweight && kept && blocks > 2 * resident;
+  bool const sums = p.dweight && kept && blocks + ceil_div(p.dim, beside) > resident;  // else all blocks run at once
   p.row_blocks = int(kept ? std::min<int64_t>(blocks, resident) : blocks);
   p.parts = sums ? p.row_blocks : 0;
-  int64_t const grid = int64_t(p.row_blocks) + (p.dweight && !sums ? columns : 0);
+  int64_t const grid = int64_t(p.row_blocks) + (p.dweight && !sums ? ceil_div(p.dim, beside) : 0);
   require(grid <= INT_MAX, [] { return "rms_norm_backward takes fewer rows"; });
-  int const smem_bytes = kept ? ask_ahead(p, row, row.threads(), kVectors * (p.dsum ? 3 : 2)) : 0;
+  int64_t const turns = (blocks + p.row_blocks - 1) / p.row_blocks;
+  int const smem_bytes = kept ? ask_ahead(p, row, row.threads(), kVectors * (p.dsum ? 3 : 2), turns) : 0;
   launch_kernel(row, dim3(unsigned(grid)), &p, device, stream, row.threads(), smem_bytes);
   if (!sums) return;
-  launch_kernel(helper(Family::rms_norm_weights, row.dtype(), row.arch()), dim3(unsigned(columns)), &p, device, stream);
+  launch_kernel(helper(Family::rms_norm_weights, row.dtype(), row.arch()),
+                dim3(unsigned(ceil_div(p.dim, RmsNormBackwardParams::kColumns))), &p, device, stream);
 }
 
 void launch(Row const& row, GatedParams const& params, int device, cudaStream_t stream) {

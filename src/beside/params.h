@@ -61,7 +61,8 @@ struct RmsNormParams : RowsParams {
 /// or, of few rows, blocks beside those of dx add up columns.
 struct RmsNormBackwardParams : RowsParams {
   static constexpr int kThreads = 512, kVectors = 2;  ///< vectors of a lane at most
-  static constexpr int kColumns = 32;                 ///< of dweight, that a block adds up at once
+  static constexpr int kColumns = 32;                 ///< of dweight, that a block of the second kernel adds up
+  static constexpr int kColumnsBeside = 128;          ///< and a block beside those of dx; of elements kColumns
 
   void const* dout;
   void const* dsum;  ///< gradient of the sum, of x's type; may be null

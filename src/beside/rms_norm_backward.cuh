@@ -165,11 +165,12 @@ __device__ void norm_backward_long(RmsNormBackwardParams const& p, RmsNormBackwa
   }
 }
 
-/// kColumns columns of dweight from all rows, beside the blocks of dx and without a second launch: of few rows, or of
+/// Columns of dweight from all rows, beside the blocks of dx and without a second launch: of few rows, or of
 /// those that are read twice.
 template <class T, int Width>
 __device__ void norm_columns(RmsNormBackwardParams const& p, RmsNormBackwardShared& shared) {
-  constexpr int kColumns = RmsNormBackwardParams::kColumns, kLanes = kColumns / Width;
+  using P = RmsNormBackwardParams;
+  constexpr int kColumns = Width == 1 ? P::kColumns : P::kColumnsBeside, kLanes = kColumns / Width;
   int const thread = int(threadIdx.x), lane = thread % kLanes, warps = int(blockDim.x) / 32;
   int const first = (int(blockIdx.x) - p.row_blocks) * kColumns, column = first + lane * Width;
   float sum[Width] = {};

@@ -207,14 +207,14 @@ void rms_b_line(char const* op, void (*k)(RB), int dim, int v, int ahead, int bl
       p.x_stride = p.dout_stride = p.dx_stride = p.dsum_stride = {0, 0, dim}; p.out_type = p.weight_type = DType::bfloat16;
       p.per_dim = 1.f / dim; p.walk = Walk::kept; p.lanes_log2 = lanes_log2;
       int64_t all = ((rows << lanes_log2) + block - 1) / block, grid = std::min<int64_t>(all, blocks_of_sm * 132); int smem = 0;
-      bool two_launches = weights == two || (weights == as_launched && all > 2 * blocks_of_sm * 132);
+      bool two_launches = weights == two || (weights == as_launched && all + (dim + 127) / 128 > blocks_of_sm * 132);
       p.parts = int(grid);
 #ifdef BEFORE
       two_launches = weights != none;
 #else
-      int turn = v * (sum ? 3 : 2); p.row_blocks = int(grid); p.stages = std::max(1, ahead / turn); smem = p.stages * turn * block * 16;
+      int turn = v * (sum ? 3 : 2); p.row_blocks = int(grid); p.stages = int(std::max<int64_t>(1, std::min<int64_t>(ahead / turn, (all + grid - 1) / grid))); smem = p.stages * turn * block * 16;
       if (!two_launches) p.parts = 0;
-      if (weights && !two_launches) grid += dim / 32;
+      if (weights && !two_launches) grid += (dim + 127) / 128;
 #endif
       go(k, grid, block, p, smem);
       if (two_launches) go(rw, dim / 32, 128, p);
