@@ -10,8 +10,8 @@
 namespace cutlass_fmha {
 namespace {
 
-/// Vectors of a tensor from which on a block takes row after row: more bytes are on their way then. Below, a launch is as
-/// fast as its slowest thread.
+/// Vectors of a tensor from which on a block takes row after row: more bytes are on their way then. Below, a launch is
+/// as fast as its slowest thread.
 constexpr int64_t kMany = 1 << 18;
 
 /// A tensor of a launch, whose strides become those that count.

@@ -14,8 +14,9 @@ struct RmsNormBackwardShared {
   alignas(16) float columns[kColumns];  ///< where groups meet
 };
 
-/// Whole rows, up to `Vectors` vectors of each in a lane. A block goes from row to row, with weights and sums of dweight
-/// in registers and the next rows on their way. Several vectors: what a row costs besides its elements is shared.
+/// Whole rows, up to `Vectors` vectors of each in a lane. A block goes from row to row, with weights and sums of
+/// dweight in registers and the next rows on their way. Several vectors: what a row costs besides its elements is
+/// shared.
 template <class T, class W, int Vectors, bool Summed>
 __device__ void norm_backward_ahead(RmsNormBackwardParams const& p, RmsNormBackwardShared& shared) {
   constexpr int kElements = kWidth<T>;
