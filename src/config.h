@@ -87,7 +87,6 @@ enum class Family : int {
   backward_wide,    ///< gradients of float32, and of head dims above 256: a block owns rows of one of them
   rms_norm,
   rms_norm_backward,  ///< gradients of its rows, and of its weights partial sums
-  rms_norm_columns,   ///< those sums by themselves, for rows that are not kept in registers
   rms_norm_weights,   ///< of the sums
   gated,              ///< units: an activation of one tensor times another
   gated_backward,
@@ -117,7 +116,6 @@ constexpr char const* name_of(Family family) {
                                     "backward_wide",
                                     "rms_norm",
                                     "rms_norm_backward",
-                                    "rms_norm_columns",
                                     "rms_norm_weights",
                                     "gated",
                                     "gated_backward"};

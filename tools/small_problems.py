@@ -257,7 +257,7 @@ HELPERS: dict[str, Callable[[torch.dtype], None]] = {
     "backward_before": _gradients_of, "backward_after": _gradients_of,
     "backward_lists": _gradients_of,
     "rms_norm": norm, "gated": units, "gated_backward": units,
-    **{f"rms_norm_{name}": norm for name in ("backward", "columns", "weights")},
+    **{f"rms_norm_{name}": norm for name in ("backward", "weights")},
 }  # fmt: skip
 
 

@@ -52,8 +52,8 @@ __device__ void gated_chunks(GatedParams const& p) {
 #pragma unroll
   for (int n = 0; n < Count; ++n) {
     if (first + n * step >= all) continue;
-    gate[n] = load_once<T, Width>(static_cast<T const*>(p.gate) + at(n, p.gate_stride));
-    up[n] = load_once<T, Width>(static_cast<T const*>(p.up) + at(n, p.up_stride));
+    gate[n] = Chunk<T, Width>::load(static_cast<T const*>(p.gate) + at(n, p.gate_stride));
+    up[n] = Chunk<T, Width>::load(static_cast<T const*>(p.up) + at(n, p.up_stride));
   }
 #pragma unroll
   for (int n = 0; n < Count; ++n) {
@@ -75,9 +75,9 @@ __device__ void gated_chunks(GatedBackwardParams const& p) {
 #pragma unroll
   for (int n = 0; n < Count; ++n) {
     if (first + n * step >= all) continue;
-    gate[n] = load_once<T, Width>(static_cast<T const*>(p.gate) + at(n, p.gate_stride));
-    up[n] = load_once<T, Width>(static_cast<T const*>(p.up) + at(n, p.up_stride));
-    dout[n] = load_once<T, Width>(static_cast<T const*>(p.dout) + at(n, p.dout_stride));
+    gate[n] = Chunk<T, Width>::load(static_cast<T const*>(p.gate) + at(n, p.gate_stride));
+    up[n] = Chunk<T, Width>::load(static_cast<T const*>(p.up) + at(n, p.up_stride));
+    dout[n] = Chunk<T, Width>::load(static_cast<T const*>(p.dout) + at(n, p.dout_stride));
   }
 #pragma unroll
   for (int n = 0; n < Count; ++n) {

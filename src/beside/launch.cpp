@@ -10,8 +10,8 @@
 namespace cutlass_fmha {
 namespace {
 
-/// Vectors of a tensor from which on a thread takes several of a row: more bytes are on their way then. Below, a launch
-/// is as fast as its slowest thread.
+/// Vectors of a tensor from which on a block takes row after row: more bytes are on their way then. Below, a launch is
+/// as fast as its slowest thread.
 constexpr int64_t kMany = 1 << 18;
 
 /// A tensor of a launch, whose strides become those that count.
@@ -57,17 +57,22 @@ bool prepare(RowsParams& p, std::initializer_list<Tensor> tensors) {
 
 int log2_up(int64_t n) { return int(std::bit_width(uint64_t(std::max<int64_t>(n, 1) - 1))); }
 
-/// How lanes share rows of p.dim elements: 2^lanes_log2 of them, `threads` at most, with up to `most` vectors of 16
-/// bytes each where that is enough, and one where there is little to do. Returns the vectors of a lane.
+/// How lanes share rows of p.dim elements: 2^lanes_log2 of them, `threads` at most, with up to `vectors` of 16 bytes
+/// each where that is enough.
 template <class Params>
-int share(Params& p, bool aligned, int bytes, int threads, int most) {
-  int const chunks = ceil_div(p.dim, kVectorBytes / bytes), block_log2 = log2_up(threads);
-  bool const many = int64_t(p.rows) * chunks >= kMany;
-  p.lanes_log2 = std::min(block_log2, log2_up(aligned ? ceil_div(chunks, many ? most : 1) : p.dim));
+void share(Params& p, bool aligned, int bytes, int threads, int vectors) {
+  int const chunks = ceil_div(p.dim, kVectorBytes / bytes);
+  p.lanes_log2 = std::min(log2_up(threads), log2_up(aligned ? ceil_div(chunks, vectors) : p.dim));
   p.per_dim = 1.f / float(p.dim);
-  int const vectors = 1 << log2_up(ceil_div(chunks, 1 << p.lanes_log2));
-  p.walk = !aligned ? Walk::elements : vectors <= most ? Walk::kept : Walk::vectors;
-  return vectors;
+  p.walk = !aligned ? Walk::elements : chunks <= vectors << p.lanes_log2 ? Walk::kept : Walk::vectors;
+}
+
+/// Sets how many of its `turns`, of `vectors` each, a thread asks for ahead. Returns the shared memory that a block of
+/// `threads` has for them.
+int ask_ahead(RowsParams& p, Row const& row, int threads, int vectors, int64_t turns) {
+  int const room = row.smem_bytes / row.threads() / kVectorBytes;
+  p.stages = int(std::clamp<int64_t>(room / vectors, 1, std::max<int64_t>(turns, 1)));
+  return p.stages * vectors * threads * kVectorBytes;
 }
 
 /// Blocks of `threads` for rows that 2^lanes_log2 lanes share.
@@ -101,9 +106,19 @@ void launch(Row const& row, RmsNormParams const& params, int device, cudaStream_
                                    {p.sum, p.sum_stride, bytes},
                                    {p.out, p.out_stride, bytes_of(p.out_type)}}) &&
                        aligned(p.weight) && aligned(p.bias) && int64_t(p.dim) * factor_bytes % kVectorBytes == 0;
-  p.vectors = share(p, vectors, bytes, row.threads(), RmsNormParams::kMaxVectors);
+  int const chunks = ceil_div(p.dim, kVectorBytes / bytes);
+  bool const many = int64_t(p.rows) * chunks >= kMany || chunks > row.threads();
+  share(p, vectors, bytes, row.threads(), many ? RmsNormParams::kVectors : 1);
   int const threads = std::max(kHelperThreads, 1 << p.lanes_log2);
-  launch_kernel(row, dim3(unsigned(blocks_of(p.rows, p.lanes_log2, threads))), &p, device, stream, threads);
+  int64_t blocks = blocks_of(p.rows, p.lanes_log2, threads);
+  int smem_bytes = 0;
+  if (many && p.walk == Walk::kept) {
+    int64_t const all = blocks;
+    blocks = std::min<int64_t>(blocks, int64_t(std::max(p.blocks, 1)) * row.threads() / threads);
+    int const turn = RmsNormParams::kVectors * (p.residual ? 2 : 1);
+    smem_bytes = ask_ahead(p, row, threads, turn, (all + blocks - 1) / blocks);
+  }
+  launch_kernel(row, dim3(unsigned(blocks)), &p, device, stream, threads, smem_bytes);
 }
 
 void launch(Row const& row, RmsNormBackwardParams const& params, int device, cudaStream_t stream) {
@@ -114,25 +129,24 @@ void launch(Row const& row, RmsNormBackwardParams const& params, int device, cud
                                    {p.dsum, p.dsum_stride, bytes},
                                    {p.dx, p.dx_stride, bytes}}) &&
                        aligned(p.weight) && int64_t(p.dim) * bytes_of(p.weight_type) % kVectorBytes == 0;
-  constexpr int kThreads = RmsNormBackwardParams::kThreads;
-  share(p, vectors, bytes, row.threads(), 1);
+  constexpr int kVectors = RmsNormBackwardParams::kVectors;
+  share(p, vectors, bytes, row.threads(), kVectors);
   if (p.walk == Walk::kept && p.out_type != row.dtype()) p.walk = Walk::vectors;  // no registers for its gradients
-  bool const kept = p.walk == Walk::kept, sums = p.dweight && kept;
-  if (!kept) p.lanes_log2 = std::min(p.lanes_log2, log2_up(kThreads));
-  int const threads = std::max(kThreads, 1 << p.lanes_log2);
-  int64_t const blocks = blocks_of(p.rows, p.lanes_log2, threads);
-  p.parts = int(std::min<int64_t>(sums ? ceil_div(p.parts * kThreads, threads) : p.parts, sums ? blocks : p.rows));
-  launch_kernel(row, dim3(unsigned(sums ? p.parts : blocks)), &p, device, stream, threads);
-  if (!p.dweight) return;
-
-  auto const next = [&](Family family, dim3 grid) {
-    launch_kernel(helper(family, row.dtype(), row.arch()), grid, &p, device, stream);
-  };
-  if (!sums) {
-    int const columns = kHelperThreads * (p.walk == Walk::elements ? 1 : kVectorBytes / bytes);
-    next(Family::rms_norm_columns, dim3(unsigned(ceil_div(p.dim, columns)), unsigned(p.parts)));
-  }
-  next(Family::rms_norm_weights, dim3(unsigned(ceil_div(p.dim, RmsNormBackwardParams::kColumns))));
+  bool const kept = p.walk == Walk::kept;
+  int const resident = std::max(1, p.parts);
+  int const beside = p.walk == Walk::elements ? RmsNormBackwardParams::kColumns : RmsNormBackwardParams::kColumnsBeside;
+  int64_t const blocks = blocks_of(p.rows, p.lanes_log2, row.threads());
+  bool const sums = p.dweight && kept && blocks + ceil_div(p.dim, beside) > resident;  // else all blocks run at once
+  p.row_blocks = int(kept ? std::min<int64_t>(blocks, resident) : blocks);
+  p.parts = sums ? p.row_blocks : 0;
+  int64_t const grid = int64_t(p.row_blocks) + (p.dweight && !sums ? ceil_div(p.dim, beside) : 0);
+  require(grid <= INT_MAX, [] { return "rms_norm_backward takes fewer rows"; });
+  int64_t const turns = (blocks + p.row_blocks - 1) / p.row_blocks;
+  int const smem_bytes = kept ? ask_ahead(p, row, row.threads(), kVectors * (p.dsum ? 3 : 2), turns) : 0;
+  launch_kernel(row, dim3(unsigned(grid)), &p, device, stream, row.threads(), smem_bytes);
+  if (!sums) return;
+  launch_kernel(helper(Family::rms_norm_weights, row.dtype(), row.arch()),
+                dim3(unsigned(ceil_div(p.dim, RmsNormBackwardParams::kColumns))), &p, device, stream);
 }
 
 void launch(Row const& row, GatedParams const& params, int device, cudaStream_t stream) {

@@ -20,6 +20,7 @@ struct RowsParams {
   int rows;
   bool flat;                    ///< one leading dimension is all that counts: rows are their strides' `head` apart
   Divisor by_middle, by_inner;  ///< by sizes[1] and sizes[2]
+  int stages;                   ///< rows of a group of lanes that are on their way at once; 0: no block has several
 
   int64_t count() const { return sizes[0] * sizes[1] * sizes[2]; }
   bool empty() const { return count() == 0; }
@@ -34,7 +35,7 @@ enum class Walk : int {
 
 /// out = x rstd (weight + weight_offset) + bias of each row, with rstd = 1 / sqrt(mean(x^2) + eps).
 struct RmsNormParams : RowsParams {
-  static constexpr int kMaxThreads = 512, kMaxVectors = 2;
+  static constexpr int kMaxThreads = 512, kVectors = 2;  ///< of a lane, where a block has several rows
 
   void const* x;
   void const* residual;  ///< may be null; x + residual, rounded to x's type, takes the place of x
@@ -47,18 +48,21 @@ struct RmsNormParams : RowsParams {
   float eps, weight_offset;
   DType out_type;     ///< x's or float32, of a float32 x any
   DType weight_type;  ///< x's or float32
+  int blocks;         ///< of kMaxThreads, that the GPU has room for at once
 
   // Set by launch().
   Walk walk;
-  int vectors, lanes_log2;
+  int lanes_log2;
   float per_dim;  ///< 1 / dim
 };
 
 /// With g = dout (weight + weight_offset) and y = x rstd: dx = rstd (g - y mean(g y)) + dsum, dweight = sum over rows
-/// of dout y, whose terms are added in a fixed order: thread blocks leave partial sums, which a second kernel adds up.
+/// of dout y, whose terms are added in a fixed order: thread blocks leave partial sums, which a second kernel adds up;
+/// or, of few rows, blocks beside those of dx add up columns.
 struct RmsNormBackwardParams : RowsParams {
-  static constexpr int kThreads = 512, kMaxThreads = 1024;  ///< more where a row has more vectors
-  static constexpr int kColumns = 32;                       ///< of dweight, that a block adds up
+  static constexpr int kThreads = 512, kVectors = 2;  ///< vectors of a lane at most
+  static constexpr int kColumns = 32;                 ///< of dweight, that a block of the second kernel adds up
+  static constexpr int kColumnsBeside = 128;          ///< and a block beside those of dx; of elements kColumns
 
   void const* dout;
   void const* dsum;  ///< gradient of the sum, of x's type; may be null
@@ -75,7 +79,7 @@ struct RmsNormBackwardParams : RowsParams {
 
   // Set by launch().
   Walk walk;
-  int lanes_log2;
+  int lanes_log2, row_blocks;  ///< blocks of dx, which come first
   float per_dim;
 
   /// From one partial sum to the next.

@@ -6,103 +6,111 @@
 namespace cutlass_fmha {
 
 struct RmsNormBackwardShared {
-  static constexpr int kMaxWarps = RmsNormBackwardParams::kMaxThreads / 32;
+  static constexpr int kWarps = RmsNormBackwardParams::kThreads / 32;
   /// Rows that share a block are of half of its vectors at most.
-  static constexpr int kColumns = RmsNormBackwardParams::kThreads * 8 / 2;
+  static constexpr int kColumns = RmsNormBackwardParams::kThreads * RmsNormBackwardParams::kVectors * 8 / 2;
 
-  float sums[2][kMaxWarps];             ///< by turns, so that one barrier a row is enough
+  float sums[2][kWarps];                ///< by turns, so that one barrier a row is enough
   alignas(16) float columns[kColumns];  ///< where groups meet
 };
 
-/// Lanes that share a row, one of the block's groups of them.
-struct Group {
-  int lanes, lane, group, groups;
-
-  __device__ explicit Group(int lanes_log2)
-      : lanes(1 << lanes_log2),
-        lane(int(threadIdx.x) & (lanes - 1)),
-        group(int(threadIdx.x) >> lanes_log2),
-        groups(int(blockDim.x) >> lanes_log2) {}
-};
-
-/// Whole rows in registers, a vector in each lane. A block goes through its rows, the same each time, with its sums of
-/// dweight in registers, and the next row's loads are on their way while one is computed.
-template <class T, class W>
-__device__ void norm_backward_kept(RmsNormBackwardParams const& p, RmsNormBackwardShared& shared) {
+/// Whole rows, up to `Vectors` vectors of each in a lane. A block goes from row to row, with weights and sums of
+/// dweight in registers and the next rows on their way. Several vectors: what a row costs besides its elements is
+/// shared.
+template <class T, class W, int Vectors, bool Summed>
+__device__ void norm_backward_ahead(RmsNormBackwardParams const& p, RmsNormBackwardShared& shared) {
   constexpr int kElements = kWidth<T>;
   using Values = Chunk<T, kElements>;
+  using Floats = float[Vectors][kElements];
   Group const at(p.lanes_log2);
-  int const column = at.lane * kElements;
-  bool const mine = column < p.dim;
-  float weight[kElements], dweight[kElements] = {};
+  int const first = at.lane * kElements, step = at.lanes * kElements;
+  Floats weight, dweight;
 #pragma unroll
-  for (int k = 0; k < kElements; ++k) weight[k] = 1.f;
-  if (p.weight && mine) {
-    Chunk<W, kElements>::load(static_cast<W const*>(p.weight) + column).read(weight);
+  for (int n = 0; n < Vectors; ++n) {
 #pragma unroll
-    for (int k = 0; k < kElements; ++k) weight[k] += p.weight_offset;
+    for (int k = 0; k < kElements; ++k) weight[n][k] = 1.f, dweight[n][k] = 0.f;
+    if (!p.weight || first + n * step >= p.dim) continue;
+    Chunk<W, kElements>::load(static_cast<W const*>(p.weight) + first + n * step).read(weight[n]);
+#pragma unroll
+    for (int k = 0; k < kElements; ++k) weight[n][k] += p.weight_offset;
   }
 
-  struct Loaded {
-    Values x, dout;
-    float rstd;
-  };
-  auto const there = [&](unsigned row) { return mine && row < unsigned(p.rows); };  // other lanes go along
-  auto const load = [&](unsigned row) {
-    Loaded found{};
-    if (!there(row)) return found;
-    found.x = load_once<T, kElements>(static_cast<T const*>(p.x) + offset_of(p, int(row), p.x_stride) + column);
-    found.dout =
-        load_once<T, kElements>(static_cast<T const*>(p.dout) + offset_of(p, int(row), p.dout_stride) + column);
-    found.rstd = p.rstd[row];
-    return found;
-  };
-  unsigned const step = gridDim.x * at.groups;
-  unsigned row = blockIdx.x * at.groups + at.group;
-  Loaded next = load(row);
-  for (unsigned begin = blockIdx.x * at.groups, turn = 0; begin < unsigned(p.rows); begin += step, turn ^= 1) {
-    Loaded const now = next;
-    next = load(row + step);
-    Values other{};
-    if (p.dsum && there(row)) {
-      other = load_once<T, kElements>(static_cast<T const*>(p.dsum) + offset_of(p, int(row), p.dsum_stride) + column);
-    }
-    float y[kElements], g[kElements], product = 0.f;
-    now.x.read(y);
-    now.dout.read(g);
+  Ahead<Vectors*(Summed ? 3 : 2)> ahead;
+  auto const ask = [&](unsigned number) {
+    bool const there = number < unsigned(p.rows);
+    int const row = there ? int(number) : 0, end = there ? p.dim : 0;
+    auto const one = [&](int tensor, void const* from, Strides const& s) {
+      T const* const begin = static_cast<T const*>(from) + offset_of(p, row, s) + first;
 #pragma unroll
-    for (int k = 0; k < kElements; ++k) {
-      y[k] *= now.rstd;
-      dweight[k] = fmaf(g[k], y[k], dweight[k]);
-      g[k] *= weight[k];
-      product = fmaf(y[k], g[k], product);
-    }
-    float const mean = sum_over_lanes(product, p.lanes_log2, shared.sums[turn]) * p.per_dim;
-    if (there(row)) {
-      float d[kElements];
-      other.read(d);
+      for (int n = 0; n < Vectors; ++n) ahead.ask(tensor * Vectors + n, begin + n * step, first + n * step < end);
+    };
+    one(0, p.x, p.x_stride);
+    one(1, p.dout, p.dout_stride);
+    if constexpr (Summed) one(2, p.dsum, p.dsum_stride);
+    ahead.next(p.stages);
+  };
+  auto const rstd_of = [&](unsigned row) { return row < unsigned(p.rows) ? p.rstd[row] : 0.f; };
+  unsigned const turn = p.row_blocks * at.groups;
+  unsigned row = blockIdx.x * at.groups + at.group, asked = row;
+  for (int n = 0; n < p.stages; ++n, asked += turn) ask(asked);
+  float next = rstd_of(row);
+  bool odd = false;
+  for (unsigned begin = blockIdx.x * at.groups; begin < unsigned(p.rows); begin += turn, row += turn, asked += turn) {
+    float const rstd = next;
+    next = rstd_of(row + turn);
+    ahead.wait(p.stages);
+    Floats x, g;
+    Values other[Vectors];
+    float product = 0.f;
+#pragma unroll
+    for (int n = 0; n < Vectors; ++n) {
+      read(ahead.template values<T>(n), x[n]);
+      read(ahead.template values<T>(Vectors + n), g[n]);
+      if constexpr (Summed) other[n] = ahead.template values<T>(2 * Vectors + n);
 #pragma unroll
       for (int k = 0; k < kElements; ++k) {
-        g[k] = now.rstd * fmaf(-y[k], mean, g[k]);
-        if (p.dsum) g[k] += d[k];
+        g[n][k] *= rstd;
+        dweight[n][k] = fmaf(g[n][k], x[n][k], dweight[n][k]);
+        g[n][k] *= weight[n][k];
+        product = fmaf(g[n][k], x[n][k], product);
       }
-      store_rounded<T>(p.dx, offset_of(p, int(row), p.dx_stride) + column, g);
     }
-    row += step;
+    ask(asked);
+    float const mean = sum_over_lanes(product, p.lanes_log2, shared.sums[odd]) * p.per_dim, slope = rstd * mean * rstd;
+    odd = !odd;
+    int const end = row < unsigned(p.rows) ? p.dim : 0;
+    int64_t const to = offset_of(p, end ? int(row) : 0, p.dx_stride) + first;
+#pragma unroll
+    for (int n = 0; n < Vectors; ++n) {
+      if (first + n * step >= end) continue;
+#pragma unroll
+      for (int k = 0; k < kElements; ++k) g[n][k] = fmaf(-x[n][k], slope, g[n][k]);
+      if constexpr (Summed) {
+        float d[kElements];
+        read(other[n], d);
+#pragma unroll
+        for (int k = 0; k < kElements; ++k) g[n][k] += d[k];
+      }
+      store_rounded<T>(p.dx, to + n * step, g[n]);
+    }
   }
-  if (!p.dweight) return;
+  ahead.template wait_but<0>();
+  if (!p.dweight || p.parts == 0) return;
 
   float* const partial = p.partial + blockIdx.x * p.pitch();
   for (int group = 0; group < at.groups; ++group) {  // one after the other: the terms' order is theirs
     bool const last = group == at.groups - 1;
-    if (at.group == group && mine) {
+#pragma unroll
+    for (int n = 0; n < Vectors; ++n) {
+      int const column = first + n * step;
+      if (at.group != group || column >= p.dim) continue;
       if (group > 0) {
         float before[kElements];
         Chunk<float, kElements>::load(shared.columns + column).read(before);
 #pragma unroll
-        for (int k = 0; k < kElements; ++k) dweight[k] += before[k];
+        for (int k = 0; k < kElements; ++k) dweight[n][k] += before[k];
       }
-      store_rounded<float>(last ? partial : shared.columns, column, dweight);
+      store_rounded<float>(last ? partial : shared.columns, column, dweight[n]);
     }
     if (!last) __syncthreads();
   }
@@ -158,38 +166,55 @@ __device__ void norm_backward_long(RmsNormBackwardParams const& p, RmsNormBackwa
   }
 }
 
-template <class T>
+/// Columns of dweight from all rows, beside the blocks of dx and without a second launch: of few rows, or of
+/// those that are read twice.
+template <class T, int Width>
+__device__ void norm_columns(RmsNormBackwardParams const& p, RmsNormBackwardShared& shared) {
+  using P = RmsNormBackwardParams;
+  constexpr int kColumns = Width == 1 ? P::kColumns : P::kColumnsBeside, kLanes = kColumns / Width;
+  int const thread = int(threadIdx.x), lane = thread % kLanes, warps = int(blockDim.x) / 32;
+  int const first = (int(blockIdx.x) - p.row_blocks) * kColumns, column = first + lane * Width;
+  float sum[Width] = {};
+  if (column < p.dim) {
+#pragma unroll 4
+    for (unsigned number = thread / kLanes; number < unsigned(p.rows); number += blockDim.x / kLanes) {
+      int const row = int(number);
+      float a[Width], d[Width];
+      Chunk<T, Width>::load(static_cast<T const*>(p.x) + offset_of(p, row, p.x_stride) + column).read(a);
+      read_as<T>(p.out_type, p.dout, offset_of(p, row, p.dout_stride) + column, d);
+      float const rstd = p.rstd[row];
+#pragma unroll
+      for (int k = 0; k < Width; ++k) sum[k] = fmaf(d[k], a[k] * rstd, sum[k]);
+    }
+  }
+#pragma unroll
+  for (int other = kLanes; other < 32; other *= 2) {
+#pragma unroll
+    for (int k = 0; k < Width; ++k) sum[k] += __shfl_xor_sync(~0u, sum[k], other);
+  }
+  if (thread % 32 < kLanes) store_rounded<float>(shared.columns, thread / 32 * kColumns + lane * Width, sum);
+  __syncthreads();
+  if (thread >= kColumns || first + thread >= p.dim) return;
+  float total[1] = {};
+  for (int warp = 0; warp < warps; ++warp) total[0] += shared.columns[warp * kColumns + thread];
+  write_as<T>(p.weight_type, p.dweight, first + thread, total);
+}
+
+template <class T, class W, int Vectors>
+__device__ void norm_backward_by_rows(RmsNormBackwardParams const& p, RmsNormBackwardShared& shared) {
+  p.dsum ? norm_backward_ahead<T, W, Vectors, true>(p, shared) : norm_backward_ahead<T, W, Vectors, false>(p, shared);
+}
+
+template <class T, int Vectors = RmsNormBackwardParams::kVectors>
 __device__ void rms_norm_backward(RmsNormBackwardParams const& p) {
   __shared__ RmsNormBackwardShared shared;
   begin_rows();
+  bool const columns = int(blockIdx.x) >= p.row_blocks;
+  if (p.walk == Walk::elements) return columns ? norm_columns<T, 1>(p, shared) : norm_backward_long<T, 1>(p, shared);
+  if (columns) return norm_columns<T, kWidth<T>>(p, shared);
   if (p.walk == Walk::vectors) return norm_backward_long<T, kWidth<T>>(p, shared);
-  if (p.walk == Walk::elements) return norm_backward_long<T, 1>(p, shared);
-  if (p.weight_type == kTypeOf<T>) return norm_backward_kept<T, T>(p, shared);
-  if constexpr (!std::is_same_v<T, float>) norm_backward_kept<T, float>(p, shared);
-}
-
-/// Partial sums of dweight where rows are not kept: a thread has its columns, and every gridDim.y-th row.
-template <class T, int Width>
-__device__ void norm_columns(RmsNormBackwardParams const& p) {
-  int const column = (int(blockIdx.x) * kHelperThreads + int(threadIdx.x)) * Width;
-  begin_rows();
-  if (column >= p.dim) return;
-  float sum[Width] = {};
-#pragma unroll 4
-  for (int number = blockIdx.y; number < p.rows; number += gridDim.y) {
-    float a[Width], d[Width];
-    Chunk<T, Width>::load(static_cast<T const*>(p.x) + offset_of(p, number, p.x_stride) + column).read(a);
-    read_as<T>(p.out_type, p.dout, offset_of(p, number, p.dout_stride) + column, d);
-    float const rstd = p.rstd[number];
-#pragma unroll
-    for (int k = 0; k < Width; ++k) sum[k] = fmaf(d[k], a[k] * rstd, sum[k]);
-  }
-  store_rounded<float>(p.partial + blockIdx.y * p.pitch(), column, sum);
-}
-
-template <class T>
-__device__ void rms_norm_columns(RmsNormBackwardParams const& p) {
-  p.walk == Walk::elements ? norm_columns<T, 1>(p) : norm_columns<T, kWidth<T>>(p);
+  if (p.weight_type == kTypeOf<T>) return norm_backward_by_rows<T, T, Vectors>(p, shared);
+  if constexpr (!std::is_same_v<T, float>) norm_backward_by_rows<T, float, Vectors>(p, shared);
 }
 
 /// dweight of its partial sums: a block has 32 columns, and each of its 16 groups of threads every 16th sum.

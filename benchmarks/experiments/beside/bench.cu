@@ -1,5 +1,4 @@
-// Kernels on rows, bf16: us and the share of a copy's rate, by variant. -DOLD: the kernels before; -DHINT=n: cache hints,
-// which run.sh writes into a copy of the sources.
+// Kernels on rows, bf16: us and the share of a copy's rate, by variant. -DBEFORE: those of the commit that run.sh names.
 #include <cuda_runtime.h>
 #include <algorithm>
 #include <cmath>
@@ -16,22 +15,13 @@ using bf = __nv_bfloat16;
 #define CK(x) do { cudaError_t status_ = (x); if (status_ != cudaSuccess) { printf("%s:%d %s\n", __FILE__, __LINE__, cudaGetErrorString(status_)); exit(1); } } while (0)
 #define K(name, fn, P, B, ...) extern "C" __global__ void __launch_bounds__ B name(__grid_constant__ P const p) { fn<__VA_ARGS__>(p); }
 using GP = GatedParams; using GB = GatedBackwardParams; using RP = RmsNormParams; using RB = RmsNormBackwardParams;
-#ifdef OLD
-K(g_old, gated, GP, (128), bf) K(gb_old, gated_backward, GB, (128), bf)
-K(r_old, rms_norm, RP, (128, 5), bf) K(rb_old, rms_norm_backward, RB, (512, 1), bf)
-#else
-K(g1, gated, GP, (512), bf, 1) K(g2, gated, GP, (256), bf, 2)
-#if HINT == 0
-K(g4, gated, GP, (128), bf, 4)
-#endif
-K(gb1, gated_backward, GB, (512), bf, 1)
-#if HINT == 0
-K(gb2, gated_backward, GB, (256), bf, 2)
-K(r4_64, rms_norm, RP, (256, 4), bf, 4) K(r4_48, rms_norm, RP, (256, 5), bf, 4)
-K(r2_48, rms_norm, RP, (256, 5), bf, 2) K(r2_64, rms_norm, RP, (512, 2), bf, 2)
-#endif
-K(r2_40, rms_norm, RP, (512, 3), bf, 2)
+#ifdef BEFORE
+K(r4, rms_norm, RP, (256, 4), bf, 4) K(r2, rms_norm, RP, (512, 3), bf, 2)
 K(rb1, rms_norm_backward, RB, (1024, 1), bf)
+#else
+K(g1, gated, GP, (256), bf, 1) K(gb1, gated_backward, GB, (256), bf, 1)
+K(r1, rms_norm, RP, (512, 2), bf, 1) K(r2, rms_norm, RP, (512, 2), bf, 2) K(r4, rms_norm, RP, (256, 3), bf, 4)
+K(rb1, rms_norm_backward, RB, (512, 2), bf, 1) K(rb2, rms_norm_backward, RB, (512, 1), bf, 2)
 #endif
 K(rw, rms_norm_weights, RB, (128), bf)
 
@@ -96,11 +86,12 @@ constexpr int64_t kArena = 256ll << 20;
 bf *A[6], *W, *DW; float *partial, *rstd; cudaStream_t stream;
 using Launch = std::function<void(int64_t at)>;  // elements from which tensors begin
 bool pdl = false;
-template <class P> void go(void (*k)(P), int64_t grid, int block, P const& p) {
+template <class P> void go(void (*k)(P), int64_t grid, int block, P const& p, int smem = 0) {
   cudaLaunchConfig_t c{}; cudaLaunchAttribute a{};
-  c.gridDim = dim3(unsigned(grid)); c.blockDim = dim3(block); c.stream = stream;
+  c.gridDim = dim3(unsigned(grid)); c.blockDim = dim3(block); c.stream = stream; c.dynamicSmemBytes = smem;
   a.id = cudaLaunchAttributeProgrammaticStreamSerialization; a.val.programmaticStreamSerializationAllowed = 1;
   c.attrs = &a; c.numAttrs = pdl;
+  if (smem > 40 << 10) CK(cudaFuncSetAttribute(k, cudaFuncAttributeMaxDynamicSharedMemorySize, smem));
   CK(cudaLaunchKernelEx(&c, k, p));
 }
 float timed(Launch const& f, int64_t bytes, int tensors) {
@@ -120,35 +111,39 @@ float timed(Launch const& f, int64_t bytes, int tensors) {
   return all[all.size() / 2];
 }
 constexpr int64_t kSizes[] = {64 << 10, 1 << 20, 64 << 20, 256 << 20};
-// run(bytes) gives the launch for tensors of so many bytes; moved: tensors that move; check: after one launch at 1 MiB.
-void line(char const* op, std::string name, int tensors, std::function<Launch(int64_t)> run, std::function<void(int64_t)> check, bool wide = true) {
-  for (int mode = 0; mode < (wide ? 2 : 1); ++mode) {
-#ifdef OLD
-    if (mode) break;
-#endif
+// run(bytes) gives the launch for tensors of so many bytes; tensors: that move; check: after a launch.
+enum Modes { plain, overlapped, both };
+void line(char const* op, std::string name, int tensors, std::function<Launch(int64_t)> run, std::function<void(int64_t)> check, Modes modes) {
+  for (int mode = 0; mode < 2; ++mode) {
+    if (modes != both && modes != mode) continue;
     pdl = mode;
     float zero = 0, found; CK(cudaMemcpyToSymbol(worst, &zero, 4));
-    for (int i = 0; i < 3; ++i) { run(4 << 20)(0); run(1 << 20)(0); }
-    check(1 << 20); CK(cudaDeviceSynchronize()); CK(cudaMemcpyFromSymbol(&found, worst, 4));
-    printf("%-9s %-11s%s", op, name.c_str(), mode ? "+pdl" : "    ");
+    for (int64_t b : {1 << 20, 1 << 16, 12 << 20}) {
+      for (int i : {2, 4, 5}) CK(cudaMemsetAsync(A[i], 0xff, b, stream));
+      for (int i = 0; i < 3; ++i) run(b)(0);
+      CK(cudaStreamSynchronize(stream)); check(b); CK(cudaDeviceSynchronize());
+    }
+    CK(cudaMemcpyFromSymbol(&found, worst, 4));
+    printf("%-9s %-14s%s", op, name.c_str(), mode ? "+pdl" : "    ");
     static float copies[8][4];
     for (int s = 0; s < 4; ++s) {
       int64_t b = kSizes[s];
       float& copy = copies[tensors][s];
-      if (!copy) copy = timed([&](int64_t at) { CK(cudaMemcpyAsync(A[0] + at / 2 * tensors, A[1] + at / 2 * tensors, b * tensors / 2, cudaMemcpyDeviceToDevice, stream)); }, b, tensors);
+      if (!copy) copy = timed([&](int64_t at) {
+        for (int64_t rest = b * tensors / 2, done = 0; rest > done; done += kArena) {  // one of more than a GiB is slow
+          CK(cudaMemcpyAsync(A[0] + at / 2 * tensors + done / 2, A[1] + at / 2 * tensors + done / 2, std::min(rest - done, kArena), cudaMemcpyDeviceToDevice, stream));
+        }
+      }, b, tensors);
       float us = timed(run(b), b, tensors);
       printf(" %7.2f %4.0f%%", us, 100 * copy / us);
     }
-    printf(" err %.1e\n", found);
+    printf(" err %.1e%s\n", found, found < 0.02f ? "" : " WRONG");
   }
   fflush(stdout);
 }
 void describe(RowsParams& p, int64_t rows, int dim) {
   p.sizes[0] = p.sizes[1] = 1; p.sizes[2] = rows; p.dim = dim; p.rows = int(rows);
-  p.by_middle = Divisor(1); p.by_inner = Divisor(int(rows));
-#ifndef OLD
-  p.flat = true;
-#endif
+  p.by_middle = Divisor(1); p.by_inner = Divisor(int(rows)); p.flat = true;
 }
 int log2_up(int64_t n) { int k = 0; while ((1ll << k) < n) ++k; return k; }
 
@@ -157,93 +152,106 @@ template <class P> void gated_setup(P& p, int64_t elements, bool packed) {
   describe(p, rows, dim); p.chunks = dim / 8; p.aligned = true; p.by_chunks = Divisor(p.chunks);
   p.gate_stride = p.up_stride = {0, 0, packed ? 8192 : 0}; p.out_stride = {0, 0, packed ? 4096 : 0}; p.activation = Activation::silu;
 }
-void gated_line(char const* op, std::string name, void (*k)(GP), int block, int v, int kind, bool packed, bool wide = true) {
+#ifndef BEFORE
+void gated_line(char const* op, std::string name, void (*k)(GP), int block, int v, int kind, bool packed, Modes modes) {
   line(op, name, 3, [=](int64_t b) -> Launch {
     return [=](int64_t at) {
       GP p{}; int64_t n = b / 2; gated_setup(p, n, packed);
       if (packed) { p.gate = A[0] + 2 * at; p.up = A[0] + 2 * at + 4096; p.out = A[2] + at; }
       else { p.gate = A[0] + at; p.up = A[1] + at; p.out = A[2] + at; }
       p.activation = kind ? Activation::gelu_tanh : Activation::silu;
-      int64_t all = int64_t(p.rows) * p.chunks; int vv = v, bl = block;
-#ifdef OLD
-      p.many = all >= (1 << 18); vv = p.many ? 4 : 1; bl = 128;
-#endif
-      go(k, (all + bl * vv - 1) / (bl * vv), bl, p);
+      go(k, (int64_t(p.rows) * p.chunks + block * v - 1) / (block * v), block, p);
     }; }, [=](int64_t b) { int64_t n = b / 2;
       if (packed) ref_gated<<<256, 256>>>(A[0], A[0] + 4096, 8192, A[2], n / 4096, 4096, kind);
-      else ref_gated<<<256, 256>>>(A[0], A[1], n, A[2], 1, int(n), kind); }, wide);
+      else ref_gated<<<256, 256>>>(A[0], A[1], n, A[2], 1, int(n), kind); }, modes);
 }
-void gated_b_line(char const* op, std::string name, void (*k)(GB), int block, int v, bool wide = true) {
+void gated_b_line(char const* op, std::string name, void (*k)(GB), int block, int v, Modes modes) {
   line(op, name, 5, [=](int64_t b) -> Launch {
     return [=](int64_t at) {
       GB p{}; gated_setup(p, b / 2, false);
-      p.gate = A[0] + at; p.up = A[1] + at; p.dout = A[2] + at; p.dgate = A[3] + at; p.dup = A[4] + at;
-      int64_t all = int64_t(p.rows) * p.chunks; int vv = v, bl = block;
-#ifdef OLD
-      p.many = all >= (1 << 18); vv = p.many ? 2 : 1; bl = 128;
-#endif
-      go(k, (all + bl * vv - 1) / (bl * vv), bl, p);
-    }; }, [=](int64_t b) { ref_gated_b<<<256, 256>>>(A[0], A[1], A[2], A[3], A[4], b / 2); }, wide);
+      p.gate = A[0] + at; p.up = A[1] + at; p.dout = A[2] + at; p.dgate = A[4] + at; p.dup = A[5] + at;
+      go(k, (int64_t(p.rows) * p.chunks + block * v - 1) / (block * v), block, p);
+    }; }, [=](int64_t b) { ref_gated_b<<<256, 256>>>(A[0], A[1], A[2], A[4], A[5], b / 2); }, modes);
 }
-void rms_line(char const* op, std::string name, void (*k)(RP), int dim, int v, int block, bool res, bool wide = true) {
+#endif
+// v vectors a lane, `ahead` asked for ahead by each thread, `blocks` of an SM; ahead 0: a row of a group of lanes each.
+void rms_line(char const* op, void (*k)(RP), int dim, int v, int ahead, int blocks, bool res, Modes modes) {
+  int const chunks = dim / 8, lanes_log2 = log2_up(chunks / v), block = std::max(128, 1 << lanes_log2);
+  std::string const name = "v" + std::to_string(v) + "x" + std::to_string(block) + (ahead ? " a" + std::to_string(ahead) + "b" + std::to_string(blocks) : "");
   line(op, name, res ? 4 : 2, [=](int64_t b) -> Launch {
     return [=](int64_t at) {
       RP p{}; int64_t rows = b / 2 / dim; describe(p, rows, dim);
-      p.x = A[0] + at; p.out = A[2] + at; p.weight = W; if (res) { p.residual = A[1] + at; p.sum = A[3] + at; }
+      p.x = A[0] + at; p.out = A[2] + at; p.weight = W; if (res) { p.residual = A[1] + at; p.sum = A[4] + at; }
       p.x_stride = p.out_stride = p.residual_stride = p.sum_stride = {0, 0, dim}; p.eps = 1e-6f; p.out_type = p.weight_type = DType::bfloat16;
-      int chunks = dim / 8; p.per_dim = 1.f / dim; p.walk = Walk::kept;
-      p.vectors = v; p.lanes_log2 = log2_up(chunks / v); int bl = block;
-#ifdef OLD
-      bool many = rows * chunks >= (1 << 18); p.lanes_log2 = std::min(7, log2_up(many ? chunks / 4 : chunks)); p.vectors = chunks >> p.lanes_log2; bl = 128;
+      p.per_dim = 1.f / dim; p.walk = Walk::kept; p.lanes_log2 = lanes_log2;
+      int64_t grid = ((rows << lanes_log2) + block - 1) / block; int smem = 0;
+#ifdef BEFORE
+      p.vectors = v;
+#else
+      if (ahead) { int turn = v * (res ? 2 : 1); p.stages = std::max(1, ahead / turn); smem = p.stages * turn * block * 16; grid = std::min<int64_t>(grid, blocks * 132); }
 #endif
-      go(k, ((rows << p.lanes_log2) + bl - 1) / bl, bl, p);
-    }; }, [=](int64_t b) { ref_rms<<<int(b / 2 / dim), 32>>>(A[0], res ? A[1] : nullptr, W, A[2], dim); }, wide);
+      go(k, grid, block, p, smem);
+    }; }, [=](int64_t b) { ref_rms<<<int(b / 2 / dim), 32>>>(A[0], res ? A[1] : nullptr, W, A[2], dim); }, modes);
 }
-void rms_b_line(char const* op, std::string name, void (*k)(RB), int dim, int block, int per_sm, bool sum, bool dw, bool wide = true) {
+// direct: dweight by blocks beside those of dx; two: by a second launch; none
+enum Weights { none, two, direct, as_launched };
+void rms_b_line(char const* op, void (*k)(RB), int dim, int v, int ahead, int blocks_of_sm, bool sum, Weights weights, Modes modes) {
+  int const chunks = dim / 8, lanes_log2 = log2_up(chunks / v), block = 512;
+  char const* const kNames[] = {" no dw", " two", " direct", ""};
+  std::string const name = "v" + std::to_string(v) + " a" + std::to_string(ahead) + "b" + std::to_string(blocks_of_sm) + kNames[weights];
   line(op, name, sum ? 4 : 3, [=](int64_t b) -> Launch {
     return [=](int64_t at) {
       RB p{}; int64_t rows = b / 2 / dim; describe(p, rows, dim);
       p.x = A[0] + at; p.dout = A[1] + at; p.dx = A[2] + at; if (sum) p.dsum = A[3] + at;
-      p.weight = W; p.rstd = rstd; p.dweight = dw ? DW : nullptr; p.partial = partial;
+      p.weight = W; p.rstd = rstd; p.dweight = weights ? DW : nullptr; p.partial = partial;
       p.x_stride = p.dout_stride = p.dx_stride = p.dsum_stride = {0, 0, dim}; p.out_type = p.weight_type = DType::bfloat16;
-      int chunks = dim / 8; p.per_dim = 1.f / dim; p.walk = Walk::kept; p.lanes_log2 = log2_up(chunks); int bl = block;
-#ifdef OLD
-      bool many = rows * chunks >= (1 << 18); p.lanes_log2 = std::min(9, log2_up(many ? chunks / 2 : chunks)); p.vectors = chunks >> p.lanes_log2; bl = 512;
+      p.per_dim = 1.f / dim; p.walk = Walk::kept; p.lanes_log2 = lanes_log2;
+      int64_t all = ((rows << lanes_log2) + block - 1) / block, grid = std::min<int64_t>(all, blocks_of_sm * 132); int smem = 0;
+      bool two_launches = weights == two || (weights == as_launched && all + (dim + 127) / 128 > blocks_of_sm * 132);
+      p.parts = int(grid);
+#ifdef BEFORE
+      two_launches = weights != none;
+#else
+      int turn = v * (sum ? 3 : 2); p.row_blocks = int(grid); p.stages = int(std::max<int64_t>(1, std::min<int64_t>(ahead / turn, (all + grid - 1) / grid))); smem = p.stages * turn * block * 16;
+      if (!two_launches) p.parts = 0;
+      if (weights && !two_launches) grid += (dim + 127) / 128;
 #endif
-      int64_t blocks = ((rows << p.lanes_log2) + bl - 1) / bl;
-      p.parts = int(std::min<int64_t>(132 * per_sm, blocks));
-      go(k, dw ? p.parts : blocks, bl, p);
-      if (dw) go(rw, (dim + 31) / 32, 128, p);
+      go(k, grid, block, p, smem);
+      if (two_launches) go(rw, dim / 32, 128, p);
     }; }, [=](int64_t b) { int rows = int(b / 2 / dim); ref_rms_b<<<rows, 32>>>(A[0], A[1], sum ? A[3] : nullptr, W, rstd, A[2], dim);
-      if (dw) ref_rms_w<<<dim / 32, 32>>>(A[0], A[1], rstd, DW, rows, dim); }, wide);
+      if (weights) ref_rms_w<<<dim / 32, 32>>>(A[0], A[1], rstd, DW, rows, dim); }, modes);
 }
 int main() {
   CK(cudaStreamCreate(&stream));
   for (int i = 0; i < 6; ++i) { int64_t n = i < 2 ? 3 * kArena : kArena; CK(cudaMalloc(&A[i], n)); fill<<<1024, 256>>>(A[i], n / 2, 77u * i); }
   CK(cudaMalloc(&W, 65536)); CK(cudaMalloc(&DW, 65536)); fill<<<64, 256>>>(W, 32768, 5); CK(cudaMalloc(&partial, 64 << 20)); CK(cudaMalloc(&rstd, 4 << 20)); fill_f<<<64, 256>>>(rstd, 1 << 20);
   CK(cudaDeviceSynchronize());
-#ifdef OLD
-  printf("## old; columns: 64 KiB, 1 MiB, 64 MiB, 256 MiB of a tensor: us, share of the copy\n");
-  gated_line("swiglu", "old", g_old, 128, 4, 0, false); gated_line("silu_mul", "old", g_old, 128, 4, 0, true); gated_line("geglu", "old", g_old, 128, 4, 1, false);
-  gated_b_line("swiglu_b", "old", gb_old, 128, 2);
-  rms_line("rms4096", "old", r_old, 4096, 4, 128, false); rms_line("res4096", "old", r_old, 4096, 4, 128, true);
-  rms_b_line("rms_b4096", "old", rb_old, 4096, 512, 2, false, true); rms_b_line("res_b4096", "old", rb_old, 4096, 512, 2, true, true);
-#elif HINT == 0
-  printf("## new, ldcs\n");
-  gated_line("swiglu", "v1x128", g1, 128, 1, 0, false, false); gated_line("swiglu", "v1x256", g1, 256, 1, 0, false);
-  gated_line("swiglu", "v2x128", g2, 128, 2, 0, false, false); gated_line("swiglu", "v2x256", g2, 256, 2, 0, false); gated_line("swiglu", "v4x128", g4, 128, 4, 0, false, false);
-  gated_line("silu_mul", "v1x256", g1, 256, 1, 0, true, false); gated_line("silu_mul", "v2x256", g2, 256, 2, 0, true, false);
-  gated_line("geglu", "v1x256", g1, 256, 1, 1, false, false); gated_line("geglu", "v2x256", g2, 256, 2, 1, false, false);
-  gated_b_line("swiglu_b", "v1x128", gb1, 128, 1, false); gated_b_line("swiglu_b", "v1x256", gb1, 256, 1); gated_b_line("swiglu_b", "v2x256", gb2, 256, 2, false);
-  rms_line("rms4096", "r40v2x256", r2_40, 4096, 2, 256, false); rms_line("rms4096", "r40v1x512", r2_40, 4096, 1, 512, false, false);
-  rms_line("rms4096", "r48v2x256", r2_48, 4096, 2, 256, false, false);
-  rms_line("rms4096", "r48v4x128", r4_48, 4096, 4, 128, false, false); rms_line("rms4096", "r64v4x128", r4_64, 4096, 4, 128, false);
-  rms_line("rms8192", "r40v2x512", r2_40, 8192, 2, 512, false, false); rms_line("rms8192", "r64v4x256", r4_64, 8192, 4, 256, false, false);
-  rms_line("res4096", "r40v2x256", r2_40, 4096, 2, 256, true); rms_line("res4096", "r64v2x256", r2_64, 4096, 2, 256, true, false); rms_line("res4096", "r64v4x128", r4_64, 4096, 4, 128, true, false);
-  rms_b_line("rms_b4096", "512", rb1, 4096, 512, 2, false, true); rms_b_line("rms_b4096", "512,no dw", rb1, 4096, 512, 2, false, false, false);
-  rms_b_line("rms_b8192", "1024", rb1, 8192, 1024, 1, false, true); rms_b_line("res_b4096", "512", rb1, 4096, 512, 2, true, true);
+#ifdef BEFORE
+  printf("## before, with plain loads; columns: 64 KiB, 1 MiB, 64 MiB, 256 MiB of a tensor: us, share of the copy\n");
+  rms_line("rms4096", r4, 4096, 4, 0, 0, false, overlapped); rms_line("rms4096", r2, 4096, 2, 0, 0, false, overlapped);
+  rms_line("res4096", r4, 4096, 4, 0, 0, true, overlapped); rms_b_line("rms_b4096", rb1, 4096, 1, 0, 2, false, two, overlapped);
 #else
-  printf("## new, hint %d (1 plain, 2 no L1 and 256 B of L2, 3 plain and st.cs)\n", HINT);
-  gated_line("swiglu", "v1x256", g1, 256, 1, 0, false, false); gated_b_line("swiglu_b", "v1x256", gb1, 256, 1, false); rms_line("rms4096", "r40v2x256", r2_40, 4096, 2, 256, false, false); rms_b_line("rms_b4096", "512", rb1, 4096, 512, 2, false, true, false);
+  printf("## vNxM: vectors of a lane, threads; aNbM: vectors asked for ahead by a thread, blocks of an SM\n");
+  gated_line("swiglu", "v1x256", g1, 256, 1, 0, false, both); gated_line("silu_mul", "v1x256", g1, 256, 1, 0, true, overlapped);
+  gated_line("geglu", "v1x256", g1, 256, 1, 1, false, overlapped); gated_b_line("swiglu_b", "v1x256", gb1, 256, 1, both);
+  for (int res = 0; res < 2; ++res) {
+    char const* op = res ? "res4096" : "rms4096";
+    rms_line(op, r1, 4096, 1, 0, 0, res, both);
+    rms_line(op, r2, 4096, 2, 12, 4, res, both);
+    rms_line(op, r2, 4096, 2, 8, 4, res, overlapped); rms_line(op, r2, 4096, 2, 4, 4, res, overlapped);
+    rms_line(op, r4, 4096, 4, 16, 6, res, overlapped); rms_line(op, r4, 4096, 4, 24, 4, res, overlapped);
+    rms_line(op, r1, 4096, 1, 12, 2, res, overlapped);
+    rms_line(op, r2, 4096, 2, res ? 4 : 2, 9999, res, overlapped);  // a turn a block
+  }
+  rms_line("rms1024", r1, 1024, 1, 0, 0, false, overlapped); rms_line("rms1024", r2, 1024, 2, 12, 8, false, overlapped);
+  rms_line("rms8192", r2, 8192, 2, 12, 2, false, overlapped); rms_line("rms8192", r4, 8192, 4, 16, 3, false, overlapped);
+  rms_b_line("rms_b4096", rb2, 4096, 2, 24, 1, false, two, both); rms_b_line("rms_b4096", rb2, 4096, 2, 24, 1, false, direct, both);
+  for (int ahead : {16, 12, 8}) rms_b_line("rms_b4096", rb2, 4096, 2, ahead, 1, false, two, overlapped);
+  for (int ahead : {12, 8, 4}) rms_b_line("rms_b4096", rb1, 4096, 1, ahead, 2, false, two, overlapped);
+  rms_b_line("rms_b4096", rb1, 4096, 1, 12, 2, false, direct, overlapped); rms_b_line("rms_b4096", rb2, 4096, 2, 24, 1, false, none, overlapped);
+  rms_b_line("rms_b1024", rb2, 1024, 2, 24, 1, false, as_launched, overlapped); rms_b_line("rms_b1024", rb1, 1024, 1, 12, 2, false, as_launched, overlapped);
+  for (int ahead : {24, 12}) rms_b_line("rms_b8192", rb2, 8192, 2, ahead, 1, false, as_launched, overlapped);
+  for (int ahead : {24, 18, 12}) rms_b_line("res_b4096", rb2, 4096, 2, ahead, 1, true, as_launched, overlapped);
+  rms_b_line("res_b4096", rb1, 4096, 1, 12, 2, true, as_launched, overlapped);
 #endif
 }
