@@ -385,8 +385,8 @@ def test_install_answers_everyone_who_asks_and_is_reversible():
         assert importlib.util.find_spec("flash_attn") is not None
         assert importlib.util.find_spec("flash_attn.layers.rotary") is not None
         assert importlib.util.find_spec("flash_attn.losses") is None
-        with pytest.raises(ModuleNotFoundError, match="flash_attn.ops"):
-            importlib.import_module("flash_attn.ops.triton")
+        with pytest.raises(ModuleNotFoundError, match="flash_attn.modules"):
+            importlib.import_module("flash_attn.modules.mha")
     finally:
         flash_attn.uninstall()
     flash_attn.uninstall()

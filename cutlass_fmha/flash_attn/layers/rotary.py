@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from cutlass_fmha.attention import contiguous_rows
-from cutlass_fmha.rotary import rotary
+from cutlass_fmha.flash_attn.flash_attn_interface import parts_of
+from cutlass_fmha.flash_attn.ops.triton.rotary import apply_rotary, turn
 
 
 def apply_rotary_emb(
@@ -29,8 +29,6 @@ def apply_rotary_emb(
 
     Raises ValueError where offsets are an int and lead beyond the table; what ``cutlass_fmha.rotary`` raises.
     """
-    if cu_seqlens is not None and max_seqlen is None:
-        raise ValueError("cu_seqlens is only taken with max_seqlen, which says how long a table must be")
     out: Tensor = _Rotate.apply(x, cos, sin, interleaved, inplace, seqlen_offsets, cu_seqlens, max_seqlen)  # type: ignore[no-untyped-call]
     return out
 
@@ -50,10 +48,12 @@ def apply_rotary_emb_qkv_(
 ) -> Tensor:
     """Rotates queries and keys in place in [batch, seqlen, 3, num_heads, head_dim], or in [batch, seqlen,
     num_heads_q + 2 num_heads_kv, head_dim] with num_heads_q. Keys may have a table of their own."""
-    if qkv.dim() == 4 and num_heads_q is None:
-        raise ValueError("qkv of 4 dimensions needs num_heads_q, how many of its heads are queries")
-    tables = (cos, sin, cos if cos_k is None else cos_k, sin if sin_k is None else sin_k)
-    out: Tensor = _RotateParts.apply(qkv, *tables, interleaved, seqlen_offsets, num_heads_q)  # type: ignore[no-untyped-call]
+    if qkv.dim() == 4 and (num_heads_q is None or qkv.shape[2] < num_heads_q or (qkv.shape[2] - num_heads_q) % 2):
+        raise ValueError(
+            "qkv of 4 dimensions needs num_heads_q, how many of its heads are queries; half of the others are "
+            f"keys: got {num_heads_q} of {qkv.shape[2]}"
+        )
+    out: Tensor = _RotateParts.apply(qkv, cos, sin, cos_k, sin_k, interleaved, seqlen_offsets, num_heads_q)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -65,32 +65,109 @@ def apply_rotary_emb_kv_(
     return out
 
 
-def _rotated(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    interleaved: bool,
-    offsets: int | Tensor,
-    cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None,
-) -> Tensor:
-    seqlen = x.shape[1] if cu_seqlens is None or max_seqlen is None else int(max_seqlen)
-    cos, sin = (table if table.dtype == x.dtype else table.float() for table in (cos, sin))
-    cos, sin = cos.contiguous(), sin.contiguous()
-    if isinstance(offsets, Tensor):
-        # Positions beyond the table are those of rows of (1, 0) behind it: no host has to look at them.
-        offsets = offsets.clamp(max=cos.shape[0]).to(torch.int32).contiguous()
-        rest = (seqlen, cos.shape[1])
-        cos, sin = torch.cat((cos, cos.new_ones(rest))), torch.cat((sin, sin.new_zeros(rest)))
-    elif offsets + seqlen > cos.shape[0]:
-        raise ValueError(
-            f"cos and sin have {cos.shape[0]} positions, and {seqlen} rows begin at position {offsets}"
-        )
-    return rotary(contiguous_rows("x", x), cos, sin, offsets, interleaved=interleaved, cu_seqlens=cu_seqlens)
+class RotaryEmbedding(nn.Module):
+    """Rotary embedding in place, with tables that grow with what they are asked for.
+
+    Args:
+        dim: elements of a row that are rotated, an even number up to head_dim.
+        base: the angle of pair r is position / base^(2r / dim).
+        interleaved: pairs are neighbours, otherwise halves.
+        scale_base: of xPos (Sun et al. 2022), whose queries shrink with the position as its keys grow; None:
+            no scale. It is 1 in the middle of the table.
+        device: of the frequencies.
+    """
+
+    inv_freq: Tensor
+    scale: Tensor | None
+
+    def __init__(
+        self,
+        dim: int,
+        base: float = 10000.0,
+        interleaved: bool = False,
+        scale_base: float | None = None,
+        device: Any = None,
+    ) -> None:
+        super().__init__()
+        self.dim, self.base, self.interleaved, self.scale_base = dim, float(base), interleaved, scale_base
+        self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
+        scale = None if scale_base is None else self._compute_scale(device)
+        self.register_buffer("scale", scale, persistent=False)
+        # Names that subclasses elsewhere know.
+        self._seq_len_cached = 0
+        self._cos_cached: Tensor | None = None
+        self._sin_cached: Tensor | None = None
+        self._cos_k_cached: Tensor | None = None
+        self._sin_k_cached: Tensor | None = None
+
+    def _pairs(self, device: Any) -> Tensor:
+        return torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
+
+    def _compute_inv_freq(self, device: Any = None) -> Tensor:
+        return self.base ** -(self._pairs(device) / self.dim)
+
+    def _compute_scale(self, device: Any = None) -> Tensor:
+        return (self._pairs(device) / self.dim + 0.4) / 1.4
+
+    def _update_cos_sin_cache(self, seqlen: int, device: Any = None, dtype: torch.dtype | None = None) -> None:
+        """Makes tables of that many positions, unless there are as long ones for the device and the dtype."""
+        old = self._cos_cached
+        if (
+            old is not None
+            and seqlen <= self._seq_len_cached
+            and (old.device, old.dtype) == (device, dtype)
+            and not (self.training and old.is_inference())
+        ):
+            return
+        self._seq_len_cached = seqlen
+        positions = torch.arange(seqlen, device=device, dtype=torch.float32)
+        # In float32, also where the module was made another dtype.
+        exact = self.inv_freq.dtype == torch.float32
+        angles = torch.outer(positions, self.inv_freq if exact else self._compute_inv_freq(device))
+        cos, sin = angles.cos(), angles.sin()
+        if self.scale_base is None:
+            self._cos_cached, self._sin_cached = cos.to(dtype), sin.to(dtype)
+            return
+        scale = self._compute_scale(device) ** ((positions - seqlen // 2) / self.scale_base)[:, None]
+        self._cos_cached, self._sin_cached = (cos * scale).to(dtype), (sin * scale).to(dtype)
+        self._cos_k_cached, self._sin_k_cached = (cos / scale).to(dtype), (sin / scale).to(dtype)
+
+    def forward(
+        self,
+        qkv: Tensor,
+        kv: Tensor | None = None,
+        seqlen_offset: int | Tensor = 0,
+        max_seqlen: int | None = None,
+        num_heads_q: int | None = None,
+    ) -> Any:
+        """Rotates queries and keys in place, and returns what it was given.
+
+        qkv: as ``apply_rotary_emb_qkv_``; with kv, [batch, seqlen, 2, num_heads, head_dim], the queries,
+        [batch, seqlen, num_heads, head_dim], and (qkv, kv) is returned. seqlen_offset: the position of each
+        sequence's first row, an int or a tensor [batch], with which max_seqlen says how many positions the
+        tables need.
+
+        Raises ValueError where there are no tables yet, and a tensor without max_seqlen; what
+        ``apply_rotary_emb_qkv_`` raises.
+        """
+        if max_seqlen is None and not isinstance(seqlen_offset, Tensor):
+            max_seqlen = qkv.shape[1] + seqlen_offset
+        if max_seqlen is not None:
+            self._update_cos_sin_cache(max_seqlen, device=qkv.device, dtype=qkv.dtype)
+        elif self._cos_cached is None:
+            raise ValueError("seqlen_offset is a tensor: pass max_seqlen, how many positions it leads to")
+        cos, sin, cos_k, sin_k = self._cos_cached, self._sin_cached, self._cos_k_cached, self._sin_k_cached
+        assert cos is not None and sin is not None
+        rest: Any = {"interleaved": self.interleaved, "seqlen_offsets": seqlen_offset}
+        if kv is None:
+            return apply_rotary_emb_qkv_(qkv, cos, sin, cos_k, sin_k, num_heads_q=num_heads_q, **rest)
+        q = apply_rotary_emb(qkv, cos, sin, inplace=True, **rest)
+        keys = (cos if cos_k is None else cos_k, sin if sin_k is None else sin_k)
+        return q, apply_rotary_emb_kv_(kv, *keys, **rest)
 
 
 class _Rotate(torch.autograd.Function):
-    """The gradient is turned back: by the same angles, with -sin."""
+    """The gradient is turned back, by minus the angles."""
 
     @staticmethod
     def forward(
@@ -104,17 +181,14 @@ class _Rotate(torch.autograd.Function):
         cu_seqlens: Tensor | None,
         max_seqlen: int | None,
     ) -> Tensor:
-        ctx.tables, ctx.rest = (cos, sin), (interleaved, offsets, cu_seqlens, max_seqlen)
-        out = _rotated(x, cos, sin, *ctx.rest)
-        if not inplace:
-            return out
-        ctx.mark_dirty(x)
-        return x.copy_(out)
+        ctx.said = (cos, sin, offsets, cu_seqlens, max_seqlen, interleaved)
+        if inplace:
+            ctx.mark_dirty(x)
+        return apply_rotary(x, *ctx.said, inplace)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        cos, sin = ctx.tables
-        return _rotated(grads[0], cos, -sin, *ctx.rest), *[None] * 7
+        return apply_rotary(grads[0], *ctx.said, conjugate=True), *[None] * 7
 
 
 class _RotateParts(torch.autograd.Function):
@@ -126,29 +200,36 @@ class _RotateParts(torch.autograd.Function):
         packed: Tensor,
         cos: Tensor | None,
         sin: Tensor | None,
-        cos_k: Tensor,
-        sin_k: Tensor,
+        cos_k: Tensor | None,
+        sin_k: Tensor | None,
         interleaved: bool,
         offsets: int | Tensor,
         num_heads_q: int | None,
     ) -> Tensor:
-        ctx.tables, ctx.rest = ((cos, sin), (cos_k, sin_k)), (interleaved, offsets)
-        ctx.num_heads_q = num_heads_q
+        ctx.said = (cos, sin), (cos_k, sin_k), num_heads_q, (offsets, None, None, interleaved, True)
         ctx.mark_dirty(packed)
-        return _turn_parts(packed, ctx.tables, num_heads_q, ctx.rest)
+        return _turn_parts(packed, *ctx.said, conjugate=False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        back = tuple((cos, None if sin is None else -sin) for cos, sin in ctx.tables)
-        return _turn_parts(grads[0].clone(), back, ctx.num_heads_q, ctx.rest), *[None] * 7
+        return _turn_parts(grads[0].clone(), *ctx.said, conjugate=True), *[None] * 7
 
 
-def _turn_parts(packed: Tensor, tables: Any, num_heads_q: int | None, rest: Any) -> Tensor:
-    if packed.dim() == 5:
-        parts = packed.unbind(2)[:-1]
+def _turn_parts(
+    packed: Tensor, table: Any, table_k: Any, num_heads_q: int | None, rest: Any, conjugate: bool
+) -> Tensor:
+    """Without a table for queries there are none, without one for keys they have that of queries."""
+    if table[0] is None:
+        apply_rotary(parts_of("kv", packed, 2, 2)[0], *table_k, *rest, conjugate)
+        return packed
+    if packed.dim() != 4 or num_heads_q is None:
+        q, k, _ = parts_of("qkv", packed, 2, 3)
     else:
-        heads, heads_q = packed.shape[2], num_heads_q or 0
-        parts = (packed[:, :, :heads_q], packed[:, :, heads_q : (heads + heads_q) // 2])
-    for part, (cos, sin) in zip(parts, tables[-len(parts) :], strict=True):
-        part.copy_(_rotated(part, cos, sin, *rest))
+        heads_k = (packed.shape[2] - num_heads_q) // 2
+        q, k, _ = packed.split((num_heads_q, heads_k, heads_k), 2)
+    if table_k[0] is None and table_k[1] is None:
+        turn(q, k, *table, *rest, conjugate)
+        return packed
+    for part, own in ((q, table), (k, [y if x is None else x for x, y in zip(table_k, table, strict=True)])):
+        apply_rotary(part, *own, *rest, conjugate)
     return packed
