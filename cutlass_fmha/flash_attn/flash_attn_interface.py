@@ -366,7 +366,7 @@ def _packed(
 
 
 def parts_of(name: str, packed: Tensor, dim: int, count: int) -> Any:
-    """What is packed as [batch, seqlen, count, num_heads, head_dim] (dim 2) or [total, count, ...] (dim 1)."""
+    """Of [batch, seqlen, count, num_heads, head_dim] (dim 2) or [total, count, ...] (dim 1)."""
     if not isinstance(packed, Tensor) or packed.dim() != dim + 3 or packed.shape[dim] != count:
         axes = "batch, seqlen" if dim == 2 else "total"
         shape = tuple(packed.shape) if isinstance(packed, Tensor) else type(packed).__name__

@@ -48,10 +48,12 @@ def apply_rotary_emb_qkv_(
 ) -> Tensor:
     """Rotates queries and keys in place in [batch, seqlen, 3, num_heads, head_dim], or in [batch, seqlen,
     num_heads_q + 2 num_heads_kv, head_dim] with num_heads_q. Keys may have a table of their own."""
-    if qkv.dim() == 4 and (num_heads_q is None or qkv.shape[2] < num_heads_q or (qkv.shape[2] - num_heads_q) % 2):
+    if qkv.dim() == 4 and (
+        num_heads_q is None or qkv.shape[2] < num_heads_q or (qkv.shape[2] - num_heads_q) % 2
+    ):
         raise ValueError(
-            "qkv of 4 dimensions needs num_heads_q, how many of its heads are queries; half of the others are "
-            f"keys: got {num_heads_q} of {qkv.shape[2]}"
+            "qkv of 4 dimensions needs num_heads_q, how many of its heads are queries; half of the others "
+            f"are keys: got {num_heads_q} of {qkv.shape[2]}"
         )
     out: Tensor = _RotateParts.apply(qkv, cos, sin, cos_k, sin_k, interleaved, seqlen_offsets, num_heads_q)  # type: ignore[no-untyped-call]
     return out
@@ -109,7 +111,9 @@ class RotaryEmbedding(nn.Module):
     def _compute_scale(self, device: Any = None) -> Tensor:
         return (self._pairs(device) / self.dim + 0.4) / 1.4
 
-    def _update_cos_sin_cache(self, seqlen: int, device: Any = None, dtype: torch.dtype | None = None) -> None:
+    def _update_cos_sin_cache(
+        self, seqlen: int, device: Any = None, dtype: torch.dtype | None = None
+    ) -> None:
         """Makes tables of that many positions, unless there are as long ones for the device and the dtype."""
         old = self._cos_cached
         if (
@@ -181,14 +185,15 @@ class _Rotate(torch.autograd.Function):
         cu_seqlens: Tensor | None,
         max_seqlen: int | None,
     ) -> Tensor:
-        ctx.said = (cos, sin, offsets, cu_seqlens, max_seqlen, interleaved)
+        ctx.said = {"cos": cos, "sin": sin, "seqlen_offsets": offsets, "interleaved": interleaved}
+        ctx.said |= {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
         if inplace:
             ctx.mark_dirty(x)
-        return apply_rotary(x, *ctx.said, inplace)
+        return apply_rotary(x, **ctx.said, inplace=inplace)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return apply_rotary(grads[0], *ctx.said, conjugate=True), *[None] * 7
+        return apply_rotary(grads[0], **ctx.said, conjugate=True), *[None] * 7
 
 
 class _RotateParts(torch.autograd.Function):
@@ -206,21 +211,21 @@ class _RotateParts(torch.autograd.Function):
         offsets: int | Tensor,
         num_heads_q: int | None,
     ) -> Tensor:
-        ctx.said = (cos, sin), (cos_k, sin_k), num_heads_q, (offsets, None, None, interleaved, True)
+        ctx.tables, ctx.num_heads_q = ((cos, sin), (cos_k, sin_k)), num_heads_q
+        ctx.rest = {"seqlen_offsets": offsets, "interleaved": interleaved, "inplace": True}
         ctx.mark_dirty(packed)
-        return _turn_parts(packed, *ctx.said, conjugate=False)
+        return _turn_parts(packed, num_heads_q, *ctx.tables, **ctx.rest)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _turn_parts(grads[0].clone(), *ctx.said, conjugate=True), *[None] * 7
+        packed = grads[0].clone()
+        return _turn_parts(packed, ctx.num_heads_q, *ctx.tables, **ctx.rest, conjugate=True), *[None] * 7
 
 
-def _turn_parts(
-    packed: Tensor, table: Any, table_k: Any, num_heads_q: int | None, rest: Any, conjugate: bool
-) -> Tensor:
+def _turn_parts(packed: Tensor, num_heads_q: int | None, table: Any, table_k: Any, **rest: Any) -> Tensor:
     """Without a table for queries there are none, without one for keys they have that of queries."""
     if table[0] is None:
-        apply_rotary(parts_of("kv", packed, 2, 2)[0], *table_k, *rest, conjugate)
+        apply_rotary(parts_of("kv", packed, 2, 2)[0], *table_k, **rest)
         return packed
     if packed.dim() != 4 or num_heads_q is None:
         q, k, _ = parts_of("qkv", packed, 2, 3)
@@ -228,8 +233,10 @@ def _turn_parts(
         heads_k = (packed.shape[2] - num_heads_q) // 2
         q, k, _ = packed.split((num_heads_q, heads_k, heads_k), 2)
     if table_k[0] is None and table_k[1] is None:
-        turn(q, k, *table, *rest, conjugate)
+        turn(q, k, *table, **rest)
         return packed
-    for part, own in ((q, table), (k, [y if x is None else x for x, y in zip(table_k, table, strict=True)])):
-        apply_rotary(part, *own, *rest, conjugate)
+    apply_rotary(q, *table, **rest)
+    apply_rotary(
+        k, *(own if other is None else other for own, other in zip(table, table_k, strict=True)), **rest
+    )
     return packed

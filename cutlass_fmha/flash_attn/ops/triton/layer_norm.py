@@ -84,7 +84,7 @@ def rms_norm_fn(
         y, total = rms_norm(x, weight, bias, residual=residual, **said)
     y = y if out is None else out.copy_(y)
     total = total if residual_out is None else residual_out.copy_(total)
-    found = (y, total) if prenorm else (y,)
+    found: tuple[Tensor | None, ...] = (y, total) if prenorm else (y,)
     found += (None, None) if return_dropout_mask else ()
     return found if len(found) > 1 else y
 

@@ -35,12 +35,12 @@ def turn(
     k: Tensor,
     cos: Tensor,
     sin: Tensor,
-    offsets: int | Tensor,
-    cu_seqlens: Tensor | None,
-    max_seqlen: int | None,
-    interleaved: bool,
-    inplace: bool,
-    conjugate: bool,
+    seqlen_offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    interleaved: bool = False,
+    inplace: bool = False,
+    conjugate: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Both, in one launch. Where there is only one, k has no heads."""
     if cu_seqlens is None:
@@ -53,20 +53,20 @@ def turn(
     cos, sin = (table if table.dtype == q.dtype else table.float() for table in (cos, sin))
     cos, sin = cos.contiguous(), sin.contiguous()
     said = Angles(cos, sin, cu_seqlens=cu_seqlens, interleaved=interleaved)
-    if isinstance(offsets, Tensor):
+    if isinstance(seqlen_offsets, Tensor):
         # Positions beyond the table are those of rows of (1, 0) behind it: no host has to look at them.
         rest = (seqlen, cos.shape[1])
         said = said._replace(
-            offsets=offsets.clamp(max=cos.shape[0]).to(torch.int32).contiguous(),
+            offsets=seqlen_offsets.clamp(max=cos.shape[0]).to(torch.int32).contiguous(),
             cos=torch.cat((cos, cos.new_ones(rest))),
             sin=torch.cat((sin, sin.new_zeros(rest))),
         )
-    elif offsets + seqlen > cos.shape[0]:
+    elif seqlen_offsets + seqlen > cos.shape[0]:
         raise ValueError(
-            f"cos and sin have {cos.shape[0]} positions, and {seqlen} rows begin at position {offsets}"
+            f"cos and sin have {cos.shape[0]} positions, and {seqlen} rows begin at position {seqlen_offsets}"
         )
     else:
-        said = said._replace(start=offsets)
+        said = said._replace(start=seqlen_offsets)
     dense = contiguous_rows("x", q), contiguous_rows("x", k)
     if not inplace:
         found: tuple[Tensor, Tensor] = torch.ops.cutlass_fmha.rotary_qk(
