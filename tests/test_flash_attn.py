@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import inspect
@@ -443,16 +444,19 @@ def test_rotary_of_their_signature(packed: bool, interleaved: bool, inplace: boo
     torch.testing.assert_close(leaf.grad, expected_leaf.grad)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("shape", ["qkv", "grouped", "kv"])
-def test_rotary_of_parts_in_place(shape: str):
+def test_rotary_of_parts_in_place(shape: str, compiled: bool):
+    torch.compiler.reset()
+    wrap = functools.partial(torch.compile, fullgraph=True, backend="aot_eager") if compiled else lambda f: f
     cos, sin, cos_k, sin_k = torch.rand(4, 9, 4, dtype=torch.float64).unbind(0)
     size = {"qkv": (2, 3, 3, 4, 8), "grouped": (2, 3, 4 + 2 * 2, 8), "kv": (2, 3, 2, 4, 8)}[shape]
     leaf = randn(*size, dtype=torch.float64).requires_grad_()
     x = leaf * 1.0
     if shape == "kv":
-        out = rotary.apply_rotary_emb_kv_(x, cos_k, sin_k, seqlen_offsets=2)
+        out = wrap(rotary.apply_rotary_emb_kv_)(x, cos_k, sin_k, seqlen_offsets=2)
     else:
-        out = rotary.apply_rotary_emb_qkv_(
+        out = wrap(rotary.apply_rotary_emb_qkv_)(
             x, cos, sin, cos_k, sin_k, False, 2, 4 if shape == "grouped" else None
         )
     assert out.data_ptr() == x.data_ptr()
@@ -469,6 +473,13 @@ def test_rotary_of_parts_in_place(shape: str):
     (out * weight).sum().backward()
     (expected * weight).sum().backward()
     torch.testing.assert_close(leaf.grad, same.grad)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_rotary_has_gradients_of_gradients(inplace: bool):
+    cos, sin, leaf = *torch.rand(2, 3, 2, dtype=F64), randn(1, 3, 1, 4, dtype=F64).requires_grad_()
+    call = functools.partial(rotary.apply_rotary_emb, cos=cos, sin=sin, inplace=inplace)
+    assert torch.autograd.gradgradcheck(lambda x: call(x * 1.0).pow(3), (leaf,))
 
 
 @pytest.mark.parametrize("scale_base", [None, 512])

@@ -60,7 +60,7 @@ def flash_attn_qkvpacked_func(
 ) -> Found:
     """``flash_attn_func`` of [batch, seqlen, 3, num_heads, head_dim]."""
     given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
-    q, k, v = parts_of("qkv", qkv, 2, 3)
+    q, k, v = _parts("qkv", qkv, 2, 3)
     return _attend(q, k, v, *given, deterministic=deterministic)
 
 
@@ -78,7 +78,7 @@ def flash_attn_kvpacked_func(
 ) -> Found:
     """``flash_attn_func`` with keys and values of [batch, seqlen_k, 2, num_heads_kv, head_dim]."""
     given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
-    k, v = parts_of("kv", kv, 2, 2)
+    k, v = _parts("kv", kv, 2, 2)
     return _attend(q, k, v, *given, deterministic=deterministic)
 
 
@@ -126,7 +126,7 @@ def flash_attn_varlen_qkvpacked_func(
     """``flash_attn_varlen_func`` of [total, 3, num_heads, head_dim]."""
     given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
     lengths = _packed(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    q, k, v = parts_of("qkv", qkv, 1, 3)
+    q, k, v = _parts("qkv", qkv, 1, 3)
     return _attend(q, k, v, *given, deterministic=deterministic, **lengths)
 
 
@@ -149,7 +149,7 @@ def flash_attn_varlen_kvpacked_func(
     """``flash_attn_varlen_func`` with keys and values of [total_k, 2, num_heads_kv, head_dim]."""
     given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
     lengths = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    k, v = parts_of("kv", kv, 1, 2)
+    k, v = _parts("kv", kv, 1, 2)
     return _attend(q, k, v, *given, deterministic=deterministic, **lengths)
 
 
@@ -365,13 +365,17 @@ def _packed(
     return found | ({} if seqused_k is None else {"seqused_k": seqused_k})
 
 
-def parts_of(name: str, packed: Tensor, dim: int, count: int) -> Any:
-    """Of [batch, seqlen, count, num_heads, head_dim] (dim 2) or [total, count, ...] (dim 1)."""
+def _parts(name: str, packed: Tensor, dim: int, count: int) -> Any:
+    check_parts(name, packed, dim, count)
+    return packed.unbind(dim)
+
+
+def check_parts(name: str, packed: Tensor, dim: int, count: int) -> None:
+    """Raises ValueError but for [batch, seqlen, count, num_heads, head_dim] (dim 2) or [total, ...] (dim 1)."""
     if not isinstance(packed, Tensor) or packed.dim() != dim + 3 or packed.shape[dim] != count:
         axes = "batch, seqlen" if dim == 2 else "total"
         shape = tuple(packed.shape) if isinstance(packed, Tensor) else type(packed).__name__
         raise ValueError(f"{name} must be [{axes}, {count}, num_heads, head_dim], got {shape}")
-    return packed.unbind(dim)
 
 
 def _number(side: Side) -> Any:

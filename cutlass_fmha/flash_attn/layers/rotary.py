@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from cutlass_fmha.flash_attn.flash_attn_interface import parts_of
+from cutlass_fmha.flash_attn.flash_attn_interface import check_parts
 from cutlass_fmha.flash_attn.ops.triton.rotary import apply_rotary, turn
 
 
@@ -29,8 +30,9 @@ def apply_rotary_emb(
 
     Raises ValueError where offsets are an int and lead beyond the table; what ``cutlass_fmha.rotary`` raises.
     """
-    out: Tensor = _Rotate.apply(x, cos, sin, interleaved, inplace, seqlen_offsets, cu_seqlens, max_seqlen)  # type: ignore[no-untyped-call]
-    return out
+    said: Any = {"cos": cos, "sin": sin, "interleaved": interleaved, "seqlen_offsets": seqlen_offsets}
+    said |= {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+    return _in_place(x, partial(apply_rotary, **said, inplace=True)) if inplace else apply_rotary(x, **said)
 
 
 apply_rotary_emb_func = apply_rotary_emb
@@ -55,16 +57,16 @@ def apply_rotary_emb_qkv_(
             "qkv of 4 dimensions needs num_heads_q, how many of its heads are queries; half of the others "
             f"are keys: got {num_heads_q} of {qkv.shape[2]}"
         )
-    out: Tensor = _RotateParts.apply(qkv, cos, sin, cos_k, sin_k, interleaved, seqlen_offsets, num_heads_q)  # type: ignore[no-untyped-call]
-    return out
+    rest: Any = {"interleaved": interleaved, "seqlen_offsets": seqlen_offsets}
+    return _in_place(qkv, partial(_turn_qk, (cos, sin), (cos_k, sin_k), num_heads_q, rest))
 
 
 def apply_rotary_emb_kv_(
     kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: int | Tensor = 0
 ) -> Tensor:
     """Rotates keys in place in [batch, seqlen, 2, num_heads, head_dim]."""
-    out: Tensor = _RotateParts.apply(kv, None, None, cos, sin, interleaved, seqlen_offsets, None)  # type: ignore[no-untyped-call]
-    return out
+    rest: Any = {"interleaved": interleaved, "seqlen_offsets": seqlen_offsets}
+    return _in_place(kv, partial(_turn_k, (cos, sin), rest))
 
 
 class RotaryEmbedding(nn.Module):
@@ -170,73 +172,47 @@ class RotaryEmbedding(nn.Module):
         return q, apply_rotary_emb_kv_(kv, *keys, **rest)
 
 
-class _Rotate(torch.autograd.Function):
-    """The gradient is turned back, by minus the angles."""
+def _in_place(x: Tensor, turn: Any, conjugate: bool = False) -> Tensor:
+    """``turn(x, conjugate=...)`` writes to x. Its gradient is turned back, by minus the angles."""
+    if torch.is_grad_enabled() and x.requires_grad and not torch.compiler.is_compiling():
+        out: Tensor = _InPlace.apply(x, turn, conjugate)  # type: ignore[no-untyped-call]
+        return out
+    turn(x, conjugate=conjugate)
+    return x
 
+
+class _InPlace(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        interleaved: bool,
-        inplace: bool,
-        offsets: int | Tensor,
-        cu_seqlens: Tensor | None,
-        max_seqlen: int | None,
-    ) -> Tensor:
-        ctx.said = {"cos": cos, "sin": sin, "seqlen_offsets": offsets, "interleaved": interleaved}
-        ctx.said |= {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
-        if inplace:
-            ctx.mark_dirty(x)
-        return apply_rotary(x, **ctx.said, inplace=inplace)
+    def forward(ctx: Any, x: Tensor, turn: Any, conjugate: bool) -> Tensor:
+        ctx.turn, ctx.conjugate = turn, conjugate
+        ctx.mark_dirty(x)
+        turn(x, conjugate=conjugate)
+        return x
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return apply_rotary(grads[0], **ctx.said, conjugate=True), *[None] * 7
+        return _in_place(grads[0].clone(), ctx.turn, not ctx.conjugate), None, None
 
 
-class _RotateParts(torch.autograd.Function):
-    """Queries and keys, or keys alone, in place in one tensor."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        packed: Tensor,
-        cos: Tensor | None,
-        sin: Tensor | None,
-        cos_k: Tensor | None,
-        sin_k: Tensor | None,
-        interleaved: bool,
-        offsets: int | Tensor,
-        num_heads_q: int | None,
-    ) -> Tensor:
-        ctx.tables, ctx.num_heads_q = ((cos, sin), (cos_k, sin_k)), num_heads_q
-        ctx.rest = {"seqlen_offsets": offsets, "interleaved": interleaved, "inplace": True}
-        ctx.mark_dirty(packed)
-        return _turn_parts(packed, num_heads_q, *ctx.tables, **ctx.rest)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        packed = grads[0].clone()
-        return _turn_parts(packed, ctx.num_heads_q, *ctx.tables, **ctx.rest, conjugate=True), *[None] * 7
+def _turn_k(table: Any, rest: Any, kv: Tensor, *, conjugate: bool) -> None:
+    check_parts("kv", kv, 2, 2)
+    apply_rotary(kv.select(2, 0), *table, **rest, inplace=True, conjugate=conjugate)
 
 
-def _turn_parts(packed: Tensor, num_heads_q: int | None, table: Any, table_k: Any, **rest: Any) -> Tensor:
-    """Without a table for queries there are none, without one for keys they have that of queries."""
-    if table[0] is None:
-        apply_rotary(parts_of("kv", packed, 2, 2)[0], *table_k, **rest)
-        return packed
-    if packed.dim() != 4 or num_heads_q is None:
-        q, k, _ = parts_of("qkv", packed, 2, 3)
+def _turn_qk(
+    table: Any, table_k: Any, num_heads_q: int | None, rest: Any, qkv: Tensor, *, conjugate: bool
+) -> None:
+    """By one table in one launch."""
+    if qkv.dim() != 4 or num_heads_q is None:
+        check_parts("qkv", qkv, 2, 3)
+        q, k = qkv.select(2, 0), qkv.select(2, 1)  # of unbind's views a compiler lets nobody write one
     else:
-        heads_k = (packed.shape[2] - num_heads_q) // 2
-        q, k, _ = packed.split((num_heads_q, heads_k, heads_k), 2)
+        q, k = qkv.narrow(2, 0, num_heads_q), qkv.narrow(2, num_heads_q, (qkv.shape[2] - num_heads_q) // 2)
+    rest = {**rest, "inplace": True, "conjugate": conjugate}
     if table_k[0] is None and table_k[1] is None:
         turn(q, k, *table, **rest)
-        return packed
+        return
     apply_rotary(q, *table, **rest)
     apply_rotary(
         k, *(own if other is None else other for own, other in zip(table, table_k, strict=True)), **rest
     )
-    return packed
