@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
-from cutlass_fmha import arrays, autocast, private_torch
+from cutlass_fmha import arrays, autocast, jagged, private_torch
 from cutlass_fmha.arguments import check, check_features, results
 from cutlass_fmha.arguments.op_arguments import op_arguments
 from cutlass_fmha.arguments.results import OUT, RESULTS
@@ -222,6 +222,8 @@ def scaled_dot_product_attention(
     lead = None
     if not _same_leading(query, key, value, enable_gqa):
         check.flag("enable_gqa", enable_gqa)
+        if jagged.is_jagged(query) or jagged.is_jagged(key):
+            jagged.refuse_leading(query, key, value, enable_gqa)
         check.check_types((query, key, value))
         lead, (query, key, value) = _broadcast(query, key, value, enable_gqa)
         layout = "bhsd"
@@ -376,6 +378,11 @@ def _dispatch(
     arguments: Mapping[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
     """The call through torch's dispatcher, checked before: the op would use names of its own."""
+    if (type(q) is not Tensor or type(k) is not Tensor) and (jagged.is_jagged(q) or jagged.is_jagged(k)):
+        packed = jagged.pack((q, k, v), layout, names, arguments)
+        rest = (scale, causal, return_lse, "bshd", row, names)
+        out, lse = _call(*packed.tensors, *rest, packed.arguments)
+        return packed.as_given(out, lse if return_lse else None)
     check.check_types((q, k, v), names)
     compiling = torch.compiler.is_compiling()
     if type(q) is not Tensor and not compiling and type(q).__name__ == "DTensor":

@@ -78,6 +78,20 @@ def _is_constant(number: Any) -> bool:
 has_static_value: Callable[[Any], bool] = getattr(_symbolic_shapes, "has_static_value", _is_constant)
 
 
+# ---- jagged tensors ----------------------------------------------------------------------------------------
+
+
+def ragged_axis(jagged: Any) -> int | None:
+    """The dimension whose sizes differ; None where this torch doesn't say."""
+    axis: int | None = getattr(jagged, "_ragged_idx", None)
+    return axis
+
+
+def bounds_of_jagged(jagged: Any) -> tuple[int | None, int | None]:
+    """The shortest and the longest length as far as the tensor keeps them: computing them would wait for a GPU."""
+    return getattr(jagged, "_maybe_min_seqlen", None), getattr(jagged, "_maybe_max_seqlen", None)
+
+
 # ---- shortcuts ---------------------------------------------------------------------------------------------
 
 
