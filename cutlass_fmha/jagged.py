@@ -113,10 +113,9 @@ def _int32(numbers: Tensor) -> Tensor:
 
 
 def _like(query: Tensor, rows: Tensor, axis: int) -> Tensor:
-    shortest, longest = private_torch.bounds_of_jagged(query)
-    return torch.nested.nested_tensor_from_jagged(
-        rows, query.offsets(), query.lengths(), axis, min_seqlen=shortest, max_seqlen=longest
-    )
+    bounds = private_torch.bounds_of_jagged(query)
+    found: Tensor = private_torch.jagged_view(rows, query.offsets(), query.lengths(), axis, bounds)
+    return found
 
 
 def _rows_of_nobody(query: Tensor, total: int) -> Tensor:
