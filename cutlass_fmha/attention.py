@@ -85,6 +85,7 @@ def attention(
         q: [batch, seqlen_q, num_heads, head_dim], float16, bfloat16 or float32 (on the CPU also float64). Any
             strides, as long as the last dimension is contiguous. Or, with k and v, an array of a library that
             has DLPack (NumPy, CuPy, JAX), and then so is the result; features may be either.
+            Jagged nested tensors (torch.nested) are packed sequences: so are the results, with q's offsets.
         k, v: [batch, seqlen_k, num_heads_kv, head_dim], of q's dtype and device; v may have another head_dim.
             num_heads_kv divides num_heads: each head of k and v serves num_heads / num_heads_kv consecutive
             heads of q (GQA; MQA when it is 1).
@@ -186,6 +187,7 @@ def scaled_dot_product_attention(
     Args:
         query: [..., num_heads, seqlen_q, head_dim], with any number of leading dimensions, none included;
             dtypes as for ``attention``, any strides (a last dimension that is not contiguous is copied).
+            Jagged nested tensors are taken too, [batch, num_heads, seqlen, head_dim] whose seqlen is jagged.
         key, value: [..., num_heads, seqlen_k, head_dim]. Leading dimensions broadcast, as torch's do.
         attn_mask: bool, where False hides a key, or of query's dtype or float32, to be added to the scores;
             broadcastable to [..., num_heads, seqlen_q, seqlen_k].

@@ -59,7 +59,8 @@ def pack(
             check.check_tensor(name, x)
         elif not (is_jagged(x) and x.dim() == 4 and private_torch.ragged_axis(x) == axis):
             raise ValueError(
-                f"{name} must be a jagged tensor {_AXES[axis]} whose seqlen is jagged, got shape {tuple(x.shape)}"
+                f"{name} must be a jagged tensor {_AXES[axis]} whose seqlen is jagged, "
+                f"got shape {tuple(x.shape)}"
             )
         elif x.shape[0] != batch:
             raise ValueError(f"{name} must have {names[0]}'s batch size {batch}, got {x.shape[0]}")
@@ -101,7 +102,7 @@ def refuse_leading(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) 
 
 
 def _rows(x: Tensor, axis: int) -> Tensor:
-    """Packed rows of a jagged tensor, [total tokens, num_heads, head_dim]; another one in the layout "bshd"."""
+    """[total tokens, num_heads, head_dim] of a jagged tensor; another one in the layout "bshd"."""
     if is_jagged(x):
         rows: Tensor = x.values()
         return rows if axis == 1 else rows.transpose(0, 1)

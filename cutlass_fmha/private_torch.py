@@ -89,7 +89,7 @@ def ragged_axis(jagged: Any) -> int | None:
 
 
 def bounds_of_jagged(jagged: Any) -> tuple[int | None, int | None]:
-    """The shortest and the longest length as far as the tensor keeps them: computing them would wait for a GPU."""
+    """The shortest and the longest length, if it keeps them: computing them would wait for a GPU."""
     return getattr(jagged, "_maybe_min_seqlen", None), getattr(jagged, "_maybe_max_seqlen", None)
 
 
@@ -102,7 +102,7 @@ except ImportError:
 def jagged_view(
     values: Any, offsets: Any, lengths: Any, axis: int, bounds: tuple[int | None, int | None]
 ) -> Any:
-    """``torch.nested.nested_tensor_from_jagged``, also where a compiler traces what torch's attention calls."""
+    """``torch.nested.nested_tensor_from_jagged``, also where a compiler traces torch's attention."""
     if _jagged_view is None:
         return torch.nested.nested_tensor_from_jagged(values, offsets, lengths, axis, *bounds)
     return _jagged_view(values, offsets, lengths, axis, *bounds)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from cutlass_fmha import attention, scaled_dot_product_attention, sdpa
+from cutlass_fmha import attention, jagged, scaled_dot_product_attention, sdpa
 
 Q, K = [5, 0, 9, 2], [7, 3, 12, 0]  # a document without queries, and one without keys
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
@@ -173,17 +173,16 @@ def test_autocast_and_inference_mode():
 
 @pytest.mark.parametrize("bound", [None, 9])
 def test_no_number_of_the_device_is_asked_for(bound: int | None, monkeypatch: pytest.MonkeyPatch):
-    said: list[dict[str, Any]] = []
-    real = torch.ops.cutlass_fmha.attend
-    listener = lambda *given, **features: said.append(features) or real(*given, **features)  # noqa: E731
-    monkeypatch.setattr(torch.ops.cutlass_fmha, "attend", listener)
+    packed: list[jagged.Packed] = []
+    real = jagged.pack
+    monkeypatch.setattr(jagged, "pack", lambda *given: packed.append(real(*given)) or packed[-1])
     with FakeTensorMode(shape_env=ShapeEnv()):  # asking raises
         values = torch.empty(16, 4, 16, device="cuda", dtype=torch.float16)
         offsets = torch.empty(5, device="cuda", dtype=torch.int64)
         x = torch.nested.nested_tensor_from_jagged(values, offsets, max_seqlen=bound)
         out = scaled_dot_product_attention(*3 * [x.transpose(1, 2)])
     assert out.values().device.type == "cuda" and out.offsets() is offsets
-    (features,) = said
+    features = packed[0].arguments
     assert features["cu_seqlens_q"] is features["cu_seqlens_k"]  # cast once
     assert features.get("max_seqlen_q") == features.get("max_seqlen_k") == bound
 

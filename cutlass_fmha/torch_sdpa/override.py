@@ -23,7 +23,6 @@ NAME = "cutlass_fmha"
 DEVICE_TYPES = {"cuda": "CUDA", "cpu": "CPU"}
 
 
-
 #: torch 2.11 and newer can hand a call back to the kernel that stood there before.
 _HAS_REGISTRY = hasattr(attention, "register_flash_attention_impl") and hasattr(torch.library, "get_kernel")
 
@@ -51,7 +50,9 @@ class _Kernels:
         self._jagged, self._of_jagged = private_torch.jagged_module(), None
         if self._jagged is not None:
             self._of_jagged = getattr(self._jagged, private_torch.OF_JAGGED)
-            setattr(self._jagged, private_torch.OF_JAGGED, composite.attend_jagged(self._of_jagged, device_types))
+            setattr(
+                self._jagged, private_torch.OF_JAGGED, composite.attend_jagged(self._of_jagged, device_types)
+            )
         # nn.MultiheadAttention's and nn.TransformerEncoder's fast path is a kernel that calls no attention
         # where there is a mask, and on the CPU never.
         self._fast_path = mha.get_fastpath_enabled()
