@@ -166,7 +166,9 @@ def attention(
     if private_torch.any_autocast_enabled():
         q, k, v, said = autocast.operands(q, k, v, features)
     arguments = op_arguments(q, said, "q", RESULTS if return_lse else OUT) if said else NOTHING
-    found = _call(q, k, v, scale, causal, return_lse, layout, row, ("q", "k", "v"), arguments)
+    found: tuple[Tensor, Tensor | None] = _call(
+        q, k, v, scale, causal, return_lse, layout, row, ("q", "k", "v"), arguments
+    )
     return found if return_lse else found[0]
 
 
@@ -219,8 +221,9 @@ def scaled_dot_product_attention(
         said = NOTHING
         if attn_mask is not None:
             said = {"mask" if attn_mask.dtype is torch.bool else "bias": attn_mask}
-        if (known := _known(query, key, value, scale, causal, layout, check.NAMES, said)) is not None:
-            return known
+        known = _call(query, key, value, scale, causal, False, layout, None, check.NAMES, said, True)
+        if known is not None:
+            return known[0]  # type: ignore[no-any-return]
     lead = None
     if not _same_leading(query, key, value, enable_gqa):
         check.flag("enable_gqa", enable_gqa)
@@ -248,7 +251,7 @@ def scaled_dot_product_attention(
             scores = _of_scores(attn_mask, query.dtype, (*leading, query.shape[2], key.shape[2]))
             features["mask" if scores.dtype == torch.bool else "bias"] = scores
         arguments = op_arguments(query, features, results=OUT)
-    output = _call(query, key, value, scale, causal, False, layout, None, check.NAMES, arguments)[0]
+    output: Tensor = _call(query, key, value, scale, causal, False, layout, None, check.NAMES, arguments)[0]
     if out is not None:
         return out
     return output if lead is None else output.reshape(*lead, *output.shape[-2:])
@@ -273,7 +276,8 @@ def attend_cache(
     names = ("q", "k_cache", "v_cache")
     rest = (scale, check.causal_name(causal), check.flag("return_lse", return_lse), "bshd", row, names)
     arguments = op_arguments(q, features, "q", RESULTS if return_lse else OUT)
-    return _call(q, k_cache, v_cache, *rest, arguments)
+    found: tuple[Tensor, Tensor | None] = _call(q, k_cache, v_cache, *rest, arguments)
+    return found
 
 
 def packed_attention(
@@ -286,37 +290,17 @@ def packed_attention(
     if private_torch.any_autocast_enabled():
         q, k, v, said = autocast.operands(q, k, v, features)
     arguments = op_arguments(q, said, "q")
-    if (known := _known(q, k, v, scale, word, "packed", ("q", "k", "v"), arguments)) is not None:
-        return known
+    rest = (None, ("q", "k", "v"), arguments)
+    if (known := _call(q, k, v, scale, word, False, "packed", *rest, True)) is not None:
+        return known[0]  # type: ignore[no-any-return]
     tensors, layout = (q, k, v), "packed"
     rows = plan.packed_rows(q), plan.packed_rows(k), plan.packed_rows(v)
     if not _passes_dispatcher(tensors, arguments) or any(
         row.data_ptr() != x.data_ptr() for row, x in zip(rows, tensors, strict=True)
     ):
         layout, tensors = "bshd", rows
-    out = _call(*tensors, scale, word, False, layout, None, ("q", "k", "v"), arguments)[0]
+    out: Tensor = _call(*tensors, scale, word, False, layout, *rest)[0]
     return out if layout == "packed" else out.view(q.shape[0], q.shape[2], *out.shape[1:])
-
-
-def _known(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None,
-    causal: str,
-    layout: str,
-    names: Names,
-    arguments: Mapping[str, Any],
-) -> Tensor | None:
-    """The output of a call that there is a plan for; else None, with nothing done."""
-    if not _passes_dispatcher((q, k, v), arguments):
-        return None
-    try:
-        number = None if scale is None else check.finite_scale(scale)
-        known = plan.launch(q, k, v, number, causal, False, None, layout, names, arguments, True)
-    except RuntimeError:  # a nested or a sparse tensor; what CUDA refuses, it does again
-        return None
-    return known and known[0]  # type: ignore[no-any-return]
 
 
 def _passes_dispatcher(tensors: tuple[Any, Any, Any], arguments: Mapping[str, Any]) -> bool:
@@ -338,9 +322,11 @@ def _call(
     row: str | None,
     names: Names,
     arguments: Mapping[str, Any],
-) -> tuple[Tensor, Tensor | None]:
-    """One call of an op, or of what the op would call where nothing listens in between.
+    known_only: bool = False,
+) -> Any:
+    """One call of an op, or of what the op would call where nothing listens in between: output and LSE.
 
+    ``known_only``: None, and nothing is done, where there is no plan for that.
     ``arguments`` are those of ``attend``, under its names; without any, the op is ``forward``.
     """
     if scale is not None:
@@ -358,12 +344,14 @@ def _call(
         )
     if _passes_dispatcher((q, k, v), arguments):
         try:
-            found: tuple[Tensor, Tensor | None]
-            found = plan.launch(q, k, v, scale, causal, return_lse, row, layout, names, arguments)
-            return found
+            return plan.launch(q, k, v, scale, causal, return_lse, row, layout, names, arguments, known_only)
         except RuntimeError:
+            if known_only:  # what CUDA refuses, it does again
+                return None
             check.check_types((q, k, v), names)  # nested and sparse tensors have no shape or address
             raise
+    if known_only:
+        return None
     return _dispatch(q, k, v, scale, causal, return_lse, plan.LAYOUTS[layout], row, names, arguments)
 
 

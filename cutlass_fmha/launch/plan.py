@@ -206,24 +206,15 @@ def kept(op: str, arguments: Sequence[Any], prepare: Callable[[], T]) -> T:
     return found
 
 
-def _of_packed(
-    launch: Launch, tensors: Operands, scale: float, return_lse: bool, said: Mapping[str, Any]
+def _relaid(
+    launch: Launch, packed: bool, tensors: Operands, scale: float, return_lse: bool, said: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
-    """A family's own launch, which knows "bshd", of tensors that are "packed"."""
-    q, k, v = tensors
-    out, lse = launch((packed_rows(q), packed_rows(k), packed_rows(v)), scale, return_lse, said)
-    return out.view(q.shape[0], q.shape[2], *out.shape[1:]), lse
-
-
-def _heads_first(
-    launch: Launch, tensors: Operands, scale: float, return_lse: bool, said: Mapping[str, Any]
-) -> tuple[Tensor, Tensor | None]:
-    """A family's own launch, which knows "bshd", of tensors that are "bhsd"."""
-    q, k, v = (x.transpose(1, 2) for x in tensors)
+    """A family's own launch, which knows "bshd", of tensors that are "bhsd" or "packed"."""
+    q, k, v = (packed_rows(x) if packed else x.transpose(1, 2) for x in tensors)
     if "out" in said:
         said = {**said, "out": said["out"].transpose(1, 2)}
     out, lse = launch((q, k, v), scale, return_lse, said)
-    return out.transpose(1, 2), lse
+    return out.view(len(tensors[0]), -1, *out.shape[1:]) if packed else out.transpose(1, 2), lse
 
 
 def _checked(
@@ -311,7 +302,7 @@ def prepare(
         given = Given(*(tuple((name, results.extent(x)) for name, x in group.items()) for group in groups))
     if launch is not None:
         if packed or layout == "bhsd":
-            launch = partial(_of_packed if packed else _heads_first, launch)
+            launch = partial(_relaid, launch, packed)
         launch = launch if given is None else partial(_checked, given, launch)
     plan = Plan(
         chosen.index,
