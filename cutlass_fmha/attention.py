@@ -370,8 +370,8 @@ def _dispatch(
     """The call through torch's dispatcher, checked before: the op would use names of its own."""
     if (type(q) is not Tensor or type(k) is not Tensor) and (jagged.is_jagged(q) or jagged.is_jagged(k)):
         packed = jagged.pack((q, k, v), layout, names, arguments)
-        rest = (scale, causal, return_lse, "bshd", row, names)
-        out, lse = _call(*packed.tensors, *rest, packed.arguments)
+        said = packed.arguments
+        out, lse = _call(*packed.tensors, scale, causal, return_lse, "bshd", row, names, said)
         return packed.as_given(out, lse if return_lse else None)
     check.check_types((q, k, v), names)
     compiling = torch.compiler.is_compiling()
@@ -539,5 +539,7 @@ def contiguous_rows(name: str, tensor: Tensor) -> Tensor:
             return tensor
     except RuntimeError:  # a sparse tensor has no strides
         pass
+    if jagged.is_jagged(tensor):
+        return jagged.contiguous_rows(tensor)
     check.check_tensor(name, tensor)
     return tensor.clone(memory_format=torch.contiguous_format)  # contiguous() leaves an empty one as it is

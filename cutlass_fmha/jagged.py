@@ -25,7 +25,7 @@ class Packed(NamedTuple):
 
     tensors: tuple[Tensor, Tensor, Tensor]
     arguments: Mapping[str, Any]
-    query: Tensor
+    query: Any
     #: Where a sequence's rows stand among the call's own dimensions.
     axis: int
 
@@ -64,7 +64,8 @@ def pack(
             )
         elif x.shape[0] != batch:
             raise ValueError(f"{name} must have {names[0]}'s batch size {batch}, got {x.shape[0]}")
-    q, k, v = tensors
+    jagged: tuple[Any, Any, Any] = tensors
+    q, k, v = jagged
     if is_jagged(k) is not is_jagged(v) or (is_jagged(k) and not _same_sequences(k, v)):
         raise ValueError(
             f"{names[2]} must have {names[1]}'s sequences: make it with "
@@ -91,6 +92,11 @@ def pack(
     return Packed((_rows(q, axis), _rows(k, axis), _rows(v, axis)), said | begin, q, axis)
 
 
+def contiguous_rows(x: Any) -> Tensor:
+    """A copy whose last dimension is contiguous."""
+    return _like(x, x.values().clone(memory_format=torch.contiguous_format), private_torch.ragged_axis(x))
+
+
 def refuse_leading(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> NoReturn:
     """Of ``scaled_dot_product_attention``, which broadcasts what is not jagged."""
     shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
@@ -101,10 +107,10 @@ def refuse_leading(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) 
     )
 
 
-def _rows(x: Tensor, axis: int) -> Tensor:
+def _rows(x: Any, axis: int) -> Any:
     """[total tokens, num_heads, head_dim] of a jagged tensor; another one in the layout "bshd"."""
     if is_jagged(x):
-        rows: Tensor = x.values()
+        rows = x.values()
         return rows if axis == 1 else rows.transpose(0, 1)
     return x if axis == 1 else x.transpose(1, 2)
 
@@ -113,19 +119,19 @@ def _int32(numbers: Tensor) -> Tensor:
     return numbers.to(torch.int32).contiguous()
 
 
-def _like(query: Tensor, rows: Tensor, axis: int) -> Tensor:
+def _like(query: Any, rows: Tensor, axis: int | None) -> Tensor:
     bounds = private_torch.bounds_of_jagged(query)
     found: Tensor = private_torch.jagged_view(rows, query.offsets(), query.lengths(), axis, bounds)
     return found
 
 
-def _rows_of_nobody(query: Tensor, total: int) -> Tensor:
+def _rows_of_nobody(query: Any, total: int) -> Any:
     """bool [total]: the rows before the first sequence and behind the last one."""
     rows, offsets = torch.arange(total, device=query.device), query.offsets()
     return (rows < offsets[0]) | (rows >= offsets[-1])
 
 
-def _same_sequences(one: Tensor, other: Tensor) -> bool:
+def _same_sequences(one: Any, other: Any) -> bool:
     """Whether the offsets agree, as far as the host may know: numbers on a GPU are taken to."""
     pairs = ((one.offsets(), other.offsets()), (one.lengths(), other.lengths()))
     for own, others in pairs:

@@ -93,14 +93,19 @@ def bounds_of_jagged(jagged: Any) -> tuple[int | None, int | None]:
     return getattr(jagged, "_maybe_min_seqlen", None), getattr(jagged, "_maybe_max_seqlen", None)
 
 
-try:
-    from torch.nested._internal.nested_tensor import nested_view_from_values_offsets_lengths as _jagged_view
-except ImportError:
-    _jagged_view = None
+def _of(module: str, name: str) -> Any:
+    """What a module of torch's calls so; None: this torch has no such thing."""
+    try:
+        return getattr(importlib.import_module(module), name, None)
+    except ImportError:
+        return None
+
+
+_jagged_view = _of("torch.nested._internal.nested_tensor", "nested_view_from_values_offsets_lengths")
 
 
 def jagged_view(
-    values: Any, offsets: Any, lengths: Any, axis: int, bounds: tuple[int | None, int | None]
+    values: Any, offsets: Any, lengths: Any, axis: int | None, bounds: tuple[int | None, int | None]
 ) -> Any:
     """``torch.nested.nested_tensor_from_jagged``, also where a compiler traces torch's attention."""
     if _jagged_view is None:
@@ -114,11 +119,8 @@ OF_JAGGED = "jagged_scaled_dot_product_attention"
 
 def jagged_module() -> Any:
     """The module whose function ``OF_JAGGED`` is called; None: this torch has another way."""
-    try:
-        found = importlib.import_module("torch.nested._internal.ops")
-    except ImportError:
-        return None
-    return found if hasattr(found, OF_JAGGED) else None
+    module = "torch.nested._internal.ops"
+    return None if _of(module, OF_JAGGED) is None else importlib.import_module(module)
 
 
 # ---- shortcuts ---------------------------------------------------------------------------------------------

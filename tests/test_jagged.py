@@ -162,6 +162,23 @@ def test_holes_are_neither_seen_nor_written_nor_in_a_gradient():
     torch.testing.assert_close(found, exact)
 
 
+@pytest.mark.parametrize("lengths", [None, [2, 0, 4]])
+def test_values_of_any_strides_and_with_rows_of_nobody_around(lengths: list[int] | None):
+    """torch's signature copies a last dimension that is not contiguous."""
+    offsets, used = torch.tensor([2, 5, 7, 12]), [3, 2, 5] if lengths is None else lengths
+    inside = torch.cat([torch.arange(n) + first for n, first in zip(used, [2, 5, 7], strict=True)])
+    rows = randn(14, 16, 4, dtype=torch.float64)
+    values = torch.full_like(rows, math.nan).index_copy(0, inside, rows[inside]).requires_grad_()
+    held = None if lengths is None else torch.tensor(lengths)
+    x = torch.nested.nested_tensor_from_jagged(values.transpose(1, 2), offsets, held).transpose(1, 2)
+    out = scaled_dot_product_attention(x, x, x, is_causal=True).transpose(1, 2).values()[inside]
+    documents = values.transpose(1, 2)[inside].split(used)
+    want = torch.cat([alone(*3 * [each], causal="top-left")[0] for each in documents])
+    torch.testing.assert_close(out, want)
+    found, exact = (torch.autograd.grad(each.square().sum(), values)[0] for each in (out, want))
+    torch.testing.assert_close(found, exact)
+
+
 @pytest.mark.filterwarnings("ignore:In CPU autocast")
 def test_autocast_and_inference_mode():
     tensors = [x.detach().float() for x in operands()]

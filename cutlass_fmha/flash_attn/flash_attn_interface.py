@@ -371,7 +371,7 @@ def _parts(name: str, packed: Tensor, dim: int, count: int) -> Any:
 
 
 def check_parts(name: str, packed: Tensor, dim: int, count: int) -> None:
-    """Raises ValueError but for [batch, seqlen, count, num_heads, head_dim], where dim is 2, or [total, ...]."""
+    """Raises ValueError but for [batch, seqlen, count, num_heads, head_dim] (dim 2) or [total, ...] (1)."""
     if not isinstance(packed, Tensor) or packed.dim() != dim + 3 or packed.shape[dim] != count:
         axes = "batch, seqlen" if dim == 2 else "total"
         shape = tuple(packed.shape) if isinstance(packed, Tensor) else type(packed).__name__

@@ -57,7 +57,7 @@ def apply_rotary_emb_qkv_(
             "qkv of 4 dimensions needs num_heads_q, how many of its heads are queries; half of the others "
             f"are keys: got {num_heads_q} of {qkv.shape[2]}"
         )
-    rest: Any = {"interleaved": interleaved, "seqlen_offsets": seqlen_offsets}
+    rest: Any = {"interleaved": interleaved, "seqlen_offsets": seqlen_offsets, "inplace": True}
     return _in_place(qkv, partial(_turn_qk, (cos, sin), (cos_k, sin_k), num_heads_q, rest))
 
 
@@ -65,7 +65,7 @@ def apply_rotary_emb_kv_(
     kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: int | Tensor = 0
 ) -> Tensor:
     """Rotates keys in place in [batch, seqlen, 2, num_heads, head_dim]."""
-    rest: Any = {"interleaved": interleaved, "seqlen_offsets": seqlen_offsets}
+    rest: Any = {"interleaved": interleaved, "seqlen_offsets": seqlen_offsets, "inplace": True}
     return _in_place(kv, partial(_turn_k, (cos, sin), rest))
 
 
@@ -196,7 +196,8 @@ class _InPlace(torch.autograd.Function):
 
 def _turn_k(table: Any, rest: Any, kv: Tensor, *, conjugate: bool) -> None:
     check_parts("kv", kv, 2, 2)
-    apply_rotary(kv.select(2, 0), *table, **rest, inplace=True, conjugate=conjugate)
+    rest = {**rest, "conjugate": conjugate}
+    apply_rotary(kv.select(2, 0), *table, **rest)
 
 
 def _turn_qk(
@@ -208,7 +209,7 @@ def _turn_qk(
         q, k = qkv.select(2, 0), qkv.select(2, 1)  # of unbind's views a compiler lets nobody write one
     else:
         q, k = qkv.narrow(2, 0, num_heads_q), qkv.narrow(2, num_heads_q, (qkv.shape[2] - num_heads_q) // 2)
-    rest = {**rest, "inplace": True, "conjugate": conjugate}
+    rest = {**rest, "conjugate": conjugate}
     if table_k[0] is None and table_k[1] is None:
         turn(q, k, *table, **rest)
         return

@@ -69,7 +69,7 @@ def turn(
         )
     else:
         said = said._replace(start=seqlen_offsets)
-    dense = contiguous_rows("x", q), contiguous_rows("x", k)
+    dense: tuple[Tensor, Tensor] = (contiguous_rows("x", q), contiguous_rows("x", k))
     # A compiler finds out by itself what need not be copied, and traces the gradient of a copy only.
     copied = (
         torch.compiler.is_compiling() and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
