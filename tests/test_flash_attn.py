@@ -45,6 +45,9 @@ SIGNATURES = {
     "_wrapped_flash_attn_varlen_forward": "q, k, v, {lengths}, dropout_p, softmax_scale, causal, "
     "window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False, "
     "block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False",
+    "_wrapped_flash_attn_backward": "dout, q, k, v, out, softmax_lse, dq, dk, dv, {gradients}",
+    "_wrapped_flash_attn_varlen_backward": "dout, q, k, v, out, softmax_lse, dq, dk, dv, {lengths}, "
+    "{gradients}, zero_tensors=False",
     "apply_rotary_emb": "x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None, "
     "max_seqlen=None",
     "apply_rotary_emb_qkv_": "qkv, cos, sin, cos_k=None, sin_k=None, interleaved=False, seqlen_offsets=0, "
@@ -78,12 +81,17 @@ NORM = (
     "x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-06, dropout_p=0.0, "
     "rowscale=None, prenorm=False, residual_in_fp32=False, zero_centered_weight=False"
 )
+GRADIENTS = (
+    "dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, "
+    "deterministic, rng_state=None"
+)
 PLACES = "return_dropout_mask=False, out_dtype=None, out=None, residual_out=None"
 USUAL = (
     "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
     "deterministic=False, return_attn_probs=False"
 )
 LENGTHS = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
+SHARED = {"lengths": LENGTHS, "norm": NORM, "places": PLACES, "gradients": GRADIENTS}
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
@@ -96,7 +104,7 @@ def test_signatures_are_theirs(name: str):
     }
     given = inspect.signature(found).parameters.values()
     plain = [str(each.replace(annotation=inspect.Parameter.empty)) for each in given]
-    assert ", ".join(plain) == SIGNATURES[name].format(USUAL, lengths=LENGTHS, norm=NORM, places=PLACES)
+    assert ", ".join(plain) == SIGNATURES[name].format(USUAL, **SHARED)
 
 
 # ---- what the functions compute ----------------------------------------------------------------------------
@@ -227,6 +235,33 @@ def test_the_dropout_mask_is_that_of_the_output():
     assert torch.equal(_[0], same) and _[2].shape == (0,)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("numbers", [(0.0, 0.3, True, 3, -1, 0.0), (0.4, 0.25, False, -1, -1, 2.0)])
+def test_the_backward_that_others_call_is_that_of_autograd(numbers: tuple[Any, ...], packed: bool):
+    """More queries than keys: rows without keys have an LSE of +inf."""
+    dropout_p, scale, causal, *sides, softcap = numbers
+    slopes = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    q, k, v = (randn(2, n, h, 16, seed=n + h) for n, h in ((9, 4), (5, 2), (5, 2)))
+    dout, lengths = randn(2, 9, 4, 16, seed=1), ()
+    said = {"scale": scale, "causal": causal, "window": tuple(None if s < 0 else s for s in sides)}
+    if packed:
+        q, k, v, dout = (x.flatten(0, 1) for x in (q, k, v, dout))
+        lengths = (ints(0, 9, 18), ints(0, 5, 10), 9, 5)
+        said |= dict(zip(LENGTHS.split(", "), lengths, strict=True))
+    kind = "varlen_" if packed else ""
+    forward, backward = (
+        getattr(flash_attn_interface, f"_wrapped_flash_attn_{kind}{each}") for each in ("forward", "backward")
+    )
+    torch.manual_seed(0)
+    out, lse, _, state = forward(q, k, v, *lengths, *numbers, slopes, False)
+    places = [torch.full_like(x, math.nan) for x in (q, k, v)]
+    backward(dout, q, k, v, out, lse, *places, *lengths, *numbers, slopes, True, rng_state=state)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    dropout = {"dropout_p": dropout_p, "dropout_seed": state[:1]} if dropout_p else {}
+    same = attention(*leaves, softcap=softcap, alibi_slopes=slopes, **said, **dropout)
+    torch.testing.assert_close(places, list(torch.autograd.grad(same, leaves, dout)))
+
+
 @pytest.mark.parametrize("interleaved", [None, False, True])
 @pytest.mark.parametrize("paged", [False, True])
 def test_a_cache_is_theirs(paged: bool, interleaved: bool | None):
@@ -276,8 +311,9 @@ def test_what_is_declined_says_why():
         apply_rotary(q[0], torch.rand(9, 4), torch.rand(9, 4))
     with pytest.raises(ValueError, match="seqlen_offset is a tensor: pass max_seqlen"):
         rotary.RotaryEmbedding(8)(q, q, torch.tensor([1]))
-    with pytest.raises(NotImplementedError, match="no backward yet"):
-        flash_attn_interface._wrapped_flash_attn_backward(q)
+    given = (0.3, 0.25, False, -1, -1, 0.0, None, False)
+    with pytest.raises(ValueError, match="rng_state must be what the forward returned last"):
+        flash_attn_interface._wrapped_flash_attn_backward(*[q] * 5, q[..., 0], *[None] * 3, *given)
 
 
 def test_what_norms_decline_says_what_to_do():
