@@ -302,7 +302,7 @@ REFUSED: Refusals = {
         ({"attn_mask": NESTED}, "attn_mask is a nested tensor"),
     ],
     ("attention", NotImplementedError): [
-        ({"q": JAGGED, "k": NESTED}, "k is a nested tensor .* takes jagged q"),
+        ({"q": JAGGED, "k": NESTED}, "k is a nested tensor, .* takes jagged q"),
         ({"q": NESTED, "layout": "bhsd", "softcap": 1.0}, "q is a nested tensor"),
         ({"q": Q.clone().requires_grad_(), "cache_batch_idx": ints(0, 1)}, "no backward yet with cache_b"),
         ({"alibi_slopes": torch.ones(4, requires_grad=True)}, "no backward yet for alibi_slopes: pass it de"),
