@@ -485,6 +485,19 @@ def test_a_recorded_result_is_rendered_anew(tmp_path: Path, capsys: pytest.Captu
     assert "B2 H16 S8192 D128 bf16" not in capsys.readouterr().out
 
 
+def test_runs_of_some_cases_are_joined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole, files = synthetic(), [tmp_path / f"{name}.json" for name in ("one", "two", "joined")]
+    one, two = ({**whole, "cases": whole["cases"][part]} for part in (slice(0, 9), slice(9, None)))
+    two |= {"host_us": {}, "peers": whole["peers"][:1]}
+    for part, file in zip((two, one), files, strict=False):
+        report.write_json(part, file)
+    asked = ["--from-json", *map(str, files[1::-1]), "--json"]
+    assert bench.main([*asked, str(files[2])]) == 0
+    assert report.read_json(files[2]) == json.loads(json.dumps(whole))
+    report.write_json({**two, "machine": {**two["machine"], "commit": "another"}}, files[0])
+    assert bench.main(asked) == 1 and "results of two GPUs or builds" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("factors", "said"),
     [

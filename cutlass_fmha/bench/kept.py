@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import machine
+from . import machine, report
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +29,10 @@ def run(
     """What was kept, or what ``measure`` finds on the GPU, if there is one; printed and written as asked."""
     result: dict[str, Any]
     if arguments.from_json:
-        result = joined([json.loads(path.read_text()) for path in arguments.from_json])
+        try:
+            result = report.joined([json.loads(path.read_text()) for path in arguments.from_json])
+        except report.InvalidReport as error:
+            raise SystemExit(str(error)) from None
     else:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         cuda = device.type == "cuda"
@@ -42,11 +45,3 @@ def run(
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     return result
-
-
-def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Runs of some of what there is: their lists one behind the other, the rest of the first one."""
-    return {
-        name: [entry for part in parts for entry in part[name]] if isinstance(value, list) else value
-        for name, value in parts[0].items()
-    }
