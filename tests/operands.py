@@ -142,6 +142,7 @@ def poison(dtype: torch.dtype, count: int, device: torch.device | str) -> Tensor
         torch.float16: (torch.int16, 0x7E5A),
         torch.bfloat16: (torch.int16, 0x7FDA),
         torch.float32: (torch.int32, 0x7FDA5A5A),
+        torch.int32: (torch.int32, 0x7FDA5A5A),
         torch.float64: (torch.int64, 0x7FFDA5A55A5A5A5A),
     }
     integer, pattern = bits[dtype]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import math
@@ -18,7 +19,18 @@ from oracle import CAUSAL, visible
 
 import cutlass_fmha
 from cutlass_fmha import UnsupportedError, bench
-from cutlass_fmha.bench import against, contenders, gradients, lineup, machine, memory, report, runner, timing
+from cutlass_fmha.bench import (
+    against,
+    contenders,
+    gradients,
+    kept,
+    lineup,
+    machine,
+    memory,
+    report,
+    runner,
+    timing,
+)
 from cutlass_fmha.bench import cases as bench_cases
 from cutlass_fmha.bench.cases import CASES, FEATURES, GROUPS, Case, select_cases, visible_pairs
 from cutlass_fmha.bench.features import Feature
@@ -473,6 +485,19 @@ def test_a_recorded_result_is_rendered_anew(tmp_path: Path, capsys: pytest.Captu
     assert "B2 H16 S8192 D128 bf16" not in capsys.readouterr().out
 
 
+def test_runs_of_some_cases_are_joined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole, files = synthetic(), [tmp_path / f"{name}.json" for name in ("one", "two", "joined")]
+    one, two = ({**whole, "cases": whole["cases"][part]} for part in (slice(0, 9), slice(9, None)))
+    two |= {"host_us": {}, "peers": whole["peers"][:1]}
+    for part, file in zip((two, one), files, strict=False):
+        report.write_json(part, file)
+    asked = ["--from-json", *map(str, files[1::-1]), "--json"]
+    assert bench.main([*asked, str(files[2])]) == 0
+    assert report.read_json(files[2]) == json.loads(json.dumps(whole))
+    report.write_json({**two, "machine": {**two["machine"], "commit": "another"}}, files[0])
+    assert bench.main(asked) == 1 and "results of two GPUs or builds" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("factors", "said"),
     [
@@ -526,12 +551,24 @@ def test_bad_arguments_are_named(arguments: list[str], capsys: pytest.CaptureFix
     assert "unknown" in capsys.readouterr().err
 
 
-def test_clocks_are_read_from_nvidia_smi_and_gaps_are_none(tmp_path: Path) -> None:
+def test_clocks_are_read_from_nvidia_smi_and_gaps_are_none(tmp_path: Path, monkeypatch) -> None:
     read = machine.parse_smi("580.159.03, 1980, 1980, 3201, 112.43, 700.00, [N/A]\n")
     assert (read["driver"], read["sm_clock_mhz"], read["power_w"]) == ("580.159.03", 1980.0, 112.43)
     assert read["temperature_c"] is None
     assert {*machine.parse_smi("garbage").values(), *machine.parse_smi("").values()} == {None}
     assert machine.commit(tmp_path) is None, "outside of a checkout"
+    monkeypatch.setenv(machine.COMMIT, "0123456")
+    assert machine.commit(tmp_path) == "0123456"
+
+
+def test_what_is_kept_of_a_gpu_has_its_clocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(machine, "describe", lambda device: {"gpu": "H"})
+    monkeypatch.setattr(machine, "read_smi", lambda device: {"sm_clock_mhz": 1980.0})
+    arguments = argparse.Namespace(from_json=None, markdown=None, json=tmp_path / "r.json")
+    found = kept.run(arguments, lambda device: {"on": device.type}, str)
+    assert found == {"machine": {"gpu": "H", "clocks_after": {"sm_clock_mhz": 1980.0}}, "on": "cuda"}
+    assert json.loads(arguments.json.read_text()) == found
 
 
 # ---- features, pages, a copy -------------------------------------------------------------------------------

@@ -70,6 +70,17 @@ def test_ops_are_told_beside_torchs(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "swiglu is" in capsys.readouterr().err
 
 
+def test_runs_of_some_ops_are_joined(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    files = [str(tmp_path / name) for name in ("one", "other", "both")]
+    for op, file in zip(("swiglu", "geglu, tanh"), files, strict=False):
+        assert beside.main(["--ops", op, "--sizes", "4096", "--budget", "0.001", "--json", file]) == 0
+    capsys.readouterr()
+    assert beside.main(["--from-json", *files[:2], "--json", files[2]]) == 0
+    text = capsys.readouterr().out
+    assert all(f"| {op}, forward |" in text for op in ("swiglu", "geglu, tanh"))
+    assert beside.main(["--from-json", files[2]]) == 0 and capsys.readouterr().out == text
+
+
 @pytest.mark.parametrize("name", beside.OPS)
 def test_bytes_that_must_move_are_those_of_tensors(name: str):
     """Forward: what is read and what is written, weights and tables aside."""

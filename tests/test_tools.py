@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import json
+import runpy
 import subprocess
 import sys
 import zipfile
@@ -32,9 +32,15 @@ TOOLS = [file.stem for file in (ROOT / "tools").glob("*.py") if "def main(" in f
 
 
 @pytest.mark.parametrize("name", TOOLS)
-def test_every_tool_tells_what_it_does(name: str, capsys: pytest.CaptureFixture[str]):
+def test_every_tool_tells_what_it_does(name: str, capsys: pytest.CaptureFixture[str], monkeypatch):
+    """Where Python leaves a script's directory out, too (-P)."""
+    tools = ROOT / "tools"
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if Path(path).resolve() != tools])
+    for file in tools.glob("*.py"):
+        monkeypatch.delitem(sys.modules, file.stem, raising=False)
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
     with pytest.raises(SystemExit) as left:
-        importlib.import_module(name).main(["--help"])
+        runpy.run_path(str(tools / f"{name}.py"), run_name="__main__")
     assert left.value.code == 0 and capsys.readouterr().out.startswith("usage: ")
 
 

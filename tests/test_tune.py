@@ -590,6 +590,8 @@ def test_the_report_and_the_lines_to_take_over(board: Leaderboard, capsys: pytes
     assert "gpu a GPU, arch 90" in text and "21 candidates" in text and "and 9 slower ones" in text
     (first,) = [line for line in text.splitlines() if line.startswith("accepted ")]
     assert best.candidate.key in first and " 1.111x " in first
+    assert run_tune("--report", "--leaderboard", board.path, "--json") == 0
+    assert capsys.readouterr().out == board.path.read_text()
     assert run_tune("--accept", "--leaderboard", board.path) == 0
     shown = capsys.readouterr().out
     assert f"before: {INCUMBENT.key}" in shown and f"replaces, on sm_90: {row.key}" in shown

@@ -23,6 +23,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
 from resources import REGISTERS_PER_SM, REPORT, SHARED_PER_SM, SHARED_PER_SM_90
 
 from cutlass_fmha.bench.cases import Case, select_cases

@@ -14,9 +14,12 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import resources
 from source_hash import SOURCES, source_hash

@@ -21,6 +21,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
 from building import find_program
 from cubin import RESERVED_SHARED, Kernel, read_compilers, read_kernels
 from source_hash import source_hash

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
 from cubin import Kernel, read_kernels
 from mainloop import CLASSES, Loop, LoopNotFoundError, main_loop
 from resources import UPDATE

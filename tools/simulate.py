@@ -17,6 +17,8 @@ import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
 from building import BuildError, load_extension
 from simulator import DIRECTORY, build_extension
 

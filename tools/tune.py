@@ -73,6 +73,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--dry-run", action="store_true", help="print the candidates of the first round as manifest lines")
     add("--report", action="store_true", help="print the leaderboard")
     add("--accept", action="store_true", help="print the accepted lines for the manifest")
+    output.add_json(parser)
     options = parser.parse_args(arguments)
     if options.mma_passes < 1 or options.mma_passes % 2 == 0:
         parser.error("--mma-passes must be odd: 1, 3 or 5")
@@ -169,7 +170,7 @@ def tune(options: argparse.Namespace, gpu: str, own: int, arch: int, path: Path)
     try:
         search.run()
     finally:
-        output.show(board.render())
+        output.emit(board.content(), board.render(), options.json)
 
 
 def accept(board: Leaderboard) -> None:
@@ -201,7 +202,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name = f"leaderboard-sm{arch}-passes{options.mma_passes}.json"
         path = options.leaderboard or options.work / name
         if options.report:
-            output.show(Leaderboard.load(path).render())
+            board = Leaderboard.load(path)
+            output.emit(board.content(), board.render(), options.json)
         elif options.accept:
             accept(Leaderboard.load(path))
         elif options.dry_run:

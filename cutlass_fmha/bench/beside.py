@@ -342,7 +342,8 @@ def main(argv: list[str] | None = None) -> int:
                 results.append(measure(name, size, device, arguments.budget))
                 print(results[-1], file=sys.stderr, flush=True)
         batches = (1, 8, 64, 256) if device.type == "cuda" else (1, 2)
-        return {"results": results, "append": [append(n, device, arguments.budget) for n in batches]}
+        steps = [append(n, device, arguments.budget) for n in batches if "qk_norm_rope" in arguments.ops]
+        return {"results": results, "append": steps}
 
     result = kept.run(arguments, found, text)
     wrong = [c for c in result["results"] if not c["error"] <= (2e-2 if result["machine"]["gpu"] else 1e-5)]

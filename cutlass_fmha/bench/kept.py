@@ -10,13 +10,15 @@ from typing import Any
 
 import torch
 
-from . import machine
+from . import machine, report
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results")
     parser.add_argument("--markdown", type=Path, metavar="PATH", help="write the table")
-    parser.add_argument("--from-json", type=Path, metavar="PATH", help="the tables of kept results")
+    parser.add_argument(
+        "--from-json", type=Path, nargs="+", metavar="PATH", help="the tables of kept results, joined to one"
+    )
 
 
 def run(
@@ -27,11 +29,16 @@ def run(
     """What was kept, or what ``measure`` finds on the GPU, if there is one; printed and written as asked."""
     result: dict[str, Any]
     if arguments.from_json:
-        result = json.loads(arguments.from_json.read_text())
+        try:
+            result = report.joined([json.loads(path.read_text()) for path in arguments.from_json])
+        except report.InvalidReport as error:
+            raise SystemExit(str(error)) from None
     else:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         cuda = device.type == "cuda"
-        result = {"machine": machine.describe(0) if cuda else {"gpu": None}, **measure(device)}
+        about = machine.describe(0) if cuda else {"gpu": None}
+        found = measure(device)
+        result = {"machine": about | ({"clocks_after": machine.read_smi(0)} if cuda else {}), **found}
     print(text(result))
     if arguments.markdown:
         arguments.markdown.write_text(text(result))
