@@ -12,7 +12,7 @@ from cutlass_fmha.cost import store
 from cutlass_fmha.dispatch import choose, eligibility
 from cutlass_fmha.dispatch import table as tables
 from cutlass_fmha.dispatch.device import PRESETS
-from cutlass_fmha.dispatch.problem import CAUSAL, EVEN, FEATURES, MAX_KEY_SPAN, Problem, following, typical
+from cutlass_fmha.dispatch.problem import CAUSAL, EVEN, FEATURES, MAX_KEY_SPAN, Problem, typical
 from cutlass_fmha.launch.recent import Recent
 
 
@@ -115,15 +115,4 @@ def test_a_length_never_seen_before_is_priced_only_where_its_class_is_new(monkey
     problem = Problem(2, 0, 0, 16, 16, 128, "bfloat16", "bottom-right")
     for length in range(60001, 60001 + 4000):
         choose.choose(replace(problem, seqlen_q=length, seqlen_k=length), PRESETS["h200"])
-    assert 1 <= len(priced) <= 6
-    assert all(typical(each) == each for each in priced)
-
-
-@given(problems)
-def test_longer_classes_follow_each_other(problem):
-    before = typical(problem)
-    for each in following(before):
-        assert typical(each) == each and each.seqlen_k > before.seqlen_k and each.mean >= before.mean
-        if before.mean == EVEN:  # none is left out
-            assert typical(replace(before, seqlen_k=before.seqlen_k + 1)).seqlen_k == each.seqlen_k
-        before = each
+    assert 1 <= len(priced) <= 3

@@ -15,7 +15,7 @@ from cutlass_fmha.dispatch.any_rows import no_rows
 from cutlass_fmha.dispatch.device import Device
 from cutlass_fmha.dispatch.eligibility import eligible_rows, family, reasons
 from cutlass_fmha.dispatch.families.family import Offer, Offers
-from cutlass_fmha.dispatch.problem import MAX_KEY_SPAN, Problem, class_of, following, typical
+from cutlass_fmha.dispatch.problem import MAX_KEY_SPAN, Problem, class_of, typical
 from cutlass_fmha.dispatch.table import Row, Table
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.launch.recent import Recent
@@ -45,14 +45,8 @@ def choose(
     key = (class_of(problem), where)
     if (found := _chosen.get(key) or _chosen.revive(key)) is not None:
         return found[0]
-    rows, of_class = in_question(problem, device, table, known, where), typical(problem)
-    winner = cheapest(rows, of_class)
+    winner = cheapest(in_question(problem, device, table, known, where), typical(problem))
     _chosen.put(key, (winner, table, known))
-    if len(rows) > 1:
-        for each in following(of_class):
-            key = (class_of(each), where)
-            if each.is_decode == problem.is_decode and key not in _chosen:
-                _chosen.put(key, (cheapest(rows, each), table, known))
     return winner
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 CAUSAL = ("none", "top-left", "bottom-right")
@@ -14,8 +14,6 @@ FEW_QUERIES, MANY_KEYS = 64, 512
 CLASS_BITS = 5
 """Lengths are told apart by so many leading bits where rows are compared: to 1/16 or better. Exact up to 32,
 and for all lengths that models are usually trained and timed with."""
-CLASSES_AHEAD = 2
-"""So many classes of longer lengths are ranked with a new one."""
 EVEN = (0, 0)
 """``mean`` of sequences that are about as long as the longest, or of which nobody knows."""
 MEAN_BITS, HALF_OCTAVE, SHORT = 3, 2**0.5, 64
@@ -235,28 +233,6 @@ def _typical_mean(longest: int, mean: int) -> tuple[int, int]:
     unit = 1 << max(0, mean.bit_length() - MEAN_BITS)
     mean = (mean + unit // 2) // unit * unit
     return math.ceil(mean * HALF_OCTAVE**half_octaves), mean
-
-
-def following(problem: Problem) -> Iterator[Problem]:
-    """Those that stand for the next classes of lengths, which growing lengths will ask for.
-
-    Rows are ranked for them, too: fewer calls wait, and the code of ranking is in the caches by then.
-    """
-    of_queries, of_keys = (problem.seqlen_q, problem.mean[0]), (problem.seqlen_k, problem.mean[1])
-    together = of_queries == of_keys
-    for _ in range(CLASSES_AHEAD):
-        of_keys = _next(*of_keys)
-        of_queries = of_keys if together else of_queries
-        lengths = of_queries[0], of_keys[0]
-        yield problem.of_sizes(problem.batch, *lengths, problem.key_span, (of_queries[1], of_keys[1]))
-
-
-def _next(longest: int, mean: int) -> tuple[int, int]:
-    """``_typical_mean`` of the class above."""
-    if not mean:
-        return typical_length(typical_length(longest) + 1), 0
-    more = mean + (1 << max(0, mean.bit_length() - MEAN_BITS))
-    return _typical_mean(longest * more // mean, more)
 
 
 def _key_span_class(key_span: int) -> int:
