@@ -29,7 +29,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from cutlass_fmha.dispatch.blocks import Division, Kind, divide, divides_tail, kinds, packed_heads, totals
+from cutlass_fmha.dispatch.blocks import (
+    MAX_SPLITS, TAIL_PARTS, Division, Kind, divide, divides_tail, kinds, packed_heads, totals,
+)  # fmt: skip
 from cutlass_fmha.dispatch.device import KIB, Device
 from cutlass_fmha.dispatch.problem import EVEN
 
@@ -120,6 +122,12 @@ class Priced:
         #: Whether a launch may divide the keys of its tiles, or of the last ones.
         self.divides_keys = row.takes_features and row.scored
         self.divides_tail = not row.takes_features and divides_tail(row, device)
+        #: Into how many the keys of a tile are divided at most, and keys of a step.
+        self.parts = MAX_SPLITS if self.divides_keys else TAIL_PARTS[-1] if self.divides_tail else 1
+        self.step = row.tile_n * row.kv_warps
+        #: Microseconds of all blocks, as if places and SMs were never idle.
+        self.shares = cost.block / self.places, cost.step / self.places
+        self.shares += cost.warp_block / device.sm_count, cost.warp_step / device.sm_count
 
     def __call__(self, problem: Problem) -> Launch:
         return Launch(self, problem)
@@ -133,18 +141,41 @@ class Launch:
         self._even = not problem.is_ranged and problem.mean == EVEN
         self._most = MAX_WAVES if self._even else MAX_MASKED_WAVES
         self._may_divide = of.divides_keys or (self._even and of.divides_tail)
-        self._undivided: tuple[Kind, Kind] | None = None
-        self._divided: Division | None = None
-        self._found: list[Kind] | None = None
 
-    def bound(self) -> float:
-        """Microseconds at least, before it is known what is divided, in a tenth of the time."""
+    _undivided: tuple[Kind, Kind] | None = None
+    _divided: Division | None = None
+    _found: list[Kind] | None = None
+
+    def bound(self, least: float = math.inf) -> float:
+        """Microseconds at least, before it is known what is divided, in a tenth of the time.
+
+        The first number above ``least`` will do.
+        """
         row, problem = self._of.row, self._problem
-        found = self._undivided = totals(row, problem, packed_heads(row, problem))
+        if (floor := self._floor()) > least:
+            return floor
+        pack = packed_heads(row, problem) if row.takes_features else 1
+        found = self._undivided = totals(row, problem, pack)
         if found is None:
             return 0.0
         first, sums = found
-        return self._at_least(None if self._may_divide else first, sums, 1, 0)
+        bound = self._at_least(None if self._may_divide else first, sums, 1, 0)
+        return bound if bound > floor else floor
+
+    def _floor(self) -> float:
+        """By the block of the last queries alone, if none is averaged: it walks all keys that these see."""
+        of, problem = self._of, self._problem
+        parts = of.parts if self._may_divide else 1
+        if of.divides_keys and problem.num_splits is not None:
+            parts = problem.num_splits
+        tiles = -(-problem.seqlen_q // of.row.tile_m) * problem.batch * problem.num_heads
+        if tiles * parts > of.places * self._most or not (tiles and problem.seen):
+            return 0.0
+        cost, steps = of.cost, -(-problem.seen // of.step)
+        us = cost.block + steps * cost.step
+        if parts > 1 and (divided := cost.launch + cost.block + -(-steps // parts) * cost.step) < us:
+            us = divided
+        return (cost.once(*self._once(0, 1, 0)) + us) * ROUNDED
 
     def least(self, bound: float) -> float:
         """The same, which was ``bound``, when it is known what is divided."""
@@ -170,20 +201,17 @@ class Launch:
         """If all places, and all SMs, ended together; and by the first block alone, if none is averaged."""
         of, cost = self._of, self._of.cost
         total, blocks, steps, warp_blocks, warp_steps = sums
-        waiting = (blocks * cost.block + steps * cost.step) / of.places
-        work = (warp_blocks * cost.warp_block + warp_steps * cost.warp_step) / of.device.sm_count
+        of_block, of_step, of_warp_block, of_warp_step = of.shares
+        waiting = blocks * of_block + steps * of_step
+        work = warp_blocks * of_warp_block + warp_steps * of_warp_step
         if first and total <= of.places * self._most:
             _, block, step, warp_block, warp_step = first
-            waiting = max(waiting, block * cost.block + step * cost.step)
-            work = max(work, warp_block * cost.warp_block + warp_step * cost.warp_step)
-        launches, cold, megabytes, megabytes_again = self._once(steps, splits, tail_rows)
-        return (
-            cost.launch * launches
-            + cost.cold * cold
-            + cost.traffic * megabytes
-            + cost.again * megabytes_again
-            + math.hypot(waiting, work)
-        ) * ROUNDED
+            if (us := block * cost.block + step * cost.step) > waiting:
+                waiting = us
+            if (us := warp_block * cost.warp_block + warp_step * cost.warp_step) > work:
+                work = us
+        once = cost.once(*self._once(steps, splits, tail_rows))
+        return (once + math.hypot(waiting, work)) * ROUNDED
 
     def _division(self) -> Division:
         if (found := self._divided) is None:
@@ -203,10 +231,10 @@ class Launch:
     def _once(self, steps: float, splits: int, tail_rows: int) -> tuple[int, float, float, float]:
         """The first of ``Counts``: what a launch has once. ``steps``: those of all blocks."""
         of, problem = self._of, self._problem
-        read = BYTES_PER_ELEMENT * problem.elements_read
-        moved = read + problem.elements_written * (
-            BYTES_PER_ELEMENT + (2 * splits * BYTES_PER_PARTIAL if splits > 1 else 0)
-        )
+        read, moved = problem.elements_read * BYTES_PER_ELEMENT, problem.elements_written * BYTES_PER_ELEMENT
+        moved += read
+        if splits > 1:
+            moved += 2 * splits * BYTES_PER_PARTIAL * problem.elements_written
         if tail_rows:
             moved += 2 * BYTES_PER_PARTIAL * tail_rows * of.row.head_dim
         # Bytes of keys and values that all blocks load, each for itself.

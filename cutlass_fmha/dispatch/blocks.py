@@ -202,13 +202,14 @@ def totals(row: Row, problem: Problem, pack: int) -> tuple[Kind, Kind] | None:
     if problem.mean != EVEN:
         found = [totals(row, each, pack) for each in problem.documents]
         return functools.reduce(_together, found) if found else None
-    tile_m, queries = row.tile_m, problem.seqlen_q
+    tile_m, queries, kv_warps = row.tile_m, problem.seqlen_q, row.kv_warps
+    rows_of_warp = tile_m * kv_warps // row.warps
     tiles = -(-queries * pack // tile_m)
     sequences = problem.batch * problem.num_heads // pack
     if tiles == 0 or sequences == 0:
         return None
     number, before = sequences * tiles, tiles - 1
-    live = _live(row, queries * pack - before * tile_m)
+    live = -(-(queries * pack - before * tile_m) // rows_of_warp) * rows_of_warp / tile_m
     if not problem.is_ranged:
         block, steps, of_warps = _all_keys(row, problem, 1)
         of_first = 1.0 if before else live
@@ -221,34 +222,33 @@ def totals(row: Row, problem: Problem, pack: int) -> tuple[Kind, Kind] | None:
             warps * of_warps,
         )
     # What tiles see begins and ends on lines, which are cut where the keys begin and end.
-    (left, right), keys, slope = problem.window, problem.seqlen_k, tile_m / pack
-    offset = 0 if problem.causal == "top-left" else keys - queries
-    end = offset if problem.causal != "none" else offset + right if right >= 0 else keys
-    last_end = max(0, min(keys, queries + end))
-    first_key, hidden = 0, 0.0
-    if left >= 0:
-        first_key = max(0, before * tile_m // pack + offset - left)
-        begin = offset - left - slope
+    left, end, keys = problem.lines
+    last_end = queries + end
+    last_end = keys if last_end > keys else last_end if last_end > 0 else 0
+    slope, step = tile_m / pack, row.tile_n * kv_warps
+    of_tiles = of_warps = _below(before, slope, end, keys)
+    first_key = 0
+    if left is not None:
+        first_key = max(0, before * tile_m // pack + left)
+        begin = left - slope
         hidden = slope * before * (before + 1) / 2 + begin * before - _below(before, slope, begin, 0)
-    step = row.tile_n * row.kv_warps
+        of_tiles = of_warps = of_tiles - hidden
     steps = max(0, -(-last_end // step) - first_key // step) if first_key < last_end else 0
     block = 1.0 if steps else EMPTY_BLOCK
-    of_tiles = _below(before, slope, end, keys) - hidden
-    share, of_warps = live * steps, of_tiles
+    share = live * steps
     if not row.takes_features:
         # Warps see what their own last row sees; the mean over a tile's is that of the middle one.
-        rows = tile_m * row.kv_warps // row.warps
-        middle = min((before * tile_m + queries + rows) // 2, queries) + end
-        share = live * -(-max(0, min(keys, middle)) // row.tile_n) / row.kv_warps
-        of_warps = _below(before, slope, end - (tile_m - rows) // 2, keys)
+        middle = min((before * tile_m + queries + rows_of_warp) // 2, queries) + end
+        share = live * -(-max(0, min(keys, middle)) // row.tile_n) / kv_warps
+        of_warps = _below(before, slope, end - (tile_m - rows_of_warp) // 2, keys)
     all_see = end >= 0 and first_key < keys  # the first tile, which ends first, and the last
     whole = before * (1.0 if all_see else EMPTY_BLOCK)
     return (sequences, block, steps, block * live, share), (
         number,
         sequences * (block + whole),
-        sequences * (steps + max(0.0, of_tiles / step)),
+        sequences * (steps + (of_tiles / step if of_tiles > 0 else 0.0)),
         sequences * (block * live + whole),
-        sequences * (share + max(0.0, of_warps / step)),
+        sequences * (share + (of_warps / step if of_warps > 0 else 0.0)),
     )
 
 
@@ -269,7 +269,8 @@ def _together(one: tuple[Kind, Kind] | None, other: tuple[Kind, Kind] | None) ->
 
 def _below(points: int, slope: float, offset: float, most: int) -> float:
     """The sum of a line at 1 to ``points``, cut at ``most``."""
-    rising = max(0, min(points, int((most - offset) / slope)))
+    rising = int((most - offset) / slope)
+    rising = points if rising > points else rising if rising > 0 else 0
     return slope * rising * (rising + 1) / 2 + offset * rising + most * (points - rising)
 
 

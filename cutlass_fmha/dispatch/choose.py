@@ -70,13 +70,19 @@ class Contender(NamedTuple):
     offers: Offers
 
 
+class Contest(list[Contender]):
+    """The rows that cost decides between, and the number of the one that won last: it is asked first."""
+
+    last = 0
+
+
 #: By what keeps rows from a problem, lengths apart.
-_in_question: Recent[tuple[object, ...], tuple[list[Contender], Table, Calibration]] = Recent(MAX_CHOICES)
+_in_question: Recent[tuple[object, ...], tuple[Contest, Table, Calibration]] = Recent(MAX_CHOICES)
 
 
 def in_question(
     problem: Problem, device: Device, table: Table, known: Calibration, where: tuple[object, ...]
-) -> list[Contender]:
+) -> Contest:
     """The rows that cost decides between. Raises UnsupportedError where there is none.
 
     ``where``: stands for device, table and costs.
@@ -101,32 +107,37 @@ def in_question(
     if not eligible:
         raise UnsupportedError(refusal.message(problem, device, table))
     rows = contenders(eligible, problem)
-    made = [Contender(row, family(row).offers(row, problem, device, known)) for row in rows]
+    made = Contest(Contender(row, family(row).offers(row, problem, device, known)) for row in rows)
     _in_question.put(key, (made, table, known))
     return made
 
 
-def cheapest(rows: Sequence[Contender], problem: Problem) -> Row:
+def cheapest(rows: Contest, problem: Problem) -> Row:
     """The row of the least ``price``, the first of several.
 
-    Launches are played through in the order of what they cost at least, up to the first that can't win.
+    Launches are played through in the order of what they cost at least, up to the first that can't win; before
+    them that of the row that won last.
     """
     if len(rows) == 1:
         return rows[0].row
+    last = winner = rows.last
+    least = rows[last].offers(problem).us()
     bounds: list[tuple[float, int, Offer]] = []
     for number, (_, offers) in enumerate(rows):
-        offer = offers(problem)
-        bounds.append((offer.bound(), number, offer))
-    least, winner = math.inf, 0
+        if number != last:
+            offer = offers(problem)
+            if (bound := offer.bound(least)) <= least:
+                bounds.append((bound, number, offer))
     bounds.sort()  # no two have a number
     for bound, number, offer in bounds:
         if bound > least:
             break
-        if least < math.inf and offer.least(bound) > least:
+        if offer.least(bound) > least:
             continue
         us = offer.us()
         if us < least or (us == least and number < winner):
             least, winner = us, number
+    rows.last = winner
     return rows[winner].row
 
 

@@ -122,6 +122,26 @@ class Problem:
         """Whether queries see different ranges of keys."""
         return self.diagonal is not None or max(self.window) >= 0
 
+    @functools.cached_property
+    def lines(self) -> tuple[int | None, int, int]:
+        """Of query 0: its first key, None without a left limit, and what is one less than the end of its keys.
+
+        Each query's lie one further; all are cut at 0 and at the number of keys, which comes third.
+        """
+        (left, right), keys = self.window, self.seqlen_k
+        offset = 0 if self.causal == "top-left" else keys - self.seqlen_q
+        end = offset if self.causal != "none" else offset + right if right >= 0 else keys
+        return (None if left < 0 else offset - left), end, keys
+
+    @functools.cached_property
+    def seen(self) -> int:
+        """Keys that the last query sees, of packed sequences that of a long one."""
+        if self.mean != EVEN:
+            return self.documents[0].seen if self.documents else 0
+        left, end, keys = self.lines
+        last = self.seqlen_q - 1
+        return max(0, min(keys, last + 1 + end) - (0 if left is None else max(0, last + left))) if last >= 0 else 0
+
     def visible_keys(self, first: int, last: int) -> tuple[int, int]:
         """Begin and end of the keys that queries ``first`` to ``last`` see some of, by mask and window."""
         left, right = self.window

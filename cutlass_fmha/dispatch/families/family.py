@@ -23,9 +23,12 @@ class Rule(Protocol):
 
 
 class Offer(Protocol):
-    """Microseconds of a launch, by which rows are chosen: two numbers that they are at least, and they."""
+    """Microseconds of a launch, by which rows are chosen: two numbers that they are at least, and they.
 
-    def bound(self) -> float: ...
+    Of the first, one above ``least`` will do.
+    """
+
+    def bound(self, least: float = ...) -> float: ...
 
     def least(self, bound: float) -> float: ...
 

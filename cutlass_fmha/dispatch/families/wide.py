@@ -124,10 +124,10 @@ class _ByDatasheet(float):
     def us(self) -> float:
         return self
 
-    def least(self, bound: float) -> float:
-        return bound
+    def bound(self, least: float = 0.0) -> float:
+        return self
 
-    bound = us
+    least = bound
 
 
 def offers(row: Row, problem: Problem, device: Device, known: Calibration) -> Offers:
