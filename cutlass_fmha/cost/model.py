@@ -27,6 +27,7 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from operator import mul
 from typing import TYPE_CHECKING, NamedTuple
 
 from cutlass_fmha.dispatch.blocks import (
@@ -254,9 +255,10 @@ class Launch:
         of, cost, sms = self._of, self._of.cost, self._of.device.sm_count
         alone = [(number, block, step) for number, block, step, _, _ in kinds if number]
         shared = [(number, block, step) for number, _, _, block, step in kinds if number]
-        waiting = _play(alone, of.places, self._most, cost.block, cost.step)
-        work = _work(shared, sms, cost, self._most, self._even)
-        steps = sum([number * step for number, _, step in alone])
+        numbers, _, steps_of = zip(*alone, strict=True)
+        total, steps = sum(numbers), sum(map(mul, numbers, steps_of))
+        waiting = _play(alone, total, of.places, self._most, cost.block, cost.step)
+        work = _work(shared, total, sms, cost, self._most, self._even)
         return Counts(*self._once(steps, *self._parts()), *waiting, *work)
 
     def us(self) -> float:
@@ -269,7 +271,9 @@ def count(row: Row, problem: Problem, device: Device, cost: RowCost) -> Counts |
     return Priced(row, device, cost)(problem).counts()
 
 
-def _work(launched: Kinds, sms: int, cost: RowCost, most: int, even: bool) -> tuple[float, float]:
+def _work(
+    launched: Kinds, total: int, sms: int, cost: RowCost, most: int, even: bool
+) -> tuple[float, float]:
     """What the SM with the most to do has to do. ``even``: all blocks take about the same time.
 
     The first blocks are dealt out to the SMs in turns, as many to each as it has places, no matter how long
@@ -278,10 +282,9 @@ def _work(launched: Kinds, sms: int, cost: RowCost, most: int, even: bool) -> tu
     so that the last wave counts as the mean of both.
     """
     block, step = cost.warp_block, cost.warp_step
-    total = sum(number for number, _, _ in launched)
     places = sms * cost.resident
     if cost.resident == 1 or total <= sms or total > places * most:
-        return _play(launched, sms, most * cost.resident, block, step)
+        return _play(launched, total, sms, most * cost.resident, block, step)
     if even and total > places:
         waves = -(-total // places)
         left = total - (waves - 1) * places
@@ -297,18 +300,14 @@ def _work(launched: Kinds, sms: int, cost: RowCost, most: int, even: bool) -> tu
             key=lambda found: found[0] * block + found[1] * step,
         )
     dealt, left_over = _deal(launched, sms, cost.resident)
-    return _play(left_over, sms, most * cost.resident, block, step, dealt)
+    left = total - places if total > places else 0
+    return _play(left_over, left, sms, most * cost.resident, block, step, dealt)
 
 
 def _falls(launched: Kinds, block: float, step: float) -> bool:
     """Whether no block is longer than one before it."""
-    before = math.inf
-    for _, blocks, steps in launched:
-        us = blocks * block + steps * step
-        if us > before:
-            return False
-        before = us
-    return True
+    times = [blocks * block + steps * step for _, blocks, steps in launched]
+    return times == sorted(times, reverse=True)
 
 
 def _dealt_to(sm: int, launched: Kinds, sms: int) -> tuple[float, float]:
@@ -347,13 +346,12 @@ def _deal(launched: Kinds, sms: int, rounds: int) -> tuple[Kinds, Kinds]:
 
 
 def _play(
-    launched: Kinds, places: int, most: int, block: float, step: float, dealt: Kinds = ()
+    launched: Kinds, total: int, places: int, most: int, block: float, step: float, dealt: Kinds = ()
 ) -> tuple[float, float]:
-    """Gives blocks to places in order; what lies on the longest way to the end, added up.
+    """Gives ``total`` blocks to places in order; what lies on the longest way to the end, added up.
 
     ``dealt``: what the places have to do before; nothing when empty.
     """
-    total = sum(number for number, _, _ in launched)
     if total > places * most:  # an even share of all, and half of a last one
         _, last_blocks, last_steps = launched[-1]
         all_blocks = sum(number * blocks for number, blocks, _ in launched)
@@ -394,12 +392,8 @@ def _play(
 
 def _longest(launched: Kinds, block: float, step: float) -> tuple[float, float]:
     """The first block that takes longest."""
-    most, found = -1.0, (0.0, 0.0)
-    for _, blocks, steps in launched:
-        us = blocks * block + steps * step
-        if us > most:
-            most, found = us, (blocks, steps)
-    return found
+    times = [blocks * block + steps * step for _, blocks, steps in launched]
+    return launched[times.index(max(times))][1:]
 
 
 def predict(row: Row, problem: Problem, device: Device, cost: RowCost) -> float:

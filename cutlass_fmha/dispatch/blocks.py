@@ -296,10 +296,12 @@ def _plain_tiles(row: Row, problem: Problem, tiles: int, sequences: int) -> list
     above = (tile_m - tile_m * kv_warps // row.warps) // 2  # rows before the last of a middle warp
     size = max(1, -(-tiles // (MAX_GROUPS - 1)))
     found: list[Kind] = []
-    for last in range(tiles - 1, -1, -size):
-        first = last - size + 1 if last >= size else 0
-        number = (last - first + 1) * sequences
-        seen = (first + last + 2) * tile_m // 2 + diagonal
+    number, left = size * sequences, tiles
+    while left > 0:
+        seen = (2 * left - size + 1) * tile_m // 2 + diagonal
+        if left < size:
+            number, seen = left * sequences, (left + 1) * tile_m // 2 + diagonal
+        left -= size
         if seen <= 0:
             found.append((number, EMPTY_BLOCK, 0, EMPTY_BLOCK, 0.0))
             continue
@@ -308,7 +310,7 @@ def _plain_tiles(row: Row, problem: Problem, tiles: int, sequences: int) -> list
             middle = seen = keys
         elif seen > keys:
             seen = keys
-        if middle < 0:
+        elif middle < 0:
             middle = 0
         found.append((number, 1.0, -(-seen // step), 1.0, -(-middle // tile_n) / kv_warps))
     return found

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 CAUSAL = ("none", "top-left", "bottom-right")
 FULL_ALIGNMENT = 16  # bytes: the widest copy there is
@@ -40,6 +40,20 @@ FEATURES: Mapping[str, str] = {
     "cache_batch_idx": "cache_batch_idx",
     "splits": "split keys",
 }
+
+if TYPE_CHECKING:
+    from functools import cached_property as cached
+else:
+
+    class cached:
+        """``functools.cached_property`` without a lock, which costs Python 3.11 more than most of what is kept."""
+
+        def __init__(self, ask: Any) -> None:
+            self.ask, self.name = ask, ask.__name__
+
+        def __get__(self, instance: Any, owner: Any) -> Any:
+            found = instance.__dict__[self.name] = self.ask(instance)
+            return found
 
 
 @dataclass(unsafe_hash=True)  # and never written to: frozen ones take twice as long to make
@@ -117,12 +131,12 @@ class Problem:
         group = self.num_heads // self.num_heads_kv if self.num_heads_kv else 1
         return self.seqlen_q * group <= FEW_QUERIES and self.seqlen_k >= MANY_KEYS
 
-    @functools.cached_property
+    @cached
     def is_ranged(self) -> bool:
         """Whether queries see different ranges of keys."""
         return self.diagonal is not None or max(self.window) >= 0
 
-    @functools.cached_property
+    @cached
     def lines(self) -> tuple[int | None, int, int]:
         """Of query 0: its first key, None without a left limit, and what is one less than the end of its keys.
 
@@ -133,7 +147,7 @@ class Problem:
         end = offset if self.causal != "none" else offset + right if right >= 0 else keys
         return (None if left < 0 else offset - left), end, keys
 
-    @functools.cached_property
+    @cached
     def seen(self) -> int:
         """Keys that the last query sees, of packed sequences that of a long one."""
         if self.mean != EVEN:
@@ -151,7 +165,7 @@ class Problem:
         begin = 0 if left < 0 else max(0, first + offset - left)
         return begin, self.seqlen_k if right < 0 else max(0, min(self.seqlen_k, last + offset + right + 1))
 
-    @functools.cached_property
+    @cached
     def elements_read(self) -> int:
         """Those of the queries that see a key, and of the keys and values that are seen."""
         queries = self.seqlen_q
@@ -167,12 +181,12 @@ class Problem:
             of_keys = of_keys * mean_k // self.seqlen_k
         return self.batch * (of_queries + of_keys)
 
-    @functools.cached_property
+    @cached
     def elements_written(self) -> int:
         """Those of the output."""
         return self.batch * (self.mean[0] or self.seqlen_q) * self.num_heads * self.value_dim
 
-    @functools.cached_property
+    @cached
     def documents(self) -> list[Problem]:
         """Sequences of equal lengths that stand for packed ones: half of them long, half short.
 
@@ -189,7 +203,7 @@ class Problem:
                 found.append(self.of_sizes(batch, *lengths, self.key_span, EVEN))
         return found
 
-    @functools.cached_property
+    @cached
     def diagonal(self) -> int | None:
         """Key j is visible to query i when j <= i + diagonal; None when every key is."""
         return mask_diagonal(self.causal, self.seqlen_q, self.seqlen_k)
