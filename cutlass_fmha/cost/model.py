@@ -126,6 +126,9 @@ class Priced:
         #: Into how many the keys of a tile are divided at most, and keys of a step.
         self.parts = MAX_SPLITS if self.divides_keys else TAIL_PARTS[-1] if self.divides_tail else 1
         self.step = row.tile_n * row.kv_warps
+        #: Scores of a step, and the steps that take as long as a second launch.
+        self.scores = row.tile_m * self.step
+        self.launch_steps = cost.launch / cost.step if cost.step else 0.0
         #: Microseconds of all blocks, as if places and SMs were never idle.
         self.shares = cost.block / self.places, cost.step / self.places
         self.shares += cost.warp_block / device.sm_count, cost.warp_step / device.sm_count
@@ -164,19 +167,18 @@ class Launch:
         return bound if bound > floor else floor
 
     def _floor(self) -> float:
-        """By the block of the last queries alone, if none is averaged: it walks all keys that these see."""
+        """By the scores alone, and by the block of the last queries: it walks all keys that these see."""
         of, problem = self._of, self._problem
-        parts = of.parts if self._may_divide else 1
-        if of.divides_keys and problem.num_splits is not None:
-            parts = problem.num_splits
-        tiles = -(-problem.seqlen_q // of.row.tile_m) * problem.batch * problem.num_heads
-        if tiles * parts > of.places * self._most or not (tiles and problem.seen):
-            return 0.0
-        cost, steps = of.cost, -(-problem.seen // of.step)
-        us = cost.block + steps * cost.step
-        if parts > 1 and (divided := cost.launch + cost.block + -(-steps // parts) * cost.step) < us:
-            us = divided
-        return (cost.once(*self._once(0, 1, 0)) + us) * ROUNDED
+        blocks, scores, last = problem.walked
+        tile_m, steps = of.row.tile_m, -(-last // of.step)
+        tiles = -(-problem.seqlen_q // tile_m) * problem.batch * problem.num_heads
+        if self._may_divide:
+            parts = of.parts if problem.num_splits is None else problem.num_splits
+            tiles *= parts
+            steps = min(steps, of.launch_steps - (-steps // parts))
+        blocks, scores = blocks / tile_m, scores / of.scores
+        first = (1, 1.0, steps, 0.0, 0.0) if last else None
+        return self._at_least(first, (tiles, blocks, scores, blocks, scores), 1, 0) if blocks else 0.0
 
     def least(self, bound: float) -> float:
         """The same, which was ``bound``, when it is known what is divided."""

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from cutlass_fmha.dispatch.device import KIB, Device
-from cutlass_fmha.dispatch.problem import EVEN
+from cutlass_fmha.dispatch.problem import EMPTY_BLOCK, EVEN, below
 
 if TYPE_CHECKING:
     from cutlass_fmha.dispatch.problem import Problem
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 REGISTERS_PER_SM = 65536
 MAX_REGISTERS_PER_THREAD = 256  # 255, and they are given out in steps of 8
 REGISTERS_BESIDES_FRAGMENTS = 40  # as ptxas leaves them in the rows for sm_90, give or take ten
-EMPTY_BLOCK = 0.6
-"""A block whose queries see no key only writes zeros: that much of ``block`` and ``warp_block``."""
 MAX_GROUPS = 24
 """Query tiles of a causal problem are played through in so many groups of equal ones at most."""
 WORTH_PACKING = 0.9
@@ -226,12 +224,12 @@ def totals(row: Row, problem: Problem, pack: int) -> tuple[Kind, Kind] | None:
     last_end = queries + end
     last_end = keys if last_end > keys else last_end if last_end > 0 else 0
     slope, step = tile_m / pack, row.tile_n * kv_warps
-    of_tiles = of_warps = _below(before, slope, end, keys)
+    of_tiles = of_warps = below(before, slope, end, keys)
     first_key = 0
     if left is not None:
         first_key = max(0, before * tile_m // pack + left)
         begin = left - slope
-        hidden = slope * before * (before + 1) / 2 + begin * before - _below(before, slope, begin, 0)
+        hidden = slope * before * (before + 1) / 2 + begin * before - below(before, slope, begin, 0)
         of_tiles = of_warps = of_tiles - hidden
     steps = max(0, -(-last_end // step) - first_key // step) if first_key < last_end else 0
     block = 1.0 if steps else EMPTY_BLOCK
@@ -240,7 +238,7 @@ def totals(row: Row, problem: Problem, pack: int) -> tuple[Kind, Kind] | None:
         # Warps see what their own last row sees; the mean over a tile's is that of the middle one.
         middle = min((before * tile_m + queries + rows_of_warp) // 2, queries) + end
         share = live * -(-max(0, min(keys, middle)) // row.tile_n) / kv_warps
-        of_warps = _below(before, slope, end - (tile_m - rows_of_warp) // 2, keys)
+        of_warps = below(before, slope, end - (tile_m - rows_of_warp) // 2, keys)
     all_see = end >= 0 and first_key < keys  # the first tile, which ends first, and the last
     whole = before * (1.0 if all_see else EMPTY_BLOCK)
     return (sequences, block, steps, block * live, share), (
@@ -265,13 +263,6 @@ def _together(one: tuple[Kind, Kind] | None, other: tuple[Kind, Kind] | None) ->
         warp_blocks + more_warp_blocks,
         warp_steps + more_warp_steps,
     )
-
-
-def _below(points: int, slope: float, offset: float, most: int) -> float:
-    """The sum of a line at 1 to ``points``, cut at ``most``."""
-    rising = int((most - offset) / slope)
-    rising = points if rising > points else rising if rising > 0 else 0
-    return slope * rising * (rising + 1) / 2 + offset * rising + most * (points - rising)
 
 
 # Whole tiles are played through as MAX_GROUPS - 1 groups of equal ones at most.

@@ -19,6 +19,8 @@ EVEN = (0, 0)
 MEAN_BITS, HALF_OCTAVE, SHORT = 3, 2**0.5, 64
 """Packed lengths vary from batch to batch: their mean is told to the nearest that so many bits and zeros can
 say, the longest in half octaves above it. Where even that is short, neither is asked."""
+EMPTY_BLOCK = 0.6
+"""A block whose queries see no key only writes zeros: that much of ``block`` and ``warp_block``."""
 MAX_KEY_SPAN = 2**31 - 1
 """Elements: some rows multiply a row's number and its stride in 32 bits, up to the end of a tile."""
 
@@ -148,13 +150,24 @@ class Problem:
         return (None if left < 0 else offset - left), end, keys
 
     @cached
-    def seen(self) -> int:
-        """Keys that the last query sees, of packed sequences that of a long one."""
+    def walked(self) -> tuple[float, float, int]:
+        """What tiles of one query and one key would do at least: blocks and steps, and the steps of the last.
+
+        Of packed sequences, the last of a long one.
+        """
         if self.mean != EVEN:
-            return self.documents[0].seen if self.documents else 0
-        left, end, keys = self.lines
-        last = self.seqlen_q - 1
-        return max(0, min(keys, last + 1 + end) - (0 if left is None else max(0, last + left))) if last >= 0 else 0
+            each = [document.walked for document in self.documents]
+            return sum([x[0] for x in each]), sum([x[1] for x in each]), each[0][2] if each else 0
+        queries, (left, end, keys) = self.seqlen_q, self.lines
+        if queries == 0 or keys == 0:
+            return 0.0, 0.0, 0
+        scores, last = below(queries, 1, end, keys), min(keys, queries + end)
+        first_key = 0 if left is None else max(0, queries - 1 + left)
+        if first_key:
+            scores -= queries * (queries + 1) / 2 + (left - 1) * queries - below(queries, 1, left - 1, 0)
+        heads = self.batch * self.num_heads
+        blocks = 1.0 if end >= 0 and first_key < keys else EMPTY_BLOCK
+        return heads * queries * blocks, heads * max(0.0, scores), max(0, last - first_key)
 
     def visible_keys(self, first: int, last: int) -> tuple[int, int]:
         """Begin and end of the keys that queries ``first`` to ``last`` see some of, by mask and window."""
@@ -293,6 +306,13 @@ def class_of(problem: Problem) -> tuple[object, ...]:
         _key_span_class(problem.key_span),
         problem.is_decode,
     )
+
+
+def below(points: int, slope: float, offset: float, most: int) -> float:
+    """The sum of a line at 1 to ``points``, cut at ``most``."""
+    rising = int((most - offset) / slope)
+    rising = points if rising > points else rising if rising > 0 else 0
+    return slope * rising * (rising + 1) / 2 + offset * rising + most * (points - rising)
 
 
 def mask_diagonal(causal: str, seqlen_q: int, seqlen_k: int) -> int | None:
