@@ -30,11 +30,8 @@ from dataclasses import dataclass, field, replace
 from operator import mul
 from typing import TYPE_CHECKING, NamedTuple
 
-from cutlass_fmha.dispatch.blocks import (
-    MAX_SPLITS, TAIL_PARTS, Division, Kind, divide, divides_tail, kinds, packed_heads, totals,
-)  # fmt: skip
+from cutlass_fmha.dispatch.blocks import MAX_SPLITS, TAIL_PARTS, Kind, divide, divides_tail, kinds
 from cutlass_fmha.dispatch.device import KIB, Device
-from cutlass_fmha.dispatch.problem import EVEN
 
 if TYPE_CHECKING:
     from cutlass_fmha.dispatch.problem import Problem
@@ -113,135 +110,113 @@ class Counts(NamedTuple):
 
 
 class Priced:
-    """A row at its prices on a device: what all of its launches have in common."""
+    """A row at its prices on a device, which tells what its launches take."""
 
     def __init__(self, row: Row, device: Device, cost: RowCost) -> None:
         self.row, self.device, self.cost = row, device, cost
         self.places = device.sm_count * cost.resident
-        #: Of keys and values, in a step.
-        self.bytes_loaded = row.tile_n * row.kv_warps * (row.head_dim + row.head_dim_v) * BYTES_PER_ELEMENT
-        #: Whether a launch may divide the keys of its tiles, or of the last ones.
-        self.divides_keys = row.takes_features and row.scored
-        self.divides_tail = not row.takes_features and divides_tail(row, device)
-        #: Into how many the keys of a tile are divided at most, and keys of a step.
-        self.parts = MAX_SPLITS if self.divides_keys else TAIL_PARTS[-1] if self.divides_tail else 1
+        #: Keys of a step, scores of it, and bytes of its keys and values.
         self.step = row.tile_n * row.kv_warps
-        #: Scores of a step, and the steps that take as long as a second launch.
         self.scores = row.tile_m * self.step
+        self.rows_of_warp = row.tile_m * row.kv_warps // row.warps
+        self.bytes_loaded = self.step * (row.head_dim + row.head_dim_v) * BYTES_PER_ELEMENT
+        #: Into how many the keys of a tile are divided at most, and, where all see as many, of the last tiles.
+        self.parts = MAX_SPLITS if row.takes_features and row.scored else 1
+        self.parts_of_last = TAIL_PARTS[-1] if divides_tail(row, device) else self.parts
+        #: The steps that take as long as a second launch.
         self.launch_steps = cost.launch / cost.step if cost.step else 0.0
         #: Microseconds of all blocks, as if places and SMs were never idle.
         self.shares = cost.block / self.places, cost.step / self.places
         self.shares += cost.warp_block / device.sm_count, cost.warp_step / device.sm_count
 
-    def __call__(self, problem: Problem) -> Launch:
-        return Launch(self, problem)
-
-
-class Launch:
-    """A row's launch for a problem. What it costs at least is known before it is played through."""
-
-    def __init__(self, of: Priced, problem: Problem) -> None:
-        self._of, self._problem = of, problem
-        self._even = not problem.is_ranged and problem.mean == EVEN
-        self._most = MAX_WAVES if self._even else MAX_MASKED_WAVES
-        self._may_divide = of.divides_keys or (self._even and of.divides_tail)
-
-    _undivided: tuple[Kind, Kind] | None = None
-    _divided: Division | None = None
-    _found: list[Kind] | None = None
-
-    def bound(self, least: float = math.inf) -> float:
-        """Microseconds at least, before it is known what is divided, in a tenth of the time.
-
-        The first number above ``least`` will do.
-        """
-        row, problem = self._of.row, self._problem
-        if (floor := self._floor()) > least:
-            return floor
-        pack = packed_heads(row, problem) if row.takes_features else 1
-        found = self._undivided = totals(row, problem, pack)
-        if found is None:
+    def at_least(self, problem: Problem) -> float:
+        """Microseconds, in a tenth of the time: by the scores, and by the last queries, who see the most keys."""
+        queries, scores, rising, lines, last = problem.walked
+        if not queries:
             return 0.0
-        first, sums = found
-        bound = self._at_least(None if self._may_divide else first, sums, 1, 0)
-        return bound if bound > floor else floor
-
-    def _floor(self) -> float:
-        """By the scores alone, and by the block of the last queries: it walks all keys that these see."""
-        of, problem = self._of, self._problem
-        blocks, scores, last = problem.walked
-        tile_m, steps = of.row.tile_m, -(-last // of.step)
+        row, tile_m, steps = self.row, self.row.tile_m, -(-last // self.step)
         tiles = -(-problem.seqlen_q // tile_m) * problem.batch * problem.num_heads
-        if self._may_divide:
-            parts = of.parts if problem.num_splits is None else problem.num_splits
+        parts = self.parts_of_last if problem.is_even else self.parts
+        if parts > 1:
+            parts = problem.num_splits or parts if self.parts > 1 else parts
             tiles *= parts
-            steps = min(steps, of.launch_steps - (-steps // parts))
-        blocks, scores = blocks / tile_m, scores / of.scores
+            steps = min(steps, self.launch_steps - (-steps // parts))
+        blocks = queries / tile_m
+        walked = by_warps = scores / self.scores
+        if (rising := rising - lines * tile_m) > 0:  # all rows of a tile, or of a warp, walk as far as the last
+            rows, of_warp = tile_m, self.rows_of_warp
+            if row.takes_features:
+                of_warp = rows = tile_m * problem.num_heads_kv // problem.num_heads  # at least
+            walked += rising * (rows - 1) / (2 * self.scores)
+            by_warps += rising * (of_warp - 1) / (2 * self.scores)
         first = (1, 1.0, steps, 0.0, 0.0) if last else None
-        return self._at_least(first, (tiles, blocks, scores, blocks, scores), 1, 0) if blocks else 0.0
+        return self._at_least(problem, first, (tiles, blocks, walked, blocks, by_warps), 1, 0)
 
-    def least(self, bound: float) -> float:
-        """The same, which was ``bound``, when it is known what is divided."""
-        if not self._may_divide:
-            return bound
-        _, splits, tail = self._division()
-        if splits == 1 and not tail:
-            return self._at_least(*self._undivided, 1, 0) if self._undivided else bound
-        if not (kinds := self._kinds()):
+    def us(self, problem: Problem, most: float = math.inf) -> float:
+        """Microseconds; of a launch that takes more than ``most``, any number between the two will do."""
+        kinds, splits, tail_rows = self._launched(problem)
+        if not kinds:
             return 0.0
-        total = 0
-        blocks = steps = warp_blocks = warp_steps = 0.0
-        for number, block, step, warp_block, warp_step in kinds:
-            total += number
-            blocks += number * block
-            steps += number * step
-            warp_blocks += number * warp_block
-            warp_steps += number * warp_step
-        first = kinds[0] if kinds[0][0] else kinds[1]  # all may be tiles of a tail
-        return self._at_least(first, (total, blocks, steps, warp_blocks, warp_steps), *self._parts())
+        if most < math.inf:
+            numbers, *each = zip(*kinds, strict=True)
+            sums = sum(numbers), *[sum(map(mul, numbers, of_kinds)) for of_kinds in each]
+            if (bound := self._at_least(problem, kinds[0], sums, splits, tail_rows)) > most:
+                return bound
+        return self.cost.of(self._played(problem, kinds, splits, tail_rows))
 
-    def _at_least(self, first: Kind | None, sums: Kind, splits: int, tail_rows: int) -> float:
+    def counts(self, problem: Problem) -> Counts | None:
+        """The launch played through, None without a block: which it waits for depends on what they cost."""
+        launched = self._launched(problem)
+        return self._played(problem, *launched) if launched[0] else None
+
+    def _launched(self, problem: Problem) -> tuple[list[Kind], int, int]:
+        """The blocks, into how many their keys are divided, and the rows of O that the parts of a tail leave."""
+        division = divide(self.row, problem, self.device)
+        tail_rows = division.tail.rows(self.row) if division.tail else 0
+        return kinds(self.row, problem, division), division.splits, tail_rows
+
+    def _played(self, problem: Problem, kinds: list[Kind], splits: int, tail_rows: int) -> Counts:
+        numbers, blocks, steps, warp_blocks, warp_steps = zip(*kinds, strict=True)
+        total, cost, sms = sum(numbers), self.cost, self.device.sm_count
+        most = MAX_WAVES if problem.is_even else MAX_MASKED_WAVES
+        alone = list(zip(numbers, blocks, steps, strict=True))
+        shared = list(zip(numbers, warp_blocks, warp_steps, strict=True))
+        waiting = _play(alone, total, self.places, most, cost.block, cost.step)
+        work = _work(shared, total, sms, cost, most, problem.is_even)
+        return Counts(
+            *self._once(problem, sum(map(mul, numbers, steps)), splits, tail_rows), *waiting, *work
+        )
+
+    def _at_least(
+        self, problem: Problem, first: Kind | None, sums: Sequence[float], splits: int, tail_rows: int
+    ) -> float:
         """If all places, and all SMs, ended together; and by the first block alone, if none is averaged."""
-        of, cost = self._of, self._of.cost
+        cost = self.cost
         total, blocks, steps, warp_blocks, warp_steps = sums
-        of_block, of_step, of_warp_block, of_warp_step = of.shares
+        of_block, of_step, of_warp_block, of_warp_step = self.shares
         waiting = blocks * of_block + steps * of_step
         work = warp_blocks * of_warp_block + warp_steps * of_warp_step
-        if first and total <= of.places * self._most:
+        if first and total <= self.places * (MAX_WAVES if problem.is_even else MAX_MASKED_WAVES):
             _, block, step, warp_block, warp_step = first
             if (us := block * cost.block + step * cost.step) > waiting:
                 waiting = us
             if (us := warp_block * cost.warp_block + warp_step * cost.warp_step) > work:
                 work = us
-        once = cost.once(*self._once(steps, splits, tail_rows))
+        once = cost.once(*self._once(problem, steps, splits, tail_rows))
         return (once + math.hypot(waiting, work)) * ROUNDED
 
-    def _division(self) -> Division:
-        if (found := self._divided) is None:
-            found = self._divided = divide(self._of.row, self._problem, self._of.device)
-        return found
-
-    def _kinds(self) -> list[Kind]:
-        if (found := self._found) is None:
-            found = self._found = kinds(self._of.row, self._problem, self._division())
-        return found
-
-    def _parts(self) -> tuple[int, int]:
-        """Into how many the keys are divided, and the rows of O that those of a tail leave."""
-        division = self._division()
-        return division.splits, division.tail.rows(self._of.row) if division.tail else 0
-
-    def _once(self, steps: float, splits: int, tail_rows: int) -> tuple[int, float, float, float]:
+    def _once(
+        self, problem: Problem, steps: float, splits: int, tail_rows: int
+    ) -> tuple[int, float, float, float]:
         """The first of ``Counts``: what a launch has once. ``steps``: those of all blocks."""
-        of, problem = self._of, self._problem
         read, moved = problem.elements_read * BYTES_PER_ELEMENT, problem.elements_written * BYTES_PER_ELEMENT
         moved += read
         if splits > 1:
             moved += 2 * splits * BYTES_PER_PARTIAL * problem.elements_written
         if tail_rows:
-            moved += 2 * BYTES_PER_PARTIAL * tail_rows * of.row.head_dim
+            moved += 2 * BYTES_PER_PARTIAL * tail_rows * self.row.head_dim
         # Bytes of keys and values that all blocks load, each for itself.
-        again = of.bytes_loaded * steps - read
+        again = self.bytes_loaded * steps - read
         cold = read / COLD_BYTES
         return (
             2 if splits > 1 or tail_rows else 1,
@@ -250,27 +225,10 @@ class Launch:
             again / 1e6 if again > 0 else 0.0,
         )
 
-    def counts(self) -> Counts | None:
-        """The launch played through, None without a block: which it waits for depends on what they cost."""
-        if not (kinds := self._kinds()):
-            return None
-        of, cost, sms = self._of, self._of.cost, self._of.device.sm_count
-        alone = [(number, block, step) for number, block, step, _, _ in kinds if number]
-        shared = [(number, block, step) for number, _, _, block, step in kinds if number]
-        numbers, _, steps_of = zip(*alone, strict=True)
-        total, steps = sum(numbers), sum(map(mul, numbers, steps_of))
-        waiting = _play(alone, total, of.places, self._most, cost.block, cost.step)
-        work = _work(shared, total, sms, cost, self._most, self._even)
-        return Counts(*self._once(steps, *self._parts()), *waiting, *work)
-
-    def us(self) -> float:
-        counts = self.counts()
-        return 0.0 if counts is None else self._of.cost.of(counts)
-
 
 def count(row: Row, problem: Problem, device: Device, cost: RowCost) -> Counts | None:
     """What a launch is made of; None when it has no block. The counts are those at ``cost``."""
-    return Priced(row, device, cost)(problem).counts()
+    return Priced(row, device, cost).counts(problem)
 
 
 def _work(
@@ -402,4 +360,4 @@ def predict(row: Row, problem: Problem, device: Device, cost: RowCost) -> float:
     """Predicted microseconds of one launch; infinite when not even one block fits on an SM."""
     if row.smem_bytes + KIB > device.smem_per_sm:
         return math.inf
-    return Priced(row, device, cost)(problem).us()
+    return Priced(row, device, cost).us(problem)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from cutlass_fmha.dispatch.device import KIB, Device
-from cutlass_fmha.dispatch.problem import EMPTY_BLOCK, EVEN, below
+from cutlass_fmha.dispatch.problem import EMPTY_BLOCK, EVEN
 
 if TYPE_CHECKING:
     from cutlass_fmha.dispatch.problem import Problem
@@ -140,8 +140,8 @@ def kinds(row: Row, problem: Problem, division: Division) -> list[Kind]:
     if tail:
         live = live if tiles == 1 else 1.0
         whole, share = block * live, share * live
-        return [
-            (tiles * sequences - tail.tiles, block, steps, whole, share),
+        before = tiles * sequences - tail.tiles
+        return [(before, block, steps, whole, share)] * (before > 0) + [
             (tail.tiles, block, tail.first, whole, share * tail.first / steps),
             (tail.tiles * (tail.parts - 1), block, tail.rest, whole, share * tail.rest / steps),
         ]
@@ -190,79 +190,6 @@ def _block(
     warp_steps = live * -(-middle // row.tile_n) / row.kv_warps
     whole = 1.0 if seen else EMPTY_BLOCK
     return whole, -(-seen // (row.tile_n * row.kv_warps)), whole * live, warp_steps
-
-
-def totals(row: Row, problem: Problem, pack: int) -> tuple[Kind, Kind] | None:
-    """The first of the ``kinds`` of a launch that divides no keys, and what all add up to at least.
-
-    A launch that divides them has at least as much in all. None without a tile.
-    """
-    if problem.mean != EVEN:
-        found = [totals(row, each, pack) for each in problem.documents]
-        return functools.reduce(_together, found) if found else None
-    tile_m, queries, kv_warps = row.tile_m, problem.seqlen_q, row.kv_warps
-    rows_of_warp = tile_m * kv_warps // row.warps
-    tiles = -(-queries * pack // tile_m)
-    sequences = problem.batch * problem.num_heads // pack
-    if tiles == 0 or sequences == 0:
-        return None
-    number, before = sequences * tiles, tiles - 1
-    live = -(-(queries * pack - before * tile_m) // rows_of_warp) * rows_of_warp / tile_m
-    if not problem.is_ranged:
-        block, steps, of_warps = _all_keys(row, problem, 1)
-        of_first = 1.0 if before else live
-        warps = sequences * (before + live)
-        return (number, block, steps, block * of_first, of_warps * of_first), (
-            number,
-            number * block,
-            number * steps,
-            warps * block,
-            warps * of_warps,
-        )
-    # What tiles see begins and ends on lines, which are cut where the keys begin and end.
-    left, end, keys = problem.lines
-    last_end = queries + end
-    last_end = keys if last_end > keys else last_end if last_end > 0 else 0
-    slope, step = tile_m / pack, row.tile_n * kv_warps
-    of_tiles = of_warps = below(before, slope, end, keys)
-    first_key = 0
-    if left is not None:
-        first_key = max(0, before * tile_m // pack + left)
-        begin = left - slope
-        hidden = slope * before * (before + 1) / 2 + begin * before - below(before, slope, begin, 0)
-        of_tiles = of_warps = of_tiles - hidden
-    steps = max(0, -(-last_end // step) - first_key // step) if first_key < last_end else 0
-    block = 1.0 if steps else EMPTY_BLOCK
-    share = live * steps
-    if not row.takes_features:
-        # Warps see what their own last row sees; the mean over a tile's is that of the middle one.
-        middle = min((before * tile_m + queries + rows_of_warp) // 2, queries) + end
-        share = live * -(-max(0, min(keys, middle)) // row.tile_n) / kv_warps
-        of_warps = below(before, slope, end - (tile_m - rows_of_warp) // 2, keys)
-    all_see = end >= 0 and first_key < keys  # the first tile, which ends first, and the last
-    whole = before * (1.0 if all_see else EMPTY_BLOCK)
-    return (sequences, block, steps, block * live, share), (
-        number,
-        sequences * (block + whole),
-        sequences * (steps + (of_tiles / step if of_tiles > 0 else 0.0)),
-        sequences * (block * live + whole),
-        sequences * (share + (of_warps / step if of_warps > 0 else 0.0)),
-    )
-
-
-def _together(one: tuple[Kind, Kind] | None, other: tuple[Kind, Kind] | None) -> tuple[Kind, Kind] | None:
-    """``totals`` of two parts of a launch."""
-    if one is None or other is None:
-        return one or other
-    first, (number, blocks, steps, warp_blocks, warp_steps) = one
-    more, more_blocks, more_steps, more_warp_blocks, more_warp_steps = other[1]
-    return first, (
-        number + more,
-        blocks + more_blocks,
-        steps + more_steps,
-        warp_blocks + more_warp_blocks,
-        warp_steps + more_warp_steps,
-    )
 
 
 # Whole tiles are played through as MAX_GROUPS - 1 groups of equal ones at most.

@@ -14,7 +14,7 @@ from cutlass_fmha.dispatch import table as tables
 from cutlass_fmha.dispatch.any_rows import no_rows
 from cutlass_fmha.dispatch.device import Device
 from cutlass_fmha.dispatch.eligibility import eligible_rows, family, reasons
-from cutlass_fmha.dispatch.families.family import Offer, Offers
+from cutlass_fmha.dispatch.families.family import Offers
 from cutlass_fmha.dispatch.problem import MAX_KEY_SPAN, Problem, class_of, typical
 from cutlass_fmha.dispatch.table import Row, Table
 from cutlass_fmha.errors import UnsupportedError
@@ -121,20 +121,12 @@ def cheapest(rows: Contest, problem: Problem) -> Row:
     if len(rows) == 1:
         return rows[0].row
     last = winner = rows.last
-    least = rows[last].offers(problem).us()
-    bounds: list[tuple[float, int, Offer]] = []
-    for number, (_, offers) in enumerate(rows):
-        if number != last:
-            offer = offers(problem)
-            if (bound := offer.bound(least)) <= least:
-                bounds.append((bound, number, offer))
-    bounds.sort()  # no two have a number
-    for bound, number, offer in bounds:
+    least = rows[last].offers.us(problem)
+    others = [(offers.at_least(problem), n) for n, (_, offers) in enumerate(rows) if n != last]
+    for bound, number in sorted(others):
         if bound > least:
             break
-        if offer.least(bound) > least:
-            continue
-        us = offer.us()
+        us = rows[number].offers.us(problem, least)
         if us < least or (us == least and number < winner):
             least, winner = us, number
     rows.last = winner
@@ -143,7 +135,7 @@ def cheapest(rows: Contest, problem: Problem) -> Row:
 
 def price(row: Row, problem: Problem, device: Device, calibration: Calibration) -> float:
     """What rows are chosen by: the predicted microseconds, more of a scored row that nobody timed."""
-    return family(row).offers(row, problem, device, calibration)(problem).us()
+    return family(row).offers(row, problem, device, calibration).us(problem)
 
 
 def predicted_us(row: Row, problem: Problem, device: Device, calibration: Calibration | None = None) -> float:

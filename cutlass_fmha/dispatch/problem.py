@@ -139,6 +139,11 @@ class Problem:
         return self.diagonal is not None or max(self.window) >= 0
 
     @cached
+    def is_even(self) -> bool:
+        """Whether all queries see as many keys."""
+        return not self.is_ranged and self.mean == EVEN
+
+    @cached
     def lines(self) -> tuple[int | None, int, int]:
         """Of query 0: its first key, None without a left limit, and what is one less than the end of its keys.
 
@@ -150,24 +155,27 @@ class Problem:
         return (None if left < 0 else offset - left), end, keys
 
     @cached
-    def walked(self) -> tuple[float, float, int]:
+    def walked(self) -> tuple[float, float, int, int, int]:
         """What tiles of one query and one key would do at least: blocks and steps, and the steps of the last.
 
-        Of packed sequences, the last of a long one.
+        Before the latter, at how many queries ``lines`` rise, and edges of where they do. Of packed sequences,
+        the last of a long one.
         """
         if self.mean != EVEN:
-            each = [document.walked for document in self.documents]
-            return sum([x[0] for x in each]), sum([x[1] for x in each]), each[0][2] if each else 0
+            queries, scores, rising, edges, last = zip(*[each.walked for each in self.documents], strict=True)
+            return sum(queries), sum(scores), sum(rising), sum(edges), last[0]
         queries, (left, end, keys) = self.seqlen_q, self.lines
         if queries == 0 or keys == 0:
-            return 0.0, 0.0, 0
+            return 0.0, 0.0, 0, 0, 0
         scores, last = below(queries, 1, end, keys), min(keys, queries + end)
+        rising, edges = max(0, min(queries, keys - end)), 1
         first_key = 0 if left is None else max(0, queries - 1 + left)
         if first_key:
             scores -= queries * (queries + 1) / 2 + (left - 1) * queries - below(queries, 1, left - 1, 0)
+            rising, edges = rising + min(queries, first_key), 3
         heads = self.batch * self.num_heads
         blocks = 1.0 if end >= 0 and first_key < keys else EMPTY_BLOCK
-        return heads * queries * blocks, heads * max(0.0, scores), max(0, last - first_key)
+        return heads * queries * blocks, heads * max(0.0, scores), heads * rising, heads * edges, max(0, last - first_key)
 
     def visible_keys(self, first: int, last: int) -> tuple[int, int]:
         """Begin and end of the keys that queries ``first`` to ``last`` see some of, by mask and window."""
