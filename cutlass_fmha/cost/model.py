@@ -115,95 +115,69 @@ class Priced:
     def __init__(self, row: Row, device: Device, cost: RowCost) -> None:
         self.row, self.device, self.cost = row, device, cost
         self.places = device.sm_count * cost.resident
-        #: Keys of a step, scores of it, and bytes of its keys and values.
-        self.step = row.tile_n * row.kv_warps
-        self.scores = row.tile_m * self.step
-        self.rows_of_warp = row.tile_m * row.kv_warps // row.warps
-        self.bytes_loaded = self.step * (row.head_dim + row.head_dim_v) * BYTES_PER_ELEMENT
-        #: Into how many the keys of a tile are divided at most, and, where all see as many, of the last tiles.
-        self.parts = MAX_SPLITS if row.takes_features and row.scored else 1
-        self.parts_of_last = TAIL_PARTS[-1] if divides_tail(row, device) else self.parts
-        #: The steps that take as long as a second launch.
-        self.launch_steps = cost.launch / cost.step if cost.step else 0.0
-        #: Microseconds of all blocks, as if places and SMs were never idle.
-        self.shares = cost.block / self.places, cost.step / self.places
-        self.shares += cost.warp_block / device.sm_count, cost.warp_step / device.sm_count
+        step = row.tile_n * row.kv_warps
+        #: Of keys and values, in a step.
+        self.bytes_loaded = step * (row.head_dim + row.head_dim_v) * BYTES_PER_ELEMENT
+        # Into how many the keys of a tile are divided at most, and, where all see as many, of the last tiles.
+        parts = MAX_SPLITS if row.takes_features and row.scored else 1
+        #: What ``at_least`` asks, side by side in memory: most calls find it in no cache.
+        self.bounds = (
+            (row.tile_m, row.tile_m * row.kv_warps // row.warps, step, row.takes_features),
+            (parts, TAIL_PARTS[-1] if divides_tail(row, device) else parts),
+            (cost.launch, cost.block, cost.step),
+            (cost.block / self.places / row.tile_m, cost.step / self.places / row.tile_m / step),
+            (cost.warp_block / device.sm_count / row.tile_m, cost.warp_step / device.sm_count / row.tile_m / step),
+        )
 
     def at_least(self, problem: Problem) -> float:
-        """Microseconds, in a tenth of the time: by the scores, and by the last queries, who see the most keys."""
-        queries, scores, rising, lines, last = problem.walked
+        """Microseconds, in a tenth of the time: those of all scores, as if places and SMs were never idle.
+
+        Or those of the last queries' block, if none is averaged: they see the most keys.
+        """
+        queries, scores, rising, ends, last = problem.walked
         if not queries:
             return 0.0
-        row, tile_m, steps = self.row, self.row.tile_m, -(-last // self.step)
+        (tile_m, rows, step, takes_features), parts, (launch, block_us, step_us), waiting_of, work_of = self.bounds
+        by_warps = scores
+        if (rising := rising - ends * tile_m) > 0:  # all rows of a tile, or of a warp, walk as far as the last
+            if takes_features:
+                rows = tile_m * problem.num_heads_kv // problem.num_heads  # of a head, at least
+            by_warps += rising * (rows - 1) / 2
+            scores += rising * ((rows if takes_features else tile_m) - 1) / 2
+        if scores < 0:
+            scores = 0.0
+        waiting = waiting_of[0] * queries + waiting_of[1] * scores
+        work = work_of[0] * queries + (work_of[1] * by_warps if by_warps > 0 else 0.0)
         tiles = -(-problem.seqlen_q // tile_m) * problem.batch * problem.num_heads
-        parts = self.parts_of_last if problem.is_even else self.parts
-        if parts > 1:
-            parts = problem.num_splits or parts if self.parts > 1 else parts
-            tiles *= parts
-            steps = min(steps, self.launch_steps - (-steps // parts))
-        blocks = queries / tile_m
-        walked = by_warps = scores / self.scores
-        if (rising := rising - lines * tile_m) > 0:  # all rows of a tile, or of a warp, walk as far as the last
-            rows, of_warp = tile_m, self.rows_of_warp
-            if row.takes_features:
-                of_warp = rows = tile_m * problem.num_heads_kv // problem.num_heads  # at least
-            walked += rising * (rows - 1) / (2 * self.scores)
-            by_warps += rising * (of_warp - 1) / (2 * self.scores)
-        first = (1, 1.0, steps, 0.0, 0.0) if last else None
-        return self._at_least(problem, first, (tiles, blocks, walked, blocks, by_warps), 1, 0)
+        us = block_us + -(-last // step) * step_us
+        if (most := parts[problem.is_even]) > 1:
+            most = problem.num_splits or most if parts[0] > 1 else most
+            tiles *= most
+            us = min(us, launch + block_us + -(-last // (step * most)) * step_us)
+        if last and us > waiting and tiles <= self.places * most_waves(problem):
+            waiting = us
+        once = self.cost.once(*self._once(problem, scores / (tile_m * step), 1, 0))
+        return (once + math.hypot(waiting, work)) * ROUNDED
 
-    def us(self, problem: Problem, most: float = math.inf) -> float:
-        """Microseconds; of a launch that takes more than ``most``, any number between the two will do."""
-        kinds, splits, tail_rows = self._launched(problem)
-        if not kinds:
-            return 0.0
-        if most < math.inf:
-            numbers, *each = zip(*kinds, strict=True)
-            sums = sum(numbers), *[sum(map(mul, numbers, of_kinds)) for of_kinds in each]
-            if (bound := self._at_least(problem, kinds[0], sums, splits, tail_rows)) > most:
-                return bound
-        return self.cost.of(self._played(problem, kinds, splits, tail_rows))
+    def us(self, problem: Problem) -> float:
+        """Microseconds of a launch, 0 without a block."""
+        counts = self.counts(problem)
+        return 0.0 if counts is None else self.cost.of(counts)
 
     def counts(self, problem: Problem) -> Counts | None:
         """The launch played through, None without a block: which it waits for depends on what they cost."""
-        launched = self._launched(problem)
-        return self._played(problem, *launched) if launched[0] else None
-
-    def _launched(self, problem: Problem) -> tuple[list[Kind], int, int]:
-        """The blocks, into how many their keys are divided, and the rows of O that the parts of a tail leave."""
         division = divide(self.row, problem, self.device)
-        tail_rows = division.tail.rows(self.row) if division.tail else 0
-        return kinds(self.row, problem, division), division.splits, tail_rows
-
-    def _played(self, problem: Problem, kinds: list[Kind], splits: int, tail_rows: int) -> Counts:
-        numbers, blocks, steps, warp_blocks, warp_steps = zip(*kinds, strict=True)
-        total, cost, sms = sum(numbers), self.cost, self.device.sm_count
-        most = MAX_WAVES if problem.is_even else MAX_MASKED_WAVES
+        if not (launched := kinds(self.row, problem, division)):
+            return None
+        numbers, blocks, steps, warp_blocks, warp_steps = zip(*launched, strict=True)
+        total, cost, sms, most = sum(numbers), self.cost, self.device.sm_count, most_waves(problem)
         alone = list(zip(numbers, blocks, steps, strict=True))
         shared = list(zip(numbers, warp_blocks, warp_steps, strict=True))
         waiting = _play(alone, total, self.places, most, cost.block, cost.step)
         work = _work(shared, total, sms, cost, most, problem.is_even)
-        return Counts(
-            *self._once(problem, sum(map(mul, numbers, steps)), splits, tail_rows), *waiting, *work
-        )
-
-    def _at_least(
-        self, problem: Problem, first: Kind | None, sums: Sequence[float], splits: int, tail_rows: int
-    ) -> float:
-        """If all places, and all SMs, ended together; and by the first block alone, if none is averaged."""
-        cost = self.cost
-        total, blocks, steps, warp_blocks, warp_steps = sums
-        of_block, of_step, of_warp_block, of_warp_step = self.shares
-        waiting = blocks * of_block + steps * of_step
-        work = warp_blocks * of_warp_block + warp_steps * of_warp_step
-        if first and total <= self.places * (MAX_WAVES if problem.is_even else MAX_MASKED_WAVES):
-            _, block, step, warp_block, warp_step = first
-            if (us := block * cost.block + step * cost.step) > waiting:
-                waiting = us
-            if (us := warp_block * cost.warp_block + warp_step * cost.warp_step) > work:
-                work = us
-        once = cost.once(*self._once(problem, steps, splits, tail_rows))
-        return (once + math.hypot(waiting, work)) * ROUNDED
+        tail_rows = division.tail.rows(self.row) if division.tail else 0
+        once = self._once(problem, sum(map(mul, numbers, steps)), division.splits, tail_rows)
+        return Counts(*once, *waiting, *work)
 
     def _once(
         self, problem: Problem, steps: float, splits: int, tail_rows: int
@@ -224,6 +198,11 @@ class Priced:
             moved / 1e6,
             again / 1e6 if again > 0 else 0.0,
         )
+
+
+def most_waves(problem: Problem) -> int:
+    """Blocks per place up to which a launch is played through."""
+    return MAX_WAVES if problem.is_even else MAX_MASKED_WAVES
 
 
 def count(row: Row, problem: Problem, device: Device, cost: RowCost) -> Counts | None:

@@ -198,12 +198,19 @@ def _block(
 def _scored_tiles(tiles: int, sequences: int, splits: int, walk: Walk) -> list[Kind]:
     size = max(1, -(-tiles // (MAX_GROUPS - 1)))
     found: list[Kind] = []
+    number, before = 0, -1
     for last in range(tiles - 1, -1, -size):
         first = last - size + 1 if last >= size else 0
-        number = (last - first + 1) * sequences
-        part = -(-walk(first + last) // splits)
-        found.append((number, 1.0, part, 1.0, part) if part else (number, EMPTY_BLOCK, 0, EMPTY_BLOCK, 0.0))
-    return found
+        if (part := -(-walk(first + last) // splits)) != before:
+            if number:
+                found.append(_whole(number, before))
+            number, before = 0, part
+        number += (last - first + 1) * sequences
+    return [*found, _whole(number, before)]
+
+
+def _whole(number: int, steps: int) -> Kind:
+    return (number, 1.0, steps, 1.0, steps) if steps else (number, EMPTY_BLOCK, 0, EMPTY_BLOCK, 0.0)
 
 
 def _plain_tiles(row: Row, problem: Problem, tiles: int, sequences: int) -> list[Kind]:
@@ -362,27 +369,17 @@ def _splits(walk: int, blocks: int, sm_count: int, places: int, most: int) -> in
 
 
 def _walk(row: Row, problem: Problem, pack: int) -> Walk:
-    tile_m, step, queries, keys = (
-        row.tile_m,
-        row.tile_n * row.kv_warps,
-        problem.seqlen_q,
-        problem.seqlen_k,
-    )
-    left, right = problem.window
-    if problem.causal != "none":
-        right = 0
-    if left < 0 and right < 0:
-        whole = -(-keys // step)
-        return lambda twice: whole
-    offset = 0 if problem.causal == "top-left" else keys - queries
+    tile_m, step, queries = row.tile_m, row.tile_n * row.kv_warps, problem.seqlen_q
+    left, end, keys = problem.lines
 
     def walk(twice: int) -> int:
-        begin, end = 0, keys
-        if left >= 0:
-            begin = max(0, twice * tile_m // (2 * pack) + offset - left)
-        if right >= 0:
-            last = min(-(-(twice + 2) * tile_m // (2 * pack)), queries)
-            end = max(0, min(keys, last + offset + right))
-        return max(0, -(-end // step) - begin // step) if begin < end else 0
+        last = -(-(twice + 2) * tile_m // (2 * pack))
+        stop = (queries if last > queries else last) + end
+        if stop > keys:
+            stop = keys
+        begin = 0
+        if left is not None and (begin := twice * tile_m // (2 * pack) + left) < 0:
+            begin = 0
+        return -(-stop // step) - begin // step if begin < stop else 0
 
     return walk

@@ -126,7 +126,7 @@ def cheapest(rows: Contest, problem: Problem) -> Row:
     for bound, number in sorted(others):
         if bound > least:
             break
-        us = rows[number].offers.us(problem, least)
+        us = rows[number].offers.us(problem)
         if us < least or (us == least and number < winner):
             least, winner = us, number
     rows.last = winner

@@ -158,24 +158,24 @@ class Problem:
     def walked(self) -> tuple[float, float, int, int, int]:
         """What tiles of one query and one key would do at least: blocks and steps, and the steps of the last.
 
-        Before the latter, at how many queries ``lines`` rise, and edges of where they do. Of packed sequences,
-        the last of a long one.
+        Before the latter: of how many queries ``lines`` rise, and how many ends such stretches have. Of packed
+        sequences, the last of a long one.
         """
         if self.mean != EVEN:
-            queries, scores, rising, edges, last = zip(*[each.walked for each in self.documents], strict=True)
-            return sum(queries), sum(scores), sum(rising), sum(edges), last[0]
+            blocks, steps, rising, ends, last = zip(*[each.walked for each in self.documents], strict=True)
+            return sum(blocks), sum(steps), sum(rising), sum(ends), last[0]
         queries, (left, end, keys) = self.seqlen_q, self.lines
         if queries == 0 or keys == 0:
             return 0.0, 0.0, 0, 0, 0
-        scores, last = below(queries, 1, end, keys), min(keys, queries + end)
-        rising, edges = max(0, min(queries, keys - end)), 1
+        seen, last = below(queries, 1, end, keys), min(keys, queries + end)
+        rises, ends = min(queries, max(0, keys - end)), 1
         first_key = 0 if left is None else max(0, queries - 1 + left)
         if first_key:
-            scores -= queries * (queries + 1) / 2 + (left - 1) * queries - below(queries, 1, left - 1, 0)
-            rising, edges = rising + min(queries, first_key), 3
+            seen -= queries * (queries + 1) / 2 + (left - 1) * queries - below(queries, 1, left - 1, 0)
+            rises, ends = rises + min(queries, first_key), 3
         heads = self.batch * self.num_heads
-        blocks = 1.0 if end >= 0 and first_key < keys else EMPTY_BLOCK
-        return heads * queries * blocks, heads * max(0.0, scores), heads * rising, heads * edges, max(0, last - first_key)
+        block = 1.0 if end >= 0 and first_key < keys else EMPTY_BLOCK
+        return heads * queries * block, heads * seen, heads * rises, heads * ends, max(0, last - first_key)
 
     def visible_keys(self, first: int, last: int) -> tuple[int, int]:
         """Begin and end of the keys that queries ``first`` to ``last`` see some of, by mask and window."""

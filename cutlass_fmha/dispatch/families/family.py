@@ -28,8 +28,7 @@ class Offers(Protocol):
     def at_least(self, problem: Problem) -> float:
         """They are no less, which is found sooner."""
 
-    def us(self, problem: Problem, most: float = ...) -> float:
-        """Of a launch that takes more than ``most``, any number between the two will do."""
+    def us(self, problem: Problem) -> float: ...
 
 
 #: Runs a call by itself: its tensors, scale, whether its LSE is wanted, what its features are made of, and

@@ -124,7 +124,7 @@ class _ByDatasheet(NamedTuple):
     row: Row
     device: Device
 
-    def us(self, problem: Problem, most: float = 0.0) -> float:
+    def us(self, problem: Problem) -> float:
         return predicted_us(self.row, problem, self.device)
 
     at_least = us
