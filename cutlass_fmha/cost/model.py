@@ -30,7 +30,7 @@ from dataclasses import dataclass, field, replace
 from operator import mul
 from typing import TYPE_CHECKING, NamedTuple
 
-from cutlass_fmha.dispatch.blocks import MAX_SPLITS, TAIL_PARTS, Kind, divide, divides_tail, kinds
+from cutlass_fmha.dispatch.blocks import MAX_SPLITS, TAIL_PARTS, divide, divides_tail, kinds
 from cutlass_fmha.dispatch.device import KIB, Device
 
 if TYPE_CHECKING:
@@ -126,7 +126,10 @@ class Priced:
             (parts, TAIL_PARTS[-1] if divides_tail(row, device) else parts),
             (cost.launch, cost.block, cost.step),
             (cost.block / self.places / row.tile_m, cost.step / self.places / row.tile_m / step),
-            (cost.warp_block / device.sm_count / row.tile_m, cost.warp_step / device.sm_count / row.tile_m / step),
+            (
+                cost.warp_block / device.sm_count / row.tile_m,
+                cost.warp_step / device.sm_count / row.tile_m / step,
+            ),
         )
 
     def at_least(self, problem: Problem) -> float:
@@ -137,9 +140,13 @@ class Priced:
         queries, scores, rising, ends, last = problem.walked
         if not queries:
             return 0.0
-        (tile_m, rows, step, takes_features), parts, (launch, block_us, step_us), waiting_of, work_of = self.bounds
+        (tile_m, rows, step, takes_features), parts, (launch, block_us, step_us), waiting_of, work_of = (
+            self.bounds
+        )
         by_warps = scores
-        if (rising := rising - ends * tile_m) > 0:  # all rows of a tile, or of a warp, walk as far as the last
+        if (
+            rising := rising - ends * tile_m
+        ) > 0:  # all rows of a tile, or of a warp, walk as far as the last
             if takes_features:
                 rows = tile_m * problem.num_heads_kv // problem.num_heads  # of a head, at least
             by_warps += rising * (rows - 1) / 2
@@ -210,9 +217,7 @@ def count(row: Row, problem: Problem, device: Device, cost: RowCost) -> Counts |
     return Priced(row, device, cost).counts(problem)
 
 
-def _work(
-    launched: Kinds, total: int, sms: int, cost: RowCost, most: int, even: bool
-) -> tuple[float, float]:
+def _work(launched: Kinds, total: int, sms: int, cost: RowCost, most: int, even: bool) -> tuple[float, float]:
     """What the SM with the most to do has to do. ``even``: all blocks take about the same time.
 
     The first blocks are dealt out to the SMs in turns, as many to each as it has places, no matter how long

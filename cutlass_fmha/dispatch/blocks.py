@@ -141,7 +141,9 @@ def kinds(row: Row, problem: Problem, division: Division) -> list[Kind]:
         live = live if tiles == 1 else 1.0
         whole, share = block * live, share * live
         before = tiles * sequences - tail.tiles
-        return [(before, block, steps, whole, share)] * (before > 0) + [
+        undivided: list[Kind] = [(before, block, steps, whole, share)] if before else []
+        return [
+            *undivided,
             (tail.tiles, block, tail.first, whole, share * tail.first / steps),
             (tail.tiles * (tail.parts - 1), block, tail.rest, whole, share * tail.rest / steps),
         ]
@@ -377,8 +379,7 @@ def _walk(row: Row, problem: Problem, pack: int) -> Walk:
         stop = (queries if last > queries else last) + end
         if stop > keys:
             stop = keys
-        begin = 0
-        if left is not None and (begin := twice * tile_m // (2 * pack) + left) < 0:
+        if (begin := twice * tile_m // (2 * pack) + left) < 0:
             begin = 0
         return -(-stop // step) - begin // step if begin < stop else 0
 

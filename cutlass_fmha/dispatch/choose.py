@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -115,8 +114,8 @@ def in_question(
 def cheapest(rows: Contest, problem: Problem) -> Row:
     """The row of the least ``price``, the first of several.
 
-    Launches are played through in the order of what they cost at least, up to the first that can't win; before
-    them that of the row that won last.
+    The row that won last is asked first, the others in the order of what they take at least, up to the first
+    that can't win.
     """
     if len(rows) == 1:
         return rows[0].row

@@ -44,11 +44,13 @@ FEATURES: Mapping[str, str] = {
 }
 
 if TYPE_CHECKING:
-    from functools import cached_property as cached
+    import functools
+
+    cached = functools.cached_property
 else:
 
     class cached:
-        """``functools.cached_property`` without a lock, which costs Python 3.11 more than most of what is kept."""
+        """``functools.cached_property`` without the lock that Python 3.11's has, which takes 0.7 us."""
 
         def __init__(self, ask: Any) -> None:
             self.ask, self.name = ask, ask.__name__
@@ -144,32 +146,33 @@ class Problem:
         return not self.is_ranged and self.mean == EVEN
 
     @cached
-    def lines(self) -> tuple[int | None, int, int]:
-        """Of query 0: its first key, None without a left limit, and what is one less than the end of its keys.
+    def lines(self) -> tuple[int, int, int]:
+        """Of query 0: its first key, and one less than the end of its keys.
 
         Each query's lie one further; all are cut at 0 and at the number of keys, which comes third.
         """
         (left, right), keys = self.window, self.seqlen_k
         offset = 0 if self.causal == "top-left" else keys - self.seqlen_q
         end = offset if self.causal != "none" else offset + right if right >= 0 else keys
-        return (None if left < 0 else offset - left), end, keys
+        return -self.seqlen_q if left < 0 else offset - left, end, keys
 
     @cached
     def walked(self) -> tuple[float, float, int, int, int]:
         """What tiles of one query and one key would do at least: blocks and steps, and the steps of the last.
 
-        Before the latter: of how many queries ``lines`` rise, and how many ends such stretches have. Of packed
-        sequences, the last of a long one.
+        Of packed sequences, the last of a long one. Before it: at how many queries ``lines`` rise, and how
+        many ends such stretches have, where a tile may lie across.
         """
-        if self.mean != EVEN:
-            blocks, steps, rising, ends, last = zip(*[each.walked for each in self.documents], strict=True)
-            return sum(blocks), sum(steps), sum(rising), sum(ends), last[0]
-        queries, (left, end, keys) = self.seqlen_q, self.lines
-        if queries == 0 or keys == 0:
+        if self.batch == 0 or self.seqlen_q == 0 or self.seqlen_k == 0:
             return 0.0, 0.0, 0, 0, 0
+        if self.mean != EVEN:
+            of_each = zip(*[document.walked for document in self.documents], strict=True)
+            blocks, steps, rising, bounds, lasts = of_each
+            return sum(blocks), sum(steps), sum(rising), sum(bounds), lasts[0]
+        queries, (left, end, keys) = self.seqlen_q, self.lines
         seen, last = below(queries, 1, end, keys), min(keys, queries + end)
         rises, ends = min(queries, max(0, keys - end)), 1
-        first_key = 0 if left is None else max(0, queries - 1 + left)
+        first_key = max(0, queries - 1 + left)
         if first_key:
             seen -= queries * (queries + 1) / 2 + (left - 1) * queries - below(queries, 1, left - 1, 0)
             rises, ends = rises + min(queries, first_key), 3

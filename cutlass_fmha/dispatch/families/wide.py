@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -118,11 +118,11 @@ def other_head_dims(row: Row, problem: Problem) -> str | None:
     return None if largest <= row.head_dim else f"up to {row.head_dim}"
 
 
-class _ByDatasheet(NamedTuple):
+class _ByDatasheet:
     """Microseconds that take no time to find."""
 
-    row: Row
-    device: Device
+    def __init__(self, row: Row, device: Device) -> None:
+        self.row, self.device = row, device
 
     def us(self, problem: Problem) -> float:
         return predicted_us(self.row, problem, self.device)
