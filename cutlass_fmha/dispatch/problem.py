@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 else:
 
     class cached:
-        """``functools.cached_property`` without the lock that Python 3.11's has, which takes 0.7 us."""
+        """``functools.cached_property`` without the lock that Python 3.11's has, which takes 0.3 us."""
 
         def __init__(self, ask: Any) -> None:
             self.ask, self.name = ask, ask.__name__
