@@ -140,13 +140,11 @@ class Priced:
         queries, scores, rising, ends, last = problem.walked
         if not queries:
             return 0.0
-        (tile_m, rows, step, takes_features), parts, (launch, block_us, step_us), waiting_of, work_of = (
-            self.bounds
-        )
+        tile, parts, (launch, block_us, step_us), waiting_of, work_of = self.bounds
+        tile_m, rows, step, takes_features = tile
         by_warps = scores
-        if (
-            rising := rising - ends * tile_m
-        ) > 0:  # all rows of a tile, or of a warp, walk as far as the last
+        # All rows of a tile, or of a warp, walk as far as the last.
+        if (rising := rising - ends * tile_m) > 0:
             if takes_features:
                 rows = tile_m * problem.num_heads_kv // problem.num_heads  # of a head, at least
             by_warps += rising * (rows - 1) / 2
