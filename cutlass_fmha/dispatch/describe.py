@@ -72,7 +72,7 @@ def describe(
             q, k, v = tensors = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
             layout = "bshd"
         sizes = check_features(tensors, features, names)
-    strides = tuple(_strides(tensor, layout) for tensor in tensors)
+    strides = _strides(q, layout), _strides(k, layout), _strides(v, layout)
     bits = q.data_ptr() | k.data_ptr() | v.data_ptr()
     for batch, seqlen, head in strides:
         bits |= (batch | seqlen | head) * q.element_size()
@@ -90,7 +90,7 @@ def describe(
     )
     if features.batch_invariant:
         problem = for_one_sequence(problem, features, k)
-    return Call(problem, sizes, strides, features, causal)  # type: ignore[arg-type]
+    return Call(problem, sizes, strides, features, causal)
 
 
 def with_output(call: Call, out: Tensor, layout: str) -> Call:
