@@ -27,8 +27,6 @@ set(FMHA_BLOCK_gated 256)
 set(FMHA_BLOCK_gated_backward 256)
 # Vectors of 16 bytes that a thread of such kernels asks for ahead, in dynamic shared memory (beside/rows.cuh): on sm_90
 # as many as there is room for; without HBM less is enough.
-set(FMHA_AHEAD_rms_norm 5)
-set(FMHA_AHEAD_90_rms_norm 12)
 set(FMHA_AHEAD_rms_norm_backward 10)
 set(FMHA_AHEAD_90_rms_norm_backward 24)
 # Kernels that wait by themselves for what is ahead in their stream (core/dependents.cuh), from sm_90 on.

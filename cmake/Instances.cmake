@@ -158,19 +158,15 @@ function(fmha_add_features FEATURES SUFFIX
   endforeach()
 endfunction()
 
-# Adds the rows of one manifest line that compute gradients: the columns are BackwardConfig's fields; those
-# from WRITES_SCORES on, may be left out where they are false.
+# Adds the rows of one manifest line that compute gradients: the columns are BackwardConfig's fields; the last three,
+# WRITES_SCORES, SHARES_DQ and ROUNDED_PAIRS, may be left out where they are false.
 function(fmha_backward ARCHS DTYPES HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS FEATURES COPY)
-  list(APPEND ARGN false false false false false false)
+  list(APPEND ARGN false false false)
   list(GET ARGN 0 WRITES_SCORES)
   list(GET ARGN 1 SHARES_DQ)
   list(GET ARGN 2 ROUNDED_PAIRS)
-  list(GET ARGN 3 STAGGERED)
-  list(GET ARGN 4 HEADS_IN_ORDER)
-  list(GET ARGN 5 WARPS_ARRIVE)
-  if(ARGC GREATER 16 OR NOT FEATURES MATCHES "^(ranges|scores)$" OR NOT COPY MATCHES "^(cp_async_16|tma)$" OR
-     NOT "${WRITES_SCORES},${SHARES_DQ},${ROUNDED_PAIRS},${STAGGERED},${HEADS_IN_ORDER},${WARPS_ARRIVE}" MATCHES
-     "^(true|false)(,(true|false))+$" OR
+  if(ARGC GREATER 13 OR NOT FEATURES MATCHES "^(ranges|scores)$" OR NOT COPY MATCHES "^(cp_async_16|tma)$" OR
+     NOT "${WRITES_SCORES},${SHARES_DQ},${ROUNDED_PAIRS}" MATCHES "^(true|false),(true|false),(true|false)$" OR
      (WRITES_SCORES AND FEATURES STREQUAL "scores"))
     message(FATAL_ERROR "cutlass_fmha: a line of src/rows.cmake has too many columns: ${ARGV}")
   endif()
@@ -200,8 +196,7 @@ function(fmha_backward ARCHS DTYPES HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS FE
           ".head_dim = ${HEAD_DIM}, .tile_m = ${TILE_M}, .tile_n = ${TILE_N}, .warps = ${WARPS}, .min_blocks = 1},"
           "{.chunk = ${CHUNK}, .groups = ${GROUPS}, .features = cutlass_fmha::Features::${FEATURES},"
           ".copy = cutlass_fmha::Copy::${COPY}, .writes_scores = ${WRITES_SCORES}, .shares_dq = ${SHARES_DQ},"
-          ".rounded_pairs = ${ROUNDED_PAIRS}, .staggered = ${STAGGERED}, .heads_in_order = ${HEADS_IN_ORDER},"
-          ".warps_arrive = ${WARPS_ARRIVE}}}")
+          ".rounded_pairs = ${ROUNDED_PAIRS}}}")
       list(JOIN config " " config)
       fmha_add_row(backward ${arch} ${dtype} ${HEAD_DIM} "sm${arch}_backward" "${name}" "${config}")
     endforeach()

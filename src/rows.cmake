@@ -110,10 +110,8 @@ fmha_score_mod("${TMA}"  "f16;bf16" 256      256       128     32     8     1   
 #           ARCHS     DTYPES     HEAD_DIM VALUE_DIM TILE_M TILE_N WARPS STAGES MIN_BLOCKS Q_IN_REGISTERS PING_PONG COPY
 fmha_masked("89"      "f16;bf16"  64       64       256     64     8     2      1          false          true  cp_async_16)
 fmha_masked("${TMA}"  "f16;bf16"  64       64       256     64     8     2      1          false          true  tma)
-fmha_masked("90"      "f16;bf16"  64       64       128     64     4     2      2          false          false tma)
 fmha_masked("89"      "f16;bf16" 128      128       256     32     8     2      1          false          true  cp_async_16)
 fmha_masked("${TMA}"  "f16;bf16" 128      128       256     32     8     2      1          false          true  tma)
-fmha_masked("90"      "f16;bf16" 128      128       128     32     4     2      2          false          false tma)
 
 # For everything that plain rows don't know (features/params.h): one for many queries and one for few, whose warps share
 # the keys, per head dimension. Any smaller head dimension runs on them too.

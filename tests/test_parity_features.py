@@ -286,13 +286,14 @@ def test_offsets_beyond_31_bits(row: _C.Row, axis: int, parity: ParityReport):
     dims = {name: min(64, getattr(row, name, row.head_dim)) for name in ("head_dim", "head_dim_v")}
     problem = Problem(65, 65, causal="bottom-right", num_heads=3, num_heads_kv=3, seed=8, **dims)
     launch = Launch.of(row, problem, DEVICE)
-    far = [gpu.far_view(buffer, i, tuple(launch.q.shape), axis) for i in range(4)]
+    near = (*launch.call[:3], launch.out.view)
+    far = [gpu.far_view(buffer, i, tuple(x.shape), axis) for i, x in enumerate(near)]
     if row in WIDE and axis == 1:
         launch.k = far[1]
         with pytest.raises(ValueError, match="its offsets are 32-bit, and k spans"):
             launch.run()
         return
-    for view, x in zip(far, (*launch.call[:3], launch.out.view), strict=True):
+    for view, x in zip(far, near, strict=True):
         view.copy_(x)
     launch.q, launch.k, launch.v = far[:3]
     if row not in WIDE:

@@ -30,8 +30,8 @@ SCHEMA_BACKWARD = (
 #: Elements of a row.
 MAX_DIM = 65536
 
-#: Thread blocks of 512 that an SM has room for, of the forward and of the backward.
-BLOCKS_PER_SM, BLOCKS_PER_SM_BACKWARD = 2, 1
+#: Thread blocks of the backward that an SM has room for.
+BLOCKS_PER_SM = 1
 
 Three = tuple[Tensor, Tensor, Tensor]
 
@@ -129,7 +129,6 @@ def _prepare(
     p.out_type = check.dtype_name(dtype)
     factor = bias if weight is None else weight
     p.weight_type = check.dtype_name(x.dtype if factor is None else factor.dtype)
-    p.blocks = helpers.resident_blocks(x, BLOCKS_PER_SM)
     return helpers.helper("rms_norm", p, x)
 
 
@@ -354,7 +353,7 @@ def _prepare_backward(
     p.weight_offset = weight_offset
     p.out_type = check.dtype_name(dout.dtype)
     p.weight_type = check.dtype_name(x.dtype if weight is None else weight.dtype)
-    p.parts = helpers.resident_blocks(x, BLOCKS_PER_SM_BACKWARD)
+    p.parts = helpers.resident_blocks(x, BLOCKS_PER_SM)
     return helpers.helper("rms_norm_backward", p, x)
 
 

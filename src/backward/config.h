@@ -14,9 +14,6 @@ struct BackwardOptions {
   bool writes_scores = false;            ///< dS goes to memory, of which a row of QueryProductConfig makes dQ
   bool shares_dq = false;                ///< of two groups, the second has dQ of every second unit
   bool rounded_pairs = false;            ///< of bfloat16, dS is a product of rounded pairs: P and dP - D
-  bool staggered = false;                ///< blocks whose walks are alike begin at different tiles of them
-  bool heads_in_order = false;           ///< under a diagonal too, the tiles of one head follow each other
-  bool warps_arrive = false;             ///< of two groups, one lane arrives at barriers for its warp
 };
 
 struct BackwardConfig : TileConfig, BackwardOptions {
@@ -29,13 +26,6 @@ struct BackwardConfig : TileConfig, BackwardOptions {
   constexpr int keys_per_warp() const { return tile_n / group_warps(); }
   /// Queries that are handed over at once, between groups and to dQ.
   constexpr int unit() const { return groups ? tile_m / 2 : tile_m; }
-
-  /// Of two groups, the steps of V that the second can't keep in registers, so that 32 are left beside its dK, the rest
-  /// of V, dP and P: it reads them from shared memory.
-  constexpr int shared_value_steps() const {
-    int const of_step = keys_per_warp() / 4, all = keys_per_warp() / 16 * (head_dim / 4 * 3 + chunk / 4 * 3);
-    return groups && !scored() && all > 224 ? (all - 224 + of_step - 1) / of_step : 0;
-  }
 
   // dQ of a unit is cut into rectangles, one per warp of the (first) group: 32 queries high, so that a B fragment feeds
   // two mma, where the columns can be divided then.

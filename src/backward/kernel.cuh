@@ -113,11 +113,6 @@ CUTE_DEVICE void backward(BackwardParams const& p) {
     }
     tile.terms = p.row_terms + number * (2 * C.tile_m);
     tile.turns = p.turns == nullptr ? nullptr : p.turns + number * kTurns;
-    if constexpr (C.staggered) {
-      // Under a diagonal, the walks' own beginnings are apart.
-      int64_t const offset = p.window_right >= 0 ? 0 : int64_t(work.m_block) * tile.walk.tiles / p.schedule.m_blocks;
-      tile.begin = tile.walk.first + int(offset);
-    }
     // Before a window, those of a prefix have met all queries.
     tile.least_before = p.prefix_lengths != nullptr && p.window_left >= 0 ? 0 : larger(0, key_begin / C.tile_n - 1);
     BackwardLayout<C>::place(smem) = tile;

@@ -58,7 +58,7 @@ TileSchedule key_tile_schedule(BackwardParams const& p, BackwardConfig const& c,
   int64_t const most = std::clamp<int64_t>(wanted, 1, heads), shares = (heads + most - 1) / most;  // alike
   TileOrder const order{int((heads + shares - 1) / shares),
                         shares == 1 ? tiles : tiles - short_key_tiles(p, c.tile_n, tiles)};
-  return schedule_of(order, (p.window_right >= 0 && !c.heads_in_order) || p.ordered, tiles, heads_kv, batch);
+  return schedule_of(order, p.window_right >= 0 || p.ordered, tiles, heads_kv, batch);
 }
 
 /// What makes dQ of what a row writes.

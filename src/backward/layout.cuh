@@ -95,11 +95,6 @@ struct ScoredKeyTile : KeyTile {
   ListedTile const* listed;  ///< null without lists
 };
 
-/// Of staggered walks.
-struct StaggeredKeyTile : KeyTile {
-  int begin;  ///< the first of each query head's tiles, behind whose last one those before it follow
-};
-
 /// In bytes, in the order in which they stand.
 // Rows that write dS have a second stage of dO where the others have dS, and its barriers.
 struct OneGroupBarriers {
@@ -115,21 +110,17 @@ struct TwoGroupBarriers {
 
 template <BackwardConfig C>
 struct BackwardLayout {
-  using Place =
-      std::conditional_t<C.scored(), ScoredKeyTile, std::conditional_t<C.staggered, StaggeredKeyTile, KeyTile>>;
+  using Place = std::conditional_t<C.scored(), ScoredKeyTile, KeyTile>;
   static constexpr int kQStages = 2;
   static constexpr int kKTile = C.tile_n * C.head_dim * 2, kQTile = C.tile_m * C.head_dim * 2, kDoutTile = kQTile;
   static constexpr int kScoresTile = C.tile_n * C.tile_m * 2, kTerms = 2 * C.tile_m * int(sizeof(float));
   static constexpr int kQ = kKTile;
   static constexpr int kDout = kQ + kQStages * kQTile;
-  static constexpr int kSharedValues = C.shared_value_steps() * C.tile_n * 16 * 2;
   /// Of two groups, two tiles where there is room for them beside the rest.
-  static constexpr int kDoutTiles =
-      C.groups && kDout + 2 * kDoutTile + kScoresTile + kSharedValues <= 96 * 1024 ? 2 : 1;
+  static constexpr int kDoutTiles = C.groups && kDout + 2 * kDoutTile + kScoresTile <= 96 * 1024 ? 2 : 1;
   static constexpr int kDoutUnits = 2 * kDoutTiles;
   static constexpr int kScores = kDout + kDoutTiles * kDoutTile;  ///< dS, [key, query]
-  static constexpr int kValues = kScores + kScoresTile;  ///< the steps of V that aren't kept, in the order of fragments
-  static constexpr int kRowTerms = kValues + kSharedValues;
+  static constexpr int kRowTerms = kScores + kScoresTile;
   static constexpr int kPlace = kRowTerms + kQStages * kTerms;
   static constexpr int kBarriers = kPlace + (int(sizeof(Place)) + 15) / 16 * 16;
   static constexpr int kBytes =
@@ -138,7 +129,7 @@ struct BackwardLayout {
 
   /// V stands there before the walk, on its way to registers.
   static constexpr int kV = C.groups ? kQ : kDout;
-  static_assert(kV + kKTile <= kValues);
+  static_assert(kV + kKTile <= kRowTerms);
 
   CUTE_DEVICE static Place& place(char* smem) { return *reinterpret_cast<Place*>(smem + kPlace); }
 };

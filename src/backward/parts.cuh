@@ -38,7 +38,6 @@ struct BackwardParts {
   static constexpr bool kMultipliesPairs = C.rounded_pairs && C.dtype == DType::bfloat16;
   static_assert(!C.rounded_pairs || C.arch >= 90, "mul.bf16x2 begins there");
   static_assert(!C.shares_dq || C.groups);
-  static_assert(!C.staggered || (!C.scored() && !C.writes_scores), "these have an order");
   static_assert(C.unit() % C.chunk == 0 && C.chunk % 16 == 0 && C.keys_per_warp() % 16 == 0);
 
   BackwardParams const& params;
@@ -73,17 +72,12 @@ struct BackwardParts {
     if constexpr (C.scored()) {
       if (params.listed != nullptr) return listed(0);
     }
-    if constexpr (C.staggered) return {place().begin, 0};
     return {walk.first, 0};
   }
   /// Behind the last, a tile that means nothing.
   CUTE_DEVICE QueryCursor after(QueryCursor const& at, QueryWalk const& walk) const {
     if constexpr (C.scored()) {
       if (params.listed != nullptr) return listed(at.number + 1);
-    }
-    if constexpr (C.staggered) {
-      int const tile = at.tile + 1 == walk.first + walk.tiles ? walk.first : at.tile + 1;
-      return {tile, tile == place().begin ? at.head + 1 : at.head, at.number + 1};
     }
     return at.next(walk);
   }

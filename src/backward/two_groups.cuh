@@ -28,8 +28,6 @@ struct TwoGroupWalk : BackwardParts<C> {
   static constexpr int kUnit = C.unit();
   static constexpr int kDoutUnit = Layout::kDoutTile / 2;
   static constexpr int kAhead = Layout::kDoutUnits / 2;  ///< tiles of dO
-  static constexpr int kArrivals = C.warps_arrive ? kThreads / 32 : kThreads;
-  static constexpr int kKeptSteps = C.head_dim / 16 - C.shared_value_steps();  ///< of V, in registers
   static_assert(C.warps == 8);
   static_assert(!C.shares_dq || (!C.scored() && !C.writes_scores), "only A awaits turns, and copies dS");
 
@@ -48,10 +46,10 @@ struct TwoGroupWalk : BackwardParts<C> {
   /// Brings the block's keys; returns V of this warp's.
   CUTE_DEVICE void start(Values& values) const {
     if (threadIdx.x == 0) {
-      q_pipe.init(kThreads, kArrivals);
-      dout_pipe.init(kThreads, 2 * kArrivals);
-      scores_pipe.init(kArrivals, kArrivals);
-      for (int i = 0; i < 8; ++i) mbarrier_init(barriers() + Barriers::kProbabilities + 8 * i, kArrivals / 4);
+      q_pipe.init(kThreads, kThreads);
+      dout_pipe.init(kThreads, C.threads());
+      scores_pipe.init(kThreads, kThreads);
+      for (int i = 0; i < 8; ++i) mbarrier_init(barriers() + Barriers::kProbabilities + 8 * i, 32);
     }
     this->load_keys(params.k, params.k_stride, 0, params.head_dim);
     this->load_keys(params.v, params.v_stride, Layout::kV, params.head_dim_v);
@@ -91,11 +89,11 @@ struct TwoGroupWalk : BackwardParts<C> {
           scores_pipe.producer_acquire(unit);
           hand_over(half, probabilities);
         }
-        arrive([&] { mbarrier_arrive(probabilities_barrier(half)); });
+        mbarrier_arrive(probabilities_barrier(half));
         dout_pipe.consumer_wait(unit);
         if (!C.scored() || params.dv != nullptr)
           this->template add_queries<DoutTile, Unit>(probabilities, dout_at(step, half), 0, dv);
-        arrive([&] { dout_pipe.consumer_release(unit); });
+        dout_pipe.consumer_release(unit);
         if (unit > 0 && !(C.shares_dq && half == 0)) finish(unit - 1, half == 0 ? before : at);
       }
       before = at;
@@ -106,7 +104,6 @@ struct TwoGroupWalk : BackwardParts<C> {
 
   /// Group B: dK, and the other half.
   CUTE_DEVICE void run_b(Values const& values, Gradient& dk) const {
-    share_values(values);
     QueryCursor at = this->first(place().walk);
     load_q(0, at);
     load_dout(0, at);
@@ -140,9 +137,10 @@ struct TwoGroupWalk : BackwardParts<C> {
         } else {
           this->template start_with_terms<Chunk>(scores, terms + (C.tile_m + begin) * 4);
         }
-        this->template add_scores<DoutTile, Chunk>([&](int i, auto&& v) FMHA_INLINE { read_values(values, i, v); },
+        this->template add_scores<DoutTile, Chunk>([&](int i, auto&& v)
+                                                       FMHA_INLINE { cute::copy(values(cute::_, cute::_, i), v); },
                                                    dout_at(step, half), row / 16, scores);
-        if (last) arrive([&] { dout_pipe.consumer_release(unit); });
+        if (last) dout_pipe.consumer_release(unit);
         if (first) mbarrier_wait(probabilities_barrier(half), step & 1);
         take_over(begin / 16, probabilities);
         if constexpr (C.scored()) {
@@ -154,13 +152,13 @@ struct TwoGroupWalk : BackwardParts<C> {
         }
         __syncwarp();  // all lanes have their P: dS may take its place
         this->template store_scores<Chunk>(begin / 16, probabilities);
-        if (last) arrive([&] { scores_pipe.producer_commit(unit); });
+        if (last) scores_pipe.producer_commit(unit);
         if (last && step + kAhead < steps && half == 1) load_dout(unit + 2 * kAhead - 1, ahead(at));
         if (!C.scored() || params.dk != nullptr)
           this->template add_queries<QTile, Chunk>(probabilities, q_tile, begin / 16, dk);
         if (C.shares_dq && last && half == 0 && step > 0) finish(unit - 1, last_tile);
       }
-      arrive([&] { q_pipe.consumer_release(step); });
+      q_pipe.consumer_release(step);
       if (step + kAhead < steps) load_dout(2 * step + 2 * kAhead + 1, ahead(at));
       if (step + 2 < steps) load_q(step + 2, this->after(at, place().walk));
     }
@@ -168,45 +166,6 @@ struct TwoGroupWalk : BackwardParts<C> {
   }
 
  private:
-  /// arrive() for each lane, or for the warp by one when all are there.
-  template <class Arrive>
-  CUTE_DEVICE static void arrive(Arrive const& arrive) {
-    if constexpr (C.warps_arrive) __syncwarp();
-    if (!C.warps_arrive || lane_id() == 0) arrive();
-  }
-  CUTE_DEVICE void release_scores(int unit) const {
-    arrive([&] { scores_pipe.consumer_release(unit); });
-  }
-
-  /// The fragments of a step of V that stand in shared memory; a lane reads what it wrote.
-  CUTE_DEVICE uint4* shared_values(int step, int m) const {
-    int const number = (step - kKeptSteps) * C.tile_n / 16 + warp * (C.keys_per_warp() / 16) + m;
-    return reinterpret_cast<uint4*>(smem + Layout::kValues) + number * 32 + lane_id();
-  }
-  CUTE_DEVICE void share_values(Values const& values) const {
-    CUTE_UNROLL
-    for (int step = kKeptSteps; step < C.head_dim / 16; ++step) {
-      CUTE_UNROLL
-      for (int m = 0; m < C.keys_per_warp() / 16; ++m) {
-        auto const words = cute::recast<uint32_t>(values(cute::_, m, step));
-        *shared_values(step, m) = {words(0), words(1), words(2), words(3)};
-      }
-    }
-  }
-  template <class Fragment>
-  CUTE_DEVICE void read_values(Values const& values, int step, Fragment&& v) const {
-    if (step < kKeptSteps) {
-      cute::copy(values(cute::_, cute::_, step), v);
-      return;
-    }
-    CUTE_UNROLL
-    for (int m = 0; m < C.keys_per_warp() / 16; ++m) {
-      uint4 const from = *shared_values(step, m);
-      auto words = cute::recast<uint32_t>(v(cute::_, m));
-      words(0) = from.x, words(1) = from.y, words(2) = from.z, words(3) = from.w;
-    }
-  }
-
   /// What is asked for while the tile before `at` is read.
   CUTE_DEVICE QueryCursor ahead(QueryCursor const& at) const { return kAhead > 1 ? this->after(at, place().walk) : at; }
   CUTE_DEVICE static uint32_t dout_at(int step, int half) {
@@ -220,18 +179,18 @@ struct TwoGroupWalk : BackwardParts<C> {
     scores_pipe.consumer_wait(unit);
     if constexpr (C.writes_scores) {
       copy_scores(unit / 2, unit % 2 * kUnit);
-      release_scores(unit);
+      scores_pipe.consumer_release(unit);
       return;
     }
     if (place().sums == nullptr) {
-      release_scores(unit);
+      scores_pipe.consumer_release(unit);
       return;
     }
     // Where it lies in its tile is known to the compiler by who calls.
     if (unit % 2 == 0) {
-      this->add_query_gradient(at, 0, [&] { release_scores(unit); });
+      this->add_query_gradient(at, 0, [&] { scores_pipe.consumer_release(unit); });
     } else {
-      this->add_query_gradient(at, kUnit, [&] { release_scores(unit); });
+      this->add_query_gradient(at, kUnit, [&] { scores_pipe.consumer_release(unit); });
     }
   }
 

@@ -65,7 +65,6 @@ void bind_rms_norm(py::module_& m) {
   finite(c, "weight_offset", &P::weight_offset);
   named(c, "out_type", &P::out_type, kDTypes);
   named(c, "weight_type", &P::weight_type, kDTypes);
-  number(c, "blocks", &P::blocks, 0, 65535);
 }
 
 void bind_rms_norm_backward(py::module_& m) {

@@ -10,8 +10,8 @@
 namespace cutlass_fmha {
 namespace {
 
-/// Vectors of a tensor from which on a block takes row after row: more bytes are on their way then. Below, a launch is
-/// as fast as its slowest thread.
+/// Vectors of a tensor from which on a lane has several: fewer threads have more bytes on their way then. Below, a launch
+/// is as fast as its slowest thread.
 constexpr int64_t kMany = 1 << 18;
 
 /// A tensor of a launch, whose strides become those that count.
@@ -69,7 +69,7 @@ void share(Params& p, bool aligned, int bytes, int threads, int vectors) {
 
 /// Sets how many of its `turns`, of `vectors` each, a thread asks for ahead. Returns the shared memory that a block of
 /// `threads` has for them.
-int ask_ahead(RowsParams& p, Row const& row, int threads, int vectors, int64_t turns) {
+int ask_ahead(RmsNormBackwardParams& p, Row const& row, int threads, int vectors, int64_t turns) {
   int const room = row.smem_bytes / row.threads() / kVectorBytes;
   p.stages = int(std::clamp<int64_t>(room / vectors, 1, std::max<int64_t>(turns, 1)));
   return p.stages * vectors * threads * kVectorBytes;
@@ -107,18 +107,10 @@ void launch(Row const& row, RmsNormParams const& params, int device, cudaStream_
                                    {p.out, p.out_stride, bytes_of(p.out_type)}}) &&
                        aligned(p.weight) && aligned(p.bias) && int64_t(p.dim) * factor_bytes % kVectorBytes == 0;
   int const chunks = ceil_div(p.dim, kVectorBytes / bytes);
-  bool const many = int64_t(p.rows) * chunks >= kMany || chunks > row.threads();
-  share(p, vectors, bytes, row.threads(), many ? RmsNormParams::kVectors : 1);
+  p.many = int64_t(p.rows) * chunks >= kMany || chunks > row.threads();
+  share(p, vectors, bytes, row.threads(), p.many ? RmsNormParams::kVectors : 1);
   int const threads = std::max(kHelperThreads, 1 << p.lanes_log2);
-  int64_t blocks = blocks_of(p.rows, p.lanes_log2, threads);
-  int smem_bytes = 0;
-  if (many && p.walk == Walk::kept) {
-    int64_t const all = blocks;
-    blocks = std::min<int64_t>(blocks, int64_t(std::max(p.blocks, 1)) * row.threads() / threads);
-    int const turn = RmsNormParams::kVectors * (p.residual ? 2 : 1);
-    smem_bytes = ask_ahead(p, row, threads, turn, (all + blocks - 1) / blocks);
-  }
-  launch_kernel(row, dim3(unsigned(blocks)), &p, device, stream, threads, smem_bytes);
+  launch_kernel(row, dim3(unsigned(blocks_of(p.rows, p.lanes_log2, threads))), &p, device, stream, threads);
 }
 
 void launch(Row const& row, RmsNormBackwardParams const& params, int device, cudaStream_t stream) {

@@ -20,7 +20,6 @@ struct RowsParams {
   int rows;
   bool flat;                    ///< one leading dimension is all that counts: rows are their strides' `head` apart
   Divisor by_middle, by_inner;  ///< by sizes[1] and sizes[2]
-  int stages;                   ///< rows of a group of lanes that are on their way at once; 0: no block has several
 
   int64_t count() const { return sizes[0] * sizes[1] * sizes[2]; }
   bool empty() const { return count() == 0; }
@@ -35,7 +34,7 @@ enum class Walk : int {
 
 /// out = x rstd (weight + weight_offset) + bias of each row, with rstd = 1 / sqrt(mean(x^2) + eps).
 struct RmsNormParams : RowsParams {
-  static constexpr int kMaxThreads = 512, kVectors = 2;  ///< of a lane, where a block has several rows
+  static constexpr int kMaxThreads = 512, kVectors = 4;  ///< of a lane, of many rows; of few it has one
 
   void const* x;
   void const* residual;  ///< may be null; x + residual, rounded to x's type, takes the place of x
@@ -48,10 +47,10 @@ struct RmsNormParams : RowsParams {
   float eps, weight_offset;
   DType out_type;     ///< x's or float32, of a float32 x any
   DType weight_type;  ///< x's or float32
-  int blocks;         ///< of kMaxThreads, that the GPU has room for at once
 
   // Set by launch().
   Walk walk;
+  bool many;  ///< rows: a lane has kVectors
   int lanes_log2;
   float per_dim;  ///< 1 / dim
 };
@@ -80,6 +79,7 @@ struct RmsNormBackwardParams : RowsParams {
   // Set by launch().
   Walk walk;
   int lanes_log2, row_blocks;  ///< blocks of dx, which come first
+  int stages;                  ///< rows of a group of lanes that are on their way at once
   float per_dim;
 
   /// From one partial sum to the next.

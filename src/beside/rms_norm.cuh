@@ -5,149 +5,111 @@
 
 namespace cutlass_fmha {
 
-/// What becomes of a lane's vector of a row whose rstd is known.
-template <class T, class W>
-__device__ void norm_vector(RmsNormParams const& p, Chunk<T, kWidth<T>> const& x, Chunk<W, kWidth<T>> const& weight,
-                            float rstd, int64_t to, int column) {
-  constexpr int kElements = kWidth<T>;
-  float a[kElements], w[kElements];
-  read(x, a);
-#pragma unroll
-  for (int k = 0; k < kElements; ++k) a[k] *= rstd;
-  if (p.weight) {
-    read(weight, w);
-#pragma unroll
-    for (int k = 0; k < kElements; ++k) a[k] *= w[k] + p.weight_offset;
-  }
-  if (p.bias) {
-    Chunk<W, kElements>::load(static_cast<W const*>(p.bias) + column).read(w);
-#pragma unroll
-    for (int k = 0; k < kElements; ++k) a[k] += w[k];
-  }
-  write_as<T>(p.out_type, p.out, to + column, a);
+/// Keeps the compiler from having made floats of it before.
+__device__ inline void packed(uint4& words) {
+  asm volatile("" : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w)::"memory");
 }
 
-/// x + residual, as it is written.
-template <class T>
-__device__ void add(Chunk<T, kWidth<T>>& x, Chunk<T, kWidth<T>> const& residual) {
-  float a[kWidth<T>], b[kWidth<T>];
-  read(x, a);
-  read(residual, b);
-#pragma unroll
-  for (int k = 0; k < kWidth<T>; ++k) a[k] += b[k];
-  x.write(a);
-}
-
-template <class T>
-__device__ float squares_of(Chunk<T, kWidth<T>> const& x, float sum) {
-  float a[kWidth<T>];
-  read(x, a);
-#pragma unroll
-  for (int k = 0; k < kWidth<T>; ++k) sum = fmaf(a[k], a[k], sum);
-  return sum;
-}
-
-__device__ inline float rstd_of(RmsNormParams const& p, float squares, float* shared) {
-  return rsqrtf(sum_over_lanes(squares, p.lanes_log2, shared) * p.per_dim + p.eps);
-}
-
-/// Few rows: a vector in each lane, and a row of its own.
-template <class T, class W>
+/// Whole rows in registers: all of a row's loads are on their way at once. Few registers make room for many rows on an
+/// SM, which is what keeps memory busy.
+template <class T, class W, int Vectors>
 __device__ void norm_kept(RmsNormParams const& p, float* shared) {
   constexpr int kElements = kWidth<T>;
   using Values = Chunk<T, kElements>;
+  using Factors = Chunk<W, kElements>;
+  constexpr bool kEarly = Vectors * int(sizeof(Factors)) <= 32 && sizeof(T) == 2;  // registers for weights meanwhile
+  constexpr int kAtOnce = Vectors < 2 ? Vectors : 2;                               // and for the residual
   Lane const lane(p.lanes_log2, int(blockDim.x));
-  int const column = lane.lane * kElements;
-  bool const there = lane.row < p.rows && column < p.dim;  // other lanes go along
-  int const row = there ? int(lane.row) : 0;
-  Values x{};
-  Chunk<W, kElements> weight;
-  if (there) {
-    x = Values::load(static_cast<T const*>(p.x) + offset_of(p, row, p.x_stride) + column);
-    if (p.weight) weight = Chunk<W, kElements>::load(static_cast<W const*>(p.weight) + column);
-    if (p.residual) {
-      add(x, Values::load(static_cast<T const*>(p.residual) + offset_of(p, row, p.residual_stride) + column));
-      x.store(static_cast<T*>(p.sum) + offset_of(p, row, p.sum_stride) + column);
-    }
-  }
-  float const rstd = rstd_of(p, squares_of<T>(x, 0.f), shared);
-  if (p.rstd && there && lane.lane == 0) p.rstd[row] = rstd;
-  if (there) norm_vector<T, W>(p, x, weight, rstd, offset_of(p, row, p.out_stride), column);
-}
+  bool const there = lane.row < p.rows;  // lanes without a row go along
+  int const row = there ? int(lane.row) : 0, end = there ? p.dim : 0;
+  int const first = lane.lane * kElements, step = lane.lanes * kElements;
 
-/// Many rows: a block goes from row to row, with the weights in registers and the next rows on their way.
-template <class T, class W, bool Summed, int Vectors>
-__device__ void norm_ahead(RmsNormParams const& p, float (*shared)[RmsNormParams::kMaxThreads / 32]) {
-  constexpr int kElements = kWidth<T>;
-  using Values = Chunk<T, kElements>;
-  Group const at(p.lanes_log2);
-  int const first = at.lane * kElements, step = at.lanes * kElements;
-  Chunk<W, kElements> weight[Vectors];
+  Values x[Vectors];
+  Factors weight[Vectors];
+  T const* const from = static_cast<T const*>(p.x) + offset_of(p, row, p.x_stride) + first;
 #pragma unroll
   for (int n = 0; n < Vectors; ++n) {
-    if (p.weight && first + n * step < p.dim) {
-      weight[n] = Chunk<W, kElements>::load(static_cast<W const*>(p.weight) + first + n * step);
-    }
+    x[n] = Values{};
+    if (first + n * step < end) x[n] = Values::load(from + n * step);
   }
-  Ahead<Vectors*(Summed ? 2 : 1)> ahead;
-  auto const ask = [&](unsigned number) {
-    bool const there = number < unsigned(p.rows);
-    int const row = there ? int(number) : 0;
-    T const* const x = static_cast<T const*>(p.x) + offset_of(p, row, p.x_stride);
+  auto const load_weights = [&] {
 #pragma unroll
     for (int n = 0; n < Vectors; ++n) {
-      int const column = first + n * step;
-      ahead.ask(n, x + column, there && column < p.dim);
-    }
-    if constexpr (Summed) {
-      T const* const residual = static_cast<T const*>(p.residual) + offset_of(p, row, p.residual_stride);
-#pragma unroll
-      for (int n = 0; n < Vectors; ++n) {
-        int const column = first + n * step;
-        ahead.ask(Vectors + n, residual + column, there && column < p.dim);
+      if (kEarly && p.weight && first + n * step < end) {
+        weight[n] = Factors::load(static_cast<W const*>(p.weight) + first + n * step);
       }
     }
-    ahead.next(p.stages);
   };
-  unsigned const turn = gridDim.x * at.groups;
-  unsigned row = blockIdx.x * at.groups + at.group, asked = row;
-  for (int n = 0; n < p.stages; ++n, asked += turn) ask(asked);
-  bool odd = false;
-  for (unsigned begin = blockIdx.x * at.groups; begin < unsigned(p.rows); begin += turn, row += turn, asked += turn) {
-    ahead.wait(p.stages);
-    int const end = row < unsigned(p.rows) ? p.dim : 0;  // lanes without a row go along
-    Values x[Vectors];
-    float squares = 0.f;
+  if (p.residual) {
+    T const* const other = static_cast<T const*>(p.residual) + offset_of(p, row, p.residual_stride) + first;
+    T* const to = static_cast<T*>(p.sum) + offset_of(p, row, p.sum_stride) + first;
+    if (Vectors == 1) load_weights();  // with more, registers come free with the residual's
 #pragma unroll
-    for (int n = 0; n < Vectors; ++n) {
-      x[n] = ahead.template values<T>(n);
-      if constexpr (Summed) {
-        add(x[n], ahead.template values<T>(Vectors + n));
-        if (first + n * step < end) {
-          x[n].store(static_cast<T*>(p.sum) + offset_of(p, int(row), p.sum_stride) + first + n * step);
-        }
+    for (int begin = 0; begin < Vectors; begin += kAtOnce) {
+      if (begin > 0) asm volatile("" ::: "memory");
+      Values residual[kAtOnce];
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) {
+        int const column = (begin + n) * step;
+        if (first + column < end) residual[n] = Values::load(other + column);
       }
-      squares = squares_of<T>(x[n], squares);
-    }
-    ask(asked);
-    float const rstd = rstd_of(p, squares, shared[odd]);
-    odd = !odd;
-    if (end == 0) continue;
-    if (p.rstd && at.lane == 0) p.rstd[row] = rstd;
-    int64_t const to = offset_of(p, int(row), p.out_stride);
 #pragma unroll
-    for (int n = 0; n < Vectors; ++n) {
-      int const column = first + n * step;
-      if (column < end) norm_vector<T, W>(p, x[n], weight[n], rstd, to, column);
+      for (int n = 0; n < kAtOnce; ++n) {
+        int const column = (begin + n) * step;
+        if (first + column >= end) continue;
+        float a[kElements], b[kElements];
+        read(x[begin + n], a);
+        read(residual[n], b);
+#pragma unroll
+        for (int k = 0; k < kElements; ++k) a[k] += b[k];
+        x[begin + n].write(a);
+        x[begin + n].store(to + column);
+      }
     }
   }
-  ahead.template wait_but<0>();
+  if (Vectors > 1 || !p.residual) load_weights();
+
+  float squares = 0.f;
+#pragma unroll
+  for (int n = 0; n < Vectors; ++n) {
+    float a[kElements];
+    read(x[n], a);
+#pragma unroll
+    for (int k = 0; k < kElements; ++k) squares = fmaf(a[k], a[k], squares);
+  }
+  float const rstd = rsqrtf(sum_over_lanes(squares, p.lanes_log2, shared) * p.per_dim + p.eps);
+  if (p.rstd && there && lane.lane == 0) p.rstd[row] = rstd;
+
+  int64_t const to = offset_of(p, row, p.out_stride) + first;
+#pragma unroll
+  for (int n = 0; n < Vectors; ++n) {
+    if (first + n * step >= end) continue;
+    if constexpr (Vectors > 1) {  // one at a time, from what is packed: there are no registers for more
+      packed(x[n].words[0]);
+      if constexpr (kEarly) packed(weight[n].words[0]);
+    }
+    float a[kElements], w[kElements];
+    read(x[n], a);
+#pragma unroll
+    for (int k = 0; k < kElements; ++k) a[k] *= rstd;
+    if (p.weight) {
+      if constexpr (!kEarly) weight[n] = Factors::load(static_cast<W const*>(p.weight) + first + n * step);
+      weight[n].read(w);
+#pragma unroll
+      for (int k = 0; k < kElements; ++k) a[k] *= w[k] + p.weight_offset;
+    }
+    if (p.bias) {
+      Factors::load(static_cast<W const*>(p.bias) + first + n * step).read(w);
+#pragma unroll
+      for (int k = 0; k < kElements; ++k) a[k] += w[k];
+    }
+    write_as<T>(p.out_type, p.out, to + n * step, a);
+  }
 }
 
-template <class T, class W, int Vectors>
-__device__ void norm_by_rows(RmsNormParams const& p, float (*shared)[RmsNormParams::kMaxThreads / 32]) {
-  if (p.stages == 0) return norm_kept<T, W>(p, shared[0]);
-  p.residual ? norm_ahead<T, W, true, Vectors>(p, shared) : norm_ahead<T, W, false, Vectors>(p, shared);
+template <class T, class W>
+__device__ void norm_by_vectors(RmsNormParams const& p, float* shared) {
+  p.many ? norm_kept<T, W, RmsNormParams::kVectors>(p, shared) : norm_kept<T, W, 1>(p, shared);
 }
 
 /// Rows that are read twice.
@@ -212,14 +174,14 @@ __device__ void norm_long(RmsNormParams const& p, float* shared) {
   }
 }
 
-template <class T, int Vectors = RmsNormParams::kVectors>
+template <class T>
 __device__ void rms_norm(RmsNormParams const& p) {
-  __shared__ float shared[2][RmsNormParams::kMaxThreads / 32];  // by turns, so that one barrier a row is enough
+  __shared__ float shared[RmsNormParams::kMaxThreads / 32];
   begin_rows();
-  if (p.walk == Walk::vectors) return norm_long<T, kWidth<T>>(p, shared[0]);
-  if (p.walk == Walk::elements) return norm_long<T, 1>(p, shared[0]);
-  if (p.weight_type == kTypeOf<T>) return norm_by_rows<T, T, Vectors>(p, shared);
-  if constexpr (!std::is_same_v<T, float>) norm_by_rows<T, float, Vectors>(p, shared);
+  if (p.walk == Walk::vectors) return norm_long<T, kWidth<T>>(p, shared);
+  if (p.walk == Walk::elements) return norm_long<T, 1>(p, shared);
+  if (p.weight_type == kTypeOf<T>) return norm_by_vectors<T, T>(p, shared);
+  if constexpr (!std::is_same_v<T, float>) norm_by_vectors<T, float>(p, shared);
 }
 
 }  // namespace cutlass_fmha

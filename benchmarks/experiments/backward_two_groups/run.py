@@ -1,6 +1,6 @@
 """Rows of the backward by two groups: errors against fp32 on small problems, rates beside torch's flash one.
 
-PYTHONPATH=BUILD_OF_ROWS_CMAKE python run.py [--library NAME=FILE ...] [--kernels]; it takes 70 s on an H200.
+PYTHONPATH=BUILD_OF_ROWS_CMAKE python run.py [--library NAME=FILE ...]; it takes 50 s on an H200.
 
 A library has `bwd_run(q, k, v, o, dout, lse, dq, dk, dv, sums, lse2, delta, heads, seqlen, causal, what,
 stream)` over [heads, seqlen, head_dim] tensors, and stands beside rows of the head dim its NAME begins with.
@@ -45,15 +45,9 @@ def seconds(call: Callable[[], Any], runs: int = 8, inner: int = 3) -> float:
 
 
 def gradients_of(
-    row: Any,
-    tensors: Tensors,
-    dout: torch.Tensor,
-    o: torch.Tensor,
-    lse: torch.Tensor,
-    causal: bool,
-    dq: bool = True,
+    row: Any, tensors: Tensors, dout: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, causal: bool
 ) -> Tensors:
-    mask, wanted = "bottom-right" if causal else "none", (dq, True, True, False, False)
+    mask, wanted = "bottom-right" if causal else "none", (True, True, True, False, False)
     scale = tensors[0].shape[-1] ** -0.5
     return gradients.launch(dout, tensors, o, lse, None, scale, mask, {}, wanted, row=row.name)[:3]
 
@@ -99,17 +93,8 @@ def library_call(file: str, tensors: Tensors, lse: torch.Tensor, causal: bool) -
     return call
 
 
-def kernel_times(call: Callable[[], Any]) -> str:
-    """Microseconds of each kernel of a call."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        call()
-        torch.cuda.synchronize()
-    found = (event for event in profile.key_averages() if event.device_time_total > 0)
-    return ", ".join(f"{event.key.split('(')[0][-24:]} {event.device_time_total:.0f}" for event in found)
-
-
 def compare(
-    rows: list[Any], libraries: dict[str, str], case: tuple[int, int, int, int], causal: bool, kernels: bool
+    rows: list[Any], libraries: dict[str, str], case: tuple[int, int, int, int], causal: bool
 ) -> None:
     head_dim, batch, heads, seqlen = case
     torch.manual_seed(0)
@@ -136,32 +121,12 @@ def compare(
     for name, call in calls.items():
         took = seconds(call)
         print(f"  {name:62s} {tera / took:4.0f} {of_flash / took:.3f}x", flush=True)
-    # Without dQ, counted as with it, and with rows of a head behind each other, as libraries have them.
-    by_heads = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, o, dout)]
-    for row in rows:
-        if row.head_dim != head_dim or not row.name.endswith(("_now", "_apart")):
-            continue
-        for what, (x, y, z, out, grad), dq in (
-            ("no dQ", (q, k, v, o, dout), False),
-            ("by heads", by_heads, True),
-        ):
-            took = seconds(
-                lambda row=row, x=x, y=y, z=z, out=out, grad=grad, dq=dq: gradients_of(
-                    row, (x, y, z), grad, out, lse, causal, dq
-                )
-            )
-            print(f"  {row.name + ', ' + what:62s} {tera / took:4.0f} {of_flash / took:.3f}x", flush=True)
-    if kernels:
-        for name, call in calls.items():
-            print(f"  {name:62s} {kernel_times(call)}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--library", action="append", default=[], metavar="NAME=FILE")
-    parser.add_argument("--kernels", action="store_true", help="and the time of each kernel of a call")
-    arguments = parser.parse_args()
-    libraries = dict(text.split("=", 1) for text in arguments.library)
+    libraries = dict(text.split("=", 1) for text in parser.parse_args().library)
     rows = [
         row for row in _C.backward_rows() if "_groups_tma_" in row.name + "_" and not row.name.endswith("_ds")
     ]
@@ -170,7 +135,7 @@ def main() -> None:
         print(f"{row.name:62s} {worst:.4f}{'' if worst < 0.012 else ' WRONG'}", flush=True)
     for case in TIMED:
         for causal in (False, True):
-            compare(rows, libraries, case, causal, arguments.kernels)
+            compare(rows, libraries, case, causal)
 
 
 if __name__ == "__main__":
