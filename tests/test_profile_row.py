@@ -78,9 +78,7 @@ def fake_ncu(tmp_path: Path, text: str, status: int = 0) -> str:
     return str(program)
 
 
-def test_ncu_is_asked_for_what_it_has_and_runs_this_tool_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ncu_is_asked_for_what_it_has_and_runs_this_tool_once(tmp_path, monkeypatch, capsys):
     timed = {
         "gpu": "NVIDIA L4", "row": ROW, "p50_us": 9.0, "p90_us": 9.5, "tflops": 90.0, "tbytes_per_s": 0.1,
         "mean_abs_error": 1e-4, "error_ratio": 0.5,
@@ -105,13 +103,8 @@ def test_ncu_is_asked_for_what_it_has_and_runs_this_tool_once(
     ],
 )
 def test_what_keeps_ncu_from_it_is_one_sentence(
-    said: str,
-    status: int,
-    sentence: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    said: str, status: int, sentence: str, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(profile_row, "measure", lambda *arguments: {})
     assert profile_row.main(["--shape", "1,64,1,64", "--ncu", fake_ncu(tmp_path, said, status)]) == 1
     told = capsys.readouterr().err
@@ -129,12 +122,8 @@ def test_what_keeps_ncu_from_it_is_one_sentence(
     ],
 )
 def test_what_cannot_be_profiled_is_named(
-    arguments: list[str],
-    status: int,
-    sentence: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    arguments: list[str], status: int, sentence: str, monkeypatch, capsys
+):
     monkeypatch.setattr(profile_row.shutil, "which", lambda name: None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     try:
