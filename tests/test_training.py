@@ -309,6 +309,8 @@ def test_transforms_that_differentiate_are_refused(name: str):
     q, k, v = heads()
     with pytest.raises(NotImplementedError, match=r"under torch\.func: use torch\.autograd\.grad or Tensor"):
         TRANSFORMS[name](lambda q: attention(q, k, v), q)
+    with pytest.raises(NotImplementedError, match=r"under torch\.func"):
+        TRANSFORMS[name](lambda bias: attention(q, k, v, bias=bias), torch.zeros(1, 1, 1, 7))
 
 
 def heads(batch: int = 2) -> list[Tensor]:
