@@ -339,4 +339,4 @@ def test_features_reach_the_launch_past_the_dispatcher(monkeypatch):
     attention(q, k, v, softcap=1.0)
     assert seen[1][3] is None  # the default scale is the launch's
     attention(q, k, v, scale=2, causal="top-left", return_lse=True, layout="bhsd", row="row")
-    assert seen[2] == (q, k, v, 2.0, "top-left", True, "row", "bhsd", ("q", "k", "v"), {})
+    assert seen[2] == (q, k, v, 2.0, "top-left", True, "row", "bhsd", ("q", "k", "v"), {}, False)
