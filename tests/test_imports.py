@@ -82,7 +82,8 @@ LATE = """
 import sys, torch
 before = {*sys.modules}
 import cutlass_fmha.__main__
-others = ("transformers", "diffusers", "comfy", "jax", "numpy", "flash_attn", "rich")
+from cutlass_fmha.integrations import diffusers, hub, transformers
+others = ("transformers", "diffusers", "kernels", "comfy", "jax", "numpy", "flash_attn", "rich")
 parts = ("bench", "demo", "flash_attn", "cli.", "calibrate.fit", "calibrate.timing", "nn")
 own = tuple(f"cutlass_fmha.{part}" for part in parts)
 print([name for name in {*sys.modules} - before if name.split(".")[0] in others or name.startswith(own)])

@@ -328,7 +328,14 @@ def sequences(x: Tensor, begins: tuple[int, ...] | None) -> list[Tensor]:
 
 @by_dtype
 @drawn
-@given(st.sampled_from(DIMS), st.booleans(), st.sampled_from(LAYOUTS), BEGINS, st.booleans(), st.booleans())
+@given(
+    dims=st.sampled_from(DIMS),
+    interleaved=st.booleans(),
+    layout=st.sampled_from(LAYOUTS),
+    begins=BEGINS,
+    own_table=st.booleans(),
+    odd=st.booleans(),
+)
 def test_rotary(dims, interleaved, layout, begins, own_table, odd, dtype: torch.dtype):
     x = randn(*((3, 5) if begins is None else (ROWS,)), 4, dims[0], dtype=dtype)
     cos, sin = table(40, dims[1], dtype if own_table else torch.float32, odd)

@@ -288,19 +288,14 @@ def valid() -> _C.AttentionParams:
     return p
 
 
+UNKNOWN = ("page_table", "window_left", "prefix_lengths", "mask", "block_counts", "softcap", "alibi_slopes")
+UNKNOWN += ("sinks", "dropout_threshold", "splits")
+
+
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"page_table": 64, "page_size": 16}, "does not know page_table"),
-        ({"window_left": 3}, "does not know window_left"),
-        ({"prefix_lengths": 64}, "does not know prefix_lengths"),
-        ({"mask": 64}, "does not know mask"),
-        ({"block_counts": 64}, "does not know block_counts"),
-        ({"softcap": 1.0}, "does not know softcap"),
-        ({"alibi_slopes": 64}, "does not know alibi_slopes"),
-        ({"sinks": 64}, "does not know sinks"),
-        ({"dropout_threshold": 1}, "does not know dropout_threshold"),
-        ({"splits": 2}, "does not know splits"),
+        *(({"page_size": 16, name: 64}, f"does not know {name}") for name in UNKNOWN),
         ({"bias": 4096, "bias_type": "float32"}, "takes a bias of its own dtype only"),
         ({"head_dim": 65537}, "takes head dims from 1 to 65536, got 65537 and 64"),
         ({"num_heads_kv": 3}, r"num_heads \(4\) must be a multiple of num_heads_kv \(3\)"),
