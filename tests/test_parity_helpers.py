@@ -146,28 +146,18 @@ class Combine:
         assert self.out.intact() and self.lse.intact()
 
 
+OUTPUTS: tuple[dict[str, Any], ...] = ({}, {"row_pad": 8}, {"row_pad": 1}, {"odd": True}, {"packed": True})
+
+
 @kernels_only
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("dim", [1, 7, 8, 36, 64, 96, 128, 160, 250, 256])
 @pytest.mark.parametrize("splits", [1, 2, 5, 16, 33, 64])
 def test_combine(splits: int, dim: int, dtype: torch.dtype):
-    launch = Combine(splits, (2, 3, 4, dim), dtype, seed=dim)
-    launch.run()
-    launch.check()
-
-
-@kernels_only
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("dim", [40, 128])
-def test_combine_into_any_layout(dim: int, dtype: torch.dtype):
-    for options in ({"row_pad": 8}, {"row_pad": 1}, {"odd": True}, {"packed": True}):
-        batch = 1 if "packed" in options else 3
-        launch = Combine(7, (batch, 5, 2, dim), dtype, **options)  # type: ignore[arg-type]
-        launch.run()
-        launch.check()
-    launch = Combine(4, (2, 2, 2, dim), dtype)
-    launch.run(return_lse=False)
-    launch.check(return_lse=False)
+    for where in OUTPUTS:
+        launch = Combine(splits, (1 if "packed" in where else 2, 3, 4, dim), dtype, **where, seed=dim)
+        launch.run(return_lse=dim != 64)
+        launch.check(return_lse=dim != 64)
 
 
 @kernels_only
@@ -211,23 +201,6 @@ def test_combine_passes_nan_on_and_weighs_infinities():
     assert found[1].isnan().sum() == 1 and found[1, 9].isnan()
     assert torch.equal(found[2], launch.partial_o[4, 2].half()) and launch.lse.view[2] == INF
     assert found[3].isfinite().all()
-
-
-@kernels_only
-def test_a_combined_row_has_the_same_bits_in_every_batch():
-    launch = Combine(13, (4, 3, 2, 128), torch.bfloat16)
-    launch.run()
-    first = launch.out.view.clone()
-    launch.run()
-    assert torch.equal(bits(launch.out.view), bits(first))
-    for b in range(4):
-        alone = Combine(13, (1, 3, 2, 128), torch.bfloat16)
-        alone.partial_o, alone.partial_lse = (
-            x.view(13, 4, 6, -1)[:, b].reshape(alone_x.shape).contiguous()
-            for x, alone_x in ((launch.partial_o, alone.partial_o), (launch.partial_lse, alone.partial_lse))
-        )
-        alone.run()
-        assert torch.equal(bits(alone.out.view[0]), bits(first[b]))
 
 
 @kernels_only
