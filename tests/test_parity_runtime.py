@@ -1,4 +1,9 @@
-"""How the kernels behave in a program: streams, devices, CUDA graphs, torch.compile, and errors on a GPU."""
+"""Plain rows in a program: layouts, streams, devices, graphs, torch.compile, far strides, errors on a GPU.
+
+test_parity_features.py has every row.
+
+CUTLASS_FMHA_FORCE_ARCH=89 proves the sm_89 rows through their PTX, =120 the sm_120 rows of a proxy build.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,7 @@ import oracle_features
 import pytest
 import torch
 from launches import Launch
-from operands import poison
+from operands import CAUSAL, place, poison
 from parity_report import ParityReport
 from problems import Problem
 from torch import Tensor
@@ -41,6 +46,22 @@ def record(
 ) -> None:
     errors = oracle_features.compare(out, lse, *inputs, causal=PROBLEM.causal)
     parity.record(row.name, f"{PROBLEM} {what}", errors)
+
+
+@by_row
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_attention_runs_the_row_it_is_told_to(row: _C.Row, layout: str, parity: ParityReport):
+    shaped = [Problem(113, 140, causal, num_heads=4, seed=1) for causal in CAUSAL]
+    memories = ("packed", "expanded", "bhsd") + (("unaligned",) if row.alignment == 2 else ())
+    shaped += [Problem(70, 70, "bottom-right", num_heads=4, layout=memory, seed=2) for memory in memories]
+    for problem in (*shaped, Problem(5, 0), Problem(0, 5)):
+        q, k, v = problem.inputs(gpu.torch_dtype(row), row.head_dim, DEVICE)
+        given = [x.transpose(1, 2) for x in (q, k, v)] if layout == "bhsd" else [q, k, v]
+        out, lse = cutlass_fmha.attention(
+            *given, causal=problem.causal, return_lse=True, layout=layout, row=row.name
+        )
+        out = out.transpose(1, 2) if layout == "bhsd" else out
+        parity.record(row.name, problem, oracle_features.compare(out, lse, q, k, v, causal=problem.causal))
 
 
 @by_row
@@ -148,6 +169,38 @@ def test_attention_synchronises_nothing_and_allocates_its_outputs_only(request: 
     before = torch.cuda.memory_stats(DEVICE)["allocation.all.allocated"]
     result = cutlass_fmha.attention(q, k, v, causal=True, return_lse=True)
     assert torch.cuda.memory_stats(DEVICE)["allocation.all.allocated"] - before == len(result)
+
+
+# ---- offsets that need 64 bits -----------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("much_memory")
+@pytest.mark.parametrize(
+    "row", [r for r in ROWS if r.head_dim == 64 and r.dtype == "bfloat16"], ids=lambda r: r.name
+)
+def test_tensors_of_more_than_two_to_the_31_elements(row: _C.Row, parity: ParityReport):
+    batch = gpu.FAR // (64 * 8 * 64) + 2
+    x = torch.empty(batch, 64, 8, 64, dtype=torch.bfloat16, device=DEVICE).normal_()
+    out = cutlass_fmha.attention(x, x, x, causal=True, row=row.name)
+    for i in (0, batch // 2, batch - 1):
+        part = x[i : i + 1]
+        errors = oracle_features.compare(out[i : i + 1], None, part, part, part, causal="bottom-right")
+        parity.record(row.name, f"batch {i} of {batch} x 64 x 8 x 64", errors)
+
+
+def test_the_guards_notice_a_stray_write():
+    # What the other tests rely on, without a kernel: a write just outside an output, and one in a row's
+    # padding.
+    for offset in (-1, 64 * 3 * 8 * 2):
+        guarded = gpu.Guarded.around(place(torch.zeros(2, 3, 8, 64, device=DEVICE, dtype=torch.float16)))
+        assert guarded.intact()
+        guarded.buffer[guarded.view.storage_offset() + offset] = 0.0
+        assert not guarded.intact()
+    guarded = gpu.Guarded.around(place(torch.zeros(2, 3, 8, 64, device=DEVICE).half(), row_pad=8))
+    guarded.view.fill_(0.0)
+    assert guarded.intact()
+    guarded.buffer[guarded.view.storage_offset() + 64] = torch.nan
+    assert not guarded.intact()
 
 
 # ---- torch.compile and the op ------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """What is special about rows that copy by TMA: descriptors of tensors, made on the host and kept per thread.
 
 Part of the parity gate wherever the rows under test have such ones; conftest.py leaves the file out of other
-builds, and says so. What every row has to do, test_parity.py and test_parity_runtime.py ask of these too.
+builds, and says so. What every row has to do, test_parity_features.py and test_parity_runtime.py ask too.
 """
 
 from __future__ import annotations
