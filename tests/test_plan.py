@@ -407,17 +407,6 @@ def test_strides_of_single_elements_disqualify_nothing(kernels):
     assert run.params.q_stride == run.params.k_stride == run.params.v_stride == (0, 0, 0)
 
 
-def test_checks_come_before_the_launch(kernels):
-    q, k, v = qkv()
-    with pytest.raises(ValueError, match="value must have key's seqlen 65, got 64"):
-        launch(q, k, v[:, :64])
-    with pytest.raises(cutlass_fmha.UnsupportedError, match="no row of this build can run this problem"):
-        launch(*qkv(head_dim=480))
-    with pytest.raises(ValueError, match="'x' is not a row of this build"):
-        launch(q, k, v, row="x")
-    assert kernels.launches == []
-
-
 def test_slow_copies_are_told_once_per_cause(kernels, caplog):
     caplog.set_level(logging.WARNING, logger="cutlass_fmha")
     q, k, v = qkv()

@@ -273,13 +273,6 @@ def test_inference_between_the_steps_of_training(device: str):
     assert seen.is_inference() and torch.equal(seen, out)
     loss_of(out).backward()
     assert_close(gradients(layer), trained(tokens(device=device)), allowed(1e-5, device))
-    # torch keeps nothing from inference for a backward, and says so; a copy it does.
-    with torch.inference_mode():
-        keys = torch.ones(4, 9, HEADS_KV, HEAD_DIM, device=device)
-    q = x.unflatten(-1, (HEADS, HEAD_DIM))
-    with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
-        attention(q, keys, keys)
-    assert attention(q, keys.clone(), keys.clone()).requires_grad
 
 
 # ---- transforms --------------------------------------------------------------------------------------------
