@@ -122,13 +122,6 @@ def test_smaller_tiles_are_for_problems_that_do_not_fill_the_gpu(rows: list[_C.R
             assert fastest is None or (fastest.tile_m == min(row.tile_m for row in own)) == smallest
 
 
-def test_another_devices_rows_have_a_reason(rows: list[_C.Row]):
-    for row in rows:
-        other = devices.named(DEVICES[90 if row.arch != 90 else 89])
-        found = eligibility.reasons(row, problem(row.dtype, 300), other, tables.this_build())
-        assert any(sentence.startswith(f"made for sm_{row.arch}") for sentence in found)
-
-
 def test_the_smallest_row_that_takes_a_head_dim_is_the_fastest_of_long_problems(rows: list[_C.Row]):
     for arch in {row.arch for row in rows}:
         device = devices.named(DEVICES[arch])
