@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import oracle_features
 import pytest
 import torch
@@ -76,60 +78,98 @@ KINDS = ("contiguous", "entries", "pages")
 SIDES = st.one_of(st.none(), st.integers(0, 9))
 
 
-OPTIONS = st.fixed_dictionaries(
-    {"causal": st.sampled_from((False, True, "top-left"))},
-    optional={"window": st.tuples(SIDES, SIDES), "softcap": st.just(3.0), "num_splits": st.integers(1, 4)},
-)
-
-
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
-    used=st.one_of(st.lists(st.integers(0, 19), min_size=3, max_size=3), st.integers(0, 19)),
-    kind=st.sampled_from(KINDS),
+    lengths=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 18)), min_size=1, max_size=5),
+    packed=st.booleans(),
     seqlen_q=st.integers(1, 4),
+    kind=st.sampled_from(KINDS),
+    dtype=st.sampled_from(DTYPES),
+    around=st.tuples(st.integers(0, 2), st.integers(0, 2)),
+    laid=st.sampled_from(("contiguous", "heads first", "wider", "one row for all")),
     rotated=st.sampled_from((None, "cache_seqlens", "rotary_seqlens", "an int")),
+    alike=st.booleans(),
     padded=st.booleans(),
     appended=st.booleans(),
     interleaved=st.booleans(),
-    options=OPTIONS,
-)
+    bounded=st.booleans(),
+    options=st.fixed_dictionaries(
+        {"causal": st.sampled_from((False, True, "top-left"))},
+        optional={
+            "window": st.tuples(SIDES, SIDES), "softcap": st.just(3.0), "num_splits": st.integers(1, 4),
+        },
+    ),
+)  # fmt: skip
 def test_a_step_is_attention_over_old_and_new_keys(
-    used, kind, seqlen_q, rotated, padded, appended, interleaved, options
-):
-    cache, before, (cos, sin) = Cache(kind, dim_v=8), Cache(kind, dim_v=8), angles(40, 8)
-    q, k, v = randn(3, seqlen_q, 6, 16, seed=7), randn(3, 4, 2, 16, seed=8), randn(3, 4, 2, 8, seed=9)
-    lengths = ints(*([used] * 3 if isinstance(used, int) else used))
-    pads = lengths // 2 if padded else None
-    first = lengths if pads is None else lengths - pads
-    said = {"leftpad_k": pads, "cache_seqlens": used if isinstance(used, int) else lengths, **cache.places}
+    lengths, packed, seqlen_q, kind, dtype, around, laid, rotated, alike, padded, appended, interleaved,
+    bounded, options,
+):  # fmt: skip
+    """Of sequences that are packed, rows around which are nobody's, or of a batch. ``alike``: all as long."""
+    counts, before = zip(*lengths, strict=True)
+    batch = len(lengths)
+    counts, before = counts if packed else (4,) * batch, before[:1] * batch if alike else before
+    cache, expected = (Cache(kind, dtype, 8, batch) for _ in range(2))
+    begins = [around[0] * packed + sum(counts[:b]) for b in range(batch + 1)]
+    #: Of new keys, and of queries: the row, its sequence, and its number there.
+    keys = [(begins[b] + i, b, i) for b in range(batch) for i in range(counts[b])]
+    queries = keys if packed else [(b * seqlen_q + i, b, i) for b in range(batch) for i in range(seqlen_q)]
+
+    def drawn(rows: int, heads: int, dim: int, seed: int) -> Tensor:
+        if laid == "heads first":
+            return randn(heads, rows, dim, dtype=dtype, seed=seed).transpose(0, 1)
+        if laid == "one row for all":
+            return randn(1, heads, dim, dtype=dtype, seed=seed).expand(rows, -1, -1)
+        return randn(rows, heads, dim + 8 * (laid == "wider"), dtype=dtype, seed=seed)[..., :dim]
+
+    new_rows = begins[-1] + around[1] * packed
+    q = drawn(new_rows if packed else len(queries), 6, 16, 7)
+    k, v = drawn(new_rows, 2, 16, 8), drawn(new_rows, 2, 8, 9)
+    used = ints(*before)
+    pads = used // 2 if padded else None
+    first = used if pads is None else used - pads
+    said: dict[str, Any] = {"leftpad_k": pads, **cache.places}
     if rotated and appended:
+        cos, sin = angles(40, 8)
         said |= {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": interleaved}
         if rotated != "cache_seqlens":
-            first = ints(7, 7, 7) if rotated == "an int" else ints(30, 0, 5)
+            first = ints(*([7] * batch if rotated == "an int" else [30 - n for n in counts]))
             said["rotary_seqlens"] = 7 if rotated == "an int" else first
-    new = (k, v) if appended else ()
-    output, lse = with_kv_cache(q, cache.k_cache, cache.v_cache, *new, **said, **options, return_lse=True)
+    packing: dict[str, Any] = {"cu_seqlens_q": ints(*begins)} if packed else {}
+    bounds = {"max_seqlen_q": max(counts)} if bounded and packed else {}
+    if bounded:
+        bounds["max_seqlen_k"] = max(a + b * appended for a, b in zip(before, counts, strict=True))
+    shaped = (x if packed else x.unflatten(0, (batch, -1)) for x in (q, k, v))
+    given_q, *new = shaped
+    output, lse = with_kv_cache(
+        given_q, cache.k_cache, cache.v_cache, *(new if appended else ()), **said, **packing, **bounds,
+        **options, cache_seqlens=before[0] if alike else used, return_lse=True,
+    )  # fmt: skip
     if "rotary_cos" in said:
-        bounded = any(side not in (None, -1) for side in options.get("window", ()))
-        moves = options["causal"] is not False or bounded  # or all queries stand at the first position
-        positions = following(first, seqlen_q) if moves else first[:, None].expand(3, seqlen_q)
-        rows = q.flatten(0, 1)[:, None], k
-        q, k = (
-            rotary(x, cos, sin, at.flatten().int(), interleaved=interleaved)
-            for x, at in zip(rows, (positions, first), strict=True)
-        )
-        q = q.view(3, seqlen_q, 6, 16)
+        bounds_of_window = options.get("window", ())
+        # Or all queries stand at the first position.
+        moves = options["causal"] is not False or any(side not in (None, -1) for side in bounds_of_window)
+
+        def turned(x: Tensor, rows: list[tuple[int, int, int]], step: int) -> Tensor:
+            index = [row for row, _, _ in rows]
+            positions = ints(*(int(first[b]) + i * step for _, b, i in rows))
+            found = x.clone()
+            found[index] = rotary(x[index][:, None], cos, sin, positions, interleaved=interleaved)[:, 0]
+            return found
+
+        q, k = turned(q, queries, moves), turned(k, keys, 1)
     if appended:
         at = [cache.places.get(name) for name in ("cache_batch_idx", "page_table")]
-        found = places(lengths, 4, before.k_cache.shape[1], before.k_cache.shape[0], *at)
-        assert len(found) == 3 * 4
-        for (b, i), place in found.items():
-            before.k_cache[place], before.v_cache[place] = k[b, i], v[b, i]
-    assert torch.equal(cache.k_cache, before.k_cache) and torch.equal(cache.v_cache, before.v_cache)
+        found = places(used, list(counts), expected.k_cache.shape[1], expected.k_cache.shape[0], *at)
+        assert len(found) == len(keys)
+        for row, b, i in keys:
+            place = found[b, i]
+            expected.k_cache[place], expected.v_cache[place] = k[row], v[row]
+    assert torch.equal(cache.k_cache, expected.k_cache) and torch.equal(cache.v_cache, expected.v_cache)
     causal = {False: "none", True: "bottom-right"}.get(options.pop("causal"), "top-left")
     oracle_features.compare(
-        output, lse, q, cache.k_cache, cache.v_cache, causal=causal, **options, **cache.places,
-        seqused_k=lengths + 4 * appended, leftpad_k=pads,
+        output, lse, q if packed else q.unflatten(0, (batch, -1)), cache.k_cache, cache.v_cache,
+        causal=causal, product_error=16.0, **options, **cache.places, **packing,
+        seqused_k=used + ints(*counts) * appended, leftpad_k=pads,
     ).check()  # fmt: skip
 
 
@@ -139,65 +179,6 @@ def test_a_cache_that_says_no_length_is_full():
     assert torch.equal(
         whole, cutlass_fmha.attention(q, cache.k_cache, cache.v_cache, causal=True, softcap=3.0)
     )
-
-
-@settings(max_examples=120, deadline=None)
-@given(
-    lengths=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 18)), min_size=1, max_size=5),
-    kind=st.sampled_from(KINDS),
-    dtype=st.sampled_from(DTYPES),
-    around=st.tuples(st.integers(0, 2), st.integers(0, 2)),
-    laid=st.sampled_from(("contiguous", "heads first", "wider", "one row for all")),
-    rotated=st.sampled_from((None, "cache_seqlens", "rotary_seqlens")),
-    padded=st.booleans(),
-    appended=st.booleans(),
-    bounded=st.booleans(),
-    options=OPTIONS,
-)
-def test_a_packed_step_is_that_of_each_sequence_alone(
-    lengths, kind, dtype, around, laid, rotated, padded, appended, bounded, options
-):
-    """Bit for bit, in the cache and in what is returned. Rows around the sequences are nobody's."""
-    counts, before = zip(*lengths, strict=True)
-    cache, alone = Cache(kind, dtype, 8, len(lengths)), Cache(kind, dtype, 8, len(lengths))
-    begins = ints(around[0], *(around[0] + sum(counts[: b + 1]) for b in range(len(counts))))
-    rows = sum(counts) + sum(around)
-
-    def packed(heads: int, dim: int, seed: int) -> Tensor:
-        if laid == "heads first":
-            return randn(heads, rows, dim, dtype=dtype, seed=seed).transpose(0, 1)
-        if laid == "one row for all":
-            return randn(1, heads, dim, dtype=dtype, seed=seed).expand(rows, -1, -1)
-        return randn(rows, heads, dim + 8 * (laid == "wider"), dtype=dtype, seed=seed)[..., :dim]
-
-    q, k, v = packed(6, 16, 7), packed(2, 16, 8), packed(2, 8, 9)
-    used = ints(*before)
-    vectors = {"cache_seqlens": used}
-    if padded:
-        vectors["leftpad_k"] = ints(*(length // 2 for length in before))
-    if rotated and appended:
-        options |= dict(zip(("rotary_cos", "rotary_sin"), angles(40, 8), strict=True))
-        if rotated == "rotary_seqlens":
-            vectors["rotary_seqlens"] = ints(*(30 - n for n in counts))
-    bounds = {"max_seqlen_q": max(counts)} if bounded else {}
-    if bounded:
-        bounds["max_seqlen_k"] = max(a + b * appended for b, a in lengths)
-    new = (k, v) if appended else ()
-    output, lse = with_kv_cache(
-        q, cache.k_cache, cache.v_cache, *new, **vectors, **cache.places, cu_seqlens_q=begins, **bounds,
-        **options, return_lse=True,
-    )  # fmt: skip
-    assert output.shape == (rows, 6, 8) and lse.shape == (6, rows)
-    places = alone.places or {"cache_batch_idx": torch.arange(len(lengths), dtype=torch.int32)}
-    for b in range(len(lengths)):
-        own = slice(int(begins[b]), int(begins[b + 1]))
-        one = {name: x[b : b + 1] for name, x in (vectors | places).items()}
-        expected = with_kv_cache(
-            q[None, own], alone.k_cache, alone.v_cache, *(x[None, own] for x in new), **one, **options,
-            return_lse=True,
-        )  # fmt: skip
-        assert torch.equal(output[own], expected[0][0]) and torch.equal(lse[:, own], expected[1][0])
-    assert torch.equal(cache.k_cache, alone.k_cache) and torch.equal(cache.v_cache, alone.v_cache)
 
 
 # ---- what torch expects of an op ---------------------------------------------------------------------------
