@@ -466,37 +466,23 @@ def test_append(
 
 
 @kernels_only
-def test_packed_rows_of_numbers_that_mean_nothing_go_nowhere():
-    """What cu_seqlens holds on a GPU is the caller's; nothing is written outside of the cache."""
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_without_a_place_are_dropped(kind: str):
+    """Lengths, entries, pages and where rows begin are the caller's on a GPU; nothing is written outside."""
+    capacity = 48 if kind == "pages" else 24
+    beyond = (capacity - 3, capacity, 2), (-2, 2**31 - 1, -(2**31)), (capacity - 5, capacity + 1, 0)
+    for numbers in (*beyond, (0, 14, 20)):
+        append, lengths = Append(kind, torch.float16, 64, 64, "packed"), int32(*numbers)
+        for name, named in append.places.items() if numbers not in beyond else ():
+            append.places[name] = bad = named.clone()
+            bad.view(-1)[0], bad.view(-1)[-1] = -1, append.entries
+        append.run(lengths)
+        append.check_places(lengths)
     for begins in ((0, -5, 2**31 - 1, 13), (9, 4, 2, 0), (-(2**31), 2**31 - 1, 7, 3)):
-        append = Append("contiguous", torch.float16, 64, 64, "packed", (0, 5, 5, 13))
+        append = Append(kind, torch.float16, 64, 64, "packed", (0, 5, 5, 13))
         append.places["cu_seqlens_q"] = int32(*begins)
         append.run(int32(0, 20, 2**31 - 1))
         assert all(cache.intact() for cache in append.caches)
-
-
-@kernels_only
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_without_a_place_are_dropped(kind: str):
-    capacity = 48 if kind == "pages" else 24
-    beyond = (capacity - 3, capacity, 2), (-2, 2**31 - 1, -(2**31)), (capacity - 5, capacity + 1, 0)
-    for lengths in (int32(*numbers) for numbers in beyond):
-        append = Append(kind, torch.float16, 64, 64, "packed")
-        append.run(lengths)
-        append.check_places(lengths)
-
-
-@kernels_only
-@pytest.mark.parametrize("kind", ["entries", "pages"])
-def test_entries_that_the_cache_does_not_have_are_not_written(kind: str):
-    append, lengths = Append(kind, torch.float16, 64, 64, "packed"), int32(0, 14, 20)
-    ((name, named),) = append.places.items()
-    bad = named.clone()
-    bad.view(-1)[-1] = append.entries
-    bad.view(-1)[0] = -1
-    append.places[name] = bad
-    append.run(lengths)
-    append.check_places(lengths)
 
 
 @by_dtype
