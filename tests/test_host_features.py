@@ -199,6 +199,22 @@ def test_block_lists_lie_anywhere_and_name_what_is_not_there():
     del held
 
 
+def test_pages_and_batch_entries_lead_to_the_rows():
+    p, _ = Case(2, 1, 96).params()
+    p.k_stride = (1000, 10, 1)
+    assert _C.host.key_row_offset(p, 1, 7) == 1070
+    entries = torch.tensor([5, 3], dtype=torch.int32)
+    p.batch_index_k = entries.data_ptr()
+    assert _C.host.key_row_offset(p, 1, 7) == 3070
+    p.batch_index_k = 0
+    pages = torch.tensor([[4, 0, 2], [1, 3, 5]], dtype=torch.int32)
+    padding = torch.tensor([0, 20], dtype=torch.int32)
+    p.page_table, p.page_table_stride, p.page_size = pages.data_ptr(), 3, 32
+    p.leftpad_k = padding.data_ptr()
+    assert _C.host.key_row_offset(p, 0, 70) == 2000 + 60
+    assert _C.host.key_row_offset(p, 1, 12) == 3000  # row 32: the second page
+
+
 @pytest.mark.parametrize(("key", "counter", "words"), ANSWERS)
 def test_philox_gives_the_published_numbers(key, counter, words):
     assert tuple(_C.host.philox(key[0] | key[1] << 32, counter)) == words

@@ -1,4 +1,4 @@
-"""The way past the dispatcher, and a torch without private names."""
+"""A compiled call and gradients, the way past the dispatcher, and a torch without private names."""
 
 from __future__ import annotations
 
@@ -21,6 +21,21 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
 ]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_call_never_drops_a_gradient(backend: str):
+    torch._dynamo.reset()
+    q, k, v = (x.float() for x in qkv())
+    compiled = torch.compile(lambda q, k, v: cutlass_fmha.attention(q * 2, k, v), backend=backend)
+    compiled(q, k, v)  # is not reused where a gradient is wanted
+    wanted = q.clone().requires_grad_()
+    compiled(wanted, k, v).sum().backward()
+    other = q.clone().requires_grad_()
+    cutlass_fmha.attention(other * 2, k, v).sum().backward()
+    torch.testing.assert_close(wanted.grad, other.grad)
+    with torch.no_grad():
+        compiled(wanted, k, v)
 
 
 # ---- past the dispatcher -----------------------------------------------------------------------------------

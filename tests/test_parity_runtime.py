@@ -8,7 +8,7 @@ CUTLASS_FMHA_FORCE_ARCH=89 proves the sm_89 rows through their PTX, =120 the sm_
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import gpu
@@ -312,6 +312,24 @@ def test_errors_are_one_sentence_and_leave_the_device_usable():
     with pytest.raises(NotImplementedError, match="no backward yet for alibi_slopes: pass it detached"):
         cutlass_fmha.attention(q, k, v, alibi_slopes=torch.ones(4, device=DEVICE, requires_grad=True))
     oracle_features.compare(cutlass_fmha.attention(q, k, v), None, q, k, v).check()
+
+
+def unaligned_pointer(launch: Launch) -> None:
+    launch.k = launch.k.as_strided(launch.k.shape, launch.k.stride(), launch.k.storage_offset() + 1)
+
+
+def unaligned_stride(launch: Launch) -> None:
+    batch, seqlen, *rest = launch.v.stride()
+    launch.v = launch.v.as_strided(launch.v.shape, (batch, seqlen + 1, *rest))
+
+
+@pytest.mark.parametrize("spoil", [unaligned_pointer, unaligned_stride])
+def test_the_binding_refuses_what_16_byte_copies_can_not_take(spoil: Callable[[Launch], None]):
+    launch = Launch.of(aligned_row(), PROBLEM, DEVICE)
+    spoil(launch)
+    with pytest.raises(ValueError, match="16 bytes"):
+        launch.run()
+    assert launch.out.view.isnan().all()
 
 
 def test_the_binding_reports_what_cuda_refuses():

@@ -25,7 +25,7 @@ from torch import Tensor
 
 import cutlass_fmha
 from cutlass_fmha import _C, Workspace, log
-from cutlass_fmha.arguments.check import NAMES
+from cutlass_fmha.arguments.check import NAMES, alignment
 from cutlass_fmha.arguments.op_arguments import op_arguments
 from cutlass_fmha.arguments.results import RESULTS
 from cutlass_fmha.attention import packed_attention
@@ -474,6 +474,11 @@ def test_the_environment_says_what_is_logged(monkeypatch, capsys, caplog):
         monkeypatch.setattr(logging.getLogger(), "handlers", its_own)
         logger.info("hello")
         assert capsys.readouterr().err.endswith(printed) and bool(printed) == (not its_own)
+
+
+@pytest.mark.parametrize(("value", "expected"), [(0, 16), (2, 2), (6, 2), (8, 8), (24, 8), (48, 16), (1, 1)])
+def test_alignment_is_the_largest_power_of_two(value: int, expected: int):
+    assert alignment(value) == expected
 
 
 def test_the_cuda_implementation_is_the_launch(kernels):

@@ -174,6 +174,14 @@ def test_what_is_computed_again_drops_the_same(reentrant: bool, device: str):
 
 
 @on_both
+def test_micro_batches_add_up(device: str):
+    layer = Layer().to(device)
+    for part in tokens(device=device).detach().chunk(4):
+        (loss_of(layer(part)) / 4).backward()
+    assert_close(gradients(layer), trained(tokens(device=device)), allowed(1e-5, device))
+
+
+@on_both
 @pytest.mark.parametrize(("scale", "steps"), [(2.0**10, True), (2.0**40, False)])
 def test_a_scaler_finds_what_overflows(scale: float, steps: bool, device: str):
     layer = Layer().to(device)
