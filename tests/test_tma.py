@@ -16,7 +16,10 @@ import resources
 from test_resources import a_row
 
 from cutlass_fmha import _C
+from cutlass_fmha.dispatch import choose, eligibility
 from cutlass_fmha.dispatch import table as tables
+from cutlass_fmha.dispatch.device import Device
+from cutlass_fmha.dispatch.problem import Problem
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS = {row.name: row for row in _C.rows() if row.family in tables.PLAIN and row.copy == "tma"}
@@ -42,6 +45,20 @@ def test_no_thread_of_theirs_copies(machine_code: list[cubin.Kernel]):
         assert kernel.count("LDGSTS") == 0, name
         if ROWS[name].kv_warps == 1:
             assert kernel.count("UTMASTG") >= ROWS[name].head_dim // 64, "a box for each panel of O"
+
+
+def test_selection_offers_them_to_aligned_tensors_on_their_gpus():
+    found = tables.Table(tuple(ROWS.values()))
+    gpus = {90: Device("H200", (9, 0), 132, 227 * 1024), 120: Device("RTX 5090", (12, 0), 170, 99 * 1024)}
+    for row in ROWS.values():
+        problem = Problem(2, 4096, 4096, 16, 16, row.head_dim, row.dtype)
+        for arch, gpu in gpus.items():
+            refusal = eligibility.reasons(row, problem, gpu, found)
+            assert refusal == [] if row.arch == arch else "made for" in refusal[0], (row.name, gpu, refusal)
+        unaligned = Problem(2, 4096, 4096, 16, 16, row.head_dim, row.dtype, alignment=8)
+        (reason,) = eligibility.reasons(row, unaligned, gpus[row.arch], found)
+        assert "aligned to 16 bytes" in reason
+        assert choose.predicted_us(row, problem, gpus[row.arch]) > 0
 
 
 # ---- lines that CMake refuses ------------------------------------------------------------------------------
