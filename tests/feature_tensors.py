@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from operands import FILLS, GUARD, lay_out_one
+from operands import GUARD, filled, lay_out_one
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Maker:
         p = self.problem
         widest = max(p.head_dim, p.head_dim_v)
         plain = replace(p, seqlen_k=p.capacity)
-        q, k, v = FILLS[p.fill](plain, self.dtype, widest, self.device)
+        q, k, v = filled(plain, self.dtype, widest, self.device)
         q, k, v = q[..., : p.head_dim].clone(), k[..., : p.head_dim].clone(), v[..., : p.head_dim_v].clone()
         lengths = self.lengths
         for b in range(p.batch):

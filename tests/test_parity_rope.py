@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from oracle_helpers import assert_within, bits, normalized, rotate
 from test_parity_helpers import (  # its fixture says where kernels run
@@ -219,25 +219,20 @@ FIXED = (
 )
 
 
-@pytest.mark.parametrize("p", FIXED, ids=str)
+def on_problems(test: Callable[[Problem], None]) -> Callable[[Problem], None]:
+    """The fixed ones, and drawn ones."""
+    for p in FIXED:
+        test = example(p)(test)
+    return drawn(given(problems())(test))
+
+
+@on_problems
 def test_rotary_qk(p: Problem):
     check_rotary(p)
 
 
-@pytest.mark.parametrize("p", FIXED, ids=str)
+@on_problems
 def test_qk_norm_rope(p: Problem):
-    check_norm(p)
-
-
-@drawn
-@given(problems())
-def test_drawn_rotary_qk(p: Problem):
-    check_rotary(p)
-
-
-@drawn
-@given(problems())
-def test_drawn_qk_norm_rope(p: Problem):
     check_norm(p)
 
 

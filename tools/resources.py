@@ -232,7 +232,7 @@ def write() -> int:
     from cutlass_fmha import _C
 
     try:
-        loops = sass.read_rows(Path(str(_C.__file__)), _C.rows())
+        loops = sass.loops_of(read_kernels(Path(str(_C.__file__))), _C.rows())
         report = build_report(_C, {loop.row.name: sass.loop_entry(loop.loop) for loop in loops})
     except ReportError as error:
         print(error, file=sys.stderr)

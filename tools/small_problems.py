@@ -28,7 +28,7 @@ from cutlass_fmha.rotary import rotary, rotary_qk
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import gpu
-import oracle
+import oracle_features
 from backward_launch import BackwardLaunch
 from launches import SPLIT_ERROR, Launch, compare, fit
 from problems import Problem
@@ -165,7 +165,7 @@ def merge_tail(dtype: torch.dtype) -> None:
         launch.run(tail=Tail(3, 3, 2, 2))
         out, *inputs = (x.cpu() for x in (launch.out.view, launch.q, launch.k, launch.v))
         lse = launch.lse.view.cpu() if launch.lse else None
-        errors = oracle.compare(out, *inputs, None, problem.causal, lse).check()
+        errors = oracle_features.compare(out, lse, *inputs, causal=problem.causal).check()
         print(f"  {problem}, its last tiles divided: {errors.worst:.3f} of the tolerance", flush=True)
 
 
