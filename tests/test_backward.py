@@ -305,6 +305,19 @@ def test_a_row_is_asked_for_while_sizes_are_symbols(
     assert bool(launch.refusal(problem, 0)) == bool(sentence)
 
 
+@pytest.mark.usefixtures("two_routes")
+def test_a_graph_of_other_sizes_is_not_asked_for(monkeypatch: pytest.MonkeyPatch):
+    """A row that writes dS has a size in bytes, which of symbols makes what they stand for."""
+    shapes = ShapeEnv()
+    symbols = [shapes.create_symbol(size, ConstantSource(f"s{size}")) for size in (3, 11, 13)]
+    sizes = [
+        shapes.create_symintnode(symbol, hint=size) for symbol, size in zip(symbols, (3, 11, 13), strict=True)
+    ]
+    monkeypatch.setattr(launch.devices, "of_index", lambda index: H200)
+    assert launch.refusal(Problem(*sizes, 4, 2, 8, "float16", "bottom-right"), 0) == ""
+    assert not shapes.guards
+
+
 @pytest.mark.usefixtures("four_rows")
 def test_explain_says_which_row_computes_gradients_and_why_not_the_others():
     found = cutlass_fmha.explain(shape=(1, 64, 4, 40), dtype="float16", device=L4, backward=True)

@@ -166,10 +166,18 @@ def choose(
         if why := reasons(row, problem, device, table, deterministic, workspace):
             raise UnsupportedError(f"row {name} can't compute the gradients of {problem}: {'; '.join(why)}")
         return _route(row, problem, workspace)
-    against = [(row, reasons(row, problem, device, table, deterministic, workspace)) for row in table.rows]
+
+    def ask(writing: bool) -> list[tuple[Row, list[str]]]:
+        rows = (row for row in table.rows if writes_scores(row) == writing)
+        return [(row, reasons(row, problem, device, table, deterministic, workspace)) for row in rows]
+
+    # Where any order will do, bytes of dS are not asked: of sizes that are symbols they make constants.
+    against = ask(writing=False)
+    if deterministic or all(sentences for _, sentences in against):
+        against += ask(writing=True)
     possible = sorted(
         (row for row, sentences in against if not sentences),
-        key=lambda row: (row.head_dim, row.scored, writes_scores(row), row.index),
+        key=lambda row: (row.head_dim, row.scored, row.index),
     )
     if possible and deterministic:
         return _cheaper(possible, problem, device, workspace)
