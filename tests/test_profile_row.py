@@ -11,7 +11,6 @@ import profile_row
 import pytest
 
 ROW = "fwd_sm89_bf16_d128_m256n64w8"
-DENIED = f"sm__pipe_tensor_cycles_active.{profile_row.ACTIVE}"
 #: Column -> unit and cell, as ncu 2025.3 writes `--csv --page raw`, with and without --print-units base.
 COLUMNS = {
     "ID": ("", "0"), "Process ID": ("", "4711"), "Process Name": ("", "python"), "Host Name": ("", "::1"),
@@ -37,26 +36,41 @@ def recorded(columns: dict[str, tuple[str, str]] = COLUMNS) -> str:
     return f'==PROF== Profiling "{ROW}": 0%....50%....100% - 9 passes\n{table}\n==PROF== Disconnected\n'
 
 
-def test_a_recorded_csv_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recorded_csv_is_shown_beside_what_the_machine_code_lets_expect(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "ncu.csv"
     file.write_text(recorded(), encoding="utf-8")
     assert profile_row.main(["--csv", str(file)]) == 0
-    shown = {line.split("  ")[0]: line.split()[-1] for line in capsys.readouterr().out.splitlines() if line}
-    expected = {
-        "time under ncu, us": "9,500", "tensor pipe active, %": "88.2", "tensor ops (HMMA) active, %": "-",
-        "registers per thread": "255", "shared memory per block, bytes": "99,696",
-        "shared-memory wavefronts": "12,345,678", "occupancy possible, %": "-",
-    }  # fmt: skip
-    assert expected.items() <= shown.items()
+    shown = {line.split("  ")[0]: line.split()[-2:] for line in capsys.readouterr().out.splitlines()}
+    assert shown["time under ncu, us"] == ["9,500", "-"]
+    assert shown["tensor pipe active, %"] == ["88.2", "100"]
+    assert shown["tensor ops (HMMA) active, %"] == ["-", "-"]
+    assert shown["registers per thread"] == ["255", "255"]
+    assert shown["shared memory per block, bytes"] == ["99,696", "99,696"]
+    assert shown["occupancy possible, %"] == ["-", "16.7"], "one block of 8 warps of 48"
     assert profile_row.main(["--csv", str(file), "--json"]) == 0
     [kernel] = json.loads(capsys.readouterr().out)["kernels"]
-    assert kernel["kernel"] == ROW and kernel["measured"]["gpu__time_duration.sum"] == 9500.0
     assert list(kernel["stalls"]) == [
         "math_pipe_throttle", "wait", "barrier", "long_scoreboard", "mio_throttle"
     ]  # fmt: skip
+    assert kernel["measured"][profile_row.WAVEFRONTS] == 12345678.0
 
 
-#: A program that plays ncu: it lacks a metric, and writes what was recorded.
+def test_the_busiest_pipe_is_that_of_the_gpu_and_other_kernels_have_no_expectation() -> None:
+    l4, geforce = (profile_row.expected(ROW, gpu) for gpu in ("NVIDIA L4", "NVIDIA GeForce RTX 4090"))
+    assert l4[profile_row.TENSOR] == geforce[profile_row.TENSOR] == 100.0
+    assert l4[profile_row.MUFU] == 2 * geforce[profile_row.MUFU], "their tensor pipe is half as fast"
+    h200 = profile_row.expected("fwd_sm90_bf16_d128_m256n64w8_tma", "NVIDIA H200")
+    assert h200[profile_row.MUFU] > 2 * l4[profile_row.MUFU]
+    others = ("combine", "combine_sm89_f16", "backward_before_sm90_bf16")
+    assert all(profile_row.expected(name, "NVIDIA L4") == {} for name in others)
+    rows = json.loads(profile_row.REPORT.read_text(encoding="utf-8"))["rows"]
+    assert all(
+        profile_row.expected(name, "NVIDIA H200") for name in rows if name.startswith(("fwd", "wide", "bwd"))
+    )
+
+
 FAKE = """import json, sys
 log, metrics = (sys.argv[sys.argv.index(name) + 1] for name in ("--log-file", "--metrics"))
 with open(log, "w") as file:
@@ -70,19 +84,32 @@ sys.exit({status})
 
 
 def fake_ncu(tmp_path: Path, text: str, status: int = 0) -> str:
-    recorded, asked, program = (tmp_path / name for name in ("recorded.csv", "asked.json", "ncu"))
-    recorded.write_text(text, encoding="utf-8")
-    body = FAKE.format(denied=repr(DENIED), recorded=str(recorded), asked=str(asked), status=status)
+    """A program that plays ncu: it lacks a metric, and writes what was recorded."""
+    (tmp_path / "recorded.csv").write_text(text, encoding="utf-8")
+    names = {
+        "recorded": str(tmp_path / "recorded.csv"),
+        "asked": str(tmp_path / "asked.json"),
+        "status": status,
+    }
+    program = tmp_path / "ncu"
+    body = FAKE.format(denied=f"{profile_row.TENSOR!r}", **names)
     program.write_text(f"#!{sys.executable}\n{body}", encoding="utf-8")
     program.chmod(0o755)
     return str(program)
 
 
-def test_ncu_is_asked_for_what_it_has_and_runs_this_tool_once(tmp_path, monkeypatch, capsys):
+def test_ncu_is_asked_for_what_it_has_and_runs_this_tool_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     timed = {
-        "gpu": "NVIDIA L4", "row": ROW, "p50_us": 9.0, "p90_us": 9.5, "tflops": 90.0, "tbytes_per_s": 0.1,
-        "mean_abs_error": 1e-4, "error_ratio": 0.5,
-    }  # fmt: skip
+        "gpu": "NVIDIA L4",
+        "row": ROW,
+        "p50_us": 9.0,
+        "p90_us": 9.5,
+        "tflops": 90.0,
+        "tbytes_per_s": 0.1,
+    }
+    timed |= {"mean_abs_error": 1e-4, "error_ratio": 0.5}
     monkeypatch.setattr(profile_row, "measure", lambda *arguments: timed)
     asked = ["--shape", "1,8192,32,128", "--causal", "--ncu", fake_ncu(tmp_path, recorded())]
     assert profile_row.main(asked) == 0
@@ -90,21 +117,30 @@ def test_ncu_is_asked_for_what_it_has_and_runs_this_tool_once(tmp_path, monkeypa
     command: list[str] = json.loads((tmp_path / "asked.json").read_text())
     assert command[-2:] == [asked[-1], "--once"] and command[command.index("--causal") - 1] == "1,8192,32,128"
     metrics = command[command.index("--metrics") + 1].split(",")
-    assert set(profile_row.METRICS) - set(metrics) == {DENIED}
+    assert set(profile_row.METRICS) - set(metrics) == {profile_row.TENSOR}
     assert command[command.index("--profile-from-start") + 1] == "off"
 
 
 @pytest.mark.parametrize(
     ("said", "status", "sentence"),
     [
-        ("==ERROR== ERR_NVGPUCTRPERM - The user has no permission", 1, "may not read this GPU's counters"),
+        (
+            "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission",
+            1,
+            "may not read this GPU's counters",
+        ),
         ("==ERROR== An error occurred", 9, "ncu ended with status 9 and said: ==ERROR== An error occurred"),
         ("==WARNING== No kernels were profiled.", 0, "no kernel in it"),
     ],
 )
 def test_what_keeps_ncu_from_it_is_one_sentence(
-    said: str, status: int, sentence: str, tmp_path, monkeypatch, capsys
-):
+    said: str,
+    status: int,
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.setattr(profile_row, "measure", lambda *arguments: {})
     assert profile_row.main(["--shape", "1,64,1,64", "--ncu", fake_ncu(tmp_path, said, status)]) == 1
     told = capsys.readouterr().err
@@ -122,8 +158,12 @@ def test_what_keeps_ncu_from_it_is_one_sentence(
     ],
 )
 def test_what_cannot_be_profiled_is_named(
-    arguments: list[str], status: int, sentence: str, monkeypatch, capsys
-):
+    arguments: list[str],
+    status: int,
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.setattr(profile_row.shutil, "which", lambda name: None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     try:
