@@ -13,7 +13,6 @@ set(FMHA_HELPER_KERNELS
   "rope_weights RopeBackwardParams f16 bf16 f32"
   "rms_norm RmsNormParams f16 bf16 f32"
   "rms_norm_backward RmsNormBackwardParams f16 bf16 f32"
-  "rms_norm_columns RmsNormBackwardParams f16 bf16 f32"
   "rms_norm_weights RmsNormBackwardParams f16 bf16 f32"
   "gated GatedParams f16 bf16 f32"
   "gated_backward GatedBackwardParams f16 bf16 f32"
@@ -22,8 +21,16 @@ set(FMHA_HELPER_KERNELS
   "backward_lists BackwardParams f16 bf16")
 # Threads of a block, and blocks that registers must leave room for on an SM, where nvcc is told: memory is busy while
 # enough bytes are on their way.
-set(FMHA_BLOCK_rms_norm 128 5)
-set(FMHA_BLOCK_rms_norm_backward 512 1)  # RmsNormBackwardParams::kThreads
+set(FMHA_BLOCK_rms_norm 512 2)             # RmsNormParams::kMaxThreads
+set(FMHA_BLOCK_rms_norm_backward 512 1)    # RmsNormBackwardParams::kThreads
+set(FMHA_BLOCK_gated 256)
+set(FMHA_BLOCK_gated_backward 256)
+# Vectors of 16 bytes that a thread of such kernels asks for ahead, in dynamic shared memory (beside/rows.cuh): on sm_90
+# as many as there is room for; without HBM less is enough.
+set(FMHA_AHEAD_rms_norm_backward 10)
+set(FMHA_AHEAD_90_rms_norm_backward 24)
+# Kernels that wait by themselves for what is ahead in their stream (core/dependents.cuh), from sm_90 on.
+set(FMHA_DEPENDENT combine rms_norm rms_norm_backward rms_norm_weights gated gated_backward)
 set(FMHA_BLOCK_OF_80_backward_lists 128 8)  # in a build for sm_80, which otherwise spills a register of it
 set(FMHA_ELEMENT_f16 "__half float16")
 set(FMHA_ELEMENT_bf16 "__nv_bfloat16 bfloat16")
@@ -39,8 +46,8 @@ function(fmha_write_helper_unit arch)
     separate_arguments(types UNIX_COMMAND "${line}")
     list(POP_FRONT types kind params)
     set(dependent_launch false)
-    if(kind STREQUAL "combine" AND arch GREATER_EQUAL 90)
-      set(dependent_launch true)  # as the rows that it follows
+    if(kind IN_LIST FMHA_DEPENDENT AND arch GREATER_EQUAL 90)
+      set(dependent_launch true)
     endif()
     set(bounds cutlass_fmha::HelperConfig::kThreads)
     if(FMHA_BLOCK_${kind})
@@ -63,7 +70,13 @@ function(fmha_write_helper_unit arch)
       string(CONCAT config
         "cutlass_fmha::HelperConfig{.kind = cutlass_fmha::Family::${kind}, .arch = ${arch}, "
         ".dtype = cutlass_fmha::DType::${dtype}, .dependent_launch = ${dependent_launch}, .block = ${block}}")
-      fmha_add_to_table("${name}" "${config}" 0)
+      set(smem_bytes 0)
+      if(FMHA_AHEAD_${arch}_${kind})
+        math(EXPR smem_bytes "16 * ${block} * ${FMHA_AHEAD_${arch}_${kind}}")
+      elseif(FMHA_AHEAD_${kind})
+        math(EXPR smem_bytes "16 * ${block} * ${FMHA_AHEAD_${kind}}")
+      endif()
+      fmha_add_to_table("${name}" "${config}" ${smem_bytes})
     endforeach()
   endforeach()
   configure_file("${PROJECT_SOURCE_DIR}/src/unit.cu.in" "${PROJECT_BINARY_DIR}/generated/helpers_sm${arch}.cu" @ONLY)

@@ -108,6 +108,13 @@ function(fmha_score_mod
     1 ${STAGES} ${MIN_BLOCKS} ${Q_IN_REGISTERS} ${PING_PONG} ${COPY} ${ARGN})
 endfunction()
 
+# Adds the masked rows of one manifest line.
+function(fmha_masked
+    ARCHS DTYPES HEAD_DIM VALUE_DIM TILE_M TILE_N WARPS STAGES MIN_BLOCKS Q_IN_REGISTERS PING_PONG COPY)
+  fmha_add_features(masks masked "${ARCHS}" "${DTYPES}" ${HEAD_DIM} ${VALUE_DIM} ${TILE_M} ${TILE_N} ${WARPS}
+    1 ${STAGES} ${MIN_BLOCKS} ${Q_IN_REGISTERS} ${PING_PONG} ${COPY} ${ARGN})
+endfunction()
+
 function(fmha_add_features FEATURES SUFFIX
     ARCHS DTYPES HEAD_DIM VALUE_DIM TILE_M TILE_N WARPS KV_WARPS STAGES MIN_BLOCKS Q_IN_REGISTERS PING_PONG COPY)
   if(ARGC GREATER 15)
@@ -151,15 +158,16 @@ function(fmha_add_features FEATURES SUFFIX
   endforeach()
 endfunction()
 
-# Adds the rows of one manifest line that compute gradients: the columns are BackwardConfig's fields; an 11th one,
-# WRITES_SCORES, may be left out where it is false.
+# Adds the rows of one manifest line that compute gradients: the columns are BackwardConfig's fields; the last three,
+# WRITES_SCORES, SHARES_DQ and ROUNDED_PAIRS, may be left out where they are false.
 function(fmha_backward ARCHS DTYPES HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS FEATURES COPY)
-  set(WRITES_SCORES false)
-  if(ARGC GREATER 10)
-    set(WRITES_SCORES "${ARGV10}")
-  endif()
-  if(ARGC GREATER 11 OR NOT FEATURES MATCHES "^(ranges|scores)$" OR NOT COPY MATCHES "^(cp_async_16|tma)$" OR
-     NOT WRITES_SCORES MATCHES "^(true|false)$" OR (WRITES_SCORES AND FEATURES STREQUAL "scores"))
+  list(APPEND ARGN false false false)
+  list(GET ARGN 0 WRITES_SCORES)
+  list(GET ARGN 1 SHARES_DQ)
+  list(GET ARGN 2 ROUNDED_PAIRS)
+  if(ARGC GREATER 13 OR NOT FEATURES MATCHES "^(ranges|scores)$" OR NOT COPY MATCHES "^(cp_async_16|tma)$" OR
+     NOT "${WRITES_SCORES},${SHARES_DQ},${ROUNDED_PAIRS}" MATCHES "^(true|false),(true|false),(true|false)$" OR
+     (WRITES_SCORES AND FEATURES STREQUAL "scores"))
     message(FATAL_ERROR "cutlass_fmha: a line of src/rows.cmake has too many columns: ${ARGV}")
   endif()
   set(DTYPE_f16 float16)
@@ -187,7 +195,8 @@ function(fmha_backward ARCHS DTYPES HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS FE
           "cutlass_fmha::BackwardConfig{{.arch = ${arch}, .dtype = cutlass_fmha::DType::${DTYPE_${dtype}},"
           ".head_dim = ${HEAD_DIM}, .tile_m = ${TILE_M}, .tile_n = ${TILE_N}, .warps = ${WARPS}, .min_blocks = 1},"
           "{.chunk = ${CHUNK}, .groups = ${GROUPS}, .features = cutlass_fmha::Features::${FEATURES},"
-          ".copy = cutlass_fmha::Copy::${COPY}, .writes_scores = ${WRITES_SCORES}}}")
+          ".copy = cutlass_fmha::Copy::${COPY}, .writes_scores = ${WRITES_SCORES}, .shares_dq = ${SHARES_DQ},"
+          ".rounded_pairs = ${ROUNDED_PAIRS}}}")
       list(JOIN config " " config)
       fmha_add_row(backward ${arch} ${dtype} ${HEAD_DIM} "sm${arch}_backward" "${name}" "${config}")
     endforeach()

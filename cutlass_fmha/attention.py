@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
-from cutlass_fmha import arrays, autocast, private_torch
+from cutlass_fmha import arrays, autocast, jagged, private_torch
 from cutlass_fmha.arguments import check, check_features, results
 from cutlass_fmha.arguments.op_arguments import op_arguments
 from cutlass_fmha.arguments.results import OUT, RESULTS
@@ -85,6 +85,7 @@ def attention(
         q: [batch, seqlen_q, num_heads, head_dim], float16, bfloat16 or float32 (on the CPU also float64). Any
             strides, as long as the last dimension is contiguous. Or, with k and v, an array of a library that
             has DLPack (NumPy, CuPy, JAX), and then so is the result; features may be either.
+            Jagged nested tensors (torch.nested) are packed sequences: so are the results, with q's offsets.
         k, v: [batch, seqlen_k, num_heads_kv, head_dim], of q's dtype and device; v may have another head_dim.
             num_heads_kv divides num_heads: each head of k and v serves num_heads / num_heads_kv consecutive
             heads of q (GQA; MQA when it is 1).
@@ -188,6 +189,7 @@ def scaled_dot_product_attention(
     Args:
         query: [..., num_heads, seqlen_q, head_dim], with any number of leading dimensions, none included;
             dtypes as for ``attention``, any strides (a last dimension that is not contiguous is copied).
+            Jagged nested tensors are taken too, [batch, num_heads, seqlen, head_dim] whose seqlen is jagged.
         key, value: [..., num_heads, seqlen_k, head_dim]. Leading dimensions broadcast, as torch's do.
         attn_mask: bool, where False hides a key, or of query's dtype or float32, to be added to the scores;
             broadcastable to [..., num_heads, seqlen_q, seqlen_k].
@@ -225,6 +227,8 @@ def scaled_dot_product_attention(
     lead = None
     if not _same_leading(query, key, value, enable_gqa):
         check.flag("enable_gqa", enable_gqa)
+        if jagged.is_jagged(query) or jagged.is_jagged(key):
+            jagged.refuse_leading(query, key, value, enable_gqa)
         check.check_types((query, key, value))
         lead, (query, key, value) = _broadcast(query, key, value, enable_gqa)
         layout = "bhsd"
@@ -364,6 +368,11 @@ def _dispatch(
     arguments: Mapping[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
     """The call through torch's dispatcher, checked before: the op would use names of its own."""
+    if (type(q) is not Tensor or type(k) is not Tensor) and (jagged.is_jagged(q) or jagged.is_jagged(k)):
+        packed = jagged.pack((q, k, v), layout, names, arguments)
+        said = packed.arguments
+        out, lse = _call(*packed.tensors, scale, causal, return_lse, "bshd", row, names, said)
+        return packed.as_given(out, lse if return_lse else None)
     check.check_types((q, k, v), names)
     compiling = torch.compiler.is_compiling()
     if type(q) is not Tensor and not compiling and type(q).__name__ == "DTensor":
@@ -530,5 +539,7 @@ def contiguous_rows(name: str, tensor: Tensor) -> Tensor:
             return tensor
     except RuntimeError:  # a sparse tensor has no strides
         pass
+    if jagged.is_jagged(tensor):
+        return jagged.contiguous_rows(tensor)
     check.check_tensor(name, tensor)
     return tensor.clone(memory_format=torch.contiguous_format)  # contiguous() leaves an empty one as it is

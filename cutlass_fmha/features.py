@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from operator import itemgetter
 from typing import NamedTuple, TypedDict
 
 from torch import Tensor
+
+from cutlass_fmha.dispatch.problem import cached
 
 #: Words for "no limit" of a window, as the op and the kernels have it.
 NO_LIMIT = -1
@@ -74,7 +75,7 @@ class _Fields(NamedTuple):
 class Features(_Fields):
     """All of a call that is beyond query, key, value, scale and causal."""
 
-    @functools.cached_property
+    @cached
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that are there, by name."""
         found = zip(TENSORS, _tensors_of(self), strict=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from cutlass_fmha import autocast, private_torch
-from cutlass_fmha.arguments import check, tensors
+from cutlass_fmha.arguments import check, results, tensors
 from cutlass_fmha.ops import dispatcher
 
 _APPROXIMATE = {"none": "gelu", "tanh": "gelu_tanh"}
@@ -78,7 +78,9 @@ def _call(gate: Tensor, up: Tensor | None, activation: str, out: Tensor | None) 
 # ---- the MLP -----------------------------------------------------------------------------------------------
 
 
-def swiglu_mlp(x: Tensor, w_gate_up: Tensor, w_down: Tensor, *, recompute: bool = False) -> Tensor:
+def swiglu_mlp(
+    x: Tensor, w_gate_up: Tensor, w_down: Tensor, *, recompute: bool = False, out: Tensor | None = None
+) -> Tensor:
     """silu(x @ w_gate.T) * (x @ w_up.T) @ w_down.T, with gate and up as one product.
 
     Args:
@@ -87,16 +89,20 @@ def swiglu_mlp(x: Tensor, w_gate_up: Tensor, w_down: Tensor, *, recompute: bool 
         w_down: [dim_out, dim].
         recompute: a gradient's pass computes silu(gate) * up again beside the gradients of gate and up, in
             the same kernel, so that it is not kept: rows * dim elements less.
+        out: [..., dim_out] of the output's dtype, contiguous in the last dimension: written to and returned.
+            It shares no memory with another tensor of the call, and is not taken where a gradient is wanted.
 
     Returns:
-        [..., dim_out]. The products are torch's (cuBLAS on a GPU), also under autocast;
-        ``explain_swiglu_mlp`` says why.
+        ``out``, or a new tensor [..., dim_out]. The products are torch's (cuBLAS on a GPU), also under
+        autocast; ``explain_swiglu_mlp`` says why.
 
     Raises:
         TypeError, ValueError: an argument is of another type, or does not fit; the sentence says which.
     """
     _check_mlp(x, w_gate_up, w_down)
     check.flag("recompute", recompute)
+    if out is not None:
+        return _mlp_to(x, w_gate_up, w_down, out)
     both = linear(x, w_gate_up)
     wanted = torch.is_grad_enabled() and (both.requires_grad or w_down.requires_grad)
     # Under torch.func the op has its say.
@@ -106,6 +112,21 @@ def swiglu_mlp(x: Tensor, w_gate_up: Tensor, w_down: Tensor, *, recompute: bool 
         output: Tensor = _GatedProduct.apply(both, w_down)  # type: ignore[no-untyped-call]
         return output
     return linear(silu_and_mul(both), w_down)
+
+
+def _mlp_to(x: Tensor, w_gate_up: Tensor, w_down: Tensor, out: Tensor) -> Tensor:
+    given = {"x": x, "w_gate_up": w_gate_up, "w_down": w_down}
+    if dispatcher.needs_gradient(*given.values(), out):
+        raise NotImplementedError(results.NO_GRADIENT)
+    dtype = autocast.cast(x.new_empty(0), autocast.dtype_of(x) or x.dtype).dtype
+    results.check_result("out", out, (*x.shape[:-1], w_down.shape[0]), dtype, ("x", x))
+    results.check_apart_before({"out": out}, given)
+    product = silu_and_mul(linear(x, w_gate_up))
+    if torch.compiler.is_compiling() or not out.is_contiguous():
+        return out.copy_(linear(product, w_down))
+    rows = product.view(-1, product.shape[-1])
+    torch.mm(rows, autocast.cast(w_down, dtype).mT, out=out.view(-1, out.shape[-1]))
+    return out
 
 
 def _check_mlp(x: Tensor, w_gate_up: Tensor, w_down: Tensor) -> None:

@@ -6,6 +6,7 @@ that something does, and every call goes through the dispatcher.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -76,6 +77,50 @@ def _is_constant(number: Any) -> bool:
 
 #: Whether a number in a graph is a constant of it.
 has_static_value: Callable[[Any], bool] = getattr(_symbolic_shapes, "has_static_value", _is_constant)
+
+
+# ---- jagged tensors ----------------------------------------------------------------------------------------
+
+
+def ragged_axis(jagged: Any) -> int | None:
+    """The dimension whose sizes differ; None where this torch doesn't say."""
+    axis: int | None = getattr(jagged, "_ragged_idx", None)
+    return axis
+
+
+def bounds_of_jagged(jagged: Any) -> tuple[int | None, int | None]:
+    """The shortest and the longest length, if it keeps them: computing them would wait for a GPU."""
+    return getattr(jagged, "_maybe_min_seqlen", None), getattr(jagged, "_maybe_max_seqlen", None)
+
+
+def _of(module: str, name: str) -> Any:
+    """What a module of torch's calls so; None: this torch has no such thing."""
+    try:
+        return getattr(importlib.import_module(module), name, None)
+    except ImportError:
+        return None
+
+
+_jagged_view = _of("torch.nested._internal.nested_tensor", "nested_view_from_values_offsets_lengths")
+
+
+def jagged_view(
+    values: Any, offsets: Any, lengths: Any, axis: int | None, bounds: tuple[int | None, int | None]
+) -> Any:
+    """``torch.nested.nested_tensor_from_jagged``, also where a compiler traces torch's attention."""
+    if _jagged_view is None:
+        return torch.nested.nested_tensor_from_jagged(values, offsets, lengths, axis, *bounds)
+    return _jagged_view(values, offsets, lengths, axis, *bounds)
+
+
+#: What torch's attention is for jagged tensors, in ``jagged_module``.
+OF_JAGGED = "jagged_scaled_dot_product_attention"
+
+
+def jagged_module() -> Any:
+    """The module whose function ``OF_JAGGED`` is called; None: this torch has another way."""
+    module = "torch.nested._internal.ops"
+    return None if _of(module, OF_JAGGED) is None else importlib.import_module(module)
 
 
 # ---- shortcuts ---------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cutlass_fmha.arguments import check, tensors
+from cutlass_fmha.arguments import check, results, tensors
 from cutlass_fmha.ops import angles
 from cutlass_fmha.ops.append_kv import capacity_of, check_room
 from cutlass_fmha.ops.rotary import check_positions
@@ -33,6 +33,7 @@ def qk_norm_rope(
     cache_batch_idx: Tensor | None = None,
     page_table: Tensor | None = None,
     leftpad_k: Tensor | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """RMSNorm of each head of q and k, then rotary embedding, in one launch; into a cache where there is one.
 
@@ -49,12 +50,14 @@ def qk_norm_rope(
         weight_offset: 1 where weights are stored as their distance to 1, as Gemma's.
         k_cache, v_cache, cache_seqlens, cache_batch_idx, page_table, leftpad_k: as ``with_kv_cache``: k and v
             become rows cache_seqlens, cache_seqlens + 1, ... of each sequence.
+        out: what is returned, to write to: of its shapes and dtypes, contiguous in the last dimension. It
+            shares no memory with another tensor of the call, and is not taken where a gradient is wanted.
 
     Returns:
-        (q, k), new contiguous tensors; with a cache (q, seqused_k), the latter int32 [batch], rows in use
-        after the call. All is computed in float32 and rounded once. Rows of no sequence become 0. As with
-        ``rotary`` a row whose position cos and sin do not have becomes NaN as far as it is rotated, and as
-        with ``with_kv_cache`` a key without a place is dropped; both raise where the host knows.
+        ``out``, or new contiguous tensors (q, k); with a cache (q, seqused_k), the latter int32 [batch], rows
+        in use after the call. All is computed in float32 and rounded once. Rows of no sequence become 0. As
+        with ``rotary`` a row whose position cos and sin do not have becomes NaN as far as it is rotated, and
+        as with ``with_kv_cache`` a key without a place is dropped; both raise where the host knows.
 
     Gradients of q, k, q_weight and k_weight, in reverse mode and once; not with a cache. They are the same
     bits in every run on one kind of device.
@@ -84,6 +87,10 @@ def qk_norm_rope(
         named |= {"cache_batch_idx": cache_batch_idx, "page_table": page_table, "leftpad_k": leftpad_k}
         if found := [name for name, x in named.items() if x is not None]:
             raise ValueError(f"{found[0]} is for a cache: k_cache, v_cache, v and cache_seqlens go together")
+        if out is not None:
+            to = results.pair_of(out)
+            torch.ops.cutlass_fmha.qk_norm_rope_out(q, k, *to, *weights, **norm, **a._asdict())
+            return out
         one, other = torch.ops.cutlass_fmha.qk_norm_rope(q, k, *weights, **norm, **a._asdict())
         return one, other
     if v is None or cache_seqlens is None:
@@ -100,18 +107,13 @@ def qk_norm_rope(
     if not (offsets is None or isinstance(offsets, Tensor)):  # the op adds its start to cache_seqlens
         sequences = angles.sequences_of(q, cu_seqlens)
         a = a._replace(start=0, offsets=tensors.vector_of("offsets", offsets, sequences, q.device))
-    one, other = torch.ops.cutlass_fmha.qk_norm_rope_append_(
-        k_cache,
-        v_cache,
-        q,
-        k,
-        v,
-        cache_seqlens,
-        *weights,
-        **norm,
-        cache_batch_idx=cache_batch_idx,
-        page_table=page_table,
-        leftpad_k=leftpad_k,
-        **a._asdict(),
-    )
+    given = (q, k, v, cache_seqlens, *weights)
+    said = {**norm, "cache_batch_idx": cache_batch_idx, "page_table": page_table, "leftpad_k": leftpad_k}
+    said |= a._asdict()
+    if out is not None:
+        torch.ops.cutlass_fmha.qk_norm_rope_append_out(
+            k_cache, v_cache, *results.pair_of(out), *given, **said
+        )
+        return out
+    one, other = torch.ops.cutlass_fmha.qk_norm_rope_append_(k_cache, v_cache, *given, **said)
     return one, other

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cutlass_fmha.arguments import check, check_features, tensors
+from cutlass_fmha.arguments import check, check_features, results, tensors
 from cutlass_fmha.ops import angles
 from cutlass_fmha.ops.rotary import check_positions, sequences_of
 
@@ -82,6 +82,7 @@ def rotary_qk(
     positions: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     inplace: bool = False,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Rotates queries and keys as ``rotary`` does, in one launch.
 
@@ -99,13 +100,15 @@ def rotary_qk(
         positions: int32 [batch, seqlen] or [total], the position of each row, in place of offsets.
         cu_seqlens: int32 [batch + 1], where the sequences of packed rows begin; None: they are one.
         inplace: q and k are written to and returned; no two of their elements may share memory.
+        out: (q, k) of their shapes and dtype, contiguous in the last dimension, to write to and return. They
+            share no memory with another tensor of the call.
 
     Returns:
-        (q, k), new contiguous tensors without ``inplace``, computed in float32 and rounded once. Rows of no
-        sequence become 0; in place they are left alone. The host does not read offsets and positions on a
-        GPU: a row whose position cos and sin do not have becomes NaN as far as it is rotated.
+        ``out``, or new contiguous tensors (q, k), without ``inplace``; computed in float32 and rounded once.
+        Rows of no sequence become 0; in place they are left alone. The host does not read offsets and
+        positions on a GPU: a row whose position cos and sin do not have becomes NaN as far as it is rotated.
 
-    Gradients of q and k, in reverse mode, of any order; not in place.
+    Gradients of q and k, in reverse mode, of any order; not in place, nor with ``out``.
 
     Raises:
         TypeError: an argument is of another type.
@@ -114,8 +117,13 @@ def rotary_qk(
         NotImplementedError: a gradient that there is not is wanted.
     """
     a = angles.given(q, k, cos, sin, inv_freq, interleaved, offsets, positions, cu_seqlens)
-    if check.flag("inplace", inplace):
+    if check.flag("inplace", inplace) and out is not None:
+        raise ValueError("inplace and out exclude each other: both say where the results go")
+    if inplace:
         torch.ops.cutlass_fmha.rotary_qk_(q, k, **a._asdict())
         return q, k
+    if out is not None:
+        torch.ops.cutlass_fmha.rotary_qk_out(q, k, *results.pair_of(out), **a._asdict())
+        return out
     one, other = torch.ops.cutlass_fmha.rotary_qk(q, k, **a._asdict())
     return one, other

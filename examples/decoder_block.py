@@ -1,6 +1,6 @@
 """A Llama-like decoder block, prefill and decode: by cutlass_fmha.nn, by torch, and by torch.compile.
 
-    python examples/decoder_block.py
+    python examples/decoder_block.py                    # --json FILE keeps it
 
 On a GPU 4096 wide, H32/8, MLP 14336, in bf16: a prompt of 8,192 tokens, then steps at 32,768 keys, as CUDA
 graphs. 1,000 steps are replayed, and torch's counters asked whether anything was allocated. Without a GPU a
@@ -9,7 +9,10 @@ tiny block, whose times say nothing.
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import cutlass_fmha
+from cutlass_fmha.bench import machine
 from cutlass_fmha.demo.measure import times_in_turns
 from cutlass_fmha.nn import Attention, KVCache, RMSNorm, SwiGLU, rotary_table
 
@@ -90,6 +94,9 @@ def worst(found: Tensor, wanted: Tensor) -> float:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what is printed, and on what it ran")
+    arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     size, dtype = SIZES[device], torch.bfloat16 if device == "cuda" else torch.float32
     like: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -129,6 +136,8 @@ def main() -> None:
         kept = caches if len(at) == 1 else [y[:1, :, : size.prompt].clone() for y in caches]
         return lambda call: lambda: call(x, table, *kept, at)
 
+    kept: dict[str, Any] = {"machine": machine.describe(0) if device == "cuda" else {"gpu": None}}
+    kept |= {"size": size._asdict(), "us": {}, "off_torch": {}}
     with torch.no_grad():
         for name, ours, bind in (
             (f"prefill of {size.prompt} tokens", prefill, of_torch(prompt, places)),
@@ -144,7 +153,11 @@ def main() -> None:
                 f"{each} {us:,.0f} us ({us / times['cutlass_fmha']:.2f}x)" for each, us in times.items()
             )
             print(f"{name} on the {device}: {told}; {off:.0e} off torch")
-        print(f"{size.steps} steps: {allocations(step, size.steps, device)}")
+            kept["us"][name], kept["off_torch"][name] = times, off
+        kept["steps"] = allocations(step, size.steps, device)
+        print(f"{size.steps} steps: {kept['steps']}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(kept, indent=1) + "\n")
 
 
 def allocations(step: Callable[[], Tensor], steps: int, device: str) -> str:

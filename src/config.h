@@ -53,10 +53,11 @@ enum class Features : int {
   ranges,      ///< which keys a query sees and where they stand: lengths, packed documents, windows, pages, head dims,
                ///< sinks
   score_mods,  ///< also what becomes of a score by itself: softcap, ALiBi, dropout
-  scores,      ///< and masks, biases, lists of blocks, parts of the keys, any alignment
+  masks,       ///< ranges, and what is read for each score: a mask, a 16-bit bias
+  scores,      ///< all of that, and masks, biases, lists of blocks, parts of the keys, any alignment
 };
 constexpr char const* name_of(Features features) {
-  constexpr char const* kNames[] = {"none", "ranges", "score_mods", "scores"};
+  constexpr char const* kNames[] = {"none", "ranges", "score_mods", "masks", "scores"};
   return kNames[int(features)];
 }
 
@@ -66,6 +67,7 @@ enum class Family : int {
   few_query,         ///< the same for problems with few query rows: warps share rows and divide the keys
   ranged,            ///< plain rows' tiles and turns, for every range of keys that FeatureParams says
   score_mod,         ///< the same where scores are capped, get distances by ALiBi, or are dropped
+  masked,            ///< the same where a mask hides keys, or a 16-bit bias is added
   scored,            ///< every mask, score and shape that it says
   few_query_scored,  ///< the same for few query rows
   wide,              ///< float32, and head dims above 256
@@ -85,7 +87,6 @@ enum class Family : int {
   backward_wide,    ///< gradients of float32, and of head dims above 256: a block owns rows of one of them
   rms_norm,
   rms_norm_backward,  ///< gradients of its rows, and of its weights partial sums
-  rms_norm_columns,   ///< those sums by themselves, for rows that are not kept in registers
   rms_norm_weights,   ///< of the sums
   gated,              ///< units: an activation of one tensor times another
   gated_backward,
@@ -95,6 +96,7 @@ constexpr char const* name_of(Family family) {
                                     "few_query",
                                     "ranged",
                                     "score_mod",
+                                    "masked",
                                     "scored",
                                     "few_query_scored",
                                     "wide",
@@ -114,7 +116,6 @@ constexpr char const* name_of(Family family) {
                                     "backward_wide",
                                     "rms_norm",
                                     "rms_norm_backward",
-                                    "rms_norm_columns",
                                     "rms_norm_weights",
                                     "gated",
                                     "gated_backward"};
@@ -157,13 +158,26 @@ struct ForwardOptions {
 struct ForwardConfig : TileConfig, ForwardOptions {
   constexpr Family family() const {
     if (takes_features() && kv_warps > 1) return Family::few_query_scored;
-    if (takes_features()) return scored() ? Family::scored : modifies_scores() ? Family::score_mod : Family::ranged;
+    switch (features) {
+      case Features::ranges:
+        return Family::ranged;
+      case Features::score_mods:
+        return Family::score_mod;
+      case Features::masks:
+        return Family::masked;
+      case Features::scores:
+        return Family::scored;
+      case Features::none:
+        break;
+    }
     return kv_warps > 1 ? Family::few_query : Family::plain;
   }
   constexpr bool takes_features() const { return features != Features::none; }
   constexpr bool scored() const { return features == Features::scores; }
   /// By softcap, ALiBi or dropout alone.
   constexpr bool modifies_scores() const { return features == Features::score_mods; }
+  /// What is read for each score comes in registers, asked for before a turn.
+  constexpr bool reads_masks() const { return features == Features::masks; }
   constexpr int head_dim_v() const { return value_dim ? value_dim : head_dim; }
   /// Each group of kv_warps warps owns this many consecutive query rows.
   constexpr int rows_per_warp() const { return tile_m * kv_warps / warps; }

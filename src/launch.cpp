@@ -170,6 +170,7 @@ void check(Row const& row, AttentionParams const& p) {
       break;
     case Family::ranged:
     case Family::score_mod:
+    case Family::masked:
     case Family::scored:
     case Family::few_query_scored:
       check_features(row, p);
@@ -189,6 +190,7 @@ void launch(Row const& row, AttentionParams const& p, int device, cudaStream_t s
   switch (row.family()) {
     case Family::ranged:
     case Family::score_mod:
+    case Family::masked:
     case Family::scored:
     case Family::few_query_scored:
       return launch_features(row, p, device, stream);

@@ -106,6 +106,13 @@ fmha_score_mod("${TMA}"  "f16;bf16" 192      128       128     64     8     1   
 fmha_score_mod("89"      "f16;bf16" 256      256       128     32     8     1      1          false          true  cp_async_16)
 fmha_score_mod("${TMA}"  "f16;bf16" 256      256       128     32     8     1      1          false          true  tma)
 
+# The same as ranged rows where a mask hides keys, or a bias of 16 bits is added.
+#           ARCHS     DTYPES     HEAD_DIM VALUE_DIM TILE_M TILE_N WARPS STAGES MIN_BLOCKS Q_IN_REGISTERS PING_PONG COPY
+fmha_masked("89"      "f16;bf16"  64       64       256     64     8     2      1          false          true  cp_async_16)
+fmha_masked("${TMA}"  "f16;bf16"  64       64       256     64     8     2      1          false          true  tma)
+fmha_masked("89"      "f16;bf16" 128      128       256     32     8     2      1          false          true  cp_async_16)
+fmha_masked("${TMA}"  "f16;bf16" 128      128       256     32     8     2      1          false          true  tma)
+
 # For everything that plain rows don't know (features/params.h): one for many queries and one for few, whose warps share
 # the keys, per head dimension. Any smaller head dimension runs on them too.
 #           ARCHS     DTYPES     HEAD_DIM VALUE_DIM TILE_M TILE_N WARPS KV_WARPS STAGES MIN_BLOCKS Q_IN_REGISTERS
@@ -147,14 +154,14 @@ fmha_wide(90        "f16;bf16" any       32    128    4     2          m16n8k16)
 
 # Gradients of Q, K and V: TILE_N keys per thread block, TILE_M queries per step, CHUNK of them at a time. Where ptxas would
 # spill in one architecture, it has another tile there.
-#             ARCHS     DTYPES     HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS FEATURES COPY
+#             ARCHS     DTYPES     HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS FEATURES COPY         WRITES_SCORES SHARES_DQ ROUNDED_PAIRS
 fmha_backward("89"      "f16;bf16"  32       64     256    8     32    false  ranges   cp_async_16)
 fmha_backward("${TMA}"  "f16;bf16"  32       64     256    8     32    false  ranges   tma)
 fmha_backward("89"      "f16;bf16"  64       64     256    8     16    false  ranges   cp_async_16)
-fmha_backward("90"      "f16;bf16"  64       64     192    8     16    true   ranges   tma)
+fmha_backward("90"      "f16;bf16"  64       64     192    8     32    true   ranges   tma          false         true      true)
 fmha_backward("120"     "f16;bf16"  64       64     256    8     16    false  ranges   tma)
 fmha_backward("89"      "f16;bf16"  96       64     128    8     64    false  ranges   cp_async_16)
-fmha_backward("90"      "f16;bf16"  96       64     128    8     32    true   ranges   tma)
+fmha_backward("90"      "f16;bf16"  96       64     128    8     32    true   ranges   tma          false         false     true)
 fmha_backward("120"     "f16;bf16"  96       64     128    8     64    false  ranges   tma)
 fmha_backward("89"      "f16;bf16" 128       64     128    8     64    false  ranges   cp_async_16)
 fmha_backward("90"      "f16;bf16" 128       64     128    8     16    true   ranges   tma)

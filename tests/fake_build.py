@@ -34,18 +34,19 @@ class Row:
     takes_features: bool = False
     ranged: bool = False
     score_mod: bool = False
+    masked: bool = False
     value_dim: int = 0
     element_bytes: int = 2
 
     @property
     def scored(self) -> bool:
-        return self.takes_features and not (self.ranged or self.score_mod)
+        return self.takes_features and not (self.ranged or self.score_mod or self.masked)
 
     @property
     def family(self) -> str:
         if self.takes_features:
             if not self.scored:
-                return "ranged" if self.ranged else "score_mod"
+                return "ranged" if self.ranged else "masked" if self.masked else "score_mod"
             return "few_query_scored" if self.kv_warps > 1 else "scored"
         return "few_query" if self.kv_warps > 1 else "plain"
 

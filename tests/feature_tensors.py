@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from operands import FILLS, GUARD, lay_out_one
+from operands import GUARD, filled, lay_out_one
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Maker:
         p = self.problem
         widest = max(p.head_dim, p.head_dim_v)
         plain = replace(p, seqlen_k=p.capacity)
-        q, k, v = FILLS[p.fill](plain, self.dtype, widest, self.device)
+        q, k, v = filled(plain, self.dtype, widest, self.device)
         q, k, v = q[..., : p.head_dim].clone(), k[..., : p.head_dim].clone(), v[..., : p.head_dim_v].clone()
         lengths = self.lengths
         for b in range(p.batch):
@@ -270,6 +270,10 @@ class Maker:
             wide = torch.full((*x.shape[:3], x.shape[3] + 5), guard, dtype=x.dtype, device=self.device)
             wide[..., 2:-3] = x
             return wide[..., 2:-3]
+        if memory == "padded by runs":
+            batch, heads, queries, keys = x.shape
+            wide = torch.full((queries, heads, batch, keys + 12), guard, dtype=x.dtype, device=self.device)
+            return wide.transpose(0, 2)[..., 4:-8].copy_(x)
         x = self.guarded(x, guard)
         if memory == "expanded":
             return x.expand(self.shape("bhqk"))

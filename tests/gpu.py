@@ -62,8 +62,8 @@ def rows() -> list[_C.Row]:
 
 
 def scored_rows() -> list[_C.Row]:
-    """The scored rows under test, and the ranged ones."""
-    return _under_test("ranged", "scored", "few_query_scored")
+    """The scored rows under test, the ranged and the masked ones."""
+    return _under_test("ranged", "masked", "scored", "few_query_scored")
 
 
 def wide_rows() -> list[_C.Row]:

@@ -7,7 +7,7 @@ probability of zero times NaN is NaN.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,50 +19,44 @@ GUARD = 256  # elements of NaN before and after each tensor: 512 bytes keep the 
 CAUSAL = ("none", "top-left", "bottom-right")
 
 
-Fill = Callable[["Problem", torch.dtype, int, torch.device | str], list[Tensor]]
+#: Of a problem and q, k and v as they are drawn: what they are.
+Fill = Callable[["Problem", Tensor, Tensor, Tensor], "tuple[Tensor, Tensor, Tensor]"]
 
 
 # ---- numbers -----------------------------------------------------------------------------------------------
 
 
-def _normal(problem: Problem, dtype: torch.dtype, head_dim: int, device: torch.device | str) -> list[Tensor]:
+def filled(
+    problem: Problem, dtype: torch.dtype, head_dim: int, device: torch.device | str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v [batch, seqlen, heads, head_dim] of the problem's fill."""
     g = torch.Generator(device=device).manual_seed(problem.seed)
     p = problem
     shapes = [(p.seqlen_q, p.num_heads), (p.seqlen_k, p.num_heads_kv), (p.seqlen_k, p.num_heads_kv)]
-    return [torch.randn(p.batch, s, h, head_dim, generator=g, device=device).to(dtype) for s, h in shapes]
-
-
-def _constant(
-    problem: Problem, dtype: torch.dtype, head_dim: int, device: torch.device | str
-) -> list[Tensor]:
-    """Every key weighs the same, and every output is the one value there is."""
-    return [torch.full_like(x, 0.7) for x in _normal(problem, dtype, head_dim, device)]
+    q, k, v = (torch.randn(p.batch, *x, head_dim, generator=g, device=device).to(dtype) for x in shapes)
+    return FILLS[p.fill](p, q, k, v)
 
 
 def _ramp(per_key: float) -> Fill:
     """Scores change by up to 2 * ``per_key`` from one key to the next: up in some rows, down in others."""
 
-    def fill(problem: Problem, dtype: torch.dtype, head_dim: int, device: torch.device | str) -> list[Tensor]:
-        q, k, v = _normal(problem, dtype, head_dim, device)
-        scale = problem.scale or head_dim**-0.5  # a scale of 0 has no ramp to show
+    def fill(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        scale = problem.scale or q.shape[-1] ** -0.5  # a scale of 0 has no ramp to show
         # The first element of q and k carries the ramp; q's varies by row, in size and sign.
         slope = q[..., 0].float().clamp(-2, 2)
-        steps = torch.arange(problem.seqlen_k, device=device, dtype=torch.float32) * per_key / scale
+        steps = torch.arange(problem.seqlen_k, device=q.device, dtype=torch.float32) * per_key / scale
         limit = 60000.0
-        q[..., 0] = slope.to(dtype)
-        k[..., 0] = steps.clamp(-limit, limit).to(dtype)[:, None]
-        return [q, k, v]
+        q[..., 0] = slope.to(q.dtype)
+        k[..., 0] = steps.clamp(-limit, limit).to(q.dtype)[:, None]
+        return q, k, v
 
     return fill
 
 
-def _outliers(
-    problem: Problem, dtype: torch.dtype, head_dim: int, device: torch.device | str
-) -> list[Tensor]:
+def _outliers(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """A few keys score far above all before them, for some query rows of a warp and not for others."""
-    q, k, v = _normal(problem, dtype, head_dim, device)
     k[:, 5::37] *= 20
-    return [q, k, v]
+    return q, k, v
 
 
 def _exact(
@@ -71,61 +65,54 @@ def _exact(
     """Scores that are integers up to 12 times the units' product (the latter two: in fp16), exact in fp32 in
     any order of summation, with frequent ties. Beyond ties the softmax picks one key."""
 
-    def fill(problem: Problem, dtype: torch.dtype, head_dim: int, device: torch.device | str) -> list[Tensor]:
-        q, k, v = _normal(problem, dtype, head_dim, device)
-        half = dtype == torch.float16
+    def fill(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        half = q.dtype == torch.float16
         q[..., 4:] = 0  # sums of four products of small integers and a power of two
-        q = q.float().round().clamp(-1, 1) * ((half and half_q_unit) or q_unit)
-        k = k.float().round().clamp(-3, 3) * ((half and half_k_unit) or k_unit)
-        return [q.to(dtype), k.to(dtype), v]
+        to_q = q.float().round().clamp(-1, 1) * ((half and half_q_unit) or q_unit)
+        to_k = k.float().round().clamp(-3, 3) * ((half and half_k_unit) or k_unit)
+        return to_q.to(q.dtype), to_k.to(k.dtype), v
 
     return fill
 
 
-def _huge_values(
-    problem: Problem, dtype: torch.dtype, head_dim: int, device: torch.device | str
-) -> list[Tensor]:
-    q, k, v = _normal(problem, dtype, head_dim, device)
-    return [q, k, v.clamp(-4, 4) * (15000.0 if dtype == torch.float16 else 1e30)]
-
-
-def _small(problem: Problem, dtype: torch.dtype, head_dim: int, device: torch.device | str) -> list[Tensor]:
-    """Subnormal numbers in fp16; with a scale of 2^40 the scores are ordinary again."""
-    return [x * 2.0**-20 for x in _normal(problem, dtype, head_dim, device)]
-
-
-def _tiny(problem: Problem, dtype: torch.dtype, head_dim: int, device: torch.device | str) -> list[Tensor]:
-    """The smallest subnormal numbers of fp16; in bf16 numbers whose products underflow to 0."""
-    unit = 2.0**-23 if dtype == torch.float16 else 1e-30
-    return [x * unit for x in _normal(problem, dtype, head_dim, device)]
-
-
-def _near_minus_120(
-    problem: Problem, dtype: torch.dtype, head_dim: int, device: torch.device | str
-) -> list[Tensor]:
+def _near_minus_120(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """All scores near -120: where no key is, a score of 0 would weigh e^120, which is infinite in fp32."""
-    q, k, v = _normal(problem, dtype, head_dim, device)
     offset = (120.0 / problem.head_dim**0.5) ** 0.5
-    return [q / 4 + offset, k / 4 - offset, v]
+    return q / 4 + offset, k / 4 - offset, v
+
+
+def _times(half: float, other: float) -> Fill:
+    """All numbers times one of these, in fp16 or in another dtype."""
+
+    def fill(problem: Problem, *tensors: Tensor) -> Any:
+        return tuple(x * (half if x.dtype == torch.float16 else other) for x in tensors)
+
+    return fill
 
 
 def _minus_infinity(hides: Callable[[Tensor], Tensor]) -> Fill:
     """Scores of -inf for the keys that ``hides`` names, given their numbers."""
 
-    def fill(problem: Problem, dtype: torch.dtype, head_dim: int, device: torch.device | str) -> list[Tensor]:
-        q, k, v = _normal(problem, dtype, head_dim, device)
+    def fill(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q[..., 0] = q[..., 0].abs() + 0.5  # positive, so that the scores are -inf and not +inf
-        k[:, hides(torch.arange(problem.seqlen_k, device=device)), :, 0] = -torch.inf
-        return [q, k, v]
+        k[:, hides(torch.arange(problem.seqlen_k, device=q.device)), :, 0] = -torch.inf
+        return q, k, v
 
     return fill
 
 
-FILLS = {
-    "normal": _normal, "constant": _constant, "ramp": _ramp(0.05), "steep-ramp": _ramp(1.0),
+FILLS: dict[str, Fill] = {
+    "normal": lambda p, q, k, v: (q, k, v),
+    # Every key weighs the same, and every output is the one value there is.
+    "constant": lambda p, *x: tuple(torch.full_like(each, 0.7) for each in x),  # type: ignore[return-value]
+    "ramp": _ramp(0.05), "steep-ramp": _ramp(1.0),
     "outliers": _outliers, "large": _exact(2.0**10, 2.0**10),
     "huge": _exact(2.0**50, 2.0**50, 2.0**15, 2.0**14),
-    "huge-values": _huge_values, "small": _small, "tiny": _tiny,
+    "huge-values": lambda p, q, k, v: (q, k, _times(15000.0, 1e30)(p, v.clamp(-4, 4))[0]),
+    # Subnormal in fp16; with a scale of 2^40 the scores are ordinary again.
+    "small": _times(2.0**-20, 2.0**-20),
+    # The smallest subnormal numbers of fp16; in bf16 numbers whose products underflow to 0.
+    "tiny": _times(2.0**-23, 1e-30),
     "first-keys-minus-inf": _minus_infinity(lambda j: j < 100),
     "last-keys-minus-inf": _minus_infinity(lambda j: j >= j.numel() - 100),
     "most-keys-minus-inf": _minus_infinity(lambda j: j % 50 > 0),
@@ -142,6 +129,7 @@ def poison(dtype: torch.dtype, count: int, device: torch.device | str) -> Tensor
         torch.float16: (torch.int16, 0x7E5A),
         torch.bfloat16: (torch.int16, 0x7FDA),
         torch.float32: (torch.int32, 0x7FDA5A5A),
+        torch.int32: (torch.int32, 0x7FDA5A5A),
         torch.float64: (torch.int64, 0x7FFDA5A55A5A5A5A),
     }
     integer, pattern = bits[dtype]

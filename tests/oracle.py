@@ -1,13 +1,8 @@
-"""Dense attention in fp64, and what a kernel's output may differ from it. Shares nothing with the package.
+"""What a result may differ from dense fp64 attention by, and the arithmetic that the oracles share.
 
-Shapes are those of the op: query and output [batch, seqlen_q, num_heads, head_dim], key and value [batch,
-seqlen_k, num_heads_kv, head_dim], softmax_lse [batch, num_heads, seqlen_q], natural log. Everything runs on
-the device of its inputs, in chunks of query rows, so that a long sequence needs no seqlen_q x seqlen_k
-matrix.
-
-The tolerance is relative to what the dtype allows, and set per query row, because a row that averages 1000
-values is 30 times smaller than one that sees a single key, and an error of its whole size would hide behind
-the latter:
+Shares nothing with the package. The tolerance is relative to what the dtype allows, and set per query row,
+because a row that averages 1000 values is 30 times smaller than one that sees a single key, and an error of
+its whole size would hide behind the latter:
 
     max_d |out - ref|  <=  2 max_d |unfused - ref|  +  2 ulp(max_d |ref|)  +  score term
 
@@ -20,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,13 +49,6 @@ def _chunks(q: Tensor, k: Tensor) -> Iterator[slice]:
         yield slice(begin, min(begin + step, seqlen_q))
 
 
-def _heads_first(q: Tensor, kv: Tensor) -> Tensor:
-    """Key or value as [batch, num_heads, seqlen_k, head_dim], repeated for the query heads that share it."""
-    if kv.shape[2] == 0 or q.shape[2] % kv.shape[2]:
-        raise ValueError(f"{q.shape[2]} query heads are no multiple of {kv.shape[2]} key heads")
-    return kv.transpose(1, 2).repeat_interleave(q.shape[2] // kv.shape[2], dim=1)
-
-
 def _softmax(scores: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Softmax over the last dimension, 0 for rows without a key, and its log-sum-exp, -inf for those."""
     scores = scores.masked_fill(~mask, -math.inf)
@@ -76,37 +63,6 @@ def _softmax(scores: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 def _default_scale(q: Tensor, scale: float | None) -> float:
     return 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-
-
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, causal: str = "none"
-) -> tuple[Tensor, Tensor]:
-    """Attention in fp64: (output, softmax_lse), of the shapes above."""
-    return _attention(q, k, v, scale, causal, torch.float64, torch.float64)
-
-
-def unfused(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, causal: str = "none") -> Tensor:
-    """The same in the input's dtype: fp32 scores and softmax, P and the output rounded to the dtype."""
-    return _attention(q, k, v, scale, causal, torch.float32, q.dtype)[0]
-
-
-def _attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: str, compute: torch.dtype,
-    rounded: torch.dtype,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """All in ``compute``, P and the output rounded."""
-    scale = _default_scale(q, scale)
-    out = torch.zeros(q.shape, dtype=rounded, device=q.device)
-    lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=compute, device=q.device)
-    if out.numel() == 0 or k.shape[1] == 0:
-        return out, lse
-    mask = visible(q.shape[1], k.shape[1], causal, q.device)
-    keys, values = _heads_first(q, k).to(compute).transpose(-1, -2), _heads_first(q, v).to(compute)
-    for rows in _chunks(q, k):
-        scores = (q[:, rows].transpose(1, 2).to(compute) @ keys) * scale
-        p, lse[:, :, rows] = _softmax(scores, mask[rows])
-        out[:, rows] = (p.to(rounded).to(compute) @ values).transpose(1, 2).to(rounded)
-    return out, lse
 
 
 def ulp(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
@@ -146,68 +102,6 @@ class Errors:
         return self
 
 
-def _score_error(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """[batch, num_heads, seqlen_q] bound on |fp32 score - score|, the scale included.
-
-    Partial sums of q k are at most |q| |k|. A tensor core adds 16 products at a time and truncates, which
-    costs an ulp (two half ulps) where rounding costs half: head_dim / 8 half ulps, and two more for the scale
-    and the exponent.
-    """
-    # A key of -inf makes scores of -inf, which have no error; the other keys' norms bound the finite scores.
-    k_norm = k.double().nan_to_num(0.0, 0.0, 0.0).norm(dim=-1).amax(dim=1)  # [batch, num_heads_kv]
-    k_norm = k_norm.repeat_interleave(q.shape[2] // k.shape[2], dim=1)
-    q_norm = q.double().norm(dim=-1).transpose(1, 2)
-    bound: Tensor = (q.shape[-1] / 8 + 2) * FP32_EPS * abs(scale) * q_norm * k_norm.unsqueeze(-1)
-    return bound
-
-
-def _row_max(x: Tensor) -> Tensor:
-    """[batch, seqlen, heads, head_dim] -> [batch, heads, seqlen]."""
-    return x.amax(dim=-1).transpose(1, 2)
-
-
-def compare(
-    out: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, causal: str = "none",
-    lse: Tensor | None = None, exact_scores: bool = False,
-) -> Errors:  # fmt: skip
-    """Errors of ``out`` and, when given, of ``lse``.
-
-    exact_scores: every product and sum of Q K^T is exact in fp32 whatever the order, so no error of the
-    scores is granted. Huge scores are only comparable that way: their rounding errors alone would decide the
-    softmax.
-    """
-    if out.shape != q.shape or out.dtype != q.dtype or out.device != q.device:
-        return _failed(f"output is {_describe(out)}, expected {_describe(q)}")
-    lse_shape = (q.shape[0], q.shape[2], q.shape[1])
-    if lse is not None and (tuple(lse.shape) != lse_shape or lse.dtype != torch.float32):
-        return _failed(f"softmax_lse is {_describe(lse)}, expected {list(lse_shape)} float32")
-    if out.numel() == 0:
-        return Errors(0.0, 0.0)
-
-    scale = _default_scale(q, scale)
-    ref, ref_lse = attention(q, k, v, scale, causal)
-    if k.shape[1] == 0:
-        out_tolerance, lse_tolerance = torch.zeros_like(ref_lse), torch.zeros_like(ref_lse)
-    else:
-        score_error = _score_error(q, k, scale)
-        if exact_scores:
-            score_error = torch.zeros_like(score_error)
-        out_tolerance = _out_tolerance(unfused(q, k, v, scale, causal), ref, v, score_error)
-        lse_tolerance = _lse_tolerance(ref_lse, k.shape[1], score_error)
-    masked = ref_lse == -math.inf  # exactly zero, no tolerance at all
-    out_tolerance = out_tolerance.masked_fill(masked, 0.0)
-
-    errors = [*_worst(_difference(out, ref).amax(-1).transpose(1, 2), out_tolerance)]
-    if lse is not None:
-        errors += _worst(_difference(lse, ref_lse), lse_tolerance.masked_fill(masked, 0.0))
-    return Errors(*torch.stack(errors).tolist())  # one synchronisation for everything
-
-
-def assert_close(*arguments: Any, **named: Any) -> Errors:
-    """``compare(...).check()``: the errors, or AssertionError."""
-    return compare(*arguments, **named).check()
-
-
 def _failed(complaint: str) -> Errors:
     return Errors(math.inf, math.inf, math.inf, math.inf, complaint)
 
@@ -216,18 +110,7 @@ def _describe(x: Tensor) -> str:
     return f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')} on {x.device}"
 
 
-def _out_tolerance(same_dtype: Tensor, ref: Tensor, v: Tensor, score_error: Tensor) -> Tensor:
-    """[batch, num_heads, seqlen_q]."""
-    tolerance = 2.0 * _row_max((same_dtype.double() - ref).abs()) + ULPS * ulp(_row_max(ref.abs()), v.dtype)
-    # An error e of every score changes each p by a factor of at most exp(e), up or down, and their sum as
-    # well.
-    v_max = v.double().abs().amax(dim=(1, 3)).repeat_interleave(ref.shape[2] // v.shape[2], dim=1)
-    return tolerance + 2.0 * score_error.clamp_max(1.0) * v_max.unsqueeze(-1)
-
-
-def _lse_tolerance(
-    ref_lse: Tensor, seqlen_k: int, score_error: Tensor, start: Tensor | None = None
-) -> Tensor:
+def _lse_tolerance(ref_lse: Tensor, seqlen_k: int, score_error: Tensor, start: Tensor | None) -> Tensor:
     """[batch, num_heads, seqlen_q]. LSE = log(sum of p) + maximum, all in fp32:
 
     - the sum of seqlen_k numbers, each addition rounded by half an ulp at most: seqlen_k * 2^-24 relative,

@@ -275,11 +275,14 @@ def compare(
     out: Tensor, lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None,
     causal: str = "none", exact_scores: bool = False, product_error: float = 0.0, **features: Any,
 ) -> Errors:  # fmt: skip
-    """Errors of ``out`` and, when given, of ``lse``: ``oracle.compare`` for everything that a call may say.
+    """Errors of ``out`` and, when given, of ``lse``.
 
-    The tolerance is ``oracle.compare``'s, but for the error of the scores: each key has its own, which
-    counts as much as its probability does. float32 and float64 are granted the roundings of their sums.
+    An error of a score counts as much as its key's probability does. float32 and float64 are granted the
+    roundings of their sums.
 
+    exact_scores: every product and sum of Q K^T is exact in fp32 whatever the order, so no error of the
+    scores is granted. Huge scores are only comparable that way: their rounding errors alone would decide the
+    softmax.
     product_error: half ulps of fp32 that each product of q k and of p v may be off by besides, relative.
     """
     shape = [*q.shape[:-1], v.shape[-1]]
@@ -354,9 +357,11 @@ def _score_error(s: Sequence, rows: slice, p: Tensor, granted: Granted) -> Tenso
     """[num_heads, queries] bound on the error of a score, averaged over the keys as P weighs them.
 
     An error e_j of every score changes p_j by p_j (e_j - sum_j p_j e_j) to first order, and the LSE by the
-    sum. q k is as in oracle._score_error, or a chain of head_dim roundings where no tensor core adds. tanh is
-    right to 4 ulp of 1, and times the softcap once more rounded. Every term that is added is rounded itself,
-    with its sum, into log2 units and in the exponent: 4 half ulps.
+    sum. Partial sums of q k are at most |q| |k|. A tensor core adds 16 products at a time and truncates,
+    which costs an ulp (two half ulps) where rounding costs half: head_dim / 8 half ulps, and two more for the
+    scale and the exponent; without one, it is a chain of head_dim roundings. A key of -inf makes scores of
+    -inf, which have no error. tanh is right to 4 ulp of 1, and times the softcap once more rounded. Every
+    term that is added is rounded itself, with its sum, into log2 units and in the exponent: 4 half ulps.
     """
     f, eps = s.features, _half_ulp(s.q.dtype)
     norms = [x.double().nan_to_num(0.0, 0.0, 0.0).norm(dim=-1) for x in (s.q[rows], s.k)]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from feature_tensors import Call, Maker
 from hypothesis import strategies as st
-from operands import CAUSAL, FILLS, LAYOUTS, OF_EACH, lay_out
+from operands import CAUSAL, LAYOUTS, OF_EACH, filled, lay_out
 from torch import Tensor
 
 EXACT_FILLS = ("large", "huge")
@@ -124,7 +124,7 @@ class Problem:
         self, dtype: torch.dtype, head_dim: int, device: torch.device | str
     ) -> tuple[Tensor, Tensor, Tensor]:
         """query, key and value as [batch, seqlen, heads, head_dim] views between NaN, without features."""
-        return lay_out(*FILLS[self.fill](self, dtype, head_dim, device), self.layout)
+        return lay_out(*filled(self, dtype, head_dim, device), self.layout)
 
     @property
     def pages(self) -> int:

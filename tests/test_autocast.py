@@ -6,7 +6,7 @@ CPU tensors are real. What the CUDA keys do is seen on fake ones; test_parity_ru
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -93,49 +93,35 @@ def assert_same(found: Any, expected: Any, dtype: torch.dtype) -> None:
 # ---- CPU ---------------------------------------------------------------------------------------------------
 
 
+#: Contexts, the outermost first, and the dtype that float32 is cast to in them.
+CONTEXTS: dict[str, tuple[Callable[[], list[Any]], torch.dtype]] = {
+    "bfloat16": (lambda: [cpu()], BF16),
+    "float16": (lambda: [cpu(F16)], F16),
+    "the inner one's": (lambda: [cpu(F16), cpu(BF16), cpu(F16)], F16),
+    "off within": (lambda: [cpu(), torch.autocast("cpu", enabled=False)], F32),
+    "off": (lambda: [torch.autocast("cpu", enabled=False)], F32),
+    "another device's": (lambda: [cuda()], F32),
+}
+
+
 @every_call
-@pytest.mark.parametrize("to", [BF16, F16])
-def test_a_call_is_the_one_that_is_cast_by_hand(call: Callable[..., Any], to: torch.dtype):
-    once = {name: x.to(to) for name, x in drawn().items()}
-    by_hand = {name: once[name] if name in (*"qkv", "bias") else x for name, x in drawn().items()}
-    expected = call(by_hand)
-    with cpu(to):
+@pytest.mark.parametrize(("contexts", "to"), CONTEXTS.values(), ids=CONTEXTS)
+def test_a_call_is_the_one_that_is_cast_by_hand(call: Callable[..., Any], contexts: Any, to: torch.dtype):
+    by_hand = {name: x.to(to) if name in (*"qkv", "bias") else x for name, x in drawn().items()}
+    expected, wide = call(by_hand), call(drawn(F64))
+    with ExitStack() as stack:
+        for each in contexts():
+            stack.enter_context(each)
         assert_same(call(drawn()), expected, to)
-        # Mixed dtypes, which raise elsewhere, are cast one by one.
-        assert_same(call(drawn() | {"k": once["k"], "bias": once["bias"]}), expected, to)
         assert_same(call(by_hand), expected, to)
-    with pytest.raises(ValueError, match="must have .*dtype float32"):
-        call(drawn() | {"k": once["k"]})
-
-
-@every_call
-def test_float32_is_kept_where_autocast_is_off(call: Callable[..., Any]):
-    expected = call(drawn())
-    for outside in (cpu(), torch.autocast("cpu", enabled=False)):
-        with outside, torch.autocast("cpu", enabled=False):
-            assert_same(call(drawn()), expected, F32)
-    with cuda():  # another device type's
-        assert_same(call(drawn()), expected, F32)
-
-
-@every_call
-def test_float64_is_not_cast(call: Callable[..., Any]):
-    expected = call(drawn(F64))
-    with cpu():
-        assert_same(call(drawn(F64)), expected, F64)
+        assert_same(call(drawn(F64)), wide, F64)  # which is not cast
         with pytest.raises(ValueError, match="must have .*dtype float64"):
             call(drawn(F64) | {"v": drawn()["v"]})
-
-
-@every_call
-def test_nested_autocast_has_the_inner_dtype(call: Callable[..., Any]):
-    with cpu(F16):
-        inner = call(drawn())
-        with cpu(BF16):
-            assert_same(call(drawn()), call(drawn()), BF16)
-            with cpu(F16):
-                assert_same(call(drawn()), inner, F16)
-        assert_same(call(drawn()), inner, F16)
+        if to == F32:
+            with pytest.raises(ValueError, match="must have .*dtype float32"):
+                call(drawn() | {"k": drawn(F16)["k"]})
+        else:  # mixed dtypes, which raise elsewhere, are cast one by one
+            assert_same(call(drawn() | {"k": by_hand["k"], "bias": by_hand["bias"]}), expected, to)
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16, F32, F64])

@@ -274,20 +274,13 @@ def test_where_no_row_can_the_nearest_say_why(change: dict[str, Any], sentence: 
         ({"head_dim_v": 513}, "made for head dims up to 512, and the tensors have 300, value 513"),
     ],
 )
-def test_wide_rows_have_gradients_of_what_their_forward_knows(
-    change: dict[str, Any], sentence: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_wide_rows_have_gradients_of_what_their_forward_knows(change: dict[str, Any], sentence: str):
     row: Any = SimpleNamespace(family="backward_wide", arch=89, dtype="float32", head_dim=512, scored=True)
     row.smem_bytes, row.alignment = 60000, 16
     asked = Problem(1, 64, 64, 4, 2, 300, "float32", features=("window", "bias", "varlen"), window=(-1, 5))
     table = tables.Table((row,))
     assert gradients.reasons(row, asked, L4, table, deterministic=True) == []
     assert gradients.reasons(row, replace(asked, **change), L4, table) == [sentence]
-    monkeypatch.setattr(tables, "backward_wide", lambda: table)
-    for problem in (asked, replace(asked, **change)):
-        with pytest.raises(cutlass_fmha.UnsupportedError) as refused:
-            gradients.choose(problem, L4)
-        assert ("unless CUTLASS_FMHA_WIDE_GRADIENTS=1 asks" in str(refused.value)) == (problem is asked)
 
 
 @pytest.mark.usefixtures("four_rows")
@@ -303,6 +296,19 @@ def test_a_row_is_asked_for_while_sizes_are_symbols(
     problem = Problem(2, 100, 100, 4, 4, size, "float16")
     assert sentence in launch.refusal(problem, 0)
     assert bool(launch.refusal(problem, 0)) == bool(sentence)
+
+
+@pytest.mark.usefixtures("two_routes")
+def test_a_graph_of_other_sizes_is_not_asked_for(monkeypatch: pytest.MonkeyPatch):
+    """A row that writes dS has a size in bytes, which of symbols makes what they stand for."""
+    shapes = ShapeEnv()
+    symbols = [shapes.create_symbol(size, ConstantSource(f"s{size}")) for size in (3, 11, 13)]
+    sizes = [
+        shapes.create_symintnode(symbol, hint=size) for symbol, size in zip(symbols, (3, 11, 13), strict=True)
+    ]
+    monkeypatch.setattr(launch.devices, "of_index", lambda index: H200)
+    assert launch.refusal(Problem(*sizes, 4, 2, 8, "float16", "bottom-right"), 0) == ""
+    assert not shapes.guards
 
 
 @pytest.mark.usefixtures("four_rows")

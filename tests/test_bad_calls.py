@@ -44,7 +44,13 @@ with warnings.catch_warnings():  # torch is fond of neither
     warnings.simplefilter("ignore")
     NESTED = torch.nested.nested_tensor([torch.randn(n, HEADS, DIM) for n in (3, 5)])
     JAGGED = torch.nested.nested_tensor([torch.randn(n, HEADS, DIM) for n in (3, 5)], layout=torch.jagged)
+    HEADS_FIRST = JAGGED.transpose(1, 2)
     QUANTIZED = torch.quantize_per_tensor(K, 0.1, 0, torch.quint8)
+TWO_HEADS = torch.nested.nested_tensor_from_jagged(HEADS_FIRST.values()[:2], JAGGED.offsets(), jagged_dim=2)
+OTHERS = torch.nested.nested_tensor_from_jagged(JAGGED.values(), torch.tensor([0, 4, 8]))
+HOLES = torch.nested.nested_tensor_from_jagged(JAGGED.values(), JAGGED.offsets(), torch.tensor([2, 5]))
+FEWER = torch.nested.nested_tensor_from_jagged(JAGGED.values(), torch.tensor([0, 3, 5, 8]))
+DOCUMENTS = dict.fromkeys("qkv", JAGGED)
 ARRAY = np.zeros((BATCH, SEQLEN_Q, HEADS, DIM), dtype=np.float32)
 COS, SHORT_COS = torch.ones(12, DIM // 2), torch.ones(9, DIM // 2)
 TURNED = {"rotary_cos": SHORT_COS, "rotary_sin": SHORT_COS}
@@ -296,7 +302,7 @@ REFUSED: Refusals = {
         ({"attn_mask": NESTED}, "attn_mask is a nested tensor"),
     ],
     ("attention", NotImplementedError): [
-        ({"q": JAGGED, "k": JAGGED, "v": JAGGED}, "q is a nested tensor"),
+        ({"q": JAGGED, "k": NESTED}, "k is a nested tensor, .* takes jagged q"),
         ({"q": NESTED, "layout": "bhsd", "softcap": 1.0}, "q is a nested tensor"),
         ({"q": Q.clone().requires_grad_(), "cache_batch_idx": ints(0, 1)}, "no backward yet with cache_b"),
         ({"alibi_slopes": torch.ones(4, requires_grad=True)}, "no backward yet for alibi_slopes: pass it de"),
@@ -619,7 +625,30 @@ REFUSED: Refusals = {
 
 #: By what tensors hold and where they are.
 REFUSED_ON_CPU: Refusals = {
+    ("sdpa", ValueError): [
+        (
+            {"query": HEADS_FIRST, "key": TWO_HEADS, "value": TWO_HEADS},
+            r"same batch size and heads where one is jagged.* shapes \(2, 4, j\d+, 16\), .*enable_gqa",
+        ),
+        (
+            {"query": HEADS_FIRST, "key": HEADS_FIRST, "value": HEADS_FIRST, "attn_mask": torch.ones(5, 5)},
+            "attn_mask must be broadcastable to",
+        ),
+        (
+            {"query": JAGGED, "key": JAGGED, "value": JAGGED, "enable_gqa": True},
+            r"query must be .* \[batch, num_heads, seqlen, head_dim\] whose seqlen is jagged, got .*\(2, j",
+        ),
+    ],
     ("attention", ValueError): [
+        (DOCUMENTS | {"layout": "bhsd"}, "q must be a jagged tensor .* whose seqlen is jagged, got shape"),
+        (DOCUMENTS | {"k": FEWER, "v": FEWER}, "k must have q's batch size 2, got 3"),
+        (DOCUMENTS | {"v": OTHERS}, r"v must have k's sequences: .*nested_tensor_from_jagged\(values, k.off"),
+        (DOCUMENTS | {"v": HOLES}, "v must have k's sequences"),
+        (DOCUMENTS | {"v": JAGGED.values()}, "v must have k's sequences"),
+        (DOCUMENTS | {"out": OUT}, "out is not taken with jagged tensors: pass their values"),
+        (DOCUMENTS | {"cu_seqlens_k": CU_K}, "cu_seqlens_k is not taken with jagged tensors, which say it"),
+        (dict.fromkeys("qkv", HOLES) | {"seqused_q": ints(1, 1)}, "seqused_q is not taken with jagged"),
+        (DOCUMENTS | {"max_seqlen_k": 4}, "max_seqlen_k is 4, and cu_seqlens_k has a sequence of 5"),
         ({"v": V.to("meta")}, "v must be on q's device cpu, got meta"),
         ({"q": IMAGINARY, "k": IMAGINARY, "v": IMAGINARY}, "q must be float16 or bfloat16 .* got complex64"),
         ({"seqused_k": ints(1, 2).to("meta")}, "seqused_k must be on q's device cpu, got meta"),

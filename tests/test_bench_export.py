@@ -129,9 +129,7 @@ def test_a_report_has_baseline_candidate_and_peer(tmp_path: Path, capsys: pytest
     )
 
 
-def test_formats_are_named_and_every_plain_case_has_a_place(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_formats_are_named_and_every_plain_case_has_a_place(tmp_path, capsys):
     assert bench.main(["--export", "x", str(tmp_path)]) == 2
     assert "take one of kernelbench, robust-kbench, flashinfer-bench" in capsys.readouterr().err
     for name in export.FORMATS:

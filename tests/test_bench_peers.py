@@ -284,9 +284,7 @@ def test_an_older_cudnn_frontend_has_no_engines_of_its_own(monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("stand_ins")
-def test_who_is_installed_is_found_by_import_and_a_broken_one_says_why(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_who_is_installed_is_found_by_import_and_a_broken_one_says_why(monkeypatch):
     assert peers.installed() == list(peers.PACKAGES) == list(contenders.INSTALLED)
     assert peers.versions(["flash", "flex", "fa3"]) == {"flex": version("torch"), "fa3": None}
     peers.found.cache_clear()
@@ -313,8 +311,8 @@ def test_who_is_installed_is_found_by_import_and_a_broken_one_says_why(
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("where", ["call", "capture"])
 def test_a_package_that_fails_is_shown_with_its_reason_and_one_that_is_not_exact_named(
-    where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    where: str, monkeypatch
+):
     said = AssertionError("head_dim must be 64 or 128")
     asked = []
 

@@ -66,7 +66,7 @@ def of(*families: str) -> list[_C.Row]:
     return [row for row in ROWS if row.family in families]
 
 
-SCORED, RANGED = of("scored", "few_query_scored"), of("ranged", "score_mod")
+SCORED, RANGED = of("scored", "few_query_scored"), of("ranged", "score_mod", "masked")
 TMA_RANGED = [row for row in RANGED if row.copy == "tma"]
 #: One that takes what is right here; a build without CUDA has none, and asks for none.
 ANY_ROW = max(SCORED, key=lambda row: (row.head_dim_v, row.tile_m)).index if SCORED else 0
@@ -261,6 +261,7 @@ class TestRows:
             *((family, name) for family in PLAIN for name in FEATURES),
             *(("ranged", name) for name in ("mask", "block_counts", "splits", "softcap", "alibi_slopes")),
             *(("score_mod", name) for name in ("mask", "block_counts", "splits")),
+            *(("masked", name) for name in ("block_counts", "splits", "softcap", "alibi_slopes")),
         ],
     )
     def test_what_a_family_does_not_know(self, family: str, name: str):
@@ -277,6 +278,12 @@ class TestRows:
             (of(*PLAIN), ONE_TAIL, r"{0.name}.* (no tail here|can't divide 1 of \d tiles)"),
             (SCORED, ONE_TAIL, "has no tail"),
             (RANGED, {"q": SOMEWHERE + 2}, "{0.name} needs addresses, strides and head dims that are multi"),
+            (
+                of("masked"),
+                {"mask": SOMEWHERE, "mask_stride": (0, 0, 0, 2)},
+                "{0.name} reads masks and biases by four",
+            ),
+            (of("masked"), {"entries_k": 9, "rows_k": 999}, "{0.name} asks for a mask or a bias"),
             (TMA_RANGED, {}, "{0.name} copies by TMA, which asks for entries_k and rows"),
             (TMA_RANGED, {**PAGES, "leftpad_k": 4096}, "{0.name} does not know leftpad_k with a page_table"),
         ],

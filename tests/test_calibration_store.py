@@ -99,30 +99,20 @@ def test_a_damaged_or_stale_file_is_ignored_with_one_warning(hermetic, caplog, t
     assert "`python -m cutlass_fmha calibrate` renews it" in record.getMessage()
 
 
-def test_a_user_without_a_home_has_no_calibration(monkeypatch, caplog):
-    monkeypatch.delenv(store.CACHE_DIR)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
-    with caplog.at_level(logging.WARNING, "cutlass_fmha"):
-        assert store.for_device(L4).origin == store.default(L4).origin
-    assert not caplog.records
-    with pytest.raises(FileNotFoundError, match=f"no home directory.* set {store.CACHE_DIR}"):
-        store.user_file(L4.name, "1")
-
-
-def test_a_cache_that_is_no_directory_holds_no_calibration(tmp_path, monkeypatch, caplog):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv(store.CACHE_DIR, str(tmp_path / "file" / "cache"))
-    with caplog.at_level(logging.WARNING, "cutlass_fmha"):
-        assert store.for_device(L4).origin == store.default(L4).origin
-    assert not caplog.records
-
-
-def test_a_file_that_can_not_be_read_is_ignored_with_one_warning(hermetic, caplog):
-    path = store.user_file(L4.name, cutlass_fmha.__version__)
-    path.mkdir(parents=True)
+def test_without_a_home_or_a_cache_there_is_no_calibration(hermetic, monkeypatch, caplog):
+    store.user_file(L4.name, cutlass_fmha.__version__).mkdir(parents=True)  # which can't be read
     assert store.for_device(L4) == store.default(L4)
     assert len(caplog.records) == 1
+    monkeypatch.setenv(store.CACHE_DIR, str(Path(__file__) / "cache"))
+    store.forget()
+    assert store.for_device(L4).origin == store.default(L4).origin
+    monkeypatch.delenv(store.CACHE_DIR)
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    store.forget()
+    assert store.for_device(L4).origin == store.default(L4).origin
+    assert len(caplog.records) == 1
+    with pytest.raises(FileNotFoundError, match=f"no home directory.* set {store.CACHE_DIR}"):
+        store.user_file(L4.name, "1")
 
 
 # ---- which one counts --------------------------------------------------------------------------------------

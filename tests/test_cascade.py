@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import oracle_features
 import pytest
@@ -38,17 +39,6 @@ def merged(a: State, b: State) -> State:
 
 
 # ---- values ------------------------------------------------------------------------------------------------
-
-
-def test_states_of_attention_merge_into_attention():
-    generator = torch.Generator().manual_seed(1)
-    q = torch.randn(2, 9, 4, 16, generator=generator)
-    k, v = torch.randn(2, 2, 30, 2, 16, generator=generator)
-    parts = [cutlass_fmha.attention(q, k[:, s], v[:, s], return_lse=True) for s in (slice(7), slice(7, 30))]
-    output, lse = merged(*parts)
-    whole, whole_lse = cutlass_fmha.attention(q, k, v, return_lse=True)
-    torch.testing.assert_close(output, whole)
-    torch.testing.assert_close(lse, whole_lse)
 
 
 def test_nan_stays_in_its_row():
@@ -97,22 +87,16 @@ def whole_keys(k_shared: Tensor, v_shared: Tensor, k: Tensor, v: Tensor) -> tupl
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dim_v", [16, 8])
-def test_cascade_is_attention_over_both_parts(causal: bool, dim_v: int):
+@pytest.mark.parametrize(
+    ("dim_v", "said"), [(16, {"softcap": 2.0, "sinks": torch.tensor([0.5, -1.0, 3.0, 0.0])}), (8, {})]
+)
+def test_cascade_is_attention_over_both_parts(causal: bool, dim_v: int, said: dict[str, Any]):
     q, *keys = cascade_inputs(dim_v=dim_v)
-    output, lse = cascade_attention(q, *keys, causal=causal, scale=0.3, return_lse=True)
-    k, v = whole_keys(*keys)
-    oracle_features.compare(output, lse, q, k, v, scale=0.3, causal=("none", "bottom-right")[causal]).check()
-    assert torch.equal(cascade_attention(q, *keys, causal=causal, scale=0.3), output)
-
-
-def test_cascade_with_softcap_and_sinks():
-    q, *keys = cascade_inputs()
-    sinks = torch.tensor([0.5, -1.0, 3.0, 0.0])
-    output, lse = cascade_attention(q, *keys, causal=True, softcap=2.0, sinks=sinks, return_lse=True)
-    k, v = whole_keys(*keys)
-    errors = oracle_features.compare(output, lse, q, k, v, causal="bottom-right", softcap=2.0, sinks=sinks)
-    errors.check()
+    said = {"scale": 0.3, **said}
+    output, lse = cascade_attention(q, *keys, causal=causal, return_lse=True, **said)
+    causal_of = ("none", "bottom-right")[causal]
+    oracle_features.compare(output, lse, q, *whole_keys(*keys), causal=causal_of, **said).check()
+    assert torch.equal(cascade_attention(q, *keys, causal=causal, **said), output)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import resources
@@ -117,14 +115,17 @@ def test_code_of_one_gpu_runs_on_others(compiled_for: str, gpu: Device, code: st
         (A100, {89: "89"}, r"sm_89 \(sm_89's compiled for sm_89\) only, none .*ARCHITECTURES=80`$"),
         (A100, {89: "86,89"}, r"compiled for sm_86 and sm_89\) only, none .*ARCHITECTURES=80`$"),
         (PRESETS["rtx3090"], {90: "90"}, r"rows for sm_90 only, none of .*ARCHITECTURES=86`$"),
-        (TURING, {89: "80"}, "is older than every kernel of cutlass_fmha: compute capability 8.0"),
+        (TURING, {89: "80"}, "is older than every kernel of cutlass_fmha: .* 8.0 or newer is needed"),
+        (L4, {90: "90", 120: "120f"}, "holds rows for sm_90, sm_120 only, none of which NVIDIA L4"),
+        (L4, {}, r"no CUDA kernels \(CUTLASS_FMHA_CUDA=OFF\): install a wheel with CUDA"),
     ],
 )
 def test_a_build_without_code_for_a_device_says_how_to_get_some(
     gpu: Device, compiled_for: dict[int, str], sentence: str
 ):
-    with pytest.raises(UnsupportedError, match=sentence):
+    with pytest.raises(UnsupportedError, match=sentence) as error:
         choose.choose(PROBLEM, gpu, table=make_build(tuple(compiled_for), compiled_for))
+    assert "\n" not in str(error.value)
 
 
 def test_an_architecture_can_be_forced(monkeypatch):
@@ -189,27 +190,6 @@ def test_unaligned_operands_leave_the_element_row_and_scored_ones():
 # ---- the choice --------------------------------------------------------------------------------------------
 
 
-def test_the_cheapest_eligible_row_wins():
-    for seqlen in (1, 128, 512, 2048, 16384):
-        for gpu in (L4, PRESETS["h200"], PRESETS["rtx5090"]):
-            problem = replace(PROBLEM, seqlen_q=seqlen, seqlen_k=seqlen, batch=1, num_heads=8, num_heads_kv=8)
-            chosen = choose.choose(problem, gpu, table=BUILD)
-            costs = {
-                name: choose.predicted_us(BUILD.by_name(name), problem, gpu)
-                for name in eligible(problem, gpu)
-                if not name.endswith("_element")
-            }
-            assert costs[chosen.name] == min(costs.values())
-
-
-def test_small_problems_take_small_tiles_and_large_ones_large_tiles():
-    small = replace(PROBLEM, batch=1, num_heads=8, num_heads_kv=8, seqlen_q=256, seqlen_k=256)
-    large = replace(PROBLEM, seqlen_q=8192, seqlen_k=8192, num_heads=32, num_heads_kv=32)
-    for gpu in (PRESETS["h200"], PRESETS["rtx4090"], PRESETS["rtx5090"]):
-        assert choose.choose(small, gpu, table=BUILD).tile_m <= 64
-        assert choose.choose(large, gpu, table=BUILD).tile_m == 256
-
-
 @pytest.mark.parametrize("causal", ["none", "bottom-right"])
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
 def test_few_queries_take_a_few_query_row(head_dim: int, causal: str):
@@ -243,21 +223,6 @@ def test_a_row_can_be_forced_or_says_why_not():
         choose.choose(PROBLEM, L4, "fwd_sm90_f16_d64_m64n64w4", BUILD)
     with pytest.raises(ValueError, match="'fwd_fastest' is not a row of this build"):
         choose.choose(PROBLEM, L4, "fwd_fastest", BUILD)
-
-
-@pytest.mark.parametrize(
-    ("gpu", "build", "sentence"),
-    [
-        (L4, Table(()), "no CUDA kernels (CUTLASS_FMHA_CUDA=OFF): install a wheel with CUDA"),
-        (TURING, BUILD, "compute capability 8.0 or newer is needed"),
-        (L4, make_build((90, 120)), "holds rows for sm_90, sm_120 only, none of which NVIDIA L4"),
-    ],
-    ids=["no-cuda", "too-old", "trimmed"],
-)
-def test_a_device_without_rows_gets_one_sentence(gpu: Device, build: Table, sentence: str):
-    with pytest.raises(UnsupportedError) as error:
-        choose.choose(PROBLEM, gpu, table=build)
-    assert sentence in str(error.value) and "\n" not in str(error.value)
 
 
 # ---- cost --------------------------------------------------------------------------------------------------
@@ -382,19 +347,6 @@ def test_parts_of_a_divided_tail_are_no_longer_than_they_are():
     assert counts is not None and counts.steps < 64
 
 
-def test_the_first_sm_gets_the_longest_block_of_each_round():
-    """Two blocks for every SM and no third: with a causal mask, one SM gets the longest of both rounds."""
-    row = BUILD.by_name("fwd_sm89_f16_d64_m64n64w4")
-    problem = Problem(1, 2048, 2048, 3, 3, 64, "float16", "bottom-right")
-    prices = cost.RowCost(0, 0, 0, 0, 1.0, 1.0, 0.0, 1.0)
-    device = replace(L4, sm_count=48)
-    two = cost.count(row, problem, device, replace(prices, resident=2))
-    one = cost.count(row, problem, device, prices)
-    assert one is not None and two is not None
-    first = [group.warp_steps for group in blocks.groups(row, problem, device) for _ in range(group.blocks)]
-    assert two.warp_steps == first[0] + first[48] > one.warp_steps
-
-
 def test_the_only_tile_that_sees_a_key_counts():
     """Of many query tiles, which are played through in groups, the last may be the only one."""
     row = BUILD.by_name("fwd_sm89_f16_d64_m64n64w4")
@@ -485,19 +437,6 @@ def test_an_explanation_of_a_forced_row():
         explanation.explain_problem(PROBLEM, L4, "nothing", BUILD)
 
 
-def test_an_explanation_of_what_nothing_runs():
-    found = explanation.explain_problem(replace(PROBLEM, head_dim=480), L4, table=BUILD)
-    assert found.winner is None
-    assert found.note.startswith("nothing, because no row of this build can run this problem")
-    assert "\n" not in found.note and found.note.endswith("what to change: use head dims of at most 256")
-
-
-def test_the_cpu_needs_no_row():
-    found = explanation.explain_problem(PROBLEM, None, table=BUILD)
-    assert found.winner is None and found.note == "the CPU backend, which needs no row"
-    assert not any(row.eligible for row in found.rows)
-
-
 def test_explain_takes_tensors_as_attention_does(monkeypatch):
     monkeypatch.setattr(tables, "this_build", lambda: BUILD)
     q = torch.empty(2, 16, 300, 64, dtype=torch.float16)
@@ -547,14 +486,6 @@ def test_devices_have_names(name: str, sm_count: int, capability: tuple[int, int
 # ---- this build --------------------------------------------------------------------------------------------
 
 
-def test_the_rows_of_this_build_have_unique_names_and_their_numbers():
-    rows = _C.rows()
-    assert bool(rows) == _C.build_info()["cuda"]
-    assert [row.index for row in rows] == list(range(len(rows)))
-    assert len({row.name for row in rows}) == len(rows)
-    assert {row.arch for row in rows} == set(_C.build_info()["architectures"])
-
-
 def test_every_row_runs_something_on_its_architecture(monkeypatch):
     """Of this build, and of the whole table, of which this build may be a subset."""
     build = replace(tables.this_build(), rows=resources.whole_table())
@@ -566,12 +497,14 @@ def test_every_row_runs_something_on_its_architecture(monkeypatch):
         problem = replace(problem, head_dim_v=row.head_dim_v)
         if row.family == "score_mod":
             problem = replace(problem, features=("softcap",))
+        if row.family == "masked":
+            problem = replace(problem, features=("mask",))
         assert eligibility.reasons(row, problem, gpu, build) == []
         assert 0 < choose.predicted_us(row, problem, gpu) < 1e4
 
 
-@pytest.mark.parametrize("table", [_C.rows, resources.whole_table], ids=["this build", "all rows"])
-def test_there_is_a_row_for_any_alignment_where_there_is_a_fast_one(table: Callable[[], Sequence[Any]]):
-    rows = [row for row in table() if row.family in tables.PLAIN]
+def test_there_is_a_row_for_any_alignment_where_there_is_a_fast_one():
+    """Of this build; test_binding.py looks at all rows."""
+    rows = [row for row in _C.rows() if row.family in tables.PLAIN]
     fast = {(row.arch, row.dtype, row.head_dim) for row in rows if row.alignment > 2}
     assert fast == {(row.arch, row.dtype, row.head_dim) for row in rows if row.alignment == 2}

@@ -178,9 +178,7 @@ def test_spilling_kernels_end_the_report(monkeypatch: pytest.MonkeyPatch) -> Non
         session.show_kernels(session.Report())
 
 
-def test_a_gpu_that_is_not_there_is_one_sentence(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_gpu_that_is_not_there_is_one_sentence(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert demo.main(["--device", "cuda"]) == 1
     assert capsys.readouterr().err == "demo: --device cuda: torch finds no CUDA device.\n"
@@ -234,9 +232,7 @@ def test_the_whole_demo_runs_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFi
 
 @needs_model
 @pytest.mark.usefixtures("two_works")
-def test_a_model_with_wrong_attention_fails_the_demo(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_with_wrong_attention_fails_the_demo(monkeypatch, capsys):
     from cutlass_fmha.integrations import transformers as integration
 
     right = integration.attention_forward

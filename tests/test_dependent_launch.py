@@ -88,9 +88,11 @@ def test_the_few_query_rows_of_architectures_that_can_overlap_do():
     assert can == set(ROWS)
 
 
-def test_of_the_others_decoding_rows_and_what_follows_them_overlap():
+def test_of_the_others_decoding_rows_what_follows_them_and_what_is_beside_attention_overlap():
     rows = [row for row in (*_C.rows(), *_C.backward_rows(), *_C.helpers()) if row.family != "few_query"]
-    can = {row.name for row in rows if row.family in ("few_query_scored", "combine") and row.arch >= 90}
+    families = {"few_query_scored", "combine", "gated", "gated_backward"}
+    families |= {"rms_norm", "rms_norm_backward", "rms_norm_weights"}
+    can = {row.name for row in rows if row.family in families and row.arch >= 90}
     assert can == {row.name for row in rows if row.dependent_launch}
 
 

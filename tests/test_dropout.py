@@ -48,16 +48,6 @@ def test_numbers_by_hand():
     assert len({number_of(*place) for place in places}) == len(places)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2**32, 2**63 - 1, -1, -(2**63)])
-def test_ranges_are_pieces_of_the_whole(seed: int):
-    whole = oracle_features.kept(seed % 2**64, 20000, 3, 2, 20, 100)
-    assert abs(whole.mean() - (1 - 20000 / 65536)) < 0.03
-    for queries in [(0, 20), (0, 1), (7, 9)]:
-        for keys in [(0, 100), (31, 33), (64, 96), (5, 6), (10, 10)]:
-            part = dropout.kept(seed, 20000, 3, 2, queries, keys)
-            assert torch.equal(part, torch.from_numpy(whole[:, slice(*queries), slice(*keys)].copy()))
-
-
 #: Of 65536 numbers, those that drop.
 THRESHOLDS = [(0.0, 0), (1e-6, 0), (0.1, 6554), (0.5, 32768), (0.9999, 65529), (1 - 1e-9, 65535)]
 
@@ -85,17 +75,6 @@ def test_the_mask_is_the_oracles(seed: int | torch.Tensor, monkeypatch: pytest.M
         assert torch.equal(mask[b], torch.from_numpy(expected))
     for shape in [(0, 4, 3, 5), (2, 0, 3, 5), (2, 4, 0, 5), (2, 4, 3, 0)]:
         assert dropout_mask(seed, *shape, 0.3).shape == shape
-
-
-def test_packed_sequences_are_numbered_by_themselves():
-    q, k, v = torch.randn(12, 2, 16), torch.randn(20, 1, 16), torch.eye(20).view(20, 1, 20)
-    starts = {"cu_seqlens_q": (0, 5, 5, 12), "cu_seqlens_k": (2, 11, 11, 20)}
-    vectors = {name: torch.tensor(numbers, dtype=torch.int32) for name, numbers in starts.items()}
-    out = attention(q, k, v, dropout_p=0.5, dropout_seed=9, **vectors)
-    mask = dropout_mask(9, 3, 2, 7, 9, 0.5)
-    for b, queries, keys in [(0, slice(0, 5), slice(2, 11)), (2, slice(5, 12), slice(11, 20))]:
-        kept = out[queries, :, keys].transpose(0, 1) != 0
-        assert torch.equal(kept, mask[b, :, : queries.stop - queries.start])
 
 
 def test_a_seed_is_drawn_where_none_is_given():

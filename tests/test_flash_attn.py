@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import inspect
 import math
+import pkgutil
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +24,9 @@ from torch import Tensor
 from cutlass_fmha import attention, flash_attn, with_kv_cache
 from cutlass_fmha.flash_attn import bert_padding, flash_attn_interface
 from cutlass_fmha.flash_attn.layers import rotary
+from cutlass_fmha.flash_attn.ops import activations, rms_norm
+from cutlass_fmha.flash_attn.ops.triton import layer_norm
+from cutlass_fmha.flash_attn.ops.triton.rotary import apply_rotary
 
 #: Of release 2.8.3, but for annotations.
 SIGNATURES = {
@@ -40,6 +45,9 @@ SIGNATURES = {
     "_wrapped_flash_attn_varlen_forward": "q, k, v, {lengths}, dropout_p, softmax_scale, causal, "
     "window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False, "
     "block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False",
+    "_wrapped_flash_attn_backward": "dout, q, k, v, out, softmax_lse, dq, dk, dv, {gradients}",
+    "_wrapped_flash_attn_varlen_backward": "dout, q, k, v, out, softmax_lse, dq, dk, dv, {lengths}, "
+    "{gradients}, zero_tensors=False",
     "apply_rotary_emb": "x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None, "
     "max_seqlen=None",
     "apply_rotary_emb_qkv_": "qkv, cos, sin, cos_k=None, sin_k=None, interleaved=False, seqlen_offsets=0, "
@@ -49,24 +57,54 @@ SIGNATURES = {
     "unpad_input_for_concatenated_sequences": "hidden_states, attention_mask_in_length",
     "pad_input": "hidden_states, indices, batch, seqlen",
     "index_put_first_axis": "values, indices, first_axis_dim",
+    "layers.rotary.RotaryEmbedding": "dim, base=10000.0, interleaved=False, scale_base=None, device=None",
+    "layers.rotary.RotaryEmbedding.forward": "self, qkv, kv=None, seqlen_offset=0, max_seqlen=None, "
+    "num_heads_q=None",
+    "layers.rotary.RotaryEmbedding._update_cos_sin_cache": "self, seqlen, device=None, dtype=None",
+    "ops.triton.rotary.apply_rotary": "x, cos, sin, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None, "
+    "interleaved=False, inplace=False, conjugate=False",
+    "ops.triton.layer_norm.rms_norm_fn": "{norm}, {places}",
+    "ops.triton.layer_norm.layer_norm_fn": "{norm}, is_rms_norm=False, {places}",
+    "ops.triton.layer_norm.RMSNorm": "hidden_size, eps=1e-05, dropout_p=0.0, zero_centered_weight=False, "
+    "device=None, dtype=None",
+    "ops.triton.layer_norm.RMSNorm.forward": "self, x, residual=None, prenorm=False, residual_in_fp32=False",
+    "ops.rms_norm.rms_norm": "x, weight, epsilon",
+    "ops.rms_norm.dropout_add_rms_norm": "x0, residual, weight, bias, dropout_p, epsilon, rowscale=None, "
+    "layerscale=None, prenorm=False, residual_in_fp32=False, return_dropout_mask=False",
+    "ops.rms_norm.RMSNorm": "hidden_size, eps=1e-05, device=None, dtype=None",
+    "ops.rms_norm.DropoutAddRMSNorm": "hidden_size, prenorm=False, p=0.0, eps=1e-05, residual_in_fp32=False, "
+    "device=None, dtype=None",
+    "ops.rms_norm.DropoutAddRMSNorm.forward": "self, x0, residual=None",
+    "ops.activations.swiglu": "x, y",
 }  # fmt: skip
+NORM = (
+    "x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-06, dropout_p=0.0, "
+    "rowscale=None, prenorm=False, residual_in_fp32=False, zero_centered_weight=False"
+)
+GRADIENTS = (
+    "dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, "
+    "deterministic, rng_state=None"
+)
+PLACES = "return_dropout_mask=False, out_dtype=None, out=None, residual_out=None"
 USUAL = (
     "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
     "deterministic=False, return_attn_probs=False"
 )
 LENGTHS = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
+SHARED = {"lengths": LENGTHS, "norm": NORM, "places": PLACES, "gradients": GRADIENTS}
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_signatures_are_theirs(name: str):
+    modules = ("flash_attn_interface", "layers.rotary", "bert_padding")
     [found] = {
-        getattr(module, name)
-        for module in (flash_attn_interface, rotary, bert_padding)
-        if hasattr(module, name)
+        pkgutil.resolve_name(f"cutlass_fmha.flash_attn.{name if '.' in name else f'{module}.{name}'}")
+        for module in modules
+        if "." in name or hasattr(pkgutil.resolve_name(f"cutlass_fmha.flash_attn.{module}"), name)
     }
     given = inspect.signature(found).parameters.values()
     plain = [str(each.replace(annotation=inspect.Parameter.empty)) for each in given]
-    assert ", ".join(plain) == SIGNATURES[name].format(USUAL, lengths=LENGTHS)
+    assert ", ".join(plain) == SIGNATURES[name].format(USUAL, **SHARED)
 
 
 # ---- what the functions compute ----------------------------------------------------------------------------
@@ -197,6 +235,33 @@ def test_the_dropout_mask_is_that_of_the_output():
     assert torch.equal(_[0], same) and _[2].shape == (0,)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("numbers", [(0.0, 0.3, True, 3, -1, 0.0), (0.4, 0.25, False, -1, -1, 2.0)])
+def test_the_backward_that_others_call_is_that_of_autograd(numbers: tuple[Any, ...], packed: bool):
+    """More queries than keys: rows without keys have an LSE of +inf."""
+    dropout_p, scale, causal, *sides, softcap = numbers
+    slopes = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    q, k, v = (randn(2, n, h, 16, seed=n + h) for n, h in ((9, 4), (5, 2), (5, 2)))
+    dout, lengths = randn(2, 9, 4, 16, seed=1), ()
+    said = {"scale": scale, "causal": causal, "window": tuple(None if s < 0 else s for s in sides)}
+    if packed:
+        q, k, v, dout = (x.flatten(0, 1) for x in (q, k, v, dout))
+        lengths = (ints(0, 9, 18), ints(0, 5, 10), 9, 5)
+        said |= dict(zip(LENGTHS.split(", "), lengths, strict=True))
+    kind = "varlen_" if packed else ""
+    forward, backward = (
+        getattr(flash_attn_interface, f"_wrapped_flash_attn_{kind}{each}") for each in ("forward", "backward")
+    )
+    torch.manual_seed(0)
+    out, lse, _, state = forward(q, k, v, *lengths, *numbers, slopes, False)
+    places = [torch.full_like(x, math.nan) for x in (q, k, v)]
+    backward(dout, q, k, v, out, lse, *places, *lengths, *numbers, slopes, True, rng_state=state)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    dropout = {"dropout_p": dropout_p, "dropout_seed": state[:1]} if dropout_p else {}
+    same = attention(*leaves, softcap=softcap, alibi_slopes=slopes, **said, **dropout)
+    torch.testing.assert_close(places, list(torch.autograd.grad(same, leaves, dout)))
+
+
 @pytest.mark.parametrize("interleaved", [None, False, True])
 @pytest.mark.parametrize("paged", [False, True])
 def test_a_cache_is_theirs(paged: bool, interleaved: bool | None):
@@ -237,10 +302,137 @@ def test_what_is_declined_says_why():
         rotary.apply_rotary_emb(q[0], torch.rand(9, 4), torch.rand(9, 4), cu_seqlens=ints(0, 4))
     with pytest.raises(ValueError, match="cos and sin have 9 positions, and 4 rows begin at position 6"):
         rotary.apply_rotary_emb(q, torch.rand(9, 4), torch.rand(9, 4), seqlen_offsets=6)
-    with pytest.raises(ValueError, match="needs num_heads_q"):
-        rotary.apply_rotary_emb_qkv_(q, torch.rand(9, 4), torch.rand(9, 4))
-    with pytest.raises(NotImplementedError, match="no backward yet"):
-        flash_attn_interface._wrapped_flash_attn_backward(q)
+    for heads in (None, 3, 1):
+        with pytest.raises(
+            ValueError, match=f"needs num_heads_q.*half of the others are keys: got {heads} of 2"
+        ):
+            rotary.apply_rotary_emb_qkv_(q, torch.rand(9, 4), torch.rand(9, 4), num_heads_q=heads)
+    with pytest.raises(ValueError, match="x must have 4 dimensions"):
+        apply_rotary(q[0], torch.rand(9, 4), torch.rand(9, 4))
+    with pytest.raises(ValueError, match="seqlen_offset is a tensor: pass max_seqlen"):
+        rotary.RotaryEmbedding(8)(q, q, torch.tensor([1]))
+    given = (0.3, 0.25, False, -1, -1, 0.0, None, False)
+    with pytest.raises(ValueError, match="rng_state must be what the forward returned last"):
+        flash_attn_interface._wrapped_flash_attn_backward(*[q] * 5, q[..., 0], *[None] * 3, *given)
+
+
+def test_what_norms_decline_says_what_to_do():
+    x, weight = randn(2, 8), torch.ones(8)
+    for declined in (
+        {"dropout_p": 0.5}, {"rowscale": x}, {"x1": x}, {"weight1": weight}, {"bias1": weight}
+    ):  # fmt: skip
+        [name] = declined
+        with pytest.raises(NotImplementedError, match=f"^{name} must be .* here: "):
+            layer_norm.rms_norm_fn(x, weight, None, **declined)
+    for module in (rms_norm.DropoutAddRMSNorm(8, p=0.5), layer_norm.RMSNorm(8, dropout_p=0.5)):
+        assert torch.equal(module.eval()(x), rms_norm.rms_norm(x, weight, 1e-5))
+        with pytest.raises(NotImplementedError, match="dropout_p must be 0 here: let torch"):
+            module.train()(x)
+    with pytest.raises(NotImplementedError, match="layerscale must be None here"):
+        rms_norm.dropout_add_rms_norm(x, None, weight, None, 0.0, 1e-5, layerscale=weight)
+    with pytest.raises(NotImplementedError, match="is_rms_norm must be True: there is no LayerNorm here"):
+        layer_norm.layer_norm_fn(x, weight, None)
+    with pytest.raises(ValueError, match=r"residual must have x's shape \(2, 8\), got \(8,\)"):
+        layer_norm.rms_norm_fn(x.bfloat16(), weight, None, x[0])
+    with pytest.raises(TypeError, match="weight must be"):
+        layer_norm.rms_norm_fn(x, None, None)
+
+
+# ---- norms, units ------------------------------------------------------------------------------------------
+
+F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "of_residual", "of_weight", "in_fp32"),
+    [
+        (F64, F64, F64, False),
+        (F64, None, F64, True),
+        (BF16, BF16, F32, False),
+        (BF16, F32, BF16, False),
+        (BF16, None, BF16, True),
+        (BF16, None, BF16, False),
+        (F32, BF16, F64, False),
+    ],
+)
+def test_norms_are_those_of_plain_math(
+    dtype: Any, of_residual: Any, of_weight: Any, in_fp32: bool, bias: bool
+):
+    """The sum is of the residual's dtype, the output of x's; any dtypes together; gradients too."""
+    given = {
+        "x": laid(randn(3, 5, 24, dtype=dtype), "last dimension"),
+        "weight": randn(24, dtype=of_weight, seed=1),
+        "bias": randn(24, dtype=F32 if of_weight == BF16 else of_weight, seed=2) if bias else None,
+        "residual": None if of_residual is None else randn(3, 5, 24, dtype=of_residual, seed=3),
+    }
+    given = {name: None if x is None else x.requires_grad_() for name, x in given.items()}
+    said = {"eps": 1e-3, "prenorm": True, "residual_in_fp32": in_fp32, "zero_centered_weight": True}
+    y, total, *masks = layer_norm.layer_norm_fn(**given, **said, is_rms_norm=True, return_dropout_mask=True)
+    kept = of_residual or (F32 if in_fp32 and dtype == BF16 else dtype)
+    assert (y.dtype, total.dtype, masks) == (dtype, kept, [None, None])
+
+    same = {name: None if x is None else x.detach().double().requires_grad_() for name, x in given.items()}
+    wanted_total = same["x"] if of_residual is None else same["x"] + same["residual"]
+    wanted = (
+        wanted_total / (wanted_total.square().mean(-1, keepdim=True) + 1e-3).sqrt() * (1 + same["weight"])
+    )
+    wanted = wanted + same["bias"] if bias else wanted
+    close = {"rtol": 1e-12, "atol": 1e-12} if dtype == F64 else {"rtol": 2e-2, "atol": 4e-2}
+    torch.testing.assert_close(y.double(), wanted, **close)
+    torch.testing.assert_close(total.double(), wanted_total, **close)
+    factors = randn(2, 3, 5, 24, dtype=F64, seed=4)
+    leaves = [[x for x in each.values() if x is not None] for each in (given, same)]
+    found, grads = (
+        torch.autograd.grad((one * factors[0] + other * factors[1]).sum(), own)
+        for one, other, own in ((y, total, leaves[0]), (wanted, wanted_total, leaves[1]))
+    )
+    for one, other in zip(found, grads, strict=True):
+        torch.testing.assert_close(one.double(), other, **close)
+
+    # under other names, and to places of the caller's
+    x, weight, residual = (
+        None if given[name] is None else given[name].detach() for name in ("x", "weight", "residual")
+    )
+    y, total = layer_norm.rms_norm_fn(x, weight, None, residual, prenorm=True, residual_in_fp32=in_fp32)
+    rest = {"prenorm": True, "residual_in_fp32": in_fp32, "return_dropout_mask": True}
+    again = rms_norm.dropout_add_rms_norm(x, residual, weight, None, 0.0, 1e-6, **rest)
+    assert torch.equal(again[0], y) and torch.equal(again[1], total)
+    assert again[2].dtype == torch.uint8 and again[2].shape == x.shape and again[2].all()
+    alone = rms_norm.dropout_add_rms_norm(x, residual, weight, None, 0.0, 1e-6, return_dropout_mask=True)
+    assert torch.equal(alone[0], y) and alone[1].all()
+    module = rms_norm.DropoutAddRMSNorm(24, True, 0.0, 1e-6, in_fp32)
+    module.weight.data = weight
+    assert all(torch.equal(*pair) for pair in zip(module(x, residual), (y, total), strict=True))
+    places = {"out": torch.empty(3, 5, 24, dtype=F32), "residual_out": torch.empty_like(total)}
+    found = layer_norm.rms_norm_fn(
+        x, weight, None, residual, **places, **said | {"zero_centered_weight": False, "eps": 1e-6}
+    )
+    assert all(one is other for one, other in zip(found, places.values(), strict=True))
+    torch.testing.assert_close(found[0].to(y.dtype), y)
+    assert torch.equal(found[1], total)
+
+
+def test_modules_of_norms_begin_as_one():
+    x, ones = randn(3, 8), torch.ones(8)
+    expected = rms_norm.rms_norm(x, ones, 1e-5)
+    torch.testing.assert_close(expected, torch.nn.functional.rms_norm(x, (8,), ones, 1e-5))
+    for module in (
+        rms_norm.RMSNorm(8),
+        layer_norm.RMSNorm(8),
+        layer_norm.RMSNorm(8, zero_centered_weight=True),
+    ):
+        assert (
+            torch.equal(module(x), expected) and module.bias is None and [*module.state_dict()] == ["weight"]
+        )
+    found = layer_norm.RMSNorm(8)(x.bfloat16(), x, prenorm=True, residual_in_fp32=True)
+    assert (found[0].dtype, found[1].dtype) == (BF16, F32)
+
+
+def test_swiglu_is_that_of_plain_math():
+    x, y = (randn(3, 10, dtype=F64, seed=seed).t().requires_grad_() for seed in (0, 1))
+    torch.testing.assert_close(activations.swiglu(x, y), torch.nn.functional.silu(x) * y)
+    assert torch.autograd.gradcheck(activations.swiglu, (x, y))
 
 
 # ---- rotary, padding ---------------------------------------------------------------------------------------
@@ -288,16 +480,19 @@ def test_rotary_of_their_signature(packed: bool, interleaved: bool, inplace: boo
     torch.testing.assert_close(leaf.grad, expected_leaf.grad)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("shape", ["qkv", "grouped", "kv"])
-def test_rotary_of_parts_in_place(shape: str):
+def test_rotary_of_parts_in_place(shape: str, compiled: bool):
+    torch.compiler.reset()
+    wrap = functools.partial(torch.compile, fullgraph=True, backend="aot_eager") if compiled else lambda f: f
     cos, sin, cos_k, sin_k = torch.rand(4, 9, 4, dtype=torch.float64).unbind(0)
     size = {"qkv": (2, 3, 3, 4, 8), "grouped": (2, 3, 4 + 2 * 2, 8), "kv": (2, 3, 2, 4, 8)}[shape]
     leaf = randn(*size, dtype=torch.float64).requires_grad_()
     x = leaf * 1.0
     if shape == "kv":
-        out = rotary.apply_rotary_emb_kv_(x, cos_k, sin_k, seqlen_offsets=2)
+        out = wrap(rotary.apply_rotary_emb_kv_)(x, cos_k, sin_k, seqlen_offsets=2)
     else:
-        out = rotary.apply_rotary_emb_qkv_(
+        out = wrap(rotary.apply_rotary_emb_qkv_)(
             x, cos, sin, cos_k, sin_k, False, 2, 4 if shape == "grouped" else None
         )
     assert out.data_ptr() == x.data_ptr()
@@ -314,6 +509,88 @@ def test_rotary_of_parts_in_place(shape: str):
     (out * weight).sum().backward()
     (expected * weight).sum().backward()
     torch.testing.assert_close(leaf.grad, same.grad)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_rotary_has_gradients_of_gradients(inplace: bool):
+    cos, sin, leaf = *torch.rand(2, 3, 2, dtype=F64), randn(1, 3, 1, 4, dtype=F64).requires_grad_()
+    call = functools.partial(rotary.apply_rotary_emb, cos=cos, sin=sin, inplace=inplace)
+    assert torch.autograd.gradgradcheck(lambda x: call(x * 1.0).pow(3), (leaf,))
+
+
+@pytest.mark.parametrize("scale_base", [None, 512])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("offset", [3, [3, 0]])
+@pytest.mark.parametrize("shape", ["qkv", "grouped", "q and kv"])
+def test_rotary_embedding_in_place(shape: str, offset: Any, interleaved: bool, scale_base: int | None):
+    """By angles in fp32; with xPos q is scaled by what k is divided by."""
+    heads = (4, 2, 2) if shape == "grouped" else (3, 3, 3)
+    leaf = randn(2, 5, sum(heads), 16, dtype=F64).requires_grad_()
+    module = rotary.RotaryEmbedding(12, 100.0, interleaved, scale_base).half()
+    given: Any = {"max_seqlen": 9} if isinstance(offset, list) else {}
+    given["seqlen_offset"] = torch.tensor(offset) if given else offset
+    x = leaf * 1.0
+    if shape == "q and kv":
+        q, kv = leaf[:, :, :3] * 1.0, leaf[:, :, 3:].unflatten(2, (2, 3)) * 1.0
+        found = module(q, kv, **given)
+        assert [each.data_ptr() for each in found] == [q.data_ptr(), kv.data_ptr()]
+        out = torch.cat((found[0], found[1].flatten(2, 3)), 2)
+    elif shape == "grouped":
+        out = module(x, num_heads_q=4, **given)
+    else:
+        out = module(x.unflatten(2, (3, 3)), **given).flatten(2, 3)
+    assert shape == "q and kv" or out.data_ptr() == x.data_ptr()
+
+    length = 9 if isinstance(offset, list) else 8
+    assert module._seq_len_cached == length and module._cos_cached.dtype == F64 and not module.state_dict()
+    pairs, positions = torch.arange(0, 12, 2, dtype=F64), torch.arange(length, dtype=F64)[:, None]
+    cos, sin = (f(positions * 100.0 ** (-pairs / 12)) for f in (torch.cos, torch.sin))
+    scale = 1.0
+    if scale_base is not None:
+        scale = ((pairs + 0.4 * 12) / (1.4 * 12)) ** ((positions - length // 2) / scale_base)
+    first = torch.tensor(offset if isinstance(offset, list) else [offset] * 2)
+    at = (first[:, None] + torch.arange(5)).flatten()
+    q, k, v = leaf.flatten(0, 1).split(heads, 1)
+    turned_q, turned_k = (
+        turned(q, cos * scale, sin * scale, at, interleaved),
+        turned(k, cos / scale, sin / scale, at, interleaved),
+    )
+    expected = torch.cat((turned_q, turned_k, v), 1).view(out.shape)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    weight = randn(*out.shape, dtype=F64, seed=1)
+    grads = [torch.autograd.grad((each * weight).sum(), leaf)[0] for each in (out, expected)]
+    torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-5)
+
+
+def test_tables_grow_and_follow_the_dtype():
+    module = rotary.RotaryEmbedding(8)
+    module._update_cos_sin_cache(9, device=torch.device("cpu"), dtype=F32)
+    first = module._cos_cached
+    module(randn(1, 4, 3, 2, 8))
+    assert module._cos_cached is first, "it is long enough"
+    module(randn(1, 4, 3, 2, 8), seqlen_offset=6)
+    assert torch.equal(module._cos_cached[:9], first) and len(module._cos_cached) == 10
+    module(randn(1, 4, 3, 2, 8).bfloat16())
+    assert module._cos_cached.shape == (4, 4) and module._cos_cached.dtype == BF16
+    with torch.inference_mode():
+        rotary.RotaryEmbedding.forward(module.eval(), randn(1, 9, 3, 2, 8))
+    assert module._cos_cached.is_inference()
+    module.train()(randn(1, 4, 3, 2, 8).requires_grad_() * 1.0).sum().backward()
+    assert not module._cos_cached.is_inference()
+
+
+@pytest.mark.parametrize("how", ["plain", "last dimension"])
+def test_rotations_by_hand_go_back_by_conjugate(how: str):
+    """As ModernBERT's code of transformers does it: packed qkv, whose q and k are one view."""
+    cos, sin = (
+        f(torch.outer(torch.arange(6.0), 100.0 ** -(torch.arange(4) / 4))).double()
+        for f in (torch.cos, torch.sin)
+    )
+    x = laid(randn(9, 4, 8, dtype=F64), how).clone(memory_format=torch.preserve_format)
+    before, rest = x.clone(), {"cu_seqlens": ints(0, 6, 6, 9), "max_seqlen": 6}
+    expected = rotary.apply_rotary_emb(x, cos, sin, **rest)
+    assert apply_rotary(x, cos, sin, **rest, inplace=True) is x and torch.equal(x, expected)
+    torch.testing.assert_close(apply_rotary(x, cos, sin, **rest, conjugate=True), before)
 
 
 @pytest.mark.parametrize("mask", [[[1, 1, 0], [0, 1, 1]], [[1, 1, 1], [0, 0, 0]], [[0, 0, 0], [0, 0, 0]]])
@@ -337,12 +614,8 @@ def test_rows_that_nobody_uses_and_several_sequences_in_a_row():
     x = randn(2, 4, 3)
     keep, unused = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]]), torch.tensor([[0, 0, 1, 0], [0, 0, 0, 0]])
     rows, indices, cu_seqlens, longest, used = bert_padding.unpad_input(x, keep, unused)
-    assert (indices.tolist(), cu_seqlens.tolist(), longest, used.tolist()) == (
-        [0, 1, 2, 4],
-        [0, 3, 4],
-        3,
-        [2, 1],
-    )
+    found = indices.tolist(), cu_seqlens.tolist(), longest, used.tolist()
+    assert found == ([0, 1, 2, 4], [0, 3, 4], 3, [2, 1])
     assert torch.equal(rows, x.flatten(0, 1)[indices])
     lengths = torch.tensor([[2, 1, 0, 0], [4, 0, 0, 0]])
     found = bert_padding.unpad_input_for_concatenated_sequences(x, lengths)
@@ -370,8 +643,13 @@ def test_install_answers_everyone_who_asks_and_is_reversible():
         from flash_attn import flash_attn_func
         from flash_attn.bert_padding import unpad_input
         from flash_attn.flash_attn_interface import _wrapped_flash_attn_backward
-        from flash_attn.layers.rotary import apply_rotary_emb
+        from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb
+        from flash_attn.ops.activations import swiglu
+        from flash_attn.ops.rms_norm import RMSNorm
+        from flash_attn.ops.triton.layer_norm import rms_norm_fn
 
+        assert RotaryEmbedding is rotary.RotaryEmbedding and swiglu is activations.swiglu
+        assert RMSNorm is rms_norm.RMSNorm and rms_norm_fn is layer_norm.rms_norm_fn
         assert flash_attn_func is flash_attn.flash_attn_func
         assert unpad_input is bert_padding.unpad_input
         assert apply_rotary_emb is rotary.apply_rotary_emb
@@ -385,8 +663,8 @@ def test_install_answers_everyone_who_asks_and_is_reversible():
         assert importlib.util.find_spec("flash_attn") is not None
         assert importlib.util.find_spec("flash_attn.layers.rotary") is not None
         assert importlib.util.find_spec("flash_attn.losses") is None
-        with pytest.raises(ModuleNotFoundError, match="flash_attn.ops"):
-            importlib.import_module("flash_attn.ops.triton")
+        with pytest.raises(ModuleNotFoundError, match="flash_attn.modules"):
+            importlib.import_module("flash_attn.modules.mha")
     finally:
         flash_attn.uninstall()
     flash_attn.uninstall()
@@ -413,40 +691,6 @@ def test_an_installed_one_is_replaced_only_when_told(tmp_path: Path):
     assert found[0].startswith(REFUSED) and found[1:] == ["True", "2.8.3 False", "True"]
 
 
-ENCODER = """
-import torch, torch.nn as nn
-from einops_like import heads
-from flash_attn import flash_attn_varlen_qkvpacked_func
-from flash_attn.bert_padding import pad_input, unpad_input
-
-class Layer(nn.Module):
-    def __init__(self, dim=64, num_heads=4):
-        super().__init__()
-        self.qkv, self.out, self.num_heads = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim), num_heads
-
-    def forward(self, x, cu_seqlens, max_seqlen):
-        qkv = heads(self.qkv(x), self.num_heads)
-        context = flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, dropout_p=0.0, causal=False)
-        return x + self.out(context.flatten(-2))
-
-@torch.no_grad()
-def main():
-    torch.manual_seed(0)
-    layers = nn.ModuleList(Layer() for _ in range(2))
-    x, mask = torch.randn(3, 11, 64), torch.arange(11) < torch.tensor([11, 4, 7])[:, None]
-    rows, indices, cu_seqlens, max_seqlen, *_ = unpad_input(x, mask)
-    for layer in layers:
-        rows = layer(rows, cu_seqlens, max_seqlen)
-    found = pad_input(rows, indices, *mask.shape)
-    for layer in layers:  # the same, dense and masked
-        q, k, v = heads(layer.qkv(x), 4).unbind(2)
-        scores = torch.einsum("bihd,bjhd->bhij", q, k) / 4
-        weights = scores.masked_fill(~mask[:, None, None], -torch.inf).softmax(-1)
-        x = x + layer.out(torch.einsum("bhij,bjhd->bihd", weights, v).flatten(-2))
-    print(float((found - x * mask[..., None]).abs().max()) < 1e-5)
-
-main()
-"""
 GENERATION = """
 import torch
 from flash_attn import flash_attn_func, flash_attn_with_kvcache
@@ -481,14 +725,11 @@ print(torch.equal(whole[:, 4:], generated[:, 5:]), generated.shape)
 """
 
 
-def test_scripts_that_were_written_for_it_run_unmodified(tmp_path: Path):
-    (tmp_path / "einops_like.py").write_text(
-        "def heads(x, num_heads): return x.unflatten(-1, (3, num_heads, -1))\n"
-    )
-    for script, printed in ((ENCODER, "True\n"), (GENERATION, "True torch.Size([2, 17])\n")):
-        (tmp_path / "script.py").write_text(script)
-        install = "import runpy; from cutlass_fmha.flash_attn import install; install()\n"
-        assert run(f"{install}runpy.run_path({str(tmp_path / 'script.py')!r})", tmp_path) == printed
+def test_a_script_that_was_written_for_it_runs_unmodified(tmp_path: Path):
+    (tmp_path / "script.py").write_text(GENERATION)
+    install = "import runpy; from cutlass_fmha.flash_attn import install; install()\n"
+    printed = run(f"{install}runpy.run_path({str(tmp_path / 'script.py')!r})", tmp_path)
+    assert printed == "True torch.Size([2, 17])\n"
 
 
 def test_a_compiled_call_is_whole():

@@ -21,7 +21,7 @@ from cutlass_fmha.ops import rotary as rotary_op
 HAS_CUDA = bool(_C.build_info()["cuda"])
 WITH_FLOAT32 = (
     "merge", "append", "rotary", "rope", "rope_backward", "rope_weights", "gated", "gated_backward",
-    "backward_before", "rms_norm", "rms_norm_backward", "rms_norm_columns", "rms_norm_weights",
+    "backward_before", "rms_norm", "rms_norm_backward", "rms_norm_weights",
 )  # fmt: skip
 WITHOUT_FLOAT32 = ("combine", "merge_tail", "backward_after", "backward_lists")
 
@@ -42,8 +42,9 @@ def test_every_architecture_has_every_kernel():
     found = _C.helpers()
     assert {(row.name, row.family, row.arch, row.dtype) for row in found} == expected
     assert len(found) == len(expected)
-    assert all(row.smem_bytes == 0 and row.name in repr(row) for row in found)
-    assert all(row.threads == (512 if row.family == "rms_norm_backward" else 128) for row in found)
+    blocks = {"rms_norm": 512, "rms_norm_backward": 512, "gated": 256, "gated_backward": 256}
+    assert all(row.threads == blocks.get(row.family, 128) and row.name in repr(row) for row in found)
+    assert {row.family for row in found if row.smem_bytes} == {"rms_norm_backward"}
     for row in found:
         with pytest.raises(AttributeError, match=f"{row.name} has no head_dim"):
             row.head_dim  # noqa: B018
@@ -97,11 +98,6 @@ class Told:
         (name,) = (x.name for x in _C.helpers() if x.index == row)
         self.calls.append((name, params.copy()))
 
-    def only(self, name: str) -> Any:
-        ((row, params),) = self.calls
-        assert row == name
-        return params
-
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Told:
@@ -122,37 +118,31 @@ def fields(params: Any, *names: str) -> tuple[Any, ...]:
     return tuple(getattr(params, name) for name in names)
 
 
-def addresses(*tensors: torch.Tensor | None) -> tuple[int, ...]:
-    return tuple(0 if x is None else x.data_ptr() for x in tensors)
+def is_told(params: Any, **tensors: torch.Tensor | None) -> None:
+    """Where each tensor begins, 0: nowhere, and its strides but for the last, as of a batch of one if it has
+    no batch."""
+    for name, x in tensors.items():
+        assert getattr(params, name) == (0 if x is None else x.data_ptr()), name
+        if x is not None and hasattr(params, f"{name}_stride"):
+            own = x.stride() if name.startswith("lse") else x.stride()[:-1]
+            assert getattr(params, f"{name}_stride") == (0,) * (3 - len(own)) + own, name
 
 
-def test_merge_is_told_addresses_and_strides(told: Told):
-    o_a = torch.zeros(2, 3, 5, 24)[..., :16].transpose(1, 2)  # [2, 5, 3, 16]
-    o_b, lse_a, lse_b = torch.zeros(2, 5, 3, 16), torch.zeros(2, 5, 3).mT, torch.zeros(2, 3, 5)
-    output, lse = merge_states._cuda(o_a, lse_a, o_b, lse_b)
-    p = told.only(f"merge_sm{ARCH}_f32")
-    found = fields(p, "o_a", "o_b", "o", "lse_a", "lse_b", "lse")
-    assert found == addresses(o_a, o_b, output, lse_a, lse_b, lse)
-    assert fields(p, "batch", "seqlen_q", "num_heads", "head_dim_v") == (2, 5, 3, 16)
-    assert (p.o_a_stride, p.o_b_stride, p.o_stride) == ((360, 24, 120), (240, 48, 16), (240, 48, 16))
-    assert (p.lse_a_stride, p.lse_b_stride, p.lse_stride) == ((15, 1, 3), (15, 5, 1), (15, 5, 1))
-
+@pytest.mark.parametrize("batched", [True, False])
+def test_merge_is_told_addresses_and_strides(batched: bool, told: Told):
+    a, b = torch.zeros(2, 3, 5, 24)[..., :16].transpose(1, 2), torch.zeros(2, 5, 3, 16)
+    lses = torch.zeros(2, 5, 3).mT, torch.zeros(2, 3, 5)
     out, lse = torch.zeros(2, 3, 5, 24)[..., :16].transpose(1, 2), torch.zeros(2, 3, 9)[..., :5]
-    merge_states._cuda_out(o_a, lse_a, o_b, lse_b, out, lse)
-    p = told.calls.pop()[1]
-    assert fields(p, "o", "lse", "o_stride", "lse_stride") == (
-        *addresses(out, lse),
-        (360, 24, 120),
-        (27, 9, 1),
-    )
+    a, b, lse_a, lse_b, out, lse = (x if batched else x[0] for x in (a, b, *lses, out, lse))
+    for to in (merge_states._cuda(a, lse_a, b, lse_b), (out, lse)):
+        if to[0] is out:
+            merge_states._cuda_out(a, lse_a, b, lse_b, out, lse)
+        name, p = told.calls.pop()
+        assert name == f"merge_sm{ARCH}_f32"
+        is_told(p, o_a=a, o_b=b, lse_a=lse_a, lse_b=lse_b, o=to[0], lse=to[1])
+        assert fields(p, "batch", "seqlen_q", "num_heads", "head_dim_v") == (1 + batched, 5, 3, 16)
     with pytest.raises(ValueError, match="lse must not share memory with lse_b"):
-        merge_states._cuda_out(o_a, lse_a, o_b, lse_b, out, lse_b)
-
-    merge_states._cuda(o_a[0], lse_a[0], o_b[0], lse_b[0])
-    p = told.calls[1][1]
-    assert fields(p, "batch", "seqlen_q", "num_heads", "head_dim_v") == (1, 5, 3, 16)
-    assert (p.o_a_stride, p.o_b_stride, p.o_stride) == ((0, 24, 120), (0, 48, 16), (0, 48, 16))
-    assert (p.lse_a_stride, p.lse_b_stride, p.lse_stride) == ((0, 1, 3), (0, 5, 1), (0, 5, 1))
+        merge_states._cuda_out(a, lse_a, b, lse_b, out, lse_b)
 
 
 def test_append_is_told_addresses_and_strides(told: Told):
@@ -165,73 +155,67 @@ def test_append_is_told_addresses_and_strides(told: Told):
         k_cache, v_cache, key, value, lengths, query=query, advance_query=False, rotary_cos=cos,
         rotary_sin=sin, page_table=page_table, leftpad_k=pads,
     )  # fmt: skip
-    p = told.only(f"append_sm{ARCH}_f32")
-    assert fields(p, "k_cache", "v_cache", "k", "v") == addresses(k_cache, v_cache, key, value)
-    found = fields(p, "cache_seqlens", "cache_batch_idx", "page_table", "seqused_k")
-    assert found == addresses(lengths, None, page_table, used)
-    assert fields(p, "first_position", "before_position") == addresses(lengths, pads)
+    name, p = told.calls.pop()
+    assert name == f"append_sm{ARCH}_f32"
+    is_told(p, k_cache=k_cache, v_cache=v_cache, k=key, v=value, cache_seqlens=lengths, cache_batch_idx=None)
+    assert p.seqused_k == used.data_ptr()
+    assert fields(p, "page_table", "page_table_stride") == (page_table.data_ptr(), 7)
     sizes = ("batch", "seqlen_new", "num_heads_kv", "head_dim", "head_dim_v")
     assert fields(p, *sizes) == (3, 4, 2, 16, 8)
-    assert fields(p, "entries", "capacity", "page_size", "page_table_stride") == (9, 160, 32, 7)
-    assert (p.k_cache_stride, p.v_cache_stride) == ((1024, 32, 16), (512, 8, 256))
-    assert (p.k_stride, p.v_stride) == ((128, 32, 16), (64, 16, 8))
+    assert fields(p, "entries", "capacity", "page_size") == (9, 160, 32)
     for table in (p.rotary, p.query.rotary):
-        assert fields(table, "cos", "sin") == addresses(cos, sin)
+        assert fields(table, "cos", "sin") == (cos.data_ptr(), sin.data_ptr())
         assert fields(table, "cos_stride", "sin_stride", "positions", "dim") == (4, 8, 50, 8)
         assert (table.interleaved, table.float32) == (False, True)
-    rows = p.query
-    found = fields(rows, "x", "out", "first_position", "before_position")
-    assert found == addresses(query, rotated, lengths, pads)
-    assert fields(rows, "batch", "seqlen", "num_heads", "head_dim", "advance") == (3, 1, 6, 16, False)
-    assert (rows.x_stride, rows.out_stride) == ((96, 96, 16), (96, 96, 16))
+    is_told(p.query, x=query, out=rotated)
+    for rows in (p, p.query):
+        is_told(rows, first_position=lengths, before_position=pads)
+    assert fields(p.query, "batch", "seqlen", "num_heads", "head_dim", "advance") == (3, 1, 6, 16, False)
 
     first = ints(7, 8, 9)
     rest = {"rotary_cos": cos, "rotary_sin": sin, "rotary_seqlens": first, "rotary_interleaved": True}
     append_kv._cuda(k_cache[:3], v_cache[:3], key, value, lengths, leftpad_k=pads, **rest)
-    p = told.calls[1][1]
-    assert fields(p, "cache_batch_idx", "page_table", "page_table_stride") == (0, 0, 0)
-    assert fields(p, "first_position", "before_position") == addresses(first, None)
-    assert fields(p, "entries", "capacity", "page_size") == (3, 32, 0)
+    p = told.calls.pop()[1]
+    is_told(p, cache_batch_idx=None, first_position=first, before_position=None)
+    assert fields(p, "page_table", "page_table_stride", "entries", "capacity", "page_size") == (
+        0,
+        0,
+        3,
+        32,
+        0,
+    )
     assert (p.rotary.interleaved, p.rotary.float32, p.query.x) == (True, True, 0)
 
-
-def test_append_is_told_what_packed_rows_are(told: Told):
-    caches = torch.zeros(9, 32, 2, 16), torch.zeros(9, 32, 2, 8)
+    # Packed rows are one sequence of them.
     key, value, query = torch.zeros(7, 2, 16), torch.zeros(7, 2, 8), torch.zeros(6, 7, 16).transpose(0, 1)
-    begins, lengths, slots, cos = ints(0, 1, 1, 7), ints(1, 2, 3), ints(5, 0, 7), torch.zeros(50, 8)
+    begins = ints(0, 1, 1, 7)
     rotated, used = append_kv._cuda(
-        *caches, key, value, lengths, query=query, rotary_cos=cos, rotary_sin=cos, cache_batch_idx=slots,
-        cu_seqlens_q=begins,
+        k_cache, v_cache, key, value, lengths, query=query, rotary_cos=cos, rotary_sin=sin,
+        cache_batch_idx=ints(5, 0, 7), cu_seqlens_q=begins,
     )  # fmt: skip
-    p = told.only(f"append_sm{ARCH}_f32")
+    p = told.calls.pop()[1]
     assert rotated.shape == query.shape and rotated.is_contiguous() and used.shape == (3,)
-    assert fields(p, "batch", "seqlen_new", "num_heads_kv", "head_dim", "head_dim_v") == (1, 7, 2, 16, 8)
-    assert (p.k_stride, p.v_stride) == ((0, 32, 16), (0, 16, 8))
+    is_told(p, k=key, v=value)
+    assert fields(p, *sizes) == (1, 7, 2, 16, 8)
     assert fields(p.query, "batch", "seqlen", "num_heads", "head_dim") == (1, 7, 6, 16)
     assert (p.query.x_stride, p.query.out_stride) == ((0, 16, 112), (672, 96, 16))
-    for params in (p, p.query):
-        assert fields(params, "cu_seqlens", "sequences") == (begins.data_ptr(), 3)
+    for rows in (p, p.query):
+        assert fields(rows, "cu_seqlens", "sequences") == (begins.data_ptr(), 3)
 
-
-def test_nothing_to_append_still_gives_lengths(told: Told):
-    empty = torch.zeros(3, 0, 2, 16)
-    caches = torch.zeros(3, 32, 2, 16), torch.zeros(3, 32, 2, 16)
-    _, used = append_kv._cuda(*caches, empty, empty, ints(1, 2, 3))
-    assert used.tolist() == [1, 2, 3]
+    _, used = append_kv._cuda(k_cache[:1], v_cache[:1], key[None, :0], value[None, :0], lengths[:1])
+    assert used.tolist() == [1]  # nothing new still gives lengths
 
 
 def test_rotary_is_told_addresses_and_strides(told: Told):
     x, first = torch.zeros(2, 6, 5, 16).transpose(1, 2), ints(3, 4)
     cos = torch.zeros(50, 4)
-    out = rotary_op._cuda(x, cos, cos, first)
-    p = told.only(f"rotary_sm{ARCH}_f32")
-    assert fields(p, "x", "out", "first_position", "before_position") == addresses(x, out, first, None)
-    assert fields(p, "batch", "seqlen", "num_heads", "head_dim", "advance") == (2, 5, 6, 16, True)
-    assert (p.x_stride, p.out_stride) == ((480, 16, 80), (480, 96, 16))
-    assert fields(p.rotary, "cos_stride", "sin_stride", "positions", "dim") == (4, 4, 50, 8)
-    rotary_op._cuda_out(x, cos, cos, first, out := torch.zeros(2, 5, 6, 32)[..., :16])
-    p = told.calls[1][1]
-    assert (p.out, p.out_stride, p.x_stride) == (out.data_ptr(), (960, 192, 32), (480, 16, 80))
+    rotary_op._cuda_out(x, cos, cos, first, there := torch.zeros(2, 5, 6, 32)[..., :16])
+    for out in (rotary_op._cuda(x, cos, cos, first), there):
+        name, p = told.calls.pop()
+        assert name == f"rotary_sm{ARCH}_f32"
+        is_told(p, x=x, out=out, first_position=first, before_position=None)
+        assert fields(p, "batch", "seqlen", "num_heads", "head_dim", "advance") == (2, 5, 6, 16, True)
+        assert fields(p.rotary, "cos_stride", "sin_stride", "positions", "dim") == (4, 4, 50, 8)
     with pytest.raises(ValueError, match="out must not share memory with x"):
         rotary_op._cuda_out(x, cos, cos, first, x)
 
@@ -253,6 +237,8 @@ def row_of(family: str) -> int:
         (_C.AppendParams, "capacity", 2**30, "capacity must be between"),
         (_C.Rotary, "positions", -1, "positions must be between"),
         (_C.CombineParams, "splits", 65, "splits must be between 1 and 64, got 65"),
+        (_C.CombineParams, "splits", 0, "splits must be between 1 and 64, got 0"),
+        (_C.CombineParams, "head_dim_v", 257, "head_dim_v must be between 1 and 256, got 257"),
         (_C.RmsNormParams, "dim", 65537, "dim must be between 1 and 65536, got 65537"),
         (_C.RmsNormParams, "eps", float("inf"), "eps must be a finite float, got inf"),
         (_C.RmsNormParams, "out_type", "int8", "out_type is none of those that there are: int8"),

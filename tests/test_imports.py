@@ -82,15 +82,17 @@ LATE = """
 import sys, torch
 before = {*sys.modules}
 import cutlass_fmha.__main__
-others = ("transformers", "diffusers", "comfy", "jax", "numpy", "flash_attn", "rich")
+others = ("transformers", "diffusers", "kernels", "comfy", "jax", "numpy", "flash_attn", "rich")
 parts = ("bench", "demo", "flash_attn", "cli.", "calibrate.fit", "calibrate.timing", "nn")
 own = tuple(f"cutlass_fmha.{part}" for part in parts)
 print([name for name in {*sys.modules} - before if name.split(".")[0] in others or name.startswith(own)])
 print("torch.distributed.tensor" in sys.modules, cutlass_fmha.sdpa.enabled)
 print(torch.backends.mha.get_fastpath_enabled())
+from cutlass_fmha.integrations import diffusers, hub, transformers
+print([name for name in {*sys.modules} - before if name.split(".")[0] in others])
 """
 
 
 def test_importing_the_package_imports_no_command_and_no_surface_and_changes_nothing():
     done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True)
-    assert done.stdout == "[]\nFalse ()\nTrue\n", done.stderr
+    assert done.stdout == "[]\nFalse ()\nTrue\n[]\n", done.stderr

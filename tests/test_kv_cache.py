@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle_helpers import places, rotate
+from oracle_helpers import places
 from tensors import ints, randn
 from torch import Tensor
 
@@ -38,24 +38,10 @@ def following(first: Tensor, seqlen: int) -> Tensor:
 # ---- rotary ------------------------------------------------------------------------------------------------
 
 
-def test_rotated_scores_depend_on_the_distance_alone():
-    q, k = randn(1, 1, 1, 32, seed=1), randn(1, 1, 1, 32, seed=2)
-    cos, sin = angles(200, 32)
-    scores = [(rotary(q, cos, sin, ints(i)) * rotary(k, cos, sin, ints(i - 30))).sum() for i in (30, 77, 190)]
-    torch.testing.assert_close(torch.stack(scores), scores[0].expand(3), rtol=1e-4, atol=1e-4)
-
-
-def test_rotary_takes_any_strides_and_nothing_at_all():
-    cos, sin = angles(16, 16)
-    x = randn(2, 3, 5, 24).transpose(1, 2)[..., 3:21]
-    expected = rotary(x.contiguous(), cos, sin, ints(1, 2))
-    assert torch.equal(rotary(x, cos.repeat(1, 2)[:, :8], sin, ints(1, 2)), expected)
-    assert rotary(randn(0, 3, 5, 24), cos, sin, ints()).shape == (0, 3, 5, 24)
-    assert rotary(randn(2, 0, 5, 24), cos, sin, ints(1, 2)).shape == (2, 0, 5, 24)
-
-
 def test_a_position_may_be_an_int():
     x, (cos, sin) = randn(2, 4, 2, 16), angles(16, 16)
+    assert rotary(randn(0, 3, 5, 24), cos, sin, ints()).shape == (0, 3, 5, 24)
+    assert rotary(randn(2, 0, 5, 24), cos, sin, ints(1, 2)).shape == (2, 0, 5, 24)
     for first in (0, 12):
         assert torch.equal(rotary(x, cos, sin, first), rotary(x, cos, sin, ints(first, first)))
     assert rotary(randn(0, 4, 2, 16), cos, sin, 3).shape == (0, 4, 2, 16)
@@ -82,26 +68,6 @@ class Cache:
         if kind == "pages":
             self.places["page_table"] = order[: 3 * batch].view(batch, 3)
 
-    def expected(self, key: Tensor, value: Tensor, cache_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-        k_cache, v_cache = self.k_cache.clone(), self.v_cache.clone()
-        entries, rows = k_cache.shape[:2]
-        found = places(
-            cache_seqlens, key.shape[1], rows, entries, self.places.get("cache_batch_idx"),
-            self.places.get("page_table"),
-        )  # fmt: skip
-        assert len(found) == key.shape[0] * key.shape[1]
-        for (b, i), place in found.items():
-            k_cache[place], v_cache[place] = key[b, i], value[b, i]
-        return k_cache, v_cache
-
-    def sequence(self, b: int) -> tuple[Tensor, Tensor]:
-        """The rows [24 or 48, 2, ...] that the cache has for a sequence."""
-        if self.kind == "pages":
-            pages = self.places["page_table"][b].long()
-            return self.k_cache[pages].flatten(0, 1), self.v_cache[pages].flatten(0, 1)
-        entry = int(self.places["cache_batch_idx"][b]) if self.kind == "entries" else b
-        return self.k_cache[entry], self.v_cache[entry]
-
 
 KINDS = ("contiguous", "entries", "pages")
 
@@ -109,176 +75,110 @@ KINDS = ("contiguous", "entries", "pages")
 # ---- attention over a cache --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("seqlen_new", [1, 4])
-def test_a_step_is_attention_over_old_and_new_keys(kind: str, causal: bool, seqlen_new: int):
-    cache, lengths = Cache(kind, dim_v=8), ints(0, 5, 19)
-    q = randn(3, seqlen_new, 6, 16, seed=7)
-    key, value = randn(3, seqlen_new, 2, 16, seed=8), randn(3, seqlen_new, 2, 8, seed=9)
-    expected = cache.expected(key, value, lengths)
-    output, lse = with_kv_cache(
-        q, cache.k_cache, cache.v_cache, key, value, cache_seqlens=lengths, causal=causal, return_lse=True,
-        **cache.places,
-    )  # fmt: skip
-    assert torch.equal(cache.k_cache, expected[0]) and torch.equal(cache.v_cache, expected[1])
-    for b, length in enumerate(lengths.tolist()):
-        k, v = (rows[None, : length + seqlen_new] for rows in cache.sequence(b))
-        one = slice(b, b + 1)
-        name = "bottom-right" if causal else "none"
-        oracle_features.compare(output[one], lse[one], q[one], k, v, causal=name).check()
-
-
 SIDES = st.one_of(st.none(), st.integers(0, 9))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 18)), min_size=1, max_size=5),
+    packed=st.booleans(),
+    seqlen_q=st.integers(1, 4),
     kind=st.sampled_from(KINDS),
     dtype=st.sampled_from(DTYPES),
     around=st.tuples(st.integers(0, 2), st.integers(0, 2)),
     laid=st.sampled_from(("contiguous", "heads first", "wider", "one row for all")),
-    rotated=st.sampled_from((None, "cache_seqlens", "rotary_seqlens")),
+    rotated=st.sampled_from((None, "cache_seqlens", "rotary_seqlens", "an int")),
+    alike=st.booleans(),
     padded=st.booleans(),
     appended=st.booleans(),
+    interleaved=st.booleans(),
     bounded=st.booleans(),
     options=st.fixed_dictionaries(
         {"causal": st.sampled_from((False, True, "top-left"))},
         optional={
-            "window": st.tuples(SIDES, SIDES),
-            "softcap": st.just(3.0),
-            "num_splits": st.integers(1, 4),
+            "window": st.tuples(SIDES, SIDES), "softcap": st.just(3.0), "num_splits": st.integers(1, 4),
         },
     ),
-)
-def test_a_packed_step_is_that_of_each_sequence_alone(
-    lengths, kind, dtype, around, laid, rotated, padded, appended, bounded, options
-):
-    """Bit for bit, in the cache and in what is returned. Rows around the sequences are nobody's."""
+)  # fmt: skip
+def test_a_step_is_attention_over_old_and_new_keys(
+    lengths, packed, seqlen_q, kind, dtype, around, laid, rotated, alike, padded, appended, interleaved,
+    bounded, options,
+):  # fmt: skip
+    """Of sequences that are packed, rows around which are nobody's, or of a batch. ``alike``: all as long."""
     counts, before = zip(*lengths, strict=True)
-    cache, alone = Cache(kind, dtype, 8, len(lengths)), Cache(kind, dtype, 8, len(lengths))
-    begins = ints(around[0], *(around[0] + sum(counts[: b + 1]) for b in range(len(counts))))
-    rows = sum(counts) + sum(around)
+    batch = len(lengths)
+    counts, before = counts if packed else (4,) * batch, before[:1] * batch if alike else before
+    cache, expected = (Cache(kind, dtype, 8, batch) for _ in range(2))
+    begins = [around[0] * packed + sum(counts[:b]) for b in range(batch + 1)]
+    #: Of new keys, and of queries: the row, its sequence, and its number there.
+    keys = [(begins[b] + i, b, i) for b in range(batch) for i in range(counts[b])]
+    queries = keys if packed else [(b * seqlen_q + i, b, i) for b in range(batch) for i in range(seqlen_q)]
 
-    def packed(heads: int, dim: int, seed: int) -> Tensor:
+    def drawn(rows: int, heads: int, dim: int, seed: int) -> Tensor:
         if laid == "heads first":
             return randn(heads, rows, dim, dtype=dtype, seed=seed).transpose(0, 1)
         if laid == "one row for all":
             return randn(1, heads, dim, dtype=dtype, seed=seed).expand(rows, -1, -1)
         return randn(rows, heads, dim + 8 * (laid == "wider"), dtype=dtype, seed=seed)[..., :dim]
 
-    q, k, v = packed(6, 16, 7), packed(2, 16, 8), packed(2, 8, 9)
+    new_rows = begins[-1] + around[1] * packed
+    q = drawn(new_rows if packed else len(queries), 6, 16, 7)
+    k, v = drawn(new_rows, 2, 16, 8), drawn(new_rows, 2, 8, 9)
     used = ints(*before)
-    vectors = {"cache_seqlens": used}
-    if padded:
-        vectors["leftpad_k"] = ints(*(length // 2 for length in before))
+    pads = used // 2 if padded else None
+    first = used if pads is None else used - pads
+    said: dict[str, Any] = {"leftpad_k": pads, **cache.places}
     if rotated and appended:
-        options |= dict(zip(("rotary_cos", "rotary_sin"), angles(40, 8), strict=True))
-        if rotated == "rotary_seqlens":
-            vectors["rotary_seqlens"] = ints(*(30 - n for n in counts))
-    bounds = {"max_seqlen_q": max(counts)} if bounded else {}
+        cos, sin = angles(40, 8)
+        said |= {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": interleaved}
+        if rotated != "cache_seqlens":
+            first = ints(*([7] * batch if rotated == "an int" else [30 - n for n in counts]))
+            said["rotary_seqlens"] = 7 if rotated == "an int" else first
+    packing: dict[str, Any] = {"cu_seqlens_q": ints(*begins)} if packed else {}
+    bounds = {"max_seqlen_q": max(counts)} if bounded and packed else {}
     if bounded:
-        bounds["max_seqlen_k"] = max(a + b * appended for b, a in lengths)
-    new = (k, v) if appended else ()
+        bounds["max_seqlen_k"] = max(a + b * appended for a, b in zip(before, counts, strict=True))
+    shaped = (x if packed else x.unflatten(0, (batch, -1)) for x in (q, k, v))
+    given_q, *new = shaped
     output, lse = with_kv_cache(
-        q, cache.k_cache, cache.v_cache, *new, **vectors, **cache.places, cu_seqlens_q=begins, **bounds,
-        **options, return_lse=True,
+        given_q, cache.k_cache, cache.v_cache, *(new if appended else ()), **said, **packing, **bounds,
+        **options, cache_seqlens=before[0] if alike else used, return_lse=True,
     )  # fmt: skip
-    assert output.shape == (rows, 6, 8) and lse.shape == (6, rows)
-    places = alone.places or {"cache_batch_idx": torch.arange(len(lengths), dtype=torch.int32)}
-    for b in range(len(lengths)):
-        own = slice(int(begins[b]), int(begins[b + 1]))
-        one = {name: x[b : b + 1] for name, x in (vectors | places).items()}
-        expected = with_kv_cache(
-            q[None, own], alone.k_cache, alone.v_cache, *(x[None, own] for x in new), **one, **options,
-            return_lse=True,
-        )  # fmt: skip
-        assert torch.equal(output[own], expected[0][0]) and torch.equal(lse[:, own], expected[1][0])
-    assert torch.equal(cache.k_cache, alone.k_cache) and torch.equal(cache.v_cache, alone.v_cache)
+    if "rotary_cos" in said:
+        bounds_of_window = options.get("window", ())
+        # Or all queries stand at the first position.
+        moves = options["causal"] is not False or any(side not in (None, -1) for side in bounds_of_window)
+
+        def turned(x: Tensor, rows: list[tuple[int, int, int]], step: int) -> Tensor:
+            index = [row for row, _, _ in rows]
+            positions = ints(*(int(first[b]) + i * step for _, b, i in rows))
+            found = x.clone()
+            found[index] = rotary(x[index][:, None], cos, sin, positions, interleaved=interleaved)[:, 0]
+            return found
+
+        q, k = turned(q, queries, moves), turned(k, keys, 1)
+    if appended:
+        at = [cache.places.get(name) for name in ("cache_batch_idx", "page_table")]
+        found = places(used, list(counts), expected.k_cache.shape[1], expected.k_cache.shape[0], *at)
+        assert len(found) == len(keys)
+        for row, b, i in keys:
+            place = found[b, i]
+            expected.k_cache[place], expected.v_cache[place] = k[row], v[row]
+    assert torch.equal(cache.k_cache, expected.k_cache) and torch.equal(cache.v_cache, expected.v_cache)
+    causal = {False: "none", True: "bottom-right"}.get(options.pop("causal"), "top-left")
+    oracle_features.compare(
+        output, lse, q if packed else q.unflatten(0, (batch, -1)), cache.k_cache, cache.v_cache,
+        causal=causal, product_error=16.0, **options, **cache.places, **packing,
+        seqused_k=used + ints(*counts) * appended, leftpad_k=pads,
+    ).check()  # fmt: skip
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (5, -1)}, {"window": (-1, None)}])
-def test_a_rotated_step(options: dict[str, Any]):
-    cache, cos, sin = Cache("contiguous"), *angles(24, 16)
-    q, key, value = randn(3, 2, 6, 16, seed=7), randn(3, 2, 2, 16, seed=8), randn(3, 2, 2, 16, seed=9)
-    old = cache.k_cache.clone()
-    output = with_kv_cache(
-        q, cache.k_cache, cache.v_cache, key, value, rotary_cos=cos, rotary_sin=sin, cache_seqlens=9,
-        rotary_interleaved=True, **options,
-    )  # fmt: skip
-    first = ints(9, 9, 9)
-    new = rotate(key, cos, sin, following(first, 2), True).float()
-    torch.testing.assert_close(cache.k_cache[:, 9:11], new)
-    assert torch.equal(cache.k_cache[:, :9], old[:, :9]) and torch.equal(cache.k_cache[:, 11:], old[:, 11:])
-    advances = options.get("causal") or options.get("window") == (5, -1)
-    positions = following(first, 2) if advances else first[:, None].expand(3, 2)
-    turned = rotate(q, cos, sin, positions, True).float()
-    used = cache.k_cache[:, :11], cache.v_cache[:, :11]
-    torch.testing.assert_close(output, cutlass_fmha.attention(turned, *used, **options))
-
-
-def test_positions_of_a_rotated_step_may_be_an_int():
-    given = randn(3, 2, 2, 16, seed=8), randn(3, 2, 2, 16, seed=9)
-    outputs = []
-    for first in (7, ints(7, 7, 7)):
-        cache, (cos, sin) = Cache("contiguous"), angles(9, 16)
-        outputs.append(
-            with_kv_cache(randn(3, 2, 6, 16, seed=7), cache.k_cache, cache.v_cache, *given, rotary_cos=cos,
-                          rotary_sin=sin, rotary_seqlens=first, cache_seqlens=9, causal=True)
-        )  # fmt: skip
-    assert torch.equal(*outputs)
-
-
-def test_left_padding_counts_in_no_position_unless_asked():
-    """What docs/caches.md says to who comes from flash_attn: scores depend on differences alone."""
-    (cos, sin), pads = angles(24, 16), ints(2, 0, 5)
-    steps = [(randn(3, 4, 6, 16, seed=s), randn(3, 4, 2, 16, seed=s + 9), randn(3, 4, 2, 16)) for s in (1, 2)]
-    outputs = []
-    for flash_attn in (False, True):
-        cache, lengths = Cache("contiguous"), ints(6, 6, 6)
-        for q, k, v in steps:
-            output = with_kv_cache(
-                q, cache.k_cache, cache.v_cache, k, v, rotary_cos=cos, rotary_sin=sin, cache_seqlens=lengths,
-                leftpad_k=pads, rotary_seqlens=lengths if flash_attn else None, causal=True, window=(3, 0),
-            )  # fmt: skip
-            lengths = lengths + 4
-        outputs.append(output)
-    torch.testing.assert_close(*outputs)
-
-
-def test_left_padding_is_skipped():
-    cache, pads = Cache("contiguous"), ints(2, 0, 5)
-    q, key, value = randn(3, 1, 6, 16, seed=7), randn(3, 1, 2, 16, seed=8), randn(3, 1, 2, 16, seed=9)
-    output = with_kv_cache(
-        q, cache.k_cache, cache.v_cache, key, value, cache_seqlens=9, leftpad_k=pads, causal=True
-    )
-    for b, pad in enumerate(pads.tolist()):
-        k, v = (rows[None, pad:10] for rows in cache.sequence(b))
-        torch.testing.assert_close(output[b : b + 1], cutlass_fmha.attention(q[b : b + 1], k, v))
-
-
-def test_the_cache_as_it_is():
+def test_a_cache_that_says_no_length_is_full():
     cache, q = Cache("contiguous"), randn(3, 2, 6, 16)
     whole = with_kv_cache(q, cache.k_cache, cache.v_cache, causal=True, softcap=3.0)
-    expected = cutlass_fmha.attention(q, cache.k_cache, cache.v_cache, causal=True, softcap=3.0)
-    assert torch.equal(whole, expected)
-    part = with_kv_cache(q, cache.k_cache, cache.v_cache, cache_seqlens=7)
-    torch.testing.assert_close(part, cutlass_fmha.attention(q, cache.k_cache[:, :7], cache.v_cache[:, :7]))
-
-
-def test_decoding_token_by_token_is_causal_attention():
-    q, k, v = randn(1, 9, 4, 16, seed=1), randn(1, 9, 2, 16, seed=2), randn(1, 9, 2, 16, seed=3)
-    cos, sin = angles(9, 16)
-    k_cache, v_cache = torch.full((2, 1, 9, 2, 16), torch.nan).unbind()
-    found = [
-        with_kv_cache(q[:, n : n + 1], k_cache, v_cache, k[:, n : n + 1], v[:, n : n + 1], rotary_cos=cos,
-                      rotary_sin=sin, cache_seqlens=n)
-        for n in range(9)
-    ]  # fmt: skip
-    rows = ints(0)
-    whole = cutlass_fmha.attention(rotary(q, cos, sin, rows), rotary(k, cos, sin, rows), v, causal=True)
-    torch.testing.assert_close(torch.cat(found, 1), whole)
+    assert torch.equal(
+        whole, cutlass_fmha.attention(q, cache.k_cache, cache.v_cache, causal=True, softcap=3.0)
+    )
 
 
 # ---- what torch expects of an op ---------------------------------------------------------------------------

@@ -78,12 +78,6 @@ def op_of(name: str) -> Any:
     return forward if name.startswith("forward") else attend
 
 
-def run(name: str, causal: str = "bottom-right", return_lse: bool = True, place: str = "cpu") -> Any:
-    inputs, features = CALLS[name]
-    moved = {key: x.to(place) if isinstance(x, Tensor) else x for key, x in features.items()}
-    return op_of(name)(*(x.to(place) for x in inputs), 0.3, causal, return_lse, None, **moved)
-
-
 # ---- what torch expects of an op ---------------------------------------------------------------------------
 
 
@@ -99,15 +93,6 @@ def test_opcheck_passes(name: str):
     inputs, features = CALLS[name]
     for causal, return_lse in [("none", False), ("bottom-right", True), ("top-left", True)]:
         torch.library.opcheck(op_of(name).default, (*inputs, 0.3, causal, return_lse, None), features)
-
-
-@pytest.mark.parametrize("return_lse", [False, True])
-@pytest.mark.parametrize("name", CALLS)
-def test_fake_tensors_have_the_metadata_of_real_ones(name: str, return_lse: bool):
-    real, fake = (run(name, return_lse=return_lse, place=place) for place in ("cpu", "meta"))
-    for a, b in zip(real, fake, strict=True):
-        assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
-    assert (real[1].shape == (0,)) != return_lse or "no batch" in name
 
 
 # ---- gradients ---------------------------------------------------------------------------------------------
@@ -144,15 +129,9 @@ def test_other_ways_to_a_derivative_raise_too():
         attention(q, forward_ad.make_dual(k, k), v)
     with forward_ad.dual_level():
         attention(q, k, v)  # nothing dual about it
-    with pytest.raises(NotImplementedError, match=NO_BACKWARD):
-        torch.func.jvp(lambda x: attention(x, k, v), (q,), (q,))
-    with pytest.raises(NotImplementedError, match=NO_BACKWARD):
-        torch.func.grad(lambda x: attention(x, k, v).sum())(q)
     bias = torch.zeros(65)
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=NO_BACKWARD):
         attention(q, k, v, bias=forward_ad.make_dual(bias, bias))
-    with pytest.raises(NotImplementedError, match=NO_BACKWARD):
-        torch.func.grad(lambda x: attention(q, k, v, bias=x).sum())(bias)
     bias.requires_grad_()
     assert cutlass_fmha.scaled_dot_product_attention(q, q, q, attn_mask=bias[:1]).requires_grad
 
@@ -274,6 +253,8 @@ def test_compile_takes_dropout_and_sdpa():
         lambda q, k, v: sdpa(q, k, v, attn_mask=q[..., :1] * k[..., 0].unsqueeze(-2)),
         lambda q, k, v: attention(q, k, v, layout="bhsd", dropout_p=0.3, dropout_seed=5),
         lambda q, k, v: attention(q, k, v, layout="bhsd"),  # head_dim_v is another one
+        lambda q, k, v: attention(q, k, v, layout="bhsd", causal="top-left", scale=-0.5),
+        lambda q, k, v: sdpa(q[None], k[0], v, is_causal=True, enable_gqa=False),
     ):
         torch.testing.assert_close(compiled(function)[0](q, k, v), function(q, k, v))
     drawn, _ = compiled(lambda q, k, v: sdpa(q, k, v, dropout_p=0.3))

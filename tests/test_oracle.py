@@ -6,243 +6,370 @@ both are shown here with a model of the kernels' arithmetic.
 
 from __future__ import annotations
 
+import functools
 import math
+from typing import Any
 
+import numpy as np
 import oracle
+import oracle_features
 import pytest
 import torch
-from tensors import qkv
+import torch.nn.functional as F
+from oracle_features import compare
+from tensors import ints, qkv
+from tensors import randn as random
 from torch import Tensor
 
-DTYPES = [torch.float16, torch.bfloat16]
+HALF = (torch.float16, torch.bfloat16)
 LN2 = math.log(2.0)
+randn = functools.partial(random, dtype=torch.float64)
+tensors = functools.partial(qkv, seqlen_q=20, seqlen_k=50, head_dim=16, dtype=torch.float64)
 
 
-def test_two_keys_by_hand():
-    # Scores 0 and ln 3 give probabilities 1/4 and 3/4.
-    q = torch.tensor([1.0, 0.0], dtype=torch.float64).reshape(1, 1, 1, 2)
-    k = torch.tensor([[0.0, 5.0], [math.log(3.0), 7.0]], dtype=torch.float64).reshape(1, 2, 1, 2)
-    v = torch.tensor([[4.0, 8.0], [0.0, -4.0]], dtype=torch.float64).reshape(1, 2, 1, 2)
-    out, lse = oracle.attention(q, k, v, scale=1.0)
-    assert torch.allclose(out.flatten(), torch.tensor([1.0, -1.0], dtype=torch.float64), atol=1e-15)
-    assert lse.item() == pytest.approx(math.log(4.0), abs=1e-15)
-    # The default scale is 1 / sqrt(head_dim).
-    _, scaled = oracle.attention(q, k, v)
-    assert scaled.item() == pytest.approx(math.log(1.0 + 3.0 ** (1.0 / math.sqrt(2.0))), abs=1e-15)
+def one_row(*scores: float) -> tuple[Tensor, Tensor, Tensor]:
+    """One query and head of head_dim 1, whose keys have these scores and the values 1, 10, 100 ..."""
+    k = torch.tensor(scores, dtype=torch.float64).view(1, -1, 1, 1)
+    return torch.ones(1, 1, 1, 1, dtype=torch.float64), k, 10.0 ** torch.arange(len(scores)).view(1, -1, 1, 1)
 
 
-def test_which_keys_are_visible_by_hand():
-    assert oracle.visible(2, 3, "none").int().tolist() == [[1, 1, 1], [1, 1, 1]]
-    assert oracle.visible(2, 3, "top-left").int().tolist() == [[1, 0, 0], [1, 1, 0]]
-    assert oracle.visible(2, 3, "bottom-right").int().tolist() == [[1, 1, 0], [1, 1, 1]]
-    assert oracle.visible(3, 2, "top-left").int().tolist() == [[1, 0], [1, 1], [1, 1]]
-    assert oracle.visible(3, 2, "bottom-right").int().tolist() == [[0, 0], [1, 0], [1, 1]]
-    with pytest.raises(ValueError, match="causal must be one of"):
-        oracle.visible(1, 1, "upper-left")
+def seen(n_q: int, n_k: int, causal: str = "none", **features: Any) -> list[str]:
+    """Which keys each query sees, read off the outputs: keys score the same, and value j is 2^j."""
+    q, k = torch.zeros(1, n_q, 1, 1, dtype=torch.float64), torch.zeros(1, n_k, 1, 1, dtype=torch.float64)
+    v = 2.0 ** torch.arange(n_k, dtype=torch.float64).view(1, -1, 1, 1)
+    out, lse = oracle_features.attention(q, k, v, 1.0, causal, **features)
+    numbers = (out[0, :, 0, 0] * lse[0, 0].exp()).round().int().tolist()
+    return ["".join("x" if number >> j & 1 else "." for j in range(n_k)) for number in numbers]
 
 
-def test_rows_without_a_key_are_zero_with_lse_minus_infinity():
-    q, k, v = qkv(2, 5, 2)
-    out, lse = oracle.attention(q, k, v, causal="bottom-right")
-    assert (out[:, :3] == 0).all()
-    assert (lse[:, :, :3] == -math.inf).all()
-    assert (out[:, 3:] != 0).all()
-    assert lse[:, :, 3:].isfinite().all()
-    assert (oracle.unfused(q, k, v, causal="bottom-right")[:, :3] == 0).all()
-    out, lse = oracle.attention(q, k[:, :0], v[:, :0])
-    assert out.shape == q.shape
-    assert (out == 0).all()
-    assert (lse == -math.inf).all()
+# ---- by hand -----------------------------------------------------------------------------------------------
 
 
-def test_scores_of_minus_infinity_count_as_masked():
-    q, k, v = qkv(2, 3, 6)
-    q = q.abs() + 0.5
-    k[:, :4, :, 0] = -math.inf
-    out, lse = oracle.attention(q, k, v)
-    expected, expected_lse = oracle.attention(q, k[:, 4:], v[:, 4:])
-    assert torch.allclose(out, expected)
-    assert torch.allclose(lse, expected_lse)
+def test_masks_by_hand():
+    assert seen(2, 5, window=(1, 0)) == ["..xx.", "...xx"]
+    assert seen(2, 5, window=(1, 1)) == ["..xxx", "...xx"]
+    assert seen(2, 5, window=(None, 0)) == seen(2, 5, "bottom-right") == ["xxxx.", "xxxxx"]
+    assert seen(2, 5, window=(-1, 0)) == ["xxxx.", "xxxxx"]
+    assert seen(2, 5, "top-left", window=(0, 3)) == ["x....", ".x..."]
+    assert seen(2, 5, "top-left") == ["x....", "xx..."]
+    assert seen(3, 2, "bottom-right") == ["..", "x.", "xx"]
+    assert seen(3, 2, window=(0, 0)) == ["..", "x.", ".x"]
+    assert seen(2, 5, window=(0, None)) == ["...xx", "....x"]
+    assert seen(2, 5, "top-left", prefix_lengths=ints(3)) == ["xxx..", "xxx.."]
+    assert seen(2, 5, "bottom-right", window=(0, None), prefix_lengths=ints(1)) == ["x..x.", "x...x"]
+    assert seen(2, 5, mask=torch.tensor([True, False, True, True, False])) == ["x.xx.", "x.xx."]
+    assert seen(2, 3, mask=torch.tensor([[True], [False]])) == ["xxx", "..."]
+    blocks = (ints(1, 2).view(1, 1, 2), ints(1, 9, 0, 2).view(1, 1, 2, 2), (2, 2))
+    assert seen(3, 5, block_mask=blocks) == ["..xx.", "..xx.", "xx..x"]
+    assert seen(3, 5, "bottom-right", block_mask=blocks) == ["..x..", "..xx.", "xx..x"]
+    used = {"seqused_q": ints(2), "seqused_k": ints(3), "causal": "bottom-right"}
+    assert seen(3, 5, **used) == ["xx...", "xxx..", "....."]
+    # Keys are counted from the first one behind the padding, and the last query sees the last key.
+    assert seen(2, 5, "bottom-right", leftpad_k=ints(3)) == ["...x.", "...xx"]
+    for causal in oracle.CAUSAL:
+        rows = ["".join(".x"[int(x)] for x in row) for row in oracle.visible(3, 2, causal)]
+        assert rows == seen(3, 2, causal)
 
 
-def test_ties_of_huge_scores_share_the_weight():
-    q = torch.full((1, 1, 1, 1), 2.0**50, dtype=torch.float64)
-    k = torch.tensor([1.0, 3.0, 3.0, -3.0], dtype=torch.float64).reshape(1, 4, 1, 1) * 2.0**50
-    v = torch.tensor([9.0, 1.0, 2.0, 9.0], dtype=torch.float64).reshape(1, 4, 1, 1)
-    assert oracle.attention(q, k, v, scale=1.0)[0].item() == 1.5
+@pytest.mark.parametrize(
+    ("scores", "scale", "said", "weights", "total"),
+    [
+        ((0.0, math.log(3.0)), 1.0, {}, (1, 3), 4),
+        ((0.0, 2.0), None, {}, (1, math.exp(2)), 1 + math.exp(2)),  # of head_dim 1
+        ((), 1.0, {}, (), 0),
+        ((0.0, 1.0), 1.0, {"seqused_k": ints(1), "leftpad_k": ints(2)}, (), 0),
+        ((0.0, 1.0), 1.0, {"softcap": 2.0}, (1, math.exp(2 * math.tanh(0.5))), None),
+        (
+            (0.0, 1.0), 3.0, {"softcap": 2.0, "bias": torch.tensor([5.0, 7.0])},
+            (math.exp(5), math.exp(7 + 2 * math.tanh(1.5))), None,
+        ),
+        # One query at the end of two keys stands at key 1; with "top-left" at key 0.
+        ((0.0, 1.0), 1.0, {"alibi_slopes": torch.tensor([0.5])}, (math.exp(-0.5), math.e), None),
+        (
+            (0.0, 1.0), 1.0, {"alibi_slopes": torch.tensor([0.5]), "causal": "top-left", "window": (-1, 9)},
+            (1, 0), None,
+        ),
+        ((0.0, 1.0), 1.0, {"sinks": torch.tensor([0.0])}, (1, math.e), 2 + math.e),
+        ((0.0,) * 4, 1.0, {"dropout_p": 0.25, "dropout_seed": 1}, (4 / 3, 0, 4 / 3, 0), 4),
+    ],
+)  # fmt: skip
+def test_scores_by_hand(
+    scores: tuple[float, ...], scale: float | None, said: dict[str, Any], weights: tuple[float, ...],
+    total: float | None, monkeypatch: pytest.MonkeyPatch,
+):  # fmt: skip
+    monkeypatch.setattr(oracle_features, "kept", lambda *_: np.array([[[True, False, True, False]]]))
+    q, k, v = one_row(*scores)
+    out, lse = oracle_features.attention(q, k, v, scale, **said)
+    total = sum(weights) if total is None else total
+    assert out.item() == pytest.approx(sum(w * 10**j for j, w in enumerate(weights)) / max(total, 1))
+    assert lse.item() == pytest.approx(math.log(total) if total else -math.inf)
 
 
-def test_query_heads_of_a_group_share_one_key_head():
-    q, k, v = qkv(2, 7, 9, heads=6, heads_kv=2)
-    out, lse = oracle.attention(q, k, v)
-    for head in range(6):
-        kv = slice(head // 3, head // 3 + 1)
-        alone, alone_lse = oracle.attention(q[:, :, head : head + 1], k[:, :, kv], v[:, :, kv])
-        assert torch.equal(out[:, :, head : head + 1], alone)
-        assert torch.equal(lse[:, head : head + 1], alone_lse)
-    with pytest.raises(ValueError, match="no multiple"):
-        oracle.attention(q[:, :, :5], k, v)
+def test_the_default_scale_and_ties_of_huge_scores():
+    q, k, v = tensors()
+    default = oracle_features.attention(q, k, v)
+    assert all(map(torch.equal, default, oracle_features.attention(q, k, v, 0.25)))
+    assert oracle_features.attention(*one_row(2.0**100, 3 * 2.0**100, 3 * 2.0**100))[0].item() == 55.0
 
 
-@pytest.mark.parametrize("causal", oracle.CAUSAL)
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 1), (17, 113), (113, 17), (64, 64)])
-@pytest.mark.parametrize("scale", [None, -0.7, 0.0])
-def test_agrees_with_torch_in_fp64(causal: str, seqlen_q: int, seqlen_k: int, scale: float | None):
-    q, k, v = (x.double() for x in qkv(2, seqlen_q, seqlen_k))
-    out, lse = oracle.attention(q, k, v, scale, causal)
-    mask = oracle.visible(seqlen_q, seqlen_k, causal)
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=scale, enable_gqa=True
-    ).transpose(1, 2)
-    seen = mask.any(-1)
-    assert torch.allclose(out[:, seen], expected[:, seen], rtol=1e-12, atol=1e-13)
-    used = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    scores = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(2, dim=2)) * used
-    expected_lse = scores.masked_fill(~mask, -math.inf).logsumexp(-1)
-    assert torch.allclose(lse, expected_lse, rtol=1e-12, atol=1e-12)
-
-
-def test_chunks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch):
-    q, k, v = qkv(2, 50, 70)
-    both = oracle.attention, oracle.unfused
-    whole = [*both[0](q, k, v, causal="bottom-right"), both[1](q, k, v, causal="bottom-right")]
-    monkeypatch.setitem(oracle._CHUNK_ELEMENTS, "cpu", 70 * 8 * 7)
-    assert len(list(oracle._chunks(q, k))) == 8
-    parts = [*both[0](q, k, v, causal="bottom-right"), both[1](q, k, v, causal="bottom-right")]
-    for a, b in zip(whole, parts, strict=True):
-        assert torch.allclose(a.double(), b.double(), rtol=1e-3)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", HALF)
 def test_ulp_is_the_distance_to_the_next_number(dtype: torch.dtype):
     for value in (1.0, 1.5, 2.0, 100.0, 2.0**-10, torch.finfo(dtype).tiny, torch.finfo(dtype).tiny / 8, 0.0):
         x = torch.tensor(value, dtype=dtype)
         above = (x.view(torch.int16) + 1).view(dtype)
-        expected = above.double() - x.double()
-        assert oracle.ulp(x.double(), dtype).item() == expected.item(), value
+        assert oracle.ulp(x.double(), dtype).item() == (above.double() - x.double()).item(), value
+
+
+# ---- against torch -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [2**22, 7])
+@pytest.mark.parametrize("causal", oracle.CAUSAL)
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 1), (17, 113), (113, 17)])
+@pytest.mark.parametrize("scale", [None, -0.7])
+def test_it_agrees_with_torch_in_fp64(
+    causal: str, seqlen_q: int, seqlen_k: int, scale: float | None, rows: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(oracle._CHUNK_ELEMENTS, "cpu", rows * 4 * seqlen_k)
+    q, k, v = tensors(seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+    bias = randn(2, 4, seqlen_q, seqlen_k).masked_fill(randn(seqlen_q, seqlen_k, seed=3) > 1.0, -math.inf)
+    hidden = bias.masked_fill(~oracle.visible(seqlen_q, seqlen_k, causal), -math.inf)
+    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+    expected = F.scaled_dot_product_attention(*heads_first, hidden, scale=scale, enable_gqa=True)
+    expected = expected.transpose(1, 2).nan_to_num(0.0)  # a row without keys
+    scores = heads_first[0] @ heads_first[1].repeat_interleave(2, 1).mT * (0.25 if scale is None else scale)
+    found = {"bias": bias}, {"bias": bias.nan_to_num(9.0, 9.0, 9.0), "mask": bias > -math.inf}
+    for said in found:
+        out, lse = oracle_features.attention(q, k, v, scale, causal, **said)
+        torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(lse, (scores + hidden).logsumexp(-1), rtol=1e-12, atol=1e-12)
+
+
+def test_sequences_are_found_wherever_they_are():
+    q, k, v = tensors()
+    expected = oracle_features.attention(q, k, v, causal="bottom-right", seqused_k=ints(30, 7))
+    pages = [x.reshape(20, 5, 2, 16).flip(0) for x in (k, v)]
+    table = torch.arange(19, -1, -1, dtype=torch.int32).view(2, 10)
+    table[1, 2:] = -1
+    padded = [F.pad(x, (0, 0, 0, 0, 2, 0)) for x in (k, v)]
+    for keys, values, said in [
+        (*pages, {"page_table": table, "seqused_k": ints(30, 7)}),
+        (k.flip(0), v.flip(0), {"cache_batch_idx": ints(1, 0), "seqused_k": ints(30, 7)}),
+        (*(torch.cat([x[0, :30], x[1, :7]]) for x in (k, v)), {"cu_seqlens_k": ints(0, 30, 37)}),
+        (*padded, {"leftpad_k": ints(2, 2), "seqused_k": ints(32, 9)}),
+    ]:
+        ours = oracle_features.attention(q, keys, values, causal="bottom-right", **said)
+        assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+    out, lse = oracle_features.attention(
+        q.flatten(0, 1), k, v, causal="bottom-right", cu_seqlens_q=ints(0, 20, 39), seqused_k=ints(30, 7)
+    )
+    assert torch.equal(out[:20], expected[0][0]) and torch.equal(lse[:, :20], expected[1][0])
+    assert out[39].isnan().all() and lse[:, 39].isnan().all()
 
 
 # ---- the tolerance -----------------------------------------------------------------------------------------
 
-DEFECTS = (
-    "drops the last key", "sees one key too many", "does not rescale", "pairs heads with the wrong key head",
-    "scale without its sign", "lse in log2 units", "accumulates in the input dtype",
-    "rounds scores to the input dtype", "leaves a row unwritten",
-)  # fmt: skip
-
 
 def model_of_the_kernels(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: str, defect: str = "", tile: int = 16,
-    limit: float = 2.0**15,
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, causal: str = "bottom-right",
+    limit: float = 2.0**15, defect: str = "", **features: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Online softmax in fp32 with P rounded to the dtype, whose reference is raised only when a block's p
     exceed ``limit``: the loosest thing a correct kernel does. With ``defect``, one thing is wrong."""
-    batch, seqlen_q, heads, head_dim = q.shape
-    seqlen_k, group = k.shape[1], heads // k.shape[2]
-    head_of = [(h % k.shape[2] if defect == DEFECTS[3] else h // group) for h in range(heads)]
-    keys, values = k[:, :, head_of].transpose(1, 2).float(), v[:, :, head_of].transpose(1, 2).float()
-    if defect == DEFECTS[4]:
-        scale = abs(scale)
-    mask = oracle.visible(seqlen_q, seqlen_k, causal)
-    if defect == DEFECTS[1]:
-        mask = mask | mask.roll(1, dims=1)
-    if defect == DEFECTS[0]:
-        mask = mask & (torch.arange(seqlen_k) < seqlen_k - 1)
-    r = torch.full((batch, heads, seqlen_q, 1), -math.inf)
-    total, acc = torch.zeros_like(r), torch.zeros(batch, heads, seqlen_q, head_dim)
-    for begin in range(0, seqlen_k, tile):
-        block = slice(begin, min(begin + tile, seqlen_k))
-        scores = (q.transpose(1, 2).float() @ keys[:, :, block].transpose(-1, -2)) * scale
-        if defect == DEFECTS[7]:
+    f = oracle_features.Features(**features)
+    out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=q.dtype)
+    lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -math.inf)
+    for s in oracle_features.sequences(q, k, v, scale, causal, f):
+        rows = slice(0, len(s.q))
+        scores, values = s.scores(rows, torch.float32), s.per_query_head(s.v).float()
+        if defect == "rounds scores to the input dtype":
             scores = scores.to(q.dtype).float()
-        scores = (scores / LN2).masked_fill(~mask[:, block], -math.inf)
-        trial = torch.exp2(scores - r).sum(-1, keepdim=True)
-        raised = torch.where(trial <= limit, r, torch.maximum(r, scores.amax(-1, keepdim=True)))
-        factor = torch.exp2(r - raised.masked_fill(raised == -math.inf, 0.0))
-        if defect == DEFECTS[2]:
-            factor = torch.where(r == -math.inf, factor, 1.0)
-        r = raised
-        p = torch.exp2(scores - r.masked_fill(r == -math.inf, 0.0))
-        total = total * factor + p.sum(-1, keepdim=True)
-        acc = acc * factor + p.to(q.dtype).float() @ values[:, :, block]
-        if defect == DEFECTS[6]:
-            acc = acc.to(q.dtype).float()
-    empty = total == 0
-    out = torch.where(empty, 0.0, acc / total).transpose(1, 2).to(q.dtype)
-    lse = torch.where(empty, -math.inf, (r + total.log2()) * (1.0 if defect == DEFECTS[5] else LN2)).squeeze(
-        -1
-    )
-    if defect == DEFECTS[8]:
+        scores = (scores / LN2).masked_fill(~s.visible(rows), -math.inf)
+        kept = s.dropped(torch.ones_like(scores), rows)
+        r = torch.full((*scores.shape[:2], 1), -math.inf)
+        total, acc = torch.zeros_like(r), torch.zeros(*scores.shape[:2], v.shape[-1])
+        if f.sinks is not None:
+            r, total = r.copy_(f.sinks.view(-1, 1, 1) / LN2), total + 1.0
+        for block in (slice(begin, begin + 16) for begin in range(0, len(s.k), 16)):
+            trial = torch.exp2(scores[..., block] - r).sum(-1, keepdim=True)
+            top = torch.maximum(r, scores[..., block].amax(-1, keepdim=True))
+            raised = torch.where(trial <= limit, r, top)
+            finite = raised.masked_fill(raised == -math.inf, 0.0)
+            factor = torch.exp2(r - finite)
+            if defect == "does not rescale":
+                factor = torch.where(r == -math.inf, factor, 1.0)
+            r, p = raised, torch.exp2(scores[..., block] - finite)
+            total = total * factor + p.sum(-1, keepdim=True)
+            acc = acc * factor + (p * kept[..., block]).to(q.dtype).float() @ values[:, block]
+            if defect == "accumulates in the input dtype":
+                acc = acc.to(q.dtype).float()
+        result = torch.where(total == 0, 0.0, acc * s.factor / total)
+        out[s.number, rows] = result.transpose(0, 1).to(q.dtype)
+        units = 1.0 if defect == "lse in log2 units" else LN2
+        lse[s.number, :, rows] = torch.where(total == 0, -math.inf, (r + total.log2()) * units).squeeze(-1)
+    if defect == "leaves a row unwritten":
         out[:, -1, -1] = math.nan
-    return out.contiguous(), lse
+    return out, lse
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+SLOPES, SINKS = torch.tensor([0.05, 0.2, 0.1, 0.0]), torch.tensor([1.0, -2.0, 4.0, 0.0])
+MIX = {
+    "causal": "none", "softcap": 3.0, "alibi_slopes": SLOPES, "sinks": SINKS, "window": (60, 5),
+    "dropout_p": 0.2, "dropout_seed": 9, "seqused_q": ints(60, 100), "seqused_k": ints(130, 70),
+    "bias": randn(2, 1, 100, 130),
+}  # fmt: skip
+PLAIN = {"scale": -0.18, "limit": 64.0}
+
+#: Of a problem that says everything, and of one that says nothing: what a wrong kernel does.
+OF_MIX: dict[str, dict[str, Any]] = {
+    "no softcap": {"softcap": 0.0},
+    "another softcap": {"softcap": 2.9},
+    "slopes of the next head": {"alibi_slopes": SLOPES.roll(1)},
+    "no sink": {"sinks": None},
+    "sink of the next head": {"sinks": SINKS.roll(1)},
+    "window a key too long": {"window": (61, 5)},
+    "window a key too short": {"window": (60, 4)},
+    "another seed": {"dropout_seed": 10},
+    "no dropout": {"dropout_p": 0.0},
+    "another probability": {"dropout_p": 0.19},
+    "bias of the next key": {"bias": MIX["bias"].roll(1, -1)},  # type: ignore[attr-defined]
+    "a query too many": {"seqused_q": ints(61, 100)},
+    "a key too many": {"seqused_k": ints(130, 71)},
+}
+OF_PLAIN: dict[str, dict[str, Any]] = {
+    "drops the last key": {"seqused_k": ints(699, 700)},
+    "sees one key too many": {"window": (-1, 1), "causal": "none"},
+    "scale without its sign": {"scale": 0.18},
+    "pairs heads with the wrong key head": {"heads": [0, 1, 0, 1]},
+    **{
+        name: {"defect": name}
+        for name in (
+            "does not rescale", "lse in log2 units", "accumulates in the input dtype",
+            "rounds scores to the input dtype", "leaves a row unwritten",
+        )
+    },
+}  # fmt: skip
+
+
+def problem(name: str, dtype: torch.dtype) -> tuple[list[Tensor], dict[str, Any]]:
+    if name in OF_MIX:
+        return list(tensors(seqlen_q=100, seqlen_k=130, dtype=dtype)), MIX
+    q, k, v = qkv(2, 100, 700, dtype=dtype)
+    k[:, 300:] *= 2  # later keys score higher, so that the reference has to be raised
+    return [q, k, v], PLAIN
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("name", [*OF_MIX, *OF_PLAIN])
+def test_a_defect_is_caught(name: str, dtype: torch.dtype):
+    inputs, said = problem(name, dtype)
+    asked = {"causal": "bottom-right", **{key: x for key, x in said.items() if key != "limit"}}
+    good = compare(*model_of_the_kernels(*inputs, **said), *inputs, **asked).check()
+    assert 0.0 < good.out_ratio < 0.7 and 0.0 < good.lse_ratio < 0.6
+    wrong = dict((OF_MIX | OF_PLAIN)[name])
+    q, k, v = inputs
+    if "heads" in wrong:
+        k, v = (x[:, :, wrong["heads"]] for x in (k, v))
+        del wrong["heads"]
+    out, lse = model_of_the_kernels(q, k, v, **(said | wrong))
+    seen_by = [lse] if name in ("a query too many", "lse in log2 units") else [lse, None]
+    for given in seen_by:
+        with pytest.raises(AssertionError, match="times the tolerance"):
+            compare(out, given, *inputs, **asked).check()
+
+
+@pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("causal", oracle.CAUSAL)
 @pytest.mark.parametrize(("scale", "limit"), [(0.18, 1.0), (-3.0, 2.0**15)])
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 1), (17, 113), (113, 17), (65, 65), (5, 1023)])
 def test_a_correct_online_softmax_passes(
     dtype: torch.dtype, causal: str, scale: float, limit: float, seqlen_q: int, seqlen_k: int
 ):
-    q, k, v = qkv(2, seqlen_q, seqlen_k, dtype=dtype, seed=seqlen_q + seqlen_k)
-    out, lse = model_of_the_kernels(q, k, v, scale, causal, limit=limit)
-    errors = oracle.assert_close(out, q, k, v, scale, causal, lse)
+    inputs = qkv(2, seqlen_q, seqlen_k, dtype=dtype, seed=seqlen_q + seqlen_k)
+    out, lse = model_of_the_kernels(*inputs, scale, causal, limit)
+    errors = compare(out, lse, *inputs, scale, causal).check()
     assert errors.worst > 0.0 or seqlen_k == 1
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("defect", DEFECTS)
-def test_a_defect_is_caught(dtype: torch.dtype, defect: str):
-    q, k, v = qkv(2, 100, 700, dtype=dtype)
-    k[:, 300:] *= 2  # later keys score higher, so that the reference has to be raised
-    scale = -0.18
-    out, lse = model_of_the_kernels(q, k, v, scale, "bottom-right", limit=64.0)
-    assert oracle.assert_close(out, q, k, v, scale, "bottom-right", lse).worst < 0.6
-    out, lse = model_of_the_kernels(q, k, v, scale, "bottom-right", defect, limit=64.0)
+@pytest.mark.parametrize("dim", [1, 2, 8])
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_short_heads_are_judged_fairly(dtype: torch.dtype, dim: int):
+    """A row of few elements may cancel to nearly 0, where the unfused math happens to be right."""
+    worst = 0.0
+    for seed in range(20):
+        q, k = (randn(1, 300, 1, 16, seed=seed + n).to(dtype) for n in (0, 50))
+        v = randn(1, 300, 1, dim, seed=seed + 100).to(dtype)
+        out, lse = model_of_the_kernels(q, k, v)
+        worst = max(worst, compare(out, lse, q, k, v, causal="bottom-right").check().worst)
+    assert worst > 0.3
+
+
+def test_biases_grant_their_rounding_unless_their_keys_are_hidden():
+    q, k, v = tensors(dtype=torch.float16)
+    bias = torch.zeros(50).index_fill(0, torch.arange(25), -1e30)
+    out, lse = model_of_the_kernels(q, k, v, bias=bias)
+    compare(out, lse, q, k, v, causal="bottom-right", bias=bias).check()
     with pytest.raises(AssertionError, match="times the tolerance"):
-        oracle.assert_close(out, q, k, v, scale, "bottom-right", lse)
+        compare(out * 1.01, lse, q, k, v, causal="bottom-right", bias=bias).check()
+    bias = torch.tensor([4096.3])
+    out, lse = model_of_the_kernels(q, k, v, bias=bias)
+    compare(out, lse, q, k, v, causal="bottom-right", bias=bias).check()
+    assert not torch.allclose(lse - 4096.3, model_of_the_kernels(q, k, v)[1], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_an_error_in_the_smallest_row_is_not_hidden_by_the_largest(dtype: torch.dtype):
-    q, k, v = qkv(2, 400, 400, dtype=dtype)
-    out, _ = model_of_the_kernels(q, k, v, 0.18, "top-left")
-    oracle.assert_close(out, q, k, v, 0.18, "top-left")
-    small = out.double().abs().amax(dim=(0, 2, 3)).argmin()
-    out[:, small] *= 1.1
+def test_products_of_less_precision_are_granted_their_error():
+    """Inputs rounded to 12 bits: a factor is off by 2^-12 at most, a product by 2^-11, or 2^13 half ulps."""
+    inputs = tensors(dtype=torch.float32)
+    coarse = [x * 4097 - (x * 4097 - x) for x in inputs]  # Dekker's splitting
+    out, lse = model_of_the_kernels(*coarse)
     with pytest.raises(AssertionError, match="times the tolerance"):
-        oracle.assert_close(out, q, k, v, 0.18, "top-left")
+        compare(out, lse, *inputs, causal="bottom-right").check()
+    compare(out, lse, *inputs, causal="bottom-right", product_error=2**13).check()
 
 
-def test_masked_rows_must_be_exactly_zero_and_minus_infinity():
-    q, k, v = qkv(2, 6, 2)
-    out, lse = model_of_the_kernels(q, k, v, 0.18, "bottom-right")
-    oracle.assert_close(out, q, k, v, 0.18, "bottom-right", lse)
-    wrong = [(out, (0, 0, 0, 0), 1e-7), (lse, (0, 0, 0), -1e30), (lse, (0, 0, 5), -math.inf)]
-    for tensor, index, value in wrong:
-        wrong = {"out": out.clone(), "lse": lse.clone()}
-        wrong["out" if tensor is out else "lse"][index] = value
+def test_what_overflows_is_infinite():
+    q, k, v = tensors(dtype=torch.float16)
+    inputs = (q, k, v.clamp(-2, 2) * 30000)
+    features = {"dropout_p": 0.5, "dropout_seed": 1, "window": (1, None), "causal": "bottom-right"}
+    out, lse = model_of_the_kernels(*inputs, **features)
+    assert out.isinf().any() and not out.isinf().all()
+    compare(out, lse, *inputs, **features).check()
+    for wrong in (-out, out.nan_to_num(0.0, 0.0, 0.0), out.where(out != out.abs().amin(), math.inf)):
         with pytest.raises(AssertionError, match="times the tolerance"):
-            oracle.assert_close(wrong["out"], q, k, v, 0.18, "bottom-right", wrong["lse"])
+            compare(wrong, lse, *inputs, **features).check()
 
 
-def test_nan_belongs_where_the_reference_has_it_and_nowhere_else():
-    q, k, v = qkv(2, 6, 20)
-    q[0, 2, 1, 3] = math.nan
-    out, lse = model_of_the_kernels(q, k, v, 0.18, "none")
-    oracle.assert_close(out, q, k, v, 0.18, "none", lse)
-    with pytest.raises(AssertionError, match="times the tolerance"):
-        oracle.assert_close(out.nan_to_num(0.0), q, k, v, 0.18, "none", lse)
+def test_every_row_is_judged_and_those_without_keys_are_exact():
+    """Also the smallest row, beside which an error is no larger than another's tolerance, and NaN."""
+    q, k, v = qkv(2, 60, 50)
+    q[1, 30, 1, 3] = math.nan
+    said = {"scale": 0.18, "causal": "bottom-right", "seqused_q": ints(60, 55)}
+    right = model_of_the_kernels(q, k, v, **said)
+    compare(*right, q, k, v, **said).check()
+    small = int(right[0][0, 10:].double().abs().amax(dim=(1, 2)).argmin()) + 10
+    for which, index, value in (
+        (0, (0, small), right[0][0, small] * 1.1),
+        *((0, (b, row, 0, 0), x) for b, row, x in ((0, 0, 1e-7), (1, 55, 1e-7), (0, 20, math.nan))),
+        *((1, (b, 0, row), x) for b, row, x in ((0, 0, -1e30), (1, 55, 1e-7), (0, 20, -math.inf))),
+        (1, (0, 0, 20), math.nan),
+        (0, (1, 30, 1), 0.0),
+    ):
+        wrong = [x.clone() for x in right]
+        wrong[which][index] = value
+        with pytest.raises(AssertionError, match="times the tolerance"):
+            compare(*wrong, q, k, v, **said).check()
 
 
 def test_shapes_and_dtypes_are_checked():
-    q, k, v = qkv(2, 6, 6)
-    out, lse = model_of_the_kernels(q, k, v, 0.18, "none")
-    with pytest.raises(AssertionError, match=r"output is \[2, 5, 4, 32\] float16 on cpu, expected"):
-        oracle.assert_close(out[:, :5], q, k, v)
-    with pytest.raises(AssertionError, match=r"output is .* float32"):
-        oracle.assert_close(out.float(), q, k, v)
-    with pytest.raises(AssertionError, match=r"softmax_lse is \[2, 4, 6\] float64 .*, expected .* float32"):
-        oracle.assert_close(out, q, k, v, lse=lse.double())
-    with pytest.raises(AssertionError, match="softmax_lse is"):
-        oracle.assert_close(out, q, k, v, lse=lse.transpose(1, 2))
+    q, k, v = tensors(dtype=torch.float16)
+    out, lse = model_of_the_kernels(q, k, v)
+    for given, expected in (
+        ((out[:, :19], lse), r"output is \[2, 19, 4, 16\] float16 on cpu, expected"),
+        ((out.float(), lse), "output is .* float32"),
+        ((out, lse.double()), r"softmax_lse is \[2, 4, 20\] float64 .* expected .* float32"),
+        ((out, lse.mT), "softmax_lse is"),
+    ):
+        with pytest.raises(AssertionError, match=expected):
+            compare(*given, q, k, v).check()
+    with pytest.raises(TypeError, match="windows"):
+        compare(out, lse, q, k, v, windows=(1, 1))

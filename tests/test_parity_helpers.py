@@ -16,7 +16,8 @@ import gpu
 import oracle_features
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from operands import GUARD, place
 from oracle_helpers import assert_merged, assert_rotated, bits, places
 from torch import Tensor
@@ -145,28 +146,18 @@ class Combine:
         assert self.out.intact() and self.lse.intact()
 
 
+OUTPUTS: tuple[dict[str, Any], ...] = ({}, {"row_pad": 8}, {"row_pad": 1}, {"odd": True}, {"packed": True})
+
+
 @kernels_only
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("dim", [1, 7, 8, 36, 64, 96, 128, 160, 250, 256])
 @pytest.mark.parametrize("splits", [1, 2, 5, 16, 33, 64])
 def test_combine(splits: int, dim: int, dtype: torch.dtype):
-    launch = Combine(splits, (2, 3, 4, dim), dtype, seed=dim)
-    launch.run()
-    launch.check()
-
-
-@kernels_only
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("dim", [40, 128])
-def test_combine_into_any_layout(dim: int, dtype: torch.dtype):
-    for options in ({"row_pad": 8}, {"row_pad": 1}, {"odd": True}, {"packed": True}):
-        batch = 1 if "packed" in options else 3
-        launch = Combine(7, (batch, 5, 2, dim), dtype, **options)  # type: ignore[arg-type]
-        launch.run()
-        launch.check()
-    launch = Combine(4, (2, 2, 2, dim), dtype)
-    launch.run(return_lse=False)
-    launch.check(return_lse=False)
+    for where in OUTPUTS:
+        launch = Combine(splits, (1 if "packed" in where else 2, 3, 4, dim), dtype, **where, seed=dim)
+        launch.run(return_lse=dim != 64)
+        launch.check(return_lse=dim != 64)
 
 
 @kernels_only
@@ -213,36 +204,14 @@ def test_combine_passes_nan_on_and_weighs_infinities():
 
 
 @kernels_only
-def test_a_combined_row_has_the_same_bits_in_every_batch():
-    launch = Combine(13, (4, 3, 2, 128), torch.bfloat16)
-    launch.run()
-    first = launch.out.view.clone()
-    launch.run()
-    assert torch.equal(bits(launch.out.view), bits(first))
-    for b in range(4):
-        alone = Combine(13, (1, 3, 2, 128), torch.bfloat16)
-        alone.partial_o, alone.partial_lse = (
-            x.view(13, 4, 6, -1)[:, b].reshape(alone_x.shape).contiguous()
-            for x, alone_x in ((launch.partial_o, alone.partial_o), (launch.partial_lse, alone.partial_lse))
-        )
-        alone.run()
-        assert torch.equal(bits(alone.out.view[0]), bits(first[b]))
-
-
-@kernels_only
 def test_combine_refuses_what_it_cannot_take():
     launch = Combine(2, (1, 1, 1, 8), torch.float16)
-    for name, value, most in (("splits", 65, 64), ("head_dim_v", 257, 256), ("splits", 0, 64)):
-        with pytest.raises(ValueError, match=f"{name} must be between 1 and {most}, got {value}"):
-            setattr(launch.params(), name, value)
     p = launch.params()
     p.batch, p.seqlen_q, p.num_heads = 2**12, 2**12, 2**8
     with pytest.raises(ValueError, match="at most 2147483647 can be combined"):
         combine(p, launch.out.view)
     with pytest.raises(ValueError, match="no kernel of family combine for float32 on sm_"):
         combine(p, launch.partial_o)
-    p.batch = 0
-    combine(p, launch.out.view)  # nothing to do
 
 
 # ---- merging states ----------------------------------------------------------------------------------------
@@ -258,27 +227,20 @@ def states(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> list[tu
 @by_dtype
 @pytest.mark.parametrize("dim", [1, 12, 64, 100, 128, 256, 520])
 def test_merge(dim: int, dtype: torch.dtype):
-    for shape in ((2, 5, 3, dim), (7, 4, dim)):
+    for shape, n in itertools.product(((2, 5, 3, dim), (7, 4, dim)), range(4)):
         a, b = states(shape, dtype)
         a[1][..., ::3] = -INF
         b[1][..., ::2] = -INF
-        output, lse = merge_states(*a, *b)
+        to_a, to_b = laid_out(a[0], LAYOUTS[n]), laid_out(b[0], LAYOUTS[n - 1])
+        operands = to_a, a[1].mT.contiguous().mT, to_b, b[1]
+        output, lse = merge_states(*operands)
         assert output.dtype == dtype and output.is_contiguous() and lse.is_contiguous()
         assert_merged(output, lse, [a, b])
-
-
-@by_dtype
-def test_merge_from_any_layout(dtype: torch.dtype):
-    for layout_a, layout_b in zip(LAYOUTS, LAYOUTS[1:] + LAYOUTS[:1], strict=True):
-        a, b = states((2, 5, 3, 64), dtype)
-        given = laid_out(a[0], layout_a), a[1].mT.contiguous().mT, laid_out(b[0], layout_b), b[1]
-        output, lse = merge_states(*given)
-        assert_merged(output, lse, [a, b])
-        for one, other in zip(merge_states(*given[2:], *given[:2]), (output, lse), strict=True):
+        for one, other in zip(merge_states(*operands[2:], *operands[:2]), (output, lse), strict=True):
             assert torch.equal(one, other), "the sides can be exchanged"
-    row = a[0][:1, :1].expand(a[0].shape)
-    for one, other in zip(merge_states(row, a[1], *b), merge_states(row.contiguous(), a[1], *b), strict=True):
-        assert torch.equal(one, other)
+        row = a[0][:1, :1].expand(a[0].shape)
+        of_row, of_copy = (merge_states(x, *operands[1:]) for x in (row, row.contiguous()))
+        assert all(map(torch.equal, of_row, of_copy))
 
 
 @by_dtype
@@ -288,8 +250,8 @@ def test_merge_passes_bits_on(dim: int, dtype: torch.dtype):
     a[0][0, 0, 0, :3] = torch.tensor([-0.0, INF, torch.nan])
     a[1][0, 0, 0] = -0.0
     empty = torch.full_like(b[0], torch.nan), torch.full_like(b[1], -INF)
-    for given in ((*a, *empty), (*empty, *a)):
-        output, lse = merge_states(*given)
+    for operands in ((*a, *empty), (*empty, *a)):
+        output, lse = merge_states(*operands)
         assert torch.equal(bits(output), bits(a[0])) and torch.equal(bits(lse), bits(a[1]))
     output, lse = merge_states(*empty, *empty)
     assert torch.equal(bits(output), bits(torch.zeros_like(output))) and (lse == -INF).all()
@@ -325,28 +287,38 @@ ROWS = 13
 PACKED = ((0, 5, 5, 13), (2, 3, 3, 3, 8, 9), (0, 0, 0, 0), tuple(range(14)), (13, 13), (0, 13), (4,))
 
 
-@by_dtype
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize(("head_dim", "dim"), DIMS)
-def test_rotary(head_dim: int, dim: int, interleaved: bool, dtype: torch.dtype):
-    first = int32(0, 31, 7)
-    cases = (("packed", dtype, False), ("odd", torch.float32, False), ("bhsd", dtype, True))
-    for layout, table_dtype, odd in cases:
-        x = randn(3, 5, 4, head_dim, dtype=dtype)
-        cos, sin = table(40, dim, table_dtype, odd)
-        out = rotary(laid_out(x, layout), cos, sin, first, interleaved=interleaved)
-        assert_rotated(*(t.cpu() for t in (out, x, cos, sin)), following(first, 5), interleaved)
+#: Of a batch, or of packed rows.
+BEGINS = st.sampled_from((None, *PACKED))
+
+
+def sequences(x: Tensor, begins: tuple[int, ...] | None) -> list[Tensor]:
+    """The rows [1, n, heads, dim] of each, on the CPU."""
+    whole = x.cpu()
+    return list(whole[:, None]) if begins is None else [
+        whole[None, a:b] for a, b in itertools.pairwise(begins)
+    ]  # fmt: skip
 
 
 @by_dtype
-def test_rotary_of_packed_rows(dtype: torch.dtype):
-    x, (cos, sin) = randn(ROWS, 4, 64, dtype=dtype), table(40, 32, torch.float32)
-    for begins, layout in itertools.product(PACKED, ("packed", "odd", "bhsd")):
-        first = torch.arange(len(begins) - 1, dtype=torch.int32) * 2
-        out = rotary(laid_out(x, layout), cos, sin, first.to(DEVICE), cu_seqlens=int32(*begins))
-        for b, (begin, end) in enumerate(itertools.pairwise(begins)):
-            own = (t[None, begin:end].cpu() for t in (out, x))
-            assert_rotated(*own, cos.cpu(), sin.cpu(), following(first[b : b + 1], end - begin), False)
+@drawn
+@given(
+    dims=st.sampled_from(DIMS),
+    interleaved=st.booleans(),
+    layout=st.sampled_from(LAYOUTS),
+    begins=BEGINS,
+    own_table=st.booleans(),
+    odd=st.booleans(),
+)
+def test_rotary(dims, interleaved, layout, begins, own_table, odd, dtype: torch.dtype):
+    x = randn(*((3, 5) if begins is None else (ROWS,)), 4, dims[0], dtype=dtype)
+    cos, sin = table(40, dims[1], dtype if own_table else torch.float32, odd)
+    count = 3 if begins is None else len(begins) - 1
+    first = int32(*(11 * b % 27 for b in range(count)))
+    said = {} if begins is None else {"cu_seqlens": int32(*begins)}
+    out = rotary(laid_out(x, layout), cos, sin, first, interleaved=interleaved, **said)
+    for b, own in enumerate(zip(sequences(out, begins), sequences(x, begins), strict=True)):
+        positions = following(first[b : b + 1], own[0].shape[1])
+        assert_rotated(*own, cos.cpu(), sin.cpu(), positions, interleaved)
 
 
 @by_dtype
@@ -446,104 +418,71 @@ KINDS = ("contiguous", "entries", "pages")
 
 
 @by_dtype
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dims", [(64, 64), (128, 32), (40, 50), (36, 24)])
-def test_append(dims: tuple[int, int], kind: str, dtype: torch.dtype):
-    for layout in ("packed", "odd", "bhsd"):
-        append, lengths = Append(kind, dtype, *dims, layout), int32(0, 6, 19)
-        rotated, used = append.run(lengths)
-        assert used.tolist() == [5, 11, 24] and used.dtype == torch.int32
-        assert rotated.shape == (0,) and lengths.tolist() == [0, 6, 19]
-        for (b, i), place_of_row in append.check_places(lengths).items():
-            assert torch.equal(bits(append.caches[0].view[place_of_row]), bits(append.key[b, i]))
-
-
-@by_dtype
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dims", [(64, 64), (40, 50)])
-def test_append_packed_rows(dims: tuple[int, int], kind: str, dtype: torch.dtype):
-    for begins, layout in itertools.product(PACKED, ("packed", "odd", "bhsd")):
-        append = Append(kind, dtype, *dims, layout, begins)
-        lengths = int32(*itertools.islice(itertools.cycle((0, 6, 9)), len(begins) - 1))
-        query, (cos, sin) = randn(ROWS, 6, dims[0], dtype=dtype, seed=6), table(40, 24, torch.float32)
-        for advance in (True, False):
-            rotated, used = append.run(
-                lengths, query=laid_out(query, layout), advance_query=advance, rotary_cos=cos, rotary_sin=sin
-            )
-            assert used.tolist() == [a + b for a, b in zip(lengths.tolist(), append.lengths, strict=True)]
-            for (b, i), place_of_row in append.check_places(lengths).items():
-                at, position = append.at(b, i), lengths[b : b + 1].cpu()[:, None]
-                written = append.caches[0].view[place_of_row][None, None]
-                key = append.key[at][None, None]
-                assert_rotated(*(t.cpu() for t in (written, key, cos, sin)), position + i, False)
-                turned = rotated[at][None, None], query[at][None, None]
-                position = position + i if advance else position
-                assert_rotated(*(t.cpu() for t in (*turned, cos, sin)), position, False)
-
-
-@kernels_only
-def test_packed_rows_of_numbers_that_mean_nothing_go_nowhere():
-    """What cu_seqlens holds on a GPU is the caller's; nothing is written outside of the cache."""
-    for begins in ((0, -5, 2**31 - 1, 13), (9, 4, 2, 0), (-(2**31), 2**31 - 1, 7, 3)):
-        append = Append("contiguous", torch.float16, 64, 64, "packed", (0, 5, 5, 13))
-        append.places["cu_seqlens_q"] = int32(*begins)
-        append.run(int32(0, 20, 2**31 - 1))
-        assert all(cache.intact() for cache in append.caches)
-
-
-@by_dtype
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize(("head_dim", "dim"), DIMS)
-def test_append_with_rotation(head_dim: int, dim: int, interleaved: bool, dtype: torch.dtype):
-    for kind, layout, seqlen_q, advance, stand in (
-        ("pages", "packed", 5, True, "cache_seqlens"),
-        ("contiguous", "odd", 1, False, "leftpad_k"),
-        ("entries", "bhsd", 9, False, "rotary_seqlens"),
-        ("pages", "packed", 5, True, "leftpad_k"),
-        ("contiguous", "packed", 5, True, "rotary_seqlens"),
-    ):
-        append, lengths = Append(kind, dtype, head_dim, 64, layout), int32(1, 6, 19)
-        query = laid_out(randn(3, seqlen_q, 6, head_dim, dtype=dtype, seed=6), layout)
-        cos, sin = table(40, dim, torch.float32 if layout == "packed" else dtype)
-        pads = {"leftpad_k": int32(1, 0, 7)} if stand != "cache_seqlens" else {}
-        first = lengths - pads["leftpad_k"] if pads else lengths
-        if stand == "rotary_seqlens":
-            first = pads["rotary_seqlens"] = int32(29, 0, 3)
-        rotated, _ = append.run(
-            lengths, query=query, advance_query=advance, rotary_cos=cos, rotary_sin=sin,
-            rotary_interleaved=interleaved, **pads,
-        )  # fmt: skip
-        positions = following(first, 5)
-        of_queries = following(first, seqlen_q) if advance else first.cpu()[:, None].expand(3, seqlen_q)
-        assert_rotated(*(t.cpu() for t in (rotated, query, cos, sin)), of_queries, interleaved)
-        written = torch.empty_like(append.key, memory_format=torch.contiguous_format)
-        for (b, i), place_of_row in append.check_places(lengths).items():
-            written[b, i] = append.caches[0].view[place_of_row]
-        assert_rotated(*(t.cpu() for t in (written, append.key, cos, sin)), positions, interleaved)
+@drawn
+@given(
+    kind=st.sampled_from(KINDS),
+    dims=st.sampled_from((*DIMS, (36, 24))),
+    head_dim_v=st.sampled_from((64, 32, 50, 24)),
+    layout=st.sampled_from(("packed", "odd", "bhsd")),
+    begins=BEGINS,
+    numbers=st.lists(st.integers(0, 100), min_size=ROWS, max_size=ROWS),
+    stand=st.sampled_from((None, "cache_seqlens", "leftpad_k", "rotary_seqlens")),
+    seqlen_q=st.sampled_from((1, 5, 9)),
+    advance=st.booleans(),
+    interleaved=st.booleans(),
+)
+def test_append(
+    kind, dims, head_dim_v, layout, begins, numbers, stand, seqlen_q, advance, interleaved, dtype: torch.dtype
+):
+    """Where keys stand that are rotated, is said by ``stand``; None: they are appended as they are."""
+    append = Append(kind, dtype, dims[0], head_dim_v, layout, begins)
+    room = 25 - max(append.lengths, default=0)
+    lengths = int32(*(n % room for n in numbers[: len(append.lengths)]))
+    before, first, said = lengths.tolist(), lengths, {}
+    if stand in ("leftpad_k", "rotary_seqlens"):
+        said["leftpad_k"] = lengths // 2
+        first = lengths - said["leftpad_k"]
+    if stand == "rotary_seqlens":
+        first = said["rotary_seqlens"] = lengths * 7 % 27
+    if stand:
+        shape = (3, seqlen_q) if begins is None else (ROWS,)
+        query = laid_out(randn(*shape, 6, dims[0], dtype=dtype, seed=6), layout)
+        cos, sin = table(40, dims[1], torch.float32 if layout == "packed" else dtype)
+        said |= {"query": query, "advance_query": advance, "rotary_interleaved": interleaved}
+        said |= {"rotary_cos": cos, "rotary_sin": sin}
+    rotated, used = append.run(lengths, **said)
+    assert used.tolist() == [a + b for a, b in zip(before, append.lengths, strict=True)]
+    assert used.dtype == torch.int32 and lengths.tolist() == before
+    written = torch.empty_like(append.key, memory_format=torch.contiguous_format).copy_(append.key)
+    for (b, i), place_of_row in append.check_places(lengths).items():
+        written[append.at(b, i)] = append.caches[0].view[place_of_row]
+    if not stand:
+        assert rotated.shape == (0,) and torch.equal(bits(written), bits(append.key))
+        return
+    for found, x, step in ((written, append.key, 1), (rotated, query, advance)):
+        for b, own in enumerate(zip(sequences(found, begins), sequences(x, begins), strict=True)):
+            positions = first[b].cpu() + torch.arange(own[0].shape[1]) * step
+            assert_rotated(*own, cos.cpu(), sin.cpu(), positions[None], interleaved)
 
 
 @kernels_only
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_without_a_place_are_dropped(kind: str):
+    """Lengths, entries, pages and where rows begin are the caller's on a GPU; nothing is written outside."""
     capacity = 48 if kind == "pages" else 24
     beyond = (capacity - 3, capacity, 2), (-2, 2**31 - 1, -(2**31)), (capacity - 5, capacity + 1, 0)
-    for lengths in (int32(*numbers) for numbers in beyond):
-        append = Append(kind, torch.float16, 64, 64, "packed")
+    for numbers in (*beyond, (0, 14, 20)):
+        append, lengths = Append(kind, torch.float16, 64, 64, "packed"), int32(*numbers)
+        for name, named in append.places.items() if numbers not in beyond else ():
+            append.places[name] = bad = named.clone()
+            bad.view(-1)[0], bad.view(-1)[-1] = -1, append.entries
         append.run(lengths)
         append.check_places(lengths)
-
-
-@kernels_only
-@pytest.mark.parametrize("kind", ["entries", "pages"])
-def test_entries_that_the_cache_does_not_have_are_not_written(kind: str):
-    append, lengths = Append(kind, torch.float16, 64, 64, "packed"), int32(0, 14, 20)
-    ((name, named),) = append.places.items()
-    bad = named.clone()
-    bad.view(-1)[-1] = append.entries
-    bad.view(-1)[0] = -1
-    append.places[name] = bad
-    append.run(lengths)
-    append.check_places(lengths)
+    for begins in ((0, -5, 2**31 - 1, 13), (9, 4, 2, 0), (-(2**31), 2**31 - 1, 7, 3)):
+        append = Append(kind, torch.float16, 64, 64, "packed", (0, 5, 5, 13))
+        append.places["cu_seqlens_q"] = int32(*begins)
+        append.run(int32(0, 20, 2**31 - 1))
+        assert all(cache.intact() for cache in append.caches)
 
 
 @by_dtype

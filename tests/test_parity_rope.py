@@ -5,12 +5,14 @@ What ops allocate is NaN before it is written.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import math
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from oracle_helpers import assert_within, bits, normalized, rotate
 from test_parity_helpers import (  # its fixture says where kernels run
@@ -166,6 +168,13 @@ def check_rotary(p: Problem) -> None:
     for x, out, before in zip(in_place, found, (q, k), strict=True):
         assert torch.equal(bits(x.cpu()[there]), bits(out.cpu()[there]))
         assert torch.equal(bits(x.cpu()[~there]), bits(before.cpu()[~there]))
+    written = cutlass_fmha.rotary_qk(q, k, out=nowhere(found, p.layout), **said)
+    assert all(torch.equal(bits(x), bits(out)) for x, out in zip(written, found, strict=True))
+
+
+def nowhere(like: tuple[Tensor, ...], layout: str) -> tuple[Tensor, ...]:
+    """To write to."""
+    return tuple(laid_out(torch.full_like(x, math.nan), layout) for x in like)
 
 
 def check_norm(p: Problem) -> None:
@@ -177,6 +186,10 @@ def check_norm(p: Problem) -> None:
     expected = [p.turned(normalized(exact[n], exact[2 + n], p.eps, p.offset), said) for n in (0, 1)]
     for out, right in zip(found, expected, strict=True):
         assert_within(out.detach().cpu(), right.detach(), largest(right.detach()))
+    with torch.no_grad():
+        q, k, *weights = operands
+        written = cutlass_fmha.qk_norm_rope(q, k, None, *weights, out=nowhere(found, p.layout), **norm)
+    assert all(torch.equal(bits(x), bits(out)) for x, out in zip(written, found, strict=True))
     douts = [randn(*x.shape, dtype=p.dtype, seed=5) for x in found]
     inputs = [x for x in leaves if x is not None]
     gradients = torch.autograd.grad(found, inputs, douts, retain_graph=True)
@@ -206,25 +219,20 @@ FIXED = (
 )
 
 
-@pytest.mark.parametrize("p", FIXED, ids=str)
+def on_problems(test: Callable[[Problem], None]) -> Callable[[Problem], None]:
+    """The fixed ones, and drawn ones."""
+    for p in FIXED:
+        test = example(p)(test)
+    return drawn(given(problems())(test))
+
+
+@on_problems
 def test_rotary_qk(p: Problem):
     check_rotary(p)
 
 
-@pytest.mark.parametrize("p", FIXED, ids=str)
+@on_problems
 def test_qk_norm_rope(p: Problem):
-    check_norm(p)
-
-
-@drawn
-@given(problems())
-def test_drawn_rotary_qk(p: Problem):
-    check_rotary(p)
-
-
-@drawn
-@given(problems())
-def test_drawn_qk_norm_rope(p: Problem):
     check_norm(p)
 
 
@@ -246,10 +254,13 @@ def test_a_cache_gets_the_rows(kind: str, dtype: torch.dtype, dims: tuple[int, i
         weights = [randn(dims[0], dtype=dtype, seed=n) for n in (1, 2)]
         cos, sin = table(40, dims[0], torch.float32)
         k_cache, v_cache = (cache.view for cache in append.caches)
-        out, used = cutlass_fmha.qk_norm_rope(
-            q, append.key, append.value, *weights, cos=cos, sin=sin, k_cache=k_cache, v_cache=v_cache,
-            cache_seqlens=lengths, **pads, **places,
+        call = functools.partial(
+            cutlass_fmha.qk_norm_rope, q, append.key, append.value, *weights, cos=cos, sin=sin,
+            k_cache=k_cache, v_cache=v_cache, cache_seqlens=lengths, **pads, **places,
         )  # fmt: skip
+        out, used = call()
+        to = *nowhere((q,), layout), torch.full_like(lengths, -7)
+        assert call(out=to) is to and torch.equal(bits(to[0]), bits(out)) and torch.equal(to[1], used)
         assert used.tolist() == [n + new for n, new in zip(lengths.tolist(), append.lengths, strict=True)]
         own = {name: x for name, x in places.items() if name == "cu_seqlens"}
         one, other = cutlass_fmha.qk_norm_rope(

@@ -1,7 +1,7 @@
 """What is special about rows that copy by TMA: descriptors of tensors, made on the host and kept per thread.
 
 Part of the parity gate wherever the rows under test have such ones; conftest.py leaves the file out of other
-builds, and says so. What every row has to do, test_parity.py and test_parity_runtime.py ask of these too.
+builds, and says so. What every row has to do, test_parity_features.py and test_parity_runtime.py ask too.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import gpu
-import oracle
+import oracle_features
 import pytest
 import torch
 from launches import Launch
@@ -54,7 +54,7 @@ def test_there_are_rows_to_test():
 def attend(row: _C.Row, inputs: tuple[Tensor, Tensor, Tensor], parity: ParityReport, what: str) -> Tensor:
     """The public function, bottom-right causal, against the oracle."""
     out, lse = cutlass_fmha.attention(*inputs, causal=True, return_lse=True, row=row.name)
-    errors = oracle.compare(out, *inputs, None, "bottom-right", lse)
+    errors = oracle_features.compare(out, lse, *inputs, causal="bottom-right")
     parity.record(row.name, what, errors)
     return out
 
@@ -96,29 +96,6 @@ def expanded(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     for dim in dims:
         first = first.narrow(dim, 0, 1)
     return place(first).expand(x.shape) if dims else x
-
-
-STRIDE_ZERO = {
-    "k and v over batch": ((), (0,)), "k and v over heads": ((), (2,)), "k and v over seqlen": ((), (1,)),
-    "k and v over batch and heads": ((), (0, 2)), "q over batch": ((0,), ()), "q over heads": ((2,), ()),
-    "q over seqlen": ((1,), ()),
-    "everything over everything": ((0, 1, 2), (0, 1, 2)),
-}  # fmt: skip
-
-
-@by_row
-@pytest.mark.parametrize("which", STRIDE_ZERO)
-def test_stride_zero(row: _C.Row, which: str, parity: ParityReport):
-    """A driver that refuses strides of 0 makes this fail with its sentence, in these rows only: selection
-    must not offer them then."""
-    q_dims, kv_dims = STRIDE_ZERO[which]
-    problem = Problem(113, 140, "bottom-right", batch=3, num_heads=6, num_heads_kv=3, seed=31)
-    launch = Launch.of(row, problem, DEVICE)
-    launch.q = expanded(launch.q, q_dims)
-    launch.k, launch.v = expanded(launch.k, kv_dims), expanded(launch.v, kv_dims)
-    assert [dim for dim in range(3) if launch.k.stride(dim) == 0] == list(kv_dims)
-    launch.run()
-    parity.check(launch, f"{problem} {which}")
 
 
 def with_strides(x: Tensor, odd: dict[int, int]) -> Tensor:
@@ -171,36 +148,38 @@ def head_slice(x: Tensor) -> Tensor:
     return whole[:, :, 1::2].copy_(x)
 
 
-MEMORY: dict[str, Callable[[Tensor], Tensor]] = {
-    "hsbd": lambda x: place(x, "hsbd"),
-    "shifted": shifted,
-    "bhsd padded": lambda x: place(x, "bhsd", row_pad=8, offset=GUARD + 24),
-    "slice of head_dim": head_dim_slice,
-    "slice of seqlen": seqlen_slice,
-    "slice of heads": head_slice,
+def both(lay: Callable[[Tensor], Tensor]) -> tuple[Callable[[Tensor], Tensor], ...]:
+    return lay, lay
+
+
+def first_of(*dims: int) -> Callable[[Tensor], Tensor]:
+    return lambda x: expanded(x, dims)
+
+
+#: How q lies, and how k and v do. A driver that refuses strides of 0 fails with its sentence, in these rows
+#: only: selection must not offer them then.
+MEMORY: dict[str, tuple[Callable[[Tensor], Tensor], ...]] = {
+    **{f"k and v expanded over {dims}": (first_of(), first_of(*dims)) for dims in ((0,), (2,), (1,), (0, 2))},
+    **{f"q expanded over {dim}": (first_of(dim), first_of()) for dim in range(3)},
+    "everything over everything": both(first_of(0, 1, 2)),
+    "hsbd": both(lambda x: place(x, "hsbd")),
+    "shifted": both(shifted),
+    "bhsd padded": both(lambda x: place(x, "bhsd", row_pad=8, offset=GUARD + 24)),
+    "slice of head_dim": both(head_dim_slice),
+    "slice of seqlen": both(seqlen_slice),  # the last box of K and V ends in NaN: it reads as zeros
+    "slice of heads": both(head_slice),
 }
 
 
 @by_row
 @pytest.mark.parametrize("memory", MEMORY)
 def test_views(row: _C.Row, memory: str, parity: ParityReport):
-    problem = Problem(150, 113, "bottom-right", batch=2, num_heads=4, seed=37)
+    problem = Problem(150, 113, "bottom-right", batch=3, num_heads=6, num_heads_kv=3, seed=37)
     launch = Launch.of(row, problem, DEVICE)
-    lay = MEMORY[memory]
-    launch.q, launch.k, launch.v = lay(launch.q), lay(launch.k), lay(launch.v)
+    of_q, of_kv = MEMORY[memory]
+    launch.q, launch.k, launch.v = of_q(launch.q), of_kv(launch.k), of_kv(launch.v)
     launch.run()
     parity.check(launch, f"{problem} {memory}")
-
-
-@by_row
-def test_what_lies_behind_a_sequence_is_not_read(row: _C.Row, parity: ParityReport):
-    """The last box of K and V ends in the next batch entry's memory, which is NaN here: it reads as zeros."""
-    problem = Problem(64, 70, batch=2, num_heads=2, seed=38)
-    launch = Launch.of(row, problem, DEVICE)
-    long = [place(torch.cat([x, torch.full_like(x, torch.nan)], dim=1)) for x in (launch.k, launch.v)]
-    launch.k, launch.v = (x[:, :70] for x in long)
-    launch.run()
-    parity.check(launch, f"{problem} in front of NaN")
 
 
 # ---- descriptors that are kept -----------------------------------------------------------------------------
@@ -329,7 +308,7 @@ def test_a_graph_keeps_its_descriptors(row: _C.Row, parity: ParityReport):
         out.fill_(torch.nan)
         lse.fill_(torch.nan)
         graph.replay()
-        errors = oracle.compare(out, *inputs, None, problem.causal, lse)
+        errors = oracle_features.compare(out, lse, *inputs, causal=problem.causal)
         parity.record(row.name, f"{problem} replayed after other shapes, seed {seed}", errors)
 
 
@@ -361,7 +340,7 @@ def test_other_threads(row: _C.Row, parity: ParityReport):
     for problem, launch, out in results:
         parity.check(launch, f"{problem} in another thread")
         assert torch.equal(out, results[0][2]), f"{row.name}: threads disagree on the same tensors"
-    errors = oracle.compare(results[0][2], *inputs, None, shared.causal)
+    errors = oracle_features.compare(results[0][2], None, *inputs, causal=shared.causal)
     parity.record(row.name, f"{shared} in another thread", errors)
 
 

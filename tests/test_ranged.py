@@ -22,7 +22,8 @@ RANGED = Row(
 )
 HOPPER = Device("NVIDIA H200", (9, 0), 132, 227 * 1024)
 SCORE_MOD = replace(RANGED, index=9998, tile_n=48, ranged=False, score_mod=True)
-BUILD = Table((*make_build((89,)).rows, RANGED, SCORE_MOD))  # type: ignore[arg-type]
+MASKED = replace(RANGED, index=9997, tile_n=32, ranged=False, masked=True)
+BUILD = Table((*make_build((89,)).rows, RANGED, SCORE_MOD, MASKED))  # type: ignore[arg-type]
 PACKED = Problem(8, 2048, 2048, 16, 16, 128, "bfloat16", "bottom-right", features=("varlen",))
 
 
@@ -52,6 +53,48 @@ def test_score_mod_rows_take_what_becomes_of_a_score_by_itself(feature: str):
     assert reason.endswith("without them, a ranged row is faster")
 
 
+@pytest.mark.parametrize("feature", ["mask", "bias"])
+def test_masked_rows_take_a_mask_or_a_bias(feature: str):
+    asked = replace(PACKED, features=("window", feature))
+    assert reasons(asked, MASKED) == []
+    for more in ("softcap", "alibi", "dropout", "block_mask", "splits"):
+        (reason,) = reasons(replace(asked, features=(feature, more)), MASKED)
+        assert reason.endswith(": that takes a scored row")
+    (reason,) = reasons(replace(asked, features=("mask", "bias")), MASKED)
+    assert reason.startswith("takes a mask or a bias, not both")
+    (reason,) = reasons(replace(asked, score_runs=False), MASKED)
+    assert reason.startswith("reads a mask, or a bias of q's dtype, by 4 keys")
+    (reason,) = reasons(PACKED, MASKED)
+    assert reason.endswith("without them, a ranged row is faster")
+
+
+def test_masks_and_biases_that_masked_rows_can_read():
+    """All dimensions may be broadcast but the keys'; rows begin at multiples of four keys."""
+    q, k = torch.empty(2, 24, 4, 64, dtype=torch.float16), torch.empty(2, 40, 4, 64, dtype=torch.float16)
+    buffer = torch.empty(2 * 4 * 24 * 64 + 8, dtype=torch.float16)
+
+    def runs(name: str, x: torch.Tensor, k: torch.Tensor = k, **more: object) -> bool:
+        x = x > 0 if name == "mask" and x.dtype != torch.bool else x
+        return describe((q, k, k), "none", Features(**{name: x}, **more)).problem.score_runs
+
+    whole = buffer[:-8].view(2, 4, 24, 64)
+    as_bool = torch.empty(buffer.shape, dtype=torch.bool)[:-8].view(2, 4, 24, 64)
+    for name, x in (("bias", whole), ("mask", as_bool)):
+        assert runs(name, x[..., :40])
+        assert runs(name, x[..., 4:44]) and not runs(name, x[..., 2:42]) and not runs(name, x[..., 1:41])
+        assert runs(name, x[:1, :1, :, :40]) and runs(name, x[:, :, :1, :40]) and runs(name, x[0, 0, 0, :40])
+        assert runs(name, x[:1, :, :, :40].expand(2, -1, -1, -1))
+        assert runs(name, x[..., :40].transpose(0, 1).contiguous().transpose(0, 1))
+        assert not runs(name, x[..., :1]) and not runs(name, x[..., :1].expand(-1, -1, -1, 40))
+        assert not runs(name, x[..., :40].transpose(2, 3).contiguous().transpose(2, 3))
+        assert not runs(name, x.reshape(2, 4, -1)[..., : 24 * 41].view(2, 4, 24, 41)[..., :40])
+        for keys in (1, 17, 38):
+            assert not runs(name, x[..., :keys], k[:, :keys])
+        used = {"seqused_k": torch.zeros(2, dtype=torch.int32), "max_seqlen_k": 40}
+        assert runs(name, x[..., :40], **used) and not runs(name, x[..., :40], **used, batch_invariant=True)
+    assert not runs("bias", whole[..., :40].float())
+
+
 def test_runs_of_a_page_that_tma_copies():
     features = ("pages", "leftpad")
     by_tma = replace(RANGED, arch=90, copy="tma")
@@ -79,7 +122,12 @@ def test_documents_are_for_ranged_rows_and_dense_calls_are_not():
     dense = replace(PACKED, features=())
     assert choose.choose(dense, L4, table=BUILD, calibration=default).family == "plain"
     assert choose.choose(replace(PACKED, features=("varlen", "softcap")), L4, table=BUILD) is SCORE_MOD
-    assert choose.choose(replace(PACKED, features=("varlen", "mask")), L4, table=BUILD).family == "scored"
+    for feature in ("mask", "bias"):
+        asked = replace(PACKED, features=("varlen", feature))
+        assert choose.choose(asked, L4, table=BUILD) is MASKED
+        assert choose.choose(replace(asked, score_runs=False), L4, table=BUILD).family == "scored"
+        few = replace(asked, batch=1, seqlen_q=1, seqlen_k=16384)
+        assert choose.choose(few, L4, table=BUILD).scored
 
 
 def test_their_keys_are_not_split():

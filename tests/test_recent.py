@@ -12,7 +12,7 @@ from cutlass_fmha.cost import store
 from cutlass_fmha.dispatch import choose, eligibility
 from cutlass_fmha.dispatch import table as tables
 from cutlass_fmha.dispatch.device import PRESETS
-from cutlass_fmha.dispatch.problem import CAUSAL, EVEN, FEATURES, MAX_KEY_SPAN, Problem, following, typical
+from cutlass_fmha.dispatch.problem import CAUSAL, EVEN, FEATURES, MAX_KEY_SPAN, Problem, typical
 from cutlass_fmha.launch.recent import Recent
 
 
@@ -90,6 +90,7 @@ def test_a_choice_is_that_of_its_class_of_lengths_and_costs_little(problem, gpu)
 
 @given(problems, gpus)
 @example(Problem(1, 2753, 225, 8, 2, 40, "float16", "bottom-right", 2), PRESETS["l4"])  # few tiles see a key
+@example(Problem(1, 307, 1, 32, 2, 64, "float16", "bottom-right", 2), PRESETS["l4"])
 @example(Problem(3, 65, 5807, 8, 8, 64, "float16", "bottom-right", 2, features=("bias",)), PRESETS["h200"])
 @example(Problem(6, 1039, 1039, 4, 4, 128, "bfloat16", "top-left"), PRESETS["h200"])
 @example(Problem(8, 3000, 3000, 8, 8, 64, "float16", features=("window",), window=(100, 0)), PRESETS["l4"])
@@ -97,10 +98,8 @@ def test_a_launch_costs_no_less_than_its_bounds(problem, gpu):
     """Rows whose bound is above another's price are never played through."""
     build, known = tables.this_build(), store.for_device(gpu)
     for row in eligibility.eligible_rows(problem, gpu, build):
-        offer = eligibility.family(row).offers(row, problem, gpu, known)(problem)
-        slack = 1 + 1e-9
-        least = offer.least(bound := offer.bound())
-        assert 0 <= bound <= least * slack <= offer.us() * slack**2
+        offers = eligibility.family(row).offers(row, problem, gpu, known)
+        assert 0 <= offers.at_least(problem) <= offers.us(problem)
 
 
 def test_a_length_never_seen_before_is_priced_only_where_its_class_is_new(monkeypatch):
@@ -115,15 +114,4 @@ def test_a_length_never_seen_before_is_priced_only_where_its_class_is_new(monkey
     problem = Problem(2, 0, 0, 16, 16, 128, "bfloat16", "bottom-right")
     for length in range(60001, 60001 + 4000):
         choose.choose(replace(problem, seqlen_q=length, seqlen_k=length), PRESETS["h200"])
-    assert 1 <= len(priced) <= 6
-    assert all(typical(each) == each for each in priced)
-
-
-@given(problems)
-def test_longer_classes_follow_each_other(problem):
-    before = typical(problem)
-    for each in following(before):
-        assert typical(each) == each and each.seqlen_k > before.seqlen_k and each.mean >= before.mean
-        if before.mean == EVEN:  # none is left out
-            assert typical(replace(before, seqlen_k=before.seqlen_k + 1)).seqlen_k == each.seqlen_k
-        before = each
+    assert 1 <= len(priced) <= 3

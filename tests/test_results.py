@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,16 @@ from operands import GUARD
 from tensors import ints, qkv, randn
 from torch import Tensor
 
-from cutlass_fmha import attention, cascade_attention, merge_states, rotary, with_kv_cache
+from cutlass_fmha import (
+    attention,
+    cascade_attention,
+    merge_states,
+    qk_norm_rope,
+    rotary,
+    rotary_qk,
+    swiglu_mlp,
+    with_kv_cache,
+)
 from cutlass_fmha import scaled_dot_product_attention as sdpa
 from cutlass_fmha.arguments import results
 
@@ -77,6 +87,52 @@ def test_what_is_given_is_what_a_call_would_return(name: str, strided: bool):
         for word, x, y in zip(("out", "lse"), found, expected, strict=False):
             assert torch.equal(x, y) and (word not in to or x is to[word].view)
         assert all(x.intact() for x in to.values())
+
+
+MLP = (randn(3, 5, 16), randn(48, 16), randn(7, 24))
+CACHES = {f"{x}_cache": torch.zeros(2, 65, 2, n, dtype=Q.dtype) for x, n in (("k", 32), ("v", 24))}
+#: Calls beside attention, the last ones with two results.
+BESIDE: dict[str, Call] = {
+    "the MLP": functools.partial(swiglu_mlp, *MLP),
+    "q and k rotated": functools.partial(rotary_qk, Q, K[:, :33], COS, COS),
+    "q and k normed": functools.partial(qk_norm_rope, Q, K[:, :33], None, randn(32), cos=COS, sin=COS),
+    "and appended": functools.partial(
+        qk_norm_rope, Q, K[:, :33], V[:, :33], cos=COS, sin=COS, cache_seqlens=ints(3, 9), **CACHES
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_so_it_is_beside_attention(name: str):
+    call = BESIDE[name]
+    expected = call()
+    for strided in (False, True):
+        rooms = tuple(poisoned(x, strided) for x in pair(expected))
+        to = tuple(x.view for x in rooms) if isinstance(expected, tuple) else rooms[0].view
+        assert call(out=to) is to
+        assert all(torch.equal(x, y) for x, y in zip(pair(to), pair(expected), strict=True))
+        assert all(x.intact() for x in rooms)
+    first, alone = call.args[0].clone().requires_grad_(), call.keywords | {"out": to}
+    with pytest.raises(NotImplementedError, match="out and lse are not taken where a gradient is wanted"):
+        call.func(first, *call.args[1:], **alone)
+    with torch.no_grad():
+        assert call.func(first, *call.args[1:], **alone) is to
+    same = torch.compile(lambda to: call(out=to), fullgraph=True, backend="aot_eager")
+    assert all(torch.equal(x, y) for x, y in zip(pair(same(to)), pair(expected), strict=True))
+    word = "out[0]" if isinstance(to, tuple) else "out"
+    wrong = (to[0][..., :-1].contiguous(), to[1]) if isinstance(to, tuple) else to[..., :-1].contiguous()
+    with pytest.raises(ValueError, match=re.escape(f"{word} must have shape ")):
+        call(out=wrong)
+    if isinstance(to, tuple):
+        with pytest.raises(TypeError, match="out must be a tuple of two tensors, got Tensor"):
+            call(out=to[0])
+        with pytest.raises(ValueError, match=re.escape("out[0] must not share memory with q, which")):
+            call(out=(call.args[0], to[1]))
+
+
+def test_rotary_goes_to_one_place():
+    with pytest.raises(ValueError, match="inplace and out exclude each other"):
+        BESIDE["q and k rotated"](inplace=True, out=(Q, K))
 
 
 def test_memory_is_shared_or_not():
@@ -176,6 +232,11 @@ def test_opcheck_passes():
         check(ops.attend_out.default, (Q, K, V, *to, 0.3, "none", None), said)
     check(ops.merge_states_out.default, (Q, LSE_A, Q * 2, LSE_B, torch.empty_like(Q), LSE_A.clone()))
     check(ops.rotary_out.default, (Q, COS, COS, ints(3, 4), torch.empty_like(Q)))
+    k, said = K[:, :33].clone(), {"cos": COS, "sin": COS}
+    check(ops.rotary_qk_out.default, (Q, k, torch.empty_like(Q), torch.empty_like(k)), said)
+    check(ops.qk_norm_rope_out.default, (Q, k, torch.empty_like(Q), torch.empty_like(k)), said)
+    to = (torch.empty_like(Q), ints(0, 0))
+    check(ops.qk_norm_rope_append_out.default, (*CACHES.values(), *to, Q, k, V[:, :33], ints(3, 9)), said)
 
 
 def test_autocasts_dtype_is_that_of_the_result():

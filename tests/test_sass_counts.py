@@ -18,9 +18,9 @@ from cutlass_fmha import _C
 
 @pytest.fixture(scope="module")
 def loops(machine_code: list[cubin.Kernel]) -> list[sass.RowLoop]:
-    rows = sass.installed()[1]
-    assert rows, "this build has no CUDA kernels to inspect: build with CUTLASS_FMHA_CUDA=ON, as make does"
-    return sass.loops_of(machine_code, rows)
+    loops = sass.loops_of(machine_code, _C.rows())
+    assert loops, "this build has no CUDA kernels to inspect: build with CUTLASS_FMHA_CUDA=ON, as make does"
+    return loops
 
 
 # ---- the gate ----------------------------------------------------------------------------------------------
@@ -39,47 +39,27 @@ def test_no_main_loop_has_grown(loops: list[sass.RowLoop]):
     assert not lines, "\n".join(lines)
 
 
-def test_only_few_query_and_scored_rows_are_left_out(loops: list[sass.RowLoop]):
-    rows = _C.rows()
-    left_out = {row.name for row in rows} - {loop.row.name for loop in loops}
-    assert left_out == {row.name for row in rows if row.family != "plain"}
-    assert left_out, "without such rows, the exception in tools/sass.py can go"
+def test_every_plain_row_is_counted(loops: list[sass.RowLoop]):
+    assert [loop.row.name for loop in loops] == [row.name for row in _C.rows() if row.family == "plain"]
 
 
 # ---- what holds for every main loop ------------------------------------------------------------------------
 
 
-def test_a_loop_holds_the_mma_of_one_block_of_keys(loops: list[sass.RowLoop]):
-    for loop in loops:
-        row = loop.row
-        tiles = row.tile_m // row.warps // 16 * (row.tile_n // 8) * (row.head_dim // 16)
-        assert loop.loop.counts["mma"] == 2 * tiles, row.name
-
-
-def test_a_loop_holds_each_exponential_in_its_trial_and_in_its_second_pass(loops: list[sass.RowLoop]):
-    """And one for each row that the second pass rescales: no copy outside the loop is counted."""
-    for loop in loops:
-        row = loop.row
-        rows = row.tile_m // row.warps
-        assert loop.loop.counts["mufu"] == 2 * (rows * row.tile_n // 32) + rows // 8, row.name
-
-
-def test_a_loop_loads_its_fragments_and_tiles(loops: list[sass.RowLoop]):
-    for loop in loops:
-        row = loop.row
-        fragments = 2 * (row.tile_n // 16) * (row.head_dim // 16)
-        queries = 0 if row.q_in_registers else row.tile_m // row.warps // 16 * (row.head_dim // 16)
-        assert loop.loop.counts["ldsm"] == fragments + queries, row.name
-        bytes_per_copy = {"cp_async_16": 512, "element": 64}.get(row.copy)
-        if bytes_per_copy:  # one half of the warps copies K, the other V: each runs half of what there is
-            kind = "copy" if row.copy == "cp_async_16" else "global"
-            tiles = 2 * 2 * row.tile_n * row.head_dim * row.element_bytes // row.warps
-            assert loop.loop.counts[kind] * bytes_per_copy == tiles, row.name
-
-
-def test_nearly_every_instruction_has_a_class(loops: list[sass.RowLoop]):
-    for loop in loops:
-        assert loop.loop.counts["other"] <= 2, (loop.row.name, loop.loop.opcodes)
+def test_a_loop_holds_what_one_block_of_keys_takes(loops: list[sass.RowLoop]):
+    """Exponentials twice, in the trial and in the second pass, and one for each row that this rescales."""
+    for row, _, loop in loops:
+        rows, dim = row.tile_m // row.warps, row.head_dim // 16
+        expected = {"mma": 2 * (rows // 16 * (row.tile_n // 8) * dim)}
+        expected["mufu"] = 2 * (rows * row.tile_n // 32) + rows // 8
+        expected["ldsm"] = 2 * (row.tile_n // 16) * dim + (0 if row.q_in_registers else rows // 16 * dim)
+        # One half of the warps copies K, the other V: each runs half of what there is.
+        copied = 2 * 2 * row.tile_n * row.head_dim * row.element_bytes // row.warps
+        expected |= {"cp_async_16": {"copy": copied // 512}, "element": {"global": copied // 64}}.get(
+            row.copy, {}
+        )
+        assert expected.items() <= loop.counts.items(), (row.name, expected)
+        assert loop.counts["other"] <= 2, (row.name, loop.opcodes)
 
 
 # ---- the gate, on planted counts ---------------------------------------------------------------------------
@@ -119,13 +99,8 @@ def test_growth_is_told(committed: dict[str, Any], kind: str, count: float, foun
 def test_a_little_of_everything_is_told_by_the_sum(committed: dict[str, Any]):
     new = copy.deepcopy(committed)
     new[ROW]["loop"] = {"mma": 64, "mufu": 36, "fp32": 504, "alu": 44, "move": 4}
-    (line,) = sass.changes(committed, new)
+    (line,) = sass.changes(committed, {**new, f"{ROW}_element": new[ROW]})  # a row that is not committed
     assert "all classes in the main loop grew from 636 to 652" in line
-
-
-def test_rows_that_one_side_lacks_are_left_to_release_check(committed: dict[str, Any]):
-    both = {**committed, ROW + "_element": committed[ROW]}
-    assert sass.changes(committed, both) == sass.changes(both, committed) == []
 
 
 # ---- finding the loop --------------------------------------------------------------------------------------
@@ -230,31 +205,19 @@ def test_a_kernel_without_a_loop_is_an_error():
 # ---- the command -------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def read_already(machine_code: list[cubin.Kernel], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sass, "read_kernels", lambda file: machine_code)
-
-
-@pytest.mark.usefixtures("read_already")
 def test_the_command_prints_a_rows_counts_and_opcodes(
-    loops: list[sass.RowLoop], capsys: pytest.CaptureFixture[str]
+    loops: list[sass.RowLoop], machine_code: list[cubin.Kernel], capsys, monkeypatch
 ):
+    monkeypatch.setattr(sass, "read_kernels", lambda file: machine_code)
     row, loop = loops[0].row.name, loops[0].loop
     assert sass.main(["--rows", f"^{row}$", "--opcodes"]) == 0
     head, _, line, _, opcodes = capsys.readouterr().out.splitlines()
     assert sass.main(["--rows", f"^{row}$", "--json"]) == 0
     (told,) = json.loads(capsys.readouterr().out)
-    assert told["row"] == row and told["loop"]["mma"] == loop.counts["mma"]
+    assert told["row"] == row and told["loop"] == sass.loop_entry(loop)
     cells = dict(zip(head.split(), line.split(), strict=True))
-    assert cells["row"] == row and float(cells["mma"]) == loop.counts["mma"]
-    assert sum(float(cells[name]) for name in (*sass.SHOWN, "rest")) == sum(loop.counts.values())
+    assert cells["row"] == row and {kind: str(n) for kind, n in told["loop"].items()}.items() <= cells.items()
     assert opcodes.startswith(f"{row}: ") and f"HMMA {loop.opcodes['HMMA']}" in opcodes
-
-
-@pytest.mark.usefixtures("read_already")
-def test_a_name_that_no_row_has_and_an_emulation_build_are_told(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
     assert sass.main(["--rows", "no-such-row"]) == 1
     assert "whose name holds 'no-such-row'" in capsys.readouterr().err
     monkeypatch.setattr(_C, "build_info", lambda: {"mma_passes": 3})

@@ -362,19 +362,16 @@ def test_packed_sequences_of_torchs_varlen_attn_are_ours(window: tuple[int, int]
         "_flash_attention_backward": 1,
         "_flash_attention_forward_no_dropout_inplace": 1,
     }
-
-
-@with_registry
-def test_pages_of_varlen_attn_are_ours():
-    from torch.nn.attention.varlen import varlen_attn
-
-    q, k, v = randn(3, 4, 32), randn(4, 16, 2, 32, seed=1), randn(4, 16, 2, 32, seed=2)
-    cu, used, table = ints(0, 1, 3), ints(20, 5), ints(2, 0, 1, 3).view(2, 2)
+    pages = [
+        x[:-8].view(1, 4, 2, 32).repeat(4, 4, 1, 1) * ints(1, 2, 3, 4).view(4, 1, 1, 1) for x in plain[1:]
+    ]
+    paged = {"seqused_k": ints(20, 5)}, ints(2, 0, 1, 3).view(2, 2)
     with sdpa("cpu"):
         found = varlen_attn(
-            q, k, v, cu, None, 2, 32, enable_gqa=True, seqused_k=used, block_table=table, num_splits=1
+            plain[0], *pages, cu_q, None, 6, 32, **options, **paged[0], block_table=paged[1], num_splits=1
         )
-    want = cutlass_fmha.attention(q, k, v, cu_seqlens_q=cu, page_table=table, seqused_k=used)
+    ours = {name: x for name, x in ours.items() if name != "cu_seqlens_k"}
+    want = cutlass_fmha.attention(plain[0], *pages, **ours, **paged[0], page_table=paged[1])
     torch.testing.assert_close(found, want)
 
 

@@ -91,6 +91,20 @@ def test_matrices_are_loaded(trans: str):
     assert np.array_equal(loaded, expected)
 
 
+def test_matrices_are_stored():
+    registers = RNG.integers(0, 2**32, (32, 4), dtype=np.uint32)
+    stored = np.zeros((4, 8, 4), dtype=np.uint32)
+    ptx.run(
+        BEGIN + addresses(16, 16) + "ld.global.v4.b32 {%x0, %x1, %x2, %x3}, [%a0]; mad.lo.u32 %m, %n, 16, %m;"
+        "stmatrix.sync.aligned.x4.m8n8.shared.b16 [%m], {%x0, %x1, %x2, %x3}; bar.sync 0;"
+        "ld.shared.v4.b32 {%x0, %x1, %x2, %x3}, [%m]; st.global.v4.b32 [%a1], {%x0, %x1, %x2, %x3}; ret;",
+        *(registers, stored),
+        shared=512,
+        declarations=SHARED,
+    )
+    assert np.array_equal(stored, registers.T.reshape(4, 8, 4))
+
+
 # ---- cp.async ----------------------------------------------------------------------------------------------
 
 COPY = """
@@ -104,33 +118,28 @@ COPY = """
 """
 
 
-def copied(wait: str, read: str = "") -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Source, and what two groups of copies had brought after ``wait``."""
+ABSENT = 0x7FDA7FDA  # what was not written yet
+
+
+@pytest.mark.parametrize(
+    ("wait", "read", "there"),
+    [
+        ("cp.async.wait_all;", "", (4, 4)),
+        ("cp.async.wait_group 0;", "", (4, 4)),
+        ("cp.async.wait_group 1;", "", (4, 0)),
+        ("", "", (0, 0)),
+        ("cp.async.wait_all;", ", 8", (2, 4)),  # bytes that are not read become zero
+        ("cp.async.wait_all;", ", 0", (0, 4)),
+    ],
+)
+def test_two_groups_of_copies_are_there_after_the_wait(wait: str, read: str, there: tuple[int, int]):
     source = RNG.integers(0, 2**30, (32, 4), dtype=np.uint32)
-    first, second = np.zeros_like(source), np.zeros_like(source)
+    found = np.zeros_like(source), np.zeros_like(source)
     body = BEGIN + addresses(16, 16, 16) + COPY.format(wait=wait, read=read)
-    ptx.run(body, source, first, second, shared=1024, declarations=SHARED)
-    return source, first, second
-
-
-@pytest.mark.parametrize("wait", ["cp.async.wait_all;", "cp.async.wait_group 0;"])
-def test_copies_are_there_after_the_wait(wait: str):
-    source, first, second = copied(wait)
-    assert np.array_equal(first, source) and np.array_equal(second, source)
-
-
-def test_a_group_that_was_not_waited_for_is_not_there():
-    source, first, second = copied("cp.async.wait_group 1;")
-    assert np.array_equal(first, source) and (second == 0x7FDA7FDA).all()
-    source, first, second = copied("")
-    assert (first == 0x7FDA7FDA).all() and (second == 0x7FDA7FDA).all()
-
-
-def test_bytes_that_are_not_read_become_zero():
-    source, first, _ = copied("cp.async.wait_all;", read=", 8")
-    assert np.array_equal(first[:, :2], source[:, :2]) and (first[:, 2:] == 0).all()
-    _, first, _ = copied("cp.async.wait_all;", read=", 0")
-    assert (first == 0).all()
+    ptx.run(body, source, *found, shared=1024, declarations=SHARED)
+    for words, result in zip(there, found, strict=True):
+        assert np.array_equal(result[:, :words], source[:, :words])
+        assert (result[:, words:] == (0 if read else ABSENT)).all()
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -251,14 +260,6 @@ def load_box(
     return out
 
 
-def test_a_map_that_was_not_made_is_not_fetched():
-    body = "mov.b64 %a3, map; prefetch.tensormap [%a3]; ret;"
-    _, description = encode(tensor_of(8, 8), (8, 8))
-    ptx.run_text(tma_text(body), [np.zeros(1, dtype=np.uint64), description])
-    with pytest.raises(ptx.SimulationError, match="no tensor is described at the address of a tensor map"):
-        ptx.run_text(tma_text(body), [np.zeros(1, dtype=np.uint64), bytes(128)])
-
-
 def box_of(tensor: np.ndarray, box: tuple[int, ...], origin: tuple[int, ...]) -> np.ndarray:
     """Elements of a box, 0 outside of the tensor."""
     result = np.zeros(box, dtype=tensor.dtype)
@@ -348,8 +349,10 @@ def test_a_description_is_checked_as_the_driver_does():
     assert encode(tensor[:0], (16, 64), 128)[0] != 0, "an empty tensor"
 
 
-def test_what_is_no_description_is_an_error():
-    out = np.zeros(512, dtype=np.uint16)
-    body = LOAD.format(bytes=1024, expected=1024, words=256, rank=2, origin="0, 0")
-    with pytest.raises(ptx.SimulationError, match="no tensor is described"):
+@pytest.mark.parametrize("what", ["mov.b64 %a3, map; prefetch.tensormap [%a3]; ret;", LOAD])
+def test_a_map_that_was_not_made_is_not_read(what: str):
+    body = what.format(bytes=1024, expected=1024, words=256, rank=2, origin="0, 0")
+    out, (_, description) = np.zeros(512, dtype=np.uint16), encode(tensor_of(40, 64), (16, 32))
+    ptx.run_text(tma_text(body), [out, description], shared=1032)
+    with pytest.raises(ptx.SimulationError, match="no tensor is described at the address of a tensor map"):
         ptx.run_text(tma_text(body), [out, bytes(128)], shared=1032)

@@ -204,12 +204,61 @@ def conversions() -> Iterator[Case]:
     halves = (h.astype(np.float16).view(np.uint16).astype(np.uint32) for h in (a, b))
     yield "cvt.rn.f16x2.f32", np.uint32, (a, b), next(halves) << 16 | next(halves)
     yield "cvt.rn.bf16x2.f32", np.uint32, (a, b), to_bfloat16(a).astype(np.uint32) << 16 | to_bfloat16(b)
+    pairs = [to_bfloat16(h).astype(np.uint32) << 16 | to_bfloat16(g) for h, g in ((a, b), (b, b))]
+    halves = [((h & 0xFFFF0000).view(np.float32), (h << 16).view(np.float32)) for h in pairs]
+    upper, lower = (to_bfloat16(g * h).astype(np.uint32) for g, h in zip(*halves, strict=True))
+    yield "mul.rn.bf16x2", np.uint32, tuple(pairs), upper << 16 | lower
     ties = (np.arange(64, dtype=np.uint32) * 0x1000 + 0x3F800000).view(np.float32)
     yield "cvt.rna.tf32.f32", np.uint32, (ties,), (ties.view(np.uint32) + 0x1000) & 0xFFFFE000
 
 
+COMPARISONS: dict[str, Model] = {
+    "eq": lambda a, b: a == b,
+    "ne": lambda a, b: (a != b) & ~np.isnan(a) & ~np.isnan(b),
+    "lt": lambda a, b: a < b, "le": lambda a, b: a <= b, "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b,
+    # Of floats alone.
+    "equ": lambda a, b: (a == b) | np.isnan(a) | np.isnan(b),
+    "neu": lambda a, b: a != b, "ltu": lambda a, b: ~(a >= b), "leu": lambda a, b: ~(a > b),
+    "gtu": lambda a, b: ~(a <= b), "geu": lambda a, b: ~(a < b),
+    "nan": lambda a, b: np.isnan(a) | np.isnan(b),
+}  # fmt: skip
+
+
+def predicates() -> Iterator[Case]:
+    """Where %p0 holds in the end, of one warp; %p1 are its first ten lanes."""
+    found: list[tuple[str, np.ndarray, np.ndarray, np.ndarray]] = []
+    for name, model in COMPARISONS.items():
+        for kind, draw in (("f32", floats), ("s32", integers), ("u32", integers)):
+            if kind == "f32" or len(name) == 2:
+                a, b = (draw(*([TYPES[kind]] if kind != "f32" else []), 32) for _ in range(2))
+                a[::5] = b[::5]
+                found.append((f"setp.{name}.{kind} %p0, %in0, %in1", model(a, b), a, b))
+    a, b = integers(np.int32, 32), integers(np.int32, 32)
+    first, less = np.arange(32) < 10, a < b
+    compared = "setp.lt.s32 %p0, %in0, %in1"
+    for statements, expected in (
+        ("setp.lt.s32 %p2|%p0, %in0, %in1", ~less),
+        (f"{compared}; and.pred %p0, %p0, %p1", less & first),
+        (f"{compared}; or.pred %p0, %p0, %p1", less | first),
+        (f"{compared}; xor.pred %p0, %p0, %p1", less ^ first),
+        (f"{compared}; not.pred %p0, %p0", ~less),
+        ("mov.pred %p0, %p1", first),
+        (f"mov.pred %p0, -1; @%p1 {compared}", less | ~first),
+    ):
+        found.append((statements, expected, a, b))
+    for statements, expected, *operands in found:
+        yield f"{statements}; selp.u32 %out, 1, 0, %p0;", np.uint32, tuple(operands), expected
+    a, b = integers(np.uint64, 32), integers(np.uint64, 32)
+    yield "selp.b64 %out, %in0, %in1, %p1;", np.uint64, (a, b), np.where(first, a, b)
+    a = integers(np.uint32, 32)
+    swapped = "mov.b32 {%s0, %s1}, %in0; mov.b32 %l, {%s1, %s0};"
+    upper = "mov.b64 %w, {%l, %in0}; mov.b64 {_, %h}, %w; add.u32 %out, %l, %h;"
+    registers = ".reg .b64 %w; .reg .b32 %l, %h; .reg .b16 %s<2>;"
+    yield registers + swapped + upper, np.uint32, (a,), (a >> 16 | a << 16) + a
+
+
 with np.errstate(all="ignore"):
-    CASES = [*arithmetic(), *bits_and_shifts(), *fp32(), *conversions()]
+    CASES = [*arithmetic(), *bits_and_shifts(), *fp32(), *conversions(), *predicates()]
 
 
 @pytest.mark.parametrize(("opcode", "dtype", "operands", "expected"), CASES, ids=[case[0] for case in CASES])
@@ -273,65 +322,6 @@ def test_approximations(name: str):
     assert np.array_equal(np.isnan(actual), np.isnan(expected))
     good = np.isfinite(expected)
     np.testing.assert_allclose(actual[good], expected[good], rtol=2**-22, atol=0)
-
-
-# ---- predicates --------------------------------------------------------------------------------------------
-
-FLOAT_COMPARISONS: dict[str, Model] = {
-    "eq": lambda a, b: a == b,
-    "ne": lambda a, b: (a != b) & ~np.isnan(a) & ~np.isnan(b),
-    "lt": lambda a, b: a < b, "le": lambda a, b: a <= b, "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b,
-    "equ": lambda a, b: (a == b) | np.isnan(a) | np.isnan(b),
-    "neu": lambda a, b: a != b, "ltu": lambda a, b: ~(a >= b), "leu": lambda a, b: ~(a > b),
-    "gtu": lambda a, b: ~(a <= b), "geu": lambda a, b: ~(a < b),
-    "nan": lambda a, b: np.isnan(a) | np.isnan(b),
-}  # fmt: skip
-
-
-def compare(opcode: str, a: np.ndarray, b: np.ndarray, guard: str = "%p0") -> np.ndarray:
-    """Where a comparison of two arrays holds. The body may use %p1, the first ten lanes."""
-    return ptx.apply(f"{opcode}; selp.u32 %out, 1, 0, {guard};", np.dtype(np.uint32), a, b) == 1
-
-
-@pytest.mark.parametrize("name", FLOAT_COMPARISONS)
-def test_float_comparisons(name: str):
-    a, b = floats(32), floats(32)
-    a[::5] = b[::5]
-    same(compare(f"setp.{name}.f32 %p0, %in0, %in1", a, b), FLOAT_COMPARISONS[name](a, b))
-
-
-@pytest.mark.parametrize("name", ["eq", "ne", "lt", "le", "gt", "ge"])
-def test_integer_comparisons(name: str):
-    for type_name, dtype in (("s32", np.int32), ("u32", np.uint32)):
-        a, b = integers(dtype, 32), integers(dtype, 32)
-        a[::5] = b[::5]
-        same(compare(f"setp.{name}.{type_name} %p0, %in0, %in1", a, b), FLOAT_COMPARISONS[name](a, b))
-
-
-def test_predicates_combine():
-    a, b = integers(np.int32, 32), integers(np.int32, 32)
-    first, less = np.arange(32) < 10, a < b
-    same(compare("setp.lt.s32 %p2|%p0, %in0, %in1", a, b), ~less)
-    same(compare("setp.lt.s32 %p0, %in0, %in1; and.pred %p0, %p0, %p1", a, b), less & first)
-    same(compare("setp.lt.s32 %p0, %in0, %in1; or.pred %p0, %p0, %p1", a, b), less | first)
-    same(compare("setp.lt.s32 %p0, %in0, %in1; xor.pred %p0, %p0, %p1", a, b), less ^ first)
-    same(compare("setp.lt.s32 %p0, %in0, %in1; not.pred %p0, %p0", a, b), ~less)
-    same(compare("mov.pred %p0, %p1", a, b), first)
-    same(compare("mov.pred %p0, -1; @%p1 setp.lt.s32 %p0, %in0, %in1", a, b), less | ~first)
-
-
-def test_halves_are_packed_and_unpacked():
-    a = integers(np.uint32, 32)
-    swapped = "mov.b32 {%s0, %s1}, %in0; mov.b32 %l, {%s1, %s0};"
-    upper = "mov.b64 %w, {%l, %in0}; mov.b64 {_, %h}, %w; add.u32 %out, %l, %h;"
-    registers = ".reg .b64 %w; .reg .b32 %l, %h; .reg .b16 %s<2>;"
-    same(ptx.apply(registers + swapped + upper, np.dtype(np.uint32), a), (a >> 16 | a << 16) + a)
-
-
-def test_selections():
-    a, b = integers(np.uint64, 32), integers(np.uint64, 32)
-    found = ptx.apply("selp.b64 %out, %in0, %in1, %p1;", np.dtype(np.uint64), a, b)
-    same(found, np.where(np.arange(32) < 10, a, b))
 
 
 # ---- what is not known -------------------------------------------------------------------------------------

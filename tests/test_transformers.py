@@ -7,7 +7,6 @@ import functools
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -108,9 +107,9 @@ def _registered() -> None:
     assert integration.register() == integration.register() == MASKS  # twice is once
 
 
-def model(name: str, dropout: float, place: Place = HOST) -> Any:
-    """One for all who name it, however they do."""
-    return _model(name, dropout, place)
+def model(name: Any, dropout: float = 0.0, place: Place = HOST) -> Any:
+    """One for all who name it, however they do; or it is one."""
+    return _model(name, dropout, place) if isinstance(name, str) else name
 
 
 @functools.lru_cache
@@ -144,13 +143,13 @@ def padding(side: str, batch: int = 2, length: int = 9) -> torch.Tensor:
     return mask
 
 
-def inputs(name: str, side: str, place: Place = HOST) -> tuple[dict[str, Any], torch.Tensor]:
+def inputs(name: Any, side: str, place: Place = HOST) -> tuple[dict[str, Any], torch.Tensor]:
     """What the model is called with, and which rows of its result count."""
     said, mask = _inputs(name, padding(side))
     return {key: x.to(place[0], place[1] if x.is_floating_point() else None) for key, x in said.items()}, mask
 
 
-def _inputs(name: str, mask: torch.Tensor) -> tuple[dict[str, Any], torch.Tensor]:
+def _inputs(name: Any, mask: torch.Tensor) -> tuple[dict[str, Any], torch.Tensor]:
     if name == "ViT":
         images = torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(3))
         return {"pixel_values": images}, mask[:, :1]
@@ -173,7 +172,7 @@ def forward(name: str, place: Place = HOST, *, side: str) -> torch.Tensor:
     return result[:, : rows.shape[1]][rows.bool()].to(*HOST)
 
 
-def generate(name: str, place: Place = HOST, *, cache: str) -> torch.Tensor:
+def generate(name: Any, place: Place = HOST, *, cache: str) -> torch.Tensor:
     """Logits of each step after a prompt that is padded on the left (of T5's encoder; Whisper's is not)."""
     said, _ = inputs(name, "left", place)
     if name in TWO_SIDED:
@@ -187,12 +186,12 @@ def generate(name: str, place: Place = HOST, *, cache: str) -> torch.Tensor:
     return torch.stack(found.logits).to(*HOST)
 
 
-def train(name: str, place: Place = HOST, *, side: str) -> torch.Tensor:
+def train(name: Any, place: Place = HOST, *, side: str, **more: Any) -> torch.Tensor:
     """All gradients of a training step. With dropout, the attention's own alone."""
     network = model(name, 0.3 if side == "dropout" else 0.0, place).train()
     said, rows = inputs(name, "left" if side == "left" else "none", place)
     network.zero_grad()
-    result = network(**said)[0]
+    result = network(**said, **more)[0]
     result = result[:, : rows.shape[1]][rows.bool()].to(*HOST)
     # An odd function: one that a layer norm at the end makes constant would have no gradient.
     torch.tanh(result).pow(3).sum().backward()
@@ -563,8 +562,9 @@ def test_a_model_runs_by_the_kernel_of_the_hub(
 def test_the_benchmark_of_models_computes_what_eager_attention_does(tmp_path: Path) -> None:
     result = tmp_path / "models.json"
     assert models.main(["--seqlens", "24", "--budget", "0", "--json", str(result)]) == 0
-    found = json.loads(result.read_text())["results"]
-    assert len(found) == len(models.MODELS) * len(models.MODES)
+    kept = json.loads(result.read_text())
+    found = kept["results"]
+    assert "unfinished" not in kept and len(found) == len(models.MODELS) * len(models.MODES)
     for each in found:
         assert set(each["us"]) == set(each["error"]) >= {"eager", *models.OURS}
         assert max(each["error"].values()) < 1e-5, each
@@ -583,17 +583,6 @@ def test_host_times_are_of_calls_that_compute_the_same() -> None:
                 assert counter.calls == before + 1, (said, name)
             first, *rest = found.values()
             assert rest and all(torch.equal(x, first) for x in rest), said
-
-
-def test_importing_the_package_imports_none_of_those_it_plugs_into() -> None:
-    code = (
-        "import sys; from cutlass_fmha.integrations import diffusers, hub, transformers\n"
-        "sys.exit(str({'transformers', 'diffusers', 'kernels'} & set(sys.modules)))"
-    )
-    told = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert told.stderr.strip() == "set()"
 
 
 def test_without_transformers_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

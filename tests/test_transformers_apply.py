@@ -15,13 +15,8 @@ from cutlass_fmha.integrations import transformers as integration
 from cutlass_fmha.integrations import transformers_apply
 
 transformers = pytest.importorskip("transformers", reason="requirements/demo.txt is not installed")
+from test_transformers import GROUPED, TOLERANCE, error, generate, padding, tokens, train  # noqa: E402
 
-TOLERANCE = 1e-4  # of the largest number
-COMMON = {
-    "vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "intermediate_size": 96, "head_dim": 16, "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-}  # fmt: skip
 WINDOW = {"sliding_window": 4}
 SLIDING = {**WINDOW, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 16}
 #: Class, config, and how many norms a layer has.
@@ -42,7 +37,7 @@ def _made(name: str) -> Any:
     torch.manual_seed(0)
     kind, config, _ = MODELS[name]
     cls = getattr(transformers, kind)
-    made = cls(cls.config_class(**{**COMMON, **config}, attn_implementation="eager")).eval()
+    made = cls(cls.config_class(**{**GROUPED, **config}, attn_implementation="eager")).eval()
     made.generation_config = transformers.GenerationConfig(pad_token_id=0)
     with torch.no_grad():
         for key, weight in made.named_parameters():
@@ -55,36 +50,20 @@ def model(name: str) -> Any:
     return copy.deepcopy(_made(name))
 
 
-TOKENS = torch.randint(2, 63, (2, 9), generator=torch.Generator().manual_seed(1))
-MASK = torch.ones_like(TOKENS)
-MASK[1, :3] = 0
+POSITIONS = (padding("left").cumsum(-1) - 1).clamp(min=0)
 
 
-def step(network: Any, checkpointing: bool = False) -> torch.Tensor:
+def step(network: Any) -> torch.Tensor:
     """Logits of prompts of two lengths, and the gradients of all parameters."""
-    network.train()
-    if checkpointing:
-        network.gradient_checkpointing_enable()
-    positions = (MASK.cumsum(-1) - 1).clamp(min=0)
-    logits = network(input_ids=TOKENS, attention_mask=MASK, position_ids=positions, use_cache=False).logits[
-        MASK.bool()
-    ]
-    gradients = torch.autograd.grad(logits.tanh().pow(3).sum(), [*network.parameters()])
-    network.eval()
-    return torch.cat([x.flatten() / x.abs().max() for x in (logits.detach(), *gradients)])
+    return train(network, side="left", position_ids=POSITIONS, use_cache=False)
 
 
-def generate(network: Any) -> torch.Tensor:
-    said = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False, "disable_compile": True}
-    with torch.no_grad():
-        found = network.generate(
-            TOKENS, attention_mask=MASK, **said, return_dict_in_generate=True, output_logits=True
-        )
-    return torch.stack(found.logits)
+def told_by(network: Any) -> torch.Tensor:
+    return generate(network, cache="dynamic")
 
 
 def same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    return ((found - wanted).abs().max() / wanted.abs().max()).item() <= TOLERANCE
+    return error(found, wanted) <= TOLERANCE
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -92,7 +71,7 @@ def test_a_model_computes_what_it_did_and_undone_is_what_it_was(name: str):
     network = model(name)
     before = {key: x.data_ptr() for key, x in network.state_dict().items()}
     kinds = [type(module) for module in network.modules()]
-    wanted, told = step(network), generate(network)
+    wanted, told = step(network), told_by(network)
     ops = ("rms_norm", "geglu" if name.startswith("Gemma") else "swiglu", "rotary_qk", "qk_norm_rope")
     spies = {op: mock.Mock(wraps=getattr(transformers_apply, op)) for op in ops[:1] + ops[2:]}
     with integration.apply(network) as applied, mock.patch.multiple(transformers_apply, **spies):
@@ -102,9 +81,10 @@ def test_a_model_computes_what_it_did_and_undone_is_what_it_was(name: str):
         }  # fmt: skip
         assert applied.left == {} and f"{2 * norms + 1} {prefix}RMSNorm" in str(applied)
         assert {key: x.data_ptr() for key, x in network.state_dict().items()} == before
-        assert same(step(network), wanted) and same(step(network, checkpointing=True), wanted)
-        assert same(generate(network), told)
-        assert same(generate(copy.deepcopy(network)), told)
+        assert same(step(network), wanted)
+        network.gradient_checkpointing_enable()
+        assert same(step(network), wanted)
+        assert same(told_by(network), told) and same(told_by(copy.deepcopy(network)), told)
         fused = 2 if norms in (4, 6) and name != "Gemma2" else 0
         passes = spies["qk_norm_rope"].call_count, spies["rotary_qk"].call_count
         assert bool(passes[0]) == bool(fused) and bool(passes[1]) != bool(fused)
@@ -163,7 +143,7 @@ def test_a_swapped_model_is_pickled():
 
 
 def test_a_model_that_is_not_known_is_refused():
-    config = transformers.BertConfig(**{**COMMON, "num_hidden_layers": 1})
+    config = transformers.BertConfig(**{**GROUPED, "num_hidden_layers": 1})
     with pytest.raises(ValueError, match="BertModel has no layer that apply knows.*Llama, Mistral, Qwen2"):
         integration.apply(transformers.BertModel(config))
     with pytest.raises(TypeError, match="model must be a torch.nn.Module, got str"):
@@ -177,8 +157,8 @@ def test_autocast_and_weights_of_another_dtype(name: str):
         network.to(dtype)
         network.model.norm.float()  # which some checkpoints keep so
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
-            wanted = network.model(input_ids=TOKENS).last_hidden_state
+            wanted = network.model(input_ids=tokens(2, 9)).last_hidden_state
             with integration.apply(network):
-                found = network.model(input_ids=TOKENS).last_hidden_state
+                found = network.model(input_ids=tokens(2, 9)).last_hidden_state
         assert found.dtype == wanted.dtype
         assert (found - wanted).float().norm() <= 0.05 * wanted.float().norm()

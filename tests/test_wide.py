@@ -122,13 +122,6 @@ def test_smaller_tiles_are_for_problems_that_do_not_fill_the_gpu(rows: list[_C.R
             assert fastest is None or (fastest.tile_m == min(row.tile_m for row in own)) == smallest
 
 
-def test_another_devices_rows_have_a_reason(rows: list[_C.Row]):
-    for row in rows:
-        other = devices.named(DEVICES[90 if row.arch != 90 else 89])
-        found = eligibility.reasons(row, problem(row.dtype, 300), other, tables.this_build())
-        assert any(sentence.startswith(f"made for sm_{row.arch}") for sentence in found)
-
-
 def test_the_smallest_row_that_takes_a_head_dim_is_the_fastest_of_long_problems(rows: list[_C.Row]):
     for arch in {row.arch for row in rows}:
         device = devices.named(DEVICES[arch])
@@ -288,19 +281,14 @@ def valid() -> _C.AttentionParams:
     return p
 
 
+UNKNOWN = ("page_table", "window_left", "prefix_lengths", "mask", "block_counts", "softcap", "alibi_slopes")
+UNKNOWN += ("sinks", "dropout_threshold", "splits")
+
+
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"page_table": 64, "page_size": 16}, "does not know page_table"),
-        ({"window_left": 3}, "does not know window_left"),
-        ({"prefix_lengths": 64}, "does not know prefix_lengths"),
-        ({"mask": 64}, "does not know mask"),
-        ({"block_counts": 64}, "does not know block_counts"),
-        ({"softcap": 1.0}, "does not know softcap"),
-        ({"alibi_slopes": 64}, "does not know alibi_slopes"),
-        ({"sinks": 64}, "does not know sinks"),
-        ({"dropout_threshold": 1}, "does not know dropout_threshold"),
-        ({"splits": 2}, "does not know splits"),
+        *(({"page_size": 16, name: 64}, f"does not know {name}") for name in UNKNOWN),
         ({"bias": 4096, "bias_type": "float32"}, "takes a bias of its own dtype only"),
         ({"head_dim": 65537}, "takes head dims from 1 to 65536, got 65537 and 64"),
         ({"num_heads_kv": 3}, r"num_heads \(4\) must be a multiple of num_heads_kv \(3\)"),

@@ -18,69 +18,46 @@ from pathlib import Path
 STAND_INS = Path(__file__).resolve().parents[1] / "tests" / "engines"
 
 
-def differences(ours: ast.AST, theirs: ast.AST, where: str) -> Iterator[str]:
-    """What a stand-in says and the release doesn't, of a module or a class."""
-    own, there = members(ours), members(theirs)
-    if missing := own.keys() - there.keys():
-        yield f"{where} has no {', '.join(sorted(missing))}"
-    both = [name for name in own if name in there]
-    # The order of fields and of enumerated values is that of a dataclass's parameters.
-    fields = {name for name in both if isinstance(own[name], ast.AnnAssign)}
-    wanted, found = ([name for name in which if name in fields] for which in (own, there))
-    if wanted != found:
-        yield f"{where} has the order {', '.join(found)}, not {', '.join(wanted)}"
-    for name in both:
-        here = f"{where}.{name}"
-        if type(own[name]) is not type(there[name]):
-            yield f"{here} is another kind of thing"
-        elif isinstance(own[name], ast.ClassDef):
-            yield from differences(own[name], there[name], here)
-        elif isinstance(own[name], ast.FunctionDef):
-            if (wanted := parameters(own[name])) != (found := parameters(there[name])):
-                yield f"{here} takes {found}, not {wanted}"
-        elif (wanted := value(own[name])) not in (
-            "[]",
-            found := value(there[name]),
-        ):  # [] stands for any list
-            yield f"{here} is {found}, not {wanted}"
-
-
-def members(tree: ast.AST) -> dict[str, ast.AST]:
-    """Classes, functions and fields by name, as a module or a class has them."""
-    found: dict[str, ast.AST] = {}
-    for node in getattr(tree, "body", []):
-        if isinstance(node, ast.ClassDef | ast.FunctionDef):
-            found[node.name] = node
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            found[node.target.id] = node
-        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            found[node.targets[0].id] = ast.AnnAssign(node.targets[0], node.targets[0], node.value, 1)
-        elif isinstance(node, ast.If):  # for type checkers alone
-            found |= members(node)
+def declared(tree: ast.Module | ast.ClassDef | ast.If, where: str) -> dict[str, str]:
+    """Classes, functions with their parameters, and fields with their values, by name, in their order."""
+    found: dict[str, str] = {}
+    for node in tree.body:
+        match node:
+            case ast.ClassDef():
+                found[f"{where}.{node.name}"] = "a class"
+                found |= declared(node, f"{where}.{node.name}")
+            case ast.FunctionDef(args=arguments):
+                for each in ast.walk(arguments):
+                    if isinstance(each, ast.arg):
+                        each.annotation = None
+                found[f"{where}.{node.name}"] = f"a function of {ast.unparse(arguments)}"
+            case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+                found[f"{where}.{name}"] = ast.unparse(node.value) if node.value else "nothing"
+            case ast.If():  # for type checkers alone
+                found |= declared(node, where)
     return found
 
 
-def parameters(function: ast.AST) -> str:
-    """Names, order and defaults."""
-    assert isinstance(function, ast.FunctionDef)
-    arguments = function.args
-    for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
-        each.annotation = None
-    for each in (arguments.vararg, arguments.kwarg):
-        if each is not None:
-            each.annotation = None
-    return ast.unparse(arguments)
+def differences(ours: dict[str, str], theirs: dict[str, str]) -> Iterator[str]:
+    """What a stand-in says and the release doesn't."""
+    for name, wanted in ours.items():
+        found = theirs.get(name, "not there")
+        if wanted not in (found, "[]") or found == "not there":  # [] stands for any list
+            yield f"{name} is {found}, not {wanted}"
+    # The order of fields and of enumerated values is that of a dataclass's parameters.
+    fields = {name for name, what in ours.items() if name in theirs and not what.startswith("a ")}
+    orders = [sorted(filter(fields.__contains__, each), key=scope) for each in (ours, theirs)]
+    for wanted, found in zip(*orders, strict=True):
+        if wanted != found:
+            yield f"{found} has the place of {wanted}"
 
 
-def value(field: ast.AST) -> str:
-    assert isinstance(field, ast.AnnAssign)
-    return "nothing" if field.value is None else ast.unparse(field.value)
+def scope(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("wheel", type=Path, help="of the release, as pip download leaves it")
     wheel = parser.parse_args(arguments).wheel
     compared, found = 0, []
@@ -95,8 +72,8 @@ def main(arguments: list[str] | None = None) -> int:
             if name not in names:
                 found.append(f"there is no {name}")
                 continue
-            theirs = ast.parse(release.read(name))
-            found += differences(ast.parse(file.read_text()), theirs, name)
+            both = (declared(ast.parse(text), name) for text in (file.read_text(), release.read(name)))
+            found += differences(*both)
     print(*found, f"{wheel.name}: {compared} modules, {len(found)} differences", sep="\n")
     return 1 if found or not compared else 0
 

@@ -28,49 +28,39 @@ from cutlass_fmha.dispatch import table as tables
 from cutlass_fmha.dispatch.any_rows import no_rows
 
 REQUIRED = 0.95
-QUANTILES = (0.5, 0.9, 0.95, 0.99, 1.0)
 WORST = 12
 
 
 def main(argv: list[str] | None = None) -> int:
     """Measure or evaluate, print the verdict; 1 when picks are not good enough or can't be judged."""
-    arguments = parser().parse_args(argv)
-    if (arguments.evaluate is None) == (arguments.output is None):
-        print("holdout: either --output FILE (measure) or --evaluate FILE is needed", file=sys.stderr)
-        return 2
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    add = parser.add_argument
+    add("--problems", type=int, default=240, metavar="N", help="default: %(default)s")
+    add("--seed", type=int, default=1, metavar="N", help="of the draw (default: %(default)s)")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--output", type=Path, metavar="FILE", help="measure; all timings go there, as JSON")
+    what.add_argument("--evaluate", type=Path, metavar="FILE", help="judge by stored timings alone")
+    add("--markdown", type=Path, metavar="FILE", help="write the verdict there as well")
+    add("--device", type=int, default=0, metavar="N", help="CUDA device (default: 0)")
+    fit = "also time a calibration's problems, with so many random ones for each head dim: for calibrate"
+    add("--with-calibration", type=int, metavar="DRAWN", help=f"{fit} --from-timings, to work on the model")
+    arguments = parser.parse_args(argv)
     try:
         taken = measurements.load(arguments.evaluate) if arguments.evaluate else measure(arguments)
         calibration = store.for_device(taken.machine.device)
-        build = tables.this_build()
-        picks = verdict.judge(taken.holdout, taken.machine.device, build, calibration)
+        picks = verdict.judge(taken.holdout, taken.machine.device, tables.this_build(), calibration)
     except (CannotMeasure, InvalidTimings, verdict.Unjudgeable, store.InvalidCalibration) as error:
         print(f"holdout: {error}", file=sys.stderr)
         return 1
+    share = verdict.share_right(picks)
     if arguments.output:
-        measurements.save(taken, arguments.output, summary(picks, str(calibration)))
+        told = {"costs": str(calibration), "problems": len(picks), "close": verdict.CLOSE}
+        measurements.save(taken, arguments.output, {**told, "share_right": round(share, 4)})
     text = markdown(taken, picks, str(calibration))
     print(text)
     if arguments.markdown:
         arguments.markdown.write_text(text)
-    return 0 if verdict.share_right(picks) >= REQUIRED else 1
-
-
-def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    result.add_argument("--problems", type=int, default=240, metavar="N", help="default: %(default)s")
-    result.add_argument("--seed", type=int, default=1, metavar="N", help="of the draw (default: %(default)s)")
-    result.add_argument("--output", type=Path, metavar="FILE", help="measure; all timings go there, as JSON")
-    result.add_argument("--evaluate", type=Path, metavar="FILE", help="judge by stored timings alone")
-    result.add_argument("--markdown", type=Path, metavar="FILE", help="write the verdict there as well")
-    result.add_argument("--device", type=int, default=0, metavar="N", help="CUDA device (default: 0)")
-    result.add_argument(
-        "--with-calibration",
-        type=int,
-        metavar="DRAWN",
-        help="also time a calibration's problems, with so many random ones for each head dim: what "
-        "`python -m cutlass_fmha calibrate --from-timings` fits, to work on the model",
-    )
-    return result
+    return 0 if share >= REQUIRED else 1
 
 
 def measure(arguments: argparse.Namespace) -> Measurements:
@@ -96,38 +86,21 @@ def measure(arguments: argparse.Namespace) -> Measurements:
     return taken
 
 
-# ---- the verdict -------------------------------------------------------------------------------------------
-
-
-def summary(picks: Sequence[Pick], costs: str) -> dict[str, object]:
-    """The verdict as the JSON file holds it."""
-    return {
-        "costs": costs,
-        "problems": len(picks),
-        "close": verdict.CLOSE,
-        "share_right": round(verdict.share_right(picks), 4),
-        "loss_quantiles": {str(q): round(percentile(losses(picks), q), 4) for q in QUANTILES},
-    }
-
-
-def losses(picks: Sequence[Pick]) -> list[float]:
-    return [pick.loss for pick in picks]
-
-
 def markdown(taken: Measurements, picks: Sequence[Pick], costs: str) -> str:
     """The verdict as text that is also Markdown."""
     machine = taken.machine
-    share = verdict.share_right(picks)
+    dims = sorted({pick.problem.head_dim for pick in picks})
+    groups = {str(dim): [pick for pick in picks if pick.problem.head_dim == dim] for dim in dims}
     worst = sorted(picks, key=lambda pick: -pick.loss)[:WORST]
     lines = [
         f"# Hold-out: what selection picks on {machine.gpu}",
         "",
-        f"{share:.1%} of {len(picks)} picks are within {verdict.CLOSE:.0%} of the best row "
-        f"({REQUIRED:.0%} are required). Costs: {costs}. Seed {taken.seed}, {machine.date[:10]}, "
+        f"{verdict.share_right(picks):.1%} of {len(picks)} picks are within {verdict.CLOSE:.0%} of the best "
+        f"row ({REQUIRED:.0%} are required). Costs: {costs}. Seed {taken.seed}, {machine.date[:10]}, "
         f"cutlass_fmha {machine.package}, torch {machine.torch}.",
         "",
-        *table(HEAD, [_line(label, own) for label, own in by_head_dim(picks)]),
-        *("", f"Quantiles of the time lost: {_quantiles(picks)}.", ""),
+        *table(HEAD, [_line(label, own) for label, own in {**groups, "all": picks}.items()]),
+        "",
         *table(("lost", "picked", "best", "us / us", "problem"), map(_row, worst)),
     ]
     return "\n".join(lines) + "\n"
@@ -136,20 +109,10 @@ def markdown(taken: Measurements, picks: Sequence[Pick], costs: str) -> str:
 HEAD = ("head dim", "problems", "within 5 %", "time lost: median", "p95", "worst")
 
 
-def by_head_dim(picks: Sequence[Pick]) -> list[tuple[str, list[Pick]]]:
-    dims = sorted({pick.problem.head_dim for pick in picks})
-    own = [(str(dim), [pick for pick in picks if pick.problem.head_dim == dim]) for dim in dims]
-    return [*own, ("all", list(picks))]
-
-
 def _line(label: str, picks: Sequence[Pick]) -> tuple[str, ...]:
-    lost = losses(picks)
+    lost = [pick.loss for pick in picks]
     shares = (verdict.share_right(picks), percentile(lost, 0.5), percentile(lost, 0.95), max(lost))
     return label, str(len(picks)), *(f"{share:.1%}" for share in shares)
-
-
-def _quantiles(picks: Sequence[Pick]) -> str:
-    return ", ".join(f"{q:.0%} {percentile(losses(picks), q):.1%}" for q in QUANTILES)
 
 
 def _row(pick: Pick) -> tuple[str, ...]:

@@ -23,6 +23,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
 from resources import REGISTERS_PER_SM, REPORT, SHARED_PER_SM, SHARED_PER_SM_90
 
 from cutlass_fmha.bench.cases import Case, select_cases
@@ -160,14 +162,14 @@ def run_ncu(ncu: str, command: list[str]) -> list[Profile]:
 
 
 def expected(row: str, gpu: str) -> dict[str, float]:
-    """By the names of FIGURES, from the committed counts of tools/sass.py; empty for a row without any.
+    """By the names of FIGURES, from the committed counts of tools/sass.py; empty for what is no row.
 
     A pipe's share is the most it can be: its clocks over those of the busiest, of a block of keys in the main
     loop. That holds what a step skips, too (masks, the second pass of an exact softmax): MUFU and issue slots
     are upper bounds, and with them the tensor pipe's a lower one.
     """
     entry = json.loads(REPORT.read_text(encoding="utf-8"))["rows"].get(row)
-    if entry is None:
+    if entry is None or "warps" not in entry["config"]:  # helpers have counts, too, and no warps of their own
         return {}
     arch, config = entry["arch"], entry["config"]
     registers = -(-entry["registers"] // 8) * 8 * config["threads"]

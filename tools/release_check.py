@@ -14,9 +14,12 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-from dataclasses import dataclass
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import resources
 from source_hash import SOURCES, source_hash
@@ -43,64 +46,40 @@ class ReportError(ValueError):
     """A file in the reports' directory is not a parity report."""
 
 
-@dataclass(frozen=True)
-class Report:
-    """What a release depends on in one report."""
-
-    file: str
-    date: datetime.datetime
-    arch: int
-    mode: str
-    passed: bool
-    source_hash: str
-    gpu: str
-    rows: frozenset[str]
-    rows_expected: frozenset[str]
-
-    @classmethod
-    def read(cls, path: Path) -> Report:
-        """Raises ReportError when ``path`` holds something else."""
-        try:
-            content: dict[str, Any] = json.loads(path.read_text())
-            kind = content["kind"]
-            if kind != KIND:
-                raise ValueError(f"its kind is {kind!r}")
-            return cls(
-                file=path.name,
-                date=datetime.datetime.fromisoformat(content["date"]),
-                arch=int(content["arch"]), mode=content["mode"], passed=content["passed"] is True,
-                source_hash=content["source_hash"], gpu=content["gpu"], rows=frozenset(content["rows"]),
-                rows_expected=frozenset(content["rows_expected"]),
-            )  # fmt: skip
-        except (KeyError, TypeError, ValueError) as error:
-            raise ReportError(f"{path} is not a parity report: {error!r}") from error
+#: What a release depends on in a report.
+NEEDED = ("date", "arch", "mode", "passed", "source_hash", "rows", "rows_expected")
 
 
-def read_reports(directory: Path) -> list[Report]:
-    """Every report in ``directory``, oldest first."""
-    return sorted((Report.read(path) for path in directory.glob("*.json")), key=lambda report: report.date)
+def read(path: Path) -> dict[str, Any]:
+    """Raises ReportError when ``path`` is no parity report."""
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+        if content["kind"] != KIND:
+            raise ValueError(f"its kind is {content['kind']!r}")
+        date = datetime.datetime.fromisoformat(content["date"])
+        return {name: content[name] for name in NEEDED} | {"file": path.name, "date": date}
+    except (KeyError, TypeError, ValueError) as error:
+        raise ReportError(f"{path} is not a parity report: {error!r}") from error
 
 
-def complaints(reports: list[Report], current: str) -> list[str]:
+def complaints(reports: Sequence[dict[str, Any]], current: str) -> list[str]:
     """Why these reports do not prove sources with the hash ``current``; empty when they do."""
     found = []
     for arch, (modes, how) in REQUIRED.items():
-        of_arch = [report for report in reports if report.arch == arch and report.mode in modes]
+        of_arch = [report for report in reports if report["arch"] == arch and report["mode"] in modes]
         if not of_arch:
             found.append(f"the sm_{arch} rows have no parity report ({' or '.join(modes)}): {how}")
             continue
-        newest = max(of_arch, key=lambda report: report.date)
-        if newest.source_hash != current:
-            found.append(
-                f"{newest.file} is of other sources (hash {newest.source_hash[:12]}, "
-                f"src/ has {current[:12]}): {how}"
-            )
-        if missing := sorted(newest.rows_expected - newest.rows):
-            found.append(f"{newest.file} leaves rows uncovered: {', '.join(missing)}")
-        if not newest.rows:
-            found.append(f"{newest.file} covers no row at all")
-        if not newest.passed:
-            found.append(f"{newest.file} is the report of a failed run")
+        newest = max(of_arch, key=lambda report: report["date"])
+        file, of = newest["file"], newest["source_hash"]
+        if of != current:
+            found.append(f"{file} is of other sources (hash {of[:12]}, src/ has {current[:12]}): {how}")
+        if missing := sorted({*newest["rows_expected"]} - {*newest["rows"]}):
+            found.append(f"{file} leaves rows uncovered: {', '.join(missing)}")
+        if not newest["rows"]:
+            found.append(f"{file} covers no row at all")
+        if newest["passed"] is not True:
+            found.append(f"{file} is the report of a failed run")
     return found
 
 
@@ -125,7 +104,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--resources", type=Path, default=resources.REPORT, help="that of tools/resources.py")
     options = parser.parse_args(arguments)
     try:
-        reports = read_reports(options.reports)
+        reports = [read(path) for path in sorted(options.reports.glob("*.json"))]
         machine_code = resources.read_report(options.resources)
     except (ReportError, resources.ReportError) as error:
         print(f"release-check: {error}")

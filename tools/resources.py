@@ -21,6 +21,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
 from building import find_program
 from cubin import RESERVED_SHARED, Kernel, read_compilers, read_kernels
 from source_hash import source_hash
@@ -89,7 +91,7 @@ def shared_memory(kernel: Kernel, row: Any) -> tuple[int, int]:
     """Bytes that a block and an SM have for the row."""
     if row.family == "wide" and kernel.arch == 90:
         return SHARED_PER_BLOCK_90, SHARED_PER_SM_90
-    with_features = row.name.endswith(("_ranged", "_score_mod", "_scored"))
+    with_features = row.name.endswith(("_ranged", "_score_mod", "_masked", "_scored"))
     if with_features and (kernel.arch == 90 or row.name.endswith(FEW_QUERIES)):
         return SHARED_PER_BLOCK, SHARED_PER_SM_90
     return SHARED_PER_BLOCK, SHARED_PER_SM
@@ -230,7 +232,7 @@ def write() -> int:
     from cutlass_fmha import _C
 
     try:
-        loops = sass.read_rows(Path(str(_C.__file__)), _C.rows())
+        loops = sass.loops_of(read_kernels(Path(str(_C.__file__))), _C.rows())
         report = build_report(_C, {loop.row.name: sass.loop_entry(loop.loop) for loop in loops})
     except ReportError as error:
         print(error, file=sys.stderr)

@@ -13,19 +13,19 @@ import argparse
 import re
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from cubin import Kernel, read_kernels
-from mainloop import CLASSES, Loop, LoopNotFoundError, main_loop
+from mainloop import CLASSES, Loop, main_loop
 from resources import UPDATE
 
 from cutlass_fmha.cli import output
 
 
-@dataclass(frozen=True)
-class RowLoop:
+class RowLoop(NamedTuple):
     """A row of the table of kernels together with its machine code. ``row`` is a ``_C.Row``."""
 
     row: Any
@@ -33,40 +33,16 @@ class RowLoop:
     loop: Loop
 
 
-def installed() -> tuple[Path, list[Any]]:
-    """The extension and its rows. Raises ValueError for one of whose mma not all are useful."""
-    from cutlass_fmha import _C
-
-    if (passes := _C.build_info()["mma_passes"]) != 1:
-        raise ValueError(
-            f"this build runs each mma pass {passes} times, to emulate a GPU: take one that doesn't"
-        )
-    return Path(str(_C.__file__)), list(_C.rows())
-
-
-def is_counted(row: Any) -> bool:
-    """Whether a row's main loop is worth counting.
+def loops_of(kernels: Iterable[Kernel], rows: Iterable[Any]) -> list[RowLoop]:
+    """The main loop of every kernel that is a counted one of ``rows``, in the order of the rows.
 
     Not where the warps of a block share the keys: such a loop loads straight into registers, runs a few times
-    if at all (the first step stands before it), and is bound by latency.
-    Nor in a scored row: most of its loop is branches that a problem takes or doesn't.
+    if at all (the first step stands before it), and is bound by latency. Nor in a scored row: most of its
+    loop is branches that a problem takes or doesn't. Raises LoopNotFoundError for a kernel without one.
     """
-    return bool(row.family == "plain")
-
-
-def read_rows(file: Path, rows: Iterable[Any]) -> list[RowLoop]:
-    """The main loop of every kernel in ``file`` that is a counted one of ``rows``, in the order of the rows.
-
-    Raises LoopNotFoundError for a kernel without one.
-    """
-    return loops_of(read_kernels(file), rows)
-
-
-def loops_of(kernels: Iterable[Kernel], rows: Iterable[Any]) -> list[RowLoop]:
-    by_name = {row.name: row for row in rows if is_counted(row)}
-    found = [RowLoop(by_name[x.name], x, main_loop(x)) for x in kernels if x.name in by_name]
-    order = list(by_name)
-    return sorted(found, key=lambda loop: order.index(loop.row.name))
+    by_name = {kernel.name: kernel for kernel in kernels}
+    wanted = [row for row in rows if row.family == "plain" and row.name in by_name]
+    return [RowLoop(row, by_name[row.name], main_loop(by_name[row.name])) for row in wanted]
 
 
 # ---- what has grown since the committed counts (tests/data/resources.json) --------------------------------
@@ -105,58 +81,45 @@ def grown(name: str, old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     return lines
 
 
-# ---- tables ------------------------------------------------------------------------------------------------
-
-SHOWN = ("mma", "mufu", "fp32", "convert", "imad", "alu", "ldsm", "copy", "barrier", "uniform", "nop")
+# ---- the command -------------------------------------------------------------------------------------------
 
 
-def table(loops: list[RowLoop]) -> output.Table:
-    head = ["row", "regs", "code", *SHOWN, "rest"]
-    lines = []
-    for loop in loops:
-        found = entry(loop)
-        sizes = [found["row"], found["registers"], found["code"]]
-        lines.append([*map(str, sizes), *map(str, found["loop"].values())])
-    return output.Table(head, lines)
+def entry(found: RowLoop) -> dict[str, Any]:
+    """What is told of a row, and its opcodes."""
+    sizes = {"row": found.row.name, "registers": found.kernel.registers, "code": len(found.kernel.code)}
+    return {**sizes, "loop": loop_entry(found.loop), "opcodes": dict(found.loop.opcodes.most_common())}
 
 
-def entry(loop: RowLoop) -> dict[str, Any]:
-    """What the table has of a row, and the opcodes."""
-    counts = {name: loop.loop.counts[name] for name in SHOWN}
-    counts["rest"] = sum(loop.loop.counts.values()) - sum(counts.values())
-    return {
-        "row": loop.row.name,
-        "registers": loop.kernel.registers,
-        "code": len(loop.kernel.code),
-        "loop": counts,
-        "opcodes": dict(loop.loop.opcodes.most_common()),
-    }
+def main(arguments: list[str] | None = None) -> int:
+    from cutlass_fmha import _C
 
-
-def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rows", default="", metavar="REGEX", help="only rows whose name it is found in")
     parser.add_argument("--opcodes", action="store_true", help="list the loop's opcodes per row")
     output.add_json(parser)
-    return parser.parse_args(arguments)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    options = parse_arguments(arguments)
+    options = parser.parse_args(arguments)
+    if (passes := _C.build_info()["mma_passes"]) != 1:
+        print(f"this build runs each mma pass {passes} times, to emulate a GPU", file=sys.stderr)
+        return 1
+    rows = [row for row in _C.rows() if re.search(options.rows, row.name)]
     try:
-        file, rows = installed()
-        loops = read_rows(file, [row for row in rows if re.search(options.rows, row.name)])
-        if not loops:
-            print(f"no row with a counted loop in {file} whose name holds {options.rows!r}", file=sys.stderr)
-            return 1
-    except (LoopNotFoundError, OSError, RuntimeError, ValueError) as error:
+        entries = [entry(found) for found in loops_of(read_kernels(Path(str(_C.__file__))), rows)]
+    except (OSError, RuntimeError, ValueError) as error:  # a missing tool, a kernel without a loop
         print(error, file=sys.stderr)
         return 1
-    parts: list[str | output.Table] = [table(loops)]
-    for loop in loops if options.opcodes else ():
-        listed = ", ".join(f"{name} {n}" for name, n in loop.loop.opcodes.most_common())
-        parts.append(f"\n{loop.row.name}: {listed}")
-    output.emit([entry(loop) for loop in loops], parts, options.json)
+    if not entries:
+        print(f"no row with a counted loop whose name holds {options.rows!r}", file=sys.stderr)
+        return 1
+    kinds = [kind for kind in CLASSES if any(kind in each["loop"] for each in entries)]
+    lines = [
+        [*map(str, list(each.values())[:3]), *(str(each["loop"].get(kind, 0)) for kind in kinds)]
+        for each in entries
+    ]
+    parts: list[str | output.Table] = [output.Table(["row", "regs", "code", *kinds], lines)]
+    for each in entries if options.opcodes else ():
+        listed = ", ".join(f"{name} {n}" for name, n in each["opcodes"].items())
+        parts.append(f"\n{each['row']}: {listed}")
+    output.emit(entries, parts, options.json)
     return 0
 
 

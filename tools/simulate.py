@@ -17,6 +17,8 @@ import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
 from building import BuildError, load_extension
 from simulator import DIRECTORY, build_extension
 
@@ -27,14 +29,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--rows", default="", metavar="REGEX", help="rows to build and run, by name")
-    add("--manifest", type=Path, help="rows of another manifest than src/rows.cmake")
-    add(
-        "--archs",
-        type=int,
-        nargs="+",
-        default=[89, 90, 120],
-        help="whose rows; 80 and 86: sm_89's",
-    )
+    add("--archs", type=int, nargs="+", default=[89, 90, 120], help="whose rows; 80 and 86: sm_89's")
     add("--problems", type=int, default=0, metavar="N", help="problems to draw")
     add("--only-drawn", action="store_true", help="leave out the tests' short problems")
     add("--longest", type=int, default=300, metavar="N", help="sequence of a drawn problem")
@@ -47,9 +42,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     try:
-        extension = options.extension or build_extension(
-            options.rows, options.build_dir, options.archs, options.manifest
-        )
+        extension = options.extension or build_extension(options.rows, options.build_dir, options.archs)
     except (BuildError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1

@@ -42,13 +42,6 @@ class UsageError(ValueError):
     """The options can't be followed; the message is one sentence."""
 
 
-def variable(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not (equals and name.isidentifier()):
-        raise argparse.ArgumentTypeError(f"a CMake variable is given as NAME=VALUE, got {text!r}")
-    return name, value
-
-
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add = parser.add_argument_group("what to tune for").add_argument
@@ -62,22 +55,19 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--smem", type=int, default=99, metavar="KIB", help="shared memory of a block (default 99: all GPUs)")
     add("--minutes", type=float, default=30.0, metavar="M", help="draw no more after so long (default 30)")
-    add("--candidates", type=int, metavar="N", help="stop after so many")
     add("--round", type=int, metavar="N", help="candidates per problem set that are built together")
-    add("--jobs", type=int, metavar="N", help="parallel nvcc jobs (default: as many as cores)")
-    many = partial(add, action="append", default=[])
-    many("--define", "-D", metavar="NAME=VALUE", type=variable, help="for CMake")
     add = parser.add_argument_group("files, and what to do instead of searching").add_argument
     add("--work", type=Path, default=ROOT / "build" / "tune", metavar="DIR", help="default: build/tune")
     add("--leaderboard", type=Path, metavar="FILE", help="default: one of --work for --arch")
     add("--dry-run", action="store_true", help="print the candidates of the first round as manifest lines")
     add("--report", action="store_true", help="print the leaderboard")
     add("--accept", action="store_true", help="print the accepted lines for the manifest")
+    output.add_json(parser)
     options = parser.parse_args(arguments)
     if options.mma_passes < 1 or options.mma_passes % 2 == 0:
         parser.error("--mma-passes must be odd: 1, 3 or 5")
-    if min(options.round or 1, options.jobs or 1, options.candidates or 1) < 1:
-        parser.error("--round, --jobs and --candidates must be at least 1")
+    if options.round is not None and options.round < 1:
+        parser.error("--round must be at least 1")
     return options
 
 
@@ -153,23 +143,22 @@ def tune(options: argparse.Namespace, gpu: str, own: int, arch: int, path: Path)
     elif arch == 120 != own:
         variables = {"CUTLASS_FMHA_SM120_PROXY": own}
     about = {"gpu": gpu, "arch": arch, "mma_passes": options.mma_passes, "shared_kib": options.smem}
-    about |= {"source_hash": source_hash(), "nvcc": info["nvcc_version"], "defines": dict(options.define)}
+    about |= {"source_hash": source_hash(), "nvcc": info["nvcc_version"]}
     board = Leaderboard.resume(path, about, {t.name: [case.name for case in t.cases] for t in targets})
     search = Search(
         board,
         targets,
-        Builder(work, arch, options.smem, {**variables, **dict(options.define)}, options.jobs),
+        Builder(work, arch, options.smem, variables),
         judge_in_a_process(work, options.device),
         seed=options.seed,
         per_round=options.round or max(4, 2 * (os.cpu_count() or 1)),
-        limit=options.candidates,
         limit_s=60.0 * options.minutes,
         say=partial(print, file=sys.stderr, flush=True),
     )
     try:
         search.run()
     finally:
-        output.show(board.render())
+        output.emit(board.content(), board.render(), options.json)
 
 
 def accept(board: Leaderboard) -> None:
@@ -201,7 +190,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name = f"leaderboard-sm{arch}-passes{options.mma_passes}.json"
         path = options.leaderboard or options.work / name
         if options.report:
-            output.show(Leaderboard.load(path).render())
+            board = Leaderboard.load(path)
+            output.emit(board.content(), board.render(), options.json)
         elif options.accept:
             accept(Leaderboard.load(path))
         elif options.dry_run:

@@ -127,7 +127,8 @@ def check_tensor(name: str, tensor: object) -> None:
     if tensor.is_nested:
         raise NotImplementedError(
             f"{name} is a nested tensor, which no kernel takes: pack the sequences, [total tokens, "
-            f"num_heads, head_dim] ({name}.values() of a jagged one), and pass cu_seqlens_q and cu_seqlens_k"
+            f"num_heads, head_dim] ({name}.values() of a jagged one), and pass cu_seqlens_q and "
+            "cu_seqlens_k; attention takes jagged q, k and v (layout=torch.jagged)"
         )
     if tensor.layout is not torch.strided:
         raise NotImplementedError(

@@ -65,6 +65,19 @@ def check_lse(lse: Tensor, shape: tuple[int, ...], first: tuple[str, Tensor]) ->
         raise ValueError(f"lse must be contiguous, got strides {tuple(lse.stride())}")
 
 
+def pair_of(out: object) -> tuple[Tensor, Tensor]:
+    """Of a call with two results what ``out`` has to be; raises TypeError."""
+    if not (isinstance(out, tuple) and len(out) == 2):
+        raise TypeError(f"out must be a tuple of two tensors, got {check.shown(out)}")
+    check.check_tensors_given(both(*out))
+    return out
+
+
+def both(one: Tensor, other: Tensor) -> dict[str, Tensor]:
+    """Under the names that a caller knows."""
+    return {"out[0]": one, "out[1]": other}
+
+
 def placed(tensors: Mapping[str, Tensor | None]) -> list[Placed]:
     """Those that are there, as ``check_apart`` takes them."""
     return [(name, x, extent(x)) for name, x in tensors.items() if x is not None]

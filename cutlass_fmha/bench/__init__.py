@@ -45,8 +45,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--from-json",
         type=Path,
+        nargs="+",
         metavar="PATH",
-        help="render a recorded result (of it, the cases of --preset), measure nothing",
+        help="render a recorded result (of it, the cases of --preset), or several joined; measure nothing",
     )
     parser.add_argument(
         "--export",
@@ -111,7 +112,7 @@ def main(argv: list[str] | None = None) -> int:
 
     try:
         if arguments.from_json:
-            result = report.read_json(arguments.from_json)
+            result = report.joined([report.read_json(path) for path in arguments.from_json])
             names = {case.name for case in chosen} if arguments.preset else None
             result["cases"] = [c for c in result["cases"] if names is None or c["name"] in names]
             if arguments.compare:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -334,15 +334,18 @@ def main(argv: list[str] | None = None) -> int:
     kept.add_options(parser)
     arguments = parser.parse_args(argv)
 
-    def found(device: torch.device) -> dict[str, Any]:
+    def found(device: torch.device) -> Iterator[dict[str, Any]]:
         sizes = arguments.sizes or (SIZES if device.type == "cuda" else SIZES[:3])
-        results = []
+        result: dict[str, Any] = {"results": [], "append": []}
         for name in arguments.ops:
             for size in sizes:
-                results.append(measure(name, size, device, arguments.budget))
-                print(results[-1], file=sys.stderr, flush=True)
+                result["results"].append(measure(name, size, device, arguments.budget))
+                print(result["results"][-1], file=sys.stderr, flush=True)
+                yield result
         batches = (1, 8, 64, 256) if device.type == "cuda" else (1, 2)
-        return {"results": results, "append": [append(n, device, arguments.budget) for n in batches]}
+        for batch in batches if "qk_norm_rope" in arguments.ops else ():
+            result["append"].append(append(batch, device, arguments.budget))
+            yield result
 
     result = kept.run(arguments, found, text)
     wrong = [c for c in result["results"] if not c["error"] <= (2e-2 if result["machine"]["gpu"] else 1e-5)]

@@ -292,17 +292,17 @@ def main(argv: list[str] | None = None) -> int:
     kept.add_options(parser)
     arguments = parser.parse_args(argv)
 
-    def found(device: torch.device) -> dict[str, Any]:
+    def found(device: torch.device) -> Iterator[dict[str, Any]]:
         register()
         size = arguments.size or ("full" if device.type == "cuda" else "small")
-        results = []
-        right = agreement(arguments.models, device)
+        result: dict[str, Any] = {"size": size, "results": []}
+        result["gradients"] = agreement(arguments.models, device)
         for name in arguments.models:
             for shape in arguments.shapes:
                 batch, seqlen = map(int, shape.split("x"))
-                results.append(measure(name, size, batch, seqlen, arguments.rounds, device))
-                print(results[-1], file=sys.stderr, flush=True)
-        return {"size": size, "results": results, "gradients": right}
+                result["results"].append(measure(name, size, batch, seqlen, arguments.rounds, device))
+                print(result["results"][-1], file=sys.stderr, flush=True)
+                yield result
 
     result = kept.run(arguments, found, text)
     wrong = [case["model"] for case in result["gradients"] if not case["right"]]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -130,9 +130,9 @@ class Problem:
         }
 
 
-def measure(seqlens: list[int], device: torch.device, budget_s: float) -> list[dict[str, Any]]:
-    """Of each model, mode and length the contenders' errors and microseconds; None where memory is short."""
-    found = []
+@torch.no_grad()
+def measure(seqlens: list[int], device: torch.device, budget_s: float) -> Iterator[dict[str, Any]]:
+    """Of each model, mode and length the contenders' errors and microseconds; none where memory is short."""
     for model in MODELS:
         for mode in MODES:
             for seqlen in seqlens:
@@ -141,10 +141,9 @@ def measure(seqlens: list[int], device: torch.device, budget_s: float) -> list[d
                 short = [name for name, call in calls.items() if not _fits(call, device.type == "cuda")]
                 calls = {name: call for name, call in calls.items() if name not in short}
                 errors, times = problem.errors(calls), times_in_turns(calls, device.type, budget_s)
-                case = {"model": model.name, "mode": mode, "seqlen": seqlen}
-                found.append({**case, "error": errors, "us": times})
-                print(*_row(found[-1]), sep="  ", file=sys.stderr)
-    return found
+                case = {"model": model.name, "mode": mode, "seqlen": seqlen, "error": errors, "us": times}
+                print(*_row(case), sep="  ", file=sys.stderr, flush=True)
+                yield case
 
 
 def _fits(call: Callable[[], object], cuda: bool) -> bool:
@@ -190,11 +189,14 @@ def main(argv: list[str] | None = None) -> int:
     kept.add_options(parser)
     arguments = parser.parse_args(argv)
 
-    def found(device: torch.device) -> dict[str, Any]:
+    def found(device: torch.device) -> Iterator[dict[str, Any]]:
         integration.register()
-        with torch.no_grad():
-            results = measure(arguments.seqlens, device, arguments.budget)
-        return {"results": results, "host_us": measure_surfaces() if device.type == "cuda" else {}}
+        result: dict[str, Any] = {"results": [], "host_us": {}}
+        for case in measure(arguments.seqlens, device, arguments.budget):
+            result["results"].append(case)
+            yield result
+        if device.type == "cuda":
+            yield result | {"host_us": measure_surfaces()}
 
     kept.run(arguments, found, text)
     return 0

@@ -56,6 +56,25 @@ def read_json(path: Path) -> Result:
     return result
 
 
+def joined(parts: Sequence[Result]) -> Result:
+    """Runs of some cases each as one: their lists together, the rest of the first run that has it.
+
+    Raises InvalidReport for runs of two GPUs or builds, whose figures say nothing about each other.
+    """
+    first, *others = parts
+    of_first, *rest = ([part["machine"].get(name) for name in ("gpu", "commit", "build")] for part in parts)
+    if any(each != of_first for each in rest):
+        raise InvalidReport(f"results of two GPUs or builds are no single one: {[of_first, *rest]}")
+    found = dict(first)
+    for part in others:
+        for name, value in part.items():
+            if isinstance(value, list):
+                found[name] = found[name] + [entry for entry in value if entry not in found[name]]
+            else:
+                found[name] = found.get(name) or value
+    return found
+
+
 def wrong_results(result: Result) -> list[str]:
     """One line for each of our results that differs from fp64 by more than its tolerance."""
     lines = []

@@ -27,11 +27,11 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from operator import mul
 from typing import TYPE_CHECKING, NamedTuple
 
-from cutlass_fmha.dispatch.blocks import Division, Kind, divide, divides_tail, kinds, packed_heads, totals
+from cutlass_fmha.dispatch.blocks import MAX_SPLITS, TAIL_PARTS, divide, divides_tail, kinds
 from cutlass_fmha.dispatch.device import KIB, Device
-from cutlass_fmha.dispatch.problem import EVEN
 
 if TYPE_CHECKING:
     from cutlass_fmha.dispatch.problem import Problem
@@ -110,107 +110,92 @@ class Counts(NamedTuple):
 
 
 class Priced:
-    """A row at its prices on a device: what all of its launches have in common."""
+    """A row at its prices on a device, which tells what its launches take."""
 
     def __init__(self, row: Row, device: Device, cost: RowCost) -> None:
         self.row, self.device, self.cost = row, device, cost
         self.places = device.sm_count * cost.resident
+        step = row.tile_n * row.kv_warps
         #: Of keys and values, in a step.
-        self.bytes_loaded = row.tile_n * row.kv_warps * (row.head_dim + row.head_dim_v) * BYTES_PER_ELEMENT
-        #: Whether a launch may divide the keys of its tiles, or of the last ones.
-        self.divides_keys = row.takes_features and row.scored
-        self.divides_tail = not row.takes_features and divides_tail(row, device)
-
-    def __call__(self, problem: Problem) -> Launch:
-        return Launch(self, problem)
-
-
-class Launch:
-    """A row's launch for a problem. What it costs at least is known before it is played through."""
-
-    def __init__(self, of: Priced, problem: Problem) -> None:
-        self._of, self._problem = of, problem
-        self._even = not problem.is_ranged and problem.mean == EVEN
-        self._most = MAX_WAVES if self._even else MAX_MASKED_WAVES
-        self._may_divide = of.divides_keys or (self._even and of.divides_tail)
-        self._undivided: tuple[Kind, Kind] | None = None
-        self._divided: Division | None = None
-        self._found: list[Kind] | None = None
-
-    def bound(self) -> float:
-        """Microseconds at least, before it is known what is divided, in a tenth of the time."""
-        row, problem = self._of.row, self._problem
-        found = self._undivided = totals(row, problem, packed_heads(row, problem))
-        if found is None:
-            return 0.0
-        first, sums = found
-        return self._at_least(None if self._may_divide else first, sums, 1, 0)
-
-    def least(self, bound: float) -> float:
-        """The same, which was ``bound``, when it is known what is divided."""
-        if not self._may_divide:
-            return bound
-        _, splits, tail = self._division()
-        if splits == 1 and not tail:
-            return self._at_least(*self._undivided, 1, 0) if self._undivided else bound
-        if not (kinds := self._kinds()):
-            return 0.0
-        total = 0
-        blocks = steps = warp_blocks = warp_steps = 0.0
-        for number, block, step, warp_block, warp_step in kinds:
-            total += number
-            blocks += number * block
-            steps += number * step
-            warp_blocks += number * warp_block
-            warp_steps += number * warp_step
-        first = kinds[0] if kinds[0][0] else kinds[1]  # all may be tiles of a tail
-        return self._at_least(first, (total, blocks, steps, warp_blocks, warp_steps), *self._parts())
-
-    def _at_least(self, first: Kind | None, sums: Kind, splits: int, tail_rows: int) -> float:
-        """If all places, and all SMs, ended together; and by the first block alone, if none is averaged."""
-        of, cost = self._of, self._of.cost
-        total, blocks, steps, warp_blocks, warp_steps = sums
-        waiting = (blocks * cost.block + steps * cost.step) / of.places
-        work = (warp_blocks * cost.warp_block + warp_steps * cost.warp_step) / of.device.sm_count
-        if first and total <= of.places * self._most:
-            _, block, step, warp_block, warp_step = first
-            waiting = max(waiting, block * cost.block + step * cost.step)
-            work = max(work, warp_block * cost.warp_block + warp_step * cost.warp_step)
-        launches, cold, megabytes, megabytes_again = self._once(steps, splits, tail_rows)
-        return (
-            cost.launch * launches
-            + cost.cold * cold
-            + cost.traffic * megabytes
-            + cost.again * megabytes_again
-            + math.hypot(waiting, work)
-        ) * ROUNDED
-
-    def _division(self) -> Division:
-        if (found := self._divided) is None:
-            found = self._divided = divide(self._of.row, self._problem, self._of.device)
-        return found
-
-    def _kinds(self) -> list[Kind]:
-        if (found := self._found) is None:
-            found = self._found = kinds(self._of.row, self._problem, self._division())
-        return found
-
-    def _parts(self) -> tuple[int, int]:
-        """Into how many the keys are divided, and the rows of O that those of a tail leave."""
-        division = self._division()
-        return division.splits, division.tail.rows(self._of.row) if division.tail else 0
-
-    def _once(self, steps: float, splits: int, tail_rows: int) -> tuple[int, float, float, float]:
-        """The first of ``Counts``: what a launch has once. ``steps``: those of all blocks."""
-        of, problem = self._of, self._problem
-        read = BYTES_PER_ELEMENT * problem.elements_read
-        moved = read + problem.elements_written * (
-            BYTES_PER_ELEMENT + (2 * splits * BYTES_PER_PARTIAL if splits > 1 else 0)
+        self.bytes_loaded = step * (row.head_dim + row.head_dim_v) * BYTES_PER_ELEMENT
+        # Into how many the keys of a tile are divided at most, and, where all see as many, of the last tiles.
+        parts = MAX_SPLITS if row.takes_features and row.scored else 1
+        #: What ``at_least`` asks, side by side in memory: most calls find it in no cache.
+        self.bounds = (
+            (row.tile_m, row.tile_m * row.kv_warps // row.warps, step, row.takes_features),
+            (parts, TAIL_PARTS[-1] if divides_tail(row, device) else parts),
+            (cost.launch, cost.block, cost.step),
+            (cost.block / self.places / row.tile_m, cost.step / self.places / row.tile_m / step),
+            (
+                cost.warp_block / device.sm_count / row.tile_m,
+                cost.warp_step / device.sm_count / row.tile_m / step,
+            ),
         )
+
+    def at_least(self, problem: Problem) -> float:
+        """Microseconds, in a tenth of the time: those of all scores, as if places and SMs were never idle.
+
+        Or those of the last queries' block, if none is averaged: they see the most keys.
+        """
+        queries, scores, rising, ends, last = problem.walked
+        if not queries:
+            return 0.0
+        tile, parts, (launch, block_us, step_us), waiting_of, work_of = self.bounds
+        tile_m, rows, step, takes_features = tile
+        by_warps = scores
+        # All rows of a tile, or of a warp, walk as far as the last.
+        if (rising := rising - ends * tile_m) > 0:
+            if takes_features:
+                rows = tile_m * problem.num_heads_kv // problem.num_heads  # of a head, at least
+            by_warps += rising * (rows - 1) / 2
+            scores += rising * ((rows if takes_features else tile_m) - 1) / 2
+        if scores < 0:
+            scores = 0.0
+        waiting = waiting_of[0] * queries + waiting_of[1] * scores
+        work = work_of[0] * queries + (work_of[1] * by_warps if by_warps > 0 else 0.0)
+        tiles = -(-problem.seqlen_q // tile_m) * problem.batch * problem.num_heads
+        us = block_us + -(-last // step) * step_us
+        if (most := parts[problem.is_even]) > 1:
+            most = problem.num_splits or most if parts[0] > 1 else most
+            tiles *= most
+            us = min(us, launch + block_us + -(-last // (step * most)) * step_us)
+        if last and us > waiting and tiles <= self.places * most_waves(problem):
+            waiting = us
+        once = self.cost.once(*self._once(problem, scores / (tile_m * step), 1, 0))
+        return (once + math.hypot(waiting, work)) * ROUNDED
+
+    def us(self, problem: Problem) -> float:
+        """Microseconds of a launch, 0 without a block."""
+        counts = self.counts(problem)
+        return 0.0 if counts is None else self.cost.of(counts)
+
+    def counts(self, problem: Problem) -> Counts | None:
+        """The launch played through, None without a block: which it waits for depends on what they cost."""
+        division = divide(self.row, problem, self.device)
+        if not (launched := kinds(self.row, problem, division)):
+            return None
+        numbers, blocks, steps, warp_blocks, warp_steps = zip(*launched, strict=True)
+        total, cost, sms, most = sum(numbers), self.cost, self.device.sm_count, most_waves(problem)
+        alone = list(zip(numbers, blocks, steps, strict=True))
+        shared = list(zip(numbers, warp_blocks, warp_steps, strict=True))
+        waiting = _play(alone, total, self.places, most, cost.block, cost.step)
+        work = _work(shared, total, sms, cost, most, problem.is_even)
+        tail_rows = division.tail.rows(self.row) if division.tail else 0
+        once = self._once(problem, sum(map(mul, numbers, steps)), division.splits, tail_rows)
+        return Counts(*once, *waiting, *work)
+
+    def _once(
+        self, problem: Problem, steps: float, splits: int, tail_rows: int
+    ) -> tuple[int, float, float, float]:
+        """The first of ``Counts``: what a launch has once. ``steps``: those of all blocks."""
+        read, moved = problem.elements_read * BYTES_PER_ELEMENT, problem.elements_written * BYTES_PER_ELEMENT
+        moved += read
+        if splits > 1:
+            moved += 2 * splits * BYTES_PER_PARTIAL * problem.elements_written
         if tail_rows:
-            moved += 2 * BYTES_PER_PARTIAL * tail_rows * of.row.head_dim
+            moved += 2 * BYTES_PER_PARTIAL * tail_rows * self.row.head_dim
         # Bytes of keys and values that all blocks load, each for itself.
-        again = of.bytes_loaded * steps - read
+        again = self.bytes_loaded * steps - read
         cold = read / COLD_BYTES
         return (
             2 if splits > 1 or tail_rows else 1,
@@ -219,29 +204,18 @@ class Launch:
             again / 1e6 if again > 0 else 0.0,
         )
 
-    def counts(self) -> Counts | None:
-        """The launch played through, None without a block: which it waits for depends on what they cost."""
-        if not (kinds := self._kinds()):
-            return None
-        of, cost, sms = self._of, self._of.cost, self._of.device.sm_count
-        alone = [(number, block, step) for number, block, step, _, _ in kinds if number]
-        shared = [(number, block, step) for number, _, _, block, step in kinds if number]
-        waiting = _play(alone, of.places, self._most, cost.block, cost.step)
-        work = _work(shared, sms, cost, self._most, self._even)
-        steps = sum([number * step for number, _, step in alone])
-        return Counts(*self._once(steps, *self._parts()), *waiting, *work)
 
-    def us(self) -> float:
-        counts = self.counts()
-        return 0.0 if counts is None else self._of.cost.of(counts)
+def most_waves(problem: Problem) -> int:
+    """Blocks per place up to which a launch is played through."""
+    return MAX_WAVES if problem.is_even else MAX_MASKED_WAVES
 
 
 def count(row: Row, problem: Problem, device: Device, cost: RowCost) -> Counts | None:
     """What a launch is made of; None when it has no block. The counts are those at ``cost``."""
-    return Priced(row, device, cost)(problem).counts()
+    return Priced(row, device, cost).counts(problem)
 
 
-def _work(launched: Kinds, sms: int, cost: RowCost, most: int, even: bool) -> tuple[float, float]:
+def _work(launched: Kinds, total: int, sms: int, cost: RowCost, most: int, even: bool) -> tuple[float, float]:
     """What the SM with the most to do has to do. ``even``: all blocks take about the same time.
 
     The first blocks are dealt out to the SMs in turns, as many to each as it has places, no matter how long
@@ -250,10 +224,9 @@ def _work(launched: Kinds, sms: int, cost: RowCost, most: int, even: bool) -> tu
     so that the last wave counts as the mean of both.
     """
     block, step = cost.warp_block, cost.warp_step
-    total = sum(number for number, _, _ in launched)
     places = sms * cost.resident
     if cost.resident == 1 or total <= sms or total > places * most:
-        return _play(launched, sms, most * cost.resident, block, step)
+        return _play(launched, total, sms, most * cost.resident, block, step)
     if even and total > places:
         waves = -(-total // places)
         left = total - (waves - 1) * places
@@ -269,18 +242,14 @@ def _work(launched: Kinds, sms: int, cost: RowCost, most: int, even: bool) -> tu
             key=lambda found: found[0] * block + found[1] * step,
         )
     dealt, left_over = _deal(launched, sms, cost.resident)
-    return _play(left_over, sms, most * cost.resident, block, step, dealt)
+    left = total - places if total > places else 0
+    return _play(left_over, left, sms, most * cost.resident, block, step, dealt)
 
 
 def _falls(launched: Kinds, block: float, step: float) -> bool:
     """Whether no block is longer than one before it."""
-    before = math.inf
-    for _, blocks, steps in launched:
-        us = blocks * block + steps * step
-        if us > before:
-            return False
-        before = us
-    return True
+    times = [blocks * block + steps * step for _, blocks, steps in launched]
+    return times == sorted(times, reverse=True)
 
 
 def _dealt_to(sm: int, launched: Kinds, sms: int) -> tuple[float, float]:
@@ -319,13 +288,12 @@ def _deal(launched: Kinds, sms: int, rounds: int) -> tuple[Kinds, Kinds]:
 
 
 def _play(
-    launched: Kinds, places: int, most: int, block: float, step: float, dealt: Kinds = ()
+    launched: Kinds, total: int, places: int, most: int, block: float, step: float, dealt: Kinds = ()
 ) -> tuple[float, float]:
-    """Gives blocks to places in order; what lies on the longest way to the end, added up.
+    """Gives ``total`` blocks to places in order; what lies on the longest way to the end, added up.
 
     ``dealt``: what the places have to do before; nothing when empty.
     """
-    total = sum(number for number, _, _ in launched)
     if total > places * most:  # an even share of all, and half of a last one
         _, last_blocks, last_steps = launched[-1]
         all_blocks = sum(number * blocks for number, blocks, _ in launched)
@@ -366,16 +334,12 @@ def _play(
 
 def _longest(launched: Kinds, block: float, step: float) -> tuple[float, float]:
     """The first block that takes longest."""
-    most, found = -1.0, (0.0, 0.0)
-    for _, blocks, steps in launched:
-        us = blocks * block + steps * step
-        if us > most:
-            most, found = us, (blocks, steps)
-    return found
+    times = [blocks * block + steps * step for _, blocks, steps in launched]
+    return launched[times.index(max(times))][1:]
 
 
 def predict(row: Row, problem: Problem, device: Device, cost: RowCost) -> float:
     """Predicted microseconds of one launch; infinite when not even one block fits on an SM."""
     if row.smem_bytes + KIB > device.smem_per_sm:
         return math.inf
-    return Priced(row, device, cost)(problem).us()
+    return Priced(row, device, cost).us(problem)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from cutlass_fmha.dispatch.device import KIB, Device
-from cutlass_fmha.dispatch.problem import EVEN
+from cutlass_fmha.dispatch.problem import EMPTY_BLOCK, EVEN
 
 if TYPE_CHECKING:
     from cutlass_fmha.dispatch.problem import Problem
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 REGISTERS_PER_SM = 65536
 MAX_REGISTERS_PER_THREAD = 256  # 255, and they are given out in steps of 8
 REGISTERS_BESIDES_FRAGMENTS = 40  # as ptxas leaves them in the rows for sm_90, give or take ten
-EMPTY_BLOCK = 0.6
-"""A block whose queries see no key only writes zeros: that much of ``block`` and ``warp_block``."""
 MAX_GROUPS = 24
 """Query tiles of a causal problem are played through in so many groups of equal ones at most."""
 WORTH_PACKING = 0.9
@@ -142,8 +140,10 @@ def kinds(row: Row, problem: Problem, division: Division) -> list[Kind]:
     if tail:
         live = live if tiles == 1 else 1.0
         whole, share = block * live, share * live
+        before = tiles * sequences - tail.tiles
+        undivided: list[Kind] = [(before, block, steps, whole, share)] if before else []
         return [
-            (tiles * sequences - tail.tiles, block, steps, whole, share),
+            *undivided,
             (tail.tiles, block, tail.first, whole, share * tail.first / steps),
             (tail.tiles * (tail.parts - 1), block, tail.rest, whole, share * tail.rest / steps),
         ]
@@ -194,97 +194,25 @@ def _block(
     return whole, -(-seen // (row.tile_n * row.kv_warps)), whole * live, warp_steps
 
 
-def totals(row: Row, problem: Problem, pack: int) -> tuple[Kind, Kind] | None:
-    """The first of the ``kinds`` of a launch that divides no keys, and what all add up to at least.
-
-    A launch that divides them has at least as much in all. None without a tile.
-    """
-    if problem.mean != EVEN:
-        found = [totals(row, each, pack) for each in problem.documents]
-        return functools.reduce(_together, found) if found else None
-    tile_m, queries = row.tile_m, problem.seqlen_q
-    tiles = -(-queries * pack // tile_m)
-    sequences = problem.batch * problem.num_heads // pack
-    if tiles == 0 or sequences == 0:
-        return None
-    number, before = sequences * tiles, tiles - 1
-    live = _live(row, queries * pack - before * tile_m)
-    if not problem.is_ranged:
-        block, steps, of_warps = _all_keys(row, problem, 1)
-        of_first = 1.0 if before else live
-        warps = sequences * (before + live)
-        return (number, block, steps, block * of_first, of_warps * of_first), (
-            number,
-            number * block,
-            number * steps,
-            warps * block,
-            warps * of_warps,
-        )
-    # What tiles see begins and ends on lines, which are cut where the keys begin and end.
-    (left, right), keys, slope = problem.window, problem.seqlen_k, tile_m / pack
-    offset = 0 if problem.causal == "top-left" else keys - queries
-    end = offset if problem.causal != "none" else offset + right if right >= 0 else keys
-    last_end = max(0, min(keys, queries + end))
-    first_key, hidden = 0, 0.0
-    if left >= 0:
-        first_key = max(0, before * tile_m // pack + offset - left)
-        begin = offset - left - slope
-        hidden = slope * before * (before + 1) / 2 + begin * before - _below(before, slope, begin, 0)
-    step = row.tile_n * row.kv_warps
-    steps = max(0, -(-last_end // step) - first_key // step) if first_key < last_end else 0
-    block = 1.0 if steps else EMPTY_BLOCK
-    of_tiles = _below(before, slope, end, keys) - hidden
-    share, of_warps = live * steps, of_tiles
-    if not row.takes_features:
-        # Warps see what their own last row sees; the mean over a tile's is that of the middle one.
-        rows = tile_m * row.kv_warps // row.warps
-        middle = min((before * tile_m + queries + rows) // 2, queries) + end
-        share = live * -(-max(0, min(keys, middle)) // row.tile_n) / row.kv_warps
-        of_warps = _below(before, slope, end - (tile_m - rows) // 2, keys)
-    all_see = end >= 0 and first_key < keys  # the first tile, which ends first, and the last
-    whole = before * (1.0 if all_see else EMPTY_BLOCK)
-    return (sequences, block, steps, block * live, share), (
-        number,
-        sequences * (block + whole),
-        sequences * (steps + max(0.0, of_tiles / step)),
-        sequences * (block * live + whole),
-        sequences * (share + max(0.0, of_warps / step)),
-    )
-
-
-def _together(one: tuple[Kind, Kind] | None, other: tuple[Kind, Kind] | None) -> tuple[Kind, Kind] | None:
-    """``totals`` of two parts of a launch."""
-    if one is None or other is None:
-        return one or other
-    first, (number, blocks, steps, warp_blocks, warp_steps) = one
-    more, more_blocks, more_steps, more_warp_blocks, more_warp_steps = other[1]
-    return first, (
-        number + more,
-        blocks + more_blocks,
-        steps + more_steps,
-        warp_blocks + more_warp_blocks,
-        warp_steps + more_warp_steps,
-    )
-
-
-def _below(points: int, slope: float, offset: float, most: int) -> float:
-    """The sum of a line at 1 to ``points``, cut at ``most``."""
-    rising = max(0, min(points, int((most - offset) / slope)))
-    return slope * rising * (rising + 1) / 2 + offset * rising + most * (points - rising)
-
-
 # Whole tiles are played through as MAX_GROUPS - 1 groups of equal ones at most.
 
 
 def _scored_tiles(tiles: int, sequences: int, splits: int, walk: Walk) -> list[Kind]:
     size = max(1, -(-tiles // (MAX_GROUPS - 1)))
     found: list[Kind] = []
+    number, before = 0, -1
     for last in range(tiles - 1, -1, -size):
         first = last - size + 1 if last >= size else 0
-        number = (last - first + 1) * sequences
-        part = -(-walk(first + last) // splits)
-        found.append((number, 1.0, part, 1.0, part) if part else (number, EMPTY_BLOCK, 0, EMPTY_BLOCK, 0.0))
-    return found
+        if (part := -(-walk(first + last) // splits)) != before:
+            if number:
+                found.append(_whole(number, before))
+            number, before = 0, part
+        number += (last - first + 1) * sequences
+    return [*found, _whole(number, before)]
+
+
+def _whole(number: int, steps: int) -> Kind:
+    return (number, 1.0, steps, 1.0, steps) if steps else (number, EMPTY_BLOCK, 0, EMPTY_BLOCK, 0.0)
 
 
 def _plain_tiles(row: Row, problem: Problem, tiles: int, sequences: int) -> list[Kind]:
@@ -295,10 +223,12 @@ def _plain_tiles(row: Row, problem: Problem, tiles: int, sequences: int) -> list
     above = (tile_m - tile_m * kv_warps // row.warps) // 2  # rows before the last of a middle warp
     size = max(1, -(-tiles // (MAX_GROUPS - 1)))
     found: list[Kind] = []
-    for last in range(tiles - 1, -1, -size):
-        first = last - size + 1 if last >= size else 0
-        number = (last - first + 1) * sequences
-        seen = (first + last + 2) * tile_m // 2 + diagonal
+    number, left = size * sequences, tiles
+    while left > 0:
+        seen = (2 * left - size + 1) * tile_m // 2 + diagonal
+        if left < size:
+            number, seen = left * sequences, (left + 1) * tile_m // 2 + diagonal
+        left -= size
         if seen <= 0:
             found.append((number, EMPTY_BLOCK, 0, EMPTY_BLOCK, 0.0))
             continue
@@ -307,7 +237,7 @@ def _plain_tiles(row: Row, problem: Problem, tiles: int, sequences: int) -> list
             middle = seen = keys
         elif seen > keys:
             seen = keys
-        if middle < 0:
+        elif middle < 0:
             middle = 0
         found.append((number, 1.0, -(-seen // step), 1.0, -(-middle // tile_n) / kv_warps))
     return found
@@ -385,7 +315,12 @@ def packed_heads(row: Row, problem: Problem) -> int:
 
     A block mask speaks of the queries of one head, so that its tiles do, too.
     """
-    if not row.takes_features or problem.block_mask is not None or problem.num_heads_kv == 0:
+    if (
+        not row.takes_features
+        or row.family == "masked"
+        or problem.block_mask is not None
+        or problem.num_heads_kv == 0
+    ):
         return 1
     group = problem.num_heads // problem.num_heads_kv
     packed = -(-problem.seqlen_q * group // row.tile_m)
@@ -441,27 +376,16 @@ def _splits(walk: int, blocks: int, sm_count: int, places: int, most: int) -> in
 
 
 def _walk(row: Row, problem: Problem, pack: int) -> Walk:
-    tile_m, step, queries, keys = (
-        row.tile_m,
-        row.tile_n * row.kv_warps,
-        problem.seqlen_q,
-        problem.seqlen_k,
-    )
-    left, right = problem.window
-    if problem.causal != "none":
-        right = 0
-    if left < 0 and right < 0:
-        whole = -(-keys // step)
-        return lambda twice: whole
-    offset = 0 if problem.causal == "top-left" else keys - queries
+    tile_m, step, queries = row.tile_m, row.tile_n * row.kv_warps, problem.seqlen_q
+    left, end, keys = problem.lines
 
     def walk(twice: int) -> int:
-        begin, end = 0, keys
-        if left >= 0:
-            begin = max(0, twice * tile_m // (2 * pack) + offset - left)
-        if right >= 0:
-            last = min(-(-(twice + 2) * tile_m // (2 * pack)), queries)
-            end = max(0, min(keys, last + offset + right))
-        return max(0, -(-end // step) - begin // step) if begin < end else 0
+        last = -(-(twice + 2) * tile_m // (2 * pack))
+        stop = (queries if last > queries else last) + end
+        if stop > keys:
+            stop = keys
+        if (begin := twice * tile_m // (2 * pack) + left) < 0:
+            begin = 0
+        return -(-stop // step) - begin // step if begin < stop else 0
 
     return walk

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,8 +13,8 @@ from cutlass_fmha.dispatch import table as tables
 from cutlass_fmha.dispatch.any_rows import no_rows
 from cutlass_fmha.dispatch.device import Device
 from cutlass_fmha.dispatch.eligibility import eligible_rows, family, reasons
-from cutlass_fmha.dispatch.families.family import Offer, Offers
-from cutlass_fmha.dispatch.problem import MAX_KEY_SPAN, Problem, class_of, following, typical
+from cutlass_fmha.dispatch.families.family import Offers
+from cutlass_fmha.dispatch.problem import MAX_KEY_SPAN, Problem, class_of, typical
 from cutlass_fmha.dispatch.table import Row, Table
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.launch.recent import Recent
@@ -45,14 +44,8 @@ def choose(
     key = (class_of(problem), where)
     if (found := _chosen.get(key) or _chosen.revive(key)) is not None:
         return found[0]
-    rows, of_class = in_question(problem, device, table, known, where), typical(problem)
-    winner = cheapest(rows, of_class)
+    winner = cheapest(in_question(problem, device, table, known, where), typical(problem))
     _chosen.put(key, (winner, table, known))
-    if len(rows) > 1:
-        for each in following(of_class):
-            key = (class_of(each), where)
-            if each.is_decode == problem.is_decode and key not in _chosen:
-                _chosen.put(key, (cheapest(rows, each), table, known))
     return winner
 
 
@@ -76,13 +69,19 @@ class Contender(NamedTuple):
     offers: Offers
 
 
+class Contest(list[Contender]):
+    """The rows that cost decides between, and the number of the one that won last: it is asked first."""
+
+    last = 0
+
+
 #: By what keeps rows from a problem, lengths apart.
-_in_question: Recent[tuple[object, ...], tuple[list[Contender], Table, Calibration]] = Recent(MAX_CHOICES)
+_in_question: Recent[tuple[object, ...], tuple[Contest, Table, Calibration]] = Recent(MAX_CHOICES)
 
 
 def in_question(
     problem: Problem, device: Device, table: Table, known: Calibration, where: tuple[object, ...]
-) -> list[Contender]:
+) -> Contest:
     """The rows that cost decides between. Raises UnsupportedError where there is none.
 
     ``where``: stands for device, table and costs.
@@ -97,6 +96,7 @@ def in_question(
         problem.window[0] >= 0,
         problem.block_mask,
         problem.key_span <= MAX_KEY_SPAN,
+        problem.score_runs,
         problem.is_decode,
     )
     if (found := _in_question.get(key) or _in_question.revive(key)) is not None:
@@ -107,38 +107,35 @@ def in_question(
     if not eligible:
         raise UnsupportedError(refusal.message(problem, device, table))
     rows = contenders(eligible, problem)
-    made = [Contender(row, family(row).offers(row, problem, device, known)) for row in rows]
+    made = Contest(Contender(row, family(row).offers(row, problem, device, known)) for row in rows)
     _in_question.put(key, (made, table, known))
     return made
 
 
-def cheapest(rows: Sequence[Contender], problem: Problem) -> Row:
+def cheapest(rows: Contest, problem: Problem) -> Row:
     """The row of the least ``price``, the first of several.
 
-    Launches are played through in the order of what they cost at least, up to the first that can't win.
+    The row that won last is asked first, the others in the order of what they take at least, up to the first
+    that can't win.
     """
     if len(rows) == 1:
         return rows[0].row
-    bounds: list[tuple[float, int, Offer]] = []
-    for number, (_, offers) in enumerate(rows):
-        offer = offers(problem)
-        bounds.append((offer.bound(), number, offer))
-    least, winner = math.inf, 0
-    bounds.sort()  # no two have a number
-    for bound, number, offer in bounds:
+    last = winner = rows.last
+    least = rows[last].offers.us(problem)
+    others = [(offers.at_least(problem), n) for n, (_, offers) in enumerate(rows) if n != last]
+    for bound, number in sorted(others):
         if bound > least:
             break
-        if least < math.inf and offer.least(bound) > least:
-            continue
-        us = offer.us()
+        us = rows[number].offers.us(problem)
         if us < least or (us == least and number < winner):
             least, winner = us, number
+    rows.last = winner
     return rows[winner].row
 
 
 def price(row: Row, problem: Problem, device: Device, calibration: Calibration) -> float:
     """What rows are chosen by: the predicted microseconds, more of a scored row that nobody timed."""
-    return family(row).offers(row, problem, device, calibration)(problem).us()
+    return family(row).offers(row, problem, device, calibration).us(problem)
 
 
 def predicted_us(row: Row, problem: Problem, device: Device, calibration: Calibration | None = None) -> float:

@@ -11,8 +11,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from cutlass_fmha.arguments import check
-from cutlass_fmha.arguments.check_features import check_features
-from cutlass_fmha.dispatch.problem import EVEN, FEATURES, MAX_KEY_SPAN, Problem, mean_length
+from cutlass_fmha.arguments.check_features import broadcast_strides, check_features
+from cutlass_fmha.dispatch.problem import EVEN, FEATURES, MAX_KEY_SPAN, SCORE_RUN, Problem, mean_length
 from cutlass_fmha.features import NO_FEATURES, Features, Sizes
 
 #: What ``batch_invariant`` goes by where the longest sequence of a batch would decide.
@@ -72,7 +72,7 @@ def describe(
             q, k, v = tensors = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
             layout = "bshd"
         sizes = check_features(tensors, features, names)
-    strides = tuple(_strides(tensor, layout) for tensor in tensors)
+    strides = _strides(q, layout), _strides(k, layout), _strides(v, layout)
     bits = q.data_ptr() | k.data_ptr() | v.data_ptr()
     for batch, seqlen, head in strides:
         bits |= (batch | seqlen | head) * q.element_size()
@@ -90,7 +90,7 @@ def describe(
     )
     if features.batch_invariant:
         problem = for_one_sequence(problem, features, k)
-    return Call(problem, sizes, strides, features, causal)  # type: ignore[arg-type]
+    return Call(problem, sizes, strides, features, causal)
 
 
 def with_output(call: Call, out: Tensor, layout: str) -> Call:
@@ -164,7 +164,22 @@ def problem_of(
         num_splits=features.num_splits,
         key_span=key_span,
         mean=mean,
+        score_runs=in_runs(features.mask, sizes, 1) and in_runs(features.bias, sizes, 2),
     )
+
+
+def in_runs(scores: Tensor | None, sizes: Sizes, element_bytes: int) -> bool:
+    """Whether a mask or a bias can be read by SCORE_RUN keys at once, if it is there and of such elements.
+
+    Rows that do so multiply a row's number and its stride in 32 bits, in bytes.
+    """
+    if scores is None or scores.numel() == 0:
+        return True
+    batch, head, query, key = broadcast_strides(scores, sizes)
+    if key != 1 or sizes.seqlen_k % SCORE_RUN or scores.element_size() != element_bytes:
+        return False
+    bits = scores.data_ptr() | (batch | head | query) * element_bytes
+    return bits % (SCORE_RUN * element_bytes) == 0 and query * element_bytes < 2**32
 
 
 def _features_of(features: Features, window: tuple[int, int] | None) -> tuple[str, ...]:
@@ -195,4 +210,6 @@ def for_one_sequence(problem: Problem, features: Features, k: Tensor) -> Problem
         problem = replace(problem, seqlen_k=INVARIANT_SEQLEN_K)
     elif features.max_seqlen_k is not None:
         problem = replace(problem, seqlen_k=k.shape[1])
-    return problem
+    else:
+        return problem
+    return replace(problem, score_runs=False)  # masks are as wide as the batch's longest sequence

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from cutlass_fmha.dispatch import device as devices
 from cutlass_fmha.dispatch import table as tables
 from cutlass_fmha.dispatch.device import Device
-from cutlass_fmha.dispatch.families import plain, ranged, score_mod, scored, wide
+from cutlass_fmha.dispatch.families import masked, plain, ranged, score_mod, scored, wide
 from cutlass_fmha.dispatch.families.family import Family
 from cutlass_fmha.dispatch.problem import Problem
 from cutlass_fmha.dispatch.table import Row, Table
@@ -17,6 +17,7 @@ FAMILIES: Mapping[str, Family] = {
     "few_query": plain,
     "ranged": ranged,
     "score_mod": score_mod,
+    "masked": masked,
     "scored": scored,
     "few_query_scored": scored,
     "wide": wide,

@@ -68,7 +68,6 @@ RULES: tuple[Rule, ...] = (
     alignment,
 )
 
-NOT_ASKED = ", unless CUTLASS_FMHA_WIDE_GRADIENTS=1 asks for those that have run on no GPU"
 #: Bytes of dS that deterministic gradients may have in memory, where a call says nothing.
 DEFAULT_WORKSPACE = 1 << 30
 _workspace = DEFAULT_WORKSPACE
@@ -166,10 +165,18 @@ def choose(
         if why := reasons(row, problem, device, table, deterministic, workspace):
             raise UnsupportedError(f"row {name} can't compute the gradients of {problem}: {'; '.join(why)}")
         return _route(row, problem, workspace)
-    against = [(row, reasons(row, problem, device, table, deterministic, workspace)) for row in table.rows]
+
+    def ask(writing: bool) -> list[tuple[Row, list[str]]]:
+        rows = (row for row in table.rows if writes_scores(row) == writing)
+        return [(row, reasons(row, problem, device, table, deterministic, workspace)) for row in rows]
+
+    # Where any order will do, bytes of dS are not asked: of sizes that are symbols they make constants.
+    against = ask(writing=False)
+    if deterministic or all(sentences for _, sentences in against):
+        against += ask(writing=True)
     possible = sorted(
         (row for row, sentences in against if not sentences),
-        key=lambda row: (row.head_dim, row.scored, writes_scores(row), row.index),
+        key=lambda row: (row.head_dim, row.scored, row.index),
     )
     if possible and deterministic:
         return _cheaper(possible, problem, device, workspace)
@@ -179,14 +186,9 @@ def choose(
         raise UnsupportedError("this build of cutlass_fmha has no kernels that compute gradients")
     nearest = sorted(against, key=lambda entry: len(entry[1]))[:3]
     lines = [f"  {row.name}: {'; '.join(sentences)}" for row, sentences in nearest]
-    hint = NOT_ASKED * any(_asked_for(row, problem, device) for row in tables.backward_wide().rows)
     raise UnsupportedError(
-        f"no kernel of this build computes the gradients of {problem}{hint}:\n" + "\n".join(lines)
+        f"no kernel of this build computes the gradients of {problem}:\n" + "\n".join(lines)
     )
-
-
-def _asked_for(row: Row, problem: Problem, device: Device) -> bool:
-    return not reasons(row, problem, device, tables.backward_wide())
 
 
 def _cheaper(possible: list[Row], problem: Problem, device: Device, workspace: int | None) -> Route:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 CAUSAL = ("none", "top-left", "bottom-right")
 FULL_ALIGNMENT = 16  # bytes: the widest copy there is
@@ -14,13 +14,15 @@ FEW_QUERIES, MANY_KEYS = 64, 512
 CLASS_BITS = 5
 """Lengths are told apart by so many leading bits where rows are compared: to 1/16 or better. Exact up to 32,
 and for all lengths that models are usually trained and timed with."""
-CLASSES_AHEAD = 2
-"""So many classes of longer lengths are ranked with a new one."""
 EVEN = (0, 0)
 """``mean`` of sequences that are about as long as the longest, or of which nobody knows."""
 MEAN_BITS, HALF_OCTAVE, SHORT = 3, 2**0.5, 64
 """Packed lengths vary from batch to batch: their mean is told to the nearest that so many bits and zeros can
 say, the longest in half octaves above it. Where even that is short, neither is asked."""
+SCORE_RUN = 4
+"""Keys of which some rows read a mask or a bias at once."""
+EMPTY_BLOCK = 0.6
+"""A block whose queries see no key only writes zeros: that much of ``block`` and ``warp_block``."""
 MAX_KEY_SPAN = 2**31 - 1
 """Elements: some rows multiply a row's number and its stride in 32 bits, up to the end of a tile."""
 
@@ -43,6 +45,22 @@ FEATURES: Mapping[str, str] = {
     "splits": "split keys",
 }
 
+if TYPE_CHECKING:
+    import functools
+
+    cached = functools.cached_property
+else:
+
+    class cached:
+        """``functools.cached_property`` without the lock that Python 3.11's has, which takes 0.3 us."""
+
+        def __init__(self, ask: Any) -> None:
+            self.ask, self.name = ask, ask.__name__
+
+        def __get__(self, instance: Any, owner: Any) -> Any:
+            found = instance.__dict__[self.name] = self.ask(instance)
+            return found
+
 
 @dataclass(unsafe_hash=True)  # and never written to: frozen ones take twice as long to make
 class Problem:
@@ -55,6 +73,7 @@ class Problem:
     ``num_splits``: parts of the keys that the caller asks for. ``key_span``: elements that the keys or values
     of a sequence lie apart at most, 0 where any row's offsets hold them. ``mean``: the average length
     of packed sequences, of queries and of keys; 0 where they are about as long as the longest.
+    ``score_runs``: mask and bias can be read by ``SCORE_RUN`` keys at once, a bias in 16 bits.
     """
 
     batch: int
@@ -74,6 +93,7 @@ class Problem:
     num_splits: int | None = None
     key_span: int = 0
     mean: tuple[int, int] = EVEN
+    score_runs: bool = True
 
     def __post_init__(self) -> None:
         if self.head_dim_v == self.head_dim:
@@ -101,6 +121,7 @@ class Problem:
             self.num_splits,
             key_span,
             mean,
+            self.score_runs,
         )
 
     @property
@@ -119,10 +140,50 @@ class Problem:
         group = self.num_heads // self.num_heads_kv if self.num_heads_kv else 1
         return self.seqlen_q * group <= FEW_QUERIES and self.seqlen_k >= MANY_KEYS
 
-    @functools.cached_property
+    @cached
     def is_ranged(self) -> bool:
         """Whether queries see different ranges of keys."""
         return self.diagonal is not None or max(self.window) >= 0
+
+    @cached
+    def is_even(self) -> bool:
+        """Whether all queries see as many keys."""
+        return not self.is_ranged and self.mean == EVEN
+
+    @cached
+    def lines(self) -> tuple[int, int, int]:
+        """Of query 0: its first key, and one less than the end of its keys.
+
+        Each query's lie one further; all are cut at 0 and at the number of keys, which comes third.
+        """
+        (left, right), keys = self.window, self.seqlen_k
+        offset = 0 if self.causal == "top-left" else keys - self.seqlen_q
+        end = offset if self.causal != "none" else offset + right if right >= 0 else keys
+        return -self.seqlen_q if left < 0 else offset - left, end, keys
+
+    @cached
+    def walked(self) -> tuple[float, float, int, int, int]:
+        """What tiles of one query and one key would do at least: blocks and steps, and the steps of the last.
+
+        Of packed sequences, the last of a long one. Before it: at how many queries ``lines`` rise, and how
+        many ends such stretches have, where a tile may lie across.
+        """
+        if self.batch == 0 or self.seqlen_q == 0 or self.seqlen_k == 0:
+            return 0.0, 0.0, 0, 0, 0
+        if self.mean != EVEN:
+            of_each = zip(*[document.walked for document in self.documents], strict=True)
+            blocks, steps, rising, bounds, lasts = of_each
+            return sum(blocks), sum(steps), sum(rising), sum(bounds), lasts[0]
+        queries, (left, end, keys) = self.seqlen_q, self.lines
+        seen, last = below(queries, 1, end, keys), min(keys, queries + end)
+        rises, ends = min(queries, max(0, keys - end)), 1
+        first_key = max(0, queries - 1 + left)
+        if first_key:
+            seen -= queries * (queries + 1) / 2 + (left - 1) * queries - below(queries, 1, left - 1, 0)
+            rises, ends = rises + min(queries, first_key), 3
+        heads = self.batch * self.num_heads
+        block = 1.0 if end >= 0 and first_key < keys else EMPTY_BLOCK
+        return heads * queries * block, heads * seen, heads * rises, heads * ends, max(0, last - first_key)
 
     def visible_keys(self, first: int, last: int) -> tuple[int, int]:
         """Begin and end of the keys that queries ``first`` to ``last`` see some of, by mask and window."""
@@ -133,7 +194,7 @@ class Problem:
         begin = 0 if left < 0 else max(0, first + offset - left)
         return begin, self.seqlen_k if right < 0 else max(0, min(self.seqlen_k, last + offset + right + 1))
 
-    @functools.cached_property
+    @cached
     def elements_read(self) -> int:
         """Those of the queries that see a key, and of the keys and values that are seen."""
         queries = self.seqlen_q
@@ -149,12 +210,12 @@ class Problem:
             of_keys = of_keys * mean_k // self.seqlen_k
         return self.batch * (of_queries + of_keys)
 
-    @functools.cached_property
+    @cached
     def elements_written(self) -> int:
         """Those of the output."""
         return self.batch * (self.mean[0] or self.seqlen_q) * self.num_heads * self.value_dim
 
-    @functools.cached_property
+    @cached
     def documents(self) -> list[Problem]:
         """Sequences of equal lengths that stand for packed ones: half of them long, half short.
 
@@ -171,7 +232,7 @@ class Problem:
                 found.append(self.of_sizes(batch, *lengths, self.key_span, EVEN))
         return found
 
-    @functools.cached_property
+    @cached
     def diagonal(self) -> int | None:
         """Key j is visible to query i when j <= i + diagonal; None when every key is."""
         return mask_diagonal(self.causal, self.seqlen_q, self.seqlen_k)
@@ -237,28 +298,6 @@ def _typical_mean(longest: int, mean: int) -> tuple[int, int]:
     return math.ceil(mean * HALF_OCTAVE**half_octaves), mean
 
 
-def following(problem: Problem) -> Iterator[Problem]:
-    """Those that stand for the next classes of lengths, which growing lengths will ask for.
-
-    Rows are ranked for them, too: fewer calls wait, and the code of ranking is in the caches by then.
-    """
-    of_queries, of_keys = (problem.seqlen_q, problem.mean[0]), (problem.seqlen_k, problem.mean[1])
-    together = of_queries == of_keys
-    for _ in range(CLASSES_AHEAD):
-        of_keys = _next(*of_keys)
-        of_queries = of_keys if together else of_queries
-        lengths = of_queries[0], of_keys[0]
-        yield problem.of_sizes(problem.batch, *lengths, problem.key_span, (of_queries[1], of_keys[1]))
-
-
-def _next(longest: int, mean: int) -> tuple[int, int]:
-    """``_typical_mean`` of the class above."""
-    if not mean:
-        return typical_length(typical_length(longest) + 1), 0
-    more = mean + (1 << max(0, mean.bit_length() - MEAN_BITS))
-    return _typical_mean(longest * more // mean, more)
-
-
 def _key_span_class(key_span: int) -> int:
     return 0 if key_span <= MAX_KEY_SPAN else key_span
 
@@ -281,8 +320,16 @@ def class_of(problem: Problem) -> tuple[object, ...]:
         problem.page_size,
         problem.num_splits,
         _key_span_class(problem.key_span),
+        problem.score_runs,
         problem.is_decode,
     )
+
+
+def below(points: int, slope: float, offset: float, most: int) -> float:
+    """The sum of a line at 1 to ``points``, cut at ``most``."""
+    rising = int((most - offset) / slope)
+    rising = points if rising > points else rising if rising > 0 else 0
+    return slope * rising * (rising + 1) / 2 + offset * rising + most * (points - rising)
 
 
 def mask_diagonal(causal: str, seqlen_q: int, seqlen_k: int) -> int | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -102,20 +101,8 @@ def this_build() -> Table:
 
 @functools.cache
 def backward() -> Table:
-    """The rows that compute gradients.
-
-    Those of float32 and of head dims above 256 were simulated and have run on no GPU: they are among them
-    where the environment says CUTLASS_FMHA_WIDE_GRADIENTS=1.
-    """
-    asked = os.environ.get("CUTLASS_FMHA_WIDE_GRADIENTS") == "1"
-    families = ("backward", "backward_wide") if asked else ("backward",)
-    return _table([row for row in _C.backward_rows() if row.family in families])
-
-
-@functools.cache
-def backward_wide() -> Table:
-    """Those of them that have to be asked for."""
-    return _table([row for row in _C.backward_rows() if row.family == "backward_wide"])
+    """The rows that compute gradients."""
+    return _table([row for row in _C.backward_rows() if row.family in ("backward", "backward_wide")])
 
 
 @functools.cache

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,6 @@ from cutlass_fmha.arguments.op_arguments import SEEDS
 from cutlass_fmha.attention import attention, contiguous_rows
 from cutlass_fmha.dropout import dropout_mask
 from cutlass_fmha.kv_cache import with_kv_cache
-from cutlass_fmha.ops.dispatcher import NO_BACKWARD
 
 Side = int | Tensor
 Found = Tensor | tuple[Tensor, Tensor, Tensor]
@@ -259,11 +259,65 @@ def _flash_attn_varlen_forward(
     return _with_state(q, k, v, *given, return_softmax, leftpad_k=leftpad_k, **lengths)
 
 
-def _flash_attn_backward(*args: Any, **kwargs: Any) -> NoReturn:
-    raise NotImplementedError(NO_BACKWARD)
+def _flash_attn_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    rng_state: Tensor | None = None,
+) -> Tensor:
+    """Gradients, copied to dq, dk and dv. The rows' sums of dout * out, which flash_attn returns, are empty.
+
+    rng_state: what the forward returned last; only with dropout_p.
+    """
+    given = (dropout_p, softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
+    return _write_gradients((dq, dk, dv), (dout, q, k, v, out), softmax_lse, *given, deterministic, rng_state)
 
 
-_flash_attn_varlen_backward = _flash_attn_backward
+def _flash_attn_varlen_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    rng_state: Tensor | None = None,
+    zero_tensors: bool = False,
+) -> Tensor:
+    """As ``_flash_attn_backward``, of packed sequences."""
+    given = (dropout_p, softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
+    rest = (deterministic, rng_state, _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k))
+    return _write_gradients((dq, dk, dv), (dout, q, k, v, out), softmax_lse, *given, *rest)
+
+
 _wrapped_flash_attn_forward = _flash_attn_forward
 _wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
 _wrapped_flash_attn_backward = _flash_attn_backward
@@ -347,6 +401,37 @@ def _with_state(
     return output, _their_lse(lse), mask, state
 
 
+@torch.no_grad()
+def _write_gradients(
+    places: Sequence[Tensor | None],
+    tensors: Sequence[Tensor],
+    softmax_lse: Tensor,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size: Sequence[Side],
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    rng_state: Tensor | None,
+    lengths: Mapping[str, Any] = MappingProxyType({}),
+) -> Tensor:
+    left, right = _window(window_size) or (-1, -1)
+    said = {"window_left": left, "window_right": right, "softcap": softcap, "alibi_slopes": alibi_slopes}
+    if dropout_p > 0.0:
+        if rng_state is None:
+            raise ValueError("rng_state must be what the forward returned last, where dropout_p is not 0")
+        said |= {"dropout_p": dropout_p, "dropout_seed": rng_state[:1]}
+    rows = [contiguous_rows(name, x) for name, x in zip(("dout", "q", "k", "v", "out"), tensors, strict=True)]
+    lse = softmax_lse.masked_fill(softmax_lse == math.inf, -math.inf)
+    given = (*rows, lse, None, softmax_scale, "bottom-right" if causal else "none")
+    found = torch.ops.cutlass_fmha.attend_backward(*given, **said, **lengths, deterministic=deterministic)
+    for place, gradient in zip(places, found, strict=False):
+        if place is not None:
+            place.copy_(gradient)
+    return softmax_lse.new_empty(0)
+
+
 def _packed(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
@@ -366,11 +451,16 @@ def _packed(
 
 
 def _parts(name: str, packed: Tensor, dim: int, count: int) -> Any:
+    check_parts(name, packed, dim, count)
+    return packed.unbind(dim)
+
+
+def check_parts(name: str, packed: Tensor, dim: int, count: int) -> None:
+    """Raises ValueError but for [batch, seqlen, count, num_heads, head_dim] (dim 2) or [total, ...] (1)."""
     if not isinstance(packed, Tensor) or packed.dim() != dim + 3 or packed.shape[dim] != count:
         axes = "batch, seqlen" if dim == 2 else "total"
         shape = tuple(packed.shape) if isinstance(packed, Tensor) else type(packed).__name__
         raise ValueError(f"{name} must be [{axes}, {count}, num_heads, head_dim], got {shape}")
-    return packed.unbind(dim)
 
 
 def _number(side: Side) -> Any:

@@ -137,8 +137,9 @@ def launch(
     )
     if said:
         key = (key, *said, *map(_metadata, said.values()))
-        if "out" in said:
-            key = (key, said["out"].data_ptr() & 15)
+        for name in _ADDRESSED:
+            if name in said:
+                key = (key, name, said[name].data_ptr() & 15)
     plan: Plan | None = _plans.get(key) or _plans.revive(key)
     if plan is None:
         if known_only:
@@ -188,6 +189,10 @@ def launch(
         if scratch is not None:
             scratch.end()
     return out, lse
+
+
+#: Tensors, beside the operands, whose addresses decide which rows can read or write them.
+_ADDRESSED = ("mask", "bias", "out")
 
 
 def _metadata(value: Any) -> Any:

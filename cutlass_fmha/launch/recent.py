@@ -26,7 +26,7 @@ class Recent(dict[Key, Value]):
 
     def revive(self, key: Key) -> Value | None:
         """What ``get`` did not find, if it was there not so long ago."""
-        value = self._old.get(key)
+        value = self._old.get(key) if self._old else None  # a key may take long to hash
         if value is not None:
             self.put(key, value)
         return value

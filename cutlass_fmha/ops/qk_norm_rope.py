@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cutlass_fmha import _C, autocast, private_torch
-from cutlass_fmha.arguments import check, tensors
+from cutlass_fmha.arguments import check, results, tensors
 from cutlass_fmha.dispatch import device as devices
 from cutlass_fmha.launch import helpers
 from cutlass_fmha.launch.plan import kept
@@ -23,10 +23,18 @@ SCHEMA_BACKWARD = (
     f"qk_norm_rope_backward(Tensor dq_out, Tensor dk_out, Tensor q, Tensor k, {NORM}{angles.SCHEMA}) "
     "-> (Tensor dq, Tensor dk, Tensor dq_weight, Tensor dk_weight)"
 )
+SCHEMA_OUT = (
+    f"qk_norm_rope_out(Tensor q, Tensor k, Tensor(a!) q_out, Tensor(b!) k_out, {NORM}{angles.SCHEMA}) -> ()"
+)
 SCHEMA_APPEND = (
     "qk_norm_rope_append_(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor q, Tensor k, Tensor v, "
     f"Tensor cache_seqlens, {NORM}Tensor? cache_batch_idx=None, Tensor? page_table=None, "
     f"Tensor? leftpad_k=None, {angles.SCHEMA}) -> (Tensor q, Tensor seqused_k)"
+)
+SCHEMA_APPEND_OUT = (
+    SCHEMA_APPEND.replace("append_(", "append_out(")
+    .replace(" Tensor q,", " Tensor(c!) q_out, Tensor(d!) seqused_out, Tensor q,")
+    .replace("(Tensor q, Tensor seqused_k)", "()")
 )
 
 NO_BACKWARD_WITH_CACHE = (
@@ -111,19 +119,30 @@ def _cuda(
     weight_offset: float = 0.0,
     **said: Any,
 ) -> tuple[Tensor, Tensor]:
-    n, a = Norm(q_weight, k_weight, eps, weight_offset), Angles(**said)
+    return _run(q, k, Norm(q_weight, k_weight, eps, weight_offset), Angles(**said))
+
+
+def _run(
+    q: Tensor, k: Tensor, n: Norm, a: Angles, given: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """A launch, whose results go to what is given, if anything is."""
 
     def prepare() -> helpers.Helper[_C.RopeParams]:
         _check(q, k, n, a)
         p = _C.RopeParams()
         _describe(p, q, n, a)
-        for rows, x in ((p.q, q), (p.k, k)):
-            angles.describe_rows(rows, x, x.new_empty(x.shape, device="meta"))
+        if given is not None:
+            _check_out(q, k, given)
+        to = given or [x.new_empty(x.shape, device="meta") for x in (q, k)]
+        for rows, x, out in zip((p.q, p.k), (q, k), to, strict=True):
+            angles.describe_rows(rows, x, out)
         return helpers.helper("rope", p, q)
 
-    plan = kept("qk_norm_rope", (q, k, *n, *a.key), prepare)
+    plan = kept("qk_norm_rope", (q, k, *n, *a.key, *(given or ())), prepare)
     angles.check_start(q, a)
-    out = q.new_empty(q.shape), k.new_empty(k.shape)
+    if given is not None:
+        _check_apart(results.both(*given), q, k, n, a)
+    out = given or (q.new_empty(q.shape), k.new_empty(k.shape))
     p = plan.params.copy()
     _set_norm(p, n, a)
     p.q.x, p.k.x, p.q.out, p.k.out = q.data_ptr(), k.data_ptr(), out[0].data_ptr(), out[1].data_ptr()
@@ -167,6 +186,54 @@ def _fake(
     _check(q, k, Norm(q_weight, k_weight, eps, weight_offset), a)
     angles.check_start(q, a)
     return q.new_empty(q.shape), k.new_empty(k.shape)
+
+
+def _check_out(q: Tensor, k: Tensor, given: tuple[Tensor, Tensor]) -> None:
+    for (name, to), x in zip(results.both(*given).items(), (q, k), strict=True):
+        results.check_result(name, to, tuple(x.shape), x.dtype, ("q", q))
+
+
+def _check_apart(written: dict[str, Tensor], q: Tensor, k: Tensor, n: Norm, a: Angles) -> None:
+    read = {"q": q, "k": k, **n.weights, **a._asdict()}
+    results.check_apart(results.placed(written), results.placed(dispatcher.tensors_of(read)))
+
+
+def _out(
+    q: Tensor,
+    k: Tensor,
+    q_out: Tensor,
+    k_out: Tensor,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    **said: Any,
+) -> tuple[Tensor, Tensor, Norm, Angles, tuple[Tensor, Tensor]]:
+    """What the op ``qk_norm_rope_out`` is told."""
+    return q, k, Norm(q_weight, k_weight, eps, weight_offset), Angles(**said), (q_out, k_out)
+
+
+def _cuda_out(*args: Any, **said: Any) -> None:
+    _run(*_out(*args, **said))
+
+
+def _cpu_out(*args: Any, **said: Any) -> None:
+    q, k, n, a, given = _out(*args, **said)
+    if dispatcher.simulated():
+        _run(q, k, n, a, given)
+        return
+    _check_out(q, k, given)
+    _check_apart(results.both(*given), q, k, n, a)
+    for to, x in zip(given, _cpu(q, k, **n._asdict(), **a._asdict()), strict=True):
+        to.copy_(x)
+
+
+def _fake_out(*args: Any, **said: Any) -> None:
+    q, k, n, a, given = _out(*args, **said)
+    _check(q, k, n, a)
+    _check_out(q, k, given)
+    angles.check_start(q, a)
 
 
 # ---- backward ----------------------------------------------------------------------------------------------
@@ -336,23 +403,42 @@ def _check_append(c: _Call) -> None:
     append_kv.check_append(c.append)
 
 
-def _launch(c: _Call) -> tuple[Tensor, Tensor]:
+def _check_append_out(c: _Call, out: tuple[Tensor, Tensor]) -> None:
+    lengths = c.append.cache_seqlens
+    results.check_result("out[0]", out[0], tuple(c.q.shape), c.q.dtype, ("q", c.q))
+    results.check_result("out[1]", out[1], tuple(lengths.shape), lengths.dtype, ("q", c.q))
+
+
+def _check_append_apart(c: _Call, out: tuple[Tensor, Tensor]) -> None:
+    rows = dispatcher.tensors_of(c.append._asdict())
+    _check_apart(results.both(*out), c.q, c.append.key, c.norm, c.angles)
+    results.check_apart(results.placed(results.both(*out)), results.placed(rows))
+
+
+def _launch(c: _Call, given: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
     a, rows = c.angles, c.append
 
     def prepare() -> helpers.Helper[_C.RopeParams]:
         _check_append(c)
         p = _C.RopeParams()
         _describe(p, c.q, c.norm, a)
-        angles.describe_rows(p.q, c.q, c.q.new_empty(c.q.shape, device="meta"))
+        if given is not None:
+            _check_append_out(c, given)
+        angles.describe_rows(p.q, c.q, given[0] if given else c.q.new_empty(c.q.shape, device="meta"))
         angles.describe_rows(p.k, rows.key, rows.k_cache)
         angles.describe_rows(p.v, rows.value, rows.v_cache)
         append_kv.describe_places(p, rows)
         return helpers.helper("rope", p, c.q)
 
-    plan = kept("qk_norm_rope_append_", (*rows, c.q, *c.norm, *a.key), prepare)
-    out, seqused_k = c.q.new_empty(c.q.shape), rows.cache_seqlens.new_empty(rows.cache_seqlens.shape)
-    if c.q.numel() == 0 and rows.key.numel() == 0:
-        seqused_k = rows.cache_seqlens + rows.seqlen_new  # nothing is launched, and nobody counts
+    plan = kept("qk_norm_rope_append_", (*rows, c.q, *c.norm, *a.key, *(given or ())), prepare)
+    if given is not None:
+        _check_append_apart(c, given)
+    out, seqused_k = given or (
+        c.q.new_empty(c.q.shape),
+        rows.cache_seqlens.new_empty(rows.cache_seqlens.shape),
+    )
+    if c.q.numel() == 0 and rows.key.numel() == 0:  # nothing is launched, and nobody counts
+        torch.add(rows.cache_seqlens, rows.seqlen_new, out=seqused_k)
     p = plan.params.copy()
     _set_norm(p, c.norm, a)
     if a.offsets is None:
@@ -378,6 +464,36 @@ def _write(c: _Call) -> tuple[Tensor, Tensor]:
         to[own] = angles.turn(_normalized(x[own], weight, c.norm), positions, a).to(x.dtype)
     _, seqused_k = append_kv.write(rows._replace(key=keys))
     return out, seqused_k
+
+
+def _append_out(
+    k_cache: Tensor, v_cache: Tensor, *rest: Any, **said: Any
+) -> tuple[_Call, tuple[Tensor, Tensor]]:
+    """What the op ``qk_norm_rope_append_out`` is told."""
+    q_out, seqused_out, *given = rest
+    return _call(k_cache, v_cache, *given, **said), (q_out, seqused_out)
+
+
+def _cuda_append_out(*args: Any, **kwargs: Any) -> None:
+    _launch(*_append_out(*args, **kwargs))
+
+
+def _cpu_append_out(*args: Any, **kwargs: Any) -> None:
+    c, given = _append_out(*args, **kwargs)
+    if dispatcher.simulated():
+        _launch(c, given)
+        return
+    _check_append(c)
+    _check_append_out(c, given)
+    _check_append_apart(c, given)
+    for to, x in zip(given, _write(c), strict=True):
+        to.copy_(x)
+
+
+def _fake_append_out(*args: Any, **kwargs: Any) -> None:
+    c, given = _append_out(*args, **kwargs)
+    _check_append(c)
+    _check_append_out(c, given)
 
 
 def _cuda_append(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -411,6 +527,19 @@ def _casts_append(
     return (k_cache, v_cache, *new, *rest), said
 
 
+def _casts_append_out(
+    dtype: torch.dtype,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    q_out: Tensor,
+    seqused_out: Tensor,
+    *rest: Any,
+    **said: Any,
+) -> autocast.Arguments:
+    (_, _, *cast), said = _casts_append(dtype, k_cache, v_cache, *rest, **said)
+    return (k_cache, v_cache, q_out, seqused_out, *cast), said
+
+
 dispatcher.register(SCHEMA, {"CUDA": _cuda, "CPU": _cpu, "fake": _fake}, angles.casts)
 dispatcher.register(
     SCHEMA_BACKWARD, {"CUDA": _cuda_backward, "CPU": _cpu_backward, "fake": _fake_backward}, angles.casts
@@ -418,7 +547,15 @@ dispatcher.register(
 dispatcher.register(
     SCHEMA_APPEND, {"CUDA": _cuda_append, "CPU": _cpu_append, "fake": _fake_append}, _casts_append
 )
+dispatcher.register(SCHEMA_OUT, {"CUDA": _cuda_out, "CPU": _cpu_out, "fake": _fake_out}, angles.casts)
+dispatcher.register(
+    SCHEMA_APPEND_OUT,
+    {"CUDA": _cuda_append_out, "CPU": _cpu_append_out, "fake": _fake_append_out},
+    _casts_append_out,
+)
 dispatcher.register_writes("qk_norm_rope_append_", ("k_cache", "v_cache"))
+dispatcher.register_writes("qk_norm_rope_out", ("q_out", "k_out"))
+dispatcher.register_writes("qk_norm_rope_append_out", ("k_cache", "v_cache", "q_out", "seqused_out"))
 
 
 # ---- autograd ----------------------------------------------------------------------------------------------

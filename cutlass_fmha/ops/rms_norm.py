@@ -31,7 +31,7 @@ SCHEMA_BACKWARD = (
 MAX_DIM = 65536
 
 #: Thread blocks of the backward that an SM has room for.
-BLOCKS_PER_SM = 2
+BLOCKS_PER_SM = 1
 
 Three = tuple[Tensor, Tensor, Tensor]
 
@@ -353,7 +353,7 @@ def _prepare_backward(
     p.weight_offset = weight_offset
     p.out_type = check.dtype_name(dout.dtype)
     p.weight_type = check.dtype_name(x.dtype if weight is None else weight.dtype)
-    p.parts = helpers.resident_blocks(x, BLOCKS_PER_SM) if wanted else 0
+    p.parts = helpers.resident_blocks(x, BLOCKS_PER_SM)
     return helpers.helper("rms_norm_backward", p, x)
 
 

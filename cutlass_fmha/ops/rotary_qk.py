@@ -1,4 +1,4 @@
-"""The ops ``rotary_qk`` and ``rotary_qk_``: queries and keys rotated by one launch, or in place."""
+"""The ops ``rotary_qk``, ``rotary_qk_`` and ``rotary_qk_out``: queries and keys rotated by one launch."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ from cutlass_fmha.ops.angles import Angles
 #: inverse: by minus the angles, which is the gradient.
 SCHEMA = f"rotary_qk(Tensor q, Tensor k, *, {angles.SCHEMA}, bool inverse=False) -> (Tensor q, Tensor k)"
 SCHEMA_IN_PLACE = f"rotary_qk_(Tensor(a!) q, Tensor(b!) k, *, {angles.SCHEMA}, bool inverse=False) -> ()"
+SCHEMA_OUT = (
+    f"rotary_qk_out(Tensor q, Tensor k, Tensor(a!) q_out, Tensor(b!) k_out, *, {angles.SCHEMA}, "
+    "bool inverse=False) -> ()"
+)
 
 IN_PLACE = (
     "inplace is not taken where a gradient is wanted, and q or k requires one: call without it, under "
@@ -30,17 +34,17 @@ def _check(q: Tensor, k: Tensor, a: Angles) -> None:
         raise ValueError("there is nothing to rotate by: pass cos and sin, or inv_freq")
 
 
-def _check_in_place(q: Tensor, k: Tensor, a: Angles) -> None:
+def _check_written(q: Tensor, k: Tensor, out: dict[str, Tensor], a: Angles) -> None:
+    """``out``: what q and k become, under the names that a caller knows."""
     _check(q, k, a)
-    for name, x in (("q", q), ("k", k)):
-        results.check_result(name, x, tuple(x.shape), x.dtype, ("q", q))
+    for (name, to), x in zip(out.items(), (q, k), strict=True):
+        results.check_result(name, to, tuple(x.shape), x.dtype, ("q", q))
 
 
-def _check_apart(q: Tensor, k: Tensor, a: Angles) -> None:
-    """Of what is written to."""
+def _check_apart(out: dict[str, Tensor], read: dict[str, Tensor], a: Angles) -> None:
     names = ("cos", "sin", "inv_freq", "offsets", "positions", "cu_seqlens")
-    read = {name: getattr(a, name) for name in names}
-    results.check_apart(results.placed({"q": q, "k": k}), results.placed(read))
+    angles_read = {name: getattr(a, name) for name in names}
+    results.check_apart(results.placed(out), results.placed({**read, **angles_read}))
 
 
 def _prepare(
@@ -79,17 +83,30 @@ def _cuda(q: Tensor, k: Tensor, *, inverse: bool = False, **said: Any) -> tuple[
     return out
 
 
-def _cuda_in_place(q: Tensor, k: Tensor, *, inverse: bool = False, **said: Any) -> None:
-    a = Angles(**said)
+def _cuda_into(
+    q: Tensor, k: Tensor, out: dict[str, Tensor], read: dict[str, Tensor], a: Angles, inverse: bool
+) -> None:
+    to = one, other = tuple(out.values())
 
     def prepare() -> helpers.Helper[_C.RopeParams]:
-        _check_in_place(q, k, a)
-        return _prepare(q, k, (q, k), a, inverse)
+        _check_written(q, k, out, a)
+        return _prepare(q, k, (one, other), a, inverse)
 
-    plan = kept("rotary_qk_", (q, k, *a.key, inverse), prepare)
+    name = "rotary_qk_out" if read else "rotary_qk_"
+    plan = kept(name, (q, k, *(to if read else ()), *a.key, inverse), prepare)
     angles.check_start(q, a)
-    _check_apart(q, k, a)
-    _launch(plan, q, k, (q, k), a)
+    _check_apart(out, read, a)
+    _launch(plan, q, k, (one, other), a)
+
+
+def _cuda_in_place(q: Tensor, k: Tensor, *, inverse: bool = False, **said: Any) -> None:
+    _cuda_into(q, k, {"q": q, "k": k}, {}, Angles(**said), inverse)
+
+
+def _cuda_out(
+    q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, *, inverse: bool = False, **said: Any
+) -> None:
+    _cuda_into(q, k, results.both(q_out, k_out), {"q": q, "k": k}, Angles(**said), inverse)
 
 
 def _cpu(q: Tensor, k: Tensor, *, inverse: bool = False, **said: Any) -> tuple[Tensor, Tensor]:
@@ -109,12 +126,25 @@ def _cpu_in_place(q: Tensor, k: Tensor, *, inverse: bool = False, **said: Any) -
     if dispatcher.simulated():
         return _cuda_in_place(q, k, inverse=inverse, **said)
     a = Angles(**said)
-    _check_in_place(q, k, a)
+    _check_written(q, k, {"q": q, "k": k}, a)
     angles.check_start(q, a)
-    _check_apart(q, k, a)
+    _check_apart({"q": q, "k": k}, {}, a)
     rows, positions = angles.rows_and_positions(q, a)
     for x in (q, k):
         x[rows] = angles.turn(x[rows], positions, a, inverse)
+    return None
+
+
+def _cpu_out(
+    q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, *, inverse: bool = False, **said: Any
+) -> None:
+    if dispatcher.simulated():
+        return _cuda_out(q, k, q_out, k_out, inverse=inverse, **said)
+    a, out = Angles(**said), results.both(q_out, k_out)
+    _check_written(q, k, out, a)
+    _check_apart(out, {"q": q, "k": k}, a)
+    for to, x in zip((q_out, k_out), _cpu(q, k, inverse=inverse, **said), strict=True):
+        to.copy_(x)
     return None
 
 
@@ -127,7 +157,15 @@ def _fake(q: Tensor, k: Tensor, *, inverse: bool = False, **said: Any) -> tuple[
 
 def _fake_in_place(q: Tensor, k: Tensor, *, inverse: bool = False, **said: Any) -> None:
     a = Angles(**said)
-    _check_in_place(q, k, a)
+    _check_written(q, k, {"q": q, "k": k}, a)
+    angles.check_start(q, a)
+
+
+def _fake_out(
+    q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, *, inverse: bool = False, **said: Any
+) -> None:
+    a = Angles(**said)
+    _check_written(q, k, results.both(q_out, k_out), a)
     angles.check_start(q, a)
 
 
@@ -135,7 +173,9 @@ dispatcher.register(SCHEMA, {"CUDA": _cuda, "CPU": _cpu, "fake": _fake}, angles.
 dispatcher.register(
     SCHEMA_IN_PLACE, {"CUDA": _cuda_in_place, "CPU": _cpu_in_place, "fake": _fake_in_place}, angles.casts
 )
+dispatcher.register(SCHEMA_OUT, {"CUDA": _cuda_out, "CPU": _cpu_out, "fake": _fake_out}, angles.casts)
 dispatcher.register_writes("rotary_qk_", ("q", "k"))
+dispatcher.register_writes("rotary_qk_out", ("q_out", "k_out"))
 
 
 # ---- autograd ----------------------------------------------------------------------------------------------

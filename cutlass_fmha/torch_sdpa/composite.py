@@ -42,29 +42,64 @@ def attend(
     enable_gqa: bool = False,
 ) -> Tensor:
     """The kernel that stands in torch's dispatcher, for a device type and for its autograd key."""
+    rest = (attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return _ours_or(_decomposed, query, key, value, *rest)
+
+
+def attend_jagged(theirs: Callable[..., Tensor], device_types: tuple[str, ...]) -> Callable[..., Tensor]:
+    """What stands in for the function that a jagged tensor's calls go to: no dispatcher sees them whole."""
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        rest = (attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        if query.device.type not in device_types:
+            return theirs(query, key, value, *rest)
+        return _ours_or(theirs, query, key, value, *rest)
+
+    return attend
+
+
+def _decomposed(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
+    *positional, scale, enable_gqa = rest
+    op = torch.ops.aten.scaled_dot_product_attention.default
+    theirs: Tensor = op.decompose(query, key, value, *positional, scale=scale, enable_gqa=enable_gqa)
+    return theirs
+
+
+def _ours_or(
+    theirs: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    *rest: Any,
+) -> Tensor:
     reason = _reason(query, key, value, attn_mask)
     known = None
     if reason is None and refused:
-        known = _metadata(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        known = _metadata(query, key, value, attn_mask, *rest)
         reason = None if known is None else refused.get(known)
     if reason is None:
         try:
-            output = scaled_dot_product_attention(
-                query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-            )
+            output = scaled_dot_product_attention(query, key, value, attn_mask, *rest)
         except tally.REFUSALS as error:
             reason = tally.sentence(error)
-            known = _metadata(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            known = _metadata(query, key, value, attn_mask, *rest)
             if known is not None:
                 refused.put(known, reason)
         else:
             calls.count(NAME)
             return output
     calls.decline(NAME, reason)
-    theirs: Tensor = torch.ops.aten.scaled_dot_product_attention.default.decompose(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
-    return theirs
+    return theirs(query, key, value, attn_mask, *rest)
 
 
 def _reason(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> str | None:
@@ -76,7 +111,11 @@ def _reason(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None)
     tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     for tensor in tensors:
         # A sharded tensor's sequences may lie on several devices, in an order that only torch knows.
-        if type(tensor) not in _KNOWN_TYPES and _is_made_of_others(tensor):
+        if (
+            type(tensor) not in _KNOWN_TYPES
+            and tensor.layout is not torch.jagged
+            and _is_made_of_others(tensor)
+        ):
             return f"a tensor is a {type(tensor).__name__}, which torch takes apart first"
     return "gradients are in forward mode" if has_tangent(*tensors) else None
 

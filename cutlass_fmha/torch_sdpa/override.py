@@ -13,6 +13,7 @@ from torch.backends import mha
 from torch.library import Library
 from torch.nn import attention
 
+from cutlass_fmha import private_torch
 from cutlass_fmha.torch_sdpa import composite, flash
 from cutlass_fmha.torch_sdpa.calls import calls
 
@@ -20,6 +21,7 @@ NAME = "cutlass_fmha"
 """What torch.nn.attention's registry knows this package as."""
 
 DEVICE_TYPES = {"cuda": "CUDA", "cpu": "CPU"}
+
 
 #: torch 2.11 and newer can hand a call back to the kernel that stood there before.
 _HAS_REGISTRY = hasattr(attention, "register_flash_attention_impl") and hasattr(torch.library, "get_kernel")
@@ -44,6 +46,13 @@ class _Kernels:
                 self._library.impl(composite.NAME, composite.attend, f"Autograd{key}")
                 for name in filter(_is_op, flash.OPS):
                     self._library.impl(name, flash.kernel(name, key), key, with_keyset=True)
+        # A jagged tensor takes its calls before the dispatcher does, to a function of this module.
+        self._jagged, self._of_jagged = private_torch.jagged_module(), None
+        if self._jagged is not None:
+            self._of_jagged = getattr(self._jagged, private_torch.OF_JAGGED)
+            setattr(
+                self._jagged, private_torch.OF_JAGGED, composite.attend_jagged(self._of_jagged, device_types)
+            )
         # nn.MultiheadAttention's and nn.TransformerEncoder's fast path is a kernel that calls no attention
         # where there is a mask, and on the CPU never.
         self._fast_path = mha.get_fastpath_enabled()
@@ -53,6 +62,8 @@ class _Kernels:
         if self._library is not None:
             self._library, self.device_types = None, ()  # a library without an owner takes its kernels out
             mha.set_fastpath_enabled(self._fast_path)
+            if self._jagged is not None:
+                setattr(self._jagged, private_torch.OF_JAGGED, self._of_jagged)
 
 
 class Override:

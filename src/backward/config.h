@@ -12,6 +12,8 @@ struct BackwardOptions {
   Features features = Features::ranges;  ///< `scores`: and dQ in a fixed order
   Copy copy = Copy::cp_async_16;         ///< of Q and dO; tma: of tiles all of whose rows are the sequence's
   bool writes_scores = false;            ///< dS goes to memory, of which a row of QueryProductConfig makes dQ
+  bool shares_dq = false;                ///< of two groups, the second has dQ of every second unit
+  bool rounded_pairs = false;            ///< of bfloat16, dS is a product of rounded pairs: P and dP - D
 };
 
 struct BackwardConfig : TileConfig, BackwardOptions {

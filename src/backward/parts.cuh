@@ -34,6 +34,10 @@ struct BackwardParts {
   using DoutTile = LdmatrixTile<C.head_dim, C.unit(), C.element_bytes()>;
   using ScoresTile = LdmatrixTile<C.tile_m, C.tile_n, C.element_bytes()>;
   using KeyLoader = RowLoader<C.head_dim, C.tile_n, C.threads(), C.element_bytes()>;
+  static constexpr bool kStoresMatrices = C.groups && C.arch >= 90;  ///< dS, by stmatrix
+  static constexpr bool kMultipliesPairs = C.rounded_pairs && C.dtype == DType::bfloat16;
+  static_assert(!C.rounded_pairs || C.arch >= 90, "mul.bf16x2 begins there");
+  static_assert(!C.shares_dq || C.groups);
   static_assert(C.unit() % C.chunk == 0 && C.chunk % 16 == 0 && C.keys_per_warp() % 16 == 0);
 
   BackwardParams const& params;
@@ -89,6 +93,11 @@ struct BackwardParts {
                     [&](int row) { return row < there ? from + row * stride.seqlen : nullptr; });
   }
 
+  /// The number of a thread of `Threads`. Rows that have no register to keep it in read it anew.
+  template <int Threads>
+  CUTE_DEVICE static int thread_of() {
+    return (kStoresMatrices ? thread_id() : threadIdx.x) % Threads;
+  }
   /// `Rows` queries from row `row` of a tile on, by `Threads` threads.
   template <int Rows, int Threads>
   CUTE_DEVICE void load_queries(uint16_t const* first, Strides const& stride, QueryCursor const& at, int row,
@@ -97,7 +106,7 @@ struct BackwardParts {
     auto const* const from = first + at.head * stride.head + begin * stride.seqlen;
     RowLoader<C.head_dim, Rows, Threads, C.element_bytes()>::load(
         smem + tile, from, head_dim, true, [&](int r) { return r < there ? from + r * stride.seqlen : nullptr; },
-        threadIdx.x % Threads);
+        thread_of<Threads>());
   }
   /// Whether the copy unit brings a tile: not one with rows behind the sequence, whatever stands there.
   CUTE_DEVICE bool comes_by_tma(QueryCursor const& at) const {
@@ -121,7 +130,7 @@ struct BackwardParts {
   /// The terms of a tile's rows.
   template <int Threads>
   CUTE_DEVICE void load_terms(QueryCursor const& at, uint32_t to) const {
-    int const thread = threadIdx.x % Threads;
+    int const thread = thread_of<Threads>();
     if (thread >= Layout::kTerms / 16) return;
     cute::SM80_CP_ASYNC_CACHEGLOBAL<cute::uint128_t>::copy(
         *reinterpret_cast<cute::uint128_t const*>(place().terms + tile_number(at) * (2 * C.tile_m) + thread * 4),
@@ -295,15 +304,37 @@ struct BackwardParts {
     for (int pair = 0; pair < Types::kQueries / 8; ++pair) {
       CUTE_UNROLL
       for (int row = 0; row < 2 * T::kRowSteps; ++row) {
-        float2 const p = unpack<typename T::Element>(pairs(row, pair));
-        pairs(row, pair) = pack<typename T::Element>(p.x * rows(row, 2 * pair), p.y * rows(row, 2 * pair + 1));
+        if constexpr (kMultipliesPairs) {
+          pairs(row, pair) =
+              multiply_pairs(pairs(row, pair), pack<typename T::Element>(rows(row, 2 * pair), rows(row, 2 * pair + 1)));
+        } else {
+          float2 const p = unpack<typename T::Element>(pairs(row, pair));
+          pairs(row, pair) = pack<typename T::Element>(p.x * rows(row, 2 * pair), p.y * rows(row, 2 * pair + 1));
+        }
       }
     }
+  }
+  CUTE_DEVICE static uint32_t multiply_pairs(uint32_t a, uint32_t b) {
+    uint32_t product = 0;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+    return product;
   }
 
   /// dS^T to [key, query], queries 16 * column_step and on.
   template <class Types>
   CUTE_DEVICE void store_scores(int column_step, typename Types::Probabilities& factors) const {
+    if constexpr (kStoresMatrices) {
+      CUTE_UNROLL
+      for (int step = 0; step < Types::kKeySteps; ++step) {
+        CUTE_UNROLL
+        for (int m = 0; m < T::kRowSteps; ++m) {
+          auto const words = cute::recast<uint32_t>(factors(cute::_, m, step));
+          cute::SM90_U32x4_STSM_N::copy(words(0), words(1), words(2), words(3),
+                                        *scores_operand<cute::uint128_t>(m, column_step + step));
+        }
+      }
+      return;
+    }
     auto pairs = pairs_by_row<Types>(factors);
     CUTE_UNROLL
     for (int row = 0; row < 2 * T::kRowSteps; ++row) {
@@ -315,6 +346,14 @@ struct BackwardParts {
         *reinterpret_cast<uint32_t*>(smem + Layout::kScores + rows_before + piece) = pairs(row, pair);
       }
     }
+  }
+  /// 16 bytes a lane, those that ldmatrix.x4 and stmatrix.x4 ask of it, of 16 of the warp's keys and 16 queries of dS.
+  template <class Word>
+  CUTE_DEVICE Word* scores_operand(int m, int column_step) const {
+    constexpr bool kKnown = kStoresMatrices && ScoresTile::P::kRowBytes == QTile::P::kRowBytes;
+    uint32_t const lane = kKnown ? rows_first : ScoresTile::lane_offset(MatrixLane::rows_first(lane_id()));
+    return reinterpret_cast<Word*>(smem + Layout::kScores + warp * C.keys_per_warp() * ScoresTile::P::kRowBytes +
+                                   ScoresTile::piece(lane, m, column_step));
   }
 
   /// The same to memory, of the steps of the walk. `eights`: queries before, by 8.

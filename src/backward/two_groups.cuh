@@ -1,11 +1,10 @@
 // The walk of walk.cuh with the work of a pair of warps divided between two groups: A has S, P and dV of its keys and
-// all of dQ, B has dP, dS and dK. A warp keeps one gradient instead of two, so that it owns twice as many keys, and
-// each B fragment from shared memory feeds twice as many mma.
+// dQ, B has dP, dS and dK. A warp keeps one gradient instead of two, so that it owns twice as many keys, and each B
+// fragment from shared memory feeds twice as many mma.
 //
 // Units of half a tile are handed over: P by a warp of A to its partner in B, in registers' order, at the place where
-// dS of the same scores comes afterwards; dS by all of B to dQ, which A computes a unit late,
-// or copies to memory. B asks for tiles: it has
-// less to do.
+// dS of the same scores comes afterwards; dS by all of B to dQ, which is computed a unit late, or copied to memory. All
+// of dQ is A's, or B has that of every second unit: then each has 2.5 of the five products. B asks for tiles.
 #pragma once
 
 #include "parts.cuh"
@@ -29,9 +28,8 @@ struct TwoGroupWalk : BackwardParts<C> {
   static constexpr int kUnit = C.unit();
   static constexpr int kDoutUnit = Layout::kDoutTile / 2;
   static constexpr int kAhead = Layout::kDoutUnits / 2;  ///< tiles of dO
-  /// ptxas spills where dO of 128 dimensions comes so, too.
-  static constexpr bool kDoutByTma = C.copy == Copy::tma && C.head_dim != 128;
   static_assert(C.warps == 8);
+  static_assert(!C.shares_dq || (!C.scored() && !C.writes_scores), "only A awaits turns, and copies dS");
 
   int const steps;                                   ///< of all heads
   TilePipeline<2> const q_pipe;                      ///< tiles; what A has read, B has, which gets its P afterwards
@@ -62,7 +60,7 @@ struct TwoGroupWalk : BackwardParts<C> {
     __syncthreads();  // where V stood, Q comes
   }
 
-  /// Group A: dV, and what the block adds to dQ.
+  /// Group A: dV, and what the block adds to dQ, or half of that.
   CUTE_DEVICE void run_a(Gradient& dv) const {
     QueryCursor at = this->first(place().walk), before = at;
     CUTE_NO_UNROLL
@@ -96,15 +94,15 @@ struct TwoGroupWalk : BackwardParts<C> {
         if (!C.scored() || params.dv != nullptr)
           this->template add_queries<DoutTile, Unit>(probabilities, dout_at(step, half), 0, dv);
         dout_pipe.consumer_release(unit);
-        if (unit > 0) finish(unit - 1, half == 0 ? before : at);
+        if (unit > 0 && !(C.shares_dq && half == 0)) finish(unit - 1, half == 0 ? before : at);
       }
       before = at;
       at = this->after(at, place().walk);
     }
-    finish(2 * steps - 1, before);
+    if constexpr (!C.shares_dq) finish(2 * steps - 1, before);
   }
 
-  /// Group B: dK.
+  /// Group B: dK, and the other half.
   CUTE_DEVICE void run_b(Values const& values, Gradient& dk) const {
     QueryCursor at = this->first(place().walk);
     load_q(0, at);
@@ -118,11 +116,13 @@ struct TwoGroupWalk : BackwardParts<C> {
         load_dout(3, second);
       }
     }
+    QueryCursor here = at;
     CUTE_NO_UNROLL
     for (int step = 0; step < steps; ++step) {
       uint32_t const q_tile = Layout::kQ + q_pipe.stage(step) * Layout::kQTile;
       uint32_t const terms = Layout::kRowTerms + q_pipe.stage(step) * Layout::kTerms;
-      QueryCursor const here = at;
+      QueryCursor const last_tile = here;
+      here = at;
       at = this->after(at, place().walk);
       q_pipe.consumer_wait(step);
       CUTE_UNROLL
@@ -156,11 +156,13 @@ struct TwoGroupWalk : BackwardParts<C> {
         if (last && step + kAhead < steps && half == 1) load_dout(unit + 2 * kAhead - 1, ahead(at));
         if (!C.scored() || params.dk != nullptr)
           this->template add_queries<QTile, Chunk>(probabilities, q_tile, begin / 16, dk);
+        if (C.shares_dq && last && half == 0 && step > 0) finish(unit - 1, last_tile);
       }
       q_pipe.consumer_release(step);
       if (step + kAhead < steps) load_dout(2 * step + 2 * kAhead + 1, ahead(at));
       if (step + 2 < steps) load_q(step + 2, this->after(at, place().walk));
     }
+    if constexpr (C.shares_dq) finish(2 * steps - 1, here);
   }
 
  private:
@@ -205,19 +207,14 @@ struct TwoGroupWalk : BackwardParts<C> {
     }
   }
 
-  /// Where a lane's four words of an operand stand, 16 bytes in the 16 keys x 16 queries that they belong to.
-  CUTE_DEVICE uint4* operand_at(int m, int column_step) const {
-    uint32_t const lane = ScoresTile::lane_offset(MatrixLane::rows_first(lane_id()));
-    return reinterpret_cast<uint4*>(smem + Layout::kScores + warp * C.keys_per_warp() * ScoresTile::P::kRowBytes +
-                                    ScoresTile::piece(lane, m, column_step));
-  }
   CUTE_DEVICE void hand_over(int half, typename Unit::Probabilities& probabilities) const {
     CUTE_UNROLL
     for (int step = 0; step < Unit::kKeySteps; ++step) {
       CUTE_UNROLL
       for (int m = 0; m < Unit::kRowSteps; ++m) {
         auto const words = cute::recast<uint32_t>(probabilities(cute::_, m, step));
-        *operand_at(m, half * Unit::kKeySteps + step) = {words(0), words(1), words(2), words(3)};
+        *this->template scores_operand<uint4>(m, half * Unit::kKeySteps + step) = {words(0), words(1), words(2),
+                                                                                   words(3)};
       }
     }
   }
@@ -226,7 +223,7 @@ struct TwoGroupWalk : BackwardParts<C> {
     for (int step = 0; step < Chunk::kKeySteps; ++step) {
       CUTE_UNROLL
       for (int m = 0; m < Chunk::kRowSteps; ++m) {
-        uint4 const from = *operand_at(m, column_step + step);
+        uint4 const from = *this->template scores_operand<uint4>(m, column_step + step);
         auto words = cute::recast<uint32_t>(probabilities(cute::_, m, step));
         words(0) = from.x, words(1) = from.y, words(2) = from.z, words(3) = from.w;
       }
@@ -254,7 +251,7 @@ struct TwoGroupWalk : BackwardParts<C> {
     q_pipe.producer_commit_cp_async(step);
   }
   CUTE_DEVICE void load_dout(int unit, QueryCursor const& at) const {
-    if constexpr (kDoutByTma) {
+    if constexpr (C.copy == Copy::tma) {
       if (this->comes_by_tma(at)) {
         if (warp != 0) return;
         dout_pipe.producer_acquire(unit);

@@ -85,7 +85,7 @@ void bind_rms_norm_backward(py::module_& m) {
   finite(c, "weight_offset", &P::weight_offset);
   named(c, "out_type", &P::out_type, kDTypes);
   named(c, "weight_type", &P::weight_type, kDTypes);
-  number(c, "parts", &P::parts, 0, 65535);  // a grid's second dimension
+  number(c, "parts", &P::parts, 0, 65535);
   c.def("partial_floats", &P::partial_floats);
 }
 

@@ -3,6 +3,7 @@
 
 #include <cmath>
 
+#include "../core/approximate.cuh"
 #include "rows.cuh"
 
 namespace cutlass_fmha {
@@ -11,7 +12,7 @@ namespace cutlass_fmha {
 template <class T>
 __device__ float sigmoid(float x) {
   if constexpr (std::is_same_v<T, float>) return 1.f / (1.f + expf(-x));
-  return __fdividef(1.f, 1.f + __expf(-x));
+  return reciprocal_approx(1.f + exp2_approx(-kLog2e * x));
 }
 
 struct ValueAndSlope {
@@ -28,67 +29,59 @@ __device__ ValueAndSlope activate(float x) {
     constexpr float kTwice = 1.5957691f, kCube = 0.044715f;  // 2 sqrt(2 / pi)
     float inner = x, step = 1.f;
     if constexpr (Kind == Activation::gelu_tanh) {
-      inner = kTwice * fmaf(kCube * x * x, x, x);
-      step = kTwice * fmaf(3.f * kCube * x, x, 1.f);
+      inner = x * fmaf(kTwice * kCube, x * x, kTwice);
+      step = fmaf(3.f * kTwice * kCube, x * x, kTwice);
     }
     float const s = sigmoid<T>(inner);
     return {x * s, s * fmaf(x * (1.f - s), step, 1.f)};
   }
 }
 
-/// Which chunks a thread has, and where they stand.
-template <int Width, int Count>
-struct GatedChunks {
-  GatedParams const& p;
-  int const first;
+/// Where chunk `number` of a tensor stands.
+template <int Width, bool Flat>
+__device__ int64_t chunk_at(GatedParams const& p, int number, Strides const& s) {
+  int const row = p.by_chunks.quotient(number);
+  return (Flat ? row * s.head : offset_of(p, row, s)) + int64_t(number - row * p.chunks) * Width;
+}
 
-  __device__ explicit GatedChunks(GatedParams const& params)
-      : p(params), first(int(blockIdx.x) * (kHelperThreads * Count) + int(threadIdx.x)) {}
-
-  __device__ bool has(int n) const { return first + n * kHelperThreads < p.rows * p.chunks; }
-
-  __device__ int64_t at(int n, Strides const& s) const {
-    int const number = first + n * kHelperThreads, row = p.by_chunks.quotient(number);
-    return row_of(p, row).offset(s) + int64_t(number - row * p.chunks) * Width;
-  }
-};
-
-template <class T, int Width, int Count, Activation Kind>
+template <class T, int Width, int Count, bool Flat, Activation Kind>
 __device__ void gated_chunks(GatedParams const& p) {
-  GatedChunks<Width, Count> const mine(p);
+  int const step = blockDim.x, first = int(blockIdx.x * step) * Count + int(threadIdx.x), all = p.rows * p.chunks;
+  auto const at = [&](int n, Strides const& s) { return chunk_at<Width, Flat>(p, first + n * step, s); };
   Chunk<T, Width> gate[Count], up[Count];
 #pragma unroll
   for (int n = 0; n < Count; ++n) {
-    if (!mine.has(n)) continue;
-    gate[n] = load_once<T, Width>(static_cast<T const*>(p.gate) + mine.at(n, p.gate_stride));
-    up[n] = load_once<T, Width>(static_cast<T const*>(p.up) + mine.at(n, p.up_stride));
+    if (first + n * step >= all) continue;
+    gate[n] = Chunk<T, Width>::load(static_cast<T const*>(p.gate) + at(n, p.gate_stride));
+    up[n] = Chunk<T, Width>::load(static_cast<T const*>(p.up) + at(n, p.up_stride));
   }
 #pragma unroll
   for (int n = 0; n < Count; ++n) {
-    if (!mine.has(n)) continue;
+    if (first + n * step >= all) continue;
     float g[Width], u[Width];
     gate[n].read(g);
     up[n].read(u);
 #pragma unroll
     for (int k = 0; k < Width; ++k) u[k] *= activate<T, Kind>(g[k]).value;
-    store_rounded<T>(p.out, mine.at(n, p.out_stride), u);
+    store_rounded<T>(p.out, at(n, p.out_stride), u);
   }
 }
 
-template <class T, int Width, int Count, Activation Kind>
-__device__ void gated_backward_chunks(GatedBackwardParams const& p) {
-  GatedChunks<Width, Count> const mine(p);
+template <class T, int Width, int Count, bool Flat, Activation Kind>
+__device__ void gated_chunks(GatedBackwardParams const& p) {
+  int const step = blockDim.x, first = int(blockIdx.x * step) * Count + int(threadIdx.x), all = p.rows * p.chunks;
+  auto const at = [&](int n, Strides const& s) { return chunk_at<Width, Flat>(p, first + n * step, s); };
   Chunk<T, Width> gate[Count], up[Count], dout[Count];
 #pragma unroll
   for (int n = 0; n < Count; ++n) {
-    if (!mine.has(n)) continue;
-    gate[n] = load_once<T, Width>(static_cast<T const*>(p.gate) + mine.at(n, p.gate_stride));
-    up[n] = load_once<T, Width>(static_cast<T const*>(p.up) + mine.at(n, p.up_stride));
-    dout[n] = load_once<T, Width>(static_cast<T const*>(p.dout) + mine.at(n, p.dout_stride));
+    if (first + n * step >= all) continue;
+    gate[n] = Chunk<T, Width>::load(static_cast<T const*>(p.gate) + at(n, p.gate_stride));
+    up[n] = Chunk<T, Width>::load(static_cast<T const*>(p.up) + at(n, p.up_stride));
+    dout[n] = Chunk<T, Width>::load(static_cast<T const*>(p.dout) + at(n, p.dout_stride));
   }
 #pragma unroll
   for (int n = 0; n < Count; ++n) {
-    if (!mine.has(n)) continue;
+    if (first + n * step >= all) continue;
     float g[Width], u[Width], d[Width], product[Width];
     gate[n].read(g);
     up[n].read(u);
@@ -100,41 +93,35 @@ __device__ void gated_backward_chunks(GatedBackwardParams const& p) {
       g[k] = d[k] * u[k] * found.slope;
       d[k] *= found.value;
     }
-    store_rounded<T>(p.dgate, mine.at(n, p.dgate_stride), g);
-    store_rounded<T>(p.dup, mine.at(n, p.dup_stride), d);
-    if (p.out) store_rounded<T>(p.out, mine.at(n, p.out_stride), product);
+    store_rounded<T>(p.dgate, at(n, p.dgate_stride), g);
+    store_rounded<T>(p.dup, at(n, p.dup_stride), d);
+    if (p.out) store_rounded<T>(p.out, at(n, p.out_stride), product);
   }
 }
 
-template <class T, Activation Kind>
-__device__ void gated_by(GatedParams const& p) {
-  if (!p.aligned) return gated_chunks<T, 1, GatedParams::kVectors, Kind>(p);
-  if (!p.many) return gated_chunks<T, kWidth<T>, 1, Kind>(p);
-  gated_chunks<T, kWidth<T>, GatedParams::kVectors, Kind>(p);
+template <class T, Activation Kind, int Vectors, class Params>
+__device__ void gated_by(Params const& p) {
+  if (!p.aligned) return gated_chunks<T, 1, Params::kElements, false, Kind>(p);
+  if (!p.flat) return gated_chunks<T, kWidth<T>, Vectors, false, Kind>(p);
+  gated_chunks<T, kWidth<T>, Vectors, true, Kind>(p);
 }
 
-template <class T, Activation Kind>
-__device__ void gated_by(GatedBackwardParams const& p) {
-  if (!p.aligned) return gated_backward_chunks<T, 1, GatedBackwardParams::kVectors, Kind>(p);
-  if (!p.many) return gated_backward_chunks<T, kWidth<T>, 1, Kind>(p);
-  gated_backward_chunks<T, kWidth<T>, GatedBackwardParams::kVectors, Kind>(p);
-}
-
-template <class T, class Params>
+template <class T, int Vectors, class Params>
 __device__ void gated_any(Params const& p) {
-  if (p.activation == Activation::silu) return gated_by<T, Activation::silu>(p);
-  if (p.activation == Activation::gelu) return gated_by<T, Activation::gelu>(p);
-  gated_by<T, Activation::gelu_tanh>(p);
+  begin_rows();
+  if (p.activation == Activation::silu) return gated_by<T, Activation::silu, Vectors>(p);
+  if (p.activation == Activation::gelu) return gated_by<T, Activation::gelu, Vectors>(p);
+  gated_by<T, Activation::gelu_tanh, Vectors>(p);
 }
 
-template <class T>
+template <class T, int Vectors = GatedParams::kVectors>
 __device__ void gated(GatedParams const& p) {
-  gated_any<T>(p);
+  gated_any<T, Vectors>(p);
 }
 
-template <class T>
+template <class T, int Vectors = GatedBackwardParams::kVectors>
 __device__ void gated_backward(GatedBackwardParams const& p) {
-  gated_any<T>(p);
+  gated_any<T, Vectors>(p);
 }
 
 }  // namespace cutlass_fmha

@@ -10,8 +10,8 @@
 namespace cutlass_fmha {
 namespace {
 
-/// Vectors of a tensor from which on a thread takes several of them: fewer threads fill a GPU then, and more bytes are
-/// on their way. Below, a launch is as fast as its slowest thread.
+/// Vectors of a tensor from which on a lane has several: fewer threads have more bytes on their way then. Below, a launch
+/// is as fast as its slowest thread.
 constexpr int64_t kMany = 1 << 18;
 
 /// A tensor of a launch, whose strides become those that count.
@@ -21,33 +21,58 @@ struct Tensor {
   int bytes;  ///< of an element
 };
 
+/// How far it is from each row to the next, where all leading dimensions are as one: into the last stride.
+bool flatten(Strides& s, int64_t const (&sizes)[3]) {
+  int64_t const strides[] = {s.batch, s.seqlen, s.head};
+  int64_t step = 0, count = 1;
+  for (int n = 2; n >= 0; --n) {
+    if (sizes[n] == 1) continue;
+    if (count == 1) step = strides[n];
+    if (strides[n] != step * count) return false;
+    count *= sizes[n];
+  }
+  s = {0, 0, step};
+  return true;
+}
+
 /// Sets what all launches on rows want; whether every tensor that is there has rows of whole, aligned vectors.
 bool prepare(RowsParams& p, std::initializer_list<Tensor> tensors) {
   p.rows = int(p.count());
   p.by_middle = Divisor(int(p.sizes[1]));
   p.by_inner = Divisor(int(p.sizes[2]));
   bool vectors = true;
+  p.flat = true;
   for (Tensor const& x : tensors) {
     if (!x.address) continue;
     x.stride = used(x.stride, p.sizes[0], p.sizes[1], p.sizes[2]);
     vectors = vectors && is_aligned(x.address, x.stride, p.dim, x.bytes);
+    Strides alone = x.stride;
+    p.flat = p.flat && flatten(alone, p.sizes);
+  }
+  for (Tensor const& x : tensors) {
+    if (p.flat) flatten(x.stride, p.sizes);
   }
   return vectors;
 }
 
 int log2_up(int64_t n) { return int(std::bit_width(uint64_t(std::max<int64_t>(n, 1) - 1))); }
 
-/// How lanes share rows of p.dim elements: 2^lanes_log2 of them, each with `vectors` of 16 bytes, where that is
-/// possible, otherwise the whole block. `most`: vectors of a lane.
+/// How lanes share rows of p.dim elements: 2^lanes_log2 of them, `threads` at most, with up to `vectors` of 16 bytes
+/// each where that is enough.
 template <class Params>
-void share(Params& p, bool aligned, int bytes, int threads, int most) {
-  int const chunks = ceil_div(p.dim, kVectorBytes / bytes), block_log2 = log2_up(threads);
-  bool const many = int64_t(p.rows) * chunks >= kMany;
-  p.lanes_log2 = std::min(block_log2, log2_up(many ? ceil_div(chunks, std::min(most, 4)) : chunks));
-  p.vectors = 1 << log2_up(ceil_div(chunks, 1 << p.lanes_log2));
-  p.walk = !aligned ? Walk::elements : p.vectors <= most ? Walk::kept : Walk::vectors;
-  if (p.walk == Walk::elements) p.lanes_log2 = std::min(block_log2, log2_up(p.dim));
+void share(Params& p, bool aligned, int bytes, int threads, int vectors) {
+  int const chunks = ceil_div(p.dim, kVectorBytes / bytes);
+  p.lanes_log2 = std::min(log2_up(threads), log2_up(aligned ? ceil_div(chunks, vectors) : p.dim));
   p.per_dim = 1.f / float(p.dim);
+  p.walk = !aligned ? Walk::elements : chunks <= vectors << p.lanes_log2 ? Walk::kept : Walk::vectors;
+}
+
+/// Sets how many of its `turns`, of `vectors` each, a thread asks for ahead. Returns the shared memory that a block of
+/// `threads` has for them.
+int ask_ahead(RmsNormBackwardParams& p, Row const& row, int threads, int vectors, int64_t turns) {
+  int const room = row.smem_bytes / row.threads() / kVectorBytes;
+  p.stages = int(std::clamp<int64_t>(room / vectors, 1, std::max<int64_t>(turns, 1)));
+  return p.stages * vectors * threads * kVectorBytes;
 }
 
 /// Blocks of `threads` for rows that 2^lanes_log2 lanes share.
@@ -62,13 +87,12 @@ void prepare_gated(Params& p, bool aligned, int bytes) {
            " elements; at most 2147479551 vectors of 16 bytes can be multiplied, or elements where a tensor isn't " +
            "aligned to 16 bytes";
   });
-  p.many = !aligned || int64_t(p.rows) * p.chunks >= kMany;
   p.by_chunks = Divisor(p.chunks);
 }
 
 template <class Params>
-dim3 grid_of_gated(Params const& p) {
-  int const each = kHelperThreads * (p.many ? Params::kVectors : 1);
+dim3 grid_of_gated(Params const& p, int threads) {
+  int const each = threads * (p.aligned ? Params::kVectors : Params::kElements);
   return dim3(unsigned((int64_t(p.rows) * p.chunks + each - 1) / each));
 }
 
@@ -82,12 +106,14 @@ void launch(Row const& row, RmsNormParams const& params, int device, cudaStream_
                                    {p.sum, p.sum_stride, bytes},
                                    {p.out, p.out_stride, bytes_of(p.out_type)}}) &&
                        aligned(p.weight) && aligned(p.bias) && int64_t(p.dim) * factor_bytes % kVectorBytes == 0;
-  share(p, vectors, bytes, kHelperThreads, RmsNormParams::kMaxVectors);
-  launch_kernel(row, dim3(unsigned(blocks_of(p.rows, p.lanes_log2, kHelperThreads))), &p, device, stream);
+  int const chunks = ceil_div(p.dim, kVectorBytes / bytes);
+  p.many = int64_t(p.rows) * chunks >= kMany || chunks > row.threads();
+  share(p, vectors, bytes, row.threads(), p.many ? RmsNormParams::kVectors : 1);
+  int const threads = std::max(kHelperThreads, 1 << p.lanes_log2);
+  launch_kernel(row, dim3(unsigned(blocks_of(p.rows, p.lanes_log2, threads))), &p, device, stream, threads);
 }
 
 void launch(Row const& row, RmsNormBackwardParams const& params, int device, cudaStream_t stream) {
-  constexpr int kThreads = RmsNormBackwardParams::kThreads;
   RmsNormBackwardParams p = params;
   int const bytes = bytes_of(row.dtype());
   bool const vectors = prepare(p, {{p.x, p.x_stride, bytes},
@@ -95,24 +121,24 @@ void launch(Row const& row, RmsNormBackwardParams const& params, int device, cud
                                    {p.dsum, p.dsum_stride, bytes},
                                    {p.dx, p.dx_stride, bytes}}) &&
                        aligned(p.weight) && int64_t(p.dim) * bytes_of(p.weight_type) % kVectorBytes == 0;
-  // Weights of another type leave registers for one vector, and gradients of another for none.
-  bool const same_weight = p.weight_type == row.dtype(), same_out = p.out_type == row.dtype();
-  share(p, vectors, bytes, kThreads, same_weight ? RmsNormBackwardParams::kMaxVectors : 1);
-  if (p.walk == Walk::kept && !same_out) p.walk = Walk::vectors;
-  bool const sums = p.dweight && p.walk == Walk::kept;
-  int64_t const blocks = blocks_of(p.rows, p.lanes_log2, kThreads);
-  p.parts = int(std::min<int64_t>(p.parts, sums ? blocks : p.rows));
-  launch_kernel(row, dim3(unsigned(sums ? p.parts : blocks)), &p, device, stream);
-  if (!p.dweight) return;
-
-  auto const next = [&](Family family, dim3 grid) {
-    launch_kernel(helper(family, row.dtype(), row.arch()), grid, &p, device, stream);
-  };
-  if (!sums) {
-    int const columns = kHelperThreads * (p.walk == Walk::elements ? 1 : kVectorBytes / bytes);
-    next(Family::rms_norm_columns, dim3(unsigned(ceil_div(p.dim, columns)), unsigned(p.parts)));
-  }
-  next(Family::rms_norm_weights, dim3(unsigned(ceil_div(p.dim, RmsNormBackwardParams::kColumns))));
+  constexpr int kVectors = RmsNormBackwardParams::kVectors;
+  share(p, vectors, bytes, row.threads(), kVectors);
+  if (p.walk == Walk::kept && p.out_type != row.dtype()) p.walk = Walk::vectors;  // no registers for its gradients
+  bool const kept = p.walk == Walk::kept;
+  int const resident = std::max(1, p.parts);
+  int const beside = p.walk == Walk::elements ? RmsNormBackwardParams::kColumns : RmsNormBackwardParams::kColumnsBeside;
+  int64_t const blocks = blocks_of(p.rows, p.lanes_log2, row.threads());
+  bool const sums = p.dweight && kept && blocks + ceil_div(p.dim, beside) > resident;  // else all blocks run at once
+  p.row_blocks = int(kept ? std::min<int64_t>(blocks, resident) : blocks);
+  p.parts = sums ? p.row_blocks : 0;
+  int64_t const grid = int64_t(p.row_blocks) + (p.dweight && !sums ? ceil_div(p.dim, beside) : 0);
+  require(grid <= INT_MAX, [] { return "rms_norm_backward takes fewer rows"; });
+  int64_t const turns = (blocks + p.row_blocks - 1) / p.row_blocks;
+  int const smem_bytes = kept ? ask_ahead(p, row, row.threads(), kVectors * (p.dsum ? 3 : 2), turns) : 0;
+  launch_kernel(row, dim3(unsigned(grid)), &p, device, stream, row.threads(), smem_bytes);
+  if (!sums) return;
+  launch_kernel(helper(Family::rms_norm_weights, row.dtype(), row.arch()),
+                dim3(unsigned(ceil_div(p.dim, RmsNormBackwardParams::kColumns))), &p, device, stream);
 }
 
 void launch(Row const& row, GatedParams const& params, int device, cudaStream_t stream) {
@@ -121,7 +147,7 @@ void launch(Row const& row, GatedParams const& params, int device, cudaStream_t 
   bool const vectors =
       prepare(p, {{p.gate, p.gate_stride, bytes}, {p.up, p.up_stride, bytes}, {p.out, p.out_stride, bytes}});
   prepare_gated(p, vectors, bytes);
-  launch_kernel(row, grid_of_gated(p), &p, device, stream);
+  launch_kernel(row, grid_of_gated(p, row.threads()), &p, device, stream);
 }
 
 void launch(Row const& row, GatedBackwardParams const& params, int device, cudaStream_t stream) {
@@ -134,7 +160,7 @@ void launch(Row const& row, GatedBackwardParams const& params, int device, cudaS
                                    {p.dgate, p.dgate_stride, bytes},
                                    {p.dup, p.dup_stride, bytes}});
   prepare_gated(p, vectors, bytes);
-  launch_kernel(row, grid_of_gated(p), &p, device, stream);
+  launch_kernel(row, grid_of_gated(p, row.threads()), &p, device, stream);
 }
 
 }  // namespace cutlass_fmha

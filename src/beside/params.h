@@ -18,6 +18,7 @@ struct RowsParams {
 
   // Set by launch().
   int rows;
+  bool flat;                    ///< one leading dimension is all that counts: rows are their strides' `head` apart
   Divisor by_middle, by_inner;  ///< by sizes[1] and sizes[2]
 
   int64_t count() const { return sizes[0] * sizes[1] * sizes[2]; }
@@ -33,7 +34,7 @@ enum class Walk : int {
 
 /// out = x rstd (weight + weight_offset) + bias of each row, with rstd = 1 / sqrt(mean(x^2) + eps).
 struct RmsNormParams : RowsParams {
-  static constexpr int kMaxVectors = 8;
+  static constexpr int kMaxThreads = 512, kVectors = 4;  ///< of a lane, of many rows; of few it has one
 
   void const* x;
   void const* residual;  ///< may be null; x + residual, rounded to x's type, takes the place of x
@@ -49,15 +50,18 @@ struct RmsNormParams : RowsParams {
 
   // Set by launch().
   Walk walk;
-  int vectors, lanes_log2;
+  bool many;  ///< rows: a lane has kVectors
+  int lanes_log2;
   float per_dim;  ///< 1 / dim
 };
 
 /// With g = dout (weight + weight_offset) and y = x rstd: dx = rstd (g - y mean(g y)) + dsum, dweight = sum over rows
-/// of dout y, whose terms are added in a fixed order: thread blocks leave partial sums, which a second kernel adds up.
+/// of dout y, whose terms are added in a fixed order: thread blocks leave partial sums, which a second kernel adds up;
+/// or, of few rows, blocks beside those of dx add up columns.
 struct RmsNormBackwardParams : RowsParams {
-  static constexpr int kThreads = 512, kMaxVectors = 2;
-  static constexpr int kColumns = 32;  ///< of dweight, that a block adds up
+  static constexpr int kThreads = 512, kVectors = 2;  ///< vectors of a lane at most
+  static constexpr int kColumns = 32;                 ///< of dweight, that a block of the second kernel adds up
+  static constexpr int kColumnsBeside = 128;          ///< and a block beside those of dx; of elements kColumns
 
   void const* dout;
   void const* dsum;  ///< gradient of the sum, of x's type; may be null
@@ -74,7 +78,8 @@ struct RmsNormBackwardParams : RowsParams {
 
   // Set by launch().
   Walk walk;
-  int vectors, lanes_log2;
+  int lanes_log2, row_blocks;  ///< blocks of dx, which come first
+  int stages;                  ///< rows of a group of lanes that are on their way at once
   float per_dim;
 
   /// From one partial sum to the next.
@@ -90,7 +95,7 @@ constexpr char const* name_of(Activation activation) {
 
 /// out = activation(gate) up
 struct GatedParams : RowsParams {
-  static constexpr int kVectors = 4;  ///< of a thread of a large launch
+  static constexpr int kVectors = 1, kElements = 4;  ///< of a thread, where there are vectors or not
 
   void const* gate;
   void const* up;
@@ -99,15 +104,13 @@ struct GatedParams : RowsParams {
   Activation activation;
 
   // Set by launch().
-  bool aligned, many;  ///< many: each thread has several vectors
-  int chunks;          ///< vectors or elements of a row
+  bool aligned;
+  int chunks;  ///< vectors or elements of a row
   Divisor by_chunks;
 };
 
 /// dgate = dout up activation'(gate), dup = dout activation(gate); out, where it isn't null, is computed again.
 struct GatedBackwardParams : GatedParams {
-  static constexpr int kVectors = 2;
-
   void const* dout;
   void* dgate;
   void* dup;

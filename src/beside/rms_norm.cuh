@@ -5,31 +5,45 @@
 
 namespace cutlass_fmha {
 
-/// Whole rows in registers: all of a row's loads are on their way at once; those of the weights are while it is
-/// summed up.
+/// Keeps the compiler from having made floats of it before.
+__device__ inline void packed(uint4& words) {
+  asm volatile("" : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w)::"memory");
+}
+
+/// Whole rows in registers: all of a row's loads are on their way at once. Few registers make room for many rows on an
+/// SM, which is what keeps memory busy.
 template <class T, class W, int Vectors>
 __device__ void norm_kept(RmsNormParams const& p, float* shared) {
   constexpr int kElements = kWidth<T>;
   using Values = Chunk<T, kElements>;
   using Factors = Chunk<W, kElements>;
-  constexpr bool kEarly = Vectors * int(sizeof(Factors)) <= 64;  // where there are registers for them
-  Lane const lane(p.lanes_log2);
+  constexpr bool kEarly = Vectors * int(sizeof(Factors)) <= 32 && sizeof(T) == 2;  // registers for weights meanwhile
+  constexpr int kAtOnce = Vectors < 2 ? Vectors : 2;                               // and for the residual
+  Lane const lane(p.lanes_log2, int(blockDim.x));
   bool const there = lane.row < p.rows;  // lanes without a row go along
-  Row const row = row_of(p, there ? int(lane.row) : 0);
-  int const first = lane.lane * kElements, step = lane.lanes * kElements, end = there ? p.dim : 0;
+  int const row = there ? int(lane.row) : 0, end = there ? p.dim : 0;
+  int const first = lane.lane * kElements, step = lane.lanes * kElements;
 
   Values x[Vectors];
   Factors weight[Vectors];
-  T const* const from = static_cast<T const*>(p.x) + row.offset(p.x_stride) + first;
+  T const* const from = static_cast<T const*>(p.x) + offset_of(p, row, p.x_stride) + first;
 #pragma unroll
   for (int n = 0; n < Vectors; ++n) {
     x[n] = Values{};
-    if (first + n * step < end) x[n] = load_once<T, kElements>(from + n * step);
+    if (first + n * step < end) x[n] = Values::load(from + n * step);
   }
+  auto const load_weights = [&] {
+#pragma unroll
+    for (int n = 0; n < Vectors; ++n) {
+      if (kEarly && p.weight && first + n * step < end) {
+        weight[n] = Factors::load(static_cast<W const*>(p.weight) + first + n * step);
+      }
+    }
+  };
   if (p.residual) {
-    T const* const other = static_cast<T const*>(p.residual) + row.offset(p.residual_stride) + first;
-    T* const to = static_cast<T*>(p.sum) + row.offset(p.sum_stride) + first;
-    constexpr int kAtOnce = Vectors < 2 ? Vectors : 2;  // as many registers as there are
+    T const* const other = static_cast<T const*>(p.residual) + offset_of(p, row, p.residual_stride) + first;
+    T* const to = static_cast<T*>(p.sum) + offset_of(p, row, p.sum_stride) + first;
+    if (Vectors == 1) load_weights();  // with more, registers come free with the residual's
 #pragma unroll
     for (int begin = 0; begin < Vectors; begin += kAtOnce) {
       if (begin > 0) asm volatile("" ::: "memory");
@@ -37,15 +51,15 @@ __device__ void norm_kept(RmsNormParams const& p, float* shared) {
 #pragma unroll
       for (int n = 0; n < kAtOnce; ++n) {
         int const column = (begin + n) * step;
-        if (first + column < end) residual[n] = load_once<T, kElements>(other + column);
+        if (first + column < end) residual[n] = Values::load(other + column);
       }
 #pragma unroll
       for (int n = 0; n < kAtOnce; ++n) {
         int const column = (begin + n) * step;
         if (first + column >= end) continue;
         float a[kElements], b[kElements];
-        x[begin + n].read(a);
-        residual[n].read(b);
+        read(x[begin + n], a);
+        read(residual[n], b);
 #pragma unroll
         for (int k = 0; k < kElements; ++k) a[k] += b[k];
         x[begin + n].write(a);
@@ -53,34 +67,29 @@ __device__ void norm_kept(RmsNormParams const& p, float* shared) {
       }
     }
   }
-
-  if constexpr (kEarly) {
-#pragma unroll
-    for (int n = 0; n < Vectors; ++n) {
-      if (p.weight && first + n * step < end) {
-        weight[n] = Factors::load(static_cast<W const*>(p.weight) + first + n * step);
-      }
-    }
-  }
+  if (Vectors > 1 || !p.residual) load_weights();
 
   float squares = 0.f;
 #pragma unroll
   for (int n = 0; n < Vectors; ++n) {
     float a[kElements];
-    x[n].read(a);
+    read(x[n], a);
 #pragma unroll
     for (int k = 0; k < kElements; ++k) squares = fmaf(a[k], a[k], squares);
   }
-  float const rstd = rsqrtf(sum_over_lanes<kHelperThreads>(squares, p.lanes_log2, shared) * p.per_dim + p.eps);
-  if (p.rstd && there && lane.lane == 0) p.rstd[lane.row] = rstd;
+  float const rstd = rsqrtf(sum_over_lanes(squares, p.lanes_log2, shared) * p.per_dim + p.eps);
+  if (p.rstd && there && lane.lane == 0) p.rstd[row] = rstd;
 
-  int64_t const to = row.offset(p.out_stride) + first;
+  int64_t const to = offset_of(p, row, p.out_stride) + first;
 #pragma unroll
   for (int n = 0; n < Vectors; ++n) {
     if (first + n * step >= end) continue;
-    if constexpr (Vectors > 2) asm volatile("" ::: "memory");  // one at a time: there are no registers for more
+    if constexpr (Vectors > 1) {  // one at a time, from what is packed: there are no registers for more
+      packed(x[n].words[0]);
+      if constexpr (kEarly) packed(weight[n].words[0]);
+    }
     float a[kElements], w[kElements];
-    x[n].read(a);
+    read(x[n], a);
 #pragma unroll
     for (int k = 0; k < kElements; ++k) a[k] *= rstd;
     if (p.weight) {
@@ -100,26 +109,23 @@ __device__ void norm_kept(RmsNormParams const& p, float* shared) {
 
 template <class T, class W>
 __device__ void norm_by_vectors(RmsNormParams const& p, float* shared) {
-  if (p.vectors == 1) return norm_kept<T, W, 1>(p, shared);
-  if (p.vectors == 2) return norm_kept<T, W, 2>(p, shared);
-  if (p.vectors == 4) return norm_kept<T, W, 4>(p, shared);
-  norm_kept<T, W, RmsNormParams::kMaxVectors>(p, shared);
+  p.many ? norm_kept<T, W, RmsNormParams::kVectors>(p, shared) : norm_kept<T, W, 1>(p, shared);
 }
 
 /// Rows that are read twice.
 template <class T, int Width>
 __device__ void norm_long(RmsNormParams const& p, float* shared) {
   using Values = Chunk<T, Width>;
-  Lane const lane(p.lanes_log2);
+  Lane const lane(p.lanes_log2, int(blockDim.x));
   bool const there = lane.row < p.rows;
-  Row const row = row_of(p, there ? int(lane.row) : 0);
-  int const first = lane.lane * Width, step = lane.lanes * Width, end = there ? p.dim : 0;
-  T const* x = static_cast<T const*>(p.x) + row.offset(p.x_stride);
+  int const row = there ? int(lane.row) : 0, end = there ? p.dim : 0;
+  int const first = lane.lane * Width, step = lane.lanes * Width;
+  T const* x = static_cast<T const*>(p.x) + offset_of(p, row, p.x_stride);
 
   float squares = 0.f;
   if (p.residual) {
-    T const* const residual = static_cast<T const*>(p.residual) + row.offset(p.residual_stride);
-    T* const sum = static_cast<T*>(p.sum) + row.offset(p.sum_stride);
+    T const* const residual = static_cast<T const*>(p.residual) + offset_of(p, row, p.residual_stride);
+    T* const sum = static_cast<T*>(p.sum) + offset_of(p, row, p.sum_stride);
 #pragma unroll 2
     for (int column = first; column < end; column += step) {
       float a[Width], b[Width];
@@ -144,10 +150,10 @@ __device__ void norm_long(RmsNormParams const& p, float* shared) {
       for (int k = 0; k < Width; ++k) squares = fmaf(a[k], a[k], squares);
     }
   }
-  float const rstd = rsqrtf(sum_over_lanes<kHelperThreads>(squares, p.lanes_log2, shared) * p.per_dim + p.eps);
-  if (p.rstd && there && lane.lane == 0) p.rstd[lane.row] = rstd;
+  float const rstd = rsqrtf(sum_over_lanes(squares, p.lanes_log2, shared) * p.per_dim + p.eps);
+  if (p.rstd && there && lane.lane == 0) p.rstd[row] = rstd;
 
-  int64_t const to = row.offset(p.out_stride);
+  int64_t const to = offset_of(p, row, p.out_stride);
 #pragma unroll 2
   for (int column = first; column < end; column += step) {
     float a[Width], w[Width];
@@ -170,7 +176,8 @@ __device__ void norm_long(RmsNormParams const& p, float* shared) {
 
 template <class T>
 __device__ void rms_norm(RmsNormParams const& p) {
-  __shared__ float shared[kHelperThreads / 32];
+  __shared__ float shared[RmsNormParams::kMaxThreads / 32];
+  begin_rows();
   if (p.walk == Walk::vectors) return norm_long<T, kWidth<T>>(p, shared);
   if (p.walk == Walk::elements) return norm_long<T, 1>(p, shared);
   if (p.weight_type == kTypeOf<T>) return norm_by_vectors<T, T>(p, shared);

@@ -6,124 +6,111 @@
 namespace cutlass_fmha {
 
 struct RmsNormBackwardShared {
-  static constexpr int kThreads = RmsNormBackwardParams::kThreads;
+  static constexpr int kWarps = RmsNormBackwardParams::kThreads / 32;
   /// Rows that share a block are of half of its vectors at most.
-  static constexpr int kColumns = kThreads * RmsNormBackwardParams::kMaxVectors * 8 / 2;
+  static constexpr int kColumns = RmsNormBackwardParams::kThreads * RmsNormBackwardParams::kVectors * 8 / 2;
 
-  float sums[2][kThreads / 32];         ///< by turns, so that one barrier a row is enough
+  float sums[2][kWarps];                ///< by turns, so that one barrier a row is enough
   alignas(16) float columns[kColumns];  ///< where groups meet
 };
 
-/// Lanes that share a row, one of the block's groups of them.
-struct Group {
-  int lanes, lane, group, groups;
-
-  __device__ explicit Group(int lanes_log2)
-      : lanes(1 << lanes_log2),
-        lane(int(threadIdx.x) & (lanes - 1)),
-        group(int(threadIdx.x) >> lanes_log2),
-        groups(RmsNormBackwardShared::kThreads >> lanes_log2) {}
-};
-
-/// Whole rows in registers. A block goes through its rows, the same each time, with its sums of dweight in registers.
-template <class T, class W, int Vectors>
-__device__ void norm_backward_kept(RmsNormBackwardParams const& p, RmsNormBackwardShared& shared) {
+/// Whole rows, up to `Vectors` vectors of each in a lane. A block goes from row to row, with weights and sums of
+/// dweight in registers and the next rows on their way. Several vectors: what a row costs besides its elements is
+/// shared.
+template <class T, class W, int Vectors, bool Summed>
+__device__ void norm_backward_ahead(RmsNormBackwardParams const& p, RmsNormBackwardShared& shared) {
   constexpr int kElements = kWidth<T>;
   using Values = Chunk<T, kElements>;
-  using Factors = Chunk<W, kElements>;
+  using Floats = float[Vectors][kElements];
   Group const at(p.lanes_log2);
   int const first = at.lane * kElements, step = at.lanes * kElements;
-  float dweight[Vectors][kElements] = {};
-
-  int turn = 0;
-  for (int begin = blockIdx.x * at.groups; begin < p.rows; begin += gridDim.x * at.groups, turn ^= 1) {
-    int const number = begin + at.group;
-    bool const there = number < p.rows;  // lanes without a row go along
-    Row row = row_of(p, there ? number : 0);
-    int const end = there ? p.dim : 0;
-    T const* const from = static_cast<T const*>(p.x) + row.offset(p.x_stride) + first;
-    T const* const gradient = static_cast<T const*>(p.dout) + row.offset(p.dout_stride) + first;
-    Values x[Vectors], dout[Vectors];
+  Floats weight, dweight;
 #pragma unroll
-    for (int n = 0; n < Vectors; ++n) {
-      x[n] = dout[n] = Values{};
-      if (first + n * step >= end) continue;
-      x[n] = load_once<T, kElements>(from + n * step);
-      dout[n] = load_once<T, kElements>(gradient + n * step);
-    }
-    float const rstd = there ? p.rstd[number] : 0.f;
-
-    // dout and its factor. The weights are in L1, and have no registers.
-    auto scaled = [&](int n, float (&g)[kElements]) {
-      dout[n].read(g);
-      if (!p.weight || first + n * step >= end) return;
-      float w[kElements];
-      Factors::load(static_cast<W const*>(p.weight) + first + n * step).read(w);
+  for (int n = 0; n < Vectors; ++n) {
 #pragma unroll
-      for (int k = 0; k < kElements; ++k) g[k] *= w[k] + p.weight_offset;
+    for (int k = 0; k < kElements; ++k) weight[n][k] = 1.f, dweight[n][k] = 0.f;
+    if (!p.weight || first + n * step >= p.dim) continue;
+    Chunk<W, kElements>::load(static_cast<W const*>(p.weight) + first + n * step).read(weight[n]);
+#pragma unroll
+    for (int k = 0; k < kElements; ++k) weight[n][k] += p.weight_offset;
+  }
+
+  Ahead<Vectors*(Summed ? 3 : 2)> ahead;
+  auto const ask = [&](unsigned number) {
+    bool const there = number < unsigned(p.rows);
+    int const row = there ? int(number) : 0, end = there ? p.dim : 0;
+    auto const one = [&](int tensor, void const* from, Strides const& s) {
+      T const* const begin = static_cast<T const*>(from) + offset_of(p, row, s) + first;
+#pragma unroll
+      for (int n = 0; n < Vectors; ++n) ahead.ask(tensor * Vectors + n, begin + n * step, first + n * step < end);
     };
+    one(0, p.x, p.x_stride);
+    one(1, p.dout, p.dout_stride);
+    if constexpr (Summed) one(2, p.dsum, p.dsum_stride);
+    ahead.next(p.stages);
+  };
+  auto const rstd_of = [&](unsigned row) { return row < unsigned(p.rows) ? p.rstd[row] : 0.f; };
+  unsigned const turn = p.row_blocks * at.groups;
+  unsigned row = blockIdx.x * at.groups + at.group, asked = row;
+  for (int n = 0; n < p.stages; ++n, asked += turn) ask(asked);
+  float next = rstd_of(row);
+  bool odd = false;
+  for (unsigned begin = blockIdx.x * at.groups; begin < unsigned(p.rows); begin += turn, row += turn, asked += turn) {
+    float const rstd = next;
+    next = rstd_of(row + turn);
+    ahead.wait(p.stages);
+    Floats x, g;
+    Values other[Vectors];
     float product = 0.f;
 #pragma unroll
     for (int n = 0; n < Vectors; ++n) {
-      if constexpr (Vectors > 1) asm volatile("" ::: "memory");
-      float a[kElements], g[kElements];
-      x[n].read(a);
-      scaled(n, g);
+      read(ahead.template values<T>(n), x[n]);
+      read(ahead.template values<T>(Vectors + n), g[n]);
+      if constexpr (Summed) other[n] = ahead.template values<T>(2 * Vectors + n);
 #pragma unroll
-      for (int k = 0; k < kElements; ++k) product = fmaf(a[k], g[k], product);
+      for (int k = 0; k < kElements; ++k) {
+        g[n][k] *= rstd;
+        dweight[n][k] = fmaf(g[n][k], x[n][k], dweight[n][k]);
+        g[n][k] *= weight[n][k];
+        product = fmaf(g[n][k], x[n][k], product);
+      }
     }
-    product = sum_over_lanes<RmsNormBackwardShared::kThreads>(product, p.lanes_log2, shared.sums[turn]);
-    float const mean = product * rstd * p.per_dim;
-
-    int again = number;
-    asm volatile("" : "+r"(again));  // found anew: what it takes would want registers meanwhile
-    row = row_of(p, there ? again : 0);
-    T* const to = static_cast<T*>(p.dx) + row.offset(p.dx_stride) + first;
-    T const* const other = static_cast<T const*>(p.dsum) + row.offset(p.dsum_stride) + first;
+    ask(asked);
+    float const mean = sum_over_lanes(product, p.lanes_log2, shared.sums[odd]) * p.per_dim, slope = rstd * mean * rstd;
+    odd = !odd;
+    int const end = row < unsigned(p.rows) ? p.dim : 0;
+    int64_t const to = offset_of(p, end ? int(row) : 0, p.dx_stride) + first;
 #pragma unroll
     for (int n = 0; n < Vectors; ++n) {
       if (first + n * step >= end) continue;
-      asm volatile("" ::: "memory");  // loads of the next vector would want registers that there are not
-      float a[kElements], g[kElements], d[kElements];
-      x[n].read(a);
-      dout[n].read(d);
 #pragma unroll
-      for (int k = 0; k < kElements; ++k) a[k] *= rstd;
+      for (int k = 0; k < kElements; ++k) g[n][k] = fmaf(-x[n][k], slope, g[n][k]);
+      if constexpr (Summed) {
+        float d[kElements];
+        read(other[n], d);
 #pragma unroll
-      for (int k = 0; k < kElements; ++k) dweight[n][k] = fmaf(d[k], a[k], dweight[n][k]);
-      scaled(n, g);
-#pragma unroll
-      for (int k = 0; k < kElements; ++k) g[k] = rstd * fmaf(-a[k], mean, g[k]);
-      if (p.dsum) {
-        load_once<T, kElements>(other + n * step).read(d);
-#pragma unroll
-        for (int k = 0; k < kElements; ++k) g[k] += d[k];
+        for (int k = 0; k < kElements; ++k) g[n][k] += d[k];
       }
-      Values found;
-      found.write(g);
-      found.store(to + n * step);
+      store_rounded<T>(p.dx, to + n * step, g[n]);
     }
   }
-  if (!p.dweight) return;
+  ahead.template wait_but<0>();
+  if (!p.dweight || p.parts == 0) return;
 
   float* const partial = p.partial + blockIdx.x * p.pitch();
   for (int group = 0; group < at.groups; ++group) {  // one after the other: the terms' order is theirs
     bool const last = group == at.groups - 1;
-    if (at.group == group) {
 #pragma unroll
-      for (int n = 0; n < Vectors; ++n) {
-        int const column = first + n * step;
-        if (column >= p.dim) continue;
-        Chunk<float, kElements> chunk;
-        if (group > 0) {
-          float before[kElements];
-          Chunk<float, kElements>::load(shared.columns + column).read(before);
+    for (int n = 0; n < Vectors; ++n) {
+      int const column = first + n * step;
+      if (at.group != group || column >= p.dim) continue;
+      if (group > 0) {
+        float before[kElements];
+        Chunk<float, kElements>::load(shared.columns + column).read(before);
 #pragma unroll
-          for (int k = 0; k < kElements; ++k) dweight[n][k] += before[k];
-        }
-        chunk.write(dweight[n]);
-        chunk.store((last ? partial : shared.columns) + column);
+        for (int k = 0; k < kElements; ++k) dweight[n][k] += before[k];
       }
+      store_rounded<float>(last ? partial : shared.columns, column, dweight[n]);
     }
     if (!last) __syncthreads();
   }
@@ -135,10 +122,10 @@ __device__ void norm_backward_long(RmsNormBackwardParams const& p, RmsNormBackwa
   Group const at(p.lanes_log2);
   int const number = int(blockIdx.x) * at.groups + at.group;
   bool const there = number < p.rows;
-  Row const row = row_of(p, there ? number : 0);
-  int const first = at.lane * Width, step = at.lanes * Width, end = there ? p.dim : 0;
-  T const* const x = static_cast<T const*>(p.x) + row.offset(p.x_stride);
-  int64_t const gradient = row.offset(p.dout_stride);
+  int const row = there ? number : 0, end = there ? p.dim : 0;
+  int const first = at.lane * Width, step = at.lanes * Width;
+  T const* const x = static_cast<T const*>(p.x) + offset_of(p, row, p.x_stride);
+  int64_t const gradient = offset_of(p, row, p.dout_stride);
   float const rstd = there ? p.rstd[number] : 0.f;
   auto scaled = [&](int column, float (&g)[Width]) {
     read_as<T>(p.out_type, p.dout, gradient + column, g);
@@ -158,11 +145,11 @@ __device__ void norm_backward_long(RmsNormBackwardParams const& p, RmsNormBackwa
 #pragma unroll
     for (int k = 0; k < Width; ++k) product = fmaf(a[k], g[k], product);
   }
-  product = sum_over_lanes<RmsNormBackwardShared::kThreads>(product, p.lanes_log2, shared.sums[0]);
+  product = sum_over_lanes(product, p.lanes_log2, shared.sums[0]);
   float const mean = product * rstd * p.per_dim;
 
-  T* const to = static_cast<T*>(p.dx) + row.offset(p.dx_stride);
-  T const* const other = static_cast<T const*>(p.dsum) + row.offset(p.dsum_stride);
+  T* const to = static_cast<T*>(p.dx) + offset_of(p, row, p.dx_stride);
+  T const* const other = static_cast<T const*>(p.dsum) + offset_of(p, row, p.dsum_stride);
 #pragma unroll 2
   for (int column = first; column < end; column += step) {
     float a[Width], g[Width];
@@ -179,38 +166,55 @@ __device__ void norm_backward_long(RmsNormBackwardParams const& p, RmsNormBackwa
   }
 }
 
-template <class T>
+/// Columns of dweight from all rows, beside the blocks of dx and without a second launch: of few rows, or of
+/// those that are read twice.
+template <class T, int Width>
+__device__ void norm_columns(RmsNormBackwardParams const& p, RmsNormBackwardShared& shared) {
+  using P = RmsNormBackwardParams;
+  constexpr int kColumns = Width == 1 ? P::kColumns : P::kColumnsBeside, kLanes = kColumns / Width;
+  int const thread = int(threadIdx.x), lane = thread % kLanes, warps = int(blockDim.x) / 32;
+  int const first = (int(blockIdx.x) - p.row_blocks) * kColumns, column = first + lane * Width;
+  float sum[Width] = {};
+  if (column < p.dim) {
+#pragma unroll 4
+    for (unsigned number = thread / kLanes; number < unsigned(p.rows); number += blockDim.x / kLanes) {
+      int const row = int(number);
+      float a[Width], d[Width];
+      Chunk<T, Width>::load(static_cast<T const*>(p.x) + offset_of(p, row, p.x_stride) + column).read(a);
+      read_as<T>(p.out_type, p.dout, offset_of(p, row, p.dout_stride) + column, d);
+      float const rstd = p.rstd[row];
+#pragma unroll
+      for (int k = 0; k < Width; ++k) sum[k] = fmaf(d[k], a[k] * rstd, sum[k]);
+    }
+  }
+#pragma unroll
+  for (int other = kLanes; other < 32; other *= 2) {
+#pragma unroll
+    for (int k = 0; k < Width; ++k) sum[k] += __shfl_xor_sync(~0u, sum[k], other);
+  }
+  if (thread % 32 < kLanes) store_rounded<float>(shared.columns, thread / 32 * kColumns + lane * Width, sum);
+  __syncthreads();
+  if (thread >= kColumns || first + thread >= p.dim) return;
+  float total[1] = {};
+  for (int warp = 0; warp < warps; ++warp) total[0] += shared.columns[warp * kColumns + thread];
+  write_as<T>(p.weight_type, p.dweight, first + thread, total);
+}
+
+template <class T, class W, int Vectors>
+__device__ void norm_backward_by_rows(RmsNormBackwardParams const& p, RmsNormBackwardShared& shared) {
+  p.dsum ? norm_backward_ahead<T, W, Vectors, true>(p, shared) : norm_backward_ahead<T, W, Vectors, false>(p, shared);
+}
+
+template <class T, int Vectors = RmsNormBackwardParams::kVectors>
 __device__ void rms_norm_backward(RmsNormBackwardParams const& p) {
   __shared__ RmsNormBackwardShared shared;
+  begin_rows();
+  bool const columns = int(blockIdx.x) >= p.row_blocks;
+  if (p.walk == Walk::elements) return columns ? norm_columns<T, 1>(p, shared) : norm_backward_long<T, 1>(p, shared);
+  if (columns) return norm_columns<T, kWidth<T>>(p, shared);
   if (p.walk == Walk::vectors) return norm_backward_long<T, kWidth<T>>(p, shared);
-  if (p.walk == Walk::elements) return norm_backward_long<T, 1>(p, shared);
-  if (p.vectors > 1) return norm_backward_kept<T, T, RmsNormBackwardParams::kMaxVectors>(p, shared);
-  if (p.weight_type == kTypeOf<T>) return norm_backward_kept<T, T, 1>(p, shared);
-  if constexpr (!std::is_same_v<T, float>) norm_backward_kept<T, float, 1>(p, shared);
-}
-
-/// Partial sums of dweight where rows are not kept: a thread has its columns, and every gridDim.y-th row.
-template <class T, int Width>
-__device__ void norm_columns(RmsNormBackwardParams const& p) {
-  int const column = (int(blockIdx.x) * kHelperThreads + int(threadIdx.x)) * Width;
-  if (column >= p.dim) return;
-  float sum[Width] = {};
-#pragma unroll 4
-  for (int number = blockIdx.y; number < p.rows; number += gridDim.y) {
-    Row const row = row_of(p, number);
-    float a[Width], d[Width];
-    Chunk<T, Width>::load(static_cast<T const*>(p.x) + row.offset(p.x_stride) + column).read(a);
-    read_as<T>(p.out_type, p.dout, row.offset(p.dout_stride) + column, d);
-    float const rstd = p.rstd[number];
-#pragma unroll
-    for (int k = 0; k < Width; ++k) sum[k] = fmaf(d[k], a[k] * rstd, sum[k]);
-  }
-  store_rounded<float>(p.partial + blockIdx.y * p.pitch(), column, sum);
-}
-
-template <class T>
-__device__ void rms_norm_columns(RmsNormBackwardParams const& p) {
-  p.walk == Walk::elements ? norm_columns<T, 1>(p) : norm_columns<T, kWidth<T>>(p);
+  if (p.weight_type == kTypeOf<T>) return norm_backward_by_rows<T, T, Vectors>(p, shared);
+  if constexpr (!std::is_same_v<T, float>) norm_backward_by_rows<T, float, Vectors>(p, shared);
 }
 
 /// dweight of its partial sums: a block has 32 columns, and each of its 16 groups of threads every 16th sum.
@@ -221,6 +225,7 @@ __device__ void rms_norm_weights(RmsNormBackwardParams const& p) {
   int const group = int(threadIdx.x) / kLanes, lane = int(threadIdx.x) % kLanes;
   int const first = int(blockIdx.x) * kColumns, column = first + lane * 4;
   float sum[4] = {};
+  begin_rows();
   if (column < p.dim) {
 #pragma unroll 8
     for (int part = group; part < p.parts; part += kGroups) {

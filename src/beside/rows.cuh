@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "../core/dependents.cuh"
 #include "../helpers/elements.cuh"
 #include "params.h"
 
@@ -13,17 +14,21 @@ constexpr DType kTypeOf = std::is_same_v<T, float>    ? DType::float32
                           : std::is_same_v<T, __half> ? DType::float16
                                                       : DType::bfloat16;
 
-/// What is read once, and need not stay in a cache.
+/// chunk.read(x), with an instruction for each bfloat16: the compiler takes two where it is a word's high half.
 template <class T, int Width>
-__device__ Chunk<T, Width> load_once(T const* from) {
-  using Values = Chunk<T, Width>;
-  if constexpr (sizeof(typename Values::Words) == 16) {
-    Values chunk;
+__device__ void read(Chunk<T, Width> const& chunk, float (&x)[Width]) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16> && Width % 8 == 0) {
 #pragma unroll
-    for (int n = 0; n < Values::kCount; ++n) chunk.words[n] = __ldcs(reinterpret_cast<uint4 const*>(from) + n);
-    return chunk;
+    for (int n = 0; n < Width / 8; ++n) {
+      uint32_t const words[] = {chunk.words[n].x, chunk.words[n].y, chunk.words[n].z, chunk.words[n].w};
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        x[8 * n + 2 * k] = __uint_as_float(words[k] << 16);
+        x[8 * n + 2 * k + 1] = __uint_as_float(words[k] & 0xffff0000u);
+      }
+    }
   } else {
-    return Values::load(from);
+    chunk.read(x);
   }
 }
 
@@ -60,23 +65,94 @@ __device__ void write_as(DType type, void* to, int64_t at, float const (&x)[Widt
   }
 }
 
-__device__ inline Row row_of(RowsParams const& p, int number) {
-  return row_of(number, p.by_inner, int(p.sizes[2]), p.by_middle, int(p.sizes[1]));
+/// Where row `number` of a tensor begins.
+__device__ inline int64_t offset_of(RowsParams const& p, int number, Strides const& s) {
+  if (p.flat) return number * s.head;
+  return row_of(number, p.by_inner, int(p.sizes[2]), p.by_middle, int(p.sizes[1])).offset(s);
 }
 
+/// What a kernel on rows begins with, before it reads or writes anything: the next one may get ready while it runs.
+__device__ inline void begin_rows() {
+  start_dependents();
+  wait_for_kernels_ahead();
+}
+
+/// Lanes that share a row, one of the block's groups of them.
+struct Group {
+  int lanes, lane, group, groups;
+
+  __device__ explicit Group(int lanes_log2)
+      : lanes(1 << lanes_log2),
+        lane(int(threadIdx.x) & (lanes - 1)),
+        group(int(threadIdx.x) >> lanes_log2),
+        groups(int(blockDim.x) >> lanes_log2) {}
+};
+
+/// Vectors on their way to a thread, so that memory is busy while a block adds up a row: a turn has `Vectors` of them,
+/// and p.stages turns are asked for ahead. Each thread has places of its own, so nobody waits for anybody's copies.
+template <int Vectors>
+struct Ahead {
+  int stage = 0;
+
+  /// Vector n of the turn that is read next, or, once that was read, asked for next.
+  __device__ uint4& place(int n) const {
+    extern __shared__ uint4 ring[];
+    return ring[(stage * Vectors + n) * int(blockDim.x) + int(threadIdx.x)];
+  }
+
+  /// The same as elements, once they were waited for.
+  template <class T>
+  __device__ Chunk<T, kWidth<T>> values(int n) const {
+    Chunk<T, kWidth<T>> found;
+    found.words[0] = place(n);
+    return found;
+  }
+
+  /// Asks for a vector; zeros if it isn't there.
+  __device__ void ask(int n, void const* from, bool there) const {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(uint32_t(__cvta_generic_to_shared(&place(n)))),
+                 "l"(from), "r"(there ? 16 : 0)
+                 : "memory");
+  }
+
+  /// All of a turn are asked for.
+  __device__ void next(int stages) {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+    stage = stage + 1 == stages ? 0 : stage + 1;
+  }
+
+  /// Until the oldest of the turns asked for is there.
+  __device__ static void wait(int stages) {
+    if (stages == 6) return wait_but<5>();  // the numbers that launch() comes to
+    if (stages == 4) return wait_but<3>();
+    if (stages == 3) return wait_but<2>();
+    if (stages == 2) return wait_but<1>();
+    if (stages == 12) return wait_but<11>();
+    wait_but<0>();
+  }
+
+  template <int Pending>
+  __device__ static void wait_but() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+  }
+};
+
 /// The same sum in all of the 2^lanes_log2 lanes that share a row, in a fixed order. Those beyond a warp meet in
-/// `shared`, [Threads / 32], which nobody reads any more.
-template <int Threads>
-__device__ float sum_over_lanes(float x, int lanes_log2, float* shared) {
-  for (int other = (1 << min(lanes_log2, 5)) / 2; other > 0; other /= 2) x += __shfl_xor_sync(~0u, x, other);
-  if (lanes_log2 <= 5) return x;
-  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = x;
-  __syncthreads();
-  int const warps = 1 << (lanes_log2 - 5), first = int(threadIdx.x) / 32 / warps * warps;
-  float sum = 0.f;
+/// `shared`, a float for each of the block's warps, which nobody reads any more.
+__device__ inline float sum_over_lanes(float x, int lanes_log2, float* shared) {
+  if (lanes_log2 < 5) {
+    for (int other = (1 << lanes_log2) / 2; other > 0; other /= 2) x += __shfl_xor_sync(~0u, x, other);
+    return x;
+  }
 #pragma unroll
-  for (int n = 0; n < Threads / 32; ++n) sum += n < warps ? shared[first + n] : 0.f;
-  return sum;
+  for (int other = 16; other > 0; other /= 2) x += __shfl_xor_sync(~0u, x, other);
+  if (lanes_log2 == 5) return x;
+  int const warps = 1 << (lanes_log2 - 5), warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
+  if (lane == 0) shared[warp] = x;
+  __syncthreads();
+  x = shared[(warp & -warps) + (lane & (warps - 1))];
+  for (int other = warps / 2; other > 0; other /= 2) x += __shfl_xor_sync(~0u, x, other);
+  return x;
 }
 
 }  // namespace cutlass_fmha

@@ -18,22 +18,12 @@
 #include <cutlass/half.h>
 #include <cute/tensor.hpp>
 
+#include "approximate.cuh"
+
 /// Of lambdas: inlined before the loops around them are unrolled, which gives ptxas a better order.
 #define FMHA_INLINE __attribute__((always_inline))
 
 namespace cutlass_fmha {
-
-constexpr float kLog2e = 1.4426950408889634f;
-
-CUTE_HOST_DEVICE float exp2_approx(float x) {
-#ifdef __CUDA_ARCH__
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-#else
-  return std::exp2(x);
-#endif
-}
 
 /// Two floats, rounded to nearest even, as one register of an mma operand.
 template <class Element>

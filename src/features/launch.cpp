@@ -15,9 +15,8 @@ namespace {
 
 constexpr float kTwiceLog2e = 2.8853901f;  // tanh(x) is a function of 2^(that x)
 
-/// What p.bias_vectors and p.mask_vectors promise, of eight elements of `bytes` each.
-bool score_vectors(void const* tensor, ScoreStrides const& stride, int bytes) {
-  int64_t const unit = bytes == 1 ? 8 : 16;
+/// What p.bias_vectors and p.mask_vectors promise of elements of `bytes` each: those of `unit` bytes are one load.
+bool score_vectors(void const* tensor, ScoreStrides const& stride, int bytes, int64_t unit) {
   return stride.key == 1 && reinterpret_cast<uintptr_t>(tensor) % unit == 0 &&
          (stride.batch | stride.head | stride.query) * bytes % unit == 0;
 }
@@ -49,6 +48,16 @@ void set_cap_on_trial(FeatureParams& p) {
   if (p.cap_on_trial) p.score_unit = float(p.scale * kTanhOf1);
 }
 
+/// Whether a masked row can read what it reads for each score by kMaskRun keys at once.
+bool runs_of_four(FeatureParams const& p, int element_bytes) {
+  auto const fine = [&](void const* tensor, ScoreStrides const& stride, int bytes) {
+    return tensor == nullptr || (score_vectors(tensor, stride, bytes, kMaskRun * bytes) && p.seqlen_k % kMaskRun == 0 &&
+                                 stride.query * bytes <= int64_t{UINT32_MAX});
+  };
+  return fine(p.mask, p.mask_stride, 1) &&
+         (p.bias_type == BiasType::none || fine(p.bias, p.bias_stride, element_bytes));
+}
+
 KeysStand keys_stand(FeatureParams const& p, int step_keys) {
   if (!p.vectors || p.block_counts) return KeysStand::anyhow;
   if (!p.page_table) return KeysStand::in_order;
@@ -60,8 +69,8 @@ KeysStand keys_stand(FeatureParams const& p, int step_keys) {
 void find_out(FeatureParams& p, ForwardConfig const& c) {
   p.vectors = all_vectors(p, c.element_bytes());
   p.bias_vectors =
-      score_vectors(p.bias, p.bias_stride, p.bias_type == BiasType::float32 ? sizeof(float) : c.element_bytes());
-  p.mask_vectors = score_vectors(p.mask, p.mask_stride, sizeof(uint8_t));
+      score_vectors(p.bias, p.bias_stride, p.bias_type == BiasType::float32 ? sizeof(float) : c.element_bytes(), 16);
+  p.mask_vectors = score_vectors(p.mask, p.mask_stride, sizeof(uint8_t), 8);
   bool const by_softmax = !c.scored() || !p.sinks;  // scored rows start with a sink as a score
   p.raw_scores = by_softmax && raw_scores(p);
   p.score_unit = p.raw_scores ? p.scale : by_softmax && is_only_capped(p) ? p.softcap : 1.f;
@@ -90,12 +99,21 @@ void check_features(Row const& row, AttentionParams const& p) {
     require(all_vectors(p, c.element_bytes()), [&] {
       return std::string(row.name) + " needs addresses, strides and head dims that are multiples of 16 bytes";
     });
-    refuse(row, {{"mask", p.mask != nullptr},
+    refuse(row, {{"mask", p.mask != nullptr && !c.reads_masks()},
                  {"block_counts", p.block_counts != nullptr},
-                 {"bias", p.bias_type != BiasType::none},
+                 {"bias", p.bias_type != BiasType::none && !c.reads_masks()},
                  {"splits", p.splits != 1}});
   }
-  if (c.features == Features::ranges) {
+  if (c.reads_masks()) {
+    refuse(row, {{"a float32 bias", p.bias_type == BiasType::float32},
+                 {"packed heads", p.pack != 1},
+                 {"a mask beside a bias", p.mask && p.bias_type != BiasType::none}});
+    require(runs_of_four(p, c.element_bytes()), [&] {
+      return std::string(row.name) +
+             " reads masks and biases by four keys: seqlen_k, their addresses and strides must be multiples of that";
+    });
+  }
+  if (c.features == Features::ranges || c.reads_masks()) {
     refuse(row, {{"softcap", p.softcap != 0.f},
                  {"alibi_slopes", p.alibi_slopes != nullptr},
                  {"dropout_threshold", p.dropout_threshold != 0}});
@@ -115,6 +133,8 @@ void check_features(Row const& row, AttentionParams const& p) {
       return std::string(row.name) + " copies by TMA, which asks for entries_k and rows_k: how large k and v are";
     });
   }
+  require(!c.reads_masks() || p.mask || p.bias_type != BiasType::none || p.empty() || p.seqlen_k == 0,
+          [&] { return std::string(row.name) + " asks for a mask or a bias"; });
 }
 
 void launch_features(Row const& row, AttentionParams const& p, int device, cudaStream_t stream) {

@@ -21,6 +21,9 @@ namespace cutlass_fmha {
 /// Keys whose rows follow each other wherever a sequence begins with a page, if pages are multiples of so many.
 constexpr int kPageRun = 16;
 
+/// Keys of which a lane of a masked row reads a mask or a bias at once.
+constexpr int kMaskRun = 4;
+
 /// [batch, head, query, key], in elements; 0 where the tensor is broadcast.
 struct ScoreStrides {
   int64_t batch, head, query, key;

@@ -31,16 +31,18 @@ CUTE_DEVICE void with_query_rows(FeatureParams const& p, FeatureTile const& tile
   }
 }
 
-/// 1 / x of a number from 1 on, infinity too.
-CUTE_DEVICE float reciprocal_approx(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 /// tanh(x / (2 log2(e))), by one exponential: 1 - 2 / (1 + 2^x) is off by an ulp of 1 at most, and as softcap scales
 /// what is near 0, that is no more exact than what is near 1.
 CUTE_DEVICE float tanh_of_exp2(float x) { return fmaf(-2.f, reciprocal_approx(1.f + exp2_approx(x)), 1.f); }
+
+/// In which order ldmatrix takes the keys of a tile's 16 rows, where a lane is to have four that follow each other: 4t
+/// .. 4t + 3, two of each n8 tile. Lanes 2 and 3 have the upper two first, so that each n8 tile has eight rows of
+/// different places in the swizzle.
+struct MaskedOrder {
+  CUTE_HOST_DEVICE static constexpr int of_row(int row) {
+    return row % 8 / 2 * 4 + ((row / 8) ^ (row % 8 / 4)) * 2 + row % 2;
+  }
+};
 
 /// In which order the keys of a step stand in shared memory, and thus in the columns of its scores. The softmax and P V
 /// don't mind. A lane has columns 2t and 2t + 1 of each eight; in order of lanes, these are keys 8t .. 8t + 7 of each
@@ -50,6 +52,8 @@ template <ForwardConfig C>
 struct KeyOrder {
   static constexpr bool kByLane = C.scored() && C.kv_warps == 1 && C.tile_n % 32 == 0;
   static constexpr int kRun = kByLane ? 8 : 2;  ///< keys that follow each other in a lane's columns
+  /// Masked rows read keys in another order than they stand in: MaskedOrder.
+  static constexpr int kPairs = C.reads_masks() ? 2 : 1;
 
   /// The key in a row of the tile. Linear in the bits of the row's number.
   CUTE_HOST_DEVICE static constexpr int of_row(int row) {
@@ -57,7 +61,13 @@ struct KeyOrder {
   }
   /// The key in a lane's first column, and how far from it that of another one is.
   CUTE_DEVICE static int first(int lane) { return lane % 4 * kRun; }
+  /// Of columns of every other n8 tile.
+  CUTE_DEVICE static int first(int lane, int pair) {
+    return kPairs == 1 ? first(lane) : MaskedOrder::of_row(8 * pair + lane % 4 * 2);
+  }
+  CUTE_HOST_DEVICE static constexpr int pair_of(int col) { return kPairs == 1 ? 0 : col / 2 % 2; }
   CUTE_HOST_DEVICE static constexpr int of_column(int col) {
+    if (kPairs > 1) return col / 4 * 16 + col % 2;
     return kByLane ? col / 8 * 32 + col % 8 : col / 2 * 8 + col % 2;
   }
 };
@@ -153,18 +163,29 @@ struct ScoreBlock {
     }
   }
 
+  /// Which keys a row's query sees by ranges, from the tile's first one on.
+  CUTE_DEVICE VisibleKeys visible(int row) const {
+    VisibleKeys visible = visible_keys(p, sequence, at(row).query);
+    visible.begin -= key_begin, visible.end -= key_begin, visible.prefix -= key_begin;
+    return visible;
+  }
+
   /// Hides the keys that a query doesn't see by ranges.
   template <class Scores>
   CUTE_DEVICE void hide_by_range(Scores&& scores) const {
     using namespace cute;
     CUTE_UNROLL
     for (int row = 0; row < size<0>(scores); ++row) {
-      VisibleKeys visible = visible_keys(p, sequence, at(row).query);
-      int const first = key_begin + Order::first(lane_id());
-      visible.begin -= first, visible.end -= first, visible.prefix -= first;
+      VisibleKeys const seen = visible_keys(p, sequence, at(row).query);
       CUTE_UNROLL
-      for (int col = 0; col < size<1>(scores); ++col) {
-        if (!visible.sees(Order::of_column(col))) scores(row, col) = -INFINITY;
+      for (int pair = 0; pair < Order::kPairs; ++pair) {
+        VisibleKeys visible = seen;
+        int const first = key_begin + Order::first(lane_id(), pair);
+        visible.begin -= first, visible.end -= first, visible.prefix -= first;
+        CUTE_UNROLL
+        for (int col = 0; col < size<1>(scores); ++col) {
+          if (Order::pair_of(col) == pair && !visible.sees(Order::of_column(col))) scores(row, col) = -INFINITY;
+        }
       }
     }
   }

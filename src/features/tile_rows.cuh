@@ -23,6 +23,10 @@ struct FeatureKeys : FeatureKeySource<C> {
   using Source::p, Source::smem, Source::warp, Source::blocks, Source::last_begin;
   using Source::place;
   static constexpr bool kEndsEarly = true, kMaskedFirst = false;
+  /// Of masked rows: whether there is room to hide keys where they are read. All by cp.async have none in a bias.
+  static constexpr bool hides_first(bool bias) {
+    return (C.ping_pong || is_roomy(C)) && (C.copy == Copy::tma || !bias);
+  }
 
   struct Lanes {
     uint32_t q_offset, k_offset, v_offset;
@@ -34,17 +38,30 @@ struct FeatureKeys : FeatureKeySource<C> {
 
   int first_phase = 0, seen_until = 0;           ///< WarpPhases
   uint32_t const qv_lane_offset, k_lane_offset;  ///< addresses: in a tile that begins where shared memory does
+  using VLane = cute::conditional_t<C.reads_masks(), uint32_t, std::nullptr_t>;
+  VLane v_lane_offset;  ///< where V's isn't Q's
 
   CUTE_DEVICE FeatureKeys(FeatureParams const& p, char* smem, int warp, KeyWalk const& walk)
       : Source(p, smem, warp, walk),
         qv_lane_offset(cute::cast_smem_ptr_to_uint(smem) + Product::v_lane(lane_id())),
-        k_lane_offset(cute::cast_smem_ptr_to_uint(smem) + Product::k_lane(lane_id())) {}
+        k_lane_offset(cute::cast_smem_ptr_to_uint(smem) + k_lane()),
+        v_lane_offset{} {
+    if constexpr (C.reads_masks()) {
+      v_lane_offset =
+          cute::cast_smem_ptr_to_uint(smem) + Product::VTile::lane_offset(by_runs(MatrixLane::rows_first(lane_id())));
+    }
+  }
 
   /// What shared memory holds before anything is copied there.
   CUTE_DEVICE void init_shared(Sequence const& sequence, FeatureTile const& tile) {
     if (threadIdx.x == 0) this->init_pipelines();
     if (threadIdx.x < 32) {
-      reinterpret_cast<uint2*>(smem + Shared::kLanes)[threadIdx.x] = {qv_lane_offset, k_lane_offset};
+      auto& lane = reinterpret_cast<typename Shared::Lane*>(smem + Shared::kLanes)[threadIdx.x];
+      lane.x = qv_lane_offset, lane.y = k_lane_offset;
+      if constexpr (C.reads_masks()) lane.z = v_lane_offset;
+    }
+    if constexpr (C.reads_masks()) {
+      if (threadIdx.x == 0) new (&Shared::masks(smem)) MaskSource(p, sequence, tile, C.element_bytes());
     }
     if constexpr (C.modifies_scores()) {
       for (int row = threadIdx.x; row < C.tile_m && p.alibi_slopes != nullptr; row += C.threads()) {
@@ -76,11 +93,15 @@ struct FeatureKeys : FeatureKeySource<C> {
   CUTE_DEVICE SharedWindow memory() const { return {}; }
   CUTE_DEVICE Lanes lanes() const {
     uint32_t const q = C.q_in_registers ? 0 : Shared::phases(smem, warp).q_begin;
-    if constexpr (is_roomy(C)) {
-      return {qv_lane_offset + q, k_lane_offset, qv_lane_offset};
+    if constexpr (is_roomy(C) && !C.reads_masks()) {
+      return {qv_lane_offset + q, k_lane_offset, uint32_t(v_lane(qv_lane_offset, v_lane_offset))};
     } else {
-      uint2 const offsets = reinterpret_cast<uint2 const*>(smem + Shared::kLanes)[lane_id()];
-      return {offsets.x + q, offsets.y, offsets.x};
+      auto const offsets = reinterpret_cast<typename Shared::Lane const*>(smem + Shared::kLanes)[lane_id()];
+      if constexpr (C.reads_masks()) {
+        return {offsets.x + q, offsets.y, offsets.z};
+      } else {
+        return {offsets.x + q, offsets.y, offsets.x};
+      }
     }
   }
   CUTE_DEVICE int end_phase() const { return seen_until; }
@@ -90,6 +111,21 @@ struct FeatureKeys : FeatureKeySource<C> {
   template <class Scores>
   CUTE_DEVICE void before_softmax(int phase, bool masked, Scores& scores) const {
     if (masked) block_at(phase).hide_by_range(by_row(scores));
+  }
+  /// Of masked rows: what is read for the scores of a phase, asked for before its turn, and added to them after it.
+  template <class Asked>
+  CUTE_DEVICE void ask_for_masks(int phase, Asked& asked) const {
+    WarpPhases const& phases = Shared::phases(smem, warp);
+    asked.ask(p, Shared::masks(smem), tile_row(), phases.last_begin - phase * C.tile_n);
+  }
+  template <class Asked, class Scores>
+  CUTE_DEVICE void before_softmax(int phase, bool masked, Asked& asked, Scores& scores) const {
+    asked.apply(p, by_row(scores), masked && hides_first(Asked::kBias),
+                [&](int row) { return block_at(phase).visible(row); });
+    if constexpr (!hides_first(Asked::kBias)) {
+      __syncwarp();
+      before_softmax(phase, masked, scores);
+    }
   }
   /// Of rows that modify scores, in place of before_softmax.
   CUTE_DEVICE ScoreTerms<C, FeatureKeys> terms(int phase, bool masked) const { return {*this, phase, masked}; }
@@ -103,6 +139,16 @@ struct FeatureKeys : FeatureKeySource<C> {
 
   /// This warp's first row within the tile.
   CUTE_DEVICE int tile_row() const { return tile_row_of<C>(warp); }
+
+  /// In which order ldmatrix takes keys.
+  CUTE_DEVICE static MatrixLane by_runs(MatrixLane at) {
+    return {C.reads_masks() ? MaskedOrder::of_row(at.row) : at.row, at.column};
+  }
+  CUTE_DEVICE static uint32_t k_lane() {
+    return Product::KTile::lane_offset(by_runs(MatrixLane::columns_first(lane_id())));
+  }
+  CUTE_DEVICE static uint32_t v_lane(uint32_t, uint32_t v) { return v; }
+  CUTE_DEVICE static uint32_t v_lane(uint32_t qv, std::nullptr_t) { return qv; }
 
   CUTE_DEVICE WarpScores& warp_scores() const { return Shared::scores(smem, warp); }
   CUTE_DEVICE ScoreBlock<C> block_at(int phase) const {
@@ -137,8 +183,16 @@ CUTE_DEVICE void tile_rows(FeatureParams const& p, char* smem, Sequence const& s
     wait_for_committed_cp_async();  // Q, the only committed group: K and V report to their pipelines
     __syncthreads();
     keys.finish_first();
-    if constexpr (!C.modifies_scores()) transform_q<C>(p, smem);
-    TileWalk<C, FeatureKeys<C>>{smem, keys}.run(output, softmax);
+    if constexpr (C.features == Features::ranges) transform_q<C>(p, smem);
+    auto const walk_as = [&]<class Asked>()
+                             FMHA_INLINE { TileWalk<C, FeatureKeys<C>, Asked>{smem, keys}.run(output, softmax); };
+    if constexpr (!C.reads_masks()) {
+      walk_as.template operator()<std::nullptr_t>();
+    } else if (p.bias_type != BiasType::none) {
+      walk_as.template operator()<MaskFragment<C, ReadsScores::bias>>();
+    } else {
+      walk_as.template operator()<MaskFragment<C, ReadsScores::mask>>();
+    }
   } else {
     __syncthreads();
   }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../core/product.cuh"
+#include "masks.cuh"
 #include "place.cuh"
 
 namespace cutlass_fmha {
@@ -52,10 +53,15 @@ struct FeatureTileLayout {
   static constexpr int kWarps = cute::ceil_div(kPlace + int(sizeof(Place)), 16) * 16;
   static constexpr int kPages = kWarps + C.warps * int(sizeof(WarpPhases));
   static constexpr int kLanes = kPages + 4 * C.stages * kRuns * int(sizeof(int));
-  static constexpr int kMaxima = kLanes + 32 * int(sizeof(uint2));
+  using Lane = cute::conditional_t<C.reads_masks(), uint4, uint2>;
+  static constexpr int kMaxima = kLanes + 32 * int(sizeof(Lane));
   static constexpr int kSlopes = kMaxima + C.tile_m * int(sizeof(float));
   static constexpr int kWarpScores = kSlopes + C.tile_m * int(sizeof(float));
-  static constexpr int kBytes = C.modifies_scores() ? kWarpScores + C.warps * int(sizeof(WarpScores)) : kSlopes;
+  static constexpr int kMasks = kSlopes;
+  static constexpr int kBytes = C.modifies_scores() ? kWarpScores + C.warps * int(sizeof(WarpScores))
+                                : C.reads_masks()   ? kMasks + int(sizeof(MaskSource))
+                                                    : kSlopes;
+  static_assert(kMasks % alignof(MaskSource) == 0 && kLanes % alignof(Lane) == 0);
   static_assert(kWarpScores % alignof(WarpScores) == 0);
   static_assert(kBytes <= 99 * 1024, "sm_89 and sm_120 have no more");
 
@@ -76,6 +82,7 @@ struct FeatureTileLayout {
   CUTE_DEVICE static WarpScores& scores(char* smem, int warp) {
     return reinterpret_cast<WarpScores*>(smem + kWarpScores)[warp];
   }
+  CUTE_DEVICE static MaskSource& masks(char* smem) { return *reinterpret_cast<MaskSource*>(smem + kMasks); }
   CUTE_DEVICE static RowMaxima maxima(char* smem, int tile_row) {
     return {reinterpret_cast<float*>(smem + kMaxima) + tile_row};
   }

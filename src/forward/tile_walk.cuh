@@ -39,7 +39,17 @@ CUTE_DEVICE int tile_row_of(int warp) {
   return (warp < C.warps / 2 ? warp : C.warps + C.warps / 2 - 1 - warp) * C.rows_per_warp();
 }
 
-template <ForwardConfig C, class Keys>
+/// Whether what is read for scores takes as many registers as P.
+template <class Asked>
+constexpr bool reads_pairs() {
+  if constexpr (cute::is_same_v<Asked, std::nullptr_t>) {
+    return false;
+  } else {
+    return Asked::kBias;
+  }
+}
+
+template <ForwardConfig C, class Keys, class Asked = std::nullptr_t>
 struct TileWalk {
   using T = ForwardTypes<C>;
   using Product = WarpProduct<C>;
@@ -52,11 +62,16 @@ struct TileWalk {
 
   // n16 operands that are read ahead, so that no mma of a turn waits for them: of V before the turn, of Q K^T while the
   // last of P V are multiplied. Without turns it only delays what is needed.
-  static constexpr int kAhead = C.ping_pong && C.head_dim >= 64 ? 2 : 0;
-  using Ahead = OperandsB<T, kAhead + 1>;
+  // Rows that read a mask or a bias meanwhile have room for less.
+  static constexpr int kRoomAhead = !C.reads_masks() || (is_roomy(C) && C.copy == Copy::tma) ? 2
+                                    : C.architecture().fast_memory                           ? 1
+                                                                                             : 0;
+  static constexpr int kAheadV = C.ping_pong && C.head_dim >= 64 ? kRoomAhead : 0;
+  static constexpr int kAheadK = reads_pairs<Asked>() && kRoomAhead < 2 ? 0 : kAheadV;
+  using Ahead = OperandsB<T, kAheadV + 1>;
   struct FirstOperands {
     typename Product::QStep q;
-    Ahead k;
+    OperandsB<T, kAheadK + 1> k;
   };
 
   /// Whether the phases that need a mask have a loop of their own.
@@ -80,12 +95,13 @@ struct TileWalk {
       bool masked = asked_before_turn<Masked::ask>(phase);
       Lanes const lanes = keys.lanes();
       FirstOperands first;
+      auto asked = ask_for_masks(phase);
       keys.take();
       if (phase > 0) release_unused(keys.v_pipe, phase - 1);
       read_ahead(phase, lanes, first);
       compute_scores<Masked::ask>(phase, lanes, first, q_fragments, scores, masked);
       keys.end_scores(phase);
-      update<true>(phase, masked, scores, probabilities, output, softmax);
+      update<true>(phase, masked, asked, scores, probabilities, output, softmax);
       ++phase;
       if constexpr (kMaskedLoop) {
         CUTE_NO_UNROLL
@@ -112,6 +128,7 @@ struct TileWalk {
     keys.before_turn(phase);
     bool masked = asked_before_turn<Mask>(phase);
     Lanes const lanes = keys.lanes();
+    auto asked = ask_for_masks(phase);
     Ahead ahead;
     FirstOperands first;
     read_ahead(phase - 1, lanes, ahead);
@@ -119,7 +136,7 @@ struct TileWalk {
     accumulate(phase - 1, lanes, ahead, probabilities, output, [&] { read_ahead(phase, lanes, first); });
     compute_scores<Mask>(phase, lanes, first, q_fragments, scores, masked);
     keys.end_scores(phase);
-    update<false>(phase, masked, scores, probabilities, output, softmax);
+    update<false>(phase, masked, asked, scores, probabilities, output, softmax);
   }
 
   /// What is left after the last phase of which this warp sees keys.
@@ -175,6 +192,14 @@ struct TileWalk {
     pipe.consumer_release(tile);
   }
 
+  /// What is read for the scores of a phase, where a row does that: on its way while the turn is waited for, and during
+  /// it.
+  CUTE_DEVICE Asked ask_for_masks(int phase) const {
+    Asked asked{};
+    if constexpr (C.reads_masks()) keys.ask_for_masks(phase, asked);
+    return asked;
+  }
+
   template <Masked Mask>
   CUTE_DEVICE bool asked_before_turn(int phase) const {
     if constexpr (Mask == Masked::ask && !Keys::kAsksInTurn) return keys.is_masked(phase);
@@ -185,17 +210,17 @@ struct TileWalk {
   CUTE_DEVICE uint32_t v_tile(int phase) const { return Shared::kVOffset + keys.v_pipe.stage(phase) * Shared::kVTile; }
 
   CUTE_DEVICE void read_ahead(int phase, Lanes const& lanes, Ahead& ahead) const {
-    if (kAhead > 0) keys.v_pipe.consumer_wait(phase);
+    if (kAheadV > 0) keys.v_pipe.consumer_wait(phase);
     CUTE_UNROLL
-    for (int n = 0; n < kAhead; ++n)
+    for (int n = 0; n < kAheadV; ++n)
       Product::load_v(keys.memory(), v_tile(phase), lanes.v(), 0, n, ahead(cute::_, cute::_, n));
   }
   CUTE_DEVICE void read_ahead(int phase, Lanes const& lanes, FirstOperands& first) const {
-    if constexpr (kAhead == 0) return;
+    if constexpr (kAheadK == 0) return;
     if constexpr (!C.q_in_registers) Product::load_q(keys.memory(), lanes.q(), 0, first.q(cute::_, cute::_, 0));
     keys.k_pipe.consumer_wait(phase);
     CUTE_UNROLL
-    for (int n = 0; n < kAhead; ++n)
+    for (int n = 0; n < kAheadK; ++n)
       Product::load_k(keys.memory(), k_tile(phase), lanes.k(), 0, n, first.k(cute::_, cute::_, n));
   }
 
@@ -205,18 +230,18 @@ struct TileWalk {
   CUTE_DEVICE void compute_scores(int phase, Lanes const& lanes, FirstOperands const& first,
                                   QFragments const& q_fragments, Scores& scores, bool& masked) const {
     using namespace cute;
-    if (kAhead == 0) keys.k_pipe.consumer_wait(phase);
+    if (kAheadK == 0) keys.k_pipe.consumer_wait(phase);
     Product::query_keys(
         q_fragments,
         [&](int step, auto&& q) FMHA_INLINE {
-          if (kAhead > 0 && step == 0) {
+          if (kAheadK > 0 && step == 0) {
             copy(first.q(_, _, 0), q);
           } else {
             Product::load_q(keys.memory(), lanes.q(), step, q);
           }
         },
         [&](int step, int n, auto&& k) FMHA_INLINE {
-          if (step == 0 && n < kAhead) {
+          if (step == 0 && n < kAheadK) {
             copy(first.k(_, _, n), k);
           } else {
             Product::load_k(keys.memory(), k_tile(phase), lanes.k(), step, n, k);
@@ -237,11 +262,11 @@ struct TileWalk {
   CUTE_DEVICE void accumulate(int phase, Lanes const& lanes, Ahead const& ahead, Probabilities const& probabilities,
                               Output& output, Between const& between) const {
     using namespace cute;
-    if (kAhead == 0) keys.v_pipe.consumer_wait(phase);
-    Product::template add_values<(kAhead > 0)>(
+    if (kAheadV == 0) keys.v_pipe.consumer_wait(phase);
+    Product::template add_values<(kAheadV > 0)>(
         probabilities,
         [&](int step, int n, auto&& v) FMHA_INLINE {
-          if (step == 0 && n < kAhead) {
+          if (step == 0 && n < kAheadV) {
             copy(ahead(_, _, n), v);
           } else {
             Product::load_v(keys.memory(), v_tile(phase), lanes.v(), step, n, v);
@@ -252,20 +277,24 @@ struct TileWalk {
           between();
         },
         output);
-    if (kAhead == 0) keys.v_pipe.consumer_release(phase);
+    if (kAheadV == 0) keys.v_pipe.consumer_release(phase);
   }
 
   /// Softmax of a phase: turns scores into probabilities.
   template <bool First>
-  CUTE_DEVICE void update(int phase, bool masked, Scores& scores, Probabilities& probabilities, Output& output,
-                          typename T::Softmax& softmax) const {
+  CUTE_DEVICE void update(int phase, bool masked, Asked& asked, Scores& scores, Probabilities& probabilities,
+                          Output& output, typename T::Softmax& softmax) const {
     if constexpr (C.modifies_scores()) {
       auto terms = keys.terms(phase, masked);
       terms.prepare(by_row(scores));
       softmax.template step<First>(by_row(scores), pairs_by_row<T>(probabilities), by_row(output), keys.maxima(),
                                    terms);
     } else {
-      keys.before_softmax(phase, masked, scores);
+      if constexpr (C.reads_masks()) {
+        keys.before_softmax(phase, masked, asked, scores);
+      } else {
+        keys.before_softmax(phase, masked, scores);
+      }
       softmax.template step<First>(by_row(scores), pairs_by_row<T>(probabilities), by_row(output), keys.maxima());
     }
     keys.after_softmax(phase, probabilities);

@@ -123,8 +123,8 @@ struct Lane {
   int64_t row;
   int lane, lanes;
 
-  __device__ explicit Lane(int lanes_log2) : lanes(1 << lanes_log2) {
-    int64_t const thread = int64_t(blockIdx.x) * kHelperThreads + threadIdx.x;
+  __device__ explicit Lane(int lanes_log2, int threads = kHelperThreads) : lanes(1 << lanes_log2) {
+    int64_t const thread = int64_t(blockIdx.x) * threads + threadIdx.x;
     row = thread >> lanes_log2;
     lane = int(thread) & (lanes - 1);
   }

@@ -11,27 +11,17 @@ DIRECTORY = ROOT / "build" / "simulator"
 
 
 def build_extension(
-    rows: str,
-    directory: Path = DIRECTORY,
-    architectures: Sequence[int] = (89, 90, 120),
-    manifest: Path | None = None,
+    rows: str, directory: Path = DIRECTORY, architectures: Sequence[int] = (89, 90, 120)
 ) -> Path:
     """``_C`` with the rows in whose name CMake finds the regular expression. Raises BuildError."""
-    return tree(rows, directory, architectures, manifest).build("_C", "_C.*.so")
+    return tree(rows, directory, architectures).build("_C", "_C.*.so")
 
 
 def build_library(directory: Path) -> Path:
     """The simulator alone, as a library for programs that bring their PTX with them. Raises BuildError."""
-    return tree("^$", directory).build("simulator_ptx", "libsimulator_ptx.so")
+    return tree("^$", directory, (89, 90, 120)).build("simulator_ptx", "libsimulator_ptx.so")
 
 
-def tree(
-    rows: str, directory: Path, architectures: Sequence[int] = (89, 90, 120), manifest: Path | None = None
-) -> Tree:
-    variables = {
-        "CMAKE_CUDA_ARCHITECTURES": list(architectures),
-        "CUTLASS_FMHA_SIMULATOR": "ON",
-        "CUTLASS_FMHA_ROWS": rows,
-        "CUTLASS_FMHA_MANIFEST": manifest.resolve() if manifest else "",
-    }
-    return Tree(directory, variables)
+def tree(rows: str, directory: Path, architectures: Sequence[int]) -> Tree:
+    variables = {"CUTLASS_FMHA_SIMULATOR": "ON", "CUTLASS_FMHA_ROWS": rows, "CUTLASS_FMHA_MANIFEST": ""}
+    return Tree(directory, {**variables, "CMAKE_CUDA_ARCHITECTURES": list(architectures)})

@@ -94,6 +94,12 @@ void add_float_conversions(Opcodes& ops) {
   // The first operand becomes the upper half.
   add_elementwise<[](float a, float b) { return pair(to_float16(a), to_float16(b)); }>(ops, {"cvt.rn.f16x2.f32"});
   add_elementwise<[](float a, float b) { return pair(to_bfloat16(a), to_bfloat16(b)); }>(ops, {"cvt.rn.bf16x2.f32"});
+  add_elementwise<[](uint32_t a, uint32_t b) {
+    auto const product = [](uint32_t x, uint32_t y) {
+      return to_bfloat16(from_bfloat16(uint16_t(x)) * from_bfloat16(uint16_t(y)));
+    };
+    return pair(product(a >> 16, b >> 16), product(a, b));
+  }>(ops, {"mul.rn.bf16x2"});
   add_elementwise<[](uint16_t x) { return canonical(from_float16(x)); }>(ops, {"cvt.f32.f16"});
   add_elementwise<[](uint16_t x) { return canonical(from_bfloat16(x)); }>(ops, {"cvt.f32.bf16"});
   add_elementwise<[](int32_t x) { return static_cast<float>(x); }>(ops, {"cvt.rn.f32.s32"});

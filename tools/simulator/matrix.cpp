@@ -1,4 +1,4 @@
-// mma and ldmatrix. In a register of a warp, the 4 bytes of lane l are part l % 4 of row l / 4 of a matrix
+// mma, ldmatrix and stmatrix. In a register of a warp, the 4 bytes of lane l are part l % 4 of row l / 4 of a matrix
 // with 8 rows of 16 bytes: all lanes' one after the other, the matrix lies there row by row.
 #include <immintrin.h>
 
@@ -95,13 +95,22 @@ void load_matrices(Warp& w, Instruction const& i) {
     std::memcpy(rows[row / 8][row % 8], w.block.shared(w, address, 16), 16);
   }
   for (uint32_t m = 0; m < matrices; ++m) {
-    uint16_t (&matrix)[8][8] = rows[m];
+    uint16_t(&matrix)[8][8] = rows[m];
     if (transposed) {
       for (int r = 0; r < 8; ++r) {
         for (int c = 0; c < r; ++c) std::swap(matrix[r][c], matrix[c][r]);
       }
     }
     std::memcpy(&w.at<uint32_t>(i.operand[m]), matrix, sizeof(matrix));
+  }
+}
+
+/// The inverse: each row goes where its lane says.
+void store_matrices(Warp& w, Instruction const& i) {
+  w.require_all_lanes();
+  for (uint32_t row = 0; row < 8 * i.number; ++row) {
+    uint32_t const address = shared_address_of(w, i.address[0], static_cast<int>(row));
+    std::memcpy(w.block.shared(w, address, 16), &w.at<uint32_t>(i.operand[row / 8])[row % 8 * 4], 16);
   }
 }
 
@@ -120,6 +129,7 @@ void add_matrix(Opcodes& ops) {
     ops.add({name + ".m8n8.shared.b16"}, load_matrices<false>, slots, static_cast<uint32_t>(n));
     ops.add({name + ".trans.m8n8.shared.b16"}, load_matrices<true>, slots, static_cast<uint32_t>(n));
   }
+  ops.add({"stmatrix.sync.aligned.x4.m8n8.shared.b16"}, store_matrices, {kAddress, in<uint32_t>().of(4)}, 4u);
 }
 
 }  // namespace simulator

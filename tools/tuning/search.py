@@ -147,10 +147,14 @@ class Leaderboard:
         ran = [entry for entry in self.of(target) if entry.sightings]
         return sorted(ran, key=lambda entry: (entry.fate != "accepted", -entry.gain, entry.candidate))
 
+    def content(self) -> dict[str, Any]:
+        """What is kept of it."""
+        return {"kind": KIND, **asdict(self), "path": None}
+
     def save(self) -> None:
         """Write it, so that the file holds either the old state or the new one whatever happens."""
         new = self.path.with_name(f"{self.path.name}.new")
-        output.write_text(output.to_json({"kind": KIND, **asdict(self), "path": None}), new)
+        output.write_text(output.to_json(self.content()), new)
         os.replace(new, self.path)
 
     @classmethod

@@ -22,17 +22,14 @@ class Rule(Protocol):
     def __call__(self, row: Row, problem: Problem, device: Device, table: Table) -> str | None: ...
 
 
-class Offer(Protocol):
-    """Microseconds of a launch, by which rows are chosen: two numbers that they are at least, and they."""
+class Offers(Protocol):
+    """Microseconds of a row's launches, by which rows are chosen."""
 
-    def bound(self) -> float: ...
+    def at_least(self, problem: Problem) -> float:
+        """They are no less, which is found sooner."""
 
-    def least(self, bound: float) -> float: ...
+    def us(self, problem: Problem) -> float: ...
 
-    def us(self) -> float: ...
-
-
-Offers = Callable[[Problem], Offer]
 
 #: Runs a call by itself: its tensors, scale, whether its LSE is wanted, what its features are made of, and
 #: what it is given of ``RESULTS``.

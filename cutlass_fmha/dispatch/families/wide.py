@@ -118,20 +118,20 @@ def other_head_dims(row: Row, problem: Problem) -> str | None:
     return None if largest <= row.head_dim else f"up to {row.head_dim}"
 
 
-class _ByDatasheet(float):
+class _ByDatasheet:
     """Microseconds that take no time to find."""
 
-    def us(self) -> float:
-        return self
+    def __init__(self, row: Row, device: Device) -> None:
+        self.row, self.device = row, device
 
-    def least(self, bound: float) -> float:
-        return bound
+    def us(self, problem: Problem) -> float:
+        return predicted_us(self.row, problem, self.device)
 
-    bound = us
+    at_least = us
 
 
 def offers(row: Row, problem: Problem, device: Device, known: Calibration) -> Offers:
-    return lambda problem: _ByDatasheet(predicted_us(row, problem, device))
+    return _ByDatasheet(row, device)
 
 
 def prepare(row: Row, call: Call, device: Device) -> Prepared:

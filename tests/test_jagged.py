@@ -1,0 +1,226 @@
+"""Jagged nested tensors, against fp64 math of each document alone, which shares nothing with the package."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tensors import randn
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from cutlass_fmha import attention, jagged, scaled_dot_product_attention, sdpa
+
+Q, K = [5, 0, 9, 2], [7, 3, 12, 0]  # a document without queries, and one without keys
+SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
+CALLS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": "bottom-right"},
+    "window, softcap": {"causal": "top-left", "window": (3, None), "softcap": 2.0},
+    "sinks": {"sinks": SINKS},
+}
+
+
+def make(lengths: list[int], heads: int, dim: int, seed: int, offsets: Tensor | None = None) -> Tensor:
+    """[batch, seqlen, heads, dim], fp64, a leaf."""
+    values = randn(sum(lengths), heads, dim, dtype=torch.float64, seed=seed)
+    offsets = torch.tensor([0, *accumulate(lengths)]) if offsets is None else offsets
+    found: Tensor = torch.nested.nested_tensor_from_jagged(values, offsets, max_seqlen=max(lengths))
+    return found.requires_grad_()
+
+
+def operands(cross: bool = True, heads_kv: int = 2, dim_v: int = 24) -> list[Tensor]:
+    q = make(Q, 4, 16, 1)
+    k = make(K if cross else Q, heads_kv, 16, 2, None if cross else q.offsets())
+    return [q, k, make(K if cross else Q, heads_kv, dim_v, 3, k.offsets())]
+
+
+def documents(x: Tensor) -> list[Tensor]:
+    return list(x.values().tensor_split(x.offsets()[1:-1].cpu()))
+
+
+def alone(q: Tensor, k: Tensor, v: Tensor, **said: Any) -> tuple[Tensor, Tensor]:
+    """Output and LSE, [heads, seqlen_q], of one document, [seqlen, heads, dim]."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(q.shape[2])
+    if (cap := said.get("softcap")) is not None:
+        scores = cap * torch.tanh(scores / cap)
+    causal, left = said.get("causal", "none"), said.get("window", (10**6,))[0]
+    i = torch.arange(len(q))[:, None] + (0 if causal == "top-left" else len(k) - len(q))
+    j = torch.arange(len(k))
+    scores = scores.masked_fill((j < i - left) | (j > i + (10**6 if causal == "none" else 0)), -math.inf)
+    if "sinks" in said:
+        sink = said["sinks"].to(scores)[:, None, None].expand(-1, len(q), 1)
+        scores, v = torch.cat([scores, sink], 2), torch.cat([v, v.new_zeros(1, *v.shape[1:])])
+    p = scores.softmax(2) if scores.shape[2] else scores
+    return torch.einsum("hqk,khd->qhd", p, v), scores.logsumexp(2)
+
+
+def with_gradients(out: Tensor, tensors: list[Tensor]) -> list[Tensor]:
+    """Rows of the output, and of gradients by what is jagged."""
+    rows = out.values() if out.is_nested else out
+    given = torch.autograd.grad((rows * randn(*rows.shape, seed=9).to(rows)).sum(), tensors)
+    return [rows.detach(), *(x.values() for x in given)]
+
+
+def exact(tensors: list[Tensor], **said: Any) -> tuple[list[Tensor], Tensor]:
+    """``with_gradients`` and the LSE, by ``alone``."""
+    found = [alone(*each, **said) for each in zip(*map(documents, tensors), strict=True)]
+    out = torch.cat([each for each, _ in found])
+    return with_gradients(out, tensors), torch.cat([lse for _, lse in found], 1).detach()
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    sdpa.reset_counts()
+    yield
+    assert sdpa.enabled == ()
+
+
+@pytest.mark.parametrize("cross", [False, True])
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("name", CALLS)
+def test_documents_are_attended_alone_and_the_result_is_as_the_query(name: str, layout: str, cross: bool):
+    tensors = operands(cross)
+    given = tensors if layout == "bshd" else [x.transpose(1, 2) for x in tensors]
+    out, lse = attention(*given, layout=layout, return_lse=True, **CALLS[name])
+    assert out.shape[:3] == given[0].shape[:3] and lse.shape == (4, 4, tensors[0].shape[1])
+    assert out.offsets() is tensors[0].offsets()
+    out = out if layout == "bshd" else out.transpose(1, 2)
+    want, want_lse = exact(tensors, **CALLS[name])
+    torch.testing.assert_close(with_gradients(out, tensors), want, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(lse.values(), want_lse.to(lse.dtype), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("theirs", [False, True])
+def test_torchs_signature_and_torchs_own_function_inside_the_override(theirs: bool, compiled: bool):
+    function = F.scaled_dot_product_attention if theirs else scaled_dot_product_attention
+    tensors, own = operands(), torch.nested._internal.ops.jagged_scaled_dot_product_attention
+
+    def call(*x: Tensor) -> Tensor:
+        return function(*(each.transpose(1, 2) for each in x), is_causal=True, enable_gqa=True)
+
+    with sdpa("cpu"):
+        torch.compiler.reset()
+        run = torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call
+        out = run(*tensors)
+    want, _ = exact(tensors, causal="top-left")
+    torch.testing.assert_close(with_gradients(out.transpose(1, 2), tensors), want, rtol=1e-9, atol=1e-9)
+    assert (sdpa.counts["scaled_dot_product_attention"] > 0) is theirs and not sdpa.declined
+    assert torch.nested._internal.ops.jagged_scaled_dot_product_attention is own
+
+
+def test_the_override_leaves_other_devices_and_what_is_declined_to_torch():
+    tensors = [x.transpose(1, 2).detach() for x in operands(cross=False, heads_kv=4, dim_v=16)]
+    want = F.scaled_dot_product_attention(*tensors)
+    with sdpa("cuda"):
+        assert torch.equal(F.scaled_dot_product_attention(*tensors).values(), want.values())
+    assert not sdpa.counts and not sdpa.declined
+    with sdpa("cpu"), pytest.raises(ValueError, match="Masks are not yet supported"):
+        F.scaled_dot_product_attention(*tensors, attn_mask=torch.ones(9, 9))
+    assert ["attn_mask" in reason for reason in sdpa.declined] == [True]
+
+
+def test_one_side_may_be_dense():
+    (q, k, v), rows = operands(), randn(4, 6, 4, 16, dtype=torch.float64).requires_grad_()
+    for query, (key, value) in ((rows, (k, v)), (q, (rows[:, :, :2], rows[:, :, :2]))):
+        for heads_first in (False, True):
+            given = [x.transpose(1, 2) if heads_first else x for x in (query, key, value)]
+            out = attention(*given, layout="bhsd" if heads_first else "bshd", causal=True)
+            out = out.transpose(1, 2) if heads_first else out
+            sides = [documents(x) if x.is_nested else list(x) for x in (query, key, value)]
+            found = documents(out) if out.is_nested else list(out)
+            for one, *document in zip(found, *sides, strict=True):
+                if len(document[0]) <= len(document[1]):  # the others have queries without keys
+                    torch.testing.assert_close(one, alone(*document, causal="bottom-right")[0])
+
+
+def test_holes_are_neither_seen_nor_written_nor_in_a_gradient():
+    padded = randn(3, 9, 4, 16, dtype=torch.float64)
+    begin, lengths = torch.tensor([1, 0, 2]), torch.tensor([3, 9, 5])
+    inside = torch.zeros(3, 9, dtype=torch.bool)
+    for b in range(3):
+        inside[b, begin[b] : begin[b] + lengths[b]] = True
+    padded[~inside] = math.nan
+    padded.requires_grad_()
+    x = torch.nested.narrow(padded, 1, begin, lengths, layout=torch.jagged)
+    out, lse = attention(x, x, x, causal=True, return_lse=True)
+    assert out.lengths() is x.lengths() and torch.isinf(lse.values()[:, ~inside.flatten()]).all()
+    weights = randn(27, 4, 16, seed=9).double()
+    (found,) = torch.autograd.grad((out.values() * weights).sum(), padded)
+    rows = [alone(*3 * [padded[b][inside[b]]], causal="bottom-right")[0] for b in range(3)]
+    want = torch.zeros(27, 4, 16, dtype=torch.float64).index_put((inside.flatten(),), torch.cat(rows))
+    torch.testing.assert_close(out.values(), want)
+    (exact,) = torch.autograd.grad((want * weights).sum(), padded)
+    torch.testing.assert_close(found, exact)
+
+
+@pytest.mark.parametrize("lengths", [None, [2, 0, 4]])
+def test_values_of_any_strides_and_with_rows_of_nobody_around(lengths: list[int] | None):
+    """torch's signature copies a last dimension that is not contiguous."""
+    offsets, used = torch.tensor([2, 5, 7, 12]), [3, 2, 5] if lengths is None else lengths
+    inside = torch.cat([torch.arange(n) + first for n, first in zip(used, [2, 5, 7], strict=True)])
+    rows = randn(14, 16, 4, dtype=torch.float64)
+    values = torch.full_like(rows, math.nan).index_copy(0, inside, rows[inside]).requires_grad_()
+    held = None if lengths is None else torch.tensor(lengths)
+    x = torch.nested.nested_tensor_from_jagged(values.transpose(1, 2), offsets, held).transpose(1, 2)
+    out = scaled_dot_product_attention(x, x, x, is_causal=True).transpose(1, 2).values()[inside]
+    documents = values.transpose(1, 2)[inside].split(used)
+    want = torch.cat([alone(*3 * [each], causal="top-left")[0] for each in documents])
+    torch.testing.assert_close(out, want)
+    found, exact = (torch.autograd.grad(each.square().sum(), values)[0] for each in (out, want))
+    torch.testing.assert_close(found, exact)
+
+
+@pytest.mark.filterwarnings("ignore:In CPU autocast")
+def test_autocast_and_inference_mode():
+    tensors = [x.detach().float() for x in operands()]
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        out = attention(*tensors)
+    want = attention(*(x.bfloat16() for x in tensors))
+    assert out.dtype == torch.bfloat16 and torch.equal(out.values(), want.values())
+
+
+@pytest.mark.parametrize("bound", [None, 9])
+def test_no_number_of_the_device_is_asked_for(bound: int | None, monkeypatch: pytest.MonkeyPatch):
+    packed: list[jagged.Packed] = []
+    real = jagged.pack
+    monkeypatch.setattr(jagged, "pack", lambda *given: packed.append(real(*given)) or packed[-1])
+    with FakeTensorMode(shape_env=ShapeEnv()):  # asking raises
+        values = torch.empty(16, 4, 16, device="cuda", dtype=torch.float16)
+        offsets = torch.empty(5, device="cuda", dtype=torch.int64)
+        x = torch.nested.nested_tensor_from_jagged(values, offsets, max_seqlen=bound)
+        out = scaled_dot_product_attention(*3 * [x.transpose(1, 2)])
+    assert out.values().device.type == "cuda" and out.offsets() is offsets
+    features = packed[0].arguments
+    assert features["cu_seqlens_q"] is features["cu_seqlens_k"]  # cast once
+    assert features.get("max_seqlen_q") == features.get("max_seqlen_k") == bound
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CALLS)
+def test_jagged_tensors_on_a_gpu_are_the_packed_call(name: str):
+    said = {key: x.cuda() if isinstance(x, Tensor) else x for key, x in CALLS[name].items()}
+    q, k, v = (x.detach().half().cuda() for x in operands())
+    bounds = {"max_seqlen_q": max(Q), "max_seqlen_k": max(K)}
+    starts = {"cu_seqlens_q": q.offsets().int(), "cu_seqlens_k": k.offsets().int()}
+    rows = [x.values().clone().requires_grad_() for x in (q, k, v)]
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    with torch.cuda.device(q.device):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            out = attention(q, k, v, **said)
+            packed = attention(*rows, **starts, **bounds, **said)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    want = with_gradients(out, leaves)
+    weights = randn(*packed.shape, seed=9).to(packed)
+    found = [packed.detach(), *torch.autograd.grad((packed * weights).sum(), rows)]
+    torch.testing.assert_close(found, want, rtol=1e-2, atol=1e-2)  # dq is summed in the blocks' order
