@@ -24,7 +24,7 @@ class Row:
         a plain row's tail), ``"merge"`` (of states), ``"append"`` (to caches), ``"rotary"``; ``"backward"``, with
         ``"backward_before"``, ``"backward_after"`` and ``"backward_lists"``, for gradients, ``"query_product"``, dQ of
         dS in memory, and ``"backward_wide"``; ``"rms_norm"`` and ``"gated"`` (units), whose gradients are
-        ``"rms_norm_backward"``, ``"rms_norm_columns"``, ``"rms_norm_weights"``, ``"gated_backward"``.
+        ``"rms_norm_backward"``, ``"rms_norm_weights"``, ``"gated_backward"``.
         """
     @property
     def arch(self) -> int:
