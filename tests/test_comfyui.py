@@ -46,21 +46,29 @@ def theirs(
     return out if skip_output_reshape else out.transpose(1, 2).flatten(2)
 
 
+@pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("stay", [False, True])
 @pytest.mark.parametrize("heads_kv", [HEADS, 2])
-def test_shapes_masks_and_heads_are_as_there(mask: str, split: bool, stay: bool, heads_kv: int):
+def test_shapes_masks_and_heads_are_as_there(mask: str, split: bool, stay: bool, heads_kv: int, place: str):
     q, k, v = (randn(2, heads, seqlen, DIM) for heads, seqlen in ((HEADS, 9), (heads_kv, 13), (heads_kv, 13)))
     if not split:
         q, k, v = (x.transpose(1, 2).flatten(2) for x in (q, k, v))
     said: dict[str, Any] = {"skip_reshape": split, "skip_output_reshape": stay, "transformer_options": {}}
-    said |= {"enable_gqa": heads_kv != HEADS, "_inside_attn_wrapper": True, "mask": MASKS[mask]}
+    said |= {"enable_gqa": heads_kv != HEADS, "_inside_attn_wrapper": True}
+    here, limits = MASKS[mask], {"rtol": 1e-4, "atol": 1e-5}
+    if place == "cuda":
+        limits = {"rtol": 4e-3, "atol": 4e-3}
+        q, k, v = (x.to(place, torch.float16) for x in (q, k, v))
+        if here is not None:
+            here = here.to(place, torch.float16 if here.is_floating_point() else None)
+    said["mask"] = here
     for scale in ({}, {"scale": 0.3}):
         want = theirs(q, k, v, HEADS, **said, **scale)
         found = comfyui.attention(q, k, v, HEADS, **said, **scale)
-        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
-    assert comfyui.calls.counts == {"attention": 2}
+        torch.testing.assert_close(found, want, **limits)
+    assert comfyui.calls.counts == {"attention": 2} and not comfyui.calls.declined
 
 
 @pytest.mark.parametrize(

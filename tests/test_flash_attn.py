@@ -700,7 +700,7 @@ torch.manual_seed(0)
 dim, heads, vocabulary = 64, 4, 50
 embed, project = torch.randn(vocabulary, dim), torch.randn(dim, 3 * dim) / 8
 out = torch.randn(dim, vocabulary)
-angles = torch.outer(torch.arange(64), 10000.0 ** -(torch.arange(8) / 8))
+angles = torch.outer(torch.arange(64), 10000.0 ** -(torch.arange(8) / 8)).to(embed)
 cos, sin = angles.cos(), angles.sin()
 
 def qkv(tokens):
@@ -708,7 +708,7 @@ def qkv(tokens):
 
 tokens = torch.randint(vocabulary, (2, 5))
 k_cache, v_cache = torch.zeros(2, 2, 64, heads, dim // heads).unbind(0)
-lengths, generated, new = torch.zeros(2, dtype=torch.int32), tokens, tokens
+lengths, generated, new, steps = torch.zeros(2, dtype=torch.int32), tokens, tokens, []
 for _ in range(12):
     q, k, v = qkv(new)
     context = flash_attn_with_kvcache(
@@ -716,20 +716,65 @@ for _ in range(12):
         rotary_interleaved=False,
     )
     lengths += new.shape[1]
-    new = (context[:, -1:].flatten(-2) @ out).argmax(-1)
+    steps.append(context[:, -1:].flatten(-2) @ out)
+    new = steps[-1].argmax(-1)
     generated = torch.cat((generated, new), 1)
 q, k, v = qkv(generated[:, :-1])
 q, k = apply_rotary_emb(q, cos, sin), apply_rotary_emb(k, cos, sin)
-whole = (flash_attn_func(q, k, v, causal=True).flatten(-2) @ out).argmax(-1)
-print(torch.equal(whole[:, 4:], generated[:, 5:]), generated.shape)
+whole = flash_attn_func(q, k, v, causal=True).flatten(-2) @ out
+print(generated.shape, (torch.cat(steps, 1) - whole[:, 4:]).abs().max().item() / whole.abs().max().item())
+"""
+
+ENCODER = """
+import torch
+from flash_attn import flash_attn_varlen_qkvpacked_func
+from flash_attn.bert_padding import pad_input, unpad_input
+
+torch.manual_seed(0)
+batch, seqlen, heads, head_dim = 3, 17, 4, 32
+layers = torch.nn.ModuleList(torch.nn.Linear(heads * head_dim, 3 * heads * head_dim) for _ in range(2))
+mask = torch.arange(seqlen) < torch.tensor([17, 5, 0])[:, None]
+hidden = torch.randn(batch, seqlen, heads * head_dim).requires_grad_()
+
+def flash(x, p=0.0):
+    x, indices, cu_seqlens, max_seqlen, *_ = unpad_input(x, mask)
+    for layer in layers:
+        qkv = layer(x).unflatten(-1, (3, heads, head_dim))
+        x = x + flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, dropout_p=p).flatten(-2)
+    return pad_input(x, indices, batch, seqlen)
+
+def eager(x):
+    for layer in layers:
+        q, k, v = layer(x).unflatten(-1, (3, heads, head_dim)).permute(2, 0, 3, 1, 4)
+        scores = (q @ k.mT * head_dim**-0.5).masked_fill(~mask[:, None, None], -1e4)
+        x = x + (scores.softmax(-1) @ v).transpose(1, 2).flatten(-2)
+    return x * mask[..., None]
+
+results = []
+for call in (flash, eager):
+    out = call(hidden)
+    results.append((out, *torch.autograd.grad(out.pow(2).sum(), (hidden, *layers.parameters()))))
+worst = max((x - y).abs().max().item() / y.abs().max().item() for x, y in zip(*results))
+print(flash(hidden, 0.1).shape, worst)
 """
 
 
-def test_a_script_that_was_written_for_it_runs_unmodified(tmp_path: Path):
-    (tmp_path / "script.py").write_text(GENERATION)
-    install = "import runpy; from cutlass_fmha.flash_attn import install; install()\n"
-    printed = run(f"{install}runpy.run_path({str(tmp_path / 'script.py')!r})", tmp_path)
-    assert printed == "True torch.Size([2, 17])\n"
+@pytest.mark.parametrize(
+    ("device", "dtype", "tolerance"),
+    [("cpu", "float32", 1e-5), pytest.param("cuda", "float16", 1e-2, marks=pytest.mark.gpu)],
+)
+@pytest.mark.parametrize("script", [GENERATION, ENCODER], ids=["generation", "encoder"])
+def test_a_script_that_was_written_for_it_runs_unmodified(
+    tmp_path: Path, script: str, device: str, dtype: str, tolerance: float
+):
+    """As it is started: on a device, in a dtype. The last number that it prints is its error."""
+    (tmp_path / "script.py").write_text(script)
+    begin = "import runpy, torch; from cutlass_fmha.flash_attn import install; install()\n"
+    begin += f"torch.set_default_device({device!r}); torch.set_default_dtype(torch.{dtype})\n"
+    printed = run(f"{begin}runpy.run_path({str(tmp_path / 'script.py')!r})", tmp_path)
+    shape, _, error = printed.strip().rpartition(" ")
+    assert shape == f"torch.Size({[2, 17] if script is GENERATION else [3, 17, 128]})"
+    assert float(error) <= tolerance
 
 
 def test_a_compiled_call_is_whole():
