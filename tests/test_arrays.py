@@ -187,6 +187,7 @@ class Closed(Recorder):
     ("change", "sentence"),
     [
         ({"k": [1.0]}, "k must be a torch.Tensor, got list"),
+        ({"out": numpy.zeros(1)}, "out is not taken where q is a numpy.ndarray"),
         (
             {"k": Opaque()},
             "k, a .*Opaque, can't be shared by DLPack: this memory is not for others",
@@ -200,4 +201,4 @@ class Closed(Recorder):
 def test_what_cannot_be_shared_is_said(change: dict[str, Any], sentence: str):
     given = {**dict(zip("qkv", (x.numpy() for x in qkv()), strict=True)), **change}
     with pytest.raises(TypeError, match=sentence):
-        attention(given["q"], given["k"], given["v"])
+        attention(given.pop("q"), given.pop("k"), given.pop("v"), **given)
