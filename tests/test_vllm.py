@@ -210,7 +210,7 @@ def test_batch_invariance_and_the_run_that_measures_memory(there: Any, monkeypat
 
     monkeypatch.setattr(vllm.envs, "VLLM_BATCH_INVARIANT", True)
     asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(there.ours, "attend", lambda *args, **said: asked.append(said))
+    monkeypatch.setattr(there.ours, "attention", lambda *args, **said: asked.append(said))
     run(there, step(there, ((3, 0),)))
     assert asked[0]["batch_invariant"] is True
     output = randn(2, HEADS, DIM)
