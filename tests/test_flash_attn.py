@@ -759,22 +759,68 @@ print(flash(hidden, 0.1).shape, worst)
 """
 
 
+LLAMA = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+torch.manual_seed(0)
+sizes = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+model = LlamaForCausalLM(LlamaConfig(vocab_size=50, num_key_value_heads=2, **sizes)).eval()
+ids, mask = torch.randint(50, (2, 9)), torch.ones(2, 9, dtype=torch.long)
+mask[1, :3] = 0
+found = []
+for name in ("flash_attention_2", "eager"):
+    model.set_attn_implementation(name)
+    with torch.no_grad():
+        found.append(model(ids, attention_mask=mask).logits[mask.bool()])
+print(found[0].shape, (found[0] - found[1]).abs().max().item() / found[1].abs().max().item())
+"""
+
+DIFFUSERS = """
+import torch
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+torch.manual_seed(0)
+q, k, v = torch.randn(3, 2, 7, 4, 32)
+mask = torch.arange(7) < torch.tensor([[7], [4]])
+flash = dispatch_attention_fn(q, k, v, backend="flash", is_causal=True)
+flash = torch.stack((flash, dispatch_attention_fn(q, k, v, backend="flash_varlen", attn_mask=mask)))
+native = dispatch_attention_fn(q, k, v, backend="native", is_causal=True)
+native = torch.stack((native, dispatch_attention_fn(q, k, v, backend="native", attn_mask=mask)))
+print(flash.shape, (flash - native).abs().max().item())
+"""
+
+#: What each needs, its calls of ours, and the shape that it prints.
+SCRIPTS = {
+    "generation": (GENERATION, None, 13, [2, 17]),
+    "encoder": (ENCODER, None, 4, [3, 17, 128]),
+    "transformers, flash_attention_2": (LLAMA, "transformers", 2, [15, 50]),
+    "diffusers, flash": (DIFFUSERS, "diffusers", 2, [2, 2, 7, 4, 32]),
+}
+
+
 @pytest.mark.parametrize(
     ("device", "dtype", "tolerance"),
     [("cpu", "float32", 1e-5), pytest.param("cuda", "float16", 1e-2, marks=pytest.mark.gpu)],
 )
-@pytest.mark.parametrize("script", [GENERATION, ENCODER], ids=["generation", "encoder"])
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_that_was_written_for_it_runs_unmodified(
-    tmp_path: Path, script: str, device: str, dtype: str, tolerance: float
+    tmp_path: Path, name: str, device: str, dtype: str, tolerance: float
 ):
     """As it is started: on a device, in a dtype. The last number that it prints is its error."""
+    script, package, calls, shape = SCRIPTS[name]
+    if package is not None:
+        pytest.importorskip(package, reason=f"{package} is not installed")
     (tmp_path / "script.py").write_text(script)
     begin = "import runpy, torch; from cutlass_fmha.flash_attn import install; install()\n"
+    begin += "from cutlass_fmha.demo.measure import CountCalls\n"
+    if device == "cpu":  # transformers would not ask for flash_attn
+        begin += "torch.cuda.is_available = lambda: True\n"
     begin += f"torch.set_default_device({device!r}); torch.set_default_dtype(torch.{dtype})\n"
-    printed = run(f"{begin}runpy.run_path({str(tmp_path / 'script.py')!r})", tmp_path)
-    shape, _, error = printed.strip().rpartition(" ")
-    assert shape == f"torch.Size({[2, 17] if script is GENERATION else [3, 17, 128]})"
-    assert float(error) <= tolerance
+    script = f"with CountCalls() as counter: runpy.run_path({str(tmp_path / 'script.py')!r})\n"
+    *_, found, counted = run(f"{begin}{script}print(counter.calls)", tmp_path).splitlines()
+    printed, _, error = found.rpartition(" ")
+    assert (printed, int(counted)) == (f"torch.Size({shape})", calls) and float(error) <= tolerance
 
 
 def test_a_compiled_call_is_whole():
