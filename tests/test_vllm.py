@@ -1,4 +1,7 @@
-"""vLLM's backend, called as vLLM 0.33 calls it, beside each request's attention alone in fp64."""
+"""vLLM's backend, called as vLLM 0.33 calls it, beside each request's attention alone in fp64.
+
+Where vLLM is installed these are its own modules.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import logging
 import math
 import pkgutil
 import re
+import runpy
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,12 +41,15 @@ SAID: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def there() -> Iterator[SimpleNamespace]:
-    with serving.stand_ins("vllm"):
+    with serving.stand_ins("vllm", or_installed=True):
         from vllm.v1.attention import backend
         from vllm.v1.attention.backends import flash_attn, registry
 
         from cutlass_fmha.integrations import vllm_backend as ours
 
+        # vLLM's own kernel needs a GPU.
+        there = runpy.run_path(str(serving.ENGINES / "vllm" / "_custom_ops.py"))
+        ours.reshape_and_cache_flash = there["reshape_and_cache_flash"]
         yield SimpleNamespace(base=backend, registry=registry, flash=flash_attn, ours=ours)
 
 
