@@ -195,8 +195,8 @@ _before: Any = ()
 
 
 def _put(key: Any, plan: Plan) -> None:
-    """Keeps a plan. Of 20 tuples that a key is made of, most are equal to those of the key before: with these
-    in common, half as often a new length has to wait for a garbage collection."""
+    """Keeps a plan. Of 14 tuples in the key of a packed call, most are equal to those of the key before: with
+    these in common, half as often a new length has to wait for a garbage collection."""
     global _before
     _before = key = _sharing(key, _before)
     _plans.put(key, plan)
