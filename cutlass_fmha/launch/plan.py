@@ -207,7 +207,7 @@ def _sharing(key: Any, before: Any) -> Any:
     if type(before) is not tuple or len(key) != len(before):
         return key
     pairs = zip(key, before, strict=True)
-    return tuple([b if a == b else _sharing(a, b) if type(a) is tuple else a for a, b in pairs])
+    return tuple([b if a is b or a == b else _sharing(a, b) if type(a) is tuple else a for a, b in pairs])
 
 
 #: Tensors, beside the operands, whose addresses decide which rows can read or write them.
