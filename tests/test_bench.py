@@ -197,6 +197,21 @@ def test_a_refusal_is_reported_and_a_failure_surfaces(monkeypatch: pytest.Monkey
         runner.is_refusal("flash", RuntimeError("something"))
 
 
+@pytest.mark.usefixtures("fake_gpu")
+def test_clocks_are_read_after_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = iter({"sm_clock_mhz": clock} for clock in (1980.0, 1755.0, None))
+    monkeypatch.setattr(machine, "read_smi", lambda device: next(read))
+    monkeypatch.setattr(machine, "describe", lambda device: synthetic()["machine"])
+    monkeypatch.setattr(runner, "require_gpu", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contenders.nullcontext())
+    cases = [replace(SMALL, group=group) for group in ("dense", "dense", "decode", "wide")]
+    found = runner.measure(cases, [], in_turns=lambda case, budget_s: {"name": case.name})
+    assert [each["after"] for each in found["clocks"]] == ["dense", "decode", "wide"]
+    assert report.clock_seen(found) == "1755 to 1980 MHz"
+    found["clocks"] = [{"sm_clock_mhz": None}]
+    assert report.clock_seen(found) == "not readable"
+
+
 TIMES = {
     "ours": 8.0,
     "pages16": 9.5, "paged": 9.0, "pages256": 8.5, "plain": 6.0,
@@ -303,7 +318,15 @@ def test_what_is_printed_has_means_refusals_machine_and_method():
     ):
         assert line in text
     assert "unsupported" in next(line for line in text.splitlines() if line.startswith("B4 H16 S4096 D96"))
-    facts = ["NVIDIA H200", "sm_90", "torch 2.11.0", "cuDNN 9.19.0", "driver 580.1", "1980.0 MHz", "0123456"]
+    facts = [
+        "NVIDIA H200",
+        "sm_90",
+        "torch 2.11.0",
+        "cuDNN 9.19.0",
+        "driver 580.1",
+        "SM clock 1980 MHz",
+        "0123456",
+    ]
     facts += ["the sm_120 rows are compiled for sm_90", runner.METHOD]
     facts += ["microseconds, repeated, S128 D64: attention 9.9, torch SDPA 15.6"]
     assert all(fact in markdown for fact in facts)
