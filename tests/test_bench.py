@@ -739,3 +739,41 @@ def test_gradients_are_checked_and_a_wrong_one_is_found(causal: bool, lengths: t
         assert not check(found).within
         x[-1, -1, -1] -= 0.1
     assert case.name.endswith("_backward") and case.flop == 10 * 4 * case.visible_pairs * 32
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", ["flash", "efficient", "cudnn"])
+def test_gradients_of_torchs_kernels_are_those_of_shared_heads(name: str, causal: bool, monkeypatch) -> None:
+    """Stand-ins with the ops' arguments, which the schemas hold them to."""
+    swap = (lambda x: x) if name == "flash" else (lambda x: x.transpose(1, 2))
+    prefix = "_flash_attention" if name == "flash" else f"_scaled_dot_product_{name}_attention"
+    forward, backward = (f"{prefix}_forward" if name == "flash" else prefix), f"{prefix}_backward"
+    schemas = {op: getattr(torch.ops.aten, op).default._schema for op in (forward, backward)}
+    extra = [None, torch.zeros(()), torch.zeros(())]
+
+    def named(op: str, given: tuple[Any, ...]) -> dict[str, Any]:
+        assert len(given) >= len([x for x in schemas[op].arguments if not x.has_default_value()])
+        return {x.name: value for x, value in zip(schemas[op].arguments, given, strict=False)}
+
+    def forwards(*given: Any) -> tuple[Any, ...]:
+        said = named(forward, given)
+        tensors = [swap(said[x]) for x in ("query", "key", "value")]
+        out, lse = cutlass_fmha.attention(*tensors, causal=said["is_causal"], return_lse=True)
+        rest = {"flash": [*extra[1:], None], "efficient": extra[1:]}
+        return swap(out), lse, *rest.get(name, [None, None, 40, 40, *extra[1:], None])
+
+    def backwards(*given: Any) -> list[torch.Tensor]:
+        said = named(backward, given)
+        tensors = [swap(said[x]) for x in ("query", "key", "value", "out")]
+        dout = swap(next(said[x] for x in ("grad_out", "grad_out_") if x in said))
+        mask = "bottom-right" if said["is_causal"] else "none"
+        op = torch.ops.cutlass_fmha.attend_backward
+        return [swap(x) for x in op(dout, *tensors, said["logsumexp"], None, 32**-0.5, mask)[:3]]
+
+    monkeypatch.setattr(torch.ops.aten, forward, forwards)
+    monkeypatch.setattr(torch.ops.aten, backward, backwards)
+    case = Case("backward", 2, 4, 2, 40, 40, 32, "float16", causal=causal)
+    inputs = contenders.make_inputs(case, 2, torch.device("cpu"))
+    call = lineup.line_up(case, inputs, [name])[name].call
+    check = gradients.GradientCheck(case, inputs)
+    assert check(call(0)).within and not check(call(1)).within
