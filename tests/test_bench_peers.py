@@ -16,7 +16,7 @@ from test_bench import FakeTimer, synthetic
 
 import cutlass_fmha
 import cutlass_fmha.flash_attn
-from cutlass_fmha.bench import contenders, gradients, lineup, peers, report, runner
+from cutlass_fmha.bench import contenders, gradients, host, lineup, peers, report, runner
 from cutlass_fmha.bench.cases import Case
 from cutlass_fmha.bench.features import Feature
 
@@ -288,6 +288,15 @@ def test_a_package_is_asked_for_the_same_gradients(name: str, case: Case) -> Non
     assert list(found)[2 + bool(case.lengths) :] == [name]  # after ours, and the deterministic one
     check = gradients.GradientCheck(case, inputs)
     assert check(found[name].call(0)).within and not check(found[name].call(1)).within
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_host_time_is_of_those_that_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["flashinfer"], "BatchPrefillWithRaggedKVCacheWrapper", None)
+    rows = [torch.randn(1, 16, 1, 64).to(torch.bfloat16) for _ in range(3)]
+    found = host.of_packages(["cudnn", "fa3", "flashinfer", "sage"], *rows)
+    assert list(found) == ["FlashAttention-3", "SageAttention"]
+    assert all(call().shape == rows[0].shape for call in found.values())
 
 
 @pytest.mark.usefixtures("stand_ins")

@@ -63,7 +63,7 @@ def measure(
     with torch.cuda.device(device):
         described = machine.describe(device)
         calls = in_turns is None and any(case.group == "latency" for case in cases)
-        host_us = measure_host() if calls else {}
+        host_us = measure_host(peers) if calls else {}
         loop = memory.loop() if calls else {}
         results = []
         clocks = []
