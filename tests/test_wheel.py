@@ -136,7 +136,7 @@ def test_its_symbols_are_those_of_manylinux_2_28(wheel: Path, extension: Path):
     listed = policy["symbol_versions"]["x86_64"].items()
     allowed = {f"{library}_{version}" for library, versions in listed for version in versions}
     newer = {name for name, versions in elf.versions(extension, "undefined").items() if versions - allowed}
-    if "manylinux_2_28" in wheel.name:
+    if "manylinux" in wheel.name:
         assert not newer
     maps = Path("/proc/self/maps").read_text().splitlines()
     (libc,) = {line.split()[-1] for line in maps if "/libc.so.6" in line}
