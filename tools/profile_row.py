@@ -78,6 +78,10 @@ MMA_CLOCKS_GEFORCE = 32.0
 WARPS_PER_SM = {89: 48, 90: 64, 120: 48}
 
 
+def mma_clocks(arch: int, gpu: str) -> float:
+    return MMA_CLOCKS_GEFORCE if "GeForce" in gpu else MMA_CLOCKS[arch]
+
+
 class NcuError(RuntimeError):
     """Nsight Compute is missing, may not read the counters, or said nothing; the message says which."""
 
@@ -183,9 +187,8 @@ def expected(row: str, gpu: str) -> dict[str, float]:
         POSSIBLE_WARPS: 100.0 * blocks * config["warps"] / warps,
     }
     if loop := entry.get("loop"):
-        mma = MMA_CLOCKS_GEFORCE if "GeForce" in gpu else MMA_CLOCKS[arch]
         clocks = {
-            TENSOR: mma * loop.get("mma", 0),
+            TENSOR: mma_clocks(arch, gpu) * loop.get("mma", 0),
             MUFU: CLOCKS[MUFU] * loop.get("mufu", 0),
             SHARED: CLOCKS[SHARED] * loop.get("ldsm", 0),
             ISSUE: float(sum(loop.values())),
