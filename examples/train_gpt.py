@@ -259,17 +259,17 @@ def table(runs: list[Run]) -> str:
 def draw(runs: list[Run], path: Path) -> None:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 3.6))
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
     curves, bars = figure.subplots(1, 2, width_ratios=(2, 1))
     for colour, way in zip(("#3b4252", "#b5d96b", "#76b900"), WAYS, strict=True):
         for run in (run for run in runs if run.way == way):
             curves.plot(run.losses, color=colour, linewidth=0.8, label=way if run.seed == 0 else None)
-        bars.barh(way, rate_of(way, runs), color=colour)
+        bars.barh(way, rate_of(way, runs) / 1e6, color=colour)
     curves.set(xlabel="step", ylabel="loss, nats a byte")
     curves.legend(frameon=False)
-    bars.set(xlabel="tokens/s, longer is better")
+    bars.set(xlabel="million tokens/s, longer is better")
     bars.invert_yaxis()
-    figure.savefig(path, dpi=120, bbox_inches="tight")
+    figure.savefig(path, dpi=120)
 
 
 def told(runs: list[Run], output: Path) -> bool:

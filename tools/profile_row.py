@@ -204,7 +204,7 @@ def launch_once(case: Case, row: str | None, device: int) -> None:
     """In the process under ncu: warm up, then one call between the marks that it listens to."""
     import torch
 
-    from cutlass_fmha.bench import lineup, runner
+    from cutlass_fmha.bench import lineup, machine, runner
 
     runner.require_gpu(device)
     with torch.cuda.device(device), torch.inference_mode():
@@ -220,10 +220,10 @@ def launch_once(case: Case, row: str | None, device: int) -> None:
 
 
 def measure(case: Case, row: str | None, device: int) -> dict[str, Any]:
-    """p50, p90, rates, error and the row, as the benchmark has them."""
+    """What the benchmark has: the machine, p50, p90, rates, error and the row."""
     import torch
 
-    from cutlass_fmha.bench import lineup, runner
+    from cutlass_fmha.bench import lineup, machine, runner
 
     runner.require_gpu(device)
     with torch.cuda.device(device), torch.inference_mode():
@@ -231,7 +231,8 @@ def measure(case: Case, row: str | None, device: int) -> dict[str, Any]:
     torch.cuda.empty_cache()  # the process under ncu has the same tensors
     if results[lineup.OURS]["status"] != "ok":
         raise NcuError(f"nothing runs it: {results[lineup.OURS]['reason']}")
-    return {"gpu": torch.cuda.get_device_name(device), **results[lineup.OURS]}
+    described = machine.describe(device)
+    return {"machine": described, "gpu": described["gpu"], "case": case.name, **results[lineup.OURS]}
 
 
 # ---- tables ------------------------------------------------------------------------------------------------
