@@ -204,7 +204,7 @@ def launch_once(case: Case, row: str | None, device: int) -> None:
     """In the process under ncu: warm up, then one call between the marks that it listens to."""
     import torch
 
-    from cutlass_fmha.bench import lineup, machine, runner
+    from cutlass_fmha.bench import lineup, runner
 
     runner.require_gpu(device)
     with torch.cuda.device(device), torch.inference_mode():
