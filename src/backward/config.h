@@ -14,6 +14,10 @@ struct BackwardOptions {
   bool writes_scores = false;            ///< dS goes to memory, of which a row of QueryProductConfig makes dQ
   bool shares_dq = false;                ///< of two groups, the second has dQ of every second unit
   bool rounded_pairs = false;            ///< of bfloat16, dS is a product of rounded pairs: P and dP - D
+  int kept_key_steps = 0;  ///< of two groups, 16 dimensions each of K that the first keeps in registers
+  int bulk_bytes = 0;      ///< of shared memory from which a warp adds to dQ's sums by the copy unit; -1: not added
+  int key_parts = 1;       ///< of two groups, so many parts of its keys the second multiplies after each other
+  int dq_parts = 1;        ///< so many parts of its columns of dQ a warp multiplies after each other
 };
 
 struct BackwardConfig : TileConfig, BackwardOptions {

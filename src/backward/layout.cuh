@@ -11,9 +11,9 @@ namespace cutlass_fmha {
 
 /// Rows of a warp's operands are its keys: S^T = K Q^T and dP^T = V dO^T of `Chunk` queries, whose accumulators,
 /// rounded, are the A operands of dV += P^T dO and dK += dS^T Q as they lie in registers.
-template <BackwardConfig C, int Chunk>
-struct BackwardTypes : MmaTypes<C.dtype, C.keys_per_warp()> {
-  using Base = MmaTypes<C.dtype, C.keys_per_warp()>;
+template <BackwardConfig C, int Chunk, int Keys = C.keys_per_warp()>
+struct BackwardTypes : MmaTypes<C.dtype, Keys> {
+  using Base = MmaTypes<C.dtype, Keys>;
   static constexpr int kQueries = Chunk;
   static constexpr int kDimSteps = C.head_dim / 16;
   static constexpr int kKeySteps = Chunk / 16;  ///< 16-wide steps along the columns: queries
@@ -28,11 +28,11 @@ using KeyGradient = typename MmaTypes<C.dtype, C.keys_per_warp()>::template Accu
 /// dQ of a unit: the warps divide its queries and its columns.
 template <BackwardConfig C>
 struct QueryGradientTypes : MmaTypes<C.dtype, C.unit() / C.query_warps()> {
-  static constexpr int kColumns = C.head_dim / (C.group_warps() / C.query_warps());
+  static constexpr int kColumns = C.head_dim / (C.group_warps() / C.query_warps()) / C.dq_parts;  ///< at a time
   using Gradient = typename MmaTypes<C.dtype, C.unit() / C.query_warps()>::template Accumulator<kColumns>;
 
   CUTE_DEVICE static int row_begin(int warp) { return warp % C.query_warps() * (C.unit() / C.query_warps()); }
-  CUTE_DEVICE static int column_begin(int warp) { return warp / C.query_warps() * kColumns; }
+  CUTE_DEVICE static int column_begin(int warp) { return warp / C.query_warps() * kColumns * C.dq_parts; }
 };
 
 // dQ's sums of a tile of queries stand in the order of the accumulators of m16n8 that are added to them, 128 floats
@@ -120,12 +120,14 @@ struct BackwardLayout {
   static constexpr int kDoutTiles = C.groups && kDout + 2 * kDoutTile + kScoresTile <= 96 * 1024 ? 2 : 1;
   static constexpr int kDoutUnits = 2 * kDoutTiles;
   static constexpr int kScores = kDout + kDoutTiles * kDoutTile;  ///< dS, [key, query]
-  static constexpr int kRowTerms = kScores + kScoresTile;
+  static constexpr int kSums = kScores + kScoresTile;  ///< of dQ, on their way
+  static constexpr int kSumsOfWarp = C.bulk_bytes > 0 ? C.bulk_bytes : 0;
+  static constexpr int kRowTerms = kSums + kSumsOfWarp * (C.shares_dq ? C.warps : C.group_warps());
   static constexpr int kPlace = kRowTerms + kQStages * kTerms;
   static constexpr int kBarriers = kPlace + (int(sizeof(Place)) + 15) / 16 * 16;
   static constexpr int kBytes =
       kBarriers + (C.groups ? TwoGroupBarriers<kDoutUnits>::kBytes : OneGroupBarriers::kBytes);
-  static_assert(kBytes <= 99 * 1024, "sm_89 and sm_120 have no more");
+  static_assert(kBytes <= (C.arch == 90 ? 227 : 99) * 1024, "sm_89 and sm_120 have no more");
 
   /// V stands there before the walk, on its way to registers.
   static constexpr int kV = C.groups ? kQ : kDout;

@@ -24,6 +24,7 @@ struct TwoGroupWalk : BackwardParts<C> {
   using Parts::barriers, Parts::params, Parts::place, Parts::smem, Parts::warp;
   using Unit = typename Parts::template Types<C.unit()>;
   using Chunk = typename Parts::template Types<C.chunk>;
+  using Part = BackwardTypes<C, C.chunk, C.keys_per_warp() / C.key_parts>;
   static constexpr int kThreads = C.threads() / 2;  ///< of a group
   static constexpr int kUnit = C.unit();
   static constexpr int kDoutUnit = Layout::kDoutTile / 2;
@@ -55,13 +56,13 @@ struct TwoGroupWalk : BackwardParts<C> {
     this->load_keys(params.v, params.v_stride, Layout::kV, params.head_dim_v);
     cute::cp_async_wait<0>();
     __syncthreads();
-    this->keep_values(values);
+    this->keep_values(values, C.kept_key_steps > 0 && thread_id() < kThreads ? 0 : Layout::kV);
     if constexpr (C.copy == Copy::tma) cute::tma_store_fence();
     __syncthreads();  // where V stood, Q comes
   }
 
   /// Group A: dV, and what the block adds to dQ, or half of that.
-  CUTE_DEVICE void run_a(Gradient& dv) const {
+  CUTE_DEVICE void run_a([[maybe_unused]] Values const& keys, Gradient& dv) const {
     QueryCursor at = this->first(place().walk), before = at;
     CUTE_NO_UNROLL
     for (int step = 0; step < steps; ++step) {
@@ -75,8 +76,15 @@ struct TwoGroupWalk : BackwardParts<C> {
         typename Unit::Scores scores;
         typename Unit::Probabilities probabilities;
         cute::clear(scores);
-        this->template add_scores<QTile, Unit>([&](int i, auto&& k) FMHA_INLINE { this->read_keys(0, i, k); }, q_tile,
-                                               half * kUnit / 16, scores);
+        this->template add_scores<QTile, Unit>(
+            [&](int i, auto&& k) FMHA_INLINE {
+              if (i < C.kept_key_steps) {
+                cute::copy(keys(cute::_, cute::_, i), k);
+              } else {
+                this->read_keys(0, i, k);
+              }
+            },
+            q_tile, half * kUnit / 16, scores);
         if constexpr (C.scored()) {
           typename Unit::Probabilities factors;
           this->template score<Unit>(masked, scores, probabilities, factors, terms + half * kUnit * 4, at,
@@ -100,6 +108,7 @@ struct TwoGroupWalk : BackwardParts<C> {
       at = this->after(at, place().walk);
     }
     if constexpr (!C.shares_dq) finish(2 * steps - 1, before);
+    this->await_sums();
   }
 
   /// Group B: dK, and the other half.
@@ -129,26 +138,38 @@ struct TwoGroupWalk : BackwardParts<C> {
       for (int begin = 0; begin < C.tile_m; begin += C.chunk) {
         int const half = begin / kUnit, unit = 2 * step + half, row = begin % kUnit;
         bool const first = row == 0, last = row + C.chunk == kUnit;
-        typename Chunk::Scores scores;
         typename Chunk::Probabilities probabilities;
         if (first) dout_pipe.consumer_wait(unit);
-        if constexpr (C.scored()) {
-          cute::clear(scores);
-        } else {
-          this->template start_with_terms<Chunk>(scores, terms + (C.tile_m + begin) * 4);
-        }
-        this->template add_scores<DoutTile, Chunk>([&](int i, auto&& v)
-                                                       FMHA_INLINE { cute::copy(values(cute::_, cute::_, i), v); },
-                                                   dout_at(step, half), row / 16, scores);
-        if (last) dout_pipe.consumer_release(unit);
-        if (first) mbarrier_wait(probabilities_barrier(half), step & 1);
-        take_over(begin / 16, probabilities);
-        if constexpr (C.scored()) {
-          this->template scored_chunk<Chunk>(here, here.tile * C.tile_m + begin)
-              .differentiate(probabilities, scores,
-                             [&](int pair) { return this->terms_at(terms + (C.tile_m + begin) * 4, pair); });
-        } else {
-          this->template differentiate<Chunk>(probabilities, scores);
+        CUTE_UNROLL
+        for (int part = 0; part < C.key_parts; ++part) {
+          typename Part::Scores scores;
+          typename Part::Probabilities taken;
+          constexpr int kRowSteps = Part::kRowSteps;
+          if constexpr (C.scored()) {
+            cute::clear(scores);
+          } else {
+            this->template start_with_terms<Part>(scores, terms + (C.tile_m + begin) * 4);
+          }
+          this->template add_scores<DoutTile, Part>(
+              [&](int i, auto&& v) FMHA_INLINE {
+                CUTE_UNROLL
+                for (int m = 0; m < kRowSteps; ++m)
+                  cute::copy(values(cute::_, part * kRowSteps + m, i), v(cute::_, m));
+              },
+              dout_at(step, half), row / 16, scores);
+          if (last && part == C.key_parts - 1) dout_pipe.consumer_release(unit);
+          if (first && part == 0) mbarrier_wait(probabilities_barrier(half), step & 1);
+          take_over(begin / 16, part * kRowSteps, taken);
+          if constexpr (C.scored()) {
+            this->template scored_chunk<Part>(here, here.tile * C.tile_m + begin)
+                .differentiate(taken, scores,
+                               [&](int pair) { return this->terms_at(terms + (C.tile_m + begin) * 4, pair); });
+          } else {
+            this->template differentiate<Part>(taken, scores);
+          }
+          CUTE_UNROLL
+          for (int m = 0; m < kRowSteps; ++m)
+            cute::copy(taken(cute::_, m, cute::_), probabilities(cute::_, part * kRowSteps + m, cute::_));
         }
         __syncwarp();  // all lanes have their P: dS may take its place
         this->template store_scores<Chunk>(begin / 16, probabilities);
@@ -162,7 +183,10 @@ struct TwoGroupWalk : BackwardParts<C> {
       if (step + kAhead < steps) load_dout(2 * step + 2 * kAhead + 1, ahead(at));
       if (step + 2 < steps) load_q(step + 2, this->after(at, place().walk));
     }
-    if constexpr (C.shares_dq) finish(2 * steps - 1, here);
+    if constexpr (C.shares_dq) {
+      finish(2 * steps - 1, here);
+      this->await_sums();
+    }
   }
 
  private:
@@ -218,12 +242,12 @@ struct TwoGroupWalk : BackwardParts<C> {
       }
     }
   }
-  CUTE_DEVICE void take_over(int column_step, typename Chunk::Probabilities& probabilities) const {
+  CUTE_DEVICE void take_over(int column_step, int row_step, typename Part::Probabilities& probabilities) const {
     CUTE_UNROLL
-    for (int step = 0; step < Chunk::kKeySteps; ++step) {
+    for (int step = 0; step < Part::kKeySteps; ++step) {
       CUTE_UNROLL
-      for (int m = 0; m < Chunk::kRowSteps; ++m) {
-        uint4 const from = *this->template scores_operand<uint4>(m, column_step + step);
+      for (int m = 0; m < Part::kRowSteps; ++m) {
+        uint4 const from = *this->template scores_operand<uint4>(row_step + m, column_step + step);
         auto words = cute::recast<uint32_t>(probabilities(cute::_, m, step));
         words(0) = from.x, words(1) = from.y, words(2) = from.z, words(3) = from.w;
       }

@@ -125,6 +125,7 @@ struct BackwardWalk : BackwardParts<C> {
       }
       at = next(at);
     }
+    this->await_sums();
   }
 
  private:
