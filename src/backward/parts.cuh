@@ -484,17 +484,17 @@ struct BackwardParts {
           asm volatile("cp.async.bulk.commit_group;" ::: "memory");
         }
       }
-      return;
-    }
-    CUTE_UNROLL
-    for (int m = 0; m < Q::kRowSteps; ++m) {
+    } else {
       CUTE_UNROLL
-      for (int n = 0; n < kPieces; ++n) {
-        auto const piece = dq(cute::_, m, n);
-        if constexpr (C.bulk_bytes < 0) {
-          asm volatile("" ::"l"(to), "f"(piece(0)), "f"(piece(1)), "f"(piece(2)), "f"(piece(3)));
-        } else {
-          add_to_sums(to + sum_offset(C.head_dim, 16 * m, 8 * n), lane_id(), piece(0), piece(1), piece(2), piece(3));
+      for (int m = 0; m < Q::kRowSteps; ++m) {
+        CUTE_UNROLL
+        for (int n = 0; n < kPieces; ++n) {
+          auto const piece = dq(cute::_, m, n);
+          if constexpr (C.bulk_bytes < 0) {
+            asm volatile("" ::"l"(to), "f"(piece(0)), "f"(piece(1)), "f"(piece(2)), "f"(piece(3)));
+          } else {
+            add_to_sums(to + sum_offset(C.head_dim, 16 * m, 8 * n), lane_id(), piece(0), piece(1), piece(2), piece(3));
+          }
         }
       }
     }
