@@ -17,6 +17,7 @@ struct BackwardOptions {
   int kept_key_steps = 0;  ///< of two groups, 16 dimensions each of K that the first keeps in registers
   int bulk_bytes = 0;      ///< of shared memory from which a warp adds to dQ's sums by the copy unit; -1: not added
   int key_parts = 1;       ///< of two groups, so many parts of its keys the second multiplies after each other
+  int shared_value_steps = 0;  ///< of two groups, 16 dimensions each of V that the second has no registers for
   int dq_parts = 1;        ///< so many parts of its columns of dQ a warp multiplies after each other
 };
 

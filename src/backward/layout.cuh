@@ -115,14 +115,16 @@ struct BackwardLayout {
   static constexpr int kKTile = C.tile_n * C.head_dim * 2, kQTile = C.tile_m * C.head_dim * 2, kDoutTile = kQTile;
   static constexpr int kScoresTile = C.tile_n * C.tile_m * 2, kTerms = 2 * C.tile_m * int(sizeof(float));
   static constexpr int kQ = kKTile;
+  static constexpr int kValuesBytes = C.shared_value_steps * 16 * C.tile_n * 2;
   static constexpr int kDout = kQ + kQStages * kQTile;
   /// Of two groups, two tiles where there is room for them beside the rest.
-  static constexpr int kDoutTiles = C.groups && kDout + 2 * kDoutTile + kScoresTile <= 96 * 1024 ? 2 : 1;
+  static constexpr int kDoutTiles = C.groups && kDout + 2 * kDoutTile + kScoresTile + kValuesBytes <= 96 * 1024 ? 2 : 1;
   static constexpr int kDoutUnits = 2 * kDoutTiles;
   static constexpr int kScores = kDout + kDoutTiles * kDoutTile;  ///< dS, [key, query]
   static constexpr int kSums = kScores + kScoresTile;  ///< of dQ, on their way
   static constexpr int kSumsOfWarp = C.bulk_bytes > 0 ? C.bulk_bytes : 0;
-  static constexpr int kRowTerms = kSums + kSumsOfWarp * (C.shares_dq ? C.warps : C.group_warps());
+  static constexpr int kValues = kSums + kSumsOfWarp * (C.shares_dq ? C.warps : C.group_warps());  ///< in registers' order
+  static constexpr int kRowTerms = kValues + kValuesBytes;
   static constexpr int kPlace = kRowTerms + kQStages * kTerms;
   static constexpr int kBarriers = kPlace + (int(sizeof(Place)) + 15) / 16 * 16;
   static constexpr int kBytes =

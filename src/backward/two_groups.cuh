@@ -113,6 +113,14 @@ struct TwoGroupWalk : BackwardParts<C> {
 
   /// Group B: dK, and the other half.
   CUTE_DEVICE void run_b(Values const& values, Gradient& dk) const {
+    CUTE_UNROLL
+    for (int i = kKeptSteps; i < Unit::kDimSteps; ++i) {
+      CUTE_UNROLL
+      for (int m = 0; m < Unit::kRowSteps; ++m) {
+        auto const words = cute::recast<uint32_t const>(values(cute::_, m, i));
+        *value_operand(m, i) = {words(0), words(1), words(2), words(3)};
+      }
+    }
     QueryCursor at = this->first(place().walk);
     load_q(0, at);
     load_dout(0, at);
@@ -153,8 +161,15 @@ struct TwoGroupWalk : BackwardParts<C> {
           this->template add_scores<DoutTile, Part>(
               [&](int i, auto&& v) FMHA_INLINE {
                 CUTE_UNROLL
-                for (int m = 0; m < kRowSteps; ++m)
-                  cute::copy(values(cute::_, part * kRowSteps + m, i), v(cute::_, m));
+                for (int m = 0; m < kRowSteps; ++m) {
+                  if (i < kKeptSteps) {
+                    cute::copy(values(cute::_, part * kRowSteps + m, i), v(cute::_, m));
+                  } else {
+                    auto words = cute::recast<uint32_t>(v(cute::_, m));
+                    uint4 const from = *value_operand(part * kRowSteps + m, i);
+                    words(0) = from.x, words(1) = from.y, words(2) = from.z, words(3) = from.w;
+                  }
+                }
               },
               dout_at(step, half), row / 16, scores);
           if (last && part == C.key_parts - 1) dout_pipe.consumer_release(unit);
@@ -190,6 +205,11 @@ struct TwoGroupWalk : BackwardParts<C> {
   }
 
  private:
+  static constexpr int kKeptSteps = Unit::kDimSteps - C.shared_value_steps;  ///< of V
+  CUTE_DEVICE uint4* value_operand(int m, int step) const {
+    int const piece = ((step - kKeptSteps) * Unit::kRowSteps + m) * (kThreads / 32) + warp;
+    return reinterpret_cast<uint4*>(smem + Layout::kValues + piece * 512 + lane_id() * 16);
+  }
   /// What is asked for while the tile before `at` is read.
   CUTE_DEVICE QueryCursor ahead(QueryCursor const& at) const { return kAhead > 1 ? this->after(at, place().walk) : at; }
   CUTE_DEVICE static uint32_t dout_at(int step, int half) {

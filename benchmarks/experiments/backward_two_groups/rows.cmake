@@ -3,14 +3,14 @@
 #
 # unadded: dQ is multiplied, and not added to its sums. kept: the first group keeps K, or so many steps of it, in
 # registers. bulk: dQ's sums by the copy unit. parts: the second group multiplies its keys in two parts, or dQ's columns
-# are; shared: the second group has dQ of every second unit.
+# are; values: a quarter of V is in shared memory; shared: the second group has dQ of every second unit.
 function(trial SUFFIX)
   set(FMHA_NAME_SUFFIX "${SUFFIX}")
   set(FMHA_GROUP_SUFFIX "${SUFFIX}")
   fmha_backward("90" "bf16" ${ARGN})
 endfunction()
 
-#                          HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS FEATURES COPY WRITES_SCORES SHARES_DQ ROUNDED_PAIRS KEPT_KEY_STEPS BULK_BYTES KEY_PARTS DQ_PARTS
+#                          HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS FEATURES COPY WRITES_SCORES SHARES_DQ ROUNDED_PAIRS KEPT_KEY_STEPS BULK_BYTES KEY_PARTS DQ_PARTS SHARED_VALUE_STEPS
 trial("_now"                64      64     192    8     32    true   ranges   tma  false         true      true)
 trial("_unadded"            64      64     192    8     32    true   ranges   tma  false         true      true          0              -1         1         1)
 trial("_bulk"               64      64     192    8     32    true   ranges   tma  false         true      true          0              2048       1         1)
@@ -19,6 +19,9 @@ trial("_kept_bulk"          64      64     192    8     32    true   ranges   tm
 trial("_parts"              64      64     256    8     16    true   ranges   tma  false         true      true          0              0          2         1)
 trial("_parts_unshared"     64      64     256    8     16    true   ranges   tma  false         false     true          0              0          2         1)
 trial("_parts_unshared_unadded" 64  64     256    8     16    true   ranges   tma  false         false     true          0              -1         2         1)
+trial("_parts_values"       64      64     256    8     16    true   ranges   tma  false         true      true          0              0          2         1       1)
+trial("_parts_values_unshared" 64   64     256    8     16    true   ranges   tma  false         false     true          0              0          2         1       1)
+trial("_values_unshared"    64      64     256    8     16    true   ranges   tma  false         false     true          0              0          1         1       1)
 trial("_now"                96      64     128    8     32    true   ranges   tma  false         false     true)
 trial("_unadded"            96      64     128    8     32    true   ranges   tma  false         false     true          0              -1         1         1)
 trial("_kept"               96      64     128    8     32    true   ranges   tma  false         false     true          6              0          1         1)
