@@ -162,8 +162,8 @@ endfunction()
 # WRITES_SCORES, SHARES_DQ and ROUNDED_PAIRS, may be left out where they are false.
 function(fmha_backward ARCHS DTYPES HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS FEATURES COPY)
   list(LENGTH ARGN given)
-  set(defaults false false false 0 0 1 1 0)
-  foreach(column RANGE 0 7)
+  set(defaults false false false 0 0 1 1 0 false)
+  foreach(column RANGE 0 8)
     if(column GREATER_EQUAL given)
       list(GET defaults ${column} default)
       list(APPEND ARGN ${default})
@@ -177,7 +177,8 @@ function(fmha_backward ARCHS DTYPES HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS FE
   list(GET ARGN 5 KEY_PARTS)
   list(GET ARGN 6 DQ_PARTS)
   list(GET ARGN 7 SHARED_VALUE_STEPS)
-  if(ARGC GREATER 18 OR NOT FEATURES MATCHES "^(ranges|scores)$" OR NOT COPY MATCHES "^(cp_async_16|tma)$" OR
+  list(GET ARGN 8 WHOLE_DQ)
+  if(ARGC GREATER 19 OR NOT FEATURES MATCHES "^(ranges|scores)$" OR NOT COPY MATCHES "^(cp_async_16|tma)$" OR
      NOT "${WRITES_SCORES},${SHARES_DQ},${ROUNDED_PAIRS}" MATCHES "^(true|false),(true|false),(true|false)$" OR
      (WRITES_SCORES AND FEATURES STREQUAL "scores"))
     message(FATAL_ERROR "cutlass_fmha: a line of src/rows.cmake has too many columns: ${ARGV}")
@@ -209,7 +210,8 @@ function(fmha_backward ARCHS DTYPES HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS FE
           "{.chunk = ${CHUNK}, .groups = ${GROUPS}, .features = cutlass_fmha::Features::${FEATURES},"
           ".copy = cutlass_fmha::Copy::${COPY}, .writes_scores = ${WRITES_SCORES}, .shares_dq = ${SHARES_DQ},"
           ".rounded_pairs = ${ROUNDED_PAIRS}, .kept_key_steps = ${KEPT_KEY_STEPS}, .bulk_bytes = ${BULK_BYTES},"
-          ".key_parts = ${KEY_PARTS}, .shared_value_steps = ${SHARED_VALUE_STEPS}, .dq_parts = ${DQ_PARTS}}}")
+          ".key_parts = ${KEY_PARTS}, .shared_value_steps = ${SHARED_VALUE_STEPS},"
+          ".whole_dq = ${WHOLE_DQ}, .dq_parts = ${DQ_PARTS}}}")
       list(JOIN config " " config)
       fmha_add_row(backward ${arch} ${dtype} ${HEAD_DIM} "sm${arch}_backward" "${name}" "${config}")
     endforeach()

@@ -18,6 +18,7 @@ struct BackwardOptions {
   int bulk_bytes = 0;      ///< of shared memory from which a warp adds to dQ's sums by the copy unit; -1: not added
   int key_parts = 1;       ///< of two groups, so many parts of its keys the second multiplies after each other
   int shared_value_steps = 0;  ///< of two groups, 16 dimensions each of V that the second has no registers for
+  bool whole_dq = false;       ///< of two groups, dQ is made of whole tiles of dS, of which there are two
   int dq_parts = 1;        ///< so many parts of its columns of dQ a warp multiplies after each other
 };
 
@@ -32,10 +33,12 @@ struct BackwardConfig : TileConfig, BackwardOptions {
   /// Queries that are handed over at once, between groups and to dQ.
   constexpr int unit() const { return groups ? tile_m / 2 : tile_m; }
 
-  // dQ of a unit is cut into rectangles, one per warp of the (first) group: 32 queries high, so that a B fragment feeds
+  /// Queries of which dQ is made at once.
+  constexpr int dq_rows() const { return whole_dq ? tile_m : unit(); }
+  // It is cut into rectangles, one per warp of the (first) group: 32 queries high, so that a B fragment feeds
   // two mma, where the columns can be divided then.
   constexpr int query_warps() const {
-    int along = unit() >= 32 ? unit() / 32 : 1;
+    int along = dq_rows() >= 32 ? dq_rows() / 32 : 1;
     while (head_dim / 16 % (group_warps() / along) != 0) along *= 2;
     return along;
   }

@@ -20,7 +20,7 @@ struct TwoGroupWalk : BackwardParts<C> {
   using typename Parts::QTile;
   using typename Parts::ScoresTile;
   using typename Parts::Values;
-  using Barriers = TwoGroupBarriers<Layout::kDoutUnits>;
+  using Barriers = TwoGroupBarriers<Layout::kDoutUnits, Layout::kScoresUnits>;
   using Parts::barriers, Parts::params, Parts::place, Parts::smem, Parts::warp;
   using Unit = typename Parts::template Types<C.unit()>;
   using Chunk = typename Parts::template Types<C.chunk>;
@@ -35,7 +35,7 @@ struct TwoGroupWalk : BackwardParts<C> {
   int const steps;                                   ///< of all heads
   TilePipeline<2> const q_pipe;                      ///< tiles; what A has read, B has, which gets its P afterwards
   TilePipeline<Layout::kDoutUnits> const dout_pipe;  ///< units
-  TilePipeline<2> const scores_pipe;                 ///< units: P on its way from A to B, dS from B to A
+  TilePipeline<Layout::kScoresUnits> const scores_pipe;                 ///< units: P on its way from A to B, dS from B to A
 
   CUTE_DEVICE TwoGroupWalk(BackwardParams const& p, char* smem, int steps, int warp)
       : Parts(p, smem, warp),
@@ -50,7 +50,7 @@ struct TwoGroupWalk : BackwardParts<C> {
       q_pipe.init(kThreads, kThreads);
       dout_pipe.init(kThreads, C.threads());
       scores_pipe.init(kThreads, kThreads);
-      for (int i = 0; i < 8; ++i) mbarrier_init(barriers() + Barriers::kProbabilities + 8 * i, 32);
+      for (int i = 0; i < 4 * Layout::kScoresUnits; ++i) mbarrier_init(barriers() + Barriers::kProbabilities + 8 * i, 32);
     }
     this->load_keys(params.k, params.k_stride, 0, params.head_dim);
     this->load_keys(params.v, params.v_stride, Layout::kV, params.head_dim_v);
@@ -90,24 +90,32 @@ struct TwoGroupWalk : BackwardParts<C> {
           this->template score<Unit>(masked, scores, probabilities, factors, terms + half * kUnit * 4, at,
                                      at.tile * C.tile_m + half * kUnit);
           scores_pipe.producer_acquire(unit);
-          hand_over(half, factors);
+          hand_over(step, half, factors);
         } else {
           this->template exponentiate<Unit>(masked, scores, probabilities, terms + half * kUnit * 4,
                                             at.tile * C.tile_m + half * kUnit);
           scores_pipe.producer_acquire(unit);
-          hand_over(half, probabilities);
+          hand_over(step, half, probabilities);
         }
-        mbarrier_arrive(probabilities_barrier(half));
+        mbarrier_arrive(probabilities_barrier(step, half));
         dout_pipe.consumer_wait(unit);
         if (!C.scored() || params.dv != nullptr)
           this->template add_queries<DoutTile, Unit>(probabilities, dout_at(step, half), 0, dv);
         dout_pipe.consumer_release(unit);
-        if (unit > 0 && !(C.shares_dq && half == 0)) finish(unit - 1, half == 0 ? before : at);
+        if constexpr (C.whole_dq) {
+          if (half == 1 && step > 0 && !(C.shares_dq && step % 2 == 0)) finish_tile(step - 1, before);
+        } else {
+          if (unit > 0 && !(C.shares_dq && half == 0)) finish(unit - 1, half == 0 ? before : at);
+        }
       }
       before = at;
       at = this->after(at, place().walk);
     }
-    if constexpr (!C.shares_dq) finish(2 * steps - 1, before);
+    if constexpr (C.whole_dq) {
+      if (!(C.shares_dq && steps % 2 == 0)) finish_tile(steps - 1, before);
+    } else if constexpr (!C.shares_dq) {
+      finish(2 * steps - 1, before);
+    }
     this->await_sums();
   }
 
@@ -173,8 +181,8 @@ struct TwoGroupWalk : BackwardParts<C> {
               },
               dout_at(step, half), row / 16, scores);
           if (last && part == C.key_parts - 1) dout_pipe.consumer_release(unit);
-          if (first && part == 0) mbarrier_wait(probabilities_barrier(half), step & 1);
-          take_over(begin / 16, part * kRowSteps, taken);
+          if (first && part == 0) mbarrier_wait(probabilities_barrier(step, half), step / Layout::kScoresTiles & 1);
+          take_over(step, begin / 16, part * kRowSteps, taken);
           if constexpr (C.scored()) {
             this->template scored_chunk<Part>(here, here.tile * C.tile_m + begin)
                 .differentiate(taken, scores,
@@ -187,19 +195,27 @@ struct TwoGroupWalk : BackwardParts<C> {
             cute::copy(taken(cute::_, m, cute::_), probabilities(cute::_, part * kRowSteps + m, cute::_));
         }
         __syncwarp();  // all lanes have their P: dS may take its place
-        this->template store_scores<Chunk>(begin / 16, probabilities);
+        this->template store_scores<Chunk>(begin / 16, probabilities, scores_at(step));
         if (last) scores_pipe.producer_commit(unit);
         if (last && step + kAhead < steps && half == 1) load_dout(unit + 2 * kAhead - 1, ahead(at));
         if (!C.scored() || params.dk != nullptr)
           this->template add_queries<QTile, Chunk>(probabilities, q_tile, begin / 16, dk);
-        if (C.shares_dq && last && half == 0 && step > 0) finish(unit - 1, last_tile);
+        if constexpr (C.whole_dq) {
+          if (C.shares_dq && last && half == 0 && step > 0 && step % 2 == 0) finish_tile(step - 1, last_tile);
+        } else {
+          if (C.shares_dq && last && half == 0 && step > 0) finish(unit - 1, last_tile);
+        }
       }
       q_pipe.consumer_release(step);
       if (step + kAhead < steps) load_dout(2 * step + 2 * kAhead + 1, ahead(at));
       if (step + 2 < steps) load_q(step + 2, this->after(at, place().walk));
     }
     if constexpr (C.shares_dq) {
-      finish(2 * steps - 1, here);
+      if constexpr (C.whole_dq) {
+        if (steps % 2 == 0) finish_tile(steps - 1, here);
+      } else {
+        finish(2 * steps - 1, here);
+      }
       this->await_sums();
     }
   }
@@ -215,8 +231,13 @@ struct TwoGroupWalk : BackwardParts<C> {
   CUTE_DEVICE static uint32_t dout_at(int step, int half) {
     return Layout::kDout + half * kDoutUnit + (kAhead > 1 ? step % 2 * Layout::kDoutTile : 0);
   }
-  CUTE_DEVICE uint32_t probabilities_barrier(int half) const {
-    return barriers() + Barriers::kProbabilities + 8 * (2 * warp + half);
+  /// Of a step's P and dS.
+  CUTE_DEVICE static uint32_t scores_at(int step) {
+    return Layout::kScores + (C.whole_dq ? step % 2 * Layout::kScoresTile : 0);
+  }
+  CUTE_DEVICE uint32_t probabilities_barrier(int step, int half) const {
+    int const unit = C.whole_dq ? step % 2 * 2 + half : half;
+    return barriers() + Barriers::kProbabilities + 8 * (Layout::kScoresUnits * warp + unit);
   }
   /// dQ of a unit, whose tile is `at`.
   CUTE_DEVICE void finish(int unit, QueryCursor const& at) const {
@@ -238,6 +259,21 @@ struct TwoGroupWalk : BackwardParts<C> {
     }
   }
 
+  /// dQ of a step's tile, which is `at`.
+  CUTE_DEVICE void finish_tile(int step, QueryCursor const& at) const {
+    scores_pipe.consumer_wait(2 * step);
+    scores_pipe.consumer_wait(2 * step + 1);
+    auto const release = [&] {
+      scores_pipe.consumer_release(2 * step);
+      scores_pipe.consumer_release(2 * step + 1);
+    };
+    if (place().sums == nullptr) {
+      release();
+    } else {
+      this->add_query_gradient(at, 0, release, scores_at(step));
+    }
+  }
+
   /// dS of a unit, which begins with query `row` of a step's tile, to memory: B has no register for it.
   CUTE_DEVICE void copy_scores(int step, int row) const {
     constexpr int kEights = kUnit / 8;
@@ -251,23 +287,23 @@ struct TwoGroupWalk : BackwardParts<C> {
     }
   }
 
-  CUTE_DEVICE void hand_over(int half, typename Unit::Probabilities& probabilities) const {
+  CUTE_DEVICE void hand_over(int step_of_walk, int half, typename Unit::Probabilities& probabilities) const {
     CUTE_UNROLL
     for (int step = 0; step < Unit::kKeySteps; ++step) {
       CUTE_UNROLL
       for (int m = 0; m < Unit::kRowSteps; ++m) {
         auto const words = cute::recast<uint32_t>(probabilities(cute::_, m, step));
-        *this->template scores_operand<uint4>(m, half * Unit::kKeySteps + step) = {words(0), words(1), words(2),
+        *this->template scores_operand<uint4>(m, half * Unit::kKeySteps + step, scores_at(step_of_walk)) = {words(0), words(1), words(2),
                                                                                    words(3)};
       }
     }
   }
-  CUTE_DEVICE void take_over(int column_step, int row_step, typename Part::Probabilities& probabilities) const {
+  CUTE_DEVICE void take_over(int step_of_walk, int column_step, int row_step, typename Part::Probabilities& probabilities) const {
     CUTE_UNROLL
     for (int step = 0; step < Part::kKeySteps; ++step) {
       CUTE_UNROLL
       for (int m = 0; m < Part::kRowSteps; ++m) {
-        uint4 const from = *this->template scores_operand<uint4>(row_step + m, column_step + step);
+        uint4 const from = *this->template scores_operand<uint4>(row_step + m, column_step + step, scores_at(step_of_walk));
         auto words = cute::recast<uint32_t>(probabilities(cute::_, m, step));
         words(0) = from.x, words(1) = from.y, words(2) = from.z, words(3) = from.w;
       }
