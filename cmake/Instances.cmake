@@ -158,12 +158,12 @@ function(fmha_add_features FEATURES SUFFIX
   endforeach()
 endfunction()
 
-# Adds the rows of one manifest line that compute gradients: the columns are BackwardConfig's fields; the last three,
-# WRITES_SCORES, SHARES_DQ and ROUNDED_PAIRS, may be left out where they are false.
+# Adds the rows of one manifest line that compute gradients: the columns are BackwardConfig's fields; the last five,
+# WRITES_SCORES, SHARES_DQ, ROUNDED_PAIRS, KEPT_KEY_STEPS and WHOLE_DQ, may be left out where they are false or 0.
 function(fmha_backward ARCHS DTYPES HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS FEATURES COPY)
+  set(defaults false false false 0 false)
   list(LENGTH ARGN given)
-  set(defaults false false false 0 0 1 1 0 false)
-  foreach(column RANGE 0 8)
+  foreach(column RANGE 0 4)
     if(column GREATER_EQUAL given)
       list(GET defaults ${column} default)
       list(APPEND ARGN ${default})
@@ -173,13 +173,10 @@ function(fmha_backward ARCHS DTYPES HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS FE
   list(GET ARGN 1 SHARES_DQ)
   list(GET ARGN 2 ROUNDED_PAIRS)
   list(GET ARGN 3 KEPT_KEY_STEPS)
-  list(GET ARGN 4 BULK_BYTES)
-  list(GET ARGN 5 KEY_PARTS)
-  list(GET ARGN 6 DQ_PARTS)
-  list(GET ARGN 7 SHARED_VALUE_STEPS)
-  list(GET ARGN 8 WHOLE_DQ)
-  if(ARGC GREATER 19 OR NOT FEATURES MATCHES "^(ranges|scores)$" OR NOT COPY MATCHES "^(cp_async_16|tma)$" OR
-     NOT "${WRITES_SCORES},${SHARES_DQ},${ROUNDED_PAIRS}" MATCHES "^(true|false),(true|false),(true|false)$" OR
+  list(GET ARGN 4 WHOLE_DQ)
+  if(ARGC GREATER 15 OR NOT FEATURES MATCHES "^(ranges|scores)$" OR NOT COPY MATCHES "^(cp_async_16|tma)$" OR
+     NOT "${WRITES_SCORES},${SHARES_DQ},${ROUNDED_PAIRS},${WHOLE_DQ},${KEPT_KEY_STEPS}" MATCHES
+     "^(true|false),(true|false),(true|false),(true|false),[0-9]+$" OR
      (WRITES_SCORES AND FEATURES STREQUAL "scores"))
     message(FATAL_ERROR "cutlass_fmha: a line of src/rows.cmake has too many columns: ${ARGV}")
   endif()
@@ -209,9 +206,7 @@ function(fmha_backward ARCHS DTYPES HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS FE
           ".head_dim = ${HEAD_DIM}, .tile_m = ${TILE_M}, .tile_n = ${TILE_N}, .warps = ${WARPS}, .min_blocks = 1},"
           "{.chunk = ${CHUNK}, .groups = ${GROUPS}, .features = cutlass_fmha::Features::${FEATURES},"
           ".copy = cutlass_fmha::Copy::${COPY}, .writes_scores = ${WRITES_SCORES}, .shares_dq = ${SHARES_DQ},"
-          ".rounded_pairs = ${ROUNDED_PAIRS}, .kept_key_steps = ${KEPT_KEY_STEPS}, .bulk_bytes = ${BULK_BYTES},"
-          ".key_parts = ${KEY_PARTS}, .shared_value_steps = ${SHARED_VALUE_STEPS},"
-          ".whole_dq = ${WHOLE_DQ}, .dq_parts = ${DQ_PARTS}}}")
+          ".rounded_pairs = ${ROUNDED_PAIRS}, .kept_key_steps = ${KEPT_KEY_STEPS}, .whole_dq = ${WHOLE_DQ}}}")
       list(JOIN config " " config)
       fmha_add_row(backward ${arch} ${dtype} ${HEAD_DIM} "sm${arch}_backward" "${name}" "${config}")
     endforeach()

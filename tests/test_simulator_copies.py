@@ -338,30 +338,6 @@ def test_shared_memory_must_outlive_a_store():
     assert any("before a copy by TMA has read its shared memory" in text for text in found)
 
 
-ADD = """
-    ld.global.v4.b32 {{%x1, %x2, %x3, %x4}}, [%a1]; mad.lo.u32 %x0, %n, 16, %m;
-    st.shared.v4.b32 [%x0], {{%x1, %x2, %x3, %x4}};
-    fence.proxy.async.shared::cta; bar.sync 0; setp.eq.u32 %p, %n, 0;
-    @!%p bra END;
-    cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%a0+{to}], [%m], 256;
-    cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;
-    END: ret;
-"""
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_floats_are_added_in_bulk(seed: int):
-    sums, terms = (aligned((256,)).view(np.float32) for _ in range(2))
-    sums[...], terms[...] = RNG.normal(size=(2, 128))
-    wanted = sums.copy()
-    wanted[16:80] += terms[:64]
-    given = {"shared": 512, "seed": seed, "declarations": SHARED}
-    ptx.run(BEGIN + addresses(16, 16) + ADD.format(to=64), sums, terms, **given)
-    assert np.array_equal(sums, wanted)
-    with pytest.raises(ptx.SimulationError, match="not whole 16 bytes"):
-        ptx.run(BEGIN + addresses(16, 16) + ADD.format(to=4), sums, terms, **given)
-
-
 def test_a_description_is_checked_as_the_driver_does():
     tensor = tensor_of(40, 64)
     assert encode(tensor, (16, 64), 128)[0] == 0

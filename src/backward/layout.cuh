@@ -11,9 +11,9 @@ namespace cutlass_fmha {
 
 /// Rows of a warp's operands are its keys: S^T = K Q^T and dP^T = V dO^T of `Chunk` queries, whose accumulators,
 /// rounded, are the A operands of dV += P^T dO and dK += dS^T Q as they lie in registers.
-template <BackwardConfig C, int Chunk, int Keys = C.keys_per_warp()>
-struct BackwardTypes : MmaTypes<C.dtype, Keys> {
-  using Base = MmaTypes<C.dtype, Keys>;
+template <BackwardConfig C, int Chunk>
+struct BackwardTypes : MmaTypes<C.dtype, C.keys_per_warp()> {
+  using Base = MmaTypes<C.dtype, C.keys_per_warp()>;
   static constexpr int kQueries = Chunk;
   static constexpr int kDimSteps = C.head_dim / 16;
   static constexpr int kKeySteps = Chunk / 16;  ///< 16-wide steps along the columns: queries
@@ -25,14 +25,14 @@ struct BackwardTypes : MmaTypes<C.dtype, Keys> {
 template <BackwardConfig C>
 using KeyGradient = typename MmaTypes<C.dtype, C.keys_per_warp()>::template Accumulator<C.head_dim>;
 
-/// dQ of a unit: the warps divide its queries and its columns.
+/// dQ of a unit or tile: the warps of a group divide its queries and its columns.
 template <BackwardConfig C>
 struct QueryGradientTypes : MmaTypes<C.dtype, C.dq_rows() / C.query_warps()> {
-  static constexpr int kColumns = C.head_dim / (C.group_warps() / C.query_warps()) / C.dq_parts;  ///< at a time
+  static constexpr int kColumns = C.head_dim / (C.group_warps() / C.query_warps());
   using Gradient = typename MmaTypes<C.dtype, C.dq_rows() / C.query_warps()>::template Accumulator<kColumns>;
 
   CUTE_DEVICE static int row_begin(int warp) { return warp % C.query_warps() * (C.dq_rows() / C.query_warps()); }
-  CUTE_DEVICE static int column_begin(int warp) { return warp / C.query_warps() * kColumns * C.dq_parts; }
+  CUTE_DEVICE static int column_begin(int warp) { return warp / C.query_warps() * kColumns; }
 };
 
 // dQ's sums of a tile of queries stand in the order of the accumulators of m16n8 that are added to them, 128 floats
@@ -104,7 +104,7 @@ struct OneGroupBarriers {
 template <int DoutUnits, int ScoresUnits>
 struct TwoGroupBarriers {
   static constexpr int kQ = 0, kDout = kQ + TilePipeline<2>::kBytes, kScores = kDout + TilePipeline<DoutUnits>::kBytes;
-  static constexpr int kProbabilities = kScores + TilePipeline<ScoresUnits>::kBytes;  ///< of each pair of warps
+  static constexpr int kProbabilities = kScores + TilePipeline<ScoresUnits>::kBytes;  ///< so many of each pair of warps
   static constexpr int kBytes = kProbabilities + 4 * ScoresUnits * int(sizeof(uint64_t));
 };
 
@@ -115,22 +115,19 @@ struct BackwardLayout {
   static constexpr int kKTile = C.tile_n * C.head_dim * 2, kQTile = C.tile_m * C.head_dim * 2, kDoutTile = kQTile;
   static constexpr int kScoresTile = C.tile_n * C.tile_m * 2, kTerms = 2 * C.tile_m * int(sizeof(float));
   static constexpr int kScoresTiles = C.whole_dq ? 2 : 1, kScoresUnits = 2 * kScoresTiles;
+  static constexpr int kAllScores = kScoresTiles * kScoresTile;
   static constexpr int kQ = kKTile;
-  static constexpr int kValuesBytes = C.shared_value_steps * 16 * C.tile_n * 2;
   static constexpr int kDout = kQ + kQStages * kQTile;
   /// Of two groups, two tiles where there is room for them beside the rest.
-  static constexpr int kDoutTiles = C.groups && kDout + 2 * kDoutTile + kScoresTiles * kScoresTile + kValuesBytes <= 96 * 1024 ? 2 : 1;
+  static constexpr int kDoutTiles = C.groups && kDout + 2 * kDoutTile + kAllScores <= 96 * 1024 ? 2 : 1;
   static constexpr int kDoutUnits = 2 * kDoutTiles;
   static constexpr int kScores = kDout + kDoutTiles * kDoutTile;  ///< dS, [key, query]
-  static constexpr int kSums = kScores + kScoresTiles * kScoresTile;  ///< of dQ, on their way
-  static constexpr int kSumsOfWarp = C.bulk_bytes > 0 ? C.bulk_bytes : 0;
-  static constexpr int kValues = kSums + kSumsOfWarp * (C.shares_dq ? C.warps : C.group_warps());  ///< in registers' order
-  static constexpr int kRowTerms = kValues + kValuesBytes;
+  static constexpr int kRowTerms = kScores + kAllScores;
   static constexpr int kPlace = kRowTerms + kQStages * kTerms;
   static constexpr int kBarriers = kPlace + (int(sizeof(Place)) + 15) / 16 * 16;
   static constexpr int kBytes =
       kBarriers + (C.groups ? TwoGroupBarriers<kDoutUnits, kScoresUnits>::kBytes : OneGroupBarriers::kBytes);
-  static_assert(kBytes <= (C.arch == 90 ? 227 : 99) * 1024, "sm_89 and sm_120 have no more");
+  static_assert(kBytes <= 99 * 1024, "sm_89 and sm_120 have no more");
 
   /// V stands there before the walk, on its way to registers.
   static constexpr int kV = C.groups ? kQ : kDout;

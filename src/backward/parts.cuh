@@ -150,7 +150,7 @@ struct BackwardParts {
                         fragment(cute::_, m));
     }
   }
-  /// V for the whole walk, from where it stands before; or K.
+  /// V for the whole walk, from where it stands before; or K, which stays.
   CUTE_DEVICE void keep_values(Values& values, uint32_t tile = Layout::kV) const {
     CUTE_UNROLL
     for (int step = 0; step < T::kDimSteps; ++step) read_keys(tile, step, values(cute::_, cute::_, step));
@@ -287,7 +287,7 @@ struct BackwardParts {
     for (int pair = 0; pair < Types::kQueries / 8; ++pair) {
       float2 const term = terms_at(terms, pair);
       CUTE_UNROLL
-      for (int row = 0; row < 2 * Types::kRowSteps; ++row) {
+      for (int row = 0; row < 2 * T::kRowSteps; ++row) {
         rows(row, 2 * pair) = -term.x;
         rows(row, 2 * pair + 1) = -term.y;
       }
@@ -303,7 +303,7 @@ struct BackwardParts {
     CUTE_UNROLL
     for (int pair = 0; pair < Types::kQueries / 8; ++pair) {
       CUTE_UNROLL
-      for (int row = 0; row < 2 * Types::kRowSteps; ++row) {
+      for (int row = 0; row < 2 * T::kRowSteps; ++row) {
         if constexpr (kMultipliesPairs) {
           pairs(row, pair) =
               multiply_pairs(pairs(row, pair), pack<typename T::Element>(rows(row, 2 * pair), rows(row, 2 * pair + 1)));
@@ -322,7 +322,8 @@ struct BackwardParts {
 
   /// dS^T to [key, query], queries 16 * column_step and on.
   template <class Types>
-  CUTE_DEVICE void store_scores(int column_step, typename Types::Probabilities& factors, uint32_t tile = Layout::kScores) const {
+  CUTE_DEVICE void store_scores(int column_step, typename Types::Probabilities& factors,
+                                uint32_t tile = Layout::kScores) const {
     if constexpr (kStoresMatrices) {
       CUTE_UNROLL
       for (int step = 0; step < Types::kKeySteps; ++step) {
@@ -412,97 +413,46 @@ struct BackwardParts {
     }
   }
 
-  /// Of dq_rows() from query `row` of a tile on. read() is called when nothing is read of dS any more.
+  /// Of dq_rows() from query `row` of a tile on. read() is called when nothing is read of dS any more, which is in
+  /// `tile`.
   template <class Read>
   CUTE_DEVICE void add_query_gradient(QueryCursor const& at, int row, Read const& read,
                                       uint32_t tile = Layout::kScores) const {
     using namespace cute;
+    typename Q::Gradient dq;
+    clear(dq);
     int const row_begin = Q::row_begin(warp), column_begin = Q::column_begin(warp);
-    CUTE_UNROLL
-    for (int part = 0; part < C.dq_parts; ++part) {
-      typename Q::Gradient dq;
-      clear(dq);
-      int const first = column_begin + part * Q::kColumns;
-      add_product<Q, C.tile_n / 16, Q::kColumns / 16>(
-          [&](int step, auto&& ds) FMHA_INLINE {
-            CUTE_UNROLL
-            for (int m = 0; m < Q::kRowSteps; ++m) {
-              load_piece<ScoresTile, true>(smem, tile, scores_columns_first, step,
-                                           (row + row_begin) / 16 + m, ds(_, m));
-            }
-          },
-          [&](int step, int n, auto&& k)
-              FMHA_INLINE { load_piece<KTile, true>(smem, 0, rows_first, step, first / 16 + n, k); },
-          dq);
-      if (part == C.dq_parts - 1) read();
-      int* turn = nullptr;
-      if constexpr (C.scored()) {
-        if (params.turns != nullptr) {
-          turn = place().turns + tile_number(at) * kTurns + row / C.unit() * C.group_warps() + warp;
-          await_turn(turn, at);
-        }
-      }
-      float* const to = place().sums + tile_number(at) * (C.tile_m * C.head_dim) +
-                        sum_offset(C.head_dim, row + row_begin, first);
-      add_sums(to, dq);
-      if constexpr (C.scored()) {
-        if (turn != nullptr) pass_turn(turn);
-      }
-    }
-  }
-  /// `to`: where the sums of a warp's dQ begin.
-  CUTE_DEVICE void add_sums(float* to, typename Q::Gradient& dq) const {
-    constexpr int kPieces = Q::kColumns / 8;
-    if constexpr (C.bulk_bytes > 0) {
-      // Runs of pieces which are neighbours in memory, so many as find room.
-      constexpr int kPieceBytes = kSumsOfPiece * int(sizeof(float));
-      constexpr int kRun = smaller(kPieces, C.bulk_bytes / kPieceBytes), kRuns = C.bulk_bytes / kPieceBytes / kRun;
-      static_assert(kPieces % kRun == 0);
-      int const place = C.shares_dq ? thread_id() / 32 : warp;
-      uint32_t const staged = cute::cast_smem_ptr_to_uint(smem + Layout::kSums) + place * C.bulk_bytes;
-      CUTE_UNROLL
-      for (int run = 0; run < Q::kRowSteps * kPieces / kRun; ++run) {
-        int const m = run / (kPieces / kRun), first = run % (kPieces / kRun) * kRun;
-        uint32_t const here = staged + run % kRuns * kRun * kPieceBytes;
-        if (run % kRuns == 0) {  // what was there has been read
-          asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-          __syncwarp();
-        }
-        CUTE_UNROLL
-        for (int n = 0; n < kRun; ++n) {
-          auto const piece = dq(cute::_, m, first + n);
-          asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(here + n * kPieceBytes + 16 * lane_id()),
-                       "f"(piece(0)), "f"(piece(1)), "f"(piece(2)), "f"(piece(3))
-                       : "memory");
-        }
-        cute::tma_store_fence();
-        __syncwarp();
-        if (lane_id() == 0) {
-          asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
-                           to + sum_offset(C.head_dim, 16 * m, 8 * first)),
-                       "r"(here), "n"(kRun * kPieceBytes)
-                       : "memory");
-          asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-        }
-      }
-    } else {
-      CUTE_UNROLL
-      for (int m = 0; m < Q::kRowSteps; ++m) {
-        CUTE_UNROLL
-        for (int n = 0; n < kPieces; ++n) {
-          auto const piece = dq(cute::_, m, n);
-          if constexpr (C.bulk_bytes < 0) {
-            asm volatile("" ::"l"(to), "f"(piece(0)), "f"(piece(1)), "f"(piece(2)), "f"(piece(3)));
-          } else {
-            add_to_sums(to + sum_offset(C.head_dim, 16 * m, 8 * n), lane_id(), piece(0), piece(1), piece(2), piece(3));
+    add_product<Q, C.tile_n / 16, Q::kColumns / 16>(
+        [&](int step, auto&& ds) FMHA_INLINE {
+          CUTE_UNROLL
+          for (int m = 0; m < Q::kRowSteps; ++m) {
+            load_piece<ScoresTile, true>(smem, tile, scores_columns_first, step, (row + row_begin) / 16 + m, ds(_, m));
           }
-        }
+        },
+        [&](int step, int n, auto&& k)
+            FMHA_INLINE { load_piece<KTile, true>(smem, 0, rows_first, step, column_begin / 16 + n, k); },
+        dq);
+    read();
+    int* turn = nullptr;
+    if constexpr (C.scored()) {
+      if (params.turns != nullptr) {
+        turn = place().turns + tile_number(at) * kTurns + row / C.unit() * C.group_warps() + warp;
+        await_turn(turn, at);
       }
     }
-  }
-  /// Until what this warp gave the copy unit has been added.
-  CUTE_DEVICE void await_sums() const {
-    if constexpr (C.bulk_bytes > 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+    float* const to = place().sums + tile_number(at) * (C.tile_m * C.head_dim) +
+                      sum_offset(C.head_dim, row + row_begin, column_begin);
+    CUTE_UNROLL
+    for (int m = 0; m < Q::kRowSteps; ++m) {
+      CUTE_UNROLL
+      for (int n = 0; n < Q::kColumns / 8; ++n) {
+        auto const piece = dq(_, m, n);
+        add_to_sums(to + sum_offset(C.head_dim, 16 * m, 8 * n), lane_id(), piece(0), piece(1), piece(2), piece(3));
+      }
+    }
+    if constexpr (C.scored()) {
+      if (turn != nullptr) pass_turn(turn);
+    }
   }
 };
 

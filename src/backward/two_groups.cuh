@@ -24,18 +24,18 @@ struct TwoGroupWalk : BackwardParts<C> {
   using Parts::barriers, Parts::params, Parts::place, Parts::smem, Parts::warp;
   using Unit = typename Parts::template Types<C.unit()>;
   using Chunk = typename Parts::template Types<C.chunk>;
-  using Part = BackwardTypes<C, C.chunk, C.keys_per_warp() / C.key_parts>;
   static constexpr int kThreads = C.threads() / 2;  ///< of a group
   static constexpr int kUnit = C.unit();
   static constexpr int kDoutUnit = Layout::kDoutTile / 2;
   static constexpr int kAhead = Layout::kDoutUnits / 2;  ///< tiles of dO
   static_assert(C.warps == 8);
-  static_assert(!C.shares_dq || (!C.scored() && !C.writes_scores), "only A awaits turns, and copies dS");
+  static_assert(!(C.shares_dq || C.whole_dq) || (!C.scored() && !C.writes_scores),
+                "only A awaits turns, and copies dS");
 
-  int const steps;                                   ///< of all heads
-  TilePipeline<2> const q_pipe;                      ///< tiles; what A has read, B has, which gets its P afterwards
-  TilePipeline<Layout::kDoutUnits> const dout_pipe;  ///< units
-  TilePipeline<Layout::kScoresUnits> const scores_pipe;                 ///< units: P on its way from A to B, dS from B to A
+  int const steps;                                       ///< of all heads
+  TilePipeline<2> const q_pipe;                          ///< tiles; what A has read, B has, which gets its P afterwards
+  TilePipeline<Layout::kDoutUnits> const dout_pipe;      ///< units
+  TilePipeline<Layout::kScoresUnits> const scores_pipe;  ///< units: P on its way from A to B, dS from B to dQ
 
   CUTE_DEVICE TwoGroupWalk(BackwardParams const& p, char* smem, int steps, int warp)
       : Parts(p, smem, warp),
@@ -44,13 +44,14 @@ struct TwoGroupWalk : BackwardParts<C> {
         dout_pipe{barriers() + Barriers::kDout},
         scores_pipe{barriers() + Barriers::kScores} {}
 
-  /// Brings the block's keys; returns V of this warp's.
+  /// Brings the block's keys; returns V of this warp's, or K.
   CUTE_DEVICE void start(Values& values) const {
     if (threadIdx.x == 0) {
       q_pipe.init(kThreads, kThreads);
       dout_pipe.init(kThreads, C.threads());
       scores_pipe.init(kThreads, kThreads);
-      for (int i = 0; i < 4 * Layout::kScoresUnits; ++i) mbarrier_init(barriers() + Barriers::kProbabilities + 8 * i, 32);
+      for (int i = 0; i < 4 * Layout::kScoresUnits; ++i)
+        mbarrier_init(barriers() + Barriers::kProbabilities + 8 * i, 32);
     }
     this->load_keys(params.k, params.k_stride, 0, params.head_dim);
     this->load_keys(params.v, params.v_stride, Layout::kV, params.head_dim_v);
@@ -116,19 +117,10 @@ struct TwoGroupWalk : BackwardParts<C> {
     } else if constexpr (!C.shares_dq) {
       finish(2 * steps - 1, before);
     }
-    this->await_sums();
   }
 
   /// Group B: dK, and the other half.
   CUTE_DEVICE void run_b(Values const& values, Gradient& dk) const {
-    CUTE_UNROLL
-    for (int i = kKeptSteps; i < Unit::kDimSteps; ++i) {
-      CUTE_UNROLL
-      for (int m = 0; m < Unit::kRowSteps; ++m) {
-        auto const words = cute::recast<uint32_t const>(values(cute::_, m, i));
-        *value_operand(m, i) = {words(0), words(1), words(2), words(3)};
-      }
-    }
     QueryCursor at = this->first(place().walk);
     load_q(0, at);
     load_dout(0, at);
@@ -154,45 +146,26 @@ struct TwoGroupWalk : BackwardParts<C> {
       for (int begin = 0; begin < C.tile_m; begin += C.chunk) {
         int const half = begin / kUnit, unit = 2 * step + half, row = begin % kUnit;
         bool const first = row == 0, last = row + C.chunk == kUnit;
+        typename Chunk::Scores scores;
         typename Chunk::Probabilities probabilities;
         if (first) dout_pipe.consumer_wait(unit);
-        CUTE_UNROLL
-        for (int part = 0; part < C.key_parts; ++part) {
-          typename Part::Scores scores;
-          typename Part::Probabilities taken;
-          constexpr int kRowSteps = Part::kRowSteps;
-          if constexpr (C.scored()) {
-            cute::clear(scores);
-          } else {
-            this->template start_with_terms<Part>(scores, terms + (C.tile_m + begin) * 4);
-          }
-          this->template add_scores<DoutTile, Part>(
-              [&](int i, auto&& v) FMHA_INLINE {
-                CUTE_UNROLL
-                for (int m = 0; m < kRowSteps; ++m) {
-                  if (i < kKeptSteps) {
-                    cute::copy(values(cute::_, part * kRowSteps + m, i), v(cute::_, m));
-                  } else {
-                    auto words = cute::recast<uint32_t>(v(cute::_, m));
-                    uint4 const from = *value_operand(part * kRowSteps + m, i);
-                    words(0) = from.x, words(1) = from.y, words(2) = from.z, words(3) = from.w;
-                  }
-                }
-              },
-              dout_at(step, half), row / 16, scores);
-          if (last && part == C.key_parts - 1) dout_pipe.consumer_release(unit);
-          if (first && part == 0) mbarrier_wait(probabilities_barrier(step, half), step / Layout::kScoresTiles & 1);
-          take_over(step, begin / 16, part * kRowSteps, taken);
-          if constexpr (C.scored()) {
-            this->template scored_chunk<Part>(here, here.tile * C.tile_m + begin)
-                .differentiate(taken, scores,
-                               [&](int pair) { return this->terms_at(terms + (C.tile_m + begin) * 4, pair); });
-          } else {
-            this->template differentiate<Part>(taken, scores);
-          }
-          CUTE_UNROLL
-          for (int m = 0; m < kRowSteps; ++m)
-            cute::copy(taken(cute::_, m, cute::_), probabilities(cute::_, part * kRowSteps + m, cute::_));
+        if constexpr (C.scored()) {
+          cute::clear(scores);
+        } else {
+          this->template start_with_terms<Chunk>(scores, terms + (C.tile_m + begin) * 4);
+        }
+        this->template add_scores<DoutTile, Chunk>([&](int i, auto&& v)
+                                                       FMHA_INLINE { cute::copy(values(cute::_, cute::_, i), v); },
+                                                   dout_at(step, half), row / 16, scores);
+        if (last) dout_pipe.consumer_release(unit);
+        if (first) mbarrier_wait(probabilities_barrier(step, half), step / Layout::kScoresTiles & 1);
+        take_over(step, begin / 16, probabilities);
+        if constexpr (C.scored()) {
+          this->template scored_chunk<Chunk>(here, here.tile * C.tile_m + begin)
+              .differentiate(probabilities, scores,
+                             [&](int pair) { return this->terms_at(terms + (C.tile_m + begin) * 4, pair); });
+        } else {
+          this->template differentiate<Chunk>(probabilities, scores);
         }
         __syncwarp();  // all lanes have their P: dS may take its place
         this->template store_scores<Chunk>(begin / 16, probabilities, scores_at(step));
@@ -200,38 +173,32 @@ struct TwoGroupWalk : BackwardParts<C> {
         if (last && step + kAhead < steps && half == 1) load_dout(unit + 2 * kAhead - 1, ahead(at));
         if (!C.scored() || params.dk != nullptr)
           this->template add_queries<QTile, Chunk>(probabilities, q_tile, begin / 16, dk);
-        if constexpr (C.whole_dq) {
-          if (C.shares_dq && last && half == 0 && step > 0 && step % 2 == 0) finish_tile(step - 1, last_tile);
-        } else {
-          if (C.shares_dq && last && half == 0 && step > 0) finish(unit - 1, last_tile);
+        if (C.shares_dq && last && half == 0 && step > 0) {
+          if constexpr (!C.whole_dq) {
+            finish(unit - 1, last_tile);
+          } else if (step % 2 == 0) {
+            finish_tile(step - 1, last_tile);
+          }
         }
       }
       q_pipe.consumer_release(step);
       if (step + kAhead < steps) load_dout(2 * step + 2 * kAhead + 1, ahead(at));
       if (step + 2 < steps) load_q(step + 2, this->after(at, place().walk));
     }
-    if constexpr (C.shares_dq) {
-      if constexpr (C.whole_dq) {
-        if (steps % 2 == 0) finish_tile(steps - 1, here);
-      } else {
-        finish(2 * steps - 1, here);
-      }
-      this->await_sums();
+    if constexpr (C.shares_dq && !C.whole_dq) {
+      finish(2 * steps - 1, here);
+    } else if constexpr (C.shares_dq) {
+      if (steps % 2 == 0) finish_tile(steps - 1, here);
     }
   }
 
  private:
-  static constexpr int kKeptSteps = Unit::kDimSteps - C.shared_value_steps;  ///< of V
-  CUTE_DEVICE uint4* value_operand(int m, int step) const {
-    int const piece = ((step - kKeptSteps) * Unit::kRowSteps + m) * (kThreads / 32) + warp;
-    return reinterpret_cast<uint4*>(smem + Layout::kValues + piece * 512 + lane_id() * 16);
-  }
   /// What is asked for while the tile before `at` is read.
   CUTE_DEVICE QueryCursor ahead(QueryCursor const& at) const { return kAhead > 1 ? this->after(at, place().walk) : at; }
   CUTE_DEVICE static uint32_t dout_at(int step, int half) {
     return Layout::kDout + half * kDoutUnit + (kAhead > 1 ? step % 2 * Layout::kDoutTile : 0);
   }
-  /// Of a step's P and dS.
+  /// Where a step's P and dS are.
   CUTE_DEVICE static uint32_t scores_at(int step) {
     return Layout::kScores + (C.whole_dq ? step % 2 * Layout::kScoresTile : 0);
   }
@@ -261,12 +228,12 @@ struct TwoGroupWalk : BackwardParts<C> {
 
   /// dQ of a step's tile, which is `at`.
   CUTE_DEVICE void finish_tile(int step, QueryCursor const& at) const {
-    scores_pipe.consumer_wait(2 * step);
-    scores_pipe.consumer_wait(2 * step + 1);
     auto const release = [&] {
       scores_pipe.consumer_release(2 * step);
       scores_pipe.consumer_release(2 * step + 1);
     };
+    scores_pipe.consumer_wait(2 * step);
+    scores_pipe.consumer_wait(2 * step + 1);
     if (place().sums == nullptr) {
       release();
     } else {
@@ -287,24 +254,24 @@ struct TwoGroupWalk : BackwardParts<C> {
     }
   }
 
-  CUTE_DEVICE void hand_over(int step_of_walk, int half, typename Unit::Probabilities& probabilities) const {
+  CUTE_DEVICE void hand_over(int step, int half, typename Unit::Probabilities& probabilities) const {
     CUTE_UNROLL
-    for (int step = 0; step < Unit::kKeySteps; ++step) {
+    for (int i = 0; i < Unit::kKeySteps; ++i) {
       CUTE_UNROLL
       for (int m = 0; m < Unit::kRowSteps; ++m) {
-        auto const words = cute::recast<uint32_t>(probabilities(cute::_, m, step));
-        *this->template scores_operand<uint4>(m, half * Unit::kKeySteps + step, scores_at(step_of_walk)) = {words(0), words(1), words(2),
-                                                                                   words(3)};
+        auto const words = cute::recast<uint32_t>(probabilities(cute::_, m, i));
+        *this->template scores_operand<uint4>(m, half * Unit::kKeySteps + i, scores_at(step)) = {words(0), words(1),
+                                                                                                 words(2), words(3)};
       }
     }
   }
-  CUTE_DEVICE void take_over(int step_of_walk, int column_step, int row_step, typename Part::Probabilities& probabilities) const {
+  CUTE_DEVICE void take_over(int step, int column_step, typename Chunk::Probabilities& probabilities) const {
     CUTE_UNROLL
-    for (int step = 0; step < Part::kKeySteps; ++step) {
+    for (int i = 0; i < Chunk::kKeySteps; ++i) {
       CUTE_UNROLL
-      for (int m = 0; m < Part::kRowSteps; ++m) {
-        uint4 const from = *this->template scores_operand<uint4>(row_step + m, column_step + step, scores_at(step_of_walk));
-        auto words = cute::recast<uint32_t>(probabilities(cute::_, m, step));
+      for (int m = 0; m < Chunk::kRowSteps; ++m) {
+        uint4 const from = *this->template scores_operand<uint4>(m, column_step + i, scores_at(step));
+        auto words = cute::recast<uint32_t>(probabilities(cute::_, m, i));
         words(0) = from.x, words(1) = from.y, words(2) = from.z, words(3) = from.w;
       }
     }

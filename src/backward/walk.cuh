@@ -125,7 +125,6 @@ struct BackwardWalk : BackwardParts<C> {
       }
       at = next(at);
     }
-    this->await_sums();
   }
 
  private:

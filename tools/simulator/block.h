@@ -24,8 +24,6 @@ struct BulkCopy {
   bool load = true;  ///< to shared memory
   std::array<int32_t, 5> origin{};
   uint32_t shared = 0, mbarrier = 0;
-  uint64_t sums = 0;   ///< where so many
-  uint32_t bytes = 0;  ///< of floats are added instead, if any
   int warp = 0, lane = 0;  ///< of a store: who asked,
   uint32_t group = 0;      ///< and in which of its groups
 };

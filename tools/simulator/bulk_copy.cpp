@@ -14,9 +14,7 @@ uint32_t swizzled(uint32_t address, uint32_t span) {
   return span == 0 ? address : address ^ (address >> 3 & (span - 1) & ~uint32_t(15));
 }
 
-uint32_t bytes_of(BulkCopy const& copy) {
-  if (copy.bytes != 0) return copy.bytes;
-  TensorMap const& map = copy.map;
+uint32_t box_bytes(TensorMap const& map) {
   uint32_t bytes = map.element_bytes;
   for (int d = 0; d < map.rank; ++d) bytes *= map.box[d];
   return bytes;
@@ -30,7 +28,7 @@ template <class F>
 void for_pieces(BulkCopy const& copy, F const& f) {
   TensorMap const& map = copy.map;
   uint32_t const row_bytes = map.box[0] * map.element_bytes, pieces = row_bytes / kPiece;
-  uint32_t const rows = bytes_of(copy) / row_bytes;
+  uint32_t const rows = box_bytes(map) / row_bytes;
   for (uint32_t row = 0; row < rows; ++row) {
     uint64_t address = map.address;
     bool inside = true;
@@ -54,10 +52,8 @@ void for_pieces(BulkCopy const& copy, F const& f) {
 }  // namespace
 
 void Block::ask_for(Warp const& warp, BulkCopy const& copy) {
-  uint32_t const bytes = bytes_of(copy);
-  if (copy.bytes != 0) {
-    if (copy.shared % kPiece != 0 || copy.sums % kPiece != 0 || bytes % kPiece != 0) warp.fail("not whole 16 bytes");
-  } else if (copy.shared % 128 != 0) warp.fail("a box at shared address " + std::to_string(copy.shared) + ": not aligned");
+  uint32_t const bytes = box_bytes(copy.map);
+  if (copy.shared % 128 != 0) warp.fail("a box at shared address " + std::to_string(copy.shared) + ": not aligned");
   if (copy.origin[0] < 0) warp.fail("boxes that begin before a row are not simulated");
   shared(warp, copy.shared, kPiece);
   shared(warp, copy.shared + bytes - kPiece, kPiece);
@@ -69,11 +65,6 @@ void Block::ask_for(Warp const& warp, BulkCopy const& copy) {
 
 void Block::make(BulkCopy const& copy) {
   Warp const& warp = warps_[static_cast<size_t>(copy.warp)];
-  for (uint32_t at = 0; at < copy.bytes; at += sizeof(float)) {
-    auto* const sum = reinterpret_cast<float*>(copy.sums + at);
-    *sum += *reinterpret_cast<float const*>(shared_.get() + copy.shared + at);
-  }
-  if (copy.bytes != 0) return;
   for_pieces(copy, [&](uint32_t offset, uint64_t address, uint32_t bytes) {
     std::byte* const here = shared_.get() + swizzled(copy.shared + offset, copy.map.swizzle);
     if (copy.load) {
@@ -83,7 +74,7 @@ void Block::make(BulkCopy const& copy) {
       std::memcpy(reinterpret_cast<void*>(address), here, bytes);
     }
   });
-  if (copy.load) arrive_at_mbarrier(warp, copy.mbarrier, 0, -int64_t(bytes_of(copy)));
+  if (copy.load) arrive_at_mbarrier(warp, copy.mbarrier, 0, -int64_t(box_bytes(copy.map)));
 }
 
 void Block::commit_bulk_group(Warp const& warp) {
@@ -134,19 +125,6 @@ void copy_tensor(Warp& w, Instruction const& i, bool load) {
 
 void load_tensor(Warp& w, Instruction const& i) { copy_tensor(w, i, true); }
 void store_tensor(Warp& w, Instruction const& i) { copy_tensor(w, i, false); }
-/// [sums], [from], bytes.
-void add_floats(Warp& w, Instruction const& i) {
-  for_lanes(w.active, [&](int lane) {
-    BulkCopy copy{};
-    copy.load = false;
-    copy.lane = lane;
-    copy.sums = address_of(w, i.address[0], lane);
-    copy.shared = shared_address_of(w, i.address[1], lane);
-    copy.bytes = w.at<uint32_t>(i.operand[0])[lane];
-    w.block.ask_for(w, copy);
-  });
-}
-
 void commit_group(Warp& w, Instruction const&) { w.block.commit_bulk_group(w); }
 void wait_group(Warp& w, Instruction const& i) {
   w.block.wait_for_bulk_groups(w, w.at<uint32_t>(i.operand[0])[first_lane(w.active)]);
@@ -164,8 +142,6 @@ void add_bulk_copies(Opcodes& ops) {
     ops.add(spell({{tensor}, {".global.shared::cta.bulk_group"}, hint}), store_tensor,
             {kAddress, kAddress, kIgnored.or_nothing()}, rank);
   }
-  ops.add(spell({{"cp.reduce.async.bulk.global.shared::cta.bulk_group"}, hint, {".add.f32"}}), add_floats,
-          {kAddress, kAddress, in<uint32_t>(), kIgnored.or_nothing()});
   ops.add({"prefetch.tensormap", "prefetch.param.tensormap"}, prefetch_map, {kAddress});
   ops.add({"cp.async.bulk.commit_group"}, commit_group, {});
   ops.add({"cp.async.bulk.wait_group", "cp.async.bulk.wait_group.read"}, wait_group, {in<uint32_t>()});
