@@ -42,8 +42,8 @@ NO_BACKWARD_WITH_CACHE = (
     "gradient: call it without k_cache and v_cache, or under torch.no_grad()"
 )
 
-#: Blocks of the backward that an SM has at a time: 80 registers to a thread.
-BLOCKS_OF_SM = 6
+#: Blocks of the backward that an SM has at a time: 128 registers to a thread.
+BLOCKS_OF_SM = 4
 
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
 

@@ -1,0 +1,57 @@
+#!/bin/bash
+# Ops beside attention by their own launches, by variant, a line for each op: launches.cu. Needs nvcc and an sm_90; BEFORE:
+# a folder with files of src/beside that take the place of today's. `launches.sh build DIR` only compiles (all at once),
+# `launches.sh run DIR` runs what was compiled there.
+set -e
+BEFORE=${BEFORE:-before}
+cd "$(dirname "$0")"
+what=${1:-all} work=${2:-$(mktemp -d)}
+root=$(cd ../../.. && pwd)
+toolkit=$(dirname "$(readlink -f "$(command -v nvcc)")")/../lib # of one from PyPI
+# variant NAME OPS OPTIONS SED FILE [SED FILE ...]: today's sources, each FILE of src/beside changed by SED
+variant() {
+  local name=$1 ops=$2 options=$3 src=$work/$1/src
+  shift 3
+  names+=("$name") of+=("$ops")
+  if [ "$what" = run ]; then return; fi
+  mkdir -p "$work/$name"
+  cp -r "$root/src" "$src"
+  if [ "$name" = before ]; then rm "$src"/beside/rope_rows.cuh "$src"/beside/rope_backward.cuh; cp "$BEFORE"/* "$src/beside/"; fi
+  while [ $# -gt 0 ]; do
+    cp "$src/beside/$2" "$work/$name/unchanged"
+    sed -i "$1" "$src/beside/$2"
+    if cmp -s "$src/beside/$2" "$work/$name/unchanged"; then echo "$name: nothing changed in $2"; fi
+    shift 2
+  done
+  nvcc -std=c++20 -O3 -arch=sm_90 --expt-relaxed-constexpr -Xptxas -v -L"$toolkit" $options -I"$src" -o "$work/$name/run" \
+    launches.cu >"$work/$name/log" 2>&1 &
+}
+heads() { echo "s/kMaxHeads = 8/kMaxHeads = $1/"; }
+together() { echo "s/kRowsTogether = 2/kRowsTogether = $1/"; }
+if [ -n "$BEFORE" ]; then
+  variant before "rope norm gated" "-DROPE=1 -DROPE_BACKWARD=1 -DPARTS=6 -DPDL=false"
+fi
+variant now "rope norm gated" ""
+variant no_overlap rope "-DPDL=false"
+variant heads4 rope "" "$(heads 4)" rope_launch.cpp
+variant heads2 rope "" "$(heads 2)" rope_launch.cpp
+variant together2x5 rope "-DROPE=5"
+variant together4x4 rope "-DROPE=4" "$(together 4)" rope_params.h
+variant together4x4heads4 rope "-DROPE=4" "$(together 4)" rope_params.h "$(heads 4)" rope_launch.cpp
+variant parts3 rope "-DPARTS=3"
+variant unbalanced "rope norm" "" 's/if (p.width > 1) {  /if (false) {  /' rope_launch.cpp 's/p.row_blocks = int((blocks + turns - 1) \/ turns)/p.row_blocks = int(kept ? std::min<int64_t>(blocks, resident) : blocks)/' launch.cpp
+variant barrier norm "" 's/  asm volatile("bar.sync .*/  __syncthreads();/' rows.cuh
+variant ahead12 norm "-DAHEAD=12"
+variant ahead16 norm "-DAHEAD=16"
+variant wide_rows norm "" 's/2 \* blocks_of(p.rows, p.lanes_log2, row.threads()) <= resident/false/' launch.cpp
+variant threads128 gated "" 's/kFewestThreads = 64/kFewestThreads = 128/' launch.cpp
+variant threads32 gated "" 's/kFewestThreads = 64/kFewestThreads = 32/' launch.cpp
+if [ "$what" != run ]; then wait; fi
+if [ "$what" = build ]; then exit; fi
+for n in "${!names[@]}"; do
+  name=${names[$n]}
+  if [ -x "$work/$name/run" ]; then timeout 30 "$work/$name/run" "$name" "${of[$n]}" || true; else grep -m3 -i "error\|cannot" "$work/$name/log"; fi
+done
+for name in "${names[@]}"; do
+  grep -h "spill\|Used" "$work/$name/log" | paste - - | grep -v " 0 bytes spill stores" | sed "s/^/$name: /" || true
+done
