@@ -23,6 +23,7 @@ set(FMHA_HELPER_KERNELS
 # enough bytes are on their way.
 set(FMHA_BLOCK_rope 128 6)
 set(FMHA_BLOCK_rope_backward 128 4)        # qk_norm_rope.BLOCKS_OF_SM
+set(FMHA_BLOCK_120_rope_backward 128 3)    # it spills with less
 set(FMHA_BLOCK_rms_norm 512 2)             # RmsNormParams::kMaxThreads
 set(FMHA_BLOCK_rms_norm_backward 512 1)    # RmsNormBackwardParams::kThreads
 set(FMHA_BLOCK_gated 256)
@@ -52,7 +53,9 @@ function(fmha_write_helper_unit arch)
       set(dependent_launch true)
     endif()
     set(bounds cutlass_fmha::HelperConfig::kThreads)
-    if(FMHA_BLOCK_${kind})
+    if(FMHA_BLOCK_${arch}_${kind})
+      set(bounds ${FMHA_BLOCK_${arch}_${kind}})
+    elseif(FMHA_BLOCK_${kind})
       set(bounds ${FMHA_BLOCK_${kind}})
     elseif(arch EQUAL 89 AND 80 IN_LIST FMHA_TARGETS_89 AND FMHA_BLOCK_OF_80_${kind})
       set(bounds ${FMHA_BLOCK_OF_80_${kind}})

@@ -52,16 +52,18 @@ struct Packed {
   /// From runs to first and second elements of pairs where these are neighbours; or back.
   __device__ void sort(Runs<Width> const& runs, bool back = false) {
     if (!runs.neighbours) return;
-    T from[2 * Width], to[2 * Width];
+    constexpr int kWords = sizeof(a) / 4;  // of both runs twice as many
+    uint32_t from[2 * kWords + 1], to[2 * kWords + 1];
     memcpy(from, a.words, sizeof(a));
-    memcpy(from + Width, b.words, sizeof(b));
+    memcpy(from + kWords, b.words, sizeof(b));
 #pragma unroll
-    for (int n = 0; n < Width; ++n) {
-      to[back ? 2 * n : n] = from[back ? n : 2 * n];
-      to[back ? 2 * n + 1 : Width + n] = from[back ? Width + n : 2 * n + 1];
+    for (int n = 0; n < kWords; ++n) {
+      uint32_t const x = from[back ? n : 2 * n], y = from[back ? kWords + n : 2 * n + 1];
+      to[back ? 2 * n : n] = sizeof(T) == 2 ? __byte_perm(x, y, 0x5410) : x;
+      to[back ? 2 * n + 1 : kWords + n] = sizeof(T) == 2 ? __byte_perm(x, y, 0x7632) : y;
     }
     memcpy(a.words, to, sizeof(a));
-    memcpy(b.words, to + Width, sizeof(b));
+    memcpy(b.words, to + kWords, sizeof(b));
   }
   __device__ Item<Width> read() const {
     Item<Width> x;
