@@ -10,8 +10,8 @@
 namespace cutlass_fmha {
 namespace {
 
-/// Vectors of a tensor from which on a lane has several: fewer threads have more bytes on their way then. Below, a launch
-/// is as fast as its slowest thread.
+/// Vectors of a tensor from which on a lane has several: fewer threads have more bytes on their way then. Below, a
+/// launch is as fast as its slowest thread.
 constexpr int64_t kMany = 1 << 18;
 
 /// Of a gated unit: threads of a block at least, and blocks from which on they are as many as there may be.

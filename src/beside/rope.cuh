@@ -14,7 +14,7 @@ struct Destination {
 };
 
 __device__ inline Destination destination_of(RopeParams const& p, RopeRows const& rows, Unit const& u,
-                                                 Token const& token, bool cached) {
+                                             Token const& token, bool cached) {
   if (!u.there) return {-1, false};
   if (cached) return {place_of(p, token, rows.out_stride), false};
   bool const zero = token.sequence < 0;
@@ -167,8 +167,8 @@ __device__ void rope_elements(RopeParams const& p, RopeRows const& rows, RopeBlo
 
 template <class T, int Width>
 __device__ void rope_by_vectors(RopeParams const& p, RopeRows const& rows, RopeBlock const& block) {
-  p.norm && block.part != kValues ? rope_vectors<T, Width, true>(p, rows, block)
-                                  : rope_vectors<T, Width, false>(p, rows, block);
+  p.norm&& block.part != kValues ? rope_vectors<T, Width, true>(p, rows, block)
+                                 : rope_vectors<T, Width, false>(p, rows, block);
 }
 
 template <class T>

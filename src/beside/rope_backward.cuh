@@ -6,7 +6,8 @@
 namespace cutlass_fmha {
 
 /// With n = x / |x| (|x|: the root of mean x^2 + eps) and g the gradient of n w, turned back from what came in: of x,
-/// (g w - n mean(g w n)) / |x|, which becomes g; of w, g n, which is added to `sums`. `of_row`: x^2 and g w x of the row.
+/// (g w - n mean(g w n)) / |x|, which becomes g; of w, g n, which is added to `sums`. `of_row`: x^2 and g w x of the
+/// row.
 template <int Width>
 __device__ void norm_gradient(Item<Width> const& x, Item<Width>& g, Item<Width> const& w, float const (&of_row)[2],
                               RopeParams const& p, Item<Width>& sums) {
@@ -51,8 +52,8 @@ __device__ void rope_backward_vectors(RopeParams const& p, RopeRows const& rows,
   };
   auto const load_first = [&] {
     from = u.begin(static_cast<T const*>(rows.x), rows.x_stride) + u.row.head * rows.x_stride.head;
-    gradient = u.begin(static_cast<T const*>(rows.gradient), rows.gradient_stride) +
-               u.row.head * rows.gradient_stride.head;
+    gradient =
+        u.begin(static_cast<T const*>(rows.gradient), rows.gradient_stride) + u.row.head * rows.gradient_stride.head;
     load(u.row.head);
   };
   load_first();

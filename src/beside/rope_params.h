@@ -34,8 +34,8 @@ struct RopeRows {
 /// RMSNorm of each row of q and k, then its rotation. Row i of sequence n has position start + first[n] - before[n] +
 /// i, or its own of `positions`. Packed: a batch of 1, whose rows cu_seqlens[n] to cu_seqlens[n + 1] are sequence n;
 /// others become 0, or are left alone where out is x, and go to no cache.
-struct RopeParams : CachePlaces {   // cache_seqlens is null: there is no cache, and no v
-  static constexpr int kNarrow = 4;        ///< elements of a run, where rows aren't made of 16-byte vectors, but of these
+struct RopeParams : CachePlaces {    // cache_seqlens is null: there is no cache, and no v
+  static constexpr int kNarrow = 4;  ///< elements of a run, where rows aren't made of 16-byte vectors, but of these
   static constexpr int kRowsTogether = 2;  ///< of a thread
 
   RopeRows q, k, v;
@@ -56,7 +56,7 @@ struct RopeParams : CachePlaces {   // cache_seqlens is null: there is no cache,
   // Set by launch().
   int width;            ///< elements of a run: a 16-byte vector, or kNarrow; 1 where rows aren't made of vectors
   uint32_t keys_share;  ///< of the blocks of q and k those of k, in 2^-32, rounded up; 0 where not both have some
-  float per_element;  ///< 1 / head_dim
+  float per_element;    ///< 1 / head_dim
   Divisor by_seqlen;
 
   bool empty() const { return batch == 0 || seqlen == 0 || !(q.there() || k.there() || v.there()); }
