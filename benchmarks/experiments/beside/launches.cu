@@ -29,6 +29,9 @@
 #ifndef AHEAD
 #define AHEAD 24
 #endif
+#ifndef NORM_BLOCKS  // of an SM
+#define NORM_BLOCKS 1
+#endif
 #ifndef PDL
 #define PDL true
 #endif
@@ -44,7 +47,7 @@ Row row(Family family, void const* kernel, bool overlapped, int block, int smem 
 }
 Row const kRope = row(Family::rope, (void const*)k_rope, PDL, 128), kRopeB = row(Family::rope_backward, (void const*)k_rope_backward, PDL, 128);
 Row const kRopeW = row(Family::rope_weights, (void const*)k_rope_weights, PDL, 128), kNormW = row(Family::rms_norm_weights, (void const*)k_rms_norm_weights, true, 128);
-Row const kNormB = row(Family::rms_norm_backward, (void const*)k_rms_norm_backward, true, 512, AHEAD * 512 * 16);
+Row const kNormB = row(Family::rms_norm_backward, (void const*)k_rms_norm_backward, true, 512 / NORM_BLOCKS, AHEAD * 512 / NORM_BLOCKS * 16);
 Row const kGatedB = row(Family::gated_backward, (void const*)k_gated_backward, true, 256);
 namespace cutlass_fmha {
 Row const& helper(Family family, DType, int) { return family == Family::rope_weights ? kRopeW : kNormW; }
@@ -186,7 +189,7 @@ void norm_lines() {
   for (bool sum : {false, true}) line(sum ? "res_b" : "rms_b", sum ? 16 : 12, [=](int64_t b) -> Launch { return [=](int64_t at) {
       RmsNormBackwardParams p{}; describe(p, b / 8192, 4096);
       p.x = A[0] + at; p.dout = A[1] + at; p.dx = A[4] + at; if (sum) p.dsum = A[2] + at;
-      p.weight = W; p.rstd = rstd; p.dweight = DW; p.partial = partial; p.parts = 132; p.out_type = p.weight_type = DType::bfloat16;
+      p.weight = W; p.rstd = rstd; p.dweight = DW; p.partial = partial; p.parts = NORM_BLOCKS * 132; p.out_type = p.weight_type = DType::bfloat16;
       p.x_stride = p.dout_stride = p.dx_stride = p.dsum_stride = {0, 0, 4096};
       launch(kNormB, p, 0, stream); }; },
     [=](int64_t b) { ref_norm_b<<<int(b / 8192), 32>>>(A[0], A[1], sum ? A[2] : nullptr, W, rstd, A[4], 4096, sums); compare<<<1, 256>>>(DW, sums, 4096, 0.5); });

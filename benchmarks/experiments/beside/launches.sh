@@ -43,6 +43,7 @@ variant unbalanced "rope norm" "" 's/if (p.width > 1) {  /if (false) {  /' rope_
 variant barrier norm "" 's/  asm volatile("bar.sync .*/  __syncthreads();/' rows.cuh
 variant ahead12 norm "-DAHEAD=12"
 variant ahead16 norm "-DAHEAD=16"
+variant blocks256 norm "-DNORM_BLOCKS=2"
 variant wide_rows norm "" 's/2 \* blocks_of(p.rows, p.lanes_log2, row.threads()) <= resident/false/' launch.cpp
 variant threads128 gated "" 's/kFewestThreads = 64/kFewestThreads = 128/' launch.cpp
 variant threads32 gated "" 's/kFewestThreads = 64/kFewestThreads = 32/' launch.cpp
