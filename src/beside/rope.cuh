@@ -29,14 +29,16 @@ struct Factors {
 
   template <class T>
   __device__ void read(RopeParams const& p, RopeRows const& rows, Runs<Width> const& runs, int position) {
+#pragma unroll
+    for (int n = 0; n < Width; ++n) aa[n] = 1.f, ab[n] = 0.f;
     if (runs.turned) read_turn<T>(p, runs, position, aa, ab);
     if constexpr (Norm) {
       Item<Width> const w = read_weight<T>(p, rows, runs);
 #pragma unroll
       for (int n = 0; n < Width; ++n) {
-        bb[n] = runs.turned ? aa[n] * w.b[n] : w.b[n];
+        bb[n] = aa[n] * w.b[n];
         ba[n] = ab[n] * w.a[n];
-        aa[n] = runs.turned ? aa[n] * w.a[n] : w.a[n];
+        aa[n] *= w.a[n];
         ab[n] *= w.b[n];
       }
     }
