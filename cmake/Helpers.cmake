@@ -28,10 +28,10 @@ set(FMHA_BLOCK_rms_norm 512 2)             # RmsNormParams::kMaxThreads
 set(FMHA_BLOCK_rms_norm_backward 512 1)    # RmsNormBackwardParams::kThreads
 set(FMHA_BLOCK_gated 256)
 set(FMHA_BLOCK_gated_backward 256)
-# Vectors of 16 bytes that a thread of such kernels asks for ahead, in dynamic shared memory (beside/rows.cuh): on sm_90
-# as many as there is room for; without HBM less is enough.
+# Vectors of 16 bytes that a thread of such kernels asks for ahead, in dynamic shared memory (beside/rows.cuh): those of
+# three rows; for more of them a launch takes longer to get going.
 set(FMHA_AHEAD_rms_norm_backward 10)
-set(FMHA_AHEAD_90_rms_norm_backward 24)
+set(FMHA_AHEAD_90_rms_norm_backward 12)
 # Kernels that wait by themselves for what is ahead in their stream (core/dependents.cuh), from sm_90 on.
 set(FMHA_DEPENDENT combine rope rope_backward rope_weights rms_norm rms_norm_backward rms_norm_weights gated gated_backward)
 set(FMHA_BLOCK_OF_80_backward_lists 128 8)  # in a build for sm_80, which otherwise spills a register of it

@@ -14,10 +14,6 @@ namespace {
 /// launch is as fast as its slowest thread.
 constexpr int64_t kMany = 1 << 18;
 
-/// Of a gated unit: threads of a block at least, and blocks from which on they are as many as there may be.
-constexpr int kFewestThreads = 64;
-constexpr int64_t kManyBlocks = 512;
-
 /// A tensor of a launch, whose strides become those that count.
 struct Tensor {
   void const* address;
@@ -95,12 +91,9 @@ void prepare_gated(Params& p, bool aligned, int bytes) {
 }
 
 template <class Params>
-void launch_gated(Row const& row, Params const& p, int device, cudaStream_t stream) {
-  int const each = p.aligned ? Params::kVectors : Params::kElements;
-  int64_t const all = (int64_t(p.rows) * p.chunks + each - 1) / each;
-  int threads = row.threads();
-  while (threads > kFewestThreads && all < kManyBlocks * threads) threads /= 2;  // more SMs share few rows
-  launch_kernel(row, dim3(unsigned((all + threads - 1) / threads)), &p, device, stream, threads);
+dim3 grid_of_gated(Params const& p, int threads) {
+  int const each = threads * (p.aligned ? Params::kVectors : Params::kElements);
+  return dim3(unsigned((int64_t(p.rows) * p.chunks + each - 1) / each));
 }
 
 }  // namespace
@@ -129,22 +122,24 @@ void launch(Row const& row, RmsNormBackwardParams const& params, int device, cud
                                    {p.dx, p.dx_stride, bytes}}) &&
                        aligned(p.weight) && int64_t(p.dim) * bytes_of(p.weight_type) % kVectorBytes == 0;
   constexpr int kVectors = RmsNormBackwardParams::kVectors;
-  int const resident = std::max(1, p.parts);
   share(p, vectors, bytes, row.threads(), kVectors);
-  if (p.walk == Walk::kept && 2 * blocks_of(p.rows, p.lanes_log2, row.threads()) <= resident) {
-    RmsNormBackwardParams wider = p;  // few rows: more lanes of each
-    share(wider, vectors, bytes, row.threads(), 1);
-    if (wider.walk == Walk::kept) p = wider;
-  }
   if (p.walk == Walk::kept && p.out_type != row.dtype()) p.walk = Walk::vectors;  // no registers for its gradients
   bool const kept = p.walk == Walk::kept;
-  int const beside = p.walk == Walk::elements ? RmsNormBackwardParams::kColumns : RmsNormBackwardParams::kColumnsBeside;
-  int64_t const blocks = blocks_of(p.rows, p.lanes_log2, row.threads());
-  bool const sums = p.dweight && kept && blocks + ceil_div(p.dim, beside) > resident;  // else all blocks run at once
+  int const resident = std::max(1, p.parts);
+  int const of_columns =
+      p.walk == Walk::elements ? RmsNormBackwardParams::kColumns : RmsNormBackwardParams::kColumnsBeside;
+  int const beside = ceil_div(p.dim, of_columns);  // all of which run at once, or a second launch sums
+  int64_t blocks = blocks_of(p.rows, p.lanes_log2, row.threads());
+  int const lanes = 1 << p.lanes_log2, chunks = p.dim / (kVectorBytes / bytes);
+  if (kept && lanes < std::min(chunks, row.threads()) && 2 * blocks + beside <= resident) {
+    ++p.lanes_log2;  // few rows: a vector to a lane
+    blocks = blocks_of(p.rows, p.lanes_log2, row.threads());
+  }
+  bool const sums = p.dweight && kept && blocks + beside > resident;
   int64_t const turns = kept ? (blocks + resident - 1) / resident : 1;
   p.row_blocks = int((blocks + turns - 1) / turns);  // as few as need no more turns: none is left for a few alone
   p.parts = sums ? p.row_blocks : 0;
-  int64_t const grid = int64_t(p.row_blocks) + (p.dweight && !sums ? ceil_div(p.dim, beside) : 0);
+  int64_t const grid = int64_t(p.row_blocks) + (p.dweight && !sums ? beside : 0);
   require(grid <= INT_MAX, [] { return "rms_norm_backward takes fewer rows"; });
   int const smem_bytes = kept ? ask_ahead(p, row, row.threads(), kVectors * (p.dsum ? 3 : 2), turns) : 0;
   launch_kernel(row, dim3(unsigned(grid)), &p, device, stream, row.threads(), smem_bytes);
@@ -159,7 +154,7 @@ void launch(Row const& row, GatedParams const& params, int device, cudaStream_t 
   bool const vectors =
       prepare(p, {{p.gate, p.gate_stride, bytes}, {p.up, p.up_stride, bytes}, {p.out, p.out_stride, bytes}});
   prepare_gated(p, vectors, bytes);
-  launch_gated(row, p, device, stream);
+  launch_kernel(row, grid_of_gated(p, row.threads()), &p, device, stream);
 }
 
 void launch(Row const& row, GatedBackwardParams const& params, int device, cudaStream_t stream) {
@@ -172,7 +167,7 @@ void launch(Row const& row, GatedBackwardParams const& params, int device, cudaS
                                    {p.dgate, p.dgate_stride, bytes},
                                    {p.dup, p.dup_stride, bytes}});
   prepare_gated(p, vectors, bytes);
-  launch_gated(row, p, device, stream);
+  launch_kernel(row, grid_of_gated(p, row.threads()), &p, device, stream);
 }
 
 }  // namespace cutlass_fmha

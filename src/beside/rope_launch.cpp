@@ -7,7 +7,7 @@ namespace {
 
 constexpr int kMaxLanes = 1 << kMaxLanesLog2;
 constexpr int64_t kThreads = 1 << 18;  // what keeps a large GPU busy: with fewer, each row has threads of its own
-constexpr int kMaxHeads = 8;           // of a thread: each needs the angles that it has
+constexpr int kMaxHeads = 4, kMaxHeadsBackward = 8;  // of a thread: each needs the angles that it has
 
 /// Whether all rows are made of whole runs of `width` elements, aligned as such, and all pairs are in two.
 bool vectors(RopeParams const& p, int bytes, int width) {
@@ -109,7 +109,7 @@ void launch(Row const& row, RopeBackwardParams const& params, int device, cudaSt
     rows->blocks = 0;
     if (!rows->there()) continue;
     rows->blocks = p.width > 1 ? rows->parts : ceil_div(rows->parts, kWarps);
-    for (int heads = p.width > 1 ? kMaxHeads : 1;; heads /= 2) {
+    for (int heads = p.width > 1 ? kMaxHeadsBackward : 1;; heads /= 2) {
       divide(p, *rows, false, heads);
       int64_t const at_once = int64_t(rows->blocks) * (kHelperThreads >> rows->lanes_log2);
       if (heads > 1 && rows->units < 4 * at_once) continue;

@@ -133,11 +133,8 @@ struct Ahead {
 
   /// Until the oldest of the turns asked for is there.
   __device__ static void wait(int stages) {
-    if (stages == 6) return wait_but<5>();  // the numbers that launch() comes to
-    if (stages == 4) return wait_but<3>();
-    if (stages == 3) return wait_but<2>();
+    if (stages == 3) return wait_but<2>();  // the numbers that launch() comes to
     if (stages == 2) return wait_but<1>();
-    if (stages == 12) return wait_but<11>();
     wait_but<0>();
   }
 
@@ -159,7 +156,11 @@ __device__ inline float sum_over_lanes(float x, int lanes_log2, float* shared) {
   if (lanes_log2 == 5) return x;
   int const warps = 1 << (lanes_log2 - 5), warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
   if (lane == 0) shared[warp] = x;
-  asm volatile("bar.sync %0, %1;" ::"r"(1 + warp / warps), "r"(32 * warps) : "memory");  // of these lanes alone
+  if (32 * warps == int(blockDim.x)) {
+    __syncthreads();
+  } else {  // of these lanes alone
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + warp / warps), "r"(32 * warps) : "memory");
+  }
   x = shared[(warp & -warps) + (lane & (warps - 1))];
   for (int other = warps / 2; other > 0; other /= 2) x += __shfl_xor_sync(~0u, x, other);
   return x;
