@@ -27,7 +27,7 @@
 #define PARTS 4
 #endif
 #ifndef AHEAD
-#define AHEAD 24
+#define AHEAD 12
 #endif
 #ifndef NORM_BLOCKS  // of an SM
 #define NORM_BLOCKS 1

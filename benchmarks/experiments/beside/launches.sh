@@ -1,9 +1,8 @@
 #!/bin/bash
-# Ops beside attention by their own launches, by variant, a line for each op: launches.cu. Needs nvcc and an sm_90; BEFORE:
-# a folder with files of src/beside that take the place of today's. `launches.sh build DIR` only compiles (all at once),
+# Ops beside attention by their own launches, by variant, a line for each op: launches.cu. Needs nvcc and an sm_90, and this
+# repository's history for the kernels of before; 70 s on 16 cores. `launches.sh build DIR` only compiles (all at once),
 # `launches.sh run DIR` runs what was compiled there.
 set -e
-BEFORE=${BEFORE:-before}
 cd "$(dirname "$0")"
 what=${1:-all} work=${2:-$(mktemp -d)}
 root=$(cd ../../.. && pwd)
@@ -16,7 +15,7 @@ variant() {
   if [ "$what" = run ]; then return; fi
   mkdir -p "$work/$name"
   cp -r "$root/src" "$src"
-  if [ "$name" = before ]; then rm "$src"/beside/rope_rows.cuh "$src"/beside/rope_backward.cuh; cp "$BEFORE"/* "$src/beside/"; fi
+  if [ "$name" = before ]; then rm -r "$src"; git -C "$root" archive 5210315 src | tar x -C "$work/$name"; fi
   while [ $# -gt 0 ]; do
     cp "$src/beside/$2" "$work/$name/unchanged"
     sed -i "$1" "$src/beside/$2"
@@ -26,27 +25,22 @@ variant() {
   nvcc -std=c++20 -O3 -arch=sm_90 --expt-relaxed-constexpr -Xptxas -v -L"$toolkit" $options -I"$src" -o "$work/$name/run" \
     launches.cu >"$work/$name/log" 2>&1 &
 }
-heads() { echo "s/kMaxHeads = 8/kMaxHeads = $1/"; }
+heads() { echo "s/kMaxHeads = 4/kMaxHeads = $1/"; }
 together() { echo "s/kRowsTogether = 2/kRowsTogether = $1/"; }
-if [ -n "$BEFORE" ]; then
-  variant before "rope norm gated" "-DROPE=1 -DROPE_BACKWARD=1 -DPARTS=6 -DPDL=false"
+if git -C "$root" cat-file -e 5210315 2>/dev/null; then
+  variant before "rope norm gated" "-DROPE=1 -DROPE_BACKWARD=1 -DPARTS=6 -DPDL=false -DAHEAD=24"
 fi
 variant now "rope norm gated" ""
 variant no_overlap rope "-DPDL=false"
-variant heads4 rope "" "$(heads 4)" rope_launch.cpp
+variant heads8 rope "" "$(heads 8)" rope_launch.cpp
 variant heads2 rope "" "$(heads 2)" rope_launch.cpp
+variant heads4backward rope "" 's/kMaxHeadsBackward = 8/kMaxHeadsBackward = 4/' rope_launch.cpp
 variant together2x5 rope "-DROPE=5"
-variant together4x4 rope "-DROPE=4" "$(together 4)" rope_params.h
-variant together4x4heads4 rope "-DROPE=4" "$(together 4)" rope_params.h "$(heads 4)" rope_launch.cpp
+variant together4x4heads8 rope "-DROPE=4" "$(together 4)" rope_params.h "$(heads 8)" rope_launch.cpp
 variant parts3 rope "-DPARTS=3"
-variant unbalanced "rope norm" "" 's/if (p.width > 1) {  /if (false) {  /' rope_launch.cpp 's/p.row_blocks = int((blocks + turns - 1) \/ turns)/p.row_blocks = int(kept ? std::min<int64_t>(blocks, resident) : blocks)/' launch.cpp
-variant barrier norm "" 's/  asm volatile("bar.sync .*/  __syncthreads();/' rows.cuh
-variant ahead12 norm "-DAHEAD=12"
-variant ahead16 norm "-DAHEAD=16"
+variant ahead8 norm "-DAHEAD=8"
+variant ahead24 norm "-DAHEAD=24"
 variant blocks256 norm "-DNORM_BLOCKS=2"
-variant wide_rows norm "" 's/2 \* blocks_of(p.rows, p.lanes_log2, row.threads()) <= resident/false/' launch.cpp
-variant threads128 gated "" 's/kFewestThreads = 64/kFewestThreads = 128/' launch.cpp
-variant threads32 gated "" 's/kFewestThreads = 64/kFewestThreads = 32/' launch.cpp
 if [ "$what" != run ]; then wait; fi
 if [ "$what" = build ]; then exit; fi
 for n in "${!names[@]}"; do
