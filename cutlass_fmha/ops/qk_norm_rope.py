@@ -254,7 +254,6 @@ def _cuda_backward(
         _check_backward(dq_out, dk_out, q, k, n, a)
         p = _C.RopeBackwardParams()
         describe(p, q, n, a)
-        p.inverse = True
         for rows, x, dy in ((p.q, q, dq_out), (p.k, k, dk_out)):
             angles.describe_rows(rows, x, x.new_empty(x.shape, device="meta"))
             rows.gradient_stride = helpers.strides(dy)

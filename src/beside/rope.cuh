@@ -32,10 +32,13 @@ struct Factors {
 #pragma unroll
     for (int n = 0; n < Width; ++n) aa[n] = 1.f, ab[n] = 0.f;
     if (runs.turned) read_turn<T>(p, runs, position, aa, ab);
-    if constexpr (Norm) {
-      Item<Width> const w = read_weight<T>(p, rows, runs);
+    Item<Width> w;
+    if constexpr (Norm) w = read_weight<T>(p, rows, runs);
+    float const sign = p.inverse ? -1.f : 1.f;
 #pragma unroll
-      for (int n = 0; n < Width; ++n) {
+    for (int n = 0; n < Width; ++n) {
+      ab[n] *= sign;
+      if constexpr (Norm) {
         bb[n] = aa[n] * w.b[n];
         ba[n] = ab[n] * w.a[n];
         aa[n] *= w.a[n];

@@ -79,7 +79,7 @@ __device__ void rope_backward_vectors(RopeParams const& p, RopeRows const& rows,
         u = unit_of(p, rows, number += turn_of_blocks);
         load_first();
       }
-      if (turned) turn(g, cos, sin);
+      if (turned) turn<true>(g, cos, sin);
       float of_row[] = {dot(x, x), dot(x, g, w)};
       add_over_lanes(of_row, lanes);
       if (!mine) continue;
@@ -142,7 +142,7 @@ __device__ void rope_backward_elements(RopeParams const& p, RopeRows const& rows
         if (runs.turned) {
           float cos[1], sin[1];
           read_turn<T>(p, runs, at.position, cos, sin);
-          turn(g, cos, sin);
+          turn<true>(g, cos, sin);
         }
         if (pass == 0) {
           of_row[0] += dot(x, x);

@@ -48,7 +48,7 @@ struct RopeParams : CachePlaces {    // cache_seqlens is null: there is no cache
   int64_t positions_stride[2];
   Rotary rotary;          ///< dim is 0: nothing is rotated
   float const* inv_freq;  ///< [dim / 2], in place of rotary.cos and sin: the angle is position * inv_freq
-  bool inverse;           ///< by minus the angles
+  bool inverse;           ///< by minus the angles, as gradients always are
   bool norm;
   float eps, weight_offset;
   int* seqused_k;  ///< [sequences]: becomes cache_seqlens and the new rows; null without a cache

@@ -130,7 +130,8 @@ __device__ inline void sin_and_cos(float angle, float& sin, float& cos) {
   if ((n + 1) & 2) cos = -cos;
 }
 
-/// cos and sin of the pairs of an item that is turned.
+/// cos and sin of the pairs of an item that is turned, before p.inverse counts: nothing waits here for a table of
+/// floats.
 template <class T, int Width>
 __device__ void read_turn(RopeParams const& p, Runs<Width> const& runs, int position, float (&cos)[Width],
                           float (&sin)[Width]) {
@@ -145,20 +146,16 @@ __device__ void read_turn(RopeParams const& p, Runs<Width> const& runs, int posi
 #pragma unroll
     for (int n = 0; n < Width; ++n) cos[n] = sin[n] = NAN;
   }
-  if (p.inverse) {
-#pragma unroll
-    for (int n = 0; n < Width; ++n) sin[n] = -sin[n];
-  }
 }
 
-/// Each pair (x, y) becomes (x cos - y sin, x sin + y cos).
-template <int Width>
+/// Each pair (x, y) becomes (x cos - y sin, x sin + y cos); back: with -sin.
+template <bool Back = false, int Width>
 __device__ void turn(Item<Width>& x, float const (&cos)[Width], float const (&sin)[Width]) {
 #pragma unroll
   for (int n = 0; n < Width; ++n) {
-    float const a = x.a[n], b = x.b[n];
-    x.a[n] = fmaf(a, cos[n], -b * sin[n]);
-    x.b[n] = fmaf(b, cos[n], a * sin[n]);
+    float const a = x.a[n], b = x.b[n], of_a = (Back ? -a : a) * sin[n], of_b = (Back ? b : -b) * sin[n];
+    x.a[n] = fmaf(a, cos[n], of_b);
+    x.b[n] = fmaf(b, cos[n], of_a);
   }
 }
 

@@ -39,7 +39,6 @@ variant together2x5 rope "-DROPE=5"
 variant together4x4heads8 rope "-DROPE=4" "$(together 4)" rope_params.h "$(heads 8)" rope_launch.cpp
 variant parts3 rope "-DPARTS=3"
 variant ahead8 norm "-DAHEAD=8"
-variant ahead24 norm "-DAHEAD=24"
 variant blocks256 norm "-DNORM_BLOCKS=2"
 if [ "$what" != run ]; then wait; fi
 if [ "$what" = build ]; then exit; fi
