@@ -43,7 +43,7 @@ struct Packed {
 
   __device__ void load(T const* row, Runs<Width> const& runs) {
     a = Chunk<T, Width>::load(row + runs.a);
-    if (runs.has_b) b = Chunk<T, Width>::load(row + runs.b);
+    b = runs.has_b ? Chunk<T, Width>::load(row + runs.b) : Chunk<T, Width>{};  // a row before may have been sorted
   }
   __device__ void store(T* row, Runs<Width> const& runs) const {
     a.store(row + runs.a);
