@@ -164,7 +164,7 @@ fmha_backward("89"      "f16;bf16"  96       64     128    8     64    false  ra
 fmha_backward("90"      "f16;bf16"  96       64     128    8     32    true   ranges   tma          false         false     true          6              true)
 fmha_backward("120"     "f16;bf16"  96       64     128    8     64    false  ranges   tma)
 fmha_backward("89"      "f16;bf16" 128       64     128    8     64    false  ranges   cp_async_16)
-fmha_backward("90"      "f16;bf16" 128       64     128    8     16    true   ranges   tma)
+fmha_backward("90"      "f16;bf16" 128       64     128    8     16    true   ranges   tma          false         false     false         1              false)
 fmha_backward("120"     "f16;bf16" 128       64     128    8     64    false  ranges   tma)
 fmha_backward("89"      "f16;bf16" 256       32      64    8     16    true   ranges   cp_async_16)
 fmha_backward("${TMA}"  "f16;bf16" 256       32      64    8     16    true   ranges   tma)
