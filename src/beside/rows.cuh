@@ -156,11 +156,9 @@ __device__ inline float sum_over_lanes(float x, int lanes_log2, float* shared) {
   if (lanes_log2 == 5) return x;
   int const warps = 1 << (lanes_log2 - 5), warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
   if (lane == 0) shared[warp] = x;
-  if (32 * warps == int(blockDim.x)) {
-    __syncthreads();
-  } else {  // of these lanes alone
-    asm volatile("bar.sync %0, %1;" ::"r"(1 + warp / warps), "r"(32 * warps) : "memory");
-  }
+  // A barrier of these lanes alone would have a number that only the launch knows: a block then takes all 16, and few
+  // of them fit an SM.
+  __syncthreads();
   x = shared[(warp & -warps) + (lane & (warps - 1))];
   for (int other = warps / 2; other > 0; other /= 2) x += __shfl_xor_sync(~0u, x, other);
   return x;
