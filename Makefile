@@ -9,7 +9,7 @@
 #   make release-check   is the newest parity report of these sources?
 #   make sass            the tests of the machine code of what is built
 #   make sdist           the sources as a release has them, in dist/
-#   make wheel           a wheel in dist/, checked; its parts as CycloneDX, and SHA256SUMS
+#   make wheel           a wheel in dist/, checked and tested; its parts as CycloneDX, and SHA256SUMS
 #   make aarch64         the extension of sm_120's kernels (or ARCHS) for aarch64, cross-compiled: does it compile and link?
 #   make lint            "make style" (ruff, clang-format; "make format" mends) and "make types" (mypy)
 #   make clean           forget the build; "make distclean": .venv too
@@ -140,6 +140,8 @@ sdist: $(STAMPS)/tools
 	@echo '==> packing the sources in dist/' && rm -f dist/cutlass_fmha-*.tar.gz
 	@PYTHONPATH=build_backend $(VENV_PYTHON) -c 'import backend; print(backend.build_sdist("dist"))'
 
+# Its tests import the package: the wheel's own, where .venv has none. They install it into an empty environment besides.
+WHEEL_INSTALLED := build/wheel-installed
 wheel: $(STAMPS)/torch $(STAMPS)/tools
 	@echo '==> building a wheel in dist/' && rm -f dist/cutlass_fmha-*.whl
 	@CUDACXX="$$($(VENV_PYTHON) build_backend/probe.py nvcc)" $(VENV_PYTHON) -m pip wheel --no-deps --no-build-isolation --wheel-dir dist \
@@ -147,6 +149,8 @@ wheel: $(STAMPS)/torch $(STAMPS)/tools
 	  --config-settings='cmake.define.CUTLASS_FMHA_JOBS=$(JOBS)' --config-settings='cmake.define.CUTLASS_FMHA_SUBSET=$(SUBSET)' .
 	@$(VENV_PYTHON) .ci/check_wheel.py dist/cutlass_fmha-*.whl
 	@$(VENV_PYTHON) -m auditwheel show dist/cutlass_fmha-*.whl
+	@rm -rf $(WHEEL_INSTALLED) && $(VENV_PYTHON) -m pip --disable-pip-version-check install -q --no-deps --target $(WHEEL_INSTALLED) dist/cutlass_fmha-*.whl
+	@WHEEL="$$(realpath dist/cutlass_fmha-*.whl)" PYTHONPATH=$(CURDIR)/$(WHEEL_INSTALLED) $(VENV_PYTHON) -m pytest -q tests/test_wheel.py
 	@$(VENV_PYTHON) .ci/sbom.py --output dist/cutlass_fmha.cdx.json dist/cutlass_fmha-*.whl
 	@cd dist && sha256sum cutlass_fmha-*.whl cutlass_fmha.cdx.json > SHA256SUMS
 

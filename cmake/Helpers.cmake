@@ -21,16 +21,19 @@ set(FMHA_HELPER_KERNELS
   "backward_lists BackwardParams f16 bf16")
 # Threads of a block, and blocks that registers must leave room for on an SM, where nvcc is told: memory is busy while
 # enough bytes are on their way.
+set(FMHA_BLOCK_rope 128 6)
+set(FMHA_BLOCK_rope_backward 128 4)        # qk_norm_rope.BLOCKS_OF_SM
+set(FMHA_BLOCK_120_rope_backward 128 3)    # it spills with less
 set(FMHA_BLOCK_rms_norm 512 2)             # RmsNormParams::kMaxThreads
 set(FMHA_BLOCK_rms_norm_backward 512 1)    # RmsNormBackwardParams::kThreads
 set(FMHA_BLOCK_gated 256)
 set(FMHA_BLOCK_gated_backward 256)
-# Vectors of 16 bytes that a thread of such kernels asks for ahead, in dynamic shared memory (beside/rows.cuh): on sm_90
-# as many as there is room for; without HBM less is enough.
+# Vectors of 16 bytes that a thread of such kernels asks for ahead, in dynamic shared memory (beside/rows.cuh): those of
+# three rows; for more of them a launch takes longer to get going.
 set(FMHA_AHEAD_rms_norm_backward 10)
-set(FMHA_AHEAD_90_rms_norm_backward 24)
+set(FMHA_AHEAD_90_rms_norm_backward 12)
 # Kernels that wait by themselves for what is ahead in their stream (core/dependents.cuh), from sm_90 on.
-set(FMHA_DEPENDENT combine rms_norm rms_norm_backward rms_norm_weights gated gated_backward)
+set(FMHA_DEPENDENT combine rope rope_backward rope_weights rms_norm rms_norm_backward rms_norm_weights gated gated_backward)
 set(FMHA_BLOCK_OF_80_backward_lists 128 8)  # in a build for sm_80, which otherwise spills a register of it
 set(FMHA_ELEMENT_f16 "__half float16")
 set(FMHA_ELEMENT_bf16 "__nv_bfloat16 bfloat16")
@@ -40,7 +43,7 @@ set(FMHA_ELEMENT_f32 "float float32")
 # architecture: one binary holds all of them.
 function(fmha_write_helper_unit arch)
   set(UNIT_HEADERS
-    "#include \"beside/rope.cuh\"\n#include \"helpers/rotary.cuh\"\n#include \"helpers/combine.cuh\"\n#include \"helpers/merge_tail.cuh\"\n#include \"backward/rows.cuh\"\n#include \"beside/rms_norm.cuh\"\n#include \"beside/rms_norm_backward.cuh\"\n#include \"beside/gated.cuh\"")
+    "#include \"beside/rope.cuh\"\n#include \"beside/rope_backward.cuh\"\n#include \"helpers/rotary.cuh\"\n#include \"helpers/combine.cuh\"\n#include \"helpers/merge_tail.cuh\"\n#include \"backward/rows.cuh\"\n#include \"beside/rms_norm.cuh\"\n#include \"beside/rms_norm_backward.cuh\"\n#include \"beside/gated.cuh\"")
   set(UNIT_KERNELS "")
   foreach(line IN LISTS FMHA_HELPER_KERNELS)
     separate_arguments(types UNIX_COMMAND "${line}")
@@ -50,7 +53,9 @@ function(fmha_write_helper_unit arch)
       set(dependent_launch true)
     endif()
     set(bounds cutlass_fmha::HelperConfig::kThreads)
-    if(FMHA_BLOCK_${kind})
+    if(FMHA_BLOCK_${arch}_${kind})
+      set(bounds ${FMHA_BLOCK_${arch}_${kind}})
+    elseif(FMHA_BLOCK_${kind})
       set(bounds ${FMHA_BLOCK_${kind}})
     elseif(arch EQUAL 89 AND 80 IN_LIST FMHA_TARGETS_89 AND FMHA_BLOCK_OF_80_${kind})
       set(bounds ${FMHA_BLOCK_OF_80_${kind}})

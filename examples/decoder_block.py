@@ -1,4 +1,5 @@
-"""A Llama-like decoder block, prefill and decode: by cutlass_fmha.nn, by torch, and by torch.compile.
+"""A Llama-like decoder block, prefill and decode: by cutlass_fmha.nn, by torch, and by torch.compile,
+its attention by SDPA's choice and by its flash backend.
 
     python examples/decoder_block.py                    # --json FILE keeps it
 
@@ -10,6 +11,7 @@ tiny block, whose times say nothing.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cutlass_fmha
 from cutlass_fmha.bench import machine
@@ -56,9 +59,10 @@ class Block(torch.nn.Module):
 class TorchBlock(torch.nn.Module):
     """The same weights in torch's words: products fused as ours, SDPA over a cache that it may see whole."""
 
-    def __init__(self, block: Block, size: Size) -> None:
+    def __init__(self, block: Block, size: Size, flash: bool = False) -> None:
+        """flash: by SDPA's flash backend, which torch itself prefers on any GPU but sm_90 and sm_100."""
         super().__init__()
-        self.of, self.size = [block], size  # not a child: its parameters are the block's
+        self.of, self.size, self.flash = [block], size, flash  # not a child: its parameters are the block's
 
     def forward(
         self, x: Tensor, table: tuple[Tensor, Tensor], k_cache: Tensor, v_cache: Tensor, at: Tensor
@@ -77,7 +81,8 @@ class TorchBlock(torch.nn.Module):
         v_cache.index_copy_(2, at, v)
         prompt = x.shape[1] > 1
         seen = (k, v) if prompt else (k_cache, v_cache)
-        out = functional.scaled_dot_product_attention(q, *seen, is_causal=prompt, enable_gqa=True)
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if self.flash else contextlib.nullcontext():
+            out = functional.scaled_dot_product_attention(q, *seen, is_causal=prompt, enable_gqa=True)
         x = x + functional.linear(out.transpose(1, 2).flatten(2), block.attention.o_proj.weight)
         normed = functional.rms_norm(x, (size.width,), block.mlp_norm.weight, EPS)
         gate, up = functional.linear(normed, block.mlp.gate_up_weight).chunk(2, -1)
@@ -145,7 +150,9 @@ def main() -> None:
         ):
             calls = {"cutlass_fmha": ours, "torch": bind(theirs)}
             if device == "cuda":
-                calls["torch.compile"] = bind(torch.compile(theirs, fullgraph=True, dynamic=False))
+                for named, flash in (("torch.compile", False), ("torch.compile, flash", True)):
+                    each = torch.compile(TorchBlock(block, size, flash), fullgraph=True, dynamic=False)
+                    calls[named] = bind(each)
             off = worst(ours(), calls["torch"]())
             assert off < (0.05 if device == "cuda" else 1e-4), off
             times = times_in_turns(calls, device, 0.5 if device == "cuda" else 0.02)

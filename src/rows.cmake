@@ -154,17 +154,17 @@ fmha_wide(90        "f16;bf16" any       32    128    4     2          m16n8k16)
 
 # Gradients of Q, K and V: TILE_N keys per thread block, TILE_M queries per step, CHUNK of them at a time. Where ptxas would
 # spill in one architecture, it has another tile there.
-#             ARCHS     DTYPES     HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS FEATURES COPY         WRITES_SCORES SHARES_DQ ROUNDED_PAIRS
+#             ARCHS     DTYPES     HEAD_DIM TILE_M TILE_N WARPS CHUNK GROUPS FEATURES COPY         WRITES_SCORES SHARES_DQ ROUNDED_PAIRS KEPT_KEY_STEPS WHOLE_DQ
 fmha_backward("89"      "f16;bf16"  32       64     256    8     32    false  ranges   cp_async_16)
 fmha_backward("${TMA}"  "f16;bf16"  32       64     256    8     32    false  ranges   tma)
 fmha_backward("89"      "f16;bf16"  64       64     256    8     16    false  ranges   cp_async_16)
-fmha_backward("90"      "f16;bf16"  64       64     192    8     32    true   ranges   tma          false         true      true)
+fmha_backward("90"      "f16;bf16"  64       64     192    8     32    true   ranges   tma          false         true      true          4              true)
 fmha_backward("120"     "f16;bf16"  64       64     256    8     16    false  ranges   tma)
 fmha_backward("89"      "f16;bf16"  96       64     128    8     64    false  ranges   cp_async_16)
-fmha_backward("90"      "f16;bf16"  96       64     128    8     32    true   ranges   tma          false         false     true)
+fmha_backward("90"      "f16;bf16"  96       64     128    8     32    true   ranges   tma          false         false     true          6              true)
 fmha_backward("120"     "f16;bf16"  96       64     128    8     64    false  ranges   tma)
 fmha_backward("89"      "f16;bf16" 128       64     128    8     64    false  ranges   cp_async_16)
-fmha_backward("90"      "f16;bf16" 128       64     128    8     16    true   ranges   tma)
+fmha_backward("90"      "f16;bf16" 128       64     128    8     16    true   ranges   tma          false         false     false         1              false)
 fmha_backward("120"     "f16;bf16" 128       64     128    8     64    false  ranges   tma)
 fmha_backward("89"      "f16;bf16" 256       32      64    8     16    true   ranges   cp_async_16)
 fmha_backward("${TMA}"  "f16;bf16" 256       32      64    8     16    true   ranges   tma)

@@ -18,5 +18,14 @@ def exported(file: Path) -> set[str]:
     return {line.split()[0].partition("@")[0] for line in lines}
 
 
+def versions(file: Path, which: str) -> dict[str, set[str]]:
+    """Symbol -> its versions, of those that it defines or needs (``which``: "defined" or "undefined")."""
+    found: dict[str, set[str]] = {}
+    lines = _output("nm", "--dynamic", f"--{which}-only", "--with-symbol-versions", file)
+    for symbol, version in re.findall(r"(\S+?)@+(\S+)$", lines, re.MULTILINE):
+        found.setdefault(symbol, set()).add(version)
+    return found
+
+
 def _output(*command: str | Path) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import oracle_features
+import pytest
 import torch
 from tensors import randn
 from torch import Tensor
@@ -20,11 +23,19 @@ HEADS, HEADS_KV, DIM, PAGE = 4, 2, 32, 16
 MIXED = ((0, 37), (48, 21), (100, 1), (15, 1), (31, 3), (0, 1))
 DECODE = ((100, 1), (15, 1), (16, 1), (64, 1))
 
+ENGINES = Path(__file__).parent / "engines"
+
+#: Where a test runs: in float32, and in half precision by the kernels.
+PLACES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
 
 @contextlib.contextmanager
-def stand_ins(name: str) -> Iterator[None]:
-    """Within it, ``import name`` finds the modules of tests/engines, and afterwards not."""
-    where = str(Path(__file__).parent / "engines")
+def stand_ins(name: str, or_installed: bool = False) -> Iterator[None]:
+    """Within it, ``import name`` finds the modules of tests/engines, and afterwards not; or the package."""
+    if or_installed and importlib.util.find_spec(name) is not None:
+        yield
+        return
+    where = str(ENGINES)
     sys.path.insert(0, where)
     try:
         yield
@@ -40,9 +51,9 @@ class Requests:
     def __init__(self, lengths: tuple[tuple[int, int], ...]) -> None:
         self.old, self.new = ([pair[i] for pair in lengths] for i in (0, 1))
         self.used = [sum(pair) for pair in lengths]
-        self.q = [randn(new, HEADS, DIM, seed=i) for i, new in enumerate(self.new)]
-        self.k = [randn(used, HEADS_KV, DIM, seed=10 + i) for i, used in enumerate(self.used)]
-        self.v = [randn(used, HEADS_KV, DIM, seed=20 + i) for i, used in enumerate(self.used)]
+        self.q = [_rounded(new, HEADS, DIM, seed=i) for i, new in enumerate(self.new)]
+        self.k = [_rounded(used, HEADS_KV, DIM, seed=10 + i) for i, used in enumerate(self.used)]
+        self.v = [_rounded(used, HEADS_KV, DIM, seed=20 + i) for i, used in enumerate(self.used)]
         pages = [-(-used // PAGE) for used in self.used]
         order = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(0)).int() + 1
         #: Rows beyond a request's own pages are of no page at all.
@@ -66,5 +77,47 @@ class Requests:
         return torch.cat(of_each)
 
 
+def _rounded(*shape: int, seed: int) -> Tensor:
+    return randn(*shape, dtype=torch.float16, seed=seed).float()
+
+
+def placed(x: Any, place: str, floats: torch.dtype | None = torch.float16) -> Any:
+    """On a GPU a copy of it, whose tensors are there, but for those that are named for the host."""
+    if place == "cpu":
+        return x
+    if isinstance(x, Tensor):
+        return x.to(place, floats if x.is_floating_point() else None)
+    if isinstance(x, tuple | list):
+        return type(x)(placed(each, place, floats) for each in x)
+    if isinstance(x, dict):
+        return {
+            name: value if name.endswith("_cpu") else placed(value, place, floats)
+            for name, value in x.items()
+        }
+    if hasattr(x, "__dict__") and not isinstance(x, type | int | Callable):
+        found = copy.copy(x)
+        found.__dict__.update(placed(vars(x), place, floats))
+        return found
+    return x
+
+
+def recorded(call: Callable[[], Tensor], place: str) -> Callable[[], Tensor]:
+    """The call once more, whenever; on a GPU by a graph of CUDA, which reads the memory of now."""
+    call()
+    if place == "cpu":
+        return call
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        found = call()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return found
+
+    return replay
+
+
 def is_close(found: Tensor, expected: Tensor) -> bool:
-    return torch.allclose(found.double(), expected, rtol=1e-4, atol=1e-5)
+    limits = {"rtol": 1e-4, "atol": 1e-5} if found.dtype == torch.float32 else {"rtol": 4e-3, "atol": 4e-3}
+    return torch.allclose(found.double().cpu(), expected, **limits)

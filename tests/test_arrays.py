@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from typing import Any
 
@@ -35,34 +36,50 @@ class Recorder:
         return Recorder(tensor)
 
 
-LIBRARIES = ["numpy", *(["jax.numpy"] if importlib.util.find_spec("jax") else [])]
+LIBRARIES = [
+    pytest.param("numpy", "cpu"),
+    pytest.param("jax.numpy", "cpu"),
+    pytest.param("cupy", "cuda", marks=pytest.mark.gpu),
+    pytest.param("jax.numpy", "cuda", marks=pytest.mark.gpu),
+]
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize(("library", "device"), LIBRARIES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_arrays_in_arrays_out(library: str, dtype: torch.dtype):
+def test_arrays_in_arrays_out(library: str, device: str, dtype: torch.dtype):
+    pytest.importorskip(library.partition(".")[0], reason=f"{library} is not installed")
     namespace = importlib.import_module(library)
-    tensors = qkv(dtype=dtype)
+    tensors = [x.to(device) for x in qkv(dtype=dtype)]
     said: dict[str, Any] = {
         "mask": torch.arange(65) < ints(65, 20)[:, None, None, None],
-        "sinks": randn(4),
         "seqused_k": ints(65, 30),
-        "block_mask": (ints(1).view(1, 1, 1), ints(0).view(1, 1, 1, 1), (128, 128)),
     }
-    want = attention(*tensors, causal=True, return_lse=True, scale=0.2, **said)
+    if device == "cpu" or dtype == torch.float16:  # which no row of float32 takes
+        said["sinks"] = randn(4)
+        said["block_mask"] = (ints(1).view(1, 1, 1), ints(0).view(1, 1, 1, 1), (128, 128))
+
+    def placed(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(placed, value))
+        return value.to(device) if isinstance(value, Tensor) else value
 
     def array(value: Any) -> Any:
         if isinstance(value, tuple):
             return tuple(map(array, value))
-        return namespace.asarray(value.numpy()) if isinstance(value, Tensor) else value
+        return namespace.asarray(value.cpu().numpy()) if isinstance(value, Tensor) else value
 
+    want = attention(
+        *tensors, causal=True, return_lse=True, scale=0.2, **{n: placed(x) for n, x in said.items()}
+    )
     given = [array(x) for x in tensors]
     out, lse = attention(
         *given, causal=True, return_lse=True, scale=0.2, **{n: array(x) for n, x in said.items()}
     )
     assert type(out) is type(lse) is type(given[0]) and out.shape == tuple(tensors[0].shape)
-    assert numpy.array_equal(out, want[0].numpy()) and numpy.array_equal(lse, want[1].numpy())
     assert type(attention(*given)) is type(out)
+    for found, wanted in zip((out, lse), want, strict=True):
+        shared = torch.from_dlpack(found)
+        assert shared.device.type == device and torch.equal(shared, wanted)
 
 
 def test_memory_is_shared_both_ways(monkeypatch: pytest.MonkeyPatch):
@@ -101,6 +118,56 @@ def test_the_stream_that_the_kernel_runs_on_is_handed_over(
     assert [x.asked for x in host] == [[None]] * 3
 
 
+class OnGpu(Recorder):
+    """A library's array on a GPU, whose work is on a stream of that library: it follows the protocol."""
+
+    own: torch.cuda.Stream
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__(tensor, (2, tensor.get_device()))
+
+    def __dlpack__(self, *, stream: int | None = None) -> Any:
+        self.asked.append(stream)
+        consumer = torch.cuda.default_stream() if stream == 1 else torch.cuda.ExternalStream(stream)
+        consumer.wait_event(self.own.record_event())
+        return torch.utils.dlpack.to_dlpack(self.tensor)
+
+    def __array_namespace__(self) -> Any:
+        return OnGpu
+
+    @staticmethod
+    def from_dlpack(tensor: Tensor) -> OnGpu:
+        found = OnGpu(torch.from_dlpack(tensor.__dlpack__(stream=OnGpu.own.cuda_stream)))
+        assert found.tensor.data_ptr() == tensor.data_ptr(), "the result is copied"
+        return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("side", [False, True])
+def test_arrays_of_a_gpu_are_shared_and_streams_wait_for_each_other(side: bool):
+    """While the library's stream stands still: its arrays are written after the call, and read after it."""
+    from gpu import held
+
+    OnGpu.own, current = torch.cuda.Stream(), torch.cuda.Stream() if side else torch.cuda.default_stream()
+    tensors = [x.cuda() for x in qkv()]
+    want = attention(*tensors, causal=True, return_lse=True)
+    for stand_still in (contextlib.nullcontext(), held(OnGpu.own)):  # the first loads all code
+        given = [OnGpu(torch.zeros_like(x)) for x in tensors]
+        assert [arrays.tensors("x", x).data_ptr() for x in given] == [x.tensor.data_ptr() for x in given]
+        torch.cuda.synchronize()
+        with torch.cuda.stream(current), stand_still:
+            with torch.cuda.stream(OnGpu.own):
+                for array, x in zip(given, tensors, strict=True):
+                    array.tensor.copy_(x)
+            found = attention(*given, causal=True, return_lse=True)
+            with torch.cuda.stream(OnGpu.own):
+                kept = [x.tensor.clone() for x in found]
+        torch.cuda.synchronize()
+        number = current.cuda_stream or 1
+        assert [x.asked[1:] for x in given] == [[number]] * 3
+        assert all(isinstance(x, OnGpu) for x in found) and all(map(torch.equal, kept, want))
+
+
 class Opaque:
     """An array of a library that takes nothing."""
 
@@ -120,6 +187,7 @@ class Closed(Recorder):
     ("change", "sentence"),
     [
         ({"k": [1.0]}, "k must be a torch.Tensor, got list"),
+        ({"out": numpy.zeros(1)}, "out is not taken where q is a numpy.ndarray"),
         (
             {"k": Opaque()},
             "k, a .*Opaque, can't be shared by DLPack: this memory is not for others",
@@ -133,4 +201,4 @@ class Closed(Recorder):
 def test_what_cannot_be_shared_is_said(change: dict[str, Any], sentence: str):
     given = {**dict(zip("qkv", (x.numpy() for x in qkv()), strict=True)), **change}
     with pytest.raises(TypeError, match=sentence):
-        attention(given["q"], given["k"], given["v"])
+        attention(given.pop("q"), given.pop("k"), given.pop("v"), **given)

@@ -197,6 +197,21 @@ def test_a_refusal_is_reported_and_a_failure_surfaces(monkeypatch: pytest.Monkey
         runner.is_refusal("flash", RuntimeError("something"))
 
 
+@pytest.mark.usefixtures("fake_gpu")
+def test_clocks_are_read_after_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = iter({"sm_clock_mhz": clock} for clock in (1980.0, 1755.0, None))
+    monkeypatch.setattr(machine, "read_smi", lambda device: next(read))
+    monkeypatch.setattr(machine, "describe", lambda device: synthetic()["machine"])
+    monkeypatch.setattr(runner, "require_gpu", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contenders.nullcontext())
+    cases = [replace(SMALL, group=group) for group in ("dense", "dense", "decode", "wide")]
+    found = runner.measure(cases, [], in_turns=lambda case, budget_s: {"name": case.name})
+    assert [each["after"] for each in found["clocks"]] == ["dense", "decode", "wide"]
+    assert report.clock_seen(found) == "1755 to 1980 MHz"
+    found["clocks"] = [{"sm_clock_mhz": None}]
+    assert report.clock_seen(found) == "not readable"
+
+
 TIMES = {
     "ours": 8.0,
     "pages16": 9.5, "paged": 9.0, "pages256": 8.5, "plain": 6.0,
@@ -303,7 +318,15 @@ def test_what_is_printed_has_means_refusals_machine_and_method():
     ):
         assert line in text
     assert "unsupported" in next(line for line in text.splitlines() if line.startswith("B4 H16 S4096 D96"))
-    facts = ["NVIDIA H200", "sm_90", "torch 2.11.0", "cuDNN 9.19.0", "driver 580.1", "1980.0 MHz", "0123456"]
+    facts = [
+        "NVIDIA H200",
+        "sm_90",
+        "torch 2.11.0",
+        "cuDNN 9.19.0",
+        "driver 580.1",
+        "SM clock 1980 MHz",
+        "0123456",
+    ]
     facts += ["the sm_120 rows are compiled for sm_90", runner.METHOD]
     facts += ["microseconds, repeated, S128 D64: attention 9.9, torch SDPA 15.6"]
     assert all(fact in markdown for fact in facts)
@@ -716,3 +739,41 @@ def test_gradients_are_checked_and_a_wrong_one_is_found(causal: bool, lengths: t
         assert not check(found).within
         x[-1, -1, -1] -= 0.1
     assert case.name.endswith("_backward") and case.flop == 10 * 4 * case.visible_pairs * 32
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", ["flash", "efficient", "cudnn"])
+def test_gradients_of_torchs_kernels_are_those_of_shared_heads(name: str, causal: bool, monkeypatch) -> None:
+    """Stand-ins with the ops' arguments, which the schemas hold them to."""
+    swap = (lambda x: x) if name == "flash" else (lambda x: x.transpose(1, 2))
+    prefix = "_flash_attention" if name == "flash" else f"_scaled_dot_product_{name}_attention"
+    forward, backward = (f"{prefix}_forward" if name == "flash" else prefix), f"{prefix}_backward"
+    schemas = {op: getattr(torch.ops.aten, op).default._schema for op in (forward, backward)}
+    extra = [None, torch.zeros(()), torch.zeros(())]
+
+    def named(op: str, given: tuple[Any, ...]) -> dict[str, Any]:
+        assert len(given) >= len([x for x in schemas[op].arguments if not x.has_default_value()])
+        return {x.name: value for x, value in zip(schemas[op].arguments, given, strict=False)}
+
+    def forwards(*given: Any) -> tuple[Any, ...]:
+        said = named(forward, given)
+        tensors = [swap(said[x]) for x in ("query", "key", "value")]
+        out, lse = cutlass_fmha.attention(*tensors, causal=said["is_causal"], return_lse=True)
+        rest = {"flash": [*extra[1:], None], "efficient": extra[1:]}
+        return swap(out), lse, *rest.get(name, [None, None, 40, 40, *extra[1:], None])
+
+    def backwards(*given: Any) -> list[torch.Tensor]:
+        said = named(backward, given)
+        tensors = [swap(said[x]) for x in ("query", "key", "value", "out")]
+        dout = swap(next(said[x] for x in ("grad_out", "grad_out_") if x in said))
+        mask = "bottom-right" if said["is_causal"] else "none"
+        op = torch.ops.cutlass_fmha.attend_backward
+        return [swap(x) for x in op(dout, *tensors, said["logsumexp"], None, 32**-0.5, mask)[:3]]
+
+    monkeypatch.setattr(torch.ops.aten, forward, forwards)
+    monkeypatch.setattr(torch.ops.aten, backward, backwards)
+    case = Case("backward", 2, 4, 2, 40, 40, 32, "float16", causal=causal)
+    inputs = contenders.make_inputs(case, 2, torch.device("cpu"))
+    call = lineup.line_up(case, inputs, [name])[name].call
+    check = gradients.GradientCheck(case, inputs)
+    assert check(call(0)).within and not check(call(1)).within

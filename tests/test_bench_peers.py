@@ -16,7 +16,7 @@ from test_bench import FakeTimer, synthetic
 
 import cutlass_fmha
 import cutlass_fmha.flash_attn
-from cutlass_fmha.bench import contenders, gradients, lineup, peers, report, runner
+from cutlass_fmha.bench import contenders, gradients, host, lineup, peers, report, runner
 from cutlass_fmha.bench.cases import Case
 from cutlass_fmha.bench.features import Feature
 
@@ -140,11 +140,18 @@ class Graph:
         return SimpleNamespaceHashable(dim=dim, stride=stride, name=name)
 
     def sdpa(self, name, q, k, v, generate_stats, attn_scale, use_causal_mask=False):
-        self.inputs, self.causal = (q, k, v), use_causal_mask
-        self.output = SimpleNamespaceHashable()
-        for setter in ("set_output", "set_dim", "set_stride", "set_data_type"):
-            setattr(self.output, setter, lambda value: self.output)
-        return self.output, None
+        return *self.outputs(1, use_causal_mask, q, k, v), None
+
+    def sdpa_backward(self, name, q, k, v, o, dO, stats, attn_scale, use_causal_mask=False):
+        return self.outputs(3, use_causal_mask, q, k, v, o, dO, stats)
+
+    def outputs(self, count, causal, *inputs):
+        self.inputs, self.causal = inputs, causal
+        self.made = [SimpleNamespaceHashable() for _ in range(count)]
+        for output in self.made:
+            for setter in ("set_output", "set_dim", "set_stride", "set_data_type"):
+                setattr(output, setter, lambda value, output=output: output)
+        return self.made
 
     validate = build_operation_graph = lambda self: None
 
@@ -163,8 +170,15 @@ class Graph:
         assert handle == self.handle and self.built
         for tensor in self.inputs:
             assert tensor_dict[tensor].stride() == tuple(tensor.stride)
-        views = (tensor_dict[tensor].transpose(1, 2) for tensor in self.inputs)
-        tensor_dict[self.output].copy_(EXACT(*views, causal=self.causal).transpose(1, 2))
+        q, k, v, *rest = (tensor_dict[tensor].transpose(1, 2) for tensor in self.inputs)
+        if rest:
+            out, dout, stats = rest
+            lse, scale = stats.transpose(1, 2)[..., 0], q.shape[-1] ** -0.5
+            found = gradients_of(dout, (q, k, v), out, lse, scale, self.causal, {})
+        else:
+            found = [EXACT(q, k, v, causal=self.causal)]
+        for output, x in zip(self.made, found, strict=True):
+            tensor_dict[output].copy_(x.transpose(1, 2))
 
 
 class OlderGraph(Graph):
@@ -262,15 +276,27 @@ def test_a_package_is_asked_for_the_same_problem(name: str, cases: list[Case]) -
 
 
 @pytest.mark.usefixtures("stand_ins")
-@pytest.mark.parametrize("name", ["flash_attn", "fa3", "fa4"])
+@pytest.mark.parametrize("name", ["flash_attn", "fa3", "fa4", "cudnn_fe", "cudnn_dsl"])
 @pytest.mark.parametrize("case", [CASE, replace(CASE, causal=False), PACKED], ids=lambda case: case.name)
 def test_a_package_is_asked_for_the_same_gradients(name: str, case: Case) -> None:
     case = replace(case, group="backward")
     inputs = contenders.make_inputs(case, 2, torch.device("cpu"))
     found = lineup.line_up(case, inputs, [name, "flex", "sage"])
+    if case.lengths and name.startswith("cudnn"):
+        assert name not in found
+        return
     assert list(found)[2 + bool(case.lengths) :] == [name]  # after ours, and the deterministic one
     check = gradients.GradientCheck(case, inputs)
     assert check(found[name].call(0)).within and not check(found[name].call(1)).within
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_host_time_is_of_those_that_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["flashinfer"], "BatchPrefillWithRaggedKVCacheWrapper", None)
+    rows = [torch.randn(1, 16, 1, 64).to(torch.bfloat16) for _ in range(3)]
+    found = host.of_packages(["cudnn", "fa3", "flashinfer", "sage"], *rows)
+    assert list(found) == ["FlashAttention-3", "SageAttention"]
+    assert all(call().shape == rows[0].shape for call in found.values())
 
 
 @pytest.mark.usefixtures("stand_ins")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import serving
 import torch
-import torch.nn.functional as F
 from tensors import randn
 from torch import Tensor
 
@@ -31,36 +33,43 @@ def _fresh() -> None:
     log.forget()
 
 
-def theirs(
-    q: Tensor, k: Tensor, v: Tensor, heads: int, mask: Tensor | None = None, attn_precision: Any = None,
-    skip_reshape: bool = False, skip_output_reshape: bool = False, **kwargs: Any,
-) -> Tensor:  # fmt: skip
-    """What ComfyUI's function for torch's attention means, parameters in its order (0.38.1)."""
-    if not skip_reshape:
-        dim = q.shape[-1] // heads
-        q, k, v = (x.view(*x.shape[:2], -1, dim).transpose(1, 2) for x in (q, k, v))
-    if mask is not None and mask.dim() < 4:
-        mask = mask[(None,) * (3 - mask.dim())].unsqueeze(1)
-    extra = {name: kwargs[name] for name in ("scale", "enable_gqa") if name in kwargs}
-    out = F.scaled_dot_product_attention(q, k, v, mask, **extra)
-    return out if skip_output_reshape else out.transpose(1, 2).flatten(2)
+@pytest.fixture(scope="module")
+def there() -> Iterator[Any]:
+    with serving.stand_ins("comfy"):
+        from comfy.ldm.modules import attention
+
+        yield attention
 
 
+@pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("stay", [False, True])
 @pytest.mark.parametrize("heads_kv", [HEADS, 2])
-def test_shapes_masks_and_heads_are_as_there(mask: str, split: bool, stay: bool, heads_kv: int):
+def test_shapes_masks_and_heads_are_as_there(
+    there: Any, mask: str, split: bool, stay: bool, heads_kv: int, place: str
+):
     q, k, v = (randn(2, heads, seqlen, DIM) for heads, seqlen in ((HEADS, 9), (heads_kv, 13), (heads_kv, 13)))
     if not split:
         q, k, v = (x.transpose(1, 2).flatten(2) for x in (q, k, v))
-    said: dict[str, Any] = {"skip_reshape": split, "skip_output_reshape": stay, "transformer_options": {}}
-    said |= {"enable_gqa": heads_kv != HEADS, "_inside_attn_wrapper": True, "mask": MASKS[mask]}
+    said: dict[str, Any] = {
+        "skip_reshape": split,
+        "skip_output_reshape": stay,
+        "enable_gqa": heads_kv != HEADS,
+    }
+    here, limits = MASKS[mask], {"rtol": 1e-4, "atol": 1e-5}
+    if place == "cuda":
+        limits = {"rtol": 4e-3, "atol": 4e-3}
+        q, k, v = (x.to(place, torch.float16) for x in (q, k, v))
+        if here is not None:
+            here = here.to(place, torch.float16 if here.is_floating_point() else None)
+    said["mask"] = here
+    override = {"transformer_options": {comfyui.OVERRIDE: comfyui.or_else}}
     for scale in ({}, {"scale": 0.3}):
-        want = theirs(q, k, v, HEADS, **said, **scale)
-        found = comfyui.attention(q, k, v, HEADS, **said, **scale)
-        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
-    assert comfyui.calls.counts == {"attention": 2}
+        want = there.attention_pytorch(q, k, v, HEADS, **said, **scale, transformer_options={})
+        found = there.attention_pytorch(q, k, v, HEADS, **said, **scale, **override)
+        torch.testing.assert_close(found, want, **limits)
+    assert comfyui.calls.counts == {"attention": 2} and not comfyui.calls.declined
 
 
 @pytest.mark.parametrize(
@@ -100,18 +109,20 @@ def test_the_node_changes_a_clone_and_refuses_to_undo_another_node():
         node().patch(model(optimized_attention_override=print))
 
 
-def test_the_registry_gets_a_wrapped_function_that_falls_back_to_torchs():
-    registry: dict[str, Any] = {}
-    there = SimpleNamespace(
-        attention_pytorch=theirs,
-        wrap_attn=lambda function: ("wrapped", function),
-        register_attention_function=registry.__setitem__,
-    )
+def test_the_registry_gets_a_wrapped_function_that_falls_back_to_torchs(there: Any):
     comfyui.register(there)
-    (wrapped, function) = registry.pop("cutlass_fmha")
+    function = there.REGISTERED_ATTENTION_FUNCTIONS.pop("cutlass_fmha")
     given = [randn(2, 9, HEADS * DIM)] * 3
-    want = theirs(*given, HEADS)
+    want = there.attention_pytorch(*given, HEADS)
     torch.testing.assert_close(function(*given, HEADS), want, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(function(*given, HEADS, window=3), want)
-    assert wrapped == "wrapped" and not registry
     assert comfyui.calls.counts == {"attention": 1} and sum(comfyui.calls.declined.values()) == 1
+    changed = {"transformer_options": {comfyui.OVERRIDE: lambda own, *args, **said: own.__name__}}
+    assert function(*given, HEADS, **changed) == "attention_cutlass_fmha", "it is wrapped"
+
+
+def test_parameters_are_theirs_in_its_order(there: Any):
+    own, other = map(inspect.signature, (comfyui.attention, there.attention_pytorch))
+    assert [(x.name, x.default, x.kind) for x in own.parameters.values()] == [
+        (x.name, x.default, x.kind) for x in other.parameters.values()
+    ]

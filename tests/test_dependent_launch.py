@@ -91,7 +91,7 @@ def test_the_few_query_rows_of_architectures_that_can_overlap_do():
 def test_of_the_others_decoding_rows_what_follows_them_and_what_is_beside_attention_overlap():
     rows = [row for row in (*_C.rows(), *_C.backward_rows(), *_C.helpers()) if row.family != "few_query"]
     families = {"few_query_scored", "combine", "gated", "gated_backward"}
-    families |= {"rms_norm", "rms_norm_backward", "rms_norm_weights"}
+    families |= {"rms_norm", "rms_norm_backward", "rms_norm_weights", "rope", "rope_backward", "rope_weights"}
     can = {row.name for row in rows if row.family in families and row.arch >= 90}
     assert can == {row.name for row in rows if row.dependent_launch}
 

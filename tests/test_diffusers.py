@@ -129,7 +129,37 @@ def qwen() -> tuple[Any, dict[str, Any]]:
     return model, said | {"encoder_hidden_states_mask": mask, "timestep": torch.tensor([0.5, 0.5])}
 
 
-@pytest.mark.parametrize(("make", "layers"), [(flux, 2), (wan, 2), (qwen, 1)])
+MODELS = pytest.mark.parametrize(("make", "layers"), [(flux, 2), (wan, 2), (qwen, 1)])
+
+
+@pytest.mark.gpu
+@MODELS
+def test_a_model_on_a_gpu_is_as_exact_as_by_its_native_backend(make: Any, layers: int) -> None:
+    torch.manual_seed(0)
+    model, said = make()
+    found = {}
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.uniform_(-0.3, 0.3)
+        wanted = model(**said)[0]
+        model.to("cuda", torch.float16)
+        for key, x in said.items():
+            if isinstance(x, torch.Tensor):
+                said[key] = x.to("cuda", torch.float16 if x.is_floating_point() else None)
+        try:
+            for backend in ("native", integration.NAME):
+                model.set_attention_backend(backend)
+                with CountCalls() as counter:
+                    found[backend] = (model(**said)[0].float().cpu() - wanted).abs().max()
+        finally:
+            model.reset_attention_backend()
+            dispatch._AttentionBackendRegistry.set_active_backend(dispatch.AttentionBackendName.NATIVE)
+    assert counter.calls == layers
+    rounding = torch.finfo(torch.float16).eps * wanted.abs().max()
+    assert found[integration.NAME] <= 2 * found["native"] + rounding
+
+
+@MODELS
 def test_a_model_computes_what_its_native_backend_does(make: Any, layers: int) -> None:
     torch.manual_seed(0)
     model, said = make()

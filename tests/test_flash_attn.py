@@ -700,7 +700,7 @@ torch.manual_seed(0)
 dim, heads, vocabulary = 64, 4, 50
 embed, project = torch.randn(vocabulary, dim), torch.randn(dim, 3 * dim) / 8
 out = torch.randn(dim, vocabulary)
-angles = torch.outer(torch.arange(64), 10000.0 ** -(torch.arange(8) / 8))
+angles = torch.outer(torch.arange(64), 10000.0 ** -(torch.arange(8) / 8)).to(embed)
 cos, sin = angles.cos(), angles.sin()
 
 def qkv(tokens):
@@ -708,7 +708,7 @@ def qkv(tokens):
 
 tokens = torch.randint(vocabulary, (2, 5))
 k_cache, v_cache = torch.zeros(2, 2, 64, heads, dim // heads).unbind(0)
-lengths, generated, new = torch.zeros(2, dtype=torch.int32), tokens, tokens
+lengths, generated, new, steps = torch.zeros(2, dtype=torch.int32), tokens, tokens, []
 for _ in range(12):
     q, k, v = qkv(new)
     context = flash_attn_with_kvcache(
@@ -716,20 +716,111 @@ for _ in range(12):
         rotary_interleaved=False,
     )
     lengths += new.shape[1]
-    new = (context[:, -1:].flatten(-2) @ out).argmax(-1)
+    steps.append(context[:, -1:].flatten(-2) @ out)
+    new = steps[-1].argmax(-1)
     generated = torch.cat((generated, new), 1)
 q, k, v = qkv(generated[:, :-1])
 q, k = apply_rotary_emb(q, cos, sin), apply_rotary_emb(k, cos, sin)
-whole = (flash_attn_func(q, k, v, causal=True).flatten(-2) @ out).argmax(-1)
-print(torch.equal(whole[:, 4:], generated[:, 5:]), generated.shape)
+whole = flash_attn_func(q, k, v, causal=True).flatten(-2) @ out
+print(generated.shape, (torch.cat(steps, 1) - whole[:, 4:]).abs().max().item() / whole.abs().max().item())
+"""
+
+ENCODER = """
+import torch
+from flash_attn import flash_attn_varlen_qkvpacked_func
+from flash_attn.bert_padding import pad_input, unpad_input
+
+torch.manual_seed(0)
+batch, seqlen, heads, head_dim = 3, 17, 4, 32
+layers = torch.nn.ModuleList(torch.nn.Linear(heads * head_dim, 3 * heads * head_dim) for _ in range(2))
+mask = torch.arange(seqlen) < torch.tensor([17, 5, 0])[:, None]
+hidden = torch.randn(batch, seqlen, heads * head_dim).requires_grad_()
+
+def flash(x, p=0.0):
+    x, indices, cu_seqlens, max_seqlen, *_ = unpad_input(x, mask)
+    for layer in layers:
+        qkv = layer(x).unflatten(-1, (3, heads, head_dim))
+        x = x + flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, dropout_p=p).flatten(-2)
+    return pad_input(x, indices, batch, seqlen)
+
+def eager(x):
+    for layer in layers:
+        q, k, v = layer(x).unflatten(-1, (3, heads, head_dim)).permute(2, 0, 3, 1, 4)
+        scores = (q @ k.mT * head_dim**-0.5).masked_fill(~mask[:, None, None], -1e4)
+        x = x + (scores.softmax(-1) @ v).transpose(1, 2).flatten(-2)
+    return x * mask[..., None]
+
+results = []
+for call in (flash, eager):
+    out = call(hidden)
+    results.append((out, *torch.autograd.grad(out.pow(2).sum(), (hidden, *layers.parameters()))))
+worst = max((x - y).abs().max().item() / y.abs().max().item() for x, y in zip(*results))
+print(flash(hidden, 0.1).shape, worst)
 """
 
 
-def test_a_script_that_was_written_for_it_runs_unmodified(tmp_path: Path):
-    (tmp_path / "script.py").write_text(GENERATION)
-    install = "import runpy; from cutlass_fmha.flash_attn import install; install()\n"
-    printed = run(f"{install}runpy.run_path({str(tmp_path / 'script.py')!r})", tmp_path)
-    assert printed == "True torch.Size([2, 17])\n"
+LLAMA = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+torch.manual_seed(0)
+sizes = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+model = LlamaForCausalLM(LlamaConfig(vocab_size=50, num_key_value_heads=2, **sizes)).eval()
+ids, mask = torch.randint(50, (2, 9)), torch.ones(2, 9, dtype=torch.long)
+mask[1, :3] = 0
+found = []
+for name in ("flash_attention_2", "eager"):
+    model.set_attn_implementation(name)
+    with torch.no_grad():
+        found.append(model(ids, attention_mask=mask).logits[mask.bool()])
+print(found[0].shape, (found[0] - found[1]).abs().max().item() / found[1].abs().max().item())
+"""
+
+DIFFUSERS = """
+import torch
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+torch.manual_seed(0)
+q, k, v = torch.randn(3, 2, 7, 4, 32)
+mask = torch.arange(7) < torch.tensor([[7], [4]])
+flash = dispatch_attention_fn(q, k, v, backend="flash", is_causal=True)
+flash = torch.stack((flash, dispatch_attention_fn(q, k, v, backend="flash_varlen", attn_mask=mask)))
+native = dispatch_attention_fn(q, k, v, backend="native", is_causal=True)
+native = torch.stack((native, dispatch_attention_fn(q, k, v, backend="native", attn_mask=mask)))
+print(flash.shape, (flash - native).abs().max().item())
+"""
+
+#: What each needs, its calls of ours, and the shape that it prints.
+SCRIPTS = {
+    "generation": (GENERATION, None, 13, [2, 17]),
+    "encoder": (ENCODER, None, 4, [3, 17, 128]),
+    "transformers, flash_attention_2": (LLAMA, "transformers", 2, [15, 50]),
+    "diffusers, flash": (DIFFUSERS, "diffusers", 2, [2, 2, 7, 4, 32]),
+}
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "tolerance"),
+    [("cpu", "float32", 1e-5), pytest.param("cuda", "float16", 1e-2, marks=pytest.mark.gpu)],
+)
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_that_was_written_for_it_runs_unmodified(
+    tmp_path: Path, name: str, device: str, dtype: str, tolerance: float
+):
+    """As it is started: on a device, in a dtype. The last number that it prints is its error."""
+    script, package, calls, shape = SCRIPTS[name]
+    if package is not None:
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    (tmp_path / "script.py").write_text(script)
+    begin = "import runpy, torch; from cutlass_fmha.flash_attn import install; install()\n"
+    begin += "from cutlass_fmha.demo.measure import CountCalls\n"
+    if device == "cpu":  # transformers would not ask for flash_attn
+        begin += "torch.cuda.is_available = lambda: True\n"
+    begin += f"torch.set_default_device({device!r}); torch.set_default_dtype(torch.{dtype})\n"
+    script = f"with CountCalls() as counter: runpy.run_path({str(tmp_path / 'script.py')!r})\n"
+    *_, found, counted = run(f"{begin}{script}print(counter.calls)", tmp_path).splitlines()
+    printed, _, error = found.rpartition(" ")
+    assert (printed, int(counted)) == (f"torch.Size({shape})", calls) and float(error) <= tolerance
 
 
 def test_a_compiled_call_is_whole():

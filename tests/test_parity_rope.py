@@ -236,6 +236,25 @@ def test_qk_norm_rope(p: Problem):
     check_norm(p)
 
 
+@kernels_only
+def test_of_many_rows_a_thread_has_several():
+    """The same bits as of few, which have a thread each; the last elements of a row have no partner in it."""
+    rows, last, dtype = 8192, 8189, torch.bfloat16
+    cos, sin = table(rows, 16, dtype)
+    operands = [randn(1, rows, heads, 24, dtype=dtype, seed=heads) for heads in (64, 3)]
+    douts = [randn(*x.shape, dtype=dtype, seed=5) for x in operands]
+
+    def run(begin: int) -> list[Tensor]:
+        leaves = [x[:, begin:].detach().requires_grad_() for x in operands]
+        weights = [randn(24, dtype=dtype, seed=n) for n in (7, 8)]
+        said = {"cos": cos, "sin": sin, "interleaved": True, "offsets": begin}
+        found = cutlass_fmha.qk_norm_rope(*leaves, None, *weights, **said)
+        return [*found, *torch.autograd.grad(found, leaves, [x[:, begin:] for x in douts])]
+
+    for many, few in zip(run(0), run(last), strict=True):
+        assert torch.equal(bits(many[:, last:].cpu()), bits(few.cpu()))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("dtype", "dims", "layout"),

@@ -539,3 +539,14 @@ def test_packed_sequences_of_heads_first_are_read_where_they_are(kernels, monkey
 def skip_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("can_skip_dispatcher", "others_can_skip_dispatcher"):
         monkeypatch.setattr(dispatcher, name, lambda *tensors: True)
+
+
+def test_a_plan_s_key_has_in_common_with_the_one_before_what_is_equal():
+    def key(rows: int, heads: int = 8) -> Any:  # a tuple of constants would be one of the interpreter's own
+        return (torch.Size([rows, heads]), (heads, 1), 1), "starts", (torch.Size([5]), heads)
+
+    before, now = key(3), key(4)
+    shared = plan._sharing(now, before)
+    assert shared == now and hash(shared) == hash(now)
+    assert shared[0][0] is now[0][0] and shared[0][1] is before[0][1] and shared[2] is before[2]
+    assert plan._sharing(now, ()) is now and plan._sharing(now, (now[0],)) is now

@@ -163,8 +163,8 @@ def test_packed_documents_count_as_long_as_they_are(
     assert packed.elements_read == pytest.approx(3 * sum(lengths) * 16 * 128, rel=0.12)
     of_class = typical(packed)
     assert typical(of_class) == of_class
-    assert of_class.mean[0] == pytest.approx(mean, rel=0.15)
-    assert of_class.seqlen_q == pytest.approx(longest, rel=0.4)
+    assert of_class.mean[0] == pytest.approx(mean, rel=0.25)
+    assert of_class.seqlen_q == pytest.approx(longest, rel=0.5)
 
 
 def test_shapes_tell_how_long_documents_are_on_average():
@@ -185,9 +185,8 @@ def test_batches_of_like_documents_are_of_few_classes():
     """Each batch has another mean and another longest: rows are not compared anew for most."""
     generator, classes = random.Random(1), set()
     for _ in range(1000):
-        lengths = [generator.randint(20, 400) for _ in range(16)]
-        mean, longest = mean_length(sum(lengths), 16, max(lengths)), max(lengths)
-        classes.add(
-            class_of(replace(PACKED, batch=16, seqlen_q=longest, seqlen_k=longest, mean=(mean, mean)))
-        )
-    assert len(classes) <= 10
+        lengths = [generator.randint(20, 400) for _ in range(generator.randint(15, 17))]
+        mean, longest = mean_length(sum(lengths), len(lengths), max(lengths)), max(lengths)
+        said = {"batch": len(lengths), "seqlen_q": longest, "seqlen_k": longest, "mean": (mean, mean)}
+        classes.add(class_of(replace(PACKED, **said)))
+    assert len(classes) <= 7

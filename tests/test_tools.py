@@ -317,3 +317,11 @@ def test_a_release_that_calls_otherwise_is_told(tmp_path: Path, capsys: pytest.C
     assert "CommonAttentionMetadata.causal is None, not True" in told
     assert f"{module}.AttentionBackend.get_name is not there" in told
     assert "is a function of self, metadata, table" in told
+    padding = tmp_path / "flash_attn" / "bert_padding.py"
+    padding.parent.mkdir()
+    text = (check_engines.FLASH_ATTN / padding.name).read_text()
+    for own in (text, text.replace("batch:", "sizes:")):
+        padding.write_text(own)
+        assert check_engines.main([str(tmp_path)]) == (own != text)
+    told = capsys.readouterr().out
+    assert "pad_input is a function of hidden_states, indices, sizes, seqlen, not" in told

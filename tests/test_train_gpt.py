@@ -29,7 +29,7 @@ def train_gpt(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def run(module: ModuleType, output: Path) -> tuple[int, dict[str, Any]]:
-    status = module.main(["--seeds", "2", "--output", str(output)])
+    status = module.main(["--seeds", "0", "1", "--output", str(output)])
     return status, json.loads(output.with_suffix(".json").read_text())
 
 
@@ -45,17 +45,24 @@ def test_all_ways_learn_the_same(train_gpt: ModuleType, tmp_path: Path, capsys: 
     assert found["between_ways"] < 1e-4 < found["between_seeds"]
     picture = tmp_path / "result.png"
     assert picture.stat().st_size > 10_000
-    picture.unlink()
     table = capsys.readouterr().out.partition("\n\n")[2]
-    assert train_gpt.main(["--from-json", str(picture.with_suffix(".json"))]) == 0 and picture.exists()
+    parts = []  # one that was cut after its second run, and what was run again
+    for name, cut in (("first", slice(0, 5)), ("second", slice(3, 6))):
+        parts.append(str(tmp_path / f"{name}.json"))
+        Path(parts[-1]).write_text(json.dumps({**found, "runs": found["runs"][cut]}))
+    assert train_gpt.main(["--from-json", *parts, "--output", str(tmp_path / "joined")]) == 0
     assert capsys.readouterr().out.strip() == table.strip()
+    assert (tmp_path / "joined.png").exists() and json.loads((tmp_path / "joined.json").read_text()) == found
+    Path(parts[-1]).write_text(json.dumps({**found, "steps": 41}))
+    with pytest.raises(SystemExit, match="differ in more than their runs"):
+        train_gpt.main(["--from-json", *parts])
 
 
 def test_a_wrong_kernel_is_noticed(train_gpt: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     right = cutlass_fmha.attention
 
     def wrong(q: Any, k: Any, v: Any, **said: Any) -> Any:
-        return right(q, k, v, **said) + ("cu_seqlens_q" in said) * torch.randn_like(q)
+        return right(q, k, v, **said) + 9 * ("cu_seqlens_q" in said) * torch.randn_like(q)
 
     monkeypatch.setattr(cutlass_fmha, "attention", wrong)
     status, found = run(train_gpt, tmp_path / "result")

@@ -138,6 +138,8 @@ def padding(side: str, batch: int = 2, length: int = 9) -> torch.Tensor:
         mask[1, :3] = 0
     elif side == "right":
         mask[1, 6:] = 0
+    elif side == "both":
+        mask[0, 7:], mask[1, :2], mask[1, 6:] = 0, 0, 0
     elif side == "holes":
         mask[1, 2:4] = 0
     return mask
@@ -207,6 +209,7 @@ MODES: dict[str, Any] = {
     "prefill": functools.partial(forward, side="none"),
     "left padding": functools.partial(forward, side="left"),
     "right padding": functools.partial(forward, side="right"),
+    "padding on both sides": functools.partial(forward, side="both"),
     "padding in between": functools.partial(forward, side="holes"),
     "generate": functools.partial(generate, cache="dynamic"),
     "generate, static cache": functools.partial(generate, cache="static"),

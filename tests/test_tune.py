@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import emulate
 import gpu as launches
 import pytest
 import torch
@@ -571,6 +572,16 @@ def test_a_dry_run_prints_manifest_lines_and_needs_no_gpu(capsys: pytest.Capture
     assert len(lines) == 5 and all(line.startswith('fmha_forward("120" "f16;bf16" 128 ') for line in lines)
     assert run_tune(*options) == 0
     assert capsys.readouterr().out == first
+
+
+def test_a_gpu_by_name_is_its_rows_at_its_balance(monkeypatch: pytest.MonkeyPatch):
+    """The table of docs/emulation.md."""
+    ada, blackwell = {"l4": 3, "l40s": 3, "rtx4090": 5}, {"rtxpro6000": 3, "rtx5080": 5, "rtx5090": 5}
+    table = {name: (arch, n) for arch, of in ((89, ada), (120, blackwell)) for name, n in of.items()}
+    assert {name: emulate.balance(name) for name in emulate.TARGETS} == table
+    monkeypatch.setattr(emulate.tune, "main", lambda arguments: arguments)
+    asked = ["--arch", "120", "--mma-passes", "5", "--report", "--json"]
+    assert emulate.main(["rtx5090", "--report", "--json"]) == asked
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""vLLM's backend, called as vLLM 0.33 calls it, beside each request's attention alone in fp64."""
+"""vLLM's backend, called as vLLM 0.33 calls it, beside each request's attention alone in fp64.
+
+Where vLLM is installed these are its own modules.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,9 @@ import logging
 import math
 import pkgutil
 import re
+import runpy
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -16,7 +20,7 @@ from typing import Any, NamedTuple
 import pytest
 import serving
 import torch
-from serving import DECODE, DIM, HEADS, HEADS_KV, MIXED, PAGE, Requests
+from serving import DECODE, DIM, HEADS, HEADS_KV, MIXED, PAGE, PLACES, Requests, placed
 from tensors import ints, randn
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -37,12 +41,15 @@ SAID: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def there() -> Iterator[SimpleNamespace]:
-    with serving.stand_ins("vllm"):
+    with serving.stand_ins("vllm", or_installed=True):
         from vllm.v1.attention import backend
         from vllm.v1.attention.backends import flash_attn, registry
 
         from cutlass_fmha.integrations import vllm_backend as ours
 
+        # vLLM's own kernel needs a GPU.
+        there = runpy.run_path(str(serving.ENGINES / "vllm" / "_custom_ops.py"))
+        ours.reshape_and_cache_flash = there["reshape_and_cache_flash"]
         yield SimpleNamespace(base=backend, registry=registry, flash=flash_attn, ours=ours)
 
 
@@ -55,7 +62,9 @@ class Step(NamedTuple):
     value: Tensor
 
 
-def step(there: Any, lengths: tuple[tuple[int, int], ...], order: str = "NHD", **changed: Any) -> Step:
+def step(
+    there: Any, lengths: tuple[tuple[int, int], ...], order: str = "NHD", place: str = "cpu", **changed: Any
+) -> Step:
     """A batch as vLLM's runner has it, padded to more tokens and requests, as in its graphs."""
     r, spare = Requests(lengths), 3
     shape = (r.pages, PAGE, HEADS_KV, 2 * DIM) if order == "NHD" else (r.pages, HEADS_KV, PAGE, 2 * DIM)
@@ -87,32 +96,43 @@ def step(there: Any, lengths: tuple[tuple[int, int], ...], order: str = "NHD", *
         slot_mapping=torch.cat((*new, torch.full((spare,), -1))),
         **changed,
     )
-    return Step(r, cache, common, query, key, value)
+    return Step(r, *(placed(x, place) for x in (cache, common, query, key, value)))
 
 
-def run(there: Any, s: Step, metadata: Any = None, **said: Any) -> Tensor:
-    """A layer's call: first the cache, then attention, into memory that is there."""
+def call(there: Any, s: Step, metadata: Any = None, **said: Any) -> Callable[[], Tensor]:
+    """A layer's: first the cache, then what computes attention, into memory that is there."""
     Backend = there.ours.Backend
     said = {"sliding_window": None, "kv_cache_dtype": "auto", "alibi_slopes": None, **said}
-    impl = Backend.get_impl_cls()(HEADS, DIM, DIM**-0.5, HEADS_KV, **said)
+    with s.query.device:  # as vLLM makes its models
+        impl = Backend.get_impl_cls()(HEADS, DIM, DIM**-0.5, HEADS_KV, **placed(said, s.query.device.type))
     impl.process_weights_after_loading(torch.float32)
     if metadata is None:
-        builder = Backend.get_builder_cls()(None, ["layer"], None, torch.device("cpu"))
+        builder = Backend.get_builder_cls()(None, ["layer"], None, s.query.device)
         metadata = builder.build(0, s.common)
     layer = SimpleNamespace(_k_scale=torch.ones(()), _v_scale=torch.ones(()))
     impl.do_kv_cache_update(layer, s.key, s.value, s.cache, metadata.slot_mapping)
     output = torch.full_like(s.query, math.inf)
-    assert impl.forward(layer, s.query, s.key, s.value, s.cache, metadata, output=output) is output
-    return output[: metadata.num_actual_tokens]
+
+    def forward() -> Tensor:
+        given = (layer, s.query, s.key, s.value, s.cache, metadata)
+        assert impl.forward(*given, output=output) is output
+        return output[: metadata.num_actual_tokens]
+
+    return forward
 
 
+def run(*given: Any, **said: Any) -> Tensor:
+    return call(*given, **said)()
+
+
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("lengths", [MIXED, DECODE], ids=["mixed", "decode"])
 @pytest.mark.parametrize("order", ["NHD", "HND"])
 @pytest.mark.parametrize("what", SAID)
-def test_a_batch_is_each_request_alone(there: Any, what: str, order: str, lengths: Any):
+def test_a_batch_is_each_request_alone(there: Any, what: str, order: str, lengths: Any, place: str):
     theirs, ours = SAID[what]
     there.ours.calls.clear()
-    s = step(there, lengths, order)
+    s = step(there, lengths, order, place)
     if what == "window":  # vLLM gives up blocks that it has left behind, and block 0 stands for them
         for row, old in zip(s.common.block_table_tensor, s.requests.old, strict=False):
             row[: max(0, old - 8) // PAGE] = 0
@@ -124,14 +144,18 @@ def test_a_batch_is_each_request_alone(there: Any, what: str, order: str, length
     for i, used in enumerate(s.requests.used):  # new rows went where the cache has room for them
         slot = s.requests.slots(i, 0, used)
         rows = torch.cat((s.requests.k[i], s.requests.v[i]), -1)
-        assert torch.equal(s.cache[slot // PAGE, :, slot % PAGE], rows)
+        assert torch.equal(s.cache[slot // PAGE, :, slot % PAGE].float().cpu(), rows)
 
 
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("window", [None, 9])
-def test_encoders_see_both_sides(there: Any, window: int | None):
+def test_encoders_see_both_sides(there: Any, window: int | None, place: str):
     """Without a cache: packed queries, keys and values, whatever the metadata says of causality."""
     lengths = tuple((0, new) for _, new in MIXED)
-    s, said = step(there, lengths), {} if window is None else {"window": (window - 1, window - 1)}
+    s, said = (
+        step(there, lengths, place=place),
+        {} if window is None else {"window": (window - 1, window - 1)},
+    )
     for kind in ("encoder", "encoder_only"):
         before = s.cache.clone()
         found = run(there, s, attn_type=kind, sliding_window=window)
@@ -151,17 +175,19 @@ def test_a_decoder_sees_all_that_the_encoder_left(there: Any):
     assert serving.is_close(found, s.requests.expected("none", keys=keys))
 
 
-def test_lengths_that_grow_in_place_are_seen(there: Any):
+@pytest.mark.parametrize("place", PLACES)
+def test_lengths_that_grow_in_place_are_seen(there: Any, place: str):
     """As a replayed graph has it: the metadata of its capture, whose tensors hold the lengths of now."""
-    s = step(there, DECODE)
+    s = step(there, DECODE, place=place)
     builder = there.ours.Backend.get_builder_cls()(None, [], None, torch.device("cpu"))
     metadata = builder.build(0, s.common)
-    whole = run(there, s, metadata)
-    used = s.requests.used.copy()
+    again = serving.recorded(call(there, s, metadata), place)
+    whole, used = again().clone(), s.requests.used.copy()
+    assert serving.is_close(whole, s.requests.expected())
     metadata.seq_lens[: len(used)] -= 5
-    shorter = run(there, s, metadata)
+    shorter = again()
     assert serving.is_close(shorter, s.requests.expected("none", keys=[n - 5 for n in used]))
-    assert not serving.is_close(shorter, whole.double())
+    assert not serving.is_close(shorter, whole.double().cpu())
     metadata.of_another_builder = True  # chunked attention hangs a function there
     other = builder.update_block_table(metadata, metadata.block_table.flip(0), metadata.slot_mapping)
     assert torch.equal(other.block_table[0], metadata.block_table[-1]) and other.seq_lens is metadata.seq_lens
@@ -191,7 +217,7 @@ def test_batch_invariance_and_the_run_that_measures_memory(there: Any, monkeypat
 
     monkeypatch.setattr(vllm.envs, "VLLM_BATCH_INVARIANT", True)
     asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(there.ours, "attend", lambda *args, **said: asked.append(said))
+    monkeypatch.setattr(there.ours, "attention", lambda *args, **said: asked.append(said))
     run(there, step(there, ((3, 0),)))
     assert asked[0]["batch_invariant"] is True
     output = randn(2, HEADS, DIM)

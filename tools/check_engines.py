@@ -1,21 +1,27 @@
-"""Are tests/engines, which stand in for serving engines that can't be installed here, true to a release?
+"""Are tests/engines, stand-ins for what can't be installed here, and flash_attn's names true to a release?
 Exit status 1 when not, with the differences.
 
     pip download --no-deps vllm==0.33.0 && python tools/check_engines.py vllm-0.33.0-*.whl
+    python tools/check_engines.py flash_attn-2.8.3.tar.gz
+    git clone -b v0.38.1 https://github.com/Comfy-Org/ComfyUI && python tools/check_engines.py ComfyUI
 
 Of each module there, the release must have the classes, functions, fields and values, and their parameters,
-with these names, in this order and with these defaults. It may have more of them, but for parameters.
+with these names, in this order and with these defaults. It may have more of them, but for parameters. In
+modules of cutlass_fmha.flash_attn that is asked of each function that both have.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import tarfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-STAND_INS = Path(__file__).resolve().parents[1] / "tests" / "engines"
+ROOT = Path(__file__).resolve().parents[1]
+STAND_INS = ROOT / "tests" / "engines"
+FLASH_ATTN = ROOT / "cutlass_fmha" / "flash_attn"
 
 
 def declared(tree: ast.Module | ast.ClassDef | ast.If, where: str) -> dict[str, str]:
@@ -56,26 +62,60 @@ def scope(name: str) -> str:
     return name.rpartition(".")[0]
 
 
+def shared(ours: dict[str, str], theirs: dict[str, str]) -> Iterator[tuple[str, str, str]]:
+    """Functions that both have: name, what ours takes and what theirs does."""
+    for name, wanted in ours.items():
+        # torch's op in the release, of the function without that word
+        found = theirs.get(name.replace("._wrapped_", "._"), "")
+        if wanted.startswith("a function") and found.startswith("a function"):
+            yield name, wanted, found
+
+
+def modules_of(release: Path, packages: set[str]) -> dict[str, str]:
+    """Python files of a wheel, an sdist or a checkout that are in packages: by path, their texts."""
+
+    def place(name: str) -> str | None:
+        inside = name.split("/")
+        begin = next((i for i, each in enumerate(inside[:3]) if each in packages), None)
+        return None if begin is None or not name.endswith(".py") else "/".join(inside[begin:])
+
+    if release.is_dir():
+        files = {file.relative_to(release).as_posix(): file.read_text for file in release.rglob("*.py")}
+        return {found: read() for name, read in files.items() if (found := place(name))}
+    if zipfile.is_zipfile(release):
+        with zipfile.ZipFile(release) as archive:
+            names = archive.namelist()
+            return {found: archive.read(name).decode() for name in names if (found := place(name))}
+    with tarfile.open(release) as archive:
+        members = [(member, found) for member in archive if member.isfile() and (found := place(member.name))]
+        return {found: archive.extractfile(member).read().decode() for member, found in members}
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("wheel", type=Path, help="of the release, as pip download leaves it")
-    wheel = parser.parse_args(arguments).wheel
-    compared, found = 0, []
-    with zipfile.ZipFile(wheel) as release:
-        names = set(release.namelist())
-        packages = {name.partition("/")[0] for name in names}
-        for file in sorted(STAND_INS.rglob("*.py")):
-            name = file.relative_to(STAND_INS).as_posix()
-            if name.partition("/")[0] not in packages:
-                continue
-            compared += 1
-            if name not in names:
-                found.append(f"there is no {name}")
-                continue
-            both = (declared(ast.parse(text), name) for text in (file.read_text(), release.read(name)))
-            found += differences(*both)
-    print(*found, f"{wheel.name}: {compared} modules, {len(found)} differences", sep="\n")
-    return 1 if found or not compared else 0
+    parser.add_argument("release", type=Path, help="a wheel, an sdist (.tar.gz) or a checkout")
+    release = parser.parse_args(arguments).release
+    stand_ins = {file.relative_to(STAND_INS).as_posix(): file for file in STAND_INS.rglob("*.py")}
+    ours = {f"flash_attn/{x.relative_to(FLASH_ATTN).as_posix()}": x for x in FLASH_ATTN.rglob("*.py")}
+    theirs = modules_of(release, {name.partition("/")[0] for name in (*stand_ins, *ours)})
+    packages, found = {name.partition("/")[0] for name in theirs}, []
+    compared = [name for name in sorted(stand_ins) if name.partition("/")[0] in packages]
+    for name in compared:
+        if name not in theirs:
+            found.append(f"there is no {name}")
+            continue
+        both = (declared(ast.parse(text), name) for text in (stand_ins[name].read_text(), theirs[name]))
+        found += differences(*both)
+    functions = 0
+    for name in sorted(ours.keys() & theirs.keys()):
+        both = (declared(ast.parse(text), name) for text in (ours[name].read_text(), theirs[name]))
+        for function, wanted, other in shared(*both):
+            functions += 1
+            if wanted != other:
+                found.append(f"{function} is {other}, not {wanted}")
+    of_names = f", {functions} functions" if functions else ""
+    print(*found, f"{release.name}: {len(compared)} modules{of_names}, {len(found)} differences", sep="\n")
+    return 1 if found or not compared + [""] * functions else 0
 
 
 if __name__ == "__main__":

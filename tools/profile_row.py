@@ -78,6 +78,10 @@ MMA_CLOCKS_GEFORCE = 32.0
 WARPS_PER_SM = {89: 48, 90: 64, 120: 48}
 
 
+def mma_clocks(arch: int, gpu: str) -> float:
+    return MMA_CLOCKS_GEFORCE if "GeForce" in gpu else MMA_CLOCKS[arch]
+
+
 class NcuError(RuntimeError):
     """Nsight Compute is missing, may not read the counters, or said nothing; the message says which."""
 
@@ -183,9 +187,8 @@ def expected(row: str, gpu: str) -> dict[str, float]:
         POSSIBLE_WARPS: 100.0 * blocks * config["warps"] / warps,
     }
     if loop := entry.get("loop"):
-        mma = MMA_CLOCKS_GEFORCE if "GeForce" in gpu else MMA_CLOCKS[arch]
         clocks = {
-            TENSOR: mma * loop.get("mma", 0),
+            TENSOR: mma_clocks(arch, gpu) * loop.get("mma", 0),
             MUFU: CLOCKS[MUFU] * loop.get("mufu", 0),
             SHARED: CLOCKS[SHARED] * loop.get("ldsm", 0),
             ISSUE: float(sum(loop.values())),
@@ -217,10 +220,10 @@ def launch_once(case: Case, row: str | None, device: int) -> None:
 
 
 def measure(case: Case, row: str | None, device: int) -> dict[str, Any]:
-    """p50, p90, rates, error and the row, as the benchmark has them."""
+    """What the benchmark has: the machine, p50, p90, rates, error and the row."""
     import torch
 
-    from cutlass_fmha.bench import lineup, runner
+    from cutlass_fmha.bench import lineup, machine, runner
 
     runner.require_gpu(device)
     with torch.cuda.device(device), torch.inference_mode():
@@ -228,7 +231,8 @@ def measure(case: Case, row: str | None, device: int) -> dict[str, Any]:
     torch.cuda.empty_cache()  # the process under ncu has the same tensors
     if results[lineup.OURS]["status"] != "ok":
         raise NcuError(f"nothing runs it: {results[lineup.OURS]['reason']}")
-    return {"gpu": torch.cuda.get_device_name(device), **results[lineup.OURS]}
+    described = machine.describe(device)
+    return {"machine": described, "gpu": described["gpu"], "case": case.name, **results[lineup.OURS]}
 
 
 # ---- tables ------------------------------------------------------------------------------------------------

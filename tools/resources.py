@@ -48,6 +48,7 @@ FEW_QUERIES = "_d128_m16n16w4k4_scored"
 SHARED_PER_BLOCK_90, SHARED_PER_SM_90 = 227 * 1024, 228 * 1024
 WARPS_PER_SM = 48
 HELPER_THREADS_PER_SM = WARPS_PER_SM * 32 // 2  # bound by memory: half of the warps keep it busy
+OF_WHOLE_ROWS = {"rms_norm": 512, "rope_backward": 384}
 
 
 Check = tuple[bool, str]
@@ -100,14 +101,17 @@ def shared_memory(kernel: Kernel, row: Any) -> tuple[int, int]:
 def helper_complaints(kernel: Kernel, threads: int) -> list[str]:
     """The same of a kernel beside attention, in blocks of ``threads``: enough of them to hide latency.
 
-    A norm's have whole rows on their way, 64 bytes a thread, where others have 16.
+    A norm's and rope_backward's have whole rows on their way, 64 bytes a thread, where others have 16.
     """
+    least = next(
+        (n for name, n in OF_WHOLE_ROWS.items() if kernel.name.startswith(name)), HELPER_THREADS_PER_SM
+    )
     registers = -(-kernel.registers // 8) * 8 * threads
     blocks = min(REGISTERS_PER_SM // registers, SHARED_PER_SM // (kernel.shared + RESERVED_SHARED))
     checks = [
         *_of_every_kernel(kernel),
         (
-            blocks * threads >= (512 if kernel.name.startswith("rms_norm") else HELPER_THREADS_PER_SM),
+            blocks * threads >= least,
             f"{blocks} blocks of {threads} threads on an SM, for {kernel.registers} registers and "
             f"{kernel.shared} bytes of shared memory",
         ),

@@ -65,23 +65,60 @@ def row_of(case: Case, inputs: Inputs) -> str:
     return gradients.choose(call.problem, devices.of_index(inputs.query.get_device())).row.name
 
 
+def repeated(case: Case, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Keys and values for torch's kernels, whose gradients know no shared heads; before what is timed."""
+    return tuple(x.repeat_interleave(case.num_heads // case.num_heads_kv, -2) for x in tensors)
+
+
+def summed(case: Case, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """And theirs back to the heads that there are, which is timed: who has shared heads has to."""
+    if case.num_heads == case.num_heads_kv:
+        return tensors
+    return tuple(x.unflatten(-2, (case.num_heads_kv, -1)).sum(-2) for x in tensors)
+
+
 def flash(case: Case, inputs: Inputs) -> Call:
-    """FlashAttention-2's, which torch has. It knows no shared heads: keys and values are repeated before."""
-    group = case.num_heads // case.num_heads_kv
+    """FlashAttention-2's, which torch has."""
     ends = packing(case, inputs.query.device).get("cu_seqlens_q")
     sizes = (ends, ends, case.seqlen_q, case.seqlen_k, 0.0, case.causal)
     dout = gradients_of(inputs)
     forward, backward = torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward
     kept = []
     for number in range(inputs.sets):
-        query, key, value = inputs[number]
-        key, value = key.repeat_interleave(group, -2), value.repeat_interleave(group, -2)
-        output, lse, seed, offset, _ = forward(query, key, value, *sizes, False)
-        kept.append((query, key, value, output, lse, *sizes, seed, offset))
+        query, *shared = inputs[number]
+        tensors = (query, *repeated(case, *shared))
+        output, lse, seed, offset, _ = forward(*tensors, *sizes, False)
+        kept.append((*tensors, output, lse, *sizes, seed, offset))
 
     def call(number: int) -> tuple[Tensor, ...]:
-        dq, dk, dv = backward(dout[number], *kept[number])
-        return dq, dk, dv
+        dq, *shared = backward(dout[number], *kept[number])
+        return dq, *summed(case, *shared)
+
+    return call
+
+
+def fused(case: Case, inputs: Inputs, name: str) -> Call:
+    """By the ops beneath torch's SDPA, "efficient" or "cudnn". What the forward leaves is found at the first
+    call, where a refusal is told."""
+    dout = gradients_of(inputs).transpose(-3, -2)
+    forward = getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention")
+    backward = getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention_backward")
+    kept: list[tuple[Any, ...]] = []
+
+    def keep(number: int) -> tuple[Any, ...]:
+        query, *shared = inputs[number]
+        tensors = tuple(x.transpose(1, 2) for x in (query, *repeated(case, *shared)))
+        output, lse, *rest = forward(*tensors, None, True, 0.0, case.causal)
+        if name == "efficient":
+            return *tensors, None, output, lse, *rest, 0.0, [True, True, True, False], case.causal
+        *ends, seed, offset, _ = rest
+        return *tensors, output, lse, seed, offset, None, *ends, 0.0, case.causal
+
+    def call(number: int) -> tuple[Tensor, ...]:
+        if not kept:
+            kept.extend(map(keep, range(inputs.sets)))
+        dq, *shared = (x.transpose(1, 2) for x in backward(dout[number], *kept[number])[:3])
+        return dq, *summed(case, *shared)
 
     return call
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 
+from . import peers as packages
+from .cases import Case
+from .contenders import TITLES, Inputs
 from .surfaces import measure_surfaces
 from .timing import percentile, time_host
 
@@ -23,13 +27,25 @@ DEPTH = 50
 DOCUMENTS = 16
 
 
-def measure_host() -> dict[str, dict[str, float]]:
+def measure_host(peers: Iterable[str] = ()) -> dict[str, dict[str, float]]:
     """Microseconds on the host, by section: of a repeated call by contender, of a loop its p50 and p99."""
-    return {**repeated(), **measure_surfaces(), **new_lengths()}
+    return {**repeated(peers), **measure_surfaces(), **new_lengths()}
 
 
-def repeated() -> dict[str, dict[str, float]]:
-    """An eager call with the same shapes again and again, in turns with torch's."""
+def of_packages(peers: Iterable[str], *tensors: torch.Tensor) -> dict[str, Call]:
+    """Calls of those that run it, [batch, seqlen, num_heads, head_dim]; the cases tell why others don't."""
+    _, seqlen, heads, head_dim = tensors[0].shape
+    case = Case("latency", 1, heads, heads, seqlen, seqlen, head_dim, "bfloat16")
+    found: dict[str, Call] = {}
+    for name, call in packages.line_up(case, Inputs(*(x[None] for x in tensors)), peers, None).items():
+        with contextlib.suppress(Exception):
+            call(*tensors)
+            found[TITLES[name]] = partial(call, *tensors)
+    return found
+
+
+def repeated(peers: Iterable[str] = ()) -> dict[str, dict[str, float]]:
+    """An eager call with the same shapes again and again, in turns with torch's and those of ``peers``."""
     import cutlass_fmha
 
     found = {}
@@ -43,6 +59,7 @@ def repeated() -> dict[str, dict[str, float]]:
                 torch.ops.cutlass_fmha.forward, *rows, head_dim**-0.5, "none", False, None
             ),
             "torch SDPA": partial(torch.nn.functional.scaled_dot_product_attention, q, k, v),
+            **of_packages(peers, *rows),
         }
         section = f"repeated, S{seqlen} D{head_dim}"
         found[section] = {name: round(us, 2) for name, us in time_host(calls).items()}

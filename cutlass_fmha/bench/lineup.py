@@ -59,6 +59,8 @@ def line_up(
             found[PLAIN] = dense_backward(case, inputs)
         if "flash" in peers:
             found["flash"] = of(gradients.flash(case, inputs))
+        dense = () if case.lengths else ("cudnn", "efficient")
+        found |= {name: of(gradients.fused(case, inputs, name)) for name in dense if name in peers}
         return found | {name: of(x) for name, x in packages.line_up(case, inputs, peers, None).items()}
     if feature is not None:
         found = {OURS: contender(with_feature(feature, row))}

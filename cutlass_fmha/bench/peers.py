@@ -99,7 +99,7 @@ def line_up(case: Case, inputs: Inputs, names: Iterable[str], feature: Feature |
 
 def has(package: Package, case: Case) -> bool:
     if case.backward:
-        return package.gradients is not None
+        return package.gradients is not None and (package.packed or not case.lengths)
     if case.used or case.group == "wide":
         return False
     return package.packed if case.lengths else case.feature in ("", *package.features)
@@ -283,26 +283,64 @@ def sage(module: ModuleType, problem: Problem) -> Attention:
 
 
 def cudnn(module: ModuleType, problem: Problem, own_engines: bool) -> Attention:
-    """A graph of cuDNN-frontend's: by cuDNN's engines, or by the frontend's own."""
     case = problem.case
-    query, key, value = (x.transpose(1, 2) for x in problem.tensors)
-    kinds, modes = module.data_type, module.heur_mode
-    kind = {"float16": kinds.HALF, "bfloat16": kinds.BFLOAT16}[case.dtype]
-    handle = module.create_handle()
+
+    def sdpa(graph: Any, operands: dict[str, Any], **said: Any) -> list[Any]:
+        return [graph.sdpa(name="sdpa", **operands, generate_stats=False, **said)[0]]
+
+    views = [x.transpose(1, 2) for x in problem.tensors]
+    run = cudnn_graph(module, case, dict(zip("qkv", views, strict=True)), sdpa, "q", own_engines)
+
+    def attention(*tensors: Tensor) -> Tensor:
+        return run(*(x.transpose(1, 2) for x in tensors))[0].transpose(1, 2)
+
+    return attention
+
+
+def cudnn_gradients(module: ModuleType, problem: Problem, own_engines: bool) -> Call:
+    """From this package's output and LSE, which cuDNN's "stats" are."""
+    case, inputs = problem.case, problem.inputs
+    forward, mask = torch.ops.cutlass_fmha.attend, "bottom-right" if case.causal else "none"
+    dout, given = gradients_of(inputs), []
+    for number in range(inputs.sets):
+        out, lse = forward(*inputs[number], case.head_dim**-0.5, mask, True, None)
+        views = (x.transpose(1, 2) for x in (*inputs[number], out, dout[number]))
+        given.append((*views, lse[..., None]))
+
+    def sdpa(graph: Any, operands: dict[str, Any], **said: Any) -> list[Any]:
+        return list(graph.sdpa_backward(name="sdpa_backward", **operands, **said))
+
+    operands = dict(zip(("q", "k", "v", "o", "dO", "stats"), given[0], strict=True))
+    run = cudnn_graph(module, case, operands, sdpa, "qkv", own_engines)
+    return lambda number: tuple(x.transpose(1, 2) for x in run(*given[number]))
+
+
+def cudnn_graph(
+    module: ModuleType,
+    case: Case,
+    operands: dict[str, Tensor],
+    add: Callable[..., list[Any]],
+    like: str,
+    own_engines: bool,
+) -> Callable[..., list[Tensor]]:
+    """A graph of cuDNN-frontend's of what ``add`` adds, by cuDNN's engines, or by the frontend's own.
+
+    Operands are [batch, heads, seqlen, head_dim], later ones as these; results as those that ``like`` names.
+    """
+    data, modes = module.data_type, module.heur_mode
+    kinds = {torch.float16: data.HALF, torch.bfloat16: data.BFLOAT16, torch.float32: data.FLOAT}
+    kind, handle = kinds[operands["q"].dtype], module.create_handle()
     graph = module.pygraph(
-        handle=handle, io_data_type=kind, intermediate_data_type=kinds.FLOAT, compute_data_type=kinds.FLOAT
+        handle=handle, io_data_type=kind, intermediate_data_type=data.FLOAT, compute_data_type=data.FLOAT
     )
-    named = {"q": query, "k": key, "v": value}
     tensors = {
-        name: graph.tensor(name=name, dim=list(x.shape), stride=list(x.stride()), data_type=kind)
-        for name, x in named.items()
+        name: graph.tensor(name=name, dim=list(x.shape), stride=list(x.stride()), data_type=kinds[x.dtype])
+        for name, x in operands.items()
     }
     masked: dict[str, Any] = {"use_causal_mask": True} if case.causal else {}
-    output, _ = graph.sdpa(
-        name="sdpa", **tensors, generate_stats=False, attn_scale=1.0 / math.sqrt(case.head_dim), **masked
-    )
-    strides = list(torch.empty_like(problem.tensors[0], device="meta").transpose(1, 2).stride())
-    output.set_output(True).set_dim(list(query.shape)).set_stride(strides).set_data_type(kind)
+    results = add(graph, tensors, attn_scale=1.0 / math.sqrt(case.head_dim), **masked)
+    for result, x in zip(results, (operands[name] for name in like), strict=True):
+        result.set_output(True).set_dim(list(x.shape)).set_stride(list(x.stride())).set_data_type(kind)
     ids, whose = (OWN_ENGINES, "cuDNN-frontend's own") if own_engines else (CUDNN_ENGINES, "cuDNN's")
     if hasattr(graph, "plans"):
         graph.validate()
@@ -318,17 +356,18 @@ def cudnn(module: ModuleType, problem: Problem, own_engines: bool) -> Attention:
         )
     else:
         graph.build([modes.A])
-    workspace = torch.empty(max(1, graph.get_workspace_size()), dtype=torch.uint8, device=query.device)
+    workspace = torch.empty(
+        max(1, graph.get_workspace_size()), dtype=torch.uint8, device=operands["q"].device
+    )
 
-    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        result = torch.empty_like(query)
+    def run(*given: Tensor) -> list[Tensor]:
+        made = [torch.empty_like(given["qkv".index(name)]) for name in like]
         module.set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
-        views = {name: x.transpose(1, 2) for name, x in zip(named, (query, key, value), strict=True)}
-        bound = {tensors[name]: view for name, view in views.items()}
-        graph.execute({**bound, output: result.transpose(1, 2)}, workspace, handle=handle)
-        return result
+        bound = dict(zip((*tensors.values(), *results), (*given, *made), strict=True))
+        graph.execute(bound, workspace, handle=handle)
+        return made
 
-    return attention
+    return run
 
 
 PACKAGES: dict[str, Package] = {
@@ -366,12 +405,16 @@ PACKAGES: dict[str, Package] = {
         packed=True,
         gradients=partial(flash_gradients, step=_step4, return_lse=True),
     ),
-    "cudnn_fe": Package(
-        "nvidia-cudnn-frontend", "cudnn", "pygraph", lambda module, problem: cudnn(module, problem, False)
-    ),
-    "cudnn_dsl": Package(
-        "nvidia-cudnn-frontend", "cudnn", "pygraph", lambda module, problem: cudnn(module, problem, True)
-    ),
+    **{
+        name: Package(
+            "nvidia-cudnn-frontend",
+            "cudnn",
+            "pygraph",
+            partial(cudnn, own_engines=own),
+            gradients=partial(cudnn_gradients, own_engines=own),
+        )
+        for name, own in (("cudnn_fe", False), ("cudnn_dsl", True))
+    },
     "flashinfer": Package(
         "flashinfer-python",
         "flashinfer",

@@ -267,10 +267,9 @@ def heading(result: Result) -> str:
 def footnotes(result: Result) -> list[str]:
     """What the table can't hold: versions, host time, rows, the reason of every refusal."""
     machine = result["machine"]
-    clock = (machine.get("clocks_after") or {}).get("sm_clock_mhz")
     notes = [
         f"torch {machine['torch']}, CUDA {machine['cuda']}, cuDNN {machine['cudnn']}, "
-        f"driver {machine['driver']}, SM clock after the run {clock or 'not readable'} MHz, "
+        f"driver {machine['driver']}, SM clock {clock_seen(result)}, "
         f"commit {machine['commit'] or 'unknown'}, {machine['date']}.",
         "Times are microseconds per call, a peer's p50 with its TFLOP/s in brackets (for decode, which "
         "memory bounds, TB/s and the share of a copy's). 'to X' 1.20x: X takes 1.20 times as long as ours. "
@@ -307,6 +306,17 @@ def footnotes(result: Result) -> list[str]:
             if entry["status"] != "ok":
                 notes.append(f"{case['label']}, {TITLES[name]}: unsupported: {entry['reason']}")
     return notes
+
+
+def clock_seen(result: Result) -> str:
+    """The SM's clock as it was read after each group of cases, or, in older results, after the run."""
+    read = result.get("clocks") or [result["machine"].get("clocks_after") or {}]
+    seen = sorted({clock for x in read if (clock := x.get("sm_clock_mhz")) is not None})
+    return (
+        " to ".join(f"{clock:.0f}" for clock in (seen[:1] + seen[1:][-1:])) + " MHz"
+        if seen
+        else "not readable"
+    )
 
 
 def inexact(result: Result) -> list[str]:

@@ -63,20 +63,24 @@ def measure(
     with torch.cuda.device(device):
         described = machine.describe(device)
         calls = in_turns is None and any(case.group == "latency" for case in cases)
-        host_us = measure_host() if calls else {}
+        host_us = measure_host(peers) if calls else {}
         loop = memory.loop() if calls else {}
         results = []
+        clocks = []
         for number, case in enumerate(cases, 1):
             print(f"bench: {number}/{len(cases)} {case.label}", file=sys.stderr, flush=True)
             if in_turns is not None:
                 results.append(in_turns(case, budget_s))
-                continue
-            with torch.inference_mode():
-                results.append(measure_case(case, peers, row, budget_s, device))
-            torch.cuda.empty_cache()
+            else:
+                with torch.inference_mode():
+                    results.append(measure_case(case, peers, row, budget_s, device))
+                torch.cuda.empty_cache()
+            if number == len(cases) or cases[number].group != case.group:
+                clocks.append({"after": case.group, **machine.read_smi(device)})
         return {
             "schema": SCHEMA,
-            "machine": {**described, "clocks_after": machine.read_smi(device), "packages": versions(peers)},
+            "machine": {**described, "packages": versions(peers)},
+            "clocks": clocks,
             "method": METHOD,
             "row": row,
             "quick": quick,

@@ -16,9 +16,9 @@ CLASS_BITS = 5
 and for all lengths that models are usually trained and timed with."""
 EVEN = (0, 0)
 """``mean`` of sequences that are about as long as the longest, or of which nobody knows."""
-MEAN_BITS, HALF_OCTAVE, SHORT = 3, 2**0.5, 64
-"""Packed lengths vary from batch to batch: their mean is told to the nearest that so many bits and zeros can
-say, the longest in half octaves above it. Where even that is short, neither is asked."""
+MEAN_BITS, BATCH_BITS, HALF_OCTAVE, SHORT = 2, 3, 2**0.5, 64
+"""Packed lengths vary from batch to batch: their mean and their number are told to the nearest that so many
+bits and zeros can say, the longest in half octaves above the mean. If even that is short, none is asked."""
 SCORE_RUN = 4
 """Keys of which some rows read a mask or a bias at once."""
 EMPTY_BLOCK = 0.6
@@ -273,19 +273,21 @@ def typical(problem: Problem) -> Problem:
 
     Choosing takes longer than all else that a new length takes. Equal lengths stay equal; what a
     row's offsets can hold is another class than what they can't. By the model, what a class picks costs at
-    most 4.5 % more than the best row, 0.1 % on average (300 drawn problems, three GPUs).
+    most 4.5 % more than the best row, 0.1 % on average (300 drawn problems, three GPUs); of packed sequences
+    1.3 % on average by their own lengths, which nobody knows (2,070 drawn batches, five GPUs; with a bit more
+    of the mean and all of the batch 1.4 %, without classes 0.65 %).
     """
-    seqlen_q, seqlen_k, mean = _typical_lengths(problem)
-    return problem.of_sizes(problem.batch, seqlen_q, seqlen_k, _key_span_class(problem.key_span), mean)
+    batch, seqlen_q, seqlen_k, mean = _typical_sizes(problem)
+    return problem.of_sizes(batch, seqlen_q, seqlen_k, _key_span_class(problem.key_span), mean)
 
 
-def _typical_lengths(problem: Problem) -> tuple[int, int, tuple[int, int]]:
+def _typical_sizes(problem: Problem) -> tuple[int, int, int, tuple[int, int]]:
     if problem.mean == EVEN:
-        return typical_length(problem.seqlen_q), typical_length(problem.seqlen_k), EVEN
+        return problem.batch, typical_length(problem.seqlen_q), typical_length(problem.seqlen_k), EVEN
     of_keys = (problem.seqlen_k, problem.mean[1])
     seqlen_q, mean_q = found = _typical_mean(*(of_queries := (problem.seqlen_q, problem.mean[0])))
     seqlen_k, mean_k = found if of_keys == of_queries else _typical_mean(*of_keys)
-    return seqlen_q, seqlen_k, (mean_q, mean_k)
+    return _nearest(problem.batch, BATCH_BITS), seqlen_q, seqlen_k, (mean_q, mean_k)
 
 
 def _typical_mean(longest: int, mean: int) -> tuple[int, int]:
@@ -293,9 +295,13 @@ def _typical_mean(longest: int, mean: int) -> tuple[int, int]:
     if not mean:
         return typical_length(longest), 0
     half_octaves = _half_octaves(mean, longest)
-    unit = 1 << max(0, mean.bit_length() - MEAN_BITS)
-    mean = (mean + unit // 2) // unit * unit
+    mean = _nearest(mean, MEAN_BITS)
     return math.ceil(mean * HALF_OCTAVE**half_octaves), mean
+
+
+def _nearest(number: int, bits: int) -> int:
+    unit = 1 << max(0, number.bit_length() - bits)
+    return (number + unit // 2) // unit * unit
 
 
 def _key_span_class(key_span: int) -> int:
@@ -305,8 +311,7 @@ def _key_span_class(key_span: int) -> int:
 def class_of(problem: Problem) -> tuple[object, ...]:
     """What the choice of a row depends on: equal for problems that are ``typical`` of each other."""
     return (
-        problem.batch,
-        _typical_lengths(problem),
+        _typical_sizes(problem),
         problem.num_heads,
         problem.num_heads_kv,
         problem.head_dim,

@@ -1,48 +1,13 @@
-"""What the backends of serving engines share: the one call, over pages or packed keys, and its refusals."""
+"""What the backends of serving engines share: why a model is refused."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from cutlass_fmha.attention import attention
 from cutlass_fmha.dispatch import device as devices
 from cutlass_fmha.dispatch.explain import explain
-from cutlass_fmha.dispatch.problem import typical_length
-
-
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor | None = None,
-    *,
-    scale: float,
-    causal: bool,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    **said: Any,
-) -> Tensor:
-    """``attention`` of packed queries [total_q, num_heads, head_dim], written to ``output`` if there is one.
-
-    The longest lengths change with each step and a call of new numbers is prepared anew, so that they are
-    rounded up to those that stand for their class. Nothing waits for the device.
-    """
-    found: Tensor = attention(
-        query,
-        key,
-        value,
-        scale=scale,
-        causal=causal,
-        max_seqlen_q=typical_length(max_seqlen_q),
-        max_seqlen_k=typical_length(max_seqlen_k),
-        out=output,
-        **said,
-    )
-    return found
 
 
 def why_not(

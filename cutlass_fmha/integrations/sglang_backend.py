@@ -16,15 +16,16 @@ from torch import Tensor
 
 from cutlass_fmha import tally
 from cutlass_fmha.arguments.check import PAGE_UNIT, dtype_name
+from cutlass_fmha.attention import attention
 from cutlass_fmha.dispatch.problem import typical_length
-from cutlass_fmha.integrations.serving import attend, why_not
+from cutlass_fmha.integrations.serving import why_not
 
 calls = tally.Tally("SGLang")
 
 
 @dataclasses.dataclass
 class Metadata:
-    """Of a batch: packed queries over pages."""
+    """Of a batch: packed queries over pages. The longest lengths are those that stand for their class."""
 
     cu_seqlens_q: Tensor
     seqused_k: Tensor
@@ -56,6 +57,8 @@ class Backend(AttentionBackend):  # type: ignore[misc]  # SGLang isn't there for
             self._said["batch_invariant"] = True
         self._one_each = self._counts(model_runner.req_to_token_pool.size)
         self._of_graphs: dict[int, Metadata] = {}
+        #: By layer: the pool's tensors, which stay what they are, and their pages.
+        self._views: dict[int, tuple[Tensor, ...]] = {}
         self.forward_metadata: Metadata | None = None
 
     def _counts(self, batch: int) -> Tensor:
@@ -76,7 +79,8 @@ class Backend(AttentionBackend):  # type: ignore[misc]  # SGLang isn't there for
             longest_q, longest_k = max(new), max(map(sum, zip(new, old, strict=True)))
         else:
             raise NotImplementedError(f"cutlass_fmha has no batches of {batch.forward_mode.name} in SGLang")
-        pages = min(-(-typical_length(longest_k) // self.page_size), self._rows.shape[1])
+        longest_q, longest_k = typical_length(longest_q), typical_length(longest_k)
+        pages = min(-(-longest_k // self.page_size), self._rows.shape[1])
         tables = self._tables(batch.req_pool_indices, pages)
         rows = self._window_rows(batch.out_cache_loc)
         self.forward_metadata = Metadata(starts, seqused_k, tables[0], longest_q, longest_k, tables[1], rows)
@@ -88,7 +92,7 @@ class Backend(AttentionBackend):  # type: ignore[misc]  # SGLang isn't there for
         lengths = torch.zeros(max_bs, dtype=torch.int32, device=device)
         rows = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
         own = (table.clone(), rows) if self._has_window_pool else (None, None)
-        longest = pages * self.page_size
+        longest = typical_length(pages * self.page_size)
         self._graph = Metadata(self._counts(max_bs), lengths, table, 1, longest, *own)
         self._of_graphs = {}
 
@@ -163,7 +167,7 @@ class Backend(AttentionBackend):  # type: ignore[misc]  # SGLang isn't there for
         if save_kv_cache and k is not None:
             where = KVWriteLoc.for_layer(forward_batch, layer, swa_loc=meta.window_rows)
             self.pool.set_kv_buffer(layer, where, k, v, layer.k_scale, layer.v_scale)
-        keys, values = map(self._pages, self.pool.get_kv_buffer(layer.layer_id))
+        keys, values = self._pages(layer.layer_id)
         said = {**self._said, "sinks": sinks, "softcap": layer.logit_cap or None}
         table = meta.page_table
         if layer.sliding_window_size is not None and layer.sliding_window_size > -1:
@@ -173,11 +177,10 @@ class Backend(AttentionBackend):  # type: ignore[misc]  # SGLang isn't there for
         output = forward_batch._attn_output  # where a graph of a prompt has room
         if output is not None:
             output = output.view(-1, layer.tp_q_head_num, layer.v_head_dim)
-        found = attend(
+        found: Tensor = attention(
             q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),
             keys,
             values,
-            output,
             scale=layer.scaling,
             causal=causal,
             max_seqlen_q=meta.max_seqlen_q,
@@ -185,14 +188,22 @@ class Backend(AttentionBackend):  # type: ignore[misc]  # SGLang isn't there for
             cu_seqlens_q=meta.cu_seqlens_q,
             seqused_k=meta.seqused_k,
             page_table=table,
+            out=output,
             **said,
         )
-        calls.count(layer.attn_type.value)
-        return found.flatten(1)
+        calls.count(layer.attn_type._value_)
+        return found.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
 
-    def _pages(self, rows: Tensor) -> Tensor:
+    def _pages(self, layer_id: int) -> tuple[Tensor, Tensor]:
         """[pages, page_size, num_heads_kv, head_dim] of rows, or of pages whose heads come first."""
-        return rows.transpose(1, 2) if rows.dim() == 4 else rows.unflatten(0, (-1, self.page_size))
+        k, v = self.pool.get_kv_buffer(layer_id)
+        kept = self._views.get(layer_id)
+        if kept is None or kept[0] is not k or kept[1] is not v:  # 4 us of host time
+            pages = (
+                x.transpose(1, 2) if x.dim() == 4 else x.unflatten(0, (-1, self.page_size)) for x in (k, v)
+            )
+            kept = self._views[layer_id] = (k, v, *pages)
+        return kept[2], kept[3]
 
     #: Single tokens are a batch like any other.
     forward_decode = forward_extend
@@ -225,6 +236,10 @@ def _refusal(runner: Any) -> str | None:
 
 def _refuse(layer: Any, kwargs: dict[str, Any]) -> None:
     """Raises for what a layer says and ``attention`` would not hear."""
+    if not (
+        kwargs or layer.is_cross_attention or layer.logit_cap or layer.xai_temperature_len or layer.use_irope
+    ):
+        return
     said = {name for name, value in kwargs.items() if value is not None and value is not False}
     if layer.is_cross_attention:
         said.add("is_cross_attention")

@@ -12,17 +12,17 @@ from cutlass_fmha.dispatch.describe import Call, Strides
 from cutlass_fmha.dispatch.device import Device
 from cutlass_fmha.dispatch.problem import Problem
 from cutlass_fmha.dispatch.table import Row
-from cutlass_fmha.features import NO_FEATURES, Features, Sizes
+from cutlass_fmha.features import NO_FEATURES, TENSORS, Features, Sizes
 
-#: Where addresses of ``Features``' tensors go, if not to the field of the same name.
-_FIELDS = {"cache_batch_idx": "batch_index_k"}
+#: Where addresses of ``Features``' tensors go: most to the field of the same name.
+_FIELDS = {name: (name, name) for name in TENSORS} | {"cache_batch_idx": ("cache_batch_idx", "batch_index_k")}
 
 
 def addresses_of(features: Features) -> tuple[tuple[str, str], ...]:
     """(name, field) of the tensors that are read: an empty one has no address to speak of."""
     if features is NO_FEATURES:
         return ()
-    found = tuple((name, _FIELDS.get(name, name)) for name, x in features.tensors.items() if x.numel() > 0)
+    found = tuple(_FIELDS[name] for name, x in features.tensors.items() if x.numel() > 0)
     if _is_read(features.block_counts) and not _is_read(features.block_indices):
         return (*found, ("block_counts", "block_indices"))  # lists without room for an entry: nothing is read
     return found

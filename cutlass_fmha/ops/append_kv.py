@@ -118,12 +118,13 @@ def append(a: Append) -> tuple[Tensor, Tensor]:
     return found
 
 
-def check_append(a: Append) -> None:
+def check_append(a: Append, names: tuple[str, str] = ("key", "value")) -> None:
+    """``names``: what the caller's arguments are called."""
     caches = {"k_cache": a.k_cache, "v_cache": a.v_cache}
     for name, cache in caches.items():
         axes = "batch_cache, seqlen_cache" if a.page_table is None else "pages, page_size"
         tensors.check_dims(name, cache, f"{axes}, num_heads_kv, head_dim")
-    new = {"key": a.key, "value": a.value}
+    new = dict(zip(names, (a.key, a.value), strict=True))
     for name, rows in new.items():
         tensors.check_dims(name, rows, f"{a.axes}, num_heads_kv, head_dim")
     if a.cu_seqlens_q is not None:
@@ -133,15 +134,15 @@ def check_append(a: Append) -> None:
     for name, cache in caches.items():
         if any(stride == 0 and size > 1 for size, stride in zip(cache.shape, cache.stride(), strict=True)):
             raise ValueError(f"{name} is written to and must not be expanded, got strides {cache.stride()}")
-    _check_sizes(a)
+    _check_sizes(a, *names)
     _check_places(a)
     _check_rotary(a)
 
 
-def _check_sizes(a: Append) -> None:
+def _check_sizes(a: Append, key: str, value: str) -> None:
     for name, tensor, other_name, other in (
         ("v_cache", a.v_cache, "k_cache", a.k_cache),
-        ("value", a.value, "key", a.key),
+        (value, a.value, key, a.key),
     ):
         if tensor.shape[:-1] != other.shape[:-1]:
             raise ValueError(
@@ -149,8 +150,8 @@ def _check_sizes(a: Append) -> None:
                 f"{tuple(other.shape[:-1])}, got {tuple(tensor.shape[:-1])}"
             )
     for name, rows, cache_name, cache in (
-        ("key", a.key, "k_cache", a.k_cache),
-        ("value", a.value, "v_cache", a.v_cache),
+        (key, a.key, "k_cache", a.k_cache),
+        (value, a.value, "v_cache", a.v_cache),
     ):
         if rows.shape[-2:] != cache.shape[2:]:
             raise ValueError(

@@ -12,8 +12,10 @@ struct BackwardOptions {
   Features features = Features::ranges;  ///< `scores`: and dQ in a fixed order
   Copy copy = Copy::cp_async_16;         ///< of Q and dO; tma: of tiles all of whose rows are the sequence's
   bool writes_scores = false;            ///< dS goes to memory, of which a row of QueryProductConfig makes dQ
-  bool shares_dq = false;                ///< of two groups, the second has dQ of every second unit
+  bool shares_dq = false;                ///< of two groups, the second has every second dQ
   bool rounded_pairs = false;            ///< of bfloat16, dS is a product of rounded pairs: P and dP - D
+  int kept_key_steps = 0;                ///< of two groups, the first keeps K of so many 16 dimensions in registers
+  bool whole_dq = false;                 ///< of two groups, dQ is made of whole tiles of dS, of which two have room
 };
 
 struct BackwardConfig : TileConfig, BackwardOptions {
@@ -27,10 +29,12 @@ struct BackwardConfig : TileConfig, BackwardOptions {
   /// Queries that are handed over at once, between groups and to dQ.
   constexpr int unit() const { return groups ? tile_m / 2 : tile_m; }
 
-  // dQ of a unit is cut into rectangles, one per warp of the (first) group: 32 queries high, so that a B fragment feeds
+  /// Queries that dQ is made of at once.
+  constexpr int dq_rows() const { return whole_dq ? tile_m : unit(); }
+  // Their dQ is cut into rectangles, one per warp of a group: 32 queries high, so that a B fragment feeds
   // two mma, where the columns can be divided then.
   constexpr int query_warps() const {
-    int along = unit() >= 32 ? unit() / 32 : 1;
+    int along = dq_rows() >= 32 ? dq_rows() / 32 : 1;
     while (head_dim / 16 % (group_warps() / along) != 0) along *= 2;
     return along;
   }

@@ -131,7 +131,7 @@ CUTE_DEVICE void backward(BackwardParams const& p) {
       if (steps > 0) walk.run_b(values, gradient);
       write_gradient<C>(BackwardLayout<C>::place(smem), p.dk, p.dk_stride, p.head_dim, of_group, p.scale, gradient);
     } else {
-      if (steps > 0) walk.run_a(gradient);
+      if (steps > 0) walk.run_a(values, gradient);
       write_gradient<C>(BackwardLayout<C>::place(smem), p.dv, p.dv_stride, p.head_dim_v, of_group, kept_scale<C>(p),
                         gradient);
     }

@@ -25,13 +25,13 @@ struct BackwardTypes : MmaTypes<C.dtype, C.keys_per_warp()> {
 template <BackwardConfig C>
 using KeyGradient = typename MmaTypes<C.dtype, C.keys_per_warp()>::template Accumulator<C.head_dim>;
 
-/// dQ of a unit: the warps divide its queries and its columns.
+/// dQ of a unit or tile: the warps of a group divide its queries and its columns.
 template <BackwardConfig C>
-struct QueryGradientTypes : MmaTypes<C.dtype, C.unit() / C.query_warps()> {
+struct QueryGradientTypes : MmaTypes<C.dtype, C.dq_rows() / C.query_warps()> {
   static constexpr int kColumns = C.head_dim / (C.group_warps() / C.query_warps());
-  using Gradient = typename MmaTypes<C.dtype, C.unit() / C.query_warps()>::template Accumulator<kColumns>;
+  using Gradient = typename MmaTypes<C.dtype, C.dq_rows() / C.query_warps()>::template Accumulator<kColumns>;
 
-  CUTE_DEVICE static int row_begin(int warp) { return warp % C.query_warps() * (C.unit() / C.query_warps()); }
+  CUTE_DEVICE static int row_begin(int warp) { return warp % C.query_warps() * (C.dq_rows() / C.query_warps()); }
   CUTE_DEVICE static int column_begin(int warp) { return warp / C.query_warps() * kColumns; }
 };
 
@@ -101,11 +101,11 @@ struct OneGroupBarriers {
   static constexpr int kQ = 0, kDout = kQ + TilePipeline<2>::kBytes, kScores = kDout + TilePipeline<1>::kBytes;
   static constexpr int kBytes = kScores + TilePipeline<1>::kBytes;
 };
-template <int DoutUnits>
+template <int DoutUnits, int ScoresUnits>
 struct TwoGroupBarriers {
   static constexpr int kQ = 0, kDout = kQ + TilePipeline<2>::kBytes, kScores = kDout + TilePipeline<DoutUnits>::kBytes;
-  static constexpr int kProbabilities = kScores + TilePipeline<2>::kBytes;  ///< 2 of each pair of warps
-  static constexpr int kBytes = kProbabilities + 4 * 2 * int(sizeof(uint64_t));
+  static constexpr int kProbabilities = kScores + TilePipeline<ScoresUnits>::kBytes;  ///< so many of each pair of warps
+  static constexpr int kBytes = kProbabilities + 4 * ScoresUnits * int(sizeof(uint64_t));
 };
 
 template <BackwardConfig C>
@@ -114,17 +114,19 @@ struct BackwardLayout {
   static constexpr int kQStages = 2;
   static constexpr int kKTile = C.tile_n * C.head_dim * 2, kQTile = C.tile_m * C.head_dim * 2, kDoutTile = kQTile;
   static constexpr int kScoresTile = C.tile_n * C.tile_m * 2, kTerms = 2 * C.tile_m * int(sizeof(float));
+  static constexpr int kScoresTiles = C.whole_dq ? 2 : 1, kScoresUnits = 2 * kScoresTiles;
+  static constexpr int kAllScores = kScoresTiles * kScoresTile;
   static constexpr int kQ = kKTile;
   static constexpr int kDout = kQ + kQStages * kQTile;
   /// Of two groups, two tiles where there is room for them beside the rest.
-  static constexpr int kDoutTiles = C.groups && kDout + 2 * kDoutTile + kScoresTile <= 96 * 1024 ? 2 : 1;
+  static constexpr int kDoutTiles = C.groups && kDout + 2 * kDoutTile + kAllScores <= 96 * 1024 ? 2 : 1;
   static constexpr int kDoutUnits = 2 * kDoutTiles;
   static constexpr int kScores = kDout + kDoutTiles * kDoutTile;  ///< dS, [key, query]
-  static constexpr int kRowTerms = kScores + kScoresTile;
+  static constexpr int kRowTerms = kScores + kAllScores;
   static constexpr int kPlace = kRowTerms + kQStages * kTerms;
   static constexpr int kBarriers = kPlace + (int(sizeof(Place)) + 15) / 16 * 16;
   static constexpr int kBytes =
-      kBarriers + (C.groups ? TwoGroupBarriers<kDoutUnits>::kBytes : OneGroupBarriers::kBytes);
+      kBarriers + (C.groups ? TwoGroupBarriers<kDoutUnits, kScoresUnits>::kBytes : OneGroupBarriers::kBytes);
   static_assert(kBytes <= 99 * 1024, "sm_89 and sm_120 have no more");
 
   /// V stands there before the walk, on its way to registers.

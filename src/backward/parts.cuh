@@ -150,10 +150,10 @@ struct BackwardParts {
                         fragment(cute::_, m));
     }
   }
-  /// V for the whole walk, from where it stands before.
-  CUTE_DEVICE void keep_values(Values& values) const {
+  /// V for the whole walk, from where it stands before; or K, which stays.
+  CUTE_DEVICE void keep_values(Values& values, uint32_t tile = Layout::kV) const {
     CUTE_UNROLL
-    for (int step = 0; step < T::kDimSteps; ++step) read_keys(Layout::kV, step, values(cute::_, cute::_, step));
+    for (int step = 0; step < T::kDimSteps; ++step) read_keys(tile, step, values(cute::_, cute::_, step));
   }
   /// Dimensions 16 * step of queries 16 * row_step of a tile.
   template <class Tile, class Fragment>
@@ -322,7 +322,8 @@ struct BackwardParts {
 
   /// dS^T to [key, query], queries 16 * column_step and on.
   template <class Types>
-  CUTE_DEVICE void store_scores(int column_step, typename Types::Probabilities& factors) const {
+  CUTE_DEVICE void store_scores(int column_step, typename Types::Probabilities& factors,
+                                uint32_t tile = Layout::kScores) const {
     if constexpr (kStoresMatrices) {
       CUTE_UNROLL
       for (int step = 0; step < Types::kKeySteps; ++step) {
@@ -330,7 +331,7 @@ struct BackwardParts {
         for (int m = 0; m < T::kRowSteps; ++m) {
           auto const words = cute::recast<uint32_t>(factors(cute::_, m, step));
           cute::SM90_U32x4_STSM_N::copy(words(0), words(1), words(2), words(3),
-                                        *scores_operand<cute::uint128_t>(m, column_step + step));
+                                        *scores_operand<cute::uint128_t>(m, column_step + step, tile));
         }
       }
       return;
@@ -343,16 +344,16 @@ struct BackwardParts {
         // A step of 8 columns flips a bit of the chunk number, one of 8 rows leaves the swizzle as it is.
         uint32_t const piece = ScoresTile::piece(scores_lane ^ (pair % 2 * 16), row / 2, column_step + pair / 2);
         uint32_t const rows_before = (warp * C.keys_per_warp() + row % 2 * 8) * ScoresTile::P::kRowBytes;
-        *reinterpret_cast<uint32_t*>(smem + Layout::kScores + rows_before + piece) = pairs(row, pair);
+        *reinterpret_cast<uint32_t*>(smem + tile + rows_before + piece) = pairs(row, pair);
       }
     }
   }
   /// 16 bytes a lane, those that ldmatrix.x4 and stmatrix.x4 ask of it, of 16 of the warp's keys and 16 queries of dS.
   template <class Word>
-  CUTE_DEVICE Word* scores_operand(int m, int column_step) const {
+  CUTE_DEVICE Word* scores_operand(int m, int column_step, uint32_t tile) const {
     constexpr bool kKnown = kStoresMatrices && ScoresTile::P::kRowBytes == QTile::P::kRowBytes;
     uint32_t const lane = kKnown ? rows_first : ScoresTile::lane_offset(MatrixLane::rows_first(lane_id()));
-    return reinterpret_cast<Word*>(smem + Layout::kScores + warp * C.keys_per_warp() * ScoresTile::P::kRowBytes +
+    return reinterpret_cast<Word*>(smem + tile + warp * C.keys_per_warp() * ScoresTile::P::kRowBytes +
                                    ScoresTile::piece(lane, m, column_step));
   }
 
@@ -412,9 +413,11 @@ struct BackwardParts {
     }
   }
 
-  /// Of the unit that begins with query `row` of a tile. read() is called when nothing is read of dS any more.
+  /// Of dq_rows() from query `row` of a tile on. read() is called when nothing is read of dS any more, which is in
+  /// `tile`.
   template <class Read>
-  CUTE_DEVICE void add_query_gradient(QueryCursor const& at, int row, Read const& read) const {
+  CUTE_DEVICE void add_query_gradient(QueryCursor const& at, int row, Read const& read,
+                                      uint32_t tile = Layout::kScores) const {
     using namespace cute;
     typename Q::Gradient dq;
     clear(dq);
@@ -423,8 +426,7 @@ struct BackwardParts {
         [&](int step, auto&& ds) FMHA_INLINE {
           CUTE_UNROLL
           for (int m = 0; m < Q::kRowSteps; ++m) {
-            load_piece<ScoresTile, true>(smem, Layout::kScores, scores_columns_first, step, (row + row_begin) / 16 + m,
-                                         ds(_, m));
+            load_piece<ScoresTile, true>(smem, tile, scores_columns_first, step, (row + row_begin) / 16 + m, ds(_, m));
           }
         },
         [&](int step, int n, auto&& k)

@@ -20,7 +20,7 @@ struct TwoGroupWalk : BackwardParts<C> {
   using typename Parts::QTile;
   using typename Parts::ScoresTile;
   using typename Parts::Values;
-  using Barriers = TwoGroupBarriers<Layout::kDoutUnits>;
+  using Barriers = TwoGroupBarriers<Layout::kDoutUnits, Layout::kScoresUnits>;
   using Parts::barriers, Parts::params, Parts::place, Parts::smem, Parts::warp;
   using Unit = typename Parts::template Types<C.unit()>;
   using Chunk = typename Parts::template Types<C.chunk>;
@@ -29,12 +29,13 @@ struct TwoGroupWalk : BackwardParts<C> {
   static constexpr int kDoutUnit = Layout::kDoutTile / 2;
   static constexpr int kAhead = Layout::kDoutUnits / 2;  ///< tiles of dO
   static_assert(C.warps == 8);
-  static_assert(!C.shares_dq || (!C.scored() && !C.writes_scores), "only A awaits turns, and copies dS");
+  static_assert(!(C.shares_dq || C.whole_dq) || (!C.scored() && !C.writes_scores),
+                "only A awaits turns, and copies dS");
 
-  int const steps;                                   ///< of all heads
-  TilePipeline<2> const q_pipe;                      ///< tiles; what A has read, B has, which gets its P afterwards
-  TilePipeline<Layout::kDoutUnits> const dout_pipe;  ///< units
-  TilePipeline<2> const scores_pipe;                 ///< units: P on its way from A to B, dS from B to A
+  int const steps;                                       ///< of all heads
+  TilePipeline<2> const q_pipe;                          ///< tiles; what A has read, B has, which gets its P afterwards
+  TilePipeline<Layout::kDoutUnits> const dout_pipe;      ///< units
+  TilePipeline<Layout::kScoresUnits> const scores_pipe;  ///< units: P on its way from A to B, dS from B to dQ
 
   CUTE_DEVICE TwoGroupWalk(BackwardParams const& p, char* smem, int steps, int warp)
       : Parts(p, smem, warp),
@@ -43,25 +44,26 @@ struct TwoGroupWalk : BackwardParts<C> {
         dout_pipe{barriers() + Barriers::kDout},
         scores_pipe{barriers() + Barriers::kScores} {}
 
-  /// Brings the block's keys; returns V of this warp's.
+  /// Brings the block's keys; returns V of this warp's, or K.
   CUTE_DEVICE void start(Values& values) const {
     if (threadIdx.x == 0) {
       q_pipe.init(kThreads, kThreads);
       dout_pipe.init(kThreads, C.threads());
       scores_pipe.init(kThreads, kThreads);
-      for (int i = 0; i < 8; ++i) mbarrier_init(barriers() + Barriers::kProbabilities + 8 * i, 32);
+      for (int i = 0; i < 4 * Layout::kScoresUnits; ++i)
+        mbarrier_init(barriers() + Barriers::kProbabilities + 8 * i, 32);
     }
     this->load_keys(params.k, params.k_stride, 0, params.head_dim);
     this->load_keys(params.v, params.v_stride, Layout::kV, params.head_dim_v);
     cute::cp_async_wait<0>();
     __syncthreads();
-    this->keep_values(values);
+    this->keep_values(values, C.kept_key_steps > 0 && thread_id() < kThreads ? 0 : Layout::kV);
     if constexpr (C.copy == Copy::tma) cute::tma_store_fence();
     __syncthreads();  // where V stood, Q comes
   }
 
   /// Group A: dV, and what the block adds to dQ, or half of that.
-  CUTE_DEVICE void run_a(Gradient& dv) const {
+  CUTE_DEVICE void run_a([[maybe_unused]] Values const& keys, Gradient& dv) const {
     QueryCursor at = this->first(place().walk), before = at;
     CUTE_NO_UNROLL
     for (int step = 0; step < steps; ++step) {
@@ -75,31 +77,46 @@ struct TwoGroupWalk : BackwardParts<C> {
         typename Unit::Scores scores;
         typename Unit::Probabilities probabilities;
         cute::clear(scores);
-        this->template add_scores<QTile, Unit>([&](int i, auto&& k) FMHA_INLINE { this->read_keys(0, i, k); }, q_tile,
-                                               half * kUnit / 16, scores);
+        this->template add_scores<QTile, Unit>(
+            [&](int i, auto&& k) FMHA_INLINE {
+              if (i < C.kept_key_steps) {
+                cute::copy(keys(cute::_, cute::_, i), k);
+              } else {
+                this->read_keys(0, i, k);
+              }
+            },
+            q_tile, half * kUnit / 16, scores);
         if constexpr (C.scored()) {
           typename Unit::Probabilities factors;
           this->template score<Unit>(masked, scores, probabilities, factors, terms + half * kUnit * 4, at,
                                      at.tile * C.tile_m + half * kUnit);
           scores_pipe.producer_acquire(unit);
-          hand_over(half, factors);
+          hand_over(step, half, factors);
         } else {
           this->template exponentiate<Unit>(masked, scores, probabilities, terms + half * kUnit * 4,
                                             at.tile * C.tile_m + half * kUnit);
           scores_pipe.producer_acquire(unit);
-          hand_over(half, probabilities);
+          hand_over(step, half, probabilities);
         }
-        mbarrier_arrive(probabilities_barrier(half));
+        mbarrier_arrive(probabilities_barrier(step, half));
         dout_pipe.consumer_wait(unit);
         if (!C.scored() || params.dv != nullptr)
           this->template add_queries<DoutTile, Unit>(probabilities, dout_at(step, half), 0, dv);
         dout_pipe.consumer_release(unit);
-        if (unit > 0 && !(C.shares_dq && half == 0)) finish(unit - 1, half == 0 ? before : at);
+        if constexpr (C.whole_dq) {
+          if (half == 1 && step > 0 && !(C.shares_dq && step % 2 == 0)) finish_tile(step - 1, before);
+        } else {
+          if (unit > 0 && !(C.shares_dq && half == 0)) finish(unit - 1, half == 0 ? before : at);
+        }
       }
       before = at;
       at = this->after(at, place().walk);
     }
-    if constexpr (!C.shares_dq) finish(2 * steps - 1, before);
+    if constexpr (C.whole_dq) {
+      if (!(C.shares_dq && steps % 2 == 0)) finish_tile(steps - 1, before);
+    } else if constexpr (!C.shares_dq) {
+      finish(2 * steps - 1, before);
+    }
   }
 
   /// Group B: dK, and the other half.
@@ -141,8 +158,8 @@ struct TwoGroupWalk : BackwardParts<C> {
                                                        FMHA_INLINE { cute::copy(values(cute::_, cute::_, i), v); },
                                                    dout_at(step, half), row / 16, scores);
         if (last) dout_pipe.consumer_release(unit);
-        if (first) mbarrier_wait(probabilities_barrier(half), step & 1);
-        take_over(begin / 16, probabilities);
+        if (first) mbarrier_wait(probabilities_barrier(step, half), step / Layout::kScoresTiles & 1);
+        take_over(step, begin / 16, probabilities);
         if constexpr (C.scored()) {
           this->template scored_chunk<Chunk>(here, here.tile * C.tile_m + begin)
               .differentiate(probabilities, scores,
@@ -151,18 +168,28 @@ struct TwoGroupWalk : BackwardParts<C> {
           this->template differentiate<Chunk>(probabilities, scores);
         }
         __syncwarp();  // all lanes have their P: dS may take its place
-        this->template store_scores<Chunk>(begin / 16, probabilities);
+        this->template store_scores<Chunk>(begin / 16, probabilities, scores_at(step));
         if (last) scores_pipe.producer_commit(unit);
         if (last && step + kAhead < steps && half == 1) load_dout(unit + 2 * kAhead - 1, ahead(at));
         if (!C.scored() || params.dk != nullptr)
           this->template add_queries<QTile, Chunk>(probabilities, q_tile, begin / 16, dk);
-        if (C.shares_dq && last && half == 0 && step > 0) finish(unit - 1, last_tile);
+        if (C.shares_dq && last && half == 0 && step > 0) {
+          if constexpr (!C.whole_dq) {
+            finish(unit - 1, last_tile);
+          } else if (step % 2 == 0) {
+            finish_tile(step - 1, last_tile);
+          }
+        }
       }
       q_pipe.consumer_release(step);
       if (step + kAhead < steps) load_dout(2 * step + 2 * kAhead + 1, ahead(at));
       if (step + 2 < steps) load_q(step + 2, this->after(at, place().walk));
     }
-    if constexpr (C.shares_dq) finish(2 * steps - 1, here);
+    if constexpr (C.shares_dq && !C.whole_dq) {
+      finish(2 * steps - 1, here);
+    } else if constexpr (C.shares_dq) {
+      if (steps % 2 == 0) finish_tile(steps - 1, here);
+    }
   }
 
  private:
@@ -171,8 +198,13 @@ struct TwoGroupWalk : BackwardParts<C> {
   CUTE_DEVICE static uint32_t dout_at(int step, int half) {
     return Layout::kDout + half * kDoutUnit + (kAhead > 1 ? step % 2 * Layout::kDoutTile : 0);
   }
-  CUTE_DEVICE uint32_t probabilities_barrier(int half) const {
-    return barriers() + Barriers::kProbabilities + 8 * (2 * warp + half);
+  /// Where a step's P and dS are.
+  CUTE_DEVICE static uint32_t scores_at(int step) {
+    return Layout::kScores + (C.whole_dq ? step % 2 * Layout::kScoresTile : 0);
+  }
+  CUTE_DEVICE uint32_t probabilities_barrier(int step, int half) const {
+    int const unit = C.whole_dq ? step % 2 * 2 + half : half;
+    return barriers() + Barriers::kProbabilities + 8 * (Layout::kScoresUnits * warp + unit);
   }
   /// dQ of a unit, whose tile is `at`.
   CUTE_DEVICE void finish(int unit, QueryCursor const& at) const {
@@ -194,6 +226,21 @@ struct TwoGroupWalk : BackwardParts<C> {
     }
   }
 
+  /// dQ of a step's tile, which is `at`.
+  CUTE_DEVICE void finish_tile(int step, QueryCursor const& at) const {
+    auto const release = [&] {
+      scores_pipe.consumer_release(2 * step);
+      scores_pipe.consumer_release(2 * step + 1);
+    };
+    scores_pipe.consumer_wait(2 * step);
+    scores_pipe.consumer_wait(2 * step + 1);
+    if (place().sums == nullptr) {
+      release();
+    } else {
+      this->add_query_gradient(at, 0, release, scores_at(step));
+    }
+  }
+
   /// dS of a unit, which begins with query `row` of a step's tile, to memory: B has no register for it.
   CUTE_DEVICE void copy_scores(int step, int row) const {
     constexpr int kEights = kUnit / 8;
@@ -207,24 +254,24 @@ struct TwoGroupWalk : BackwardParts<C> {
     }
   }
 
-  CUTE_DEVICE void hand_over(int half, typename Unit::Probabilities& probabilities) const {
+  CUTE_DEVICE void hand_over(int step, int half, typename Unit::Probabilities& probabilities) const {
     CUTE_UNROLL
-    for (int step = 0; step < Unit::kKeySteps; ++step) {
+    for (int i = 0; i < Unit::kKeySteps; ++i) {
       CUTE_UNROLL
       for (int m = 0; m < Unit::kRowSteps; ++m) {
-        auto const words = cute::recast<uint32_t>(probabilities(cute::_, m, step));
-        *this->template scores_operand<uint4>(m, half * Unit::kKeySteps + step) = {words(0), words(1), words(2),
-                                                                                   words(3)};
+        auto const words = cute::recast<uint32_t>(probabilities(cute::_, m, i));
+        *this->template scores_operand<uint4>(m, half * Unit::kKeySteps + i, scores_at(step)) = {words(0), words(1),
+                                                                                                 words(2), words(3)};
       }
     }
   }
-  CUTE_DEVICE void take_over(int column_step, typename Chunk::Probabilities& probabilities) const {
+  CUTE_DEVICE void take_over(int step, int column_step, typename Chunk::Probabilities& probabilities) const {
     CUTE_UNROLL
-    for (int step = 0; step < Chunk::kKeySteps; ++step) {
+    for (int i = 0; i < Chunk::kKeySteps; ++i) {
       CUTE_UNROLL
       for (int m = 0; m < Chunk::kRowSteps; ++m) {
-        uint4 const from = *this->template scores_operand<uint4>(m, column_step + step);
-        auto words = cute::recast<uint32_t>(probabilities(cute::_, m, step));
+        uint4 const from = *this->template scores_operand<uint4>(m, column_step + i, scores_at(step));
+        auto words = cute::recast<uint32_t>(probabilities(cute::_, m, i));
         words(0) = from.x, words(1) = from.y, words(2) = from.z, words(3) = from.w;
       }
     }

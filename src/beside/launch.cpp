@@ -10,8 +10,8 @@
 namespace cutlass_fmha {
 namespace {
 
-/// Vectors of a tensor from which on a lane has several: fewer threads have more bytes on their way then. Below, a launch
-/// is as fast as its slowest thread.
+/// Vectors of a tensor from which on a lane has several: fewer threads have more bytes on their way then. Below, a
+/// launch is as fast as its slowest thread.
 constexpr int64_t kMany = 1 << 18;
 
 /// A tensor of a launch, whose strides become those that count.
@@ -126,14 +126,21 @@ void launch(Row const& row, RmsNormBackwardParams const& params, int device, cud
   if (p.walk == Walk::kept && p.out_type != row.dtype()) p.walk = Walk::vectors;  // no registers for its gradients
   bool const kept = p.walk == Walk::kept;
   int const resident = std::max(1, p.parts);
-  int const beside = p.walk == Walk::elements ? RmsNormBackwardParams::kColumns : RmsNormBackwardParams::kColumnsBeside;
-  int64_t const blocks = blocks_of(p.rows, p.lanes_log2, row.threads());
-  bool const sums = p.dweight && kept && blocks + ceil_div(p.dim, beside) > resident;  // else all blocks run at once
-  p.row_blocks = int(kept ? std::min<int64_t>(blocks, resident) : blocks);
+  int const of_columns =
+      p.walk == Walk::elements ? RmsNormBackwardParams::kColumns : RmsNormBackwardParams::kColumnsBeside;
+  int const beside = ceil_div(p.dim, of_columns);  // all of which run at once, or a second launch sums
+  int64_t blocks = blocks_of(p.rows, p.lanes_log2, row.threads());
+  int const lanes = 1 << p.lanes_log2, chunks = p.dim / (kVectorBytes / bytes);
+  if (kept && lanes < std::min(chunks, row.threads()) && 2 * blocks + beside <= resident) {
+    ++p.lanes_log2;  // few rows: a vector to a lane
+    blocks = blocks_of(p.rows, p.lanes_log2, row.threads());
+  }
+  bool const sums = p.dweight && kept && blocks + beside > resident;
+  int64_t const turns = kept ? (blocks + resident - 1) / resident : 1;
+  p.row_blocks = int((blocks + turns - 1) / turns);  // as few as need no more turns: none is left for a few alone
   p.parts = sums ? p.row_blocks : 0;
-  int64_t const grid = int64_t(p.row_blocks) + (p.dweight && !sums ? ceil_div(p.dim, beside) : 0);
+  int64_t const grid = int64_t(p.row_blocks) + (p.dweight && !sums ? beside : 0);
   require(grid <= INT_MAX, [] { return "rms_norm_backward takes fewer rows"; });
-  int64_t const turns = (blocks + p.row_blocks - 1) / p.row_blocks;
   int const smem_bytes = kept ? ask_ahead(p, row, row.threads(), kVectors * (p.dsum ? 3 : 2), turns) : 0;
   launch_kernel(row, dim3(unsigned(grid)), &p, device, stream, row.threads(), smem_bytes);
   if (!sums) return;

@@ -5,11 +5,6 @@
 
 namespace cutlass_fmha {
 
-/// Keeps the compiler from having made floats of it before.
-__device__ inline void packed(uint4& words) {
-  asm volatile("" : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w)::"memory");
-}
-
 /// Whole rows in registers: all of a row's loads are on their way at once. Few registers make room for many rows on an
 /// SM, which is what keeps memory busy.
 template <class T, class W, int Vectors>
@@ -85,8 +80,8 @@ __device__ void norm_kept(RmsNormParams const& p, float* shared) {
   for (int n = 0; n < Vectors; ++n) {
     if (first + n * step >= end) continue;
     if constexpr (Vectors > 1) {  // one at a time, from what is packed: there are no registers for more
-      packed(x[n].words[0]);
-      if constexpr (kEarly) packed(weight[n].words[0]);
+      packed(x[n]);
+      if constexpr (kEarly) packed(weight[n]);
     }
     float a[kElements], w[kElements];
     read(x[n], a);

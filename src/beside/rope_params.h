@@ -34,8 +34,9 @@ struct RopeRows {
 /// RMSNorm of each row of q and k, then its rotation. Row i of sequence n has position start + first[n] - before[n] +
 /// i, or its own of `positions`. Packed: a batch of 1, whose rows cu_seqlens[n] to cu_seqlens[n + 1] are sequence n;
 /// others become 0, or are left alone where out is x, and go to no cache.
-struct RopeParams : CachePlaces {   // cache_seqlens is null: there is no cache, and no v
-  static constexpr int kWidth = 4;  ///< elements of a run, where rows are made of vectors
+struct RopeParams : CachePlaces {    // cache_seqlens is null: there is no cache, and no v
+  static constexpr int kNarrow = 4;  ///< elements of a run, where rows aren't made of 16-byte vectors, but of these
+  static constexpr int kRowsTogether = 2;  ///< of a thread
 
   RopeRows q, k, v;
   int batch, seqlen, head_dim;
@@ -47,14 +48,15 @@ struct RopeParams : CachePlaces {   // cache_seqlens is null: there is no cache,
   int64_t positions_stride[2];
   Rotary rotary;          ///< dim is 0: nothing is rotated
   float const* inv_freq;  ///< [dim / 2], in place of rotary.cos and sin: the angle is position * inv_freq
-  bool inverse;           ///< by minus the angles
+  bool inverse;           ///< by minus the angles, as gradients always are
   bool norm;
   float eps, weight_offset;
   int* seqused_k;  ///< [sequences]: becomes cache_seqlens and the new rows; null without a cache
 
   // Set by launch().
-  bool vectors;
-  float per_element;  ///< 1 / head_dim
+  int width;            ///< elements of a run: a 16-byte vector, or kNarrow; 1 where rows aren't made of vectors
+  uint32_t keys_share;  ///< of the blocks of q and k those of k, in 2^-32, rounded up; 0 where not both have some
+  float per_element;    ///< 1 / head_dim
   Divisor by_seqlen;
 
   bool empty() const { return batch == 0 || seqlen == 0 || !(q.there() || k.there() || v.there()); }
@@ -63,11 +65,8 @@ struct RopeParams : CachePlaces {   // cache_seqlens is null: there is no cache,
 /// The gradients of q, k and the weights, from those of what q and k became. Each block sums what its rows give for the
 /// weight, in an order of its own; a second launch sums the blocks.
 struct RopeBackwardParams : RopeParams {
-  /// The same, by bytes of an element: a thread has a sum for each element.
-  template <int Bytes>
-  static constexpr int kWidthOf = Bytes == 4 ? 2 : 4;
   static constexpr int kRowsOfPart = 16;  ///< at least
-  static constexpr int kColumns = 8;      ///< of a block of the second launch
+  static constexpr int kColumns = 4;      ///< of a block of the second launch
 
   int parts;  ///< of q and k together, about: as many blocks as the device runs at once
 

@@ -32,6 +32,16 @@ __device__ void read(Chunk<T, Width> const& chunk, float (&x)[Width]) {
   }
 }
 
+/// Keeps the compiler from having made floats of it before.
+template <class T, int Width>
+__device__ void packed(Chunk<T, Width>& chunk) {
+  uint32_t words[(sizeof(chunk) + 3) / 4] = {};
+  memcpy(words, chunk.words, sizeof(chunk));
+#pragma unroll
+  for (uint32_t& word : words) asm volatile("" : "+r"(word)::"memory");
+  memcpy(chunk.words, words, sizeof(chunk));
+}
+
 /// Elements at, at + 1, ... of a tensor whose type only the launch knows: T or float, where T is float any.
 template <class T, int Width>
 __device__ void read_as(DType type, void const* from, int64_t at, float (&x)[Width]) {
@@ -123,11 +133,8 @@ struct Ahead {
 
   /// Until the oldest of the turns asked for is there.
   __device__ static void wait(int stages) {
-    if (stages == 6) return wait_but<5>();  // the numbers that launch() comes to
-    if (stages == 4) return wait_but<3>();
-    if (stages == 3) return wait_but<2>();
+    if (stages == 3) return wait_but<2>();  // the numbers that launch() comes to
     if (stages == 2) return wait_but<1>();
-    if (stages == 12) return wait_but<11>();
     wait_but<0>();
   }
 
@@ -149,6 +156,8 @@ __device__ inline float sum_over_lanes(float x, int lanes_log2, float* shared) {
   if (lanes_log2 == 5) return x;
   int const warps = 1 << (lanes_log2 - 5), warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
   if (lane == 0) shared[warp] = x;
+  // A barrier of these lanes alone would have a number that only the launch knows: a block then takes all 16, and few
+  // of them fit an SM.
   __syncthreads();
   x = shared[(warp & -warps) + (lane & (warps - 1))];
   for (int other = warps / 2; other > 0; other /= 2) x += __shfl_xor_sync(~0u, x, other);

@@ -20,7 +20,7 @@ from cutlass_fmha import _C
 from cutlass_fmha.launch import gradients
 
 SMALL = ((1, 2, 1, 197, 333), (2, 2, 2, 512, 512), (1, 4, 2, 61, 65), (1, 1, 1, 1000, 777), (1, 1, 1, 1, 640))
-TIMED = ((64, 4, 32, 4096), (128, 2, 16, 8192), (96, 4, 16, 4096))
+TIMED = ((64, 4, 32, 4096), (128, 2, 16, 8192), (96, 4, 16, 4096), (256, 4, 8, 4096))
 Tensors = tuple[torch.Tensor, ...]
 
 

@@ -1,0 +1,51 @@
+#!/bin/bash
+# Ops beside attention by their own launches, by variant, a line for each op: launches.cu. Needs nvcc and an sm_90, and this
+# repository's history for the kernels of before; 70 s on 16 cores. `launches.sh build DIR` only compiles (all at once),
+# `launches.sh run DIR` runs what was compiled there.
+set -e
+cd "$(dirname "$0")"
+what=${1:-all} work=${2:-$(mktemp -d)}
+root=$(cd ../../.. && pwd)
+toolkit=$(dirname "$(readlink -f "$(command -v nvcc)")")/../lib # of one from PyPI
+# variant NAME OPS OPTIONS SED FILE [SED FILE ...]: today's sources, each FILE of src/beside changed by SED
+variant() {
+  local name=$1 ops=$2 options=$3 src=$work/$1/src
+  shift 3
+  names+=("$name") of+=("$ops")
+  if [ "$what" = run ]; then return; fi
+  mkdir -p "$work/$name"
+  cp -r "$root/src" "$src"
+  if [ "$name" = before ]; then rm -r "$src"; git -C "$root" archive 5210315 src | tar x -C "$work/$name"; fi
+  while [ $# -gt 0 ]; do
+    cp "$src/beside/$2" "$work/$name/unchanged"
+    sed -i "$1" "$src/beside/$2"
+    if cmp -s "$src/beside/$2" "$work/$name/unchanged"; then echo "$name: nothing changed in $2"; fi
+    shift 2
+  done
+  nvcc -std=c++20 -O3 -arch=sm_90 --expt-relaxed-constexpr -Xptxas -v -L"$toolkit" $options -I"$src" -o "$work/$name/run" \
+    launches.cu >"$work/$name/log" 2>&1 &
+}
+heads() { echo "s/kMaxHeads = 4/kMaxHeads = $1/"; }
+together() { echo "s/kRowsTogether = 2/kRowsTogether = $1/"; }
+if git -C "$root" cat-file -e 5210315 2>/dev/null; then
+  variant before "rope norm gated" "-DROPE=1 -DROPE_BACKWARD=1 -DPARTS=6 -DPDL=false -DAHEAD=24"
+fi
+variant now "rope norm gated" ""
+variant no_overlap rope "-DPDL=false"
+variant heads8 rope "" "$(heads 8)" rope_launch.cpp
+variant heads2 rope "" "$(heads 2)" rope_launch.cpp
+variant heads4backward rope "" 's/kMaxHeadsBackward = 8/kMaxHeadsBackward = 4/' rope_launch.cpp
+variant together2x5 rope "-DROPE=5"
+variant together4x4heads8 rope "-DROPE=4" "$(together 4)" rope_params.h "$(heads 8)" rope_launch.cpp
+variant parts3 rope "-DPARTS=3"
+variant ahead8 norm "-DAHEAD=8"
+variant blocks256 norm "-DNORM_BLOCKS=2"
+if [ "$what" != run ]; then wait; fi
+if [ "$what" = build ]; then exit; fi
+for n in "${!names[@]}"; do
+  name=${names[$n]}
+  if [ -x "$work/$name/run" ]; then timeout 30 "$work/$name/run" "$name" "${of[$n]}" || true; else grep -m3 -i "error\|cannot" "$work/$name/log"; fi
+done
+for name in "${names[@]}"; do
+  grep -h "spill\|Used" "$work/$name/log" | paste - - | grep -v " 0 bytes spill stores" | sed "s/^/$name: /" || true
+done
