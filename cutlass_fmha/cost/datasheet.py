@@ -136,16 +136,18 @@ def row_cost(row: Row, device: Device, parameters: Parameters = PARAMETERS) -> R
         warp_block = parameters.work_us_per_warp * row.warps
         step, warp_step = _step(row, resident, device, parameters)
     start = parameters.few_query.overlapped if row.dependent_launch else 1.0
+    memory = 1 / figure(parameters.dram_tbytes, row, device)
     return RowCost(
         launch=parameters.scored.launch if row.scored else start * parameters.launch_us,
         cold=start * parameters.cold_us,
-        traffic=parameters.exposed_traffic / figure(parameters.dram_tbytes, row, device),
+        traffic=parameters.exposed_traffic * memory,
         again=0.0,
         block=block,
         step=step,
         warp_block=warp_block,
         warp_step=warp_step,
         resident=resident,
+        memory=memory,
     )
 
 
