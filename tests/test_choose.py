@@ -346,7 +346,8 @@ def test_a_launch_takes_no_less_than_the_memory_does(left: int):
     megabytes = heads * 2 * (64 + 6400) * 64 * 2 / 1e6
     last = max(0.0, 1.0 + 0.5 * 100 - 1.5 * megabytes * left / heads) if left else 0.0
     priced = cost.Priced(row, L4, prices)
-    assert priced.us(problem) == pytest.approx(5.0 + 1.5 * megabytes + last)
+    assert (counts := priced.counts(problem)) is not None
+    assert priced.us(problem) == pytest.approx(5.0 + 1.5 * megabytes + last + 0.01 * prices.of(counts))
     assert priced.at_least(problem) == pytest.approx(5.0 + 1.5 * megabytes)
     assert prices.scaled(2.0).memory == prices.memory
     slow = replace(prices, step=50.0)

@@ -4,7 +4,7 @@ How fast a row streams is read off its timings. The model is linear in the other
 which blocks a launch waits for and how waiting and work share the time, and both depend on the prices: so the
 launch is played through with the prices so far, new ones are fitted to its counts, and again. How many blocks
 go about side by side is whatever explains the timings best. Timings that the model can't explain lose weight
-(Huber), and so do problems that another row runs much faster: where rows cross is where a price must be right.
+(Huber), and so do problems that another row runs much faster: where rows cross, a price must be right.
 
 All tiles are fitted twice. What the first fit gets wrong by the same factor for all rows of a problem decides
 nothing between them: the second fit doesn't bend any row's prices for it.

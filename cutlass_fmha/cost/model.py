@@ -48,6 +48,8 @@ in an L2 cache of 50 MB."""
 MAX_WAVES, MAX_MASKED_WAVES = 32, 6
 """Blocks per place from which on a launch is not played through but averaged. With a mask, early blocks are
 long and late ones short, so that places end together much sooner."""
+NOT_HIDDEN = 0.01
+"""Of rows that wait for the memory alike, the one that does least besides is taken."""
 ROUNDED = 1 - 1e-12
 """Sums of floats that should be equal may differ by that much: a bound is no more than what it bounds."""
 
@@ -178,14 +180,14 @@ class Priced:
         counts = self.counts(problem)
         if counts is None:
             return 0.0
-        us = self.cost.of(counts)
+        us, streamed = self.cost.of(counts), self.cost.streamed(*counts[:3])
         # What a last wave adds is less than the waves before it took.
-        if 2 * self.cost.memory * counts.megabytes < us:
+        if 2 * streamed < us:
             return us
-        return max(us, self._streamed(problem, counts))
+        return max(us, streamed + self._last_wave(problem, counts) + NOT_HIDDEN * us)
 
-    def _streamed(self, problem: Problem, counts: Counts) -> float:
-        """Microseconds of a launch that waits for the memory, but for its last wave."""
+    def _last_wave(self, problem: Problem, counts: Counts) -> float:
+        """Microseconds that a launch which waits for the memory loses when few blocks are left."""
         cost, sms = self.cost, self.device.sm_count
         launched = kinds(self.row, problem, divide(self.row, problem, self.device))
         total = sum(kind[0] for kind in launched)
@@ -195,8 +197,7 @@ class Priced:
         waiting = cost.block * block + cost.step * steps
         work = -(-left // sms) * (cost.warp_block * warp_block + cost.warp_step * warp_steps)
         alone = cost.traffic * megabytes + math.hypot(waiting, work) if left else 0.0
-        us = cost.streamed(counts.launches, counts.cold, counts.megabytes)
-        return us + max(0.0, alone - cost.memory * megabytes)
+        return max(0.0, alone - cost.memory * megabytes)
 
     def counts(self, problem: Problem) -> Counts | None:
         """The launch played through, None without a block: which it waits for depends on what they cost."""
