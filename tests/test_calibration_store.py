@@ -65,7 +65,7 @@ DAMAGES = [
     (damaged(resident=0), "0 is no count"),
     (damaged(resident=1.5), "1.5 is no count"),
     ("[1]", "its schema is not 'cutlass_fmha-costs-"),
-    (damaged(schema="cutlass_fmha-costs-1"), "its schema is not 'cutlass_fmha-costs-2'"),
+    (damaged(schema="cutlass_fmha-costs-2"), "its schema is not 'cutlass_fmha-costs-3'"),
     (damaged(rows=None), "it lacks 'rows'"),
     (damaged(step=-1.0), "-1.0 is no finite number from 0 on"),
     (damaged(step=math.inf), "inf is no finite number"),

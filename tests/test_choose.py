@@ -336,6 +336,24 @@ def test_waiting_and_work_are_those_of_blocks_that_go_where_there_is_room(
     assert prices.of(counts) == pytest.approx(math.hypot(waiting, work), rel=0.04)
 
 
+@pytest.mark.parametrize("left", [0, 1, 57])
+def test_a_launch_takes_no_less_than_the_memory_does(left: int):
+    """And what a last wave takes besides, which is too small to keep the memory busy."""
+    row = BUILD.by_name("fwd_sm89_f16_d64_m64n64w4")
+    heads = 2 * 58 + left
+    problem = Problem(1, 64, 6400, heads, heads, 64, "float16")
+    prices = cost.RowCost(3.0, 2.0, 0, 0, 1.0, 0.5, 0, 0, memory=1.5)
+    megabytes = heads * 2 * (64 + 6400) * 64 * 2 / 1e6
+    last = max(0.0, 1.0 + 0.5 * 100 - 1.5 * megabytes * left / heads) if left else 0.0
+    priced = cost.Priced(row, L4, prices)
+    assert (counts := priced.counts(problem)) is not None
+    assert priced.us(problem) == pytest.approx(5.0 + 1.5 * megabytes + last + 0.01 * prices.of(counts))
+    assert priced.at_least(problem) == pytest.approx(5.0 + 1.5 * megabytes)
+    assert prices.scaled(2.0).memory == prices.memory
+    slow = replace(prices, step=50.0)
+    assert cost.predict(row, problem, L4, slow) == cost.predict(row, problem, L4, replace(slow, memory=0.0))
+
+
 def test_parts_of_a_divided_tail_are_no_longer_than_they_are():
     """Where all tiles are divided, no block walks all keys."""
     by_tma = {"copy": "tma", "smem_bytes": 98 * 1024, "q_in_registers": False}
