@@ -12,6 +12,7 @@ import pkgutil
 import re
 import runpy
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -145,6 +146,16 @@ def test_a_batch_is_each_request_alone(there: Any, what: str, order: str, length
         slot = s.requests.slots(i, 0, used)
         rows = torch.cat((s.requests.k[i], s.requests.v[i]), -1)
         assert torch.equal(s.cache[slot // PAGE, :, slot % PAGE].float().cpu(), rows)
+
+
+def test_pages_are_made_once_for_a_cache_and_do_not_outlive_it(there: Any):
+    impl = there.ours.Impl(HEADS, DIM, 1.0, HEADS_KV)
+    for cache in (randn(3, HEADS_KV, PAGE, 2 * DIM), randn(3, PAGE, HEADS_KV, 2 * DIM).transpose(1, 2)):
+        pages = impl._pages(cache)
+        assert torch.equal(torch.cat(pages, -1), cache.transpose(1, 2)) and impl._pages(cache)[0] is pages[0]
+    alive = weakref.ref(pages[0])
+    del cache, pages
+    assert alive() is None
 
 
 @pytest.mark.parametrize("place", PLACES)
