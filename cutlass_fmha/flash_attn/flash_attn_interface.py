@@ -200,7 +200,7 @@ def flash_attn_with_kvcache(
         scale=softmax_scale,
         causal=bool(causal),
         window=None if window_size == (-1, -1) else _window(window_size),
-        softcap=softcap or None,
+        softcap=softcap,
         alibi_slopes=alibi_slopes,
         num_splits=num_splits or None,
         return_lse=bool(return_softmax_lse),

@@ -157,7 +157,7 @@ class Impl(AttentionImpl):  # type: ignore[misc]
         said, causal = self._said, meta.causal
         if self.attn_type in _ENCODERS:
             keys, values, causal, longest = key, value, False, meta.max_query_len
-            of_keys = {"cu_seqlens_k": meta.query_start_loc}
+            of_keys: dict[str, Any] = {"cu_seqlens_k": meta.query_start_loc}
         else:
             keys, values = self._pages(kv_cache)
             longest, of_keys = meta.max_seq_len, {"page_table": meta.block_table, "seqused_k": meta.seq_lens}
@@ -190,8 +190,8 @@ class Impl(AttentionImpl):  # type: ignore[misc]
 
     def _pages(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """[blocks, block_size, num_kv_heads, head_size] each, where they lie."""
-        cache, *pages = self._kept
-        if cache() is not kv_cache or pages[0].data_ptr() != kv_cache.data_ptr():
+        kept = self._kept
+        if kept[0]() is not kv_cache or kept[1].data_ptr() != kv_cache.data_ptr():
             blocks, heads, size, _ = kv_cache.shape
             of_block, of_head, of_row, one = kv_cache.stride()
             begin, dim, memory = kv_cache.storage_offset(), self.head_size, kv_cache.untyped_storage()
@@ -199,9 +199,8 @@ class Impl(AttentionImpl):  # type: ignore[misc]
             with torch.inference_mode(False):
                 # A view would keep its cache alive, and vLLM drops one that it tried graphs with.
                 new = (kv_cache.new_empty(0).set_(memory, begin + i * dim * one, *where) for i in (0, 1))
-                self._kept = weakref.ref(kv_cache, self._forget), *new
-            pages = self._kept[1:]
-        return pages[0], pages[1]
+                kept = self._kept = weakref.ref(kv_cache, self._forget), *new
+        return kept[1], kept[2]
 
     def _forget(self, cache: Any) -> None:
         if self._kept[0] is cache:
