@@ -47,8 +47,10 @@ def through(
     The kernels run on torch's current stream: q's library is told to have its memory ready there, and makes
     its own stream wait when it takes the result. Raises TypeError for what can't be shared.
     """
-    from_dlpack, place = _from_dlpack(q), _place(q)
-    given = {"q": q, "k": k, "v": v, **features}
+    from_dlpack = _from_dlpack(q)
+    place = None if from_dlpack is Tensor.numpy else _place(q)
+    q_there = tensors("q", q, place)
+    given = {"k": k, "v": v, **features}
     for name, value in given.items():
         if value is None:
             continue
@@ -60,10 +62,10 @@ def through(
                 f"{name} requires a gradient, and q is a {_name(q)}, whose library would not know of it: "
                 f"pass {name}.detach(), or tensors alone"
             )
-    found = function(given.pop("q"), given.pop("k"), given.pop("v"), **options, **given)
-    results = found if isinstance(found, tuple) else (found,)
-    arrays = tuple(from_dlpack(x if place is None else _Result(x, place.stream)) for x in results)
-    return arrays if isinstance(found, tuple) else arrays[0]
+    found = function(q_there, given.pop("k"), given.pop("v"), **options, **given)
+    if isinstance(found, tuple):
+        return tuple(from_dlpack(x if place is None else _Result(x, place.stream)) for x in found)
+    return from_dlpack(found if place is None else _Result(found, place.stream))
 
 
 def tensors(name: str, value: Any, place: _Place | None = None) -> Any:
@@ -125,8 +127,6 @@ _begun: set[int] = set()
 
 def _place(array: Any) -> _Place | None:
     """Of q; None: only torch's own way is known there."""
-    if type(array).__module__ == "numpy":
-        return None
     try:
         device, index = array.__dlpack_device__()
         if device == CPU:
