@@ -154,10 +154,8 @@ class _Result:
 
     def __dlpack__(self, *, stream: Any = None, max_version: Any = None, **rest: Any) -> Any:
         if stream == self._stream and not any(map(bool, rest.values())):
-            if max_version is None or max_version[0] < 1:
-                return dlpack.to_dlpack(self._tensor)
-            if private_torch.to_capsule_1 is not None:
-                return private_torch.to_capsule_1(self._tensor)
+            versioned = max_version is not None and max_version[0] >= 1 and private_torch.to_capsule_1
+            return (versioned or dlpack.to_dlpack)(self._tensor)
         said = {"max_version": max_version, **rest}
         said = {name: x for name, x in said.items() if x is not None}  # older ones know the stream alone
         return self._tensor.__dlpack__(stream=stream, **said)
