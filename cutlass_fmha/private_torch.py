@@ -155,3 +155,7 @@ check_value: Callable[[Any, Callable[[], str]], None] = getattr(torch, "_check_v
 
 #: torch's fused attention for CPU tensors; None where there is none.
 flash_for_cpu: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+
+#: A capsule of DLPack as a tensor, and a tensor as one of version 1, which older ones don't have.
+from_capsule: Callable[[Any], Any] = getattr(_C, "_from_dlpack", torch.utils.dlpack.from_dlpack)
+to_capsule_1: Any = getattr(_C, "_to_dlpack_versioned", None)

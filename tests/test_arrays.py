@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -12,7 +13,7 @@ import torch
 from tensors import ints, qkv, randn
 from torch import Tensor
 
-from cutlass_fmha import arrays, attention
+from cutlass_fmha import arrays, attention, private_torch
 
 
 class Recorder:
@@ -100,19 +101,24 @@ def test_the_stream_that_the_kernel_runs_on_is_handed_over(
     monkeypatch: pytest.MonkeyPatch, current: int, asked: int
 ):
     """1 is CUDA's default stream, which has no number; another one is known by its address."""
-    devices: list[Any] = []
-
-    class Stream:
-        cuda_stream = current
-
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: devices.append(device) or Stream())
+    devices: list[int] = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=current))
+    monkeypatch.setattr(private_torch, "raw_stream", lambda index: devices.append(index) or current)
     given = [Recorder(x) for x in qkv()]
     length = Recorder(ints(65, 20))
     out = attention(*given, seqused_k=length)
-    # torch first offers versions of the protocol, which this one does not know.
-    assert [x.asked for x in (*given, length)] == [[asked]] * 4 and set(devices) == {"cuda:1"}
+    assert [x.asked for x in (*given, length)] == [[asked]] * 4 and devices == [1]
     assert isinstance(out, Recorder)
-    assert torch.equal(out.tensor, attention(*qkv(), seqused_k=ints(65, 20)))
+    want = attention(*qkv(), seqused_k=ints(65, 20))
+    assert torch.equal(torch.from_dlpack(out.tensor), want)  # torch is on that stream
+    assert torch.equal(torch.from_dlpack(out.tensor.__dlpack__(stream=asked, max_version=(0, 8))), want)
+    with monkeypatch.context() as changed:  # on another one the tensor has it wait
+        changed.setattr(Tensor, "__dlpack__", lambda _, **said: said)
+        assert out.tensor.__dlpack__(stream=asked + 1) == {"stream": asked + 1}
+    place = arrays._Place(Recorder, None)
+    assert [place.take(Recorder(x)) is None for x in (ints(1), ints(1))] == [False, False]
+    place._index = 3  # where q was
+    assert place.take(given[0]) is None
     host = [Recorder(x, (1, 0)) for x in qkv()]
     attention(*host)
     assert [x.asked for x in host] == [[None]] * 3
@@ -138,7 +144,7 @@ class OnGpu(Recorder):
     @staticmethod
     def from_dlpack(tensor: Tensor) -> OnGpu:
         found = OnGpu(torch.from_dlpack(tensor.__dlpack__(stream=OnGpu.own.cuda_stream)))
-        assert found.tensor.data_ptr() == tensor.data_ptr(), "the result is copied"
+        assert found.tensor.data_ptr() == tensor._tensor.data_ptr(), "the result is copied"
         return found
 
 

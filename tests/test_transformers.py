@@ -579,7 +579,7 @@ def test_host_times_are_of_calls_that_compute_the_same() -> None:
             found = {}
             for name, timed in calls.items():
                 out, before = timed(), counter.calls
-                out = out[0] if isinstance(out, tuple) else out
+                out = torch.as_tensor(out[0] if isinstance(out, tuple) else out)
                 heads_first = out.shape[1:3] == (surfaces.HEADS, surfaces.SEQLEN)
                 found[name] = (out.transpose(1, 2) if heads_first else out).flatten()
                 timed()

@@ -12,6 +12,7 @@ import pkgutil
 import re
 import runpy
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -147,6 +148,16 @@ def test_a_batch_is_each_request_alone(there: Any, what: str, order: str, length
         assert torch.equal(s.cache[slot // PAGE, :, slot % PAGE].float().cpu(), rows)
 
 
+def test_pages_are_made_once_for_a_cache_and_do_not_outlive_it(there: Any):
+    impl = there.ours.Impl(HEADS, DIM, 1.0, HEADS_KV)
+    for cache in (randn(3, HEADS_KV, PAGE, 2 * DIM), randn(3, PAGE, HEADS_KV, 2 * DIM).transpose(1, 2)):
+        pages = impl._pages(cache)
+        assert torch.equal(torch.cat(pages, -1), cache.transpose(1, 2)) and impl._pages(cache)[0] is pages[0]
+    alive = weakref.ref(pages[0])
+    del cache, pages
+    assert alive() is None
+
+
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("window", [None, 9])
 def test_encoders_see_both_sides(there: Any, window: int | None, place: str):
@@ -272,30 +283,19 @@ def test_what_only_a_batch_tells_is_refused_there(there: Any):
         run(there, step(there, DECODE), kv_cache_dtype="fp8")
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [
-        ("Impl.__init__", "flash.FlashAttentionImpl.__init__"),
-        ("Impl.do_kv_cache_update", "flash.FlashAttentionImpl.do_kv_cache_update"),
-        ("Impl.forward", "base.AttentionImpl.forward"),
-        ("Impl.process_weights_after_loading", "base.AttentionImplBase.process_weights_after_loading"),
-        ("Builder.__init__", "base.AttentionMetadataBuilder.__init__"),
-        ("Builder.build", "base.AttentionMetadataBuilder.build"),
-        ("Builder.update_block_table", "base.AttentionMetadataBuilder.update_block_table"),
-        ("Backend.supports_combination", "base.AttentionBackend.supports_combination"),
-        (
-            "Backend.get_supported_kernel_block_sizes",
-            "base.AttentionBackend.get_supported_kernel_block_sizes",
-        ),
-    ],
-)
-def test_parameters_are_vllms_in_its_order(there: Any, ours: str, theirs: str):
-    def names(where: Any, path: str) -> list[str]:
-        for name in path.split("."):
-            where = getattr(where, name)
-        return list(inspect.signature(where).parameters)
-
-    assert names(there.ours, ours) == names(there, theirs)
+def test_parameters_are_vllms_in_its_order(there: Any):
+    base, compared = there.base, set()
+    for ours, *theirs in (
+        (there.ours.Impl, there.flash.FlashAttentionImpl, base.AttentionImpl, base.AttentionImplBase),
+        (there.ours.Builder, base.AttentionMetadataBuilder),
+        (there.ours.Backend, base.AttentionBackend),
+    ):
+        for name, own in inspect.getmembers(ours, inspect.isroutine):
+            other = next((getattr(each, name) for each in theirs if name in vars(each)), None)
+            if name in vars(ours) and other is not None:
+                assert list(inspect.signature(own).parameters) == list(inspect.signature(other).parameters)
+                compared.add(f"{ours.__name__}.{name}")
+    assert compared >= {"Impl.forward", "Impl.do_kv_cache_update", "Builder.build"} and len(compared) >= 9
 
 
 def test_the_plugin_registers_and_leaves_anothers_alone(there: Any, caplog: pytest.LogCaptureFixture):

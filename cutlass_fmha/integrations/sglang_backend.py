@@ -168,7 +168,9 @@ class Backend(AttentionBackend):  # type: ignore[misc]  # SGLang isn't there for
             where = KVWriteLoc.for_layer(forward_batch, layer, swa_loc=meta.window_rows)
             self.pool.set_kv_buffer(layer, where, k, v, layer.k_scale, layer.v_scale)
         keys, values = self._pages(layer.layer_id)
-        said = {**self._said, "sinks": sinks, "softcap": layer.logit_cap or None}
+        said = dict(self._said) if sinks is None else {**self._said, "sinks": sinks}
+        if layer.logit_cap:
+            said["softcap"] = layer.logit_cap
         table = meta.page_table
         if layer.sliding_window_size is not None and layer.sliding_window_size > -1:
             # As many keys before a query's own.
