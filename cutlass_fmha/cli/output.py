@@ -57,6 +57,13 @@ def sizes(text: str) -> tuple[int, ...]:
     return found
 
 
+def one_line(error: Exception) -> str:
+    """What an error says; of a torch that is missing, what to do."""
+    said = " ".join(str(error).split()) or type(error).__name__
+    missing = isinstance(error, ModuleNotFoundError) and error.name == "torch"
+    return said + (": pip install 'torch>=2.6'" if missing else "")
+
+
 def to_json(content: Any) -> str:
     return json.dumps(finite(content), indent=1, allow_nan=False) + "\n"
 
