@@ -231,6 +231,9 @@ def test_tables_are_drawn_by_rich_on_a_terminal_and_plain_elsewhere(capsys, monk
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     output.show(["what: [1]", table])
     drawn = capsys.readouterr().out
+    for command in ("explain", "memory"):
+        assert cli.main([command, "--shape", "1,8,2,64", "--device", "l4"]) == 0
+        assert "─────" in capsys.readouterr().out
     assert "what: [1]" in drawn and "a [b]" in drawn and "----" not in drawn
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     output.show(["what:", table])

@@ -104,7 +104,7 @@ def main(argv: list[str] | None = None) -> int:
     except (TypeError, ValueError, RuntimeError) as error:  # no row; an old driver
         parser.error(str(error))
     runs = found.winner is not None or (found.device is None and arguments.row is None)
-    output.emit(content(found, runs), [str(found)], arguments.json)
+    output.emit(content(found, runs), output.told(found), arguments.json)
     return 0 if runs else 1
 
 
