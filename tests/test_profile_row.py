@@ -25,7 +25,7 @@ COLUMNS = {
     **{
         f"smsp__average_warps_issue_stalled_{name}_per_issue_active.ratio": ("inst", value)
         for name, value in {"wait": "0.9", "barrier": "0.8", "math_pipe_throttle": "2.5",
-                            "long_scoreboard": "0.7", "mio_throttle": "0.1", "short_scoreboard": ".6"}.items()
+                            "long_scoreboard": "0.7", "mio_throttle": "0.0", "short_scoreboard": ".6"}.items()
     },
 }  # fmt: skip
 
