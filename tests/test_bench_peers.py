@@ -276,13 +276,16 @@ def test_a_package_is_asked_for_the_same_problem(name: str, cases: list[Case]) -
 
 
 @pytest.mark.usefixtures("stand_ins")
-@pytest.mark.parametrize("name", ["flash_attn", "fa3", "fa4", "cudnn_fe", "cudnn_dsl"])
+@pytest.mark.parametrize("name", ["flex", "flash_attn", "fa3", "fa4", "cudnn_fe", "cudnn_dsl"])
 @pytest.mark.parametrize("case", [CASE, replace(CASE, causal=False), PACKED], ids=lambda case: case.name)
-def test_a_package_is_asked_for_the_same_gradients(name: str, case: Case) -> None:
+def test_a_package_is_asked_for_the_same_gradients(name: str, case: Case, monkeypatch) -> None:
+    # It refuses gradients on the CPU, though its math has them.
+    monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *tensors: None)
     case = replace(case, group="backward")
-    inputs = contenders.make_inputs(case, 2, torch.device("cpu"))
-    found = lineup.line_up(case, inputs, [name, "flex", "sage"])
-    if case.lengths and name.startswith("cudnn"):
+    with torch.inference_mode():  # as the runner
+        inputs = contenders.make_inputs(case, 2, torch.device("cpu"))
+    found = lineup.line_up(case, inputs, [name, "flashinfer", "sage"])
+    if case.lengths and name in ("cudnn_fe", "cudnn_dsl", "flex"):
         assert name not in found
         return
     assert list(found)[2 + bool(case.lengths) :] == [name]  # after ours, and the deterministic one

@@ -25,7 +25,7 @@ COLUMNS = {
     **{
         f"smsp__average_warps_issue_stalled_{name}_per_issue_active.ratio": ("inst", value)
         for name, value in {"wait": "0.9", "barrier": "0.8", "math_pipe_throttle": "2.5",
-                            "long_scoreboard": "0.7", "mio_throttle": "0.1", "short_scoreboard": ".6"}.items()
+                            "long_scoreboard": "0.7", "mio_throttle": "0.0", "short_scoreboard": ".6"}.items()
     },
 }  # fmt: skip
 
@@ -86,13 +86,9 @@ sys.exit({status})
 def fake_ncu(tmp_path: Path, text: str, status: int = 0) -> str:
     """A program that plays ncu: it lacks a metric, and writes what was recorded."""
     (tmp_path / "recorded.csv").write_text(text, encoding="utf-8")
-    names = {
-        "recorded": str(tmp_path / "recorded.csv"),
-        "asked": str(tmp_path / "asked.json"),
-        "status": status,
-    }
-    program = tmp_path / "ncu"
-    body = FAKE.format(denied=f"{profile_row.TENSOR!r}", **names)
+    program, files = tmp_path / "ncu", (str(tmp_path / name) for name in ("recorded.csv", "asked.json"))
+    names = dict(zip(("recorded", "asked"), files, strict=True))
+    body = FAKE.format(denied=f"{profile_row.TENSOR!r}", **names, status=status)
     program.write_text(f"#!{sys.executable}\n{body}", encoding="utf-8")
     program.chmod(0o755)
     return str(program)
@@ -124,22 +120,13 @@ def test_ncu_is_asked_for_what_it_has_and_runs_this_tool_once(
 @pytest.mark.parametrize(
     ("said", "status", "sentence"),
     [
-        (
-            "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission",
-            1,
-            "may not read this GPU's counters",
-        ),
+        ("==ERROR== ERR_NVGPUCTRPERM - The user may not", 1, "may not read this GPU's counters"),
         ("==ERROR== An error occurred", 9, "ncu ended with status 9 and said: ==ERROR== An error occurred"),
         ("==WARNING== No kernels were profiled.", 0, "no kernel in it"),
     ],
 )
 def test_what_keeps_ncu_from_it_is_one_sentence(
-    said: str,
-    status: int,
-    sentence: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    said: str, status: int, sentence: str, tmp_path: Path, monkeypatch, capsys
 ) -> None:
     monkeypatch.setattr(profile_row, "measure", lambda *arguments: {})
     assert profile_row.main(["--shape", "1,64,1,64", "--ncu", fake_ncu(tmp_path, said, status)]) == 1
@@ -158,11 +145,7 @@ def test_what_keeps_ncu_from_it_is_one_sentence(
     ],
 )
 def test_what_cannot_be_profiled_is_named(
-    arguments: list[str],
-    status: int,
-    sentence: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], status: int, sentence: str, monkeypatch, capsys
 ) -> None:
     monkeypatch.setattr(profile_row.shutil, "which", lambda name: None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)

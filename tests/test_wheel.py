@@ -176,7 +176,8 @@ def test_a_new_user_installs_it_and_calls_it(wheel: Path, tmp_path: Path):
         [command, "info", "--json"], capture_output=True, text=True, check=False, env=clean, timeout=300
     )
     found = json.loads(info.stdout)
-    assert info.returncode == 1 and found["import_error"] == "No module named 'torch'" and found["build"]
+    assert info.returncode == 1 and found["build"]
+    assert found["import_error"] == "No module named 'torch': pip install 'torch>=2.6'"
     (site,) = (tmp_path / "new").glob("lib/python*/site-packages")
     assert found["path"] == str(site / "cutlass_fmha")
     # torch, and what it needs, from here; behind the new environment's own packages.

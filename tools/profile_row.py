@@ -99,7 +99,7 @@ class Profile(NamedTuple):
     def stalls(self) -> dict[str, float]:
         """Warps that wait for each reason while another one issues, the most first."""
         found = {name: self.values.get(STALL.format(name)) for name in STALLS}
-        known = {name: value for name, value in found.items() if value}
+        known = {name: value for name, value in found.items() if value is not None}
         return dict(sorted(known.items(), key=lambda item: -item[1]))
 
 

@@ -103,11 +103,12 @@ def main(argv: list[str] | None = None) -> int:
         print(f"bench: {error}", file=sys.stderr)
         return 2
     if arguments.list:
-        lines = [
-            f"{case.group:8} {case.name:42} {case.flop / 1e9:10.2f} GFLOP {case.moved_bytes / 1e6:8.1f} MB"
+        sizes = [
+            [case.group, case.name, f"{case.flop / 1e9:.2f}", f"{case.moved_bytes / 1e6:.1f}"]
             for case in chosen
         ]
-        output.emit([case.as_dict() for case in chosen], lines, arguments.json)
+        table = output.Table(["group", "case", "GFLOP", "MB"], sizes, left=2)
+        output.emit([case.as_dict() for case in chosen], [table], arguments.json)
         return 0
 
     try:
