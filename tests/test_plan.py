@@ -44,12 +44,9 @@ class Kernels(FakeKernels):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(make_build((89,)))
-        monkeypatch.setattr(tables, "this_build", lambda: self.build)
-        monkeypatch.setattr(device, "of_index", lambda index: L4)
         monkeypatch.setattr(device, "simulated", lambda built: L4)
         monkeypatch.setattr(plan, "current_stream", lambda index: 4711)
         self.install(monkeypatch)
-        monkeypatch.delenv(device.FORCE_ARCH, raising=False)
 
     @property
     def scored(self) -> list[Launched]:

@@ -1,4 +1,4 @@
-"""The parity problems themselves: that they are what they say. test_cpu*.py run the CPU backend on them."""
+"""The parity problems themselves: that they are what they say. test_cpu.py runs the CPU backend on them."""
 
 from __future__ import annotations
 
