@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from tensors import ints, qkv, randn
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from cutlass_fmha import arrays, attention, private_torch
 
@@ -51,31 +53,17 @@ def test_arrays_in_arrays_out(library: str, device: str, dtype: torch.dtype):
     pytest.importorskip(library.partition(".")[0], reason=f"{library} is not installed")
     namespace = importlib.import_module(library)
     tensors = [x.to(device) for x in qkv(dtype=dtype)]
-    said: dict[str, Any] = {
-        "mask": torch.arange(65) < ints(65, 20)[:, None, None, None],
-        "seqused_k": ints(65, 30),
-    }
+    mask = torch.arange(65) < ints(65, 20)[:, None, None, None]
+    said: dict[str, Any] = {"mask": mask, "seqused_k": ints(65, 30)}
     if device == "cpu" or dtype == torch.float16:  # which no row of float32 takes
         said["sinks"] = randn(4)
         said["block_mask"] = (ints(1).view(1, 1, 1), ints(0).view(1, 1, 1, 1), (128, 128))
 
-    def placed(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(map(placed, value))
-        return value.to(device) if isinstance(value, Tensor) else value
-
-    def array(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(map(array, value))
-        return namespace.asarray(value.cpu().numpy()) if isinstance(value, Tensor) else value
-
-    want = attention(
-        *tensors, causal=True, return_lse=True, scale=0.2, **{n: placed(x) for n, x in said.items()}
-    )
-    given = [array(x) for x in tensors]
-    out, lse = attention(
-        *given, causal=True, return_lse=True, scale=0.2, **{n: array(x) for n, x in said.items()}
-    )
+    placed = tree_map_only(Tensor, lambda x: x.to(device), said)
+    as_arrays = functools.partial(tree_map_only, Tensor, lambda x: namespace.asarray(x.cpu().numpy()))
+    rest: dict[str, Any] = {"causal": True, "return_lse": True, "scale": 0.2}
+    want, given = attention(*tensors, **rest, **placed), as_arrays(tensors)
+    out, lse = attention(*given, **rest, **as_arrays(said))
     assert type(out) is type(lse) is type(given[0]) and out.shape == tuple(tensors[0].shape)
     assert type(attention(*given)) is type(out)
     for found, wanted in zip((out, lse), want, strict=True):
@@ -194,10 +182,7 @@ class Closed(Recorder):
     [
         ({"k": [1.0]}, "k must be a torch.Tensor, got list"),
         ({"out": numpy.zeros(1)}, "out is not taken where q is a numpy.ndarray"),
-        (
-            {"k": Opaque()},
-            "k, a .*Opaque, can't be shared by DLPack: this memory is not for others",
-        ),
+        ({"k": Opaque()}, "k, a .*Opaque, can't be shared by DLPack: this memory is not for others"),
         ({"q": Closed(randn(1))}, "whose library has no from_dlpack to take the result with"),
         ({"k": randn(2, 65, 2, 32, dtype=torch.float16).requires_grad_()}, "k requires a gradient, and q is"),
         ({"k": qkv()[1].numpy()[:, ::-1]}, "k, a numpy.ndarray, has a negative stride"),

@@ -102,16 +102,9 @@ def inputs(name: str, times: int = 1, device: str = "cpu") -> tuple[dict[str, Te
     """New tensors, ``times`` the heads, with a gradient where one is wanted, and the rest of what is said."""
     (batch, seqlen_q, seqlen_k, *heads, dim, value_dim), dtype, said, wanted = CASES[name]
     heads, heads_kv = (times * each for each in heads)
-    dims = dim, value_dim
-    shapes = {
-        "q": (seqlen_q, heads, dims[0]),
-        "k": (seqlen_k, heads_kv, dims[0]),
-        "v": (seqlen_k, heads_kv, dims[1]),
-    }
-    given = {
-        x: torch.zeros(*([] if name == "packed" else [batch]), *shape, dtype=dtype, device=device)
-        for x, shape in shapes.items()
-    }
+    keys, of_batch = (seqlen_k, heads_kv), () if name == "packed" else (batch,)
+    shapes = {"q": (seqlen_q, heads, dim), "k": (*keys, dim), "v": (*keys, value_dim)}
+    given = {x: torch.zeros(*of_batch, *y, dtype=dtype, device=device) for x, y in shapes.items()}
     if said.get("layout") == "bhsd":
         given = {x: tensor.transpose(1, 2) for x, tensor in given.items()}
     of_heads = {x: times if x in ("bias", "sinks") else 1 for x in said}
@@ -143,7 +136,7 @@ def planned(name: str, times: int = 1, device: str = "l4") -> MemoryPlan:
 
 def test_block_lists_take_their_transpose():
     """16 bytes of each tile of queries, and one more, and a count, for each tile of keys."""
-    lists = (_meta(1, 1, 5), _meta(1, 1, 5, 2), (64, 128))
+    lists = (meta(1, 1, 5, dtype=torch.int32), meta(1, 1, 5, 2, dtype=torch.int32), (64, 128))
     said: tuple[dict[str, Any], ...] = ({"block_mask": lists}, {"features": ("mask",)})
     shape = {"shape": (2, 300, 4, 64), "num_heads_kv": 2, "device": "l4", "backward": True}
     with_lists, without = (memory_plan(**shape, **each) for each in said)
@@ -151,10 +144,6 @@ def test_block_lists_take_their_transpose():
     tiles = 2 * 2 * 2
     more = with_lists.backward - without.backward
     assert more == tiles * (16 * (2 * 5 + 1) + 4)
-
-
-def _meta(*shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.int32, device="meta")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -219,11 +208,9 @@ def test_a_workspace_of_the_plans_size_is_all_that_is_taken(name: str, ledger: L
     else:
         gradients = plan.backward - plan.of_backward["workspace"]
         assert ledger.peak == pytest.approx(sum(plan.inputs.values()) + results + gradients, abs=100)
-    if plan.workspace:
-        sentence = (
-            f"of {plan.workspace - 1} bytes is too small: this launch needs {plan.workspace}, which memory"
-        )
-        with pytest.raises(RuntimeError, match=sentence), Workspace(plan.workspace - 1, "cpu"):
+    if less := max(0, plan.workspace - 1):
+        sentence = f"of {less} bytes is too small: this launch needs {plan.workspace}, which memory"
+        with pytest.raises(RuntimeError, match=sentence), Workspace(less, "cpu"):
             call(given, said, **to)
     with workspace:  # whose turn came to its end, and which is none of the next one's
         call(given, said, **to)
@@ -244,10 +231,8 @@ def test_the_innermost_workspace_of_the_device_serves(kernels_do_nothing: None):
         assert outer.high_water == inner.high_water
         with outer:  # once more
             call(*inputs(SPLIT))
-    assert (
-        not workspaces.IN_USE
-        and repr(inner) == f"Workspace({1 << 22}, device='cpu', high_water={inner.high_water})"
-    )
+    assert not workspaces.IN_USE
+    assert repr(inner) == f"Workspace({1 << 22}, device='cpu', high_water={inner.high_water})"
 
 
 def in_a_thread(work: Any) -> Any:
@@ -291,11 +276,8 @@ def test_one_stream_at_a_time(kernels_do_nothing: None, monkeypatch: pytest.Monk
         now[0] = 8
         with pytest.raises(RuntimeError, match="one stream at a time, .*: launch on that one, or make"):
             call(*inputs(SPLIT))
-        with (
-            pytest.raises(RuntimeError, match="one stream at a time, .*: enter it on that one, or make a"),
-            workspace,
-        ):
-            pass
+        with pytest.raises(RuntimeError, match="one stream at a time, .*: enter it on that one, or make a"):
+            workspace.__enter__()
     assert waits == []
     for capturing[0], now[0] in ((False, 8), (False, 8), (True, 9), (False, 7)):
         with workspace:
@@ -355,29 +337,18 @@ def test_a_shape_is_planned_as_its_tensors_are():
     assert memory_plan(*tensors, **{**said, "backward": None}) == memory_plan(*wanting, **said)
 
 
+SLOPES = meta(4, dtype=torch.float32).requires_grad_()
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"device": "cpu"}, ValueError, "memory is planned of a GPU: name one, as device='l4'"),
     ({"device": "h1000"}, ValueError, "device must be cuda, "),
     ({"shape": (2, 300, 4)}, ValueError, "shape must be four sizes"),
-    (
-        {"features": ("pages",)},
-        ValueError,
-        "features must be among mask, .* pass others as attention takes them",
-    ),
+    ({"features": ("pages",)}, ValueError, "features must be among mask, .* pass others as attention takes"),
     ({"features": "bias"}, TypeError, "features must be names"),
-    (
-        {"shape": (2, 300, 4, 520)},
-        cutlass_fmha.UnsupportedError,
-        "no kernel of this build computes the gradients",
-    ),
+    ({"shape": (2, 300, 4, 520)}, cutlass_fmha.UnsupportedError, "no kernel of this build computes the grad"),
     ({"q": meta(2, 300, 4, 64)}, TypeError, "takes tensors or a shape, got both"),
     ({"shape": None}, TypeError, "needs q, k and v, or a shape"),
     ({"softcaps": 3.0}, TypeError, "softcaps"),
-    (
-        {"alibi_slopes": meta(4, dtype=torch.float32).requires_grad_()},
-        NotImplementedError,
-        "no backward yet for alibi_slopes",
-    ),
+    ({"alibi_slopes": SLOPES}, NotImplementedError, "no backward yet for alibi_slopes"),
 ]
 
 

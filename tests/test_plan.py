@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -44,12 +44,9 @@ class Kernels(FakeKernels):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(make_build((89,)))
-        monkeypatch.setattr(tables, "this_build", lambda: self.build)
-        monkeypatch.setattr(device, "of_index", lambda index: L4)
         monkeypatch.setattr(device, "simulated", lambda built: L4)
         monkeypatch.setattr(plan, "current_stream", lambda index: 4711)
         self.install(monkeypatch)
-        monkeypatch.delenv(device.FORCE_ARCH, raising=False)
 
     @property
     def scored(self) -> list[Launched]:
@@ -227,22 +224,13 @@ def test_a_plan_is_made_once(kernels: Kernels, monkeypatch, problem: Problem):
 
 
 def test_threads_do_not_meet_in_a_plan(kernels: Kernels):
-    calls = [tensors(Problem(20, 50, sinks="normal", num_splits=2, seed=seed)) for seed in range(8)]
-    failed: list[BaseException] = []
+    def work(seed: int) -> None:
+        call = tensors(Problem(20, 50, sinks="normal", num_splits=2, seed=seed))
+        for _ in range(10):
+            check(call, *attend(call))
 
-    def work(call: Call) -> None:
-        try:
-            for _ in range(10):
-                check(call, *attend(call))
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=work, args=(call,)) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(work, range(8)))  # which raises what one of them did
 
 
 def test_parts_have_room_in_one_allocation(kernels: Kernels):
@@ -294,27 +282,19 @@ def test_empty_tensors_have_no_address(kernels: Kernels):
 )
 def test_batch_invariant_plans_do_not_know_the_batch(kernels: Kernels, fields: dict[str, Any]):
     kernels.compute = False
-    rows, splits, packs = set(), set(), set()
-    for batch in (1, 2, 64):
-        attend(tensors(Problem(batch=batch, **fields)), batch_invariant=True)
-        rows.add(kernels.last_row)
-        splits.add(kernels.last.splits)
-        packs.add(kernels.last.pack)
-    assert len(rows) == len(splits) == len(packs) == 1
-    longer = {**fields, "seqlen_k": fields["seqlen_k"] * 3, "seqlen_q": fields["seqlen_q"]}
+
+    def planned(
+        batch: int, keys: int = fields["seqlen_k"], batch_invariant: bool = True
+    ) -> tuple[str, int, int]:
+        call = tensors(Problem(batch=batch, **{**fields, "seqlen_k": keys}))
+        attend(call, batch_invariant=batch_invariant)
+        return kernels.last_row, kernels.last.splits, kernels.last.pack
+
+    assert len({planned(batch) for batch in (1, 2, 64)}) == 1
     if "page_size" in fields or "packed_q" in fields:  # the longest sequence has no say
-        attend(tensors(Problem(**longer)), batch_invariant=True)
-        assert {kernels.last_row} == rows and {kernels.last.splits} == splits
-
-
-def test_without_it_a_full_gpu_splits_less(kernels: Kernels):
-    fields = {"seqlen_q": 1, "seqlen_k": 1000, "num_heads": 4, "num_heads_kv": 4, "used_k": True}
-    kernels.compute = False
-    found = []
-    for batch in (1, 64):
-        attend(tensors(Problem(batch=batch, **fields)))
-        found.append(kernels.last.splits)
-    assert found[0] > found[1] == 1
+        assert planned(2, 3 * fields["seqlen_k"]) == planned(2)
+    if fields["seqlen_q"] == 1:  # without it a full GPU splits less
+        assert planned(1, batch_invariant=False)[1] > planned(64, batch_invariant=False)[1]
 
 
 # ---- rows of example 41 ------------------------------------------------------------------------------------

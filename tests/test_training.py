@@ -122,6 +122,14 @@ def offloaded(layer: nn.Module, x: Tensor) -> Tensor:
         return as_it_is(layer, x)
 
 
+def inference_between(layer: nn.Module, x: Tensor) -> Tensor:
+    out = as_it_is(layer, x)
+    with torch.inference_mode():
+        seen = layer(x)
+    assert seen.is_inference() and torch.equal(seen, out)
+    return out
+
+
 def autocast(run: Run, layer: nn.Module, x: Tensor) -> Tensor:
     with torch.autocast(x.device.type, torch.bfloat16):
         return run(layer, x)
@@ -129,6 +137,7 @@ def autocast(run: Run, layer: nn.Module, x: Tensor) -> Tensor:
 
 SETTINGS: dict[str, tuple[Run, Callable[..., Any] | None, float]] = {
     "plain": (as_it_is, None, 1e-5),
+    "inference between": (inference_between, None, 1e-5),
     "reentrant checkpoint": (functools.partial(checkpoint, use_reentrant=True), None, 1e-5),
     "checkpoint": (AGAIN, None, 1e-5),
     "checkpoint inside": (as_it_is, AGAIN, 1e-5),
@@ -171,14 +180,6 @@ def test_what_is_computed_again_drops_the_same(reentrant: bool, device: str):
         loss_of(autocast(as_it_is, layer, x)).backward()  # on a GPU, float32 has no dropout
         found.append(gradients(layer))
     assert_close(*found, share=0.0)
-
-
-@on_both
-def test_micro_batches_add_up(device: str):
-    layer = Layer().to(device)
-    for part in tokens(device=device).detach().chunk(4):
-        (loss_of(layer(part)) / 4).backward()
-    assert_close(gradients(layer), trained(tokens(device=device)), allowed(1e-5, device))
 
 
 @on_both
@@ -266,17 +267,6 @@ def test_flash_attns_functions_pass_deterministic_on(packed: str, varlen: str, d
     with Backwards() as calls:
         function(*given, causal=True, deterministic=deterministic).sum().backward()
     assert [said.get("deterministic", False) for said in calls.said] == [deterministic]
-
-
-@on_both
-def test_inference_between_the_steps_of_training(device: str):
-    layer, x = Layer().to(device), tokens(device=device)
-    out = layer(x)
-    with torch.inference_mode():
-        seen = layer(x)
-    assert seen.is_inference() and torch.equal(seen, out)
-    loss_of(out).backward()
-    assert_close(gradients(layer), trained(tokens(device=device)), allowed(1e-5, device))
 
 
 # ---- transforms --------------------------------------------------------------------------------------------
