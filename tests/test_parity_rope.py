@@ -14,7 +14,8 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from oracle_helpers import assert_within, bits, normalized, rotate
+from oracle_beside import rms_norm
+from oracle_helpers import assert_close, bits, rotate
 from test_parity_helpers import (  # its fixture says where kernels run
     DTYPES,
     KINDS,
@@ -159,7 +160,7 @@ def check_rotary(p: Problem) -> None:
     found = cutlass_fmha.rotary_qk(q, k, **said)
     for x, out in zip((q, k), found, strict=True):
         assert out.is_contiguous()
-        assert_within(out.cpu(), p.turned(x, said), 0.25 * largest(x.cpu()))
+        assert_close(out.cpu(), p.turned(x, said), largest(x.cpu()))
     in_place = [laid_out(x.clone(), p.layout) for x in (q, k)]
     assert all(
         a is b for a, b in zip(cutlass_fmha.rotary_qk(*in_place, inplace=True, **said), in_place, strict=True)
@@ -183,9 +184,9 @@ def check_norm(p: Problem) -> None:
     leaves = [None if x is None else x.detach().requires_grad_() for x in operands]
     found = cutlass_fmha.qk_norm_rope(leaves[0], leaves[1], None, leaves[2], leaves[3], **norm)
     exact = [None if x is None else x.detach().cpu().double().requires_grad_() for x in operands]
-    expected = [p.turned(normalized(exact[n], exact[2 + n], p.eps, p.offset), said) for n in (0, 1)]
+    expected = [p.turned(rms_norm(exact[n], exact[2 + n], None, p.eps, p.offset), said) for n in (0, 1)]
     for out, right in zip(found, expected, strict=True):
-        assert_within(out.detach().cpu(), right.detach(), largest(right.detach()))
+        assert_close(out.detach().cpu(), right.detach(), 4 * largest(right.detach()))
     with torch.no_grad():
         q, k, *weights = operands
         written = cutlass_fmha.qk_norm_rope(q, k, None, *weights, out=nowhere(found, p.layout), **norm)
@@ -208,7 +209,7 @@ def check_norm(p: Problem) -> None:
             )
         else:
             scale = torch.tensor(4.0 * douts[n - 2].numel() ** 0.5 + 4.0)
-        assert_within(dx.cpu(), exact_dx, 2 * scale)
+        assert_close(dx.cpu(), exact_dx, 8 * scale)
 
 
 FIXED = (
