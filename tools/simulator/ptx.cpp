@@ -2,7 +2,7 @@
 
 #include <cctype>
 #include <map>
-#include <set>
+#include <tuple>
 #include <utility>
 
 namespace simulator {
@@ -296,19 +296,13 @@ class Parser {
     return -1;
   }
 
-  struct OpenBranch {
-    size_t statement;
-    int scope;
-    std::string label;
-  };
-
   std::vector<Token> tokens_;
   size_t position_ = 0;
   Module module_;
   Entry* entry_ = nullptr;
   std::vector<int> parents_;  ///< of each scope; -1: the kernel's own has none
   Names registers_, labels_;
-  std::vector<OpenBranch> open_branches_;
+  std::vector<std::tuple<size_t, int, std::string>> open_branches_;  ///< statement, scope, label
 };
 
 }  // namespace
