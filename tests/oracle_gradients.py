@@ -143,15 +143,9 @@ def compare(
 
 
 def _errors(
-    call: Call,
-    s: Sequence,
-    found: dict[str, Tensor],
-    exact: dict[str, Tensor],
-    dout: Tensor,
-    dlse: Tensor | None,
-    summed_up: dict[str, Tensor],
-    product_error: float,
-) -> list[Errors]:
+    call: Call, s: Sequence, found: dict[str, Tensor], exact: dict[str, Tensor], dout: Tensor,
+    dlse: Tensor | None, summed_up: dict[str, Tensor], product_error: float,
+) -> list[Errors]:  # fmt: skip
     """Of q, k and v of a sequence; adds what those of bias and sinks may be off by to ``summed_up``."""
     dtype, group = s.q.dtype, s.q.shape[1] // s.k.shape[1]
     own_dout = dout[s.out_place][: len(s.q)].transpose(0, 1)
