@@ -213,27 +213,22 @@ def test_nan_in_a_query_row_stays_in_that_row(row: _C.Row, splits: int | None, p
     assert launch.out.view[1, 77, 1].isnan().all()
 
 
-@by_scored_row
-def test_keys_beyond_a_window_are_never_touched(row: _C.Row):
-    """Tiles that no query sees are not read: their NaN would come through a probability of 0."""
-    problem = fit(Problem(64, 1000, window=(50, 0), causal="bottom-right", seed=4), row)
+@pytest.mark.parametrize(
+    ("row", "beyond"),
+    [*((row, "the diagonal") for row in ROWS), *((row, "a window") for row in SCORED)],
+    ids=lambda x: getattr(x, "name", x),
+)
+def test_keys_that_no_query_sees_are_never_touched(row: _C.Row, beyond: str):
+    """Tiles of them are not read: their NaN would come through a probability of 0."""
+    problem = Problem(64, 900, causal="top-left", seed=8)
+    unseen = slice(64 + row.tile_n * getattr(row, "kv_warps", 1), None)
+    if beyond == "a window":
+        problem = fit(Problem(64, 1000, window=(50, 0), causal="bottom-right", seed=4), row)
+        unseen = slice(1000 - 64 - 50 - 128)
     launch = Launch.of(row, problem, DEVICE)
     launch.run()
     before = launch.out.view.clone()
-    launch.call.k[:, : 1000 - 64 - 50 - 128] = torch.nan
-    launch.call.v[:, : 1000 - 64 - 50 - 128] = torch.nan
-    launch.run()
-    assert torch.equal(launch.out.view, before)
-
-
-@by_row
-def test_keys_beyond_the_diagonal_are_never_touched(row: _C.Row):
-    launch = Launch.of(row, Problem(64, 900, causal="top-left", seed=8), DEVICE)
-    launch.run()
-    before = launch.out.view.clone()
-    beyond = 64 + row.tile_n * getattr(row, "kv_warps", 1)
-    launch.k[:, beyond:] = torch.nan
-    launch.v[:, beyond:] = torch.nan
+    launch.k[:, unseen] = launch.v[:, unseen] = torch.nan
     launch.run()
     assert torch.equal(launch.out.view, before)
 

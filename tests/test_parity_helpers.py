@@ -393,15 +393,8 @@ class Append:
 
     def check_places(self, cache_seqlens: Tensor) -> dict[tuple[int, int], tuple[int, int]]:
         """Rows are written where they belong, and nowhere else."""
-        given = {name: tensor.cpu() for name, tensor in self.places.items()}
-        found = places(
-            cache_seqlens.cpu(),
-            self.lengths,
-            self.rows,
-            self.entries,
-            given.get("cache_batch_idx"),
-            given.get("page_table"),
-        )  # fmt: skip
+        given = {name: x.cpu() for name, x in self.places.items() if name != "cu_seqlens_q"}
+        found = places(cache_seqlens.cpu(), self.lengths, self.rows, self.entries, **given)
         written = torch.zeros(self.entries, self.rows, dtype=torch.bool)
         for entry, row in found.values():
             written[entry, row] = True
