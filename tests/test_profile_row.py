@@ -36,9 +36,7 @@ def recorded(columns: dict[str, tuple[str, str]] = COLUMNS) -> str:
     return f'==PROF== Profiling "{ROW}": 0%....50%....100% - 9 passes\n{table}\n==PROF== Disconnected\n'
 
 
-def test_a_recorded_csv_is_shown_beside_what_the_machine_code_lets_expect(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_recorded_csv_is_shown_beside_what_the_machine_code_lets_expect(tmp_path, capsys):
     file = tmp_path / "ncu.csv"
     file.write_text(recorded(), encoding="utf-8")
     assert profile_row.main(["--csv", str(file)]) == 0
@@ -98,9 +96,7 @@ def fake_ncu(tmp_path: Path, text: str, status: int = 0) -> str:
     return str(program)
 
 
-def test_ncu_is_asked_for_what_it_has_and_runs_this_tool_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ncu_is_asked_for_what_it_has_and_runs_this_tool_once(tmp_path, monkeypatch, capsys):
     timed = {
         "gpu": "NVIDIA L4",
         "row": ROW,
@@ -134,13 +130,8 @@ def test_ncu_is_asked_for_what_it_has_and_runs_this_tool_once(
     ],
 )
 def test_what_keeps_ncu_from_it_is_one_sentence(
-    said: str,
-    status: int,
-    sentence: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    said: str, status: int, sentence: str, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(profile_row, "measure", lambda *arguments: {})
     assert profile_row.main(["--shape", "1,64,1,64", "--ncu", fake_ncu(tmp_path, said, status)]) == 1
     told = capsys.readouterr().err
@@ -158,12 +149,8 @@ def test_what_keeps_ncu_from_it_is_one_sentence(
     ],
 )
 def test_what_cannot_be_profiled_is_named(
-    arguments: list[str],
-    status: int,
-    sentence: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    arguments: list[str], status: int, sentence: str, monkeypatch, capsys
+):
     monkeypatch.setattr(profile_row.shutil, "which", lambda name: None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     try:
