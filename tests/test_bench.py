@@ -461,8 +461,8 @@ def test_the_picture_shows_bars_and_refusals(tmp_path: Path, suffix: str, begin:
     ],
 )
 def test_what_cannot_be_done_is_one_sentence(
-    arguments: str, status: int, said: str, tmp_path: Path, monkeypatch, capsys
-) -> None:
+    arguments: str, status: int, said: str, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert bench.main(arguments.format(tmp_path).split()) == status

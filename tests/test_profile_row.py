@@ -36,9 +36,7 @@ def recorded(columns: dict[str, tuple[str, str]] = COLUMNS) -> str:
     return f'==PROF== Profiling "{ROW}": 0%....50%....100% - 9 passes\n{table}\n==PROF== Disconnected\n'
 
 
-def test_a_recorded_csv_is_shown_beside_what_the_machine_code_lets_expect(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_recorded_csv_is_shown_beside_what_the_machine_code_lets_expect(tmp_path, capsys):
     file = tmp_path / "ncu.csv"
     file.write_text(recorded(), encoding="utf-8")
     assert profile_row.main(["--csv", str(file)]) == 0
@@ -94,9 +92,7 @@ def fake_ncu(tmp_path: Path, text: str, status: int = 0) -> str:
     return str(program)
 
 
-def test_ncu_is_asked_for_what_it_has_and_runs_this_tool_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ncu_is_asked_for_what_it_has_and_runs_this_tool_once(tmp_path, monkeypatch, capsys):
     timed = {
         "gpu": "NVIDIA L4",
         "row": ROW,
