@@ -47,8 +47,9 @@ def predicted_us(row: Row, problem: Problem, device: Device) -> float:
     pack, splits, _ = blocks.divide(row, problem, device)
     launched = -(-problem.seqlen_q * pack // row.tile_m) * problem.num_heads // pack * problem.batch * splits
     first, keys = problem.visible_keys(0, problem.seqlen_q - 1)
-    steps = -(-(keys - first) // row.tile_n)
-    steps = -(-steps // splits) * (0.5 if problem.causal != "none" and not problem.is_decode else 1.0)
+    steps: float = -(-max(0, keys - first) // (row.tile_n * splits))
+    if problem.causal != "none" and not problem.is_decode:
+        steps /= 2  # of most tiles
     numbers = row.tile_n * (problem.head_dim + problem.value_dim)
     of_step = max(
         2.0 * row.tile_m * numbers / _SM_TFLOPS[row.arch, row.mma] / 1e6,
