@@ -60,7 +60,7 @@ def rows() -> list[_C.Row]:
 
 def scored_rows() -> list[_C.Row]:
     """The scored rows under test, the ranged and the masked ones."""
-    return _under_test("ranged", "masked", "scored", "few_query_scored")
+    return _under_test("ranged", "masked", "scored", "few_query_scored", "wide_scored")
 
 
 def wide_rows() -> list[_C.Row]:

@@ -271,8 +271,8 @@ def test_nothing_asks_what_a_tensor_holds(there: Any):
             "has no cross attention",
         ),
         (
-            {"model_config": SimpleNamespace(is_encoder_decoder=False, dtype=torch.bfloat16, head_dim=320)},
-            "use head dims of at most 256",
+            {"model_config": SimpleNamespace(is_encoder_decoder=False, dtype=torch.bfloat16, head_dim=520)},
+            "use head dims of at most 512",
         ),
     ],
 )

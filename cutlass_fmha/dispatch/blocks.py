@@ -74,6 +74,8 @@ class Tail(NamedTuple):
 def resident_blocks(row: Row, device: Device) -> int:
     """Blocks of a row that one SM holds at a time, by its description; 0 when not even one fits."""
     by_smem = device.smem_per_sm // (row.smem_bytes + KIB)
+    if row.family == "wide_scored":  # made for so many
+        return min(by_smem, row.min_blocks)
     by_warps = device.warps_per_sm // row.warps
     by_registers = REGISTERS_PER_SM // (32 * row.warps * registers(row))
     return min(by_smem, by_warps, max(row.min_blocks, by_registers))

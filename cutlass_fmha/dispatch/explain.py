@@ -26,7 +26,7 @@ from cutlass_fmha.dispatch.describe import describe, window_of
 from cutlass_fmha.dispatch.device import Device
 from cutlass_fmha.dispatch.eligibility import irrelevance, reasons
 from cutlass_fmha.dispatch.problem import FEATURES, FULL_ALIGNMENT, Problem
-from cutlass_fmha.dispatch.table import Row, Table
+from cutlass_fmha.dispatch.table import WIDE, Row, Table
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.features import NO_FEATURES, Features
 
@@ -451,7 +451,7 @@ def with_times(explanation: Explanation, index: int | None) -> Explanation:
     from cutlass_fmha.calibrate.timing import RowTimer
 
     eligible = [verdict.row for verdict in explanation.rows if verdict.eligible]
-    rows = [row for row in eligible if row.family != "wide"]
+    rows = [row for row in eligible if row.family not in WIDE]
     times = RowTimer(index, [problem]).time(problem, rows, give_up=math.inf, budget_us=20_000.0)
     timed = (
         replace(v, measured_us=times[v.row.name].us) if v.row.name in times else v for v in explanation.rows

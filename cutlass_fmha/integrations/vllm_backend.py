@@ -233,7 +233,7 @@ class Backend(AttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        return 1 <= head_size <= 256
+        return 1 <= head_size <= 512
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
