@@ -295,7 +295,8 @@ struct WideScored {
       }
       int64_t const part = tile.split * p.lse_rows + place;
       if (first) {
-        p.partial_lse[part] = all.empty() ? -INFINITY : all.reference;
+        bool const is_nan = all.sum != all.sum;  // which no maximum shows
+        p.partial_lse[part] = is_nan ? all.sum : all.empty() ? -INFINITY : all.reference;
         p.partial_low[part] = all.rest();
       }
       write_row(p.partial_o + part * p.head_dim_v, below, factor);
