@@ -210,8 +210,6 @@ def test_combine_refuses_what_it_cannot_take():
     p.batch, p.seqlen_q, p.num_heads = 2**12, 2**12, 2**8
     with pytest.raises(ValueError, match="at most 2147483647 can be combined"):
         combine(p, launch.out.view)
-    with pytest.raises(ValueError, match="no kernel of family combine for float32 on sm_"):
-        combine(p, launch.partial_o)
 
 
 # ---- merging states ----------------------------------------------------------------------------------------

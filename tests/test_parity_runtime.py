@@ -287,8 +287,8 @@ def test_errors_are_one_sentence_and_leave_the_device_usable():
         cutlass_fmha.attention(
             *replace(PROBLEM, layout="unaligned").inputs(q.dtype, 64, DEVICE), row=row.name
         )
-    with pytest.raises(cutlass_fmha.UnsupportedError, match="\nwhat to change: drop softcap"):
-        cutlass_fmha.attention(*PROBLEM.inputs(q.dtype, 320, DEVICE), softcap=30.0)
+    with pytest.raises(cutlass_fmha.UnsupportedError, match="drop softcap"):
+        cutlass_fmha.attention(*PROBLEM.inputs(q.dtype, 520, DEVICE), softcap=30.0)
     with pytest.raises(NotImplementedError, match="no backward yet for alibi_slopes: pass it detached"):
         cutlass_fmha.attention(q, k, v, alibi_slopes=torch.ones(4, device=DEVICE, requires_grad=True))
     oracle_features.compare(cutlass_fmha.attention(q, k, v), None, q, k, v).check()
