@@ -258,6 +258,7 @@ PLAIN: dict[str, Any] = {
             "compute capability 8.0 or newer is needed",
         ),
         ({"head_size": 520}, "use head dims of at most 512"),
+        ({"head_size": 260}, "the whole cache at each call: head dims must be multiples of 8, got 260"),
         ({"dtype": torch.float32}, "use bfloat16"),
         ({"block_size": 8}, "pages of a multiple of 16 keys, got 8"),
         ({"kv_cache_dtype": "fp8_e4m3"}, "cutlass_fmha has no fp8_e4m3 cache of keys and values"),

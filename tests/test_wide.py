@@ -28,6 +28,7 @@ from cutlass_fmha.dispatch.families import wide, wide_scored
 from cutlass_fmha.dispatch.problem import FEATURES, Problem
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.features import Features
+from cutlass_fmha.launch import plan
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 DEVICES = {89: "rtx4090", 90: "h200", 120: "rtx5090"}
@@ -287,6 +288,12 @@ def test_a_scored_row_reads_what_is_given_beside_copies(kernels: FakeKernels, dt
         (made(DTYPES[dtype], 3, 4, 264),) + 2 * (made(DTYPES[dtype], 9, 2, 264),), "none", Features()
     )
     assert wide_scored.prepare(row, fitting, PRESETS["l4"]).launch is None
+
+
+@pytest.mark.usefixtures("kernels")
+def test_four_numbers_of_float32_are_a_vector(caplog: pytest.LogCaptureFixture):
+    q = made(torch.float32, 3, 4, 300)
+    assert plan.prepare((q, q, q), "none", None, said={"softcap": 1.0}).launch is None and not caplog.records
 
 
 @pytest.mark.parametrize("dim", [264, 261])
