@@ -29,9 +29,11 @@ class Array(Protocol):
     def __dlpack_device__(self) -> tuple[Any, Any]: ...
 
 
-@functools.lru_cache
-def _has_dlpack(kind: type) -> bool:
+def _speaks(kind: type) -> bool:
     return not issubclass(kind, Tensor) and hasattr(kind, "__dlpack__") and hasattr(kind, "__dlpack_device__")
+
+
+_has_dlpack: Callable[[type], bool] = functools.lru_cache(_speaks)  # mypy takes no type for hashable
 
 
 def is_array(value: object) -> bool:
@@ -155,7 +157,7 @@ class _Result:
     def __dlpack__(self, *, stream: Any = None, max_version: Any = None, **rest: Any) -> Any:
         if stream == self._stream and not any(map(bool, rest.values())):
             versioned = max_version is not None and max_version[0] >= 1 and private_torch.to_capsule_1
-            return (versioned or dlpack.to_dlpack)(self._tensor)
+            return (versioned or private_torch.to_capsule)(self._tensor)
         said = {"max_version": max_version, **rest}
         said = {name: x for name, x in said.items() if x is not None}  # older ones know the stream alone
         return self._tensor.__dlpack__(stream=stream, **said)

@@ -158,4 +158,5 @@ flash_for_cpu: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attentio
 
 #: A capsule of DLPack as a tensor, and a tensor as one of version 1, which older ones don't have.
 from_capsule: Callable[[Any], Any] = getattr(_C, "_from_dlpack", torch.utils.dlpack.from_dlpack)
+to_capsule: Any = getattr(torch.utils.dlpack, "to_dlpack")  # noqa: B009  which mypy takes for private
 to_capsule_1: Any = getattr(_C, "_to_dlpack_versioned", None)

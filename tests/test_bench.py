@@ -454,6 +454,7 @@ def test_the_picture_shows_bars_and_refusals(tmp_path: Path, suffix: str, begin:
     [
         ("", 1, "bench: a GPU is timed"),
         ("--plot picture.png", 2, "not installed: pip install matplotlib.\n"),
+        ("--plot picture.txt", 2, "--plot writes .png or .svg, and not 'picture.txt'\n"),
         ("--preset x", 2, "unknown"),
         ("--peers flash,x", 2, "unknown"),
         ("--compare b.json", 2, "name the other with --from-json"),

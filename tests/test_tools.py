@@ -107,8 +107,9 @@ def make_report(
     for name in names:
         report.record(name, "b2 h2 q64 k64 none", Errors(1e-3, 0.4, 1e-6, 0.1))
     environment = {
-        "date": date, "arch": arch, "mode": MODES[arch], "gpu": "NVIDIA H200", "source_hash": source_hash(sources),
-        "capability": "9.0", "driver": "580.159.04", "python": "3", "torch": "2", "cuda": "13.0", "package": "0",
+        "date": date, "arch": arch, "mode": MODES[arch], "source_hash": source_hash(sources),
+        "gpu": "NVIDIA H200", "capability": "9.0", "driver": "580.159.04", "cuda": "13.0",
+        "python": "3", "torch": "2", "package": "0",
     }  # fmt: skip
     return report.write(directory, {**report.content(True, {"passed": 2}, environment), **changes})
 

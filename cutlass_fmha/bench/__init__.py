@@ -92,14 +92,14 @@ def main(argv: list[str] | None = None) -> int:
         chosen = cases.select_cases(arguments.preset)
         peers = parse_peers(arguments.peers)
         if arguments.plot:
-            report.require_matplotlib()
+            report.require_picture(arguments.plot)
         if arguments.compare and not arguments.from_json:
             raise ValueError("--compare takes two recorded results: name the other with --from-json")
         if arguments.export and arguments.export[0] not in export.FORMATS:
             raise ValueError(
                 f"unknown format {arguments.export[0]!r}: take one of {', '.join(export.FORMATS)}"
             )
-    except (ValueError, report.MissingMatplotlib) as error:
+    except ValueError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
     if arguments.list:

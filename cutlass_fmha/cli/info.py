@@ -171,7 +171,7 @@ def as_text(found: dict[str, Any]) -> list[str | output.Table]:
     ]
     if found["import_error"] is not None:
         lines.append(f"the package can't be imported: {found['import_error']}")
-    if "extension_error" in found and found["extension_error"] not in (found["import_error"] or ""):
+    if "extension_error" in found and "_C" not in (found["import_error"] or ""):  # which says so itself
         lines.append(f"the extension can't be loaded: {found['extension_error']}")
     if build.get("cuda"):
         lines.append(f"built with CUDA {build['cuda_version']} and CUTLASS {build['cutlass_version']}")

@@ -184,7 +184,8 @@ def memory_plan(
     gpu = resolve(("cuda" if _C.device_count() else "cpu") if device is None else device)
     if gpu is None:
         raise ValueError(
-            f"memory is planned of a GPU: name one, as device='l4', among {', '.join(devices.PRESETS)}"
+            "memory is planned of a GPU: name one (device='l4', --device l4) among "
+            + ", ".join(devices.PRESETS)
         )
     # No seed is drawn for what doesn't run.
     *cast, keywords = autocast.operands(tensors[0], tensors[1], tensors[2], {**keywords, "dropout_seed": 0})  # type: ignore[assignment]
