@@ -646,7 +646,7 @@ from flash_attn.layers.rotary import apply_rotary_emb
 
 torch.manual_seed(0)
 dim, heads, vocabulary = 64, 4, 50
-embed, project = torch.randn(vocabulary, dim), torch.randn(dim, 3 * dim) / 8
+embed, project = torch.randn(vocabulary, dim), torch.nn.Parameter(torch.randn(dim, 3 * dim) / 8)
 out = torch.randn(dim, vocabulary)
 angles = torch.outer(torch.arange(64), 10000.0 ** -(torch.arange(8) / 8)).to(embed)
 cos, sin = angles.cos(), angles.sin()
@@ -663,6 +663,7 @@ for _ in range(12):
         q, k_cache, v_cache, k, v, rotary_cos=cos, rotary_sin=sin, cache_seqlens=lengths, causal=True,
         rotary_interleaved=False,
     )
+    assert not context.requires_grad
     lengths += new.shape[1]
     steps.append(context[:, -1:].flatten(-2) @ out)
     new = steps[-1].argmax(-1)
