@@ -50,6 +50,8 @@ SIGNATURES = {
     "{gradients}, zero_tensors=False",
     "apply_rotary_emb": "x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None, "
     "max_seqlen=None",
+    "apply_rotary_emb_torch": "x, cos, sin, interleaved=False",
+    "rotate_half": "x, interleaved=False",
     "apply_rotary_emb_qkv_": "qkv, cos, sin, cos_k=None, sin_k=None, interleaved=False, seqlen_offsets=0, "
     "num_heads_q=None",
     "apply_rotary_emb_kv_": "kv, cos, sin, interleaved=False, seqlen_offsets=0",
@@ -458,6 +460,10 @@ def test_rotary_of_their_signature(packed: bool, interleaved: bool, inplace: boo
     expected_leaf = rows.clone().requires_grad_()
     expected = turned(expected_leaf, cos, sin, positions, interleaved)
     torch.testing.assert_close(out.reshape(expected.shape), expected)
+    if dtype is int and not packed:
+        rows = [t[7:11].expand(3, 4, 6) for t in (cos, sin)]
+        by_torch = rotary.apply_rotary_emb_torch(leaf.view(3, 4, 2, 16), *rows, interleaved)
+        torch.testing.assert_close(by_torch.view(expected.shape), expected)
     weight = randn(12, 2, 16, dtype=torch.float64, seed=5)
     (out.reshape(expected.shape) * weight).sum().backward()
     (expected * weight).sum().backward()
