@@ -477,6 +477,19 @@ def test_rotary_has_gradients_of_gradients(inplace: bool):
     assert torch.autograd.gradgradcheck(lambda x: call(x * 1.0).pow(3), (leaf,))
 
 
+@pytest.mark.parametrize("view", [False, True])
+def test_a_leaf_is_rotated_in_place_too(view: bool):
+    cos, sin, leaf = *torch.rand(2, 3, 2, dtype=F64), randn(1, 3, 2, 1, 4, dtype=F64)
+    found = []
+    for kept in (1.0, None):
+        own = leaf.clone().requires_grad_()
+        x = own * kept if kept else own.view_as(own) if view else own
+        out = rotary.apply_rotary_emb_kv_(x, cos, sin)
+        assert out.data_ptr() == x.data_ptr()
+        found.append((out.detach(), *torch.autograd.grad(out.pow(3).sum(), own)))
+    torch.testing.assert_close(*found)
+
+
 @pytest.mark.parametrize("scale_base", [None, 512])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("offset", [3, [3, 0]])

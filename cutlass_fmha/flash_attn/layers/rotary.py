@@ -200,7 +200,9 @@ class _InPlace(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, turn: Any, conjugate: bool) -> Tensor:
         ctx.turn, ctx.conjugate = turn, conjugate
-        ctx.mark_dirty(x)
+        # As there, a leaf may be written to as well: its gradient is that of what it was before.
+        if not (x if x._base is None else x._base).is_leaf:
+            ctx.mark_dirty(x)
         turn(x, conjugate=conjugate)
         return x
 
