@@ -36,7 +36,8 @@ def _has_dlpack(kind: type) -> bool:
 
 def is_array(value: object) -> bool:
     """An array of another library."""
-    return _has_dlpack(type(value))
+    kind: Any = type(value)  # which mypy holds for unhashable
+    return _has_dlpack(kind)
 
 
 def through(
@@ -70,7 +71,7 @@ def through(
 
 def tensors(name: str, value: Any, place: _Place | None = None) -> Any:
     """An argument with tensors in place of arrays, also inside of a tuple; anything else as it is."""
-    kind = type(value)
+    kind: Any = type(value)
     if place is not None and kind is place.kind and (taken := place.take(value)) is not None:
         return taken
     if kind.__module__ == "numpy":
@@ -144,7 +145,7 @@ def _place(array: Any) -> _Place | None:
         return None
 
 
-_to_capsule: Callable[[Tensor], Any] = dlpack.to_dlpack
+_to_capsule: Callable[[Tensor], Any] = dlpack.to_dlpack  # type: ignore[attr-defined]
 
 
 class _Result:
