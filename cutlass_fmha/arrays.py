@@ -72,7 +72,9 @@ def through(
 
 def tensors(name: str, value: Any, place: _Place | None = None) -> Any:
     """An argument with tensors in place of arrays, also inside of a tuple; anything else as it is."""
-    kind = type(value)
+    kind: Any = type(value)
+    if place is not None and kind is place.kind and (taken := place.take(value)) is not None:
+        return taken
     if kind.__module__ == "numpy":
         try:
             if value.flags.writeable:
@@ -87,8 +89,6 @@ def tensors(name: str, value: Any, place: _Place | None = None) -> Any:
         raise TypeError(
             f"{name}, a {_name(value)}, has a negative stride, which no tensor has: pass {name}.copy()"
         )
-    if place is not None and kind is place.kind and (found := place.take(value)) is not None:
-        return found
     try:
         # torch hands its current stream to __dlpack__.
         return dlpack.from_dlpack(value)
@@ -111,16 +111,19 @@ class _Place:
         self._index: int | None = None
 
     def take(self, array: Any) -> Tensor | None:
-        """A tensor; None: it was elsewhere, or its library raised a reason, which torch's own way says."""
+        """A tensor; None: it was elsewhere, or there is a reason against it, which torch's own way says."""
+        if (strides := getattr(array, "strides", None)) and min(strides) < 0:
+            return None
         try:
             stream = self.stream
             capsule = array.__dlpack__() if stream is None else array.__dlpack__(stream=stream)
             found: Tensor = private_torch.from_capsule(capsule)
         except _REFUSALS:
             return None
+        index = found.get_device()
         if self._index is None:  # q itself, which was asked
-            self._index = found.get_device()
-        return found if found.get_device() == self._index else None
+            self._index = index
+        return found if index == self._index else None
 
 
 #: CUDA devices that torch has begun with.
@@ -143,6 +146,9 @@ def _place(array: Any) -> _Place | None:
         return None
 
 
+_to_capsule: Callable[[Tensor], Any] = dlpack.to_dlpack  # type: ignore[attr-defined]
+
+
 class _Result:
     """A tensor that q's library takes: where its stream is the kernel's, nothing is to be waited for."""
 
@@ -154,11 +160,13 @@ class _Result:
     def __dlpack_device__(self) -> tuple[int, int]:
         return (CPU, 0) if self._stream is None else (CUDA, self._tensor.get_device())
 
-    def __dlpack__(self, *, stream: Any = None, max_version: Any = None, **rest: Any) -> Any:
-        if stream == self._stream and not any(map(bool, rest.values())):
+    def __dlpack__(
+        self, *, stream: Any = None, max_version: Any = None, dl_device: Any = None, copy: Any = None
+    ) -> Any:
+        if stream == self._stream and not copy and dl_device is None:
             versioned = max_version is not None and max_version[0] >= 1 and private_torch.to_capsule_1
             return (versioned or private_torch.to_capsule)(self._tensor)
-        said = {"max_version": max_version, **rest}
+        said = {"max_version": max_version, "dl_device": dl_device, "copy": copy}
         said = {name: x for name, x in said.items() if x is not None}  # older ones know the stream alone
         return self._tensor.__dlpack__(stream=stream, **said)
 

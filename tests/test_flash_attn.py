@@ -50,6 +50,8 @@ SIGNATURES = {
     "{gradients}, zero_tensors=False",
     "apply_rotary_emb": "x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None, "
     "max_seqlen=None",
+    "apply_rotary_emb_torch": "x, cos, sin, interleaved=False",
+    "rotate_half": "x, interleaved=False",
     "apply_rotary_emb_qkv_": "qkv, cos, sin, cos_k=None, sin_k=None, interleaved=False, seqlen_offsets=0, "
     "num_heads_q=None",
     "apply_rotary_emb_kv_": "kv, cos, sin, interleaved=False, seqlen_offsets=0",
@@ -458,6 +460,10 @@ def test_rotary_of_their_signature(packed: bool, interleaved: bool, inplace: boo
     expected_leaf = rows.clone().requires_grad_()
     expected = turned(expected_leaf, cos, sin, positions, interleaved)
     torch.testing.assert_close(out.reshape(expected.shape), expected)
+    if dtype is int and not packed:
+        rows = [t[7:11].expand(3, 4, 6) for t in (cos, sin)]
+        by_torch = rotary.apply_rotary_emb_torch(leaf.view(3, 4, 2, 16), *rows, interleaved)
+        torch.testing.assert_close(by_torch.view(expected.shape), expected)
     weight = randn(12, 2, 16, dtype=torch.float64, seed=5)
     (out.reshape(expected.shape) * weight).sum().backward()
     (expected * weight).sum().backward()
@@ -469,6 +475,19 @@ def test_rotary_has_gradients_of_gradients(inplace: bool):
     cos, sin, leaf = *torch.rand(2, 3, 2, dtype=F64), randn(1, 3, 1, 4, dtype=F64).requires_grad_()
     call = functools.partial(rotary.apply_rotary_emb, cos=cos, sin=sin, inplace=inplace)
     assert torch.autograd.gradgradcheck(lambda x: call(x * 1.0).pow(3), (leaf,))
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_a_leaf_is_rotated_in_place_too(view: bool):
+    cos, sin, leaf = *torch.rand(2, 3, 2, dtype=F64), randn(1, 3, 2, 1, 4, dtype=F64)
+    found = []
+    for kept in (1.0, None):
+        own = leaf.clone().requires_grad_()
+        x = own * kept if kept else own.view_as(own) if view else own
+        out = rotary.apply_rotary_emb_kv_(x, cos, sin)
+        assert out.data_ptr() == x.data_ptr()
+        found.append((out.detach(), *torch.autograd.grad(out.pow(3).sum(), own)))
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("scale_base", [None, 512])
@@ -646,7 +665,7 @@ from flash_attn.layers.rotary import apply_rotary_emb
 
 torch.manual_seed(0)
 dim, heads, vocabulary = 64, 4, 50
-embed, project = torch.randn(vocabulary, dim), torch.randn(dim, 3 * dim) / 8
+embed, project = torch.randn(vocabulary, dim), torch.nn.Parameter(torch.randn(dim, 3 * dim) / 8)
 out = torch.randn(dim, vocabulary)
 angles = torch.outer(torch.arange(64), 10000.0 ** -(torch.arange(8) / 8)).to(embed)
 cos, sin = angles.cos(), angles.sin()
@@ -663,6 +682,7 @@ for _ in range(12):
         q, k_cache, v_cache, k, v, rotary_cos=cos, rotary_sin=sin, cache_seqlens=lengths, causal=True,
         rotary_interleaved=False,
     )
+    assert not context.requires_grad
     lengths += new.shape[1]
     steps.append(context[:, -1:].flatten(-2) @ out)
     new = steps[-1].argmax(-1)

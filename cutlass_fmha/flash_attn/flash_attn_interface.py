@@ -177,7 +177,7 @@ def flash_attn_with_kvcache(
     """``cutlass_fmha.with_kv_cache`` in flash_attn's words: the cache is written in place.
 
     As there, positions of rotary embedding count left padding, pairs are neighbours unless told otherwise,
-    and num_splits 0 has a number chosen.
+    num_splits 0 has a number chosen, and the result has no gradient, whatever its inputs want.
     """
     said: dict[str, Any] = {}
     if rotary_cos is not None:
@@ -187,7 +187,8 @@ def flash_attn_with_kvcache(
     if k is None or v is None or not have_contiguous_rows(q, k, v):
         q = contiguous_rows("q", q)
         k, v = (None if x is None else contiguous_rows(name, x) for name, x in (("k", k), ("v", v)))
-    found = with_kv_cache(
+    call = _without_gradients if torch.is_grad_enabled() else with_kv_cache
+    found = call(
         q,
         k_cache,
         v_cache,
@@ -326,6 +327,10 @@ _wrapped_flash_attn_forward = _flash_attn_forward
 _wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
 _wrapped_flash_attn_backward = _flash_attn_backward
 _wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
+
+
+#: Programs generate by models whose parameters require gradients, also outside of torch.no_grad().
+_without_gradients = torch.no_grad()(with_kv_cache)
 
 
 # ---- their words to ours -----------------------------------------------------------------------------------

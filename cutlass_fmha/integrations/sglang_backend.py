@@ -178,7 +178,7 @@ class Backend(AttentionBackend):  # type: ignore[misc]  # SGLang isn't there for
             table = table if meta.window_table is None else meta.window_table
         output = forward_batch._attn_output  # where a graph of a prompt has room
         if output is not None:
-            output = output.view(-1, layer.tp_q_head_num, layer.v_head_dim)
+            said["out"] = output.view(-1, layer.tp_q_head_num, layer.v_head_dim)
         found: Tensor = attention(
             q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),
             keys,
@@ -190,7 +190,6 @@ class Backend(AttentionBackend):  # type: ignore[misc]  # SGLang isn't there for
             cu_seqlens_q=meta.cu_seqlens_q,
             seqused_k=meta.seqused_k,
             page_table=table,
-            out=output,
             **said,
         )
         calls.count(layer.attn_type._value_)
