@@ -244,15 +244,56 @@ def in_a_thread(work: Any) -> Any:
     return found[0]
 
 
-def test_other_threads_take_from_it_what_is_a_calls_gradients(kernels_do_nothing: None):
-    given, said = inputs("softcap")
-    with Workspace(1 << 24, "cpu") as workspace:
+class Deep(torch.autograd.Function):
+    """Gradients inside of gradients: from the 60th on torch has a thread of its own for them, as for a GPU's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, depth: int, work: Any) -> Tensor:
+        ctx.given = depth, work
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
+        depth, work = ctx.given
+        with torch.enable_grad():
+            deeper(depth - 1, work) if depth else work()
+        return dx, None, None
+
+
+def deeper(depth: int, work: Any) -> None:
+    Deep.apply(torch.ones(1, requires_grad=True), depth, work).backward()
+
+
+OF_GRADIENTS = {
+    "attention": lambda x, weight: attention(x, x, x, softcap=30.0),
+    "rms_norm": lambda x, weight: cutlass_fmha.rms_norm(x, weight),
+    "qk_norm_rope": lambda x, weight: cutlass_fmha.qk_norm_rope(x, x, None, weight, weight)[0],
+}
+
+
+@pytest.mark.parametrize("name", OF_GRADIENTS)
+def test_other_threads_take_from_it_what_is_of_gradients_alone(name: str, kernels_do_nothing: None):
+    wanted = [torch.zeros(shape, dtype=BF16, requires_grad=True) for shape in ((1, 300, 4, 64), (64,))]
+    workspace, threads = Workspace(1 << 24, "cpu"), []
+
+    def compute(out: Tensor) -> bool:
+        threads.append(threading.get_ident())
+        torch.autograd.grad(out.sum(), wanted, allow_unused=True)
+        return True
+
+    with workspace:
         in_a_thread(lambda: call(*inputs(SPLIT)))
-        assert workspace.high_water == 0
-        found = attention(**given, **said)
+        found = OF_GRADIENTS[name](*wanted)
     assert workspace.high_water == 0
-    in_a_thread(lambda: torch.autograd.grad(found.sum(), given["q"]))  # as autograd's own threads do it
+    in_a_thread(lambda: compute(found))
     assert workspace.high_water > 0 and not workspaces.IN_USE
+    # Of a call that was made outside, as a compiled one's are: from that of who asks.
+    for depth in (0, 70):
+        found, workspace.high_water = OF_GRADIENTS[name](*wanted), 0
+        with workspace:
+            deeper(depth, lambda: compute(found))  # noqa: B023
+        assert workspace.high_water > 0
+    assert [each == threading.get_ident() for each in threads] == [False, True, False]
 
 
 def test_one_stream_at_a_time(kernels_do_nothing: None, monkeypatch: pytest.MonkeyPatch):
@@ -291,6 +332,11 @@ def test_a_compiled_call_takes_from_it(kernels_do_nothing: None):
     with Workspace(1 << 24, "cpu") as workspace:
         compiled(**given, **said)
     assert workspace.high_water == planned("splits that are said").workspace > 0
+    given, said = inputs("softcap")
+    out = torch.compile(attention, fullgraph=True, backend="aot_eager")(**given, **said)
+    with Workspace(1 << 24, "cpu") as workspace:
+        deeper(70, lambda: torch.autograd.grad(out.sum(), given["q"]))
+    assert workspace.high_water == planned("softcap").workspace > 0
 
 
 class MemoryOfAGpu:

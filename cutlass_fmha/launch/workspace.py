@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 
 import torch
 from torch import Tensor
 
+from cutlass_fmha import private_torch
 from cutlass_fmha.arguments import check
 from cutlass_fmha.launch.streams import current_stream
 
@@ -24,15 +26,17 @@ ALIGNMENT = 512
 IN_USE: list[Workspace] = []
 
 _of_thread = threading.local()
+_CALLERS = "cutlass_fmha.workspaces"  # what torch hands on to threads that compute gradients
 
 
 class Workspace:
     """Memory for what launches need besides their tensors: taken once, and the same for all of them.
 
     Inside of ``with workspace:`` the launches of this thread on the workspace's device take it from there,
-    and so do the gradients of calls that were made there, whenever they are computed. Where workspaces of a
-    device are nested, from the innermost. A launch that needs more is refused: nothing grows, and torch is
-    not asked instead. A compiled graph's own tensors, and its gradients, are torch's.
+    those of gradients that it asks for included, compiled ones too; and so do the gradients of calls that
+    were made there, whenever they are computed, unless these were compiled. Where workspaces of a device are
+    nested, from the innermost. A launch that needs more is refused: nothing grows, and torch is not asked
+    instead. A compiled graph's own tensors are torch's.
 
     One stream at a time: a launch on another one is refused, and so is who enters there meanwhile. Who enters
     later on another stream waits for the one before. A CUDA graph is captured by ``with
@@ -88,6 +92,8 @@ class Workspace:
             self._users += 1
         stack = _stack()
         stack.append(self)
+        if not private_torch.is_stashed(_CALLERS):
+            private_torch.stash(_CALLERS, stack)
         IN_USE.append(self)
         return self
 
@@ -142,12 +148,21 @@ def _stack() -> list[Workspace]:
 
 
 def in_use(device: torch.device) -> Workspace | None:
-    """The workspace that launches of this thread on a device take their memory from."""
+    """The workspace that launches of this thread on a device take their memory from.
+
+    In a thread of autograd's, that of a call whose gradient it is, else that of who asked for gradients.
+    """
     if IN_USE:
-        for workspace in reversed(_stack()):
+        callers = private_torch.stashed(_CALLERS) if private_torch.is_stashed(_CALLERS) else ()
+        for workspace in (*reversed(_stack()), *reversed(callers)):
             if workspace.device == device:
                 return workspace
     return None
+
+
+def inside(workspace: Workspace | None) -> AbstractContextManager[object]:
+    """That of a call, around its gradients: whichever thread computes them."""
+    return nullcontext() if workspace is None else workspace
 
 
 class Scratch:
