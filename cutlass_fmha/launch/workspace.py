@@ -82,6 +82,7 @@ class Workspace:
         self._stream = current_stream(self._index)
         self._last = torch.cuda.current_stream(self._index) if self._index >= 0 else None
         self._users = 0
+        self._held = 0
 
     def __repr__(self) -> str:
         return f"Workspace({self.size}, device={str(self.device)!r}, high_water={self.high_water})"
@@ -166,27 +167,35 @@ def inside(workspace: Workspace | None) -> AbstractContextManager[object]:
 
 
 class Scratch:
-    """The memory of one launch, a context around it: torch's, or a workspace's, whose turn it has.
+    """The memory of one launch, or of a call around several: torch's, or a workspace's, whose turn it has.
 
     Where the workspace is too small torch lends the rest, until ``check`` has the size to refuse with.
     """
 
-    __slots__ = ("_device", "_kept", "_taken", "_workspace")
+    __slots__ = ("_device", "_first", "_kept", "_taken", "_workspace")
 
     def __init__(self, device: torch.device) -> None:
         self._workspace = in_use(device)
         self._device = device
-        self._taken = 0
+        self._first = self._taken = 0
         self._kept: Tensor | None = None
 
     def begin(self) -> Scratch:
-        if self._workspace is not None:
-            self._workspace._begin()
+        if (workspace := self._workspace) is not None:
+            workspace._begin()
+            self._first = self._taken = workspace._held
         return self
 
     def end(self, *raised: object) -> None:
-        if self._workspace is not None:
-            self._workspace._turn.release()
+        if (workspace := self._workspace) is not None:
+            workspace._held = self._first
+            workspace._turn.release()
+
+    def hold(self) -> None:
+        """Launches inside of this one's context take what lies behind. Raises as ``check`` does."""
+        self.check()
+        if (workspace := self._workspace) is not None:
+            workspace._held = -(-self._taken // ALIGNMENT) * ALIGNMENT
 
     __enter__, __exit__ = begin, end
 
@@ -210,9 +219,9 @@ class Scratch:
         if (workspace := self._workspace) is None:
             self._kept = torch.empty(count, dtype=torch.float32, device=self._device)
             return self._kept.data_ptr()
-        self._taken = 4 * count
+        self._taken = self._first + 4 * count
         self.check()
-        return workspace._memory.data_ptr()
+        return workspace._memory.data_ptr() + self._first
 
     def check(self) -> None:
         """Comes before the kernel. Raises RuntimeError where the workspace was too small."""
