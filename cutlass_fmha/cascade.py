@@ -168,7 +168,7 @@ def _both_parts(
     *batch, seqlen, heads, _ = q.shape
     rows = q.reshape(1, math.prod(q.shape[:-2]), *q.shape[-2:])
     with dispatcher.between_launches(q) as room:
-        states: list[dict[str, Tensor]] = [{}, {}]
+        states: list[dict[str, Any]] = [{}, {}]
         if room is not None and not dispatcher.needs_gradient(q, k_shared, v_shared, k, v):
             for state, x, lse_shape in (
                 (states[0], rows, (1, heads, rows.shape[1])),

@@ -147,7 +147,7 @@ def with_kv_cache(
         check_positions(rotary_cos, first, rows)
     if out is not None or lse is not None:
         _check_results(q, k_cache, v_cache, {"k": k, "v": v}, out, lse)
-    with dispatcher.between_launches(q) as room:
+    with dispatcher.between_launches(q) as between:
         if k is not None and v is not None:
             if cache_seqlens is None:
                 raise ValueError("k and v are appended behind cache_seqlens rows, and cache_seqlens is None")
@@ -169,7 +169,7 @@ def with_kv_cache(
                     leftpad_k,
                     cu_seqlens_q,
                 ),
-                room,
+                between,
             )
             q = rotated if is_rotated else q
         elif is_rotated:

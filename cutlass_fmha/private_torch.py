@@ -77,7 +77,7 @@ def _keep_nothing(name: str, value: Any) -> None:
 #: (name, value): kept for this thread, and for those in which torch computes the gradients that it asks for.
 stash: Callable[[str, Any], None] = getattr(_C, "_stash_obj_in_tls", _keep_nothing)
 is_stashed: Callable[[str], bool] = getattr(_C, "_is_key_in_tls", lambda name: False)
-stashed: Callable[[str], Any] = getattr(_C, "_get_obj_in_tls", _keep_nothing)
+stashed: Callable[[str], Any] = getattr(_C, "_get_obj_in_tls", lambda name: ())
 
 
 # ---- what a compiler knows ---------------------------------------------------------------------------------

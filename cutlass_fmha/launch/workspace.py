@@ -155,7 +155,8 @@ def in_use(device: torch.device) -> Workspace | None:
     In a thread of autograd's, that of a call whose gradient it is, else that of who asked for gradients.
     """
     if IN_USE:
-        callers = private_torch.stashed(_CALLERS) if private_torch.is_stashed(_CALLERS) else ()
+        there = private_torch.is_stashed(_CALLERS)
+        callers: Sequence[Workspace] = private_torch.stashed(_CALLERS) if there else ()
         for workspace in (*reversed(_stack()), *reversed(callers)):
             if workspace.device == device:
                 return workspace
