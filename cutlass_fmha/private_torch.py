@@ -67,6 +67,19 @@ after_autograd = _next("_after_autograd_keyset", "_AutoDispatchBelowAutograd")
 after_writes = _next("_after_ADInplaceOrView_keyset", "_AutoDispatchBelowADInplaceOrView")
 
 
+# ---- what threads that compute gradients are told ----------------------------------------------------------
+
+
+def _keep_nothing(name: str, value: Any) -> None:
+    """Whoever computes this thread's gradients then knows nothing of it."""
+
+
+#: (name, value): kept for this thread, and for those in which torch computes the gradients that it asks for.
+stash: Callable[[str, Any], None] = getattr(_C, "_stash_obj_in_tls", _keep_nothing)
+is_stashed: Callable[[str], bool] = getattr(_C, "_is_key_in_tls", lambda name: False)
+stashed: Callable[[str], Any] = getattr(_C, "_get_obj_in_tls", lambda name: ())
+
+
 # ---- what a compiler knows ---------------------------------------------------------------------------------
 
 

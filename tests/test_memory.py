@@ -244,15 +244,97 @@ def in_a_thread(work: Any) -> Any:
     return found[0]
 
 
-def test_other_threads_take_from_it_what_is_a_calls_gradients(kernels_do_nothing: None):
-    given, said = inputs("softcap")
-    with Workspace(1 << 24, "cpu") as workspace:
+class Deep(torch.autograd.Function):
+    """Gradients inside of gradients: torch has a thread of its own for the 60th, as for those on a GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, depth: int, work: Any) -> Tensor:
+        ctx.given = depth, work
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
+        depth, work = ctx.given
+        with torch.enable_grad():
+            deeper(depth - 1, work) if depth else work()
+        return dx, None, None
+
+
+def deeper(depth: int, work: Any) -> None:
+    Deep.apply(torch.ones(1, requires_grad=True), depth, work).backward()
+
+
+OF_GRADIENTS = {
+    "attention": lambda x, weight: attention(x, x, x, softcap=30.0),
+    "rms_norm": lambda x, weight: cutlass_fmha.rms_norm(x, weight),
+    "qk_norm_rope": lambda x, weight: cutlass_fmha.qk_norm_rope(x, x, None, weight, weight)[0],
+}
+
+
+@pytest.mark.parametrize("name", OF_GRADIENTS)
+def test_other_threads_take_from_it_what_is_of_gradients_alone(name: str, kernels_do_nothing: None):
+    wanted = [torch.zeros(shape, dtype=BF16, requires_grad=True) for shape in ((1, 300, 4, 64), (64,))]
+    workspace, threads = Workspace(1 << 24, "cpu"), []
+
+    def compute(out: Tensor) -> bool:
+        threads.append(threading.get_ident())
+        torch.autograd.grad(out.sum(), wanted, allow_unused=True)
+        return True
+
+    with workspace:
         in_a_thread(lambda: call(*inputs(SPLIT)))
-        assert workspace.high_water == 0
-        found = attention(**given, **said)
+        found = OF_GRADIENTS[name](*wanted)
     assert workspace.high_water == 0
-    in_a_thread(lambda: torch.autograd.grad(found.sum(), given["q"]))  # as autograd's own threads do it
+    in_a_thread(lambda: compute(found))
     assert workspace.high_water > 0 and not workspaces.IN_USE
+    # Of a call that was made outside, as a compiled one's are: from that of who asks.
+    for depth in (0, 70):
+        found, workspace.high_water = OF_GRADIENTS[name](*wanted), 0
+        with workspace:
+            deeper(depth, lambda: compute(found))  # noqa: B023
+        assert workspace.high_water > 0
+    assert [each == threading.get_ident() for each in threads] == [False, True, False]
+
+
+def rounded(*sizes: int) -> int:
+    return sum(-(-size // 512) * 512 for size in sizes)
+
+
+def test_states_of_a_cascade_lie_in_it(ledger: Ledger):
+    q, k, v = (torch.zeros(2, n, heads, 128, dtype=BF16) for n, heads in ((3, 8), (9000, 2), (9000, 2)))
+    plans = memory_plan(q, k, v, device="l4"), memory_plan(q.view(1, 6, 8, 128), k[:1], v[:1], device="l4")
+    parts, lse = [plan.workspace for plan in plans], 4 * 2 * 8 * 3
+    states = rounded(*[q.nbytes, lse] * 2)
+    said = {"return_lse": True, "out": torch.empty_like(q), "lse": torch.empty(2, 8, 3)}
+    least, enough = states - rounded(lse) + lse, states + max(parts)
+    assert min(parts) > 0
+    cutlass_fmha.cascade_attention(q, k[0], v[0], k, v, **said)  # makes plans
+    for size, needed in ((least - 1, least), (enough - 1, enough), (enough, 0)):
+        workspace = Workspace(size, "cpu")
+        with ledger, workspace:
+            ledger.peak = before = ledger.now
+            if needed:
+                with pytest.raises(RuntimeError, match=f"this launch needs {needed}"):
+                    cutlass_fmha.cascade_attention(q, k[0], v[0], k, v, **said)
+            else:
+                cutlass_fmha.cascade_attention(q, k[0], v[0], k, v, **said)
+                assert ledger.peak == before and workspace.high_water == size
+        assert workspace._held == 0
+
+
+def test_what_is_rotated_for_a_cache_lies_in_it(ledger: Ledger, monkeypatch: pytest.MonkeyPatch):
+    for name in ("can_skip_dispatcher", "others_can_skip_dispatcher"):
+        monkeypatch.setattr(dispatcher, name, lambda *given: True)
+    q, k, v = (torch.zeros(2, n, heads, 128, dtype=BF16) for n, heads in ((1, 8), (9000, 2), (9000, 2)))
+    lengths, table = torch.zeros(2, dtype=torch.int32), torch.zeros(64, 64)
+    said = {"rotary_cos": table, "rotary_sin": table, "cache_seqlens": lengths, "out": torch.empty_like(q)}
+    own = memory_plan(q, k, v, seqused_k=lengths, device="l4").workspace
+    workspace = Workspace(rounded(q.nbytes, lengths.nbytes) + own, "cpu")
+    cutlass_fmha.with_kv_cache(q, k, v, k[:, :1], v[:, :1], **said)
+    with ledger, workspace:
+        ledger.peak = before = ledger.now
+        cutlass_fmha.with_kv_cache(q, k, v, k[:, :1], v[:, :1], **said)
+        assert ledger.peak == before and workspace.high_water == workspace.size > own > 0
 
 
 def test_one_stream_at_a_time(kernels_do_nothing: None, monkeypatch: pytest.MonkeyPatch):
@@ -291,6 +373,11 @@ def test_a_compiled_call_takes_from_it(kernels_do_nothing: None):
     with Workspace(1 << 24, "cpu") as workspace:
         compiled(**given, **said)
     assert workspace.high_water == planned("splits that are said").workspace > 0
+    given, said = inputs("softcap")
+    out = torch.compile(attention, fullgraph=True, backend="aot_eager")(**given, **said)
+    with Workspace(1 << 24, "cpu") as workspace:
+        deeper(70, lambda: torch.autograd.grad(out.sum(), given["q"]))
+    assert workspace.high_water == planned("softcap").workspace > 0
 
 
 class MemoryOfAGpu:
