@@ -32,6 +32,7 @@ from cutlass_fmha import _C
 from cutlass_fmha.bench.cases import Case
 from cutlass_fmha.dispatch import table as tables
 from cutlass_fmha.dispatch.device import PRESETS
+from cutlass_fmha.dispatch.problem import Problem
 
 LARGE = Candidate(64, 256, 64, 8, 1, 2, 1, True, True, "cp_async_16")
 FEW_QUERY = Candidate(128, 32, 32, 8, 4, 1, 1, True, False, "ldg_16")
@@ -78,6 +79,10 @@ DECODE = replace(FEW_QUERY, dependent_launch=True)
         (DECODE, {"copy": "cp_async_16"}),
         (LARGE, {"dependent_launch": True}),
         (LARGE, {"copy": "tma", "arch": 89}),
+        (
+            LARGE,
+            {"copy": "tma", "tile_m": 512, "tile_n": 32, "warps": 16, "head_dim": 32, "ping_pong": False},
+        ),
         (LARGE, {"warps": 4, "tile_m": 64, "min_blocks": 13, "tile_n": 16, "stages": 1}),  # warps of an SM
         (DECODE, {"ping_pong": True}),
         (DECODE, {"stages": 3, "head_dim": 32}),
@@ -298,22 +303,22 @@ SHORT, LONG = (Case("x", 1, 1, 1, n, n, 64, "float16", causal=n > 64) for n in (
 
 def test_a_candidate_is_timed_in_turns_with_every_row(monkeypatch: pytest.MonkeyPatch):
     """By the median of so many looks, on each case's problem."""
-    table, seen = make_build((89,)), Counter()
+    table = make_build((89,))
     tags = {row.name: tag for row, tag in zip(table.rows, "xab", strict=False)}
     us = {"x": (90, 95), "a": (130, 100), "b": (100, 180)}  # on the long and on the short case
-
-    def law(row: Any, problem: Any) -> float:
-        seen[tags[row.name], problem.seqlen_q, problem.seqlen_k, problem.causal] += 1
-        return us[tags[row.name]][problem.causal == "none"]
-
-    FakeGpu(table, L4, law).install(monkeypatch)
-    cases = [replace(case, head_dim=table.rows[0].head_dim) for case in (LONG, SHORT)]
+    heads = {"num_heads": 4, "num_heads_kv": 2, "head_dim": table.rows[0].head_dim}
+    cases = [replace(case, **heads) for case in (LONG, SHORT)]
+    problems = [
+        Problem(1, n, n, *heads.values(), "float16", mask)
+        for n, mask in ((128, "bottom-right"), (64, "none"))
+    ]
+    gpu = FakeGpu(table, L4, lambda row, problem: us[tags[row.name]][problem.causal == "none"])
+    gpu.install(monkeypatch)
     job = {"tag": "x", "incumbents": ["a", "b"], "cases": [asdict(case) for case in cases], "looks": 3}
     found = judge.time_candidate(job, {(tags[row.name], row.dtype): row for row in table.rows[:3]}, 0)
     expected = {case.name: {tag: pytest.approx(us[tag][n]) for tag in us} for n, case in enumerate(cases)}
     assert found == expected
-    problems = {(128, 128, "bottom-right"), (64, 64, "none")}
-    assert set(seen) >= {(tag, *problem) for tag in us for problem in problems}
+    assert {launch[:2] for launch in gpu.launches} >= {(name, p) for name in tags for p in problems}
 
 
 # ---- whose fault the end of a process is -------------------------------------------------------------------
