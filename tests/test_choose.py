@@ -269,13 +269,9 @@ def test_blocks_of_a_launch_are_those_of_the_mask(name: str, seqlen_q: int, seql
 SUMMED = ("steps", "warp_block", "warp_steps")
 
 
-def simulate(durations: list[float], places: int) -> float:
-    """When the last of some blocks ends that go to places in order, each to the first that is free."""
-    return fill([0.0] * places, durations)
-
-
 def fill(free: list[float], durations: list[float]) -> float:
-    """``simulate`` from when each place becomes free."""
+    """When the last of some blocks ends that go to places in order, each to the first that is free.
+    free: from when each place is."""
     heapq.heapify(free)
     for us in durations:
         heapq.heapreplace(free, free[0] + us)
@@ -290,7 +286,7 @@ def busiest(durations: list[float], sms: int, resident: int, even: bool) -> floa
         return fill(dealt, durations[places:])
     before = (len(durations) - 1) // places * places
     last = durations[before:]
-    one_each, all_places = simulate(last, sms), sum(last[:resident])
+    one_each, all_places = fill([0.0] * sms, last), sum(last[:resident])
     return sum(durations[:before:sms]) + (one_each + all_places) / 2
 
 
@@ -307,7 +303,8 @@ def test_waiting_and_work_are_those_of_blocks_that_go_where_there_is_room(
     counts = cost.count(row, problem, L4, prices)
     assert counts is not None
     launched = [group for group in blocks.groups(row, problem, L4) for _ in range(group.blocks)]
-    waiting = simulate([2.0 * group.block + 0.5 * group.steps for group in launched], 3 * L4.sm_count)
+    waits = [2.0 * group.block + 0.5 * group.steps for group in launched]
+    waiting = fill([0.0] * 3 * L4.sm_count, waits)
     durations = [group.warp_block + 0.4 * group.warp_steps for group in launched]
     work = busiest(durations, L4.sm_count, 3, even=causal == "none")
     assert prices.waiting(counts) == pytest.approx(waiting, rel=0.04)
