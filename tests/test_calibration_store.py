@@ -249,14 +249,12 @@ def test_calibrate_measures_fits_and_keeps(hermetic, monkeypatch, capsys, tmp_pa
         assert one.samples == found.rows[name].samples
 
 
-def test_calibrate_without_a_gpu_is_one_sentence(capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert command.main([]) == 1
-    err = capsys.readouterr().err
-    assert err.startswith("calibrate: a GPU is timed and ") and len(err.splitlines()) == 1
-
-
 def test_calibrate_refuses_what_could_not_be_used(capsys, monkeypatch, tmp_path):
+    with monkeypatch.context() as without:
+        without.setattr(torch.cuda, "is_available", lambda: False)
+        assert command.main([]) == 1
+        err = capsys.readouterr().err
+        assert err.startswith("calibrate: a GPU is timed and ") and len(err.splitlines()) == 1
     fake_gpu(monkeypatch)
     monkeypatch.setenv(device.FORCE_ARCH, "89")
     assert command.main([]) == 1

@@ -24,7 +24,9 @@ from cutlass_fmha.errors import UnsupportedError
 
 BUILD = make_build()
 PROBLEM = Problem(2, 4096, 4096, 16, 16, 64, "float16")
-A100, RTX3090, ORIN = (PRESETS[name] for name in ("a100", "rtx3090", "orin"))
+A100, RTX3090, ORIN, H200, RTX5090 = (
+    PRESETS[name] for name in ("a100", "rtx3090", "orin", "h200", "rtx5090")
+)
 TURING = Device("NVIDIA T4", (7, 5), 40, 64 * 1024)
 B200 = Device("NVIDIA B200", (10, 0), 148, 227 * 1024)
 SPARK = PRESETS["gb10"]
@@ -45,41 +47,36 @@ def reasons(problem: Problem, gpu: Device = L4, name: str = "fwd_sm89_f16_d64_m6
 
 
 @pytest.mark.parametrize(
-    ("gpu", "arch"),
+    ("archs", "compiled_for", "gpu", "arch"),
     [
-        *[(L4, 89), (PRESETS["h200"], 90), (PRESETS["rtx5090"], 120), (SPARK, 120), (B200, 89), (A100, 89)],
-        *[(TURING, None), (ORIN, 89)],
+        *(
+            ((89, 90, 120), None, gpu, arch)
+            for arch, gpus in {89: (L4, B200, A100, ORIN), 90: (H200,), 120: (RTX5090, SPARK)}.items()
+            for gpu in gpus
+        ),
+        ((89, 90, 120), None, TURING, None),
+        # A build that lacks a GPU's own rows, or has them in code that it can't execute: what nvcc 12.8
+        # compiles for rows by TMA, sm_120a, doesn't run on 12.1. Both have the PTX of sm_89.
+        *[((89,), None, H200, 89), ((89,), None, RTX5090, 89), ((90, 120), {90: "90"}, L4, None)],
+        *[((89, 120), {120: "120f"}, SPARK, 120), ((89, 120), {120: "120"}, SPARK, 120)],
+        *[((89, 120), {120: "120a"}, RTX5090, 120), ((89, 120), {120: "120a"}, SPARK, 89)],
+        ((89, 120), {120: "90"}, RTX5090, 89),
     ],
 )
-def test_a_device_takes_its_own_rows_or_the_ptx_of_sm_89(gpu: Device, arch: int | None):
-    assert device.rows_arch(gpu, BUILD.architectures) == arch
-    assert {name[4:9].rstrip("_") for name in eligible(PROBLEM, gpu)} == ({f"sm{arch}"} if arch else set())
-
-
-def test_a_trimmed_build_falls_back_to_the_ptx_of_sm_89():
-    trimmed = make_build((89,))
-    for gpu in (PRESETS["h200"], PRESETS["rtx5090"]):
-        assert device.rows_arch(gpu, trimmed.architectures) == 89
-        assert eligible(PROBLEM, gpu, trimmed)
-    assert device.rows_arch(L4, {90: "90", 120: "120f"}) is None
-
-
-@pytest.mark.parametrize(
-    ("compiled_for", "gpu", "arch"),
-    [
-        *[("120f", SPARK, 120), ("120", SPARK, 120), ("120a", SPARK, 89)],
-        *[("120a", PRESETS["rtx5090"], 120), ("90", PRESETS["rtx5090"], 89)],
-    ],
-)
-def test_a_device_takes_rows_of_its_own_that_it_can_execute(compiled_for: str, gpu: Device, arch: int):
-    """What nvcc 12.8 compiles for rows by TMA, sm_120a, doesn't run on 12.1, which has the PTX of sm_89."""
-    build = make_build((89, 120), {120: compiled_for})
-    assert {name[4:9].rstrip("_") for name in eligible(PROBLEM, gpu, build)} == {f"sm{arch}"}
-    assert choose.choose(PROBLEM, gpu, table=build).arch == arch
-    (reason,) = eligibility.reasons(build.by_name("fwd_sm120_f16_d64_m64n64w4"), PROBLEM, gpu, build) or [""]
-    number = f"{gpu.capability[0]}.{gpu.capability[1]}"
-    sentence = f"compiled for sm_{compiled_for}, which a device of capability {number} can't execute"
-    assert reason == (sentence if arch == 89 else "")
+def test_a_device_takes_its_own_rows_or_the_ptx_of_sm_89(
+    archs: tuple[int, ...], compiled_for: dict[int, str] | None, gpu: Device, arch: int | None
+):
+    build = make_build(archs, compiled_for)
+    assert device.rows_arch(gpu, build.architectures) == arch
+    assert {name[4:9].rstrip("_") for name in eligible(PROBLEM, gpu, build)} == (
+        {f"sm{arch}"} if arch else set()
+    )
+    assert arch is None or choose.choose(PROBLEM, gpu, table=build).arch == arch
+    if arch == 89 and 120 in (compiled_for or ()):
+        (reason,) = eligibility.reasons(build.by_name("fwd_sm120_f16_d64_m64n64w4"), PROBLEM, gpu, build)
+        number = f"{gpu.capability[0]}.{gpu.capability[1]}"
+        target = f"compiled for sm_{build.architectures[120]}"
+        assert reason == f"{target}, which a device of capability {number} can't execute"
 
 
 @pytest.mark.parametrize(
@@ -87,7 +84,7 @@ def test_a_device_takes_rows_of_its_own_that_it_can_execute(compiled_for: str, g
     [
         ("89", A100, None), ("86", A100, None), ("80", A100, "sm_80"), ("80,89", RTX3090, "sm_80"),
         ("80,86,89", RTX3090, "sm_86"), ("80,86,89", L4, "sm_89"), ("80", L4, "sm_80"),
-        ("80,89", ORIN, "compute_80"), ("89", ORIN, None), ("80,89", PRESETS["h200"], "compute_80"),
+        ("80,89", ORIN, "compute_80"), ("89", ORIN, None), ("80,89", H200, "compute_80"),
         ("89", B200, "compute_89"), ("120f", SPARK, "sm_120f"),
     ],
 )  # fmt: skip
@@ -119,11 +116,11 @@ def test_a_build_without_code_for_a_device_says_how_to_get_some(
 
 def test_an_architecture_can_be_forced(monkeypatch):
     monkeypatch.setenv(device.FORCE_ARCH, "89")
-    assert all("sm89" in name for name in eligible(PROBLEM, PRESETS["h200"]))
+    assert all("sm89" in name for name in eligible(PROBLEM, H200))
     monkeypatch.setenv(device.FORCE_ARCH, "120")
-    assert eligible(PROBLEM, PRESETS["h200"]) == []
+    assert eligible(PROBLEM, H200) == []
     assert "compiled for sm_120, which a device of capability 9.0 can't execute" in reasons(
-        PROBLEM, PRESETS["h200"], "fwd_sm120_f16_d64_m64n64w4"
+        PROBLEM, H200, "fwd_sm120_f16_d64_m64n64w4"
     )
     monkeypatch.setenv(device.FORCE_ARCH, "80")
     with pytest.raises(ValueError, match="CUTLASS_FMHA_FORCE_ARCH must be one of 89, 90, 120, got '80'"):
@@ -133,15 +130,15 @@ def test_an_architecture_can_be_forced(monkeypatch):
 def test_a_forced_architecture_that_is_not_built_is_an_error(monkeypatch):
     monkeypatch.setenv(device.FORCE_ARCH, "120")
     with pytest.raises(UnsupportedError, match="FORCE_ARCH=120 asks for sm_120 rows.*rows for sm_89 only"):
-        choose.choose(PROBLEM, PRESETS["rtx5090"], table=make_build((89,)))
+        choose.choose(PROBLEM, RTX5090, table=make_build((89,)))
 
 
 def test_a_proxy_build_runs_sm_120_rows_on_sm_90_and_nowhere_else(monkeypatch):
     proxy = make_build((120,), {120: "90"})
     monkeypatch.setenv(device.FORCE_ARCH, "120")
-    assert eligible(PROBLEM, PRESETS["h200"], proxy)
-    assert not eligible(PROBLEM, PRESETS["rtx5090"], proxy)
-    found = eligibility.reasons(proxy.rows[0], PROBLEM, PRESETS["rtx5090"], proxy)
+    assert eligible(PROBLEM, H200, proxy)
+    assert not eligible(PROBLEM, RTX5090, proxy)
+    found = eligibility.reasons(proxy.rows[0], PROBLEM, RTX5090, proxy)
     assert "compiled for sm_90, which a device of capability 12.0 can't execute" in found
 
 
@@ -241,7 +238,7 @@ def test_registers_are_told_from_the_tile(changes: dict, registers: int):
 
 @pytest.mark.parametrize("causal", ["none", "top-left", "bottom-right"])
 @pytest.mark.parametrize(
-    ("seqlen_q", "seqlen_k"), [(1, 1), (200, 70), (70, 200), (1000, 1000), (300, 0), (9000, 9000)]
+    ("seqlen_q", "seqlen_k"), [(1, 1), (200, 70), (70, 200), (1000, 1000), (300, 0), (9000, 9000), (6400, 5)]
 )
 @pytest.mark.parametrize("name", ["m64n64w4", "m256n64w8", "m32n32w8k8"])
 def test_blocks_of_a_launch_are_those_of_the_mask(name: str, seqlen_q: int, seqlen_k: int, causal: str):
@@ -272,13 +269,9 @@ def test_blocks_of_a_launch_are_those_of_the_mask(name: str, seqlen_q: int, seql
 SUMMED = ("steps", "warp_block", "warp_steps")
 
 
-def simulate(durations: list[float], places: int) -> float:
-    """When the last of some blocks ends that go to places in order, each to the first that is free."""
-    return fill([0.0] * places, durations)
-
-
 def fill(free: list[float], durations: list[float]) -> float:
-    """``simulate`` from when each place becomes free."""
+    """When the last of some blocks ends that go to places in order, each to the first that is free.
+    free: from when each place is."""
     heapq.heapify(free)
     for us in durations:
         heapq.heapreplace(free, free[0] + us)
@@ -293,7 +286,7 @@ def busiest(durations: list[float], sms: int, resident: int, even: bool) -> floa
         return fill(dealt, durations[places:])
     before = (len(durations) - 1) // places * places
     last = durations[before:]
-    one_each, all_places = simulate(last, sms), sum(last[:resident])
+    one_each, all_places = fill([0.0] * sms, last), sum(last[:resident])
     return sum(durations[:before:sms]) + (one_each + all_places) / 2
 
 
@@ -310,7 +303,8 @@ def test_waiting_and_work_are_those_of_blocks_that_go_where_there_is_room(
     counts = cost.count(row, problem, L4, prices)
     assert counts is not None
     launched = [group for group in blocks.groups(row, problem, L4) for _ in range(group.blocks)]
-    waiting = simulate([2.0 * group.block + 0.5 * group.steps for group in launched], 3 * L4.sm_count)
+    waits = [2.0 * group.block + 0.5 * group.steps for group in launched]
+    waiting = fill([0.0] * 3 * L4.sm_count, waits)
     durations = [group.warp_block + 0.4 * group.warp_steps for group in launched]
     work = busiest(durations, L4.sm_count, 3, even=causal == "none")
     assert prices.waiting(counts) == pytest.approx(waiting, rel=0.04)
@@ -345,15 +339,6 @@ def test_parts_of_a_divided_tail_are_no_longer_than_they_are():
     assert tail is not None and tail.tiles == 32
     counts = cost.count(row, problem, L4, cost.RowCost(0, 0, 0, 0, 1.0, 1.0, 1.0, 1.0))
     assert counts is not None and counts.steps < 64
-
-
-def test_the_only_tile_that_sees_a_key_counts():
-    """Of many query tiles, which are played through in groups, the last may be the only one."""
-    row = BUILD.by_name("fwd_sm89_f16_d64_m64n64w4")
-    found = blocks.groups(row, Problem(1, 6400, 5, 1, 1, 64, "float16", "bottom-right"), L4)
-    assert found[0].blocks == 1 and found[0].steps == 1
-    assert all(group.steps == 0 for group in found[1:])
-    assert sum(group.blocks for group in found) == 100 and len(found) <= blocks.MAX_GROUPS
 
 
 def test_cost_grows_with_work_and_shrinks_with_sms():

@@ -55,12 +55,6 @@ def test_without_arguments_it_prints_help(capsys):
     assert all(re.search(rf"\n    {command}\s", out) for command in cli.COMMANDS)
 
 
-def test_it_runs_as_a_module():
-    command = [sys.executable, "-m", "cutlass_fmha", "info"]
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert f"cutlass_fmha {cutlass_fmha.__version__}, torch " in told
-
-
 def test_info_says_what_this_build_is(capsys):
     status, out = run(capsys, "info", "--rows")
     assert status == 0

@@ -83,30 +83,22 @@ sys.exit({status})
 
 def fake_ncu(tmp_path: Path, text: str, status: int = 0) -> str:
     """A program that plays ncu: it lacks a metric, and writes what was recorded."""
-    (tmp_path / "recorded.csv").write_text(text, encoding="utf-8")
-    program, files = tmp_path / "ncu", (str(tmp_path / name) for name in ("recorded.csv", "asked.json"))
-    names = dict(zip(("recorded", "asked"), files, strict=True))
-    body = FAKE.format(denied=f"{profile_row.TENSOR!r}", **names, status=status)
+    program, files = tmp_path / "ncu", {name: str(tmp_path / name) for name in ("recorded", "asked")}
+    Path(files["recorded"]).write_text(text, encoding="utf-8")
+    body = FAKE.format(denied=f"{profile_row.TENSOR!r}", **files, status=status)
     program.write_text(f"#!{sys.executable}\n{body}", encoding="utf-8")
     program.chmod(0o755)
     return str(program)
 
 
 def test_ncu_is_asked_for_what_it_has_and_runs_this_tool_once(tmp_path, monkeypatch, capsys):
-    timed = {
-        "gpu": "NVIDIA L4",
-        "row": ROW,
-        "p50_us": 9.0,
-        "p90_us": 9.5,
-        "tflops": 90.0,
-        "tbytes_per_s": 0.1,
-    }
-    timed |= {"mean_abs_error": 1e-4, "error_ratio": 0.5}
+    timed = {"gpu": "NVIDIA L4", "row": ROW, "p50_us": 9.0, "p90_us": 9.5, "tflops": 90.0}
+    timed |= {"tbytes_per_s": 0.1, "mean_abs_error": 1e-4, "error_ratio": 0.5}
     monkeypatch.setattr(profile_row, "measure", lambda *arguments: timed)
     asked = ["--shape", "1,8192,32,128", "--causal", "--ncu", fake_ncu(tmp_path, recorded())]
     assert profile_row.main(asked) == 0
     assert "p50 9.0 us, p90 9.5 us, 90 TFLOP/s, 0.10 TB/s; mean error 1.00e-04" in capsys.readouterr().out
-    command: list[str] = json.loads((tmp_path / "asked.json").read_text())
+    command: list[str] = json.loads((tmp_path / "asked").read_text())
     assert command[-2:] == [asked[-1], "--once"] and command[command.index("--causal") - 1] == "1,8192,32,128"
     metrics = command[command.index("--metrics") + 1].split(",")
     assert set(profile_row.METRICS) - set(metrics) == {profile_row.TENSOR}
