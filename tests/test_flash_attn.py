@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle_helpers import rotate
 from tensors import ints, randn
 from torch import Tensor
 
@@ -188,17 +189,11 @@ def test_packed_functions(lengths: list[tuple[int, int]], options: dict[str, Any
     found = flash_attn.flash_attn_varlen_qkvpacked_func(qkv, cu_q, given[0], **full)
     agree(found, options, *qkv.unbind(1), cu_seqlens_q=cu_q, cu_seqlens_k=cu_q)
 
-    # the same keys in pages of 16, in any order
-    pages = randn(12, 16, 2, 2, 12, seed=3)
-    table = (
-        torch.randperm(12, generator=torch.Generator().manual_seed(1))
-        .to(torch.int32)[: 2 * len(lengths)]
-        .view(-1, 2)
-    )
-    for b, (_, length) in enumerate(lengths):
-        rows = kv[int(cu_k[b]) : int(cu_k[b + 1])]
-        pages[int(table[b, 0]), : min(16, length)] = rows[:16]
-        pages[int(table[b, 1]), : max(0, length - 16)] = rows[16:]
+    # the same keys in a page of each sequence, in any order
+    pages = randn(6, 32, 2, 2, 12, seed=3)
+    table = torch.randperm(6, generator=torch.Generator().manual_seed(1)).int()[: len(lengths), None]
+    for page, rows in zip(table, kv.tensor_split(cu_k[1:-1]), strict=True):
+        pages[page, : len(rows)] = rows
     paged = flash_attn.flash_attn_varlen_func(
         q, *pages.unbind(2), cu_q, cu_k, *given, **full, block_table=table
     )
@@ -423,18 +418,9 @@ def test_swiglu_is_that_of_plain_math():
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
-    """x [rows, heads, head_dim] by plain arithmetic; a row beyond the table as it is."""
-    inside = (positions < len(cos))[:, None, None]
-    at = positions.clamp(max=len(cos) - 1)
-    c, s, half = cos[at][:, None], sin[at][:, None], cos.shape[1]
-    a, b = (
-        (x[..., : 2 * half : 2], x[..., 1 : 2 * half : 2])
-        if interleaved
-        else (x[..., :half], x[..., half : 2 * half])
-    )
-    pair = (a * c - b * s, a * s + b * c)
-    new = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
-    return torch.where(inside, torch.cat((new, x[..., 2 * half :]), -1), x)
+    """x [rows, heads, head_dim]; a row beyond the table as it is."""
+    inside, at = (positions < len(cos))[:, None, None], positions.clamp(max=len(cos) - 1)
+    return torch.where(inside, rotate(x[None], cos, sin, at[None], interleaved)[0], x)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, int])
@@ -639,40 +625,6 @@ def test_an_installed_one_is_replaced_only_when_told(tmp_path: Path):
     assert found[0].startswith(REFUSED) and found[1:] == ["True", "2.8.3 False", "True"]
 
 
-GENERATION = """
-import torch
-from flash_attn import flash_attn_func, flash_attn_with_kvcache
-from flash_attn.layers.rotary import apply_rotary_emb
-
-torch.manual_seed(0)
-dim, heads, vocabulary = 64, 4, 50
-embed, project = torch.randn(vocabulary, dim), torch.randn(dim, 3 * dim) / 8
-out = torch.randn(dim, vocabulary)
-angles = torch.outer(torch.arange(64), 10000.0 ** -(torch.arange(8) / 8)).to(embed)
-cos, sin = angles.cos(), angles.sin()
-
-def qkv(tokens):
-    return (embed[tokens] @ project).unflatten(-1, (3, heads, dim // heads)).unbind(2)
-
-tokens = torch.randint(vocabulary, (2, 5))
-k_cache, v_cache = torch.zeros(2, 2, 64, heads, dim // heads).unbind(0)
-lengths, generated, new, steps = torch.zeros(2, dtype=torch.int32), tokens, tokens, []
-for _ in range(12):
-    q, k, v = qkv(new)
-    context = flash_attn_with_kvcache(
-        q, k_cache, v_cache, k, v, rotary_cos=cos, rotary_sin=sin, cache_seqlens=lengths, causal=True,
-        rotary_interleaved=False,
-    )
-    lengths += new.shape[1]
-    steps.append(context[:, -1:].flatten(-2) @ out)
-    new = steps[-1].argmax(-1)
-    generated = torch.cat((generated, new), 1)
-q, k, v = qkv(generated[:, :-1])
-q, k = apply_rotary_emb(q, cos, sin), apply_rotary_emb(k, cos, sin)
-whole = flash_attn_func(q, k, v, causal=True).flatten(-2) @ out
-print(generated.shape, (torch.cat(steps, 1) - whole[:, 4:]).abs().max().item() / whole.abs().max().item())
-"""
-
 ENCODER = """
 import torch
 from flash_attn import flash_attn_varlen_qkvpacked_func
@@ -740,7 +692,6 @@ print(flash.shape, (flash - native).abs().max().item())
 
 #: What each needs, its calls of ours, and the shape that it prints.
 SCRIPTS = {
-    "generation": (GENERATION, None, 13, [2, 17]),
     "encoder": (ENCODER, None, 4, [3, 17, 128]),
     "transformers, flash_attention_2": (LLAMA, "transformers", 2, [15, 50]),
     "diffusers, flash": (DIFFUSERS, "diffusers", 2, [2, 2, 7, 4, 32]),

@@ -30,8 +30,6 @@ from cutlass_fmha.arguments.op_arguments import op_arguments
 from cutlass_fmha.arguments.results import RESULTS
 from cutlass_fmha.attention import packed_attention
 from cutlass_fmha.dispatch import blocks, describe, device
-from cutlass_fmha.dispatch import table as tables
-from cutlass_fmha.dispatch.families import wide
 from cutlass_fmha.dispatch.families.family import Prepared
 from cutlass_fmha.dispatch.problem import FEATURES
 from cutlass_fmha.features import Features
@@ -295,32 +293,6 @@ def test_batch_invariant_plans_do_not_know_the_batch(kernels: Kernels, fields: d
         assert planned(2, 3 * fields["seqlen_k"]) == planned(2)
     if fields["seqlen_q"] == 1:  # without it a full GPU splits less
         assert planned(1, batch_invariant=False)[1] > planned(64, batch_invariant=False)[1]
-
-
-# ---- rows of example 41 ------------------------------------------------------------------------------------
-
-
-def test_a_wide_row_is_launched_its_own_way(kernels: Kernels, monkeypatch):
-    class Row:
-        """As much of a ``_C.Row`` as the way to its launch needs."""
-
-        index, name, family, takes_features, dtype, arch = 0, "wide_x", "wide", False, "float16", 89
-        alignment, element_bytes, accumulates = 16, 2, True
-
-    build = replace(kernels.build, rows=(*kernels.build.rows, Row()))
-    monkeypatch.setattr(tables, "this_build", lambda: build)
-    monkeypatch.setattr(
-        wide, "FIXED_RULES", (lambda row, problem, *_: None if problem.head_dim == 512 else "no",)
-    )
-    monkeypatch.setattr(wide, "predicted_us", lambda *_: 1.0)
-    seen = []
-    monkeypatch.setattr(wide, "launch", lambda *said: seen.append(said) or ("out", "lse"))
-    call = tensors(Problem(5, 7, head_dim=512, head_dim_v=512))
-    assert plan.launch(*call[:3], None, "none", True, None) == ("out", "lse")
-    assert attend(call) == ("out", "lse") and len(seen) == 2
-    row, sizes, causal, given, scale, return_lse, said = seen[0]
-    assert row.name == "wide_x" and given[0] is call.q and scale == 512**-0.5
-    assert (causal, return_lse, said, sizes.head_dim_v) == ("none", True, {}, 512)
 
 
 def test_splits_of_a_launch_are_those_that_its_cost_is_of(kernels: Kernels):

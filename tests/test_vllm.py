@@ -286,7 +286,7 @@ def test_what_only_a_batch_tells_is_refused_there(there: Any):
 def test_parameters_are_vllms_in_its_order(there: Any):
     base, compared = there.base, set()
     for ours, *theirs in (
-        (there.ours.Impl, there.flash.FlashAttentionImpl, base.AttentionImpl, base.AttentionImplBase),
+        (there.ours.Impl, there.flash.FlashAttentionImpl, *base.AttentionImpl.__mro__),
         (there.ours.Builder, base.AttentionMetadataBuilder),
         (there.ours.Backend, base.AttentionBackend),
     ):
