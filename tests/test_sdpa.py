@@ -328,25 +328,20 @@ def test_packed_sequences_of_torchs_varlen_attn_are_ours(
         pytest.skip("varlen_attn of this torch has no window_size")
     key = (12, 2 if "enable_gqa" in known else 4, 32)
     tensors = [x.detach().to(place, dtype).requires_grad_() for x in leaves((10, 4, 32), key, key)]
-    cu_q, cu_k = ints(0, 4, 10).to(place), ints(0, 2, 12).to(place)  # under causality two see no key
-    given = (cu_q, cu_k, 6, 10)
+    cu_q, cu_k = ints(0, 4, 10).to(place), ints(0, 5, 12).to(place)
+    given = (cu_q, cu_k, 6, 7)
     options: dict[str, Any] = {"window_size": window}
     options |= {"enable_gqa": True} if "enable_gqa" in known else {}
     causal = window == (-1, 0)
     ours = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "window": window, "causal": causal}
     want = results(lambda *x: cutlass_fmha.attention(*x, **ours), tensors)
-    ops = torch.ops.cutlass_fmha
-    spied = mock.patch.object(ops, "attend_backward", mock.Mock(wraps=ops.attend_backward))
     with sdpa(place), torch.autocast(place, torch.bfloat16):  # which has no say in these ops
-        with spied as backward:
-            found = results(lambda *x: varlen_attn(*x, *given, **options), tensors)
+        found = results(lambda *x: varlen_attn(*x, *given, **options), tensors)
         plain = [x.detach() for x in tensors]
         out, lse = varlen_attn(*plain, *given, return_aux=AuxRequest(lse=True), **options)
     torch.testing.assert_close(found, want, rtol=tolerance / 10, atol=tolerance / 10)
     torch.testing.assert_close(out, want[0])
-    want_lse = cutlass_fmha.attention(*plain, return_lse=True, **ours)[1]
-    torch.testing.assert_close(lse, want_lse.masked_fill(want_lse == -math.inf, math.inf))
-    torch.testing.assert_close(backward.call_args.args[5], want_lse)  # as the package has it
+    torch.testing.assert_close(lse, cutlass_fmha.attention(*plain, return_lse=True, **ours)[1])
     assert sdpa.counts == {"_flash_attention_forward": 2, "_flash_attention_backward": 1}
     if "block_table" not in known:
         return
@@ -396,3 +391,17 @@ def test_a_flash_op_that_is_declined_is_whose_it_was():
     del library
     with sdpa("cpu"), pytest.raises(NotImplementedError, match="dropout_p here"):
         torch.ops.aten._flash_attention_forward(q, q, q, None, None, 9, 9, 0.1, True, False)
+
+
+@with_registry
+def test_an_lse_of_torchs_forward_is_understood():
+    """A query without keys has +inf there, and -inf here."""
+    q, k = randn(1, 5, 2, 32), randn(1, 3, 2, 32)
+    out, lse = cutlass_fmha.attention(q, k, k, causal=True, return_lse=True)
+    theirs = lse.masked_fill(lse == -math.inf, math.inf)
+    assert (theirs == math.inf).sum() == 4
+    ours, given = torch.ops.cutlass_fmha, (q, q, k, k, out, theirs, None, None, 5, 3, 0.0, True)
+    spied = mock.patch.object(ours, "attend_backward", mock.Mock(wraps=ours.attend_backward))
+    with sdpa("cpu"), spied as backward:
+        torch.ops.aten._flash_attention_backward(*given, torch.empty(0), torch.empty(0))
+    assert torch.equal(backward.call_args.args[5], lse)

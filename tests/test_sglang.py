@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import sys
 from collections.abc import Iterator
@@ -142,9 +141,7 @@ class Serving:
 
     def inputs(self, padded: int = 0) -> list[Tensor]:
         """q [tokens, heads * head_dim], k and v [tokens, heads, head_dim] of the new rows."""
-        r = self.requests
-        rows = ([k[old:] for k, old in zip(x, r.old, strict=True)] for x in (r.k, r.v))
-        q, k, v = (torch.cat((*own, randn(padded, *own[0].shape[1:]))) for own in (r.q, *rows))
+        q, k, v = self.requests.inputs(padded)
         return placed([q.flatten(1), k, v], self.place)
 
     def layer(self, **said: Any) -> Any:
@@ -318,12 +315,9 @@ def test_deterministic_inference_is_batch_invariant(there: Any, monkeypatch: pyt
 
 
 def test_parameters_are_sglangs_in_its_order(there: Any):
-    ours, base = there.ours.Backend, there.base.AttentionBackend
-    for name in {*vars(ours)} & {*vars(base)}:
-        if inspect.isfunction(theirs := getattr(base, name)) and name != "__init__":
-            own = list(inspect.signature(getattr(ours, name)).parameters)
-            assert own == list(inspect.signature(theirs).parameters), name
-    assert {"forward_extend", "forward_decode", "init_forward_metadata_in_graph"} <= {*vars(ours)}
+    compared = serving.same_parameters(there.ours.Backend, there.base.AttentionBackend)
+    names = ("forward_extend", "forward_decode", "init_forward_metadata_in_graph")
+    assert {f"Backend.{name}" for name in names} <= compared
 
 
 def test_the_plugin_adds_a_name(there: Any, monkeypatch: pytest.MonkeyPatch):

@@ -5,7 +5,6 @@ Where vLLM is installed these are its own modules.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 import pkgutil
@@ -71,20 +70,11 @@ def step(
     shape = (r.pages, PAGE, HEADS_KV, 2 * DIM) if order == "NHD" else (r.pages, HEADS_KV, PAGE, 2 * DIM)
     cache = randn(*shape)
     cache = cache.transpose(1, 2) if order == "NHD" else cache  # [blocks, heads, block_size, 2 * head_size]
-    rows = [slice(old, used) for old, used in zip(r.old, r.used, strict=True)]
     for i, old in enumerate(r.old):
         slot = r.slots(i, 0, old)
         cache[slot // PAGE, :, slot % PAGE] = torch.cat((r.k[i][:old], r.v[i][:old]), -1)
-    new = [r.slots(i, part.start, part.stop) for i, part in enumerate(rows)]
+    new = [r.slots(i, *part) for i, part in enumerate(zip(r.old, r.used, strict=True))]
     tokens = int(r.starts[-1])
-    query, key, value = (
-        torch.cat([*own, randn(spare, heads, DIM)])
-        for own, heads in (
-            (r.q, HEADS),
-            ([k[part] for k, part in zip(r.k, rows, strict=True)], HEADS_KV),
-            ([v[part] for v, part in zip(r.v, rows, strict=True)], HEADS_KV),
-        )
-    )
     common = there.base.CommonAttentionMetadata(
         query_start_loc=torch.cat((r.starts, ints(tokens, tokens))),
         query_start_loc_cpu=r.starts,
@@ -97,7 +87,7 @@ def step(
         slot_mapping=torch.cat((*new, torch.full((spare,), -1))),
         **changed,
     )
-    return Step(r, *(placed(x, place) for x in (cache, common, query, key, value)))
+    return Step(r, *(placed(x, place) for x in (cache, common, *r.inputs(spare))))
 
 
 def call(there: Any, s: Step, metadata: Any = None, **said: Any) -> Callable[[], Tensor]:
@@ -284,17 +274,10 @@ def test_what_only_a_batch_tells_is_refused_there(there: Any):
 
 
 def test_parameters_are_vllms_in_its_order(there: Any):
-    base, compared = there.base, set()
-    for ours, *theirs in (
-        (there.ours.Impl, there.flash.FlashAttentionImpl, *base.AttentionImpl.__mro__),
-        (there.ours.Builder, base.AttentionMetadataBuilder),
-        (there.ours.Backend, base.AttentionBackend),
-    ):
-        for name, own in inspect.getmembers(ours, inspect.isroutine):
-            other = next((getattr(each, name) for each in theirs if name in vars(each)), None)
-            if name in vars(ours) and other is not None:
-                assert list(inspect.signature(own).parameters) == list(inspect.signature(other).parameters)
-                compared.add(f"{ours.__name__}.{name}")
+    ours, base = there.ours, there.base
+    compared = serving.same_parameters(ours.Impl, there.flash.FlashAttentionImpl, *base.AttentionImpl.__mro__)
+    compared |= serving.same_parameters(ours.Builder, base.AttentionMetadataBuilder)
+    compared |= serving.same_parameters(ours.Backend, base.AttentionBackend)
     assert compared >= {"Impl.forward", "Impl.do_kv_cache_update", "Builder.build"} and len(compared) >= 9
 
 
