@@ -16,6 +16,7 @@ import pytest
 import torch
 from tensors import randn
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 HEADS, HEADS_KV, DIM, PAGE = 4, 2, 32, 16
 
@@ -105,6 +106,14 @@ def placed(x: Any, place: str, floats: torch.dtype | None = torch.float16) -> An
         found.__dict__.update(placed(vars(x), place, floats))
         return found
     return x
+
+
+def hollow(mode: FakeTensorMode, *places: object) -> None:
+    """Tensors that are attributes of these hold nothing from now on: a look at a length raises."""
+    for where in places:
+        for name, x in vars(where).items():
+            if isinstance(x, Tensor):
+                setattr(where, name, mode.from_tensor(x))
 
 
 def recorded(call: Callable[[], Tensor], place: str) -> Callable[[], Tensor]:

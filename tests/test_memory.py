@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import re
 import textwrap
-import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -235,13 +237,9 @@ def test_the_innermost_workspace_of_the_device_serves(kernels_do_nothing: None):
     assert repr(inner) == f"Workspace({1 << 22}, device='cpu', high_water={inner.high_water})"
 
 
-def in_a_thread(work: Any) -> Any:
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(work()), daemon=True)
-    thread.start()
-    thread.join(60)
-    assert found, "the thread has not come to its end, or not to a good one"
-    return found[0]
+def in_a_thread(work: Callable[[], object]) -> None:
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(work).result()
 
 
 def test_other_threads_take_from_it_what_is_a_calls_gradients(kernels_do_nothing: None):
@@ -256,7 +254,7 @@ def test_other_threads_take_from_it_what_is_a_calls_gradients(kernels_do_nothing
 
 
 def test_one_stream_at_a_time(kernels_do_nothing: None, monkeypatch: pytest.MonkeyPatch):
-    now, waits, capturing = [7], [], [False]
+    now, waits, used_by, capturing = [7], [], [], [False]
 
     class Stream:
         def __init__(self, index: int) -> None:
@@ -270,7 +268,8 @@ def test_one_stream_at_a_time(kernels_do_nothing: None, monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     workspace = Workspace(1 << 22, "cpu")
     workspace._last = Stream(0)
-    monkeypatch.setattr(workspace, "_memory", MemoryOfAGpu(workspace._memory))
+    memory = {"data_ptr": workspace._memory.data_ptr, "record_stream": lambda x: used_by.append(x.number)}
+    monkeypatch.setattr(workspace, "_memory", SimpleNamespace(**memory))
     with workspace:
         call(*inputs(SPLIT))
         now[0] = 8
@@ -282,7 +281,7 @@ def test_one_stream_at_a_time(kernels_do_nothing: None, monkeypatch: pytest.Monk
     for capturing[0], now[0] in ((False, 8), (False, 8), (True, 9), (False, 7)):
         with workspace:
             call(*inputs(SPLIT))
-    assert waits == [(8, 7), (7, 9)] and workspace._memory.recorded == [8, 9, 7]
+    assert waits == [(8, 7), (7, 9)] and used_by == [8, 9, 7]
 
 
 def test_a_compiled_call_takes_from_it(kernels_do_nothing: None):
@@ -291,19 +290,6 @@ def test_a_compiled_call_takes_from_it(kernels_do_nothing: None):
     with Workspace(1 << 24, "cpu") as workspace:
         compiled(**given, **said)
     assert workspace.high_water == planned("splits that are said").workspace > 0
-
-
-class MemoryOfAGpu:
-    """As much of a tensor as a workspace needs; who uses it is recorded."""
-
-    def __init__(self, memory: Tensor) -> None:
-        self.memory, self.recorded = memory, []
-
-    def data_ptr(self) -> int:
-        return self.memory.data_ptr()
-
-    def record_stream(self, stream: Any) -> None:
-        self.recorded.append(stream.number)
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import math
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -257,15 +259,10 @@ def test_tensors_of_a_gpu_reach_us():
 
 @with_registry
 def test_torchs_registry_knows_us_and_who_was_active_before_is_again():
-    class Other:
-        alive = False
+    other = SimpleNamespace(alive=False)
+    other.remove = functools.partial(setattr, other, "alive", False)
 
-        def remove(self) -> None:
-            self.alive = False
-
-    other = Other()
-
-    def activate() -> Other:
+    def activate() -> SimpleNamespace:
         other.alive = True
         return other
 

@@ -238,16 +238,8 @@ def test_nothing_asks_what_a_tensor_holds(there: Any):
     batch, inputs, layer = s.batch("DECODE"), s.inputs(), s.layer(layer_id=1, sliding_window_size=8)
     s.backend.init_forward_metadata_out_graph(batch, in_capture=True)
     with FakeTensorMode() as mode:
-        for where in (
-            batch,
-            s.backend,
-            s.backend.forward_metadata,
-            s.backend.pool,
-            s.backend.pool.swa_kv_pool,
-        ):
-            for name, x in vars(where).items():
-                if isinstance(x, Tensor):
-                    setattr(where, name, mode.from_tensor(x))
+        pool, metadata = s.backend.pool, s.backend.forward_metadata
+        serving.hollow(mode, batch, s.backend, metadata, pool, pool.swa_kv_pool)
         s.backend.init_forward_metadata_in_graph(batch)
         q, k, v = map(mode.from_tensor, inputs)
         found = s.backend.forward(q, k, v, layer, batch, save_kv_cache=False, sinks=None, q_rope=None)

@@ -202,9 +202,7 @@ def test_nothing_asks_what_a_tensor_holds(there: Any):
     impl = there.ours.Impl(HEADS, DIM, 0.1, HEADS_KV, None, 9, "auto", 3.0, sinks=randn(HEADS))
     metadata = there.ours.Builder(None, [], None, torch.device("cpu")).build(0, s.common)
     with FakeTensorMode() as mode:
-        names = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
-        for name in names:
-            setattr(metadata, name, mode.from_tensor(getattr(metadata, name)))
+        serving.hollow(mode, metadata)
         impl._said = {
             name: mode.from_tensor(x) if isinstance(x, Tensor) else x for name, x in impl._said.items()
         }
