@@ -146,7 +146,7 @@ def laid(x: Tensor, how: str) -> Tensor:
     return x.transpose(-2, -3).contiguous().transpose(-2, -3) if how == "heads first" else x
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     sizes=st.tuples(st.integers(0, 3), st.integers(0, 9), st.integers(0, 12)),
     options=OPTIONS,
@@ -166,7 +166,7 @@ def test_dense_functions(sizes: tuple[int, int, int], options: dict[str, Any], h
     agree(flash_attn.flash_attn_qkvpacked_func(qkv, **full), options, *qkv.unbind(2))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 20)), min_size=1, max_size=4),
     options=OPTIONS,

@@ -83,7 +83,7 @@ def cases(draw: st.DrawFn) -> Case:
     )  # fmt: skip
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(cases())
 def test_a_query_sees_what_the_definition_says(case):
     p, held = case.params()
@@ -97,7 +97,7 @@ def test_a_query_sees_what_the_definition_says(case):
     del held
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(cases(), st.sampled_from([1, 16, 32]), st.sampled_from([1, 16, 64]))
 @example(Case(1, 40, 20, left=2, right=0, vectors={"prefix_lengths": [5]}), 16, 16)
 @example(Case(1, 8, 64, left=0, right=50), 32, 1)
@@ -116,7 +116,7 @@ def test_a_key_is_seen_by_the_queries_that_see_it(case, tile_keys, tile_queries)
     del held
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     cases(), st.sampled_from([16, 64]), st.sampled_from([16, 32, 64]), st.integers(1, 7), st.integers(1, 4)
 )

@@ -34,7 +34,7 @@ def visible_count(row: int, seqlen_k: int, diagonal: int | None) -> int:
     return sum(diagonal is None or key <= row + diagonal for key in range(seqlen_k))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     st.lists(st.floats(-60, 60, width=32), max_size=100),
     st.sampled_from([1.0, 0.125, -0.5, 0.0, 1e-30, 7.0]),
@@ -85,13 +85,11 @@ def test_nan_scores_give_nan_and_do_not_pass_the_trial():
     assert all(math.isnan(x) for x in out)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 300), lengths, diagonals)
 def test_visible_keys_counts_the_keys_under_the_diagonal(row, seqlen_k, diagonal):
     assert _C.host.visible_keys(row, seqlen_k, diagonal) == visible_count(row, seqlen_k, diagonal)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 10), *[st.sampled_from([16, 32, 64])] * 2, lengths, lengths, diagonals)
 def test_key_blocks_are_exactly_those_with_a_visible_key(tile, rows, tile_n, seqlen_q, seqlen_k, diagonal):
     begin, end = tile * rows, (tile + 1) * rows
@@ -112,7 +110,6 @@ def in_range(order: tuple[int, int], heads: int, m_blocks: int) -> tuple[int, in
     return min(order[0], max(1, heads)), min(order[1], max(1, m_blocks))
 
 
-@settings(deadline=None)
 @given(st.integers(0, 4), st.integers(1, 70), lengths, st.booleans(), tile_rows, orders)
 def test_the_schedule_covers_every_tile_once_and_in_order(batch, heads, seqlen_q, masked, tile_m, order):
     m_blocks = math.ceil(seqlen_q / tile_m)
@@ -155,7 +152,6 @@ def test_heads_are_mixed_as_share_keys_in_l2(sms, l2_bytes, warps, heads, group,
     assert tuple(order) == expected
 
 
-@settings(deadline=None)
 @given(st.integers(-400, 400), st.integers(1, 300), st.sampled_from([16, 64, 256]), st.integers(1, 12))
 @example(0, 4096, 256, 16)
 def test_short_tiles_see_at_most_half_as_much_as_the_last(diagonal, seqlen_k, tile_m, tiles):

@@ -99,7 +99,6 @@ def test_torchs_signature_and_torchs_own_function_inside_the_override(theirs: bo
         return function(*(each.transpose(1, 2) for each in x), is_causal=True, enable_gqa=True)
 
     with sdpa("cpu"):
-        torch.compiler.reset()
         run = torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call
         out = run(*tensors)
     want, _ = exact(tensors, causal="top-left")

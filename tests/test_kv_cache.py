@@ -78,7 +78,7 @@ KINDS = ("contiguous", "entries", "pages")
 SIDES = st.one_of(st.none(), st.integers(0, 9))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 18)), min_size=1, max_size=5),
     packed=st.booleans(),

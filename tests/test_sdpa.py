@@ -119,7 +119,6 @@ def test_autocast_casts_and_inference_mode_has_its_own_key():
     ],
 )
 def test_a_compiled_graph_holds_our_op(mode: Callable[[], Any]):
-    torch.compiler.reset()
     graphs: list[str] = []
 
     def boxed(module: Any, example: Any) -> Any:

@@ -110,7 +110,6 @@ def as_it_is(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def compiled(layer: nn.Module, x: Tensor, backend: str = "aot_eager") -> Tensor:
-    torch._dynamo.reset()
     call = torch.compile(layer, fullgraph=True, dynamic=True, backend=backend)
     with torch._dynamo.config.patch(error_on_recompile=True):
         call(tokens(11, 3, x.device))

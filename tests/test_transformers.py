@@ -420,7 +420,6 @@ def test_a_graph_without_breaks_gives_the_same(implementation: str) -> None:
             wanted = network(tokens(2, 9), **arguments, use_cache=False).logits[mask.bool()]
             found = compiled(tokens(2, 9), **arguments, use_cache=False).logits[mask.bool()]
             assert error(found, wanted) <= TOLERANCE
-    torch.compiler.reset()
 
 
 def test_patterns_that_lengths_and_windows_can_not_say_stay_masks() -> None:
