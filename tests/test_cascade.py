@@ -9,7 +9,7 @@ import oracle_features
 import pytest
 import torch
 from oracle_helpers import bits
-from tensors import randn
+from tensors import randn, starts
 from torch import Tensor
 
 import cutlass_fmha
@@ -104,10 +104,6 @@ def test_an_empty_part_passes_the_others_bits_on(dtype: torch.dtype):
 
     output, lse = cascade_attention(q, *nothing, k[:, :0], v[:, :0], return_lse=True)
     assert (output == 0).all() and (lse == -INF).all()
-
-
-def starts(*lengths: int) -> Tensor:
-    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
 @pytest.mark.parametrize("where", ["lengths", "packed", "pages"])

@@ -20,7 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle_helpers import rotate
-from tensors import ints, randn
+from tensors import ints, randn, starts
 from torch import Tensor
 
 from cutlass_fmha import attention, flash_attn, with_kv_cache
@@ -173,9 +173,7 @@ def test_dense_functions(sizes: tuple[int, int, int], options: dict[str, Any], h
     tensors=st.booleans(),
 )
 def test_packed_functions(lengths: list[tuple[int, int]], options: dict[str, Any], tensors: bool):
-    cu_q, cu_k = (
-        ints(0, *(sum(n[side] for n in lengths[: b + 1]) for b in range(len(lengths)))) for side in (0, 1)
-    )
+    cu_q, cu_k = (starts(*side) for side in zip(*lengths, strict=True))
     longest = [max(n[side] for n in lengths) for side in (0, 1)]
     given = [torch.tensor(n) for n in longest] if tensors else longest
     q, kv = randn(int(cu_q[-1]), 4, 12), randn(int(cu_k[-1]), 2, 2, 12, seed=1)
@@ -429,7 +427,7 @@ def test_rotary_of_their_signature(packed: bool, interleaved: bool, inplace: boo
     cos, sin = torch.rand(16, 6, dtype=torch.float64), torch.rand(16, 6, dtype=torch.float64)
     lengths = [5, 0, 3, 4] if packed else [4, 4, 4]
     offsets = [7] * len(lengths) if dtype is int else [3, 15, 16, 14, 40][: len(lengths)]
-    cu = ints(0, *(sum(lengths[: b + 1]) for b in range(len(lengths))))
+    cu = starts(*lengths)
     rows = randn(12, 2, 16, dtype=torch.float64)
     positions = torch.cat([torch.arange(n) + first for n, first in zip(lengths, offsets, strict=True)])
     leaf = rows.clone().requires_grad_()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from itertools import accumulate
 from typing import Any
 
 import oracle_features
 import pytest
 import torch
 import torch.nn.functional as F
-from tensors import randn
+from tensors import randn, starts
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -31,7 +30,7 @@ CALLS: dict[str, dict[str, Any]] = {
 def make(lengths: list[int], heads: int, dim: int, seed: int, offsets: Tensor | None = None) -> Tensor:
     """[batch, seqlen, heads, dim], fp64, a leaf."""
     values = randn(sum(lengths), heads, dim, dtype=torch.float64, seed=seed)
-    offsets = torch.tensor([0, *accumulate(lengths)]) if offsets is None else offsets
+    offsets = starts(*lengths).long() if offsets is None else offsets
     found: Tensor = torch.nested.nested_tensor_from_jagged(values, offsets, max_seqlen=max(lengths))
     return found.requires_grad_()
 
@@ -40,10 +39,6 @@ def operands(cross: bool = True, heads_kv: int = 2, dim_v: int = 24) -> list[Ten
     q = make(Q, 4, 16, 1)
     k = make(K if cross else Q, heads_kv, 16, 2, None if cross else q.offsets())
     return [q, k, make(K if cross else Q, heads_kv, dim_v, 3, k.offsets())]
-
-
-def starts(lengths: list[int]) -> dict[str, Tensor]:
-    return dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.tensor([0, *accumulate(lengths)]))
 
 
 def packed(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,9 +137,8 @@ def test_holes_are_neither_seen_nor_written_nor_in_a_gradient():
     assert out.lengths() is x.lengths() and torch.isinf(lse.values()[:, ~inside.flatten()]).all()
     weights = randn(27, 4, 16, seed=9).double()
     (found,) = torch.autograd.grad((out.values() * weights).sum(), padded)
-    rows, _ = oracle_features.attention(
-        *3 * [padded[inside]], causal="bottom-right", **starts(lengths.tolist())
-    )
+    packing = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), starts(*lengths.tolist()))
+    rows, _ = oracle_features.attention(*3 * [padded[inside]], causal="bottom-right", **packing)
     want = torch.zeros(27, 4, 16, dtype=torch.float64).index_put((inside.flatten(),), rows)
     torch.testing.assert_close(out.values(), want)
     (exact,) = torch.autograd.grad((want * weights).sum(), padded)
@@ -162,7 +156,8 @@ def test_values_of_any_strides_and_with_rows_of_nobody_around(lengths: list[int]
     x = torch.nested.nested_tensor_from_jagged(values.transpose(1, 2), offsets, held).transpose(1, 2)
     out = scaled_dot_product_attention(x, x, x, is_causal=True).transpose(1, 2).values()[inside]
     rows = values.transpose(1, 2)[inside]
-    want, _ = oracle_features.attention(rows, rows, rows, causal="top-left", **starts(used))
+    packing = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), starts(*used))
+    want, _ = oracle_features.attention(rows, rows, rows, causal="top-left", **packing)
     torch.testing.assert_close(out, want)
     found, exact = (torch.autograd.grad(each.square().sum(), values)[0] for each in (out, want))
     torch.testing.assert_close(found, exact)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from fake_build import L4
+from tensors import starts
 from torch import Tensor
 
 import cutlass_fmha
@@ -64,10 +65,6 @@ def ledger(kernels_do_nothing: None, monkeypatch: pytest.MonkeyPatch) -> Ledger:
     return ledger
 
 
-def starts(sequences: int, length: int) -> Tensor:
-    return torch.arange(sequences + 1, dtype=torch.int32) * length
-
-
 #: Sizes (batch, seqlen_q, seqlen_k, heads, heads of keys, head dims), the dtype, what is said, and which
 #: tensors require gradients.
 CASES: dict[str, tuple[tuple[int, ...], torch.dtype, dict[str, Any], str]] = {
@@ -89,7 +86,7 @@ CASES: dict[str, tuple[tuple[int, ...], torch.dtype, dict[str, Any], str]] = {
     "sinks": ((2, 300, 300, 4, 2, 64, 64), BF16, {"sinks": torch.zeros(4)}, "q k v sinks"),
     "packed": (
         (1, 900, 900, 4, 2, 64, 64), BF16,
-        {**{f"cu_seqlens_{x}": starts(3, 300) for x in "qk"}, "max_seqlen_q": 300, "max_seqlen_k": 300},
+        {**{f"cu_seqlens_{x}": starts(*[300] * 3) for x in "qk"}, "max_seqlen_q": 300, "max_seqlen_k": 300},
         "q k v",
     ),
     "float32": ((1, 300, 300, 4, 2, 64, 64), torch.float32, {"causal": True}, ""),
