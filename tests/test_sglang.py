@@ -55,9 +55,14 @@ def _gpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Non
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 9))
 
 
+def config(cross: bool = False, head_dim: int = 64) -> dict[str, SimpleNamespace]:
+    model = SimpleNamespace(is_encoder_decoder=cross, dtype=torch.bfloat16, head_dim=head_dim)
+    return {"model_config": model}
+
+
 def runner(pool: Any = None, **changed: Any) -> SimpleNamespace:
     given = {
-        "model_config": SimpleNamespace(is_encoder_decoder=False, dtype=torch.bfloat16, head_dim=64),
+        **config(),
         "kv_cache_dtype": torch.bfloat16,
         "use_mla_backend": False,
         "spec_algorithm": SimpleNamespace(is_speculative=lambda: False),
@@ -255,14 +260,8 @@ def test_nothing_asks_what_a_tensor_holds(there: Any):
         ({"kv_cache_dtype": torch.float16}, "got float16 of a model in bfloat16"),
         ({"spec_algorithm": SimpleNamespace(is_speculative=lambda: True)}, "has no speculative decoding"),
         ({"kv_index_translator": SimpleNamespace(is_translating=True)}, "has no unified pool"),
-        (
-            {"model_config": SimpleNamespace(is_encoder_decoder=True, dtype=torch.bfloat16, head_dim=64)},
-            "has no cross attention",
-        ),
-        (
-            {"model_config": SimpleNamespace(is_encoder_decoder=False, dtype=torch.bfloat16, head_dim=520)},
-            "use head dims of at most 512",
-        ),
+        (config(cross=True), "has no cross attention"),
+        (config(head_dim=520), "use head dims of at most 512"),
     ],
 )
 def test_a_model_is_refused_with_the_reason(there: Any, changed: dict[str, Any], reason: str):

@@ -241,10 +241,7 @@ PLAIN: dict[str, Any] = {
         ({"device_capability": SimpleNamespace(major=12, minor=0), "block_size": 48, "head_size": 64}, None),
         ({"attn_type": "encoder_decoder", "has_sliding_window": True, "use_non_causal": True}, None),
         ({"has_sink": True, "use_batch_invariant": True, "kv_cache_dtype": "bfloat16"}, None),
-        (
-            {"device_capability": SimpleNamespace(major=7, minor=5)},
-            "compute capability 8.0 or newer is needed",
-        ),
+        ({"device_capability": SimpleNamespace(major=7, minor=5)}, "capability 8.0 or newer is needed"),
         ({"head_size": 520}, "use head dims of at most 512"),
         ({"dtype": torch.float32}, "use bfloat16"),
         ({"block_size": 8}, "pages of a multiple of 16 keys, got 8"),
