@@ -107,17 +107,11 @@ Refusals = dict[tuple[str, type[Exception]], list[tuple[dict[str, Any], str]]]
 #: By what a call says and what tensors are like: on any device.
 REFUSED: Refusals = {
     ("attention", TypeError): [
-        ({"q": 3}, "q must be a torch.Tensor, got int"),
-        ({"out": 3}, "out must be a torch.Tensor or None, got int"),
         ({"lse": LSE}, "lse is only taken with return_lse=True"),
         ({"scale": "1"}, "scale must be a float or None, got str"),
         ({"row": 3}, "row must be the name of a row or None, got int"),
-        ({"cu_seqlens_q": [0, 12]}, "cu_seqlens_q must be a torch.Tensor or None, got list"),
-        ({"num_splits": 2.0}, "num_splits must be an int or None, got float"),
         ({"max_seqlen_k": True}, "max_seqlen_k must be an int or None, got bool"),
-        ({"softcap": "30"}, "softcap must be a float, got str"),
         ({"dropout_p": 0.1, "dropout_seed": 1.5}, "dropout_seed must be an int or None, got float"),
-        ({"batch_invariant": 1}, "batch_invariant must be a bool, got int"),
         ({"window": (1, 2, 3)}, r"window must be a pair \(left, right\) or None, got \(1, 2, 3\)"),
         ({"window": (1.0, 2)}, "window_left must be an int or None, got float"),
         ({"block_mask": BLOCKS[0]}, r"block_mask must be a triple \(block_counts, .* got Tensor"),
@@ -128,7 +122,6 @@ REFUSED: Refusals = {
         ({"v": ...}, "'v'"),
         ({"window": torch.tensor([1, 2])}, "window must be .* got Tensor: pass a mask, or num"),
         ({"window": [Q] * 9}, r"window must be .* got \[Tensor, .*, \.\.\.\]"),
-        ({"return_lse": 1}, "return_lse must be a bool, got int"),
     ],
     ("attention", ValueError): [
         ({"out": OUT.half()}, "out must be float32, as the result is, got float16"),
@@ -228,10 +221,6 @@ REFUSED: Refusals = {
         ({"num_splits": 0}, "num_splits must be 1 to 64 .* None has a number chosen"),
     ],
     ("sdpa", TypeError): [
-        ({"attn_mask": 1}, "attn_mask must be a torch.Tensor or None, got int"),
-        ({"dropout_p": "0.1"}, "dropout_p must be a float, got str"),
-        ({"query": 1}, "query must be a torch.Tensor, got int"),
-        ({"is_causal": 1}, "is_causal must be a bool, got int"),
         ({"softmax_scale": 1.0}, "softmax_scale"),
     ],
     ("sdpa", ValueError): [
@@ -263,32 +252,17 @@ REFUSED: Refusals = {
     ],
     ("forward", NotImplementedError): [({"key": QUANTIZED}, "key is quant")],
     ("forward", TypeError): [
-        ({"query": None}, "query must be a torch.Tensor, got NoneType"),
         ({"query": None, "key": None, "value": None}, "query must be a torch.Tensor"),
     ],
-    ("attend", TypeError): [({"value": None}, "value must be a torch.Tensor, got NoneType")],
-    ("with_kv_cache", TypeError): [
-        ({"v_cache": None}, "v_cache must be a torch.Tensor, got NoneType"),
-        ({"return_lse": "yes"}, "return_lse must be a bool, got str"),
-    ],
     ("cascade", TypeError): [
-        ({"k_shared": None}, "k_shared must be a torch.Tensor, got NoneType"),
         ({"window": (3, 0)}, "cascade_attention.* 'window': help"),
-        ({"return_lse": 1}, "return_lse must be a bool, got int"),
     ],
-    ("merge_states", TypeError): [({"lse_a": None}, "lse_a must be a torch.Tensor, got NoneType")],
     ("rotary", TypeError): [
-        ({"sin": None}, "sin must be a torch.Tensor, got NoneType"),
-        ({"interleaved": "yes"}, "interleaved must be a bool, got str"),
         ({"positions": 1.0}, r"positions must be an int32 tensor \[batch\] or an int, got float"),
         ({"positions": True}, r"positions must be an int32 tensor \[batch\] or an int, got bool"),
     ],
     ("rotary_qk", TypeError): [
-        ({"k": None}, "k must be a torch.Tensor, got NoneType"),
-        ({"inplace": 1}, "inplace must be a bool, got int"),
-        ({"interleaved": "yes"}, "interleaved must be a bool, got str"),
         ({"offsets": 1.0}, "offsets must be an int, an int32 tensor .* got float"),
-        ({"positions": 3}, "positions must be a torch.Tensor or None, got int"),
     ],
     ("rotary_qk", ValueError): [
         ({"q": Q[0, 0]}, r"q must have shape \[batch, .*\] or \[total, .* got \(4, 16\)"),
@@ -308,10 +282,6 @@ REFUSED: Refusals = {
         ({"positions": ints(0, 1)}, r"positions must be int32 with a number for each row, \(2, 6\)"),
         ({"cu_seqlens": CU_Q}, "q must be packed"),
         ({"k": NEW6[..., :1, :].expand_as(NEW6), "inplace": True}, "k is written to, and must neither be"),
-    ],
-    ("qk_norm_rope", TypeError): [
-        ({"eps": "0"}, "eps must be a float, got str"),
-        ({"k_weight": 1.0}, "k_weight must be a torch.Tensor or None, got float"),
     ],
     ("qk_norm_rope", ValueError): [
         ({"eps": -1.0}, "eps must be 0 or more, and finite, got -1.0"),
@@ -348,7 +318,6 @@ REFUSED: Refusals = {
         ({"cache_seqlens": True}, "cache_seqlens must be .* got bool"),
         ({"cache_seqlens": 3.0}, "cache_seqlens must be .* got float"),
         ({"window": torch.tensor([1, 2])}, "window must be a pair .* got Tensor"),
-        ({"rotary_interleaved": "yes"}, "rotary_interleaved must be a bool, got str"),
         ({**TURNED, "rotary_seqlens": [1]}, r"rotary_seqlens must be an int32 tensor .* or an int, got list"),
         ({**TURNED, "page_table": [1]}, "page_table must be a torch.Tensor or None, got list"),
     ],
@@ -368,9 +337,6 @@ REFUSED: Refusals = {
         ({**TURNED, "rotary_seqlens": 8}, "rotary_cos has positions 0 to 8, and a row has position 9"),
         ({**TURNED, "cache_seqlens": 4, "causal": True}, "rotary_cos has positions 0 .* row has position 9"),
         ({**TURNED, "rotary_seqlens": 2**31}, "rotary_seqlens must fit in 32 bits, got 2147483648"),
-    ],
-    ("packed append", TypeError): [
-        ({"cu_seqlens_q": [0, 1, 4]}, "cu_seqlens_q must be a torch.Tensor or None, got list"),
     ],
     ("packed append", ValueError): [
         ({"q": Q}, r"q must have 3 dimensions, \[total_q, num_heads, head_dim\], got shape \(2, 6, 4, 16\)"),
@@ -496,14 +462,10 @@ REFUSED: Refusals = {
         ({"device": ..., "arch": 89, "sm_count": 0}, "sm_count must be at least 1, got 0"),
     ],
     ("shape", TypeError): [
-        ({"seqlen_k": "x"}, "seqlen_k must be an int or None, got str"),
-        ({"num_heads_kv": 2.0}, "num_heads_kv must be an int or None, got float"),
-        ({"head_dim_v": "x"}, "head_dim_v must be an int or None, got str"),
         ({"features": 3}, "features must be names"),
         ({"window": 3}, "window must be a pair"),
         ({"window": ("a", 3)}, "window_left must be an int or None, got str"),
         ({"block_size": 3}, "block_size must be a pair"),
-        ({"page_size": "x"}, "page_size must be an int or None, got str"),
         ({"softcap": 3.0}, "explain got 'softcap', which says nothing of a shape"),
         ({"sm_count": 4}, "takes arch with or without sm_count, or device, but not both"),
         ({"arch": 89}, "but not both"),
@@ -515,7 +477,6 @@ REFUSED: Refusals = {
         ({"dropout_seed": torch.tensor(3)}, r"dropout_seed must be int64 of shape \(1,\), got"),
     ],
     ("dropout_mask", TypeError): [
-        ({"dropout_p": "0.5"}, "dropout_p must be a float, got str"),
         ({"seqlen_q": 2.0}, "seqlen_q must be an int, got float"),
         ({"dropout_seed": None}, "dropout_seed must be an int or a torch.Tensor, got NoneType"),
     ],
@@ -629,6 +590,29 @@ REFUSED_ON_CPU: Refusals = {
     ],
 }
 
+#: What an argument must be, something else, and the arguments of each function.
+OF_ANOTHER_TYPE: list[tuple[str, Any, dict[str, str]]] = [
+    ("a torch.Tensor", None, {
+        "attention": "q", "sdpa": "query", "forward": "query", "attend": "value", "with_kv_cache": "v_cache",
+        "cascade": "k_shared", "merge_states": "lse_a", "rotary": "sin", "rotary_qk": "k",
+    }),
+    ("a torch.Tensor or None", [1], {
+        "attention": "out cu_seqlens_q", "sdpa": "attn_mask", "rotary_qk": "positions",
+        "qk_norm_rope": "k_weight", "packed append": "cu_seqlens_q",
+    }),
+    ("a bool", 1, {
+        "attention": "batch_invariant return_lse", "sdpa": "is_causal", "with_kv_cache": "return_lse",
+        "cascade": "return_lse", "rotary": "interleaved", "rotary_qk": "inplace interleaved",
+        "append": "rotary_interleaved",
+    }),
+    ("a float", "1", {
+        "attention": "softcap", "sdpa": "dropout_p", "qk_norm_rope": "eps", "dropout_mask": "dropout_p",
+    }),
+    ("an int or None", 2.0, {
+        "attention": "num_splits", "shape": "seqlen_k num_heads_kv head_dim_v page_size",
+    }),
+]  # fmt: skip
+
 #: Another library's word, and what the sentence tells who uses it.
 WORDS = {
     "window_size": "window=", "is_causal": "causal=", "softmax_scale": "scale", "sm_scale": "scale",
@@ -658,6 +642,12 @@ NO_ARRAYS = {
 
 CALLS = [
     *[(name, *row, error) for (name, error), rows in REFUSED.items() for row in rows],
+    *[
+        (name, {argument: other}, f"^{argument} must be {kind}, got {type(other).__name__}", TypeError)
+        for kind, other, functions in OF_ANOTHER_TYPE
+        for name, arguments in functions.items()
+        for argument in arguments.split()
+    ],
     *[("attention", {word: None}, f"'{word}': .*{told}", TypeError) for word, told in WORDS.items()],
     ("with_kv_cache", {"softmax_scale": 1.0}, "'softmax_scale': pass scale", TypeError),
     ("with_kv_cache", {"block_table": None}, "'block_table': pass page_table", TypeError),
