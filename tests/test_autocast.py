@@ -274,7 +274,6 @@ BACKENDS = [(name, backend) for name in CALLS for backend in ("eager", "aot_eage
 @pytest.mark.parametrize(("name", "backend"), [*BACKENDS, ("features", "inductor")])
 def test_a_compiled_call_is_cast_alike(name: str, backend: str):
     call = CALLS[name]
-    torch._dynamo.reset()
     compiled = torch.compile(call, fullgraph=True, backend=backend)
 
     @torch.compile(fullgraph=True, backend=backend)
@@ -297,7 +296,6 @@ def test_a_compiled_call_is_cast_alike(name: str, backend: str):
 
 @pytest.mark.parametrize("name", OVER_CACHES)
 def test_a_compiled_step_writes_the_cache_itself(name: str):
-    torch._dynamo.reset()
     for dtype in (BF16, F16, F32):
         one, other = caches(name, dtype, F32), caches(name, dtype, F32)
         with cpu():

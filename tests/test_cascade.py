@@ -9,6 +9,7 @@ import oracle_features
 import pytest
 import torch
 from oracle_helpers import bits
+from tensors import randn, starts
 from torch import Tensor
 
 import cutlass_fmha
@@ -17,21 +18,13 @@ from cutlass_fmha.cascade import cascade_attention, merge_states
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
 INF = math.inf
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 State = tuple[Tensor, Tensor]
 
 
-def states(shape=(2, 5, 3, 16), dtype=torch.float32, count=2, seed=0) -> list[State]:
-    """Random ones: outputs of ``shape``, LSEs from -20 to 20."""
-    generator = torch.Generator().manual_seed(seed)
+def states(shape: tuple[int, ...] = (2, 5, 3, 16)) -> list[State]:
+    """Two, with LSEs of any size."""
     lse_shape = (*shape[:-3], shape[-2], shape[-3])
-    return [
-        (
-            torch.randn(shape, generator=generator).to(dtype),
-            torch.rand(lse_shape, generator=generator) * 40 - 20,
-        )
-        for _ in range(count)
-    ]
+    return [(randn(*shape, seed=n), 9 * randn(*lse_shape, seed=n + 2)) for n in (0, 1)]
 
 
 def merged(a: State, b: State) -> State:
@@ -69,14 +62,10 @@ def test_nothing_to_merge(shape: tuple[int, ...]):
 # ---- cascade attention -------------------------------------------------------------------------------------
 
 
-def cascade_inputs(
-    batch=3, seqlen_q=5, shared=20, own=12, heads=4, heads_kv=2, dim=16, dim_v=16, dtype=torch.float32
-):
-    generator = torch.Generator().manual_seed(4)
-    q = torch.randn(batch, seqlen_q, heads, dim, generator=generator).to(dtype)
-    dims = (heads_kv, dim), (heads_kv, dim_v)
-    shapes = (*((shared, *x) for x in dims), *((batch, own, *x) for x in dims))
-    return q, *(torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+def cascade_inputs(own: int = 12, dim_v: int = 16, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    """q, the keys and values of all, and each sequence's own."""
+    shapes = ((3, 5, 4, 16), (20, 2, 16), (20, 2, dim_v), (3, own, 2, 16), (3, own, 2, dim_v))
+    return tuple(randn(*shape, dtype=dtype, seed=n) for n, shape in enumerate(shapes))
 
 
 def whole_keys(k_shared: Tensor, v_shared: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,10 +104,6 @@ def test_an_empty_part_passes_the_others_bits_on(dtype: torch.dtype):
 
     output, lse = cascade_attention(q, *nothing, k[:, :0], v[:, :0], return_lse=True)
     assert (output == 0).all() and (lse == -INF).all()
-
-
-def starts(*lengths: int) -> Tensor:
-    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
 @pytest.mark.parametrize("where", ["lengths", "packed", "pages"])

@@ -7,25 +7,7 @@ from typing import Any, get_type_hints
 import pytest
 import torch
 from tensors import ints
-from test_bad_calls import (
-    BATCH,
-    BIAS,
-    BLOCKS,
-    CU_K,
-    CU_Q,
-    DIM,
-    HEADS,
-    HEADS_KV,
-    MASK,
-    PACKED,
-    PAGED,
-    SEQLEN_K,
-    SEQLEN_Q,
-    TABLE,
-    K,
-    Q,
-    V,
-)  # fmt: skip
+from test_bad_calls import BIAS, BLOCKS, CU_K, CU_Q, MASK, PACKED, PAGED, TABLE, K, Q, V
 from test_ops import LooksLikeCuda
 
 from cutlass_fmha import attention, cpu
@@ -33,6 +15,8 @@ from cutlass_fmha.arguments import check_features, op_arguments
 from cutlass_fmha.arguments.results import RESULTS
 from cutlass_fmha.features import CallArguments, FeatureArguments, Features, Sizes
 from cutlass_fmha.ops import dispatcher
+
+(BATCH, SEQLEN_Q, HEADS, DIM), (_, SEQLEN_K, HEADS_KV, _) = Q.shape, K.shape
 
 
 def call(**arguments: Any) -> Any:

@@ -78,7 +78,7 @@ KINDS = ("contiguous", "entries", "pages")
 SIDES = st.one_of(st.none(), st.integers(0, 9))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 18)), min_size=1, max_size=5),
     packed=st.booleans(),
@@ -202,15 +202,6 @@ def test_opcheck_passes():
         packed = {"cu_seqlens_q": ints(0, 4, 4, 15), "query": randn(15, 6, 16)}
         tensors = (*tensors[:2], x.flatten(0, 1), randn(15, 2, 16), ints(0, 5, 9))
         torch.library.opcheck(append_kv_.default, tensors, cache.places | rotation | packed)
-
-
-def test_who_saved_a_cache_is_told_that_it_changed():
-    cache = Cache("contiguous")
-    weight = torch.ones(1, requires_grad=True)
-    product = cache.k_cache * weight
-    append_kv_(cache.k_cache, cache.v_cache, randn(3, 5, 2, 16), randn(3, 5, 2, 16), ints(0, 1, 2))
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        product.sum().backward()
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -5,13 +5,16 @@ from __future__ import annotations
 import gc
 import re
 import textwrap
-import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from fake_build import L4
+from tensors import starts
 from torch import Tensor
 
 import cutlass_fmha
@@ -62,10 +65,6 @@ def ledger(kernels_do_nothing: None, monkeypatch: pytest.MonkeyPatch) -> Ledger:
     return ledger
 
 
-def starts(sequences: int, length: int) -> Tensor:
-    return torch.arange(sequences + 1, dtype=torch.int32) * length
-
-
 #: Sizes (batch, seqlen_q, seqlen_k, heads, heads of keys, head dims), the dtype, what is said, and which
 #: tensors require gradients.
 CASES: dict[str, tuple[tuple[int, ...], torch.dtype, dict[str, Any], str]] = {
@@ -87,7 +86,7 @@ CASES: dict[str, tuple[tuple[int, ...], torch.dtype, dict[str, Any], str]] = {
     "sinks": ((2, 300, 300, 4, 2, 64, 64), BF16, {"sinks": torch.zeros(4)}, "q k v sinks"),
     "packed": (
         (1, 900, 900, 4, 2, 64, 64), BF16,
-        {**{f"cu_seqlens_{x}": starts(3, 300) for x in "qk"}, "max_seqlen_q": 300, "max_seqlen_k": 300},
+        {**{f"cu_seqlens_{x}": starts(*[300] * 3) for x in "qk"}, "max_seqlen_q": 300, "max_seqlen_k": 300},
         "q k v",
     ),
     "float32": ((1, 300, 300, 4, 2, 64, 64), torch.float32, {"causal": True}, ""),
@@ -235,13 +234,9 @@ def test_the_innermost_workspace_of_the_device_serves(kernels_do_nothing: None):
     assert repr(inner) == f"Workspace({1 << 22}, device='cpu', high_water={inner.high_water})"
 
 
-def in_a_thread(work: Any) -> Any:
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(work()), daemon=True)
-    thread.start()
-    thread.join(60)
-    assert found, "the thread has not come to its end, or not to a good one"
-    return found[0]
+def in_a_thread(work: Callable[[], object]) -> None:
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(work).result()
 
 
 class Deep(torch.autograd.Function):
@@ -338,7 +333,7 @@ def test_what_is_rotated_for_a_cache_lies_in_it(ledger: Ledger, monkeypatch: pyt
 
 
 def test_one_stream_at_a_time(kernels_do_nothing: None, monkeypatch: pytest.MonkeyPatch):
-    now, waits, capturing = [7], [], [False]
+    now, waits, used_by, capturing = [7], [], [], [False]
 
     class Stream:
         def __init__(self, index: int) -> None:
@@ -352,7 +347,8 @@ def test_one_stream_at_a_time(kernels_do_nothing: None, monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     workspace = Workspace(1 << 22, "cpu")
     workspace._last = Stream(0)
-    monkeypatch.setattr(workspace, "_memory", MemoryOfAGpu(workspace._memory))
+    memory = {"data_ptr": workspace._memory.data_ptr, "record_stream": lambda x: used_by.append(x.number)}
+    monkeypatch.setattr(workspace, "_memory", SimpleNamespace(**memory))
     with workspace:
         call(*inputs(SPLIT))
         now[0] = 8
@@ -364,7 +360,7 @@ def test_one_stream_at_a_time(kernels_do_nothing: None, monkeypatch: pytest.Monk
     for capturing[0], now[0] in ((False, 8), (False, 8), (True, 9), (False, 7)):
         with workspace:
             call(*inputs(SPLIT))
-    assert waits == [(8, 7), (7, 9)] and workspace._memory.recorded == [8, 9, 7]
+    assert waits == [(8, 7), (7, 9)] and used_by == [8, 9, 7]
 
 
 def test_a_compiled_call_takes_from_it(kernels_do_nothing: None):
@@ -378,19 +374,6 @@ def test_a_compiled_call_takes_from_it(kernels_do_nothing: None):
     with Workspace(1 << 24, "cpu") as workspace:
         deeper(70, lambda: torch.autograd.grad(out.sum(), given["q"]))
     assert workspace.high_water == planned("softcap").workspace > 0
-
-
-class MemoryOfAGpu:
-    """As much of a tensor as a workspace needs; who uses it is recorded."""
-
-    def __init__(self, memory: Tensor) -> None:
-        self.memory, self.recorded = memory, []
-
-    def data_ptr(self) -> int:
-        return self.memory.data_ptr()
-
-    def record_stream(self, stream: Any) -> None:
-        self.recorded.append(stream.number)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from oracle_helpers import rotate
 from torch.nn import functional
 
 from cutlass_fmha import nn
@@ -139,14 +140,12 @@ def dense(layer: nn.Attention, x: torch.Tensor, cos: torch.Tensor, sin: torch.Te
 
     def heads(name: str) -> torch.Tensor:
         y = functional.linear(x, state[f"{name}_proj.weight"], state.get(f"{name}_proj.bias"))
-        y = y.unflatten(-1, (-1, layer.head_dim)).transpose(1, 2)
+        y = y.unflatten(-1, (-1, layer.head_dim))
         if f"{name}_norm.weight" in state:
             y = functional.rms_norm(y, (layer.head_dim,), state[f"{name}_norm.weight"], 1e-6)
-        if name == "v":
-            return y
-        a, b = y.chunk(2, -1)
-        c, s = cos[: x.shape[1]], sin[: x.shape[1]]
-        return torch.cat((a * c - b * s, a * s + b * c), -1)
+        if name != "v":
+            y = rotate(y, cos, sin, torch.arange(x.shape[1]).expand(x.shape[:2]), False).to(y)
+        return y.transpose(1, 2)
 
     q, k, v = map(heads, "qkv")
     out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)

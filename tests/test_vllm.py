@@ -5,7 +5,6 @@ Where vLLM is installed these are its own modules.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 import pkgutil
@@ -71,20 +70,11 @@ def step(
     shape = (r.pages, PAGE, HEADS_KV, 2 * DIM) if order == "NHD" else (r.pages, HEADS_KV, PAGE, 2 * DIM)
     cache = randn(*shape)
     cache = cache.transpose(1, 2) if order == "NHD" else cache  # [blocks, heads, block_size, 2 * head_size]
-    rows = [slice(old, used) for old, used in zip(r.old, r.used, strict=True)]
     for i, old in enumerate(r.old):
         slot = r.slots(i, 0, old)
         cache[slot // PAGE, :, slot % PAGE] = torch.cat((r.k[i][:old], r.v[i][:old]), -1)
-    new = [r.slots(i, part.start, part.stop) for i, part in enumerate(rows)]
+    new = [r.slots(i, *part) for i, part in enumerate(zip(r.old, r.used, strict=True))]
     tokens = int(r.starts[-1])
-    query, key, value = (
-        torch.cat([*own, randn(spare, heads, DIM)])
-        for own, heads in (
-            (r.q, HEADS),
-            ([k[part] for k, part in zip(r.k, rows, strict=True)], HEADS_KV),
-            ([v[part] for v, part in zip(r.v, rows, strict=True)], HEADS_KV),
-        )
-    )
     common = there.base.CommonAttentionMetadata(
         query_start_loc=torch.cat((r.starts, ints(tokens, tokens))),
         query_start_loc_cpu=r.starts,
@@ -97,7 +87,7 @@ def step(
         slot_mapping=torch.cat((*new, torch.full((spare,), -1))),
         **changed,
     )
-    return Step(r, *(placed(x, place) for x in (cache, common, query, key, value)))
+    return Step(r, *(placed(x, place) for x in (cache, common, *r.inputs(spare))))
 
 
 def call(there: Any, s: Step, metadata: Any = None, **said: Any) -> Callable[[], Tensor]:
@@ -212,9 +202,7 @@ def test_nothing_asks_what_a_tensor_holds(there: Any):
     impl = there.ours.Impl(HEADS, DIM, 0.1, HEADS_KV, None, 9, "auto", 3.0, sinks=randn(HEADS))
     metadata = there.ours.Builder(None, [], None, torch.device("cpu")).build(0, s.common)
     with FakeTensorMode() as mode:
-        names = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
-        for name in names:
-            setattr(metadata, name, mode.from_tensor(getattr(metadata, name)))
+        serving.hollow(mode, metadata)
         impl._said = {
             name: mode.from_tensor(x) if isinstance(x, Tensor) else x for name, x in impl._said.items()
         }
@@ -253,10 +241,7 @@ PLAIN: dict[str, Any] = {
         ({"device_capability": SimpleNamespace(major=12, minor=0), "block_size": 48, "head_size": 64}, None),
         ({"attn_type": "encoder_decoder", "has_sliding_window": True, "use_non_causal": True}, None),
         ({"has_sink": True, "use_batch_invariant": True, "kv_cache_dtype": "bfloat16"}, None),
-        (
-            {"device_capability": SimpleNamespace(major=7, minor=5)},
-            "compute capability 8.0 or newer is needed",
-        ),
+        ({"device_capability": SimpleNamespace(major=7, minor=5)}, "capability 8.0 or newer is needed"),
         ({"head_size": 520}, "use head dims of at most 512"),
         ({"head_size": 260}, "the whole cache at each call: head dims must be multiples of 8, got 260"),
         ({"dtype": torch.float32}, "use bfloat16"),
@@ -285,17 +270,10 @@ def test_what_only_a_batch_tells_is_refused_there(there: Any):
 
 
 def test_parameters_are_vllms_in_its_order(there: Any):
-    base, compared = there.base, set()
-    for ours, *theirs in (
-        (there.ours.Impl, there.flash.FlashAttentionImpl, base.AttentionImpl, base.AttentionImplBase),
-        (there.ours.Builder, base.AttentionMetadataBuilder),
-        (there.ours.Backend, base.AttentionBackend),
-    ):
-        for name, own in inspect.getmembers(ours, inspect.isroutine):
-            other = next((getattr(each, name) for each in theirs if name in vars(each)), None)
-            if name in vars(ours) and other is not None:
-                assert list(inspect.signature(own).parameters) == list(inspect.signature(other).parameters)
-                compared.add(f"{ours.__name__}.{name}")
+    ours, base = there.ours, there.base
+    compared = serving.same_parameters(ours.Impl, there.flash.FlashAttentionImpl, *base.AttentionImpl.__mro__)
+    compared |= serving.same_parameters(ours.Builder, base.AttentionMetadataBuilder)
+    compared |= serving.same_parameters(ours.Backend, base.AttentionBackend)
     assert compared >= {"Impl.forward", "Impl.do_kv_cache_update", "Builder.build"} and len(compared) >= 9
 
 
