@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import textwrap
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -172,7 +172,7 @@ def test_a_report_of_a_build_that_is_not_whole_is_refused(lacks: str, monkeypatc
     build.build_info = lambda: info
     build.rows, build.backward_rows = lambda: named[lacks == "row" :], list
     with pytest.raises(resources.ReportError, match="no build of all rows of these sources: make build"):
-        resources.build_report(build, {})
+        resources.build_report(build, lambda kernels: {})
 
 
 # ---- how much there is to compile --------------------------------------------------------------------------
