@@ -47,6 +47,26 @@ def test_no_thread_of_theirs_copies(machine_code: list[cubin.Kernel]):
             assert kernel.count("UTMASTG") >= ROWS[name].head_dim // 64, "a box for each panel of O"
 
 
+def unfenced_releases(kernel: cubin.Kernel) -> list[int]:
+    """Where a tile is released though a matrix may still be read from it: the copy unit would write there."""
+    read, found = False, []
+    for instruction in kernel.code:
+        if instruction.base == "LDSM":
+            read = True
+        elif instruction.opcode.startswith("FENCE.VIEW.ASYNC"):
+            read = False
+        elif instruction.opcode.startswith("SYNCS.ARRIVE") and "A1T0" in instruction.opcode and read:
+            found.append(instruction.address)
+    return found
+
+
+def test_what_is_read_of_a_tile_comes_before_the_copy_unit_writes_it(machine_code: list[cubin.Kernel]):
+    """An arrival at a barrier alone overtakes reads, where other blocks keep shared memory busy."""
+    kernels = [x for x in machine_code if x.name.startswith("fwd") and "_tma" in x.name and x.count("LDSM")]
+    assert len(kernels) > len(ROWS), "ranged rows, too"
+    assert {x.name: found for x in kernels if (found := unfenced_releases(x))} == {}
+
+
 def test_selection_offers_them_to_aligned_tensors_on_their_gpus():
     found = tables.Table(tuple(ROWS.values()))
     gpus = {90: Device("H200", (9, 0), 132, 227 * 1024), 120: Device("RTX 5090", (12, 0), 170, 99 * 1024)}
