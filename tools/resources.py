@@ -160,7 +160,7 @@ def record(kernel: Kernel, row: Any) -> dict[str, Any]:
 def build_report(
     module: Any, loops_of: Callable[[list[Kernel]], dict[str, dict[str, Any]]]
 ) -> dict[str, Any]:
-    """The report of an extension; ``loops_of``: of its kernels, row -> what an iteration of its main loop issues.
+    """The report of an extension; ``loops_of`` kernels: row -> what an iteration of its main loop issues.
 
     Raises ReportError for one that lacks rows of the present manifest, or is of other sources.
     """
