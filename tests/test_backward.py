@@ -424,7 +424,10 @@ def params(**changes: Any) -> _C.BackwardParams:
         ({"num_heads": 3, "num_heads_kv": 2}, "must be a multiple of num_heads_kv"),
         ({"head_dim_v": 0}, "head_dim_v must be between 1 and"),
         ({"dq_stride": (-1, 0, 0)}, "dq_stride must be between 0 and"),
-        ({"batch": 2**30}, r"batch \* num_heads must be below 2\^31"),
+        (
+            {"batch": 2**29, "num_heads": 4, "lse_batch_stride": 0, "lse_head_stride": 0},
+            r"batch \* num_heads must be below 2\^31",
+        ),
     ],
 )
 def test_parameters_that_contradict_each_other(changes: dict[str, Any], sentence: str):

@@ -20,10 +20,10 @@ from cutlass_fmha.ops import rotary as rotary_op
 
 HAS_CUDA = bool(_C.build_info()["cuda"])
 WITH_FLOAT32 = (
-    "merge", "append", "rotary", "rope", "rope_backward", "rope_weights", "gated", "gated_backward",
-    "backward_before", "rms_norm", "rms_norm_backward", "rms_norm_weights",
+    "combine", "merge", "append", "rotary", "rope", "rope_backward", "rope_weights", "gated",
+    "gated_backward", "backward_before", "rms_norm", "rms_norm_backward", "rms_norm_weights",
 )  # fmt: skip
-WITHOUT_FLOAT32 = ("combine", "merge_tail", "backward_after", "backward_lists")
+WITHOUT_FLOAT32 = ("merge_tail", "backward_after", "backward_lists")
 
 
 # ---- the table ---------------------------------------------------------------------------------------------

@@ -273,7 +273,11 @@ def test_every_kernel_has_problems_for_the_sanitizer(monkeypatch: pytest.MonkeyP
 
 def test_a_release_that_calls_otherwise_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     wheel, module = tmp_path / "vllm-0.whl", "vllm/v1/attention/backend.py"
-    changes = {"causal: Any = True": "causal: Any = None", "blk_table": "table", "def get_name": "def name"}
+    changes = {
+        "causal: Any = True": "causal: Any = None",
+        "blk_table": "table",
+        "def supports_sink": "def name",
+    }
     for changed in (False, True):
         with zipfile.ZipFile(wheel, "w") as release:
             for file in check_engines.STAND_INS.glob("vllm/**/*.py"):
@@ -285,7 +289,7 @@ def test_a_release_that_calls_otherwise_is_told(tmp_path: Path, capsys: pytest.C
         assert check_engines.main([str(wheel)]) == changed
     told = capsys.readouterr().out
     assert "CommonAttentionMetadata.causal is None, not True" in told
-    assert f"{module}.AttentionBackend.get_name is not there" in told
+    assert f"{module}.AttentionBackend.supports_sink is not there" in told
     assert "is a function of self, metadata, table" in told
     padding = tmp_path / "flash_attn" / "bert_padding.py"
     padding.parent.mkdir()

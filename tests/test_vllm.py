@@ -244,7 +244,7 @@ PLAIN: dict[str, Any] = {
         ({"device_capability": SimpleNamespace(major=7, minor=5)}, "capability 8.0 or newer is needed"),
         ({"head_size": 520}, "use head dims of at most 512"),
         ({"head_size": 260}, "the whole cache at each call: head dims must be multiples of 8, got 260"),
-        ({"dtype": torch.float32}, "use bfloat16"),
+        ({"dtype": torch.float32}, "dtype not supported"),
         ({"block_size": 8}, "pages of a multiple of 16 keys, got 8"),
         ({"kv_cache_dtype": "fp8_e4m3"}, "cutlass_fmha has no fp8_e4m3 cache of keys and values"),
         ({"kv_cache_dtype": "float16"}, "needs queries in the cache's dtype float16, got bfloat16"),
