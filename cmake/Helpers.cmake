@@ -1,9 +1,8 @@
 # The kernels beside attention (src/helpers, src/beside): one generated .cu and one object library per architecture of the build.
 
-# Kind, its parameters, and the element types that it is compiled for. Attention rows that split their keys have no
-# float32, so their combination has none.
+# Kind, its parameters, and the element types that it is compiled for.
 set(FMHA_HELPER_KERNELS
-  "combine CombineParams f16 bf16"
+  "combine CombineParams f16 bf16 f32"
   "merge_tail TailParams f16 bf16"
   "merge MergeParams f16 bf16 f32"
   "append AppendParams f16 bf16 f32"

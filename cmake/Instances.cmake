@@ -18,6 +18,8 @@ set(FMHA_query_product_HEADER "backward/query_product.cuh")
 set(FMHA_query_product_PARAMS "cutlass_fmha::BackwardParams")
 set(FMHA_backward_wide_HEADER "backward_wide/kernel.cuh")
 set(FMHA_backward_wide_PARAMS "cutlass_fmha::BackwardParams")
+set(FMHA_wide_scored_HEADER "wide/scored.cuh")
+set(FMHA_wide_scored_PARAMS "cutlass_fmha::FeatureParams")
 set(FMHA_wide_HEADER "wide/kernel.cuh")
 set(FMHA_wide_PARAMS "cutlass_fmha::FeatureParams")
 
@@ -254,7 +256,7 @@ function(fmha_is_in_subset dtype head_dim out)
 endfunction()
 
 # Files a row under its group and in the table. A name is also the kernel's symbol and the key of every tool: two are an
-# error. `kind`: forward, features, backward, backward_wide or wide, the function that the kernel calls.
+# error. `kind`: forward, features, backward, backward_wide, wide or wide_scored, the function that the kernel calls.
 function(fmha_add_row kind arch dtype head_dim group name config)
   get_property(names GLOBAL PROPERTY FMHA_ROW_NAMES)
   if(name IN_LIST names)
@@ -364,7 +366,7 @@ function(fmha_add_kernels target)
   foreach(arch IN LISTS FMHA_ARCHITECTURES)
     set(sources "")
     set(count 0)
-    foreach(kind forward features backward query_product backward_wide)
+    foreach(kind forward features backward query_product backward_wide wide_scored)
       get_property(groups GLOBAL PROPERTY FMHA_GROUPS_${kind}_${arch})
       foreach(group IN LISTS groups)
         get_property(rows GLOBAL PROPERTY FMHA_ROWS_${group})

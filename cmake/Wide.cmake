@@ -43,22 +43,32 @@ function(fmha_wide ARCHS DTYPES HEAD_DIM TILE_M TILE_N WARPS MIN_BLOCKS MMA)
   endforeach()
 endfunction()
 
-# Adds the rows of one manifest line that compute gradients of such tensors: TILE rows are owned, and as many walked at a
-# time. They need no header of the example.
-function(fmha_backward_wide ARCHS DTYPES HEAD_DIM TILE WARPS MIN_BLOCKS MMA)
+# Adds the rows of one manifest line in whose walk TILE rows of queries, or of keys where gradients are computed, meet as
+# many of the others at a time. They need no header of the example. `config` is of src/wide or src/backward_wide.
+function(fmha_add_wide_rows kind config begin end ARCHS DTYPES HEAD_DIM TILE WARPS MIN_BLOCKS MMA)
   set(DTYPE_f16 float16)
   set(DTYPE_bf16 bfloat16)
   set(DTYPE_f32 float32)
   foreach(arch IN LISTS ARCHS)
     foreach(dtype IN LISTS DTYPES)
-      set(name "widebwd_sm${arch}_${dtype}_d${HEAD_DIM}_m${TILE}n${TILE}w${WARPS}")
-      string(CONCAT config
-        "cutlass_fmha::WideBackwardConfig{{.arch = ${arch}, .dtype = cutlass_fmha::DType::${DTYPE_${dtype}}, "
+      set(name "${begin}_sm${arch}_${dtype}_d${HEAD_DIM}_m${TILE}n${TILE}w${WARPS}${end}")
+      string(CONCAT made
+        "cutlass_fmha::${config}{{.arch = ${arch}, .dtype = cutlass_fmha::DType::${DTYPE_${dtype}}, "
         ".head_dim = ${HEAD_DIM}, .tile_m = ${TILE}, .tile_n = ${TILE}, .warps = ${WARPS}, "
         ".min_blocks = ${MIN_BLOCKS}, .mma = cutlass_fmha::MmaKind::${MMA}}}")
-      fmha_add_row(backward_wide ${arch} ${dtype} ${HEAD_DIM} "sm${arch}_backward_wide" "${name}" "${config}")
+      fmha_add_row(${kind} ${arch} ${dtype} ${HEAD_DIM} "sm${arch}_${kind}" "${name}" "${made}")
     endforeach()
   endforeach()
+endfunction()
+
+# Gradients.
+function(fmha_backward_wide ARCHS DTYPES)
+  fmha_add_wide_rows(backward_wide WideBackwardConfig widebwd "" "${ARCHS}" "${DTYPES}" ${ARGN})
+endfunction()
+
+# For all that a call may say.
+function(fmha_wide_scored ARCHS DTYPES)
+  fmha_add_wide_rows(wide_scored WideScoredConfig wide _scored "${ARCHS}" "${DTYPES}" ${ARGN})
 endfunction()
 
 # Generates the units and links them into `target`.

@@ -20,8 +20,9 @@ class Row:
         rows, whose warps divide the keys; ``"ranged"``, for every range of keys; ``"score_mod"``,
         the same where scores are capped, get ALiBi's distances, or are dropped; ``"masked"``, where a mask
         hides keys or a 16-bit bias is added; ``"scored"`` and ``"few_query_scored"``, for every mask, score and shape;
-        ``"wide"``, for float32 and head dims above 256. Beside it: ``"combine"`` (of split keys), ``"merge_tail"`` (of
-        a plain row's tail), ``"merge"`` (of states), ``"append"`` (to caches), ``"rotary"``; ``"backward"``, with
+        ``"wide"``, for float32 and head dims above 256, and ``"wide_scored"``, for every mask, score and shape of
+        those. Beside it: ``"combine"`` (of split keys), ``"merge_tail"`` (of a plain row's tail), ``"merge"`` (of
+        states), ``"append"`` (to caches), ``"rotary"``; ``"backward"``, with
         ``"backward_before"``, ``"backward_after"`` and ``"backward_lists"``, for gradients, ``"query_product"``, dQ of
         dS in memory, and ``"backward_wide"``; ``"rms_norm"`` and ``"gated"`` (units), whose gradients are
         ``"rms_norm_backward"``, ``"rms_norm_weights"``, ``"gated_backward"``.

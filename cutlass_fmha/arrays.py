@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -10,7 +11,14 @@ import torch
 from torch import Tensor
 from torch.utils import dlpack
 
+from cutlass_fmha import private_torch
 from cutlass_fmha.arguments.results import RESULTS
+
+#: Devices of the protocol.
+CPU, CUDA = 1, 2
+
+#: What libraries raise of what they don't share.
+_REFUSALS = (BufferError, RuntimeError, ValueError, TypeError, AssertionError)
 
 
 class Array(Protocol):
@@ -21,11 +29,16 @@ class Array(Protocol):
     def __dlpack_device__(self) -> tuple[Any, Any]: ...
 
 
+def _speaks(kind: type) -> bool:
+    return not issubclass(kind, Tensor) and hasattr(kind, "__dlpack__") and hasattr(kind, "__dlpack_device__")
+
+
+_has_dlpack: Callable[[type], bool] = functools.lru_cache(_speaks)  # mypy takes no type for hashable
+
+
 def is_array(value: object) -> bool:
     """An array of another library."""
-    return (
-        not isinstance(value, Tensor) and hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__")
-    )
+    return _has_dlpack(type(value))
 
 
 def through(
@@ -37,60 +50,148 @@ def through(
     its own stream wait when it takes the result. Raises TypeError for what can't be shared.
     """
     from_dlpack = _from_dlpack(q)
-    given = {"q": q, "k": k, "v": v, **features}
+    place = None if from_dlpack is Tensor.numpy else _place(q)
+    q_there = tensors("q", q, place)
+    given = {"k": k, "v": v, **features}
     for name, value in given.items():
         if value is None:
             continue
         if name in RESULTS:
             raise TypeError(f"{name} is not taken where q is a {_name(q)}: its library gets a new array")
-        given[name] = found = tensors(name, value)
+        given[name] = found = tensors(name, value, place)
         if found is value and isinstance(found, Tensor) and found.requires_grad:
             raise TypeError(
                 f"{name} requires a gradient, and q is a {_name(q)}, whose library would not know of it: "
                 f"pass {name}.detach(), or tensors alone"
             )
-    found = function(given.pop("q"), given.pop("k"), given.pop("v"), **options, **given)
-    return tuple(map(from_dlpack, found)) if isinstance(found, tuple) else from_dlpack(found)
+    found = function(q_there, given.pop("k"), given.pop("v"), **options, **given)
+    if isinstance(found, tuple):
+        return tuple(from_dlpack(x if place is None else _Result(x, place.stream)) for x in found)
+    return from_dlpack(found if place is None else _Result(found, place.stream))
 
 
-def tensors(name: str, value: Any) -> Any:
+def tensors(name: str, value: Any, place: _Place | None = None) -> Any:
     """An argument with tensors in place of arrays, also inside of a tuple; anything else as it is."""
-    if type(value).__module__ == "numpy":
+    kind: Any = type(value)
+    if place is not None and kind is place.kind and (taken := place.take(value)) is not None:
+        return taken
+    if kind.__module__ == "numpy":
         try:
             if value.flags.writeable:
                 return torch.from_numpy(value)  # the same, in less than half of the time
         except (AttributeError, TypeError, ValueError):
             pass  # a reason that is said below
     if isinstance(value, tuple):
-        return tuple(tensors(name, each) for each in value)
-    if not is_array(value):
+        return tuple(tensors(name, each, place) for each in value)
+    if not _has_dlpack(kind):
         return value
-    if any(stride < 0 for stride in getattr(value, "strides", None) or ()):  # torch would abort
+    if (strides := getattr(value, "strides", None)) and min(strides) < 0:  # torch would abort
         raise TypeError(
             f"{name}, a {_name(value)}, has a negative stride, which no tensor has: pass {name}.copy()"
         )
     try:
         # torch hands its current stream to __dlpack__.
         return dlpack.from_dlpack(value)
-    except (BufferError, RuntimeError, ValueError, TypeError, AssertionError) as error:
+    except _REFUSALS as error:
         reason = str(error).partition("\n")[0]
         raise TypeError(f"{name}, a {_name(value)}, can't be shared by DLPack: {reason}") from error
 
 
-def _from_dlpack(array: Any) -> Callable[[Tensor], Any]:
+# ---- what torch's own way would ask of every array anew, at twice the host time ----------------------------
+
+
+class _Place:
+    """Where q is, and, until they are seen, all arrays of its type."""
+
+    __slots__ = ("_index", "kind", "stream")
+
+    def __init__(self, kind: type, stream: int | None) -> None:
+        #: The stream of the kernel as the protocol has it; None on the CPU.
+        self.kind, self.stream = kind, stream
+        self._index: int | None = None
+
+    def take(self, array: Any) -> Tensor | None:
+        """A tensor; None: it was elsewhere, or there is a reason against it, which torch's own way says."""
+        if (strides := getattr(array, "strides", None)) and min(strides) < 0:
+            return None
+        try:
+            stream = self.stream
+            capsule = array.__dlpack__() if stream is None else array.__dlpack__(stream=stream)
+            found: Tensor = private_torch.from_capsule(capsule)
+        except _REFUSALS:
+            return None
+        index = found.get_device()
+        if self._index is None:  # q itself, which was asked
+            self._index = index
+        return found if index == self._index else None
+
+
+#: CUDA devices that torch has begun with.
+_begun: set[int] = set()
+
+
+def _place(array: Any) -> _Place | None:
+    """Of q; None: only torch's own way is known there."""
+    try:
+        device, index = array.__dlpack_device__()
+        if device == CPU:
+            return _Place(type(array), None)
+        if device != CUDA:
+            return None
+        if index not in _begun:
+            torch.cuda.current_stream(index)
+            _begun.add(index)
+        return _Place(type(array), private_torch.raw_stream(index) or 1)  # the default stream has no number
+    except _REFUSALS:
+        return None
+
+
+_to_capsule: Callable[[Tensor], Any] = dlpack.to_dlpack  # type: ignore[attr-defined]
+
+
+class _Result:
+    """A tensor that q's library takes: where its stream is the kernel's, nothing is to be waited for."""
+
+    __slots__ = ("_stream", "_tensor")
+
+    def __init__(self, tensor: Tensor, stream: int | None) -> None:
+        self._tensor, self._stream = tensor, stream
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (CPU, 0) if self._stream is None else (CUDA, self._tensor.get_device())
+
+    def __dlpack__(
+        self, *, stream: Any = None, max_version: Any = None, dl_device: Any = None, copy: Any = None
+    ) -> Any:
+        if stream == self._stream and not copy and dl_device is None:
+            versioned = max_version is not None and max_version[0] >= 1 and private_torch.to_capsule_1
+            return (versioned or private_torch.to_capsule)(self._tensor)
+        said = {"max_version": max_version, "dl_device": dl_device, "copy": copy}
+        said = {name: x for name, x in said.items() if x is not None}  # older ones know the stream alone
+        return self._tensor.__dlpack__(stream=stream, **said)
+
+
+_takers: dict[type, Callable[[Any], Any]] = {}
+
+
+def _from_dlpack(array: Any) -> Callable[[Any], Any]:
     """What makes arrays of this one's kind."""
-    if type(array).__module__ == "numpy":
-        return Tensor.numpy  # whose from_dlpack makes them read-only, where torch or NumPy is older
-    if hasattr(array, "__array_namespace__"):
-        library = array.__array_namespace__()
+    kind = type(array)
+    found: Callable[[Any], Any] | None = _takers.get(kind)
+    if found is not None:
+        return found
+    if kind.__module__ == "numpy":
+        found = Tensor.numpy  # whose from_dlpack makes them read-only, where torch or NumPy is older
     else:
-        library = sys.modules.get(type(array).__module__.partition(".")[0])
-    found: Callable[[Tensor], Any] | None = getattr(library, "from_dlpack", None)
+        by_name = sys.modules.get(kind.__module__.partition(".")[0])
+        library = array.__array_namespace__() if hasattr(array, "__array_namespace__") else by_name
+        found = getattr(library, "from_dlpack", None)
     if found is None:
         raise TypeError(
             f"q is a {_name(array)}, whose library has no from_dlpack to take the result with: "
             "pass torch.from_dlpack(q), and alike k and v"
         )
+    _takers[kind] = found
     return found
 
 

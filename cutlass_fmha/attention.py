@@ -232,7 +232,7 @@ def scaled_dot_product_attention(
         check.check_types((query, key, value))
         lead, (query, key, value) = _broadcast(query, key, value, enable_gqa)
         layout = "bhsd"
-    if not _have_contiguous_rows(query, key, value):
+    if not have_contiguous_rows(query, key, value):
         rows = tuple(map(contiguous_rows, check.NAMES, (query, key, value)))
         if any(one is not other for one, other in zip(rows, (query, key, value), strict=True)):
             layout, (query, key, value) = "bhsd", rows
@@ -525,7 +525,7 @@ def _of_scores(attn_mask: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) ->
     return attn_mask.expand(*shape[:-3], *attn_mask.shape[-3:]).flatten(0, len(shape) - 4)
 
 
-def _have_contiguous_rows(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def have_contiguous_rows(query: Tensor, key: Tensor, value: Tensor) -> bool:
     try:
         return query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
     except RuntimeError:  # a sparse tensor has no strides

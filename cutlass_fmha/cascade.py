@@ -17,6 +17,7 @@ from cutlass_fmha import autocast, private_torch
 from cutlass_fmha.arguments import check, results, tensors
 from cutlass_fmha.arguments.signature import lists_features, refuse_name
 from cutlass_fmha.attention import attention
+from cutlass_fmha.ops import dispatcher
 
 
 def merge_states(
@@ -164,11 +165,24 @@ def _both_parts(
 ) -> tuple[Tensor, Tensor]:
     """The merged state. ``both`` and ``own``: what ``attention`` is told of both parts, of the own one;
     ``to``: out and lse."""
+    *batch, seqlen, heads, _ = q.shape
     rows = q.reshape(1, math.prod(q.shape[:-2]), *q.shape[-2:])
-    shared, shared_lse = attention(rows, k_shared.unsqueeze(0), v_shared.unsqueeze(0), **both)
-    found, found_lse = attention(q, k, v, **own, **both)
-    # [num_heads, batch, seqlen_q] or [num_heads, total_q]: the batch comes first in a state.
-    shared_lse = shared_lse.view(q.shape[-2], *q.shape[:-2])
-    if q.dim() == 4:
-        shared_lse = shared_lse.transpose(0, 1)
-    return merge_states(shared.view(found.shape), shared_lse, found, found_lse, out=to[0], lse=to[1])
+    with dispatcher.between_launches(q) as room:
+        states: list[dict[str, Any]] = [{}, {}]
+        if room is not None and not dispatcher.needs_gradient(q, k_shared, v_shared, k, v):
+            for state, x, lse_shape in (
+                (states[0], rows, (1, heads, rows.shape[1])),
+                (states[1], q, (*batch, heads, seqlen)),
+            ):
+                state["out"] = room.empty((*x.shape[:-1], v_shared.shape[-1]), q.dtype)
+                state["lse"] = room.empty(lse_shape, torch.float32)
+            room.hold()
+        shared, shared_lse = attention(
+            rows, k_shared.unsqueeze(0), v_shared.unsqueeze(0), **both, **states[0]
+        )
+        found, found_lse = attention(q, k, v, **own, **both, **states[1])
+        # [num_heads, batch, seqlen_q] or [num_heads, total_q]: the batch comes first in a state.
+        shared_lse = shared_lse.view(heads, *q.shape[:-2])
+        if q.dim() == 4:
+            shared_lse = shared_lse.transpose(0, 1)
+        return merge_states(shared.view(found.shape), shared_lse, found, found_lse, out=to[0], lse=to[1])

@@ -8,6 +8,7 @@ from cutlass_fmha.arguments import check, check_features, results, tensors
 from cutlass_fmha.arguments.op_arguments import window_sides
 from cutlass_fmha.arguments.signature import lists_features, refuse_name
 from cutlass_fmha.attention import attend_cache
+from cutlass_fmha.ops import dispatcher
 from cutlass_fmha.ops.append_kv import Append, append, capacity_of, check_room
 from cutlass_fmha.ops.rotary import check_positions
 
@@ -146,52 +147,54 @@ def with_kv_cache(
         check_positions(rotary_cos, first, rows)
     if out is not None or lse is not None:
         _check_results(q, k_cache, v_cache, {"k": k, "v": v}, out, lse)
-    if k is not None and v is not None:
-        if cache_seqlens is None:
-            raise ValueError("k and v are appended behind cache_seqlens rows, and cache_seqlens is None")
-        rotated, seqused_k = append(
-            Append(
-                k_cache,
-                v_cache,
-                k,
-                v,
-                cache_seqlens,
-                q if is_rotated else None,
-                advance_query,
-                rotary_cos,
-                rotary_sin,
-                rotary_interleaved,
-                rotary_seqlens,
-                cache_batch_idx,
-                page_table,
-                leftpad_k,
-                cu_seqlens_q,
+    with dispatcher.between_launches(q) as between:
+        if k is not None and v is not None:
+            if cache_seqlens is None:
+                raise ValueError("k and v are appended behind cache_seqlens rows, and cache_seqlens is None")
+            rotated, seqused_k = append(
+                Append(
+                    k_cache,
+                    v_cache,
+                    k,
+                    v,
+                    cache_seqlens,
+                    q if is_rotated else None,
+                    advance_query,
+                    rotary_cos,
+                    rotary_sin,
+                    rotary_interleaved,
+                    rotary_seqlens,
+                    cache_batch_idx,
+                    page_table,
+                    leftpad_k,
+                    cu_seqlens_q,
+                ),
+                between,
             )
-        )
-        q = rotated if is_rotated else q
-    elif is_rotated:
-        raise ValueError("rotary embedding is of k and v that are appended, and there are none")
-    call = {
-        "window": window,
-        "mask": mask,
-        "bias": bias,
-        "prefix_lengths": prefix_lengths,
-        "softcap": softcap,
-        "alibi_slopes": alibi_slopes,
-        "sinks": sinks,
-        "seqused_k": seqused_k,
-        "leftpad_k": leftpad_k,
-        "page_table": page_table,
-        "cache_batch_idx": cache_batch_idx,
-        "cu_seqlens_q": cu_seqlens_q,
-        "max_seqlen_q": max_seqlen_q,
-        "max_seqlen_k": max_seqlen_k,
-        "num_splits": num_splits,
-        "batch_invariant": batch_invariant,
-        "out": out,
-        "lse": lse,
-    }
-    output, softmax_lse = attend_cache(q, k_cache, v_cache, scale, causal, return_lse, row, call)
+            q = rotated if is_rotated else q
+        elif is_rotated:
+            raise ValueError("rotary embedding is of k and v that are appended, and there are none")
+        call = {
+            "window": window,
+            "mask": mask,
+            "bias": bias,
+            "prefix_lengths": prefix_lengths,
+            "softcap": softcap,
+            "alibi_slopes": alibi_slopes,
+            "sinks": sinks,
+            "seqused_k": seqused_k,
+            "leftpad_k": leftpad_k,
+            "page_table": page_table,
+            "cache_batch_idx": cache_batch_idx,
+            "cu_seqlens_q": cu_seqlens_q,
+            "max_seqlen_q": max_seqlen_q,
+            "max_seqlen_k": max_seqlen_k,
+            "num_splits": num_splits,
+            "batch_invariant": batch_invariant,
+            "out": out,
+            "lse": lse,
+        }
+        output, softmax_lse = attend_cache(q, k_cache, v_cache, scale, causal, return_lse, row, call)
     return output if softmax_lse is None or not return_lse else (output, softmax_lse)
 
 

@@ -67,6 +67,19 @@ after_autograd = _next("_after_autograd_keyset", "_AutoDispatchBelowAutograd")
 after_writes = _next("_after_ADInplaceOrView_keyset", "_AutoDispatchBelowADInplaceOrView")
 
 
+# ---- what threads that compute gradients are told ----------------------------------------------------------
+
+
+def _keep_nothing(name: str, value: Any) -> None:
+    """Whoever computes this thread's gradients then knows nothing of it."""
+
+
+#: (name, value): kept for this thread, and for those in which torch computes the gradients that it asks for.
+stash: Callable[[str, Any], None] = getattr(_C, "_stash_obj_in_tls", _keep_nothing)
+is_stashed: Callable[[str], bool] = getattr(_C, "_is_key_in_tls", lambda name: False)
+stashed: Callable[[str], Any] = getattr(_C, "_get_obj_in_tls", lambda name: ())
+
+
 # ---- what a compiler knows ---------------------------------------------------------------------------------
 
 
@@ -155,3 +168,8 @@ check_value: Callable[[Any, Callable[[], str]], None] = getattr(torch, "_check_v
 
 #: torch's fused attention for CPU tensors; None where there is none.
 flash_for_cpu: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+
+#: A capsule of DLPack as a tensor, and a tensor as one of version 1, which older ones don't have.
+from_capsule: Callable[[Any], Any] = getattr(_C, "_from_dlpack", torch.utils.dlpack.from_dlpack)
+to_capsule: Any = getattr(torch.utils.dlpack, "to_dlpack")  # noqa: B009  which mypy takes for private
+to_capsule_1: Any = getattr(_C, "_to_dlpack_versioned", None)

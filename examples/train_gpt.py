@@ -200,7 +200,7 @@ def train(
     torch.manual_seed(seed)
     model = GPT(size, attend).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=size.rate, betas=(0.9, 0.95), fused=True)
-    warmup = max(1, size.steps // 20)
+    warmup = max(2, size.steps // 20)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, size.rate, size.steps, pct_start=warmup / size.steps, cycle_momentum=False
     )
@@ -311,7 +311,7 @@ def joined(paths: list[Path]) -> tuple[dict[str, Any], list[Run]]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--tiny", action="store_true", help="a model for a CPU")
-    parser.add_argument("--steps", type=int, help="of each run")
+    parser.add_argument("--steps", type=int, help="of each run, 2 or more")
     parser.add_argument(
         "--seeds", type=int, nargs="+", default=[0, 1, 2], help="of each way (default: 0 1 2)"
     )

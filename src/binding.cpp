@@ -126,7 +126,9 @@ cudaDeviceProp device_properties(int device) {
 struct RowView {
   int index;
   char const* name;
-  std::variant<ForwardConfig, WideConfig, BackwardConfig, QueryProductConfig, WideBackwardConfig, HelperConfig> config;
+  std::variant<ForwardConfig, WideConfig, WideScoredConfig, BackwardConfig, QueryProductConfig, WideBackwardConfig,
+               HelperConfig>
+      config;
   int smem_bytes;
 };
 struct NoDeviceProperties {
@@ -200,7 +202,7 @@ void bind_rows(py::module_& m) {
   attribute(c, "scored", [](auto const& config) -> decltype(config.scored()) { return config.scored(); });
   attribute(c, "element_bytes", [](TileConfig const& config) { return config.element_bytes(); });
 
-  attribute(c, "kv_warps", [](ForwardConfig const& config) { return config.kv_warps; });
+  attribute(c, "kv_warps", [](auto const& config) -> decltype(config.kv_warps + 0) { return config.kv_warps; });
   attribute(c, "stages", [](auto const& config) -> decltype(config.stages + 0) { return config.stages; });
   attribute(c, "q_in_registers", [](ForwardConfig const& config) { return config.q_in_registers; });
   attribute(c, "ping_pong", [](ForwardConfig const& config) { return config.ping_pong; });
@@ -251,7 +253,7 @@ PYBIND11_MODULE(_C, m) {
   bind_helper_params(m);
   bind_rope_params(m);
   bind_beside_params(m);
-  m.def("rows", [] { return views<ForwardConfig, WideConfig>(); });
+  m.def("rows", [] { return views<ForwardConfig, WideConfig, WideScoredConfig>(); });
   m.def("backward_rows", [] { return views<BackwardConfig, QueryProductConfig, WideBackwardConfig>(); });
   m.def("helpers", [] { return views<HelperConfig>(); });
   bind_run<BackwardParams>(m);  // before what it is derived from

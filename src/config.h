@@ -71,6 +71,7 @@ enum class Family : int {
   scored,            ///< every mask, score and shape that it says
   few_query_scored,  ///< the same for few query rows
   wide,              ///< float32, and head dims above 256
+  wide_scored,       ///< the same for every mask, score and shape that FeatureParams says
   combine,           ///< of what splits of the keys gave
   merge_tail,        ///< of what the parts of a plain row's tail gave
   merge,             ///< of two states
@@ -100,6 +101,7 @@ constexpr char const* name_of(Family family) {
                                     "scored",
                                     "few_query_scored",
                                     "wide",
+                                    "wide_scored",
                                     "combine",
                                     "merge_tail",
                                     "merge",
@@ -136,6 +138,10 @@ struct TileConfig {
 
   constexpr int threads() const { return 32 * warps; }
   constexpr int element_bytes() const { return bytes_of(dtype); }
+  /// Where operands pass through shared memory in steps (wide/steps.cuh): dimensions of those of scores that are there
+  /// at a time, and columns of what is summed.
+  constexpr int step_dims() const { return 128 / element_bytes(); }
+  constexpr int step_columns() const { return 256 / element_bytes(); }
   constexpr Architecture architecture() const {
     for (Architecture const& known : kArchitectures) {
       if (known.number == arch) return known;

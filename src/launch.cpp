@@ -178,6 +178,9 @@ void check(Row const& row, AttentionParams const& p) {
     case Family::wide:
       check_wide(row, p);
       break;
+    case Family::wide_scored:
+      check_wide_scored(row, p);
+      break;
     default:
       throw std::invalid_argument(std::string(row.name) + " is of family " + name_of(row.family()) +
                                   ", and these are parameters of attention");
@@ -196,6 +199,8 @@ void launch(Row const& row, AttentionParams const& p, int device, cudaStream_t s
       return launch_features(row, p, device, stream);
     case Family::wide:
       return launch_wide(row, p, device, stream);
+    case Family::wide_scored:
+      return launch_wide_scored(row, p, device, stream);
     default:
       return launch_plain(row, p, device, stream);
   }

@@ -22,10 +22,18 @@ void launch(Row const& row, AttentionParams const& p, int device, cudaStream_t s
 void check_plain(Row const& row, AttentionParams const& p);
 void check_features(Row const& row, AttentionParams const& p);
 void check_wide(Row const& row, AttentionParams const& p);
+void check_wide_scored(Row const& row, AttentionParams const& p);
 
 void launch_plain(Row const& row, AttentionParams const& p, int device, cudaStream_t stream);
 void launch_features(Row const& row, AttentionParams const& p, int device, cudaStream_t stream);
 void launch_wide(Row const& row, AttentionParams const& p, int device, cudaStream_t stream);
+void launch_wide_scored(Row const& row, AttentionParams const& p, int device, cudaStream_t stream);
+
+/// FeatureParams::cap_scale.
+float cap_scale(FeatureParams const& p);
+
+/// Merges the parts of split keys, where there are some.
+void launch_combine(FeatureParams const& p, DType dtype, int arch, int device, cudaStream_t stream);
 
 /// A launch's grid, or std::invalid_argument.
 dim3 grid_of(Row const& row, int64_t blocks);

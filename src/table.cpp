@@ -65,7 +65,8 @@ void allow_shared_memory(Row const& row, int device) {
 
 /// CUTLASS's example 41, and what stands beside it, numbers lanes and warps by two dimensions.
 dim3 block_of(Row const& row) {
-  bool const by_warps = row.family() == Family::wide || row.family() == Family::backward_wide;
+  bool const by_warps =
+      row.family() == Family::wide || row.family() == Family::wide_scored || row.family() == Family::backward_wide;
   return by_warps ? dim3(32, unsigned(row.threads() / 32)) : dim3(unsigned(row.threads()));
 }
 

@@ -16,7 +16,9 @@ namespace cutlass_fmha {
 
 struct Row {
   char const* name;  ///< also the kernel's symbol
-  std::variant<ForwardConfig, WideConfig, BackwardConfig, QueryProductConfig, WideBackwardConfig, HelperConfig> config;
+  std::variant<ForwardConfig, WideConfig, WideScoredConfig, BackwardConfig, QueryProductConfig, WideBackwardConfig,
+               HelperConfig>
+      config;
   int smem_bytes;  ///< dynamic shared memory of a launch
   void const* kernel;
 

@@ -269,18 +269,6 @@ class Room:
         return self.empty_like(x, **said).zero_()
 
 
-class _simulated:
+def _simulated(on: bool) -> Any:
     """Kernels run on the simulator in the block, or don't."""
-
-    def __init__(self, on: bool) -> None:
-        self.on = on
-
-    def __enter__(self) -> None:
-        self.before = os.environ.get("CUTLASS_FMHA_SIMULATE")
-        os.environ["CUTLASS_FMHA_SIMULATE"] = str(int(self.on))
-
-    def __exit__(self, *_: object) -> None:
-        if self.before is None:
-            del os.environ["CUTLASS_FMHA_SIMULATE"]
-        else:
-            os.environ["CUTLASS_FMHA_SIMULATE"] = self.before
+    return mock.patch.dict(os.environ, {"CUTLASS_FMHA_SIMULATE": str(int(on))})

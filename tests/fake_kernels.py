@@ -14,9 +14,12 @@ from typing import Any, NamedTuple
 import oracle_features
 import pytest
 import torch
+from fake_build import L4
 from torch import Tensor
 
 from cutlass_fmha import _C
+from cutlass_fmha.dispatch import device as devices
+from cutlass_fmha.dispatch import table as tables
 from cutlass_fmha.dispatch.table import Table
 
 
@@ -67,7 +70,11 @@ class FakeKernels:
         self.launches: list[Launched] = []
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """They are those of this build, and every GPU is an L4."""
         install(monkeypatch, self)
+        monkeypatch.setattr(tables, "this_build", lambda: self.build)
+        monkeypatch.setattr(devices, "of_index", lambda index: L4)
+        monkeypatch.delenv(devices.FORCE_ARCH, raising=False)
 
     @property
     def last(self) -> _C.AttentionParams:

@@ -33,10 +33,7 @@ def rows_arch() -> int | None:
         return min(row.arch for row in _C.rows())
     if not torch.cuda.is_available():
         return None
-    major, minor = torch.cuda.get_device_capability(0)
-    built = {row.arch for row in _C.rows()}
-    own = {8: 89, 12: 120}.get(major, 10 * major + minor)
-    return own if own in built else 89
+    return own if (own := own_arch()) in {row.arch for row in _C.rows()} else 89
 
 
 def simulated() -> bool:
@@ -63,7 +60,7 @@ def rows() -> list[_C.Row]:
 
 def scored_rows() -> list[_C.Row]:
     """The scored rows under test, the ranged and the masked ones."""
-    return _under_test("ranged", "masked", "scored", "few_query_scored")
+    return _under_test("ranged", "masked", "scored", "few_query_scored", "wide_scored")
 
 
 def wide_rows() -> list[_C.Row]:

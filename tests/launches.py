@@ -67,6 +67,9 @@ def fit(problem: Problem, row: _C.Row) -> Problem:
         return replace(p, head_dim=row.head_dim, head_dim_v=row.head_dim, layout=layout)
     if row.family == "wide":
         return fit_wide(p, row)
+    if row.family == "wide_scored":
+        p = only_ranges(p, row.family)
+        return fitted(fit_head_dims(p, row), row.head_dim, row.head_dim, row.tile_m, row.tile_n)
     if row.copy == "tma" and p.page_size:
         p = replace(p, leftpad=False)
     return fitted(p, row.head_dim, row.head_dim_v, row.tile_m, row.tile_n * row.kv_warps)
@@ -89,7 +92,7 @@ def only_runs(p: Problem) -> Problem:
 
 def only_ranges(problem: Problem, family: str = "ranged") -> Problem:
     """What ranged rows know of a problem, or the others of their kind: whole vectors."""
-    unknown = {name: DEFAULTS[name] for name in UNKNOWN[family]}
+    unknown = {name: DEFAULTS[name] for name in UNKNOWN.get(family, ())}
     dims = {name: -(-getattr(problem, name) // 8) * 8 for name in ("head_dim", "head_dim_v")}
     layouts = {name: getattr(problem, name) for name in ("layout", "out_layout")}
     odd = {name: "padded" for name, x in layouts.items() if x in ("unaligned", "overlapping")}
@@ -97,15 +100,23 @@ def only_ranges(problem: Problem, family: str = "ranged") -> Problem:
 
 
 def fit_wide(p: Problem, row: _C.Row) -> Problem:
-    """The problem with head dims that the row is for."""
-    dims = [min(dim, row.head_dim) for dim in (p.head_dim, p.head_dim_v)]
-    if row.head_dim > LARGEST and max(dims) <= LARGEST and p.seed % 2:
-        dims = [dim + LARGEST for dim in dims] if p.seed % 4 == 1 else [dims[0], dims[1] + LARGEST]
-    p = replace(p, head_dim=dims[0], head_dim_v=dims[1])
+    """The problem as the row can take it, with head dims that it is for."""
+    p = fit_head_dims(p, row)
     if p.window is not None:
         p = replace(p, window=(-1, p.window[1]))
     if p.bias is not None and row.dtype != "float32":
         p = replace(p, bias=(p.bias[0], "same", p.bias[2]))
+    return p
+
+
+def fit_head_dims(p: Problem, row: _C.Row) -> Problem:
+    """The problem with head dims that only wide rows are for, every second time, or always where they are
+    all that it is for."""
+    dims = [min(dim, row.head_dim) for dim in (p.head_dim, p.head_dim_v)]
+    no_other = row.family == "wide_scored" and row.dtype != "float32"
+    if row.head_dim > LARGEST and max(dims) <= LARGEST and (no_other or p.seed % 2):
+        dims = [dim + LARGEST for dim in dims] if p.seed % 4 == 1 else [dims[0], dims[1] + LARGEST]
+    p = replace(p, head_dim=dims[0], head_dim_v=dims[1])
     # An infinity has no rest: inf - inf.
     return replace(p, fill="normal") if row.mma == "tf32x3" and p.fill.endswith("minus-inf") else p
 
@@ -148,7 +159,8 @@ class Launch:
             room = outputs(problem, call, problem.head_dim_v, layout=layouts[problem.seed % len(layouts)])
             return Launch(row, problem, call, *room)
         call = problem.call(dtype, device)
-        return Launch(row, problem, call, *outputs(problem, call, problem.head_dim_v))
+        error = SPLIT_ERROR if row.family == "wide_scored" and row.dtype == "float32" else 0.0
+        return Launch(row, problem, call, *outputs(problem, call, problem.head_dim_v), product_error=error)
 
     def __post_init__(self) -> None:
         self.plan = _plan(self.problem, self.call, self.lse)

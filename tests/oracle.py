@@ -50,15 +50,17 @@ def _chunks(q: Tensor, k: Tensor) -> Iterator[slice]:
 
 
 def _softmax(scores: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Softmax over the last dimension, 0 for rows without a key, and its log-sum-exp, -inf for those."""
+    """Softmax over the last dimension, 0 for rows without a key, and its log-sum-exp, -inf for those.
+
+    Both have gradients, of rows without a key 0."""
     scores = scores.masked_fill(~mask, -math.inf)
-    maximum = scores.amax(dim=-1, keepdim=True)
-    # A row without keys has the maximum -inf, and -inf - -inf is NaN. Any finite subtrahend gives exp(-inf) =
-    # 0.
+    maximum = scores.detach().amax(dim=-1, keepdim=True)
+    # A row without keys has the maximum -inf, and -inf - -inf is NaN; exp(-inf - 0) is 0.
     p = torch.exp(scores - maximum.masked_fill(maximum == -math.inf, 0.0))
     total = p.sum(dim=-1, keepdim=True)
+    total = total.masked_fill(total == 0.0, 1.0)
     # Divided by the sum, not exp(score - lse): in an LSE of 1e30 the logarithm of the sum is lost.
-    return p / total.masked_fill(total == 0.0, 1.0), (maximum + total.log()).squeeze(-1)
+    return p / total, (maximum + total.log()).squeeze(-1)
 
 
 def _default_scale(q: Tensor, scale: float | None) -> float:
@@ -70,9 +72,7 @@ def ulp(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
     info = torch.finfo(dtype)
     # Without the guard, torch 2.11 fails here when another device is current.
     with torch.cuda.device_of(magnitude):
-        _, exponent = torch.frexp(
-            magnitude.clamp_min(info.tiny)
-        )  # magnitude = mantissa * 2^exponent, mantissa in [1/2, 1)
+        _, exponent = torch.frexp(magnitude.clamp_min(info.tiny))  # mantissa * 2^exponent, from [1/2, 1)
         return torch.ldexp(torch.full_like(magnitude, info.eps), exponent - 1)
 
 

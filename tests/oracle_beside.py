@@ -33,16 +33,9 @@ class RmsNorm:
     """All of a call and of its gradients. The sum is rounded to x's dtype, as it is kept."""
 
     def __init__(
-        self,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        eps: float,
-        weight_offset: float,
-        dout: Tensor,
-        dsum: Tensor | None,
-    ) -> None:
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float,
+        weight_offset: float, dout: Tensor, dsum: Tensor | None,
+    ) -> None:  # fmt: skip
         total = x.cpu() if residual is None else (x.cpu().double() + residual.cpu().double()).to(x.dtype)
         self.sum = total
         leaves = [
@@ -52,8 +45,8 @@ class RmsNorm:
         assert s is not None
         out = rms_norm(s, w, b, eps, weight_offset)
         dout = dout.detach().cpu().double()
-        wanted = [t for t in leaves if t is not None]
-        gradients = iter(torch.autograd.grad(out, wanted, dout))
+        dsum = torch.zeros_like(dout) if dsum is None else dsum.detach().cpu().double()
+        gradients = iter(torch.autograd.grad(out, [t for t in leaves if t is not None], dout))
         with torch.no_grad():
             factor = torch.ones(x.shape[-1], dtype=torch.float64) if w is None else w + weight_offset
             y = rms_norm(s, None, None, eps, 0.0)
@@ -61,17 +54,10 @@ class RmsNorm:
             scaled = (dout * factor).abs()
             term = rstd * (scaled + y.abs() * (scaled * y.abs()).mean(-1, keepdim=True))
             self.out = Expected(out.detach(), (y * factor).abs() + (0 if b is None else b.abs()))
-            dx = next(gradients)
-            if dsum is not None:
-                dx, term = dx + dsum.detach().cpu().double(), term + dsum.detach().cpu().double().abs()
-            self.dx = Expected(dx, term)
-            rows = list(range(x.dim() - 1))
-
-            def summed(terms: Tensor) -> Tensor:
-                return terms.abs().sum(rows) if rows else terms.abs()
-
-            self.dweight = None if w is None else Expected(next(gradients), summed(dout * y))
-            self.dbias = None if b is None else Expected(next(gradients), summed(dout))
+            self.dx = Expected(next(gradients) + dsum, term + dsum.abs())
+            terms = [x.abs().reshape(-1, x.shape[-1]).sum(0) for x in (dout * y, dout)]
+            self.dweight = None if w is None else Expected(next(gradients), terms[0])
+            self.dbias = None if b is None else Expected(next(gradients), terms[1])
 
 
 def activation(x: Tensor, name: str) -> Tensor:

@@ -28,17 +28,12 @@ def merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """One state of several, in fp64. A part whose LSE is -inf does not exist, whatever its output is."""
     outputs = torch.stack([o.double() for o, _ in parts])
     lses = torch.stack([lse.double().transpose(-1, -2) for _, lse in parts])  # as outputs, without head_dim
-    merged, total = torch.zeros_like(outputs[0]), torch.full_like(lses[0], -math.inf)
-    for index in _indices(total):
-        present = [s for s in range(len(parts)) if lses[(s, *index)] != -math.inf]
-        if not present:
-            continue
-        maximum = max(float(lses[(s, *index)]) for s in present)
-        weights = [math.exp(float(lses[(s, *index)]) - maximum) for s in present]
-        mean = sum(w * outputs[(s, *index)] for w, s in zip(weights, present, strict=True))
-        merged[index] = mean / sum(weights)
-        total[index] = maximum + math.log(sum(weights))
-    return merged, total.transpose(-1, -2)
+    maximum = lses.amax(0)
+    weights = torch.exp(lses - maximum.masked_fill(maximum == -math.inf, 0.0))
+    total = weights.sum(0)
+    total = total.masked_fill(total == 0.0, 1.0)
+    terms = weights[..., None] * outputs.masked_fill((lses == -math.inf)[..., None], 0.0)
+    return terms.sum(0) / total[..., None], (maximum + total.log()).transpose(-1, -2)
 
 
 def assert_merged(output: Tensor, lse: Tensor | None, parts: list[tuple[Tensor, Tensor]]) -> None:
@@ -58,18 +53,11 @@ def assert_merged(output: Tensor, lse: Tensor | None, parts: list[tuple[Tensor, 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
     """x [batch, seqlen, num_heads, head_dim] with positions[batch, seqlen], as complex numbers in fp64."""
-    dim = 2 * cos.shape[1]
-    rotated = x.double().clone()
-    for b, i in _indices(positions):
-        angle = torch.complex(cos[positions[b, i]].double(), sin[positions[b, i]].double())
-        row = rotated[b, i]
-        first, second = (
-            (row[:, :dim:2], row[:, 1:dim:2]) if interleaved else (row[:, : dim // 2], row[:, dim // 2 : dim])
-        )
-        turned = torch.complex(first.clone(), second.clone()) * angle
-        first.copy_(turned.real)
-        second.copy_(turned.imag)
-    return rotated
+    x, dim, pair = x.double(), 2 * cos.shape[1], -1 if interleaved else -2
+    parts = x[..., :dim].unflatten(-1, (dim // 2, 2) if interleaved else (2, dim // 2))
+    angles = torch.complex(cos[positions].double(), sin[positions].double())[..., None, :]
+    turned = torch.complex(parts.select(pair, 0), parts.select(pair, 1)) * angles
+    return torch.cat((torch.stack((turned.real, turned.imag), pair).flatten(-2), x[..., dim:]), -1)
 
 
 def assert_rotated(
@@ -88,9 +76,9 @@ def places(
     seqlen_new: int | list[int],
     rows: int,
     entries: int,
-    cache_batch_idx: Tensor | None,
-    page_table: Tensor | None,
-) -> dict[tuple[int, int], tuple[int, int]]:  # fmt: skip
+    cache_batch_idx: Tensor | None = None,
+    page_table: Tensor | None = None,
+) -> dict[tuple[int, int], tuple[int, int]]:
     """(batch, new row) -> (entry or page of the cache, row in it), for those that have a place there.
 
     seqlen_new: of all sequences, or of each. rows: of an entry or of a page. entries: how many there are.
@@ -114,10 +102,6 @@ def bits(x: Tensor) -> Tensor:
     return x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
-def _indices(x: Tensor) -> list[tuple[int, ...]]:
-    return [tuple(index) for index in torch.ones(x.shape).nonzero().tolist()]
-
-
 def assert_close(out: Tensor, expected: Tensor, largest: Tensor) -> None:
     half_ulp, smallest = HALF_ULP[out.dtype]
     relative = COMPUTED.get(out.dtype, COMPUTED_IN_FP32)
@@ -125,19 +109,3 @@ def assert_close(out: Tensor, expected: Tensor, largest: Tensor) -> None:
     error = (out.double() - expected).abs()
     assert not error.isnan().any()
     assert (error <= allowed).all(), f"off by {float((error / allowed).max())} times what is allowed"
-
-
-def normalized(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
-    """Each row by itself, in fp64."""
-    x = x.double()
-    x = x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
-    return x if weight is None else x * (weight.double() + offset)
-
-
-def assert_within(out: Tensor, expected: Tensor, scale: Tensor) -> None:
-    """One rounding, and what sums in fp32 lose of ``scale``."""
-    half_ulp, smallest = HALF_ULP[out.dtype]
-    relative = 2.0**-40 if out.dtype == torch.float64 else 2.0**-18
-    error, allowed = (out.double() - expected).abs(), half_ulp * expected.abs() + smallest + relative * scale
-    assert not error.isnan().any()
-    assert (error <= allowed).all(), f"off by {float((error / allowed).nan_to_num().max())} times the allowed"

@@ -5,13 +5,8 @@ Each test has records of its own, which its report brings to the process that wr
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
 import json
 import re
-import shutil
-import subprocess
-import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -115,32 +110,10 @@ def write(directory: Path, content: dict[str, object], text: str, tail: str = ""
 
 def environment(arch: int, mode: str, source_hash: str) -> dict[str, object]:
     """The machine and the versions of a run on the first GPU."""
-    from cutlass_fmha import _C
+    from cutlass_fmha.bench import machine  # not of a simulator's bare package
 
-    major, minor = torch.cuda.get_device_capability(0)
-    return {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "gpu": torch.cuda.get_device_name(0), "gpus": torch.cuda.device_count(),
-        "compute_capability": f"{major}.{minor}", "driver": driver_version(),
-        "driver_cuda": _C.driver_version(), "arch": arch, "mode": mode, "python": sys.version.split()[0],
-        "torch": torch.__version__, "torch_cuda": torch.version.cuda,
-        "cutlass_fmha": importlib.metadata.version("cutlass-fmha"),
-        "build": {str(key): _jsonable(value) for key, value in _C.build_info().items()},
-        "source_hash": source_hash,
-    }  # fmt: skip
-
-
-def _jsonable(value: object) -> object:
-    return {str(k): v for k, v in value.items()} if isinstance(value, dict) else value
-
-
-def driver_version() -> str:
-    """The NVIDIA driver's version as nvidia-smi tells it."""
-    if (program := shutil.which("nvidia-smi")) is None:
-        return "unknown (no nvidia-smi)"
-    command = [program, "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    return result.stdout.strip() if result.returncode == 0 else "unknown (nvidia-smi failed)"
+    gpus = {"gpus": torch.cuda.device_count(), "arch": arch, "mode": mode, "source_hash": source_hash}
+    return {**machine.describe(0), **gpus}
 
 
 MODES = {
@@ -163,8 +136,8 @@ def markdown(content: dict[str, object]) -> str:
         f"# Parity of the sm_{content['arch']} rows on {content['gpu']}: {verdict}",
         "",
         f"{content['date']}, mode {content['mode']} ({MODES[str(content['mode'])]}), compute capability "
-        f"{content['compute_capability']}, driver {content['driver']}, Python {content['python']}, torch "
-        f"{content['torch']} (CUDA {content['torch_cuda']}), cutlass_fmha {content['cutlass_fmha']}.",
+        f"{content['capability']}, driver {content['driver']}, Python {content['python']}, torch "
+        f"{content['torch']} (CUDA {content['cuda']}), cutlass_fmha {content['package']}.",
         f"Hash of src/: `{content['source_hash']}`.",
         "",
         f"{len(rows)} of {len(list(content['rows_expected']))} rows covered"  # type: ignore[call-overload]

@@ -78,29 +78,21 @@ def apply(opcode: str, result: np.dtype, *operands: np.ndarray | int | str) -> n
     Or statements that make %out of %in0, %in1, ...; %p1 holds in the first ten lanes.
     """
     arrays = [x for x in operands if isinstance(x, np.ndarray)]
-    count = len(arrays[0])
-    lines = [".reg .b32 %index; .reg .b64 %a<16>; .reg .pred %p<4>;"]
-    lines += [f".reg {REGISTERS[np.dtype(result).itemsize]} %out;"]
-    lines += ["mov.u32 %index, %ctaid.x; mov.u32 %t, %tid.x; mad.lo.u32 %index, %index, 32, %t;"]
-    lines[0] += " .reg .b32 %t;"
-    lines += ["setp.lt.u32 %p1, %t, 10;"]
-    names: list[str] = []
-    for number, operand in enumerate(operands):
-        if not isinstance(operand, np.ndarray):
-            names.append(str(operand))
-            continue
-        size, place = operand.dtype.itemsize, sum(isinstance(x, np.ndarray) for x in operands[:number])
-        lines += [f".reg {REGISTERS[size]} %in{number};"]
-        lines += [f"ld.param.u64 %a{place}, [p{place}]; mad.wide.u32 %a{place}, %index, {size}, %a{place};"]
-        lines += [f"ld.global{REGISTERS[size]} %in{number}, [%a{place}];"]
-        names.append(f"%in{number}")
-    out = np.zeros(count, dtype=result)
-    place = len(arrays)
+    out = np.zeros(len(arrays[0]), dtype=result)
+    assert len(out) % 32 == 0, "whole warps"
+
+    def place(number: int, x: np.ndarray) -> str:
+        name, at = "%out" if x is out else f"%in{number}", f"%a{number}"
+        begin = f".reg {REGISTERS[x.itemsize]} {name}; ld.param.u64 {at}, [p{number}];"
+        return f"{begin} mad.wide.u32 {at}, %index, {x.itemsize}, {at};"
+
+    lines = [".reg .b32 %index, %t; .reg .b64 %a<16>; .reg .pred %p<4>; mov.u32 %index, %ctaid.x;"]
+    lines += ["mov.u32 %t, %tid.x; mad.lo.u32 %index, %index, 32, %t; setp.lt.u32 %p1, %t, 10;"]
+    lines += [place(number, x) for number, x in enumerate((*arrays, out))]
+    lines += [f"ld.global{REGISTERS[x.itemsize]} %in{n}, [%a{n}];" for n, x in enumerate(arrays)]
+    inputs = iter(range(len(arrays)))
+    names = [f"%in{next(inputs)}" if isinstance(x, np.ndarray) else str(x) for x in operands]
     lines += [opcode if "%out" in opcode else f"{opcode} %out, {', '.join(names)};"]
-    lines += [
-        f"ld.param.u64 %a{place}, [p{place}]; mad.wide.u32 %a{place}, %index, {out.itemsize}, %a{place};"
-    ]
-    lines += [f"st.global{REGISTERS[out.itemsize]} [%a{place}], %out; ret;"]
-    assert count % 32 == 0, "whole warps"
-    run("\n".join(lines), *(np.ascontiguousarray(x) for x in arrays), out, blocks=count // 32)
+    lines += [f"st.global{REGISTERS[out.itemsize]} [%a{len(arrays)}], %out; ret;"]
+    run("\n".join(lines), *(np.ascontiguousarray(x) for x in arrays), out, blocks=len(out) // 32)
     return out

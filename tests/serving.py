@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import torch
 from tensors import randn
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 HEADS, HEADS_KV, DIM, PAGE = 4, 2, 32, 16
 
@@ -68,6 +70,11 @@ class Requests:
         at = torch.arange(begin, end)
         return self.table[number, at // PAGE].long() * PAGE + at % PAGE
 
+    def inputs(self, spare: int = 0) -> tuple[Tensor, ...]:
+        """q, k and v of the new tokens, packed, and of ``spare`` tokens that are nobody's."""
+        new = ([x[old:] for x, old in zip(each, self.old, strict=True)] for each in (self.k, self.v))
+        return tuple(torch.cat((*own, randn(spare, *own[0].shape[1:]))) for own in (self.q, *new))
+
     def expected(self, causal: str = "bottom-right", keys: list[int] | None = None, **said: Any) -> Tensor:
         """[total tokens, num_heads, head_dim] in fp64. keys: so many of each request are seen, for all."""
         of_each = [
@@ -101,6 +108,14 @@ def placed(x: Any, place: str, floats: torch.dtype | None = torch.float16) -> An
     return x
 
 
+def hollow(mode: FakeTensorMode, *places: object) -> None:
+    """Tensors that are attributes of these hold nothing from now on: a look at a length raises."""
+    for where in places:
+        for name, x in vars(where).items():
+            if isinstance(x, Tensor):
+                setattr(where, name, mode.from_tensor(x))
+
+
 def recorded(call: Callable[[], Tensor], place: str) -> Callable[[], Tensor]:
     """The call once more, whenever; on a GPU by a graph of CUDA, which reads the memory of now."""
     call()
@@ -121,3 +136,14 @@ def recorded(call: Callable[[], Tensor], place: str) -> Callable[[], Tensor]:
 def is_close(found: Tensor, expected: Tensor) -> bool:
     limits = {"rtol": 1e-4, "atol": 1e-5} if found.dtype == torch.float32 else {"rtol": 4e-3, "atol": 4e-3}
     return torch.allclose(found.double().cpu(), expected, **limits)
+
+
+def same_parameters(ours: type, *theirs: type) -> set[str]:
+    """Methods of ours that one of theirs has: parameters are its, in its order."""
+    compared = set()
+    for name, own in inspect.getmembers(ours, inspect.isroutine):
+        other = next((getattr(each, name) for each in theirs if name in vars(each)), None)
+        if name in vars(ours) and other is not None:
+            assert list(inspect.signature(own).parameters) == list(inspect.signature(other).parameters), name
+            compared.add(f"{ours.__name__}.{name}")
+    return compared

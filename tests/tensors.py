@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
 
 def ints(*numbers: int) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int32)
+
+
+def starts(*lengths: int) -> Tensor:
+    """Where sequences of these lengths begin, and where the last one ends."""
+    return ints(0, *accumulate(lengths))
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

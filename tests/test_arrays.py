@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -11,8 +13,9 @@ import pytest
 import torch
 from tensors import ints, qkv, randn
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-from cutlass_fmha import arrays, attention
+from cutlass_fmha import arrays, attention, private_torch
 
 
 class Recorder:
@@ -50,31 +53,17 @@ def test_arrays_in_arrays_out(library: str, device: str, dtype: torch.dtype):
     pytest.importorskip(library.partition(".")[0], reason=f"{library} is not installed")
     namespace = importlib.import_module(library)
     tensors = [x.to(device) for x in qkv(dtype=dtype)]
-    said: dict[str, Any] = {
-        "mask": torch.arange(65) < ints(65, 20)[:, None, None, None],
-        "seqused_k": ints(65, 30),
-    }
+    mask = torch.arange(65) < ints(65, 20)[:, None, None, None]
+    said: dict[str, Any] = {"mask": mask, "seqused_k": ints(65, 30)}
     if device == "cpu" or dtype == torch.float16:  # which no row of float32 takes
         said["sinks"] = randn(4)
         said["block_mask"] = (ints(1).view(1, 1, 1), ints(0).view(1, 1, 1, 1), (128, 128))
 
-    def placed(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(map(placed, value))
-        return value.to(device) if isinstance(value, Tensor) else value
-
-    def array(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(map(array, value))
-        return namespace.asarray(value.cpu().numpy()) if isinstance(value, Tensor) else value
-
-    want = attention(
-        *tensors, causal=True, return_lse=True, scale=0.2, **{n: placed(x) for n, x in said.items()}
-    )
-    given = [array(x) for x in tensors]
-    out, lse = attention(
-        *given, causal=True, return_lse=True, scale=0.2, **{n: array(x) for n, x in said.items()}
-    )
+    placed = tree_map_only(Tensor, lambda x: x.to(device), said)
+    as_arrays = functools.partial(tree_map_only, Tensor, lambda x: namespace.asarray(x.cpu().numpy()))
+    rest: dict[str, Any] = {"causal": True, "return_lse": True, "scale": 0.2}
+    want, given = attention(*tensors, **rest, **placed), as_arrays(tensors)
+    out, lse = attention(*given, **rest, **as_arrays(said))
     assert type(out) is type(lse) is type(given[0]) and out.shape == tuple(tensors[0].shape)
     assert type(attention(*given)) is type(out)
     for found, wanted in zip((out, lse), want, strict=True):
@@ -100,19 +89,24 @@ def test_the_stream_that_the_kernel_runs_on_is_handed_over(
     monkeypatch: pytest.MonkeyPatch, current: int, asked: int
 ):
     """1 is CUDA's default stream, which has no number; another one is known by its address."""
-    devices: list[Any] = []
-
-    class Stream:
-        cuda_stream = current
-
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: devices.append(device) or Stream())
+    devices: list[int] = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=current))
+    monkeypatch.setattr(private_torch, "raw_stream", lambda index: devices.append(index) or current)
     given = [Recorder(x) for x in qkv()]
     length = Recorder(ints(65, 20))
     out = attention(*given, seqused_k=length)
-    # torch first offers versions of the protocol, which this one does not know.
-    assert [x.asked for x in (*given, length)] == [[asked]] * 4 and set(devices) == {"cuda:1"}
+    assert [x.asked for x in (*given, length)] == [[asked]] * 4 and devices == [1]
     assert isinstance(out, Recorder)
-    assert torch.equal(out.tensor, attention(*qkv(), seqused_k=ints(65, 20)))
+    want = attention(*qkv(), seqused_k=ints(65, 20))
+    assert torch.equal(torch.from_dlpack(out.tensor), want)  # torch is on that stream
+    assert torch.equal(torch.from_dlpack(out.tensor.__dlpack__(stream=asked, max_version=(0, 8))), want)
+    with monkeypatch.context() as changed:  # on another one the tensor has it wait
+        changed.setattr(Tensor, "__dlpack__", lambda _, **said: said)
+        assert out.tensor.__dlpack__(stream=asked + 1) == {"stream": asked + 1}
+    place = arrays._Place(Recorder, None)
+    assert [place.take(Recorder(x)) is None for x in (ints(1), ints(1))] == [False, False]
+    place._index = 3  # where q was
+    assert place.take(given[0]) is None
     host = [Recorder(x, (1, 0)) for x in qkv()]
     attention(*host)
     assert [x.asked for x in host] == [[None]] * 3
@@ -138,7 +132,7 @@ class OnGpu(Recorder):
     @staticmethod
     def from_dlpack(tensor: Tensor) -> OnGpu:
         found = OnGpu(torch.from_dlpack(tensor.__dlpack__(stream=OnGpu.own.cuda_stream)))
-        assert found.tensor.data_ptr() == tensor.data_ptr(), "the result is copied"
+        assert found.tensor.data_ptr() == tensor._tensor.data_ptr(), "the result is copied"
         return found
 
 
@@ -188,10 +182,7 @@ class Closed(Recorder):
     [
         ({"k": [1.0]}, "k must be a torch.Tensor, got list"),
         ({"out": numpy.zeros(1)}, "out is not taken where q is a numpy.ndarray"),
-        (
-            {"k": Opaque()},
-            "k, a .*Opaque, can't be shared by DLPack: this memory is not for others",
-        ),
+        ({"k": Opaque()}, "k, a .*Opaque, can't be shared by DLPack: this memory is not for others"),
         ({"q": Closed(randn(1))}, "whose library has no from_dlpack to take the result with"),
         ({"k": randn(2, 65, 2, 32, dtype=torch.float16).requires_grad_()}, "k requires a gradient, and q is"),
         ({"k": qkv()[1].numpy()[:, ::-1]}, "k, a numpy.ndarray, has a negative stride"),

@@ -188,11 +188,9 @@ def test_states_of_two_dtypes_merge_in_the_wider_one():
     wide = attention(t["q"], t["k"], t["v"], return_lse=True)
     with cpu():
         narrow = attention(t["q"], t["k"], t["v"], return_lse=True)
-        found = cutlass_fmha.merge_states(*narrow, *wide)
-        other = cutlass_fmha.merge_states(*wide, *narrow)
-    expected = cutlass_fmha.merge_states(narrow[0].float(), narrow[1], *wide)
-    assert_same(found, expected, F32)
-    assert_same(other, expected, F32)
+        merged = [cutlass_fmha.merge_states(*x) for x in ((*narrow, *wide), (*wide, *narrow))]
+    for found in merged:
+        assert_same(found, cutlass_fmha.merge_states(narrow[0].float(), narrow[1], *wide), F32)
 
 
 def test_explain_tells_what_runs():
@@ -276,7 +274,6 @@ BACKENDS = [(name, backend) for name in CALLS for backend in ("eager", "aot_eage
 @pytest.mark.parametrize(("name", "backend"), [*BACKENDS, ("features", "inductor")])
 def test_a_compiled_call_is_cast_alike(name: str, backend: str):
     call = CALLS[name]
-    torch._dynamo.reset()
     compiled = torch.compile(call, fullgraph=True, backend=backend)
 
     @torch.compile(fullgraph=True, backend=backend)
@@ -299,7 +296,6 @@ def test_a_compiled_call_is_cast_alike(name: str, backend: str):
 
 @pytest.mark.parametrize("name", OVER_CACHES)
 def test_a_compiled_step_writes_the_cache_itself(name: str):
-    torch._dynamo.reset()
     for dtype in (BF16, F16, F32):
         one, other = caches(name, dtype, F32), caches(name, dtype, F32)
         with cpu():
@@ -352,22 +348,17 @@ def test_fake_cuda_tensors_are_cast(call: Callable[..., Any], to: torch.dtype):
 @pytest.mark.parametrize("name", OVER_CACHES)
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
 def test_fake_cuda_caches_are_not_cast(name: str, dtype: torch.dtype):
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensorMode(allow_non_fake_inputs=True), cuda():
         t = {key: torch.empty_like(x, device="cuda") for key, x in caches(name, dtype, F32).items()}
-        with cuda():
-            found = OVER_CACHES[name](t)
-        assert (found if isinstance(found, Tensor) else found[0]).dtype == dtype
+        found = OVER_CACHES[name](t)
+    assert (found if isinstance(found, Tensor) else found[0]).dtype == dtype
 
 
 def test_the_way_past_the_dispatcher_gets_what_is_cast(monkeypatch: pytest.MonkeyPatch):
     launched = []
 
-    def launch(q, k, v, *rest):
-        launched.append({x.dtype for x in (q, k, v)})
-        return q, None
-
     monkeypatch.setattr(dispatcher, "Tensor", LooksLikeCuda)
-    monkeypatch.setattr(plan, "launch", launch)
+    monkeypatch.setattr(plan, "launch", lambda *x: launched.append({y.dtype for y in x[:3]}) or (x[0], None))
     t = {name: x.as_subclass(LooksLikeCuda) for name, x in drawn().items()}
     mixed = t | {"k": t["k"].half()}
     attention(t["q"], t["k"], t["v"])

@@ -120,13 +120,9 @@ def test_the_error_check_accepts_a_right_result_and_finds_a_wrong_one(case: Case
 
 def test_the_sampled_rows_hold_the_first_and_the_last() -> None:
     rows = contenders.sample_rows(16384, 64)
-    assert (int(rows[0]), int(rows[-1]), len(rows)) == (0, 16383, 64)
-    assert len(set(rows.tolist())) == 64
+    assert (int(rows[0]), int(rows[-1]), len(set(rows.tolist()))) == (0, 16383, 64)
     assert contenders.sample_rows(3, 64).tolist() == [0, 1, 2]
-
-
-def test_sdpa_is_not_asked_for_a_mask_that_it_aligns_differently() -> None:
-    with pytest.raises(ValueError, match="top-left"):
+    with pytest.raises(ValueError, match="top-left"):  # torch's SDPA aligns that mask otherwise
         contenders.sdpa(replace(SMALL, seqlen_q=1))
 
 
@@ -330,6 +326,8 @@ def test_what_is_printed_has_means_refusals_machine_and_method():
     facts += ["the sm_120 rows are compiled for sm_90", runner.METHOD]
     facts += ["microseconds, repeated, S128 D64: attention 9.9, torch SDPA 15.6"]
     assert all(fact in markdown for fact in facts)
+    lines = [line for line in markdown.splitlines() if line.startswith("| ")]
+    assert len(lines) == len(CASES) + len(report.SECTIONS)
 
 
 def test_a_loop_is_by_torchs_allocator_and_by_a_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,14 +340,10 @@ def test_a_loop_is_by_torchs_allocator_and_by_a_workspace(monkeypatch: pytest.Mo
     names = {"reserved_bytes.all": 8 << 20, "allocated_bytes.all": 6 << 20}
     for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
+    stats = {f"{name}.peak": x for name, x in names.items()}
+    stats |= {f"{name}.current": 4 << 20 for name in names}
     monkeypatch.setattr(
-        torch.cuda,
-        "memory_stats",
-        lambda: (
-            {f"{name}.peak": x for name, x in names.items()}
-            | {f"{name}.current": 4 << 20 for name in names}
-            | {"allocation.all.allocated": next(counts)}
-        ),
+        torch.cuda, "memory_stats", lambda: stats | {"allocation.all.allocated": next(counts)}
     )
     used: list[bool] = []
     attention = cutlass_fmha.attention
@@ -385,16 +379,6 @@ def test_the_plan_of_a_case_is_that_of_its_call(group: str, buffers: int) -> Non
     rest = memory.planned(case, inputs, None, device="l4") - buffers * case.moved_bytes // 4
     workspace = 4 * 2 * 4 * 512 * (64 + 2) if case.backward else 0  # dQ in fp32, 8 bytes a row
     assert rest == workspace
-
-
-def test_every_line_of_the_markdown_table_has_the_same_columns() -> None:
-    tables = [
-        [line for line in part.splitlines() if line.startswith("|")]
-        for part in report.markdown(synthetic()).split("\n## ")[1:]
-    ]
-    assert sum(map(len, tables)) == len(CASES) + 2 * len(report.SECTIONS)
-    for lines in tables:
-        assert {line.count("|") for line in lines} == {lines[0].count("|")}
 
 
 def with_ratio(ratio: float) -> report.Result:
@@ -454,6 +438,7 @@ def test_the_picture_shows_bars_and_refusals(tmp_path: Path, suffix: str, begin:
     [
         ("", 1, "bench: a GPU is timed"),
         ("--plot picture.png", 2, "not installed: pip install matplotlib.\n"),
+        ("--plot picture.txt", 2, "--plot writes .png or .svg, and not 'picture.txt'\n"),
         ("--preset x", 2, "unknown"),
         ("--peers flash,x", 2, "unknown"),
         ("--compare b.json", 2, "name the other with --from-json"),
@@ -461,8 +446,8 @@ def test_the_picture_shows_bars_and_refusals(tmp_path: Path, suffix: str, begin:
     ],
 )
 def test_what_cannot_be_done_is_one_sentence(
-    arguments: str, status: int, said: str, tmp_path: Path, monkeypatch, capsys
-) -> None:
+    arguments: str, status: int, said: str, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert bench.main(arguments.format(tmp_path).split()) == status
@@ -494,7 +479,7 @@ def test_a_recorded_result_is_rendered_anew(tmp_path: Path, capsys: pytest.Captu
     assert "B2 H16 S8192 D128 bf16" not in capsys.readouterr().out
 
 
-def test_runs_of_some_cases_are_joined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_of_some_cases_are_joined(tmp_path: Path) -> None:
     whole, files = synthetic(), [tmp_path / f"{name}.json" for name in ("one", "two", "joined")]
     one, two = ({**whole, "cases": whole["cases"][part]} for part in (slice(0, 9), slice(9, None)))
     two |= {"host_us": {}, "peers": whole["peers"][:1]}
@@ -503,8 +488,6 @@ def test_runs_of_some_cases_are_joined(tmp_path: Path, capsys: pytest.CaptureFix
     asked = ["--from-json", *map(str, files[1::-1]), "--json"]
     assert bench.main([*asked, str(files[2])]) == 0
     assert report.read_json(files[2]) == json.loads(json.dumps(whole))
-    report.write_json({**two, "machine": {**two["machine"], "commit": "another"}}, files[0])
-    assert bench.main(asked) == 1 and "results of two GPUs or builds" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -535,19 +518,29 @@ def test_what_is_slower_than_noise_fails(
     assert bench.main([*asked, "--band", "50"]) == (said is not None and "no longer" in said)
 
 
-def test_results_that_cannot_be_compared_are_named(tmp_path, capsys):
-    report.write_json(synthetic(), tmp_path / "a.json")
-    other = synthetic()
-    other["machine"]["gpu"] = "NVIDIA L4"
-    report.write_json(other, tmp_path / "b.json")
-    assert bench.main(["--from-json", str(tmp_path / "a.json"), "--compare", str(tmp_path / "b.json")]) == 1
-    assert "results of NVIDIA L4 and of NVIDIA H200 say nothing" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("results", "arguments", "said"),
+    [
+        (lambda: [with_ratio(7.0)], "{0}", "wrong result: B2 H4/2 S48 D32 fp16 causal"),
+        (
+            lambda: [synthetic(), of_machine(gpu="NVIDIA L4")],
+            "{0} --compare {1}",
+            "results of NVIDIA L4 and of NVIDIA H200 say nothing",
+        ),
+        (lambda: [synthetic(), of_machine(commit="x")], "{0} {1}", "results of two GPUs or builds"),
+    ],
+)
+def test_what_a_file_holds_can_fail_the_command(results, arguments: str, said: str, tmp_path, capsys) -> None:
+    files = [tmp_path / "0.json", tmp_path / "1.json"]
+    for result, file in zip(results(), files, strict=False):
+        report.write_json(result, file)
+    assert bench.main(["--from-json", *arguments.format(*files).split()]) == 1
+    assert said in capsys.readouterr().err
 
 
-def test_a_wrong_result_fails_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report.write_json(with_ratio(7.0), tmp_path / "result.json")
-    assert bench.main(["--from-json", str(tmp_path / "result.json")]) == 1
-    assert "wrong result: B2 H4/2 S48 D32 fp16 causal" in capsys.readouterr().err
+def of_machine(**changes: str) -> report.Result:
+    result = synthetic()
+    return {**result, "machine": {**result["machine"], **changes}}
 
 
 def test_clocks_are_read_from_nvidia_smi_and_gaps_are_none(tmp_path: Path, monkeypatch) -> None:
@@ -636,13 +629,16 @@ def test_packed_used_and_paged_sequences_are_measured_and_checked(case: Case) ->
     )
 
 
-def test_what_has_no_peer_is_timed_beside_plain_causal_attention() -> None:
+def test_what_is_asked_is_what_can_run_it() -> None:
+    """What has no peer is timed beside plain causal attention; fp32 takes one peer alone."""
     case = featured("softcap")
     inputs = contenders.make_inputs(case, 1, torch.device("cpu"))
     found = lineup.line_up(case, inputs, ["flash"], None, Feature(case, torch.device("cpu")))
-    assert list(found) == ["ours", "causal"]
-    assert not found["causal"].checked
+    assert list(found) == ["ours", "causal"] and not found["causal"].checked
     assert list(lineup.line_up(case, inputs, [], None, Feature(case, torch.device("cpu")))) == ["ours"]
+    inputs = contenders.Inputs(*(torch.empty(1, 1, 1, 1, 1),) * 3)
+    asked = lineup.line_up(select_cases(["wide"])[0], inputs, list(contenders.PEERS))
+    assert list(asked) == ["ours", "efficient"]
 
 
 @pytest.mark.usefixtures("fake_gpu")
@@ -655,12 +651,6 @@ def test_decoding_is_timed_in_pages_and_beside_a_copy() -> None:
     assert results["copy"]["tbytes_per_s"] == round(case.moved_bytes / 10e-6 / 1e12, 3)
     inputs = contenders.make_inputs(case, 2, torch.device("cpu"))
     assert lineup.copy(case, inputs)(1).numel() * 2 == case.moved_bytes
-
-
-def test_only_the_peer_that_can_is_asked_for_fp32() -> None:
-    case = select_cases(["wide"])[0]
-    inputs = contenders.Inputs(*(torch.empty(1, 1, 1, 1, 1),) * 3)
-    assert list(lineup.line_up(case, inputs, list(contenders.PEERS))) == ["ours", "efficient"]
 
 
 # ---- another build -----------------------------------------------------------------------------------------

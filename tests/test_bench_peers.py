@@ -56,21 +56,6 @@ def gradients_of(dout, tensors, out, lse, scale, causal, said, into=(None,) * 3)
     return [x if target is None else target.copy_(x) for target, x in zip(into, found, strict=True)]
 
 
-def fa2_backward(
-    dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left,
-    window_size_right, softcap, alibi_slopes, deterministic, rng_state=None, **said,
-):  # fmt: skip
-    assert (dropout_p, window_size_left, window_size_right, softcap, alibi_slopes) == (0.0, -1, -1, 0.0, None)
-    gradients_of(dout, (q, k, v), out, softmax_lse, softmax_scale, causal, said, (dq, dk, dv))
-
-
-def fa2_varlen_backward(
-    dout, q, k, v, out, lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **said
-):  # fmt: skip
-    said |= lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    fa2_backward(dout, q, k, v, out, lse, dq, dk, dv, **said)
-
-
 def fa3_backward(
     dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, sequed_q=None, sequed_k=None,
     max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False,
@@ -205,9 +190,7 @@ STAND_INS: dict[str, dict[str, Any]] = {
     "flash_attn": {
         "flash_attn_func": cutlass_fmha.flash_attn.flash_attn_func,
         "flash_attn_varlen_func": cutlass_fmha.flash_attn.flash_attn_varlen_func,
-        "flash_attn_interface": SimpleNamespace(
-            _flash_attn_backward=fa2_backward, _flash_attn_varlen_backward=fa2_varlen_backward
-        ),
+        "flash_attn_interface": cutlass_fmha.flash_attn.flash_attn_interface,
     },
     "flash_attn_interface": {
         "flash_attn_func": fa3,
@@ -276,13 +259,16 @@ def test_a_package_is_asked_for_the_same_problem(name: str, cases: list[Case]) -
 
 
 @pytest.mark.usefixtures("stand_ins")
-@pytest.mark.parametrize("name", ["flash_attn", "fa3", "fa4", "cudnn_fe", "cudnn_dsl"])
+@pytest.mark.parametrize("name", ["flex", "flash_attn", "fa3", "fa4", "cudnn_fe", "cudnn_dsl"])
 @pytest.mark.parametrize("case", [CASE, replace(CASE, causal=False), PACKED], ids=lambda case: case.name)
-def test_a_package_is_asked_for_the_same_gradients(name: str, case: Case) -> None:
+def test_a_package_is_asked_for_the_same_gradients(name: str, case: Case, monkeypatch) -> None:
+    # It refuses gradients on the CPU, though its math has them.
+    monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *tensors: None)
     case = replace(case, group="backward")
-    inputs = contenders.make_inputs(case, 2, torch.device("cpu"))
-    found = lineup.line_up(case, inputs, [name, "flex", "sage"])
-    if case.lengths and name.startswith("cudnn"):
+    with torch.inference_mode():  # as the runner
+        inputs = contenders.make_inputs(case, 2, torch.device("cpu"))
+    found = lineup.line_up(case, inputs, [name, "flashinfer", "sage"])
+    if case.lengths and name in ("cudnn_fe", "cudnn_dsl", "flex"):
         assert name not in found
         return
     assert list(found)[2 + bool(case.lengths) :] == [name]  # after ours, and the deterministic one

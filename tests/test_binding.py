@@ -18,6 +18,7 @@ import resources
 from test_binding_features import ANY_ROW, RIGHT
 
 from cutlass_fmha import _C
+from cutlass_fmha.dispatch.table import WIDE
 
 ROOT = Path(__file__).resolve().parents[1]
 assert _C.__file__ is not None
@@ -30,7 +31,13 @@ ROWS = _C.rows()
 
 
 ARCHS_OF = {"${ALL}": "89;90;120", "${TMA}": "90;120"}  # the manifest's variables
-BEGINS = {"wide": "wide", "backward": "bwd", "query_product": "bwd", "backward_wide": "widebwd"}
+BEGINS = {
+    "wide": "wide",
+    "wide_scored": "wide",
+    "backward": "bwd",
+    "query_product": "bwd",
+    "backward_wide": "widebwd",
+}
 
 
 def manifest_begins() -> list[str]:
@@ -72,7 +79,7 @@ def test_every_architecture_has_every_dtype_and_head_dim_aligned_and_not():
     }
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.family != "wide"], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [row for row in ROWS if row.family not in WIDE], ids=lambda row: row.name)
 def test_a_rows_attributes_agree_with_its_name(row: _C.Row):
     dtype = {"float16": "f16", "bfloat16": "bf16"}[row.dtype]
     suffix = f"k{row.kv_warps}" if row.kv_warps > 1 else ""

@@ -38,9 +38,7 @@ class InterruptedPopen(subprocess.Popen[bytes]):
 
 
 @pytest.mark.parametrize("how", ["timeout", "interrupt", "interrupt at the start"])
-def test_what_ends_a_program_ends_all_that_it_started(
-    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_what_ends_a_program_ends_all_that_it_started(how: str, tmp_path, monkeypatch):
     """A child and its child hold a lock until they are dead."""
     if how == "interrupt at the start":
         monkeypatch.setattr(subprocess, "Popen", InterruptedPopen)
@@ -80,7 +78,7 @@ def test_a_missing_program_is_named(monkeypatch: pytest.MonkeyPatch):
     ],
 )  # fmt: skip
 def test_rows_of_sm_89_are_compiled_for_older_gpus_too(
-    asked: str, compiled_for: str | None, code: str, tmp_path: Path
+    asked: str, compiled_for: str | None, code: str, tmp_path
 ):
     """The least target has PTX: it is what runs on every GPU that none of the machine code runs on."""
     done = building.script(

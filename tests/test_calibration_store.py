@@ -65,7 +65,7 @@ DAMAGES = [
     (damaged(resident=0), "0 is no count"),
     (damaged(resident=1.5), "1.5 is no count"),
     ("[1]", "its schema is not 'cutlass_fmha-costs-"),
-    (damaged(schema="cutlass_fmha-costs-1"), "its schema is not 'cutlass_fmha-costs-2'"),
+    (damaged(schema="cutlass_fmha-costs-2"), "its schema is not 'cutlass_fmha-costs-3'"),
     (damaged(rows=None), "it lacks 'rows'"),
     (damaged(step=-1.0), "-1.0 is no finite number from 0 on"),
     (damaged(step=math.inf), "inf is no finite number"),
@@ -249,14 +249,12 @@ def test_calibrate_measures_fits_and_keeps(hermetic, monkeypatch, capsys, tmp_pa
         assert one.samples == found.rows[name].samples
 
 
-def test_calibrate_without_a_gpu_is_one_sentence(capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert command.main([]) == 1
-    err = capsys.readouterr().err
-    assert err.startswith("calibrate: a GPU is timed and ") and len(err.splitlines()) == 1
-
-
 def test_calibrate_refuses_what_could_not_be_used(capsys, monkeypatch, tmp_path):
+    with monkeypatch.context() as without:
+        without.setattr(torch.cuda, "is_available", lambda: False)
+        assert command.main([]) == 1
+        err = capsys.readouterr().err
+        assert err.startswith("calibrate: a GPU is timed and ") and len(err.splitlines()) == 1
     fake_gpu(monkeypatch)
     monkeypatch.setenv(device.FORCE_ARCH, "89")
     assert command.main([]) == 1

@@ -9,6 +9,7 @@ import oracle_features
 import pytest
 import torch
 from oracle_helpers import bits
+from tensors import randn, starts
 from torch import Tensor
 
 import cutlass_fmha
@@ -17,21 +18,13 @@ from cutlass_fmha.cascade import cascade_attention, merge_states
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
 INF = math.inf
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 State = tuple[Tensor, Tensor]
 
 
-def states(shape=(2, 5, 3, 16), dtype=torch.float32, count=2, seed=0) -> list[State]:
-    """Random ones: outputs of ``shape``, LSEs from -20 to 20."""
-    generator = torch.Generator().manual_seed(seed)
+def states(shape: tuple[int, ...] = (2, 5, 3, 16)) -> list[State]:
+    """Two, with LSEs of any size."""
     lse_shape = (*shape[:-3], shape[-2], shape[-3])
-    return [
-        (
-            torch.randn(shape, generator=generator).to(dtype),
-            torch.rand(lse_shape, generator=generator) * 40 - 20,
-        )
-        for _ in range(count)
-    ]
+    return [(randn(*shape, seed=n), 9 * randn(*lse_shape, seed=n + 2)) for n in (0, 1)]
 
 
 def merged(a: State, b: State) -> State:
@@ -69,14 +62,10 @@ def test_nothing_to_merge(shape: tuple[int, ...]):
 # ---- cascade attention -------------------------------------------------------------------------------------
 
 
-def cascade_inputs(
-    batch=3, seqlen_q=5, shared=20, own=12, heads=4, heads_kv=2, dim=16, dim_v=16, dtype=torch.float32
-):
-    generator = torch.Generator().manual_seed(4)
-    q = torch.randn(batch, seqlen_q, heads, dim, generator=generator).to(dtype)
-    dims = (heads_kv, dim), (heads_kv, dim_v)
-    shapes = (*((shared, *x) for x in dims), *((batch, own, *x) for x in dims))
-    return q, *(torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+def cascade_inputs(own: int = 12, dim_v: int = 16, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    """q, the keys and values of all, and each sequence's own."""
+    shapes = ((3, 5, 4, 16), (20, 2, 16), (20, 2, dim_v), (3, own, 2, 16), (3, own, 2, dim_v))
+    return tuple(randn(*shape, dtype=dtype, seed=n) for n, shape in enumerate(shapes))
 
 
 def whole_keys(k_shared: Tensor, v_shared: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -117,45 +106,32 @@ def test_an_empty_part_passes_the_others_bits_on(dtype: torch.dtype):
     assert (output == 0).all() and (lse == -INF).all()
 
 
-def test_own_keys_of_several_lengths():
-    q, k_shared, v_shared, k, v = cascade_inputs()
-    seqused_k = torch.tensor([12, 0, 3], dtype=torch.int32)
-    output, lse = cascade_attention(
-        q, k_shared, v_shared, k, v, causal=True, seqused_k=seqused_k, return_lse=True
+@pytest.mark.parametrize("where", ["lengths", "packed", "pages"])
+def test_own_keys_of_several_lengths_anywhere(where: str):
+    q, *shared, k, v = cascade_inputs(own=32)
+    used, (queries, keys) = torch.tensor([32, 0, 7], dtype=torch.int32), ([5, 5, 5], [32, 0, 7])
+    said: dict[str, Any] = {"seqused_k": used}
+    if where == "packed":
+        queries, keys = [2, 0, 5], [4, 5, 7]
+        said = {"cu_seqlens_q": starts(*queries), "cu_seqlens_k": starts(*keys)}
+        said |= {"max_seqlen_q": 5, "max_seqlen_k": 7}
+    of_q, of_k, of_v = (
+        [x[b, :n] for b, n in enumerate(own)] for x, own in ((q, queries), (k, keys), (v, keys))
     )
-    for b, length in enumerate(seqused_k.tolist()):
-        keys = whole_keys(k_shared, v_shared, k[b : b + 1, :length], v[b : b + 1, :length])
-        if length >= q.shape[1]:
-            one = slice(b, b + 1)
-            oracle_features.compare(output[one], lse[one], q[one], *keys, causal="bottom-right").check()
-    shared = cutlass_fmha.attention(q[1:2], k_shared[None], v_shared[None])
-    torch.testing.assert_close(output[1:2], shared)
-
-
-def test_packed_sequences():
-    q, k_shared, v_shared, k, v = cascade_inputs()
-    cu_seqlens_q = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
-    cu_seqlens_k = torch.tensor([0, 4, 9, 12], dtype=torch.int32)
-    output, lse = cascade_attention(
-        q[0], k_shared, v_shared, k[0], v[0], causal=True, return_lse=True,
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=3, max_seqlen_k=5,
-    )  # fmt: skip
-    assert output.shape == q[0].shape and lse.shape == (4, 5)
-    for queries, keys in ((slice(0, 2), slice(0, 4)), (slice(2, 5), slice(9, 12))):
-        both = whole_keys(k_shared, v_shared, k[:1, keys], v[:1, keys])
-        oracle_features.compare(
-            output[None, queries], lse[None, :, queries], q[:1, queries], *both, causal="bottom-right"
-        ).check()
-
-
-def test_paged_own_keys():
-    q, k_shared, v_shared, k, v = cascade_inputs(own=32)
-    pages = torch.randperm(6, generator=torch.Generator().manual_seed(0)).view(3, 2).to(torch.int32)
-    k_pages, v_pages = torch.empty(2, 6, 16, 2, 16).unbind(0)
-    for pool, keys in ((k_pages, k), (v_pages, v)):
-        pool[pages.long()] = keys.view(3, 2, 16, 2, 16)
-    found = cascade_attention(q, k_shared, v_shared, k_pages, v_pages, causal=True, page_table=pages)
-    torch.testing.assert_close(found, cascade_attention(q, k_shared, v_shared, k, v, causal=True))
+    given = [torch.cat(x) for x in (of_q, of_k, of_v)] if where == "packed" else [q, k, v]
+    if where == "pages":
+        said["page_table"] = table = torch.tensor([[3, 0], [5, 1], [4, 2]], dtype=torch.int32)
+        for i, x in ((1, k), (2, v)):
+            given[i] = torch.empty(6, 16, 2, 16).index_copy(
+                0, table.flatten().long(), x.reshape(6, 16, 2, 16)
+            )
+    output, lse = cascade_attention(given[0], *shared, *given[1:], causal=True, return_lse=True, **said)
+    outputs = output.split(queries) if where == "packed" else output
+    lses = lse.split(queries, 1) if where == "packed" else lse
+    for one, of_one, *own in zip(outputs, lses, of_q, of_k, of_v, strict=True):
+        causal = "bottom-right" if len(own[1]) else "none"  # there, the shared keys are before all queries
+        both = whole_keys(*shared, *(x[None] for x in own[1:]))
+        oracle_features.compare(one[None], of_one[None], own[0][None], *both, causal=causal).check()
 
 
 # ---- what torch expects of an op ---------------------------------------------------------------------------

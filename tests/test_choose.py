@@ -12,7 +12,7 @@ import torch
 from fake_build import L4, make_build
 
 import cutlass_fmha
-from cutlass_fmha import _C, cost
+from cutlass_fmha import cost
 from cutlass_fmha.cost import store
 from cutlass_fmha.dispatch import blocks, choose, device, eligibility
 from cutlass_fmha.dispatch import explain as explanation
@@ -24,7 +24,9 @@ from cutlass_fmha.errors import UnsupportedError
 
 BUILD = make_build()
 PROBLEM = Problem(2, 4096, 4096, 16, 16, 64, "float16")
-A100 = PRESETS["a100"]
+A100, RTX3090, ORIN, H200, RTX5090 = (
+    PRESETS[name] for name in ("a100", "rtx3090", "orin", "h200", "rtx5090")
+)
 TURING = Device("NVIDIA T4", (7, 5), 40, 64 * 1024)
 B200 = Device("NVIDIA B200", (10, 0), 148, 227 * 1024)
 SPARK = PRESETS["gb10"]
@@ -45,63 +47,47 @@ def reasons(problem: Problem, gpu: Device = L4, name: str = "fwd_sm89_f16_d64_m6
 
 
 @pytest.mark.parametrize(
-    ("gpu", "arch"),
+    ("archs", "compiled_for", "gpu", "arch"),
     [
-        *[(L4, 89), (PRESETS["h200"], 90), (PRESETS["rtx5090"], 120), (SPARK, 120), (B200, 89), (A100, 89)],
-        *[(TURING, None), (PRESETS["orin"], 89)],
+        *(
+            ((89, 90, 120), None, gpu, arch)
+            for arch, gpus in {89: (L4, B200, A100, ORIN), 90: (H200,), 120: (RTX5090, SPARK)}.items()
+            for gpu in gpus
+        ),
+        ((89, 90, 120), None, TURING, None),
+        # A build that lacks a GPU's own rows, or has them in code that it can't execute: what nvcc 12.8
+        # compiles for rows by TMA, sm_120a, doesn't run on 12.1. Both have the PTX of sm_89.
+        *[((89,), None, H200, 89), ((89,), None, RTX5090, 89), ((90, 120), {90: "90"}, L4, None)],
+        *[((89, 120), {120: "120f"}, SPARK, 120), ((89, 120), {120: "120"}, SPARK, 120)],
+        *[((89, 120), {120: "120a"}, RTX5090, 120), ((89, 120), {120: "120a"}, SPARK, 89)],
+        ((89, 120), {120: "90"}, RTX5090, 89),
     ],
 )
-def test_a_device_takes_its_own_rows_or_the_ptx_of_sm_89(gpu: Device, arch: int | None):
-    assert device.rows_arch(gpu, BUILD.architectures) == arch
-    assert {name[4:9].rstrip("_") for name in eligible(PROBLEM, gpu)} == ({f"sm{arch}"} if arch else set())
-
-
-def test_a_trimmed_build_falls_back_to_the_ptx_of_sm_89():
-    trimmed = make_build((89,))
-    for gpu in (PRESETS["h200"], PRESETS["rtx5090"]):
-        assert device.rows_arch(gpu, trimmed.architectures) == 89
-        assert eligible(PROBLEM, gpu, trimmed)
-    assert device.rows_arch(L4, {90: "90", 120: "120f"}) is None
-
-
-@pytest.mark.parametrize(
-    ("compiled_for", "gpu", "arch"),
-    [
-        ("120f", SPARK, 120),
-        ("120", SPARK, 120),
-        ("120a", SPARK, 89),
-        ("120a", PRESETS["rtx5090"], 120),
-        ("90", PRESETS["rtx5090"], 89),
-    ],
-)
-def test_a_device_takes_rows_of_its_own_that_it_can_execute(compiled_for: str, gpu: Device, arch: int):
-    """What nvcc 12.8 compiles for rows by TMA, sm_120a, doesn't run on 12.1, which has the PTX of sm_89."""
-    build = make_build((89, 120), {120: compiled_for})
-    assert {name[4:9].rstrip("_") for name in eligible(PROBLEM, gpu, build)} == {f"sm{arch}"}
-    assert choose.choose(PROBLEM, gpu, table=build).arch == arch
-    (reason,) = eligibility.reasons(build.by_name("fwd_sm120_f16_d64_m64n64w4"), PROBLEM, gpu, build) or [""]
-    number = f"{gpu.capability[0]}.{gpu.capability[1]}"
-    sentence = f"compiled for sm_{compiled_for}, which a device of capability {number} can't execute"
-    assert reason == (sentence if arch == 89 else "")
+def test_a_device_takes_its_own_rows_or_the_ptx_of_sm_89(
+    archs: tuple[int, ...], compiled_for: dict[int, str] | None, gpu: Device, arch: int | None
+):
+    build = make_build(archs, compiled_for)
+    assert device.rows_arch(gpu, build.architectures) == arch
+    assert {name[4:9].rstrip("_") for name in eligible(PROBLEM, gpu, build)} == (
+        {f"sm{arch}"} if arch else set()
+    )
+    assert arch is None or choose.choose(PROBLEM, gpu, table=build).arch == arch
+    if arch == 89 and 120 in (compiled_for or ()):
+        (reason,) = eligibility.reasons(build.by_name("fwd_sm120_f16_d64_m64n64w4"), PROBLEM, gpu, build)
+        number = f"{gpu.capability[0]}.{gpu.capability[1]}"
+        target = f"compiled for sm_{build.architectures[120]}"
+        assert reason == f"{target}, which a device of capability {number} can't execute"
 
 
 @pytest.mark.parametrize(
     ("compiled_for", "gpu", "code"),
     [
-        ("89", A100, None),
-        ("86", A100, None),
-        ("80", A100, "sm_80"),
-        ("80,89", PRESETS["rtx3090"], "sm_80"),
-        ("80,86,89", PRESETS["rtx3090"], "sm_86"),
-        ("80,86,89", L4, "sm_89"),
-        ("80", L4, "sm_80"),
-        ("80,89", PRESETS["orin"], "compute_80"),
-        ("89", PRESETS["orin"], None),
-        ("80,89", PRESETS["h200"], "compute_80"),
-        ("89", B200, "compute_89"),
-        ("120f", SPARK, "sm_120f"),
+        ("89", A100, None), ("86", A100, None), ("80", A100, "sm_80"), ("80,89", RTX3090, "sm_80"),
+        ("80,86,89", RTX3090, "sm_86"), ("80,86,89", L4, "sm_89"), ("80", L4, "sm_80"),
+        ("80,89", ORIN, "compute_80"), ("89", ORIN, None), ("80,89", H200, "compute_80"),
+        ("89", B200, "compute_89"), ("120f", SPARK, "sm_120f"),
     ],
-)
+)  # fmt: skip
 def test_code_of_one_gpu_runs_on_others(compiled_for: str, gpu: Device, code: str | None):
     """A cubin on later GPUs of its generation; on an SoC's and on other generations PTX."""
     assert device.can_execute(compiled_for, gpu.capability) == (code is not None)
@@ -114,7 +100,7 @@ def test_code_of_one_gpu_runs_on_others(compiled_for: str, gpu: Device, code: st
         (SPARK, {120: "120a"}, r"sm_120 \(sm_120's compiled for sm_120a\) only, none .*nvcc 12.9"),
         (A100, {89: "89"}, r"sm_89 \(sm_89's compiled for sm_89\) only, none .*ARCHITECTURES=80`$"),
         (A100, {89: "86,89"}, r"compiled for sm_86 and sm_89\) only, none .*ARCHITECTURES=80`$"),
-        (PRESETS["rtx3090"], {90: "90"}, r"rows for sm_90 only, none of .*ARCHITECTURES=86`$"),
+        (RTX3090, {90: "90"}, r"rows for sm_90 only, none of .*ARCHITECTURES=86`$"),
         (TURING, {89: "80"}, "is older than every kernel of cutlass_fmha: .* 8.0 or newer is needed"),
         (L4, {90: "90", 120: "120f"}, "holds rows for sm_90, sm_120 only, none of which NVIDIA L4"),
         (L4, {}, r"no CUDA kernels \(CUTLASS_FMHA_CUDA=OFF\): install a wheel with CUDA"),
@@ -130,11 +116,11 @@ def test_a_build_without_code_for_a_device_says_how_to_get_some(
 
 def test_an_architecture_can_be_forced(monkeypatch):
     monkeypatch.setenv(device.FORCE_ARCH, "89")
-    assert all("sm89" in name for name in eligible(PROBLEM, PRESETS["h200"]))
+    assert all("sm89" in name for name in eligible(PROBLEM, H200))
     monkeypatch.setenv(device.FORCE_ARCH, "120")
-    assert eligible(PROBLEM, PRESETS["h200"]) == []
+    assert eligible(PROBLEM, H200) == []
     assert "compiled for sm_120, which a device of capability 9.0 can't execute" in reasons(
-        PROBLEM, PRESETS["h200"], "fwd_sm120_f16_d64_m64n64w4"
+        PROBLEM, H200, "fwd_sm120_f16_d64_m64n64w4"
     )
     monkeypatch.setenv(device.FORCE_ARCH, "80")
     with pytest.raises(ValueError, match="CUTLASS_FMHA_FORCE_ARCH must be one of 89, 90, 120, got '80'"):
@@ -144,18 +130,16 @@ def test_an_architecture_can_be_forced(monkeypatch):
 def test_a_forced_architecture_that_is_not_built_is_an_error(monkeypatch):
     monkeypatch.setenv(device.FORCE_ARCH, "120")
     with pytest.raises(UnsupportedError, match="FORCE_ARCH=120 asks for sm_120 rows.*rows for sm_89 only"):
-        choose.choose(PROBLEM, PRESETS["rtx5090"], table=make_build((89,)))
+        choose.choose(PROBLEM, RTX5090, table=make_build((89,)))
 
 
 def test_a_proxy_build_runs_sm_120_rows_on_sm_90_and_nowhere_else(monkeypatch):
     proxy = make_build((120,), {120: "90"})
     monkeypatch.setenv(device.FORCE_ARCH, "120")
-    assert eligible(PROBLEM, PRESETS["h200"], proxy)
-    assert not eligible(PROBLEM, PRESETS["rtx5090"], proxy)
-    row = proxy.rows[0]
-    assert "compiled for sm_90, which a device of capability 12.0 can't execute" in eligibility.reasons(
-        row, PROBLEM, PRESETS["rtx5090"], proxy
-    )
+    assert eligible(PROBLEM, H200, proxy)
+    assert not eligible(PROBLEM, RTX5090, proxy)
+    found = eligibility.reasons(proxy.rows[0], PROBLEM, RTX5090, proxy)
+    assert "compiled for sm_90, which a device of capability 12.0 can't execute" in found
 
 
 # ---- reasons -----------------------------------------------------------------------------------------------
@@ -173,9 +157,6 @@ def test_each_reason_is_a_sentence_of_its_own():
     assert reasons(PROBLEM, replace(L4, smem_per_block=16 * 1024)) == [
         "needs 24576 bytes of shared memory per block, and this device has 16384"
     ]
-
-
-def test_reasons_accumulate():
     assert len(reasons(replace(PROBLEM, dtype="float32", head_dim=256, alignment=4), TURING)) == 4
 
 
@@ -210,10 +191,8 @@ def test_a_large_problem_never_takes_a_few_query_row(
     problem = Problem(batch, seqlen, seqlen, heads, heads, head_dim, "float16", causal)
     chosen = choose.choose(problem, PRESETS[gpu], table=BUILD)
     assert chosen.kv_warps == 1
-    if gpu == "h200" or (
-        batch == 4 and head_dim > 32
-    ):  # elsewhere the smaller tile may fill its last wave better
-        assert chosen.tile_m == 256
+    # Elsewhere the smaller tile may fill its last wave better.
+    assert chosen.tile_m == 256 or (gpu != "h200" and (batch < 4 or head_dim == 32))
 
 
 def test_a_row_can_be_forced_or_says_why_not():
@@ -259,7 +238,7 @@ def test_registers_are_told_from_the_tile(changes: dict, registers: int):
 
 @pytest.mark.parametrize("causal", ["none", "top-left", "bottom-right"])
 @pytest.mark.parametrize(
-    ("seqlen_q", "seqlen_k"), [(1, 1), (200, 70), (70, 200), (1000, 1000), (300, 0), (9000, 9000)]
+    ("seqlen_q", "seqlen_k"), [(1, 1), (200, 70), (70, 200), (1000, 1000), (300, 0), (9000, 9000), (6400, 5)]
 )
 @pytest.mark.parametrize("name", ["m64n64w4", "m256n64w8", "m32n32w8k8"])
 def test_blocks_of_a_launch_are_those_of_the_mask(name: str, seqlen_q: int, seqlen_k: int, causal: str):
@@ -290,13 +269,9 @@ def test_blocks_of_a_launch_are_those_of_the_mask(name: str, seqlen_q: int, seql
 SUMMED = ("steps", "warp_block", "warp_steps")
 
 
-def simulate(durations: list[float], places: int) -> float:
-    """When the last of some blocks ends that go to places in order, each to the first that is free."""
-    return fill([0.0] * places, durations)
-
-
 def fill(free: list[float], durations: list[float]) -> float:
-    """``simulate`` from when each place becomes free."""
+    """When the last of some blocks ends that go to places in order, each to the first that is free.
+    free: from when each place is."""
     heapq.heapify(free)
     for us in durations:
         heapq.heapreplace(free, free[0] + us)
@@ -311,7 +286,7 @@ def busiest(durations: list[float], sms: int, resident: int, even: bool) -> floa
         return fill(dealt, durations[places:])
     before = (len(durations) - 1) // places * places
     last = durations[before:]
-    one_each, all_places = simulate(last, sms), sum(last[:resident])
+    one_each, all_places = fill([0.0] * sms, last), sum(last[:resident])
     return sum(durations[:before:sms]) + (one_each + all_places) / 2
 
 
@@ -328,12 +303,31 @@ def test_waiting_and_work_are_those_of_blocks_that_go_where_there_is_room(
     counts = cost.count(row, problem, L4, prices)
     assert counts is not None
     launched = [group for group in blocks.groups(row, problem, L4) for _ in range(group.blocks)]
-    waiting = simulate([2.0 * group.block + 0.5 * group.steps for group in launched], 3 * L4.sm_count)
+    waits = [2.0 * group.block + 0.5 * group.steps for group in launched]
+    waiting = fill([0.0] * 3 * L4.sm_count, waits)
     durations = [group.warp_block + 0.4 * group.warp_steps for group in launched]
     work = busiest(durations, L4.sm_count, 3, even=causal == "none")
     assert prices.waiting(counts) == pytest.approx(waiting, rel=0.04)
     assert prices.work(counts) == pytest.approx(work, rel=0.04)
     assert prices.of(counts) == pytest.approx(math.hypot(waiting, work), rel=0.04)
+
+
+@pytest.mark.parametrize("left", [0, 1, 57])
+def test_a_launch_takes_no_less_than_the_memory_does(left: int):
+    """And what a last wave takes besides, which is too small to keep the memory busy."""
+    row = BUILD.by_name("fwd_sm89_f16_d64_m64n64w4")
+    heads = 2 * 58 + left
+    problem = Problem(1, 64, 6400, heads, heads, 64, "float16")
+    prices = cost.RowCost(3.0, 2.0, 0, 0, 1.0, 0.5, 0, 0, memory=1.5)
+    megabytes = heads * 2 * (64 + 6400) * 64 * 2 / 1e6
+    last = max(0.0, 1.0 + 0.5 * 100 - 1.5 * megabytes * left / heads) if left else 0.0
+    priced = cost.Priced(row, L4, prices)
+    assert (counts := priced.counts(problem)) is not None
+    assert priced.us(problem) == pytest.approx(5.0 + 1.5 * megabytes + last + 0.01 * prices.of(counts))
+    assert priced.at_least(problem) == pytest.approx(5.0 + 1.5 * megabytes)
+    assert prices.scaled(2.0).memory == prices.memory
+    slow = replace(prices, step=50.0)
+    assert cost.predict(row, problem, L4, slow) == cost.predict(row, problem, L4, replace(slow, memory=0.0))
 
 
 def test_parts_of_a_divided_tail_are_no_longer_than_they_are():
@@ -345,15 +339,6 @@ def test_parts_of_a_divided_tail_are_no_longer_than_they_are():
     assert tail is not None and tail.tiles == 32
     counts = cost.count(row, problem, L4, cost.RowCost(0, 0, 0, 0, 1.0, 1.0, 1.0, 1.0))
     assert counts is not None and counts.steps < 64
-
-
-def test_the_only_tile_that_sees_a_key_counts():
-    """Of many query tiles, which are played through in groups, the last may be the only one."""
-    row = BUILD.by_name("fwd_sm89_f16_d64_m64n64w4")
-    found = blocks.groups(row, Problem(1, 6400, 5, 1, 1, 64, "float16", "bottom-right"), L4)
-    assert found[0].blocks == 1 and found[0].steps == 1
-    assert all(group.steps == 0 for group in found[1:])
-    assert sum(group.blocks for group in found) == 100 and len(found) <= blocks.MAX_GROUPS
 
 
 def test_cost_grows_with_work_and_shrinks_with_sms():
@@ -461,26 +446,18 @@ def test_explain_takes_a_shape(monkeypatch):
     assert cutlass_fmha.explain(shape=(1, 1, 1, 64), device=L4).device is L4
 
 
-@pytest.mark.parametrize(
-    ("name", "sm_count", "capability"),
-    [
-        ("l4", 58, (8, 9)),
-        ("L40S", 142, (8, 9)),
-        ("RTX 4090", 128, (8, 9)),
-        ("rtx5080", 84, (12, 0)),
-        ("rtx-5090", 170, (12, 0)),
-        ("RTX PRO 6000", 188, (12, 0)),
-        ("h200", 132, (9, 0)),
-        ("A100 40GB", 108, (8, 0)),
-        ("sm_86", 82, (8, 6)),
-        ("sm_89:58", 58, (8, 9)),
-        ("sm_120", 170, (12, 0)),
-        ("90", 132, (9, 0)),
-    ],
-)
-def test_devices_have_names(name: str, sm_count: int, capability: tuple[int, int]):
+DEVICES = {
+    "l4": (58, (8, 9)), "L40S": (142, (8, 9)), "RTX 4090": (128, (8, 9)), "rtx5080": (84, (12, 0)),
+    "rtx-5090": (170, (12, 0)), "RTX PRO 6000": (188, (12, 0)), "h200": (132, (9, 0)),
+    "A100 40GB": (108, (8, 0)), "sm_86": (82, (8, 6)), "sm_89:58": (58, (8, 9)), "sm_120": (170, (12, 0)),
+    "90": (132, (9, 0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_devices_have_names(name: str):
     found = device.named(name)
-    assert (found.sm_count, found.capability) == (sm_count, capability)
+    assert (found.sm_count, found.capability) == DEVICES[name]
 
 
 # ---- this build --------------------------------------------------------------------------------------------
@@ -501,10 +478,3 @@ def test_every_row_runs_something_on_its_architecture(monkeypatch):
             problem = replace(problem, features=("mask",))
         assert eligibility.reasons(row, problem, gpu, build) == []
         assert 0 < choose.predicted_us(row, problem, gpu) < 1e4
-
-
-def test_there_is_a_row_for_any_alignment_where_there_is_a_fast_one():
-    """Of this build; test_binding.py looks at all rows."""
-    rows = [row for row in _C.rows() if row.family in tables.PLAIN]
-    fast = {(row.arch, row.dtype, row.head_dim) for row in rows if row.alignment > 2}
-    assert fast == {(row.arch, row.dtype, row.head_dim) for row in rows if row.alignment == 2}

@@ -111,6 +111,30 @@ def test_keys_are_split_where_that_fills_the_gpu(gpu: str):
     assert blocks.split_keys(row, replace(DECODE, seqlen_k=20), many) == 1
 
 
+# head_dim: what tells how many blocks an H200's SM holds, as of the manifest's few-query rows.
+ON_AN_H200 = {
+    64: {"tile_n": 32, "smem_bytes": 68_300, "min_blocks": 2},
+    128: {"tile_n": 16, "smem_bytes": 70_350, "min_blocks": 3},
+    256: {"tile_n": 16, "smem_bytes": 74_140, "min_blocks": 1, "warps": 2, "kv_warps": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "heads_kv", "keys", "head_dim", "splits"),
+    [  # the fastest of several, timed on an H200
+        (16, 32, 32, 2048, 128, 2), (32, 32, 32, 2048, 128, 1), (1, 32, 32, 32768, 128, 4),
+        (1, 32, 8, 32768, 128, 16), (64, 32, 8, 4096, 64, 1), (32, 16, 16, 8192, 64, 1),
+        (1, 8, 1, 16384, 256, 64), (32, 16, 16, 1024, 256, 2),
+    ],
+)  # fmt: skip
+def test_parts_are_those_that_were_the_fastest(batch, heads, heads_kv, keys, head_dim, splits):
+    shape = {"arch": 90, "head_dim": head_dim, "value_dim": head_dim}
+    row = replace(FEW_QUERY, **shape, **ON_AN_H200[head_dim])
+    problem = Problem(batch, 1, keys, heads, heads_kv, head_dim, "float16")
+    assert blocks.resident_blocks(row, PRESETS["h200"]) == (2 if head_dim == 64 else 3)
+    assert blocks.split_keys(row, problem, PRESETS["h200"]) == splits
+
+
 def test_parts_need_a_bounded_workspace():
     problem = Problem(1, 512, 2**20, 128, 128, 64, "float16")
     limited = replace(problem, seqlen_q=64 * 1024)

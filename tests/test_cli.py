@@ -55,12 +55,6 @@ def test_without_arguments_it_prints_help(capsys):
     assert all(re.search(rf"\n    {command}\s", out) for command in cli.COMMANDS)
 
 
-def test_it_runs_as_a_module():
-    command = [sys.executable, "-m", "cutlass_fmha", "info"]
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert f"cutlass_fmha {cutlass_fmha.__version__}, torch " in told
-
-
 def test_info_says_what_this_build_is(capsys):
     status, out = run(capsys, "info", "--rows")
     assert status == 0
@@ -127,11 +121,13 @@ FORCED = "fwd_sm90_bf16_d64_m256n64w8"
         ("1,5,1,64 --causal top-left --device sm_90:7", 0, ["causal top-left", "7 SMs"]),
         (f"1,5,1,64 --row {FORCED} --device h200", 0, [f"runs: {FORCED}, forced by name\n"]),
         ("1,5,1,64", 0, ["runs: the CPU backend, which needs no row\n"]),  # where there is no GPU
+        ("1,5,1,64 --measure", 1, []),
         ("1,5,1,480 --device rtx4090", 1, ["runs: nothing, because no row of this build can run this pr"]),
     ],
 )
 def test_explain_says_what_runs(capsys, build, monkeypatch, arguments: str, status: int, told: list[str]):
     monkeypatch.setattr(_C, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     found, out = run(capsys, *f"explain --shape {arguments}".split())
     assert found == status and all(part in out for part in told)
 
@@ -229,6 +225,9 @@ def test_tables_are_drawn_by_rich_on_a_terminal_and_plain_elsewhere(capsys, monk
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     output.show(["what: [1]", table])
     drawn = capsys.readouterr().out
+    for command in ("explain", "memory"):
+        assert cli.main([command, "--shape", "1,8,2,64", "--device", "l4"]) == 0
+        assert "─────" in capsys.readouterr().out
     assert "what: [1]" in drawn and "a [b]" in drawn and "----" not in drawn
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     output.show(["what:", table])
@@ -256,7 +255,7 @@ def test_a_reader_that_leaves_early_is_no_error(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("absent", "said"),
     [
-        (("torch",), "import of torch halted"),
+        (("torch",), "import of torch halted; None in sys.modules: pip install 'torch>=2.6'"),
         (("cutlass_fmha._C",), "the compiled extension cutlass_fmha._C is not in"),
         (("torch", "cutlass_fmha._C"), "the compiled extension cutlass_fmha._C is not in"),
     ],
@@ -274,7 +273,12 @@ def test_info_answers_where_the_package_cannot_be_imported(tmp_path, absent: tup
     assert done.returncode == 1 and said in found["import_error"] and found["runs"] == {}
     assert ("architectures" in found) == ("cutlass_fmha._C" not in absent)
     text = python("-m", "cutlass_fmha", "info")
-    assert text.returncode == 1 and f"the package can't be imported: {found['import_error']}" in text.stdout
+    assert (
+        text.returncode == 1
+        and "\nruns: nothing" in text.stdout
+        and f"the package can't be imported: {found['import_error']}" in text.stdout
+        and "the extension can't be loaded" not in text.stdout
+    )
     other = python("-m", "cutlass_fmha", "bench")
     assert other.returncode == 1 and other.stderr.startswith("bench: cutlass_fmha can't be imported here: ")
     assert other.stderr.count("\n") == 1

@@ -1,34 +1,114 @@
-"""The CPU backend in every corner, its two ways to the result, and its memory."""
+"""The CPU backend with everything that a call may say, against the oracle: corners, drawn mixes, memory."""
 
 from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
+from typing import Any
 
 import oracle_features
 import pytest
 import torch
-from tensors import qkv
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from launches import compare
+from listed_problems import GROUPS, is_short, listed
+from problems import Problem, problems
+from tensors import ints, qkv, randn
+from torch import Tensor
 
 from cutlass_fmha import attention
 from cutlass_fmha.cpu import plain
 
-tensors = functools.partial(qkv, dtype=torch.float32)
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+CAUSAL = ["none", "top-left", "bottom-right"]
+HEADS, HEADS_KV = 4, 2
 
 
-def check(q, k, v, scale=None, causal="none", exact_scores=False):
-    out, lse = attention(q, k, v, scale=scale, causal=causal, return_lse=True)
-    # Products are summed in fp32 one after another, and not several at a time as by a tensor core.
-    granted = {"exact_scores": exact_scores, "product_error": float(q.shape[-1])}
-    oracle_features.compare(out, lse, q, k, v, scale, causal, **granted).check()
+def tensors(
+    batch: int = 2, seqlen_q: int = 33, seqlen_k: int = 65, dim: int = 16, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor]:
+    q = randn(batch, seqlen_q, HEADS, dim, dtype=dtype, seed=1)
+    k = randn(batch, seqlen_k, HEADS_KV, dim, dtype=dtype, seed=2)
+    return q, k, randn(batch, seqlen_k, HEADS_KV, dim, dtype=dtype, seed=3)
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
+    out, lse = attention(q, k, v, return_lse=True, **arguments)
+    assert out.is_contiguous() and lse.is_contiguous()
+    arguments["causal"] = arguments.get("causal", "none")
+    oracle_features.compare(out, lse, q, k, v, **arguments).check()
     return out, lse
+
+
+# ---- what is in no drawn or listed problem ----------------------------------------------------------------
+
+CORNERS = {
+    "bias of huge numbers": {"bias": torch.zeros(33, 65).masked_fill(randn(33, 65, seed=2) > 0.5, -3e38)},
+    "huge sinks": {"sinks": torch.tensor([-math.inf, -1e30, 40.0, 1e4])},
+    "a negative seed": {"dropout_p": 0.99, "dropout_seed": -3},
+    "prefix beyond the end": {"prefix_lengths": ints(100, 1)},
+    "more than there is": {"seqused_q": ints(99, 7), "seqused_k": ints(99, 50)},
+    "an entry for all": {"cache_batch_idx": ints(1, 1)},
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CORNERS)
+def test_corners(name: str, dtype: torch.dtype):
+    for causal in CAUSAL:
+        for scale in (None, -0.6):
+            check(*tensors(dtype=dtype), **CORNERS[name], causal=causal, scale=scale)
+
+
+def test_rows_without_a_key_are_zero():
+    q, k, v = tensors(2, 8, 12)
+    hidden = torch.ones(2, 1, 8, 12, dtype=torch.bool)
+    hidden[1, :, 2:5] = False
+    out, lse = check(q, k, v, mask=hidden)
+    assert (out[1, 2:5] == 0).all() and (lse[1, :, 2:5] == -math.inf).all() and lse[0].isfinite().all()
+    sinks = randn(HEADS)
+    out, lse = check(q, k, v, mask=hidden, sinks=sinks)
+    assert (out[1, 2:5] == 0).all() and torch.equal(lse[1, :, 2:5], sinks[:, None].expand(HEADS, 3))
+    out, lse = check(q, k, v, seqused_q=ints(3, 0), seqused_k=ints(2, 2), sinks=sinks)
+    assert (out[0, 3:] == 0).all() and (out[1] == 0).all()
+    assert (lse[0, :, 3:] == -math.inf).all() and (lse[1] == -math.inf).all()
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_tiny_and_huge_scores(scale: float):
+    q, k, v = tensors()
+    check(q, k, v, scale=scale, softcap=3.0, bias=randn(33, 65))
+    check(q * 1e-20, k * 1e-20, v * 1e30, scale=scale, sinks=randn(HEADS))
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 16, 1000])
+def test_chunk_borders_change_nothing(monkeypatch, chunk: int):
+    monkeypatch.setattr(plain, "KEYS_PER_CHUNK", chunk)
+    monkeypatch.setattr(plain, "SCORES_PER_CHUNK", 0)
+    monkeypatch.setattr(plain, "MIN_QUERIES_PER_CHUNK", chunk)
+    for causal in CAUSAL:  # without features, which another function computes
+        check_problem(Problem(37, 53, causal, num_heads=4, head_dim=8, head_dim_v=8), torch.float32)
+    every = {"sinks": "normal", "alibi": "h", "num_heads": 4, "num_heads_kv": 2, "head_dim": 16}
+    for said in (
+        {"window": (9, 4)}, {"mask": ("hqk", "plain")}, {"dropout": 0.3}, {"prefix": True},
+        {"blocks": (16, 13)}, {"leftpad": True, "used_k": True},
+    ):  # fmt: skip
+        check_problem(Problem(33, 65, **every, **said, seed=3), torch.float32)
+
+
+# ---- its two ways to the result, and its memory ------------------------------------------------------------
+
+
+#: What torch's fused kernel takes.
+fused = functools.partial(qkv, heads=2, heads_kv=2, head_dim=8, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("seqlen_k", [0, 7])
 @pytest.mark.parametrize("default", [torch.float16, torch.float64], ids=str)
 def test_the_lse_is_fp32_whatever_the_default_dtype(default: torch.dtype, seqlen_k: int):
-    q, k, v = tensors(1, 5, seqlen_k, 2, 2, 8)
+    q, k, v = fused(1, 5, seqlen_k)
     before = torch.get_default_dtype()
     torch.set_default_dtype(default)
     try:
@@ -40,13 +120,13 @@ def test_the_lse_is_fp32_whatever_the_default_dtype(default: torch.dtype, seqlen
 
 def test_an_lse_of_zero_is_not_mistaken():
     """One key that a query of zeros scores with 0: LSE 0, which torch's kernel also uses for "no key"."""
-    q, k, v = tensors(1, 3, 1, 2, 2, 8)
+    q, k, v = fused(1, 3, 1)
     out, lse = check(torch.zeros_like(q), k, v)
-    assert (lse == 0).all() and torch.equal(out, v.expand(1, 3, 2, 8))
+    assert (lse == 0).all() and torch.equal(out, v.expand_as(out))
 
 
 def test_nan_stays_in_its_row():
-    q, k, v = tensors(1, 5, 9, 2, 2, 8)
+    q, k, v = fused(1, 5, 9)
     q[0, 3, 1] = math.nan
     out, lse = attention(q, k, v, return_lse=True)
     assert out.isnan().any(-1).nonzero().tolist() == [[0, 3, 1]]
@@ -58,31 +138,22 @@ def test_the_fused_kernel_is_used_where_it_does_the_same_job(monkeypatch):
     original = plain._torch_flash
     monkeypatch.setattr(plain, "_torch_flash", lambda *a: used.append(a) or original(*a))
     for expected, shape, causal, scale in [
-        (True, (1, 8, 8, 2, 2), "none", None),
-        (True, (1, 8, 8, 2, 2), "none", -1.0),
-        (True, (1, 8, 8, 2, 2), "bottom-right", None),
-        (True, (1, 8, 9, 2, 2), "top-left", None),
-        (True, (1, 1, 9, 2, 2), "bottom-right", None),  # decoding: nothing is hidden
-        (False, (1, 8, 9, 2, 2), "bottom-right", None),
-        (False, (1, 8, 8, 2, 2), "top-left", -1.0),
-        (False, (1, 8, 8, 2, 2), "top-left", 0.0),
-        (False, (1, 8, 8, 2, 1), "none", None),
-        (False, (1, 8, 0, 2, 2), "none", None),
+        *[(True, (8, 8, 2), "none", scale) for scale in (None, -1.0)],
+        *[(True, (8, 8, 2), "bottom-right", None), (True, (8, 9, 2), "top-left", None)],
+        (True, (1, 9, 2), "bottom-right", None),  # decoding: nothing is hidden
+        (False, (8, 9, 2), "bottom-right", None),
+        *[(False, (8, 8, 2), "top-left", scale) for scale in (-1.0, 0.0)],
+        *[(False, (8, 8, 1), "none", None), (False, (8, 0, 2), "none", None)],
     ]:
         used.clear()
-        check(*tensors(*shape, 16), scale, causal)
+        check(*fused(1, *shape[:2], heads_kv=shape[2]), scale=scale, causal=causal)
         assert bool(used) == expected, (shape, causal, scale)
 
 
+SAID: dict[str, Any] = {"causal": True, "window": (700, 0), "alibi_slopes": torch.ones(4), "softcap": 2.0}
 LONG = {
-    "plain": lambda: plain.forward(*tensors(1, 4096, 4096, 2, 1, 8), 1.0, -1),
-    "features": lambda: attention(
-        *tensors(1, 1024, 1024, 4, 2, 8),
-        causal=True,
-        window=(700, 0),
-        alibi_slopes=torch.ones(4),
-        softcap=2.0,
-    ),
+    "plain": lambda: plain.forward(*tensors(1, 4096, 4096, 8), 1.0, -1),
+    "features": lambda: attention(*tensors(1, 1024, 1024, 8), **SAID),
 }
 
 
@@ -103,3 +174,55 @@ def test_scores_never_exist_as_a_whole(way: str):
     with Watch():
         LONG[way]()
     assert 0 < largest <= plain.SCORES_PER_CHUNK < 1024 * 1024
+
+
+# ---- where the rows are ------------------------------------------------------------------------------------
+
+
+def test_rows_that_no_sequence_covers_are_left_alone():
+    q, k, v = randn(20, HEADS, 16), randn(30, HEADS_KV, 16), randn(30, HEADS_KV, 16)
+    q[:3], k[:5], v[25:] = math.nan, math.nan, math.nan
+    out, lse = check(q, k, v, cu_seqlens_q=ints(3, 9, 15), cu_seqlens_k=ints(5, 11, 25), causal="top-left")
+    assert out[3:15].isfinite().all() and lse[:, 3:15].isfinite().all()
+
+
+# ---- the same bits -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_results_repeat_and_do_not_depend_on_the_batch(dtype: torch.dtype):
+    q, k, v = tensors(5, 40, 300, dtype=dtype)
+    arguments = {"causal": True, "softcap": 3.0, "sinks": randn(HEADS), "batch_invariant": True}
+    out, lse = attention(q, k, v, return_lse=True, **arguments)
+    for _ in range(3):
+        again, lse_again = attention(q, k, v, return_lse=True, **arguments)
+        assert torch.equal(out, again) and torch.equal(lse, lse_again)
+    for b in range(5):
+        alone, lse_alone = attention(*(x[b : b + 1] for x in (q, k, v)), return_lse=True, **arguments)
+        assert torch.equal(out[b], alone[0]) and torch.equal(lse[b], lse_alone[0])
+
+
+# ---- mixes -------------------------------------------------------------------------------------------------
+
+
+def check_problem(problem: Problem, dtype: torch.dtype) -> None:
+    call = problem.call(dtype, "cpu")
+    said = {"scale": call.scale, "causal": call.causal, **call.features}
+    out, lse = attention(call.q, call.k, call.v, return_lse=True, **said)
+    # Products are summed in fp32 one after another, and not several at a time as by a tensor core.
+    compare(call, out, lse, float(problem.head_dim)).check()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("group", [*GROUPS, "plain"])
+def test_listed_mixes(group: str, dtype: torch.dtype):
+    plain = (replace(p, head_dim=24, head_dim_v=24) for p in listed() if is_short(p))
+    for problem in GROUPS.get(group, plain):
+        check_problem(problem, dtype)
+
+
+@example(Problem(1, 1, scale=1.0, fill="constant"), torch.float16)
+@given(problem=problems(longest=300), dtype=st.sampled_from(DTYPES[:3]))
+@settings(max_examples=200)
+def test_drawn_mixes(problem: Problem, dtype: torch.dtype):
+    check_problem(problem, dtype)

@@ -27,27 +27,6 @@ def test_philox_gives_the_known_answers(key: tuple, counter: tuple, words: tuple
     assert tuple(int(word) for word in oracle_features.philox(key, counter)) == words
 
 
-def number_of(sequence: int, head: int, query: int, key: int) -> int:
-    """The 16-bit number of a score: the largest threshold that keeps it, bit by bit."""
-    number = 0
-    for bit in reversed(range(16)):
-        below = number + (1 << bit)
-        if dropout.kept(0, below, sequence, 2, (query, query + 1), (key, key + 1))[head].item():
-            number = below
-    return number
-
-
-def test_numbers_by_hand():
-    """The first known answer is the counter of sequence, head and query 0 and of the first eight keys."""
-    words = ANSWERS[0][2]
-    halves = [(0, words[0] & 0xFFFF), (1, words[0] >> 16), (2, words[1] & 0xFFFF), (7, words[3] >> 16)]
-    for key, number in halves:
-        assert number_of(0, 0, 0, key) == number
-    # Every eight keys, query, head and sequence have a counter of their own.
-    places = [(0, 0, 0, 0), (0, 0, 0, 8), (0, 0, 0, 32), (0, 0, 1, 0), (0, 1, 0, 0), (1, 0, 0, 0)]
-    assert len({number_of(*place) for place in places}) == len(places)
-
-
 #: Of 65536 numbers, those that drop.
 THRESHOLDS = [(0.0, 0), (1e-6, 0), (0.1, 6554), (0.5, 32768), (0.9999, 65529), (1 - 1e-9, 65535)]
 

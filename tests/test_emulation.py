@@ -37,35 +37,35 @@ def configure(tmp_path: Path, **cache: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("passes", ["0", "2", "-1", "03", "three", "1.5", ""])
-def test_passes_that_are_no_odd_number_are_refused(tmp_path: Path, passes: str):
-    answer = configure(tmp_path, CUTLASS_FMHA_EMULATION="ON", CUTLASS_FMHA_MMA_PASSES=passes)
-    assert answer.returncode != 0
-    assert f'must be an odd number from 1 on, and it is "{passes}"' in " ".join(answer.stderr.split())
-
-
-def test_slow_kernels_are_for_emulation_builds_only(tmp_path: Path):
-    answer = configure(tmp_path, CUTLASS_FMHA_MMA_PASSES="3")
-    assert answer.returncode != 0
-    sentence = "CUTLASS_FMHA_MMA_PASSES=3 makes kernels slow on purpose and needs CUTLASS_FMHA_EMULATION=ON"
-    assert sentence in " ".join(answer.stderr.split())
-
-
 @pytest.mark.parametrize(
-    ("cache", "on_sm_90"),
+    ("emulation", "passes", "told"),
     [
-        ({}, {90}),
-        ({"CUTLASS_FMHA_SM120_PROXY": "90"}, {90, 120}),
-        ({"CUTLASS_FMHA_EMULATION": "ON"}, {89, 90, 120}),
-        ({"CUTLASS_FMHA_EMULATION": "ON", "CUTLASS_FMHA_MMA_PASSES": "15"}, {89, 90, 120}),
+        *(
+            ("ON", passes, f'must be an odd number from 1 on, and it is "{passes}"')
+            for passes in ("0", "2", "-1", "03", "three", "1.5", "")
+        ),
+        ("", "3", "MMA_PASSES=3 makes kernels slow on purpose and needs CUTLASS_FMHA_EMULATION=ON"),
+        ("", "1", {90}),
+        ("proxy", "1", {90, 120}),
+        ("ON", "1", {89, 90, 120}),
+        ("ON", "15", {89, 90, 120}),
     ],
 )
-def test_an_emulation_build_is_all_for_sm_90(tmp_path: Path, cache: dict[str, str], on_sm_90: set[int]):
-    answer = configure(tmp_path, **cache)
+def test_an_emulation_build_is_all_for_sm_90(
+    tmp_path: Path, emulation: str, passes: str, told: set[int] | str
+):
+    """And its passes are odd; kernels are slow there only."""
+    cache = (
+        {"CUTLASS_FMHA_SM120_PROXY": "90"} if emulation == "proxy" else {"CUTLASS_FMHA_EMULATION": emulation}
+    )
+    answer = configure(tmp_path, **cache, CUTLASS_FMHA_MMA_PASSES=passes)
+    if isinstance(told, str):
+        assert answer.returncode and told in " ".join(answer.stderr.split())
+        return
     assert answer.returncode == 0, answer.stderr
     flags = dict(re.findall(r"^(\d+): (.*)$", answer.stderr, re.MULTILINE))
-    assert {int(arch) for arch in flags if "sm_90" in flags[arch]} == on_sm_90
-    assert f"CUTLASS_FMHA_MMA_PASSES={cache.get('CUTLASS_FMHA_MMA_PASSES', 1)}" in answer.stderr
+    assert {int(arch) for arch in flags if "sm_90" in flags[arch]} == told
+    assert f"CUTLASS_FMHA_MMA_PASSES={passes}" in answer.stderr
 
 
 def test_build_info_says_how_often_an_mma_pass_runs():

@@ -50,6 +50,8 @@ SIGNATURES = {
     "{gradients}, zero_tensors=False",
     "apply_rotary_emb": "x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None, "
     "max_seqlen=None",
+    "apply_rotary_emb_torch": "x, cos, sin, interleaved=False",
+    "rotate_half": "x, interleaved=False",
     "apply_rotary_emb_qkv_": "qkv, cos, sin, cos_k=None, sin_k=None, interleaved=False, seqlen_offsets=0, "
     "num_heads_q=None",
     "apply_rotary_emb_kv_": "kv, cos, sin, interleaved=False, seqlen_offsets=0",
@@ -290,52 +292,40 @@ def test_a_cache_is_theirs(paged: bool, interleaved: bool | None):
     assert (nothing[0] == 0).all() and (nothing[1] == math.inf).all()
 
 
-def test_what_is_declined_says_why():
-    q = randn(1, 4, 2, 16)
-    with pytest.raises(
-        ValueError, match=r"qkv must be \[batch, seqlen, 3, num_heads, head_dim\], got \(1, 4, 2, 16\)"
-    ):
-        flash_attn.flash_attn_qkvpacked_func(q)
-    with pytest.raises(ValueError, match=r"kv must be \[total, 2, num_heads, head_dim\], got \(4, 2, 16\)"):
-        flash_attn.flash_attn_varlen_kvpacked_func(q[0], q[0], ints(0, 4), ints(0, 4), 4, 4)
-    with pytest.raises(ValueError, match="cu_seqlens is only taken with max_seqlen"):
-        rotary.apply_rotary_emb(q[0], torch.rand(9, 4), torch.rand(9, 4), cu_seqlens=ints(0, 4))
-    with pytest.raises(ValueError, match="cos and sin have 9 positions, and 4 rows begin at position 6"):
-        rotary.apply_rotary_emb(q, torch.rand(9, 4), torch.rand(9, 4), seqlen_offsets=6)
-    for heads in (None, 3, 1):
-        with pytest.raises(
-            ValueError, match=f"needs num_heads_q.*half of the others are keys: got {heads} of 2"
-        ):
-            rotary.apply_rotary_emb_qkv_(q, torch.rand(9, 4), torch.rand(9, 4), num_heads_q=heads)
-    with pytest.raises(ValueError, match="x must have 4 dimensions"):
-        apply_rotary(q[0], torch.rand(9, 4), torch.rand(9, 4))
-    with pytest.raises(ValueError, match="seqlen_offset is a tensor: pass max_seqlen"):
-        rotary.RotaryEmbedding(8)(q, q, torch.tensor([1]))
-    given = (0.3, 0.25, False, -1, -1, 0.0, None, False)
-    with pytest.raises(ValueError, match="rng_state must be what the forward returned last"):
-        flash_attn_interface._wrapped_flash_attn_backward(*[q] * 5, q[..., 0], *[None] * 3, *given)
+X, ROWS, ONES, TABLE = randn(1, 4, 2, 16), randn(2, 8), torch.ones(8), (torch.rand(9, 4), torch.rand(9, 4))
+#: Whose dropout is for training.
+DROPS = (rms_norm.DropoutAddRMSNorm(8, p=0.5), layer_norm.RMSNorm(8, dropout_p=0.5))
+ANOTHERS = {"dropout_p": 0.5, "rowscale": ROWS, "x1": ROWS, "weight1": ONES, "bias1": ONES}
+of_x, of_rows = functools.partial(rotary.apply_rotary_emb, X), functools.partial(layer_norm.rms_norm_fn, ROWS)
+wrong_state = ((*[X] * 5, X[..., 0], *[None] * 3), (0.3, 0.25, False, -1, -1, 0.0, None, False))
+DECLINED: list[tuple[type[Exception], Any, str]] = [
+    (ValueError, lambda: flash_attn.flash_attn_qkvpacked_func(X),
+     r"qkv must be \[batch, seqlen, 3, num_heads, head_dim\], got \(1, 4, 2, 16\)"),
+    (ValueError, lambda: flash_attn.flash_attn_varlen_kvpacked_func(X[0], X[0], ints(0, 4), ints(0, 4), 4, 4),
+     r"kv must be \[total, 2, num_heads, head_dim\], got \(4, 2, 16\)"),
+    (ValueError, lambda: of_x(*TABLE, cu_seqlens=ints(0, 4)), "cu_seqlens is only taken with max_seqlen"),
+    (ValueError, lambda: of_x(*TABLE, seqlen_offsets=6), "have 9 positions, and 4 rows begin at position 6"),
+    *((ValueError, lambda n=n: rotary.apply_rotary_emb_qkv_(X, *TABLE, num_heads_q=n),
+       f"needs num_heads_q.*half of the others are keys: got {n} of 2") for n in (None, 3, 1)),
+    (ValueError, lambda: apply_rotary(X[0], *TABLE), "x must have 4 dimensions"),
+    (ValueError, lambda: rotary.RotaryEmbedding(8)(X, X, ints(1)), "seqlen_offset is a tensor: pass max_seq"),
+    (ValueError, lambda: flash_attn_interface._wrapped_flash_attn_backward(*wrong_state[0], *wrong_state[1]),
+     "rng_state must be what the forward returned last"),
+    *((NotImplementedError, lambda said={name: x}: of_rows(ONES, None, **said), f"^{name} must be .* here: ")
+      for name, x in ANOTHERS.items()),
+    *((NotImplementedError, lambda norm=norm: norm(ROWS), "dropout_p must be 0 here: let") for norm in DROPS),
+    (NotImplementedError, lambda: rms_norm.dropout_add_rms_norm(ROWS, None, ONES, None, 0.0, 0.1, None, ONES),
+     "layerscale must be None here"),
+    (NotImplementedError, lambda: layer_norm.layer_norm_fn(ROWS, ONES, None), "is_rms_norm must be True"),
+    (ValueError, lambda: of_rows(ONES, None, X[0, 0, 0]), r"residual must have x's shape \(2, 8\), got \(16"),
+    (TypeError, lambda: of_rows(None, None), "weight must be"),
+]  # fmt: skip
 
 
-def test_what_norms_decline_says_what_to_do():
-    x, weight = randn(2, 8), torch.ones(8)
-    for declined in (
-        {"dropout_p": 0.5}, {"rowscale": x}, {"x1": x}, {"weight1": weight}, {"bias1": weight}
-    ):  # fmt: skip
-        [name] = declined
-        with pytest.raises(NotImplementedError, match=f"^{name} must be .* here: "):
-            layer_norm.rms_norm_fn(x, weight, None, **declined)
-    for module in (rms_norm.DropoutAddRMSNorm(8, p=0.5), layer_norm.RMSNorm(8, dropout_p=0.5)):
-        assert torch.equal(module.eval()(x), rms_norm.rms_norm(x, weight, 1e-5))
-        with pytest.raises(NotImplementedError, match="dropout_p must be 0 here: let torch"):
-            module.train()(x)
-    with pytest.raises(NotImplementedError, match="layerscale must be None here"):
-        rms_norm.dropout_add_rms_norm(x, None, weight, None, 0.0, 1e-5, layerscale=weight)
-    with pytest.raises(NotImplementedError, match="is_rms_norm must be True: there is no LayerNorm here"):
-        layer_norm.layer_norm_fn(x, weight, None)
-    with pytest.raises(ValueError, match=r"residual must have x's shape \(2, 8\), got \(8,\)"):
-        layer_norm.rms_norm_fn(x.bfloat16(), weight, None, x[0])
-    with pytest.raises(TypeError, match="weight must be"):
-        layer_norm.rms_norm_fn(x, None, None)
+@pytest.mark.parametrize(("error", "call", "sentence"), DECLINED)
+def test_what_is_declined_says_why(error: type[Exception], call: Any, sentence: str):
+    with pytest.raises(error, match=sentence):
+        call()
 
 
 # ---- norms, units ------------------------------------------------------------------------------------------
@@ -417,14 +407,10 @@ def test_modules_of_norms_begin_as_one():
     x, ones = randn(3, 8), torch.ones(8)
     expected = rms_norm.rms_norm(x, ones, 1e-5)
     torch.testing.assert_close(expected, torch.nn.functional.rms_norm(x, (8,), ones, 1e-5))
-    for module in (
-        rms_norm.RMSNorm(8),
-        layer_norm.RMSNorm(8),
-        layer_norm.RMSNorm(8, zero_centered_weight=True),
-    ):
-        assert (
-            torch.equal(module(x), expected) and module.bias is None and [*module.state_dict()] == ["weight"]
-        )
+    centered = layer_norm.RMSNorm(8, zero_centered_weight=True)
+    for module in (rms_norm.RMSNorm(8), layer_norm.RMSNorm(8), centered, *DROPS):
+        assert torch.equal(module.eval()(x), expected)
+        assert module.bias is None and [*module.state_dict()] == ["weight"]
     found = layer_norm.RMSNorm(8)(x.bfloat16(), x, prenorm=True, residual_in_fp32=True)
     assert (found[0].dtype, found[1].dtype) == (BF16, F32)
 
@@ -474,41 +460,14 @@ def test_rotary_of_their_signature(packed: bool, interleaved: bool, inplace: boo
     expected_leaf = rows.clone().requires_grad_()
     expected = turned(expected_leaf, cos, sin, positions, interleaved)
     torch.testing.assert_close(out.reshape(expected.shape), expected)
+    if dtype is int and not packed:
+        rows = [t[7:11].expand(3, 4, 6) for t in (cos, sin)]
+        by_torch = rotary.apply_rotary_emb_torch(leaf.view(3, 4, 2, 16), *rows, interleaved)
+        torch.testing.assert_close(by_torch.view(expected.shape), expected)
     weight = randn(12, 2, 16, dtype=torch.float64, seed=5)
     (out.reshape(expected.shape) * weight).sum().backward()
     (expected * weight).sum().backward()
     torch.testing.assert_close(leaf.grad, expected_leaf.grad)
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("shape", ["qkv", "grouped", "kv"])
-def test_rotary_of_parts_in_place(shape: str, compiled: bool):
-    torch.compiler.reset()
-    wrap = functools.partial(torch.compile, fullgraph=True, backend="aot_eager") if compiled else lambda f: f
-    cos, sin, cos_k, sin_k = torch.rand(4, 9, 4, dtype=torch.float64).unbind(0)
-    size = {"qkv": (2, 3, 3, 4, 8), "grouped": (2, 3, 4 + 2 * 2, 8), "kv": (2, 3, 2, 4, 8)}[shape]
-    leaf = randn(*size, dtype=torch.float64).requires_grad_()
-    x = leaf * 1.0
-    if shape == "kv":
-        out = wrap(rotary.apply_rotary_emb_kv_)(x, cos_k, sin_k, seqlen_offsets=2)
-    else:
-        out = wrap(rotary.apply_rotary_emb_qkv_)(
-            x, cos, sin, cos_k, sin_k, False, 2, 4 if shape == "grouped" else None
-        )
-    assert out.data_ptr() == x.data_ptr()
-    same = leaf.detach().clone().requires_grad_()
-    parts = same.split((4, 2, 2), 2) if shape == "grouped" else same.unbind(2)
-    tables = [(cos_k, sin_k)] if shape == "kv" else [(cos, sin), (cos_k, sin_k)]
-    new = [
-        rotary.apply_rotary_emb(part, *table, seqlen_offsets=2)
-        for part, table in zip(parts, tables, strict=False)
-    ]
-    expected = torch.cat([*new, parts[-1]], 2) if shape == "grouped" else torch.stack([*new, parts[-1]], 2)
-    assert torch.equal(out, expected)
-    weight = randn(*size, dtype=torch.float64, seed=1)
-    (out * weight).sum().backward()
-    (expected * weight).sum().backward()
-    torch.testing.assert_close(leaf.grad, same.grad)
 
 
 @pytest.mark.parametrize("inplace", [False, True])
@@ -516,6 +475,19 @@ def test_rotary_has_gradients_of_gradients(inplace: bool):
     cos, sin, leaf = *torch.rand(2, 3, 2, dtype=F64), randn(1, 3, 1, 4, dtype=F64).requires_grad_()
     call = functools.partial(rotary.apply_rotary_emb, cos=cos, sin=sin, inplace=inplace)
     assert torch.autograd.gradgradcheck(lambda x: call(x * 1.0).pow(3), (leaf,))
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_a_leaf_is_rotated_in_place_too(view: bool):
+    cos, sin, leaf = *torch.rand(2, 3, 2, dtype=F64), randn(1, 3, 2, 1, 4, dtype=F64)
+    found = []
+    for kept in (1.0, None):
+        own = leaf.clone().requires_grad_()
+        x = own * kept if kept else own.view_as(own) if view else own
+        out = rotary.apply_rotary_emb_kv_(x, cos, sin)
+        assert out.data_ptr() == x.data_ptr()
+        found.append((out.detach(), *torch.autograd.grad(out.pow(3).sum(), own)))
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("scale_base", [None, 512])
@@ -640,20 +612,15 @@ def test_install_answers_everyone_who_asks_and_is_reversible():
     flash_attn.install()
     flash_attn.install()
     try:
-        from flash_attn import flash_attn_func
-        from flash_attn.bert_padding import unpad_input
-        from flash_attn.flash_attn_interface import _wrapped_flash_attn_backward
-        from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb
-        from flash_attn.ops.activations import swiglu
-        from flash_attn.ops.rms_norm import RMSNorm
-        from flash_attn.ops.triton.layer_norm import rms_norm_fn
-
-        assert RotaryEmbedding is rotary.RotaryEmbedding and swiglu is activations.swiglu
-        assert RMSNorm is rms_norm.RMSNorm and rms_norm_fn is layer_norm.rms_norm_fn
-        assert flash_attn_func is flash_attn.flash_attn_func
-        assert unpad_input is bert_padding.unpad_input
-        assert apply_rotary_emb is rotary.apply_rotary_emb
-        assert _wrapped_flash_attn_backward is flash_attn_interface._wrapped_flash_attn_backward
+        for name in (
+            "flash_attn_func", "bert_padding.unpad_input", "layers.rotary.RotaryEmbedding",
+            "flash_attn_interface._wrapped_flash_attn_backward", "layers.rotary.apply_rotary_emb",
+            "ops.activations.swiglu", "ops.rms_norm.RMSNorm", "ops.triton.layer_norm.rms_norm_fn",
+        ):  # fmt: skip
+            found, ours = (
+                pkgutil.resolve_name(f"{root}.{name}") for root in ("flash_attn", flash_attn.__name__)
+            )
+            assert found is ours
         assert (
             flash_attn.__spec__.name == "cutlass_fmha.flash_attn" and sys.modules["flash_attn"] is flash_attn
         )
@@ -698,7 +665,7 @@ from flash_attn.layers.rotary import apply_rotary_emb
 
 torch.manual_seed(0)
 dim, heads, vocabulary = 64, 4, 50
-embed, project = torch.randn(vocabulary, dim), torch.randn(dim, 3 * dim) / 8
+embed, project = torch.randn(vocabulary, dim), torch.nn.Parameter(torch.randn(dim, 3 * dim) / 8)
 out = torch.randn(dim, vocabulary)
 angles = torch.outer(torch.arange(64), 10000.0 ** -(torch.arange(8) / 8)).to(embed)
 cos, sin = angles.cos(), angles.sin()
@@ -715,6 +682,7 @@ for _ in range(12):
         q, k_cache, v_cache, k, v, rotary_cos=cos, rotary_sin=sin, cache_seqlens=lengths, causal=True,
         rotary_interleaved=False,
     )
+    assert not context.requires_grad
     lengths += new.shape[1]
     steps.append(context[:, -1:].flatten(-2) @ out)
     new = steps[-1].argmax(-1)
@@ -824,10 +792,11 @@ def test_a_script_that_was_written_for_it_runs_unmodified(
 
 
 def test_a_compiled_call_is_whole():
-    q, k, v = randn(2, 5, 4, 16), randn(2, 5, 2, 16, seed=1), randn(2, 5, 2, 16, seed=2)
-
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Any:
+    def call(qkv: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        qkv = rotary.apply_rotary_emb_qkv_(qkv * 1.0, cos, sin, num_heads_q=4)
+        q, k, v = qkv.split((4, 2, 2), 2)
         return flash_attn.flash_attn_func(q, k, v, causal=True, window_size=(3, 0), softcap=9.0)
 
+    given = randn(2, 5, 8, 16), torch.rand(9, 4), torch.rand(9, 4)
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(q, k, v), call(q, k, v))
+    assert torch.equal(compiled(*given), call(*given))

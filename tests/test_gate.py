@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
+from types import SimpleNamespace
 
 import gpu
 import parity_run
@@ -133,6 +135,24 @@ def test_a_mismatch_ends_a_run_with_the_line_that_repeats_it(kernels: FakeKernel
     monkeypatch.setattr(kernels, "features", right)
     assert parity_run.main(["--rows", line[1], "--problem", line[2]]) == 0
     assert "agrees on 1 rows" in capsys.readouterr().out
+
+
+def test_a_run_that_its_time_ends_has_not_passed(kernels: FakeKernels, monkeypatch, tmp_path, capsys):
+    now = itertools.count(0.0, 0.5)
+    clock = SimpleNamespace(time=lambda: next(now), perf_counter=lambda: 0.0)
+    monkeypatch.setattr(parity_run, "time", clock)
+    said = ("--processes", "1", "--problems", "60", "--longest", "60", "--report", str(tmp_path))
+    assert parity_run.main([*said, "--seconds", "5"]) == 1
+    (path,) = tmp_path.glob("*.json")
+    content = json.loads(path.read_text())
+    assert (content["passed"], content["problems"], content["wanted"]) == (False, 9, 60)
+    told = path.with_suffix(".md").read_text()
+    assert "NOT WHOLE" in told and "9 of 60 problems" in told
+    assert "not whole: 9 of 60 problems ran" in capsys.readouterr().err
+    monkeypatch.setattr(gpu, "backward_rows", list)
+    monkeypatch.setattr(parity_run, "rows_named", lambda *_: ROWS)
+    parity_run.main([*said, "--gradients", "--seconds", "0"])
+    assert len(list(tmp_path.glob("*.json"))) == 2  # neither report takes the other's place
 
 
 def test_a_machine_that_can_run_nothing_says_so(monkeypatch, capsys):

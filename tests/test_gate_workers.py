@@ -65,7 +65,7 @@ def simulated(): return False
 def unusable(): return os.environ.get("UNUSABLE")
 def other_sources(): return os.environ.get("OTHER_SOURCES")
 
-MACHINE = ("compute_capability", "driver", "python", "torch", "torch_cuda", "cutlass_fmha")
+MACHINE = ("capability", "driver", "python", "torch", "cuda", "package")
 parity_report.environment = lambda arch, mode, source_hash: {
     "date": "2026-11-20", "gpu": "none", "arch": arch, "mode": mode, "source_hash": source_hash,
     **dict.fromkeys(MACHINE, ""),

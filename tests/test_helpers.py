@@ -20,10 +20,10 @@ from cutlass_fmha.ops import rotary as rotary_op
 
 HAS_CUDA = bool(_C.build_info()["cuda"])
 WITH_FLOAT32 = (
-    "merge", "append", "rotary", "rope", "rope_backward", "rope_weights", "gated", "gated_backward",
-    "backward_before", "rms_norm", "rms_norm_backward", "rms_norm_weights",
+    "combine", "merge", "append", "rotary", "rope", "rope_backward", "rope_weights", "gated",
+    "gated_backward", "backward_before", "rms_norm", "rms_norm_backward", "rms_norm_weights",
 )  # fmt: skip
-WITHOUT_FLOAT32 = ("combine", "merge_tail", "backward_after", "backward_lists")
+WITHOUT_FLOAT32 = ("merge_tail", "backward_after", "backward_lists")
 
 
 # ---- the table ---------------------------------------------------------------------------------------------
@@ -177,13 +177,8 @@ def test_append_is_told_addresses_and_strides(told: Told):
     append_kv._cuda(k_cache[:3], v_cache[:3], key, value, lengths, leftpad_k=pads, **rest)
     p = told.calls.pop()[1]
     is_told(p, cache_batch_idx=None, first_position=first, before_position=None)
-    assert fields(p, "page_table", "page_table_stride", "entries", "capacity", "page_size") == (
-        0,
-        0,
-        3,
-        32,
-        0,
-    )
+    assert fields(p, "page_table", "page_table_stride", "page_size") == (0, 0, 0)
+    assert fields(p, "entries", "capacity") == (3, 32)
     assert (p.rotary.interleaved, p.rotary.float32, p.query.x) == (True, True, 0)
 
     # Packed rows are one sequence of them.
@@ -266,16 +261,15 @@ def test_rotary_tables_are_checked(dim: int):
 
 
 def test_append_is_checked():
-    p = _C.AppendParams()
-    query = _C.RotaryParams()
-    query.x, query.batch, query.seqlen, query.num_heads = 4096, 1, 1, 1
-    p.query = query
-    with pytest.raises(ValueError, match="a query is rotated: it needs a rotary"):
-        _C.run(row_of("append"), p, 0, 0)
-    p = _C.AppendParams()
-    p.page_table = 4096
-    with pytest.raises(ValueError, match="page_table needs page_size"):
-        _C.run(row_of("append"), p, 0, 0)
+    for query, table, sentence in (
+        (4096, 0, "a query is rotated: it needs a rotary"),
+        (0, 4096, "page_table needs page_size"),
+    ):
+        p, rotated = _C.AppendParams(), _C.RotaryParams()
+        rotated.x, rotated.batch, rotated.seqlen, rotated.num_heads = query, 1, 1, 1
+        p.query, p.page_table = rotated, table
+        with pytest.raises(ValueError, match=sentence):
+            _C.run(row_of("append"), p, 0, 0)
 
 
 def rows_of(params: Any, *addresses: str) -> Any:
@@ -285,21 +279,20 @@ def rows_of(params: Any, *addresses: str) -> Any:
     return params
 
 
+BACKWARD = rows_of(_C.RmsNormBackwardParams(), "x", "dout", "rstd", "dx", "dweight")
+
+
 @pytest.mark.parametrize(
     ("family", "params", "message"),
     [
         ("rms_norm", rows_of(_C.RmsNormParams(), "x"), "x and out must be addresses"),
         ("rms_norm", rows_of(_C.RmsNormParams(), "x", "out", "sum"), "residual and sum go together"),
-        (
-            "rms_norm_backward",
-            rows_of(_C.RmsNormBackwardParams(), "x", "dout", "rstd", "dx", "dweight"),
-            "dweight needs parts, and partial for them",
-        ),
+        ("rms_norm_backward", BACKWARD, "dweight needs parts, and partial for them"),
         ("gated", rows_of(_C.GatedParams(), "gate", "out"), "gate, up and out must be addresses"),
         (
             "gated_backward",
             rows_of(_C.GatedBackwardParams(), "gate", "up"),
-            "dgate and dup must be addresses",
+            "dgate and dup must be address",
         ),
     ],
 )
@@ -312,20 +305,13 @@ def test_rows_are_checked(family: str, params: Any, message: str):
 
 
 def test_a_launch_without_rows_needs_no_gpu_and_one_without_cuda_says_so():
-    for family, params in (
-        ("combine", _C.CombineParams()),
-        ("merge", _C.MergeParams()),
-        ("append", _C.AppendParams()),
-        ("rotary", _C.RotaryParams()),
-        ("rms_norm", _C.RmsNormParams()),
-        ("rms_norm_backward", _C.RmsNormBackwardParams()),
-        ("gated", _C.GatedParams()),
-        ("gated_backward", _C.GatedBackwardParams()),
-    ):
+    own = ("combine", "merge", "append", "rotary", "rms_norm", "rms_norm_backward", "gated", "gated_backward")
+    for family in own:
+        params = getattr(_C, f"{family.title().replace('_', '')}Params")()
         if HAS_CUDA:
-            _C.run(row_of(family), params, 0, 0)  # type: ignore[arg-type]
+            _C.run(row_of(family), params, 0, 0)
             with pytest.raises(ValueError, match=f"is of family merge_tail.* parameters of family {family}"):
-                _C.run(row_of("merge_tail"), params, 0, 0)  # type: ignore[arg-type]
+                _C.run(row_of("merge_tail"), params, 0, 0)
         else:
             with pytest.raises(RuntimeError, match="CUTLASS_FMHA_CUDA=OFF"):
-                _C.run(0, params, 0, 0)  # type: ignore[arg-type]
+                _C.run(0, params, 0, 0)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+from collections import defaultdict
 from dataclasses import dataclass, field
 
+import oracle_features
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -41,27 +44,16 @@ class Case:
             setattr(p, name, held[-1].data_ptr())
         return p, held
 
-    def lengths(self, b: int) -> tuple[int, int]:
-        """Queries and keys of a sequence."""
-        v = self.vectors
-        q, k = self.seqlen_q, self.seqlen_k
-        if "cu_seqlens_q" in v:
-            q = v["cu_seqlens_q"][b + 1] - v["cu_seqlens_q"][b]
-        if "cu_seqlens_k" in v:
-            k = v["cu_seqlens_k"][b + 1] - v["cu_seqlens_k"][b]
-        q = min(q, v.get("seqused_q", [q] * self.batch)[b])
-        k = min(k, v.get("seqused_k", [k] * self.batch)[b])
-        return q, max(0, k - v.get("leftpad_k", [0] * self.batch)[b])
-
-    def sees(self, b: int, i: int, j: int) -> bool:
-        queries, keys = self.lengths(b)
-        if i >= queries or j >= keys:
-            return False
-        beside = i + (keys - queries if self.bottom_right else 0)
-        in_window = (self.left < 0 or j >= beside - self.left) and (
-            self.right < 0 or j <= beside + self.right
-        )
-        return in_window or j < self.vectors.get("prefix_lengths", [0] * self.batch)[b]
+    @functools.cached_property
+    def seen(self) -> list[torch.Tensor]:
+        """Of each sequence which of its keys each of its queries sees, [queries, keys], by the definition."""
+        sizes = (("cu_seqlens_q", self.seqlen_q), ("cu_seqlens_k", self.seqlen_k))
+        rows = ((self.vectors[cu][-1],) if cu in self.vectors else (self.batch, n) for cu, n in sizes)
+        q, k = (torch.empty(*shape, 1, 1) for shape in rows)
+        vectors = {name: torch.tensor(numbers) for name, numbers in self.vectors.items()}
+        said = oracle_features.Features(window=(self.left, self.right), **vectors)
+        causal = "none" if self.bottom_right else "top-left"
+        return [s.visible(slice(None))[0] for s in oracle_features.sequences(q, k, k, 1.0, causal, said)]
 
 
 def _starts(lengths: list[int]) -> list[int]:
@@ -83,50 +75,48 @@ def cases(draw: st.DrawFn) -> Case:
     for name, most in (("seqused_q", q), ("seqused_k", k), ("leftpad_k", k), ("prefix_lengths", k)):
         if draw(st.booleans()):
             vectors[name] = draw(numbers(most))
-    window = st.one_of(st.just(-1), st.integers(0, 50))
+    window, bottom_right = st.one_of(st.just(-1), st.integers(0, 50)), draw(st.booleans())
     return Case(
-        batch, q, k, draw(window), draw(window), draw(st.booleans()),
+        batch, q, k, draw(window), draw(window) if bottom_right else 0, bottom_right,
         splits=draw(st.integers(1, 4)), pack=draw(st.integers(1, 3)), heads_kv=draw(st.integers(1, 2)),
         vectors=vectors,
     )  # fmt: skip
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(cases())
 def test_a_query_sees_what_the_definition_says(case):
     p, held = case.params()
-    for b in range(case.batch):
-        queries, keys = case.lengths(b)
+    for b, seen in enumerate(case.seen):
         place = _C.host.sequence(p, b)
-        assert (place["queries"], place["keys"]) == (queries, keys)
-        for i in range(case.seqlen_q):
-            for j in range(case.seqlen_k):
-                assert _C.host.sees(p, b, i, j) == case.sees(b, i, j), (b, i, j)
+        assert (place["queries"], place["keys"]) == seen.shape
+        whole = torch.zeros(case.seqlen_q, case.seqlen_k, dtype=torch.bool)
+        whole[: len(seen), : seen.shape[1]] = seen
+        found = [[_C.host.sees(p, b, i, j) for j in range(case.seqlen_k)] for i in range(case.seqlen_q)]
+        assert found == whole.tolist()
     del held
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(cases(), st.sampled_from([1, 16, 32]), st.sampled_from([1, 16, 64]))
 @example(Case(1, 40, 20, left=2, right=0, vectors={"prefix_lengths": [5]}), 16, 16)
 @example(Case(1, 8, 64, left=0, right=50), 32, 1)
 def test_a_key_is_seen_by_the_queries_that_see_it(case, tile_keys, tile_queries):
     p, held = case.params()
-    for b in range(case.batch):
-        queries, keys = case.lengths(b)
+    for b, seen in enumerate(case.seen):
         for j in range(case.seqlen_k):
-            seen = [i for i in range(case.seqlen_q) if case.sees(b, i, j)]
-            assert list(range(*_C.host.queries_of_key(p, b, j))) == seen, (b, j)
+            seeing = seen[:, j : j + 1].any(1).nonzero().flatten().tolist()
+            assert list(range(*_C.host.queries_of_key(p, b, j))) == seeing, (b, j)
         for begin in range(0, case.seqlen_k, tile_keys):
             first, count = _C.host.query_tiles(p, b, begin, begin + tile_keys, tile_queries)
-            tile = range(begin, min(begin + tile_keys, keys))
-            seeing = [i for i in range(queries) if any(case.sees(b, i, j) for j in tile)]
-            tiles = [i // tile_queries for i in seeing]
+            tiles = seen[:, begin : begin + tile_keys].any(1).nonzero().flatten() // tile_queries
             # Nothing visible is left out; the first and the last tile have some of it.
-            assert (first, first + count) == ((tiles[0], tiles[-1] + 1) if tiles else (0, 0)), (b, begin)
+            expected = (int(tiles[0]), int(tiles[-1]) + 1) if len(tiles) else (0, 0)
+            assert (first, first + count) == expected, (b, begin)
     del held
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     cases(), st.sampled_from([16, 64]), st.sampled_from([16, 32, 64]), st.integers(1, 7), st.integers(1, 4)
 )
@@ -134,34 +124,26 @@ def test_a_key_is_seen_by_the_queries_that_see_it(case, tile_keys, tile_queries)
 @example(Case(2, 40, 70, left=9, splits=3, pack=2, vectors={"leftpad_k": [0, 21]}), 64, 16, 1, 1)
 def test_every_visible_key_is_walked_exactly_once(case, tile_m, step, mixed, long_tiles):
     p, held = case.params()
-    walked: dict[tuple[int, int], list[int]] = {}
+    walked = defaultdict(list)
     rows = set()
     tiles = -(-case.seqlen_q * case.pack // tile_m)
     for tile in _C.host.feature_tiles(p, tile_m, mixed, min(long_tiles, tiles)):
         row_begin, head, b, _ = tile
-        packed = range(row_begin, row_begin + tile_m)
+        packed = {row // case.pack for row in range(row_begin, row_begin + tile_m)}
+        queries = [i for i in sorted(packed) if i < len(case.seen[b])]
         for begin, masked in _C.host.key_steps(p, tile, tile_m, step):
             assert begin % step == 0
-            inside = [(r // case.pack, j) for r in packed for j in range(begin, begin + step)]
-            real = [(i, j) for i, j in inside if i < case.lengths(b)[0]]
+            part = case.seen[b][queries, begin : begin + step]
             # What some query doesn't see needs a mask. That a window and a prefix meet isn't noticed.
-            whole = all(case.sees(b, i, j) for i, j in real)
+            whole = not queries or (part.shape[1] == step and bool(part.all()))
             assert masked != whole or (masked and "prefix_lengths" in case.vectors)
-            for r in packed:
-                walked.setdefault((b, head + r % case.pack), [])
-            for i, j in set(real):
-                if case.sees(b, i, j):
-                    walked[b, head].append((i, j))  # type: ignore[arg-type]
+            walked[b, head] += [(queries[i], begin + j) for i, j in part.nonzero().tolist()]
         rows.add((b, head, row_begin))
-    for b in range(case.batch):
-        queries, keys = case.lengths(b)
-        expected = sorted((i, j) for i in range(queries) for j in range(keys) if case.sees(b, i, j))
+    for b, seen in enumerate(case.seen):
         for head in range(0, case.heads_kv * case.pack, case.pack):
-            found = walked.get((b, head), [])
-            if case.pack == 1:
-                assert sorted(found) == expected  # type: ignore[comparison-overlap]
-            else:  # a query's rows may lie in two tiles
-                assert sorted(set(found)) == expected  # type: ignore[comparison-overlap]
+            # Of heads that are packed, a query's rows may lie in two tiles.
+            found = walked[b, head] if case.pack == 1 else set(walked[b, head])
+            assert sorted(found) == list(map(tuple, seen.nonzero().tolist()))
     assert len(rows) == case.batch * case.heads_kv * tiles
     del held
 

@@ -82,13 +82,14 @@ LATE = """
 import sys, torch
 before = {*sys.modules}
 import cutlass_fmha.__main__
-others = ("transformers", "diffusers", "kernels", "comfy", "jax", "numpy", "flash_attn", "rich")
+others = ("transformers", "diffusers", "kernels", "comfy", "vllm", "sglang", "flash_attn", "rich")
+others += ("jax", "cupy", "numpy")
 parts = ("bench", "demo", "flash_attn", "cli.", "calibrate.fit", "calibrate.timing", "nn")
 own = tuple(f"cutlass_fmha.{part}" for part in parts)
 print([name for name in {*sys.modules} - before if name.split(".")[0] in others or name.startswith(own)])
 print("torch.distributed.tensor" in sys.modules, cutlass_fmha.sdpa.enabled)
 print(torch.backends.mha.get_fastpath_enabled())
-from cutlass_fmha.integrations import diffusers, hub, transformers
+from cutlass_fmha.integrations import comfyui, diffusers, hub, sglang, transformers, vllm
 print([name for name in {*sys.modules} - before if name.split(".")[0] in others])
 """
 

@@ -1,16 +1,16 @@
-"""Jagged nested tensors, against fp64 math of each document alone, which shares nothing with the package."""
+"""Jagged nested tensors, against fp64 math of each document alone."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from itertools import accumulate
 from typing import Any
 
+import oracle_features
 import pytest
 import torch
 import torch.nn.functional as F
-from tensors import randn
+from tensors import randn, starts
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -30,7 +30,7 @@ CALLS: dict[str, dict[str, Any]] = {
 def make(lengths: list[int], heads: int, dim: int, seed: int, offsets: Tensor | None = None) -> Tensor:
     """[batch, seqlen, heads, dim], fp64, a leaf."""
     values = randn(sum(lengths), heads, dim, dtype=torch.float64, seed=seed)
-    offsets = torch.tensor([0, *accumulate(lengths)]) if offsets is None else offsets
+    offsets = starts(*lengths).long() if offsets is None else offsets
     found: Tensor = torch.nested.nested_tensor_from_jagged(values, offsets, max_seqlen=max(lengths))
     return found.requires_grad_()
 
@@ -41,39 +41,25 @@ def operands(cross: bool = True, heads_kv: int = 2, dim_v: int = 24) -> list[Ten
     return [q, k, make(K if cross else Q, heads_kv, dim_v, 3, k.offsets())]
 
 
-def documents(x: Tensor) -> list[Tensor]:
-    return list(x.values().tensor_split(x.offsets()[1:-1].cpu()))
-
-
-def alone(q: Tensor, k: Tensor, v: Tensor, **said: Any) -> tuple[Tensor, Tensor]:
-    """Output and LSE, [heads, seqlen_q], of one document, [seqlen, heads, dim]."""
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(q.shape[2])
-    if (cap := said.get("softcap")) is not None:
-        scores = cap * torch.tanh(scores / cap)
-    causal, left = said.get("causal", "none"), said.get("window", (10**6,))[0]
-    i = torch.arange(len(q))[:, None] + (0 if causal == "top-left" else len(k) - len(q))
-    j = torch.arange(len(k))
-    scores = scores.masked_fill((j < i - left) | (j > i + (10**6 if causal == "none" else 0)), -math.inf)
-    if "sinks" in said:
-        sink = said["sinks"].to(scores)[:, None, None].expand(-1, len(q), 1)
-        scores, v = torch.cat([scores, sink], 2), torch.cat([v, v.new_zeros(1, *v.shape[1:])])
-    p = scores.softmax(2) if scores.shape[2] else scores
-    return torch.einsum("hqk,khd->qhd", p, v), scores.logsumexp(2)
+def packed(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows, and where those of each document begin."""
+    if x.is_nested:
+        return x.values(), x.offsets()
+    return x.flatten(0, 1), torch.arange(len(x) + 1) * x.shape[1]
 
 
 def with_gradients(out: Tensor, tensors: list[Tensor]) -> list[Tensor]:
-    """Rows of the output, and of gradients by what is jagged."""
-    rows = out.values() if out.is_nested else out
+    """Rows of the output, and of gradients."""
+    rows = packed(out)[0] if out.dim() == 4 else out
     given = torch.autograd.grad((rows * randn(*rows.shape, seed=9).to(rows)).sum(), tensors)
-    return [rows.detach(), *(x.values() for x in given)]
+    return [rows.detach(), *(packed(x)[0] if x.dim() == 4 else x for x in given)]
 
 
 def exact(tensors: list[Tensor], **said: Any) -> tuple[list[Tensor], Tensor]:
-    """``with_gradients`` and the LSE, by ``alone``."""
-    found = [alone(*each, **said) for each in zip(*map(documents, tensors), strict=True)]
-    out = torch.cat([each for each, _ in found])
-    return with_gradients(out, tensors), torch.cat([lse for _, lse in found], 1).detach()
+    """``with_gradients`` and the LSE, [heads, rows]."""
+    rows, (of_q, of_k, _) = zip(*map(packed, tensors), strict=True)
+    out, lse = oracle_features.attention(*rows, cu_seqlens_q=of_q, cu_seqlens_k=of_k, **said)
+    return with_gradients(out, tensors), lse.detach()
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +94,6 @@ def test_torchs_signature_and_torchs_own_function_inside_the_override(theirs: bo
         return function(*(each.transpose(1, 2) for each in x), is_causal=True, enable_gqa=True)
 
     with sdpa("cpu"):
-        torch.compiler.reset()
         run = torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call
         out = run(*tensors)
     want, _ = exact(tensors, causal="top-left")
@@ -128,18 +113,15 @@ def test_the_override_leaves_other_devices_and_what_is_declined_to_torch():
     assert ["attn_mask" in reason for reason in sdpa.declined] == [True]
 
 
-def test_one_side_may_be_dense():
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_one_side_may_be_dense(layout: str):
     (q, k, v), rows = operands(), randn(4, 6, 4, 16, dtype=torch.float64).requires_grad_()
-    for query, (key, value) in ((rows, (k, v)), (q, (rows[:, :, :2], rows[:, :, :2]))):
-        for heads_first in (False, True):
-            given = [x.transpose(1, 2) if heads_first else x for x in (query, key, value)]
-            out = attention(*given, layout="bhsd" if heads_first else "bshd", causal=True)
-            out = out.transpose(1, 2) if heads_first else out
-            sides = [documents(x) if x.is_nested else list(x) for x in (query, key, value)]
-            found = documents(out) if out.is_nested else list(out)
-            for one, *document in zip(found, *sides, strict=True):
-                if len(document[0]) <= len(document[1]):  # the others have queries without keys
-                    torch.testing.assert_close(one, alone(*document, causal="bottom-right")[0])
+    for tensors in ([rows, k, v], [q, rows[:, :, :2], rows[:, :, :2]]):
+        given = tensors if layout == "bshd" else [x.transpose(1, 2) for x in tensors]
+        out = attention(*given, layout=layout, causal=True)
+        want, _ = exact(tensors, causal="bottom-right")
+        out = out if layout == "bshd" else out.transpose(1, 2)
+        torch.testing.assert_close(with_gradients(out, tensors), want, rtol=1e-9, atol=1e-9)
 
 
 def test_holes_are_neither_seen_nor_written_nor_in_a_gradient():
@@ -155,8 +137,9 @@ def test_holes_are_neither_seen_nor_written_nor_in_a_gradient():
     assert out.lengths() is x.lengths() and torch.isinf(lse.values()[:, ~inside.flatten()]).all()
     weights = randn(27, 4, 16, seed=9).double()
     (found,) = torch.autograd.grad((out.values() * weights).sum(), padded)
-    rows = [alone(*3 * [padded[b][inside[b]]], causal="bottom-right")[0] for b in range(3)]
-    want = torch.zeros(27, 4, 16, dtype=torch.float64).index_put((inside.flatten(),), torch.cat(rows))
+    packing = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), starts(*lengths.tolist()))
+    rows, _ = oracle_features.attention(*3 * [padded[inside]], causal="bottom-right", **packing)
+    want = torch.zeros(27, 4, 16, dtype=torch.float64).index_put((inside.flatten(),), rows)
     torch.testing.assert_close(out.values(), want)
     (exact,) = torch.autograd.grad((want * weights).sum(), padded)
     torch.testing.assert_close(found, exact)
@@ -172,8 +155,9 @@ def test_values_of_any_strides_and_with_rows_of_nobody_around(lengths: list[int]
     held = None if lengths is None else torch.tensor(lengths)
     x = torch.nested.nested_tensor_from_jagged(values.transpose(1, 2), offsets, held).transpose(1, 2)
     out = scaled_dot_product_attention(x, x, x, is_causal=True).transpose(1, 2).values()[inside]
-    documents = values.transpose(1, 2)[inside].split(used)
-    want = torch.cat([alone(*3 * [each], causal="top-left")[0] for each in documents])
+    rows = values.transpose(1, 2)[inside]
+    packing = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), starts(*used))
+    want, _ = oracle_features.attention(rows, rows, rows, causal="top-left", **packing)
     torch.testing.assert_close(out, want)
     found, exact = (torch.autograd.grad(each.square().sum(), values)[0] for each in (out, want))
     torch.testing.assert_close(found, exact)

@@ -10,14 +10,13 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from fake_build import L4, make_build
+from fake_build import make_build
 from fake_kernels import FakeKernels
 from tensors import ints, qkv, randn
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 import cutlass_fmha
-from cutlass_fmha.dispatch import device as devices
-from cutlass_fmha.dispatch import table as tables
 
 jax = pytest.importorskip("jax", reason="requirements/jax.txt is not installed")
 fmha = importlib.import_module("cutlass_fmha.jax")  # a broken one is no reason to skip
@@ -48,9 +47,7 @@ on_gpu = pytest.param("gpu", marks=pytest.mark.gpu)
 
 
 def array(x: Any) -> Any:
-    if isinstance(x, tuple):
-        return tuple(map(array, x))
-    return jnp.asarray(x.numpy()) if isinstance(x, Tensor) else x
+    return tree_map_only(Tensor, lambda each: jnp.asarray(each.numpy()), x)
 
 
 def problem(name: str, where: str) -> tuple[list[Any], dict[str, Any], list[Tensor], dict[str, Any]]:
@@ -93,12 +90,8 @@ def test_results_and_gradients_are_the_packages(name: str, where: str):
     # Some rows see no key, and a gradient of their LSE is of nothing.
     weights = randn(*out.shape, seed=3), torch.where(lse.isinf(), 0.0, randn(*lse.shape, seed=4))
     learned = [key for key in arrays if key in ("bias", "sinks")]
-    wanted = torch.autograd.grad(
-        (out, lse),
-        [*exact, *(wide[key] for key in learned)],
-        [x.double() for x in weights],
-        allow_unused=True,
-    )
+    leaves = [*exact, *(wide[key] for key in learned)]
+    wanted = torch.autograd.grad((out, lse), leaves, [x.double() for x in weights], allow_unused=True)
 
     @jax.jit
     def gradients(*x: Any) -> Any:
@@ -184,9 +177,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeKernels:
 
     kernels = FakeKernels(make_build((89,)))
     kernels.install(monkeypatch)
-    monkeypatch.setattr(tables, "this_build", lambda: kernels.build)
-    monkeypatch.setattr(devices, "of_index", lambda index: L4)
-    monkeypatch.delenv(devices.FORCE_ARCH, raising=False)
     monkeypatch.setattr(traced, "_cuda_device", lambda: 3)
     monkeypatch.setattr(jax.lax, "platform_dependent", lambda *x, cpu, cuda: cuda(*x))
     monkeypatch.setattr(calls, "_on_host", lambda call: calls.run(call._replace(where=(77, 3))))

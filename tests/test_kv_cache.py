@@ -78,7 +78,7 @@ KINDS = ("contiguous", "entries", "pages")
 SIDES = st.one_of(st.none(), st.integers(0, 9))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 18)), min_size=1, max_size=5),
     packed=st.booleans(),
@@ -204,15 +204,6 @@ def test_opcheck_passes():
         torch.library.opcheck(append_kv_.default, tensors, cache.places | rotation | packed)
 
 
-def test_who_saved_a_cache_is_told_that_it_changed():
-    cache = Cache("contiguous")
-    weight = torch.ones(1, requires_grad=True)
-    product = cache.k_cache * weight
-    append_kv_(cache.k_cache, cache.v_cache, randn(3, 5, 2, 16), randn(3, 5, 2, 16), ints(0, 1, 2))
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        product.sum().backward()
-
-
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_step_compiles_whole_and_writes_the_cache(packed: bool):
     cache, other, (cos, sin) = Cache("pages"), Cache("pages"), angles(24, 16)
@@ -240,7 +231,7 @@ def test_past_the_dispatcher_writes_are_counted_too(monkeypatch):
     """As autograd does it: whoever saved a cache for a backward is told."""
     monkeypatch.setattr(dispatcher, "can_skip_dispatcher", lambda *tensors: True)
     monkeypatch.setattr(dispatcher, "others_can_skip_dispatcher", lambda arguments: True)
-    monkeypatch.setattr(append_kv, "_launch", append_kv.write)  # the CPU's, as there is no GPU
+    monkeypatch.setattr(append_kv, "_launch", lambda a, room: append_kv.write(a))  # there is no GPU
     for inference in (False, True):
         with torch.inference_mode(inference):
             k_cache, v_cache = (torch.zeros(1, 8, 2, 4) for _ in range(2))

@@ -6,12 +6,16 @@ import gc
 import re
 import textwrap
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from fake_build import L4
+from tensors import starts
 from torch import Tensor
 
 import cutlass_fmha
@@ -62,10 +66,6 @@ def ledger(kernels_do_nothing: None, monkeypatch: pytest.MonkeyPatch) -> Ledger:
     return ledger
 
 
-def starts(sequences: int, length: int) -> Tensor:
-    return torch.arange(sequences + 1, dtype=torch.int32) * length
-
-
 #: Sizes (batch, seqlen_q, seqlen_k, heads, heads of keys, head dims), the dtype, what is said, and which
 #: tensors require gradients.
 CASES: dict[str, tuple[tuple[int, ...], torch.dtype, dict[str, Any], str]] = {
@@ -87,7 +87,7 @@ CASES: dict[str, tuple[tuple[int, ...], torch.dtype, dict[str, Any], str]] = {
     "sinks": ((2, 300, 300, 4, 2, 64, 64), BF16, {"sinks": torch.zeros(4)}, "q k v sinks"),
     "packed": (
         (1, 900, 900, 4, 2, 64, 64), BF16,
-        {**{f"cu_seqlens_{x}": starts(3, 300) for x in "qk"}, "max_seqlen_q": 300, "max_seqlen_k": 300},
+        {**{f"cu_seqlens_{x}": starts(*[300] * 3) for x in "qk"}, "max_seqlen_q": 300, "max_seqlen_k": 300},
         "q k v",
     ),
     "float32": ((1, 300, 300, 4, 2, 64, 64), torch.float32, {"causal": True}, ""),
@@ -102,16 +102,9 @@ def inputs(name: str, times: int = 1, device: str = "cpu") -> tuple[dict[str, Te
     """New tensors, ``times`` the heads, with a gradient where one is wanted, and the rest of what is said."""
     (batch, seqlen_q, seqlen_k, *heads, dim, value_dim), dtype, said, wanted = CASES[name]
     heads, heads_kv = (times * each for each in heads)
-    dims = dim, value_dim
-    shapes = {
-        "q": (seqlen_q, heads, dims[0]),
-        "k": (seqlen_k, heads_kv, dims[0]),
-        "v": (seqlen_k, heads_kv, dims[1]),
-    }
-    given = {
-        x: torch.zeros(*([] if name == "packed" else [batch]), *shape, dtype=dtype, device=device)
-        for x, shape in shapes.items()
-    }
+    keys, of_batch = (seqlen_k, heads_kv), () if name == "packed" else (batch,)
+    shapes = {"q": (seqlen_q, heads, dim), "k": (*keys, dim), "v": (*keys, value_dim)}
+    given = {x: torch.zeros(*of_batch, *y, dtype=dtype, device=device) for x, y in shapes.items()}
     if said.get("layout") == "bhsd":
         given = {x: tensor.transpose(1, 2) for x, tensor in given.items()}
     of_heads = {x: times if x in ("bias", "sinks") else 1 for x in said}
@@ -143,7 +136,7 @@ def planned(name: str, times: int = 1, device: str = "l4") -> MemoryPlan:
 
 def test_block_lists_take_their_transpose():
     """16 bytes of each tile of queries, and one more, and a count, for each tile of keys."""
-    lists = (_meta(1, 1, 5), _meta(1, 1, 5, 2), (64, 128))
+    lists = (meta(1, 1, 5, dtype=torch.int32), meta(1, 1, 5, 2, dtype=torch.int32), (64, 128))
     said: tuple[dict[str, Any], ...] = ({"block_mask": lists}, {"features": ("mask",)})
     shape = {"shape": (2, 300, 4, 64), "num_heads_kv": 2, "device": "l4", "backward": True}
     with_lists, without = (memory_plan(**shape, **each) for each in said)
@@ -151,10 +144,6 @@ def test_block_lists_take_their_transpose():
     tiles = 2 * 2 * 2
     more = with_lists.backward - without.backward
     assert more == tiles * (16 * (2 * 5 + 1) + 4)
-
-
-def _meta(*shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.int32, device="meta")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -219,11 +208,9 @@ def test_a_workspace_of_the_plans_size_is_all_that_is_taken(name: str, ledger: L
     else:
         gradients = plan.backward - plan.of_backward["workspace"]
         assert ledger.peak == pytest.approx(sum(plan.inputs.values()) + results + gradients, abs=100)
-    if plan.workspace:
-        sentence = (
-            f"of {plan.workspace - 1} bytes is too small: this launch needs {plan.workspace}, which memory"
-        )
-        with pytest.raises(RuntimeError, match=sentence), Workspace(plan.workspace - 1, "cpu"):
+    if less := max(0, plan.workspace - 1):
+        sentence = f"of {less} bytes is too small: this launch needs {plan.workspace}, which memory"
+        with pytest.raises(RuntimeError, match=sentence), Workspace(less, "cpu"):
             call(given, said, **to)
     with workspace:  # whose turn came to its end, and which is none of the next one's
         call(given, said, **to)
@@ -244,34 +231,110 @@ def test_the_innermost_workspace_of_the_device_serves(kernels_do_nothing: None):
         assert outer.high_water == inner.high_water
         with outer:  # once more
             call(*inputs(SPLIT))
-    assert (
-        not workspaces.IN_USE
-        and repr(inner) == f"Workspace({1 << 22}, device='cpu', high_water={inner.high_water})"
-    )
+    assert not workspaces.IN_USE
+    assert repr(inner) == f"Workspace({1 << 22}, device='cpu', high_water={inner.high_water})"
 
 
-def in_a_thread(work: Any) -> Any:
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(work()), daemon=True)
-    thread.start()
-    thread.join(60)
-    assert found, "the thread has not come to its end, or not to a good one"
-    return found[0]
+def in_a_thread(work: Callable[[], object]) -> None:
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(work).result()
 
 
-def test_other_threads_take_from_it_what_is_a_calls_gradients(kernels_do_nothing: None):
-    given, said = inputs("softcap")
-    with Workspace(1 << 24, "cpu") as workspace:
+class Deep(torch.autograd.Function):
+    """Gradients inside of gradients: torch has a thread of its own for the 60th, as for those on a GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, depth: int, work: Any) -> Tensor:
+        ctx.given = depth, work
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
+        depth, work = ctx.given
+        with torch.enable_grad():
+            deeper(depth - 1, work) if depth else work()
+        return dx, None, None
+
+
+def deeper(depth: int, work: Any) -> None:
+    Deep.apply(torch.ones(1, requires_grad=True), depth, work).backward()
+
+
+OF_GRADIENTS = {
+    "attention": lambda x, weight: attention(x, x, x, softcap=30.0),
+    "rms_norm": lambda x, weight: cutlass_fmha.rms_norm(x, weight),
+    "qk_norm_rope": lambda x, weight: cutlass_fmha.qk_norm_rope(x, x, None, weight, weight)[0],
+}
+
+
+@pytest.mark.parametrize("name", OF_GRADIENTS)
+def test_other_threads_take_from_it_what_is_of_gradients_alone(name: str, kernels_do_nothing: None):
+    wanted = [torch.zeros(shape, dtype=BF16, requires_grad=True) for shape in ((1, 300, 4, 64), (64,))]
+    workspace, threads = Workspace(1 << 24, "cpu"), []
+
+    def compute(out: Tensor) -> bool:
+        threads.append(threading.get_ident())
+        torch.autograd.grad(out.sum(), wanted, allow_unused=True)
+        return True
+
+    with workspace:
         in_a_thread(lambda: call(*inputs(SPLIT)))
-        assert workspace.high_water == 0
-        found = attention(**given, **said)
+        found = OF_GRADIENTS[name](*wanted)
     assert workspace.high_water == 0
-    in_a_thread(lambda: torch.autograd.grad(found.sum(), given["q"]))  # as autograd's own threads do it
+    in_a_thread(lambda: compute(found))
     assert workspace.high_water > 0 and not workspaces.IN_USE
+    # Of a call that was made outside, as a compiled one's are: from that of who asks.
+    for depth in (0, 70):
+        found, workspace.high_water = OF_GRADIENTS[name](*wanted), 0
+        with workspace:
+            deeper(depth, lambda: compute(found))  # noqa: B023
+        assert workspace.high_water > 0
+    assert [each == threading.get_ident() for each in threads] == [False, True, False]
+
+
+def rounded(*sizes: int) -> int:
+    return sum(-(-size // 512) * 512 for size in sizes)
+
+
+def test_states_of_a_cascade_lie_in_it(ledger: Ledger):
+    q, k, v = (torch.zeros(2, n, heads, 128, dtype=BF16) for n, heads in ((3, 8), (9000, 2), (9000, 2)))
+    plans = memory_plan(q, k, v, device="l4"), memory_plan(q.view(1, 6, 8, 128), k[:1], v[:1], device="l4")
+    parts, lse = [plan.workspace for plan in plans], 4 * 2 * 8 * 3
+    states = rounded(*[q.nbytes, lse] * 2)
+    said = {"return_lse": True, "out": torch.empty_like(q), "lse": torch.empty(2, 8, 3)}
+    least, enough = states - rounded(lse) + lse, states + max(parts)
+    assert min(parts) > 0
+    cutlass_fmha.cascade_attention(q, k[0], v[0], k, v, **said)  # makes plans
+    for size, needed in ((least - 1, least), (enough - 1, enough), (enough, 0)):
+        workspace = Workspace(size, "cpu")
+        with ledger, workspace:
+            ledger.peak = before = ledger.now
+            if needed:
+                with pytest.raises(RuntimeError, match=f"this launch needs {needed}"):
+                    cutlass_fmha.cascade_attention(q, k[0], v[0], k, v, **said)
+            else:
+                cutlass_fmha.cascade_attention(q, k[0], v[0], k, v, **said)
+                assert ledger.peak == before and workspace.high_water == size
+        assert workspace._held == 0
+
+
+def test_what_is_rotated_for_a_cache_lies_in_it(ledger: Ledger, monkeypatch: pytest.MonkeyPatch):
+    for name in ("can_skip_dispatcher", "others_can_skip_dispatcher"):
+        monkeypatch.setattr(dispatcher, name, lambda *given: True)
+    q, k, v = (torch.zeros(2, n, heads, 128, dtype=BF16) for n, heads in ((1, 8), (9000, 2), (9000, 2)))
+    lengths, table = torch.zeros(2, dtype=torch.int32), torch.zeros(64, 64)
+    said = {"rotary_cos": table, "rotary_sin": table, "cache_seqlens": lengths, "out": torch.empty_like(q)}
+    own = memory_plan(q, k, v, seqused_k=lengths, device="l4").workspace
+    workspace = Workspace(rounded(q.nbytes, lengths.nbytes) + own, "cpu")
+    cutlass_fmha.with_kv_cache(q, k, v, k[:, :1], v[:, :1], **said)
+    with ledger, workspace:
+        ledger.peak = before = ledger.now
+        cutlass_fmha.with_kv_cache(q, k, v, k[:, :1], v[:, :1], **said)
+        assert ledger.peak == before and workspace.high_water == workspace.size > own > 0
 
 
 def test_one_stream_at_a_time(kernels_do_nothing: None, monkeypatch: pytest.MonkeyPatch):
-    now, waits, capturing = [7], [], [False]
+    now, waits, used_by, capturing = [7], [], [], [False]
 
     class Stream:
         def __init__(self, index: int) -> None:
@@ -285,22 +348,20 @@ def test_one_stream_at_a_time(kernels_do_nothing: None, monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     workspace = Workspace(1 << 22, "cpu")
     workspace._last = Stream(0)
-    monkeypatch.setattr(workspace, "_memory", MemoryOfAGpu(workspace._memory))
+    memory = {"data_ptr": workspace._memory.data_ptr, "record_stream": lambda x: used_by.append(x.number)}
+    monkeypatch.setattr(workspace, "_memory", SimpleNamespace(**memory))
     with workspace:
         call(*inputs(SPLIT))
         now[0] = 8
         with pytest.raises(RuntimeError, match="one stream at a time, .*: launch on that one, or make"):
             call(*inputs(SPLIT))
-        with (
-            pytest.raises(RuntimeError, match="one stream at a time, .*: enter it on that one, or make a"),
-            workspace,
-        ):
-            pass
+        with pytest.raises(RuntimeError, match="one stream at a time, .*: enter it on that one, or make a"):
+            workspace.__enter__()
     assert waits == []
     for capturing[0], now[0] in ((False, 8), (False, 8), (True, 9), (False, 7)):
         with workspace:
             call(*inputs(SPLIT))
-    assert waits == [(8, 7), (7, 9)] and workspace._memory.recorded == [8, 9, 7]
+    assert waits == [(8, 7), (7, 9)] and used_by == [8, 9, 7]
 
 
 def test_a_compiled_call_takes_from_it(kernels_do_nothing: None):
@@ -309,19 +370,11 @@ def test_a_compiled_call_takes_from_it(kernels_do_nothing: None):
     with Workspace(1 << 24, "cpu") as workspace:
         compiled(**given, **said)
     assert workspace.high_water == planned("splits that are said").workspace > 0
-
-
-class MemoryOfAGpu:
-    """As much of a tensor as a workspace needs; who uses it is recorded."""
-
-    def __init__(self, memory: Tensor) -> None:
-        self.memory, self.recorded = memory, []
-
-    def data_ptr(self) -> int:
-        return self.memory.data_ptr()
-
-    def record_stream(self, stream: Any) -> None:
-        self.recorded.append(stream.number)
+    given, said = inputs("softcap")
+    out = torch.compile(attention, fullgraph=True, backend="aot_eager")(**given, **said)
+    with Workspace(1 << 24, "cpu") as workspace:
+        deeper(70, lambda: torch.autograd.grad(out.sum(), given["q"]))
+    assert workspace.high_water == planned("softcap").workspace > 0
 
 
 @pytest.mark.parametrize(
@@ -355,29 +408,18 @@ def test_a_shape_is_planned_as_its_tensors_are():
     assert memory_plan(*tensors, **{**said, "backward": None}) == memory_plan(*wanting, **said)
 
 
+SLOPES = meta(4, dtype=torch.float32).requires_grad_()
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"device": "cpu"}, ValueError, "memory is planned of a GPU: name one, as device='l4'"),
+    ({"device": "cpu"}, ValueError, "memory is planned of a GPU: name one"),
     ({"device": "h1000"}, ValueError, "device must be cuda, "),
     ({"shape": (2, 300, 4)}, ValueError, "shape must be four sizes"),
-    (
-        {"features": ("pages",)},
-        ValueError,
-        "features must be among mask, .* pass others as attention takes them",
-    ),
+    ({"features": ("pages",)}, ValueError, "features must be among mask, .* pass others as attention takes"),
     ({"features": "bias"}, TypeError, "features must be names"),
-    (
-        {"shape": (2, 300, 4, 520)},
-        cutlass_fmha.UnsupportedError,
-        "no kernel of this build computes the gradients",
-    ),
+    ({"shape": (2, 300, 4, 520)}, cutlass_fmha.UnsupportedError, "no kernel of this build computes the grad"),
     ({"q": meta(2, 300, 4, 64)}, TypeError, "takes tensors or a shape, got both"),
     ({"shape": None}, TypeError, "needs q, k and v, or a shape"),
     ({"softcaps": 3.0}, TypeError, "softcaps"),
-    (
-        {"alibi_slopes": meta(4, dtype=torch.float32).requires_grad_()},
-        NotImplementedError,
-        "no backward yet for alibi_slopes",
-    ),
+    ({"alibi_slopes": SLOPES}, NotImplementedError, "no backward yet for alibi_slopes"),
 ]
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
+from oracle_helpers import rotate
 from torch.nn import functional
 
 from cutlass_fmha import nn
+
+X = torch.randn(2, 4, 16)
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -86,27 +90,22 @@ def test_a_checkpoint_that_does_not_fit_is_refused():
     copy.deepcopy(made).to(torch.float64).load_state_dict(state)
 
 
-def test_bad_constructors_are_refused():
-    with pytest.raises(ValueError, match="activation must be 'silu'"):
-        nn.SwiGLU(4, 4, activation="relu")
-    with pytest.raises(ValueError, match="num_heads must be a multiple of num_heads_kv 3, got 4"):
-        nn.Attention(16, 4, 3)
-    with pytest.raises(ValueError, match="num_heads must be a multiple of num_heads_kv 0, got 4"):
-        nn.Attention(16, 4, 0)
-    with pytest.raises(ValueError, match="embed_dim must be a multiple of num_heads 4"):
-        nn.Attention(15, 4)
-
-
-def test_bad_inputs_are_refused():
-    with pytest.raises(ValueError, match=r"x must end in \(3, 8\), the normalized shape, got \(2, 8, 3\)"):
-        nn.RMSNorm((3, 8), None, False)(torch.randn(2, 8, 3))
-    with pytest.raises(ValueError, match="x must be float16"):
-        nn.RMSNorm(8)(torch.ones(2, 8, dtype=torch.int32))
-    layer, x = nn.Attention(16, 2), torch.randn(2, 4, 16)
-    with pytest.raises(TypeError, match="layout is not for a layer"):
-        layer(x, layout="bhsd")
-    with pytest.raises(ValueError, match=r"x must have 3 dimensions, \[batch, seqlen, embed_dim\]"):
-        layer(x[0])
+@pytest.mark.parametrize(
+    ("error", "call", "sentence"),
+    [
+        (ValueError, lambda: nn.SwiGLU(4, 4, activation="relu"), "activation must be 'silu'"),
+        (ValueError, lambda: nn.Attention(16, 4, 3), "num_heads must be a multiple of num_heads_kv 3"),
+        (ValueError, lambda: nn.Attention(16, 4, 0), "num_heads must be a multiple of num_heads_kv 0"),
+        (ValueError, lambda: nn.Attention(15, 4), "embed_dim must be a multiple of num_heads 4"),
+        (ValueError, lambda: nn.RMSNorm((3, 8), None, False)(X), r"x must end in \(3, 8\), .* \(2, 4, 16"),
+        (ValueError, lambda: nn.RMSNorm(16)(X.int()), "x must be float16"),
+        (TypeError, lambda: nn.Attention(16, 2)(X, layout="bhsd"), "layout is not for a layer"),
+        (ValueError, lambda: nn.Attention(16, 2)(X[0]), r"x must have 3 dimensions, \[batch, seqlen, "),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_refused(error: type[Exception], call: Callable[[], object], sentence: str):
+    with pytest.raises(error, match=sentence):
+        call()
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
@@ -127,11 +126,8 @@ def test_packed_rows_have_positions_of_their_own_and_a_cache_its_padding(qk_norm
 
 
 def test_a_block_under_autocast():
-    norm, layer, x = (
-        nn.RMSNorm(32),
-        nn.Attention(32, 4, qk_norm=True),
-        torch.randn(1, 5, 32, requires_grad=True),
-    )
+    norm, layer = nn.RMSNorm(32), nn.Attention(32, 4, qk_norm=True)
+    x = torch.randn(1, 5, 32, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         normed, total = norm(layer(x), residual=x)
     assert normed.dtype == total.dtype == torch.float32
@@ -144,14 +140,12 @@ def dense(layer: nn.Attention, x: torch.Tensor, cos: torch.Tensor, sin: torch.Te
 
     def heads(name: str) -> torch.Tensor:
         y = functional.linear(x, state[f"{name}_proj.weight"], state.get(f"{name}_proj.bias"))
-        y = y.unflatten(-1, (-1, layer.head_dim)).transpose(1, 2)
+        y = y.unflatten(-1, (-1, layer.head_dim))
         if f"{name}_norm.weight" in state:
             y = functional.rms_norm(y, (layer.head_dim,), state[f"{name}_norm.weight"], 1e-6)
-        if name == "v":
-            return y
-        a, b = y.chunk(2, -1)
-        c, s = cos[: x.shape[1]], sin[: x.shape[1]]
-        return torch.cat((a * c - b * s, a * s + b * c), -1)
+        if name != "v":
+            y = rotate(y, cos, sin, torch.arange(x.shape[1]).expand(x.shape[:2]), False).to(y)
+        return y.transpose(1, 2)
 
     q, k, v = map(heads, "qkv")
     out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)

@@ -199,18 +199,17 @@ def test_compile_takes_a_longest_sequence_that_only_the_device_knows(masked: boo
         assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize(
-    "said",
-    [
-        lambda q, number: attention(q, q, q, scale=number),
-        lambda q, number: attention(q, q, q, softcap=number, causal=True),
-        lambda q, number: attention(q, q, q, dropout_p=number, dropout_seed=3),
-        lambda q, number: cutlass_fmha.scaled_dot_product_attention(q, q, q, scale=number),
-    ],
-    ids=["scale", "softcap", "dropout_p", "sdpa"],
-)
-def test_compile_takes_a_float_that_changes(said):
-    q = torch.randn(1, 9, 2, 16)
+FLOATS: dict[str, Any] = {
+    "scale": lambda q, number: attention(q, q, q, scale=number),
+    "softcap": lambda q, number: attention(q, q, q, softcap=number, causal=True),
+    "dropout_p": lambda q, number: attention(q, q, q, dropout_p=number, dropout_seed=3),
+    "sdpa": lambda q, number: cutlass_fmha.scaled_dot_product_attention(q, q, q, scale=number),
+}
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_compile_takes_a_float_that_changes(name: str):
+    said, q = FLOATS[name], torch.randn(1, 9, 2, 16)
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     function = torch.compile(said, backend=counter, fullgraph=True)
     for number in (0.13, 0.24, 0.35, 0.46, 0.57):
@@ -286,12 +285,7 @@ def test_export_keeps_the_op(op: str, strict: bool):
 
 def test_a_simulator_runs_the_kernels_on_cpu_tensors(monkeypatch):
     seen = []
-
-    def launch(*arguments):
-        seen.append(arguments)
-        return arguments[0] * 0, None
-
-    monkeypatch.setattr(plan, "launch", launch)
+    monkeypatch.setattr(plan, "launch", lambda *given: seen.append(given) or (given[0] * 0, None))
     info = {"simulator": True}
     monkeypatch.setattr(dispatcher._C, "build_info", lambda: info)
     q, k, v = tensors(head_dim_v=32)

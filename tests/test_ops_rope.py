@@ -19,11 +19,7 @@ Q, K = randn(1, 3, 2, 16, dtype=F64), randn(1, 3, 1, 16, dtype=F64, seed=1)
 WEIGHTS = (randn(16, dtype=F64, seed=2), randn(16, dtype=F64, seed=3))
 SAID: tuple[dict[str, Any], ...] = (
     {"cos": COS, "sin": SIN, "offsets": ints(3)},
-    {
-        "inv_freq": torch.rand(8),
-        "interleaved": True,
-        "positions": ints(9, 0, 17).view(1, 3),
-    },
+    {"inv_freq": torch.rand(8), "interleaved": True, "positions": ints(9, 0, 17).view(1, 3)},
 )
 
 
@@ -65,8 +61,7 @@ def test_compiling_in_one_graph_is_the_same():
         given = leaves(Q, K, *WEIGHTS)
         found = function(*given)
         results.append((*found, *torch.autograd.grad(sum(x.square().sum() for x in found), given)))
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(*results)
 
 
 def test_autocast_casts_what_is_new_to_the_cache():

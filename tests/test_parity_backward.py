@@ -139,15 +139,12 @@ def test_a_graph_computes_new_gradients(row: _C.Row, parity: ParityReport):
         launch.run()
     for seed in (25, 29):
         other = BackwardLaunch.of(row, replace(problem, seed=seed), DEVICE)
-        for to, x in zip(
-            (*launch.call[:3], launch.dout, *launch.forward),
-            (*other.call[:3], other.dout, *other.forward),
-            strict=True,
-        ):
-            to.copy_(x)
-        launch.call.features["seqused_k"].copy_(other.call.features["seqused_k"])
-        if launch.dlse is not None and other.dlse is not None:
-            launch.dlse.copy_(other.dlse)
+        inputs = [
+            (*x.call[:3], x.dout, *x.forward, x.call.features["seqused_k"], x.dlse) for x in (launch, other)
+        ]
+        for to, x in zip(*inputs, strict=True):
+            if to is not None:
+                to.copy_(x)
         graph.replay()
         parity.check(launch, f"{problem} replayed, seed {seed}")
 

@@ -8,7 +8,7 @@ CUTLASS_FMHA_FORCE_ARCH=89 proves the sm_89 rows through their PTX, =120 the sm_
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import gpu
@@ -35,11 +35,6 @@ PROBLEM = Problem(300, 257, "bottom-right", num_heads=4, seed=11)
 
 def attend(row: _C.Row, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return cutlass_fmha.attention(q, k, v, causal=PROBLEM.causal, return_lse=True, row=row.name)
-
-
-def fill(tensors: tuple[Tensor, ...], values: tuple[Tensor, ...]) -> None:
-    for x, y in zip(tensors, values, strict=True):
-        x.copy_(y)
 
 
 def record(
@@ -74,7 +69,8 @@ def test_side_stream(row: _C.Row, parity: ParityReport):
     stream = torch.cuda.Stream(DEVICE)
     with gpu.held(stream), torch.cuda.stream(stream):
         # The inputs are NaN until the stream gets to the copy: a launch on another stream would read that.
-        fill(inputs, values)
+        for x, value in zip(inputs, values, strict=True):
+            x.copy_(value)
         out, lse = attend(row, *inputs)
         assert not stream.query(), "attention waited for the stream"
     record(parity, row, "on a side stream", out, lse, inputs)
@@ -91,22 +87,6 @@ def test_last_device(row: _C.Row, parity: ParityReport):
     assert torch.cuda.current_device() == DEVICE.index
     torch.cuda.synchronize(last)
     record(parity, row, f"on {last}", out, lse, inputs)
-
-
-@by_row
-def test_graph_replays_follow_their_inputs(row: _C.Row, parity: ParityReport):
-    dtype = gpu.torch_dtype(row)
-    inputs = PROBLEM.inputs(dtype, row.head_dim, DEVICE)
-    attend(row, *inputs)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):  # refuses allocations and synchronisations that are not torch's
-        out, lse = attend(row, *inputs)
-    for seed in (21, 22):
-        fill(inputs, replace(PROBLEM, seed=seed).inputs(dtype, row.head_dim, DEVICE))
-        out.fill_(torch.nan)
-        lse.fill_(torch.nan)
-        graph.replay()
-        record(parity, row, f"replayed, seed {seed}", out, lse, inputs)
 
 
 @by_row
@@ -307,26 +287,20 @@ def test_errors_are_one_sentence_and_leave_the_device_usable():
         cutlass_fmha.attention(
             *replace(PROBLEM, layout="unaligned").inputs(q.dtype, 64, DEVICE), row=row.name
         )
-    with pytest.raises(cutlass_fmha.UnsupportedError, match="\nwhat to change: drop softcap"):
-        cutlass_fmha.attention(*PROBLEM.inputs(q.dtype, 320, DEVICE), softcap=30.0)
+    with pytest.raises(cutlass_fmha.UnsupportedError, match="drop softcap"):
+        cutlass_fmha.attention(*PROBLEM.inputs(q.dtype, 520, DEVICE), softcap=30.0)
     with pytest.raises(NotImplementedError, match="no backward yet for alibi_slopes: pass it detached"):
         cutlass_fmha.attention(q, k, v, alibi_slopes=torch.ones(4, device=DEVICE, requires_grad=True))
     oracle_features.compare(cutlass_fmha.attention(q, k, v), None, q, k, v).check()
 
 
-def unaligned_pointer(launch: Launch) -> None:
-    launch.k = launch.k.as_strided(launch.k.shape, launch.k.stride(), launch.k.storage_offset() + 1)
-
-
-def unaligned_stride(launch: Launch) -> None:
-    batch, seqlen, *rest = launch.v.stride()
-    launch.v = launch.v.as_strided(launch.v.shape, (batch, seqlen + 1, *rest))
-
-
-@pytest.mark.parametrize("spoil", [unaligned_pointer, unaligned_stride])
-def test_the_binding_refuses_what_16_byte_copies_can_not_take(spoil: Callable[[Launch], None]):
+@pytest.mark.parametrize(("name", "longer", "later"), [("k", 0, 1), ("v", 1, 0)], ids=["pointer", "stride"])
+def test_the_binding_refuses_what_16_byte_copies_can_not_take(name: str, longer: int, later: int):
     launch = Launch.of(aligned_row(), PROBLEM, DEVICE)
-    spoil(launch)
+    x = getattr(launch, name)
+    batch, seqlen, *rest = x.stride()
+    spoilt = x.as_strided(x.shape, (batch, seqlen + longer, *rest), x.storage_offset() + later)
+    setattr(launch, name, spoilt)
     with pytest.raises(ValueError, match="16 bytes"):
         launch.run()
     assert launch.out.view.isnan().all()

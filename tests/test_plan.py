@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,7 @@ import oracle_features
 import pytest
 import torch
 from fake_build import L4, make_build
-from fake_kernels import FakeKernels, Launched
+from fake_kernels import FakeKernels
 from feature_tensors import Call
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,8 +30,6 @@ from cutlass_fmha.arguments.op_arguments import op_arguments
 from cutlass_fmha.arguments.results import RESULTS
 from cutlass_fmha.attention import packed_attention
 from cutlass_fmha.dispatch import blocks, describe, device
-from cutlass_fmha.dispatch import table as tables
-from cutlass_fmha.dispatch.families import wide
 from cutlass_fmha.dispatch.families.family import Prepared
 from cutlass_fmha.dispatch.problem import FEATURES
 from cutlass_fmha.features import Features
@@ -39,43 +37,16 @@ from cutlass_fmha.launch import gradients, plan
 from cutlass_fmha.ops import dispatcher, forward
 
 
-class Kernels(FakeKernels):
-    """Launches, computed in Python on a GPU that does not exist."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        super().__init__(make_build((89,)))
-        monkeypatch.setattr(tables, "this_build", lambda: self.build)
-        monkeypatch.setattr(device, "of_index", lambda index: L4)
-        monkeypatch.setattr(device, "simulated", lambda built: L4)
-        monkeypatch.setattr(plan, "current_stream", lambda index: 4711)
-        self.install(monkeypatch)
-        monkeypatch.delenv(device.FORCE_ARCH, raising=False)
-
-    @property
-    def scored(self) -> list[Launched]:
-        return self.of(True)
-
-    @property
-    def plain(self) -> list[Launched]:
-        return self.of(False)
-
-    @property
-    def last(self) -> _C.AttentionParams:
-        return self.scored[-1].params
-
-    @property
-    def last_row(self) -> str:
-        return self.build.rows[self.scored[-1].row].name
-
-
 @pytest.fixture
 def kernels(monkeypatch):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # small tensors, many operations: threads cost more than they give
+    """Launches, computed in Python on a GPU that does not exist."""
+    monkeypatch.setattr(device, "simulated", lambda built: L4)
+    monkeypatch.setattr(plan, "current_stream", lambda index: 4711)
+    found = FakeKernels(make_build((89,)))
+    found.install(monkeypatch)
     plan.clear()
-    yield Kernels(monkeypatch)
+    yield found
     plan.clear()
-    torch.set_num_threads(threads)
 
 
 def attend(
@@ -97,7 +68,7 @@ def check(call: Call, out: torch.Tensor, lse: torch.Tensor | None) -> None:
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_what_is_packed_is_what_the_tensors_hold(kernels: Kernels, group: str):
+def test_what_is_packed_is_what_the_tensors_hold(kernels: FakeKernels, group: str):
     for problem in GROUPS[group]:
         problem = fitted(problem, 256, 256, 64, 64)
         call = tensors(problem)
@@ -111,7 +82,7 @@ def test_what_is_packed_is_what_the_tensors_hold(kernels: Kernels, group: str):
         assert all(x is room.view and room.intact() for x, room in zip(found, rooms, strict=True))
         if out.numel():
             check(call, *found)
-    assert kernels.scored
+    assert kernels.of(True)
 
 
 def test_features_are_what_a_call_says():
@@ -152,24 +123,24 @@ def test_a_window_that_is_a_causal_mask_is_one(window, causal, expected):
 # ---- which row ---------------------------------------------------------------------------------------------
 
 
-def test_a_call_that_says_nothing_special_takes_a_plain_row(kernels: Kernels):
+def test_a_call_that_says_nothing_special_takes_a_plain_row(kernels: FakeKernels):
     call = tensors(Problem(70, 130, num_heads=4, num_heads_kv=2))
     for more in ({"num_splits": 1}, {"batch_invariant": True}, {"window": (-1, 0)}, {"layout": "bhsd"}):
         more.pop("layout", None)
         out, lse = attend(call, **more)
         causal = "bottom-right" if "window" in more else "none"
         oracle_features.compare(out, lse, call.q, call.k, call.v, causal=causal).check()
-    assert kernels.scored == [] and len(kernels.plain) == 4
+    assert kernels.of(True) == [] and len(kernels.of(False)) == 4
 
 
-def test_decoding_goes_to_a_scored_row_with_splits(kernels: Kernels):
+def test_decoding_goes_to_a_scored_row_with_splits(kernels: FakeKernels):
     call = tensors(Problem(1, 4096, num_heads=8, num_heads_kv=2, batch=1))
     out, lse = plan.launch(*call[:3], None, "none", True, None)
     check(call, out, lse)
     assert kernels.last.splits > 1 and kernels.last.pack == 4
 
 
-def test_refusals_name_the_feature(kernels: Kernels):
+def test_refusals_name_the_feature(kernels: FakeKernels):
     call = tensors(Problem(page_size=16, softcap=2.0))
     with pytest.raises(cutlass_fmha.UnsupportedError, match="no softcap, no paged keys: that takes a scored"):
         attend(call, "fwd_sm89_f16_d64_m64n64w4")
@@ -177,7 +148,7 @@ def test_refusals_name_the_feature(kernels: Kernels):
         attend(tensors(Problem(page_size=10)))
     with pytest.raises(cutlass_fmha.UnsupportedError, match="multiples of 64 x 64, and these are 64 x 32"):
         attend(tensors(Problem(blocks=(64, 32))), "fwd_sm89_f16_d64_m64n64w4_scored")
-    assert kernels.scored == []
+    assert kernels.of(True) == []
 
 
 # ---- what a plan keeps -------------------------------------------------------------------------------------
@@ -191,7 +162,7 @@ def test_refusals_name_the_feature(kernels: Kernels):
     ],
     ids=["features", "plain"],
 )
-def test_a_plan_is_made_once(kernels: Kernels, monkeypatch, problem: Problem):
+def test_a_plan_is_made_once(kernels: FakeKernels, monkeypatch, problem: Problem):
     made = []
     original = plan.prepare
     monkeypatch.setattr(plan, "prepare", lambda *said: made.append(said) or original(*said))
@@ -226,26 +197,17 @@ def test_a_plan_is_made_once(kernels: Kernels, monkeypatch, problem: Problem):
     assert len(made) == count + 2
 
 
-def test_threads_do_not_meet_in_a_plan(kernels: Kernels):
-    calls = [tensors(Problem(20, 50, sinks="normal", num_splits=2, seed=seed)) for seed in range(8)]
-    failed: list[BaseException] = []
+def test_threads_do_not_meet_in_a_plan(kernels: FakeKernels):
+    def work(seed: int) -> None:
+        call = tensors(Problem(20, 50, sinks="normal", num_splits=2, seed=seed))
+        for _ in range(10):
+            check(call, *attend(call))
 
-    def work(call: Call) -> None:
-        try:
-            for _ in range(10):
-                check(call, *attend(call))
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=work, args=(call,)) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(work, range(8)))  # which raises what one of them did
 
 
-def test_parts_have_room_in_one_allocation(kernels: Kernels):
+def test_parts_have_room_in_one_allocation(kernels: FakeKernels):
     call = tensors(Problem(3, 200, num_heads=4, num_heads_kv=1, head_dim_v=33, num_splits=5))
     check(call, *attend(call))
     said = kernels.last
@@ -263,14 +225,14 @@ def test_parts_have_room_in_one_allocation(kernels: Kernels):
 
 @pytest.mark.parametrize("fields", [{"batch": 0}, {"num_heads": 0, "num_heads_kv": 0}, {"seqlen_q": 0}])
 @pytest.mark.parametrize("softcap", [0.0, 1.0])
-def test_empty_problems_launch_nothing(kernels: Kernels, fields: dict[str, int], softcap: float):
+def test_empty_problems_launch_nothing(kernels: FakeKernels, fields: dict[str, int], softcap: float):
     call = tensors(Problem(**{"seqlen_q": 5, "softcap": softcap, **fields}))
     out, lse = attend(call)
     assert out.shape == call.q.shape and lse is not None and lse.numel() == 0
     assert kernels.launches == []
 
 
-def test_empty_tensors_have_no_address(kernels: Kernels):
+def test_empty_tensors_have_no_address(kernels: FakeKernels):
     no_keys = {"seqlen_k": 0, "bias": ("bhqk", "float32", "plain"), "mask": ("bhqk", "plain")}
     no_tables = {"seqlen_k": 0, "page_size": 16, "used_k": True}
     for fields in (no_keys, {**no_keys, "blocks": (64, 64)}, no_tables):
@@ -292,63 +254,30 @@ def test_empty_tensors_have_no_address(kernels: Kernels):
         {"seqlen_q": 300, "seqlen_k": 2000, "softcap": 3.0},
     ],
 )
-def test_batch_invariant_plans_do_not_know_the_batch(kernels: Kernels, fields: dict[str, Any]):
+def test_batch_invariant_plans_do_not_know_the_batch(kernels: FakeKernels, fields: dict[str, Any]):
     kernels.compute = False
-    rows, splits, packs = set(), set(), set()
-    for batch in (1, 2, 64):
-        attend(tensors(Problem(batch=batch, **fields)), batch_invariant=True)
-        rows.add(kernels.last_row)
-        splits.add(kernels.last.splits)
-        packs.add(kernels.last.pack)
-    assert len(rows) == len(splits) == len(packs) == 1
-    longer = {**fields, "seqlen_k": fields["seqlen_k"] * 3, "seqlen_q": fields["seqlen_q"]}
+
+    def planned(
+        batch: int, keys: int = fields["seqlen_k"], batch_invariant: bool = True
+    ) -> tuple[str, int, int]:
+        call = tensors(Problem(batch=batch, **{**fields, "seqlen_k": keys}))
+        attend(call, batch_invariant=batch_invariant)
+        row = kernels.build.rows[kernels.of(True)[-1].row].name
+        return row, kernels.last.splits, kernels.last.pack
+
+    assert len({planned(batch) for batch in (1, 2, 64)}) == 1
     if "page_size" in fields or "packed_q" in fields:  # the longest sequence has no say
-        attend(tensors(Problem(**longer)), batch_invariant=True)
-        assert {kernels.last_row} == rows and {kernels.last.splits} == splits
+        assert planned(2, 3 * fields["seqlen_k"]) == planned(2)
+    if fields["seqlen_q"] == 1:  # without it a full GPU splits less
+        assert planned(1, batch_invariant=False)[1] > planned(64, batch_invariant=False)[1]
 
 
-def test_without_it_a_full_gpu_splits_less(kernels: Kernels):
-    fields = {"seqlen_q": 1, "seqlen_k": 1000, "num_heads": 4, "num_heads_kv": 4, "used_k": True}
-    kernels.compute = False
-    found = []
-    for batch in (1, 64):
-        attend(tensors(Problem(batch=batch, **fields)))
-        found.append(kernels.last.splits)
-    assert found[0] > found[1] == 1
-
-
-# ---- rows of example 41 ------------------------------------------------------------------------------------
-
-
-def test_a_wide_row_is_launched_its_own_way(kernels: Kernels, monkeypatch):
-    class Row:
-        """As much of a ``_C.Row`` as the way to its launch needs."""
-
-        index, name, family, takes_features, dtype, arch = 0, "wide_x", "wide", False, "float16", 89
-        alignment, element_bytes, accumulates = 16, 2, True
-
-    build = replace(kernels.build, rows=(*kernels.build.rows, Row()))
-    monkeypatch.setattr(tables, "this_build", lambda: build)
-    monkeypatch.setattr(
-        wide, "FIXED_RULES", (lambda row, problem, *_: None if problem.head_dim == 512 else "no",)
-    )
-    monkeypatch.setattr(wide, "predicted_us", lambda *_: 1.0)
-    seen = []
-    monkeypatch.setattr(wide, "launch", lambda *said: seen.append(said) or ("out", "lse"))
-    call = tensors(Problem(5, 7, head_dim=512, head_dim_v=512))
-    assert plan.launch(*call[:3], None, "none", True, None) == ("out", "lse")
-    assert attend(call) == ("out", "lse") and len(seen) == 2
-    row, sizes, causal, given, scale, return_lse, said = seen[0]
-    assert row.name == "wide_x" and given[0] is call.q and scale == 512**-0.5
-    assert (causal, return_lse, said, sizes.head_dim_v) == ("none", True, {}, 512)
-
-
-def test_splits_of_a_launch_are_those_that_its_cost_is_of(kernels: Kernels):
+def test_splits_of_a_launch_are_those_that_its_cost_is_of(kernels: FakeKernels):
     call = tensors(Problem(2, 3000, num_heads=8, num_heads_kv=2, softcap=2.0, causal="bottom-right"))
     attend(call)
     features = Features(**op_arguments(call.q, call.features))
     problem = describe.describe(call[:3], call.causal, features).problem
-    row = kernels.build.rows[kernels.scored[0].row]
+    row = kernels.build.rows[kernels.of(True)[0].row]
     assert kernels.last.splits == blocks.split_keys(row, problem, L4)
     assert kernels.last.pack == blocks.packed_heads(row, problem) == 4
 
@@ -387,7 +316,7 @@ def test_drawn_problems_are_packed_right(
     oracle_features.compare(out, lse, q, k, v, problem.scale, problem.causal).check()
     for run in kernels.launches:
         assert (run.device, run.stream) == (0, 4711)  # the tensors' device and its current stream
-    for run in kernels.plain:
+    for run in kernels.of(False):
         read = (q, k, v, *([out] if given else []))
         assert (kernels.build.rows[run.row].copy == "element") != all(map(is_aligned, read))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import sys
 from collections.abc import Iterator
@@ -56,9 +55,14 @@ def _gpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Non
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 9))
 
 
+def config(cross: bool = False, head_dim: int = 64) -> dict[str, SimpleNamespace]:
+    model = SimpleNamespace(is_encoder_decoder=cross, dtype=torch.bfloat16, head_dim=head_dim)
+    return {"model_config": model}
+
+
 def runner(pool: Any = None, **changed: Any) -> SimpleNamespace:
     given = {
-        "model_config": SimpleNamespace(is_encoder_decoder=False, dtype=torch.bfloat16, head_dim=64),
+        **config(),
         "kv_cache_dtype": torch.bfloat16,
         "use_mla_backend": False,
         "spec_algorithm": SimpleNamespace(is_speculative=lambda: False),
@@ -142,9 +146,7 @@ class Serving:
 
     def inputs(self, padded: int = 0) -> list[Tensor]:
         """q [tokens, heads * head_dim], k and v [tokens, heads, head_dim] of the new rows."""
-        r = self.requests
-        rows = ([k[old:] for k, old in zip(x, r.old, strict=True)] for x in (r.k, r.v))
-        q, k, v = (torch.cat((*own, randn(padded, *own[0].shape[1:]))) for own in (r.q, *rows))
+        q, k, v = self.requests.inputs(padded)
         return placed([q.flatten(1), k, v], self.place)
 
     def layer(self, **said: Any) -> Any:
@@ -241,16 +243,8 @@ def test_nothing_asks_what_a_tensor_holds(there: Any):
     batch, inputs, layer = s.batch("DECODE"), s.inputs(), s.layer(layer_id=1, sliding_window_size=8)
     s.backend.init_forward_metadata_out_graph(batch, in_capture=True)
     with FakeTensorMode() as mode:
-        for where in (
-            batch,
-            s.backend,
-            s.backend.forward_metadata,
-            s.backend.pool,
-            s.backend.pool.swa_kv_pool,
-        ):
-            for name, x in vars(where).items():
-                if isinstance(x, Tensor):
-                    setattr(where, name, mode.from_tensor(x))
+        pool, metadata = s.backend.pool, s.backend.forward_metadata
+        serving.hollow(mode, batch, s.backend, metadata, pool, pool.swa_kv_pool)
         s.backend.init_forward_metadata_in_graph(batch)
         q, k, v = map(mode.from_tensor, inputs)
         found = s.backend.forward(q, k, v, layer, batch, save_kv_cache=False, sinks=None, q_rope=None)
@@ -266,14 +260,8 @@ def test_nothing_asks_what_a_tensor_holds(there: Any):
         ({"kv_cache_dtype": torch.float16}, "got float16 of a model in bfloat16"),
         ({"spec_algorithm": SimpleNamespace(is_speculative=lambda: True)}, "has no speculative decoding"),
         ({"kv_index_translator": SimpleNamespace(is_translating=True)}, "has no unified pool"),
-        (
-            {"model_config": SimpleNamespace(is_encoder_decoder=True, dtype=torch.bfloat16, head_dim=64)},
-            "has no cross attention",
-        ),
-        (
-            {"model_config": SimpleNamespace(is_encoder_decoder=False, dtype=torch.bfloat16, head_dim=320)},
-            "use head dims of at most 256",
-        ),
+        (config(cross=True), "has no cross attention"),
+        (config(head_dim=520), "use head dims of at most 512"),
     ],
 )
 def test_a_model_is_refused_with_the_reason(there: Any, changed: dict[str, Any], reason: str):
@@ -318,12 +306,9 @@ def test_deterministic_inference_is_batch_invariant(there: Any, monkeypatch: pyt
 
 
 def test_parameters_are_sglangs_in_its_order(there: Any):
-    ours, base = there.ours.Backend, there.base.AttentionBackend
-    for name in {*vars(ours)} & {*vars(base)}:
-        if inspect.isfunction(theirs := getattr(base, name)) and name != "__init__":
-            own = list(inspect.signature(getattr(ours, name)).parameters)
-            assert own == list(inspect.signature(theirs).parameters), name
-    assert {"forward_extend", "forward_decode", "init_forward_metadata_in_graph"} <= {*vars(ours)}
+    compared = serving.same_parameters(there.ours.Backend, there.base.AttentionBackend)
+    names = ("forward_extend", "forward_decode", "init_forward_metadata_in_graph")
+    assert {f"Backend.{name}" for name in names} <= compared
 
 
 def test_the_plugin_adds_a_name(there: Any, monkeypatch: pytest.MonkeyPatch):

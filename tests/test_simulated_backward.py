@@ -45,32 +45,24 @@ def extension() -> Path:
     return build_extension("^(" + "|".join((*ROWS, PRODUCTS)) + ")$", DIRECTORY / "backward")
 
 
-@pytest.mark.parametrize("row", ROWS)
-def test_row_agrees_with_fp64(row: str):
-    arch = row.partition("_sm")[2].partition("_")[0]
-    # Sums in a fixed order await those of blocks before, which another seed would have run afterwards.
+def run(arch: str, *said: str) -> str:
+    """What main() prints, in a process of its own. Sums in a fixed order await those of blocks before, which
+    another seed would have run afterwards."""
     environment = os.environ | {"CUTLASS_FMHA_FORCE_ARCH": arch, "CUTLASS_FMHA_SIMULATOR_SEED": "0"}
-    command = [sys.executable, str(Path(__file__)), str(extension()), row]
+    command = [sys.executable, str(Path(__file__)), str(extension()), *said]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_row_agrees_with_fp64(row: str):
+    run(row.partition("_sm")[2].partition("_")[0], row)
 
 
 def test_a_long_run_draws_gradients():
-    said = [
-        "--gradients",
-        "--problems",
-        "6",
-        "--processes",
-        "1",
-        "--longest",
-        "60",
-        "--rows",
-        "d32_.*_scored",
-    ]
-    command = [sys.executable, str(Path(__file__)), str(extension()), *said]
-    environment = os.environ | {"CUTLASS_FMHA_FORCE_ARCH": "89"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert "6 problems on 1 rows" in done.stdout, done.stdout + done.stderr
+    said = "--gradients --problems 6 --processes 1 --longest 60 --rows d32_.*_scored"
+    assert "6 problems on 1 rows" in run("89", *said.split())
 
 
 # ---- in a process of its own, with the simulator's extension -----------------------------------------------

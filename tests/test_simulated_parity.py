@@ -7,6 +7,7 @@ there; each runs the tests' short problems in a process of its own, two at a tim
 from __future__ import annotations
 
 import functools
+import os
 import subprocess
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -37,6 +38,8 @@ ROWS = (
     "fwd_sm90_bf16_d128_m256n32w8_tma_masked",
     "fwd_sm120_bf16_d64_m32n32w8k8_pdl",  # launches that overlap
     "fwd_sm120_f16_d64_m32n64w4k4_tma_pdl",  # and the copy unit
+    "wide_sm89_f32_d512_m64n64w8_scored",
+    "wide_sm120_bf16_d512_m64n64w8_scored",
 )
 
 
@@ -79,12 +82,29 @@ def test_drawn_problems_repeat_with_their_seed():
 
 
 def test_a_simulator_build_says_what_it_is():
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[2])\n"
-        "from pathlib import Path; from building import load_extension\n"
-        "info = load_extension(Path(sys.argv[1])).build_info()\n"
+    in_a_process(
+        "info = load_extension(Path(sys.argv[2])).build_info()\n"
         "assert info['simulator'] and info['source_hash'].endswith('+simulator'), info"
     )
-    command = [sys.executable, "-c", code, str(extension()), str(ROOT / "tools")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("arch", [89, 90, 120])
+def test_the_gate_of_norms_and_gated_units_passes(arch: int):
+    said = in_a_process(
+        "load_extension(Path(sys.argv[2])); import pytest\n"
+        "options = '-q -p no:cacheprovider -n 0 -m gpu test_parity_beside.py'\n"
+        "sys.exit(pytest.main(options.split()))",
+        CUTLASS_FMHA_FORCE_ARCH=str(arch),
+    )
+    assert " passed" in said
+
+
+def in_a_process(code: str, **environment: str) -> str:
+    """What code prints that may load the extension, sys.argv[2], instead of an installed one."""
+    begin = "import sys; sys.path.insert(0, sys.argv[1])\n"
+    begin += "from pathlib import Path; from building import load_extension\n"
+    command = [sys.executable, "-c", begin + code, str(ROOT / "tools"), str(extension())]
+    env = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env, cwd=ROOT / "tests")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

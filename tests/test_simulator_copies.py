@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 import numpy as np
 import ptx
@@ -12,9 +11,10 @@ import pytest
 RNG = np.random.default_rng(2)
 SEEDS = range(8)
 SHARED = ".extern .shared .align 1024 .b8 memory[];"
-BASE = 1024  # the first shared address
 #: %n is the thread, %a<i> the address of its 16 bytes of parameter i.
 BEGIN = ".reg .b32 %n, %m, %x<16>; .reg .b64 %a<4>; .reg .pred %p; mov.u32 %n, %tid.x; mov.u32 %m, memory;"
+FOUR = "{%x0, %x1, %x2, %x3}"
+READ, WRITE = f"ld.global.v4.b32 {FOUR}, [%a0];", f"st.global.v4.b32 [%a1], {FOUR}; ret;"
 
 
 def addresses(*sizes: int) -> str:
@@ -63,8 +63,8 @@ def test_matrices_multiply(type_name: str, depth: int):
         + addresses(operands.shape[1] * 4, 16)
         + loads
         + f"mma.sync.aligned.m16n8k{depth}.row.col.f32.{type_name}.{type_name}.f32"
-        + f"{{%x0, %x1, %x2, %x3}}, {{{groups[0]}}}, {{{groups[1]}}}, {{{groups[2]}}};"
-        + "st.global.v4.b32 [%a1], {%x0, %x1, %x2, %x3}; ret;",
+        + f"{FOUR}, {{{groups[0]}}}, {{{groups[1]}}}, {{{groups[2]}}};"
+        + WRITE,
         np.ascontiguousarray(operands),
         result,
     )
@@ -73,36 +73,23 @@ def test_matrices_multiply(type_name: str, depth: int):
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("trans", ["", ".trans"])
-def test_matrices_are_loaded(trans: str):
-    rows = RNG.integers(0, 2**16, (4, 8, 8), dtype=np.uint16)
-    loaded = np.zeros((32, 4), dtype=np.uint32)
-    ptx.run(
-        BEGIN + addresses(16, 16) + "ld.global.v4.b32 {%x0, %x1, %x2, %x3}, [%a0]; mad.lo.u32 %m, %n, 16, %m;"
-        "st.shared.v4.b32 [%m], {%x0, %x1, %x2, %x3}; bar.sync 0;"
-        f"ldmatrix.sync.aligned.x4{trans}.m8n8.shared.b16 {{%x0, %x1, %x2, %x3}}, [%m];"
-        "st.global.v4.b32 [%a1], {%x0, %x1, %x2, %x3}; ret;",
-        *(rows, loaded),
-        shared=512,
-        declarations=SHARED,
-    )
-    matrices = rows.transpose(0, 2, 1) if trans else rows
-    expected = np.ascontiguousarray(matrices).reshape(4, 32, 2).view(np.uint32)[..., 0].T
-    assert np.array_equal(loaded, expected)
-
-
-def test_matrices_are_stored():
-    registers = RNG.integers(0, 2**32, (32, 4), dtype=np.uint32)
-    stored = np.zeros((4, 8, 4), dtype=np.uint32)
-    ptx.run(
-        BEGIN + addresses(16, 16) + "ld.global.v4.b32 {%x0, %x1, %x2, %x3}, [%a0]; mad.lo.u32 %m, %n, 16, %m;"
-        "stmatrix.sync.aligned.x4.m8n8.shared.b16 [%m], {%x0, %x1, %x2, %x3}; bar.sync 0;"
-        "ld.shared.v4.b32 {%x0, %x1, %x2, %x3}, [%m]; st.global.v4.b32 [%a1], {%x0, %x1, %x2, %x3}; ret;",
-        *(registers, stored),
-        shared=512,
-        declarations=SHARED,
-    )
-    assert np.array_equal(stored, registers.T.reshape(4, 8, 4))
+@pytest.mark.parametrize(
+    ("store", "load"),
+    [
+        ("st.shared.v4.b32", "ldmatrix.sync.aligned.x4.m8n8.shared.b16"),
+        ("st.shared.v4.b32", "ldmatrix.sync.aligned.x4.trans.m8n8.shared.b16"),
+        ("stmatrix.sync.aligned.x4.m8n8.shared.b16", "ld.shared.v4.b32"),
+    ],
+)
+def test_matrices_are_loaded_and_stored(store: str, load: str):
+    given, found = RNG.integers(0, 2**32, (32, 4), dtype=np.uint32), np.zeros((32, 4), dtype=np.uint32)
+    through = f"mad.lo.u32 %m, %n, 16, %m; {store} [%m], {FOUR}; bar.sync 0; {load} {FOUR}, [%m];"
+    ptx.run(BEGIN + addresses(16, 16) + READ + through + WRITE, given, found, shared=512, declarations=SHARED)
+    # Rows of four matrices, of each of which a register of the warp has all.
+    rows, registers = (given, found) if "ldmatrix" in load else (found, given)
+    if ".trans" in load:
+        rows = np.ascontiguousarray(rows.view(np.uint16).reshape(4, 8, 8).transpose(0, 2, 1)).view(np.uint32)
+    assert np.array_equal(registers.T.reshape(32, 4), rows.reshape(32, 4))
 
 
 # ---- cp.async ----------------------------------------------------------------------------------------------
@@ -155,9 +142,11 @@ def test_copies_arrive_at_an_mbarrier(seed: int):
         cp.async.mbarrier.arrive.noinc.shared.b64 [%x9];
     W:  mbarrier.try_wait.parity.shared.b64 %p, [%x9], 0;
         @!%p bra W;
-        ld.shared.v4.b32 {%x0, %x1, %x2, %x3}, [%x10]; st.global.v4.b32 [%a1], {%x0, %x1, %x2, %x3}; ret;
+        ld.shared.v4.b32 {%x0, %x1, %x2, %x3}, [%x10];
     """
-    ptx.run(BEGIN + addresses(16, 16) + body, source, out, shared=1040, seed=seed, declarations=SHARED)
+    ptx.run(
+        BEGIN + addresses(16, 16) + body + WRITE, source, out, shared=1040, seed=seed, declarations=SHARED
+    )
     assert np.array_equal(out, source[::-1])
 
 
@@ -167,9 +156,9 @@ def test_a_copy_that_lands_late_overwrites_what_was_stored():
     body = (
         "mad.lo.u32 %m, %n, 16, %m; cp.async.cg.shared.global [%m], [%a0], 16; cp.async.commit_group;"
         "mov.u32 %x0, 9; st.shared.v4.b32 [%m], {%x0, %x0, %x0, %x0}; cp.async.wait_group 0;"
-        "ld.shared.v4.b32 {%x0, %x1, %x2, %x3}, [%m]; st.global.v4.b32 [%a1], {%x0, %x1, %x2, %x3}; ret;"
+        f"ld.shared.v4.b32 {FOUR}, [%m];"
     )
-    ptx.run(BEGIN + addresses(16, 16) + body, source, out, shared=512, declarations=SHARED)
+    ptx.run(BEGIN + addresses(16, 16) + body + WRITE, source, out, shared=512, declarations=SHARED)
     assert (out == 1).all()
 
 
@@ -179,40 +168,29 @@ SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # bytes: CUtensorMapSwizzle
 
 
 def encode(
-    tensor: np.ndarray,
-    box: tuple[int, ...],
-    swizzle: int = 0,
-    strides: Any = None,
-    address: int | None = None,
+    tensor: np.ndarray, box: tuple[int, ...], swizzle: int = 0, stride: int = 0, shift: int = 0
 ) -> tuple[int, bytes]:
-    """The CUresult and the description of a tensor [..., rows, columns] of 16-bit elements."""
-    extents, steps = tensor.shape[::-1], (strides or tensor.strides[::-1][1:])
-    space = ctypes.create_string_buffer(256)
-    begin = -ctypes.addressof(space) % 128
+    """The CUresult and the description of a tensor [..., rows, columns] of 16-bit elements.
+
+    stride: of rows, in place of their own; shift: bytes by which the tensor begins later."""
+    space = np.zeros(256, dtype=np.uint8)
+    begin = -space.ctypes.data % 128
+    extents, steps = np.uint64(tensor.shape[::-1]), np.uint64(tensor.strides[-2::-1])
+    steps[:1] = stride or steps[:1]
     status = ptx.library().simulator_encode(
-        ctypes.c_void_p(ctypes.addressof(space) + begin),
+        ctypes.c_void_p(space.ctypes.data + begin),
         ctypes.c_uint32(tensor.ndim),
-        ctypes.c_void_p(tensor.ctypes.data if address is None else address),
-        (ctypes.c_uint64 * tensor.ndim)(*extents),
-        (ctypes.c_uint64 * max(1, len(steps)))(*steps),
+        ctypes.c_void_p(tensor.ctypes.data + shift),
+        ctypes.c_void_p(extents.ctypes.data),
+        ctypes.c_void_p(steps.ctypes.data),
         (ctypes.c_uint32 * tensor.ndim)(*box[::-1]),
         ctypes.c_uint32(SWIZZLES[swizzle]),
     )
-    return status, space.raw[begin : begin + 128]
-
-
-def aligned(shape: tuple[int, ...]) -> np.ndarray:
-    """Zeros of 16 bits at an address that is a multiple of 16 bytes."""
-    count = int(np.prod(shape))
-    buffer = np.zeros(count + 8, dtype=np.uint16)
-    begin = -buffer.ctypes.data % 16 // 2
-    return buffer[begin : begin + count].reshape(shape)
+    return status, space[begin : begin + 128].tobytes()
 
 
 def tensor_of(*shape: int) -> np.ndarray:
-    tensor = aligned(shape)
-    tensor[...] = RNG.integers(1, 2**16, shape, dtype=np.uint16)
-    return tensor
+    return RNG.integers(1, 2**16, shape, dtype=np.uint16)
 
 
 LOAD = """
@@ -262,21 +240,15 @@ def load_box(
 
 def box_of(tensor: np.ndarray, box: tuple[int, ...], origin: tuple[int, ...]) -> np.ndarray:
     """Elements of a box, 0 outside of the tensor."""
-    result = np.zeros(box, dtype=tensor.dtype)
-    for index in np.ndindex(*box):
-        place = tuple(i + o for i, o in zip(index, origin, strict=True))
-        if all(0 <= i < n for i, n in zip(place, tensor.shape, strict=True)):
-            result[index] = tensor[place]
-    return result
+    wide = np.pad(tensor, 8)
+    return wide[tuple(slice(8 + at, 8 + at + size) for at, size in zip(origin, box, strict=True))]
 
 
 def swizzled(rows: np.ndarray, span: int) -> np.ndarray:
     """Rows [n, span bytes] as the copy unit leaves them at an address that is a multiple of 1024."""
     pieces = rows.reshape(-1, 8)  # of 16 bytes
-    result = np.empty_like(pieces)
-    for number, piece in enumerate(pieces):
-        address = 16 * number
-        result[(address ^ (address >> 3 & (span - 1) & 0x70)) // 16] = piece
+    address, result = 16 * np.arange(len(pieces)), np.empty_like(pieces)
+    result[(address ^ (address >> 3 & (span - 1) & 0x70)) // 16] = pieces
     return result.reshape(-1)
 
 
@@ -304,38 +276,33 @@ def test_a_phase_does_not_end_before_all_its_bytes_came():
 
 STORE = """
     mov.b64 %a3, map; mad.lo.u32 %x0, %n, 16, %m; mad.wide.u32 %a0, %n, 16, %a0;
-    ld.global.v4.b32 {{%x1, %x2, %x3, %x4}}, [%a0]; st.shared.v4.b32 [%x0], {{%x1, %x2, %x3, %x4}};
+    ld.global.v4.b32 {%x1, %x2, %x3, %x4}, [%a0]; st.shared.v4.b32 [%x0], {%x1, %x2, %x3, %x4};
     fence.proxy.async.shared::cta; bar.sync 0; setp.eq.u32 %p, %n, 0;
     @!%p bra END;
-    cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%a3, {{0, 5}}], [%m];
-    {commit} {wait}
-    END: {after} ret;
+    cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%a3, {0, 5}], [%m];
+    cp.async.bulk.commit_group; {wait}
+    END: ret;
 """
+
+
+def store_rows(seed: int, wait: str) -> tuple[np.ndarray, np.ndarray]:
+    """A tensor of zeros, and the eight rows of which the first five are stored to its end."""
+    tensor, rows = np.zeros((10, 32), dtype=np.uint16), tensor_of(8, 32)
+    status, description = encode(tensor, (8, 32))
+    assert status == 0
+    ptx.run_text(tma_text(STORE.replace("{wait}", wait)), [rows, description], shared=512, seed=seed)
+    return tensor, rows
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_boxes_are_stored_where_the_tensor_is(seed: int):
-    tensor, rows = aligned((10, 32)), tensor_of(8, 32)
-    status, description = encode(tensor, (8, 32))
-    assert status == 0
-    body = STORE.format(
-        commit="cp.async.bulk.commit_group;", wait="cp.async.bulk.wait_group.read 0;", after=""
-    )
-    ptx.run_text(tma_text(body), [rows, description], shared=512, seed=seed)
+    tensor, rows = store_rows(seed, "cp.async.bulk.wait_group.read 0;")
     assert np.array_equal(tensor[5:], rows[:5]) and not tensor[:5].any()
 
 
 def test_shared_memory_must_outlive_a_store():
-    tensor, rows = aligned((10, 32)), tensor_of(8, 32)
-    _, description = encode(tensor, (8, 32))
-    found = []
-    for seed in range(20):
-        body = STORE.format(commit="cp.async.bulk.commit_group;", wait="", after="")
-        try:
-            ptx.run_text(tma_text(body), [rows, description], shared=512, seed=seed)
-        except ptx.SimulationError as error:
-            found.append(str(error))
-    assert any("before a copy by TMA has read its shared memory" in text for text in found)
+    with pytest.raises(ptx.SimulationError, match="before a copy by TMA has read its shared memory"):
+        [store_rows(seed, "") for seed in range(20)]
 
 
 def test_a_description_is_checked_as_the_driver_does():
@@ -344,8 +311,8 @@ def test_a_description_is_checked_as_the_driver_does():
     assert encode(tensor, (16, 64), 64)[0] != 0, "a row is longer than the swizzle's span"
     assert encode(tensor, (257, 64), 128)[0] != 0, "more than 256 elements"
     assert encode(tensor, (16, 4))[0] != 0, "a row of 8 bytes"
-    assert encode(tensor, (16, 64), 128, strides=(120,))[0] != 0, "a stride that is no multiple of 16"
-    assert encode(tensor, (16, 64), 128, address=tensor.ctypes.data + 2)[0] != 0, "an unaligned address"
+    assert encode(tensor, (16, 64), 128, stride=120)[0] != 0, "a stride that is no multiple of 16"
+    assert encode(tensor, (16, 64), 128, shift=2)[0] != 0, "an unaligned address"
     assert encode(tensor[:0], (16, 64), 128)[0] != 0, "an empty tensor"
 
 

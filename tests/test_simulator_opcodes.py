@@ -54,17 +54,11 @@ def same(actual: np.ndarray, expected: np.ndarray) -> None:
 # ---- the table ---------------------------------------------------------------------------------------------
 
 
-def wrap(value: int, dtype: type) -> int:
-    """An integer's last bits as a number of the type."""
-    bits = np.dtype(dtype).itemsize * 8
-    value &= (1 << bits) - 1
-    return value - (1 << bits) if np.dtype(dtype).kind == "i" and value >> (bits - 1) else value
-
-
 def modelled(opcode: str, dtype: type, model: Model, *operands: np.ndarray) -> Case:
-    """A case whose model is one of Python's integers."""
-    values = [wrap(model(*(int(x) for x in row)), dtype) for row in zip(*operands, strict=True)]
-    return opcode, dtype, operands, np.array(values, dtype=dtype)
+    """A case whose model is one of Python's integers, of which the type has the last bits."""
+    bits, unsigned = np.dtype(dtype).itemsize * 8, np.dtype(dtype).str.replace("i", "u")
+    values = [model(*(int(x) for x in row)) % 2**bits for row in zip(*operands, strict=True)]
+    return opcode, dtype, operands, np.array(values, dtype=unsigned).view(dtype)
 
 
 def truncated_quotient(a: int, b: int) -> int:

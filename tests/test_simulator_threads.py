@@ -261,7 +261,7 @@ def test_a_missing_barrier_is_found():
 
 def test_atomics():
     out = np.zeros(64, dtype=np.uint32)
-    body = "ld.param.u64 %o, [p0]; atom.global.add.u32 %x, [%o], 1; red.global.max.u32 [%o+4], %n; ret;"
+    body = "ld.param.u64 %o, [p0]; atom.global.add.u32 %x, [%o], 1; red.global.max.s32 [%o+4], %n; ret;"
     ptx.run(BEGIN + body, out, threads=64, blocks=5)
     assert tuple(out[:2]) == (320, 63)
     total = np.zeros(1, dtype=np.float32)

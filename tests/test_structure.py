@@ -13,21 +13,10 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "src"
-FOLDERS = (
-    "src",
-    "cutlass_fmha",
-    "tests",
-    "tools",
-    "docs",
-    "cmake",
-    "build_backend",
-    "benchmarks",
-    "examples",
-)
-FOLDERS += (".ci", ".github")
-GUIDES = [
-    file for file in (ROOT / "docs").glob("*.md") if file.stem != "performance-log"
-]  # that tells of the past
+FOLDERS = ("src", "cutlass_fmha", "tests", "tools", "docs", "cmake", "build_backend")
+FOLDERS += ("benchmarks", "examples", ".ci", ".github")
+PAST = ROOT / "docs/performance-log.md"  # names files that were
+GUIDES = [file for file in (ROOT / "docs").glob("*.md") if file != PAST]
 
 #: What -> how its formula is written, and the only files that have it. float32 and head dims above 256
 #: (src/wide) multiply and sum in their own way.
@@ -108,9 +97,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize(
-    "guide", [*GUIDES, *READ_FIRST, ROOT / "docs/performance-log.md"], ids=lambda g: g.stem
-)
+@pytest.mark.parametrize("guide", [*GUIDES, *READ_FIRST, PAST], ids=lambda g: g.stem)
 def test_every_link_of_a_guide_leads_somewhere(guide: Path):
     for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", guide.read_text()):
         path, _, anchor = link.partition("#")

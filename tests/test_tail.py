@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fake_build import L4, Row
+from fake_build import Row
 from fake_kernels import FakeKernels
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from cutlass_fmha import cost
 from cutlass_fmha.cost import datasheet
 from cutlass_fmha.dispatch import blocks, device
-from cutlass_fmha.dispatch import table as tables
 from cutlass_fmha.dispatch.blocks import Tail
 from cutlass_fmha.dispatch.device import PRESETS
 from cutlass_fmha.dispatch.problem import Problem
@@ -102,11 +101,8 @@ def test_the_cost_model_sees_its_blocks_and_its_second_launch():
 
 def test_a_call_brings_the_memory_of_its_parts(monkeypatch: pytest.MonkeyPatch):
     row = replace(LARGE, arch=89, dtype="float16", tile_m=64, tile_n=16)
-    build = Table((row,))  # type: ignore[arg-type]
-    kernels = FakeKernels(build)
+    kernels = FakeKernels(Table((row,)))  # type: ignore[arg-type]
     kernels.install(monkeypatch)
-    monkeypatch.setattr(tables, "this_build", lambda: build)
-    monkeypatch.setattr(plan.devices, "of_index", lambda index: L4)
     monkeypatch.setattr(plan, "current_stream", lambda index: 0)
     monkeypatch.setattr(plan.private_torch, "current_device", lambda: -2)  # a CUDA build asks the driver
     monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)

@@ -5,13 +5,13 @@ Where vLLM is installed these are its own modules.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 import pkgutil
 import re
 import runpy
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -70,20 +70,11 @@ def step(
     shape = (r.pages, PAGE, HEADS_KV, 2 * DIM) if order == "NHD" else (r.pages, HEADS_KV, PAGE, 2 * DIM)
     cache = randn(*shape)
     cache = cache.transpose(1, 2) if order == "NHD" else cache  # [blocks, heads, block_size, 2 * head_size]
-    rows = [slice(old, used) for old, used in zip(r.old, r.used, strict=True)]
     for i, old in enumerate(r.old):
         slot = r.slots(i, 0, old)
         cache[slot // PAGE, :, slot % PAGE] = torch.cat((r.k[i][:old], r.v[i][:old]), -1)
-    new = [r.slots(i, part.start, part.stop) for i, part in enumerate(rows)]
+    new = [r.slots(i, *part) for i, part in enumerate(zip(r.old, r.used, strict=True))]
     tokens = int(r.starts[-1])
-    query, key, value = (
-        torch.cat([*own, randn(spare, heads, DIM)])
-        for own, heads in (
-            (r.q, HEADS),
-            ([k[part] for k, part in zip(r.k, rows, strict=True)], HEADS_KV),
-            ([v[part] for v, part in zip(r.v, rows, strict=True)], HEADS_KV),
-        )
-    )
     common = there.base.CommonAttentionMetadata(
         query_start_loc=torch.cat((r.starts, ints(tokens, tokens))),
         query_start_loc_cpu=r.starts,
@@ -96,7 +87,7 @@ def step(
         slot_mapping=torch.cat((*new, torch.full((spare,), -1))),
         **changed,
     )
-    return Step(r, *(placed(x, place) for x in (cache, common, query, key, value)))
+    return Step(r, *(placed(x, place) for x in (cache, common, *r.inputs(spare))))
 
 
 def call(there: Any, s: Step, metadata: Any = None, **said: Any) -> Callable[[], Tensor]:
@@ -145,6 +136,16 @@ def test_a_batch_is_each_request_alone(there: Any, what: str, order: str, length
         slot = s.requests.slots(i, 0, used)
         rows = torch.cat((s.requests.k[i], s.requests.v[i]), -1)
         assert torch.equal(s.cache[slot // PAGE, :, slot % PAGE].float().cpu(), rows)
+
+
+def test_pages_are_made_once_for_a_cache_and_do_not_outlive_it(there: Any):
+    impl = there.ours.Impl(HEADS, DIM, 1.0, HEADS_KV)
+    for cache in (randn(3, HEADS_KV, PAGE, 2 * DIM), randn(3, PAGE, HEADS_KV, 2 * DIM).transpose(1, 2)):
+        pages = impl._pages(cache)
+        assert torch.equal(torch.cat(pages, -1), cache.transpose(1, 2)) and impl._pages(cache)[0] is pages[0]
+    alive = weakref.ref(pages[0])
+    del cache, pages
+    assert alive() is None
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -201,9 +202,7 @@ def test_nothing_asks_what_a_tensor_holds(there: Any):
     impl = there.ours.Impl(HEADS, DIM, 0.1, HEADS_KV, None, 9, "auto", 3.0, sinks=randn(HEADS))
     metadata = there.ours.Builder(None, [], None, torch.device("cpu")).build(0, s.common)
     with FakeTensorMode() as mode:
-        names = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
-        for name in names:
-            setattr(metadata, name, mode.from_tensor(getattr(metadata, name)))
+        serving.hollow(mode, metadata)
         impl._said = {
             name: mode.from_tensor(x) if isinstance(x, Tensor) else x for name, x in impl._said.items()
         }
@@ -242,12 +241,10 @@ PLAIN: dict[str, Any] = {
         ({"device_capability": SimpleNamespace(major=12, minor=0), "block_size": 48, "head_size": 64}, None),
         ({"attn_type": "encoder_decoder", "has_sliding_window": True, "use_non_causal": True}, None),
         ({"has_sink": True, "use_batch_invariant": True, "kv_cache_dtype": "bfloat16"}, None),
-        (
-            {"device_capability": SimpleNamespace(major=7, minor=5)},
-            "compute capability 8.0 or newer is needed",
-        ),
-        ({"head_size": 320}, "use head dims of at most 256"),
-        ({"dtype": torch.float32}, "use bfloat16"),
+        ({"device_capability": SimpleNamespace(major=7, minor=5)}, "capability 8.0 or newer is needed"),
+        ({"head_size": 520}, "use head dims of at most 512"),
+        ({"head_size": 260}, "the whole cache at each call: head dims must be multiples of 8, got 260"),
+        ({"dtype": torch.float32}, "dtype not supported"),
         ({"block_size": 8}, "pages of a multiple of 16 keys, got 8"),
         ({"kv_cache_dtype": "fp8_e4m3"}, "cutlass_fmha has no fp8_e4m3 cache of keys and values"),
         ({"kv_cache_dtype": "float16"}, "needs queries in the cache's dtype float16, got bfloat16"),
@@ -272,30 +269,12 @@ def test_what_only_a_batch_tells_is_refused_there(there: Any):
         run(there, step(there, DECODE), kv_cache_dtype="fp8")
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [
-        ("Impl.__init__", "flash.FlashAttentionImpl.__init__"),
-        ("Impl.do_kv_cache_update", "flash.FlashAttentionImpl.do_kv_cache_update"),
-        ("Impl.forward", "base.AttentionImpl.forward"),
-        ("Impl.process_weights_after_loading", "base.AttentionImplBase.process_weights_after_loading"),
-        ("Builder.__init__", "base.AttentionMetadataBuilder.__init__"),
-        ("Builder.build", "base.AttentionMetadataBuilder.build"),
-        ("Builder.update_block_table", "base.AttentionMetadataBuilder.update_block_table"),
-        ("Backend.supports_combination", "base.AttentionBackend.supports_combination"),
-        (
-            "Backend.get_supported_kernel_block_sizes",
-            "base.AttentionBackend.get_supported_kernel_block_sizes",
-        ),
-    ],
-)
-def test_parameters_are_vllms_in_its_order(there: Any, ours: str, theirs: str):
-    def names(where: Any, path: str) -> list[str]:
-        for name in path.split("."):
-            where = getattr(where, name)
-        return list(inspect.signature(where).parameters)
-
-    assert names(there.ours, ours) == names(there, theirs)
+def test_parameters_are_vllms_in_its_order(there: Any):
+    ours, base = there.ours, there.base
+    compared = serving.same_parameters(ours.Impl, there.flash.FlashAttentionImpl, *base.AttentionImpl.__mro__)
+    compared |= serving.same_parameters(ours.Builder, base.AttentionMetadataBuilder)
+    compared |= serving.same_parameters(ours.Backend, base.AttentionBackend)
+    assert compared >= {"Impl.forward", "Impl.do_kv_cache_update", "Builder.build"} and len(compared) >= 9
 
 
 def test_the_plugin_registers_and_leaves_anothers_alone(there: Any, caplog: pytest.LogCaptureFixture):

@@ -18,15 +18,17 @@ from torch import Tensor
 from cutlass_fmha import _C, log
 from cutlass_fmha.arguments.check_features import check_features
 from cutlass_fmha.arguments.results import RESULTS
+from cutlass_fmha.dispatch import blocks, eligibility
 from cutlass_fmha.dispatch import device as devices
-from cutlass_fmha.dispatch import eligibility
 from cutlass_fmha.dispatch import table as tables
+from cutlass_fmha.dispatch.choose import choose
 from cutlass_fmha.dispatch.describe import describe
 from cutlass_fmha.dispatch.device import PRESETS
-from cutlass_fmha.dispatch.families import wide
+from cutlass_fmha.dispatch.families import wide, wide_scored
 from cutlass_fmha.dispatch.problem import FEATURES, Problem
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.features import Features
+from cutlass_fmha.launch import plan
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 DEVICES = {89: "rtx4090", 90: "h200", 120: "rtx5090"}
@@ -134,6 +136,48 @@ def test_the_smallest_row_that_takes_a_head_dim_is_the_fastest_of_long_problems(
             assert all(0 < us < 1e7 for us in costs.values())
 
 
+# ---- for all that a call may say ---------------------------------------------------------------------------
+
+
+def scored_row(dtype: str = "float16") -> _C.Row:
+    return next(x for x in _C.rows() if (x.family, x.dtype, x.head_dim) == ("wide_scored", dtype, 512))
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        (problem(features=tuple(FEATURES), window=(9, 0), num_splits=3, block_mask=(64, 128)), []),
+        (problem("float16", 8, head_dim_v=512, features=("pages", "softcap"), alignment=2, page_size=16), []),
+        (problem("float16", 256), ["for float32 and for head dims above 256, which no other row takes"]),
+        (problem("float16", 513), ["made for head dims up to 512, and the tensors have 513"]),
+        (
+            problem(features=("block_mask",), block_mask=(64, 32)),
+            ["takes block masks of blocks that are multiples of 64 x 64, and these are 64 x 32"],
+        ),
+    ],
+)
+def test_what_scored_rows_take(asked: Problem, expected: list[str]):
+    assert reasons(scored_row(asked.dtype), asked) == expected
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_they_are_taken_for_what_the_others_lack_and_to_split_keys(dtype: str):
+    device = devices.named(DEVICES[scored_row().arch])
+    for asked, family, splits in (
+        (Problem(4, 2048, 2048, 8, 4, 512, dtype), "wide", 1),
+        (Problem(4, 2048, 2048, 8, 4, 512, dtype, features=("softcap",)), "wide_scored", 1),
+        (
+            Problem(1, 1, 16384, 8, 4, 512, dtype, features=("pages", "lengths"), page_size=16),
+            "wide_scored",
+            9,
+        ),
+        (Problem(1, 1, 16384, 8, 4, 512, dtype), "wide_scored", 9),
+    ):
+        row = choose(asked, device, table=tables.this_build())
+        assert row.family == family
+        assert min(9, blocks.split_keys(row, asked, device)) == splits
+
+
 # ---- what a launch is told ---------------------------------------------------------------------------------
 
 
@@ -217,6 +261,39 @@ def test_what_is_not_aligned_is_copied_and_told(kernels: FakeKernels, caplog: py
         "k and v have an address, a stride or a head dim that is not a multiple of 16 bytes: "
         f"{row.name} runs on a padded copy, which takes time and memory"
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_scored_row_reads_what_is_given_beside_copies(kernels: FakeKernels, dtype: str):
+    """Of unaligned tensors, too: masks and biases as they are, heads packed, keys split."""
+    row, q = scored_row(dtype), made(DTYPES[dtype], 1, 4, 261)
+    k = made(DTYPES[dtype], 304, 2, 261)
+    said = {
+        "mask": torch.rand(304) > 0.2,
+        "bias": torch.randn(1, 304),
+        "sinks": torch.randn(4),
+        "num_splits": 3,
+    }
+    said |= {"softcap": 3.0, "page_table": torch.arange(2).int().view(2, 1)}
+    call = describe((q, k, k), "bottom-right", Features(**said))
+    prepared = wide_scored.prepare(row, call, PRESETS["l4"])
+    assert prepared.launch is not None
+    out, lse = prepared.launch((q, k, k), 0.5, True, said)
+    p = kernels.last
+    assert (p.pack, p.splits, p.head_dim % 4, p.bias_type) == (2, 3, 0, "float32") and p.bias == said[
+        "bias"
+    ].data_ptr()
+    oracle_features.compare(out, lse, q, k, k, 0.5, "bottom-right", **said).check()
+    fitting = describe(
+        (made(DTYPES[dtype], 3, 4, 264),) + 2 * (made(DTYPES[dtype], 9, 2, 264),), "none", Features()
+    )
+    assert wide_scored.prepare(row, fitting, PRESETS["l4"]).launch is None
+
+
+@pytest.mark.usefixtures("kernels")
+def test_four_numbers_of_float32_are_a_vector(caplog: pytest.LogCaptureFixture):
+    q = made(torch.float32, 3, 4, 300)
+    assert plan.prepare((q, q, q), "none", None, said={"softcap": 1.0}).launch is None and not caplog.records
 
 
 @pytest.mark.parametrize("dim", [264, 261])
@@ -314,6 +391,25 @@ def test_the_binding_refuses_what_a_row_can_not(rows: list[_C.Row], fields: dict
         setattr(params, name, value)
     with pytest.raises(ValueError, match=expected):
         _C.run(row.index, params, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"k": 4104}, "needs addresses, strides and head dims that are multiples of 16 bytes"),
+        ({"head_dim": 520}, "takes head dims from 1 to 512, got 520 and 64"),
+        (
+            {"block_counts": 64, "block_indices": 64, "block_m": 64, "block_n": 32},
+            "multiples of 64 x 64, got 64 x 32",
+        ),
+    ],
+)
+def test_the_binding_refuses_what_a_scored_row_can_not(fields: dict[str, Any], expected: str):
+    params = valid()
+    for name, value in fields.items():
+        setattr(params, name, value)
+    with pytest.raises(ValueError, match=expected):
+        _C.run(scored_row().index, params, 0, 0)
 
 
 def test_float32_accumulates_in_rows_that_lie_side_by_side(rows: list[_C.Row]):

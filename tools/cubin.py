@@ -15,6 +15,7 @@ import sysconfig
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -128,7 +129,15 @@ def read_kernels(file: Path) -> list[Kernel]:
     """Every kernel in an extension, object file, fatbin or cubin, in each architecture there is code for."""
     if not file.is_file():
         raise FileNotFoundError(f"{file} is no file: give an extension, object file, fatbin or cubin")
-    usage, sass = run_tool("cuobjdump", "-res-usage", file), run_tool("cuobjdump", "-sass", file)
+    with tempfile.TemporaryDirectory() as directory:
+        run_tool("cuobjdump", "-xelf", "all", file.resolve(), cwd=Path(directory))
+        cubins = sorted(Path(directory).iterdir(), key=lambda cubin: (len(cubin.name), cubin.name))
+        with ThreadPoolExecutor(os.cpu_count()) as pool:  # of one file, cuobjdump takes one core
+            return [kernel for kernels in pool.map(_kernels, cubins or [file]) for kernel in kernels]
+
+
+def _kernels(cubin: Path) -> list[Kernel]:
+    usage, sass = run_tool("cuobjdump", "-res-usage", cubin), run_tool("cuobjdump", "-sass", cubin)
     if not re.search(_ARCH, usage) and (match := re.search(r"code for (sm_\d+)", sass)):
         usage = f"arch = {match[1]}\n{usage}"  # of a bare cubin, -res-usage doesn't say it
     return parse(usage, sass)

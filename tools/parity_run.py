@@ -1,26 +1,29 @@
 """A long, repeatable parity run of the rows at hand: problems drawn by hypothesis, each compared with fp64.
 
     python tools/parity_run.py --problems 20000 --seed 1 --report benchmarks/results/mixed
-    python tools/parity_run.py --gradients --problems 10000 --report benchmarks/results/mixed-gradients
+    python tools/parity_run.py --gradients --problems 10000 --seconds 500 --report benchmarks/results/mixed
 
 Every problem is drawn together with the row that runs it, of the architecture at hand: a scored one, or one
-of those that compute gradients. The first mismatch ends the run with the line that repeats it alone. The
-report counts problems by feature and by row. Runs on a GPU, or on the rows of a
-simulator build, which tools/simulate.py makes, plain ones too. The same seed and number of processes draw the
-same problems.
+of those that compute gradients. A mismatch ends its process, which tells at once the line that repeats it
+alone. The report counts problems by feature and by row; where --seconds end a run, it didn't pass. Runs on a
+GPU, or on the rows of a simulator build, which tools/simulate.py makes, plain ones too. The same seed and
+number of processes draw the same problems.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import re
 import sys
 import time
+import unittest
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -68,12 +71,14 @@ class Tally:
             self.worst, self.worst_line = other.worst, other.worst_line
         self.failure = self.failure or other.failure
 
+    def fail(self, told: str) -> None:
+        self.failure = told
+        print(told, file=sys.stderr, flush=True)  # other processes may go on for long
+
     def conclude(self, seconds: float) -> int:
         """Tells how it went: 0, or 1 for a mismatch."""
         found = f"{self.problems} problems on {len(self.rows)} rows in {seconds:.0f} s"
         print(f"{found}, worst ratio {self.worst:.3f}")
-        if self.failure:
-            print(self.failure, file=sys.stderr)
         return 1 if self.failure else 0
 
 
@@ -86,7 +91,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--longest", type=int, default=700, metavar="N", help="sequences at most; default: %(default)s")
     add("--rows", default="", metavar="REGEX", help="only rows in whose name it is found")
     add("--gradients", action="store_true", help="rows that compute them, in place of scored ones")
-    add("--report", type=Path, metavar="DIR", help="for <date>-<gpu>-<mode>-<arch>-<seed>.json and .md")
+    add("--seconds", type=float, metavar="N", help="draw nothing after so long; the run then is not whole")
+    told = "for <date>-<gpu>-<mode>-<arch>[-gradients]-<seed>.json and .md"
+    add("--report", type=Path, metavar="DIR", help=told)
     add("--problem", metavar="JSON", help="run this one problem, on the row that --rows names")
     return parser
 
@@ -112,7 +119,8 @@ def main(argv: list[str] | None = None) -> int:
     if status := tally.conclude(seconds):
         return status
     if missing or tally.problems < arguments.problems:
-        told = f"the run is not whole; rows without a problem: {missing or 'none'}"
+        ran = f"{tally.problems} of {arguments.problems} problems ran"
+        told = f"the run is not whole: {ran}; rows without one: {missing or 'none'}"
         print(f"parity_run: {told}", file=sys.stderr)
         return 1
     return 0
@@ -130,10 +138,9 @@ def run(arguments: argparse.Namespace) -> Tally:
     """The whole run, by one process or several."""
     processes = arguments.processes
     shares = [len(range(number, arguments.problems, processes)) for number in range(processes)]
-    jobs = [
-        (share, arguments.seed + number * STRIDE, arguments.longest, arguments.rows, arguments.gradients)
-        for number, share in enumerate(shares)
-    ]
+    end = time.time() + arguments.seconds if arguments.seconds is not None else math.inf
+    said = (arguments.longest, end, arguments.rows, arguments.gradients)
+    jobs = [(share, arguments.seed + number * STRIDE, *said) for number, share in enumerate(shares)]
     total = Tally()
     if processes == 1:
         return draw(jobs[0])
@@ -144,16 +151,18 @@ def run(arguments: argparse.Namespace) -> Tally:
     return total
 
 
-def draw(job: tuple[int, int, int, str, bool]) -> Tally:
-    """Runs so many problems of a seed, and stops at the first mismatch."""
-    count, seed, longest, expression, gradients = job
+def draw(job: tuple[int, int, int, float, str, bool]) -> Tally:
+    """Runs so many problems of a seed, and stops at the first mismatch or when it is time."""
+    count, seed, longest, end, expression, gradients = job
     tally = Tally()
-    check_drawn(rows_named(expression, gradients), count, seed, longest, tally)
+    check_drawn(rows_named(expression, gradients), count, seed, longest, tally, end)
     return tally
 
 
-def check_drawn(rows: Sequence[Any], count: int, seed: int, longest: int, tally: Tally) -> None:
-    """Runs so many problems, each on one of the rows, and stops at the first mismatch."""
+def check_drawn(
+    rows: Sequence[Any], count: int, seed: int, longest: int, tally: Tally, end: float = math.inf
+) -> None:
+    """Runs so many problems, each on one of the rows, and stops at a mismatch or at the time ``end``."""
     settings = hypothesis.settings(
         max_examples=count,
         deadline=None,
@@ -166,10 +175,13 @@ def check_drawn(rows: Sequence[Any], count: int, seed: int, longest: int, tally:
     @settings
     @hypothesis.given(st.tuples(st.sampled_from(rows), problems.problems(longest)))
     def agrees(drawn: Any) -> None:
-        if not tally.failure and tally.problems < count and drawn[1].num_heads:
+        if tally.failure or time.time() >= end:
+            raise unittest.SkipTest  # which ends the drawing, too
+        if tally.problems < count and drawn[1].num_heads:
             judge(*drawn, tally, seed + tally.problems)
 
-    agrees()
+    with contextlib.suppress(unittest.SkipTest):
+        agrees()
 
 
 def check_listed(row: Any, seed: int, tally: Tally) -> None:
@@ -199,7 +211,7 @@ def judge(row: Any, problem: Any, tally: Tally, seed: int = 0) -> None:
         errors = launch.errors()
         intact = launch.intact()
     except Exception as error:  # a sticky CUDA error, too: nothing can be trusted after it
-        tally.failure = f"{type(error).__name__}: {error}\n{line}"
+        tally.fail(f"{type(error).__name__}: {error}\n{line}")
         return
     tally.problems += 1
     tally.rows[row.name] += 1
@@ -208,7 +220,7 @@ def judge(row: Any, problem: Any, tally: Tally, seed: int = 0) -> None:
         tally.worst, tally.worst_line = errors.worst, line
     if errors.complaint or not errors.worst <= 1.0 or not intact:
         what = errors.complaint or (f"{errors}" if intact else "it wrote outside its outputs")
-        tally.failure = f"{row.name}: {problem}: {what}\n{line}"
+        tally.fail(f"{row.name}: {problem}: {what}\n{line}")
 
 
 def repeat(name: str, text: str) -> int:
@@ -218,7 +230,8 @@ def repeat(name: str, text: str) -> int:
     rows = {row.name: row for row in (*_C.rows(), *gpu.scored_rows(), *gpu.backward_rows())}
     if (row := rows.get(name)) is not None:
         judge(row, problems.Problem(**fields), tally, int(os.environ.get("CUTLASS_FMHA_SIMULATOR_SEED", "0")))
-    print(tally.failure or f"agrees on {len(tally.rows)} rows, worst ratio {tally.worst:.3f}")
+    if not tally.failure:
+        print(f"agrees on {len(tally.rows)} rows, worst ratio {tally.worst:.3f}")
     return 0 if tally.rows and not tally.failure else 1
 
 
@@ -245,13 +258,15 @@ def write(arguments: argparse.Namespace, tally: Tally, seconds: float, missing: 
         "passed": not tally.failure and not missing and tally.problems >= arguments.problems,
         "problems": tally.problems, "wanted": arguments.problems, "seed": arguments.seed,
         "processes": arguments.processes, "longest": arguments.longest, "seconds": round(seconds, 1),
+        "limit_seconds": arguments.seconds,
         "worst_ratio": round(tally.worst, 4), "worst": tally.worst_line, "failure": tally.failure,
         "rows_missing": missing,
         "features": dict(tally.features.most_common()),
         "rows": dict(sorted(tally.rows.items())),
         **environment(),
     }  # fmt: skip
-    return parity_report.write(arguments.report, content, markdown(content), f"-{arguments.seed}")
+    tail = f"{'-gradients' if arguments.gradients else ''}-{arguments.seed}"
+    return parity_report.write(arguments.report, content, markdown(content), tail)
 
 
 def numbered(counts: dict[str, int]) -> list[tuple[str, str]]:
@@ -262,7 +277,7 @@ def markdown(content: dict[str, Any]) -> str:
     """The report for people: a paragraph, a table of features, one of rows."""
     from cutlass_fmha.bench.report import table  # not of a simulator's bare package
 
-    verdict = "passed" if content["passed"] else "FAILED"
+    verdict = "passed" if content["passed"] else "FAILED" if content["failure"] else "NOT WHOLE"
     lines = [
         f"# {'Gradients of mixed' if content['gradients'] else 'Mixed'} features on the sm_{content['arch']} "
         f"rows, {content['gpu']}: {verdict}",

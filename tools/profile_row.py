@@ -95,13 +95,6 @@ class Profile(NamedTuple):
     kernel: str
     values: dict[str, float | None]
 
-    @property
-    def stalls(self) -> dict[str, float]:
-        """Warps that wait for each reason while another one issues, the most first."""
-        found = {name: self.values.get(STALL.format(name)) for name in STALLS}
-        known = {name: value for name, value in found.items() if value}
-        return dict(sorted(known.items(), key=lambda item: -item[1]))
-
 
 #: Unit of a column -> what its values are multiplied by.
 _UNITS = {"ns": 1e-3, "nsecond": 1e-3, "ms": 1e3, "msecond": 1e3, "s": 1e6, "second": 1e6}
@@ -239,10 +232,11 @@ def measure(case: Case, row: str | None, device: int) -> dict[str, Any]:
 
 
 def content(profile: Profile, gpu: str) -> dict[str, Any]:
-    """For programs: ncu's names as they are."""
-    stalls = dict(list(profile.stalls.items())[:TOP_STALLS])
-    if "mio_throttle" in profile.stalls:
-        stalls["mio_throttle"] = profile.stalls["mio_throttle"]
+    """For programs: ncu's names as they are. Stalls: warps that wait for a reason while another one issues,
+    the most first."""
+    known = {name: x for name in STALLS if (x := profile.values[STALL.format(name)]) is not None}
+    stalls = dict(sorted(known.items(), key=lambda item: -item[1])[:TOP_STALLS])
+    stalls |= {name: x for name, x in known.items() if name == "mio_throttle"}
     return {
         "kernel": profile.kernel,
         "measured": {name: profile.values[name] for name in FIGURES},
@@ -254,26 +248,17 @@ def content(profile: Profile, gpu: str) -> dict[str, Any]:
 def parts(found: Iterable[dict[str, Any]], timed: dict[str, Any] | None) -> list[str | output.Table]:
     lines: list[str | output.Table] = []
     if timed is not None:
-        lines += [
+        lines.append(
             f"{timed['row']} on {timed['gpu']}: p50 {timed['p50_us']:.1f} us, p90 {timed['p90_us']:.1f} us, "
             f"{timed['tflops']:.0f} TFLOP/s, {timed['tbytes_per_s']:.2f} TB/s; mean error "
-            f"{timed['mean_abs_error']:.2e}, worst {timed['error_ratio']:.2f} of what the dtype allows",
-            "",
-        ]
+            f"{timed['mean_abs_error']:.2e}, worst {timed['error_ratio']:.2f} of what the dtype allows\n"
+        )
     for each in found:
-        rows = [
-            [title, _cell(each["measured"][name]), _cell(each["expected"].get(name))]
-            for name, title in FIGURES.items()
-        ]
+        cells = {name: map(_cell, (each["measured"][name], each["expected"].get(name))) for name in FIGURES}
+        rows = [[title, *cells[name]] for name, title in FIGURES.items()]
         waiting = ", ".join(f"{name} {value:.2f}" for name, value in each["stalls"].items()) or "none known"
-        lines += [
-            each["kernel"],
-            "",
-            output.Table(["figure", "measured", "expected"], rows),
-            "",
-            f"stalls, in warps that wait at each issue: {waiting}",
-            "",
-        ]
+        stalls = f"\nstalls, in warps that wait at each issue: {waiting}\n"
+        lines += [f"{each['kernel']}\n", output.Table(["figure", "measured", "expected"], rows), stalls]
     return [*lines, "expected: from the machine code, of pipes at most; docs/profiling.md says what to do"]
 
 
@@ -285,24 +270,19 @@ def _cell(value: float | None) -> str:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("case", nargs="?", help="a case of the benchmark")
-    what.add_argument(
-        "--shape", type=output.sizes, metavar="B,S,H,D", help="batch, seqlen, num_heads, head_dim"
-    )
-    what.add_argument(
-        "--csv", type=Path, metavar="FILE", help="a recorded `ncu --csv --page raw`: run nothing"
-    )
-    parser.add_argument("--seqlen-k", type=int, metavar="S", help="number of keys (default: seqlen)")
-    parser.add_argument(
-        "--kv-heads", type=int, metavar="H", help="heads of key and value (default: num_heads)"
-    )
-    parser.add_argument("--dtype", default="bfloat16", choices=("float16", "bfloat16", "float32"))
-    parser.add_argument("--causal", action="store_true", help="a causal mask, bottom-right")
-    parser.add_argument("--row", metavar="NAME", help="force one row of _C.rows() instead of selecting")
-    parser.add_argument("--device", type=int, default=0, metavar="N", help="CUDA device number; default: 0")
-    parser.add_argument("--ncu", metavar="PATH", help="Nsight Compute's program; default: ncu on PATH")
-    parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)
+    add = parser.add_mutually_exclusive_group(required=True).add_argument
+    add("case", nargs="?", help="a case of the benchmark")
+    add("--shape", type=output.sizes, metavar="B,S,H,D", help="batch, seqlen, num_heads, head_dim")
+    add("--csv", type=Path, metavar="FILE", help="a recorded `ncu --csv --page raw`: run nothing")
+    add = parser.add_argument
+    add("--seqlen-k", type=int, metavar="S", help="number of keys (default: seqlen)")
+    add("--kv-heads", type=int, metavar="H", help="heads of key and value (default: num_heads)")
+    add("--dtype", default="bfloat16", choices=("float16", "bfloat16", "float32"))
+    add("--causal", action="store_true", help="a causal mask, bottom-right")
+    add("--row", metavar="NAME", help="force one row of _C.rows() instead of selecting")
+    add("--device", type=int, default=0, metavar="N", help="CUDA device number; default: 0")
+    add("--ncu", metavar="PATH", help="Nsight Compute's program; default: ncu on PATH")
+    add("--once", action="store_true", help=argparse.SUPPRESS)
     output.add_json(parser)
     return parser
 
@@ -310,11 +290,10 @@ def build_parser() -> argparse.ArgumentParser:
 def problem(options: argparse.Namespace) -> Case:
     """The case that was asked for. Raises ValueError for one that the benchmark doesn't have."""
     if options.shape is None:
-        [*cases] = select_cases([options.case])
+        cases = select_cases([options.case])
         if len(cases) != 1:
-            raise ValueError(
-                f"{options.case} is a group of {len(cases)} cases: name one, as bench --list does"
-            )
+            said = f"{options.case} is a group of {len(cases)} cases"
+            raise ValueError(f"{said}: name one, as bench --list does")
         return cases[0]
     batch, seqlen, heads, head_dim = options.shape
     sizes = (batch, heads, options.kv_heads or heads, seqlen, options.seqlen_k or seqlen, head_dim)

@@ -16,7 +16,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -157,8 +157,10 @@ def record(kernel: Kernel, row: Any) -> dict[str, Any]:
     return {**{name: getattr(kernel, name) for name in SIZES}, **code, "config": config}
 
 
-def build_report(module: Any, loops: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The report of an extension; ``loops``: row -> what an iteration of its main loop issues.
+def build_report(
+    module: Any, loops_of: Callable[[list[Kernel]], dict[str, dict[str, Any]]]
+) -> dict[str, Any]:
+    """The report of an extension; ``loops_of`` kernels: row -> what an iteration of its main loop issues.
 
     Raises ReportError for one that lacks rows of the present manifest, or is of other sources.
     """
@@ -168,9 +170,10 @@ def build_report(module: Any, loops: dict[str, dict[str, Any]]) -> dict[str, Any
     if info["source_hash"] != source_hash() or other_code or rows.keys() != manifest_rows().keys():
         raise ReportError(f"{file} is no build of all rows of these sources: {UPDATE}")
     table = rows | {row.name: row for row in module.helpers()}
-    kernels = {kernel.name: kernel for kernel in read_kernels(file)}
-    entries = {name: record(kernels[name], row) for name, row in table.items()}
-    for name, loop in loops.items():
+    kernels = read_kernels(file)
+    named = {kernel.name: kernel for kernel in kernels}
+    entries = {name: record(named[name], row) for name, row in table.items()}
+    for name, loop in loops_of(kernels).items():
         entries[name]["loop"] = loop
     (nvcc,) = set(read_compilers(file).values())
     head = {"kind": KIND, "update": UPDATE, "source_hash": info["source_hash"], "nvcc": nvcc}
@@ -236,8 +239,10 @@ def write() -> int:
     from cutlass_fmha import _C
 
     try:
-        loops = sass.loops_of(read_kernels(Path(str(_C.__file__))), _C.rows())
-        report = build_report(_C, {loop.row.name: sass.loop_entry(loop.loop) for loop in loops})
+        report = build_report(
+            _C,
+            lambda kernels: {x.row.name: sass.loop_entry(x.loop) for x in sass.loops_of(kernels, _C.rows())},
+        )
     except ReportError as error:
         print(error, file=sys.stderr)
         return 1

@@ -29,17 +29,13 @@ from cubin import ToolMissingError, find_tool  # noqa: E402
 from source_hash import source_hash  # noqa: E402
 from tuning.build import Builder  # noqa: E402
 from tuning.search import EvaluationError, Leaderboard, Search, Target, judge_in_a_process  # noqa: E402
-from tuning.space import Candidate, candidates, propose, registers, shared_bytes  # noqa: E402
+from tuning.space import Candidate, propose, registers, shared_bytes  # noqa: E402
 
 from cutlass_fmha import _C  # noqa: E402
 from cutlass_fmha.bench.cases import select_cases  # noqa: E402
 from cutlass_fmha.cli import output  # noqa: E402
 from cutlass_fmha.dispatch import device as devices  # noqa: E402
 from cutlass_fmha.dispatch import table as tables  # noqa: E402
-
-
-class UsageError(ValueError):
-    """The options can't be followed; the message is one sentence."""
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -72,11 +68,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def gpu_at_hand(index: int) -> tuple[str, int]:
-    """(name, architecture of its rows). Raises UsageError where there is none."""
+    """(name, architecture of its rows). Raises ValueError where there is none."""
     import torch
 
     if index >= torch.cuda.device_count():
-        raise UsageError(
+        raise ValueError(
             f"a search needs a GPU, and torch sees {torch.cuda.device_count()} of them, no number {index}: "
             "--dry-run works with --arch, --report and --accept with --leaderboard"
         )
@@ -96,11 +92,11 @@ def make_targets(options: argparse.Namespace, arch: int) -> list[Target]:
     """
     if options.smem > 99 and arch != 90:
         sentence = f"a block has 99 KiB of shared memory on sm_{arch}: --smem {options.smem} is for sm_90"
-        raise UsageError(sentence)
+        raise ValueError(sentence)
     cases = select_cases(options.preset or ["dense"])
     cases = [c for c in cases if not c.feature and (not options.head_dim or c.head_dim in options.head_dim)]
     if not cases:
-        raise UsageError("no case is left to tune for: see --preset and --head-dim")
+        raise ValueError("no case is left to tune for: see --preset and --head-dim")
     targets = []
     for head_dim, group in dict.fromkeys((case.head_dim, case.group) for case in cases):
         own = tuple(case for case in cases if (case.head_dim, case.group) == (head_dim, group))
@@ -108,9 +104,8 @@ def make_targets(options: argparse.Namespace, arch: int) -> list[Target]:
         dtypes = {case.dtype for case in own}
         incumbents = tuple(dict.fromkeys(Candidate.of(row) for row in rows if row.dtype in dtypes))
         if not incumbents:
-            raise UsageError(f"this build has no sm_{arch} row of head dim {head_dim} to compare with")
-        space = candidates(arch, head_dim, options.smem)
-        targets.append(Target(f"d{head_dim}-{group}", own, arch, space, incumbents))
+            raise ValueError(f"this build has no sm_{arch} row of head dim {head_dim} to compare with")
+        targets.append(Target(f"d{head_dim}-{group}", own, arch, options.smem, incumbents))
     return targets
 
 
@@ -119,13 +114,10 @@ def make_targets(options: argparse.Namespace, arch: int) -> list[Target]:
 
 def dry_run(options: argparse.Namespace, arch: int) -> None:
     for target in make_targets(options, arch):
-        rows = target.incumbents
         print(f"# {target.name}: {', '.join(case.name for case in target.cases)}")
-        print(f"# {len(target.space)} candidates; {len(rows)} rows of the manifest to beat")
-        parents = [(1.0, row) for row in rows]
-        for c in propose(
-            target.space, rows, parents, options.round or 8, f"{options.seed} {target.name}", arch
-        ):
+        print(f"# {len(target.incumbents)} rows of the manifest to beat")
+        parents, seed = [(1.0, row) for row in target.incumbents], f"{options.seed} {target.name}"
+        for c in propose(target.allows, parents, options.round or 8, seed, arch):
             print(f"{c.line(arch)}  # {shared_bytes(c)} B shared, {registers(c)}+ registers")
 
 
@@ -133,7 +125,7 @@ def tune(options: argparse.Namespace, gpu: str, own: int, arch: int, path: Path)
     targets = make_targets(options, arch)
     info = _C.build_info()
     if info["source_hash"] != source_hash():
-        raise UsageError("the installed build, whose rows are to be beaten, is of other sources: make build")
+        raise ValueError("the installed build, whose rows are to be beaten, is of other sources: make build")
     for program in ("cuobjdump", "nvdisasm"):
         find_tool(program)
     work = Path(options.work).resolve() / f"sm{arch}-passes{options.mma_passes}"
@@ -165,7 +157,7 @@ def accept(board: Leaderboard) -> None:
     """Print the best accepted line of each target, and which rows it beat or takes the name of."""
     if board.about["source_hash"] != (now := source_hash()):
         found = str(board.about["source_hash"])[:12]
-        raise UsageError(f"{board.path} is about sources {found}, and src/ has {now[:12]}: tune again")
+        raise ValueError(f"{board.path} is about sources {found}, and src/ has {now[:12]}: tune again")
     arch = int(board.about["arch"])
     rows = {Candidate.of(row) for row in plain_rows(arch)}
     for target in board.targets:

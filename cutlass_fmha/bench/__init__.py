@@ -92,22 +92,23 @@ def main(argv: list[str] | None = None) -> int:
         chosen = cases.select_cases(arguments.preset)
         peers = parse_peers(arguments.peers)
         if arguments.plot:
-            report.require_matplotlib()
+            report.require_picture(arguments.plot)
         if arguments.compare and not arguments.from_json:
             raise ValueError("--compare takes two recorded results: name the other with --from-json")
         if arguments.export and arguments.export[0] not in export.FORMATS:
             raise ValueError(
                 f"unknown format {arguments.export[0]!r}: take one of {', '.join(export.FORMATS)}"
             )
-    except (ValueError, report.MissingMatplotlib) as error:
+    except ValueError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
     if arguments.list:
-        lines = [
-            f"{case.group:8} {case.name:42} {case.flop / 1e9:10.2f} GFLOP {case.moved_bytes / 1e6:8.1f} MB"
+        sizes = [
+            [case.group, case.name, f"{case.flop / 1e9:.2f}", f"{case.moved_bytes / 1e6:.1f}"]
             for case in chosen
         ]
-        output.emit([case.as_dict() for case in chosen], lines, arguments.json)
+        table = output.Table(["group", "case", "GFLOP", "MB"], sizes, left=2)
+        output.emit([case.as_dict() for case in chosen], [table], arguments.json)
         return 0
 
     try:

@@ -313,6 +313,6 @@ def select_cases(presets: list[str] | None) -> list[Case]:
     known = {*GROUPS, *(case.name for case in CASES)}
     unknown = [preset for preset in presets if preset not in known]
     if unknown:
-        names = ", ".join(case.name for case in CASES)
-        raise ValueError(f"unknown preset {unknown[0]!r}: take one of {', '.join(GROUPS)} or a case: {names}")
+        groups = ", ".join(GROUPS)
+        raise ValueError(f"unknown preset {unknown[0]!r}: take one of {groups} or a case, which --list names")
     return [case for case in CASES if case.group in presets or case.name in presets]

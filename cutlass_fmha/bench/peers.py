@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
+import torch._functorch.config as functorch
 from torch import Tensor
 
 from .cases import PREFIX, WINDOW, Case
@@ -214,6 +215,30 @@ def flex(module: ModuleType, problem: Problem) -> Attention:
     return attention
 
 
+def flex_gradients(module: ModuleType, problem: Problem) -> Call:
+    """By autograd, on the stream of their forward: that is made anew for each stream that calls come from,
+    as a CUDA graph is captured on another than the check's."""
+    inputs, forward = problem.inputs, flex(module, problem)
+    dout = gradients_of(inputs)
+    made: dict[int, list[tuple[Tensor, list[Tensor], Tensor]]] = {}
+
+    def make(number: int) -> tuple[Tensor, list[Tensor], Tensor]:
+        leaves = [x.clone().requires_grad_() for x in inputs[number]]
+        return forward(*leaves), leaves, dout[number].clone()
+
+    def call(number: int) -> tuple[Tensor, ...]:
+        stream = torch.cuda.current_stream().cuda_stream
+        # What was made in inference mode has no gradients; a forward that is kept gives its buffers to none.
+        with torch.inference_mode(False), functorch.patch(donated_buffer=False):
+            if stream not in made:
+                made.clear()
+                made[stream] = [make(n) for n in range(inputs.sets)]
+            output, leaves, gradient = made[stream][number]
+            return torch.autograd.grad(output, leaves, gradient, retain_graph=True)
+
+    return call
+
+
 def _causal(batch: Any, head: Any, q: Any, k: Any) -> Any:
     return q >= k
 
@@ -377,6 +402,7 @@ PACKAGES: dict[str, Package] = {
         "flex_attention",
         flex,
         features=("window", "prefix", "softcap", "alibi"),
+        gradients=flex_gradients,
     ),
     "flash_attn": Package(
         "flash-attn",

@@ -18,6 +18,7 @@ SCHEMA = 3
 """Version of the JSON's layout; a reader refuses others."""
 
 MIB = 1 << 20
+PICTURES = (".png", ".svg")
 
 Result = dict[str, Any]
 """schema, machine, method, row, quick, peers, host_us (section -> contender or percentile -> us), of newer
@@ -32,8 +33,8 @@ class InvalidReport(ValueError):
     """A file that is no benchmark result."""
 
 
-class MissingMatplotlib(RuntimeError):
-    """The picture needs matplotlib, which is an optional dependency."""
+class CannotDraw(ValueError):
+    """No picture: of another kind, or without matplotlib, which is an optional dependency."""
 
 
 def write_json(result: Result, path: Path) -> None:
@@ -340,17 +341,19 @@ def rows_used(result: Result) -> dict[str, list[str]]:
     return used
 
 
-def require_matplotlib() -> None:
-    """Raise MissingMatplotlib, with one sentence, when the picture can't be drawn."""
+def require_picture(path: Path) -> None:
+    """Raises CannotDraw, with one sentence, when the picture can't be drawn."""
     import importlib.util
 
+    if path.suffix not in PICTURES:
+        raise CannotDraw(f"--plot writes {' or '.join(PICTURES)}, and not {str(path)!r}")
     if importlib.util.find_spec("matplotlib") is None:
-        raise MissingMatplotlib("--plot needs matplotlib, which is not installed: pip install matplotlib.")
+        raise CannotDraw("--plot needs matplotlib, which is not installed: pip install matplotlib.")
 
 
 def plot(result: Result, path: Path) -> None:
-    """Write the picture. Raises MissingMatplotlib without matplotlib."""
-    require_matplotlib()
+    """Write the picture. Raises as ``require_picture``."""
+    require_picture(path)
     from .picture import draw
 
     path.parent.mkdir(parents=True, exist_ok=True)

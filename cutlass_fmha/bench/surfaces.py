@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -66,9 +67,22 @@ def sections(device: torch.device) -> dict[str, dict[str, Call]]:
             "flash_attn_with_kvcache": bind(flash.flash_attn_with_kvcache, *step, causal=True, **used),
         },
     }
+    found["nothing"] |= _of_arrays(rows)
     for said, calls in (*_of_transformers(q, k, v, mask, starts), *_of_diffusers(rows, mask)):
         found[said] |= calls
     return found
+
+
+def _of_arrays(rows: list[Tensor]) -> dict[str, Call]:
+    """CuPy's, and NumPy's on the CPU. JAX's would take most of the GPU's memory for the process."""
+    import cutlass_fmha
+
+    name = "numpy" if rows[0].is_cpu else "cupy"
+    try:
+        take = importlib.import_module(name).asarray
+    except ImportError:
+        return {}
+    return {f"arrays of {name}": partial(cutlass_fmha.attention, *map(take, rows))}
 
 
 def _of_transformers(

@@ -1,10 +1,10 @@
 """From timings to costs: robust, non-negative least squares on the relative error, tile by tile.
 
-The model is linear in a row's prices once it is known which blocks a launch waits for and how waiting and
-work share the time, and both depend on the prices: so the launch is played through with the prices so far,
-new ones are fitted to its counts, and again. How many blocks go about side by side is whatever explains the
-timings best. Timings that the model can't explain lose weight (Huber), and so do problems that another row
-runs much faster: where rows cross is where a price must be right.
+How fast a row streams is read off its timings. The model is linear in the other prices once it is known
+which blocks a launch waits for and how waiting and work share the time, and both depend on the prices: so the
+launch is played through with the prices so far, new ones are fitted to its counts, and again. How many blocks
+go about side by side is whatever explains the timings best. Timings that the model can't explain lose weight
+(Huber), and so do problems that another row runs much faster: where rows cross, a price must be right.
 
 All tiles are fitted twice. What the first fit gets wrong by the same factor for all rows of a problem decides
 nothing between them: the second fit doesn't bend any row's prices for it.
@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 from cutlass_fmha import cost as model
 from cutlass_fmha.calibrate.measurements import Machine, Sample
 from cutlass_fmha.cost import PRICES, Counts, RowCost, datasheet, store
+from cutlass_fmha.cost.model import ROUNDED
 from cutlass_fmha.dispatch.device import KIB, Device
 from cutlass_fmha.dispatch.problem import Problem
 from cutlass_fmha.dispatch.table import Table
@@ -48,6 +49,8 @@ MOST_IN_COMMON = 0.15
 """Relative error of a row from which on it counts no more towards that."""
 AGAIN = 0.1
 """Loading a byte again costs this part of the first time at the start: the default has no price for it."""
+STREAMING, STREAMED_MEGABYTES = 1.5, 64
+"""Timings say how fast a row streams where that is near what the datasheet says, and much is moved."""
 PULL = 1e-2
 """Towards the start, where timings leave a price open: as if one timing said so with this weight."""
 
@@ -106,7 +109,7 @@ def fit_tile(row: Row, device: Device, timed: Sequence[Weighted]) -> store.Fit |
     start = datasheet.row_cost(row, device)
     ratios = [us / model.predict(row, problem, device, start) for problem, us, _ in timed]
     start = start.scaled(median(ratios))
-    start = replace(start, again=AGAIN * start.traffic)
+    start = replace(start, again=AGAIN * start.traffic, memory=streaming(row, device, timed, start))
     most = min(
         MOST_RESIDENT,
         device.smem_per_sm // (row.smem_bytes + KIB),
@@ -117,6 +120,19 @@ def fit_tile(row: Row, device: Device, timed: Sequence[Weighted]) -> store.Fit |
     ]
     _, cost = min(tried, key=lambda pair: pair[0])
     return rated(row, device, timed, cost)
+
+
+def streaming(row: Row, device: Device, timed: Sequence[Weighted], start: RowCost) -> float:
+    """Microseconds of a megabyte where a row does nothing but wait for the memory: the least in its timings.
+
+    ``start``: with what the launches of these take besides, and what a megabyte takes where they don't tell.
+    """
+    found = [start.memory * STREAMING]
+    for problem, us, _ in timed:
+        counts = model.count(row, problem, device, start)
+        if counts is not None and counts.megabytes >= STREAMED_MEGABYTES:
+            found.append((us - start.launch * counts.launches - start.cold) / counts.megabytes)
+    return min(found) if min(found) < found[0] else start.memory
 
 
 def rated(row: Row, device: Device, timed: Sequence[Weighted], cost: RowCost) -> store.Fit:
@@ -160,6 +176,8 @@ def _solve(
     for (problem, us, weight), error in zip(timed, errors, strict=True):
         counts = model.count(row, problem, device, cost)
         assert counts is not None  # an empty problem is never timed
+        if cost.of(counts) < ROUNDED * (1 + error) * us:
+            continue  # the memory's rate alone explains it
         root = math.sqrt(weight * min(1.0, HUBER / max(abs(error), 1e-9)))
         rows.append(tuple(root / us * factor for factor in _factors(counts, cost)))
         targets.append(root)
@@ -168,7 +186,7 @@ def _solve(
         rows.append(tuple(pull * (column == place) for column in range(len(PRICES))))
         targets.append(PULL)
     prices = nonnegative_least_squares(rows, targets)
-    return RowCost(*prices, resident=cost.resident)
+    return RowCost(*prices, resident=cost.resident, memory=cost.memory)
 
 
 def _factors(counts: Counts, cost: RowCost) -> tuple[float, ...]:

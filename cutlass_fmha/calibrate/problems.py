@@ -145,6 +145,8 @@ _DESIGNED = (
     (3, 8, 2, 12, 640, "bottom-right"),
     (1, 32, 8, 4, 8192, "bottom-right"),
     (2, 12, 1, 32, 8192, "none"),
+    # The memory is all that it waits for, and a last wave of blocks.
+    (16, 32, 1, 1, 896, "none"),
 )
 
 

@@ -45,9 +45,10 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     name = parser.parse_args(argv[:1]).command  # what follows is the command's
     if (error := cutlass_fmha.import_error) is not None and name not in ALWAYS:
+        from cutlass_fmha.cli.output import one_line
+
         print(
-            f"{name}: cutlass_fmha can't be imported here: {' '.join(str(error).split())}"
-            " (`python -m cutlass_fmha info` says more)",
+            f"{name}: cutlass_fmha can't be imported here: {one_line(error)} (`cutlass-fmha info` says more)",
             file=sys.stderr,
         )
         return 1

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import asdict
 from typing import Any
 
+from cutlass_fmha.bench.runner import CannotMeasure, require_gpu
 from cutlass_fmha.cli import output
 from cutlass_fmha.dispatch import device as devices
 from cutlass_fmha.dispatch.explain import Explanation, explain
@@ -27,7 +29,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--kv-heads", type=int, metavar="H", help="heads of key and value (default: num_heads)"
     )
-    parser.add_argument("--dtype", default="bfloat16", help="float16 or bfloat16 (default: %(default)s)")
+    parser.add_argument(
+        "--dtype", default="bfloat16", help="float16, bfloat16 or float32 (default: %(default)s)"
+    )
     parser.add_argument(
         "--causal",
         nargs="?",
@@ -73,10 +77,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Explains a problem. Returns 1 when nothing runs it, and exits with 2 for a wrong argument."""
+    """Explains a problem. Returns 1 when nothing runs or measures it, exits with 2 for a wrong argument."""
     parser = build_parser()
     arguments = parser.parse_args(argv)
     try:
+        if arguments.measure:
+            require_gpu(0)
         found = explain(
             shape=arguments.shape,
             seqlen_k=arguments.seqlen_k,
@@ -92,10 +98,13 @@ def main(argv: list[str] | None = None) -> int:
             features=arguments.features,
             backward=arguments.backward,
         )
+    except CannotMeasure as error:
+        print(f"explain: {error}", file=sys.stderr)
+        return 1
     except (TypeError, ValueError, RuntimeError) as error:  # no row; an old driver
         parser.error(str(error))
     runs = found.winner is not None or (found.device is None and arguments.row is None)
-    output.emit(content(found, runs), [str(found)], arguments.json)
+    output.emit(content(found, runs), output.told(found), arguments.json)
     return 0 if runs else 1
 
 

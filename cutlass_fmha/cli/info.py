@@ -15,6 +15,7 @@ from typing import Any
 
 import cutlass_fmha
 from cutlass_fmha.cli import output
+from cutlass_fmha.cli.output import one_line
 
 #: Calls that show what a GPU can do: a title, and what describes it to ``explain``.
 PROBES: dict[str, dict[str, Any]] = {
@@ -62,10 +63,6 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(str(error))
     output.emit(found, as_text(found), arguments.json)
     return 0 if cutlass_fmha.import_error is None else 1
-
-
-def one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def versions() -> dict[str, Any]:
@@ -174,7 +171,7 @@ def as_text(found: dict[str, Any]) -> list[str | output.Table]:
     ]
     if found["import_error"] is not None:
         lines.append(f"the package can't be imported: {found['import_error']}")
-    if "extension_error" in found and found["extension_error"] not in (found["import_error"] or ""):
+    if "extension_error" in found and "_C" not in (found["import_error"] or ""):  # which says so itself
         lines.append(f"the extension can't be loaded: {found['extension_error']}")
     if build.get("cuda"):
         lines.append(f"built with CUDA {build['cuda_version']} and CUTLASS {build['cutlass_version']}")
@@ -194,7 +191,8 @@ def as_text(found: dict[str, Any]) -> list[str | output.Table]:
     if "devices_error" in found:
         lines.append(f"devices: none, {found['devices_error']}")
     elif found.get("devices") == []:
-        lines.append("devices: none; CPU tensors are computed by the CPU backend")
+        computed = "; CPU tensors are computed by the CPU backend" if found["runs"] else ""
+        lines.append(f"devices: none{computed}")
     for device in found.get("devices", []):
         takes = device["why_not"] or f"takes the {device['takes']} rows"
         if (code := device["code"]) not in (None, device["takes"]):
@@ -202,6 +200,8 @@ def as_text(found: dict[str, Any]) -> list[str | output.Table]:
         lines.append(f"{device['name']}: {device['gpu']}, {takes}")
         if device["costs"] is not None:
             lines.append(f"        costs of rows: {device['costs']}")
+    if not found["runs"]:
+        lines.append("runs: nothing, as long as the package can't be imported")
     for name, notes in found["runs"].items():
         lines += ["", output.Table([f"on {name}", "runs"], [list(item) for item in notes.items()], left=2)]
     return lines

@@ -9,17 +9,22 @@ import math
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 STDOUT = "-"
 
 
 class Table(NamedTuple):
-    """Cells as text; the first ``left`` columns begin where their heading does, the others end there."""
+    """Cells as text; the first ``left`` columns begin where their heading does, and the last of ``remarks``;
+    the others end there."""
 
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
     left: int = 1
+    remarks: bool = False
+
+    def begins(self, column: int) -> bool:
+        return column < self.left or (self.remarks and column == len(self.headings) - 1)
 
     def __str__(self) -> str:
         widths = [max(map(len, column)) for column in zip(self.headings, *self.rows, strict=True)]
@@ -28,7 +33,7 @@ class Table(NamedTuple):
 
     def _line(self, cells: Sequence[str], widths: Sequence[int]) -> str:
         padded = (
-            cell.ljust(width) if column < self.left else cell.rjust(width)
+            cell.ljust(width) if self.begins(column) else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
         )
         return "  ".join(padded).rstrip()
@@ -55,6 +60,13 @@ def sizes(text: str) -> tuple[int, ...]:
             f"four sizes batch,seqlen_q,num_heads,head_dim are needed, got {text!r}"
         )
     return found
+
+
+def one_line(error: Exception) -> str:
+    """What an error says; of a torch that is missing, what to do."""
+    said = " ".join(str(error).split()) or type(error).__name__
+    missing = isinstance(error, ModuleNotFoundError) and error.name == "torch"
+    return said + (": pip install 'torch>=2.6'" if missing else "")
 
 
 def to_json(content: Any) -> str:
@@ -87,9 +99,27 @@ def emit(content: Any, parts: Iterable[str | Table], where: str | None) -> None:
         write_text(to_json(content), Path(where))
 
 
+class Told(Protocol):
+    """What prints itself for a pipe, and has a table for a terminal: headings and rows among lines."""
+
+    def parts(self) -> tuple[list[str], list[list[str]], list[str]]: ...
+
+
+def told(found: Told) -> list[str | Table]:
+    before, table, after = found.parts()
+    if not (table and draws()):
+        return [str(found)]
+    return [*before, Table(table[0], table[1:], remarks=True), *after]
+
+
+def draws() -> bool:
+    """Whether tables are drawn: by rich where it is installed and somebody looks."""
+    return sys.stdout.isatty() and importlib.util.find_spec("rich") is not None
+
+
 def show(parts: Iterable[str | Table]) -> None:
-    """Tables by rich where it is installed and somebody looks; what goes to a file or a pipe is plain."""
-    if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
+    """Tables by rich where it draws them; what goes to a file or a pipe is plain."""
+    if not draws():
         for part in parts:
             print(part)
         return
@@ -105,7 +135,7 @@ def show(parts: Iterable[str | Table]) -> None:
             continue
         drawn = rich.table.Table(box=rich.box.SIMPLE_HEAD)
         for column, heading in enumerate(part.headings):
-            drawn.add_column(rich.text.Text(heading), justify="left" if column < part.left else "right")
+            drawn.add_column(rich.text.Text(heading), justify="left" if part.begins(column) else "right")
         for row in part.rows:
             drawn.add_row(*map(rich.text.Text, row))
         console.print(drawn)

@@ -44,6 +44,8 @@ class FewQueryParameters:
     unhidden_latency: float = 0.8
     #: Where the tensor pipe is the limit: the share of what the other rows of its schedule get from it.
     tensor_share: float = 0.6
+    #: Megabytes that an SM streams in a microsecond at most: warps wait for what they asked for.
+    streaming: float = 0.0215
     #: What overlapping launches leave of a launch and of the first loads from DRAM.
     overlapped: float = 0.15
 
@@ -136,16 +138,20 @@ def row_cost(row: Row, device: Device, parameters: Parameters = PARAMETERS) -> R
         warp_block = parameters.work_us_per_warp * row.warps
         step, warp_step = _step(row, resident, device, parameters)
     start = parameters.few_query.overlapped if row.dependent_launch else 1.0
+    memory = dram = 1 / figure(parameters.dram_tbytes, row, device)
+    if row.kv_warps > 1 and not row.scored:
+        memory = max(dram, 1 / (device.sm_count * parameters.few_query.streaming))
     return RowCost(
         launch=parameters.scored.launch if row.scored else start * parameters.launch_us,
         cold=start * parameters.cold_us,
-        traffic=parameters.exposed_traffic / figure(parameters.dram_tbytes, row, device),
+        traffic=parameters.exposed_traffic * dram,
         again=0.0,
         block=block,
         step=step,
         warp_block=warp_block,
         warp_step=warp_step,
         resident=resident,
+        memory=memory,
     )
 
 

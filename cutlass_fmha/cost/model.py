@@ -12,12 +12,15 @@ it take its time, and ``count`` plays the launch through for both:
     microseconds = launch * launches + cold * share + traffic * megabytes + again * megabytes loaded again
                    + sqrt(waiting^2 + work^2)
 
+and no less than ``memory`` for every megabyte, the rate at which the row streams where nothing else holds it
+up, after which the blocks of a last wave take what they take alone: they are too few to keep the memory busy.
+
 ``cold`` is what inputs add that are too large to be found in the L2 cache, ``traffic`` what is moved at
 least, ``again`` what blocks load of keys and values that others load, too: it comes from the L2 cache, which
 small tiles and heads that share keys ask for many times as much. Where keys are split, or those of the last
 tiles are divided, a second launch combines the parts. What masks and biases take is not counted: every row
-that can has to read them. All prices are linear up to the square root: a few dozen timings fit them
-(``calibrate/fit.py``). Those of a GPU that was never measured are derived from its datasheet
+that can has to read them. All prices but ``memory`` are linear up to the square root: a few dozen timings fit
+them (``calibrate/fit.py``). Those of a GPU that was never measured are derived from its datasheet
 (``datasheet.py``).
 """
 
@@ -45,6 +48,8 @@ in an L2 cache of 50 MB."""
 MAX_WAVES, MAX_MASKED_WAVES = 32, 6
 """Blocks per place from which on a launch is not played through but averaged. With a mask, early blocks are
 long and late ones short, so that places end together much sooner."""
+NOT_HIDDEN = 0.01
+"""Of rows that wait for the memory alike, the one that does least besides is taken."""
 ROUNDED = 1 - 1e-12
 """Sums of floats that should be equal may differ by that much: a bound is no more than what it bounds."""
 
@@ -66,9 +71,10 @@ class RowCost:
     warp_block: float
     warp_step: float
     resident: int = field(default=1, kw_only=True)
+    memory: float = field(default=0.0, kw_only=True)
 
     def scaled(self, factor: float) -> RowCost:
-        """All prices times a factor."""
+        """All prices times a factor, but what the memory takes."""
         return replace(self, **{name: factor * getattr(self, name) for name in PRICES})
 
     def waiting(self, counts: Counts) -> float:
@@ -86,8 +92,12 @@ class RowCost:
         once = self.launch * launches + self.cold * cold
         return once + (self.traffic * megabytes + self.again * megabytes_again)
 
+    def streamed(self, launches: int, cold: float, megabytes: float) -> float:
+        """What a launch takes at least, by what it moves."""
+        return self.launch * launches + self.cold * cold + self.memory * megabytes
 
-#: The prices of a ``RowCost``: all but ``resident``.
+
+#: The prices of a ``RowCost`` that timings are a sum of: all but ``resident`` and ``memory``.
 PRICES = ("launch", "cold", "traffic", "again", "block", "step", "warp_block", "warp_step")
 
 
@@ -161,13 +171,33 @@ class Priced:
             us = min(us, launch + block_us + -(-last // (step * most)) * step_us)
         if last and us > waiting and tiles <= self.places * most_waves(problem):
             waiting = us
-        once = self.cost.once(*self._once(problem, scores / (tile_m * step), 1, 0))
-        return (once + math.hypot(waiting, work)) * ROUNDED
+        launches, cold, megabytes, again = self._once(problem, scores / (tile_m * step), 1, 0)
+        least = self.cost.once(launches, cold, megabytes, again) + math.hypot(waiting, work)
+        return max(least, self.cost.streamed(launches, cold, megabytes)) * ROUNDED
 
     def us(self, problem: Problem) -> float:
         """Microseconds of a launch, 0 without a block."""
         counts = self.counts(problem)
-        return 0.0 if counts is None else self.cost.of(counts)
+        if counts is None:
+            return 0.0
+        us, streamed = self.cost.of(counts), self.cost.streamed(*counts[:3])
+        # What a last wave adds is less than the waves before it took.
+        if 2 * streamed < us:
+            return us
+        return max(us, streamed + self._last_wave(problem, counts) + NOT_HIDDEN * us)
+
+    def _last_wave(self, problem: Problem, counts: Counts) -> float:
+        """Microseconds that a launch which waits for the memory loses when few blocks are left."""
+        cost, sms = self.cost, self.device.sm_count
+        launched = kinds(self.row, problem, divide(self.row, problem, self.device))
+        total = sum(kind[0] for kind in launched)
+        left = total % self.places if total > self.places else 0
+        megabytes = counts.megabytes * left / total
+        _, block, steps, warp_block, warp_steps = launched[-1]
+        waiting = cost.block * block + cost.step * steps
+        work = -(-left // sms) * (cost.warp_block * warp_block + cost.warp_step * warp_steps)
+        alone = cost.traffic * megabytes + math.hypot(waiting, work) if left else 0.0
+        return max(0.0, alone - cost.memory * megabytes)
 
     def counts(self, problem: Problem) -> Counts | None:
         """The launch played through, None without a block: which it waits for depends on what they cost."""

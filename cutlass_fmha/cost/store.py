@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from cutlass_fmha.dispatch.table import Row
 
-SCHEMA = "cutlass_fmha-costs-2"
+SCHEMA = "cutlass_fmha-costs-3"
 WHICH = "CUTLASS_FMHA_CALIBRATION"
 CACHE_DIR = "CUTLASS_FMHA_CACHE_DIR"
 
@@ -158,7 +158,7 @@ def dumps(calibration: Calibration) -> str:
     }
     rows = []
     for name, fit in sorted(calibration.rows.items()):
-        prices = {price: float(f"{getattr(fit.cost, price):.4g}") for price in PRICES}
+        prices = {price: float(f"{getattr(fit.cost, price):.4g}") for price in (*PRICES, "memory")}
         prices["resident"] = fit.cost.resident
         quality = {"error": round(fit.error, 4), "worst": round(fit.worst, 4), "samples": fit.samples}
         rows.append(f"  {json.dumps(name)}: {json.dumps(prices | quality)}")
@@ -210,7 +210,7 @@ def _fit(row: Mapping[str, Any]) -> Fit:
     prices = {price: _number(row[price]) for price in PRICES}
     if not sum(prices.values()) > 0:
         raise ValueError("a row that costs nothing")
-    cost = RowCost(**prices, resident=_count(row["resident"]))
+    cost = RowCost(**prices, resident=_count(row["resident"]), memory=_number(row["memory"]))
     return Fit(cost, _number(row["error"]), _number(row["worst"]), _count(row["samples"]))
 
 

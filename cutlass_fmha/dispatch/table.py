@@ -10,6 +10,8 @@ from cutlass_fmha import _C
 
 #: Families of rows that know no more than a diagonal.
 PLAIN = ("plain", "few_query")
+#: Those of float32, and of head dims above 256.
+WIDE = ("wide", "wide_scored")
 NO_KERNELS = (
     "this build of cutlass_fmha has no CUDA kernels (CUTLASS_FMHA_CUDA=OFF): install a wheel with CUDA, "
     "or rebuild it with `pip install . -C cmake.define.CUTLASS_FMHA_CUDA=ON`"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cutlass_fmha.arguments.op_arguments import SEEDS
-from cutlass_fmha.attention import attention, contiguous_rows
+from cutlass_fmha.attention import attention, contiguous_rows, have_contiguous_rows
 from cutlass_fmha.dropout import dropout_mask
 from cutlass_fmha.kv_cache import with_kv_cache
 
@@ -43,8 +43,8 @@ def flash_attn_func(
         it drops, [batch, num_heads, seqlen_q, seqlen_k] with the last two rounded up to 128 (flash_attn has
         probabilities in place of the 1); an empty tensor without dropout.
     """
-    given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
-    return _attend(q, k, v, *given, deterministic=deterministic)
+    given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    return _attend(q, k, v, *given, deterministic, return_attn_probs, {})
 
 
 def flash_attn_qkvpacked_func(
@@ -59,9 +59,9 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Found:
     """``flash_attn_func`` of [batch, seqlen, 3, num_heads, head_dim]."""
-    given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
     q, k, v = _parts("qkv", qkv, 2, 3)
-    return _attend(q, k, v, *given, deterministic=deterministic)
+    return _attend(q, k, v, *given, deterministic, return_attn_probs, {})
 
 
 def flash_attn_kvpacked_func(
@@ -77,9 +77,9 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Found:
     """``flash_attn_func`` with keys and values of [batch, seqlen_k, 2, num_heads_kv, head_dim]."""
-    given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
     k, v = _parts("kv", kv, 2, 2)
-    return _attend(q, k, v, *given, deterministic=deterministic)
+    return _attend(q, k, v, *given, deterministic, return_attn_probs, {})
 
 
 def flash_attn_varlen_func(
@@ -105,9 +105,9 @@ def flash_attn_varlen_func(
     block_table: int32 [batch, pages]: k and v are pages, [pages, page_size, num_heads_kv, head_dim], of any
     multiple of 16 rows, and cu_seqlens_k says how many keys each sequence has in them.
     """
-    given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
     lengths = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table)
-    return _attend(q, k, v, *given, deterministic=deterministic, **lengths)
+    return _attend(q, k, v, *given, deterministic, return_attn_probs, lengths)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -124,10 +124,10 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Found:
     """``flash_attn_varlen_func`` of [total, 3, num_heads, head_dim]."""
-    given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
     lengths = _packed(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     q, k, v = _parts("qkv", qkv, 1, 3)
-    return _attend(q, k, v, *given, deterministic=deterministic, **lengths)
+    return _attend(q, k, v, *given, deterministic, return_attn_probs, lengths)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -147,10 +147,10 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Found:
     """``flash_attn_varlen_func`` with keys and values of [total_k, 2, num_heads_kv, head_dim]."""
-    given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
     lengths = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     k, v = _parts("kv", kv, 1, 2)
-    return _attend(q, k, v, *given, deterministic=deterministic, **lengths)
+    return _attend(q, k, v, *given, deterministic, return_attn_probs, lengths)
 
 
 def flash_attn_with_kvcache(
@@ -177,26 +177,30 @@ def flash_attn_with_kvcache(
     """``cutlass_fmha.with_kv_cache`` in flash_attn's words: the cache is written in place.
 
     As there, positions of rotary embedding count left padding, pairs are neighbours unless told otherwise,
-    and num_splits 0 has a number chosen.
+    num_splits 0 has a number chosen, and the result has no gradient, whatever its inputs want.
     """
     said: dict[str, Any] = {}
     if rotary_cos is not None:
         said = {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "rotary_interleaved": rotary_interleaved}
         if cache_leftpad is not None:
             said["rotary_seqlens"] = cache_seqlens
-    found = with_kv_cache(
-        contiguous_rows("q", q),
+    if k is None or v is None or not have_contiguous_rows(q, k, v):
+        q = contiguous_rows("q", q)
+        k, v = (None if x is None else contiguous_rows(name, x) for name, x in (("k", k), ("v", v)))
+    call = _without_gradients if torch.is_grad_enabled() else with_kv_cache
+    found = call(
+        q,
         k_cache,
         v_cache,
-        None if k is None else contiguous_rows("k", k),
-        None if v is None else contiguous_rows("v", v),
+        k,
+        v,
         cache_seqlens=cache_seqlens,
         cache_batch_idx=cache_batch_idx,
         page_table=block_table,
         leftpad_k=cache_leftpad,
         scale=softmax_scale,
         causal=bool(causal),
-        window=_window(window_size),
+        window=None if window_size == (-1, -1) else _window(window_size),
         softcap=softcap,
         alibi_slopes=alibi_slopes,
         num_splits=num_splits or None,
@@ -228,7 +232,7 @@ def _flash_attn_forward(
     """Output, LSE, the dropout mask (empty unless return_softmax) and int64 [2] that begins with the seed."""
     window = (window_size_left, window_size_right)
     given = (dropout_p, softmax_scale, causal, window, softcap, alibi_slopes)
-    return _with_state(q, k, v, *given, return_softmax)
+    return _with_state(q, k, v, *given, False, return_softmax, {})
 
 
 def _flash_attn_varlen_forward(
@@ -256,7 +260,8 @@ def _flash_attn_varlen_forward(
     window = (window_size_left, window_size_right)
     given = (dropout_p, softmax_scale, causal, window, softcap, alibi_slopes)
     lengths = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, seqused_k)
-    return _with_state(q, k, v, *given, return_softmax, leftpad_k=leftpad_k, **lengths)
+    lengths["leftpad_k"] = leftpad_k
+    return _with_state(q, k, v, *given, False, return_softmax, lengths)
 
 
 def _flash_attn_backward(
@@ -324,6 +329,10 @@ _wrapped_flash_attn_backward = _flash_attn_backward
 _wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
 
 
+#: Programs generate by models whose parameters require gradients, also outside of torch.no_grad().
+_without_gradients = torch.no_grad()(with_kv_cache)
+
+
 # ---- their words to ours -----------------------------------------------------------------------------------
 
 
@@ -337,25 +346,29 @@ def _attend(
     window_size: Sequence[Side],
     softcap: float,
     alibi_slopes: Tensor | None,
+    deterministic: bool,
     return_attn_probs: bool,
-    **others: Any,
+    said: dict[str, Any],
 ) -> Found:
+    """``said``: what ``attention`` hears besides. Of the rest it hears what is no default: each name costs
+    host time."""
     if return_attn_probs:
-        given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
-        return _with_state(q, k, v, *given, True, **others)[:3]
-    output: Tensor = attention(
-        contiguous_rows("q", q),
-        contiguous_rows("k", k),
-        contiguous_rows("v", v),
-        scale=softmax_scale,
-        causal=bool(causal),
-        window=_window(window_size),
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        dropout_p=dropout_p,
-        **others,
-    )
-    return output
+        given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+        return _with_state(q, k, v, *given, True, said)[:3]
+    if window_size != (-1, -1):
+        said["window"] = _window(window_size)
+    if softcap:
+        said["softcap"] = softcap
+    if alibi_slopes is not None:
+        said["alibi_slopes"] = alibi_slopes
+    if dropout_p:
+        said["dropout_p"] = dropout_p
+    if deterministic:
+        said["deterministic"] = deterministic
+    if not have_contiguous_rows(q, k, v):
+        q, k, v = map(contiguous_rows, "qkv", (q, k, v))
+    found: Found = attention(q, k, v, scale=softmax_scale, causal=bool(causal), **said)
+    return found
 
 
 def _with_state(
@@ -368,33 +381,24 @@ def _with_state(
     window_size: Sequence[Side],
     softcap: float,
     alibi_slopes: Tensor | None,
+    deterministic: bool,
     wants_mask: bool,
-    **others: Any,
+    said: dict[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output, LSE, the dropout mask and the seed's tensor, which both are made from."""
     state = torch.zeros(2, dtype=torch.int64, device=q.device)
     if dropout_p > 0.0:
         state[:1].random_(SEEDS)
-    output, lse = attention(
-        contiguous_rows("q", q),
-        contiguous_rows("k", k),
-        contiguous_rows("v", v),
-        scale=softmax_scale,
-        causal=bool(causal),
-        return_lse=True,
-        window=_window(window_size),
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        dropout_p=dropout_p,
-        dropout_seed=state[:1],
-        **others,
-    )
+    given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, False)
+    said |= {"return_lse": True, "dropout_seed": state[:1]}
+    found: Any = _attend(q, k, v, *given, said)
+    output, lse = found
     mask = q.new_empty(0)
     if wants_mask and dropout_p > 0.0:
         batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
-        if "cu_seqlens_q" in others:
-            batch = others["cu_seqlens_q"].shape[0] - 1
-            seqlen_q, seqlen_k = others["max_seqlen_q"], others["max_seqlen_k"]
+        if "cu_seqlens_q" in said:
+            batch = said["cu_seqlens_q"].shape[0] - 1
+            seqlen_q, seqlen_k = said["max_seqlen_q"], said["max_seqlen_k"]
         seqlen_q, seqlen_k = (-(-seqlen // 128) * 128 for seqlen in (seqlen_q, seqlen_k))
         kept = dropout_mask(state[:1], batch, q.shape[-2], seqlen_q, seqlen_k, dropout_p)
         mask = kept.to(q.dtype) * 2 - 1
@@ -440,14 +444,19 @@ def _packed(
     block_table: Tensor | None = None,
     seqused_k: Tensor | None = None,
 ) -> dict[str, Any]:
-    found = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": _number(max_seqlen_q)}
-    found["max_seqlen_k"] = _number(max_seqlen_k)
+    found: dict[str, Any] = {
+        "cu_seqlens_q": cu_seqlens_q,
+        "max_seqlen_q": max_seqlen_q if type(max_seqlen_q) is int else _number(max_seqlen_q),
+        "max_seqlen_k": max_seqlen_k if type(max_seqlen_k) is int else _number(max_seqlen_k),
+    }
     if block_table is None:
         found["cu_seqlens_k"] = cu_seqlens_k
     else:
         found["page_table"] = block_table
         seqused_k = cu_seqlens_k.diff() if seqused_k is None else seqused_k
-    return found | ({} if seqused_k is None else {"seqused_k": seqused_k})
+    if seqused_k is not None:
+        found["seqused_k"] = seqused_k
+    return found
 
 
 def _parts(name: str, packed: Tensor, dim: int, count: int) -> Any:

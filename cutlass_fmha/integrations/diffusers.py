@@ -78,15 +78,17 @@ def attention_forward(
         raise NotImplementedError(
             "cutlass_fmha has no context parallelism in diffusers: use another backend."
         )
-    if key.shape[2] != query.shape[2] and not enable_gqa:
+    if not enable_gqa and key.size(2) != query.size(2):
         raise ValueError(f"key has {key.shape[2]} heads and query {query.shape[2]}: pass enable_gqa=True.")
     said: dict[str, Any] = {"dropout_p": dropout_p} if dropout_p else {}
-    if tuple(window_size) != (-1, -1):
+    if window_size != (-1, -1):
         said["window"] = window_size
     if attn_mask is not None:
-        if tuple(attn_mask.shape) == (query.shape[0], key.shape[1]):
+        if attn_mask.dim() == 2 and attn_mask.shape == (query.size(0), key.size(1)):
             attn_mask = attn_mask[:, None, None, :]
-        said["mask" if attn_mask.dtype == torch.bool else "bias"] = attn_mask
-    said |= {"causal": "top-left" if is_causal else False, "scale": scale, "return_lse": return_lse}
-    found: Tensor | tuple[Tensor, Tensor] = attention(query, key, value, **said)
+        said["mask" if attn_mask.dtype is torch.bool else "bias"] = attn_mask
+    if return_lse:
+        said["return_lse"] = True
+    causal = "top-left" if is_causal else False
+    found: Tensor | tuple[Tensor, Tensor] = attention(query, key, value, causal=causal, scale=scale, **said)
     return found

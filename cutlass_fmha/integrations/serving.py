@@ -8,6 +8,7 @@ import torch
 
 from cutlass_fmha.dispatch import device as devices
 from cutlass_fmha.dispatch.explain import explain
+from cutlass_fmha.dispatch.table import WIDE
 
 
 def why_not(
@@ -38,4 +39,13 @@ def why_not(
         )
     except (TypeError, ValueError) as error:
         return str(error)
-    return None if found.winner is not None else found.note.removeprefix("nothing, because ")
+    if found.winner is None:
+        return found.note.removeprefix("nothing, because ")
+    row = next(verdict.row for verdict in found.rows if verdict.row.name == found.winner)
+    if row.family in WIDE and head_dim * row.element_bytes % row.alignment:
+        needed = row.alignment // row.element_bytes
+        return (
+            f"{row.name} would copy the whole cache at each call: head dims must be multiples of {needed}, "
+            f"got {head_dim}"
+        )
+    return None

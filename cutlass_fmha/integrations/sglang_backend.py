@@ -168,7 +168,9 @@ class Backend(AttentionBackend):  # type: ignore[misc]  # SGLang isn't there for
             where = KVWriteLoc.for_layer(forward_batch, layer, swa_loc=meta.window_rows)
             self.pool.set_kv_buffer(layer, where, k, v, layer.k_scale, layer.v_scale)
         keys, values = self._pages(layer.layer_id)
-        said = {**self._said, "sinks": sinks, "softcap": layer.logit_cap or None}
+        said = dict(self._said) if sinks is None else {**self._said, "sinks": sinks}
+        if layer.logit_cap:
+            said["softcap"] = layer.logit_cap
         table = meta.page_table
         if layer.sliding_window_size is not None and layer.sliding_window_size > -1:
             # As many keys before a query's own.
@@ -176,7 +178,7 @@ class Backend(AttentionBackend):  # type: ignore[misc]  # SGLang isn't there for
             table = table if meta.window_table is None else meta.window_table
         output = forward_batch._attn_output  # where a graph of a prompt has room
         if output is not None:
-            output = output.view(-1, layer.tp_q_head_num, layer.v_head_dim)
+            said["out"] = output.view(-1, layer.tp_q_head_num, layer.v_head_dim)
         found: Tensor = attention(
             q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),
             keys,
@@ -188,7 +190,6 @@ class Backend(AttentionBackend):  # type: ignore[misc]  # SGLang isn't there for
             cu_seqlens_q=meta.cu_seqlens_q,
             seqused_k=meta.seqused_k,
             page_table=table,
-            out=output,
             **said,
         )
         calls.count(layer.attn_type._value_)

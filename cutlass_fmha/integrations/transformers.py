@@ -139,9 +139,11 @@ def attention_forward(
     """
     said = _said_of_scores(dropout, kwargs, _WITHOUT_MASK if attention_mask is None else _BY_MASKS)
     if attention_mask is not None:
-        # Masks of a static cache are longer than the keys.
-        seen = attention_mask[..., : key.shape[2]]
-        if seen.dtype == torch.bool:
+        # Masks of a static cache are longer than the keys. A slice of all of it would cost 1 us of host time.
+        keys, seen = key.size(2), attention_mask
+        if seen.size(-1) != keys:
+            seen = seen[..., :keys]
+        if seen.dtype is torch.bool:
             said["mask"] = seen
         else:
             said["bias"] = seen + said["bias"] if "bias" in said else seen

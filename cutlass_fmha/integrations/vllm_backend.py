@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import weakref
 from typing import Any, ClassVar
 
 import torch
@@ -27,6 +28,11 @@ from cutlass_fmha.integrations.serving import why_not
 from cutlass_fmha.integrations.vllm import NAME
 
 calls = tally.Tally("vLLM")
+
+
+def _nothing() -> None:
+    """A cache that is gone."""
+
 
 _ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 
@@ -110,7 +116,11 @@ class Impl(AttentionImpl):  # type: ignore[misc]
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
         self._window = None if sliding_window is None else sliding_window - 1
-        self._said: dict[str, Any] = {"sinks": sinks, "softcap": logits_soft_cap or None}
+        # What is None is left out: each name that ``attention`` hears costs host time.
+        self._said: dict[str, Any] = {} if sinks is None else {"sinks": sinks}
+        if logits_soft_cap:
+            self._said["softcap"] = logits_soft_cap
+        self._kept: tuple[Any, ...] = (_nothing,)
         if alibi_slopes is not None:
             self._said["alibi_slopes"] = torch.tensor(alibi_slopes, dtype=torch.float32)
         if envs.VLLM_BATCH_INVARIANT:
@@ -144,25 +154,26 @@ class Impl(AttentionImpl):  # type: ignore[misc]
         if attn_metadata is None:  # vLLM finds out how much memory is left
             return output.fill_(0)
         meta = attn_metadata
-        said = {**self._said, "cu_seqlens_q": meta.query_start_loc}
-        causal, longest = meta.causal, meta.max_seq_len
+        said, causal = self._said, meta.causal
         if self.attn_type in _ENCODERS:
             keys, values, causal, longest = key, value, False, meta.max_query_len
-            said["cu_seqlens_k"] = meta.query_start_loc
+            of_keys: dict[str, Any] = {"cu_seqlens_k": meta.query_start_loc}
         else:
             keys, values = self._pages(kv_cache)
-            said |= {"page_table": meta.block_table, "seqused_k": meta.seq_lens}
+            longest, of_keys = meta.max_seq_len, {"page_table": meta.block_table, "seqused_k": meta.seq_lens}
         if self._window is not None:
-            said["window"] = (self._window, None if causal else self._window)
+            said = {**said, "window": (self._window, None if causal else self._window)}
         attention(
             query,
             keys,
             values,
             scale=self.scale,
             causal=causal,
+            cu_seqlens_q=meta.query_start_loc,
             max_seqlen_q=meta.max_query_len,
             max_seqlen_k=longest,
             out=output,
+            **of_keys,
             **said,
         )
         calls.count(self.attn_type)
@@ -179,12 +190,21 @@ class Impl(AttentionImpl):  # type: ignore[misc]
 
     def _pages(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """[blocks, block_size, num_kv_heads, head_size] each, where they lie."""
-        blocks, heads, size, _ = kv_cache.shape
-        of_block, of_head, of_row, one = kv_cache.stride()
-        begin, dim = kv_cache.storage_offset(), self.head_size
-        # By the numbers: half of the host time of a transpose and a split.
-        where = (blocks, size, heads, dim), (of_block, of_row, of_head, one)
-        return kv_cache.as_strided(*where, begin), kv_cache.as_strided(*where, begin + dim * one)
+        kept = self._kept
+        if kept[0]() is not kv_cache or kept[1].data_ptr() != kv_cache.data_ptr():
+            blocks, heads, size, _ = kv_cache.shape
+            of_block, of_head, of_row, one = kv_cache.stride()
+            begin, dim, memory = kv_cache.storage_offset(), self.head_size, kv_cache.untyped_storage()
+            where = (blocks, size, heads, dim), (of_block, of_row, of_head, one)
+            with torch.inference_mode(False):
+                # A view would keep its cache alive, and vLLM drops one that it tried graphs with.
+                new = (kv_cache.new_empty(0).set_(memory, begin + i * dim * one, *where) for i in (0, 1))
+                kept = self._kept = weakref.ref(kv_cache, self._forget), *new
+        return kept[1], kept[2]
+
+    def _forget(self, cache: Any) -> None:
+        if self._kept[0] is cache:
+            self._kept = (_nothing,)
 
 
 class Backend(AttentionBackend):  # type: ignore[misc]
@@ -213,7 +233,7 @@ class Backend(AttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        return 1 <= head_size <= 256
+        return 1 <= head_size <= 512
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:

@@ -352,7 +352,8 @@ def prepare(
 
 def _is_odd(row: Row, sizes: Sizes) -> bool:
     """Whether head dims end within 16 bytes."""
-    return row.takes_features and (sizes.head_dim | sizes.head_dim_v) % 8 != 0
+    dims = sizes.head_dim | sizes.head_dim_v
+    return row.takes_features and dims * row.element_bytes % FULL_ALIGNMENT != 0
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -370,7 +371,7 @@ def _warn_of_element_copies(
     operands = [check.operand(x if x.dim() == 4 else x.unsqueeze(0), layout) for x in named.values()]
     causes = check.misaligned(operands, tuple(named))
     for name, size in (("head_dim", sizes.head_dim), ("head_dim_v", sizes.head_dim_v)):
-        if size % 8 and (name == "head_dim" or size != sizes.head_dim):
+        if size * row.element_bytes % FULL_ALIGNMENT and (name == "head_dim" or size != sizes.head_dim):
             causes.append(f"{name} {size}")
     if not causes:
         return

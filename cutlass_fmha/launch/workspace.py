@@ -1,7 +1,8 @@
 """Where a launch's own memory comes from: torch's caching allocator, or the ``Workspace`` that is in use.
 
 A launch's own is what is free again when it is done: parts of split keys and of a tail, sums in float32,
-copies of what a kernel can't read. What a call returns is new memory of torch's, or the caller's (``out``).
+copies of what a kernel can't read. What lies between the launches of a call is that call's, before theirs.
+What a call returns is new memory of torch's, or the caller's (``out``).
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 
 import torch
 from torch import Tensor
 
+from cutlass_fmha import private_torch
 from cutlass_fmha.arguments import check
 from cutlass_fmha.launch.streams import current_stream
 
@@ -24,15 +27,17 @@ ALIGNMENT = 512
 IN_USE: list[Workspace] = []
 
 _of_thread = threading.local()
+_CALLERS = "cutlass_fmha.workspaces"  # what torch hands on to threads that compute gradients
 
 
 class Workspace:
     """Memory for what launches need besides their tensors: taken once, and the same for all of them.
 
     Inside of ``with workspace:`` the launches of this thread on the workspace's device take it from there,
-    and so do the gradients of calls that were made there, whenever they are computed. Where workspaces of a
-    device are nested, from the innermost. A launch that needs more is refused: nothing grows, and torch is
-    not asked instead. A compiled graph's own tensors, and its gradients, are torch's.
+    those of gradients that it asks for included, compiled ones too; and so do the gradients of calls that
+    were made there, whenever they are computed, unless these were compiled. Where workspaces of a device are
+    nested, from the innermost. A launch that needs more is refused: nothing grows, and torch is not asked
+    instead. A compiled graph's own tensors are torch's.
 
     One stream at a time: a launch on another one is refused, and so is who enters there meanwhile. Who enters
     later on another stream waits for the one before. A CUDA graph is captured by ``with
@@ -78,6 +83,7 @@ class Workspace:
         self._stream = current_stream(self._index)
         self._last = torch.cuda.current_stream(self._index) if self._index >= 0 else None
         self._users = 0
+        self._held = 0
 
     def __repr__(self) -> str:
         return f"Workspace({self.size}, device={str(self.device)!r}, high_water={self.high_water})"
@@ -88,6 +94,8 @@ class Workspace:
             self._users += 1
         stack = _stack()
         stack.append(self)
+        if not private_torch.is_stashed(_CALLERS):
+            private_torch.stash(_CALLERS, stack)
         IN_USE.append(self)
         return self
 
@@ -142,36 +150,54 @@ def _stack() -> list[Workspace]:
 
 
 def in_use(device: torch.device) -> Workspace | None:
-    """The workspace that launches of this thread on a device take their memory from."""
+    """The workspace that launches of this thread on a device take their memory from.
+
+    In a thread of autograd's, that of a call whose gradient it is, else that of who asked for gradients.
+    """
     if IN_USE:
-        for workspace in reversed(_stack()):
+        there = private_torch.is_stashed(_CALLERS)
+        callers: Sequence[Workspace] = private_torch.stashed(_CALLERS) if there else ()
+        for workspace in (*reversed(_stack()), *reversed(callers)):
             if workspace.device == device:
                 return workspace
     return None
 
 
+def inside(workspace: Workspace | None) -> AbstractContextManager[object]:
+    """That of a call, around its gradients: whichever thread computes them."""
+    return nullcontext() if workspace is None else workspace
+
+
 class Scratch:
-    """The memory of one launch, a context around it: torch's, or a workspace's, whose turn it has.
+    """The memory of one launch, or of a call around several: torch's, or a workspace's, whose turn it has.
 
     Where the workspace is too small torch lends the rest, until ``check`` has the size to refuse with.
     """
 
-    __slots__ = ("_device", "_kept", "_taken", "_workspace")
+    __slots__ = ("_device", "_first", "_kept", "_taken", "_workspace")
 
     def __init__(self, device: torch.device) -> None:
         self._workspace = in_use(device)
         self._device = device
-        self._taken = 0
+        self._first = self._taken = 0
         self._kept: Tensor | None = None
 
     def begin(self) -> Scratch:
-        if self._workspace is not None:
-            self._workspace._begin()
+        if (workspace := self._workspace) is not None:
+            workspace._begin()
+            self._first = self._taken = workspace._held
         return self
 
     def end(self, *raised: object) -> None:
-        if self._workspace is not None:
-            self._workspace._turn.release()
+        if (workspace := self._workspace) is not None:
+            workspace._held = self._first
+            workspace._turn.release()
+
+    def hold(self) -> None:
+        """Launches inside of this one's context take what lies behind. Raises as ``check`` does."""
+        self.check()
+        if (workspace := self._workspace) is not None:
+            workspace._held = -(-self._taken // ALIGNMENT) * ALIGNMENT
 
     __enter__, __exit__ = begin, end
 
@@ -195,9 +221,9 @@ class Scratch:
         if (workspace := self._workspace) is None:
             self._kept = torch.empty(count, dtype=torch.float32, device=self._device)
             return self._kept.data_ptr()
-        self._taken = 4 * count
+        self._taken = self._first + 4 * count
         self.check()
-        return workspace._memory.data_ptr()
+        return workspace._memory.data_ptr() + self._first
 
     def check(self) -> None:
         """Comes before the kernel. Raises RuntimeError where the workspace was too small."""

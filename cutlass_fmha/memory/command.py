@@ -58,15 +58,15 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         if arguments.table:
-            text = tables()
-            content: dict[str, Any] = {"markdown": text}
+            text: list[str | output.Table] = [tables()]
+            content: dict[str, Any] = {"markdown": text[0]}
         else:
             plan = _plan(arguments)
-            content, text = asdict(plan), str(plan)
+            content, text = asdict(plan), output.told(plan)
             content |= {name: getattr(plan, name) for name in TOTALS}
     except (TypeError, ValueError, RuntimeError) as error:  # no row; an old driver
         parser.error(str(error))
-    output.emit(content, [text], arguments.json)
+    output.emit(content, text, arguments.json)
     return 0
 
 

@@ -91,9 +91,10 @@ class MemoryPlan:
         """Of ``unfused``, what this doesn't take."""
         return 1.0 - self.total / self.unfused if self.unfused else 0.0
 
-    def __str__(self) -> str:
+    def parts(self) -> tuple[list[str], list[list[str]], list[str]]:
+        """Lines, the table's cells with those that name its columns first, and the lines after it."""
         rows = self.row if self.backward_row is None else f"{self.row}, {self.backward_row}"
-        lines = [f"problem: {self.problem}", f"device:  {self.device}", f"rows:    {rows}", ""]
+        before = [f"problem: {self.problem}", f"device:  {self.device}", f"rows:    {rows}"]
         amounts: list[tuple[str, int, str]] = [
             ("inputs", sum(self.inputs.values()), _listed(self.inputs)),
             ("forward", self.forward, _listed(self.of_forward)),
@@ -107,7 +108,11 @@ class MemoryPlan:
             ("total", self.total, "the most at once"),
             ("unfused", self.unfused, f"with scores in memory; saved: {self.share_saved:.1%}"),
         ]
-        return "\n".join([*lines, *(f"  {name:<8} {_mib(size):>10} MiB  {of}" for name, size, of in amounts)])
+        return before, [["", "MiB", "of"], *([name, _mib(size), of] for name, size, of in amounts)], []
+
+    def __str__(self) -> str:
+        before, (_, *table), _ = self.parts()
+        return "\n".join([*before, "", *(f"  {name:<8} {size:>10} MiB  {of}" for name, size, of in table)])
 
 
 def _mib(size: int) -> str:
@@ -179,7 +184,8 @@ def memory_plan(
     gpu = resolve(("cuda" if _C.device_count() else "cpu") if device is None else device)
     if gpu is None:
         raise ValueError(
-            f"memory is planned of a GPU: name one, as device='l4', among {', '.join(devices.PRESETS)}"
+            "memory is planned of a GPU: name one (device='l4', --device l4) among "
+            + ", ".join(devices.PRESETS)
         )
     # No seed is drawn for what doesn't run.
     *cast, keywords = autocast.operands(tensors[0], tensors[1], tensors[2], {**keywords, "dropout_seed": 0})  # type: ignore[assignment]

@@ -12,6 +12,7 @@ from cutlass_fmha.arguments import check, check_features, results, tensors
 from cutlass_fmha.cpu.features import check_starts
 from cutlass_fmha.launch import helpers
 from cutlass_fmha.launch.plan import kept
+from cutlass_fmha.launch.workspace import Scratch
 from cutlass_fmha.ops import dispatcher
 from cutlass_fmha.ops.rotary import (
     check_rows,
@@ -94,14 +95,19 @@ class Append(NamedTuple):
             return self.rotary_seqlens, None
         return self.cache_seqlens, self.leftpad_k
 
-    def results(self) -> tuple[Tensor, Tensor]:
+    def results(self, room: Scratch | None = None) -> tuple[Tensor, Tensor]:
         """The rotated queries and the new lengths, still to be written."""
-        rotated = self.key.new_empty(0) if self.query is None else self.query.new_empty(self.query.shape)
-        return rotated, self.cache_seqlens.new_empty(self.cache_seqlens.shape)
+        if room is None:
+            rotated = self.key.new_empty(0) if self.query is None else self.query.new_empty(self.query.shape)
+            return rotated, self.cache_seqlens.new_empty(self.cache_seqlens.shape)
+        shape = (0,) if self.query is None else self.query.shape
+        found = room.empty(shape, self.key.dtype), room.empty(self.cache_seqlens.shape, torch.int32)
+        room.hold()
+        return found
 
 
-def append(a: Append) -> tuple[Tensor, Tensor]:
-    """The op, or what is left of it where nothing listens in between."""
+def append(a: Append, room: Scratch | None = None) -> tuple[Tensor, Tensor]:
+    """The op, or what is left of it where nothing listens in between: there ``room`` has the results."""
     if (
         torch.compiler.is_compiling()
         or private_torch.any_autocast_enabled()
@@ -113,7 +119,7 @@ def append(a: Append) -> tuple[Tensor, Tensor]:
             **{name: getattr(a, name) for name in Append._fields[5:]},
         )
         return rotated, seqused_k
-    found = _launch(a)
+    found = _launch(a, room)
     results.count_writes((a.k_cache, a.v_cache))
     return found
 
@@ -237,9 +243,9 @@ def describe_places(p: _C.AppendParams | _C.RopeParams, a: Append) -> None:
         p.page_table_stride, p.page_size = a.page_table.stride(0), a.k_cache.shape[1]
 
 
-def _launch(a: Append) -> tuple[Tensor, Tensor]:
+def _launch(a: Append, room: Scratch | None = None) -> tuple[Tensor, Tensor]:
     plan = kept("append_kv_", a, lambda: _prepare(a))
-    rotated, seqused_k = a.results()
+    rotated, seqused_k = a.results(room)
     if a.key.shape[-3] == 0 or a.key.shape[-2] == 0:
         seqused_k = a.cache_seqlens + a.seqlen_new  # nothing is written, and nobody counts
     p = plan.params.copy()

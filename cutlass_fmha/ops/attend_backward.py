@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -239,7 +238,7 @@ class _Attend(torch.autograd.Function):
             said = {**ctx.said, **dict(zip(ctx.names, given, strict=True))}
             dout = torch.zeros_like(out) if dout is None else dout
             wanted = [needs.get(name, False) for name in DIFFERENTIABLE]
-            with nullcontext() if ctx.workspace is None else ctx.workspace:  # whichever thread this is
+            with workspace.inside(ctx.workspace):
                 gradients = torch.ops.cutlass_fmha.attend_backward(
                     dout, query, key, value, out, lse, dlse, ctx.scale, ctx.causal, **said, wanted=wanted
                 )

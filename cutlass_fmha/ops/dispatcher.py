@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -13,6 +14,8 @@ from torch.autograd import forward_ad
 
 from cutlass_fmha import _C, autocast, private_torch
 from cutlass_fmha.arguments import check, results
+from cutlass_fmha.launch import workspace
+from cutlass_fmha.launch.workspace import Scratch
 
 #: In a build whose kernels run on the CPU (tools/simulator), 1 has ops launch them on CPU tensors.
 SIMULATE = "CUTLASS_FMHA_SIMULATE"
@@ -108,6 +111,14 @@ def check_differentiable(inputs: Mapping[str, Tensor], others: Mapping[str, Tens
 def rows_of_gradient(x: Tensor) -> Tensor:
     """A gradient as kernels read it: one of a sum has strides of 0."""
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.clone(memory_format=torch.contiguous_format)
+
+
+def between_launches(x: Tensor) -> AbstractContextManager[Scratch | None]:
+    """Of a workspace, room for what lies between the launches of one call on x; None: torch lends it."""
+    if torch.compiler.is_compiling() or not workspace.IN_USE:
+        return nullcontext()
+    ours = type(x) is Tensor and private_torch.peek_interpreter_stack() is None and (x.is_cuda or simulated())
+    return Scratch(x.device) if ours and workspace.in_use(x.device) is not None else nullcontext()
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from cutlass_fmha import _C, private_torch
 from cutlass_fmha.arguments import check, results, tensors
 from cutlass_fmha.dispatch import device as devices
-from cutlass_fmha.launch import helpers
+from cutlass_fmha.launch import helpers, workspace
 from cutlass_fmha.launch.plan import kept
 from cutlass_fmha.ops import angles, dispatcher
 from cutlass_fmha.ops.angles import Angles
@@ -267,14 +267,16 @@ def _cuda_backward(
     found = _gradients(q, k, n)
     p.q.x, p.k.x, p.q.out, p.k.out = q.data_ptr(), k.data_ptr(), found[0].data_ptr(), found[1].data_ptr()
     p.q.gradient, p.k.gradient = dq_out.data_ptr(), dk_out.data_ptr()
-    kept_alive = []
-    for rows, x, weight, gradient in ((p.q, q, q_weight, found[2]), (p.k, k, k_weight, found[3])):
-        if x.numel() == 0:
-            gradient.zero_()  # there are no rows that leave parts
-        elif weight is not None:
-            kept_alive.append(q.new_empty((p.parts_of(rows), q.shape[-1]), dtype=torch.float32))
-            rows.partial, rows.weight_gradient = kept_alive[-1].data_ptr(), gradient.data_ptr()
-    helpers.launch(plan, p)
+    with workspace.Scratch(q.device) as scratch:
+        kept_alive = []
+        for rows, x, weight, gradient in ((p.q, q, q_weight, found[2]), (p.k, k, k_weight, found[3])):
+            if x.numel() == 0:
+                gradient.zero_()  # there are no rows that leave parts
+            elif weight is not None:
+                kept_alive.append(scratch.empty((p.parts_of(rows), q.shape[-1]), torch.float32))
+                rows.partial, rows.weight_gradient = kept_alive[-1].data_ptr(), gradient.data_ptr()
+        scratch.check()
+        helpers.launch(plan, p)
     return found
 
 
@@ -368,15 +370,17 @@ class _QKNormRope(torch.autograd.Function):
         given = dispatcher.tensors_of(said)
         ctx.save_for_backward(*operands, *given.values())
         ctx.names, ctx.said = tuple(given), {name: x for name, x in said.items() if name not in given}
+        ctx.workspace = workspace.in_use(operands[0].device)
 
     @staticmethod
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> Any:
         q, k, q_weight, k_weight, *given = ctx.saved_tensors
         said = {**ctx.said, **dict(zip(ctx.names, given, strict=True))}
         out = map(dispatcher.rows_of_gradient, (dq, dk))
-        dq, dk, *of_weights = torch.ops.cutlass_fmha.qk_norm_rope_backward(
-            *out, q, k, q_weight, k_weight, **said
-        )
+        with workspace.inside(ctx.workspace):
+            dq, dk, *of_weights = torch.ops.cutlass_fmha.qk_norm_rope_backward(
+                *out, q, k, q_weight, k_weight, **said
+            )
         of_weights = [None if w is None else x for w, x in zip((q_weight, k_weight), of_weights, strict=True)]
         return None, None, dq, dk, *of_weights
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cutlass_fmha import private_torch
 from cutlass_fmha.arguments import check
+from cutlass_fmha.launch import workspace
 from cutlass_fmha.ops import dispatcher
 
 #: Leading dimensions that a launch knows strides of.
@@ -82,6 +83,7 @@ def differentiable(
         @staticmethod
         def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
             ctx.set_materialize_grads(False)
+            ctx.workspace = workspace.in_use(inputs[1].device)
             setup(ctx, inputs[1:], output)
 
         @staticmethod
@@ -89,7 +91,8 @@ def differentiable(
             none = (None,) * (len(parameters) - count)
             if all(each is None for each in gradients):
                 return (None, *(None,) * count, *none)
-            return (None, *backward(ctx, *gradients), *none)
+            with workspace.inside(ctx.workspace):
+                return (None, *backward(ctx, *gradients), *none)
 
     def autograd(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         names = [each.name for each in parameters]

@@ -1,7 +1,7 @@
 #include "launch.h"
 
 #include <algorithm>
-#include <cfloat>
+#include <climits>
 #include <string>
 #include <vector>
 
@@ -119,6 +119,8 @@ void check(Row const& row, BackwardParams const& p) {
            ", and these are parameters of a backward";
   });
   TileConfig const& c = own != nullptr ? static_cast<TileConfig const&>(*own) : *wide;
+  require(int64_t(p.batch) * p.num_heads <= INT_MAX,
+          [] { return "batch * num_heads must be below 2^31: heads of all batch entries have numbers"; });
   check(p, c.element_bytes());
   bool const writes_scores = own != nullptr && own->writes_scores;
   bool const any = p.seqlen_q > 0 && p.seqlen_k > 0 && !p.empty();
@@ -185,8 +187,7 @@ void launch(Row const& row, BackwardParams const& params, int device, cudaStream
     end = reinterpret_cast<float*>(p.listed_tiles + listing);
   }
   p.sink_sums = end;
-  constexpr float kTwiceLog2e = 2 * 1.4426950408889634f;
-  p.cap_scale = p.softcap == 0.f ? 0.f : std::clamp(kTwiceLog2e * p.scale / p.softcap, -FLT_MAX, FLT_MAX);
+  p.cap_scale = cap_scale(p);
   if (p.dropout_threshold == 0) p.dropout_scale = 1.f;
   int64_t const sequences = int64_t(p.batch) * p.num_heads;
   if (p.seqlen_q > 0) {

@@ -113,9 +113,9 @@ struct BackwardParts {
     return C.copy == Copy::tma && (at.tile + 1) * C.tile_m <= place().sequence.queries;
   }
   /// By one thread, which then counts as `producers`. `Rows` queries from row `row` of such a tile on.
-  template <int Rows, int Stages>
-  CUTE_DEVICE void request_queries(TensorMap const& map, TilePipeline<Stages> const& pipe, int barriers, int number,
-                                   int producers, QueryCursor const& at, int row, uint32_t tile) const {
+  template <int Rows, class Pipe>
+  CUTE_DEVICE void request_queries(TensorMap const& map, Pipe const& pipe, int barriers, int number, int producers,
+                                   QueryCursor const& at, int row, uint32_t tile) const {
     using Tile = TmaTile<C.head_dim, Rows, C.element_bytes()>;
     KeyTile const& here = place();
     // What other tiles left there by cp.async comes before.

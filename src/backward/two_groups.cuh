@@ -32,10 +32,10 @@ struct TwoGroupWalk : BackwardParts<C> {
   static_assert(!(C.shares_dq || C.whole_dq) || (!C.scored() && !C.writes_scores),
                 "only A awaits turns, and copies dS");
 
-  int const steps;                                       ///< of all heads
-  TilePipeline<2> const q_pipe;                          ///< tiles; what A has read, B has, which gets its P afterwards
-  TilePipeline<Layout::kDoutUnits> const dout_pipe;      ///< units
-  TilePipeline<Layout::kScoresUnits> const scores_pipe;  ///< units: P on its way from A to B, dS from B to dQ
+  int const steps;                       ///< of all heads
+  TilePipeline<2, C.copy> const q_pipe;  ///< tiles; what A has read, B has, which gets its P afterwards
+  TilePipeline<Layout::kDoutUnits, C.copy> const dout_pipe;  ///< units
+  TilePipeline<Layout::kScoresUnits> const scores_pipe;      ///< units: P on its way from A to B, dS from B to dQ
 
   CUTE_DEVICE TwoGroupWalk(BackwardParams const& p, char* smem, int steps, int warp)
       : Parts(p, smem, warp),

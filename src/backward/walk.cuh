@@ -28,8 +28,8 @@ struct BackwardWalk : BackwardParts<C> {
 
   QueryWalk const walk;
   int const steps;  ///< of all heads
-  TilePipeline<2> const q_pipe;
-  TilePipeline<C.writes_scores ? 2 : 1> const dout_pipe;
+  TilePipeline<2, C.copy> const q_pipe;
+  TilePipeline<C.writes_scores ? 2 : 1, C.copy> const dout_pipe;
   TilePipeline<1> const scores_pipe;
 
   CUTE_DEVICE BackwardWalk(BackwardParams const& p, char* smem, int steps, int warp)

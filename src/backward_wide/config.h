@@ -12,9 +12,6 @@ struct WideBackwardConfig : TileConfig {
   static constexpr bool scored() { return true; }  ///< knows masks and biases, and every sum has a fixed order
   constexpr int head_dim_v() const { return head_dim; }
   constexpr int alignment() const { return 16; }
-  /// Dimensions of the operands of scores that are in shared memory at a time, and columns of those of gradients.
-  constexpr int step_dims() const { return 128 / element_bytes(); }
-  constexpr int step_columns() const { return 256 / element_bytes(); }
 };
 
 }  // namespace cutlass_fmha

@@ -8,146 +8,15 @@
 // memory in steps, some dimensions at a time: one is on its way while the other is multiplied.
 #pragma once
 
-#include "../wide/tf32x3.cuh"
-#include "../wide/wide_heads.cuh"
+#include "../wide/steps.cuh"
 #include "tile.h"
 
 namespace cutlass_fmha {
 
-/// Padding as in whole_rows.cuh and wide_heads.cuh: of float32, 8 where lanes read two neighbours, 4 where four.
 template <WideBackwardConfig C, class T>
-struct WideBackwardStorage {
-  static constexpr int kRows = C.tile_m;
-  struct Scores {
-    alignas(16) T x[kRows][C.step_dims() + 8];
-    alignas(16) T y[kRows][C.step_dims() + 8];
-  };
-  struct Factor {
-    alignas(16) T y[kRows][C.step_columns() + (sizeof(T) == 4 ? 4 : 8)];
-  };
-  union Step {
-    Scores scores;
-    Factor factor;
-  };
-  Step steps[2];
-  alignas(16) T weights[kRows][kRows + 8];  ///< P or dS
-  alignas(16) float terms[2][kRows];        ///< LSE in units of log2, and D, of the queries
+struct WideBackwardStorage : WideSteps<C, T, 2> {
+  alignas(16) float terms[2][C.tile_m];  ///< LSE in units of log2, and D, of the queries
   WideBackwardTile tile;
-};
-
-/// How a step's operands are multiplied: of 16 of the block's rows, by two warps.
-template <WideBackwardConfig C, class T>
-struct WideProducts;
-
-template <WideBackwardConfig C>
-struct WideProducts<C, float> {
-  using Storage = WideBackwardStorage<C, float>;
-  static constexpr int kScores = C.tile_n / 2 / 8, kColumns = C.step_columns() / 2 / 8;
-  using Scores = LaneScores<1, kScores>;
-  using Gradient = AccumulatorTile[kColumns];
-  static_assert(C.step_dims() == 32 && kColumns == 4);
-  int const group = threadIdx.x / 4, quad = threadIdx.x % 4;
-
-  /// Tensor cores cut off what they sum: not more than 32 dimensions, or 16 rows of Y, one after the other.
-  CUTE_DEVICE void add_scores(typename Storage::Scores const& step, int row, int column, Scores& scores) const {
-    AccumulatorTile part[kScores] = {};
-    AccumulatorTile* const rows[] = {part};
-    CUTE_UNROLL
-    for (int dim = 0; dim < C.step_dims(); dim += 8) {
-      Tf32PairsOfA a[1];
-      Tf32PairsOfB b[kScores];
-      read_rows(step.x, row + group, dim + 2 * quad, a);
-      read_rows(step.y, column + group, dim + 2 * quad, b);
-      multiply(rows, a, b);
-    }
-    CUTE_UNROLL
-    for (int i = 0; i < 4 * kScores; ++i) scores.x[0][i / 4][i % 4] += part[i / 4][i % 4];
-  }
-
-  CUTE_DEVICE void add_gradient(Storage const& shared, typename Storage::Factor const& step, int row, int column,
-                                Gradient& gradient) const {
-    CUTE_NO_UNROLL
-    for (int y = 0; y < C.tile_n; y += 16) {
-      AccumulatorTile part[kColumns] = {};
-      AccumulatorTile* const rows[] = {part};
-      CUTE_UNROLL
-      for (int i = y; i < y + 16; i += 8) {
-        Tf32PairsOfA a[1];
-        Tf32PairsOfB b[kColumns];
-        read_rows(shared.weights, row + group, i + 2 * quad, a);
-        read_columns<C.step_columns() + 4>(&step.y[i + 2 * quad][column + 4 * group], b);
-        multiply(rows, a, b);
-      }
-      CUTE_UNROLL
-      for (int i = 0; i < 4 * kColumns; ++i) gradient[i / 4][i % 4] += part[i / 4][i % 4];
-    }
-  }
-
-  CUTE_DEVICE static void store(float* to, float a, float b) { *reinterpret_cast<Pair*>(to) = {a, b}; }
-
-  /// Of a row, a lane has eight neighbouring columns.
-  CUTE_DEVICE void write(float* row, int half, int columns, float factor, Gradient const& gradient) const {
-    CUTE_UNROLL
-    for (int i = 0; i < 2; ++i) {
-      int const at = 8 * quad + 4 * i;
-      Vector vector;
-      CUTE_UNROLL
-      for (int j = 0; j < 4; ++j) vector.x[j] = gradient[j][2 * half + i] * factor;
-      if (at < columns) *reinterpret_cast<Vector*>(row + at) = vector;
-    }
-  }
-};
-
-/// Of 16 bits.
-template <WideBackwardConfig C, class T>
-struct WideProducts {
-  using Storage = WideBackwardStorage<C, T>;
-  static constexpr int kScores = C.tile_n / 2 / 8, kColumns = C.step_columns() / 2 / 8;
-  using Scores = LaneScores<1, kScores>;
-  using Gradient = AccumulatorTile[kColumns];
-  int const quad = threadIdx.x % 4;
-  MatrixLane const a_at = MatrixLane::rows_first(threadIdx.x), b_at = MatrixLane::columns_first(threadIdx.x);
-
-  CUTE_DEVICE void add_scores(typename Storage::Scores const& step, int row, int column, Scores& scores) const {
-    CUTE_UNROLL
-    for (int dim = 0; dim < C.step_dims(); dim += 16) {
-      uint32_t a[4];
-      read_rows(step.x[row + a_at.row][dim + a_at.column], a);
-      CUTE_UNROLL
-      for (int n = 0; n < kScores; n += 2) {
-        uint32_t b[4];
-        read_rows(step.y[column + 8 * n + b_at.row][dim + b_at.column], b);
-        multiply<T>(scores.x[0][n], a, b[0], b[1]);
-        multiply<T>(scores.x[0][n + 1], a, b[2], b[3]);
-      }
-    }
-  }
-
-  CUTE_DEVICE void add_gradient(Storage const& shared, typename Storage::Factor const& step, int row, int column,
-                                Gradient& gradient) const {
-    CUTE_UNROLL
-    for (int y = 0; y < C.tile_n; y += 16) {
-      uint32_t a[4];
-      read_rows(shared.weights[row + a_at.row][y + a_at.column], a);
-      CUTE_UNROLL
-      for (int n = 0; n < kColumns; n += 2) {
-        uint32_t b[4];
-        read_columns(step.y[y + a_at.row][column + 8 * n + a_at.column], b);
-        multiply<T>(gradient[n], a, b[0], b[1]);
-        multiply<T>(gradient[n + 1], a, b[2], b[3]);
-      }
-    }
-  }
-
-  CUTE_DEVICE static void store(T* to, float a, float b) { *reinterpret_cast<uint32_t*>(to) = pack<T>(a, b); }
-
-  CUTE_DEVICE void write(T* row, int half, int columns, float factor, Gradient const& gradient) const {
-    CUTE_UNROLL
-    for (int n = 0; n < kColumns; ++n) {
-      int const at = 8 * n + 2 * quad;
-      if (at < columns) store(row + at, gradient[n][2 * half] * factor, gradient[n][2 * half + 1] * factor);
-    }
-  }
 };
 
 template <WideBackwardConfig C, class T>
@@ -155,7 +24,6 @@ struct WideBackward {
   using Products = WideProducts<C, T>;
   using Storage = WideBackwardStorage<C, T>;
   static constexpr int kSteps = C.head_dim / C.step_columns();
-  static_assert(C.tile_m == C.tile_n && C.tile_m == 8 * C.warps && C.head_dim % C.step_columns() == 0);
 
   BackwardParams const& p;
   Storage& shared;
@@ -164,7 +32,7 @@ struct WideBackward {
   int const warp_row = static_cast<int>(threadIdx.y) / 2 * 16, half = static_cast<int>(threadIdx.y) % 2;
   int turn = 0;  ///< which step's memory holds what is multiplied next
   typename Products::Scores weights, other;
-  typename Products::Gradient gradient[kSteps] = {};
+  typename Products::Sums gradient[kSteps] = {};
 
   /// The first row of Y of the tile of that number, and its head, counted from the block's first.
   CUTE_DEVICE int walked_head(int number) const { return number / tile.tiles; }
@@ -180,7 +48,7 @@ struct WideBackward {
 
   /// Asks for what a step multiplies.
   CUTE_DEVICE void load(int number, int step) const {
-    typename Storage::Step& to = shared.steps[turn];
+    WideStep<C, T>& to = shared.steps[turn];
     int const head = walked_head(number), begin = walked_begin(number);
     if (step >= tile.all_score_steps) {
       int const column = (step - tile.all_score_steps) * C.step_columns();
@@ -275,12 +143,12 @@ struct WideBackward {
     }
   }
 
-  CUTE_DEVICE void multiply(int number, int step, typename Storage::Step const& from) {
+  CUTE_DEVICE void multiply(int number, int step, WideStep<C, T> const& from) {
     if (step >= tile.all_score_steps) {
       CUTE_UNROLL
       for (int i = 0; i < kSteps; ++i) {
         if (i == step - tile.all_score_steps) {
-          products.add_gradient(shared, from.factor, warp_row, half * (C.step_columns() / 2), gradient[i]);
+          products.add_values(shared.weights, from.factor, warp_row, half * (C.step_columns() / 2), gradient[i]);
         }
       }
       return;
@@ -307,7 +175,7 @@ struct WideBackward {
     while (number < numbers) {
       cute::cp_async_wait<0>();
       __syncthreads();  // the step's operands have arrived, as have weights; everybody is done with those before
-      typename Storage::Step const& from = shared.steps[turn];
+      WideStep<C, T> const& from = shared.steps[turn];
       bool const ends = step + 1 == tile.steps;
       int const next = ends ? number + 1 : number, next_step = ends ? 0 : step + 1;
       turn ^= 1;

@@ -120,9 +120,9 @@ __device__ void norm_backward_ahead(RmsNormBackwardParams const& p, RmsNormBackw
 template <class T, int Width>
 __device__ void norm_backward_long(RmsNormBackwardParams const& p, RmsNormBackwardShared& shared) {
   Group const at(p.lanes_log2);
-  int const number = int(blockIdx.x) * at.groups + at.group;
-  bool const there = number < p.rows;
-  int const row = there ? number : 0, end = there ? p.dim : 0;
+  unsigned const number = blockIdx.x * at.groups + at.group;  // up to 2^31 and some: the last block's may not exist
+  bool const there = number < unsigned(p.rows);
+  int const row = there ? int(number) : 0, end = there ? p.dim : 0;
   int const first = at.lane * Width, step = at.lanes * Width;
   T const* const x = static_cast<T const*>(p.x) + offset_of(p, row, p.x_stride);
   int64_t const gradient = offset_of(p, row, p.dout_stride);

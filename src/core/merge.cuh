@@ -77,8 +77,16 @@ struct MergedLse {
   CUTE_HOST_DEVICE static float weight(float lse, float reference) {
     return lse == reference ? 1.f : expf(lse - reference);
   }
+  /// Of keys with weights under their `maximum`, which sum up to `sum`, and of a sink: one more key, whose value is 0.
+  CUTE_HOST_DEVICE static MergedLse with_sink(float maximum, float sum, float sink) {
+    float const top = fmaxf(sum == 0.f ? -INFINITY : maximum, sink);
+    float const keys = sum == 0.f ? 0.f : weight(maximum, top) * sum;
+    return {top, keys + (sink == -INFINITY ? 0.f : weight(sink, top))};
+  }
   CUTE_HOST_DEVICE bool empty() const { return sum == 0.f; }
   CUTE_HOST_DEVICE float lse() const { return empty() ? -INFINITY : lse_of_some(); }
+  /// What lse() has beside the reference.
+  CUTE_HOST_DEVICE float rest() const { return empty() ? 0.f : logf(sum); }
   /// Where some set has a key.
   CUTE_HOST_DEVICE float lse_of_some() const { return reference + logf(sum); }
 };

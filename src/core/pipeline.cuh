@@ -62,6 +62,11 @@ CUTE_DEVICE void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   } while (!done);
 }
 
+/// What this thread has read of shared memory so far comes before what the copy unit writes there once it is told to.
+/// An arrival at a barrier alone doesn't say so: it overtakes matrices that are still being read where other blocks
+/// keep the SM's shared memory busy. From sm_90 on.
+CUTE_DEVICE void fence_reads_before_copy_unit() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 /// A ring of `Stages` tiles in shared memory, filled by `producers` threads and emptied by `consumers` threads. Tile t
 /// of the walk lies in stage t % Stages. Every consumer waits for and releases every tile, needed or not: otherwise a
 /// warp could run ahead by a whole turn of the ring, and a parity can't tell two turns apart. Each thread releases what
@@ -70,7 +75,9 @@ CUTE_DEVICE void mbarrier_wait(uint32_t barrier, uint32_t parity) {
 ///
 /// Numbers of tiles are divided as `Number`. Without a sign that takes four instructions less, and every phase asks
 /// several times; yet where warps don't take turns, ptxas makes a slower loop of it.
-template <int Stages, class Number = uint32_t>
+///
+/// `By`: who writes tiles, at times at least.
+template <int Stages, Copy By = Copy::cp_async_16, class Number = uint32_t>
 struct TilePipeline {
   static constexpr int kBytes = 2 * Stages * int(sizeof(uint64_t));
 
@@ -98,7 +105,10 @@ struct TilePipeline {
   /// By one of those that fill only this tile of its stage.
   CUTE_DEVICE void producer_commit_once(int tile) const { mbarrier_arrive_and_drop(full(tile)); }
   CUTE_DEVICE void consumer_wait(int tile) const { mbarrier_wait(full(tile), Number(tile) / Stages & 1); }
-  CUTE_DEVICE void consumer_release(int tile) const { mbarrier_arrive(empty(tile)); }
+  CUTE_DEVICE void consumer_release(int tile) const {
+    if constexpr (By == Copy::tma) fence_reads_before_copy_unit();
+    mbarrier_arrive(empty(tile));
+  }
 
   /// Of a tile's full barrier, in bytes from `barriers` on.
   CUTE_HOST_DEVICE static int full_offset(int tile) { return 8 * stage(tile); }
@@ -110,7 +120,7 @@ struct TilePipeline {
 
 /// Of K or V in rows whose warps walk all keys.
 template <ForwardConfig C>
-using KvPipeline = TilePipeline<C.stages, std::conditional_t<C.ping_pong, uint32_t, int>>;
+using KvPipeline = TilePipeline<C.stages, C.copy, std::conditional_t<C.ping_pong, uint32_t, int>>;
 
 /// Warps w and w + Warps / 2 share a sub-core. They take turns in issuing mma, so that one computes its softmax while
 /// the tensor cores work for the other; left alone they fall into step and both wait.

@@ -74,7 +74,7 @@ void find_out(FeatureParams& p, ForwardConfig const& c) {
   bool const by_softmax = !c.scored() || !p.sinks;  // scored rows start with a sink as a score
   p.raw_scores = by_softmax && raw_scores(p);
   p.score_unit = p.raw_scores ? p.scale : by_softmax && is_only_capped(p) ? p.softcap : 1.f;
-  p.cap_scale = p.softcap == 0.f ? 0.f : std::clamp(kTwiceLog2e * p.scale / p.softcap, -FLT_MAX, FLT_MAX);
+  p.cap_scale = cap_scale(p);
   p.cap_on_trial = false;
   if (tries_caps(c) && is_only_capped(p)) set_cap_on_trial(p);
   p.keys_before = p.window_right == 0 && !p.prefix_lengths;
@@ -92,6 +92,25 @@ void find_out(FeatureParams& p, ForwardConfig const& c) {
 }
 
 }  // namespace
+
+float cap_scale(FeatureParams const& p) {
+  return p.softcap == 0.f ? 0.f : std::clamp(kTwiceLog2e * p.scale / p.softcap, -FLT_MAX, FLT_MAX);
+}
+
+void launch_combine(FeatureParams const& p, DType dtype, int arch, int device, cudaStream_t stream) {
+  if (p.splits == 1) return;
+  CombineParams combined = make_combine(p);
+  if (combined.empty()) return;
+  Row const& row = helper(Family::combine, dtype, arch);
+  // Columns of longer rows of O are combined one part after the other.
+  int const step = CombineParams::kMaxHeadDim, columns = p.head_dim_v;
+  for (int column = 0; column < columns; column += step) {
+    combined.head_dim_v = std::min(step, columns - column);
+    combined.partial_o = p.partial_o + column;
+    combined.o = static_cast<char*>(p.o) + int64_t(column) * bytes_of(dtype);
+    launch(row, combined, device, stream);
+  }
+}
 
 void check_features(Row const& row, AttentionParams const& p) {
   auto const& c = std::get<ForwardConfig>(row.config);
@@ -149,9 +168,7 @@ void launch_features(Row const& row, AttentionParams const& p, int device, cudaS
     return launch_kernel(row, grid, &prepared, device, stream);
   }
   launch_kernel(row, grid, &params, device, stream);
-  if (params.splits == 1) return;
-  CombineParams const combined = make_combine(params);
-  if (!combined.empty()) launch(helper(Family::combine, c.dtype, c.arch), combined, device, stream);
+  launch_combine(params, c.dtype, c.arch, device, stream);
 }
 
 }  // namespace cutlass_fmha

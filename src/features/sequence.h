@@ -44,6 +44,17 @@ FMHA_HOST_DEVICE inline Sequence sequence_at(FeatureParams const& p, int batch) 
   return s;
 }
 
+/// The same of a sequence that is as long as the launch was told at most, whatever the device's lengths say: where
+/// memory is laid out by that.
+FMHA_HOST_DEVICE inline Sequence bounded_sequence_at(FeatureParams const& p, int batch) {
+  Sequence s = sequence_at(p, batch);
+  s.rows_q = smaller(s.rows_q, p.seqlen_q);
+  s.queries = smaller(s.queries, p.seqlen_q);
+  s.keys = smaller(s.keys, p.seqlen_k);
+  s.offset = p.bottom_right ? s.keys - s.queries : 0;
+  return s;
+}
+
 /// One thread block's part: packed query rows [row_begin, row_begin + tile_m) of the heads from `head` on, and one part
 /// of the keys. Packed row r is head `head + r % pack` of query r / pack.
 struct FeatureTile {

@@ -37,7 +37,7 @@ struct FewQueryTmaKeys {
   using T = ForwardTypes<C>;
   using Element = typename T::Element;
   using Layout = FewQueryTmaLayout<C>;
-  using Pipe = TilePipeline<C.stages>;
+  using Pipe = TilePipeline<C.stages, Copy::tma>;
   using Product = WarpProduct<C>;
   using Scores = typename Product::Scores;
   using Output = typename Product::Output;

@@ -60,10 +60,10 @@ struct PartialRow {
 
   /// `row`: where it stands in a part.
   __device__ PartialRow(CombineParams const& p, int64_t row, int first)
-      : splits(p.splits), head_dim_v(p.head_dim_v), stride(p.lse_rows * p.head_dim_v) {
+      : splits(p.splits), head_dim_v(p.head_dim_v), stride(p.lse_rows * p.partial_dim) {
 #pragma unroll
     for (int n = 0; n < kParts; ++n) {
-      from[n] = settled(p.partial_o + row * head_dim_v + (first + n * CombineShared::kWarps) * stride + column(0));
+      from[n] = settled(p.partial_o + row * p.partial_dim + (first + n * CombineShared::kWarps) * stride + column(0));
     }
   }
 

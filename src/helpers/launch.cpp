@@ -1,5 +1,7 @@
 #include "launch.h"
 
+#include <algorithm>
+
 #include "vectors.h"
 
 namespace cutlass_fmha {
@@ -38,7 +40,7 @@ CombineParams make_combine(FeatureParams const& g) {
   p.batch = g.batch;
   p.seqlen_q = g.seqlen_q;
   p.num_heads = g.num_heads;
-  p.head_dim_v = g.head_dim_v;
+  p.head_dim_v = p.partial_dim = g.head_dim_v;
   p.splits = g.splits;
   if (g.cu_seqlens_q) {  // packed sequences: one of total_q tokens
     p.batch = 1;
@@ -50,6 +52,7 @@ CombineParams make_combine(FeatureParams const& g) {
 void launch(Row const& row, CombineParams const& params, int device, cudaStream_t stream) {
   CombineParams p = params;
   int64_t const rows = int64_t(p.batch) * p.seqlen_q * p.num_heads;
+  p.partial_dim = std::max(p.partial_dim, p.head_dim_v);
   p.o_stride = used(p.o_stride, p.batch, p.seqlen_q, p.num_heads);
   p.vectors = aligned(p.partial_o) && is_aligned(p.o, p.o_stride, p.head_dim_v, bytes_of(row.dtype()));
   p.by_seqlen_q = Divisor(p.seqlen_q);

@@ -23,7 +23,7 @@ struct LseStrides {
 struct CombineParams {
   static constexpr int kMaxSplits = 64, kMaxHeadDim = 256;
 
-  float const* partial_o;    ///< [splits, lse_rows, head_dim_v], contiguous
+  float const* partial_o;    ///< [splits, lse_rows, partial_dim], contiguous
   float const* partial_lse;  ///< [splits, lse_rows], contiguous, natural log
   float const* partial_low;  ///< [splits, lse_rows], to be added to it: what one float can't hold; may be null
   void* o;                   ///< [batch, seqlen_q, num_heads, head_dim_v]
@@ -33,6 +33,7 @@ struct CombineParams {
   int64_t lse_rows;
   Strides o_stride;
   int batch, seqlen_q, num_heads, head_dim_v, splits;
+  int partial_dim;  ///< of rows of partial_o: head_dim_v, or more where that says which of their columns are combined
 
   // Set by launch().
   bool vectors;

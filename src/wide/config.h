@@ -26,4 +26,15 @@ struct WideConfig : TileConfig {
   constexpr bool accumulates() const { return example() && head_dim > tile_n; }
 };
 
+/// A row for all that FeatureParams says of such tensors. Operands pass through shared memory in steps, so that it is
+/// the same for every head dim up to its own.
+struct WideScoredConfig : TileConfig {
+  constexpr Family family() const { return Family::wide_scored; }
+  static constexpr bool takes_features() { return true; }
+  static constexpr bool scored() { return true; }
+  constexpr int head_dim_v() const { return head_dim; }
+  constexpr int alignment() const { return 16; }
+  static constexpr int kv_warps = 1;
+};
+
 }  // namespace cutlass_fmha

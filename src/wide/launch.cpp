@@ -1,6 +1,7 @@
 #include <climits>
 #include <string>
 
+#include "../core/visibility.h"
 #include "../device_guard.h"
 #include "../features/sequence.h"
 #include "../launch.h"
@@ -75,6 +76,32 @@ void check_wide(Row const& row, AttentionParams const& p) {
   check_alignment(row, c, p);
   check_offsets(row, c, p);
   check_sums(row, c, p);
+}
+
+void check_wide_scored(Row const& row, AttentionParams const& p) {
+  auto const& c = std::get<WideScoredConfig>(row.config);
+  require(all_vectors(p, c.element_bytes()), [&] {
+    return std::string(row.name) + " needs addresses, strides and head dims that are multiples of 16 bytes";
+  });
+  require(p.head_dim <= c.head_dim && p.head_dim_v <= c.head_dim, [&] {
+    return std::string(row.name) + " takes head dims from 1 to " + std::to_string(c.head_dim) + ", got " +
+           std::to_string(p.head_dim) + " and " + std::to_string(p.head_dim_v);
+  });
+  require(!p.block_counts || (p.block_m % c.tile_m == 0 && p.block_n % c.tile_n == 0), [&] {
+    return std::string(row.name) + " takes blocks of a mask that are multiples of " + std::to_string(c.tile_m) + " x " +
+           std::to_string(c.tile_n) + ", got " + std::to_string(p.block_m) + " x " + std::to_string(p.block_n);
+  });
+}
+
+void launch_wide_scored(Row const& row, AttentionParams const& p, int device, cudaStream_t stream) {
+  auto const& c = std::get<WideScoredConfig>(row.config);
+  FeatureParams params = p;
+  params.cap_scale = cap_scale(params);
+  if (params.block_counts) set_blocks(params, c.tile_n);
+  dim3 const grid = grid_of(row, grid_size(params, c.tile_m));
+  set_schedule(params, tile_order(params, c.tile_m, c.warps, c.element_bytes(), gpu_of(device)), c.tile_m);
+  launch_kernel(row, grid, &params, device, stream);
+  launch_combine(params, c.dtype, c.arch, device, stream);
 }
 
 void launch_wide(Row const& row, AttentionParams const& p, int device, cudaStream_t stream) {

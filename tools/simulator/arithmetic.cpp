@@ -1,6 +1,6 @@
 // Numbers: integers of 16, 32 and 64 bits, floats, and the approximate functions.
+#include <algorithm>
 #include <cmath>
-#include <limits>
 #include <type_traits>
 
 #include "floats.h"
@@ -10,55 +10,35 @@ namespace simulator {
 namespace {
 
 template <class T>
-using Wide =
-    std::conditional_t<sizeof(T) == 2, std::conditional_t<std::is_signed_v<T>, int32_t, uint32_t>,
-                       std::conditional_t<sizeof(T) == 4, std::conditional_t<std::is_signed_v<T>, int64_t, uint64_t>,
-                                          std::conditional_t<std::is_signed_v<T>, __int128, unsigned __int128>>>;
+using Wide = std::conditional_t<std::is_signed_v<T>, std::conditional_t<sizeof(T) == 2, int32_t, int64_t>,
+                                std::conditional_t<sizeof(T) == 2, uint32_t, uint64_t>>;
 
 template <class T>
-constexpr T high(T a, T b) {
-  return static_cast<T>(static_cast<Wide<T>>(a) * static_cast<Wide<T>>(b) >> (8 * sizeof(T)));
-}
-
-/// PTX leaves open what a division by zero gives.
-template <class T>
-constexpr T quotient(T a, T b) {
-  if (b == 0) return static_cast<T>(-1);
-  if constexpr (std::is_signed_v<T>) {
-    if (b == -1) return static_cast<T>(0 - a);  // also of the smallest number
-  }
-  return static_cast<T>(a / b);
-}
-
-template <class T>
-constexpr T remainder(T a, T b) {
-  if (b == 0) return a;
-  if constexpr (std::is_signed_v<T>) {
-    if (b == -1) return 0;
-  }
-  return static_cast<T>(a % b);
-}
-
-template <class T>
-void add_integers(Opcodes& ops, std::string const& type) {
-  add_elementwise<[](T a, T b) { return static_cast<T>(a + b); }>(ops, {"add." + type});
-  add_elementwise<[](T a, T b) { return static_cast<T>(a - b); }>(ops, {"sub." + type});
-  add_elementwise<[](T a, T b) { return static_cast<T>(static_cast<Wide<T>>(a) * b); }>(ops, {"mul.lo." + type});
-  add_elementwise<[](T a, T b) { return high(a, b); }>(ops, {"mul.hi." + type});
-  add_elementwise<[](T a, T b, T c) { return static_cast<T>(static_cast<Wide<T>>(a) * b + c); }>(ops,
-                                                                                                 {"mad.lo." + type});
-  add_elementwise<[](T a, T b) { return quotient(a, b); }>(ops, {"div." + type});
-  add_elementwise<[](T a, T b) { return remainder(a, b); }>(ops, {"rem." + type});
-  add_elementwise<[](T a, T b) { return a < b ? a : b; }>(ops, {"min." + type});
-  add_elementwise<[](T a, T b) { return a < b ? b : a; }>(ops, {"max." + type});
+void add_integers(Opcodes& ops) {
+  std::string const type = "." + type_name<T>();
+  add_elementwise<[](T a, T b) { return static_cast<T>(a + b); }>(ops, {"add" + type});
+  add_elementwise<[](T a, T b) { return static_cast<T>(a - b); }>(ops, {"sub" + type});
+  add_elementwise<[](T a, T b) { return static_cast<T>(a * b); }>(ops, {"mul.lo" + type});
+  add_elementwise<[](T a, T b) { return static_cast<T>(__int128(a) * b >> 8 * sizeof(T)); }>(ops, {"mul.hi" + type});
+  add_elementwise<[](T a, T b, T c) { return static_cast<T>(a * b + c); }>(ops, {"mad.lo" + type});
+  // PTX leaves open what a division by zero gives. The smallest number by -1 is one too many for T.
+  add_elementwise<[](T a, T b) { return static_cast<T>(b == 0 ? -1 : __int128(a) / b); }>(ops, {"div" + type});
+  add_elementwise<[](T a, T b) { return static_cast<T>(b == 0 ? a : __int128(a) % b); }>(ops, {"rem" + type});
+  add_elementwise<[](T a, T b) { return std::min(a, b); }>(ops, {"min" + type});
+  add_elementwise<[](T a, T b) { return std::max(a, b); }>(ops, {"max" + type});
   if constexpr (sizeof(T) < 8) {
-    add_elementwise<[](T a, T b) { return static_cast<Wide<T>>(a) * b; }>(ops, {"mul.wide." + type});
-    add_elementwise<[](T a, T b, Wide<T> c) { return static_cast<Wide<T>>(static_cast<Wide<T>>(a) * b + c); }>(
-        ops, {"mad.wide." + type});
+    using W = Wide<T>;
+    add_elementwise<[](T a, T b) { return static_cast<W>(W(a) * b); }>(ops, {"mul.wide" + type});
+    add_elementwise<[](T a, T b, W c) { return static_cast<W>(W(a) * b + c); }>(ops, {"mad.wide" + type});
   }
   if constexpr (std::is_signed_v<T>) {
-    add_elementwise<[](T a) { return static_cast<T>(0 - a); }>(ops, {"neg." + type});
+    add_elementwise<[](T a) { return static_cast<T>(0 - a); }>(ops, {"neg" + type});
   }
+}
+
+template <class... T>
+void add_integers_of(Opcodes& ops) {
+  (add_integers<T>(ops), ...);
 }
 
 /// An operand and a result; with `ftz` subnormal numbers become zero.
@@ -110,12 +90,7 @@ float fma_down(float a, float b, float c) {
 }  // namespace
 
 void add_arithmetic(Opcodes& ops) {
-  add_integers<int16_t>(ops, "s16");
-  add_integers<uint16_t>(ops, "u16");
-  add_integers<int32_t>(ops, "s32");
-  add_integers<uint32_t>(ops, "u32");
-  add_integers<int64_t>(ops, "s64");
-  add_integers<uint64_t>(ops, "u64");
+  add_integers_of<int16_t, uint16_t, int32_t, uint32_t, int64_t, uint64_t>(ops);
   add_floats<false>(ops);
   add_floats<true>(ops);
   add_elementwise<[](float a, float b) { return std::copysign(b, a); }>(ops, {"copysign.f32"});

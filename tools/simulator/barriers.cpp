@@ -9,28 +9,25 @@ namespace {
 
 /// What the 64 bits of an mbarrier hold. PTX leaves that open; its ranges are those of the fields.
 struct Mbarrier {
-  uint32_t parity;    ///< of the phase that is not over
-  uint32_t expected;  ///< arrivals that a phase needs
-  uint32_t pending;   ///< arrivals that are missing
-  int32_t bytes;      ///< that copies still have to bring
+  uint64_t expected : 20;  ///< arrivals that a phase needs
+  uint64_t pending : 20;   ///< arrivals that are missing
+  int64_t bytes : 21;      ///< that copies still have to bring
+  uint64_t parity : 1;     ///< of the phase that is not over
+  uint64_t mark : 2;       ///< kMark in an initialised mbarrier; not in the NaN of fresh shared memory
 };
 
-constexpr uint64_t kField = (uint64_t(1) << 20) - 1;
-constexpr int32_t kMostBytes = (1 << 20) - 1;
-constexpr uint64_t kMark = uint64_t(2) << 62;  // in an initialised mbarrier; not in the NaN of fresh shared memory
+constexpr int64_t kMost = (1 << 20) - 1;  // arrivals, and bytes
+constexpr uint64_t kMark = 2;
 
 Mbarrier read(Warp const& warp, uint32_t address) {
-  uint64_t word;
-  std::memcpy(&word, warp.block.shared(warp, address, 8), 8);
-  if ((word & uint64_t(3) << 62) != kMark) warp.fail("no mbarrier at shared address " + std::to_string(address));
-  return {static_cast<uint32_t>(word >> 61 & 1), static_cast<uint32_t>(word & kField),
-          static_cast<uint32_t>(word >> 20 & kField), static_cast<int32_t>(word >> 40 & ((1 << 21) - 1)) - (1 << 20)};
+  Mbarrier m;
+  std::memcpy(&m, warp.block.shared(warp, address, sizeof(m)), sizeof(m));
+  if (m.mark != kMark) warp.fail("no mbarrier at shared address " + std::to_string(address));
+  return m;
 }
 
 void write(Warp const& warp, uint32_t address, Mbarrier const& m) {
-  uint64_t const word =
-      kMark | uint64_t(m.parity) << 61 | uint64_t(m.bytes + (1 << 20)) << 40 | uint64_t(m.pending) << 20 | m.expected;
-  std::memcpy(warp.block.shared(warp, address, 8), &word, 8);
+  std::memcpy(warp.block.shared(warp, address, sizeof(m)), &m, sizeof(m));
 }
 
 }  // namespace
@@ -57,13 +54,13 @@ void Block::arrive_at_mbarrier(Warp const& warp, uint32_t address, int64_t arriv
                                int64_t dropped) {
   vain_turns_ = 0;
   Mbarrier m = read(warp, address);
-  if (arrivals > m.pending) {
+  if (arrivals > int64_t(m.pending)) {
     warp.fail("more arrivals than the phase of the mbarrier at " + std::to_string(address) + " expects");
   }
-  if (std::abs(m.bytes + expected_bytes) > kMostBytes) warp.fail("too many bytes for an mbarrier");
-  m.bytes += static_cast<int32_t>(expected_bytes);
-  m.pending -= static_cast<uint32_t>(arrivals);
-  m.expected -= static_cast<uint32_t>(dropped);
+  if (std::abs(m.bytes + expected_bytes) > kMost) warp.fail("too many bytes for an mbarrier");
+  m.bytes += expected_bytes;
+  m.pending -= arrivals;
+  m.expected -= dropped;
   if (m.pending == 0 && m.bytes == 0) {
     m.parity ^= 1;
     m.pending = m.expected;
@@ -90,8 +87,8 @@ void bar_warp_sync(Warp& w, Instruction const& i) { w.sync_lanes(w.at<uint32_t>(
 void mbarrier_init(Warp& w, Instruction const& i) {
   for_lanes(w.active, [&](int lane) {
     uint32_t const count = w.at<uint32_t>(i.operand[0])[lane];
-    if (count == 0 || count > kField) w.fail("an mbarrier of " + std::to_string(count) + " arrivals");
-    write(w, shared_address_of(w, i.address[0], lane), {0, count, count, 0});
+    if (count == 0 || count > kMost) w.fail("an mbarrier of " + std::to_string(count) + " arrivals");
+    write(w, shared_address_of(w, i.address[0], lane), {count, count, 0, 0, kMark});
   });
 }
 

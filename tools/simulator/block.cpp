@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
-#include <new>
 
 namespace simulator {
 namespace {
@@ -17,13 +16,8 @@ constexpr int kMostVainTurns = 100000;
 
 }  // namespace
 
-void Block::Deleter::operator()(std::byte* memory) const {
-  ::operator delete[](memory, std::align_val_t(kSharedWindow));
-}
-
 Block::Block(Launch const& launch)
-    : launch(launch),
-      shared_(static_cast<std::byte*>(::operator new[](kSharedWindow, std::align_val_t(kSharedWindow)))) {
+    : launch(launch), shared_(static_cast<std::byte*>(std::aligned_alloc(kSharedWindow, kSharedWindow)), std::free) {
   uint64_t const end = uint64_t(launch.kernel.dynamic_shared) + launch.dynamic_shared;
   if (end > kSharedWindow) throw Error(launch.kernel.name + ": more shared memory than the simulator has");
   shared_end_ = static_cast<uint32_t>(end);

@@ -80,10 +80,7 @@ class Block {
   void make(BulkCopy const& copy);
   void check_end();
 
-  struct Deleter {
-    void operator()(std::byte* memory) const;
-  };
-  std::unique_ptr<std::byte[], Deleter> shared_;  ///< a shared address is an offset in it
+  std::unique_ptr<std::byte[], void (*)(void*)> shared_;  ///< a shared address is an offset in it
   uint32_t shared_end_ = 0;
   std::vector<Warp> warps_;
   std::array<Barrier, 16> barriers_{};

@@ -6,102 +6,57 @@
 #include "kernel.h"
 
 namespace simulator {
-namespace {
 
-bool is_branch(Statement const& s) { return s.target >= 0; }
-bool is_exit(Statement const& s) { return s.opcode == "ret" || s.opcode == "exit"; }
-
-/// Basic blocks, by number, in the order of the text. One more at the end stands for the end of the kernel.
-struct Graph {
-  std::vector<int> begin;  ///< first statement of each block
-  std::vector<std::vector<int>> successors, predecessors;
-
-  explicit Graph(std::vector<Statement> const& statements);
-  int end() const { return static_cast<int>(begin.size()) - 1; }
-};
-
-Graph::Graph(std::vector<Statement> const& statements) {
-  int const count = static_cast<int>(statements.size());
-  std::vector<bool> leads(statements.size() + 1, false);
-  leads.front() = leads.back() = true;
-  for (size_t i = 0; i < statements.size(); ++i) {
-    if (is_branch(statements[i])) leads[static_cast<size_t>(statements[i].target)] = true;
-    if (is_branch(statements[i]) || is_exit(statements[i])) leads[i + 1] = true;
+/// By Cooper, Harvey and Kennedy: "A simple, fast dominance algorithm", of the statements, and one more that is the
+/// end.
+std::vector<uint32_t> find_joins(std::vector<Statement> const& statements) {
+  auto const end = static_cast<uint32_t>(statements.size());
+  std::vector<std::vector<uint32_t>> successors(end + 1), predecessors(end + 1);
+  for (uint32_t i = 0; i < end; ++i) {
+    Statement const& s = statements[i];
+    bool const exits = s.opcode == "ret" || s.opcode == "exit", branches = s.target >= 0;
+    if (branches) successors[i].push_back(static_cast<uint32_t>(s.target));
+    if (exits) successors[i].push_back(end);
+    if (!(branches || exits) || s.guard >= 0) successors[i].push_back(i + 1);
+    for (uint32_t to : successors[i]) predecessors[to].push_back(i);
   }
-  std::vector<int> block_of(statements.size() + 1);
-  for (int i = 0; i <= count; ++i) {
-    if (leads[static_cast<size_t>(i)]) begin.push_back(i);
-    block_of[static_cast<size_t>(i)] = end();
-  }
-  successors.resize(begin.size()), predecessors.resize(begin.size());
-  auto const connect = [&](int from, int to) {
-    successors[static_cast<size_t>(from)].push_back(to);
-    predecessors[static_cast<size_t>(to)].push_back(from);
-  };
-  for (int block = 0; block < end(); ++block) {
-    Statement const& last = statements[static_cast<size_t>(begin[static_cast<size_t>(block) + 1]) - 1];
-    if (is_branch(last)) connect(block, block_of[static_cast<size_t>(last.target)]);
-    if (is_exit(last)) connect(block, end());
-    if (!(is_branch(last) || is_exit(last)) || last.guard >= 0) connect(block, block + 1);
-  }
-}
-
-/// Blocks from which the end can be reached, each after a path to it: postorder of the reversed graph.
-std::vector<int> postorder(Graph const& graph) {
-  std::vector<int> order, path{graph.end()};
-  std::vector<size_t> tried(graph.begin.size(), 0);
-  std::vector<bool> seen(graph.begin.size(), false);
-  seen[static_cast<size_t>(graph.end())] = true;
+  // Those from which the end can be reached, each after a path to it: postorder of the reversed graph.
+  std::vector<uint32_t> order, path{end}, position(end + 1, 0);
+  std::vector<bool> seen(end + 1, false);
+  seen[end] = true;
   while (!path.empty()) {
-    auto const block = static_cast<size_t>(path.back());
-    if (tried[block] == graph.predecessors[block].size()) {
-      order.push_back(path.back());
+    uint32_t const here = path.back();
+    if (std::vector<uint32_t>& before = predecessors[here]; !before.empty()) {
+      uint32_t const next = before.back();
+      before.pop_back();
+      if (!seen[next]) path.push_back(next);
+      seen[next] = true;
+    } else {
+      position[here] = static_cast<uint32_t>(order.size());
+      order.push_back(here);
       path.pop_back();
-    } else if (int const next = graph.predecessors[block][tried[block]++]; !seen[static_cast<size_t>(next)]) {
-      seen[static_cast<size_t>(next)] = true;
-      path.push_back(next);
     }
   }
-  return order;
-}
-
-/// The immediate post-dominator of each block, -1 where the end can't be reached. Cooper, Harvey and Kennedy: "A
-/// simple, fast dominance algorithm".
-std::vector<int> post_dominators(Graph const& graph) {
-  std::vector<int> const order = postorder(graph);
-  std::vector<int> position(graph.begin.size(), -1), result(graph.begin.size(), -1);
-  for (size_t i = 0; i < order.size(); ++i) position[static_cast<size_t>(order[i])] = static_cast<int>(i);
-  auto const at = [&](int block) { return position[static_cast<size_t>(block)]; };
-  result[static_cast<size_t>(graph.end())] = graph.end();
+  std::vector<uint32_t> joins(end + 1, kNowhere);
+  joins[end] = end;
   for (bool changed = true; changed;) {
     changed = false;
-    for (auto block = order.rbegin() + 1; block != order.rend(); ++block) {
-      int found = -1;
-      for (int other : graph.successors[static_cast<size_t>(*block)]) {
-        if (result[static_cast<size_t>(other)] < 0) continue;
-        if (found < 0) found = other;
+    for (auto here = order.rbegin() + 1; here != order.rend(); ++here) {
+      uint32_t found = kNowhere;
+      for (uint32_t other : successors[*here]) {
+        if (joins[other] == kNowhere) continue;
+        if (found == kNowhere) found = other;
         while (found != other) {
-          int& lower = at(found) < at(other) ? found : other;
-          lower = result[static_cast<size_t>(lower)];
+          uint32_t& lower = position[found] < position[other] ? found : other;
+          lower = joins[lower];
         }
       }
-      changed |= std::exchange(result[static_cast<size_t>(*block)], found) != found;
+      changed |= std::exchange(joins[*here], found) != found;
     }
   }
-  return result;
-}
-
-}  // namespace
-
-std::vector<uint32_t> find_joins(std::vector<Statement> const& statements) {
-  Graph const graph(statements);
-  std::vector<int> const dominators = post_dominators(graph);
-  std::vector<uint32_t> joins(statements.size(), kNowhere);
-  for (int block = 0; block < graph.end(); ++block) {
-    auto const last = static_cast<size_t>(graph.begin[static_cast<size_t>(block) + 1]) - 1;
-    if (!is_branch(statements[last])) continue;
-    int const meets = dominators[static_cast<size_t>(block)];
-    joins[last] = static_cast<uint32_t>(graph.begin[static_cast<size_t>(meets < 0 ? graph.end() : meets)]);
+  joins.pop_back();
+  for (uint32_t i = 0; i < end; ++i) {
+    joins[i] = statements[i].target < 0 ? kNowhere : std::min(joins[i], end);
   }
   return joins;
 }

@@ -10,65 +10,24 @@ namespace {
 
 // ---- between integers ----------------------------------------------------------------------------------------------
 
-struct IntegerType {
-  char const* name;
-  Lanes<int64_t> (*read)(Warp& w, uint32_t place, int bits);
-  void (*write)(Warp& w, uint32_t place, int bits, Lanes<int64_t> const& value);
-  int bits;
-};
-
-template <class T, class Register>
-Lanes<int64_t> read_register(Warp& w, uint32_t place) {
-  Lanes<int64_t> result;
-  for (int lane = 0; lane < kLanes; ++lane) {
-    result[lane] = static_cast<int64_t>(static_cast<T>(w.at<Register>(place)[lane]));
-  }
-  return result;
-}
-
-template <class T, class Register>
-void write_register(Warp& w, uint32_t place, Lanes<int64_t> const& value) {
-  Lanes<Register> result;
-  for (int lane = 0; lane < kLanes; ++lane) result[lane] = static_cast<Register>(static_cast<T>(value[lane]));
-  w.write(place, result);
-}
-
-template <class T>
-constexpr IntegerType integer_type(char const* name) {
-  return {name,
-          [](Warp& w, uint32_t place, int bits) {
-            return bits == 16   ? read_register<T, uint16_t>(w, place)
-                   : bits == 32 ? read_register<T, uint32_t>(w, place)
-                                : read_register<T, uint64_t>(w, place);
-          },
-          [](Warp& w, uint32_t place, int bits, Lanes<int64_t> const& value) {
-            if (bits == 16) write_register<T, uint16_t>(w, place, value);
-            if (bits == 32) write_register<T, uint32_t>(w, place, value);
-            if (bits == 64) write_register<T, uint64_t>(w, place, value);
-          },
-          8 * sizeof(T)};
-}
-
-constexpr IntegerType kIntegerTypes[] = {
-    integer_type<int8_t>("s8"),    integer_type<uint8_t>("u8"),   integer_type<int16_t>("s16"),
-    integer_type<uint16_t>("u16"), integer_type<int32_t>("s32"),  integer_type<uint32_t>("u32"),
-    integer_type<int64_t>("s64"),  integer_type<uint64_t>("u64"),
-};
-constexpr uint32_t kTypes = std::size(kIntegerTypes);
-
+template <class To, class From>
 void convert_integer(Warp& w, Instruction const& i) {
-  Lanes<int64_t> const value = kIntegerTypes[i.number % kTypes].read(w, i.operand[1], i.bits[1]);
-  kIntegerTypes[i.number / kTypes].write(w, i.operand[0], i.bits[0], value);
+  for_lanes(w.active, [&](int lane) {
+    auto const value = static_cast<From>(w.get(i.operand[1], i.bits[1], lane));
+    w.put(i.operand[0], i.bits[0], lane, static_cast<To>(value));
+  });
 }
 
+template <class To, class... From>
+void add_conversions_to(Opcodes& ops) {
+  (ops.add({"cvt." + type_name<To>() + "." + type_name<From>()}, convert_integer<To, From>,
+           {out<To>().of_any_width(), in<From>().of_any_width()}),
+   ...);
+}
+
+template <class... T>
 void add_integer_conversions(Opcodes& ops) {
-  for (uint32_t to = 0; to < kTypes; ++to) {
-    for (uint32_t from = 0; from < kTypes; ++from) {
-      Slot result{.kind = Slot::Kind::out, .bits = kIntegerTypes[to].bits}, value{.bits = kIntegerTypes[from].bits};
-      ops.add({std::string("cvt.") + kIntegerTypes[to].name + "." + kIntegerTypes[from].name}, convert_integer,
-              {result.of_any_width(), value.of_any_width()}, to * kTypes + from);
-    }
-  }
+  (add_conversions_to<T, T...>(ops), ...);
 }
 
 // ---- floats ---------------------------------------------------------------------------------------------------------
@@ -87,7 +46,10 @@ int32_t to_int32(float x) {
   return static_cast<int32_t>(std::clamp(double(x), -2147483648.0, 2147483647.0));
 }
 
-void add_float_conversions(Opcodes& ops) {
+}  // namespace
+
+void add_conversions(Opcodes& ops) {
+  add_integer_conversions<int8_t, uint8_t, int16_t, uint16_t, int32_t, uint32_t, int64_t, uint64_t>(ops);
   add_elementwise<[](float x) { return to_tfloat32(x); }>(ops, {"cvt.rna.tf32.f32"});
   add_elementwise<[](float x) { return to_float16(x); }>(ops, {"cvt.rn.f16.f32"});
   add_elementwise<[](float x) { return to_bfloat16(x); }>(ops, {"cvt.rn.bf16.f32"});
@@ -107,13 +69,6 @@ void add_float_conversions(Opcodes& ops) {
   add_elementwise<[](float x) { return std::nearbyint(x); }>(ops, {"cvt.rni.f32.f32"});
   add_elementwise<[](float x) { return to_int32(x); }>(ops, {"cvt.rzi.s32.f32", "cvt.rzi.ftz.s32.f32"});
   add_elementwise<[](float x) { return 0.f < x ? std::fmin(x, 1.f) : 0.f; }>(ops, {"cvt.sat.f32.f32"});
-}
-
-}  // namespace
-
-void add_conversions(Opcodes& ops) {
-  add_integer_conversions(ops);
-  add_float_conversions(ops);
 }
 
 }  // namespace simulator

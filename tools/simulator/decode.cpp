@@ -1,6 +1,8 @@
 // From statements to instructions: registers get their places, constants and special registers places of their own.
 #include <algorithm>
 #include <map>
+#include <set>
+#include <sstream>
 
 #include "block.h"
 #include "opcodes.h"
@@ -12,42 +14,39 @@ constexpr uint32_t kPlace = 64;  // bytes: what alignment Lanes have
 
 /// Cache hints and memory orders of loads and stores, which change nothing where memory is always up to date.
 bool is_hint(std::string const& part) {
-  static char const* const hints[] = {"nc",  "volatile", "weak", "relaxed", "acquire", "release",
-                                      "cta", "cluster",  "gpu",  "sys",     "ca",      "cg",
-                                      "cs",  "cv",       "wb",   "wt",      "lu"};
-  return part.rfind("L1::", 0) == 0 || part.rfind("L2::", 0) == 0 ||
-         std::find(std::begin(hints), std::end(hints), part) != std::end(hints);
+  static std::set<std::string> const hints{"nc",  "volatile", "weak", "relaxed", "acquire", "release",
+                                           "cta", "cluster",  "gpu",  "sys",     "ca",      "cg",
+                                           "cs",  "cv",       "wb",   "wt",      "lu"};
+  return part.starts_with("L1::") || part.starts_with("L2::") || hints.contains(part);
 }
 
 /// The name to look up: of loads and stores, without hints; of moves, with how many parts there are on which side.
 std::string lookup_name(Statement const& statement) {
   std::string const& opcode = statement.opcode;
-  if (opcode.rfind("mov.b", 0) == 0 && statement.operands.size() == 2) {
-    for (auto const& [operand, direction] :
-         {std::pair(&statement.operands[0], ".unpack"), std::pair(&statement.operands[1], ".pack")}) {
-      if (operand->kind == Operand::Kind::group) return opcode + direction + std::to_string(operand->parts.size());
+  if (opcode.starts_with("mov.b") && statement.operands.size() == 2) {
+    for (int side : {0, 1}) {
+      Operand const& operand = statement.operands[side];
+      if (operand.kind != Operand::Kind::group) continue;
+      return opcode + (side == 0 ? ".unpack" : ".pack") + std::to_string(operand.parts.size());
     }
   }
-  if (opcode.rfind("ld.", 0) != 0 && opcode.rfind("st.", 0) != 0) return opcode;
-  std::string name = opcode.substr(0, 2);
-  for (size_t begin = 3; begin <= opcode.size();) {
-    size_t const end = std::min(opcode.find('.', begin), opcode.size());
-    std::string const part = opcode.substr(begin, end - begin);
+  if (!opcode.starts_with("ld.") && !opcode.starts_with("st.")) return opcode;
+  std::string name = opcode.substr(0, 2), part;
+  for (std::istringstream parts(opcode.substr(3)); std::getline(parts, part, '.');) {
     if (!is_hint(part)) name += "." + part;
-    begin = end + 1;
   }
   return name;
 }
 
 class Decoder {
  public:
-  Decoder(Module const& module, Entry const& entry, Globals const& globals) : entry_(entry), globals_(globals) {
+  Decoder(Module const& module, Entry const& entry, Globals const& globals) : entry_(entry) {
     kernel_.name = entry.name;
+    name_special_registers();
+    for (auto const& [name, address] : globals) values_[name] = [address](Warp const&, int) { return address; };
     place_registers();
     place_parameters();
-    place_shared(module.variables);
-    place_shared(entry.variables);
-    place_dynamic(module.variables);
+    place_shared(module);
     place_local();
   }
 
@@ -78,114 +77,87 @@ class Decoder {
   }
 
   void place_registers() {
-    for (Register const& reg : entry_.registers) {
-      places_.push_back(reg.bits == 1 ? kernel_.predicates++ : new_place(reg.bits));
-    }
+    for (int bits : entry_.register_bits) places_.push_back(bits == 1 ? kernel_.predicates++ : new_place(bits));
+  }
+
+  static uint32_t aligned(uint64_t offset, Variable const& variable) {
+    return static_cast<uint32_t>((offset + variable.alignment - 1) / variable.alignment * variable.alignment);
   }
 
   void place_parameters() {
-    uint64_t end = 0;
     for (Variable const& parameter : entry_.parameters) {
-      end = (end + parameter.alignment - 1) / parameter.alignment * parameter.alignment;
-      uint64_t const offset = end;
-      kernel_.parameter_offsets.push_back(static_cast<uint32_t>(offset));
+      uint32_t const offset = aligned(kernel_.parameter_bytes, parameter);
+      kernel_.parameter_offsets.push_back(offset);
       kernel_.parameter_sizes.push_back(static_cast<uint32_t>(parameter.bytes));
-      end += parameter.bytes;
-      addresses_[parameter.name] = [offset](Warp const& warp, int) {
+      kernel_.parameter_bytes = static_cast<uint32_t>(offset + parameter.bytes);
+      values_[parameter.name] = [offset](Warp const& warp, int) {
         return reinterpret_cast<uint64_t>(warp.block.launch.parameters) + offset;
       };
     }
-    kernel_.parameter_bytes = static_cast<uint32_t>(end);
   }
 
-  void place_shared(std::vector<Variable> const& variables) {
-    kernel_.dynamic_shared = std::max(kernel_.dynamic_shared, kSharedBase);
-    for (Variable const& variable : variables) {
-      if (variable.space == "shared" && variable.bytes > 0) place_shared(variable, variable.bytes);
-    }
-  }
-
-  void place_shared(Variable const& variable, uint64_t bytes) {
-    uint64_t const offset = (kernel_.dynamic_shared + variable.alignment - 1) / variable.alignment * variable.alignment;
-    constants_by_name_[variable.name] = offset;
-    kernel_.dynamic_shared = static_cast<uint32_t>(offset + bytes);
-  }
-
-  /// Variables without a size are all the same: dynamic shared memory.
-  void place_dynamic(std::vector<Variable> const& variables) {
-    for (Variable const& variable : variables) {
-      if (variable.space == "shared" && variable.bytes == 0) place_shared(variable, 0);
-    }
-    for (Variable const& variable : variables) {
-      if (variable.space == "shared" && variable.bytes == 0) constants_by_name_[variable.name] = kernel_.dynamic_shared;
+  /// Variables without a size are all the same: dynamic shared memory, behind the others. Their pass is repeated, since
+  /// the last of them may have moved its beginning.
+  void place_shared(Module const& module) {
+    kernel_.dynamic_shared = kSharedBase;
+    for (bool dynamic : {false, true, true}) {
+      for (auto const* variables : {&module.variables, &entry_.variables}) {
+        for (Variable const& variable : *variables) {
+          if (variable.space != "shared" || dynamic != (variable.bytes == 0)) continue;
+          uint32_t const offset = aligned(kernel_.dynamic_shared, variable);
+          kernel_.dynamic_shared = static_cast<uint32_t>(offset + variable.bytes);
+          values_[variable.name] = [offset](Warp const&, int) { return offset; };
+        }
+      }
     }
   }
 
   void place_local() {
     for (Variable const& variable : entry_.variables) {
       if (variable.space != "local") continue;
-      uint64_t const offset = (kernel_.local_bytes + variable.alignment - 1) / variable.alignment * variable.alignment;
-      addresses_[variable.name] = [offset](Warp const& warp, int lane) { return warp.local_memory(lane) + offset; };
+      uint32_t const offset = aligned(kernel_.local_bytes, variable);
+      values_[variable.name] = [offset](Warp const& warp, int lane) { return warp.local_memory(lane) + offset; };
       kernel_.local_bytes = static_cast<uint32_t>(offset + variable.bytes);
     }
   }
 
-  /// The place of a value that is the same in all warps.
-  uint32_t constant(int bits, uint64_t value) {
-    auto const [found, is_new] = constants_.try_emplace({bits, value});
-    if (is_new) {
-      found->second = new_place(bits);
-      kernel_.constants.push_back({found->second, bits, value});
-    }
-    return found->second;
-  }
-
   using Value = std::function<uint64_t(Warp const&, int)>;
 
-  uint32_t special(std::string const& name, int bits, Value const& value) {
-    auto const [found, is_new] = specials_.try_emplace({bits, name});
+  /// The place of a value that a name stands for.
+  uint32_t given(std::string const& name, int bits, Value const& value) {
+    auto const [found, is_new] = given_.try_emplace({bits, name});
     if (is_new) {
       found->second = new_place(bits);
-      kernel_.specials.push_back({found->second, bits, value});
+      kernel_.given.push_back({found->second, bits, value});
     }
     return found->second;
   }
 
-  static Value special_register(std::string const& name) {
-    static std::map<std::string, Value> const all = [] {
-      std::map<std::string, Value> values;
-      static char const* const axes[] = {"x", "y", "z"};
-      static uint32_t Size3::* const members[] = {&Size3::x, &Size3::y, &Size3::z};
-      for (int axis = 0; axis < 3; ++axis) {
-        std::string const tail = std::string(".") + axes[axis];
-        auto const member = members[axis];
-        values["%tid" + tail] = [axis](Warp const& warp, int lane) {
-          Size3 const& size = warp.block.launch.block;
-          uint64_t const thread = static_cast<uint64_t>(warp.number * kLanes + lane);
-          return axis == 0 ? thread % size.x : axis == 1 ? thread / size.x % size.y : thread / size.x / size.y;
-        };
-        values["%ntid" + tail] = [member](Warp const& warp, int) { return warp.block.launch.block.*member; };
-        values["%ctaid" + tail] = [member](Warp const& warp, int) { return warp.block.index.*member; };
-        values["%nctaid" + tail] = [member](Warp const& warp, int) { return warp.block.launch.grid.*member; };
-      }
-      values["%laneid"] = [](Warp const&, int lane) { return static_cast<uint64_t>(lane); };
-      return values;
-    }();
-    auto const found = all.find(name);
-    return found == all.end() ? Value() : found->second;
+  uint32_t constant(int bits, uint64_t value) {
+    return given(std::to_string(value), bits, [value](Warp const&, int) { return value; });
+  }
+
+  void name_special_registers() {
+    using Axis = uint32_t Size3::*;
+    for (auto const& [axis, member] : {std::pair<char, Axis>{'x', &Size3::x}, {'y', &Size3::y}, {'z', &Size3::z}}) {
+      std::string const tail{'.', axis};
+      values_["%tid" + tail] = [axis](Warp const& warp, int lane) {
+        Size3 const& size = warp.block.launch.block;
+        auto const thread = static_cast<uint32_t>(warp.number * kLanes + lane);
+        return axis == 'x' ? thread % size.x : axis == 'y' ? thread / size.x % size.y : thread / size.x / size.y;
+      };
+      values_["%ntid" + tail] = [member](Warp const& warp, int) { return warp.block.launch.block.*member; };
+      values_["%ctaid" + tail] = [member](Warp const& warp, int) { return warp.block.index.*member; };
+      values_["%nctaid" + tail] = [member](Warp const& warp, int) { return warp.block.launch.grid.*member; };
+    }
+    values_["%laneid"] = [](Warp const&, int lane) { return static_cast<uint64_t>(lane); };
   }
 
   uint32_t symbol(std::string const& name, int bits, uint64_t offset) {
-    if (auto const found = constants_by_name_.find(name); found != constants_by_name_.end()) {
-      return constant(bits, found->second + offset);
-    }
-    if (auto const found = globals_.find(name); found != globals_.end()) return constant(bits, found->second + offset);
-    Value value = special_register(name);
-    if (auto const found = addresses_.find(name); found != addresses_.end()) value = found->second;
-    if (!value) fail("unknown name " + name);
-    if (offset == 0) return special(name, bits, value);
-    return special(name + "+" + std::to_string(offset), bits,
-                   [value, offset](Warp const& warp, int lane) { return value(warp, lane) + offset; });
+    auto const found = values_.find(name);
+    if (found == values_.end()) fail("unknown name " + name);
+    return given(name + "+" + std::to_string(offset), bits,
+                 [value = found->second, offset](Warp const& warp, int lane) { return value(warp, lane) + offset; });
   }
 
   // ---- statements --------------------------------------------------------------------------------------------------
@@ -197,7 +169,7 @@ class Decoder {
     result_.line = statement.line;
     result_.target = static_cast<uint32_t>(statement.target);
     if (statement.guard >= 0) {
-      result_.guard = places_[static_cast<size_t>(statement.guard)] | (statement.guard_negated ? kNegated : 0);
+      result_.guard = places_[statement.guard] | (statement.guard_negated ? kNegated : 0);
     }
     Opcode const* opcode = Opcodes::all().find(lookup_name(statement));
     if (!opcode) fail("unknown opcode");
@@ -254,7 +226,7 @@ class Decoder {
   /// The width of a register that may have any, which is noted; what is no register has the least.
   int width(Slot const& slot, Operand const& operand) {
     int bits = std::max(slot.bits, 16);
-    if (operand.kind == Operand::Kind::reg) bits = entry_.registers[static_cast<size_t>(operand.index)].bits;
+    if (operand.kind == Operand::Kind::reg) bits = entry_.register_bits[operand.index];
     if (bits < slot.bits || widths_ == std::size(result_.bits)) fail("a register that is too narrow");
     result_.bits[widths_++] = bits;
     return bits;
@@ -263,10 +235,10 @@ class Decoder {
   uint32_t value(Slot const& slot, Operand const& operand, int bits) {
     switch (operand.kind) {
       case Operand::Kind::reg:
-        if (entry_.registers[static_cast<size_t>(operand.index)].bits != bits || operand.negated) {
+        if (entry_.register_bits[operand.index] != bits || operand.negated) {
           fail("register " + operand.text + " is not of " + std::to_string(bits) + " bits");
         }
-        return places_[static_cast<size_t>(operand.index)];
+        return places_[operand.index];
       case Operand::Kind::immediate:
         if (slot.kind == Slot::Kind::in) return constant(bits, operand.bits);
         break;
@@ -290,10 +262,10 @@ class Decoder {
   uint32_t predicate(Operand const& operand) {
     if (operand.kind == Operand::Kind::immediate) return operand.bits ? kTrue : kFalse;
     if (operand.kind == Operand::Kind::sink) return kIgnoredPredicate;
-    if (operand.kind != Operand::Kind::reg || entry_.registers[static_cast<size_t>(operand.index)].bits != 1) {
+    if (operand.kind != Operand::Kind::reg || entry_.register_bits[operand.index] != 1) {
       fail("an operand that is no predicate");
     }
-    return places_[static_cast<size_t>(operand.index)] | (operand.negated ? kNegated : 0);
+    return places_[operand.index] | (operand.negated ? kNegated : 0);
   }
 
   void fill_address(Operand const& operand) {
@@ -302,17 +274,16 @@ class Decoder {
     }
     Address& address = result_.address[addresses_used_++];
     address.offset = static_cast<int64_t>(operand.bits);
+    address.wide = true;
     if (operand.parts.empty()) {
-      address.wide = true;
       address.base = constant(64, 0);
     } else if (Operand const& base = operand.parts[0]; base.kind == Operand::Kind::symbol) {
-      address.wide = true;
       address.base = symbol(base.text, 64, 0);
     } else {
-      int const bits = entry_.registers[static_cast<size_t>(base.index)].bits;
+      int const bits = entry_.register_bits[base.index];
       if (base.kind != Operand::Kind::reg || (bits != 32 && bits != 64)) fail("an operand that is no address");
       address.wide = bits == 64;
-      address.base = places_[static_cast<size_t>(base.index)];
+      address.base = places_[base.index];
     }
     if (operand.parts.size() < 2) return;
     result_.elements = static_cast<uint32_t>(operand.parts[1].parts.size());  // a tensor's coordinates
@@ -320,13 +291,10 @@ class Decoder {
   }
 
   Entry const& entry_;
-  Globals const& globals_;
   Kernel kernel_;
-  std::vector<uint32_t> places_;  ///< of each register; of a predicate, its number
-  std::map<std::string, uint64_t> constants_by_name_;
-  std::map<std::string, Value> addresses_;
-  std::map<std::pair<int, uint64_t>, uint32_t> constants_;
-  std::map<std::pair<int, std::string>, uint32_t> specials_;
+  std::vector<uint32_t> places_;         ///< of each register; of a predicate, its number
+  std::map<std::string, Value> values_;  ///< of names
+  std::map<std::pair<int, std::string>, uint32_t> given_;
   uint32_t scratch_ = 0;
 
   Statement const* statement_ = nullptr;  ///< the one at work
@@ -343,16 +311,10 @@ Kernel decode(Module const& module, Entry const& entry, Globals const& globals) 
 Opcodes const& Opcodes::all() {
   static Opcodes const table = [] {
     Opcodes opcodes;
-    add_arithmetic(opcodes);
-    add_async_copies(opcodes);
-    add_barriers(opcodes);
-    add_bulk_copies(opcodes);
-    add_control(opcodes);
-    add_conversions(opcodes);
-    add_exchange(opcodes);
-    add_logic(opcodes);
-    add_matrix(opcodes);
-    add_memory(opcodes);
+    for (auto add : {add_arithmetic, add_async_copies, add_barriers, add_bulk_copies, add_control, add_conversions,
+                     add_exchange, add_logic, add_matrix, add_memory}) {
+      add(opcodes);
+    }
     return opcodes;
   }();
   return table;

@@ -31,8 +31,8 @@ struct Instruction {
 
   Run run = nullptr;
   uint32_t guard = kTrue;
-  uint32_t operand[16] =
-      {};  ///< byte offsets in the register file, or predicates: vectors in parts, addresses left out
+  /// Byte offsets in the register file, or predicates: vectors in parts, addresses left out.
+  uint32_t operand[16] = {};
   Address address[3];
   uint32_t count = 0;        ///< operands that the statement has
   uint32_t elements = 1;     ///< of the first one that is a vector
@@ -43,15 +43,8 @@ struct Instruction {
   int line = 0;
 };
 
-/// A value that all warps find in their register file, written once.
-struct Constant {
-  uint32_t offset;
-  int bits;
-  uint64_t value;
-};
-
-/// A value that depends on the thread, written when a block starts: special registers, addresses of parameters.
-struct Special {
+/// A register that is written when a block starts: constants, special registers, addresses of parameters.
+struct Given {
   uint32_t offset;
   int bits;
   std::function<uint64_t(Warp const&, int lane)> value;
@@ -61,8 +54,7 @@ struct Kernel {
   std::string name;
   std::vector<Instruction> code;  ///< the last one is an exit
   uint32_t register_bytes = 0, predicates = kFixedPredicates;
-  std::vector<Constant> constants;
-  std::vector<Special> specials;
+  std::vector<Given> given;
   std::vector<uint32_t> parameter_offsets, parameter_sizes;
   uint32_t parameter_bytes = 0, local_bytes = 0;
   uint32_t dynamic_shared = 0;  ///< address where dynamic shared memory begins: behind the static variables

@@ -19,56 +19,32 @@ void Program::parse() {
   module_ = parse_ptx(text_);
   for (Variable const& variable : module_.variables) {
     if (variable.space != "global" && variable.space != "const") continue;
-    memory_.emplace_back(variable.bytes / sizeof(uint64_t) + variable.alignment);
-    uint64_t const begin = reinterpret_cast<uint64_t>(memory_.back().data());
-    uint64_t const address = (begin + variable.alignment - 1) / variable.alignment * variable.alignment;
-    std::memcpy(reinterpret_cast<void*>(address), variable.content.data(), variable.content.size());
-    globals_[variable.name] = address;
+    memory_.emplace_back(variable.bytes / sizeof(Line) + 1);
+    std::memcpy(memory_.back().data(), variable.content.data(), variable.content.size());
+    globals_[variable.name] = reinterpret_cast<uint64_t>(memory_.back().data());
   }
   parsed_ = true;
-}
-
-Entry const& Program::entry(std::string const& name) const {
-  for (Entry const& entry : module_.entries) {
-    if (entry.name == name) return entry;
-  }
-  throw Error("there is no kernel " + name + " in its program's PTX");
 }
 
 Kernel const& Program::kernel(std::string const& name) {
   std::lock_guard const lock(mutex_);
   parse();
   std::unique_ptr<Kernel>& kernel = kernels_[name];
-  if (!kernel) kernel = std::make_unique<Kernel>(decode(module_, entry(name), globals_));
-  return *kernel;
-}
-
-namespace {
-
-/// A launch's parameters, one after the other as the kernel expects them.
-class Parameters {
- public:
-  Parameters(Kernel const& kernel, void const* const* arguments) : bytes_(kernel.parameter_bytes + kAlignment) {
-    uint64_t const address = reinterpret_cast<uint64_t>(bytes_.data());
-    begin_ = bytes_.data() + (kAlignment - address % kAlignment) % kAlignment;
-    for (size_t i = 0; i < kernel.parameter_sizes.size(); ++i) {
-      std::memcpy(begin_ + kernel.parameter_offsets[i], arguments[i], kernel.parameter_sizes[i]);
-    }
+  if (kernel) return *kernel;
+  for (Entry const& entry : module_.entries) {
+    if (entry.name == name) return *(kernel = std::make_unique<Kernel>(decode(module_, entry, globals_)));
   }
-  std::byte const* begin() const { return begin_; }
-
- private:
-  static constexpr size_t kAlignment = 128;  // a tensor map's, the largest there is
-  std::vector<std::byte> bytes_;
-  std::byte* begin_;
-};
-
-}  // namespace
+  throw Error("there is no kernel " + name + " in its program's PTX");
+}
 
 void run(Kernel const& kernel, Size3 grid, Size3 block_size, uint32_t dynamic_shared, void const* const* arguments,
          uint64_t seed) {
-  Parameters const parameters(kernel, arguments);
-  Launch const launch{kernel, grid, block_size, dynamic_shared, parameters.begin(), seed};
+  std::vector<Line> parameters(kernel.parameter_bytes / sizeof(Line) + 1);
+  auto* const begin = reinterpret_cast<std::byte*>(parameters.data());
+  for (size_t i = 0; i < kernel.parameter_sizes.size(); ++i) {
+    std::memcpy(begin + kernel.parameter_offsets[i], arguments[i], kernel.parameter_sizes[i]);
+  }
+  Launch const launch{kernel, grid, block_size, dynamic_shared, begin, seed};
   uint64_t const blocks = uint64_t(grid.x) * grid.y * grid.z;
   std::atomic<uint64_t> next{0};
   std::mutex mutex;

@@ -27,6 +27,11 @@ struct Launch {
   int threads() const { return static_cast<int>(block.x * block.y * block.z); }
 };
 
+/// Memory with a tensor map's alignment, the largest that a variable or a parameter has.
+struct alignas(128) Line {
+  std::byte bytes[128];
+};
+
 /// One translation unit's PTX, parsed when its first kernel is asked for.
 class Program {
  public:
@@ -37,14 +42,13 @@ class Program {
 
  private:
   void parse();
-  Entry const& entry(std::string const& name) const;
 
   std::string text_;
   std::mutex mutex_;
   bool parsed_ = false;
   Module module_;
   Globals globals_;
-  std::vector<std::vector<uint64_t>> memory_;  ///< of the globals
+  std::vector<std::vector<Line>> memory_;  ///< of the globals
   std::map<std::string, std::unique_ptr<Kernel>> kernels_;
 };
 

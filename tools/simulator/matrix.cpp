@@ -95,7 +95,7 @@ void load_matrices(Warp& w, Instruction const& i) {
     std::memcpy(rows[row / 8][row % 8], w.block.shared(w, address, 16), 16);
   }
   for (uint32_t m = 0; m < matrices; ++m) {
-    uint16_t(&matrix)[8][8] = rows[m];
+    uint16_t (&matrix)[8][8] = rows[m];
     if (transposed) {
       for (int r = 0; r < 8; ++r) {
         for (int c = 0; c < r; ++c) std::swap(matrix[r][c], matrix[c][r]);

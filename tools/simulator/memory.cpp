@@ -1,6 +1,7 @@
 // Loads, stores and atomics, and addresses of the several kinds of memory.
 #include <algorithm>
 #include <cstring>
+#include <functional>
 
 #include "block.h"
 #include "opcodes.h"
@@ -27,45 +28,24 @@ std::byte* memory(Warp& w, Space space, uint64_t address, uint32_t bytes) {
 
 // ---- ld and st -----------------------------------------------------------------------------------------------------
 
-template <class T, class Register>
-void load_to(Warp& w, Instruction const& i) {
-  uint32_t const n = i.elements;
-  for_lanes(w.active, [&](int lane) {
-    uint64_t const address = address_of(w, i.address[0], lane);
-    std::byte const* from = memory(w, static_cast<Space>(i.number), address, sizeof(T) * n);
-    T values[8];
-    std::memcpy(values, from, sizeof(T) * n);
-    for (uint32_t e = 0; e < n; ++e) w.at<Register>(i.operand[e])[lane] = static_cast<Register>(values[e]);
-  });
-}
-
 template <class T>
 void load(Warp& w, Instruction const& i) {
-  if (i.bits[0] == 64) return load_to<T, uint64_t>(w, i);
-  if constexpr (sizeof(T) <= 4) {
-    if (i.bits[0] == 32) return load_to<T, uint32_t>(w, i);
-  }
-  if constexpr (sizeof(T) <= 2) load_to<T, uint16_t>(w, i);
-}
-
-template <class T, class Register>
-void store_from(Warp& w, Instruction const& i) {
-  uint32_t const n = i.elements;
+  size_t const bytes = sizeof(T) * i.elements;
   for_lanes(w.active, [&](int lane) {
     T values[8];
-    for (uint32_t e = 0; e < n; ++e) values[e] = static_cast<T>(w.at<Register>(i.operand[e])[lane]);
-    uint64_t const address = address_of(w, i.address[0], lane);
-    std::memcpy(memory(w, static_cast<Space>(i.number), address, sizeof(T) * n), values, sizeof(T) * n);
+    std::memcpy(values, memory(w, static_cast<Space>(i.number), address_of(w, i.address[0], lane), bytes), bytes);
+    for (uint32_t e = 0; e < i.elements; ++e) w.put(i.operand[e], i.bits[0], lane, static_cast<uint64_t>(values[e]));
   });
 }
 
 template <class T>
 void store(Warp& w, Instruction const& i) {
-  if (i.bits[0] == 64) return store_from<T, uint64_t>(w, i);
-  if constexpr (sizeof(T) <= 4) {
-    if (i.bits[0] == 32) return store_from<T, uint32_t>(w, i);
-  }
-  if constexpr (sizeof(T) <= 2) store_from<T, uint16_t>(w, i);
+  size_t const bytes = sizeof(T) * i.elements;
+  for_lanes(w.active, [&](int lane) {
+    T values[8];
+    for (uint32_t e = 0; e < i.elements; ++e) values[e] = static_cast<T>(w.get(i.operand[e], i.bits[0], lane));
+    std::memcpy(memory(w, static_cast<Space>(i.number), address_of(w, i.address[0], lane), bytes), values, bytes);
+  });
 }
 
 struct NamedSpace {
@@ -90,28 +70,20 @@ void add_type(Opcodes& ops, Alternatives const& types) {
 
 // ---- atomics -------------------------------------------------------------------------------------------------------
 
-/// Lanes take effect one after the other, in no order that a program may rely on. A red has no result.
+/// Lanes take effect one after the other, in no order that a program may rely on; so do neighbouring elements. A red
+/// has no result.
 template <class T, auto function, bool returns>
 void change(Warp& w, Instruction const& i) {
+  size_t const bytes = sizeof(T) * i.elements;
   for_lanes(w.active, [&](int lane) {
-    std::byte* at = memory(w, static_cast<Space>(i.number), address_of(w, i.address[0], lane), sizeof(T));
-    T old;
-    std::memcpy(&old, at, sizeof(T));
-    T const result = function(old, w.at<T>(i.operand[returns])[lane]);
-    std::memcpy(at, &result, sizeof(T));
-    if (returns) w.at<T>(i.operand[0])[lane] = old;
-  });
-}
-
-/// Neighbouring floats, each on its own.
-void add_vector(Warp& w, Instruction const& i) {
-  uint32_t const n = i.elements;
-  for_lanes(w.active, [&](int lane) {
-    std::byte* const at = memory(w, kOrdinary, address_of(w, i.address[0], lane), sizeof(float) * n);
-    float sums[4];
-    std::memcpy(sums, at, sizeof(float) * n);
-    for (uint32_t e = 0; e < n; ++e) sums[e] += w.at<float>(i.operand[e])[lane];
-    std::memcpy(at, sums, sizeof(float) * n);
+    std::byte* at = memory(w, static_cast<Space>(i.number), address_of(w, i.address[0], lane), bytes);
+    for (uint32_t e = 0; e < i.elements; ++e, at += sizeof(T)) {
+      T old;
+      std::memcpy(&old, at, sizeof(T));
+      T const result = function(old, w.at<T>(i.operand[returns + e])[lane]);
+      std::memcpy(at, &result, sizeof(T));
+      if (returns) w.at<T>(i.operand[0])[lane] = old;
+    }
   });
 }
 
@@ -130,14 +102,13 @@ void add_atomic(Opcodes& ops, std::string const& name) {
 }
 
 void add_atomics(Opcodes& ops) {
-  add_atomic<uint32_t, [](uint32_t a, uint32_t b) { return a + b; }>(ops, ".add.u32");
-  add_atomic<float, [](float a, float b) { return a + b; }>(ops, ".add.f32");
+  add_atomic<uint32_t, std::plus{}>(ops, ".add.u32");
+  add_atomic<float, std::plus{}>(ops, ".add.f32");
   for (int n : {2, 4}) {
-    ops.add(spell({{"red"}, kOrders, kScopes, {".global.add.v" + std::to_string(n) + ".f32"}}), add_vector,
-            {kAddress, in<float>().of(n)});
+    ops.add(spell({{"red"}, kOrders, kScopes, {".global.add.v" + std::to_string(n) + ".f32"}}),
+            change<float, std::plus{}, false>, {kAddress, in<float>().of(n)}, kOrdinary);
   }
   add_atomic<uint32_t, [](uint32_t a, uint32_t b) { return std::min(a, b); }>(ops, ".min.u32");
-  add_atomic<uint32_t, [](uint32_t a, uint32_t b) { return std::max(a, b); }>(ops, ".max.u32");
   add_atomic<int32_t, [](int32_t a, int32_t b) { return std::max(a, b); }>(ops, ".max.s32");
 }
 
@@ -146,15 +117,9 @@ void add_atomics(Opcodes& ops) {
 /// Between addresses of shared memory and generic ones, which are the process's own.
 template <int sign>
 void convert_shared_address(Warp& w, Instruction const& i) {
-  Lanes<uint64_t> result;
-  for (int lane = 0; lane < kLanes; ++lane) {
-    result[lane] = w.at<uint64_t>(i.operand[1])[lane] + sign * w.block.shared_window();
-  }
+  Lanes<uint64_t> result = w.at<uint64_t>(i.operand[1]);
+  for (uint64_t& address : result.lane) address += sign * w.block.shared_window();
   w.write(i.operand[0], result);
-}
-
-void copy_address(Warp& w, Instruction const& i) {
-  w.write(i.operand[0], Lanes<uint64_t>(w.at<uint64_t>(i.operand[1])));
 }
 
 }  // namespace
@@ -169,11 +134,11 @@ void add_memory(Opcodes& ops) {
   add_type<uint64_t>(ops, {".u64", ".b64", ".f64", ".s64"});
   add_atomics(ops);
 
-  Slot const address = in<uint64_t>(), result = out<uint64_t>();
-  ops.add(spell({{"cvta", "cvta.to"}, {".global", ".const", ".local", ".param"}, {".u64"}}), copy_address,
-          {result, address});
-  ops.add(spell({{"cvta.shared"}, {".u64"}}), convert_shared_address<1>, {result, address});
-  ops.add(spell({{"cvta.to.shared"}, {".u64"}}), convert_shared_address<-1>, {result, address});
+  std::vector<Slot> const slots{out<uint64_t>(), in<uint64_t>()};
+  add_elementwise<[](uint64_t a) { return a; }>(
+      ops, spell({{"cvta", "cvta.to"}, {".global", ".const", ".local", ".param"}, {".u64"}}));
+  ops.add({"cvta.shared.u64"}, convert_shared_address<1>, slots);
+  ops.add({"cvta.to.shared.u64"}, convert_shared_address<-1>, slots);
   ops.add({"prefetch.global.L2"}, do_nothing, {kAddress});
 }
 

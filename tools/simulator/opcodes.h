@@ -4,6 +4,7 @@
 
 #include <initializer_list>
 #include <string>
+#include <type_traits>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -22,23 +23,9 @@ struct Slot {
   bool any = false;  ///< a register of any width, which goes to Instruction::bits
   bool optional = false;
 
-  Slot of(int count) const {
-    return with([&](Slot& s) { s.elements = count; });
-  }
-  Slot of_any_width() const {
-    return with([&](Slot& s) { s.any = true; });
-  }
-  Slot or_nothing() const {
-    return with([&](Slot& s) { s.optional = true; });
-  }
-
- private:
-  template <class Change>
-  Slot with(Change const& change) const {
-    Slot result = *this;
-    change(result);
-    return result;
-  }
+  constexpr Slot of(int count) const { return {kind, bits, count, any, optional}; }
+  constexpr Slot of_any_width() const { return {kind, bits, elements, true, optional}; }
+  constexpr Slot or_nothing() const { return {kind, bits, elements, any, true}; }
 };
 
 template <class T>
@@ -77,17 +64,16 @@ class Opcodes {
 using Alternatives = std::vector<std::string>;
 Alternatives spell(std::initializer_list<Alternatives> parts);
 
+/// "u32" and the like.
+template <class T>
+std::string type_name() {
+  return (std::is_signed_v<T> ? "s" : "u") + std::to_string(8 * sizeof(T));
+}
+
 // Each file of instructions adds its own.
-void add_arithmetic(Opcodes& opcodes);
-void add_async_copies(Opcodes& opcodes);
-void add_barriers(Opcodes& opcodes);
-void add_bulk_copies(Opcodes& opcodes);
-void add_control(Opcodes& opcodes);
-void add_conversions(Opcodes& opcodes);
-void add_exchange(Opcodes& opcodes);
-void add_logic(Opcodes& opcodes);
-void add_matrix(Opcodes& opcodes);
-void add_memory(Opcodes& opcodes);
+using Adds = void(Opcodes& opcodes);
+Adds add_arithmetic, add_async_copies, add_barriers, add_bulk_copies, add_control, add_conversions, add_exchange,
+    add_logic, add_matrix, add_memory;
 
 // ---- for handlers --------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 #include <cctype>
 #include <map>
-#include <set>
+#include <tuple>
 #include <utility>
 
 namespace simulator {
@@ -34,9 +34,6 @@ std::vector<Token> tokenize(std::string const& text) {
       ++i;
     } else if (text.compare(i, 2, "//") == 0) {
       while (i < text.size() && text[i] != '\n') ++i;
-    } else if (text.compare(i, 2, "/*") == 0) {
-      size_t const end = std::min(text.find("*/", i), text.size());
-      for (; i < std::min(end + 2, text.size()); ++i) line += text[i] == '\n';
     } else if (c == '"') {
       i = std::min(text.find('"', i + 1), text.size() - 1) + 1;
       add(Token::Kind::string);
@@ -91,13 +88,9 @@ class Parser {
     bool const negative = accept("-");
     if (peek().kind != Token::Kind::number) fail("expected a number");
     std::string const text = next().text;
+    bool const is_float = text.starts_with("0f") || text.starts_with("0F");
     size_t used = 0;
-    uint64_t value = 0;
-    if (text.size() > 1 && text[0] == '0' && (text[1] == 'f' || text[1] == 'F')) {
-      value = std::stoull(text.substr(2), &used, 16), used += 2;
-    } else {
-      value = std::stoull(text, &used, 0);
-    }
+    uint64_t const value = std::stoull(is_float ? "0x" + text.substr(2) : text, &used, 0);
     if (used != text.size()) fail("did not understand the number " + text + " before");
     return negative ? 0 - value : value;
   }
@@ -166,7 +159,7 @@ class Parser {
   void entry() {
     module_.entries.emplace_back();
     entry_ = &module_.entries.back();
-    names_.clear(), labels_.clear(), parents_.clear(), open_branches_.clear();
+    registers_.clear(), labels_.clear(), parents_.clear(), open_branches_.clear();
     entry_->name = word();
     if (accept("(")) {
       while (!accept(")")) {
@@ -176,8 +169,10 @@ class Parser {
     }
     while (!at("{")) next();  // .maxntid and other hints
     scope(-1);
-    for (auto const& [statement, scope, label] : open_branches_) {
-      entry_->statements[statement].target = find_label(label, scope, entry_->statements[statement].line);
+    for (auto const& [number, scope, label] : open_branches_) {
+      Statement& branch = entry_->statements[number];
+      branch.target = find(labels_, label, scope);
+      if (branch.target < 0) throw Error("PTX line " + std::to_string(branch.line) + ": there is no label " + label);
     }
   }
 
@@ -211,8 +206,8 @@ class Parser {
     int const bits = type_bits(word().substr(1));
     if (!bits) fail("unknown type of a register before");
     auto const declare = [&](std::string const& name) {
-      names_[{scope, name}] = static_cast<int>(entry_->registers.size());
-      entry_->registers.push_back({name, bits});
+      registers_[{scope, name}] = static_cast<int>(entry_->register_bits.size());
+      entry_->register_bits.push_back(bits);
     };
     do {
       std::string const name = word();
@@ -232,7 +227,7 @@ class Parser {
     s.line = peek().line;
     if (accept("@")) {
       s.guard_negated = accept("!");
-      s.guard = find_register(word(), scope);
+      s.guard = find(registers_, word(), scope);
       if (s.guard < 0) fail("the guard is no register before");
     }
     s.opcode = word();
@@ -271,7 +266,7 @@ class Parser {
     } else {
       result.negated = accept("!");
       result.text = word();
-      result.index = find_register(result.text, scope);
+      result.index = find(registers_, result.text, scope);
       result.kind = result.index < 0 ? Operand::Kind::symbol : Operand::Kind::reg;
       if (result.kind == Operand::Kind::symbol && accept("+")) result.bits = integer();
     }
@@ -292,33 +287,22 @@ class Parser {
     expect("]");
   }
 
-  int find_register(std::string const& name, int scope) const {
-    for (; scope >= 0; scope = parents_[static_cast<size_t>(scope)]) {
-      if (auto const found = names_.find({scope, name}); found != names_.end()) return found->second;
+  using Names = std::map<std::pair<int, std::string>, int>;  ///< by scope
+
+  int find(Names const& names, std::string const& name, int scope) const {
+    for (; scope >= 0; scope = parents_[scope]) {
+      if (auto const found = names.find({scope, name}); found != names.end()) return found->second;
     }
     return -1;
   }
-
-  int find_label(std::string const& name, int scope, int line) const {
-    for (; scope >= 0; scope = parents_[static_cast<size_t>(scope)]) {
-      if (auto const found = labels_.find({scope, name}); found != labels_.end()) return found->second;
-    }
-    throw Error("PTX line " + std::to_string(line) + ": there is no label " + name);
-  }
-
-  struct OpenBranch {
-    size_t statement;
-    int scope;
-    std::string label;
-  };
 
   std::vector<Token> tokens_;
   size_t position_ = 0;
   Module module_;
   Entry* entry_ = nullptr;
   std::vector<int> parents_;  ///< of each scope; -1: the kernel's own has none
-  std::map<std::pair<int, std::string>, int> names_, labels_;
-  std::vector<OpenBranch> open_branches_;
+  Names registers_, labels_;
+  std::vector<std::tuple<size_t, int, std::string>> open_branches_;  ///< statement, scope, label
 };
 
 }  // namespace

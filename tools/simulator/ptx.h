@@ -16,7 +16,7 @@ class Error : public std::runtime_error {
 
 struct Operand {
   enum class Kind {
-    reg,        ///< registers[index]
+    reg,        ///< the register with the number index
     immediate,  ///< bits
     symbol,     ///< text: a variable, a special register ("%tid.x") or the name of a label
     address,    ///< [base + bits]: parts has the base, or nothing for an absolute address, and may have coordinates
@@ -30,11 +30,6 @@ struct Operand {
   uint64_t bits = 0;     ///< of integers all 64; of 0f... the 32 bits of the float
   std::string text;
   std::vector<Operand> parts;
-};
-
-struct Register {
-  std::string name;
-  int bits = 0;  ///< 1 for a predicate
 };
 
 struct Statement {
@@ -56,7 +51,7 @@ struct Entry {
   std::string name;
   std::vector<Variable> parameters;
   std::vector<Variable> variables;  ///< those of a kernel's body; names are unique in it
-  std::vector<Register> registers;
+  std::vector<int> register_bits;   ///< of each register, 1 of a predicate
   std::vector<Statement> statements;
 };
 

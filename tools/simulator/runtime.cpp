@@ -183,22 +183,16 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
 
 cudaError_t cudaGetLastError() { return std::exchange(simulator::last_error, cudaSuccess); }
 char const* cudaGetErrorString(cudaError_t status) {
-  switch (status) {
-    case cudaSuccess:
-      return "no error";
-    case cudaErrorLaunchFailure:
-      return simulator::last_failure.c_str();
-    case cudaErrorInvalidValue:
-      return "invalid argument";
-    case cudaErrorInvalidDevice:
-      return "invalid device ordinal";
-    case cudaErrorInvalidConfiguration:
-      return "invalid configuration argument";
-    case cudaErrorInvalidDeviceFunction:
-      return "invalid device function";
-    default:
-      return "an error that the simulator has no words for";
-  }
+  static std::map<cudaError_t, char const*> const texts{
+      {cudaSuccess, "no error"},
+      {cudaErrorInvalidValue, "invalid argument"},
+      {cudaErrorInvalidDevice, "invalid device ordinal"},
+      {cudaErrorInvalidConfiguration, "invalid configuration argument"},
+      {cudaErrorInvalidDeviceFunction, "invalid device function"},
+  };
+  if (status == cudaErrorLaunchFailure) return simulator::last_failure.c_str();
+  auto const found = texts.find(status);
+  return found == texts.end() ? "an error that the simulator has no words for" : found->second;
 }
 
 cudaError_t cudaGetDriverEntryPointByVersion(char const* name, void** function, unsigned, unsigned long long,

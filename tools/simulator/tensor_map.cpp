@@ -3,25 +3,6 @@
 #include <cstring>
 
 namespace simulator {
-namespace {
-
-int span_of(CUtensorMapSwizzle swizzle) {
-  switch (swizzle) {
-    case CU_TENSOR_MAP_SWIZZLE_NONE:
-      return 0;
-    case CU_TENSOR_MAP_SWIZZLE_32B:
-      return 32;
-    case CU_TENSOR_MAP_SWIZZLE_64B:
-      return 64;
-    case CU_TENSOR_MAP_SWIZZLE_128B:
-      return 128;
-    default:
-      return -1;  // not simulated
-  }
-}
-
-}  // namespace
-
 CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* address,
                       cuuint64_t const* extents, cuuint64_t const* strides, cuuint32_t const* box,
                       cuuint32_t const* element_strides, CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
@@ -33,8 +14,9 @@ CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t ran
   // Of other types there are none.
   bool const is_half = type == CU_TENSOR_MAP_DATA_TYPE_FLOAT16 || type == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   result.element_bytes = is_half ? 2 : 0;
-  int const span = span_of(swizzle);
-  if (rank < 1 || rank > 5 || result.element_bytes == 0 || span < 0 || interleave != CU_TENSOR_MAP_INTERLEAVE_NONE ||
+  // CU_TENSOR_MAP_SWIZZLE_32B and those that follow; what comes behind 128B is not simulated.
+  int const span = swizzle == CU_TENSOR_MAP_SWIZZLE_NONE ? 0 : 16 << swizzle;
+  if (rank < 1 || rank > 5 || result.element_bytes == 0 || span > 128 || interleave != CU_TENSOR_MAP_INTERLEAVE_NONE ||
       fill != CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) {
     return CUDA_ERROR_INVALID_VALUE;
   }

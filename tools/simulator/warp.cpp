@@ -5,18 +5,6 @@
 #include "block.h"
 
 namespace simulator {
-namespace {
-
-template <class Value>
-void fill(Warp& warp, uint32_t offset, int bits, Value const& value) {
-  for (int i = 0; i < kLanes; ++i) {
-    if (bits == 16) warp.at<uint16_t>(offset)[i] = static_cast<uint16_t>(value(i));
-    if (bits == 32) warp.at<uint32_t>(offset)[i] = static_cast<uint32_t>(value(i));
-    if (bits == 64) warp.at<uint64_t>(offset)[i] = value(i);
-  }
-}
-
-}  // namespace
 
 std::string text_of_lanes(Mask lanes) {
   char text[16];
@@ -30,14 +18,11 @@ Warp::Warp(Block& block, int number) : block(block), number(number) {
   predicates_.resize(kernel.predicates);
   local_.resize((kernel.local_bytes * kLanes + sizeof(local_[0]) - 1) / sizeof(local_[0]));
   predicates_[kTrue] = kAllLanes;
-  for (Constant const& constant : kernel.constants) {
-    fill(*this, constant.offset, constant.bits, [&](int) { return constant.value; });
-  }
 }
 
 void Warp::start() {
-  for (Special const& special : block.launch.kernel.specials) {
-    fill(*this, special.offset, special.bits, [&](int lane) { return special.value(*this, lane); });
+  for (auto const& [offset, bits, value] : block.launch.kernel.given) {
+    for (int lane = 0; lane < kLanes; ++lane) put(offset, bits, lane, value(*this, lane));
   }
   int const threads = block.launch.threads() - number * kLanes;
   live_ = threads >= kLanes ? kAllLanes : (Mask(1) << threads) - 1;

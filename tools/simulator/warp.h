@@ -78,6 +78,16 @@ class Warp {
       for (int i = 0; i < kLanes; ++i) to[i] = active >> i & 1 ? value[i] : to[i];
     }
   }
+  /// A lane of a register of 16, 32 or 64 bits.
+  uint64_t get(uint32_t offset, int bits, int lane) {
+    if (bits == 16) return at<uint16_t>(offset)[lane];
+    return bits == 32 ? at<uint32_t>(offset)[lane] : at<uint64_t>(offset)[lane];
+  }
+  void put(uint32_t offset, int bits, int lane, uint64_t value) {
+    if (bits == 16) at<uint16_t>(offset)[lane] = static_cast<uint16_t>(value);
+    if (bits == 32) at<uint32_t>(offset)[lane] = static_cast<uint32_t>(value);
+    if (bits == 64) at<uint64_t>(offset)[lane] = value;
+  }
   Mask predicate(uint32_t number) const {
     return predicates_[number & ~kNegated] ^ (number & kNegated ? kAllLanes : 0);
   }

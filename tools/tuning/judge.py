@@ -9,9 +9,11 @@ the process that launched it.
 from __future__ import annotations
 
 import json
+import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 if __name__ == "__main__":
@@ -21,16 +23,14 @@ if __name__ == "__main__":
     job = json.loads(Path(sys.argv[1]).read_text())
     module = load_extension(Path(job["extension"]))
 
-import gpu
 import torch
-from feature_tensors import Call
 from launches import Launch
 from listed_problems import listed
 from problems import Problem
 
-from cutlass_fmha.bench import timing
 from cutlass_fmha.bench.cases import Case
-from cutlass_fmha.bench.contenders import make_inputs
+from cutlass_fmha.calibrate import timing
+from cutlass_fmha.dispatch.problem import Problem as Timed
 
 LAUNCHES = 3
 Rows = Mapping[tuple[str, str], Any]
@@ -69,36 +69,17 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return x.clone().view({2: torch.int16, 4: torch.int32}[x.element_size()])
 
 
-def time_candidate(
-    tag: str, incumbents: Sequence[str], cases: Sequence[Case], rows: Rows, device: Any, budget_s: float
-) -> dict[str, dict[str, float]]:
-    """Case -> tag -> microseconds (median)."""
+def time_candidate(job: Mapping[str, Any], rows: Rows, device: int) -> dict[str, dict[str, float]]:
+    """Case -> tag -> microseconds of the candidate and the incumbents, in turns as a calibration has them."""
     found: dict[str, dict[str, float]] = {}
-    for case in cases:
-        call = calls(case, device)
-        timers = {name: timing.GraphTimer(*call(rows[name, case.dtype])) for name in (*incumbents, tag)}
-        times = timing.time_interleaved(timers, budget_s)
-        found[case.name] = {name: time.p50_us for name, time in times.items()}
+    for case in (Case(**fields) for fields in job["cases"]):
+        sizes = (case.batch, case.seqlen_q, case.seqlen_k, case.num_heads, case.num_heads_kv, case.head_dim)
+        problem = Timed(*sizes, case.dtype, "bottom-right" if case.causal else "none")
+        own = {tag: rows[tag, case.dtype] for tag in (*job["incumbents"], job["tag"])}
+        timer = timing.RowTimer(device, [problem])
+        looks = [timer.time(problem, list(own.values()), give_up=math.inf) for _ in range(job["looks"])]
+        found[case.name] = {tag: median(look[row.name].us for look in looks) for tag, row in own.items()}
     return found
-
-
-def calls(case: Case, device: Any) -> Callable[[Any], tuple[timing.Call, int]]:
-    """Row -> its launches on a case by the binding itself, without selection or allocation, and how many sets
-    of inputs they rotate through."""
-    sets = timing.input_sets(case.input_bytes, torch.cuda.get_device_properties(device).L2_cache_size)
-    inputs = make_inputs(case, sets, device)
-    operands = [(*inputs[i], torch.empty_like(inputs[i][0])) for i in range(sets)]
-
-    def of(row: Any) -> tuple[timing.Call, int]:
-        causal, heads = "bottom-right" if case.causal else "none", (case.num_heads, case.num_heads_kv)
-        dims = (case.head_dim, case.head_dim)
-        problem = Problem(case.seqlen_q, case.seqlen_k, causal, case.batch, *heads, *dims, return_lse=False)
-        outs = [gpu.Guarded(o, o) for *_, o in operands]
-        inputs = [Call(q, k, v, None, causal, {}, False) for q, k, v, _ in operands]
-        launches = [Launch(row, problem, *each, None) for each in zip(inputs, outs, strict=True)]
-        return lambda number: launches[number].run(), sets
-
-    return of
 
 
 def judge(job: Mapping[str, Any], rows: Rows, device: torch.device) -> dict[str, Any]:
@@ -107,8 +88,7 @@ def judge(job: Mapping[str, Any], rows: Rows, device: torch.device) -> dict[str,
         row = rows[job["tag"], dtype]
         for failure in failures(row, problems(row), device):
             return {"parity": failure}
-    cases = [Case(**case) for case in job["cases"]]
-    return {"us": time_candidate(job["tag"], job["incumbents"], cases, rows, device, job["budget_s"])}
+    return {"us": time_candidate(job, rows, device.index)}
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ from building import run
 from cutlass_fmha.cli import output
 
 from .build import SHORT, Builder
-from .space import Candidate, Scored, propose
+from .space import Candidate, Scored, fits, propose
 
 if TYPE_CHECKING:
     from cutlass_fmha.bench.cases import Case
@@ -45,12 +45,8 @@ NOTE = (
 )
 JUDGE = Path(__file__).with_name("judge.py")
 HANG_S = 900.0  # what takes a candidate's process longer will never end
-LOOK_S, CONFIRM_S = 0.05, 0.25  # of GPU time for each row and case: at first, and for acceptance
+LOOKS, CONFIRMING_LOOKS = 1, 5  # at the times of a case's rows: at first, and for acceptance
 ALL_DTYPES = tuple(sorted(SHORT))
-
-
-class LeaderboardError(ValueError):
-    """A leaderboard can't be read, or is about something else."""
 
 
 class EvaluationError(RuntimeError):
@@ -159,7 +155,7 @@ class Leaderboard:
 
     @classmethod
     def load(cls, path: Path) -> Leaderboard:
-        """Raises LeaderboardError, with one sentence, unless the file is a leaderboard of this version."""
+        """Raises ValueError, with one sentence, unless the file is a leaderboard of this version."""
         try:
             content = json.loads(path.read_text())
             if content.pop("kind") != KIND:
@@ -169,19 +165,19 @@ class Leaderboard:
                 raw["sightings"] = [Sighting(**sighting) for sighting in raw["sightings"]]
             return cls(**{**content, "path": path, "entries": [Entry(**raw) for raw in entries]})
         except OSError as error:
-            raise LeaderboardError(f"{path} can't be read: {error.strerror}") from error
+            raise ValueError(f"{path} can't be read: {error.strerror}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             sentence = f"{path} is no leaderboard of this version ({error}): move it away"
-            raise LeaderboardError(sentence) from error
+            raise ValueError(sentence) from error
 
     @classmethod
     def resume(cls, path: Path, about: dict[str, Any], targets: dict[str, list[str]]) -> Leaderboard:
-        """The one at ``path`` to go on with, or a new one. LeaderboardError: it is about something else."""
+        """The one at ``path`` to go on with, or a new one. ValueError: it is about something else."""
         board = cls.load(path) if path.exists() else cls(path, about)
         known = {**targets, **board.about, **board.targets}
         for name, value in {**about, **targets}.items():
             if known.get(name) != value:
-                raise LeaderboardError(
+                raise ValueError(
                     f"{path} is about {name} {known.get(name)}, this search about {value}: "
                     "give another --leaderboard"
                 )
@@ -214,17 +210,20 @@ class Leaderboard:
 
 @dataclass(frozen=True)
 class Target:
-    """Cases of one head dim whose times count together, the candidates for them, and the rows to beat."""
+    """Cases of one head dim whose times count together, the rows to beat, and what a block may share."""
 
     name: str
     cases: tuple[Case, ...]
     arch: int
-    space: Sequence[Candidate]
+    shared_kib: int
     incumbents: tuple[Candidate, ...]
 
     @property
     def dtypes(self) -> tuple[str, ...]:
         return tuple(sorted({case.dtype for case in self.cases}))
+
+    def allows(self, candidate: Candidate) -> bool:
+        return candidate not in self.incumbents and fits(candidate, self.arch, self.shared_kib)
 
 
 @dataclass(frozen=True)
@@ -241,7 +240,7 @@ class Job:
             "extension": str(extension), "device": device, "tag": self.candidate.tag, "dtypes": self.dtypes,
             "cases": [asdict(case) for case in self.target.cases],
             "incumbents": [row.tag for row in self.target.incumbents],
-            "budget_s": CONFIRM_S if self.confirm else LOOK_S,
+            "looks": CONFIRMING_LOOKS if self.confirm else LOOKS,
         }  # fmt: skip
 
 
@@ -283,8 +282,8 @@ def judge_in_a_process(
 class Search:
     """A search for ``targets``.
 
-    per_round: candidates drawn per target and round. limit, limit_s: candidates, and seconds after which none
-    is drawn any more; what gained once is confirmed all the same.
+    per_round: candidates drawn per target and round. limit_s: seconds after which none is drawn any more;
+    what gained once is confirmed all the same.
     """
 
     board: Leaderboard
@@ -293,39 +292,38 @@ class Search:
     judge: Judge
     seed: int = 0
     per_round: int = 8
-    limit: int | None = None
     limit_s: float = math.inf
     say: Callable[[str], None] = print
     clock: Callable[[], float] = time.monotonic
 
     def run(self) -> None:
         """Search until a limit, or until nothing is left."""
-        begin, left = self.clock(), math.inf if self.limit is None else self.limit
-        going = True
+        begin, going = self.clock(), True
         while going:
             self.board.rounds += 1
             going = False
             for target in self.targets:
                 confirm = self.board.of(target.name, "promising")
                 late = self.clock() - begin >= self.limit_s
-                drawn = [] if late else self.draw(target, int(min(self.per_round, left)))
-                left -= len(drawn)
+                drawn = [] if late else self.draw(target)
                 if confirm or drawn:
                     fates = ", ".join(f"{count} {fate}" for fate, count in self.board.counts().items())
                     self.say(f"round {self.board.rounds}, {target.name}: {len(drawn)} candidates | {fates}")
                     self.round(target, confirm, drawn)
                     going = True
 
-    def draw(self, target: Target, count: int) -> list[Entry]:
+    def draw(self, target: Target) -> list[Entry]:
         """Children of what ran, and of the manifest's rows by the latest times that there are of them."""
         entries = self.board.of(target.name)
         ran = [entry for entry in entries if entry.sightings]
         parents: list[Scored] = [(entry.gain, entry.candidate) for entry in ran]
         latest = ran[-1].sightings[-1] if ran else None
         parents += [(latest.standing(row.key) if latest else 1.0, row) for row in target.incumbents]
-        known = {*target.incumbents, *(entry.candidate for entry in entries)}
+        known = {entry.candidate for entry in entries}
         seed = f"{self.seed} {target.name} {self.board.rounds}"
-        drawn = propose(target.space, known, parents, count, seed, target.arch)
+        drawn = propose(
+            lambda c: c not in known and target.allows(c), parents, self.per_round, seed, target.arch
+        )
         return [Entry(target.name, candidate) for candidate in drawn]
 
     def round(self, target: Target, confirm: Sequence[Entry], drawn: Sequence[Entry]) -> None:

@@ -9,27 +9,22 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 KIB = 1024
 TMA_BOX_ROWS = 256
-COPIES = ("cp_async_16", "tma", "ldg_16")  # what is searched; element rows are for unaligned tensors only
 FIRST_TMA = FIRST_OVERLAP = 90  # from this architecture on: TMA, and launches of few-query rows that overlap
 # Values that are drawn from, in the order in which a mutation walks.
-SHAPE: dict[str, tuple[Any, ...]] = {
+DOMAINS: dict[str, tuple[Any, ...]] = {
     "tile_m": (16, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 512),
     "tile_n": (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256),
     "warps": (2, 4, 6, 8, 12, 16), "kv_warps": (1, 2, 4, 8, 16),
-}  # fmt: skip
-REST: dict[str, tuple[Any, ...]] = {
     "stages": (1, 2, 3, 4), "min_blocks": (1, 2, 3, 4, 6, 8),
     "q_in_registers": (False, True), "ping_pong": (False, True),
 }  # fmt: skip
-DOMAINS = SHAPE | REST
 #: What sm_89 and sm_120 have, which every row keeps to, but for a block's shared memory.
 SMALLEST_SHARED_KIB, WARPS_PER_SM, REGISTERS_PER_SM, THREADS_PER_BLOCK = 99, 48, 64 * KIB, 1024
 RESERVED_SHARED = KIB  # what CUDA takes of the SM's for each block
@@ -124,35 +119,26 @@ def registers(c: Candidate) -> int:
     return output + q + max(kv + scores, scores + probabilities, probabilities + kv)
 
 
-def has_a_shape(c: Candidate, arch: int) -> bool:
-    """Whether the kernels can be made in this shape, whatever its stages, min_blocks and flags."""
-    if c.head_dim % 32 or c.tile_n % 16 or c.warps % c.kv_warps:
-        return False
-    if c.tile_m % (16 * (c.warps // c.kv_warps)) or (c.copy == "tma" and arch < FIRST_TMA):
-        return False
-    if c.dependent_launch != (c.kv_warps > 1 and arch >= FIRST_OVERLAP):
-        return False
-    if c.kv_warps > 1:
-        return c.copy in ("ldg_16", "tma") and c.rows_per_warp <= 32
-    # One half of the warps brings K and the other V.
-    if c.copy == "ldg_16" or c.warps % 2:
-        return False
-    if c.copy == "tma":
-        return max(c.tile_m, c.tile_n) <= TMA_BOX_ROWS
-    # TileLoader's: a pass of the threads must keep their swizzle pattern.
-    chunks = 8 if c.head_dim % 64 == 0 else 4  # of 16 bytes in a row of a panel
-    passes = ((c.tile_m, c.threads // chunks), (c.tile_n, c.threads // 2 // chunks))
-    return all(step >= 8 and step % 8 == 0 and rows % step == 0 for rows, step in passes)
-
-
 def fits(c: Candidate, arch: int, shared_kib: int = SMALLEST_SHARED_KIB) -> bool:
-    """Whether a candidate has a shape, and its blocks are within limits; ``shared_kib``: of a block."""
-    if not has_a_shape(c, arch):
+    """Whether the kernels can be made of it and its blocks are within limits; ``shared_kib``: of a block."""
+    rows, pairs, tma = 16 * (c.warps // c.kv_warps), c.kv_warps == 1, c.copy == "tma"
+    if c.head_dim % 32 or c.tile_n % 16 or c.warps % c.kv_warps or c.tile_m % rows:
         return False
-    if c.ping_pong and (c.kv_warps > 1 or c.warps not in (2, 4, 8)):  # turns are between pairs
+    if c.dependent_launch != (not pairs and arch >= FIRST_OVERLAP) or (tma and arch < FIRST_TMA):
         return False
-    if c.stages > 2 and c.copy == "ldg_16":  # loads into registers are at most one block ahead
-        return False
+    if pairs:
+        # One half of the warps brings K and the other V. TileLoader's: a pass of the threads must keep their
+        # swizzle pattern; of 8 or 4 chunks of 16 bytes in a row of a panel.
+        chunks = 8 if c.head_dim % 64 == 0 else 4
+        passes = ((c.tile_m, c.threads // chunks), (c.tile_n, c.threads // 2 // chunks))
+        whole = all(step >= 8 and step % 8 == 0 and tile % step == 0 for tile, step in passes)
+        can_copy = max(c.tile_m, c.tile_n) <= TMA_BOX_ROWS if tma else c.copy != "ldg_16" and whole
+        if c.warps % 2 or not can_copy or (c.ping_pong and c.warps not in (2, 4, 8)):  # turns of pairs
+            return False
+    else:
+        ahead = c.stages <= 2 or tma  # loads into registers are at most one block ahead
+        if c.copy not in ("ldg_16", "tma") or c.rows_per_warp > 32 or c.ping_pong or not ahead:
+            return False
     shared = shared_bytes(c)
     most = REGISTERS_PER_SM // (c.threads * c.min_blocks) // 8 * 8  # they are given out in eights
     return (
@@ -164,67 +150,44 @@ def fits(c: Candidate, arch: int, shared_kib: int = SMALLEST_SHARED_KIB) -> bool
     )
 
 
-@functools.cache
-def candidates(arch: int, head_dim: int, shared_kib: int = SMALLEST_SHARED_KIB) -> Sequence[Candidate]:
-    """Every one of an architecture and head dim that fits, in a fixed order, as a seed means the same."""
-    found = []
-    for copy, *values in itertools.product(COPIES, *SHAPE.values()):
-        shape = {"head_dim": head_dim, **dict(zip(SHAPE, values, strict=True)), "copy": copy}
-        shape["dependent_launch"] = shape["kv_warps"] > 1 and arch >= FIRST_OVERLAP
-        if has_a_shape(Candidate(**shape, **{name: domain[0] for name, domain in REST.items()}), arch):
-            rest = itertools.product(*REST.values())
-            found += [Candidate(**shape, **dict(zip(REST, chosen, strict=True))) for chosen in rest]
-    return tuple(candidate for candidate in found if fits(candidate, arch, shared_kib))
-
-
 # ---- which to try next -------------------------------------------------------------------------------------
 
-RANDOM_SHARE = 0.25  # of what is proposed; the rest are mutations of parents,
-PARENTS = 8  # the best so many,
-CLOSE = 0.75  # of those that are at most that much slower than the best one
-TRIES = 200  # a child that can't be compiled, or is known, is thrown away
+PARENTS = 8  # the best so many
+TRIES = 500  # for each that is asked for: a child that can't be compiled, or is known, is thrown away
 
 Scored = tuple[float, Candidate]
 """A candidate that ran, behind its speed relative to the incumbents (1.05: five percent faster)."""
 
 
 def propose(
-    space: Sequence[Candidate], known: Collection[Candidate], best: Sequence[Scored], count: int, seed: str,
-    arch: int,
-) -> list[Candidate]:  # fmt: skip
-    """``count`` candidates of the space that are not ``known``; fewer when no more are left.
+    allowed: Callable[[Candidate], bool], best: Sequence[Scored], count: int, seed: str, arch: int
+) -> list[Candidate]:
+    """``count`` candidates that are ``allowed``, or fewer when no more are found: mutations of the best.
 
-    best: what may become a parent; empty for a random draw. The same arguments propose the same.
+    The same arguments propose the same.
     """
     rng = random.Random(seed)
-    left = [candidate for candidate in space if candidate not in known]
-    rng.shuffle(left)
-    ranked = sorted(best, reverse=True)[:PARENTS]
-    parents = [candidate for gain, candidate in ranked if gain >= CLOSE * ranked[0][0]]
-    allowed = set(left)
+    parents = [candidate for _, candidate in sorted(best, reverse=True)[:PARENTS]]
     chosen: dict[Candidate, None] = {}
-    for _ in range(count - round(count * RANDOM_SHARE) if parents else 0):
-        for _ in range(TRIES):
-            better = min(rng.randrange(len(parents)), rng.randrange(len(parents)))
-            child = mutate(parents[better], arch, rng)
-            if child in allowed and child not in chosen:
-                chosen[child] = None
-                break
-    chosen |= dict.fromkeys(
-        [candidate for candidate in left if candidate not in chosen][: count - len(chosen)]
-    )
+    for _ in range(TRIES * count):
+        better = min(rng.randrange(len(parents)), rng.randrange(len(parents)))
+        child = mutate(parents[better], arch, rng)
+        if child not in chosen and allowed(child):
+            chosen[child] = None
+            parents.append(child)  # a step further, behind what has been timed
+        if len(chosen) == count:
+            break
     return list(chosen)
 
 
 def mutate(candidate: Candidate, arch: int, rng: random.Random) -> Candidate:
-    """One to three columns changed: a flag turned, a number moved one step along its domain, or anywhere."""
-    for name in rng.sample(list(DOMAINS), rng.choice((1, 1, 2, 3))):
+    """One to three columns changed, or all: a flag turned, a number moved one step, or anywhere."""
+    for name in rng.sample(list(DOMAINS), rng.choice((1, 1, 2, 3, len(DOMAINS)))):
         domain, value = DOMAINS[name], getattr(candidate, name)
-        others = [other for other in domain if other != value]
         at = domain.index(value) if value in domain else -9
         near = [*domain[max(0, at - 1) : max(0, at)], *domain[max(0, at + 1) : max(0, at + 2)]]
-        choices = near if near and rng.random() < 0.75 else others
-        candidate = replace(candidate, **{name: rng.choice(choices)})
+        others = [other for other in domain if other != value]
+        candidate = replace(candidate, **{name: rng.choice(near if near and rng.random() < 0.75 else others)})
     # Loads into registers go with warps that share the keys, cp.async with those that don't, TMA with both.
     shared = candidate.kv_warps > 1
     by_thread = "ldg_16" if shared else "cp_async_16"

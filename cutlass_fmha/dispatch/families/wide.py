@@ -8,7 +8,7 @@ that are a multiple of ``alignment``, and rows of a bias that are whole vectors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -66,7 +66,7 @@ _OWN_SM_TFLOPS: Mapping[tuple[int, str], float] = {
 }
 #: What a warp of 16 query rows does of that; it has twice as many or more otherwise.
 _FEW_ROWS = 0.9
-_LAUNCH_US = 2.0
+LAUNCH_US = 2.0
 
 
 # ---- selection ---------------------------------------------------------------------------------------------
@@ -118,35 +118,45 @@ def other_head_dims(row: Row, problem: Problem) -> str | None:
     return None if largest <= row.head_dim else f"up to {row.head_dim}"
 
 
-class _ByDatasheet:
+class ByDatasheet:
     """Microseconds that take no time to find."""
 
-    def __init__(self, row: Row, device: Device) -> None:
-        self.row, self.device = row, device
+    def __init__(self, row: Row, device: Device, predict: Callable[[Row, Problem, Device], float]) -> None:
+        self.row, self.device, self.predict = row, device, predict
 
     def us(self, problem: Problem) -> float:
-        return predicted_us(self.row, problem, self.device)
+        return self.predict(self.row, problem, self.device)
 
     at_least = us
 
 
 def offers(row: Row, problem: Problem, device: Device, known: Calibration) -> Offers:
-    return _ByDatasheet(row, device)
+    return ByDatasheet(row, device, predicted_us)
 
 
 def prepare(row: Row, call: Call, device: Device) -> Prepared:
     """Planned as other rows are, where neither a copy nor memory is needed."""
-    sizes, features, multiple = call.sizes, call.features, _multiple(row)
-    fits = call.problem.alignment % row.alignment == 0 and not (
-        sizes.head_dim % multiple or sizes.head_dim_v % multiple
-    )
+    sizes, features = call.sizes, call.features
     needs_room = row.accumulates and row.dtype != "float32"
     given = call.out_strides is not None
-    if not fits or needs_room or given or features.mask is not None or features.bias is not None:
+    if (
+        not whole_vectors(row, call)
+        or needs_room
+        or given
+        or features.mask is not None
+        or features.bias is not None
+    ):
         return Prepared(_C.AttentionParams(), launch=partial(launch, row, sizes, call.causal))
     params = params_of(sizes, features, call.causal, call.strides)
     params.pack = _packed_heads(sizes)
     return Prepared(params)
+
+
+def whole_vectors(row: Row, call: Call) -> bool:
+    """Whether a row takes a call's tensors as they lie."""
+    sizes, multiple = call.sizes, _multiple(row)
+    aligned = call.problem.alignment % row.alignment == 0
+    return aligned and not (sizes.head_dim % multiple or sizes.head_dim_v % multiple)
 
 
 def _packed_heads(sizes: Sizes) -> int:
@@ -161,7 +171,7 @@ def predicted_us(row: Row, problem: Problem, device: Device) -> float:
     keys = -(-keys // row.tile_n) * row.tile_n
     dims = -(-problem.head_dim // 32) * 32 + _value_columns(row, problem.value_dim)
     flop = row.tile_m * keys * dims * (1.0 if problem.causal != "none" else 2.0)
-    return _LAUNCH_US + -(-blocks // device.sm_count) * flop / _sm_tflops(row) / 1e6
+    return LAUNCH_US + -(-blocks // device.sm_count) * flop / _sm_tflops(row) / 1e6
 
 
 def _value_columns(row: Row, value_dim: int) -> int:
@@ -190,11 +200,14 @@ def launch(
     scale: float,
     return_lse: bool,
     said: Mapping[str, Any],
+    pack: int = 0,
+    splits: int = 1,
 ) -> tuple[Tensor, Tensor | None]:
     """One call by a row that has no reason against it, on the current stream: output and LSE.
 
-    ``said``: what ``Features`` are made of, and ``RESULTS``, of which an LSE is contiguous. Raises
-    UnsupportedError for a bias of another dtype than theirs.
+    ``said``: what ``Features`` are made of, and ``RESULTS``, of which an LSE is contiguous.
+    ``pack``: heads that share a tile, 0 where the row has one choice; ``splits``: parts of the keys.
+    Raises UnsupportedError for a bias of another dtype than theirs.
     """
     like, given, lse = tensors[0], said.get("out"), said.get("lse")
     features = Features(**{name: x for name, x in said.items() if name not in RESULTS})
@@ -207,7 +220,7 @@ def launch(
         to = out
         if not _fits(row, out):
             to = scratch.empty((*sizes.out_shape[:-1], padded(row, sizes.head_dim_v)), out.dtype)
-        _run(row, tensors, to, lse, scale, causal, features, sizes, scratch)
+        _run(row, tensors, to, lse, scale, causal, features, sizes, scratch, pack, splits)
         if to is not out:
             out.copy_(to[..., : sizes.head_dim_v])
     return out, lse
@@ -247,8 +260,11 @@ def _run(
     features: Features,
     sizes: Sizes,
     scratch: Scratch,
+    pack: int = 0,
+    splits: int = 1,
 ) -> None:
-    bias = _bias(row, features, sizes, out.dtype, scratch)
+    as_it_is = row.takes_features  # of masks and biases
+    bias = None if as_it_is else _bias(row, features, sizes, out.dtype, scratch)
     if 0 in (sizes.batch, sizes.seqlen_q, sizes.num_heads):
         return
     q, k, v = (_aligned(row, tensor, scratch) for tensor in tensors)
@@ -258,16 +274,23 @@ def _run(
     params = params_of(
         sizes._replace(head_dim=q.shape[-1], head_dim_v=v.shape[-1]), features, causal, strides
     )
-    params.o_stride, params.pack = _own_strides(out), _packed_heads(sizes)
+    params.o_stride, params.pack = _own_strides(out), pack or _packed_heads(sizes)
     for name, field in addresses_of(features):
-        if name not in ("mask", "bias"):
+        if as_it_is or name not in ("mask", "bias"):
             setattr(params, field, getattr(features, name).data_ptr())
-    params.bias_type = "none"
+    if not as_it_is:
+        params.bias_type = "none"
     if bias is not None:
         params.bias, params.bias_type = bias.data_ptr(), "same_as_q"
         params.bias_stride = broadcast_strides(bias, sizes)
     sums = None
-    if row.accumulates and not _can_accumulate_in(out, params):
+    if splits > 1:
+        params.splits, rows = splits, splits * params.lse_rows
+        sums = scratch.empty((rows * (params.head_dim_v + 2),), torch.float32)
+        params.partial_o = sums.data_ptr()
+        params.partial_lse = params.partial_o + 4 * rows * params.head_dim_v
+        params.partial_low = params.partial_lse + 4 * rows
+    elif not as_it_is and row.accumulates and not _can_accumulate_in(out, params):
         sums = scratch.empty(out.shape, torch.float32)
         params.partial_o = sums.data_ptr()
     scratch.check()

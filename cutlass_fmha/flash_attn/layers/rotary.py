@@ -38,6 +38,21 @@ def apply_rotary_emb(
 apply_rotary_emb_func = apply_rotary_emb
 
 
+def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
+    """Of each pair (a, b) of the last dimension (-b, a), by torch's operators."""
+    a, b = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+    return torch.stack((-b, a), -1).flatten(-2) if interleaved else torch.cat((-b, a), -1)
+
+
+def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """``apply_rotary_emb`` by torch's operators. cos, sin: a row for each of x's, [seqlen, rotary_dim / 2] or
+    [batch, seqlen, rotary_dim / 2]."""
+    width = 2 * cos.shape[-1]
+    cos, sin = (t.repeat_interleave(2, -1) if interleaved else torch.cat((t, t), -1) for t in (cos, sin))
+    turned = x[..., :width] * cos.unsqueeze(-2) + rotate_half(x[..., :width], interleaved) * sin.unsqueeze(-2)
+    return torch.cat((turned, x[..., width:]), -1)
+
+
 def apply_rotary_emb_qkv_(
     qkv: Tensor,
     cos: Tensor,
@@ -185,7 +200,9 @@ class _InPlace(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, turn: Any, conjugate: bool) -> Tensor:
         ctx.turn, ctx.conjugate = turn, conjugate
-        ctx.mark_dirty(x)
+        # As there, a leaf may be written to as well: its gradient is that of what it was before.
+        if not (x if x._base is None else x._base).is_leaf:
+            ctx.mark_dirty(x)
         turn(x, conjugate=conjugate)
         return x
 

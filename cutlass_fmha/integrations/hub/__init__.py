@@ -47,8 +47,8 @@ def flash_attn_func(
     s_aux: Tensor | None = None,
 ) -> Found:
     """``cutlass_fmha.flash_attn.flash_attn_func``, and s_aux: sinks, float32 or q's dtype, [num_heads]."""
-    given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
-    return _attend(q, k, v, *given, sinks=s_aux, deterministic=deterministic)
+    given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    return _attend(q, k, v, *given, return_attn_probs, {"sinks": s_aux})
 
 
 def flash_attn_varlen_func(
@@ -71,6 +71,6 @@ def flash_attn_varlen_func(
     s_aux: Tensor | None = None,
 ) -> Found:
     """``cutlass_fmha.flash_attn.flash_attn_varlen_func``, and s_aux as above."""
-    given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     lengths = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table)
-    return _attend(q, k, v, *given, sinks=s_aux, deterministic=deterministic, **lengths)
+    return _attend(q, k, v, *given, return_attn_probs, lengths | {"sinks": s_aux})

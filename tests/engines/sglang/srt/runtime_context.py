@@ -2,13 +2,7 @@
 
 from types import SimpleNamespace
 
-
-class ParallelContext:
-    def __getattr__(self, name):
-        return {"attn_dcp_size": 1}[name]
-
-
-_PARALLEL = ParallelContext()
+_PARALLEL = SimpleNamespace(attn_dcp_size=1)
 
 
 def get_parallel():

@@ -1,6 +1,5 @@
 """Stands in for the module of vLLM 0.33, whose names, parameters, fields and defaults these are."""
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar
@@ -20,7 +19,7 @@ class MultipleOf:
     base: int
 
 
-class AttentionBackend(ABC):
+class AttentionBackend:
     supported_dtypes: ClassVar[list] = [torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list] = ["auto", "float16", "bfloat16"]
     forward_includes_kv_cache_update: bool = True
@@ -29,18 +28,6 @@ class AttentionBackend(ABC):
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec=None):
         return [MultipleOf(1)]
-
-    @staticmethod
-    @abstractmethod
-    def get_name() -> str: ...
-
-    @staticmethod
-    @abstractmethod
-    def get_impl_cls(): ...
-
-    @staticmethod
-    @abstractmethod
-    def get_builder_cls(): ...
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
@@ -54,17 +41,7 @@ class AttentionBackend(ABC):
     def supports_sink(cls) -> bool:
         return False
 
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        return False
-
-    @classmethod
-    def supports_non_causal(cls) -> bool:
-        return False
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        return False
+    supports_sliding_window = supports_non_causal = supports_batch_invariance = supports_sink
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
@@ -107,10 +84,6 @@ class AttentionBackend(ABC):
         reasons = [reason for reason, supported in asked.items() if not supported]
         return reasons if combination is None else [*reasons, combination]
 
-    @classmethod
-    def supported_kv_cache_layouts(cls):
-        return None
-
 
 @dataclass
 class CommonAttentionMetadata:
@@ -128,44 +101,27 @@ class CommonAttentionMetadata:
 
 
 class AttentionCGSupport(Enum):
-    ALWAYS = 3
     UNIFORM_BATCH = 2
-    UNIFORM_SINGLE_TOKEN_DECODE = 1
     NEVER = 0
 
 
-class AttentionMetadataBuilder(ABC):
+class AttentionMetadataBuilder:
     _cudagraph_support = AttentionCGSupport.NEVER
     supports_update_block_table: bool = False
 
-    @abstractmethod
     def __init__(self, kv_cache_spec, layer_names: list[str], vllm_config, device: torch.device):
         self.device = device
 
-    @abstractmethod
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ): ...
 
-    def update_block_table(self, metadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor):
-        raise NotImplementedError
+    def update_block_table(self, metadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor): ...
 
 
-class AttentionImplBase:
-    def process_weights_after_loading(self, act_dtype: torch.dtype):
-        pass
+class AttentionImpl:
+    def process_weights_after_loading(self, act_dtype: torch.dtype): ...
 
-
-class AttentionImpl(AttentionImplBase, ABC):
-    @abstractmethod
-    def __init__(
-        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None, sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto", logits_soft_cap: float | None = None,
-        attn_type: str = AttentionType.DECODER, kv_sharing_target_layer_name: str | None = None,
-    ) -> None: ...  # fmt: skip
-
-    @abstractmethod
     def forward(
         self, layer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
         attn_metadata, output: torch.Tensor, output_scale: torch.Tensor | None = None,
