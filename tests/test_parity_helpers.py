@@ -23,10 +23,11 @@ from oracle_helpers import assert_merged, assert_rotated, bits, places
 from torch import Tensor
 
 import cutlass_fmha
-from cutlass_fmha import _C, Workspace
+from cutlass_fmha import _C
 from cutlass_fmha.cascade import cascade_attention, merge_states
 from cutlass_fmha.kv_cache import with_kv_cache
 from cutlass_fmha.launch import helpers
+from cutlass_fmha.launch.workspace import Workspace
 from cutlass_fmha.rotary import rotary
 
 pytestmark = pytest.mark.filterwarnings("default")
