@@ -280,13 +280,9 @@ def test_a_scored_row_reads_what_is_given_beside_copies(kernels: FakeKernels, dt
     assert prepared.launch is not None
     out, lse = prepared.launch((q, k, k), 0.5, True, said)
     p = kernels.last
-    assert (p.pack, p.splits, p.head_dim % 4, p.bias_type) == (2, 3, 0, "float32") and p.bias == said[
-        "bias"
-    ].data_ptr()
+    assert (p.pack, p.splits, p.head_dim % 4, p.bias_type) == (2, 3, 0, "float32") and p.bias == said["bias"].data_ptr()
     oracle_features.compare(out, lse, q, k, k, 0.5, "bottom-right", **said).check()
-    fitting = describe(
-        (made(DTYPES[dtype], 3, 4, 264),) + 2 * (made(DTYPES[dtype], 9, 2, 264),), "none", Features()
-    )
+    fitting = describe((made(DTYPES[dtype], 3, 4, 264),) + 2 * (made(DTYPES[dtype], 9, 2, 264),), "none", Features())
     assert wide_scored.prepare(row, fitting, PRESETS["l4"]).launch is None
 
 
