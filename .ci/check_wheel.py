@@ -17,9 +17,7 @@ import zipfile
 from pathlib import Path
 from types import ModuleType
 
-ALLOWED = re.compile(
-    r"(libc|libm|libdl|librt|libpthread|libstdc\+\+|libgcc_s|ld-linux-(x86-64|aarch64))\.so\.\d+"
-)
+ALLOWED = re.compile(r"(libc|libm|libdl|librt|libpthread|libstdc\+\+|libgcc_s|ld-linux-(x86-64|aarch64))\.so\.\d+")
 MAX_WHEEL_BYTES = 40 * 2**20
 
 

@@ -179,11 +179,7 @@ def reason(log: str) -> str:
     if match := re.search(r"CMake Error.*?\n\s*cutlass_fmha: (.*?)\n\s*(\n|Call Stack)", log, re.DOTALL):
         return " ".join(match[1].split())
     errors = re.findall(r"^.*\berror ?[:#](?! subprocess-exited).*$|^.*CMake Error.*$", log, re.MULTILINE)
-    return (
-        "the build failed:\n    " + "\n    ".join(map(str.strip, errors[:5]))
-        if errors
-        else "the build failed"
-    )
+    return "the build failed:\n    " + "\n    ".join(map(str.strip, errors[:5])) if errors else "the build failed"
 
 
 def main(arguments: list[str]) -> int:

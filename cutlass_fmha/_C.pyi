@@ -145,9 +145,7 @@ class AttentionParams:
 
     def __init__(self) -> None: ...
     def copy(self) -> AttentionParams: ...
-    def of_call(
-        self, q: int, k: int, v: int, o: int, lse: int, scale: float, room: int = 0
-    ) -> AttentionParams:
+    def of_call(self, q: int, k: int, v: int, o: int, lse: int, scale: float, room: int = 0) -> AttentionParams:
         """A copy with these addresses and this scale: for one call of a plan, which threads may share.
 
         ``room``: floats for the parts of split keys, splits * lse_rows * (head_dim_v + 2), or for a ``tail``.

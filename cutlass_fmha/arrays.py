@@ -41,9 +41,7 @@ def is_array(value: object) -> bool:
     return _has_dlpack(type(value))
 
 
-def through(
-    function: Callable[..., Any], q: Any, k: Any, v: Any, features: Mapping[str, Any], **options: Any
-) -> Any:
+def through(function: Callable[..., Any], q: Any, k: Any, v: Any, features: Mapping[str, Any], **options: Any) -> Any:
     """A call of ``function`` with tensors in place of arrays, and its results as arrays of q's library.
 
     The kernels run on torch's current stream: q's library is told to have its memory ready there, and makes
@@ -86,9 +84,7 @@ def tensors(name: str, value: Any, place: _Place | None = None) -> Any:
     if not _has_dlpack(kind):
         return value
     if (strides := getattr(value, "strides", None)) and min(strides) < 0:  # torch would abort
-        raise TypeError(
-            f"{name}, a {_name(value)}, has a negative stride, which no tensor has: pass {name}.copy()"
-        )
+        raise TypeError(f"{name}, a {_name(value)}, has a negative stride, which no tensor has: pass {name}.copy()")
     try:
         # torch hands its current stream to __dlpack__.
         return dlpack.from_dlpack(value)

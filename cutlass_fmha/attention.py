@@ -333,11 +333,7 @@ def _call(
         scale = check.finite_scale(scale)
     if row is not None:
         check.row_name(row)
-    if (
-        arguments
-        and layout not in ("bshd", "packed")
-        and ("cu_seqlens_q" in arguments or "cu_seqlens_k" in arguments)
-    ):
+    if arguments and layout not in ("bshd", "packed") and ("cu_seqlens_q" in arguments or "cu_seqlens_k" in arguments):
         raise ValueError(
             'layout must be "bshd" with cu_seqlens_q or cu_seqlens_k: '
             "packed tensors are [total tokens, num_heads, head_dim]"
@@ -469,9 +465,7 @@ def _broadcast(
     for name, tensor in zip(check.NAMES, tensors, strict=True):
         if tensor.dim() < own:
             needed = "[..., num_heads, seqlen, head_dim]" if enable_gqa else "[..., seqlen, head_dim]"
-            raise ValueError(
-                f"{name} must have at least {own} dimensions, {needed}, got shape {tuple(tensor.shape)}"
-            )
+            raise ValueError(f"{name} must have at least {own} dimensions, {needed}, got shape {tuple(tensor.shape)}")
     try:
         lead = torch.broadcast_shapes(*(tensor.shape[:-own] for tensor in tensors))
     except RuntimeError:
@@ -517,8 +511,7 @@ def _of_scores(attn_mask: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) ->
         len(own) < len(sizes) or any(size not in (1, want) for size, want in zip(sizes, own, strict=True))
     ):
         raise ValueError(
-            f"attn_mask must be broadcastable to {shape}, [..., seqlen_q, seqlen_k], "
-            f"got shape {tuple(attn_mask.shape)}"
+            f"attn_mask must be broadcastable to {shape}, [..., seqlen_q, seqlen_k], got shape {tuple(attn_mask.shape)}"
         )
     if len(shape) < 5 or attn_mask.dim() < 4:
         return attn_mask

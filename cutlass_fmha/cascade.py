@@ -50,9 +50,7 @@ def merge_states(
         ValueError: shapes, dtypes or devices that do not fit; the sentence says which.
         NotImplementedError: an input requires a gradient.
     """
-    check.check_tensors_given(
-        {"o_a": o_a, "lse_a": lse_a, "o_b": o_b, "lse_b": lse_b}, {"out": out, "lse": lse}
-    )
+    check.check_tensors_given({"o_a": o_a, "lse_a": lse_a, "o_b": o_b, "lse_b": lse_b}, {"out": out, "lse": lse})
     if out is None and lse is None:
         output, softmax_lse = torch.ops.cutlass_fmha.merge_states(o_a, lse_a, o_b, lse_b)
         return output, softmax_lse
@@ -177,9 +175,7 @@ def _both_parts(
                 state["out"] = room.empty((*x.shape[:-1], v_shared.shape[-1]), q.dtype)
                 state["lse"] = room.empty(lse_shape, torch.float32)
             room.hold()
-        shared, shared_lse = attention(
-            rows, k_shared.unsqueeze(0), v_shared.unsqueeze(0), **both, **states[0]
-        )
+        shared, shared_lse = attention(rows, k_shared.unsqueeze(0), v_shared.unsqueeze(0), **both, **states[0])
         found, found_lse = attention(q, k, v, **own, **both, **states[1])
         # [num_heads, batch, seqlen_q] or [num_heads, total_q]: the batch comes first in a state.
         shared_lse = shared_lse.view(heads, *q.shape[:-2])

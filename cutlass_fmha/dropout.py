@@ -40,8 +40,7 @@ def check_seed(seed: Tensor) -> None:
     """Raises ValueError."""
     if seed.dtype != torch.int64 or seed.shape != (1,):
         raise ValueError(
-            f"dropout_seed must be int64 of shape (1,), got {dtype_name(seed.dtype)} of shape "
-            f"{tuple(seed.shape)}"
+            f"dropout_seed must be int64 of shape (1,), got {dtype_name(seed.dtype)} of shape {tuple(seed.shape)}"
         )
 
 
@@ -98,9 +97,7 @@ def dropout_mask(
     for b in range(batch):
         for first in range(0, seqlen_q, step):
             queries = first, min(first + step, seqlen_q)
-            mask[b, :, slice(*queries)] = kept(
-                seed, threshold(dropout_p), b, num_heads, queries, (0, seqlen_k)
-            )
+            mask[b, :, slice(*queries)] = kept(seed, threshold(dropout_p), b, num_heads, queries, (0, seqlen_k))
     return mask
 
 

@@ -139,9 +139,7 @@ def _check_mlp(x: Tensor, w_gate_up: Tensor, w_down: Tensor) -> None:
             own, got = check.dtype_name(x.dtype), check.dtype_name(weight.dtype)
             raise ValueError(f"{name} must have x's dtype {own}, got {got}")
     if x.dim() < 1 or x.shape[-1] != w_gate_up.shape[1]:
-        raise ValueError(
-            f"x must have rows of w_gate_up's {w_gate_up.shape[1]} columns, got shape {tuple(x.shape)}"
-        )
+        raise ValueError(f"x must have rows of w_gate_up's {w_gate_up.shape[1]} columns, got shape {tuple(x.shape)}")
     if w_gate_up.shape[0] != 2 * w_down.shape[1]:
         raise ValueError(
             f"w_gate_up must have two rows for each of w_down's {w_down.shape[1]} columns, gate's before "

@@ -45,9 +45,7 @@ def is_jagged(tensor: object) -> bool:
     return isinstance(tensor, Tensor) and tensor.layout is torch.jagged
 
 
-def pack(
-    tensors: tuple[Tensor, Tensor, Tensor], layout: str, names: Names, arguments: Mapping[str, Any]
-) -> Packed:
+def pack(tensors: tuple[Tensor, Tensor, Tensor], layout: str, names: Names, arguments: Mapping[str, Any]) -> Packed:
     """What ``attention`` is to be called with. ``arguments`` are the op's; query or key is jagged.
 
     Raises TypeError or ValueError where jagged tensors don't go together; what else is wrong is found later.
@@ -59,8 +57,7 @@ def pack(
             check.check_tensor(name, x)
         elif not (is_jagged(x) and x.dim() == 4 and private_torch.ragged_axis(x) == axis):
             raise ValueError(
-                f"{name} must be a jagged tensor {_AXES[axis]} whose seqlen is jagged, "
-                f"got shape {tuple(x.shape)}"
+                f"{name} must be a jagged tensor {_AXES[axis]} whose seqlen is jagged, got shape {tuple(x.shape)}"
             )
         elif x.shape[0] != batch:
             raise ValueError(f"{name} must have {names[0]}'s batch size {batch}, got {x.shape[0]}")

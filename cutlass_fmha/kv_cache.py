@@ -214,9 +214,7 @@ def _check_results(
         results.check_result("out", out, shape, k_cache.dtype, ("q", q))
     if lse is not None:
         results.check_lse(lse, (*batch, heads, seqlen), ("q", q))
-    results.check_apart_before(
-        {"out": out, "lse": lse}, {"q": q, "k_cache": k_cache, "v_cache": v_cache, **new}
-    )
+    results.check_apart_before({"out": out, "lse": lse}, {"q": q, "k_cache": k_cache, "v_cache": v_cache, **new})
 
 
 def _is_limited(window: tuple[int | None, int | None] | None) -> bool:

@@ -63,9 +63,7 @@ class RMSNorm(nn.RMSNorm):
         count = len(self.normalized_shape)
         check.check_tensor("x", x)
         if x.shape[-count:] != self.normalized_shape:
-            raise ValueError(
-                f"x must end in {self.normalized_shape}, the normalized shape, got {tuple(x.shape)}"
-            )
+            raise ValueError(f"x must end in {self.normalized_shape}, the normalized shape, got {tuple(x.shape)}")
         said: Any = {
             "eps": self._eps(x),
             "weight_offset": self.weight_offset if self.elementwise_affine else 0.0,
@@ -96,9 +94,7 @@ class _Joined(nn.Module):
         super().__init__()
         self._parts: dict[str, dict[str, int]] = {}
 
-    def _join(
-        self, name: str, parts: dict[str, int], in_features: int, bias: bool, like: dict[str, Any]
-    ) -> None:
+    def _join(self, name: str, parts: dict[str, int], in_features: int, bias: bool, like: dict[str, Any]) -> None:
         rows = sum(parts.values())
         self._parts[name] = parts
         self.register_parameter(f"{name}_weight", nn.Parameter(torch.empty(rows, in_features, **like)))
@@ -246,9 +242,7 @@ def rotary_table(positions: int, rotary_dim: int, base: float = 10000.0, *, devi
     Scaled frequencies (Llama 3.1, YaRN) are the caller's to make: any two tables of this shape do.
     """
     pairs = torch.arange(0, rotary_dim, 2, device=device, dtype=torch.float32)
-    angles = torch.arange(positions, device=device, dtype=torch.float32)[:, None] / base ** (
-        pairs / rotary_dim
-    )
+    angles = torch.arange(positions, device=device, dtype=torch.float32)[:, None] / base ** (pairs / rotary_dim)
     return angles.cos(), angles.sin()
 
 
@@ -314,9 +308,7 @@ class Attention(_Joined):
         self.k_norm = RMSNorm(size, eps, **like) if qk_norm else None
         self.reset_parameters()
 
-    def forward(
-        self, x: Tensor, rotary: Table | None = None, cache: KVCache | None = None, **said: Any
-    ) -> Tensor:
+    def forward(self, x: Tensor, rotary: Table | None = None, cache: KVCache | None = None, **said: Any) -> Tensor:
         """x [batch, seqlen, embed_dim]; returns the same shape.
 
         rotary: cos and sin, as ``rotary_table`` has them. cache: x's tokens are appended, and see what is in
@@ -331,9 +323,7 @@ class Attention(_Joined):
         rows = functional.linear(x, self.qkv_weight, self.qkv_bias).unflatten(-1, (-1, self.head_dim))
         q, k, v = rows.split([self.num_heads, self.num_heads_kv, self.num_heads_kv], -2)
         said = {**self.said, **said}
-        out = (
-            self._attend(q, k, v, rotary, said) if cache is None else self._step(q, k, v, rotary, cache, said)
-        )
+        out = self._attend(q, k, v, rotary, said) if cache is None else self._step(q, k, v, rotary, cache, said)
         result: Tensor = self.o_proj(out.flatten(-2))
         return result
 

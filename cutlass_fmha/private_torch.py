@@ -35,9 +35,7 @@ get_tracing_state: Callable[[], Any] = getattr(_C, "_get_tracing_state", _someth
 
 #: Modules, whose ``_current_level`` and ``_is_profiler_enabled`` change.
 forward_ad: Any = _forward_ad if hasattr(_forward_ad, "_current_level") else SimpleNamespace(_current_level=0)
-profiler: Any = (
-    _profiler if hasattr(_profiler, "_is_profiler_enabled") else SimpleNamespace(_is_profiler_enabled=True)
-)
+profiler: Any = _profiler if hasattr(_profiler, "_is_profiler_enabled") else SimpleNamespace(_is_profiler_enabled=True)
 
 
 #: Whether any device type's autocast is on; with the stand-in the public questions follow.
@@ -150,9 +148,7 @@ raw_stream: Callable[[int], int] = getattr(_C, "_cuda_getCurrentRawStream", _raw
 
 #: (sizes, strides, dtype): a tensor on the current CUDA device, as compiled graphs make it, at a third of the
 #: cost of torch.empty_strided. Only asked where ``current_device`` says that it serves.
-empty_strided_cuda: Any = getattr(
-    getattr(getattr(_C, "_dynamo", None), "guards", None), "_empty_strided_cuda", None
-)
+empty_strided_cuda: Any = getattr(getattr(getattr(_C, "_dynamo", None), "guards", None), "_empty_strided_cuda", None)
 
 #: The current CUDA device; one that no tensor is on where there is no cheap way to ask.
 current_device: Callable[[], int] = getattr(_C if empty_strided_cuda else None, "_cuda_getDevice", lambda: -2)

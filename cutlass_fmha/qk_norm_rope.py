@@ -111,9 +111,7 @@ def qk_norm_rope(
     said = {**norm, "cache_batch_idx": cache_batch_idx, "page_table": page_table, "leftpad_k": leftpad_k}
     said |= a._asdict()
     if out is not None:
-        torch.ops.cutlass_fmha.qk_norm_rope_append_out(
-            k_cache, v_cache, *results.pair_of(out), *given, **said
-        )
+        torch.ops.cutlass_fmha.qk_norm_rope_append_out(k_cache, v_cache, *results.pair_of(out), *given, **said)
         return out
     one, other = torch.ops.cutlass_fmha.qk_norm_rope_append_(k_cache, v_cache, *given, **said)
     return one, other

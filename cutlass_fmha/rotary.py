@@ -53,16 +53,12 @@ def rotary(
     if cu_seqlens is not None:
         check_features.check_vector("cu_seqlens", cu_seqlens, None)
     if not isinstance(positions, Tensor):
-        tensors.check_dims(
-            "x", x, f"{'batch, seqlen' if cu_seqlens is None else 'total'}, num_heads, head_dim"
-        )
+        tensors.check_dims("x", x, f"{'batch, seqlen' if cu_seqlens is None else 'total'}, num_heads, head_dim")
         sequences = sequences_of(x, cu_seqlens)
         first, positions = positions, tensors.vector_of("positions", positions, sequences, x.device)
         check_positions(cos, first, x.shape[1] if cu_seqlens is None else min(1, x.shape[0]))
     if out is not None:
-        torch.ops.cutlass_fmha.rotary_out(
-            x, cos, sin, positions, out, interleaved=interleaved, cu_seqlens=cu_seqlens
-        )
+        torch.ops.cutlass_fmha.rotary_out(x, cos, sin, positions, out, interleaved=interleaved, cu_seqlens=cu_seqlens)
         return out
     output: Tensor = torch.ops.cutlass_fmha.rotary(
         x, cos, sin, positions, interleaved=interleaved, cu_seqlens=cu_seqlens

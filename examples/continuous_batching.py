@@ -115,9 +115,7 @@ def main() -> None:
         engine.waiting += [coming.pop(0)] if coming else []  # another one at each step
         batches.append(engine.step())
     same = [alone(layer, r, n) == r.tokens for r, (n, _) in zip(requests, sizes, strict=True)]
-    print(
-        f"{len(batches)} steps on the {device}, of up to {max(map(len, batches))} requests: {batches[:6]} ..."
-    )
+    print(f"{len(batches)} steps on the {device}, of up to {max(map(len, batches))} requests: {batches[:6]} ...")
     print(f"{sum(same)} of {len(same)} requests have the tokens that they have alone")
     assert len({*requests[3].tokens}) > 5 and len(engine.free) == PAGES and max(map(len, batches)) > 2
     assert all(same) or device == "cuda"  # float16 may break a tie otherwise

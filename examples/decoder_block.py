@@ -64,9 +64,7 @@ class TorchBlock(torch.nn.Module):
         super().__init__()
         self.of, self.size, self.flash = [block], size, flash  # not a child: its parameters are the block's
 
-    def forward(
-        self, x: Tensor, table: tuple[Tensor, Tensor], k_cache: Tensor, v_cache: Tensor, at: Tensor
-    ) -> Tensor:
+    def forward(self, x: Tensor, table: tuple[Tensor, Tensor], k_cache: Tensor, v_cache: Tensor, at: Tensor) -> Tensor:
         """at: positions [seqlen] of x's tokens. Several are a prompt, and see each other alone; one sees all
         keys of the cache."""
         (block,), size = self.of, self.size
@@ -156,9 +154,7 @@ def main() -> None:
             off = worst(ours(), calls["torch"]())
             assert off < (0.05 if device == "cuda" else 1e-4), off
             times = times_in_turns(calls, device, 0.5 if device == "cuda" else 0.02)
-            told = ", ".join(
-                f"{each} {us:,.0f} us ({us / times['cutlass_fmha']:.2f}x)" for each, us in times.items()
-            )
+            told = ", ".join(f"{each} {us:,.0f} us ({us / times['cutlass_fmha']:.2f}x)" for each, us in times.items())
             print(f"{name} on the {device}: {told}; {off:.0e} off torch")
             kept["us"][name], kept["off_torch"][name] = times, off
         kept["steps"] = allocations(step, size.steps, device)

@@ -39,9 +39,7 @@ def main() -> None:
     tokens, indices, starts, longest, *_ = unpad_input(prompts[..., None], mask)
     q, k, v = qkv_of(tokens.squeeze(-1))
     q, k = (apply_rotary_emb(x, cos, sin, cu_seqlens=starts, max_seqlen=longest) for x in (q, k))
-    out = pad_input(
-        flash_attn_varlen_func(q, k, v, starts, starts, longest, longest, causal=True), indices, 2, 9
-    )
+    out = pad_input(flash_attn_varlen_func(q, k, v, starts, starts, longest, longest, causal=True), indices, 2, 9)
     for place, rows in zip(cache, (k, v), strict=True):
         place[:, :9] = pad_input(rows, indices, 2, 9)
     last = out[torch.arange(2, device=device), lengths.long() - 1]
@@ -50,9 +48,7 @@ def main() -> None:
         new = (last.flatten(-2) @ embed.t()).argmax(-1, keepdim=True)
         generated.append(new)
         said = {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": False, "causal": True}
-        last = flash_attn_with_kvcache(
-            *qkv_of(new)[:1], *cache, *qkv_of(new)[1:], cache_seqlens=lengths, **said
-        )
+        last = flash_attn_with_kvcache(*qkv_of(new)[:1], *cache, *qkv_of(new)[1:], cache_seqlens=lengths, **said)
         last, lengths = last[:, 0], lengths + 1
     print(f"on the {device}, two sequences: {torch.cat(generated, 1).tolist()}")
 

@@ -25,9 +25,7 @@ def main() -> None:
 
     value, gradients = loss(lambda *x: fmha.attention(*x, causal=True))(q, k, v)
     theirs, expected = loss(lambda *x: jax.nn.dot_product_attention(*x, is_causal=True))(q, k, v)
-    apart = max(
-        float(jnp.abs(x - y).max() / jnp.abs(y).max()) for x, y in zip(gradients, expected, strict=True)
-    )
+    apart = max(float(jnp.abs(x - y).max() / jnp.abs(y).max()) for x, y in zip(gradients, expected, strict=True))
     print(f"on the {jax.default_backend()}: loss {value:.6f}, JAX's own {theirs:.6f}")
     print(f"gradients are {apart:.1e} apart")
     assert apart < (1e-2 if on_gpu else 1e-4) and abs(value - theirs) < 1e-3 * theirs

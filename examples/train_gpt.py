@@ -193,9 +193,7 @@ def moved(x: Tensor, device: torch.device) -> Tensor:
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
 
 
-def train(
-    way: str, seed: int, size: Size, texts: list[Tensor], held_out: list[Tensor], device: torch.device
-) -> Run:
+def train(way: str, seed: int, size: Size, texts: list[Tensor], held_out: list[Tensor], device: torch.device) -> Run:
     attend, batched = WAYS[way]
     torch.manual_seed(seed)
     model = GPT(size, attend).to(device)
@@ -312,13 +310,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--tiny", action="store_true", help="a model for a CPU")
     parser.add_argument("--steps", type=int, help="of each run, 2 or more")
-    parser.add_argument(
-        "--seeds", type=int, nargs="+", default=[0, 1, 2], help="of each way (default: 0 1 2)"
-    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of each way (default: 0 1 2)")
     parser.add_argument("--output", type=Path, default=Path("build/train_gpt"), help="of a .json and a .png")
-    parser.add_argument(
-        "--from-json", type=Path, nargs="+", metavar="PATH", help="tell of kept results, joined"
-    )
+    parser.add_argument("--from-json", type=Path, nargs="+", metavar="PATH", help="tell of kept results, joined")
     arguments = parser.parse_args(argv)
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     if arguments.from_json:

@@ -36,9 +36,7 @@ def main() -> None:
         ours = generate()
     model.set_attn_implementation("eager")
     same = (ours == generate()).float().mean().item()
-    print(
-        f"on the {device}: {counter.calls} calls of cutlass_fmha's ops, {same:.0%} of the tokens are eager's"
-    )
+    print(f"on the {device}: {counter.calls} calls of cutlass_fmha's ops, {same:.0%} of the tokens are eager's")
     assert counter.calls == 2 * 8
     assert same == 1.0 or device == "cuda"  # bfloat16 may break a tie otherwise
 

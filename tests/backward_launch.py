@@ -42,16 +42,10 @@ LISTED = [
     *(Problem(200, 330, causal, prefix=True, num_heads=4, num_heads_kv=1) for causal in CAUSAL),
     *(Problem(200, 330, causal, prefix=True, window=(20, -1)) for causal in CAUSAL[1:]),
     *(Problem(130, 200, batch=5, packed_q=True, packed_k=True, causal=causal, seed=3) for causal in CAUSAL),
-    *(
-        Problem(130, 200, batch=4, packed_q=True, packed_k=True, used_q=True, used_k=True, seed=s)
-        for s in (1, 4)
-    ),
+    *(Problem(130, 200, batch=4, packed_q=True, packed_k=True, used_q=True, used_k=True, seed=s) for s in (1, 4)),
     *(Problem(170, 300, batch=4, used_q=True, used_k=True, leftpad=True, causal=causal) for causal in CAUSAL),
     *(Problem(70, 130, layout=layout, num_heads=4) for layout in ("bhsd", "packed", "padded", "expanded")),
-    *(
-        Problem(70, 130, head_dim=d, head_dim_v=v)
-        for d, v in ((24, 72), (72, 24), (128, 64), (64, 256), (200, 256))
-    ),
+    *(Problem(70, 130, head_dim=d, head_dim_v=v) for d, v in ((24, 72), (72, 24), (128, 64), (64, 256), (200, 256))),
     *(Problem(100, 130, scale=scale, fill=fill) for scale in (0.0, -0.3) for fill in ("ramp", "small")),
 ]
 
@@ -68,9 +62,7 @@ SCORED = [
         for dims, memory in zip(("bhqk", "qk", "k", "bk", "", "hqk"), MEMORY, strict=False)
     ),
     *(
-        Problem(
-            70, 200, "bottom-right", bias=(dims, kind, "plain"), bias_fill=fill, num_heads=4, num_heads_kv=2
-        )
+        Problem(70, 200, "bottom-right", bias=(dims, kind, "plain"), bias_fill=fill, num_heads=4, num_heads_kv=2)
         for dims in ("bhqk", "hqk", "k", "q", "", "bh")
         for kind, fill in (("same", "normal"), ("float32", "minus-inf"))
     ),
@@ -86,12 +78,8 @@ SCORED = [
         )
     ),
     *(Problem(150, 400, blocks=(64, 64), memory=memory, num_heads_kv=1) for memory in SMALL_MEMORY[1:]),
-    Problem(
-        200, 300, batch=4, packed_q=True, packed_k=True, blocks=(32, 64), dropout=0.2, softcap=5.0, seed=3
-    ),
-    Problem(
-        150, 300, leftpad=True, used_q=True, used_k=True, blocks=(64, 32), bias=WHOLE_HEADS, window=(90, 0)
-    ),
+    Problem(200, 300, batch=4, packed_q=True, packed_k=True, blocks=(32, 64), dropout=0.2, softcap=5.0, seed=3),
+    Problem(150, 300, leftpad=True, used_q=True, used_k=True, blocks=(64, 32), bias=WHOLE_HEADS, window=(90, 0)),
     Problem(150, 300, "top-left", window=(30, 5), prefix=True, dropout=0.2, alibi="bh", **GROUPED),
     Problem(150, 300, "bottom-right", leftpad=True, used_k=True, dropout=0.5, mask=MASK, sinks="normal"),
 ]

@@ -29,9 +29,7 @@ REPORT = pytest.StashKey[ParityReport]()
 LEFT_OUT = pytest.StashKey[int]()
 TMA_TESTS = "test_parity_tma.py"
 WITHOUT_TMA = pytest.StashKey["str | None"]()  # why they are left out; None when they aren't
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1] / "tools")
-)  # the tests of tools/ import them by name
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))  # the tests of tools/ import them by name
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -121,9 +121,7 @@ class Maker:
         table = torch.tensor(places[:own], dtype=torch.int32).view(p.batch, p.pages)
         found = []
         for number, x in enumerate((k, v)):
-            pages = torch.full(
-                (own + 3, p.page_size, *x.shape[2:]), torch.nan, dtype=x.dtype, device=self.device
-            )
+            pages = torch.full((own + 3, p.page_size, *x.shape[2:]), torch.nan, dtype=x.dtype, device=self.device)
             pages[table.flatten().long()] = x.reshape(own, p.page_size, *x.shape[2:])
             found.append(lay_out_one(pages, p.layout, 1 + number))
         if p.shares_pages:
@@ -202,9 +200,7 @@ class Maker:
         if p.sinks:
             sinks = torch.randn(p.num_heads, generator=self.numbers, device=self.device)
             sinks += {"normal": 0.0, "high": 12.0, "low": -12.0}[p.sinks]
-            features["sinks"] = self.fenced(
-                sinks.to(torch.float64 if self.dtype == torch.float64 else torch.float32)
-            )
+            features["sinks"] = self.fenced(sinks.to(torch.float64 if self.dtype == torch.float64 else torch.float32))
         if p.dropout:
             seed = self.chance.getrandbits(63)
             features["dropout_p"] = p.dropout
@@ -233,9 +229,7 @@ class Maker:
         if p.memory == "overlapping" and counts.numel():
             count = windows(indices.shape)
             indices.view(-1)[:count] = torch.tensor(self.rising(count + 2, count))
-        if (
-            p.memory == "expanded" and self.chance.random() < 0.3
-        ):  # an entry that is the whole list counts once
+        if p.memory == "expanded" and self.chance.random() < 0.3:  # an entry that is the whole list counts once
             first = self.small(indices[..., :1], 0).expand(indices.shape)
             return self.small(counts.clamp_max(1), entries), first
         return self.small(counts, entries), self.small(indices, 0, dims=3)

@@ -151,9 +151,7 @@ def _plain_lengths() -> list[P]:
     for i, (seqlen_q, seqlen_k) in enumerate(LENGTHS):
         for j, causal in enumerate(CAUSAL):
             h, h_kv = heads[(i + j) % 3]
-            found.append(
-                P(seqlen_q, seqlen_k, causal, num_heads=h, num_heads_kv=h_kv, return_lse=(i + j) % 4 > 0)
-            )
+            found.append(P(seqlen_q, seqlen_k, causal, num_heads=h, num_heads_kv=h_kv, return_lse=(i + j) % 4 > 0))
     return found
 
 

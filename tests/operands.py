@@ -59,9 +59,7 @@ def _outliers(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor
     return q, k, v
 
 
-def _exact(
-    q_unit: float, k_unit: float, half_q_unit: float | None = None, half_k_unit: float | None = None
-) -> Fill:
+def _exact(q_unit: float, k_unit: float, half_q_unit: float | None = None, half_k_unit: float | None = None) -> Fill:
     """Scores that are integers up to 12 times the units' product (the latter two: in fp16), exact in fp32 in
     any order of summation, with frequent ties. Beyond ties the softmax picks one key."""
 

@@ -20,9 +20,7 @@ class Expected(NamedTuple):
         assert_close(found.cpu(), self.value, self.largest)
 
 
-def rms_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, weight_offset: float
-) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, weight_offset: float) -> Tensor:
     """Of rows in fp64."""
     y = x / torch.sqrt((x**2).sum(-1, keepdim=True) / x.shape[-1] + eps)
     y = y if weight is None else y * (weight + weight_offset)
@@ -38,9 +36,7 @@ class RmsNorm:
     ) -> None:  # fmt: skip
         total = x.cpu() if residual is None else (x.cpu().double() + residual.cpu().double()).to(x.dtype)
         self.sum = total
-        leaves = [
-            None if t is None else t.detach().cpu().double().requires_grad_() for t in (total, weight, bias)
-        ]
+        leaves = [None if t is None else t.detach().cpu().double().requires_grad_() for t in (total, weight, bias)]
         s, w, b = leaves
         assert s is not None
         out = rms_norm(s, w, b, eps, weight_offset)

@@ -179,9 +179,7 @@ class Sequence:
         return 1.0 / (1.0 - dropped_of_65536(self.features.dropout_p) / 65536)
 
 
-def sequences(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: str, f: Features
-) -> Iterator[Sequence]:
+def sequences(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: str, f: Features) -> Iterator[Sequence]:
     cu_q = None if f.cu_seqlens_q is None else f.cu_seqlens_q.tolist()
     batch = q.shape[0] if cu_q is None else len(cu_q) - 1
     scale = oracle._default_scale(q, scale)
@@ -303,9 +301,7 @@ def compare(
 def _unused_rows(s: Sequence, out: Tensor, lse: Tensor | None) -> Tensor:
     """[4]: infinite where output or LSE of a row that is not in use isn't 0 or -inf."""
     wrong = (out[s.out_place][len(s.q) :] != 0.0).any()
-    lse_wrong = (
-        torch.zeros_like(wrong) if lse is None else (lse[s.lse_place][:, len(s.q) :] != -math.inf).any()
-    )
+    lse_wrong = torch.zeros_like(wrong) if lse is None else (lse[s.lse_place][:, len(s.q) :] != -math.inf).any()
     flags = torch.stack([wrong, wrong, lse_wrong, lse_wrong])
     return torch.zeros(4, dtype=torch.float64, device=out.device).masked_fill(flags, math.inf)
 
@@ -326,9 +322,7 @@ def _errors(s: Sequence, rows: slice, out: Tensor, lse: Tensor | None, granted: 
     tolerance = tolerance.masked_fill(nothing, 0.0)
     ours = out[s.out_place][: len(s.q)][rows].transpose(0, 1)
     # What dropout scales up may be too large for the dtype: then it is infinite, or the largest number.
-    overflow = (ref.abs() + tolerance.unsqueeze(-1) > most) & (
-        ours.double().clamp(-most, most) == ref.sign() * most
-    )
+    overflow = (ref.abs() + tolerance.unsqueeze(-1) > most) & (ours.double().clamp(-most, most) == ref.sign() * most)
     errors = [*oracle._worst(oracle._difference(ours, ref).masked_fill(overflow, 0.0).amax(-1), tolerance)]
     if lse is None:
         return torch.stack([*errors, torch.zeros_like(errors[0]), torch.zeros_like(errors[0])])

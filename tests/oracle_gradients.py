@@ -40,9 +40,7 @@ NAMES = ("q", "k", "v", "bias", "sinks")
 def sequences(call: Call, **changed: Tensor) -> Iterator[Sequence]:
     """Those of a call, some of whose tensors are others."""
     q, k, v = (changed.pop(name, getattr(call, name)) for name in "qkv")
-    yield from oracle_features.sequences(
-        q, k, v, call.scale, call.causal, Features(**{**call.features, **changed})
-    )
+    yield from oracle_features.sequences(q, k, v, call.scale, call.causal, Features(**{**call.features, **changed}))
 
 
 def reference(call: Call, dout: Tensor, dlse: Tensor | None) -> dict[str, Tensor]:
@@ -181,9 +179,7 @@ def _errors(
     variance = products(ds_variance, p_variance, lambda x: x.double() ** 2, s.scale**2)
     slopes = t.p * t.slope
     variance["q"] = variance["q"] + term_variance * (slopes @ k.double() * s.scale) ** 2
-    variance["k"] = (
-        variance["k"] + summed((slopes**2 * term_variance).transpose(1, 2) @ q.double() ** 2) * s.scale**2
-    )
+    variance["k"] = variance["k"] + summed((slopes**2 * term_variance).transpose(1, 2) @ q.double() ** 2) * s.scale**2
     spread = {name: DEVIATIONS * x.sqrt() for name, x in variance.items()}
     if (s.k == s.k[:1]).all() and (s.v == s.v[:1]).all():  # P is alike, and dS: so are their roundings
         of_term = (of_output.sqrt() * own_dout.double().abs()).sum(-1, keepdim=True)
@@ -196,14 +192,11 @@ def _errors(
     score = 2 * score + 16 * FP32_EPS
     _, lse = s.probabilities(slice(0, len(s.q)), torch.float64)
     score = score + 4 * FP32_EPS * lse.abs().masked_fill(lse == -math.inf, 0.0)[..., None]
-    norms = (
-        own_dout.double().norm(dim=-1, keepdim=True) * s.per_query_head(s.v).double().norm(dim=-1)[:, None]
-    )
+    norms = own_dout.double().norm(dim=-1, keepdim=True) * s.per_query_head(s.v).double().norm(dim=-1)[:, None]
     product = product_error * FP32_EPS
     sums = (own_dout.shape[-1] / 4 + 8) * FP32_EPS + product
     wrong = t.p * (
-        score * ((t.dp * t.kept).abs() + t.term.abs())
-        + sums * (norms * t.kept + (t.p * norms).sum(-1, keepdim=True))
+        score * ((t.dp * t.kept).abs() + t.term.abs()) + sums * (norms * t.kept + (t.p * norms).sum(-1, keepdim=True))
     )
     if s.features.softcap:
         wrong = wrong + t.p * 16 * FP32_EPS * ((t.dp * t.kept).abs() + t.term.abs())

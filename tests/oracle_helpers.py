@@ -60,9 +60,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: 
     return torch.cat((torch.stack((turned.real, turned.imag), pair).flatten(-2), x[..., dim:]), -1)
 
 
-def assert_rotated(
-    out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool
-) -> None:
+def assert_rotated(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> None:
     """``out`` is x rotated with one rounding; what is not rotated has x's bits."""
     expected = rotate(x, cos, sin, positions, interleaved)
     dim = 2 * cos.shape[1]

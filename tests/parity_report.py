@@ -81,9 +81,7 @@ class ParityReport:
         """Rows that no problem was compared on."""
         return [name for name in self.expected if name not in self.rows]
 
-    def content(
-        self, passed: bool, tests: dict[str, int], environment: dict[str, object]
-    ) -> dict[str, object]:
+    def content(self, passed: bool, tests: dict[str, int], environment: dict[str, object]) -> dict[str, object]:
         """The report as JSON data. It passes only when every row was covered."""
         return {
             "kind": "cutlass_fmha parity report",

@@ -120,9 +120,7 @@ class Problem:
         """Whether a row that asks for ``alignment`` bytes can take the problem's memory layout."""
         return alignment <= 2 or self.layout not in ("unaligned", "overlapping")
 
-    def inputs(
-        self, dtype: torch.dtype, head_dim: int, device: torch.device | str
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def inputs(self, dtype: torch.dtype, head_dim: int, device: torch.device | str) -> tuple[Tensor, Tensor, Tensor]:
         """query, key and value as [batch, seqlen, heads, head_dim] views between NaN, without features."""
         return lay_out(*filled(self, dtype, head_dim, device), self.layout)
 

@@ -97,10 +97,7 @@ def placed(x: Any, place: str, floats: torch.dtype | None = torch.float16) -> An
     if isinstance(x, tuple | list):
         return type(x)(placed(each, place, floats) for each in x)
     if isinstance(x, dict):
-        return {
-            name: value if name.endswith("_cpu") else placed(value, place, floats)
-            for name, value in x.items()
-        }
+        return {name: value if name.endswith("_cpu") else placed(value, place, floats) for name, value in x.items()}
     if hasattr(x, "__dict__") and not isinstance(x, type | int | Callable):
         found = copy.copy(x)
         found.__dict__.update(placed(vars(x), place, floats))

@@ -85,9 +85,7 @@ def test_memory_is_shared_both_ways(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(("current", "asked"), [(0, 1), (2, 2), (77, 77)])
-def test_the_stream_that_the_kernel_runs_on_is_handed_over(
-    monkeypatch: pytest.MonkeyPatch, current: int, asked: int
-):
+def test_the_stream_that_the_kernel_runs_on_is_handed_over(monkeypatch: pytest.MonkeyPatch, current: int, asked: int):
     """1 is CUDA's default stream, which has no number; another one is known by its address."""
     devices: list[int] = []
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=current))

@@ -223,9 +223,7 @@ OVER_CACHES: dict[str, Callable[[dict[str, Tensor]], Any]] = {
     "append to pages": lambda t: step(t, page_table=t["table"]),
     "append to slots": lambda t: step(t, cache_batch_idx=t["slots"], sinks=t["sinks"]),
     "cache as it is": lambda t: with_kv_cache(t["q"], t["k"], t["v"]),
-    "pages": lambda t: attention(
-        t["q"], t["k"], t["v"], page_table=t["table"], seqused_k=t["used"], return_lse=True
-    ),
+    "pages": lambda t: attention(t["q"], t["k"], t["v"], page_table=t["table"], seqused_k=t["used"], return_lse=True),
     "slots": lambda t: attention(t["q"], t["k"], t["v"], cache_batch_idx=t["slots"], bias=t["bias"]),
     "cascade": lambda t: cascade_attention(
         t["q"], t["new_k"].select(0, 0), t["new_v"].select(0, 0), t["k"], t["v"], cache_batch_idx=t["slots"]

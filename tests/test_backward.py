@@ -33,9 +33,7 @@ def drawn(*shape: int, dtype: torch.dtype = F64) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=F64).to(dtype)
 
 
-def tensors(
-    seqlen_q: int = 7, seqlen_k: int = 9, dtype: torch.dtype = F64, head_dim: int = 8
-) -> list[Tensor]:
+def tensors(seqlen_q: int = 7, seqlen_k: int = 9, dtype: torch.dtype = F64, head_dim: int = 8) -> list[Tensor]:
     """Four query heads that share two of keys."""
     shapes = ((2, seqlen_q, 4, head_dim), (2, seqlen_k, 2, head_dim), (2, seqlen_k, 2, head_dim))
     return [drawn(*shape, dtype=dtype).mul(1 + n / 8).requires_grad_() for n, shape in enumerate(shapes)]
@@ -226,9 +224,7 @@ def four_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("four_rows")
-@pytest.mark.parametrize(
-    ("dims", "expected"), [((32, None), 64), ((64, 64), 64), ((40, 72), 128), ((128, 64), 128)]
-)
+@pytest.mark.parametrize(("dims", "expected"), [((32, None), 64), ((64, 64), 64), ((40, 72), 128), ((128, 64), 128)])
 def test_the_least_head_dim_that_holds_both_is_chosen(dims: tuple[int, int | None], expected: int):
     problem = Problem(1, 64, 64, 4, 2, dims[0], "float16", head_dim_v=dims[1], features=("window", "varlen"))
     assert gradients.choose(problem, L4).row.name == f"bwd_sm89_d{expected}"
@@ -278,9 +274,7 @@ def symbols(*sizes: int) -> tuple[ShapeEnv, list[Any]]:
 
 @pytest.mark.usefixtures("four_rows")
 @pytest.mark.parametrize(("head_dim", "sentence"), [(64, ""), (4096, "made for head dims up to")])
-def test_a_row_is_asked_for_while_sizes_are_symbols(
-    head_dim: int, sentence: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_row_is_asked_for_while_sizes_are_symbols(head_dim: int, sentence: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(launch.devices, "of_index", lambda index: L4)
     problem = Problem(2, 100, 100, 4, 4, *symbols(head_dim)[1], "float16")
     assert sentence in launch.refusal(problem, 0)
@@ -301,9 +295,7 @@ def test_explain_says_which_row_computes_gradients_and_why_not_the_others():
     found = cutlass_fmha.explain(shape=(1, 64, 4, 40), dtype="float16", device=L4, backward=True)
     assert found.winner == "bwd_sm89_d64" and "of the least head dim" in found.note
     assert [x.row.name for x in found.rows if x.eligible] == ["bwd_sm89_d64", "bwd_sm89_d128"]
-    refused = cutlass_fmha.explain(
-        shape=(1, 64, 4, 64), dtype="float16", device=L4, backward=True, deterministic=True
-    )
+    refused = cutlass_fmha.explain(shape=(1, 64, 4, 64), dtype="float16", device=L4, backward=True, deterministic=True)
     assert refused.winner is None and "bwd_sm89_d64" in str(refused)
     assert "sums dQ in no fixed order" in str(refused)
     q, k, v = (x.detach() for x in tensors())

@@ -332,9 +332,7 @@ def test_what_is_printed_has_means_refusals_machine_and_method():
 
 def test_a_loop_is_by_torchs_allocator_and_by_a_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     """On CPU tensors, which take nothing of it: what is counted is this test's."""
-    shown = (
-        "9 calls of drawn lengths, by torch: 9.9 us each, 64.0 MiB more reserved, 25% of it never in use, "
-    )
+    shown = "9 calls of drawn lengths, by torch: 9.9 us each, 64.0 MiB more reserved, 25% of it never in use, "
     assert shown + "12 allocations." in report.footnotes(synthetic())
     counts = iter([1, 5, 7, 7])
     names = {"reserved_bytes.all": 8 << 20, "allocated_bytes.all": 6 << 20}
@@ -342,9 +340,7 @@ def test_a_loop_is_by_torchs_allocator_and_by_a_workspace(monkeypatch: pytest.Mo
         monkeypatch.setattr(torch.cuda, name, lambda: None)
     stats = {f"{name}.peak": x for name, x in names.items()}
     stats |= {f"{name}.current": 4 << 20 for name in names}
-    monkeypatch.setattr(
-        torch.cuda, "memory_stats", lambda: stats | {"allocation.all.allocated": next(counts)}
-    )
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: stats | {"allocation.all.allocated": next(counts)})
     used: list[bool] = []
     attention = cutlass_fmha.attention
 
@@ -445,9 +441,7 @@ def test_the_picture_shows_bars_and_refusals(tmp_path: Path, suffix: str, begin:
         ("--against {0}", 1, "bench: {0} holds no package cutlass_fmha\n"),
     ],
 )
-def test_what_cannot_be_done_is_one_sentence(
-    arguments: str, status: int, said: str, tmp_path, monkeypatch, capsys
-):
+def test_what_cannot_be_done_is_one_sentence(arguments: str, status: int, said: str, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert bench.main(arguments.format(tmp_path).split()) == status
@@ -500,9 +494,7 @@ def test_runs_of_some_cases_are_joined(tmp_path: Path) -> None:
         ({2: None}, "no longer runs: why"),
     ],
 )
-def test_what_is_slower_than_noise_fails(
-    factors: dict[int, float | None], said: str | None, tmp_path, capsys
-):
+def test_what_is_slower_than_noise_fails(factors: dict[int, float | None], said: str | None, tmp_path, capsys):
     report.write_json(synthetic(), tmp_path / "before.json")
     result = synthetic()
     ran = [case["results"]["ours"] for case in result["cases"] if case["results"]["ours"]["status"] == "ok"]

@@ -64,9 +64,7 @@ def test_ops_are_told_beside_torchs(tmp_path: Path, capsys: pytest.CaptureFixtur
     for name in beside.OPS:
         assert f"| {name}, forward |" in text and (f"| {name}, backward |" in text or "- |" in text)
     assert "norm, rotary, append: batch" in text
-    with mock.patch.dict(
-        beside.OPS, {"swiglu": beside.OPS["swiglu"]._replace(ours=lambda gate, up: gate * up)}
-    ):
+    with mock.patch.dict(beside.OPS, {"swiglu": beside.OPS["swiglu"]._replace(ours=lambda gate, up: gate * up)}):
         assert beside.main(["--ops", "swiglu", "--sizes", "4096", "--budget", "0.001"]) == 1
     assert "swiglu is" in capsys.readouterr().err
 
@@ -105,9 +103,7 @@ def test_bytes_that_must_move_are_those_of_tensors(name: str):
     tensors = op.make(1 << 16, torch.device("cpu"), torch.float32)
     results = op.ours(*tensors)
     results = results if isinstance(results, tuple) else (results,)
-    read = [
-        x for x in tensors if x.dim() == 4 or (x.dim() == 2 and name not in ("rotary_qk", "qk_norm_rope"))
-    ]
+    read = [x for x in tensors if x.dim() == 4 or (x.dim() == 2 and name not in ("rotary_qk", "qk_norm_rope"))]
     assert op.moved(tensors[0].nbytes)[0] == sum(x.nbytes for x in (*read, *results))
 
 

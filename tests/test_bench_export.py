@@ -86,10 +86,7 @@ def test_flashinfer_bench_s_reference_and_our_solution_agree(tmp_path: Path) -> 
             exec(compile(ast.parse(source), file.stem, "exec"), space := {})
             runs.append(space["run"])
         for line in map(json.loads, file.read_text().splitlines()):
-            assert (
-                line["definition"] == definition["name"] == solution["definition"]
-                and line["workload"]["uuid"]
-            )
+            assert line["definition"] == definition["name"] == solution["definition"] and line["workload"]["uuid"]
             sizes = line["workload"]["axes"] | {
                 name: axis["value"] for name, axis in definition["axes"].items() if axis["type"] == "const"
             }
@@ -124,9 +121,7 @@ def test_a_report_has_baseline_candidate_and_peer(tmp_path: Path, capsys: pytest
     lines = (tmp_path / "out" / "rbk_report.md").read_text().splitlines()
     cells = "| 10.0 (torch flash (FA2)) | 8.0 | 4.0 (FlashAttention-3) | 1.25x | 0.50x |"
     assert f"| {row['label']} {cells}" in lines
-    assert any(
-        line.startswith(f"| {refused['label']} ") and "unsupported: ours has no row" in line for line in lines
-    )
+    assert any(line.startswith(f"| {refused['label']} ") and "unsupported: ours has no row" in line for line in lines)
 
 
 def test_formats_are_named_and_every_plain_case_has_a_place(tmp_path, capsys):

@@ -322,9 +322,7 @@ def test_who_is_installed_is_found_by_import_and_a_broken_one_says_why(monkeypat
 
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("where", ["call", "capture"])
-def test_a_package_that_fails_is_shown_with_its_reason_and_one_that_is_not_exact_named(
-    where: str, monkeypatch
-):
+def test_a_package_that_fails_is_shown_with_its_reason_and_one_that_is_not_exact_named(where: str, monkeypatch):
     said = AssertionError("head_dim must be 64 or 128")
     asked = []
 

@@ -140,9 +140,7 @@ def test_there_is_one_launch_one_attribute_cache_and_one_device_guard():
 # ---- arguments ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "arguments", [(0, None, 0, 0), (0.5, _C.AttentionParams(), 0, 0), (0, _C.Rotary(), 0, 0)]
-)
+@pytest.mark.parametrize("arguments", [(0, None, 0, 0), (0.5, _C.AttentionParams(), 0, 0), (0, _C.Rotary(), 0, 0)])
 def test_a_call_of_another_form_is_a_type_error(arguments: tuple[Any, ...]):
     with pytest.raises(TypeError):
         _C.run(*arguments)
@@ -249,8 +247,7 @@ def test_sources_that_are_not_built_say_so(tmp_path: Path):
 
 def test_it_loads_without_torch_and_without_the_driver():
     loaded = in_a_process_without_gpu(
-        "import sys\n"
-        "print('torch' in sys.modules, 'libcuda' in open('/proc/self/maps').read(), len(_C.rows()))"
+        "import sys\nprint('torch' in sys.modules, 'libcuda' in open('/proc/self/maps').read(), len(_C.rows()))"
     )
     assert loaded == f"False False {len(ROWS)}\n"
 

@@ -77,9 +77,7 @@ def test_a_missing_program_is_named(monkeypatch: pytest.MonkeyPatch):
         ("75", None, "contains \"75\", and there are kernels for 80, 86, 89, 90, 120 only"),
     ],
 )  # fmt: skip
-def test_rows_of_sm_89_are_compiled_for_older_gpus_too(
-    asked: str, compiled_for: str | None, code: str, tmp_path
-):
+def test_rows_of_sm_89_are_compiled_for_older_gpus_too(asked: str, compiled_for: str | None, code: str, tmp_path):
     """The least target has PTX: it is what runs on every GPU that none of the machine code runs on."""
     done = building.script(
         tmp_path,

@@ -105,9 +105,7 @@ def test_timings_survive_their_file(monkeypatch, tmp_path):
     found = measurements.load(tmp_path / "t.json")
     assert found.machine == taken.machine and found.machine.device == L4
     assert (found.seed, found.wall_s) == (7, 1.5)
-    for kept, sample in zip(
-        found.calibration + found.holdout, taken.calibration + taken.holdout, strict=True
-    ):
+    for kept, sample in zip(found.calibration + found.holdout, taken.calibration + taken.holdout, strict=True):
         assert kept.problem == sample.problem and kept.times == pytest.approx(sample.times, abs=1e-3)
     assert json.loads((tmp_path / "t.json").read_text())["verdict"] == {"share_right": 1.0}
 

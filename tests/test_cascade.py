@@ -115,16 +115,12 @@ def test_own_keys_of_several_lengths_anywhere(where: str):
         queries, keys = [2, 0, 5], [4, 5, 7]
         said = {"cu_seqlens_q": starts(*queries), "cu_seqlens_k": starts(*keys)}
         said |= {"max_seqlen_q": 5, "max_seqlen_k": 7}
-    of_q, of_k, of_v = (
-        [x[b, :n] for b, n in enumerate(own)] for x, own in ((q, queries), (k, keys), (v, keys))
-    )
+    of_q, of_k, of_v = ([x[b, :n] for b, n in enumerate(own)] for x, own in ((q, queries), (k, keys), (v, keys)))
     given = [torch.cat(x) for x in (of_q, of_k, of_v)] if where == "packed" else [q, k, v]
     if where == "pages":
         said["page_table"] = table = torch.tensor([[3, 0], [5, 1], [4, 2]], dtype=torch.int32)
         for i, x in ((1, k), (2, v)):
-            given[i] = torch.empty(6, 16, 2, 16).index_copy(
-                0, table.flatten().long(), x.reshape(6, 16, 2, 16)
-            )
+            given[i] = torch.empty(6, 16, 2, 16).index_copy(0, table.flatten().long(), x.reshape(6, 16, 2, 16))
     output, lse = cascade_attention(given[0], *shared, *given[1:], causal=True, return_lse=True, **said)
     outputs = output.split(queries) if where == "packed" else output
     lses = lse.split(queries, 1) if where == "packed" else lse

@@ -24,9 +24,7 @@ from cutlass_fmha.errors import UnsupportedError
 
 BUILD = make_build()
 PROBLEM = Problem(2, 4096, 4096, 16, 16, 64, "float16")
-A100, RTX3090, ORIN, H200, RTX5090 = (
-    PRESETS[name] for name in ("a100", "rtx3090", "orin", "h200", "rtx5090")
-)
+A100, RTX3090, ORIN, H200, RTX5090 = (PRESETS[name] for name in ("a100", "rtx3090", "orin", "h200", "rtx5090"))
 TURING = Device("NVIDIA T4", (7, 5), 40, 64 * 1024)
 B200 = Device("NVIDIA B200", (10, 0), 148, 227 * 1024)
 SPARK = PRESETS["gb10"]
@@ -68,9 +66,7 @@ def test_a_device_takes_its_own_rows_or_the_ptx_of_sm_89(
 ):
     build = make_build(archs, compiled_for)
     assert device.rows_arch(gpu, build.architectures) == arch
-    assert {name[4:9].rstrip("_") for name in eligible(PROBLEM, gpu, build)} == (
-        {f"sm{arch}"} if arch else set()
-    )
+    assert {name[4:9].rstrip("_") for name in eligible(PROBLEM, gpu, build)} == ({f"sm{arch}"} if arch else set())
     assert arch is None or choose.choose(PROBLEM, gpu, table=build).arch == arch
     if arch == 89 and 120 in (compiled_for or ()):
         (reason,) = eligibility.reasons(build.by_name("fwd_sm120_f16_d64_m64n64w4"), PROBLEM, gpu, build)
@@ -291,9 +287,7 @@ def busiest(durations: list[float], sms: int, resident: int, even: bool) -> floa
 
 
 @pytest.mark.parametrize("causal", ["none", "bottom-right"])
-@pytest.mark.parametrize(
-    ("batch", "heads", "seqlen"), [(1, 8, 300), (2, 12, 1024), (3, 16, 2000), (8, 16, 4096)]
-)
+@pytest.mark.parametrize(("batch", "heads", "seqlen"), [(1, 8, 300), (2, 12, 1024), (3, 16, 2000), (8, 16, 4096)])
 def test_waiting_and_work_are_those_of_blocks_that_go_where_there_is_room(
     batch: int, heads: int, seqlen: int, causal: str
 ):

@@ -73,9 +73,7 @@ def test_info_counts_rows_and_names_devices(capsys, build, monkeypatch):
     monkeypatch.setattr(_C, "device_count", lambda: 4)
     monkeypatch.setattr(_C, "driver_version", lambda: 13000)
     monkeypatch.setattr(device, "of_index", lambda index: gpus[index])
-    monkeypatch.setattr(
-        _C, "build_info", lambda: {"cuda": True, "cuda_version": "13.0", "cutlass_version": "4.2.0"}
-    )
+    monkeypatch.setattr(_C, "build_info", lambda: {"cuda": True, "cuda_version": "13.0", "cutlass_version": "4.2.0"})
     _, out = run(capsys, "info")
     for line in (
         "built with CUDA 13.0 and CUTLASS 4.2.0",

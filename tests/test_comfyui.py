@@ -46,9 +46,7 @@ def there() -> Iterator[Any]:
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("stay", [False, True])
 @pytest.mark.parametrize("heads_kv", [HEADS, 2])
-def test_shapes_masks_and_heads_are_as_there(
-    there: Any, mask: str, split: bool, stay: bool, heads_kv: int, place: str
-):
+def test_shapes_masks_and_heads_are_as_there(there: Any, mask: str, split: bool, stay: bool, heads_kv: int, place: str):
     q, k, v = (randn(2, heads, seqlen, DIM) for heads, seqlen in ((HEADS, 9), (heads_kv, 13), (heads_kv, 13)))
     if not split:
         q, k, v = (x.transpose(1, 2).flatten(2) for x in (q, k, v))
@@ -69,9 +67,7 @@ def test_shapes_masks_and_heads_are_as_there(
         ({"mask": torch.zeros(9, 13, dtype=torch.float64)}, "bias must"),
     ],
 )
-def test_what_is_declined_is_comfyuis_with_a_line(
-    said: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
-):
+def test_what_is_declined_is_comfyuis_with_a_line(said: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture):
     given = (randn(2, 9, HEADS * DIM), randn(2, 13, HEADS * DIM), randn(2, 13, HEADS * DIM), HEADS)
     seen: list[Any] = []
     with caplog.at_level(logging.WARNING, "cutlass_fmha"):

@@ -71,9 +71,7 @@ def test_batches_hold_equal_lengths_and_every_sequence_once() -> None:
 
 
 def test_agreement_of_equal_vectors_is_perfect_and_a_turned_one_or_a_nan_is_found() -> None:
-    vectors = torch.nn.functional.normalize(
-        torch.randn(5, 8, generator=torch.Generator().manual_seed(0)), dim=-1
-    )
+    vectors = torch.nn.functional.normalize(torch.randn(5, 8, generator=torch.Generator().manual_seed(0)), dim=-1)
     same = measure.Agreement.of(vectors, vectors)
     assert (same.max_abs, same.mean_abs) == (0.0, 0.0) and same.good(torch.float32)
     turned, broken = vectors.clone(), vectors.clone()

@@ -148,9 +148,7 @@ def test_a_model_is_as_exact_as_by_its_native_backend(make: Any, layers: int, pl
                     found[backend] = (model(**said)[0].double().cpu() - wanted).abs().max()
             with mock.patch.object(integration, "attention", lambda q, *_, **__: 0 * q):
                 without = model(**said)[0].double().cpu()
-        assert (
-            counter.calls == layers and (without - wanted).abs().max() > 1e-2
-        )  # it depends on the attention
+        assert counter.calls == layers and (without - wanted).abs().max() > 1e-2  # it depends on the attention
         # A training step, too.
         model(**said)[0].square().mean().backward()
         assert all(weight.grad.isfinite().all() for weight in model.parameters() if weight.grad is not None)

@@ -51,13 +51,9 @@ def configure(tmp_path: Path, **cache: str) -> subprocess.CompletedProcess[str]:
         ("ON", "15", {89, 90, 120}),
     ],
 )
-def test_an_emulation_build_is_all_for_sm_90(
-    tmp_path: Path, emulation: str, passes: str, told: set[int] | str
-):
+def test_an_emulation_build_is_all_for_sm_90(tmp_path: Path, emulation: str, passes: str, told: set[int] | str):
     """And its passes are odd; kernels are slow there only."""
-    cache = (
-        {"CUTLASS_FMHA_SM120_PROXY": "90"} if emulation == "proxy" else {"CUTLASS_FMHA_EMULATION": emulation}
-    )
+    cache = {"CUTLASS_FMHA_SM120_PROXY": "90"} if emulation == "proxy" else {"CUTLASS_FMHA_EMULATION": emulation}
     answer = configure(tmp_path, **cache, CUTLASS_FMHA_MMA_PASSES=passes)
     if isinstance(told, str):
         assert answer.returncode and told in " ".join(answer.stderr.split())

@@ -78,9 +78,7 @@ def test_every_keyword_reaches_the_op(monkeypatch):
     assert (seen["scale"], seen["causal"]) == (2.0, "top-left")
     dims = (HEADS, HEADS_KV, DIM, DIM)
     assert seen["sizes"] == Sizes(BATCH, SEQLEN_Q, SEQLEN_K, *dims, None, 0, BATCH, SEQLEN_K)
-    call(
-        **PACKED, cu_seqlens_q=CU_Q, cu_seqlens_k=CU_K, max_seqlen_q=6, max_seqlen_k=11, batch_invariant=True
-    )
+    call(**PACKED, cu_seqlens_q=CU_Q, cu_seqlens_k=CU_K, max_seqlen_q=6, max_seqlen_k=11, batch_invariant=True)
     features = seen["features"]
     assert (features.max_seqlen_q, features.max_seqlen_k, features.batch_invariant) == (6, 11, True)
     assert features.cu_seqlens_q is CU_Q and features.cu_seqlens_k is CU_K

@@ -173,9 +173,7 @@ def test_dense_functions(sizes: tuple[int, int, int], options: dict[str, Any], h
     tensors=st.booleans(),
 )
 def test_packed_functions(lengths: list[tuple[int, int]], options: dict[str, Any], tensors: bool):
-    cu_q, cu_k = (
-        ints(0, *(sum(n[side] for n in lengths[: b + 1]) for b in range(len(lengths)))) for side in (0, 1)
-    )
+    cu_q, cu_k = (ints(0, *(sum(n[side] for n in lengths[: b + 1]) for b in range(len(lengths)))) for side in (0, 1))
     longest = [max(n[side] for n in lengths) for side in (0, 1)]
     given = [torch.tensor(n) for n in longest] if tensors else longest
     q, kv = randn(int(cu_q[-1]), 4, 12), randn(int(cu_k[-1]), 2, 2, 12, seed=1)
@@ -193,17 +191,13 @@ def test_packed_functions(lengths: list[tuple[int, int]], options: dict[str, Any
     # the same keys in pages of 16, in any order
     pages = randn(12, 16, 2, 2, 12, seed=3)
     table = (
-        torch.randperm(12, generator=torch.Generator().manual_seed(1))
-        .to(torch.int32)[: 2 * len(lengths)]
-        .view(-1, 2)
+        torch.randperm(12, generator=torch.Generator().manual_seed(1)).to(torch.int32)[: 2 * len(lengths)].view(-1, 2)
     )
     for b, (_, length) in enumerate(lengths):
         rows = kv[int(cu_k[b]) : int(cu_k[b + 1])]
         pages[int(table[b, 0]), : min(16, length)] = rows[:16]
         pages[int(table[b, 1]), : max(0, length - 16)] = rows[16:]
-    paged = flash_attn.flash_attn_varlen_func(
-        q, *pages.unbind(2), cu_q, cu_k, *given, **full, block_table=table
-    )
+    paged = flash_attn.flash_attn_varlen_func(q, *pages.unbind(2), cu_q, cu_k, *given, **full, block_table=table)
     agree(paged, options, q, k, v, **cu)
 
 
@@ -229,9 +223,7 @@ def test_the_dropout_mask_is_that_of_the_output():
     assert torch.equal(out.view(2, 5, 2, 16)[..., :7].transpose(1, 2) > 0, mask[:, :, :5, :7] > 0)
     again = [flash_attn.flash_attn_func(q, k, v, 0.4) for _ in range(2)]
     assert not torch.equal(*again), "each call draws others"
-    *_, state = flash_attn_interface._wrapped_flash_attn_forward(
-        q, k, v, 0.4, 0.25, False, -1, -1, 0.0, None, False
-    )
+    *_, state = flash_attn_interface._wrapped_flash_attn_forward(q, k, v, 0.4, 0.25, False, -1, -1, 0.0, None, False)
     assert state.shape == (2,) and state.dtype == torch.int64
     same = attention(q, k, v, scale=0.25, dropout_p=0.4, dropout_seed=int(state[0]))
     assert torch.equal(_[0], same) and _[2].shape == (0,)
@@ -286,9 +278,7 @@ def test_a_cache_is_theirs(paged: bool, interleaved: bool | None):
     )  # fmt: skip
     assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
     assert all(torch.equal(one, other) for one, other in zip(theirs, ours, strict=True))
-    nothing = flash_attn.flash_attn_with_kvcache(
-        q, *theirs, cache_seqlens=0, return_softmax_lse=True, **where
-    )
+    nothing = flash_attn.flash_attn_with_kvcache(q, *theirs, cache_seqlens=0, return_softmax_lse=True, **where)
     assert (nothing[0] == 0).all() and (nothing[1] == math.inf).all()
 
 
@@ -346,9 +336,7 @@ F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
         (F32, BF16, F64, False),
     ],
 )
-def test_norms_are_those_of_plain_math(
-    dtype: Any, of_residual: Any, of_weight: Any, in_fp32: bool, bias: bool
-):
+def test_norms_are_those_of_plain_math(dtype: Any, of_residual: Any, of_weight: Any, in_fp32: bool, bias: bool):
     """The sum is of the residual's dtype, the output of x's; any dtypes together; gradients too."""
     given = {
         "x": laid(randn(3, 5, 24, dtype=dtype), "last dimension"),
@@ -364,9 +352,7 @@ def test_norms_are_those_of_plain_math(
 
     same = {name: None if x is None else x.detach().double().requires_grad_() for name, x in given.items()}
     wanted_total = same["x"] if of_residual is None else same["x"] + same["residual"]
-    wanted = (
-        wanted_total / (wanted_total.square().mean(-1, keepdim=True) + 1e-3).sqrt() * (1 + same["weight"])
-    )
+    wanted = wanted_total / (wanted_total.square().mean(-1, keepdim=True) + 1e-3).sqrt() * (1 + same["weight"])
     wanted = wanted + same["bias"] if bias else wanted
     close = {"rtol": 1e-12, "atol": 1e-12} if dtype == F64 else {"rtol": 2e-2, "atol": 4e-2}
     torch.testing.assert_close(y.double(), wanted, **close)
@@ -430,9 +416,7 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: 
     at = positions.clamp(max=len(cos) - 1)
     c, s, half = cos[at][:, None], sin[at][:, None], cos.shape[1]
     a, b = (
-        (x[..., : 2 * half : 2], x[..., 1 : 2 * half : 2])
-        if interleaved
-        else (x[..., :half], x[..., half : 2 * half])
+        (x[..., : 2 * half : 2], x[..., 1 : 2 * half : 2]) if interleaved else (x[..., :half], x[..., half : 2 * half])
     )
     pair = (a * c - b * s, a * s + b * c)
     new = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
@@ -555,8 +539,7 @@ def test_tables_grow_and_follow_the_dtype():
 def test_rotations_by_hand_go_back_by_conjugate(how: str):
     """As ModernBERT's code of transformers does it: packed qkv, whose q and k are one view."""
     cos, sin = (
-        f(torch.outer(torch.arange(6.0), 100.0 ** -(torch.arange(4) / 4))).double()
-        for f in (torch.cos, torch.sin)
+        f(torch.outer(torch.arange(6.0), 100.0 ** -(torch.arange(4) / 4))).double() for f in (torch.cos, torch.sin)
     )
     x = laid(randn(9, 4, 8, dtype=F64), how).clone(memory_format=torch.preserve_format)
     before, rest = x.clone(), {"cu_seqlens": ints(0, 6, 6, 9), "max_seqlen": 6}
@@ -617,13 +600,9 @@ def test_install_answers_everyone_who_asks_and_is_reversible():
             "flash_attn_interface._wrapped_flash_attn_backward", "layers.rotary.apply_rotary_emb",
             "ops.activations.swiglu", "ops.rms_norm.RMSNorm", "ops.triton.layer_norm.rms_norm_fn",
         ):  # fmt: skip
-            found, ours = (
-                pkgutil.resolve_name(f"{root}.{name}") for root in ("flash_attn", flash_attn.__name__)
-            )
+            found, ours = (pkgutil.resolve_name(f"{root}.{name}") for root in ("flash_attn", flash_attn.__name__))
             assert found is ours
-        assert (
-            flash_attn.__spec__.name == "cutlass_fmha.flash_attn" and sys.modules["flash_attn"] is flash_attn
-        )
+        assert flash_attn.__spec__.name == "cutlass_fmha.flash_attn" and sys.modules["flash_attn"] is flash_attn
         for name in ("flash_attn", "flash-attn", "Flash_Attn"):
             assert importlib.metadata.version(name) == flash_attn.__version__ == "2.8.3"
         assert "flash_attn" in importlib.metadata.packages_distributions()

@@ -48,9 +48,7 @@ def test_a_launch_packs_what_its_tensors_hold(kernels: FakeKernels, group: str):
 def test_drawn_problems_are_of_every_kind():
     seen: set[str] = set()
 
-    @settings(
-        max_examples=600, derandomize=True, database=None, deadline=None
-    )  # the rarest kind is one in 60
+    @settings(max_examples=600, derandomize=True, database=None, deadline=None)  # the rarest kind is one in 60
     @given(problem=problems())
     def draw(problem: Problem) -> None:
         seen.update(problem.features)

@@ -125,9 +125,7 @@ def test_a_gpu_can_be_measured(monkeypatch, tmp_path):
     monkeypatch.undo()
     monkeypatch.setenv(store.CACHE_DIR, str(tmp_path))
     problem = Problem(2, 1000, 1000, 8, 8, 64, "float16", "bottom-right")
-    found = cutlass_fmha.explain(
-        shape=(2, 1000, 8, 64), dtype="float16", causal=True, device="cuda:0", measure=True
-    )
+    found = cutlass_fmha.explain(shape=(2, 1000, 8, 64), dtype="float16", causal=True, device="cuda:0", measure=True)
     assert found.problem == problem and found.measured and found.lost is not None and found.lost < 1
     measured = [row.measured_us for row in found.rows if row.eligible]
     assert all(us is not None and us > 0 for us in measured)

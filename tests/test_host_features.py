@@ -117,9 +117,7 @@ def test_a_key_is_seen_by_the_queries_that_see_it(case, tile_keys, tile_queries)
 
 
 @settings(max_examples=150)
-@given(
-    cases(), st.sampled_from([16, 64]), st.sampled_from([16, 32, 64]), st.integers(1, 7), st.integers(1, 4)
-)
+@given(cases(), st.sampled_from([16, 64]), st.sampled_from([16, 32, 64]), st.integers(1, 7), st.integers(1, 4))
 @example(Case(1, 8, 64, left=2, right=0, vectors={"prefix_lengths": [5]}), 16, 16, 1, 1)
 @example(Case(2, 40, 70, left=9, splits=3, pack=2, vectors={"leftpad_k": [0, 21]}), 64, 16, 1, 1)
 def test_every_visible_key_is_walked_exactly_once(case, tile_m, step, mixed, long_tiles):

@@ -115,9 +115,7 @@ def test_the_schedule_covers_every_tile_once_and_in_order(batch, heads, seqlen_q
     m_blocks = math.ceil(seqlen_q / tile_m)
     mixed, long_tiles = in_range(order, batch * heads, m_blocks)
     tiles = _C.host.work_tiles(batch, heads, seqlen_q, masked, tile_m, mixed, long_tiles)
-    assert sorted(tiles) == sorted(
-        [b, h, m] for b in range(batch) for h in range(heads) for m in range(m_blocks)
-    )
+    assert sorted(tiles) == sorted([b, h, m] for b in range(batch) for h in range(heads) for m in range(m_blocks))
     if not masked:
         numbers = [b * heads + h for b, h, _ in tiles]
         assert numbers == sorted(numbers)

@@ -123,9 +123,7 @@ def test_vmap_is_each_call_alone(name: str):
     said, axes = MAPPED[name]
     given = [array(x) for x in qkv(dtype=torch.float32)]
     given = [x[0] for x in given] if "packed" in name else [x[:1] for x in given] if "one" in name else given
-    given = [
-        x if axis is None else jnp.stack([x, -x, 2 * x], axis) for x, axis in zip(given, axes, strict=True)
-    ]
+    given = [x if axis is None else jnp.stack([x, -x, 2 * x], axis) for x, axis in zip(given, axes, strict=True)]
     numbers = {key: x for key, x in said.items() if not isinstance(x, Tensor)}
     arrays = {key: array(x) for key, x in said.items() if key not in numbers}
     mapped = {key: 0 if x.shape[0] == 3 and key in ("mask", "sinks") else None for key, x in arrays.items()}
@@ -140,9 +138,7 @@ def test_vmap_is_each_call_alone(name: str):
         want = both(*own, {key: x if mapped[key] is None else x[i] for key, x in arrays.items()})
         for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
             assert jnp.allclose(x[i], y, rtol=1e-4, atol=1e-4 * jnp.abs(y).max())
-    summed = jax.jit(jax.grad(lambda q: jax.vmap(loss, (*axes, mapped))(q, *given[1:], arrays).sum()))(
-        given[0]
-    )
+    summed = jax.jit(jax.grad(lambda q: jax.vmap(loss, (*axes, mapped))(q, *given[1:], arrays).sum()))(given[0])
     want = found[1][0] if axes[0] is not None else found[1][0].sum(0)
     assert jnp.allclose(summed, jnp.moveaxis(want, 0, axes[0]) if axes[0] else want, rtol=1e-4, atol=1e-3)
 
@@ -186,9 +182,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeKernels:
 
 
 @pytest.mark.parametrize(("seqlen_k", "splits"), [(65, 1), (4096, 2)])
-@pytest.mark.parametrize(
-    "said", [{}, {"causal": True}, {"seqused_k": ints(60, 20)}, {"sinks": randn(4)}], ids=str
-)
+@pytest.mark.parametrize("said", [{}, {"causal": True}, {"seqused_k": ints(60, 20)}, {"sinks": randn(4)}], ids=str)
 def test_a_launch_is_on_xlas_stream_with_xlas_memory(gpu: Any, said: Any, seqlen_k: int, splits: int):
     tensors = qkv(seqlen_q=3, seqlen_k=seqlen_k, head_dim=64)
     call = jax.jit(lambda *x: fmha.attention(*x, return_lse=True, **{n: array(y) for n, y in said.items()}))
@@ -197,9 +191,7 @@ def test_a_launch_is_on_xlas_stream_with_xlas_memory(gpu: Any, said: Any, seqlen
     close(out, want[0], "gpu")
     close(lse, want[1], "gpu")
     [launch] = gpu.launches
-    assert (launch.device, launch.stream) == (3, 77) and (
-        launch.params.splits >= splits or "seqused_k" not in said
-    )
+    assert (launch.device, launch.stream) == (3, 77) and (launch.params.splits >= splits or "seqused_k" not in said)
     text = call.lower(*map(array, tensors)).as_text()
     assert ("ui8>" in text) == (launch.params.partial_o != 0)
 
@@ -230,9 +222,7 @@ def test_what_is_wrong_is_said_when_it_is_traced(said: dict[str, Any], error: ty
     said = dict(zip("qkv", qkv(**SHORT), strict=True)) | said
 
     def call(number: Any) -> Any:
-        given = {
-            name: number if isinstance(x, str) and x == "traced" else array(x) for name, x in said.items()
-        }
+        given = {name: number if isinstance(x, str) and x == "traced" else array(x) for name, x in said.items()}
         return fmha.attention(**given)
 
     with pytest.raises(error, match=sentence):

@@ -54,9 +54,7 @@ def test_a_position_may_be_an_int():
 class Cache:
     """A cache with what a call appends to it: contiguous, by entries, or in pages that lie anywhere."""
 
-    def __init__(
-        self, kind: str, dtype: torch.dtype = torch.float32, dim_v: int = 16, batch: int = 3
-    ) -> None:
+    def __init__(self, kind: str, dtype: torch.dtype = torch.float32, dim_v: int = 16, batch: int = 3) -> None:
         self.kind, self.batch = kind, batch
         entries, rows = {"contiguous": (batch, 24), "entries": (7, 24), "pages": (3 * batch + 2, 16)}[kind]
         self.k_cache = randn(entries, rows, 2, 16, dtype=dtype, seed=1)
@@ -176,9 +174,7 @@ def test_a_step_is_attention_over_old_and_new_keys(
 def test_a_cache_that_says_no_length_is_full():
     cache, q = Cache("contiguous"), randn(3, 2, 6, 16)
     whole = with_kv_cache(q, cache.k_cache, cache.v_cache, causal=True, softcap=3.0)
-    assert torch.equal(
-        whole, cutlass_fmha.attention(q, cache.k_cache, cache.v_cache, causal=True, softcap=3.0)
-    )
+    assert torch.equal(whole, cutlass_fmha.attention(q, cache.k_cache, cache.v_cache, causal=True, softcap=3.0))
 
 
 # ---- what torch expects of an op ---------------------------------------------------------------------------

@@ -42,15 +42,11 @@ def test_swiglu_takes_and_gives_a_checkpoints_names(activation: str, bias: bool)
     torch.manual_seed(0)
     made, other = (nn.SwiGLU(16, 24, 8, bias, activation=activation) for _ in range(2))
     parts = made.state_dict()
-    assert {*parts} == {
-        f"{p}_proj.{k}" for p in ("gate", "up", "down") for k in ("weight", "bias")[: 1 + bias]
-    }
+    assert {*parts} == {f"{p}_proj.{k}" for p in ("gate", "up", "down") for k in ("weight", "bias")[: 1 + bias]}
     assert parts["gate_proj.weight"].data_ptr() == made.gate_up_weight.data_ptr()
     other.load_state_dict(parts)
     x = torch.randn(2, 5, 16, requires_grad=True)
-    gate, up = (
-        functional.linear(x, parts[f"{p}_proj.weight"], parts.get(f"{p}_proj.bias")) for p in ("gate", "up")
-    )
+    gate, up = (functional.linear(x, parts[f"{p}_proj.weight"], parts.get(f"{p}_proj.bias")) for p in ("gate", "up"))
     gates = {"silu": functional.silu, "gelu": functional.gelu}
     gated = gates.get(activation, lambda g: functional.gelu(g, approximate="tanh"))(gate) * up
     wanted = functional.linear(gated, parts["down_proj.weight"], parts.get("down_proj.bias"))
@@ -73,9 +69,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused():
     with pytest.raises(RuntimeError, match=r"attn.q_proj.weight \(4, 8\), not \(8, 8\)"):
         made.load_state_dict(swapped)
     wide = state | {"mlp.up_proj.weight": torch.zeros(6, 5), "mlp.gate_proj.weight": torch.tensor(1.0)}
-    with pytest.raises(
-        RuntimeError, match=r"gate_proj.weight \(\), not \(6, 4\), mlp.up_proj.weight \(6, 5\)"
-    ):
+    with pytest.raises(RuntimeError, match=r"gate_proj.weight \(\), not \(6, 4\), mlp.up_proj.weight \(6, 5\)"):
         made.load_state_dict(wide)
     shard = {"mlp.up_proj.weight": torch.ones(6, 4)}
     kept = state["mlp.gate_proj.weight"].clone()

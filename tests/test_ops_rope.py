@@ -12,9 +12,7 @@ import cutlass_fmha
 
 F64 = torch.float64
 OPS = torch.ops.cutlass_fmha
-COS, SIN = (
-    f(torch.outer(torch.arange(20.0), 100.0 ** -(torch.arange(6) / 6))) for f in (torch.cos, torch.sin)
-)
+COS, SIN = (f(torch.outer(torch.arange(20.0), 100.0 ** -(torch.arange(6) / 6))) for f in (torch.cos, torch.sin))
 Q, K = randn(1, 3, 2, 16, dtype=F64), randn(1, 3, 1, 16, dtype=F64, seed=1)
 WEIGHTS = (randn(16, dtype=F64, seed=2), randn(16, dtype=F64, seed=3))
 SAID: tuple[dict[str, Any], ...] = (

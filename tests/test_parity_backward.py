@@ -114,9 +114,7 @@ def test_autograd_finds_the_gradients_of_the_op(dtype: torch.dtype, compiled: bo
         return out.float().square().sum() + lse.sum()
 
     for heads, kv, n, dim in ((4, 4, 100, 64), (8, 2, 333, 128), (2, 1, 64, 40), (2, 1, 99, 320)):
-        inputs = [
-            torch.randn(2, n, h, dim, device=DEVICE, dtype=dtype, requires_grad=True) for h in (heads, kv, kv)
-        ]
+        inputs = [torch.randn(2, n, h, dim, device=DEVICE, dtype=dtype, requires_grad=True) for h in (heads, kv, kv)]
         call = torch.compile(loss, fullgraph=True) if compiled else loss
         found = torch.autograd.grad(call(*inputs), inputs)
         wide = [x.detach().cpu().double().requires_grad_() for x in inputs]
@@ -139,9 +137,7 @@ def test_a_graph_computes_new_gradients(row: _C.Row, parity: ParityReport):
         launch.run()
     for seed in (25, 29):
         other = BackwardLaunch.of(row, replace(problem, seed=seed), DEVICE)
-        inputs = [
-            (*x.call[:3], x.dout, *x.forward, x.call.features["seqused_k"], x.dlse) for x in (launch, other)
-        ]
+        inputs = [(*x.call[:3], x.dout, *x.forward, x.call.features["seqused_k"], x.dlse) for x in (launch, other)]
         for to, x in zip(*inputs, strict=True):
             if to is not None:
                 to.copy_(x)
@@ -160,9 +156,7 @@ def test_offsets_beyond_31_bits(row: _C.Row, axis: int, parity: ParityReport):
     dtype = gpu.torch_dtype(row)
     buffer = torch.full((gpu.FAR + 4096 + 4 * gpu.REGION,), torch.nan, dtype=dtype, device=DEVICE)
     dim = min(64, row.head_dim)
-    problem = Problem(
-        65, 65, "bottom-right", num_heads=3, num_heads_kv=3, head_dim=dim, head_dim_v=dim, seed=8
-    )
+    problem = Problem(65, 65, "bottom-right", num_heads=3, num_heads_kv=3, head_dim=dim, head_dim_v=dim, seed=8)
     launch = BackwardLaunch.of(row, problem, DEVICE)
     far = [gpu.far_view(buffer, i, tuple(launch.call.q.shape), axis) for i in range(4)]
     for view, x in zip(far, (*launch.call[:3], launch.dout), strict=True):
@@ -190,9 +184,7 @@ def test_a_workspace_of_more_than_two_to_the_31_elements(row: _C.Row):
     for number in (0, count // 2, count - 1):
         own = slice(number * length, (number + 1) * length)
         wide = [x[own].double().cpu()[None].requires_grad_() for x in (q, k, v)]
-        expected = torch.autograd.grad(
-            cutlass_fmha.attention(*wide, scale=0.125), wide, dout[own].double().cpu()[None]
-        )
+        expected = torch.autograd.grad(cutlass_fmha.attention(*wide, scale=0.125), wide, dout[own].double().cpu()[None])
         for x, y in zip(found[:3], expected, strict=True):
             error = (x[own].double().cpu() - y[0]).abs().max() / y.abs().max()
             assert error <= 8 * torch.finfo(dtype).eps, f"document {number}"

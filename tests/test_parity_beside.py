@@ -134,9 +134,7 @@ def test_rms_norm_of_anything(backend: str, data: Any):  # noqa: F811
 
 @by_dtype
 def test_rms_norm_writes_where_it_is_told(dtype: torch.dtype):
-    x, residual, weight = (
-        randn(*s, dtype=dtype, seed=n) for n, s in enumerate(((3, 4, 72), (3, 4, 72), (72,)))
-    )
+    x, residual, weight = (randn(*s, dtype=dtype, seed=n) for n, s in enumerate(((3, 4, 72), (3, 4, 72), (72,))))
     out, total = (placed(torch.zeros_like(x), how) for how in ("padded", "odd"))
     plain = rms_norm(x, weight, residual=residual)
     found = rms_norm(x, weight, residual=residual, out=(out, total))
@@ -173,9 +171,7 @@ UNITS = {
 }
 
 
-def run_gated(
-    shape: tuple[int, ...], dtype: torch.dtype, name: str, how: str = "packed", seed: int = 0
-) -> None:
+def run_gated(shape: tuple[int, ...], dtype: torch.dtype, name: str, how: str = "packed", seed: int = 0) -> None:
     """Both forms of a unit and their gradients, the product in the same pass too."""
     dim = shape[-1]
     x = placed(4 * randn(*shape[:-1], 2 * dim, dtype=dtype, seed=seed), how).requires_grad_()
@@ -237,9 +233,7 @@ def test_gated_writes_where_it_is_told(dtype: torch.dtype):
 
 @by_dtype
 def test_gated_of_extremes(dtype: torch.dtype):
-    gate = torch.tensor(
-        [0.0, -60000.0, 60000.0, -800.0, math.nan], dtype=dtype, device=test_parity_helpers.DEVICE
-    )
+    gate = torch.tensor([0.0, -60000.0, 60000.0, -800.0, math.nan], dtype=dtype, device=test_parity_helpers.DEVICE)
     for name, (apart, _) in UNITS.items():
         out = apart(gate, torch.ones_like(gate))
         assert out[:2].tolist() == [0.0, 0.0] and out[2] == gate[2] and out[3] == 0 and out[4].isnan(), name
@@ -253,8 +247,7 @@ def test_gated_of_extremes(dtype: torch.dtype):
 @by_dtype
 def test_swiglu_mlp(dtype: torch.dtype):
     x, w_gate_up, w_down = (
-        (randn(*s, dtype=dtype, seed=n) / 4).requires_grad_()
-        for n, s in enumerate(((3, 5, 48), (64, 48), (24, 32)))
+        (randn(*s, dtype=dtype, seed=n) / 4).requires_grad_() for n, s in enumerate(((3, 5, 48), (64, 48), (24, 32)))
     )
     leaves = [t.detach().cpu().double().requires_grad_() for t in (x, w_gate_up, w_down)]
     gate, up = (leaves[0] @ leaves[1].mT).chunk(2, -1)

@@ -204,9 +204,7 @@ def test_batch_invariant_sequences_do_not_notice_the_others(kind: str):
 @by_row
 @pytest.mark.parametrize("splits", [None, 3])
 def test_nan_in_a_query_row_stays_in_that_row(row: _C.Row, splits: int | None, parity: ParityReport):
-    problem = Problem(
-        100, 200, num_heads=4, num_heads_kv=2, pack=True, window=(60, 5), num_splits=splits, seed=3
-    )
+    problem = Problem(100, 200, num_heads=4, num_heads_kv=2, pack=True, window=(60, 5), num_splits=splits, seed=3)
     launch = Launch.of(row, problem, DEVICE)
     launch.q[1, 77, 1, 0] = torch.nan
     check(launch, parity)
@@ -342,9 +340,7 @@ def attend_wide(problem: Problem, dtype: torch.dtype, row: str | None, **more: o
     call = replace(problem, **more).call(dtype, DEVICE)
     scale = problem.head_dim**-0.5 if call.scale is None else call.scale
     arguments = op_arguments(call.q, call.features)
-    out, lse = torch.ops.cutlass_fmha.attend(
-        call.q, call.k, call.v, scale, call.causal, True, row, **arguments
-    )
+    out, lse = torch.ops.cutlass_fmha.attend(call.q, call.k, call.v, scale, call.causal, True, row, **arguments)
     assert out.is_contiguous()
     compare(call, out, lse, SPLIT_ERROR).check()
 

@@ -23,10 +23,11 @@ from oracle_helpers import assert_merged, assert_rotated, bits, places
 from torch import Tensor
 
 import cutlass_fmha
-from cutlass_fmha import _C, Workspace
+from cutlass_fmha import _C
 from cutlass_fmha.cascade import cascade_attention, merge_states
 from cutlass_fmha.kv_cache import with_kv_cache
 from cutlass_fmha.launch import helpers
+from cutlass_fmha.launch.workspace import Workspace
 from cutlass_fmha.rotary import rotary
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -217,9 +218,7 @@ def test_combine_refuses_what_it_cannot_take():
 
 def states(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
     lse_shape = (*shape[:-3], shape[-2], shape[-3])
-    return [
-        (randn(*shape, dtype=dtype, seed=seed + n), 8 * randn(*lse_shape, seed=seed + n + 9)) for n in (0, 1)
-    ]
+    return [(randn(*shape, dtype=dtype, seed=seed + n), 8 * randn(*lse_shape, seed=seed + n + 9)) for n in (0, 1)]
 
 
 @by_dtype
@@ -361,9 +360,7 @@ class Append:
             wide = torch.full((batch, 5), 10**6, dtype=torch.int32)
             wide[:, :3] = order[: 3 * batch].view(batch, 3)
             self.places["page_table"] = wide.to(DEVICE)[:, :3]
-        self.caches = [
-            self._cache(entries, rows, heads, dim, dtype, layout) for dim in (head_dim, head_dim_v)
-        ]
+        self.caches = [self._cache(entries, rows, heads, dim, dtype, layout) for dim in (head_dim, head_dim_v)]
         shape = (batch, 5, heads) if begins is None else (ROWS, heads)
         self.key = laid_out(randn(*shape, head_dim, dtype=dtype, seed=4), layout)
         self.value = laid_out(randn(*shape, head_dim_v, dtype=dtype, seed=5), layout)
@@ -384,9 +381,7 @@ class Append:
 
     def run(self, cache_seqlens: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
         k_cache, v_cache = (cache.view for cache in self.caches)
-        rotated, used = append_kv_(
-            k_cache, v_cache, self.key, self.value, cache_seqlens, **given, **self.places
-        )
+        rotated, used = append_kv_(k_cache, v_cache, self.key, self.value, cache_seqlens, **given, **self.places)
         return rotated, used
 
     def check_places(self, cache_seqlens: Tensor) -> dict[tuple[int, int], tuple[int, int]]:

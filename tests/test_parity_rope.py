@@ -67,10 +67,7 @@ class Problem(NamedTuple):
 
     def operands(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         rows = (2 * self.seqlen + 1,) if self.start.startswith("packed") else (2, self.seqlen)
-        q, k = (
-            laid_out(randn(*rows, h, self.head_dim, dtype=self.dtype, seed=h), self.layout)
-            for h in self.heads
-        )
+        q, k = (laid_out(randn(*rows, h, self.head_dim, dtype=self.dtype, seed=h), self.layout) for h in self.heads)
         dtype = torch.float32 if self.weight == "float32" else self.dtype
         weights = (randn(self.head_dim, dtype=dtype, seed=n) for n in (7, 8))
         return q, k, *(None if self.weight == "none" else weight for weight in weights)  # type: ignore[return-value]
@@ -154,9 +151,7 @@ def check_rotary(p: Problem) -> None:
         assert out.is_contiguous()
         assert_close(out.cpu(), p.turned(x, said), largest(x.cpu()))
     in_place = [laid_out(x.clone(), p.layout) for x in (q, k)]
-    assert all(
-        a is b for a, b in zip(cutlass_fmha.rotary_qk(*in_place, inplace=True, **said), in_place, strict=True)
-    )
+    assert all(a is b for a, b in zip(cutlass_fmha.rotary_qk(*in_place, inplace=True, **said), in_place, strict=True))
     there = p.positions(said) >= 0
     for x, out, before in zip(in_place, found, (q, k), strict=True):
         assert torch.equal(bits(x.cpu()[there]), bits(out.cpu()[there]))

@@ -37,9 +37,7 @@ def attend(row: _C.Row, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
     return cutlass_fmha.attention(q, k, v, causal=PROBLEM.causal, return_lse=True, row=row.name)
 
 
-def record(
-    parity: ParityReport, row: _C.Row, what: str, out: Tensor, lse: Tensor, inputs: tuple[Tensor, ...]
-) -> None:
+def record(parity: ParityReport, row: _C.Row, what: str, out: Tensor, lse: Tensor, inputs: tuple[Tensor, ...]) -> None:
     errors = oracle_features.compare(out, lse, *inputs, causal=PROBLEM.causal)
     parity.record(row.name, f"{PROBLEM} {what}", errors)
 
@@ -53,9 +51,7 @@ def test_attention_runs_the_row_it_is_told_to(row: _C.Row, layout: str, parity: 
     for problem in (*shaped, Problem(5, 0), Problem(0, 5)):
         q, k, v = problem.inputs(gpu.torch_dtype(row), row.head_dim, DEVICE)
         given = [x.transpose(1, 2) for x in (q, k, v)] if layout == "bhsd" else [q, k, v]
-        out, lse = cutlass_fmha.attention(
-            *given, causal=problem.causal, return_lse=True, layout=layout, row=row.name
-        )
+        out, lse = cutlass_fmha.attention(*given, causal=problem.causal, return_lse=True, layout=layout, row=row.name)
         out = out.transpose(1, 2) if layout == "bhsd" else out
         parity.record(row.name, problem, oracle_features.compare(out, lse, q, k, v, causal=problem.causal))
 
@@ -156,9 +152,7 @@ def test_attention_synchronises_nothing_and_allocates_its_outputs_only(request: 
 
 
 @pytest.mark.usefixtures("much_memory")
-@pytest.mark.parametrize(
-    "row", [r for r in ROWS if r.head_dim == 64 and r.dtype == "bfloat16"], ids=lambda r: r.name
-)
+@pytest.mark.parametrize("row", [r for r in ROWS if r.head_dim == 64 and r.dtype == "bfloat16"], ids=lambda r: r.name)
 def test_tensors_of_more_than_two_to_the_31_elements(row: _C.Row, parity: ParityReport):
     batch = gpu.FAR // (64 * 8 * 64) + 2
     x = torch.empty(batch, 64, 8, 64, dtype=torch.bfloat16, device=DEVICE).normal_()
@@ -284,9 +278,7 @@ def test_errors_are_one_sentence_and_leave_the_device_usable():
         cutlass_fmha.attention(q.double(), k.double(), v.double())
     row = aligned_row()
     with pytest.raises(cutlass_fmha.UnsupportedError, match=f"{row.name}.*aligned to 16 bytes"):
-        cutlass_fmha.attention(
-            *replace(PROBLEM, layout="unaligned").inputs(q.dtype, 64, DEVICE), row=row.name
-        )
+        cutlass_fmha.attention(*replace(PROBLEM, layout="unaligned").inputs(q.dtype, 64, DEVICE), row=row.name)
     with pytest.raises(cutlass_fmha.UnsupportedError, match="drop softcap"):
         cutlass_fmha.attention(*PROBLEM.inputs(q.dtype, 520, DEVICE), softcap=30.0)
     with pytest.raises(NotImplementedError, match="no backward yet for alibi_slopes: pass it detached"):

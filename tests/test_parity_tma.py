@@ -216,8 +216,7 @@ def test_the_same_addresses_with_other_shapes_and_strides(row: _C.Row, parity: P
             return buffer.as_strided(x.shape, in_elements, GUARD).copy_(x)
 
         launch.q, launch.k, launch.v = (
-            at_home(buffer, x)
-            for buffer, x in ((q_buffer, launch.q), (k_buffer, launch.k), (v_buffer, launch.v))
+            at_home(buffer, x) for buffer, x in ((q_buffer, launch.q), (k_buffer, launch.k), (v_buffer, launch.v))
         )
         launch.out = gpu.Guarded.around(at_home(out_buffer, launch.out.view))
         launch.run()
@@ -229,9 +228,7 @@ def test_the_same_addresses_for_rows_of_other_tiles_and_head_dims(dtype: str, pa
     """Rows differ in the boxes that they copy, of which the tensors say nothing."""
     rows = [row for row in ROWS if row.dtype == dtype]
     width = max(row.head_dim for row in rows) + 8
-    buffers = [
-        poison(gpu.torch_dtype(rows[0]), 2 * 300 * 2 * width + 2 * GUARD, DEVICE).normal_() for _ in range(3)
-    ]
+    buffers = [poison(gpu.torch_dtype(rows[0]), 2 * 300 * 2 * width + 2 * GUARD, DEVICE).normal_() for _ in range(3)]
     for row in (*rows, *reversed(rows)):
         problem = Problem(300, 300, "bottom-right", seed=40)
         launch = Launch.of(row, problem, DEVICE)
@@ -324,9 +321,7 @@ def test_other_threads(row: _C.Row, parity: ParityReport):
         stream = torch.cuda.Stream(DEVICE)
         with torch.cuda.stream(stream):
             for i in range(20):
-                problem = Problem(
-                    50 + 10 * worker, 60 + i, "bottom-right", batch=1 + i % 3, seed=100 * worker + i
-                )
+                problem = Problem(50 + 10 * worker, 60 + i, "bottom-right", batch=1 + i % 3, seed=100 * worker + i)
                 launch = Launch.of(row, problem, DEVICE)
                 launch.run()
                 out = cutlass_fmha.attention(*inputs, causal=True, row=row.name)

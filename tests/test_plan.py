@@ -257,9 +257,7 @@ def test_empty_tensors_have_no_address(kernels: FakeKernels):
 def test_batch_invariant_plans_do_not_know_the_batch(kernels: FakeKernels, fields: dict[str, Any]):
     kernels.compute = False
 
-    def planned(
-        batch: int, keys: int = fields["seqlen_k"], batch_invariant: bool = True
-    ) -> tuple[str, int, int]:
+    def planned(batch: int, keys: int = fields["seqlen_k"], batch_invariant: bool = True) -> tuple[str, int, int]:
         call = tensors(Problem(batch=batch, **{**fields, "seqlen_k": keys}))
         attend(call, batch_invariant=batch_invariant)
         row = kernels.build.rows[kernels.of(True)[-1].row].name
@@ -297,9 +295,7 @@ def launch(q, k, v, scale=None, causal="none", return_lse=True, row=None, layout
     dtype=st.sampled_from([torch.float16, torch.bfloat16]),
     given=st.booleans(),
 )
-def test_drawn_problems_are_packed_right(
-    kernels, problem: Problem, head_dim: int, layout: str, dtype, given: bool
-):
+def test_drawn_problems_are_packed_right(kernels, problem: Problem, head_dim: int, layout: str, dtype, given: bool):
     kernels.launches.clear()
     q, k, v = problem.inputs(dtype, head_dim, "cpu")
     views = [x.transpose(1, 2) for x in (q, k, v)] if layout == "bhsd" else [q, k, v]
@@ -348,10 +344,7 @@ def test_slow_copies_are_told_once_per_cause(kernels, caplog):
         ([lambda: launch(q, k, odd_address)], "value's address is"),
         ([lambda: launch(q, k, v, said={"out": odd_out})], "out's address is"),
         (
-            [
-                lambda n=n: attend(tensors(Problem(n, 65, head_dim=20, head_dim_v=20, softcap=1.0)))
-                for n in (33, 20)
-            ],
+            [lambda n=n: attend(tensors(Problem(n, 65, head_dim=20, head_dim_v=20, softcap=1.0))) for n in (33, 20)],
             "query's head stride and key's head stride and value's head stride and head_dim 20 are",
         ),
         ([lambda: attend(tensors(Problem(20, 65, softcap=1.0)))], ""),

@@ -64,9 +64,7 @@ def test_the_busiest_pipe_is_that_of_the_gpu_and_other_kernels_have_no_expectati
     others = ("combine", "combine_sm89_f16", "backward_before_sm90_bf16")
     assert all(profile_row.expected(name, "NVIDIA L4") == {} for name in others)
     rows = json.loads(profile_row.REPORT.read_text(encoding="utf-8"))["rows"]
-    assert all(
-        profile_row.expected(name, "NVIDIA H200") for name in rows if name.startswith(("fwd", "wide", "bwd"))
-    )
+    assert all(profile_row.expected(name, "NVIDIA H200") for name in rows if name.startswith(("fwd", "wide", "bwd")))
 
 
 FAKE = """import json, sys

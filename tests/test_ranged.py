@@ -17,9 +17,7 @@ from cutlass_fmha.dispatch.problem import EVEN, Problem, class_of, mean_length, 
 from cutlass_fmha.dispatch.table import Table
 from cutlass_fmha.features import Features
 
-RANGED = Row(
-    9999, 89, "bfloat16", 128, 256, 64, 8, "cp_async_16", 98 * 1024, 1, 1, 1, False, True, False, True, True
-)
+RANGED = Row(9999, 89, "bfloat16", 128, 256, 64, 8, "cp_async_16", 98 * 1024, 1, 1, 1, False, True, False, True, True)
 HOPPER = Device("NVIDIA H200", (9, 0), 132, 227 * 1024)
 SCORE_MOD = replace(RANGED, index=9998, tile_n=48, ranged=False, score_mod=True)
 MASKED = replace(RANGED, index=9997, tile_n=32, ranged=False, masked=True)
@@ -31,9 +29,7 @@ def reasons(problem: Problem, row: Row = RANGED) -> list[str]:
     return eligibility.reasons(row, problem, L4, BUILD)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "feature", ["window", "prefix", "sinks", "varlen", "lengths", "pages", "cache_batch_idx"]
-)
+@pytest.mark.parametrize("feature", ["window", "prefix", "sinks", "varlen", "lengths", "pages", "cache_batch_idx"])
 def test_ranges_and_where_keys_stand_are_no_reason(feature: str):
     assert reasons(replace(PACKED, features=(feature,))) == []
 
@@ -109,9 +105,7 @@ def test_whole_vectors_alone():
     assert reason == "takes head dims that are multiples of 8, and the tensors have 72, value 33"
     (reason,) = reasons(replace(PACKED, alignment=8))
     assert reason == "needs pointers and strides aligned to 16 bytes, and these are aligned to 8"
-    assert reasons(replace(PACKED, head_dim=136)) == [
-        "made for head dims up to 128, and the tensors have 136"
-    ]
+    assert reasons(replace(PACKED, head_dim=136)) == ["made for head dims up to 128, and the tensors have 136"]
 
 
 def test_documents_are_for_ranged_rows_and_dense_calls_are_not():
@@ -141,16 +135,12 @@ def test_their_keys_are_not_split():
 @pytest.mark.parametrize(
     ("shortest", "longest", "count"), [(1024, 1024, 16), (200, 300, 64), (40, 2900, 24), (4000, 7000, 3)]
 )
-def test_packed_documents_count_as_long_as_they_are(
-    shortest: int, longest: int, count: int, tile_m: int, causal: str
-):
+def test_packed_documents_count_as_long_as_they_are(shortest: int, longest: int, count: int, tile_m: int, causal: str):
     """Not as long as the longest, by which there would be up to twice as many steps."""
     row = replace(RANGED, tile_m=tile_m)
     lengths = [shortest + (longest - shortest) * number // (count - 1) for number in range(count)]
     mean = mean_length(sum(lengths), count, longest)
-    packed = replace(
-        PACKED, causal=causal, batch=count, seqlen_q=longest, seqlen_k=longest, mean=(mean, mean)
-    )
+    packed = replace(PACKED, causal=causal, batch=count, seqlen_q=longest, seqlen_k=longest, mean=(mean, mean))
     found = blocks.groups(row, packed, L4)
     alone = (replace(packed, batch=1, seqlen_q=each, seqlen_k=each, mean=EVEN) for each in lengths)
     expected = [group for each in alone for group in blocks.groups(row, each, L4)]

@@ -126,10 +126,7 @@ SIMT, WIDE, TF32 = "wide_sm89_f32_dany_m64n128w8_simt", "wide_sm89_bf16_dany_m64
         ("wide_sm90_f16_dany_m32n128w4", {"opcodes": {"STL.64": 2}}, "2 loads and stores of local memory"),
         ("rotary_sm120_f16", {"registers": 200}, "blocks of 128 threads on an SM"),
         ("fwd_sm89_bf16_d64_m64n64w4", {"opcodes": {"HMMA.16816.F32": 8, "LDGSTS": 1}}, "plies bfloat16"),
-        *(
-            (TMA, {"opcodes": {"HMMA.16816.F32": 8, **x}}, NO_TMA)
-            for x in ({"UTMALDG": 1}, {"UTMASTG": 1}, {})
-        ),
+        *((TMA, {"opcodes": {"HMMA.16816.F32": 8, **x}}, NO_TMA) for x in ({"UTMALDG": 1}, {"UTMASTG": 1}, {})),
         (SIMT, {"opcodes": {"FFMA": 600, "BPT": 1}}, "1 BPT.TRAP"),
         (SIMT, {"opcodes": {"FFMA": 600}, "registers": 255}, "255 registers x 256 threads x 2 blocks exceed"),
         (SIMT, {"opcodes": {"FFMA": 100}}, "100 FMAs and tensor-core instructions []"),
@@ -140,9 +137,7 @@ SIMT, WIDE, TF32 = "wide_sm89_f32_dany_m64n128w8_simt", "wide_sm89_bf16_dany_m64
         (WIDE, {"opcodes": {"HMMA.1688.F32.BF16": 64}}, "no cp.async"),
     ],
 )
-def test_a_defect_in_the_report_is_found(
-    report: dict[str, Any], name: str, change: dict[str, Any], expected: str
-):
+def test_a_defect_in_the_report_is_found(report: dict[str, Any], name: str, change: dict[str, Any], expected: str):
     changed = copy.deepcopy(report)
     row = changed["rows"][name]
     row |= change | {"config": row["config"] | change.get("config", {})}

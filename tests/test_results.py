@@ -209,9 +209,7 @@ def test_a_compiled_call_writes_there():
         rotary(q, COS, COS, ints(3, 4), out=turned)
         attention(turned, k, v, causal=True, out=out, lse=lse, return_lse=True)
         merged = merge_states(out, lse, out * 2, lse, out=turned)
-        first = attention(
-            *(x.transpose(1, 2) for x in (q, k, v)), layout="bhsd", softcap=2.0, out=out.transpose(1, 2)
-        )
+        first = attention(*(x.transpose(1, 2) for x in (q, k, v)), layout="bhsd", softcap=2.0, out=out.transpose(1, 2))
         return merged[1] * 2, first + 1
 
     rooms = [[poisoned(q, True), poisoned(randn(2, 4, 33), False), poisoned(q, False)] for _ in range(2)]

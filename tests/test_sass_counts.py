@@ -55,9 +55,7 @@ def test_a_loop_holds_what_one_block_of_keys_takes(loops: list[sass.RowLoop]):
         expected["ldsm"] = 2 * (row.tile_n // 16) * dim + (0 if row.q_in_registers else rows // 16 * dim)
         # One half of the warps copies K, the other V: each runs half of what there is.
         copied = 2 * 2 * row.tile_n * row.head_dim * row.element_bytes // row.warps
-        expected |= {"cp_async_16": {"copy": copied // 512}, "element": {"global": copied // 64}}.get(
-            row.copy, {}
-        )
+        expected |= {"cp_async_16": {"copy": copied // 512}, "element": {"global": copied // 64}}.get(row.copy, {})
         assert expected.items() <= loop.counts.items(), (row.name, expected)
         assert loop.counts["other"] <= 2, (row.name, loop.opcodes)
 
@@ -197,9 +195,7 @@ def test_the_loop_that_holds_the_main_loop_is_not_the_main_loop():
 
 def test_a_kernel_without_a_loop_is_an_error():
     with pytest.raises(mainloop.LoopNotFoundError, match="planted .sm_90. has no loop with tensor-core"):
-        mainloop.main_loop(
-            assemble("top:\n FADD R0, R0, R0\n @P0 BRA top\n HMMA.16816.F32 R0, R4, R8, R0\n EXIT")
-        )
+        mainloop.main_loop(assemble("top:\n FADD R0, R0, R0\n @P0 BRA top\n HMMA.16816.F32 R0, R4, R8, R0\n EXIT"))
 
 
 # ---- the command -------------------------------------------------------------------------------------------

@@ -154,9 +154,7 @@ PLACES = pytest.mark.parametrize(
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_torchs_modules_run_ours(
-    training: bool, padded: bool, place: str, dtype: torch.dtype, tolerance: float
-):
+def test_torchs_modules_run_ours(training: bool, padded: bool, place: str, dtype: torch.dtype, tolerance: float):
     """Layers with torch's MultiheadAttention."""
     module = encoder().train(training).to(place, dtype)
     x = randn(2, 7, 64).to(place, dtype)
@@ -290,9 +288,7 @@ def transposed(*shape: int) -> Tensor:
 @with_registry
 @pytest.mark.parametrize("make", [randn, transposed])
 @pytest.mark.parametrize("causal", [False, True])
-def test_the_flash_op_gives_attention_its_gradients_and_torchs_layout(
-    make: Callable[..., Tensor], causal: bool
-):
+def test_the_flash_op_gives_attention_its_gradients_and_torchs_layout(make: Callable[..., Tensor], causal: bool):
     q, k, v = (make(*shape).requires_grad_() for shape in (Q, K, K))
     bias = torch.zeros(9, 13).masked_fill(~torch.ones(9, 13).bool().tril(4), -math.inf) if causal else None
     want = results(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, bias), [q, k, v])
@@ -348,8 +344,7 @@ def test_packed_sequences_of_torchs_varlen_attn_are_ours(
         varlen_attn_out(again, *plain, *given, **options)
     assert torch.equal(again, out) and sdpa.counts["_flash_attention_forward_no_dropout_inplace"] == 1
     pages = [
-        x[:-8].view(1, 4, key[1], 32).repeat(4, 4, 1, 1) * ints(1, 2, 3, 4).view(4, 1, 1, 1).to(x)
-        for x in plain[1:]
+        x[:-8].view(1, 4, key[1], 32).repeat(4, 4, 1, 1) * ints(1, 2, 3, 4).view(4, 1, 1, 1).to(x) for x in plain[1:]
     ]
     paged = {"seqused_k": ints(20, 5).to(place)}, ints(2, 0, 1, 3).view(2, 2).to(place)
     with sdpa(place):

@@ -70,9 +70,7 @@ def runner(pool: Any = None, **changed: Any) -> SimpleNamespace:
         "page_size": PAGE,
         "gpu_id": 0,
         "token_to_kv_pool": pool,
-        "req_to_token_pool": SimpleNamespace(
-            size=8, req_to_token=torch.full((9, CONTEXT), 5, dtype=torch.int32)
-        ),
+        "req_to_token_pool": SimpleNamespace(size=8, req_to_token=torch.full((9, CONTEXT), 5, dtype=torch.int32)),
     }
     return SimpleNamespace(**{**given, **changed})
 
@@ -164,9 +162,7 @@ class Serving:
 @pytest.mark.parametrize(("lengths", "mode"), [(MIXED, "MIXED"), (MIXED, "EXTEND"), (DECODE, "DECODE")])
 @pytest.mark.parametrize("order", ["rows", "heads first"])
 @pytest.mark.parametrize("what", SAID)
-def test_a_batch_is_each_request_alone(
-    there: Any, what: str, order: str, lengths: Any, mode: str, place: str
-):
+def test_a_batch_is_each_request_alone(there: Any, what: str, order: str, lengths: Any, mode: str, place: str):
     layer, kwargs, ours = SAID[what]
     there.ours.calls.clear()
     s = Serving(there, lengths, order, place)

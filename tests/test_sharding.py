@@ -131,13 +131,9 @@ def one_of_two(rank: int, meeting: str) -> None:
             found = results(*given, said, spread(of_output, Replicate()))
             assert all(isinstance(x, DTensor) for x in found)
             if name.startswith("one head") and axis == heads:
-                assert found[3].placements[1] == Partial(), (
-                    "each device has a part of the shared head's gradient"
-                )
+                assert found[3].placements[1] == Partial(), "each device has a part of the shared head's gradient"
             whole = [x.full_tensor() for x in found]
-            torch.testing.assert_close(
-                whole, want, rtol=1e-4, atol=1e-4, msg=lambda m, at=(name, axis): f"{at}: {m}"
-            )
+            torch.testing.assert_close(whole, want, rtol=1e-4, atol=1e-4, msg=lambda m, at=(name, axis): f"{at}: {m}")
 
     q = spread(randn(*Q), Shard(0))
     with torch.inference_mode():

@@ -144,9 +144,7 @@ def test_copies_arrive_at_an_mbarrier(seed: int):
         @!%p bra W;
         ld.shared.v4.b32 {%x0, %x1, %x2, %x3}, [%x10];
     """
-    ptx.run(
-        BEGIN + addresses(16, 16) + body + WRITE, source, out, shared=1040, seed=seed, declarations=SHARED
-    )
+    ptx.run(BEGIN + addresses(16, 16) + body + WRITE, source, out, shared=1040, seed=seed, declarations=SHARED)
     assert np.array_equal(out, source[::-1])
 
 

@@ -200,9 +200,7 @@ PROGRAMS = {
         {"threads": 64, "shared": 16, **SHARED},
     ),
     **{
-        f"a ring of mbarriers by {ask}": Program(
-            PIPELINE.format(ask=ask, first_parity=1), consumed, PIPELINED
-        )
+        f"a ring of mbarriers by {ask}": Program(PIPELINE.format(ask=ask, first_parity=1), consumed, PIPELINED)
         for ask in ("try_wait", "test_wait")
     },
     "who drops out of an mbarrier is not expected again": Program(

@@ -70,9 +70,7 @@ def test_no_name_says_less_than_row_family_and_helper_do():
     names = {name for file in files if file.suffix in (".py", ".pyi") for name in names_of(file)}
     theirs = {name for file in (ROOT / "tests/engines").rglob("*.py") for name in names_of(file)}
     assert "Row" in names
-    assert not {
-        name for name in names - theirs if re.search("(?i)general|template|fallback|support(?!ed)", name)
-    }
+    assert not {name for name in names - theirs if re.search("(?i)general|template|fallback|support(?!ed)", name)}
 
 
 def expanded(path: str) -> list[str]:

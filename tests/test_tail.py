@@ -22,12 +22,8 @@ from cutlass_fmha.dispatch.table import Table
 from cutlass_fmha.launch import plan
 
 RTX5090 = PRESETS["rtx5090"]
-LARGE = Row(
-    0, 120, "bfloat16", 128, 256, 64, 8, "tma", 98 * 1024, stages=1, q_in_registers=False, ping_pong=True
-)
-SMALL = replace(
-    LARGE, index=1, tile_m=64, tile_n=32, warps=4, smem_bytes=48 * 1024, min_blocks=2, ping_pong=False
-)
+LARGE = Row(0, 120, "bfloat16", 128, 256, 64, 8, "tma", 98 * 1024, stages=1, q_in_registers=False, ping_pong=True)
+SMALL = replace(LARGE, index=1, tile_m=64, tile_n=32, warps=4, smem_bytes=48 * 1024, min_blocks=2, ping_pong=False)
 PROBLEM = Problem(2, 8192, 8192, 16, 16, 128, "bfloat16")  # 1024 tiles: six waves on 170 SMs, and 4 tiles
 
 

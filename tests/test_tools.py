@@ -175,9 +175,7 @@ def test_the_newest_report_counts(sources: Path, reports: Path, release: Any):
         *(("odd", text, "odd.json is not a") for text in ("{}", "not json", '{"kind": "benchmark"}', "[]")),
     ],
 )
-def test_what_proves_less_is_told_in_a_sentence(
-    name: str, changes: Any, expected: str, reports: Path, release: Any
-):
+def test_what_proves_less_is_told_in_a_sentence(name: str, changes: Any, expected: str, reports: Path, release: Any):
     path = next(reports.parent.rglob(f"*{name}.json"), reports / f"{name}.json")
     if changes is None:
         path.unlink()

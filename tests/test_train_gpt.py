@@ -36,9 +36,7 @@ def run(module: ModuleType, output: Path) -> tuple[int, dict[str, Any]]:
 def test_all_ways_learn_the_same(train_gpt: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     status, found = run(train_gpt, tmp_path / "result")
     assert status == 0
-    assert [(each["seed"], each["way"]) for each in found["runs"]] == [
-        (s, w) for s in (0, 1) for w in train_gpt.WAYS
-    ]
+    assert [(each["seed"], each["way"]) for each in found["runs"]] == [(s, w) for s in (0, 1) for w in train_gpt.WAYS]
     for each in found["runs"]:
         assert len(each["losses"]) == 40 and each["tokens_per_s"] > 0
         assert each["final"] < each["losses"][0] - 1.5  # a byte at random is 5.5 nats

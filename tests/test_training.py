@@ -46,9 +46,7 @@ def theirs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 class Layer(nn.Module):
     """Attention with its projections; ``around`` is put around attention itself."""
 
-    def __init__(
-        self, attend: Callable[..., Tensor] = ours, around: Callable[..., Any] | None = None
-    ) -> None:
+    def __init__(self, attend: Callable[..., Tensor] = ours, around: Callable[..., Any] | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.q, self.o = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
@@ -154,8 +152,7 @@ ON_A_GPU: dict[str, Any] = {**SETTINGS, "autocast, inductor, checkpoint inside":
 
 @pytest.mark.parametrize(
     ("name", "device"),
-    [(name, "cpu") for name in SETTINGS]
-    + [pytest.param(name, *CUDA.values, marks=CUDA.marks) for name in ON_A_GPU],
+    [(name, "cpu") for name in SETTINGS] + [pytest.param(name, *CUDA.values, marks=CUDA.marks) for name in ON_A_GPU],
 )
 def test_the_gradient_is_that_of_torchs_sdpa(name: str, device: str):
     run, around, share = ON_A_GPU[name]
@@ -294,9 +291,7 @@ def heads(batch: int = 2) -> list[Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.parametrize(
-    "said", [{}, {"softcap": 2.0, "causal": True}, {"dropout_p": 0.5, "dropout_seed": 3}]
-)
+@pytest.mark.parametrize("said", [{}, {"softcap": 2.0, "causal": True}, {"dropout_p": 0.5, "dropout_seed": 3}])
 def test_vmap_is_a_loop_forwards_and_backwards(said: dict[str, Any]):
     stacks = [torch.stack([x, 0.5 - x]).requires_grad_() for x in heads()]
     mapped = torch.vmap(lambda *x: attention(*x, **said))(*stacks)

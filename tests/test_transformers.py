@@ -548,9 +548,7 @@ def test_a_model_runs_by_the_kernel_of_the_hub(
         monkeypatch.setattr(loader, "is_kernels_available", lambda: True)
         monkeypatch.setattr(loader, "get_kernel", load_as_kernels_does)
     monkeypatch.setenv("LOCAL_KERNELS", f"a/b=/nowhere:{repository}=/elsewhere")
-    assert hub.use(repository) == repository and os.environ["LOCAL_KERNELS"].startswith(
-        f"a/b=/nowhere:{repository}="
-    )
+    assert hub.use(repository) == repository and os.environ["LOCAL_KERNELS"].startswith(f"a/b=/nowhere:{repository}=")
     wanted = eager(name, "prefill" if side == "none" else "left padding")
     model(name, 0.0).set_attn_implementation(repository)
     said: set[str] = set()

@@ -136,9 +136,7 @@ def sighting(us: tuple[float, ...], incumbents: tuple[tuple[float, ...], ...]) -
         ((120.0, 120.0), False),
     ],
 )
-def test_a_gain_is_three_percent_over_the_fastest_row_with_no_case_one_percent_worse(
-    us: tuple[float, ...], gain: bool
-):
+def test_a_gain_is_three_percent_over_the_fastest_row_with_no_case_one_percent_worse(us: tuple[float, ...], gain: bool):
     assert sighting(us, ((100.0, 200.0), (300.0, 100.0))).is_gain == gain
 
 
@@ -212,10 +210,7 @@ def test_cmake_reads_a_scratch_manifest_as_it_was_meant(tmp_path: Path):
         "set(FMHA_SUPPORTED_ARCHITECTURES 89 90 120)\nset(FMHA_ARCHITECTURES 90)",
         f'set(CUTLASS_FMHA_MANIFEST "{tmp_path}/scratch.cmake")',
         f'include("{ROOT}/cmake/Instances.cmake")\nfmha_include_manifest()',
-        *(
-            f'get_property(rows GLOBAL PROPERTY FMHA_ROWS_sm90_d64_{c.tag})\nmessage("${{rows}}")'
-            for c in same_name
-        ),
+        *(f'get_property(rows GLOBAL PROPERTY FMHA_ROWS_sm90_d64_{c.tag})\nmessage("${{rows}}")' for c in same_name),
     )
     names = [f"fwd_sm90_{dtype}_d64_m256n64w8_{c.tag}" for c in same_name for dtype in ("bf16", "f16")]
     assert done.stderr.replace(";", "\n").split() == names
@@ -308,10 +303,7 @@ def test_a_candidate_is_timed_in_turns_with_every_row(monkeypatch: pytest.Monkey
     us = {"x": (90, 95), "a": (130, 100), "b": (100, 180)}  # on the long and on the short case
     heads = {"num_heads": 4, "num_heads_kv": 2, "head_dim": table.rows[0].head_dim}
     cases = [replace(case, **heads) for case in (LONG, SHORT)]
-    problems = [
-        Problem(1, n, n, *heads.values(), "float16", mask)
-        for n, mask in ((128, "bottom-right"), (64, "none"))
-    ]
+    problems = [Problem(1, n, n, *heads.values(), "float16", mask) for n, mask in ((128, "bottom-right"), (64, "none"))]
     gpu = FakeGpu(table, L4, lambda row, problem: us[tags[row.name]][problem.causal == "none"])
     gpu.install(monkeypatch)
     job = {"tag": "x", "incumbents": ["a", "b"], "cases": [asdict(case) for case in cases], "looks": 3}
@@ -348,9 +340,7 @@ TARGET = Target("d64-x", (SHORT,), 90, 99, (INCUMBENT,))
         ("bug", "KeyError: 'tag'"),
     ],
 )
-def test_a_candidate_is_blamed_for_its_process_and_not_for_the_tuner(
-    what: str, expected: Any, tmp_path, request
-):
+def test_a_candidate_is_blamed_for_its_process_and_not_for_the_tuner(what: str, expected: Any, tmp_path, request):
     (tmp_path / "judge.py").write_text(JUDGE.format(what=what))
     command = [sys.executable, str(tmp_path / "judge.py")]
     run = search.judge_in_a_process(tmp_path, 0, command, 2.0 if what == "hang" else 1200.0)
@@ -401,9 +391,7 @@ def board(tmp_path: Path) -> Leaderboard:
     return Leaderboard.resume(tmp_path / "board.json", dict(ABOUT), {"d64-x": [SHORT.name]})
 
 
-def run(
-    board: Leaderboard, gpu: Any, builder: FakeBuilder | None = None, rounds: int = 1, **more: Any
-) -> Leaderboard:
+def run(board: Leaderboard, gpu: Any, builder: FakeBuilder | None = None, rounds: int = 1, **more: Any) -> Leaderboard:
     """So many rounds of drawing."""
     said = {"limit_s": rounds + 1, "clock": lambda: board.rounds, **more}
     Search(board, [TARGET], builder or FakeBuilder(), gpu, say=lambda line: None, **said).run()
@@ -426,9 +414,9 @@ def test_each_candidate_meets_the_fate_it_earns(board: Leaderboard):
 
     gpu, builder = (
         FakeJudge(
-            us=lambda c, run: {once: (90.0, 99.0), spills_in_bf16: (90.0,), gains: (90.0, 95.0)}.get(
-                kind(c), (104.0,)
-            )[run],
+            us=lambda c, run: {once: (90.0, 99.0), spills_in_bf16: (90.0,), gains: (90.0, 95.0)}.get(kind(c), (104.0,))[
+                run
+            ],
             wrong=lambda c: reasons["parity"] if kind(c) == wrong else None,
         ),
         FakeBuilder(drops),
@@ -438,10 +426,7 @@ def test_each_candidate_meets_the_fate_it_earns(board: Leaderboard):
     for entry in board.entries:
         c, of = entry.candidate, kind(entry.candidate)
         assert entry.fate == fates[of]
-        assert (
-            reasons.get(entry.fate, "x the incumbent's speed (1.03x is asked for), worst case")
-            in entry.reason
-        )
+        assert reasons.get(entry.fate, "x the incumbent's speed (1.03x is asked for), worst case") in entry.reason
         jobs = [(job.confirm, job.dtypes) for job in gpu.jobs if job.candidate == c]
         looks = {compiles: 0, spills: 0, once: 2, gains: 2}.get(of, 1)
         assert jobs == [(False, ("float16",)), (True, BOTH)][:looks], "what was dropped must not run"
@@ -578,9 +563,7 @@ def test_a_gpu_by_name_is_its_rows_at_its_balance(monkeypatch: pytest.MonkeyPatc
         ("--preset dense --head-dim 64", "is of other sources: make build"),  # whose rows are to be beaten
     ],
 )
-def test_a_request_that_cannot_be_followed_is_one_sentence(
-    arguments: str, sentence: str, capsys, monkeypatch
-):
+def test_a_request_that_cannot_be_followed_is_one_sentence(arguments: str, sentence: str, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(tune.devices, "of_index", lambda index: PRESETS["h200"])
     monkeypatch.setattr(tune, "source_hash", lambda: "other")

@@ -203,9 +203,7 @@ def test_nothing_asks_what_a_tensor_holds(there: Any):
     metadata = there.ours.Builder(None, [], None, torch.device("cpu")).build(0, s.common)
     with FakeTensorMode() as mode:
         serving.hollow(mode, metadata)
-        impl._said = {
-            name: mode.from_tensor(x) if isinstance(x, Tensor) else x for name, x in impl._said.items()
-        }
+        impl._said = {name: mode.from_tensor(x) if isinstance(x, Tensor) else x for name, x in impl._said.items()}
         q, k, v, cache = map(mode.from_tensor, (s.query, s.key, s.value, s.cache))
         output = torch.empty_like(q)
         assert impl.forward(None, q, k, v, cache, metadata, output) is output

@@ -139,7 +139,7 @@ def test_the_smallest_row_that_takes_a_head_dim_is_the_fastest_of_long_problems(
 # ---- for all that a call may say ---------------------------------------------------------------------------
 
 
-def scored_row(dtype: str = "float16") -> _C.Row:
+def scored_row(dtype: str = "bfloat16") -> _C.Row:
     return next(x for x in _C.rows() if (x.family, x.dtype, x.head_dim) == ("wide_scored", dtype, 512))
 
 
@@ -147,9 +147,9 @@ def scored_row(dtype: str = "float16") -> _C.Row:
     ("asked", "expected"),
     [
         (problem(features=tuple(FEATURES), window=(9, 0), num_splits=3, block_mask=(64, 128)), []),
-        (problem("float16", 8, head_dim_v=512, features=("pages", "softcap"), alignment=2, page_size=16), []),
-        (problem("float16", 256), ["for float32 and for head dims above 256, which no other row takes"]),
-        (problem("float16", 513), ["made for head dims up to 512, and the tensors have 513"]),
+        (problem("bfloat16", 8, head_dim_v=512, features=("pages", "softcap"), alignment=2, page_size=16), []),
+        (problem("bfloat16", 256), ["for float32 and for head dims above 256, which no other row takes"]),
+        (problem("bfloat16", 513), ["made for head dims up to 512, and the tensors have 513"]),
         (
             problem(features=("block_mask",), block_mask=(64, 32)),
             ["takes block masks of blocks that are multiples of 64 x 64, and these are 64 x 32"],
@@ -160,7 +160,7 @@ def test_what_scored_rows_take(asked: Problem, expected: list[str]):
     assert reasons(scored_row(asked.dtype), asked) == expected
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_they_are_taken_for_what_the_others_lack_and_to_split_keys(dtype: str):
     device = devices.named(DEVICES[scored_row().arch])
     for asked, family, splits in (
@@ -263,7 +263,7 @@ def test_what_is_not_aligned_is_copied_and_told(kernels: FakeKernels, caplog: py
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_scored_row_reads_what_is_given_beside_copies(kernels: FakeKernels, dtype: str):
     """Of unaligned tensors, too: masks and biases as they are, heads packed, keys split."""
     row, q = scored_row(dtype), made(DTYPES[dtype], 1, 4, 261)
@@ -280,13 +280,9 @@ def test_a_scored_row_reads_what_is_given_beside_copies(kernels: FakeKernels, dt
     assert prepared.launch is not None
     out, lse = prepared.launch((q, k, k), 0.5, True, said)
     p = kernels.last
-    assert (p.pack, p.splits, p.head_dim % 4, p.bias_type) == (2, 3, 0, "float32") and p.bias == said[
-        "bias"
-    ].data_ptr()
+    assert (p.pack, p.splits, p.head_dim % 4, p.bias_type) == (2, 3, 0, "float32") and p.bias == said["bias"].data_ptr()
     oracle_features.compare(out, lse, q, k, k, 0.5, "bottom-right", **said).check()
-    fitting = describe(
-        (made(DTYPES[dtype], 3, 4, 264),) + 2 * (made(DTYPES[dtype], 9, 2, 264),), "none", Features()
-    )
+    fitting = describe((made(DTYPES[dtype], 3, 4, 264),) + 2 * (made(DTYPES[dtype], 9, 2, 264),), "none", Features())
     assert wide_scored.prepare(row, fitting, PRESETS["l4"]).launch is None
 
 

@@ -112,10 +112,7 @@ class Tree:
             "CUTLASS_FMHA_JOBS": self.jobs,
             "Python_EXECUTABLE": sys.executable,
             **({"pybind11_DIR": found} if (found := pybind11_directory()) else {}),
-            **{
-                name: ";".join(map(str, x)) if isinstance(x, list | tuple) else x
-                for name, x in self.variables.items()
-            },
+            **{name: ";".join(map(str, x)) if isinstance(x, list | tuple) else x for name, x in self.variables.items()},
         }
         command = [find_program("cmake"), "-S", str(ROOT), "-B", str(self.directory), "-G", "Ninja"]
         return command + [f"-D{name}={value}" for name, value in defines.items()]

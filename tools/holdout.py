@@ -76,9 +76,7 @@ def measure(arguments: argparse.Namespace) -> Measurements:
     taken = Measurements(machine, seed=arguments.seed)
     begin = time.perf_counter()
     if arguments.with_calibration:
-        taken.calibration = measurements.collect(
-            grid, arguments.device, build, "calibration", measurements.GIVE_UP
-        )
+        taken.calibration = measurements.collect(grid, arguments.device, build, "calibration", measurements.GIVE_UP)
         measurements.save(taken, arguments.output)  # kept, should the rest be interrupted
     taken.holdout = measurements.collect(held_out, arguments.device, build, "holdout")
     taken.wall_s = time.perf_counter() - begin

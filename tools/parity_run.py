@@ -159,9 +159,7 @@ def draw(job: tuple[int, int, int, float, str, bool]) -> Tally:
     return tally
 
 
-def check_drawn(
-    rows: Sequence[Any], count: int, seed: int, longest: int, tally: Tally, end: float = math.inf
-) -> None:
+def check_drawn(rows: Sequence[Any], count: int, seed: int, longest: int, tally: Tally, end: float = math.inf) -> None:
     """Runs so many problems, each on one of the rows, and stops at a mismatch or at the time ``end``."""
     settings = hypothesis.settings(
         max_examples=count,

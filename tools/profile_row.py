@@ -135,9 +135,7 @@ def run_ncu(ncu: str, command: list[str]) -> list[Profile]:
             asked = ["--csv", "--page", "raw", "--print-units", "base", "--log-file", str(log)]
             asked += ["--profile-from-start", "off", "--target-processes", "all"]
             asked += ["--metrics", ",".join(metrics)]
-            done = subprocess.run(
-                [ncu, *asked, *command], capture_output=True, text=True, env=environment, check=False
-            )
+            done = subprocess.run([ncu, *asked, *command], capture_output=True, text=True, env=environment, check=False)
             said = log.read_text(encoding="utf-8") if log.is_file() else ""
         unknown = {name.replace("\\", "") for name in _UNKNOWN.findall(said + done.stdout + done.stderr)}
         left = [name for name in metrics if not name.startswith(tuple(unknown))]

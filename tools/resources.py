@@ -103,9 +103,7 @@ def helper_complaints(kernel: Kernel, threads: int) -> list[str]:
 
     A norm's and rope_backward's have whole rows on their way, 64 bytes a thread, where others have 16.
     """
-    least = next(
-        (n for name, n in OF_WHOLE_ROWS.items() if kernel.name.startswith(name)), HELPER_THREADS_PER_SM
-    )
+    least = next((n for name, n in OF_WHOLE_ROWS.items() if kernel.name.startswith(name)), HELPER_THREADS_PER_SM)
     registers = -(-kernel.registers // 8) * 8 * threads
     blocks = min(REGISTERS_PER_SM // registers, SHARED_PER_SM // (kernel.shared + RESERVED_SHARED))
     checks = [
@@ -157,9 +155,7 @@ def record(kernel: Kernel, row: Any) -> dict[str, Any]:
     return {**{name: getattr(kernel, name) for name in SIZES}, **code, "config": config}
 
 
-def build_report(
-    module: Any, loops_of: Callable[[list[Kernel]], dict[str, dict[str, Any]]]
-) -> dict[str, Any]:
+def build_report(module: Any, loops_of: Callable[[list[Kernel]], dict[str, dict[str, Any]]]) -> dict[str, Any]:
     """The report of an extension; ``loops_of`` kernels: row -> what an iteration of its main loop issues.
 
     Raises ReportError for one that lacks rows of the present manifest, or is of other sources.

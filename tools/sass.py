@@ -112,8 +112,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     kinds = [kind for kind in CLASSES if any(kind in each["loop"] for each in entries)]
     lines = [
-        [*map(str, list(each.values())[:3]), *(str(each["loop"].get(kind, 0)) for kind in kinds)]
-        for each in entries
+        [*map(str, list(each.values())[:3]), *(str(each["loop"].get(kind, 0)) for kind in kinds)] for each in entries
     ]
     parts: list[str | output.Table] = [output.Table(["row", "regs", "code", *kinds], lines)]
     for each in entries if options.opcodes else ():

@@ -161,9 +161,7 @@ def check_types(tensors: tuple[Tensor, Tensor, Tensor], names: tuple[str, str, s
     dtype, device = tensors[0].dtype, tensors[0].device
     for name, tensor in zip(names[1:], tensors[1:], strict=True):
         if tensor.dtype != dtype:
-            raise ValueError(
-                f"{name} must have {names[0]}'s dtype {dtype_name(dtype)}, got {dtype_name(tensor.dtype)}"
-            )
+            raise ValueError(f"{name} must have {names[0]}'s dtype {dtype_name(dtype)}, got {dtype_name(tensor.dtype)}")
         if tensor.device != device:
             raise ValueError(f"{name} must be on {names[0]}'s device {device}, got {tensor.device}")
     first = tensors[0]
@@ -172,8 +170,7 @@ def check_types(tensors: tuple[Tensor, Tensor, Tensor], names: tuple[str, str, s
     allowed = CUDA_DTYPES if first.is_cuda else CPU_DTYPES
     if dtype not in allowed:
         raise ValueError(
-            f"{names[0]} must be {' or '.join(map(dtype_name, allowed))} on {device.type}, "
-            f"got {dtype_name(dtype)}"
+            f"{names[0]} must be {' or '.join(map(dtype_name, allowed))} on {device.type}, got {dtype_name(dtype)}"
         )
 
 
@@ -187,9 +184,7 @@ def check_dims(tensors: tuple[Tensor, Tensor, Tensor], layout: str, names: tuple
 def _check_dims(tensors: tuple[Tensor, Tensor, Tensor], layout: str, names: tuple[str, str, str]) -> None:
     for name, tensor in zip(names, tensors, strict=True):
         if tensor.dim() != 4:
-            raise ValueError(
-                f"{name} must have 4 dimensions, {_AXES[layout]}, got shape {tuple(tensor.shape)}"
-            )
+            raise ValueError(f"{name} must have 4 dimensions, {_AXES[layout]}, got shape {tuple(tensor.shape)}")
 
 
 def check_tensors(
@@ -208,17 +203,13 @@ def check_tensors(
         if shape[batch_axis] != batch:
             raise ValueError(f"{name} must have {q_name}'s batch size {batch}, got {shape[batch_axis]}")
         if shape[3] != head_dim:
-            raise ValueError(
-                f"{name} must have {q_name}'s head_dim (last dimension) {head_dim}, got {shape[3]}"
-            )
+            raise ValueError(f"{name} must have {q_name}'s head_dim (last dimension) {head_dim}, got {shape[3]}")
     for what, axis in (("seqlen", seqlen_axis), ("num_heads", heads_axis)):
         if v[axis] != k[axis]:
             raise ValueError(f"{v_name} must have {k_name}'s {what} {k[axis]}, got {v[axis]}")
     heads_kv = k[heads_axis]
     if heads != heads_kv and (heads_kv == 0 or heads % heads_kv != 0):
-        raise ValueError(
-            f"{k_name} must have a number of heads that divides {q_name}'s {heads}, got {heads_kv}"
-        )
+        raise ValueError(f"{k_name} must have a number of heads that divides {q_name}'s {heads}, got {heads_kv}")
     for name, tensor, shape in zip(names, tensors, shapes, strict=True):
         if shape[seqlen_axis] > MAX_SEQLEN:
             raise ValueError(f"{name} must have a seqlen of 2**29 at most, got {shape[seqlen_axis]}")

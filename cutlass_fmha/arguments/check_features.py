@@ -34,9 +34,7 @@ _ROWS = {
 }
 
 
-def check_features(
-    tensors: tuple[Tensor, Tensor, Tensor], features: Features, names: Triple = check.NAMES
-) -> Sizes:
+def check_features(tensors: tuple[Tensor, Tensor, Tensor], features: Features, names: Triple = check.NAMES) -> Sizes:
     """Everything that a call of ``attend`` asks of its arguments, but for the contents of tensors.
 
     ``tensors``: query, key and value as the op has them: with a batch dimension, packed, or pages.
@@ -66,9 +64,7 @@ def _check_combinations(features: Features) -> None:
     if features.max_seqlen_k is not None and features.cu_seqlens_k is None and features.seqused_k is None:
         raise ValueError("max_seqlen_k is only taken with cu_seqlens_k or seqused_k")
     if features.batch_invariant and features.num_splits is not None:
-        raise ValueError(
-            "batch_invariant and num_splits exclude each other: batch_invariant fixes the split itself"
-        )
+        raise ValueError("batch_invariant and num_splits exclude each other: batch_invariant fixes the split itself")
     if features.dropout_p > 0.0 and features.dropout_seed is None:
         raise ValueError("dropout_p is only taken with dropout_seed")
 
@@ -123,14 +119,11 @@ def _check_operands(tensors: tuple[Tensor, Tensor, Tensor], features: Features, 
         )
     if v_shape[:-1] != k_shape[:-1]:
         raise ValueError(
-            f"{names[2]} must have {names[1]}'s shape but for the last dimension, {k_shape[:-1]}, "
-            f"got {v_shape[:-1]}"
+            f"{names[2]} must have {names[1]}'s shape but for the last dimension, {k_shape[:-1]}, got {v_shape[:-1]}"
         )
     heads, heads_kv = q_shape[-2], k_shape[-2]
     if heads != heads_kv and (heads_kv == 0 or heads % heads_kv != 0):
-        raise ValueError(
-            f"{names[1]} must have a number of heads that divides {names[0]}'s {heads}, got {heads_kv}"
-        )
+        raise ValueError(f"{names[1]} must have a number of heads that divides {names[0]}'s {heads}, got {heads_kv}")
     batch = _batch(q, k, features, names)
     seqlen_q, seqlen_k, page_size = _seqlens(q, k, features, names)
     lengths, heads_and_dims = (batch, seqlen_q, seqlen_k), (heads, heads_kv, q_shape[-1], v_shape[-1])
@@ -139,9 +132,7 @@ def _check_operands(tensors: tuple[Tensor, Tensor, Tensor], features: Features, 
     return Sizes(*lengths, *heads_and_dims, total_q, page_size, entries_k, k_shape[-3])
 
 
-def _check_layout(
-    tensor: Tensor, name: str, cu: str, cu_seqlens: Tensor | None, pages: Tensor | None
-) -> None:
+def _check_layout(tensor: Tensor, name: str, cu: str, cu_seqlens: Tensor | None, pages: Tensor | None) -> None:
     dims = 4 if cu_seqlens is None else 3
     if tensor.dim() != dims:
         axes = _ROWS[dims if pages is None else 0].format(cu=cu)
@@ -217,8 +208,7 @@ def _check_lengths(features: Features, sizes: Sizes) -> None:
         check_vector("cu_seqlens_k", features.cu_seqlens_k, batch + 1)
     if features.page_table is not None and features.page_table.shape[0] != batch:
         raise ValueError(
-            f"page_table must have a row for each of {batch} sequences, got shape "
-            f"{tuple(features.page_table.shape)}"
+            f"page_table must have a row for each of {batch} sequences, got shape {tuple(features.page_table.shape)}"
         )
     for name in ("seqused_q", "seqused_k", "leftpad_k", "cache_batch_idx", "prefix_lengths"):
         if (vector := getattr(features, name)) is not None:
@@ -257,16 +247,12 @@ def _check_broadcasts(name: str, tensor: Tensor, features: Features, sizes: Size
 def _check_scores(features: Features, sizes: Sizes, dtype: torch.dtype, query: str) -> None:
     if (mask := features.mask) is not None:
         if mask.dtype != torch.bool:
-            raise ValueError(
-                f"mask must be bool, got {dtype_name(mask.dtype)}: what is added to scores is a bias"
-            )
+            raise ValueError(f"mask must be bool, got {dtype_name(mask.dtype)}: what is added to scores is a bias")
         _check_broadcasts("mask", mask, features, sizes)
     if (bias := features.bias) is not None:
         if bias.dtype not in (dtype, torch.float32):
             also = "" if dtype == torch.float32 else " or float32"
-            raise ValueError(
-                f"bias must have {query}'s dtype {dtype_name(dtype)}{also}, got {dtype_name(bias.dtype)}"
-            )
+            raise ValueError(f"bias must have {query}'s dtype {dtype_name(dtype)}{also}, got {dtype_name(bias.dtype)}")
         _check_broadcasts("bias", bias, features, sizes)
     if (slopes := features.alibi_slopes) is not None:
         if slopes.dtype != torch.float32:
@@ -274,8 +260,7 @@ def _check_scores(features: Features, sizes: Sizes, dtype: torch.dtype, query: s
         heads = sizes.num_heads
         if slopes.shape not in ((heads,), (sizes.batch, heads)):
             raise ValueError(
-                f"alibi_slopes must have shape ({heads},) or ({sizes.batch}, {heads}), "
-                f"got {tuple(slopes.shape)}"
+                f"alibi_slopes must have shape ({heads},) or ({sizes.batch}, {heads}), got {tuple(slopes.shape)}"
             )
     if (sinks := features.sinks) is not None:
         wanted = torch.float64 if dtype == torch.float64 else torch.float32
@@ -295,13 +280,10 @@ def _check_blocks(features: Features, sizes: Sizes) -> None:
         return
     if features.block_m < 1 or features.block_n < 1:
         raise ValueError(
-            f"block_mask must have blocks of at least 1 query and 1 key, got "
-            f"({features.block_m}, {features.block_n})"
+            f"block_mask must have blocks of at least 1 query and 1 key, got ({features.block_m}, {features.block_n})"
         )
     if features.cu_seqlens_q is not None and features.max_seqlen_q is None:
-        raise ValueError(
-            "block_mask with packed sequences needs max_seqlen_q: it says how many blocks there are"
-        )
+        raise ValueError("block_mask with packed sequences needs max_seqlen_q: it says how many blocks there are")
     blocks = -(-sizes.seqlen_q // features.block_m)
     for name, tensor, dims in (("block_counts", counts, 3), ("block_indices", indices, 4)):
         if tensor.dtype != torch.int32:

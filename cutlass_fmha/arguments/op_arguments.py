@@ -129,8 +129,7 @@ def _sinks(query: Tensor, sinks: Tensor) -> Tensor:
     """In the dtype that scores are computed in. The kernels read fp32."""
     if sinks.dtype not in (query.dtype, torch.float32):
         raise ValueError(
-            f"sinks must be float32 or of the tensors' dtype {dtype_name(query.dtype)}, "
-            f"got {dtype_name(sinks.dtype)}"
+            f"sinks must be float32 or of the tensors' dtype {dtype_name(query.dtype)}, got {dtype_name(sinks.dtype)}"
         )
     return sinks.to(torch.float64 if query.dtype == torch.float64 else torch.float32)
 

@@ -68,9 +68,7 @@ def _gap(row: Row, problem: Problem) -> int:
     return max(0, gap) if row.takes_features or row.family == "wide" else abs(gap)
 
 
-def _further(
-    near: Sequence[Row], shown: int, problem: Problem, device: Device, table: Table
-) -> Iterator[str]:
+def _further(near: Sequence[Row], shown: int, problem: Problem, device: Device, table: Table) -> Iterator[str]:
     """How many rows are not told of, and why."""
     counts = Counter({"with other reasons, as many or more": len(near) - shown})
     names = {row.name for row in near}
@@ -139,9 +137,7 @@ def _without(problem: Problem, names: Sequence[str]) -> Problem:
 
 def _features(problem: Problem, rows: Sequence[Row]) -> Iterator[Change]:
     """Dropping one, or what some rows lack."""
-    sets = {*((name,) for name in problem.features), *(eligibility.lacking(row, problem) for row in rows)} - {
-        ()
-    }
+    sets = {*((name,) for name in problem.features), *(eligibility.lacking(row, problem) for row in rows)} - {()}
     for names in sorted(sets, key=lambda names: (len(names), names)):
         told = [FEATURES[name] for name in names]
         what = " and ".join(filter(None, (", ".join(told[:-1]), told[-1])))
@@ -171,9 +167,7 @@ def _head_dims(problem: Problem, rows: Sequence[Row]) -> Iterator[Change]:
     for least in sorted({min(row.head_dim, row.head_dim_v) for row in rows}, reverse=True):
         if least >= largest:
             continue
-        smaller = replace(
-            problem, head_dim=min(problem.head_dim, least), head_dim_v=min(problem.value_dim, least)
-        )
+        smaller = replace(problem, head_dim=min(problem.head_dim, least), head_dim_v=min(problem.value_dim, least))
         yield Change(f"use head dims of at most {least}", smaller)
 
 

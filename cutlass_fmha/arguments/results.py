@@ -37,9 +37,7 @@ def check_result(
     if tuple(tensor.shape) != tuple(shape):
         raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-        raise ValueError(
-            f"{name} must be contiguous in its last dimension, got a stride of {tensor.stride(-1)} there"
-        )
+        raise ValueError(f"{name} must be contiguous in its last dimension, got a stride of {tensor.stride(-1)} there")
     if _overlaps_itself(tensor):
         raise ValueError(
             f"{name} is written to, and must neither be expanded nor have elements that share memory, "

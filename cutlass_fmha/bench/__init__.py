@@ -39,9 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", type=int, default=0, metavar="N", help="CUDA device number; default: 0")
     output.add_json(parser)
     parser.add_argument("--markdown", type=Path, metavar="PATH", help="write the table as Markdown")
-    parser.add_argument(
-        "--plot", type=Path, metavar="PATH", help="write a picture (.png or .svg); needs matplotlib"
-    )
+    parser.add_argument("--plot", type=Path, metavar="PATH", help="write a picture (.png or .svg); needs matplotlib")
     parser.add_argument(
         "--from-json",
         type=Path,
@@ -96,17 +94,12 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.compare and not arguments.from_json:
             raise ValueError("--compare takes two recorded results: name the other with --from-json")
         if arguments.export and arguments.export[0] not in export.FORMATS:
-            raise ValueError(
-                f"unknown format {arguments.export[0]!r}: take one of {', '.join(export.FORMATS)}"
-            )
+            raise ValueError(f"unknown format {arguments.export[0]!r}: take one of {', '.join(export.FORMATS)}")
     except ValueError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
     if arguments.list:
-        sizes = [
-            [case.group, case.name, f"{case.flop / 1e9:.2f}", f"{case.moved_bytes / 1e6:.1f}"]
-            for case in chosen
-        ]
+        sizes = [[case.group, case.name, f"{case.flop / 1e9:.2f}", f"{case.moved_bytes / 1e6:.1f}"] for case in chosen]
         table = output.Table(["group", "case", "GFLOP", "MB"], sizes, left=2)
         output.emit([case.as_dict() for case in chosen], [table], arguments.json)
         return 0

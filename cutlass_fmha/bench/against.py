@@ -50,8 +50,7 @@ def measure(
         own = str(Path(runner.__file__).parents[1])
         if ours.build["directory"] != own:
             raise runner.CannotMeasure(
-                f"a new process imports {ours.build['directory']} and this one is {own}: "
-                "put it first in PYTHONPATH"
+                f"a new process imports {ours.build['directory']} and this one is {own}: put it first in PYTHONPATH"
             )
 
         def in_turns(case: Case, budget_s: float) -> dict[str, object]:
@@ -74,9 +73,7 @@ def measure_case(case: Case, ours: Process, other: Process, budget_s: float) -> 
     for process, answer in prepared.items():
         results[process.name] = answer["result"]
         if process in timed:
-            results[process.name] |= runner.rates(
-                Timing(**process.ask(done=True)), case.flop, case.moved_bytes
-            )
+            results[process.name] |= runner.rates(Timing(**process.ask(done=True)), case.flop, case.moved_bytes)
     return {**case.as_dict(), "input_sets": prepared[ours]["sets"], "results": results}
 
 
@@ -101,9 +98,7 @@ class Process:
         line = self.process.stdout.readline()
         if not line:
             status = self.process.wait()
-            raise runner.CannotMeasure(
-                f"the process of build {self.name!r} ended with status {status}: see above"
-            )
+            raise runner.CannotMeasure(f"the process of build {self.name!r} ended with status {status}: see above")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -141,9 +136,7 @@ def work(name: str, directory: str, row: str, device: str) -> None:
             print(json.dumps(answer), file=answers, flush=True)
 
 
-def serve(
-    requests: Iterable[dict[str, Any]], name: str, row: str | None, device: int
-) -> Iterator[dict[str, Any]]:
+def serve(requests: Iterable[dict[str, Any]], name: str, row: str | None, device: int) -> Iterator[dict[str, Any]]:
     """First what the package is. Then, of each case: that it is prepared, rounds of replays, its times."""
     import cutlass_fmha
 

@@ -195,9 +195,7 @@ def _timer(name: str, call: Callable[[int], object], sets: int) -> GraphTimer | 
 
 
 def _copy(moved: int, sets: int, device: torch.device) -> Callable[[int], object]:
-    source, target = (
-        torch.zeros(sets, max(1, moved // 2), dtype=torch.uint8, device=device) for _ in range(2)
-    )
+    source, target = (torch.zeros(sets, max(1, moved // 2), dtype=torch.uint8, device=device) for _ in range(2))
     return lambda number: target[number].copy_(source[number])
 
 
@@ -224,8 +222,7 @@ def measure(name: str, size: int, device: torch.device, budget_s: float) -> dict
     inputs = [op.make(size // dtype.itemsize, device, dtype) for _ in range(sets)]
     tables = 2 if op.make.__qualname__.startswith("_heads") else 0  # cos and sin
     with_gradients = [
-        tuple(x.detach().requires_grad_(n < len(each) - tables) for n, x in enumerate(each))
-        for each in inputs
+        tuple(x.detach().requires_grad_(n < len(each) - tables) for n, x in enumerate(each)) for each in inputs
     ]
     moved = op.moved(max(inputs[0][0].nbytes, 1))
     found, refused = functions(op)
@@ -247,9 +244,7 @@ def measure(name: str, size: int, device: torch.device, budget_s: float) -> dict
     case["forward_us"], why = times(calls, sets, cuda, budget_s)
     refused |= {f"{n}, forward": reason for n, reason in why.items()}
     if moved[1] is not None:
-        calls = {
-            n: partial(both, f) for n, f in found.items() if n in case["forward_us"] and n != "flashinfer"
-        }
+        calls = {n: partial(both, f) for n, f in found.items() if n in case["forward_us"] and n != "flashinfer"}
         copied, more = {COPY: _copy(moved[1], sets, device)}, times(calls, sets, cuda, budget_s)
         case["backward_us"] = {n: us - case["forward_us"][n] for n, us in more[0].items()}
         case["backward_us"] |= times(dict(copied), sets, cuda, budget_s / 2)[0]
@@ -263,8 +258,7 @@ def append(batch: int, device: torch.device, budget_s: float) -> dict[str, Any]:
     dtype = torch.bfloat16 if cuda else torch.float32
     keys = 4096 if cuda else 64
     q, k, v, *_ = (
-        torch.randn(batch, 1, heads, HEAD_DIM, device=device, dtype=dtype)
-        for heads in (HEADS, HEADS_KV, HEADS_KV)
+        torch.randn(batch, 1, heads, HEAD_DIM, device=device, dtype=dtype) for heads in (HEADS, HEADS_KV, HEADS_KV)
     )
     wq, wk = torch.randn(2, HEAD_DIM, device=device, dtype=dtype)
     cos, sin = torch.randn(2, keys, HEAD_DIM // 2, device=device)
@@ -291,15 +285,9 @@ def append(batch: int, device: torch.device, budget_s: float) -> dict[str, Any]:
 
 
 def text(result: dict[str, Any]) -> str:
-    lines = [
-        f"Ops beside attention on {result['machine']['gpu'] or 'a CPU'}: us, the share of a copy's rate, and"
-    ]
+    lines = [f"Ops beside attention on {result['machine']['gpu'] or 'a CPU'}: us, the share of a copy's rate, and"]
     lines += ["how many times as long others take.", ""]
-    others = [
-        n
-        for n in dict.fromkeys(n for c in result["results"] for n in c["forward_us"])
-        if n not in (OURS, COPY)
-    ]
+    others = [n for n in dict.fromkeys(n for c in result["results"] for n in c["forward_us"]) if n not in (OURS, COPY)]
     rows = []
     for case in result["results"]:
         for which in ("forward", "backward"):
@@ -327,9 +315,7 @@ def main(argv: list[str] | None = None) -> int:
     """Returns 1 where a result is wrong."""
     parser = argparse.ArgumentParser(prog="python -m cutlass_fmha.bench.beside", description=__doc__)
     parser.add_argument("--ops", nargs="+", choices=OPS, default=[*OPS], metavar="NAME")
-    parser.add_argument(
-        "--sizes", type=int, nargs="+", help="bytes; default: 4 KiB to 256 MiB, on a CPU to 64 KiB"
-    )
+    parser.add_argument("--sizes", type=int, nargs="+", help="bytes; default: 4 KiB to 256 MiB, on a CPU to 64 KiB")
     parser.add_argument("--budget", type=float, default=0.1, help="seconds of each contender and case")
     kept.add_options(parser)
     arguments = parser.parse_args(argv)

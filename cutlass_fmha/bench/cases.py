@@ -201,9 +201,7 @@ def visible_pairs(seqlen_q: int, seqlen_k: int, diagonal: int | None) -> int:
     return rising * (first + diagonal + 1) + rising * (rising - 1) // 2 + max(0, seqlen_q - full) * seqlen_k
 
 
-def _mha(
-    group: str, batch: int, heads: int, seqlen: int, head_dim: int, dtype: str, causal: bool = False
-) -> Case:
+def _mha(group: str, batch: int, heads: int, seqlen: int, head_dim: int, dtype: str, causal: bool = False) -> Case:
     return Case(group, batch, heads, heads, seqlen, seqlen, head_dim, dtype, causal)
 
 
@@ -266,9 +264,7 @@ CASES: tuple[Case, ...] = (
     _mha("wide", 1, 8, 512, 64, "float32"),
     _mha("wide", 32, 16, 512, 128, "float32"),
     *(
-        replace(
-            _mha("features", 2, 16, 8192, 128, "bfloat16", causal=name not in ("bias", "mask")), feature=name
-        )
+        replace(_mha("features", 2, 16, 8192, 128, "bfloat16", causal=name not in ("bias", "mask")), feature=name)
         for name in ("window", "softcap", "alibi", "dropout", "prefix", "bias", "mask")
     ),
     _packed("features", (2048,) * 8, 16, 16, 128)[1],

@@ -68,9 +68,7 @@ def kinds(cases: Iterable[Case]) -> dict[Kind, list[Case]]:
     return found
 
 
-def write(
-    name: str, cases: list[Case], result: Result | None, directory: Path
-) -> tuple[list[str], list[str]]:
+def write(name: str, cases: list[Case], result: Result | None, directory: Path) -> tuple[list[str], list[str]]:
     """Writes FORMATS[name]. Returns the paths, and the names of cases that the format has no place for."""
     files = FORMATS[name]([case for case in cases if exportable(case)], result)
     for path, content in files.items():
@@ -194,8 +192,7 @@ def robust_kbench(cases: list[Case], result: Result | None) -> Files:
         config |= {"single_input_configs": inputs[:1], "multi_input_configs": inputs}
         files |= {f"{task}/func_forward.py": text, f"{task}/config_forward.json": _json(config)}
         shapes += [
-            {"name": c.name, "task": task, **kind._asdict(), **each}
-            for c, each in zip(same, inputs, strict=True)
+            {"name": c.name, "task": task, **kind._asdict(), **each} for c, each in zip(same, inputs, strict=True)
         ]
     files["rbk_config.yaml"] = rbk_config(shapes, [case.name for case in cases])
     if result is not None:
@@ -260,9 +257,7 @@ def rbk_markdown(found: dict[str, Any]) -> str:
         roles = (row["baseline"], row["candidate"], row["peer"])
         times = ["-" if x is None else f"{report.microseconds(x['p50_us'])} ({x['title']})" for x in roles]
         times[1] = times[1].partition(" (")[0] if row["candidate"] else f"unsupported: {row['reason']}"
-        rows.append(
-            [row["label"], *times, *(_ratio(row[f"speedup_to_{role}"]) for role in ("baseline", "peer"))]
-        )
+        rows.append([row["label"], *times, *(_ratio(row[f"speedup_to_{role}"]) for role in ("baseline", "peer"))])
     means = [_ratio(found["mean_speedup"][role]) for role in ("baseline", "peer")]
     return "\n".join([*lines, *report.table(headings, [*rows, ["geometric mean", "", "", "", *means]]), ""])
 
@@ -286,9 +281,7 @@ def flashinfer_bench(cases: list[Case], result: Result | None) -> Files:
     """A trace set: a definition for each kind of case, its workloads, and this package as a solution."""
     files = {}
     for kind, same in kinds(cases).items():
-        axes: dict[str, dict[str, object]] = {
-            name: {"type": "var"} for name in ("batch", "seqlen_q", "seqlen_k")
-        }
+        axes: dict[str, dict[str, object]] = {name: {"type": "var"} for name in ("batch", "seqlen_q", "seqlen_k")}
         sizes = {"num_qo_heads": kind.num_heads, "num_kv_heads": kind.num_heads_kv, "head_dim": kind.head_dim}
         axes |= {name: {"type": "const", "value": value} for name, value in sizes.items()}
         query, key = (

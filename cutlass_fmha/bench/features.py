@@ -121,9 +121,7 @@ class Feature:
 
         sequence, keys = self.case.batch - 1, (0, self.case.seqlen_k)
         found = [
-            dropout.kept(
-                SEED, dropout.threshold(DROPOUT), sequence, self.case.num_heads, (row, row + 1), keys
-            )
+            dropout.kept(SEED, dropout.threshold(DROPOUT), sequence, self.case.num_heads, (row, row + 1), keys)
             for row in rows.tolist()
         ]
         kept = torch.cat(found, dim=1)[None, : weights.shape[1]].to(weights.device)

@@ -170,9 +170,7 @@ def agreement(names: list[str], device: torch.device) -> list[dict[str, Any]]:
 # ---- speed -------------------------------------------------------------------------------------------------
 
 
-def measure(
-    name: str, size: str, batch: int, seqlen: int, rounds: int, device: torch.device
-) -> dict[str, Any]:
+def measure(name: str, size: str, batch: int, seqlen: int, rounds: int, device: torch.device) -> dict[str, Any]:
     """One model and shape: milliseconds of a step, tokens a second and peak memory, by contender."""
     case = {"model": name, "batch": batch, "seqlen": seqlen}
     for checkpointing in (False, True):
@@ -188,9 +186,7 @@ def measure(
     return {**case, "checkpointing": checkpointing, "contenders": found}
 
 
-def _measure(
-    model: Any, names: list[str], ids: Tensor, rounds: int
-) -> tuple[bool, dict[str, dict[str, Any]]]:
+def _measure(model: Any, names: list[str], ids: Tensor, rounds: int) -> tuple[bool, dict[str, dict[str, Any]]]:
     """Whether all had room, and what was found."""
     cuda = ids.is_cuda
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=cuda)
@@ -256,9 +252,7 @@ def text(result: dict[str, Any]) -> str:
         peaks = (found.get("peak_bytes") for found in of.values())
         rows.append([*row, *(f"{x / 2**30:.1f}" if x else "-" for x in peaks)])
         refused += [
-            f"{case['model']}, {where}, {name}: {found['refused']}"
-            for name, found in of.items()
-            if "refused" in found
+            f"{case['model']}, {where}, {name}: {found['refused']}" for name, found in of.items() if "refused" in found
         ]
     lines = [f"Tokens a second of a training step, on {result['machine']['gpu'] or 'a CPU'}.", ""]
     lines += [*table(headings, rows), *([""] if refused else []), *refused, ""]
@@ -284,9 +278,7 @@ def main(argv: list[str] | None = None) -> int:
     """Returns 1 where gradients are wrong."""
     parser = argparse.ArgumentParser(prog="python -m cutlass_fmha.bench.finetune", description=__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS], metavar="NAME")
-    parser.add_argument(
-        "--shapes", nargs="+", type=_shape, default=SHAPES, metavar="BxS", help="default: %(default)s"
-    )
+    parser.add_argument("--shapes", nargs="+", type=_shape, default=SHAPES, metavar="BxS", help="default: %(default)s")
     parser.add_argument("--size", choices=("full", "small"), help="small is for a CPU, and its default")
     parser.add_argument("--rounds", type=int, default=2, help="turns of each contender, of five steps")
     kept.add_options(parser)

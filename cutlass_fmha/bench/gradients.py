@@ -45,9 +45,7 @@ def ours(case: Case, inputs: Inputs, row: str | None = None, deterministic: bool
 
     def call(number: int) -> tuple[Tensor, ...]:
         arguments = (dout[number], *inputs[number], *found[number], None, scale, causal)
-        gradients: tuple[Tensor, ...] = op.attend_backward(
-            *arguments, row=row, deterministic=deterministic, **said
-        )[:3]
+        gradients: tuple[Tensor, ...] = op.attend_backward(*arguments, row=row, deterministic=deterministic, **said)[:3]
         return gradients
 
     return call

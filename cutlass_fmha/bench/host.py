@@ -55,9 +55,7 @@ def repeated(peers: Iterable[str] = ()) -> dict[str, dict[str, float]]:
         calls: dict[str, Call] = {
             "attention": partial(cutlass_fmha.attention, *rows),
             "scaled_dot_product_attention": partial(cutlass_fmha.scaled_dot_product_attention, q, k, v),
-            "the op forward": partial(
-                torch.ops.cutlass_fmha.forward, *rows, head_dim**-0.5, "none", False, None
-            ),
+            "the op forward": partial(torch.ops.cutlass_fmha.forward, *rows, head_dim**-0.5, "none", False, None),
             "torch SDPA": partial(torch.nn.functional.scaled_dot_product_attention, q, k, v),
             **of_packages(peers, *rows),
         }
@@ -67,9 +65,7 @@ def repeated(peers: Iterable[str] = ()) -> dict[str, dict[str, float]]:
         with cutlass_fmha.sdpa():  # where the second is the first, too
             times = time_host(ours)
         found[f"{section}, under cutlass_fmha.sdpa"] = {name: round(us, 2) for name, us in times.items()}
-    found["repeated, a key appended to a cache"] = {
-        name: round(us, 2) for name, us in time_host(_appends()).items()
-    }
+    found["repeated, a key appended to a cache"] = {name: round(us, 2) for name, us in time_host(_appends()).items()}
     return found
 
 

@@ -144,9 +144,7 @@ def flash_op(case: Case, given: dict[str, Any]) -> Attention:
 # ---- caches ------------------------------------------------------------------------------------------------
 
 
-def paged(
-    case: Case, inputs: Inputs, page_size: int, feature: Feature | None = None
-) -> Callable[[int], Tensor]:
+def paged(case: Case, inputs: Inputs, page_size: int, feature: Feature | None = None) -> Callable[[int], Tensor]:
     """This package on the same keys and values in pages, which lie in random order."""
     import cutlass_fmha
 

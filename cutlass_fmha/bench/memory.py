@@ -79,8 +79,7 @@ def loop(
 
     distinct = sorted(set(lengths))
     plans = (
-        cutlass_fmha.memory_plan(q[:, :m], k[:, :n], v[:, :n], causal=True, device=planned_for)
-        for m, n in distinct
+        cutlass_fmha.memory_plan(q[:, :m], k[:, :n], v[:, :n], causal=True, device=planned_for) for m, n in distinct
     )
     workspace = cutlass_fmha.Workspace(max(plan.workspace for plan in plans), q.device)
     rooms = [torch.empty_like(q) for _ in range(ALIVE)]

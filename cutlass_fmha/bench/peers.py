@@ -161,9 +161,7 @@ def flash_gradients(module: ModuleType, problem: Problem, step: Callable[..., An
     kept = [forward(*inputs[n], causal=case.causal, **said, **with_lse)[:2] for n in range(inputs.sets)]
 
     def call(number: int) -> tuple[Tensor, ...]:
-        made: tuple[Tensor, ...] = step(
-            module, dout[number], inputs[number], kept[number], scale, case.causal, said
-        )
+        made: tuple[Tensor, ...] = step(module, dout[number], inputs[number], kept[number], scale, case.causal, said)
         return made
 
     return call
@@ -376,14 +374,10 @@ def cudnn_graph(
             raise RuntimeError(f"none of {whose} engines takes this problem")
         graph.build_plan_at_index(fit[0])
     elif own_engines:
-        raise RuntimeError(
-            f"this cuDNN-frontend, {getattr(module, '__version__', '')}, has no engines of its own"
-        )
+        raise RuntimeError(f"this cuDNN-frontend, {getattr(module, '__version__', '')}, has no engines of its own")
     else:
         graph.build([modes.A])
-    workspace = torch.empty(
-        max(1, graph.get_workspace_size()), dtype=torch.uint8, device=operands["q"].device
-    )
+    workspace = torch.empty(max(1, graph.get_workspace_size()), dtype=torch.uint8, device=operands["q"].device)
 
     def run(*given: Tensor) -> list[Tensor]:
         made = [torch.empty_like(given["qkv".index(name)]) for name in like]

@@ -57,12 +57,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
     columns = [column for column in columns if column]
     heights = [[INCHES_PER_CASE * len(groups[panel]) + 0.8 for panel in column] for column in columns]
     # A fixed hash salt and no date make the same result give the same SVG.
-    with matplotlib.rc_context(
-        {"svg.hashsalt": "cutlass_fmha", "font.family": "DejaVu Sans", "font.size": 9}
-    ):
-        figure = Figure(
-            figsize=(6.2 * len(columns), max(map(sum, heights)) + 0.7), dpi=160, layout="constrained"
-        )
+    with matplotlib.rc_context({"svg.hashsalt": "cutlass_fmha", "font.family": "DejaVu Sans", "font.size": 9}):
+        figure = Figure(figsize=(6.2 * len(columns), max(map(sum, heights)) + 0.7), dpi=160, layout="constrained")
         figure.suptitle(title_of(result), fontsize=12, fontweight="bold")
         # A subfigure per column: each lays its labels out for itself.
         halves = figure.subfigures(1, len(columns), squeeze=False)[0]
@@ -91,9 +87,7 @@ def draw_panel(axis: Axes, cases: list[dict[str, Any]], value: str) -> dict[str,
     out. Returns the bars by contender."""
     names = [[name for name in TITLES if name in case["results"]] for case in cases]
     height = BAR_HEIGHT / max(map(len, names))
-    largest = max(
-        (bar_length(entry, value) for case in cases for entry in case["results"].values()), default=0
-    )
+    largest = max((bar_length(entry, value) for case in cases for entry in case["results"].values()), default=0)
     largest = largest or 1.0
     drawn = {}
     for number, (case, present) in enumerate(zip(cases, names, strict=True)):

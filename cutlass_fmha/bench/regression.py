@@ -57,6 +57,5 @@ def parts(found: dict[str, Any]) -> list[Any]:
         "",
         Table(["case", "before", "now", "ratio"], rows),
         "",
-        f"{len(rows)} cases{mean}; beyond noise, {found['band']:g} % ({found['band'] / 2:g} % of the mean): "
-        f"{verdict}",
+        f"{len(rows)} cases{mean}; beyond noise, {found['band']:g} % ({found['band'] / 2:g} % of the mean): {verdict}",
     ]

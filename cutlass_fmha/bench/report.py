@@ -180,9 +180,7 @@ def _time(case: Result, name: str) -> str:
     entry = case["results"].get(name)
     if entry is None:
         return "-"
-    return (
-        f"{microseconds(entry['p50_us'])} ({rate(case, entry)})" if entry["status"] == "ok" else "unsupported"
-    )
+    return f"{microseconds(entry['p50_us'])} ({rate(case, entry)})" if entry["status"] == "ok" else "unsupported"
 
 
 SECTIONS = {
@@ -260,9 +258,7 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 def heading(result: Result) -> str:
     machine = result["machine"]
-    return (
-        f"cutlass_fmha {machine['package']} on {machine['gpu']} (sm_{machine['capability'].replace('.', '')})"
-    )
+    return f"cutlass_fmha {machine['package']} on {machine['gpu']} (sm_{machine['capability'].replace('.', '')})"
 
 
 def footnotes(result: Result) -> list[str]:
@@ -313,11 +309,7 @@ def clock_seen(result: Result) -> str:
     """The SM's clock as it was read after each group of cases, or, in older results, after the run."""
     read = result.get("clocks") or [result["machine"].get("clocks_after") or {}]
     seen = sorted({clock for x in read if (clock := x.get("sm_clock_mhz")) is not None})
-    return (
-        " to ".join(f"{clock:.0f}" for clock in (seen[:1] + seen[1:][-1:])) + " MHz"
-        if seen
-        else "not readable"
-    )
+    return " to ".join(f"{clock:.0f}" for clock in (seen[:1] + seen[1:][-1:])) + " MHz" if seen else "not readable"
 
 
 def inexact(result: Result) -> list[str]:

@@ -99,22 +99,16 @@ def require_gpu(device: int) -> None:
             f"a GPU is timed and this torch ({torch.__version__}) has no CUDA: install a CUDA build of torch."
         )
     if not torch.cuda.is_available():
-        raise CannotMeasure(
-            "a GPU is timed and torch finds none: run it on a machine with an NVIDIA GPU and driver."
-        )
+        raise CannotMeasure("a GPU is timed and torch finds none: run it on a machine with an NVIDIA GPU and driver.")
     if device >= torch.cuda.device_count():
         raise CannotMeasure(f"there is no CUDA device {device}: torch sees {torch.cuda.device_count()}.")
     from cutlass_fmha import _C
 
     if not _C.rows():
-        raise CannotMeasure(
-            "cutlass_fmha was built without CUDA (CUTLASS_FMHA_CUDA=OFF): rebuild it with CUDA."
-        )
+        raise CannotMeasure("cutlass_fmha was built without CUDA (CUTLASS_FMHA_CUDA=OFF): rebuild it with CUDA.")
 
 
-def measure_case(
-    case: Case, peers: list[str], row: str | None, budget_s: float, device: int
-) -> dict[str, object]:
+def measure_case(case: Case, peers: list[str], row: str | None, budget_s: float, device: int) -> dict[str, object]:
     """One case's entry: its description and, per contender, times and error, or why there are none."""
     inputs, feature, check = problem(case, device)
     results: dict[str, dict[str, object]] = {}

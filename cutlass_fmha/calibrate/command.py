@@ -25,13 +25,9 @@ def build_parser() -> argparse.ArgumentParser:
         "selection to go by. Takes about a minute, and the GPU should have nothing else to do.",
     )
     parser.add_argument("--device", type=int, default=0, metavar="N", help="CUDA device number; default: 0")
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="write there instead of the user's cache directory"
-    )
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write there instead of the user's cache directory")
     parser.add_argument("--timings", type=Path, metavar="FILE", help="also keep all timings, as JSON")
-    parser.add_argument(
-        "--from-timings", type=Path, metavar="FILE", help="fit timings that were kept, measure nothing"
-    )
+    parser.add_argument("--from-timings", type=Path, metavar="FILE", help="fit timings that were kept, measure nothing")
     parser.add_argument("--report", action="store_true", help="print how well each row's timings are met")
     output.add_json(parser)
     return parser
@@ -95,9 +91,7 @@ def measure(index: int, elsewhere: bool) -> measurements.Measurements:
             "a file with --output"
         )
     if _C.build_info().get("emulation"):
-        raise CannotMeasure(
-            "this build emulates other GPUs (CUTLASS_FMHA_EMULATION): its times are not this GPU's"
-        )
+        raise CannotMeasure("this build emulates other GPUs (CUTLASS_FMHA_EMULATION): its times are not this GPU's")
     device = devices.of_index(index)
     build = tables.this_build()
     if (nothing := no_rows(device, build)) is not None:

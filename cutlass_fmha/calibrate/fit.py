@@ -81,9 +81,7 @@ def timings(tile: str, samples: Sequence[Sample], factors: Sequence[float] | Non
     return found
 
 
-def in_common(
-    sample: Sample, of_tiles: Mapping[str, Row], device: Device, fits: Mapping[str, store.Fit]
-) -> float:
+def in_common(sample: Sample, of_tiles: Mapping[str, Row], device: Device, fits: Mapping[str, store.Fit]) -> float:
     """Predicted over measured time, as far as a sample's best rows share it. Few rows say little about that.
 
     ``of_tiles`` and ``fits``: those of each tile.
@@ -115,9 +113,7 @@ def fit_tile(row: Row, device: Device, timed: Sequence[Weighted]) -> store.Fit |
         device.smem_per_sm // (row.smem_bytes + KIB),
         device.warps_per_sm // row.warps,
     )
-    tried = [
-        _descend(row, device, timed, replace(start, resident=resident)) for resident in range(1, most + 1)
-    ]
+    tried = [_descend(row, device, timed, replace(start, resident=resident)) for resident in range(1, most + 1)]
     _, cost = min(tried, key=lambda pair: pair[0])
     return rated(row, device, timed, cost)
 
@@ -220,9 +216,7 @@ def nonnegative_least_squares(rows: Sequence[Sequence[float]], targets: Sequence
                 continue
             if size == width:
                 return part  # nothing holds it back, so that nothing is better
-            loss = -sum(
-                x * right[i] for i, x in zip(free, part, strict=True)
-            )  # the least, but for a constant
+            loss = -sum(x * right[i] for i, x in zip(free, part, strict=True))  # the least, but for a constant
             if loss < best_loss:
                 best_loss = loss
                 best = [0.0] * width

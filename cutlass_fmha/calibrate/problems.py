@@ -171,9 +171,7 @@ def calibration(
     for head_dim in sorted({head_dim for head_dim, _ in kinds}):
         own = [kind for kind in kinds if kind[0] == head_dim]
         fixed = [
-            problem
-            for problem in designed(head_dim, [dtype for _, dtype in own], sm_count)
-            if limits.allow(problem)
+            problem for problem in designed(head_dim, [dtype for _, dtype in own], sm_count) if limits.allow(problem)
         ]
         count = DRAWN if drawn is None else drawn
         problems += fixed + draws(count, f"calibration {head_dim}", own, limits, fixed)

@@ -32,9 +32,7 @@ class Progress:
             print(f"\r{line[:109]:<109}", end=end, file=self.stream, flush=True)
         elif 10 * self.done // max(1, self.total) > self._tenth:
             self._tenth = 10 * self.done // self.total
-            print(
-                f"{self.label}: {self.done}/{self.total}, {self._left()} left", file=self.stream, flush=True
-            )
+            print(f"{self.label}: {self.done}/{self.total}, {self._left()} left", file=self.stream, flush=True)
 
     def _left(self) -> str:
         elapsed = time.monotonic() - self.begin

@@ -178,17 +178,12 @@ class RowTimer:
             graph.capture_end()
         return graph.replay, calls
 
-    def _rounds(
-        self, replays: dict[str, tuple[Callable[[], None], int]], budget_us: float
-    ) -> dict[str, RowTime]:
+    def _rounds(self, replays: dict[str, tuple[Callable[[], None], int]], budget_us: float) -> dict[str, RowTime]:
         """Every row once per round. The first round tells how many more fit, and is not kept."""
         if not replays:
             return {}
         first = self._round(replays, 1)
-        rounds = {
-            name: max(MIN_ROUNDS, min(MAX_ROUNDS, int(budget_us / max(1.0, first[name][0]))))
-            for name in replays
-        }
+        rounds = {name: max(MIN_ROUNDS, min(MAX_ROUNDS, int(budget_us / max(1.0, first[name][0])))) for name in replays}
         samples = self._round(replays, min(rounds.values()), idle=True)
         found = {}
         for name, (_, calls) in replays.items():

@@ -26,12 +26,8 @@ def build_parser() -> argparse.ArgumentParser:
         help="batch, seqlen_q, num_heads, head_dim",
     )
     parser.add_argument("--seqlen-k", type=int, metavar="S", help="number of keys (default: seqlen_q)")
-    parser.add_argument(
-        "--kv-heads", type=int, metavar="H", help="heads of key and value (default: num_heads)"
-    )
-    parser.add_argument(
-        "--dtype", default="bfloat16", help="float16, bfloat16 or float32 (default: %(default)s)"
-    )
+    parser.add_argument("--kv-heads", type=int, metavar="H", help="heads of key and value (default: num_heads)")
+    parser.add_argument("--dtype", default="bfloat16", help="float16, bfloat16 or float32 (default: %(default)s)")
     parser.add_argument(
         "--causal",
         nargs="?",
@@ -50,9 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--device",
         metavar="NAME",
-        help="cuda:0, cpu, sm_89, sm_89:<SM count>, "
-        + ", ".join(devices.PRESETS)
-        + " (default: cuda:0, or cpu)",
+        help="cuda:0, cpu, sm_89, sm_89:<SM count>, " + ", ".join(devices.PRESETS) + " (default: cuda:0, or cpu)",
     )
     parser.add_argument("--head-dim-v", type=int, metavar="D", help="of value and output, if another one")
     parser.add_argument(
@@ -69,9 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="list rows for other architectures, dtypes and head dims one by one",
     )
-    parser.add_argument(
-        "--measure", action="store_true", help="also time every eligible row on this machine's GPU"
-    )
+    parser.add_argument("--measure", action="store_true", help="also time every eligible row on this machine's GPU")
     output.add_json(parser)
     return parser
 

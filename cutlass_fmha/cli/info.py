@@ -158,9 +158,7 @@ def what_runs(device: str | None, devices: list[dict[str, Any]]) -> dict[str, di
     from cutlass_fmha.dispatch.explain import explain
 
     names = [device] if device is not None else [each["name"] for each in devices] or ["cpu"]
-    return {
-        name: {title: explain(**probe, device=name).note for title, probe in PROBES.items()} for name in names
-    }
+    return {name: {title: explain(**probe, device=name).note for title, probe in PROBES.items()} for name in names}
 
 
 def as_text(found: dict[str, Any]) -> list[str | output.Table]:

@@ -56,9 +56,7 @@ def sizes(text: str) -> tuple[int, ...]:
     except ValueError:
         found = ()
     if len(found) != 4 or min(found) < 0:
-        raise argparse.ArgumentTypeError(
-            f"four sizes batch,seqlen_q,num_heads,head_dim are needed, got {text!r}"
-        )
+        raise argparse.ArgumentTypeError(f"four sizes batch,seqlen_q,num_heads,head_dim are needed, got {text!r}")
     return found
 
 

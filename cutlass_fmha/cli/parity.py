@@ -86,8 +86,7 @@ def main(argv: list[str] | None = None) -> int:
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU backend"
     content = {"version": cutlass_fmha.__version__, "device": where, "passed": not wrong, "results": results}
     cells = [
-        [r["case"], r["row"] or "-", f"{r['error']:.3f}" if r["error"] is not None else r["refused"]]
-        for r in results
+        [r["case"], r["row"] or "-", f"{r['error']:.3f}" if r["error"] is not None else r["refused"]] for r in results
     ]
     verdict = f"{len(wrong)} wrong" if wrong else "none wrong"
     parts: list[str | output.Table] = [
@@ -107,9 +106,7 @@ def results_of(case: Case, device: torch.device) -> Iterator[dict[str, Any]]:
     """One result for each row that can run the case, or one of the CPU backend."""
     inputs = make_inputs(case, 1, device)
     feature = Feature(case, device) if case.featured and not case.backward else None
-    check: Callable[[Any], Error] = (
-        GradientCheck(case, inputs) if case.backward else ErrorCheck(case, inputs, feature)
-    )
+    check: Callable[[Any], Error] = GradientCheck(case, inputs) if case.backward else ErrorCheck(case, inputs, feature)
     rows, refused = rows_for(case, inputs, feature)
     if refused:
         yield {"case": case.name, "row": None, "error": None, "wrong": False, "refused": refused}

@@ -192,9 +192,7 @@ def _few_query_row(row: Row, device: Device, parameters: Parameters) -> tuple[fl
     return block, step, few_query.merge * merged / 1024, work
 
 
-def _scored_row(
-    row: Row, resident: int, device: Device, parameters: Parameters
-) -> tuple[float, float, float, float]:
+def _scored_row(row: Row, resident: int, device: Device, parameters: Parameters) -> tuple[float, float, float, float]:
     """block, step, warp_block and warp_step."""
     scored = parameters.scored
     keys = row.tile_n * row.kv_warps

@@ -214,9 +214,7 @@ class Priced:
         once = self._once(problem, sum(map(mul, numbers, steps)), division.splits, tail_rows)
         return Counts(*once, *waiting, *work)
 
-    def _once(
-        self, problem: Problem, steps: float, splits: int, tail_rows: int
-    ) -> tuple[int, float, float, float]:
+    def _once(self, problem: Problem, steps: float, splits: int, tail_rows: int) -> tuple[int, float, float, float]:
         """The first of ``Counts``: what a launch has once. ``steps``: those of all blocks."""
         read, moved = problem.elements_read * BYTES_PER_ELEMENT, problem.elements_written * BYTES_PER_ELEMENT
         moved += read
@@ -338,8 +336,7 @@ def _play(
         dealt, launched = _deal(launched, places, 1)
     # Places that become free together are one entry: when, a number to break ties, how many, the way there.
     free = [
-        (blocks * block + steps * step, entry, many, blocks, steps)
-        for entry, (many, blocks, steps) in enumerate(dealt)
+        (blocks * block + steps * step, entry, many, blocks, steps) for entry, (many, blocks, steps) in enumerate(dealt)
     ]
     heapq.heapify(free)
     longest = max(free)

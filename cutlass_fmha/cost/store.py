@@ -70,9 +70,7 @@ class Calibration:
     scale: Mapping[str, float] = field(default_factory=dict)
     #: Where it comes from, in words for ``explain``.
     origin: str = "the default for GPUs that were never measured"
-    _derived: dict[tuple[str, Device], RowCost] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    _derived: dict[tuple[str, Device], RowCost] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __str__(self) -> str:
         if not self.rows:
@@ -132,9 +130,7 @@ def _home() -> Path:
     try:
         return Path.home()
     except RuntimeError as error:
-        raise FileNotFoundError(
-            f"there is no home directory to keep a calibration in: set {CACHE_DIR}"
-        ) from error
+        raise FileNotFoundError(f"there is no home directory to keep a calibration in: set {CACHE_DIR}") from error
 
 
 def user_file(gpu: str, package: str) -> Path:

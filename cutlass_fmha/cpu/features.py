@@ -234,9 +234,7 @@ def check_contents(query: Tensor, key: Tensor, features: Features, sizes: Sizes)
             check_starts(f"cu_seqlens_{side}", starts, tensor.shape[0])
             _check_longest(f"max_seqlen_{side}", longest, f"cu_seqlens_{side}", starts.diff())
     if features.seqused_k is not None and features.cu_seqlens_k is None and features.max_seqlen_k is not None:
-        capacity = (
-            features.page_table.shape[1] * key.shape[1] if features.page_table is not None else key.shape[1]
-        )
+        capacity = features.page_table.shape[1] * key.shape[1] if features.page_table is not None else key.shape[1]
         _check_longest("max_seqlen_k", sizes.seqlen_k, "seqused_k", features.seqused_k.clamp_max(capacity))
     for name in ("seqused_q", "seqused_k", "leftpad_k", "prefix_lengths"):
         _check_range(name, getattr(features, name), None)

@@ -20,9 +20,7 @@ SCORES_PER_CHUNK = 1 << 18
 MIN_QUERIES_PER_CHUNK = 16
 
 
-def forward(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, diagonal: int | None
-) -> tuple[Tensor, Tensor]:
+def forward(query: Tensor, key: Tensor, value: Tensor, scale: float, diagonal: int | None) -> tuple[Tensor, Tensor]:
     """Attention where key j is visible to query i when j <= i + diagonal (None: always).
 
     query is [batch, seqlen_q, num_heads, head_dim], key and value are [batch, seqlen_k, num_heads_kv,
@@ -94,9 +92,7 @@ def _online_softmax(
     return heads_first.transpose(1, 2), lse.view(batch, num_heads, seqlen_q)
 
 
-def _attend(
-    queries: Tensor, keys: Tensor, values: Tensor, scale: float, diagonal: int | None
-) -> tuple[Tensor, Tensor]:
+def _attend(queries: Tensor, keys: Tensor, values: Tensor, scale: float, diagonal: int | None) -> tuple[Tensor, Tensor]:
     """Queries [matrices, group, seqlen_q, head_dim] against all of their keys, a chunk at a time."""
     matrices, group, seqlen_q, head_dim = queries.shape
     rows = queries.reshape(matrices, group * seqlen_q, head_dim)

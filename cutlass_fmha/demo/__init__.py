@@ -30,26 +30,16 @@ def build_parser() -> argparse.ArgumentParser:
         description="Search a few pages of text with MiniLM-L6, its attention computed by cutlass_fmha.",
     )
     parser.add_argument("--query", action="append", metavar="TEXT", help="what to look for; may be repeated")
-    parser.add_argument(
-        "--top", type=int, default=2, metavar="N", help="passages to print per query; default: 2"
-    )
-    parser.add_argument(
-        "--device", choices=("cuda", "cpu"), help="default: cuda where torch and the build have it"
-    )
+    parser.add_argument("--top", type=int, default=2, metavar="N", help="passages to print per query; default: 2")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where torch and the build have it")
     parser.add_argument(
         "--dtype",
         choices=("float16", "bfloat16", "float32"),
         help="default: float16 on a GPU, float32 on a CPU",
     )
-    parser.add_argument(
-        "--tokens", type=int, default=128, metavar="N", help="tokens per passage; default: 128"
-    )
-    parser.add_argument(
-        "--model", type=Path, metavar="DIR", help="a BERT sentence model; default: the PyPI package's"
-    )
-    parser.add_argument(
-        "--no-inspect", action="store_true", help="without a GPU: don't read the kernels' machine code"
-    )
+    parser.add_argument("--tokens", type=int, default=128, metavar="N", help="tokens per passage; default: 128")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="a BERT sentence model; default: the PyPI package's")
+    parser.add_argument("--no-inspect", action="store_true", help="without a GPU: don't read the kernels' machine code")
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write what is printed, as Markdown")
     output.add_json(parser)
     return parser

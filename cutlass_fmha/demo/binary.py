@@ -58,8 +58,7 @@ def inspect(extension: Path, arch: int) -> list[Kernel]:
         usage = parse_usage(_run([tool, "--dump-resource-usage", "--gpu-architecture", target, extension]))
         mma = parse_mma(_run([tool, "--dump-sass", "--gpu-architecture", target, extension]))
         kernels += [
-            Kernel(name, registers, stack, mma.get(name, 0))
-            for name, (registers, stack) in sorted(usage.items())
+            Kernel(name, registers, stack, mma.get(name, 0)) for name, (registers, stack) in sorted(usage.items())
         ]
     return kernels
 
@@ -72,10 +71,7 @@ def check(kernels: list[Kernel], rows: set[str], others: Set[str] = frozenset())
     expected = rows | others
     # A row's name is in its kernel's symbol, which may be mangled; the longest match wins: one name can start
     # another.
-    found = {
-        max((row for row in expected if row in kernel.name), key=len, default=kernel.name)
-        for kernel in kernels
-    }
+    found = {max((row for row in expected if row in kernel.name), key=len, default=kernel.name) for kernel in kernels}
     if found != expected:
         raise WrongCode(f"rows and kernels differ: {', '.join(sorted(found ^ expected))}.")
     for kernel in kernels:

@@ -42,9 +42,7 @@ class Passage:
 def load_works() -> list[Work]:
     """Every work that the package ships, by file name."""
     folder = resources.files("cutlass_fmha.demo") / "text"
-    files = sorted(
-        (file for file in folder.iterdir() if file.name.endswith(".txt")), key=lambda file: file.name
-    )
+    files = sorted((file for file in folder.iterdir() if file.name.endswith(".txt")), key=lambda file: file.name)
     return [parse_work(file.name.removesuffix(".txt"), file.read_text(encoding="utf-8")) for file in files]
 
 

@@ -84,9 +84,7 @@ def _ignore_number(call: Callable[[], object], number: int) -> object:
     return call()
 
 
-def wall_times(
-    calls: dict[str, Callable[[], object]], device: str, budget_s: float = 0.5
-) -> dict[str, float]:
+def wall_times(calls: dict[str, Callable[[], object]], device: str, budget_s: float = 0.5) -> dict[str, float]:
     """Median wall-clock microseconds of each call, the calls taking turns, after two turns to warm up.
 
     Takes about ``budget_s`` seconds for each call, and 3 to 200 turns.

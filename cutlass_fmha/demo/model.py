@@ -53,9 +53,7 @@ class SentenceEncoder:
         self.device = device
         self.dtype = dtype
         self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(directory)
-        self.model: Any = transformers.AutoModel.from_pretrained(
-            directory, dtype=dtype, attn_implementation="sdpa"
-        )
+        self.model: Any = transformers.AutoModel.from_pretrained(directory, dtype=dtype, attn_implementation="sdpa")
         self.model.eval().to(device)
 
     @property
@@ -91,9 +89,7 @@ class SentenceEncoder:
         return torch.nn.functional.normalize(vectors, dim=-1)
 
     @torch.inference_mode()
-    def first_layer_heads(
-        self, sequences: Sequence[Sequence[int]]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def first_layer_heads(self, sequences: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """First layer's query, key and value, [batch, seqlen, num_heads, head_dim], for equal lengths."""
         tokens = torch.tensor([list(sequence) for sequence in sequences], device=self.device)
         hidden = self.model.embeddings(input_ids=tokens)

@@ -82,9 +82,7 @@ def run(
     chosen = choose_device(device)
     data_type = getattr(torch, dtype or ("float16" if chosen.type == "cuda" else "float32"))
     if chosen.type == "cuda" and data_type is torch.float32:
-        raise CannotRun(
-            "the kernels compute float16 and bfloat16: give one of them as --dtype, or --device cpu."
-        )
+        raise CannotRun("the kernels compute float16 and bfloat16: give one of them as --dtype, or --device cpu.")
     if not 8 <= tokens <= 512:
         raise CannotRun(f"--tokens must lie between 8 and 512, which is what the model reads, got {tokens}.")
     if top < 1:
@@ -105,11 +103,7 @@ def choose_device(name: str | None) -> torch.device:
     """The device asked for, or the GPU when torch and this build can both use one. Raises CannotRun."""
     usable = torch.cuda.is_available() and bool(_C.rows())
     if name == "cuda" and not usable:
-        lacks = (
-            "cutlass_fmha was built without CUDA"
-            if torch.cuda.is_available()
-            else "torch finds no CUDA device"
-        )
+        lacks = "cutlass_fmha was built without CUDA" if torch.cuda.is_available() else "torch finds no CUDA device"
         raise CannotRun(f"--device cuda: {lacks}.")
     if name is not None:
         return torch.device(name)
@@ -121,9 +115,7 @@ def device_title(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if not torch.cuda.is_available():
-        return (
-            f"CPU ({platform.machine()}): no GPU here, so the op's CPU backend computes, and no kernel runs"
-        )
+        return f"CPU ({platform.machine()}): no GPU here, so the op's CPU backend computes, and no kernel runs"
     return f"CPU ({platform.machine()}): as asked for, or for lack of CUDA kernels in this build"
 
 
@@ -234,9 +226,7 @@ def compare(report: Report, search: Search, ours: torch.Tensor) -> None:
         report.say(f"| {title} | {found.max_abs:.2e} | {found.mean_abs:.2e} | {found.min_cosine:.7f} |")
         if not found.good(encoder.dtype):
             least = MIN_COSINE[encoder.dtype]
-            report.problems.append(
-                f"{title}: least cosine {found.min_cosine:.7f} is below {least} for {dtype}."
-            )
+            report.problems.append(f"{title}: least cosine {found.min_cosine:.7f} is below {least} for {dtype}.")
     if encoder.device.type == "cpu":
         report.say(
             "",
@@ -244,9 +234,7 @@ def compare(report: Report, search: Search, ours: torch.Tensor) -> None:
         )
     count = len(search.passages)
     same = (ours[count:] @ ours[:count].T).argmax(-1) == (stock[count:] @ stock[:count].T).argmax(-1)
-    report.say(
-        "", f"The nearest passage is the same for {int(same.sum())} of {len(search.queries)} queries.", ""
-    )
+    report.say("", f"The nearest passage is the same for {int(same.sum())} of {len(search.queries)} queries.", "")
 
 
 def explain(report: Report, search: Search) -> None:
@@ -254,9 +242,7 @@ def explain(report: Report, search: Search) -> None:
     query, key, value = search.encoder.first_layer_heads(search.biggest_batch)
     found = cutlass_fmha.explain(query, key, value)
     report.found |= {"row": found.winner, "why": found.note}
-    report.say(
-        "## What ran, and why", "", f"- problem: {found.problem}", f"- device: {found.device or 'CPU'}"
-    )
+    report.say("## What ran, and why", "", f"- problem: {found.problem}", f"- device: {found.device or 'CPU'}")
     report.say(f"- runs: {found.note}")
     eligible = [verdict for verdict in found.rows if verdict.eligible]
     for verdict in eligible:
@@ -283,9 +269,7 @@ def show_times(report: Report, search: Search) -> None:
             return encoder.embed(search.passage_tokens)
 
     device = encoder.device.type
-    model = wall_times(
-        {"cutlass_fmha": lambda: whole_text(OURS), "torch SDPA": lambda: whole_text(STOCK)}, device, 1.0
-    )
+    model = wall_times({"cutlass_fmha": lambda: whole_text(OURS), "torch SDPA": lambda: whole_text(STOCK)}, device, 1.0)
     report.found["microseconds"] = {"attention": attention, "model": model}
     batch, seqlen, heads, head_dim = query.shape
     how = "replays of CUDA graphs" if device == "cuda" else "eager calls"

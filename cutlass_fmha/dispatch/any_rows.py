@@ -17,14 +17,9 @@ def no_rows(device: Device, table: Table | None = None) -> str | None:
         return None
     held = ", ".join(f"sm_{arch}" for arch in table.architectures)
     if (forced := devices.forced_arch()) is not None:
-        return (
-            f"{devices.FORCE_ARCH}={forced} asks for sm_{forced} rows, "
-            f"and this build holds rows for {held} only"
-        )
+        return f"{devices.FORCE_ARCH}={forced} asks for sm_{forced} rows, and this build holds rows for {held} only"
     if device.capability < (8, 0):
-        return (
-            f"{device} is older than every kernel of cutlass_fmha: compute capability 8.0 or newer is needed"
-        )
+        return f"{device} is older than every kernel of cutlass_fmha: compute capability 8.0 or newer is needed"
     own, target, way_out = devices.own_arch(device), 89, ", or with its own architecture"
     if own in table.architectures:
         held += f" (sm_{own}'s compiled for {devices.described(table.architectures[own])})"

@@ -320,12 +320,7 @@ def packed_heads(row: Row, problem: Problem) -> int:
 
     A block mask speaks of the queries of one head, so that its tiles do, too.
     """
-    if (
-        not row.takes_features
-        or row.family == "masked"
-        or problem.block_mask is not None
-        or problem.num_heads_kv == 0
-    ):
+    if not row.takes_features or row.family == "masked" or problem.block_mask is not None or problem.num_heads_kv == 0:
         return 1
     group = problem.num_heads // problem.num_heads_kv
     packed = -(-problem.seqlen_q * group // row.tile_m)

@@ -84,9 +84,7 @@ def describe(
         causal,
         check.alignment(bits),
         span if span > MAX_KEY_SPAN else 0,
-        EVEN
-        if features.cu_seqlens_q is None and features.cu_seqlens_k is None
-        else _mean(q, k, features, sizes),
+        EVEN if features.cu_seqlens_q is None and features.cu_seqlens_k is None else _mean(q, k, features, sizes),
     )
     if features.batch_invariant:
         problem = for_one_sequence(problem, features, k)

@@ -71,9 +71,7 @@ def _made_for(problem: Problem, device: Device, table: Table) -> tuple[Row, ...]
     key = (device, arch, problem.dtype, problem.head_dim, problem.head_dim_v)
     if (rows := table.made_for.get(key)) is None:
         rows = tuple(
-            row
-            for row in table.rows
-            if not any(rule(row, problem, device, table) for rule in family(row).FIXED_RULES)
+            row for row in table.rows if not any(rule(row, problem, device, table) for rule in family(row).FIXED_RULES)
         )
         table.made_for[key] = rows
     return rows

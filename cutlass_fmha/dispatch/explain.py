@@ -184,9 +184,7 @@ def explain(
         if q is None or k is None or v is None:
             raise TypeError("explain needs q, k and v, or a shape (batch, seqlen_q, num_heads, head_dim)")
         if features or head_dim_v is not None:
-            raise TypeError(
-                "features and head_dim_v describe a shape: with tensors, pass what attention takes"
-            )
+            raise TypeError("features and head_dim_v describe a shape: with tensors, pass what attention takes")
         problem = _problem_of_tensors((q, k, v), causal_name, layout, keywords)
         deterministic, most = bool(keywords.get("deterministic")), keywords.get("deterministic_workspace")
         default = q.device
@@ -198,9 +196,7 @@ def explain(
         device = default or ("cuda" if _C.device_count() else "cpu")
     if backward:
         if measure:
-            raise ValueError(
-                "explain measures no backward: python -m cutlass_fmha bench --preset backward does"
-            )
+            raise ValueError("explain measures no backward: python -m cutlass_fmha bench --preset backward does")
         if most is not None:
             integer("deterministic_workspace", most)
         check_numbers(NO_FEATURES._replace(deterministic_workspace=most))
@@ -217,9 +213,7 @@ def _problem_of_tensors(
     keywords = {**keywords, "dropout_seed": 0}  # none is drawn for what doesn't run
     q, k, v, cast = autocast.operands(*tensors, keywords)
     said = op_arguments(q, cast)
-    return describe(
-        (q, k, v), causal, Features(**said) if said else NO_FEATURES, ("q", "k", "v"), layout
-    ).problem
+    return describe((q, k, v), causal, Features(**said) if said else NO_FEATURES, ("q", "k", "v"), layout).problem
 
 
 def problem_of_shape(
@@ -258,9 +252,7 @@ def _is_size(size: object) -> bool:
     return isinstance(size, int) and not isinstance(size, bool) and size >= 0
 
 
-def _with_features(
-    problem: Problem, head_dim_v: int | None, names: Sequence[str], keywords: dict[str, Any]
-) -> Problem:
+def _with_features(problem: Problem, head_dim_v: int | None, names: Sequence[str], keywords: dict[str, Any]) -> Problem:
     """A problem of a shape, and what comes with it."""
     if unknown := set(keywords) - {"window", "block_size", "page_size", "num_splits"}:
         raise TypeError(f"explain got {min(unknown)!r}, which says nothing of a shape")
@@ -279,9 +271,7 @@ def _with_features(
     if head_dim_v is not None and integer("head_dim_v", head_dim_v) < 1:
         raise ValueError(f"head_dim_v must be at least 1, got {head_dim_v}")
     block = keywords.get("block_size")
-    if block is not None and not (
-        isinstance(block, Sequence) and len(block) == 2 and all(map(_is_size, block))
-    ):
+    if block is not None and not (isinstance(block, Sequence) and len(block) == 2 and all(map(_is_size, block))):
         raise TypeError(f"block_size must be a pair (queries, keys) or None, got {check.shown(block)}")
     if block is not None and min(block) < 1:
         raise ValueError(f"block_size must have sides of at least 1, got {check.shown(block)}")
@@ -399,17 +389,13 @@ def explain_gradients(
     except UnsupportedError as error:
         note = f"nothing, because {str(error).partition(chr(10))[0].removesuffix(':')}"
         return Explanation(problem, device, tuple(verdicts), None, note)
-    how = (
-        "forced by name" if row is not None else "of the least head dim that holds both, and no more features"
-    )
+    how = "forced by name" if row is not None else "of the least head dim that holds both, and no more features"
     winner = route.row.name
     note = f"{winner}, {how}" + f"; {route.why}" * bool(route.why)
     return Explanation(problem, device, tuple(verdicts), winner, note)
 
 
-def _verdicts(
-    problem: Problem, device: Device, table: Table, calibration: Calibration
-) -> tuple[Verdict, ...]:
+def _verdicts(problem: Problem, device: Device, table: Table, calibration: Calibration) -> tuple[Verdict, ...]:
     """Those in question first, as the choice ranks them; then the eligible ones, then the others."""
     why = {row.name: tuple(reasons(row, problem, device, table)) for row in table.rows}
     eligible = [row for row in table.rows if not why[row.name]]
@@ -453,7 +439,5 @@ def with_times(explanation: Explanation, index: int | None) -> Explanation:
     eligible = [verdict.row for verdict in explanation.rows if verdict.eligible]
     rows = [row for row in eligible if row.family not in WIDE]
     times = RowTimer(index, [problem]).time(problem, rows, give_up=math.inf, budget_us=20_000.0)
-    timed = (
-        replace(v, measured_us=times[v.row.name].us) if v.row.name in times else v for v in explanation.rows
-    )
+    timed = (replace(v, measured_us=times[v.row.name].us) if v.row.name in times else v for v in explanation.rows)
     return replace(explanation, rows=tuple(timed))

@@ -138,9 +138,7 @@ def reasons(
             found.append("writes dS, and this build has no row that makes dQ of it")
         most = _workspace if workspace is None else workspace
         if not found and (one := scores_of_a_head(row, problem)) > most:
-            found.append(
-                f"writes {one} bytes of dS for a head of keys, and deterministic_workspace is {most}"
-            )
+            found.append(f"writes {one} bytes of dS for a head of keys, and deterministic_workspace is {most}")
     elif deterministic and not row.scored:
         found.append("sums dQ in no fixed order")
     return found
@@ -186,9 +184,7 @@ def choose(
         raise UnsupportedError("this build of cutlass_fmha has no kernels that compute gradients")
     nearest = sorted(against, key=lambda entry: len(entry[1]))[:3]
     lines = [f"  {row.name}: {'; '.join(sentences)}" for row, sentences in nearest]
-    raise UnsupportedError(
-        f"no kernel of this build computes the gradients of {problem}:\n" + "\n".join(lines)
-    )
+    raise UnsupportedError(f"no kernel of this build computes the gradients of {problem}:\n" + "\n".join(lines))
 
 
 def _cheaper(possible: list[Row], problem: Problem, device: Device, workspace: int | None) -> Route:
@@ -208,9 +204,7 @@ def _cheaper(possible: list[Row], problem: Problem, device: Device, workspace: i
             why=f"dS is written, {by_product.scores} bytes in {turns} turn{'s' * (turns != 1)}: "
             f"{written:.0f} us predicted, {summed:.0f} for sums of dQ in order"
         )
-    return Route(
-        sums, why=f"dQ is summed in order: {summed:.0f} us predicted, {written:.0f} where dS is written"
-    )
+    return Route(sums, why=f"dQ is summed in order: {summed:.0f} us predicted, {written:.0f} where dS is written")
 
 
 def _route(row: Row, problem: Problem, workspace: int | None) -> Route:

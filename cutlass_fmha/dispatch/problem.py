@@ -99,9 +99,7 @@ class Problem:
         if self.head_dim_v == self.head_dim:
             self.head_dim_v = None
 
-    def of_sizes(
-        self, batch: int, seqlen_q: int, seqlen_k: int, key_span: int, mean: tuple[int, int]
-    ) -> Problem:
+    def of_sizes(self, batch: int, seqlen_q: int, seqlen_k: int, key_span: int, mean: tuple[int, int]) -> Problem:
         """The same with other sizes, in half the time of ``dataclasses.replace``."""
         return Problem(
             batch,

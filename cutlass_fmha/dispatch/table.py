@@ -84,8 +84,7 @@ class Table:
             if row.name == name:
                 return row
         raise ValueError(
-            f"{name!r} is not a row of this build; `python -m cutlass_fmha info --rows` lists its "
-            f"{len(self.rows)} rows"
+            f"{name!r} is not a row of this build; `python -m cutlass_fmha info --rows` lists its {len(self.rows)} rows"
         )
 
 

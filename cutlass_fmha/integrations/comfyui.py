@@ -84,9 +84,7 @@ class Attention:
     """The node: a model that computes its attention by this package."""
 
     CATEGORY = "model/attention"
-    DESCRIPTION = (
-        "The model's attention by cutlass_fmha. ComfyUI computes what that declines, and the log says why."
-    )
+    DESCRIPTION = "The model's attention by cutlass_fmha. ComfyUI computes what that declines, and the log says why."
     RETURN_TYPES = ("MODEL",)
     FUNCTION = "patch"
 
@@ -99,9 +97,7 @@ class Attention:
         changed = model.clone()
         options = changed.model_options.setdefault("transformer_options", {})
         if options.get(OVERRIDE) not in (None, or_else):
-            raise ValueError(
-                "another node changes this model's attention, too: bypass that node, or this one"
-            )
+            raise ValueError("another node changes this model's attention, too: bypass that node, or this one")
         changed.model_options["transformer_options"] = {**options, OVERRIDE: or_else}
         return (changed,)
 

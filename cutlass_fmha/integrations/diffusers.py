@@ -34,9 +34,7 @@ def register() -> str:
     try:
         from diffusers.models import attention_dispatch
     except ImportError as error:
-        raise ImportError(
-            f"this integration needs diffusers 0.42 or newer (pip install diffusers): {error}"
-        ) from error
+        raise ImportError(f"this integration needs diffusers 0.42 or newer (pip install diffusers): {error}") from error
     names: Any = attention_dispatch.AttentionBackendName
     if NAME not in names._value2member_map_:
         member = str.__new__(names, NAME)
@@ -75,9 +73,7 @@ def attention_forward(
     Raises NotImplementedError for context parallelism.
     """
     if _parallel_config is not None:
-        raise NotImplementedError(
-            "cutlass_fmha has no context parallelism in diffusers: use another backend."
-        )
+        raise NotImplementedError("cutlass_fmha has no context parallelism in diffusers: use another backend.")
     if not enable_gqa and key.size(2) != query.size(2):
         raise ValueError(f"key has {key.shape[2]} heads and query {query.shape[2]}: pass enable_gqa=True.")
     said: dict[str, Any] = {"dropout_p": dropout_p} if dropout_p else {}

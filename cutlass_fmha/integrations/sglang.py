@@ -26,9 +26,7 @@ def register() -> str:
         from sglang.srt.arg_groups import choices
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
     except ImportError as error:
-        raise ImportError(
-            f"this integration needs SGLang 0.5.23 or newer (pip install sglang): {error}"
-        ) from error
+        raise ImportError(f"this integration needs SGLang 0.5.23 or newer (pip install sglang): {error}") from error
     if NAME not in choices.ATTENTION_BACKEND_CHOICES:
         choices.add_attention_backend_choices([NAME])
         choices.add_deterministic_attention_backend_choices([NAME])

@@ -200,9 +200,7 @@ class Backend(AttentionBackend):  # type: ignore[misc]  # SGLang isn't there for
         k, v = self.pool.get_kv_buffer(layer_id)
         kept = self._views.get(layer_id)
         if kept is None or kept[0] is not k or kept[1] is not v:  # 4 us of host time
-            pages = (
-                x.transpose(1, 2) if x.dim() == 4 else x.unflatten(0, (-1, self.page_size)) for x in (k, v)
-            )
+            pages = (x.transpose(1, 2) if x.dim() == 4 else x.unflatten(0, (-1, self.page_size)) for x in (k, v))
             kept = self._views[layer_id] = (k, v, *pages)
         return kept[2], kept[3]
 
@@ -237,9 +235,7 @@ def _refusal(runner: Any) -> str | None:
 
 def _refuse(layer: Any, kwargs: dict[str, Any]) -> None:
     """Raises for what a layer says and ``attention`` would not hear."""
-    if not (
-        kwargs or layer.is_cross_attention or layer.logit_cap or layer.xai_temperature_len or layer.use_irope
-    ):
+    if not (kwargs or layer.is_cross_attention or layer.logit_cap or layer.xai_temperature_len or layer.use_irope):
         return
     said = {name for name, value in kwargs.items() if value is not None and value is not False}
     if layer.is_cross_attention:

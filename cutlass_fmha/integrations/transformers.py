@@ -216,9 +216,7 @@ def _said_of_scores(dropout: float, kwargs: dict[str, Any], refused: dict[str, s
         if value is None or value is False:
             continue
         if name in refused:
-            raise NotImplementedError(
-                f"cutlass_fmha does not support {refused[name]} (this model passes {name})."
-            )
+            raise NotImplementedError(f"cutlass_fmha does not support {refused[name]} (this model passes {name}).")
         if name in _PASSED:
             said[_PASSED[name]] = value
     return said

@@ -42,15 +42,11 @@ def _window(layer: Any) -> dict[str, Any]:
 
 FAMILIES = {
     "llama": Family("Llama"),
-    "mistral": Family(
-        "Mistral", says=lambda layer: {"sliding_window": getattr(layer.config, "sliding_window", None)}
-    ),
+    "mistral": Family("Mistral", says=lambda layer: {"sliding_window": getattr(layer.config, "sliding_window", None)}),
     "qwen2": Family("Qwen2", says=_window),
     "qwen3": Family("Qwen3", says=_window),
     "gemma": Family("Gemma", 1.0),
-    "gemma2": Family(
-        "Gemma2", 1.0, True, lambda layer: _window(layer) | {"softcap": layer.attn_logit_softcapping}
-    ),
+    "gemma2": Family("Gemma2", 1.0, True, lambda layer: _window(layer) | {"softcap": layer.attn_logit_softcapping}),
     "gemma3": Family("Gemma3", 1.0, True, _window),
 }
 #: transformers' names of activations, as ours.
@@ -89,8 +85,7 @@ class Applied:
         for module, kind in self._modules:
             if vars(type(module)).get(OURS) is not kind:
                 raise RuntimeError(
-                    f"{type(module).__name__} is not what apply made of {kind.__name__}: undo first what "
-                    "came after it"
+                    f"{type(module).__name__} is not what apply made of {kind.__name__}: undo first what came after it"
                 )
         for module, kind in self._modules:
             module.__class__ = kind

@@ -25,9 +25,7 @@ def plugin() -> None:
     try:
         register()
     except ImportError as error:
-        log.warn_once(
-            ("vLLM", str(error)), "vLLM's attention backend %s is not cutlass_fmha: %s", NAME, error
-        )
+        log.warn_once(("vLLM", str(error)), "vLLM's attention backend %s is not cutlass_fmha: %s", NAME, error)
 
 
 def register() -> None:

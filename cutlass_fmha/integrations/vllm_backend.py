@@ -274,9 +274,7 @@ class Backend(AttentionBackend):  # type: ignore[misc]
         if kv_cache_dtype not in (None, *cls.supported_kv_cache_dtypes):
             return f"cutlass_fmha has no {kv_cache_dtype} cache of keys and values"
         if kv_cache_dtype not in (None, "auto", dtype_name(dtype)):
-            return (
-                f"cutlass_fmha needs queries in the cache's dtype {kv_cache_dtype}, got {dtype_name(dtype)}"
-            )
+            return f"cutlass_fmha needs queries in the cache's dtype {kv_cache_dtype}, got {dtype_name(dtype)}"
         size = PAGE_UNIT if block_size is None else block_size
         capability = (device_capability.major, device_capability.minor)
         reason = why_not(capability, head_size, dtype, size, ("sinks",) if has_sink else ())

@@ -118,9 +118,7 @@ def workspace_bytes(problem: Problem, index: int) -> int:
 
 def _plan(problem: Problem, metas: Sequence[Tensor], device: devices.Device) -> plan.Plan:
     q, k, v, *given = metas
-    return plan.prepare(
-        (q, k, v), problem.causal, problem.row, "bshd", check.NAMES, problem.said(given), device
-    )
+    return plan.prepare((q, k, v), problem.causal, problem.row, "bshd", check.NAMES, problem.said(given), device)
 
 
 # ---- when XLA calls ----------------------------------------------------------------------------------------
@@ -183,9 +181,7 @@ def _on_host(call: Call) -> None:
         if not problem.gradients:
             q, k, v, *given = operands
             out, lse = (*results, None)[:2]
-            ops.attend_out(
-                q, k, v, out, lse, problem.scale, problem.causal, problem.row, **problem.said(given)
-            )
+            ops.attend_out(q, k, v, out, lse, problem.scale, problem.causal, problem.row, **problem.said(given))
             return
         arguments, said = _operands(problem, operands)
         found = ops.attend_backward(*arguments, problem.scale, problem.causal, **said, wanted=problem.wanted)
@@ -204,18 +200,14 @@ def _on_device(call: Call, problem: Problem) -> None:
     )
     on = torch.cuda.stream(torch.cuda.ExternalStream(stream, device))
     with torch.cuda.device(index), on, torch.no_grad():
-        memory = (
-            results.pop() if len(results) > len(_own(problem)) else _device_tensor("uint8", (0,), 0, device)
-        )
+        memory = results.pop() if len(results) > len(_own(problem)) else _device_tensor("uint8", (0,), 0, device)
         with Workspace.within(memory):
             if problem.gradients:
                 _gradients(problem, operands, results, None)
                 return
             q, k, v, *given = operands
             said = problem.said(given) | dict(zip(("out", "lse"), results, strict=False))
-            plan.launch(
-                q, k, v, problem.scale, problem.causal, problem.lse, problem.row, "bshd", check.NAMES, said
-            )
+            plan.launch(q, k, v, problem.scale, problem.causal, problem.lse, problem.row, "bshd", check.NAMES, said)
 
 
 def _operands(problem: Problem, operands: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:

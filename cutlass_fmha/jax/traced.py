@@ -150,9 +150,7 @@ def _seed(seed: Any) -> Any:
         return jnp.array([low, high], jnp.uint32)
     if isinstance(seed, (jax.Array, numpy.ndarray)) and (seed.shape, str(seed.dtype)) == ((2,), "uint32"):
         return jnp.asarray(seed)
-    raise TypeError(
-        "dropout_p needs a dropout_seed: an int, or uint32 of shape (2,), as jax.random.key_data(key) is"
-    )
+    raise TypeError("dropout_p needs a dropout_seed: an int, or uint32 of shape (2,), as jax.random.key_data(key) is")
 
 
 # ---- gradients ---------------------------------------------------------------------------------------------
@@ -202,9 +200,7 @@ def _attend_backward(call: _Said, saved: tuple[Any, ...], incoming: tuple[Any, .
         dout = jnp.zeros_like(out) if dout is None else dout
         some = () if dlse is None else (dlse,)
         operands = (dout, q, k, v, out, lse, *some, *given)
-        names = [
-            n for n, need in zip(("query", "key", "value", "bias", "sinks"), wanted, strict=True) if need
-        ]
+        names = [n for n, need in zip(("query", "key", "value", "bias", "sinks"), wanted, strict=True) if need]
         results = _mapped(call, wanted, dlse is not None)(*operands)
         found = dict(zip(names, results, strict=True))
     gradients = [
@@ -308,9 +304,7 @@ def _backward_problem(call: _Said, wanted: _Wanted, lse: bool, operands: Sequenc
     names = ("dout", "q", "k", "v", "out", "softmax_lse", *(("dlse",) if lse else ()), *call.given)
     arrays = _described(names, operands)
     by_name = dict(zip(names, arrays, strict=True))
-    results = (
-        by_name[name] for name, need in zip(("q", "k", "v", "bias", "sinks"), wanted, strict=True) if need
-    )
+    results = (by_name[name] for name, need in zip(("q", "k", "v", "bias", "sinks"), wanted, strict=True) if need)
     return calls.Problem(
         True,
         call.causal,
@@ -360,7 +354,5 @@ def _execute(problem: calls.Problem, operands: Sequence[Any]) -> tuple[Any, ...]
         return on_host(*operands)
     room = _workspace(problem)
     results = (*problem.results, *((("uint8", (room,)),) if room else ()))
-    found: tuple[Any, ...] = jax.lax.platform_dependent(
-        *operands, cpu=on_host, cuda=functools.partial(on, results)
-    )
+    found: tuple[Any, ...] = jax.lax.platform_dependent(*operands, cpu=on_host, cuda=functools.partial(on, results))
     return found

@@ -88,9 +88,7 @@ def launch(
         )
         workspace = scratch.empty((plan.workspace,), torch.float32)
         params = _C.BackwardParams(
-            plan.params.of_call(
-                q.data_ptr(), k.data_ptr(), v.data_ptr(), output.data_ptr(), lse.data_ptr(), scale
-            )
+            plan.params.of_call(q.data_ptr(), k.data_ptr(), v.data_ptr(), output.data_ptr(), lse.data_ptr(), scale)
         )
         for name, field in plan.addresses:
             setattr(params, field, said[name].data_ptr())
@@ -113,8 +111,7 @@ def launch(
             index = q.get_device()
             _C.run(plan.row, params, max(index, 0), current_stream(index))
         dq, dk, dv = (
-            x if x.dim() == 1 or x.shape[-1] == dim else x[..., :dim]
-            for x, dim in zip(found, head_dims, strict=True)
+            x if x.dim() == 1 or x.shape[-1] == dim else x[..., :dim] for x, dim in zip(found, head_dims, strict=True)
         )
         if bias.numel():
             bias = bias.to(said["bias"].dtype) if into[3] is None else bias
@@ -188,9 +185,7 @@ def _prepare(
     if wanted[3] and features.bias is not None:
         bias = broadcast_strides(torch.empty(features.bias.shape, device="meta"), call.sizes)
         _check_bias(features, bias, call.sizes)
-    params = _C.BackwardParams(
-        _sized(params_of(call.sizes, call.features, call.causal, call.strides), call.sizes)
-    )
+    params = _C.BackwardParams(_sized(params_of(call.sizes, call.features, call.causal, call.strides), call.sizes))
     # A wide row sums dQ in registers, in a fixed order.
     sums = row.family != "backward_wide" and not gradients.writes_scores(row)
     params.ordered, params.dsinks = sums and features.deterministic and row.scored, 4 * wanted[4]

@@ -126,9 +126,7 @@ def _add_features(p: _C.AttentionParams, features: Features, causal: str, sizes:
 
 def _broadcast_pair(lists: Tensor) -> tuple[int, int]:
     """Batch and head stride of block lists, which may be the same for all."""
-    batch, head = (
-        0 if size == 1 else stride for size, stride in zip(lists.shape[:2], lists.stride()[:2], strict=True)
-    )
+    batch, head = (0 if size == 1 else stride for size, stride in zip(lists.shape[:2], lists.stride()[:2], strict=True))
     return batch, head
 
 

@@ -257,9 +257,7 @@ def _nothing(
     return _results(plan, tensors, return_lse, said)
 
 
-def _results(
-    plan: Plan, tensors: Operands, return_lse: bool, said: Mapping[str, Any]
-) -> tuple[Tensor, Tensor | None]:
+def _results(plan: Plan, tensors: Operands, return_lse: bool, said: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
     """Output and LSE to write to: what the call is given of them, and new ones."""
     if plan.given is not None:
         plan.given.check(tensors, said)

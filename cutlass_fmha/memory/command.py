@@ -35,13 +35,9 @@ def main(argv: list[str] | None = None) -> int:
         metavar="B,S,H,D",
         help="batch, seqlen_q, num_heads, head_dim",
     )
-    what.add_argument(
-        "--table", action="store_true", help="the longest sequences of usual models on usual GPUs"
-    )
+    what.add_argument("--table", action="store_true", help="the longest sequences of usual models on usual GPUs")
     parser.add_argument("--seqlen-k", type=int, metavar="S", help="number of keys (default: seqlen_q)")
-    parser.add_argument(
-        "--kv-heads", type=int, metavar="H", help="heads of key and value (default: num_heads)"
-    )
+    parser.add_argument("--kv-heads", type=int, metavar="H", help="heads of key and value (default: num_heads)")
     parser.add_argument("--head-dim-v", type=int, metavar="D", help="of value and output, if another one")
     parser.add_argument("--dtype", default="bfloat16", help="default: %(default)s")
     parser.add_argument("--causal", action="store_true", help="a causal mask, bottom-right")
@@ -113,18 +109,12 @@ def tables() -> str:
     lines = [_row("tokens", *names), _row("---", *["---:"] * len(names))]
     for seqlen in LENGTHS:
         plans = [[of_model(name, seqlen, "l4", backward) for backward in (False, True)] for name in names]
-        lines.append(
-            _row(f"{seqlen:,}", *(" / ".join(f"{p.share_saved:.0%}" for p in both) for both in plans))
-        )
+        lines.append(_row(f"{seqlen:,}", *(" / ".join(f"{p.share_saved:.0%}" for p in both) for both in plans)))
     lines += ["", _row("GPU", "GB", *names), _row("---", *["---:"] * (1 + len(names)))]
     for gpu in GPUS:
         room = devices.MEMORY_GB[gpu] * 10**9
-        cells = [
-            f"{longest(name, gpu, room, False):,} / {longest(name, gpu, room, True):,}" for name in names
-        ]
-        lines.append(
-            _row(devices.PRESETS[gpu].name.removeprefix("NVIDIA "), str(devices.MEMORY_GB[gpu]), *cells)
-        )
+        cells = [f"{longest(name, gpu, room, False):,} / {longest(name, gpu, room, True):,}" for name in names]
+        lines.append(_row(devices.PRESETS[gpu].name.removeprefix("NVIDIA "), str(devices.MEMORY_GB[gpu]), *cells))
     return "\n".join(lines)
 
 

@@ -81,9 +81,7 @@ class MemoryPlan:
     @functools.cached_property
     def unfused(self) -> int:
         """``total`` of the same inputs where scores are in memory: ``ledger.unfused``."""
-        given = sum(
-            size for name, size in self.inputs.items() if name not in attend_backward.DIFFERENTIABLE[:3]
-        )
+        given = sum(size for name, size in self.inputs.items() if name not in attend_backward.DIFFERENTIABLE[:3])
         return given + unfused(self.problem, self.backward_row is not None)
 
     @property
@@ -184,8 +182,7 @@ def memory_plan(
     gpu = resolve(("cuda" if _C.device_count() else "cpu") if device is None else device)
     if gpu is None:
         raise ValueError(
-            "memory is planned of a GPU: name one (device='l4', --device l4) among "
-            + ", ".join(devices.PRESETS)
+            "memory is planned of a GPU: name one (device='l4', --device l4) among " + ", ".join(devices.PRESETS)
         )
     # No seed is drawn for what doesn't run.
     *cast, keywords = autocast.operands(tensors[0], tensors[1], tensors[2], {**keywords, "dropout_seed": 0})  # type: ignore[assignment]
@@ -203,9 +200,7 @@ def memory_plan(
 
 
 def _meta(x: Tensor) -> Tensor:
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta").requires_grad_(
-        x.requires_grad
-    )
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta").requires_grad_(x.requires_grad)
 
 
 def _size(x: Tensor) -> int:
@@ -245,9 +240,7 @@ def _plan(
         backward_row = dispatch_gradients.choose(
             aligned, device, None, call.features.deterministic and wanted[0], gradients.workspace_cap(said)
         ).row.name
-        of_backward, more = _backward(
-            tensors, call.sizes.out_shape, causal, said, wanted, return_lse, plan, device
-        )
+        of_backward, more = _backward(tensors, call.sizes.out_shape, causal, said, wanted, return_lse, plan, device)
         workspace = max(workspace, more)
     return MemoryPlan(
         call.problem,
@@ -302,9 +295,7 @@ def _backward(
     )
     with Ledger() as ledger, torch.no_grad():
         found = launch()
-    parts = {"output's gradient": _size(dout)} | (
-        {"softmax_lse's gradient": _size(lse)} if return_lse else {}
-    )
+    parts = {"output's gradient": _size(dout)} | ({"softmax_lse's gradient": _size(lse)} if return_lse else {})
     results = {
         f"{name}'s gradient": x.untyped_storage().nbytes()
         for name, x, need in zip(attend_backward.DIFFERENTIABLE, found, wanted, strict=True)
@@ -347,8 +338,7 @@ def _of_shape(p: Problem, head_dim_v: int | None, names: Sequence[str]) -> tuple
         raise TypeError(f"features must be names, as ('bias', 'sinks'), got {check.shown(names)}")
     if unknown := set(names) - set(STAND_INS):
         raise ValueError(
-            f"features must be among {', '.join(STAND_INS)}, got {min(unknown)!r}: "
-            "pass others as attention takes them"
+            f"features must be among {', '.join(STAND_INS)}, got {min(unknown)!r}: pass others as attention takes them"
         )
     dtype = getattr(torch, p.dtype)
     value_dim = p.head_dim if head_dim_v is None else check.integer("head_dim_v", head_dim_v)

@@ -187,14 +187,12 @@ def _check_places(a: Append) -> None:
         if a.cache_batch_idx is None and a.k_cache.shape[0] != batch:
             whose = "key" if a.cu_seqlens_q is None else "cu_seqlens_q"
             raise ValueError(
-                f"k_cache must have {whose}'s batch size {batch} without cache_batch_idx, "
-                f"got {a.k_cache.shape[0]}"
+                f"k_cache must have {whose}'s batch size {batch} without cache_batch_idx, got {a.k_cache.shape[0]}"
             )
         return
     if a.cache_batch_idx is not None:
         raise ValueError(
-            "page_table and cache_batch_idx exclude each other: a row of the page table already belongs to a "
-            "sequence"
+            "page_table and cache_batch_idx exclude each other: a row of the page table already belongs to a sequence"
         )
     if a.page_table.dtype != torch.int32 or a.page_table.shape[0] != batch:
         raise ValueError(

@@ -73,9 +73,7 @@ def launch(
     """What both ops are on a GPU."""
     scale = scale_of(scale, features)
     check_options(scale, causal)
-    output, lse = plan.launch(
-        query, key, value, scale, causal, return_lse, row, "bshd", check.NAMES, features
-    )
+    output, lse = plan.launch(query, key, value, scale, causal, return_lse, row, "bshd", check.NAMES, features)
     return output, no_lse(query) if lse is None else lse
 
 

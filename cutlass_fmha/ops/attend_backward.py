@@ -83,8 +83,7 @@ def _checked(
     for name, tensor in same.items():
         if tensor.dtype != query.dtype:
             raise ValueError(
-                f"{name} must have query's dtype {check.dtype_name(query.dtype)}, "
-                f"got {check.dtype_name(tensor.dtype)}"
+                f"{name} must have query's dtype {check.dtype_name(query.dtype)}, got {check.dtype_name(tensor.dtype)}"
             )
         if tuple(tensor.shape) != sizes.out_shape:
             raise ValueError(f"{name} must have shape {sizes.out_shape}, got {tuple(tensor.shape)}")
@@ -122,9 +121,7 @@ def _cuda(
     nothing = NO_FEATURES._asdict()
     asked = {name: x for name, x in said.items() if isinstance(x, Tensor) or x != nothing[name]}
     tensors = (query, key, value)
-    return gradients.launch(
-        dout, tensors, output, softmax_lse, dlse, scale, causal, asked, tuple(wanted), row
-    )
+    return gradients.launch(dout, tensors, output, softmax_lse, dlse, scale, causal, asked, tuple(wanted), row)
 
 
 def _cpu(
@@ -147,9 +144,7 @@ def _cpu(
         return _cuda(dout, query, key, value, output, softmax_lse, dlse, scale, causal, wanted, row, **said)
     if row is not None:
         raise UnsupportedError(f"row {row} is a CUDA kernel, and the tensors are on the CPU")
-    found = cpu.attend_backward(
-        dout, dlse, query, key, value, output, softmax_lse, scale, causal, features, sizes
-    )
+    found = cpu.attend_backward(dout, dlse, query, key, value, output, softmax_lse, scale, causal, features, sizes)
     return _five(query, (x if need else None for x, need in zip(found, wanted, strict=True)))
 
 
@@ -176,10 +171,7 @@ def _fake(
     said.pop("numbers", None)  # known when the graph runs
     _checked(dout, query, key, value, output, softmax_lse, dlse, scale, causal, said)
     given = (query, key, value, said.get("bias"), said.get("sinks"))
-    found = [
-        x.new_empty(x.shape) if need and x is not None else None
-        for x, need in zip(given, wanted, strict=True)
-    ]
+    found = [x.new_empty(x.shape) if need and x is not None else None for x, need in zip(given, wanted, strict=True)]
     if query.is_cuda:
         found[:3] = [None if x is None else gradients.empty_like(x) for x in found[:3]]
     return _five(query, found)
@@ -285,9 +277,7 @@ def _autograd(
             op, keyset, query, key, value, scale, causal, return_lse, row, **features
         )
         return found
-    if private_torch.peek_interpreter_stack() is not None or dispatcher.has_tangent(
-        query, key, value, *given
-    ):
+    if private_torch.peek_interpreter_stack() is not None or dispatcher.has_tangent(query, key, value, *given):
         raise NotImplementedError(dispatcher.NO_FORWARD_MODE)
     if sentence := refusal(query, key, value, causal, features):
         raise NotImplementedError(sentence)

@@ -29,8 +29,7 @@ NO_BACKWARD = (
     "under torch.no_grad() or with detached inputs"
 )
 NO_FORWARD_MODE = (
-    "cutlass_fmha has no backward yet in forward mode and under torch.func: use torch.autograd.grad or "
-    "Tensor.backward"
+    "cutlass_fmha has no backward yet in forward mode and under torch.func: use torch.autograd.grad or Tensor.backward"
 )
 #: Ops whose gradients autograd knows: they say what happens where one may be wanted.
 DIFFERENTIABLE = (
@@ -89,9 +88,7 @@ def _refuse_gradients(name: str, keyset: Any, *args: Any, **kwargs: Any) -> Any:
     given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     if needs_gradient(*given):
         raise NotImplementedError(results.NO_GRADIENT if name.endswith("_out") else NO_BACKWARD)
-    return private_torch.after_autograd(
-        getattr(torch.ops.cutlass_fmha, name).default, keyset, *args, **kwargs
-    )
+    return private_torch.after_autograd(getattr(torch.ops.cutlass_fmha, name).default, keyset, *args, **kwargs)
 
 
 def tensors_of(said: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -103,9 +100,7 @@ def check_differentiable(inputs: Mapping[str, Tensor], others: Mapping[str, Tens
     if private_torch.peek_interpreter_stack() is not None or has_tangent(*inputs.values(), *others.values()):
         raise NotImplementedError(NO_FORWARD_MODE)
     if names := [name for name, x in others.items() if x.requires_grad]:
-        raise NotImplementedError(
-            f"cutlass_fmha has no backward yet for {', '.join(names)}: pass it detached"
-        )
+        raise NotImplementedError(f"cutlass_fmha has no backward yet for {', '.join(names)}: pass it detached")
 
 
 def rows_of_gradient(x: Tensor) -> Tensor:
@@ -184,9 +179,7 @@ def can_skip_dispatcher(query: Any, key: Any, value: Any) -> bool:
         and query.is_cuda
         and key.is_cuda
         and value.is_cuda
-        and not (
-            torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-        )
+        and not (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
         and not (query.is_neg() or key.is_neg() or value.is_neg())
     )
 

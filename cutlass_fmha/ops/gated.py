@@ -121,9 +121,7 @@ def _check_out(gate: Tensor, shape: tuple[int, ...], out: Tensor, name: str) -> 
 
 def _check_apart(gate: Tensor, up: Tensor | None, out: Tensor) -> None:
     first, second = _names(up)
-    results.check_apart(
-        results.placed({"out": out}), results.placed({first: gate, second: gate if up is None else up})
-    )
+    results.check_apart(results.placed({"out": out}), results.placed({first: gate, second: gate if up is None else up}))
 
 
 def _cuda_out(gate: Tensor, up: Tensor | None, out: Tensor, activation: str) -> None:
@@ -198,9 +196,7 @@ def _empty_gradients(gate: Tensor, up: Tensor | None, shape: tuple[int, ...], pr
     return gate.new_empty(gate.shape), dup, gate.new_empty(shape if product else 0)
 
 
-def _cuda_backward(
-    dout: Tensor, gate: Tensor, up: Tensor | None, activation: str, product: bool = False
-) -> Three:
+def _cuda_backward(dout: Tensor, gate: Tensor, up: Tensor | None, activation: str, product: bool = False) -> Three:
     def prepare() -> tuple[helpers.Helper[_C.GatedBackwardParams], tuple[int, ...]]:
         shape = _check_backward(dout, gate, up, activation)
         (first, second), to = _as_rows(gate, up), torch.empty(gate.shape, device="meta")
@@ -222,9 +218,7 @@ def _cuda_backward(
     return found
 
 
-def _cpu_backward(
-    dout: Tensor, gate: Tensor, up: Tensor | None, activation: str, product: bool = False
-) -> Three:
+def _cpu_backward(dout: Tensor, gate: Tensor, up: Tensor | None, activation: str, product: bool = False) -> Three:
     if dispatcher.simulated():
         return _cuda_backward(dout, gate, up, activation, product)
     shape = _check_backward(dout, gate, up, activation)
@@ -240,9 +234,7 @@ def _cpu_backward(
     return found
 
 
-def _fake_backward(
-    dout: Tensor, gate: Tensor, up: Tensor | None, activation: str, product: bool = False
-) -> Three:
+def _fake_backward(dout: Tensor, gate: Tensor, up: Tensor | None, activation: str, product: bool = False) -> Three:
     return _empty_gradients(gate, up, _check_backward(dout, gate, up, activation), product)
 
 
@@ -269,9 +261,7 @@ def _keep(ctx: Any, given: Sequence[Any], found: Tensor) -> None:
 
 def _gradients(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     gate, up = ctx.saved_tensors
-    dgate, dup, _ = torch.ops.cutlass_fmha.gated_backward(
-        dispatcher.rows_of_gradient(dout), gate, up, ctx.activation
-    )
+    dgate, dup, _ = torch.ops.cutlass_fmha.gated_backward(dispatcher.rows_of_gradient(dout), gate, up, ctx.activation)
     needs = ctx.needs_input_grad[1:3]
     return dgate if needs[0] else None, dup if needs[1] else None
 

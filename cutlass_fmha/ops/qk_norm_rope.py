@@ -22,9 +22,7 @@ SCHEMA_BACKWARD = (
     f"qk_norm_rope_backward(Tensor dq_out, Tensor dk_out, Tensor q, Tensor k, {NORM}{angles.SCHEMA}) "
     "-> (Tensor dq, Tensor dk, Tensor dq_weight, Tensor dk_weight)"
 )
-SCHEMA_OUT = (
-    f"qk_norm_rope_out(Tensor q, Tensor k, Tensor(a!) q_out, Tensor(b!) k_out, {NORM}{angles.SCHEMA}) -> ()"
-)
+SCHEMA_OUT = f"qk_norm_rope_out(Tensor q, Tensor k, Tensor(a!) q_out, Tensor(b!) k_out, {NORM}{angles.SCHEMA}) -> ()"
 #: Blocks of the backward that an SM has at a time: 128 registers to a thread.
 BLOCKS_OF_SM = 4
 
@@ -54,9 +52,7 @@ def _check_norm(q: Tensor, n: Norm) -> None:
     for name, weight in n.weights.items():
         check.check_tensor(name, weight)
         if tuple(weight.shape) != (q.shape[-1],):
-            raise ValueError(
-                f"{name} must have shape ({q.shape[-1]},), as q's heads, got {tuple(weight.shape)}"
-            )
+            raise ValueError(f"{name} must have shape ({q.shape[-1]},), as q's heads, got {tuple(weight.shape)}")
         if weight.dtype not in (q.dtype, torch.float32):
             raise ValueError(
                 f"{name} must have q's dtype {check.dtype_name(q.dtype)} or float32, "
@@ -105,9 +101,7 @@ def _cuda(
     return _run(q, k, Norm(q_weight, k_weight, eps, weight_offset), Angles(**said))
 
 
-def _run(
-    q: Tensor, k: Tensor, n: Norm, a: Angles, given: tuple[Tensor, Tensor] | None = None
-) -> tuple[Tensor, Tensor]:
+def _run(q: Tensor, k: Tensor, n: Norm, a: Angles, given: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
     """A launch, whose results go to what is given, if anything is."""
 
     def prepare() -> helpers.Helper[_C.RopeParams]:
@@ -293,9 +287,7 @@ def _cpu_backward(
     **said: Any,
 ) -> Four:
     if dispatcher.simulated():
-        return _cuda_backward(
-            dq_out, dk_out, q, k, q_weight, k_weight, eps=eps, weight_offset=weight_offset, **said
-        )
+        return _cuda_backward(dq_out, dk_out, q, k, q_weight, k_weight, eps=eps, weight_offset=weight_offset, **said)
     n, a = Norm(q_weight, k_weight, eps, weight_offset), Angles(**said)
     _check_backward(dq_out, dk_out, q, k, n, a)
     angles.check_start(q, a)
@@ -359,9 +351,7 @@ class _QKNormRope(torch.autograd.Function):
         k_weight: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         op = torch.ops.cutlass_fmha.qk_norm_rope.default
-        found: tuple[Tensor, Tensor] = private_torch.after_autograd(
-            op, keyset, q, k, q_weight, k_weight, **said
-        )
+        found: tuple[Tensor, Tensor] = private_torch.after_autograd(op, keyset, q, k, q_weight, k_weight, **said)
         return found
 
     @staticmethod
@@ -378,9 +368,7 @@ class _QKNormRope(torch.autograd.Function):
         said = {**ctx.said, **dict(zip(ctx.names, given, strict=True))}
         out = map(dispatcher.rows_of_gradient, (dq, dk))
         with workspace.inside(ctx.workspace):
-            dq, dk, *of_weights = torch.ops.cutlass_fmha.qk_norm_rope_backward(
-                *out, q, k, q_weight, k_weight, **said
-            )
+            dq, dk, *of_weights = torch.ops.cutlass_fmha.qk_norm_rope_backward(*out, q, k, q_weight, k_weight, **said)
         of_weights = [None if w is None else x for w, x in zip((q_weight, k_weight), of_weights, strict=True)]
         return None, None, dq, dk, *of_weights
 

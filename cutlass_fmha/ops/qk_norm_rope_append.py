@@ -144,9 +144,7 @@ def _write(c: _Call) -> tuple[Tensor, Tensor]:
     return out, seqused_k
 
 
-def _append_out(
-    k_cache: Tensor, v_cache: Tensor, *rest: Any, **said: Any
-) -> tuple[_Call, tuple[Tensor, Tensor]]:
+def _append_out(k_cache: Tensor, v_cache: Tensor, *rest: Any, **said: Any) -> tuple[_Call, tuple[Tensor, Tensor]]:
     """What the op ``qk_norm_rope_append_out`` is told."""
     q_out, seqused_out, *given = rest
     return _call(k_cache, v_cache, *given, **said), (q_out, seqused_out)
@@ -218,9 +216,7 @@ def _casts_append_out(
     return (k_cache, v_cache, q_out, seqused_out, *cast), said
 
 
-dispatcher.register(
-    SCHEMA_APPEND, {"CUDA": _cuda_append, "CPU": _cpu_append, "fake": _fake_append}, _casts_append
-)
+dispatcher.register(SCHEMA_APPEND, {"CUDA": _cuda_append, "CPU": _cpu_append, "fake": _fake_append}, _casts_append)
 dispatcher.register(
     SCHEMA_APPEND_OUT,
     {"CUDA": _cuda_append_out, "CPU": _cpu_append_out, "fake": _fake_append_out},

@@ -43,9 +43,7 @@ def _check_factors(x: Tensor, weight: Tensor | None, bias: Tensor | None, weight
         if factor is None:
             continue
         if factor.shape != x.shape[-1:]:
-            raise ValueError(
-                f"{name} must have shape ({x.shape[-1]},), as x's rows, got {tuple(factor.shape)}"
-            )
+            raise ValueError(f"{name} must have shape ({x.shape[-1]},), as x's rows, got {tuple(factor.shape)}")
         tensors.check_rows(name, factor)
         if factor.dtype not in (x.dtype, torch.float32):
             raise ValueError(
@@ -54,8 +52,7 @@ def _check_factors(x: Tensor, weight: Tensor | None, bias: Tensor | None, weight
             )
     if weight is not None and bias is not None and weight.dtype != bias.dtype:
         raise ValueError(
-            f"bias must have weight's dtype {check.dtype_name(weight.dtype)}, "
-            f"got {check.dtype_name(bias.dtype)}"
+            f"bias must have weight's dtype {check.dtype_name(weight.dtype)}, got {check.dtype_name(bias.dtype)}"
         )
     if weight is None and weight_offset != 0.0:
         raise ValueError("weight_offset is added to weight, and there is none: pass weight")
@@ -472,9 +469,7 @@ def _keep(ctx: Any, given: Sequence[Any], found: Three) -> None:
     ctx.dtype = found[0].dtype
 
 
-def _gradients(
-    ctx: Any, dout: Tensor | None, dsum: Tensor | None, drstd: Tensor | None
-) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: Any, dout: Tensor | None, dsum: Tensor | None, drstd: Tensor | None) -> tuple[Tensor | None, ...]:
     x, weight, bias, rstd = ctx.saved_tensors
     needs = ctx.needs_input_grad[1:5]
     dsum = dsum if ctx.residual else None

@@ -14,9 +14,7 @@ from cutlass_fmha.ops import dispatcher
 
 OPTIONS = "*, bool interleaved=False, Tensor? cu_seqlens=None"
 SCHEMA = f"rotary(Tensor x, Tensor cos, Tensor sin, Tensor positions, {OPTIONS}) -> Tensor"
-SCHEMA_OUT = (
-    f"rotary_out(Tensor x, Tensor cos, Tensor sin, Tensor positions, Tensor(a!) out, {OPTIONS}) -> ()"
-)
+SCHEMA_OUT = f"rotary_out(Tensor x, Tensor cos, Tensor sin, Tensor positions, Tensor(a!) out, {OPTIONS}) -> ()"
 
 
 def check_table(cos: Tensor, sin: Tensor, name: str, x: Tensor) -> None:
@@ -37,17 +35,14 @@ def check_table(cos: Tensor, sin: Tensor, name: str, x: Tensor) -> None:
         )
     if 2 * cos.shape[1] > x.shape[-1]:
         raise ValueError(
-            f"rotary_cos must have at most half of {name}'s head_dim {x.shape[-1]} as columns, "
-            f"got {cos.shape[1]}"
+            f"rotary_cos must have at most half of {name}'s head_dim {x.shape[-1]} as columns, got {cos.shape[1]}"
         )
 
 
 def check_rows(name: str, x: Tensor, cos: Tensor) -> None:
     """Each row of ``x`` has a position of its own, wherever they begin."""
     if x.shape[1] > cos.shape[0] and x.numel() > 0:
-        raise ValueError(
-            f"rotary_cos must have a position for each of {name}'s {x.shape[1]} rows, got {cos.shape[0]}"
-        )
+        raise ValueError(f"rotary_cos must have a position for each of {name}'s {x.shape[1]} rows, got {cos.shape[0]}")
 
 
 def check_positions(cos: Tensor, first: int, rows: int) -> None:

@@ -58,9 +58,7 @@ def _prepare(
     return helpers.helper("rope", p, q)
 
 
-def _launch(
-    plan: helpers.Helper[_C.RopeParams], q: Tensor, k: Tensor, out: tuple[Tensor, Tensor], a: Angles
-) -> None:
+def _launch(plan: helpers.Helper[_C.RopeParams], q: Tensor, k: Tensor, out: tuple[Tensor, Tensor], a: Angles) -> None:
     p = plan.params.copy()
     angles.set_angles(p, a)
     p.q.x, p.k.x = q.data_ptr(), k.data_ptr()
@@ -83,9 +81,7 @@ def _cuda(q: Tensor, k: Tensor, *, inverse: bool = False, **said: Any) -> tuple[
     return out
 
 
-def _cuda_into(
-    q: Tensor, k: Tensor, out: dict[str, Tensor], read: dict[str, Tensor], a: Angles, inverse: bool
-) -> None:
+def _cuda_into(q: Tensor, k: Tensor, out: dict[str, Tensor], read: dict[str, Tensor], a: Angles, inverse: bool) -> None:
     to = one, other = tuple(out.values())
 
     def prepare() -> helpers.Helper[_C.RopeParams]:
@@ -103,9 +99,7 @@ def _cuda_in_place(q: Tensor, k: Tensor, *, inverse: bool = False, **said: Any) 
     _cuda_into(q, k, {"q": q, "k": k}, {}, Angles(**said), inverse)
 
 
-def _cuda_out(
-    q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, *, inverse: bool = False, **said: Any
-) -> None:
+def _cuda_out(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, *, inverse: bool = False, **said: Any) -> None:
     _cuda_into(q, k, results.both(q_out, k_out), {"q": q, "k": k}, Angles(**said), inverse)
 
 
@@ -135,9 +129,7 @@ def _cpu_in_place(q: Tensor, k: Tensor, *, inverse: bool = False, **said: Any) -
     return None
 
 
-def _cpu_out(
-    q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, *, inverse: bool = False, **said: Any
-) -> None:
+def _cpu_out(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, *, inverse: bool = False, **said: Any) -> None:
     if dispatcher.simulated():
         return _cuda_out(q, k, q_out, k_out, inverse=inverse, **said)
     a, out = Angles(**said), results.both(q_out, k_out)
@@ -161,9 +153,7 @@ def _fake_in_place(q: Tensor, k: Tensor, *, inverse: bool = False, **said: Any) 
     angles.check_start(q, a)
 
 
-def _fake_out(
-    q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, *, inverse: bool = False, **said: Any
-) -> None:
+def _fake_out(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, *, inverse: bool = False, **said: Any) -> None:
     a = Angles(**said)
     _check_written(q, k, results.both(q_out, k_out), a)
     angles.check_start(q, a)

@@ -107,9 +107,7 @@ class _Shards:
     def whole(self, local: Tensor, shape: Sequence[int], placements: Sequence[Placement]) -> DTensor:
         """The DTensor of a result, of whose devices this one has ``local``."""
         stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(
-            local, self.mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
-        )
+        return DTensor.from_local(local, self.mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 def _attend(given: Mapping[str, Any], found: Sequence[Tensor], shards: _Shards) -> tuple[DTensor, DTensor]:
@@ -125,9 +123,7 @@ def _attend(given: Mapping[str, Any], found: Sequence[Tensor], shards: _Shards) 
     )
 
 
-def _attend_backward(
-    given: Mapping[str, Any], found: Sequence[Tensor], shards: _Shards
-) -> tuple[DTensor, ...]:
+def _attend_backward(given: Mapping[str, Any], found: Sequence[Tensor], shards: _Shards) -> tuple[DTensor, ...]:
     """The results of ``attend_backward``: those that nobody wants are empty."""
     names = ("query", "key", "value", "bias", "sinks")
     wanted = given.get("wanted", (True, True, True, False, False))

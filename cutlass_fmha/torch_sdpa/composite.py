@@ -111,11 +111,7 @@ def _reason(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None)
     tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     for tensor in tensors:
         # A sharded tensor's sequences may lie on several devices, in an order that only torch knows.
-        if (
-            type(tensor) not in _KNOWN_TYPES
-            and tensor.layout is not torch.jagged
-            and _is_made_of_others(tensor)
-        ):
+        if type(tensor) not in _KNOWN_TYPES and tensor.layout is not torch.jagged and _is_made_of_others(tensor):
             return f"a tensor is a {type(tensor).__name__}, which torch takes apart first"
     return "gradients are in forward mode" if has_tangent(*tensors) else None
 

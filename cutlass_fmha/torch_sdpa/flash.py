@@ -164,9 +164,7 @@ def _scaled_dot_product_flash_attention(
     return _laid_out_as(output.transpose(1, 2), query), lse, None, None, max_q, max_k, *_nothing(query)
 
 
-def _scaled_dot_product_flash_attention_backward(
-    *args: Any, scale: float | None = None
-) -> tuple[Tensor, ...]:
+def _scaled_dot_product_flash_attention_backward(*args: Any, scale: float | None = None) -> tuple[Tensor, ...]:
     grad_out, query, key, value, out = (x.transpose(1, 2) for x in args[:5])
     found = _backward(grad_out, query, key, value, out, args[5], None, None, *args[8:12], scale=scale)
     return tuple(x.transpose(1, 2) for x in found)

@@ -50,9 +50,7 @@ class _Kernels:
         self._jagged, self._of_jagged = private_torch.jagged_module(), None
         if self._jagged is not None:
             self._of_jagged = getattr(self._jagged, private_torch.OF_JAGGED)
-            setattr(
-                self._jagged, private_torch.OF_JAGGED, composite.attend_jagged(self._of_jagged, device_types)
-            )
+            setattr(self._jagged, private_torch.OF_JAGGED, composite.attend_jagged(self._of_jagged, device_types))
         # nn.MultiheadAttention's and nn.TransformerEncoder's fast path is a kernel that calls no attention
         # where there is a mask, and on the CPU never.
         self._fast_path = mha.get_fastpath_enabled()

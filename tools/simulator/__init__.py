@@ -10,9 +10,7 @@ from building import ROOT, Tree
 DIRECTORY = ROOT / "build" / "simulator"
 
 
-def build_extension(
-    rows: str, directory: Path = DIRECTORY, architectures: Sequence[int] = (89, 90, 120)
-) -> Path:
+def build_extension(rows: str, directory: Path = DIRECTORY, architectures: Sequence[int] = (89, 90, 120)) -> Path:
     """``_C`` with the rows in whose name CMake finds the regular expression. Raises BuildError."""
     return tree(rows, directory, architectures).build("_C", "_C.*.so")
 

@@ -42,9 +42,7 @@ def problems(row: Any) -> list[Problem]:
     return [problem for problem in listed() if problem.runs_on(row.alignment)]
 
 
-def failures(
-    row: Any, problems: Sequence[Problem], device: torch.device, stream: int | None = None
-) -> Iterator[str]:
+def failures(row: Any, problems: Sequence[Problem], device: torch.device, stream: int | None = None) -> Iterator[str]:
     """One sentence per problem that a row fails, as soon as it is known.
 
     Operands and outputs lie in memory full of NaN, and three launches must agree to the bit.

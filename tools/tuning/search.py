@@ -178,8 +178,7 @@ class Leaderboard:
         for name, value in {**about, **targets}.items():
             if known.get(name) != value:
                 raise ValueError(
-                    f"{path} is about {name} {known.get(name)}, this search about {value}: "
-                    "give another --leaderboard"
+                    f"{path} is about {name} {known.get(name)}, this search about {value}: give another --leaderboard"
                 )
         board.targets |= targets
         return board
@@ -321,9 +320,7 @@ class Search:
         parents += [(latest.standing(row.key) if latest else 1.0, row) for row in target.incumbents]
         known = {entry.candidate for entry in entries}
         seed = f"{self.seed} {target.name} {self.board.rounds}"
-        drawn = propose(
-            lambda c: c not in known and target.allows(c), parents, self.per_round, seed, target.arch
-        )
+        drawn = propose(lambda c: c not in known and target.allows(c), parents, self.per_round, seed, target.arch)
         return [Entry(target.name, candidate) for candidate in drawn]
 
     def round(self, target: Target, confirm: Sequence[Entry], drawn: Sequence[Entry]) -> None:

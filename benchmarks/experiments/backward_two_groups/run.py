@@ -93,15 +93,11 @@ def library_call(file: str, tensors: Tensors, lse: torch.Tensor, causal: bool) -
     return call
 
 
-def compare(
-    rows: list[Any], libraries: dict[str, str], case: tuple[int, int, int, int], causal: bool
-) -> None:
+def compare(rows: list[Any], libraries: dict[str, str], case: tuple[int, int, int, int], causal: bool) -> None:
     head_dim, batch, heads, seqlen = case
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(batch, seqlen, heads, head_dim, device="cuda").bfloat16() for _ in range(4))
-    o, lse, *rest = torch.ops.aten._flash_attention_forward(
-        q, k, v, None, None, seqlen, seqlen, 0.0, causal, False
-    )
+    o, lse, *rest = torch.ops.aten._flash_attention_forward(q, k, v, None, None, seqlen, seqlen, 0.0, causal, False)
 
     def flash() -> None:
         torch.ops.aten._flash_attention_backward(
@@ -127,9 +123,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--library", action="append", default=[], metavar="NAME=FILE")
     libraries = dict(text.split("=", 1) for text in parser.parse_args().library)
-    rows = [
-        row for row in _C.backward_rows() if "_groups_tma_" in row.name + "_" and not row.name.endswith("_ds")
-    ]
+    rows = [row for row in _C.backward_rows() if "_groups_tma_" in row.name + "_" and not row.name.endswith("_ds")]
     for row in rows:
         worst = max(error(row, shape, causal) for shape in SMALL for causal in (False, True))
         print(f"{row.name:62s} {worst:.4f}{'' if worst < 0.012 else ' WRONG'}", flush=True)

@@ -122,9 +122,7 @@ for d, B, H, S in ((128, 2, 16, 4096), (64, 4, 16, 4096)):
     plain = bench([lambda s=s: attention(*s, row=of("_tma")[0]) for s in sets])
     ranged = bench([lambda s=s: attention(*s, row=of("_ranged")[0]) for s in sets])
     tf = 4 * B * H * S * S * d / 1e6
-    print(
-        f"D{d} B{B} H{H} S{S} plain {plain:.0f} us {tf / plain:.0f} TFLOP/s; ranged row {plain / ranged:.3f}"
-    )
+    print(f"D{d} B{B} H{H} S{S} plain {plain:.0f} us {tf / plain:.0f} TFLOP/s; ranged row {plain / ranged:.3f}")
     for kind in (
         "mask 11SS",
         "mask BHSS",
@@ -149,11 +147,7 @@ for d, B, H, S in ((128, 2, 16, 4096), (64, 4, 16, 4096)):
         else:
             x = torch.randn(size, device=dev, dtype=dt)
         causal = "causal" in kind
-        base = (
-            bench([lambda s=s: attention(*s, causal=True, row=of("_tma")[0]) for s in sets])
-            if causal
-            else plain
-        )
+        base = bench([lambda s=s: attention(*s, causal=True, row=of("_tma")[0]) for s in sets]) if causal else plain
         line = []
         for row in of("_masked") + of("_scored"):
             us = bench([lambda s=s: attention(*s, causal=causal, row=row, **{what: x}) for s in sets])

@@ -33,9 +33,7 @@ class Offers(Protocol):
 
 #: Runs a call by itself: its tensors, scale, whether its LSE is wanted, what its features are made of, and
 #: what it is given of ``RESULTS``.
-Launch = Callable[
-    [tuple[Tensor, Tensor, Tensor], float, bool, Mapping[str, Any]], tuple[Tensor, Tensor | None]
-]
+Launch = Callable[[tuple[Tensor, Tensor, Tensor], float, bool, Mapping[str, Any]], tuple[Tensor, Tensor | None]]
 
 
 class Prepared(NamedTuple):
@@ -95,19 +93,13 @@ def dtype(row: Row, problem: Problem, device: Device, table: Table) -> str | Non
 def shared_memory(row: Row, problem: Problem, device: Device, table: Table) -> str | None:
     if row.smem_bytes <= device.smem_per_block:
         return None
-    return (
-        f"needs {row.smem_bytes} bytes of shared memory per block, "
-        f"and this device has {device.smem_per_block}"
-    )
+    return f"needs {row.smem_bytes} bytes of shared memory per block, and this device has {device.smem_per_block}"
 
 
 def alignment(row: Row, problem: Problem, device: Device, table: Table) -> str | None:
     if problem.alignment % row.alignment == 0:
         return None
-    return (
-        f"needs pointers and strides aligned to {row.alignment} bytes, "
-        f"and these are aligned to {problem.alignment}"
-    )
+    return f"needs pointers and strides aligned to {row.alignment} bytes, and these are aligned to {problem.alignment}"
 
 
 def whole_blocks(problem: Problem, queries: int, keys: int) -> str | None:
@@ -117,10 +109,7 @@ def whole_blocks(problem: Problem, queries: int, keys: int) -> str | None:
     block_m, block_n = problem.block_mask
     if block_m % queries == 0 and block_n % keys == 0:
         return None
-    return (
-        f"takes block masks of blocks that are multiples of {queries} x {keys}, "
-        f"and these are {block_m} x {block_n}"
-    )
+    return f"takes block masks of blocks that are multiples of {queries} x {keys}, and these are {block_m} x {block_n}"
 
 
 def head_dims(problem: Problem) -> str:

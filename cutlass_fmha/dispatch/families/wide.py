@@ -89,8 +89,7 @@ def _offsets(row: Row, problem: Problem, device: Device, table: Table) -> str | 
     if problem.key_span <= MAX_KEY_SPAN:
         return None
     return (
-        f"its offsets are 32-bit, and the keys of a sequence span {problem.key_span} elements: "
-        f"{MAX_KEY_SPAN} at most"
+        f"its offsets are 32-bit, and the keys of a sequence span {problem.key_span} elements: {MAX_KEY_SPAN} at most"
     )
 
 
@@ -139,13 +138,7 @@ def prepare(row: Row, call: Call, device: Device) -> Prepared:
     sizes, features = call.sizes, call.features
     needs_room = row.accumulates and row.dtype != "float32"
     given = call.out_strides is not None
-    if (
-        not whole_vectors(row, call)
-        or needs_room
-        or given
-        or features.mask is not None
-        or features.bias is not None
-    ):
+    if not whole_vectors(row, call) or needs_room or given or features.mask is not None or features.bias is not None:
         return Prepared(_C.AttentionParams(), launch=partial(launch, row, sizes, call.causal))
     params = params_of(sizes, features, call.causal, call.strides)
     params.pack = _packed_heads(sizes)
@@ -271,9 +264,7 @@ def _run(
     if copied := [name for name, a, b in zip("qkv", tensors, (q, k, v), strict=True) if a is not b]:
         _warn_of_copies(row, copied)
     strides = (_strides(q), _strides(k), _strides(v))
-    params = params_of(
-        sizes._replace(head_dim=q.shape[-1], head_dim_v=v.shape[-1]), features, causal, strides
-    )
+    params = params_of(sizes._replace(head_dim=q.shape[-1], head_dim_v=v.shape[-1]), features, causal, strides)
     params.o_stride, params.pack = _own_strides(out), pack or _packed_heads(sizes)
     for name, field in addresses_of(features):
         if as_it_is or name not in ("mask", "bias"):

@@ -65,9 +65,7 @@ def apply_rotary_emb_qkv_(
 ) -> Tensor:
     """Rotates queries and keys in place in [batch, seqlen, 3, num_heads, head_dim], or in [batch, seqlen,
     num_heads_q + 2 num_heads_kv, head_dim] with num_heads_q. Keys may have a table of their own."""
-    if qkv.dim() == 4 and (
-        num_heads_q is None or qkv.shape[2] < num_heads_q or (qkv.shape[2] - num_heads_q) % 2
-    ):
+    if qkv.dim() == 4 and (num_heads_q is None or qkv.shape[2] < num_heads_q or (qkv.shape[2] - num_heads_q) % 2):
         raise ValueError(
             "qkv of 4 dimensions needs num_heads_q, how many of its heads are queries; half of the others "
             f"are keys: got {num_heads_q} of {qkv.shape[2]}"
@@ -128,9 +126,7 @@ class RotaryEmbedding(nn.Module):
     def _compute_scale(self, device: Any = None) -> Tensor:
         return (self._pairs(device) / self.dim + 0.4) / 1.4
 
-    def _update_cos_sin_cache(
-        self, seqlen: int, device: Any = None, dtype: torch.dtype | None = None
-    ) -> None:
+    def _update_cos_sin_cache(self, seqlen: int, device: Any = None, dtype: torch.dtype | None = None) -> None:
         """Makes tables of that many positions, unless there are as long ones for the device and the dtype."""
         old = self._cos_cached
         if (
@@ -217,9 +213,7 @@ def _turn_k(table: Any, rest: Any, kv: Tensor, *, conjugate: bool) -> None:
     apply_rotary(kv.select(2, 0), *table, **rest)
 
 
-def _turn_qk(
-    table: Any, table_k: Any, num_heads_q: int | None, rest: Any, qkv: Tensor, *, conjugate: bool
-) -> None:
+def _turn_qk(table: Any, table_k: Any, num_heads_q: int | None, rest: Any, qkv: Tensor, *, conjugate: bool) -> None:
     """By one table in one launch."""
     if qkv.dim() != 4 or num_heads_q is None:
         check_parts("qkv", qkv, 2, 3)
@@ -231,6 +225,4 @@ def _turn_qk(
         turn(q, k, *table, **rest)
         return
     apply_rotary(q, *table, **rest)
-    apply_rotary(
-        k, *(own if other is None else other for own, other in zip(table, table_k, strict=True)), **rest
-    )
+    apply_rotary(k, *(own if other is None else other for own, other in zip(table, table_k, strict=True)), **rest)

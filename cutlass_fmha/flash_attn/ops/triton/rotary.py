@@ -71,9 +71,7 @@ def turn(
         said = said._replace(start=seqlen_offsets)
     dense: tuple[Tensor, Tensor] = (contiguous_rows("x", q), contiguous_rows("x", k))
     # A compiler finds out by itself what need not be copied, and traces the gradient of a copy only.
-    copied = (
-        torch.compiler.is_compiling() and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
-    )
+    copied = torch.compiler.is_compiling() and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
     if not inplace or copied:
         dense = torch.ops.cutlass_fmha.rotary_qk(*dense, **said._asdict(), inverse=conjugate)
         if not inplace:
