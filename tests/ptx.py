@@ -75,7 +75,7 @@ REGISTERS = {2: ".b16", 4: ".b32", 8: ".b64"}
 def apply(opcode: str, result: np.dtype, *operands: np.ndarray | int | str) -> np.ndarray:
     """``opcode`` on arrays of equal length, element by element; an int or str is written as it is.
 
-    Or statements that make %out of %in0, %in1, ...; %p1 holds in the first ten lanes.
+    Or statements that make %out of %in0, %in1, ...
     """
     arrays = [x for x in operands if isinstance(x, np.ndarray)]
     out = np.zeros(len(arrays[0]), dtype=result)
@@ -86,8 +86,8 @@ def apply(opcode: str, result: np.dtype, *operands: np.ndarray | int | str) -> n
         begin = f".reg {REGISTERS[x.itemsize]} {name}; ld.param.u64 {at}, [p{number}];"
         return f"{begin} mad.wide.u32 {at}, %index, {x.itemsize}, {at};"
 
-    lines = [".reg .b32 %index, %t; .reg .b64 %a<16>; .reg .pred %p<4>; mov.u32 %index, %ctaid.x;"]
-    lines += ["mov.u32 %t, %tid.x; mad.lo.u32 %index, %index, 32, %t; setp.lt.u32 %p1, %t, 10;"]
+    lines = [".reg .b32 %index, %t; .reg .b64 %a<16>; .reg .pred %p0; mov.u32 %index, %ctaid.x;"]
+    lines += ["mov.u32 %t, %tid.x; mad.lo.u32 %index, %index, 32, %t;"]
     lines += [place(number, x) for number, x in enumerate((*arrays, out))]
     lines += [f"ld.global{REGISTERS[x.itemsize]} %in{n}, [%a{n}];" for n, x in enumerate(arrays)]
     inputs = iter(range(len(arrays)))

@@ -131,44 +131,7 @@ PROGRAMS = {
         """,
         lambda n: 0xDEAD if n < 8 else (5 if n < 16 else 6) + 0xFFFFFF00,
     ),
-    "a guarded instruction leaves other lanes alone": Program(
-        "mov.u32 %x, 3; setp.gt.u32 %p, %n, 9; @%p add.u32 %x, %x, %n; @!%p mul.lo.u32 %x, %x, 4;",
-        lambda n: 3 + n if n > 9 else 12,
-    ),
-    "a part of a warp, and dimensions of blocks": Program(
-        """
-        mov.u32 %y, %tid.y; mov.u32 %z, %ntid.x; mad.lo.u32 %y, %y, %z, %n; mov.u32 %x, %ntid.y;
-        ld.param.u64 %o, [p0]; mad.wide.u32 %o, %y, 4, %o; mad.lo.u32 %x, %x, 100, %y;
-        """,
-        lambda n: 400 + n,
-        {"threads": (10, 4, 1)},
-    ),
-    "blocks are told apart": Program(
-        """
-        mov.u32 %y, %ctaid.x; mad.wide.u32 %o, %y, 128, %o;
-        mov.u32 %x, %nctaid.x; mad.lo.u32 %x, %x, 10, %y;
-        """,
-        lambda n: 30 + n // 32,
-        {"blocks": 3},
-    ),
     # ---- what lanes exchange ----
-    **{
-        f"shuffles: {mode} {distance} {clamp:#x}": Program(
-            f"mul.lo.u32 %y, %n, 3; shfl.sync.{mode}.b32 %x|%p, %y, {distance}, {clamp}, -1;", model
-        )
-        for mode, distance, clamp, model in (
-            ("bfly", 5, 31, lambda n: 3 * (n ^ 5)),
-            ("bfly", 2, 0x1C03, lambda n: 3 * (n ^ 2)),
-            ("idx", 6, 31, lambda n: 18),
-            ("idx", 6, 0x1807, lambda n: 3 * (n // 8 * 8 + 6)),
-        )
-    },
-    **{
-        f"votes: a lane is {lane}": Program(
-            f"setp.eq.u32 %p, %n, {lane}; vote.sync.any.pred %q, %p, -1; selp.u32 %x, 1, 0, %q;", model
-        )
-        for lane, model in ((4, lambda n: 1), (32, lambda n: 0))
-    },
     "lanes wait for each other in bar.warp.sync": Program(
         """
             mov.u32 %y, memory; mov.u32 %x, 0; setp.eq.u32 %p, %n, 3;
@@ -206,37 +169,6 @@ PROGRAMS = {
     "who drops out of an mbarrier is not expected again": Program(
         DROPPED.format(others="arrive_drop"), lambda n: n + 7, {"shared": 16, **SHARED}
     ),
-    # ---- memory ----
-    # n + ~n = -1, and 256 lie between a byte and what it is with a sign.
-    "vectors and narrow types are loaded into wider registers": Program(
-        """
-        .reg .b32 %v<4>; .reg .b64 %l; mov.u32 %y, memory; mad.lo.u32 %y, %n, 16, %y;
-        not.b32 %z, %n; st.shared.v4.b32 [%y], {%n, %z, 3, %n};
-        ld.shared.v2.u32 {%v0, %v1}, [%y]; ld.shared.s8 %l, [%y+4]; cvt.u32.u64 %v2, %l;
-        ld.shared.u8 %v3, [%y+4]; sub.u32 %v3, %v3, %v2; add.u32 %x, %v0, %v1; add.u32 %x, %x, %v3;
-        """,
-        lambda n: 255,
-        {"shared": 512, **SHARED},
-    ),
-    "shared memory has generic addresses": Program(
-        """
-        .reg .b64 %a, %b; mov.u32 %y, memory; cvt.u64.u32 %a, %y; cvta.shared.u64 %b, %a;
-        mad.wide.u32 %b, %n, 4, %b; st.u32 [%b], %n; cvta.to.shared.u64 %a, %b; ld.shared.u32 %x, [%a];
-        """,
-        lambda n: n,
-        {"shared": 128, **SHARED},
-    ),
-    "static, constant and local memory": Program(
-        """
-        .local .align 8 .b8 own[8]; .reg .b64 %l; .shared .align 4 .b32 kept[32];
-        mov.u64 %l, own; st.local.u32 [%l+4], %n;
-        mov.u32 %y, kept; mad.lo.u32 %y, %n, 4, %y; st.shared.u32 [%y], %n;
-        mov.u64 %w, table; ld.const.u32 %x, [%w+4]; ld.local.u32 %z, [own+4]; mad.lo.u32 %x, %x, %z, 0;
-        ld.shared.u32 %z, [%y]; add.u32 %x, %x, %z;
-        """,
-        lambda n: 7 * n,
-        {"declarations": ".const .align 4 .b32 table[2] = {1, 6};"},
-    ),
 }
 
 
@@ -255,20 +187,6 @@ def test_one_lane_is_elected():
 def test_a_missing_barrier_is_found():
     found = [results(REVERSE.format(barrier=""), seed=seed, **REVERSED)[:64] for seed in SEEDS]
     assert any((x == 0x7FDA7FDA).any() for x in found), "what was not written yet is NaN"
-
-
-def test_atomics():
-    out = np.zeros(64, dtype=np.uint32)
-    body = "ld.param.u64 %o, [p0]; atom.global.add.u32 %x, [%o], 1; red.global.max.s32 [%o+4], %n; ret;"
-    ptx.run(BEGIN + body, out, threads=64, blocks=5)
-    assert tuple(out[:2]) == (320, 63)
-    total = np.zeros(1, dtype=np.float32)
-    ptx.run(BEGIN + "ld.param.u64 %o, [p0]; red.relaxed.gpu.global.add.f32 [%o], 0f3F000000; ret;", total)
-    assert total[0] == 16
-    four = np.zeros(4, dtype=np.float32)
-    numbers = "0f3F800000, 0f40000000, 0f40400000, 0f40800000"
-    ptx.run(BEGIN + "ld.param.u64 %o, [p0]; red.global.add.v4.f32 [%o], {" + numbers + "}; ret;", four)
-    assert tuple(four) == (32, 64, 96, 128)
 
 
 #: What a GPU would refuse, or hang in. %y is the address of 16 bytes of shared memory.
