@@ -12,21 +12,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import emulate
 import gpu as launches
 import pytest
 import torch
 import tune
-from building import ROOT, script
+from building import ROOT
 from cubin import Kernel
 from fake_build import L4, make_build
 from fake_cuda import FakeGpu
 from fake_kernels import FakeKernels, _at
 from source_hash import source_hash
-from tuning import build, judge, search, space
+from tuning import judge, search, space
 from tuning.build import Builder, Built, Wanted, judge_resources
 from tuning.search import EvaluationError, Job, Leaderboard, Search, Sighting, Target
-from tuning.space import DOMAINS, Candidate, propose
+from tuning.space import DOMAINS, Candidate
 
 from cutlass_fmha import _C
 from cutlass_fmha.bench.cases import Case
@@ -98,25 +97,6 @@ def test_what_cannot_be_compiled_is_not_in_the_space(candidate: Candidate, chang
     assert not space.fits(replace(candidate, **columns), changes.get("arch", 90))
 
 
-# ---- which to try next -------------------------------------------------------------------------------------
-
-
-def test_the_same_seed_proposes_the_same_and_nothing_twice():
-    known, best = set(), [(1.0, LARGE), (1.0, replace(DECODE, head_dim=64))]
-
-    def allowed(c: Candidate) -> bool:
-        return c not in known and space.fits(c, 90, 227)
-
-    for seed in map(str, range(4)):
-        proposed, again = (propose(allowed, best, 30, seed, 90) for _ in range(2))
-        assert proposed == again and len(proposed) == 30 and not known & set(proposed)
-        known |= set(proposed)
-    assert {c.copy for c in known} == {"cp_async_16", "ldg_16", "tma"}
-    assert all(len({getattr(c, name) for c in known}) > 1 for name in DOMAINS)
-    assert any(not space.fits(c, 90) for c in known), "more shared memory than other GPUs have"
-    assert propose(lambda c: c == SMALL, best, 2, "far from both", 90) == []
-
-
 # ---- the acceptance rule -----------------------------------------------------------------------------------
 
 
@@ -151,29 +131,6 @@ def test_a_time_that_is_none_is_an_error():
 
 # ---- builds: whose fault a failure is, and a real one ------------------------------------------------------
 
-NINJA = """[1/9] Building CXX object CMakeFiles/_C.dir/src/registry.cpp.o
-[2/9] Building CUDA object CMakeFiles/fmha_sm90.dir/generated/sm90_d32_t1111111111_0.cu.o
-FAILED: [code=2] CMakeFiles/fmha_sm90.dir/generated/sm90_d32_t1111111111_0.cu.o
-/usr/local/bin/nvcc -gencode=arch=compute_90,code=sm_90 -c generated/sm90_d32_t1111111111_0.cu
-In file included from generated/sm90_d32_t1111111111_0.cu:2:
-/home/user/project/src/forward/kernel.cuh(38): error: static assertion failed with "tiles"
-          detected during instantiation of "void forward<C>(const ForwardParams &)"
-1 error detected in the compilation of "sm90_d32_t1111111111_0.cu".
-[3/9] Building CUDA object CMakeFiles/fmha_sm90.dir/generated/sm90_d32_t2222222222_0.cu.o
-FAILED: CMakeFiles/fmha_sm90.dir/generated/sm90_d32_t2222222222_0.cu.o
-nvcc error   : 'cicc' died due to signal 9 (Kill signal)
-FAILED: CMakeFiles/fmha_sm90.dir/generated/sm90_d32_t3333333333_0.cu.o
-ninja: build stopped: cannot make progress due to previous errors.
-"""
-
-
-def test_whose_compiler_said_what():
-    assert build.failures(NINJA) == {
-        "t1111111111": 'kernel.cuh(38): error: static assertion failed with "tiles"',
-        "t2222222222": "nvcc error   : 'cicc' died due to signal 9 (Kill signal)",
-        "t3333333333": "nvcc failed without a word",
-    }
-
 
 def test_what_the_machine_code_has_against_a_candidate():
     def kernel(candidate: Candidate, dtype: str = "f16", stl: int = 0, **values: int) -> Kernel:
@@ -199,21 +156,6 @@ def test_what_the_machine_code_has_against_a_candidate():
         fate, reason = built.dropped.pop(candidate)
         assert fate == "resources" and words in reason
     assert not built.dropped
-
-
-def test_cmake_reads_a_scratch_manifest_as_it_was_meant(tmp_path: Path):
-    """CMake's own idea of a scratch manifest's rows: names and files, without compiling any."""
-    same_name = (LARGE, replace(LARGE, stages=1))
-    (tmp_path / "scratch.cmake").write_text(build.scratch(dict.fromkeys(same_name, BOTH), 90))
-    done = script(
-        tmp_path,
-        "set(FMHA_SUPPORTED_ARCHITECTURES 89 90 120)\nset(FMHA_ARCHITECTURES 90)",
-        f'set(CUTLASS_FMHA_MANIFEST "{tmp_path}/scratch.cmake")',
-        f'include("{ROOT}/cmake/Instances.cmake")\nfmha_include_manifest()',
-        *(f'get_property(rows GLOBAL PROPERTY FMHA_ROWS_sm90_d64_{c.tag})\nmessage("${{rows}}")' for c in same_name),
-    )
-    names = [f"fwd_sm90_{dtype}_d64_m256n64w8_{c.tag}" for c in same_name for dtype in ("bf16", "f16")]
-    assert done.stderr.replace(";", "\n").split() == names
 
 
 def test_candidates_are_compiled_and_the_bad_one_is_dropped(tmp_path: Path):
@@ -258,8 +200,6 @@ class Defect(FakeKernels):
             p.window_right += 1
         super().__call__(row, p, device, stream)
         there = p.batch * p.seqlen_q * p.num_heads > 0
-        if self.what == "outside" and there:
-            _at(p.o - 2 * p.head_dim, dtype, (1,), (1,)).fill_(0)
         if self.what == "race" and there and len(self.launches) % 3 == 0:
             out = _at(p.o, dtype, (1,), (1,))
             out.copy_(torch.nextafter(out, torch.full_like(out, 1.0)))
@@ -270,7 +210,6 @@ class Defect(FakeKernels):
     [
         ("nothing", None),
         ("diagonal", "times the tolerance"),
-        ("outside", "wrote outside its outputs"),
         ("race", "3 launches do not agree to the bit"),
     ],
 )
@@ -436,17 +375,6 @@ def test_each_candidate_meets_the_fate_it_earns(board: Leaderboard):
     assert "x compile: no room for N rows" in "\n".join(map(str, board.render()))
 
 
-def test_evolution_learns_from_what_ran(tmp_path: Path):
-    """Children of the fastest: where three stages are faster, more of those are drawn."""
-    drawn = []
-    for us in (101.0, 140.0):
-        board = Leaderboard(tmp_path / "board.json", dict(ABOUT))
-        gpu = FakeJudge(us=lambda c, run, us=us: us if c.stages == 3 else 140.0)
-        run(board, gpu, rounds=8, seed=1, per_round=20)
-        drawn.append([entry.candidate.stages for entry in board.entries].count(3))
-    assert drawn[0] > 1.5 * drawn[1]
-
-
 def test_the_time_budget_ends_the_search_when_gains_are_confirmed(board: Leaderboard):
     gpu = FakeJudge(us=lambda c, run: 90.0)
     run(board, gpu, per_round=2, limit_s=100.0, clock=lambda: 8.0 * len(gpu.jobs))
@@ -530,26 +458,6 @@ def test_the_report_and_the_lines_to_take_over(board: Leaderboard, capsys: pytes
     board.save()
     assert run_tune("--accept", "--leaderboard", board.path) == 1
     assert "is about sources 000000000000, and src/ has" in capsys.readouterr().err
-
-
-def test_a_dry_run_prints_manifest_lines_and_needs_no_gpu(capsys: pytest.CaptureFixture[str]):
-    options = ["--dry-run", "--arch", 120, "--head-dim", 128, "--round", 5, "--seed", 3]
-    assert run_tune(*options) == 0
-    first = capsys.readouterr().out
-    lines = [line for line in first.splitlines() if not line.startswith("#")]
-    assert len(lines) == 5 and all(line.startswith('fmha_forward("120" "f16;bf16" 128 ') for line in lines)
-    assert run_tune(*options) == 0
-    assert capsys.readouterr().out == first
-
-
-def test_a_gpu_by_name_is_its_rows_at_its_balance(monkeypatch: pytest.MonkeyPatch):
-    """The table of docs/emulation.md."""
-    ada, blackwell = {"l4": 3, "l40s": 3, "rtx4090": 5}, {"rtxpro6000": 3, "rtx5080": 5, "rtx5090": 5}
-    table = {name: (arch, n) for arch, of in ((89, ada), (120, blackwell)) for name, n in of.items()}
-    assert {name: emulate.balance(name) for name in emulate.TARGETS} == table
-    monkeypatch.setattr(emulate.tune, "main", lambda arguments: arguments)
-    asked = ["--arch", "120", "--mma-passes", "5", "--report", "--json"]
-    assert emulate.main(["rtx5090", "--report", "--json"]) == asked
 
 
 @pytest.mark.parametrize(
