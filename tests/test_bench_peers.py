@@ -16,7 +16,7 @@ from test_bench import FakeTimer, synthetic
 
 import cutlass_fmha
 import cutlass_fmha.flash_attn
-from cutlass_fmha.bench import contenders, gradients, host, lineup, peers, report, runner
+from cutlass_fmha.bench import contenders, lineup, peers, report, runner
 from cutlass_fmha.bench.cases import Case
 from cutlass_fmha.bench.features import Feature
 
@@ -47,25 +47,6 @@ def fa4_varlen(
 def lengths(*four):
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
     return {name: x for name, x in zip(names, four, strict=True) if x is not None}
-
-
-def gradients_of(dout, tensors, out, lse, scale, causal, said, into=(None,) * 3):
-    alignment = "bottom-right" if causal else "none"
-    op = torch.ops.cutlass_fmha.attend_backward
-    found = op(dout, *tensors, out, lse, None, scale, alignment, **said)[:3]
-    return [x if target is None else target.copy_(x) for target, x in zip(into, found, strict=True)]
-
-
-def fa3_backward(
-    dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, sequed_q=None, sequed_k=None,
-    max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False,
-):  # fmt: skip
-    said = lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    gradients_of(dout, (q, k, v), out, softmax_lse, softmax_scale, is_causal, said, (dq, dk, dv))
-
-
-def fa4_backward(q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, **said):
-    return *gradients_of(dout, (q, k, v), out, lse, softmax_scale, causal, said), None
 
 
 class Ragged:
@@ -125,18 +106,11 @@ class Graph:
         return SimpleNamespaceHashable(dim=dim, stride=stride, name=name)
 
     def sdpa(self, name, q, k, v, generate_stats, attn_scale, use_causal_mask=False):
-        return *self.outputs(1, use_causal_mask, q, k, v), None
-
-    def sdpa_backward(self, name, q, k, v, o, dO, stats, attn_scale, use_causal_mask=False):
-        return self.outputs(3, use_causal_mask, q, k, v, o, dO, stats)
-
-    def outputs(self, count, causal, *inputs):
-        self.inputs, self.causal = inputs, causal
-        self.made = [SimpleNamespaceHashable() for _ in range(count)]
-        for output in self.made:
-            for setter in ("set_output", "set_dim", "set_stride", "set_data_type"):
-                setattr(output, setter, lambda value, output=output: output)
-        return self.made
+        self.inputs, self.causal = (q, k, v), use_causal_mask
+        self.made = output = SimpleNamespaceHashable()
+        for setter in ("set_output", "set_dim", "set_stride", "set_data_type"):
+            setattr(output, setter, lambda value: output)
+        return output, None
 
     validate = build_operation_graph = lambda self: None
 
@@ -155,27 +129,8 @@ class Graph:
         assert handle == self.handle and self.built
         for tensor in self.inputs:
             assert tensor_dict[tensor].stride() == tuple(tensor.stride)
-        q, k, v, *rest = (tensor_dict[tensor].transpose(1, 2) for tensor in self.inputs)
-        if rest:
-            out, dout, stats = rest
-            lse, scale = stats.transpose(1, 2)[..., 0], q.shape[-1] ** -0.5
-            found = gradients_of(dout, (q, k, v), out, lse, scale, self.causal, {})
-        else:
-            found = [EXACT(q, k, v, causal=self.causal)]
-        for output, x in zip(self.made, found, strict=True):
-            tensor_dict[output].copy_(x.transpose(1, 2))
-
-
-class OlderGraph(Graph):
-    """Of a cudnn-frontend without engines of its own."""
-
-    def __init__(self, **said) -> None:
-        super().__init__(**said)
-        del self.plans
-
-    def build(self, modes) -> None:
-        assert modes == ["A"]
-        self.built = "all"
+        q, k, v = (tensor_dict[tensor].transpose(1, 2) for tensor in self.inputs)
+        tensor_dict[self.made].copy_(EXACT(q, k, v, causal=self.causal).transpose(1, 2))
 
 
 class SimpleNamespaceHashable(SimpleNamespace):
@@ -195,12 +150,10 @@ STAND_INS: dict[str, dict[str, Any]] = {
     "flash_attn_interface": {
         "flash_attn_func": fa3,
         "flash_attn_varlen_func": lambda *t, return_attn_probs=False, **said: fa4_varlen(*t, **said),
-        "_flash_attn_backward": fa3_backward,
     },
     "flash_attn.cute": {
         "flash_attn_func": lambda *t, return_lse=False, **said: fa3(*t, return_attn_probs=True, **said),
         "flash_attn_varlen_func": fa4_varlen,
-        "interface": SimpleNamespace(_flash_attn_bwd=fa4_backward),
     },
     "cudnn": {
         "data_type": KINDS, "heur_mode": MODES, "pygraph": Graph, "create_handle": lambda: "handle",
@@ -256,43 +209,6 @@ def test_a_package_is_asked_for_the_same_problem(name: str, cases: list[Case]) -
         assert check(found.call(0)).within, case.name
         assert not check(found.call(1)).within, "other inputs"
     assert not name.startswith("cudnn") or set(BUILT) == {7 if name == "cudnn_fe" else 20_505}
-
-
-@pytest.mark.usefixtures("stand_ins")
-@pytest.mark.parametrize("name", ["flex", "flash_attn", "fa3", "fa4", "cudnn_fe", "cudnn_dsl"])
-@pytest.mark.parametrize("case", [CASE, replace(CASE, causal=False), PACKED], ids=lambda case: case.name)
-def test_a_package_is_asked_for_the_same_gradients(name: str, case: Case, monkeypatch) -> None:
-    # It refuses gradients on the CPU, though its math has them.
-    monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *tensors: None)
-    case = replace(case, group="backward")
-    with torch.inference_mode():  # as the runner
-        inputs = contenders.make_inputs(case, 2, torch.device("cpu"))
-    found = lineup.line_up(case, inputs, [name, "flashinfer", "sage"])
-    if case.lengths and name in ("cudnn_fe", "cudnn_dsl", "flex"):
-        assert name not in found
-        return
-    assert list(found)[2 + bool(case.lengths) :] == [name]  # after ours, and the deterministic one
-    check = gradients.GradientCheck(case, inputs)
-    assert check(found[name].call(0)).within and not check(found[name].call(1)).within
-
-
-@pytest.mark.usefixtures("stand_ins")
-def test_host_time_is_of_those_that_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["flashinfer"], "BatchPrefillWithRaggedKVCacheWrapper", None)
-    rows = [torch.randn(1, 16, 1, 64).to(torch.bfloat16) for _ in range(3)]
-    found = host.of_packages(["cudnn", "fa3", "flashinfer", "sage"], *rows)
-    assert list(found) == ["FlashAttention-3", "SageAttention"]
-    assert all(call().shape == rows[0].shape for call in found.values())
-
-
-@pytest.mark.usefixtures("stand_ins")
-def test_an_older_cudnn_frontend_has_no_engines_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["cudnn"], "pygraph", OlderGraph)
-    inputs = contenders.make_inputs(CASE, 1, torch.device("cpu"))
-    found = lineup.line_up(CASE, inputs, ["cudnn_fe", "cudnn_dsl"])
-    assert contenders.ErrorCheck(CASE, inputs)(found["cudnn_fe"].call(0)).within
-    with pytest.raises(RuntimeError, match="has no engines of its own"):
-        found["cudnn_dsl"].call(0)
 
 
 @pytest.mark.usefixtures("stand_ins")
