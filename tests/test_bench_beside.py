@@ -69,17 +69,6 @@ def test_ops_are_told_beside_torchs(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "swiglu is" in capsys.readouterr().err
 
 
-def test_runs_of_some_ops_are_joined(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    files = [str(tmp_path / name) for name in ("one", "other", "both")]
-    for op, file in zip(("swiglu", "geglu, tanh"), files, strict=False):
-        assert beside.main(["--ops", op, "--sizes", "4096", "--budget", "0.001", "--json", file]) == 0
-    capsys.readouterr()
-    assert beside.main(["--from-json", *files[:2], "--json", files[2]]) == 0
-    text = capsys.readouterr().out
-    assert all(f"| {op}, forward |" in text for op in ("swiglu", "geglu, tanh"))
-    assert beside.main(["--from-json", files[2]]) == 0 and capsys.readouterr().out == text
-
-
 def test_a_run_that_is_cut_leaves_the_cases_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     kept, measure = tmp_path / "found.json", beside.measure
 

@@ -64,17 +64,6 @@ def test_uncalibrated_picks_fail_and_calibrated_ones_pass(tmp_path, capsys, monk
         assert re.search(rf"\n\| +{head_dim} +\| +20 +\|", text)
 
 
-def test_timings_are_kept_even_when_they_can_not_be_judged(tmp_path, monkeypatch, capsys):
-    def broken(*_: object, **__: object) -> None:
-        raise verdict.Unjudgeable("of another build")
-
-    monkeypatch.setattr(verdict, "judge", broken)
-    out = tmp_path / "holdout.json"
-    assert run("--problems", 6, "--output", out) == 1
-    assert capsys.readouterr().err.endswith("holdout: of another build\n")
-    assert len(measurements.load(out).holdout) == 6
-
-
 def test_a_pick_is_judged_against_the_best_row():
     chosen = choose.choose(PROBLEM, L4, table=BUILD).name
     able = [row.name for row in BUILD.rows if not eligibility.reasons(row, PROBLEM, L4, BUILD)]
@@ -85,14 +74,6 @@ def test_a_pick_is_judged_against_the_best_row():
         assert pick.loss == pytest.approx(chosen_us / 10 - 1)
     (pick,) = verdict.judge([sample({chosen: 50.0, other: 10.0}, skipped=(chosen,))], L4, BUILD)
     assert pick.loss == pytest.approx(4) and not pick.right  # picked, though hopeless at first sight
-
-
-def test_timings_of_another_build_are_refused():
-    with pytest.raises(verdict.Unjudgeable, match="the timings have no row fwd_sm89_f16_d64_"):
-        verdict.judge([sample({"fwd_sm89_f16_d64_m512n64w8": 1.0})], L4, BUILD)
-    unknown = Problem(1, 512, 512, 8, 8, 48, "float16")
-    with pytest.raises(verdict.Unjudgeable, match="can't run a problem that was timed: batch 1"):
-        verdict.judge([sample({"x": 1.0}, unknown)], L4, BUILD)
 
 
 def test_what_can_not_be_done_is_one_sentence(tmp_path, capsys, monkeypatch):

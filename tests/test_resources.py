@@ -196,15 +196,6 @@ def test_this_build_is_the_subset_or_more():
     assert {name for name in expected if name.split("_")[1] in architectures} <= built
 
 
-def test_what_compiling_took_is_every_files_last_time(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(ROOT / "build_backend")
-    from develop import compile_time
-
-    lines = ["# ninja log v7", "0\t900\t1\ta.cu.o\t1", "0\t15000\t1\tb.cpp.o\t2", "900\t21400\t1\tc.cu.o\t3"]
-    lines += ["5\t2005\t1\ta.cu.o\t4", "0\t99000\t1\tof_a_larger_subset.cu.o\t5"]
-    assert compile_time("\n".join(lines), "build a.cu.o: x\nbuild b.cpp.o: x\nbuild c.cu.o: x\n") == (2, 22.5)
-
-
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """As much of a checkout as ``make -n`` asks for."""

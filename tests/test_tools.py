@@ -7,10 +7,8 @@ import runpy
 import subprocess
 import sys
 import zipfile
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import check_engines
@@ -41,15 +39,6 @@ def test_every_tool_tells_what_it_does(name: str, capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit) as left:
         runpy.run_path(str(tools / f"{name}.py"), run_name="__main__")
     assert left.value.code == 0 and capsys.readouterr().out.startswith("usage: ")
-
-
-def test_resources_of_a_file_are_told_as_json(tmp_path, capsys, monkeypatch):
-    kernel = SimpleNamespace(name="k", arch=89, registers=40, shared=1, opcodes=Counter(HMMA=2, LDL=1))
-    kernel.count = lambda *names: sum(kernel.opcodes[name] for name in names)
-    monkeypatch.setattr(resources, "read_kernels", lambda file: [kernel])
-    assert resources.main(["some.cubin", "--json"]) == 0
-    (told,) = json.loads(capsys.readouterr().out)
-    assert (told["kernel"], told["spills"], told["HMMA"], told["code"]) == ("k", 1, 2, 3)
 
 
 @pytest.fixture
@@ -189,13 +178,6 @@ def test_what_proves_less_is_told_in_a_sentence(name: str, changes: Any, expecte
     status, output = release()
     assert status == 1 and output.startswith("release-check: ") and output.count("\n") == 1
     assert expected in output
-
-
-def test_the_markdown_names_machine_rows_and_errors(tmp_path: Path, sources: Path):
-    text = make_report(tmp_path, sources, 120).with_suffix(".md").read_text()
-    for part in ("sm_120 rows on NVIDIA H200: passed", "580.159.04", "mode proxy", "2 of 2 rows"):
-        assert part in text and source_hash(sources) in text
-    assert "| fwd_sm120_bf16_d64 | 1 | 0.400 | 1.00e-03 | 0.100 | 1.00e-06 | b2 h2 q64 k64 none |" in text
 
 
 # ---- sanitizer ---------------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ import json
 import math
 import os
 import re
-import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -109,21 +108,15 @@ def slug(gpu: str) -> str:
 
 
 def cache_directory() -> Path:
-    """Where the user's calibrations lie: CUTLASS_FMHA_CACHE_DIR, or the platform's place for caches.
+    """Where the user's calibrations lie: CUTLASS_FMHA_CACHE_DIR, or the XDG's place for caches.
 
     Raises FileNotFoundError for a user without a home, as containers have.
     """
     if named := os.environ.get(CACHE_DIR):
         return Path(named).expanduser()
-    if sys.platform == "win32":
-        base = os.environ.get("LOCALAPPDATA") or _home() / "AppData" / "Local"
-    elif sys.platform == "darwin":
-        base = _home() / "Library" / "Caches"
-    else:
-        # A relative XDG_CACHE_HOME is to be ignored: XDG Base Directory Specification.
-        named = os.environ.get("XDG_CACHE_HOME", "")
-        base = named if os.path.isabs(named) else _home() / ".cache"
-    return Path(base) / "cutlass_fmha"
+    # A relative XDG_CACHE_HOME is to be ignored: XDG Base Directory Specification.
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(named) if os.path.isabs(named) else _home() / ".cache") / "cutlass_fmha"
 
 
 def _home() -> Path:
