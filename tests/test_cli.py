@@ -69,23 +69,19 @@ def test_info_says_what_this_build_is(capsys):
 
 
 def test_info_counts_rows_and_names_devices(capsys, build, monkeypatch):
-    gpus = (L4, device.Device("NVIDIA T4", (7, 5), 40, 64 * 1024), *map(device.PRESETS.get, ("h200", "gb10")))
-    monkeypatch.setattr(_C, "device_count", lambda: 4)
+    gpus = (L4, device.Device("NVIDIA T4", (7, 5), 40, 64 * 1024), device.PRESETS["gb10"])
+    monkeypatch.setattr(_C, "device_count", lambda: len(gpus))
     monkeypatch.setattr(_C, "driver_version", lambda: 13000)
     monkeypatch.setattr(device, "of_index", lambda index: gpus[index])
-    monkeypatch.setattr(_C, "build_info", lambda: {"cuda": True, "cuda_version": "13.0", "cutlass_version": "4.2.0"})
     _, out = run(capsys, "info")
     for line in (
-        "built with CUDA 13.0 and CUTLASS 4.2.0",
         "driver: supports CUDA 13.0",
         "cuda:0: NVIDIA L4 (capability 8.9, 58 SMs), takes the sm_89 rows",
         "        costs of rows: the default for GPUs that were never measured",
         "cuda:1: NVIDIA T4 (capability 7.5, 40 SMs), NVIDIA T4 (capability 7.5, 40 SMs) is older than",
-        "cuda:2: NVIDIA H200 (capability 9.0, 132 SMs), takes the sm_90 rows\n",
-        "cuda:3: NVIDIA GB10 (capability 12.1, 48 SMs), takes the sm_120 rows, as sm_120f\n",
+        "cuda:2: NVIDIA GB10 (capability 12.1, 48 SMs), takes the sm_120 rows, as sm_120f\n",
     ):
         assert line in out
-    assert re.search(r"sm_89: 42 rows, \d+ of the backward, compiled for sm_89\n", out)
     assert re.search(r"sm_120: 42 rows, \d+ of the backward, compiled for sm_120f\n", out)
 
 
@@ -223,10 +219,7 @@ def test_tables_are_drawn_by_rich_on_a_terminal_and_plain_elsewhere(capsys, monk
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     output.show(["what: [1]", table])
     drawn = capsys.readouterr().out
-    for command in ("explain", "memory"):
-        assert cli.main([command, "--shape", "1,8,2,64", "--device", "l4"]) == 0
-        assert "─────" in capsys.readouterr().out
-    assert "what: [1]" in drawn and "a [b]" in drawn and "----" not in drawn
+    assert "─────" in drawn and "what: [1]" in drawn and "a [b]" in drawn and "----" not in drawn
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     output.show(["what:", table])
     assert capsys.readouterr().out == plain

