@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cutlass_fmha
-from cutlass_fmha import attention, cascade_attention, private_torch, with_kv_cache
+from cutlass_fmha import attention, cascade_attention, with_kv_cache
 from cutlass_fmha import scaled_dot_product_attention as sdpa
 from cutlass_fmha.launch import plan
 from cutlass_fmha.ops import dispatcher
@@ -172,17 +172,6 @@ def test_a_gradient_is_kept_or_refused_all_the_same(call: Callable[..., Any]):
             call(given)
 
 
-@pytest.mark.parametrize("dtype", [F16, BF16, F32, F64])
-def test_what_is_no_attention_is_as_it_is_elsewhere(dtype: torch.dtype):
-    t = drawn(dtype)
-    state = attention(t["q"], t["k"], t["v"], return_lse=True)
-    rotated = cutlass_fmha.rotary(t["q"], t["cos"], t["sin"], ints(3, 5))
-    merged = cutlass_fmha.merge_states(*state, *state)
-    with cpu(F16 if dtype == BF16 else BF16):
-        assert_same(cutlass_fmha.rotary(t["q"], t["cos"], t["sin"], ints(3, 5)), rotated, dtype)
-        assert_same(cutlass_fmha.merge_states(*state, *state), merged, dtype)
-
-
 def test_states_of_two_dtypes_merge_in_the_wider_one():
     t = drawn()
     wide = attention(t["q"], t["k"], t["v"], return_lse=True)
@@ -252,15 +241,6 @@ def test_a_cache_is_not_cast_and_what_meets_it_is(name: str, dtype: torch.dtype)
         assert given[cache].dtype == dtype and torch.equal(given[cache], by_hand[cache])
     written = "append" in name or name == "rotary"
     assert torch.equal(given["k"], before) != written
-
-
-@pytest.mark.parametrize("name", ["append", "rotary", "cache as it is", "pages"])
-def test_a_float64_cache_and_others_are_mixed_dtypes(name: str):
-    t = caches(name, F64, F32)
-    before = t["k"].clone()
-    with cpu(), pytest.raises(ValueError, match="dtype"):
-        OVER_CACHES[name](t)
-    assert torch.equal(t["k"], before)
 
 
 # ---- compiling ---------------------------------------------------------------------------------------------
@@ -343,15 +323,6 @@ def test_fake_cuda_tensors_are_cast(call: Callable[..., Any], to: torch.dtype):
             call(mixed)
 
 
-@pytest.mark.parametrize("name", OVER_CACHES)
-@pytest.mark.parametrize("dtype", [BF16, F16, F32])
-def test_fake_cuda_caches_are_not_cast(name: str, dtype: torch.dtype):
-    with FakeTensorMode(allow_non_fake_inputs=True), cuda():
-        t = {key: torch.empty_like(x, device="cuda") for key, x in caches(name, dtype, F32).items()}
-        found = OVER_CACHES[name](t)
-    assert (found if isinstance(found, Tensor) else found[0]).dtype == dtype
-
-
 def test_the_way_past_the_dispatcher_gets_what_is_cast(monkeypatch: pytest.MonkeyPatch):
     launched = []
 
@@ -364,16 +335,3 @@ def test_the_way_past_the_dispatcher_gets_what_is_cast(monkeypatch: pytest.Monke
         attention(mixed["q"], mixed["k"], mixed["v"])
         sdpa(*heads_first(mixed))
     assert launched == [{F32}, {BF16}, {BF16}]
-
-
-def test_without_torchs_private_names_the_public_ones_do(monkeypatch: pytest.MonkeyPatch):
-    name, t = "append", caches("append", F16, F16)
-    expected, kept = OVER_CACHES[name](t), CALLS["features"](drawn())
-    with cpu():
-        cast = CALLS["features"](drawn())
-    monkeypatch.setattr(private_torch, "any_autocast_enabled", lambda: True)
-    monkeypatch.setattr(private_torch, "disable_autocast", None)
-    assert_same(CALLS["features"](drawn()), kept, F32)
-    with cpu():
-        assert_same(CALLS["features"](drawn()), cast, BF16)
-        assert_same(OVER_CACHES[name](caches(name, F16, F32)), expected, F16)

@@ -48,13 +48,6 @@ def test_a_plain_row_lacks_each_feature_and_a_scored_one_none(feature: str):
     assert FEATURES[feature] in str(problem)
 
 
-def test_missing_features_are_one_sentence():
-    problem = replace(PREFILL, features=tuple(FEATURES), head_dim_v=32)
-    found = reasons(problem, "fwd_sm89_f16_d64_m64n64w4")
-    assert len(found) == 2 and all(f"no {what}" in found[1] for what in FEATURES.values())
-    assert found[0] == "made for head_dim 64, and the tensors have 64, value 32"
-
-
 def test_reasons_of_scored_rows():
     name = "fwd_sm89_f16_d192v128_m64n32w4_scored"
     assert reasons(replace(PREFILL, head_dim=192, head_dim_v=128), name) == []
@@ -70,11 +63,6 @@ def test_reasons_of_scored_rows():
     ]
     split = reasons(blocked, "fwd_sm89_f16_d64_m16n16w4k4_scored")
     assert split == ["takes block masks of blocks that are multiples of 16 x 64, and these are 64 x 96"]
-
-
-def test_a_head_dim_v_like_the_head_dim_says_nothing():
-    assert replace(PREFILL, head_dim_v=64) == PREFILL and PREFILL.value_dim == 64
-    assert str(replace(PREFILL, head_dim_v=32)).endswith("head_dim_v 32")
 
 
 # ---- how a scored row cuts a problem ----------------------------------------------------------------------
@@ -155,16 +143,6 @@ def test_a_window_shortens_the_walk():
     assert replace(windowed, seqlen_k=100).visible_keys(0, 10) == (0, 0)
 
 
-def test_a_second_launch_has_its_price():
-    row = next(row for row in BUILD.rows if row.name.endswith("sm89_f16_d128_m16n16w4k4_scored"))
-    prices = cost.RowCost(5.0, 0, 0, 0, 0.1, 0.1, 0.1, 0.1)
-    once = cost.count(row, replace(DECODE, num_splits=1), L4, prices)
-    twice = cost.count(row, replace(DECODE, num_splits=4), L4, prices)
-    assert once is not None and twice is not None
-    assert (once.launches, twice.launches) == (1, 2)
-    assert twice.megabytes > once.megabytes and twice.steps < once.steps / 3
-
-
 # ---- the choice --------------------------------------------------------------------------------------------
 
 
@@ -212,12 +190,6 @@ def test_head_dims_that_nothing_else_has_take_the_scored_row_of_the_least_head_d
     for head_dim, head_dim_v, dims in cases:
         problem = replace(PREFILL, head_dim=head_dim, head_dim_v=head_dim_v)
         assert f"_{dims}_" in choose.choose(problem, L4, table=BUILD).name
-
-
-def test_many_queries_take_large_tiles():
-    windowed = replace(PREFILL, features=("window",), window=(512, 0))
-    for gpu in PRESETS.values():
-        assert choose.choose(windowed, gpu, table=BUILD).tile_m == 64
 
 
 def test_timings_without_scored_rows_judge_the_others():

@@ -145,28 +145,6 @@ def test_it_agrees_with_torch_in_fp64(
         torch.testing.assert_close(lse, (scores + hidden).logsumexp(-1), rtol=1e-12, atol=1e-12)
 
 
-def test_sequences_are_found_wherever_they_are():
-    q, k, v = tensors()
-    expected = oracle_features.attention(q, k, v, causal="bottom-right", seqused_k=ints(30, 7))
-    pages = [x.reshape(20, 5, 2, 16).flip(0) for x in (k, v)]
-    table = torch.arange(19, -1, -1, dtype=torch.int32).view(2, 10)
-    table[1, 2:] = -1
-    padded = [F.pad(x, (0, 0, 0, 0, 2, 0)) for x in (k, v)]
-    for keys, values, said in [
-        (*pages, {"page_table": table, "seqused_k": ints(30, 7)}),
-        (k.flip(0), v.flip(0), {"cache_batch_idx": ints(1, 0), "seqused_k": ints(30, 7)}),
-        (*(torch.cat([x[0, :30], x[1, :7]]) for x in (k, v)), {"cu_seqlens_k": ints(0, 30, 37)}),
-        (*padded, {"leftpad_k": ints(2, 2), "seqused_k": ints(32, 9)}),
-    ]:
-        ours = oracle_features.attention(q, keys, values, causal="bottom-right", **said)
-        assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
-    out, lse = oracle_features.attention(
-        q.flatten(0, 1), k, v, causal="bottom-right", cu_seqlens_q=ints(0, 20, 39), seqused_k=ints(30, 7)
-    )
-    assert torch.equal(out[:20], expected[0][0]) and torch.equal(lse[:, :20], expected[1][0])
-    assert out[39].isnan().all() and lse[:, 39].isnan().all()
-
-
 # ---- the tolerance -----------------------------------------------------------------------------------------
 
 

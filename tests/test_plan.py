@@ -25,7 +25,7 @@ from torch import Tensor
 
 import cutlass_fmha
 from cutlass_fmha import _C, Workspace, log
-from cutlass_fmha.arguments.check import NAMES, alignment
+from cutlass_fmha.arguments.check import NAMES
 from cutlass_fmha.arguments.op_arguments import op_arguments
 from cutlass_fmha.arguments.results import RESULTS
 from cutlass_fmha.attention import packed_attention
@@ -398,11 +398,6 @@ def test_the_environment_says_what_is_logged(monkeypatch, capsys, caplog):
         assert capsys.readouterr().err.endswith(printed) and bool(printed) == (not its_own)
 
 
-@pytest.mark.parametrize(("value", "expected"), [(0, 16), (2, 2), (6, 2), (8, 8), (24, 8), (48, 16), (1, 1)])
-def test_alignment_is_the_largest_power_of_two(value: int, expected: int):
-    assert alignment(value) == expected
-
-
 def test_the_cuda_implementation_is_the_launch(kernels):
     q, k, v = qkv()
     out, lse = forward.launch(q, k, v, 0.3, "bottom-right", True, None)
@@ -461,14 +456,3 @@ def test_packed_sequences_of_heads_first_are_read_where_they_are(kernels, monkey
 def skip_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("can_skip_dispatcher", "others_can_skip_dispatcher"):
         monkeypatch.setattr(dispatcher, name, lambda *tensors: True)
-
-
-def test_a_plan_s_key_has_in_common_with_the_one_before_what_is_equal():
-    def key(rows: int, heads: int = 8) -> Any:  # a tuple of constants would be one of the interpreter's own
-        return (torch.Size([rows, heads]), (heads, 1), 1), "starts", (torch.Size([5]), heads)
-
-    before, now = key(3), key(4)
-    shared = plan._sharing(now, before)
-    assert shared == now and hash(shared) == hash(now)
-    assert shared[0][0] is now[0][0] and shared[0][1] is before[0][1] and shared[2] is before[2]
-    assert plan._sharing(now, ()) is now and plan._sharing(now, (now[0],)) is now

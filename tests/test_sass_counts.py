@@ -4,7 +4,6 @@ parts that count them do what they say. Needs no GPU."""
 from __future__ import annotations
 
 import copy
-import json
 from typing import Any
 
 import cubin
@@ -196,26 +195,3 @@ def test_the_loop_that_holds_the_main_loop_is_not_the_main_loop():
 def test_a_kernel_without_a_loop_is_an_error():
     with pytest.raises(mainloop.LoopNotFoundError, match="planted .sm_90. has no loop with tensor-core"):
         mainloop.main_loop(assemble("top:\n FADD R0, R0, R0\n @P0 BRA top\n HMMA.16816.F32 R0, R4, R8, R0\n EXIT"))
-
-
-# ---- the command -------------------------------------------------------------------------------------------
-
-
-def test_the_command_prints_a_rows_counts_and_opcodes(
-    loops: list[sass.RowLoop], machine_code: list[cubin.Kernel], capsys, monkeypatch
-):
-    monkeypatch.setattr(sass, "read_kernels", lambda file: machine_code)
-    row, loop = loops[0].row.name, loops[0].loop
-    assert sass.main(["--rows", f"^{row}$", "--opcodes"]) == 0
-    head, _, line, _, opcodes = capsys.readouterr().out.splitlines()
-    assert sass.main(["--rows", f"^{row}$", "--json"]) == 0
-    (told,) = json.loads(capsys.readouterr().out)
-    assert told["row"] == row and told["loop"] == sass.loop_entry(loop)
-    cells = dict(zip(head.split(), line.split(), strict=True))
-    assert cells["row"] == row and {kind: str(n) for kind, n in told["loop"].items()}.items() <= cells.items()
-    assert opcodes.startswith(f"{row}: ") and f"HMMA {loop.opcodes['HMMA']}" in opcodes
-    assert sass.main(["--rows", "no-such-row"]) == 1
-    assert "whose name holds 'no-such-row'" in capsys.readouterr().err
-    monkeypatch.setattr(_C, "build_info", lambda: {"mma_passes": 3})
-    assert sass.main([]) == 1
-    assert "this build runs each mma pass 3 times, to emulate a GPU" in capsys.readouterr().err
