@@ -42,23 +42,6 @@ def test_a_training_step_is_told_by_contender(tmp_path: Path, capsys: pytest.Cap
     assert "gradients of Llama 3.2 3B are further off" in capsys.readouterr().err
 
 
-def test_short_memory_means_checkpointing_for_all(capsys: pytest.CaptureFixture[str]):
-    pytest.importorskip("transformers", reason="requirements/demo.txt is not installed")
-    finetune.register()
-    right = finetune.wall_times
-
-    def short(calls: Any, *said: Any) -> dict[str, float]:
-        if finetune.OURS in calls and not checkpointed:
-            checkpointed.append(True)
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return right(calls, *said)
-
-    checkpointed: list[bool] = []
-    with mock.patch.object(finetune, "wall_times", short):
-        found = finetune.measure("BERT large", "small", 1, 16, 1, torch.device("cpu"))
-    assert found["checkpointing"] and all(x["tokens_per_s"] > 0 for x in found["contenders"].values())
-
-
 def test_ops_are_told_beside_torchs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     text = told(beside, capsys, tmp_path / "found.json", "--sizes", "8192", "--budget", "0.001")
     for name in beside.OPS:

@@ -11,7 +11,7 @@ from test_bad_calls import BIAS, BLOCKS, CU_K, CU_Q, MASK, PACKED, PAGED, TABLE,
 from test_ops import LooksLikeCuda
 
 from cutlass_fmha import attention, cpu
-from cutlass_fmha.arguments import check_features, op_arguments
+from cutlass_fmha.arguments import op_arguments
 from cutlass_fmha.arguments.results import RESULTS
 from cutlass_fmha.features import CallArguments, FeatureArguments, Features, Sizes
 from cutlass_fmha.ops import dispatcher
@@ -176,14 +176,6 @@ def test_a_packed_length_beyond_the_kernels_needs_a_bound():
         attention(packed, packed, packed, **arguments)
     out = attention(packed, packed, packed, **arguments, max_seqlen_q=9)
     assert out.shape == packed.shape
-
-
-def test_broadcast_strides():
-    sizes = Sizes(BATCH, SEQLEN_Q, SEQLEN_K, HEADS, HEADS_KV, DIM, DIM, None, 0, BATCH, SEQLEN_K)
-    for shape in [(6, 10), (1, 10), (6, 1), (4, 1, 10), (2, 1, 6, 10), (1, 4, 1, 1), ()]:
-        tensor = torch.empty(shape)
-        expanded = tensor.expand(sizes.batch, sizes.num_heads, sizes.seqlen_q, sizes.seqlen_k)
-        assert check_features.broadcast_strides(tensor, sizes) == expanded.stride()
 
 
 def test_the_dispatcher_is_skipped_only_where_no_tensor_listens(monkeypatch):

@@ -89,35 +89,14 @@ def test_row(row, number, parity):
     parity.record(row, f"problem {number}", Errors(number * 1e-3, wrong or number / 12, 1e-6, 0.5))
 """,
     "test_parity_far.py": """
-import fcntl
-import os
-import time
-from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.gpu
-WORKER, lock = os.environ.get("PYTEST_XDIST_WORKER"), fcntl.flock
-HERE = Path(f"came-{WORKER}")
-
-def flock(file, operation):
-    try:
-        lock(file, operation | fcntl.LOCK_NB)
-    except BlockingIOError:
-        HERE.touch()  # this process waits for the other
-        lock(file, operation)
-
-fcntl.flock = flock
 
 @pytest.mark.usefixtures("much_memory")
 @pytest.mark.parametrize("number", range(8))
 def test_far(number):
-    try:
-        Path("taken").touch(exist_ok=False)
-    finally:
-        HERE.touch()
-    while WORKER and len(list(Path().glob("came-gw*"))) < 2:
-        time.sleep(0.001)
-    Path("taken").unlink()
+    pass
 """,
 }
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import profile_row
@@ -65,59 +63,6 @@ def test_the_busiest_pipe_is_that_of_the_gpu_and_other_kernels_have_no_expectati
     assert all(profile_row.expected(name, "NVIDIA L4") == {} for name in others)
     rows = json.loads(profile_row.REPORT.read_text(encoding="utf-8"))["rows"]
     assert all(profile_row.expected(name, "NVIDIA H200") for name in rows if name.startswith(("fwd", "wide", "bwd")))
-
-
-FAKE = """import json, sys
-log, metrics = (sys.argv[sys.argv.index(name) + 1] for name in ("--log-file", "--metrics"))
-with open(log, "w") as file:
-    if {denied} in metrics:
-        file.write("==ERROR== Failed to find metric regex:^" + {denied}.replace(".", "\\\\.") + "(...)$")
-        sys.exit(1)
-    file.write(open({recorded!r}).read())
-json.dump(sys.argv, open({asked!r}, "w"))
-sys.exit({status})
-"""
-
-
-def fake_ncu(tmp_path: Path, text: str, status: int = 0) -> str:
-    """A program that plays ncu: it lacks a metric, and writes what was recorded."""
-    program, files = tmp_path / "ncu", {name: str(tmp_path / name) for name in ("recorded", "asked")}
-    Path(files["recorded"]).write_text(text, encoding="utf-8")
-    body = FAKE.format(denied=f"{profile_row.TENSOR!r}", **files, status=status)
-    program.write_text(f"#!{sys.executable}\n{body}", encoding="utf-8")
-    program.chmod(0o755)
-    return str(program)
-
-
-def test_ncu_is_asked_for_what_it_has_and_runs_this_tool_once(tmp_path, monkeypatch, capsys):
-    timed = {"gpu": "NVIDIA L4", "row": ROW, "p50_us": 9.0, "p90_us": 9.5, "tflops": 90.0}
-    timed |= {"tbytes_per_s": 0.1, "mean_abs_error": 1e-4, "error_ratio": 0.5}
-    monkeypatch.setattr(profile_row, "measure", lambda *arguments: timed)
-    asked = ["--shape", "1,8192,32,128", "--causal", "--ncu", fake_ncu(tmp_path, recorded())]
-    assert profile_row.main(asked) == 0
-    assert "p50 9.0 us, p90 9.5 us, 90 TFLOP/s, 0.10 TB/s; mean error 1.00e-04" in capsys.readouterr().out
-    command: list[str] = json.loads((tmp_path / "asked").read_text())
-    assert command[-2:] == [asked[-1], "--once"] and command[command.index("--causal") - 1] == "1,8192,32,128"
-    metrics = command[command.index("--metrics") + 1].split(",")
-    assert set(profile_row.METRICS) - set(metrics) == {profile_row.TENSOR}
-    assert command[command.index("--profile-from-start") + 1] == "off"
-
-
-@pytest.mark.parametrize(
-    ("said", "status", "sentence"),
-    [
-        ("==ERROR== ERR_NVGPUCTRPERM - The user may not", 1, "may not read this GPU's counters"),
-        ("==ERROR== An error occurred", 9, "ncu ended with status 9 and said: ==ERROR== An error occurred"),
-        ("==WARNING== No kernels were profiled.", 0, "no kernel in it"),
-    ],
-)
-def test_what_keeps_ncu_from_it_is_one_sentence(
-    said: str, status: int, sentence: str, tmp_path: Path, monkeypatch, capsys
-) -> None:
-    monkeypatch.setattr(profile_row, "measure", lambda *arguments: {})
-    assert profile_row.main(["--shape", "1,64,1,64", "--ncu", fake_ncu(tmp_path, said, status)]) == 1
-    told = capsys.readouterr().err
-    assert sentence in told and told.count("\n") == 1
 
 
 @pytest.mark.parametrize(

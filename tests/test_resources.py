@@ -301,18 +301,3 @@ def test_what_the_compiler_made_is_read(planted: dict[str, cubin.Kernel]):
     assert spills.count("LDL", "STL") > 0 and spills.stack + spills.local > 0
     assert planted["has_a_stack"].stack == 256 and planted["shares_too_much"].shared == 48000
     assert planted["traps"].count("BPT") == 1
-
-
-def test_a_missing_tool_is_named(monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(cubin.ToolMissingError, match="no-such-tool was not found: pip install"):
-        cubin.find_tool("no-such-tool")
-
-
-def test_a_kernel_that_only_one_tool_knows_is_an_error():
-    usage = "arch = sm_89\n Function f:\n  REG:8 STACK:0 SHARED:0 LOCAL:0 CONSTANT[0]:4\n"
-    sass_text = "arch = sm_89\n\t\tFunction : f\n        /*0000*/                   EXIT ;    /* 0x0 */\n"
-    assert [k.name for k in cubin.parse(usage, sass_text)] == ["f"]
-    with pytest.raises(ValueError, match="prints no instruction of f"):
-        cubin.parse(usage, "arch = sm_90\n")
-    with pytest.raises(ValueError, match="says nothing about f"):
-        cubin.parse("", sass_text)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import fnmatch
 import re
-import tokenize
 from pathlib import Path
 
 import pytest
@@ -59,20 +58,6 @@ def test_what_every_kernel_needs_is_defined_once(what: str):
     assert found == expected
 
 
-def names_of(file: Path) -> set[str]:
-    with tokenize.open(file) as source:
-        tokens = list(tokenize.generate_tokens(source.readline))
-    return {file.stem, *(token.string for token in tokens if token.type == tokenize.NAME)}
-
-
-def test_no_name_says_less_than_row_family_and_helper_do():
-    files = [f for folder in ("cutlass_fmha", "tests", "tools") for f in (ROOT / folder).rglob("*.py*")]
-    names = {name for file in files if file.suffix in (".py", ".pyi") for name in names_of(file)}
-    theirs = {name for file in (ROOT / "tests/engines").rglob("*.py") for name in names_of(file)}
-    assert "Row" in names
-    assert not {name for name in names - theirs if re.search("(?i)general|template|fallback|support(?!ed)", name)}
-
-
 def expanded(path: str) -> list[str]:
     """``a.{h,cpp}`` -> ``a.h``, ``a.cpp``."""
     if not (braces := re.search(r"\{([^{}]*)\}", path)):
@@ -113,8 +98,3 @@ def test_every_file_that_a_guide_names_exists(guide: Path):
     there += [f"/{folder}" for folder in FOLDERS] + [f"/{f.name}" for f in ROOT.iterdir()]
     paths = {path.rstrip("/") for path in paths_of(guide.read_text())}
     assert not {path for path in paths if not fnmatch.filter(there, f"*/{path}")}
-
-
-def test_paths_of_a_guide():
-    found = paths_of("`a.{h,cpp}` `src/core/` `x.y` `f(a.py)` `t_*.py` `.built`")
-    assert found == ["a.h", "a.cpp", "src/core/", "t_*.py"]

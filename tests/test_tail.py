@@ -51,16 +51,6 @@ def test_a_division_is_one_and_pays(tiles: int, steps: int, places: int):
     assert played(tail, tiles, steps, places) <= blocks.WORTH_A_TAIL * whole
 
 
-@pytest.mark.parametrize(
-    ("gpu", "gain"), [("l4", 0.01), ("rtx4090", 0.0), ("rtx5090", 0.12), ("rtxpro6000", 0.07), ("l40s", 0.08)]
-)
-def test_what_it_gains_where_a_wave_is_nearly_empty(gpu: str, gain: float):
-    places = PRESETS[gpu].sm_count
-    tail = blocks._tail(1024, 128, places, 10**9)
-    assert (tail is None) == (gain == 0.0)
-    assert played(tail, 1024, 128, places) <= (1 - gain) * played(None, 1024, 128, places)
-
-
 def test_parts_take_no_more_memory_than_they_may():
     for most in (4, 8, 40, 1000):
         tail = blocks._tail(1024, 128, 170, most)

@@ -16,10 +16,7 @@ import pytest
 import resources
 
 from cutlass_fmha import _C
-from cutlass_fmha.dispatch import choose, eligibility
 from cutlass_fmha.dispatch import table as tables
-from cutlass_fmha.dispatch.device import Device
-from cutlass_fmha.dispatch.problem import Problem
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS = {row.name: row for row in _C.rows() if row.family in tables.PLAIN and row.copy == "tma"}
@@ -65,20 +62,6 @@ def test_what_is_read_of_a_tile_comes_before_the_copy_unit_writes_it(machine_cod
     kernels = [x for x in machine_code if x.name.startswith("fwd") and "_tma" in x.name and x.count("LDSM")]
     assert len(kernels) > len(ROWS), "ranged rows, too"
     assert {x.name: found for x in kernels if (found := unfenced_releases(x))} == {}
-
-
-def test_selection_offers_them_to_aligned_tensors_on_their_gpus():
-    found = tables.Table(tuple(ROWS.values()))
-    gpus = {90: Device("H200", (9, 0), 132, 227 * 1024), 120: Device("RTX 5090", (12, 0), 170, 99 * 1024)}
-    for row in ROWS.values():
-        problem = Problem(2, 4096, 4096, 16, 16, row.head_dim, row.dtype)
-        for arch, gpu in gpus.items():
-            refusal = eligibility.reasons(row, problem, gpu, found)
-            assert refusal == [] if row.arch == arch else "made for" in refusal[0], (row.name, gpu, refusal)
-        unaligned = Problem(2, 4096, 4096, 16, 16, row.head_dim, row.dtype, alignment=8)
-        (reason,) = eligibility.reasons(row, unaligned, gpus[row.arch], found)
-        assert "aligned to 16 bytes" in reason
-        assert choose.predicted_us(row, problem, gpus[row.arch]) > 0
 
 
 # ---- lines that CMake refuses ------------------------------------------------------------------------------
