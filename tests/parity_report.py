@@ -92,17 +92,18 @@ class ParityReport:
         }  # fmt: skip
 
     def write(self, directory: Path, content: dict[str, object]) -> Path:
-        return write(directory, content, markdown(content))
+        path = write(directory, content)
+        path.with_suffix(".md").write_text(markdown(content))
+        return path
 
 
-def write(directory: Path, content: dict[str, object], text: str, tail: str = "") -> Path:
-    """Writes <date>-<gpu>-<mode>-<arch><tail>.json and .md into ``directory``; returns the former."""
+def write(directory: Path, content: dict[str, object], tail: str = "") -> Path:
+    """Writes <date>-<gpu>-<mode>-<arch><tail>.json into ``directory``; returns its path."""
     directory.mkdir(parents=True, exist_ok=True)
     gpu = re.sub(r"[^a-z0-9]+", "-", str(content["gpu"]).lower()).strip("-")
     name = f"{str(content['date'])[:10]}-{gpu}-{content['mode']}-sm{content['arch']}{tail}"
     path = directory / f"{name}.json"
     path.write_text(json.dumps(content, indent=2) + "\n")
-    path.with_suffix(".md").write_text(text)
     return path
 
 

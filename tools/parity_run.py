@@ -92,7 +92,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--rows", default="", metavar="REGEX", help="only rows in whose name it is found")
     add("--gradients", action="store_true", help="rows that compute them, in place of scored ones")
     add("--seconds", type=float, metavar="N", help="draw nothing after so long; the run then is not whole")
-    told = "for <date>-<gpu>-<mode>-<arch>[-gradients]-<seed>.json and .md"
+    told = "for <date>-<gpu>-<mode>-<arch>[-gradients]-<seed>.json"
     add("--report", type=Path, metavar="DIR", help=told)
     add("--problem", metavar="JSON", help="run this one problem, on the row that --rows names")
     return parser
@@ -249,7 +249,7 @@ def environment() -> dict[str, object]:
 
 
 def write(arguments: argparse.Namespace, tally: Tally, seconds: float, missing: list[str]) -> Path:
-    """Writes the report as JSON and Markdown; returns the former's path."""
+    """Writes the report; returns its path."""
     content = {
         "kind": KIND,
         "gradients": arguments.gradients,
@@ -264,32 +264,7 @@ def write(arguments: argparse.Namespace, tally: Tally, seconds: float, missing: 
         **environment(),
     }  # fmt: skip
     tail = f"{'-gradients' if arguments.gradients else ''}-{arguments.seed}"
-    return parity_report.write(arguments.report, content, markdown(content), tail)
-
-
-def numbered(counts: dict[str, int]) -> list[tuple[str, str]]:
-    return [(name, str(count)) for name, count in counts.items()]
-
-
-def markdown(content: dict[str, Any]) -> str:
-    """The report for people: a paragraph, a table of features, one of rows."""
-    from cutlass_fmha.bench.report import table  # not of a simulator's bare package
-
-    verdict = "passed" if content["passed"] else "FAILED" if content["failure"] else "NOT WHOLE"
-    lines = [
-        f"# {'Gradients of mixed' if content['gradients'] else 'Mixed'} features on the sm_{content['arch']} "
-        f"rows, {content['gpu']}: {verdict}",
-        "",
-        f"{content['problems']} of {content['wanted']} problems, {content['date']}, mode {content['mode']}, "
-        f"seed {content['seed']} in {content['processes']} processes, {content['seconds']} s. "
-        f"Hash of src/: `{content['source_hash']}`.",
-        f"Worst ratio to the tolerance of the tests' oracle: {content['worst_ratio']} (1 at most).",
-        *("", *table(("feature", "problems"), numbered(content["features"]))),
-        *("", *table(("row", "problems"), numbered(content["rows"]))),
-    ]
-    if content["failure"]:
-        lines += ["", "```", content["failure"], "```"]
-    return "\n".join(lines) + "\n"
+    return parity_report.write(arguments.report, content, tail)
 
 
 if __name__ == "__main__":
