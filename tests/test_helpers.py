@@ -6,17 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from tensors import ints
 
 from cutlass_fmha import _C
 from cutlass_fmha.dispatch import device as devices
 from cutlass_fmha.dispatch import table as tables
 from cutlass_fmha.dispatch.device import Device
 from cutlass_fmha.errors import UnsupportedError
-from cutlass_fmha.launch import helpers, plan
-from cutlass_fmha.ops import append_kv, merge_states
-from cutlass_fmha.ops import rotary as rotary_op
+from cutlass_fmha.launch import helpers
 
 HAS_CUDA = bool(_C.build_info()["cuda"])
 WITH_FLOAT32 = (
@@ -82,137 +78,6 @@ def test_a_device_without_kernels_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_C, "helpers", list)
     with pytest.raises(UnsupportedError, match="CUTLASS_FMHA_CUDA=OFF"):
         helpers._arch(0)
-
-
-# ---- what the binding is told ------------------------------------------------------------------------------
-
-
-class Told:
-    """Stands in for ``_C.run``, and does nothing: (name of the row, parameters) of each call."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, Any]] = []
-
-    def __call__(self, row: int, params: Any, device: int, stream: int) -> None:
-        assert (device, stream) == (0, 0)
-        (name,) = (x.name for x in _C.helpers() if x.index == row)
-        self.calls.append((name, params.copy()))
-
-
-@pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> Told:
-    if not HAS_CUDA:
-        pytest.skip("a build without CUDA has no rows")
-    found = Told()
-    monkeypatch.setattr(_C, "run", found)
-    monkeypatch.setattr(helpers, "_arch", lambda index: min(row.arch for row in _C.helpers()))
-    monkeypatch.setattr(helpers, "current_stream", lambda index: 0)
-    plan.clear()
-    return found
-
-
-ARCH = min((row.arch for row in _C.helpers()), default=0)
-
-
-def fields(params: Any, *names: str) -> tuple[Any, ...]:
-    return tuple(getattr(params, name) for name in names)
-
-
-def is_told(params: Any, **tensors: torch.Tensor | None) -> None:
-    """Where each tensor begins, 0: nowhere, and its strides but for the last, as of a batch of one if it has
-    no batch."""
-    for name, x in tensors.items():
-        assert getattr(params, name) == (0 if x is None else x.data_ptr()), name
-        if x is not None and hasattr(params, f"{name}_stride"):
-            own = x.stride() if name.startswith("lse") else x.stride()[:-1]
-            assert getattr(params, f"{name}_stride") == (0,) * (3 - len(own)) + own, name
-
-
-@pytest.mark.parametrize("batched", [True, False])
-def test_merge_is_told_addresses_and_strides(batched: bool, told: Told):
-    a, b = torch.zeros(2, 3, 5, 24)[..., :16].transpose(1, 2), torch.zeros(2, 5, 3, 16)
-    lses = torch.zeros(2, 5, 3).mT, torch.zeros(2, 3, 5)
-    out, lse = torch.zeros(2, 3, 5, 24)[..., :16].transpose(1, 2), torch.zeros(2, 3, 9)[..., :5]
-    a, b, lse_a, lse_b, out, lse = (x if batched else x[0] for x in (a, b, *lses, out, lse))
-    for to in (merge_states._cuda(a, lse_a, b, lse_b), (out, lse)):
-        if to[0] is out:
-            merge_states._cuda_out(a, lse_a, b, lse_b, out, lse)
-        name, p = told.calls.pop()
-        assert name == f"merge_sm{ARCH}_f32"
-        is_told(p, o_a=a, o_b=b, lse_a=lse_a, lse_b=lse_b, o=to[0], lse=to[1])
-        assert fields(p, "batch", "seqlen_q", "num_heads", "head_dim_v") == (1 + batched, 5, 3, 16)
-    with pytest.raises(ValueError, match="lse must not share memory with lse_b"):
-        merge_states._cuda_out(a, lse_a, b, lse_b, out, lse_b)
-
-
-def test_append_is_told_addresses_and_strides(told: Told):
-    k_cache, v_cache = torch.zeros(9, 32, 2, 16), torch.zeros(9, 2, 32, 8).transpose(1, 2)
-    key, value = torch.zeros(3, 4, 2, 16), torch.zeros(3, 4, 2, 8)
-    query, lengths, pads = torch.zeros(3, 1, 6, 16), ints(1, 2, 3), ints(0, 1, 0)
-    page_table = torch.zeros(3, 7, dtype=torch.int32)[:, :5]
-    cos, sin = torch.zeros(50, 4), torch.zeros(50, 8)[:, :4]
-    rotated, used = append_kv._cuda(
-        k_cache, v_cache, key, value, lengths, query=query, advance_query=False, rotary_cos=cos,
-        rotary_sin=sin, page_table=page_table, leftpad_k=pads,
-    )  # fmt: skip
-    name, p = told.calls.pop()
-    assert name == f"append_sm{ARCH}_f32"
-    is_told(p, k_cache=k_cache, v_cache=v_cache, k=key, v=value, cache_seqlens=lengths, cache_batch_idx=None)
-    assert p.seqused_k == used.data_ptr()
-    assert fields(p, "page_table", "page_table_stride") == (page_table.data_ptr(), 7)
-    sizes = ("batch", "seqlen_new", "num_heads_kv", "head_dim", "head_dim_v")
-    assert fields(p, *sizes) == (3, 4, 2, 16, 8)
-    assert fields(p, "entries", "capacity", "page_size") == (9, 160, 32)
-    for table in (p.rotary, p.query.rotary):
-        assert fields(table, "cos", "sin") == (cos.data_ptr(), sin.data_ptr())
-        assert fields(table, "cos_stride", "sin_stride", "positions", "dim") == (4, 8, 50, 8)
-        assert (table.interleaved, table.float32) == (False, True)
-    is_told(p.query, x=query, out=rotated)
-    for rows in (p, p.query):
-        is_told(rows, first_position=lengths, before_position=pads)
-    assert fields(p.query, "batch", "seqlen", "num_heads", "head_dim", "advance") == (3, 1, 6, 16, False)
-
-    first = ints(7, 8, 9)
-    rest = {"rotary_cos": cos, "rotary_sin": sin, "rotary_seqlens": first, "rotary_interleaved": True}
-    append_kv._cuda(k_cache[:3], v_cache[:3], key, value, lengths, leftpad_k=pads, **rest)
-    p = told.calls.pop()[1]
-    is_told(p, cache_batch_idx=None, first_position=first, before_position=None)
-    assert fields(p, "page_table", "page_table_stride", "page_size") == (0, 0, 0)
-    assert fields(p, "entries", "capacity") == (3, 32)
-    assert (p.rotary.interleaved, p.rotary.float32, p.query.x) == (True, True, 0)
-
-    # Packed rows are one sequence of them.
-    key, value, query = torch.zeros(7, 2, 16), torch.zeros(7, 2, 8), torch.zeros(6, 7, 16).transpose(0, 1)
-    begins = ints(0, 1, 1, 7)
-    rotated, used = append_kv._cuda(
-        k_cache, v_cache, key, value, lengths, query=query, rotary_cos=cos, rotary_sin=sin,
-        cache_batch_idx=ints(5, 0, 7), cu_seqlens_q=begins,
-    )  # fmt: skip
-    p = told.calls.pop()[1]
-    assert rotated.shape == query.shape and rotated.is_contiguous() and used.shape == (3,)
-    is_told(p, k=key, v=value)
-    assert fields(p, *sizes) == (1, 7, 2, 16, 8)
-    assert fields(p.query, "batch", "seqlen", "num_heads", "head_dim") == (1, 7, 6, 16)
-    assert (p.query.x_stride, p.query.out_stride) == ((0, 16, 112), (672, 96, 16))
-    for rows in (p, p.query):
-        assert fields(rows, "cu_seqlens", "sequences") == (begins.data_ptr(), 3)
-
-    _, used = append_kv._cuda(k_cache[:1], v_cache[:1], key[None, :0], value[None, :0], lengths[:1])
-    assert used.tolist() == [1]  # nothing new still gives lengths
-
-
-def test_rotary_is_told_addresses_and_strides(told: Told):
-    x, first = torch.zeros(2, 6, 5, 16).transpose(1, 2), ints(3, 4)
-    cos = torch.zeros(50, 4)
-    rotary_op._cuda_out(x, cos, cos, first, there := torch.zeros(2, 5, 6, 32)[..., :16])
-    for out in (rotary_op._cuda(x, cos, cos, first), there):
-        name, p = told.calls.pop()
-        assert name == f"rotary_sm{ARCH}_f32"
-        is_told(p, x=x, out=out, first_position=first, before_position=None)
-        assert fields(p, "batch", "seqlen", "num_heads", "head_dim", "advance") == (2, 5, 6, 16, True)
-        assert fields(p.rotary, "cos_stride", "sin_stride", "positions", "dim") == (4, 4, 50, 8)
-    with pytest.raises(ValueError, match="out must not share memory with x"):
-        rotary_op._cuda_out(x, cos, cos, first, x)
 
 
 # ---- what the binding refuses ------------------------------------------------------------------------------

@@ -233,6 +233,11 @@ def test_merge(dim: int, dtype: torch.dtype):
         output, lse = merge_states(*operands)
         assert output.dtype == dtype and output.is_contiguous() and lse.is_contiguous()
         assert_merged(output, lse, [a, b])
+        there = laid_out(torch.full_like(output, torch.nan), LAYOUTS[n]), torch.full_like(lse, torch.nan)
+        assert merge_states(*operands, out=there[0], lse=there[1])[0] is there[0]
+        assert torch.equal(there[0], output) and torch.equal(there[1], lse)
+        with pytest.raises(ValueError, match="lse must not share memory with lse_b"):
+            merge_states(*operands, out=there[0], lse=operands[3])
         for one, other in zip(merge_states(*operands[2:], *operands[:2]), (output, lse), strict=True):
             assert torch.equal(one, other), "the sides can be exchanged"
         row = a[0][:1, :1].expand(a[0].shape)
@@ -312,7 +317,14 @@ def test_rotary(dims, interleaved, layout, begins, own_table, odd, dtype: torch.
     count = 3 if begins is None else len(begins) - 1
     first = int32(*(11 * b % 27 for b in range(count)))
     said = {} if begins is None else {"cu_seqlens": int32(*begins)}
-    out = rotary(laid_out(x, layout), cos, sin, first, interleaved=interleaved, **said)
+    given = (laid_out(x, layout), cos, sin, first)
+    out = rotary(*given, interleaved=interleaved, **said)
+    there = laid_out(torch.full_like(x, torch.nan), layout)
+    assert rotary(*given, interleaved=interleaved, **said, out=there) is there
+    for one, other in zip(sequences(there, begins), sequences(out, begins), strict=True):
+        assert torch.equal(bits(one), bits(other))
+    with pytest.raises(ValueError, match="out must not share memory with x"):
+        rotary(*given, interleaved=interleaved, **said, out=given[0])
     for b, own in enumerate(zip(sequences(out, begins), sequences(x, begins), strict=True)):
         positions = following(first[b : b + 1], own[0].shape[1])
         assert_rotated(*own, cos.cpu(), sin.cpu(), positions, interleaved)

@@ -88,14 +88,22 @@ def test_a_simulator_build_says_what_it_is():
     )
 
 
+#: What of the gate needs no row of attention.
+BESIDE = {
+    "test_parity_beside.py": "",
+    "test_parity_helpers.py": "combine or merge or rota or position or append or place",
+}
+
+
+@pytest.mark.parametrize("file", BESIDE)
 @pytest.mark.parametrize("arch", [89, 90, 120])
-def test_the_gate_of_norms_and_gated_units_passes(arch: int):
+def test_the_gate_of_what_is_beside_attention_passes(arch: int, file: str):
     said = in_a_process(
         "load_extension(Path(sys.argv[2])); import pytest\n"
-        "options = '-q -p no:cacheprovider -n 0 -m gpu test_parity_beside.py'\n"
-        "sys.exit(pytest.main(options.split()))",
-        CUTLASS_FMHA_FORCE_ARCH=str(arch),
-    )
+        f"options = '-q -p no:cacheprovider -n 0 -m gpu {file}'\n"
+        f"sys.exit(pytest.main([*options.split(), '-k', {BESIDE[file]!r}]))",
+        CUTLASS_FMHA_FORCE_ARCH=str(arch), CUTLASS_FMHA_DRAWN="20",
+    )  # fmt: skip
     assert " passed" in said
 
 
