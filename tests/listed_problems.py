@@ -96,11 +96,7 @@ def _decode() -> list[P]:
     """Few queries: heads packed, keys split."""
     found = [
         P(q, 1000, num_heads=heads, num_heads_kv=kv, num_splits=splits, pack=pack, causal=causal, used_k=True)
-        for q, heads, kv, causal in (
-            (1, 8, 1, "none"),
-            (3, 12, 3, "bottom-right"),
-            (17, 4, 2, "bottom-right"),
-        )
+        for q, heads, kv, causal in ((1, 8, 1, "none"), (3, 12, 3, "bottom-right"), (17, 4, 2, "bottom-right"))
         for splits in (1, 2, 7)
         for pack in (False, True)
     ]

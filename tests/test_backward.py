@@ -57,10 +57,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "mask": {"mask": torch.rand(2, 1, 4, 5, generator=torch.Generator().manual_seed(0)) > 0.4},
     "all": {"softcap": 1.5, "alibi_slopes": torch.ones(4), **DROPPED},
     "layout": {"layout": "bhsd"},
-    "blocks": {
-        "block_mask": (ints(1, 2).view(1, 1, 2), ints(0, 0, 1, 2).view(1, 1, 2, 2), (2, 2)),
-        **DROPPED,
-    },
+    "blocks": {"block_mask": (ints(1, 2).view(1, 1, 2), ints(0, 0, 1, 2).view(1, 1, 2, 2), (2, 2)), **DROPPED},
     **{
         f"bias {shape}": {"bias": drawn(*shape).requires_grad_(), "softcap": 2.0, **DROPPED}
         for shape in ((2, 4, 4, 5), (1, 4, 4, 5), (2, 1, 4, 5), (4, 5), (4, 1, 5), (4, 4, 1), (5,), ())

@@ -220,9 +220,7 @@ REFUSED: Refusals = {
         ({"scale": -(10**400)}, "scale must be finite .* got -inf"),
         ({"num_splits": 0}, "num_splits must be 1 to 64 .* None has a number chosen"),
     ],
-    ("sdpa", TypeError): [
-        ({"softmax_scale": 1.0}, "softmax_scale"),
-    ],
+    ("sdpa", TypeError): [({"softmax_scale": 1.0}, "softmax_scale")],
     ("sdpa", ValueError): [
         ({"out": S[0]}, r"out must have shape \(2, 4, 5, 16\), got \(4, 5, 16\)"),
         ({"query": SIDE_BY_SIDE, "out": S}, r"out must have shape \(3, 2, 2, 4, 5, 16\), got \(2, 4, 5, 16"),
@@ -251,19 +249,13 @@ REFUSED: Refusals = {
         ({"alibi_slopes": torch.ones(4, requires_grad=True)}, "no backward yet for alibi_slopes: pass it de"),
     ],
     ("forward", NotImplementedError): [({"key": QUANTIZED}, "key is quant")],
-    ("forward", TypeError): [
-        ({"query": None, "key": None, "value": None}, "query must be a torch.Tensor"),
-    ],
-    ("cascade", TypeError): [
-        ({"window": (3, 0)}, "cascade_attention.* 'window': help"),
-    ],
+    ("forward", TypeError): [({"query": None, "key": None, "value": None}, "query must be a torch.Tensor")],
+    ("cascade", TypeError): [({"window": (3, 0)}, "cascade_attention.* 'window': help")],
     ("rotary", TypeError): [
         ({"positions": 1.0}, r"positions must be an int32 tensor \[batch\] or an int, got float"),
         ({"positions": True}, r"positions must be an int32 tensor \[batch\] or an int, got bool"),
     ],
-    ("rotary_qk", TypeError): [
-        ({"offsets": 1.0}, "offsets must be an int, an int32 tensor .* got float"),
-    ],
+    ("rotary_qk", TypeError): [({"offsets": 1.0}, "offsets must be an int, an int32 tensor .* got float")],
     ("rotary_qk", ValueError): [
         ({"q": Q[0, 0]}, r"q must have shape \[batch, .*\] or \[total, .* got \(4, 16\)"),
         ({"k": NEW6[0]}, r"k must have q's 4 dimensions, got shape \(6, 2, 16\)"),
@@ -510,15 +502,9 @@ REFUSED: Refusals = {
 #: By what tensors hold and where they are.
 REFUSED_ON_CPU: Refusals = {
     ("sdpa", ValueError): [
-        (
-            OF_HEADS | {"key": TWO_HEADS, "value": TWO_HEADS},
-            r"same batch .* \(2, 4, j\d+, 16\), .*enable_gqa",
-        ),
+        (OF_HEADS | {"key": TWO_HEADS, "value": TWO_HEADS}, r"same batch .* \(2, 4, j\d+, 16\), .*enable_gqa"),
         (OF_HEADS | {"attn_mask": torch.ones(5, 5)}, "attn_mask must be broadcastable to"),
-        (
-            dict.fromkeys(OF_HEADS, JAGGED),
-            r"query must be .* head_dim\] whose seqlen is jagged, got .*\(2, j",
-        ),
+        (dict.fromkeys(OF_HEADS, JAGGED), r"query must be .* head_dim\] whose seqlen is jagged, got .*\(2, j"),
     ],
     ("attention", ValueError): [
         (DOCUMENTS | {"layout": "bhsd"}, "q must be a jagged tensor .* whose seqlen is jagged, got shape"),
@@ -580,7 +566,7 @@ REFUSED_ON_CPU: Refusals = {
         ({**TURNED, "cache_seqlens": 7}, "rotary_cos has positions 0 to 8, and a row has position 9"),
     ],
     ("packed append_kv_", ValueError): [
-        ({"cu_seqlens_q": ints(0, 1, 4).to("meta")}, "cu_seqlens_q must be on k_cache's device cpu, got"),
+        ({"cu_seqlens_q": ints(0, 1, 4).to("meta")}, "cu_seqlens_q must be on k_cache's device cpu, got")
     ],
     ("append_kv_", ValueError): [
         ({"cache_seqlens": ints(3, 9)}, "leave room for 2 new rows among the 10 .* got 9"),

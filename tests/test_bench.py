@@ -17,16 +17,7 @@ import torch
 from oracle import CAUSAL, visible
 
 from cutlass_fmha import UnsupportedError, bench
-from cutlass_fmha.bench import (
-    against,
-    contenders,
-    gradients,
-    lineup,
-    machine,
-    report,
-    runner,
-    timing,
-)
+from cutlass_fmha.bench import against, contenders, gradients, lineup, machine, report, runner, timing
 from cutlass_fmha.bench import cases as bench_cases
 from cutlass_fmha.bench.cases import CASES, FEATURES, GROUPS, Case, select_cases, visible_pairs
 from cutlass_fmha.bench.features import Feature
@@ -280,8 +271,7 @@ def test_json_comes_back_as_it_was_written_and_a_nan_stays_wrong(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [("{", "not JSON"), ("[]", "no benchmark result"), ('{"schema": 3}', "lacks cases")],
+    ("content", "message"), [("{", "not JSON"), ("[]", "no benchmark result"), ('{"schema": 3}', "lacks cases")]
 )
 def test_a_file_that_is_no_result_is_refused(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "result.json").write_text(content, encoding="utf-8")

@@ -80,10 +80,7 @@ def test_bytes_that_must_move_are_those_of_tensors(name: str):
 
 
 def test_a_peers_module_that_is_broken_is_told():
-    peers = {
-        "liger": ("json", lambda m: m.LigerSiLUMulFunction.apply),
-        "quack": ("no_such_module", lambda m: m),
-    }
+    peers = {"liger": ("json", lambda m: m.LigerSiLUMulFunction.apply), "quack": ("no_such_module", lambda m: m)}
     found, refused = beside.functions(beside.OPS["swiglu"]._replace(peers=peers))
     assert [*found] == [beside.OURS, beside.TORCH] and "LigerSiLUMulFunction" in refused["liger"]
     assert found[beside.OURS] is cutlass_fmha.swiglu

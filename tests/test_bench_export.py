@@ -20,12 +20,7 @@ from cutlass_fmha.bench import contenders, export, report
 from cutlass_fmha.bench.cases import CASES, Case, select_cases
 
 SMALL = Case("dense", 2, 4, 2, 48, 48, 32, "float16")
-CASES_OF_TWO_KINDS = [
-    SMALL,
-    replace(SMALL, causal=True),
-    replace(SMALL, seqlen_q=1),
-    replace(SMALL, feature="window"),
-]
+CASES_OF_TWO_KINDS = [SMALL, replace(SMALL, causal=True), replace(SMALL, seqlen_q=1), replace(SMALL, feature="window")]
 
 
 def loaded(path: Path) -> ModuleType:
@@ -111,11 +106,7 @@ def test_a_report_has_baseline_candidate_and_peer(tmp_path: Path, capsys: pytest
     assert set(told["left_out"]) == {case.name for case in CASES if not export.exportable(case)}
     found = json.loads((tmp_path / "out" / "rbk_report.json").read_text())
     row, plain = found["results"][:2]
-    assert (row["baseline"]["runner"], row["peer"]["runner"], plain["peer"]["runner"]) == (
-        "flash",
-        "fa3",
-        "cudnn",
-    )
+    assert (row["baseline"]["runner"], row["peer"]["runner"], plain["peer"]["runner"]) == ("flash", "fa3", "cudnn")
     assert (row["speedup_to_baseline"], row["speedup_to_peer"]) == (1.25, 0.5), "who is not exact is no peer"
     refused = next(row for row in found["results"] if row["candidate"] is None)
     lines = (tmp_path / "out" / "rbk_report.md").read_text().splitlines()

@@ -62,10 +62,7 @@ class Ragged:
         rope_theta=None, q_data_type="float16", kv_data_type=None,
     ) -> None:  # fmt: skip
         self.said = {"cu_seqlens_q": qo_indptr, "cu_seqlens_k": kv_indptr, "causal": causal}
-        self.said |= {
-            "softcap": logits_soft_cap or 0.0,
-            "window": (window_left, 0) if window_left >= 0 else None,
-        }
+        self.said |= {"softcap": logits_soft_cap or 0.0, "window": (window_left, 0) if window_left >= 0 else None}
         self.said |= {"max_seqlen_q": 64, "max_seqlen_k": 64}
         self.shape = (num_qo_heads, head_dim_qk), (num_kv_heads, head_dim_qk)
 

@@ -70,7 +70,7 @@ BAD: dict[type[Exception], list[tuple[Callable[[], object], str]]] = {
         (lambda: swiglu_mlp(X, UP, DOWN[0]), "w_down must have 2 dimensions, [dim_out, dim]"),
     ],
     NotImplementedError: [
-        (lambda: rms_norm(X, double(8).float(), out=X + 0), "out and lse are not taken where a gradient is"),
+        (lambda: rms_norm(X, double(8).float(), out=X + 0), "out and lse are not taken where a gradient is")
     ],
 }
 

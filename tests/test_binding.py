@@ -31,13 +31,7 @@ ROWS = _C.rows()
 
 
 ARCHS_OF = {"${ALL}": "89;90;120", "${TMA}": "90;120"}  # the manifest's variables
-BEGINS = {
-    "wide": "wide",
-    "wide_scored": "wide",
-    "backward": "bwd",
-    "query_product": "bwd",
-    "backward_wide": "widebwd",
-}
+BEGINS = {"wide": "wide", "wide_scored": "wide", "backward": "bwd", "query_product": "bwd", "backward_wide": "widebwd"}
 
 
 def manifest_begins() -> list[str]:

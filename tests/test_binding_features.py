@@ -236,8 +236,7 @@ def test_head_dims_must_be_set():
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{}, LSE, {"cu_seqlens_q": SOMEWHERE, **LSE, "lse_batch_stride": 0, "lse_rows": 40}, *FEATURES.values()],
+    "changes", [{}, LSE, {"cu_seqlens_q": SOMEWHERE, **LSE, "lse_batch_stride": 0, "lse_rows": 40}, *FEATURES.values()]
 )
 def test_what_is_right_goes_on_to_a_device_which_is_not_there(changes: dict[str, Any]):
     with pytest.raises(RuntimeError, match="built without CUDA" if not WITH_CUDA else "cuda[GS]etDevice"):
@@ -278,11 +277,7 @@ class TestRows:
             (of(*PLAIN), ONE_TAIL, r"{0.name}.* (no tail here|can't divide 1 of \d tiles)"),
             (SCORED, ONE_TAIL, "has no tail"),
             (RANGED, {"q": SOMEWHERE + 2}, "{0.name} needs addresses, strides and head dims that are multi"),
-            (
-                of("masked"),
-                {"mask": SOMEWHERE, "mask_stride": (0, 0, 0, 2)},
-                "{0.name} reads masks and biases by four",
-            ),
+            (of("masked"), {"mask": SOMEWHERE, "mask_stride": (0, 0, 0, 2)}, "{0.name} reads masks and biases by four"),
             (of("masked"), {"entries_k": 9, "rows_k": 999}, "{0.name} asks for a mask or a bias"),
             (TMA_RANGED, {}, "{0.name} copies by TMA, which asks for entries_k and rows"),
             (TMA_RANGED, {**PAGES, "leftpad_k": 4096}, "{0.name} does not know leftpad_k with a page_table"),

@@ -154,11 +154,7 @@ BACKWARD = rows_of(_C.RmsNormBackwardParams(), "x", "dout", "rstd", "dx", "dweig
         ("rms_norm", rows_of(_C.RmsNormParams(), "x", "out", "sum"), "residual and sum go together"),
         ("rms_norm_backward", BACKWARD, "dweight needs parts, and partial for them"),
         ("gated", rows_of(_C.GatedParams(), "gate", "out"), "gate, up and out must be addresses"),
-        (
-            "gated_backward",
-            rows_of(_C.GatedBackwardParams(), "gate", "up"),
-            "dgate and dup must be address",
-        ),
+        ("gated_backward", rows_of(_C.GatedBackwardParams(), "gate", "up"), "dgate and dup must be address"),
     ],
 )
 def test_rows_are_checked(family: str, params: Any, message: str):

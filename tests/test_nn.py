@@ -104,10 +104,7 @@ def test_what_is_wrong_is_refused(error: type[Exception], call: Callable[[], obj
 
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_packed_rows_have_positions_of_their_own_and_a_cache_its_padding(qk_norm: bool):
-    layer, table = (
-        nn.Attention(32, 4, 2, qk_norm=qk_norm, eps=None if qk_norm else 1e-6),
-        nn.rotary_table(8, 8),
-    )
+    layer, table = (nn.Attention(32, 4, 2, qk_norm=qk_norm, eps=None if qk_norm else 1e-6), nn.rotary_table(8, 8))
     x, starts = torch.randn(5, 32), torch.tensor([0, 2, 5], dtype=torch.int32)
     packed = layer(x, table, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=3, max_seqlen_k=3)
     close(packed, torch.cat([layer(part[None], table)[0] for part in x.split([2, 3])]))

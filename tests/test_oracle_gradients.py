@@ -39,10 +39,7 @@ class Row:
 @pytest.mark.parametrize("problem", MIXED, ids=str)
 def test_formulas_are_what_autograd_makes_of_attention(problem: Problem):
     call = problem.call(torch.float64, "cpu")
-    dout, dlse = (
-        torch.randn(*call.q.shape[:-1], 64).double(),
-        torch.randn(*oracle_features._lse_shape(call.q)),
-    )
+    dout, dlse = (torch.randn(*call.q.shape[:-1], 64).double(), torch.randn(*oracle_features._lse_shape(call.q)))
     exact = oracle_gradients.reference(call, dout, dlse.double())
     for s in oracle_gradients.sequences(call):
         if len(s.q) == 0 or len(s.k) == 0:

@@ -120,10 +120,7 @@ def test_rms_norm_of_large_launches(dtype: torch.dtype):
 def test_rms_norm_of_anything(backend: str, data: Any):  # noqa: F811
     draw = data.draw
     dtype = draw(st.sampled_from(DTYPES))
-    shape = (
-        *draw(st.lists(st.integers(0, 4), max_size=4)),
-        draw(st.one_of(st.integers(1, 80), st.integers(1, 3000))),
-    )
+    shape = (*draw(st.lists(st.integers(0, 4), max_size=4)), draw(st.one_of(st.integers(1, 80), st.integers(1, 3000))))
     run_norm(
         shape, dtype, draw(st.sampled_from(HOW)),
         weighted=draw(st.sampled_from((None, dtype, torch.float32))),

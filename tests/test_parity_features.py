@@ -365,13 +365,7 @@ def test_attend_picks_a_wide_row_that_can(dtype: torch.dtype, head_dims: tuple[i
         problem = replace(problem, head_dim=head_dims[0], head_dim_v=head_dims[1])
         attend_wide(problem, dtype, None)
         if max(head_dims) <= 512:
-            more = {
-                "window": (40, -1),
-                "softcap": 9.0,
-                "sinks": "normal",
-                "mask": ("qk", "plain"),
-                "num_splits": 2,
-            }
+            more = {"window": (40, -1), "softcap": 9.0, "sinks": "normal", "mask": ("qk", "plain"), "num_splits": 2}
             attend_wide(problem, dtype, None, **more)
 
 

@@ -240,11 +240,7 @@ def test_of_many_rows_a_thread_has_several():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("dtype", "dims", "layout"),
-    [
-        (torch.bfloat16, (64, 64), "packed"),
-        (torch.float16, (40, 50), "odd"),
-        (torch.float32, (128, 32), "bhsd"),
-    ],
+    [(torch.bfloat16, (64, 64), "packed"), (torch.float16, (40, 50), "odd"), (torch.float32, (128, 32), "bhsd")],
 )
 def test_a_cache_gets_the_rows(kind: str, dtype: torch.dtype, dims: tuple[int, int], layout: str):
     for begins in (None, (0, 5, 5, 13), (2, 3, 9, 12)):

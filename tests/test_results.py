@@ -159,11 +159,7 @@ def test_memory_is_shared_or_not():
         assert said or not shared
         found.add((shared, said))
     sentence = "out must not share memory with q, which is read or written in the same call"
-    assert found == {
-        (True, sentence),
-        (False, ""),
-        (False, sentence),
-    }  # the last: may, for all that strides tell
+    assert found == {(True, sentence), (False, ""), (False, sentence)}  # the last: may, for all that strides tell
 
 
 def test_results_may_lie_between_operands():

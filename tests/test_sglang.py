@@ -89,15 +89,8 @@ class Serving:
         self.slots = [r.slots(i, 0, used) for i, used in enumerate(r.used)]
         if order == "window pool":  # rows of layer 1 lie elsewhere, the oldest nowhere
             pool = there.swa.SWAKVPool()
-            pool.full_kv_pool, pool.swa_kv_pool, pool.swa_layer_nums = (
-                self.plain,
-                there.memory.MHATokenToKVPool(),
-                1,
-            )
-            pool.swa_kv_pool.k, pool.swa_kv_pool.v = (
-                randn(rows, HEADS_KV, DIM),
-                randn(rows, HEADS_KV, DIM, seed=3),
-            )
+            pool.full_kv_pool, pool.swa_kv_pool, pool.swa_layer_nums = (self.plain, there.memory.MHATokenToKVPool(), 1)
+            pool.swa_kv_pool.k, pool.swa_kv_pool.v = (randn(rows, HEADS_KV, DIM), randn(rows, HEADS_KV, DIM, seed=3))
             pages = torch.cat((torch.zeros(1).long(), torch.randperm(r.pages - 1) + 1))
             pool.full_to_swa_index_mapping = (pages[:, None] * PAGE + torch.arange(PAGE)).flatten()
             for own, old in zip(self.slots, r.old, strict=True):

@@ -126,14 +126,7 @@ def test_a_trap_in_place_of_a_copy_is_found(target: str, tmp_path: Path):
     flags = ["-fatbin", "-std=c++20", f"-gencode=arch=compute_{target},code=sm_{target}", "-I", headers]
     cubin.run_tool("nvcc", *flags, "-o", tmp_path / "planted.fatbin", tmp_path / "planted.cu")
     (kernel,) = cubin.read_kernels(tmp_path / "planted.fatbin")
-    row = {
-        "family": "plain",
-        "dtype": "float16",
-        "mma": "m16n8k16",
-        "copy": "tma",
-        "warps": 4,
-        "min_blocks": 2,
-    }
+    row = {"family": "plain", "dtype": "float16", "mma": "m16n8k16", "copy": "tma", "warps": 4, "min_blocks": 2}
     row |= {"name": "planned", "kv_warps": 1, "smem_bytes": 4096}
     found = " ".join(resources.complaints(kernel, SimpleNamespace(**row)))
     assert ("BPT.TRAP" in found) == ("no TMA loads and stores" in found) == (target == "120"), found

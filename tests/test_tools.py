@@ -144,11 +144,7 @@ def test_the_newest_report_counts(sources: Path, reports: Path, release: Any):
     ("name", "changes", "expected"),
     [
         *(
-            (
-                f"sm{arch}",
-                None,
-                f"the sm_{arch} rows have no parity report ({' or '.join(modes)}): make parity",
-            )
+            (f"sm{arch}", None, f"the sm_{arch} rows have no parity report ({' or '.join(modes)}): make parity")
             for arch, (modes, _) in release_check.REQUIRED.items()
         ),
         ("sm90", {"passed": False}, "is the report of a failed run"),
@@ -250,11 +246,7 @@ def test_every_kernel_has_problems_for_the_sanitizer(monkeypatch: pytest.MonkeyP
 
 def test_a_release_that_calls_otherwise_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     wheel, module = tmp_path / "vllm-0.whl", "vllm/v1/attention/backend.py"
-    changes = {
-        "causal: Any = True": "causal: Any = None",
-        "blk_table": "table",
-        "def supports_sink": "def name",
-    }
+    changes = {"causal: Any = True": "causal: Any = None", "blk_table": "table", "def supports_sink": "def name"}
     for changed in (False, True):
         with zipfile.ZipFile(wheel, "w") as release:
             for file in check_engines.STAND_INS.glob("vllm/**/*.py"):

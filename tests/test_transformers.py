@@ -433,10 +433,7 @@ def test_patterns_that_lengths_and_windows_can_not_say_stay_masks() -> None:
     assert made(masks.causal_mask_function) is None
     assert made(masks.bidirectional_mask_function) is None
     assert made(masks.sliding_window_causal_mask_function(6)) is None  # hides nothing
-    for window in (
-        masks.sliding_window_causal_mask_function(3),
-        masks.sliding_window_bidirectional_mask_function(3),
-    ):
+    for window in (masks.sliding_window_causal_mask_function(3), masks.sliding_window_bidirectional_mask_function(3)):
         assert made(window).shape == (2, 6)
     blocks = masks.blockwise_overlay(torch.tensor([[-1, 0, 0, -1, 1, 1]] * 2))
     for other in (

@@ -78,10 +78,7 @@ DECODE = replace(FEW_QUERY, dependent_launch=True)
         (DECODE, {"copy": "cp_async_16"}),
         (LARGE, {"dependent_launch": True}),
         (LARGE, {"copy": "tma", "arch": 89}),
-        (
-            LARGE,
-            {"copy": "tma", "tile_m": 512, "tile_n": 32, "warps": 16, "head_dim": 32, "ping_pong": False},
-        ),
+        (LARGE, {"copy": "tma", "tile_m": 512, "tile_n": 32, "warps": 16, "head_dim": 32, "ping_pong": False}),
         (LARGE, {"warps": 4, "tile_m": 64, "min_blocks": 13, "tile_n": 16, "stages": 1}),  # warps of an SM
         (DECODE, {"ping_pong": True}),
         (DECODE, {"stages": 3, "head_dim": 32}),
@@ -207,11 +204,7 @@ class Defect(FakeKernels):
 
 @pytest.mark.parametrize(
     ("what", "expected"),
-    [
-        ("nothing", None),
-        ("diagonal", "times the tolerance"),
-        ("race", "3 launches do not agree to the bit"),
-    ],
+    [("nothing", None), ("diagonal", "times the tolerance"), ("race", "3 launches do not agree to the bit")],
 )
 def test_the_gate_sees(what: str, expected: str | None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(launches._C, "run", Defect(what))

@@ -153,10 +153,7 @@ def test_pages_are_made_once_for_a_cache_and_do_not_outlive_it(there: Any):
 def test_encoders_see_both_sides(there: Any, window: int | None, place: str):
     """Without a cache: packed queries, keys and values, whatever the metadata says of causality."""
     lengths = tuple((0, new) for _, new in MIXED)
-    s, said = (
-        step(there, lengths, place=place),
-        {} if window is None else {"window": (window - 1, window - 1)},
-    )
+    s, said = (step(there, lengths, place=place), {} if window is None else {"window": (window - 1, window - 1)})
     for kind in ("encoder", "encoder_only"):
         before = s.cache.clone()
         found = run(there, s, attn_type=kind, sliding_window=window)

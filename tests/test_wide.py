@@ -166,11 +166,7 @@ def test_they_are_taken_for_what_the_others_lack_and_to_split_keys(dtype: str):
     for asked, family, splits in (
         (Problem(4, 2048, 2048, 8, 4, 512, dtype), "wide", 1),
         (Problem(4, 2048, 2048, 8, 4, 512, dtype, features=("softcap",)), "wide_scored", 1),
-        (
-            Problem(1, 1, 16384, 8, 4, 512, dtype, features=("pages", "lengths"), page_size=16),
-            "wide_scored",
-            9,
-        ),
+        (Problem(1, 1, 16384, 8, 4, 512, dtype, features=("pages", "lengths"), page_size=16), "wide_scored", 9),
         (Problem(1, 1, 16384, 8, 4, 512, dtype), "wide_scored", 9),
     ):
         row = choose(asked, device, table=tables.this_build())
@@ -255,12 +251,7 @@ def test_a_scored_row_reads_what_is_given_beside_copies(kernels: FakeKernels, dt
     """Of unaligned tensors, too: masks and biases as they are, heads packed, keys split."""
     row, q = scored_row(dtype), made(DTYPES[dtype], 1, 4, 261)
     k = made(DTYPES[dtype], 304, 2, 261)
-    said = {
-        "mask": torch.rand(304) > 0.2,
-        "bias": torch.randn(1, 304),
-        "sinks": torch.randn(4),
-        "num_splits": 3,
-    }
+    said = {"mask": torch.rand(304) > 0.2, "bias": torch.randn(1, 304), "sinks": torch.randn(4), "num_splits": 3}
     said |= {"softcap": 3.0, "page_table": torch.arange(2).int().view(2, 1)}
     call = describe((q, k, k), "bottom-right", Features(**said))
     prepared = wide_scored.prepare(row, call, PRESETS["l4"])
@@ -364,10 +355,7 @@ def test_the_binding_refuses_what_a_row_can_not(rows: list[_C.Row], fields: dict
     [
         ({"k": 4104}, "needs addresses, strides and head dims that are multiples of 16 bytes"),
         ({"head_dim": 520}, "takes head dims from 1 to 512, got 520 and 64"),
-        (
-            {"block_counts": 64, "block_indices": 64, "block_m": 64, "block_n": 32},
-            "multiples of 64 x 64, got 64 x 32",
-        ),
+        ({"block_counts": 64, "block_indices": 64, "block_m": 64, "block_n": 32}, "multiples of 64 x 64, got 64 x 32"),
     ],
 )
 def test_the_binding_refuses_what_a_scored_row_can_not(fields: dict[str, Any], expected: str):

@@ -30,10 +30,7 @@ KIND = "cutlass_fmha parity report"
 #: Architecture of the rows -> ways to run them that count, and how to make such a report.
 REQUIRED: dict[int, tuple[tuple[str, ...], str]] = {
     90: (("native",), "make parity on an sm_90 GPU"),
-    89: (
-        ("native", "ptx"),
-        "make parity on an sm_89 GPU, or CUTLASS_FMHA_FORCE_ARCH=89 make parity on a newer one",
-    ),
+    89: (("native", "ptx"), "make parity on an sm_89 GPU, or CUTLASS_FMHA_FORCE_ARCH=89 make parity on a newer one"),
     120: (
         ("native", "proxy"),
         "make parity on an sm_120 GPU, or CUTLASS_FMHA_FORCE_ARCH=120 make parity with a build of "

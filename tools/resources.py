@@ -236,8 +236,7 @@ def write() -> int:
 
     try:
         report = build_report(
-            _C,
-            lambda kernels: {x.row.name: sass.loop_entry(x.loop) for x in sass.loops_of(kernels, _C.rows())},
+            _C, lambda kernels: {x.row.name: sass.loop_entry(x.loop) for x in sass.loops_of(kernels, _C.rows())}
         )
     except ReportError as error:
         print(error, file=sys.stderr)
