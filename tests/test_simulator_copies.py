@@ -60,25 +60,6 @@ def test_two_groups_of_copies_are_there_after_the_wait(wait: str, read: str, the
         assert (result[:, words:] == (0 if read else ABSENT)).all()
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_copies_arrive_at_an_mbarrier(seed: int):
-    source = RNG.integers(0, 2**30, (32, 4), dtype=np.uint32)
-    out = np.zeros_like(source)
-    body = """
-        setp.eq.u32 %p, %n, 0; add.u32 %x9, %m, 1024; xor.b32 %x10, %n, 31;
-        @%p mbarrier.init.shared.b64 [%x9], 32;
-        bar.sync 0;
-        mad.lo.u32 %x10, %x10, 16, %m; mad.lo.u32 %m, %n, 16, %m;
-        cp.async.ca.shared.global [%m], [%a0], 16;
-        cp.async.mbarrier.arrive.noinc.shared.b64 [%x9];
-    W:  mbarrier.try_wait.parity.shared.b64 %p, [%x9], 0;
-        @!%p bra W;
-        ld.shared.v4.b32 {%x0, %x1, %x2, %x3}, [%x10];
-    """
-    ptx.run(BEGIN + addresses(16, 16) + body + WRITE, source, out, shared=1040, seed=seed, declarations=SHARED)
-    assert np.array_equal(out, source[::-1])
-
-
 def test_a_copy_that_lands_late_overwrites_what_was_stored():
     source = np.ones((32, 4), dtype=np.uint32)
     out = np.zeros_like(source)
@@ -171,23 +152,6 @@ def box_of(tensor: np.ndarray, box: tuple[int, ...], origin: tuple[int, ...]) ->
     """Elements of a box, 0 outside of the tensor."""
     wide = np.pad(tensor, 8)
     return wide[tuple(slice(8 + at, 8 + at + size) for at, size in zip(origin, box, strict=True))]
-
-
-def swizzled(rows: np.ndarray, span: int) -> np.ndarray:
-    """Rows [n, span bytes] as the copy unit leaves them at an address that is a multiple of 1024."""
-    pieces = rows.reshape(-1, 8)  # of 16 bytes
-    address, result = 16 * np.arange(len(pieces)), np.empty_like(pieces)
-    result[(address ^ (address >> 3 & (span - 1) & 0x70)) // 16] = pieces
-    return result.reshape(-1)
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(("swizzle", "columns"), [(0, 24), (32, 16), (64, 32), (128, 64), (128, 32)])
-def test_boxes_are_loaded_and_swizzled(swizzle: int, columns: int, seed: int):
-    tensor, box, origin = tensor_of(40, columns), (16, columns), (3, 0)
-    found = load_box(tensor, box, origin, swizzle, seed)
-    rows = box_of(tensor, box, origin)
-    assert np.array_equal(found, swizzled(rows, swizzle) if swizzle else rows.reshape(-1))
 
 
 @pytest.mark.parametrize("origin", [(1, 2, 20, 0), (1, 2, -3, 0), (5, 0, 0, 0), (0, -1, 0, 0), (1, 1, 0, 8)])

@@ -131,37 +131,7 @@ PROGRAMS = {
         """,
         lambda n: 0xDEAD if n < 8 else (5 if n < 16 else 6) + 0xFFFFFF00,
     ),
-    # ---- what lanes exchange ----
-    "lanes wait for each other in bar.warp.sync": Program(
-        """
-            mov.u32 %y, memory; mov.u32 %x, 0; setp.eq.u32 %p, %n, 3;
-            @!%p bra READ;
-            st.shared.u32 [%y], 42; bar.warp.sync -1; bra.uni DONE;
-        READ:
-            bar.warp.sync -1; ld.shared.u32 %x, [%y];
-        DONE:
-            add.u32 %x, %x, 1;
-        """,
-        lambda n: 1 if n == 3 else 43,
-        {"shared": 16, **SHARED},
-    ),
     # ---- barriers ----
-    **{
-        f"shared memory by {barrier}": Program(REVERSE.format(barrier=barrier), lambda n: 127 - n, REVERSED)
-        for barrier in ("bar.sync 0;", "barrier.sync.aligned 3, 128;")
-    },
-    "arrivals without waiting, and two barriers at once": Program(
-        """
-            mov.u32 %x, 0; shr.u32 %y, %n, 5; setp.eq.u32 %p, %y, 0; mov.u32 %z, memory;
-            @%p bra FIRST;
-            bar.sync 2, 64; ld.shared.u32 %x, [%z]; bra.uni END;
-        FIRST:
-            st.shared.u32 [%z], 8; bar.arrive 2, 64;
-        END:
-        """,
-        lambda n: 8 if n >= 32 else 0,
-        {"threads": 64, "shared": 16, **SHARED},
-    ),
     **{
         f"a ring of mbarriers by {ask}": Program(PIPELINE.format(ask=ask, first_parity=1), consumed, PIPELINED)
         for ask in ("try_wait", "test_wait")
