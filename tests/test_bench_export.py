@@ -8,16 +8,13 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
-import pytest
 import torch
 import yaml
-from test_bench import synthetic
 
 from cutlass_fmha import bench
-from cutlass_fmha.bench import contenders, export, report
-from cutlass_fmha.bench.cases import CASES, Case, select_cases
+from cutlass_fmha.bench import contenders, export
+from cutlass_fmha.bench.cases import Case, select_cases
 
 SMALL = Case("dense", 2, 4, 2, 48, 48, 32, "float16")
 CASES_OF_TWO_KINDS = [SMALL, replace(SMALL, causal=True), replace(SMALL, seqlen_q=1), replace(SMALL, feature="window")]
@@ -91,28 +88,6 @@ def test_flashinfer_bench_s_reference_and_our_solution_agree(tmp_path: Path) -> 
             assert all(is_right(case, run(*inputs), inputs) for run in runs)
             found += 1
     assert found == 3
-
-
-def test_a_report_has_baseline_candidate_and_peer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    result: Any = synthetic()
-    first = result["cases"][0]["results"]
-    first["sage"] = {**first["cudnn"], "p50_us": 1.0, "error_ratio": 40.0}
-    first["fa3"] = {**first["cudnn"], "p50_us": 4.0}
-    report.write_json(result, tmp_path / "result.json")
-    asked = ["--from-json", str(tmp_path / "result.json"), "--export", "robust-kbench", str(tmp_path / "out")]
-    assert bench.main([*asked, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert "rbk_report.json" in told["files"]
-    assert set(told["left_out"]) == {case.name for case in CASES if not export.exportable(case)}
-    found = json.loads((tmp_path / "out" / "rbk_report.json").read_text())
-    row, plain = found["results"][:2]
-    assert (row["baseline"]["runner"], row["peer"]["runner"], plain["peer"]["runner"]) == ("flash", "fa3", "cudnn")
-    assert (row["speedup_to_baseline"], row["speedup_to_peer"]) == (1.25, 0.5), "who is not exact is no peer"
-    refused = next(row for row in found["results"] if row["candidate"] is None)
-    lines = (tmp_path / "out" / "rbk_report.md").read_text().splitlines()
-    cells = "| 10.0 (torch flash (FA2)) | 8.0 | 4.0 (FlashAttention-3) | 1.25x | 0.50x |"
-    assert f"| {row['label']} {cells}" in lines
-    assert any(line.startswith(f"| {refused['label']} ") and "unsupported: ours has no row" in line for line in lines)
 
 
 def test_formats_are_named_and_every_plain_case_has_a_place(tmp_path, capsys):

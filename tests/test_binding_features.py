@@ -119,12 +119,6 @@ def test_a_call_gets_a_copy_of_its_own():
         plan.of_call(16, 32, 48, 64, 80, float("inf"))
 
 
-def test_new_ones_ask_for_nothing():
-    made = _C.AttentionParams()
-    assert (made.window_left, made.window_right, made.pack, made.splits) == (-1, -1, 1, 1)
-    assert (made.scale, made.softcap, made.bias_type, made.dropout_threshold) == (1.0, 0.0, "none", 0)
-
-
 @pytest.mark.parametrize(
     ("changes", "vectors"),
     [
@@ -181,14 +175,6 @@ def test_a_number_out_of_range_is_a_value_error_with_a_sentence(name: str, value
     with pytest.raises(ValueError, match=re.escape(sentence)):
         setattr(made, name, value)
     assert getattr(made, name) == before
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("q", -1), ("batch", 0.5), ("scale", "1"), ("mask_stride", (1, 2, 3)), ("pack", None)]
-)
-def test_a_value_of_another_type_is_a_type_error(name: str, value: Any):
-    with pytest.raises(TypeError):
-        setattr(params(), name, value)
 
 
 @pytest.mark.parametrize(

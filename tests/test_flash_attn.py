@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle_helpers import rotate
 from tensors import ints, randn
 from torch import Tensor
 
@@ -412,15 +413,8 @@ def test_swiglu_is_that_of_plain_math():
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
     """x [rows, heads, head_dim] by plain arithmetic; a row beyond the table as it is."""
-    inside = (positions < len(cos))[:, None, None]
-    at = positions.clamp(max=len(cos) - 1)
-    c, s, half = cos[at][:, None], sin[at][:, None], cos.shape[1]
-    a, b = (
-        (x[..., : 2 * half : 2], x[..., 1 : 2 * half : 2]) if interleaved else (x[..., :half], x[..., half : 2 * half])
-    )
-    pair = (a * c - b * s, a * s + b * c)
-    new = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
-    return torch.where(inside, torch.cat((new, x[..., 2 * half :]), -1), x)
+    inside, at = (positions < len(cos))[:, None, None], positions.clamp(max=len(cos) - 1)
+    return torch.where(inside, rotate(x, cos, sin, at, interleaved).to(x.dtype), x)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, int])

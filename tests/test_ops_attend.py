@@ -283,26 +283,6 @@ def test_export_keeps_the_op(op: str, strict: bool):
 # ---- to the kernels ----------------------------------------------------------------------------------------
 
 
-def test_a_simulator_runs_the_kernels_on_cpu_tensors(monkeypatch):
-    seen = []
-    monkeypatch.setattr(plan, "launch", lambda *given: seen.append(given) or (given[0] * 0, None))
-    info = {"simulator": True}
-    monkeypatch.setattr(dispatcher._C, "build_info", lambda: info)
-    q, k, v = tensors(head_dim_v=32)
-    attention(q, k, v, softcap=2.0)
-    assert not seen  # only when it is asked to
-    monkeypatch.setenv(dispatcher.SIMULATE, "1")
-    out = attention(q, k, v, softcap=2.0, causal=True, row="row")
-    assert (out == 0).all()
-    assert seen[0][:3] == (q, k, v) and seen[0][4:7] == ("bottom-right", False, "row")
-    assert seen[0][9]["softcap"] == 2.0
-    attention(q, k, v)
-    assert len(seen) == 1  # the plain op keeps its own way
-    info["simulator"] = False
-    attention(q, k, v, softcap=2.0)
-    assert len(seen) == 1
-
-
 def test_features_reach_the_launch_past_the_dispatcher(monkeypatch):
     seen = []
     monkeypatch.setattr(dispatcher, "can_skip_dispatcher", lambda *tensors: True)
