@@ -72,12 +72,8 @@ def run(body: str, *arrays: np.ndarray, declarations: str = "", **options: Any) 
 REGISTERS = {2: ".b16", 4: ".b32", 8: ".b64"}
 
 
-def apply(opcode: str, result: np.dtype, *operands: np.ndarray | int | str) -> np.ndarray:
-    """``opcode`` on arrays of equal length, element by element; an int or str is written as it is.
-
-    Or statements that make %out of %in0, %in1, ...
-    """
-    arrays = [x for x in operands if isinstance(x, np.ndarray)]
+def apply(opcode: str, result: np.dtype, *arrays: np.ndarray) -> np.ndarray:
+    """``opcode`` on arrays of equal length, element by element; or statements that make %out of %in0, %in1, ..."""
     out = np.zeros(len(arrays[0]), dtype=result)
     assert len(out) % 32 == 0, "whole warps"
 
@@ -90,9 +86,8 @@ def apply(opcode: str, result: np.dtype, *operands: np.ndarray | int | str) -> n
     lines += ["mov.u32 %t, %tid.x; mad.lo.u32 %index, %index, 32, %t;"]
     lines += [place(number, x) for number, x in enumerate((*arrays, out))]
     lines += [f"ld.global{REGISTERS[x.itemsize]} %in{n}, [%a{n}];" for n, x in enumerate(arrays)]
-    inputs = iter(range(len(arrays)))
-    names = [f"%in{next(inputs)}" if isinstance(x, np.ndarray) else str(x) for x in operands]
-    lines += [opcode if "%out" in opcode else f"{opcode} %out, {', '.join(names)};"]
+    inputs = ", ".join(f"%in{n}" for n in range(len(arrays)))
+    lines += [opcode if "%out" in opcode else f"{opcode} %out, {inputs};"]
     lines += [f"st.global{REGISTERS[out.itemsize]} [%a{len(arrays)}], %out; ret;"]
     run("\n".join(lines), *(np.ascontiguousarray(x) for x in arrays), out, blocks=len(out) // 32)
     return out

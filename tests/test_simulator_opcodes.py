@@ -18,7 +18,7 @@ import pytest
 
 Model = Callable[..., Any]
 Case = tuple[str, type, tuple[Any, ...], np.ndarray]
-"""An opcode, the type of its result, its operands (an int is an immediate), and what comes out."""
+"""An opcode, the type of its result, its operands, and what comes out."""
 
 RNG = np.random.default_rng(1)
 FLOATS = np.float32(
