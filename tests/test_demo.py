@@ -40,19 +40,6 @@ def test_the_package_ships_pages_of_public_domain_text_that_are_mostly_one_batch
     assert len(groups[0]) > 0.8 * len(passages) and len(passages) >= 40
 
 
-def test_passages_have_one_length_and_lose_no_word() -> None:
-    """A sentence longer than a passage goes on in the next."""
-    sentences = " ".join(f"Word{n}a b{n} c{n} d{n} e{n}." for n in range(40))
-    one_sentence = " ".join(f"w{n}" for n in range(50)) + "."
-    for text, length in ((sentences, 16), (one_sentence, 10)):
-        passages = corpus.cut(work(text), tokenise, length)
-        assert len(passages[-1].tokens) <= length
-        assert text is one_sentence or {len(passage.tokens) for passage in passages[:-1]} == {16}
-        assert set(text.split()) <= {word for passage in passages for word in passage.text.split()}
-        assert text is one_sentence or all(passage.text.startswith("Word") for passage in passages)
-    assert passages[0].text.endswith("...") and not passages[-1].text.endswith("...")
-
-
 def test_agreement_of_equal_vectors_is_perfect_and_a_turned_one_or_a_nan_is_found() -> None:
     vectors = torch.nn.functional.normalize(torch.randn(5, 8, generator=torch.Generator().manual_seed(0)), dim=-1)
     same = measure.Agreement.of(vectors, vectors)
