@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+import math
 from dataclasses import replace
 
 import pytest
@@ -261,6 +263,47 @@ def test_blocks_of_a_launch_are_those_of_the_mask(name: str, seqlen_q: int, seql
 
 
 SUMMED = ("steps", "warp_block", "warp_steps")
+
+
+def fill(free: list[float], durations: list[float]) -> float:
+    """When the last of some blocks ends that go to places in order, each to the first that is free.
+    free: from when each place is."""
+    heapq.heapify(free)
+    for us in durations:
+        heapq.heapreplace(free, free[0] + us)
+    return max(free)
+
+
+def busiest(durations: list[float], sms: int, resident: int, even: bool) -> float:
+    """Work of the SM that has the most, where the first blocks are dealt out in turns."""
+    places = sms * resident
+    if not even or len(durations) <= places:
+        dealt = [sum(durations[sm:places:sms]) for sm in range(sms)]
+        return fill(dealt, durations[places:])
+    before = (len(durations) - 1) // places * places
+    last = durations[before:]
+    one_each, all_places = fill([0.0] * sms, last), sum(last[:resident])
+    return sum(durations[:before:sms]) + (one_each + all_places) / 2
+
+
+@pytest.mark.parametrize("causal", ["none", "bottom-right"])
+@pytest.mark.parametrize(("batch", "heads", "seqlen"), [(1, 8, 300), (2, 12, 1024), (3, 16, 2000), (8, 16, 4096)])
+def test_waiting_and_work_are_those_of_blocks_that_go_where_there_is_room(
+    batch: int, heads: int, seqlen: int, causal: str
+):
+    row = BUILD.by_name("fwd_sm89_f16_d64_m64n64w4")
+    problem = Problem(batch, seqlen, seqlen, heads, heads, 64, "float16", causal)
+    prices = cost.RowCost(0, 0, 0, 0, 2.0, 0.5, 1.0, 0.4, resident=3)
+    counts = cost.count(row, problem, L4, prices)
+    assert counts is not None
+    launched = [group for group in blocks.groups(row, problem, L4) for _ in range(group.blocks)]
+    waits = [2.0 * group.block + 0.5 * group.steps for group in launched]
+    waiting = fill([0.0] * 3 * L4.sm_count, waits)
+    durations = [group.warp_block + 0.4 * group.warp_steps for group in launched]
+    work = busiest(durations, L4.sm_count, 3, even=causal == "none")
+    assert prices.waiting(counts) == pytest.approx(waiting, rel=0.04)
+    assert prices.work(counts) == pytest.approx(work, rel=0.04)
+    assert prices.of(counts) == pytest.approx(math.hypot(waiting, work), rel=0.04)
 
 
 @pytest.mark.parametrize("left", [0, 1, 57])
