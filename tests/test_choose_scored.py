@@ -131,6 +131,16 @@ def test_parts_need_a_bounded_workspace():
         assert 4 * parts * each.seqlen_q * each.num_heads * 64 <= blocks.MAX_PARTIAL_BYTES or parts == 1
 
 
+def test_a_second_launch_has_its_price():
+    row = next(row for row in BUILD.rows if row.name.endswith("sm89_f16_d128_m16n16w4k4_scored"))
+    prices = cost.RowCost(5.0, 0, 0, 0, 0.1, 0.1, 0.1, 0.1)
+    once = cost.count(row, replace(DECODE, num_splits=1), L4, prices)
+    twice = cost.count(row, replace(DECODE, num_splits=4), L4, prices)
+    assert once is not None and twice is not None
+    assert (once.launches, twice.launches) == (1, 2)
+    assert twice.megabytes > once.megabytes and twice.steps < once.steps / 3
+
+
 def test_a_window_shortens_the_walk():
     windowed = replace(PREFILL, causal="bottom-right", window=(256, -1), features=("window",))
     whole, part = (

@@ -229,6 +229,36 @@ def test_what_is_planned_is_what_a_call_is_told(kernels: FakeKernels, seqlen_q: 
     assert wide.prepare(row_of(), biased, PRESETS["l4"]).launch is not None
 
 
+def test_the_heads_of_a_group_are_packed_for_one_query(kernels: FakeKernels):
+    launch(row_of(), made(torch.float32, 1, 6, 32), *(made(torch.float32, 9, 2, 32) for _ in range(2)))
+    p = kernels.last
+    assert p.pack == 3
+
+
+def test_sixteen_bit_rows_get_room_to_accumulate(kernels: FakeKernels):
+    for dtype in ("float16", "bfloat16"):
+        q = made(DTYPES[dtype], 3, 2, 264)
+        launch(row_of(dtype), q, q, q)
+        assert kernels.last.partial_o != 0
+
+
+def test_rows_of_fmas_take_any_alignment(kernels: FakeKernels):
+    q, k = made(torch.float32, 3, 2, 33), made(torch.float32, 5, 2, 50)[..., 1:34]
+    launch(row_of(), q, k, k)
+    p = kernels.last
+    assert (p.q, p.k, p.head_dim) == (q.data_ptr(), k.data_ptr(), 33)
+
+
+def test_a_bias_that_is_right_is_not_copied(kernels: FakeKernels):
+    q, k = made(torch.float32, 3, 4, 32), made(torch.float32, 8, 2, 32)
+    bias = torch.randn(1, 4, 1, 8)
+    launch(row_of(), q, k, k, bias=bias)
+    p = kernels.last
+    assert p.bias == bias.data_ptr() and p.bias_stride == (0, 8, 0, 1)
+    launch(row_of(), q, k, k, bias=torch.randn(33)[1:].view(1, 4, 1, 8))
+    assert kernels.last.bias % 16 == 0
+
+
 def test_what_is_not_aligned_is_copied_and_told(kernels: FakeKernels, caplog: pytest.LogCaptureFixture):
     row = row_of("float16")
     q, k = made(torch.float16, 3, 2, 264), made(torch.float16, 5, 2, 300)[..., :264]
