@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cutlass_fmha
-from cutlass_fmha import attention, cascade_attention, with_kv_cache
+from cutlass_fmha import attention, cascade_attention, private_torch, with_kv_cache
 from cutlass_fmha import scaled_dot_product_attention as sdpa
 from cutlass_fmha.launch import plan
 from cutlass_fmha.ops import dispatcher
@@ -170,6 +170,17 @@ def test_a_gradient_is_kept_or_refused_all_the_same(call: Callable[..., Any]):
             return
         with pytest.raises(NotImplementedError, match="no backward yet"):
             call(given)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16, F32, F64])
+def test_what_is_no_attention_is_as_it_is_elsewhere(dtype: torch.dtype):
+    t = drawn(dtype)
+    state = attention(t["q"], t["k"], t["v"], return_lse=True)
+    rotated = cutlass_fmha.rotary(t["q"], t["cos"], t["sin"], ints(3, 5))
+    merged = cutlass_fmha.merge_states(*state, *state)
+    with cpu(F16 if dtype == BF16 else BF16):
+        assert_same(cutlass_fmha.rotary(t["q"], t["cos"], t["sin"], ints(3, 5)), rotated, dtype)
+        assert_same(cutlass_fmha.merge_states(*state, *state), merged, dtype)
 
 
 def test_states_of_two_dtypes_merge_in_the_wider_one():
@@ -335,3 +346,16 @@ def test_the_way_past_the_dispatcher_gets_what_is_cast(monkeypatch: pytest.Monke
         attention(mixed["q"], mixed["k"], mixed["v"])
         sdpa(*heads_first(mixed))
     assert launched == [{F32}, {BF16}, {BF16}]
+
+
+def test_without_torchs_private_names_the_public_ones_do(monkeypatch: pytest.MonkeyPatch):
+    name, t = "append", caches("append", F16, F16)
+    expected, kept = OVER_CACHES[name](t), CALLS["features"](drawn())
+    with cpu():
+        cast = CALLS["features"](drawn())
+    monkeypatch.setattr(private_torch, "any_autocast_enabled", lambda: True)
+    monkeypatch.setattr(private_torch, "disable_autocast", None)
+    assert_same(CALLS["features"](drawn()), kept, F32)
+    with cpu():
+        assert_same(CALLS["features"](drawn()), cast, BF16)
+        assert_same(OVER_CACHES[name](caches(name, F16, F32)), expected, F16)

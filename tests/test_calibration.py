@@ -48,6 +48,15 @@ def test_drawn_problems_are_of_every_kind_and_within_limits():
     assert sum(problem.seqlen_q <= 16 < problem.seqlen_k for problem in drawn) > 60
 
 
+def test_designed_problems_grow_with_the_gpu():
+    small = problems.designed(64, ["float16", "bfloat16"], 58)
+    large = problems.designed(64, ["float16", "bfloat16"], 132)
+    assert {problem.dtype for problem in small} == {"float16", "bfloat16"}
+    assert len(small) == len(large) and small != large
+    blocks = [sum(p.batch * p.num_heads for p in found) for found in (small, large)]
+    assert 0.3 < blocks[0] / blocks[1] < 0.6
+
+
 # ---- timing ------------------------------------------------------------------------------------------------
 
 
@@ -111,6 +120,23 @@ def test_damaged_timings_get_a_sentence(tmp_path, text: str, message: str):
 
 
 # ---- the fit -----------------------------------------------------------------------------------------------
+
+
+def test_least_squares_are_least_and_not_negative():
+    generator = random.Random(1)
+    for _ in range(50):
+        rows = [[generator.uniform(0, 1) for _ in range(4)] for _ in range(9)]
+        targets = [generator.uniform(-0.5, 1) for _ in rows]
+
+        def loss(x: list[float], rows=rows, targets=targets) -> float:
+            pairs = zip(rows, targets, strict=True)
+            return sum((sum(a * b for a, b in zip(row, x, strict=True)) - y) ** 2 for row, y in pairs)
+
+        found = fit.nonnegative_least_squares(rows, targets)
+        assert min(found) >= 0
+        for _ in range(40):
+            near = [max(0.0, x + generator.gauss(0, 0.05)) for x in found]
+            assert loss(found) <= loss(near) + 1e-12
 
 
 @functools.cache
@@ -224,6 +250,15 @@ def test_one_wild_timing_does_not_bend_a_fit():
     problem = Problem(4, 2048, 2048, 16, 16, 64, "float16", "bottom-right")
     row = BUILD.by_name(name)
     assert predicted(row, problem, bent) == pytest.approx(predicted(row, problem, fitted()), rel=0.03)
+
+
+def test_dtypes_share_their_timings():
+    machine, samples = measured(0.0)
+    halves = [sample for sample in of_head_dim_64(samples) if sample.problem.dtype == "float16"]
+    found = fit.fit(machine, halves, BUILD)
+    assert {BUILD.by_name(name).dtype for name in found.rows} == {"float16"}  # of rows that were timed
+    for name, both in fitted().rows.items():
+        assert both is fitted().rows[name.replace("_bf16_", "_f16_")]
 
 
 def test_a_row_with_too_few_timings_keeps_the_default_at_its_kinds_scale():

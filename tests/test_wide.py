@@ -28,6 +28,7 @@ from cutlass_fmha.dispatch.families import wide, wide_scored
 from cutlass_fmha.dispatch.problem import FEATURES, Problem
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.features import Features
+from cutlass_fmha.launch import plan
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 DEVICES = {89: "rtx4090", 90: "h200", 120: "rtx5090"}
@@ -293,6 +294,12 @@ def test_a_scored_row_reads_what_is_given_beside_copies(kernels: FakeKernels, dt
     assert wide_scored.prepare(row, fitting, PRESETS["l4"]).launch is None
 
 
+@pytest.mark.usefixtures("kernels")
+def test_four_numbers_of_float32_are_a_vector(caplog: pytest.LogCaptureFixture):
+    q = made(torch.float32, 3, 4, 300)
+    assert plan.prepare((q, q, q), "none", None, said={"softcap": 1.0}).launch is None and not caplog.records
+
+
 @pytest.mark.parametrize("dim", [264, 261])
 @pytest.mark.parametrize("queries", [1, 3])
 def test_a_result_that_is_given_is_written_to_or_copied_to(kernels: FakeKernels, dim: int, queries: int):
@@ -314,6 +321,14 @@ def test_a_bias_of_another_dtype_is_refused(kernels: FakeKernels):
     q = made(torch.float16, 3, 2, 264)
     with pytest.raises(UnsupportedError, match=r"this one is float32: pass bias.to\(torch.float16\)"):
         launch(row_of("float16"), q, q, q, bias=torch.zeros(3, 3))
+
+
+@pytest.mark.parametrize(("batch", "seqlen", "heads"), [(0, 3, 2), (2, 0, 2), (2, 3, 0)])
+def test_nothing_is_launched_for_nothing(kernels: FakeKernels, batch: int, seqlen: int, heads: int):
+    q = torch.randn(batch, seqlen, heads, 32)
+    out, lse = launch(row_of(), q, q, q)
+    assert lse is not None and out.shape == q.shape and lse.shape == (batch, heads, seqlen)
+    assert kernels.launches == []
 
 
 # ---- what the binding refuses ------------------------------------------------------------------------------
