@@ -15,11 +15,12 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import serving
 import torch
 
 import cutlass_fmha
 from cutlass_fmha.attention import packed_attention
-from cutlass_fmha.bench import models, surfaces
+from cutlass_fmha.bench import host, models, surfaces
 from cutlass_fmha.demo.measure import CountCalls
 from cutlass_fmha.flash_attn import flash_attn_interface
 from cutlass_fmha.integrations import hub
@@ -572,8 +573,13 @@ def test_the_benchmark_of_models_computes_what_eager_attention_does(tmp_path: Pa
 
 
 def test_host_times_are_of_calls_that_compute_the_same() -> None:
-    with torch.no_grad(), cutlass_fmha.sdpa("cpu"), CountCalls() as counter:
-        for said, calls in surfaces.sections(torch.device("cpu")).items():
+    with (
+        serving.stand_ins("vllm"), serving.stand_ins("sglang"),
+        torch.no_grad(), cutlass_fmha.sdpa("cpu"), CountCalls() as counter,
+    ):  # fmt: skip
+        measured = surfaces.sections(torch.device("cpu"))
+        assert {"vLLM", "SGLang"} < {name for calls in measured.values() for name in calls}
+        for said, calls in measured.items():
             found = {}
             for name, timed in calls.items():
                 out, before = timed(), counter.calls
@@ -584,6 +590,24 @@ def test_host_times_are_of_calls_that_compute_the_same() -> None:
                 assert counter.calls == before + 1, (said, name)
             first, *rest = found.values()
             assert rest and all(torch.equal(x, first) for x in rest), said
+
+
+def test_a_surface_is_held_to_its_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    host_us = {
+        f"{surfaces.SECTION}nothing": {"attention": 10.0, "torch SDPA": 19.0, "comfyui": 16.5, "vLLM": 16.0},
+        "a new length at each call: growing decode, ours": {"p50": 60.0, "p99": 150.0},
+    }
+    (tmp_path / "kept.json").write_text(json.dumps({"machine": {"gpu": "x"}, "host_us": host_us}))
+    assert host.main(["--from-json", str(tmp_path / "kept.json")]) == 0
+    cells = [[cell.strip() for cell in line.split("|")[2:-1]] for line in capsys.readouterr().out.splitlines()[2:-1]]
+    assert cells == [
+        ["attention", "10.00", "", ""],
+        ["torch SDPA", "19.00", "+9.00", "10, met"],
+        ["comfyui", "16.50", "+6.50", "6, missed"],
+        ["vLLM", "16.00", "+6.00", "6, met"],
+        ["p50", "60.00", "", ""],
+        ["p99", "150.00", "", ""],
+    ]
 
 
 def test_without_transformers_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

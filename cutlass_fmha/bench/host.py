@@ -1,9 +1,14 @@
-"""Host time: what a call costs the interpreter, repeated and with a length that it never saw before."""
+"""``python -m cutlass_fmha.bench.host``: what a call costs the interpreter, in microseconds: repeated, through each
+surface beside the direct call, and with a length that it never saw before. Needs a GPU; the benchmark's preset
+``latency`` tells it, too.
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import random
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -12,16 +17,18 @@ from typing import Any
 
 import torch
 
+from . import kept
 from . import peers as packages
 from .cases import Case
 from .contenders import TITLES, Inputs
-from .surfaces import measure_surfaces
+from .report import table
+from .surfaces import HEADINGS, measure_surfaces, rows
 from .timing import percentile, time_host
 
 Call = Callable[[], object]
 
 STEPS = 1000
-"""Lengths of a loop: as many that its p99 is that of ten calls."""
+"""Lengths of a loop: as many that its p99 is that of ten calls. Of torch, which takes up to 40 ms a call, a tenth."""
 DEPTH = 50
 """Calls between two synchronisations, which are not timed: a full launch queue would make the host wait."""
 DOCUMENTS = 16
@@ -98,7 +105,7 @@ def new_lengths() -> dict[str, dict[str, float]]:
     }
     found = {}
     for name, loop in loops.items():
-        times = time_each(loop(STEPS))
+        times = time_each(loop(STEPS // 10 if "torch" in name else STEPS))
         section = {"p50": percentile(times, 0.5), "p99": percentile(times, 0.99)}
         found[f"a new length at each call: {name}"] = {key: round(us, 1) for key, us in section.items()}
     return found
@@ -163,3 +170,26 @@ def _growing(steps: int) -> Iterator[Call]:
     k, v = (_tensor(1, first + steps, 8, 128) for _ in range(2))
     for seqlen in range(first, first + steps):
         yield partial(cutlass_fmha.attention, q, k[:, :seqlen], v[:, :seqlen])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns 1 without a GPU."""
+    parser = argparse.ArgumentParser(prog="python -m cutlass_fmha.bench.host", description=__doc__)
+    kept.add_options(parser)
+    arguments = parser.parse_args(argv)
+    if not torch.cuda.is_available() and not arguments.from_json:
+        print("host: a GPU's calls are timed, and torch finds none", file=sys.stderr)
+        return 1
+
+    def found(device: torch.device) -> Iterator[dict[str, Any]]:
+        result: dict[str, Any] = {"host_us": {}}
+        for part in (measure_surfaces, repeated, new_lengths):
+            result["host_us"] |= part()
+            yield result
+
+    kept.run(arguments, found, lambda result: "\n".join(table(HEADINGS, rows(result["host_us"]))) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
