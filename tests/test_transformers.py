@@ -450,14 +450,14 @@ def test_patterns_that_lengths_and_windows_can_not_say_stay_masks() -> None:
         assert torch.equal(dense, masks.sdpa_mask(2, 6, 6, mask_function=other, allow_is_causal_skip=False))
 
 
-GPTJ = {"n_embd": 32, "n_layer": 1, "n_head": 2, "rotary_dim": 8}
+BLOOM = {"hidden_size": 32, "n_layer": 1, "n_head": 2}
 
 
 @pytest.mark.parametrize(
     ("kind", "config", "implementation", "sentence"),
     [
-        ("GPTJModel", GPTJ, MASKS, "computes its attention itself"),
-        ("GPTJModel", GPTJ, FLASH, "computes its attention itself"),
+        ("BloomModel", BLOOM, MASKS, "computes its attention itself"),
+        ("BloomModel", BLOOM, FLASH, "computes its attention itself"),
         ("T5Model", MODELS["T5"][1], FLASH, "use cutlass_fmha"),
     ],
 )  # fmt: skip
