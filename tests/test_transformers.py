@@ -20,7 +20,7 @@ import torch
 
 import cutlass_fmha
 from cutlass_fmha.attention import packed_attention
-from cutlass_fmha.bench import host, models, surfaces
+from cutlass_fmha.bench import host_time, models, surfaces
 from cutlass_fmha.demo.measure import CountCalls
 from cutlass_fmha.flash_attn import flash_attn_interface
 from cutlass_fmha.integrations import hub
@@ -598,7 +598,7 @@ def test_a_surface_is_held_to_its_bar(tmp_path: Path, capsys: pytest.CaptureFixt
         "a new length at each call: growing decode, ours": {"p50": 60.0, "p99": 150.0},
     }
     (tmp_path / "kept.json").write_text(json.dumps({"machine": {"gpu": "x"}, "host_us": host_us}))
-    assert host.main(["--from-json", str(tmp_path / "kept.json")]) == 0
+    assert host_time.main(["--from-json", str(tmp_path / "kept.json")]) == 0
     cells = [[cell.strip() for cell in line.split("|")[2:-1]] for line in capsys.readouterr().out.splitlines()[2:-1]]
     assert cells == [
         ["attention", "10.00", "", ""],

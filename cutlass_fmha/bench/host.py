@@ -1,14 +1,9 @@
-"""``python -m cutlass_fmha.bench.host``: what a call costs the interpreter, in microseconds: repeated, through each
-surface beside the direct call, and with a length that it never saw before. Needs a GPU; the benchmark's preset
-``latency`` tells it, too.
-"""
+"""Host time: what a call costs the interpreter, repeated and with a length that it never saw before."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import random
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -17,12 +12,10 @@ from typing import Any
 
 import torch
 
-from . import kept
 from . import peers as packages
 from .cases import Case
 from .contenders import TITLES, Inputs
-from .report import table
-from .surfaces import HEADINGS, measure_surfaces, rows
+from .surfaces import measure_surfaces
 from .timing import percentile, time_host
 
 Call = Callable[[], object]
@@ -170,26 +163,3 @@ def _growing(steps: int) -> Iterator[Call]:
     k, v = (_tensor(1, first + steps, 8, 128) for _ in range(2))
     for seqlen in range(first, first + steps):
         yield partial(cutlass_fmha.attention, q, k[:, :seqlen], v[:, :seqlen])
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Returns 1 without a GPU."""
-    parser = argparse.ArgumentParser(prog="python -m cutlass_fmha.bench.host", description=__doc__)
-    kept.add_options(parser)
-    arguments = parser.parse_args(argv)
-    if not torch.cuda.is_available() and not arguments.from_json:
-        print("host: a GPU's calls are timed, and torch finds none", file=sys.stderr)
-        return 1
-
-    def found(device: torch.device) -> Iterator[dict[str, Any]]:
-        result: dict[str, Any] = {"host_us": {}}
-        for part in (measure_surfaces, repeated, new_lengths):
-            result["host_us"] |= part()
-            yield result
-
-    kept.run(arguments, found, lambda result: "\n".join(table(HEADINGS, rows(result["host_us"]))) + "\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
