@@ -144,3 +144,13 @@ def same_parameters(ours: type, *theirs: type) -> set[str]:
             assert list(inspect.signature(own).parameters) == list(inspect.signature(other).parameters), name
             compared.add(f"{ours.__name__}.{name}")
     return compared
+
+
+def public(*ours: type) -> set[str]:
+    """Methods that an engine calls."""
+    return {
+        f"{each.__name__}.{name}"
+        for each in ours
+        for name, _ in inspect.getmembers(each, inspect.isroutine)
+        if name in vars(each) and not name.startswith("_")
+    }

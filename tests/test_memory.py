@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import re
 import textwrap
 import threading
@@ -28,12 +29,13 @@ from cutlass_fmha.launch import gradients
 from cutlass_fmha.launch import plan as launches
 from cutlass_fmha.launch import workspace as workspaces
 from cutlass_fmha.memory import command
-from cutlass_fmha.memory.ledger import Ledger, unfused
+from cutlass_fmha.memory.ledger import Ledger, run_unfused, unfused
 from cutlass_fmha.memory.plan import STAND_INS, MemoryPlan
 from cutlass_fmha.ops import dispatcher
 
 BF16 = torch.bfloat16
-MEMORY = Path(__file__).resolve().parents[1] / "docs" / "memory.md"
+ROOT = Path(__file__).resolve().parents[1]
+MEMORY = ROOT / "docs" / "memory.md"
 
 
 @pytest.fixture
@@ -174,17 +176,52 @@ def test_the_plan_is_what_torch_counts(name: str, much_memory: None):
     """Beside half a GB it is little that torch's blocks are larger than what is in them, up to 1 MiB each."""
     times = next(2**n for n in range(20) if planned(name, 2**n, "cuda").total >= 500e6)
     plan = planned(name, times, "cuda")
-    call(*inputs(name, times, "cuda"))  # what is made once
+    peak = counted(lambda: call(*inputs(name, times, "cuda")))
+    print(f"{name}: planned {plan.total / 2**20:,.1f} MiB, torch counts {peak / plan.total - 1:+.2%}")
+    assert plan.total == pytest.approx(peak, rel=0.02)
+
+
+def counted(work: Callable[[], object]) -> int:
+    """Bytes that torch counts at the most, of what is made anew each time."""
+    work()
     gc.collect()  # or what tests before this one left ends while it counts
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    given, said = inputs(name, times, "cuda")
-    call(given, said)
-    peak = torch.cuda.max_memory_allocated() - before
-    print(f"{name}: planned {plan.total / 2**20:,.1f} MiB, torch counts {peak / plan.total - 1:+.2%}")
-    assert plan.total == pytest.approx(peak, rel=0.02)
+    work()
+    return torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("model", command.MODELS)
+def test_the_share_saved_is_what_torch_counts(model: str, much_memory: None):
+    """Of a layer and its gradients at 4,096 tokens, where this takes less by more than the 70 to 80 % promised."""
+    plan = command.of_model(model, 4096, "cuda", True)
+    heads, heads_kv, dim = command.MODELS[model]
+
+    def fused() -> None:
+        q, k, v = (torch.zeros(1, 4096, n, dim, dtype=BF16, device="cuda") for n in (heads, heads_kv, heads_kv))
+        out = attention(*(x.requires_grad_() for x in (q, k, v)), causal=True)
+        out.backward(torch.empty_like(out))
+
+    ours, scores = counted(fused), counted(lambda: run_unfused(plan.problem, True, "cuda"))
+    share = 1 - ours / scores
+    print(f"{model}: planned {plan.share_saved:.1%} less, torch counts {share:.1%} of {scores / 2**20:,.0f} MiB")
+    assert share == pytest.approx(plan.share_saved, abs=0.02) and share >= 0.8
+
+
+def test_kept_results_have_the_plan_within_two_percent():
+    """Wherever it exceeds 64 MB, of each kind of case."""
+    seen = set()
+    for file in (ROOT / "benchmarks" / "results").glob("*h200.json"):
+        for case in json.loads(file.read_text()).get("cases", ()):
+            entry = case.get("results", {}).get("ours", {}) if isinstance(case, dict) else {}
+            if entry.get("planned_bytes", 0) > 64e6:
+                assert entry["peak_bytes"] == pytest.approx(entry["planned_bytes"], rel=0.02), (file, case["name"])
+                seen.add(case["group"])
+    assert {"backward", "dense", "packed", "scores"} <= seen
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -447,8 +447,8 @@ STYLES: dict[str, tuple[Callable[..., Any] | None, Callable[[nn.Module, Tensor],
 }
 
 
-def one_of_two(rank: int, meeting: str, device: str = "cpu") -> dict[str, float]:
-    """Half of the batch; gradients are averaged. Gives how far off they are, as a share of the largest."""
+def one_of_two(rank: int, meeting: str, device: str = "cpu") -> None:
+    """Half of the batch; gradients are averaged. Writes how far off they are, as a share of the largest, and may be."""
     two_processes.meet(rank, meeting, "nccl" if device.startswith("cuda") else "gloo")
     x = tokens(device=device).detach()
     expected, errors = trained(x), {}
@@ -461,14 +461,31 @@ def one_of_two(rank: int, meeting: str, device: str = "cpu") -> dict[str, float]
             errors[f"{name}, {style}"] = worst(whole, expected), allowed(share, device)
     torch.distributed.destroy_process_group()
     assert not (large := {name: error for name, error in errors.items() if not error[0] <= error[1]}), large
-    return {name: error for name, (error, _) in errors.items()}
+    Path(meeting).with_name(f"{rank}.json").write_text(json.dumps(errors))
 
 
 def one_of_two_gpus(rank: int, meeting: str) -> None:
     torch.cuda.set_device(rank)
-    errors = one_of_two(rank, meeting, f"cuda:{rank}")
-    Path(meeting).with_name(f"{rank}.json").write_text(json.dumps(errors))
+    one_of_two(rank, meeting, f"cuda:{rank}")
 
 
-def test_two_processes_average_their_gradients(tmp_path: Path):
-    two_processes.run(one_of_two, tmp_path)
+ONE_OF_TWO = {"cpu": one_of_two, "cuda": one_of_two_gpus}
+
+
+def test_two_processes_average_their_gradients(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    import train_on_two_gpus
+
+    files = [tmp_path / f"record.{kind}" for kind in ("json", "md")]
+    assert train_on_two_gpus.main(["--device", "cpu", "--json", str(files[0]), "--markdown", str(files[1])]) == 0
+    record, told = json.loads(files[0].read_text()), capsys.readouterr().out
+    assert set(record["settings"]) == {f"{name}, {style}" for name in WRAPPED for style in STYLES}
+    assert all(0 < found["error"] <= found["allowed"] for found in record["settings"].values())
+    assert record["backend"] == "gloo" and "machine" in record and told.strip() == files[1].read_text().strip()
+    assert "| DDP, accumulated | " in told
+
+
+def test_one_gpu_is_not_two(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    import train_on_two_gpus
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert train_on_two_gpus.main([]) == 1 and "two GPUs are needed" in capsys.readouterr().err

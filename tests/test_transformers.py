@@ -15,11 +15,12 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import serving
 import torch
 
 import cutlass_fmha
 from cutlass_fmha.attention import packed_attention
-from cutlass_fmha.bench import models
+from cutlass_fmha.bench import host_time, models, surfaces
 from cutlass_fmha.demo.measure import CountCalls
 from cutlass_fmha.flash_attn import flash_attn_interface
 from cutlass_fmha.integrations import hub
@@ -446,14 +447,14 @@ def test_patterns_that_lengths_and_windows_can_not_say_stay_masks() -> None:
         assert torch.equal(dense, masks.sdpa_mask(2, 6, 6, mask_function=other, allow_is_causal_skip=False))
 
 
-GPTJ = {"n_embd": 32, "n_layer": 1, "n_head": 2, "rotary_dim": 8}
+BLOOM = {"hidden_size": 32, "n_layer": 1, "n_head": 2}
 
 
 @pytest.mark.parametrize(
     ("kind", "config", "implementation", "sentence"),
     [
-        ("GPTJModel", GPTJ, MASKS, "computes its attention itself"),
-        ("GPTJModel", GPTJ, FLASH, "computes its attention itself"),
+        ("BloomModel", BLOOM, MASKS, "computes its attention itself"),
+        ("BloomModel", BLOOM, FLASH, "computes its attention itself"),
         ("T5Model", MODELS["T5"][1], FLASH, "use cutlass_fmha"),
     ],
 )  # fmt: skip
@@ -566,6 +567,44 @@ def test_the_benchmark_of_models_computes_what_eager_attention_does(tmp_path: Pa
     for each in found:
         assert set(each["us"]) == set(each["error"]) >= {"eager", *models.OURS}
         assert max(each["error"].values()) < 1e-5, each
+
+
+def test_host_times_are_of_calls_that_compute_the_same() -> None:
+    with (
+        serving.stand_ins("vllm"), serving.stand_ins("sglang"),
+        torch.no_grad(), cutlass_fmha.sdpa("cpu"), CountCalls() as counter,
+    ):  # fmt: skip
+        measured = surfaces.sections(torch.device("cpu"))
+        assert {"vLLM", "SGLang"} < {name for calls in measured.values() for name in calls}
+        for said, calls in measured.items():
+            found = {}
+            for name, timed in calls.items():
+                out, before = timed(), counter.calls
+                out = torch.as_tensor(out[0] if isinstance(out, tuple) else out)
+                heads_first = out.shape[1:3] == (surfaces.HEADS, surfaces.SEQLEN)
+                found[name] = (out.transpose(1, 2) if heads_first else out).flatten()
+                timed()
+                assert counter.calls == before + 1, (said, name)
+            first, *rest = found.values()
+            assert rest and all(torch.equal(x, first) for x in rest), said
+
+
+def test_a_surface_is_held_to_its_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    host_us = {
+        f"{surfaces.SECTION}nothing": {"attention": 10.0, "torch SDPA": 19.0, "comfyui": 16.5, "vLLM": 16.0},
+        "a new length at each call: growing decode, ours": {"p50": 60.0, "p99": 150.0},
+    }
+    (tmp_path / "kept.json").write_text(json.dumps({"machine": {"gpu": "x"}, "host_us": host_us}))
+    assert host_time.main(["--from-json", str(tmp_path / "kept.json")]) == 0
+    cells = [[cell.strip() for cell in line.split("|")[2:-1]] for line in capsys.readouterr().out.splitlines()[2:-1]]
+    assert cells == [
+        ["attention", "10.00", "", ""],
+        ["torch SDPA", "19.00", "+9.00", "10, met"],
+        ["comfyui", "16.50", "+6.50", "6, missed"],
+        ["vLLM", "16.00", "+6.00", "6, met"],
+        ["p50", "60.00", "", ""],
+        ["p99", "150.00", "", ""],
+    ]
 
 
 def test_without_transformers_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

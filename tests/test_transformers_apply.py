@@ -15,7 +15,18 @@ from cutlass_fmha.integrations import transformers as integration
 from cutlass_fmha.integrations import transformers_apply
 
 transformers = pytest.importorskip("transformers", reason="requirements/demo.txt is not installed")
-from test_transformers import GROUPED, TOLERANCE, error, generate, padding, tokens, train  # noqa: E402
+from test_transformers import (  # noqa: E402
+    GPU,
+    GROUPED,
+    HOST,
+    TOLERANCE,
+    Place,
+    error,
+    generate,
+    padding,
+    tokens,
+    train,
+)
 
 WINDOW = {"sliding_window": 4}
 SLIDING = {**WINDOW, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 16}
@@ -53,13 +64,20 @@ def model(name: str) -> Any:
 POSITIONS = (padding("left").cumsum(-1) - 1).clamp(min=0)
 
 
-def step(network: Any) -> torch.Tensor:
+def step(network: Any, place: Place = HOST) -> torch.Tensor:
     """Logits of prompts of two lengths, and the gradients of all parameters."""
-    return train(network, side="left", position_ids=POSITIONS, use_cache=False)
+    return train(network, place, side="left", position_ids=POSITIONS.to(place[0]), use_cache=False)
 
 
 def told_by(network: Any) -> torch.Tensor:
     return generate(network, cache="dynamic")
+
+
+@torch.no_grad()
+def rest_of_a_prompt(network: Any, place: Place = HOST) -> torch.Tensor:
+    ids = tokens(2, 9).to(place[0])
+    cache = network(ids[:, :5], use_cache=True).past_key_values
+    return network(ids[:, 5:], past_key_values=cache).logits.to(*HOST)
 
 
 def same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
@@ -96,6 +114,19 @@ def test_a_model_computes_what_it_did_and_undone_is_what_it_was(name: str):
     network.gradient_checkpointing_disable()
     assert torch.equal(step(network), wanted) and "as it was" in str(applied)
     applied.undo()
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", MODELS)
+def test_on_a_gpu_a_model_is_as_exact_as_it_was(name: str):
+    """In half precision beside float32, or a rounding further: a step, and logits over a cache."""
+    network = model(name).to(*GPU)
+    for compute in (step, rest_of_a_prompt):
+        wanted, own = compute(model(name)), compute(network, GPU)
+        with integration.apply(network):
+            found = compute(network, GPU)
+        assert error(found, wanted) <= 2 * error(own, wanted) + torch.finfo(GPU[1]).eps
 
 
 def test_parts_alone_and_what_is_left():

@@ -72,6 +72,14 @@ def test_a_release_waits_for_everything_and_keeps_no_token():
     assert "secrets." not in WORKFLOWS["release"].read_text()
 
 
+def test_wheels_of_all_workflows_have_code_for_the_same_gpus():
+    """One list, in pyproject.toml, for pull requests, parity runs and the release."""
+    listed = re.findall(r"CUDAARCHS = \"([\d;]+)\"", (ROOT / "pyproject.toml").read_text())
+    texts = {name: file.read_text() for name, file in WORKFLOWS.items() if "cibuildwheel" in file.read_text()}
+    assert listed == ["80;89;90;120"] and set(texts) == {"ci", "gpu", "release"}
+    assert not any("CUDAARCHS" in text for text in texts.values())
+
+
 def test_pull_requests_reach_our_own_machines_with_a_label_alone():
     for name in WORKFLOWS:
         own = [job for job in load(name)["jobs"].values() if "self-hosted" in str(job.get("runs-on"))]

@@ -1,9 +1,9 @@
 """The gradient under DDP and FSDP2 with NCCL on two GPUs: the test that gloo runs on the CPU, and a record.
 
-    python tools/train_on_two_gpus.py OUT.json
+    python tools/train_on_two_gpus.py --json benchmarks/results/two-gpus-h200.json
 
-Each process has half of a batch; what they average is held against the whole batch with torch's attention on
-one GPU. Writes each setting's largest error, as a share of the largest element; fails where it is too large.
+Each process has half of a batch; what they average is held against the whole batch with torch's attention in one
+process. Tells each setting's largest error, as a share of the largest element; fails where it is too large.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
@@ -21,27 +23,46 @@ import test_training
 import torch
 import two_processes
 
-from cutlass_fmha.bench import machine
+from cutlass_fmha.bench import kept, report
+
+
+def measure(device: str) -> dict[str, Any]:
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        two_processes.run(test_training.ONE_OF_TWO[device], Path(folder))
+        both = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in (0, 1)]
+    settings = {
+        name: {"error": max(of_one[name][0] for of_one in both), "allowed": allowed}
+        for name, (_, allowed) in both[0].items()
+    }
+    backend = "gloo" if device == "cpu" else f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
+    seconds = round(time.perf_counter() - begin, 1)
+    return {"processes": 2, "device": device, "backend": backend, "seconds": seconds, "settings": settings}
+
+
+def text(result: dict[str, Any]) -> str:
+    where = result["machine"]["gpu"] if result["device"] == "cuda" else "the CPU"
+    rows = [[name, f"{x['error']:.1e}", f"{x['allowed']:.0e}"] for name, x in result["settings"].items()]
+    lines = [
+        f"Gradients of two processes beside those of one: {result['backend']}, {where}, {result['seconds']} s.",
+        "",
+    ]
+    return "\n".join([*lines, *report.table(["setting", "largest error", "allowed"], rows)]) + "\n"
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("result", type=Path, metavar="OUT.json")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: by gloo; default: cuda")
+    kept.add_options(parser)
     options = parser.parse_args(argv)
-    if torch.cuda.device_count() < 2:
-        print(f"two GPUs are needed, and there are {torch.cuda.device_count()}")
+    if options.device == "cuda" and not options.from_json and torch.cuda.device_count() < 2:
+        print(f"two GPUs are needed, and there are {torch.cuda.device_count()}", file=sys.stderr)
         return 1
-    begin = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        two_processes.run(test_training.one_of_two_gpus, Path(folder))
-        both = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in (0, 1)]
-    errors = {name: max(of_one[name] for of_one in both) for name in both[0]}
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    content = {"machine": machine.describe(0), "gpus": 2, "nccl": nccl, "errors": errors}
-    options.result.write_text(json.dumps(content, indent=1) + "\n")
-    for name, error in errors.items():
-        print(f"{name:<32} {error:.1e}")
-    print(f"NCCL {nccl}, {time.perf_counter() - begin:.0f} s")
+
+    def found(_: torch.device) -> Iterator[dict[str, Any]]:
+        yield measure(options.device)
+
+    kept.run(options, found, text)
     return 0
 
 

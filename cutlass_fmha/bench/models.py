@@ -22,7 +22,7 @@ from cutlass_fmha.integrations import transformers as integration
 
 from . import kept
 from .report import table
-from .surfaces import measure_surfaces
+from .surfaces import HEADINGS, measure_surfaces, rows
 
 OURS = (integration.NAME, f"{integration.NAME}_flash")
 CONTENDERS = ("eager", "sdpa", *OURS)
@@ -175,8 +175,7 @@ def text(result: dict[str, Any]) -> str:
     columns = [f"{what}, {name}" for what in ("worst error", "us") for name in CONTENDERS]
     columns += [f"{name} takes, of {OURS[1]}" for name in CONTENDERS[:2]]
     lines = table(["model", "mode", "seqlen", *columns], map(_row, result["results"]))
-    host = [(said, name, f"{us:.2f}") for said, calls in result["host_us"].items() for name, us in calls.items()]
-    lines += ["", *table(["host time", "call", "us"], host)] if host else []
+    lines += ["", *table(HEADINGS, rows(result["host_us"]))] if result["host_us"] else []
     return "\n".join(lines) + "\n"
 
 

@@ -16,6 +16,10 @@ from .timing import time_host
 
 Call = Callable[[], Any]
 BATCH, HEADS, SEQLEN, DIM = 2, 4, 128, 64
+SECTION = "by surface, "
+
+#: Microseconds that a surface may take beside the direct call: those of torch and transformers, others.
+BARS = {"torch SDPA": 10.0, "transformers": 10.0, "": 6.0}
 
 
 def measure_surfaces() -> dict[str, dict[str, float]]:
@@ -24,9 +28,27 @@ def measure_surfaces() -> dict[str, dict[str, float]]:
 
     with torch.no_grad(), cutlass_fmha.sdpa():
         return {
-            f"by surface, {said}": {name: round(us, 2) for name, us in time_host(calls).items()}
+            f"{SECTION}{said}": {name: round(us, 2) for name, us in time_host(calls).items()}
             for said, calls in sections(torch.device("cuda")).items()
         }
+
+
+def rows(host_us: dict[str, dict[str, float]]) -> list[list[str]]:
+    """Of a table: what is measured, the call, microseconds, and of a surface how many more than the direct call's,
+    and whether that is within its bar."""
+    found = []
+    for section, times in host_us.items():
+        direct, *_ = times.values()
+        for number, (name, us) in enumerate(times.items()):
+            beside = ["", ""]
+            if section.startswith(SECTION) and number:
+                bar = next(bar for begin, bar in BARS.items() if name.startswith(begin))
+                beside = [f"{us - direct:+.2f}", f"{bar:.0f}, {'met' if us - direct <= bar else 'missed'}"]
+            found.append([section, name, f"{us:.2f}", *beside])
+    return found
+
+
+HEADINGS = ("host time", "call", "us", "beside the first", "bar")
 
 
 def sections(device: torch.device) -> dict[str, dict[str, Call]]:
@@ -68,8 +90,8 @@ def sections(device: torch.device) -> dict[str, dict[str, Call]]:
         },
     }
     found["nothing"] |= _of_arrays(rows)
-    for said, calls in (*_of_transformers(q, k, v, mask, starts), *_of_diffusers(rows, mask)):
-        found[said] |= calls
+    for said, calls in (*_of_transformers(q, k, v, mask, starts), *_of_diffusers(rows, mask), *_of_serving(rows)):
+        found.setdefault(said, {}).update(calls)
     return found
 
 
@@ -122,5 +144,56 @@ def _of_diffusers(rows: list[Tensor], mask: Tensor) -> list[tuple[str, dict[str,
         from diffusers.models.attention_dispatch import dispatch_attention_fn
     except ImportError:
         return []
-    call = partial(dispatch_attention_fn, *rows, backend=backend)
-    return [("nothing", {"diffusers": call}), ("a mask", {"diffusers": partial(call, attn_mask=mask)})]
+    bind: Callable[..., Call] = partial
+    call = bind(dispatch_attention_fn, *rows, backend=backend)
+    return [("nothing", {"diffusers": call}), ("a mask", {"diffusers": bind(call, attn_mask=mask)})]
+
+
+def _of_serving(rows: list[Tensor]) -> list[tuple[str, dict[str, Call]]]:
+    """A layer of vLLM's and of SGLang's where they, or what stands in for them, can be imported: single tokens over
+    pages that were written before."""
+    import cutlass_fmha
+
+    page, device = 16, rows[0].device
+    of_each = SEQLEN // page
+    query = rows[0][:, 0].contiguous()
+    pages = torch.stack(rows[1:]).view(2, BATCH * of_each, page, HEADS, DIM)
+    cache = torch.cat(tuple(pages), -1).transpose(1, 2)  # vLLM's: keys and values of a head side by side
+    table = torch.arange(BATCH * of_each, dtype=torch.int32, device=device).view(BATCH, of_each)
+    starts = torch.arange(BATCH + 1, dtype=torch.int32, device=device)
+    used = torch.full((BATCH,), SEQLEN, dtype=torch.int32, device=device)
+    out = torch.empty_like(query)
+    said: dict[str, Any] = {"causal": True, "cu_seqlens_q": starts, "seqused_k": used, "page_table": table}
+    said |= {"max_seqlen_q": 1, "max_seqlen_k": SEQLEN}
+    bind: Callable[..., Call] = partial
+    found = []
+    try:
+        from cutlass_fmha.integrations import vllm_backend as vllm
+
+        impl = vllm.Impl(HEADS, DIM, DIM**-0.5, HEADS, None, None)
+        of_batch = vllm.Metadata(BATCH, 1, starts, SEQLEN, used, table, starts, True)
+        keys, values = impl._pages(cache)
+        direct = bind(cutlass_fmha.attention, query, keys, values, out=out, **said)
+        layer = bind(impl.forward, None, query, None, None, cache, of_batch, out)
+        found.append(("pages, into memory that is given", {"attention": direct, "vLLM": layer}))
+    except ImportError:
+        pass
+    try:
+        from sglang.srt.layers.radix_attention import AttentionType
+
+        from cutlass_fmha.integrations import sglang_backend as sglang
+
+        backend: Any = object.__new__(sglang.Backend)  # its maker wants a model's runner
+        pool = [x.flatten(0, 1) for x in pages]
+        backend.pool, backend.page_size = SimpleNamespace(get_kv_buffer=lambda layer_id: pool), page
+        backend._said, backend._views = {}, {}
+        backend.forward_metadata = sglang.Metadata(starts, used, table, 1, SEQLEN)
+        radix = {"tp_q_head_num": HEADS, "qk_head_dim": DIM, "v_head_dim": DIM, "scaling": DIM**-0.5, "layer_id": 0}
+        radix |= dict.fromkeys(("is_cross_attention", "use_irope", "logit_cap", "xai_temperature_len"), 0)
+        radix |= {"attn_type": AttentionType.DECODER, "sliding_window_size": -1}
+        direct = bind(cutlass_fmha.attention, query, *pages, **said)
+        given = (query.flatten(1), None, None, SimpleNamespace(**radix), SimpleNamespace(_attn_output=None))
+        found.append(("pages", {"attention": direct, "SGLang": bind(backend.forward_decode, *given)}))
+    except ImportError:
+        pass
+    return found

@@ -39,7 +39,7 @@ class Agreement:
 
 
 class CountCalls(TorchDispatchMode):
-    """Counts calls of the ops ``forward`` and ``attend`` in its block: proof that they computed."""
+    """Counts calls of the ops ``forward``, ``attend`` and ``attend_out`` in its block: proof that they computed."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -47,7 +47,7 @@ class CountCalls(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         ops = torch.ops.cutlass_fmha
-        if func in (ops.forward.default, ops.attend.default):
+        if func in (ops.forward.default, ops.attend.default, ops.attend_out.default):
             self.calls += 1
         return func(*args, **(kwargs or {}))
 

@@ -243,8 +243,10 @@ def _attention(kind: type, family: Family) -> Forward:
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
+        cache = past_key_values if cache is None else cache  # the same, before transformers 5.24 and since
         shape = hidden_states.shape[:-1]
         heads = (*shape, -1, self.head_dim)
         q, k, v = (x(hidden_states).view(heads) for x in (self.q_proj, self.k_proj, self.v_proj))
@@ -260,8 +262,8 @@ def _attention(kind: type, family: Family) -> Forward:
                 q, k = norm(q), self.k_norm(k)
             q, k = rotary_qk(q, k, cos, sin, **said)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        if past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer_idx)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx)
         attend = functions.get_interface(self.config._attn_implementation, eager)
         dropout = self.attention_dropout if self.training else 0.0
         said = {"dropout": dropout, "scaling": self.scaling, **family.says(self), **kwargs}

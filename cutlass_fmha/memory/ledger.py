@@ -42,13 +42,17 @@ class Ledger(TorchDispatchMode):
 
 
 def unfused(problem: Problem, backward: bool) -> int:
-    """Bytes that attention of these sizes takes with its scores in memory, tensors and gradients included.
+    """Bytes that attention of these sizes takes with its scores in memory, tensors and gradients included."""
+    with (ledger := Ledger()):
+        run_unfused(problem, backward, "meta")
+    return ledger.peak
 
-    As lean as eager torch is: nothing is in a wider dtype, what was used is freed, and of what is as large as
-    the scores only the probabilities are kept for the gradients.
-    """
-    p, ledger = problem, Ledger()
-    with ledger, torch.device("meta"), torch.set_grad_enabled(backward):
+
+def run_unfused(problem: Problem, backward: bool, device: str) -> None:
+    """As lean as eager torch is: nothing is in a wider dtype, what was used is freed, and of what is as large as
+    the scores only the probabilities are kept for the gradients."""
+    p = problem
+    with torch.device(device), torch.set_grad_enabled(backward):
         kwargs = {"dtype": getattr(torch, p.dtype), "requires_grad": backward}
         of_keys = p.batch, p.num_heads_kv, p.seqlen_k
         q = torch.empty(p.batch, p.num_heads, p.seqlen_q, p.head_dim, **kwargs)
@@ -66,4 +70,3 @@ def unfused(problem: Problem, backward: bool) -> int:
         del probabilities
         if backward:
             out.backward(torch.empty_like(out))
-    return ledger.peak

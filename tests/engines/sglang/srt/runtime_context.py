@@ -2,7 +2,13 @@
 
 from types import SimpleNamespace
 
-_PARALLEL = SimpleNamespace(attn_dcp_size=1)
+
+class ParallelContext:
+    pass
+
+
+_PARALLEL = ParallelContext()
+_PARALLEL.attn_dcp_size = 1
 
 
 def get_parallel():

@@ -37,11 +37,30 @@ class AttentionBackend:
     def supports_kv_cache_dtype(cls, kv_cache_dtype) -> bool:
         return kv_cache_dtype is None or kv_cache_dtype in cls.supported_kv_cache_dtypes
 
+    @staticmethod
+    def get_name() -> str: ...
+
+    @staticmethod
+    def get_impl_cls(): ...
+
+    @staticmethod
+    def get_builder_cls(): ...
+
     @classmethod
     def supports_sink(cls) -> bool:
         return False
 
-    supports_sliding_window = supports_non_causal = supports_batch_invariance = supports_sink
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return False
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
@@ -119,9 +138,11 @@ class AttentionMetadataBuilder:
     def update_block_table(self, metadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor): ...
 
 
-class AttentionImpl:
+class AttentionImplBase:
     def process_weights_after_loading(self, act_dtype: torch.dtype): ...
 
+
+class AttentionImpl(AttentionImplBase):
     def forward(
         self, layer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
         attn_metadata, output: torch.Tensor, output_scale: torch.Tensor | None = None,
