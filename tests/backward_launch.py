@@ -95,6 +95,7 @@ SINKS = [
 OVERFLOWING = [
     *(Problem(70, 90, "top-left", window=(1, 0), scale=scale, num_heads=4, seed=2) for scale in (None, 1e-45)),
     Problem(70, 90, "top-left", window=(1, 0), scale=1e-45, num_heads=4, batch=3, packed_q=True, seed=4),
+    Problem(300, 2, scale=1e-45, num_heads=4, seed=2),
 ]
 
 

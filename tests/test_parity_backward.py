@@ -50,12 +50,13 @@ def test_drawn_problems(row: _C.Row, parity: ParityReport):
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.dtype == "float16"], ids=lambda row: row.name)
 def test_only_gradients_of_what_float16_has_no_number_for_are_not_finite(row: _C.Row, parity: ParityReport):
+    finite = []
     for problem in OVERFLOWING:
         launch = BackwardLaunch.overflowing(row, problem, DEVICE)
         launch.run()
         parity.check(launch, launch.problem)
-        finite = {name: x.isfinite().all(-1) for name, x in launch.found.items()}
-        assert not finite["q"].all() and not finite["k"].all()
+        finite.append([bool(launch.found[name].isfinite().all()) for name in "qk"])
+    assert not any(map(all, zip(*finite, strict=True)))
 
 
 @by_row
