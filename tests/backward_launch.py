@@ -62,10 +62,12 @@ SCORED = [
         for dims, memory in zip(("bhqk", "qk", "k", "bk", "", "hqk"), MEMORY, strict=False)
     ),
     *(
-        Problem(70, 200, "bottom-right", bias=(dims, kind, "plain"), bias_fill=fill, num_heads=4, num_heads_kv=2)
+        Problem(70, 200, "bottom-right", bias=(dims, kind, "plain"), bias_fill=fill, num_heads=4, seed=seed)
         for dims in ("bhqk", "hqk", "k", "q", "", "bh")
-        for kind, fill in (("same", "normal"), ("float32", "minus-inf"))
+        for kind, fill, seed in (("same", "normal", 0), ("float32", "minus-inf", 1))
     ),
+    # Nothing but the LSE's gradient counts, and that is the same for all keys of a query.
+    *(Problem(100, 300, bias=(dims, "float32", "plain"), fill="tiny", seed=1) for dims in ("q", "k")),
     Problem(130, 200, batch=3, packed_q=True, used_k=True, softcap=5.0, dropout=0.3, bias=WHOLE_HEADS),
     *(
         Problem(200, 500, causal, blocks=blocks, block_dims=dims, blocks_beyond=dims == "h", **GROUPED)
@@ -88,6 +90,12 @@ SINKS = [
     Problem(300, 100, "bottom-right", sinks="normal"),
     Problem(33, 0, sinks="normal"),
     Problem(130, 200, batch=5, packed_q=True, packed_k=True, used_q=True, sinks="normal", seed=3),
+]
+#: For ``overflowing``: few keys of a query, so that P is large; where the scale is that small, gradients are 0.
+OVERFLOWING = [
+    *(Problem(70, 90, "top-left", window=(1, 0), scale=scale, num_heads=4, seed=2) for scale in (None, 1e-45)),
+    Problem(70, 90, "top-left", window=(1, 0), scale=1e-45, num_heads=4, batch=3, packed_q=True, seed=4),
+    Problem(300, 2, scale=1e-45, num_heads=4, seed=2),
 ]
 
 
@@ -157,6 +165,13 @@ class BackwardLaunch:
         if problem.return_lse:
             dlse = torch.randn(forward[1].shape, generator=generator, device=device)
         return cls(row, problem, call, dout, dlse, forward, said)
+
+    @classmethod
+    def overflowing(cls, row: _C.Row, problem: Problem, device: torch.device | str) -> BackwardLaunch:
+        """With dO so large that some of dS is beyond fp16, but not dO."""
+        launch = cls.drawn(row, problem, device)
+        launch.dout *= 12000.0
+        return launch
 
     @classmethod
     def drawn(cls, row: _C.Row, problem: Problem, device: torch.device | str) -> BackwardLaunch:

@@ -10,7 +10,7 @@ import oracle_features
 import oracle_gradients
 import pytest
 import torch
-from backward_launch import BackwardLaunch, fit
+from backward_launch import OVERFLOWING, BackwardLaunch, fit
 from problems import Problem, problems
 
 from cutlass_fmha import _C
@@ -79,6 +79,42 @@ def test_a_wrong_gradient_is_not(name: str):
             errors = launch.errors()
             assert errors.complaint or errors.out_ratio > 1, f"{name}, row {row}"
     assert fit(MIXED[0], launch.row) == launch.problem
+
+
+def first_ds(launch: BackwardLaunch) -> torch.Tensor:
+    """Of the first sequence, in fp64: [num_heads, queries, keys]."""
+    assert launch.dlse is not None
+    s, dout = next(oracle_gradients.sequences(launch.call)), launch.dout[0].transpose(0, 1).double()
+    return oracle_gradients.terms(s, dout, launch.dlse[0], None).ds
+
+
+def test_only_what_is_beyond_float16_may_not_be_finite():
+    """dQ and dK of a dS beyond 65504, whatever the scale makes of it; dV where it is beyond itself."""
+    for problem in OVERFLOWING[:2]:
+        launch = BackwardLaunch.overflowing(Row("float16"), problem, "cpu")  # type: ignore[arg-type]
+        launch.run()
+        right, large = launch.found, first_ds(launch).abs() > 70000.0
+        rows = {"q": large.any(2).T, "k": large.any(1).unflatten(0, (2, 2)).any(1).T}
+        for name, beyond in rows.items():
+            assert beyond.any() and not beyond.all()
+            for where, wrong in ((beyond, torch.inf), (beyond, torch.nan), (beyond, 60000.0), (~beyond, torch.inf)):
+                found = right[name].clone()
+                found[0][where.nonzero()[0].unbind()] = wrong
+                launch.found = right | {name: found}
+                assert (launch.errors().worst <= 1) == (where is beyond and not wrong < torch.inf), f"{name} {wrong}"
+
+
+@pytest.mark.parametrize("dims", ["q", "k", "hk"])
+def test_a_bias_may_be_summed_in_fp32_one_addend_after_the_other(dims: str):
+    """Of like addends, whose roundings are alike; but none may be left out."""
+    problem = Problem(40, 1500, batch=1, bias=(dims, "float32", "plain"), fill="tiny", seed=1)
+    launch = BackwardLaunch.of(Row("float32"), problem, "cpu")  # type: ignore[arg-type]
+    launch.run()
+    order = {"q": (1, 0, 2), "k": (2, 0, 1), "hk": (0, 2, 1)}[dims]
+    addends = first_ds(launch).float().permute(order).flatten(len(dims)).unbind(-1)
+    for some, agrees in ((addends, True), (addends[1:], False)):
+        launch.found["bias"] = sum(some).reshape(launch.found["bias"].shape)  # type: ignore[union-attr]
+        assert (launch.errors().worst <= 1) == agrees
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import gpu
 import hypothesis
 import pytest
 import torch
-from backward_launch import BackwardLaunch, listed
+from backward_launch import OVERFLOWING, BackwardLaunch, listed
 from operands import CAUSAL
 from parity_report import ParityReport
 from problems import Problem, problems
@@ -46,6 +46,17 @@ def test_drawn_problems(row: _C.Row, parity: ParityReport):
             check(row, problem, parity)
 
     agrees()
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.dtype == "float16"], ids=lambda row: row.name)
+def test_only_gradients_of_what_float16_has_no_number_for_are_not_finite(row: _C.Row, parity: ParityReport):
+    finite = []
+    for problem in OVERFLOWING:
+        launch = BackwardLaunch.overflowing(row, problem, DEVICE)
+        launch.run()
+        parity.check(launch, launch.problem)
+        finite.append([bool(launch.found[name].isfinite().all()) for name in "qk"])
+    assert not any(map(all, zip(*finite, strict=True)))
 
 
 @by_row

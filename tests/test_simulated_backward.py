@@ -79,22 +79,25 @@ def main(extension: str, name: str, *said: str) -> int:
 
         return parity_run.main([name, *said])
     import gpu
-    from backward_launch import BackwardLaunch, listed
+    from backward_launch import OVERFLOWING, BackwardLaunch, listed
 
     from cutlass_fmha.dispatch.gradients import writes_scores
 
     (row,) = (row for row in gpu.backward_rows() if row.name == name)
     bad = 0
-    for number, problem in enumerate(listed(row)):
-        launch = BackwardLaunch.of(row, problem, "cpu")
-        launch.deterministic = writes_scores(row) or (row.scored and len(problem.features) % 2 == 0)
+    launches = [BackwardLaunch.of(row, problem, "cpu") for problem in listed(row)]
+    for number, launch in enumerate(launches):
+        launch.deterministic = writes_scores(row) or (row.scored and len(launch.problem.features) % 2 == 0)
         launch.heads_at_once = 1 + number % 3
+    if row.dtype == "float16":
+        launches += [BackwardLaunch.overflowing(row, problem, "cpu") for problem in OVERFLOWING]
+    for launch in launches:
         launch.run()
         errors = launch.errors()
         intact = launch.intact()
         bad += not errors.worst <= 1 or bool(errors.complaint) or not intact
         what = errors.complaint or ("" if intact else "wrote elsewhere")
-        print(f"{problem}: {errors.worst:.3f} of what is allowed {what}", flush=True)
+        print(f"{launch.problem}: {errors.worst:.3f} of what is allowed {what}", flush=True)
     return int(bad > 0)
 
 
