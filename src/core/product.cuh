@@ -8,7 +8,7 @@
 
 namespace cutlass_fmha {
 
-/// A word that isn't there before each B fragment was read that an accumulator is made of, by a product over n16.
+/// A word that isn't there before all of a product is: then no B fragment of it is still being read.
 template <class Accumulator>
 CUTE_DEVICE uint32_t made_of(Accumulator const& accumulator) {
   uint32_t word = 0;

@@ -74,6 +74,9 @@ struct TileWalk {
     OperandsB<T, kAheadK + 1> k;
   };
 
+  /// The step of Q K^T by which all of V was read: ptxas mixes it with the last of P V.
+  static constexpr int kReleaseAt = C.reads_masks() && C.head_dim >= 128 ? 3 : 1;
+
   /// Whether the phases that need a mask have a loop of their own.
   static constexpr bool kMaskedLoop = Keys::kMaskedFirst && is_roomy(C);
 
@@ -134,10 +137,10 @@ struct TileWalk {
     read_ahead(phase - 1, lanes, ahead);
     keys.take();
     accumulate(phase - 1, lanes, ahead, probabilities, output, [&] { read_ahead(phase, lanes, first); });
-    // Of O there is no register to wait for: P V stands before what is waited for, which tests/test_tma.py makes sure
-    // of.
-    compute_scores<Mask>(phase, lanes, first, q_fragments, scores, masked,
-                         [&]() FMHA_INLINE { keys.v_pipe.consumer_release(phase - 1, made_of(scores)); });
+    // To wait for O itself takes a register too many.
+    compute_scores<Mask>(phase, lanes, first, q_fragments, scores, masked, [&]() FMHA_INLINE {
+      if constexpr (kAheadV > 0) keys.v_pipe.consumer_release(phase - 1, made_of(scores));
+    });
     keys.end_scores(phase);
     update<false>(phase, masked, asked, scores, probabilities, output, softmax);
   }
@@ -154,7 +157,7 @@ struct TileWalk {
     read_ahead(phase - 1, lanes, ahead);
     keys.take();
     accumulate(phase - 1, lanes, ahead, probabilities, output, []() FMHA_INLINE {});
-    keys.v_pipe.consumer_release(phase - 1, made_of(output));
+    if constexpr (kAheadV > 0) keys.v_pipe.consumer_release(phase - 1, made_of(output));
     if constexpr (Keys::kEndsEarly) {
       if (phase == keys.blocks) return;
       leave(phase);
@@ -229,7 +232,7 @@ struct TileWalk {
   }
 
   /// scores = Q K(phase)^T, during which the turn is passed on. Asks whether they need a mask, where that is asked
-  /// during a turn: late, so that the answer is there after it. `begun` is called after the first step.
+  /// during a turn: late, so that the answer is there after it. `begun` is called before kReleaseAt.
   template <Masked Mask, class Begun>
   CUTE_DEVICE void compute_scores(int phase, Lanes const& lanes, FirstOperands const& first,
                                   QFragments const& q_fragments, Scores& scores, bool& masked,
@@ -253,7 +256,7 @@ struct TileWalk {
           }
         },
         [&](int step, int n) FMHA_INLINE {
-          if (step == 1 && n == 0) begun();
+          if (step == kReleaseAt && n == 0) begun();
           if (step == T::kDimSteps - 1 && n == Keys::kPassAt) {
             if constexpr (Mask == Masked::ask && Keys::kAsksInTurn) masked = keys.is_masked(phase);
             keys.pass();
@@ -263,8 +266,8 @@ struct TileWalk {
     keys.k_pipe.consumer_release(phase, made_of(scores));
   }
 
-  /// output += P V(phase), P being that of the phase's scores. `between` is called before the last multiplications. V
-  /// is still to be released.
+  /// output += P V(phase), P being that of the phase's scores. `between` is called before the last multiplications.
+  /// Where these have all of V in registers by then, it is still to be released.
   template <class Between>
   CUTE_DEVICE void accumulate(int phase, Lanes const& lanes, Ahead const& ahead, Probabilities const& probabilities,
                               Output& output, Between const& between) const {
@@ -280,6 +283,12 @@ struct TileWalk {
           }
         },
         between, output);
+    if constexpr (kAheadV > 0) return;
+    if constexpr (!C.ping_pong && C.warps == 8) {
+      keys.v_pipe.consumer_release_fenced(phase);
+    } else {
+      keys.v_pipe.consumer_release(phase, made_of(output));
+    }
   }
 
   /// Softmax of a phase: turns scores into probabilities.
