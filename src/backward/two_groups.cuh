@@ -102,7 +102,11 @@ struct TwoGroupWalk : BackwardParts<C> {
         dout_pipe.consumer_wait(unit);
         if (!C.scored() || params.dv != nullptr)
           this->template add_queries<DoutTile, Unit>(probabilities, dout_at(step, half), 0, dv);
-        dout_pipe.consumer_release(unit);
+        if constexpr (C.head_dim == 96) {
+          dout_pipe.consumer_release_fenced(unit);
+        } else {
+          release(dout_pipe, unit, dv);
+        }
         if constexpr (C.whole_dq) {
           if (half == 1 && step > 0 && !(C.shares_dq && step % 2 == 0)) finish_tile(step - 1, before);
         } else {
@@ -157,7 +161,7 @@ struct TwoGroupWalk : BackwardParts<C> {
         this->template add_scores<DoutTile, Chunk>([&](int i, auto&& v)
                                                        FMHA_INLINE { cute::copy(values(cute::_, cute::_, i), v); },
                                                    dout_at(step, half), row / 16, scores);
-        if (last) dout_pipe.consumer_release(unit);
+        if (last) dout_pipe.consumer_release(unit, made_of(scores));
         if (first) mbarrier_wait(probabilities_barrier(step, half), step / Layout::kScoresTiles & 1);
         take_over(step, begin / 16, probabilities);
         if constexpr (C.scored()) {
@@ -181,7 +185,7 @@ struct TwoGroupWalk : BackwardParts<C> {
           }
         }
       }
-      q_pipe.consumer_release(step);
+      release(q_pipe, step, dk);
       if (step + kAhead < steps) load_dout(2 * step + 2 * kAhead + 1, ahead(at));
       if (step + 2 < steps) load_q(step + 2, this->after(at, place().walk));
     }
@@ -193,6 +197,15 @@ struct TwoGroupWalk : BackwardParts<C> {
   }
 
  private:
+  /// Of a tile of which a gradient was made.
+  template <class Pipe>
+  CUTE_DEVICE static void release(Pipe const& pipe, int tile, Gradient const& gradient) {
+    if constexpr (C.head_dim == 256) {
+      pipe.consumer_release_fenced(tile);
+    } else {
+      pipe.consumer_release(tile, made_of(gradient));
+    }
+  }
   /// What is asked for while the tile before `at` is read.
   CUTE_DEVICE QueryCursor ahead(QueryCursor const& at) const { return kAhead > 1 ? this->after(at, place().walk) : at; }
   CUTE_DEVICE static uint32_t dout_at(int step, int half) {
