@@ -1,4 +1,4 @@
-"""Emulation builds: their options, what they compile, how launches are padded.
+"""Emulation builds: their options, what they compile, how launches are padded, what is timed with them.
 Needs no GPU; nvcc, CMake and the headers of CUTLASS as a build does."""
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from typing import Any
 
 import building
 import cubin
+import emulate
 import mainloop
 import pytest
+from tuning import families
 
 from cutlass_fmha import _C
 
@@ -171,3 +173,41 @@ def test_extra_passes_multiply_the_mma_of_a_main_loop_and_leave_the_rest_alone(t
     extra = [i for i in thrice.code if i.base == "HMMA"]
     chained = sum(i.operands.split(",")[0].strip() == i.operands.split(",")[3].strip() for i in extra)
     assert chained > 0.6 * len(extra)
+
+
+# ---- rows of all families ----------------------------------------------------------------------------------
+
+
+def test_every_case_has_rows_and_all_of_them_are_built():
+    """Of both architectures; and tiles make whole waves, but for documents of any length."""
+    asked = list(families.cases())
+    assert {name for names, _ in asked for name in names} == {
+        *("plain", "ranged", "score_mod", "masked", "scored", "few_query", "few_query_scored", "wide", "wide_scored"),
+        "backward",
+    }
+    for names, case in asked:
+        if names[0] not in ("few_query", "wide") and case.group != "packed":
+            assert case.batch * case.num_heads * case.seqlen_q // 256 % 132 == 0
+        for arch in (89, 120):
+            rows = families.rows_for(names, case, [row for row in _C.rows() if row.arch == arch])
+            built = [row for row in rows if re.search(families.ROWS, row)]
+            assert built and built == [row for row in rows if "_element" not in row], (case.name, arch)
+
+
+def entry(case: str, row: str, share: float, **more: Any) -> dict[str, Any]:
+    figures = {"us": 1 / share, "tflops": 200 * share, "share": share, "tbytes_per_s": 1.0, "error_ratio": 0.5}
+    return {"family": "plain", "case": case, "row": row, "plain": None, **figures, **more}
+
+
+def test_shares_are_told_beside_those_of_plain_rows(capsys: pytest.CaptureFixture[str], monkeypatch):
+    refused = {"family": "ranged", "case": "packed", "row": "other", "plain": "dense", "reason": "it is odd"}
+    entries = [entry("dense", "slow", 0.5), entry("dense", "fast", 0.9)]
+    entries += [refused, entry("packed", "ranged", 0.88, family="ranged", plain="dense", error_ratio=float("nan"))]
+    found = {"passes": 3, "arch": 89, "machine": {"gpu": "an H200"}, "entries": entries}
+    monkeypatch.setattr(emulate, "measure_families", lambda *asked: {**found, "asked": asked})
+    assert emulate.main(["l4", "--families", "-D", "A=B"]) == 0
+    told = capsys.readouterr().out
+    assert "A MODEL, made of an H200" in told and "divided by 3 passes" in told
+    lines = [line.split() for line in told.splitlines()[-4:]]
+    assert [line[1] for line in lines] == ["fast", "slow", "ranged", "other"]
+    assert lines[2][-4:] == ["88.0", "%", "-2.0", "WRONG"] and lines[3][-3:] == ["it", "is", "odd"]

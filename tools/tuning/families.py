@@ -1,7 +1,8 @@
 """Rows of all families on an emulated GPU (docs/emulation.md): which share of the slowed mma's rate each reaches.
 
-    python tools/tuning/families.py CEILING RESULT      as tools/emulate.py --families starts it, in whose
-                                                        environment the package is an emulation build's
+    python tools/tuning/families.py CEILING RESULT      as tools/emulate.py --families starts it
+
+A process of its own, in whose environment the package is an emulation build's.
 """
 
 from __future__ import annotations
@@ -19,12 +20,18 @@ from cutlass_fmha.cli.output import Table
 
 #: Names of the rows that are built: of bfloat16, aligned, for the head dims below.
 ROWS = (
-    r"^fwd_.*_bf16_d(64|128)_m[0-9]+n[0-9]+w[0-9]+(k[0-9]+)?(_tma)?(_pdl)?(_ranged|_score_mod|_masked|_scored)?(_fa2)?$"
+    r"^fwd_.*_bf16_d(64|128)_m[0-9]+n[0-9]+w[0-9]+(_tma)?(_ranged|_score_mod|_masked|_scored)?(_fa2)?$"
+    r"|^fwd_.*_bf16_d(64|96|128|256)_m[0-9]+n[0-9]+w[0-9]+k[0-9]+(_tma)?(_pdl)?(_scored)?(_small)?$"
     r"|^bwd_.*_bf16_d(64|128)_m[0-9]+n[0-9]+w[0-9]+(_groups)?(_tma)?(_fa2)?$|^wide_.*_bf16_"
 )
 #: Batch, heads and length by head dim: tiles of 256, 128 and 64 queries make whole waves on 132 SMs.
 SIZES = {64: (12, 11, 4096), 128: (3, 11, 8192)}
-FEW = (("decode", 8, 32, 8, 1, 8192, 128), ("decode", 8, 64, 8, 1, 8192, 64), ("latency", 1, 8, 8, 512, 512, 64))
+#: Of few queries: group, batch, heads, heads of keys, queries, keys, head dim.
+FEW = (
+    *(("decode", 8, 32, 8, 1, 8192, 128), ("decode", 1, 32, 8, 1, 4096, 128), ("decode", 8, 64, 8, 1, 8192, 64)),
+    *(("decode", 8, 16, 16, 1, 4096, 96), ("decode", 1, 8, 1, 1, 16384, 256), ("latency", 1, 8, 8, 512, 512, 128)),
+    *(("latency", 1, 8, 8, seqlen, seqlen, 64) for seqlen in (256, 512, 1024)),
+)
 BUDGET_S = 0.06  # GPU time of a row's replays on one case
 MMA_ROUNDS = 20000  # of the ceiling's kernel: 2 ms
 NOTE = (
@@ -46,8 +53,8 @@ def cases() -> Iterator[tuple[tuple[str, ...], Case]]:
             for name in ("mask", "head_bias"):
                 yield ("masked", "scored"), replace(case, group="scores", feature=name)
             yield ("backward",), replace(case, group="backward")
-        lengths = drawn(24, 37, 2900)
-        yield ("ranged",), replace(full, group="packed", causal=True, batch=24, seqlen_q=2900, seqlen_k=2900, lengths=lengths)
+        sizes = (24, heads, heads, 2900, 2900, head_dim)
+        yield ("ranged",), Case("packed", *sizes, "bfloat16", causal=True, lengths=drawn(24, 37, 2900))
     for group, batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim in FEW:
         case = Case(group, batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, "bfloat16")
         yield ("few_query", "few_query_scored", "plain"), case
@@ -127,8 +134,9 @@ def tables(result: Mapping[str, Any]) -> list[str | Table]:
                 lines.append([case, one["row"], *"----", "", one["reason"]])
                 continue
             points = f"{100 * (one['share'] - best[one['plain']]):+.1f}" if one["plain"] in best else ""
-            figures = f"{one['us']:.1f}", f"{one['tflops']:.1f}", f"{one['tbytes_per_s']:.2f}", f"{100 * one['share']:.1f} %"
-            lines.append([case, one["row"], *figures, points, "" if one["error_ratio"] <= 1 else "WRONG"])
+            figures = f"{one['us']:.1f}", f"{one['tflops']:.1f}", f"{one['tbytes_per_s']:.2f}"
+            share, wrong = f"{100 * one['share']:.1f} %", "" if one["error_ratio"] <= 1 else "WRONG"
+            lines.append([case, one["row"], *figures, share, points, wrong])
     note = NOTE.format(gpu=result["machine"]["gpu"], passes=result["passes"])
     return [note, Table(("case", "row", "us", "TFLOP/s", "TB/s", "share", "of plain", ""), lines, left=2, remarks=True)]
 
