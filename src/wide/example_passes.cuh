@@ -20,7 +20,7 @@ class MmaTensorOp<Shape, Element, LayoutA, Element, LayoutB, float, LayoutC, Pol
                          OfOnePass> {
   using Once =
       MmaTensorOp<Shape, Element, LayoutA, Element, LayoutB, float, LayoutC, Policy, Parts, RowMajor, OfOnePass>;
-  static_assert(std::is_same_v<typename Once::InstructionShape, GemmShape<16, 8, 16>>);
+  static_assert(Once::InstructionShape::kM == 16 && Once::InstructionShape::kN == 8);
 
  public:
   CUTLASS_DEVICE void operator()(typename Once::FragmentC& d, typename Once::TransformedFragmentA const& a,
@@ -32,7 +32,7 @@ class MmaTensorOp<Shape, Element, LayoutA, Element, LayoutB, float, LayoutC, Pol
     using Atom = MMA_Atom<std::conditional_t<kHalf, SM80_16x8x16_F32F16F16F32_TN, SM80_16x8x16_F32BF16BF16F32_TN>>;
     Once::operator()(d, a, b, c);
     auto sums = make_tensor(d.data(), cute::Shape<cute::Shape<_2, _2>, Int<Tiles::kRow>, Int<Tiles::kColumn>>{});
-    cutlass_fmha::repeat_mma_passes<Atom>(sums);
+    cutlass_fmha::repeat_mma_passes<Atom, 1, 16 / Once::InstructionShape::kK>(sums);
   }
 };
 

@@ -56,7 +56,8 @@ CUTE_DEVICE void multiply(AccumulatorTile& c, uint32_t const (&a)[4], uint32_t b
   Mma::fma(c[0], c[1], c[2], c[3], a[0], a[1], a[2], a[3], b0, b1, c[0], c[1], c[2], c[3]);
 }
 
-/// In emulation builds (core/mma_passes.cuh), after a pass over `Rows` times `Columns` tiles, rows being `Step` tiles apart.
+/// In emulation builds (core/mma_passes.cuh), after a pass over `Rows` times `Columns` tiles; a row is `Step` tiles
+/// long.
 template <class T, int Rows, int Columns, int Step>
 CUTE_DEVICE void repeat_pass(AccumulatorTile* first) {
 #if CUTLASS_FMHA_MMA_PASSES > 1
