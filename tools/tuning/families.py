@@ -33,7 +33,7 @@ FEW = (
     *(("latency", 1, 8, 8, seqlen, seqlen, 64) for seqlen in (256, 512, 1024)),
 )
 BUDGET_S = 0.06  # GPU time of a row's replays on one case
-MMA_ROUNDS = 20000  # of the ceiling's kernel: 2 ms
+MMA_ROUNDS = 20000  # of the ceiling's kernel: 4 ms
 NOTE = (
     "A MODEL, made of {gpu}. share: useful operations over those of mma alone, in turns with it, divided by {passes} "
     "passes; of plain: points more or less than the best plain row at that head dim and mask."
@@ -102,6 +102,7 @@ def main(ceiling: str, result: str) -> None:
     arch, passes, flop = devices.forced_arch(), int(_C.build_info()["mma_passes"]), mma_alone(0)
     of_arch = [row for row in _C.rows() if row.arch == arch]
     shared = {row.name: row.smem_bytes for row in of_arch}
+    head = {"passes": passes, "arch": arch, "machine": machine.describe(0), "clocks": machine.read_smi(0)}
     entries = []
     for families, case in cases():
         with torch.inference_mode():
@@ -115,7 +116,6 @@ def main(ceiling: str, result: str) -> None:
                 about |= {"tflops": case.flop / us * 1e-6, "share": case.flop / us / (rate / passes)}
                 about |= {"tbytes_per_s": case.moved_bytes / us * 1e-6, "mma_tflops": rate * 1e-6}
             entries.append(about)
-        head = {"passes": passes, "arch": arch, "machine": machine.describe(0), "clocks": machine.read_smi(0)}
         Path(result).write_text(json.dumps({**head, "entries": entries}, indent=1))
         print(f"{case.name}: {len(found)} rows", file=sys.stderr, flush=True)
 
