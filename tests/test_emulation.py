@@ -205,11 +205,12 @@ def test_shares_are_told_beside_those_of_plain_rows(capsys: pytest.CaptureFixtur
     refused = {"family": "ranged", "case": "packed", "row": "other", "plain": "dense", "reason": "it is odd"}
     entries = [entry("dense", "slow", 0.5), entry("dense", "fast", 0.9)]
     entries += [refused, entry("packed", "ranged", 0.88, family="ranged", plain="dense", error_ratio=float("nan"))]
-    found = {"passes": 3, "arch": 89, "machine": {"gpu": "an H200"}, "entries": entries}
+    found = {"passes": 3, "arch": 89, "machine": {"gpu": "an H200"}, "entries": entries, "stack": {"slow": 64}}
     monkeypatch.setattr(emulate, "measure_families", lambda *asked: {**found, "asked": asked})
     assert emulate.main(["l4", "--families", "-D", "A=B"]) == 0
     told = capsys.readouterr().out
     assert "A MODEL, made of an H200" in told and "divided by 3 passes" in told
     lines = [line.split() for line in told.splitlines()[-4:]]
     assert [line[1] for line in lines] == ["fast", "slow", "ranged", "other"]
+    assert lines[1][-4:] == ["64", "B", "of", "stack"]
     assert lines[2][-4:] == ["88.0", "%", "-2.0", "WRONG"] and lines[3][-3:] == ["it", "is", "odd"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import signal
 import sys
@@ -66,7 +67,8 @@ def measure_families(arch: int, passes: int, work: Path, defines: list[str]) -> 
     if status:
         raise BuildError(f"measuring failed:\n{tail(told)}")
     found: dict[str, Any] = json.loads(result.read_text())
-    return found
+    usage = re.findall(r"Function (\w+):\s+REG:\d+ STACK:(\d+)", run_tool("cuobjdump", "-res-usage", extension))
+    return {**found, "stack": {row: int(bytes_) for row, bytes_ in usage if bytes_ != "0"}}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -123,6 +123,7 @@ def main(ceiling: str, result: str) -> None:
 def tables(result: Mapping[str, Any]) -> list[str | Table]:
     """Each case's rows, the fastest first."""
     best: dict[str, float] = {}
+    stack = result.get("stack", {})  # which rows have for the passes' four registers, and not on their own architecture
     for one in result["entries"]:
         if one["family"] == "plain" and "us" in one:
             best[one["case"]] = max(one["share"], best.get(one["case"], 0.0))
@@ -135,8 +136,9 @@ def tables(result: Mapping[str, Any]) -> list[str | Table]:
                 continue
             points = f"{100 * (one['share'] - best[one['plain']]):+.1f}" if one["plain"] in best else ""
             figures = f"{one['us']:.1f}", f"{one['tflops']:.1f}", f"{one['tbytes_per_s']:.2f}"
-            share, wrong = f"{100 * one['share']:.1f} %", "" if one["error_ratio"] <= 1 else "WRONG"
-            lines.append([case, one["row"], *figures, share, points, wrong])
+            remarks = ["WRONG"] * (not one["error_ratio"] <= 1)
+            remarks += [f"{stack[one['row']]} B of stack"] if one["row"] in stack else []
+            lines.append([case, one["row"], *figures, f"{100 * one['share']:.1f} %", points, ", ".join(remarks)])
     note = NOTE.format(gpu=result["machine"]["gpu"], passes=result["passes"])
     return [note, Table(("case", "row", "us", "TFLOP/s", "TB/s", "share", "of plain", ""), lines, left=2, remarks=True)]
 
