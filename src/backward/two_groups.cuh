@@ -102,7 +102,7 @@ struct TwoGroupWalk : BackwardParts<C> {
         dout_pipe.consumer_wait(unit);
         if (!C.scored() || params.dv != nullptr)
           this->template add_queries<DoutTile, Unit>(probabilities, dout_at(step, half), 0, dv);
-        dout_pipe.consumer_release(unit);
+        dout_pipe.consumer_release(unit, made_of(dv));
         if constexpr (C.whole_dq) {
           if (half == 1 && step > 0 && !(C.shares_dq && step % 2 == 0)) finish_tile(step - 1, before);
         } else {
@@ -157,7 +157,7 @@ struct TwoGroupWalk : BackwardParts<C> {
         this->template add_scores<DoutTile, Chunk>([&](int i, auto&& v)
                                                        FMHA_INLINE { cute::copy(values(cute::_, cute::_, i), v); },
                                                    dout_at(step, half), row / 16, scores);
-        if (last) dout_pipe.consumer_release(unit);
+        if (last) dout_pipe.consumer_release(unit, made_of(scores));
         if (first) mbarrier_wait(probabilities_barrier(step, half), step / Layout::kScoresTiles & 1);
         take_over(step, begin / 16, probabilities);
         if constexpr (C.scored()) {
@@ -181,7 +181,7 @@ struct TwoGroupWalk : BackwardParts<C> {
           }
         }
       }
-      q_pipe.consumer_release(step);
+      q_pipe.consumer_release(step, made_of(dk));
       if (step + kAhead < steps) load_dout(2 * step + 2 * kAhead + 1, ahead(at));
       if (step + 2 < steps) load_q(step + 2, this->after(at, place().walk));
     }

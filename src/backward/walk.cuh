@@ -105,7 +105,7 @@ struct BackwardWalk : BackwardParts<C> {
           this->template store_scores<T>(begin / 16, probabilities);
           if (chunk == kChunks - 1) scores_pipe.producer_commit(step);
         }
-        if (chunk == kChunks - 1) dout_pipe.consumer_release(step);
+        if (chunk == kChunks - 1) dout_pipe.consumer_release(step, C.scored() ? made_of(scores) : made_of(dv));
         if (chunk == 0 && step + 1 < all_steps()) {
           load_q(step + 1, next(at));
           if constexpr (C.writes_scores) load_dout(step + 1, next(at));
@@ -113,7 +113,7 @@ struct BackwardWalk : BackwardParts<C> {
         if (!C.scored() || params.dk != nullptr)
           this->template add_queries<QTile, T>(probabilities, q_tile, begin / 16, dk);
       }
-      q_pipe.consumer_release(step);
+      q_pipe.consumer_release(step, made_of(dk));
       if constexpr (!C.writes_scores) {
         scores_pipe.consumer_wait(step);
         if (step + 1 < all_steps()) load_dout(step + 1, next(at));

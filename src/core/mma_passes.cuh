@@ -2,7 +2,7 @@
 // with zero operands, so that every useful mma takes CUTLASS_FMHA_MMA_PASSES times its time and the result is the same.
 #pragma once
 
-#include <cute/tensor.hpp>
+#include "registers.cuh"
 
 #ifndef CUTLASS_FMHA_MMA_PASSES
 #define CUTLASS_FMHA_MMA_PASSES 1
@@ -16,14 +16,12 @@ static_assert(kMmaPasses >= 1 && kMmaPasses % 2 == 1);
 #if CUTLASS_FMHA_MMA_PASSES > 1
 
 // Known to be zero, ptxas would write it anew to other registers for every few mma (mma can't read the zero register),
-// which takes issue slots that the emulated GPU doesn't lose. So it is a value that the compiler doesn't know.
-static __constant__ uint4 unknown_zero;
-
-CUTE_DEVICE uint4 load_unknown_zero() {
+// which takes issue slots that the emulated GPU doesn't lose.
+CUTE_DEVICE uint4 load_unknown_zeros() {
   uint4 zero;
   asm volatile("ld.const.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(zero.x), "=r"(zero.y), "=r"(zero.z), "=r"(zero.w)
-               : "l"(__cvta_generic_to_constant(&unknown_zero)));
+               : "l"(__cvta_generic_to_constant(&unknown_zeros)));
   return zero;
 }
 
@@ -40,7 +38,7 @@ CUTE_DEVICE void repeat_mma_passes(Accumulator& accumulator) {
   Mma mma;
   auto a = make_tensor<typename Mma::ValTypeA>(Shape<Shape<_2, _2, _2>>{});
   auto words = recast<uint32_t>(a);
-  uint4 const zero = load_unknown_zero();
+  uint4 const zero = load_unknown_zeros();
   words(0) = zero.x, words(1) = zero.y, words(2) = zero.z, words(3) = zero.w;
   auto b = make_tensor(a.data(), Shape<Shape<_2, _2>>{});  // the same registers
   CUTE_UNROLL

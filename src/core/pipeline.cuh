@@ -30,6 +30,16 @@ CUTE_DEVICE void mbarrier_arrive(uint32_t barrier) {
   asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier) : "memory");
 }
 
+/// Once `word` is there.
+CUTE_DEVICE void mbarrier_arrive_after(uint32_t word, uint32_t barrier) {
+  asm volatile(
+      "{ .reg .pred always; .reg .b64 state;\n"
+      "setp.eq.u32 always, %1, 0;\n"
+      "@always mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier),
+      "r"(word & unknown_zeros.x)
+      : "memory");
+}
+
 /// As so many threads. From sm_90 on.
 CUTE_DEVICE void mbarrier_arrive(uint32_t barrier, int count) {
   asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0], %1; }" ::"r"(barrier), "r"(count)
@@ -61,11 +71,6 @@ CUTE_DEVICE void mbarrier_wait(uint32_t barrier, uint32_t parity) {
         : "memory");
   } while (!done);
 }
-
-/// What this thread has read of shared memory so far comes before what the copy unit writes there once it is told to.
-/// An arrival at a barrier alone doesn't say so: it overtakes matrices that are still being read where other blocks
-/// keep the SM's shared memory busy. From sm_90 on.
-CUTE_DEVICE void fence_reads_before_copy_unit() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 /// A ring of `Stages` tiles in shared memory, filled by `producers` threads and emptied by `consumers` threads. Tile t
 /// of the walk lies in stage t % Stages. Every consumer waits for and releases every tile, needed or not: otherwise a
@@ -105,9 +110,18 @@ struct TilePipeline {
   /// By one of those that fill only this tile of its stage.
   CUTE_DEVICE void producer_commit_once(int tile) const { mbarrier_arrive_and_drop(full(tile)); }
   CUTE_DEVICE void consumer_wait(int tile) const { mbarrier_wait(full(tile), Number(tile) / Stages & 1); }
-  CUTE_DEVICE void consumer_release(int tile) const {
-    if constexpr (By == Copy::tma) fence_reads_before_copy_unit();
-    mbarrier_arrive(empty(tile));
+  /// Of a tile that this thread hasn't read.
+  CUTE_DEVICE void consumer_release(int tile) const { mbarrier_arrive(empty(tile)); }
+  /// Of one that it has read, of which `product` is made (see made_of()). An arrival is not kept back by what is still
+  /// being read: it overtakes ldmatrix where other blocks keep the SM's shared memory busy, and the copy unit writes
+  /// there. So it waits for what was made of all that was read. A proxy fence does, too, and takes 1 to 5 % of a
+  /// kernel.
+  CUTE_DEVICE void consumer_release(int tile, uint32_t product) const {
+    if constexpr (By == Copy::tma) {
+      mbarrier_arrive_after(product, empty(tile));
+    } else {
+      mbarrier_arrive(empty(tile));
+    }
   }
 
   /// Of a tile's full barrier, in bytes from `barriers` on.

@@ -8,6 +8,15 @@
 
 namespace cutlass_fmha {
 
+/// A word that isn't there before each B fragment was read that an accumulator is made of, by a product over n16.
+template <class Accumulator>
+CUTE_DEVICE uint32_t made_of(Accumulator const& accumulator) {
+  uint32_t word = 0;
+  CUTE_UNROLL
+  for (int n = 0; n < cute::size<2>(accumulator); n += 2) word |= __float_as_uint(accumulator(0, 0, n));
+  return word;
+}
+
 /// In place of where a block's shared memory begins: offsets are addresses there already.
 struct SharedWindow {};
 CUTE_DEVICE cute::uint128_t const& shared_at(SharedWindow, uint32_t address) {
@@ -162,10 +171,10 @@ struct WarpProduct {
   }
 
   /// output += P V. read_v(step, n, fragment) for each piece; with `LastAtOnce`, for all of the last step before any of
-  /// it is multiplied, and then before_last() is called.
-  template <bool LastAtOnce, class ReadV, class BeforeLast>
-  CUTE_DEVICE static void add_values(Probabilities const& probabilities, ReadV const& read_v,
-                                     BeforeLast const& before_last, Output& output) {
+  /// it is multiplied, and then all_read() is called.
+  template <bool LastAtOnce, class ReadV, class AllRead>
+  CUTE_DEVICE static void add_values(Probabilities const& probabilities, ReadV const& read_v, AllRead const& all_read,
+                                     Output& output) {
     using namespace cute;
     CUTE_UNROLL
     for (int step = 0; step < T::kKeySteps; ++step) {
@@ -174,7 +183,7 @@ struct WarpProduct {
       if (at_once) {
         CUTE_UNROLL
         for (int n = 0; n < T::kValueSteps; ++n) read_v(step, n, v(_, _, n));
-        before_last();
+        all_read();
       }
       CUTE_UNROLL
       for (int n = 0; n < T::kValueSteps; ++n) {

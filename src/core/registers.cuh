@@ -40,4 +40,7 @@ CUTE_DEVICE T* settled(T* x) {
   return reinterpret_cast<T*>(uint64_t{settled(uint32_t(bits >> 32))} << 32 | settled(uint32_t(bits)));
 }
 
+/// Zeros, which the compiler doesn't know.
+static __constant__ uint4 unknown_zeros;
+
 }  // namespace cutlass_fmha

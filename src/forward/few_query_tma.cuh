@@ -101,7 +101,7 @@ struct FewQueryTmaKeys {
   CUTE_DEVICE void multiply(int step, Held const& kept, Scores& scores) const {
     k_pipe.consumer_wait(step);
     Product::query_tile(smem, kept, q_lane(), Layout::tile(key_part, 0, step), k_lane_offset, scores);
-    k_pipe.consumer_release(step);
+    k_pipe.consumer_release(step, made_of(scores));
   }
   template <bool First>
   CUTE_DEVICE void after_scores(int step, Held&) const {
@@ -120,7 +120,7 @@ struct FewQueryTmaKeys {
   CUTE_DEVICE void add_values(int step, Held const&, Probabilities const& probabilities, Output& output) const {
     v_pipe.consumer_wait(step);
     Product::add_tile(smem, probabilities, Layout::tile(key_part, 1, step), qv_lane_offset, output);
-    v_pipe.consumer_release(step);
+    v_pipe.consumer_release(step, made_of(output));
   }
   CUTE_DEVICE static void after_values(int) {}
 
