@@ -15,9 +15,12 @@ import cubin
 import emulate
 import mainloop
 import pytest
+import torch
 from tuning import families
 
 from cutlass_fmha import _C
+from cutlass_fmha.dispatch import device as devices
+from cutlass_fmha.launch import gradients
 
 ROOT = Path(__file__).resolve().parents[1]
 KIB = 1024
@@ -186,14 +189,82 @@ def test_every_case_has_rows_and_they_are_built():
         "backward",
     }
     left_out = "_element|_ds$|^bwd_.*_scored"
+    built = families.rows_of(tuple(families.ROWS))
     for names, case in asked:
         few = names[0] == "few_query"
+        assert names[0] in families.ROWS
         if not few and names[0] != "wide" and case.group != "packed":
             assert case.batch * case.num_heads * case.seqlen_q // 256 % 132 == 0
         for arch in (89, 120):
-            rows = families.rows_for(names[:2] if few else names, case, [row for row in _C.rows() if row.arch == arch])
+            of_arch = [row for row in (*_C.rows(), *_C.backward_rows()) if row.arch == arch]
+            rows = families.rows_for(names[:2] if few else names, case, of_arch)
             wanted = [row for row in rows if not re.search(left_out, row)]
-            assert wanted and all(re.search(families.ROWS, row) for row in wanted), (case.name, arch)
+            assert wanted and all(re.search(built, row) for row in wanted), (case.name, arch)
+            assert any(re.search(families.ROWS[names[0]], row) for row in wanted), (case.name, arch)
+
+
+@pytest.mark.parametrize("family", families.ROWS)
+def test_a_family_alone_builds_its_rows_and_plain_ones(family: str, tmp_path: Path):
+    """Those of FlashAttention-2, too, where there are."""
+    command = [building.find_program("cmake"), "-D", f"CUTLASS_FMHA_MANIFEST={ROOT}/tools/tuning/beside.cmake"]
+    command += ["-P", str(ROOT / "cmake" / "list_rows.cmake")]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    names = [line.split()[0] for line in told.splitlines()]
+    built = [name for name in names if re.search(families.rows_of([family]), name)]
+    for arch in (89, 120):
+        own = [name for name in built if f"_sm{arch}_" in name and re.search(families.ROWS[family], name)]
+        assert own and any(f"fwd_sm{arch}_bf16_d128_m256" in name for name in built)
+    if family == "backward":
+        assert sorted(name for name in built if name.startswith(("bwd_sm89", "bwd_sm120"))) == [
+            *("bwd_sm120_bf16_d128_m64n128w8_tma", "bwd_sm120_bf16_d64_m64n256w8_tma"),
+            *("bwd_sm89_bf16_d128_m64n128w8", "bwd_sm89_bf16_d128_m64n64w4_fa2"),
+            *("bwd_sm89_bf16_d64_m64n128w8_fa2", "bwd_sm89_bf16_d64_m64n256w8"),
+        ]
+
+
+@pytest.mark.parametrize("gpu", ["l4", "rtxpro6000"])
+def test_gradients_are_timed_by_the_row_that_is_named(gpu: str):
+    """What the benchmark calls takes each row's name to the launch, and a row of no backward is refused."""
+    device = devices.PRESETS[gpu]
+    of_arch = [row for row in (*_C.rows(), *_C.backward_rows()) if row.arch == emulate.ARCHITECTURES[device.capability]]
+    for names, case in families.cases():
+        if names[0] != "backward":
+            continue
+        assert case.flop == 5 * 2 * case.num_heads * case.visible_pairs * case.head_dim
+        shape = (case.batch, case.seqlen_q, case.num_heads, case.head_dim)
+        tensors = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for _ in range(5)]
+        lse = torch.empty(case.batch, case.num_heads, case.seqlen_q, device="meta")
+        about = (lse, None, 0.1, "bottom-right" if case.causal else "none", {}, (True, True, True, False, False))
+        rows = families.rows_for(names, case, of_arch)
+        assert len(rows) >= 2
+        for row in rows:
+            gradients.launch(tensors[4], tuple(tensors[:3]), tensors[3], *about, row=row, device=device)
+        with pytest.raises(ValueError, match="is not a row"):
+            gradients.launch(tensors[4], tuple(tensors[:3]), tensors[3], *about, row="fwd", device=device)
+
+
+def test_a_case_without_rows_or_times_is_named():
+    asked = [(case, ["row"] if names[0] != "backward" else []) for names, case in families.cases()]
+    sentence = families.unmet(asked, "row of sm_89")
+    assert sentence and sentence.startswith("no row of sm_89 of 4 cases: b12_h11_s4096_d64_bf16_backward, ")
+    assert families.unmet([one for one in asked if one[1]], "row") is None
+
+
+@pytest.mark.parametrize(
+    ("options", "asked"),
+    [(["--families"], tuple(families.ROWS)), (["--family", "backward", "--family", "wide"], ["backward", "wide"])],
+)
+def test_families_that_are_asked_for_are_measured(options: list[str], asked: Any, monkeypatch, capsys):
+    given: list[Any] = []
+
+    def measure(*arguments: Any) -> None:
+        given.append(arguments)
+        raise building.BuildError("no row of sm_89 of 4 cases")
+
+    monkeypatch.setattr(emulate, "measure_families", measure)
+    assert emulate.main(["rtx4090", *options]) == 1
+    assert given[0][:2] == (89, 5) and given[0][4] == asked
+    assert "no row of sm_89" in capsys.readouterr().err
 
 
 def entry(case: str, row: str, share: float, **more: Any) -> dict[str, Any]:

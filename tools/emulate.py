@@ -3,6 +3,7 @@
     python tools/emulate.py l4 --preset dense --head-dim 128
     python tools/emulate.py rtx5090 --report
     python tools/emulate.py l4 --families --json FILE       the manifest's rows of all families
+    python tools/emulate.py l4 --family backward            or of one alone
 
 It is tools/tune.py with that GPU's rows and its balance: all other options, --json too, are those of it.
 """
@@ -15,6 +16,7 @@ import re
 import shutil
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +44,19 @@ def balance(name: str) -> tuple[int, int]:
     return arch, 2 * round((mma_clocks(arch, gpu.name) / MMA_CLOCKS[90] - 1) / 2) + 1
 
 
-def measure_families(arch: int, passes: int, work: Path, defines: list[str]) -> dict[str, Any]:
-    """What tuning/families.py says of both architectures' build with so many passes. Raises BuildError."""
+def measure_families(
+    arch: int, passes: int, work: Path, defines: list[str], asked: Sequence[str] = tuple(families.ROWS)
+) -> dict[str, Any]:
+    """What tuning/families.py says of the families asked for, of both architectures' build with so many passes.
+
+    Raises BuildError, of a case without a row or a time, too.
+    """
     variables: dict[str, object] = {
         "CMAKE_CUDA_ARCHITECTURES": sorted(ARCHITECTURES.values()),
         "CUTLASS_FMHA_EMULATION": "ON",
         "CUTLASS_FMHA_MMA_PASSES": passes,
         "CUTLASS_FMHA_MANIFEST": Path(families.__file__).with_name("beside.cmake"),
-        "CUTLASS_FMHA_ROWS": families.ROWS,
+        "CUTLASS_FMHA_ROWS": families.rows_of(asked),
         "CUTLASS_FMHA_ROWS_PER_FILE": 2,
     }
     tree = Tree(work.resolve() / f"families-passes{passes}", variables | dict(d.split("=", 1) for d in defines))
@@ -63,7 +70,8 @@ def measure_families(arch: int, passes: int, work: Path, defines: list[str]) -> 
     result.unlink(missing_ok=True)
     environment = {"PYTHONPATH": package, devices.FORCE_ARCH: arch, "CUTLASS_FMHA_CALIBRATION": "off"}
     command = ["env", *(f"{name}={value}" for name, value in environment.items()), sys.executable]
-    status, told = run([*command, families.__file__, str(ceiling), str(result)], tree.directory / "families.log")
+    command += [families.__file__, str(ceiling), str(result), ",".join(asked)]
+    status, told = run(command, tree.directory / "families.log")
     if status:
         raise BuildError(f"measuring failed:\n{tail(told)}")
     found: dict[str, Any] = json.loads(result.read_text())
@@ -79,14 +87,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("gpu", choices=TARGETS, metavar="GPU", help=", ".join(TARGETS))
     add = parser.add_argument_group("the manifest's rows of all families, in place of a search").add_argument
     add("--families", action="store_true", help="time them beside FlashAttention-2's tiles and the mma alone")
+    add("--family", action="append", choices=families.ROWS, help="these alone, and plain rows; may be repeated")
     add("-D", dest="defines", action="append", default=[], metavar="NAME=VALUE", help="for CMake")
     options, rest = parser.parse_known_args(arguments)
     arch, passes = balance(options.gpu)
-    if not options.families:
+    if not options.families and not options.family:
         return tune.main(["--arch", str(arch), "--mma-passes", str(passes), *rest])
     asked = tune.parse_arguments(rest)
     try:
-        found = measure_families(arch, passes, asked.work, options.defines)
+        families_asked = options.family or tuple(families.ROWS)
+        found = measure_families(arch, passes, asked.work, options.defines, families_asked)
     except (BuildError, tune.ToolMissingError) as error:
         print(f"emulate: {error}", file=sys.stderr)
         return 1

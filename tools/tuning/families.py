@@ -1,6 +1,6 @@
 """Rows of all families on an emulated GPU (docs/emulation.md): which share of the slowed mma's rate each reaches.
 
-    python tools/tuning/families.py CEILING RESULT      as tools/emulate.py --families starts it
+    python tools/tuning/families.py CEILING RESULT FAMILY,...      as tools/emulate.py --families starts it
 
 A process of its own, in whose environment the package is an emulation build's.
 """
@@ -18,12 +18,16 @@ from typing import Any
 from cutlass_fmha.bench.cases import Case, drawn
 from cutlass_fmha.cli.output import Table
 
-#: Names of the rows that are built: of bfloat16, aligned, for the head dims below.
-ROWS = (
-    r"^fwd_.*_bf16_d(64|128)_m[0-9]+n[0-9]+w[0-9]+(_tma)?(_ranged|_score_mod|_masked|_scored)?(_fa2)?$"
-    r"|^fwd_.*_bf16_d(64|96|128|256)_m[0-9]+n[0-9]+w[0-9]+k[0-9]+(_tma)?(_pdl)?(_scored)?(_small)?$"
-    r"|^bwd_.*_bf16_d(64|128)_m[0-9]+n[0-9]+w[0-9]+(_groups)?(_tma)?(_fa2)?$|^wide_.*_bf16_"
-)
+_MANY = r"^fwd_.*_bf16_d(64|128)_m[0-9]+n[0-9]+w[0-9]+(_tma)?%s(_fa2)?$"
+#: Family -> names of the rows that are built for it: of bfloat16, aligned, for the head dims below.
+ROWS = {
+    "plain": _MANY % "",
+    **{name: _MANY % f"_{name}" for name in ("ranged", "score_mod")},
+    "masked": _MANY % "_(masked|scored)",
+    "backward": r"^bwd_.*_bf16_d(64|128)_m[0-9]+n[0-9]+w[0-9]+(_groups)?(_tma)?(_fa2)?$",
+    "few_query": r"^fwd_.*_bf16_d(64|96|128|256)_m[0-9]+n[0-9]+w[0-9]+k[0-9]+(_tma)?(_pdl)?(_scored)?(_small)?$",
+    "wide": r"^wide_.*_bf16_",
+}
 #: Batch, heads and length by head dim: tiles of 256, 128 and 64 queries make whole waves on 132 SMs.
 SIZES = {64: (12, 11, 4096), 128: (3, 11, 8192)}
 #: Of few queries: group, batch, heads, heads of keys, queries, keys, head dim.
@@ -62,6 +66,11 @@ def cases() -> Iterator[tuple[tuple[str, ...], Case]]:
     yield from ((("wide", "wide_scored"), case) for case in (wide, replace(wide, causal=True)))
 
 
+def rows_of(families: Sequence[str]) -> str:
+    """Pattern of the rows that cases of these families need: plain ones, too, for what comes before gradients."""
+    return "|".join(ROWS[name] for name in dict.fromkeys(("plain", *families)))
+
+
 def rows_for(families: Sequence[str], case: Case, rows: Sequence[Any]) -> list[str]:
     """Names of those that may run it."""
     fit = [row for row in rows if row.family in families and row.dtype == case.dtype and row.head_dim >= case.head_dim]
@@ -85,7 +94,13 @@ def measure(case: Case, rows: Sequence[str], mma_alone: Callable[[int], object])
     return found
 
 
-def main(ceiling: str, result: str) -> None:
+def unmet(asked: Sequence[tuple[Case, Sequence[str]]], what: str) -> str | None:
+    """A sentence on the cases that have none of what they need."""
+    names = [case.name for case, found in asked if not found]
+    return f"no {what} of {len(names)} cases: {', '.join(names)}" if names else None
+
+
+def main(ceiling: str, result: str, families: str) -> None:
     import torch
 
     from cutlass_fmha import _C
@@ -100,17 +115,22 @@ def main(ceiling: str, result: str) -> None:
         return float(launch(MMA_ROUNDS, sms, torch.cuda.current_stream().cuda_stream))
 
     arch, passes, flop = devices.forced_arch(), int(_C.build_info()["mma_passes"]), mma_alone(0)
-    of_arch = [row for row in _C.rows() if row.arch == arch]
+    of_arch = [row for row in (*_C.rows(), *_C.backward_rows()) if row.arch == arch]
+    wanted = families.split(",")
+    asked = [(case, rows_for(names, case, of_arch)) for names, case in cases() if names[0] in wanted]
+    family = {case.name: names[0] for names, case in cases()}
+    if sentence := unmet(asked, f"row of sm_{arch}"):
+        raise SystemExit(sentence)
     shared = {row.name: row.smem_bytes for row in of_arch}
     head = {"passes": passes, "arch": arch, "machine": machine.describe(0), "clocks": machine.read_smi(0)}
-    entries = []
-    for families, case in cases():
+    entries: list[dict[str, Any]] = []
+    for case, rows in asked:
         with torch.inference_mode():
-            found = measure(case, rows_for(families, case, of_arch), mma_alone)
+            found = measure(case, rows, mma_alone)
         torch.cuda.empty_cache()
         rate = flop / found.pop("mma")["us"]
         for row, one in found.items():
-            about = {"family": families[0], "case": case.name, "row": row, "smem_bytes": shared[row], **one}
+            about = {"family": family[case.name], "case": case.name, "row": row, "smem_bytes": shared[row], **one}
             about |= {"plain": case.plain.name if case.featured else None}
             if us := one.get("us"):
                 about |= {"tflops": case.flop / us * 1e-6, "share": case.flop / us / (rate / passes)}
@@ -118,6 +138,9 @@ def main(ceiling: str, result: str) -> None:
             entries.append(about)
         Path(result).write_text(json.dumps({**head, "entries": entries}, indent=1))
         print(f"{case.name}: {len(found)} rows", file=sys.stderr, flush=True)
+    timed = [(case, [one for one in entries if one["case"] == case.name and "us" in one]) for case, _ in asked]
+    if sentence := unmet(timed, "row's time"):
+        raise SystemExit(sentence)
 
 
 def tables(result: Mapping[str, Any]) -> list[str | Table]:
