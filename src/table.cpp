@@ -77,8 +77,8 @@ std::vector<Row> const& rows() {
     std::vector<Row> all = all_rows();
 #if CUTLASS_FMHA_EMULATION
     for (Row& row : all) {
-      auto const* config = std::get_if<ForwardConfig>(&row.config);
-      if (config && config->arch != 90) row.smem_bytes = emulated_smem_bytes(row.smem_bytes, config->warps);
+      if (row.arch() == 90 || std::holds_alternative<HelperConfig>(row.config)) continue;
+      row.smem_bytes = emulated_smem_bytes(row.smem_bytes, row.threads() / 32);
     }
 #endif
     return all;

@@ -1,8 +1,9 @@
-"""Emulation builds: their options, what they compile, how launches are padded.
+"""Emulation builds: their options, what they compile, how launches are padded, what is timed with them.
 Needs no GPU; nvcc, CMake and the headers of CUTLASS as a build does."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -12,8 +13,15 @@ from typing import Any
 
 import building
 import cubin
+import emulate
 import mainloop
 import pytest
+import torch
+from tuning import families, family_record
+
+from cutlass_fmha import _C
+from cutlass_fmha.dispatch import device as devices
+from cutlass_fmha.launch import gradients
 
 ROOT = Path(__file__).resolve().parents[1]
 KIB = 1024
@@ -161,3 +169,145 @@ def test_extra_passes_multiply_the_mma_of_a_main_loop_and_leave_the_rest_alone(t
     extra = [i for i in thrice.code if i.base == "HMMA"]
     chained = sum(i.operands.split(",")[0].strip() == i.operands.split(",")[3].strip() for i in extra)
     assert chained > 0.6 * len(extra)
+
+
+# ---- rows of all families ----------------------------------------------------------------------------------
+
+
+def test_every_case_has_rows_and_they_are_built():
+    """Of both architectures; and tiles make whole waves, but for documents of any length."""
+    asked = list(families.cases())
+    assert {name for names, _ in asked for name in names} == {
+        *("plain", "ranged", "score_mod", "masked", "scored", "few_query", "few_query_scored", "wide", "wide_scored"),
+        "backward",
+    }
+    left_out = "_element|_ds$|^bwd_.*_scored"
+    built = families.rows_of(tuple(families.ROWS))
+    for names, case in asked:
+        few = names[0] == "few_query"
+        assert names[0] in families.ROWS
+        if not few and names[0] != "wide" and case.group != "packed":
+            assert case.batch * case.num_heads * case.seqlen_q // 256 % 132 == 0
+        for arch in (89, 120):
+            of_arch = [row for row in (*_C.rows(), *_C.backward_rows()) if row.arch == arch]
+            rows = families.rows_for(names[:2] if few else names, case, of_arch)
+            wanted = [row for row in rows if not re.search(left_out, row)]
+            assert wanted and all(re.search(built, row) for row in wanted), (case.name, arch)
+            assert any(re.search(families.ROWS[names[0]], row) for row in wanted), (case.name, arch)
+
+
+@pytest.mark.parametrize("family", families.ROWS)
+def test_a_family_alone_builds_its_rows_and_plain_ones(family: str, tmp_path: Path):
+    """Those of FlashAttention-2, too, where there are."""
+    command = [building.find_program("cmake"), "-D", f"CUTLASS_FMHA_MANIFEST={ROOT}/tools/tuning/beside.cmake"]
+    command += ["-P", str(ROOT / "cmake" / "list_rows.cmake")]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    names = [line.split()[0] for line in told.splitlines()]
+    built = [name for name in names if re.search(families.rows_of([family]), name)]
+    for arch in (89, 120):
+        own = [name for name in built if f"_sm{arch}_" in name and re.search(families.ROWS[family], name)]
+        assert own and any(f"fwd_sm{arch}_bf16_d128_m256" in name for name in built)
+    if family == "backward":
+        assert sorted(name for name in built if name.startswith(("bwd_sm89", "bwd_sm120"))) == [
+            *("bwd_sm120_bf16_d128_m64n128w8_tma", "bwd_sm120_bf16_d64_m64n256w8_tma"),
+            *("bwd_sm89_bf16_d128_m64n128w8", "bwd_sm89_bf16_d128_m64n64w4_fa2"),
+            *("bwd_sm89_bf16_d64_m64n128w8_fa2", "bwd_sm89_bf16_d64_m64n256w8"),
+        ]
+
+
+@pytest.mark.parametrize("gpu", ["l4", "rtxpro6000"])
+def test_gradients_are_timed_by_the_row_that_is_named(gpu: str):
+    """What the benchmark calls takes each row's name to the launch, and a row of no backward is refused."""
+    device = devices.PRESETS[gpu]
+    of_arch = [row for row in (*_C.rows(), *_C.backward_rows()) if row.arch == emulate.ARCHITECTURES[device.capability]]
+    for names, case in families.cases():
+        if names[0] != "backward":
+            continue
+        assert case.flop == 5 * 2 * case.num_heads * case.visible_pairs * case.head_dim
+        shape = (case.batch, case.seqlen_q, case.num_heads, case.head_dim)
+        tensors = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for _ in range(5)]
+        lse = torch.empty(case.batch, case.num_heads, case.seqlen_q, device="meta")
+        about = (lse, None, 0.1, "bottom-right" if case.causal else "none", {}, (True, True, True, False, False))
+        rows = families.rows_for(names, case, of_arch)
+        assert len(rows) >= 2
+        for row in rows:
+            gradients.launch(tensors[4], tuple(tensors[:3]), tensors[3], *about, row=row, device=device)
+        with pytest.raises(ValueError, match="is not a row"):
+            gradients.launch(tensors[4], tuple(tensors[:3]), tensors[3], *about, row="fwd", device=device)
+
+
+def test_a_case_without_rows_or_times_is_named():
+    asked = [(case, ["row"] if names[0] != "backward" else []) for names, case in families.cases()]
+    sentence = families.unmet(asked, "row of sm_89")
+    assert sentence and sentence.startswith("no row of sm_89 of 4 cases: b12_h11_s4096_d64_bf16_backward, ")
+    assert families.unmet([one for one in asked if one[1]], "row") is None
+
+
+@pytest.mark.parametrize(
+    ("options", "asked"),
+    [(["--families"], tuple(families.ROWS)), (["--family", "backward", "--family", "wide"], ["backward", "wide"])],
+)
+def test_families_that_are_asked_for_are_measured(options: list[str], asked: Any, monkeypatch, capsys):
+    given: list[Any] = []
+
+    def measure(*arguments: Any) -> None:
+        given.append(arguments)
+        raise building.BuildError("no row of sm_89 of 4 cases")
+
+    monkeypatch.setattr(emulate, "measure_families", measure)
+    assert emulate.main(["rtx4090", *options]) == 1
+    assert given[0][:2] == (89, 5) and given[0][4] == asked
+    assert "no row of sm_89" in capsys.readouterr().err
+
+
+def entry(case: str, row: str, share: float, **more: Any) -> dict[str, Any]:
+    figures = {"us": 1 / share, "tflops": 200 * share, "share": share, "tbytes_per_s": 1.0, "error_ratio": 0.5}
+    return {"family": "plain", "case": case, "row": row, "plain": None, **figures, **more}
+
+
+def test_shares_are_told_beside_those_of_plain_rows(capsys: pytest.CaptureFixture[str], monkeypatch):
+    refused = {"family": "ranged", "case": "packed", "row": "other", "plain": "dense", "reason": "it is odd"}
+    entries = [entry("dense", "slow", 0.5), entry("dense", "fast", 0.9)]
+    entries += [refused, entry("packed", "ranged", 0.88, family="ranged", plain="dense", error_ratio=float("nan"))]
+    found = {"passes": 3, "arch": 89, "machine": {"gpu": "an H200"}, "entries": entries, "stack": {"slow": 64}}
+    monkeypatch.setattr(emulate, "measure_families", lambda *asked: {**found, "asked": asked})
+    assert emulate.main(["l4", "--families", "-D", "A=B"]) == 0
+    told = capsys.readouterr().out
+    assert "A MODEL, made of an H200" in told and "divided by 3 passes" in told
+    lines = [line.split() for line in told.splitlines()[-4:]]
+    assert [line[1] for line in lines] == ["fast", "slow", "ranged", "other"]
+    assert lines[1][-4:] == ["64", "B", "of", "stack"]
+    assert lines[2][-4:] == ["88.0", "%", "-2.0", "WRONG"] and lines[3][-3:] == ["it", "is", "odd"]
+
+
+def test_a_record_has_all_runs_and_its_table_the_best_rows():
+    """A later result adds to an earlier one's; a row that spills, and one that is wrong, say so."""
+    machine = {"gpu": "an H200", "driver": "1", "torch": "2", "commit": "abc", "date": "2026-11-26T00:00:00"}
+    head = {"arch": 89, "clocks": {}, "machine": {**machine, "build": {"nvcc_version": "13", "source_hash": "x"}}}
+    rows = ["fwd_sm89_bf16_d128_m1", "fwd_sm89_bf16_d128_m2_fa2", "fwd_sm89_bf16_d128_m3_ranged"]
+    entries = [entry("dense", rows[0], 0.9), entry("dense", rows[1], 0.8)]
+    entries += [entry("packed", rows[2], 0.875, family="ranged", plain="dense", error_ratio=1.5)]
+    entries += [{"family": "ranged", "case": "packed", "row": "other", "plain": "dense", "reason": "it is odd"}]
+    late = [entry("gradients", "bwd_sm89_bf16_d128_m4", 0.7, family="backward")]
+    results = [("", {**head, "passes": 3, "entries": entries, "stack": {rows[0]: 8}})]
+    results += [("", {**head, "passes": 3, "entries": late}), ("slowly", {**head, "passes": 5, "entries": entries[:1]})]
+    record = family_record.of_results(results)
+    told = json.loads(family_record.to_json(record))
+    runs = [(run["passes"], run["label"], len(run["entries"])) for run in told["runs"]]
+    assert runs == [(3, "", 5), (5, "slowly", 1)]
+    first = {"case": "dense", "row": rows[0], "us": 1.11, "tflops": 180.0, "share": 0.9, "error": 0.5, "stack": 8}
+    assert told["runs"][0]["entries"][0] == first
+    assert "source_hash" not in json.dumps(told)
+    text = family_record.markdown(record)
+    assert "| dense | d128_m1 (8 B of stack) | 1.1 | 90.0 % |  | d128_m2 | 80.0 % |" in text
+    assert "| packed | d128_m3_ranged (WRONG) | 1.1 | 87.5 % | -2.5 |  |  |" in text
+    assert "| gradients | d128_m4 | 1.4 | 70.0 % |" in text
+    assert text.index("## sm_89\n") < text.index("## sm_89, slowly\n") < text.index("| dense | d128_m1 | 1.1")
+
+
+def test_the_record_of_an_h200_and_its_table_agree():
+    file = ROOT / "benchmarks" / "results" / "emulation-families-h200.json"
+    record = json.loads(file.read_text())
+    assert family_record.to_json(record) == file.read_text()
+    assert family_record.markdown(record) == file.with_suffix(".md").read_text()
+    assert all(one["error"] <= 1 for run in record["runs"] for one in run["entries"] if "us" in one)

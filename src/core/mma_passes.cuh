@@ -29,8 +29,9 @@ CUTE_DEVICE uint4 load_unknown_zeros() {
 
 /// To be called after `Passes` passes over all of `accumulator`, ((2, 2), row steps, column steps) as mma leaves it. A
 /// pass goes through all accumulators before any comes again, as the useful one does: latency is hidden alike. Takes
-/// four registers while it lasts; with one pass, nothing is compiled.
-template <class Mma, int Passes = 1, class Accumulator>
+/// four registers while it lasts; with one pass, nothing is compiled. `PerMma`: passes that take the time of one of
+/// Mma.
+template <class Mma, int Passes = 1, int PerMma = 1, class Accumulator>
 CUTE_DEVICE void repeat_mma_passes(Accumulator& accumulator) {
 #if CUTLASS_FMHA_MMA_PASSES > 1
   using namespace cute;
@@ -41,7 +42,7 @@ CUTE_DEVICE void repeat_mma_passes(Accumulator& accumulator) {
   words(0) = zero.x, words(1) = zero.y, words(2) = zero.z, words(3) = zero.w;
   auto b = make_tensor(a.data(), Shape<Shape<_2, _2>>{});  // the same registers
   CUTE_UNROLL
-  for (int pass = 0; pass < Passes * (kMmaPasses - 1); ++pass) {
+  for (int pass = 0; pass < Passes * (kMmaPasses - 1) / PerMma; ++pass) {
     CUTE_UNROLL
     for (int n = 0; n < size<2>(accumulator); ++n) {
       CUTE_UNROLL

@@ -77,7 +77,7 @@ CUTE_DEVICE void scored_rows(FeatureParams const& p, char* smem, Sequence const&
 template <ForwardConfig C>
 CUTE_DEVICE void features(FeatureKernelParams<C> const& p) {
   static_assert(C.takes_features() && (C.copy == Copy::cp_async_16 || (C.copy == Copy::tma && !C.scored())));
-  static_assert(!C.scored() || (C.stages >= 2 && !C.ping_pong));
+  static_assert(!C.scored() || ((C.stages >= 2 || C.kv_warps > 1) && !C.ping_pong));
   static_assert(C.tile_m % (16 * (C.warps / C.kv_warps)) == 0 && C.warps % C.kv_warps == 0 && C.tile_n % 16 == 0);
   extern __shared__ __align__(1024) char smem[];
 

@@ -4,6 +4,8 @@
 // takes for granted that a query sees a key: we say where everything is, write LSE, and clear what sees nothing.
 #pragma once
 
+#include "example_passes.cuh"
+
 #include <kernel_forward.h>  // of the example
 
 #include "config.h"

@@ -119,6 +119,7 @@ struct WideProducts {
         multiply<T>(scores.x[0][n], a, b[0], b[1]);
         multiply<T>(scores.x[0][n + 1], a, b[2], b[3]);
       }
+      repeat_pass<T, 1, kScores, kScores>(scores.x[0]);
     }
   }
 
@@ -135,6 +136,7 @@ struct WideProducts {
         multiply<T>(sums[n], a, b[0], b[1]);
         multiply<T>(sums[n + 1], a, b[2], b[3]);
       }
+      repeat_pass<T, 1, kColumns, kColumns>(sums);
     }
   }
 

@@ -8,6 +8,7 @@
 #include <cute/arch/copy_sm75.hpp>
 #include <cute/arch/mma_sm80.hpp>
 
+#include "../core/mma_passes.cuh"
 #include "../core/tile.cuh"
 #include "config.h"
 #include "lane_scores.cuh"
@@ -53,6 +54,20 @@ CUTE_DEVICE void multiply(AccumulatorTile& c, uint32_t const (&a)[4], uint32_t b
   constexpr bool kHalf = std::is_same_v<T, cutlass::half_t>;
   using Mma = std::conditional_t<kHalf, cute::SM80_16x8x16_F32F16F16F32_TN, cute::SM80_16x8x16_F32BF16BF16F32_TN>;
   Mma::fma(c[0], c[1], c[2], c[3], a[0], a[1], a[2], a[3], b0, b1, c[0], c[1], c[2], c[3]);
+}
+
+/// In emulation builds (core/mma_passes.cuh), after a pass over `Rows` times `Columns` tiles; a row is `Step` tiles
+/// long.
+template <class T, int Rows, int Columns, int Step>
+CUTE_DEVICE void repeat_pass(AccumulatorTile* first) {
+#if CUTLASS_FMHA_MMA_PASSES > 1
+  using namespace cute;
+  constexpr bool kHalf = std::is_same_v<T, cutlass::half_t>;
+  using Atom = MMA_Atom<std::conditional_t<kHalf, SM80_16x8x16_F32F16F16F32_TN, SM80_16x8x16_F32BF16BF16F32_TN>>;
+  auto sums = make_tensor(&first[0][0], Shape<Shape<_2, _2>, Int<Rows>, Int<Columns>>{},
+                          Stride<Stride<_1, _2>, Int<4 * Step>, _4>{});
+  repeat_mma_passes<Atom>(sums);
+#endif
 }
 
 template <WideConfig C, class T>
@@ -113,6 +128,7 @@ struct WideHeads {
         multiply<T>(sums.x[m][n + 1], a[m], b[2], b[3]);
       }
     }
+    repeat_pass<T, kRowSteps, kKeySteps, kKeySteps>(sums.x[0]);
   }
 
   /// The first of 16 columns of O: those of the group's warps take turns, so that smaller head dims are shared, too.
@@ -143,6 +159,7 @@ struct WideHeads {
           multiply<T>(output[m][n], a[m][key], b[0], b[1]);
           multiply<T>(output[m][n + 1], a[m][key], b[2], b[3]);
         }
+        repeat_pass<T, kRowSteps, 2, kColumnSteps>(&output[0][n]);
       }
     }
   }
