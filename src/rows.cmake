@@ -59,6 +59,8 @@ fmha_forward("89"      "f16;bf16"  64       32      32     8      8       2     
 fmha_forward("${TMA}"  "f16;bf16"  64       32      32     8      8       2      1          true           false     ldg_16  true)
 fmha_forward("89"      "f16;bf16"  64       32      32     4      4       2      1          true           false     ldg_16)
 fmha_forward("${TMA}"  "f16;bf16"  64       32      64     4      4       1      1          true           false     tma     true)
+fmha_forward("120"     "f16;bf16"  64       16      32     4      4       1      2          true           false     tma     true)
+fmha_forward("120"     "f16;bf16"  64       32      32     4      4       1      2          true           false     tma     true)
 fmha_forward("${TMA}"  "f16;bf16"  96       32      32     4      4       1      1          true           false     tma     true)
 fmha_forward("89"      "f16;bf16" 128       16      16     8      8       2      1          true           false     ldg_16)
 fmha_forward("${TMA}"  "f16;bf16" 128       16      32     4      4       1      1          true           false     tma     true)
