@@ -11,13 +11,11 @@ struct CpAsyncFeatureKeys : FeatureWalk<C> {
   using Shared = typename Base::Shared;
   using Order = KeyOrder<C>;
   using Word = typename ForwardTypes<C>::Word;
-  using Base::p, Base::smem, Base::blocks, Base::last_begin, Base::k_pipe, Base::v_pipe;
-  using Base::second_group, Base::place, Base::key_begin, Base::looks_ahead;
+  using Base::p, Base::smem, Base::blocks, Base::k_pipe, Base::v_pipe;
+  using Base::second_group, Base::place, Base::looks_ahead;
   static constexpr int kHalfThreads = C.threads() / 2;
   static constexpr bool kAsksInTurn = true;
   static constexpr int kPassAt = ForwardTypes<C>::kKeySteps / 2;
-  /// Whether registers are left for where the next tile of keys in order stands.
-  static constexpr bool kKeepsSource = spare_registers(C) >= 56;
   using KLoader = RowLoader<C.head_dim, C.tile_n, kHalfThreads, C.element_bytes()>;
   using VLoader = RowLoader<C.head_dim_v(), C.tile_n, kHalfThreads, C.element_bytes()>;
   static_assert(KLoader::kRowsPerPass == VLoader::kRowsPerPass && KLoader::P::kWidth == VLoader::P::kWidth,
@@ -38,7 +36,7 @@ struct CpAsyncFeatureKeys : FeatureWalk<C> {
   CUTE_DEVICE Producer make_producer(Sequence const&) const { return {}; }
   /// Starts the first loads of K and V.
   CUTE_DEVICE void start(Producer const&) {
-    if constexpr (kKeepsSource) in_order = first_row() + (key_begin(0) + first_key()) * stride().seqlen;
+    in_order = first_row() + (key_begin(0) + first_key()) * stride().seqlen;
     CUTE_UNROLL
     for (int tile = 0; tile < C.stages; ++tile) {
       refill_k<true>(tile);
@@ -59,18 +57,31 @@ struct CpAsyncFeatureKeys : FeatureWalk<C> {
  private:
   CUTE_DEVICE static int half_thread() { return thread_id() % kHalfThreads; }
 
-  /// Brings a tile of K or of V, the next one of its ring, if there is one. Only the first tile can be a partial one,
-  /// and where pages were not looked up ahead: `First`.
+  /// Brings a tile of K or of V, the next one of its ring, if there is one. Only the first tile can be a partial one.
+  /// What most launches need is all that stands in the way: every phase waits for it.
   template <class Loader, bool First>
   CUTE_DEVICE void refill(KvPipeline<C> const& pipe, int ring, int tile_bytes, Strides const& stride, int head_dim,
                           int tile) {
     if (tile >= blocks) return;
     pipe.producer_acquire(tile);
     char* const to = smem + ring + pipe.stage(tile) * tile_bytes + destination;
+    constexpr int kDimensions = cute::is_same_v<Loader, KLoader> ? C.head_dim : C.head_dim_v();
+    if (!First && p.keys_stand == KeysStand::in_order && head_dim == kDimensions) {
+      Loader::template load_whole<Order>(to, in_order, stride.seqlen);
+    } else {
+      bring_anyhow<Loader, First>(to, stride, head_dim, tile);
+    }
+    in_order -= C.tile_n * stride.seqlen;
+    pipe.producer_commit_cp_async(tile);
+  }
+
+  /// Pages are looked up ahead but for the first tiles: `First`.
+  template <class Loader, bool First>
+  CUTE_DEVICE void bring_anyhow(char* to, Strides const& stride, int head_dim, int tile) const {
     bool const is_in_order = p.keys_stand == KeysStand::in_order;
-    bool const whole = !First || tile > 0 || last_begin + C.tile_n <= place().sequence.keys;
+    bool const whole = !First || tile > 0 || key_begin(0) + C.tile_n <= place().sequence.keys;
     if ((is_in_order && whole) || (!First && p.keys_stand == KeysStand::whole_pages)) {
-      Word const* const from = is_in_order ? source(stride, tile) : source_in_page(stride, tile);
+      Word const* const from = is_in_order ? in_order : source_in_page(stride, tile);
       Loader::template load_dimensions<Order>(to, from, stride.seqlen, dimensions(head_dim));
     } else {
       bring_rows<Loader, First>(to, stride, dimensions(head_dim), tile);
@@ -78,20 +89,18 @@ struct CpAsyncFeatureKeys : FeatureWalk<C> {
     if (int const next = tile + C.stages; !is_in_order && looks_ahead() && next < blocks) {
       ask_for_page<C>(p, smem, !second_group(), next, key_begin(next), half_thread());
     }
-    if constexpr (kKeepsSource) in_order -= C.tile_n * stride.seqlen;
-    pipe.producer_commit_cp_async(tile);
   }
 
   /// From this thread's column on.
   CUTE_DEVICE static int dimensions(int head_dim) { return head_dim - KLoader::column(half_thread()); }
 
+  /// Read anew, as the copies that ask are rare.
+  CUTE_DEVICE int key_begin(int tile) const {
+    return Shared::phases(smem, this->warp).last_begin - tile * C.tile_n;
+  }
   /// Of K or of V: whichever this thread copies.
   CUTE_DEVICE Strides const& stride() const { return second_group() ? p.k_stride : p.v_stride; }
-  /// This thread's chunk of its first row of a tile, where keys are in order.
-  CUTE_DEVICE Word const* source(Strides const& stride, int tile) const {
-    return kKeepsSource ? in_order : first_row() + (key_begin(tile) + first_key()) * stride.seqlen;
-  }
-  /// And where the tile lies in one page.
+  /// This thread's chunk of its first row of a tile that lies in one page.
   CUTE_DEVICE Word const* source_in_page(Strides const& stride, int tile) const {
     int const page = Shared::pages(smem, !second_group(), tile)[0];
     return first_row() + page_row_offset(p, stride, page, place().sequence.first_k + key_begin(tile) + first_key());
