@@ -55,6 +55,8 @@ struct CpAsyncFeatureKeys : FeatureWalk<C> {
   }
 
  private:
+  /// This thread, asked anew: what follows from it is not computed ahead of the branches that need it.
+  CUTE_DEVICE static bool brings_values() { return thread_id() < kHalfThreads; }
   CUTE_DEVICE static int half_thread() { return thread_id() % kHalfThreads; }
 
   /// Brings a tile of K or of V, the next one of its ring, if there is one. Only the first tile can be a partial one.
@@ -87,7 +89,7 @@ struct CpAsyncFeatureKeys : FeatureWalk<C> {
       bring_rows<Loader, First>(to, stride, dimensions(head_dim), tile);
     }
     if (int const next = tile + C.stages; !is_in_order && looks_ahead() && next < blocks) {
-      ask_for_page<C>(p, smem, !second_group(), next, key_begin(next), half_thread());
+      ask_for_page<C>(p, smem, brings_values(), next, key_begin(next), half_thread());
     }
   }
 
@@ -102,12 +104,12 @@ struct CpAsyncFeatureKeys : FeatureWalk<C> {
   CUTE_DEVICE Strides const& stride() const { return second_group() ? p.k_stride : p.v_stride; }
   /// This thread's chunk of its first row of a tile that lies in one page.
   CUTE_DEVICE Word const* source_in_page(Strides const& stride, int tile) const {
-    int const page = Shared::pages(smem, !second_group(), tile)[0];
+    int const page = Shared::pages(smem, brings_values(), tile)[0];
     return first_row() + page_row_offset(p, stride, page, place().sequence.first_k + key_begin(tile) + first_key());
   }
   /// This thread's chunk of the row that keys are counted from.
   CUTE_DEVICE Word const* first_row() const {
-    return (second_group() ? place().k : place().v) + KLoader::column(half_thread());
+    return (brings_values() ? place().v : place().k) + KLoader::column(half_thread());
   }
   /// Of this thread's rows in a tile, the first one's key.
   CUTE_DEVICE static int first_key() { return Order::of_row(KLoader::first_row(half_thread())); }
@@ -125,7 +127,7 @@ struct CpAsyncFeatureKeys : FeatureWalk<C> {
       int64_t offset = named * stride.seqlen;
       if (p.page_table != nullptr) {
         int const row = s.first_k + named;
-        int const page = !First && looks_ahead() ? Shared::pages(smem, !second_group(), tile)[key / kPageRun]
+        int const page = !First && looks_ahead() ? Shared::pages(smem, brings_values(), tile)[key / kPageRun]
                                                  : page_number(p, s, row);
         offset = page_row_offset(p, stride, page, row);
       }

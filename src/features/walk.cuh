@@ -117,12 +117,19 @@ struct FeatureWalk {
         warp(warp),
         blocks(uniform(walk.tiles)),
         last_begin(uniform((walk.first + walk.skipped + walk.tiles - 1) * C.tile_n)),
-        k_pipe{cute::cast_smem_ptr_to_uint(smem + Shared::kBarriers)},
-        v_pipe{cute::cast_smem_ptr_to_uint(smem + Shared::kBarriers) + KvPipeline<C>::kBytes} {}
+        k_pipe{barriers(smem)},
+        v_pipe{k_pipe.barriers + KvPipeline<C>::kBytes} {}
 
   CUTE_DEVICE bool second_group() const { return warp >= C.warps / 2; }
   CUTE_DEVICE typename Shared::Place const& place() const { return Shared::place(smem); }
   CUTE_DEVICE int key_begin(int phase) const { return last_begin - phase * C.tile_n; }
+
+  /// Where shared memory begins at address 0, as on sm_89, this is known; else it is a uniform register where cp.async
+  /// reports to it, which takes a loop over lanes from another one.
+  CUTE_DEVICE static uint32_t barriers(char* smem) {
+    uint32_t const at = cute::cast_smem_ptr_to_uint(smem + Shared::kBarriers);
+    return C.copy == Copy::tma ? at : uniform(at);
+  }
 
   /// Whether pages are looked up ahead.
   CUTE_DEVICE bool looks_ahead() const {
