@@ -31,6 +31,17 @@ struct alignas(16) WarpPhases {
     prefix_begin = phase(view.prefix / tile_n - 1);
     if (view.prefix == 0 && some_end <= view.some_begin) first_phase = end_phase = blocks;
   }
+  /// Makes one range of the full phases, which is asked for without branches: the longer one, where two are apart.
+  CUTE_DEVICE void join_full() {
+    if (full_begin < full_end && prefix_begin <= full_end) {
+      full_begin = smaller(full_begin, prefix_begin);
+      full_end = end_phase;
+    } else if (end_phase - prefix_begin > full_end - full_begin) {
+      full_begin = prefix_begin;
+      full_end = end_phase;
+    }
+    prefix_begin = end_phase;
+  }
   CUTE_DEVICE bool is_full(int phase) const {
     return (phase >= full_begin && phase < full_end) || phase >= prefix_begin;
   }
