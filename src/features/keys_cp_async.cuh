@@ -11,7 +11,7 @@ struct CpAsyncFeatureKeys : FeatureWalk<C> {
   using Shared = typename Base::Shared;
   using Order = KeyOrder<C>;
   using Word = typename ForwardTypes<C>::Word;
-  using Base::p, Base::smem, Base::blocks, Base::k_pipe, Base::v_pipe;
+  using Base::p, Base::smem, Base::warp, Base::blocks, Base::k_pipe, Base::v_pipe;
   using Base::second_group, Base::place, Base::looks_ahead;
   static constexpr int kHalfThreads = C.threads() / 2;
   static constexpr bool kAsksInTurn = true;
@@ -25,7 +25,7 @@ struct CpAsyncFeatureKeys : FeatureWalk<C> {
   Word const* in_order = nullptr;  ///< its chunk of the next tile to bring, of V or of K, where keys are in order
 
   CUTE_DEVICE CpAsyncFeatureKeys(FeatureParams const& p, char* smem, int warp, KeyWalk const& walk)
-      : Base(p, smem, warp, walk), destination(settled(KLoader::first_chunk(half_thread()))) {}
+      : Base(p, smem, warp, walk), destination(settled(KLoader::first_chunk(thread_id() % kHalfThreads))) {}
 
   /// By one thread.
   CUTE_DEVICE void init_pipelines() const {
@@ -36,7 +36,9 @@ struct CpAsyncFeatureKeys : FeatureWalk<C> {
   CUTE_DEVICE Producer make_producer(Sequence const&) const { return {}; }
   /// Starts the first loads of K and V.
   CUTE_DEVICE void start(Producer const&) {
-    in_order = first_row() + (key_begin(0) + first_key()) * stride().seqlen;
+    int const thread = thread_id();
+    Strides const& stride = second_group() ? p.k_stride : p.v_stride;
+    in_order = first_row(thread) + (key_begin(0) + first_key(thread)) * stride.seqlen;
     CUTE_UNROLL
     for (int tile = 0; tile < C.stages; ++tile) {
       refill_k<true>(tile);
@@ -55,10 +57,6 @@ struct CpAsyncFeatureKeys : FeatureWalk<C> {
   }
 
  private:
-  /// This thread, asked anew: what follows from it is not computed ahead of the branches that need it.
-  CUTE_DEVICE static bool brings_values() { return thread_id() < kHalfThreads; }
-  CUTE_DEVICE static int half_thread() { return thread_id() % kHalfThreads; }
-
   /// Brings a tile of K or of V, the next one of its ring, if there is one. Only the first tile can be a partial one.
   /// What most launches need is all that stands in the way: every phase waits for it.
   template <class Loader, bool First>
@@ -80,54 +78,51 @@ struct CpAsyncFeatureKeys : FeatureWalk<C> {
   /// Pages are looked up ahead but for the first tiles: `First`.
   template <class Loader, bool First>
   CUTE_DEVICE void bring_anyhow(char* to, Strides const& stride, int head_dim, int tile) const {
+    // Asked anew: what follows from it is not computed ahead of the branch.
+    int const thread = thread_id();
+    int const dimensions = head_dim - KLoader::column(thread % kHalfThreads);  // from this thread's column on
     bool const is_in_order = p.keys_stand == KeysStand::in_order;
     bool const whole = !First || tile > 0 || key_begin(0) + C.tile_n <= place().sequence.keys;
     if ((is_in_order && whole) || (!First && p.keys_stand == KeysStand::whole_pages)) {
-      Word const* const from = is_in_order ? in_order : source_in_page(stride, tile);
-      Loader::template load_dimensions<Order>(to, from, stride.seqlen, dimensions(head_dim));
+      Word const* const from = is_in_order ? in_order : source_in_page(stride, tile, thread);
+      Loader::template load_dimensions<Order>(to, from, stride.seqlen, dimensions);
     } else {
-      bring_rows<Loader, First>(to, stride, dimensions(head_dim), tile);
+      bring_rows<Loader, First>(to, stride, dimensions, tile, thread);
     }
     if (int const next = tile + C.stages; !is_in_order && looks_ahead() && next < blocks) {
-      ask_for_page<C>(p, smem, brings_values(), next, key_begin(next), half_thread());
+      ask_for_page<C>(p, smem, thread < kHalfThreads, next, key_begin(next), thread % kHalfThreads);
     }
   }
 
-  /// From this thread's column on.
-  CUTE_DEVICE static int dimensions(int head_dim) { return head_dim - KLoader::column(half_thread()); }
-
-  /// Read anew, as the copies that ask are rare.
-  CUTE_DEVICE int key_begin(int tile) const {
-    return Shared::phases(smem, this->warp).last_begin - tile * C.tile_n;
+  /// Read anew: copies that ask are rare.
+  CUTE_DEVICE int key_begin(int tile) const { return Shared::phases(smem, warp).last_begin - tile * C.tile_n; }
+  /// Where a thread's tile lies in one page, its chunk of its first row there.
+  CUTE_DEVICE Word const* source_in_page(Strides const& stride, int tile, int thread) const {
+    int const page = Shared::pages(smem, thread < kHalfThreads, tile)[0];
+    int const row = place().sequence.first_k + key_begin(tile) + first_key(thread);
+    return first_row(thread) + page_row_offset(p, stride, page, row);
   }
-  /// Of K or of V: whichever this thread copies.
-  CUTE_DEVICE Strides const& stride() const { return second_group() ? p.k_stride : p.v_stride; }
-  /// This thread's chunk of its first row of a tile that lies in one page.
-  CUTE_DEVICE Word const* source_in_page(Strides const& stride, int tile) const {
-    int const page = Shared::pages(smem, brings_values(), tile)[0];
-    return first_row() + page_row_offset(p, stride, page, place().sequence.first_k + key_begin(tile) + first_key());
+  /// Its chunk of the row that keys are counted from, of V or of K: whichever it copies.
+  CUTE_DEVICE Word const* first_row(int thread) const {
+    return (thread < kHalfThreads ? place().v : place().k) + KLoader::column(thread % kHalfThreads);
   }
-  /// This thread's chunk of the row that keys are counted from.
-  CUTE_DEVICE Word const* first_row() const {
-    return (brings_values() ? place().v : place().k) + KLoader::column(half_thread());
-  }
-  /// Of this thread's rows in a tile, the first one's key.
-  CUTE_DEVICE static int first_key() { return Order::of_row(KLoader::first_row(half_thread())); }
+  /// Of its rows in a tile, the first one's key.
+  CUTE_DEVICE static int first_key(int thread) { return Order::of_row(KLoader::first_row(thread % kHalfThreads)); }
 
   /// Rows that stand anywhere; keys that don't exist become zeros.
   template <class Loader, bool First>
-  CUTE_DEVICE void bring_rows(char* to, Strides const& stride, int dimensions, int tile) const {
+  CUTE_DEVICE void bring_rows(char* to, Strides const& stride, int dimensions, int tile, int thread) const {
     Sequence const& s = place().sequence;
     int const begin = key_begin(tile);
-    Word const* const from = first_row();
+    Word const* const from = first_row(thread);
     CUTE_NO_UNROLL
     for (int pass = 0; pass < Loader::kPasses; ++pass) {
-      int const key = first_key() + Order::of_row(pass * Loader::kRowsPerPass);
+      int const key = first_key(thread) + Order::of_row(pass * Loader::kRowsPerPass);
       int const named = smaller(begin + key, s.keys - 1);  // some row that exists
       int64_t offset = named * stride.seqlen;
       if (p.page_table != nullptr) {
         int const row = s.first_k + named;
-        int const page = !First && looks_ahead() ? Shared::pages(smem, brings_values(), tile)[key / kPageRun]
+        int const page = !First && looks_ahead() ? Shared::pages(smem, thread < kHalfThreads, tile)[key / kPageRun]
                                                  : page_number(p, s, row);
         offset = page_row_offset(p, stride, page, row);
       }
