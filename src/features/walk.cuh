@@ -133,7 +133,6 @@ struct FeatureWalk {
 
   CUTE_DEVICE bool second_group() const { return warp >= C.warps / 2; }
   CUTE_DEVICE typename Shared::Place const& place() const { return Shared::place(smem); }
-  CUTE_DEVICE int key_begin(int phase) const { return last_begin - phase * C.tile_n; }
 
   /// Where shared memory begins at address 0, as on sm_89, this is known; else it is a uniform register where cp.async
   /// reports to it, which takes a loop over lanes from another one.
