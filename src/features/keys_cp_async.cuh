@@ -11,13 +11,11 @@ struct CpAsyncFeatureKeys : FeatureWalk<C> {
   using Shared = typename Base::Shared;
   using Order = KeyOrder<C>;
   using Word = typename ForwardTypes<C>::Word;
-  using Base::p, Base::smem, Base::blocks, Base::last_begin, Base::k_pipe, Base::v_pipe;
-  using Base::second_group, Base::place, Base::key_begin, Base::looks_ahead;
+  using Base::p, Base::smem, Base::warp, Base::blocks, Base::k_pipe, Base::v_pipe;
+  using Base::second_group, Base::place, Base::looks_ahead;
   static constexpr int kHalfThreads = C.threads() / 2;
   static constexpr bool kAsksInTurn = true;
   static constexpr int kPassAt = ForwardTypes<C>::kKeySteps / 2;
-  /// Whether registers are left for where the next tile of keys in order stands.
-  static constexpr bool kKeepsSource = spare_registers(C) >= 56;
   using KLoader = RowLoader<C.head_dim, C.tile_n, kHalfThreads, C.element_bytes()>;
   using VLoader = RowLoader<C.head_dim_v(), C.tile_n, kHalfThreads, C.element_bytes()>;
   static_assert(KLoader::kRowsPerPass == VLoader::kRowsPerPass && KLoader::P::kWidth == VLoader::P::kWidth,
@@ -27,7 +25,7 @@ struct CpAsyncFeatureKeys : FeatureWalk<C> {
   Word const* in_order = nullptr;  ///< its chunk of the next tile to bring, of V or of K, where keys are in order
 
   CUTE_DEVICE CpAsyncFeatureKeys(FeatureParams const& p, char* smem, int warp, KeyWalk const& walk)
-      : Base(p, smem, warp, walk), destination(settled(KLoader::first_chunk(half_thread()))) {}
+      : Base(p, smem, warp, walk), destination(settled(KLoader::first_chunk(thread_id() % kHalfThreads))) {}
 
   /// By one thread.
   CUTE_DEVICE void init_pipelines() const {
@@ -38,7 +36,9 @@ struct CpAsyncFeatureKeys : FeatureWalk<C> {
   CUTE_DEVICE Producer make_producer(Sequence const&) const { return {}; }
   /// Starts the first loads of K and V.
   CUTE_DEVICE void start(Producer const&) {
-    if constexpr (kKeepsSource) in_order = first_row() + (key_begin(0) + first_key()) * stride().seqlen;
+    int const thread = thread_id();
+    Strides const& stride = second_group() ? p.k_stride : p.v_stride;
+    in_order = first_row(thread) + (key_begin(0) + first_key(thread)) * stride.seqlen;
     CUTE_UNROLL
     for (int tile = 0; tile < C.stages; ++tile) {
       refill_k<true>(tile);
@@ -57,66 +57,72 @@ struct CpAsyncFeatureKeys : FeatureWalk<C> {
   }
 
  private:
-  CUTE_DEVICE static int half_thread() { return thread_id() % kHalfThreads; }
-
-  /// Brings a tile of K or of V, the next one of its ring, if there is one. Only the first tile can be a partial one,
-  /// and where pages were not looked up ahead: `First`.
+  /// Brings a tile of K or of V, the next one of its ring, if there is one. Only the first tile can be a partial one.
+  /// What most launches need is all that stands in the way: every phase waits for it.
   template <class Loader, bool First>
   CUTE_DEVICE void refill(KvPipeline<C> const& pipe, int ring, int tile_bytes, Strides const& stride, int head_dim,
                           int tile) {
     if (tile >= blocks) return;
     pipe.producer_acquire(tile);
     char* const to = smem + ring + pipe.stage(tile) * tile_bytes + destination;
-    bool const is_in_order = p.keys_stand == KeysStand::in_order;
-    bool const whole = !First || tile > 0 || last_begin + C.tile_n <= place().sequence.keys;
-    if ((is_in_order && whole) || (!First && p.keys_stand == KeysStand::whole_pages)) {
-      Word const* const from = is_in_order ? source(stride, tile) : source_in_page(stride, tile);
-      Loader::template load_dimensions<Order>(to, from, stride.seqlen, dimensions(head_dim));
+    constexpr int kDimensions = cute::is_same_v<Loader, KLoader> ? C.head_dim : C.head_dim_v();
+    if (!First && p.keys_stand == KeysStand::in_order && head_dim == kDimensions) {
+      Loader::template load_whole<Order>(to, in_order, stride.seqlen);
     } else {
-      bring_rows<Loader, First>(to, stride, dimensions(head_dim), tile);
+      bring_anyhow<Loader, First>(to, stride, head_dim, tile);
     }
-    if (int const next = tile + C.stages; !is_in_order && looks_ahead() && next < blocks) {
-      ask_for_page<C>(p, smem, !second_group(), next, key_begin(next), half_thread());
-    }
-    if constexpr (kKeepsSource) in_order -= C.tile_n * stride.seqlen;
+    in_order -= C.tile_n * stride.seqlen;
     pipe.producer_commit_cp_async(tile);
   }
 
-  /// From this thread's column on.
-  CUTE_DEVICE static int dimensions(int head_dim) { return head_dim - KLoader::column(half_thread()); }
+  /// Pages are looked up ahead but for the first tiles: `First`.
+  template <class Loader, bool First>
+  CUTE_DEVICE void bring_anyhow(char* to, Strides const& stride, int head_dim, int tile) const {
+    // Asked anew: what follows from it is not computed ahead of the branch.
+    int const thread = thread_id();
+    int const dimensions = head_dim - KLoader::column(thread % kHalfThreads);  // from this thread's column on
+    bool const is_in_order = p.keys_stand == KeysStand::in_order;
+    bool const whole = !First || tile > 0 || key_begin(0) + C.tile_n <= place().sequence.keys;
+    if ((is_in_order && whole) || (!First && p.keys_stand == KeysStand::whole_pages)) {
+      Word const* const from = is_in_order ? in_order : source_in_page(stride, tile, thread);
+      Loader::template load_dimensions<Order>(to, from, stride.seqlen, dimensions);
+    } else {
+      bring_rows<Loader, First>(to, stride, dimensions, tile, thread);
+    }
+    if (int const next = tile + C.stages; !is_in_order && looks_ahead() && next < blocks) {
+      ask_for_page<C>(p, smem, thread < kHalfThreads, next, key_begin(next), thread % kHalfThreads);
+    }
+  }
 
-  /// Of K or of V: whichever this thread copies.
-  CUTE_DEVICE Strides const& stride() const { return second_group() ? p.k_stride : p.v_stride; }
-  /// This thread's chunk of its first row of a tile, where keys are in order.
-  CUTE_DEVICE Word const* source(Strides const& stride, int tile) const {
-    return kKeepsSource ? in_order : first_row() + (key_begin(tile) + first_key()) * stride.seqlen;
+  /// Read anew: copies that ask are rare.
+  CUTE_DEVICE int key_begin(int tile) const { return Shared::phases(smem, warp).last_begin - tile * C.tile_n; }
+  /// Where a thread's tile lies in one page, its chunk of its first row there.
+  CUTE_DEVICE Word const* source_in_page(Strides const& stride, int tile, int thread) const {
+    int const page = Shared::pages(smem, thread < kHalfThreads, tile)[0];
+    int const row = place().sequence.first_k + key_begin(tile) + first_key(thread);
+    return first_row(thread) + page_row_offset(p, stride, page, row);
   }
-  /// And where the tile lies in one page.
-  CUTE_DEVICE Word const* source_in_page(Strides const& stride, int tile) const {
-    int const page = Shared::pages(smem, !second_group(), tile)[0];
-    return first_row() + page_row_offset(p, stride, page, place().sequence.first_k + key_begin(tile) + first_key());
+  /// Its chunk of the row that keys are counted from, of V or of K: whichever it copies.
+  CUTE_DEVICE Word const* first_row(int thread) const {
+    return (thread < kHalfThreads ? place().v : place().k) + KLoader::column(thread % kHalfThreads);
   }
-  /// This thread's chunk of the row that keys are counted from.
-  CUTE_DEVICE Word const* first_row() const {
-    return (second_group() ? place().k : place().v) + KLoader::column(half_thread());
-  }
-  /// Of this thread's rows in a tile, the first one's key.
-  CUTE_DEVICE static int first_key() { return Order::of_row(KLoader::first_row(half_thread())); }
+  /// Of its rows in a tile, the first one's key.
+  CUTE_DEVICE static int first_key(int thread) { return Order::of_row(KLoader::first_row(thread % kHalfThreads)); }
 
   /// Rows that stand anywhere; keys that don't exist become zeros.
   template <class Loader, bool First>
-  CUTE_DEVICE void bring_rows(char* to, Strides const& stride, int dimensions, int tile) const {
+  CUTE_DEVICE void bring_rows(char* to, Strides const& stride, int dimensions, int tile, int thread) const {
     Sequence const& s = place().sequence;
     int const begin = key_begin(tile);
-    Word const* const from = first_row();
+    Word const* const from = first_row(thread);
     CUTE_NO_UNROLL
     for (int pass = 0; pass < Loader::kPasses; ++pass) {
-      int const key = first_key() + Order::of_row(pass * Loader::kRowsPerPass);
+      int const key = first_key(thread) + Order::of_row(pass * Loader::kRowsPerPass);
       int const named = smaller(begin + key, s.keys - 1);  // some row that exists
       int64_t offset = named * stride.seqlen;
       if (p.page_table != nullptr) {
         int const row = s.first_k + named;
-        int const page = !First && looks_ahead() ? Shared::pages(smem, !second_group(), tile)[key / kPageRun]
+        int const page = !First && looks_ahead() ? Shared::pages(smem, thread < kHalfThreads, tile)[key / kPageRun]
                                                  : page_number(p, s, row);
         offset = page_row_offset(p, stride, page, row);
       }

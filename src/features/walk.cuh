@@ -31,6 +31,17 @@ struct alignas(16) WarpPhases {
     prefix_begin = phase(view.prefix / tile_n - 1);
     if (view.prefix == 0 && some_end <= view.some_begin) first_phase = end_phase = blocks;
   }
+  /// Makes one range of the full phases, which is asked for without branches: the longer one, where two are apart.
+  CUTE_DEVICE void join_full() {
+    if (full_begin < full_end && prefix_begin <= full_end) {
+      full_begin = smaller(full_begin, prefix_begin);
+      full_end = end_phase;
+    } else if (end_phase - prefix_begin > full_end - full_begin) {
+      full_begin = prefix_begin;
+      full_end = end_phase;
+    }
+    prefix_begin = end_phase;
+  }
   CUTE_DEVICE bool is_full(int phase) const {
     return (phase >= full_begin && phase < full_end) || phase >= prefix_begin;
   }
@@ -117,12 +128,18 @@ struct FeatureWalk {
         warp(warp),
         blocks(uniform(walk.tiles)),
         last_begin(uniform((walk.first + walk.skipped + walk.tiles - 1) * C.tile_n)),
-        k_pipe{cute::cast_smem_ptr_to_uint(smem + Shared::kBarriers)},
-        v_pipe{cute::cast_smem_ptr_to_uint(smem + Shared::kBarriers) + KvPipeline<C>::kBytes} {}
+        k_pipe{barriers(smem)},
+        v_pipe{k_pipe.barriers + KvPipeline<C>::kBytes} {}
 
   CUTE_DEVICE bool second_group() const { return warp >= C.warps / 2; }
   CUTE_DEVICE typename Shared::Place const& place() const { return Shared::place(smem); }
-  CUTE_DEVICE int key_begin(int phase) const { return last_begin - phase * C.tile_n; }
+
+  /// Where shared memory begins at address 0, as on sm_89, this is known; else it is a uniform register where cp.async
+  /// reports to it, which takes a loop over lanes from another one.
+  CUTE_DEVICE static uint32_t barriers(char* smem) {
+    uint32_t const at = cute::cast_smem_ptr_to_uint(smem + Shared::kBarriers);
+    return C.copy == Copy::tma ? at : uniform(at);
+  }
 
   /// Whether pages are looked up ahead.
   CUTE_DEVICE bool looks_ahead() const {
