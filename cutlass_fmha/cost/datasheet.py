@@ -42,8 +42,10 @@ class FewQueryParameters:
     start_by_tma: float = 0.85
     #: A step of a row that doesn't load a step ahead (stages == 1).
     unhidden_latency: float = 0.8
-    #: Where the tensor pipe is the limit: the share of what the other rows of its schedule get from it.
+    #: Where the tensor pipe is the limit: the share of what the other rows of its schedule get from it, and of blocks
+    #: of which an SM holds two and more (75 % of mma's rate on an emulated RTX 5090).
     tensor_share: float = 0.6
+    tensor_share_of_two: float = 0.8
     #: Megabytes that an SM streams in a microsecond at most: warps wait for what they asked for.
     streaming: float = 0.0215
     #: What overlapping launches leave of a launch and of the first loads from DRAM.
@@ -132,7 +134,7 @@ def row_cost(row: Row, device: Device, parameters: Parameters = PARAMETERS) -> R
     if row.scored:
         block, step, warp_block, warp_step = _scored_row(row, resident, device, parameters)
     elif row.kv_warps > 1:
-        block, step, warp_block, warp_step = _few_query_row(row, device, parameters)
+        block, step, warp_block, warp_step = _few_query_row(row, resident, device, parameters)
     else:
         block = parameters.block_us + parameters.block_us_per_warp * row.warps
         warp_block = parameters.work_us_per_warp * row.warps
@@ -176,9 +178,12 @@ def tensor_us(row: Row, device: Device, parameters: Parameters) -> float:
     return scores * (flop / rate + parameters.softmax_us)
 
 
-def _few_query_row(row: Row, device: Device, parameters: Parameters) -> tuple[float, float, float, float]:
+def _few_query_row(
+    row: Row, resident: int, device: Device, parameters: Parameters
+) -> tuple[float, float, float, float]:
     """block, step, warp_block and warp_step."""
     few_query = parameters.few_query
+    share = few_query.tensor_share if resident < 2 else few_query.tensor_share_of_two
     rows = row.tile_m * row.kv_warps // row.warps
     merged = row.tile_m * row.head_dim * row.kv_warps
     load_kib = 2 * row.tile_n * row.head_dim * BYTES_PER_ELEMENT / KIB
@@ -187,7 +192,7 @@ def _few_query_row(row: Row, device: Device, parameters: Parameters) -> tuple[fl
     warp_us = few_query.load * load_kib + few_query.exponentials * rows * row.tile_n / 1024
     hidden = row.stages > 1 or row.copy == "tma"
     step = few_query.step + (0.0 if hidden else few_query.unhidden_latency)
-    work = max(row.warps * warp_us, tensor_us(row, device, parameters) / few_query.tensor_share)
+    work = max(row.warps * warp_us, tensor_us(row, device, parameters) / share)
     block = few_query.block + (few_query.start_by_tma if row.copy == "tma" else 0.0)
     return block, step, few_query.merge * merged / 1024, work
 
