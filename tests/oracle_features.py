@@ -311,7 +311,7 @@ def _errors(s: Sequence, rows: slice, out: Tensor, lse: Tensor | None, granted: 
     p, ref_lse = s.probabilities(rows, torch.float64)
     values, weights = s.per_query_head(s.v).double(), s.dropped(p, rows) * s.factor
     ref = weights @ values
-    score_error = _score_error(s, rows, p, granted)
+    score_error = _score_errors(s, rows, p, granted)[1]
     most = torch.finfo(out.dtype).max
     tolerance = 2.0 * _row_max(_unfused(s, rows).double().clamp(-most, most) - ref.clamp(-most, most))
     tolerance += _rounding(s, ref, weights, values, granted)
@@ -347,8 +347,8 @@ def _half_ulp(dtype: torch.dtype) -> float:
     return 2.0**-52 if dtype == torch.float64 else FP32_EPS
 
 
-def _score_error(s: Sequence, rows: slice, p: Tensor, granted: Granted) -> Tensor:
-    """[num_heads, queries] bound on the error of a score, averaged over the keys as P weighs them.
+def _score_errors(s: Sequence, rows: slice, p: Tensor, granted: Granted) -> tuple[Tensor, Tensor]:
+    """Bounds on the error of a score: [num_heads, queries, keys], and averaged over the keys as P weighs them.
 
     An error e_j of every score changes p_j by p_j (e_j - sum_j p_j e_j) to first order, and the LSE by the
     sum. Partial sums of q k are at most |q| |k|. A tensor core adds 16 products at a time and truncates,
@@ -372,11 +372,12 @@ def _score_error(s: Sequence, rows: slice, p: Tensor, granted: Granted) -> Tenso
         size = size + s.slopes.double().abs() * s.distance(rows).abs()
     if f.bias is not None or f.alibi_slopes is not None:
         size = size + (dot.clamp_max(f.softcap) if f.softcap else dot)
-    average = (p * (error + 4 * eps * size).nan_to_num(0.0, 0.0, 0.0)).sum(-1)
+    errors = (error + 4 * eps * size).nan_to_num(0.0, 0.0, 0.0)
+    average = (p * errors).sum(-1)
     if f.sinks is not None:
         sinks = f.sinks.double().nan_to_num(0.0, 0.0, 0.0).abs()
         average += (1.0 - p.sum(-1)) * 4 * eps * sinks[:, None]
-    return average
+    return errors, average
 
 
 def _rounding(s: Sequence, ref: Tensor, weights: Tensor, values: Tensor, granted: Granted) -> Tensor:

@@ -195,10 +195,10 @@ def _errors(
         alike = products(of_ds, p_variance.sqrt(), lambda x: x.double().abs(), abs(s.scale))
         spread = {name: torch.maximum(x, alike[name]) for name, x in spread.items()}
     # An error of a score, of the LSE or of a sum in fp32, of either sign.
-    score = oracle_features._score_error(s, slice(0, len(s.q)), t.p, Granted(False, product_error))[..., None]
-    score = 2 * score + 16 * FP32_EPS
+    errors, average = oracle_features._score_errors(s, slice(0, len(s.q)), t.p, Granted(False, product_error))
     _, lse = s.probabilities(slice(0, len(s.q)), torch.float64)
-    score = score + 4 * FP32_EPS * lse.abs().masked_fill(lse == -math.inf, 0.0)[..., None]
+    average = (average + (16 + 4 * lse.abs().masked_fill(lse == -math.inf, 0.0)) * FP32_EPS)[..., None]
+    score = errors + average
     norms = own_dout.double().norm(dim=-1, keepdim=True) * s.per_query_head(s.v).double().norm(dim=-1)[:, None]
     product = product_error * FP32_EPS
     sums = (own_dout.shape[-1] / 4 + 8) * FP32_EPS + product
@@ -221,7 +221,7 @@ def _errors(
         added.add(s.number, t.ds)
     if "sinks" in summed_up:
         sinks = s.features.sinks.double()[:, None, None]
-        relative = score + sums + 4 * FP32_EPS * sinks.abs()
+        relative = 2 * average + sums + 4 * FP32_EPS * sinks.abs()
         error = off + relative * (t.term.abs() + norms.amax(-1, keepdim=True))
         summed_up["sinks"] += ((sinks - lse[..., None]).exp() * error).sum((1, 2))
 

@@ -45,6 +45,9 @@ def stand_ins(name: str, or_installed: bool = False) -> Iterator[None]:
         sys.path.remove(where)
         for module in [x for x in sys.modules if x.split(".")[0] == name or x.endswith(f"{name}_backend")]:
             del sys.modules[module]
+            parent, _, child = module.rpartition(".")
+            if parent in sys.modules:  # which would go on offering it
+                vars(sys.modules[parent]).pop(child, None)
 
 
 class Requests:

@@ -105,16 +105,15 @@ def being_read(code: list[cubin.Instruction]) -> dict[int, list[cubin.Instructio
 def early_releases(kernel: cubin.Kernel) -> list[int]:
     """Where a tile is released though a matrix may still be read from it: the copy unit would write there.
 
-    Arrivals under a predicate, which waits for a product, release what that was made of. P V is not waited for itself,
-    but Q K^T behind it: then nothing that is transposed is still being read. In gradients' kernels other barriers are
-    for what no copy unit writes.
+    Arrivals under a predicate, which waits for a product, release what that was made of; the others, tiles that are not
+    read. P V is not waited for itself, but Q K^T behind it: then nothing that is transposed, as V is, is still being
+    read. In gradients' kernels other barriers are for what no copy unit writes.
     """
     guards = {x.address: x.guard for x in kernel.code}
     return [
         address
         for address, matrices in being_read(kernel.code).items()
-        if any("MT" in x.opcode or not guards[address] for x in matrices)
-        and (guards[address] or kernel.name.startswith("fwd"))
+        if any("MT" in x.opcode for x in matrices) and (guards[address] or kernel.name.startswith("fwd"))
     ]
 
 
@@ -138,7 +137,8 @@ V, ARRIVAL, USE = "LDSM.16.MT88.4 R8, [R2]", "SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR4
         ([V, "LDSM.16.M88.4 R12, [R3]", USE.format(12), f"@!P0 {ARRIVAL}"], False),  # what comes later is there
         (["LDSM.16.M88.4 R12, [R3]", V, USE.format(12), f"@!P0 {ARRIVAL}"], True),
         ([V, "FENCE.VIEW.ASYNC.S", ARRIVAL], False),
-        (["LDSM.16.M88.4 R12, [R3]", ARRIVAL], True),
+        ([V, ARRIVAL], True),
+        (["LDSM.16.M88.4 R12, [R3]", ARRIVAL], False),  # of Q, which stays in registers
         ([f"@!P0 {ARRIVAL}", V, "@P1 BRA 0x0"], True),  # of the loop's turn before
         (["@P1 BRA 0x20", USE.format(8), V, "@P2 BRA 0x10", f"@!P0 {ARRIVAL}"], True),
     ],
