@@ -599,7 +599,8 @@ def build_info() -> dict[str, object]:
     (of src/, as tools/source_hash.py prints it), ``architectures`` (list of int), ``compiled_for``: nvcc's name of each
     one's target, {89: "89", 90: "90", 120: "120f"} or, with nvcc 12.8, 120: "120a", and 89: "80,89" where older GPUs
     have code, too; ``proxy``: {120: 90} when the
-    sm_120 rows of this build were compiled for sm_90, else {}; ``emulation`` (bool) and ``mma_passes`` (int, 1 unless
+    sm_120 rows of this build were compiled for sm_90, else {}; ``ptx_compiler`` ("the driver's compiler", or "ptxas 13.0.88"
+    of a build with CUTLASS_FMHA_PTX_AHEAD): what makes code of sm_89's PTX for a GPU that has none; ``emulation`` (bool) and ``mma_passes`` (int, 1 unless
     it is one): a build that makes an sm_90 GPU resemble others, in which each mma pass runs that often.
     """
 

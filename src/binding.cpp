@@ -50,6 +50,7 @@ py::dict build_info() {
   py::dict compiled_for;
   for (auto const& [arch, target] : CUTLASS_FMHA_COMPILED_FOR) compiled_for[py::int_(arch)] = target;
   info["compiled_for"] = compiled_for;
+  info["ptx_compiler"] = CUTLASS_FMHA_PTX_COMPILER;
   info["emulation"] = bool(CUTLASS_FMHA_EMULATION);
   info["mma_passes"] = CUTLASS_FMHA_MMA_PASSES;
   info["simulator"] = CUTLASS_FMHA_SIMULATOR;

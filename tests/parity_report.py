@@ -109,17 +109,20 @@ def write(directory: Path, content: dict[str, object], tail: str = "") -> Path:
 
 def environment(arch: int, mode: str, source_hash: str) -> dict[str, object]:
     """The machine and the versions of a run on the first GPU."""
+    from cutlass_fmha import _C
     from cutlass_fmha.bench import machine  # not of a simulator's bare package
 
     gpus = {"gpus": torch.cuda.device_count(), "arch": arch, "mode": mode, "source_hash": source_hash}
+    if mode.startswith("ptx"):
+        gpus["ptx_compiler"] = _C.build_info()["ptx_compiler"]
     return {**machine.describe(0), **gpus}
 
 
 MODES = {
     "native": "compiled for this GPU's architecture",
-    "ptx": "the sm_89 rows, through their PTX and the driver's compiler",
-    "ptx80": "the sm_89 rows compiled for sm_80, through their PTX and the driver's compiler",
-    "ptx86": "the sm_89 rows compiled for sm_86, through their PTX and the driver's compiler",
+    "ptx": "the sm_89 rows, through their PTX",
+    "ptx80": "the sm_89 rows compiled for sm_80, through their PTX",
+    "ptx86": "the sm_89 rows compiled for sm_86, through their PTX",
     "native80": "the sm_89 rows, compiled for sm_80",
     "native86": "the sm_89 rows, compiled for sm_86",
     "proxy": "the sm_120 rows' source and configuration, compiled for this GPU",
@@ -131,10 +134,13 @@ def markdown(content: dict[str, object]) -> str:
     rows = content["rows"]
     assert isinstance(rows, dict)
     verdict = "passed" if content["passed"] else "FAILED"
+    mode = MODES[str(content["mode"])]
+    if compiler := content.get("ptx_compiler"):
+        mode += f", of which {compiler} made the GPU's code"
     lines = [
         f"# Parity of the sm_{content['arch']} rows on {content['gpu']}: {verdict}",
         "",
-        f"{content['date']}, mode {content['mode']} ({MODES[str(content['mode'])]}), compute capability "
+        f"{content['date']}, mode {content['mode']} ({mode}), compute capability "
         f"{content['capability']}, driver {content['driver']}, Python {content['python']}, torch "
         f"{content['torch']} (CUDA {content['cuda']}), cutlass_fmha {content['package']}.",
         f"Hash of src/: `{content['source_hash']}`.",

@@ -69,19 +69,24 @@ def test_a_missing_program_is_named(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(
-    ("asked", "compiled_for", "code"),
+    ("asked", "ahead", "compiled_for", "code"),
     [
-        ("89", "89", "89,code=[sm_89,compute_89]"),
-        ("80", "80", "80,code=[sm_80,compute_80]"),
-        ("89;86", "86,89", "86,code=[sm_86,compute_86];89,code=sm_89"),
-        ("75", None, "contains \"75\", and there are kernels for 80, 86, 89, 90, 120 only"),
+        ("89", "", "89", "89,code=[sm_89,compute_89]"),
+        ("80", "", "80", "80,code=[sm_80,compute_80]"),
+        ("89;86", "", "86,89", "86,code=[sm_86,compute_86];89,code=sm_89"),
+        ("80;89", "90", "80,89", "80,code=sm_90;89,code=sm_89"),
+        ("75", "", None, "contains \"75\", and there are kernels for 80, 86, 89, 90, 120 only"),
+        ("80", "86", None, "CUTLASS_FMHA_PTX_AHEAD must be empty or 90, and it is \"86\""),
     ],
 )  # fmt: skip
-def test_rows_of_sm_89_are_compiled_for_older_gpus_too(asked: str, compiled_for: str | None, code: str, tmp_path):
-    """The least target has PTX: it is what runs on every GPU that none of the machine code runs on."""
+def test_rows_of_sm_89_are_compiled_for_older_gpus_too(
+    asked: str, ahead: str, compiled_for: str | None, code: str, tmp_path: Path
+):
+    """The least target has PTX: it is what runs on every GPU that none of the machine code runs on; or what ptxas makes of it."""
     done = building.script(
         tmp_path,
         f'include({building.ROOT}/cmake/Architectures.cmake)\nset(CUTLASS_FMHA_SM120_PROXY "")',
+        f'set(CUTLASS_FMHA_PTX_AHEAD "{ahead}")',
         f'set(CMAKE_CUDA_ARCHITECTURES "{asked}")\nfmha_set_architectures()\nfmha_set_compiled_for()',
         'fmha_code_flags(89 found)\nmessage("${FMHA_ARCHITECTURES} ${FMHA_COMPILED_FOR_CXX} ${found}")',
     )
