@@ -115,7 +115,7 @@ FMHA_HOST_DEVICE inline KeyWalk walk_of(FeatureParams const& p, Sequence const& 
   int const i_last = smaller(i_end, s.queries) - 1;
   if (i_last < i_begin || s.keys == 0) return {};
   KeyWalk walk = whole_walk(p, s, tile.head, i_begin, i_last, tile_keys);
-  int const part = ceil_div(walk.tiles, p.splits);
+  int const part = p.by_splits.quotient(walk.tiles + p.splits - 1);
   walk.skipped = smaller(tile.split * part, walk.tiles);
   walk.tiles = smaller(part, walk.tiles - walk.skipped);
   return walk;

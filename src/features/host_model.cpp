@@ -31,6 +31,7 @@ std::vector<Tile> feature_tiles(AttentionParams p, int tile_m, int mixed_heads, 
 /// The first keys of the steps that a thread block walks, each with whether a range hides some key from some query.
 std::vector<std::tuple<int, bool>> key_steps(AttentionParams p, Tile const& at, int tile_m, int step_keys) {
   if (p.block_counts != nullptr) set_blocks(p, step_keys);
+  p.by_splits = Divisor(p.splits);
   FeatureTile const tile{std::get<0>(at), std::get<1>(at), std::get<2>(at), std::get<3>(at)};
   Sequence const s = sequence_at(p, tile.batch);
   int const i_begin = p.by_pack.quotient(tile.row_begin), i_end = p.by_pack.quotient(tile.row_begin + tile_m - 1) + 1;

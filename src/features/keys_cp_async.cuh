@@ -27,15 +27,17 @@ struct CpAsyncFeatureKeys : FeatureWalk<C> {
   CUTE_DEVICE CpAsyncFeatureKeys(FeatureParams const& p, char* smem, int warp, KeyWalk const& walk)
       : Base(p, smem, warp, walk), destination(settled(KLoader::first_chunk(thread_id() % kHalfThreads))) {}
 
+  struct Producer {};  ///< all threads are
+  CUTE_DEVICE Producer make_producer(Sequence const&, FeatureTile const&) const { return {}; }
+  CUTE_DEVICE void set_producer(Producer const&) const {}
   /// By one thread.
-  CUTE_DEVICE void init_pipelines() const {
+  CUTE_DEVICE void init_pipelines(Producer const&, Sequence const&) const {
     k_pipe.init(kHalfThreads, C.threads());
     v_pipe.init(kHalfThreads, C.threads());
   }
-  struct Producer {};  ///< all threads are
-  CUTE_DEVICE Producer make_producer(Sequence const&) const { return {}; }
+  CUTE_DEVICE static bool starts_alone() { return false; }
   /// Starts the first loads of K and V.
-  CUTE_DEVICE void start(Producer const&) {
+  CUTE_DEVICE void start() {
     int const thread = thread_id();
     Strides const& stride = second_group() ? p.k_stride : p.v_stride;
     in_order = first_row(thread) + (key_begin(0) + first_key(thread)) * stride.seqlen;

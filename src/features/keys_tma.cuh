@@ -21,16 +21,28 @@ struct TmaFeatureProducer {
   int const row;  ///< of the tensor, where phase 0 has its first key
   int const head, entry;
 
-  CUTE_DEVICE TmaFeatureProducer(FeatureTmaParams const& p, char* smem, int warp, int blocks, int first_row)
+  CUTE_DEVICE TmaFeatureProducer(FeatureTmaParams const& p, char* smem, int warp, int blocks, int first_row, int head,
+                                 int entry)
       : p(p),
         smem(smem),
         warp(warp),
         blocks(blocks),
         row(uniform(first_row)),
-        head(uniform(Shared::place(smem).head_kv)),
-        entry(uniform(Shared::place(smem).sequence.entry_k)) {}
+        head(uniform(head)),
+        entry(uniform(entry)) {}
 
-  /// Starts the first loads of K and V. `there`: keys of the first tile that exist; all other tiles' do.
+  /// Starts the first loads of K and V where keys are in order: by the thread that made the barriers, which waits for
+  /// nobody. `there`: keys of the first tile that exist; all other tiles' do.
+  CUTE_DEVICE void start_in_order(Pipe const& k_pipe, Pipe const& v_pipe, int there) const {
+    CUTE_UNROLL
+    for (int tile = 0; tile < C.stages; ++tile) {
+      if (tile >= blocks) break;
+      request<KTile>(k_pipe, p.k_map, Shared::kKOffset, Shared::kKTile, Shared::kBarriers, tile, false);
+      request<VTile>(v_pipe, p.v_map, Shared::kVOffset, Shared::kVTile, Shared::kBarriers + Pipe::kBytes, tile,
+                     tile == 0 && there < C.tile_n);
+    }
+  }
+  /// The same of pages, by the warps that ask for them.
   CUTE_DEVICE void start(Pipe const& k_pipe, Pipe const& v_pipe, int there) const {
     CUTE_UNROLL
     for (int tile = 0; tile < C.stages; ++tile) {
@@ -44,11 +56,12 @@ struct TmaFeatureProducer {
     if (warp != 0 || there >= C.tile_n) return;
     mbarrier_wait(cute::cast_smem_ptr_to_uint(Shared::partial_barrier(smem)), 0);
     using P = typename VTile::P;
-    constexpr int kChunks = C.tile_n * P::kChunks * P::kCount;
+    constexpr int kChunks = C.tile_n * P::kChunks;  // of a panel
+    auto* const chunks = reinterpret_cast<uint4*>(smem + Shared::kVOffset);
     CUTE_NO_UNROLL
-    for (int chunk = lane_id(); chunk < kChunks; chunk += 32) {
-      int const row = chunk / P::kChunks % C.tile_n;
-      if (row >= there) reinterpret_cast<uint4*>(smem + Shared::kVOffset)[chunk] = make_uint4(0, 0, 0, 0);
+    for (int chunk = there * P::kChunks + lane_id(); chunk < kChunks; chunk += 32) {
+      CUTE_UNROLL
+      for (int panel = 0; panel < P::kCount; ++panel) chunks[panel * kChunks + chunk] = make_uint4(0, 0, 0, 0);
     }
     cute::tma_store_fence();  // what the copy unit brings here next comes after these
     // Each lane for what it wrote: racecheck can't follow a __syncwarp.
@@ -73,19 +86,28 @@ struct TmaFeatureProducer {
   }
 
  private:
+  CUTE_DEVICE uint64_t* full_barrier(int barriers, int tile) const {
+    return reinterpret_cast<uint64_t*>(smem + barriers + Pipe::full_offset(tile));
+  }
+  /// Of keys in order; by one thread.
+  template <class Tile>
+  CUTE_DEVICE void request(Pipe const& pipe, TensorMap const& map, int ring, int tile_bytes, int barriers, int tile,
+                           bool partial) const {
+    Tile::load(map, partial ? Shared::partial_barrier(smem) : full_barrier(barriers, tile),
+               smem + ring + pipe.stage(tile) * tile_bytes, Tile::kPanelBytes, row - tile * C.tile_n, head, entry);
+  }
   /// By a warp.
   template <class Tile, bool First>
   CUTE_DEVICE void refill(Pipe const& pipe, TensorMap const& map, int ring, int tile_bytes, int barriers, bool values,
                           int tile, bool partial) const {
     if (tile >= blocks) return;
     pipe.producer_acquire(tile);
-    auto* barrier = reinterpret_cast<uint64_t*>(smem + barriers + Pipe::full_offset(tile));
-    char* const to = smem + ring + pipe.stage(tile) * tile_bytes;
-    if (First && partial) barrier = Shared::partial_barrier(smem);
-    if (p.keys_stand == KeysStand::in_order) {
-      if (cute::elect_one_sync()) Tile::load(map, barrier, to, Tile::kPanelBytes, row - tile * C.tile_n, head, entry);
+    if (!First && p.keys_stand == KeysStand::in_order) {
+      if (cute::elect_one_sync()) request<Tile>(pipe, map, ring, tile_bytes, barriers, tile, false);
       return;
     }
+    auto* const barrier = First && partial ? Shared::partial_barrier(smem) : full_barrier(barriers, tile);
+    char* const to = smem + ring + pipe.stage(tile) * tile_bytes;
     if (!First) {
       cute::cp_async_wait<0>();  // by now this tile's pages are known
       __syncwarp();
@@ -123,22 +145,30 @@ struct TmaFeatureKeys : FeatureWalk<C> {
   using Producer = TmaFeatureProducer<C>;
   Producer const* producer = nullptr;
 
-  CUTE_DEVICE Producer make_producer(Sequence const& sequence) const {
-    return {static_cast<FeatureTmaParams const&>(p), smem, warp, blocks, sequence.first_k + last_begin};
+  CUTE_DEVICE Producer make_producer(Sequence const& sequence, FeatureTile const& tile) const {
+    return {static_cast<FeatureTmaParams const&>(p),
+            smem,
+            warp,
+            blocks,
+            sequence.first_k + last_begin,
+            p.by_group.quotient(tile.head),
+            sequence.entry_k};
   }
-  /// By one thread.
-  CUTE_DEVICE void init_pipelines() const {
+  CUTE_DEVICE void set_producer(Producer const& by) { producer = &by; }
+  /// By one thread, which asks for the first tiles at once where it can.
+  CUTE_DEVICE void init_pipelines(Producer const& by, Sequence const& sequence) const {
     auto const& maps = static_cast<FeatureTmaParams const&>(p);
+    int const there = sequence.keys - last_begin;
     fetch_maps(maps.k_map, maps.v_map);
     k_pipe.init(1, C.threads());
-    v_pipe.init(1, C.threads(), keys_of_first() < C.tile_n ? 32 : 1);
+    v_pipe.init(1, C.threads(), there < C.tile_n ? 32 : 1);
     mbarrier_init(cute::cast_smem_ptr_to_uint(Shared::partial_barrier(smem)), 1);
     cutlass::arch::fence_barrier_init();
+    if (starts_alone()) by.start_in_order(k_pipe, v_pipe, there);
   }
-  CUTE_DEVICE void start(Producer const& by) {
-    producer = &by;
-    by.start(k_pipe, v_pipe, keys_of_first());
-  }
+  /// Whether init_pipelines() did. Otherwise pages are looked up by all lanes of the warps that ask for them.
+  CUTE_DEVICE bool starts_alone() const { return p.keys_stand == KeysStand::in_order; }
+  CUTE_DEVICE void start() const { producer->start(k_pipe, v_pipe, keys_of_first()); }
   /// What start() left: not before what all wait for.
   CUTE_DEVICE void finish_first() const { producer->finish_first(v_pipe, keys_of_first()); }
   CUTE_DEVICE void refill_k(int tile) const { producer->refill_k(k_pipe, tile); }

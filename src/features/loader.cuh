@@ -43,6 +43,23 @@ struct RowLoader {
     }
   }
 
+  /// Rows [begin, begin + Rows) of those that begin at `from`, `stride` apart, of which `count` are there. All are
+  /// aligned to 16 bytes. For what every block does before anything else: few instructions a row.
+  CUTE_DEVICE static void load_leading(char* tile, Element const* from, int64_t stride, int begin, int count,
+                                       int head_dim, int thread = threadIdx.x) {
+    static_assert(Rows % kRowsPerPass == 0);
+    char* const to = tile + first_chunk(thread);
+    int const dimensions = head_dim - column(thread), first = begin + first_row(thread);
+    Element const* const any = from + column(thread);
+    Element const* row = any + first * stride;
+    CUTE_UNROLL
+    for (int pass = 0; pass < kPasses; ++pass) {
+      bool const there = first + pass * kRowsPerPass < count;
+      load_vectors(to, pass, there ? row : any, there ? dimensions : 0);
+      row += kRowsPerPass * stride;
+    }
+  }
+
   /// A tile all of whose rows are there, with all dimensions, row n at from + Order::of_row(n) * stride. `from`: this
   /// thread's chunk of its first row.
   template <class Order>

@@ -101,6 +101,7 @@ struct FeatureParams {
   TileSchedule schedule;  ///< of tiles of heads, or of those that are packed
   int pack;  ///< 1, or num_heads / num_heads_kv: so many heads share a tile, row r is head r % pack of query r / pack
   Divisor by_pack;
+  Divisor by_group;  ///< by the query heads per head of K and V
   Divisor by_splits;
   int splits;                                 ///< parts of the keys of a sequence, each with thread blocks of its own
   float* partial_o;                           ///< [splits, rows of lse, head_dim_v], when splits > 1

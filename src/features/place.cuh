@@ -17,7 +17,7 @@ struct TilePlace {
   FeatureTile tile;
 
   CUTE_DEVICE TilePlace(FeatureParams const& p, Sequence const& sequence, FeatureTile const& tile, KeyWalk const& walk)
-      : head_kv(tile.head / (p.num_heads / p.num_heads_kv)), walk(walk), sequence(sequence), tile(tile) {
+      : head_kv(p.by_group.quotient(tile.head)), walk(walk), sequence(sequence), tile(tile) {
     k = first_row(p, p.k, p.k_stride);
     v = first_row(p, p.v, p.v_stride);
   }
@@ -34,15 +34,18 @@ template <ForwardConfig C>
 CUTE_DEVICE void load_query_tile(FeatureParams const& p, char* smem, Sequence const& sequence,
                                  FeatureTile const& tile) {
   using Word = typename ForwardTypes<C>::Word;
+  using Loader = RowLoader<C.head_dim, C.tile_m, C.threads(), C.element_bytes()>;
   auto const* const q = static_cast<Word const*>(p.q) + sequence.entry_q * p.q_stride.batch +
                         sequence.first_q * p.q_stride.seqlen + tile.head * p.q_stride.head;
-  with_query_rows<C>(p, tile, [&](auto const& at) {
-    RowLoader<C.head_dim, C.tile_m, C.threads(), C.element_bytes()>::load(
-        smem, q, p.head_dim, !C.scored() || p.vectors, [&](int row) {
-          QueryRow const here = at(row);
-          Word const* const from = q + uint32_t(here.query) * p.q_stride.seqlen;
-          return here.query < sequence.queries ? from + (here.head - tile.head) * p.q_stride.head : nullptr;
-        });
+  if constexpr (!C.scored()) {
+    if (p.pack == 1) {
+      return Loader::load_leading(smem, q, p.q_stride.seqlen, tile.row_begin, sequence.queries, p.head_dim);
+    }
+  }
+  Loader::load(smem, q, p.head_dim, !C.scored() || p.vectors, [&](int row) {
+    QueryRow const here = query_row(p, tile, tile.row_begin + row);
+    Word const* const from = q + uint32_t(here.query) * p.q_stride.seqlen;
+    return here.query < sequence.queries ? from + (here.head - tile.head) * p.q_stride.head : nullptr;
   });
 }
 

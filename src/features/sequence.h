@@ -92,6 +92,7 @@ inline TileOrder tile_order(FeatureParams const& p, int tile_m, int warps, int b
 inline void set_schedule(FeatureParams& p, TileOrder const& order, int tile_m) {
   p.schedule = schedule_of(order, true, ceil_div(p.seqlen_q * p.pack, tile_m), p.num_heads / p.pack, p.batch);
   p.by_splits = Divisor(p.splits);
+  p.by_group = Divisor(p.num_heads / p.num_heads_kv);
 }
 
 /// Where the rows of k or v that key_row_offset() counts begin, in elements.

@@ -57,7 +57,6 @@ struct FeatureKeys : FeatureKeySource<C> {
 
   /// What shared memory holds before anything is copied there.
   CUTE_DEVICE void init_shared(Sequence const& sequence, FeatureTile const& tile) {
-    if (threadIdx.x == 0) this->init_pipelines();
     if (threadIdx.x < 32) {
       auto& lane = reinterpret_cast<typename Shared::Lane*>(smem + Shared::kLanes)[threadIdx.x];
       lane.x = qv_lane_offset, lane.y = k_lane_offset;
@@ -177,18 +176,25 @@ CUTE_DEVICE void tile_rows(FeatureParams const& p, char* smem, Sequence const& s
                            KeyWalk const& walk, int warp) {
   using T = ForwardTypes<C>;
   using Shared = FeatureTileLayout<C>;
-  if (threadIdx.x == 0) new (&Shared::place(smem)) typename Shared::Place(p, sequence, tile, walk);
   FeatureKeys<C> keys(p, smem, warp, walk);
   typename T::OutputFragment output;
   cute::clear(output);
   typename T::Softmax softmax(p.score_unit * kLog2e);
+  auto const producer = keys.make_producer(sequence, tile);
+  keys.set_producer(producer);
+  // A short document's block waits longer for its first tiles than it computes: they are asked for first.
   if (keys.blocks > 0) {
-    keys.init_shared(sequence, tile);
+    if (threadIdx.x == 0) keys.init_pipelines(producer, sequence);
     load_query_tile<C>(p, smem, sequence, tile);
     cute::cp_async_fence();
-    __syncthreads();  // the pipelines' barriers exist, and what the block works on is known
-    auto const producer = keys.make_producer(sequence);
-    keys.start(producer);
+    keys.init_shared(sequence, tile);
+  }
+  if (threadIdx.x == C.threads() - 1) new (&Shared::place(smem)) typename Shared::Place(p, sequence, tile, walk);
+  if (keys.blocks > 0) {
+    if (!keys.starts_alone()) {
+      __syncthreads();  // the pipelines' barriers exist, and what the block works on is known
+      keys.start();
+    }
     wait_for_committed_cp_async();  // Q, the only committed group: K and V report to their pipelines
     __syncthreads();
     keys.finish_first();
