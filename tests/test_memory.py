@@ -467,10 +467,10 @@ def test_what_can_not_be_planned_gets_a_sentence(change: dict[str, Any], error: 
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_unfused_attention_has_two_or_three_times_its_scores_in_memory(backward: bool):
+def test_unfused_attention_has_two_or_four_times_its_scores_in_memory(backward: bool):
     scores = 2 * 32 * 8192**2
     found = unfused(Problem(1, 8192, 8192, 32, 8, 128, "bfloat16", "bottom-right"), backward)
-    assert scores * (2 + backward) <= found <= 1.1 * scores * (2 + backward)
+    assert scores * (2 + 2 * backward) <= found <= 1.1 * scores * (2 + 2 * backward)
 
 
 def test_the_guide_has_what_is_computed():
