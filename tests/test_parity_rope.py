@@ -23,10 +23,12 @@ from test_parity_helpers import (  # its fixture says where kernels run
     Append,
     backend,  # noqa: F401
     drawn,
+    following,
     int32,
     kernels_only,
     laid_out,
     randn,
+    sequences,
     table,
 )
 from torch import Tensor
@@ -246,7 +248,7 @@ def check_to_cache(
     kind: str, dims: tuple[int, int], head_dim_v: int, layout: str, begins: Any, numbers: list[int],
     interleaved: bool, dtype: torch.dtype,
 ) -> None:  # fmt: skip
-    """Keys are those that a call without a cache returns, and values themselves."""
+    """What stands in the cache and what is returned against fp64; values are there bit by bit."""
     append = Append(kind, dtype, dims[0], head_dim_v, layout, begins)
     room = 25 - max(append.lengths, default=0)
     lengths = int32(*(n % room for n in numbers[: len(append.lengths)]))
@@ -265,11 +267,16 @@ def check_to_cache(
     to = *nowhere((q,), layout), torch.full_like(lengths, -7)
     assert call(out=to) is to and torch.equal(bits(to[0]), bits(out)) and torch.equal(to[1], used)
     assert used.tolist() == [n + new for n, new in zip(lengths.tolist(), append.lengths, strict=True)]
-    own = {name: x for name, x in places.items() if name == "cu_seqlens"}
-    one, other = cutlass_fmha.qk_norm_rope(q, append.key, None, *weights, **said, offsets=lengths - pads, **own)
-    assert torch.equal(bits(out), bits(one))
-    for (b, i), (entry, row) in append.check_places(lengths).items():
-        assert torch.equal(bits(k_cache[entry, row]), bits(other[append.at(b, i)]))
+    keys = torch.full_like(append.key, math.nan, memory_format=torch.contiguous_format)
+    for (b, i), place in append.check_places(lengths).items():
+        keys[append.at(b, i)] = k_cache[place]
+    for x, found, weight in ((q, out, weights[0]), (append.key, keys, weights[1])):
+        for b, (own, turned) in enumerate(zip(sequences(x, begins), sequences(found, begins), strict=True)):
+            normed = rms_norm(own.double(), weight.cpu().double(), None, 1e-6, 0.0)
+            positions = following((lengths - pads)[b : b + 1], own.shape[1])
+            right = rotate(normed, cos.cpu(), sin.cpu(), positions, interleaved)
+            assert_close(turned, right, 4 * largest(right))
+    assert begins is None or not (out[: begins[0]].any() or out[begins[-1] :].any()), "rows of no sequence are 0"
 
 
 @drawn

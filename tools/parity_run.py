@@ -25,6 +25,7 @@ import os
 import re
 import sys
 import time
+import traceback
 import unittest
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -253,8 +254,8 @@ def judge_op(op: str, check: Callable[..., None], tally: Tally, seed: int, line:
     try:
         with mock.patch.dict(os.environ, simulation(gpu.rows_arch(), seed + tally.problems)):
             check(**drawn)
-    except Exception as error:  # a sticky CUDA error, too: nothing can be trusted after it
-        tally.fail(f"{op}: {drawn}: {type(error).__name__}: {error}\n{line}")
+    except Exception:  # a sticky CUDA error, too: nothing can be trusted after it
+        tally.fail(f"{op}: {drawn}: {traceback.format_exc(limit=-2)}{line}")
         return
     fields = drawn["p"]._asdict() if "p" in drawn else drawn
     told = (f"{name} {x}" for name, x in fields.items() if isinstance(x, (str, bool, torch.dtype)))
