@@ -41,6 +41,9 @@ def kernels() -> dict[str, Callable[[], Problems]]:
     """For every kernel of the architecture under test: what runs it and raises when a result is wrong."""
     arch = gpu.rows_arch()
     found: dict[str, Callable[[], Problems]] = {}
+    for helper in _C.helpers():  # first: they take least
+        if helper.arch == arch:
+            found[helper.name] = partial(HELPERS[helper.family], getattr(torch, helper.dtype))
     for row in _C.rows():
         if row.arch == arch:
             small = wide(row) if row.family == "wide" else features(row) if row.takes_features else plain(row)
@@ -49,9 +52,6 @@ def kernels() -> dict[str, Callable[[], Problems]]:
     for row in _C.backward_rows():
         if row.arch == arch:
             found[row.name] = partial(gradients, _writer(row) if row.family == "query_product" else row)
-    for helper in _C.helpers():
-        if helper.arch == arch:
-            found[helper.name] = partial(HELPERS[helper.family], getattr(torch, helper.dtype))
     return found
 
 
