@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from oracle_helpers import assert_close
+from oracle_helpers import COMPUTED, COMPUTED_IN_FP32, HALF_ULP, assert_close
 from torch import Tensor
 
 
@@ -76,3 +77,32 @@ class Gated:
             self.out = Expected(out.detach(), (g * u).abs())
             self.dgate = Expected(dgate, (d * u).abs() * (1 + g.abs()) ** (4 if name == "gelu_tanh" else 2))
             self.dup = Expected(dup, (d * g).abs())
+
+
+class Mlp:
+    """swiglu_mlp and its gradients: its own, of x and of both weights. What is rounded on the way (gate, up, their
+    product, what comes back to them) is followed to first order, and twice what that comes to is allowed."""
+
+    def __init__(self, x: Tensor, w_gate_up: Tensor, w_down: Tensor, dout: Tensor) -> None:
+        half_ulp, smallest = HALF_ULP[x.dtype]
+        computed = COMPUTED.get(x.dtype, COMPUTED_IN_FP32)
+
+        def product(op: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> Tensor:
+            """Of values and their errors, [2, rows, columns]."""
+            value, size = op(a[0], b[0]), op(a[0].abs(), b[0].abs())
+            error = op(a[1], b[0].abs()) + op(a[0].abs(), b[1]) + computed * size
+            return torch.stack((value, error + half_ulp * value.abs() + smallest))
+
+        of_rows = (t.detach().cpu().double().flatten(0, -2) if t.dim() > 1 else t.detach().cpu().double()[None]
+                   for t in (x, w_gate_up, w_down, dout))  # fmt: skip
+        x, w_gate_up, w_down, dout = (torch.stack((t, torch.zeros_like(t))) for t in of_rows)
+        gate, up = product(torch.matmul, x, w_gate_up.mT).chunk(2, -1)
+        share = torch.sigmoid(gate[0])
+        silu = torch.stack((gate[0] * share, 1.1 * gate[1]))
+        slope = torch.stack((share * (1 + gate[0] * (1 - share)), 0.5 * gate[1]))
+        between = product(torch.mul, silu, up)
+        back = product(torch.matmul, dout, w_down)
+        both = torch.cat((product(torch.mul, product(torch.mul, back, up), slope), product(torch.mul, back, silu)), -1)
+        pairs = (between, w_down.mT), (both, w_gate_up), (both.mT, x), (dout.mT, between)
+        found = (product(torch.matmul, a, b) for a, b in pairs)
+        self.all = [Expected(value, 2 * error / computed) for value, error in found]

@@ -46,7 +46,10 @@ def test_ops_are_told_beside_torchs(tmp_path: Path, capsys: pytest.CaptureFixtur
     text = told(beside, capsys, tmp_path / "found.json", "--sizes", "8192", "--budget", "0.001")
     for name in beside.OPS:
         assert f"| {name}, forward |" in text and (f"| {name}, backward |" in text or "- |" in text)
-    assert "norm, rotary, append: batch" in text
+    assert text.count("x | 1 | 16 |") == text.count("x | 1 | - |") == 1
+    with mock.patch("cutlass_fmha.rms_norm", lambda x, *_, **__: x):
+        assert beside.main(["--ops", "append", "--budget", "0.001"]) == 1
+    assert "append is" in capsys.readouterr().err
     with mock.patch.dict(beside.OPS, {"swiglu": beside.OPS["swiglu"]._replace(ours=lambda gate, up: gate * up)}):
         assert beside.main(["--ops", "swiglu", "--sizes", "4096", "--budget", "0.001"]) == 1
     assert "swiglu is" in capsys.readouterr().err

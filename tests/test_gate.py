@@ -5,8 +5,11 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import pkgutil
 import re
+import shlex
 from types import SimpleNamespace
+from typing import Any
 
 import gpu
 import parity_run
@@ -132,6 +135,34 @@ def test_a_mismatch_ends_a_run_with_the_line_that_repeats_it(kernels: FakeKernel
     monkeypatch.setattr(kernels, "features", right)
     assert parity_run.main(["--rows", line[1], "--problem", line[2]]) == 0
     assert "agrees on 1 rows" in capsys.readouterr().out
+
+
+#: Of each op what a fault changes: of which name, and what it makes of it.
+FAULTS: dict[str, tuple[str, Any]] = {
+    "rms_norm": ("test_parity_beside.rms_norm", lambda f: lambda *x, eps, **said: f(*x, eps=2 * eps, **said)),
+    "gated": ("test_parity_beside.UNITS", lambda units: units | {"gelu": units["gelu_tanh"]}),
+    "swiglu_mlp": ("test_parity_beside.swiglu_mlp", lambda f: lambda x, w, *y, **said: f(x, w.flip(0), *y, **said)),
+    "rotary_qk": ("cutlass_fmha.rotary_qk", lambda f: lambda *x, cu_seqlens=None, **said: f(*x, **said)),
+    "qk_norm_rope": ("cutlass_fmha.qk_norm_rope", lambda f: lambda *x, eps, **said: f(*x, **said)),
+    "qk_norm_rope_to_cache": ("cutlass_fmha.qk_norm_rope", lambda f: lambda *x, leftpad_k=None, **said: f(*x, **said)),
+    "append": ("test_parity_helpers.append_kv_", lambda f: lambda *x, leftpad_k=None, **said: f(*x, **said)),
+}
+
+
+@pytest.mark.parametrize("op", FAULTS)
+def test_a_fault_beside_attention_ends_a_run(kernels: FakeKernels, monkeypatch, tmp_path, capsys, op: str):
+    said = ("--beside", "--rows", f"^{op}$", "--problems", "60", "--seed", "3", "--processes", "1")
+    assert parity_run.main([*said, "--report", str(tmp_path)]) == 0
+    content = json.loads(next(tmp_path.glob("*-beside-3.json")).read_text())
+    assert content["passed"] and content["rows"] == {op: 60} and content["ratios"][op] <= 1
+    assert not torch.are_deterministic_algorithms_enabled()
+    name, wrong = FAULTS[op]
+    with monkeypatch.context() as planted:
+        planted.setattr(name, wrong(pkgutil.resolve_name(name)))
+        assert parity_run.main([*said]) == 1
+        line = shlex.split(capsys.readouterr().err.splitlines()[-1])
+        assert line[:2] == ["python", "tools/parity_run.py"] and parity_run.main(line[2:]) == 1
+    assert parity_run.main(line[2:]) == 0
 
 
 def test_a_run_that_its_time_ends_has_not_passed(kernels: FakeKernels, monkeypatch, tmp_path, capsys):

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from operands import poison
-from oracle_beside import Gated, RmsNorm
+from oracle_beside import Gated, Mlp, RmsNorm
 from test_parity_helpers import DTYPES, backend, by_dtype, drawn, kernels_only, randn  # noqa: F401
 from torch import Tensor
 
@@ -36,6 +36,8 @@ def placed(x: Tensor, how: str) -> Tensor:
 
 
 HOW = ("packed", "padded", "odd", "swapped")
+#: Dimensions before a row's.
+LEADING = st.lists(st.integers(0, 4), max_size=4)
 
 
 def run_norm(
@@ -115,18 +117,23 @@ def test_rms_norm_of_large_launches(dtype: torch.dtype):
         run_norm((2**22 // (dim * bytes_of) + 1, dim), dtype, weighted=dtype, summed=dim == 768)
 
 
-@drawn
-@given(st.data())
-def test_rms_norm_of_anything(backend: str, data: Any):  # noqa: F811
-    draw = data.draw
+@st.composite
+def norms(draw: Any) -> dict[str, Any]:
+    """Arguments of ``run_norm``."""
     dtype = draw(st.sampled_from(DTYPES))
-    shape = (*draw(st.lists(st.integers(0, 4), max_size=4)), draw(st.one_of(st.integers(1, 80), st.integers(1, 3000))))
-    run_norm(
-        shape, dtype, draw(st.sampled_from(HOW)),
-        weighted=draw(st.sampled_from((None, dtype, torch.float32))),
-        biased=draw(st.booleans()), summed=draw(st.booleans()), seed=draw(st.integers(0, 99)),
-        out_dtype=draw(st.sampled_from((None, torch.float32))), eps=draw(st.sampled_from((0.0, 1e-6, 0.5))),
-    )  # fmt: skip
+    dim = draw(st.one_of(st.integers(1, 80), st.integers(1, 3000)))
+    return {
+        "shape": (*draw(LEADING), dim), "dtype": dtype, "how": draw(st.sampled_from(HOW)),
+        "weighted": draw(st.sampled_from((None, dtype, torch.float32))), "biased": draw(st.booleans()),
+        "summed": draw(st.booleans()), "seed": draw(st.integers(0, 99)),
+        "out_dtype": draw(st.sampled_from((None, torch.float32))), "eps": draw(st.sampled_from((0.0, 1e-6, 0.5))),
+    }  # fmt: skip
+
+
+@drawn
+@given(norms())
+def test_rms_norm_of_anything(backend: str, p: dict[str, Any]):  # noqa: F811
+    run_norm(**p)
 
 
 @by_dtype
@@ -212,13 +219,19 @@ def test_gated_of_more_bytes_than_an_int_counts(rows: int, dtype: torch.dtype, m
     assert (out[-1] > 8.5).all() and out.count_nonzero() == 2**13
 
 
+@st.composite
+def units(draw: Any) -> dict[str, Any]:
+    """Arguments of ``run_gated``."""
+    return {
+        "shape": (*draw(LEADING), draw(st.integers(1, 300))), "dtype": draw(st.sampled_from(DTYPES)),
+        "name": draw(st.sampled_from(list(UNITS))), "how": draw(st.sampled_from(HOW)), "seed": draw(st.integers(0, 99)),
+    }  # fmt: skip
+
+
 @drawn
-@given(st.data())
-def test_gated_of_anything(backend: str, data: Any):  # noqa: F811
-    draw = data.draw
-    shape = (*draw(st.lists(st.integers(0, 4), max_size=4)), draw(st.integers(1, 300)))
-    name, how = draw(st.sampled_from(list(UNITS))), draw(st.sampled_from(HOW))
-    run_gated(shape, draw(st.sampled_from(DTYPES)), name, how, draw(st.integers(0, 99)))
+@given(units())
+def test_gated_of_anything(backend: str, p: dict[str, Any]):  # noqa: F811
+    run_gated(**p)
 
 
 @by_dtype
@@ -241,20 +254,35 @@ def test_gated_of_extremes(dtype: torch.dtype):
 # ---- the MLP -----------------------------------------------------------------------------------------------
 
 
+def run_mlp(shape: tuple[int, ...], dims: tuple[int, int], dtype: torch.dtype, recompute: bool, seed: int = 0):
+    """One call of rows [..., dim] by weights of so many units and results, and its gradients."""
+    sizes = shape, (2 * dims[0], shape[-1]), (dims[1], dims[0])
+    inputs = [(randn(*s, dtype=dtype, seed=seed + n) / 4).requires_grad_() for n, s in enumerate(sizes)]
+    dout = randn(*shape[:-1], dims[1], dtype=dtype, seed=seed + 3)
+    out = swiglu_mlp(*inputs, recompute=recompute)
+    assert out.shape == dout.shape
+    expected = Mlp(*inputs, dout)
+    for found, right in zip((out, *torch.autograd.grad(out, inputs, dout)), expected.all, strict=True):
+        assert found.dtype == dtype
+        right.check(found.reshape(right.value.shape))
+
+
+@st.composite
+def mlps(draw: Any) -> dict[str, Any]:
+    """Arguments of ``run_mlp``."""
+    return {
+        "shape": (*draw(LEADING), draw(st.integers(1, 96))), "dims": tuple(draw(st.integers(1, 64)) for _ in "ab"),
+        "dtype": draw(st.sampled_from(DTYPES)), "recompute": draw(st.booleans()), "seed": draw(st.integers(0, 99)),
+    }  # fmt: skip
+
+
 @by_dtype
 def test_swiglu_mlp(dtype: torch.dtype):
-    x, w_gate_up, w_down = (
-        (randn(*s, dtype=dtype, seed=n) / 4).requires_grad_() for n, s in enumerate(((3, 5, 48), (64, 48), (24, 32)))
-    )
-    leaves = [t.detach().cpu().double().requires_grad_() for t in (x, w_gate_up, w_down)]
-    gate, up = (leaves[0] @ leaves[1].mT).chunk(2, -1)
-    expected = gate / (1 + torch.exp(-gate)) * up @ leaves[2].mT
-    dout = randn(3, 5, 24, dtype=dtype, seed=3)
-    tolerance = {torch.float16: 5e-3, torch.bfloat16: 4e-2, torch.float32: 1e-5, torch.float64: 1e-12}[dtype]
     for recompute in (False, True):
-        out = swiglu_mlp(x, w_gate_up, w_down, recompute=recompute)
-        found = torch.autograd.grad(out, (x, w_gate_up, w_down), dout)
-        wanted = torch.autograd.grad(expected, leaves, dout.cpu().double(), retain_graph=True)
-        for one, other in zip((out, *found), (expected, *wanted), strict=True):
-            error = (one.detach().cpu().double() - other.detach()).abs().max()
-            assert error <= tolerance * float(other.detach().abs().max())
+        run_mlp((3, 5, 48), (32, 24), dtype, recompute)
+
+
+@drawn
+@given(mlps())
+def test_swiglu_mlp_of_anything(backend: str, p: dict[str, Any]):  # noqa: F811
+    run_mlp(**p)

@@ -415,23 +415,28 @@ class Append:
 KINDS = ("contiguous", "entries", "pages")
 
 
-@by_dtype
-@drawn
-@given(
-    kind=st.sampled_from(KINDS),
-    dims=st.sampled_from((*DIMS, (36, 24))),
-    head_dim_v=st.sampled_from((64, 32, 50, 24)),
-    layout=st.sampled_from(("packed", "odd", "bhsd")),
-    begins=BEGINS,
-    numbers=st.lists(st.integers(0, 100), min_size=ROWS, max_size=ROWS),
-    stand=st.sampled_from((None, "cache_seqlens", "leftpad_k", "rotary_seqlens")),
-    seqlen_q=st.sampled_from((1, 5, 9)),
-    advance=st.booleans(),
-    interleaved=st.booleans(),
-)
-def test_append(
-    kind, dims, head_dim_v, layout, begins, numbers, stand, seqlen_q, advance, interleaved, dtype: torch.dtype
-):
+#: How new rows of a cache are drawn, and more of what an append is asked for.
+NEW_ROWS: dict[str, st.SearchStrategy[Any]] = {
+    "kind": st.sampled_from(KINDS),
+    "dims": st.sampled_from((*DIMS, (36, 24))),
+    "head_dim_v": st.sampled_from((64, 32, 50, 24)),
+    "layout": st.sampled_from(("packed", "odd", "bhsd")),
+    "begins": BEGINS,
+    "numbers": st.lists(st.integers(0, 100), min_size=ROWS, max_size=ROWS),
+    "interleaved": st.booleans(),
+}
+APPENDS = {
+    **NEW_ROWS,
+    "stand": st.sampled_from((None, "cache_seqlens", "leftpad_k", "rotary_seqlens")),
+    "seqlen_q": st.sampled_from((1, 5, 9)),
+    "advance": st.booleans(),
+}
+
+
+def check_append(
+    kind: str, dims: tuple[int, int], head_dim_v: int, layout: str, begins: Any, numbers: list[int], stand: str | None,
+    seqlen_q: int, advance: bool, interleaved: bool, dtype: torch.dtype,
+) -> None:  # fmt: skip
     """Where keys stand that are rotated, is said by ``stand``; None: they are appended as they are."""
     append = Append(kind, dtype, dims[0], head_dim_v, layout, begins)
     room = 25 - max(append.lengths, default=0)
@@ -461,6 +466,13 @@ def test_append(
         for b, own in enumerate(zip(sequences(found, begins), sequences(x, begins), strict=True)):
             positions = first[b].cpu() + torch.arange(own[0].shape[1]) * step
             assert_rotated(*own, cos.cpu(), sin.cpu(), positions[None], interleaved)
+
+
+@by_dtype
+@drawn
+@given(**APPENDS)
+def test_append(dtype: torch.dtype, **p: Any):
+    check_append(dtype=dtype, **p)
 
 
 @kernels_only

@@ -18,15 +18,17 @@ from oracle_beside import rms_norm
 from oracle_helpers import assert_close, bits, rotate
 from test_parity_helpers import (  # its fixture says where kernels run
     DTYPES,
-    KINDS,
     LAYOUTS,
+    NEW_ROWS,
     Append,
     backend,  # noqa: F401
     drawn,
+    following,
     int32,
     kernels_only,
     laid_out,
     randn,
+    sequences,
     table,
 )
 from torch import Tensor
@@ -146,10 +148,15 @@ def check_rotary(p: Problem) -> None:
     if p.angles == "no angles":
         p = p._replace(angles="table")
     (q, k, _, _), said = p.operands(), p.said()
-    found = cutlass_fmha.rotary_qk(q, k, **said)
-    for x, out in zip((q, k), found, strict=True):
+    leaves = [x.detach().requires_grad_() for x in (q, k)]
+    found = cutlass_fmha.rotary_qk(*leaves, **said)
+    douts = [randn(*x.shape, dtype=p.dtype, seed=5) for x in found]
+    for x, out, dx, dout in zip(leaves, found, torch.autograd.grad(found, leaves, douts), douts, strict=True):
         assert out.is_contiguous()
-        assert_close(out.cpu(), p.turned(x, said), largest(x.cpu()))
+        exact = x.detach().cpu().double().requires_grad_()
+        right = p.turned(exact, said)
+        assert_close(out.cpu(), right.detach(), largest(x.cpu()))
+        assert_close(dx.cpu(), torch.autograd.grad(right, exact, dout.cpu().double())[0], largest(dout.cpu()))
     in_place = [laid_out(x.clone(), p.layout) for x in (q, k)]
     assert all(a is b for a, b in zip(cutlass_fmha.rotary_qk(*in_place, inplace=True, **said), in_place, strict=True))
     there = p.positions(said) >= 0
@@ -237,35 +244,45 @@ def test_of_many_rows_a_thread_has_several():
         assert torch.equal(bits(many[:, last:].cpu()), bits(few.cpu()))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("dtype", "dims", "layout"),
-    [(torch.bfloat16, (64, 64), "packed"), (torch.float16, (40, 50), "odd"), (torch.float32, (128, 32), "bhsd")],
-)
-def test_a_cache_gets_the_rows(kind: str, dtype: torch.dtype, dims: tuple[int, int], layout: str):
-    for begins in (None, (0, 5, 5, 13), (2, 3, 9, 12)):
-        lengths, pads = int32(1, 6, 9), {"leftpad_k": int32(1, 0, 7)}
-        append = Append(kind, dtype, *dims, layout, begins)
-        places = {"cu_seqlens" if name == "cu_seqlens_q" else name: x for name, x in append.places.items()}
-        q = laid_out(randn(*append.key.shape[:-2], 6, dims[0], dtype=dtype, seed=6), layout)
-        weights = [randn(dims[0], dtype=dtype, seed=n) for n in (1, 2)]
-        cos, sin = table(40, dims[0], torch.float32)
-        k_cache, v_cache = (cache.view for cache in append.caches)
-        call = functools.partial(
-            cutlass_fmha.qk_norm_rope, q, append.key, append.value, *weights, cos=cos, sin=sin,
-            k_cache=k_cache, v_cache=v_cache, cache_seqlens=lengths, **pads, **places,
-        )  # fmt: skip
-        out, used = call()
-        to = *nowhere((q,), layout), torch.full_like(lengths, -7)
-        assert call(out=to) is to and torch.equal(bits(to[0]), bits(out)) and torch.equal(to[1], used)
-        assert used.tolist() == [n + new for n, new in zip(lengths.tolist(), append.lengths, strict=True)]
-        own = {name: x for name, x in places.items() if name == "cu_seqlens"}
-        one, other = cutlass_fmha.qk_norm_rope(
-            q, append.key, None, *weights, cos=cos, sin=sin, offsets=lengths - pads["leftpad_k"], **own
-        )
-        assert torch.equal(bits(out), bits(one))
-        for (b, i), (entry, row) in append.check_places(lengths).items():
-            assert torch.equal(bits(k_cache[entry, row]), bits(other[append.at(b, i)]))
+def check_to_cache(
+    kind: str, dims: tuple[int, int], head_dim_v: int, layout: str, begins: Any, numbers: list[int],
+    interleaved: bool, dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """What stands in the cache and what is returned against fp64; values are there bit by bit."""
+    append = Append(kind, dtype, dims[0], head_dim_v, layout, begins)
+    room = 25 - max(append.lengths, default=0)
+    lengths = int32(*(n % room for n in numbers[: len(append.lengths)]))
+    pads = lengths // 3
+    places = {"cu_seqlens" if name == "cu_seqlens_q" else name: x for name, x in append.places.items()}
+    q = laid_out(randn(*append.key.shape[:-2], 6, dims[0], dtype=dtype, seed=6), layout)
+    weights = [randn(dims[0], dtype=dtype, seed=n) for n in (1, 2)]
+    cos, sin = table(40, dims[1], torch.float32)
+    said = {"cos": cos, "sin": sin, "interleaved": interleaved}
+    k_cache, v_cache = (cache.view for cache in append.caches)
+    call = functools.partial(
+        cutlass_fmha.qk_norm_rope, q, append.key, append.value, *weights, **said,
+        k_cache=k_cache, v_cache=v_cache, cache_seqlens=lengths, leftpad_k=pads, **places,
+    )  # fmt: skip
+    out, used = call()
+    to = *nowhere((q,), layout), torch.full_like(lengths, -7)
+    assert call(out=to) is to and torch.equal(bits(to[0]), bits(out)) and torch.equal(to[1], used)
+    assert used.tolist() == [n + new for n, new in zip(lengths.tolist(), append.lengths, strict=True)]
+    keys = torch.full_like(append.key, math.nan, memory_format=torch.contiguous_format)
+    for (b, i), place in append.check_places(lengths).items():
+        keys[append.at(b, i)] = k_cache[place]
+    for x, found, weight in ((q, out, weights[0]), (append.key, keys, weights[1])):
+        for b, (own, turned) in enumerate(zip(sequences(x, begins), sequences(found, begins), strict=True)):
+            normed = rms_norm(own.double(), weight.cpu().double(), None, 1e-6, 0.0)
+            positions = following((lengths - pads)[b : b + 1], own.shape[1])
+            right = rotate(normed, cos.cpu(), sin.cpu(), positions, interleaved)
+            assert_close(turned, right, 4 * largest(right))
+    assert begins is None or not (out[: begins[0]].any() or out[begins[-1] :].any()), "rows of no sequence are 0"
+
+
+@drawn
+@given(**NEW_ROWS, dtype=st.sampled_from(DTYPES))
+def test_a_cache_gets_the_rows(**p: Any):
+    check_to_cache(**p)
 
 
 @kernels_only

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import runpy
 import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import check_engines
@@ -201,6 +204,7 @@ def warning(access: str, kernel: str, level: str = "Warning") -> str:
         (0, warning("Read", "wide_sm90_f16_dany_m32n128w4"), "reports 1 errors or hazards"),
         (0, warning("Write", "wide_sm90_f16_dany_m32n128w4", "Error"), "reports 1 errors or hazards"),
         (1, "========= ERROR SUMMARY: 0 errors\n", "the problems failed with exit status 1"),
+        (sanitize.CUT, "========= ERROR SUMMARY: 0 errors\n", "time was over before every kernel"),
         (0, "18 rows\n", "no summary"),
         (255, "", "no summary"),
     ],
@@ -231,7 +235,22 @@ def test_kernels_are_picked_by_parts_of_their_names(capfd: pytest.CaptureFixture
     assert sanitize.take(names, ["bf16", "d64"], []) == names[:2]
     assert sanitize.take(names, ["d128"], ["tma"]) == names[1:2]
     assert sanitize.main(["--rows", "no-such-kernel"]) == 1
-    assert capfd.readouterr().out == "0 kernels\n"
+    assert capfd.readouterr().out == "0 of 0 kernels, 0 with all of their problems: 0\n"
+
+
+def test_a_run_that_its_time_ends_tells_which_kernels_it_reached(monkeypatch: pytest.MonkeyPatch, capfd):
+    problems = {"two": range(2), "none": (), "three": range(3)}
+    kernels = {name: lambda own=own: iter(own) for name, own in problems.items()}
+    monkeypatch.setitem(sys.modules, "small_problems", SimpleNamespace(kernels=lambda: kernels))
+    for seconds, status, told in (
+        (math.inf, 0, "3 of 3 kernels, 3 with all of their problems: 5\n"),
+        (9, 0, "3 of 3 kernels, 1 with all of their problems: 4\n"),
+        (4, sanitize.CUT, "2 of 3 kernels, 1 with all of their problems: 1\nnot reached: three\n"),
+    ):
+        clock = itertools.count()
+        monkeypatch.setattr(sanitize, "time", SimpleNamespace(monotonic=lambda clock=clock: next(clock)))
+        assert sanitize.main(["--seconds", str(seconds)]) == status
+        assert capfd.readouterr().out.endswith(told)
 
 
 @pytest.mark.skipif(not _C.build_info()["cuda"], reason="this build has no kernels")

@@ -2,12 +2,14 @@
 
     python tools/parity_run.py --problems 20000 --seed 1 --report benchmarks/results/mixed
     python tools/parity_run.py --gradients --problems 10000 --seconds 500 --report benchmarks/results/mixed
+    python tools/parity_run.py --beside --problems 2000 --report benchmarks/results/mixed
 
 Every problem is drawn together with the row that runs it, of the architecture at hand: a scored one, or one
-of those that compute gradients. A mismatch ends its process, which tells at once the line that repeats it
-alone. The report counts problems by feature and by row; where --seconds end a run, it didn't pass. Runs on a
-GPU, or on the rows of a simulator build, which tools/simulate.py makes, plain ones too. The same seed and
-number of processes draw the same problems.
+of those that compute gradients. With --beside so many of each op beside attention are, with its gradients. A
+mismatch ends its process, which tells at once the line that repeats it: alone, or last of an op's. The report
+counts problems by feature and by row or op; where --seconds end a run, it didn't pass. Runs on a GPU, or on
+the rows of a simulator build, which tools/simulate.py makes, plain ones too. The same seed and number of
+processes draw the same problems.
 """
 
 from __future__ import annotations
@@ -23,15 +25,18 @@ import os
 import re
 import sys
 import time
+import traceback
 import unittest
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import hypothesis
+import torch
 from hypothesis import strategies as st
 
 from cutlass_fmha import _C
@@ -42,6 +47,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import backward_launch
 import gpu
 import launches
+import oracle_helpers
 import parity_report
 import problems
 from listed_problems import GROUPS, is_short, listed
@@ -59,6 +65,7 @@ class Tally:
     problems: int = 0
     features: Counter[str] = field(default_factory=Counter)
     rows: Counter[str] = field(default_factory=Counter)
+    ratios: dict[str, float] = field(default_factory=dict)
     worst: float = 0.0
     worst_line: str = ""
     failure: str = ""
@@ -67,9 +74,15 @@ class Tally:
         self.problems += other.problems
         self.features += other.features
         self.rows += other.rows
+        for row, ratio in other.ratios.items():
+            self.ratios[row] = max(ratio, self.ratios.get(row, 0.0))
         if other.worst > self.worst:
             self.worst, self.worst_line = other.worst, other.worst_line
         self.failure = self.failure or other.failure
+
+    def ran(self, row: str, features: Iterable[str], ratio: float, line: str) -> None:
+        """One problem, at so much of the tolerance."""
+        self.add(Tally(1, Counter(features), Counter([row]), {row: ratio}, ratio, line))
 
     def fail(self, told: str) -> None:
         self.failure = told
@@ -92,7 +105,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--rows", default="", metavar="REGEX", help="only rows in whose name it is found")
     add("--gradients", action="store_true", help="rows that compute them, in place of scored ones")
     add("--seconds", type=float, metavar="N", help="draw nothing after so long; the run then is not whole")
-    told = "for <date>-<gpu>-<mode>-<arch>[-gradients]-<seed>.json"
+    told = "for <date>-<gpu>-<mode>-<arch>[-gradients|-beside]-<seed>.json"
+    add("--beside", action="store_true", help="so many problems of each op beside attention; --rows picks ops")
     add("--report", type=Path, metavar="DIR", help=told)
     add("--problem", metavar="JSON", help="run this one problem, on the row that --rows names")
     return parser
@@ -101,9 +115,14 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Returns 0 when nothing failed, 1 with the line that repeats a mismatch, 2 when nothing can run."""
     arguments = build_parser().parse_args(argv)
-    rows = [row.name for row in rows_named(arguments.rows, arguments.gradients)]
+    if arguments.beside:
+        rows = [op for op in ops_beside() if re.search(arguments.rows, op)]
+        arguments.wanted = arguments.problems * len(rows)
+    else:
+        rows = [row.name for row in rows_named(arguments.rows, arguments.gradients)]
+        arguments.wanted = arguments.problems
     if (reason := gpu.unusable()) is not None or not (rows or arguments.problem):
-        kind = "row of gradients" if arguments.gradients else "scored row"
+        kind = "op" if arguments.beside else "row of gradients" if arguments.gradients else "scored row"
         reason = reason or f"no {kind} under test has {arguments.rows!r} in its name"
         print(f"parity_run: {reason}", file=sys.stderr)
         return 2
@@ -118,8 +137,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"report: {path}")
     if status := tally.conclude(seconds):
         return status
-    if missing or tally.problems < arguments.problems:
-        ran = f"{tally.problems} of {arguments.problems} problems ran"
+    if missing or tally.problems < arguments.wanted:
+        ran = f"{tally.problems} of {arguments.wanted} problems ran"
         told = f"the run is not whole: {ran}; rows without one: {missing or 'none'}"
         print(f"parity_run: {told}", file=sys.stderr)
         return 1
@@ -139,28 +158,42 @@ def run(arguments: argparse.Namespace) -> Tally:
     processes = arguments.processes
     shares = [len(range(number, arguments.problems, processes)) for number in range(processes)]
     end = time.time() + arguments.seconds if arguments.seconds is not None else math.inf
-    said = (arguments.longest, end, arguments.rows, arguments.gradients)
+    said = (arguments.longest, end, arguments.rows, arguments.gradients, arguments.beside)
     jobs = [(share, arguments.seed + number * STRIDE, *said) for number, share in enumerate(shares)]
     total = Tally()
     if processes == 1:
         return draw(jobs[0])
-    with multiprocessing.get_context("spawn").Pool(len(jobs)) as pool:
+    with multiprocessing.get_context("spawn").Pool(len(jobs), torch.set_num_threads, (1,)) as pool:
         for tally in pool.imap_unordered(draw, jobs):
             total.add(tally)
-            print(f"{total.problems} of {arguments.problems} problems", flush=True)
+            print(f"{total.problems} of {arguments.wanted} problems", flush=True)
     return total
 
 
-def draw(job: tuple[int, int, int, float, str, bool]) -> Tally:
+def draw(job: tuple[int, int, int, float, str, bool, bool]) -> Tally:
     """Runs so many problems of a seed, and stops at the first mismatch or when it is time."""
-    count, seed, longest, end, expression, gradients = job
+    count, seed, longest, end, expression, gradients, beside = job
     tally = Tally()
-    check_drawn(rows_named(expression, gradients), count, seed, longest, tally, end)
+    if beside:
+        check_beside(expression, count, seed, tally, end)
+    else:
+        check_drawn(rows_named(expression, gradients), count, seed, longest, tally, end)
     return tally
 
 
 def check_drawn(rows: Sequence[Any], count: int, seed: int, longest: int, tally: Tally, end: float = math.inf) -> None:
     """Runs so many problems, each on one of the rows, and stops at a mismatch or at the time ``end``."""
+
+    def run(drawn: Any) -> None:
+        if drawn[1].num_heads:
+            judge(*drawn, tally, seed + tally.problems)
+
+    run_drawn(st.tuples(st.sampled_from(rows), problems.problems(longest)), run, count, seed, tally, end)
+
+
+def run_drawn(
+    strategy: st.SearchStrategy[Any], run: Callable[[Any], None], count: int, seed: int, tally: Tally, end: float
+) -> None:
     settings = hypothesis.settings(
         max_examples=count,
         deadline=None,
@@ -171,15 +204,68 @@ def check_drawn(rows: Sequence[Any], count: int, seed: int, longest: int, tally:
 
     @hypothesis.seed(seed)
     @settings
-    @hypothesis.given(st.tuples(st.sampled_from(rows), problems.problems(longest)))
+    @hypothesis.given(strategy)
     def agrees(drawn: Any) -> None:
         if tally.failure or time.time() >= end:
             raise unittest.SkipTest  # which ends the drawing, too
-        if tally.problems < count and drawn[1].num_heads:
-            judge(*drawn, tally, seed + tally.problems)
+        if tally.problems < count:
+            run(drawn)
 
     with contextlib.suppress(unittest.SkipTest):
         agrees()
+
+
+def ops_beside() -> dict[str, tuple[st.SearchStrategy[Any], Callable[..., None]]]:
+    """Of each op beside attention: arguments of what compares it, with its gradients, and that."""
+    import test_parity_beside as rows  # which no simulator's bare package has all of
+    import test_parity_helpers as caches
+    import test_parity_rope as heads
+
+    dtypes, turned = {"dtype": st.sampled_from(caches.DTYPES)}, st.fixed_dictionaries({"p": heads.problems()})
+    return {
+        "rms_norm": (rows.norms(), rows.run_norm),
+        "gated": (rows.units(), rows.run_gated),
+        "swiglu_mlp": (rows.mlps(), rows.run_mlp),
+        "rotary_qk": (turned, heads.check_rotary),
+        "qk_norm_rope": (turned, heads.check_norm),
+        "qk_norm_rope_to_cache": (st.fixed_dictionaries(caches.NEW_ROWS | dtypes), heads.check_to_cache),
+        "append": (st.fixed_dictionaries(caches.APPENDS | dtypes), caches.check_append),
+    }
+
+
+def check_beside(expression: str, count: int, seed: int, tally: Tally, end: float) -> None:
+    """Runs so many problems of each of these ops; what they allocate is NaN before it is written."""
+    import test_parity_helpers
+
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    with mock.patch.object(test_parity_helpers, "DEVICE", gpu.device()):
+        for op, (strategy, check) in ops_beside().items():
+            if re.search(expression, op) and not tally.failure:
+                line = f"python tools/parity_run.py --beside --rows '^{op}$' --problems {count} --seed {seed}"
+                line, own = f"{line} --processes 1", Tally()
+                run_drawn(strategy, partial(judge_op, op, check, own, seed, line), count, seed, own, end)
+                tally.add(own)
+    torch.use_deterministic_algorithms(deterministic)
+
+
+def judge_op(op: str, check: Callable[..., None], tally: Tally, seed: int, line: str, drawn: dict[str, Any]) -> None:
+    oracle_helpers.worst = 0.0
+    try:
+        with mock.patch.dict(os.environ, simulation(gpu.rows_arch(), seed + tally.problems)):
+            check(**drawn)
+    except Exception:  # a sticky CUDA error, too: nothing can be trusted after it
+        tally.fail(f"{op}: {drawn}: {traceback.format_exc(limit=-2)}{line}")
+        return
+    fields = drawn["p"]._asdict() if "p" in drawn else drawn
+    told = (f"{name} {x}" for name, x in fields.items() if isinstance(x, (str, bool, torch.dtype)))
+    tally.ran(op, told, oracle_helpers.worst, f"{op}: {drawn}")
+
+
+def simulation(arch: int | None, seed: int) -> dict[str, str]:
+    """Environment of a simulator."""
+    seeded = {"CUTLASS_FMHA_SIMULATED_ARCH": str(arch), "CUTLASS_FMHA_SIMULATOR_SEED": str(seed)}
+    return seeded if gpu.simulated() else {}
 
 
 def check_listed(row: Any, seed: int, tally: Tally) -> None:
@@ -195,12 +281,9 @@ def judge(row: Any, problem: Any, tally: Tally, seed: int = 0) -> None:
     gradients = row.family.startswith("backward")
     problem = (backward_launch if gradients else launches).fit(problem, row)
     line = f"python tools/parity_run.py --rows {row.name} --problem '{json.dumps(asdict(problem))}'"
-    settings: dict[str, str] = {}
-    if gpu.simulated():
-        if gradients:  # sums in a fixed order await blocks before, which another seed runs afterwards
-            seed = 0
-        settings = {"CUTLASS_FMHA_SIMULATED_ARCH": str(row.arch), "CUTLASS_FMHA_SIMULATOR_SEED": str(seed)}
-        line = " ".join(f"{name}={value}" for name, value in settings.items()) + f" {line}"
+    # Sums of gradients in a fixed order await blocks before, which another seed runs afterwards.
+    settings = simulation(row.arch, 0 if gradients else seed)
+    line = " ".join([*(f"{name}={value}" for name, value in settings.items()), line])
     try:
         with mock.patch.dict(os.environ, settings):
             make = backward_launch.BackwardLaunch.drawn if gradients else launches.Launch.of
@@ -211,11 +294,7 @@ def judge(row: Any, problem: Any, tally: Tally, seed: int = 0) -> None:
     except Exception as error:  # a sticky CUDA error, too: nothing can be trusted after it
         tally.fail(f"{type(error).__name__}: {error}\n{line}")
         return
-    tally.problems += 1
-    tally.rows[row.name] += 1
-    tally.features.update(problem.features)
-    if errors.worst > tally.worst:
-        tally.worst, tally.worst_line = errors.worst, line
+    tally.ran(row.name, problem.features, errors.worst, line)
     if errors.complaint or not errors.worst <= 1.0 or not intact:
         what = errors.complaint or (f"{errors}" if intact else "it wrote outside its outputs")
         tally.fail(f"{row.name}: {problem}: {what}\n{line}")
@@ -252,18 +331,20 @@ def write(arguments: argparse.Namespace, tally: Tally, seconds: float, missing: 
     """Writes the report; returns its path."""
     content = {
         "kind": KIND,
-        "gradients": arguments.gradients,
-        "passed": not tally.failure and not missing and tally.problems >= arguments.problems,
-        "problems": tally.problems, "wanted": arguments.problems, "seed": arguments.seed,
+        "gradients": arguments.gradients, "beside": arguments.beside,
+        "passed": not tally.failure and not missing and tally.problems >= arguments.wanted,
+        "problems": tally.problems, "wanted": arguments.wanted, "seed": arguments.seed,
         "processes": arguments.processes, "longest": arguments.longest, "seconds": round(seconds, 1),
         "limit_seconds": arguments.seconds,
         "worst_ratio": round(tally.worst, 4), "worst": tally.worst_line, "failure": tally.failure,
         "rows_missing": missing,
         "features": dict(tally.features.most_common()),
         "rows": dict(sorted(tally.rows.items())),
+        "ratios": {row: round(ratio, 4) for row, ratio in sorted(tally.ratios.items())},
         **environment(),
     }  # fmt: skip
-    tail = f"{'-gradients' if arguments.gradients else ''}-{arguments.seed}"
+    kind = "-beside" if arguments.beside else "-gradients" if arguments.gradients else ""
+    tail = f"{kind}-{arguments.seed}"
     return parity_report.write(arguments.report, content, tail)
 
 

@@ -62,7 +62,10 @@ sanitize() {
   shift 2
   with "$name" "$python" ../tools/sanitize.py --tool "$tool" "$@"
 }
-mixed() { with "$1" "$python" ../tools/parity_run.py --problems "$2" --seed 1 --report "$results/mixed"; }
+mixed() {
+  with "$1" "$python" ../tools/parity_run.py --problems "$2" --seed 1 --report "$results/mixed" \
+    && with "$1" "$python" ../tools/parity_run.py --beside --problems 2000 --seed 1 --report "$results/mixed"
+}
 
 run() {
   case $1 in

@@ -2,20 +2,23 @@
 
     python tools/sanitize.py --tool racecheck               or memcheck, synccheck, initcheck, all
     python tools/sanitize.py --tool racecheck --rows d128   only kernels with d128 in their name
+    python tools/sanitize.py --tool memcheck --seconds 60   until then: of every kernel a problem, then another of each
     python tools/sanitize.py                                the problems alone, against the dense fp64 oracle
 
-Exit status 1 when a tool reports an error or a hazard, or when it could not look. The problems are in
+Exit status 1 when a tool reports an error or a hazard, or when it could not look at every kernel. The problems are in
 small_problems.py; CUTLASS_FMHA_FORCE_ARCH picks the kernels as it does elsewhere.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -24,6 +27,8 @@ BARRIERS = 32
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 #: Kernels that a tool can't judge: initcheck does not see what TMA writes.
 UNSEEN = {"initcheck": ("_tma",)}
+#: Exit status where the time was over before every kernel had a problem.
+CUT = 3
 #: Kernels in which racecheck warns of two writes with nothing between them, which is harmless: CUTLASS's
 #: example 41 asks for V of the next columns of O while zeros for keys that aren't there may still be on their
 #: way to the same place, and both bring the same zeros. Its other warnings, and its errors, count.
@@ -44,17 +49,29 @@ def take(names: Iterable[str], parts: Sequence[str], without: Sequence[str]) -> 
     ]
 
 
-def check_kernels(parts: Sequence[str], without: Sequence[str]) -> int:
-    """Run the problems of these kernels. Returns how many kernels they were of."""
+def check_kernels(parts: Sequence[str], without: Sequence[str], seconds: float = math.inf) -> int:
+    """Runs problems of these kernels, of each the first, then of each the second, until the time is over, and
+    tells which were reached. Returns 0, CUT, or 1 where there is no kernel."""
     sys.path.insert(0, str(Path(__file__).resolve().parent))
     from small_problems import kernels
 
     found = kernels()
-    names = take(found, parts, without)
-    for name in names:
-        print(name, flush=True)
-        found[name]()
-    return len(names)
+    end = time.monotonic() + seconds
+    running = {name: found[name]() for name in take(found, parts, without)}
+    ran, whole = dict.fromkeys(running, 0), set()
+    while len(whole) < len(running) and time.monotonic() < end:
+        for name, problems in running.items():
+            if name not in whole and time.monotonic() < end:
+                print(name, flush=True)
+                if next(problems, whole) is whole:
+                    whole.add(name)
+                else:
+                    ran[name] += 1
+    missed = [name for name, count in ran.items() if not count and name not in whole]
+    reached = f"{len(ran) - len(missed)} of {len(ran)} kernels"
+    print(f"{reached}, {len(whole)} with all of their problems: {sum(ran.values())}")
+    print(*(f"not reached: {name}" for name in missed), sep="\n", end="\n" * bool(missed), flush=True)
+    return CUT if missed else int(not ran)
 
 
 def verdict(tool: str, status: int, output: str) -> str | None:
@@ -65,19 +82,21 @@ def verdict(tool: str, status: int, output: str) -> str | None:
     found = sum(summaries) - len(_SAME_ZEROS.findall(output))
     if found:
         return f"{tool} reports {found} errors or hazards"
+    if status == CUT:
+        return f"{tool} found nothing, and its time was over before every kernel had a problem"
     if status != 0:
         return f"{tool} found nothing, and the problems failed with exit status {status}"
     return None
 
 
-def run_tool(tool: str, parts: Sequence[str]) -> str | None:
+def run_tool(tool: str, parts: Sequence[str], seconds: float) -> str | None:
     """The problems of kernels under one tool; its output goes to the terminal. Returns the verdict."""
     program = shutil.which("compute-sanitizer")
     if program is None:
         return "compute-sanitizer was not found on PATH: install the CUDA toolkit's sanitizer"
     limit = [f"--num-cuda-barriers={BARRIERS}"] if tool in ("racecheck", "synccheck") else []
     command = [program, "--tool", tool, *limit, sys.executable, __file__]
-    command += ["--without", *UNSEEN.get(tool, ()), "--rows", *parts]
+    command += ["--seconds", str(seconds), "--without", *UNSEEN.get(tool, ()), "--rows", *parts]
     # An allocation of its own for every tensor: inside the allocator's pool an access beyond one end would
     # hit another.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
@@ -98,14 +117,13 @@ def main(arguments: list[str] | None = None) -> int:
     add("--tool", choices=(*TOOLS, "all"), help="run under this tool of compute-sanitizer")
     add("--rows", nargs="*", default=[], metavar="PART", help="only kernels with PART in their name")
     add("--without", nargs="*", default=[], metavar="PART", help="no kernel with PART in its name")
+    add("--seconds", type=float, default=math.inf, metavar="N", help="of each tool: begin no problem after so long")
     options = parser.parse_args(arguments)
     if options.tool is None:
-        count = check_kernels(options.rows, options.without)
-        print(f"{count} kernels")
-        return 0 if count else 1
+        return check_kernels(options.rows, options.without, options.seconds)
     clean = True
     for tool in TOOLS if options.tool == "all" else (options.tool,):
-        problem = run_tool(tool, options.rows)
+        problem = run_tool(tool, options.rows, options.seconds)
         print(f"sanitize: {problem or f'{tool} found nothing'}", flush=True)
         clean &= problem is None
     return 0 if clean else 1

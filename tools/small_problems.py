@@ -1,13 +1,14 @@
 """Problems so small that every kernel of a build can run them under compute-sanitizer, checked on the CPU.
 
-Inputs are made and results compared there, so that next to no kernel but ours runs.
+What runs a kernel's problems stops after each of them. Inputs are made and results compared there, so that
+next to no kernel but ours runs.
 """
 
 from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,11 +34,16 @@ from backward_launch import BackwardLaunch
 from launches import SPLIT_ERROR, Launch, compare, fit
 from problems import Problem
 
+Problems = Iterator[None]
 
-def kernels() -> dict[str, Callable[[], None]]:
+
+def kernels() -> dict[str, Callable[[], Problems]]:
     """For every kernel of the architecture under test: what runs it and raises when a result is wrong."""
     arch = gpu.rows_arch()
-    found: dict[str, Callable[[], None]] = {}
+    found: dict[str, Callable[[], Problems]] = {}
+    for helper in _C.helpers():  # first: they take least
+        if helper.arch == arch:
+            found[helper.name] = partial(HELPERS[helper.family], getattr(torch, helper.dtype))
     for row in _C.rows():
         if row.arch == arch:
             small = wide(row) if row.family == "wide" else features(row) if row.takes_features else plain(row)
@@ -46,9 +52,6 @@ def kernels() -> dict[str, Callable[[], None]]:
     for row in _C.backward_rows():
         if row.arch == arch:
             found[row.name] = partial(gradients, _writer(row) if row.family == "query_product" else row)
-    for helper in _C.helpers():
-        if helper.arch == arch:
-            found[helper.name] = partial(HELPERS[helper.family], getattr(torch, helper.dtype))
     return found
 
 
@@ -101,7 +104,7 @@ def wide(row: Any) -> list[Problem]:
     ]
 
 
-def _run(row: str | None, dtype: torch.dtype, small: list[Problem], product_error: float = 0.0) -> None:
+def _run(row: str | None, dtype: torch.dtype, small: list[Problem], product_error: float = 0.0) -> Problems:
     for problem in small:
         call = problem.call(dtype, "cpu")
         there = {name: _there(value) for name, value in call.features.items()}
@@ -111,13 +114,14 @@ def _run(row: str | None, dtype: torch.dtype, small: list[Problem], product_erro
         )  # fmt: skip
         errors = compare(call, out.cpu(), lse.cpu(), product_error).check()
         print(f"  {problem}: {errors.worst:.3f} of the tolerance", flush=True)
+        yield
 
 
 def _there(value: Any) -> Any:
     return value.to(gpu.device()) if isinstance(value, Tensor) else value
 
 
-def gradients(row: Any) -> None:
+def gradients(row: Any) -> Problems:
     """More than one tile of keys and of queries, ragged; all that becomes of scores, dQ in turns."""
     scored = {"softcap": 9.0, "alibi": "h", "dropout": 0.3, "mask": ("qk", "plain"), "sinks": "normal"}
     for n_q, n_k in ((300, 700), (700, 300)):
@@ -131,6 +135,7 @@ def gradients(row: Any) -> None:
             launch.run(gpu.device())
             launch.errors().check()
             assert launch.intact(), f"{row.name}: {one}: wrote beside its gradients"
+            yield
 
 
 def _writer(product: Any) -> Any:
@@ -140,22 +145,22 @@ def _writer(product: Any) -> Any:
     return next(row for row in rows if all(getattr(row, x) == getattr(product, x) for x in same))
 
 
-def _gradients_of(dtype: torch.dtype) -> None:
+def _gradients_of(dtype: torch.dtype) -> Problems:
     """What stands before and after the backward's rows that know most."""
     rows = (row for row in _C.backward_rows() if row.arch == gpu.rows_arch() and row.scored)
-    gradients(next(row for row in rows if getattr(torch, row.dtype) == dtype))
+    yield from gradients(next(row for row in rows if getattr(torch, row.dtype) == dtype))
 
 
 # ---- the kernels beside it ---------------------------------------------------------------------------------
 
 
-def combine(dtype: torch.dtype) -> None:
+def combine(dtype: torch.dtype) -> Problems:
     for dim in (64, 50):
         problem = Problem(3, 300, num_heads=4, num_splits=3, head_dim=dim, head_dim_v=dim, used_k=True)
-        _run(None, dtype, [problem])
+        yield from _run(None, dtype, [problem])
 
 
-def merge_tail(dtype: torch.dtype) -> None:
+def merge_tail(dtype: torch.dtype) -> Problems:
     """By rows that divide the keys of their last tiles."""
     rows = [row for row in gpu.rows() if row.family == "plain" and row.copy == "tma"]
     own = [row for row in rows if gpu.torch_dtype(row) == dtype]
@@ -167,13 +172,14 @@ def merge_tail(dtype: torch.dtype) -> None:
         lse = launch.lse.view.cpu() if launch.lse else None
         errors = oracle_features.compare(out, lse, *inputs, causal=problem.causal).check()
         print(f"  {problem}, its last tiles divided: {errors.worst:.3f} of the tolerance", flush=True)
+        yield
 
 
-def merge(dtype: torch.dtype) -> None:
+def merge(dtype: torch.dtype) -> Problems:
     for dim in (64, 50):
         states = [(_randn(2, 5, 3, dim, dtype=dtype, seed=n), _randn(2, 3, 5, seed=n + 2)) for n in (0, 1)]
         given = [x for state in states for x in state]
-        _agree(merge_states(*map(_there, given)), merge_states(*given))
+        yield _agree(merge_states(*map(_there, given)), merge_states(*given))
 
 
 def turns(dtype: torch.dtype, dim: int) -> tuple[Tensor, Tensor]:
@@ -181,16 +187,17 @@ def turns(dtype: torch.dtype, dim: int) -> tuple[Tensor, Tensor]:
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def rotate(dtype: torch.dtype) -> None:
+def rotate(dtype: torch.dtype) -> Problems:
     for head_dim, dim in ((64, 64), (50, 22)):
         for interleaved in (False, True):
             x = _randn(3, 5, 4, head_dim, dtype=dtype)
             given = (x, *turns(dtype, dim), torch.tensor([0, 31, 7], dtype=torch.int32))
             found = rotary(*map(_there, given), interleaved=interleaved)
-            _agree((found,), (rotary(*given, interleaved=interleaved),))
+            yield _agree((found,), (rotary(*given, interleaved=interleaved),))
 
 
-def append(dtype: torch.dtype) -> None:
+def append(dtype: torch.dtype) -> Problems:
+    """By the kernel of its own, and by the one that norms as well."""
     op = torch.ops.cutlass_fmha.append_kv_
     for (head_dim, dim), packed in itertools.product(((64, 64), (50, 22)), (False, True)):
         key, value = (_randn(3, 5, 2, head_dim, dtype=dtype, seed=seed) for seed in (4, 5))
@@ -198,30 +205,30 @@ def append(dtype: torch.dtype) -> None:
         lengths = torch.tensor([0, 6, 19], dtype=torch.int32)
         table = torch.randperm(9, generator=torch.Generator().manual_seed(3)).to(torch.int32).view(3, 3)
         cos, sin = turns(dtype, dim)
-        begins = {"cu_seqlens_q": torch.tensor([0, 9, 9, 15], dtype=torch.int32)} if packed else {}
+        begins = torch.tensor([0, 9, 9, 15], dtype=torch.int32) if packed else None
         if packed:
             key, value, query = (x.flatten(0, 1) for x in (key, value, query))
         results = []
         for where in (_there, lambda x: x):
-            caches = [where(torch.zeros(9, 16, 2, head_dim, dtype=dtype)) for _ in range(2)]
-            given = {"query": query, "rotary_cos": cos, "rotary_sin": sin, "page_table": table, **begins}
-            rotated, used = op(
-                *caches, *(where(x) for x in (key, value, lengths)),
-                **{name: where(x) for name, x in given.items()},
-            )  # fmt: skip
-            results.append((*caches, rotated, used))
-        _agree(*results)
+            caches = [where(torch.zeros(9, 16, 2, head_dim, dtype=dtype)) for _ in range(4)]
+            q, k, v, used, pages, c, s, rows = map(where, (query, key, value, lengths, table, cos, sin, begins))
+            said = {"query": q, "rotary_cos": c, "rotary_sin": s, "page_table": pages, "cu_seqlens_q": rows}
+            found = op(*caches[:2], k, v, used, **said)
+            said = {"k_cache": caches[2], "v_cache": caches[3], "cos": c, "sin": s, "cu_seqlens": rows}
+            turned = qk_norm_rope(q, k, v, **said, cache_seqlens=used, page_table=pages)
+            results.append((*caches, *found, *turned))
+        yield _agree(*results)
 
 
-def norm(dtype: torch.dtype) -> None:
+def norm(dtype: torch.dtype) -> Problems:
     for dim in (64, 50, 16384 + 8):
         given = _randn(9, dim, dtype=dtype), _randn(dim, dtype=dtype), _randn(9, dim, dtype=dtype, seed=1)
-        _differentiate(lambda x, weight, residual: rms_norm(x, weight, residual=residual), given)
+        yield _differentiate(lambda x, weight, residual: rms_norm(x, weight, residual=residual), given)
 
 
-def units(dtype: torch.dtype) -> None:
+def units(dtype: torch.dtype) -> Problems:
     for dim, unit in itertools.product((64, 50), (silu_and_mul, gelu_and_mul)):
-        _differentiate(unit, (_randn(9, 2 * dim, dtype=dtype),))
+        yield _differentiate(unit, (_randn(9, 2 * dim, dtype=dtype),))
 
 
 def _differentiate(call: Callable[..., Any], given: tuple[Tensor, ...]) -> None:
@@ -236,7 +243,12 @@ def _differentiate(call: Callable[..., Any], given: tuple[Tensor, ...]) -> None:
     _agree(*results)
 
 
-def norm_and_turn(dtype: torch.dtype) -> None:
+def rope(dtype: torch.dtype) -> Problems:
+    yield from append(dtype)
+    yield from norm_and_turn(dtype)
+
+
+def norm_and_turn(dtype: torch.dtype) -> Problems:
     """With its gradients."""
     for head_dim, dim in ((64, 64), (50, 22)):
         q, k = (_randn(3, 5, heads, head_dim, dtype=dtype, seed=heads) for heads in (4, 2))
@@ -248,12 +260,12 @@ def norm_and_turn(dtype: torch.dtype) -> None:
             found = qk_norm_rope(given[0], given[1], None, *given[2:], cos=cos, sin=sin)
             turned = rotary_qk(*(x.detach() for x in given[:2]), cos, sin)
             results.append((*turned, *found, *torch.autograd.grad(sum(x.sum() for x in found), given)))
-        _agree(*([x.detach() for x in result] for result in results))
+        yield _agree(*([x.detach() for x in result] for result in results))
 
 
-HELPERS: dict[str, Callable[[torch.dtype], None]] = {
+HELPERS: dict[str, Callable[[torch.dtype], Problems]] = {
     "combine": combine, "merge_tail": merge_tail, "merge": merge, "append": append, "rotary": rotate,
-    "rope": norm_and_turn, "rope_backward": norm_and_turn, "rope_weights": norm_and_turn,
+    "rope": rope, "rope_backward": norm_and_turn, "rope_weights": norm_and_turn,
     "backward_before": _gradients_of, "backward_after": _gradients_of,
     "backward_lists": _gradients_of,
     "rms_norm": norm, "gated": units, "gated_backward": units,

@@ -2,13 +2,14 @@
 
 The share is the time of a copy that moves as many bytes as the call must, in the same run, over the call's. A
 backward's time is that of both passes less the forward's, in a graph each. Append: against three launches of
-ours. On a CPU times are those of the wall, and say nothing of a GPU.
+ours, to contiguous and to paged caches. On a CPU times are those of the wall, and say nothing of a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -32,6 +33,7 @@ Function = Callable[..., Any]
 SIZES = tuple(1 << power for power in (12, 14, 16, 18, 20, 22, 24, 26, 28))
 """Bytes of the first tensor."""
 OURS, TORCH, COMPILED, COPY = "cutlass_fmha", "torch", "torch.compile", "copy"
+APPEND, APART, TURNING = "append", "norm; rotary; append", "norm of q; of k; append that turns"
 EPS, DIM, HEAD_DIM, HEADS, HEADS_KV = 1e-6, 4096, 128, 32, 8
 
 
@@ -252,33 +254,56 @@ def measure(name: str, size: int, device: torch.device, budget_s: float) -> dict
     return case
 
 
-def append(batch: int, device: torch.device, budget_s: float) -> dict[str, Any]:
-    """A decode step's norms, rotary and append, at 4096 keys: one launch, and three of ours."""
+def append(batch: int, page_size: int, device: torch.device, budget_s: float) -> dict[str, Any]:
+    """A decode step's norms, rotary and append, at 2048 of 4096 keys: one launch, and three of ours in two ways.
+
+    page_size: of a paged cache; 0: it is contiguous.
+    """
     cuda = device.type == "cuda"
-    dtype = torch.bfloat16 if cuda else torch.float32
-    keys = 4096 if cuda else 64
-    q, k, v, *_ = (
+    dtype, keys = (torch.bfloat16, 4096) if cuda else (torch.float32, 64)
+    q, k, v = (
         torch.randn(batch, 1, heads, HEAD_DIM, device=device, dtype=dtype) for heads in (HEADS, HEADS_KV, HEADS_KV)
     )
     wq, wk = torch.randn(2, HEAD_DIM, device=device, dtype=dtype)
     cos, sin = torch.randn(2, keys, HEAD_DIM // 2, device=device)
-    caches = [torch.zeros(batch, keys, HEADS_KV, HEAD_DIM, device=device, dtype=dtype) for _ in range(2)]
+    rows = page_size or keys
+    shape = (batch * keys // rows, rows, HEADS_KV, HEAD_DIM)
+    entries = torch.randperm(shape[0], device=device) if page_size else torch.arange(batch, device=device)
+    pages = entries.view(batch, -1).int() if page_size else None
+    caches = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(2)]
     lengths = torch.full((batch,), keys // 2, dtype=torch.int32, device=device)
-    weights: dict[str, Any] = {"q_weight": wq, "k_weight": wk, "cos": cos, "sin": sin, "eps": EPS}
-    cache: dict[str, Any] = {"k_cache": caches[0], "v_cache": caches[1], "cache_seqlens": lengths}
-    table_of = {"query": q, "rotary_cos": cos, "rotary_sin": sin}
+    norm: dict[str, Any] = {"q_weight": wq, "k_weight": wk, "eps": EPS}
     append_kv = torch.ops.cutlass_fmha.append_kv_
 
-    def apart(_: int) -> object:
-        rotated = cutlass_fmha.rms_norm(q, wq, eps=EPS)
-        new = cutlass_fmha.rms_norm(k, wk, eps=EPS)
-        return append_kv(*caches, new, v, lengths, **{**table_of, "query": rotated})
+    def ours(_: int) -> Any:
+        to: dict[str, Any] = {"k_cache": caches[0], "v_cache": caches[1], "cache_seqlens": lengths, "page_table": pages}
+        return cutlass_fmha.qk_norm_rope(q, k, v, **norm, cos=cos, sin=sin, **to)
 
-    calls: dict[str, Callable[[int], object]] = {
-        OURS: lambda _: cutlass_fmha.qk_norm_rope(q, k, v, **weights, **cache), "three launches": apart
-    }  # fmt: skip
+    def apart(_: int) -> Any:
+        turned, new = cutlass_fmha.rotary_qk(*cutlass_fmha.qk_norm_rope(q, k, None, **norm), cos, sin, offsets=lengths)
+        append_kv(*caches, new, v, lengths, page_table=pages)
+        return (turned,)
+
+    def turning(_: int) -> Any:
+        normed, new = cutlass_fmha.rms_norm(q, wq, eps=EPS), cutlass_fmha.rms_norm(k, wk, eps=EPS)
+        angles = {"query": normed, "rotary_cos": cos, "rotary_sin": sin}
+        return append_kv(*caches, new, v, lengths, page_table=pages, **angles)
+
+    def results(call: Callable[[int], Any]) -> list[Tensor]:
+        """Queries, and what it wrote."""
+        for cache in caches:
+            cache.zero_()
+        at = entries.view(batch, -1)[:, keys // 2 // rows], keys // 2 % rows
+        return [call(0)[0].double(), *(cache[at].double() for cache in caches)]
+
+    calls: dict[str, Callable[[int], Any]] = {OURS: ours, APART: apart, TURNING: turning}
     with torch.no_grad():
-        return {"batch": batch, "us": times(calls, 1, cuda, budget_s)[0]}
+        mine, *others = (results(call) for call in calls.values())
+        pairs = (pair for other in others for pair in zip(mine, other, strict=True))
+        off = max(float((x - y).abs().max() / y.abs().max()) for x, y in pairs)
+        found = times(calls, 1, cuda, budget_s)[0]
+    case = {"op": APPEND, "batch": batch, "page_size": page_size, "bytes": q.nbytes, "error": off}
+    return {**case, "us": found, "ratio": found[APART] / found[OURS]}
 
 
 # ---- the table ---------------------------------------------------------------------------------------------
@@ -299,14 +324,11 @@ def text(result: dict[str, Any]) -> str:
             rows.append([f"{case['op']}, {which}", f"{case['bytes']:,}", f"{us[OURS]:.2f}", share, *cells])
     lines += [*table(["op", "bytes", "us", "of copy", *others], rows), ""]
     steps = [
-        [
-            f"{x['batch']}",
-            *(f"{us:.2f}" for us in x["us"].values()),
-            f"{x['us']['three launches'] / x['us'][OURS]:.2f}x",
-        ]
+        [f"{x['ratio']:.2f}x", f"{x['batch']}", f"{x['page_size'] or '-'}", *(f"{us:.2f}" for us in x["us"].values())]
         for x in result["append"]
     ]
-    lines += table(["norm, rotary, append: batch", "one launch, us", "three, us", "to three"], steps)
+    ways = (f"{name}, us" for name in ("norm, rotary, append in one", APART, TURNING))
+    lines += table(["three of ours to one", "batch", "pages of", *ways], steps)
     reasons = {f"{c['op']}, {n}: {why}": None for c in result["results"] for n, why in c["refused"].items()}
     return "\n".join([*lines, *([""] if reasons else []), *reasons]) + "\n"
 
@@ -314,7 +336,7 @@ def text(result: dict[str, Any]) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Returns 1 where a result is wrong."""
     parser = argparse.ArgumentParser(prog="python -m cutlass_fmha.bench.beside", description=__doc__)
-    parser.add_argument("--ops", nargs="+", choices=OPS, default=[*OPS], metavar="NAME")
+    parser.add_argument("--ops", nargs="+", choices=[*OPS, APPEND], default=[*OPS, APPEND], metavar="NAME")
     parser.add_argument("--sizes", type=int, nargs="+", help="bytes; default: 4 KiB to 256 MiB, on a CPU to 64 KiB")
     parser.add_argument("--budget", type=float, default=0.1, help="seconds of each contender and case")
     kept.add_options(parser)
@@ -324,17 +346,18 @@ def main(argv: list[str] | None = None) -> int:
         sizes = arguments.sizes or (SIZES if device.type == "cuda" else SIZES[:3])
         result: dict[str, Any] = {"results": [], "append": []}
         for name in arguments.ops:
-            for size in sizes:
+            for size in sizes if name != APPEND else ():
                 result["results"].append(measure(name, size, device, arguments.budget))
                 print(result["results"][-1], file=sys.stderr, flush=True)
                 yield result
         batches = (1, 8, 64, 256) if device.type == "cuda" else (1, 2)
-        for batch in batches if "qk_norm_rope" in arguments.ops else ():
-            result["append"].append(append(batch, device, arguments.budget))
+        for batch, page_size in itertools.product(batches if APPEND in arguments.ops else (), (0, 16)):
+            result["append"].append(append(batch, page_size, device, arguments.budget))
             yield result
 
     result = kept.run(arguments, found, text)
-    wrong = [c for c in result["results"] if not c["error"] <= (2e-2 if result["machine"]["gpu"] else 1e-5)]
+    tolerance = 2e-2 if result["machine"]["gpu"] else 1e-5
+    wrong = [c for c in (*result["results"], *result["append"]) if not c["error"] <= tolerance]
     for case in wrong:
         print(f"beside: {case['op']} is {case['error']:.1e} off at {case['bytes']} bytes", file=sys.stderr)
     return 1 if wrong else 0

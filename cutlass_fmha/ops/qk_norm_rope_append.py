@@ -124,6 +124,7 @@ def _launch(c: _Call, given: tuple[Tensor, Tensor] | None = None) -> tuple[Tenso
     p.q.x, p.k.x, p.v.x = c.q.data_ptr(), rows.key.data_ptr(), rows.value.data_ptr()
     p.q.out, p.k.out, p.v.out = out.data_ptr(), rows.k_cache.data_ptr(), rows.v_cache.data_ptr()
     append_kv.set_places(p, rows)
+    p.cache_seqlens = p.cache_seqlens or p.cu_seqlens  # of no sequences: not read, and null would say no cache
     p.seqused_k = seqused_k.data_ptr()
     helpers.launch(plan, p)
     return out, seqused_k
