@@ -64,6 +64,10 @@ def register(
     autocast.register(library, name, casts)
 
 
+#: What counts an op's writes, which autograd calls itself: torch's way there costs as much as a kernel's launch.
+_counting: dict[str, Callable[..., Any]] = {}
+
+
 def register_writes(name: str, written: Sequence[str]) -> None:
     """Autograd's rule for ops that write to arguments: whoever saved one of these for a backward is told."""
     op = getattr(torch.ops.cutlass_fmha, name).default
@@ -75,6 +79,7 @@ def register_writes(name: str, written: Sequence[str]) -> None:
         results.count_writes(given[each] for each in written if given.get(each) is not None)
         return found
 
+    _counting[name] = count
     library.impl(name, count, "ADInplaceOrView", with_keyset=True)
 
 
@@ -88,6 +93,8 @@ def _refuse_gradients(name: str, keyset: Any, *args: Any, **kwargs: Any) -> Any:
     given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     if needs_gradient(*given):
         raise NotImplementedError(results.NO_GRADIENT if name.endswith("_out") else NO_BACKWARD)
+    if name in _counting:
+        return _counting[name](keyset, *args, **kwargs)
     return private_torch.after_autograd(getattr(torch.ops.cutlass_fmha, name).default, keyset, *args, **kwargs)
 
 
