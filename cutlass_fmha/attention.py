@@ -155,7 +155,7 @@ def attention(
         refuse_positions("attention", "q, k and v", 3 + len(rest))
     if not isinstance(q, Tensor) and arrays.is_array(q):
         options = {"scale": scale, "causal": causal, "return_lse": return_lse, "layout": layout, "row": row}
-        found_as_arrays: Any = arrays.through(attention, q, k, v, features, **options)
+        found_as_arrays: Any = arrays.through(attention, q, k, v, features, options)
         return found_as_arrays  # type: ignore[no-any-return]
     if layout != "bshd":
         check.layout_name(layout)
