@@ -126,9 +126,9 @@ def with_kv_cache(
             (k, v, cache_seqlens, rotary_cos, rotary_sin, rotary_seqlens, *features.values()),
         )
         and (not features or features.keys() <= PLANNED)
-        and (cache_seqlens is None or isinstance(cache_seqlens, Tensor))
-        and (rotary_seqlens is None or isinstance(rotary_seqlens, Tensor))
     ):
+        if not (_is_on_device(cache_seqlens) and _is_on_device(rotary_seqlens)):
+            call = _checked(q, call, features)  # a number is checked at each call, and becomes a vector
         return _planned(q, call, scale, causal, return_lse, row, features)
     call = _checked(q, call, features)
     with dispatcher.between_launches(q) as between:
@@ -139,6 +139,10 @@ def with_kv_cache(
         said = {**features, "seqused_k": seqused_k}
         output, softmax_lse = attend_cache(q, k_cache, v_cache, scale, causal, return_lse, row, said)
     return output if softmax_lse is None or not return_lse else (output, softmax_lse)
+
+
+def _is_on_device(lengths: Tensor | int | None) -> bool:
+    return lengths is None or isinstance(lengths, Tensor)
 
 
 def _planned(

@@ -344,6 +344,18 @@ def test_what_differs_is_another_plan(launched: Launches):
         step(num_splits=True)
 
 
+def test_numbers_of_a_step_are_checked_at_each_call(launched: Launches):
+    tensors, said = TURNS["rotated"].on_gpu()
+    for used, position in ((7, 3), (8, None)):
+        Turn(tensors, {**said, "cache_seqlens": used, "rotary_seqlens": position})()
+    Turn(tensors, said)()
+    assert len(launched) == 6 and len(plan._plans) == 2  # of tensors, with and without positions
+    for used, position, sentence in ((23, 3, "leave room for 2 new rows among the 24"), (7, 39, "has position 40")):
+        with pytest.raises(ValueError, match=sentence):
+            Turn(tensors, {**said, "cache_seqlens": used, "rotary_seqlens": position})()
+    assert len(launched) == 6
+
+
 def test_a_step_that_something_listens_to_goes_through_the_dispatcher(launched: Launches):
     class Mode(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -396,6 +408,16 @@ def test_a_step_counts_its_writes_once(launched: Launches, monkeypatch: pytest.M
         product.backward()
     with torch.inference_mode():
         Turn(tuple(x.clone() for x in step.tensors), step.said)()
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_the_op_counts_its_writes_once(mode: Any, monkeypatch: pytest.MonkeyPatch):
+    """In whichever way torch goes through it: autograd, or what is left of that in inference."""
+    monkeypatch.setattr(append_kv, "write", lambda a: a.results())
+    k_cache, v_cache, key = torch.zeros(1, 8, 2, 4), torch.zeros(1, 8, 2, 4), torch.ones(1, 2, 2, 4)
+    with mode():
+        append_kv_(k_cache, v_cache, key, key, ints(3))
+    assert (k_cache._version, v_cache._version, key._version) == (1, 1, 0)
 
 
 def test_past_the_dispatcher_writes_are_counted_too(monkeypatch):
