@@ -197,7 +197,10 @@ def _prepare(
 
 def _checked(q: Tensor, call: Any, features: Mapping[str, Any]) -> Any:
     """The call, whose numbers become vectors; raises for what can be told before anything is written."""
-    k_cache, v_cache, k, v, cache_seqlens, *_, page_table, leftpad_k, cu_seqlens_q = said = list(call)
+    # By name: torch 2.6 traces no slice of a NamedTuple.
+    k_cache, v_cache, k, v, cache_seqlens = call.k_cache, call.v_cache, call.key, call.value, call.cache_seqlens
+    page_table, leftpad_k, cu_seqlens_q = call.page_table, call.leftpad_k, call.cu_seqlens_q
+    vectors: dict[str, Tensor] = {}
     packed = cu_seqlens_q is not None
     tensors.check_dims("q", q, f"{'total_q' if packed else 'batch, seqlen_q'}, num_heads, head_dim")
     check.check_tensors_given(
@@ -237,10 +240,10 @@ def _checked(q: Tensor, call: Any, features: Mapping[str, Any]) -> Any:
     if isinstance(cache_seqlens, Tensor):
         tensors.check_vectors({"cache_seqlens": cache_seqlens}, batch)
     elif cache_seqlens is not None:
-        said[4] = tensors.vector_of("cache_seqlens", cache_seqlens, batch, q.device)
+        vectors["cache_seqlens"] = tensors.vector_of("cache_seqlens", cache_seqlens, batch, q.device)
         check_room(cache_seqlens, 0 if k is None or packed else k.shape[1], capacity_of(k_cache, page_table))
     if call.rotary_seqlens is not None:
-        said[10] = tensors.vector_of("rotary_seqlens", call.rotary_seqlens, batch, q.device)
+        vectors["rotary_seqlens"] = tensors.vector_of("rotary_seqlens", call.rotary_seqlens, batch, q.device)
     if k is not None and call.rotary_cos is not None and first is not None and not isinstance(first, Tensor):
         rows = min(1, q.shape[0]) if packed else max(k.shape[1], q.shape[1] if call.advance_query else 0)
         check_positions(call.rotary_cos, first, rows)
@@ -251,7 +254,7 @@ def _checked(q: Tensor, call: Any, features: Mapping[str, Any]) -> Any:
         raise ValueError("rotary embedding is of k and v that are appended, and there are none")
     if k is not None and cache_seqlens is None:
         raise ValueError("k and v are appended behind cache_seqlens rows, and cache_seqlens is None")
-    return Append(*said)
+    return Append(*[vectors.get(name, getattr(call, name)) for name in Append._fields])
 
 
 def _check_results(

@@ -106,9 +106,12 @@ Plan = helpers.Helper[_C.AppendParams]
 
 def append(a: Append, room: Scratch | None = None) -> tuple[Tensor | None, Tensor]:
     """The op, or ``launch`` where nothing listens in between."""
-    if not private_torch.any_autocast_enabled() and dispatcher.passes(a[:3], a[3:]):
+    if not private_torch.any_autocast_enabled() and dispatcher.passes((a.k_cache, a.v_cache, a.key), a):
         return launch(a, room)
-    rotated, seqused_k = torch.ops.cutlass_fmha.append_kv_(*a[:5], **dict(zip(Append._fields[5:], a[5:], strict=True)))
+    rotated, seqused_k = torch.ops.cutlass_fmha.append_kv_(
+        *[getattr(a, name) for name in Append._fields[:5]],
+        **{name: getattr(a, name) for name in Append._fields[5:]},
+    )
     return rotated, seqused_k
 
 
