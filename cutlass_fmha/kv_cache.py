@@ -158,27 +158,30 @@ def _planned(
     scale = None if scale is None else check.finite_scale(scale)
     if row is not None:
         check.row_name(row)
-    for name, value in (("rotary_interleaved", call.rotary_interleaved), ("return_lse", return_lse)):
-        if value is not False and value is not True:
-            check.flag(name, value)
+    if return_lse is not False:
+        check.flag("return_lse", return_lse)
+    if call.rotary_interleaved is not False:
+        check.flag("rotary_interleaved", call.rotary_interleaved)
     said = op_arguments(q, features, "q") if features else {}
-    k_cache, v_cache, *_ = call
+    k_cache, v_cache, seqused_k = call.k_cache, call.v_cache, call.cache_seqlens
     try:
         aligned = (q.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr()) & 15
-        key: Any = ("with_kv_cache", aligned, causal, row, *map(plan.metadata, (q, *call[:5])))
+        read = (q, k_cache, v_cache, call.key, call.value, seqused_k)
+        key: Any = ("with_kv_cache", aligned, causal, row, *map(plan.metadata, read))
         if said or call.query is not None:
             rotation = (call.rotary_cos, call.rotary_sin, call.rotary_interleaved, call.rotary_seqlens)
             key = (key, *said, *map(plan.metadata, (*rotation, *said.values())))
         step = plan.kept_by(key, lambda: _prepare(q, call, causal, row, said, features))
         with dispatcher.between_launches(q) as between:
-            rotated, seqused_k = None, call.cache_seqlens
+            first = q
             if step.append is not None:
                 rotated, seqused_k = append_kv.launch(call, between, step.append)
+                first = q if rotated is None else rotated
             if seqused_k is not None:
                 said["seqused_k"] = seqused_k
-            first = q if rotated is None else rotated
-            rest = (scale, causal, return_lse, row, "bshd", NAMES, said, False, step.attention)
-            output, lse = plan.launch(first, k_cache, v_cache, *rest)
+            output, lse = plan.launch(
+                first, k_cache, v_cache, scale, causal, return_lse, row, "bshd", NAMES, said, False, step.attention
+            )
     except RuntimeError:
         _checked(q, call, features)  # nested and sparse tensors have no shape or address
         raise
