@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -41,14 +41,16 @@ def is_array(value: object) -> bool:
     return _has_dlpack(type(value))
 
 
-def through(function: Callable[..., Any], q: Any, k: Any, v: Any, features: Mapping[str, Any], **options: Any) -> Any:
+def through(
+    function: Callable[..., Any], q: Any, k: Any, v: Any, features: Mapping[str, Any], options: Mapping[str, Any]
+) -> Any:
     """A call of ``function`` with tensors in place of arrays, and its results as arrays of q's library.
 
     The kernels run on torch's current stream: q's library is told to have its memory ready there, and makes
     its own stream wait when it takes the result. Raises TypeError for what can't be shared.
     """
-    from_dlpack = _from_dlpack(q)
-    place = None if from_dlpack is Tensor.numpy else _place(q)
+    library = _library(q)
+    place = None if library.from_dlpack is Tensor.numpy else _place(q)
     q_there = tensors("q", q, place)
     given = {"k": k, "v": v, **features}
     for name, value in given.items():
@@ -64,8 +66,8 @@ def through(function: Callable[..., Any], q: Any, k: Any, v: Any, features: Mapp
             )
     found = function(q_there, given.pop("k"), given.pop("v"), **options, **given)
     if isinstance(found, tuple):
-        return tuple(from_dlpack(x if place is None else _Result(x, place.stream)) for x in found)
-    return from_dlpack(found if place is None else _Result(found, place.stream))
+        return tuple(_handed_over(x, library, place) for x in found)
+    return _handed_over(found, library, place)
 
 
 def tensors(name: str, value: Any, place: _Place | None = None) -> Any:
@@ -167,28 +169,51 @@ class _Result:
         return self._tensor.__dlpack__(stream=stream, **said)
 
 
-_takers: dict[type, Callable[[Any], Any]] = {}
+class _Library(NamedTuple):
+    """What makes arrays of a kind."""
+
+    from_dlpack: Callable[[Any], Any]
+    #: The library's current stream of a device, where from_dlpack takes capsules, too, as CuPy's does.
+    stream: Callable[[int], Any] | None
 
 
-def _from_dlpack(array: Any) -> Callable[[Any], Any]:
-    """What makes arrays of this one's kind."""
+def _handed_over(tensor: Tensor, library: _Library, place: _Place | None) -> Any:
+    """An array of q's library in the tensor's memory."""
+    if place is None:
+        return library.from_dlpack(tensor)
+    if library.stream is not None and place.stream is not None:
+        own: int = library.stream(tensor.get_device()).ptr
+        if (own or 1) == place.stream:  # that of the kernel: what has nothing to wait for costs half of the time
+            return library.from_dlpack(private_torch.to_capsule(tensor))
+    return library.from_dlpack(_Result(tensor, place.stream))
+
+
+_libraries: dict[type, _Library] = {}
+
+
+def _library(array: Any) -> _Library:
+    """That of an array."""
     kind = type(array)
-    found: Callable[[Any], Any] | None = _takers.get(kind)
-    if found is not None:
-        return found
+    known = _libraries.get(kind)
+    if known is not None:
+        return known
+    stream = None
+    found: Callable[[Any], Any] | None
     if kind.__module__ == "numpy":
         found = Tensor.numpy  # whose from_dlpack makes them read-only, where torch or NumPy is older
     else:
         by_name = sys.modules.get(kind.__module__.partition(".")[0])
         library = array.__array_namespace__() if hasattr(array, "__array_namespace__") else by_name
         found = getattr(library, "from_dlpack", None)
+        if kind.__module__.partition(".")[0] == "cupy":
+            stream = getattr(getattr(by_name, "cuda", None), "get_current_stream", None)
     if found is None:
         raise TypeError(
             f"q is a {_name(array)}, whose library has no from_dlpack to take the result with: "
             "pass torch.from_dlpack(q), and alike k and v"
         )
-    _takers[kind] = found
-    return found
+    _libraries[kind] = _Library(found, stream)
+    return _libraries[kind]
 
 
 def _name(array: object) -> str:

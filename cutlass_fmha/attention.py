@@ -155,7 +155,7 @@ def attention(
         refuse_positions("attention", "q, k and v", 3 + len(rest))
     if not isinstance(q, Tensor) and arrays.is_array(q):
         options = {"scale": scale, "causal": causal, "return_lse": return_lse, "layout": layout, "row": row}
-        found_as_arrays: Any = arrays.through(attention, q, k, v, features, **options)
+        found_as_arrays: Any = arrays.through(attention, q, k, v, features, options)
         return found_as_arrays  # type: ignore[no-any-return]
     if layout != "bshd":
         check.layout_name(layout)
@@ -295,20 +295,12 @@ def packed_attention(
         return known[0]  # type: ignore[no-any-return]
     tensors, layout = (q, k, v), "packed"
     rows = plan.packed_rows(q), plan.packed_rows(k), plan.packed_rows(v)
-    if not _passes_dispatcher(tensors, arguments) or any(
+    if not dispatcher.passes(tensors, arguments.values()) or any(
         row.data_ptr() != x.data_ptr() for row, x in zip(rows, tensors, strict=True)
     ):
         layout, tensors = "bshd", rows
     out: Tensor = _call(*tensors, scale, word, False, layout, *rest)[0]
     return out if layout == "packed" else out.view(q.shape[0], q.shape[2], *out.shape[1:])
-
-
-def _passes_dispatcher(tensors: tuple[Any, Any, Any], arguments: Mapping[str, Any]) -> bool:
-    return (
-        not torch.compiler.is_compiling()
-        and dispatcher.can_skip_dispatcher(*tensors)
-        and (not arguments or dispatcher.others_can_skip_dispatcher(arguments))
-    )
 
 
 def _call(
@@ -338,7 +330,7 @@ def _call(
             'layout must be "bshd" with cu_seqlens_q or cu_seqlens_k: '
             "packed tensors are [total tokens, num_heads, head_dim]"
         )
-    if _passes_dispatcher((q, k, v), arguments):
+    if dispatcher.passes((q, k, v), arguments.values()):
         try:
             return plan.launch(q, k, v, scale, causal, return_lse, row, layout, names, arguments, known_only)
         except RuntimeError:

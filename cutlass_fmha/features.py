@@ -122,36 +122,49 @@ class Sizes(NamedTuple):
         return self.batch, self.num_heads, self.seqlen_q
 
 
-class FeatureArguments(TypedDict, total=False):
-    """The keyword arguments of ``attention`` that are about features; None says nothing."""
+class _OfCaches(TypedDict, total=False):
+    """What ``attention`` and ``with_kv_cache`` both take about features, by name; None says nothing."""
 
     window: tuple[int | None, int | None] | None
     mask: Tensor | None
     bias: Tensor | None
     prefix_lengths: Tensor | None
-    block_mask: tuple[Tensor, Tensor, tuple[int, int]] | None
     softcap: float | None
     alibi_slopes: Tensor | None
     sinks: Tensor | None
-    dropout_p: float | None
-    dropout_seed: Tensor | int | None
     cu_seqlens_q: Tensor | None
-    cu_seqlens_k: Tensor | None
     max_seqlen_q: int | None
     max_seqlen_k: int | None
-    seqused_q: Tensor | None
-    seqused_k: Tensor | None
     leftpad_k: Tensor | None
     page_table: Tensor | None
     cache_batch_idx: Tensor | None
     num_splits: int | None
     batch_invariant: bool | None
+
+
+class FeatureArguments(_OfCaches, total=False):
+    """The keyword arguments of ``attention`` that are about features."""
+
+    block_mask: tuple[Tensor, Tensor, tuple[int, int]] | None
+    dropout_p: float | None
+    dropout_seed: Tensor | int | None
+    cu_seqlens_k: Tensor | None
+    seqused_q: Tensor | None
+    seqused_k: Tensor | None
     deterministic: bool | None
     deterministic_workspace: int | None
 
 
-class CallArguments(FeatureArguments, total=False):
-    """Those, and the tensors that ``attention`` writes its results to."""
+class _Results(TypedDict, total=False):
+    """Tensors that results are written to."""
 
     out: Tensor | None
     lse: Tensor | None
+
+
+class CallArguments(FeatureArguments, _Results, total=False):
+    """All that ``attention`` takes as ``**features``."""
+
+
+class CacheArguments(_OfCaches, _Results, total=False):
+    """All that ``with_kv_cache`` does."""

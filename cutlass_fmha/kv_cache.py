@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
 from torch import Tensor
 
+from cutlass_fmha import private_torch
 from cutlass_fmha.arguments import check, check_features, results, tensors
-from cutlass_fmha.arguments.op_arguments import window_sides
+from cutlass_fmha.arguments.op_arguments import op_arguments, window_sides
 from cutlass_fmha.arguments.signature import lists_features, refuse_name
 from cutlass_fmha.attention import attend_cache
-from cutlass_fmha.ops import dispatcher
-from cutlass_fmha.ops.append_kv import Append, append, capacity_of, check_room
+from cutlass_fmha.features import CacheArguments
+from cutlass_fmha.launch import plan
+from cutlass_fmha.ops import append_kv, dispatcher
+from cutlass_fmha.ops.append_kv import Append, capacity_of, check_room
 from cutlass_fmha.ops.rotary import check_positions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+NAMES = ("q", "k_cache", "v_cache")
+TAKEN = frozenset(CacheArguments.__annotations__)
+
+#: What a call with a plan for both launches may say: where the others' tensors lie decides which rows can read
+#: them, and what is given to write to is compared with all else before the cache is written.
+PLANNED = TAKEN - {"mask", "bias", "out", "lse"}
+
+
+class Step(NamedTuple):
+    """What calls with the same metadata have in common, whose checks they passed."""
+
+    append: append_kv.Plan | None  # None: nothing is appended
+    attention: plan.Plan
 
 
 @lists_features
@@ -26,28 +49,11 @@ def with_kv_cache(
     rotary_interleaved: bool = False,
     rotary_seqlens: Tensor | int | None = None,
     cache_seqlens: Tensor | int | None = None,
-    cache_batch_idx: Tensor | None = None,
-    page_table: Tensor | None = None,
-    leftpad_k: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
     scale: float | None = None,
     causal: bool | str | None = False,
-    window: tuple[int | None, int | None] | None = None,
-    mask: Tensor | None = None,
-    bias: Tensor | None = None,
-    prefix_lengths: Tensor | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    num_splits: int | None = None,
-    batch_invariant: bool = False,
     return_lse: bool = False,
     row: str | None = None,
-    out: Tensor | None = None,
-    lse: Tensor | None = None,
-    **unknown: object,
+    **features: Unpack[CacheArguments],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over the keys and values in a cache, after new ones were appended: decoding, or a prompt.
 
@@ -91,8 +97,113 @@ def with_kv_cache(
     Raises:
         TypeError, ValueError, UnsupportedError, NotImplementedError: as ``attention``.
     """
-    if unknown:
+    if features and (unknown := [name for name in features if name not in TAKEN]):
         refuse_name("with_kv_cache", min(unknown))
+    causal = "none" if causal is False else "bottom-right" if causal is True else check.causal_name(causal)
+    is_rotated = rotary_cos is not None or rotary_sin is not None or rotary_seqlens is not None
+    window = features.get("window")
+    call: Any = Append(  # as it is said: not all of it may be what an append takes
+        k_cache,
+        v_cache,
+        k,  # type: ignore[arg-type]
+        v,  # type: ignore[arg-type]
+        cache_seqlens,  # type: ignore[arg-type]
+        q if is_rotated else None,
+        causal != "none" or (window is not None and bool(window_sides(window))),
+        rotary_cos,
+        rotary_sin,
+        rotary_interleaved,
+        rotary_seqlens,  # type: ignore[arg-type]
+        features.get("cache_batch_idx"),
+        features.get("page_table"),
+        features.get("leftpad_k"),
+        features.get("cu_seqlens_q"),
+    )
+    if (
+        not private_torch.any_autocast_enabled()
+        and dispatcher.passes(
+            (q, k_cache, v_cache),
+            (k, v, cache_seqlens, rotary_cos, rotary_sin, rotary_seqlens, *features.values()),
+        )
+        and (not features or features.keys() <= PLANNED)
+    ):
+        if not (_is_on_device(cache_seqlens) and _is_on_device(rotary_seqlens)):
+            call = _checked(q, call, features)  # a number is checked at each call, and becomes a vector
+        return _planned(q, call, scale, causal, return_lse, row, features)
+    call = _checked(q, call, features)
+    with dispatcher.between_launches(q) as between:
+        seqused_k = call.cache_seqlens
+        if k is not None:
+            rotated, seqused_k = append_kv.append(call, between)
+            q = rotated if is_rotated and rotated is not None else q
+        said = {**features, "seqused_k": seqused_k}
+        output, softmax_lse = attend_cache(q, k_cache, v_cache, scale, causal, return_lse, row, said)
+    return output if softmax_lse is None or not return_lse else (output, softmax_lse)
+
+
+def _is_on_device(lengths: Tensor | int | None) -> bool:
+    return lengths is None or isinstance(lengths, Tensor)
+
+
+def _planned(
+    q: Tensor,
+    call: Any,
+    scale: float | None,
+    causal: str,
+    return_lse: bool,
+    row: str | None,
+    features: Mapping[str, Any],
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Both launches past the dispatcher, by a plan that is known after the first call of its kind."""
+    scale = None if scale is None else check.finite_scale(scale)
+    if row is not None:
+        check.row_name(row)
+    if return_lse is not False:
+        check.flag("return_lse", return_lse)
+    if call.rotary_interleaved is not False:
+        check.flag("rotary_interleaved", call.rotary_interleaved)
+    said = op_arguments(q, features, "q") if features else {}
+    k_cache, v_cache, seqused_k = call.k_cache, call.v_cache, call.cache_seqlens
+    try:
+        aligned = (q.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr()) & 15
+        read = (q, k_cache, v_cache, call.key, call.value, seqused_k)
+        key: Any = ("with_kv_cache", aligned, causal, row, *map(plan.metadata, read))
+        if said or call.query is not None:
+            rotation = (call.rotary_cos, call.rotary_sin, call.rotary_interleaved, call.rotary_seqlens)
+            key = (key, *said, *map(plan.metadata, (*rotation, *said.values())))
+        step = plan.kept_by(key, lambda: _prepare(q, call, causal, row, said, features))
+        with dispatcher.between_launches(q) as between:
+            first = q
+            if step.append is not None:
+                rotated, seqused_k = append_kv.launch(call, between, step.append)
+                first = q if rotated is None else rotated
+            if seqused_k is not None:
+                said["seqused_k"] = seqused_k
+            output, lse = plan.launch(
+                first, k_cache, v_cache, scale, causal, return_lse, row, "bshd", NAMES, said, False, step.attention
+            )
+    except RuntimeError:
+        _checked(q, call, features)  # nested and sparse tensors have no shape or address
+        raise
+    return (output, lse) if return_lse else output
+
+
+def _prepare(
+    q: Tensor, call: Any, causal: str, row: str | None, said: Mapping[str, Any], features: Mapping[str, Any]
+) -> Step:
+    call = _checked(q, call, features)
+    new = None if call.key is None else append_kv.prepare(call)
+    used = {} if call.cache_seqlens is None else {"seqused_k": call.cache_seqlens}  # whose metadata the sums have
+    first = q if call.query is None else plan.new_like(q)
+    return Step(new, plan.prepare((first, *call[:2]), causal, row, names=NAMES, said={**said, **used}))
+
+
+def _checked(q: Tensor, call: Any, features: Mapping[str, Any]) -> Any:
+    """The call, whose numbers become vectors; raises for what can be told before anything is written."""
+    # By name: torch 2.6 traces no slice of a NamedTuple.
+    k_cache, v_cache, k, v, cache_seqlens = call.k_cache, call.v_cache, call.key, call.value, call.cache_seqlens
+    page_table, leftpad_k, cu_seqlens_q = call.page_table, call.leftpad_k, call.cu_seqlens_q
+    vectors: dict[str, Tensor] = {}
     packed = cu_seqlens_q is not None
     tensors.check_dims("q", q, f"{'total_q' if packed else 'batch, seqlen_q'}, num_heads, head_dim")
     check.check_tensors_given(
@@ -100,10 +211,10 @@ def with_kv_cache(
         {
             "k": k,
             "v": v,
-            "rotary_cos": rotary_cos,
-            "rotary_sin": rotary_sin,
+            "rotary_cos": call.rotary_cos,
+            "rotary_sin": call.rotary_sin,
             "leftpad_k": leftpad_k,
-            "cache_batch_idx": cache_batch_idx,
+            "cache_batch_idx": call.cache_batch_idx,
             "page_table": page_table,
             "cu_seqlens_q": cu_seqlens_q,
         },
@@ -111,7 +222,7 @@ def with_kv_cache(
     if cu_seqlens_q is not None:
         check_features.check_vector("cu_seqlens_q", cu_seqlens_q, None)
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-    check.flag("rotary_interleaved", rotary_interleaved)
+    check.flag("rotary_interleaved", call.rotary_interleaved)
     if (k is None) != (v is None):
         raise ValueError("k and v go together: both are appended, or neither")
     if k is not None:
@@ -120,82 +231,33 @@ def with_kv_cache(
             raise ValueError(
                 f"k must be packed as q, with {q.shape[0]} rows, got {k.shape[0]}: cu_seqlens_q is about both"
             )
-    for name, bound, needed, given in (
-        ("max_seqlen_q", max_seqlen_q, "cu_seqlens_q", cu_seqlens_q),
-        ("max_seqlen_k", max_seqlen_k, "cache_seqlens", cache_seqlens),
+    for bound, needed, given in (
+        ("max_seqlen_q", "cu_seqlens_q", cu_seqlens_q),
+        ("max_seqlen_k", "cache_seqlens", cache_seqlens),
     ):
-        if bound is not None and given is None:
-            raise ValueError(f"{name} is only taken with {needed}")
-    advance_query = check.causal_name(causal) != "none" or _is_limited(window)
-    first = rotary_seqlens  # the first position, where the host knows it
+        if features.get(bound) is not None and given is None:
+            raise ValueError(f"{bound} is only taken with {needed}")
+    first = call.rotary_seqlens  # the first position, where the host knows it
     if first is None and leftpad_k is None:
         first = cache_seqlens
     if isinstance(cache_seqlens, Tensor):
         tensors.check_vectors({"cache_seqlens": cache_seqlens}, batch)
     elif cache_seqlens is not None:
-        room, cache_seqlens = (
-            cache_seqlens,
-            tensors.vector_of("cache_seqlens", cache_seqlens, batch, q.device),
-        )
-        check_room(room, 0 if k is None or packed else k.shape[1], capacity_of(k_cache, page_table))
-    if rotary_seqlens is not None:
-        rotary_seqlens = tensors.vector_of("rotary_seqlens", rotary_seqlens, batch, q.device)
-    seqused_k = cache_seqlens
-    is_rotated = rotary_cos is not None or rotary_sin is not None or rotary_seqlens is not None
-    if k is not None and rotary_cos is not None and first is not None and not isinstance(first, Tensor):
-        rows = min(1, q.shape[0]) if packed else max(k.shape[1], q.shape[1] if advance_query else 0)
-        check_positions(rotary_cos, first, rows)
+        vectors["cache_seqlens"] = tensors.vector_of("cache_seqlens", cache_seqlens, batch, q.device)
+        check_room(cache_seqlens, 0 if k is None or packed else k.shape[1], capacity_of(k_cache, page_table))
+    if call.rotary_seqlens is not None:
+        vectors["rotary_seqlens"] = tensors.vector_of("rotary_seqlens", call.rotary_seqlens, batch, q.device)
+    if k is not None and call.rotary_cos is not None and first is not None and not isinstance(first, Tensor):
+        rows = min(1, q.shape[0]) if packed else max(k.shape[1], q.shape[1] if call.advance_query else 0)
+        check_positions(call.rotary_cos, first, rows)
+    out, lse = features.get("out"), features.get("lse")
     if out is not None or lse is not None:
         _check_results(q, k_cache, v_cache, {"k": k, "v": v}, out, lse)
-    with dispatcher.between_launches(q) as between:
-        if k is not None and v is not None:
-            if cache_seqlens is None:
-                raise ValueError("k and v are appended behind cache_seqlens rows, and cache_seqlens is None")
-            rotated, seqused_k = append(
-                Append(
-                    k_cache,
-                    v_cache,
-                    k,
-                    v,
-                    cache_seqlens,
-                    q if is_rotated else None,
-                    advance_query,
-                    rotary_cos,
-                    rotary_sin,
-                    rotary_interleaved,
-                    rotary_seqlens,
-                    cache_batch_idx,
-                    page_table,
-                    leftpad_k,
-                    cu_seqlens_q,
-                ),
-                between,
-            )
-            q = rotated if is_rotated else q
-        elif is_rotated:
-            raise ValueError("rotary embedding is of k and v that are appended, and there are none")
-        call = {
-            "window": window,
-            "mask": mask,
-            "bias": bias,
-            "prefix_lengths": prefix_lengths,
-            "softcap": softcap,
-            "alibi_slopes": alibi_slopes,
-            "sinks": sinks,
-            "seqused_k": seqused_k,
-            "leftpad_k": leftpad_k,
-            "page_table": page_table,
-            "cache_batch_idx": cache_batch_idx,
-            "cu_seqlens_q": cu_seqlens_q,
-            "max_seqlen_q": max_seqlen_q,
-            "max_seqlen_k": max_seqlen_k,
-            "num_splits": num_splits,
-            "batch_invariant": batch_invariant,
-            "out": out,
-            "lse": lse,
-        }
-        output, softmax_lse = attend_cache(q, k_cache, v_cache, scale, causal, return_lse, row, call)
-    return output if softmax_lse is None or not return_lse else (output, softmax_lse)
+    if k is None and call.query is not None:
+        raise ValueError("rotary embedding is of k and v that are appended, and there are none")
+    if k is not None and cache_seqlens is None:
+        raise ValueError("k and v are appended behind cache_seqlens rows, and cache_seqlens is None")
+    return Append(*[vectors.get(name, getattr(call, name)) for name in Append._fields])
 
 
 def _check_results(
@@ -215,7 +277,3 @@ def _check_results(
     if lse is not None:
         results.check_lse(lse, (*batch, heads, seqlen), ("q", q))
     results.check_apart_before({"out": out, "lse": lse}, {"q": q, "k_cache": k_cache, "v_cache": v_cache, **new})
-
-
-def _is_limited(window: tuple[int | None, int | None] | None) -> bool:
-    return bool(window_sides(window))

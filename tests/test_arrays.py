@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,7 +80,7 @@ def test_memory_is_shared_both_ways(monkeypatch: pytest.MonkeyPatch):
         seen.extend((*given, torch.zeros(3)))
         return seen[-1]
 
-    out = arrays.through(call, q, k, v, {})
+    out = arrays.through(call, q, k, v, {}, {})
     addresses = [x.__array_interface__["data"][0] for x in (q, k, v, out)]
     assert [x.data_ptr() for x in seen] == addresses
 
@@ -108,6 +109,37 @@ def test_the_stream_that_the_kernel_runs_on_is_handed_over(monkeypatch: pytest.M
     host = [Recorder(x, (1, 0)) for x in qkv()]
     attention(*host)
     assert [x.asked for x in host] == [[None]] * 3
+
+
+@pytest.mark.parametrize(("its", "ours", "waits"), [(0, 0, False), (77, 77, False), (77, 0, True), (0, 2, True)])
+def test_a_library_on_the_kernels_stream_is_handed_the_memory_alone(
+    monkeypatch: pytest.MonkeyPatch, its: int, ours: int, waits: bool
+):
+    """As CuPy: its from_dlpack takes a capsule, too, and then asks for no stream."""
+    taken: list[Any] = []
+
+    class Array(Recorder):
+        __module__ = "cupy._core"
+
+        def __array_namespace__(self) -> Any:
+            return library
+
+    def from_dlpack(given: Any) -> Array:
+        taken.append(given)
+        is_capsule = not hasattr(given, "__dlpack__")
+        return Array(torch.utils.dlpack.from_dlpack(given if is_capsule else given.__dlpack__(stream=ours or 1)))
+
+    current = SimpleNamespace(get_current_stream=lambda device: SimpleNamespace(ptr=its))
+    library = SimpleNamespace(from_dlpack=from_dlpack, cuda=current)
+    monkeypatch.setitem(sys.modules, "cupy", library)
+    monkeypatch.setattr(arrays, "_begun", {1})
+    monkeypatch.setattr(private_torch, "raw_stream", lambda index: ours)
+    given = [Array(x) for x in qkv()]
+    out, lse = attention(*given, return_lse=True)
+    assert [x.asked for x in given] == [[ours or 1]] * 3  # the protocol's: it waits where it has to
+    assert [hasattr(x, "__dlpack__") for x in taken] == [waits] * 2
+    for found, want in zip((out, lse), attention(*qkv(), return_lse=True), strict=True):
+        assert torch.equal(found.tensor, want)
 
 
 class OnGpu(Recorder):

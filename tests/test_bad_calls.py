@@ -9,7 +9,7 @@ import inspect
 import math
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -697,6 +697,27 @@ def test_a_bad_call_is_refused_in_a_sentence(
     assert type(found) is error, repr(found)
     assert re.search(message, str(found)), str(found)
     assert len(str(found)) <= 600 and "\n" not in str(found)
+
+
+#: Of a cache, but for what only the CPU reads of tensors, or has no row for.
+STEPS = [
+    call
+    for call in CALLS + [each for each in CALLS_ON_CPU if each[3] in (TypeError, NotImplementedError)]
+    if BAD[call[0]][0] is cutlass_fmha.with_kv_cache and call[3] is not UnsupportedError
+]
+
+
+@pytest.mark.parametrize(("name", "arguments", "message", "error"), STEPS)
+def test_a_step_that_could_be_planned_is_refused_alike(
+    name: str, arguments: dict[str, Any], message: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+):
+    def plain(values: Iterable[Any]) -> bool:
+        return all(type(x) is torch.Tensor and not x.requires_grad for x in values if isinstance(x, torch.Tensor))
+
+    monkeypatch.setattr(dispatcher, "can_skip_dispatcher", lambda *x: None not in x and plain(x))
+    monkeypatch.setattr(dispatcher, "others_can_skip_dispatcher", plain)
+    found = refusal(name, arguments, "cpu")
+    assert type(found) is error and re.search(message, str(found)), repr(found)
 
 
 def test_there_are_many_of_them():

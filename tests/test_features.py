@@ -158,11 +158,11 @@ def test_a_packed_length_beyond_the_kernels_needs_a_bound():
 def test_the_dispatcher_is_skipped_only_where_no_tensor_listens(monkeypatch):
     monkeypatch.setattr(dispatcher, "Tensor", LooksLikeCuda)
     plain = BIAS.as_subclass(LooksLikeCuda)
-    assert dispatcher.others_can_skip_dispatcher({"bias": plain, "softcap": 1.0, "window_left": 3})
-    assert dispatcher.others_can_skip_dispatcher({})
-    assert not dispatcher.others_can_skip_dispatcher({"bias": plain, "sinks": plain.clone().requires_grad_()})
+    assert dispatcher.others_can_skip_dispatcher([plain, 1.0, 3])
+    assert dispatcher.others_can_skip_dispatcher([])
+    assert not dispatcher.others_can_skip_dispatcher([plain, plain.clone().requires_grad_()])
     with torch.no_grad():
-        assert dispatcher.others_can_skip_dispatcher({"sinks": plain.detach().requires_grad_()})
-    assert not dispatcher.others_can_skip_dispatcher({"bias": torch._neg_view(plain)})
+        assert dispatcher.others_can_skip_dispatcher([plain.detach().requires_grad_()])
+    assert not dispatcher.others_can_skip_dispatcher([torch._neg_view(plain)])
     monkeypatch.undo()
-    assert not dispatcher.others_can_skip_dispatcher({"bias": BIAS})
+    assert not dispatcher.others_can_skip_dispatcher([BIAS])

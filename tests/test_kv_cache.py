@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import oracle_features
 import pytest
 import torch
+from fake_kernels import vector
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle_helpers import places
 from tensors import ints, randn
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import cutlass_fmha
+from cutlass_fmha import _C, kv_cache
 from cutlass_fmha.kv_cache import with_kv_cache
+from cutlass_fmha.launch import plan
 from cutlass_fmha.ops import append_kv, dispatcher
 from cutlass_fmha.rotary import rotary
 
@@ -223,11 +229,202 @@ def test_a_step_compiles_whole_and_writes_the_cache(packed: bool):
     assert torch.equal(cache.k_cache, other.k_cache) and torch.equal(cache.v_cache, other.v_cache)
 
 
+# ---- past the dispatcher -----------------------------------------------------------------------------------
+
+
+class LooksLikeCuda(Tensor):
+    """What a call would see on a GPU; its type stands in for torch.Tensor there."""
+
+    is_cuda = True
+
+
+class Launches(list[tuple[int, dict[str, Any]]]):
+    """Row and fields of what was launched, in order. Of an append the lengths are written."""
+
+    def run(self, row: int, params: Any, device: int, stream: int) -> None:
+        self.append((row, fields(params)))
+        if isinstance(params, _C.AppendParams):  # which the CPU's ops read
+            lengths, used = (vector(x, params.batch) for x in (params.cache_seqlens, params.seqused_k))
+            used.copy_(lengths + params.seqlen_new)
+
+    def launch(self, row: int, plan: _C.AttentionParams, device: int, stream: int, *of_call: Any) -> None:
+        self.run(row, plan.of_call(*of_call), device, stream)
+
+
+def fields(params: Any) -> dict[str, Any]:
+    """All that parameters say, but for where what is made by the call itself lies."""
+    own = {"seqused_k", "sinks", "o", "lse", "out", "partial_o", "partial_lse", "partial_low"}
+    said = {name: getattr(params, name) for name in vars(type(params)) if name not in own and name[0] != "_"}
+    nested = {name: fields(x) for name, x in said.items() if type(x) in (_C.Rotary, _C.RotaryParams)}
+    return {name: x for name, x in said.items() if not callable(x)} | nested
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
+    """What goes to the GPU; calls on tensors that look like CUDA's need not go through the dispatcher."""
+    found = Launches()
+    for name in ("run", "launch"):
+        monkeypatch.setattr(_C, name, getattr(found, name))
+    monkeypatch.setattr(dispatcher, "Tensor", LooksLikeCuda)
+    plan.clear()
+    yield found
+    plan.clear()
+
+
+class Turn(NamedTuple):
+    """A decoding step, and what else it says."""
+
+    tensors: tuple[Tensor, ...]
+    said: dict[str, Any]
+
+    def __call__(self, **more: Any) -> Any:
+        return with_kv_cache(*self.tensors, **self.said, **more)
+
+    def on_gpu(self) -> Turn:
+        said = {name: x.as_subclass(LooksLikeCuda) if isinstance(x, Tensor) else x for name, x in self.said.items()}
+        return Turn(tuple(x.as_subclass(LooksLikeCuda) for x in self.tensors), said)
+
+
+def turn(seqlen_q: int = 1, appended: bool = True, kind: str = "contiguous", **said: Any) -> Turn:
+    cache = Cache(kind, torch.float16, 64)
+    k_cache, v_cache = (torch.cat([x] * (64 // x.shape[-1]), -1) for x in (cache.k_cache, cache.v_cache))
+    q, k, v = (randn(3, seqlen_q, heads, 64, dtype=torch.float16) for heads in (6, 2, 2))
+    new = (k, v) if appended else ()
+    return Turn((q, k_cache, v_cache, *new), {"cache_seqlens": ints(0, 5, 9), **cache.places, **said})
+
+
+COS, SIN = angles(40, 32)
+TURNS = {
+    "nothing": turn(),
+    "causal": turn(2, causal=True, return_lse=True),
+    "a scale": turn(scale=0.3, causal="top-left"),
+    "features": turn(window=(4, 0), softcap=3.0, sinks=torch.zeros(6, dtype=torch.float16), num_splits=2),
+    "pages": turn(kind="pages", batch_invariant=True),
+    "entries, padded": turn(kind="entries", leftpad_k=ints(0, 1, 2)),
+    "rotated": turn(2, rotary_cos=COS, rotary_sin=SIN, causal=True),
+    "rotated, from there": turn(rotary_cos=COS, rotary_sin=SIN, rotary_interleaved=True, rotary_seqlens=ints(1, 2, 3)),
+    "as it is": turn(appended=False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_a_step_by_a_plan_launches_what_the_ops_do(name: str, launched: Launches, monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as by_ops:
+        by_ops.setattr(dispatcher, "simulated", lambda: True)
+        expected = TURNS[name]()
+    through_dispatcher, step = list(launched), TURNS[name].on_gpu()
+    assert len(through_dispatcher) == 1 + (name != "as it is")
+    for op in ("append_kv_", "attend"):
+        monkeypatch.setattr(torch.ops.cutlass_fmha, op, None)
+    for _ in range(2):
+        launched.clear()
+        found = step()
+        rotated = {"q"} if "rotated" in name else set()
+        for (row, said), (own_row, own) in zip(launched, through_dispatcher, strict=True):
+            assert row == own_row and {x for x in said if said[x] != own[x]} <= rotated
+        outputs = zip(found, expected, strict=True) if isinstance(expected, tuple) else [(found, expected)]
+        assert all(x.shape == y.shape and x.stride() == y.stride() and x.dtype == y.dtype for x, y in outputs)
+        for module, each in ((plan, "prepare"), (append_kv, "prepare"), (kv_cache, "_checked")):
+            monkeypatch.setattr(module, each, None)  # all of it is known
+
+
+def test_what_differs_is_another_plan(launched: Launches):
+    """And what differs from call to call is in none."""
+    step = TURNS["rotated"].on_gpu()
+    q = step.tensors[0]
+    for said, kept in (({}, 1), ({"scale": 2.0}, 1), ({"softcap": 1.0}, 2), ({"rotary_interleaved": True}, 3)):
+        step(**said)
+        assert len(plan._plans) == kept, said
+    moved = torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape).as_subclass(LooksLikeCuda)
+    Turn((moved, *step.tensors[1:]), step.said)()
+    assert len(plan._plans) == 4
+    with pytest.raises(TypeError, match="rotary_interleaved must be a bool, got int"):
+        step(rotary_interleaved=1)
+    with pytest.raises(TypeError, match="num_splits must be an int or None, got bool"):
+        step(num_splits=True)
+
+
+def test_numbers_of_a_step_are_checked_at_each_call(launched: Launches):
+    tensors, said = TURNS["rotated"].on_gpu()
+    for used, position in ((7, 3), (8, None)):
+        Turn(tensors, {**said, "cache_seqlens": used, "rotary_seqlens": position})()
+    Turn(tensors, said)()
+    assert len(launched) == 6 and len(plan._plans) == 2  # of tensors, with and without positions
+    for used, position, sentence in ((23, 3, "leave room for 2 new rows among the 24"), (7, 39, "has position 40")):
+        with pytest.raises(ValueError, match=sentence):
+            Turn(tensors, {**said, "cache_seqlens": used, "rotary_seqlens": position})()
+    assert len(launched) == 6
+
+
+def test_a_step_that_something_listens_to_goes_through_the_dispatcher(launched: Launches):
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    class FunctionMode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    for listener in (Mode, FunctionMode):
+        step, seen = TURNS["rotated"].on_gpu(), []
+        with listener():
+            output = step()
+        assert launched == [] and torch.isfinite(output).all()
+        assert [each for each in seen if "cutlass_fmha" in each] == [
+            f"cutlass_fmha.{op}{'.default' if listener is Mode else ''}" for op in ("append_kv_", "attend")
+        ]
+    step = TURNS["rotated"].on_gpu()
+    for listener in (torch.profiler.profile, forward_ad.dual_level):
+        with listener():
+            step()
+        assert launched == []
+    with torch.autocast("cpu", torch.float16):
+        step()  # attention's part was done before: of the append alone the op is asked
+    assert len(launched) == 1 and "softcap" in launched.pop()[1]
+    frozen = Turn((step.tensors[0].detach().requires_grad_(), *step.tensors[1:]), step.said)
+    with pytest.raises(NotImplementedError, match="no backward"):
+        frozen()
+    with pytest.raises(RuntimeError, match="Batching rule not implemented for cutlass_fmha::append_kv_"):
+        torch.vmap(lambda q: Turn((q, *step.tensors[1:]), step.said)())(step.tensors[0][None])
+    assert launched == []
+    step()
+    assert len(launched) == 2
+
+
+def test_a_step_counts_its_writes_once(launched: Launches, monkeypatch: pytest.MonkeyPatch):
+    """As autograd does it: whoever saved a cache for a backward is told."""
+    for _ in range(2):
+        step = TURNS["nothing"].on_gpu()
+        versions = [x._version for x in step.tensors]
+        step()
+        assert [x._version for x in step.tensors] == [a + b for a, b in zip(versions, (0, 1, 1, 0, 0), strict=True)]
+    cache = step.tensors[1]
+    weight = torch.ones(64, dtype=torch.float16, requires_grad=True)
+    product = (weight.as_subclass(LooksLikeCuda) * cache).sum()
+    step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+    with torch.inference_mode():
+        Turn(tuple(x.clone() for x in step.tensors), step.said)()
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_the_op_counts_its_writes_once(mode: Any, monkeypatch: pytest.MonkeyPatch):
+    """In whichever way torch goes through it: autograd, or what is left of that in inference."""
+    monkeypatch.setattr(append_kv, "write", lambda a: a.results())
+    k_cache, v_cache, key = torch.zeros(1, 8, 2, 4), torch.zeros(1, 8, 2, 4), torch.ones(1, 2, 2, 4)
+    with mode():
+        append_kv_(k_cache, v_cache, key, key, ints(3))
+    assert (k_cache._version, v_cache._version, key._version) == (1, 1, 0)
+
+
 def test_past_the_dispatcher_writes_are_counted_too(monkeypatch):
     """As autograd does it: whoever saved a cache for a backward is told."""
     monkeypatch.setattr(dispatcher, "can_skip_dispatcher", lambda *tensors: True)
     monkeypatch.setattr(dispatcher, "others_can_skip_dispatcher", lambda arguments: True)
-    monkeypatch.setattr(append_kv, "_launch", lambda a, room: append_kv.write(a))  # there is no GPU
+    monkeypatch.setattr(append_kv, "_launch", lambda a, room, plan: append_kv.write(a))  # there is no GPU
     for inference in (False, True):
         with torch.inference_mode(inference):
             k_cache, v_cache = (torch.zeros(1, 8, 2, 4) for _ in range(2))

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
-from cutlass_fmha.features import CallArguments
+from cutlass_fmha import features
 
 _CAUSAL = 'pass causal=True (the last query sees the last key) or causal="top-left" (torch\'s is_causal)'
 _DROPOUT = "pass dropout_p, and dropout_seed for the same numbers again"
@@ -101,7 +101,8 @@ def lists_features(function: Function) -> Function:
     catch_all = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = [each for each in own.parameters.values() if each.kind not in catch_all]
     if "features" in own.parameters and own.parameters["features"].kind == inspect.Parameter.VAR_KEYWORD:
-        for name, hint in CallArguments.__annotations__.items():
+        listed = own.parameters["features"].annotation.removeprefix("Unpack[").removesuffix("]")
+        for name, hint in getattr(features, listed).__annotations__.items():
             annotation = getattr(hint, "__forward_arg__", hint)
             parameters.append(
                 inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)

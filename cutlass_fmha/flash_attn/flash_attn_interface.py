@@ -179,11 +179,25 @@ def flash_attn_with_kvcache(
     As there, positions of rotary embedding count left padding, pairs are neighbours unless told otherwise,
     num_splits 0 has a number chosen, and the result has no gradient, whatever its inputs want.
     """
-    said: dict[str, Any] = {}
+    said: dict[str, Any] = {}  # what is no default: each name costs host time
     if rotary_cos is not None:
         said = {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "rotary_interleaved": rotary_interleaved}
         if cache_leftpad is not None:
             said["rotary_seqlens"] = cache_seqlens
+    if cache_batch_idx is not None:
+        said["cache_batch_idx"] = cache_batch_idx
+    if cache_leftpad is not None:
+        said["leftpad_k"] = cache_leftpad
+    if block_table is not None:
+        said["page_table"] = block_table
+    if window_size != (-1, -1):
+        said["window"] = _window(window_size)
+    if softcap:
+        said["softcap"] = softcap
+    if alibi_slopes is not None:
+        said["alibi_slopes"] = alibi_slopes
+    if num_splits:
+        said["num_splits"] = num_splits
     if k is None or v is None or not have_contiguous_rows(q, k, v):
         q = contiguous_rows("q", q)
         k, v = (None if x is None else contiguous_rows(name, x) for name, x in (("k", k), ("v", v)))
@@ -195,15 +209,8 @@ def flash_attn_with_kvcache(
         k,
         v,
         cache_seqlens=cache_seqlens,
-        cache_batch_idx=cache_batch_idx,
-        page_table=block_table,
-        leftpad_k=cache_leftpad,
         scale=softmax_scale,
         causal=bool(causal),
-        window=None if window_size == (-1, -1) else _window(window_size),
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        num_splits=num_splits or None,
         return_lse=bool(return_softmax_lse),
         **said,
     )

@@ -107,45 +107,48 @@ def launch(
     names: Names = check.NAMES,
     said: Mapping[str, Any] = NOTHING,
     known_only: bool = False,
+    plan: Plan | None = None,
 ) -> Any:
     """Runs one call on the current stream of the tensors' device: output in the layout, and the LSE.
 
     ``scale`` None is 1/sqrt(head_dim). ``said``: what ``Features`` are made of. ``known_only``: return None
-    without a plan, with nothing done. Raises what ``describe`` and ``choose`` raise, under ``names``.
+    without a plan, with nothing done. ``plan``: that of ``prepare``, where it is kept with something else's.
+    Raises what ``describe`` and ``choose`` raise, under ``names``.
 
     Returns:
         Output and LSE, None where it is not wanted; None in place of both with ``known_only``.
     """
     q_address, k_address, v_address = q.data_ptr(), k.data_ptr(), v.data_ptr()
-    key: Any = (
-        q.shape,
-        k.shape,
-        v.shape,
-        q.stride(),
-        k.stride(),
-        v.stride(),
-        q.dtype,
-        k.dtype,
-        v.dtype,
-        q.get_device(),
-        k.get_device(),
-        v.get_device(),
-        (q_address | k_address | v_address) & 15,  # the bits that decide which rows are aligned
-        causal,
-        layout,
-        row,
-    )
-    if said:
-        key = (key, *said, *map(_metadata, said.values()))
-        for name in _ADDRESSED:
-            if name in said:
-                key = (key, name, said[name].data_ptr() & 15)
-    plan: Plan | None = _plans.get(key) or _plans.revive(key)
     if plan is None:
-        if known_only:
-            return None
-        plan = prepare((q, k, v), causal, row, LAYOUTS[layout], names, said)
-        _put(key, plan)
+        key: Any = (
+            q.shape,
+            k.shape,
+            v.shape,
+            q.stride(),
+            k.stride(),
+            v.stride(),
+            q.dtype,
+            k.dtype,
+            v.dtype,
+            q.get_device(),
+            k.get_device(),
+            v.get_device(),
+            (q_address | k_address | v_address) & 15,  # the bits that decide which rows are aligned
+            causal,
+            layout,
+            row,
+        )
+        if said:
+            key = (key, *said, *map(metadata, said.values()))
+            for name in _ADDRESSED:
+                if name in said:
+                    key = (key, name, said[name].data_ptr() & 15)
+        plan = _plans.get(key) or _plans.revive(key)
+        if plan is None:
+            if known_only:
+                return None
+            plan = prepare((q, k, v), causal, row, LAYOUTS[layout], names, said)
+            _put(key, plan)
     scale = plan.scale if scale is None else scale
     if plan.launch is not None:
         return plan.launch((q, k, v), scale, return_lse, said)
@@ -214,15 +217,28 @@ def _sharing(key: Any, before: Any) -> Any:
 _ADDRESSED = ("mask", "bias", "out")
 
 
-def _metadata(value: Any) -> Any:
+def metadata(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype, value.get_device()
     return value
 
 
+def new_like(x: Tensor) -> Tensor:
+    """Contiguous, of the shape, dtype and device of a tensor that has memory."""
+    if 0 <= x.get_device() == private_torch.current_device():
+        strides = x.stride() if x.is_contiguous() else _contiguous(x.shape)
+        found: Tensor = private_torch.empty_strided_cuda(tuple(x.shape), strides, x.dtype)
+        return found
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 def kept(op: str, arguments: Sequence[Any], prepare: Callable[[], T]) -> T:
     """What an op prepares for calls whose arguments have this metadata, made once."""
-    key = (op, *[_metadata(argument) for argument in arguments])
+    return kept_by((op, *map(metadata, arguments)), prepare)
+
+
+def kept_by(key: Any, prepare: Callable[[], T]) -> T:
+    """The same where the key is ``metadata`` that a caller chose."""
     found: T | None = _plans.get(key) or _plans.revive(key)
     if found is None:
         found = prepare()

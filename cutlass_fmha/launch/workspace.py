@@ -212,6 +212,9 @@ class Scratch:
             return torch.empty(tuple(shape), dtype=dtype, device=self._device)
         return workspace._memory[begin:end].view(dtype).view(tuple(shape))
 
+    def like(self, x: Tensor) -> Tensor:
+        return self.empty(x.shape, x.dtype)
+
     def copy(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """A contiguous copy."""
         return self.empty(x.shape, x.dtype if dtype is None else dtype).copy_(x)

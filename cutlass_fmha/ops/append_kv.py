@@ -11,7 +11,7 @@ from cutlass_fmha import _C, autocast, private_torch
 from cutlass_fmha.arguments import check, check_features, results, tensors
 from cutlass_fmha.cpu.features import check_starts
 from cutlass_fmha.launch import helpers
-from cutlass_fmha.launch.plan import kept
+from cutlass_fmha.launch.plan import kept, new_like
 from cutlass_fmha.launch.workspace import Scratch
 from cutlass_fmha.ops import dispatcher
 from cutlass_fmha.ops.rotary import (
@@ -95,31 +95,29 @@ class Append(NamedTuple):
             return self.rotary_seqlens, None
         return self.cache_seqlens, self.leftpad_k
 
-    def results(self, room: Scratch | None = None) -> tuple[Tensor, Tensor]:
+    def results(self) -> tuple[Tensor, Tensor]:
         """The rotated queries and the new lengths, still to be written."""
-        if room is None:
-            rotated = self.key.new_empty(0) if self.query is None else self.query.new_empty(self.query.shape)
-            return rotated, self.cache_seqlens.new_empty(self.cache_seqlens.shape)
-        shape = (0,) if self.query is None else self.query.shape
-        found = room.empty(shape, self.key.dtype), room.empty(self.cache_seqlens.shape, torch.int32)
-        room.hold()
-        return found
+        rotated = self.key.new_empty(0) if self.query is None else self.query.new_empty(self.query.shape)
+        return rotated, self.cache_seqlens.new_empty(self.cache_seqlens.shape)
 
 
-def append(a: Append, room: Scratch | None = None) -> tuple[Tensor, Tensor]:
-    """The op, or what is left of it where nothing listens in between: there ``room`` has the results."""
-    if (
-        torch.compiler.is_compiling()
-        or private_torch.any_autocast_enabled()
-        or not dispatcher.can_skip_dispatcher(a.k_cache, a.v_cache, a.key)
-        or not dispatcher.others_can_skip_dispatcher(a._asdict())
-    ):
-        rotated, seqused_k = torch.ops.cutlass_fmha.append_kv_(
-            *[getattr(a, name) for name in Append._fields[:5]],
-            **{name: getattr(a, name) for name in Append._fields[5:]},
-        )
-        return rotated, seqused_k
-    found = _launch(a, room)
+Plan = helpers.Helper[_C.AppendParams]
+
+
+def append(a: Append, room: Scratch | None = None) -> tuple[Tensor | None, Tensor]:
+    """The op, or ``launch`` where nothing listens in between."""
+    if not private_torch.any_autocast_enabled() and dispatcher.passes((a.k_cache, a.v_cache, a.key), a):
+        return launch(a, room)
+    rotated, seqused_k = torch.ops.cutlass_fmha.append_kv_(
+        *[getattr(a, name) for name in Append._fields[:5]],
+        **{name: getattr(a, name) for name in Append._fields[5:]},
+    )
+    return rotated, seqused_k
+
+
+def launch(a: Append, room: Scratch | None = None, plan: Plan | None = None) -> tuple[Tensor | None, Tensor]:
+    """Past the dispatcher: the rotated queries, if there are any, and the new lengths, both in ``room``."""
+    found = _launch(a, room, plan)
     results.count_writes((a.k_cache, a.v_cache))
     return found
 
@@ -229,9 +227,10 @@ def _check_rotary(a: Append) -> None:
 def set_places(p: _C.AppendParams | _C.RopeParams, a: Append) -> None:
     """Where a call's new rows go: addresses."""
     p.cache_seqlens = a.cache_seqlens.data_ptr()
-    for name in ("cache_batch_idx", "page_table"):
-        if (tensor := getattr(a, name)) is not None:
-            setattr(p, name, tensor.data_ptr())
+    if a.cache_batch_idx is not None:
+        p.cache_batch_idx = a.cache_batch_idx.data_ptr()
+    if a.page_table is not None:
+        p.page_table = a.page_table.data_ptr()
 
 
 def describe_places(p: _C.AppendParams | _C.RopeParams, a: Append) -> None:
@@ -241,28 +240,37 @@ def describe_places(p: _C.AppendParams | _C.RopeParams, a: Append) -> None:
         p.page_table_stride, p.page_size = a.page_table.stride(0), a.k_cache.shape[1]
 
 
-def _launch(a: Append, room: Scratch | None = None) -> tuple[Tensor, Tensor]:
-    plan = kept("append_kv_", a, lambda: _prepare(a))
-    rotated, seqused_k = a.results(room)
-    if a.key.shape[-3] == 0 or a.key.shape[-2] == 0:
+def _launch(a: Append, room: Scratch | None = None, plan: Plan | None = None) -> tuple[Tensor | None, Tensor]:
+    if plan is None:
+        plan = kept("append_kv_", a, lambda: prepare(a))
+    like = new_like if room is None else room.like
+    rotated = None if a.query is None else like(a.query)
+    seqused_k = like(a.cache_seqlens)
+    if room is not None:
+        room.hold()
+    if a.key.numel() == 0:
         seqused_k = a.cache_seqlens + a.seqlen_new  # nothing is written, and nobody counts
     p = plan.params.copy()
     p.k_cache, p.v_cache = a.k_cache.data_ptr(), a.v_cache.data_ptr()
-    p.k, p.v, p.cu_seqlens = a.key.data_ptr(), a.value.data_ptr(), helpers.address(a.cu_seqlens_q)
+    p.k, p.v, p.seqused_k = a.key.data_ptr(), a.value.data_ptr(), seqused_k.data_ptr()
+    if a.cu_seqlens_q is not None:
+        p.cu_seqlens = a.cu_seqlens_q.data_ptr()
     set_places(p, a)
-    p.seqused_k = seqused_k.data_ptr()
     first, before = a.first_position
-    p.first_position, p.before_position = first.data_ptr(), helpers.address(before)
+    p.first_position = first.data_ptr()
+    if before is not None:
+        p.before_position = before.data_ptr()
     if a.rotary_cos is not None and a.rotary_sin is not None:
-        p.rotary.cos, p.rotary.sin = a.rotary_cos.data_ptr(), a.rotary_sin.data_ptr()
-        if a.query is not None:
-            table = (a.rotary_cos, a.rotary_sin)
-            set_addresses(p.query, a.query, rotated, first, before, *table, a.cu_seqlens_q)
+        table = p.rotary
+        table.cos, table.sin = a.rotary_cos.data_ptr(), a.rotary_sin.data_ptr()
+        if a.query is not None and rotated is not None:
+            set_addresses(p.query, a.query, rotated, first, before, a.rotary_cos, a.rotary_sin, a.cu_seqlens_q)
     helpers.launch(plan, p)
     return rotated, seqused_k
 
 
-def _prepare(a: Append) -> helpers.Helper[_C.AppendParams]:
+def prepare(a: Append) -> Plan:
+    """Checks the arguments, and packs what calls with the same metadata have in common."""
     check_append(a)
     p = _C.AppendParams()
     p.k_cache_stride, p.v_cache_stride = helpers.strides(a.k_cache), helpers.strides(a.v_cache)
@@ -319,12 +327,13 @@ def _entries(a: Append, sequences: Tensor, at: Tensor) -> Tensor:
 
 
 def _cuda(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    return _launch(Append(*args, **kwargs))
+    arguments = Append(*args, **kwargs)
+    rotated, seqused_k = _launch(arguments)
+    return arguments.key.new_empty(0) if rotated is None else rotated, seqused_k
 
 
 def _cpu(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    arguments = Append(*args, **kwargs)
-    return _launch(arguments) if dispatcher.simulated() else write(arguments)
+    return _cuda(*args, **kwargs) if dispatcher.simulated() else write(Append(*args, **kwargs))
 
 
 def _fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

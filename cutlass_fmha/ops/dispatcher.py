@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
@@ -64,6 +64,10 @@ def register(
     autocast.register(library, name, casts)
 
 
+#: What counts an op's writes, which autograd calls itself: torch's way there costs as much as a kernel's launch.
+_counting: dict[str, Callable[..., Any]] = {}
+
+
 def register_writes(name: str, written: Sequence[str]) -> None:
     """Autograd's rule for ops that write to arguments: whoever saved one of these for a backward is told."""
     op = getattr(torch.ops.cutlass_fmha, name).default
@@ -75,6 +79,7 @@ def register_writes(name: str, written: Sequence[str]) -> None:
         results.count_writes(given[each] for each in written if given.get(each) is not None)
         return found
 
+    _counting[name] = count
     library.impl(name, count, "ADInplaceOrView", with_keyset=True)
 
 
@@ -88,6 +93,8 @@ def _refuse_gradients(name: str, keyset: Any, *args: Any, **kwargs: Any) -> Any:
     given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     if needs_gradient(*given):
         raise NotImplementedError(results.NO_GRADIENT if name.endswith("_out") else NO_BACKWARD)
+    if name in _counting:
+        return _counting[name](keyset, *args, **kwargs)
     return private_torch.after_autograd(getattr(torch.ops.cutlass_fmha, name).default, keyset, *args, **kwargs)
 
 
@@ -108,10 +115,13 @@ def rows_of_gradient(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.clone(memory_format=torch.contiguous_format)
 
 
+_OF_TORCH: AbstractContextManager[None] = nullcontext()
+
+
 def between_launches(x: Tensor) -> AbstractContextManager[Scratch | None]:
     """Of a workspace, room for what lies between the launches of one call on x; None: torch lends it."""
-    if torch.compiler.is_compiling() or not workspace.IN_USE:
-        return nullcontext()
+    if not workspace.IN_USE or torch.compiler.is_compiling():
+        return _OF_TORCH
     ours = type(x) is Tensor and private_torch.peek_interpreter_stack() is None and (x.is_cuda or simulated())
     return Scratch(x.device) if ours and workspace.in_use(x.device) is not None else nullcontext()
 
@@ -184,10 +194,21 @@ def can_skip_dispatcher(query: Any, key: Any, value: Any) -> bool:
     )
 
 
-def others_can_skip_dispatcher(arguments: Mapping[str, Any]) -> bool:
+def passes(tensors: tuple[Any, Any, Any], others: Collection[Any]) -> bool:
+    """Whether a call goes past the dispatcher to its launch. ``others``: what it has beside three tensors."""
+    return (
+        not torch.compiler.is_compiling()
+        and can_skip_dispatcher(*tensors)
+        and (not others or others_can_skip_dispatcher(others))
+    )
+
+
+def others_can_skip_dispatcher(values: Iterable[Any]) -> bool:
     """What ``can_skip_dispatcher`` asks of query, key and value, of the other tensors of a call."""
     gradients = torch.is_grad_enabled()
-    for value in arguments.values():
+    for value in values:
+        if value is None:
+            continue
         if type(value) is Tensor:
             if not value.is_cuda or (gradients and value.requires_grad) or value.is_neg():
                 return False

@@ -139,9 +139,9 @@ def set_addresses(
     cu_seqlens: Tensor | None,
 ) -> None:
     """Those of a ``rotation``. The sequences' first positions: first - before."""
-    p.x, p.out = x.data_ptr(), out.data_ptr()
+    p.x, p.out, table = x.data_ptr(), out.data_ptr(), p.rotary
     p.first_position, p.before_position = first.data_ptr(), helpers.address(before)
-    p.rotary.cos, p.rotary.sin = cos.data_ptr(), sin.data_ptr()
+    table.cos, table.sin = cos.data_ptr(), sin.data_ptr()
     if cu_seqlens is not None:
         p.cu_seqlens = cu_seqlens.data_ptr()
 
