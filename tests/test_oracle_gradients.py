@@ -10,7 +10,7 @@ import oracle_features
 import oracle_gradients
 import pytest
 import torch
-from backward_launch import OVERFLOWING, BackwardLaunch, fit
+from backward_launch import OVERFLOWING, BackwardLaunch, fit, listed
 from problems import Problem, problems
 
 from cutlass_fmha import _C
@@ -56,15 +56,17 @@ def test_formulas_are_what_autograd_makes_of_attention(problem: Problem):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_the_cpu_backend_is_within_the_tolerance(dtype: str):
-    @hypothesis.settings(max_examples=60)
-    @hypothesis.given(problem=problems(longest=120))
-    def agrees(problem: Problem) -> None:
+    """Drawn problems and, where it is tightest, those that rows are run on."""
+
+    def check(problem: Problem) -> None:
         if problem.num_heads:
             launch = BackwardLaunch.of(Row(dtype), problem, "cpu")  # type: ignore[arg-type]
             launch.run()
             launch.errors().check()
 
-    agrees()
+    hypothesis.settings(max_examples=60)(hypothesis.given(problem=problems(longest=120))(check))()
+    for problem in listed(Row(dtype)) if dtype == "float32" else ():  # type: ignore[arg-type]
+        check(problem)
 
 
 @pytest.mark.parametrize("name", "qkv")

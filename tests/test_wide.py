@@ -1,5 +1,4 @@
-"""Wide rows without a GPU: which problems they take and why not others, what a launch is told, and what the
-binding refuses."""
+"""Wide rows without a GPU: which problems they take and why not others, and what a launch is told."""
 
 from __future__ import annotations
 
@@ -329,72 +328,3 @@ def test_nothing_is_launched_for_nothing(kernels: FakeKernels, batch: int, seqle
     out, lse = launch(row_of(), q, q, q)
     assert lse is not None and out.shape == q.shape and lse.shape == (batch, heads, seqlen)
     assert kernels.launches == []
-
-
-# ---- what the binding refuses ------------------------------------------------------------------------------
-
-
-def valid() -> _C.AttentionParams:
-    """Parameters with nothing wrong: addresses are never read, since a field is set wrong before a launch."""
-    p = _C.AttentionParams()
-    p.q = p.k = p.v = p.o = p.partial_o = 4096
-    p.batch, p.seqlen_q, p.seqlen_k, p.num_heads, p.num_heads_kv = 2, 3, 5, 4, 2
-    p.head_dim = p.head_dim_v = 64
-    p.q_stride = p.o_stride = (768, 256, 64)
-    p.k_stride = p.v_stride = (640, 128, 64)
-    return p
-
-
-UNKNOWN = ("page_table", "window_left", "prefix_lengths", "mask", "block_counts", "softcap", "alibi_slopes")
-UNKNOWN += ("sinks", "dropout_threshold", "splits")
-
-
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        *(({"page_size": 16, name: 64}, f"does not know {name}") for name in UNKNOWN),
-        ({"bias": 4096, "bias_type": "float32"}, "takes a bias of its own dtype only"),
-        ({"head_dim": 65537}, "takes head dims from 1 to 65536, got 65537 and 64"),
-        ({"pack": 2}, "takes packed heads with a seqlen_q of 1 only, got 3"),
-        ({"k": 4104}, "needs k to be a multiple of 16 bytes"),
-        ({"q_stride": (768, 252, 64)}, "needs q to be a multiple of 16 bytes"),
-        ({"head_dim": 60}, "needs head_dim and head_dim_v to be a multiple of 16 bytes"),
-        ({"bias": 4104, "bias_type": "same_as_q", "bias_stride": (0, 0, 0, 1)}, "needs bias to be a multi"),
-        ({"bias": 4096, "bias_type": "same_as_q", "bias_stride": (0, 0, 8, 8)}, "bias must be contiguous"),
-        ({"seqlen_k": 1 << 24}, "its offsets are 32-bit, and k spans 16777344 rows with a stride of 128"),
-        ({"v_stride": (0, 1 << 31, 64)}, "its offsets are 32-bit, and v spans 133 rows"),
-        ({"o_stride": (0, 1 << 31, 64)}, "its offsets are 32-bit, and o spans 1 rows"),
-        ({"partial_o": 0}, "needs partial_o: float32, as many elements as o"),
-    ],
-)
-def test_the_binding_refuses_what_a_row_can_not(rows: list[_C.Row], fields: dict[str, Any], expected: str):
-    row = row_of("float16", rows[0].arch)
-    params = valid()
-    for name, value in fields.items():
-        setattr(params, name, value)
-    with pytest.raises(ValueError, match=expected):
-        _C.run(row.index, params, 0, 0)
-
-
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ({"k": 4104}, "needs addresses, strides and head dims that are multiples of 16 bytes"),
-        ({"head_dim": 520}, "takes head dims from 1 to 512, got 520 and 64"),
-        ({"block_counts": 64, "block_indices": 64, "block_m": 64, "block_n": 32}, "multiples of 64 x 64, got 64 x 32"),
-    ],
-)
-def test_the_binding_refuses_what_a_scored_row_can_not(fields: dict[str, Any], expected: str):
-    params = valid()
-    for name, value in fields.items():
-        setattr(params, name, value)
-    with pytest.raises(ValueError, match=expected):
-        _C.run(scored_row().index, params, 0, 0)
-
-
-def test_float32_accumulates_in_rows_that_lie_side_by_side(rows: list[_C.Row]):
-    row = row_of("float32", rows[0].arch)
-    params = valid()
-    params.partial_o, params.o_stride = 0, (768, 264, 64)
-    with pytest.raises(ValueError, match="needs partial_o"):
-        _C.run(row.index, params, 0, 0)

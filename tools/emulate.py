@@ -1,11 +1,9 @@
-"""Ranks tiles for a GPU that is not at hand, on an H100 or H200 made as slow at mma (docs/emulation.md).
+"""Ranks rows for a GPU that is not at hand, on an H100 or H200 made as slow at mma (docs/emulation.md).
 
-    python tools/emulate.py l4 --preset dense --head-dim 128
-    python tools/emulate.py rtx5090 --report
-    python tools/emulate.py l4 --families --json FILE       the manifest's rows of all families
-    python tools/emulate.py l4 --family backward            or of one alone
+    python tools/emulate.py l4 --json FILE                  the manifest's rows of all families
+    python tools/emulate.py rtx5090 --family backward       or of one alone
 
-It is tools/tune.py with that GPU's rows and its balance: all other options, --json too, are those of it.
+Each beside FlashAttention-2's tiles and the mma alone.
 """
 
 from __future__ import annotations
@@ -22,11 +20,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import tune
-from building import BuildError, Tree, run, tail
-from cubin import run_tool
-from profile_row import MMA_CLOCKS, mma_clocks
-from tuning import families
+from building import ROOT, BuildError, Tree, run, tail
+from cubin import ToolMissingError, run_tool
+from emulation import families
 
 from cutlass_fmha.cli import output
 from cutlass_fmha.dispatch import device as devices
@@ -36,18 +32,22 @@ ARCHITECTURES = {(8, 9): 89, (12, 0): 120}
 TARGETS = {name: gpu for name, gpu in devices.PRESETS.items() if gpu.capability in ARCHITECTURES}
 
 
+#: Clocks that an mma.sync m16n8k16 with fp32 accumulation keeps the tensor pipe busy: datasheets; measured on an H200.
+MMA_CLOCKS, MMA_CLOCKS_GEFORCE, MMA_CLOCKS_H200 = 16.0, 32.0, 6.5
+
+
 def balance(name: str) -> tuple[int, int]:
     """(architecture, how often each pass of mma runs: the odd number that is closest to what mma takes
     there over what it takes on an H200)."""
     gpu = TARGETS[name]
-    arch = ARCHITECTURES[gpu.capability]
-    return arch, 2 * round((mma_clocks(arch, gpu.name) / MMA_CLOCKS[90] - 1) / 2) + 1
+    clocks = MMA_CLOCKS_GEFORCE if "GeForce" in gpu.name else MMA_CLOCKS
+    return ARCHITECTURES[gpu.capability], 2 * round((clocks / MMA_CLOCKS_H200 - 1) / 2) + 1
 
 
 def measure_families(
     arch: int, passes: int, work: Path, defines: list[str], asked: Sequence[str] = tuple(families.ROWS)
 ) -> dict[str, Any]:
-    """What tuning/families.py says of the families asked for, of both architectures' build with so many passes.
+    """What emulation/families.py says of the families asked for, of both architectures' build with so many passes.
 
     Raises BuildError, of a case without a row or a time, too.
     """
@@ -63,7 +63,7 @@ def measure_families(
     extension = tree.build("_C", "_C*.so")
     package, ceiling, result = (tree.directory / name for name in ("package", "ceiling.so", f"sm{arch}.json"))
     shutil.rmtree(package, ignore_errors=True)
-    shutil.copytree(tune.ROOT / "cutlass_fmha", package / "cutlass_fmha", ignore=shutil.ignore_patterns("_C*.so"))
+    shutil.copytree(ROOT / "cutlass_fmha", package / "cutlass_fmha", ignore=shutil.ignore_patterns("_C*.so"))
     shutil.copy(extension, package / "cutlass_fmha")
     flags = ("-std=c++20", "-O3", "-shared", "-Xcompiler=-fPIC", "-gencode=arch=compute_90,code=sm_90", "-o", ceiling)
     run_tool("nvcc", *flags, Path(families.__file__).with_name("ceiling.cu"))
@@ -80,27 +80,21 @@ def measure_families(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition("\n")[0],
-        epilog="All other options, --json too, are those of tools/tune.py: see its --help.",
-    )
-    parser.add_argument("gpu", choices=TARGETS, metavar="GPU", help=", ".join(TARGETS))
-    add = parser.add_argument_group("the manifest's rows of all families, in place of a search").add_argument
-    add("--families", action="store_true", help="time them beside FlashAttention-2's tiles and the mma alone")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    add = parser.add_argument
+    add("gpu", choices=TARGETS, metavar="GPU", help=", ".join(TARGETS))
     add("--family", action="append", choices=families.ROWS, help="these alone, and plain rows; may be repeated")
+    add("--work", type=Path, default=ROOT / "build" / "emulation", metavar="DIR", help="default: build/emulation")
     add("-D", dest="defines", action="append", default=[], metavar="NAME=VALUE", help="for CMake")
-    options, rest = parser.parse_known_args(arguments)
-    arch, passes = balance(options.gpu)
-    if not options.families and not options.family:
-        return tune.main(["--arch", str(arch), "--mma-passes", str(passes), *rest])
-    asked = tune.parse_arguments(rest)
+    output.add_json(parser)
+    options = parser.parse_args(arguments)
+    asked = options.family or tuple(families.ROWS)
     try:
-        families_asked = options.family or tuple(families.ROWS)
-        found = measure_families(arch, passes, asked.work, options.defines, families_asked)
-    except (BuildError, tune.ToolMissingError) as error:
+        found = measure_families(*balance(options.gpu), options.work, options.defines, asked)
+    except (BuildError, ToolMissingError) as error:
         print(f"emulate: {error}", file=sys.stderr)
         return 1
-    output.emit(found, families.tables(found), asked.json)
+    output.emit(found, families.tables(found), options.json)
     return 0
 
 

@@ -1,9 +1,7 @@
 #include "launch.h"
 
-#include <atomic>
 #include <cstdlib>
 #include <cstring>
-#include <thread>
 
 #include "block.h"
 
@@ -46,25 +44,8 @@ void run(Kernel const& kernel, Size3 grid, Size3 block_size, uint32_t dynamic_sh
   }
   Launch const launch{kernel, grid, block_size, dynamic_shared, begin, seed};
   uint64_t const blocks = uint64_t(grid.x) * grid.y * grid.z;
-  std::atomic<uint64_t> next{0};
-  std::mutex mutex;
-  std::string failure;
-  auto const work = [&] {
-    try {
-      Block block(launch);
-      for (uint64_t i; (i = next++) < blocks;) block.run((i + seed) % blocks);
-    } catch (Error const& error) {
-      std::lock_guard const lock(mutex);
-      failure = error.what();
-      next = blocks;
-    }
-  };
-  uint64_t const threads = environment_number("CUTLASS_FMHA_SIMULATOR_THREADS", 1);
-  std::vector<std::thread> others;
-  for (uint64_t i = 1; i < std::min(threads, blocks); ++i) others.emplace_back(work);
-  work();
-  for (std::thread& other : others) other.join();
-  if (!failure.empty()) throw Error(failure);
+  Block block(launch);
+  for (uint64_t i = 0; i < blocks; ++i) block.run((i + seed) % blocks);
 }
 
 }  // namespace simulator

@@ -52,8 +52,7 @@ class Program {
   std::map<std::string, std::unique_ptr<Kernel>> kernels_;
 };
 
-/// Runs a grid, its blocks one after the other or, with CUTLASS_FMHA_SIMULATOR_THREADS in the environment, so many at a
-/// time. arguments[i] points to the kernel's parameter i. Raises Error.
+/// Runs a grid, its blocks one after the other. arguments[i] points to the kernel's parameter i. Raises Error.
 void run(Kernel const& kernel, Size3 grid, Size3 block, uint32_t dynamic_shared, void const* const* arguments,
          uint64_t seed);
 

@@ -1,7 +1,5 @@
 // Loads, stores and atomics, and addresses of the several kinds of memory.
-#include <algorithm>
 #include <cstring>
-#include <functional>
 
 #include "block.h"
 #include "opcodes.h"
@@ -70,46 +68,18 @@ void add_type(Opcodes& ops, Alternatives const& types) {
 
 // ---- atomics -------------------------------------------------------------------------------------------------------
 
-/// Lanes take effect one after the other, in no order that a program may rely on; so do neighbouring elements. A red
-/// has no result.
-template <class T, auto function, bool returns>
-void change(Warp& w, Instruction const& i) {
-  size_t const bytes = sizeof(T) * i.elements;
+/// Lanes take effect one after the other, in no order that a program may rely on; so do neighbouring elements.
+void add_to_memory(Warp& w, Instruction const& i) {
+  size_t const bytes = sizeof(float) * i.elements;
   for_lanes(w.active, [&](int lane) {
-    std::byte* at = memory(w, static_cast<Space>(i.number), address_of(w, i.address[0], lane), bytes);
-    for (uint32_t e = 0; e < i.elements; ++e, at += sizeof(T)) {
-      T old;
-      std::memcpy(&old, at, sizeof(T));
-      T const result = function(old, w.at<T>(i.operand[returns + e])[lane]);
-      std::memcpy(at, &result, sizeof(T));
-      if (returns) w.at<T>(i.operand[0])[lane] = old;
+    std::byte* at = memory(w, kOrdinary, address_of(w, i.address[0], lane), bytes);
+    for (uint32_t e = 0; e < i.elements; ++e, at += sizeof(float)) {
+      float sum;
+      std::memcpy(&sum, at, sizeof(sum));
+      sum += w.at<float>(i.operand[e])[lane];
+      std::memcpy(at, &sum, sizeof(sum));
     }
   });
-}
-
-Alternatives const kOrders{"", ".relaxed", ".acquire", ".release", ".acq_rel"};
-Alternatives const kScopes{"", ".cta", ".gpu", ".sys"};
-constexpr NamedSpace kAtomicSpaces[] = {{"", kGeneric}, {".global", kOrdinary}, {".shared", kShared}};
-
-template <class T, auto function>
-void add_atomic(Opcodes& ops, std::string const& name) {
-  for (auto const& [space_name, space] : kAtomicSpaces) {
-    ops.add(spell({{"atom"}, kOrders, kScopes, {space_name + name}}), change<T, function, true>,
-            {out<T>(), kAddress, in<T>()}, space);
-    ops.add(spell({{"red"}, kOrders, kScopes, {space_name + name}}), change<T, function, false>, {kAddress, in<T>()},
-            space);
-  }
-}
-
-void add_atomics(Opcodes& ops) {
-  add_atomic<uint32_t, std::plus{}>(ops, ".add.u32");
-  add_atomic<float, std::plus{}>(ops, ".add.f32");
-  for (int n : {2, 4}) {
-    ops.add(spell({{"red"}, kOrders, kScopes, {".global.add.v" + std::to_string(n) + ".f32"}}),
-            change<float, std::plus{}, false>, {kAddress, in<float>().of(n)}, kOrdinary);
-  }
-  add_atomic<uint32_t, [](uint32_t a, uint32_t b) { return std::min(a, b); }>(ops, ".min.u32");
-  add_atomic<int32_t, [](int32_t a, int32_t b) { return std::max(a, b); }>(ops, ".max.s32");
 }
 
 // ---- addresses -----------------------------------------------------------------------------------------------------
@@ -132,7 +102,8 @@ void add_memory(Opcodes& ops) {
   add_type<uint32_t>(ops, {".u32", ".b32", ".f32"});
   add_type<int32_t>(ops, {".s32"});
   add_type<uint64_t>(ops, {".u64", ".b64", ".f64", ".s64"});
-  add_atomics(ops);
+  ops.add({"red.global.add.f32"}, add_to_memory, {kAddress, in<float>()});
+  ops.add({"red.global.add.v4.f32"}, add_to_memory, {kAddress, in<float>().of(4)});
 
   std::vector<Slot> const slots{out<uint64_t>(), in<uint64_t>()};
   add_elementwise<[](uint64_t a) { return a; }>(

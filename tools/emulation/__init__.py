@@ -1,0 +1,1 @@
+"""What tools/emulate.py consists of."""
