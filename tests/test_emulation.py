@@ -17,7 +17,7 @@ import emulate
 import mainloop
 import pytest
 import torch
-from emulation import families
+from tuning import families
 
 from cutlass_fmha import _C
 from cutlass_fmha.dispatch import device as devices
@@ -68,13 +68,6 @@ def test_an_emulation_build_is_all_for_sm_90(tmp_path: Path, emulation: str, pas
     flags = dict(re.findall(r"^(\d+): (.*)$", answer.stderr, re.MULTILINE))
     assert {int(arch) for arch in flags if "sm_90" in flags[arch]} == told
     assert f"CUTLASS_FMHA_MMA_PASSES={passes}" in answer.stderr
-
-
-def test_a_build_of_another_manifest_says_so(tmp_path: Path):
-    """The gate must not take it for one of src/."""
-    variables = {"CUTLASS_FMHA_CUDA": "OFF", "CUTLASS_FMHA_MANIFEST": ROOT / "tools" / "emulation" / "beside.cmake"}
-    building.Tree(tmp_path, variables).configure()
-    assert '+manifest"' in (tmp_path / "generated" / "build_config.h").read_text()
 
 
 # ---- padded shared memory ----------------------------------------------------------------------------------
@@ -206,7 +199,7 @@ def test_every_case_has_rows_and_they_are_built():
 @pytest.mark.parametrize("family", families.ROWS)
 def test_a_family_alone_builds_its_rows_and_plain_ones(family: str, tmp_path: Path):
     """Those of FlashAttention-2, too, where there are."""
-    command = [building.find_program("cmake"), "-D", f"CUTLASS_FMHA_MANIFEST={ROOT}/tools/emulation/beside.cmake"]
+    command = [building.find_program("cmake"), "-D", f"CUTLASS_FMHA_MANIFEST={ROOT}/tools/tuning/beside.cmake"]
     command += ["-P", str(ROOT / "cmake" / "list_rows.cmake")]
     told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     names = [line.split()[0] for line in told.splitlines()]
@@ -252,7 +245,7 @@ def test_a_case_without_rows_or_times_is_named():
 
 @pytest.mark.parametrize(
     ("options", "asked"),
-    [([], tuple(families.ROWS)), (["--family", "backward", "--family", "wide"], ["backward", "wide"])],
+    [(["--families"], tuple(families.ROWS)), (["--family", "backward", "--family", "wide"], ["backward", "wide"])],
 )
 def test_families_that_are_asked_for_are_measured(options: list[str], asked: Any, monkeypatch, capsys):
     given: list[Any] = []
@@ -278,7 +271,7 @@ def test_shares_are_told_beside_those_of_plain_rows(capsys: pytest.CaptureFixtur
     entries += [refused, entry("packed", "ranged", 0.88, family="ranged", plain="dense", error_ratio=float("nan"))]
     found = {"passes": 3, "arch": 89, "machine": {"gpu": "an H200"}, "entries": entries, "stack": {"slow": 64}}
     monkeypatch.setattr(emulate, "measure_families", lambda *asked: {**found, "asked": asked})
-    assert emulate.main(["l4", "-D", "A=B"]) == 0
+    assert emulate.main(["l4", "--families", "-D", "A=B"]) == 0
     told = capsys.readouterr().out
     assert "A MODEL, made of an H200" in told and "divided by 3 passes" in told
     lines = [line.split() for line in told.splitlines()[-4:]]

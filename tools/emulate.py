@@ -1,9 +1,11 @@
-"""Ranks rows for a GPU that is not at hand, on an H100 or H200 made as slow at mma (docs/emulation.md).
+"""Ranks tiles for a GPU that is not at hand, on an H100 or H200 made as slow at mma (docs/emulation.md).
 
-    python tools/emulate.py l4 --json FILE                  the manifest's rows of all families
-    python tools/emulate.py rtx5090 --family backward       or of one alone
+    python tools/emulate.py l4 --preset dense --head-dim 128
+    python tools/emulate.py rtx5090 --report
+    python tools/emulate.py l4 --families --json FILE       the manifest's rows of all families
+    python tools/emulate.py l4 --family backward            or of one alone
 
-Each beside FlashAttention-2's tiles and the mma alone.
+It is tools/tune.py with that GPU's rows and its balance: all other options, --json too, are those of it.
 """
 
 from __future__ import annotations
@@ -20,9 +22,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from building import ROOT, BuildError, Tree, run, tail
-from cubin import ToolMissingError, run_tool
-from emulation import families
+import tune
+from building import BuildError, Tree, run, tail
+from cubin import run_tool
+from tuning import families
 
 from cutlass_fmha.cli import output
 from cutlass_fmha.dispatch import device as devices
@@ -47,7 +50,7 @@ def balance(name: str) -> tuple[int, int]:
 def measure_families(
     arch: int, passes: int, work: Path, defines: list[str], asked: Sequence[str] = tuple(families.ROWS)
 ) -> dict[str, Any]:
-    """What emulation/families.py says of the families asked for, of both architectures' build with so many passes.
+    """What tuning/families.py says of the families asked for, of both architectures' build with so many passes.
 
     Raises BuildError, of a case without a row or a time, too.
     """
@@ -63,7 +66,7 @@ def measure_families(
     extension = tree.build("_C", "_C*.so")
     package, ceiling, result = (tree.directory / name for name in ("package", "ceiling.so", f"sm{arch}.json"))
     shutil.rmtree(package, ignore_errors=True)
-    shutil.copytree(ROOT / "cutlass_fmha", package / "cutlass_fmha", ignore=shutil.ignore_patterns("_C*.so"))
+    shutil.copytree(tune.ROOT / "cutlass_fmha", package / "cutlass_fmha", ignore=shutil.ignore_patterns("_C*.so"))
     shutil.copy(extension, package / "cutlass_fmha")
     flags = ("-std=c++20", "-O3", "-shared", "-Xcompiler=-fPIC", "-gencode=arch=compute_90,code=sm_90", "-o", ceiling)
     run_tool("nvcc", *flags, Path(families.__file__).with_name("ceiling.cu"))
@@ -80,21 +83,27 @@ def measure_families(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    add = parser.add_argument
-    add("gpu", choices=TARGETS, metavar="GPU", help=", ".join(TARGETS))
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition("\n")[0],
+        epilog="All other options, --json too, are those of tools/tune.py: see its --help.",
+    )
+    parser.add_argument("gpu", choices=TARGETS, metavar="GPU", help=", ".join(TARGETS))
+    add = parser.add_argument_group("the manifest's rows of all families, in place of a search").add_argument
+    add("--families", action="store_true", help="time them beside FlashAttention-2's tiles and the mma alone")
     add("--family", action="append", choices=families.ROWS, help="these alone, and plain rows; may be repeated")
-    add("--work", type=Path, default=ROOT / "build" / "emulation", metavar="DIR", help="default: build/emulation")
     add("-D", dest="defines", action="append", default=[], metavar="NAME=VALUE", help="for CMake")
-    output.add_json(parser)
-    options = parser.parse_args(arguments)
-    asked = options.family or tuple(families.ROWS)
+    options, rest = parser.parse_known_args(arguments)
+    arch, passes = balance(options.gpu)
+    if not options.families and not options.family:
+        return tune.main(["--arch", str(arch), "--mma-passes", str(passes), *rest])
+    asked = tune.parse_arguments(rest)
     try:
-        found = measure_families(*balance(options.gpu), options.work, options.defines, asked)
-    except (BuildError, ToolMissingError) as error:
+        families_asked = options.family or tuple(families.ROWS)
+        found = measure_families(arch, passes, asked.work, options.defines, families_asked)
+    except (BuildError, tune.ToolMissingError) as error:
         print(f"emulate: {error}", file=sys.stderr)
         return 1
-    output.emit(found, families.tables(found), options.json)
+    output.emit(found, families.tables(found), asked.json)
     return 0
 
 

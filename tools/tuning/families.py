@@ -1,6 +1,6 @@
 """Rows of all families on an emulated GPU (docs/emulation.md): which share of the slowed mma's rate each reaches.
 
-    python tools/emulation/families.py CEILING RESULT FAMILY,...      as tools/emulate.py starts it
+    python tools/tuning/families.py CEILING RESULT FAMILY,...      as tools/emulate.py --families starts it
 
 A process of its own, in whose environment the package is an emulation build's.
 """

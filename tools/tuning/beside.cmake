@@ -1,4 +1,4 @@
-# The manifest of tools/emulate.py: rows, candidates, and FlashAttention-2's tiles for GPUs with 99 KB of shared
+# The manifest of tools/emulate.py --families: rows, candidates, and FlashAttention-2's tiles for GPUs with 99 KB of shared
 # memory per block (its launch templates), made of this project's parts. At head dim 64 its forward's is a row already.
 
 include("${CMAKE_CURRENT_LIST_DIR}/../../src/candidates.cmake")

@@ -1,1 +1,0 @@
-"""What tools/emulate.py consists of."""

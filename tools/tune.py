@@ -1,0 +1,204 @@
+"""Searches tiles: which lines of the manifest (src/rows.cmake) would be faster on a GPU.
+
+    python tools/tune.py --preset dense --head-dim 64 --head-dim 128 --minutes 30
+    python tools/tune.py --dry-run --arch 90 ...        candidates, without compiling anything
+    python tools/tune.py --report                       the leaderboard
+    python tools/tune.py --accept                       the lines to take over into src/rows.cmake
+
+Candidates are drawn from what can be compiled, built in batches through CMake, dropped when they spill or
+fail parity, and timed beside the manifest's rows. The same command goes on where an interrupted one stopped;
+the leaderboard says what has been tried. docs/tuning.md has the rules.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT / "tools") not in sys.path:  # Python can be told to leave a script's directory out
+    sys.path.insert(0, str(ROOT / "tools"))
+
+from building import BuildError  # noqa: E402
+from cubin import ToolMissingError, find_tool  # noqa: E402
+from source_hash import source_hash  # noqa: E402
+from tuning.build import Builder  # noqa: E402
+from tuning.search import EvaluationError, Leaderboard, Search, Target, judge_in_a_process  # noqa: E402
+from tuning.space import Candidate, propose, registers, shared_bytes  # noqa: E402
+
+from cutlass_fmha import _C  # noqa: E402
+from cutlass_fmha.bench.cases import select_cases  # noqa: E402
+from cutlass_fmha.cli import output  # noqa: E402
+from cutlass_fmha.dispatch import device as devices  # noqa: E402
+from cutlass_fmha.dispatch import table as tables  # noqa: E402
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    add = parser.add_argument_group("what to tune for").add_argument
+    many = partial(add, action="append", default=[])
+    many("--preset", metavar="NAME", help="a group of the benchmark's cases, or a case (default: dense)")
+    many("--head-dim", type=int, metavar="D", help="only cases of this head dim")
+    add("--arch", type=int, choices=devices.ARCHITECTURES, help="whose rows to tune (default: the GPU's)")
+    add("--mma-passes", type=int, default=1, metavar="N", help="repeat each mma (3 or 5): an emulated GPU")
+    add("--device", type=int, default=0, metavar="N", help="the CUDA device that runs candidates")
+    add = parser.add_argument_group("how to search").add_argument
+    add("--seed", type=int, default=0)
+    add("--smem", type=int, default=99, metavar="KIB", help="shared memory of a block (default 99: all GPUs)")
+    add("--minutes", type=float, default=30.0, metavar="M", help="draw no more after so long (default 30)")
+    add("--round", type=int, metavar="N", help="candidates per problem set that are built together")
+    add = parser.add_argument_group("files, and what to do instead of searching").add_argument
+    add("--work", type=Path, default=ROOT / "build" / "tune", metavar="DIR", help="default: build/tune")
+    add("--leaderboard", type=Path, metavar="FILE", help="default: one of --work for --arch")
+    add("--dry-run", action="store_true", help="print the candidates of the first round as manifest lines")
+    add("--report", action="store_true", help="print the leaderboard")
+    add("--accept", action="store_true", help="print the accepted lines for the manifest")
+    output.add_json(parser)
+    options = parser.parse_args(arguments)
+    if options.mma_passes < 1 or options.mma_passes % 2 == 0:
+        parser.error("--mma-passes must be odd: 1, 3 or 5")
+    if options.round is not None and options.round < 1:
+        parser.error("--round must be at least 1")
+    return options
+
+
+def gpu_at_hand(index: int) -> tuple[str, int]:
+    """(name, architecture of its rows). Raises ValueError where there is none."""
+    import torch
+
+    if index >= torch.cuda.device_count():
+        raise ValueError(
+            f"a search needs a GPU, and torch sees {torch.cuda.device_count()} of them, no number {index}: "
+            "--dry-run works with --arch, --report and --accept with --leaderboard"
+        )
+    device = devices.of_index(index)
+    own = devices.own_arch(device)
+    return device.name, own if own in devices.ARCHITECTURES else 89
+
+
+def plain_rows(arch: int) -> list[_C.Row]:
+    return [row for row in _C.rows() if row.arch == arch and row.family in tables.PLAIN]
+
+
+def make_targets(options: argparse.Namespace, arch: int) -> list[Target]:
+    """Sets of the benchmark's cases by head dim and group, with the rows of this build to beat.
+
+    Raises ValueError for an unknown preset, and when nothing is left or there is no row to beat.
+    """
+    if options.smem > 99 and arch != 90:
+        sentence = f"a block has 99 KiB of shared memory on sm_{arch}: --smem {options.smem} is for sm_90"
+        raise ValueError(sentence)
+    cases = select_cases(options.preset or ["dense"])
+    cases = [c for c in cases if not c.feature and (not options.head_dim or c.head_dim in options.head_dim)]
+    if not cases:
+        raise ValueError("no case is left to tune for: see --preset and --head-dim")
+    targets = []
+    for head_dim, group in dict.fromkeys((case.head_dim, case.group) for case in cases):
+        own = tuple(case for case in cases if (case.head_dim, case.group) == (head_dim, group))
+        rows = [row for row in plain_rows(arch) if row.head_dim == head_dim and row.copy != "element"]
+        dtypes = {case.dtype for case in own}
+        incumbents = tuple(dict.fromkeys(Candidate.of(row) for row in rows if row.dtype in dtypes))
+        if not incumbents:
+            raise ValueError(f"this build has no sm_{arch} row of head dim {head_dim} to compare with")
+        targets.append(Target(f"d{head_dim}-{group}", own, arch, options.smem, incumbents))
+    return targets
+
+
+# ---- the commands ------------------------------------------------------------------------------------------
+
+
+def dry_run(options: argparse.Namespace, arch: int) -> None:
+    for target in make_targets(options, arch):
+        print(f"# {target.name}: {', '.join(case.name for case in target.cases)}")
+        print(f"# {len(target.incumbents)} rows of the manifest to beat")
+        parents, seed = [(1.0, row) for row in target.incumbents], f"{options.seed} {target.name}"
+        for c in propose(target.allows, parents, options.round or 8, seed, arch):
+            print(f"{c.line(arch)}  # {shared_bytes(c)} B shared, {registers(c)}+ registers")
+
+
+def tune(options: argparse.Namespace, gpu: str, own: int, arch: int, path: Path) -> None:
+    targets = make_targets(options, arch)
+    info = _C.build_info()
+    if info["source_hash"] != source_hash():
+        raise ValueError("the installed build, whose rows are to be beaten, is of other sources: make build")
+    for program in ("cuobjdump", "nvdisasm"):
+        find_tool(program)
+    work = Path(options.work).resolve() / f"sm{arch}-passes{options.mma_passes}"
+    variables: dict[str, object] = {}
+    if options.mma_passes != 1:
+        variables = {"CUTLASS_FMHA_EMULATION": "ON", "CUTLASS_FMHA_MMA_PASSES": options.mma_passes}
+    elif arch == 120 != own:
+        variables = {"CUTLASS_FMHA_SM120_PROXY": own}
+    about = {"gpu": gpu, "arch": arch, "mma_passes": options.mma_passes, "shared_kib": options.smem}
+    about |= {"source_hash": source_hash(), "nvcc": info["nvcc_version"]}
+    board = Leaderboard.resume(path, about, {t.name: [case.name for case in t.cases] for t in targets})
+    search = Search(
+        board,
+        targets,
+        Builder(work, arch, options.smem, variables),
+        judge_in_a_process(work, options.device),
+        seed=options.seed,
+        per_round=options.round or max(4, 2 * (os.cpu_count() or 1)),
+        limit_s=60.0 * options.minutes,
+        say=partial(print, file=sys.stderr, flush=True),
+    )
+    try:
+        search.run()
+    finally:
+        output.emit(board.content(), board.render(), options.json)
+
+
+def accept(board: Leaderboard) -> None:
+    """Print the best accepted line of each target, and which rows it beat or takes the name of."""
+    if board.about["source_hash"] != (now := source_hash()):
+        found = str(board.about["source_hash"])[:12]
+        raise ValueError(f"{board.path} is about sources {found}, and src/ has {now[:12]}: tune again")
+    arch = int(board.about["arch"])
+    rows = {Candidate.of(row) for row in plain_rows(arch)}
+    for target in board.targets:
+        best = next((entry for entry in board.best(target) if entry.fate == "accepted"), None)
+        if best is None:
+            print(f"# {target}: no accepted line")
+            continue
+        beaten = {min(us, key=lambda k: us[k]) for us in best.sightings[-1].incumbents_us.values()}
+        print(f"# {target}: {best.reason}; fastest before: {', '.join(sorted(beaten))}")
+        for row in sorted(row for row in rows if row.name_columns == best.candidate.name_columns):
+            print(f"# has the name of, and so replaces, on sm_{arch}: {row.key}")
+        print(best.candidate.line(arch))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    search = not (options.dry_run or options.report or options.accept)
+    try:
+        named = options.leaderboard and (options.report or options.accept)
+        gpu, own = gpu_at_hand(options.device) if search or not (options.arch or named) else ("", 0)
+        arch = options.arch or own
+        name = f"leaderboard-sm{arch}-passes{options.mma_passes}.json"
+        path = options.leaderboard or options.work / name
+        if options.report:
+            board = Leaderboard.load(path)
+            output.emit(board.content(), board.render(), options.json)
+        elif options.accept:
+            accept(Leaderboard.load(path))
+        elif options.dry_run:
+            dry_run(options, arch)
+        else:
+            tune(options, gpu, own, arch, path)
+    except KeyboardInterrupt:
+        print("tune: stopped; the same command goes on from here", file=sys.stderr)
+        return 130
+    except (ValueError, BuildError, EvaluationError, ToolMissingError) as error:
+        print(f"tune: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was started ends, too
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""What tools/tune.py consists of."""

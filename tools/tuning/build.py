@@ -1,0 +1,117 @@
+"""Compiles candidates into a scratch extension, through the project's own CMake.
+
+Each candidate has a file of its own, so that what nvcc refuses holds up nothing else, and one build directory
+serves a whole search: what was compiled before stays as it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import resources
+from building import BuildError, Tree, tail
+from cubin import Kernel, read_kernels
+
+from .space import KIB, Candidate
+
+Wanted = Mapping[Candidate, tuple[str, ...]]
+"""Candidates and the dtypes (float16, bfloat16) that each is compiled for."""
+SHORT = {"float16": "f16", "bfloat16": "bf16"}  # the package's names, and the manifest's
+_ROW_NAME = re.compile(r"fwd_sm\d+_(f16|bf16)_\w+_(t[0-9a-f]{10})")
+_FAILED = re.compile(r"^FAILED: .*?generated/\w+?_(t[0-9a-f]{10})\w*\.cu\.o")
+
+
+@dataclass
+class Built:
+    """An extension; (fate, reason) of what must not run; registers of the largest kernel of what may."""
+
+    extension: Path
+    dropped: dict[Candidate, tuple[str, str]] = field(default_factory=dict)
+    registers: dict[Candidate, int] = field(default_factory=dict)
+
+
+def scratch(wanted: Wanted, arch: int) -> str:
+    """A manifest whose rows' names, and files, end in their candidate's tag: see cmake/Instances.cmake."""
+    text = "# Written by tools/tune.py for one build. The package's kernels are in src/rows.cmake.\n"
+    for candidate, dtypes in sorted(wanted.items()):
+        suffix = f"_{candidate.tag}"
+        text += f'set(FMHA_NAME_SUFFIX "{suffix}")\nset(FMHA_GROUP_SUFFIX "{suffix}")\n'
+        text += candidate.line(arch, ";".join(SHORT[dtype] for dtype in dtypes)) + "\n"
+    return text
+
+
+def judge_resources(kernels: Iterable[Kernel], wanted: Wanted, shared_kib: int, built: Built) -> None:
+    """Adds what tools/resources.py has against each candidate's kernels, and their registers.
+
+    Shared memory is the space's business, which may allow more than sm_89 has. A candidate without a kernel
+    for one of its dtypes is dropped, too.
+    """
+    missing = {(c.tag, SHORT[dtype]): (c, dtype) for c, dtypes in wanted.items() for dtype in dtypes}
+    found: dict[Candidate, list[str]] = {candidate: [] for candidate in wanted}
+    for kernel in kernels:
+        match = _ROW_NAME.fullmatch(kernel.name)
+        if not match or (match[2], match[1]) not in missing:
+            continue
+        c, dtype = missing.pop((match[2], match[1]))
+        config = {"family": "plain", "dtype": dtype, "mma": "m16n8k16", "smem_bytes": 0}
+        found[c] += resources.complaints(kernel, SimpleNamespace(**vars(c), name=match[1], **config))
+        built.registers[c] = max(built.registers.get(c, 0), kernel.registers)
+        if kernel.shared > shared_kib * KIB:
+            found[c].append(f"{kernel.shared} bytes of static shared memory")
+    for c, dtype in missing.values():
+        found[c].append(f"the extension has no {SHORT[dtype]} kernel of it")
+    built.dropped |= {c: ("resources", "; ".join(words)) for c, words in found.items() if words}
+
+
+def failures(output: str) -> dict[str, str]:
+    """Ninja's output -> tag of each candidate that did not compile, and its first error."""
+    found: dict[str, str] = {}
+    for part in re.split(r"^(?=FAILED: |\[\d+/\d+\]|ninja: )", output, flags=re.MULTILINE):
+        if match := _FAILED.match(part):
+            lines = [x.strip() for x in part.splitlines()[1:] if x.strip() and "-gencode" not in x]
+            errors = [line for line in lines if re.search(r"\berror\b|\bfatal\b", line)]
+            first = (errors or lines[-1:] or ["nvcc failed without a word"])[0]
+            found.setdefault(match[1], re.sub(r"(?:/[\w.+-]+)+/", "", first)[:300])
+    return found
+
+
+@dataclass
+class Builder:
+    """Builds extensions for one architecture in ``directory``, which it owns. variables: more of CMake's."""
+
+    directory: Path
+    arch: int
+    shared_kib: int
+    variables: Mapping[str, object]
+    jobs: int | None = None
+
+    def build(self, wanted: Wanted, incumbents: Wanted) -> Built:
+        """One extension of all that compiles. Raises BuildError."""
+        manifest = self.directory / "manifest.cmake"
+        own = {"CUTLASS_FMHA_MANIFEST": manifest, "CMAKE_CUDA_ARCHITECTURES": self.arch}
+        jobs = {"jobs": self.jobs} if self.jobs else {}
+        tree = Tree(self.directory / "tree", {**own, **self.variables}, **jobs)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        left, broken = {**incumbents, **wanted}, {}
+        while True:
+            manifest.write_text(scratch(left, self.arch))
+            tree.configure()
+            status, output = tree.compile("_C")
+            if status == 0:
+                break
+            words = failures(output)
+            new = {c: words[c.tag] for c in left if c.tag in words}
+            if not new:
+                raise BuildError(f"the extension was not built:\n{tail(output)}")
+            if row := next((c for c in new if c in incumbents), None):
+                raise BuildError(f"a row of src/rows.cmake does not compile ({row.key}): {new[row]}")
+            broken |= new
+            left = {c: dtypes for c, dtypes in left.items() if c not in new}
+        built = Built(tree.file("_C*.so"), {c: ("compile", words) for c, words in broken.items()})
+        kept = {c: dtypes for c, dtypes in wanted.items() if c not in broken}
+        judge_resources(read_kernels(built.extension), kept, self.shared_kib, built)
+        return built

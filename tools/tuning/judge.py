@@ -1,0 +1,106 @@
+"""A candidate on a GPU: the parity gate, then its times beside the incumbents'.
+
+    python tools/tuning/judge.py SPECIFICATION RESULT       as session.py starts it, once for each candidate
+
+A process of its own, because a process holds one ``_C``, and a kernel that reads where it must not takes down
+the process that launched it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path[0:1] = [str(Path(__file__).resolve().parents[1])]
+    from building import load_extension
+
+    job = json.loads(Path(sys.argv[1]).read_text())
+    module = load_extension(Path(job["extension"]))
+
+import torch
+from launches import Launch
+from listed_problems import listed
+from problems import Problem
+
+from cutlass_fmha.bench.cases import Case
+from cutlass_fmha.calibrate import timing
+from cutlass_fmha.dispatch.problem import Problem as Timed
+
+LAUNCHES = 3
+Rows = Mapping[tuple[str, str], Any]
+"""The scratch build's ``_C.Row`` by its candidate's tag and its dtype."""
+
+
+def problems(row: Any) -> list[Problem]:
+    """All that the parity tests list for such a row."""
+    return [problem for problem in listed() if problem.runs_on(row.alignment)]
+
+
+def failures(row: Any, problems: Sequence[Problem], device: torch.device, stream: int | None = None) -> Iterator[str]:
+    """One sentence per problem that a row fails, as soon as it is known.
+
+    Operands and outputs lie in memory full of NaN, and three launches must agree to the bit.
+    """
+    for problem in problems:
+        launch = Launch.of(row, problem, device)
+        results = []
+        for _ in range(LAUNCHES):
+            launch.run(stream)
+            results.append([bits(x.view) for x in (launch.out, launch.lse) if x is not None])
+        errors = launch.errors()
+        if errors.complaint or not errors.worst <= 1.0:
+            yield f"{row.dtype} {problem}: {errors.complaint or f'{errors.worst:.3g} times the tolerance'}"
+        elif not launch.intact():
+            yield f"{row.dtype} {problem}: wrote outside its outputs"
+        elif not all(all(map(torch.equal, results[0], other)) for other in results[1:]):
+            yield f"{row.dtype} {problem}: {LAUNCHES} launches do not agree to the bit"
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """A copy as integers: NaN equals itself."""
+    return x.clone().view({2: torch.int16, 4: torch.int32}[x.element_size()])
+
+
+def time_candidate(job: Mapping[str, Any], rows: Rows, device: int) -> dict[str, dict[str, float]]:
+    """Case -> tag -> microseconds of the candidate and the incumbents, in turns as a calibration has them."""
+    found: dict[str, dict[str, float]] = {}
+    for case in (Case(**fields) for fields in job["cases"]):
+        sizes = (case.batch, case.seqlen_q, case.seqlen_k, case.num_heads, case.num_heads_kv, case.head_dim)
+        problem = Timed(*sizes, case.dtype, "bottom-right" if case.causal else "none")
+        own = {tag: rows[tag, case.dtype] for tag in (*job["incumbents"], job["tag"])}
+        timer = timing.RowTimer(device, [problem])
+        looks = [timer.time(problem, list(own.values()), give_up=math.inf) for _ in range(job["looks"])]
+        found[case.name] = {tag: median(look[row.name].us for look in looks) for tag, row in own.items()}
+    return found
+
+
+def judge(job: Mapping[str, Any], rows: Rows, device: torch.device) -> dict[str, Any]:
+    """What is wrong with a candidate, in any of its dtypes; or its times."""
+    for dtype in job["dtypes"]:
+        row = rows[job["tag"], dtype]
+        for failure in failures(row, problems(row), device):
+            return {"parity": failure}
+    return {"us": time_candidate(job, rows, device.index)}
+
+
+def main() -> None:
+    device = torch.device("cuda", job["device"])
+    torch.cuda.set_device(device)
+    rows = {(row.name.rpartition("_")[2], row.dtype): row for row in module.rows()}
+    try:
+        result = judge(job, rows, device)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # CUDA's, which a kernel causes; all others are errors of this program
+        result = {"crash": (str(error).strip().splitlines() or [type(error).__name__])[0]}
+    Path(sys.argv[2]).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,343 @@
+"""The search: rounds of draw, build, gates and timing; and the leaderboard, which has every candidate's fate.
+
+The leaderboard's file is whole at any moment and holds what is learnt at once, so that a search which is
+killed goes on where it was. It says what it is about: GPU, architecture, sources and tools; a search on
+something else does not go on with it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from building import run
+
+from cutlass_fmha.cli import output
+
+from .build import SHORT, Builder
+from .space import Candidate, Scored, fits, propose
+
+if TYPE_CHECKING:
+    from cutlass_fmha.bench.cases import Case
+
+GAIN = 1.03  # a candidate must be this much faster than the incumbents, as a geometric mean
+WORST = 0.99  # and on no case slower than this
+SIGHTINGS = 2  # in so many timing runs, each in a process of its own
+KIND = "cutlass_fmha tuning leaderboard 5"
+#: Fates in the order of the gates (docs/tuning.md). "promising", a gain seen once, is not final.
+FATES = ("compile", "resources", "parity", "crash", "slower", "promising", "unconfirmed", "accepted")
+ROWS = 12  # candidates of a target that are listed: the fastest
+HEAD = ("fate", "candidate", "gain", "worst case", "seen", "registers", "times (us)")
+NOTE = (
+    "gain: geometric mean of the incumbents' best time over the candidate's, the least of its timing runs; "
+    "times: candidate/incumbent."
+)
+JUDGE = Path(__file__).with_name("judge.py")
+HANG_S = 900.0  # what takes a candidate's process longer will never end
+LOOKS, CONFIRMING_LOOKS = 1, 5  # at the times of a case's rows: at first, and for acceptance
+ALL_DTYPES = tuple(sorted(SHORT))
+
+
+class EvaluationError(RuntimeError):
+    """Candidates could not be run, and none of them is to blame."""
+
+
+# ---- the leaderboard ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class Sighting:
+    """One timing run of a candidate: microseconds per case, its own, and the incumbents' by their keys.
+
+    ValueError when a case is missing on either side, or a time is not a positive number.
+    """
+
+    us: dict[str, float]
+    incumbents_us: dict[str, dict[str, float]]
+
+    def __post_init__(self) -> None:
+        us, others = self.us, self.incumbents_us
+        if not us or us.keys() != others.keys() or not all(others.values()):
+            raise ValueError(f"times of {sorted(us)} can't be compared with {others}")
+        if not all(0.0 < x < math.inf for case in us for x in (us[case], *others[case].values())):
+            raise ValueError(f"a time is no positive number: {us}, {others}")
+        speeds = [min(others[case].values()) / time for case, time in us.items()]
+        self.geomean, self.worst = statistics.geometric_mean(speeds), min(speeds)
+
+    @property
+    def is_gain(self) -> bool:
+        return self.geomean >= GAIN and self.worst >= WORST
+
+    def standing(self, key: str) -> float:
+        """How a row of the manifest did against the best of them."""
+        rows = self.incumbents_us.values()
+        return statistics.geometric_mean(min(times.values()) / times[key] for times in rows)
+
+
+@dataclass
+class Entry:
+    """A candidate of one target."""
+
+    target: str
+    candidate: Candidate
+    fate: str = ""
+    reason: str = ""
+    registers: int = 0
+    sightings: list[Sighting] = field(default_factory=list)
+
+    @property
+    def gain(self) -> float:
+        """The least of its timing runs' geometric means; 0 before it ran."""
+        return min((sighting.geomean for sighting in self.sightings), default=0.0)
+
+    def see(self, sighting: Sighting) -> None:
+        """Decide by one more timing run: a gain is believed once it was seen ``SIGHTINGS`` times in a row."""
+        self.sightings.append(sighting)
+        if not sighting.is_gain:
+            self.fate = "slower" if len(self.sightings) == 1 else "unconfirmed"
+        else:
+            self.fate = "accepted" if len(self.sightings) >= SIGHTINGS else "promising"
+        self.reason = f"{sighting.geomean:.3f}x the incumbent's speed ({GAIN:.2f}x is asked for), "
+        self.reason += f"worst case {sighting.worst:.3f}x ({WORST:.2f}x)"
+
+    def row(self) -> tuple[str, ...]:
+        """Its line of the table."""
+        seen = min(self.sightings, key=lambda s: s.geomean)
+        times = [f"{us:.1f}/{min(seen.incumbents_us[case].values()):.1f}" for case, us in seen.us.items()]
+        gain, worst = f"{seen.geomean:.3f}x", f"{seen.worst:.3f}x"
+        runs, registers = str(len(self.sightings)), str(self.registers or "")
+        return self.fate, self.candidate.key, gain, worst, runs, registers, " ".join(times)
+
+
+@dataclass
+class Leaderboard:
+    """``about``: what it holds for; ``targets``: the names of each one's cases."""
+
+    path: Path
+    about: dict[str, Any]
+    targets: dict[str, list[str]] = field(default_factory=dict)
+    rounds: int = 0
+    entries: list[Entry] = field(default_factory=list)
+
+    def of(self, target: str, *fates: str) -> list[Entry]:
+        """A target's entries, those of the given fates, in the order in which they were drawn."""
+        return [e for e in self.entries if e.target == target and (not fates or e.fate in fates)]
+
+    def counts(self) -> dict[str, int]:
+        counted = Counter(entry.fate for entry in self.entries)
+        return {fate: counted[fate] for fate in FATES if counted[fate]}
+
+    def best(self, target: str) -> list[Entry]:
+        """A target's entries that ran: accepted ones first, then the fastest."""
+        ran = [entry for entry in self.of(target) if entry.sightings]
+        return sorted(ran, key=lambda entry: (entry.fate != "accepted", -entry.gain, entry.candidate))
+
+    def content(self) -> dict[str, Any]:
+        """What is kept of it."""
+        return {"kind": KIND, **asdict(self), "path": None}
+
+    def save(self) -> None:
+        """Write it, so that the file holds either the old state or the new one whatever happens."""
+        new = self.path.with_name(f"{self.path.name}.new")
+        output.write_text(output.to_json(self.content()), new)
+        os.replace(new, self.path)
+
+    @classmethod
+    def load(cls, path: Path) -> Leaderboard:
+        """Raises ValueError, with one sentence, unless the file is a leaderboard of this version."""
+        try:
+            content = json.loads(path.read_text())
+            if content.pop("kind") != KIND:
+                raise ValueError("of another kind or version")
+            for raw in (entries := content.pop("entries")):
+                raw["candidate"] = Candidate(**raw["candidate"])
+                raw["sightings"] = [Sighting(**sighting) for sighting in raw["sightings"]]
+            return cls(**{**content, "path": path, "entries": [Entry(**raw) for raw in entries]})
+        except OSError as error:
+            raise ValueError(f"{path} can't be read: {error.strerror}") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            sentence = f"{path} is no leaderboard of this version ({error}): move it away"
+            raise ValueError(sentence) from error
+
+    @classmethod
+    def resume(cls, path: Path, about: dict[str, Any], targets: dict[str, list[str]]) -> Leaderboard:
+        """The one at ``path`` to go on with, or a new one. ValueError: it is about something else."""
+        board = cls.load(path) if path.exists() else cls(path, about)
+        known = {**targets, **board.about, **board.targets}
+        for name, value in {**about, **targets}.items():
+            if known.get(name) != value:
+                raise ValueError(
+                    f"{path} is about {name} {known.get(name)}, this search about {value}: give another --leaderboard"
+                )
+        board.targets |= targets
+        return board
+
+    def render(self) -> list[str | output.Table]:
+        """What was searched for, where, and what came of it: a table per target, and what was dropped."""
+        fates = ", ".join(f"{count} {fate}" for fate, count in self.counts().items()) or "none yet"
+        parts: list[str | output.Table] = [
+            ", ".join(f"{name} {str(value)[:20]}" for name, value in self.about.items()),
+            f"{len(self.entries)} candidates in {self.rounds} rounds: {fates}",
+        ]
+        for target, cases in self.targets.items():
+            rows = [entry.row() for entry in self.best(target)]
+            # Reasons without their numbers, so that equal ones are counted together.
+            dropped = Counter(
+                f"{entry.fate}: {re.sub(r'[0-9][0-9.e+-]*', 'N', entry.reason)[:120]}"
+                for entry in self.of(target)
+                if not entry.sightings
+            )
+            parts += [f"\n{target}: {', '.join(cases)}", output.Table(HEAD, rows[:ROWS], left=2)]
+            parts += [f"  and {len(rows[ROWS:])} slower ones"]
+            parts += [f"  {count:4} x {reason}" for reason, count in dropped.most_common()]
+        return [*parts, NOTE]
+
+
+# ---- judging -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Target:
+    """Cases of one head dim whose times count together, the rows to beat, and what a block may share."""
+
+    name: str
+    cases: tuple[Case, ...]
+    arch: int
+    shared_kib: int
+    incumbents: tuple[Candidate, ...]
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        return tuple(sorted({case.dtype for case in self.cases}))
+
+    def allows(self, candidate: Candidate) -> bool:
+        return candidate not in self.incumbents and fits(candidate, self.arch, self.shared_kib)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A candidate to judge for a target: in which dtypes, and whether for acceptance or at first."""
+
+    target: Target
+    candidate: Candidate
+    dtypes: tuple[str, ...]
+    confirm: bool
+
+    def specification(self, extension: Path, device: int) -> dict[str, Any]:
+        return {
+            "extension": str(extension), "device": device, "tag": self.candidate.tag, "dtypes": self.dtypes,
+            "cases": [asdict(case) for case in self.target.cases],
+            "incumbents": [row.tag for row in self.target.incumbents],
+            "looks": CONFIRMING_LOOKS if self.confirm else LOOKS,
+        }  # fmt: skip
+
+
+Judge = Callable[[Path, Job], "Sighting | tuple[str, str]"]
+"""An extension and a job -> a timing run, or (fate, reason)."""
+
+
+def judge_in_a_process(
+    directory: Path, device: int = 0, command: Sequence[str] = (sys.executable, str(JUDGE)), hang_s=HANG_S
+) -> Judge:
+    """Judges each job in a process of its own. ``directory``: for what it is told, tells and logs."""
+
+    def judge(extension: Path, job: Job) -> Sighting | tuple[str, str]:
+        specification, result = directory / "job.json", directory / "result.json"
+        output.write_text(json.dumps(job.specification(extension, device)), specification)
+        result.unlink(missing_ok=True)
+        status, told = run([*command, str(specification), str(result)], directory / "judge.log", hang_s)
+        if status is None:
+            return "crash", f"no answer within {hang_s:.0f} s"
+        if status < 0:
+            return "crash", f"ended by signal {-status} ({signal.Signals(-status).name})"
+        if status or not result.exists():
+            last = ["it said nothing", *filter(None, map(str.strip, told.splitlines()))][-1]
+            raise EvaluationError(f"the judge failed: {last} (its log: {directory / 'judge.log'})")
+        found = json.loads(result.read_text())
+        if (us := found.pop("us", None)) is None:
+            return next(iter(found.items()))
+        keys = {row.tag: row.key for row in job.target.incumbents}
+        own = {case: times.pop(job.candidate.tag) for case, times in us.items()}
+        return Sighting(own, {case: {keys[tag]: t for tag, t in times.items()} for case, times in us.items()})
+
+    return judge
+
+
+# ---- the search --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Search:
+    """A search for ``targets``.
+
+    per_round: candidates drawn per target and round. limit_s: seconds after which none is drawn any more;
+    what gained once is confirmed all the same.
+    """
+
+    board: Leaderboard
+    targets: Sequence[Target]
+    builder: Builder
+    judge: Judge
+    seed: int = 0
+    per_round: int = 8
+    limit_s: float = math.inf
+    say: Callable[[str], None] = print
+    clock: Callable[[], float] = time.monotonic
+
+    def run(self) -> None:
+        """Search until a limit, or until nothing is left."""
+        begin, going = self.clock(), True
+        while going:
+            self.board.rounds += 1
+            going = False
+            for target in self.targets:
+                confirm = self.board.of(target.name, "promising")
+                late = self.clock() - begin >= self.limit_s
+                drawn = [] if late else self.draw(target)
+                if confirm or drawn:
+                    fates = ", ".join(f"{count} {fate}" for fate, count in self.board.counts().items())
+                    self.say(f"round {self.board.rounds}, {target.name}: {len(drawn)} candidates | {fates}")
+                    self.round(target, confirm, drawn)
+                    going = True
+
+    def draw(self, target: Target) -> list[Entry]:
+        """Children of what ran, and of the manifest's rows by the latest times that there are of them."""
+        entries = self.board.of(target.name)
+        ran = [entry for entry in entries if entry.sightings]
+        parents: list[Scored] = [(entry.gain, entry.candidate) for entry in ran]
+        latest = ran[-1].sightings[-1] if ran else None
+        parents += [(latest.standing(row.key) if latest else 1.0, row) for row in target.incumbents]
+        known = {entry.candidate for entry in entries}
+        seed = f"{self.seed} {target.name} {self.board.rounds}"
+        drawn = propose(lambda c: c not in known and target.allows(c), parents, self.per_round, seed, target.arch)
+        return [Entry(target.name, candidate) for candidate in drawn]
+
+    def round(self, target: Target, confirm: Sequence[Entry], drawn: Sequence[Entry]) -> None:
+        """What gained once comes again, in all dtypes."""
+        wanted = {entry.candidate: target.dtypes for entry in drawn}
+        wanted |= {entry.candidate: ALL_DTYPES for entry in confirm}
+        built = self.builder.build(wanted, dict.fromkeys(target.incumbents, target.dtypes))
+        for entry in (*confirm, *drawn):
+            c, again = entry.candidate, bool(entry.fate)
+            entry.registers = built.registers.get(c, entry.registers)
+            result = built.dropped.get(c) or self.judge(built.extension, Job(target, c, wanted[c], again))
+            if isinstance(result, Sighting):
+                entry.see(result)
+            else:
+                entry.fate, entry.reason = result
+            if not again:
+                self.board.entries.append(entry)
+            self.board.save()
+            if entry.fate in ("promising", "accepted"):
+                self.say(f"{entry.fate}: {target.name} {c.key}: {entry.reason}")
