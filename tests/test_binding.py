@@ -98,7 +98,8 @@ def test_a_rows_attributes_agree_with_its_name(row: _C.Row):
 
 def test_build_info():
     info = _C.build_info()
-    assert {"cuda", "cuda_version", "nvcc_version", "cutlass_version", "architectures", "proxy", "ptx_compiler"} <= set(info)
+    assert {"cuda", "cuda_version", "nvcc_version", "cutlass_version"} <= set(info)
+    assert {"architectures", "proxy", "ptx_compiler"} <= set(info)
     assert info["architectures"] == sorted({row.arch for row in ROWS})
     assert info["proxy"] in ({}, {120: 90})
     older = {f"{older}{own}" for older in ("80", "86", "80,86") for own in ("", ",89")}

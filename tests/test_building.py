@@ -82,7 +82,7 @@ def test_a_missing_program_is_named(monkeypatch: pytest.MonkeyPatch):
 def test_rows_of_sm_89_are_compiled_for_older_gpus_too(
     asked: str, ahead: str, compiled_for: str | None, code: str, tmp_path: Path
 ):
-    """The least target has PTX: it is what runs on every GPU that none of the machine code runs on; or what ptxas makes of it."""
+    """The least target has PTX, or what ptxas makes of it: for every GPU that none of the machine code runs on."""
     done = building.script(
         tmp_path,
         f'include({building.ROOT}/cmake/Architectures.cmake)\nset(CUTLASS_FMHA_SM120_PROXY "")',
