@@ -69,8 +69,10 @@ def test_a_device_without_kernels_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tables, "this_build", lambda: tables.Table(()))
     monkeypatch.setattr(devices, "of_index", lambda index: Device("an A100", (8, 0), 108, 163 * 1024))
     monkeypatch.setattr(_C, "helpers", lambda: kernels(89, 120))
-    with pytest.raises(UnsupportedError, match="for sm_89, sm_120, and none of them runs on an A100"):
-        helpers._arch(0)
+    for forced in ("", "120"):  # also where it is told to take code that it can't execute
+        monkeypatch.setenv(devices.FORCE_ARCH, forced)
+        with pytest.raises(UnsupportedError, match="for sm_89, sm_120, and none of them runs on an A100"):
+            helpers._arch(0)
     monkeypatch.setattr(_C, "helpers", list)
     with pytest.raises(UnsupportedError, match="CUTLASS_FMHA_CUDA=OFF"):
         helpers._arch(0)
