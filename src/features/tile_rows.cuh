@@ -96,7 +96,8 @@ struct FeatureKeys : FeatureKeySource<C> {
   CUTE_DEVICE SharedWindow memory() const { return {}; }
   CUTE_DEVICE Lanes lanes() const {
     uint32_t const q = C.q_in_registers ? 0 : Shared::phases(smem, warp).q_begin;
-    if constexpr (is_roomy(C) && !C.reads_masks()) {
+    // On sm_120 rows that modify scores have none left for what ptxas makes of these ahead of the loop.
+    if constexpr (is_roomy(C) && !C.reads_masks() && !(C.modifies_scores() && C.arch == 120)) {
       return {qv_lane_offset + q, k_lane_offset, uint32_t(v_lane(qv_lane_offset, v_lane_offset))};
     } else {
       auto const offsets = reinterpret_cast<typename Shared::Lane const*>(smem + Shared::kLanes)[lane_id()];
