@@ -6,6 +6,7 @@ Each test has records of its own, which its report brings to the process that wr
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -31,7 +32,9 @@ class RowRecord:
     worst_problem: str = ""
 
     def add(self, problem: str, errors: Errors) -> None:
-        self.merge(RowRecord(1, errors.out_ratio, errors.out, errors.lse_ratio, errors.lse, problem))
+        """NaN, of which nothing is known to be the larger, is as bad as can be."""
+        found = (errors.out_ratio, errors.out, errors.lse_ratio, errors.lse)
+        self.merge(RowRecord(1, *(math.inf if math.isnan(x) else x for x in found), problem))
 
     def merge(self, other: RowRecord) -> None:
         if not self.problems or other.worst > self.worst:

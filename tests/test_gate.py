@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import pkgutil
 import re
@@ -20,6 +21,8 @@ from fake_kernels import FakeKernels
 from hypothesis import given, settings
 from launches import Launch
 from listed_problems import GROUPS
+from oracle import Errors
+from parity_report import ParityReport
 from problems import Problem, problems
 
 BUILD = make_build((89,))
@@ -184,6 +187,15 @@ def test_a_run_that_its_time_ends_has_not_passed(kernels: FakeKernels, monkeypat
     monkeypatch.setattr(parity_run, "rows_named", lambda *_: ROWS)
     parity_run.main([*said, "--gradients", "--seconds", "0"])
     assert len(list(tmp_path.glob("*.json"))) == 2  # neither report takes the other's place
+
+
+def test_a_report_names_the_problem_whose_error_is_no_number():
+    report = ParityReport()
+    report.record("row", "right", Errors(0.5, 0.5))
+    for ratio in (math.nan, 2.0):
+        with pytest.raises(AssertionError, match="times the tolerance"):
+            report.record("row", f"wrong by {ratio}", Errors(math.inf, ratio))
+    assert (report.rows["row"].worst_problem, report.rows["row"].out_ratio) == ("wrong by nan", math.inf)
 
 
 def test_a_machine_that_can_run_nothing_says_so(monkeypatch, capsys):
