@@ -5,7 +5,8 @@
 #
 # builds the wheel, the sm_120 proxy and the candidates into OUT and runs the steps, each on its own, by default all but one:
 #
-#     parity90 parity89 parity120   the parity gate: native rows, sm_89's PTX, sm_120's source compiled for sm_90
+#     parity90 parity89 parity120   the parity gate: native rows, sm_89's PTX, sm_120's source compiled for sm_90;
+#                                   ptxas compiles the PTX beforehand, which the driver takes minutes for
 #     parity80                      the gate of sm_89's rows compiled for sm_80, by their PTX; asked for alone
 #     candidates                    the gate's tests of the rows with those of src/candidates.cmake, by sm_89's PTX
 #     sanitize                      memcheck, racecheck, synccheck and initcheck over every kernel
@@ -37,7 +38,7 @@ build() {
     > "$out/logs/build-$name" 2>&1 || { tail -n 20 "$out/logs/build-$name"; return 1; }
 }
 
-build_older() { build older -C cmake.define.CMAKE_CUDA_ARCHITECTURES=80; }
+build_ptx() { build "ptx$1" -C cmake.define.CMAKE_CUDA_ARCHITECTURES="$1" -C cmake.define.CUTLASS_FMHA_PTX_AHEAD=90; }
 build_proxy() { build proxy -C cmake.define.CUTLASS_FMHA_SM120_PROXY=90 -C cmake.define.CMAKE_CUDA_ARCHITECTURES=120; }
 
 # with NAME COMMAND...: runs it with that package; away from the sources, which would be imported in its place
@@ -70,9 +71,9 @@ mixed() {
 run() {
   case $1 in
     parity90) build native && parity native ;;
-    parity89) build native && CUTLASS_FMHA_FORCE_ARCH=89 parity native ;;
+    parity89) build_ptx 89 && CUTLASS_FMHA_FORCE_ARCH=89 parity ptx89 ;;
     parity120) build_proxy && CUTLASS_FMHA_FORCE_ARCH=120 parity proxy ;;
-    parity80) build_older && CUTLASS_FMHA_FORCE_ARCH=89 parity older ;;
+    parity80) build_ptx 80 && CUTLASS_FMHA_FORCE_ARCH=89 parity ptx80 ;;
     candidates)
       build candidates -C cmake.define.CUTLASS_FMHA_MANIFEST=src/candidates.cmake \
         && CUTLASS_FMHA_FORCE_ARCH=89 with candidates "$python" -m pytest -q -m gpu test_parity_features.py test_parity_runtime.py
