@@ -1,26 +1,53 @@
-"""tools/profile_row.py: what Nsight Compute is asked for; a program plays ncu."""
+"""tools/profile_row.py: what Nsight Compute writes is read and shown; a program plays ncu."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
+import json
 from typing import Any
 
 import profile_row
 import pytest
 
+ROW = "fwd_sm89_bf16_d128_m256n64w8"
+#: Column -> unit and cell, as ncu 2025.3 writes `--csv --page raw`, with and without --print-units base.
+COLUMNS = {
+    "ID": ("", "0"), "Process ID": ("", "4711"), "Process Name": ("", "python"), "Host Name": ("", "::1"),
+    "Kernel Name": ("", ROW), "Context": ("", "1"), "Stream": ("", "7"), "Block Size": ("", "(256, 1, 1)"),
+    "Grid Size": ("", "(512, 1, 1)"), "Device": ("", "0"), "CC": ("", "8.9"),
+    "gpu__time_duration.sum": ("ms", "9.5"),
+    "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active": ("%", "88.25"),
+    "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_active": ("", "n/a"),
+    "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum": ("", "12,345,678"),
+    "launch__registers_per_thread": ("register/thread", "255"),
+    "launch__shared_mem_per_block_dynamic": ("Kbyte/block", "99.696"),
+    **{
+        f"smsp__average_warps_issue_stalled_{name}_per_issue_active.ratio": ("inst", value)
+        for name, value in {"wait": "0.9", "barrier": "0.8", "math_pipe_throttle": "2.5",
+                            "long_scoreboard": "0.7", "mio_throttle": "0.0", "short_scoreboard": ".6"}.items()
+    },
+}  # fmt: skip
 
-def test_ncu_is_asked_for_the_metrics_of_one_call(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    ncu = tmp_path / "ncu"
-    ncu.write_text(f"#!{sys.executable}\nimport sys\nprint(*sys.argv[1:], sep='\\n')\nsys.exit(3)\n")
-    ncu.chmod(0o755)
-    own = ["--shape", "1,64,2,64", "--row", "fwd_x", "--ncu", str(ncu), "--without", "hmma"]
-    assert profile_row.main([*own, "--", "--csv"]) == 3
-    said = capfd.readouterr().out.splitlines()
-    metrics = said[said.index("--metrics") + 1].split(",")
-    assert metrics == [name for name in profile_row.METRICS if "hmma" not in name] and len(metrics) > 25
-    assert said[:2] == ["--profile-from-start", "off"] and said.index("--csv") < said.index(sys.executable)
-    assert said[said.index(sys.executable) + 1 :] == [profile_row.__file__, *own, "--once"]
+
+def recorded(columns: dict[str, tuple[str, str]] = COLUMNS) -> str:
+    lines = [list(columns), [unit for unit, _ in columns.values()], [cell for _, cell in columns.values()]]
+    table = "\n".join(",".join(f'"{cell}"' for cell in line) for line in lines)
+    return f'==PROF== Profiling "{ROW}": 0%....50%....100% - 9 passes\n{table}\n==PROF== Disconnected\n'
+
+
+def test_a_recorded_csv_is_shown(tmp_path, capsys):
+    file = tmp_path / "ncu.csv"
+    file.write_text(recorded(), encoding="utf-8")
+    assert profile_row.main(["--csv", str(file)]) == 0
+    shown = {line.split("  ")[0]: line.split()[-1] for line in capsys.readouterr().out.splitlines() if line}
+    assert shown["time under ncu, us"] == "9,500" and shown["tensor pipe active, %"] == "88.2"
+    assert shown["tensor ops (HMMA) active, %"] == "-" and shown["registers per thread"] == "255"
+    assert shown["shared memory per block, bytes"] == "99,696"
+    assert profile_row.main(["--csv", str(file), "--json"]) == 0
+    [kernel] = json.loads(capsys.readouterr().out)["kernels"]
+    assert list(kernel["stalls"]) == [
+        "math_pipe_throttle", "wait", "barrier", "long_scoreboard", "mio_throttle"
+    ]  # fmt: skip
+    assert kernel["measured"]["l1tex__data_pipe_lsu_wavefronts_mem_shared.sum"] == 12345678.0
 
 
 @pytest.mark.parametrize(
@@ -29,6 +56,7 @@ def test_ncu_is_asked_for_the_metrics_of_one_call(tmp_path: Path, capfd: pytest.
         (["--shape", "1,64,1,64"], 1, "ncu is not on PATH"),
         (["dense"], 2, "name one"),
         (["nothing"], 2, "unknown preset 'nothing'"),
+        (["--csv", "missing.csv"], 1, "missing.csv"),
         (["--shape", "1,64,1,64", "--once"], 1, "a GPU is timed"),
     ],
 )

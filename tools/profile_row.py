@@ -1,42 +1,133 @@
-"""What bounds a kernel: Nsight Compute on one call of a problem, with the metrics that docs/profiling.md explains.
+"""What bounds a kernel: Nsight Compute's figures of a problem.
 
     python tools/profile_row.py b2_h16_s8192_d128_bf16         a case of the benchmark (`bench --list`)
     python tools/profile_row.py --shape 1,8192,32,128 --causal --row NAME
-    python tools/profile_row.py CASE -- --csv --page raw       what follows -- is ncu's
+    python tools/profile_row.py --csv FILE                     what ncu wrote elsewhere, rendered here
 
-Needs a GPU whose counters it may read, and ncu (of the CUDA toolkit, or with --ncu). It isn't called profile, as a
-module is that cProfile imports.
+Needs a GPU whose counters it may read, and ncu (of the CUDA toolkit, or with --ncu). docs/profiling.md says
+what each figure means and what to do about it. It isn't called profile, as a module is that cProfile imports.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
+import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from cutlass_fmha.bench.cases import Case, select_cases
 from cutlass_fmha.cli import output
 
 ACTIVE, ELAPSED = "avg.pct_of_peak_sustained_active", "avg.pct_of_peak_sustained_elapsed"
+#: Nsight Compute's names (those of 2025.3) -> what the table calls them, in its order.
+FIGURES = {
+    "gpu__time_duration.sum": "time under ncu, us",
+    f"sm__pipe_tensor_cycles_active.{ACTIVE}": "tensor pipe active, %",
+    f"sm__pipe_tensor_op_hmma_cycles_active.{ACTIVE}": "tensor ops (HMMA) active, %",
+    f"smsp__issue_active.{ACTIVE}": "issue slots busy, %",
+    f"sm__inst_executed_pipe_xu.{ACTIVE}": "MUFU (XU pipe) busy, %",
+    f"sm__pipe_fma_cycles_active.{ACTIVE}": "FMA pipe active, %",
+    f"sm__pipe_alu_cycles_active.{ACTIVE}": "ALU pipe active, %",
+    f"sm__throughput.{ELAPSED}": "SM throughput, %",
+    f"gpu__dram_throughput.{ELAPSED}": "DRAM throughput, %",
+    "lts__t_sector_hit_rate.pct": "L2 hit rate, %",
+    f"l1tex__data_pipe_lsu_wavefronts_mem_shared.{ELAPSED}": "shared-memory bandwidth, %",
+    "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum": "shared-memory wavefronts",
+    "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum": "of these by bank conflicts",
+    f"sm__warps_active.{ACTIVE}": "warps active (occupancy), %",
+    "sm__maximum_warps_per_active_cycle_pct": "occupancy possible, %",
+    "launch__registers_per_thread": "registers per thread",
+    "launch__shared_mem_per_block_dynamic": "shared memory per block, bytes",
+    "launch__waves_per_multiprocessor": "waves of blocks",
+}
 STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
-#: Nsight Compute's names (those of 2025.3), in the order of docs/profiling.md.
-METRICS = (
-    "gpu__time_duration.sum", f"sm__pipe_tensor_cycles_active.{ACTIVE}",
-    f"sm__pipe_tensor_op_hmma_cycles_active.{ACTIVE}", f"smsp__issue_active.{ACTIVE}",
-    f"sm__inst_executed_pipe_xu.{ACTIVE}", f"sm__pipe_fma_cycles_active.{ACTIVE}",
-    f"sm__pipe_alu_cycles_active.{ACTIVE}", f"sm__throughput.{ELAPSED}", f"gpu__dram_throughput.{ELAPSED}",
-    "lts__t_sector_hit_rate.pct", f"l1tex__data_pipe_lsu_wavefronts_mem_shared.{ELAPSED}",
-    "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum", "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
-    f"sm__warps_active.{ACTIVE}", "sm__maximum_warps_per_active_cycle_pct", "launch__registers_per_thread",
-    "launch__shared_mem_per_block_dynamic", "launch__waves_per_multiprocessor",
-    *map(STALL.format, (
-        "mio_throttle", "math_pipe_throttle", "long_scoreboard", "short_scoreboard", "barrier", "wait", "not_selected",
-        "no_instruction", "lg_throttle", "branch_resolving", "dispatch_stall", "membar",
-    )),
-)  # fmt: skip
+STALLS = (
+    *("mio_throttle", "math_pipe_throttle", "long_scoreboard", "short_scoreboard", "barrier", "wait"),
+    *("not_selected", "no_instruction", "lg_throttle", "branch_resolving", "dispatch_stall", "membar"),
+)
+TOP_STALLS = 4
+METRICS = (*FIGURES, *(STALL.format(name) for name in STALLS))
+
+
+class NcuError(RuntimeError):
+    """Nsight Compute is missing, may not read the counters, or said nothing; the message says which."""
+
+
+# ---- what ncu says -----------------------------------------------------------------------------------------
+
+
+class Profile(NamedTuple):
+    """A kernel's launch; a metric that this GPU or this ncu doesn't have is None. Microseconds and bytes."""
+
+    kernel: str
+    values: dict[str, float | None]
+
+
+#: Unit of a column -> what its values are multiplied by.
+_UNITS = {"ns": 1e-3, "nsecond": 1e-3, "ms": 1e3, "msecond": 1e3, "s": 1e6, "second": 1e6}
+_UNITS |= {f"{prefix}byte/block": factor for prefix, factor in (("K", 1e3), ("M", 1e6))}
+
+
+def parse(text: str) -> list[Profile]:
+    """Launches from ``ncu --csv --page raw``: names, units, then a line each, among ncu's own remarks."""
+    lines = [line for line in text.splitlines() if line.startswith('"')]
+    names, units, *rows = csv.reader(lines) if len(lines) > 2 else ([], [])
+    if "Kernel Name" not in names:
+        raise NcuError("no kernel in it: is it the output of ncu --csv --page raw?")
+    found = []
+    for row in rows:
+        cells = {n: (cell, unit) for n, cell, unit in zip(names, row, units, strict=True)}
+        values = {name: _number(*cells[name]) if name in cells else None for name in METRICS}
+        found.append(Profile(cells["Kernel Name"][0], values))
+    return found
+
+
+def _number(cell: str, unit: str) -> float | None:
+    try:
+        return float(cell.replace(",", "")) * _UNITS.get(unit, 1.0)
+    except ValueError:  # n/a, or nothing
+        return None
+
+
+_UNKNOWN = re.compile(r"Failed to find metric (?:regex:\^)?([\w.\\]+)")
+
+
+def run_ncu(ncu: str, command: list[str]) -> list[Profile]:
+    """Profiles what ``command`` launches between cudaProfilerStart and Stop, by the metrics that ncu has."""
+    metrics = list(METRICS)
+    environment = {**os.environ, "LC_ALL": "C"}  # numbers without a locale's separators
+    while metrics:
+        with tempfile.TemporaryDirectory() as directory:
+            log = Path(directory) / "ncu.csv"
+            asked = ["--csv", "--page", "raw", "--print-units", "base", "--log-file", str(log)]
+            asked += ["--profile-from-start", "off", "--target-processes", "all"]
+            asked += ["--metrics", ",".join(metrics)]
+            done = subprocess.run([ncu, *asked, *command], capture_output=True, text=True, env=environment, check=False)
+            said = log.read_text(encoding="utf-8") if log.is_file() else ""
+        unknown = {name.replace("\\", "") for name in _UNKNOWN.findall(said + done.stdout + done.stderr)}
+        left = [name for name in metrics if not name.startswith(tuple(unknown))]
+        if len(left) == len(metrics):
+            break
+        metrics = left
+    if "ERR_NVGPUCTRPERM" in said:
+        raise NcuError(
+            "ncu may not read this GPU's counters: run as root, or load the driver with "
+            "NVreg_RestrictProfilingToAdminUsers=0"
+        )
+    if done.returncode:
+        words = (done.stderr or said).strip().splitlines() or ["nothing"]
+        raise NcuError(f"ncu ended with status {done.returncode} and said: {words[-1]}")
+    return parse(said)
+
+
+# ---- on the GPU --------------------------------------------------------------------------------------------
 
 
 def launch_once(case: Case, row: str | None, device: int) -> None:
@@ -58,11 +149,66 @@ def launch_once(case: Case, row: str | None, device: int) -> None:
         torch.cuda.profiler.stop()
 
 
+def measure(case: Case, row: str | None, device: int) -> dict[str, Any]:
+    """What the benchmark has: the machine, p50, p90, rates, error and the row."""
+    import torch
+
+    from cutlass_fmha.bench import lineup, machine, runner
+
+    runner.require_gpu(device)
+    with torch.cuda.device(device), torch.inference_mode():
+        results: Any = runner.measure_case(case, [], row, runner.BUDGET_S, device)["results"]
+    torch.cuda.empty_cache()  # the process under ncu has the same tensors
+    if results[lineup.OURS]["status"] != "ok":
+        raise NcuError(f"nothing runs it: {results[lineup.OURS]['reason']}")
+    described = machine.describe(device)
+    return {"machine": described, "gpu": described["gpu"], "case": case.name, **results[lineup.OURS]}
+
+
+# ---- tables ------------------------------------------------------------------------------------------------
+
+
+def content(profile: Profile) -> dict[str, Any]:
+    """For programs: ncu's names as they are. Stalls: warps that wait for a reason while another one issues,
+    the most first."""
+    known = {name: x for name in STALLS if (x := profile.values[STALL.format(name)]) is not None}
+    stalls = dict(sorted(known.items(), key=lambda item: -item[1])[:TOP_STALLS])
+    stalls |= {name: x for name, x in known.items() if name == "mio_throttle"}
+    return {
+        "kernel": profile.kernel,
+        "measured": {name: profile.values[name] for name in FIGURES},
+        "stalls": stalls,
+    }
+
+
+def parts(found: Iterable[dict[str, Any]], timed: dict[str, Any] | None) -> list[str | output.Table]:
+    lines: list[str | output.Table] = []
+    if timed is not None:
+        lines.append(
+            f"{timed['row']} on {timed['gpu']}: p50 {timed['p50_us']:.1f} us, p90 {timed['p90_us']:.1f} us, "
+            f"{timed['tflops']:.0f} TFLOP/s, {timed['tbytes_per_s']:.2f} TB/s; mean error "
+            f"{timed['mean_abs_error']:.2e}, worst {timed['error_ratio']:.2f} of what the dtype allows\n"
+        )
+    for each in found:
+        rows = [[title, _cell(each["measured"][name])] for name, title in FIGURES.items()]
+        waiting = ", ".join(f"{name} {value:.2f}" for name, value in each["stalls"].items()) or "none known"
+        stalls = f"\nstalls, in warps that wait at each issue: {waiting}\n"
+        lines += [f"{each['kernel']}\n", output.Table(["figure", "measured"], rows), stalls]
+    return [*lines, "docs/profiling.md says what to do"]
+
+
+def _cell(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value >= 1000 or value == int(value) else f"{value:.1f}"
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_mutually_exclusive_group(required=True).add_argument
     add("case", nargs="?", help="a case of the benchmark")
     add("--shape", type=output.sizes, metavar="B,S,H,D", help="batch, seqlen, num_heads, head_dim")
+    add("--csv", type=Path, metavar="FILE", help="a recorded `ncu --csv --page raw`: run nothing")
     add = parser.add_argument
     add("--seqlen-k", type=int, metavar="S", help="number of keys (default: seqlen)")
     add("--kv-heads", type=int, metavar="H", help="heads of key and value (default: num_heads)")
@@ -71,8 +217,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--row", metavar="NAME", help="force one row of _C.rows() instead of selecting")
     add("--device", type=int, default=0, metavar="N", help="CUDA device number; default: 0")
     add("--ncu", metavar="PATH", help="Nsight Compute's program; default: ncu on PATH")
-    add("--without", default="$^", metavar="REGEX", help="leave out metrics that this GPU or this ncu lacks")
     add("--once", action="store_true", help=argparse.SUPPRESS)
+    output.add_json(parser)
     return parser
 
 
@@ -91,26 +237,30 @@ def problem(options: argparse.Namespace) -> Case:
 
 def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
-    own = given[: given.index("--")] if "--" in given else given
     parser = build_parser()
-    options = parser.parse_args(own)
+    options = parser.parse_args(given)
+    timed = None
     try:
-        case = problem(options)
-        if options.once:
-            launch_once(case, options.row, options.device)
-            return 0
-        ncu = options.ncu or shutil.which("ncu")
-        if ncu is None:
-            raise RuntimeError("ncu is not on PATH: install Nsight Compute, or name it with --ncu")
-        metrics = [name for name in METRICS if not re.search(options.without, name)]
-        command = [ncu, "--profile-from-start", "off", "--target-processes", "all", "--metrics", ",".join(metrics)]
-        command += [*given[len(own) + 1 :], sys.executable, str(Path(__file__).resolve()), *own, "--once"]
-        return subprocess.run(command, check=False).returncode
+        if options.csv is not None:
+            profiles = parse(options.csv.read_text(encoding="utf-8"))
+        else:
+            case = problem(options)
+            if options.once:
+                launch_once(case, options.row, options.device)
+                return 0
+            ncu = options.ncu or shutil.which("ncu")
+            if ncu is None:
+                raise NcuError("ncu is not on PATH: install Nsight Compute, or name it with --ncu")
+            timed = measure(case, options.row, options.device)
+            profiles = run_ncu(ncu, [sys.executable, str(Path(__file__).resolve()), *given, "--once"])
     except ValueError as error:
         parser.error(str(error))
-    except (OSError, RuntimeError) as error:  # CannotMeasure is one
+    except (NcuError, OSError, RuntimeError) as error:  # CannotMeasure is one
         print(f"profile_row: {error}", file=sys.stderr)
         return 1
+    found = [content(profile) for profile in profiles]
+    output.emit({"timed": timed, "kernels": found}, parts(found, timed), options.json)
+    return 0
 
 
 if __name__ == "__main__":
