@@ -34,20 +34,35 @@ def recorded(columns: dict[str, tuple[str, str]] = COLUMNS) -> str:
     return f'==PROF== Profiling "{ROW}": 0%....50%....100% - 9 passes\n{table}\n==PROF== Disconnected\n'
 
 
-def test_a_recorded_csv_is_shown(tmp_path, capsys):
+def test_a_recorded_csv_is_shown_beside_what_the_machine_code_lets_expect(tmp_path, capsys):
     file = tmp_path / "ncu.csv"
     file.write_text(recorded(), encoding="utf-8")
     assert profile_row.main(["--csv", str(file)]) == 0
-    shown = {line.split("  ")[0]: line.split()[-1] for line in capsys.readouterr().out.splitlines() if line}
-    assert shown["time under ncu, us"] == "9,500" and shown["tensor pipe active, %"] == "88.2"
-    assert shown["tensor ops (HMMA) active, %"] == "-" and shown["registers per thread"] == "255"
-    assert shown["shared memory per block, bytes"] == "99,696"
+    shown = {line.split("  ")[0]: line.split()[-2:] for line in capsys.readouterr().out.splitlines()}
+    assert shown["time under ncu, us"] == ["9,500", "-"]
+    assert shown["tensor pipe active, %"] == ["88.2", "100"]
+    assert shown["tensor ops (HMMA) active, %"] == ["-", "-"]
+    assert shown["registers per thread"] == ["255", "255"]
+    assert shown["shared memory per block, bytes"] == ["99,696", "99,696"]
+    assert shown["occupancy possible, %"] == ["-", "16.7"], "one block of 8 warps of 48"
     assert profile_row.main(["--csv", str(file), "--json"]) == 0
     [kernel] = json.loads(capsys.readouterr().out)["kernels"]
     assert list(kernel["stalls"]) == [
         "math_pipe_throttle", "wait", "barrier", "long_scoreboard", "mio_throttle"
     ]  # fmt: skip
-    assert kernel["measured"]["l1tex__data_pipe_lsu_wavefronts_mem_shared.sum"] == 12345678.0
+    assert kernel["measured"][profile_row.WAVEFRONTS] == 12345678.0
+
+
+def test_the_busiest_pipe_is_that_of_the_gpu_and_other_kernels_have_no_expectation() -> None:
+    l4, geforce = (profile_row.expected(ROW, gpu) for gpu in ("NVIDIA L4", "NVIDIA GeForce RTX 4090"))
+    assert l4[profile_row.TENSOR] == geforce[profile_row.TENSOR] == 100.0
+    assert l4[profile_row.MUFU] == 2 * geforce[profile_row.MUFU], "their tensor pipe is half as fast"
+    h200 = profile_row.expected("fwd_sm90_bf16_d128_m256n64w8_tma", "NVIDIA H200")
+    assert h200[profile_row.MUFU] > 2 * l4[profile_row.MUFU]
+    others = ("combine", "combine_sm89_f16", "backward_before_sm90_bf16")
+    assert all(profile_row.expected(name, "NVIDIA L4") == {} for name in others)
+    rows = json.loads(profile_row.REPORT.read_text(encoding="utf-8"))["rows"]
+    assert all(profile_row.expected(name, "NVIDIA H200") for name in rows if name.startswith(("fwd", "wide", "bwd")))
 
 
 @pytest.mark.parametrize(

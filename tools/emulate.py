@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import tune
 from building import BuildError, Tree, run, tail
 from cubin import run_tool
+from profile_row import MMA_CLOCKS, mma_clocks
 from tuning import families
 
 from cutlass_fmha.cli import output
@@ -35,16 +36,12 @@ ARCHITECTURES = {(8, 9): 89, (12, 0): 120}
 TARGETS = {name: gpu for name, gpu in devices.PRESETS.items() if gpu.capability in ARCHITECTURES}
 
 
-#: Clocks that an mma.sync m16n8k16 with fp32 accumulation keeps the tensor pipe busy: datasheets; measured on an H200.
-MMA_CLOCKS, MMA_CLOCKS_GEFORCE, MMA_CLOCKS_H200 = 16.0, 32.0, 6.5
-
-
 def balance(name: str) -> tuple[int, int]:
     """(architecture, how often each pass of mma runs: the odd number that is closest to what mma takes
     there over what it takes on an H200)."""
     gpu = TARGETS[name]
-    clocks = MMA_CLOCKS_GEFORCE if "GeForce" in gpu.name else MMA_CLOCKS
-    return ARCHITECTURES[gpu.capability], 2 * round((clocks / MMA_CLOCKS_H200 - 1) / 2) + 1
+    arch = ARCHITECTURES[gpu.capability]
+    return arch, 2 * round((mma_clocks(arch, gpu.name) / MMA_CLOCKS[90] - 1) / 2) + 1
 
 
 def measure_families(

@@ -1,4 +1,4 @@
-"""What bounds a kernel: Nsight Compute's figures of a problem.
+"""What bounds a kernel: Nsight Compute's figures of a problem, beside what the machine code lets expect.
 
     python tools/profile_row.py b2_h16_s8192_d128_bf16         a case of the benchmark (`bench --list`)
     python tools/profile_row.py --shape 1,8192,32,128 --causal --row NAME
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import json
 import os
 import re
 import shutil
@@ -22,29 +23,42 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from resources import REGISTERS_PER_SM, REPORT, SHARED_PER_SM, SHARED_PER_SM_90
+
 from cutlass_fmha.bench.cases import Case, select_cases
 from cutlass_fmha.cli import output
 
 ACTIVE, ELAPSED = "avg.pct_of_peak_sustained_active", "avg.pct_of_peak_sustained_elapsed"
+TIME = "gpu__time_duration.sum"
+TENSOR = f"sm__pipe_tensor_cycles_active.{ACTIVE}"
+ISSUE = f"smsp__issue_active.{ACTIVE}"
+MUFU = f"sm__inst_executed_pipe_xu.{ACTIVE}"
+SHARED = f"l1tex__data_pipe_lsu_wavefronts_mem_shared.{ELAPSED}"
+WAVEFRONTS = "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum"
+CONFLICTS = "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum"
+WARPS, POSSIBLE_WARPS = f"sm__warps_active.{ACTIVE}", "sm__maximum_warps_per_active_cycle_pct"
+REGISTERS, DYNAMIC = "launch__registers_per_thread", "launch__shared_mem_per_block_dynamic"
 #: Nsight Compute's names (those of 2025.3) -> what the table calls them, in its order.
 FIGURES = {
-    "gpu__time_duration.sum": "time under ncu, us",
-    f"sm__pipe_tensor_cycles_active.{ACTIVE}": "tensor pipe active, %",
+    TIME: "time under ncu, us",
+    TENSOR: "tensor pipe active, %",
     f"sm__pipe_tensor_op_hmma_cycles_active.{ACTIVE}": "tensor ops (HMMA) active, %",
-    f"smsp__issue_active.{ACTIVE}": "issue slots busy, %",
-    f"sm__inst_executed_pipe_xu.{ACTIVE}": "MUFU (XU pipe) busy, %",
+    ISSUE: "issue slots busy, %",
+    MUFU: "MUFU (XU pipe) busy, %",
     f"sm__pipe_fma_cycles_active.{ACTIVE}": "FMA pipe active, %",
     f"sm__pipe_alu_cycles_active.{ACTIVE}": "ALU pipe active, %",
     f"sm__throughput.{ELAPSED}": "SM throughput, %",
     f"gpu__dram_throughput.{ELAPSED}": "DRAM throughput, %",
     "lts__t_sector_hit_rate.pct": "L2 hit rate, %",
-    f"l1tex__data_pipe_lsu_wavefronts_mem_shared.{ELAPSED}": "shared-memory bandwidth, %",
-    "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum": "shared-memory wavefronts",
-    "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum": "of these by bank conflicts",
-    f"sm__warps_active.{ACTIVE}": "warps active (occupancy), %",
-    "sm__maximum_warps_per_active_cycle_pct": "occupancy possible, %",
-    "launch__registers_per_thread": "registers per thread",
-    "launch__shared_mem_per_block_dynamic": "shared memory per block, bytes",
+    SHARED: "shared-memory bandwidth, %",
+    WAVEFRONTS: "shared-memory wavefronts",
+    CONFLICTS: "of these by bank conflicts",
+    WARPS: "warps active (occupancy), %",
+    POSSIBLE_WARPS: "occupancy possible, %",
+    REGISTERS: "registers per thread",
+    DYNAMIC: "shared memory per block, bytes",
     "launch__waves_per_multiprocessor": "waves of blocks",
 }
 STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
@@ -54,6 +68,18 @@ STALLS = (
 )
 TOP_STALLS = 4
 METRICS = (*FIGURES, *(STALL.format(name) for name in STALLS))
+
+# Clocks that one of an SM's four quarters is busy with a warp's instruction. MUFU: 4 lanes of 16 a clock and
+# SM; ldmatrix.x4: 512 bytes of the 128 a clock that the quarters share (CUDA C++ Programming Guide).
+CLOCKS = {MUFU: 8.0, SHARED: 16.0}
+#: Of mma.sync m16n8k16 with fp32 accumulation: datasheets (docs/emulation.md); measured on an H200.
+MMA_CLOCKS = {89: 16.0, 90: 6.5, 120: 16.0}
+MMA_CLOCKS_GEFORCE = 32.0
+WARPS_PER_SM = {89: 48, 90: 64, 120: 48}
+
+
+def mma_clocks(arch: int, gpu: str) -> float:
+    return MMA_CLOCKS_GEFORCE if "GeForce" in gpu else MMA_CLOCKS[arch]
 
 
 class NcuError(RuntimeError):
@@ -127,6 +153,41 @@ def run_ncu(ncu: str, command: list[str]) -> list[Profile]:
     return parse(said)
 
 
+# ---- what the machine code lets expect ---------------------------------------------------------------------
+
+
+def expected(row: str, gpu: str) -> dict[str, float]:
+    """By the names of FIGURES, from the committed counts of tools/sass.py; empty for what is no row.
+
+    A pipe's share is the most it can be: its clocks over those of the busiest, of a block of keys in the main
+    loop. That holds what a step skips, too (masks, the second pass of an exact softmax): MUFU and issue slots
+    are upper bounds, and with them the tensor pipe's a lower one.
+    """
+    entry = json.loads(REPORT.read_text(encoding="utf-8"))["rows"].get(row)
+    if entry is None or "warps" not in entry["config"]:  # helpers have counts, too, and no warps of their own
+        return {}
+    arch, config = entry["arch"], entry["config"]
+    registers = -(-entry["registers"] // 8) * 8 * config["threads"]
+    shared = config["smem_bytes"] + entry["shared"]
+    per_sm = SHARED_PER_SM_90 if arch == 90 else SHARED_PER_SM
+    warps = WARPS_PER_SM[arch]
+    blocks = min(REGISTERS_PER_SM // registers, per_sm // (shared + 1024), warps // config["warps"])
+    found = {
+        REGISTERS: entry["registers"],
+        DYNAMIC: config["smem_bytes"],
+        POSSIBLE_WARPS: 100.0 * blocks * config["warps"] / warps,
+    }
+    if loop := entry.get("loop"):
+        clocks = {
+            TENSOR: mma_clocks(arch, gpu) * loop.get("mma", 0),
+            MUFU: CLOCKS[MUFU] * loop.get("mufu", 0),
+            SHARED: CLOCKS[SHARED] * loop.get("ldsm", 0),
+            ISSUE: float(sum(loop.values())),
+        }
+        found |= {name: 100.0 * value / max(clocks.values()) for name, value in clocks.items()}
+    return found
+
+
 # ---- on the GPU --------------------------------------------------------------------------------------------
 
 
@@ -168,7 +229,7 @@ def measure(case: Case, row: str | None, device: int) -> dict[str, Any]:
 # ---- tables ------------------------------------------------------------------------------------------------
 
 
-def content(profile: Profile) -> dict[str, Any]:
+def content(profile: Profile, gpu: str) -> dict[str, Any]:
     """For programs: ncu's names as they are. Stalls: warps that wait for a reason while another one issues,
     the most first."""
     known = {name: x for name in STALLS if (x := profile.values[STALL.format(name)]) is not None}
@@ -177,6 +238,7 @@ def content(profile: Profile) -> dict[str, Any]:
     return {
         "kernel": profile.kernel,
         "measured": {name: profile.values[name] for name in FIGURES},
+        "expected": expected(profile.kernel, gpu),
         "stalls": stalls,
     }
 
@@ -190,11 +252,12 @@ def parts(found: Iterable[dict[str, Any]], timed: dict[str, Any] | None) -> list
             f"{timed['mean_abs_error']:.2e}, worst {timed['error_ratio']:.2f} of what the dtype allows\n"
         )
     for each in found:
-        rows = [[title, _cell(each["measured"][name])] for name, title in FIGURES.items()]
+        cells = {name: map(_cell, (each["measured"][name], each["expected"].get(name))) for name in FIGURES}
+        rows = [[title, *cells[name]] for name, title in FIGURES.items()]
         waiting = ", ".join(f"{name} {value:.2f}" for name, value in each["stalls"].items()) or "none known"
         stalls = f"\nstalls, in warps that wait at each issue: {waiting}\n"
-        lines += [f"{each['kernel']}\n", output.Table(["figure", "measured"], rows), stalls]
-    return [*lines, "docs/profiling.md says what to do"]
+        lines += [f"{each['kernel']}\n", output.Table(["figure", "measured", "expected"], rows), stalls]
+    return [*lines, "expected: from the machine code, of pipes at most; docs/profiling.md says what to do"]
 
 
 def _cell(value: float | None) -> str:
@@ -258,7 +321,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (NcuError, OSError, RuntimeError) as error:  # CannotMeasure is one
         print(f"profile_row: {error}", file=sys.stderr)
         return 1
-    found = [content(profile) for profile in profiles]
+    found = [content(profile, timed["gpu"] if timed else "") for profile in profiles]
     output.emit({"timed": timed, "kernels": found}, parts(found, timed), options.json)
     return 0
 
