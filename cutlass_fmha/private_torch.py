@@ -124,6 +124,9 @@ def jagged_view(
     return _jagged_view(values, offsets, lengths, axis, *bounds)
 
 
+#: The op by which a softmax's gradient comes; None: another one, inside of which nothing is known.
+softmax_backward: Any = getattr(getattr(torch.ops.aten, "_softmax_backward_data", None), "default", None)
+
 #: What torch's attention is for jagged tensors, in ``jagged_module``.
 OF_JAGGED = "jagged_scaled_dot_product_attention"
 

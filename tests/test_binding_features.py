@@ -40,7 +40,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "dropout_threshold": {"dropout_threshold": 7, "dropout_seed": SOMEWHERE},
 }  # fmt: skip
 #: Fields that nobody writes.
-DERIVED = {"schedule", "by_page_size", "by_pack", "by_splits", "by_block_tiles", "bias_vectors"}
+DERIVED = {"schedule", "by_page_size", "by_pack", "by_group", "by_splits", "by_block_tiles", "bias_vectors"}
 DERIVED |= {"mask_vectors", "raw_scores", "block_tiles", "key_blocks", "keys_stand", "q_and", "q_xor"}
 DERIVED |= {"score_unit", "cap_scale", "cap_on_trial", "cap_terms", "keys_before"}
 #: What is derived and can be read.
@@ -68,7 +68,10 @@ def of(*families: str) -> list[_C.Row]:
 
 SCORED, RANGED = of("scored", "few_query_scored"), of("ranged", "score_mod", "masked")
 TMA_RANGED = [row for row in RANGED if row.copy == "tma"]
-WIDE16, WIDE32 = ([row for row in of("wide") if row.dtype == dtype] for dtype in ("float16", "float32"))
+#: Those of any head dim, of which a build of all rows has others beside them.
+WIDE16, WIDE32 = (
+    [row for row in of("wide") if (row.dtype, row.head_dim) == (dtype, 1 << 16)] for dtype in ("float16", "float32")
+)
 BIAS = {"bias": SOMEWHERE, "bias_type": "same_as_q", "partial_o": SOMEWHERE}
 #: One that takes what is right here; a build without CUDA has none, and asks for none.
 ANY_ROW = max(SCORED, key=lambda row: (row.head_dim_v, row.tile_m)).index if SCORED else 0

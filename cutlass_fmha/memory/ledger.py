@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from cutlass_fmha import private_torch
 from cutlass_fmha.dispatch.problem import Problem
 
 
@@ -34,7 +35,7 @@ class Ledger(TorchDispatchMode):
                 size = self._known[storage] = storage.nbytes()
                 weakref.finalize(storage, self._add, -size)
                 self._add(size)
-        if func is torch.ops.aten._softmax_backward_data.default:
+        if func is private_torch.softmax_backward:
             # gradient times output is a tensor inside of CUDA's kernel, which no dispatch sees (aten/.../SoftMax.cu)
             self.peak = max(self.peak, self.now + result.nbytes)
         return result
