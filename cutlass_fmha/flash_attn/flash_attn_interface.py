@@ -190,12 +190,7 @@ def flash_attn_with_kvcache(
         said["leftpad_k"] = cache_leftpad
     if block_table is not None:
         said["page_table"] = block_table
-    if window_size != (-1, -1):
-        said["window"] = _window(window_size)
-    if softcap:
-        said["softcap"] = softcap
-    if alibi_slopes is not None:
-        said["alibi_slopes"] = alibi_slopes
+    _say_scores(said, window_size, softcap, alibi_slopes)
     if num_splits:
         said["num_splits"] = num_splits
     if k is None or v is None or not have_contiguous_rows(q, k, v):
@@ -343,6 +338,16 @@ _without_gradients = torch.no_grad()(with_kv_cache)
 # ---- their words to ours -----------------------------------------------------------------------------------
 
 
+def _say_scores(said: dict[str, Any], window: Sequence[Side], softcap: float, alibi_slopes: Tensor | None) -> None:
+    """Adds what of these is no default: each name costs host time."""
+    if window != (-1, -1):
+        said["window"] = _window(window)
+    if softcap:
+        said["softcap"] = softcap
+    if alibi_slopes is not None:
+        said["alibi_slopes"] = alibi_slopes
+
+
 def _attend(
     q: Tensor,
     k: Tensor,
@@ -362,12 +367,7 @@ def _attend(
     if return_attn_probs:
         given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
         return _with_state(q, k, v, *given, True, said)[:3]
-    if window_size != (-1, -1):
-        said["window"] = _window(window_size)
-    if softcap:
-        said["softcap"] = softcap
-    if alibi_slopes is not None:
-        said["alibi_slopes"] = alibi_slopes
+    _say_scores(said, window_size, softcap, alibi_slopes)
     if dropout_p:
         said["dropout_p"] = dropout_p
     if deterministic:
