@@ -562,6 +562,10 @@ def launch(
 ) -> None:
     """``run`` for one call of a plan: of ``plan.of_call(q, k, v, o, lse, scale, room)``, in less time."""
 
+def array_metadata(q: object, k: object, v: object) -> tuple[bytes, int, int, int] | None:
+    """Of capsules of DLPack, which stay as they are: bytes that are equal where shapes, strides, dtypes, devices and
+    what is odd of an address are, and the addresses. None where one is of another version or has more than 4 dims."""
+
 def run(
     row: int,
     params: BackwardParams

@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils import dlpack
 
-from cutlass_fmha import private_torch
+from cutlass_fmha import _C, private_torch
+from cutlass_fmha.arguments import check
 from cutlass_fmha.arguments.results import RESULTS
+from cutlass_fmha.launch import plan
+from cutlass_fmha.ops import dispatcher
 
 #: Devices of the protocol.
 CPU, CUDA = 1, 2
@@ -41,9 +44,17 @@ def is_array(value: object) -> bool:
     return _has_dlpack(type(value))
 
 
-def through(
-    function: Callable[..., Any], q: Any, k: Any, v: Any, features: Mapping[str, Any], options: Mapping[str, Any]
-) -> Any:
+class Options(NamedTuple):
+    """Of a call, in the op's words."""
+
+    scale: float | None = None
+    causal: str = "none"
+    return_lse: bool = False
+    layout: str = "bshd"
+    row: str | None = None
+
+
+def through(function: Callable[..., Any], q: Any, k: Any, v: Any, features: Mapping[str, Any], options: Options) -> Any:
     """A call of ``function`` with tensors in place of arrays, and its results as arrays of q's library.
 
     The kernels run on torch's current stream: q's library is told to have its memory ready there, and makes
@@ -51,6 +62,10 @@ def through(
     """
     library = _library(q)
     place = None if library.from_dlpack is Tensor.numpy else _place(q)
+    if place is not None and library.cupy is not None and not features:
+        launched = _launched(library, place, (q, k, v), options)
+        if launched is not None:
+            return launched
     q_there = tensors("q", q, place)
     given = {"k": k, "v": v, **features}
     for name, value in given.items():
@@ -64,7 +79,7 @@ def through(
                 f"{name} requires a gradient, and q is a {_name(q)}, whose library would not know of it: "
                 f"pass {name}.detach(), or tensors alone"
             )
-    found = function(q_there, given.pop("k"), given.pop("v"), **options, **given)
+    found = function(q_there, given.pop("k"), given.pop("v"), **options._asdict(), **given)
     if isinstance(found, tuple):
         return tuple(_handed_over(x, library, place) for x in found)
     return _handed_over(found, library, place)
@@ -101,12 +116,12 @@ def tensors(name: str, value: Any, place: _Place | None = None) -> Any:
 class _Place:
     """Where q is, and, until they are seen, all arrays of its type."""
 
-    __slots__ = ("_index", "kind", "stream")
+    __slots__ = ("_seen", "index", "kind", "stream")
 
-    def __init__(self, kind: type, stream: int | None) -> None:
+    def __init__(self, kind: type, index: int, stream: int | None) -> None:
         #: The stream of the kernel as the protocol has it; None on the CPU.
-        self.kind, self.stream = kind, stream
-        self._index: int | None = None
+        self.kind, self.index, self.stream = kind, index, stream
+        self._seen: int | None = None
 
     def take(self, array: Any) -> Tensor | None:
         """A tensor; None: it was elsewhere, or there is a reason against it, which torch's own way says."""
@@ -119,9 +134,9 @@ class _Place:
         except _REFUSALS:
             return None
         index = found.get_device()
-        if self._index is None:  # q itself, which was asked
-            self._index = index
-        return found if index == self._index else None
+        if self._seen is None:  # q itself, which was asked
+            self._seen = index
+        return found if index == self._seen else None
 
 
 #: CUDA devices that torch has begun with.
@@ -133,18 +148,15 @@ def _place(array: Any) -> _Place | None:
     try:
         device, index = array.__dlpack_device__()
         if device == CPU:
-            return _Place(type(array), None)
+            return _Place(type(array), index, None)
         if device != CUDA:
             return None
         if index not in _begun:
             torch.cuda.current_stream(index)
             _begun.add(index)
-        return _Place(type(array), private_torch.raw_stream(index) or 1)  # the default stream has no number
+        return _Place(type(array), index, private_torch.raw_stream(index) or 1)  # the default stream has no number
     except _REFUSALS:
         return None
-
-
-_to_capsule: Callable[[Tensor], Any] = dlpack.to_dlpack  # type: ignore[attr-defined]
 
 
 class _Result:
@@ -173,19 +185,67 @@ class _Library(NamedTuple):
     """What makes arrays of a kind."""
 
     from_dlpack: Callable[[Any], Any]
-    #: The library's current stream of a device, where from_dlpack takes capsules, too, as CuPy's does.
-    stream: Callable[[int], Any] | None
+    #: The library where it is CuPy: its from_dlpack takes capsules, too, and a kernel may run on its stream.
+    cupy: Any
+
+    def shares(self, place: _Place) -> bool:
+        """Whether the kernel's stream is the library's own, so that none has to wait for the other."""
+        if self.cupy is None or place.stream is None:
+            return False
+        own: int = self.cupy.cuda.get_current_stream(place.index).ptr
+        return (own or 1) == place.stream
 
 
 def _handed_over(tensor: Tensor, library: _Library, place: _Place | None) -> Any:
     """An array of q's library in the tensor's memory."""
     if place is None:
         return library.from_dlpack(tensor)
-    if library.stream is not None and place.stream is not None:
-        own: int = library.stream(tensor.get_device()).ptr
-        if (own or 1) == place.stream:  # that of the kernel: what has nothing to wait for costs half of the time
-            return library.from_dlpack(private_torch.to_capsule(tensor))
+    if library.shares(place):  # what has nothing to wait for costs half of the time
+        return library.from_dlpack(private_torch.to_capsule(tensor))
     return library.from_dlpack(_Result(tensor, place.stream))
+
+
+# ---- a call without a tensor -------------------------------------------------------------------------------
+
+
+def _launched(library: _Library, place: _Place, given: tuple[Any, Any, Any], options: Options) -> Any:
+    """A kernel on arrays whose capsules say all that it must know, into new ones of their library.
+
+    None, and nothing was launched, where anything else has a say: other arrays among them, another stream or
+    device, what listens to torch's operators, a row with a launch of its own.
+    """
+    (q, k, v), (scale, causal, return_lse, layout, row) = given, options
+    if type(k) is not place.kind or type(v) is not place.kind or layout != "bshd":
+        return None
+    if place.index != private_torch.current_device() or not library.shares(place):
+        return None
+    if torch.compiler.is_compiling() or dispatcher.anything_listens() or private_torch.any_autocast_enabled():
+        return None
+    if scale is not None:
+        scale = check.finite_scale(scale)
+    if row is not None:
+        check.row_name(row)
+    try:
+        said = _C.array_metadata(*[x.__dlpack__(stream=place.stream) for x in given])
+    except _REFUSALS:
+        return None
+    if said is None:
+        return None
+    key, *addresses = said
+    known: plan.Plan | None = plan.kept_by((key, causal, row), lambda: _prepared(place, given, causal, row))
+    if known is None or known.launch is not None:
+        return None
+    out = library.cupy.empty(known.out_shape, q.dtype)
+    lse = library.cupy.empty(known.lse_shape, "float32") if return_lse else None
+    places = (*addresses, out.data.ptr, 0 if lse is None else lse.data.ptr)
+    plan.start(known, places, known.scale if scale is None else scale, plan.NOTHING)
+    return (out, lse) if return_lse else out
+
+
+def _prepared(place: _Place, given: tuple[Any, Any, Any], causal: str, row: str | None) -> plan.Plan | None:
+    """None: torch has a reason against one of them, or it was elsewhere."""
+    q, k, v = map(place.take, given)
+    return None if q is None or k is None or v is None else plan.prepare((q, k, v), causal, row, names=("q", "k", "v"))
 
 
 _libraries: dict[type, _Library] = {}
@@ -197,7 +257,7 @@ def _library(array: Any) -> _Library:
     known = _libraries.get(kind)
     if known is not None:
         return known
-    stream = None
+    cupy = None
     found: Callable[[Any], Any] | None
     if kind.__module__ == "numpy":
         found = Tensor.numpy  # whose from_dlpack makes them read-only, where torch or NumPy is older
@@ -206,13 +266,13 @@ def _library(array: Any) -> _Library:
         library = array.__array_namespace__() if hasattr(array, "__array_namespace__") else by_name
         found = getattr(library, "from_dlpack", None)
         if kind.__module__.partition(".")[0] == "cupy":
-            stream = getattr(getattr(by_name, "cuda", None), "get_current_stream", None)
+            cupy = by_name
     if found is None:
         raise TypeError(
             f"q is a {_name(array)}, whose library has no from_dlpack to take the result with: "
             "pass torch.from_dlpack(q), and alike k and v"
         )
-    _libraries[kind] = _Library(found, stream)
+    _libraries[kind] = _Library(found, cupy)
     return _libraries[kind]
 
 

@@ -153,15 +153,14 @@ def attention(
     """
     if rest:
         refuse_positions("attention", "q, k and v", 3 + len(rest))
-    if not isinstance(q, Tensor) and arrays.is_array(q):
-        options = {"scale": scale, "causal": causal, "return_lse": return_lse, "layout": layout, "row": row}
-        found_as_arrays: Any = arrays.through(attention, q, k, v, features, options)
-        return found_as_arrays  # type: ignore[no-any-return]
     if layout != "bshd":
         check.layout_name(layout)
     causal = "none" if causal is False else "bottom-right" if causal is True else check.causal_name(causal)
     if return_lse is not False and return_lse is not True:
         check.flag("return_lse", return_lse)  # type: ignore[unreachable]
+    if not isinstance(q, Tensor) and arrays.is_array(q):
+        options = arrays.Options(scale, causal, return_lse, layout, row)
+        return arrays.through(attention, q, k, v, features, options)  # type: ignore[no-any-return]
     said: Mapping[str, Any] = features
     if private_torch.any_autocast_enabled():
         q, k, v, said = autocast.operands(q, k, v, features)

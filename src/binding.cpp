@@ -254,6 +254,7 @@ PYBIND11_MODULE(_C, m) {
   bind_helper_params(m);
   bind_rope_params(m);
   bind_beside_params(m);
+  bind_arrays(m);
   m.def("rows", [] { return views<ForwardConfig, WideConfig, WideScoredConfig>(); });
   m.def("backward_rows", [] { return views<BackwardConfig, QueryProductConfig, WideBackwardConfig>(); });
   m.def("helpers", [] { return views<HelperConfig>(); });

@@ -25,6 +25,9 @@ void bind_backward_params(pybind11::module_& module);
 void bind_helper_params(pybind11::module_& module);
 void bind_beside_params(pybind11::module_& module);
 
+/// array_metadata().
+void bind_arrays(pybind11::module_& module);
+
 /// RopeParams and RopeBackwardParams.
 void bind_rope_params(pybind11::module_& module);
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import operator
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +13,15 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tensors import ints, qkv, randn
 from torch import Tensor
+from torch.overrides import BaseTorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from cutlass_fmha import arrays, attention, private_torch
+from cutlass_fmha import _C, arrays, attention, private_torch
+from cutlass_fmha.launch import plan
 
 
 class Recorder:
@@ -80,7 +85,7 @@ def test_memory_is_shared_both_ways(monkeypatch: pytest.MonkeyPatch):
         seen.extend((*given, torch.zeros(3)))
         return seen[-1]
 
-    out = arrays.through(call, q, k, v, {}, {})
+    out = arrays.through(call, q, k, v, {}, arrays.Options())
     addresses = [x.__array_interface__["data"][0] for x in (q, k, v, out)]
     assert [x.data_ptr() for x in seen] == addresses
 
@@ -102,9 +107,9 @@ def test_the_stream_that_the_kernel_runs_on_is_handed_over(monkeypatch: pytest.M
     with monkeypatch.context() as changed:  # on another one the tensor has it wait
         changed.setattr(Tensor, "__dlpack__", lambda _, **said: said)
         assert out.tensor.__dlpack__(stream=asked + 1) == {"stream": asked + 1}
-    place = arrays._Place(Recorder, None)
+    place = arrays._Place(Recorder, 1, None)
     assert [place.take(Recorder(x)) is None for x in (ints(1), ints(1))] == [False, False]
-    place._index = 3  # where q was
+    place._seen = 3  # where q was
     assert place.take(given[0]) is None
     host = [Recorder(x, (1, 0)) for x in qkv()]
     attention(*host)
@@ -140,6 +145,161 @@ def test_a_library_on_the_kernels_stream_is_handed_the_memory_alone(
     assert [hasattr(x, "__dlpack__") for x in taken] == [waits] * 2
     for found, want in zip((out, lse), attention(*qkv(), return_lse=True), strict=True):
         assert torch.equal(found.tensor, want)
+
+
+# ---- without a tensor --------------------------------------------------------------------------------------
+
+
+@given(st.data())
+def test_capsules_say_what_plans_differ_by(data: st.DataObject):
+    """Equal bytes where q, k and v have equal metadata, addresses to 16 bytes among it, and no others."""
+    memory = torch.zeros(4096)
+
+    def drawn() -> Tensor:
+        shape = data.draw(st.lists(st.integers(1, 3), max_size=4))
+        strides = data.draw(st.lists(st.integers(0, 20), min_size=len(shape), max_size=len(shape)))
+        dtype = data.draw(st.sampled_from([torch.float32, torch.int32, torch.bfloat16]))
+        return memory.view(dtype).as_strided(shape, strides, data.draw(st.integers(0, 5)))
+
+    def metadata(*tensors: Tensor) -> Any:
+        odd = functools.reduce(operator.or_, (x.data_ptr() for x in tensors)) % 16
+        sizes = [[(n, n > 1 and s) for n, s in zip(x.shape, x.stride(), strict=True)] for x in tensors]
+        return sizes, [x.dtype for x in tensors], odd
+
+    first, second = [drawn() for _ in range(3)], [drawn() for _ in range(3)]
+    changed = [b if data.draw(st.booleans()) else a for a, b in zip(first, second, strict=True)]
+    found, other = (_C.array_metadata(*map(private_torch.to_capsule, x)) for x in (first, changed))
+    assert found is not None and other is not None
+    assert (found[0] == other[0]) == (metadata(*first) == metadata(*changed))
+    assert list(found[1:]) == [x.data_ptr() for x in first]
+
+
+def test_capsules_that_are_read_in_another_way():
+    q, k, v = map(private_torch.to_capsule, qkv())
+    assert _C.array_metadata(q, k, private_torch.to_capsule(torch.zeros(1, 1, 1, 1, 1))) is None
+    assert _C.array_metadata(q, k, private_torch.to_capsule_1(qkv()[2])) is None
+    assert _C.array_metadata(q, k, 1) is None
+    taken = private_torch.from_capsule(v)
+    assert _C.array_metadata(q, k, v) is None and torch.equal(taken, qkv()[2])
+
+
+class Cupy(Recorder):
+    """CuPy's array on the CPU's memory, of a library on the kernel's stream."""
+
+    __module__ = "cupy._core"
+    data = property(lambda self: SimpleNamespace(ptr=self.tensor.data_ptr()))
+    dtype = property(lambda self: self.tensor.dtype)
+    stream = 0
+
+    def __dlpack__(self, *, stream: int | None = None) -> Any:
+        self.asked.append(stream)
+        return private_torch.to_capsule(self.tensor)
+
+    def __array_namespace__(self) -> Any:
+        return sys.modules["cupy"]
+
+
+class Elsewhere(Cupy):
+    """Another type."""
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What was asked of kernels past all tensors: nothing runs."""
+    library = SimpleNamespace(
+        from_dlpack=lambda x: Cupy(
+            private_torch.from_capsule(private_torch.to_capsule(x._tensor) if hasattr(x, "_tensor") else x)
+        ),
+        cuda=SimpleNamespace(get_current_stream=lambda device: SimpleNamespace(ptr=Cupy.stream)),
+        empty=lambda shape, dtype: Cupy(torch.empty(shape, dtype=getattr(torch, str(dtype).removeprefix("torch.")))),
+    )
+    monkeypatch.setitem(sys.modules, "cupy", library)
+    monkeypatch.setattr(arrays, "_begun", {1})
+    monkeypatch.setattr(private_torch, "raw_stream", lambda index: 0)
+    monkeypatch.setattr(private_torch, "current_device", lambda: 1)
+    calls: list[Any] = []
+    monkeypatch.setattr(arrays.plan, "start", lambda *asked: calls.append(asked))
+    return calls
+
+
+def test_a_call_of_arrays_alone_makes_no_tensor_of_them(launched: list[Any], monkeypatch: pytest.MonkeyPatch):
+    q, k, v = (Cupy(x) for x in qkv())
+    row = plan.prepare((q.tensor, k.tensor, v.tensor), "bottom-right", None).row
+    out = attention(q, k, v)
+    assert isinstance(out, Cupy) and launched[0][1][4] == 0 and launched.pop()[2] == 32**-0.5
+    for _ in range(2):
+        out, lse = attention(q, k, v, causal=True, return_lse=True, scale=0.5)
+        ((asked, addresses, scale, said),) = launched
+        assert (asked.row, scale, dict(said)) == (row, 0.5, {})
+        assert list(addresses) == [x.tensor.data_ptr() for x in (q, k, v, out, lse)]
+        assert out.tensor.shape == q.tensor.shape and out.tensor.dtype == q.tensor.dtype
+        assert lse.tensor.shape == (2, 4, 33) and lse.tensor.dtype == torch.float32
+        launched.clear()
+        monkeypatch.setattr(private_torch, "from_capsule", None)  # the plan is known
+
+
+@pytest.mark.parametrize(
+    "what", ["stream", "device", "type", "layout", "feature", "mode", "autocast", "refusal", "a launch of its own"]
+)
+def test_a_call_with_anything_else_goes_by_tensors(launched: list[Any], monkeypatch: pytest.MonkeyPatch, what: str):
+    (q, k, v), around, said = (Cupy(x) for x in qkv()), contextlib.nullcontext(), {}
+    want = attention(q.tensor, k.tensor, v.tensor)
+    if what == "stream":
+        monkeypatch.setattr(Cupy, "stream", 7)
+    elif what == "device":
+        monkeypatch.setattr(private_torch, "current_device", lambda: 0)
+    elif what == "type":
+        v = Elsewhere(v.tensor, (1, 0))
+    elif what == "layout":
+        q, k, v = (Cupy(x.tensor.transpose(1, 2)) for x in (q, k, v))
+        said = {"layout": "bhsd"}
+    elif what == "feature":
+        said = {"seqused_k": Cupy(ints(65, 65))}
+    elif what == "mode":
+        around = BaseTorchFunctionMode()
+    elif what == "autocast":
+        around = torch.autocast("cpu", torch.float16)
+    elif what == "refusal":
+        monkeypatch.setattr(_C, "array_metadata", lambda *_: None)
+    else:
+        prepared = plan.prepare((q.tensor, k.tensor, v.tensor), "none", None)
+        monkeypatch.setattr(arrays.plan, "kept_by", lambda *_: prepared._replace(launch=lambda *_: None))
+    with around:
+        out = attention(q, k, v, **said)
+    assert not launched and torch.equal(out.tensor.transpose(1, 2) if what == "layout" else out.tensor, want)
+
+
+@pytest.mark.parametrize(
+    ("said", "sentence"), [({"scale": float("inf")}, "scale must be"), ({"row": 1}, "row must be")]
+)
+def test_a_call_without_a_tensor_is_checked_alike(launched: list[Any], said: dict[str, Any], sentence: str):
+    with pytest.raises((TypeError, ValueError), match=sentence):
+        attention(*(Cupy(x) for x in qkv()), **said)
+    with pytest.raises(ValueError, match="k must have a number of heads that divides q's 4, got 3"):
+        attention(*(Cupy(x[:, :, :3] if n else x) for n, x in enumerate(qkv(heads_kv=4))))
+    assert not launched
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("own_stream", [False, True])
+def test_cupys_arrays_on_its_stream_and_on_torchs(own_stream: bool, monkeypatch: pytest.MonkeyPatch):
+    cupy = pytest.importorskip("cupy", reason="cupy is not installed")
+    tensors = [x.cuda() for x in qkv()]
+    cases = [tensors, [x[:, ::2] for x in tensors], [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]]
+    taken: list[Any] = []
+    take = private_torch.from_capsule
+    for case in cases:
+        want = attention(*case, causal=True, return_lse=True)
+        with cupy.cuda.Stream(non_blocking=True) if own_stream else contextlib.nullcontext():
+            given = [cupy.from_dlpack(x) for x in case]
+            for _ in range(2):
+                monkeypatch.setattr(private_torch, "from_capsule", lambda x: taken.append(x) or take(x))
+                taken.clear()
+                out, lse = attention(*given, causal=True, return_lse=True)
+                for found, wanted in zip((out, lse), want, strict=True):
+                    assert type(found) is cupy.ndarray
+                    assert torch.equal(torch.from_dlpack(found), wanted)
+        assert bool(taken) is own_stream
 
 
 class OnGpu(Recorder):

@@ -186,7 +186,7 @@ def _of_serving(rows: list[Tensor]) -> list[tuple[str, dict[str, Call]]]:
         backend: Any = object.__new__(sglang.Backend)  # its maker wants a model's runner
         pool = [x.flatten(0, 1) for x in pages]
         backend.pool, backend.page_size = SimpleNamespace(get_kv_buffer=lambda layer_id: pool), page
-        backend._said, backend._views = {}, {}
+        backend._said, backend._views, backend._layers = {}, {}, {}
         backend.forward_metadata = sglang.Metadata(starts, used, table, 1, SEQLEN)
         radix = {"tp_q_head_num": HEADS, "qk_head_dim": DIM, "v_head_dim": DIM, "scaling": DIM**-0.5, "layer_id": 0}
         radix |= dict.fromkeys(("is_cross_attention", "use_irope", "logit_cap", "xai_temperature_len"), 0)

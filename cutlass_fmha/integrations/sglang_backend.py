@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -57,6 +58,8 @@ class Backend(AttentionBackend):  # type: ignore[misc]  # SGLang isn't there for
             self._said["batch_invariant"] = True
         self._one_each = self._counts(model_runner.req_to_token_pool.size)
         self._of_graphs: dict[int, Metadata] = {}
+        #: By layer: itself, and what it says to ``attention``.
+        self._layers: dict[int, tuple[Any, dict[str, Any]]] = {}
         #: By layer: the pool's tensors, which stay what they are, and their pages.
         self._views: dict[int, tuple[Tensor, ...]] = {}
         self.forward_metadata: Metadata | None = None
@@ -160,31 +163,25 @@ class Backend(AttentionBackend):  # type: ignore[misc]  # SGLang isn't there for
         q [tokens, num_heads * head_dim], k and v [tokens, num_heads_kv, head_dim]; returns [tokens,
         num_heads * head_dim of v]. kwargs: sinks; another one raises NotImplementedError.
         """
-        meta, causal = self.forward_metadata, layer.attn_type == AttentionType.DECODER
+        meta, said = self.forward_metadata, self._of_layer(layer)
         assert meta is not None
-        sinks = kwargs.pop("sinks", None)
-        _refuse(layer, kwargs)
+        if kwargs:
+            sinks = kwargs.pop("sinks", None)
+            _refuse(name for name, value in kwargs.items() if value is not None and value is not False)
+            if sinks is not None:
+                said = {**said, "sinks": sinks}
         if save_kv_cache and k is not None:
             where = KVWriteLoc.for_layer(forward_batch, layer, swa_loc=meta.window_rows)
             self.pool.set_kv_buffer(layer, where, k, v, layer.k_scale, layer.v_scale)
         keys, values = self._pages(layer.layer_id)
-        said = dict(self._said) if sinks is None else {**self._said, "sinks": sinks}
-        if layer.logit_cap:
-            said["softcap"] = layer.logit_cap
-        table = meta.page_table
-        if layer.sliding_window_size is not None and layer.sliding_window_size > -1:
-            # As many keys before a query's own.
-            said["window"] = (layer.sliding_window_size, None if causal else layer.sliding_window_size)
-            table = table if meta.window_table is None else meta.window_table
+        table = meta.window_table if "window" in said and meta.window_table is not None else meta.page_table
         output = forward_batch._attn_output  # where a graph of a prompt has room
         if output is not None:
-            said["out"] = output.view(-1, layer.tp_q_head_num, layer.v_head_dim)
+            said = {**said, "out": output.view(-1, layer.tp_q_head_num, layer.v_head_dim)}
         found: Tensor = attention(
             q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),
             keys,
             values,
-            scale=layer.scaling,
-            causal=causal,
             max_seqlen_q=meta.max_seqlen_q,
             max_seqlen_k=meta.max_seqlen_k,
             cu_seqlens_q=meta.cu_seqlens_q,
@@ -194,6 +191,22 @@ class Backend(AttentionBackend):  # type: ignore[misc]  # SGLang isn't there for
         )
         calls.count(layer.attn_type._value_)
         return found.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
+
+    def _of_layer(self, layer: Any) -> dict[str, Any]:
+        """What a layer says at each call; looked at once, since each word of it costs host time."""
+        kept = self._layers.get(layer.layer_id)
+        if kept is not None and kept[0] is layer:
+            return kept[1]
+        _refuse(_unknown(layer))
+        causal = layer.attn_type == AttentionType.DECODER
+        said = {**self._said, "scale": layer.scaling, "causal": causal}
+        if layer.logit_cap:
+            said["softcap"] = layer.logit_cap
+        before = layer.sliding_window_size  # as many keys before a query's own
+        if before is not None and before > -1:
+            said["window"] = (before, None if causal else before)
+        self._layers[layer.layer_id] = layer, said
+        return said
 
     def _pages(self, layer_id: int) -> tuple[Tensor, Tensor]:
         """[pages, page_size, num_heads_kv, head_dim] of rows, or of pages whose heads come first."""
@@ -233,18 +246,18 @@ def _refusal(runner: Any) -> str | None:
     return None if reason is None else f"can't run this model: {reason}"
 
 
-def _refuse(layer: Any, kwargs: dict[str, Any]) -> None:
-    """Raises for what a layer says and ``attention`` would not hear."""
-    if not (kwargs or layer.is_cross_attention or layer.logit_cap or layer.xai_temperature_len or layer.use_irope):
-        return
-    said = {name for name, value in kwargs.items() if value is not None and value is not False}
+def _unknown(layer: Any) -> Iterator[str]:
+    """What a layer says and ``attention`` would not hear."""
     if layer.is_cross_attention:
-        said.add("is_cross_attention")
+        yield "is_cross_attention"
     if layer.logit_cap and layer.logit_capping_method != "tanh":
-        said.add("logit_capping_method")
+        yield "logit_capping_method"
     if (layer.xai_temperature_len or 0) > 0:
-        said.add("xai_temperature_len")
+        yield "xai_temperature_len"
     if layer.use_irope:
-        said.add("use_irope")
-    if said:
-        raise NotImplementedError(f"cutlass_fmha does not know what {', '.join(sorted(said))} says in SGLang")
+        yield "use_irope"
+
+
+def _refuse(names: Iterable[str]) -> None:
+    if said := sorted(names):
+        raise NotImplementedError(f"cutlass_fmha does not know what {', '.join(said)} says in SGLang")

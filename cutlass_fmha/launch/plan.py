@@ -153,7 +153,7 @@ def launch(
     if plan.launch is not None:
         return plan.launch((q, k, v), scale, return_lse, said)
 
-    lse = parts = scratch = None
+    lse = None
     if plan.given is not None:
         out, lse = _results(plan, (q, k, v), return_lse, said)
     elif 0 <= plan.device_index == private_torch.current_device():  # which needs a driver
@@ -161,37 +161,36 @@ def launch(
         out = empty(plan.out_shape, plan.out_strides, plan.dtype)
         if return_lse:
             lse = empty(plan.lse_shape, plan.lse_strides, torch.float32)
-        if plan.room and not IN_USE:  # what a Scratch would do, sooner
-            parts = empty((plan.room,), (1,), torch.float32)
     else:
         out = torch.empty_strided(plan.out_shape, plan.out_strides, dtype=plan.dtype, device=plan.device)
         if return_lse:
             lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=plan.device)
-    if plan.room and parts is None:
-        scratch = Scratch(plan.device).begin()
+    lse_address = 0 if lse is None else lse.data_ptr()
+    start(plan, (q_address, k_address, v_address, out.data_ptr(), lse_address), scale, said)
+    return out, lse
+
+
+def start(plan: Plan, addresses: tuple[int, int, int, int, int], scale: float, said: Mapping[str, Any]) -> None:
+    """The kernel of a plan without a launch of its own: on q, k and v, into an output and an LSE (0: none)."""
+    room, scratch = 0, None
+    if plan.room:
+        if not IN_USE and 0 <= plan.device_index == private_torch.current_device():
+            parts = private_torch.empty_strided_cuda((plan.room,), (1,), torch.float32)
+            room = parts.data_ptr()  # what a Scratch would find, sooner
+        else:
+            scratch = Scratch(plan.device).begin()
     params = plan.params
     if plan.addresses:
         params = params.copy()  # threads that share a plan must not meet in its parameters
         for name, field in plan.addresses:
             setattr(params, field, said[name].data_ptr())
     try:
-        _C.launch(
-            plan.row,
-            params,
-            plan.cuda_index,
-            current_stream(plan.device_index),
-            q_address,
-            k_address,
-            v_address,
-            out.data_ptr(),
-            0 if lse is None else lse.data_ptr(),
-            scale,
-            parts.data_ptr() if parts is not None else 0 if scratch is None else scratch.floats(plan.room),
-        )
+        if scratch is not None:
+            room = scratch.floats(plan.room)
+        _C.launch(plan.row, params, plan.cuda_index, current_stream(plan.device_index), *addresses, scale, room)
     finally:
         if scratch is not None:
             scratch.end()
-    return out, lse
 
 
 _before: Any = ()
