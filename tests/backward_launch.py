@@ -46,7 +46,7 @@ LISTED = [
     *(Problem(170, 300, batch=4, used_q=True, used_k=True, leftpad=True, causal=causal) for causal in CAUSAL),
     *(Problem(70, 130, layout=layout, num_heads=4) for layout in ("bhsd", "packed", "padded", "expanded")),
     *(Problem(70, 130, head_dim=d, head_dim_v=v) for d, v in ((24, 72), (72, 24), (128, 64), (64, 256), (200, 256))),
-    *(Problem(100, 130, scale=scale, fill=fill) for scale in (0.0, -0.3) for fill in ("ramp", "small")),
+    *(Problem(100, 130, scale=scale, fill=fill) for scale in (0.0, -0.3, 1e-45) for fill in ("ramp", "small")),
 ]
 
 

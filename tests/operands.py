@@ -44,7 +44,8 @@ def _ramp(per_key: float) -> Fill:
         scale = problem.scale or q.shape[-1] ** -0.5  # a scale of 0 has no ramp to show
         # The first element of q and k carries the ramp; q's varies by row, in size and sign.
         slope = q[..., 0].float().clamp(-2, 2)
-        steps = torch.arange(problem.seqlen_k, device=q.device, dtype=torch.float32) * per_key / scale
+        # In fp64: torch divides on a GPU by multiplying, and 1 / scale may be infinite in fp32, 0 * inf NaN.
+        steps = torch.arange(problem.seqlen_k, device=q.device, dtype=torch.float64) * per_key / scale
         limit = 60000.0
         q[..., 0] = slope.to(q.dtype)
         k[..., 0] = steps.clamp(-limit, limit).to(q.dtype)[:, None]
