@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 REPORT = pytest.StashKey[ParityReport]()
 LEFT_OUT = pytest.StashKey[int]()
 TMA_TESTS = "test_parity_tma.py"
+BYTES_OF_MUCH = 2**34  # at most half of that lies between the strides that don't fit an int
 WITHOUT_TMA = pytest.StashKey["str | None"]()  # why they are left out; None when they aren't
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))  # the tests of tools/ import them by name
 
@@ -172,12 +173,22 @@ def hermetic(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def much_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """For tests that take gigabytes: one at a time, whichever worker it is in; what it took is given back."""
+    """For tests that take gigabytes: as many at a time as the GPU has room for, whichever workers they are in; what
+    one took is given back."""
     import torch
 
+    places = max(1, torch.cuda.mem_get_info()[1] // BYTES_OF_MUCH)
     # A worker's directory is one of several in that of the run.
-    with (tmp_path_factory.getbasetemp().parent / "much-memory").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    locks = [(tmp_path_factory.getbasetemp().parent / f"much-memory-{i}").open("w") for i in range(places)]
+    with contextlib.ExitStack() as stack:
+        for lock in locks:
+            stack.enter_context(lock)
+        for lock in locks:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+        else:
+            fcntl.flock(locks[os.getpid() % places], fcntl.LOCK_EX)
         yield
         torch.cuda.empty_cache()
 

@@ -27,9 +27,10 @@ markers =
   gpu
 """,
     "torch.py": """
+import os
 from types import SimpleNamespace
 
-cuda = SimpleNamespace(empty_cache=lambda: None)
+cuda = SimpleNamespace(empty_cache=lambda: None, mem_get_info=lambda: (0, int(os.environ.get('PLACES', 1)) * 2**34))
 def set_num_threads(number): pass
 """,
     "source_hash.py": "def source_hash(): return 'hash'",
@@ -89,6 +90,7 @@ def test_row(row, number, parity):
     parity.record(row, f"problem {number}", Errors(number * 1e-3, wrong or number / 12, 1e-6, 0.5))
 """,
     "test_parity_far.py": """
+import os
 import pytest
 
 pytestmark = pytest.mark.gpu
@@ -96,7 +98,9 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.usefixtures("much_memory")
 @pytest.mark.parametrize("number", range(8))
 def test_far(number):
-    pass
+    if "PLACES" not in os.environ:
+        os.mkdir("far")  # there is one place
+        os.rmdir("far")
 """,
 }
 
@@ -133,14 +137,14 @@ def report(gate: Path) -> dict[str, Any]:
 
 def test_workers_write_the_report_that_one_process_writes(gate: Path):
     found = []
-    for workers in (1, 2):
-        status, output = run(gate, workers=workers)
+    for workers, places in ((1, {}), (2, {}), (2, {"PLACES": "2"})):
+        status, output = run(gate, workers=workers, **places)
         assert status == 0, output
         assert "parity report: report" in output
         content = report(gate)
         assert content.pop("processes") == workers
         found.append(content)
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
     assert found[1]["passed"] and found[1]["tests"] == {"passed": 32}
     assert found[1]["rows_expected"] == ["one", "two"]
     assert found[1]["rows"]["two"] == {

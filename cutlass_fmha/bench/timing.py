@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import time
@@ -133,21 +134,29 @@ def time_interleaved(timers: dict[str, GraphTimer], budget_s: float) -> dict[str
     return {name: timer.result() for name, timer in timers.items()}
 
 
-def time_host(calls: dict[str, Callable[[], object]], count: int = 200, rounds: int = 15) -> dict[str, float]:
+def time_host(calls: dict[str, Callable[[], object]], count: int = 200, rounds: int = 31) -> dict[str, float]:
     """Host microseconds per eager call: medians over ``rounds`` of ``count`` calls without a synchronisation.
 
     The calls take turns, so that a host that slows down meets all of them. The problem must be so small that
     the GPU keeps up, and ``count`` below the depth of the launch queue (1024): otherwise the host waits for
-    the GPU and the figure is the GPU's.
+    the GPU and the figure is the GPU's. No garbage is collected, as in Python's ``timeit``: what that takes is
+    a matter of everything that a process has imported.
     """
     samples: dict[str, list[float]] = {name: [] for name in calls}
-    for number in range(-1, rounds):  # the first round warms up
-        for name, call in calls.items():
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            for _ in range(count):
-                call()
-            if number >= 0:
-                samples[name].append((time.perf_counter() - begin) * 1e6 / count)
-    torch.cuda.synchronize()
+    collects = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(-1, rounds):  # the first round warms up
+            for name, call in calls.items():
+                torch.cuda.synchronize()
+                begin = time.perf_counter()
+                for _ in range(count):
+                    call()
+                if number >= 0:
+                    samples[name].append((time.perf_counter() - begin) * 1e6 / count)
+        torch.cuda.synchronize()
+    finally:
+        if collects:
+            gc.enable()
     return {name: percentile(values, 0.5) for name, values in samples.items()}
