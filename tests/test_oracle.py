@@ -338,6 +338,19 @@ def test_every_row_is_judged_and_those_without_keys_are_exact():
             compare(*wrong, q, k, v, **said).check()
 
 
+@pytest.mark.parametrize("causal", ["none", "top-left", "bottom-right"])
+def test_sequences_that_are_as_alike_as_heads_are_judged_alike_together(causal: str, monkeypatch: pytest.MonkeyPatch):
+    q, k, v = tensors(batch=3, heads=6, heads_kv=3, dtype=torch.float16)
+    said: dict[str, Any] = {"causal": causal, "window": (30, None), "softcap": 2.0}
+    found, of_rows = oracle_features.attention(q, k, v, **said)
+    out, lse = found.to(q.dtype), of_rows.float()
+    out[1, 7, 4] *= 1.5
+    lse[2, 5, 3] += 0.1
+    together = compare(out, lse, q, k, v, **said)
+    monkeypatch.setattr(oracle_features, "SAME_FOR_ALL", set())
+    assert together == compare(out, lse, q, k, v, **said) and min(together.out_ratio, together.lse_ratio) > 1.0
+
+
 def test_shapes_and_dtypes_are_checked():
     q, k, v = tensors(dtype=torch.float16)
     out, lse = model_of_the_kernels(q, k, v)
