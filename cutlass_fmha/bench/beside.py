@@ -322,13 +322,15 @@ def text(result: dict[str, Any]) -> str:
             cells = (f"{us[n] / us[OURS]:.2f}x" if n in us and us[OURS] > 0 else "-" for n in others)
             share = f"{us[COPY] / us[OURS]:.0%}" if us[OURS] > 0 else "-"
             rows.append([f"{case['op']}, {which}", f"{case['bytes']:,}", f"{us[OURS]:.2f}", share, *cells])
-    lines += [*table(["op", "bytes", "us", "of copy", *others], rows), ""]
+    if rows:
+        lines += [*table(["op", "bytes", "us", "of copy", *others], rows), ""]
     steps = [
         [f"{x['ratio']:.2f}x", f"{x['batch']}", f"{x['page_size'] or '-'}", *(f"{us:.2f}" for us in x["us"].values())]
         for x in result["append"]
     ]
     ways = (f"{name}, us" for name in ("norm, rotary, append in one", APART, TURNING))
-    lines += table(["three of ours to one", "batch", "pages of", *ways], steps)
+    if steps:
+        lines += table(["three of ours to one", "batch", "pages of", *ways], steps)
     reasons = {f"{c['op']}, {n}: {why}": None for c in result["results"] for n, why in c["refused"].items()}
     return "\n".join([*lines, *([""] if reasons else []), *reasons]) + "\n"
 
