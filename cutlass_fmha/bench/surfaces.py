@@ -192,7 +192,7 @@ def _of_serving(rows: list[Tensor]) -> list[tuple[str, dict[str, Call]]]:
         radix |= dict.fromkeys(("is_cross_attention", "use_irope", "logit_cap", "xai_temperature_len"), 0)
         radix |= {"attn_type": AttentionType.DECODER, "sliding_window_size": -1}
         direct = bind(cutlass_fmha.attention, query, *pages, **said)
-        given = (query.flatten(1), None, None, SimpleNamespace(**radix), SimpleNamespace(_attn_output=None))
+        given = (query.flatten(1), None, None, type("Layer", (), radix)(), SimpleNamespace(_attn_output=None))
         found.append(("pages", {"attention": direct, "SGLang": bind(backend.forward_decode, *given)}))
     except ImportError:
         pass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -38,6 +38,15 @@ class Metadata:
     window_rows: Tensor | None = None
 
 
+class OfLayer(NamedTuple):
+    """What a layer says to ``attention`` at each call, and the sizes of queries and of a row that leaves."""
+
+    said: dict[str, Any]
+    heads: int
+    head_dim: int
+    width: int
+
+
 class Backend(AttentionBackend):  # type: ignore[misc]  # SGLang isn't there for mypy
     """Of a model's runner."""
 
@@ -58,8 +67,7 @@ class Backend(AttentionBackend):  # type: ignore[misc]  # SGLang isn't there for
             self._said["batch_invariant"] = True
         self._one_each = self._counts(model_runner.req_to_token_pool.size)
         self._of_graphs: dict[int, Metadata] = {}
-        #: By layer: itself, and what it says to ``attention``.
-        self._layers: dict[int, tuple[Any, dict[str, Any]]] = {}
+        self._layers: dict[Any, OfLayer] = {}
         #: By layer: the pool's tensors, which stay what they are, and their pages.
         self._views: dict[int, tuple[Tensor, ...]] = {}
         self.forward_metadata: Metadata | None = None
@@ -163,8 +171,9 @@ class Backend(AttentionBackend):  # type: ignore[misc]  # SGLang isn't there for
         q [tokens, num_heads * head_dim], k and v [tokens, num_heads_kv, head_dim]; returns [tokens,
         num_heads * head_dim of v]. kwargs: sinks; another one raises NotImplementedError.
         """
-        meta, said = self.forward_metadata, self._of_layer(layer)
+        meta = self.forward_metadata
         assert meta is not None
+        said, heads, dim, width = self._layers.get(layer) or self._of_layer(layer)
         if kwargs:
             sinks = kwargs.pop("sinks", None)
             _refuse(name for name, value in kwargs.items() if value is not None and value is not False)
@@ -179,7 +188,7 @@ class Backend(AttentionBackend):  # type: ignore[misc]  # SGLang isn't there for
         if output is not None:
             said = {**said, "out": output.view(-1, layer.tp_q_head_num, layer.v_head_dim)}
         found: Tensor = attention(
-            q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),
+            q.reshape(-1, heads, dim),
             keys,
             values,
             max_seqlen_q=meta.max_seqlen_q,
@@ -190,13 +199,10 @@ class Backend(AttentionBackend):  # type: ignore[misc]  # SGLang isn't there for
             **said,
         )
         calls.count(layer.attn_type._value_)
-        return found.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
+        return found.view(-1, width)
 
-    def _of_layer(self, layer: Any) -> dict[str, Any]:
-        """What a layer says at each call; looked at once, since each word of it costs host time."""
-        kept = self._layers.get(layer.layer_id)
-        if kept is not None and kept[0] is layer:
-            return kept[1]
+    def _of_layer(self, layer: Any) -> OfLayer:
+        """Looked at once, since each word of it costs host time."""
         _refuse(_unknown(layer))
         causal = layer.attn_type == AttentionType.DECODER
         said = {**self._said, "scale": layer.scaling, "causal": causal}
@@ -205,8 +211,9 @@ class Backend(AttentionBackend):  # type: ignore[misc]  # SGLang isn't there for
         before = layer.sliding_window_size  # as many keys before a query's own
         if before is not None and before > -1:
             said["window"] = (before, None if causal else before)
-        self._layers[layer.layer_id] = layer, said
-        return said
+        heads = layer.tp_q_head_num
+        found = self._layers[layer] = OfLayer(said, heads, layer.qk_head_dim, heads * layer.v_head_dim)
+        return found
 
     def _pages(self, layer_id: int) -> tuple[Tensor, Tensor]:
         """[pages, page_size, num_heads_kv, head_dim] of rows, or of pages whose heads come first."""
