@@ -19,7 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle_helpers import rotate
-from tensors import ints, randn
+from tensors import ints, randn, starts
 from torch import Tensor
 
 from cutlass_fmha import attention, flash_attn, with_kv_cache
@@ -31,12 +31,12 @@ from cutlass_fmha.flash_attn.ops.triton.rotary import apply_rotary
 
 #: Of release 2.8.3, but for annotations.
 SIGNATURES = {
-    "flash_attn_func": "q, k, v, {}",
-    "flash_attn_qkvpacked_func": "qkv, {}",
-    "flash_attn_kvpacked_func": "q, kv, {}",
-    "flash_attn_varlen_func": "q, k, v, {lengths}, {}, block_table=None",
-    "flash_attn_varlen_qkvpacked_func": "qkv, cu_seqlens, max_seqlen, {}",
-    "flash_attn_varlen_kvpacked_func": "q, kv, {lengths}, {}",
+    "flash_attn_func": "q, k, v, {usual}",
+    "flash_attn_qkvpacked_func": "qkv, {usual}",
+    "flash_attn_kvpacked_func": "q, kv, {usual}",
+    "flash_attn_varlen_func": "q, k, v, {lengths}, {usual}, block_table=None",
+    "flash_attn_varlen_qkvpacked_func": "qkv, cu_seqlens, max_seqlen, {usual}",
+    "flash_attn_varlen_kvpacked_func": "q, kv, {lengths}, {usual}",
     "flash_attn_with_kvcache": "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, "
     "cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None, "
     "causal=False, window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, "
@@ -80,21 +80,18 @@ SIGNATURES = {
     "ops.rms_norm.DropoutAddRMSNorm.forward": "self, x0, residual=None",
     "ops.activations.swiglu": "x, y",
 }  # fmt: skip
-NORM = (
-    "x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-06, dropout_p=0.0, "
-    "rowscale=None, prenorm=False, residual_in_fp32=False, zero_centered_weight=False"
-)
-GRADIENTS = (
-    "dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, "
-    "deterministic, rng_state=None"
-)
-PLACES = "return_dropout_mask=False, out_dtype=None, out=None, residual_out=None"
-USUAL = (
-    "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
-    "deterministic=False, return_attn_probs=False"
-)
 LENGTHS = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
-SHARED = {"lengths": LENGTHS, "norm": NORM, "places": PLACES, "gradients": GRADIENTS}
+#: What several have.
+SHARED = {
+    "usual": "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
+    "deterministic=False, return_attn_probs=False",
+    "norm": "x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-06, dropout_p=0.0, "
+    "rowscale=None, prenorm=False, residual_in_fp32=False, zero_centered_weight=False",
+    "gradients": "dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, "
+    "deterministic, rng_state=None",
+    "places": "return_dropout_mask=False, out_dtype=None, out=None, residual_out=None",
+    "lengths": LENGTHS,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
@@ -107,7 +104,7 @@ def test_signatures_are_theirs(name: str):
     }
     given = inspect.signature(found).parameters.values()
     plain = [str(each.replace(annotation=inspect.Parameter.empty)) for each in given]
-    assert ", ".join(plain) == SIGNATURES[name].format(USUAL, **SHARED)
+    assert ", ".join(plain) == SIGNATURES[name].format(**SHARED)
 
 
 # ---- what the functions compute ----------------------------------------------------------------------------
@@ -174,8 +171,8 @@ def test_dense_functions(sizes: tuple[int, int, int], options: dict[str, Any], h
     tensors=st.booleans(),
 )
 def test_packed_functions(lengths: list[tuple[int, int]], options: dict[str, Any], tensors: bool):
-    cu_q, cu_k = (ints(0, *(sum(n[side] for n in lengths[: b + 1]) for b in range(len(lengths)))) for side in (0, 1))
-    longest = [max(n[side] for n in lengths) for side in (0, 1)]
+    (cu_q, longest_q), (cu_k, longest_k) = ((starts(*each), max(each)) for each in zip(*lengths, strict=True))
+    longest = [longest_q, longest_k]
     given = [torch.tensor(n) for n in longest] if tensors else longest
     q, kv = randn(int(cu_q[-1]), 4, 12), randn(int(cu_k[-1]), 2, 2, 12, seed=1)
     k, v = kv.unbind(1)
@@ -191,9 +188,7 @@ def test_packed_functions(lengths: list[tuple[int, int]], options: dict[str, Any
 
     # the same keys in pages of 16, in any order
     pages = randn(12, 16, 2, 2, 12, seed=3)
-    table = (
-        torch.randperm(12, generator=torch.Generator().manual_seed(1)).to(torch.int32)[: 2 * len(lengths)].view(-1, 2)
-    )
+    table = (torch.arange(2 * len(lengths), dtype=torch.int32) * 5 % 12).view(-1, 2)
     for b, (_, length) in enumerate(lengths):
         rows = kv[int(cu_k[b]) : int(cu_k[b + 1])]
         pages[int(table[b, 0]), : min(16, length)] = rows[:16]
@@ -425,12 +420,11 @@ def test_rotary_of_their_signature(packed: bool, interleaved: bool, inplace: boo
     cos, sin = torch.rand(16, 6, dtype=torch.float64), torch.rand(16, 6, dtype=torch.float64)
     lengths = [5, 0, 3, 4] if packed else [4, 4, 4]
     offsets = [7] * len(lengths) if dtype is int else [3, 15, 16, 14, 40][: len(lengths)]
-    cu = ints(0, *(sum(lengths[: b + 1]) for b in range(len(lengths))))
     rows = randn(12, 2, 16, dtype=torch.float64)
     positions = torch.cat([torch.arange(n) + first for n, first in zip(lengths, offsets, strict=True)])
     leaf = rows.clone().requires_grad_()
     x = (leaf if packed else leaf.view(3, 4, 2, 16)) * 1.0
-    given = {"cu_seqlens": cu, "max_seqlen": torch.tensor(5)} if packed else {}
+    given = {"cu_seqlens": starts(*lengths), "max_seqlen": torch.tensor(5)} if packed else {}
     out = rotary.apply_rotary_emb(
         x, cos, sin, interleaved, inplace, 7 if dtype is int else torch.tensor(offsets, dtype=dtype), **given
     )
@@ -501,11 +495,8 @@ def test_rotary_embedding_in_place(shape: str, offset: Any, interleaved: bool, s
     first = torch.tensor(offset if isinstance(offset, list) else [offset] * 2)
     at = (first[:, None] + torch.arange(5)).flatten()
     q, k, v = leaf.flatten(0, 1).split(heads, 1)
-    turned_q, turned_k = (
-        turned(q, cos * scale, sin * scale, at, interleaved),
-        turned(k, cos / scale, sin / scale, at, interleaved),
-    )
-    expected = torch.cat((turned_q, turned_k, v), 1).view(out.shape)
+    q, k = turned(q, cos * scale, sin * scale, at, interleaved), turned(k, cos / scale, sin / scale, at, interleaved)
+    expected = torch.cat((q, k, v), 1).view(out.shape)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
     weight = randn(*out.shape, dtype=F64, seed=1)
     grads = [torch.autograd.grad((each * weight).sum(), leaf)[0] for each in (out, expected)]
@@ -637,33 +628,22 @@ from flash_attn import flash_attn_func, flash_attn_with_kvcache
 from flash_attn.layers.rotary import apply_rotary_emb
 
 torch.manual_seed(0)
-dim, heads, vocabulary = 64, 4, 50
-embed, project = torch.randn(vocabulary, dim), torch.nn.Parameter(torch.randn(dim, 3 * dim) / 8)
-out = torch.randn(dim, vocabulary)
-angles = torch.outer(torch.arange(64), 10000.0 ** -(torch.arange(8) / 8)).to(embed)
+project = torch.nn.Parameter(torch.randn(64, 3 * 64) / 8)
+q, k, v = (torch.randn(2, 17, 64) @ project).unflatten(-1, (3, 4, 16)).unbind(2)
+angles = torch.outer(torch.arange(64), 10000.0 ** -(torch.arange(8) / 8)).to(q)
 cos, sin = angles.cos(), angles.sin()
-
-def qkv(tokens):
-    return (embed[tokens] @ project).unflatten(-1, (3, heads, dim // heads)).unbind(2)
-
-tokens = torch.randint(vocabulary, (2, 5))
-k_cache, v_cache = torch.zeros(2, 2, 64, heads, dim // heads).unbind(0)
-lengths, generated, new, steps = torch.zeros(2, dtype=torch.int32), tokens, tokens, []
-for _ in range(12):
-    q, k, v = qkv(new)
-    context = flash_attn_with_kvcache(
-        q, k_cache, v_cache, k, v, rotary_cos=cos, rotary_sin=sin, cache_seqlens=lengths, causal=True,
-        rotary_interleaved=False,
-    )
-    assert not context.requires_grad
-    lengths += new.shape[1]
-    steps.append(context[:, -1:].flatten(-2) @ out)
-    new = steps[-1].argmax(-1)
-    generated = torch.cat((generated, new), 1)
-q, k, v = qkv(generated[:, :-1])
+k_cache, v_cache = torch.zeros(2, 2, 64, 4, 16).unbind(0)
+lengths, steps = torch.zeros(2, dtype=torch.int32), []
+for new in (slice(0, 5), *(slice(i, i + 1) for i in range(5, 17))):
+    steps.append(flash_attn_with_kvcache(
+        q[:, new], k_cache, v_cache, k[:, new], v[:, new], rotary_cos=cos, rotary_sin=sin, cache_seqlens=lengths,
+        causal=True, rotary_interleaved=False,
+    ))
+    assert not steps[-1].requires_grad
+    lengths += steps[-1].shape[1]
 q, k = apply_rotary_emb(q, cos, sin), apply_rotary_emb(k, cos, sin)
-whole = flash_attn_func(q, k, v, causal=True).flatten(-2) @ out
-print(generated.shape, (torch.cat(steps, 1) - whole[:, 4:]).abs().max().item() / whole.abs().max().item())
+whole = flash_attn_func(q, k, v, causal=True)
+print(whole.shape, (torch.cat(steps, 1) - whole).abs().max().item() / whole.abs().max().item())
 """
 
 LLAMA = """
@@ -699,7 +679,7 @@ print(flash.shape, (flash - native).abs().max().item())
 
 #: What each needs, its calls of ours, and the shape that it prints.
 SCRIPTS = {
-    "generation": (GENERATION, None, 13, [2, 17]),
+    "generation": (GENERATION, None, 14, [2, 17, 4, 16]),
     "transformers, flash_attention_2": (LLAMA, "transformers", 2, [15, 50]),
     "diffusers, flash": (DIFFUSERS, "diffusers", 2, [2, 2, 7, 4, 32]),
 }

@@ -281,14 +281,10 @@ def following(first: Tensor, seqlen: int) -> Tensor:
 
 #: (head_dim, rotary_dim): whole rows, parts of them, pairs that no vector has whole, and odd sizes.
 DIMS = ((64, 64), (128, 32), (96, 80), (64, 24), (64, 6), (40, 4), (50, 22), (256, 256), (320, 64))
-
-
 #: Of packed rows.
 ROWS = 13
 #: Sequences of several rows, of one, of none; rows before, behind, and only those.
 PACKED = ((0, 5, 5, 13), (2, 3, 3, 3, 8, 9), (0, 0, 0, 0), tuple(range(14)), (13, 13), (0, 13), (4,))
-
-
 #: Of a batch, or of packed rows.
 BEGINS = st.sampled_from((None, *PACKED))
 
@@ -296,9 +292,7 @@ BEGINS = st.sampled_from((None, *PACKED))
 def sequences(x: Tensor, begins: tuple[int, ...] | None) -> list[Tensor]:
     """The rows [1, n, heads, dim] of each, on the CPU."""
     whole = x.cpu()
-    return list(whole[:, None]) if begins is None else [
-        whole[None, a:b] for a, b in itertools.pairwise(begins)
-    ]  # fmt: skip
+    return [*whole[:, None]] if begins is None else [whole[None, a:b] for a, b in itertools.pairwise(begins)]
 
 
 @by_dtype
@@ -413,9 +407,7 @@ class Append:
 
 
 KINDS = ("contiguous", "entries", "pages")
-
-
-#: How new rows of a cache are drawn, and more of what an append is asked for.
+#: How new rows of a cache are drawn.
 NEW_ROWS: dict[str, st.SearchStrategy[Any]] = {
     "kind": st.sampled_from(KINDS),
     "dims": st.sampled_from((*DIMS, (36, 24))),
@@ -425,18 +417,19 @@ NEW_ROWS: dict[str, st.SearchStrategy[Any]] = {
     "numbers": st.lists(st.integers(0, 100), min_size=ROWS, max_size=ROWS),
     "interleaved": st.booleans(),
 }
-APPENDS = {
+
+
+@by_dtype
+@drawn
+@given(
     **NEW_ROWS,
-    "stand": st.sampled_from((None, "cache_seqlens", "leftpad_k", "rotary_seqlens")),
-    "seqlen_q": st.sampled_from((1, 5, 9)),
-    "advance": st.booleans(),
-}
-
-
-def check_append(
-    kind: str, dims: tuple[int, int], head_dim_v: int, layout: str, begins: Any, numbers: list[int], stand: str | None,
-    seqlen_q: int, advance: bool, interleaved: bool, dtype: torch.dtype,
-) -> None:  # fmt: skip
+    stand=st.sampled_from((None, "cache_seqlens", "leftpad_k", "rotary_seqlens")),
+    seqlen_q=st.sampled_from((1, 5, 9)),
+    advance=st.booleans(),
+)
+def test_append(
+    kind, dims, head_dim_v, layout, begins, numbers, stand, seqlen_q, advance, interleaved, dtype: torch.dtype
+):
     """Where keys stand that are rotated, is said by ``stand``; None: they are appended as they are."""
     append = Append(kind, dtype, dims[0], head_dim_v, layout, begins)
     room = 25 - max(append.lengths, default=0)
@@ -466,13 +459,6 @@ def check_append(
         for b, own in enumerate(zip(sequences(found, begins), sequences(x, begins), strict=True)):
             positions = first[b].cpu() + torch.arange(own[0].shape[1]) * step
             assert_rotated(*own, cos.cpu(), sin.cpu(), positions[None], interleaved)
-
-
-@by_dtype
-@drawn
-@given(**APPENDS)
-def test_append(dtype: torch.dtype, **p: Any):
-    check_append(dtype=dtype, **p)
 
 
 @kernels_only
