@@ -76,31 +76,20 @@ def test_inputs_rotate_past_the_cache_and_graphs_visit_all_sets(call_us: float, 
     assert 15 <= count <= 400 and count % timing.ROUNDS == 0
 
 
-def attention_by(case: Case, change: float = 0.0) -> contenders.Attention:
-    """Plain attention in the inputs' dtype, wrong by ``change`` in one element that the sample holds."""
-
-    def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        rows = torch.arange(case.seqlen_q)
-        exact = contenders.reference(query, key, value, case.causal, rows, precise=True).to(query.dtype)
-        exact[-1, -1, 0, 0] += change
-        return exact
-
-    return attention
-
-
 @pytest.mark.parametrize(
     "case", [SMALL, replace(SMALL, causal=False, seqlen_q=1), replace(SMALL, seqlen_q=200, seqlen_k=200)]
 )
 def test_the_error_check_accepts_a_right_result_and_finds_a_wrong_one(case: Case) -> None:
     inputs = contenders.make_inputs(case, 2, torch.device("cpu"))
     check = contenders.ErrorCheck(case, inputs)
-    right = check(attention_by(case)(*inputs[0]))
-    assert 0.0 < right.ratio < 0.6
+    rows = torch.arange(case.seqlen_q)
+    right, other = (contenders.reference(*x, case.causal, rows, precise=True).half() for x in inputs)
+    assert 0.0 < check(right).ratio < 0.6 and not check(other).within
     assert check(contenders.sdpa(replace(case))(*inputs[0])).within
-    assert not check(attention_by(case, 0.1)(*inputs[0])).within
-    assert not check(attention_by(case, math.nan)(*inputs[0])).within
-    other = check(attention_by(case)(*inputs[1]))
-    assert not other.within
+    for change in (0.1, math.nan):  # in one element that the sample holds
+        wrong = right.clone()
+        wrong[-1, -1, 0, 0] += change
+        assert not check(wrong).within
 
 
 def test_the_sampled_rows_hold_the_first_and_the_last() -> None:

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from test_bench import FakeTimer, synthetic
+from test_bench import FakeTimer, fake_gpu, synthetic  # noqa: F401
 
 import cutlass_fmha
 import cutlass_fmha.flash_attn
@@ -233,7 +233,7 @@ def test_who_is_installed_is_found_by_import_and_a_broken_one_says_why(monkeypat
     assert isinstance(peers.found("fa4"), ModuleNotFoundError), "what is missing is another module"
 
 
-@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.usefixtures("fake_gpu", "stand_ins")
 @pytest.mark.parametrize("where", ["call", "capture"])
 def test_a_package_that_fails_is_shown_with_its_reason_and_one_that_is_not_exact_named(where: str, monkeypatch):
     said = AssertionError("head_dim must be 64 or 128")
@@ -252,14 +252,7 @@ def test_a_package_that_fails_is_shown_with_its_reason_and_one_that_is_not_exact
 
     broken = Mock(side_effect=said) if where == "call" else called
     monkeypatch.setattr(sys.modules["flash_attn_interface"], "flash_attn_func", broken)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(runner, "GraphTimer", Timer)
-    monkeypatch.setattr(runner.memory, "peak", lambda call: 0)
-    monkeypatch.setattr(runner.memory, "planned", lambda *problem: 0)
-    inputs = contenders.make_inputs(CASE, 1, torch.device("cpu"))
-    check = contenders.ErrorCheck(CASE, inputs)
-    monkeypatch.setattr(runner, "problem", lambda case, device: (inputs, None, check))
-    monkeypatch.setattr(runner, "selected_row", lambda *problem: "row")
     entry: Any = runner.measure_case(CASE, ["fa3", "sage"], None, 0.1, 0)
     assert entry["results"]["fa3"] == {"status": "unsupported", "reason": "head_dim must be 64 or 128"}
     assert entry["results"]["sage"]["error_ratio"] > 1
