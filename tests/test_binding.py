@@ -164,6 +164,9 @@ def in_a_process_without_gpu(code: str) -> str:
 # ---- stubs -------------------------------------------------------------------------------------------------
 
 
+STUBS = ast.parse((ROOT / "cutlass_fmha" / "_C.pyi").read_text()).body
+
+
 def stub_names(body: list[ast.stmt], prefix: str = "") -> Iterator[str]:
     """Dotted names that a stub file defines: functions, classes and their members."""
     for node in body:
@@ -179,9 +182,7 @@ def stub_names(body: list[ast.stmt], prefix: str = "") -> Iterator[str]:
 def module_names(module: Any, prefix: str = "") -> Iterator[str]:
     """The same of the module: public names, and those of its classes that differ from ``object``'s."""
     for name, value in vars(module).items():
-        if name.startswith("_"):
-            continue
-        if isinstance(value, type(sys)):
+        if name.startswith("_") or isinstance(value, type(sys)):
             continue
         yield prefix + name
         if isinstance(value, type):
@@ -189,14 +190,12 @@ def module_names(module: Any, prefix: str = "") -> Iterator[str]:
 
 
 def test_the_stubs_say_what_is_there():
-    stubs = ast.parse((ROOT / "cutlass_fmha" / "_C.pyi").read_text())
-    top_level = [node for node in stubs.body if not (isinstance(node, ast.ClassDef) and node.name == "host")]
+    top_level = [node for node in STUBS if not (isinstance(node, ast.ClassDef) and node.name == "host")]
     assert set(stub_names(top_level)) == set(module_names(_C))
 
 
 def test_the_stubs_arguments_are_those_of_a_launch():
-    stubs = ast.parse((ROOT / "cutlass_fmha" / "_C.pyi").read_text())
-    function = next(node for node in stubs.body if isinstance(node, ast.FunctionDef) and node.name == "run")
+    function = next(node for node in STUBS if isinstance(node, ast.FunctionDef) and node.name == "run")
     signatures = re.findall(r"\d\. run\((.*)\)", str(_C.run.__doc__))
     for signature in signatures:
         assert re.findall(r"(\w+):", signature) == [argument.arg for argument in function.args.args]

@@ -133,9 +133,6 @@ def test_explain_says_what_runs(capsys, build, monkeypatch, arguments: str, stat
         ("explain --shape 1,2,3", "four sizes batch,seqlen_q,num_heads,head_dim are needed, got '1"),
         ("explain --shape 1,2,3,x", "four sizes batch,seqlen_q,num_heads,head_dim are needed"),
         ("explain --shape 1,2,4,64 --kv-heads 3", "num_heads_kv must divide num_heads 4, got"),
-        ("explain --shape 1,2,4,64 --device cuda:77", "device cuda:77 does not exist"),
-        ("explain --shape 1,2,4,64 --device voodoo", "device must be cuda, "),
-        ("explain --shape 1,2,4,64 --dtype int8", "dtype must be one of"),
         ("explain --shape 1,2,4,64 --causal left", "invalid choice: 'left'"),
         ("explain --shape 1,2,4,64 --row x --device l4", "'x' is not a row of this build; `python -m"),
         ("tune", "invalid choice: 'tune'"),
@@ -264,12 +261,9 @@ def test_info_answers_where_the_package_cannot_be_imported(tmp_path, absent: tup
     assert done.returncode == 1 and said in found["import_error"] and found["runs"] == {}
     assert ("architectures" in found) == ("cutlass_fmha._C" not in absent)
     text = python("-m", "cutlass_fmha", "info")
-    assert (
-        text.returncode == 1
-        and "\nruns: nothing" in text.stdout
-        and f"the package can't be imported: {found['import_error']}" in text.stdout
-        and "the extension can't be loaded" not in text.stdout
-    )
+    assert text.returncode == 1 and "\nruns: nothing" in text.stdout
+    assert f"the package can't be imported: {found['import_error']}" in text.stdout
+    assert "the extension can't be loaded" not in text.stdout
     other = python("-m", "cutlass_fmha", "bench")
     assert other.returncode == 1 and other.stderr.startswith("bench: cutlass_fmha can't be imported here: ")
     assert other.stderr.count("\n") == 1

@@ -74,10 +74,6 @@ CALLS: dict[str, tuple[tuple[Tensor, ...], dict[str, Any]]] = {
 }
 
 
-def op_of(name: str) -> Any:
-    return forward if name.startswith("forward") else attend
-
-
 # ---- what torch expects of an op ---------------------------------------------------------------------------
 
 
@@ -91,8 +87,9 @@ def test_the_schema_is_functional_and_of_fixed_arity(op: Any, module: Any):
 @pytest.mark.parametrize("name", CALLS)
 def test_opcheck_passes(name: str):
     inputs, features = CALLS[name]
+    op = forward if name.startswith("forward") else attend
     for causal, return_lse in [("none", False), ("bottom-right", True), ("top-left", True)]:
-        torch.library.opcheck(op_of(name).default, (*inputs, 0.3, causal, return_lse, None), features)
+        torch.library.opcheck(op.default, (*inputs, 0.3, causal, return_lse, None), features)
 
 
 # ---- gradients ---------------------------------------------------------------------------------------------
@@ -140,7 +137,6 @@ def test_other_ways_to_a_derivative_raise_too():
 
 
 def compiled(function: Any, backend: str = "aot_eager") -> tuple[Any, Any]:
-    torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
     return torch.compile(function, fullgraph=True, dynamic=True, backend=counter), counter
 
