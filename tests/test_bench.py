@@ -17,7 +17,7 @@ import torch
 from oracle import CAUSAL, visible
 
 from cutlass_fmha import UnsupportedError, bench
-from cutlass_fmha.bench import against, contenders, gradients, lineup, machine, report, runner, timing
+from cutlass_fmha.bench import against, contenders, gradients, lineup, machine, peers, report, runner, timing
 from cutlass_fmha.bench import cases as bench_cases
 from cutlass_fmha.bench.cases import CASES, FEATURES, GROUPS, Case, select_cases, visible_pairs
 from cutlass_fmha.bench.features import Feature
@@ -399,7 +399,7 @@ def test_clocks_are_read_from_nvidia_smi_and_gaps_are_none(tmp_path: Path, monke
 def small_features(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes that suit 64 queries, wherever they are used."""
     for name, value in (("WINDOW", 9), ("PREFIX", 20), ("PAD", 5)):
-        for module in (bench_cases, sys.modules["cutlass_fmha.bench.features"], lineup):
+        for module in (bench_cases, sys.modules["cutlass_fmha.bench.features"], lineup, peers):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, value)
 

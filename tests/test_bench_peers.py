@@ -12,7 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from test_bench import FakeTimer, fake_gpu, synthetic  # noqa: F401
+from test_bench import FakeTimer, fake_gpu, small_features, synthetic  # noqa: F401
 
 import cutlass_fmha
 import cutlass_fmha.flash_attn
@@ -164,16 +164,13 @@ STAND_INS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def stand_ins(small_features: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:  # noqa: F811
     for name, content in STAND_INS.items():
         module = ModuleType(name)
         vars(module).update(content)
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
-    for module in (peers, sys.modules["cutlass_fmha.bench.features"]):
-        monkeypatch.setattr(module, "WINDOW", 9, raising=False)
-        monkeypatch.setattr(module, "PREFIX", 20, raising=False)
     peers.found.cache_clear()
     BUILT.clear()
     yield

@@ -363,9 +363,7 @@ def test_norms_are_those_of_plain_math(dtype: Any, of_residual: Any, of_weight: 
         torch.testing.assert_close(one.double(), other, **close)
 
     # under other names, and to places of the caller's
-    x, weight, residual = (
-        None if given[name] is None else given[name].detach() for name in ("x", "weight", "residual")
-    )
+    x, weight, _, residual = (x if x is None else x.detach() for x in given.values())
     y, total = layer_norm.rms_norm_fn(x, weight, None, residual, prenorm=True, residual_in_fp32=in_fp32)
     rest = {"prenorm": True, "residual_in_fp32": in_fp32, "return_dropout_mask": True}
     again = rms_norm.dropout_add_rms_norm(x, residual, weight, None, 0.0, 1e-6, **rest)
@@ -523,9 +521,8 @@ def test_tables_grow_and_follow_the_dtype():
 @pytest.mark.parametrize("how", ["plain", "last dimension"])
 def test_rotations_by_hand_go_back_by_conjugate(how: str):
     """As ModernBERT's code of transformers does it: packed qkv, whose q and k are one view."""
-    cos, sin = (
-        f(torch.outer(torch.arange(6.0), 100.0 ** -(torch.arange(4) / 4))).double() for f in (torch.cos, torch.sin)
-    )
+    angles = torch.outer(torch.arange(6.0), 100.0 ** -(torch.arange(4) / 4)).double()
+    cos, sin = angles.cos(), angles.sin()
     x = laid(randn(9, 4, 8, dtype=F64), how).clone(memory_format=torch.preserve_format)
     before, rest = x.clone(), {"cu_seqlens": ints(0, 6, 6, 9), "max_seqlen": 6}
     expected = rotary.apply_rotary_emb(x, cos, sin, **rest)

@@ -330,16 +330,12 @@ def test_numbers_of_a_step_are_checked_at_each_call(launched: Launches):
 
 
 def test_a_step_that_something_listens_to_goes_through_the_dispatcher(launched: Launches):
-    class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append(str(func))
-            return func(*args, **(kwargs or {}))
+    def heard(self, func, types, args=(), kwargs=None):
+        seen.append(str(func))
+        return func(*args, **(kwargs or {}))
 
-    class FunctionMode(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            seen.append(str(func))
-            return func(*args, **(kwargs or {}))
-
+    Mode = type("Mode", (TorchDispatchMode,), {"__torch_dispatch__": heard})
+    FunctionMode = type("FunctionMode", (torch.overrides.TorchFunctionMode,), {"__torch_function__": heard})
     for listener in (Mode, FunctionMode):
         step, seen = TURNS["rotated"].on_gpu(), []
         with listener():
