@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 import torch
 from tensors import ints
+from torch import Tensor
+from torch.utils._pytree import tree_map
 
 import cutlass_fmha
 from cutlass_fmha import UnsupportedError, attention, features, scaled_dot_product_attention
@@ -102,6 +104,7 @@ BAD: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "attend": (OPS.attend, OP),
 }  # fmt: skip
 
+Alike = list[tuple[type[Exception], str, Any, dict[str, str]]]
 Refusals = dict[tuple[str, type[Exception]], list[tuple[dict[str, Any], str]]]
 
 #: By what a call says and what tensors are like: on any device.
@@ -532,54 +535,71 @@ REFUSED_ON_CPU: Refusals = {
     ],
 }
 
-#: What functions refuse alike: the error, what an argument must, another or what makes one of it, and where it is.
-ALIKE: list[tuple[type[Exception], str, Any, dict[str, str]]] = [
-    (TypeError, "be a torch.Tensor, got NoneType", None, {
+#: What functions refuse alike: the error, what an argument must be, another or what makes one of it, and whose it is.
+ALIKE: Alike = [
+    # Whose contents are not shown.
+    (TypeError, "must be .*got ndarray", ARRAY, {
+        "attention": "k bias return_lse scale window out", "append": "v cache_seqlens page_table rotary_cos",
+        "cascade": "q", "merge_states": "o_b", "rotary": "cos interleaved", "sdpa": "query is_causal",
+    }),
+    (TypeError, "must be a torch.Tensor, got NoneType", None, {
         "attention": "q", "sdpa": "query", "forward": "query", "attend": "value", "with_kv_cache": "v_cache",
         "cascade": "k_shared", "merge_states": "lse_a", "rotary": "sin", "rotary_qk": "k",
     }),
-    (TypeError, "be a torch.Tensor or None, got list", [1], {
+    (TypeError, "must be a torch.Tensor or None, got list", [1], {
         "attention": "out cu_seqlens_q", "sdpa": "attn_mask", "rotary_qk": "positions",
         "qk_norm_rope": "k_weight", "packed append": "cu_seqlens_q",
     }),
-    (TypeError, "be a bool, got int", 1, {
+    (TypeError, "must be a bool, got int", 1, {
         "attention": "batch_invariant return_lse", "sdpa": "is_causal", "with_kv_cache": "return_lse",
         "cascade": "return_lse", "rotary": "interleaved", "rotary_qk": "inplace interleaved",
         "append": "rotary_interleaved",
     }),
-    (TypeError, "be a float, got str", "1", {
+    (TypeError, "must be a float, got str", "1", {
         "attention": "softcap", "sdpa": "dropout_p", "qk_norm_rope": "eps", "dropout_mask": "dropout_p",
     }),
-    (TypeError, "be an int or None, got float", 2.0, {
+    (TypeError, "must be an int or None, got float", 2.0, {
         "attention": "num_splits", "shape": "seqlen_k num_heads_kv head_dim_v page_size",
     }),
-    (ValueError, "be float32, as the result is, got float16", OUT.half(), {
+    (ValueError, "must be float32, as the result is, got float16", OUT.half(), {
         "attention": "out", "append": "out", "cascade": "out", "rotary": "out",
     }),
-    (ValueError, 'be False, True, "none", "top-left" or "bottom-right", got .left', "left", {
+    (ValueError, 'must be False, True, "none", "top-left" or "bottom-right", got .left', "left", {
         "attention": "causal", "append": "causal", "cascade": "causal",
     }),
-    (ValueError, 'be "none", "top-left" or "bottom-right", got .left', "left", {
+    (ValueError, 'must be "none", "top-left" or "bottom-right", got .left', "left", {
         "forward": "causal", "attend": "causal", "backward": "causal",
     }),
-    (ValueError, "be finite and of magnitude", math.nan, {
+    (ValueError, "must be finite and of magnitude", math.nan, {
         "sdpa": "scale", "forward": "scale", "attend": "scale", "backward": "scale",
     }),
-    (ValueError, "be int32, got int64", torch.tensor([0, 1]), {
+    (ValueError, "must be int32, got int64", torch.tensor([0, 1]), {
         "attention": "seqused_k", "append": "cache_seqlens", "append_kv_": "cache_seqlens", "rotary": "positions",
         "packed rotary": "cu_seqlens", "packed append": "cu_seqlens_q",
     }),
-    (ValueError, r"have shape \(2,\), got \(1,\)", ints(0), {
+    (ValueError, r"must have shape \(2,\), got \(1,\)", ints(0), {
         "attention": "seqused_q leftpad_k", "with_kv_cache": "cache_seqlens", "append_kv_": "cache_seqlens",
         "rotary": "positions", "rotary_qk": "offsets",
     }),
-    (ValueError, "have 4 dimensions", Q[0], {"with_kv_cache": "q", "cascade": "q", "rotary": "x"}),
-    (ValueError, "have q's dtype float32, got float16", torch.Tensor.half, {
+    (ValueError, "must have 4 dimensions", Q[0], {"with_kv_cache": "q", "cascade": "q", "rotary": "x"}),
+    (ValueError, "must have q's dtype float32, got float16", Tensor.half, {
         "attention": "k v", "explain": "k", "rotary_qk": "k", "norm append": "k", "with_kv_cache": "k_cache",
     }),
-    (ValueError, "have query's dtype float32, got float16", torch.Tensor.half, {"sdpa": "key", "backward": "dout"}),
-    (ValueError, "have k_cache's dtype float32, got", torch.Tensor.half, {"norm append": "v", "append_kv_": "key"}),
+    (ValueError, "must have query's dtype float32, got float16", Tensor.half, {"sdpa": "key", "backward": "dout"}),
+    (ValueError, "must have k_cache's dtype float32, got float16", Tensor.half, {"norm append": "v", "append_kv_": "key"}),
 ]  # fmt: skip
+
+#: What no kernel takes, of arguments of every function.
+STRANGE = {
+    "attention": "q k mask bias sinks", "with_kv_cache": "q k_cache", "append": "k cache_seqlens rotary_cos",
+    "cascade": "k_shared v", "merge_states": "o_a lse_b", "rotary": "x cos positions", "explain": "q",
+    "forward": "query", "attend": "value", "sdpa": "query attn_mask",
+}  # fmt: skip
+ALIKE_ON_CPU: Alike = [
+    (NotImplementedError, "is a nested tensor, which no kernel takes: pack", NESTED, STRANGE),
+    (NotImplementedError, "must be a dense tensor, got the layout sparse_coo: pass", Q.to_sparse(), STRANGE),
+    (NotImplementedError, "must be a dense tensor, got the layout _mkldnn: pass", Q.to_mkldnn(), STRANGE),
+]
 
 #: Another library's word, and what the sentence tells who uses it.
 WORDS = {
@@ -591,56 +611,27 @@ WORDS = {
     "windows": r"help\(cutlass_fmha.attention\)",
 }  # fmt: skip
 
-#: What no kernel takes, and what is no tensor: arguments of every function.
-TENSORS = {
-    "attention": "q k mask bias sinks", "with_kv_cache": "q k_cache", "append": "k cache_seqlens rotary_cos",
-    "cascade": "k_shared v", "merge_states": "o_a lse_b", "rotary": "x cos positions", "explain": "q",
-    "forward": "query", "attend": "value", "sdpa": "query attn_mask",
-}  # fmt: skip
-STRANGE = [
-    (NESTED, "is a nested tensor, which no kernel takes: pack"),
-    (Q.to_sparse(), "must be a dense tensor, got the layout sparse_coo: pass"),
-    (Q.to_mkldnn(), "must be a dense tensor, got the layout _mkldnn: pass"),
-]
-#: Whose contents are not shown.
-NO_ARRAYS = {
-    "attention": "k bias return_lse scale window out", "append": "v cache_seqlens page_table rotary_cos",
-    "cascade": "q", "merge_states": "o_b", "rotary": "cos interleaved", "sdpa": "query is_causal",
-}  # fmt: skip
+
+def alike(table: Alike) -> list[tuple[str, dict[str, Any], str, type[Exception]]]:
+    return [
+        (name, {argument: x(BAD[name][1][argument]) if callable(x) else x}, f"^{argument} {what}", error)
+        for error, what, x, functions in table
+        for name, arguments in functions.items()
+        for argument in arguments.split()
+    ]
+
 
 CALLS = [
     *[(name, *row, error) for (name, error), rows in REFUSED.items() for row in rows],
-    *[
-        (
-            name,
-            {argument: other(BAD[name][1][argument]) if callable(other) else other},
-            f"^{argument} must {what}",
-            error,
-        )
-        for error, what, other, functions in ALIKE
-        for name, arguments in functions.items()
-        for argument in arguments.split()
-    ],
+    *alike(ALIKE),
     *[("attention", {word: None}, f"'{word}': .*{told}", TypeError) for word, told in WORDS.items()],
     ("with_kv_cache", {"softmax_scale": 1.0}, "'softmax_scale': pass scale", TypeError),
     ("with_kv_cache", {"block_table": None}, "'block_table': pass page_table", TypeError),
     ("with_kv_cache", {"dropout": 0.1}, r"'dropout': help\(cutlass_fmha.with_kv_cache\)", TypeError),
     ("cascade", {"sm_scale": 1.0}, "'sm_scale': pass scale", TypeError),
 ]
-CALLS_ON_CPU = [
-    *[(name, *row, error) for (name, error), rows in REFUSED_ON_CPU.items() for row in rows],
-    *[
-        (name, {argument: tensor}, f"^{argument} {sentence}", NotImplementedError)
-        for name, arguments in TENSORS.items()
-        for argument in arguments.split()
-        for tensor, sentence in STRANGE
-    ],
-    *[
-        (name, {argument: ARRAY}, f"{argument} must be .*got ndarray", TypeError)
-        for name, arguments in NO_ARRAYS.items()
-        for argument in arguments.split()
-    ],
-]
+CALLS_ON_CPU = [(name, *row, error) for (name, error), rows in REFUSED_ON_CPU.items() for row in rows]
+CALLS_ON_CPU += alike(ALIKE_ON_CPU)
 
 
 def refusal(name: str, arguments: dict[str, Any], place: str) -> Exception:
@@ -649,7 +640,7 @@ def refusal(name: str, arguments: dict[str, Any], place: str) -> Exception:
     given = {argument: value for argument, value in (usual | arguments).items() if value is not ...}
     plain = {argument: x for argument, x in given.items() if is_plain(x)}
     if place == "meta":
-        given = {argument: on_meta(x) for argument, x in given.items()}
+        given = tree_map(on_meta, given)
     before = {argument: x.clone() for argument, x in plain.items()}
     try:
         function(**given)
@@ -660,8 +651,6 @@ def refusal(name: str, arguments: dict[str, Any], place: str) -> Exception:
 
 
 def on_meta(x: Any) -> Any:
-    if isinstance(x, tuple):
-        return tuple(map(on_meta, x))
     if not is_plain(x):
         return x
     empty = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
@@ -669,7 +658,7 @@ def on_meta(x: Any) -> Any:
 
 
 def is_plain(x: Any) -> bool:
-    usual = isinstance(x, torch.Tensor) and x.layout is torch.strided and x.device.type == "cpu"
+    usual = isinstance(x, Tensor) and x.layout is torch.strided and x.device.type == "cpu"
     return usual and not (x.is_nested or x.is_quantized)
 
 
@@ -699,7 +688,7 @@ def test_a_step_that_could_be_planned_is_refused_alike(
     name: str, arguments: dict[str, Any], message: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ):
     def plain(values: Iterable[Any]) -> bool:
-        return all(type(x) is torch.Tensor and not x.requires_grad for x in values if isinstance(x, torch.Tensor))
+        return all(type(x) is Tensor and not x.requires_grad for x in values if isinstance(x, Tensor))
 
     monkeypatch.setattr(dispatcher, "can_skip_dispatcher", lambda *x: None not in x and plain(x))
     monkeypatch.setattr(dispatcher, "others_can_skip_dispatcher", plain)
@@ -720,7 +709,7 @@ def test_arguments_by_position_are_refused(more: tuple[Any, ...]):
 
 
 @pytest.mark.parametrize("tensor", [NESTED, Q.to_sparse()], ids=["nested", "sparse"])
-def test_what_has_no_shape_is_refused_past_the_dispatcher(tensor: torch.Tensor, monkeypatch):
+def test_what_has_no_shape_is_refused_past_the_dispatcher(tensor: Tensor, monkeypatch):
     monkeypatch.setattr(dispatcher, "can_skip_dispatcher", lambda *tensors: True)
     for said in ({}, {"softcap": 1.0}):
         with pytest.raises(NotImplementedError, match="q (is a nested|must be a dense) tensor"):

@@ -26,27 +26,21 @@ DECODE = Case("decode", 2, 4, 2, 1, 128, 32, "float16")
 EXACT = cutlass_fmha.attention
 
 
+# What follows has those of their parameters that are asked for: any other word is an error.
+
+
 def fa3(
-    q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None,
-    window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False,
-    sm_margin=0, return_attn_probs=False,
+    q, k, v, *, causal=False, window_size=(-1, -1), softcap=0.0, num_splits=1, return_attn_probs=False
 ):  # fmt: skip
     assert num_splits == int(q.shape[1] > 1), "of one query, as many as the release thinks best"
     window = None if window_size == (-1, -1) else window_size
     return EXACT(q, k, v, causal=causal, window=window, softcap=softcap, return_lse=return_attn_probs)
 
 
-def fa4_varlen(
-    q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
-    min_seqlen_k=None, seqused_q=None, seqused_k=None, causal=False, return_lse=False,
-):  # fmt: skip
-    said = lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+def fa4_varlen(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=False):
+    said = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    said |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     return EXACT(q, k, v, causal=causal, **said, return_lse=True)
-
-
-def lengths(*four):
-    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-    return {name: x for name, x in zip(names, four, strict=True) if x is not None}
 
 
 class Ragged:
@@ -56,10 +50,8 @@ class Ragged:
         assert float_workspace_buffer.dtype == torch.uint8 and kv_layout == "NHD"
 
     def plan(
-        self, qo_indptr, kv_indptr, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo=None,
-        custom_mask=None, packed_custom_mask=None, causal=False, pos_encoding_mode="NONE",
-        use_fp16_qk_reduction=False, window_left=-1, logits_soft_cap=None, sm_scale=None, rope_scale=None,
-        rope_theta=None, q_data_type="float16", kv_data_type=None,
+        self, qo_indptr, kv_indptr, num_qo_heads, num_kv_heads, head_dim_qk, *, causal=False, window_left=-1,
+        logits_soft_cap=None, q_data_type="float16", kv_data_type=None,
     ) -> None:  # fmt: skip
         self.said = {"cu_seqlens_q": qo_indptr, "cu_seqlens_k": kv_indptr, "causal": causal}
         self.said |= {"softcap": logits_soft_cap or 0.0, "window": (window_left, 0) if window_left >= 0 else None}
@@ -146,7 +138,7 @@ STAND_INS: dict[str, dict[str, Any]] = {
     },
     "flash_attn_interface": {
         "flash_attn_func": fa3,
-        "flash_attn_varlen_func": lambda *t, return_attn_probs=False, **said: fa4_varlen(*t, **said),
+        "flash_attn_varlen_func": fa4_varlen,
     },
     "flash_attn.cute": {
         "flash_attn_func": lambda *t, return_lse=False, **said: fa3(*t, return_attn_probs=True, **said),

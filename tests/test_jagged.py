@@ -204,7 +204,5 @@ def test_jagged_tensors_on_a_gpu_are_the_packed_call(name: str):
             packed = attention(*rows, **starts, **bounds, **said)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    want = with_gradients(out, leaves)
-    torch.testing.assert_close(
-        with_gradients(packed, rows), want, rtol=1e-2, atol=1e-2
-    )  # dq is summed in the blocks' order
+    # dq is summed in the blocks' order.
+    torch.testing.assert_close(with_gradients(packed, rows), with_gradients(out, leaves), rtol=1e-2, atol=1e-2)
