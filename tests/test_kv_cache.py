@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from oracle_helpers import places
 from tensors import ints, randn
 from test_ops import LooksLikeCuda
+from test_parity_helpers import KINDS, places_in, table
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,14 +31,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 append_kv_ = torch.ops.cutlass_fmha.append_kv_
 
 
-def angles(positions: int, dim: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """cos and sin as models have them."""
-    turns = torch.outer(torch.arange(positions), 10000.0 ** -(torch.arange(dim // 2) / (dim // 2)))
-    return turns.cos().to(dtype), turns.sin().to(dtype)
-
-
 def test_a_position_may_be_an_int():
-    x, (cos, sin) = randn(2, 4, 2, 16), angles(16, 16)
+    x, (cos, sin) = randn(2, 4, 2, 16), table(16, 16)
     assert rotary(randn(0, 3, 5, 24), cos, sin, ints()).shape == (0, 3, 5, 24)
     assert rotary(randn(2, 0, 5, 24), cos, sin, ints(1, 2)).shape == (2, 0, 5, 24)
     for first in (0, 12):
@@ -53,18 +48,11 @@ class Cache:
     """A cache with what a call appends to it: contiguous, by entries, or in pages that lie anywhere."""
 
     def __init__(self, kind: str, dtype: torch.dtype = torch.float32, dim_v: int = 16, batch: int = 3) -> None:
-        entries, rows = {"contiguous": (batch, 24), "entries": (7, 24), "pages": (3 * batch + 2, 16)}[kind]
+        entries, rows, self.places = places_in(kind, batch)
         self.k_cache = randn(entries, rows, 2, 16, dtype=dtype, seed=1)
         self.v_cache = randn(entries, rows, 2, dim_v, dtype=dtype, seed=2)
-        self.places: dict[str, Tensor] = {}
-        order = torch.randperm(entries, generator=torch.Generator().manual_seed(3)).to(torch.int32)
-        if kind == "entries":
-            self.places["cache_batch_idx"] = order[:batch]
-        if kind == "pages":
-            self.places["page_table"] = order[: 3 * batch].view(batch, 3)
 
 
-KINDS = ("contiguous", "entries", "pages")
 SIDES = st.one_of(st.none(), st.integers(0, 9))
 
 
@@ -119,7 +107,7 @@ def test_a_step_is_attention_over_old_and_new_keys(
     first = used if pads is None else used - pads
     said: dict[str, Any] = {"leftpad_k": pads, **cache.places}
     if rotated and appended:
-        cos, sin = angles(40, 8)
+        cos, sin = table(40, 8)
         said |= {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": interleaved}
         if rotated != "cache_seqlens":
             first = ints(*([7] * batch if rotated == "an int" else [30 - n for n in counts]))
@@ -173,7 +161,7 @@ def test_a_cache_that_says_no_length_is_full():
 
 
 def test_opcheck_passes():
-    cos, sin = angles(30, 12)
+    cos, sin = table(30, 12)
     x = randn(3, 5, 2, 16)
     heads_first = x.transpose(1, 2).contiguous().transpose(1, 2)
     for laid, said in ((x, {}), (heads_first, {"interleaved": True})):
@@ -191,7 +179,7 @@ def test_opcheck_passes():
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_step_compiles_whole_and_writes_the_cache(packed: bool):
-    cache, other, (cos, sin) = Cache("pages"), Cache("pages"), angles(24, 16)
+    cache, other, (cos, sin) = Cache("pages"), Cache("pages"), table(24, 16)
     q, key, value = randn(3, 2, 6, 16, seed=7), randn(3, 2, 2, 16, seed=8), randn(3, 2, 2, 16, seed=9)
     options = dict(cache.places)
     if packed:
@@ -266,7 +254,7 @@ def turn(seqlen_q: int = 1, appended: bool = True, kind: str = "contiguous", **s
     return Turn((q, k_cache, v_cache, *new), {"cache_seqlens": ints(0, 5, 9), **cache.places, **said})
 
 
-COS, SIN = angles(40, 32)
+COS, SIN = table(40, 32)
 TURNS = {
     "nothing": turn(),
     "causal": turn(2, causal=True, return_lse=True),

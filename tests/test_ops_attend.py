@@ -12,6 +12,7 @@ import oracle_features
 import pytest
 import torch
 import torch._dynamo.testing
+from operands import place
 from tensors import ints, qkv
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -31,11 +32,6 @@ pytestmark = [
 
 forward, attend = torch.ops.cutlass_fmha.forward, torch.ops.cutlass_fmha.attend
 F16 = torch.float16
-
-
-def heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The same numbers with heads before the sequence in memory."""
-    return tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors)
 
 
 tensors = functools.partial(qkv, head_dim_v=24)
@@ -68,7 +64,7 @@ CALLS: dict[str, tuple[tuple[Tensor, ...], dict[str, Any]]] = {
     "no keys": ((Q, K[:, :0], V[:, :0]), {"batch_invariant": True}),
     "no batch": ((Q[:0], K[:0], V[:0]), {"seqused_q": ints()}),
     "forward": (qkv(), {}),
-    "forward, heads first": (heads_first(*qkv()), {}),
+    "forward, heads first": (tuple(place(x, "bhsd") for x in qkv()), {}),
     "forward, no keys": (qkv(seqlen_k=0), {}),
     "forward, no batch": (qkv(batch=0), {}),
 }

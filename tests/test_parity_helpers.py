@@ -265,7 +265,7 @@ def test_merge_passes_bits_on(dim: int, dtype: torch.dtype):
 # ---- rotary, appending -------------------------------------------------------------------------------------
 
 
-def table(positions: int, dim: int, dtype: torch.dtype, odd: bool = False) -> tuple[Tensor, Tensor]:
+def table(positions: int, dim: int, dtype: torch.dtype = torch.float32, odd: bool = False) -> tuple[Tensor, Tensor]:
     turns = torch.outer(torch.arange(positions), 100.0 ** -(torch.arange(dim // 2) / max(1, dim // 2)))
     found = [x.to(dtype).to(DEVICE) for x in (turns.cos(), turns.sin())]
     cos, sin = (laid_out(x, "odd") for x in found) if odd else found
@@ -341,6 +341,20 @@ def test_a_position_without_an_angle_becomes_nan(dtype: torch.dtype):
     assert torch.equal(out[..., 32:], x[..., 32:])
 
 
+KINDS = ("contiguous", "entries", "pages")
+
+
+def places_in(kind: str, batch: int) -> tuple[int, int, dict[str, Tensor]]:
+    """Entries of a cache and rows of each, and what says where sequences lie there."""
+    entries, rows = {"contiguous": (batch, 24), "entries": (batch + 4, 24), "pages": (3 * batch + 2, 16)}[kind]
+    order = torch.randperm(entries, generator=torch.Generator().manual_seed(3)).to(torch.int32).to(DEVICE)
+    if kind == "pages":
+        wide = torch.full((batch, 5), 10**6, dtype=torch.int32, device=DEVICE)  # a table is part of a wider one
+        wide[:, :3] = order[: 3 * batch].view(batch, 3)
+        return entries, rows, {"page_table": wide[:, :3]}
+    return entries, rows, {"cache_batch_idx": order[:batch]} if kind == "entries" else {}
+
+
 class Append:
     """A cache inside of buffers of NaN, and one call that appends to it."""
 
@@ -352,17 +366,7 @@ class Append:
         batch, heads = 3 if begins is None else len(begins) - 1, 2
         self.lengths = [5] * 3 if begins is None else [b - a for a, b in itertools.pairwise(begins)]
         self.begins = begins
-        sizes = {"contiguous": (batch, 24), "entries": (batch + 4, 24), "pages": (3 * batch + 2, 16)}
-        entries, rows = sizes[kind]
-        order = torch.randperm(entries, generator=torch.Generator().manual_seed(3)).to(torch.int32)
-        self.places: dict[str, Tensor] = {}
-        if kind == "entries":
-            self.places["cache_batch_idx"] = order[:batch].to(DEVICE)
-        if kind == "pages":
-            # A table is part of a wider one.
-            wide = torch.full((batch, 5), 10**6, dtype=torch.int32)
-            wide[:, :3] = order[: 3 * batch].view(batch, 3)
-            self.places["page_table"] = wide.to(DEVICE)[:, :3]
+        entries, rows, self.places = places_in(kind, batch)
         self.caches = [self._cache(entries, rows, heads, dim, dtype, layout) for dim in (head_dim, head_dim_v)]
         shape = (batch, 5, heads) if begins is None else (ROWS, heads)
         self.key = laid_out(randn(*shape, head_dim, dtype=dtype, seed=4), layout)
@@ -403,7 +407,6 @@ class Append:
         return found
 
 
-KINDS = ("contiguous", "entries", "pages")
 #: How new rows of a cache are drawn.
 NEW_ROWS: dict[str, st.SearchStrategy[Any]] = {
     "kind": st.sampled_from(KINDS),
