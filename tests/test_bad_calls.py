@@ -256,6 +256,7 @@ REFUSED: Refusals = {
         ({"cos": None, "sin": None, "inv_freq": COS}, r"inv_freq must have 1 dimensions"),
         ({"offsets": 7}, "rotary_cos has positions 0 to 11, and a row has position 12"),
         ({"offsets": 2**31}, "offsets must fit in 32 bits, got 2147483648"),
+        ({"inplace": True, "out": (Q, NEW6)}, "inplace and out exclude each other"),
         ({"offsets": 1, "positions": ints(*range(12)).view(2, 6)}, "offsets and positions exclude"),
         ({"offsets": ints(0, 1), "positions": ints(*range(12)).view(2, 6)}, "exclude each other"),
         ({"positions": ints(0, 1)}, r"positions must be int32 with a number for each row, \(2, 6\)"),

@@ -157,7 +157,9 @@ def test_dense_functions(sizes: tuple[int, int, int], options: dict[str, Any], h
     full = {**options, "return_attn_probs": True}
     found = flash_attn.flash_attn_func(*(laid(x, how) for x in (q, k, v)), **full)
     agree(found, options, q, k, v)
-    assert torch.equal(flash_attn.flash_attn_func(q, k, v, **options), found[0])
+    left, right = options["window_size"]
+    of_tensors = {**options, "window_size": [torch.tensor(left), torch.tensor([right])]}
+    assert torch.equal(flash_attn.flash_attn_func(q, k, v, **of_tensors), found[0])
     packed = flash_attn.flash_attn_kvpacked_func(q, kv, **full)
     assert all(torch.equal(one, other) for one, other in zip(packed, found, strict=True))
     qkv = randn(batch, seqlen_q, 3, 4, 12, seed=2)
@@ -195,13 +197,6 @@ def test_packed_functions(lengths: list[tuple[int, int]], options: dict[str, Any
         pages[int(table[b, 1]), : max(0, length - 16)] = rows[16:]
     paged = flash_attn.flash_attn_varlen_func(q, *pages.unbind(2), cu_q, cu_k, *given, **full, block_table=table)
     agree(paged, options, q, k, v, **cu)
-
-
-def test_a_window_may_be_of_tensors_and_a_negative_side_is_no_limit():
-    q, k, v = randn(3, 1, 9, 2, 16).unbind(0)
-    expected = attention(q, k, v, window=(3, None))
-    assert torch.equal(flash_attn.flash_attn_func(q, k, v, window_size=(torch.tensor(3), -5)), expected)
-    assert torch.equal(flash_attn.flash_attn_func(q, k, v, window_size=[3, torch.tensor([-1])]), expected)
 
 
 def test_the_dropout_mask_is_that_of_the_output():

@@ -130,11 +130,6 @@ def test_so_it_is_beside_attention(name: str):
             call(out=(call.args[0], to[1]))
 
 
-def test_rotary_goes_to_one_place():
-    with pytest.raises(ValueError, match="inplace and out exclude each other"):
-        BESIDE["q and k rotated"](inplace=True, out=(Q, K))
-
-
 def test_memory_is_shared_or_not():
     """By the addresses of all bytes: views of one tensor that alternate, touch or overlap."""
     x = torch.zeros(4 * 6 * 8)
