@@ -16,8 +16,6 @@ from cutlass_fmha.integrations import diffusers as integration
 diffusers = pytest.importorskip("diffusers", minversion="0.42", reason="needs Python 3.11 or newer")
 dispatch = pytest.importorskip("diffusers.models.attention_dispatch")
 
-HOST = torch.device("cpu")
-
 
 @pytest.fixture(scope="module", autouse=True)
 def _registered() -> None:
@@ -43,11 +41,10 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-PLACES = [(torch.device("cpu"), torch.float32)]
-PLACES += [pytest.param((torch.device("cuda"), torch.float16), marks=pytest.mark.gpu)]  # type: ignore[list-item]
+PLACES = [("cpu", torch.float32), pytest.param(("cuda", torch.float16), marks=pytest.mark.gpu)]
 
 
-def moved(said: dict[str, Any], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+def moved(said: dict[str, Any], device: str, dtype: torch.dtype) -> dict[str, Any]:
     """Tensors there, those of floats in the dtype."""
     tensors = {key: x for key, x in said.items() if isinstance(x, torch.Tensor)}
     return said | {key: x.to(device, dtype if x.is_floating_point() else None) for key, x in tensors.items()}
@@ -131,7 +128,7 @@ def test_a_model_is_as_exact_as_by_its_native_backend(make: Any, layers: int, pl
         with torch.no_grad():
             for weight in model.parameters():
                 weight.uniform_(-0.3, 0.3)
-            wanted = model.double()(**moved(said, HOST, torch.float64))[0]
+            wanted = model.double()(**moved(said, "cpu", torch.float64))[0]
             model.to(*place)
             said = moved(said, *place)
             for backend in ("native", integration.NAME):

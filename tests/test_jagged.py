@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import oracle_features
@@ -11,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tensors import randn, starts
+from test_sdpa import _fresh  # noqa: F401, for each test
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -60,13 +60,6 @@ def exact(tensors: list[Tensor], **said: Any) -> tuple[list[Tensor], Tensor]:
     rows, (of_q, of_k, _) = zip(*map(packed, tensors), strict=True)
     out, lse = oracle_features.attention(*rows, cu_seqlens_q=of_q, cu_seqlens_k=of_k, **said)
     return with_gradients(out, tensors), lse.detach()
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    sdpa.reset_counts()
-    yield
-    assert sdpa.enabled == ()
 
 
 @pytest.mark.parametrize("cross", [False, True])

@@ -47,10 +47,9 @@ def test_a_position_may_be_an_int():
 class Cache:
     """A cache with what a call appends to it: contiguous, by entries, or in pages that lie anywhere."""
 
-    def __init__(self, kind: str, dtype: torch.dtype = torch.float32, dim_v: int = 16, batch: int = 3) -> None:
+    def __init__(self, kind: str, dtype: torch.dtype = torch.float32, dims: Any = (16, 16), batch: int = 3) -> None:
         entries, rows, self.places = places_in(kind, batch)
-        self.k_cache = randn(entries, rows, 2, 16, dtype=dtype, seed=1)
-        self.v_cache = randn(entries, rows, 2, dim_v, dtype=dtype, seed=2)
+        self.k_cache, self.v_cache = (randn(entries, rows, 2, dim, dtype=dtype, seed=i) for i, dim in enumerate(dims))
 
 
 SIDES = st.one_of(st.none(), st.integers(0, 9))
@@ -86,7 +85,7 @@ def test_a_step_is_attention_over_old_and_new_keys(
     counts, before = zip(*lengths, strict=True)
     batch = len(lengths)
     counts, before = counts if packed else (4,) * batch, before[:1] * batch if alike else before
-    cache, expected = (Cache(kind, dtype, 8, batch) for _ in range(2))
+    cache, expected = (Cache(kind, dtype, (16, 8), batch) for _ in range(2))
     begins = [around[0] * packed + sum(counts[:b]) for b in range(batch + 1)]
     #: Of new keys, and of queries: the row, its sequence, and its number there.
     keys = [(begins[b] + i, b, i) for b in range(batch) for i in range(counts[b])]
@@ -247,11 +246,10 @@ class Turn(NamedTuple):
 
 
 def turn(seqlen_q: int = 1, appended: bool = True, kind: str = "contiguous", **said: Any) -> Turn:
-    cache = Cache(kind, torch.float16, 64)
-    k_cache, v_cache = (torch.cat([x] * (64 // x.shape[-1]), -1) for x in (cache.k_cache, cache.v_cache))
+    cache = Cache(kind, torch.float16, (64, 64))
     q, k, v = (randn(3, seqlen_q, heads, 64, dtype=torch.float16) for heads in (6, 2, 2))
     new = (k, v) if appended else ()
-    return Turn((q, k_cache, v_cache, *new), {"cache_seqlens": ints(0, 5, 9), **cache.places, **said})
+    return Turn((q, cache.k_cache, cache.v_cache, *new), {"cache_seqlens": ints(0, 5, 9), **cache.places, **said})
 
 
 COS, SIN = table(40, 32)
