@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -146,10 +147,7 @@ def test_a_measured_case_holds_times_rates_errors_and_the_row() -> None:
 @pytest.mark.usefixtures("fake_gpu")
 def test_a_refusal_is_reported_and_a_failure_surfaces(monkeypatch: pytest.MonkeyPatch) -> None:
     def raising(error: Exception) -> Any:
-        def attention(*tensors: torch.Tensor) -> torch.Tensor:
-            raise error
-
-        return lambda *arguments: attention
+        return Mock(return_value=Mock(side_effect=error))
 
     monkeypatch.setattr(lineup, "ours", raising(UnsupportedError("no row has head_dim 96:\n  fwd_row: ...")))
     monkeypatch.setattr(lineup, "sdpa", raising(RuntimeError("No available kernel. Aborting execution.")))
@@ -512,10 +510,8 @@ def test_another_build_takes_turns_and_may_not_know_what_this_does(monkeypatch: 
     assert "Other build: cutlass_fmha 0.0, sources abc" in report.text(result)
     assert entry["results"]["ours"]["row"] == "fwd_row"
 
-    def older(*tensors: Any, **arguments: Any) -> Any:
-        raise TypeError("attention() got an unexpected keyword argument 'cu_seqlens_q'")
-
-    monkeypatch.setattr("cutlass_fmha.attention", older)
+    older = TypeError("attention() got an unexpected keyword argument 'cu_seqlens_q'")
+    monkeypatch.setattr("cutlass_fmha.attention", Mock(side_effect=older))
     assert other.ask(prepare=PACKED.name)["result"]["reason"].endswith("'cu_seqlens_q'")
     with pytest.raises(TypeError, match="unexpected keyword"):
         ours.ask(prepare=PACKED.name)

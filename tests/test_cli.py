@@ -10,7 +10,8 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -86,10 +87,8 @@ def test_info_counts_rows_and_names_devices(capsys, build, monkeypatch):
 
 
 def test_a_driver_that_is_too_old_is_told_where_it_matters(capsys, build, monkeypatch):
-    def too_old():
-        raise RuntimeError("the NVIDIA driver is too old: it supports CUDA 12.2")
-
-    monkeypatch.setattr(_C, "device_count", too_old)
+    too_old = RuntimeError("the NVIDIA driver is too old: it supports CUDA 12.2")
+    monkeypatch.setattr(_C, "device_count", Mock(side_effect=too_old))
     status, out = run(capsys, "info")
     assert status == 0 and "devices: none, the NVIDIA driver is too old" in out
     assert "error: the NVIDIA driver is too old" in refuse(capsys, "explain", "--shape", "1,8,2,64")
@@ -223,12 +222,7 @@ def test_tables_are_drawn_by_rich_on_a_terminal_and_plain_elsewhere(capsys, monk
 
 
 def test_a_reader_that_leaves_early_is_no_error(monkeypatch, tmp_path):
-    def leave(_):
-        raise BrokenPipeError
-
-    module = ModuleType("leaving")
-    module.main = leave
-    monkeypatch.setitem(sys.modules, "leaving", module)
+    monkeypatch.setitem(sys.modules, "leaving", Mock(main=Mock(side_effect=BrokenPipeError)))
     monkeypatch.setitem(cli.COMMANDS, "info", cli.Command("leaving", ""))
     with (tmp_path / "stdout").open("w") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
