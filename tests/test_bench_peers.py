@@ -92,13 +92,13 @@ class Graph:
         self.handle, self.built, self.plans = handle, None, []
 
     def tensor(self, dim, stride=None, data_type=None, name=""):
-        return SimpleNamespaceHashable(dim=dim, stride=stride, name=name)
+        return Mock(stride=stride)
 
     def sdpa(self, name, q, k, v, generate_stats, attn_scale, use_causal_mask=False):
         self.inputs, self.causal = (q, k, v), use_causal_mask
-        self.made = output = SimpleNamespaceHashable()
-        for setter in ("set_output", "set_dim", "set_stride", "set_data_type"):
-            setattr(output, setter, lambda value: output)
+        setters = ("set_output", "set_dim", "set_stride", "set_data_type")
+        self.made = output = Mock(spec=setters)
+        output.configure_mock(**{f"{setter}.return_value": output for setter in setters})
         return output, None
 
     validate = build_operation_graph = lambda self: None
@@ -122,24 +122,16 @@ class Graph:
         tensor_dict[self.made].copy_(EXACT(q, k, v, causal=self.causal).transpose(1, 2))
 
 
-class SimpleNamespaceHashable(SimpleNamespace):
-    __hash__ = object.__hash__
-
-
 BUILT: list[int] = []
 KINDS = SimpleNamespace(HALF="half", BFLOAT16="bf16", FLOAT="float")
 MODES = SimpleNamespace(A="A", B="B", OPENSOURCE="OPENSOURCE")
 #: Module -> what of it is called.
 STAND_INS: dict[str, dict[str, Any]] = {
     "flash_attn": {
-        "flash_attn_func": cutlass_fmha.flash_attn.flash_attn_func,
-        "flash_attn_varlen_func": cutlass_fmha.flash_attn.flash_attn_varlen_func,
-        "flash_attn_interface": cutlass_fmha.flash_attn.flash_attn_interface,
+        name: getattr(cutlass_fmha.flash_attn, name)
+        for name in ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_interface")
     },
-    "flash_attn_interface": {
-        "flash_attn_func": fa3,
-        "flash_attn_varlen_func": fa4_varlen,
-    },
+    "flash_attn_interface": {"flash_attn_func": fa3, "flash_attn_varlen_func": fa4_varlen},
     "flash_attn.cute": {
         "flash_attn_func": lambda *t, return_lse=False, **said: fa3(*t, return_attn_probs=True, **said),
         "flash_attn_varlen_func": fa4_varlen,
