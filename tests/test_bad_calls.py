@@ -473,10 +473,6 @@ REFUSED_ON_CPU: Refusals = {
         ({**VARLEN, "cu_seqlens_q": ints(-1, 6, 12)}, "cu_seqlens_q must rise from 0 to 12 at most"),
         ({**VARLEN, "max_seqlen_q": 5}, "max_seqlen_q is 5, and cu_seqlens_q has a sequence of 6"),
         ({"seqused_k": ints(3, 6), "max_seqlen_k": 5}, "max_seqlen_k is 5, and seqused_k has a sequence of"),
-        ({"seqused_k": ints(3, -1)}, "seqused_k must hold numbers of 0 or more, got -1"),
-        ({"seqused_q": ints(-3, 1)}, "seqused_q must hold numbers of 0 or more, got -3"),
-        ({"leftpad_k": ints(3, -1)}, "leftpad_k must hold numbers of 0 or more, got -1"),
-        ({"prefix_lengths": ints(3, -1)}, "prefix_lengths must hold numbers of 0 or more, got -1"),
         ({"cache_batch_idx": ints(0, 2)}, "cache_batch_idx must hold numbers of 0 to 1, got 2"),
         ({**PAGES, "page_table": TABLE + 1}, "page_table must hold numbers of 0 to 3, got 4"),
         ({**PAGES, "page_table": TABLE - 1, "seqused_k": ints(5, 5)}, "page_table must hold .* got -1"),
@@ -484,11 +480,7 @@ REFUSED_ON_CPU: Refusals = {
         ({"block_mask": (BLOCKS[0] * 2, *BLOCKS[1:])}, "block_indices must ascend"),
         ({"block_mask": (BLOCKS[0], BLOCKS[1] - 1, (4, 4))}, "block_indices .* numbers of 0 or more, got -1"),
     ],
-    ("attention", UnsupportedError): [
-        ({"row": "fwd"}, "row fwd is a CUDA kernel, and the tensors are on the CPU"),
-        ({"row": "fwd", "softcap": 1.0}, "row fwd is a CUDA kernel, and the tensors are on the CPU"),
-    ],
-    ("with_kv_cache", UnsupportedError): [({"row": "fwd"}, "row fwd is a CUDA kernel")],
+    ("attention", UnsupportedError): [({"row": "fwd", "softcap": 1.0}, "row fwd is a CUDA kernel, and the tensors")],
     ("backward", ValueError): [({"dlse": LSE.to("meta")}, "dlse must be on query's device cpu, got meta")],
     ("merge_states", ValueError): [
         ({"lse_b": LSE.to("meta")}, "lse_b must be on o_a's device cpu, got"),
@@ -508,7 +500,6 @@ REFUSED_ON_CPU: Refusals = {
         ({"positions": ints(0, 7)}, "rotary_cos has positions 0 to 11, and a row has position 12"),
         ({"cu_seqlens": CU_Q.to("meta")}, "cu_seqlens must be on x's device cpu, got meta"),
     ],
-    ("forward", UnsupportedError): [({"row": "fwd"}, "row fwd is a CUDA kernel")],
     ("packed append", ValueError): [
         ({"cu_seqlens_q": ints(0, 1, 5)}, r"cu_seqlens_q must rise from 0 to 4 at most, got \[0, 1, 5\]"),
         ({"cache_seqlens": 8}, "leave room for 3 new rows among the 10 .* got 8"),
@@ -586,10 +577,16 @@ STRANGE = {
     "forward": "query", "attend": "value", "sdpa": "query attn_mask",
 }  # fmt: skip
 ALIKE_ON_CPU: Alike = [
+    (UnsupportedError, "fwd is a CUDA kernel, and the tensors are on the CPU", "fwd", {
+        "attention": "row", "with_kv_cache": "row", "forward": "row",
+    }),
+    (ValueError, "must hold numbers of 0 or more, got -1", ints(3, -1), {
+        "attention": "seqused_k seqused_q leftpad_k prefix_lengths",
+    }),
     (NotImplementedError, "is a nested tensor, which no kernel takes: pack", NESTED, STRANGE),
     (NotImplementedError, "must be a dense tensor, got the layout sparse_coo: pass", Q.to_sparse(), STRANGE),
     (NotImplementedError, "must be a dense tensor, got the layout _mkldnn: pass", Q.to_mkldnn(), STRANGE),
-]
+]  # fmt: skip
 
 #: Another library's word, and what the sentence tells who uses it.
 WORDS = {
