@@ -29,8 +29,6 @@ Q = torch.randn(BATCH, SEQLEN_Q, HEADS, DIM)
 K, V = torch.randn(2, BATCH, SEQLEN_K, HEADS_KV, DIM)
 PACKED = {"q": Q.flatten(0, 1), "k": K.flatten(0, 1), "v": V.flatten(0, 1)}
 PAGED = {name: torch.randn(4, 16, HEADS_KV, DIM) for name in "kv"}
-
-
 CU_Q, CU_K, TABLE = ints(0, 6, 12), ints(0, 10, 20), ints(0, 1, 2, 3).view(2, 2)
 VARLEN = {**PACKED, "cu_seqlens_q": CU_Q, "cu_seqlens_k": CU_K}
 PACKED_Q = {"q": PACKED["q"], "cu_seqlens_q": CU_Q}

@@ -12,7 +12,6 @@ import pytest
 from cutlass_fmha import _C
 from cutlass_fmha.dispatch.table import PLAIN
 
-HEADER = Path(__file__).resolve().parents[1] / "src" / "features" / "params.h"
 WITH_CUDA = bool(_C.build_info()["cuda"])
 ROWS = _C.rows()
 SOMEWHERE = 4096
@@ -79,7 +78,8 @@ ANY_ROW = max(SCORED, key=lambda row: (row.head_dim_v, row.tile_m)).index if SCO
 
 def declared_fields() -> dict[str, str]:
     """Type of each field of the C++ struct."""
-    struct = re.search(r"struct FeatureParams \{(.*?)\n\};", HEADER.read_text(), re.DOTALL)
+    header = Path(__file__).resolve().parents[1] / "src" / "features" / "params.h"
+    struct = re.search(r"struct FeatureParams \{(.*?)\n\};", header.read_text(), re.DOTALL)
     assert struct is not None
     code = re.sub(r"//.*", "", struct[1])
     found = {}
