@@ -135,15 +135,11 @@ class Combine:
     def run(self, return_lse: bool = True) -> None:
         combine(self.params(return_lse), self.out.view)
 
-    def parts(self) -> list[tuple[Tensor, Tensor]]:
-        """As states [batch, seqlen_q, heads, dim] and [batch, heads, seqlen_q]."""
+    def check(self, return_lse: bool = True) -> None:
         shape = (self.batch, self.heads, self.seqlen_q)
         parts = zip(self.partial_o, self.partial_lse, strict=True)
-        return [(o.view(*shape, -1).transpose(1, 2), lse.view(shape)) for o, lse in parts]
-
-    def check(self, return_lse: bool = True) -> None:
-        lse = self.lse.view.view(self.batch, self.heads, self.seqlen_q) if return_lse else None
-        assert_merged(self.out.view, lse, self.parts())
+        states = [(o.view(*shape, -1).transpose(1, 2), lse.view(shape)) for o, lse in parts]
+        assert_merged(self.out.view, self.lse.view.view(shape) if return_lse else None, states)
         assert self.out.intact() and self.lse.intact()
 
 
@@ -213,9 +209,9 @@ def test_combine_refuses_what_it_cannot_take():
 # ---- merging states ----------------------------------------------------------------------------------------
 
 
-def states(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
+def states(shape: tuple[int, ...], dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
     lse_shape = (*shape[:-3], shape[-2], shape[-3])
-    return [(randn(*shape, dtype=dtype, seed=seed + n), 8 * randn(*lse_shape, seed=seed + n + 9)) for n in (0, 1)]
+    return [(randn(*shape, dtype=dtype, seed=n), 8 * randn(*lse_shape, seed=n + 9)) for n in (0, 1)]
 
 
 @by_dtype
@@ -367,7 +363,9 @@ class Append:
         self.lengths = [5] * 3 if begins is None else [b - a for a, b in itertools.pairwise(begins)]
         self.begins = begins
         entries, rows, self.places = places_in(kind, batch)
-        self.caches = [self._cache(entries, rows, heads, dim, dtype, layout) for dim in (head_dim, head_dim_v)]
+        lies: dict[str, Any] = {"odd": {"row_pad": 3, "offset": GUARD + 1}, "bhsd": {"order": "bhsd", "row_pad": 8}}
+        empty = (torch.empty(entries, rows, heads, dim, dtype=dtype, device=DEVICE) for dim in (head_dim, head_dim_v))
+        self.caches = [gpu.Guarded.around(place(x, **lies.get(layout, {"row_pad": 8}))) for x in empty]
         shape = (batch, 5, heads) if begins is None else (ROWS, heads)
         self.key = laid_out(randn(*shape, head_dim, dtype=dtype, seed=4), layout)
         self.value = laid_out(randn(*shape, head_dim_v, dtype=dtype, seed=5), layout)
@@ -378,13 +376,6 @@ class Append:
     def at(self, b: int, i: int) -> Any:
         """Where the new row i of a sequence stands."""
         return (b, i) if self.begins is None else self.begins[b] + i
-
-    @staticmethod
-    def _cache(entries: int, rows: int, heads: int, dim: int, dtype: torch.dtype, layout: str) -> gpu.Guarded:
-        empty = torch.empty(entries, rows, heads, dim, dtype=dtype, device=DEVICE)
-        if layout == "odd":
-            return gpu.Guarded.around(place(empty, row_pad=3, offset=GUARD + 1))
-        return gpu.Guarded.around(place(empty, order="bhsd" if layout == "bhsd" else "bshd", row_pad=8))
 
     def run(self, cache_seqlens: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
         k_cache, v_cache = (cache.view for cache in self.caches)
