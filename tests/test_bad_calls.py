@@ -238,8 +238,8 @@ REFUSED: Refusals = {
     ("forward", TypeError): [({"query": None, "key": None, "value": None}, "query must be a torch.Tensor")],
     ("cascade", TypeError): [({"window": (3, 0)}, "cascade_attention.* 'window': help")],
     ("rotary", TypeError): [
-        ({"positions": 1.0}, r"positions must be an int32 tensor \[batch\] or an int, got float"),
-        ({"positions": True}, r"positions must be an int32 tensor \[batch\] or an int, got bool"),
+        ({"positions": x}, rf"positions must be an int32 tensor \[batch\] or an int, got {type(x).__name__}")
+        for x in (1.0, True)
     ],
     ("rotary_qk", TypeError): [({"offsets": 1.0}, "offsets must be an int, an int32 tensor .* got float")],
     ("rotary_qk", ValueError): [
@@ -288,8 +288,7 @@ REFUSED: Refusals = {
         ({"positions": 12}, "rotary_cos has positions 0 to 11, and a row has position 12"),
     ],
     ("append", TypeError): [
-        ({"cache_seqlens": True}, "cache_seqlens must be .* got bool"),
-        ({"cache_seqlens": 3.0}, "cache_seqlens must be .* got float"),
+        *[({"cache_seqlens": x}, f"cache_seqlens must be .* got {type(x).__name__}") for x in (True, 3.0)],
         ({**TURNED, "rotary_seqlens": [1]}, r"rotary_seqlens must be an int32 tensor .* or an int, got list"),
     ],
     ("append", ValueError): [
@@ -383,11 +382,9 @@ REFUSED: Refusals = {
     ],
     ("shape", ValueError): [
         ({"shape": (1, 2, 3)}, r"four sizes \(batch, seqlen_q, num_heads, head_dim\), got \(1, 2, 3\)"),
-        ({"shape": 3}, "shape must be four sizes"),
-        ({"shape": (1, 2, 3, True)}, "shape must be four sizes"),
-        ({"shape": (1, 2, 3, "4")}, "shape must be four sizes"),
+        *[({"shape": x}, "shape must be four sizes") for x in (3, (1, 2, 3, True), (1, 2, 3, "4"), (1, 1, 1, -64))],
         ({"head_dim_v": 0}, "head_dim_v must be at least 1, got 0"),
-        ({"num_heads_kv": 3}, "num_heads_kv must divide num_heads 4, got 3"),
+        *[({"num_heads_kv": n}, f"num_heads_kv must divide num_heads 4, got {n}") for n in (3, 0)],
         ({"features": ["biases"]}, "features must be among window, mask, .*, got 'biases'"),
         ({"page_size": 24}, "a problem must have pages of a multiple of 16 keys, got 24"),
         ({"block_size": (64, 0)}, "block_size must have sides of at least 1"),
@@ -395,13 +392,10 @@ REFUSED: Refusals = {
         ({"alignment": 3}, "alignment must be 1, 2, 4, 8 or 16 bytes, got 3"),
         ({"dtype": "int8"}, "dtype must be one of float16, bfloat16, .*, got 'int8'"),
         ({"row": 3}, "3 is not a row"),
-        ({"shape": (1, 1, 1, -64)}, "shape must be four sizes"),
-        ({"num_heads_kv": 0}, "num_heads_kv must divide num_heads 4, got 0"),
         ({"seqlen_k": -1}, "seqlen_k must be at least 0, got -1"),
         ({"seqlen_k": 2**29 + 1}, r"a seqlen must be 2\*\*29 at most, got 536870913"),
         ({"shape": (1, 1, 4, 0)}, "head_dim must be at least 1, got 0"),
-        ({"device": "gtx1080"}, "device must be cuda, .* got 'gtx1080'"),
-        ({"device": "sm_75"}, "device must be cuda, .* got 'sm_75'"),
+        *[({"device": x}, f"device must be cuda, .* got '{x}'") for x in ("gtx1080", "sm_75")],
         ({"device": "cuda:99"}, r"device cuda:99 does not exist: there are \d+ CUDA devices"),
         ({"device": ..., "arch": 89, "sm_count": 0}, "sm_count must be at least 1, got 0"),
     ],
@@ -457,8 +451,7 @@ REFUSED_ON_CPU: Refusals = {
         (DOCUMENTS | {"layout": "bhsd"}, "q must be a jagged tensor .* whose seqlen is jagged, got shape"),
         (DOCUMENTS | {"k": FEWER, "v": FEWER}, "k must have q's batch size 2, got 3"),
         (DOCUMENTS | {"v": OTHERS}, r"v must have k's sequences: .*nested_tensor_from_jagged\(values, k.off"),
-        (DOCUMENTS | {"v": HOLES}, "v must have k's sequences"),
-        (DOCUMENTS | {"v": JAGGED.values()}, "v must have k's sequences"),
+        *[(DOCUMENTS | {"v": v}, "v must have k's sequences") for v in (HOLES, JAGGED.values())],
         (DOCUMENTS | {"out": OUT}, "out is not taken with jagged tensors: pass their values"),
         (DOCUMENTS | {"cu_seqlens_k": CU_K}, "cu_seqlens_k is not taken with jagged tensors, which say it"),
         (dict.fromkeys("qkv", HOLES) | {"seqused_q": ints(1, 1)}, "seqused_q is not taken with jagged"),
@@ -506,8 +499,7 @@ REFUSED_ON_CPU: Refusals = {
     ("packed append_kv_", ValueError): [({"cu_seqlens_q": CU_Q.to("meta")}, "cu_seqlens_q must be on k_cache's dev")],
     ("append_kv_", ValueError): [
         ({"cache_seqlens": ints(3, 9)}, "leave room for 2 new rows among the 10 .* got 9"),
-        ({**POOL, "page_table": TABLE + 9}, "page_table must name one of the cache's 4"),
-        ({**POOL, "page_table": TABLE - 9}, "page_table must name one of the cache's 4"),
+        *[({**POOL, "page_table": TABLE + n}, "page_table must name one of the cache's 4") for n in (9, -9)],
         ({"cache_batch_idx": ints(0, 2)}, "cache_batch_idx must name one of the cache's 2"),
     ],
 }

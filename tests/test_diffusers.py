@@ -39,8 +39,6 @@ CALLS: dict[str, dict[str, Any]] = {
     "bias": {"attn_mask": randn(4, 7, 7)},
     "grouped": {"heads_kv": 2, "enable_gqa": True},
 }
-
-
 PLACES = [("cpu", torch.float32), pytest.param(("cuda", torch.float16), marks=pytest.mark.gpu)]
 
 
