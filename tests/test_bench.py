@@ -11,13 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from oracle import CAUSAL, visible
 
 from cutlass_fmha import UnsupportedError, bench
-from cutlass_fmha.bench import against, contenders, gradients, lineup, machine, report, runner, timing
+from cutlass_fmha.bench import against, contenders, gradients, lineup, machine, peers, report, runner, timing
 from cutlass_fmha.bench import cases as bench_cases
 from cutlass_fmha.bench.cases import CASES, FEATURES, GROUPS, Case, select_cases, visible_pairs
 from cutlass_fmha.bench.features import Feature
@@ -76,31 +77,20 @@ def test_inputs_rotate_past_the_cache_and_graphs_visit_all_sets(call_us: float, 
     assert 15 <= count <= 400 and count % timing.ROUNDS == 0
 
 
-def attention_by(case: Case, change: float = 0.0) -> contenders.Attention:
-    """Plain attention in the inputs' dtype, wrong by ``change`` in one element that the sample holds."""
-
-    def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        rows = torch.arange(case.seqlen_q)
-        exact = contenders.reference(query, key, value, case.causal, rows, precise=True).to(query.dtype)
-        exact[-1, -1, 0, 0] += change
-        return exact
-
-    return attention
-
-
 @pytest.mark.parametrize(
     "case", [SMALL, replace(SMALL, causal=False, seqlen_q=1), replace(SMALL, seqlen_q=200, seqlen_k=200)]
 )
 def test_the_error_check_accepts_a_right_result_and_finds_a_wrong_one(case: Case) -> None:
     inputs = contenders.make_inputs(case, 2, torch.device("cpu"))
     check = contenders.ErrorCheck(case, inputs)
-    right = check(attention_by(case)(*inputs[0]))
-    assert 0.0 < right.ratio < 0.6
+    rows = torch.arange(case.seqlen_q)
+    right, other = (contenders.reference(*x, case.causal, rows, precise=True).half() for x in inputs)
+    assert 0.0 < check(right).ratio < 0.6 and not check(other).within
     assert check(contenders.sdpa(replace(case))(*inputs[0])).within
-    assert not check(attention_by(case, 0.1)(*inputs[0])).within
-    assert not check(attention_by(case, math.nan)(*inputs[0])).within
-    other = check(attention_by(case)(*inputs[1]))
-    assert not other.within
+    for change in (0.1, math.nan):  # in one element that the sample holds
+        wrong = right.clone()
+        wrong[-1, -1, 0, 0] += change
+        assert not check(wrong).within
 
 
 def test_the_sampled_rows_hold_the_first_and_the_last() -> None:
@@ -157,10 +147,7 @@ def test_a_measured_case_holds_times_rates_errors_and_the_row() -> None:
 @pytest.mark.usefixtures("fake_gpu")
 def test_a_refusal_is_reported_and_a_failure_surfaces(monkeypatch: pytest.MonkeyPatch) -> None:
     def raising(error: Exception) -> Any:
-        def attention(*tensors: torch.Tensor) -> torch.Tensor:
-            raise error
-
-        return lambda *arguments: attention
+        return Mock(return_value=Mock(side_effect=error))
 
     monkeypatch.setattr(lineup, "ours", raising(UnsupportedError("no row has head_dim 96:\n  fwd_row: ...")))
     monkeypatch.setattr(lineup, "sdpa", raising(RuntimeError("No available kernel. Aborting execution.")))
@@ -410,7 +397,7 @@ def test_clocks_are_read_from_nvidia_smi_and_gaps_are_none(tmp_path: Path, monke
 def small_features(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes that suit 64 queries, wherever they are used."""
     for name, value in (("WINDOW", 9), ("PREFIX", 20), ("PAD", 5)):
-        for module in (bench_cases, sys.modules["cutlass_fmha.bench.features"], lineup):
+        for module in (bench_cases, sys.modules["cutlass_fmha.bench.features"], lineup, peers):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, value)
 
@@ -523,10 +510,8 @@ def test_another_build_takes_turns_and_may_not_know_what_this_does(monkeypatch: 
     assert "Other build: cutlass_fmha 0.0, sources abc" in report.text(result)
     assert entry["results"]["ours"]["row"] == "fwd_row"
 
-    def older(*tensors: Any, **arguments: Any) -> Any:
-        raise TypeError("attention() got an unexpected keyword argument 'cu_seqlens_q'")
-
-    monkeypatch.setattr("cutlass_fmha.attention", older)
+    older = TypeError("attention() got an unexpected keyword argument 'cu_seqlens_q'")
+    monkeypatch.setattr("cutlass_fmha.attention", Mock(side_effect=older))
     assert other.ask(prepare=PACKED.name)["result"]["reason"].endswith("'cu_seqlens_q'")
     with pytest.raises(TypeError, match="unexpected keyword"):
         ours.ask(prepare=PACKED.name)

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from test_bench import FakeTimer, synthetic
+from test_bench import FakeTimer, fake_gpu, small_features, synthetic  # noqa: F401
 
 import cutlass_fmha
 import cutlass_fmha.flash_attn
@@ -26,27 +26,21 @@ DECODE = Case("decode", 2, 4, 2, 1, 128, 32, "float16")
 EXACT = cutlass_fmha.attention
 
 
+# What follows has those of their parameters that are asked for: any other word is an error.
+
+
 def fa3(
-    q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None,
-    window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False,
-    sm_margin=0, return_attn_probs=False,
+    q, k, v, *, causal=False, window_size=(-1, -1), softcap=0.0, num_splits=1, return_attn_probs=False
 ):  # fmt: skip
     assert num_splits == int(q.shape[1] > 1), "of one query, as many as the release thinks best"
     window = None if window_size == (-1, -1) else window_size
     return EXACT(q, k, v, causal=causal, window=window, softcap=softcap, return_lse=return_attn_probs)
 
 
-def fa4_varlen(
-    q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
-    min_seqlen_k=None, seqused_q=None, seqused_k=None, causal=False, return_lse=False,
-):  # fmt: skip
-    said = lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+def fa4_varlen(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=False):
+    said = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    said |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     return EXACT(q, k, v, causal=causal, **said, return_lse=True)
-
-
-def lengths(*four):
-    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-    return {name: x for name, x in zip(names, four, strict=True) if x is not None}
 
 
 class Ragged:
@@ -56,10 +50,8 @@ class Ragged:
         assert float_workspace_buffer.dtype == torch.uint8 and kv_layout == "NHD"
 
     def plan(
-        self, qo_indptr, kv_indptr, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo=None,
-        custom_mask=None, packed_custom_mask=None, causal=False, pos_encoding_mode="NONE",
-        use_fp16_qk_reduction=False, window_left=-1, logits_soft_cap=None, sm_scale=None, rope_scale=None,
-        rope_theta=None, q_data_type="float16", kv_data_type=None,
+        self, qo_indptr, kv_indptr, num_qo_heads, num_kv_heads, head_dim_qk, *, causal=False, window_left=-1,
+        logits_soft_cap=None, q_data_type="float16", kv_data_type=None,
     ) -> None:  # fmt: skip
         self.said = {"cu_seqlens_q": qo_indptr, "cu_seqlens_k": kv_indptr, "causal": causal}
         self.said |= {"softcap": logits_soft_cap or 0.0, "window": (window_left, 0) if window_left >= 0 else None}
@@ -100,13 +92,13 @@ class Graph:
         self.handle, self.built, self.plans = handle, None, []
 
     def tensor(self, dim, stride=None, data_type=None, name=""):
-        return SimpleNamespaceHashable(dim=dim, stride=stride, name=name)
+        return Mock(stride=stride)
 
     def sdpa(self, name, q, k, v, generate_stats, attn_scale, use_causal_mask=False):
         self.inputs, self.causal = (q, k, v), use_causal_mask
-        self.made = output = SimpleNamespaceHashable()
-        for setter in ("set_output", "set_dim", "set_stride", "set_data_type"):
-            setattr(output, setter, lambda value: output)
+        setters = ("set_output", "set_dim", "set_stride", "set_data_type")
+        self.made = output = Mock(spec=setters)
+        output.configure_mock(**{f"{setter}.return_value": output for setter in setters})
         return output, None
 
     validate = build_operation_graph = lambda self: None
@@ -130,24 +122,16 @@ class Graph:
         tensor_dict[self.made].copy_(EXACT(q, k, v, causal=self.causal).transpose(1, 2))
 
 
-class SimpleNamespaceHashable(SimpleNamespace):
-    __hash__ = object.__hash__
-
-
 BUILT: list[int] = []
 KINDS = SimpleNamespace(HALF="half", BFLOAT16="bf16", FLOAT="float")
 MODES = SimpleNamespace(A="A", B="B", OPENSOURCE="OPENSOURCE")
 #: Module -> what of it is called.
 STAND_INS: dict[str, dict[str, Any]] = {
     "flash_attn": {
-        "flash_attn_func": cutlass_fmha.flash_attn.flash_attn_func,
-        "flash_attn_varlen_func": cutlass_fmha.flash_attn.flash_attn_varlen_func,
-        "flash_attn_interface": cutlass_fmha.flash_attn.flash_attn_interface,
+        name: getattr(cutlass_fmha.flash_attn, name)
+        for name in ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_interface")
     },
-    "flash_attn_interface": {
-        "flash_attn_func": fa3,
-        "flash_attn_varlen_func": lambda *t, return_attn_probs=False, **said: fa4_varlen(*t, **said),
-    },
+    "flash_attn_interface": {"flash_attn_func": fa3, "flash_attn_varlen_func": fa4_varlen},
     "flash_attn.cute": {
         "flash_attn_func": lambda *t, return_lse=False, **said: fa3(*t, return_attn_probs=True, **said),
         "flash_attn_varlen_func": fa4_varlen,
@@ -164,16 +148,13 @@ STAND_INS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def stand_ins(small_features: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:  # noqa: F811
     for name, content in STAND_INS.items():
         module = ModuleType(name)
         vars(module).update(content)
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
-    for module in (peers, sys.modules["cutlass_fmha.bench.features"]):
-        monkeypatch.setattr(module, "WINDOW", 9, raising=False)
-        monkeypatch.setattr(module, "PREFIX", 20, raising=False)
     peers.found.cache_clear()
     BUILT.clear()
     yield
@@ -233,7 +214,7 @@ def test_who_is_installed_is_found_by_import_and_a_broken_one_says_why(monkeypat
     assert isinstance(peers.found("fa4"), ModuleNotFoundError), "what is missing is another module"
 
 
-@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.usefixtures("fake_gpu", "stand_ins")
 @pytest.mark.parametrize("where", ["call", "capture"])
 def test_a_package_that_fails_is_shown_with_its_reason_and_one_that_is_not_exact_named(where: str, monkeypatch):
     said = AssertionError("head_dim must be 64 or 128")
@@ -252,14 +233,7 @@ def test_a_package_that_fails_is_shown_with_its_reason_and_one_that_is_not_exact
 
     broken = Mock(side_effect=said) if where == "call" else called
     monkeypatch.setattr(sys.modules["flash_attn_interface"], "flash_attn_func", broken)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(runner, "GraphTimer", Timer)
-    monkeypatch.setattr(runner.memory, "peak", lambda call: 0)
-    monkeypatch.setattr(runner.memory, "planned", lambda *problem: 0)
-    inputs = contenders.make_inputs(CASE, 1, torch.device("cpu"))
-    check = contenders.ErrorCheck(CASE, inputs)
-    monkeypatch.setattr(runner, "problem", lambda case, device: (inputs, None, check))
-    monkeypatch.setattr(runner, "selected_row", lambda *problem: "row")
     entry: Any = runner.measure_case(CASE, ["fa3", "sage"], None, 0.1, 0)
     assert entry["results"]["fa3"] == {"status": "unsupported", "reason": "head_dim must be 64 or 128"}
     assert entry["results"]["sage"]["error_ratio"] > 1

@@ -10,7 +10,8 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -86,10 +87,8 @@ def test_info_counts_rows_and_names_devices(capsys, build, monkeypatch):
 
 
 def test_a_driver_that_is_too_old_is_told_where_it_matters(capsys, build, monkeypatch):
-    def too_old():
-        raise RuntimeError("the NVIDIA driver is too old: it supports CUDA 12.2")
-
-    monkeypatch.setattr(_C, "device_count", too_old)
+    too_old = RuntimeError("the NVIDIA driver is too old: it supports CUDA 12.2")
+    monkeypatch.setattr(_C, "device_count", Mock(side_effect=too_old))
     status, out = run(capsys, "info")
     assert status == 0 and "devices: none, the NVIDIA driver is too old" in out
     assert "error: the NVIDIA driver is too old" in refuse(capsys, "explain", "--shape", "1,8,2,64")
@@ -133,9 +132,6 @@ def test_explain_says_what_runs(capsys, build, monkeypatch, arguments: str, stat
         ("explain --shape 1,2,3", "four sizes batch,seqlen_q,num_heads,head_dim are needed, got '1"),
         ("explain --shape 1,2,3,x", "four sizes batch,seqlen_q,num_heads,head_dim are needed"),
         ("explain --shape 1,2,4,64 --kv-heads 3", "num_heads_kv must divide num_heads 4, got"),
-        ("explain --shape 1,2,4,64 --device cuda:77", "device cuda:77 does not exist"),
-        ("explain --shape 1,2,4,64 --device voodoo", "device must be cuda, "),
-        ("explain --shape 1,2,4,64 --dtype int8", "dtype must be one of"),
         ("explain --shape 1,2,4,64 --causal left", "invalid choice: 'left'"),
         ("explain --shape 1,2,4,64 --row x --device l4", "'x' is not a row of this build; `python -m"),
         ("tune", "invalid choice: 'tune'"),
@@ -226,12 +222,7 @@ def test_tables_are_drawn_by_rich_on_a_terminal_and_plain_elsewhere(capsys, monk
 
 
 def test_a_reader_that_leaves_early_is_no_error(monkeypatch, tmp_path):
-    def leave(_):
-        raise BrokenPipeError
-
-    module = ModuleType("leaving")
-    module.main = leave
-    monkeypatch.setitem(sys.modules, "leaving", module)
+    monkeypatch.setitem(sys.modules, "leaving", Mock(main=Mock(side_effect=BrokenPipeError)))
     monkeypatch.setitem(cli.COMMANDS, "info", cli.Command("leaving", ""))
     with (tmp_path / "stdout").open("w") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
@@ -264,12 +255,9 @@ def test_info_answers_where_the_package_cannot_be_imported(tmp_path, absent: tup
     assert done.returncode == 1 and said in found["import_error"] and found["runs"] == {}
     assert ("architectures" in found) == ("cutlass_fmha._C" not in absent)
     text = python("-m", "cutlass_fmha", "info")
-    assert (
-        text.returncode == 1
-        and "\nruns: nothing" in text.stdout
-        and f"the package can't be imported: {found['import_error']}" in text.stdout
-        and "the extension can't be loaded" not in text.stdout
-    )
+    assert text.returncode == 1 and "\nruns: nothing" in text.stdout
+    assert f"the package can't be imported: {found['import_error']}" in text.stdout
+    assert "the extension can't be loaded" not in text.stdout
     other = python("-m", "cutlass_fmha", "bench")
     assert other.returncode == 1 and other.stderr.startswith("bench: cutlass_fmha can't be imported here: ")
     assert other.stderr.count("\n") == 1

@@ -108,7 +108,6 @@ def test_the_registry_gets_a_wrapped_function_that_falls_back_to_torchs(there: A
 
 
 def test_parameters_are_theirs_in_its_order(there: Any):
-    own, other = map(inspect.signature, (comfyui.attention, there.attention_pytorch))
-    assert [(x.name, x.default, x.kind) for x in own.parameters.values()] == [
-        (x.name, x.default, x.kind) for x in other.parameters.values()
-    ]
+    both = (inspect.signature(f).parameters.values() for f in (comfyui.attention, there.attention_pytorch))
+    own, other = ([(x.name, x.default, x.kind) for x in each] for each in both)
+    assert own == other

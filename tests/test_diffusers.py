@@ -8,18 +8,13 @@ from unittest import mock
 
 import pytest
 import torch
+from tensors import randn
 
 from cutlass_fmha.demo.measure import CountCalls
 from cutlass_fmha.integrations import diffusers as integration
 
 diffusers = pytest.importorskip("diffusers", minversion="0.42", reason="needs Python 3.11 or newer")
 dispatch = pytest.importorskip("diffusers.models.attention_dispatch")
-
-GENERATOR, HOST = torch.Generator().manual_seed(0), torch.device("cpu")
-
-
-def randn(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=GENERATOR)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -29,13 +24,8 @@ def _registered() -> None:
 
 
 def call(backend: str, heads_kv: int = 4, place: Any = (), wide: bool = False, **said: Any) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1)
-    query, key, value = (
-        torch.randn(2, 7, heads, 32, generator=generator).to(*place) for heads in (4, heads_kv, heads_kv)
-    )
-    if wide:
-        query, key, value = (x.double() for x in (query, key, value))
-    return dispatch.dispatch_attention_fn(query, key, value, **said, backend=backend)
+    operands = (randn(2, 7, heads, 32, seed=n).to(*place) for n, heads in enumerate((4, heads_kv, heads_kv)))
+    return dispatch.dispatch_attention_fn(*(x.double() if wide else x for x in operands), **said, backend=backend)
 
 
 PADDING = torch.arange(7) < torch.tensor([[7], [4]])
@@ -45,17 +35,14 @@ CALLS: dict[str, dict[str, Any]] = {
     "scale": {"scale": 0.5},
     "padding": {"attn_mask": PADDING},
     "padding to add": {"attn_mask": torch.zeros(2, 7).masked_fill(~PADDING, float("-inf"))},
-    "mask": {"attn_mask": torch.rand(2, 1, 7, 7, generator=GENERATOR) > 0.3},
+    "mask": {"attn_mask": randn(2, 1, 7, 7) > -0.5},
     "bias": {"attn_mask": randn(4, 7, 7)},
     "grouped": {"heads_kv": 2, "enable_gqa": True},
 }
+PLACES = [("cpu", torch.float32), pytest.param(("cuda", torch.float16), marks=pytest.mark.gpu)]
 
 
-PLACES = [(torch.device("cpu"), torch.float32)]
-PLACES += [pytest.param((torch.device("cuda"), torch.float16), marks=pytest.mark.gpu)]  # type: ignore[list-item]
-
-
-def moved(said: dict[str, Any], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+def moved(said: dict[str, Any], device: str, dtype: torch.dtype) -> dict[str, Any]:
     """Tensors there, those of floats in the dtype."""
     tensors = {key: x for key, x in said.items() if isinstance(x, torch.Tensor)}
     return said | {key: x.to(device, dtype if x.is_floating_point() else None) for key, x in tensors.items()}
@@ -139,7 +126,7 @@ def test_a_model_is_as_exact_as_by_its_native_backend(make: Any, layers: int, pl
         with torch.no_grad():
             for weight in model.parameters():
                 weight.uniform_(-0.3, 0.3)
-            wanted = model.double()(**moved(said, HOST, torch.float64))[0]
+            wanted = model.double()(**moved(said, "cpu", torch.float64))[0]
             model.to(*place)
             said = moved(said, *place)
             for backend in ("native", integration.NAME):

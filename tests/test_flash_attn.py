@@ -19,7 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle_helpers import rotate
-from tensors import ints, randn
+from tensors import ints, randn, starts
 from torch import Tensor
 
 from cutlass_fmha import attention, flash_attn, with_kv_cache
@@ -31,12 +31,12 @@ from cutlass_fmha.flash_attn.ops.triton.rotary import apply_rotary
 
 #: Of release 2.8.3, but for annotations.
 SIGNATURES = {
-    "flash_attn_func": "q, k, v, {}",
-    "flash_attn_qkvpacked_func": "qkv, {}",
-    "flash_attn_kvpacked_func": "q, kv, {}",
-    "flash_attn_varlen_func": "q, k, v, {lengths}, {}, block_table=None",
-    "flash_attn_varlen_qkvpacked_func": "qkv, cu_seqlens, max_seqlen, {}",
-    "flash_attn_varlen_kvpacked_func": "q, kv, {lengths}, {}",
+    "flash_attn_func": "q, k, v, {usual}",
+    "flash_attn_qkvpacked_func": "qkv, {usual}",
+    "flash_attn_kvpacked_func": "q, kv, {usual}",
+    "flash_attn_varlen_func": "q, k, v, {lengths}, {usual}, block_table=None",
+    "flash_attn_varlen_qkvpacked_func": "qkv, cu_seqlens, max_seqlen, {usual}",
+    "flash_attn_varlen_kvpacked_func": "q, kv, {lengths}, {usual}",
     "flash_attn_with_kvcache": "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, "
     "cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None, "
     "causal=False, window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, "
@@ -80,21 +80,18 @@ SIGNATURES = {
     "ops.rms_norm.DropoutAddRMSNorm.forward": "self, x0, residual=None",
     "ops.activations.swiglu": "x, y",
 }  # fmt: skip
-NORM = (
-    "x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-06, dropout_p=0.0, "
-    "rowscale=None, prenorm=False, residual_in_fp32=False, zero_centered_weight=False"
-)
-GRADIENTS = (
-    "dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, "
-    "deterministic, rng_state=None"
-)
-PLACES = "return_dropout_mask=False, out_dtype=None, out=None, residual_out=None"
-USUAL = (
-    "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
-    "deterministic=False, return_attn_probs=False"
-)
 LENGTHS = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
-SHARED = {"lengths": LENGTHS, "norm": NORM, "places": PLACES, "gradients": GRADIENTS}
+#: What several have.
+SHARED = {
+    "usual": "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
+    "deterministic=False, return_attn_probs=False",
+    "norm": "x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-06, dropout_p=0.0, "
+    "rowscale=None, prenorm=False, residual_in_fp32=False, zero_centered_weight=False",
+    "gradients": "dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, "
+    "deterministic, rng_state=None",
+    "places": "return_dropout_mask=False, out_dtype=None, out=None, residual_out=None",
+    "lengths": LENGTHS,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
@@ -107,7 +104,7 @@ def test_signatures_are_theirs(name: str):
     }
     given = inspect.signature(found).parameters.values()
     plain = [str(each.replace(annotation=inspect.Parameter.empty)) for each in given]
-    assert ", ".join(plain) == SIGNATURES[name].format(USUAL, **SHARED)
+    assert ", ".join(plain) == SIGNATURES[name].format(**SHARED)
 
 
 # ---- what the functions compute ----------------------------------------------------------------------------
@@ -160,7 +157,9 @@ def test_dense_functions(sizes: tuple[int, int, int], options: dict[str, Any], h
     full = {**options, "return_attn_probs": True}
     found = flash_attn.flash_attn_func(*(laid(x, how) for x in (q, k, v)), **full)
     agree(found, options, q, k, v)
-    assert torch.equal(flash_attn.flash_attn_func(q, k, v, **options), found[0])
+    left, right = options["window_size"]
+    of_tensors = {**options, "window_size": [torch.tensor(left), torch.tensor([right])]}
+    assert torch.equal(flash_attn.flash_attn_func(q, k, v, **of_tensors), found[0])
     packed = flash_attn.flash_attn_kvpacked_func(q, kv, **full)
     assert all(torch.equal(one, other) for one, other in zip(packed, found, strict=True))
     qkv = randn(batch, seqlen_q, 3, 4, 12, seed=2)
@@ -174,8 +173,8 @@ def test_dense_functions(sizes: tuple[int, int, int], options: dict[str, Any], h
     tensors=st.booleans(),
 )
 def test_packed_functions(lengths: list[tuple[int, int]], options: dict[str, Any], tensors: bool):
-    cu_q, cu_k = (ints(0, *(sum(n[side] for n in lengths[: b + 1]) for b in range(len(lengths)))) for side in (0, 1))
-    longest = [max(n[side] for n in lengths) for side in (0, 1)]
+    cu_q, cu_k = (starts(*each) for each in zip(*lengths, strict=True))
+    longest = [max(each) for each in zip(*lengths, strict=True)]
     given = [torch.tensor(n) for n in longest] if tensors else longest
     q, kv = randn(int(cu_q[-1]), 4, 12), randn(int(cu_k[-1]), 2, 2, 12, seed=1)
     k, v = kv.unbind(1)
@@ -191,22 +190,13 @@ def test_packed_functions(lengths: list[tuple[int, int]], options: dict[str, Any
 
     # the same keys in pages of 16, in any order
     pages = randn(12, 16, 2, 2, 12, seed=3)
-    table = (
-        torch.randperm(12, generator=torch.Generator().manual_seed(1)).to(torch.int32)[: 2 * len(lengths)].view(-1, 2)
-    )
+    table = (torch.arange(2 * len(lengths), dtype=torch.int32) * 5 % 12).view(-1, 2)
     for b, (_, length) in enumerate(lengths):
         rows = kv[int(cu_k[b]) : int(cu_k[b + 1])]
         pages[int(table[b, 0]), : min(16, length)] = rows[:16]
         pages[int(table[b, 1]), : max(0, length - 16)] = rows[16:]
     paged = flash_attn.flash_attn_varlen_func(q, *pages.unbind(2), cu_q, cu_k, *given, **full, block_table=table)
     agree(paged, options, q, k, v, **cu)
-
-
-def test_a_window_may_be_of_tensors_and_a_negative_side_is_no_limit():
-    q, k, v = randn(3, 1, 9, 2, 16).unbind(0)
-    expected = attention(q, k, v, window=(3, None))
-    assert torch.equal(flash_attn.flash_attn_func(q, k, v, window_size=(torch.tensor(3), -5)), expected)
-    assert torch.equal(flash_attn.flash_attn_func(q, k, v, window_size=[3, torch.tensor([-1])]), expected)
 
 
 def test_the_dropout_mask_is_that_of_the_output():
@@ -368,9 +358,7 @@ def test_norms_are_those_of_plain_math(dtype: Any, of_residual: Any, of_weight: 
         torch.testing.assert_close(one.double(), other, **close)
 
     # under other names, and to places of the caller's
-    x, weight, residual = (
-        None if given[name] is None else given[name].detach() for name in ("x", "weight", "residual")
-    )
+    x, weight, _, residual = (x if x is None else x.detach() for x in given.values())
     y, total = layer_norm.rms_norm_fn(x, weight, None, residual, prenorm=True, residual_in_fp32=in_fp32)
     rest = {"prenorm": True, "residual_in_fp32": in_fp32, "return_dropout_mask": True}
     again = rms_norm.dropout_add_rms_norm(x, residual, weight, None, 0.0, 1e-6, **rest)
@@ -422,30 +410,26 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 def test_rotary_of_their_signature(packed: bool, interleaved: bool, inplace: bool, dtype: Any):
-    cos, sin = torch.rand(16, 6, dtype=torch.float64), torch.rand(16, 6, dtype=torch.float64)
+    cos, sin = torch.rand(2, 16, 6, dtype=F64)
     lengths = [5, 0, 3, 4] if packed else [4, 4, 4]
     offsets = [7] * len(lengths) if dtype is int else [3, 15, 16, 14, 40][: len(lengths)]
-    cu = ints(0, *(sum(lengths[: b + 1]) for b in range(len(lengths))))
-    rows = randn(12, 2, 16, dtype=torch.float64)
+    offset = 7 if dtype is int else torch.tensor(offsets, dtype=dtype)
     positions = torch.cat([torch.arange(n) + first for n, first in zip(lengths, offsets, strict=True)])
-    leaf = rows.clone().requires_grad_()
+    leaf = randn(12, 2, 16, dtype=F64).requires_grad_()
     x = (leaf if packed else leaf.view(3, 4, 2, 16)) * 1.0
-    given = {"cu_seqlens": cu, "max_seqlen": torch.tensor(5)} if packed else {}
-    out = rotary.apply_rotary_emb(
-        x, cos, sin, interleaved, inplace, 7 if dtype is int else torch.tensor(offsets, dtype=dtype), **given
-    )
+    given = {"cu_seqlens": starts(*lengths), "max_seqlen": torch.tensor(5)} if packed else {}
+    out = rotary.apply_rotary_emb(x, cos, sin, interleaved, inplace, offset, **given)
     assert (out.data_ptr() == x.data_ptr()) == inplace
-    expected_leaf = rows.clone().requires_grad_()
-    expected = turned(expected_leaf, cos, sin, positions, interleaved)
+    expected = turned(leaf, cos, sin, positions, interleaved)
     torch.testing.assert_close(out.reshape(expected.shape), expected)
     if dtype is int and not packed:
         rows = [t[7:11].expand(3, 4, 6) for t in (cos, sin)]
         by_torch = rotary.apply_rotary_emb_torch(leaf.view(3, 4, 2, 16), *rows, interleaved)
         torch.testing.assert_close(by_torch.view(expected.shape), expected)
-    weight = randn(12, 2, 16, dtype=torch.float64, seed=5)
-    (out.reshape(expected.shape) * weight).sum().backward()
-    (expected * weight).sum().backward()
-    torch.testing.assert_close(leaf.grad, expected_leaf.grad)
+    weight = randn(12, 2, 16, dtype=F64, seed=5)
+    torch.testing.assert_close(
+        *(torch.autograd.grad(each.reshape(weight.shape), leaf, weight) for each in (out, expected))
+    )
 
 
 @pytest.mark.parametrize("inplace", [False, True])
@@ -501,11 +485,8 @@ def test_rotary_embedding_in_place(shape: str, offset: Any, interleaved: bool, s
     first = torch.tensor(offset if isinstance(offset, list) else [offset] * 2)
     at = (first[:, None] + torch.arange(5)).flatten()
     q, k, v = leaf.flatten(0, 1).split(heads, 1)
-    turned_q, turned_k = (
-        turned(q, cos * scale, sin * scale, at, interleaved),
-        turned(k, cos / scale, sin / scale, at, interleaved),
-    )
-    expected = torch.cat((turned_q, turned_k, v), 1).view(out.shape)
+    q, k = turned(q, cos * scale, sin * scale, at, interleaved), turned(k, cos / scale, sin / scale, at, interleaved)
+    expected = torch.cat((q, k, v), 1).view(out.shape)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
     weight = randn(*out.shape, dtype=F64, seed=1)
     grads = [torch.autograd.grad((each * weight).sum(), leaf)[0] for each in (out, expected)]
@@ -532,9 +513,8 @@ def test_tables_grow_and_follow_the_dtype():
 @pytest.mark.parametrize("how", ["plain", "last dimension"])
 def test_rotations_by_hand_go_back_by_conjugate(how: str):
     """As ModernBERT's code of transformers does it: packed qkv, whose q and k are one view."""
-    cos, sin = (
-        f(torch.outer(torch.arange(6.0), 100.0 ** -(torch.arange(4) / 4))).double() for f in (torch.cos, torch.sin)
-    )
+    angles = torch.outer(torch.arange(6.0), 100.0 ** -(torch.arange(4) / 4)).double()
+    cos, sin = angles.cos(), angles.sin()
     x = laid(randn(9, 4, 8, dtype=F64), how).clone(memory_format=torch.preserve_format)
     before, rest = x.clone(), {"cu_seqlens": ints(0, 6, 6, 9), "max_seqlen": 6}
     expected = rotary.apply_rotary_emb(x, cos, sin, **rest)
@@ -637,33 +617,22 @@ from flash_attn import flash_attn_func, flash_attn_with_kvcache
 from flash_attn.layers.rotary import apply_rotary_emb
 
 torch.manual_seed(0)
-dim, heads, vocabulary = 64, 4, 50
-embed, project = torch.randn(vocabulary, dim), torch.nn.Parameter(torch.randn(dim, 3 * dim) / 8)
-out = torch.randn(dim, vocabulary)
-angles = torch.outer(torch.arange(64), 10000.0 ** -(torch.arange(8) / 8)).to(embed)
+project = torch.nn.Parameter(torch.randn(64, 3 * 64) / 8)
+q, k, v = (torch.randn(2, 17, 64) @ project).unflatten(-1, (3, 4, 16)).unbind(2)
+angles = torch.outer(torch.arange(64), 10000.0 ** -(torch.arange(8) / 8)).to(q)
 cos, sin = angles.cos(), angles.sin()
-
-def qkv(tokens):
-    return (embed[tokens] @ project).unflatten(-1, (3, heads, dim // heads)).unbind(2)
-
-tokens = torch.randint(vocabulary, (2, 5))
-k_cache, v_cache = torch.zeros(2, 2, 64, heads, dim // heads).unbind(0)
-lengths, generated, new, steps = torch.zeros(2, dtype=torch.int32), tokens, tokens, []
-for _ in range(12):
-    q, k, v = qkv(new)
-    context = flash_attn_with_kvcache(
-        q, k_cache, v_cache, k, v, rotary_cos=cos, rotary_sin=sin, cache_seqlens=lengths, causal=True,
-        rotary_interleaved=False,
-    )
-    assert not context.requires_grad
-    lengths += new.shape[1]
-    steps.append(context[:, -1:].flatten(-2) @ out)
-    new = steps[-1].argmax(-1)
-    generated = torch.cat((generated, new), 1)
-q, k, v = qkv(generated[:, :-1])
+k_cache, v_cache = torch.zeros(2, 2, 64, 4, 16).unbind(0)
+lengths, steps = torch.zeros(2, dtype=torch.int32), []
+for new in (slice(0, 5), *(slice(i, i + 1) for i in range(5, 17))):
+    steps.append(flash_attn_with_kvcache(
+        q[:, new], k_cache, v_cache, k[:, new], v[:, new], rotary_cos=cos, rotary_sin=sin, cache_seqlens=lengths,
+        causal=True, rotary_interleaved=False,
+    ))
+    assert not steps[-1].requires_grad
+    lengths += steps[-1].shape[1]
 q, k = apply_rotary_emb(q, cos, sin), apply_rotary_emb(k, cos, sin)
-whole = flash_attn_func(q, k, v, causal=True).flatten(-2) @ out
-print(generated.shape, (torch.cat(steps, 1) - whole[:, 4:]).abs().max().item() / whole.abs().max().item())
+whole = flash_attn_func(q, k, v, causal=True)
+print(whole.shape, (torch.cat(steps, 1) - whole).abs().max().item() / whole.abs().max().item())
 """
 
 LLAMA = """
@@ -699,7 +668,7 @@ print(flash.shape, (flash - native).abs().max().item())
 
 #: What each needs, its calls of ours, and the shape that it prints.
 SCRIPTS = {
-    "generation": (GENERATION, None, 13, [2, 17]),
+    "generation": (GENERATION, None, 14, [2, 17, 4, 16]),
     "transformers, flash_attention_2": (LLAMA, "transformers", 2, [15, 50]),
     "diffusers, flash": (DIFFUSERS, "diffusers", 2, [2, 2, 7, 4, 32]),
 }

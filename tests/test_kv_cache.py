@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 import oracle_features
 import pytest
 import torch
-from fake_kernels import vector
+from fake_kernels import install, vector
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle_helpers import places
 from tensors import ints, randn
+from test_ops import LooksLikeCuda
+from test_parity_helpers import KINDS, places_in, table
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,26 +28,11 @@ from cutlass_fmha.rotary import rotary
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 append_kv_ = torch.ops.cutlass_fmha.append_kv_
 
 
-def angles(positions: int, dim: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """cos and sin as models have them."""
-    turns = torch.outer(torch.arange(positions), 10000.0 ** -(torch.arange(dim // 2) / (dim // 2)))
-    return turns.cos().to(dtype), turns.sin().to(dtype)
-
-
-def following(first: Tensor, seqlen: int) -> Tensor:
-    """[batch, seqlen]: the positions of rows that follow the first one."""
-    return first[:, None] + torch.arange(seqlen)
-
-
-# ---- rotary ------------------------------------------------------------------------------------------------
-
-
 def test_a_position_may_be_an_int():
-    x, (cos, sin) = randn(2, 4, 2, 16), angles(16, 16)
+    x, (cos, sin) = randn(2, 4, 2, 16), table(16, 16)
     assert rotary(randn(0, 3, 5, 24), cos, sin, ints()).shape == (0, 3, 5, 24)
     assert rotary(randn(2, 0, 5, 24), cos, sin, ints(1, 2)).shape == (2, 0, 5, 24)
     for first in (0, 12):
@@ -54,29 +41,15 @@ def test_a_position_may_be_an_int():
     assert rotary(randn(2, 0, 2, 16), cos, sin, 99).shape == (2, 0, 2, 16)
 
 
-# ---- appending ---------------------------------------------------------------------------------------------
+# ---- appending, attention over a cache ---------------------------------------------------------------------
 
 
 class Cache:
     """A cache with what a call appends to it: contiguous, by entries, or in pages that lie anywhere."""
 
-    def __init__(self, kind: str, dtype: torch.dtype = torch.float32, dim_v: int = 16, batch: int = 3) -> None:
-        self.kind, self.batch = kind, batch
-        entries, rows = {"contiguous": (batch, 24), "entries": (7, 24), "pages": (3 * batch + 2, 16)}[kind]
-        self.k_cache = randn(entries, rows, 2, 16, dtype=dtype, seed=1)
-        self.v_cache = randn(entries, rows, 2, dim_v, dtype=dtype, seed=2)
-        self.places: dict[str, Tensor] = {}
-        order = torch.randperm(entries, generator=torch.Generator().manual_seed(3)).to(torch.int32)
-        if kind == "entries":
-            self.places["cache_batch_idx"] = order[:batch]
-        if kind == "pages":
-            self.places["page_table"] = order[: 3 * batch].view(batch, 3)
-
-
-KINDS = ("contiguous", "entries", "pages")
-
-
-# ---- attention over a cache --------------------------------------------------------------------------------
+    def __init__(self, kind: str, dtype: torch.dtype = torch.float32, dims: Any = (16, 16), batch: int = 3) -> None:
+        entries, rows, self.places = places_in(kind, batch)
+        self.k_cache, self.v_cache = (randn(entries, rows, 2, dim, dtype=dtype, seed=i) for i, dim in enumerate(dims))
 
 
 SIDES = st.one_of(st.none(), st.integers(0, 9))
@@ -88,7 +61,7 @@ SIDES = st.one_of(st.none(), st.integers(0, 9))
     packed=st.booleans(),
     seqlen_q=st.integers(1, 4),
     kind=st.sampled_from(KINDS),
-    dtype=st.sampled_from(DTYPES),
+    dtype=st.sampled_from((torch.float16, torch.bfloat16, torch.float32, torch.float64)),
     around=st.tuples(st.integers(0, 2), st.integers(0, 2)),
     laid=st.sampled_from(("contiguous", "heads first", "wider", "one row for all")),
     rotated=st.sampled_from((None, "cache_seqlens", "rotary_seqlens", "an int")),
@@ -112,7 +85,7 @@ def test_a_step_is_attention_over_old_and_new_keys(
     counts, before = zip(*lengths, strict=True)
     batch = len(lengths)
     counts, before = counts if packed else (4,) * batch, before[:1] * batch if alike else before
-    cache, expected = (Cache(kind, dtype, 8, batch) for _ in range(2))
+    cache, expected = (Cache(kind, dtype, (16, 8), batch) for _ in range(2))
     begins = [around[0] * packed + sum(counts[:b]) for b in range(batch + 1)]
     #: Of new keys, and of queries: the row, its sequence, and its number there.
     keys = [(begins[b] + i, b, i) for b in range(batch) for i in range(counts[b])]
@@ -133,7 +106,7 @@ def test_a_step_is_attention_over_old_and_new_keys(
     first = used if pads is None else used - pads
     said: dict[str, Any] = {"leftpad_k": pads, **cache.places}
     if rotated and appended:
-        cos, sin = angles(40, 8)
+        cos, sin = table(40, 8)
         said |= {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": interleaved}
         if rotated != "cache_seqlens":
             first = ints(*([7] * batch if rotated == "an int" else [30 - n for n in counts]))
@@ -187,14 +160,11 @@ def test_a_cache_that_says_no_length_is_full():
 
 
 def test_opcheck_passes():
-    cos, sin = angles(30, 12)
+    cos, sin = table(30, 12)
     x = randn(3, 5, 2, 16)
-    torch.library.opcheck(torch.ops.cutlass_fmha.rotary.default, (x, cos, sin, ints(0, 1, 2)))
-    torch.library.opcheck(
-        torch.ops.cutlass_fmha.rotary.default,
-        (x.transpose(1, 2).contiguous().transpose(1, 2), cos, sin, ints(0, 1, 2)),
-        {"interleaved": True},
-    )
+    heads_first = x.transpose(1, 2).contiguous().transpose(1, 2)
+    for laid, said in ((x, {}), (heads_first, {"interleaved": True})):
+        torch.library.opcheck(torch.ops.cutlass_fmha.rotary.default, (laid, cos, sin, ints(0, 1, 2)), said)
     for kind in KINDS:
         cache = Cache(kind)
         tensors = (cache.k_cache, cache.v_cache, x, randn(3, 5, 2, 16), ints(0, 5, 19))
@@ -208,7 +178,7 @@ def test_opcheck_passes():
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_step_compiles_whole_and_writes_the_cache(packed: bool):
-    cache, other, (cos, sin) = Cache("pages"), Cache("pages"), angles(24, 16)
+    cache, other, (cos, sin) = Cache("pages"), Cache("pages"), table(24, 16)
     q, key, value = randn(3, 2, 6, 16, seed=7), randn(3, 2, 2, 16, seed=8), randn(3, 2, 2, 16, seed=9)
     options = dict(cache.places)
     if packed:
@@ -232,12 +202,6 @@ def test_a_step_compiles_whole_and_writes_the_cache(packed: bool):
 # ---- past the dispatcher -----------------------------------------------------------------------------------
 
 
-class LooksLikeCuda(Tensor):
-    """What a call would see on a GPU; its type stands in for torch.Tensor there."""
-
-    is_cuda = True
-
-
 class Launches(list[tuple[int, dict[str, Any]]]):
     """Row and fields of what was launched, in order. Of an append the lengths are written."""
 
@@ -246,9 +210,6 @@ class Launches(list[tuple[int, dict[str, Any]]]):
         if isinstance(params, _C.AppendParams):  # which the CPU's ops read
             lengths, used = (vector(x, params.batch) for x in (params.cache_seqlens, params.seqused_k))
             used.copy_(lengths + params.seqlen_new)
-
-    def launch(self, row: int, plan: _C.AttentionParams, device: int, stream: int, *of_call: Any) -> None:
-        self.run(row, plan.of_call(*of_call), device, stream)
 
 
 def fields(params: Any) -> dict[str, Any]:
@@ -263,8 +224,7 @@ def fields(params: Any) -> dict[str, Any]:
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     """What goes to the GPU; calls on tensors that look like CUDA's need not go through the dispatcher."""
     found = Launches()
-    for name in ("run", "launch"):
-        monkeypatch.setattr(_C, name, getattr(found, name))
+    install(monkeypatch, found.run)
     monkeypatch.setattr(dispatcher, "Tensor", LooksLikeCuda)
     plan.clear()
     yield found
@@ -286,14 +246,13 @@ class Turn(NamedTuple):
 
 
 def turn(seqlen_q: int = 1, appended: bool = True, kind: str = "contiguous", **said: Any) -> Turn:
-    cache = Cache(kind, torch.float16, 64)
-    k_cache, v_cache = (torch.cat([x] * (64 // x.shape[-1]), -1) for x in (cache.k_cache, cache.v_cache))
+    cache = Cache(kind, torch.float16, (64, 64))
     q, k, v = (randn(3, seqlen_q, heads, 64, dtype=torch.float16) for heads in (6, 2, 2))
     new = (k, v) if appended else ()
-    return Turn((q, k_cache, v_cache, *new), {"cache_seqlens": ints(0, 5, 9), **cache.places, **said})
+    return Turn((q, cache.k_cache, cache.v_cache, *new), {"cache_seqlens": ints(0, 5, 9), **cache.places, **said})
 
 
-COS, SIN = angles(40, 32)
+COS, SIN = table(40, 32)
 TURNS = {
     "nothing": turn(),
     "causal": turn(2, causal=True, return_lse=True),
@@ -357,16 +316,12 @@ def test_numbers_of_a_step_are_checked_at_each_call(launched: Launches):
 
 
 def test_a_step_that_something_listens_to_goes_through_the_dispatcher(launched: Launches):
-    class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append(str(func))
-            return func(*args, **(kwargs or {}))
+    def heard(self, func, types, args=(), kwargs=None):
+        seen.append(str(func))
+        return func(*args, **(kwargs or {}))
 
-    class FunctionMode(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            seen.append(str(func))
-            return func(*args, **(kwargs or {}))
-
+    Mode = type("Mode", (TorchDispatchMode,), {"__torch_dispatch__": heard})
+    FunctionMode = type("FunctionMode", (torch.overrides.TorchFunctionMode,), {"__torch_function__": heard})
     for listener in (Mode, FunctionMode):
         step, seen = TURNS["rotated"].on_gpu(), []
         with listener():
@@ -393,10 +348,11 @@ def test_a_step_that_something_listens_to_goes_through_the_dispatcher(launched: 
     assert len(launched) == 2
 
 
-def test_a_step_counts_its_writes_once(launched: Launches, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("said", [{}, {"mask": torch.ones(1, 24, dtype=torch.bool)}], ids=["planned", "one by one"])
+def test_a_step_counts_its_writes_once(said: dict[str, Any], launched: Launches):
     """As autograd does it: whoever saved a cache for a backward is told."""
     for _ in range(2):
-        step = TURNS["nothing"].on_gpu()
+        step = turn(**said).on_gpu()
         versions = [x._version for x in step.tensors]
         step()
         assert [x._version for x in step.tensors] == [a + b for a, b in zip(versions, (0, 1, 1, 0, 0), strict=True)]
@@ -418,20 +374,3 @@ def test_the_op_counts_its_writes_once(mode: Any, monkeypatch: pytest.MonkeyPatc
     with mode():
         append_kv_(k_cache, v_cache, key, key, ints(3))
     assert (k_cache._version, v_cache._version, key._version) == (1, 1, 0)
-
-
-def test_past_the_dispatcher_writes_are_counted_too(monkeypatch):
-    """As autograd does it: whoever saved a cache for a backward is told."""
-    monkeypatch.setattr(dispatcher, "can_skip_dispatcher", lambda *tensors: True)
-    monkeypatch.setattr(dispatcher, "others_can_skip_dispatcher", lambda arguments: True)
-    monkeypatch.setattr(append_kv, "_launch", lambda a, room, plan: append_kv.write(a))  # there is no GPU
-    for inference in (False, True):
-        with torch.inference_mode(inference):
-            k_cache, v_cache = (torch.zeros(1, 8, 2, 4) for _ in range(2))
-            key = torch.ones(1, 2, 2, 4)
-            lengths = torch.tensor([3], dtype=torch.int32)
-            before = None if inference else (k_cache._version, v_cache._version)
-            _, used = append_kv.append(append_kv.Append(k_cache, v_cache, key, key, lengths))
-            assert used.tolist() == [5] and k_cache[0, 3:5].eq(1).all()
-        # The write itself counts once.
-        assert inference or (k_cache._version - before[0], v_cache._version - before[1]) == (2, 2)

@@ -12,6 +12,7 @@ import oracle_features
 import pytest
 import torch
 import torch._dynamo.testing
+from operands import place
 from tensors import ints, qkv
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -31,11 +32,6 @@ pytestmark = [
 
 forward, attend = torch.ops.cutlass_fmha.forward, torch.ops.cutlass_fmha.attend
 F16 = torch.float16
-
-
-def heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The same numbers with heads before the sequence in memory."""
-    return tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors)
 
 
 tensors = functools.partial(qkv, head_dim_v=24)
@@ -68,14 +64,10 @@ CALLS: dict[str, tuple[tuple[Tensor, ...], dict[str, Any]]] = {
     "no keys": ((Q, K[:, :0], V[:, :0]), {"batch_invariant": True}),
     "no batch": ((Q[:0], K[:0], V[:0]), {"seqused_q": ints()}),
     "forward": (qkv(), {}),
-    "forward, heads first": (heads_first(*qkv()), {}),
+    "forward, heads first": (tuple(place(x, "bhsd") for x in qkv()), {}),
     "forward, no keys": (qkv(seqlen_k=0), {}),
     "forward, no batch": (qkv(batch=0), {}),
 }
-
-
-def op_of(name: str) -> Any:
-    return forward if name.startswith("forward") else attend
 
 
 # ---- what torch expects of an op ---------------------------------------------------------------------------
@@ -91,8 +83,9 @@ def test_the_schema_is_functional_and_of_fixed_arity(op: Any, module: Any):
 @pytest.mark.parametrize("name", CALLS)
 def test_opcheck_passes(name: str):
     inputs, features = CALLS[name]
+    op = forward if name.startswith("forward") else attend
     for causal, return_lse in [("none", False), ("bottom-right", True), ("top-left", True)]:
-        torch.library.opcheck(op_of(name).default, (*inputs, 0.3, causal, return_lse, None), features)
+        torch.library.opcheck(op.default, (*inputs, 0.3, causal, return_lse, None), features)
 
 
 # ---- gradients ---------------------------------------------------------------------------------------------
@@ -140,7 +133,6 @@ def test_other_ways_to_a_derivative_raise_too():
 
 
 def compiled(function: Any, backend: str = "aot_eager") -> tuple[Any, Any]:
-    torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
     return torch.compile(function, fullgraph=True, dynamic=True, backend=counter), counter
 

@@ -135,19 +135,12 @@ class Combine:
     def run(self, return_lse: bool = True) -> None:
         combine(self.params(return_lse), self.out.view)
 
-    def parts(self) -> list[tuple[Tensor, Tensor]]:
-        """As states [batch, seqlen_q, heads, dim] and [batch, heads, seqlen_q]."""
+    def check(self, return_lse: bool = True) -> None:
         shape = (self.batch, self.heads, self.seqlen_q)
         parts = zip(self.partial_o, self.partial_lse, strict=True)
-        return [(o.view(*shape, -1).transpose(1, 2), lse.view(shape)) for o, lse in parts]
-
-    def check(self, return_lse: bool = True) -> None:
-        lse = self.lse.view.view(self.batch, self.heads, self.seqlen_q) if return_lse else None
-        assert_merged(self.out.view, lse, self.parts())
+        states = [(o.view(*shape, -1).transpose(1, 2), lse.view(shape)) for o, lse in parts]
+        assert_merged(self.out.view, self.lse.view.view(shape) if return_lse else None, states)
         assert self.out.intact() and self.lse.intact()
-
-
-OUTPUTS: tuple[dict[str, Any], ...] = ({}, {"row_pad": 8}, {"row_pad": 1}, {"odd": True}, {"packed": True})
 
 
 @kernels_only
@@ -155,7 +148,7 @@ OUTPUTS: tuple[dict[str, Any], ...] = ({}, {"row_pad": 8}, {"row_pad": 1}, {"odd
 @pytest.mark.parametrize("dim", [1, 7, 8, 36, 64, 96, 128, 160, 250, 256])
 @pytest.mark.parametrize("splits", [1, 2, 5, 16, 33, 64])
 def test_combine(splits: int, dim: int, dtype: torch.dtype):
-    for where in OUTPUTS:
+    for where in ({}, {"row_pad": 8}, {"row_pad": 1}, {"odd": True}, {"packed": True}):
         launch = Combine(splits, (1 if "packed" in where else 2, 3, 4, dim), dtype, **where, seed=dim)
         launch.run(return_lse=dim != 64)
         launch.check(return_lse=dim != 64)
@@ -216,9 +209,9 @@ def test_combine_refuses_what_it_cannot_take():
 # ---- merging states ----------------------------------------------------------------------------------------
 
 
-def states(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
+def states(shape: tuple[int, ...], dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
     lse_shape = (*shape[:-3], shape[-2], shape[-3])
-    return [(randn(*shape, dtype=dtype, seed=seed + n), 8 * randn(*lse_shape, seed=seed + n + 9)) for n in (0, 1)]
+    return [(randn(*shape, dtype=dtype, seed=n), 8 * randn(*lse_shape, seed=n + 9)) for n in (0, 1)]
 
 
 @by_dtype
@@ -238,8 +231,8 @@ def test_merge(dim: int, dtype: torch.dtype):
         assert torch.equal(there[0], output) and torch.equal(there[1], lse)
         with pytest.raises(ValueError, match="lse must not share memory with lse_b"):
             merge_states(*operands, out=there[0], lse=operands[3])
-        for one, other in zip(merge_states(*operands[2:], *operands[:2]), (output, lse), strict=True):
-            assert torch.equal(one, other), "the sides can be exchanged"
+        exchanged = merge_states(*operands[2:], *operands[:2])
+        assert all(map(torch.equal, exchanged, (output, lse))), "the sides can be exchanged"
         row = a[0][:1, :1].expand(a[0].shape)
         of_row, of_copy = (merge_states(x, *operands[1:]) for x in (row, row.contiguous()))
         assert all(map(torch.equal, of_row, of_copy))
@@ -268,7 +261,7 @@ def test_merge_passes_bits_on(dim: int, dtype: torch.dtype):
 # ---- rotary, appending -------------------------------------------------------------------------------------
 
 
-def table(positions: int, dim: int, dtype: torch.dtype, odd: bool = False) -> tuple[Tensor, Tensor]:
+def table(positions: int, dim: int, dtype: torch.dtype = torch.float32, odd: bool = False) -> tuple[Tensor, Tensor]:
     turns = torch.outer(torch.arange(positions), 100.0 ** -(torch.arange(dim // 2) / max(1, dim // 2)))
     found = [x.to(dtype).to(DEVICE) for x in (turns.cos(), turns.sin())]
     cos, sin = (laid_out(x, "odd") for x in found) if odd else found
@@ -281,14 +274,10 @@ def following(first: Tensor, seqlen: int) -> Tensor:
 
 #: (head_dim, rotary_dim): whole rows, parts of them, pairs that no vector has whole, and odd sizes.
 DIMS = ((64, 64), (128, 32), (96, 80), (64, 24), (64, 6), (40, 4), (50, 22), (256, 256), (320, 64))
-
-
 #: Of packed rows.
 ROWS = 13
 #: Sequences of several rows, of one, of none; rows before, behind, and only those.
 PACKED = ((0, 5, 5, 13), (2, 3, 3, 3, 8, 9), (0, 0, 0, 0), tuple(range(14)), (13, 13), (0, 13), (4,))
-
-
 #: Of a batch, or of packed rows.
 BEGINS = st.sampled_from((None, *PACKED))
 
@@ -296,9 +285,7 @@ BEGINS = st.sampled_from((None, *PACKED))
 def sequences(x: Tensor, begins: tuple[int, ...] | None) -> list[Tensor]:
     """The rows [1, n, heads, dim] of each, on the CPU."""
     whole = x.cpu()
-    return list(whole[:, None]) if begins is None else [
-        whole[None, a:b] for a, b in itertools.pairwise(begins)
-    ]  # fmt: skip
+    return [*whole[:, None]] if begins is None else [whole[None, a:b] for a, b in itertools.pairwise(begins)]
 
 
 @by_dtype
@@ -350,6 +337,20 @@ def test_a_position_without_an_angle_becomes_nan(dtype: torch.dtype):
     assert torch.equal(out[..., 32:], x[..., 32:])
 
 
+KINDS = ("contiguous", "entries", "pages")
+
+
+def places_in(kind: str, batch: int) -> tuple[int, int, dict[str, Tensor]]:
+    """Entries of a cache and rows of each, and what says where sequences lie there."""
+    entries, rows = {"contiguous": (batch, 24), "entries": (batch + 4, 24), "pages": (3 * batch + 2, 16)}[kind]
+    order = torch.randperm(entries, generator=torch.Generator().manual_seed(3)).to(torch.int32).to(DEVICE)
+    if kind == "pages":
+        wide = torch.full((batch, 5), 10**6, dtype=torch.int32, device=DEVICE)  # a table is part of a wider one
+        wide[:, :3] = order[: 3 * batch].view(batch, 3)
+        return entries, rows, {"page_table": wide[:, :3]}
+    return entries, rows, {"cache_batch_idx": order[:batch]} if kind == "entries" else {}
+
+
 class Append:
     """A cache inside of buffers of NaN, and one call that appends to it."""
 
@@ -361,18 +362,10 @@ class Append:
         batch, heads = 3 if begins is None else len(begins) - 1, 2
         self.lengths = [5] * 3 if begins is None else [b - a for a, b in itertools.pairwise(begins)]
         self.begins = begins
-        sizes = {"contiguous": (batch, 24), "entries": (batch + 4, 24), "pages": (3 * batch + 2, 16)}
-        entries, rows = sizes[kind]
-        order = torch.randperm(entries, generator=torch.Generator().manual_seed(3)).to(torch.int32)
-        self.places: dict[str, Tensor] = {}
-        if kind == "entries":
-            self.places["cache_batch_idx"] = order[:batch].to(DEVICE)
-        if kind == "pages":
-            # A table is part of a wider one.
-            wide = torch.full((batch, 5), 10**6, dtype=torch.int32)
-            wide[:, :3] = order[: 3 * batch].view(batch, 3)
-            self.places["page_table"] = wide.to(DEVICE)[:, :3]
-        self.caches = [self._cache(entries, rows, heads, dim, dtype, layout) for dim in (head_dim, head_dim_v)]
+        entries, rows, self.places = places_in(kind, batch)
+        lies: dict[str, Any] = {"odd": {"row_pad": 3, "offset": GUARD + 1}, "bhsd": {"order": "bhsd", "row_pad": 8}}
+        empty = (torch.empty(entries, rows, heads, dim, dtype=dtype, device=DEVICE) for dim in (head_dim, head_dim_v))
+        self.caches = [gpu.Guarded.around(place(x, **lies.get(layout, {"row_pad": 8}))) for x in empty]
         shape = (batch, 5, heads) if begins is None else (ROWS, heads)
         self.key = laid_out(randn(*shape, head_dim, dtype=dtype, seed=4), layout)
         self.value = laid_out(randn(*shape, head_dim_v, dtype=dtype, seed=5), layout)
@@ -383,13 +376,6 @@ class Append:
     def at(self, b: int, i: int) -> Any:
         """Where the new row i of a sequence stands."""
         return (b, i) if self.begins is None else self.begins[b] + i
-
-    @staticmethod
-    def _cache(entries: int, rows: int, heads: int, dim: int, dtype: torch.dtype, layout: str) -> gpu.Guarded:
-        empty = torch.empty(entries, rows, heads, dim, dtype=dtype, device=DEVICE)
-        if layout == "odd":
-            return gpu.Guarded.around(place(empty, row_pad=3, offset=GUARD + 1))
-        return gpu.Guarded.around(place(empty, order="bhsd" if layout == "bhsd" else "bshd", row_pad=8))
 
     def run(self, cache_seqlens: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
         k_cache, v_cache = (cache.view for cache in self.caches)
@@ -412,10 +398,7 @@ class Append:
         return found
 
 
-KINDS = ("contiguous", "entries", "pages")
-
-
-#: How new rows of a cache are drawn, and more of what an append is asked for.
+#: How new rows of a cache are drawn.
 NEW_ROWS: dict[str, st.SearchStrategy[Any]] = {
     "kind": st.sampled_from(KINDS),
     "dims": st.sampled_from((*DIMS, (36, 24))),
@@ -425,18 +408,19 @@ NEW_ROWS: dict[str, st.SearchStrategy[Any]] = {
     "numbers": st.lists(st.integers(0, 100), min_size=ROWS, max_size=ROWS),
     "interleaved": st.booleans(),
 }
-APPENDS = {
+
+
+@by_dtype
+@drawn
+@given(
     **NEW_ROWS,
-    "stand": st.sampled_from((None, "cache_seqlens", "leftpad_k", "rotary_seqlens")),
-    "seqlen_q": st.sampled_from((1, 5, 9)),
-    "advance": st.booleans(),
-}
-
-
-def check_append(
-    kind: str, dims: tuple[int, int], head_dim_v: int, layout: str, begins: Any, numbers: list[int], stand: str | None,
-    seqlen_q: int, advance: bool, interleaved: bool, dtype: torch.dtype,
-) -> None:  # fmt: skip
+    stand=st.sampled_from((None, "cache_seqlens", "leftpad_k", "rotary_seqlens")),
+    seqlen_q=st.sampled_from((1, 5, 9)),
+    advance=st.booleans(),
+)
+def test_append(
+    kind, dims, head_dim_v, layout, begins, numbers, stand, seqlen_q, advance, interleaved, dtype: torch.dtype
+):
     """Where keys stand that are rotated, is said by ``stand``; None: they are appended as they are."""
     append = Append(kind, dtype, dims[0], head_dim_v, layout, begins)
     room = 25 - max(append.lengths, default=0)
@@ -466,13 +450,6 @@ def check_append(
         for b, own in enumerate(zip(sequences(found, begins), sequences(x, begins), strict=True)):
             positions = first[b].cpu() + torch.arange(own[0].shape[1]) * step
             assert_rotated(*own, cos.cpu(), sin.cpu(), positions[None], interleaved)
-
-
-@by_dtype
-@drawn
-@given(**APPENDS)
-def test_append(dtype: torch.dtype, **p: Any):
-    check_append(dtype=dtype, **p)
 
 
 @kernels_only

@@ -138,12 +138,6 @@ def test_a_compiled_graph_holds_our_op(mode: Callable[[], Any]):
     assert not with_gradients or "cutlass_fmha.attend_backward" in graphs[1]
 
 
-def encoder() -> nn.Module:
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(64, 4, dim_feedforward=32, dropout=0.0, batch_first=True)
-    return nn.TransformerEncoder(layer, 2)
-
-
 PLACES = pytest.mark.parametrize(
     ("place", "dtype", "tolerance"),
     [("cpu", torch.float32, 1e-4), pytest.param("cuda", torch.float16, 1e-2, marks=pytest.mark.gpu)],
@@ -156,7 +150,9 @@ PLACES = pytest.mark.parametrize(
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_torchs_modules_run_ours(training: bool, padded: bool, place: str, dtype: torch.dtype, tolerance: float):
     """Layers with torch's MultiheadAttention."""
-    module = encoder().train(training).to(place, dtype)
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(64, 4, dim_feedforward=32, dropout=0.0, batch_first=True)
+    module = nn.TransformerEncoder(layer, 2).train(training).to(place, dtype)
     x = randn(2, 7, 64).to(place, dtype)
     mask = (torch.arange(7) >= ints(7, 4)[:, None]).to(place) if padded else None
     counted = ~mask if mask is not None else torch.ones(2, 7, dtype=torch.bool, device=place)
@@ -172,22 +168,15 @@ def test_torchs_modules_run_ours(training: bool, padded: bool, place: str, dtype
 # ---- what goes on to torch ---------------------------------------------------------------------------------
 
 
-def gradient_of_func(q: Tensor) -> Tensor:
-    found = torch.func.grad(lambda x: F.scaled_dot_product_attention(x, x, x).sum())(q)
-    assert isinstance(found, Tensor)
-    return found
-
-
-def by_math(q: Tensor) -> Tensor:
-    with sdpa_kernel(SDPBackend.MATH):
-        return F.scaled_dot_product_attention(q, q, q)
+def of_itself(q: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, q, q)
 
 
 @pytest.mark.parametrize(
     ("call", "reason"),
     [
-        (gradient_of_func, "torch.func transforms the call"),
-        (by_math, "FLASH_ATTENTION, whose place it takes, is switched off"),
+        (torch.func.grad(lambda q: of_itself(q).sum()), "torch.func transforms the call"),
+        (sdpa_kernel(SDPBackend.MATH)(of_itself), "FLASH_ATTENTION, whose place it takes, is switched off"),
         (lambda q: F.scaled_dot_product_attention(q, q, q, dropout_p=1.0), "dropout_p must be at least 0"),
         (lambda q: F.scaled_dot_product_attention(q, q, q, torch.zeros(9, dtype=torch.float64)), "attn_mask"),
     ],
@@ -259,13 +248,9 @@ def test_torchs_registry_knows_us_and_who_was_active_before_is_again():
     other = SimpleNamespace(alive=False)
     other.remove = functools.partial(setattr, other, "alive", False)
 
-    def activate() -> SimpleNamespace:
-        other.alive = True
-        return other
-
     from torch.nn import attention
 
-    attention.register_flash_attention_impl("other", register_fn=activate)
+    attention.register_flash_attention_impl("other", register_fn=lambda: vars(other).update(alive=True) or other)
     attention.activate_flash_attention_impl("other")
     with sdpa("cpu"):
         assert attention.current_flash_attention_impl() == "cutlass_fmha" and not other.alive
@@ -280,16 +265,11 @@ def test_torchs_registry_knows_us_and_who_was_active_before_is_again():
 # ---- the ops of torch's flash backend ----------------------------------------------------------------------
 
 
-def transposed(*shape: int) -> Tensor:
-    batch, heads, seqlen, dim = shape
-    return randn(batch, seqlen, heads, dim).transpose(1, 2)
-
-
 @with_registry
-@pytest.mark.parametrize("make", [randn, transposed])
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-def test_the_flash_op_gives_attention_its_gradients_and_torchs_layout(make: Callable[..., Tensor], causal: bool):
-    q, k, v = (make(*shape).requires_grad_() for shape in (Q, K, K))
+def test_the_flash_op_gives_attention_its_gradients_and_torchs_layout(transposed: bool, causal: bool):
+    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) if transposed else x for x in leaves(Q, K, K))
     bias = torch.zeros(9, 13).masked_fill(~torch.ones(9, 13).bool().tril(4), -math.inf) if causal else None
     want = results(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, bias), [q, k, v])
     op = torch.ops.aten._scaled_dot_product_flash_attention.default
@@ -343,9 +323,8 @@ def test_packed_sequences_of_torchs_varlen_attn_are_ours(
     with sdpa(place):
         varlen_attn_out(again, *plain, *given, **options)
     assert torch.equal(again, out) and sdpa.counts["_flash_attention_forward_no_dropout_inplace"] == 1
-    pages = [
-        x[:-8].view(1, 4, key[1], 32).repeat(4, 4, 1, 1) * ints(1, 2, 3, 4).view(4, 1, 1, 1).to(x) for x in plain[1:]
-    ]
+    of_page = ints(1, 2, 3, 4).view(4, 1, 1, 1).to(place)
+    pages = [x[:-8].view(1, 4, key[1], 32).repeat(4, 4, 1, 1) * of_page for x in plain[1:]]
     paged = {"seqused_k": ints(20, 5).to(place)}, ints(2, 0, 1, 3).view(2, 2).to(place)
     with sdpa(place):
         said = {**options, **paged[0], "block_table": paged[1], "num_splits": 1}

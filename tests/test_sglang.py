@@ -84,23 +84,27 @@ class Serving:
         self.there, self.requests, self.place = there, Requests(lengths), place
         r = self.requests
         rows = r.pages * PAGE
-        pool = self.plain = there.memory.MHATokenToKVPool()
+        pool = plain = there.memory.MHATokenToKVPool()
         pool.k, pool.v = randn(rows, HEADS_KV, DIM, seed=1), randn(rows, HEADS_KV, DIM, seed=2)
         self.slots = [r.slots(i, 0, used) for i, used in enumerate(r.used)]
+        copies: list[tuple[Any, Any]] = [(pool, lambda slots: slots)]
         if order == "window pool":  # rows of layer 1 lie elsewhere, the oldest nowhere
             pool = there.swa.SWAKVPool()
-            pool.full_kv_pool, pool.swa_kv_pool, pool.swa_layer_nums = (self.plain, there.memory.MHATokenToKVPool(), 1)
+            pool.full_kv_pool, pool.swa_kv_pool, pool.swa_layer_nums = (plain, there.memory.MHATokenToKVPool(), 1)
             pool.swa_kv_pool.k, pool.swa_kv_pool.v = (randn(rows, HEADS_KV, DIM), randn(rows, HEADS_KV, DIM, seed=3))
             pages = torch.cat((torch.zeros(1).long(), torch.randperm(r.pages - 1) + 1))
             pool.full_to_swa_index_mapping = (pages[:, None] * PAGE + torch.arange(PAGE)).flatten()
             for own, old in zip(self.slots, r.old, strict=True):
                 pool.full_to_swa_index_mapping[own[: max(0, old - 8) // PAGE * PAGE]] = -1
+            copies.append((pool.swa_kv_pool, pool.translate_loc_from_full_to_swa))
         self.runner = runner(pool)
         self.places = torch.randperm(8)[: len(lengths)] + 1
         for i, own in enumerate(self.slots):
             self.runner.req_to_token_pool.req_to_token[self.places[i], : len(own)] = own.int()
-            old = own[: r.old[i]]
-            self._write(pool, old, r.k[i][: len(old)], r.v[i][: len(old)])
+            for copy, where in copies:
+                at = where(own[: r.old[i]])
+                there_are = at >= 0
+                copy.k[at[there_are]], copy.v[at[there_are]] = (x[i][: len(at)][there_are] for x in (r.k, r.v))
         self.runner = placed(self.runner, place)
         pool = self.runner.token_to_kv_pool
         self.plain = pool.full_kv_pool if order == "window pool" else pool
@@ -108,14 +112,6 @@ class Serving:
         if order == "heads first":  # as pages of [heads, page_size, head_dim]
             self.view = [x.view(-1, PAGE, HEADS_KV, DIM).transpose(1, 2) for x in (pool.k, pool.v)]
             pool.get_kv_buffer = lambda layer_id: tuple(self.view)
-
-    def _write(self, pool: Any, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        for own, at in (
-            ((pool, slots),)
-            if pool is self.plain
-            else ((self.plain, slots), (pool.swa_kv_pool, pool.translate_loc_from_full_to_swa(slots)))
-        ):
-            own.k[at[at >= 0]], own.v[at[at >= 0]] = k[at >= 0], v[at >= 0]
 
     def batch(self, mode: str, padded: int = 0) -> Any:
         r = self.requests

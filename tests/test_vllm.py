@@ -254,14 +254,13 @@ def test_a_model_is_taken_or_refused_with_the_reason(there: Any, asked: dict[str
 
 
 def test_what_only_a_batch_tells_is_refused_there(there: Any):
-    for changed, reason in (
-        ({"causal": torch.ones(8, dtype=torch.int32)}, "causality that differs within a batch"),
-        ({"mm_req_doc_ranges": {0: [(1, 5)]}}, "tokens of images that see each other"),
+    for changed, said, reason in (
+        ({"causal": torch.ones(8, dtype=torch.int32)}, {}, "causality that differs within a batch"),
+        ({"mm_req_doc_ranges": {0: [(1, 5)]}}, {}, "tokens of images that see each other"),
+        ({}, {"kv_cache_dtype": "fp8"}, "no fp8 cache"),
     ):
         with pytest.raises(NotImplementedError, match=reason):
-            run(there, step(there, DECODE, **changed))
-    with pytest.raises(NotImplementedError, match="no fp8 cache"):
-        run(there, step(there, DECODE), kv_cache_dtype="fp8")
+            run(there, step(there, DECODE, **changed), **said)
 
 
 def test_parameters_are_vllms_in_its_order(there: Any):
