@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import ptx
@@ -26,14 +26,6 @@ def results(body: str, threads: Any = 32, **options: Any) -> np.ndarray:
     return out
 
 
-class Program(NamedTuple):
-    """A body, what it leaves in %x of each thread of all blocks, and how it is launched."""
-
-    body: str
-    model: Callable[[int], int]
-    options: dict[str, Any] = {}  # noqa: RUF012
-
-
 def consumed(n: int) -> int:
     x = 0
     for i in range(5):
@@ -41,12 +33,6 @@ def consumed(n: int) -> int:
     return x if n >= 32 else 0
 
 
-REVERSE = """
-    mov.u32 %y, memory; mad.lo.u32 %z, %n, 4, %y; st.shared.u32 [%z], %n;
-    {barrier}
-    xor.b32 %z, %n, 127; mad.lo.u32 %z, %z, 4, %y; ld.shared.u32 %x, [%z];
-"""
-REVERSED = {"threads": 128, "shared": 512, **SHARED}
 PIPELINE = """
     .reg .b32 %full, %empty, %i, %parity;
     mov.u32 %full, memory; add.u32 %empty, %full, 8; mov.u32 %x, 0; mov.u32 %i, 0;
@@ -75,7 +61,6 @@ FULL:
     @%q bra CONSUME;
 END:
 """
-PIPELINED = {"threads": 64, "shared": 256, **SHARED}
 DROPPED = """
     mov.u32 %y, memory; setp.eq.u32 %p, %n, 0; @%p mbarrier.init.shared.b64 [%y], 32; bar.sync 0;
     @%p mbarrier.arrive.shared.b64 _, [%y]; @!%p mbarrier.{others}.shared.b64 _, [%y];
@@ -85,9 +70,10 @@ PHASE1: mbarrier.test_wait.parity.shared.b64 %q, [%y], 1; @!%q bra PHASE1;
     add.u32 %x, %n, 7;
 """
 
-PROGRAMS = {
+#: A body, what it leaves in %x of each thread of all blocks, and how it is launched.
+PROGRAMS: dict[str, tuple[str, Callable[[int], int], dict[str, Any]]] = {
     # ---- divergence ----
-    "branches nest and meet": Program(
+    "branches nest and meet": (
         """
             setp.lt.u32 %p, %n, 20; mov.u32 %x, 1;
             @!%p bra ELSE;
@@ -105,8 +91,9 @@ PROGRAMS = {
             shfl.sync.idx.b32 %y, %x, 31, 31, -1; add.u32 %x, %x, %y;
         """,
         lambda n: (1 + (10 if n % 2 else 100) + 0x55555 if n < 20 else 1001) + 1001,
+        {},
     ),
-    "lanes leave a loop one by one": Program(
+    "lanes leave a loop one by one": (
         """
             mov.u32 %x, 0; mov.u32 %y, 0;
         LOOP:
@@ -118,8 +105,9 @@ PROGRAMS = {
             vote.sync.any.pred %q, %p, -1; selp.u32 %z, 7, 9, %q; add.u32 %x, %x, %z;
         """,
         lambda n: sum(i * i for i in range(n + 1)) + 7,
+        {},
     ),
-    "lanes that ended are not waited for": Program(
+    "lanes that ended are not waited for": (
         """
             mov.u32 %x, 5; setp.lt.u32 %p, %n, 8;
             @%p ret;
@@ -130,14 +118,21 @@ PROGRAMS = {
             activemask.b32 %y; add.u32 %x, %x, %y;
         """,
         lambda n: 0xDEAD if n < 8 else (5 if n < 16 else 6) + 0xFFFFFF00,
+        {},
     ),
     # ---- barriers ----
     **{
-        f"a ring of mbarriers by {ask}": Program(PIPELINE.format(ask=ask, first_parity=1), consumed, PIPELINED)
+        f"a ring of mbarriers by {ask}": (
+            PIPELINE.format(ask=ask, first_parity=1),
+            consumed,
+            {"threads": 64, "shared": 256, **SHARED},
+        )
         for ask in ("try_wait", "test_wait")
     },
-    "who drops out of an mbarrier is not expected again": Program(
-        DROPPED.format(others="arrive_drop"), lambda n: n + 7, {"shared": 16, **SHARED}
+    "who drops out of an mbarrier is not expected again": (
+        DROPPED.format(others="arrive_drop"),
+        lambda n: n + 7,
+        {"shared": 16, **SHARED},
     ),
 }
 
@@ -155,7 +150,11 @@ def test_one_lane_is_elected():
 
 
 def test_a_missing_barrier_is_found():
-    found = [results(REVERSE.format(barrier=""), seed=seed, **REVERSED)[:64] for seed in SEEDS]
+    body = """
+        mov.u32 %y, memory; mad.lo.u32 %z, %n, 4, %y; st.shared.u32 [%z], %n;
+        xor.b32 %z, %n, 127; mad.lo.u32 %z, %z, 4, %y; ld.shared.u32 %x, [%z];
+    """
+    found = [results(body, seed=seed, threads=128, shared=512, **SHARED)[:64] for seed in SEEDS]
     assert any((x == 0x7FDA7FDA).any() for x in found), "what was not written yet is NaN"
 
 
