@@ -29,9 +29,9 @@ def library() -> ctypes.CDLL:
     return ctypes.CDLL(str(build_library(DIRECTORY / "ptx")))
 
 
-def module(body: str, parameters: int, declarations: str = "") -> str:
-    """A program with one kernel, whose parameters p0, p1, ... are addresses."""
-    entries = ", ".join(f".param .u64 p{i}" for i in range(parameters))
+def module(body: str, parameters: int, declarations: str = "", *more: str) -> str:
+    """A program with one kernel, whose parameters p0, p1, ... are addresses, before others."""
+    entries = ", ".join([*(f".param .u64 p{i}" for i in range(parameters)), *more])
     return (
         f".version 8.8\n.target sm_120a\n.address_size 64\n{declarations}\n"
         f".visible .entry kernel({entries})\n{{\n{body}\n}}\n"
@@ -39,27 +39,21 @@ def module(body: str, parameters: int, declarations: str = "") -> str:
 
 
 def run_text(
-    text: str, arguments: Sequence[Any], threads: int | tuple[int, int, int] = 32, blocks: int = 1,
-    shared: int = 0, seed: int = 0,
-) -> None:  # fmt: skip
+    text: str, arguments: Sequence[Any], threads: int = 32, blocks: int = 1, shared: int = 0, seed: int = 0
+) -> None:
     """Launch a program's kernel. Arrays are passed by address, bytes as they are. Raises SimulationError."""
-    values = [ctypes.c_uint64(x.ctypes.data) if isinstance(x, np.ndarray) else aligned(x) for x in arguments]
-    pointers = (ctypes.c_void_p * max(1, len(values)))(*(ctypes.addressof(value) for value in values))
-    block = (threads, 1, 1) if isinstance(threads, int) else threads
+    values: list[Any] = [
+        ctypes.c_uint64(x.ctypes.data) if isinstance(x, np.ndarray) else ctypes.create_string_buffer(x, len(x))
+        for x in arguments
+    ]
+    pointers = (ctypes.c_void_p * max(1, len(values)))(*map(ctypes.addressof, values))
     error = ctypes.create_string_buffer(TEXT_BYTES)
     failed = library().simulator_run(
-        text.encode(),
-        b"kernel",
-        (ctypes.c_uint32 * 3)(blocks, 1, 1),
-        (ctypes.c_uint32 * 3)(*block),
+        text.encode(), b"kernel", (ctypes.c_uint32 * 3)(blocks, 1, 1), (ctypes.c_uint32 * 3)(threads, 1, 1),
         ctypes.c_uint32(shared), pointers, ctypes.c_uint64(seed), error, ctypes.c_size_t(TEXT_BYTES),
     )  # fmt: skip
     if failed:
         raise SimulationError(error.value.decode())
-
-
-def aligned(content: bytes) -> Any:
-    return ctypes.create_string_buffer(content, len(content))
 
 
 def run(body: str, *arrays: np.ndarray, declarations: str = "", **options: Any) -> None:

@@ -122,11 +122,7 @@ L:  mad.wide.u32 %a2, %x0, 4, %a0; mad.lo.u32 %x1, %x0, 4, %m;
 
 
 def tma_text(body: str) -> str:
-    return (
-        ".version 8.8\n.target sm_120a\n.address_size 64\n"
-        f"{SHARED}\n.visible .entry kernel(.param .u64 p0, .param .align 128 .b8 map[128])\n"
-        f"{{{BEGIN} ld.param.u64 %a0, [p0]; {body}}}"
-    )
+    return ptx.module(f"{BEGIN} ld.param.u64 %a0, [p0]; {body}", 1, SHARED, ".param .align 128 .b8 map[128]")
 
 
 def load_box(
@@ -135,15 +131,9 @@ def load_box(
     """The bytes of a box in shared memory, in 16-bit words; ``short`` fewer bytes are expected than come."""
     status, description = encode(tensor, box, swizzle)
     assert status == 0
-    count = int(np.prod(box))
+    count, at = int(np.prod(box)), ", ".join(map(str, origin[::-1]))
     out = np.zeros(count, dtype=np.uint16)
-    body = LOAD.format(
-        bytes=2 * count,
-        expected=2 * count - short,
-        words=count // 2,
-        rank=len(box),
-        origin=", ".join(map(str, origin[::-1])),
-    )
+    body = LOAD.format(bytes=2 * count, expected=2 * count - short, words=count // 2, rank=len(box), origin=at)
     ptx.run_text(tma_text(body), [out, description], shared=2 * count + 8, seed=seed)
     return out
 

@@ -19,9 +19,9 @@ END = "st.global.u32 [%o], %x; ret;"
 SHARED = {"declarations": ".extern .shared .align 16 .b8 memory[];"}
 
 
-def results(body: str, threads: Any = 32, **options: Any) -> np.ndarray:
+def results(body: str, threads: int = 32, **options: Any) -> np.ndarray:
     """What each thread leaves in %x; 0xDEAD of one that leaves nothing."""
-    out = np.full(np.prod(threads) * options.get("blocks", 1), 0xDEAD, dtype=np.uint32)
+    out = np.full(threads, 0xDEAD, dtype=np.uint32)
     ptx.run(BEGIN + body + END, out, threads=threads, **options)
     return out
 
