@@ -107,7 +107,8 @@ void prefetch_map(Warp& w, Instruction const& i) {
   for_lanes(w.active, [&](int lane) { map_at(w, i.address[0], lane); });
 }
 
-void copy_tensor(Warp& w, Instruction const& i, bool load) {
+template <bool load>
+void copy_tensor(Warp& w, Instruction const& i) {
   // In the order of the operands: a load's are [to], [map, {coordinates}], [mbarrier], a store's [map, ...], [from].
   Address const &map = i.address[load ? 1 : 0], &shared = i.address[load ? 0 : 1];
   for_lanes(w.active, [&](int lane) {
@@ -123,8 +124,6 @@ void copy_tensor(Warp& w, Instruction const& i, bool load) {
   });
 }
 
-void load_tensor(Warp& w, Instruction const& i) { copy_tensor(w, i, true); }
-void store_tensor(Warp& w, Instruction const& i) { copy_tensor(w, i, false); }
 void commit_group(Warp& w, Instruction const&) { w.block.commit_bulk_group(w); }
 void wait_group(Warp& w, Instruction const& i) {
   w.block.wait_for_bulk_groups(w, w.at<uint32_t>(i.operand[0])[first_lane(w.active)]);
@@ -137,9 +136,9 @@ void add_bulk_copies(Opcodes& ops) {
   for (uint32_t rank = 1; rank <= 5; ++rank) {
     std::string const tensor = "cp.async.bulk.tensor." + std::to_string(rank) + "d";
     Alternatives const to{".shared::cluster", ".shared::cta"};
-    ops.add(spell({{tensor}, to, {".global.mbarrier::complete_tx::bytes"}, hint}), load_tensor,
+    ops.add(spell({{tensor}, to, {".global.mbarrier::complete_tx::bytes"}, hint}), copy_tensor<true>,
             {kAddress, kAddress, kAddress, kIgnored.or_nothing()}, rank);
-    ops.add(spell({{tensor}, {".global.shared::cta.bulk_group"}, hint}), store_tensor,
+    ops.add(spell({{tensor}, {".global.shared::cta.bulk_group"}, hint}), copy_tensor<false>,
             {kAddress, kAddress, kIgnored.or_nothing()}, rank);
   }
   ops.add({"prefetch.tensormap", "prefetch.param.tensormap"}, prefetch_map, {kAddress});

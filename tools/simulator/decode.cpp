@@ -311,8 +311,8 @@ Kernel decode(Module const& module, Entry const& entry, Globals const& globals) 
 Opcodes const& Opcodes::all() {
   static Opcodes const table = [] {
     Opcodes opcodes;
-    for (auto add : {add_arithmetic, add_async_copies, add_barriers, add_bulk_copies, add_control, add_conversions,
-                     add_exchange, add_logic, add_matrix, add_memory}) {
+    for (auto add : {add_arithmetic, add_async_copies, add_barriers, add_bulk_copies, add_conversions, add_exchange,
+                     add_logic, add_matrix, add_memory}) {
       add(opcodes);
     }
     return opcodes;

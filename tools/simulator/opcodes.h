@@ -72,8 +72,8 @@ std::string type_name() {
 
 // Each file of instructions adds its own.
 using Adds = void(Opcodes& opcodes);
-Adds add_arithmetic, add_async_copies, add_barriers, add_bulk_copies, add_control, add_conversions, add_exchange,
-    add_logic, add_matrix, add_memory;
+Adds add_arithmetic, add_async_copies, add_barriers, add_bulk_copies, add_conversions, add_exchange, add_logic,
+    add_matrix, add_memory;
 
 // ---- for handlers --------------------------------------------------------------------------------------------------
 
