@@ -63,8 +63,6 @@ def run(body: str, *arrays: np.ndarray, declarations: str = "", **options: Any) 
 
 # ---- an opcode for each element of arrays ------------------------------------------------------------------
 
-REGISTERS = {2: ".b16", 4: ".b32", 8: ".b64"}
-
 
 def apply(opcode: str, result: np.dtype, *arrays: np.ndarray) -> np.ndarray:
     """``opcode`` on arrays of equal length, element by element; or statements that make %out of %in0, %in1, ..."""
@@ -73,15 +71,15 @@ def apply(opcode: str, result: np.dtype, *arrays: np.ndarray) -> np.ndarray:
 
     def place(number: int, x: np.ndarray) -> str:
         name, at = "%out" if x is out else f"%in{number}", f"%a{number}"
-        begin = f".reg {REGISTERS[x.itemsize]} {name}; ld.param.u64 {at}, [p{number}];"
+        begin = f".reg .b{8 * x.itemsize} {name}; ld.param.u64 {at}, [p{number}];"
         return f"{begin} mad.wide.u32 {at}, %index, {x.itemsize}, {at};"
 
     lines = [".reg .b32 %index, %t; .reg .b64 %a<16>; .reg .pred %p0; mov.u32 %index, %ctaid.x;"]
     lines += ["mov.u32 %t, %tid.x; mad.lo.u32 %index, %index, 32, %t;"]
     lines += [place(number, x) for number, x in enumerate((*arrays, out))]
-    lines += [f"ld.global{REGISTERS[x.itemsize]} %in{n}, [%a{n}];" for n, x in enumerate(arrays)]
+    lines += [f"ld.global.b{8 * x.itemsize} %in{n}, [%a{n}];" for n, x in enumerate(arrays)]
     inputs = ", ".join(f"%in{n}" for n in range(len(arrays)))
     lines += [opcode if "%out" in opcode else f"{opcode} %out, {inputs};"]
-    lines += [f"st.global{REGISTERS[out.itemsize]} [%a{len(arrays)}], %out; ret;"]
+    lines += [f"st.global.b{8 * out.itemsize} [%a{len(arrays)}], %out; ret;"]
     run("\n".join(lines), *(np.ascontiguousarray(x) for x in arrays), out, blocks=len(out) // 32)
     return out
