@@ -29,9 +29,9 @@ def library() -> ctypes.CDLL:
     return ctypes.CDLL(str(build_library(DIRECTORY / "ptx")))
 
 
-def module(body: str, parameters: int, declarations: str = "") -> str:
-    """A program with one kernel, whose parameters p0, p1, ... are addresses."""
-    entries = ", ".join(f".param .u64 p{i}" for i in range(parameters))
+def module(body: str, parameters: int, declarations: str = "", *more: str) -> str:
+    """A program with one kernel, whose parameters p0, p1, ... are addresses, before others."""
+    entries = ", ".join([*(f".param .u64 p{i}" for i in range(parameters)), *more])
     return (
         f".version 8.8\n.target sm_120a\n.address_size 64\n{declarations}\n"
         f".visible .entry kernel({entries})\n{{\n{body}\n}}\n"
@@ -39,27 +39,21 @@ def module(body: str, parameters: int, declarations: str = "") -> str:
 
 
 def run_text(
-    text: str, arguments: Sequence[Any], threads: int | tuple[int, int, int] = 32, blocks: int = 1,
-    shared: int = 0, seed: int = 0,
-) -> None:  # fmt: skip
+    text: str, arguments: Sequence[Any], threads: int = 32, blocks: int = 1, shared: int = 0, seed: int = 0
+) -> None:
     """Launch a program's kernel. Arrays are passed by address, bytes as they are. Raises SimulationError."""
-    values = [ctypes.c_uint64(x.ctypes.data) if isinstance(x, np.ndarray) else aligned(x) for x in arguments]
-    pointers = (ctypes.c_void_p * max(1, len(values)))(*(ctypes.addressof(value) for value in values))
-    block = (threads, 1, 1) if isinstance(threads, int) else threads
+    values: list[Any] = [
+        ctypes.c_uint64(x.ctypes.data) if isinstance(x, np.ndarray) else ctypes.create_string_buffer(x, len(x))
+        for x in arguments
+    ]
+    pointers = (ctypes.c_void_p * max(1, len(values)))(*map(ctypes.addressof, values))
     error = ctypes.create_string_buffer(TEXT_BYTES)
     failed = library().simulator_run(
-        text.encode(),
-        b"kernel",
-        (ctypes.c_uint32 * 3)(blocks, 1, 1),
-        (ctypes.c_uint32 * 3)(*block),
+        text.encode(), b"kernel", (ctypes.c_uint32 * 3)(blocks, 1, 1), (ctypes.c_uint32 * 3)(threads, 1, 1),
         ctypes.c_uint32(shared), pointers, ctypes.c_uint64(seed), error, ctypes.c_size_t(TEXT_BYTES),
     )  # fmt: skip
     if failed:
         raise SimulationError(error.value.decode())
-
-
-def aligned(content: bytes) -> Any:
-    return ctypes.create_string_buffer(content, len(content))
 
 
 def run(body: str, *arrays: np.ndarray, declarations: str = "", **options: Any) -> None:
@@ -69,8 +63,6 @@ def run(body: str, *arrays: np.ndarray, declarations: str = "", **options: Any) 
 
 # ---- an opcode for each element of arrays ------------------------------------------------------------------
 
-REGISTERS = {2: ".b16", 4: ".b32", 8: ".b64"}
-
 
 def apply(opcode: str, result: np.dtype, *arrays: np.ndarray) -> np.ndarray:
     """``opcode`` on arrays of equal length, element by element; or statements that make %out of %in0, %in1, ..."""
@@ -79,15 +71,15 @@ def apply(opcode: str, result: np.dtype, *arrays: np.ndarray) -> np.ndarray:
 
     def place(number: int, x: np.ndarray) -> str:
         name, at = "%out" if x is out else f"%in{number}", f"%a{number}"
-        begin = f".reg {REGISTERS[x.itemsize]} {name}; ld.param.u64 {at}, [p{number}];"
+        begin = f".reg .b{8 * x.itemsize} {name}; ld.param.u64 {at}, [p{number}];"
         return f"{begin} mad.wide.u32 {at}, %index, {x.itemsize}, {at};"
 
     lines = [".reg .b32 %index, %t; .reg .b64 %a<16>; .reg .pred %p0; mov.u32 %index, %ctaid.x;"]
     lines += ["mov.u32 %t, %tid.x; mad.lo.u32 %index, %index, 32, %t;"]
     lines += [place(number, x) for number, x in enumerate((*arrays, out))]
-    lines += [f"ld.global{REGISTERS[x.itemsize]} %in{n}, [%a{n}];" for n, x in enumerate(arrays)]
+    lines += [f"ld.global.b{8 * x.itemsize} %in{n}, [%a{n}];" for n, x in enumerate(arrays)]
     inputs = ", ".join(f"%in{n}" for n in range(len(arrays)))
     lines += [opcode if "%out" in opcode else f"{opcode} %out, {inputs};"]
-    lines += [f"st.global{REGISTERS[out.itemsize]} [%a{len(arrays)}], %out; ret;"]
+    lines += [f"st.global.b{8 * out.itemsize} [%a{len(arrays)}], %out; ret;"]
     run("\n".join(lines), *(np.ascontiguousarray(x) for x in arrays), out, blocks=len(out) // 32)
     return out

@@ -87,46 +87,30 @@ int main() {
 """
 
 
-@pytest.fixture(scope="module")
-def padding(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """emulated_smem_bytes() for a list of (bytes, warps), as the compiler of the host has it."""
-    directory = tmp_path_factory.mktemp("padding")
-    (directory / "padding.cpp").write_text(PROGRAM)
-    program = directory / "padding"
-    compiler = os.environ.get("CXX") or "c++"
-    command = [*(compiler, "-std=c++20", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'src'}", "-o"), program]
-    subprocess.run([*map(str, command), str(directory / "padding.cpp")], check=True)
-
-    def ask(blocks: list[tuple[int, int]]) -> list[str]:
-        lines = "".join(f"{smem} {warps}\n" for smem, warps in blocks)
-        answer = subprocess.run([str(program)], input=lines, capture_output=True, text=True, check=True)
-        return answer.stdout.splitlines()
-
-    return ask
-
-
 def blocks_per_sm(smem: int, warps: int, smem_per_sm: int, warps_per_sm: int, most: int) -> int:
     allocated = -(-(smem + KIB) // 128) * 128
     return min(smem_per_sm // allocated, warps_per_sm // warps, most)
 
 
-def test_padding_is_right_for_every_block_that_fits(padding: Any):
+def test_padding_is_right_for_every_block_that_fits_and_others_are_errors(tmp_path: Path):
     """An sm_90 holds as many as the GPU that it stands in for: by shared memory, by warps, and by number."""
+    (tmp_path / "padding.cpp").write_text(PROGRAM)
+    flags = ("-std=c++20", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'src'}", "-o", "padding", "padding.cpp")
+    subprocess.run([os.environ.get("CXX") or "c++", *flags], cwd=tmp_path, check=True)
     asked = [(smem, warps) for warps in (1, 2, 4, 8, 9, 12, 16, 48) for smem in range(0, 99 * KIB + 1, 1008)]
     asked += [(49 * KIB, 4), (49 * KIB + 1, 4), (99 * KIB, 8)]  # half of an SM, a byte more, the largest
     assert [blocks_per_sm(*one, 100 * KIB, 48, 24) for one in [*asked[-3:], (4 * KIB, 16), (0, 1)]] == [
         *(2, 1, 1, 3, 24)
     ]
-    for (smem, warps), padded in zip(asked, map(int, padding(asked)), strict=True):
+    lines = "".join(f"{smem} {warps}\n" for smem, warps in (*asked, (100 * KIB, 8), (0, 49)))
+    answer = subprocess.run([tmp_path / "padding"], input=lines, capture_output=True, text=True, check=True)
+    *answers, too_large, too_many = answer.stdout.splitlines()
+    assert too_large == "a block of 8 warps with 102400 bytes of shared memory fits no SM of sm_89 or sm_120"
+    assert "a block of 49 warps" in too_many
+    for (smem, warps), padded in zip(asked, map(int, answers), strict=True):
         expected = blocks_per_sm(smem, warps, 100 * KIB, 48, 24)
         assert smem <= padded <= 227 * KIB
         assert blocks_per_sm(padded, warps, 228 * KIB, 64, 32) == expected, (smem, warps, padded)
-
-
-def test_a_block_that_fits_no_target_is_an_error(padding: Any):
-    sentence = "a block of 8 warps with 102400 bytes of shared memory fits no SM of sm_89 or sm_120"
-    assert padding([(100 * KIB, 8)]) == [sentence]
-    assert "a block of 49 warps" in padding([(0, 49)])[0]
 
 
 # ---- repeated passes, in machine code ----------------------------------------------------------------------

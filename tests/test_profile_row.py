@@ -28,15 +28,11 @@ COLUMNS = {
 }  # fmt: skip
 
 
-def recorded(columns: dict[str, tuple[str, str]] = COLUMNS) -> str:
-    lines = [list(columns), [unit for unit, _ in columns.values()], [cell for _, cell in columns.values()]]
-    table = "\n".join(",".join(f'"{cell}"' for cell in line) for line in lines)
-    return f'==PROF== Profiling "{ROW}": 0%....50%....100% - 9 passes\n{table}\n==PROF== Disconnected\n'
-
-
 def test_a_recorded_csv_is_shown_beside_what_the_machine_code_lets_expect(tmp_path, capsys):
+    lines = [COLUMNS, *zip(*COLUMNS.values(), strict=True)]
+    table = "\n".join(",".join(f'"{cell}"' for cell in line) for line in lines)
     file = tmp_path / "ncu.csv"
-    file.write_text(recorded(), encoding="utf-8")
+    file.write_text(f'==PROF== Profiling "{ROW}": 0%....50%....100% - 9 passes\n{table}\n==PROF== Disconnected\n')
     assert profile_row.main(["--csv", str(file)]) == 0
     shown = {line.split("  ")[0]: line.split()[-2:] for line in capsys.readouterr().out.splitlines()}
     assert shown["time under ncu, us"] == ["9,500", "-"]

@@ -81,13 +81,6 @@ def test_drawn_problems_repeat_with_their_seed():
     assert one.split()[0] == "5" and one.split()[-3:] == other.split()[-3:]  # the worst ratio
 
 
-def test_a_simulator_build_says_what_it_is():
-    in_a_process(
-        "info = load_extension(Path(sys.argv[2])).build_info()\n"
-        "assert info['simulator'] and info['source_hash'].endswith('+simulator'), info"
-    )
-
-
 #: What of the gate needs no row of attention.
 BESIDE = {
     "test_parity_beside.py": "",
@@ -98,21 +91,17 @@ BESIDE = {
 @pytest.mark.parametrize("file", BESIDE)
 @pytest.mark.parametrize("arch", [89, 90, 120])
 def test_the_gate_of_what_is_beside_attention_passes(arch: int, file: str):
-    said = in_a_process(
-        "load_extension(Path(sys.argv[2])); import pytest\n"
+    """In a process that loads the build, which says what it is, in place of an installed one."""
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from pathlib import Path; from building import load_extension\n"
+        "info = load_extension(Path(sys.argv[2])).build_info(); import pytest\n"
+        "assert info['simulator'] and info['source_hash'].endswith('+simulator'), info\n"
         f"options = '-q -p no:cacheprovider -n 0 -m gpu {file}'\n"
-        f"sys.exit(pytest.main([*options.split(), '-k', {BESIDE[file]!r}]))",
-        CUTLASS_FMHA_FORCE_ARCH=str(arch), CUTLASS_FMHA_DRAWN="20",
-    )  # fmt: skip
-    assert " passed" in said
-
-
-def in_a_process(code: str, **environment: str) -> str:
-    """What code prints that may load the extension, sys.argv[2], instead of an installed one."""
-    begin = "import sys; sys.path.insert(0, sys.argv[1])\n"
-    begin += "from pathlib import Path; from building import load_extension\n"
-    command = [sys.executable, "-c", begin + code, str(ROOT / "tools"), str(extension())]
-    env = os.environ | {"OMP_NUM_THREADS": "1"} | environment
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env, cwd=ROOT / "tests")
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+        f"sys.exit(pytest.main([*options.split(), '-k', {BESIDE[file]!r}]))"
+    )
+    asked = {"OMP_NUM_THREADS": "1", "CUTLASS_FMHA_FORCE_ARCH": str(arch), "CUTLASS_FMHA_DRAWN": "20"}
+    command = [sys.executable, "-c", code, str(ROOT / "tools"), str(extension())]
+    where = {"env": os.environ | asked, "cwd": ROOT / "tests"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **where)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout + done.stderr

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import ptx
@@ -19,34 +19,15 @@ END = "st.global.u32 [%o], %x; ret;"
 SHARED = {"declarations": ".extern .shared .align 16 .b8 memory[];"}
 
 
-def results(body: str, threads: Any = 32, **options: Any) -> np.ndarray:
+def results(body: str, threads: int = 32, **options: Any) -> np.ndarray:
     """What each thread leaves in %x; 0xDEAD of one that leaves nothing."""
-    out = np.full(np.prod(threads) * options.get("blocks", 1), 0xDEAD, dtype=np.uint32)
+    out = np.full(threads, 0xDEAD, dtype=np.uint32)
     ptx.run(BEGIN + body + END, out, threads=threads, **options)
     return out
 
 
-class Program(NamedTuple):
-    """A body, what it leaves in %x of each thread of all blocks, and how it is launched."""
-
-    body: str
-    model: Callable[[int], int]
-    options: dict[str, Any] = {}  # noqa: RUF012
-
-
-def consumed(n: int) -> int:
-    x = 0
-    for i in range(5):
-        x = 7 * x + n - 32 + i
-    return x if n >= 32 else 0
-
-
-REVERSE = """
-    mov.u32 %y, memory; mad.lo.u32 %z, %n, 4, %y; st.shared.u32 [%z], %n;
-    {barrier}
-    xor.b32 %z, %n, 127; mad.lo.u32 %z, %z, 4, %y; ld.shared.u32 %x, [%z];
-"""
-REVERSED = {"threads": 128, "shared": 512, **SHARED}
+#: A ring of mbarriers whose producers wait for the wrong phase. That right ones run, the rows of
+#: test_simulated_parity.py show: by test_wait of sm_89, by try_wait of sm_90 and sm_120.
 PIPELINE = """
     .reg .b32 %full, %empty, %i, %parity;
     mov.u32 %full, memory; add.u32 %empty, %full, 8; mov.u32 %x, 0; mov.u32 %i, 0;
@@ -57,7 +38,7 @@ PIPELINE = """
     setp.ge.u32 %p, %n, 32; and.b32 %z, %n, 31; mad.lo.u32 %z, %z, 4, %full;
     @%p bra CONSUME;
 PRODUCE:
-    and.b32 %parity, %i, 1; xor.b32 %parity, %parity, {first_parity};
+    and.b32 %parity, %i, 1;
 EMPTY:
     mbarrier.{ask}.parity.shared.b64 %q, [%empty], %parity;
     @!%q bra EMPTY;
@@ -75,7 +56,6 @@ FULL:
     @%q bra CONSUME;
 END:
 """
-PIPELINED = {"threads": 64, "shared": 256, **SHARED}
 DROPPED = """
     mov.u32 %y, memory; setp.eq.u32 %p, %n, 0; @%p mbarrier.init.shared.b64 [%y], 32; bar.sync 0;
     @%p mbarrier.arrive.shared.b64 _, [%y]; @!%p mbarrier.{others}.shared.b64 _, [%y];
@@ -85,9 +65,10 @@ PHASE1: mbarrier.test_wait.parity.shared.b64 %q, [%y], 1; @!%q bra PHASE1;
     add.u32 %x, %n, 7;
 """
 
-PROGRAMS = {
+#: A body, what it leaves in %x of each thread of all blocks, and how it is launched.
+PROGRAMS: dict[str, tuple[str, Callable[[int], int], dict[str, Any]]] = {
     # ---- divergence ----
-    "branches nest and meet": Program(
+    "branches nest and meet": (
         """
             setp.lt.u32 %p, %n, 20; mov.u32 %x, 1;
             @!%p bra ELSE;
@@ -105,8 +86,9 @@ PROGRAMS = {
             shfl.sync.idx.b32 %y, %x, 31, 31, -1; add.u32 %x, %x, %y;
         """,
         lambda n: (1 + (10 if n % 2 else 100) + 0x55555 if n < 20 else 1001) + 1001,
+        {},
     ),
-    "lanes leave a loop one by one": Program(
+    "lanes leave a loop one by one": (
         """
             mov.u32 %x, 0; mov.u32 %y, 0;
         LOOP:
@@ -118,8 +100,9 @@ PROGRAMS = {
             vote.sync.any.pred %q, %p, -1; selp.u32 %z, 7, 9, %q; add.u32 %x, %x, %z;
         """,
         lambda n: sum(i * i for i in range(n + 1)) + 7,
+        {},
     ),
-    "lanes that ended are not waited for": Program(
+    "lanes that ended are not waited for": (
         """
             mov.u32 %x, 5; setp.lt.u32 %p, %n, 8;
             @%p ret;
@@ -130,14 +113,13 @@ PROGRAMS = {
             activemask.b32 %y; add.u32 %x, %x, %y;
         """,
         lambda n: 0xDEAD if n < 8 else (5 if n < 16 else 6) + 0xFFFFFF00,
+        {},
     ),
     # ---- barriers ----
-    **{
-        f"a ring of mbarriers by {ask}": Program(PIPELINE.format(ask=ask, first_parity=1), consumed, PIPELINED)
-        for ask in ("try_wait", "test_wait")
-    },
-    "who drops out of an mbarrier is not expected again": Program(
-        DROPPED.format(others="arrive_drop"), lambda n: n + 7, {"shared": 16, **SHARED}
+    "who drops out of an mbarrier is not expected again": (
+        DROPPED.format(others="arrive_drop"),
+        lambda n: n + 7,
+        {"shared": 16, **SHARED},
     ),
 }
 
@@ -155,7 +137,11 @@ def test_one_lane_is_elected():
 
 
 def test_a_missing_barrier_is_found():
-    found = [results(REVERSE.format(barrier=""), seed=seed, **REVERSED)[:64] for seed in SEEDS]
+    body = """
+        mov.u32 %y, memory; mad.lo.u32 %z, %n, 4, %y; st.shared.u32 [%z], %n;
+        xor.b32 %z, %n, 127; mad.lo.u32 %z, %z, 4, %y; ld.shared.u32 %x, [%z];
+    """
+    found = [results(body, seed=seed, threads=128, shared=512, **SHARED)[:64] for seed in SEEDS]
     assert any((x == 0x7FDA7FDA).any() for x in found), "what was not written yet is NaN"
 
 
@@ -184,7 +170,7 @@ REFUSED_OF_TWO_WARPS = [
      "deadlock; .*for barrier 5, where 32 of 96 threads are"),
     ("setp.lt.u32 %p, %n, 32; @%p bra A; bar.sync 1, 64; bra B; A: bar.sync 1, 96; B:",
      "barrier 1 is for (64|96) threads by others"),
-    *((PIPELINE.format(ask=ask, first_parity=0), "deadlock") for ask in ("try_wait", "test_wait")),
+    *((PIPELINE.format(ask=ask), "deadlock") for ask in ("try_wait", "test_wait")),
 ]  # fmt: skip
 
 

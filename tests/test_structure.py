@@ -46,15 +46,11 @@ DEFINITIONS: dict[str, tuple[str, set[str]]] = {
 }
 
 
-def code_of(file: Path) -> str:
-    return re.sub(r"//.*", "", file.read_text())
-
-
 @pytest.mark.parametrize("what", DEFINITIONS)
 def test_what_every_kernel_needs_is_defined_once(what: str):
     formula, expected = DEFINITIONS[what]
     files = [f for f in SOURCES.rglob("*") if f.suffix in (".cuh", ".h", ".cpp") and f.is_file()]
-    found = {str(f.relative_to(SOURCES)) for f in files if re.search(formula, code_of(f))}
+    found = {str(f.relative_to(SOURCES)) for f in files if re.search(formula, re.sub(r"//.*", "", f.read_text()))}
     assert found == expected
 
 
@@ -63,12 +59,6 @@ def expanded(path: str) -> list[str]:
     if not (braces := re.search(r"\{([^{}]*)\}", path)):
         return [path]
     return [p for part in braces[1].split(",") for p in expanded(path.replace(braces[0], part, 1))]
-
-
-def paths_of(text: str) -> list[str]:
-    """What stands in backticks and ends as files of ours do, or as a directory."""
-    words = (path for word in re.findall(r"`([\w./{},*-]+)`", text) for path in expanded(word))
-    return [path for path in words if re.search(r"\w\*?\.(py|pyi|cuh|h|cpp|cmake|sh)$|^\w[\w/]*/$", path)]
 
 
 READ_FIRST = [ROOT / "CONTRIBUTING.md", ROOT / "README.md"]
@@ -96,5 +86,6 @@ def test_the_readme_is_short():
 def test_every_file_that_a_guide_names_exists(guide: Path):
     there = ["/" + str(f.relative_to(ROOT)) for folder in FOLDERS for f in (ROOT / folder).rglob("*")]
     there += [f"/{folder}" for folder in FOLDERS] + [f"/{f.name}" for f in ROOT.iterdir()]
-    paths = {path.rstrip("/") for path in paths_of(guide.read_text())}
-    assert not {path for path in paths if not fnmatch.filter(there, f"*/{path}")}
+    named = (path for word in re.findall(r"`([\w./{},*-]+)`", guide.read_text()) for path in expanded(word))
+    ours = re.compile(r"\w\*?\.(py|pyi|cuh|h|cpp|cmake|sh)$|^\w[\w/]*/$")  # ends as our files do, or as a directory
+    assert not {path for path in named if ours.search(path) and not fnmatch.filter(there, f"*/{path.rstrip('/')}")}

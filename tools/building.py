@@ -39,15 +39,6 @@ def find_program(name: str) -> str:
     return found
 
 
-def pybind11_directory() -> str | None:
-    """Where pybind11's CMake files are, when this Python has it; CMake looks elsewhere by itself."""
-    try:
-        import pybind11
-    except ImportError:
-        return None
-    return str(pybind11.get_cmake_dir())
-
-
 def run(command: list[str], log: Path, timeout_s: float | None = None) -> tuple[int | None, str]:
     """Exit status and output, which ``log`` keeps. None: it took too long, and was killed.
 
@@ -111,9 +102,12 @@ class Tree:
             "CMAKE_MAKE_PROGRAM": find_program("ninja"),
             "CUTLASS_FMHA_JOBS": self.jobs,
             "Python_EXECUTABLE": sys.executable,
-            **({"pybind11_DIR": found} if (found := pybind11_directory()) else {}),
             **{name: ";".join(map(str, x)) if isinstance(x, list | tuple) else x for name, x in self.variables.items()},
         }
+        with contextlib.suppress(ImportError):  # CMake looks elsewhere by itself
+            import pybind11
+
+            defines.setdefault("pybind11_DIR", pybind11.get_cmake_dir())
         command = [find_program("cmake"), "-S", str(ROOT), "-B", str(self.directory), "-G", "Ninja"]
         return command + [f"-D{name}={value}" for name, value in defines.items()]
 

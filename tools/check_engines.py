@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import argparse
 import ast
-import tarfile
+import shutil
+import tempfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,43 +53,23 @@ def differences(ours: dict[str, str], theirs: dict[str, str]) -> Iterator[str]:
             yield f"{name} is {found}, not {wanted}"
     # The order of fields and of enumerated values is that of a dataclass's parameters.
     fields = {name for name, what in ours.items() if name in theirs and not what.startswith("a ")}
-    orders = [sorted(filter(fields.__contains__, each), key=scope) for each in (ours, theirs)]
+    orders = [sorted(filter(fields.__contains__, each), key=lambda x: x.rpartition(".")[0]) for each in (ours, theirs)]
     for wanted, found in zip(*orders, strict=True):
         if wanted != found:
             yield f"{found} has the place of {wanted}"
 
 
-def scope(name: str) -> str:
-    return name.rpartition(".")[0]
-
-
-def shared(ours: dict[str, str], theirs: dict[str, str]) -> Iterator[tuple[str, str, str]]:
-    """Functions that both have: name, what ours takes and what theirs does."""
-    for name, wanted in ours.items():
-        # torch's op in the release, of the function without that word
-        found = theirs.get(name.replace("._wrapped_", "._"), "")
-        if wanted.startswith("a function") and found.startswith("a function"):
-            yield name, wanted, found
-
-
 def modules_of(release: Path, packages: set[str]) -> dict[str, str]:
     """Python files of a wheel, an sdist or a checkout that are in packages: by path, their texts."""
-
-    def place(name: str) -> str | None:
-        inside = name.split("/")
-        begin = next((i for i, each in enumerate(inside[:3]) if each in packages), None)
-        return None if begin is None or not name.endswith(".py") else "/".join(inside[begin:])
-
-    if release.is_dir():
-        files = {file.relative_to(release).as_posix(): file.read_text for file in release.rglob("*.py")}
-        return {found: read() for name, read in files.items() if (found := place(name))}
-    if zipfile.is_zipfile(release):
-        with zipfile.ZipFile(release) as archive:
-            names = archive.namelist()
-            return {found: archive.read(name).decode() for name in names if (found := place(name))}
-    with tarfile.open(release) as archive:
-        members = [(member, found) for member in archive if member.isfile() and (found := place(member.name))]
-        return {found: archive.extractfile(member).read().decode() for member, found in members}
+    with tempfile.TemporaryDirectory() as unpacked:
+        if not release.is_dir():
+            shutil.unpack_archive(release, unpacked, "zip" if zipfile.is_zipfile(release) else "gztar")
+        texts = {}
+        for file in (root := release if release.is_dir() else Path(unpacked)).rglob("*.py"):
+            inside = file.relative_to(root).parts
+            if begins := [i for i, each in enumerate(inside[:3]) if each in packages]:
+                texts["/".join(inside[begins[0] :])] = file.read_text(encoding="utf-8")
+        return texts
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -104,15 +85,17 @@ def main(arguments: list[str] | None = None) -> int:
         if name not in theirs:
             found.append(f"there is no {name}")
             continue
-        both = (declared(ast.parse(text), name) for text in (stand_ins[name].read_text(), theirs[name]))
-        found += differences(*both)
+        found += differences(*(declared(ast.parse(x), name) for x in (stand_ins[name].read_text(), theirs[name])))
     functions = 0
     for name in sorted(ours.keys() & theirs.keys()):
-        both = (declared(ast.parse(text), name) for text in (ours[name].read_text(), theirs[name]))
-        for function, wanted, other in shared(*both):
-            functions += 1
-            if wanted != other:
-                found.append(f"{function} is {other}, not {wanted}")
+        mine, other = (declared(ast.parse(text), name) for text in (ours[name].read_text(), theirs[name]))
+        for function, wanted in mine.items():
+            # torch's op in the release, of the function without that word
+            takes = other.get(function.replace("._wrapped_", "._"), "")
+            if wanted.startswith("a function") and takes.startswith("a function"):
+                functions += 1
+                if wanted != takes:
+                    found.append(f"{function} is {takes}, not {wanted}")
     of_names = f", {functions} functions" if functions else ""
     print(*found, f"{release.name}: {len(compared)} modules{of_names}, {len(found)} differences", sep="\n")
     return 1 if found or not compared + [""] * functions else 0

@@ -106,13 +106,12 @@ def _sections(text: str) -> Iterator[tuple[int, str, str]]:
 def parse(usage: str, sass: str) -> list[Kernel]:
     """Kernels from what ``cuobjdump -res-usage`` and ``-sass`` print, which must be about the same ones."""
     kernels: dict[tuple[int, str], Kernel] = {}
-    for arch, name, line in _sections(usage):
+    for arch, name, line in _sections(f"{usage}\n{sass}"):
         if match := _USAGE.search(line):
             registers, stack, shared, local = map(int, match.groups())
             shared = max(0, shared - RESERVED_SHARED) if arch >= 90 else shared
             kernels[arch, name] = Kernel(name, arch, registers, stack, local, shared)
-    for arch, name, line in _sections(sass):
-        if match := _INSTRUCTION.match(line):
+        elif match := _INSTRUCTION.match(line):
             if (arch, name) not in kernels:
                 raise ValueError(f"cuobjdump -res-usage says nothing about {name} of sm_{arch}")
             kernel = kernels[arch, name]

@@ -44,9 +44,7 @@ def balance(name: str) -> tuple[int, int]:
     return arch, 2 * round((mma_clocks(arch, gpu.name) / MMA_CLOCKS[90] - 1) / 2) + 1
 
 
-def measure_families(
-    arch: int, passes: int, work: Path, defines: list[str], asked: Sequence[str] = tuple(families.ROWS)
-) -> dict[str, Any]:
+def measure_families(arch: int, passes: int, work: Path, defines: list[str], asked: Sequence[str]) -> dict[str, Any]:
     """What tuning/families.py says of the families asked for, of both architectures' build with so many passes.
 
     Raises BuildError, of a case without a row or a time, too.
@@ -95,8 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
         return tune.main(["--arch", str(arch), "--mma-passes", str(passes), *rest])
     asked = tune.parse_arguments(rest)
     try:
-        families_asked = options.family or tuple(families.ROWS)
-        found = measure_families(arch, passes, asked.work, options.defines, families_asked)
+        found = measure_families(arch, passes, asked.work, options.defines, options.family or tuple(families.ROWS))
     except (BuildError, tune.ToolMissingError) as error:
         print(f"emulate: {error}", file=sys.stderr)
         return 1

@@ -61,10 +61,7 @@ def class_of(instruction: Instruction) -> str:
     """The class of CLASSES that an instruction belongs to."""
     if instruction.opcode.startswith("IMAD.MOV"):
         return "move"
-    name = _CLASS_OF.get(instruction.base)
-    if name is None:
-        return "uniform" if instruction.base.startswith("U") else "other"
-    return name
+    return _CLASS_OF.get(instruction.base, "uniform" if instruction.base.startswith("U") else "other")
 
 
 @dataclass

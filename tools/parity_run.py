@@ -95,7 +95,8 @@ class Tally:
         return 1 if self.failure else 0
 
 
-def build_parser() -> argparse.ArgumentParser:
+def main(argv: list[str] | None = None) -> int:
+    """Returns 0 when nothing failed, 1 with the line that repeats a mismatch, 2 when nothing can run."""
     parser = argparse.ArgumentParser(prog="parity_run", description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--problems", type=int, default=1000, metavar="N", help="default: %(default)s")
@@ -109,18 +110,12 @@ def build_parser() -> argparse.ArgumentParser:
     add("--beside", action="store_true", help="so many problems of each op beside attention; --rows picks ops")
     add("--report", type=Path, metavar="DIR", help=told)
     add("--problem", metavar="JSON", help="run this one problem, on the row that --rows names")
-    return parser
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Returns 0 when nothing failed, 1 with the line that repeats a mismatch, 2 when nothing can run."""
-    arguments = build_parser().parse_args(argv)
+    arguments = parser.parse_args(argv)
     if arguments.beside:
         rows = [op for op in ops_beside() if re.search(arguments.rows, op)]
-        arguments.wanted = arguments.problems * len(rows)
     else:
         rows = [row.name for row in rows_named(arguments.rows, arguments.gradients)]
-        arguments.wanted = arguments.problems
+    arguments.wanted = arguments.problems * (len(rows) if arguments.beside else 1)
     if (reason := gpu.unusable()) is not None or not (rows or arguments.problem):
         kind = "op" if arguments.beside else "row of gradients" if arguments.gradients else "scored row"
         reason = reason or f"no {kind} under test has {arguments.rows!r} in its name"
@@ -133,14 +128,12 @@ def main(argv: list[str] | None = None) -> int:
     seconds = time.perf_counter() - begin
     missing = sorted(set(rows) - set(tally.rows))
     if arguments.report:
-        path = write(arguments, tally, seconds, missing)
-        print(f"report: {path}")
+        print(f"report: {write(arguments, tally, seconds, missing)}")
     if status := tally.conclude(seconds):
         return status
     if missing or tally.problems < arguments.wanted:
-        ran = f"{tally.problems} of {arguments.wanted} problems ran"
-        told = f"the run is not whole: {ran}; rows without one: {missing or 'none'}"
-        print(f"parity_run: {told}", file=sys.stderr)
+        told = f"{tally.problems} of {arguments.wanted} problems ran; rows without one: {missing or 'none'}"
+        print(f"parity_run: the run is not whole: {told}", file=sys.stderr)
         return 1
     return 0
 
@@ -156,10 +149,9 @@ def rows_named(expression: str, gradients: bool) -> list[Any]:
 def run(arguments: argparse.Namespace) -> Tally:
     """The whole run, by one process or several."""
     processes = arguments.processes
-    shares = [len(range(number, arguments.problems, processes)) for number in range(processes)]
-    end = time.time() + arguments.seconds if arguments.seconds is not None else math.inf
-    said = (arguments.longest, end, arguments.rows, arguments.gradients, arguments.beside)
-    jobs = [(share, arguments.seed + number * STRIDE, *said) for number, share in enumerate(shares)]
+    end = math.inf if arguments.seconds is None else time.time() + arguments.seconds
+    shares = (len(range(number, arguments.problems, processes)) for number in range(processes))
+    jobs = [(arguments, share, arguments.seed + number * STRIDE, end) for number, share in enumerate(shares)]
     total = Tally()
     if processes == 1:
         return draw(jobs[0])
@@ -170,14 +162,14 @@ def run(arguments: argparse.Namespace) -> Tally:
     return total
 
 
-def draw(job: tuple[int, int, int, float, str, bool, bool]) -> Tally:
+def draw(job: tuple[argparse.Namespace, int, int, float]) -> Tally:
     """Runs so many problems of a seed, and stops at the first mismatch or when it is time."""
-    count, seed, longest, end, expression, gradients, beside = job
+    asked, count, seed, end = job
     tally = Tally()
-    if beside:
-        check_beside(expression, count, seed, tally, end)
+    if asked.beside:
+        check_beside(asked.rows, count, seed, tally, end)
     else:
-        check_drawn(rows_named(expression, gradients), count, seed, longest, tally, end)
+        check_drawn(rows_named(asked.rows, asked.gradients), count, seed, asked.longest, tally, end)
     return tally
 
 
@@ -331,11 +323,9 @@ def write(arguments: argparse.Namespace, tally: Tally, seconds: float, missing: 
     """Writes the report; returns its path."""
     content = {
         "kind": KIND,
-        "gradients": arguments.gradients, "beside": arguments.beside,
+        **{x: vars(arguments)[x] for x in ("gradients", "beside", "wanted", "seed", "processes", "longest")},
         "passed": not tally.failure and not missing and tally.problems >= arguments.wanted,
-        "problems": tally.problems, "wanted": arguments.wanted, "seed": arguments.seed,
-        "processes": arguments.processes, "longest": arguments.longest, "seconds": round(seconds, 1),
-        "limit_seconds": arguments.seconds,
+        "problems": tally.problems, "seconds": round(seconds, 1), "limit_seconds": arguments.seconds,
         "worst_ratio": round(tally.worst, 4), "worst": tally.worst_line, "failure": tally.failure,
         "rows_missing": missing,
         "features": dict(tally.features.most_common()),
@@ -344,8 +334,7 @@ def write(arguments: argparse.Namespace, tally: Tally, seconds: float, missing: 
         **environment(),
     }  # fmt: skip
     kind = "-beside" if arguments.beside else "-gradients" if arguments.gradients else ""
-    tail = f"{kind}-{arguments.seed}"
-    return parity_report.write(arguments.report, content, tail)
+    return parity_report.write(arguments.report, content, f"{kind}-{arguments.seed}")
 
 
 if __name__ == "__main__":

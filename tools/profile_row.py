@@ -21,7 +21,7 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -89,12 +89,8 @@ class NcuError(RuntimeError):
 # ---- what ncu says -----------------------------------------------------------------------------------------
 
 
-class Profile(NamedTuple):
-    """A kernel's launch; a metric that this GPU or this ncu doesn't have is None. Microseconds and bytes."""
-
-    kernel: str
-    values: dict[str, float | None]
-
+Profile = tuple[str, dict[str, "float | None"]]
+"""A kernel and its launch's metrics; one that this GPU or this ncu doesn't have is None. Microseconds and bytes."""
 
 #: Unit of a column -> what its values are multiplied by.
 _UNITS = {"ns": 1e-3, "nsecond": 1e-3, "ms": 1e3, "msecond": 1e3, "s": 1e6, "second": 1e6}
@@ -111,7 +107,7 @@ def parse(text: str) -> list[Profile]:
     for row in rows:
         cells = {n: (cell, unit) for n, cell, unit in zip(names, row, units, strict=True)}
         values = {name: _number(*cells[name]) if name in cells else None for name in METRICS}
-        found.append(Profile(cells["Kernel Name"][0], values))
+        found.append((cells["Kernel Name"][0], values))
     return found
 
 
@@ -133,8 +129,7 @@ def run_ncu(ncu: str, command: list[str]) -> list[Profile]:
         with tempfile.TemporaryDirectory() as directory:
             log = Path(directory) / "ncu.csv"
             asked = ["--csv", "--page", "raw", "--print-units", "base", "--log-file", str(log)]
-            asked += ["--profile-from-start", "off", "--target-processes", "all"]
-            asked += ["--metrics", ",".join(metrics)]
+            asked += ["--profile-from-start", "off", "--target-processes", "all", "--metrics", ",".join(metrics)]
             done = subprocess.run([ncu, *asked, *command], capture_output=True, text=True, env=environment, check=False)
             said = log.read_text(encoding="utf-8") if log.is_file() else ""
         unknown = {name.replace("\\", "") for name in _UNKNOWN.findall(said + done.stdout + done.stderr)}
@@ -143,10 +138,8 @@ def run_ncu(ncu: str, command: list[str]) -> list[Profile]:
             break
         metrics = left
     if "ERR_NVGPUCTRPERM" in said:
-        raise NcuError(
-            "ncu may not read this GPU's counters: run as root, or load the driver with "
-            "NVreg_RestrictProfilingToAdminUsers=0"
-        )
+        way = "run as root, or load the driver with NVreg_RestrictProfilingToAdminUsers=0"
+        raise NcuError(f"ncu may not read this GPU's counters: {way}")
     if done.returncode:
         words = (done.stderr or said).strip().splitlines() or ["nothing"]
         raise NcuError(f"ncu ended with status {done.returncode} and said: {words[-1]}")
@@ -172,11 +165,8 @@ def expected(row: str, gpu: str) -> dict[str, float]:
     per_sm = SHARED_PER_SM_90 if arch == 90 else SHARED_PER_SM
     warps = WARPS_PER_SM[arch]
     blocks = min(REGISTERS_PER_SM // registers, per_sm // (shared + 1024), warps // config["warps"])
-    found = {
-        REGISTERS: entry["registers"],
-        DYNAMIC: config["smem_bytes"],
-        POSSIBLE_WARPS: 100.0 * blocks * config["warps"] / warps,
-    }
+    found = {REGISTERS: entry["registers"], DYNAMIC: config["smem_bytes"]}
+    found[POSSIBLE_WARPS] = 100.0 * blocks * config["warps"] / warps
     if loop := entry.get("loop"):
         clocks = {
             TENSOR: mma_clocks(arch, gpu) * loop.get("mma", 0),
@@ -232,15 +222,12 @@ def measure(case: Case, row: str | None, device: int) -> dict[str, Any]:
 def content(profile: Profile, gpu: str) -> dict[str, Any]:
     """For programs: ncu's names as they are. Stalls: warps that wait for a reason while another one issues,
     the most first."""
-    known = {name: x for name in STALLS if (x := profile.values[STALL.format(name)]) is not None}
+    kernel, values = profile
+    known = {name: x for name in STALLS if (x := values[STALL.format(name)]) is not None}
     stalls = dict(sorted(known.items(), key=lambda item: -item[1])[:TOP_STALLS])
     stalls |= {name: x for name, x in known.items() if name == "mio_throttle"}
-    return {
-        "kernel": profile.kernel,
-        "measured": {name: profile.values[name] for name in FIGURES},
-        "expected": expected(profile.kernel, gpu),
-        "stalls": stalls,
-    }
+    measured = {name: values[name] for name in FIGURES}
+    return {"kernel": kernel, "measured": measured, "expected": expected(kernel, gpu), "stalls": stalls}
 
 
 def parts(found: Iterable[dict[str, Any]], timed: dict[str, Any] | None) -> list[str | output.Table]:
@@ -266,7 +253,19 @@ def _cell(value: float | None) -> str:
     return f"{value:,.0f}" if value >= 1000 or value == int(value) else f"{value:.1f}"
 
 
-def build_parser() -> argparse.ArgumentParser:
+def problem(options: argparse.Namespace) -> Case:
+    """The case that was asked for. Raises ValueError for one that the benchmark doesn't have."""
+    if options.shape is None:
+        if len(cases := select_cases([options.case])) != 1:
+            raise ValueError(f"{options.case} is a group of {len(cases)} cases: name one, as bench --list does")
+        return cases[0]
+    batch, seqlen, heads, head_dim = options.shape
+    sizes = (batch, heads, options.kv_heads or heads, seqlen, options.seqlen_k or seqlen, head_dim)
+    return Case("profile", *sizes, options.dtype, options.causal)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_mutually_exclusive_group(required=True).add_argument
     add("case", nargs="?", help="a case of the benchmark")
@@ -282,25 +281,6 @@ def build_parser() -> argparse.ArgumentParser:
     add("--ncu", metavar="PATH", help="Nsight Compute's program; default: ncu on PATH")
     add("--once", action="store_true", help=argparse.SUPPRESS)
     output.add_json(parser)
-    return parser
-
-
-def problem(options: argparse.Namespace) -> Case:
-    """The case that was asked for. Raises ValueError for one that the benchmark doesn't have."""
-    if options.shape is None:
-        cases = select_cases([options.case])
-        if len(cases) != 1:
-            said = f"{options.case} is a group of {len(cases)} cases"
-            raise ValueError(f"{said}: name one, as bench --list does")
-        return cases[0]
-    batch, seqlen, heads, head_dim = options.shape
-    sizes = (batch, heads, options.kv_heads or heads, seqlen, options.seqlen_k or seqlen, head_dim)
-    return Case("profile", *sizes, options.dtype, options.causal)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    given = sys.argv[1:] if arguments is None else arguments
-    parser = build_parser()
     options = parser.parse_args(given)
     timed = None
     try:

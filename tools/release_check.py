@@ -39,16 +39,12 @@ REQUIRED: dict[int, tuple[tuple[str, ...], str]] = {
 }
 
 
-class ReportError(ValueError):
-    """A file in the reports' directory is not a parity report."""
-
-
 #: What a release depends on in a report.
 NEEDED = ("date", "arch", "mode", "passed", "source_hash", "rows", "rows_expected")
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Raises ReportError when ``path`` is no parity report."""
+    """Raises resources.ReportError when ``path`` is no parity report."""
     try:
         content: dict[str, Any] = json.loads(path.read_text())
         if content["kind"] != KIND:
@@ -56,7 +52,7 @@ def read(path: Path) -> dict[str, Any]:
         date = datetime.datetime.fromisoformat(content["date"])
         return {name: content[name] for name in NEEDED} | {"file": path.name, "date": date}
     except (KeyError, TypeError, ValueError) as error:
-        raise ReportError(f"{path} is not a parity report: {error!r}") from error
+        raise resources.ReportError(f"{path} is not a parity report: {error!r}") from error
 
 
 def complaints(reports: Sequence[dict[str, Any]], current: str) -> list[str]:
@@ -87,10 +83,8 @@ def machine_code_complaints(report: dict[str, Any], current: str) -> list[str]:
     if recorded ^ resources.manifest_rows().keys():
         found.append(f"{resources.REPORT.name} is not of the manifest's rows: {resources.UPDATE}")
     if report["source_hash"] != current:
-        found.append(
-            f"{resources.REPORT.name} is of other sources (hash {report['source_hash'][:12]}, "
-            f"src/ has {current[:12]}): {resources.UPDATE}"
-        )
+        hashes = f"hash {report['source_hash'][:12]}, src/ has {current[:12]}"
+        found.append(f"{resources.REPORT.name} is of other sources ({hashes}): {resources.UPDATE}")
     return found
 
 
@@ -103,7 +97,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         reports = [read(path) for path in sorted(options.reports.glob("*.json"))]
         machine_code = resources.read_report(options.resources)
-    except (ReportError, resources.ReportError) as error:
+    except resources.ReportError as error:
         print(f"release-check: {error}")
         return 1
     current = source_hash(options.sources)

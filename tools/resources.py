@@ -16,7 +16,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,7 +56,13 @@ Check = tuple[bool, str]
 
 
 def complaints(kernel: Kernel, row: Any) -> list[str]:
-    """What is wrong with the kernel of a row, a ``_C.Row``, one sentence each; empty when nothing is."""
+    """What is wrong with the kernel of a row, one of ``_C.rows()`` or of ``_C.helpers()``, a sentence each."""
+    own = _of_a_row if hasattr(row, "warps") else _of_a_helper
+    checks = (*_of_every_kernel(kernel), *own(kernel, row))
+    return [f"{row.name} (sm_{kernel.arch}): {sentence}" for fine, sentence in checks if not fine]
+
+
+def _of_a_row(kernel: Kernel, row: Any) -> list[Check]:
     count, threads, blocks = kernel.count, row.warps * 32, row.min_blocks
     registers = -(-kernel.registers // 8) * 8 * threads * blocks  # given out in eights
     shared = kernel.shared + row.smem_bytes
@@ -70,8 +76,7 @@ def complaints(kernel: Kernel, row: Any) -> list[str]:
     tma = count("UTMALDG") > 0 and (count("UTMASTG") > 0 or not stores)
     cp_async, fma = count("LDGSTS") > 0, count("FFMA")
     fits = blocks * (shared + RESERVED_SHARED) <= per_sm
-    checks = [
-        *_of_every_kernel(kernel),
+    return [
         (simt or bool(mma), "no tensor-core instruction (HMMA)"),
         (right == mma, f"tensor-core instructions {mma} in a row that multiplies {row.dtype}"),
         (not simt or (fma >= 512 and not mma), f"{fma} FMAs and tensor-core instructions {mma}"),
@@ -85,7 +90,6 @@ def complaints(kernel: Kernel, row: Any) -> list[str]:
         (fits, f"{blocks} blocks of {shared} bytes of shared memory do not fit an SM's {per_sm}"),
         (blocks * row.warps <= WARPS_PER_SM, f"{blocks} blocks of {row.warps} warps exceed {WARPS_PER_SM}"),
     ]
-    return sentences(row.name, kernel, checks)
 
 
 def shared_memory(kernel: Kernel, row: Any) -> tuple[int, int]:
@@ -98,27 +102,16 @@ def shared_memory(kernel: Kernel, row: Any) -> tuple[int, int]:
     return SHARED_PER_BLOCK, SHARED_PER_SM
 
 
-def helper_complaints(kernel: Kernel, threads: int) -> list[str]:
-    """The same of a kernel beside attention, in blocks of ``threads``: enough of them to hide latency.
+def _of_a_helper(kernel: Kernel, row: Any) -> list[Check]:
+    """Of a kernel beside attention: enough threads to hide latency.
 
     A norm's and rope_backward's have whole rows on their way, 64 bytes a thread, where others have 16.
     """
     least = next((n for name, n in OF_WHOLE_ROWS.items() if kernel.name.startswith(name)), HELPER_THREADS_PER_SM)
-    registers = -(-kernel.registers // 8) * 8 * threads
+    registers = -(-kernel.registers // 8) * 8 * row.threads
     blocks = min(REGISTERS_PER_SM // registers, SHARED_PER_SM // (kernel.shared + RESERVED_SHARED))
-    checks = [
-        *_of_every_kernel(kernel),
-        (
-            blocks * threads >= least,
-            f"{blocks} blocks of {threads} threads on an SM, for {kernel.registers} registers and "
-            f"{kernel.shared} bytes of shared memory",
-        ),
-    ]
-    return sentences(kernel.name, kernel, checks)
-
-
-def sentences(name: str, kernel: Kernel, checks: Iterable[Check]) -> list[str]:
-    return [f"{name} (sm_{kernel.arch}): {sentence}" for fine, sentence in checks if not fine]
+    told = f"{blocks} blocks of {row.threads} threads on an SM, for {kernel.registers} registers and {kernel.shared}"
+    return [(blocks * row.threads >= least, f"{told} bytes of shared memory")]
 
 
 def _of_every_kernel(kernel: Kernel) -> list[Check]:
@@ -201,11 +194,7 @@ def report_complaints(report: dict[str, Any]) -> list[str]:
     for name, recorded in report["rows"].items():
         sizes = {key: recorded[key] for key in SIZES}
         kernel = Kernel(name, **sizes, opcodes=Counter(recorded["opcodes"]))
-        row: Any = SimpleNamespace(name=name, **recorded["config"])
-        if hasattr(row, "warps"):
-            found += complaints(kernel, row)
-        else:
-            found += helper_complaints(kernel, row.threads)
+        found += complaints(kernel, SimpleNamespace(name=name, **recorded["config"]))
     return found
 
 
@@ -261,27 +250,19 @@ def main(arguments: list[str] | None = None) -> int:
         return write()
     from cutlass_fmha import _C
 
-    rows = {row.name: row for row in (*_C.rows(), *_C.backward_rows())}
-    helpers = {kernel.name: kernel.threads for kernel in _C.helpers()}
-    found, lines = [], []
+    rows = {row.name: row for row in (*_C.rows(), *_C.backward_rows(), *_C.helpers())}
+    found: list[dict[str, Any]] = []
     for kernel in read_kernels(options.file or Path(str(_C.__file__))):
-        dynamic = rows[kernel.name].smem_bytes if kernel.name in rows else 0
-        against = complaints(kernel, rows[kernel.name]) if kernel.name in rows else []
-        against += helper_complaints(kernel, helpers[kernel.name]) if kernel.name in helpers else []
-        entry = {
-            "kernel": kernel.name,
-            "arch": kernel.arch,
-            "registers": kernel.registers,
-            "shared": kernel.shared + dynamic,
-            "spills": kernel.count("LDL", "STL"),
-            "HMMA": kernel.count("HMMA"),
-            "code": kernel.opcodes.total(),
-        }
-        found.append({**entry, "complaints": against})
-        lines.append([*map(str, entry.values()), "; ".join(against)])
-    headings = [*list(found[0])[:-1], "complaints"] if found else ["kernel"]
-    output.emit(found, [output.Table(headings, lines)], options.json)
-    return 1 if any(entry["complaints"] for entry in found) else 0
+        row = rows.get(kernel.name)
+        found.append({
+            "kernel": kernel.name, "arch": kernel.arch, "registers": kernel.registers,
+            "shared": kernel.shared + getattr(row, "smem_bytes", 0), "spills": kernel.count("LDL", "STL"),
+            "HMMA": kernel.count("HMMA"), "code": kernel.opcodes.total(),
+            "complaints": complaints(kernel, row) if row else [],
+        })  # fmt: skip
+    lines = [[*map(str, list(each.values())[:-1]), "; ".join(each["complaints"])] for each in found]
+    output.emit(found, [output.Table(list(found[0]) if found else ["kernel"], lines)], options.json)
+    return 1 if any(each["complaints"] for each in found) else 0
 
 
 if __name__ == "__main__":

@@ -57,27 +57,24 @@ def loop_entry(loop: Loop) -> dict[str, int]:
 
 
 def changes(committed: dict[str, Any], built: dict[str, Any]) -> list[str]:
-    """A sentence for each count that has grown too far. Both: row -> its registers and its loop.
+    """A sentence for each count that has grown too far; of mma, for each that changed. Both: row -> its registers
+    and its loop.
 
     Of rows that both have: ``make release-check`` tells whether the committed ones are all there are.
     """
-    return [line for name in built if name in committed for line in grown(name, committed[name], built[name])]
-
-
-def grown(name: str, old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """What a row has more of than its committed counts allow. The number of mma must not change at all."""
-    advice = f"look for the cause (python tools/sass.py --opcodes --rows {name}), or accept it: {UPDATE}"
     lines = []
-    if new["registers"] > old["registers"] + ALLOWED_REGISTERS:
-        lines.append(f"{name}: registers grew from {old['registers']} to {new['registers']}; {advice}")
-    before = {**old["loop"], "all classes": sum(old["loop"].values())}
-    after = {**new["loop"], "all classes": sum(new["loop"].values())}
-    for kind in (*CLASSES, "all classes"):
-        was, now = before.get(kind, 0), after.get(kind, 0)
-        if kind == "mma" and was != now:
-            lines.append(f"{name}: mma in the main loop went from {was} to {now}; {advice}")
-        elif now > was + max(ALLOWED_COUNT, ALLOWED_SHARE * was):
-            lines.append(f"{name}: {kind} in the main loop grew from {was} to {now}; {advice}")
+    for name in filter(committed.__contains__, built):
+        advice = f"look for the cause (python tools/sass.py --opcodes --rows {name}), or accept it: {UPDATE}"
+        old, new = committed[name], built[name]
+        if new["registers"] > old["registers"] + ALLOWED_REGISTERS:
+            lines.append(f"{name}: registers grew from {old['registers']} to {new['registers']}; {advice}")
+        before, after = (each["loop"] | {"all classes": sum(each["loop"].values())} for each in (old, new))
+        for kind in (*CLASSES, "all classes"):
+            was, now = before.get(kind, 0), after.get(kind, 0)
+            if kind == "mma" and was != now:
+                lines.append(f"{name}: mma in the main loop went from {was} to {now}; {advice}")
+            elif now > was + max(ALLOWED_COUNT, ALLOWED_SHARE * was):
+                lines.append(f"{name}: {kind} in the main loop grew from {was} to {now}; {advice}")
     return lines
 
 
@@ -111,13 +108,10 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"no row with a counted loop whose name holds {options.rows!r}", file=sys.stderr)
         return 1
     kinds = [kind for kind in CLASSES if any(kind in each["loop"] for each in entries)]
-    lines = [
-        [*map(str, list(each.values())[:3]), *(str(each["loop"].get(kind, 0)) for kind in kinds)] for each in entries
-    ]
+    lines = [[*map(str, (*list(x.values())[:3], *(x["loop"].get(kind, 0) for kind in kinds)))] for x in entries]
     parts: list[str | output.Table] = [output.Table(["row", "regs", "code", *kinds], lines)]
-    for each in entries if options.opcodes else ():
-        listed = ", ".join(f"{name} {n}" for name, n in each["opcodes"].items())
-        parts.append(f"\n{each['row']}: {listed}")
+    if options.opcodes:
+        parts += [f"\n{x['row']}: {', '.join(f'{name} {n}' for name, n in x['opcodes'].items())}" for x in entries]
     output.emit(entries, parts, options.json)
     return 0
 

@@ -23,7 +23,7 @@ from building import BuildError, load_extension
 from simulator import DIRECTORY, build_extension
 
 
-def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -36,11 +36,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of the problems and of every order that the GPU leaves open")
     add("--build-dir", type=Path, default=DIRECTORY)
     add("--extension", type=Path, metavar="FILE", help="a simulator build that is there already")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    options = parse_arguments(arguments)
+    options = parser.parse_args(arguments)
     try:
         extension = options.extension or build_extension(options.rows, options.build_dir, options.archs)
     except (BuildError, ValueError) as error:
@@ -56,12 +52,8 @@ def main(arguments: list[str] | None = None) -> int:
 
     torch.set_num_threads(1)  # these problems are small, and others may run beside
     made_for = {89 if arch in (80, 86) else arch for arch in options.archs}
-    rows = [
-        row
-        for row in module.rows()
-        if re.search(options.rows, row.name) and row.arch in made_for and row.family != "wide"
-    ]
-    if not rows:
+    asked = [row for row in module.rows() if re.search(options.rows, row.name) and row.arch in made_for]
+    if not (rows := [row for row in asked if row.family != "wide"]):
         print(f"no row has {options.rows!r} in its name", file=sys.stderr)
         return 1
     total, begin = parity_run.Tally(), time.perf_counter()

@@ -14,10 +14,8 @@ SOURCES = Path(__file__).resolve().parents[1] / "src"
 
 def source_files(directory: Path) -> list[Path]:
     """Every file under ``directory`` in a fixed order, but for hidden ones (editors' backups and locks)."""
-    files = (path for path in directory.rglob("*") if path.is_file())
-    relative = (path.relative_to(directory) for path in files)
-    visible = (path for path in relative if not any(part.startswith(".") for part in path.parts))
-    return sorted(visible, key=lambda path: path.as_posix())
+    files = (path.relative_to(directory) for path in directory.rglob("*") if path.is_file())
+    return sorted((x for x in files if not any(part.startswith(".") for part in x.parts)), key=Path.as_posix)
 
 
 def source_hash(directory: Path = SOURCES) -> str:

@@ -31,10 +31,8 @@ def measure(device: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         two_processes.run(test_training.ONE_OF_TWO[device], Path(folder))
         both = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in (0, 1)]
-    settings = {
-        name: {"error": max(of_one[name][0] for of_one in both), "allowed": allowed}
-        for name, (_, allowed) in both[0].items()
-    }
+    worst = {name: (max(of_one[name][0] for of_one in both), allowed) for name, (_, allowed) in both[0].items()}
+    settings = {name: {"error": error, "allowed": allowed} for name, (error, allowed) in worst.items()}
     backend = "gloo" if device == "cpu" else f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
     seconds = round(time.perf_counter() - begin, 1)
     return {"processes": 2, "device": device, "backend": backend, "seconds": seconds, "settings": settings}
@@ -43,11 +41,8 @@ def measure(device: str) -> dict[str, Any]:
 def text(result: dict[str, Any]) -> str:
     where = result["machine"]["gpu"] if result["device"] == "cuda" else "the CPU"
     rows = [[name, f"{x['error']:.1e}", f"{x['allowed']:.0e}"] for name, x in result["settings"].items()]
-    lines = [
-        f"Gradients of two processes beside those of one: {result['backend']}, {where}, {result['seconds']} s.",
-        "",
-    ]
-    return "\n".join([*lines, *report.table(["setting", "largest error", "allowed"], rows)]) + "\n"
+    head = f"Gradients of two processes beside those of one: {result['backend']}, {where}, {result['seconds']} s.\n"
+    return "\n".join([head, *report.table(["setting", "largest error", "allowed"], rows)]) + "\n"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -91,8 +91,7 @@ def make_targets(options: argparse.Namespace, arch: int) -> list[Target]:
     Raises ValueError for an unknown preset, and when nothing is left or there is no row to beat.
     """
     if options.smem > 99 and arch != 90:
-        sentence = f"a block has 99 KiB of shared memory on sm_{arch}: --smem {options.smem} is for sm_90"
-        raise ValueError(sentence)
+        raise ValueError(f"a block has 99 KiB of shared memory on sm_{arch}: --smem {options.smem} is for sm_90")
     cases = select_cases(options.preset or ["dense"])
     cases = [c for c in cases if not c.feature and (not options.head_dim or c.head_dim in options.head_dim)]
     if not cases:

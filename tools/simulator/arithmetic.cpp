@@ -74,7 +74,7 @@ void add_floats(Opcodes& ops) {
   add_elementwise<[](F a, F b) { return result<ftz>(smaller(a, b)); }>(ops, {"min" + tail});
   add_elementwise<[](F a, F b) { return result<ftz>(larger(a, b)); }>(ops, {"max" + tail});
   // The hardware's approximation, from which this one differs in the last bits.
-  add_elementwise<[](F a) { return result<ftz>(exp2_approximately(given<ftz>(a))); }>(ops, {"ex2.approx" + tail});
+  add_elementwise<[](F a) { return result<ftz>(std::exp2(given<ftz>(a))); }>(ops, {"ex2.approx" + tail});
 }
 
 /// a * b + c rounded down. The product of two floats is exact in double, and so is what the sum of doubles rounds off

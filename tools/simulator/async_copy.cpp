@@ -45,8 +45,7 @@ bool Warp::deliver_arrival() {
   for (auto copy = copies_.begin(); copy != arrival; ++copy) make(*copy, arrival->lanes);
   for_lanes(arrival->lanes, [&](int lane) { block.arrive_at_mbarrier(*this, arrival->destination[lane], 1, 0); });
   arrival->lanes = 0;
-  copies_.erase(std::remove_if(copies_.begin(), copies_.end(), [](AsyncCopy const& c) { return c.lanes == 0; }),
-                copies_.end());
+  std::erase_if(copies_, [](AsyncCopy const& c) { return c.lanes == 0; });
   return true;
 }
 

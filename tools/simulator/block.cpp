@@ -67,30 +67,19 @@ void Block::run(uint64_t number) {
 }
 
 bool Block::ready(Warp const& warp, Wait const& wait) {
-  switch (wait.kind) {
-    case Wait::Kind::barrier:
-      return barriers_[wait.number].completions != wait.value;
-    case Wait::Kind::mbarrier:
-      return phase_is_over(warp, wait.number, wait.value);
-    case Wait::Kind::lanes:
-      return false;  // the last lane wakes the others
-    default:
-      return true;
-  }
+  if (wait.kind == Wait::Kind::barrier) return barriers_[wait.number].completions != wait.value;
+  if (wait.kind == Wait::Kind::mbarrier) return phase_is_over(warp, wait.number, wait.value);
+  return wait.kind != Wait::Kind::lanes;  // which the last lane wakes
 }
 
 /// Lets one strand that can go on have a turn, or something that is under way arrive.
 void Block::step() {
-  struct Choice {
-    Warp* warp;
-    size_t strand;
-  };
-  std::vector<Choice> choices;
+  std::vector<std::pair<Warp*, size_t>> choices;  // and which of its strands
   bool idle = true;
   for (Warp& warp : warps_) {
     for (size_t i = 0; i < warp.strands.size(); ++i) {
       if (!ready(warp, warp.strands[i].wait)) continue;
-      choices.push_back({&warp, i});
+      choices.emplace_back(&warp, i);
       idle &= warp.strands[i].wait.kind == Wait::Kind::polling;
     }
   }
@@ -98,8 +87,8 @@ void Block::step() {
   if (choices.empty() && !delivered) report_deadlock();
   if (choices.empty()) return;
   if (idle && ++vain_turns_ > kMostVainTurns) report_deadlock();
-  Choice const choice = choices[random(static_cast<uint32_t>(choices.size()))];
-  choice.warp->run(choice.strand, int64_t(1) << random(kLongestTurn));
+  auto const [warp, strand] = choices[random(static_cast<uint32_t>(choices.size()))];
+  warp->run(strand, int64_t(1) << random(kLongestTurn));
 }
 
 /// Has something asynchronous happen, if anything is under way.

@@ -6,6 +6,43 @@
 #include "opcodes.h"
 
 namespace simulator {
+
+CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* address,
+                      cuuint64_t const* extents, cuuint64_t const* strides, cuuint32_t const* box,
+                      cuuint32_t const* element_strides, CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
+                      CUtensorMapL2promotion, CUtensorMapFloatOOBfill fill) {
+  TensorMap result{};
+  result.mark = kTensorMapMark;
+  result.address = reinterpret_cast<uint64_t>(address);
+  result.rank = static_cast<uint16_t>(rank);
+  // Of other types there are none.
+  bool const is_half = type == CU_TENSOR_MAP_DATA_TYPE_FLOAT16 || type == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  result.element_bytes = is_half ? 2 : 0;
+  // CU_TENSOR_MAP_SWIZZLE_32B and those that follow; what comes behind 128B is not simulated.
+  int const span = swizzle == CU_TENSOR_MAP_SWIZZLE_NONE ? 0 : 16 << swizzle;
+  if (rank < 1 || rank > 5 || result.element_bytes == 0 || span > 128 || interleave != CU_TENSOR_MAP_INTERLEAVE_NONE ||
+      fill != CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) {
+    return CUDA_ERROR_INVALID_VALUE;
+  }
+  if (reinterpret_cast<uint64_t>(map) % 64 != 0 || address == nullptr || result.address % 16 != 0) {
+    return CUDA_ERROR_INVALID_VALUE;
+  }
+  result.swizzle = static_cast<uint16_t>(span);
+  for (cuuint32_t i = 0; i < rank; ++i) {
+    result.extents[i] = extents[i];
+    result.strides[i] = i == 0 ? result.element_bytes : strides[i - 1];
+    result.box[i] = static_cast<uint16_t>(box[i]);
+    if (extents[i] == 0 || extents[i] > uint64_t(1) << 32) return CUDA_ERROR_INVALID_VALUE;
+    if (i > 0 && (result.strides[i] % 16 != 0 || result.strides[i] >= uint64_t(1) << 40))
+      return CUDA_ERROR_INVALID_VALUE;
+    if (box[i] == 0 || box[i] > 256 || element_strides[i] != 1) return CUDA_ERROR_INVALID_VALUE;
+  }
+  int const row = result.box[0] * result.element_bytes;
+  if (row % 16 != 0 || (span > 0 && row > span)) return CUDA_ERROR_INVALID_VALUE;
+  std::memcpy(map, &result, sizeof(result));
+  return CUDA_SUCCESS;
+}
+
 namespace {
 
 /// Where the copy unit puts what would be at a shared address: in each span of a row the 16-byte pieces change places,
@@ -90,7 +127,7 @@ void Block::wait_for_bulk_groups(Warp const& warp, uint32_t groups) {
   for (BulkCopy const& copy : bulk_copies_) {
     if (over(copy)) make(copy);
   }
-  bulk_copies_.erase(std::remove_if(bulk_copies_.begin(), bulk_copies_.end(), over), bulk_copies_.end());
+  std::erase_if(bulk_copies_, over);
 }
 
 namespace {
@@ -107,7 +144,8 @@ void prefetch_map(Warp& w, Instruction const& i) {
   for_lanes(w.active, [&](int lane) { map_at(w, i.address[0], lane); });
 }
 
-void copy_tensor(Warp& w, Instruction const& i, bool load) {
+template <bool load>
+void copy_tensor(Warp& w, Instruction const& i) {
   // In the order of the operands: a load's are [to], [map, {coordinates}], [mbarrier], a store's [map, ...], [from].
   Address const &map = i.address[load ? 1 : 0], &shared = i.address[load ? 0 : 1];
   for_lanes(w.active, [&](int lane) {
@@ -123,8 +161,6 @@ void copy_tensor(Warp& w, Instruction const& i, bool load) {
   });
 }
 
-void load_tensor(Warp& w, Instruction const& i) { copy_tensor(w, i, true); }
-void store_tensor(Warp& w, Instruction const& i) { copy_tensor(w, i, false); }
 void commit_group(Warp& w, Instruction const&) { w.block.commit_bulk_group(w); }
 void wait_group(Warp& w, Instruction const& i) {
   w.block.wait_for_bulk_groups(w, w.at<uint32_t>(i.operand[0])[first_lane(w.active)]);
@@ -137,9 +173,9 @@ void add_bulk_copies(Opcodes& ops) {
   for (uint32_t rank = 1; rank <= 5; ++rank) {
     std::string const tensor = "cp.async.bulk.tensor." + std::to_string(rank) + "d";
     Alternatives const to{".shared::cluster", ".shared::cta"};
-    ops.add(spell({{tensor}, to, {".global.mbarrier::complete_tx::bytes"}, hint}), load_tensor,
+    ops.add(spell({{tensor}, to, {".global.mbarrier::complete_tx::bytes"}, hint}), copy_tensor<true>,
             {kAddress, kAddress, kAddress, kIgnored.or_nothing()}, rank);
-    ops.add(spell({{tensor}, {".global.shared::cta.bulk_group"}, hint}), store_tensor,
+    ops.add(spell({{tensor}, {".global.shared::cta.bulk_group"}, hint}), copy_tensor<false>,
             {kAddress, kAddress, kIgnored.or_nothing()}, rank);
   }
   ops.add({"prefetch.tensormap", "prefetch.param.tensormap"}, prefetch_map, {kAddress});

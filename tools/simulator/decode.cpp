@@ -198,17 +198,10 @@ class Decoder {
   }
 
   void fill(Slot const& slot, Operand const& operand) {
-    switch (slot.kind) {
-      case Slot::Kind::ignored:
-        return;
-      case Slot::Kind::address:
-        return fill_address(operand);
-      case Slot::Kind::predicate_in:
-      case Slot::Kind::predicate_out:
-        return push(predicate(operand));
-      default:
-        break;
-    }
+    using Kind = Slot::Kind;
+    if (slot.kind == Kind::ignored) return;
+    if (slot.kind == Kind::address) return fill_address(operand);
+    if (slot.kind == Kind::predicate_in || slot.kind == Kind::predicate_out) return push(predicate(operand));
     bool const group = operand.kind == Operand::Kind::group;
     if (static_cast<int>(group ? operand.parts.size() : 1) != slot.elements) fail("a vector of another length");
     if (group) result_.elements = static_cast<uint32_t>(slot.elements);
@@ -233,24 +226,14 @@ class Decoder {
   }
 
   uint32_t value(Slot const& slot, Operand const& operand, int bits) {
-    switch (operand.kind) {
-      case Operand::Kind::reg:
-        if (entry_.register_bits[operand.index] != bits || operand.negated) {
-          fail("register " + operand.text + " is not of " + std::to_string(bits) + " bits");
-        }
-        return places_[operand.index];
-      case Operand::Kind::immediate:
-        if (slot.kind == Slot::Kind::in) return constant(bits, operand.bits);
-        break;
-      case Operand::Kind::symbol:
-        if (slot.kind == Slot::Kind::in) return symbol(operand.text, bits, operand.bits);
-        break;
-      case Operand::Kind::sink:
-        if (slot.kind == Slot::Kind::out) return scratch();
-        break;
-      default:
-        break;
+    bool const reads = slot.kind == Slot::Kind::in, writes = slot.kind == Slot::Kind::out;
+    if (operand.kind == Operand::Kind::reg) {
+      if (entry_.register_bits[operand.index] == bits && !operand.negated) return places_[operand.index];
+      fail("register " + operand.text + " is not of " + std::to_string(bits) + " bits");
     }
+    if (reads && operand.kind == Operand::Kind::immediate) return constant(bits, operand.bits);
+    if (reads && operand.kind == Operand::Kind::symbol) return symbol(operand.text, bits, operand.bits);
+    if (writes && operand.kind == Operand::Kind::sink) return scratch();
     fail("an operand of the wrong kind");
   }
 
@@ -311,8 +294,8 @@ Kernel decode(Module const& module, Entry const& entry, Globals const& globals) 
 Opcodes const& Opcodes::all() {
   static Opcodes const table = [] {
     Opcodes opcodes;
-    for (auto add : {add_arithmetic, add_async_copies, add_barriers, add_bulk_copies, add_control, add_conversions,
-                     add_exchange, add_logic, add_matrix, add_memory}) {
+    for (auto add : {add_arithmetic, add_async_copies, add_barriers, add_bulk_copies, add_conversions, add_exchange,
+                     add_logic, add_matrix, add_memory}) {
       add(opcodes);
     }
     return opcodes;

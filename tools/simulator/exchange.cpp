@@ -1,4 +1,5 @@
-// What the lanes of a warp tell each other: shuffles, votes, elections.
+// What the lanes of a warp tell each other: shuffles, votes, elections; branches, ends, and instructions that change
+// nothing that can be seen.
 #include "opcodes.h"
 
 namespace simulator {
@@ -53,6 +54,10 @@ void vote_ballot(Warp& w, Instruction const& i) {
 }
 void active_mask(Warp& w, Instruction const& i) { fill(w, i.operand[0], w.active); }
 
+void branch(Warp& w, Instruction const& i) { w.branch(i.target, i.join); }
+void exit(Warp& w, Instruction const&) { w.exit(); }
+void trap(Warp& w, Instruction const&) { w.fail("the kernel stops itself"); }
+
 /// Any lane may be elected; it is the lowest here.
 void elect(Warp& w, Instruction const& i) {
   require_members(w, i.operand[2]);
@@ -73,6 +78,11 @@ void add_exchange(Opcodes& ops) {
   ops.add({"vote.sync.ballot.b32"}, vote_ballot, {result, kPredicateIn, value});
   ops.add({"activemask.b32"}, active_mask, {result});
   ops.add({"elect.sync"}, elect, {result, kPairedPredicateOut, value});
+  ops.add({"bra", "bra.uni"}, branch, {});
+  ops.add({"ret", "ret.uni", "exit"}, exit, {});
+  ops.add({"trap"}, trap, {});
+  // Blocks run one after the other, and what is ahead in the stream is complete.
+  ops.add({"griddepcontrol.wait", "griddepcontrol.launch_dependents"}, do_nothing, {});
 }
 
 }  // namespace simulator

@@ -46,13 +46,10 @@ void store(Warp& w, Instruction const& i) {
   });
 }
 
-struct NamedSpace {
-  char const* name;
-  Space space;
-};
-constexpr NamedSpace kSpaces[] = {{"", kGeneric},        {".global", kOrdinary},    {".const", kOrdinary},
-                                  {".local", kOrdinary}, {".param", kOrdinary},     {".param::entry", kOrdinary},
-                                  {".shared", kShared},  {".shared::cta", kShared}, {".shared::cluster", kShared}};
+constexpr std::pair<char const*, Space> kSpaces[] = {
+    {"", kGeneric},        {".global", kOrdinary},    {".const", kOrdinary},
+    {".local", kOrdinary}, {".param", kOrdinary},     {".param::entry", kOrdinary},
+    {".shared", kShared},  {".shared::cta", kShared}, {".shared::cluster", kShared}};
 
 template <class T>
 void add_type(Opcodes& ops, Alternatives const& types) {

@@ -72,8 +72,8 @@ std::string type_name() {
 
 // Each file of instructions adds its own.
 using Adds = void(Opcodes& opcodes);
-Adds add_arithmetic, add_async_copies, add_barriers, add_bulk_copies, add_control, add_conversions, add_exchange,
-    add_logic, add_matrix, add_memory;
+Adds add_arithmetic, add_async_copies, add_barriers, add_bulk_copies, add_conversions, add_exchange, add_logic,
+    add_matrix, add_memory;
 
 // ---- for handlers --------------------------------------------------------------------------------------------------
 
@@ -89,26 +89,16 @@ inline void do_nothing(Warp&, Instruction const&) {}
 
 /// Adds an opcode whose result is function(operands...), lane by lane. The function's types say how wide they are.
 template <auto function>
-struct Elementwise {
-  template <class R, class... A>
-  static void add(Opcodes& opcodes, std::vector<std::string> const& names, R (*)(A...)) {
-    opcodes.add(names, &run<R, A...>, {out<R>(), in<A>()...});
-  }
-  template <class R, class... A>
-  static void run(Warp& w, Instruction const& i) {
-    run_on<R, A...>(w, i, std::index_sequence_for<A...>());
-  }
-  template <class R, class... A, size_t... n>
-  static void run_on(Warp& w, Instruction const& i, std::index_sequence<n...>) {
-    Lanes<R> result;
-    for (int lane = 0; lane < kLanes; ++lane) result[lane] = function(w.at<A>(i.operand[n + 1])[lane]...);
-    w.write(i.operand[0], result);
-  }
-};
-
-template <auto function>
 void add_elementwise(Opcodes& opcodes, std::vector<std::string> const& names) {
-  Elementwise<function>::add(opcodes, names, +function);
+  auto const add = [&]<class R, class... A, size_t... n>(R (*)(A...), std::index_sequence<n...>) {
+    Instruction::Run const run = [](Warp& w, Instruction const& i) {
+      Lanes<R> result;
+      for (int lane = 0; lane < kLanes; ++lane) result[lane] = function(w.at<A>(i.operand[n + 1])[lane]...);
+      w.write(i.operand[0], result);
+    };
+    opcodes.add(names, run, {out<R>(), in<A>()...});
+  };
+  [&]<class R, class... A>(R (*same)(A...)) { add(same, std::index_sequence_for<A...>()); }(+function);
 }
 
 }  // namespace simulator

@@ -1,6 +1,6 @@
 #include "warp.h"
 
-#include <utility>
+#include <algorithm>
 
 #include "block.h"
 
@@ -87,15 +87,10 @@ void Warp::part(Mask lanes, uint32_t pc) {
 }
 
 int Warp::new_join(uint32_t pc) {
-  Join const join{.pc = pc, .expected = strand_.lanes, .arrived = 0, .outer = strand_.join};
-  for (size_t i = 0; i < joins.size(); ++i) {
-    if (joins[i].expected == 0) {
-      joins[i] = join;
-      return static_cast<int>(i);
-    }
-  }
-  joins.push_back(join);
-  return static_cast<int>(joins.size()) - 1;
+  auto place = std::find_if(joins.begin(), joins.end(), [](Join const& join) { return join.expected == 0; });
+  if (place == joins.end()) place = joins.emplace(place);
+  *place = {.pc = pc, .expected = strand_.lanes, .arrived = 0, .outer = strand_.join};
+  return static_cast<int>(place - joins.begin());
 }
 
 /// The running strand is at its join. True when it goes on from there, as the last one that was missing.

@@ -87,14 +87,13 @@ class Builder:
     arch: int
     shared_kib: int
     variables: Mapping[str, object]
-    jobs: int | None = None
+    jobs: int = Tree.jobs
 
     def build(self, wanted: Wanted, incumbents: Wanted) -> Built:
         """One extension of all that compiles. Raises BuildError."""
         manifest = self.directory / "manifest.cmake"
         own = {"CUTLASS_FMHA_MANIFEST": manifest, "CMAKE_CUDA_ARCHITECTURES": self.arch}
-        jobs = {"jobs": self.jobs} if self.jobs else {}
-        tree = Tree(self.directory / "tree", {**own, **self.variables}, **jobs)
+        tree = Tree(self.directory / "tree", {**own, **self.variables}, self.jobs)
         self.directory.mkdir(parents=True, exist_ok=True)
         left, broken = {**incumbents, **wanted}, {}
         while True:

@@ -1,6 +1,6 @@
 """A candidate on a GPU: the parity gate, then its times beside the incumbents'.
 
-    python tools/tuning/judge.py SPECIFICATION RESULT       as session.py starts it, once for each candidate
+    python tools/tuning/judge.py SPECIFICATION RESULT       as search.py starts it, once for each candidate
 
 A process of its own, because a process holds one ``_C``, and a kernel that reads where it must not takes down
 the process that launched it.
