@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 from fake_build import GPUS, L4, make_build
 
 import cutlass_fmha
@@ -15,7 +14,6 @@ from cutlass_fmha.calibrate.measurements import Sample
 from cutlass_fmha.calibrate.timing import RowTime
 from cutlass_fmha.cost import store
 from cutlass_fmha.dispatch import blocks, choose, eligibility
-from cutlass_fmha.dispatch import explain as explanation
 from cutlass_fmha.dispatch import table as tables
 from cutlass_fmha.dispatch.device import PRESETS
 from cutlass_fmha.dispatch.families import scored
@@ -215,19 +213,6 @@ def test_timings_without_scored_rows_judge_the_others():
 # ---- explain -----------------------------------------------------------------------------------------------
 
 
-def test_explain_takes_features_as_attention_does(monkeypatch):
-    monkeypatch.setattr(tables, "this_build", lambda: BUILD)
-    q = torch.empty(2, 16, 300, 64, dtype=torch.float16)
-    k = v = torch.empty(2, 4, 500, 64, dtype=torch.float16)
-    said = {"window": (100, 0), "softcap": 5.0, "sinks": torch.zeros(16)}
-    found = cutlass_fmha.explain(q, k, v, layout="bhsd", device="l4", **said)
-    assert found.problem.features == ("window", "softcap", "sinks") and found.problem.window == (100, 0)
-    assert found.problem.seqlen_q == 300 and found.winner.endswith("_scored")
-    assert "has no sliding window, no softcap, no sinks: that takes a scored row" in str(found)
-    v = torch.empty(2, 4, 500, 32, dtype=torch.float16)
-    assert cutlass_fmha.explain(q, k, v, layout="bhsd", device="l4").problem.head_dim_v == 32
-
-
 def test_explain_takes_features_of_a_shape(monkeypatch):
     monkeypatch.setattr(tables, "this_build", lambda: BUILD)
     shape = {"shape": (2, 1, 32, 128), "seqlen_k": 8192, "num_heads_kv": 8, "device": "h200"}
@@ -238,10 +223,3 @@ def test_explain_takes_features_of_a_shape(monkeypatch):
     assert found.winner.endswith("_scored")
     found = cutlass_fmha.explain(**shape, head_dim_v=64, block_size=(64, 64))
     assert found.problem.value_dim == 64 and found.problem.block_mask == (64, 64)
-
-
-def test_explain_says_which_rows_are_a_last_resort(monkeypatch):
-    found = explanation.explain_problem(PREFILL, L4, table=BUILD)
-    resorts = [row for row in found.rows if row.eligible and not row.contender]
-    assert resorts and {v.row.copy == "element" or v.row.takes_features for v in resorts} == {True}
-    assert str(found).count("eligible, as a last resort") == len(resorts)
