@@ -27,10 +27,6 @@ def tokenise(text: str, limit: int) -> tuple[list[int], int]:
     return [0, *ids, 1], end
 
 
-def work(text: str) -> corpus.Work:
-    return corpus.Work("name", "title", "author", "source", "public domain", text)
-
-
 def test_the_package_ships_pages_of_public_domain_text_that_are_mostly_one_batch() -> None:
     works = corpus.load_works()
     assert len(works) >= 5 and {each.licence for each in works} == {"public domain"}
