@@ -8,7 +8,6 @@ CUTLASS_FMHA_FORCE_ARCH=89 proves the sm_89 rows through their PTX, =120 the sm_
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import replace
 
 import gpu
@@ -131,21 +130,17 @@ def test_a_call_waits_for_the_calls_ahead(row: _C.Row):
         assert torch.equal(out, x.roll(-calls, dims=1))
 
 
-@pytest.fixture
-def forbid_synchronisation() -> Iterator[None]:
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
-
-
-def test_attention_synchronises_nothing_and_allocates_its_outputs_only(request: pytest.FixtureRequest):
+def test_attention_synchronises_nothing_and_allocates_its_outputs_only():
     q, k, v = PROBLEM.inputs(torch.bfloat16, 64, DEVICE)
     cutlass_fmha.attention(q, k, v, causal=True, return_lse=True)
-    request.getfixturevalue("forbid_synchronisation")
-    before = torch.cuda.memory_stats(DEVICE)["allocation.all.allocated"]
-    result = cutlass_fmha.attention(q, k, v, causal=True, return_lse=True)
-    assert torch.cuda.memory_stats(DEVICE)["allocation.all.allocated"] - before == len(result)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        before = torch.cuda.memory_stats(DEVICE)["allocation.all.allocated"]
+        result = cutlass_fmha.attention(q, k, v, causal=True, return_lse=True)
+        assert torch.cuda.memory_stats(DEVICE)["allocation.all.allocated"] - before == len(result)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 # ---- offsets that need 64 bits -----------------------------------------------------------------------------

@@ -344,15 +344,9 @@ def test_each_candidate_meets_the_fate_it_earns(board: Leaderboard):
         drop = kind(c) in (compiles, spills) or (kind(c) == spills_in_bf16 and "bfloat16" in dtypes)
         return (fates[kind(c)], reasons[fates[kind(c)]]) if drop else None
 
-    gpu, builder = (
-        FakeJudge(
-            us=lambda c, run: {once: (90.0, 99.0), spills_in_bf16: (90.0,), gains: (90.0, 95.0)}.get(kind(c), (104.0,))[
-                run
-            ],
-            wrong=lambda c: reasons["parity"] if kind(c) == wrong else None,
-        ),
-        FakeBuilder(drops),
-    )
+    us = {once: (90.0, 99.0), spills_in_bf16: (90.0,), gains: (90.0, 95.0)}
+    gpu, builder = FakeJudge(lambda c, run: us.get(kind(c), (104.0,))[run]), FakeBuilder(drops)
+    gpu.wrong = lambda c: reasons["parity"] if kind(c) == wrong else None
     run(board, gpu, builder, per_round=90)
     assert {kind(entry.candidate) for entry in board.entries} == set(range(7))
     for entry in board.entries:
