@@ -417,18 +417,6 @@ def test_explain_takes_tensors_as_attention_does(monkeypatch):
     assert cutlass_fmha.explain(odd, odd, odd, arch=89).winner.endswith("_element")
 
 
-def test_explain_takes_a_shape(monkeypatch):
-    monkeypatch.setattr(tables, "this_build", lambda: BUILD)
-    found = cutlass_fmha.explain(
-        shape=(2, 8192, 16, 128), seqlen_k=100, num_heads_kv=4, dtype=torch.float16, device="rtx5090"
-    )
-    assert found.problem == Problem(2, 8192, 100, 16, 4, 128, "float16")
-    assert found.winner.startswith("fwd_sm120_f16_d128")
-    assert cutlass_fmha.explain(shape=(1, 1, 1, 64), device="cpu").device is None
-    assert cutlass_fmha.explain(shape=(1, 1, 1, 64), arch=89, sm_count=58).device.sm_count == 58
-    assert cutlass_fmha.explain(shape=(1, 1, 1, 64), device=L4).device is L4
-
-
 DEVICES = {
     "l4": (58, (8, 9)), "L40S": (142, (8, 9)), "RTX 4090": (128, (8, 9)), "rtx5080": (84, (12, 0)),
     "rtx-5090": (170, (12, 0)), "RTX PRO 6000": (188, (12, 0)), "h200": (132, (9, 0)),
