@@ -190,7 +190,7 @@ def test_every_case_has_rows_and_they_are_built():
 
 
 @pytest.mark.parametrize("family", families.ROWS)
-def test_a_family_alone_builds_its_rows_and_plain_ones(family: str, tmp_path: Path):
+def test_a_family_alone_builds_its_rows_and_plain_ones(family: str):
     """Those of FlashAttention-2, too, where there are."""
     command = [building.find_program("cmake"), "-D", f"CUTLASS_FMHA_MANIFEST={ROOT}/tools/tuning/beside.cmake"]
     command += ["-P", str(ROOT / "cmake" / "list_rows.cmake")]

@@ -383,7 +383,7 @@ def test_a_decision_is_a_line_when_its_plan_is_made(kernels, caplog):
     assert re.fullmatch(r"backward of batch .* on NVIDIA L4 \(.*\): bwd_sm89_f16_d\d+_\w+", backward)
 
 
-def test_the_environment_says_what_is_logged(monkeypatch, capsys, caplog):
+def test_the_environment_says_what_is_logged(monkeypatch, capsys):
     """On stderr where the program has no handlers; its own get it alone."""
     logger = logging.Logger("cutlass_fmha")
     monkeypatch.setattr(log, "logger", logger)

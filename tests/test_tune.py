@@ -272,7 +272,7 @@ TARGET = Target("d64-x", (SHORT,), 90, 99, (INCUMBENT,))
         ("bug", "KeyError: 'tag'"),
     ],
 )
-def test_a_candidate_is_blamed_for_its_process_and_not_for_the_tuner(what: str, expected: Any, tmp_path, request):
+def test_a_candidate_is_blamed_for_its_process_and_not_for_the_tuner(what: str, expected: Any, tmp_path):
     (tmp_path / "judge.py").write_text(JUDGE.format(what=what))
     command = [sys.executable, str(tmp_path / "judge.py")]
     run = search.judge_in_a_process(tmp_path, 0, command, 2.0 if what == "hang" else 1200.0)
