@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.testing
+from fake_build import L4
 from tensors import ints
 from torch import Tensor
 from torch._dynamo.source import ConstantSource
@@ -21,7 +22,7 @@ import cutlass_fmha
 from cutlass_fmha import _C, attention
 from cutlass_fmha.dispatch import gradients
 from cutlass_fmha.dispatch import table as tables
-from cutlass_fmha.dispatch.device import Device
+from cutlass_fmha.dispatch.device import PRESETS
 from cutlass_fmha.dispatch.problem import Problem
 from cutlass_fmha.launch import gradients as launch
 
@@ -140,8 +141,6 @@ def test_a_gradient_that_nobody_wants_is_empty():
 
 # ---- which row ---------------------------------------------------------------------------------------------
 
-L4 = Device(name="L4", capability=(8, 9), sm_count=58, smem_per_block=101376)
-
 
 def put_in_place(monkeypatch: pytest.MonkeyPatch, *rows: dict[str, Any]) -> None:
     """A table of these rows, of the backward in float16."""
@@ -240,7 +239,7 @@ def test_explain_says_which_row_computes_gradients_and_why_not_the_others():
         cutlass_fmha.explain(q, k, v, backward=True, measure=True)
 
 
-H200 = Device(name="H200", capability=(9, 0), sm_count=132, smem_per_block=232448)
+H200 = PRESETS["h200"]
 LONG = Problem(2, 4096, 4096, 16, 4, 128, "float16")
 #: dS of a head of keys of LONG, and its four heads of queries: 64 x 32 tiles of 64 x 128 x 2 bytes each.
 WHOLE = 4 * 64 * 32 * 64 * 128 * 2
