@@ -204,23 +204,16 @@ class BackwardLaunch:
 
         call, names = self.call, self._names
         wanted = [name in names for name in ("q", "k", "v", "bias", "sinks")]
-        given = (self.dout, call.q, call.k, call.v, *self.forward, self.dlse)
-        most = None
+        given = (self.dout, call.q, call.k, call.v, *self.forward, self.dlse, self._scale(self.problem, call))
+        said = self.said | {"row": self.row.name, "wanted": wanted, "deterministic": self.deterministic}
         if writes_scores(self.row):
             problem = describe((call.q, call.k, call.v), call.causal, Features(**self.said)).problem
-            most = self.heads_at_once * scores_of_a_head(self.row, problem)
+            said["deterministic_workspace"] = self.heads_at_once * scores_of_a_head(self.row, problem)
         self.room = Room()
         memory = [mock.patch.object(module, "torch", self.room) for module in (gradients, workspace)]
         with _simulated(gpu.simulated()), memory[0], memory[1]:
             found = torch.ops.cutlass_fmha.attend_backward(
-                *map(there, given),
-                self._scale(self.problem, call),
-                call.causal,
-                row=self.row.name,
-                wanted=wanted,
-                deterministic=self.deterministic,
-                deterministic_workspace=most,
-                **{name: there(x) for name, x in self.said.items()},
+                *map(there, given), call.causal, **{name: there(x) for name, x in said.items()}
             )
         asked = (x.to(call.q.device) for x, need in zip(found, wanted, strict=True) if need)
         self.found = dict(zip(names, asked, strict=True))

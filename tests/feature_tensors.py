@@ -254,16 +254,12 @@ class Maker:
             return self.guarded(x.transpose(2, 3), guard).transpose(2, 3)
         if 0 in x.shape:
             memory = "plain"
-        if memory == "strided":
-            wide = torch.full((*x.shape[:3], 2 * x.shape[3]), guard, dtype=x.dtype, device=self.device)
-            wide[..., 1::2] = x
-            return wide[..., 1::2]
+        if memory in ("strided", "padded"):  # a guard before each number, or some around each row
+            room, own = (2 * x.shape[3], slice(1, None, 2)) if memory == "strided" else (x.shape[3] + 5, slice(2, -3))
+            wide = torch.full((*x.shape[:3], room), guard, dtype=x.dtype, device=self.device)
+            return wide[..., own].copy_(x)
         if memory == "overlapping":
             return self.guarded(x.flatten()[: windows(x.shape)], guard).as_strided(x.shape, (1,) * x.dim())
-        if memory == "padded":
-            wide = torch.full((*x.shape[:3], x.shape[3] + 5), guard, dtype=x.dtype, device=self.device)
-            wide[..., 2:-3] = x
-            return wide[..., 2:-3]
         if memory == "padded by runs":
             batch, heads, queries, keys = x.shape
             wide = torch.full((queries, heads, batch, keys + 12), guard, dtype=x.dtype, device=self.device)

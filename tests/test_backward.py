@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.testing
+from fake_build import L4
 from tensors import ints
 from torch import Tensor
 from torch._dynamo.source import ConstantSource
@@ -22,7 +22,7 @@ import cutlass_fmha
 from cutlass_fmha import _C, attention
 from cutlass_fmha.dispatch import gradients
 from cutlass_fmha.dispatch import table as tables
-from cutlass_fmha.dispatch.device import Device
+from cutlass_fmha.dispatch.device import PRESETS
 from cutlass_fmha.dispatch.problem import Problem
 from cutlass_fmha.launch import gradients as launch
 
@@ -57,7 +57,7 @@ EVERYTHING = {name: x for name, x in OF_DOCUMENTS.items() if "_seqlen" not in na
     ids=["heads first", "all", "packed"],
 )
 def test_gradients_are_those_of_finite_differences(said: dict[str, Any]):
-    """Each element is moved, there and back. test_oracle_gradients.py draws mixtures, for the op alone."""
+    """Of the output and of the LSE, where there is one. test_oracle_gradients.py draws mixtures, for the op alone."""
     q, k, v = (x.detach() for x in tensors(6, 8, head_dim=2))
     if said.get("layout") == "bhsd":
         q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
@@ -66,49 +66,13 @@ def test_gradients_are_those_of_finite_differences(said: dict[str, Any]):
     learned = [n for n, x in said.items() if isinstance(x, Tensor) and x.requires_grad]
 
     def call(q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> Any:
-        return attention(q, k, v, **said | dict(zip(learned, more, strict=True)))
+        out, lse = attention(q, k, v, return_lse=True, **said | dict(zip(learned, more, strict=True)))
+        return out, lse.clamp(min=-99.0)
 
-    assert torch.autograd.gradcheck(call, (*(x.requires_grad_() for x in (q, k, v)), *(said[n] for n in learned)))
-
-
-def dense(q: Tensor, k: Tensor, v: Tensor, diagonal: int) -> tuple[Tensor, Tensor]:
-    """Output and LSE by torch's own maths; of queries that see no key 0."""
-    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
-    visible = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(diagonal)
-    scores = scores.masked_fill(~visible, -math.inf)
-    p = scores.softmax(-1).masked_fill(~visible, 0.0)
-    lse = scores.logsumexp(-1)
-    return torch.einsum("bhqk,bkhd->bqhd", p, v), lse.masked_fill(~visible.any(-1), 0.0)
-
-
-@pytest.mark.parametrize("seqlen_k", [5, 9])
-def test_the_gradient_of_the_lse_flows(seqlen_k: int):
-    inputs = tensors(7, seqlen_k)
-    weights = torch.arange(7.0, dtype=F64)
-
-    def loss(out: Tensor, lse: Tensor) -> Tensor:
-        return out.sin().sum() + (lse.masked_fill(lse == -math.inf, 0.0) * weights).sum()
-
-    found = torch.autograd.grad(loss(*attention(*inputs, causal=True, return_lse=True)), inputs)
-    expected = torch.autograd.grad(loss(*dense(*inputs, seqlen_k - 7)), inputs)
-    for x, y in zip(found, expected, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)
-    # Of the LSE alone: nothing depends on v.
-    lse = attention(*inputs, return_lse=True)[1]
-    assert torch.count_nonzero(torch.autograd.grad(lse.sum(), inputs[2])[0]) == 0
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_gradients_have_their_inputs_dtype_and_are_close(dtype: torch.dtype):
-    inputs = tensors(33, 65, dtype)
-    out = attention(*inputs, causal=True)
-    found = torch.autograd.grad(out, inputs, drawn(*out.shape, dtype=dtype))
-    wide = [x.detach().double().requires_grad_() for x in inputs]
-    expected = torch.autograd.grad(dense(*wide, 32)[0], wide, drawn(*out.shape, dtype=dtype).double())
-    for x, y in zip(found, expected, strict=True):
-        assert x.dtype == dtype
-        assert (x.double() - y).abs().max() <= 4 * torch.finfo(dtype).eps * y.abs().max()
+    inputs = (*(x.requires_grad_() for x in (q, k, v)), *(said[n] for n in learned))
+    assert torch.autograd.gradcheck(lambda *inputs: call(*inputs)[0], inputs)
+    for of in (lambda out, lse: lse, lambda out, lse: lse.double() + out.sum()):  # alone and with the output
+        assert torch.autograd.gradcheck(lambda *x: of(*call(*x)), inputs, eps=1e-3, atol=1e-3)  # noqa: B023  # LSEs are fp32
 
 
 def test_broadcast_and_strided_gradients_of_the_output():
@@ -175,8 +139,6 @@ def test_a_gradient_that_nobody_wants_is_empty():
 
 
 # ---- which row ---------------------------------------------------------------------------------------------
-
-L4 = Device(name="L4", capability=(8, 9), sm_count=58, smem_per_block=101376)
 
 
 def put_in_place(monkeypatch: pytest.MonkeyPatch, *rows: dict[str, Any]) -> None:
@@ -276,7 +238,7 @@ def test_explain_says_which_row_computes_gradients_and_why_not_the_others():
         cutlass_fmha.explain(q, k, v, backward=True, measure=True)
 
 
-H200 = Device(name="H200", capability=(9, 0), sm_count=132, smem_per_block=232448)
+H200 = PRESETS["h200"]
 LONG = Problem(2, 4096, 4096, 16, 4, 128, "float16")
 #: dS of a head of keys of LONG, and its four heads of queries: 64 x 32 tiles of 64 x 128 x 2 bytes each.
 WHOLE = 4 * 64 * 32 * 64 * 128 * 2

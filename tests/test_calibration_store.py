@@ -102,11 +102,8 @@ def test_without_a_home_or_a_cache_there_is_no_calibration(hermetic, monkeypatch
     store.forget()
     assert store.for_device(L4).origin == store.default(L4).origin
     monkeypatch.delenv(store.CACHE_DIR)
-    for named, base in (
-        ("", Path.home() / ".cache"),
-        ("/elsewhere", Path("/elsewhere")),
-        ("x", Path.home() / ".cache"),
-    ):
+    usual = Path.home() / ".cache"
+    for named, base in (("", usual), ("/elsewhere", Path("/elsewhere")), ("x", usual)):
         monkeypatch.setenv("XDG_CACHE_HOME", named)
         assert store.cache_directory() == base / "cutlass_fmha"
     monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))

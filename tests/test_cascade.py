@@ -17,18 +17,11 @@ from cutlass_fmha.cascade import cascade_attention, merge_states
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
-INF = math.inf
-State = tuple[Tensor, Tensor]
 
-
-def states(shape: tuple[int, ...] = (2, 5, 3, 16)) -> list[State]:
+def states(shape: tuple[int, ...] = (2, 5, 3, 16)) -> list[tuple[Tensor, Tensor]]:
     """Two, with LSEs of any size."""
     lse_shape = (*shape[:-3], shape[-2], shape[-3])
     return [(randn(*shape, seed=n), 9 * randn(*lse_shape, seed=n + 2)) for n in (0, 1)]
-
-
-def merged(a: State, b: State) -> State:
-    return merge_states(*a, *b)
 
 
 # ---- values ------------------------------------------------------------------------------------------------
@@ -38,7 +31,7 @@ def test_nan_stays_in_its_row():
     a, b = states()
     a[1][0, 2, 3] = torch.nan
     b[0][1, 4, 0, 5] = torch.nan
-    output, lse = merged(a, b)
+    output, lse = merge_states(*a, *b)
     expected = torch.zeros(output.shape, dtype=torch.bool)
     expected[0, 3, 2] = True
     expected[1, 4, 0, 5] = True
@@ -49,13 +42,14 @@ def test_nan_stays_in_its_row():
 def test_weights_that_underflow_and_lses_that_are_large():
     a, b = states()
     far = a[0], a[1] + 3e38
-    output, lse = merged(far, b)
+    output, lse = merge_states(*far, *b)
     assert torch.equal(output, a[0]) and torch.equal(lse, far[1])
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 3, 16), (2, 0, 3, 16), (2, 5, 0, 16), (0, 3, 16)])
 def test_nothing_to_merge(shape: tuple[int, ...]):
-    output, lse = merged(*states(shape))
+    a, b = states(shape)
+    output, lse = merge_states(*a, *b)
     assert output.shape == shape and lse.shape == (*shape[:-3], shape[-2], shape[-3])
 
 
@@ -103,7 +97,7 @@ def test_an_empty_part_passes_the_others_bits_on(dtype: torch.dtype):
     assert torch.equal(bits(lse), bits(shared_lse.view(4, 3, 5).transpose(0, 1)))
 
     output, lse = cascade_attention(q, *nothing, k[:, :0], v[:, :0], return_lse=True)
-    assert (output == 0).all() and (lse == -INF).all()
+    assert (output == 0).all() and (lse == -math.inf).all()
 
 
 @pytest.mark.parametrize("where", ["lengths", "packed", "pages"])

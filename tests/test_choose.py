@@ -28,6 +28,7 @@ A100, RTX3090, ORIN, H200, RTX5090 = (PRESETS[name] for name in ("a100", "rtx309
 TURING = Device("NVIDIA T4", (7, 5), 40, 64 * 1024)
 B200 = Device("NVIDIA B200", (10, 0), 148, 227 * 1024)
 SPARK = PRESETS["gb10"]
+ELEMENT = "fwd_sm89_f16_d64_m64n64w4_element"
 
 
 pytestmark = pytest.mark.usefixtures("hermetic")
@@ -114,28 +115,18 @@ def test_an_architecture_can_be_forced(monkeypatch):
     monkeypatch.setenv(device.FORCE_ARCH, "89")
     assert all("sm89" in name for name in eligible(PROBLEM, H200))
     monkeypatch.setenv(device.FORCE_ARCH, "120")
-    assert eligible(PROBLEM, H200) == []
-    assert "compiled for sm_120, which a device of capability 9.0 can't execute" in reasons(
-        PROBLEM, H200, "fwd_sm120_f16_d64_m64n64w4"
-    )
+    with pytest.raises(UnsupportedError, match="FORCE_ARCH=120 asks for sm_120 rows.*rows for sm_89 only"):
+        choose.choose(PROBLEM, RTX5090, table=make_build((89,)))
+    # A proxy build runs them on sm_90 and nowhere else.
+    proxy = make_build((120,), {120: "90"})
+    assert eligible(PROBLEM, H200, proxy)
+    for gpu, build, code in ((H200, BUILD, "120, which a device of capability 9.0"), (RTX5090, proxy, "90, which")):
+        assert not eligible(PROBLEM, gpu, build)
+        found = eligibility.reasons(build.by_name("fwd_sm120_f16_d64_m64n64w4"), PROBLEM, gpu, build)
+        assert any(reason.startswith(f"compiled for sm_{code}") for reason in found)
     monkeypatch.setenv(device.FORCE_ARCH, "80")
     with pytest.raises(ValueError, match="CUTLASS_FMHA_FORCE_ARCH must be one of 89, 90, 120, got '80'"):
         eligible(PROBLEM, L4)
-
-
-def test_a_forced_architecture_that_is_not_built_is_an_error(monkeypatch):
-    monkeypatch.setenv(device.FORCE_ARCH, "120")
-    with pytest.raises(UnsupportedError, match="FORCE_ARCH=120 asks for sm_120 rows.*rows for sm_89 only"):
-        choose.choose(PROBLEM, RTX5090, table=make_build((89,)))
-
-
-def test_a_proxy_build_runs_sm_120_rows_on_sm_90_and_nowhere_else(monkeypatch):
-    proxy = make_build((120,), {120: "90"})
-    monkeypatch.setenv(device.FORCE_ARCH, "120")
-    assert eligible(PROBLEM, H200, proxy)
-    assert not eligible(PROBLEM, RTX5090, proxy)
-    found = eligibility.reasons(proxy.rows[0], PROBLEM, RTX5090, proxy)
-    assert "compiled for sm_90, which a device of capability 12.0 can't execute" in found
 
 
 # ---- reasons -----------------------------------------------------------------------------------------------
@@ -154,14 +145,6 @@ def test_each_reason_is_a_sentence_of_its_own():
         "needs 24576 bytes of shared memory per block, and this device has 16384"
     ]
     assert len(reasons(replace(PROBLEM, dtype="float32", head_dim=256, alignment=4), TURING)) == 4
-
-
-def test_unaligned_operands_leave_the_element_row_and_scored_ones():
-    unaligned = replace(PROBLEM, alignment=2)
-    found = eligible(unaligned, L4)
-    assert [name for name in found if not name.endswith("_scored")] == ["fwd_sm89_f16_d64_m64n64w4_element"]
-    assert choose.choose(unaligned, L4, table=BUILD).name == "fwd_sm89_f16_d64_m64n64w4_element"
-    assert eligible(replace(PROBLEM, alignment=1), L4) == []
 
 
 # ---- the choice --------------------------------------------------------------------------------------------
@@ -192,12 +175,17 @@ def test_a_large_problem_never_takes_a_few_query_row(
 
 
 def test_a_row_can_be_forced_or_says_why_not():
-    slow = "fwd_sm89_f16_d64_m64n64w4_element"
-    assert choose.choose(PROBLEM, L4, slow, BUILD).name == slow
+    """And so does the explanation."""
+    assert choose.choose(PROBLEM, L4, ELEMENT, BUILD).name == ELEMENT
+    found = explanation.explain_problem(PROBLEM, L4, ELEMENT, BUILD)
+    assert found.winner == ELEMENT and str(found).endswith("forced by name")
     with pytest.raises(UnsupportedError, match=r"row fwd_sm90_\S+ can't run .* on NVIDIA L4.* made for sm_9"):
         choose.choose(PROBLEM, L4, "fwd_sm90_f16_d64_m64n64w4", BUILD)
-    with pytest.raises(ValueError, match="'fwd_fastest' is not a row of this build"):
-        choose.choose(PROBLEM, L4, "fwd_fastest", BUILD)
+    refused = explanation.explain_problem(PROBLEM, L4, "fwd_sm90_f16_d64_m64n64w4", BUILD)
+    assert refused.winner is None and "made for sm_90" in refused.note
+    for asked in (choose.choose, explanation.explain_problem):
+        with pytest.raises(ValueError, match="'fwd_fastest' is not a row of this build"):
+            asked(PROBLEM, L4, "fwd_fastest", BUILD)
 
 
 # ---- cost --------------------------------------------------------------------------------------------------
@@ -350,11 +338,12 @@ def test_cost_grows_with_work_and_shrinks_with_sms():
 def test_a_row_for_any_alignment_is_the_last_resort():
     """Its prediction may err, but with aligned operands it has never been the fastest."""
     cheap = cost.RowCost(0.1, 0, 0, 0, 0, 0, 0, 0)
-    name = "fwd_sm89_f16_d64_m64n64w4_element"
-    fitted = replace(store.default(L4), rows={name: store.Fit(cheap, 0, 0, 9)})
-    assert choose.choose(PROBLEM, L4, table=BUILD, calibration=fitted).name != name
+    fitted = replace(store.default(L4), rows={ELEMENT: store.Fit(cheap, 0, 0, 9)})
+    assert choose.choose(PROBLEM, L4, table=BUILD, calibration=fitted).name != ELEMENT
     unaligned = replace(PROBLEM, alignment=2)
-    assert choose.choose(unaligned, L4, table=BUILD, calibration=fitted).name == name
+    assert [name for name in eligible(unaligned, L4) if not name.endswith("_scored")] == [ELEMENT]
+    assert {choose.choose(unaligned, L4, None, BUILD, costs).name for costs in (None, fitted)} == {ELEMENT}
+    assert eligible(replace(PROBLEM, alignment=1), L4) == []
 
 
 # ---- the mask ----------------------------------------------------------------------------------------------
@@ -382,7 +371,9 @@ def test_an_explanation_has_every_row_and_the_winner_first():
     costs = [row.predicted_us for row in found.rows if row.eligible]
     plain = [v.predicted_us for v in found.rows if v.eligible and not v.row.takes_features]
     assert plain == sorted(plain) and len(plain) == 6 and len(costs) == 12
-    assert found.rows[0].contender and not any(x.contender for x in found.rows if x.row.takes_features)
+    last = [x for x in found.rows if x.eligible and not x.contender]
+    assert found.rows[0].contender and [x.row for x in last if not x.row.takes_features] == [BUILD.by_name(ELEMENT)]
+    assert str(found).count("eligible, as a last resort") == len(last) == 7
     assert all(row.predicted_us is None and row.reasons for row in found.rows if not row.eligible)
     text, whole = str(found), str(replace(found, all_rows=True))
     for verdict in found.rows:
@@ -408,16 +399,6 @@ def test_an_explanation_has_a_line_for_each_kind_of_irrelevant_rows():
     )
 
 
-def test_an_explanation_of_a_forced_row():
-    name = "fwd_sm89_f16_d64_m64n64w4_element"
-    found = explanation.explain_problem(PROBLEM, L4, name, BUILD)
-    assert found.winner == name and str(found).endswith("forced by name")
-    refused = explanation.explain_problem(PROBLEM, L4, "fwd_sm90_f16_d64_m64n64w4", BUILD)
-    assert refused.winner is None and "made for sm_90" in refused.note
-    with pytest.raises(ValueError, match="is not a row of this build"):
-        explanation.explain_problem(PROBLEM, L4, "nothing", BUILD)
-
-
 def test_explain_takes_tensors_as_attention_does(monkeypatch):
     monkeypatch.setattr(tables, "this_build", lambda: BUILD)
     q = torch.empty(2, 16, 300, 64, dtype=torch.float16)
@@ -425,21 +406,15 @@ def test_explain_takes_tensors_as_attention_does(monkeypatch):
     found = cutlass_fmha.explain(q, k, v, causal=True, layout="bhsd", device="l4")
     assert found.problem == Problem(2, 300, 500, 16, 4, 64, "float16", "bottom-right", 16)
     assert found.device == L4
-    assert cutlass_fmha.explain(q, k, v, layout="bhsd").device is None  # that of the tensors
+    found = cutlass_fmha.explain(q, k, v[..., :32], layout="bhsd")
+    assert found.device is None and found.problem.head_dim_v == 32  # as the tensors are
+    said = {"window": (100, 0), "softcap": 5.0, "sinks": torch.zeros(16)}
+    found = cutlass_fmha.explain(q, k, v, layout="bhsd", device="l4", **said)
+    assert found.problem.features == tuple(said) and found.problem.window == (100, 0)
+    assert found.problem.seqlen_q == 300 and found.winner.endswith("_scored")
+    assert "has no sliding window, no softcap, no sinks: that takes a scored row" in str(found)
     odd = torch.empty(2, 300, 16, 65, dtype=torch.float16)[..., :64]
     assert cutlass_fmha.explain(odd, odd, odd, arch=89).winner.endswith("_element")
-
-
-def test_explain_takes_a_shape(monkeypatch):
-    monkeypatch.setattr(tables, "this_build", lambda: BUILD)
-    found = cutlass_fmha.explain(
-        shape=(2, 8192, 16, 128), seqlen_k=100, num_heads_kv=4, dtype=torch.float16, device="rtx5090"
-    )
-    assert found.problem == Problem(2, 8192, 100, 16, 4, 128, "float16")
-    assert found.winner.startswith("fwd_sm120_f16_d128")
-    assert cutlass_fmha.explain(shape=(1, 1, 1, 64), device="cpu").device is None
-    assert cutlass_fmha.explain(shape=(1, 1, 1, 64), arch=89, sm_count=58).device.sm_count == 58
-    assert cutlass_fmha.explain(shape=(1, 1, 1, 64), device=L4).device is L4
 
 
 DEVICES = {

@@ -23,15 +23,11 @@ from cutlass_fmha.cpu import plain
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 CAUSAL = ["none", "top-left", "bottom-right"]
-HEADS, HEADS_KV = 4, 2
 
 
-def tensors(
-    batch: int = 2, seqlen_q: int = 33, seqlen_k: int = 65, dim: int = 16, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor, Tensor]:
-    q = randn(batch, seqlen_q, HEADS, dim, dtype=dtype, seed=1)
-    k = randn(batch, seqlen_k, HEADS_KV, dim, dtype=dtype, seed=2)
-    return q, k, randn(batch, seqlen_k, HEADS_KV, dim, dtype=dtype, seed=3)
+tensors = functools.partial(qkv, head_dim=16, dtype=torch.float32)
+#: What torch's fused kernel takes.
+fused = functools.partial(qkv, heads=2, heads_kv=2, head_dim=8, dtype=torch.float32)
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
@@ -66,7 +62,7 @@ def test_corners(name: str, dtype: torch.dtype):
 def test_tiny_and_huge_scores(scale: float):
     q, k, v = tensors()
     check(q, k, v, scale=scale, softcap=3.0, bias=randn(33, 65))
-    check(q * 1e-20, k * 1e-20, v * 1e30, scale=scale, sinks=randn(HEADS))
+    check(q * 1e-20, k * 1e-20, v * 1e30, scale=scale, sinks=randn(4))
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 16, 1000])
@@ -85,10 +81,6 @@ def test_chunk_borders_change_nothing(monkeypatch, chunk: int):
 
 
 # ---- its two ways to the result, and its memory ------------------------------------------------------------
-
-
-#: What torch's fused kernel takes.
-fused = functools.partial(qkv, heads=2, heads_kv=2, head_dim=8, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("seqlen_k", [0, 7])
@@ -138,8 +130,8 @@ def test_the_fused_kernel_is_used_where_it_does_the_same_job(monkeypatch):
 
 SAID: dict[str, Any] = {"causal": True, "window": (700, 0), "alibi_slopes": torch.ones(4), "softcap": 2.0}
 LONG = {
-    "plain": lambda: plain.forward(*tensors(1, 4096, 4096, 8), 1.0, -1),
-    "features": lambda: attention(*tensors(1, 1024, 1024, 8), **SAID),
+    "plain": lambda: plain.forward(*tensors(1, 4096, 4096, head_dim=8), 1.0, -1),
+    "features": lambda: attention(*tensors(1, 1024, 1024, head_dim=8), **SAID),
 }
 
 
@@ -168,7 +160,7 @@ def test_scores_never_exist_as_a_whole(way: str):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_results_repeat_and_do_not_depend_on_the_batch(dtype: torch.dtype):
     q, k, v = tensors(5, 40, 300, dtype=dtype)
-    arguments = {"causal": True, "softcap": 3.0, "sinks": randn(HEADS), "batch_invariant": True}
+    arguments = {"causal": True, "softcap": 3.0, "sinks": randn(4), "batch_invariant": True}
     out, lse = attention(q, k, v, return_lse=True, **arguments)
     for _ in range(3):
         again, lse_again = attention(q, k, v, return_lse=True, **arguments)

@@ -27,10 +27,6 @@ def tokenise(text: str, limit: int) -> tuple[list[int], int]:
     return [0, *ids, 1], end
 
 
-def work(text: str) -> corpus.Work:
-    return corpus.Work("name", "title", "author", "source", "public domain", text)
-
-
 def test_the_package_ships_pages_of_public_domain_text_that_are_mostly_one_batch() -> None:
     works = corpus.load_works()
     assert len(works) >= 5 and {each.licence for each in works} == {"public domain"}
@@ -82,19 +78,18 @@ def test_registers_stack_and_tensor_core_instructions_are_read_from_cuobjdump() 
 
 def test_kernels_that_are_not_as_built_are_refused() -> None:
     good = [binary.Kernel("_Z5fwd_a", 100, 0, 8), binary.Kernel("_Z13fwd_a_element", 100, 0, 8)]
-    binary.check(good, {"fwd_a", "fwd_a_element"})
-    with pytest.raises(binary.WrongCode, match="differ: fwd_b"):
-        binary.check(good, {"fwd_a", "fwd_a_element", "fwd_b"})
-    with pytest.raises(binary.WrongCode, match="differ: fwd_a_element"):
-        binary.check(good[:1], {"fwd_a", "fwd_a_element"})
-    with pytest.raises(binary.WrongCode, match="24 bytes of stack"):
-        binary.check([binary.Kernel("fwd_a", 255, 24, 8)], {"fwd_a"})
-    with pytest.raises(binary.WrongCode, match="no tensor-core instruction"):
-        binary.check([binary.Kernel("fwd_a", 255, 0, 0)], {"fwd_a"})
-    merge = binary.Kernel("merge_a", 40, 0, 0)
-    binary.check([*good, merge], {"fwd_a", "fwd_a_element"}, {"merge_a"})
-    with pytest.raises(binary.WrongCode, match="differ: merge_a"):
-        binary.check(good, {"fwd_a", "fwd_a_element"}, {"merge_a"})
+    both, merge = {"fwd_a", "fwd_a_element"}, binary.Kernel("merge_a", 40, 0, 0)
+    binary.check(good, both)
+    binary.check([*good, merge], both, {"merge_a"})
+    for kernels, *expected, message in (
+        (good, {*both, "fwd_b"}, "differ: fwd_b"),
+        (good[:1], both, "differ: fwd_a_element"),
+        (good, both, {"merge_a"}, "differ: merge_a"),
+        ([binary.Kernel("fwd_a", 255, 24, 8)], {"fwd_a"}, "24 bytes of stack"),
+        ([binary.Kernel("fwd_a", 255, 0, 0)], {"fwd_a"}, "no tensor-core instruction"),
+    ):
+        with pytest.raises(binary.WrongCode, match=message):
+            binary.check(kernels, *expected)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from cutlass_fmha import _C
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS = [row.name for row in _C.rows() if row.family == "few_query" and row.dependent_launch]
-by_row = pytest.mark.parametrize("name", ROWS)
 LOADS = {"LDG", "UTMALDG"}
 GLOBAL_ACCESSES = {"LD", "LDG", "LDGSTS", "ST", "STG", "ATOM", "ATOMG", "RED", "REDG", "UTMALDG", "UTMASTG"}
 
@@ -78,11 +77,6 @@ def test_a_line_that_asks_for_what_no_kernel_does_is_an_error(line: str, expecte
 # ---- the machine code --------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def kernels(machine_code: list[cubin.Kernel]) -> dict[str, cubin.Kernel]:
-    return {kernel.name: kernel for kernel in machine_code if kernel.name in ROWS}
-
-
 def test_the_few_query_rows_of_architectures_that_can_overlap_do():
     can = {row.name for row in _C.rows() if row.family == "few_query" and row.arch >= 90}
     assert can == set(ROWS)
@@ -97,13 +91,12 @@ def test_of_the_others_decoding_rows_what_follows_them_and_what_is_beside_attent
 
 
 def places(kernel: cubin.Kernel, opcodes: Iterable[str]) -> list[int]:
-    wanted = set(opcodes)
-    return [place for place, instruction in enumerate(kernel.code) if instruction.base in wanted]
+    return [place for place, instruction in enumerate(kernel.code) if instruction.base in opcodes]
 
 
-@by_row
-def test_nothing_global_is_accessed_before_the_wait(name: str, kernels: dict[str, cubin.Kernel]):
-    kernel = kernels[name]
+@pytest.mark.parametrize("name", ROWS)
+def test_nothing_global_is_accessed_before_the_wait(name: str, machine_code: list[cubin.Kernel]):
+    (kernel,) = (kernel for kernel in machine_code if kernel.name == name)
     (wait,) = places(kernel, ["ACQBULK"])
     assert kernel.code[wait].guard == "", "every thread waits"
     accesses = places(kernel, GLOBAL_ACCESSES)
@@ -111,14 +104,8 @@ def test_nothing_global_is_accessed_before_the_wait(name: str, kernels: dict[str
     assert min(places(kernel, ["EXIT"])) > wait, "no thread leaves before it has waited"
     assert max(places(kernel, ["CCTL"])) < wait, "a prefetch that comes after the wait is for nothing"
     assert not [i for i in kernel.code if i.base == "LDG" and "CONSTANT" in i.opcode]
-
-
-@by_row
-def test_the_next_launch_is_let_in_after_the_first_loads_and_before_the_output(
-    name: str, kernels: dict[str, cubin.Kernel]
-):
-    """It waits for this one's end whenever it comes: the rest is a matter of speed."""
-    kernel = kernels[name]
+    # The next launch is let in after the first loads and before the output: it waits for this one's end whenever it
+    # comes, so that this is a matter of speed.
     triggers = places(kernel, ["PREEXIT"])
     assert len(triggers) == 2, "by the middle of the keys, and where there is no middle"
     assert min(places(kernel, LOADS)) < min(triggers)

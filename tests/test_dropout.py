@@ -6,7 +6,7 @@ import oracle_features
 import pytest
 import torch
 
-from cutlass_fmha import attention, dropout, dropout_mask
+from cutlass_fmha import _C, attention, dropout, dropout_mask
 
 # Known answers of Random123 (Salmon, Moraes, Dror and Shaw 2011) for philox4x32-7: key, counter, words.
 ANSWERS = [
@@ -25,6 +25,7 @@ def test_philox_gives_the_known_answers(key: tuple, counter: tuple, words: tuple
     ours = dropout.philox(key, tuple(torch.tensor([word]) for word in counter))
     assert tuple(int(word) for word in ours) == words
     assert tuple(int(word) for word in oracle_features.philox(key, counter)) == words
+    assert tuple(_C.host.philox(key[0] | key[1] << 32, counter)) == words
 
 
 #: Of 65536 numbers, those that drop.

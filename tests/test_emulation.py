@@ -30,19 +30,6 @@ KIB = 1024
 # ---- the build's options -----------------------------------------------------------------------------------
 
 
-def configure(tmp_path: Path, **cache: str) -> subprocess.CompletedProcess[str]:
-    """The part of CMake's configuration that judges an emulation's options; prints what follows from them."""
-    settings = (f'set({name} "{value}")' for name, value in {"CUTLASS_FMHA_MMA_PASSES": "1", **cache}.items())
-    return building.script(
-        tmp_path,
-        *settings,
-        f'include("{ROOT}/cmake/Architectures.cmake")\nfmha_check_emulation()',
-        "foreach(arch 89 90 120)",
-        'fmha_code_flags(${arch} flags)\nmessage("${arch}: ${flags}")\nendforeach()',
-        'message("${FMHA_EMULATION_DEFINITIONS}")',
-    )
-
-
 @pytest.mark.parametrize(
     ("emulation", "passes", "told"),
     [
@@ -59,8 +46,14 @@ def configure(tmp_path: Path, **cache: str) -> subprocess.CompletedProcess[str]:
 )
 def test_an_emulation_build_is_all_for_sm_90(tmp_path: Path, emulation: str, passes: str, told: set[int] | str):
     """And its passes are odd; kernels are slow there only."""
-    cache = {"CUTLASS_FMHA_SM120_PROXY": "90"} if emulation == "proxy" else {"CUTLASS_FMHA_EMULATION": emulation}
-    answer = configure(tmp_path, **cache, CUTLASS_FMHA_MMA_PASSES=passes)
+    asked = "SM120_PROXY 90" if emulation == "proxy" else f'EMULATION "{emulation}"'
+    answer = building.script(
+        tmp_path,
+        f'set(CUTLASS_FMHA_{asked})\nset(CUTLASS_FMHA_MMA_PASSES "{passes}")',
+        f'include("{ROOT}/cmake/Architectures.cmake")\nfmha_check_emulation()\nforeach(arch 89 90 120)',
+        'fmha_code_flags(${arch} flags)\nmessage("${arch}: ${flags}")\nendforeach()',
+        'message("${FMHA_EMULATION_DEFINITIONS}")',
+    )
     if isinstance(told, str):
         assert answer.returncode and told in " ".join(answer.stderr.split())
         return
@@ -181,7 +174,7 @@ def test_every_case_has_rows_and_they_are_built():
 
 
 @pytest.mark.parametrize("family", families.ROWS)
-def test_a_family_alone_builds_its_rows_and_plain_ones(family: str, tmp_path: Path):
+def test_a_family_alone_builds_its_rows_and_plain_ones(family: str):
     """Those of FlashAttention-2, too, where there are."""
     command = [building.find_program("cmake"), "-D", f"CUTLASS_FMHA_MANIFEST={ROOT}/tools/tuning/beside.cmake"]
     command += ["-P", str(ROOT / "cmake" / "list_rows.cmake")]

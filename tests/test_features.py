@@ -63,11 +63,7 @@ def test_what_changes_no_result_reaches_the_op(monkeypatch):
     call(**PACKED, cu_seqlens_q=CU_Q, cu_seqlens_k=CU_K, max_seqlen_q=6, max_seqlen_k=11)
     assert (seen[0].num_splits, seen[1].batch_invariant) == (2, True)
     assert (seen[2].max_seqlen_q, seen[2].max_seqlen_k) == (6, 11)
-
-
-def test_sinks_of_the_tensors_dtype_are_converted(monkeypatch):
-    seen = []
-    monkeypatch.setattr(cpu, "attend", lambda *a: seen.append(a[5]) or (a[0], torch.empty(0)))
+    # And sinks in the dtype that it takes, though they may have the tensors'.
     for dtype, given, expected in [
         (torch.float16, torch.float16, torch.float32),
         (torch.bfloat16, torch.float32, torch.float32),
@@ -145,8 +141,12 @@ def test_what_is_legal_together():
     assert torch.equal(out.transpose(1, 2), call(**PAGED, page_table=TABLE))
 
 
-def test_a_packed_length_beyond_the_kernels_needs_a_bound():
-    packed = torch.empty_strided((2**29 + 1, 1, 16), (0, 0, 1), device="meta")
+def test_a_length_beyond_the_kernels_is_refused_and_a_packed_one_needs_a_bound():
+    short = torch.empty(1, 1, 1, 16, device="meta")
+    long = torch.empty_strided((1, 2**29 + 1, 1, 16), (0, 0, 0, 1), device="meta")
+    with pytest.raises(ValueError, match=r"k must have a seqlen of 2\*\*29 at most, got 536870913"):
+        attention(short, long, long)
+    packed = long[0]
     cu = torch.empty(3, dtype=torch.int32, device="meta")
     arguments = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_k": 9}
     with pytest.raises(ValueError, match=r"q must have a seqlen of 2\*\*29 at most, got 536870913: pass"):

@@ -14,7 +14,6 @@ from cutlass_fmha.dispatch.device import Device
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.launch import helpers
 
-HAS_CUDA = bool(_C.build_info()["cuda"])
 WITH_FLOAT32 = (
     "combine", "merge", "append", "rotary", "rope", "rope_backward", "rope_weights", "gated",
     "gated_backward", "backward_before", "rms_norm", "rms_norm_backward", "rms_norm_weights",
@@ -50,23 +49,13 @@ def kernels(*architectures: int) -> list[Any]:
     return [SimpleNamespace(arch=arch) for arch in architectures]
 
 
-@pytest.mark.parametrize(
-    ("capability", "built", "forced", "expected"),
-    [
-        ((8, 9), (89, 90, 120), "", 89),
-        ((9, 0), (89, 90, 120), "89", 89),
-    ],
-)
-def test_a_devices_kernels_are_its_rows(capability, built, forced, expected, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(_C, "helpers", lambda: kernels(*built))
+def test_a_devices_kernels_are_its_rows_or_it_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tables, "this_build", lambda: tables.Table(()))
-    monkeypatch.setattr(devices, "of_index", lambda index: Device("a GPU", capability, 100, 99 * 1024))
-    monkeypatch.setenv(devices.FORCE_ARCH, forced)
-    assert helpers._arch(0) == expected
-
-
-def test_a_device_without_kernels_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tables, "this_build", lambda: tables.Table(()))
+    monkeypatch.setattr(_C, "helpers", lambda: kernels(89, 90, 120))
+    for gpu, forced in (("l4", ""), ("h200", "89")):
+        monkeypatch.setattr(devices, "of_index", lambda index, gpu=gpu: devices.PRESETS[gpu])
+        monkeypatch.setenv(devices.FORCE_ARCH, forced)
+        assert helpers._arch(0) == 89
     monkeypatch.setattr(devices, "of_index", lambda index: Device("an A100", (8, 0), 108, 163 * 1024))
     monkeypatch.setattr(_C, "helpers", lambda: kernels(89, 120))
     for forced in ("", "120"):  # also where it is told to take code that it can't execute
@@ -167,7 +156,7 @@ def test_a_launch_without_rows_needs_no_gpu_and_one_without_cuda_says_so():
     own = ("combine", "merge", "append", "rotary", "rms_norm", "rms_norm_backward", "gated", "gated_backward")
     for family in own:
         params = getattr(_C, f"{family.title().replace('_', '')}Params")()
-        if HAS_CUDA:
+        if _C.build_info()["cuda"]:
             _C.run(row_of(family), params, 0, 0)
             with pytest.raises(ValueError, match=f"is of family merge_tail.* parameters of family {family}"):
                 _C.run(row_of("merge_tail"), params, 0, 0)

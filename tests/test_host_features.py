@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from test_dropout import ANSWERS
+from tensors import ints, starts
 
 from cutlass_fmha import _C
 
@@ -30,19 +30,20 @@ class Case:
     pack: int = 1
     heads_kv: int = 1
     vectors: dict[str, list[int]] = field(default_factory=dict)
+    #: What the parameters point to.
+    held: list[torch.Tensor] = field(default_factory=list)
 
-    def params(self) -> tuple[_C.AttentionParams, list[torch.Tensor]]:
-        """The launch's parameters, and the tensors that they point to."""
+    def params(self) -> _C.AttentionParams:
+        """The launch's parameters, for as long as the case lives."""
         p = _C.AttentionParams()
         p.batch, p.seqlen_q, p.seqlen_k = self.batch, self.seqlen_q, self.seqlen_k
         p.num_heads, p.num_heads_kv = self.heads_kv * self.pack, self.heads_kv
         p.window_left, p.window_right, p.bottom_right = self.left, self.right, self.bottom_right
         p.splits, p.pack = self.splits, self.pack
-        held = []
         for name, numbers in self.vectors.items():
-            held.append(torch.tensor(numbers, dtype=torch.int32))
-            setattr(p, name, held[-1].data_ptr())
-        return p, held
+            self.held.append(ints(*numbers))
+            setattr(p, name, self.held[-1].data_ptr())
+        return p
 
     @functools.cached_property
     def seen(self) -> list[torch.Tensor]:
@@ -56,10 +57,6 @@ class Case:
         return [s.visible(slice(None))[0] for s in oracle_features.sequences(q, k, k, 1.0, causal, said)]
 
 
-def _starts(lengths: list[int]) -> list[int]:
-    return [sum(lengths[:n]) for n in range(len(lengths) + 1)]
-
-
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     batch = draw(st.integers(1, 3))
@@ -68,10 +65,10 @@ def cases(draw: st.DrawFn) -> Case:
     vectors: dict[str, list[int]] = {}
     if draw(st.booleans()):
         lengths = draw(numbers(40))
-        q, vectors["cu_seqlens_q"] = max(lengths), _starts(lengths)
+        q, vectors["cu_seqlens_q"] = max(lengths), starts(*lengths).tolist()
     if draw(st.booleans()):
         lengths = draw(numbers(70))
-        k, vectors["cu_seqlens_k"] = max(lengths), _starts(lengths)
+        k, vectors["cu_seqlens_k"] = max(lengths), starts(*lengths).tolist()
     for name, most in (("seqused_q", q), ("seqused_k", k), ("leftpad_k", k), ("prefix_lengths", k)):
         if draw(st.booleans()):
             vectors[name] = draw(numbers(most))
@@ -86,7 +83,7 @@ def cases(draw: st.DrawFn) -> Case:
 @settings(max_examples=150)
 @given(cases())
 def test_a_query_sees_what_the_definition_says(case):
-    p, held = case.params()
+    p = case.params()
     for b, seen in enumerate(case.seen):
         place = _C.host.sequence(p, b)
         assert (place["queries"], place["keys"]) == seen.shape
@@ -94,7 +91,6 @@ def test_a_query_sees_what_the_definition_says(case):
         whole[: len(seen), : seen.shape[1]] = seen
         found = [[_C.host.sees(p, b, i, j) for j in range(case.seqlen_k)] for i in range(case.seqlen_q)]
         assert found == whole.tolist()
-    del held
 
 
 @settings(max_examples=150)
@@ -102,7 +98,7 @@ def test_a_query_sees_what_the_definition_says(case):
 @example(Case(1, 40, 20, left=2, right=0, vectors={"prefix_lengths": [5]}), 16, 16)
 @example(Case(1, 8, 64, left=0, right=50), 32, 1)
 def test_a_key_is_seen_by_the_queries_that_see_it(case, tile_keys, tile_queries):
-    p, held = case.params()
+    p = case.params()
     for b, seen in enumerate(case.seen):
         for j in range(case.seqlen_k):
             seeing = seen[:, j : j + 1].any(1).nonzero().flatten().tolist()
@@ -113,7 +109,6 @@ def test_a_key_is_seen_by_the_queries_that_see_it(case, tile_keys, tile_queries)
             # Nothing visible is left out; the first and the last tile have some of it.
             expected = (int(tiles[0]), int(tiles[-1]) + 1) if len(tiles) else (0, 0)
             assert (first, first + count) == expected, (b, begin)
-    del held
 
 
 @settings(max_examples=150)
@@ -121,7 +116,7 @@ def test_a_key_is_seen_by_the_queries_that_see_it(case, tile_keys, tile_queries)
 @example(Case(1, 8, 64, left=2, right=0, vectors={"prefix_lengths": [5]}), 16, 16, 1, 1)
 @example(Case(2, 40, 70, left=9, splits=3, pack=2, vectors={"leftpad_k": [0, 21]}), 64, 16, 1, 1)
 def test_every_visible_key_is_walked_exactly_once(case, tile_m, step, mixed, long_tiles):
-    p, held = case.params()
+    p = case.params()
     walked = defaultdict(list)
     rows = set()
     tiles = -(-case.seqlen_q * case.pack // tile_m)
@@ -143,15 +138,14 @@ def test_every_visible_key_is_walked_exactly_once(case, tile_m, step, mixed, lon
             found = walked[b, head] if case.pack == 1 else set(walked[b, head])
             assert sorted(found) == list(map(tuple, seen.nonzero().tolist()))
     assert len(rows) == case.batch * case.heads_kv * tiles
-    del held
 
 
 @pytest.mark.parametrize("counts", [[2, 0, 1], [3, 1, 2]])
 @pytest.mark.parametrize("splits", [1, 2, 5])
 def test_block_lists_are_walked_from_the_last_entry_to_the_first(counts, splits):
-    p, held = Case(1, 96, 256, splits=splits).params()
+    p = Case(1, 96, 256, splits=splits).params()
     indices = torch.tensor([[0, 2, 3], [1, 2, 3], [0, 1, 3]], dtype=torch.int32)
-    number = torch.tensor(counts, dtype=torch.int32)
+    number = ints(*counts)
     p.block_counts, p.block_indices = number.data_ptr(), indices.data_ptr()
     p.count_stride, p.block_stride = (0, 0, 1), (0, 0, 3, 1)
     p.block_m, p.block_n = 32, 64
@@ -160,13 +154,12 @@ def test_block_lists_are_walked_from_the_last_entry_to_the_first(counts, splits)
         whole = [key for part in reversed(parts) for key in part]
         expected = [64 * entry + half for entry in indices[row, : counts[row]].tolist() for half in (0, 32)]
         assert whole == expected[::-1]
-    del held
 
 
 def test_block_lists_lie_anywhere_and_name_what_is_not_there():
-    p, held = Case(1, 32, 250).params()
-    entries = torch.tensor([0, 1, 3, 1, 4, 1, 2**31 - 1, 1], dtype=torch.int32)
-    number = torch.tensor([4], dtype=torch.int32)
+    p = Case(1, 32, 250).params()
+    entries = ints(0, 1, 3, 1, 4, 1, 2**31 - 1, 1)
+    number = ints(4)
     p.block_counts, p.block_indices = number.data_ptr(), entries.data_ptr()
     p.block_stride = (0, 0, 0, 2)
     p.block_m, p.block_n = 32, 64
@@ -176,25 +169,19 @@ def test_block_lists_lie_anywhere_and_name_what_is_not_there():
     # A block of more keys than there are ends with them.
     p.block_n, p.block_stride = 2**29, (0, 0, 0, 1)
     assert [key for key, _ in _C.host.key_steps(p, (0, 0, 0, 0), 32, 32)][-8:] == list(range(224, -1, -32))
-    del held
 
 
 def test_pages_and_batch_entries_lead_to_the_rows():
-    p, _ = Case(2, 1, 96).params()
+    p = Case(2, 1, 96).params()
     p.k_stride = (1000, 10, 1)
     assert _C.host.key_row_offset(p, 1, 7) == 1070
-    entries = torch.tensor([5, 3], dtype=torch.int32)
+    entries = ints(5, 3)
     p.batch_index_k = entries.data_ptr()
     assert _C.host.key_row_offset(p, 1, 7) == 3070
     p.batch_index_k = 0
     pages = torch.tensor([[4, 0, 2], [1, 3, 5]], dtype=torch.int32)
-    padding = torch.tensor([0, 20], dtype=torch.int32)
+    padding = ints(0, 20)
     p.page_table, p.page_table_stride, p.page_size = pages.data_ptr(), 3, 32
     p.leftpad_k = padding.data_ptr()
     assert _C.host.key_row_offset(p, 0, 70) == 2000 + 60
     assert _C.host.key_row_offset(p, 1, 12) == 3000  # row 32: the second page
-
-
-@pytest.mark.parametrize(("key", "counter", "words"), ANSWERS)
-def test_philox_gives_the_published_numbers(key, counter, words):
-    assert tuple(_C.host.philox(key[0] | key[1] << 32, counter)) == words

@@ -17,21 +17,22 @@ lengths = st.integers(0, 300)
 diagonals = st.none() | st.integers(-320, 320)
 
 
-def dense_row(
-    scores: list[float], values: list[list[float]], scale: float, visible: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    s = torch.tensor(scores[:visible], dtype=torch.float64) * scale
-    lse = torch.logsumexp(s, 0) if visible else torch.tensor(-math.inf, dtype=torch.float64)
-    p = torch.softmax(s, 0) if visible else s
-    return p @ torch.tensor(values[:visible], dtype=torch.float64).reshape(visible, 4), lse
-
-
-def assert_near(out: list[float], expected: torch.Tensor, rtol: float, atol: float) -> None:
-    torch.testing.assert_close(torch.tensor(out, dtype=torch.float64), expected, rtol=rtol, atol=atol)
-
-
 def visible_count(row: int, seqlen_k: int, diagonal: int | None) -> int:
     return sum(diagonal is None or key <= row + diagonal for key in range(seqlen_k))
+
+
+def check(
+    scores: list[float], values: list[list[float]], scale: float, row: int, diagonal: int | None, dtype: str,
+    of_lse: dict[str, float], **tolerance: float,
+) -> None:  # fmt: skip
+    """The output and the LSE of a query's row against fp64."""
+    out, lse = _C.host.online_softmax(scores, values, scale, row, diagonal, dtype)
+    if (visible := visible_count(row, len(scores), diagonal)) == 0:
+        assert out == [0.0] * 4 and lse == -math.inf
+        return
+    s, v = (torch.tensor(x[:visible], dtype=torch.float64) for x in (scores, values))
+    torch.testing.assert_close(torch.tensor(out, dtype=torch.float64), (s * scale).softmax(0) @ v, **tolerance)
+    assert lse == pytest.approx((s * scale).logsumexp(0).item(), **of_lse)
 
 
 @settings(max_examples=200)
@@ -48,14 +49,8 @@ def test_online_softmax_is_the_softmax(scores, scale, row, diagonal, dtype, orde
     if order != "drawn":
         scores = sorted(scores, reverse=order == "rising")
     values = [[1.0, float(key % 3), float(key % 7) - 3.0, -float(key % 2)] for key in range(len(scores))]
-    out, lse = _C.host.online_softmax(scores, values, scale, row, diagonal, dtype)
-    visible = visible_count(row, len(scores), diagonal)
-    expected, expected_lse = dense_row(scores, values, scale, visible)
-    if visible == 0:
-        assert out == [0.0] * 4 and lse == -math.inf
-        return
-    assert_near(out, expected, rtol=0, atol=4 * NEAREST[dtype] + 1e-5)
-    assert lse == pytest.approx(expected_lse.item(), abs=1e-4 + 1e-6 * 60 * abs(scale))
+    of_lse = {"abs": 1e-4 + 1e-6 * 60 * abs(scale)}
+    check(scores, values, scale, row, diagonal, dtype, of_lse, rtol=0, atol=4 * NEAREST[dtype] + 1e-5)
 
 
 #: Scores of row 15 and its diagonal, walked in blocks of 16 keys from the last to the first.
@@ -73,10 +68,7 @@ WALKS = [
 @pytest.mark.parametrize(("scores", "diagonal"), WALKS)
 def test_the_reference_follows_the_maximum(scores, diagonal, dtype):
     values = [[float(key % 5), 1.0, -float(key % 2), float(key == 0)] for key in range(len(scores))]
-    out, lse = _C.host.online_softmax(scores, values, 1.0, 15, diagonal, dtype)
-    expected, expected_lse = dense_row(scores, values, 1.0, visible_count(15, len(scores), diagonal))
-    assert_near(out, expected, rtol=2 * NEAREST[dtype], atol=2 * NEAREST[dtype])
-    assert lse == pytest.approx(expected_lse.item(), rel=1e-6)
+    check(scores, values, 1.0, 15, diagonal, dtype, {"rel": 1e-6}, rtol=2 * NEAREST[dtype], atol=2 * NEAREST[dtype])
 
 
 def test_nan_scores_give_nan_and_do_not_pass_the_trial():
@@ -105,15 +97,11 @@ orders = st.tuples(st.integers(1, 400), st.integers(1, 12))
 tile_rows = st.sampled_from([64, 128, 256])
 
 
-def in_range(order: tuple[int, int], heads: int, m_blocks: int) -> tuple[int, int]:
-    """As a launch would have it: at most as many heads and tiles as there are."""
-    return min(order[0], max(1, heads)), min(order[1], max(1, m_blocks))
-
-
 @given(st.integers(0, 4), st.integers(1, 70), lengths, st.booleans(), tile_rows, orders)
 def test_the_schedule_covers_every_tile_once_and_in_order(batch, heads, seqlen_q, masked, tile_m, order):
     m_blocks = math.ceil(seqlen_q / tile_m)
-    mixed, long_tiles = in_range(order, batch * heads, m_blocks)
+    # As a launch would have it: at most as many heads and tiles as there are.
+    mixed, long_tiles = min(order[0], max(1, batch * heads)), min(order[1], max(1, m_blocks))
     tiles = _C.host.work_tiles(batch, heads, seqlen_q, masked, tile_m, mixed, long_tiles)
     assert sorted(tiles) == sorted([b, h, m] for b in range(batch) for h in range(heads) for m in range(m_blocks))
     if not masked:
@@ -176,17 +164,10 @@ def test_a_division_that_the_kernels_never_make_is_refused(n, divisor):
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
-def test_ldmatrix_addresses_agree_with_the_swizzled_layout(head_dim):
+def test_ldmatrix_addresses_agree_with_the_swizzled_layout_and_meet_in_no_bank(head_dim):
     offsets = [_C.host.smem_offsets(head_dim, row, column) for row in range(64) for column in range(head_dim)]
     assert all(by_layout == by_arithmetic for by_layout, by_arithmetic in offsets)
     assert sorted(by_layout for by_layout, _ in offsets) == list(range(0, 2 * 64 * head_dim, 2))
-
-
-@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
-def test_ldmatrix_and_row_copies_are_free_of_bank_conflicts(head_dim):
-    def banks(accesses: list[tuple[int, int]]) -> set[int]:
-        return {_C.host.smem_offsets(head_dim, row, column)[0] // 16 % 8 for row, column in accesses}
-
-    for column in range(0, head_dim, 8):
-        for row in range(0, 64, 8):  # one 8 x 8 matrix: eight rows of 16 bytes
-            assert len(banks([(row + i, column) for i in range(8)])) == 8
+    # No two of the eight rows of 16 bytes of an 8 x 8 matrix share banks.
+    banks = torch.tensor(offsets)[:, 0].view(8, 8, head_dim // 8, 8)[..., 0] // 16 % 8
+    assert (banks.sort(1).values == torch.arange(8)[:, None]).all()

@@ -130,15 +130,17 @@ def test_a_call_waits_for_the_calls_ahead(row: _C.Row):
         assert torch.equal(out, x.roll(-calls, dims=1))
 
 
-def test_attention_synchronises_nothing_and_allocates_its_outputs_only(request: pytest.FixtureRequest):
+def test_attention_synchronises_nothing_and_allocates_its_outputs_only():
     q, k, v = PROBLEM.inputs(torch.bfloat16, 64, DEVICE)
     cutlass_fmha.attention(q, k, v, causal=True, return_lse=True)
     torch.cuda.synchronize()
-    request.addfinalizer(lambda: torch.cuda.set_sync_debug_mode("default"))
     torch.cuda.set_sync_debug_mode("error")
-    before = torch.cuda.memory_stats(DEVICE)["allocation.all.allocated"]
-    result = cutlass_fmha.attention(q, k, v, causal=True, return_lse=True)
-    assert torch.cuda.memory_stats(DEVICE)["allocation.all.allocated"] - before == len(result)
+    try:
+        before = torch.cuda.memory_stats(DEVICE)["allocation.all.allocated"]
+        result = cutlass_fmha.attention(q, k, v, causal=True, return_lse=True)
+        assert torch.cuda.memory_stats(DEVICE)["allocation.all.allocated"] - before == len(result)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 # ---- offsets that need 64 bits -----------------------------------------------------------------------------

@@ -125,8 +125,7 @@ def test_a_window_that_is_a_causal_mask_is_one(window, causal, expected):
 
 def test_a_call_that_says_nothing_special_takes_a_plain_row(kernels: FakeKernels):
     call = tensors(Problem(70, 130, num_heads=4, num_heads_kv=2))
-    for more in ({"num_splits": 1}, {"batch_invariant": True}, {"window": (-1, 0)}, {"layout": "bhsd"}):
-        more.pop("layout", None)
+    for more in ({"num_splits": 1}, {"batch_invariant": True}, {"window": (-1, 0)}, {}):
         out, lse = attend(call, **more)
         causal = "bottom-right" if "window" in more else "none"
         oracle_features.compare(out, lse, call.q, call.k, call.v, causal=causal).check()
@@ -384,7 +383,7 @@ def test_a_decision_is_a_line_when_its_plan_is_made(kernels, caplog):
     assert re.fullmatch(r"backward of batch .* on NVIDIA L4 \(.*\): bwd_sm89_f16_d\d+_\w+", backward)
 
 
-def test_the_environment_says_what_is_logged(monkeypatch, capsys, caplog):
+def test_the_environment_says_what_is_logged(monkeypatch, capsys):
     """On stderr where the program has no handlers; its own get it alone."""
     logger = logging.Logger("cutlass_fmha")
     monkeypatch.setattr(log, "logger", logger)

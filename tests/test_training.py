@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import two_processes
+from tensors import qkv
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,12 +30,7 @@ CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.filterwarnings("
 on_both = pytest.mark.parametrize("device", ["cpu", CUDA])
 
 
-def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return attention(q, k, v, causal=True)
-
-
-def dropped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return attention(q, k, v, causal=True, dropout_p=0.3)
+ours = functools.partial(attention, causal=True)
 
 
 def theirs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -87,10 +83,6 @@ def worst(found: dict[str, Any], expected: dict[str, Any]) -> float:
         for name, grad in expected.items()
     ]
     return torch.stack(shares).max().item()
-
-
-def assert_close(found: dict[str, Any], expected: dict[str, Any], share: float = 1e-5) -> None:
-    assert worst(found, expected) <= share
 
 
 # ---- one process -------------------------------------------------------------------------------------------
@@ -158,7 +150,7 @@ def test_the_gradient_is_that_of_torchs_sdpa(name: str, device: str):
     run, around, share = ON_A_GPU[name]
     layer, x = Layer(ours, around).to(device), tokens(device=device)
     loss_of(run(layer, x)).backward()
-    assert_close(gradients(layer), trained(tokens(device=device)), allowed(share, device))
+    assert worst(gradients(layer), trained(tokens(device=device))) <= allowed(share, device)
 
 
 def allowed(share: float, device: str) -> float:
@@ -171,11 +163,11 @@ def allowed(share: float, device: str) -> float:
 def test_what_is_computed_again_drops_the_same(reentrant: bool, device: str):
     found = []
     for around in (None, functools.partial(checkpoint, use_reentrant=reentrant)):
-        layer, x = Layer(dropped, around).to(device), tokens(device=device)
+        layer, x = Layer(functools.partial(ours, dropout_p=0.3), around).to(device), tokens(device=device)
         torch.manual_seed(7)
         loss_of(autocast(as_it_is, layer, x)).backward()  # on a GPU, float32 has no dropout
         found.append(gradients(layer))
-    assert_close(*found, share=0.0)
+    assert worst(*found) == 0.0
 
 
 @on_both
@@ -190,7 +182,7 @@ def test_a_scaler_finds_what_overflows(scale: float, steps: bool, device: str):
     scaler.scale(loss).backward()
     scaler.unscale_(optimizer)
     if steps:
-        assert_close(gradients(layer), trained(tokens(device=device)), 5e-3)
+        assert worst(gradients(layer), trained(tokens(device=device))) <= 5e-3
     scaler.step(optimizer)
     scaler.update()
     assert all(torch.equal(p, before[name]) != steps for name, p in layer.named_parameters())
@@ -227,7 +219,7 @@ def test_of_frozen_parameters_nothing_is_computed(frozen: str, device: str):
     for name, grad in gradients(layer).items():
         assert (grad is None) == (name[0] in frozen)
         if grad is not None:
-            assert_close({name: grad}, {name: expected[name]}, allowed(1e-5, device))
+            assert worst({name: grad}, {name: expected[name]}) <= allowed(1e-5, device)
 
 
 def test_only_a_bias_is_trained():
@@ -284,10 +276,7 @@ def test_transforms_that_differentiate_are_refused(name: str):
         TRANSFORMS[name](lambda bias: attention(q, k, v, bias=bias), torch.zeros(1, 1, 1, 7))
 
 
-def heads(batch: int = 2) -> list[Tensor]:
-    shapes = ((batch, 7, HEADS, HEAD_DIM), (batch, 7, HEADS_KV, HEAD_DIM), (batch, 7, HEADS_KV, HEAD_DIM))
-    generator = torch.Generator().manual_seed(batch)
-    return [torch.randn(shape, generator=generator) for shape in shapes]
+heads = functools.partial(qkv, 2, 7, 7, HEADS, HEADS_KV, HEAD_DIM, dtype=torch.float32)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")

@@ -473,34 +473,29 @@ def call(module: Any = None, forward: Any = integration.attention_forward, **opt
     return forward(module, query, key, value, options.pop("attention_mask", None), **options)[0]
 
 
+flash = functools.partial(call, forward=integration.flash_forward)
+CU, PADDED = torch.tensor([0, 1, 4]), torch.tensor([[0, 1, 1, 1]])
+
+
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("how", "options", "error", "message"),
     [
-        ({"output_attentions": True}, "attention weights"),
-        ({"head_mask": torch.ones(2)}, "head mask"),
-        ({"cache": object()}, "continuous batching"),
-        ({"sinks": torch.zeros(2)}, "sinks of each query"),
-        ({"cu_seq_lens_q": torch.zeros(2)}, "use cutlass_fmha_flash"),
-        ({"block_indices": torch.zeros(2)}, "block-sparse"),
-        ({"indices": torch.zeros(2)}, "sparse attention"),
-        ({"forward": integration.flash_forward, "position_bias": torch.zeros(1)}, "use cutlass_fmha"),
-        ({"forward": integration.flash_forward, "indices": torch.zeros(1)}, "use cutlass_fmha"),
+        (call, {"output_attentions": True}, NotImplementedError, "attention weights"),
+        (call, {"head_mask": torch.ones(2)}, NotImplementedError, "head mask"),
+        (call, {"cache": object()}, NotImplementedError, "continuous batching"),
+        (call, {"sinks": torch.zeros(2)}, NotImplementedError, "sinks of each query"),
+        (call, {"cu_seq_lens_q": torch.zeros(2)}, NotImplementedError, "use cutlass_fmha_flash"),
+        (call, {"block_indices": torch.zeros(2)}, NotImplementedError, "block-sparse"),
+        (call, {"indices": torch.zeros(2)}, NotImplementedError, "sparse attention"),
+        (flash, {"position_bias": torch.zeros(1)}, NotImplementedError, "use cutlass_fmha"),
+        (flash, {"indices": torch.zeros(1)}, NotImplementedError, "use cutlass_fmha"),
+        (flash, {"cu_seq_lens_q": CU}, ValueError, "only taken with cu_seq_lens_k"),
+        (flash, {"cu_seq_lens_q": CU, "cu_seq_lens_k": CU, "attention_mask": PADDED}, ValueError, "exclude each other"),
     ],
 )
-def test_what_would_have_to_be_dropped_raises(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(NotImplementedError, match=message):
-        call(is_causal=False, **options)
-
-
-def test_packed_sequences_need_both_starts_and_no_padding() -> None:
-    cu = torch.tensor([0, 1, 4])
-    with pytest.raises(ValueError, match="only taken with cu_seq_lens_k"):
-        call(forward=integration.flash_forward, cu_seq_lens_q=cu)
-    with pytest.raises(ValueError, match="exclude each other"):
-        call(
-            forward=integration.flash_forward, cu_seq_lens_q=cu, cu_seq_lens_k=cu,
-            attention_mask=torch.tensor([[0, 1, 1, 1]]),
-        )  # fmt: skip
+def test_what_would_have_to_be_dropped_raises(how: Any, options: dict[str, Any], error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        how(is_causal=False, **options)
 
 
 def test_what_a_layer_says_without_a_mask_of_ours() -> None:
@@ -511,9 +506,8 @@ def test_what_a_layer_says_without_a_mask_of_ours() -> None:
     module.is_causal = False
     assert torch.equal(call(module), full) and torch.equal(call(module, is_causal=True), causal)
     assert torch.equal(call(scaling=32**-0.5), causal) and not torch.equal(call(scaling=1.0), causal)
-    flash = functools.partial(call, forward=integration.flash_forward)
     band = torch.ones(4, 4).tril().triu(-1).bool()
-    for mask in (torch.tensor([[0, 1, 1, 1]]), torch.tensor([[1, 1, 0, 0]]), torch.tensor([[1, 0, 0, 1]])):
+    for mask in (PADDED, torch.tensor([[1, 1, 0, 0]]), torch.tensor([[1, 0, 0, 1]])):
         rows = mask[0].bool()
         wanted = call(attention_mask=(band & rows)[None, None])
         torch.testing.assert_close(flash(attention_mask=mask, sliding_window=2)[:, rows], wanted[:, rows])

@@ -15,18 +15,7 @@ from cutlass_fmha.integrations import transformers as integration
 from cutlass_fmha.integrations import transformers_apply
 
 transformers = pytest.importorskip("transformers", reason="requirements/demo.txt is not installed")
-from test_transformers import (  # noqa: E402
-    GPU,
-    GROUPED,
-    HOST,
-    TOLERANCE,
-    Place,
-    error,
-    generate,
-    padding,
-    tokens,
-    train,
-)
+from test_transformers import GPU, GROUPED, HOST, TOLERANCE, Place, error, generate, padding, tokens, train  # noqa: E402
 
 WINDOW = {"sliding_window": 4}
 SLIDING = {**WINDOW, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 16}
@@ -69,8 +58,7 @@ def step(network: Any, place: Place = HOST) -> torch.Tensor:
     return train(network, place, side="left", position_ids=POSITIONS.to(place[0]), use_cache=False)
 
 
-def told_by(network: Any) -> torch.Tensor:
-    return generate(network, cache="dynamic")
+told_by = functools.partial(generate, cache="dynamic")
 
 
 @torch.no_grad()

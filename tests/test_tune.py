@@ -272,7 +272,7 @@ TARGET = Target("d64-x", (SHORT,), 90, 99, (INCUMBENT,))
         ("bug", "KeyError: 'tag'"),
     ],
 )
-def test_a_candidate_is_blamed_for_its_process_and_not_for_the_tuner(what: str, expected: Any, tmp_path, request):
+def test_a_candidate_is_blamed_for_its_process_and_not_for_the_tuner(what: str, expected: Any, tmp_path):
     (tmp_path / "judge.py").write_text(JUDGE.format(what=what))
     command = [sys.executable, str(tmp_path / "judge.py")]
     run = search.judge_in_a_process(tmp_path, 0, command, 2.0 if what == "hang" else 1200.0)
@@ -344,15 +344,9 @@ def test_each_candidate_meets_the_fate_it_earns(board: Leaderboard):
         drop = kind(c) in (compiles, spills) or (kind(c) == spills_in_bf16 and "bfloat16" in dtypes)
         return (fates[kind(c)], reasons[fates[kind(c)]]) if drop else None
 
-    gpu, builder = (
-        FakeJudge(
-            us=lambda c, run: {once: (90.0, 99.0), spills_in_bf16: (90.0,), gains: (90.0, 95.0)}.get(kind(c), (104.0,))[
-                run
-            ],
-            wrong=lambda c: reasons["parity"] if kind(c) == wrong else None,
-        ),
-        FakeBuilder(drops),
-    )
+    us = {once: (90.0, 99.0), spills_in_bf16: (90.0,), gains: (90.0, 95.0)}
+    gpu, builder = FakeJudge(lambda c, run: us.get(kind(c), (104.0,))[run]), FakeBuilder(drops)
+    gpu.wrong = lambda c: reasons["parity"] if kind(c) == wrong else None
     run(board, gpu, builder, per_round=90)
     assert {kind(entry.candidate) for entry in board.entries} == set(range(7))
     for entry in board.entries:

@@ -211,7 +211,7 @@ FIELDS = [name for name, kind in vars(_C.AttentionParams).items() if isinstance(
 @pytest.mark.parametrize("seqlen_q", [1, 3])
 @pytest.mark.parametrize("packed", [False, True])
 def test_what_is_planned_is_what_a_call_is_told(kernels: FakeKernels, seqlen_q: int, packed: bool):
-    """Where no operand is copied, a call needs nothing but its plan and addresses."""
+    """Where no operand is copied, a call needs nothing but its plan and addresses. Heads are packed for one query."""
     q, k = made(torch.float32, seqlen_q, 4, 40), made(torch.float32, 5, 2, 40)
     said: dict[str, Any] = {"window_right": 1}
     if packed:
@@ -219,6 +219,7 @@ def test_what_is_planned_is_what_a_call_is_told(kernels: FakeKernels, seqlen_q: 
         said |= {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": seqlen_q, "max_seqlen_k": 5}
     launch(row_of(), q, k, k, **said)
     told = kernels.last
+    assert told.pack == (2 if seqlen_q == 1 else 1)
     assert kernels.launches[-1][2:] == (0, 0)  # the device and its stream
     prepared = wide.prepare(row_of(), describe((q, k, k), "none", Features(**said)), PRESETS["l4"])
     assert prepared.launch is None and prepared.room == 0
@@ -229,12 +230,6 @@ def test_what_is_planned_is_what_a_call_is_told(kernels: FakeKernels, seqlen_q: 
     assert wide.prepare(row_of(), biased, PRESETS["l4"]).launch is not None
 
 
-def test_the_heads_of_a_group_are_packed_for_one_query(kernels: FakeKernels):
-    launch(row_of(), made(torch.float32, 1, 6, 32), *(made(torch.float32, 9, 2, 32) for _ in range(2)))
-    p = kernels.last
-    assert p.pack == 3
-
-
 def test_sixteen_bit_rows_get_room_to_accumulate(kernels: FakeKernels):
     for dtype in ("float16", "bfloat16"):
         q = made(DTYPES[dtype], 3, 2, 264)
@@ -242,18 +237,12 @@ def test_sixteen_bit_rows_get_room_to_accumulate(kernels: FakeKernels):
         assert kernels.last.partial_o != 0
 
 
-def test_rows_of_fmas_take_any_alignment(kernels: FakeKernels):
-    q, k = made(torch.float32, 3, 2, 33), made(torch.float32, 5, 2, 50)[..., 1:34]
-    launch(row_of(), q, k, k)
-    p = kernels.last
-    assert (p.q, p.k, p.head_dim) == (q.data_ptr(), k.data_ptr(), 33)
-
-
-def test_a_bias_that_is_right_is_not_copied(kernels: FakeKernels):
-    q, k = made(torch.float32, 3, 4, 32), made(torch.float32, 8, 2, 32)
+def test_rows_of_fmas_take_any_alignment_but_that_of_a_bias(kernels: FakeKernels):
+    q, k = made(torch.float32, 3, 4, 33), made(torch.float32, 8, 2, 50)[..., 1:34]
     bias = torch.randn(1, 4, 1, 8)
     launch(row_of(), q, k, k, bias=bias)
     p = kernels.last
+    assert (p.q, p.k, p.head_dim) == (q.data_ptr(), k.data_ptr(), 33)
     assert p.bias == bias.data_ptr() and p.bias_stride == (0, 8, 0, 1)
     launch(row_of(), q, k, k, bias=torch.randn(33)[1:].view(1, 4, 1, 8))
     assert kernels.last.bias % 16 == 0
