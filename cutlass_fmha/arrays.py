@@ -217,7 +217,7 @@ def _launched(library: _Library, place: _Place, given: tuple[Any, Any, Any], opt
     (q, k, v), (scale, causal, return_lse, layout, row) = given, options
     if type(k) is not place.kind or type(v) is not place.kind or layout != "bshd":
         return None
-    if place.index != private_torch.current_device() or not library.shares(place):
+    if not library.shares(place):
         return None
     if torch.compiler.is_compiling() or dispatcher.anything_listens() or private_torch.any_autocast_enabled():
         return None
@@ -226,6 +226,8 @@ def _launched(library: _Library, place: _Place, given: tuple[Any, Any, Any], opt
     if row is not None:
         check.row_name(row)
     try:
+        if place.index != private_torch.current_device():  # which needs a driver
+            return None
         said = _C.array_metadata(*[x.__dlpack__(stream=place.stream) for x in given])
     except _REFUSALS:
         return None

@@ -36,15 +36,8 @@ def placed(x: Tensor, how: str) -> Tensor:
 
 
 HOW = ("packed", "padded", "odd", "swapped")
-
-
-def shapes(dims: st.SearchStrategy[int]) -> st.SearchStrategy[tuple[int, ...]]:
-    """Rows of so many elements, with any dimensions before."""
-    return st.builds(lambda before, dim: (*before, dim), st.lists(st.integers(0, 4), max_size=4), dims)
-
-
-#: What is drawn of every op.
-OF_EACH = {"dtype": st.sampled_from(DTYPES), "seed": st.integers(0, 99)}
+#: Dimensions before a row's.
+LEADING = st.lists(st.integers(0, 4), max_size=4)
 
 
 def run_norm(
@@ -128,9 +121,10 @@ def test_rms_norm_of_large_launches(dtype: torch.dtype):
 def norms(draw: Any) -> dict[str, Any]:
     """Arguments of ``run_norm``."""
     dtype = draw(st.sampled_from(DTYPES))
+    dim = draw(st.one_of(st.integers(1, 80), st.integers(1, 3000)))
     return {
-        "shape": draw(shapes(st.integers(1, 80) | st.integers(1, 3000))), "dtype": dtype, "biased": draw(st.booleans()),
-        "how": draw(st.sampled_from(HOW)), "weighted": draw(st.sampled_from((None, dtype, torch.float32))),
+        "shape": (*draw(LEADING), dim), "dtype": dtype, "how": draw(st.sampled_from(HOW)),
+        "weighted": draw(st.sampled_from((None, dtype, torch.float32))), "biased": draw(st.booleans()),
         "summed": draw(st.booleans()), "seed": draw(st.integers(0, 99)),
         "out_dtype": draw(st.sampled_from((None, torch.float32))), "eps": draw(st.sampled_from((0.0, 1e-6, 0.5))),
     }  # fmt: skip
@@ -225,9 +219,18 @@ def test_gated_of_more_bytes_than_an_int_counts(rows: int, dtype: torch.dtype, m
     assert (out[-1] > 8.5).all() and out.count_nonzero() == 2**13
 
 
+@st.composite
+def units(draw: Any) -> dict[str, Any]:
+    """Arguments of ``run_gated``."""
+    return {
+        "shape": (*draw(LEADING), draw(st.integers(1, 300))), "dtype": draw(st.sampled_from(DTYPES)),
+        "name": draw(st.sampled_from(list(UNITS))), "how": draw(st.sampled_from(HOW)), "seed": draw(st.integers(0, 99)),
+    }  # fmt: skip
+
+
 @drawn
-@given(shape=shapes(st.integers(1, 300)), name=st.sampled_from(list(UNITS)), how=st.sampled_from(HOW), **OF_EACH)
-def test_gated_of_anything(backend: str, **p: Any):  # noqa: F811
+@given(units())
+def test_gated_of_anything(backend: str, p: dict[str, Any]):  # noqa: F811
     run_gated(**p)
 
 
@@ -264,6 +267,15 @@ def run_mlp(shape: tuple[int, ...], dims: tuple[int, int], dtype: torch.dtype, r
         right.check(found.reshape(right.value.shape))
 
 
+@st.composite
+def mlps(draw: Any) -> dict[str, Any]:
+    """Arguments of ``run_mlp``."""
+    return {
+        "shape": (*draw(LEADING), draw(st.integers(1, 96))), "dims": tuple(draw(st.integers(1, 64)) for _ in "ab"),
+        "dtype": draw(st.sampled_from(DTYPES)), "recompute": draw(st.booleans()), "seed": draw(st.integers(0, 99)),
+    }  # fmt: skip
+
+
 @by_dtype
 def test_swiglu_mlp(dtype: torch.dtype):
     for recompute in (False, True):
@@ -271,6 +283,6 @@ def test_swiglu_mlp(dtype: torch.dtype):
 
 
 @drawn
-@given(shape=shapes(st.integers(1, 96)), dims=st.tuples(*[st.integers(1, 64)] * 2), recompute=st.booleans(), **OF_EACH)
-def test_swiglu_mlp_of_anything(backend: str, **p: Any):  # noqa: F811
+@given(mlps())
+def test_swiglu_mlp_of_anything(backend: str, p: dict[str, Any]):  # noqa: F811
     run_mlp(**p)

@@ -398,7 +398,7 @@ class Append:
         return found
 
 
-#: How new rows of a cache are drawn.
+#: How new rows of a cache are drawn, and more of what an append is asked for.
 NEW_ROWS: dict[str, st.SearchStrategy[Any]] = {
     "kind": st.sampled_from(KINDS),
     "dims": st.sampled_from((*DIMS, (36, 24))),
@@ -410,17 +410,18 @@ NEW_ROWS: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
-@by_dtype
-@drawn
-@given(
+APPENDS = {
     **NEW_ROWS,
-    stand=st.sampled_from((None, "cache_seqlens", "leftpad_k", "rotary_seqlens")),
-    seqlen_q=st.sampled_from((1, 5, 9)),
-    advance=st.booleans(),
-)
-def test_append(
-    kind, dims, head_dim_v, layout, begins, numbers, stand, seqlen_q, advance, interleaved, dtype: torch.dtype
-):
+    "stand": st.sampled_from((None, "cache_seqlens", "leftpad_k", "rotary_seqlens")),
+    "seqlen_q": st.sampled_from((1, 5, 9)),
+    "advance": st.booleans(),
+}
+
+
+def check_append(
+    kind: str, dims: tuple[int, int], head_dim_v: int, layout: str, begins: Any, numbers: list[int], stand: str | None,
+    seqlen_q: int, advance: bool, interleaved: bool, dtype: torch.dtype,
+) -> None:  # fmt: skip
     """Where keys stand that are rotated, is said by ``stand``; None: they are appended as they are."""
     append = Append(kind, dtype, dims[0], head_dim_v, layout, begins)
     room = 25 - max(append.lengths, default=0)
@@ -450,6 +451,13 @@ def test_append(
         for b, own in enumerate(zip(sequences(found, begins), sequences(x, begins), strict=True)):
             positions = first[b].cpu() + torch.arange(own[0].shape[1]) * step
             assert_rotated(*own, cos.cpu(), sin.cpu(), positions[None], interleaved)
+
+
+@by_dtype
+@drawn
+@given(**APPENDS)
+def test_append(dtype: torch.dtype, **p: Any):
+    check_append(dtype=dtype, **p)
 
 
 @kernels_only

@@ -144,23 +144,7 @@ def problems(draw: Any) -> Problem:
     )  # fmt: skip
 
 
-FIXED = (
-    Problem((32, 8), 128, 128, 9, torch.bfloat16),
-    Problem((5, 1), 128, 128, 9, torch.float16, "bhsd", "packed", interleaved=True),
-    Problem((3, 3), 72, 24, 3, torch.bfloat16, "padded", "offsets", "float32"),
-    Problem((8, 2), 256, 256, 3, torch.float32, "packed", "int", "inv_freq"),
-)
-
-
-def on_problems(test: Callable[[Problem], None]) -> Callable[[Problem], None]:
-    """The fixed ones, and drawn ones."""
-    for p in FIXED:
-        test = example(p)(test)
-    return drawn(given(problems())(test))
-
-
-@on_problems
-def test_rotary_qk(p: Problem):
+def check_rotary(p: Problem) -> None:
     if p.angles == "no angles":
         p = p._replace(angles="table")
     (q, k, _, _), said = p.operands(), p.said()
@@ -188,8 +172,7 @@ def nowhere(like: tuple[Tensor, ...], layout: str) -> tuple[Tensor, ...]:
     return tuple(laid_out(torch.full_like(x, math.nan), layout) for x in like)
 
 
-@on_problems
-def test_qk_norm_rope(p: Problem):
+def check_norm(p: Problem) -> None:
     operands, said = p.operands(), p.said()
     norm = {"eps": p.eps, "weight_offset": p.offset, **said}
     leaves = [None if x is None else x.detach().requires_grad_() for x in operands]
@@ -217,6 +200,31 @@ def test_qk_norm_rope(p: Problem):
         assert_close(dx.cpu(), exact_dx, 8 * scale)
 
 
+FIXED = (
+    Problem((32, 8), 128, 128, 9, torch.bfloat16),
+    Problem((5, 1), 128, 128, 9, torch.float16, "bhsd", "packed", interleaved=True),
+    Problem((3, 3), 72, 24, 3, torch.bfloat16, "padded", "offsets", "float32"),
+    Problem((8, 2), 256, 256, 3, torch.float32, "packed", "int", "inv_freq"),
+)
+
+
+def on_problems(test: Callable[[Problem], None]) -> Callable[[Problem], None]:
+    """The fixed ones, and drawn ones."""
+    for p in FIXED:
+        test = example(p)(test)
+    return drawn(given(problems())(test))
+
+
+@on_problems
+def test_rotary_qk(p: Problem):
+    check_rotary(p)
+
+
+@on_problems
+def test_qk_norm_rope(p: Problem):
+    check_norm(p)
+
+
 @kernels_only
 def test_of_many_rows_a_thread_has_several():
     """The same bits as of few, which have a thread each; the last elements of a row have no partner in it."""
@@ -236,12 +244,10 @@ def test_of_many_rows_a_thread_has_several():
         assert torch.equal(bits(many[:, last:].cpu()), bits(few.cpu()))
 
 
-@drawn
-@given(**NEW_ROWS, dtype=st.sampled_from(DTYPES))
-def test_a_cache_gets_the_rows(
+def check_to_cache(
     kind: str, dims: tuple[int, int], head_dim_v: int, layout: str, begins: Any, numbers: list[int],
     interleaved: bool, dtype: torch.dtype,
-):  # fmt: skip
+) -> None:  # fmt: skip
     """What stands in the cache and what is returned against fp64; values are there bit by bit."""
     append = Append(kind, dtype, dims[0], head_dim_v, layout, begins)
     room = 25 - max(append.lengths, default=0)
@@ -271,6 +277,12 @@ def test_a_cache_gets_the_rows(
             right = rotate(normed, cos.cpu(), sin.cpu(), positions, interleaved)
             assert_close(turned, right, 4 * largest(right))
     assert begins is None or not (out[: begins[0]].any() or out[begins[-1] :].any()), "rows of no sequence are 0"
+
+
+@drawn
+@given(**NEW_ROWS, dtype=st.sampled_from(DTYPES))
+def test_a_cache_gets_the_rows(**p: Any):
+    check_to_cache(**p)
 
 
 @kernels_only
