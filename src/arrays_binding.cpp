@@ -80,8 +80,6 @@ py::object array_metadata(py::handle q, py::handle k, py::handle v) {
 
 }  // namespace
 
-void bind_arrays(py::module_& m) {
-  m.def("array_metadata", &array_metadata, py::arg("q"), py::arg("k"), py::arg("v"));
-}
+void bind_arrays(py::module_& m) { m.def("array_metadata", &array_metadata, py::arg("q"), py::arg("k"), py::arg("v")); }
 
 }  // namespace cutlass_fmha
