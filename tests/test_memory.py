@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from fake_build import L4
+from fake_kernels import skip_dispatcher
 from tensors import starts
 from torch import Tensor
 
@@ -356,8 +357,7 @@ def test_states_of_a_cascade_lie_in_it(ledger: Ledger):
 
 
 def test_what_is_rotated_for_a_cache_lies_in_it(ledger: Ledger, monkeypatch: pytest.MonkeyPatch):
-    for name in ("can_skip_dispatcher", "others_can_skip_dispatcher"):
-        monkeypatch.setattr(dispatcher, name, lambda *given: True)
+    skip_dispatcher(monkeypatch)
     q, k, v = (torch.zeros(2, n, heads, 128, dtype=BF16) for n, heads in ((1, 8), (9000, 2), (9000, 2)))
     lengths, table = torch.zeros(2, dtype=torch.int32), torch.zeros(64, 64)
     said = {"rotary_cos": table, "rotary_sin": table, "cache_seqlens": lengths, "out": torch.empty_like(q)}

@@ -12,6 +12,7 @@ import oracle_features
 import pytest
 import torch
 import torch._dynamo.testing
+from fake_kernels import skip_dispatcher
 from operands import place
 from tensors import ints, qkv
 from torch import Tensor
@@ -21,7 +22,6 @@ import cutlass_fmha
 from cutlass_fmha import attention
 from cutlass_fmha.launch import plan
 from cutlass_fmha.ops import attend as attend_op
-from cutlass_fmha.ops import dispatcher
 from cutlass_fmha.ops import forward as forward_op
 
 # Of torch's own making: what its compiler and its forward-mode derivatives use inside.
@@ -277,8 +277,7 @@ def test_export_keeps_the_op(op: str, strict: bool):
 
 def test_features_reach_the_launch_past_the_dispatcher(monkeypatch):
     seen = []
-    monkeypatch.setattr(dispatcher, "can_skip_dispatcher", lambda *tensors: True)
-    monkeypatch.setattr(dispatcher, "others_can_skip_dispatcher", lambda arguments: True)
+    skip_dispatcher(monkeypatch)
     monkeypatch.setattr(plan, "launch", lambda *arguments: seen.append(arguments) or (arguments[0], None))
     q, k, v = tensors()
     heads_first = [x.transpose(1, 2) for x in (q, k, v)]

@@ -13,7 +13,7 @@ import oracle_features
 import pytest
 import torch
 from fake_build import L4, make_build
-from fake_kernels import FakeKernels
+from fake_kernels import FakeKernels, skip_dispatcher
 from feature_tensors import Call
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -34,7 +34,7 @@ from cutlass_fmha.dispatch.families.family import Prepared
 from cutlass_fmha.dispatch.problem import FEATURES
 from cutlass_fmha.features import Features
 from cutlass_fmha.launch import gradients, plan
-from cutlass_fmha.ops import dispatcher, forward
+from cutlass_fmha.ops import forward
 
 
 @pytest.fixture
@@ -450,8 +450,3 @@ def test_packed_sequences_of_heads_first_are_read_where_they_are(kernels, monkey
         monkeypatch.setattr(plan, "prepare", None)
     read = {x.params.q for x in kernels.launches}
     assert not read if how.startswith("a family") else (read == {tensors[0].data_ptr()}) == (how == "views")
-
-
-def skip_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("can_skip_dispatcher", "others_can_skip_dispatcher"):
-        monkeypatch.setattr(dispatcher, name, lambda *tensors: True)
