@@ -49,11 +49,14 @@ __device__ void gated_chunks(GatedParams const& p) {
   int const step = blockDim.x, first = int(blockIdx.x * step) * Count + int(threadIdx.x), all = p.rows * p.chunks;
   auto const at = [&](int n, Strides const& s) { return chunk_at<Width, Flat>(p, first + n * step, s); };
   Chunk<T, Width> gate[Count], up[Count];
+  T const *first_gate = static_cast<T const*>(p.gate) + at(0, p.gate_stride),
+          *first_up = static_cast<T const*>(p.up) + at(0, p.up_stride);
+  begin_rows_at(all > 0, first_gate, first_up);
 #pragma unroll
   for (int n = 0; n < Count; ++n) {
     if (first + n * step >= all) continue;
-    gate[n] = Chunk<T, Width>::load(static_cast<T const*>(p.gate) + at(n, p.gate_stride));
-    up[n] = Chunk<T, Width>::load(static_cast<T const*>(p.up) + at(n, p.up_stride));
+    gate[n] = Chunk<T, Width>::load(n == 0 ? first_gate : static_cast<T const*>(p.gate) + at(n, p.gate_stride));
+    up[n] = Chunk<T, Width>::load(n == 0 ? first_up : static_cast<T const*>(p.up) + at(n, p.up_stride));
   }
 #pragma unroll
   for (int n = 0; n < Count; ++n) {
@@ -72,12 +75,16 @@ __device__ void gated_chunks(GatedBackwardParams const& p) {
   int const step = blockDim.x, first = int(blockIdx.x * step) * Count + int(threadIdx.x), all = p.rows * p.chunks;
   auto const at = [&](int n, Strides const& s) { return chunk_at<Width, Flat>(p, first + n * step, s); };
   Chunk<T, Width> gate[Count], up[Count], dout[Count];
+  T const *first_gate = static_cast<T const*>(p.gate) + at(0, p.gate_stride),
+          *first_up = static_cast<T const*>(p.up) + at(0, p.up_stride),
+          *first_dout = static_cast<T const*>(p.dout) + at(0, p.dout_stride);
+  begin_rows_at(all > 0, first_gate, first_up, first_dout);
 #pragma unroll
   for (int n = 0; n < Count; ++n) {
     if (first + n * step >= all) continue;
-    gate[n] = Chunk<T, Width>::load(static_cast<T const*>(p.gate) + at(n, p.gate_stride));
-    up[n] = Chunk<T, Width>::load(static_cast<T const*>(p.up) + at(n, p.up_stride));
-    dout[n] = Chunk<T, Width>::load(static_cast<T const*>(p.dout) + at(n, p.dout_stride));
+    gate[n] = Chunk<T, Width>::load(n == 0 ? first_gate : static_cast<T const*>(p.gate) + at(n, p.gate_stride));
+    up[n] = Chunk<T, Width>::load(n == 0 ? first_up : static_cast<T const*>(p.up) + at(n, p.up_stride));
+    dout[n] = Chunk<T, Width>::load(n == 0 ? first_dout : static_cast<T const*>(p.dout) + at(n, p.dout_stride));
   }
 #pragma unroll
   for (int n = 0; n < Count; ++n) {
@@ -108,7 +115,6 @@ __device__ void gated_by(Params const& p) {
 
 template <class T, int Vectors, class Params>
 __device__ void gated_any(Params const& p) {
-  begin_rows();
   if (p.activation == Activation::silu) return gated_by<T, Activation::silu, Vectors>(p);
   if (p.activation == Activation::gelu) return gated_by<T, Activation::gelu, Vectors>(p);
   gated_by<T, Activation::gelu_tanh, Vectors>(p);

@@ -21,7 +21,8 @@ __device__ void norm_kept(RmsNormParams const& p, float* shared) {
 
   Values x[Vectors];
   Factors weight[Vectors];
-  T const* const from = static_cast<T const*>(p.x) + offset_of(p, row, p.x_stride) + first;
+  T const* from = static_cast<T const*>(p.x) + offset_of(p, row, p.x_stride) + first;
+  begin_rows_at(p.rows > 0, from);
 #pragma unroll
   for (int n = 0; n < Vectors; ++n) {
     x[n] = Values{};
@@ -111,6 +112,7 @@ __device__ void norm_by_vectors(RmsNormParams const& p, float* shared) {
 template <class T, int Width>
 __device__ void norm_long(RmsNormParams const& p, float* shared) {
   using Values = Chunk<T, Width>;
+  begin_rows();
   Lane const lane(p.lanes_log2, int(blockDim.x));
   bool const there = lane.row < p.rows;
   int const row = there ? int(lane.row) : 0, end = there ? p.dim : 0;
@@ -172,7 +174,6 @@ __device__ void norm_long(RmsNormParams const& p, float* shared) {
 template <class T>
 __device__ void rms_norm(RmsNormParams const& p) {
   __shared__ float shared[RmsNormParams::kMaxThreads / 32];
-  begin_rows();
   if (p.walk == Walk::vectors) return norm_long<T, kWidth<T>>(p, shared);
   if (p.walk == Walk::elements) return norm_long<T, 1>(p, shared);
   if (p.weight_type == kTypeOf<T>) return norm_by_vectors<T, T>(p, shared);

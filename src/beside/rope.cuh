@@ -7,6 +7,13 @@
 
 namespace cutlass_fmha {
 
+/// What each block does before it reads anything else, once it knows where its rows begin.
+template <class... T>
+__device__ void begin_rope(RopeParams const& p, T*&... rows) {
+  begin_rows_at(p.width > 0, rows...);
+  count_rows(p.seqused_k, p.cache_seqlens, p.cu_seqlens, p.sequences, p.seqlen);
+}
+
 /// Where the rows of a unit go.
 struct Destination {
   int64_t offset;  ///< without the head's; -1: they are dropped
@@ -72,18 +79,25 @@ __device__ void rope_vectors(RopeParams const& p, RopeRows const& rows, RopeBloc
   Runs<Width> const runs(lane, rows, block.part == kValues ? 0 : p.rotary.dim, p.rotary.interleaved);
   bool const has_item = lane < rows.items && u.there;
   T const* from = u.begin(static_cast<T const*>(rows.x), rows.x_stride) + u.row.head * rows.x_stride.head;
+  bool const cached = p.cache_seqlens && block.part != kQueries;
+  bool const told = cached || p.cu_seqlens || p.positions || p.position.first;  // where they stand is read
+  Place at;
+  Destination to;
+  auto const find = [&] {
+    at = place_of(p, u);
+    to = destination_of(p, rows, u, at.token, cached);
+  };
+  if (!told) find();
+  begin_rope(p, from);
   int64_t const hop = rows.slots * rows.x_stride.head, out_hop = rows.slots * rows.out_stride.head;
   Packed<T, Width> packed[kTogether];
-  auto const load = [&](int step) {  // before anything else that is read: it takes longest
-#pragma unroll
-    for (int n = 0; n < kTogether; ++n, from += hop) {
-      if (has_item && u.row.head + (step + n) * rows.slots < rows.num_heads) packed[n].load(from, runs);
-    }
+  auto const load = [&](int n, int step) {
+    if (has_item && u.row.head + step * rows.slots < rows.num_heads) packed[n].load(from, runs);
+    from += hop;
   };
-  load(0);
-
-  Place const at = place_of(p, u);
-  Destination const to = destination_of(p, rows, u, at.token, p.cache_seqlens && block.part != kQueries);
+#pragma unroll
+  for (int n = 0; n < kTogether; ++n) load(n, n);  // before anything else that is read: it takes longest
+  if (told) find();
   T* out = static_cast<T*>(rows.out) + to.offset + u.row.head * rows.out_stride.head;
   bool written = has_item && to.offset >= 0;
   if (written && to.zero) {
@@ -109,7 +123,7 @@ __device__ void rope_vectors(RopeParams const& p, RopeRows const& rows, RopeBloc
     }
 #pragma unroll
     for (int n = 0; n < kTogether; ++n, out += out_hop) {
-      if (!written || u.row.head + (step + n) * rows.slots >= rows.num_heads) continue;
+      if (!written || u.row.head + (step + n) * rows.slots >= rows.num_heads) continue;  // nor are there any beyond
       if constexpr (Norm) {
         scales[n] = rsqrtf(fmaf(scales[n], p.per_element, p.eps));
       } else {
@@ -120,9 +134,9 @@ __device__ void rope_vectors(RopeParams const& p, RopeRows const& rows, RopeBloc
       packed[n].write(x);
       packed[n].sort(runs, true);
       packed[n].store(out, runs);
+      load(n, step + kTogether + n);
     }
     if ((step += kTogether) >= rows.steps) return;
-    load(step);
   }
 }
 
@@ -134,6 +148,7 @@ __device__ void rope_elements(RopeParams const& p, RopeRows const& rows, RopeBlo
   bool const is_value = block.part == kValues;
   int const dim = is_value ? 0 : p.rotary.dim;
   Unit const u = unit_of(p, rows, unit);
+  begin_rope(p);
   Place const at = place_of(p, u);
   Destination const to = destination_of(p, rows, u, at.token, p.cache_seqlens && block.part != kQueries);
   T const* const from = static_cast<T const*>(rows.x) + u.row.offset(rows.x_stride);
@@ -178,10 +193,8 @@ __device__ void rope_by_vectors(RopeParams const& p, RopeRows const& rows, RopeB
 
 template <class T>
 __device__ void rope(RopeParams const& p) {
-  begin_rows();
-  count_rows(p.seqused_k, p.cache_seqlens, p.cu_seqlens, p.sequences, p.seqlen);
   RopeBlock const block = block_of(p);
-  if (block.part == kNoRows) return;
+  if (block.part == kNoRows) return begin_rope(p);
   RopeRows const& rows = rows_of(p, block.part);
   if (p.width == kWidth<T>) return rope_by_vectors<T, kWidth<T>>(p, rows, block);
   if constexpr (RopeParams::kNarrow < kWidth<T>) {

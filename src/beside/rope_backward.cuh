@@ -37,7 +37,6 @@ __device__ void rope_backward_vectors(RopeParams const& p, RopeRows const& rows,
   Runs<Width> const runs(lane, rows, p.rotary.dim, p.rotary.interleaved);
   bool const is_item = lane < rows.items;
   Item<Width> w{}, sums{};
-  if (is_item) w = read_weight<T>(p, rows, runs);
   int64_t const hop = rows.slots * rows.x_stride.head, gradient_hop = rows.slots * rows.gradient_stride.head,
                 out_hop = rows.slots * rows.out_stride.head;
 
@@ -50,13 +49,15 @@ __device__ void rope_backward_vectors(RopeParams const& p, RopeRows const& rows,
     packed_x.load(from, runs);
     packed_g.load(gradient, runs);
   };
-  auto const load_first = [&] {
+  auto const find = [&] {
     from = u.begin(static_cast<T const*>(rows.x), rows.x_stride) + u.row.head * rows.x_stride.head;
     gradient =
         u.begin(static_cast<T const*>(rows.gradient), rows.gradient_stride) + u.row.head * rows.gradient_stride.head;
-    load(u.row.head);
   };
-  load_first();
+  find();
+  begin_rows_at(p.width > 0, from, gradient);
+  if (is_item) w = read_weight<T>(p, rows, runs);
+  load(u.row.head);
   for (; first < uint32_t(rows.units); first += turn_of_blocks) {
     Place const at = place_of(p, u);
     bool const has_item = is_item && u.there, zero = at.token.sequence < 0, turned = has_item && runs.turned && !zero;
@@ -77,7 +78,8 @@ __device__ void rope_backward_vectors(RopeParams const& p, RopeRows const& rows,
         load(head);
       } else {
         u = unit_of(p, rows, number += turn_of_blocks);
-        load_first();
+        find();
+        load(u.row.head);
       }
       if (turned) turn<true>(g, cos, sin);
       float of_row[] = {dot(x, x), dot(x, g, w)};
@@ -119,6 +121,7 @@ __device__ void rope_backward_vectors(RopeParams const& p, RopeRows const& rows,
 template <class T>
 __device__ void rope_backward_elements(RopeParams const& p, RopeRows const& rows, int block) {
   constexpr int kLanes = 32;
+  begin_rows();
   int const lane = threadIdx.x % kLanes, warp = block * (kHelperThreads / kLanes) + threadIdx.x / kLanes;
   if (warp >= rows.parts) return;
   float* const partial = rows.partial ? rows.partial + int64_t(warp) * rows.head_dim : nullptr;
@@ -167,7 +170,6 @@ __device__ void rope_backward_elements(RopeParams const& p, RopeRows const& rows
 
 template <class T>
 __device__ void rope_backward(RopeBackwardParams const& p) {
-  begin_rows();
   RopeBlock const block = block_of(p);
   RopeRows const& rows = rows_of(p, block.part);
   if (p.width == kWidth<T>) return rope_backward_vectors<T, kWidth<T>>(p, rows, block.number);

@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "../core/dependents.cuh"
+#include "../core/registers.cuh"
 #include "../helpers/elements.cuh"
 #include "params.h"
 
@@ -85,6 +86,21 @@ __device__ inline int64_t offset_of(RowsParams const& p, int number, Strides con
 __device__ inline void begin_rows() {
   start_dependents();
   wait_for_kernels_ahead();
+}
+
+/// The same once addresses are known, which is done by then: the compiler puts off what no branch stands before.
+/// `launched` is always true, as the compiler must not know.
+template <class... T>
+__device__ void begin_rows_at(bool launched, T*&... addresses) {
+#if __CUDA_ARCH__ >= 900
+  start_dependents();
+  auto const keep = [](auto*& x) {  // and the compiler goes on to know that it is no other memory
+    x = static_cast<std::remove_reference_t<decltype(x)>>(
+        __cvta_global_to_generic(reinterpret_cast<uint64_t>(settled(x))));
+  };
+  (keep(addresses), ...);
+  if (launched) wait_for_kernels_ahead();
+#endif
 }
 
 /// Lanes that share a row, one of the block's groups of them.
