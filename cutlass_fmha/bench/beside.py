@@ -42,7 +42,7 @@ class Op(NamedTuple):
     make: Callable[[int, torch.device, torch.dtype], Tensors]
     ours: Function
     torch: Function
-    #: Bytes that must move, of the tensors and the results: forward, backward (None: it has none).
+    #: Bytes of rows that must move, read and written: forward, backward (None: it has none). Tables of angles count, too.
     moved: Callable[[int], tuple[int, int | None]]
     #: Of others: module and what makes the function of it.
     peers: dict[str, tuple[str, Callable[[Any], Function]]]
@@ -226,7 +226,9 @@ def measure(name: str, size: int, device: torch.device, budget_s: float) -> dict
     with_gradients = [
         tuple(x.detach().requires_grad_(n < len(each) - tables) for n, x in enumerate(each)) for each in inputs
     ]
-    moved = op.moved(max(inputs[0][0].nbytes, 1))
+    of_tables = sum(x.nbytes for x in inputs[0][len(inputs[0]) - tables :])
+    forward_bytes, backward_bytes = op.moved(max(inputs[0][0].nbytes, 1))
+    moved = (forward_bytes + of_tables, backward_bytes and backward_bytes + of_tables)
     found, refused = functions(op)
     case: dict[str, Any] = {"op": name, "bytes": inputs[0][0].nbytes, "moved": moved, "refused": refused}
     case["error"] = error(op, op.ours, inputs[0])
