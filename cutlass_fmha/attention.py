@@ -279,6 +279,18 @@ def attend_cache(
     return found
 
 
+def attend_known(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, arguments: Mapping[str, Any], out: Tensor | None
+) -> Tensor:
+    """``attention`` with the op's arguments, which a caller of many layers looks at once (``op_arguments``)."""
+    if private_torch.any_autocast_enabled():
+        q, k, v, arguments = autocast.operands(q, k, v, arguments)
+    if out is not None:
+        arguments = {**arguments, "out": out}
+    word = "bottom-right" if causal else "none"
+    return _call(q, k, v, scale, word, False, "bshd", None, ("q", "k", "v"), arguments)[0]  # type: ignore[no-any-return]
+
+
 def packed_attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, causal: bool | str, **features: Any
 ) -> Tensor:

@@ -283,7 +283,7 @@ def test_batches_of_other_kinds_are_refused(there: Any):
 def test_deterministic_inference_is_batch_invariant(there: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(there.context.get_exec().deterministic, "enable_deterministic_inference", True)
     s, asked = Serving(there, DECODE), []
-    monkeypatch.setattr(there.ours, "attention", lambda q, *_, **said: asked.append(said) or q)
+    monkeypatch.setattr(there.ours, "attend_known", lambda q, *rest: asked.append(rest[-2]) or q)
     batch = s.batch("DECODE")
     s.backend.init_forward_metadata(batch)
     s.run(batch, s.layer())

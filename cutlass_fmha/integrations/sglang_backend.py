@@ -17,7 +17,8 @@ from torch import Tensor
 
 from cutlass_fmha import tally
 from cutlass_fmha.arguments.check import PAGE_UNIT, dtype_name
-from cutlass_fmha.attention import attention
+from cutlass_fmha.arguments.op_arguments import op_arguments
+from cutlass_fmha.attention import attend_known
 from cutlass_fmha.dispatch.problem import typical_length
 from cutlass_fmha.integrations.serving import why_not
 
@@ -36,12 +37,16 @@ class Metadata:
     #: Where layers with a window have a pool of their own: their pages, and where new rows go.
     window_table: Tensor | None = None
     window_rows: Tensor | None = None
+    #: The op's arguments, by what a layer says: the same for all layers that say the same.
+    arguments: dict[Any, dict[str, Any]] = dataclasses.field(default_factory=dict, init=False)
 
 
 class OfLayer(NamedTuple):
     """What a layer says to ``attention`` at each call, and the sizes of queries and of a row that leaves."""
 
-    said: dict[str, Any]
+    scale: float
+    causal: bool
+    said: tuple[tuple[str, Any], ...]
     heads: int
     head_dim: int
     width: int
@@ -173,31 +178,21 @@ class Backend(AttentionBackend):  # type: ignore[misc]  # SGLang isn't there for
         """
         meta = self.forward_metadata
         assert meta is not None
-        said, heads, dim, width = self._layers.get(layer) or self._of_layer(layer)
+        scale, causal, said, heads, dim, width = self._layers.get(layer) or self._of_layer(layer)
+        arguments = meta.arguments.get(said) or self._arguments(meta, said, q)
         if kwargs:
             sinks = kwargs.pop("sinks", None)
             _refuse(name for name, value in kwargs.items() if value is not None and value is not False)
             if sinks is not None:
-                said = {**said, "sinks": sinks}
+                arguments = {**arguments, **op_arguments(q, {"sinks": sinks}, "q")}
         if save_kv_cache and k is not None:
             where = KVWriteLoc.for_layer(forward_batch, layer, swa_loc=meta.window_rows)
             self.pool.set_kv_buffer(layer, where, k, v, layer.k_scale, layer.v_scale)
         keys, values = self._pages(layer.layer_id)
-        table = meta.window_table if "window" in said and meta.window_table is not None else meta.page_table
         output = forward_batch._attn_output  # where a graph of a prompt has room
         if output is not None:
-            said = {**said, "out": output.view(-1, layer.tp_q_head_num, layer.v_head_dim)}
-        found: Tensor = attention(
-            q.reshape(-1, heads, dim),
-            keys,
-            values,
-            max_seqlen_q=meta.max_seqlen_q,
-            max_seqlen_k=meta.max_seqlen_k,
-            cu_seqlens_q=meta.cu_seqlens_q,
-            seqused_k=meta.seqused_k,
-            page_table=table,
-            **said,
-        )
+            output = output.view(-1, layer.tp_q_head_num, layer.v_head_dim)
+        found = attend_known(q.reshape(-1, heads, dim), keys, values, scale, causal, arguments, output)
         calls.count(layer.attn_type._value_)
         return found.view(-1, width)
 
@@ -205,14 +200,25 @@ class Backend(AttentionBackend):  # type: ignore[misc]  # SGLang isn't there for
         """Looked at once, since each word of it costs host time."""
         _refuse(_unknown(layer))
         causal = layer.attn_type == AttentionType.DECODER
-        said = {**self._said, "scale": layer.scaling, "causal": causal}
+        said = dict(self._said)
         if layer.logit_cap:
             said["softcap"] = layer.logit_cap
         before = layer.sliding_window_size  # as many keys before a query's own
         if before is not None and before > -1:
             said["window"] = (before, None if causal else before)
         heads = layer.tp_q_head_num
-        found = self._layers[layer] = OfLayer(said, heads, layer.qk_head_dim, heads * layer.v_head_dim)
+        sizes = heads, layer.qk_head_dim, heads * layer.v_head_dim
+        found = self._layers[layer] = OfLayer(float(layer.scaling), causal, tuple(said.items()), *sizes)
+        return found
+
+    def _arguments(self, meta: Metadata, said: tuple[tuple[str, Any], ...], q: Tensor) -> dict[str, Any]:
+        """Of a batch: the op's arguments of the layers that say this."""
+        features = dict(said)
+        windows = "window" in features and meta.window_table is not None
+        features["page_table"] = meta.window_table if windows else meta.page_table
+        for name in ("max_seqlen_q", "max_seqlen_k", "cu_seqlens_q", "seqused_k"):
+            features[name] = getattr(meta, name)
+        found = meta.arguments[said] = op_arguments(q, features, "q")
         return found
 
     def _pages(self, layer_id: int) -> tuple[Tensor, Tensor]:
