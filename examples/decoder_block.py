@@ -124,6 +124,7 @@ def main() -> None:
         like_q = torch.empty(size.batch, 1, size.heads, head_dim, **like)
         said: dict[str, Any] = {"causal": True, "seqused_k": cache.lengths}
         room = cutlass_fmha.memory_plan(like_q, cache.k, cache.v, **said).workspace
+        room += sum(-(-x.nbytes // 512) * 512 for x in (like_q, cache.lengths))  # turned, before attention reads them
     workspace = cutlass_fmha.Workspace(room, device)
 
     def prefill() -> Tensor:
