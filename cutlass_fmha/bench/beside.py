@@ -42,7 +42,7 @@ class Op(NamedTuple):
     make: Callable[[int, torch.device, torch.dtype], Tensors]
     ours: Function
     torch: Function
-    #: Bytes of rows that must move, read and written: forward, backward (None: it has none). Tables of angles count, too.
+    #: Bytes of rows that must move: forward, backward (None: it has none). Tables of angles count, too.
     moved: Callable[[int], tuple[int, int | None]]
     #: Of others: module and what makes the function of it.
     peers: dict[str, tuple[str, Callable[[Any], Function]]]
