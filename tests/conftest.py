@@ -7,8 +7,10 @@ writes. Workers also tell that why they refused to run.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pickle
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 REPORT = pytest.StashKey[ParityReport]()
 LEFT_OUT = pytest.StashKey[int]()
 TMA_TESTS = "test_parity_tma.py"
+#: Of a gate, the tests that take minutes.
+SLOWEST = re.compile(r"::test_(listed_problems|memory_of_whatever_contents_becomes_gradients)\[widebwd|\[compiled")
 BYTES_OF_MUCH = 2**34  # at most half of that lies between the strides that don't fit an int
 WITHOUT_TMA = pytest.StashKey["str | None"]()  # why they are left out; None when they aren't
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))  # the tests of tools/ import them by name
@@ -84,6 +88,21 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
     config.stash[WITHOUT_TMA] = gpu.without_tma()
     return True if config.stash[WITHOUT_TMA] else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if is_worker(config) and config.getoption("markexpr") == "gpu":
+        items[:] = spread(items, config.workerinput["workercount"])  # type: ignore[attr-defined]
+
+
+def spread(items: list[Any], shares: int) -> list[Any]:
+    """Each process's share, as pytest-xdist's worksteal makes them, begins with some of the slowest tests: the rest is
+    stolen by whoever is free, and nobody waits for a test that began last."""
+    slow = [item for item in items if SLOWEST.search(item.nodeid)]
+    others = iter([item for item in items if not SLOWEST.search(item.nodeid)])
+    firsts = [slow[n::shares] for n in range(shares)]
+    rest = [[*first, *itertools.islice(others, max(0, len(items) // shares - len(first)))] for first in firsts]
+    return [*itertools.chain(*rest), *others]
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:

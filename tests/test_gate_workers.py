@@ -12,8 +12,10 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import conftest
 import pytest
 
 pytest.importorskip("xdist", reason="pytest-xdist is not installed")
@@ -190,3 +192,14 @@ def test_workers_refuse_what_one_process_refuses(
     status, output = run(gate, *arguments, **environment)
     assert (status, sentence in output) == (1, True), output
     assert not (gate / "report").exists()
+
+
+@pytest.mark.parametrize("slow", [0, 3, 9])
+def test_shares_of_a_gate_begin_with_its_slowest_tests(slow: int):
+    names = [f"test_any.py::test_{n}" for n in range(60)]
+    names += [f"test_parity_backward.py::test_listed_problems[widebwd_{n}]" for n in range(slow)]
+    found = [item.nodeid for item in conftest.spread([SimpleNamespace(nodeid=name) for name in names], 4)]
+    assert sorted(found) == sorted(names)
+    firsts = [place for place, name in enumerate(found) if "widebwd" in name]
+    each = len(names) // 4
+    assert [place % each for place in firsts] == [n for share in range(4) for n in range(len(range(share, slow, 4)))]
