@@ -280,13 +280,13 @@ def attend_cache(
 
 
 def attend_known(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, arguments: Mapping[str, Any], out: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, known: Mapping[str, Any], own: Mapping[str, Any]
 ) -> Tensor:
-    """``attention`` with the op's arguments, which a caller of many layers looks at once (``op_arguments``)."""
+    """``attention`` for callers of many layers: ``known`` is what ``op_arguments`` made of what all of them say,
+    ``own`` what this one says besides."""
     if private_torch.any_autocast_enabled():
-        q, k, v, arguments = autocast.operands(q, k, v, arguments)
-    if out is not None:
-        arguments = {**arguments, "out": out}
+        q, k, v, own = autocast.operands(q, k, v, own)
+    arguments = {**known, **op_arguments(q, own, "q", OUT)} if own else known
     word = "bottom-right" if causal else "none"
     return _call(q, k, v, scale, word, False, "bshd", None, ("q", "k", "v"), arguments)[0]  # type: ignore[no-any-return]
 

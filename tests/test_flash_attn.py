@@ -635,6 +635,39 @@ whole = flash_attn_func(q, k, v, causal=True)
 print(whole.shape, (torch.cat(steps, 1) - whole).abs().max().item() / whole.abs().max().item())
 """
 
+ENCODER = """
+import torch
+from flash_attn import flash_attn_varlen_qkvpacked_func
+from flash_attn.bert_padding import pad_input, unpad_input
+
+torch.manual_seed(0)
+batch, seqlen, heads, head_dim = 3, 17, 4, 32
+layers = torch.nn.ModuleList(torch.nn.Linear(heads * head_dim, 3 * heads * head_dim) for _ in range(2))
+mask = torch.arange(seqlen) < torch.tensor([17, 5, 0])[:, None]
+hidden = torch.randn(batch, seqlen, heads * head_dim).requires_grad_()
+
+def flash(x, p=0.0):
+    x, indices, cu_seqlens, max_seqlen, *_ = unpad_input(x, mask)
+    for layer in layers:
+        qkv = layer(x).unflatten(-1, (3, heads, head_dim))
+        x = x + flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, dropout_p=p).flatten(-2)
+    return pad_input(x, indices, batch, seqlen)
+
+def eager(x):
+    for layer in layers:
+        q, k, v = layer(x).unflatten(-1, (3, heads, head_dim)).permute(2, 0, 3, 1, 4)
+        scores = (q @ k.mT * head_dim**-0.5).masked_fill(~mask[:, None, None], -1e4)
+        x = x + (scores.softmax(-1) @ v).transpose(1, 2).flatten(-2)
+    return x * mask[..., None]
+
+results = []
+for call in (flash, eager):
+    out = call(hidden)
+    results.append((out, *torch.autograd.grad(out.pow(2).sum(), (hidden, *layers.parameters()))))
+worst = max((x - y).abs().max().item() / y.abs().max().item() for x, y in zip(*results))
+print(flash(hidden, 0.1).shape, worst)
+"""
+
 LLAMA = """
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -669,6 +702,7 @@ print(flash.shape, (flash - native).abs().max().item())
 #: What each needs, its calls of ours, and the shape that it prints.
 SCRIPTS = {
     "generation": (GENERATION, None, 14, [2, 17, 4, 16]),
+    "encoder": (ENCODER, None, 4, [3, 17, 128]),
     "transformers, flash_attention_2": (LLAMA, "transformers", 2, [15, 50]),
     "diffusers, flash": (DIFFUSERS, "diffusers", 2, [2, 2, 7, 4, 32]),
 }

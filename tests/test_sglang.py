@@ -168,6 +168,15 @@ def test_a_batch_is_each_request_alone(there: Any, what: str, order: str, length
     assert serving.is_close(again, expected) and again.data_ptr() == batch._attn_output.data_ptr()
 
 
+def test_layers_of_a_batch_do_not_hear_each_other(there: Any):
+    s = Serving(there, MIXED)
+    batch = s.batch("MIXED")
+    s.backend.init_forward_metadata(batch)
+    for what in (*SAID, *reversed(SAID)):
+        layer, kwargs, ours = SAID[what]
+        assert serving.is_close(s.run(batch, s.layer(**layer), **kwargs), s.requests.expected(**ours)), what
+
+
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(("lengths", "mode"), [(MIXED, "EXTEND"), (DECODE, "DECODE")])
 def test_layers_with_windows_have_a_pool_of_their_own(there: Any, lengths: Any, mode: str, place: str):
@@ -283,7 +292,7 @@ def test_batches_of_other_kinds_are_refused(there: Any):
 def test_deterministic_inference_is_batch_invariant(there: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(there.context.get_exec().deterministic, "enable_deterministic_inference", True)
     s, asked = Serving(there, DECODE), []
-    monkeypatch.setattr(there.ours, "attend_known", lambda q, *rest: asked.append(rest[-2]) or q)
+    monkeypatch.setattr(there.ours, "attend_known", lambda q, *said: asked.append(said[-2]) or q)
     batch = s.batch("DECODE")
     s.backend.init_forward_metadata(batch)
     s.run(batch, s.layer())

@@ -179,20 +179,21 @@ class Backend(AttentionBackend):  # type: ignore[misc]  # SGLang isn't there for
         meta = self.forward_metadata
         assert meta is not None
         scale, causal, said, heads, dim, width = self._layers.get(layer) or self._of_layer(layer)
-        arguments = meta.arguments.get(said) or self._arguments(meta, said, q)
+        known = meta.arguments.get(said) or self._arguments(meta, said, q)
+        own: dict[str, Any] = {}
         if kwargs:
             sinks = kwargs.pop("sinks", None)
             _refuse(name for name, value in kwargs.items() if value is not None and value is not False)
             if sinks is not None:
-                arguments = {**arguments, **op_arguments(q, {"sinks": sinks}, "q")}
+                own["sinks"] = sinks
         if save_kv_cache and k is not None:
             where = KVWriteLoc.for_layer(forward_batch, layer, swa_loc=meta.window_rows)
             self.pool.set_kv_buffer(layer, where, k, v, layer.k_scale, layer.v_scale)
         keys, values = self._pages(layer.layer_id)
         output = forward_batch._attn_output  # where a graph of a prompt has room
         if output is not None:
-            output = output.view(-1, layer.tp_q_head_num, layer.v_head_dim)
-        found = attend_known(q.reshape(-1, heads, dim), keys, values, scale, causal, arguments, output)
+            own["out"] = output.view(-1, layer.tp_q_head_num, layer.v_head_dim)
+        found = attend_known(q.reshape(-1, heads, dim), keys, values, scale, causal, known, own)
         calls.count(layer.attn_type._value_)
         return found.view(-1, width)
 
