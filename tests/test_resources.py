@@ -16,6 +16,7 @@ import pytest
 import resources
 
 from cutlass_fmha import _C
+from cutlass_fmha.demo import binary, session
 
 ROOT = Path(__file__).resolve().parents[1]
 assert _C.__file__ is not None
@@ -83,6 +84,19 @@ def test_no_kernel_has_anything_to_complain_about(rows: list[_C.Row], machine_co
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
     return resources.read_report()
+
+
+def test_the_demo_finds_the_kernels_of_this_build_as_they_were_meant(
+    machine_code: list[cubin.Kernel], monkeypatch: pytest.MonkeyPatch
+):
+    def as_read(extension: Path, target: int) -> list[binary.Kernel]:
+        kernels = (kernel for kernel in machine_code if kernel.arch == target)
+        return [binary.Kernel(x.name, x.registers, x.stack, x.count("HMMA")) for x in kernels]
+
+    monkeypatch.setattr(binary, "inspect", as_read)
+    report = session.Report(quiet=True)
+    session.show_kernels(report)
+    assert "no stack, no spills" in report.text()
 
 
 def test_no_kernel_of_the_report_has_anything_to_complain_about(report: dict[str, Any]):

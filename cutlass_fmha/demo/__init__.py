@@ -47,7 +47,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the demo. Returns 1 when something is missing, embeddings disagree, or kernels are badly built."""
-    arguments = build_parser().parse_args(argv)
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
+    if not 8 <= arguments.tokens <= 512:
+        parser.error(f"--tokens must lie between 8 and 512, which is what the model reads, got {arguments.tokens}")
+    if arguments.top < 1:
+        parser.error(f"--top must be at least 1, got {arguments.top}")
     # After parsing: --help needs neither torch nor transformers.
     from . import binary, model, session
 

@@ -83,10 +83,6 @@ def run(
     data_type = getattr(torch, dtype or ("float16" if chosen.type == "cuda" else "float32"))
     if chosen.type == "cuda" and data_type is torch.float32:
         raise CannotRun("the kernels compute float16 and bfloat16: give one of them as --dtype, or --device cpu.")
-    if not 8 <= tokens <= 512:
-        raise CannotRun(f"--tokens must lie between 8 and 512, which is what the model reads, got {tokens}.")
-    if top < 1:
-        raise CannotRun(f"--top must be at least 1, got {top}.")
     report = Report(quiet=quiet)
     search = load(report, queries, chosen, data_type, tokens, directory)
     ours = embed(report, search)
@@ -301,13 +297,14 @@ def show_kernels(report: Report) -> None:
     A missing reader is said and no failure; kernels that are missing, spill or lack tensor-core instructions
     are.
     """
-    rows = _C.rows()
+    rows = [*_C.rows(), *_C.backward_rows()]
     report.say("## The compiled kernels", "")
     if not rows:
         report.say("This build has no kernels (CUTLASS_FMHA_CUDA=OFF): there is nothing to inspect.", "")
         return
     arch = min(row.arch for row in rows)
-    names = {row.name for row in rows if row.arch == arch and row.family not in tables.WIDE}
+    without_mma = (*tables.WIDE, "backward_wide")
+    names = {row.name for row in rows if row.arch == arch and row.family not in without_mma}
     others = {row.name for row in (*rows, *_C.helpers()) if row.arch == arch} - names
     try:
         target = tables.this_build().architectures[arch].split(",")[-1].rstrip("af")
