@@ -9,6 +9,7 @@ import sys as _sys
 from importlib import import_module as _import_module
 from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
 from importlib.metadata import version as _version
+from importlib.util import find_spec as _find_spec
 from pathlib import Path as _Path
 
 try:
@@ -28,8 +29,23 @@ def _runs_as_a_command() -> bool:
     return _Path(program).stem == "cutlass-fmha"
 
 
+def _refuse_a_part(extension: str | None) -> None:
+    """Raises ImportError where a file of the extension ends before it should, as after a copy that broke off: the
+    loader would end the process there, without a word."""
+    if extension is None or _sys.platform != "linux":
+        return
+    with open(extension, "rb") as file:
+        head = file.read(64)
+    begin, of_each, count = (int.from_bytes(head[at : at + size], "little") for at, size in ((40, 8), (58, 2), (60, 2)))
+    if head[:4] == b"\x7fELF" and begin + of_each * count > _Path(extension).stat().st_size:  # its last table
+        _sys.modules["cutlass_fmha._C"] = None  # type: ignore[assignment]  # `info` won't load it either
+        raise ImportError(f"{extension} is a part of what it should be: install the package anew")
+
+
 try:
     try:
+        if _runs_as_a_command() and (_found := _find_spec("cutlass_fmha._C")) is not None:
+            _refuse_a_part(_found.origin)
         _import_module("cutlass_fmha._C")
     except ModuleNotFoundError as error:
         raise ImportError(

@@ -15,13 +15,26 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from fake_build import make_build
 from oracle import CAUSAL, visible
 
 from cutlass_fmha import UnsupportedError, bench
-from cutlass_fmha.bench import against, contenders, gradients, lineup, machine, peers, report, runner, timing
+from cutlass_fmha.bench import (
+    against,
+    contenders,
+    gradients,
+    lineup,
+    machine,
+    peers,
+    regression,
+    report,
+    runner,
+    timing,
+)
 from cutlass_fmha.bench import cases as bench_cases
 from cutlass_fmha.bench.cases import CASES, FEATURES, GROUPS, Case, select_cases, visible_pairs
 from cutlass_fmha.bench.features import Feature
+from cutlass_fmha.dispatch import table as tables
 
 SMALL = Case("latency", 2, 4, 2, 48, 48, 32, "float16", causal=True)
 
@@ -288,24 +301,46 @@ def test_the_picture_shows_bars_and_refusals(tmp_path: Path, suffix: str, begin:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "said"),
+    ("arguments", "said"),
+    [("", "bench: a GPU is timed"), ("--against {0}", "bench: {0} holds no package cutlass_fmha\n")],
+)
+def test_what_cannot_be_done_is_one_sentence(arguments: str, said: str, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert bench.main(arguments.format(tmp_path).split()) == 1
+    printed = capsys.readouterr()
+    assert printed.out == "" and said.format(tmp_path) in printed.err and printed.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
     [
-        ("", 1, "bench: a GPU is timed"),
-        ("--plot picture.png", 2, "not installed: pip install matplotlib.\n"),
-        ("--plot picture.txt", 2, "--plot writes .png or .svg, and not 'picture.txt'\n"),
-        ("--preset x", 2, "unknown"),
-        ("--peers flash,x", 2, "unknown"),
-        ("--compare b.json", 2, "name the other with --from-json"),
-        ("--against {0}", 1, "bench: {0} holds no package cutlass_fmha\n"),
+        ("--plot picture.png", "not installed: pip install matplotlib.\n"),
+        ("--plot picture.txt", "--plot writes .png or .svg, and not 'picture.txt'\n"),
+        ("--preset x", "unknown"),
+        ("--peers flash,x", "unknown"),
+        ("--compare b.json", "name the other with --from-json"),
+        ("--row fwd_sm90_x", "'fwd_sm90_x' is not a row of this build"),  # whether there is a GPU or not
+        ("--band -5 --list", "--band must be at least 0, got -5\n"),
+        ("--band nan --list", "--band must be at least 0, got nan\n"),
     ],
 )
-def test_what_cannot_be_done_is_one_sentence(arguments: str, status: int, said: str, tmp_path, monkeypatch, capsys):
+def test_a_wrong_argument_is_told_with_status_2(arguments: str, said: str, monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert bench.main(arguments.format(tmp_path).split()) == status
+    monkeypatch.setattr(tables, "this_build", make_build)
+    with pytest.raises(SystemExit) as left:
+        bench.main(arguments.split())
     printed = capsys.readouterr()
-    assert printed.out == "" and said.format(tmp_path) in printed.err
-    assert status == 2 or printed.err.count("\n") == 1
+    assert left.value.code == 2 and printed.out == "" and said in printed.err
+
+
+def test_rows_of_gradients_can_be_forced_and_a_build_without_rows_is_no_wrong_argument(monkeypatch):
+    monkeypatch.setattr(tables, "backward", lambda: SimpleNamespace(rows=[SimpleNamespace(name="bwd_x")]))
+    monkeypatch.setattr(tables, "this_build", make_build)
+    for name in (make_build().rows[0].name, "bwd_x"):
+        bench.require_row(name)
+    monkeypatch.setattr(tables, "this_build", lambda: tables.Table(()))
+    bench.require_row("x")
 
 
 def test_a_recorded_result_is_rendered_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -353,6 +388,19 @@ def test_what_is_slower_than_noise_fails(factors: dict[int, float | None], said:
     assert bench.main(asked) == (said is not None)
     assert (said or "nothing is slower") in capsys.readouterr().out
     assert bench.main([*asked, "--band", "50"]) == (said is not None and "no longer" in said)
+
+
+def test_a_case_that_is_missing_fails_where_it_was_asked_for(tmp_path, capsys):
+    report.write_json(synthetic(), tmp_path / "before.json")
+    result = synthetic()
+    lost = next(case for case in result["cases"] if case["results"]["ours"]["status"] == "ok")["name"]
+    result["cases"] = [case for case in result["cases"] if case["name"] != lost]
+    report.write_json(result, tmp_path / "now.json")
+    asked = ["--from-json", str(tmp_path / "now.json"), "--compare", str(tmp_path / "before.json")]
+    assert bench.main(asked) == 1 and f"{lost} is missing" in capsys.readouterr().out
+    others = {case["name"] for case in result["cases"]}
+    before = report.read_json(tmp_path / "before.json")
+    assert regression.compare(before, result, names=others)["slower"] == []
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,10 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -83,7 +85,7 @@ def test_info_counts_rows_and_names_devices(capsys, build, monkeypatch):
         "cuda:2: NVIDIA GB10 (capability 12.1, 48 SMs), takes the sm_120 rows, as sm_120f\n",
     ):
         assert line in out
-    assert re.search(r"sm_120: 42 rows, \d+ of the backward, compiled for sm_120f\n", out)
+    assert re.search(r"sm_120: 42 rows of the forward, \d+ of the backward, compiled for sm_120f\n", out)
 
 
 def test_a_driver_that_is_too_old_is_told_where_it_matters(capsys, build, monkeypatch):
@@ -221,6 +223,25 @@ def test_tables_are_drawn_by_rich_on_a_terminal_and_plain_elsewhere(capsys, monk
     assert capsys.readouterr().out == plain
 
 
+def test_no_number_is_cut_on_a_narrow_terminal(capsys, monkeypatch):
+    recorded = str(ROOT / "benchmarks/results/h200.json")
+    asked = ("bench", "--preset", "b2_h16_s8192_d128_bf16", "--from-json", recorded)
+    wide = next(line for line in run(capsys, *asked)[1].splitlines() if line.startswith("B2 H16"))
+    long = output.Table(["case", "us"], [["so many words " * 9, "12345.5"]])
+    remarked = output.Table(["row", "us", ""], [["a_row" * 9, "12345.5", "so many words " * 9]], remarks=True)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out = run(capsys, *asked)
+    assert wide in out.splitlines() and "…" not in out  # plain: rich has no room for it
+    for table in (long, remarked):
+        output.show([table])
+        drawn = capsys.readouterr().out
+        assert "─────" in drawn and " 12345.5 " in drawn and "…" not in drawn
+        assert all(len(re.sub(r"\x1b\[\d*m", "", line)) <= 80 for line in drawn.splitlines())
+    assert "a_row" * 9 in drawn
+    output.show([output.Table(["row", ""], [], remarks=True)])
+
+
 def test_a_reader_that_leaves_early_is_no_error(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "leaving", Mock(main=Mock(side_effect=BrokenPipeError)))
     monkeypatch.setitem(cli.COMMANDS, "info", cli.Command("leaving", ""))
@@ -261,7 +282,23 @@ def test_info_answers_where_the_package_cannot_be_imported(tmp_path, absent: tup
     other = python("-m", "cutlass_fmha", "bench")
     assert other.returncode == 1 and other.stderr.startswith("bench: cutlass_fmha can't be imported here: ")
     assert other.stderr.count("\n") == 1
+    told = python("-m", "cutlass_fmha", "bench", "--help")
+    assert told.returncode == 0 and told.stdout.startswith("usage: cutlass-fmha bench ") and not told.stderr
+    assert cli.COMMANDS["bench"].help in told.stdout and "can't be imported here" in told.stdout
     assert python("-c", "import cutlass_fmha").returncode == 1  # for everybody else it is an error
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks for Linux's format")
+def test_info_tells_of_a_part_of_an_extension(tmp_path: Path):
+    """Loading it would end the process by a signal."""
+    whole = Path(str(_C.__file__))
+    shutil.copytree(ROOT / "cutlass_fmha", tmp_path / "cutlass_fmha", ignore=shutil.ignore_patterns("_C.*"))
+    (tmp_path / "cutlass_fmha" / whole.name).write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
+    paths = os.pathsep.join([str(tmp_path), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")])
+    command = [sys.executable, "-S", "-m", "cutlass_fmha", "info"]  # -S: without what finds an editable installation
+    told = {"capture_output": True, "text": True, "timeout": 300, "cwd": tmp_path}
+    done = subprocess.run(command, check=False, env={**os.environ, "PYTHONPATH": paths}, **told)
+    assert done.returncode == 1 and "is a part of what it should be: install the package anew" in done.stdout
 
 
 @pytest.mark.parametrize(

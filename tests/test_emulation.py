@@ -237,6 +237,11 @@ def test_families_that_are_asked_for_are_measured(options: list[str], asked: Any
     assert "no row of sm_89" in capsys.readouterr().err
 
 
+def test_errors_of_a_search_are_its_own(capsys: pytest.CaptureFixture[str]):
+    assert emulate.main(["l4", "--report", "--leaderboard", "nowhere.json"]) == 1
+    assert capsys.readouterr().err.startswith("emulate: ")
+
+
 def entry(case: str, row: str, share: float, **more: Any) -> dict[str, Any]:
     figures = {"us": 1 / share, "tflops": 200 * share, "share": share, "tbytes_per_s": 1.0, "error_ratio": 0.5}
     return {"family": "plain", "case": case, "row": row, "plain": None, **figures, **more}

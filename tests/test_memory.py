@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import re
+import sys
 import textwrap
 import threading
 from collections.abc import Callable
@@ -479,9 +480,29 @@ def test_the_guide_has_what_is_computed():
     exec(compile(example, str(MEMORY), "exec"), names := {})
     assert textwrap.indent(f"{names['plan']}", "    ") in text
     exec(compile(loop, str(MEMORY), "exec"), names)
-    assert all(table in text for table in command.tables().split("\n\n"))
+    assert all(table in text for table in command.markdown(command.figures()).split("\n\n"))
     # Gradients included, from 2048 tokens on, of all three models.
     assert all(command.of_model(name, 2048, "l4", True).share_saved >= 0.7 for name in command.MODELS)
+
+
+def test_the_tables_are_rows_for_programs_and_drawn_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch):
+    monkeypatch.setattr(command, "LENGTHS", (512,))
+    monkeypatch.setattr(command, "GPUS", ("l4",))
+    assert main(["memory", "--table", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (saved,), (fits,) = found["share_saved"], found["longest"]
+    share = saved["models"]["GPT-2"]["with_backward"]
+    assert saved["tokens"] == 512 and share == command.of_model("GPT-2", 512, "l4", True).share_saved
+    assert (fits["gpu"], fits["gb"]) == ("L4", 24)
+    tokens = fits["models"]["Llama 3 8B"]
+    assert tokens == {x: command.longest("Llama 3 8B", "l4", 24 * 10**9, x == "unfused") for x in ("fused", "unfused")}
+    assert main(["memory", "--table"]) == 0
+    assert "| --- |" in capsys.readouterr().out
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["memory", "--table"]) == 0
+    drawn = capsys.readouterr().out
+    assert "─────" in drawn and "|" not in drawn and f"{tokens['fused']:,} / {tokens['unfused']:,} " in drawn
 
 
 def test_the_command_prints_the_plan(capsys: pytest.CaptureFixture[str]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import subprocess
 import sys
@@ -440,19 +441,47 @@ def test_the_report_and_the_lines_to_take_over(board: Leaderboard, capsys: pytes
     assert run_tune("--accept", "--leaderboard", board.path) == 0
     shown = capsys.readouterr().out
     assert f"before: {INCUMBENT.key}" in shown and f"replaces, on sm_90: {row.key}" in shown
-    assert f'fmha_forward("90" "f16;bf16" {best.candidate.key})' in shown
+    line = f'fmha_forward("90" "f16;bf16" {best.candidate.key})'
+    assert line in shown
+    assert run_tune("--accept", "--leaderboard", board.path, "--json") == 0
+    told = json.loads(capsys.readouterr().out)["d64-x"]
+    assert (told["line"], told["beaten"], told["replaces"]) == (line, [INCUMBENT.key], [row.key])
     board.about["source_hash"] = "0" * 64
     board.save()
     assert run_tune("--accept", "--leaderboard", board.path) == 1
     assert "is about sources 000000000000, and src/ has" in capsys.readouterr().err
 
 
+def test_the_candidates_of_a_dry_run_are_the_same_for_programs(capsys: pytest.CaptureFixture[str]):
+    asked = ("--dry-run", "--arch", 90, "--head-dim", 64, "--round", 3)
+    assert run_tune(*asked) == 0
+    text = capsys.readouterr().out
+    assert run_tune(*asked, "--json") == 0
+    ((name, target),) = json.loads(capsys.readouterr().out).items()
+    lines = [line["line"] for line in target["lines"]]
+    assert f"# {name}: {', '.join(target['cases'])}\n# {len(target['incumbents'])} rows" in text
+    assert lines == [line.partition("  #")[0] for line in text.splitlines() if not line.startswith("#")] != []
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         ("--dry-run --arch 90 --preset dens", "unknown preset"),
+        ("--preset dens", "unknown preset"),  # whether there is a GPU or not
         ("--dry-run --arch 90 --head-dim 48", "no case is left"),
         ("--dry-run --arch 89 --smem 200", "99 KiB of shared memory on sm_89"),
+    ],
+)
+def test_a_wrong_argument_is_told_with_status_2(arguments: str, sentence: str, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(SystemExit) as left:
+        run_tune(*arguments.split())
+    assert left.value.code == 2 and sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
         ("--report --leaderboard nowhere.json", "can't be read"),
         ("--preset dense --head-dim 64 --device 3", "a search needs a GPU"),
         ("--preset dense --head-dim 64", "is of other sources: make build"),  # whose rows are to be beaten

@@ -90,8 +90,8 @@ def main(arguments: list[str] | None = None) -> int:
     options, rest = parser.parse_known_args(arguments)
     arch, passes = balance(options.gpu)
     if not options.families and not options.family:
-        return tune.main(["--arch", str(arch), "--mma-passes", str(passes), *rest])
-    asked = tune.parse_arguments(rest)
+        return tune.main(["--arch", str(arch), "--mma-passes", str(passes), *rest], name="emulate")
+    asked = tune.parse_arguments(tune.build_parser(), rest)
     try:
         found = measure_families(arch, passes, asked.work, options.defines, options.family or tuple(families.ROWS))
     except (BuildError, tune.ToolMissingError) as error:

@@ -1,12 +1,9 @@
-"""The hash of src/: what ties a parity report or a build to the sources it was made from.
-
-python tools/source_hash.py [directory]
-"""
+"""The hash of src/: what ties a parity report or a build to the sources it was made from."""
 
 from __future__ import annotations
 
+import argparse
 import hashlib
-import sys
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parents[1] / "src"
@@ -31,5 +28,14 @@ def source_hash(directory: Path = SOURCES) -> str:
     return digest.hexdigest()
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path, nargs="?", default=SOURCES, help="default: this checkout's src/")
+    try:
+        print(source_hash(parser.parse_args().directory))
+    except FileNotFoundError as error:
+        parser.error(str(error))
+
+
 if __name__ == "__main__":
-    print(source_hash(*map(Path, sys.argv[1:2])))
+    main()

@@ -38,7 +38,7 @@ from cutlass_fmha.dispatch import device as devices  # noqa: E402
 from cutlass_fmha.dispatch import table as tables  # noqa: E402
 
 
-def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add = parser.add_argument_group("what to tune for").add_argument
     many = partial(add, action="append", default=[])
@@ -59,11 +59,23 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--report", action="store_true", help="print the leaderboard")
     add("--accept", action="store_true", help="print the accepted lines for the manifest")
     output.add_json(parser)
+    return parser
+
+
+def parse_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """What is asked for; as ``cases`` the benchmark's that are left to tune for."""
     options = parser.parse_args(arguments)
     if options.mma_passes < 1 or options.mma_passes % 2 == 0:
         parser.error("--mma-passes must be odd: 1, 3 or 5")
     if options.round is not None and options.round < 1:
         parser.error("--round must be at least 1")
+    try:
+        cases = select_cases(options.preset or ["dense"])
+    except ValueError as error:
+        parser.error(str(error))
+    options.cases = [c for c in cases if not c.feature and (not options.head_dim or c.head_dim in options.head_dim)]
+    if not options.cases:
+        parser.error("no case is left to tune for: see --preset and --head-dim")
     return options
 
 
@@ -88,17 +100,11 @@ def plain_rows(arch: int) -> list[_C.Row]:
 def make_targets(options: argparse.Namespace, arch: int) -> list[Target]:
     """Sets of the benchmark's cases by head dim and group, with the rows of this build to beat.
 
-    Raises ValueError for an unknown preset, and when nothing is left or there is no row to beat.
+    Raises ValueError when there is no row to beat.
     """
-    if options.smem > 99 and arch != 90:
-        raise ValueError(f"a block has 99 KiB of shared memory on sm_{arch}: --smem {options.smem} is for sm_90")
-    cases = select_cases(options.preset or ["dense"])
-    cases = [c for c in cases if not c.feature and (not options.head_dim or c.head_dim in options.head_dim)]
-    if not cases:
-        raise ValueError("no case is left to tune for: see --preset and --head-dim")
     targets = []
-    for head_dim, group in dict.fromkeys((case.head_dim, case.group) for case in cases):
-        own = tuple(case for case in cases if (case.head_dim, case.group) == (head_dim, group))
+    for head_dim, group in dict.fromkeys((case.head_dim, case.group) for case in options.cases):
+        own = tuple(case for case in options.cases if (case.head_dim, case.group) == (head_dim, group))
         rows = [row for row in plain_rows(arch) if row.head_dim == head_dim and row.copy != "element"]
         dtypes = {case.dtype for case in own}
         incumbents = tuple(dict.fromkeys(Candidate.of(row) for row in rows if row.dtype in dtypes))
@@ -112,12 +118,18 @@ def make_targets(options: argparse.Namespace, arch: int) -> list[Target]:
 
 
 def dry_run(options: argparse.Namespace, arch: int) -> None:
+    found, text = {}, []
     for target in make_targets(options, arch):
-        print(f"# {target.name}: {', '.join(case.name for case in target.cases)}")
-        print(f"# {len(target.incumbents)} rows of the manifest to beat")
         parents, seed = [(1.0, row) for row in target.incumbents], f"{options.seed} {target.name}"
-        for c in propose(target.allows, parents, options.round or 8, seed, arch):
-            print(f"{c.line(arch)}  # {shared_bytes(c)} B shared, {registers(c)}+ registers")
+        lines = [
+            {"line": c.line(arch), "shared_bytes": shared_bytes(c), "least_registers": registers(c)}
+            for c in propose(target.allows, parents, options.round or 8, seed, arch)
+        ]
+        cases, incumbents = [case.name for case in target.cases], [row.key for row in target.incumbents]
+        found[target.name] = {"cases": cases, "incumbents": incumbents, "lines": lines}
+        text += [f"# {target.name}: {', '.join(cases)}", f"# {len(incumbents)} rows of the manifest to beat"]
+        text += ["{line}  # {shared_bytes} B shared, {least_registers}+ registers".format(**each) for each in lines]
+    output.emit(found, text, options.json)
 
 
 def tune(options: argparse.Namespace, gpu: str, own: int, arch: int, path: Path) -> None:
@@ -152,48 +164,57 @@ def tune(options: argparse.Namespace, gpu: str, own: int, arch: int, path: Path)
         output.emit(board.content(), board.render(), options.json)
 
 
-def accept(board: Leaderboard) -> None:
-    """Print the best accepted line of each target, and which rows it beat or takes the name of."""
+def accept(board: Leaderboard, json: str | None) -> None:
+    """Tell the best accepted line of each target, and which rows it beat or takes the name of."""
     if board.about["source_hash"] != (now := source_hash()):
-        found = str(board.about["source_hash"])[:12]
-        raise ValueError(f"{board.path} is about sources {found}, and src/ has {now[:12]}: tune again")
+        then = str(board.about["source_hash"])[:12]
+        raise ValueError(f"{board.path} is about sources {then}, and src/ has {now[:12]}: tune again")
     arch = int(board.about["arch"])
     rows = {Candidate.of(row) for row in plain_rows(arch)}
+    found: dict[str, dict[str, object] | None] = {}
+    text = []
     for target in board.targets:
         best = next((entry for entry in board.best(target) if entry.fate == "accepted"), None)
         if best is None:
-            print(f"# {target}: no accepted line")
+            found[target] = None
+            text.append(f"# {target}: no accepted line")
             continue
-        beaten = {min(us, key=lambda k: us[k]) for us in best.sightings[-1].incumbents_us.values()}
-        print(f"# {target}: {best.reason}; fastest before: {', '.join(sorted(beaten))}")
-        for row in sorted(row for row in rows if row.name_columns == best.candidate.name_columns):
-            print(f"# has the name of, and so replaces, on sm_{arch}: {row.key}")
-        print(best.candidate.line(arch))
+        beaten = sorted({min(us, key=lambda k: us[k]) for us in best.sightings[-1].incumbents_us.values()})
+        replaced = [row.key for row in sorted(rows) if row.name_columns == best.candidate.name_columns]
+        line = best.candidate.line(arch)
+        found[target] = {"line": line, "reason": best.reason, "beaten": beaten, "replaces": replaced}
+        text.append(f"# {target}: {best.reason}; fastest before: {', '.join(beaten)}")
+        text += [f"# has the name of, and so replaces, on sm_{arch}: {key}" for key in replaced]
+        text.append(line)
+    output.emit(found, text, json)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse_arguments(arguments)
+def main(arguments: Sequence[str] | None = None, name: str = "tune") -> int:
+    """``name``: whose errors they are."""
+    parser = build_parser()
+    options = parse_arguments(parser, arguments)
     search = not (options.dry_run or options.report or options.accept)
     try:
         named = options.leaderboard and (options.report or options.accept)
         gpu, own = gpu_at_hand(options.device) if search or not (options.arch or named) else ("", 0)
         arch = options.arch or own
-        name = f"leaderboard-sm{arch}-passes{options.mma_passes}.json"
-        path = options.leaderboard or options.work / name
+        path = options.leaderboard or options.work / f"leaderboard-sm{arch}-passes{options.mma_passes}.json"
+        if options.smem > 99 and arch != 90 and not (options.report or options.accept):
+            parser.error(f"a block has 99 KiB of shared memory on sm_{arch}: --smem {options.smem} is for sm_90")
         if options.report:
             board = Leaderboard.load(path)
             output.emit(board.content(), board.render(), options.json)
         elif options.accept:
-            accept(Leaderboard.load(path))
+            accept(Leaderboard.load(path), options.json)
         elif options.dry_run:
             dry_run(options, arch)
         else:
             tune(options, gpu, own, arch, path)
     except KeyboardInterrupt:
-        print("tune: stopped; the same command goes on from here", file=sys.stderr)
+        print(f"{name}: stopped; the same command goes on from here", file=sys.stderr)
         return 130
     except (ValueError, BuildError, EvaluationError, ToolMissingError) as error:
-        print(f"tune: {error}", file=sys.stderr)
+        print(f"{name}: {error}", file=sys.stderr)
         return 1
     return 0
 

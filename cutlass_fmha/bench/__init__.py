@@ -81,11 +81,21 @@ def parse_peers(text: str | None) -> list[str] | None:
     return names
 
 
+def require_row(name: str) -> None:
+    """Raises ValueError for what is no row of a build that has some: without any it's the build that is wrong."""
+    from cutlass_fmha.dispatch import table
+
+    forward = table.this_build()
+    if forward.rows and all(row.name != name for row in table.backward().rows):
+        forward.by_name(name)
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Run the benchmark. Returns 1 for a wrong result or nothing to measure with, 2 for a bad argument."""
+    """Run the benchmark. Returns 1 for a wrong result or nothing to measure with, exits with 2 for a bad argument."""
     from cutlass_fmha.cli import output
 
-    arguments = build_parser().parse_args(argv)
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
     try:
         chosen = cases.select_cases(arguments.preset)
         peers = parse_peers(arguments.peers)
@@ -95,9 +105,12 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError("--compare takes two recorded results: name the other with --from-json")
         if arguments.export and arguments.export[0] not in export.FORMATS:
             raise ValueError(f"unknown format {arguments.export[0]!r}: take one of {', '.join(export.FORMATS)}")
+        if not arguments.band >= 0:  # nor NaN
+            raise ValueError(f"--band must be at least 0, got {arguments.band:g}")
+        if arguments.row is not None:
+            require_row(arguments.row)
     except ValueError as error:
-        print(f"bench: {error}", file=sys.stderr)
-        return 2
+        parser.error(str(error))
     if arguments.list:
         sizes = [[case.group, case.name, f"{case.flop / 1e9:.2f}", f"{case.moved_bytes / 1e6:.1f}"] for case in chosen]
         table = output.Table(["group", "case", "GFLOP", "MB"], sizes, left=2)
@@ -110,7 +123,7 @@ def main(argv: list[str] | None = None) -> int:
             names = {case.name for case in chosen} if arguments.preset else None
             result["cases"] = [c for c in result["cases"] if names is None or c["name"] in names]
             if arguments.compare:
-                found = regression.compare(report.read_json(arguments.compare), result, arguments.band)
+                found = regression.compare(report.read_json(arguments.compare), result, arguments.band, names)
                 output.emit(found, regression.parts(found), arguments.json)
                 return 1 if found["slower"] else 0
         if arguments.export:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from .contenders import OURS
@@ -12,8 +13,10 @@ BAND = 5.0
 mean of all cases, half of it. In turns, on an H200, 41 cases of two builds differed by 1.6 at most."""
 
 
-def compare(before: Result, now: Result, band: float = BAND) -> dict[str, Any]:
+def compare(before: Result, now: Result, band: float = BAND, names: Collection[str] | None = None) -> dict[str, Any]:
     """What became of each case's time; ``slower`` names those beyond the band, and what no longer runs.
+
+    names: the cases that are asked for; None: all that ran before, of which none may be missing now.
 
     Raises InvalidReport for results of two GPUs, or without a case in common.
     """
@@ -21,8 +24,10 @@ def compare(before: Result, now: Result, band: float = BAND) -> dict[str, Any]:
     if gpus[0] != gpus[1]:
         raise InvalidReport(f"results of {gpus[0]} and of {gpus[1]} say nothing about each other")
     old, new = ({case["name"]: case for case in result["cases"]} for result in (before, now))
+    asked = [name for name in old if names is None or name in names]
+    lost = [name for name in asked if name not in new and old[name]["results"][OURS]["status"] == "ok"]
     cases, slower = [], []
-    for name in (name for name in old if name in new):
+    for name in (name for name in asked if name in new):
         was, is_now = (case["results"][OURS] for case in (old[name], new[name]))
         if was["status"] != "ok":
             continue
@@ -35,6 +40,7 @@ def compare(before: Result, now: Result, band: float = BAND) -> dict[str, Any]:
             slower.append(f"{name} takes {ratio:.3f} of its time")
     if not cases and not slower:
         raise InvalidReport("the two results have no case in common that ran")
+    slower += [f"{name} is missing" for name in lost]
     mean = geometric_mean([case["ratio"] for case in cases]) if cases else None
     if mean is not None and mean > 1 + band / 200:
         slower.append(f"all cases take {mean:.3f} of their time on average")

@@ -47,10 +47,12 @@ def main(argv: list[str] | None = None) -> int:
     if (error := cutlass_fmha.import_error) is not None and name not in ALWAYS:
         from cutlass_fmha.cli.output import one_line
 
-        print(
-            f"{name}: cutlass_fmha can't be imported here: {one_line(error)} (`cutlass-fmha info` says more)",
-            file=sys.stderr,
-        )
+        why = f"cutlass_fmha can't be imported here: {one_line(error)} (`cutlass-fmha info` says more)"
+        if not {"-h", "--help"}.isdisjoint(argv[1:]):  # the options are in modules that need the package
+            prog, usage = f"cutlass-fmha {name}", "%(prog)s [options]"
+            argparse.ArgumentParser(prog, usage, COMMANDS[name].help, epilog=why).print_help()
+            return 0
+        print(f"{name}: {why}", file=sys.stderr)
         return 1
     try:
         status: int = importlib.import_module(COMMANDS[name].module).main(argv[1:])

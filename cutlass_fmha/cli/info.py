@@ -176,7 +176,8 @@ def as_text(found: dict[str, Any]) -> list[str | output.Table]:
     elif build:
         lines.append("built without CUDA (CUTLASS_FMHA_CUDA=OFF): the CPU backend only")
     lines += [
-        f"{arch}: {of['rows']} rows, {of['backward_rows']} of the backward, compiled for {of['compiled_for']}"
+        f"{arch}: {of['rows']} rows of the forward, {of['backward_rows']} of the backward, "
+        f"compiled for {of['compiled_for']}"
         for arch, of in found.get("architectures", {}).items()
     ]
     if rows := found.get("rows"):

@@ -26,6 +26,11 @@ class Table(NamedTuple):
     def begins(self, column: int) -> bool:
         return column < self.left or (self.remarks and column == len(self.headings) - 1)
 
+    @property
+    def wraps(self) -> int:
+        """The column whose text may take several lines; numbers and names stay whole."""
+        return len(self.headings) - 1 if self.remarks else self.left - 1
+
     def __str__(self) -> str:
         widths = [max(map(len, column)) for column in zip(self.headings, *self.rows, strict=True)]
         lines = [self.headings, ["-" * width for width in widths], *self.rows]
@@ -132,8 +137,18 @@ def show(parts: Iterable[str | Table]) -> None:
             console.print(part, markup=False)
             continue
         drawn = rich.table.Table(box=rich.box.SIMPLE_HEAD)
-        for column, heading in enumerate(part.headings):
-            drawn.add_column(rich.text.Text(heading), justify="left" if part.begins(column) else "right")
+        for column, cells in enumerate(zip(part.headings, *part.rows, strict=True)):
+            wraps = column == part.wraps
+            drawn.add_column(
+                rich.text.Text(cells[0]),
+                justify="left" if part.begins(column) else "right",
+                no_wrap=not wraps,
+                min_width=max((len(x) for cell in cells for x in (cell.split() if wraps else [cell])), default=0),
+            )
         for row in part.rows:
             drawn.add_row(*map(rich.text.Text, row))
-        console.print(drawn)
+        least = console.measure(drawn, options=console.options.update(max_width=sys.maxsize)).minimum
+        if least > console.width:  # rich would cut cells
+            print(part)
+        else:
+            console.print(drawn)

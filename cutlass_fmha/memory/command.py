@@ -54,8 +54,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         if arguments.table:
-            text: list[str | output.Table] = [tables()]
-            content: dict[str, Any] = {"markdown": text[0]}
+            content: dict[str, Any] = figures()
+            text = drawn(content) if output.draws() else [markdown(content)]
         else:
             plan = _plan(arguments)
             content, text = asdict(plan), output.told(plan)
@@ -103,19 +103,47 @@ def longest(model: str, device: str, room: int, unfused: bool) -> int:
     return least * STEP
 
 
-def tables() -> str:
-    """Markdown: what is saved by length, and what fits where."""
-    names = list(MODELS)
-    lines = [_row("tokens", *names), _row("---", *["---:"] * len(names))]
-    for seqlen in LENGTHS:
-        plans = [[of_model(name, seqlen, "l4", backward) for backward in (False, True)] for name in names]
-        lines.append(_row(f"{seqlen:,}", *(" / ".join(f"{p.share_saved:.0%}" for p in both) for both in plans)))
-    lines += ["", _row("GPU", "GB", *names), _row("---", *["---:"] * (1 + len(names)))]
+def figures() -> dict[str, list[dict[str, Any]]]:
+    """By length, what is saved; by GPU, the tokens that fit. Of each model two, see the names."""
+    both = {"forward": False, "with_backward": True}
+    saved = [
+        {
+            "tokens": seqlen,
+            "models": {m: {x: of_model(m, seqlen, "l4", y).share_saved for x, y in both.items()} for m in MODELS},
+        }
+        for seqlen in LENGTHS
+    ]
+    how = {"fused": False, "unfused": True}
+    fits = []
     for gpu in GPUS:
-        room = devices.MEMORY_GB[gpu] * 10**9
-        cells = [f"{longest(name, gpu, room, False):,} / {longest(name, gpu, room, True):,}" for name in names]
-        lines.append(_row(devices.PRESETS[gpu].name.removeprefix("NVIDIA "), str(devices.MEMORY_GB[gpu]), *cells))
-    return "\n".join(lines)
+        gb, name = devices.MEMORY_GB[gpu], devices.PRESETS[gpu].name.removeprefix("NVIDIA ")
+        models = {m: {x: longest(m, gpu, gb * 10**9, y) for x, y in how.items()} for m in MODELS}
+        fits.append({"gpu": name, "gb": gb, "models": models})
+    return {"share_saved": saved, "longest": fits}
+
+
+def tables(found: dict[str, list[dict[str, Any]]]) -> list[output.Table]:
+    saved = [
+        [f"{row['tokens']:,}", *(" / ".join(f"{x:.0%}" for x in of.values()) for of in row["models"].values())]
+        for row in found["share_saved"]
+    ]
+    fits = [
+        [row["gpu"], str(row["gb"]), *(" / ".join(f"{x:,}" for x in of.values()) for of in row["models"].values())]
+        for row in found["longest"]
+    ]
+    return [output.Table(["tokens", *MODELS], saved), output.Table(["GPU", "GB", *MODELS], fits)]
+
+
+def drawn(found: dict[str, list[dict[str, Any]]]) -> list[str | output.Table]:
+    saved, fits = tables(found)
+    return ["Saved: of a call / with gradients", saved, "Longest sequence trained: fused / with scores in memory", fits]
+
+
+def markdown(found: dict[str, list[dict[str, Any]]]) -> str:
+    return "\n\n".join(
+        "\n".join([_row(*x.headings), _row("---", *["---:"] * (len(x.headings) - 1)), *(_row(*row) for row in x.rows)])
+        for x in tables(found)
+    )
 
 
 def _row(*cells: str) -> str:
