@@ -11,6 +11,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -26,6 +27,7 @@ import cutlass_fmha
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 40 * 2**20  # bytes
+MACHINE = platform.machine()  # as in names of wheels: x86_64, aarch64
 LEFT_OUT = re.compile(r"__pycache__|\.so$|\.py[cod]$|/\.")
 
 
@@ -80,15 +82,15 @@ def test_the_sdist_has_all_that_a_build_and_its_tests_read(sdist: Path):
     assert not [name for name in packed if name.startswith((".venv", "build/", "benchmarks/results"))]
 
 
-def test_the_wheel_is_for_this_python_and_holds_the_package_and_nothing_else(wheel: Path, names: set[str]):
+def test_the_wheel_is_for_this_python_and_machine_and_holds_the_package_and_nothing_else(wheel: Path, names: set[str]):
     binaries = {name for name in names if name.endswith(".so")}
     information = {name for name in names if re.match(r"cutlass_fmha-[^/]+\.dist-info/", name)}
     assert names - binaries - information == files_of("cutlass_fmha")
     assert {"cutlass_fmha/py.typed", "cutlass_fmha/_C.pyi"} <= names
     (binary,) = binaries
-    assert re.fullmatch(r"cutlass_fmha/_C\.cpython-\d+-x86_64-linux-gnu\.so", binary)
+    assert re.fullmatch(rf"cutlass_fmha/_C\.cpython-\d+-{MACHINE}-linux-gnu\.so", binary)
     tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    assert re.fullmatch(rf"cutlass_fmha-[^-]+-{tag}-{tag}-(many)?linux[\w.]*_x86_64\.whl", wheel.name)
+    assert re.fullmatch(rf"cutlass_fmha-[^-]+-{tag}-{tag}-(many)?linux[\w.]*_{MACHINE}\.whl", wheel.name)
     assert wheel.stat().st_size <= LIMIT
 
 
@@ -115,7 +117,7 @@ def test_its_symbols_are_those_of_manylinux_2_28(wheel: Path, names: set[str], t
 
     policies = json.loads((Path(auditwheel.policy.__file__).parent / "manylinux-policy.json").read_text())
     (policy,) = (policy for policy in policies if policy["name"] == "manylinux_2_28")
-    listed = policy["symbol_versions"]["x86_64"].items()
+    listed = policy["symbol_versions"][MACHINE].items()
     allowed = {f"{library}_{version}" for library, versions in listed for version in versions}
     newer = {name for name, versions in elf.versions(extension, "undefined").items() if versions - allowed}
     if "manylinux" in wheel.name:
@@ -128,7 +130,7 @@ def test_its_symbols_are_those_of_manylinux_2_28(wheel: Path, names: set[str], t
 
 def test_auditwheel_finds_a_platform_without_excludes(wheel: Path):
     said = run([sys.executable, "-m", "auditwheel", "show", str(wheel)], wheel.parent)
-    found = re.search(r'platform tag:\s+"manylinux_2_\d+_x86_64"', said)
+    found = re.search(rf'platform tag:\s+"manylinux_2_\d+_{MACHINE}"', said)
     assert found, f"more than the libraries that every Linux has is needed:\n{said}"
 
 
