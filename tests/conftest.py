@@ -12,7 +12,7 @@ import os
 import pickle
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -159,6 +159,20 @@ def pytest_testnodedown(node: Any, error: object) -> None:
     if "refusal" in output:
         pytest.exit(output["refusal"], returncode=1)
     node.config.stash[WITHOUT_TMA] = output.get("without_tma")
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """What a command's ``main`` says of arguments that are wrong, with status 2."""
+
+    def said(main: Callable[[list[str]], object], *arguments: object) -> str:
+        with pytest.raises(SystemExit) as left:
+            main([str(argument) for argument in arguments])
+        printed = capsys.readouterr()
+        assert left.value.code == 2 and printed.out == ""
+        return printed.err
+
+    return said
 
 
 @pytest.fixture

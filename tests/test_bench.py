@@ -324,14 +324,11 @@ def test_what_cannot_be_done_is_one_sentence(arguments: str, said: str, tmp_path
         ("--band nan --list", "--band must be at least 0, got nan\n"),
     ],
 )
-def test_a_wrong_argument_is_told_with_status_2(arguments: str, said: str, monkeypatch, capsys):
+def test_a_wrong_argument_is_told_with_status_2(arguments: str, said: str, monkeypatch, refused):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(tables, "this_build", make_build)
-    with pytest.raises(SystemExit) as left:
-        bench.main(arguments.split())
-    printed = capsys.readouterr()
-    assert left.value.code == 2 and printed.out == "" and said in printed.err
+    assert said in refused(bench.main, *arguments.split())
 
 
 def test_rows_of_gradients_can_be_forced_and_a_build_without_rows_is_no_wrong_argument(monkeypatch):
