@@ -1,5 +1,7 @@
 """The compiled extension: a table of kernels, one way to launch them, and the device's properties. Knows no torch."""
 
+from collections.abc import Callable
+
 class Row:
     """One compiled kernel: a row of the table. Sizes in elements unless the name says bytes.
 
@@ -561,6 +563,29 @@ def launch(
     room: int,
 ) -> None:
     """``run`` for one call of a plan: of ``plan.of_call(q, k, v, o, lse, scale, room)``, in less time."""
+
+def xla_handlers(
+    run: Callable[[bytes, list[int], list[int], int | None, int | None], str | bool | None],
+) -> tuple[object, object]:
+    """What XLA calls on the host and on CUDA devices: repeats the launches of ``xla_keep``, and has ``run`` (text,
+    arguments, results, stream, device) for the others, which returns None, what was wrong, or True: it is kept now."""
+
+def xla_keep(
+    text: bytes,
+    device: int,
+    row: int,
+    params: AttentionParams,
+    scale: float,
+    lse: bool,
+    room: bool,
+    places: list[tuple[int, str]],
+) -> None:
+    """A launch that is repeated for what was said with that text on that device, where q, k, v and the output are
+    aligned. places: (number of an argument, which address of the parameters it is); the results are the output, with
+    ``lse`` the LSE, and with ``room`` that of the parts of a launch."""
+
+def xla_kept(text: bytes, device: int, arguments: list[int], results: list[int]) -> tuple[int, AttentionParams] | None:
+    """The row, and with these addresses the parameters, that are launched for it; None where nothing is kept."""
 
 def array_metadata(q: object, k: object, v: object) -> tuple[bytes, int, int, int] | None:
     """Of capsules of DLPack, which stay as they are: bytes that are equal where shapes, strides, dtypes, devices and

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -32,16 +35,33 @@ class Array(Protocol):
     def __dlpack_device__(self) -> tuple[Any, Any]: ...
 
 
+def _root(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
+
+
 def _speaks(kind: type) -> bool:
     return not issubclass(kind, Tensor) and hasattr(kind, "__dlpack__") and hasattr(kind, "__dlpack_device__")
 
 
-_has_dlpack: Callable[[type], bool] = functools.lru_cache(_speaks)  # mypy takes no type for hashable
+def _traced(kind: type) -> bool:
+    """JAX's stand-in for an array while it traces a function: there is nothing to share."""
+    return any((_root(each), each.__name__) == ("jax", "Tracer") for each in kind.__mro__)
+
+
+# mypy takes no type for hashable
+_has_dlpack: Callable[[type], bool] = functools.lru_cache(_speaks)
+_is_traced: Callable[[type], bool] = functools.lru_cache(_traced)
+_is_of_library: Callable[[type], bool] = functools.lru_cache(lambda kind: _speaks(kind) or _traced(kind))
 
 
 def is_array(value: object) -> bool:
     """An array of another library."""
-    return _has_dlpack(type(value))
+    return _is_of_library(type(value))
+
+
+def _refuse_masked(name: str, kind: type) -> None:
+    if kind.__module__ == "numpy.ma":  # DLPack has no word for what hides elements
+        raise TypeError(f"{name}, a numpy.ma array, may hide elements: pass {name}.filled(...), and mask= for keys")
 
 
 class Options(NamedTuple):
@@ -57,10 +77,16 @@ class Options(NamedTuple):
 def through(function: Callable[..., Any], q: Any, k: Any, v: Any, features: Mapping[str, Any], options: Options) -> Any:
     """A call of ``function`` with tensors in place of arrays, and its results as arrays of q's library.
 
+    Where q is JAX's, and no other library's array and no tensor is with it, ``cutlass_fmha.jax`` takes all.
     The kernels run on torch's current stream: q's library is told to have its memory ready there, and makes
     its own stream wait when it takes the result. Raises TypeError for what can't be shared.
     """
     library = _library(q)
+    scale, causal, return_lse, layout, row = options
+    if library.attention is not None:
+        said = features if layout == "bshd" else {**features, "layout": layout}
+        if _jax_takes_all(q, k, v, said):
+            return library.attention(q, k, v, said, (scale, causal, return_lse, row))
     place = None if library.from_dlpack is Tensor.numpy else _place(q)
     if place is not None and library.cupy is not None and not features:
         launched = _launched(library, place, (q, k, v), options)
@@ -79,7 +105,9 @@ def through(function: Callable[..., Any], q: Any, k: Any, v: Any, features: Mapp
                 f"{name} requires a gradient, and q is a {_name(q)}, whose library would not know of it: "
                 f"pass {name}.detach(), or tensors alone"
             )
-    found = function(q_there, given.pop("k"), given.pop("v"), **options._asdict(), **given)
+    off = private_torch.disable_autocast  # which is torch's: arrays keep their dtypes
+    with nullcontext() if off is None or not private_torch.any_autocast_enabled() else off():
+        found = function(q_there, given.pop("k"), given.pop("v"), **options._asdict(), **given)
     if isinstance(found, tuple):
         return tuple(_handed_over(x, library, place) for x in found)
     return _handed_over(found, library, place)
@@ -100,6 +128,7 @@ def tensors(name: str, value: Any, place: _Place | None = None) -> Any:
         return tuple(tensors(name, each, place) for each in value)
     if not _has_dlpack(kind):
         return value
+    _refuse_masked(name, kind)
     if (strides := getattr(value, "strides", None)) and min(strides) < 0:  # torch would abort
         raise TypeError(f"{name}, a {_name(value)}, has a negative stride, which no tensor has: pass {name}.copy()")
     try:
@@ -181,12 +210,35 @@ class _Result:
         return self._tensor.__dlpack__(stream=stream, **said)
 
 
+def _known_to_jax(kind: type) -> bool:
+    return not issubclass(kind, Tensor) and (not _speaks(kind) or _root(kind) in ("jax", "jaxlib", "numpy"))
+
+
+_is_known_to_jax: Callable[[type], bool] = functools.lru_cache(_known_to_jax)
+
+
+def _jax_takes_all(q: Any, k: Any, v: Any, features: Mapping[str, Any]) -> bool:
+    """False: there is a tensor or an array of another library among them, or memory for the result."""
+    kind = type(q)
+    if not features and type(k) is kind and type(v) is kind:
+        return True
+    given = {name: x for name, x in features.items() if x is not None}
+    values: list[Any] = [k, v]
+    for x in given.values():
+        values += x if isinstance(x, tuple) else (x,)
+    if _is_traced(kind) or any(_is_traced(type(x)) for x in values):
+        return True  # or refuses it: nobody else can
+    return given.keys().isdisjoint((*RESULTS, "layout")) and all(_is_known_to_jax(type(x)) for x in values)
+
+
 class _Library(NamedTuple):
     """What makes arrays of a kind."""
 
     from_dlpack: Callable[[Any], Any]
     #: The library where it is CuPy: its from_dlpack takes capsules, too, and a kernel may run on its stream.
     cupy: Any
+    #: That of ``cutlass_fmha.jax`` where it is JAX.
+    attention: Any = None
 
     def shares(self, place: _Place) -> bool:
         """Whether the kernel's stream is the library's own, so that none has to wait for the other."""
@@ -259,24 +311,28 @@ def _library(array: Any) -> _Library:
     known = _libraries.get(kind)
     if known is not None:
         return known
-    cupy = None
+    _refuse_masked("q", kind)
+    cupy = attention = None
     found: Callable[[Any], Any] | None
     if kind.__module__ == "numpy":
         found = Tensor.numpy  # whose from_dlpack makes them read-only, where torch or NumPy is older
     else:
-        by_name = sys.modules.get(kind.__module__.partition(".")[0])
+        by_name = sys.modules.get(_root(kind))
         library = array.__array_namespace__() if hasattr(array, "__array_namespace__") else by_name
         found = getattr(library, "from_dlpack", None)
-        if kind.__module__.partition(".")[0] == "cupy":
+        if _root(kind) == "cupy":
             cupy = by_name
+        elif _root(kind) in ("jax", "jaxlib"):
+            with contextlib.suppress(ImportError):  # an older one's arrays are shared like any other's
+                attention = importlib.import_module("cutlass_fmha.jax.traced").of_call
     if found is None:
         raise TypeError(
             f"q is a {_name(array)}, whose library has no from_dlpack to take the result with: "
             "pass torch.from_dlpack(q), and alike k and v"
         )
-    _libraries[kind] = _Library(found, cupy)
+    _libraries[kind] = _Library(found, cupy, attention)
     return _libraries[kind]
 
 
 def _name(array: object) -> str:
-    return f"{type(array).__module__.partition('.')[0]}.{type(array).__qualname__}"
+    return f"{_root(type(array))}.{type(array).__qualname__}"

@@ -74,32 +74,34 @@ void bias_type(Class& c) {
       });
 }
 
-void bind_addresses(Class& c) {
+/// Calls `visit` with the name of each address and its member.
+template <class Visit>
+void each_address(Visit const& visit) {
   using P = AttentionParams;
-  address(c, "q", &P::q);
-  address(c, "k", &P::k);
-  address(c, "v", &P::v);
-  address(c, "o", &P::o);
-  address(c, "lse", &P::lse);
-  address(c, "cu_seqlens_q", &P::cu_seqlens_q);
-  address(c, "cu_seqlens_k", &P::cu_seqlens_k);
-  address(c, "seqused_q", &P::seqused_q);
-  address(c, "seqused_k", &P::seqused_k);
-  address(c, "leftpad_k", &P::leftpad_k);
-  address(c, "batch_index_k", &P::batch_index_k);
-  address(c, "page_table", &P::page_table);
-  address(c, "prefix_lengths", &P::prefix_lengths);
-  address(c, "mask", &P::mask);
-  address(c, "block_counts", &P::block_counts);
-  address(c, "block_indices", &P::block_indices);
-  address(c, "bias", &P::bias);
-  address(c, "alibi_slopes", &P::alibi_slopes);
-  address(c, "sinks", &P::sinks);
-  address(c, "dropout_seed", &P::dropout_seed);
-  address(c, "partial_o", &P::partial_o);
-  address(c, "partial_lse", &P::partial_lse);
-  address(c, "partial_low", &P::partial_low);
-  address(c, "tail", &P::tail);
+  visit("q", &P::q);
+  visit("k", &P::k);
+  visit("v", &P::v);
+  visit("o", &P::o);
+  visit("lse", &P::lse);
+  visit("cu_seqlens_q", &P::cu_seqlens_q);
+  visit("cu_seqlens_k", &P::cu_seqlens_k);
+  visit("seqused_q", &P::seqused_q);
+  visit("seqused_k", &P::seqused_k);
+  visit("leftpad_k", &P::leftpad_k);
+  visit("batch_index_k", &P::batch_index_k);
+  visit("page_table", &P::page_table);
+  visit("prefix_lengths", &P::prefix_lengths);
+  visit("mask", &P::mask);
+  visit("block_counts", &P::block_counts);
+  visit("block_indices", &P::block_indices);
+  visit("bias", &P::bias);
+  visit("alibi_slopes", &P::alibi_slopes);
+  visit("sinks", &P::sinks);
+  visit("dropout_seed", &P::dropout_seed);
+  visit("partial_o", &P::partial_o);
+  visit("partial_lse", &P::partial_lse);
+  visit("partial_low", &P::partial_low);
+  visit("tail", &P::tail);
 }
 
 void bind_strides(Class& c) {
@@ -261,6 +263,18 @@ AttentionParams of_call(AttentionParams const& plan, uintptr_t q, uintptr_t k, u
   return p;
 }
 
+SetAddress set_address(std::string const& name) {
+  SetAddress found;
+  each_address([&](char const* known, auto field) {
+    if (name != known) return;
+    found = [field](AttentionParams& p, uintptr_t value) {
+      p.*field = reinterpret_cast<std::remove_reference_t<decltype(p.*field)>>(value);
+    };
+  });
+  require(bool(found), [&] { return "no address is named " + name; });
+  return found;
+}
+
 bool all_vectors(FeatureParams const& p, int element_bytes) {
   constexpr int kVectorBytes = 16;
   uintptr_t addresses = 0;
@@ -294,7 +308,7 @@ void bind_attention_params(py::module_& m) {
       "vectors", [](AttentionParams const& p, int element_bytes) { return all_vectors(p, element_bytes); },
       py::arg("element_bytes"));
   params.def_property_readonly("device_lengths", [](AttentionParams const& p) { return device_lengths(p); });
-  bind_addresses(params);
+  each_address([&](char const* name, auto field) { address(params, name, field); });
   bind_strides(params);
   bind_numbers(params);
 }

@@ -78,13 +78,9 @@ std::vector<RowView> views() {
 /// `params` by value: another thread may write to the Python object while this one launches.
 template <class Params>
 void run(int row, Params params, int device, uintptr_t stream) {
-  Row const& found = row_at(row);
-  check(found, params);
-  if (params.empty()) return;
   // A full launch queue makes the driver wait, maybe for a host callback that wants the interpreter.
   py::gil_scoped_release unlocked;
-  DeviceGuard guard(device);
-  launch(found, params, device, reinterpret_cast<cudaStream_t>(stream));
+  launch_checked(row_at(row), params, device, reinterpret_cast<cudaStream_t>(stream));
 }
 
 int driver_version() {
@@ -255,6 +251,7 @@ PYBIND11_MODULE(_C, m) {
   bind_rope_params(m);
   bind_beside_params(m);
   bind_arrays(m);
+  bind_xla(m);
   m.def("rows", [] { return views<ForwardConfig, WideConfig, WideScoredConfig>(); });
   m.def("backward_rows", [] { return views<BackwardConfig, QueryProductConfig, WideBackwardConfig>(); });
   m.def("helpers", [] { return views<HelperConfig>(); });

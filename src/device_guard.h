@@ -48,4 +48,13 @@ class DeviceGuard {
   bool changed_ = false;
 };
 
+/// Launches what check() passes, by the launch() of these parameters.
+template <class Row, class Params>
+void launch_checked(Row const& row, Params const& params, int device, cudaStream_t stream) {
+  check(row, params);
+  if (params.empty()) return;
+  DeviceGuard guard(device);
+  launch(row, params, device, stream);
+}
+
 }  // namespace cutlass_fmha

@@ -77,6 +77,13 @@ def test_arrays_in_arrays_out(library: str, device: str, dtype: torch.dtype):
         assert shared.device.type == device and torch.equal(shared, wanted)
 
 
+def test_arrays_keep_their_dtypes_under_autocast():
+    given = [x.numpy() for x in qkv(dtype=torch.float32)]
+    want = attention(*given)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert numpy.array_equal(attention(*given), want)
+
+
 def test_memory_is_shared_both_ways(monkeypatch: pytest.MonkeyPatch):
     seen: list[Tensor] = []
     q, k, v = (x.numpy() for x in qkv())
@@ -375,6 +382,8 @@ class Closed(Recorder):
         ({"q": Closed(randn(1))}, "whose library has no from_dlpack to take the result with"),
         ({"k": randn(2, 65, 2, 32, dtype=torch.float16).requires_grad_()}, "k requires a gradient, and q is"),
         ({"k": qkv()[1].numpy()[:, ::-1]}, "k, a numpy.ndarray, has a negative stride"),
+        ({"q": numpy.ma.zeros((2, 33, 4, 32), "f")}, "q, a numpy.ma array, may hide elements: pass q.filled"),
+        ({"mask": numpy.ma.zeros((33, 65), bool)}, "mask, a numpy.ma array, may hide elements"),
         ({"q": numpy.zeros((2, 33, 4, 32), "U1")}, "q, a numpy.ndarray, can't be shared by DLPack: "),
     ],
 )

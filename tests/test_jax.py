@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 from typing import Any
@@ -17,9 +18,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 import cutlass_fmha
+from cutlass_fmha import _C
 
 jax = pytest.importorskip("jax", reason="requirements/jax.txt is not installed")
 fmha = importlib.import_module("cutlass_fmha.jax")  # a broken one is no reason to skip
+traced = importlib.import_module("cutlass_fmha.jax.traced")
 jnp = jax.numpy
 
 #: Of a call its operands and what it says, as ``cutlass_fmha.attention`` takes it.
@@ -42,6 +45,7 @@ CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
                        "max_seqlen_k": 40, "causal": True},
     ),
 }  # fmt: skip
+ARRAY = ("__dlpack__", "__dlpack_device__")
 on_gpu = pytest.param("gpu", marks=pytest.mark.gpu)
 
 
@@ -98,6 +102,51 @@ def test_results_and_gradients_are_the_packages(name: str, where: str):
         close(x, want, where)
 
 
+@pytest.mark.parametrize("where", ["cpu", on_gpu])
+@pytest.mark.parametrize("name", CASES)
+def test_an_eager_call_is_compiled_once(name: str, where: str):
+    """By both names. Compiled anew: for other numbers and shapes alone, not for another seed."""
+    given, said, exact, wide = problem(name, where)
+    want = cutlass_fmha.attention(*exact, **wide)
+    close(fmha.attention(*given, **said), want, where)
+    programs = traced._compiled._cache_size()
+    close(cutlass_fmha.attention(*given, **said, out=None), want, where)
+    if name == "dropout":
+        other = cutlass_fmha.attention(*given, **said | {"dropout_seed": 12})
+        assert not jnp.array_equal(other, fmha.attention(*given, **said))
+    assert traced._compiled._cache_size() == programs
+    fmha.attention(*given, **said | {"scale": 0.25})
+    assert traced._compiled._cache_size() == programs + 1
+
+
+def test_the_packages_attention_is_part_of_a_program_and_has_gradients():
+    q, k, v = (array(x) for x in qkv(dtype=torch.float32))
+
+    def loss(function: Any) -> Any:
+        return jax.jit(jax.value_and_grad(lambda *x: (function(*x, causal=True) ** 2).sum(), (0, 1, 2)))(q, k, v)
+
+    for x, want in zip(
+        jax.tree.leaves(loss(cutlass_fmha.attention)), jax.tree.leaves(loss(fmha.attention)), strict=True
+    ):
+        assert jnp.array_equal(x, want) and jnp.abs(x).max() > 0
+
+
+@pytest.mark.parametrize("what", ["a tensor", "a layout", "an array of another library"])
+def test_what_jax_does_not_take_is_shared_by_dlpack(what: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(traced, "_compiled", None)
+    tensors = qkv(dtype=torch.float32)
+    mask = randn(33, 65) > -1.0
+    said: dict[str, Any] = {"mask": mask}
+    if what == "a layout":
+        tensors, said = tuple(x.transpose(1, 2) for x in tensors), {"mask": array(mask), "layout": "bhsd"}
+    elif what != "a tensor":
+        said["mask"] = type("Shared", (), {n: lambda _, n=n, **x: getattr(mask, n)(**x) for n in ARRAY})()
+    want = cutlass_fmha.attention(*tensors, **said | {"mask": mask})
+    found = cutlass_fmha.attention(*map(array, tensors), **said)
+    assert isinstance(found, jax.Array)
+    close(found, want, "cpu")
+
+
 # ---- transformations ---------------------------------------------------------------------------------------
 
 MAPPED: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
@@ -139,19 +188,51 @@ def test_vmap_is_each_call_alone(name: str):
     assert jnp.allclose(summed, jnp.moveaxis(want, 0, axes[0]) if axes[0] else want, rtol=1e-4, atol=1e-3)
 
 
+SHARDED = """
+import jax, cutlass_fmha.jax as fmha, jax.numpy as jnp, numpy
+P, mesh = jax.sharding.PartitionSpec, jax.sharding.Mesh(numpy.array(jax.devices()), ("x",))
+q, w = (jax.random.normal(jax.random.key(n), shape) for n, shape in enumerate([(2, 9, 4, 32), (32, 32)]))
+
+def one(q, w):
+    return (fmha.attention(q @ w, q, q, causal=True) ** 2).sum()
+
+def of_each(q, w):
+    return jax.lax.psum(one(q, w), "x")
+
+over = jax.shard_map(of_each, mesh=mesh, in_specs=(P("x"), P()), out_specs=P())
+for x, want in zip(*(jax.tree.leaves(jax.jit(jax.value_and_grad(f, (0, 1)))(q, w)) for f in (over, one))):
+    assert jnp.allclose(x, want, rtol=1e-4, atol=1e-4), (x, want)
+print("alike")
+"""
+
+
+def test_devices_share_a_batch():
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-P", "-c", SHARDED]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert found.stdout == "alike\n", found.stderr
+
+
 # ---- the launch --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeKernels:
     """JAX's CPU takes what it would say to a GPU, number 3, whose kernels compute in Python on stream 77."""
-    from cutlass_fmha.jax import calls, traced
+    from cutlass_fmha.jax import calls
 
     kernels = FakeKernels(make_build((89,)))
     kernels.install(monkeypatch)
     monkeypatch.setattr(traced, "_cuda_device", lambda: 3)
     monkeypatch.setattr(jax.lax, "platform_dependent", lambda *x, cpu, cuda: cuda(*x))
-    monkeypatch.setattr(calls, "_on_host", lambda call: calls.run(call._replace(where=(77, 3))))
+
+    def on_gpu(call: Any) -> None:
+        """What XLA's handler does, but for the launch."""
+        if calls.run(call._replace(where=(77, 3))) is calls.KEPT:
+            row, params = _C.xla_kept(call.text, 3, call.arguments, call.results)
+            kernels(row, params, 3, 77)
+
+    monkeypatch.setattr(calls, "_on_host", on_gpu)
     for kept in (calls.workspace_bytes, calls._prepared, jax):
         getattr(kept, "clear_caches" if kept is jax else "cache_clear")()
     return kernels
@@ -170,6 +251,20 @@ def test_a_launch_is_on_xlas_stream_with_xlas_memory(gpu: Any, said: Any, seqlen
     assert (launch.device, launch.stream) == (3, 77) and (launch.params.splits >= splits or "seqused_k" not in said)
     text = call.lower(*map(array, tensors)).as_text()
     assert ("ui8>" in text) == (launch.params.partial_o != 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("said", [{}, {"mask": randn(33, 65) > -1.0}], ids=["nothing", "a mask"])
+def test_a_launch_is_repeated_without_python(said: dict[str, Any]):
+    given, arrays = [array(x) for x in qkv()], {name: array(x) for name, x in said.items()}
+    call = jax.jit(lambda *x, **arrays: fmha.attention(*x, **arrays))
+    want, asked = call(*given, **arrays), []
+    _C.xla_handlers(lambda *x: str(asked.append(x)))  # what was wrong
+    try:
+        found = call(*(x + 0 for x in given), **arrays).block_until_ready()
+    finally:
+        _C.xla_handlers(traced.calls.answer)
+    assert not asked and jnp.array_equal(found, want)
 
 
 # ---- what is refused ---------------------------------------------------------------------------------------

@@ -22,7 +22,6 @@ from cutlass_fmha.arguments import check, check_features
 from cutlass_fmha.arguments.op_arguments import FLOATS, INTEGERS
 from cutlass_fmha.dispatch import device as devices
 from cutlass_fmha.features import Features
-from cutlass_fmha.jax.frames import Call
 from cutlass_fmha.launch import gradients, plan
 from cutlass_fmha.launch.workspace import Workspace
 from cutlass_fmha.memory.plan import EVERYTHING
@@ -124,25 +123,43 @@ def _plan(problem: Problem, metas: Sequence[Tensor], device: devices.Device) -> 
 # ---- when XLA calls ----------------------------------------------------------------------------------------
 
 
-def run(call: Call) -> None:
-    """Raises what the call raises; XLA tells whoever waits for a result."""
+class Call(NamedTuple):
+    """One execution: the text that was said when the function was traced, and where its buffers are."""
+
+    text: bytes
+    arguments: list[int]
+    results: list[int]
+    #: (CUDA stream, number of the CUDA device); None for the host.
+    where: tuple[int, int] | None
+
+
+#: What XLA's handler is told of a launch that it has by ``_C.xla_keep``: repeat it, without Python from then on.
+KEPT = True
+
+
+def answer(
+    text: bytes, arguments: list[int], results: list[int], stream: int | None, device: int | None
+) -> str | bool | None:
+    """Of an execution that XLA's handler can't repeat: KEPT; None after it; or what was wrong, which XLA tells
+    whoever waits for a result."""
+    try:
+        where = None if stream is None or device is None else (stream, device)
+        return run(Call(text, arguments, results, where))
+    except BaseException as error:  # there is nobody else to tell
+        return f"{type(error).__name__}: {error}"
+
+
+def run(call: Call) -> bool | None:
+    """Raises what the call raises."""
     if call.where is None:
         _on_host(call)
-        return
-    stream, index = call.where
-    problem, launch = _prepared(call.text, index)
-    (q, k, v, *given), (out, *_) = call.arguments, call.results
-    if launch is None or (q | k | v | out) & 15:
-        _on_device(call, problem)
-        return
-    params = launch.params
-    if launch.addresses:
-        params, addresses = params.copy(), dict(zip(problem.given, given, strict=True))
-        for name, field in launch.addresses:
-            setattr(params, field, addresses[name])
-    lse = call.results[1] if problem.lse else 0
-    room = call.results[-1] if launch.room else 0
-    _C.launch(launch.row, params, index, stream, q, k, v, out, lse, problem.scale, room)
+        return None
+    (q, k, v, *_), (out, *_) = call.arguments, call.results
+    problem, is_kept = _prepared(call.text, call.where[1])
+    if is_kept and not (q | k | v | out) & 15:
+        return KEPT
+    _on_device(call, problem)
+    return None
 
 
 @functools.lru_cache(1024)
@@ -151,8 +168,8 @@ def _described(text: bytes) -> Problem:
 
 
 @functools.lru_cache(1024)
-def _prepared(text: bytes, index: int) -> tuple[Problem, plan.Plan | None]:
-    """What is described, and where addresses alone are enough its launch."""
+def _prepared(text: bytes, index: int) -> tuple[Problem, bool]:
+    """What is described, and whether XLA's handler has its launch, for which addresses alone are enough."""
     problem = _described(text)
     room = math.prod(problem.results[-1][1]) if problem.results[-1][0] == "uint8" else 0
     if (needed := workspace_bytes(problem._replace(results=_own(problem)), index)) > room:
@@ -161,7 +178,11 @@ def _prepared(text: bytes, index: int) -> tuple[Problem, plan.Plan | None]:
             f"{needed}: compile it where it runs"
         )
     found = None if problem.gradients else _plan(problem, problem.metas(), devices.of_index(index))
-    return problem, None if found is None or found.launch is not None else found
+    if found is None or found.launch is not None:
+        return problem, False
+    places = [(3 + problem.given.index(name), field) for name, field in found.addresses]
+    _C.xla_keep(text, index, found.row, found.params, problem.scale, problem.lse, bool(found.room), places)
+    return problem, True
 
 
 def _own(problem: Problem) -> tuple[Array, ...]:

@@ -13,23 +13,22 @@ import torch
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 
+from cutlass_fmha import _C
 from cutlass_fmha.arguments import check
 from cutlass_fmha.arguments.op_arguments import op_arguments
 from cutlass_fmha.errors import UnsupportedError
-from cutlass_fmha.jax import calls, frames
+from cutlass_fmha.jax import calls
 
 TARGET = "cutlass_fmha_attention"
-#: Kept as long as the process: XLA calls them.
-_HANDLERS = {"cpu": frames.handler(calls.run, cuda=False), "CUDA": frames.handler(calls.run, cuda=True)}
-for _platform, _handler in _HANDLERS.items():
-    jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(_handler), platform=_platform)
+for _platform, _handler in zip(("cpu", "CUDA"), _C.xla_handlers(calls.answer), strict=True):
+    jax.ffi.register_ffi_target(TARGET, _handler, platform=_platform)
 
 #: Tensors whose first dimension is of sequences, or 1: what ``vmap`` makes one batch of.
 _BY_SEQUENCE = {"mask": 4, "bias": 4, "prefix_lengths": 1, "seqused_q": 1, "seqused_k": 1, "leftpad_k": 1}
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
-class _Said(NamedTuple):
+class _Call(NamedTuple):
     """What a call says that is known when it is traced."""
 
     causal: str
@@ -72,6 +71,35 @@ def attention(
     Raises, when traced: TypeError, ValueError, UnsupportedError, NotImplementedError, as
     ``cutlass_fmha.attention``. What is only known when it runs is a jax.errors.JaxRuntimeError.
     """
+    causal = "none" if causal is False else "bottom-right" if causal is True else causal
+    return of_call(q, k, v, features, (scale, causal, return_lse, row))
+
+
+#: Scale, causal, return_lse and row of a call.
+Options = tuple[float | None, bool | str | None, bool, str | None]
+#: Features that are no arrays.
+Said = tuple[tuple[str, Any], ...]
+
+
+def of_call(q: Any, k: Any, v: Any, features: Mapping[str, Any], options: Options) -> Any:
+    """``attention``, whose call is a program of its own where it is no part of one; JAX keeps it."""
+    said, arrays = _sides(features) if features else ((), {})
+    kind = type(q)
+    alone = not arrays and type(k) is kind and type(v) is kind
+    if any(map(_is_traced, (kind,) if alone else map(type, (q, k, v, *arrays.values())))):
+        return _attention(options, said, q, k, v, arrays)
+    try:
+        hash((options, said))
+    except TypeError:  # which the function itself takes, or says what is wrong with
+        return _attention(options, said, q, k, v, arrays)
+    return _compiled(options, said, q, k, v, arrays)
+
+
+def _attention(options: Options, said: Said, q: Any, k: Any, v: Any, arrays: dict[str, Any]) -> Any:
+    scale, causal, return_lse, row = options
+    features = {**dict(said), **arrays}
+    if "block_indices" in features:
+        features["block_mask"] = tuple(features.pop(name) for name in _LISTS) + features["block_mask"]
     operands = [_array(name, x) for name, x in (("q", q), ("k", k), ("v", v))]
     for name, x in zip("qkv", operands, strict=True):
         if x.dtype.name not in _DTYPES:
@@ -82,12 +110,12 @@ def attention(
             raise TypeError(f"cutlass_fmha.jax.attention has no {name}: XLA says where results lie")
     metas = [_meta(x) for x in operands]
     given, keywords = _split(features)
-    said = op_arguments(metas[0], keywords, "q")
-    numbers = {name: x for name, x in said.items() if not isinstance(x, torch.Tensor)}
-    names = tuple(name for name, x in said.items() if isinstance(x, torch.Tensor))
+    arguments = op_arguments(metas[0], keywords, "q")
+    numbers = {name: x for name, x in arguments.items() if not isinstance(x, torch.Tensor)}
+    names = tuple(name for name, x in arguments.items() if isinstance(x, torch.Tensor))
     if "sinks" in names:
-        given["sinks"] = given["sinks"].astype(calls.name_of(said["sinks"].dtype))
-    call = _Said(
+        given["sinks"] = given["sinks"].astype(calls.name_of(arguments["sinks"].dtype))
+    call = _Call(
         check.causal_name(causal),
         metas[0].shape[-1] ** -0.5 if scale is None else check.finite_scale(_known("scale", scale)),
         row,
@@ -99,8 +127,40 @@ def attention(
     return found if return_lse else found[0]
 
 
+_compiled = jax.jit(_attention, static_argnums=(0, 1))
+
+#: The arrays of ``block_mask``, before its block.
+_LISTS = ("block_counts", "block_indices")
+
+
+@functools.cache
+def _is_traced(kind: type) -> bool:
+    return issubclass(kind, jax.core.Tracer)
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, (jax.Array, numpy.ndarray))
+
+
+def _sides(features: Mapping[str, Any]) -> tuple[Said, dict[str, Any]]:
+    """What is no array, and the arrays, those of ``block_mask`` apart from its block."""
+    said: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
+    for name, value in features.items():
+        if value is None:
+            continue
+        if name == "block_mask" and isinstance(value, (tuple, list)) and all(map(_is_array, value[:2])):
+            arrays |= zip(_LISTS, value, strict=False)
+            said[name] = tuple(value[2:])
+        elif name == "dropout_seed" and type(value) is int:
+            arrays[name] = _halves(value)
+        else:
+            (arrays if _is_array(value) else said)[name] = value
+    return tuple(said.items()), arrays
+
+
 def _array(name: str, value: Any) -> Any:
-    if isinstance(value, (jax.Array, numpy.ndarray)):
+    if _is_array(value):
         return jnp.asarray(value)
     raise TypeError(f"{name} must be an array of JAX or NumPy, got {type(value).__name__}")
 
@@ -133,7 +193,7 @@ def _split(features: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
             keywords[name] = (stand_in("block_counts", counts), stand_in("block_indices", indices), block)
         elif name == "dropout_seed":
             continue
-        elif name in calls.NUMBERS or not isinstance(value, (jax.Array, numpy.ndarray)):
+        elif name in calls.NUMBERS or not _is_array(value):
             keywords[name] = _known(name, value)
         else:
             keywords[name] = stand_in(name, value)
@@ -143,12 +203,15 @@ def _split(features: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
     return given, keywords
 
 
+def _halves(seed: int) -> Any:
+    """uint32 [2] of an int64: JAX has no wider one by itself."""
+    return numpy.array([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF], numpy.uint32)
+
+
 def _seed(seed: Any) -> Any:
-    """uint32 [2], the halves of an int64: JAX has no wider one by itself."""
     if isinstance(seed, (int, numpy.integer)) and not isinstance(seed, bool):
-        low, high = int(seed) & 0xFFFFFFFF, int(seed) >> 32 & 0xFFFFFFFF
-        return jnp.array([low, high], jnp.uint32)
-    if isinstance(seed, (jax.Array, numpy.ndarray)) and (seed.shape, str(seed.dtype)) == ((2,), "uint32"):
+        return jnp.asarray(_halves(int(seed)))
+    if _is_array(seed) and (seed.shape, str(seed.dtype)) == ((2,), "uint32"):
         return jnp.asarray(seed)
     raise TypeError("dropout_p needs a dropout_seed: an int, or uint32 of shape (2,), as jax.random.key_data(key) is")
 
@@ -162,11 +225,11 @@ class _Wanted(tuple[bool, ...]):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(call: _Said, q: Any, k: Any, v: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
+def _attend(call: _Call, q: Any, k: Any, v: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
     return _forward(call, call.return_lse, q, k, v, given)
 
 
-def _attend_forward(call: _Said, q: Any, k: Any, v: Any, given: tuple[Any, ...]) -> Any:
+def _attend_forward(call: _Call, q: Any, k: Any, v: Any, given: tuple[Any, ...]) -> Any:
     primals = {"query": q, "key": k, "value": v, **dict(zip(call.given, given, strict=True))}
     perturbed = [name for name, x in primals.items() if x.perturbed]
     differentiable = ("query", "key", "value", "bias", "sinks")
@@ -182,7 +245,7 @@ def _attend_forward(call: _Said, q: Any, k: Any, v: Any, given: tuple[Any, ...])
     return (out, lse) if call.return_lse else (out,), saved
 
 
-def check_gradients(call: _Said, saved: tuple[Any, ...]) -> None:
+def check_gradients(call: _Call, saved: tuple[Any, ...]) -> None:
     """Raises NotImplementedError and UnsupportedError before a forward ran for nothing."""
     wanted, q, k, v, out, lse, given = saved
     if any(wanted):
@@ -191,7 +254,7 @@ def check_gradients(call: _Said, saved: tuple[Any, ...]) -> None:
         _workspace(problem)
 
 
-def _attend_backward(call: _Said, saved: tuple[Any, ...], incoming: tuple[Any, ...]) -> tuple[Any, ...]:
+def _attend_backward(call: _Call, saved: tuple[Any, ...], incoming: tuple[Any, ...]) -> tuple[Any, ...]:
     wanted, q, k, v, out, lse, given = saved
     dout, dlse = (None if isinstance(x, SymbolicZero) else x for x in (*incoming, SymbolicZero(None))[:2])
     primals = {"query": q, "key": k, "value": v, **dict(zip(call.given, given, strict=True))}
@@ -220,11 +283,11 @@ _attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
 # ---- batches of batches ------------------------------------------------------------------------------------
 
 
-def _forward(call: _Said, lse: bool, q: Any, k: Any, v: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
+def _forward(call: _Call, lse: bool, q: Any, k: Any, v: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
     return _mapped(call, None, lse)(q, k, v, *given)  # type: ignore[no-any-return]
 
 
-def _mapped(call: _Said, wanted: _Wanted | None, lse: bool) -> Any:
+def _mapped(call: _Call, wanted: _Wanted | None, lse: bool) -> Any:
     """The call, or with ``wanted`` that of gradients, which ``vmap`` makes one batch of where it can."""
 
     def run(*operands: Any) -> tuple[Any, ...]:
@@ -286,7 +349,7 @@ def _described(names: Sequence[str], operands: Sequence[Any]) -> tuple[calls.Arr
     )
 
 
-def _forward_problem(call: _Said, lse: bool, operands: Sequence[Any]) -> calls.Problem:
+def _forward_problem(call: _Call, lse: bool, operands: Sequence[Any]) -> calls.Problem:
     q, _, v, *_ = operands
     out = (*q.shape[:-1], v.shape[-1])
     *batch, seqlen, heads = q.shape[:-1]
@@ -300,7 +363,7 @@ def _forward_problem(call: _Said, lse: bool, operands: Sequence[Any]) -> calls.P
     )  # fmt: skip
 
 
-def _backward_problem(call: _Said, wanted: _Wanted, lse: bool, operands: Sequence[Any]) -> calls.Problem:
+def _backward_problem(call: _Call, wanted: _Wanted, lse: bool, operands: Sequence[Any]) -> calls.Problem:
     names = ("dout", "q", "k", "v", "out", "softmax_lse", *(("dlse",) if lse else ()), *call.given)
     arrays = _described(names, operands)
     by_name = dict(zip(names, arrays, strict=True))
@@ -317,6 +380,12 @@ def _backward_problem(call: _Said, wanted: _Wanted, lse: bool, operands: Sequenc
         arrays,
         tuple(results),
     )
+
+
+def _varying(x: Any) -> frozenset[str]:
+    """The axes of ``jax.shard_map`` along which an array differs: XLA's results don't say."""
+    found: frozenset[str] = jax.typeof(x).manual_axis_type.varying
+    return found
 
 
 @functools.cache
@@ -347,7 +416,9 @@ def _execute(problem: calls.Problem, operands: Sequence[Any]) -> tuple[Any, ...]
     def on(results: tuple[calls.Array, ...], *operands: Any) -> tuple[Any, ...]:
         shapes = [jax.ShapeDtypeStruct(shape, name) for name, shape in results]
         text = problem._replace(results=results).text()
-        return tuple(jax.ffi.ffi_call(TARGET, shapes)(*operands, call=text))[:own]
+        found = tuple(jax.ffi.ffi_call(TARGET, shapes)(*operands, call=text))[:own]
+        axes = tuple(frozenset().union(*map(_varying, operands)))
+        return tuple(jax.lax.pcast(x, axes, to="varying") for x in found) if axes else found
 
     on_host = functools.partial(on, problem.results)
     if _cuda_device() is None:
