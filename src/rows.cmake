@@ -111,10 +111,18 @@ fmha_score_mod("${TMA}"  "f16;bf16" 256      256       128     32     8     1   
 
 # The same as ranged rows where a mask hides keys, or a bias of 16 bits is added.
 #           ARCHS     DTYPES     HEAD_DIM VALUE_DIM TILE_M TILE_N WARPS STAGES MIN_BLOCKS Q_IN_REGISTERS PING_PONG COPY
+fmha_masked("89"      "f16;bf16"  32       32       256     64     8     2      1          false          true  cp_async_16)
+fmha_masked("${TMA}"  "f16;bf16"  32       32       256     64     8     2      1          false          true  tma)
 fmha_masked("89"      "f16;bf16"  64       64       256     64     8     2      1          false          true  cp_async_16)
 fmha_masked("${TMA}"  "f16;bf16"  64       64       256     64     8     2      1          false          true  tma)
+fmha_masked("89"      "f16;bf16"  96       96       256     32     8     2      1          false          true  cp_async_16)
+fmha_masked("${TMA}"  "f16;bf16"  96       96       256     32     8     2      1          false          true  tma)
 fmha_masked("89"      "f16;bf16" 128      128       256     32     8     2      1          false          true  cp_async_16)
 fmha_masked("${TMA}"  "f16;bf16" 128      128       256     32     8     2      1          false          true  tma)
+fmha_masked("89"      "f16;bf16" 192      128       128     64     8     1      1          false          true  cp_async_16)
+fmha_masked("${TMA}"  "f16;bf16" 192      128       128     64     8     1      1          false          true  tma)
+fmha_masked("89"      "f16;bf16" 256      256       128     32     8     1      1          false          true  cp_async_16)
+fmha_masked("120"     "f16;bf16" 256      256       128     32     8     1      1          false          true  tma)
 
 # For everything that plain rows don't know (features/params.h): one for many queries and one for few, whose warps share
 # the keys, per head dimension. Any smaller head dimension runs on them too.

@@ -276,6 +276,11 @@ CASES: tuple[Case, ...] = (
     ),
     *(case for head_dim in (128, 64) for case in _beside_plain("ranges", head_dim, RANGES)),
     *(case for head_dim in (128, 64) for case in _beside_plain("scores", head_dim, SCORES)),
+    *(
+        replace(_mha("masks", 4, 16, 4096, head_dim, "bfloat16"), feature=name)
+        for head_dim in (32, 96, 256)
+        for name in ("mask", "head_bias")
+    ),
     *(_mha("dims", 2, 16, 2049, head_dim, "bfloat16", causal=True) for head_dim in (72, 80, 88, 112, 120)),
     *(
         _packed("paged", lengths, heads, heads_kv, head_dim, used)[1]

@@ -190,6 +190,7 @@ SECTIONS = {
     "Features": ("features",),
     "Packed sequences": ("packed",),
     "One feature beside the plain row: rate per visible pair": ("ranges", "scores"),
+    "Masks and biases at head dims 32, 96 and 256": ("masks",),
     "Head dims between the rows'": ("dims",),
     "Packed queries over caches": ("paged",),
     "Backward": ("backward",),
