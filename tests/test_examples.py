@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 #: What examples need besides: "make test" installs all but jax (diffusers with Python 3.11 and newer).
-NEEDS = {"transformers_generate": "transformers", "diffusers_transformer": "diffusers", "jax_gradients": "jax"}
+NEEDS = {
+    "transformers_generate": "transformers", "diffusers_transformer": "diffusers", "jax_gradients": "jax",
+    "kernels_hub": "kernels",
+}  # fmt: skip
 #: What takes a minute: tests of their own run it with less.
 LONG = ("train_gpt",)
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
