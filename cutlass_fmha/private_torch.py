@@ -90,6 +90,23 @@ def _is_constant(number: Any) -> bool:
 has_static_value: Callable[[Any], bool] = getattr(_symbolic_shapes, "has_static_value", _is_constant)
 
 
+def forget_kernels(op: Any) -> None:
+    """Has tracing, which keeps the kernels that it found for an op, look for them again."""
+    getattr(op, "_dispatch_cache", {}).clear()
+
+
+#: Of torch.compiler.config's ``cache_key_tag``, which as such is one thread's; None: this torch has none.
+_tag: Any = getattr(getattr(torch.compiler, "config", None), "_config", {}).get("cache_key_tag")
+_OF_ALL_THREADS = "env_value_default" if isinstance(getattr(_tag, "env_value_default", None), str) else "default"
+_tag_before: str = getattr(_tag, _OF_ALL_THREADS, "")
+
+
+def tag_graphs(tag: str) -> None:
+    """Has torch's files of compiled graphs be found by this, too, in place of any tag before."""
+    if hasattr(_tag, _OF_ALL_THREADS):
+        setattr(_tag, _OF_ALL_THREADS, _tag_before + tag)
+
+
 # ---- jagged tensors ----------------------------------------------------------------------------------------
 
 

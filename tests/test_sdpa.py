@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
 import math
+import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -19,15 +21,15 @@ from tensors import ints, randn
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cutlass_fmha
-from cutlass_fmha import log, sdpa
-from cutlass_fmha.torch_sdpa import composite, flash
-from cutlass_fmha.torch_sdpa.override import _HAS_REGISTRY
+from cutlass_fmha import log, private_torch, sdpa
+from cutlass_fmha.torch_sdpa import composite, flash, override
 
 NAME = "scaled_dot_product_attention"
-with_registry = pytest.mark.skipif(not _HAS_REGISTRY, reason="torch < 2.11 has no registry of flash kernels")
+with_registry = pytest.mark.skipif(not override._HAS_REGISTRY, reason="torch < 2.11 has no registry of flash kernels")
 
 
 @pytest.fixture(autouse=True)
@@ -118,7 +120,22 @@ def test_autocast_casts_and_inference_mode_has_its_own_key():
         pytest.param(torch.inference_mode, marks=with_registry),  # 2.6 takes the op apart before
     ],
 )
-def test_a_compiled_graph_holds_our_op(mode: Callable[[], Any]):
+def test_a_graph_compiled_in_the_block_holds_our_op_and_others_dont(mode: Callable[[], Any]):
+    """Whatever was traced before: torch keeps the kernels that it found."""
+    tensors = leaves(Q, K, K)
+    want = results(F.scaled_dot_product_attention, tensors)
+    for inside in (False, True, False):
+        with sdpa("cpu") if inside else contextlib.nullcontext(), mode():
+            found, graphs = compiled(tensors)
+        torch.testing.assert_close(found, want[: len(found)], rtol=1e-4, atol=1e-5)
+        assert ("cutlass_fmha.forward" in graphs[0] or "cutlass_fmha.attend" in graphs[0]) is inside
+        assert [*{"scaled_dot_product" in graph for graph in graphs}] == [not inside]
+        assert len(graphs) == 1 or ("cutlass_fmha.attend_backward" in graphs[1]) is inside
+    assert len(graphs) == 1 + (mode is torch.enable_grad)
+
+
+def compiled(tensors: list[Tensor]) -> tuple[list[Tensor], list[str]]:
+    """Of a new compilation, the results, gradients too where they are enabled, and the graphs."""
     graphs: list[str] = []
 
     def boxed(module: Any, example: Any) -> Any:
@@ -127,15 +144,24 @@ def test_a_compiled_graph_holds_our_op(mode: Callable[[], Any]):
 
     backend = aot_autograd(fw_compiler=boxed, bw_compiler=boxed, inference_compiler=boxed)
     call = torch.compile(F.scaled_dot_product_attention, fullgraph=True, dynamic=True, backend=backend)
-    tensors = leaves(Q, K, K)
-    want = results(F.scaled_dot_product_attention, tensors)
-    with sdpa("cpu"), mode():
-        with_gradients = torch.is_grad_enabled()
-        found = results(call, tensors) if with_gradients else [call(*(x.detach() * 1 for x in tensors))]
-    torch.testing.assert_close(found, want[: len(found)], rtol=1e-4, atol=1e-5)
-    assert "cutlass_fmha.forward" in graphs[0] or "cutlass_fmha.attend" in graphs[0]
-    assert all("scaled_dot_product" not in graph for graph in graphs)
-    assert not with_gradients or "cutlass_fmha.attend_backward" in graphs[1]
+    found = results(call, tensors) if torch.is_grad_enabled() else [call(*(x.detach() * 1 for x in tensors))]
+    return found, graphs
+
+
+@pytest.mark.skipif(private_torch._tag is None, reason="an older torch has no tag")
+def test_torchs_files_of_graphs_tell_ours_from_torchs_in_all_threads():
+    tags: list[str] = []
+
+    def look() -> None:
+        thread = threading.Thread(target=lambda: tags.append(torch.compiler.config.cache_key_tag))
+        thread.start()
+        thread.join()
+
+    for device_types in ("cpu", ("cuda", "cpu")):
+        look()
+        with sdpa(device_types):
+            look()
+    assert len({*tags}) == 3 and tags[0] == tags[2]
 
 
 PLACES = pytest.mark.parametrize(
@@ -169,13 +195,27 @@ def test_torchs_modules_run_ours(training: bool, padded: bool, place: str, dtype
 
 
 def of_itself(q: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, q, q)
+    return F.scaled_dot_product_attention(q, q[:, :2], q[:, :2], scale=0.3, enable_gqa=True)
 
 
+def nested(q: Tensor) -> Tensor:
+    q = torch.nested.nested_tensor([q[0], q[1, :, :5]])
+    return torch.cat(F.scaled_dot_product_attention(q, q, q).unbind(), 1)
+
+
+def in_forward_mode(q: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        return of_itself(forward_ad.make_dual(q, q))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(
     ("call", "reason"),
     [
         (torch.func.grad(lambda q: of_itself(q).sum()), "torch.func transforms the call"),
+        (torch.vmap(of_itself), "torch.func transforms the call"),
+        (nested, "tensors are nested, in the strided layout"),
+        (in_forward_mode, "gradients are in forward mode"),
         (sdpa_kernel(SDPBackend.MATH)(of_itself), "FLASH_ATTENTION, whose place it takes, is switched off"),
         (lambda q: F.scaled_dot_product_attention(q, q, q, dropout_p=1.0), "dropout_p must be at least 0"),
         (lambda q: F.scaled_dot_product_attention(q, q, q, torch.zeros(9, dtype=torch.float64)), "attn_mask"),
@@ -203,13 +243,32 @@ def test_what_is_declined_is_torchs_with_one_line_in_the_log(
 def test_a_call_that_was_refused_is_not_tried_again_and_others_are(monkeypatch: pytest.MonkeyPatch):
     tried: list[float] = []
     real = composite.scaled_dot_product_attention
-    monkeypatch.setattr(composite, NAME, lambda *given: tried.append(given[4]) or real(*given))
-    q = randn(*Q)
+
+    def ours(query: Tensor, *given: Any) -> Tensor:
+        tried.append(given[3])
+        if query.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError("no gradients")
+        return real(query, *given)
+
+    monkeypatch.setattr(composite, NAME, ours)
+    q, leaf = randn(*Q), randn(*Q).requires_grad_()
     with sdpa("cpu"):
         for dropout_p in (1.0, 1.0, 0.0, 1.0):
             F.scaled_dot_product_attention(q, q, q, dropout_p=dropout_p)
         F.scaled_dot_product_attention(q[:, :2], q[:, :2], q[:, :2], dropout_p=1.0)
-    assert tried == [1.0, 0.0, 1.0]
+        F.scaled_dot_product_attention(leaf, leaf, leaf)
+        torch.no_grad()(F.scaled_dot_product_attention)(leaf, leaf, leaf)
+        F.scaled_dot_product_attention(leaf.detach(), leaf.detach(), leaf.detach())
+    assert tried == [1.0, 0.0, 1.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_other_devices_calls_are_torchs_without_a_word():
+    calls = (of_itself, torch.vmap(of_itself), nested)
+    want = [call(randn(*Q)) for call in calls]
+    with sdpa("cuda"):
+        assert all(map(torch.equal, [call(randn(*Q)) for call in calls], want))
+    assert not sdpa.counts and not sdpa.declined
 
 
 # ---- on and off --------------------------------------------------------------------------------------------
@@ -227,6 +286,7 @@ def test_blocks_nest_and_leave_torch_as_it_was():
         assert sdpa.enabled == ("cuda",) and not has(NAME, "CPU")
         assert not torch.backends.mha.get_fastpath_enabled()
     assert not has(NAME, "CUDA") and torch.backends.mha.get_fastpath_enabled()
+    torch._C._dispatch_check_invariants(f"aten::{NAME}")
     sdpa.enable("cpu")
     sdpa.enable(["cpu"])
     sdpa.disable()
@@ -271,10 +331,11 @@ def test_torchs_registry_knows_us_and_who_was_active_before_is_again():
 def test_the_flash_op_gives_attention_its_gradients_and_torchs_layout(transposed: bool, causal: bool):
     q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) if transposed else x for x in leaves(Q, K, K))
     bias = torch.zeros(9, 13).masked_fill(~torch.ones(9, 13).bool().tril(4), -math.inf) if causal else None
-    want = results(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, bias), [q, k, v])
+    scale = 0.3 if transposed else None
+    want = results(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, bias, scale=scale), [q, k, v])
     op = torch.ops.aten._scaled_dot_product_flash_attention.default
     with sdpa("cpu"):
-        whole = op(q, k, v, 0.0, causal)
+        whole = op(q, k, v, 0.0, causal, scale=scale)
         found = [whole[0], *torch.autograd.grad(whole[0], (q, k, v), randn(*Q, seed=9))]
     torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
     assert whole[1].shape == (2, 4, 9) and whole[2:6] == (None, None, 9, 13)
@@ -303,9 +364,10 @@ def test_packed_sequences_of_torchs_varlen_attn_are_ours(
     cu_q, cu_k = ints(0, 4, 10).to(place), ints(0, 5, 12).to(place)
     given = (cu_q, cu_k, 6, 7)
     options: dict[str, Any] = {"window_size": window}
-    options |= {"enable_gqa": True} if "enable_gqa" in known else {}
+    options |= {name: x for name, x in (("enable_gqa", True), ("scale", 0.3)) if name in known}
     causal = window == (-1, 0)
     ours = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "window": window, "causal": causal}
+    ours |= {"scale": options.get("scale")}
     want = results(lambda *x: cutlass_fmha.attention(*x, **ours), tensors)
     with sdpa(place), torch.autocast(place, torch.bfloat16):  # which has no say in these ops
         found = results(lambda *x: varlen_attn(*x, *given, **options), tensors)
@@ -353,18 +415,33 @@ def test_a_flash_op_that_is_declined_is_whose_it_was():
         op(q, q, q, q, q, lse, None, None, 9, 9, 0.1, True, unused, unused, scale=0.5, window_size_left=3)
         torch.ops.aten._flash_attention_forward(q, q, q, None, None, 9, 9, 0.1, True, False)
         value = randn(2, 9, 4, 16)
-        torch.ops.aten._flash_attention_forward(q, q, value, None, None, 9, 9, 0.0, True, True, scale=1.0)
+        for debug_mask in (True, False):
+            torch.ops.aten._flash_attention_forward(q, q, value, None, None, 9, 9, 0.0, True, debug_mask, scale=1.0)
     (args, kwargs), *_ = given
     assert torch.equal(args[5], torch.tensor([[math.inf, 1.0]])), "torch's own LSE of a row without keys"
     assert args[6:12] == (None, None, 9, 9, 0.1, True) and kwargs == {"scale": 0.5, "window_size_left": 3}
-    assert len(given) == 3 and [*sdpa.declined] == [flash._DROPOUT, flash._DEBUG_MASK] and not sdpa.counts
+    assert len(given) == 4 and [*sdpa.declined] == [flash._DROPOUT, flash._DEBUG_MASK, flash._VALUE_DIM]
+    assert not sdpa.counts
     del library
     with sdpa("cpu"), pytest.raises(NotImplementedError, match="dropout_p here"):
         torch.ops.aten._flash_attention_forward(q, q, q, None, None, 9, 9, 0.1, True, False)
 
 
 @with_registry
-def test_an_lse_of_torchs_forward_is_understood():
+def test_what_only_the_flash_forward_takes_reaches_attention_and_its_output_lies_as_torchs():
+    q, k = (x.detach().transpose(1, 2) for x in leaves(Q, K))
+    op = torch.ops.aten._flash_attention_forward.default
+    options = {"alibi_slopes": torch.arange(4) / 4, "num_splits": 2}
+    options = {name: x for name, x in options.items() if name in {x.name for x in op._schema.arguments}}
+    spied = mock.patch.object(flash, "attention", mock.Mock(wraps=flash.attention))
+    with sdpa("cpu"), spied as ours:
+        out = op(q, k, k, None, None, 9, 13, 0.0, False, False, **options)[0]
+    assert {name: ours.call_args.kwargs[name] for name in options} == options
+    assert torch.equal(out, cutlass_fmha.attention(q, k, k, **options)) and out.stride() == q.stride()
+
+
+@with_registry
+def test_a_flash_backward_understands_an_lse_of_torchs_forward_and_is_as_deterministic(monkeypatch: pytest.MonkeyPatch):
     """A query without keys has +inf there, and -inf here."""
     q, k = randn(1, 5, 2, 32), randn(1, 3, 2, 32)
     out, lse = cutlass_fmha.attention(q, k, k, causal=True, return_lse=True)
@@ -374,4 +451,7 @@ def test_an_lse_of_torchs_forward_is_understood():
     spied = mock.patch.object(ours, "attend_backward", mock.Mock(wraps=ours.attend_backward))
     with sdpa("cpu"), spied as backward:
         torch.ops.aten._flash_attention_backward(*given, torch.empty(0), torch.empty(0))
-    assert torch.equal(backward.call_args.args[5], lse)
+        assert torch.equal(backward.call_args.args[5], lse) and "deterministic" not in backward.call_args.kwargs
+        monkeypatch.setattr(torch, "get_deterministic_debug_mode", lambda: 2)
+        torch.ops.aten._flash_attention_backward(*given, torch.empty(0), torch.empty(0))
+    assert backward.call_args.kwargs["deterministic"] is True

@@ -26,6 +26,13 @@ _KNOWN_TYPES = (Tensor, Parameter)
 #: Of a tensor that is made of others, such as DTensor.
 _is_made_of_others: Callable[[Any], bool] = is_traceable_wrapper_subclass
 
+_TRANSFORMED = "torch.func transforms the call"
+#: The keys that take calls before those of a device type and of its autograd do, and why the calls are torch's.
+NEVER_OURS = {
+    "FuncTorchVmapMode": _TRANSFORMED,
+    "AutogradNestedTensor": "tensors are nested, in the strided layout",
+}
+
 #: Calls that were refused, by what they say of themselves, so that the next one costs no search for a row.
 refused: Recent[Hashable, str] = Recent(1024)
 
@@ -63,6 +70,18 @@ def attend_jagged(theirs: Callable[..., Tensor], device_types: tuple[str, ...]) 
         if query.device.type not in device_types:
             return theirs(query, key, value, *rest)
         return _ours_or(theirs, query, key, value, *rest)
+
+    return attend
+
+
+def go_on(reason: str, device_types: tuple[str, ...]) -> Callable[..., Tensor]:
+    """The kernel for one of NEVER_OURS, which is of every device type."""
+
+    def attend(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if query.device.type in device_types:
+            calls.decline(NAME, reason)
+        theirs: Tensor = torch.ops.aten.scaled_dot_product_attention.default.decompose(query, *args, **kwargs)
+        return theirs
 
     return attend
 
@@ -107,7 +126,7 @@ def _reason(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None)
     if not torch.backends.cuda.flash_sdp_enabled():
         return "torch's backend FLASH_ATTENTION, whose place it takes, is switched off (sdpa_kernel)"
     if private_torch.peek_interpreter_stack() is not None:
-        return "torch.func transforms the call"
+        return _TRANSFORMED
     tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     for tensor in tensors:
         # A sharded tensor's sequences may lie on several devices, in an order that only torch knows.

@@ -13,7 +13,7 @@ from torch.backends import mha
 from torch.library import Library
 from torch.nn import attention
 
-from cutlass_fmha import private_torch
+from cutlass_fmha import _C, private_torch
 from cutlass_fmha.torch_sdpa import composite, flash
 from cutlass_fmha.torch_sdpa.calls import calls
 
@@ -21,7 +21,7 @@ NAME = "cutlass_fmha"
 """What torch.nn.attention's registry knows this package as."""
 
 DEVICE_TYPES = {"cuda": "CUDA", "cpu": "CPU"}
-
+_BUILD = _C.build_info()["source_hash"][:12]
 
 #: torch 2.11 and newer can hand a call back to the kernel that stood there before.
 _HAS_REGISTRY = hasattr(attention, "register_flash_attention_impl") and hasattr(torch.library, "get_kernel")
@@ -30,6 +30,11 @@ _HAS_REGISTRY = hasattr(attention, "register_flash_attention_impl") and hasattr(
 def _is_op(name: str) -> bool:
     """Whether this torch has an op of its flash backend, and can hand its calls back."""
     return _HAS_REGISTRY and hasattr(torch.ops.aten, name)
+
+
+def _forget_kernels() -> None:
+    for name in (composite.NAME, *filter(_is_op, flash.OPS)):
+        private_torch.forget_kernels(getattr(torch.ops.aten, name).default)
 
 
 class _Kernels:
@@ -46,6 +51,11 @@ class _Kernels:
                 self._library.impl(composite.NAME, composite.attend, f"Autograd{key}")
                 for name in filter(_is_op, flash.OPS):
                     self._library.impl(name, flash.kernel(name, key), key, with_keyset=True)
+            for key, reason in composite.NEVER_OURS.items():
+                self._library.impl(composite.NAME, composite.go_on(reason, device_types), key)
+        _forget_kernels()
+        # torch's files of compiled graphs are found by a program's calls, whoever computed them.
+        private_torch.tag_graphs(f" cutlass_fmha {_BUILD} {sorted(device_types)}")
         # A jagged tensor takes its calls before the dispatcher does, to a function of this module.
         self._jagged, self._of_jagged = private_torch.jagged_module(), None
         if self._jagged is not None:
@@ -59,6 +69,8 @@ class _Kernels:
     def remove(self) -> None:
         if self._library is not None:
             self._library, self.device_types = None, ()  # a library without an owner takes its kernels out
+            _forget_kernels()
+            private_torch.tag_graphs("")
             mha.set_fastpath_enabled(self._fast_path)
             if self._jagged is not None:
                 setattr(self._jagged, private_torch.OF_JAGGED, self._of_jagged)
