@@ -10,6 +10,8 @@ import pytest
 import torch
 from tensors import randn
 
+import cutlass_fmha
+from cutlass_fmha import log
 from cutlass_fmha.demo.measure import CountCalls
 from cutlass_fmha.integrations import diffusers as integration
 
@@ -23,8 +25,11 @@ def _registered() -> None:
     assert [x.value for x in dispatch.AttentionBackendName].count(integration.NAME) == 1
 
 
-def call(backend: str, heads_kv: int = 4, place: Any = (), wide: bool = False, **said: Any) -> torch.Tensor:
-    operands = (randn(2, 7, heads, 32, seed=n).to(*place) for n, heads in enumerate((4, heads_kv, heads_kv)))
+def call(
+    backend: str, heads_kv: int = 4, place: Any = (), wide: bool = False, queries: int = 7, **said: Any
+) -> torch.Tensor:
+    sizes = ((queries, 4), (7, heads_kv), (7, heads_kv))
+    operands = (randn(2, *size, 32, seed=n).to(*place) for n, size in enumerate(sizes))
     return dispatch.dispatch_attention_fn(*(x.double() if wide else x for x in operands), **said, backend=backend)
 
 
@@ -32,6 +37,7 @@ PADDING = torch.arange(7) < torch.tensor([[7], [4]])
 CALLS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"is_causal": True},
+    "causal, fewer queries": {"is_causal": True, "queries": 4},
     "scale": {"scale": 0.5},
     "padding": {"attn_mask": PADDING},
     "padding to add": {"attn_mask": torch.zeros(2, 7).masked_fill(~PADDING, float("-inf"))},
@@ -60,7 +66,8 @@ def test_a_call_of_the_dispatcher_is_as_exact_as_its_native_backend(said: dict[s
     errors = [(x.double() - wanted).abs().max() for x in (found, call("native", place=place, **given))]
     assert errors[0] <= 2 * errors[1] + (8 if place[1] == torch.float32 else 1) * torch.finfo(place[1]).eps
     if "heads_kv" not in said and said:
-        assert (found - call("native", place=place)).abs().max() > 1e-2
+        without = call("native", place=place, queries=said.get("queries", 7))
+        assert (found - without).abs().max() > 1e-2
 
 
 def test_what_the_native_backend_lacks() -> None:
@@ -144,6 +151,56 @@ def test_a_model_is_as_exact_as_by_its_native_backend(make: Any, layers: int, pl
         dispatch._AttentionBackendRegistry.set_active_backend(dispatch.AttentionBackendName.NATIVE)
     rounding = (8 if place[1] == torch.float32 else 1) * torch.finfo(place[1]).eps * wanted.abs().max()
     assert found[integration.NAME] <= 2 * found["native"] + rounding
+
+
+TINY = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 1}
+FEW = {"in_channels": 4, "out_channels": 4}
+#: Small models, and which of their processors never ask the dispatcher.
+ASKING: dict[str, tuple[dict[str, Any], str]] = {
+    "SD3Transformer2DModel": ({**TINY, "joint_attention_dim": 16, "caption_projection_dim": 16, "sample_size": 8,
+        "pooled_projection_dim": 16, "pos_embed_max_size": 8}, "JointAttnProcessor2_0"),
+    "CogVideoXTransformer3DModel": ({**TINY, **FEW, "time_embed_dim": 4, "text_embed_dim": 8, "sample_width": 8,
+        "sample_height": 8, "sample_frames": 8}, "CogVideoXAttnProcessor2_0"),
+    "PixArtTransformer2DModel": ({**TINY, "cross_attention_dim": 16, "sample_size": 8, "caption_channels": 8,
+        "use_additional_conditions": False}, "AttnProcessor2_0"),
+    "MochiTransformer3DModel": ({**TINY, **FEW, "pooled_projection_dim": 16, "text_embed_dim": 16,
+        "time_embed_dim": 4}, "MochiAttnProcessor2_0"),
+    "UNet2DConditionModel": ({"down_block_types": ("CrossAttnDownBlock2D",), "norm_num_groups": 4,
+        "up_block_types": ("CrossAttnUpBlock2D",), "block_out_channels": (8,), "cross_attention_dim": 16,
+        "attention_head_dim": 2}, "AttnProcessor2_0"),
+    "AutoencoderKL": ({"block_out_channels": (8,), "norm_num_groups": 4}, "AttnProcessor2_0"),
+    "LTXVideoTransformer3DModel": ({**TINY, **FEW, "cross_attention_dim": 16, "caption_channels": 8}, ""),
+    "CosmosTransformer3DModel": ({**TINY, **FEW, "attention_head_dim": 16, "text_embed_dim": 16,
+        "adaln_lora_dim": 4, "max_size": (4, 8, 8)}, ""),  # for the active backend, without a place for one
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ASKING)
+def test_a_choice_that_processors_will_not_hear_is_told(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    log.forget()
+    said, deaf = ASKING[name]
+    model = getattr(diffusers, name)(**said)
+    told = [f"{name}: {deaf} won't ask"] if deaf else []
+    try:
+        for backend, expected in (("native", []), (integration.NAME, told), (integration.NAME, told)):
+            model.set_attention_backend(backend)
+            found = [record.getMessage() for record in caplog.records if record.name == "cutlass_fmha"]
+            assert [message.partition(" diff")[0] for message in found] == expected
+        if name == "AutoencoderKL":  # what the sentence says to do
+            with CountCalls() as alone, torch.no_grad():
+                model.encode(randn(1, 3, 8, 8))
+            with cutlass_fmha.sdpa("cpu"), CountCalls() as inside, torch.no_grad():
+                model.encode(randn(1, 3, 8, 8))
+            assert (alone.calls, inside.calls) == (0, 1)
+    finally:
+        model.reset_attention_backend()
+        dispatch._AttentionBackendRegistry.set_active_backend(dispatch.AttentionBackendName.NATIVE)
+
+
+def test_a_processor_with_a_place_for_a_backend_is_not_told_of() -> None:
+    """However it asks."""
+    for own, asks in (({"_attention_backend": None}, True), ({}, False)):
+        assert integration._asks(type("Own", (), {**own, "__call__": lambda self: None})) is asks
 
 
 def test_a_block_goes_back_to_the_backend_before() -> None:

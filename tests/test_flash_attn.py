@@ -12,7 +12,9 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import oracle_features
 import pytest
 import torch
@@ -28,6 +30,7 @@ from cutlass_fmha.flash_attn.layers import rotary
 from cutlass_fmha.flash_attn.ops import activations, rms_norm
 from cutlass_fmha.flash_attn.ops.triton import layer_norm
 from cutlass_fmha.flash_attn.ops.triton.rotary import apply_rotary
+from cutlass_fmha.integrations import hub
 
 #: Of release 2.8.3, but for annotations.
 SIGNATURES = {
@@ -144,12 +147,26 @@ def laid(x: Tensor, how: str) -> Tensor:
     return x.transpose(-2, -3).contiguous().transpose(-2, -3) if how == "heads first" else x
 
 
+def deterministic_if_told(test: Any) -> Any:
+    """Gradients of the CPU are anyway: each call hears of it."""
+
+    @functools.wraps(test)
+    def heard(options: dict[str, Any], **rest: Any) -> None:
+        with mock.patch.object(flash_attn_interface, "attention", wraps=attention) as calls:
+            test(options=options, **rest)
+        said = {call.kwargs.get("deterministic", False) for call in calls.call_args_list}
+        assert said == {options.get("deterministic", False)}
+
+    return heard
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     sizes=st.tuples(st.integers(0, 3), st.integers(0, 9), st.integers(0, 12)),
     options=OPTIONS,
     how=st.sampled_from(("plain", "last dimension", "heads first")),
 )
+@deterministic_if_told
 def test_dense_functions(sizes: tuple[int, int, int], options: dict[str, Any], how: str):
     batch, seqlen_q, seqlen_k = sizes
     q, kv = randn(batch, seqlen_q, 4, 12), randn(batch, seqlen_k, 2, 2, 12, seed=1)
@@ -172,6 +189,7 @@ def test_dense_functions(sizes: tuple[int, int, int], options: dict[str, Any], h
     options=OPTIONS,
     tensors=st.booleans(),
 )
+@deterministic_if_told
 def test_packed_functions(lengths: list[tuple[int, int]], options: dict[str, Any], tensors: bool):
     cu_q, cu_k = (starts(*each) for each in zip(*lengths, strict=True))
     longest = [max(each) for each in zip(*lengths, strict=True)]
@@ -197,6 +215,13 @@ def test_packed_functions(lengths: list[tuple[int, int]], options: dict[str, Any
         pages[int(table[b, 1]), : max(0, length - 16)] = rows[16:]
     paged = flash_attn.flash_attn_varlen_func(q, *pages.unbind(2), cu_q, cu_k, *given, **full, block_table=table)
     agree(paged, options, q, k, v, **cu)
+
+
+@pytest.mark.parametrize("call", [flash_attn.flash_attn_varlen_func, hub.flash_attn_varlen_func, attention])
+def test_longest_lengths_may_be_numpys(call: Any):
+    x, cu = randn(6, 4, 16), ints(0, 2, 6)
+    found = [call(x, x, x, **dict(zip(LENGTHS.split(", "), (cu, cu, n, n), strict=True))) for n in (np.int64(4), 4)]
+    assert torch.equal(*found)
 
 
 def test_the_dropout_mask_is_that_of_the_output():
@@ -240,32 +265,52 @@ def test_the_backward_that_others_call_is_that_of_autograd(numbers: tuple[Any, .
     torch.manual_seed(0)
     out, lse, _, state = forward(q, k, v, *lengths, *numbers, slopes, False)
     places = [torch.full_like(x, math.nan) for x in (q, k, v)]
-    backward(dout, q, k, v, out, lse, *places, *lengths, *numbers, slopes, True, rng_state=state)
+    ops, deterministic = torch.ops.cutlass_fmha, dropout_p == 0.0
+    with mock.patch.object(ops, "attend_backward", wraps=ops.attend_backward) as heard:
+        backward(dout, q, k, v, out, lse, *places, *lengths, *numbers, slopes, deterministic, rng_state=state)
+    assert heard.call_args.kwargs["deterministic"] is deterministic
+    # The op's word for a row without keys is -inf; the CPU minds neither.
+    assert (lse == math.inf).any() == causal and torch.equal(heard.call_args.args[5] == -math.inf, lse == math.inf)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     dropout = {"dropout_p": dropout_p, "dropout_seed": state[:1]} if dropout_p else {}
     same = attention(*leaves, softcap=softcap, alibi_slopes=slopes, **said, **dropout)
     torch.testing.assert_close(places, list(torch.autograd.grad(same, leaves, dout)))
 
 
+def test_a_forward_that_others_call_hears_of_padding_and_lengths():
+    """Over pages; the lengths are those of seqused_k, whatever cu_seqlens_k says."""
+    q, k, v = randn(5, 4, 16), *randn(2, 3, 16, 2, 16, seed=1)
+    cu, rest = ints(0, 2, 5), {"leftpad_k": ints(3, 1), "seqused_k": ints(9, 20)}
+    table = ints(2, 2, 0, 1).view(2, 2)
+    out, lse, *_ = flash_attn_interface._wrapped_flash_attn_varlen_forward(
+        q, k, v, cu, ints(0, 16, 48), 3, 32, 0.0, 0.3, True, block_table=table, **rest
+    )
+    wanted = oracle_features.attention(
+        q, k, v, 0.3, "bottom-right", cu_seqlens_q=cu, max_seqlen_q=3, page_table=table, **rest
+    )
+    torch.testing.assert_close((out.double(), lse.double()), wanted[:2], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("interleaved", [None, False, True])
 @pytest.mark.parametrize("paged", [False, True])
-def test_a_cache_is_theirs(paged: bool, interleaved: bool | None):
+def test_a_cache_is_theirs(paged: bool, interleaved: bool | None, causal: bool):
     """Pairs are neighbours by default, and positions count left padding."""
     cos, sin = torch.rand(32, 4), torch.rand(32, 4)
     q, k, v = randn(2, 3, 4, 16), randn(2, 3, 2, 16, seed=1), randn(2, 3, 2, 16, seed=2)
-    shape = (4, 16, 2, 16) if paged else (2, 32, 2, 16)
+    shape = (4, 16, 2, 16) if paged else (3, 32, 2, 16)
     theirs, ours = ([randn(*shape, seed=s) for s in (3, 4)] for _ in range(2))
-    where = {"block_table": ints(3, 0, 2, 1).view(2, 2)} if paged else {}
+    where = {"block_table": ints(3, 0, 2, 1).view(2, 2)} if paged else {"cache_batch_idx": ints(2, 0)}
     used, pad = ints(4, 20), ints(1, 5)
     rest = {} if interleaved is None else {"rotary_interleaved": interleaved}
     out, lse = flash_attn.flash_attn_with_kvcache(
-        q, *theirs, k, v, cos, sin, used, cache_leftpad=pad, causal=True, window_size=(9, 9),
+        q, *theirs, k, v, cos, sin, used, cache_leftpad=pad, causal=causal, window_size=(9, 9), softmax_scale=0.3,
         return_softmax_lse=True, num_splits=2, **where, **rest,
     )  # fmt: skip
     expected = with_kv_cache(
         q, *ours, k, v, rotary_cos=cos, rotary_sin=sin, rotary_interleaved=interleaved is not False,
-        rotary_seqlens=used, cache_seqlens=used, leftpad_k=pad, causal=True, window=(9, 9), return_lse=True,
-        page_table=where.get("block_table"),
+        rotary_seqlens=used, cache_seqlens=used, leftpad_k=pad, causal=causal, window=(9, 9), return_lse=True,
+        page_table=where.get("block_table"), cache_batch_idx=where.get("cache_batch_idx"), scale=0.3,
     )  # fmt: skip
     assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
     assert all(torch.equal(one, other) for one, other in zip(theirs, ours, strict=True))
@@ -288,6 +333,7 @@ DECLINED: list[tuple[type[Exception], Any, str]] = [
     (ValueError, lambda: of_x(*TABLE, seqlen_offsets=6), "have 9 positions, and 4 rows begin at position 6"),
     *((ValueError, lambda n=n: rotary.apply_rotary_emb_qkv_(X, *TABLE, num_heads_q=n),
        f"needs num_heads_q.*half of the others are keys: got {n} of 2") for n in (None, 3, 1)),
+    (ValueError, lambda: flash_attn.flash_attn_with_kvcache(X, X, X, num_splits=65), "num_splits must be 1 to 64"),
     (ValueError, lambda: apply_rotary(X[0], *TABLE), "x must have 4 dimensions"),
     (ValueError, lambda: rotary.RotaryEmbedding(8)(X, X, ints(1)), "seqlen_offset is a tensor: pass max_seq"),
     (ValueError, lambda: flash_attn_interface._wrapped_flash_attn_backward(*wrong_state[0], *wrong_state[1]),
@@ -411,8 +457,8 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: 
 @pytest.mark.parametrize("packed", [False, True])
 def test_rotary_of_their_signature(packed: bool, interleaved: bool, inplace: bool, dtype: Any):
     cos, sin = torch.rand(2, 16, 6, dtype=F64)
-    lengths = [5, 0, 3, 4] if packed else [4, 4, 4]
-    offsets = [7] * len(lengths) if dtype is int else [3, 15, 16, 14, 40][: len(lengths)]
+    lengths = [4, 2, 0, 2, 4] if packed else [4, 4, 4]
+    offsets = [7] * len(lengths) if dtype is int else [3, 40, 15, 16, 14][: len(lengths)]
     offset = 7 if dtype is int else torch.tensor(offsets, dtype=dtype)
     positions = torch.cat([torch.arange(n) + first for n, first in zip(lengths, offsets, strict=True)])
     leaf = randn(12, 2, 16, dtype=F64).requires_grad_()
@@ -738,6 +784,13 @@ def test_a_compiled_call_is_whole():
         q, k, v = qkv.split((4, 2, 2), 2)
         return flash_attn.flash_attn_func(q, k, v, causal=True, window_size=(3, 0), softcap=9.0)
 
+    def drop(x: Tensor, *_: Tensor) -> Any:
+        return flash_attn.flash_attn_func(x, x, x, 0.3, return_attn_probs=True)
+
     given = randn(2, 5, 8, 16), torch.rand(9, 4), torch.rand(9, 4)
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(*given), call(*given))
+    for each in (call, drop):
+        found = []
+        for function in (torch.compile(each, fullgraph=True, backend="aot_eager"), each):
+            torch.manual_seed(0)
+            found.append(function(*given))
+        torch.testing.assert_close(*found, rtol=0, atol=0)

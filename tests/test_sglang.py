@@ -177,6 +177,18 @@ def test_layers_of_a_batch_do_not_hear_each_other(there: Any):
         assert serving.is_close(s.run(batch, s.layer(**layer), **kwargs), s.requests.expected(**ours)), what
 
 
+def test_a_pool_may_get_other_tensors(there: Any):
+    s = Serving(there, DECODE)
+    batch, layer, expected = s.batch("DECODE"), s.layer(), s.requests.expected()
+    s.backend.init_forward_metadata(batch)
+    for name in ("", "k", "v"):
+        if name:
+            old = getattr(s.plain, name)
+            setattr(s.plain, name, old.clone())
+            old.fill_(torch.nan)
+        assert serving.is_close(s.run(batch, layer), expected)
+
+
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(("lengths", "mode"), [(MIXED, "EXTEND"), (DECODE, "DECODE")])
 def test_layers_with_windows_have_a_pool_of_their_own(there: Any, lengths: Any, mode: str, place: str):
@@ -254,12 +266,16 @@ def test_nothing_asks_what_a_tensor_holds(there: Any):
         ({"kv_cache_dtype": torch.float16}, "got float16 of a model in bfloat16"),
         ({"spec_algorithm": SimpleNamespace(is_speculative=lambda: True)}, "has no speculative decoding"),
         ({"kv_index_translator": SimpleNamespace(is_translating=True)}, "has no unified pool"),
+        ({"attn_dcp_size": 2}, "has no context parallelism"),
         (config(cross=True), "has no cross attention"),
         (config(head_dim=520), "use head dims of at most 512"),
     ],
 )
-def test_a_model_is_refused_with_the_reason(there: Any, changed: dict[str, Any], reason: str):
+def test_a_model_is_refused_with_the_reason(
+    there: Any, changed: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+):
     assert integration.create(runner()).needs_cpu_seq_lens is False
+    monkeypatch.setattr(there.context.get_parallel(), "attn_dcp_size", changed.get("attn_dcp_size", 1))
     with pytest.raises(NotImplementedError, match=reason):
         integration.create(runner(**changed))
 
@@ -269,6 +285,7 @@ def test_a_model_is_refused_with_the_reason(there: Any, changed: dict[str, Any],
     [
         ({"is_cross_attention": True}, {}, "is_cross_attention"),
         ({"use_irope": True}, {}, "use_irope"),
+        ({"xai_temperature_len": 1024}, {}, "xai_temperature_len"),
         ({"logit_cap": 1.0, "logit_capping_method": "other"}, {}, "logit_capping_method"),
         ({}, {"q_rope": torch.zeros(1), "return_lse": False}, "q_rope"),
         ({}, {"return_lse": True, "k_rope": None}, "return_lse"),
@@ -278,8 +295,10 @@ def test_a_layer_that_says_more_is_refused(there: Any, layer: Any, kwargs: Any, 
     s = Serving(there, DECODE)
     batch = s.batch("DECODE")
     s.backend.init_forward_metadata(batch)
+    saying = s.layer()
+    vars(saying).update(layer)
     with pytest.raises(NotImplementedError, match=f"does not know what {said} says in SGLang"):
-        s.run(batch, s.layer(**layer), **kwargs)
+        s.run(batch, saying, **kwargs)
 
 
 def test_batches_of_other_kinds_are_refused(there: Any):

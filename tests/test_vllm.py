@@ -36,6 +36,7 @@ SAID: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "softcap": ({"logits_soft_cap": 2.0}, {"softcap": 2.0}),
     "sinks": ({"sinks": randn(HEADS)}, {"sinks": randn(HEADS)}),
     "alibi": ({"alibi_slopes": SLOPES}, {"alibi_slopes": torch.tensor(SLOPES)}),
+    "scale": ({"scale": 0.5}, {"scale": 0.5}),
 }
 
 
@@ -93,9 +94,9 @@ def step(
 def call(there: Any, s: Step, metadata: Any = None, **said: Any) -> Callable[[], Tensor]:
     """A layer's: first the cache, then what computes attention, into memory that is there."""
     Backend = there.ours.Backend
-    said = {"sliding_window": None, "kv_cache_dtype": "auto", "alibi_slopes": None, **said}
+    said = {"scale": DIM**-0.5, "sliding_window": None, "kv_cache_dtype": "auto", "alibi_slopes": None, **said}
     with s.query.device:  # as vLLM makes its models
-        impl = Backend.get_impl_cls()(HEADS, DIM, DIM**-0.5, HEADS_KV, **placed(said, s.query.device.type))
+        impl = Backend.get_impl_cls()(HEADS, DIM, num_kv_heads=HEADS_KV, **placed(said, s.query.device.type))
     impl.process_weights_after_loading(torch.float32)
     if metadata is None:
         builder = Backend.get_builder_cls()(None, ["layer"], None, s.query.device)
@@ -251,6 +252,14 @@ PLAIN: dict[str, Any] = {
 def test_a_model_is_taken_or_refused_with_the_reason(there: Any, asked: dict[str, Any], reason: str | None):
     reasons = there.ours.Backend.validate_configuration(**{**PLAIN, **asked})
     assert reasons == [] if reason is None else reason in reasons[-1], reasons
+
+
+def test_whether_there_are_sinks_is_asked(there: Any, monkeypatch: pytest.MonkeyPatch):
+    """No kernel of this build minds them."""
+    monkeypatch.setattr(there.ours, "why_not", lambda *given: f"features {given[4]}")
+    for has_sink, features in ((True, ("sinks",)), (False, ())):
+        reasons = there.ours.Backend.validate_configuration(**{**PLAIN, "has_sink": has_sink})
+        assert reasons == [f"cutlass_fmha: features {features}"]
 
 
 def test_what_only_a_batch_tells_is_refused_there(there: Any):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import numbers
+import operator
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -77,12 +78,12 @@ def number_of(name: str, value: Any, or_else: str = "") -> float:
 
 
 def integer(name: str, value: Any, or_else: str = " or None") -> Any:
-    """``value``, when it is an int; a compiler's symbolic one stays symbolic."""
-    if type(value) is int:  # asking the others takes longer
+    """``value``, as an int; a compiler's symbolic one stays symbolic."""
+    if type(value) is int or isinstance(value, torch.SymInt):  # asking the others takes longer
         return value
-    if isinstance(value, bool) or not isinstance(value, (numbers.Integral, torch.SymInt)):
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be an int{or_else}, got {type(value).__name__}")
-    return value
+    return operator.index(value)  # NumPy's compare to a bool of NumPy's
 
 
 def finite_scale(scale: Any) -> float:

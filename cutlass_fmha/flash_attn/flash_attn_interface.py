@@ -395,7 +395,7 @@ def _with_state(
     """Output, LSE, the dropout mask and the seed's tensor, which both are made from."""
     state = torch.zeros(2, dtype=torch.int64, device=q.device)
     if dropout_p > 0.0:
-        state[:1].random_(SEEDS)
+        state[:1] = torch.randint(SEEDS, (1,), device=q.device)
     given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, False)
     said |= {"return_lse": True, "dropout_seed": state[:1]}
     found: Any = _attend(q, k, v, *given, said)

@@ -4,20 +4,25 @@
     diffusers.register()
     pipeline.transformer.set_attention_backend("cutlass_fmha")
 
-The names of diffusers' backends are an Enum, which ``register`` adds a member to. See docs/diffusers.md.
+The names of diffusers' backends are an Enum, which ``register`` adds a member to, and the choice of a model's
+backend a method, which it wraps. See docs/diffusers.md.
 
 Works with diffusers 0.42, which is imported by ``register`` only.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from cutlass_fmha import log
 from cutlass_fmha.attention import attention
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
 NAME = "cutlass_fmha"
@@ -28,11 +33,12 @@ def register() -> str:
     """Make "cutlass_fmha" a backend of diffusers' dispatcher, as "flash" or "sage" is; returns the name.
 
     Then ``model.set_attention_backend("cutlass_fmha")``, ``with attention_backend("cutlass_fmha"):`` and
-    ``dispatch_attention_fn(..., backend="cutlass_fmha")`` take it. Raises ImportError when diffusers is
-    missing or has no such dispatcher.
+    ``dispatch_attention_fn(..., backend="cutlass_fmha")`` take it. The first of these warns of attention
+    processors that won't ask the dispatcher. Raises ImportError when diffusers is missing or has no such
+    dispatcher.
     """
     try:
-        from diffusers.models import attention_dispatch
+        from diffusers.models import attention_dispatch, modeling_utils
     except ImportError as error:
         raise ImportError(f"this integration needs diffusers 0.42 or newer (pip install diffusers): {error}") from error
     names: Any = attention_dispatch.AttentionBackendName
@@ -43,7 +49,37 @@ def register() -> str:
         names._member_map_[NAME.upper()] = names._value2member_map_[NAME] = member
         type.__setattr__(names, NAME.upper(), member)
     attention_dispatch._AttentionBackendRegistry.register(names(NAME))(attention_forward)
+    models: Any = modeling_utils.ModelMixin
+    models.set_attention_backend = _told(models.set_attention_backend)
     return NAME
+
+
+def _told(choose: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
+    """diffusers' choice of a model's backend, which leaves out silently what never asks the dispatcher."""
+    if hasattr(choose, NAME):
+        return choose
+
+    @functools.wraps(choose)
+    def told(self: Any, backend: str) -> None:
+        choose(self, backend)
+        processors = {type(getattr(module, "processor", None)) for module in self.modules()} - {type(None)}
+        if backend.lower() == NAME and (deaf := sorted(x.__name__ for x in processors if not _asks(x))):
+            model, which = type(self).__name__, ", ".join(deaf)
+            log.warn_once(
+                ("diffusers", model, which),
+                "%s: %s won't ask diffusers' dispatcher, so %s is not used there: within "
+                "`with cutlass_fmha.sdpa():` it is, where they call torch's attention",
+                *(model, which, NAME),
+            )
+
+    vars(told)[NAME] = True
+    return told
+
+
+def _asks(processor: Any) -> bool:
+    """Whether a class of processors has a place for a backend, or asks for the active one."""
+    code = getattr(processor.__call__, "__code__", None)
+    return hasattr(processor, "_attention_backend") or "dispatch_attention_fn" in getattr(code, "co_names", ())
 
 
 # The dispatcher passes on what is named here, and drops the rest.
