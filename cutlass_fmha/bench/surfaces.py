@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -17,6 +18,8 @@ from .timing import time_host
 Call = Callable[[], Any]
 BATCH, HEADS, SEQLEN, DIM = 2, 4, 128, 64
 SECTION = "by surface, "
+#: What JAX's arrays are measured beside: of an eager call JAX's own part.
+JAX_ALONE = "q + k + v in jax.jit"
 
 #: Microseconds that a surface may take beside the direct call: those of torch and transformers, others.
 BARS = {"torch SDPA": 10.0, "transformers": 10.0, "": 6.0}
@@ -90,13 +93,15 @@ def sections(device: torch.device) -> dict[str, dict[str, Call]]:
         },
     }
     found["nothing"] |= _of_arrays(rows)
-    for said, calls in (*_of_transformers(q, k, v, mask, starts), *_of_diffusers(rows, mask), *_of_serving(rows)):
+    for said, calls in (
+        *_of_transformers(q, k, v, mask, starts), *_of_diffusers(rows, mask), *_of_serving(rows), *_of_jax(rows),
+    ):  # fmt: skip
         found.setdefault(said, {}).update(calls)
     return found
 
 
 def _of_arrays(rows: list[Tensor]) -> dict[str, Call]:
-    """CuPy's, and NumPy's on the CPU. JAX's would take most of the GPU's memory for the process."""
+    """CuPy's, and NumPy's on the CPU."""
     import cutlass_fmha
 
     name = "numpy" if rows[0].is_cpu else "cupy"
@@ -105,6 +110,23 @@ def _of_arrays(rows: list[Tensor]) -> dict[str, Call]:
     except ImportError:
         return {}
     return {f"arrays of {name}": partial(cutlass_fmha.attention, *map(take, rows))}
+
+
+def _of_jax(rows: list[Tensor]) -> list[tuple[str, dict[str, Call]]]:
+    """JAX's arrays beside a sum, which takes JAX itself more than a call of this package takes in all."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # or it takes most of the GPU's memory
+    try:
+        import jax
+
+        from cutlass_fmha import attention
+        from cutlass_fmha.jax import attention as of_jax
+    except ImportError:
+        return []
+    arrays = [jax.numpy.from_dlpack(x) for x in rows]
+    calls = {JAX_ALONE: lambda q, k, v: q + k + v, "cutlass_fmha.jax in jax.jit": of_jax}
+    calls = {name: jax.jit(call) for name, call in calls.items()}
+    calls |= {"cutlass_fmha.jax": of_jax, "attention of JAX's arrays": attention}
+    return [("JAX", {name: partial(call, *arrays) for name, call in calls.items()})]
 
 
 def _of_transformers(

@@ -1,4 +1,4 @@
-"""A padding mask [batch, seqlen] in the words of ``attention``: lengths, where they can say it."""
+"""A mask of padding or packing, [batch, seqlen], in the words of ``attention``: lengths, where they can say it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 SAID = "_cutlass_fmha_said"
-"""The attribute by which a mask [batch, seqlen_k] carries what it means, so that layers need not find out."""
+"""The attribute by which a mask [batch, seqlen_k], or positions, carry what they mean: layers need not find out."""
 
 
 class Said(NamedTuple):
@@ -52,3 +52,19 @@ def padding(mask: Tensor, q_length: int, has_places: bool) -> dict[str, Any]:
         if has_places:
             said["seqused_q"] = (end - (columns - q_length)).clamp_(min=0)
     return said
+
+
+def packing(sequences: Tensor) -> dict[str, Any]:
+    """Arguments of ``packed_attention`` for rows of several sequences each. Waits for the device.
+
+    Args:
+        sequences: [batch, seqlen], numbers of which neighbours share one where they are of one sequence.
+    """
+    begins = torch.ones_like(sequences, dtype=torch.bool)
+    begins[:, 1:] = sequences[:, 1:] != sequences[:, :-1]
+    starts = begins.flatten().nonzero().flatten()
+    starts = torch.cat([starts, starts.new_full((1,), sequences.numel())]).int()
+    longest = int(starts.diff().max())
+    return {
+        "cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": longest, "max_seqlen_k": longest,
+    }  # fmt: skip

@@ -16,13 +16,14 @@ Works with transformers 5.4 and newer, which is imported by ``register`` only.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from cutlass_fmha.attention import attention, packed_attention
-from cutlass_fmha.integrations.padding import SAID, Said, padding
+from cutlass_fmha.integrations.padding import SAID, Said, packing, padding
 from cutlass_fmha.integrations.transformers_apply import Applied, apply
 
 if TYPE_CHECKING:
@@ -114,6 +115,44 @@ def _checked(check: Callable[..., str], name: str) -> Callable[..., str]:
     return checked
 
 
+class _Neighbours:
+    """Biases whose keys are neighbours in memory, as kernels for many queries read them. In T5's the heads are.
+
+    A copy takes as long as two layers, and layers share their bias: the last one is kept, until its bias is gone or
+    changes. Not in what is captured or compiled, which may run again with other numbers in the same memory.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[Any, tuple[object, ...], Tensor] | None = None
+
+    def of(self, bias: Tensor) -> Tensor:
+        strides = bias.stride()
+        if strides[-1] == 1 or 0 in strides or bias.size(-2) < _MANY_QUERIES:
+            return bias
+        if torch.compiler.is_compiling() or bias.is_inference():
+            return bias.contiguous()
+        stream = None
+        if bias.is_cuda:
+            if torch.cuda.is_current_stream_capturing():
+                return bias.contiguous()
+            stream = torch.cuda.current_stream(bias.device).cuda_stream
+        made = (bias._version, torch.is_grad_enabled(), stream)
+        last = self._last
+        if last is not None and last[0]() is bias and last[1] == made:
+            return last[2]
+        copy = bias.contiguous()
+        self._last = (weakref.ref(bias, self._forget), made, copy)
+        return copy
+
+    def _forget(self, reference: Any) -> None:
+        if self._last is not None and self._last[0] is reference:
+            self._last = None
+
+
+_MANY_QUERIES = 32
+_neighbours = _Neighbours()
+
+
 def attention_forward(
     module: torch.nn.Module,
     query: Tensor,
@@ -138,6 +177,8 @@ def attention_forward(
     Raises NotImplementedError for what would have to be dropped.
     """
     said = _said_of_scores(dropout, kwargs, _WITHOUT_MASK if attention_mask is None else _BY_MASKS)
+    if "bias" in said:
+        said["bias"] = _neighbours.of(said["bias"])
     if attention_mask is not None:
         # Masks of a static cache are longer than the keys. A slice of all of it would cost 1 us of host time.
         keys, seen = key.size(2), attention_mask
@@ -169,40 +210,74 @@ def flash_forward(
     """What transformers calls in every attention layer of a model with "cutlass_fmha_flash".
 
     As ``attention_forward``, but the last query stands at the last key, and attention_mask may also be one of
-    padding, [batch, seqlen_k seen], 1 (True) for a token, which is passed on as lengths. sliding_window: so
-    many keys a query sees on either side, itself included. Passed on, too: cu_seq_lens_q, cu_seq_lens_k,
-    max_length_q and max_length_k. No position_bias.
+    padding, [batch, seqlen_k seen], 1 (True) for a token, or the number of its sequence, which is passed on as lengths.
+    sliding_window: so many keys a query sees on either side, itself included. Passed on, too: cu_seq_lens_q,
+    cu_seq_lens_k, max_length_q and max_length_k; without them and padding, position_ids [1, seqlen_q] that begin anew
+    say the same. No position_bias.
     """
     if attention_mask is not None and attention_mask.dim() == 4:
         return attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     said = _said_of_scores(dropout, kwargs, _BY_LENGTHS)
+    (batch, _, queries, _), keys = query.shape, key.shape[2]
     found = None if attention_mask is None else getattr(attention_mask, SAID, None)
     if found is None:
-        found = _read(attention_mask, query, key, _is_causal(module, is_causal), sliding_window)
+        found = _read(attention_mask, queries, keys, _is_causal(module, is_causal), sliding_window)
     arguments = found.arguments
     if kwargs.get("cu_seq_lens_q") is not None:
         if arguments and arguments.keys() & {"mask", "leftpad_k", "seqused_k"}:
             raise ValueError("cu_seq_lens_q and an attention_mask with padding exclude each other.")
         arguments = arguments | _packed(kwargs)
-    if found.seen < key.shape[2] and (query.shape[2] > 1 or "seqused_k" not in arguments):
+    elif (
+        batch == 1 and 1 < queries == found.seen and len(arguments) == ("window" in arguments)
+        and (positions := kwargs.get("position_ids")) is not None
+        and (packed := _restarts(positions, queries, module))
+    ):  # fmt: skip
+        arguments = arguments | packed
+    if found.seen < keys and (queries > 1 or "seqused_k" not in arguments):
         key, value = key[:, :, : found.seen], value[:, :, : found.seen]
-    causal = found.causal and (query.shape[2] > 1 or "cu_seqlens_q" in arguments)
+    causal = found.causal and (queries > 1 or "cu_seqlens_q" in arguments)
     return _attend(query, key, value, causal, scaling, {**said, **arguments})
 
 
-def _read(mask: Tensor | None, query: Tensor, key: Tensor, causal: bool, window: int | None) -> Said:
+def _read(mask: Tensor | None, queries: int, keys: int, causal: bool, window: int | None) -> Said:
     """What a mask says that ``flash_mask`` did not make, and the layer's own window."""
     arguments: dict[str, Any] = {}
-    if window is not None and key.shape[2] > window:
+    if window is not None and keys > window:
         arguments["window"] = (window - 1, window - 1)
     if mask is None:
-        return Said(causal, key.shape[2], arguments)
-    mask = mask[:, : key.shape[2]].bool()
+        return Said(causal, keys, arguments)
+    mask = mask[:, :keys]
+    # One of ours that was copied, to another device say, has lost what it carried: its numbers tell sequences.
+    numbers = mask.dtype is not torch.bool and mask.shape[1] == queries
     if torch.compiler.is_compiling():
-        arguments["mask"] = mask[:, None, None, :]
+        of_key = mask[:, None, None, :]
+        arguments["mask"] = of_key.bool() & (of_key == mask[:, None, :, None]) if numbers else of_key.bool()
+    elif numbers and mask.max() > 1:
+        arguments |= packing(mask)
     else:
-        arguments |= padding(mask, query.shape[2], causal or "window" in arguments)
+        arguments |= padding(mask.bool(), queries, causal or "window" in arguments)
     return Said(causal, mask.shape[1], arguments)
+
+
+def _restarts(positions: Tensor, queries: int, module: torch.nn.Module) -> dict[str, Any]:
+    """Sequences packed in one row, by positions that begin anew: with a cache, transformers' masks don't tell them.
+
+    A sequence begins at the least position, as for flash_attention_2; gaps, as of images, begin none. The first
+    layer of a forward looks, which waits for the device, the others find what it kept. It is known by its coming again.
+    """
+    if torch.compiler.is_compiling():
+        return {}
+    kept: Any = getattr(positions, SAID, None)
+    if kept is None or kept[0] == id(module) or (kept[1] is not None and kept[1] != positions._version):
+        from transformers.utils.import_utils import is_tracing
+
+        if positions.shape != (1, queries) or is_tracing(positions):
+            return {}
+        version, begins = None if positions.is_inference() else positions._version, positions == positions.min()
+        kept = (id(module), version, packing(begins.cumsum(1)) if begins[:, 1:].any() else {})
+        setattr(positions, SAID, kept)
+    found: dict[str, Any] = kept[2]
+    return found
 
 
 def _is_causal(module: torch.nn.Module, is_causal: bool | None) -> bool:

@@ -11,7 +11,7 @@ import transformers.masking_utils
 from torch import Tensor
 from transformers.utils.import_utils import is_tracing
 
-from cutlass_fmha.integrations.padding import SAID, Said, padding
+from cutlass_fmha.integrations.padding import SAID, Said, packing, padding
 
 masking_utils: Any = transformers.masking_utils  # its hints say less than it takes
 sdpa_mask = masking_utils.sdpa_mask
@@ -88,7 +88,8 @@ def flash_mask(
 
     Returns:
         None where all keys are there, the last query stands at the last one and a window hides none. Else a
-        mask [batch, keys seen] that carries what it means (``Said``); or what ``sdpa_mask`` returns
+        mask [batch, keys seen] that carries what it means (``Said``), and in numbers for layers that get a copy:
+        True for a token, or from 1 on which of the packed sequences it is of; or what ``sdpa_mask`` returns
         for patterns that lengths and windows can't say, and in graphs, where contents can't be looked at.
     """
 
@@ -120,7 +121,8 @@ def flash_mask(
         tokens = tokens[:, kv_offset : kv_offset + seen]
         arguments |= padding(tokens, q_length, says.causal or "window" in arguments)
     if says.sequences is not None:
-        arguments |= _packed(says.sequences)
+        tokens = says.sequences + 1
+        arguments |= packing(says.sequences)
     if not arguments and seen == kv_length:
         return None
     device = kwargs.get("device", "cpu")
@@ -132,15 +134,3 @@ def flash_mask(
     tokens = tokens.view_as(tokens)
     setattr(tokens, SAID, Said(says.causal, seen, arguments))
     return tokens
-
-
-def _packed(sequences: Tensor) -> dict[str, Any]:
-    """Arguments for rows [batch, seqlen] of several sequences each. Waits for the device."""
-    begins = torch.ones_like(sequences, dtype=torch.bool)
-    begins[:, 1:] = sequences[:, 1:] != sequences[:, :-1]
-    starts = begins.flatten().nonzero().flatten()
-    starts = torch.cat([starts, starts.new_full((1,), sequences.numel())]).int()
-    longest = int(starts.diff().max())
-    return {
-        "cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": longest, "max_seqlen_k": longest,
-    }  # fmt: skip
