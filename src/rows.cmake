@@ -88,7 +88,8 @@ fmha_ranged("90"      "f16;bf16" 128      128        64     32     2     2      
 fmha_ranged("89"      "f16;bf16" 128      128        64     64     4     1      2          true           false cp_async_16)
 fmha_ranged("120"     "f16;bf16" 128      128        64     64     4     1      2          true           false tma)
 fmha_ranged("89"      "f16;bf16" 192      128       128     64     8     1      1          false          true  cp_async_16)
-fmha_ranged("${TMA}"  "f16;bf16" 192      128       128     64     8     1      1          false          true  tma)
+fmha_ranged("90"      "f16;bf16" 192      128       128     32     4     2      2          false          false tma)
+fmha_ranged("120"     "f16;bf16" 192      128       128     64     8     1      1          false          true  tma)
 fmha_ranged("89"      "f16;bf16" 256      256       128     32     8     1      1          false          true  cp_async_16)
 fmha_ranged("${TMA}"  "f16;bf16" 256      256       128     32     8     1      1          false          true  tma)
 
@@ -105,7 +106,8 @@ fmha_score_mod("90"      "f16;bf16" 128      128       256     32     8     2   
 fmha_score_mod("90"      "f16;bf16" 128      128       128     48     4     2      2          false          false tma)
 fmha_score_mod("120"     "f16;bf16" 128      128       256     48     8     1      1          false          true  tma)
 fmha_score_mod("89"      "f16;bf16" 192      128       128     64     8     1      1          false          true  cp_async_16)
-fmha_score_mod("${TMA}"  "f16;bf16" 192      128       128     64     8     1      1          false          true  tma)
+fmha_score_mod("90"      "f16;bf16" 192      128       128     32     4     2      2          false          false tma)
+fmha_score_mod("120"     "f16;bf16" 192      128       128     64     8     1      1          false          true  tma)
 fmha_score_mod("89"      "f16;bf16" 256      256       128     32     8     1      1          false          true  cp_async_16)
 fmha_score_mod("${TMA}"  "f16;bf16" 256      256       128     32     8     1      1          false          true  tma)
 
