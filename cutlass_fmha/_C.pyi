@@ -1,7 +1,5 @@
 """The compiled extension: a table of kernels, one way to launch them, and the device's properties. Knows no torch."""
 
-from collections.abc import Callable
-
 class Row:
     """One compiled kernel: a row of the table. Sizes in elements unless the name says bytes.
 
@@ -564,9 +562,7 @@ def launch(
 ) -> None:
     """``run`` for one call of a plan: of ``plan.of_call(q, k, v, o, lse, scale, room)``, in less time."""
 
-def xla_handlers(
-    run: Callable[[bytes, list[int], list[int], int | None, int | None], str | bool | None],
-) -> tuple[object, object]:
+def xla_handlers(run: object) -> tuple[object, object]:
     """What XLA calls on the host and on CUDA devices: repeats the launches of ``xla_keep``, and has ``run`` (text,
     arguments, results, stream, device) for the others, which returns None, what was wrong, or True: it is kept now."""
 

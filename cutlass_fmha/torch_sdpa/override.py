@@ -21,7 +21,7 @@ NAME = "cutlass_fmha"
 """What torch.nn.attention's registry knows this package as."""
 
 DEVICE_TYPES = {"cuda": "CUDA", "cpu": "CPU"}
-_BUILD = _C.build_info()["source_hash"][:12]
+_BUILD = str(_C.build_info()["source_hash"])[:12]
 
 #: torch 2.11 and newer can hand a call back to the kernel that stood there before.
 _HAS_REGISTRY = hasattr(attention, "register_flash_attention_impl") and hasattr(torch.library, "get_kernel")
