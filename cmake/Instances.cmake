@@ -40,6 +40,13 @@ endmacro()
 
 # Adds the rows of one manifest line: one for each pair of ARCHS and DTYPES. The columns are ForwardConfig's fields; a
 # 13th one, DEPENDENT_LAUNCH, may be left out where it is false.
+# A warp passes its turn on before the last two n16 of a step (Keys::kPassAt): with one it never would.
+function(fmha_check_turns NAME HEAD_DIM TILE_N PING_PONG COPY)
+  if(PING_PONG AND COPY STREQUAL "tma" AND HEAD_DIM GREATER_EQUAL 96 AND TILE_N LESS 32)
+    message(FATAL_ERROR "cutlass_fmha: src/rows.cmake asks for ${NAME}, whose turns need a TILE_N of at least 32")
+  endif()
+endfunction()
+
 function(fmha_forward
     ARCHS DTYPES HEAD_DIM TILE_M TILE_N WARPS KV_WARPS STAGES MIN_BLOCKS Q_IN_REGISTERS PING_PONG COPY)
   set(DEPENDENT_LAUNCH false)
@@ -66,6 +73,7 @@ function(fmha_forward
       if(COPY STREQUAL "tma" AND arch LESS 90)
         message(FATAL_ERROR "cutlass_fmha: src/rows.cmake asks for ${name}, and sm_${arch} has no TMA")
       endif()
+      fmha_check_turns(${name} ${HEAD_DIM} ${TILE_N} ${PING_PONG} ${COPY})
       if(COPY STREQUAL "tma" AND arch IN_LIST FMHA_ARCHITECTURES)
         set_property(GLOBAL PROPERTY FMHA_HAS_TMA ON)
       endif()
@@ -143,6 +151,7 @@ function(fmha_add_features FEATURES SUFFIX
       endif()
       set(name
           "fwd_sm${arch}_${dtype}_${dims}_m${TILE_M}n${TILE_N}w${WARPS}${shared}${copied}_${SUFFIX}${FMHA_NAME_SUFFIX}")
+      fmha_check_turns(${name} ${HEAD_DIM} ${TILE_N} ${PING_PONG} "${COPY}")
       set(dependent_launch false)
       if(KV_WARPS GREATER 1 AND arch GREATER_EQUAL 90)
         set(dependent_launch true)  # where the GPU can: decoding is many short launches

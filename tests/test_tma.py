@@ -155,11 +155,21 @@ def test_a_release_that_overtakes_reads_is_found(lines: list[str], early: bool):
 COLUMNS_OF_A_TILE = "64 64 64 4 1 2 2 true false"
 
 
-@pytest.mark.parametrize("archs", ["89", "90;89"])
-def test_sm_89_has_no_tma(archs: str, tmp_path: Path):
+NO_TMA = "asks for fwd_sm89_bf16_d64_m64n64w4_tma, and sm_89 has no TMA"
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (f'fmha_forward("89" "bf16" {COLUMNS_OF_A_TILE} tma)', NO_TMA),
+        (f'fmha_forward("90;89" "bf16" {COLUMNS_OF_A_TILE} tma)', NO_TMA),
+        ('fmha_forward("90" "bf16" 128 128 16 8 1 1 1 false true tma)', "turns need a TILE_N of at least 32"),
+        ('fmha_masked("90" "f16" 256 256 128 16 8 2 1 false true tma)', "turns need a TILE_N of at least 32"),
+    ],
+)
+def test_a_line_by_tma_that_no_kernel_can_run_is_an_error(line: str, words: str, tmp_path: Path):
     manifest = tmp_path / "manifest.cmake"
-    manifest.write_text(f'fmha_forward("{archs}" "bf16" {COLUMNS_OF_A_TILE} tma)\n')
-    words = "asks for fwd_sm89_bf16_d64_m64n64w4_tma, and sm_89 has no TMA"
+    manifest.write_text(f"{line}\n")
     with pytest.raises(building.BuildError, match=words):
         building.Tree(tmp_path / "tree", {"CUTLASS_FMHA_MANIFEST": manifest}).configure()
     assert not list((tmp_path / "tree").glob("generated/*.cu")), "written before the manifest was checked"

@@ -135,6 +135,8 @@ def fits(c: Candidate, arch: int, shared_kib: int = SMALLEST_SHARED_KIB) -> bool
         can_copy = max(c.tile_m, c.tile_n) <= TMA_BOX_ROWS if tma else c.copy != "ldg_16" and whole
         if c.warps % 2 or not can_copy or (c.ping_pong and c.warps not in (2, 4, 8)):  # turns of pairs
             return False
+        if c.ping_pong and tma and c.head_dim >= 96 and c.tile_n < 32:  # which are passed on before the last two n16
+            return False
     else:
         ahead = c.stages <= 2 or tma  # loads into registers are at most one block ahead
         if c.copy not in ("ldg_16", "tma") or c.rows_per_warp > 32 or c.ping_pong or not ahead:
