@@ -152,8 +152,8 @@ def _sides(features: Mapping[str, Any]) -> tuple[Said, dict[str, Any]]:
         if name == "block_mask" and isinstance(value, (tuple, list)) and all(map(_is_array, value[:2])):
             arrays |= zip(_LISTS, value, strict=False)
             said[name] = tuple(value[2:])
-        elif name == "dropout_seed" and type(value) is int:
-            arrays[name] = _halves(value)
+        elif name == "dropout_seed" and _is_seed(value):
+            arrays[name] = _halves(int(value))
         else:
             (arrays if _is_array(value) else said)[name] = value
     return tuple(said.items()), arrays
@@ -208,8 +208,12 @@ def _halves(seed: int) -> Any:
     return numpy.array([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF], numpy.uint32)
 
 
+def _is_seed(value: Any) -> bool:
+    return isinstance(value, (int, numpy.integer)) and not isinstance(value, bool)
+
+
 def _seed(seed: Any) -> Any:
-    if isinstance(seed, (int, numpy.integer)) and not isinstance(seed, bool):
+    if _is_seed(seed):
         return jnp.asarray(_halves(int(seed)))
     if _is_array(seed) and (seed.shape, str(seed.dtype)) == ((2,), "uint32"):
         return jnp.asarray(seed)
