@@ -1,4 +1,4 @@
-"""Hugging Face's ``kernels`` package takes attention from the installed cutlass_fmha, where it would fetch a repository.
+"""Hugging Face's ``kernels`` package takes attention from the installed cutlass_fmha, not from a repository of the hub.
 
     pip install kernels
     python examples/kernels_hub.py
