@@ -218,7 +218,7 @@ _is_known_to_jax: Callable[[type], bool] = functools.lru_cache(_known_to_jax)
 
 
 def _jax_takes_all(q: Any, k: Any, v: Any, features: Mapping[str, Any]) -> bool:
-    """False: there is a tensor or an array of another library among them, or memory for the result."""
+    """False: there is a tensor or an array of another library among them, memory for the result, or a seed to draw."""
     kind = type(q)
     if not features and type(k) is kind and type(v) is kind:
         return True
@@ -228,6 +228,8 @@ def _jax_takes_all(q: Any, k: Any, v: Any, features: Mapping[str, Any]) -> bool:
         values += x if isinstance(x, tuple) else (x,)
     if _is_traced(kind) or any(_is_traced(type(x)) for x in values):
         return True  # or refuses it: nobody else can
+    if given.get("dropout_p") and "dropout_seed" not in given:
+        return False  # nothing is drawn there
     return given.keys().isdisjoint((*RESULTS, "layout")) and all(_is_known_to_jax(type(x)) for x in values)
 
 

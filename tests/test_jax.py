@@ -131,7 +131,7 @@ def test_the_packages_attention_is_part_of_a_program_and_has_gradients():
         assert jnp.array_equal(x, want) and jnp.abs(x).max() > 0
 
 
-@pytest.mark.parametrize("what", ["a tensor", "a layout", "an array of another library"])
+@pytest.mark.parametrize("what", ["a tensor", "a layout", "an array of another library", "no seed"])
 def test_what_jax_does_not_take_is_shared_by_dlpack(what: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(traced, "_compiled", None)
     tensors = qkv(dtype=torch.float32)
@@ -139,6 +139,8 @@ def test_what_jax_does_not_take_is_shared_by_dlpack(what: str, monkeypatch: pyte
     said: dict[str, Any] = {"mask": mask}
     if what == "a layout":
         tensors, said = tuple(x.transpose(1, 2) for x in tensors), {"mask": array(mask), "layout": "bhsd"}
+    elif what == "no seed":
+        said = {"mask": array(mask), "dropout_p": 1e-9}  # which drops nothing
     elif what != "a tensor":
         said["mask"] = type("Shared", (), {n: lambda _, n=n, **x: getattr(mask, n)(**x) for n in ARRAY})()
     want = cutlass_fmha.attention(*tensors, **said | {"mask": mask})
