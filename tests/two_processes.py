@@ -20,6 +20,12 @@ def meet(rank: int, meeting: str, backend: str = "gloo") -> None:
     torch.distributed.init_process_group(backend, f"file://{meeting}", limit, 2, rank)
 
 
+def part() -> None:
+    """What each does last: a process whose other has gone may end in an error of gloo's threads."""
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
 def run(one: Callable[[int, str], None], folder: Path) -> None:
     """``one(rank, meeting)`` of a module of tests, in each: it meets the other, and must not raise."""
     module, tests = one.__module__.rpartition(".")[2], str(Path(__file__).parent)
