@@ -50,7 +50,7 @@ def _traced(kind: type) -> bool:
 
 # mypy takes no type for hashable
 _has_dlpack: Callable[[type], bool] = functools.lru_cache(_speaks)
-_is_traced: Callable[[type], bool] = functools.lru_cache(_traced)
+is_traced: Callable[[type], bool] = functools.lru_cache(_traced)
 _is_of_library: Callable[[type], bool] = functools.lru_cache(lambda kind: _speaks(kind) or _traced(kind))
 
 
@@ -226,7 +226,7 @@ def _jax_takes_all(q: Any, k: Any, v: Any, features: Mapping[str, Any]) -> bool:
     values: list[Any] = [k, v]
     for x in given.values():
         values += x if isinstance(x, tuple) else (x,)
-    if _is_traced(kind) or any(_is_traced(type(x)) for x in values):
+    if is_traced(kind) or any(is_traced(type(x)) for x in values):
         return True  # or refuses it: nobody else can
     if given.get("dropout_p") and "dropout_seed" not in given:
         return False  # nothing is drawn there

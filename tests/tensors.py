@@ -21,6 +21,13 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
 
 
+def laid(x: Tensor, how: str) -> Tensor:
+    """The same numbers, with a last dimension that is not contiguous, or heads first."""
+    if how == "last dimension":
+        return torch.stack((x, x), -1)[..., 0]
+    return x.transpose(-2, -3).contiguous().transpose(-2, -3) if how == "heads first" else x
+
+
 def qkv(
     batch: int = 2, seqlen_q: int = 33, seqlen_k: int = 65, heads: int = 4, heads_kv: int = 2,
     head_dim: int = 32, head_dim_v: int = 0, dtype: torch.dtype = torch.float16, seed: int = 0,

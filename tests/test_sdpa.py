@@ -148,12 +148,12 @@ def compiled(tensors: list[Tensor]) -> tuple[list[Tensor], list[str]]:
     return found, graphs
 
 
-@pytest.mark.skipif(private_torch._tag is None, reason="an older torch has no tag")
 def test_torchs_files_of_graphs_tell_ours_from_torchs_in_all_threads():
+    """Where torch has a tag: README and docs/sdpa.md say what an older one lacks."""
     tags: list[str] = []
 
     def look() -> None:
-        thread = threading.Thread(target=lambda: tags.append(torch.compiler.config.cache_key_tag))
+        thread = threading.Thread(target=lambda: tags.append(getattr(torch.compiler.config, "cache_key_tag", "")))
         thread.start()
         thread.join()
 
@@ -161,7 +161,7 @@ def test_torchs_files_of_graphs_tell_ours_from_torchs_in_all_threads():
         look()
         with sdpa(device_types):
             look()
-    assert len({*tags}) == 3 and tags[0] == tags[2]
+    assert len({*tags}) == (1 if private_torch._tag is None else 3) and tags[0] == tags[2]
 
 
 PLACES = pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 from cutlass_fmha import _C
 from cutlass_fmha.arguments import check
 from cutlass_fmha.arguments.op_arguments import op_arguments
+from cutlass_fmha.arrays import is_traced
 from cutlass_fmha.errors import UnsupportedError
 from cutlass_fmha.jax import calls
 
@@ -86,7 +87,7 @@ def of_call(q: Any, k: Any, v: Any, features: Mapping[str, Any], options: Option
     said, arrays = _sides(features) if features else ((), {})
     kind = type(q)
     alone = not arrays and type(k) is kind and type(v) is kind
-    if any(map(_is_traced, (kind,) if alone else map(type, (q, k, v, *arrays.values())))):
+    if any(map(is_traced, (kind,) if alone else map(type, (q, k, v, *arrays.values())))):
         return _attention(options, said, q, k, v, arrays)
     try:
         hash((options, said))
@@ -131,11 +132,6 @@ _compiled = jax.jit(_attention, static_argnums=(0, 1))
 
 #: The arrays of ``block_mask``, before its block.
 _LISTS = ("block_counts", "block_indices")
-
-
-@functools.cache
-def _is_traced(kind: type) -> bool:
-    return issubclass(kind, jax.core.Tracer)
 
 
 def _is_array(value: Any) -> bool:

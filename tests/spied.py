@@ -1,0 +1,40 @@
+"""A model's calls of our attention, looked at."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+import cutlass_fmha
+from cutlass_fmha.attention import packed_attention
+from cutlass_fmha.integrations import transformers as integration
+
+
+@contextmanager
+def attention(seen: set[str], drop: str = "", caller: Any = integration) -> Iterator[list[int]]:
+    """The model's attention is ours; of each call one argument is dropped. Gives the number of calls."""
+    calls = [0]
+
+    def spied(*operands: torch.Tensor, of: Any = cutlass_fmha.attention, **arguments: Any) -> torch.Tensor:
+        calls[0] += 1
+        if drop == "causal":
+            arguments["causal"] = False
+        elif drop:
+            arguments.pop(drop, None)
+        empty = {name for name, x in arguments.items() if not torch.is_tensor(x) and x in (None, False, 0.0)}
+        given = arguments.keys() - empty
+        seen.update(given - {"scale", "layout"})
+        found: torch.Tensor = of(*operands, **arguments)
+        return found
+
+    packed = functools.partial(spied, of=packed_attention)
+    with (
+        mock.patch.object(caller, "attention", spied),
+        mock.patch.object(caller, "packed_attention", packed, create=True),
+    ):
+        yield calls
